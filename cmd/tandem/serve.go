@@ -1,0 +1,142 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"flag"
+	"fmt"
+	"io"
+	"log/slog"
+	"net"
+	"net/http"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/collectors"
+	"golang.org/x/sync/errgroup"
+	"google.golang.org/grpc"
+
+	"tandem/extproc"
+	configv1 "tandem/protos/config/v1"
+)
+
+// serve runs the server until ctx ends, then lets streams finish.
+func serve(ctx context.Context, args []string, stderr io.Writer) error {
+	flags := flag.NewFlagSet("tandem serve", flag.ContinueOnError)
+	flags.SetOutput(stderr)
+	file := flags.String("f", "", "configuration `file` (YAML)")
+	check := flags.Bool("check", false, "validate the configuration and exit")
+	level := flags.String("log", "info", "lowest `level` logged: debug, info, warn, error")
+	if err := flags.Parse(args); err != nil {
+		return err
+	}
+	log, err := logger(stderr, *level)
+	if err != nil {
+		return err
+	}
+	config, warnings, err := configv1.Load(*file)
+	if err != nil {
+		return err
+	}
+	for _, w := range warnings {
+		log.Warn(w)
+	}
+	if *check {
+		fmt.Fprintf(stderr, "%s: valid\n", *file)
+		return nil
+	}
+	return runServer(ctx, config, log)
+}
+
+func logger(w io.Writer, level string) (*slog.Logger, error) {
+	var l slog.Level
+	if err := l.UnmarshalText([]byte(level)); err != nil {
+		return nil, fmt.Errorf("-log: %w", err)
+	}
+	return slog.New(slog.NewTextHandler(w, &slog.HandlerOptions{Level: l})), nil
+}
+
+// drainTime is how long running ext_proc streams may take to finish after SIGTERM. They are short: none of them is kept
+// open for an answer.
+const drainTime = 20 * time.Second
+
+// runServer wires the parts together and runs them until ctx ends or one of them fails.
+func runServer(ctx context.Context, config *configv1.Config, log *slog.Logger) error {
+	registry := prometheus.NewRegistry()
+	registry.MustRegister(collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
+	fleet, err := newFleet(ctx, config, log)
+	if err != nil {
+		return err
+	}
+	options, err := serverOptions(config, fleet, log)
+	if err != nil {
+		return err
+	}
+	server := extproc.New(options, extproc.NewMetrics(registry, fleet.state))
+	health := extproc.NewHealth()
+	grpcServer, err := newGRPC(config, server, health)
+	if err != nil {
+		return err
+	}
+	listeners, err := listen(ctx, config.GetExtProc().GetListen(), config.GetReplan().GetListen(), config.GetAdmin().GetListen())
+	if err != nil {
+		return err
+	}
+	replan := &http.Server{Handler: server.Replan(), ReadHeaderTimeout: 10 * time.Second, MaxHeaderBytes: 256 << 10}
+	admin := &http.Server{Handler: newAdmin(registry, health, fleet.state), ReadHeaderTimeout: 10 * time.Second}
+
+	group, running := errgroup.WithContext(ctx)
+	group.Go(func() error { return grpcServer.Serve(listeners[0]) })
+	group.Go(func() error { return serveHTTP(replan, listeners[1]) })
+	group.Go(func() error { return serveHTTP(admin, listeners[2]) })
+	group.Go(func() error { server.Run(running); return nil })
+	group.Go(func() error { return fleet.watch(running) })
+	log.Info("serving", "ext_proc", config.GetExtProc().GetListen(), "pools", len(config.GetPools()), "version", version())
+	health.SetReady(true)
+
+	<-running.Done()
+	health.SetReady(false)
+	log.Info("draining", "deadline", drainTime)
+	stopGRPC(grpcServer)
+	_ = replan.Close()
+	_ = admin.Close()
+	if err := group.Wait(); err != nil && !errors.Is(err, context.Canceled) {
+		return err
+	}
+	return nil
+}
+
+func serveHTTP(s *http.Server, l net.Listener) error {
+	if err := s.Serve(l); !errors.Is(err, http.ErrServerClosed) {
+		return err
+	}
+	return nil
+}
+
+// listen opens all addresses, or none.
+func listen(ctx context.Context, addresses ...string) ([]net.Listener, error) {
+	var out []net.Listener
+	for _, a := range addresses {
+		l, err := new(net.ListenConfig).Listen(ctx, "tcp", a)
+		if err != nil {
+			for _, l := range out {
+				_ = l.Close()
+			}
+			return nil, fmt.Errorf("listening on %s: %w", a, err)
+		}
+		out = append(out, l)
+	}
+	return out, nil
+}
+
+// stopGRPC lets running streams end, but not for longer than drainTime. Access log streams have no end of their own.
+func stopGRPC(s *grpc.Server) {
+	stopped := make(chan struct{})
+	go func() { s.GracefulStop(); close(stopped) }()
+	select {
+	case <-stopped:
+	case <-time.After(drainTime):
+		s.Stop()
+		<-stopped
+	}
+}

@@ -1,0 +1,203 @@
+package extproc
+
+import (
+	"errors"
+	"io"
+	"time"
+
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/mem"
+
+	"tandem/extproc/kvtransfer"
+	"tandem/kvstate"
+)
+
+// Envoy's gRPC access log is how the server learns that a hop ended: one long stream per Envoy worker, one entry per
+// pass of a request, sent when the pass is over. No ext_proc stream has to stay open for it, so a server that dies cuts
+// no running answer.
+
+// logBatch is one StreamAccessLogsMessage, reduced to what the server reads.
+type logBatch struct {
+	entries []logEntry
+	arena   []byte
+}
+
+// logEntry is one HTTPAccessLogEntry of the main listener.
+type logEntry struct {
+	requestID, ticket []byte
+	details           []byte // response_code_details
+	status            int    // 0: no answer was sent
+	duration          time.Duration
+	firstByte         time.Duration // time_to_first_upstream_rx_byte; 0: none came
+	responseBytes     int64
+	clientGone        bool // response flag DC or DR
+}
+
+func (b *logBatch) unmarshal(data mem.BufferSlice) error {
+	c := newCursor(data)
+	b.entries, b.arena = b.entries[:0], b.arena[:0]
+	for number, wire := c.field(c.end); number != 0; number, wire = c.field(c.end) {
+		if number != 2 || wire != wireBytes { // http_logs
+			c.skip(wire, c.end)
+			continue
+		}
+		end := c.length(c.end)
+		for number, wire := c.field(end); number != 0; number, wire = c.field(end) {
+			if number == 1 && wire == wireBytes {
+				b.entries = append(b.entries, logEntry{})
+				b.readEntry(&c, c.length(end), &b.entries[len(b.entries)-1])
+			} else {
+				c.skip(wire, end)
+			}
+		}
+	}
+	return c.finish()
+}
+
+func (b *logBatch) readEntry(c *cursor, end int, e *logEntry) {
+	for number, wire := c.field(end); number != 0; number, wire = c.field(end) {
+		if wire != wireBytes {
+			c.skip(wire, end)
+			continue
+		}
+		switch number {
+		case 1:
+			b.readCommon(c, c.length(end), e)
+		case 3:
+			b.readRequest(c, c.length(end), e)
+		case 4:
+			b.readResponse(c, c.length(end), e)
+		default:
+			c.skip(wire, end)
+		}
+	}
+}
+
+// readCommon reads AccessLogCommon{9: time_to_first_upstream_rx_byte, 16: response_flags, 23: duration}.
+func (b *logBatch) readCommon(c *cursor, end int, e *logEntry) {
+	for number, wire := c.field(end); number != 0; number, wire = c.field(end) {
+		switch {
+		case number == 9 && wire == wireBytes:
+			e.firstByte = readDuration(c, c.length(end))
+		case number == 23 && wire == wireBytes:
+			e.duration = readDuration(c, c.length(end))
+		case number == 16 && wire == wireBytes:
+			flagsEnd := c.length(end)
+			for number, wire := c.field(flagsEnd); number != 0; number, wire = c.field(flagsEnd) {
+				if (number == 15 || number == 28) && wire == wireVarint { // downstream connection termination, remote reset
+					e.clientGone = c.varint() != 0 || e.clientGone
+				} else {
+					c.skip(wire, flagsEnd)
+				}
+			}
+		default:
+			c.skip(wire, end)
+		}
+	}
+}
+
+// readRequest reads HTTPRequestProperties{9: request_id, 13: map<string, string> request_headers}.
+func (b *logBatch) readRequest(c *cursor, end int, e *logEntry) {
+	for number, wire := c.field(end); number != 0; number, wire = c.field(end) {
+		switch {
+		case number == 9 && wire == wireBytes:
+			e.requestID = c.text(&b.arena, end)
+		case number == 13 && wire == wireBytes:
+			mapEnd := c.length(end)
+			var name []byte
+			for number, wire := c.field(mapEnd); number != 0; number, wire = c.field(mapEnd) {
+				switch {
+				case number == 1 && wire == wireBytes:
+					name = c.text(&b.arena, mapEnd)
+				case number == 2 && wire == wireBytes && string(name) == headerTicket:
+					e.ticket = c.text(&b.arena, mapEnd)
+				default:
+					c.skip(wire, mapEnd)
+				}
+			}
+		default:
+			c.skip(wire, end)
+		}
+	}
+}
+
+// readResponse reads HTTPResponseProperties{1: UInt32Value response_code, 3: response_body_bytes, 6: response_code_details}.
+func (b *logBatch) readResponse(c *cursor, end int, e *logEntry) {
+	for number, wire := c.field(end); number != 0; number, wire = c.field(end) {
+		switch {
+		case number == 1 && wire == wireBytes:
+			valueEnd := c.length(end)
+			for number, wire := c.field(valueEnd); number != 0; number, wire = c.field(valueEnd) {
+				if number == 1 && wire == wireVarint {
+					e.status = int(c.varint())
+				} else {
+					c.skip(wire, valueEnd)
+				}
+			}
+		case number == 3 && wire == wireVarint:
+			e.responseBytes = int64(c.varint())
+		case number == 6 && wire == wireBytes:
+			e.details = c.text(&b.arena, end)
+		default:
+			c.skip(wire, end)
+		}
+	}
+}
+
+// readDuration reads google.protobuf.Duration{1: seconds, 2: nanos}.
+func readDuration(c *cursor, end int) time.Duration {
+	var d time.Duration
+	for number, wire := c.field(end); number != 0; number, wire = c.field(end) {
+		switch {
+		case number == 1 && wire == wireVarint:
+			d += time.Duration(c.varint()) * time.Second
+		case number == 2 && wire == wireVarint:
+			d += time.Duration(c.varint())
+		default:
+			c.skip(wire, end)
+		}
+	}
+	return d
+}
+
+// streamAccessLogs serves envoy.service.accesslog.v3.AccessLogService.
+func (s *Server) streamAccessLogs(stream grpc.ServerStream) error {
+	var batch logBatch
+	for {
+		err := stream.RecvMsg(&batch)
+		if errors.Is(err, io.EOF) {
+			return nil
+		}
+		if err != nil {
+			return err
+		}
+		for i := range batch.entries {
+			s.hopEnded(&batch.entries[i])
+		}
+		if cap(batch.arena) > 1<<20 {
+			batch.arena = nil
+		}
+	}
+}
+
+// hopEnded settles one pass of a request: what it had booked is released, but for what the next pass takes over.
+func (s *Server) hopEnded(e *logEntry) {
+	if len(e.ticket) == 0 {
+		return // answered by Tandem itself, or never got to it
+	}
+	t, err := s.Keys.Open(string(e.ticket), string(e.requestID), time.Now())
+	if t == nil {
+		s.metrics.forgedTickets.Inc()
+		s.Log.Debug("access log entry with a ticket that is not ours", "request_id", string(e.requestID), "err", err)
+		return
+	}
+	redirected := e.status == 307
+	switch {
+	case t.Stage == kvtransfer.PrefillLeg && redirected:
+		s.State.Release(kvstate.ReservationID(t.Reservations[0]))
+	default:
+		s.State.Release(kvstate.ReservationID(t.Reservations[0]))
+		s.State.Release(kvstate.ReservationID(t.Reservations[1]))
+	}
+	s.metrics.hop(t, e, redirected)
+}

@@ -1,0 +1,279 @@
+package extproc
+
+import (
+	"bytes"
+	"fmt"
+	"math/rand/v2"
+	"strings"
+	"testing"
+	"time"
+
+	corev3 "github.com/envoyproxy/go-control-plane/envoy/config/core/v3"
+	logdatav3 "github.com/envoyproxy/go-control-plane/envoy/data/accesslog/v3"
+	filterv3 "github.com/envoyproxy/go-control-plane/envoy/extensions/filters/http/ext_proc/v3"
+	logv3 "github.com/envoyproxy/go-control-plane/envoy/service/accesslog/v3"
+	extprocv3 "github.com/envoyproxy/go-control-plane/envoy/service/ext_proc/v3"
+	"github.com/stretchr/testify/require"
+	"google.golang.org/grpc/mem"
+	"google.golang.org/protobuf/proto"
+	"google.golang.org/protobuf/types/known/durationpb"
+	"google.golang.org/protobuf/types/known/structpb"
+	"google.golang.org/protobuf/types/known/wrapperspb"
+)
+
+// split cuts b into buffers at random places, as gRPC hands over a message that came in several frames.
+func split(b []byte, r *rand.Rand) mem.BufferSlice {
+	var out mem.BufferSlice
+	for len(b) > 0 {
+		n := 1 + r.IntN(len(b))
+		out = append(out, mem.SliceBuffer(b[:n]))
+		b = b[n:]
+	}
+	return out
+}
+
+func marshal(t testing.TB, m proto.Message) []byte {
+	t.Helper()
+	b, err := proto.Marshal(m)
+	require.NoError(t, err)
+	return b
+}
+
+func headerMap(pairs ...string) *corev3.HeaderMap {
+	m := &corev3.HeaderMap{}
+	for i := 0; i < len(pairs); i += 2 {
+		m.Headers = append(m.Headers, &corev3.HeaderValue{Key: pairs[i], RawValue: []byte(pairs[i+1])})
+	}
+	return m
+}
+
+func attributesOf(pairs ...string) map[string]*structpb.Struct {
+	s := &structpb.Struct{Fields: map[string]*structpb.Value{}}
+	for i := 0; i < len(pairs); i += 2 {
+		s.Fields[pairs[i]] = structpb.NewStringValue(pairs[i+1])
+	}
+	return map[string]*structpb.Struct{"envoy.filters.http.ext_proc": s}
+}
+
+func TestMessageReadsRequestHeaders(t *testing.T) {
+	wire := marshal(t, &extprocv3.ProcessingRequest{
+		Request: &extprocv3.ProcessingRequest_RequestHeaders{RequestHeaders: &extprocv3.HttpHeaders{
+			Headers: headerMap(":method", "POST", ":path", "/v1/completions?x=1", "x-unread", strings.Repeat("z", 300),
+				"content-type", "application/json", "x-request-id", "abc", headerTicket, "T"),
+			EndOfStream: true,
+		}},
+		ProtocolConfig: &extprocv3.ProtocolConfiguration{RequestBodyMode: filterv3.ProcessingMode_FULL_DUPLEX_STREAMED},
+	})
+	var m message
+	require.NoError(t, m.unmarshal(split(wire, rand.New(rand.NewPCG(1, 2)))))
+	require.Equal(t, phaseRequestHeaders, m.phase)
+	require.True(t, m.endOfStream)
+	require.Equal(t, bodyFullDuplex, m.mode.request)
+	require.Equal(t, "POST", string(m.headers.method))
+	require.Equal(t, "/v1/completions?x=1", string(m.headers.path))
+	require.Equal(t, "application/json", string(m.headers.contentType))
+	require.Equal(t, "abc", string(m.headers.requestID))
+	require.Equal(t, "T", string(m.headers.ticket))
+	require.Nil(t, m.headers.upgrade)
+}
+
+func TestMessageReadsAttributesOfThePrefillLeg(t *testing.T) {
+	wire := marshal(t, &extprocv3.ProcessingRequest{
+		Request:    &extprocv3.ProcessingRequest_ResponseHeaders{ResponseHeaders: &extprocv3.HttpHeaders{Headers: headerMap(":status", "200")}},
+		Attributes: attributesOf("request.headers['x-tandem-ticket']", "T1", "request.path", "/p", "request.host", "h", "request.headers['x-request-id']", "id", "upstream.address", "1.2.3.4:5"),
+	})
+	var m message
+	require.NoError(t, m.unmarshal(split(wire, rand.New(rand.NewPCG(1, 2)))))
+	require.Equal(t, phaseResponseHeaders, m.phase)
+	require.Equal(t, "200", string(m.headers.status))
+	require.Equal(t, "T1 id /p h 1.2.3.4:5", fmt.Sprintf("%s %s %s %s %s", m.attributes.ticket, m.attributes.requestID, m.attributes.path, m.attributes.authority, m.attributes.upstream))
+}
+
+func TestMessageGathersABodyAcrossMessagesUpToItsLimit(t *testing.T) {
+	r := rand.New(rand.NewPCG(3, 4))
+	body := bytes.Repeat([]byte("0123456789"), 20_000)
+	var got bodyBuffer
+	m := message{body: &got, bodyLimit: len(body)}
+	for rest := body; ; {
+		n := min(len(rest), 1+r.IntN(70_000))
+		wire := marshal(t, &extprocv3.ProcessingRequest{Request: &extprocv3.ProcessingRequest_RequestBody{
+			RequestBody: &extprocv3.HttpBody{Body: rest[:n], EndOfStream: n == len(rest)}}})
+		require.NoError(t, m.unmarshal(split(wire, r)))
+		if rest = rest[n:]; m.endOfStream {
+			break
+		}
+	}
+	require.True(t, bytes.Equal(body, got.bytes()))
+	require.False(t, m.over)
+
+	wire := marshal(t, &extprocv3.ProcessingRequest{Request: &extprocv3.ProcessingRequest_RequestBody{RequestBody: &extprocv3.HttpBody{Body: []byte("x")}}})
+	require.NoError(t, m.unmarshal(split(wire, r)))
+	require.True(t, m.over, "one byte more than the limit")
+	require.Equal(t, len(body), got.len())
+}
+
+// FuzzMessage holds the reader against the generated types: what they refuse may be read here (unread fields are not
+// validated), but what both accept must mean the same, and nothing may panic.
+func FuzzMessage(f *testing.F) {
+	f.Add([]byte{}, uint64(1))
+	f.Add(marshal(f, &extprocv3.ProcessingRequest{Request: &extprocv3.ProcessingRequest_RequestBody{RequestBody: &extprocv3.HttpBody{Body: []byte("abc"), EndOfStream: true}}}), uint64(2))
+	f.Add(marshal(f, &extprocv3.ProcessingRequest{
+		Request:    &extprocv3.ProcessingRequest_ResponseHeaders{ResponseHeaders: &extprocv3.HttpHeaders{Headers: headerMap(":status", "200", "a", "b")}},
+		Attributes: attributesOf("request.path", "/p"),
+	}), uint64(3))
+	f.Fuzz(func(t *testing.T, wire []byte, seed uint64) {
+		var body bodyBuffer
+		m := message{body: &body, bodyLimit: 1 << 20}
+		err := m.unmarshal(split(wire, rand.New(rand.NewPCG(seed, 0))))
+		var want extprocv3.ProcessingRequest
+		if proto.Unmarshal(wire, &want) != nil || err != nil {
+			return
+		}
+		if b := want.GetRequestBody(); b != nil && m.phase == phaseRequestBody && len(wire) < 200 && oneRequest(wire) {
+			require.Equal(t, string(b.Body), string(body.bytes()))
+		}
+		if h := want.GetRequestHeaders(); h != nil && oneRequest(wire) {
+			for _, v := range h.GetHeaders().GetHeaders() {
+				if v.Key == ":path" && len(v.RawValue) > 0 && len(v.Value) == 0 {
+					require.NotNil(t, m.headers.path)
+				}
+			}
+		}
+	})
+}
+
+// oneRequest reports whether the message has just one member of the oneof and one body field in it; protobuf's rules
+// for merging repeated ones are of no use here.
+func oneRequest(wire []byte) bool {
+	c := newCursor(mem.BufferSlice{mem.SliceBuffer(wire)})
+	oneof, bodies := 0, 0
+	for number, kind := c.field(c.end); number != 0; number, kind = c.field(c.end) {
+		if number == 4 && kind == wireBytes {
+			end := c.length(c.end)
+			for n, k := c.field(end); n != 0; n, k = c.field(end) {
+				if n == 1 {
+					bodies++
+				}
+				c.skip(k, end)
+			}
+			oneof++
+			continue
+		}
+		if number >= 2 && number <= 7 {
+			oneof++
+		}
+		c.skip(kind, c.end)
+	}
+	return oneof == 1 && bodies <= 1
+}
+
+// decode reads a reply with the generated types.
+func decodeReply(t *testing.T, r *reply) *extprocv3.ProcessingResponse {
+	t.Helper()
+	var got extprocv3.ProcessingResponse
+	require.NoError(t, proto.Unmarshal(r.marshal().Materialize(), &got))
+	return &got
+}
+
+func TestReplyIsWhatTheGeneratedTypesRead(t *testing.T) {
+	var edits headerEdits
+	edits.add("x-a", []byte("1"))
+	edits.add("x-long", bytes.Repeat([]byte("v"), 40_000))
+	edits.drop("x-b")
+	mutation := &extprocv3.HeaderMutation{
+		SetHeaders: []*corev3.HeaderValueOption{
+			{Header: &corev3.HeaderValue{Key: "x-a", RawValue: []byte("1")}, AppendAction: corev3.HeaderValueOption_OVERWRITE_IF_EXISTS_OR_ADD},
+			{Header: &corev3.HeaderValue{Key: "x-long", RawValue: bytes.Repeat([]byte("v"), 40_000)}, AppendAction: corev3.HeaderValueOption_OVERWRITE_IF_EXISTS_OR_ADD},
+		},
+		RemoveHeaders: []string{"x-b"},
+	}
+	parts := func() mem.BufferSlice { return mem.BufferSlice{mem.SliceBuffer("ab"), mem.SliceBuffer("cd")} }
+
+	for _, tt := range []struct {
+		name string
+		in   reply
+		want *extprocv3.ProcessingResponse
+	}{
+		{"headers with edits", reply{phase: phaseRequestHeaders, headers: &edits, clearRoute: true},
+			&extprocv3.ProcessingResponse{Response: &extprocv3.ProcessingResponse_RequestHeaders{RequestHeaders: &extprocv3.HeadersResponse{
+				Response: &extprocv3.CommonResponse{HeaderMutation: mutation, ClearRouteCache: true}}}}},
+		{"headers as they are", reply{phase: phaseResponseHeaders},
+			&extprocv3.ProcessingResponse{Response: &extprocv3.ProcessingResponse_ResponseHeaders{ResponseHeaders: &extprocv3.HeadersResponse{Response: &extprocv3.CommonResponse{}}}}},
+		{"a buffered body replaced", reply{phase: phaseRequestBody, headers: &edits, kind: bodyReplace, parts: parts()},
+			&extprocv3.ProcessingResponse{Response: &extprocv3.ProcessingResponse_RequestBody{RequestBody: &extprocv3.BodyResponse{
+				Response: &extprocv3.CommonResponse{HeaderMutation: mutation, BodyMutation: &extprocv3.BodyMutation{Mutation: &extprocv3.BodyMutation_Body{Body: []byte("abcd")}}}}}}},
+		{"a piece of a streamed body", reply{phase: phaseRequestBody, kind: bodyStreamed62, parts: parts()}, streamed("abcd", false)},
+		{"the last piece", reply{phase: phaseRequestBody, kind: bodyStreamed62, parts: parts(), end: true}, streamed("abcd", true)},
+		{"the end alone", reply{phase: phaseRequestBody, kind: bodyStreamed62, end: true}, streamed("", true)},
+		{"trailers", reply{phase: phaseRequestTrailers},
+			&extprocv3.ProcessingResponse{Response: &extprocv3.ProcessingResponse_RequestTrailers{RequestTrailers: &extprocv3.TrailersResponse{}}}},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			got := decodeReply(t, &tt.in)
+			require.True(t, proto.Equal(tt.want, got), "want %v\n got %v", tt.want, got)
+		})
+	}
+}
+
+func streamed(body string, end bool) *extprocv3.ProcessingResponse {
+	var b []byte
+	if body != "" {
+		b = []byte(body)
+	}
+	return &extprocv3.ProcessingResponse{Response: &extprocv3.ProcessingResponse_RequestBody{RequestBody: &extprocv3.BodyResponse{
+		Response: &extprocv3.CommonResponse{BodyMutation: &extprocv3.BodyMutation{Mutation: &extprocv3.BodyMutation_StreamedResponse{
+			StreamedResponse: &extprocv3.StreamedBodyResponse{Body: b, EndOfStream: end}}}}}}}
+}
+
+func TestImmediateReplyIsWhatTheGeneratedTypesRead(t *testing.T) {
+	i := &immediate{status: 404, body: []byte(`{"error":{}}`), details: "tandem_x"}
+	i.headers.add("content-type", []byte("application/json"))
+	got := decodeReply(t, &reply{immediate: i}).GetImmediateResponse()
+	require.EqualValues(t, 404, got.GetStatus().GetCode())
+	require.Equal(t, `{"error":{}}`, string(got.GetBody()))
+	require.Equal(t, "tandem_x", got.GetDetails())
+	require.Equal(t, "content-type", got.GetHeaders().GetSetHeaders()[0].GetHeader().GetKey())
+}
+
+func TestLogBatchReadsEntries(t *testing.T) {
+	wire := marshal(t, &logv3.StreamAccessLogsMessage{
+		Identifier: &logv3.StreamAccessLogsMessage_Identifier{LogName: "tandem"},
+		LogEntries: &logv3.StreamAccessLogsMessage_HttpLogs{HttpLogs: &logv3.StreamAccessLogsMessage_HTTPAccessLogEntries{
+			LogEntry: []*logdatav3.HTTPAccessLogEntry{
+				{
+					CommonProperties: &logdatav3.AccessLogCommon{
+						Duration:                  durationpb.New(1500 * time.Millisecond),
+						TimeToFirstUpstreamRxByte: durationpb.New(20 * time.Millisecond),
+						ResponseFlags:             &logdatav3.ResponseFlags{DownstreamConnectionTermination: true},
+					},
+					Request: &logdatav3.HTTPRequestProperties{RequestId: "id", RequestHeaders: map[string]string{"x-other": "1", headerTicket: "T"}},
+					Response: &logdatav3.HTTPResponseProperties{ResponseCode: wrapperspb.UInt32(307), ResponseBodyBytes: 12,
+						ResponseCodeDetails: "internal_redirect"},
+				},
+				{Request: &logdatav3.HTTPRequestProperties{RequestId: "id2"}},
+			},
+		}},
+	})
+	var b logBatch
+	require.NoError(t, b.unmarshal(split(wire, rand.New(rand.NewPCG(5, 6)))))
+	require.Len(t, b.entries, 2)
+	e := b.entries[0]
+	require.Equal(t, "id", string(e.requestID))
+	require.Equal(t, "T", string(e.ticket))
+	require.Equal(t, "internal_redirect", string(e.details))
+	require.Equal(t, 307, e.status)
+	require.Equal(t, 1500*time.Millisecond, e.duration)
+	require.Equal(t, 20*time.Millisecond, e.firstByte)
+	require.EqualValues(t, 12, e.responseBytes)
+	require.True(t, e.clientGone)
+	require.Equal(t, "id2", string(b.entries[1].requestID))
+	require.Empty(t, b.entries[1].ticket)
+}
+
+func FuzzLogBatch(f *testing.F) {
+	f.Add([]byte{}, uint64(1))
+	f.Fuzz(func(_ *testing.T, wire []byte, seed uint64) {
+		var b logBatch
+		_ = b.unmarshal(split(wire, rand.New(rand.NewPCG(seed, 0))))
+	})
+}

@@ -1,0 +1,199 @@
+package extproc
+
+import (
+	"errors"
+	"fmt"
+	"strconv"
+	"time"
+
+	"google.golang.org/grpc/mem"
+
+	"tandem/extproc/kvtransfer"
+	"tandem/extproc/openai"
+	"tandem/kvstate"
+)
+
+// maxAnswer bounds what is read of a prefill endpoint's answer: one token, and the KV parameters.
+const maxAnswer = 16 << 20
+
+// prefillLeg serves the prefill leg's filter: P's answer, or what Envoy says in its place, becomes the way on.
+func (x *exchange) prefillLeg() error {
+	if err := x.receive(); err != nil {
+		return err
+	}
+	if x.msg.phase != phaseResponseHeaders {
+		return errors.New("the first message of a prefill leg was not response headers")
+	}
+	a := &x.msg.attributes
+	x.requestID = string(a.requestID)
+	t, err := x.s.Keys.Open(string(a.ticket), x.requestID, time.Now())
+	if t == nil || t.Stage != kvtransfer.PrefillLeg {
+		return fmt.Errorf("opening the ticket of a prefill leg: %w", err)
+	}
+	code, _ := strconv.Atoi(string(x.msg.headers.status))
+	if clientsFault(code) {
+		x.s.metrics.prefillEnded(t, code, "refused")
+		x.settle(t)
+		return x.passAnswer()
+	}
+	if err := x.receiveAnswer(); err != nil {
+		return err
+	}
+	next, cause := x.afterPrefill(t, code)
+	x.s.State.Release(kvstate.ReservationID(t.Reservations[0]))
+	x.s.metrics.prefillEnded(t, code, cause)
+	return x.redirect(next)
+}
+
+// clientsFault reports whether P's status is about the request itself, so that it is the client's answer.
+func clientsFault(code int) bool {
+	switch code {
+	case 400, 401, 403, 404, 413, 415, 422:
+		return true
+	}
+	return false
+}
+
+// settle releases all that the request has booked.
+func (x *exchange) settle(t *kvtransfer.Ticket) {
+	x.s.State.Release(kvstate.ReservationID(t.Reservations[0]))
+	x.s.State.Release(kvstate.ReservationID(t.Reservations[1]))
+}
+
+// passAnswer lets P's answer through to the client, byte for byte.
+func (x *exchange) passAnswer() error {
+	if err := x.send(&reply{phase: phaseResponseHeaders}); err != nil {
+		return err
+	}
+	for !x.msg.endOfStream {
+		x.msg.body, x.msg.bodyLimit = &x.body, maxAnswer
+		if err := x.receive(); err != nil {
+			return err
+		}
+		if x.msg.phase == phaseResponseTrailers {
+			return x.send(&reply{phase: phaseResponseTrailers})
+		}
+		x.pieces.cut(&x.body, nil)
+		shared := x.body.share()
+		end := x.msg.endOfStream
+		err := x.pieces.each(shared, func(parts mem.BufferSlice, last bool) error {
+			return x.send(&reply{phase: phaseResponseBody, kind: bodyStreamed62, parts: parts, end: last && end})
+		})
+		shared.Free()
+		if err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// receiveAnswer reads P's answer to its end.
+func (x *exchange) receiveAnswer() error {
+	x.msg.body, x.msg.bodyLimit, x.msg.over = &x.body, maxAnswer, false
+	for !x.msg.endOfStream {
+		if err := x.receive(); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// afterPrefill makes the ticket that the redirect carries: KV parameters in hand, or what went wrong.
+func (x *exchange) afterPrefill(t *kvtransfer.Ticket, code int) (*kvtransfer.Ticket, string) {
+	next := *t
+	next.ID = newTicketID()
+	next.Redirects++
+	next.Reservations[0] = 0
+	pool := x.s.State.Pool(t.Pool)
+	policy := x.s.Pools[t.Pool]
+	if code != 200 || x.msg.over || policy.Dialect == nil {
+		x.prefillFailed(pool, &next, code)
+		return &next, next.Cause
+	}
+	got, err := policy.Dialect.ReadAnswer(x.body.bytes(), t.Prefill)
+	if err != nil {
+		x.s.Log.Warn("prefill answered without usable KV parameters", "request_id", x.requestID, "endpoint", t.Prefill, "err", err)
+		x.prefillFailed(pool, &next, code)
+		return &next, next.Cause
+	}
+	if pool != nil {
+		x.markGood(pool, t.Prefill)
+		if got.PromptTokens > 0 {
+			pool.ObservePrompt(int64(t.BodyBytes), got.PromptTokens)
+			next.PromptTokens = got.PromptTokens
+		}
+	}
+	x.s.metrics.prompt(t.Pool, got)
+	next.Stage, next.Expires, next.Params = kvtransfer.HandOver, time.Now().Add(x.s.HandOverTTL), got.Params
+	return &next, ""
+}
+
+// prefillFailed makes next the ticket of a request whose prefill is lost.
+func (x *exchange) prefillFailed(pool *kvstate.Pool, next *kvtransfer.Ticket, code int) {
+	next.Stage, next.Params = kvtransfer.Failed, nil
+	next.Cause = kvtransfer.CausePrefill
+	next.Excluded = append(next.Excluded, next.Prefill)
+	if pool != nil && code >= 500 {
+		x.markFailed(pool, next.Prefill)
+	}
+}
+
+func (x *exchange) markFailed(pool *kvstate.Pool, addr string) {
+	if e := pool.Endpoint(addr); e != nil {
+		x.s.State.MarkFailed(e)
+	}
+}
+
+func (x *exchange) markGood(pool *kvstate.Pool, addr string) {
+	if e := pool.Endpoint(addr); e != nil {
+		x.s.State.MarkGood(e)
+	}
+}
+
+// redirect turns P's answer into a 307 that Envoy follows, with the ticket it carries along.
+func (x *exchange) redirect(t *kvtransfer.Ticket) error {
+	sealed, err := x.sealHandOver(t)
+	if err != nil {
+		return err
+	}
+	x.s.metrics.ticketBytes.Observe(float64(len(sealed)))
+	x.headers.add(":status", []byte("307"))
+	x.headers.add("location", location(x.msg.attributes.authority, x.msg.attributes.path))
+	x.headers.add(headerTicket, sealed)
+	x.headers.drop("content-length")
+	x.headers.drop("content-encoding")
+	x.headers.drop("content-type")
+	if x.msg.phase == phaseResponseHeaders { // the answer had no body
+		return x.send(&reply{phase: phaseResponseHeaders, headers: &x.headers})
+	}
+	if err := x.send(&reply{phase: phaseResponseHeaders, headers: &x.headers}); err != nil {
+		return err
+	}
+	if x.msg.phase == phaseResponseTrailers {
+		return x.send(&reply{phase: phaseResponseTrailers})
+	}
+	return x.send(&reply{phase: phaseResponseBody, kind: bodyStreamed62, end: true})
+}
+
+// sealHandOver seals the ticket; KV parameters that no header holds are kept here, and the ticket refers to them.
+func (x *exchange) sealHandOver(t *kvtransfer.Ticket) ([]byte, error) {
+	sealed, err := x.s.Keys.Seal(nil, t, x.requestID)
+	if err != nil || len(sealed) <= kvtransfer.MaxHeaderBytes {
+		return sealed, err
+	}
+	if t.ParamsRef, err = x.s.State.PutHandOver(t.Params); err != nil {
+		x.s.Log.Warn("hand-over too large for a header and no room to keep it: decode computes the prompt", "request_id", x.requestID, "err", err)
+		t.ParamsRef = [16]byte{}
+	}
+	t.Params = nil
+	return x.s.Keys.Seal(nil, t, x.requestID)
+}
+
+// location is the absolute URL of the request itself, which is where a redirect leads. Its host becomes :authority.
+func location(authority, path []byte) []byte {
+	if len(authority) == 0 {
+		authority = []byte("tandem")
+	}
+	b := append([]byte("http://"), authority...)
+	return append(b, path...)
+}

@@ -1,0 +1,116 @@
+package extproc
+
+import (
+	"strconv"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+
+	"tandem/extproc/kvtransfer"
+	"tandem/extproc/openai"
+	"tandem/kvstate"
+)
+
+// Metrics are what the server counts. Label values are bounded: pools and endpoints are configured, the rest are
+// constants of this package.
+type Metrics struct {
+	requests      *prometheus.CounterVec   // pool, route, reason
+	refusals      *prometheus.CounterVec   // code
+	replans       *prometheus.CounterVec   // pool, cause
+	hops          *prometheus.HistogramVec // pool, hop, endpoint, result; seconds
+	firstByte     *prometheus.HistogramVec // pool, hop, endpoint; seconds
+	prefills      *prometheus.CounterVec   // pool, endpoint, result
+	promptTokens  *prometheus.CounterVec   // pool, source
+	process       *prometheus.HistogramVec // role; seconds
+	ticketBytes   prometheus.Histogram
+	forgedTickets prometheus.Counter
+	controlFields prometheus.Counter
+}
+
+// NewMetrics registers the server's metrics and gauges of its state.
+func NewMetrics(r prometheus.Registerer, state *kvstate.State) *Metrics {
+	counter := func(name, help string, labels ...string) *prometheus.CounterVec {
+		c := prometheus.NewCounterVec(prometheus.CounterOpts{Name: name, Help: help}, labels)
+		r.MustRegister(c)
+		return c
+	}
+	seconds := func(name, help string, labels ...string) *prometheus.HistogramVec {
+		h := prometheus.NewHistogramVec(prometheus.HistogramOpts{
+			Name: name, Help: help, Buckets: prometheus.ExponentialBuckets(0.001, 2.5, 14),
+			NativeHistogramBucketFactor: 1.1, NativeHistogramMaxBucketNumber: 100,
+		}, labels)
+		r.MustRegister(h)
+		return h
+	}
+	m := &Metrics{
+		requests:     counter("tandem_decisions_total", "Passes routed, by route (split, decode_alone, pass_through, stored_response) and, where a request that could be split was not, the reason.", "pool", "route", "reason"),
+		refusals:     counter("tandem_refusals_total", "Requests that Tandem answered itself with an error, by error code.", "code"),
+		replans:      counter("tandem_replans_total", "Passes planned again after a hop failed, by cause.", "pool", "cause"),
+		hops:         seconds("tandem_hop_duration_seconds", "Time of one hop by endpoint, from Envoy's access log.", "pool", "hop", "endpoint", "result"),
+		firstByte:    seconds("tandem_hop_first_byte_seconds", "Time to the first byte of a hop's answer, from Envoy's access log.", "pool", "hop", "endpoint"),
+		prefills:     counter("tandem_prefills_total", "Prefill answers by endpoint and result (ok, refused, or why it was lost).", "pool", "endpoint", "result"),
+		promptTokens: counter("tandem_prompt_tokens_total", "Prompt tokens of split requests as prefill reports them, by source (cached, computed).", "pool", "source"),
+		process:      seconds("tandem_ext_proc_duration_seconds", "Time of one ext_proc stream, waiting for the body included.", "role"),
+		ticketBytes: prometheus.NewHistogram(prometheus.HistogramOpts{Name: "tandem_ticket_bytes", Help: "Size of the tickets that carry KV parameters, as header values.",
+			Buckets: prometheus.ExponentialBuckets(256, 2, 9)}),
+		forgedTickets: prometheus.NewCounter(prometheus.CounterOpts{Name: "tandem_tickets_refused_total", Help: "Tickets that were not ours, not for that request, or not for that door."}),
+		controlFields: prometheus.NewCounter(prometheus.CounterOpts{Name: "tandem_control_fields_cut_total", Help: "Requests from which members were cut that are not a client's to send."}),
+	}
+	r.MustRegister(m.ticketBytes, m.forgedTickets, m.controlFields,
+		prometheus.NewGaugeFunc(prometheus.GaugeOpts{Name: "tandem_reservations", Help: "Reservations that are held now."},
+			func() float64 { return float64(state.Reservations()) }))
+	return m
+}
+
+func (m *Metrics) processed(role string, d time.Duration) {
+	m.process.WithLabelValues(role).Observe(d.Seconds())
+}
+
+func (m *Metrics) refused(e *openai.Error) { m.refusals.WithLabelValues(e.Code).Inc() }
+
+func (m *Metrics) decided(p *kvstate.Pool, route, reason string) {
+	m.requests.WithLabelValues(p.Spec.Name, route, reason).Inc()
+}
+
+func (m *Metrics) replanned(t *kvtransfer.Ticket) {
+	m.replans.WithLabelValues(t.Pool, t.Cause).Inc()
+}
+
+func (m *Metrics) prefillEnded(t *kvtransfer.Ticket, code int, result string) {
+	if result == "" {
+		result = "ok"
+	} else if code != 200 {
+		result += "_" + strconv.Itoa(code)
+	}
+	m.prefills.WithLabelValues(t.Pool, t.Prefill, result).Inc()
+}
+
+func (m *Metrics) prompt(pool string, h kvtransfer.HandOver) {
+	if h.PromptTokens > 0 && h.CachedTokens >= 0 {
+		m.promptTokens.WithLabelValues(pool, "cached").Add(float64(h.CachedTokens))
+		m.promptTokens.WithLabelValues(pool, "computed").Add(float64(max(h.PromptTokens-h.CachedTokens, 0)))
+	}
+}
+
+// hop counts one pass that Envoy has finished.
+func (m *Metrics) hop(t *kvtransfer.Ticket, e *logEntry, redirected bool) {
+	hop, endpoint := "decode", t.Decode
+	if t.Stage == kvtransfer.PrefillLeg {
+		hop, endpoint = "prefill", t.Prefill
+	}
+	result := "ok"
+	switch {
+	case e.clientGone:
+		result = "client_gone"
+	case redirected && hop == "decode":
+		result = "failed" // only the replan port redirects a decode hop
+	case e.status >= 500 || e.status == 0:
+		result = "error"
+	case e.status >= 400:
+		result = "refused"
+	}
+	m.hops.WithLabelValues(t.Pool, hop, endpoint, result).Observe(e.duration.Seconds())
+	if e.firstByte > 0 {
+		m.firstByte.WithLabelValues(t.Pool, hop, endpoint).Observe(e.firstByte.Seconds())
+	}
+}

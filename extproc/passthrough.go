@@ -1,0 +1,165 @@
+package extproc
+
+import (
+	"fmt"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/cespare/xxhash/v2"
+
+	"tandem/extproc/kvtransfer"
+	"tandem/extproc/openai"
+	"tandem/kvstate"
+	"tandem/picker"
+)
+
+// passThrough routes what is not split by nature (tokenize, embeddings, uploads, health, a stored response) in one hop,
+// its body untouched.
+func (x *exchange) passThrough() (route, error) {
+	h := &x.msg.headers
+	if id, ok := storedResponse(string(h.path)); ok {
+		if pool, e := x.findHolder(id); e != nil {
+			return x.toHolder(pool, e)
+		}
+	}
+	if x.msg.mode.request != bodyNone {
+		if err := x.receiveBody(x.s.MaxBodyBytes); err != nil {
+			return route{}, err
+		}
+	}
+	pool := x.s.State.PoolFor(x.modelOfOther())
+	if pool == nil {
+		pool = x.s.State.PoolFor("")
+	}
+	if pool == nil {
+		return route{}, openai.Unavailable("no_pool", "no pool is configured", time.Second)
+	}
+	tokens := pool.PromptTokens(x.body.len())
+	x.s.State.View(pool, nil, &x.view)
+	choice, err := picker.Pick(&picker.Request{PromptTokens: tokens, Rand: random()}, &x.view)
+	if err != nil {
+		return route{}, noEndpoint(pool, err)
+	}
+	x.s.metrics.decided(pool, "pass_through", "")
+	return x.pass(pool, x.view.Endpoints[choice.Decode].Endpoint, tokens)
+}
+
+// modelOfOther looks for a model in a JSON body of an API that is not otherwise understood. A body that is no JSON
+// object has none, and stays the engine's to judge.
+func (x *exchange) modelOfOther() string {
+	if x.body.len() == 0 || x.req.Scan(openai.PassThrough, x.body.bytes(), openai.Limits{}) != nil {
+		return ""
+	}
+	return x.req.Model()
+}
+
+// pass is the route of one hop straight to an endpoint, with neither retry nor redirect.
+func (x *exchange) pass(pool *kvstate.Pool, e *kvstate.Endpoint, tokens int64) (route, error) {
+	r := route{leg: legPass, endpoint: e}
+	r.booked[1] = x.s.State.Reserve(e, tokens)
+	return x.seal(r, &kvtransfer.Ticket{
+		ID: newTicketID(), Stage: kvtransfer.DecodeLeg, Expires: time.Now().Add(x.s.TicketTTL), Started: time.Now(),
+		Pool: pool.Spec.Name, Decode: e.Addr, Reservations: [2]uint64{0, uint64(r.booked[1])},
+		BodyBytes: x.body.len(), PromptTokens: tokens,
+	})
+}
+
+// Stored responses (OpenAI's Responses API: store, background, previous_response_id) live in the engine that made
+// them. Engines take the id of a new response from the body's request_id (vLLM and SGLang: ResponsesRequest.request_id),
+// so Tandem names the endpoint in it, and every replica finds it again without remembering anything.
+
+// holder finds the endpoint a request to the Responses API is bound to. stored is false where there is no such bond.
+func (x *exchange) holder(pool *kvstate.Pool) (e *kvstate.Endpoint, stored bool) {
+	if x.req.API() != openai.Responses {
+		return nil, false
+	}
+	if id, ok := x.req.String(openai.FieldPreviousResponseID); ok {
+		if e := holderOf(pool, id); e != nil {
+			return e, true
+		}
+	}
+	return nil, x.req.True(openai.FieldStore) || x.req.True(openai.FieldBackground)
+}
+
+// toHolder routes a request to the endpoint that holds, or from now on will hold, its response.
+func (x *exchange) toHolder(pool *kvstate.Pool, e *kvstate.Endpoint) (route, error) {
+	tokens := pool.PromptTokens(x.body.len())
+	if e == nil {
+		x.s.State.View(pool, nil, &x.view)
+		choice, err := picker.Pick(&picker.Request{PromptTokens: tokens, Rand: random()}, &x.view)
+		if err != nil {
+			return route{}, noEndpoint(pool, err)
+		}
+		e = x.view.Endpoints[choice.Decode].Endpoint
+	}
+	x.s.metrics.decided(pool, "stored_response", "")
+	r, err := x.pass(pool, e, tokens)
+	if err == nil && x.body.len() > 0 && x.req.API() == openai.Responses && !x.req.Has(openai.FieldRequestID) {
+		x.patch.Reset(&x.req)
+		x.patch.Set("request_id", openai.FieldRequestID, strconv.AppendQuote(nil, newResponseID(e)))
+		r.edits = x.patch.Edits()
+	}
+	return r, err
+}
+
+// newResponseID makes an id that names the endpoint: 16 random hexadecimal digits and 16 of the address's hash.
+func newResponseID(e *kvstate.Endpoint) string {
+	return fmt.Sprintf("resp_%016x%016x", random(), xxhash.Sum64String(e.Addr))
+}
+
+// holderOf finds the endpoint that a response id names, nil if it names none of the pool's.
+func holderOf(pool *kvstate.Pool, id string) *kvstate.Endpoint {
+	digits, ok := strings.CutPrefix(id, "resp_")
+	if !ok || len(digits) != 32 {
+		return nil
+	}
+	sum, err := strconv.ParseUint(digits[16:], 16, 64)
+	if err != nil {
+		return nil
+	}
+	all := pool.Endpoints()
+	i := slices.IndexFunc(all, func(e *kvstate.Endpoint) bool { return xxhash.Sum64String(e.Addr) == sum })
+	if i < 0 {
+		return nil
+	}
+	return all[i]
+}
+
+func (x *exchange) findHolder(id string) (*kvstate.Pool, *kvstate.Endpoint) {
+	for _, pool := range x.s.State.Pools() {
+		if e := holderOf(pool, id); e != nil {
+			return pool, e
+		}
+	}
+	return nil, nil
+}
+
+// storedResponse takes the id out of /v1/responses/{id} and what lies below it.
+func storedResponse(path string) (id string, ok bool) {
+	rest, ok := strings.CutPrefix(path, "/v1/responses/")
+	if !ok {
+		return "", false
+	}
+	if i := strings.IndexAny(rest, "/?"); i >= 0 {
+		rest = rest[:i]
+	}
+	return rest, rest != ""
+}
+
+// listModels answers GET /v1/models with the union over all pools.
+func (x *exchange) listModels() error {
+	var ids []string
+	for _, pool := range x.s.State.Pools() {
+		ids = append(ids, x.s.State.Models(pool)...)
+	}
+	slices.Sort(ids)
+	i := &immediate{status: 200, body: openai.ModelList(slices.Compact(ids), x.s.started.Unix()), details: detailsPrefix + "_models"}
+	i.headers.add("content-type", []byte(contentTypeJSON))
+	i.headers.add(headerRequestID, []byte(x.requestID))
+	if err := x.send(&reply{immediate: i}); err != nil {
+		return err
+	}
+	return errAnswered
+}

@@ -1,0 +1,321 @@
+package extproc
+
+import (
+	"crypto/rand"
+	"errors"
+	"fmt"
+	"slices"
+	"time"
+
+	"tandem/extproc/kvtransfer"
+	"tandem/extproc/openai"
+	"tandem/kvstate"
+	"tandem/picker"
+)
+
+// blockBytes is how much of a prompt one block of the prefix index stands for, and maxBlocks how far it looks.
+const (
+	blockBytes = 512
+	maxBlocks  = 2048
+)
+
+// attempt is what is known about a request before a pass of it is planned.
+type attempt struct {
+	redirects int // Envoy has followed so far
+	prefills  int // prefill legs tried so far
+	started   time.Time
+	excluded  []string // addresses that failed it
+	alone     bool     // do not split, whatever the policy
+	why       string   // of alone
+}
+
+// first plans pass 1 of a request to one of the APIs that can be split.
+func (x *exchange) first(api openai.API) (route, error) {
+	h := &x.msg.headers
+	if err := openai.CheckHeaders(string(h.contentType), string(h.contentEncoding)); err != nil {
+		return route{}, err
+	}
+	if x.msg.endOfStream {
+		return route{}, openai.BadRequest("empty_body", "", "the request has no body; a JSON object is expected")
+	}
+	if err := x.receiveBody(x.s.MaxBodyBytes); err != nil {
+		return route{}, err
+	}
+	return x.plan(api, attempt{started: time.Now()})
+}
+
+// plan scans the body, picks and books the endpoints, and writes the leg that comes next. The body in x.body is the
+// client's.
+func (x *exchange) plan(api openai.API, a attempt) (route, error) {
+	if err := x.scan(api); err != nil {
+		return route{}, err
+	}
+	pool := x.s.State.PoolFor(x.req.Model())
+	if pool == nil {
+		return route{}, openai.ModelNotFound(x.req.Model())
+	}
+	policy, ok := x.s.Pools[pool.Spec.Name]
+	if !ok {
+		return route{}, fmt.Errorf("pool %q has no policy", pool.Spec.Name)
+	}
+	if err := x.whetherToSplit(&a, policy); err != nil {
+		return route{}, err
+	}
+	if holder, stored := x.holder(pool); stored {
+		return x.toHolder(pool, holder)
+	}
+	x.hashes = x.req.PromptHash(x.hashes[:0], blockBytes, maxBlocks)
+	x.s.State.View(pool, x.hashes, &x.view)
+	tokens := pool.PromptTokens(x.body.len())
+	choice, err := picker.Pick(&picker.Request{
+		PromptTokens: tokens, Blocks: len(x.hashes), Split: !a.alone, Excluded: a.excluded, Rand: random(),
+	}, &x.view)
+	if err != nil {
+		return route{}, noEndpoint(pool, err)
+	}
+	if choice.Prefill >= 0 {
+		r, err := x.prefill(pool, policy, choice, tokens, a)
+		if r.leg != "" || err != nil {
+			return r, err
+		}
+		a.why = "undo_too_large"
+	} else if a.why == "" {
+		a.why = "no_prefill"
+	}
+	return x.decodeAlone(pool, choice, tokens, a)
+}
+
+// scan reads the body and, in the rare case that it carries members which are not the client's to send, cuts them.
+func (x *exchange) scan(api openai.API) error {
+	if err := x.req.Scan(api, x.body.bytes(), openai.Limits{}); err != nil {
+		return err
+	}
+	if !x.req.HasControl() {
+		return nil
+	}
+	x.s.metrics.controlFields.Inc()
+	x.spare.grow(x.body.len())
+	x.spare.data = x.req.Clean(x.spare.data[:0])
+	x.swapBody()
+	return x.req.Scan(api, x.body.bytes(), openai.Limits{})
+}
+
+// swapBody makes spare the body.
+func (x *exchange) swapBody() {
+	x.body, x.spare = x.spare, x.body
+	x.spare.free()
+}
+
+// whetherToSplit notes in a why the request is not split, if it is not.
+func (x *exchange) whetherToSplit(a *attempt, policy Policy) error {
+	switch {
+	case x.body.len() > x.s.SplitBodyBytes && policy.RefuseLong:
+		return openai.TooLarge(x.s.SplitBodyBytes)
+	case a.alone:
+	case policy.Dialect == nil:
+		a.alone, a.why = true, "no_kv_transfer"
+	case !policy.Split:
+		a.alone, a.why = true, "policy"
+	case x.body.len() > x.s.SplitBodyBytes:
+		a.alone, a.why = true, "body_too_long"
+	case a.redirects+2 >= x.s.MaxRedirects: // the hand-over, and a decode that fails, need one each
+		a.alone, a.why = true, "redirects_spent"
+	case a.prefills >= policy.PrefillAttempts:
+		a.alone, a.why = true, "attempts_spent"
+	default:
+		if why := x.req.Unsplittable(); why != "" {
+			a.alone, a.why = true, why
+		}
+	}
+	return nil
+}
+
+// prefill writes the prefill leg. A route without leg means that undoing it would take more than a ticket holds.
+func (x *exchange) prefill(pool *kvstate.Pool, policy Policy, c picker.Choice, tokens int64, a attempt) (route, error) {
+	p, d := x.view.Endpoints[c.Prefill], x.view.Endpoints[c.Decode]
+	x.patch.Reset(&x.req)
+	policy.Dialect.Prefill(&x.req, &x.patch)
+	edits := x.patch.Edits()
+	x.undo = edits.Inverse(x.undo[:0], x.body.bytes())
+	if x.undo.Size() > kvtransfer.MaxUndoBytes {
+		return route{}, nil
+	}
+	uncached := tokens - tokens*int64(p.Hit)/int64(max(len(x.hashes), 1))
+	t := kvtransfer.Ticket{
+		ID: newTicketID(), Stage: kvtransfer.PrefillLeg, Expires: time.Now().Add(x.s.TicketTTL), Started: a.started,
+		Pool: pool.Spec.Name, Prefill: p.Endpoint.Addr, Decode: d.Endpoint.Addr, Split: true,
+		Redirects: a.redirects, Prefills: a.prefills + 1, Excluded: a.excluded,
+		Undo: x.undo, BodyBytes: edits.Len(x.body.len()), PromptTokens: tokens,
+	}
+	r := route{
+		leg: legPrefill, endpoint: p.Endpoint, edits: edits,
+		perTry: policy.PrefillTimeout + time.Duration(tokens)*policy.PerToken,
+	}
+	r.booked[0] = x.s.State.Reserve(p.Endpoint, uncached)
+	r.booked[1] = x.s.State.Reserve(d.Endpoint, tokens)
+	t.Reservations = [2]uint64{uint64(r.booked[0]), uint64(r.booked[1])}
+	x.s.State.Routed(pool, p.Endpoint, x.hashes)
+	x.s.metrics.decided(pool, "split", "")
+	return x.seal(r, &t)
+}
+
+// decodeAlone writes the one hop that answers the whole request.
+func (x *exchange) decodeAlone(pool *kvstate.Pool, c picker.Choice, tokens int64, a attempt) (route, error) {
+	d := x.view.Endpoints[c.Decode]
+	r := route{leg: legDecode, endpoint: d.Endpoint}
+	if a.redirects+1 >= x.s.MaxRedirects || x.body.len() > x.s.SplitBodyBytes {
+		r.leg = legPass // Envoy could not follow one more redirect, or could not replay the body
+	}
+	r.booked[1] = x.s.State.Reserve(d.Endpoint, tokens)
+	x.s.State.Routed(pool, d.Endpoint, x.hashes)
+	x.s.metrics.decided(pool, "decode_alone", a.why)
+	return x.seal(r, &kvtransfer.Ticket{
+		ID: newTicketID(), Stage: kvtransfer.DecodeLeg, Expires: time.Now().Add(x.s.TicketTTL), Started: a.started,
+		Pool: pool.Spec.Name, Decode: d.Endpoint.Addr, Reservations: [2]uint64{0, uint64(r.booked[1])},
+		Redirects: a.redirects, Prefills: a.prefills, Excluded: a.excluded,
+		BodyBytes: x.body.len(), PromptTokens: tokens,
+	})
+}
+
+// seal puts the ticket on the route. What was booked for a route that cannot be taken is released.
+func (x *exchange) seal(r route, t *kvtransfer.Ticket) (route, error) {
+	ticket, err := x.s.Keys.Seal(make([]byte, 0, 512), t, x.requestID)
+	if err != nil {
+		for _, id := range r.booked {
+			x.s.State.Release(id)
+		}
+		return route{}, fmt.Errorf("sealing the ticket of a %s leg: %w", r.leg, err)
+	}
+	r.ticket = ticket
+	return r, nil
+}
+
+// resume is pass 2: the body is the one a leg was sent, and the ticket says what to do with it.
+func (x *exchange) resume(t *kvtransfer.Ticket, ticketErr error) (route, error) {
+	if x.msg.mode.request == bodyNone && !x.msg.endOfStream {
+		return route{}, errors.New("pass 2 came without its body: Envoy's route for requests with a ticket must send it")
+	}
+	if err := x.receiveBody(x.s.MaxBodyBytes + kvtransfer.MaxUndoBytes + maxDecodeMember); err != nil {
+		return route{}, err
+	}
+	if x.body.len() != t.BodyBytes {
+		return route{}, fmt.Errorf("the body of pass 2 has %d bytes, its leg was sent %d", x.body.len(), t.BodyBytes)
+	}
+	if err := t.Undo.Check(x.body.len()); err != nil {
+		return route{}, fmt.Errorf("undoing a leg's edits: %w", err)
+	}
+	if t.Stage == kvtransfer.HandOver && ticketErr == nil && x.s.State.Spend(t.ID) {
+		return x.decode(t)
+	}
+	x.s.State.Release(kvstate.ReservationID(t.Reservations[0]))
+	x.s.State.Release(kvstate.ReservationID(t.Reservations[1]))
+	a := attempt{redirects: t.Redirects, prefills: t.Prefills, started: t.Started, excluded: t.Excluded}
+	if t.Stage == kvtransfer.HandOver {
+		t.Cause = "hand_over_spent"
+		if ticketErr != nil {
+			t.Cause = "hand_over_expired"
+		}
+	}
+	x.s.metrics.replanned(t)
+	if t.Split && t.Cause != kvtransfer.CauseDecode {
+		switch x.s.Pools[t.Pool].OnFailure {
+		case DecodeAlone:
+			a.alone, a.why = true, "prefill_failed"
+		case Fail:
+			return route{}, openai.Unavailable("prefill_failed", "the prefill of this request failed", time.Second)
+		}
+	}
+	return x.again(t, a)
+}
+
+// again plans a request anew after a hop of it failed.
+func (x *exchange) again(t *kvtransfer.Ticket, a attempt) (route, error) {
+	x.spare.grow(t.Undo.Len(x.body.len()))
+	x.spare.data = t.Undo.Apply(x.spare.data[:0], x.body.bytes())
+	x.swapBody()
+	h := &x.msg.headers
+	return x.plan(openai.Classify(string(h.method), string(h.path)), a)
+}
+
+// decode writes the decode leg with the KV parameters that prefill answered. D is chosen again: the load has changed
+// since pass 1, and pull dialects allow it.
+func (x *exchange) decode(t *kvtransfer.Ticket) (route, error) {
+	pool := x.s.State.Pool(t.Pool)
+	if pool == nil {
+		return route{}, openai.Unavailable("pool_gone", "the pool of this request is no longer served", time.Second)
+	}
+	params := t.Params
+	if t.ParamsRef != ([16]byte{}) {
+		params, _ = x.s.State.TakeHandOver(t.ParamsRef) // gone: D computes the prompt itself
+	}
+	x.s.State.Release(kvstate.ReservationID(t.Reservations[0]))
+	x.s.State.Release(kvstate.ReservationID(t.Reservations[1]))
+	d, err := x.pickDecode(pool, t)
+	if err != nil {
+		return route{}, noEndpoint(pool, err)
+	}
+	r := route{leg: legDecode, endpoint: d, edits: t.Undo}
+	var undo openai.Edits
+	dialect := x.s.Pools[t.Pool].Dialect
+	if params != nil && dialect != nil {
+		r.edits, undo, err = x.decodeEdits(t.Undo, dialect, params)
+		if err != nil {
+			return route{}, err
+		}
+	}
+	if t.Redirects+1 >= x.s.MaxRedirects {
+		r.leg = legPass
+	}
+	r.booked[1] = x.s.State.Reserve(d, t.PromptTokens)
+	return x.seal(r, &kvtransfer.Ticket{
+		ID: newTicketID(), Stage: kvtransfer.DecodeLeg, Expires: time.Now().Add(x.s.TicketTTL), Started: t.Started,
+		Pool: t.Pool, Prefill: t.Prefill, Decode: d.Addr, Reservations: [2]uint64{0, uint64(r.booked[1])}, Split: true,
+		Redirects: t.Redirects, Prefills: t.Prefills, Excluded: t.Excluded,
+		Undo: undo, BodyBytes: r.edits.Len(x.body.len()), PromptTokens: t.PromptTokens,
+	})
+}
+
+// pickDecode chooses D among those that may pair with the prefill endpoint that holds the blocks.
+func (x *exchange) pickDecode(pool *kvstate.Pool, t *kvtransfer.Ticket) (*kvstate.Endpoint, error) {
+	x.s.State.View(pool, nil, &x.view)
+	prefill := slices.IndexFunc(x.view.Endpoints, func(c kvstate.Candidate) bool { return c.Endpoint.Addr == t.Prefill })
+	d, err := picker.PickDecode(&picker.Request{PromptTokens: t.PromptTokens, Excluded: t.Excluded, Rand: random()}, &x.view, prefill)
+	if err != nil {
+		return nil, err
+	}
+	return x.view.Endpoints[d].Endpoint, nil
+}
+
+// maxDecodeMember bounds what a decode body may be longer than the client's: the KV parameters, mostly block ids.
+const maxDecodeMember = 8 << 20
+
+// decodeEdits turns the undo of a prefill body into the edits that make the decode body, and gives the undo of those.
+// The first edit of every prefill patch is the insertion right after the opening brace (openai.Patch); the decode member
+// goes to the same place. A body that P answered with 200 is not an empty object, so a comma always follows.
+func (x *exchange) decodeEdits(undo openai.Edits, dialect kvtransfer.Dialect, params []byte) (edits, back openai.Edits, err error) {
+	if len(undo) == 0 {
+		return nil, nil, errors.New("the undo of a prefill leg is empty")
+	}
+	x.params = append(dialect.DecodeMember(x.params[:0], params), ',')
+	n := len(x.params)
+	if n > maxDecodeMember {
+		return nil, nil, fmt.Errorf("a decode member of %d bytes", n)
+	}
+	x.params = append(x.params, undo[0].New...)
+	edits = slices.Clone(undo)
+	edits[0].New = x.params
+	return edits, openai.Edits{{Start: undo[0].Start, End: undo[0].Start + n}}, nil
+}
+
+func newTicketID() (id [16]byte) {
+	_, _ = rand.Read(id[:]) // never fails (crypto/rand)
+	return id
+}
+
+// noEndpoint turns the picker's refusal into what the client is told.
+func noEndpoint(pool *kvstate.Pool, err error) error {
+	if errors.Is(err, picker.ErrNoEndpoint) {
+		return openai.Unavailable("no_endpoint", "no endpoint of pool "+pool.Spec.Name+" can take this request now", time.Second)
+	}
+	return fmt.Errorf("picking endpoints in pool %q: %w", pool.Spec.Name, err)
+}

@@ -1,0 +1,61 @@
+package extproc
+
+import (
+	"io"
+	"net/http"
+	"time"
+
+	"tandem/extproc/kvtransfer"
+	"tandem/extproc/openai"
+)
+
+// Replan answers the second try of a hop that failed outright (two composite clusters send it here): 307, with a ticket
+// that says what failed, so that pass 2 plans anew. It cannot see why the first try failed, so KV parameters that were
+// with it count as spent.
+func (s *Server) Replan() http.Handler {
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		defer discard(r.Body, int64(s.MaxBodyBytes+maxDecodeMember))
+		id := r.Header.Get(headerRequestID)
+		t, err := s.Keys.Open(r.Header.Get(headerTicket), id, time.Now())
+		if t == nil || t.Redirects+1 >= s.MaxRedirects {
+			s.Log.Warn("replan refused", "request_id", id, "err", err)
+			writeError(w, openai.Unavailable("endpoint_failed", "the endpoint failed and there is no other way to answer", time.Second))
+			return
+		}
+		next := *t
+		next.ID, next.Stage, next.Params = newTicketID(), kvtransfer.Failed, nil
+		next.Redirects++
+		failed := t.Decode
+		next.Cause = kvtransfer.CauseDecode
+		if t.Stage == kvtransfer.PrefillLeg {
+			failed, next.Cause = t.Prefill, kvtransfer.CausePrefill
+		}
+		next.Excluded = append(next.Excluded, failed)
+		if pool := s.State.Pool(t.Pool); pool != nil {
+			if e := pool.Endpoint(failed); e != nil {
+				s.State.MarkFailed(e)
+			}
+		}
+		sealed, err := s.Keys.Seal(nil, &next, id)
+		if err != nil {
+			s.Log.Error("sealing a replan ticket", "request_id", id, "err", err)
+			writeError(w, openai.Internal())
+			return
+		}
+		w.Header().Set("location", string(location([]byte(r.Host), []byte(r.URL.RequestURI()))))
+		w.Header().Set(headerTicket, string(sealed))
+		w.WriteHeader(http.StatusTemporaryRedirect)
+	})
+}
+
+// discard reads what is left of a body: Envoy follows a redirect only once the request was sent in full.
+func discard(body io.Reader, limit int64) { _, _ = io.CopyN(io.Discard, body, limit) }
+
+func writeError(w http.ResponseWriter, e *openai.Error) {
+	w.Header().Set("content-type", contentTypeJSON)
+	if e.RetryAfter > 0 {
+		w.Header().Set(headerRetryAfter, string(itoa(int(e.RetryAfter.Seconds()))))
+	}
+	w.WriteHeader(e.Status)
+	_, _ = w.Write(e.JSON())
+}

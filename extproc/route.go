@@ -1,0 +1,188 @@
+package extproc
+
+import (
+	"errors"
+	"strconv"
+	"time"
+
+	"google.golang.org/grpc/mem"
+
+	"tandem/extproc/kvtransfer"
+	"tandem/extproc/openai"
+	"tandem/kvstate"
+)
+
+// route is where a pass of a request goes, and what becomes of its body on the way.
+type route struct {
+	leg      string
+	endpoint *kvstate.Endpoint
+	ticket   []byte        // sealed; nil: the hop needs none
+	edits    openai.Edits  // of the body as it lies in exchange.body
+	perTry   time.Duration // time limit of the prefill hop
+	booked   [2]kvstate.ReservationID
+}
+
+// route is the main role: it serves pass 1 and pass 2 of a request.
+func (x *exchange) route() error {
+	if err := x.receive(); err != nil {
+		return err
+	}
+	if x.msg.phase != phaseRequestHeaders {
+		return errors.New("the first message of a stream was not request headers")
+	}
+	x.identify()
+	r, err := x.decide()
+	if err != nil {
+		return err
+	}
+	if err := x.answer(r); err != nil {
+		for _, id := range r.booked {
+			x.s.State.Release(id)
+		}
+		return err
+	}
+	return nil
+}
+
+// identify settles the request id: the client's own if it is fit to be passed around and logged, else a new one.
+func (x *exchange) identify() {
+	if id := string(x.msg.headers.requestID); openai.RequestID(id) {
+		x.requestID = id
+		return
+	}
+	x.requestID, x.newID = newRequestID(), true
+}
+
+func newRequestID() string {
+	id := make([]byte, 0, 32)
+	for range 2 {
+		const digits = "0123456789abcdef"
+		for v, i := random(), 0; i < 16; i, v = i+1, v>>4 {
+			id = append(id, digits[v&15])
+		}
+	}
+	return string(id)
+}
+
+// decide finds the route, receiving the body where it matters.
+func (x *exchange) decide() (route, error) {
+	h := &x.msg.headers
+	if len(h.upgrade) > 0 {
+		return route{}, openai.BadRequest("upgrade_not_supported", "", "protocol upgrades are not supported here")
+	}
+	if t, err := x.openTicket(); t != nil {
+		return x.resume(t, err)
+	}
+	switch api := openai.Classify(string(h.method), string(h.path)); api {
+	case openai.Models:
+		return route{}, x.listModels()
+	case openai.PassThrough:
+		return x.passThrough()
+	default:
+		return x.first(api)
+	}
+}
+
+// openTicket opens the ticket of pass 2. A client that sends one of its own gets the same as without: tickets are
+// authentic or they are nothing, and those that go out with a leg, where engines see them, do not open this door.
+func (x *exchange) openTicket() (*kvtransfer.Ticket, error) {
+	sealed := x.msg.headers.ticket
+	if len(sealed) == 0 || x.newID {
+		return nil, nil
+	}
+	t, err := x.s.Keys.Open(string(sealed), x.requestID, time.Now())
+	if t == nil || (t.Stage != kvtransfer.HandOver && t.Stage != kvtransfer.Failed) {
+		x.s.metrics.forgedTickets.Inc()
+		x.s.Log.Warn("ticket refused", "request_id", x.requestID, "err", err)
+		return nil, err
+	}
+	return t, err
+}
+
+// receiveBody reads the body to its end into x.body, at most limit bytes.
+func (x *exchange) receiveBody(limit int) error {
+	if x.msg.endOfStream {
+		return nil
+	}
+	if x.msg.mode.request == bodyBuffered {
+		// Envoy sends a buffered body only after the headers are answered; what is decided goes with the body's answer.
+		if err := x.send(&reply{phase: phaseRequestHeaders}); err != nil {
+			return err
+		}
+	}
+	x.msg.body, x.msg.bodyLimit, x.msg.over = &x.body, limit, false
+	if n, err := strconv.Atoi(string(x.msg.headers.contentLength)); err == nil && n > 0 && n <= limit {
+		x.body.grow(min(n, 1<<20) + 1024) // room for what is put in; a false length costs at most this
+	}
+	x.limitBodyTime()
+	defer x.stopBodyTime()
+	for !x.msg.endOfStream {
+		if err := x.receive(); err != nil {
+			return err
+		}
+	}
+	if x.msg.over {
+		return openai.TooLarge(limit)
+	}
+	return nil
+}
+
+// answer tells Envoy the route and sends the body on.
+func (x *exchange) answer(r route) error {
+	x.setHeaders(r)
+	if !x.hasBody() {
+		return x.send(&reply{phase: phaseRequestHeaders, headers: &x.headers, clearRoute: true})
+	}
+	x.pieces.cut(&x.body, r.edits)
+	shared := x.body.share()
+	defer shared.Free()
+	if x.msg.mode.request == bodyBuffered {
+		out := reply{phase: phaseRequestBody, headers: &x.headers, clearRoute: true}
+		if len(r.edits) > 0 {
+			out.kind, out.parts = bodyReplace, x.pieces.whole(shared)
+		}
+		return x.send(&out)
+	}
+	if err := x.send(&reply{phase: phaseRequestHeaders, headers: &x.headers, clearRoute: true}); err != nil {
+		return err
+	}
+	trailers := x.msg.phase == phaseRequestTrailers
+	err := x.pieces.each(shared, func(parts mem.BufferSlice, last bool) error {
+		return x.send(&reply{phase: phaseRequestBody, kind: bodyStreamed62, parts: parts, end: last && !trailers})
+	})
+	if err == nil && trailers {
+		err = x.send(&reply{phase: phaseRequestTrailers})
+	}
+	return err
+}
+
+// hasBody reports whether the body came through here; otherwise Envoy passes it on by itself, or there is none.
+func (x *exchange) hasBody() bool { return x.msg.phase != phaseRequestHeaders }
+
+// setHeaders writes what Envoy and the next hop are to see. Everything that steers is set or removed, whatever the
+// client sent.
+func (x *exchange) setHeaders(r route) {
+	h := &x.headers
+	h.add(headerEndpoint, []byte(r.endpoint.Addr))
+	h.add(headerLeg, []byte(r.leg))
+	if x.newID {
+		h.add(headerRequestID, []byte(x.requestID))
+	}
+	if r.ticket != nil {
+		h.add(headerTicket, r.ticket)
+		h.add(headerBodyBytes, itoa(r.edits.Len(x.body.len())))
+	} else {
+		h.drop(headerTicket)
+		h.drop(headerBodyBytes)
+	}
+	if r.perTry > 0 {
+		h.add(headerPerTry, itoa(int(r.perTry.Milliseconds())))
+	} else {
+		h.drop(headerPerTry)
+	}
+	if s := r.endpoint.Scheme; s != "" && s != "http" {
+		h.add(headerScheme, []byte(s))
+	} else {
+		h.drop(headerScheme)
+	}
+}

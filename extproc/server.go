@@ -1,0 +1,257 @@
+package extproc
+
+import (
+	"context"
+	"errors"
+	"io"
+	"log/slog"
+	"math/rand/v2"
+	"sync"
+	"time"
+
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/metadata"
+	"google.golang.org/grpc/status"
+
+	"tandem/extproc/kvtransfer"
+	"tandem/extproc/openai"
+	"tandem/kvstate"
+)
+
+// Options are what a Server needs to know. Zero durations and sizes take the defaults named.
+type Options struct {
+	State *kvstate.State
+	Keys  *kvtransfer.Keys
+	Log   *slog.Logger
+	Pools map[string]Policy // by pool name; every pool of State has one
+
+	SplitBodyBytes int           // larger bodies are never split, because Envoy could not replay them; default 16 MiB
+	MaxBodyBytes   int           // larger bodies are refused with 413; default 4 x SplitBodyBytes
+	BodyTimeout    time.Duration // how long a request's body may take to arrive; default 5 m
+	TicketTTL      time.Duration // how long a leg's ticket is good for; default 10 m
+	HandOverTTL    time.Duration // how long KV parameters are good for after P's answer; default 20 s, below vLLM's 30 s lease
+	MaxRedirects   int           // Envoy's max_internal_redirects; the server's own budget ends below; default 8
+}
+
+// Policy is what a pool wants done with its requests.
+type Policy struct {
+	Dialect         kvtransfer.Dialect // nil: one hop for everything
+	Split           bool
+	RefuseLong      bool          // bodies over SplitBodyBytes get 413 instead of decode alone
+	OnFailure       OnFailure     // of a prefill
+	PrefillAttempts int           // at most, over all passes; default 3
+	PrefillTimeout  time.Duration // time limit of the prefill hop: this ...
+	PerToken        time.Duration // ... and this for every token of the prompt
+}
+
+// OnFailure says what follows a failed prefill.
+type OnFailure uint8
+
+// The policies of a pool's onPrefillFailure.
+const (
+	OtherPrefill OnFailure = iota // another prefill endpoint while there is one, then decode alone
+	DecodeAlone                   // decode alone at once
+	Fail                          // 503
+)
+
+// Server answers Envoy. It is safe for concurrent use.
+type Server struct {
+	Options
+	metrics   *Metrics
+	started   time.Time
+	exchanges sync.Pool
+}
+
+// New returns a server over the options' state. It starts nothing.
+func New(o Options, m *Metrics) *Server {
+	orDefault(&o.SplitBodyBytes, 16<<20)
+	orDefault(&o.MaxBodyBytes, 4*o.SplitBodyBytes)
+	orDefault(&o.BodyTimeout, 5*time.Minute)
+	orDefault(&o.TicketTTL, 10*time.Minute)
+	orDefault(&o.HandOverTTL, 20*time.Second)
+	orDefault(&o.MaxRedirects, 8)
+	if o.Log == nil {
+		o.Log = slog.New(slog.DiscardHandler)
+	}
+	s := &Server{Options: o, metrics: m, started: time.Now()}
+	s.exchanges.New = func() any { return &exchange{s: s} }
+	return s
+}
+
+func orDefault[T comparable](v *T, d T) {
+	var zero T
+	if *v == zero {
+		*v = d
+	}
+}
+
+// Codec is the option that a gRPC server serving this package must be made with.
+func Codec() grpc.ServerOption { return grpc.ForceServerCodecV2(newCodec()) }
+
+// Register adds the external processor and the access log service to a gRPC server made with [Codec].
+func (s *Server) Register(r grpc.ServiceRegistrar) {
+	r.RegisterService(&grpc.ServiceDesc{
+		ServiceName: ServiceName,
+		HandlerType: (*any)(nil),
+		Streams: []grpc.StreamDesc{{StreamName: "Process", ServerStreams: true, ClientStreams: true,
+			Handler: func(_ any, stream grpc.ServerStream) error { return s.process(stream) }}},
+		Metadata: "envoy/service/ext_proc/v3/external_processor.proto",
+	}, nil)
+	r.RegisterService(&grpc.ServiceDesc{
+		ServiceName: "envoy.service.accesslog.v3.AccessLogService",
+		HandlerType: (*any)(nil),
+		Streams: []grpc.StreamDesc{{StreamName: "StreamAccessLogs", ClientStreams: true,
+			Handler: func(_ any, stream grpc.ServerStream) error { return s.streamAccessLogs(stream) }}},
+		Metadata: "envoy/service/accesslog/v3/als.proto",
+	}, nil)
+}
+
+// ServiceName is the external processor's full gRPC name, which health checks ask for.
+const ServiceName = "envoy.service.ext_proc.v3.ExternalProcessor"
+
+// exchange is one ext_proc stream and everything it needs, reused by later streams.
+type exchange struct {
+	s      *Server
+	stream grpc.ServerStream
+	msg    message
+	body   bodyBuffer // the body as received, then as the client sent it
+	spare  bodyBuffer // the next body while it is made
+
+	req    openai.Request
+	patch  openai.Patch
+	undo   openai.Edits
+	view   kvstate.View
+	hashes []uint64
+	params []byte // scratch for the decode member
+
+	requestID string
+	newID     bool // the client's request id was absent or unfit
+	headers   headerEdits
+	pieces    pieces
+	timer     *time.Timer
+	sending   sync.Mutex // between the body's deadline and the handler
+	answered  bool
+}
+
+// process serves one ext_proc stream.
+func (s *Server) process(stream grpc.ServerStream) error {
+	x := s.exchanges.Get().(*exchange)
+	x.stream = stream
+	defer x.release()
+
+	started := time.Now()
+	role, serve := "main", x.route
+	if md, _ := metadata.FromIncomingContext(stream.Context()); hasRole(md, rolePrefillLeg) {
+		role, serve = rolePrefillLeg, x.prefillLeg
+	}
+	err := serve()
+	if err == nil {
+		s.metrics.processed(role, time.Since(started))
+		return nil
+	}
+	if errors.Is(err, errAnswered) {
+		return nil
+	}
+	if errors.Is(err, io.EOF) || status.Code(err) == codes.Canceled || stream.Context().Err() != nil {
+		return nil // Envoy let go before a decision was due: the client left, or the hop failed outright
+	}
+	return s.refuse(x, role, err)
+}
+
+// errAnswered ends an exchange whose answer was already given.
+var errAnswered = errors.New("answered")
+
+func hasRole(md metadata.MD, role string) bool {
+	values := md.Get(metadataRole)
+	return len(values) > 0 && values[0] == role
+}
+
+// refuse turns an error into the answer the client gets.
+func (s *Server) refuse(x *exchange, role string, err error) error {
+	var e *openai.Error
+	if !errors.As(err, &e) {
+		s.Log.Error("request failed", "role", role, "request_id", x.requestID, "err", err)
+		e = openai.Internal()
+	}
+	s.metrics.refused(e)
+	return x.sendError(e)
+}
+
+// release makes the exchange ready for the next stream.
+func (x *exchange) release() {
+	x.stopBodyTime()
+	x.body.free()
+	x.spare.free()
+	arena := x.msg.arena[:0]
+	if cap(arena) > 64<<10 {
+		arena = nil
+	}
+	x.msg = message{arena: arena}
+	x.headers.reset()
+	x.stream, x.requestID, x.newID, x.answered = nil, "", false, false
+	x.s.exchanges.Put(x)
+}
+
+// receive reads the next message.
+func (x *exchange) receive() error { return x.stream.RecvMsg(&x.msg) }
+
+// send writes one reply, unless the deadline has already answered.
+func (x *exchange) send(r *reply) error {
+	x.sending.Lock()
+	defer x.sending.Unlock()
+	if x.answered {
+		r.parts.Free()
+		return io.EOF
+	}
+	return x.stream.SendMsg(r)
+}
+
+// sendError answers with an error of OpenAI's shape and ends the exchange.
+func (x *exchange) sendError(e *openai.Error) error {
+	i := &immediate{status: e.Status, body: e.JSON(), details: detailsPrefix + "_" + e.Code}
+	i.headers.add("content-type", []byte(contentTypeJSON))
+	if e.RetryAfter > 0 {
+		i.headers.add(headerRetryAfter, itoa(int((e.RetryAfter+time.Second-1)/time.Second)))
+	}
+	if x.requestID != "" {
+		i.headers.add(headerRequestID, []byte(x.requestID))
+	}
+	return x.send(&reply{immediate: i})
+}
+
+// limitBodyTime makes the exchange end with a 408 if the body is not complete in time. The stream's handler is blocked
+// in receive then; the answer makes Envoy end the stream, which wakes it.
+func (x *exchange) limitBodyTime() {
+	stream := x.stream
+	x.timer = time.AfterFunc(x.s.BodyTimeout, func() {
+		x.sending.Lock()
+		defer x.sending.Unlock()
+		if x.timer == nil || x.answered || x.stream != stream {
+			return
+		}
+		x.answered = true
+		e := openai.Timeout()
+		x.s.metrics.refused(e)
+		i := &immediate{status: e.Status, body: e.JSON(), details: detailsPrefix + "_" + e.Code}
+		i.headers.add("content-type", []byte(contentTypeJSON))
+		_ = stream.SendMsg(&reply{immediate: i})
+	})
+}
+
+// stopBodyTime ends the deadline: what is sent from here on is the answer.
+func (x *exchange) stopBodyTime() {
+	if x.timer == nil {
+		return
+	}
+	x.timer.Stop()
+	x.sending.Lock()
+	x.timer = nil // a deadline that is just firing sees this and does nothing
+	x.sending.Unlock()
+}
+
+// random is where the picker's ties are broken.
+func random() uint64 { return rand.Uint64() }
+
+// Run does the server's regular work until ctx ends: expired reservations, tickets and hand-overs are swept.
+func (s *Server) Run(ctx context.Context) { s.State.Run(ctx) }
