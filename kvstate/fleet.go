@@ -1,0 +1,210 @@
+package kvstate
+
+import (
+	"fmt"
+	"slices"
+	"sync/atomic"
+)
+
+// Role is what an endpoint may do; a bit set.
+type Role uint8
+
+// The roles. RoleBoth serves either leg.
+const (
+	RolePrefill Role = 1 << iota
+	RoleDecode
+	RoleBoth = RolePrefill | RoleDecode
+)
+
+// ParseRole reads a role's name: prefill, decode or both.
+func ParseRole(s string) (Role, error) {
+	switch s {
+	case "prefill":
+		return RolePrefill, nil
+	case "decode":
+		return RoleDecode, nil
+	case "both":
+		return RoleBoth, nil
+	}
+	return 0, fmt.Errorf("%q is not a role: one of prefill, decode, both", s)
+}
+
+func (r Role) String() string {
+	switch r {
+	case RolePrefill:
+		return "prefill"
+	case RoleDecode:
+		return "decode"
+	case RoleBoth:
+		return "both"
+	}
+	return "none"
+}
+
+// EndpointSpec is what is known of an endpoint before it is part of a pool.
+type EndpointSpec struct {
+	Name   string // as configured: host:port or ip:port
+	Addr   string // ip:port, [ip]:port for IPv6: where Envoy connects
+	Scheme string // http, https or h2c; "" is http
+	Role   Role
+	Group  string // endpoints with a group only pair within it
+}
+
+// Endpoint is one engine address of a pool. Its identity is stable for as long as the endpoint stays, and what is booked
+// on it stays with it.
+type Endpoint struct {
+	EndpointSpec
+	pool string
+	slot int // in the pool's prefix index; never used again by another endpoint while blocks may name it
+
+	requests atomic.Int64 // reservations held
+	tokens   atomic.Int64 // prompt tokens of those
+	failed   atomic.Bool
+	models   atomic.Pointer[[]string]
+}
+
+// Failed reports whether the endpoint is left out for now.
+func (e *Endpoint) Failed() bool { return e.failed.Load() }
+
+// Load is what is booked on the endpoint: requests and their prompt tokens.
+func (e *Endpoint) Load() (requests, tokens int64) { return e.requests.Load(), e.tokens.Load() }
+
+// PoolSpec describes a pool.
+type PoolSpec struct {
+	Name   string
+	Models []string // "*": any
+}
+
+// Pool is a set of endpoints that serve the same models. It is immutable but for its counters: another set of endpoints
+// is another Pool of the same name.
+type Pool struct {
+	Spec      PoolSpec
+	endpoints []*Endpoint
+	index     *prefixIndex
+	ratio     *tokenRatio
+}
+
+// Endpoints are the pool's endpoints, in the order configured. Do not modify.
+func (p *Pool) Endpoints() []*Endpoint { return p.endpoints }
+
+// Endpoint finds an endpoint by address; nil if the pool has none there.
+func (p *Pool) Endpoint(addr string) *Endpoint {
+	for _, e := range p.endpoints {
+		if e.Addr == addr {
+			return e
+		}
+	}
+	return nil
+}
+
+func (p *Pool) serves(model string) (named, wildcard bool) {
+	return slices.Contains(p.Spec.Models, model), slices.Contains(p.Spec.Models, "*")
+}
+
+// SetPool adds a pool, or gives the pool of that name other endpoints. Endpoints that stay (same address) keep what is
+// booked on them, their health and their blocks; those that go are forgotten, and reservations on them still release.
+func (s *State) SetPool(spec PoolSpec, eps []EndpointSpec) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	old := s.pool(spec.Name)
+	next := &Pool{Spec: spec, index: newPrefixIndex(s.o.MaxIndexBlocks), ratio: newTokenRatio()}
+	if old != nil {
+		next.index, next.ratio = old.index, old.ratio
+	}
+	for _, ep := range eps {
+		var e *Endpoint
+		if old != nil {
+			e = old.Endpoint(ep.Addr)
+		}
+		if e == nil || e.EndpointSpec != ep {
+			kept := e
+			e = &Endpoint{EndpointSpec: ep, pool: spec.Name}
+			if kept != nil { // same address, other facts: its blocks are still there, its bookings end on the old one
+				e.slot = kept.slot
+				e.failed.Store(kept.failed.Load())
+			} else {
+				e.slot = next.index.takeSlot()
+			}
+		}
+		next.endpoints = append(next.endpoints, e)
+	}
+	if old != nil {
+		for _, e := range old.endpoints {
+			if next.Endpoint(e.Addr) == nil {
+				next.index.dropSlot(e.slot)
+			}
+		}
+	}
+	pools := slices.Clone(s.Pools())
+	if i := slices.Index(pools, old); old != nil && i >= 0 {
+		pools[i] = next
+	} else {
+		pools = append(pools, next)
+	}
+	s.pools.Store(&pools)
+}
+
+// RemovePool forgets a pool.
+func (s *State) RemovePool(name string) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	pools := slices.DeleteFunc(slices.Clone(s.Pools()), func(p *Pool) bool { return p.Spec.Name == name })
+	s.pools.Store(&pools)
+}
+
+// Pools are all pools, in the order they were added. Do not modify.
+func (s *State) Pools() []*Pool { return *s.pools.Load() }
+
+// Pool finds a pool by name, nil if there is none.
+func (s *State) Pool(name string) *Pool { return s.pool(name) }
+
+func (s *State) pool(name string) *Pool {
+	for _, p := range s.Pools() {
+		if p.Spec.Name == name {
+			return p
+		}
+	}
+	return nil
+}
+
+// PoolFor finds the pool that serves a model: one that names it before one that takes any. No model means the first
+// pool. It is nil where nobody serves it.
+func (s *State) PoolFor(model string) *Pool {
+	pools := s.Pools()
+	if model == "" && len(pools) > 0 {
+		return pools[0]
+	}
+	var any *Pool
+	for _, p := range pools {
+		named, wildcard := p.serves(model)
+		if named {
+			return p
+		}
+		if wildcard && any == nil {
+			any = p
+		}
+	}
+	return any
+}
+
+// SetModels notes what an endpoint says it serves.
+func (s *State) SetModels(e *Endpoint, ids []string) { e.models.Store(&ids) }
+
+// Models are the names that a pool serves: those configured and, where it takes any, those its endpoints told.
+func (s *State) Models(p *Pool) []string {
+	var out []string
+	for _, m := range p.Spec.Models {
+		if m != "*" {
+			out = append(out, m)
+		}
+	}
+	if _, wildcard := p.serves("*"); wildcard {
+		for _, e := range p.endpoints {
+			if ids := e.models.Load(); ids != nil {
+				out = append(out, *ids...)
+			}
+		}
+	}
+	slices.Sort(out)
+	return slices.Compact(out)
+}

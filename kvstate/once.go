@@ -1,0 +1,101 @@
+package kvstate
+
+import (
+	"crypto/rand"
+	"errors"
+	"sync"
+	"time"
+)
+
+// spentSet remembers which tickets were spent, in two generations: a new one begins when the running one is full or as
+// old as the time to live, and the one before the last is dropped. So an entry is remembered for one time to live at
+// least, but when more than max tickets are spent within it.
+type spentSet struct {
+	mu       *sync.Mutex
+	max      int
+	ttl      time.Duration
+	began    time.Time
+	now, old map[[16]byte]struct{}
+}
+
+func newSpentSet(limit int, ttl time.Duration) spentSet {
+	return spentSet{mu: &sync.Mutex{}, max: max(limit/2, 1), ttl: ttl, began: time.Now(), now: map[[16]byte]struct{}{}}
+}
+
+// Spend notes that a ticket is used. It is true the first time: one ticket buys one decode.
+func (s *State) Spend(ticket [16]byte) bool {
+	p := &s.spent
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if now := time.Now(); len(p.now) >= p.max || now.Sub(p.began) > p.ttl {
+		p.old, p.now, p.began = p.now, map[[16]byte]struct{}{}, now
+	}
+	if _, ok := p.now[ticket]; ok {
+		return false
+	}
+	if _, ok := p.old[ticket]; ok {
+		return false
+	}
+	p.now[ticket] = struct{}{}
+	return true
+}
+
+// ErrNoRoom says that the hand-overs kept already take all the memory they may.
+var ErrNoRoom = errors.New("kvstate: no room for another hand-over")
+
+// handOverStore keeps KV transfer parameters that are too large for a header, for the moment between two hops.
+type handOverStore struct {
+	mu    *sync.Mutex
+	max   int
+	ttl   time.Duration
+	bytes int
+	held  map[[16]byte]handOver
+}
+
+type handOver struct {
+	params  []byte
+	expires time.Time
+}
+
+func newHandOverStore(limit int, ttl time.Duration) handOverStore {
+	return handOverStore{mu: &sync.Mutex{}, max: limit, ttl: ttl, held: map[[16]byte]handOver{}}
+}
+
+// PutHandOver keeps a copy of params and returns the reference to it, or [ErrNoRoom].
+func (s *State) PutHandOver(params []byte) (ref [16]byte, err error) {
+	h := &s.handOvers
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if h.bytes+len(params) > h.max {
+		return ref, ErrNoRoom
+	}
+	_, _ = rand.Read(ref[:]) // never fails (crypto/rand)
+	h.held[ref] = handOver{append([]byte(nil), params...), time.Now().Add(h.ttl)}
+	h.bytes += len(params)
+	return ref, nil
+}
+
+// TakeHandOver returns what is kept under ref, once.
+func (s *State) TakeHandOver(ref [16]byte) ([]byte, bool) {
+	h := &s.handOvers
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	kept, ok := h.held[ref]
+	if !ok {
+		return nil, false
+	}
+	delete(h.held, ref)
+	h.bytes -= len(kept.params)
+	return kept.params, time.Now().Before(kept.expires)
+}
+
+func (h *handOverStore) sweep(now time.Time) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	for ref, kept := range h.held {
+		if now.After(kept.expires) {
+			delete(h.held, ref)
+			h.bytes -= len(kept.params)
+		}
+	}
+}

@@ -1,0 +1,81 @@
+package kvstate
+
+import (
+	"math/rand/v2"
+	"sync"
+	"time"
+)
+
+// ReservationID names a reservation. It is random, so that one made elsewhere, or made up, releases nothing. Never 0.
+type ReservationID uint64
+
+const bookingShards = 16
+
+type bookingShard struct {
+	mu   sync.Mutex
+	held map[ReservationID]booking
+}
+
+type booking struct {
+	endpoint *Endpoint
+	tokens   int64
+	expires  time.Time
+}
+
+// Reserve books a request on an endpoint: from now on views count it. The caller passes the id on to whoever learns how
+// the hop ended. It returns 0, and books nothing, when MaxReservations are held: choosing blindly is better than
+// refusing.
+func (s *State) Reserve(e *Endpoint, promptTokens int64) ReservationID {
+	if s.booked.Add(1) > int64(s.o.MaxReservations) {
+		s.booked.Add(-1)
+		return 0
+	}
+	id := ReservationID(rand.Uint64() | 1)
+	e.requests.Add(1)
+	e.tokens.Add(promptTokens)
+	shard := &s.bookings[(id>>8)%bookingShards]
+	shard.mu.Lock()
+	shard.held[id] = booking{e, promptTokens, time.Now().Add(s.o.ReservationTTL)}
+	shard.mu.Unlock()
+	return id
+}
+
+// Release ends a reservation. It is true exactly once for each that was made; later calls, and ids of other replicas,
+// change nothing.
+func (s *State) Release(id ReservationID) bool {
+	if id == 0 {
+		return false
+	}
+	shard := &s.bookings[(id>>8)%bookingShards]
+	shard.mu.Lock()
+	b, ok := shard.held[id]
+	delete(shard.held, id)
+	shard.mu.Unlock()
+	if ok {
+		s.unbook(b)
+	}
+	return ok
+}
+
+func (s *State) unbook(b booking) {
+	b.endpoint.requests.Add(-1)
+	b.endpoint.tokens.Add(-b.tokens)
+	s.booked.Add(-1)
+}
+
+// Reservations is how many are held.
+func (s *State) Reservations() int { return int(s.booked.Load()) }
+
+func (s *State) sweepReservations(now time.Time) {
+	for i := range s.bookings {
+		shard := &s.bookings[i]
+		shard.mu.Lock()
+		for id, b := range shard.held {
+			if now.After(b.expires) {
+				delete(shard.held, id)
+				s.unbook(b)
+			}
+		}
+		shard.mu.Unlock()
+	}
+}

@@ -1,0 +1,52 @@
+package kvstate
+
+// View is what a decision is made from: a copy of the numbers at one moment. Reusing one costs no allocation.
+type View struct {
+	Endpoints []Candidate // in the pool's order
+	scratch   lookup
+}
+
+// Candidate is one endpoint as a decision sees it.
+type Candidate struct {
+	Endpoint     *Endpoint
+	Usable       bool  // not left out for having failed
+	Requests     int64 // booked
+	PromptTokens int64 // of those
+	Hit          int   // leading blocks of the prompt that it holds
+}
+
+// View fills v with the pool's endpoints as they are now. hashes are the prompt's blocks, none if hits do not matter.
+//
+// Failure is a hint, not a verdict: where all endpoints of a role have failed, all of them are usable again, since one of
+// them may well be back and refusing helps nobody.
+func (s *State) View(p *Pool, hashes []uint64, v *View) {
+	v.Endpoints = v.Endpoints[:0]
+	var usable Role
+	for _, e := range p.endpoints {
+		ok := !e.failed.Load()
+		if ok {
+			usable |= e.Role
+		}
+		v.Endpoints = append(v.Endpoints, Candidate{Endpoint: e, Usable: ok, Requests: e.requests.Load(), PromptTokens: e.tokens.Load()})
+	}
+	if usable != RoleBoth {
+		for i := range v.Endpoints {
+			if c := &v.Endpoints[i]; c.Endpoint.Role&^usable != 0 {
+				c.Usable = true
+			}
+		}
+	}
+	if len(hashes) > 0 {
+		p.index.hits(hashes, v)
+	}
+}
+
+// Routed notes that an endpoint will hold the prompt's blocks: it was just sent the prompt. Bursts of requests with one
+// prefix find it at once; should the engine not keep the blocks, the entry is forgotten with its generation.
+func (s *State) Routed(p *Pool, e *Endpoint, hashes []uint64) { p.index.add(e.slot, hashes) }
+
+// MarkFailed leaves an endpoint out from now on; true if it was not already.
+func (s *State) MarkFailed(e *Endpoint) bool { return e.failed.CompareAndSwap(false, true) }
+
+// MarkGood takes an endpoint in again; true if it was out.
+func (s *State) MarkGood(e *Endpoint) bool { return e.failed.Load() && e.failed.CompareAndSwap(true, false) }
