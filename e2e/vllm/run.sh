@@ -1,0 +1,97 @@
+#!/bin/bash
+# Starts real vLLM on this machine's CPU: 2 prefill and 2 decode engines with NIXL, and one engine without any KV transfer, the
+# reference for what the text should be. Waits until all serve, runs the command (or waits for Ctrl-C), then stops them all.
+# Ready in about a minute; 1.3 GiB of memory each. install.sh comes first.
+#
+# usage: run.sh [command [argument...]]
+# The command finds the engines in TANDEM_VLLM_PREFILL, TANDEM_VLLM_DECODE (addresses, comma between) and TANDEM_VLLM_REFERENCE.
+# Environment: TANDEM_VLLM  the directory of install.sh
+#              PORT         engines listen on PORT+1, +2 (prefill), +101, +102 (decode), +201 (reference), and NIXL's side
+#                           channels 1000 above; default 28100
+set -euo pipefail
+dir=${TANDEM_VLLM:-${XDG_CACHE_HOME:-$HOME/.cache}/tandem/vllm}
+port=${PORT:-28100}
+prefill=($((port + 1)) $((port + 2)))
+decode=($((port + 101)) $((port + 102)))
+reference=$((port + 201))
+logs=$dir/logs
+declare -A pids=()
+
+say() { echo "run.sh: $*" >&2; }
+
+# Each of these was needed:
+# - one process per engine (V1 multiprocessing off, executor uni): the default executor's workers stall for seconds on few cores;
+# - NIXL_PTHR_DELAY_US (see install.sh): 0 burns a core per idle engine;
+# - UCX and NIXL on loopback: else they take the first network device they see.
+export VLLM_TARGET_DEVICE=cpu VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind OMP_NUM_THREADS=1
+export VLLM_ENABLE_V1_MULTIPROCESSING=0 VLLM_HOST_IP=127.0.0.1 VLLM_NIXL_SIDE_CHANNEL_HOST=127.0.0.1
+export UCX_NET_DEVICES=lo UCX_TLS=tcp,sm,self NIXL_PTHR_DELAY_US=1000 CUDA_VISIBLE_DEVICES=
+export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1 PYTHONHASHSEED=0
+
+# engine NAME PORT [argument...]: one vLLM in its own process group. float32, so that text does not hang on the order of additions
+# in a batch; block size 32, as CPU attention refuses the default 16.
+engine() {
+  local name=$1 port=$2
+  shift 2
+  VLLM_NIXL_SIDE_CHANNEL_PORT=$((port + 1000)) setsid "$dir/venv/bin/vllm" serve "$dir/model" \
+    --served-model-name tiny --host 127.0.0.1 --port "$port" \
+    --distributed-executor-backend uni --enforce-eager --dtype float32 --block-size 32 --num-gpu-blocks-override 2048 \
+    --max-model-len 8192 --max-num-seqs 16 --max-num-batched-tokens 2048 \
+    --enable-prompt-tokens-details --enable-request-id-headers "$@" \
+    </dev/null >"$logs/$name.log" 2>&1 &
+  pids[$name]=$!
+}
+
+transfer() { echo "{\"kv_connector\":\"NixlConnector\",\"kv_role\":\"$1\",\"kv_buffer_device\":\"cpu\"}"; }
+
+# stop_all asks politely, once, and after 10 s not.
+stop_all() {
+  trap '' INT TERM
+  local pid
+  for pid in "${pids[@]}"; do kill -INT -- "-$pid" 2>/dev/null || true; done
+  for _ in $(seq 100); do
+    local left=0
+    for pid in "${pids[@]}"; do if kill -0 -- "-$pid" 2>/dev/null; then left=1; fi; done
+    [ $left = 0 ] && return
+    sleep 0.1
+  done
+  for pid in "${pids[@]}"; do kill -KILL -- "-$pid" 2>/dev/null || true; done
+}
+
+# wait_ready NAME PORT: until it answers /health, 5 minutes at most.
+wait_ready() {
+  local name=$1 port=$2
+  until curl -sf -o /dev/null "http://127.0.0.1:$port/health"; do
+    kill -0 "${pids[$name]}" 2>/dev/null || { say "$name ended:"; tail -5 "$logs/$name.log" >&2; exit 1; }
+    [ $SECONDS -lt 300 ] || { say "$name is not ready after $SECONDS s: $logs/$name.log"; exit 1; }
+    sleep 0.5
+  done
+}
+
+[ -e "$dir/stamp" ] || { say "nothing in $dir: run install.sh first"; exit 1; }
+mkdir -p "$logs"
+trap stop_all EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM
+
+for i in 0 1; do
+  engine "prefill-$i" "${prefill[i]}" --kv-transfer-config "$(transfer kv_producer)"
+  engine "decode-$i" "${decode[i]}" --kv-transfer-config "$(transfer kv_consumer)"
+done
+engine reference "$reference"
+for i in 0 1; do
+  wait_ready "prefill-$i" "${prefill[i]}"
+  wait_ready "decode-$i" "${decode[i]}"
+done
+wait_ready reference "$reference"
+
+export TANDEM_VLLM_PREFILL=127.0.0.1:${prefill[0]},127.0.0.1:${prefill[1]}
+export TANDEM_VLLM_DECODE=127.0.0.1:${decode[0]},127.0.0.1:${decode[1]}
+export TANDEM_VLLM_REFERENCE=127.0.0.1:$reference
+say "ready after $SECONDS s: prefill $TANDEM_VLLM_PREFILL, decode $TANDEM_VLLM_DECODE, reference $TANDEM_VLLM_REFERENCE; logs in $logs"
+if [ $# -gt 0 ]; then
+  "$@"
+else
+  say "Ctrl-C stops them"
+  sleep infinity & wait $!
+fi

@@ -1,0 +1,143 @@
+package kvtransfer
+
+import (
+	"bytes"
+	"encoding/json"
+	"errors"
+	"fmt"
+)
+
+// cursor walks over JSON that was validated before. On anything else it gives errors, and never leaves b.
+type cursor struct {
+	b []byte
+	i int
+}
+
+var errNotJSON = errors.New("not JSON")
+
+func (c *cursor) at(x byte) bool { return c.i < len(c.b) && c.b[c.i] == x }
+
+func (c *cursor) take(x byte) bool {
+	if !c.at(x) {
+		return false
+	}
+	c.i++
+	return true
+}
+
+func (c *cursor) space() {
+	for c.i < len(c.b) {
+		switch c.b[c.i] {
+		case ' ', '\t', '\n', '\r':
+			c.i++
+		default:
+			return
+		}
+	}
+}
+
+// next goes to the next element of a list or object, if there is one before its end.
+func (c *cursor) next(first bool, end byte) (bool, error) {
+	c.space()
+	if c.take(end) {
+		return false, nil
+	}
+	if !first && !c.take(',') {
+		return false, fmt.Errorf("at byte %d, something that is not a list: %w", c.i, errNotJSON)
+	}
+	c.space()
+	return true, nil
+}
+
+// object visits the members of the object that c is at: the unescaped key, the value's text, and where that starts.
+func (c *cursor) object(visit func(key, value []byte, at int) error) error {
+	if !c.take('{') {
+		return errors.New("not an object")
+	}
+	for first := true; ; first = false {
+		more, err := c.next(first, '}')
+		if err != nil || !more {
+			return err
+		}
+		key, ok := c.key()
+		if !ok {
+			return fmt.Errorf("at byte %d: %w", c.i, errNotJSON)
+		}
+		at := c.i
+		if !c.value() {
+			return fmt.Errorf("at byte %d: %w", c.i, errNotJSON)
+		}
+		if err := visit(key, c.b[at:c.i:c.i], at); err != nil {
+			return err
+		}
+	}
+}
+
+// key reads a key and the colon behind it.
+func (c *cursor) key() (key []byte, ok bool) {
+	start := c.i
+	if !c.at('"') || !c.text() {
+		return nil, false
+	}
+	key = c.b[start+1 : c.i-1]
+	if bytes.IndexByte(key, '\\') >= 0 {
+		var s string
+		if json.Unmarshal(c.b[start:c.i], &s) != nil {
+			return nil, false
+		}
+		key = []byte(s)
+	}
+	c.space()
+	if !c.take(':') {
+		return nil, false
+	}
+	c.space()
+	return key, true
+}
+
+// text skips the string that c is at.
+func (c *cursor) text() bool {
+	for c.i++; c.i < len(c.b); c.i++ {
+		switch c.b[c.i] {
+		case '"':
+			c.i++
+			return true
+		case '\\':
+			c.i++
+		}
+	}
+	return false
+}
+
+// value skips a value of any kind. It does not recurse: nesting costs nothing.
+func (c *cursor) value() bool {
+	start := c.i
+	for depth := 0; c.i < len(c.b); {
+		switch c.b[c.i] {
+		case '"':
+			if !c.text() {
+				return false
+			}
+			if depth == 0 {
+				return true
+			}
+			continue
+		case '{', '[':
+			depth++
+		case '}', ']':
+			if depth == 0 {
+				return c.i > start
+			}
+			if depth--; depth == 0 {
+				c.i++
+				return true
+			}
+		case ',', ' ', '\t', '\n', '\r':
+			if depth == 0 {
+				return c.i > start
+			}
+		}
+		c.i++
+	}
+	return false
+}

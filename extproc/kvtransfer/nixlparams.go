@@ -1,0 +1,237 @@
+package kvtransfer
+
+import (
+	"encoding/json"
+	"fmt"
+	"math"
+	"net/netip"
+	"strings"
+)
+
+// MaxParamsBytes bounds a hand-over: some 500,000 block ids.
+const MaxParamsBytes = 4 << 20
+
+// pull is a checked kv_transfer_params object of a NIXL pull, as vLLM's P answers it:
+//
+//	do_remote_prefill, do_remote_decode, remote_block_ids, remote_engine_id, remote_host, remote_port, tp_size   0.9.2
+//	remote_request_id, which D needs        0.13
+//	remote_block_ids as one list per group  0.18
+//	remote_num_tokens                       0.21
+//	remote_blocks_expiry_time               0.26
+//	transfer_mode                           0.28
+//	dcp_size, pp_size                       0.29
+//	remote_prefill_cached_tokens            0.31
+//	remote_registration_generation          0.33
+//
+// Only what D dies of, hangs on, or reads wrong blocks by is looked at; new members come with almost every release, and
+// pass unread. The fields are the members' JSON text within raw, nil where not there.
+type pull struct {
+	raw                     []byte
+	host                    []byte
+	hostAt                  int // where host starts in raw
+	numTokens, cachedTokens []byte
+}
+
+// readPull checks what D depends on. vLLM 0.32.0 as run: a lone do_remote_prefill, string ids or missing members kill the
+// decode engine, at once or when its client leaves; wrong numbers make it read another request's blocks.
+func readPull(raw []byte) (pull, error) {
+	p := pull{raw: raw}
+	if len(raw) > MaxParamsBytes {
+		return p, fmt.Errorf("%d bytes, more than %d", len(raw), MaxParamsBytes)
+	}
+	var seen pullMembers
+	c := cursor{b: raw}
+	if err := c.object(func(key, value []byte, at int) error { return p.member(&seen, key, value, at) }); err != nil {
+		return p, err
+	}
+	if c.i != len(raw) {
+		return p, fmt.Errorf("at byte %d: %w", c.i, errNotJSON)
+	}
+	return p, seen.missing()
+}
+
+// pullMembers are the members that must be there, as bits.
+type pullMembers uint8
+
+const (
+	memberPrefill pullMembers = 1 << iota
+	memberBlocks
+	memberEngine
+	memberRequest
+	memberHost
+	memberPort
+	allMembers = 1<<iota - 1
+)
+
+func (m pullMembers) missing() error {
+	for i, name := range [...]string{"do_remote_prefill", "remote_block_ids", "remote_engine_id", "remote_request_id", "remote_host", "remote_port"} {
+		if m&(1<<i) == 0 {
+			return fmt.Errorf("%s is missing", name)
+		}
+	}
+	return nil
+}
+
+// member checks one member. A member that is there twice is refused: D might take the other one.
+func (p *pull) member(seen *pullMembers, key, value []byte, at int) error {
+	var is pullMembers
+	var err error
+	switch string(key) {
+	case "do_remote_prefill":
+		if is = memberPrefill; string(value) != "true" {
+			err = refuse(key, value, "true")
+		}
+	case "remote_block_ids":
+		is, err = memberBlocks, checkBlockIDs(value)
+	case "remote_engine_id":
+		is, err = memberEngine, checkText(key, value)
+	case "remote_request_id":
+		is, err = memberRequest, checkText(key, value)
+	case "remote_host":
+		is, err = memberHost, checkText(key, value)
+		p.host, p.hostAt = value, at
+	case "remote_port":
+		if is = memberPort; !isPort(value) {
+			err = refuse(key, value, "an integer from 1 to 65535")
+		}
+	case "remote_num_tokens":
+		p.numTokens = value
+	case "remote_prefill_cached_tokens":
+		p.cachedTokens = value
+	}
+	if *seen&is != 0 {
+		return fmt.Errorf("%s is there twice", key)
+	}
+	*seen |= is
+	return err
+}
+
+// refuse says what a member should have been. What it was is quoted and short: it goes into logs.
+func refuse(key, value []byte, want string) error {
+	short, more := value, ""
+	if len(short) > 32 {
+		short, more = short[:32], "..."
+	}
+	return fmt.Errorf("%s is %q%s, not %s", key, short, more, want)
+}
+
+// checkText accepts a string with something in it.
+func checkText(key, value []byte) error {
+	if len(value) < 3 || value[0] != '"' {
+		return refuse(key, value, "a non-empty string")
+	}
+	return nil
+}
+
+func isPort(value []byte) bool {
+	n, end := digits(value, 0)
+	return end == len(value) && n >= 1 && n <= 65535
+}
+
+// digits reads the integer at b[i:], and says where it ends; end is i if there is none of up to ten digits that JSON
+// allows. Signs, fractions and exponents are no part of it.
+func digits(b []byte, i int) (n int64, end int) {
+	for end = i; end < len(b) && b[end]-'0' <= 9; end++ {
+		if end-i == 10 {
+			return 0, i
+		}
+		n = n*10 + int64(b[end]-'0')
+	}
+	if end-i > 1 && b[i] == '0' {
+		return 0, i
+	}
+	return n, end
+}
+
+// checkBlockIDs accepts a list of block ids (to 0.17) or a list of such lists, one for each KV cache group (from 0.18),
+// with at least one id in all. vLLM's block tables are int32, so ids are from 0 to 2^31-1; a negative one would count
+// from the end.
+func checkBlockIDs(value []byte) error {
+	key := []byte("remote_block_ids")
+	c := cursor{b: value}
+	if !c.take('[') {
+		return refuse(key, value, "a list of block ids")
+	}
+	c.space()
+	nested := c.at('[')
+	ids := 0
+	for first := true; ; first = false {
+		more, err := c.next(first, ']')
+		if err != nil {
+			return err
+		}
+		if !more {
+			break
+		}
+		n, err := c.element(nested)
+		if err != nil {
+			return fmt.Errorf("remote_block_ids: %w", err)
+		}
+		ids += n
+	}
+	if ids == 0 {
+		return refuse(key, value, "a list with a block id in it")
+	}
+	return nil
+}
+
+// element reads a block id, or a list of them, and says how many they are.
+func (c *cursor) element(nested bool) (int, error) {
+	if !nested {
+		return 1, c.blockID()
+	}
+	if !c.take('[') {
+		return 0, fmt.Errorf("at byte %d, something else among lists", c.i)
+	}
+	for n := 0; ; n++ {
+		more, err := c.next(n == 0, ']')
+		if err != nil || !more {
+			return n, err
+		}
+		if err := c.blockID(); err != nil {
+			return n, err
+		}
+	}
+}
+
+func (c *cursor) blockID() error {
+	n, end := digits(c.b, c.i)
+	if end == c.i || n > math.MaxInt32 {
+		return fmt.Errorf("at byte %d, something that is not a block id", c.i)
+	}
+	c.i = end
+	return nil
+}
+
+// repairHost gives the object with an address that D can reach: an engine whose VLLM_NIXL_SIDE_CHANNEL_HOST was left
+// alone answers localhost, which on D's machine is D. Any other address is the operator's choice, and stays. So does
+// everything when P itself is on a loopback: then D is there too.
+func (p pull) repairHost(prefillAddr string) []byte {
+	var host string
+	if json.Unmarshal(p.host, &host) != nil || !localOnly(host) {
+		return p.raw
+	}
+	reached, err := netip.ParseAddrPort(prefillAddr)
+	if err != nil || reached.Addr().Unmap().IsLoopback() {
+		return p.raw
+	}
+	addr := reached.Addr().Unmap().WithZone("").String() // IPv6 without brackets: vLLM puts them on (make_zmq_path)
+	repaired := make([]byte, 0, len(p.raw)+len(addr))
+	repaired = append(append(repaired, p.raw[:p.hostAt]...), '"')
+	repaired = append(append(repaired, addr...), '"')
+	return append(repaired, p.raw[p.hostAt+len(p.host):]...)
+}
+
+// localOnly reports whether a host is good only on its own machine: localhost, a loopback or an unspecified address.
+func localOnly(host string) bool {
+	host = strings.TrimSuffix(strings.TrimSuffix(strings.TrimPrefix(host, "["), "]"), ".")
+	if strings.EqualFold(host, "localhost") {
+		return true
+	}
+	addr, err := netip.ParseAddr(host)
+	if err != nil {
+		return false
+	}
+	addr = addr.Unmap().WithZone("")
+	return addr.IsLoopback() || addr.IsUnspecified()
+}

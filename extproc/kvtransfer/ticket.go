@@ -1,0 +1,86 @@
+package kvtransfer
+
+import (
+	"errors"
+	"fmt"
+	"time"
+
+	"tandem/extproc/openai"
+)
+
+// Stage is where a request stands.
+type Stage uint8
+
+// The stages, in the order in which a request goes through them. Numbers are those of tandem.ticket.v1.Ticket.Stage.
+const (
+	PrefillLeg Stage = 1 // the ticket goes out with the prefill leg: engines see it
+	HandOver   Stage = 2 // prefill is done: the ticket carries the KV parameters into pass 2
+	DecodeLeg  Stage = 3 // the ticket goes out with the decode leg, or the only hop: engines see it
+	Failed     Stage = 4 // a hop failed: pass 2 plans again
+)
+
+func (s Stage) String() string {
+	switch s {
+	case PrefillLeg:
+		return "prefill_leg"
+	case HandOver:
+		return "hand_over"
+	case DecodeLeg:
+		return "decode_leg"
+	case Failed:
+		return "failed"
+	default:
+		return fmt.Sprintf("stage_%d", uint8(s))
+	}
+}
+
+// Causes of a failed hop (Ticket.Cause), also label values of metrics.
+const (
+	CausePrefill = "prefill" // the prefill leg failed, or its answer could not be used
+	CauseDecode  = "decode"  // the decode leg failed before it answered: its KV parameters count as spent
+)
+
+// MaxUndoBytes is how much text the undo of a leg may hold (openai.Edits.Size): a request that needs more is not split,
+// since its ticket would not fit a header.
+const MaxUndoBytes = 8 << 10
+
+// MaxHeaderBytes is the longest sealed ticket that may go as a header. Envoy takes some 58 KiB of headers in all; the
+// client's own need room beside it. A longer one goes by reference: Params kept elsewhere, ParamsRef in the ticket.
+const MaxHeaderBytes = 40 << 10
+
+// Ticket is the state of one request between its passes. The zero value of a field means there is none.
+type Ticket struct {
+	ID      [16]byte // random; new for every ticket. A hand-over is spent under it
+	Stage   Stage
+	Expires time.Time // in milliseconds
+	Started time.Time // when the request came in, in microseconds
+
+	Pool         string
+	Prefill      string    // address ip:port
+	Decode       string    // address ip:port
+	Reservations [2]uint64 // of Prefill and Decode
+	Split        bool      // the request goes over two legs
+
+	Redirects int      // that Envoy has followed for this request
+	Prefills  int      // prefill legs that were sent
+	Excluded  []string // addresses that failed the request
+	Cause     string   // why the last hop failed: see Cause...; short and plain
+
+	Undo      openai.Edits // turns the body of the leg back into the client's
+	BodyBytes int          // length of the body that Undo applies to; 0: not known
+
+	PromptTokens int64
+	Params       []byte   // of the hand-over, for D
+	ParamsRef    [16]byte // the name under which Params are kept where no header holds them
+}
+
+// Errors of Keys.Open.
+var (
+	// ErrTicketForged: not sealed under one of the keys for this request id, or changed since.
+	ErrTicketForged = errors.New("ticket is not genuine")
+	// ErrTicketExpired: genuine, and too old. The ticket comes with this error: what it booked can be released, and the
+	// request can be planned again. Its KV parameters must not be used.
+	ErrTicketExpired = errors.New("ticket has expired")
+	// ErrTicketVersion: of a release of Tandem that this one cannot read.
+	ErrTicketVersion = errors.New("ticket is of another release")
+)

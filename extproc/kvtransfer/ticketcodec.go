@@ -1,0 +1,297 @@
+package kvtransfer
+
+import (
+	"fmt"
+	"time"
+
+	"google.golang.org/protobuf/encoding/protowire"
+
+	"tandem/extproc/openai"
+)
+
+// The plaintext of a ticket is a tandem.ticket.v1.Ticket (protos/ticket/v1). It is on the path of every request several
+// times, so it is written and read by hand; the tests hold it against the generated code.
+const (
+	fieldID                 protowire.Number = 1
+	fieldStage              protowire.Number = 2
+	fieldExpires            protowire.Number = 3
+	fieldStarted            protowire.Number = 4
+	fieldPool               protowire.Number = 5
+	fieldPrefill            protowire.Number = 6
+	fieldDecode             protowire.Number = 7
+	fieldPrefillReservation protowire.Number = 8
+	fieldDecodeReservation  protowire.Number = 9
+	fieldSplit              protowire.Number = 10
+	fieldRedirects          protowire.Number = 11
+	fieldPrefills           protowire.Number = 12
+	fieldExcluded           protowire.Number = 13
+	fieldCause              protowire.Number = 14
+	fieldUndo               protowire.Number = 15
+	fieldBodyBytes          protowire.Number = 16
+	fieldPromptTokens       protowire.Number = 17
+	fieldParamsRef          protowire.Number = 18
+	fieldPackedParams       protowire.Number = 19
+
+	fieldEditStart protowire.Number = 1
+	fieldEditEnd   protowire.Number = 2
+	fieldEditText  protowire.Number = 3
+)
+
+// Bounds of what is read. Tickets are authentic, but a stolen key must not buy memory.
+const (
+	maxExcluded = 64
+	maxEdits    = 1024
+	maxCount    = 1 << 20 // redirects, prefills
+	maxLength   = 1 << 40 // of a body
+)
+
+// appendTicket appends the message. It leaves out what is zero, like every proto3 encoder.
+func appendTicket(b []byte, t *Ticket) []byte {
+	b = appendBytes(b, fieldID, t.ID[:])
+	b = appendNumber(b, fieldStage, uint64(t.Stage))
+	b = appendNumber(b, fieldExpires, uint64(unix(t.Expires, time.Time.UnixMilli)))
+	b = appendNumber(b, fieldStarted, uint64(unix(t.Started, time.Time.UnixMicro)))
+	b = appendText(b, fieldPool, t.Pool)
+	b = appendText(b, fieldPrefill, t.Prefill)
+	b = appendText(b, fieldDecode, t.Decode)
+	b = appendFixed(b, fieldPrefillReservation, t.Reservations[0])
+	b = appendFixed(b, fieldDecodeReservation, t.Reservations[1])
+	b = appendNumber(b, fieldSplit, protowire.EncodeBool(t.Split))
+	b = appendNumber(b, fieldRedirects, uint64(t.Redirects))
+	b = appendNumber(b, fieldPrefills, uint64(t.Prefills))
+	for _, addr := range t.Excluded {
+		b = protowire.AppendString(protowire.AppendTag(b, fieldExcluded, protowire.BytesType), addr)
+	}
+	b = appendText(b, fieldCause, t.Cause)
+	for _, e := range t.Undo {
+		b = appendEdit(b, e)
+	}
+	b = appendNumber(b, fieldBodyBytes, uint64(t.BodyBytes))
+	b = appendNumber(b, fieldPromptTokens, uint64(t.PromptTokens))
+	if t.ParamsRef != ([16]byte{}) {
+		b = appendBytes(b, fieldParamsRef, t.ParamsRef[:])
+	}
+	return b
+}
+
+// appendParams appends the last field of the message; packed is what pack made of Params.
+func appendParams(b, packed []byte) []byte { return appendBytes(b, fieldPackedParams, packed) }
+
+func unix(t time.Time, in func(time.Time) int64) int64 {
+	if t.IsZero() {
+		return 0
+	}
+	return in(t)
+}
+
+func appendEdit(b []byte, e openai.Edit) []byte {
+	size := len(e.New)
+	if size > 0 {
+		size = protowire.SizeTag(fieldEditText) + protowire.SizeBytes(size)
+	}
+	for _, n := range [...]int{e.Start, e.End} {
+		if n != 0 {
+			size += 1 + protowire.SizeVarint(uint64(n))
+		}
+	}
+	b = protowire.AppendTag(b, fieldUndo, protowire.BytesType)
+	b = protowire.AppendVarint(b, uint64(size))
+	b = appendNumber(b, fieldEditStart, uint64(e.Start))
+	b = appendNumber(b, fieldEditEnd, uint64(e.End))
+	if len(e.New) > 0 {
+		b = appendBytes(b, fieldEditText, e.New)
+	}
+	return b
+}
+
+func appendBytes(b []byte, f protowire.Number, v []byte) []byte {
+	return protowire.AppendBytes(protowire.AppendTag(b, f, protowire.BytesType), v)
+}
+
+func appendNumber(b []byte, f protowire.Number, v uint64) []byte {
+	if v == 0 {
+		return b
+	}
+	return protowire.AppendVarint(protowire.AppendTag(b, f, protowire.VarintType), v)
+}
+
+func appendFixed(b []byte, f protowire.Number, v uint64) []byte {
+	if v == 0 {
+		return b
+	}
+	return protowire.AppendFixed64(protowire.AppendTag(b, f, protowire.Fixed64Type), v)
+}
+
+func appendText(b []byte, f protowire.Number, v string) []byte {
+	if v == "" {
+		return b
+	}
+	return protowire.AppendString(protowire.AppendTag(b, f, protowire.BytesType), v)
+}
+
+// eachField visits the fields of a message: number holds varints and fixed64, text the rest. Fields of other types are
+// skipped, as unknown ones are by the visitors: a newer release may have written them.
+func eachField(b []byte, visit func(f protowire.Number, typ protowire.Type, number uint64, text []byte) error) error {
+	for len(b) > 0 {
+		f, typ, n := protowire.ConsumeTag(b)
+		if n < 0 {
+			return fmt.Errorf("reading a tag: %w", protowire.ParseError(n))
+		}
+		b = b[n:]
+		var number uint64
+		var text []byte
+		switch typ {
+		case protowire.VarintType:
+			number, n = protowire.ConsumeVarint(b)
+		case protowire.Fixed64Type:
+			number, n = protowire.ConsumeFixed64(b)
+		case protowire.BytesType:
+			text, n = protowire.ConsumeBytes(b)
+		default:
+			n = protowire.ConsumeFieldValue(f, typ, b)
+		}
+		if n < 0 {
+			return fmt.Errorf("reading field %d: %w", f, protowire.ParseError(n))
+		}
+		b = b[n:]
+		if err := visit(f, typ, number, text); err != nil {
+			return fmt.Errorf("field %d: %w", f, err)
+		}
+	}
+	return nil
+}
+
+// parseTicket reads the message into t. The undo refers to b.
+func parseTicket(t *Ticket, b []byte) error {
+	undoBytes := 0
+	err := eachField(b, func(f protowire.Number, typ protowire.Type, number uint64, text []byte) error {
+		switch typ {
+		case protowire.VarintType:
+			return t.setNumber(f, number)
+		case protowire.Fixed64Type:
+			switch f {
+			case fieldPrefillReservation:
+				t.Reservations[0] = number
+			case fieldDecodeReservation:
+				t.Reservations[1] = number
+			}
+			return nil
+		case protowire.BytesType:
+			if f == fieldUndo {
+				return t.addUndo(text, &undoBytes)
+			}
+			return t.setText(f, text)
+		default:
+			return nil
+		}
+	})
+	if err != nil {
+		return err
+	}
+	if t.Stage < PrefillLeg || t.Stage > Failed {
+		return fmt.Errorf("the stage is %d", t.Stage)
+	}
+	if t.BodyBytes > 0 {
+		return t.Undo.Check(t.BodyBytes)
+	}
+	return nil
+}
+
+func (t *Ticket) setNumber(f protowire.Number, v uint64) error {
+	limit := uint64(1<<63 - 1)
+	switch f {
+	case fieldStage, fieldSplit:
+		limit = 255
+	case fieldRedirects, fieldPrefills:
+		limit = maxCount
+	case fieldBodyBytes, fieldPromptTokens:
+		limit = maxLength
+	}
+	if v > limit {
+		return fmt.Errorf("%d is too much", v)
+	}
+	switch f {
+	case fieldStage:
+		t.Stage = Stage(v)
+	case fieldExpires:
+		t.Expires = time.UnixMilli(int64(v))
+	case fieldStarted:
+		t.Started = time.UnixMicro(int64(v))
+	case fieldSplit:
+		t.Split = v != 0
+	case fieldRedirects:
+		t.Redirects = int(v)
+	case fieldPrefills:
+		t.Prefills = int(v)
+	case fieldBodyBytes:
+		t.BodyBytes = int(v)
+	case fieldPromptTokens:
+		t.PromptTokens = int64(v)
+	}
+	return nil
+}
+
+func (t *Ticket) setText(f protowire.Number, v []byte) error {
+	switch f {
+	case fieldID:
+		return set16(&t.ID, v)
+	case fieldPool:
+		t.Pool = string(v)
+	case fieldPrefill:
+		t.Prefill = string(v)
+	case fieldDecode:
+		t.Decode = string(v)
+	case fieldExcluded:
+		if len(t.Excluded) == maxExcluded {
+			return fmt.Errorf("more than %d addresses", maxExcluded)
+		}
+		t.Excluded = append(t.Excluded, string(v))
+	case fieldCause:
+		t.Cause = string(v)
+	case fieldParamsRef:
+		return set16(&t.ParamsRef, v)
+	case fieldPackedParams:
+		params, err := unpack(nil, v, MaxParamsBytes)
+		t.Params = params
+		return err
+	}
+	return nil
+}
+
+func set16(dst *[16]byte, v []byte) error {
+	if len(v) != len(dst) {
+		return fmt.Errorf("%d bytes, not %d", len(v), len(dst))
+	}
+	copy(dst[:], v)
+	return nil
+}
+
+// addUndo reads one edit. sum counts the text of all.
+func (t *Ticket) addUndo(message []byte, sum *int) error {
+	if len(t.Undo) == maxEdits {
+		return fmt.Errorf("more than %d edits", maxEdits)
+	}
+	if t.Undo == nil {
+		t.Undo = make(openai.Edits, 0, 8)
+	}
+	var e openai.Edit
+	err := eachField(message, func(f protowire.Number, typ protowire.Type, number uint64, text []byte) error {
+		switch {
+		case typ == protowire.BytesType && f == fieldEditText:
+			e.New = text
+			*sum += len(text)
+		case typ == protowire.VarintType && number > maxLength:
+			return fmt.Errorf("%d is too much", number)
+		case typ == protowire.VarintType && f == fieldEditStart:
+			e.Start = int(number)
+		case typ == protowire.VarintType && f == fieldEditEnd:
+			e.End = int(number)
+		}
+		return nil
+	})
+	if err == nil && *sum > MaxUndoBytes {
+		err = fmt.Errorf("more than %d bytes of undo", MaxUndoBytes)
+	}
+	t.Undo = append(t.Undo, e)
+	return err
+}
