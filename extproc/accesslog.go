@@ -27,10 +27,10 @@ type logEntry struct {
 	requestID, ticket []byte
 	details           []byte // response_code_details
 	status            int    // 0: no answer was sent
-	duration          time.Duration
-	firstByte         time.Duration // time_to_first_upstream_rx_byte; 0: none came
-	responseBytes     int64
-	clientGone        bool // response flag DC or DR
+	start             time.Time
+	duration          time.Duration // from start, which is that of the request's first pass
+	firstByte         time.Duration // from start to the first byte of the endpoint's answer; 0: none came
+	clientGone        bool          // response flag DC or DR
 }
 
 func (b *logBatch) unmarshal(data mem.BufferSlice) error {
@@ -73,10 +73,12 @@ func (b *logBatch) readEntry(c *cursor, end int, e *logEntry) {
 	}
 }
 
-// readCommon reads AccessLogCommon{9: time_to_first_upstream_rx_byte, 16: response_flags, 23: duration}.
+// readCommon reads AccessLogCommon{5: start_time, 9: time_to_first_upstream_rx_byte, 16: response_flags, 23: duration}.
 func (b *logBatch) readCommon(c *cursor, end int, e *logEntry) {
 	for number, wire := c.field(end); number != 0; number, wire = c.field(end) {
 		switch {
+		case number == 5 && wire == wireBytes:
+			e.start = time.Unix(0, 0).Add(readDuration(c, c.length(end))) // a Timestamp has a Duration's fields
 		case number == 9 && wire == wireBytes:
 			e.firstByte = readDuration(c, c.length(end))
 		case number == 23 && wire == wireBytes:
@@ -121,7 +123,7 @@ func (b *logBatch) readRequest(c *cursor, end int, e *logEntry) {
 	}
 }
 
-// readResponse reads HTTPResponseProperties{1: UInt32Value response_code, 3: response_body_bytes, 6: response_code_details}.
+// readResponse reads HTTPResponseProperties{1: UInt32Value response_code, 6: response_code_details}.
 func (b *logBatch) readResponse(c *cursor, end int, e *logEntry) {
 	for number, wire := c.field(end); number != 0; number, wire = c.field(end) {
 		switch {
@@ -134,8 +136,6 @@ func (b *logBatch) readResponse(c *cursor, end int, e *logEntry) {
 					c.skip(wire, valueEnd)
 				}
 			}
-		case number == 3 && wire == wireVarint:
-			e.responseBytes = int64(c.varint())
 		case number == 6 && wire == wireBytes:
 			e.details = c.text(&b.arena, end)
 		default:
@@ -160,8 +160,20 @@ func readDuration(c *cursor, end int) time.Duration {
 	return d
 }
 
-// streamAccessLogs serves envoy.service.accesslog.v3.AccessLogService.
+// streamAccessLogs serves envoy.service.accesslog.v3.AccessLogService. Such a stream has no end of its own, so it is let
+// go when the server drains: what the entries would release goes with the server.
 func (s *Server) streamAccessLogs(stream grpc.ServerStream) error {
+	ended := make(chan error, 1)
+	go func() { ended <- s.readAccessLogs(stream) }()
+	select {
+	case err := <-ended:
+		return err
+	case <-s.draining:
+		return nil
+	}
+}
+
+func (s *Server) readAccessLogs(stream grpc.ServerStream) error {
 	var batch logBatch
 	for {
 		err := stream.RecvMsg(&batch)
@@ -180,10 +192,12 @@ func (s *Server) streamAccessLogs(stream grpc.ServerStream) error {
 	}
 }
 
-// hopEnded settles one pass of a request: what it had booked is released, but for what the next pass takes over.
+// hopEnded settles a request that has ended. A pass that ended in a redirect is not the end: its entry shows the ticket
+// that the redirect carried, because Envoy writes it into the request before it logs, and what that ticket books is for
+// the next pass to take over. Any other entry shows the ticket that was set in its own pass.
 func (s *Server) hopEnded(e *logEntry) {
-	if len(e.ticket) == 0 {
-		return // answered by Tandem itself, or never got to it
+	if len(e.ticket) == 0 || string(e.details) == "internal_redirect" {
+		return
 	}
 	t, err := s.Keys.Open(string(e.ticket), string(e.requestID), time.Now())
 	if t == nil {
@@ -191,13 +205,19 @@ func (s *Server) hopEnded(e *logEntry) {
 		s.Log.Debug("access log entry with a ticket that is not ours", "request_id", string(e.requestID), "err", err)
 		return
 	}
-	redirected := e.status == 307
-	switch {
-	case t.Stage == kvtransfer.PrefillLeg && redirected:
-		s.State.Release(kvstate.ReservationID(t.Reservations[0]))
-	default:
-		s.State.Release(kvstate.ReservationID(t.Reservations[0]))
-		s.State.Release(kvstate.ReservationID(t.Reservations[1]))
+	s.State.Release(kvstate.ReservationID(t.Reservations[0]))
+	s.State.Release(kvstate.ReservationID(t.Reservations[1]))
+	var took, first time.Duration
+	if t.Stage == kvtransfer.DecodeLeg {
+		began := s.sealedAt(t)
+		took = max(e.start.Add(e.duration).Sub(began), 0)
+		if e.firstByte > 0 {
+			first = max(e.start.Add(e.firstByte).Sub(began), 0)
+		}
 	}
-	s.metrics.hop(t, e, redirected)
+	s.metrics.requestEnded(t, e, took, first)
+	s.recent.change(string(e.requestID), func(trace *Trace) { trace.DecodeTime, trace.Status = took, e.status })
 }
+
+// sealedAt is when the ticket of a leg was made, which is when the hop began.
+func (s *Server) sealedAt(t *kvtransfer.Ticket) time.Time { return t.Expires.Add(-s.TicketTTL) }

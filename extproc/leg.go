@@ -9,7 +9,6 @@ import (
 	"google.golang.org/grpc/mem"
 
 	"tandem/extproc/kvtransfer"
-	"tandem/extproc/openai"
 	"tandem/kvstate"
 )
 
@@ -32,16 +31,22 @@ func (x *exchange) prefillLeg() error {
 	}
 	code, _ := strconv.Atoi(string(x.msg.headers.status))
 	if clientsFault(code) {
-		x.s.metrics.prefillEnded(t, code, "refused")
+		x.s.metrics.prefillEnded(t, code, "refused", time.Since(x.s.sealedAt(t)))
 		x.settle(t)
 		return x.passAnswer()
 	}
 	if err := x.receiveAnswer(); err != nil {
 		return err
 	}
-	next, cause := x.afterPrefill(t, code)
+	took := time.Since(x.s.sealedAt(t))
+	next := x.afterPrefill(t, code)
 	x.s.State.Release(kvstate.ReservationID(t.Reservations[0]))
-	x.s.metrics.prefillEnded(t, code, cause)
+	result := "ok"
+	if next.Stage == kvtransfer.Failed {
+		result = "failed"
+	}
+	x.s.metrics.prefillEnded(t, code, result, took)
+	x.s.recent.change(x.requestID, func(trace *Trace) { trace.PrefillTime = took })
 	return x.redirect(next)
 }
 
@@ -99,7 +104,7 @@ func (x *exchange) receiveAnswer() error {
 }
 
 // afterPrefill makes the ticket that the redirect carries: KV parameters in hand, or what went wrong.
-func (x *exchange) afterPrefill(t *kvtransfer.Ticket, code int) (*kvtransfer.Ticket, string) {
+func (x *exchange) afterPrefill(t *kvtransfer.Ticket, code int) *kvtransfer.Ticket {
 	next := *t
 	next.ID = newTicketID()
 	next.Redirects++
@@ -108,13 +113,13 @@ func (x *exchange) afterPrefill(t *kvtransfer.Ticket, code int) (*kvtransfer.Tic
 	policy := x.s.Pools[t.Pool]
 	if code != 200 || x.msg.over || policy.Dialect == nil {
 		x.prefillFailed(pool, &next, code)
-		return &next, next.Cause
+		return &next
 	}
 	got, err := policy.Dialect.ReadAnswer(x.body.bytes(), t.Prefill)
 	if err != nil {
 		x.s.Log.Warn("prefill answered without usable KV parameters", "request_id", x.requestID, "endpoint", t.Prefill, "err", err)
 		x.prefillFailed(pool, &next, code)
-		return &next, next.Cause
+		return &next
 	}
 	if pool != nil {
 		x.markGood(pool, t.Prefill)
@@ -124,8 +129,14 @@ func (x *exchange) afterPrefill(t *kvtransfer.Ticket, code int) (*kvtransfer.Tic
 		}
 	}
 	x.s.metrics.prompt(t.Pool, got)
+	x.s.recent.change(x.requestID, func(trace *Trace) {
+		trace.CachedTokens = got.CachedTokens
+		if got.PromptTokens > 0 {
+			trace.PromptTokens = got.PromptTokens
+		}
+	})
 	next.Stage, next.Expires, next.Params = kvtransfer.HandOver, time.Now().Add(x.s.HandOverTTL), got.Params
-	return &next, ""
+	return &next
 }
 
 // prefillFailed makes next the ticket of a request whose prefill is lost.
@@ -177,10 +188,13 @@ func (x *exchange) redirect(t *kvtransfer.Ticket) error {
 
 // sealHandOver seals the ticket; KV parameters that no header holds are kept here, and the ticket refers to them.
 func (x *exchange) sealHandOver(t *kvtransfer.Ticket) ([]byte, error) {
-	sealed, err := x.s.Keys.Seal(nil, t, x.requestID)
-	if err != nil || len(sealed) <= kvtransfer.MaxHeaderBytes {
-		return sealed, err
+	if len(t.Params) <= maxHeaderParams {
+		sealed, err := x.s.Keys.Seal(nil, t, x.requestID)
+		if err != nil || len(sealed) <= kvtransfer.MaxHeaderBytes {
+			return sealed, err
+		}
 	}
+	var err error
 	if t.ParamsRef, err = x.s.State.PutHandOver(t.Params); err != nil {
 		x.s.Log.Warn("hand-over too large for a header and no room to keep it: decode computes the prompt", "request_id", x.requestID, "err", err)
 		t.ParamsRef = [16]byte{}
@@ -188,6 +202,9 @@ func (x *exchange) sealHandOver(t *kvtransfer.Ticket) ([]byte, error) {
 	t.Params = nil
 	return x.s.Keys.Seal(nil, t, x.requestID)
 }
+
+// maxHeaderParams is the length from which no packing makes KV parameters fit a header.
+const maxHeaderParams = 8 * kvtransfer.MaxHeaderBytes
 
 // location is the absolute URL of the request itself, which is where a redirect leads. Its host becomes :authority.
 func location(authority, path []byte) []byte {

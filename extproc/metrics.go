@@ -19,7 +19,8 @@ type Metrics struct {
 	replans       *prometheus.CounterVec   // pool, cause
 	hops          *prometheus.HistogramVec // pool, hop, endpoint, result; seconds
 	firstByte     *prometheus.HistogramVec // pool, hop, endpoint; seconds
-	prefills      *prometheus.CounterVec   // pool, endpoint, result
+	prefillErrors *prometheus.CounterVec   // pool, endpoint, status
+	stranded      *prometheus.CounterVec   // pool, endpoint
 	promptTokens  *prometheus.CounterVec   // pool, source
 	process       *prometheus.HistogramVec // role; seconds
 	ticketBytes   prometheus.Histogram
@@ -43,14 +44,15 @@ func NewMetrics(r prometheus.Registerer, state *kvstate.State) *Metrics {
 		return h
 	}
 	m := &Metrics{
-		requests:     counter("tandem_decisions_total", "Passes routed, by route (split, decode_alone, pass_through, stored_response) and, where a request that could be split was not, the reason.", "pool", "route", "reason"),
-		refusals:     counter("tandem_refusals_total", "Requests that Tandem answered itself with an error, by error code.", "code"),
-		replans:      counter("tandem_replans_total", "Passes planned again after a hop failed, by cause.", "pool", "cause"),
-		hops:         seconds("tandem_hop_duration_seconds", "Time of one hop by endpoint, from Envoy's access log.", "pool", "hop", "endpoint", "result"),
-		firstByte:    seconds("tandem_hop_first_byte_seconds", "Time to the first byte of a hop's answer, from Envoy's access log.", "pool", "hop", "endpoint"),
-		prefills:     counter("tandem_prefills_total", "Prefill answers by endpoint and result (ok, refused, or why it was lost).", "pool", "endpoint", "result"),
-		promptTokens: counter("tandem_prompt_tokens_total", "Prompt tokens of split requests as prefill reports them, by source (cached, computed).", "pool", "source"),
-		process:      seconds("tandem_ext_proc_duration_seconds", "Time of one ext_proc stream, waiting for the body included.", "role"),
+		requests:      counter("tandem_decisions_total", "Passes routed, by route (split, decode_alone, pass_through, stored_response) and, where a request that could be split was not, the reason.", "pool", "route", "reason"),
+		refusals:      counter("tandem_refusals_total", "Requests that Tandem answered itself with an error, by error code.", "code"),
+		replans:       counter("tandem_replans_total", "Passes planned again after a hop failed, by cause.", "pool", "cause"),
+		hops:          seconds("tandem_hop_duration_seconds", "Time of one hop by endpoint and how it ended (ok, refused, failed, client_gone).", "pool", "hop", "endpoint", "result"),
+		firstByte:     seconds("tandem_hop_first_byte_seconds", "Time to the first byte of a hop's answer, from Envoy's access log.", "pool", "hop", "endpoint"),
+		prefillErrors: counter("tandem_prefill_errors_total", "Prefill answers other than 200 by endpoint and status; Envoy's own 503 and 504 stand for an endpoint that was not reached or too slow.", "pool", "endpoint", "status"),
+		stranded:      counter("tandem_handovers_stranded_total", "Hand-overs whose client left between the hops: the prefill endpoint holds their blocks until its lease ends.", "pool", "endpoint"),
+		promptTokens:  counter("tandem_prompt_tokens_total", "Prompt tokens of split requests as prefill reports them, by source (cached, computed).", "pool", "source"),
+		process:       seconds("tandem_ext_proc_duration_seconds", "Time of one ext_proc stream, waiting for the body included.", "role"),
 		ticketBytes: prometheus.NewHistogram(prometheus.HistogramOpts{Name: "tandem_ticket_bytes", Help: "Size of the tickets that carry KV parameters, as header values.",
 			Buckets: prometheus.ExponentialBuckets(256, 2, 9)}),
 		forgedTickets: prometheus.NewCounter(prometheus.CounterOpts{Name: "tandem_tickets_refused_total", Help: "Tickets that were not ours, not for that request, or not for that door."}),
@@ -76,41 +78,49 @@ func (m *Metrics) replanned(t *kvtransfer.Ticket) {
 	m.replans.WithLabelValues(t.Pool, t.Cause).Inc()
 }
 
-func (m *Metrics) prefillEnded(t *kvtransfer.Ticket, code int, result string) {
-	if result == "" {
-		result = "ok"
-	} else if code != 200 {
-		result += "_" + strconv.Itoa(code)
+// prefillEnded counts P's answer, or what came in its place.
+func (m *Metrics) prefillEnded(t *kvtransfer.Ticket, code int, result string, took time.Duration) {
+	m.hop(t.Pool, "prefill", t.Prefill, result, took)
+	if code != 200 {
+		m.prefillErrors.WithLabelValues(t.Pool, t.Prefill, strconv.Itoa(code)).Inc()
 	}
-	m.prefills.WithLabelValues(t.Pool, t.Prefill, result).Inc()
 }
 
-func (m *Metrics) prompt(pool string, h kvtransfer.HandOver) {
+func (m *Metrics) prompt(pool string, h kvtransfer.Answer) {
 	if h.PromptTokens > 0 && h.CachedTokens >= 0 {
 		m.promptTokens.WithLabelValues(pool, "cached").Add(float64(h.CachedTokens))
 		m.promptTokens.WithLabelValues(pool, "computed").Add(float64(max(h.PromptTokens-h.CachedTokens, 0)))
 	}
 }
 
-// hop counts one pass that Envoy has finished.
-func (m *Metrics) hop(t *kvtransfer.Ticket, e *logEntry, redirected bool) {
-	hop, endpoint := "decode", t.Decode
-	if t.Stage == kvtransfer.PrefillLeg {
-		hop, endpoint = "prefill", t.Prefill
+// hop counts one hop: how it ended (ok, refused, failed, client_gone) and how long it took.
+func (m *Metrics) hop(pool, hop, endpoint, result string, took time.Duration) {
+	m.hops.WithLabelValues(pool, hop, endpoint, result).Observe(took.Seconds())
+}
+
+// requestEnded counts the end of a request as Envoy logs it. What a prefill leg ended in was counted there.
+func (m *Metrics) requestEnded(t *kvtransfer.Ticket, e *logEntry, took, first time.Duration) {
+	switch {
+	case t.Stage == kvtransfer.DecodeLeg:
+		m.hop(t.Pool, "decode", t.Decode, endedAs(e), took)
+		if first > 0 {
+			m.firstByte.WithLabelValues(t.Pool, "decode", t.Decode).Observe(first.Seconds())
+		}
+	case t.Stage == kvtransfer.PrefillLeg && e.clientGone:
+		m.hop(t.Pool, "prefill", t.Prefill, "client_gone", e.duration)
+	case t.Stage == kvtransfer.HandOver && e.clientGone:
+		m.stranded.WithLabelValues(t.Pool, t.Prefill).Inc()
 	}
-	result := "ok"
+}
+
+func endedAs(e *logEntry) string {
 	switch {
 	case e.clientGone:
-		result = "client_gone"
-	case redirected && hop == "decode":
-		result = "failed" // only the replan port redirects a decode hop
+		return "client_gone"
 	case e.status >= 500 || e.status == 0:
-		result = "error"
+		return "failed"
 	case e.status >= 400:
-		result = "refused"
+		return "refused"
 	}
-	m.hops.WithLabelValues(t.Pool, hop, endpoint, result).Observe(e.duration.Seconds())
-	if e.firstByte > 0 {
-		m.firstByte.WithLabelValues(t.Pool, hop, endpoint).Observe(e.firstByte.Seconds())
-	}
+	return "ok"
 }

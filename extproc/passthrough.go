@@ -42,8 +42,7 @@ func (x *exchange) passThrough() (route, error) {
 	if err != nil {
 		return route{}, noEndpoint(pool, err)
 	}
-	x.s.metrics.decided(pool, "pass_through", "")
-	return x.pass(pool, x.view.Endpoints[choice.Decode].Endpoint, tokens)
+	return x.pass(pool, x.view.Endpoints[choice.Decode].Endpoint, tokens, "pass_through")
 }
 
 // modelOfOther looks for a model in a JSON body of an API that is not otherwise understood. A body that is no JSON
@@ -56,7 +55,9 @@ func (x *exchange) modelOfOther() string {
 }
 
 // pass is the route of one hop straight to an endpoint, with neither retry nor redirect.
-func (x *exchange) pass(pool *kvstate.Pool, e *kvstate.Endpoint, tokens int64) (route, error) {
+func (x *exchange) pass(pool *kvstate.Pool, e *kvstate.Endpoint, tokens int64, kind string) (route, error) {
+	x.s.metrics.decided(pool, kind, "")
+	x.s.recent.planned(x.requestID, pool.Spec.Name, kind, "", "", e.Addr, tokens)
 	r := route{leg: legPass, endpoint: e}
 	r.booked[1] = x.s.State.Reserve(e, tokens)
 	return x.seal(r, &kvtransfer.Ticket{
@@ -94,8 +95,7 @@ func (x *exchange) toHolder(pool *kvstate.Pool, e *kvstate.Endpoint) (route, err
 		}
 		e = x.view.Endpoints[choice.Decode].Endpoint
 	}
-	x.s.metrics.decided(pool, "stored_response", "")
-	r, err := x.pass(pool, e, tokens)
+	r, err := x.pass(pool, e, tokens, "stored_response")
 	if err == nil && x.body.len() > 0 && x.req.API() == openai.Responses && !x.req.Has(openai.FieldRequestID) {
 		x.patch.Reset(&x.req)
 		x.patch.Set("request_id", openai.FieldRequestID, strconv.AppendQuote(nil, newResponseID(e)))

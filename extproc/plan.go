@@ -156,6 +156,7 @@ func (x *exchange) prefill(pool *kvstate.Pool, policy Policy, c picker.Choice, t
 	t.Reservations = [2]uint64{uint64(r.booked[0]), uint64(r.booked[1])}
 	x.s.State.Routed(pool, p.Endpoint, x.hashes)
 	x.s.metrics.decided(pool, "split", "")
+	x.s.recent.planned(x.requestID, pool.Spec.Name, "split", "", p.Endpoint.Addr, d.Endpoint.Addr, tokens)
 	return x.seal(r, &t)
 }
 
@@ -169,6 +170,7 @@ func (x *exchange) decodeAlone(pool *kvstate.Pool, c picker.Choice, tokens int64
 	r.booked[1] = x.s.State.Reserve(d.Endpoint, tokens)
 	x.s.State.Routed(pool, d.Endpoint, x.hashes)
 	x.s.metrics.decided(pool, "decode_alone", a.why)
+	x.s.recent.planned(x.requestID, pool.Spec.Name, "decode_alone", a.why, "", d.Endpoint.Addr, tokens)
 	return x.seal(r, &kvtransfer.Ticket{
 		ID: newTicketID(), Stage: kvtransfer.DecodeLeg, Expires: time.Now().Add(x.s.TicketTTL), Started: a.started,
 		Pool: pool.Spec.Name, Decode: d.Endpoint.Addr, Reservations: [2]uint64{0, uint64(r.booked[1])},
@@ -267,6 +269,7 @@ func (x *exchange) decode(t *kvtransfer.Ticket) (route, error) {
 		r.leg = legPass
 	}
 	r.booked[1] = x.s.State.Reserve(d, t.PromptTokens)
+	x.s.recent.change(x.requestID, func(trace *Trace) { trace.Decode = d.Addr })
 	return x.seal(r, &kvtransfer.Ticket{
 		ID: newTicketID(), Stage: kvtransfer.DecodeLeg, Expires: time.Now().Add(x.s.TicketTTL), Started: t.Started,
 		Pool: t.Pool, Prefill: t.Prefill, Decode: d.Addr, Reservations: [2]uint64{0, uint64(r.booked[1])}, Split: true,

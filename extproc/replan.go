@@ -25,11 +25,12 @@ func (s *Server) Replan() http.Handler {
 		next := *t
 		next.ID, next.Stage, next.Params = newTicketID(), kvtransfer.Failed, nil
 		next.Redirects++
-		failed := t.Decode
+		hop, failed := "decode", t.Decode
 		next.Cause = kvtransfer.CauseDecode
 		if t.Stage == kvtransfer.PrefillLeg {
-			failed, next.Cause = t.Prefill, kvtransfer.CausePrefill
+			hop, failed, next.Cause = "prefill", t.Prefill, kvtransfer.CausePrefill
 		}
+		s.metrics.hop(t.Pool, hop, failed, "failed", time.Since(s.sealedAt(t)))
 		next.Excluded = append(next.Excluded, failed)
 		if pool := s.State.Pool(t.Pool); pool != nil {
 			if e := pool.Endpoint(failed); e != nil {

@@ -139,6 +139,7 @@ func (x *exchange) answer(r route) error {
 	if x.msg.mode.request == bodyBuffered {
 		out := reply{phase: phaseRequestBody, headers: &x.headers, clearRoute: true}
 		if len(r.edits) > 0 {
+			x.headers.add("content-length", itoa(x.pieces.total)) // Envoy holds it against the body and refuses a mismatch
 			out.kind, out.parts = bodyReplace, x.pieces.whole(shared)
 		}
 		return x.send(&out)

@@ -61,6 +61,8 @@ type Server struct {
 	metrics   *Metrics
 	started   time.Time
 	exchanges sync.Pool
+	draining  chan struct{}
+	recent    *recent
 }
 
 // New returns a server over the options' state. It starts nothing.
@@ -74,7 +76,7 @@ func New(o Options, m *Metrics) *Server {
 	if o.Log == nil {
 		o.Log = slog.New(slog.DiscardHandler)
 	}
-	s := &Server{Options: o, metrics: m, started: time.Now()}
+	s := &Server{Options: o, metrics: m, started: time.Now(), draining: make(chan struct{}), recent: newRecent()}
 	s.exchanges.New = func() any { return &exchange{s: s} }
 	return s
 }
@@ -252,6 +254,10 @@ func (x *exchange) stopBodyTime() {
 
 // random is where the picker's ties are broken.
 func random() uint64 { return rand.Uint64() }
+
+// Drain lets go of the streams that would never end by themselves. Call it once, before a graceful stop of the gRPC
+// server.
+func (s *Server) Drain() { close(s.draining) }
 
 // Run does the server's regular work until ctx ends: expired reservations, tickets and hand-overs are swept.
 func (s *Server) Run(ctx context.Context) { s.State.Run(ctx) }

@@ -3,6 +3,7 @@ package kvstate
 import (
 	"fmt"
 	"slices"
+	"strings"
 	"sync/atomic"
 )
 
@@ -50,11 +51,14 @@ type EndpointSpec struct {
 	Group  string // endpoints with a group only pair within it
 }
 
-// Endpoint is one engine address of a pool. Its identity is stable for as long as the endpoint stays, and what is booked
-// on it stays with it.
+// Endpoint is one engine address of a pool. Its identity is stable for as long as the endpoint stays as it is.
 type Endpoint struct {
 	EndpointSpec
-	pool string
+	*live
+}
+
+// live is what is known of an address while it stays in its pool, whatever else is said about it.
+type live struct {
 	slot int // in the pool's prefix index; never used again by another endpoint while blocks may name it
 
 	requests atomic.Int64 // reservations held
@@ -84,7 +88,7 @@ type Pool struct {
 	ratio     *tokenRatio
 }
 
-// Endpoints are the pool's endpoints, in the order configured. Do not modify.
+// Endpoints are the pool's endpoints, in the order configured but that those of a group stand together. Do not modify.
 func (p *Pool) Endpoints() []*Endpoint { return p.endpoints }
 
 // Endpoint finds an endpoint by address; nil if the pool has none there.
@@ -102,46 +106,51 @@ func (p *Pool) serves(model string) (named, wildcard bool) {
 }
 
 // SetPool adds a pool, or gives the pool of that name other endpoints. Endpoints that stay (same address) keep what is
-// booked on them, their health and their blocks; those that go are forgotten, and reservations on them still release.
+// booked on them, their health and their blocks; those that go are forgotten, and reservations on them still release. Of
+// two with one address, which two names may resolve to, the first counts.
 func (s *State) SetPool(spec PoolSpec, eps []EndpointSpec) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	old := s.pool(spec.Name)
-	next := &Pool{Spec: spec, index: newPrefixIndex(s.o.MaxIndexBlocks), ratio: newTokenRatio()}
-	if old != nil {
-		next.index, next.ratio = old.index, old.ratio
-	}
-	for _, ep := range eps {
-		var e *Endpoint
-		if old != nil {
-			e = old.Endpoint(ep.Addr)
-		}
-		if e == nil || e.EndpointSpec != ep {
-			kept := e
-			e = &Endpoint{EndpointSpec: ep, pool: spec.Name}
-			if kept != nil { // same address, other facts: its blocks are still there, its bookings end on the old one
-				e.slot = kept.slot
-				e.failed.Store(kept.failed.Load())
-			} else {
-				e.slot = next.index.takeSlot()
-			}
-		}
-		next.endpoints = append(next.endpoints, e)
-	}
-	if old != nil {
-		for _, e := range old.endpoints {
-			if next.Endpoint(e.Addr) == nil {
-				next.index.dropSlot(e.slot)
-			}
-		}
-	}
 	pools := slices.Clone(s.Pools())
-	if i := slices.Index(pools, old); old != nil && i >= 0 {
+	i := slices.IndexFunc(pools, func(p *Pool) bool { return p.Spec.Name == spec.Name })
+	next := &Pool{Spec: spec}
+	leaving := map[string]*Endpoint{}
+	if i >= 0 {
+		next.index, next.ratio = pools[i].index, pools[i].ratio
+		for _, e := range pools[i].endpoints {
+			leaving[e.Addr] = e
+		}
 		pools[i] = next
 	} else {
+		next.index, next.ratio = newPrefixIndex(s.o.MaxIndexBlocks, s.o.EndpointBlocks), newTokenRatio()
 		pools = append(pools, next)
 	}
+	seen := make(map[string]bool, len(eps))
+	for _, ep := range eps {
+		if !seen[ep.Addr] {
+			seen[ep.Addr] = true
+			next.endpoints = append(next.endpoints, next.endpoint(ep, leaving[ep.Addr]))
+			delete(leaving, ep.Addr)
+		}
+	}
+	slices.SortStableFunc(next.endpoints, func(a, b *Endpoint) int { return strings.Compare(a.Group, b.Group) })
+	for _, e := range leaving {
+		next.index.dropSlot(e.slot)
+	}
+	next.index.resize(next.endpoints)
 	s.pools.Store(&pools)
+}
+
+// endpoint is the endpoint of ep in the pool: old, the one that was there with the same address, if nothing about it
+// changed; else a new one, which goes on with what is known of old.
+func (p *Pool) endpoint(ep EndpointSpec, old *Endpoint) *Endpoint {
+	switch {
+	case old == nil:
+		return &Endpoint{ep, &live{slot: p.index.takeSlot()}}
+	case old.EndpointSpec == ep:
+		return old
+	}
+	return &Endpoint{ep, old.live}
 }
 
 // RemovePool forgets a pool.
@@ -167,24 +176,41 @@ func (s *State) pool(name string) *Pool {
 	return nil
 }
 
-// PoolFor finds the pool that serves a model: one that names it before one that takes any. No model means the first
-// pool. It is nil where nobody serves it.
+// PoolFor finds the pool that serves a model: one that names it before one that takes any, and of several that take any
+// one whose endpoints told that they serve it before the first. No model means the first pool. It is nil where nobody
+// serves it.
 func (s *State) PoolFor(model string) *Pool {
 	pools := s.Pools()
 	if model == "" && len(pools) > 0 {
 		return pools[0]
 	}
-	var any *Pool
+	var takesAny, told *Pool
 	for _, p := range pools {
 		named, wildcard := p.serves(model)
 		if named {
 			return p
 		}
-		if wildcard && any == nil {
-			any = p
+		if wildcard && takesAny == nil {
+			takesAny = p
+		}
+		if wildcard && told == nil && p.told(model) {
+			told = p
 		}
 	}
-	return any
+	if told != nil {
+		return told
+	}
+	return takesAny
+}
+
+// told reports whether an endpoint of the pool said that it serves the model.
+func (p *Pool) told(model string) bool {
+	for _, e := range p.endpoints {
+		if ids := e.models.Load(); ids != nil && slices.Contains(*ids, model) {
+			return true
+		}
+	}
+	return false
 }
 
 // SetModels notes what an endpoint says it serves.

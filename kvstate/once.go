@@ -7,12 +7,12 @@ import (
 	"time"
 )
 
-// spentSet remembers which tickets were spent, in two generations: a new one begins when the running one is full or as
-// old as the time to live, and the one before the last is dropped. So an entry is remembered for one time to live at
-// least, but when more than max tickets are spent within it.
+// spentSet remembers which tickets were spent, in two generations: a new one begins when the running one is as old as the
+// time to live, and the one before the last is dropped. So an entry is remembered for one time to live at least. It is not
+// forgotten earlier to make room: KV parameters that are sent twice can return another request's text.
 type spentSet struct {
 	mu       *sync.Mutex
-	max      int
+	max      int // of a generation
 	ttl      time.Duration
 	began    time.Time
 	now, old map[[16]byte]struct{}
@@ -22,26 +22,40 @@ func newSpentSet(limit int, ttl time.Duration) spentSet {
 	return spentSet{mu: &sync.Mutex{}, max: max(limit/2, 1), ttl: ttl, began: time.Now(), now: map[[16]byte]struct{}{}}
 }
 
-// Spend notes that a ticket is used. It is true the first time: one ticket buys one decode.
+// Spend notes that a ticket is used. It is true the first time: one ticket buys one decode. Where more are spent than can
+// be remembered it is false, and the request takes the longer way.
 func (s *State) Spend(ticket [16]byte) bool {
 	p := &s.spent
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	if now := time.Now(); len(p.now) >= p.max || now.Sub(p.began) > p.ttl {
-		p.old, p.now, p.began = p.now, map[[16]byte]struct{}{}, now
-	}
+	p.turn(time.Now())
 	if _, ok := p.now[ticket]; ok {
 		return false
 	}
-	if _, ok := p.old[ticket]; ok {
+	if _, ok := p.old[ticket]; ok || len(p.now) >= p.max {
 		return false
 	}
 	p.now[ticket] = struct{}{}
 	return true
 }
 
+func (p *spentSet) turn(now time.Time) {
+	if now.Sub(p.began) > p.ttl {
+		p.old, p.now, p.began = p.now, map[[16]byte]struct{}{}, now
+	}
+}
+
+func (p *spentSet) sweep(now time.Time) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.turn(now)
+}
+
 // ErrNoRoom says that the hand-overs kept already take all the memory they may.
 var ErrNoRoom = errors.New("kvstate: no room for another hand-over")
+
+// maxHandOvers bounds their number, for small ones that would cost more than their bytes say.
+const maxHandOvers = 1 << 16
 
 // handOverStore keeps KV transfer parameters that are too large for a header, for the moment between two hops.
 type handOverStore struct {
@@ -66,7 +80,7 @@ func (s *State) PutHandOver(params []byte) (ref [16]byte, err error) {
 	h := &s.handOvers
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	if h.bytes+len(params) > h.max {
+	if len(params) > h.max-h.bytes || len(h.held) >= maxHandOvers {
 		return ref, ErrNoRoom
 	}
 	_, _ = rand.Read(ref[:]) // never fails (crypto/rand)

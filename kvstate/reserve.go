@@ -17,9 +17,9 @@ type bookingShard struct {
 }
 
 type booking struct {
-	endpoint *Endpoint
-	tokens   int64
-	expires  time.Time
+	on      *live // not the endpoint: what is said about that may change
+	tokens  int64
+	expires time.Time
 }
 
 // Reserve books a request on an endpoint: from now on views count it. The caller passes the id on to whoever learns how
@@ -30,12 +30,13 @@ func (s *State) Reserve(e *Endpoint, promptTokens int64) ReservationID {
 		s.booked.Add(-1)
 		return 0
 	}
+	promptTokens = max(promptTokens, 0)
 	id := ReservationID(rand.Uint64() | 1)
 	e.requests.Add(1)
 	e.tokens.Add(promptTokens)
 	shard := &s.bookings[(id>>8)%bookingShards]
 	shard.mu.Lock()
-	shard.held[id] = booking{e, promptTokens, time.Now().Add(s.o.ReservationTTL)}
+	shard.held[id] = booking{e.live, promptTokens, time.Now().Add(s.o.ReservationTTL)}
 	shard.mu.Unlock()
 	return id
 }
@@ -58,8 +59,8 @@ func (s *State) Release(id ReservationID) bool {
 }
 
 func (s *State) unbook(b booking) {
-	b.endpoint.requests.Add(-1)
-	b.endpoint.tokens.Add(-b.tokens)
+	b.on.requests.Add(-1)
+	b.on.tokens.Add(-b.tokens)
 	s.booked.Add(-1)
 }
 

@@ -9,21 +9,23 @@ import (
 
 // Options bound the state. Zero values take the defaults.
 type Options struct {
-	MaxIndexBlocks   int           // blocks that a pool's prefix index remembers; default 1 Mi (about 40 MB)
+	MaxIndexBlocks   int           // blocks that a pool's prefix index remembers; default 1 Mi (about 100 MB)
+	EndpointBlocks   int           // of those for each endpoint that prefills, about what its cache holds; default 16 Ki
 	ReservationTTL   time.Duration // after which a reservation is taken for lost; default 15 m
 	MaxReservations  int           // default 1 Mi
 	SpentTTL         time.Duration // how long a spent ticket is remembered; default 2 m
-	MaxSpent         int           // default 1 Mi
+	MaxSpent         int           // default 4 Mi, as they come (about 30 bytes each): 17,000 a second
 	HandOverTTL      time.Duration // how long a hand-over is kept; default 60 s
 	MaxHandOverBytes int           // of all hand-overs together; default 64 MiB
 }
 
 func (o Options) withDefaults() Options {
 	setDefault(&o.MaxIndexBlocks, 1<<20)
+	setDefault(&o.EndpointBlocks, 1<<14)
 	setDefault(&o.ReservationTTL, 15*time.Minute)
 	setDefault(&o.MaxReservations, 1<<20)
 	setDefault(&o.SpentTTL, 2*time.Minute)
-	setDefault(&o.MaxSpent, 1<<20)
+	setDefault(&o.MaxSpent, 1<<22)
 	setDefault(&o.HandOverTTL, time.Minute)
 	setDefault(&o.MaxHandOverBytes, 64<<20)
 	return o
@@ -76,4 +78,5 @@ func (s *State) Run(ctx context.Context) {
 func (s *State) sweep(now time.Time) {
 	s.sweepReservations(now)
 	s.handOvers.sweep(now)
+	s.spent.sweep(now)
 }

@@ -3,6 +3,7 @@ package kvstate
 // View is what a decision is made from: a copy of the numbers at one moment. Reusing one costs no allocation.
 type View struct {
 	Endpoints []Candidate // in the pool's order
+	Grouped   bool        // endpoints of one group stand next to each other; so they do in all views of a State
 	scratch   lookup
 }
 
@@ -20,7 +21,7 @@ type Candidate struct {
 // Failure is a hint, not a verdict: where all endpoints of a role have failed, all of them are usable again, since one of
 // them may well be back and refusing helps nobody.
 func (s *State) View(p *Pool, hashes []uint64, v *View) {
-	v.Endpoints = v.Endpoints[:0]
+	v.Endpoints, v.Grouped = v.Endpoints[:0], true
 	var usable Role
 	for _, e := range p.endpoints {
 		ok := !e.failed.Load()
@@ -49,4 +50,6 @@ func (s *State) Routed(p *Pool, e *Endpoint, hashes []uint64) { p.index.add(e.sl
 func (s *State) MarkFailed(e *Endpoint) bool { return e.failed.CompareAndSwap(false, true) }
 
 // MarkGood takes an endpoint in again; true if it was out.
-func (s *State) MarkGood(e *Endpoint) bool { return e.failed.Load() && e.failed.CompareAndSwap(true, false) }
+func (s *State) MarkGood(e *Endpoint) bool {
+	return e.failed.Load() && e.failed.CompareAndSwap(true, false)
+}

@@ -56,39 +56,72 @@ func PickDecode(r *Request, v *kvstate.View, prefill int) (int, error) {
 	return d, nil
 }
 
-// pair chooses the cheapest P and the cheapest D that may pair with it. The price of a pair is the sum of its parts, so
-// one walk over P with D chosen for each group is exact; a price of the transfer between them would change that.
+// pair chooses the cheapest pair. Its price is the sum of its parts, so each P needs only the cheapest D that may pair
+// with it, and that is the same for all P of a group; a price of the transfer between them would change that.
 func pair(r *Request, v *kvstate.View) Choice {
 	t := newTie(r.Rand)
-	for p := range v.Endpoints {
-		c := &v.Endpoints[p]
-		if c.Endpoint.Role&kvstate.RolePrefill == 0 || !c.Usable || excluded(r, c) {
-			continue
+	for from, to := 0, 0; from < len(v.Endpoints); from = to {
+		group := v.Endpoints[from].Endpoint.Group
+		for to = from; to < len(v.Endpoints) && v.Endpoints[to].Endpoint.Group == group; {
+			to++
 		}
-		t.offer(p, prefillPrice(r, c))
-	}
-	for t.at >= 0 {
-		if d := best(r, v, decodePrice, t.at, false); d >= 0 {
-			return Choice{t.at, d}
+		var own partners
+		if v.Grouped {
+			own = cheapest(r, v, group, from, to)
+		} else {
+			own = cheapest(r, v, group, 0, len(v.Endpoints))
 		}
-		t = nextPrefill(r, v, t)
+		for p := from; own.n > 0 && p < to; p++ {
+			c := &v.Endpoints[p]
+			if c.Endpoint.Role&kvstate.RolePrefill == 0 || !c.Usable || excluded(r, c) {
+				continue
+			}
+			if d, ok := own.other(p); ok {
+				t.offer(p, prefillPrice(r, c)+d)
+			}
+		}
 	}
-	return Choice{-1, -1}
+	if t.at < 0 {
+		return Choice{-1, -1}
+	}
+	return Choice{t.at, best(r, v, decodePrice, t.at, false)}
 }
 
-// nextPrefill is the cheapest P after one that nothing pairs with, in the order of price and position.
-func nextPrefill(r *Request, v *kvstate.View, last tie) tie {
-	t := newTie(r.Rand)
-	for p := range v.Endpoints {
-		c := &v.Endpoints[p]
-		if c.Endpoint.Role&kvstate.RolePrefill == 0 || !c.Usable || excluded(r, c) {
+// partners are the prices of the two cheapest endpoints to decode on: a P that can do both does not pair with itself.
+type partners struct {
+	n             int
+	at            int // the cheapest
+	price, second int64
+}
+
+// cheapest finds the partners in a group, in a part of the view.
+func cheapest(r *Request, v *kvstate.View, group string, from, to int) (found partners) {
+	for d := from; d < to; d++ {
+		c := &v.Endpoints[d]
+		if c.Endpoint.Role&kvstate.RoleDecode == 0 || !c.Usable || c.Endpoint.Group != group || excluded(r, c) {
 			continue
 		}
-		if price := prefillPrice(r, c); price > last.price || (price == last.price && p > last.at) {
-			t.offer(p, price)
+		price := decodePrice(r, c)
+		switch {
+		case found.n == 0 || price < found.price:
+			found.at, found.price, found.second = d, price, found.price
+		case found.n == 1 || price < found.second:
+			found.second = price
 		}
+		found.n++
 	}
-	return t
+	return found
+}
+
+// other is the price of the cheapest that is not p itself.
+func (f *partners) other(p int) (price int64, ok bool) {
+	if f.n == 0 || (f.n == 1 && f.at == p) {
+		return 0, false
+	}
+	if f.at == p {
+		return f.second, true
+	}
+	return f.price, true
 }
 
 // best is the cheapest endpoint to decode on. prefill is the position of the endpoint to pair with, -1 for none; desperate

@@ -1,8 +1,10 @@
 package main
 
 import (
+	"encoding/json"
 	"net/http"
 	"net/http/pprof"
+	"strconv"
 
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/promhttp"
@@ -12,7 +14,7 @@ import (
 )
 
 // newAdmin is the operator's port: health, metrics and profiles. It is for the inside; put no client near it.
-func newAdmin(registry *prometheus.Registry, health *extproc.Health, state *kvstate.State) http.Handler {
+func newAdmin(registry *prometheus.Registry, health *extproc.Health, server *extproc.Server, state *kvstate.State) http.Handler {
 	mux := http.NewServeMux()
 	mux.HandleFunc("GET /healthz", func(w http.ResponseWriter, _ *http.Request) { _, _ = w.Write([]byte("ok\n")) })
 	mux.HandleFunc("GET /readyz", func(w http.ResponseWriter, _ *http.Request) {
@@ -26,5 +28,21 @@ func newAdmin(registry *prometheus.Registry, health *extproc.Health, state *kvst
 	mux.HandleFunc("GET /debug/pprof/", pprof.Index)
 	mux.HandleFunc("GET /debug/pprof/profile", pprof.Profile)
 	mux.HandleFunc("GET /debug/state", func(w http.ResponseWriter, _ *http.Request) { writeState(w, state) })
+	mux.HandleFunc("GET /debug/requests", func(w http.ResponseWriter, r *http.Request) {
+		n, err := strconv.Atoi(r.URL.Query().Get("n"))
+		if err != nil {
+			n = 20
+		}
+		writeJSON(w, server.Recent(n))
+	})
 	return mux
 }
+
+func writeJSON(w http.ResponseWriter, v any) {
+	w.Header().Set("content-type", contentJSON)
+	enc := json.NewEncoder(w)
+	enc.SetIndent("", "  ")
+	_ = enc.Encode(v)
+}
+
+const contentJSON = "application/json"

@@ -83,7 +83,7 @@ func runServer(ctx context.Context, config *configv1.Config, log *slog.Logger) e
 		return err
 	}
 	replan := &http.Server{Handler: server.Replan(), ReadHeaderTimeout: 10 * time.Second, MaxHeaderBytes: 256 << 10}
-	admin := &http.Server{Handler: newAdmin(registry, health, fleet.state), ReadHeaderTimeout: 10 * time.Second}
+	admin := &http.Server{Handler: newAdmin(registry, health, server, fleet.state), ReadHeaderTimeout: 10 * time.Second}
 
 	group, running := errgroup.WithContext(ctx)
 	group.Go(func() error { return grpcServer.Serve(listeners[0]) })
@@ -97,6 +97,7 @@ func runServer(ctx context.Context, config *configv1.Config, log *slog.Logger) e
 	<-running.Done()
 	health.SetReady(false)
 	log.Info("draining", "deadline", drainTime)
+	server.Drain()
 	stopGRPC(grpcServer)
 	_ = replan.Close()
 	_ = admin.Close()

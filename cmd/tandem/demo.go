@@ -1,0 +1,374 @@
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"flag"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"syscall"
+	"time"
+
+	"tandem/extproc"
+)
+
+// demo brings up two prefill and two decode simulators, Tandem and Envoy on this machine, sends real requests through
+// them and shows what happened to each.
+func demo(ctx context.Context, args []string, stdout, stderr io.Writer) error {
+	flags := flag.NewFlagSet("tandem demo", flag.ContinueOnError)
+	flags.SetOutput(stderr)
+	envoyPath := flags.String("envoy", "", "Envoy `binary` (default: $ENVOY, envoy on PATH, .tools/bin/envoy)")
+	simPath := flags.String("enginesim", "", "enginesim `binary` (default: beside tandem, or on PATH)")
+	listen := flags.String("listen", "127.0.0.1:0", "`address` for clients; port 0 takes a free one")
+	stay := flags.Bool("stay", false, "after the requests, keep everything running until Ctrl-C")
+	if err := flags.Parse(args); err != nil {
+		return err
+	}
+	d := &demonstration{out: stdout, http: &http.Client{Timeout: time.Minute}}
+	defer d.stop()
+	if err := d.find(*envoyPath, *simPath); err != nil {
+		return err
+	}
+	if err := d.start(ctx, *listen); err != nil {
+		return err
+	}
+	if err := d.show(ctx); err != nil {
+		return err
+	}
+	if *stay {
+		fmt.Fprintf(stdout, "\nStill running: OpenAI API at %s/v1, metrics at %s/metrics. Ctrl-C ends everything.\n", d.url, d.admin)
+		<-ctx.Done()
+	}
+	return nil
+}
+
+type demonstration struct {
+	out              io.Writer
+	http             *http.Client
+	self, envoy, sim string // binaries
+	dir              string
+	processes        []*exec.Cmd
+	url, admin       string
+	engines          []string
+}
+
+// find locates the binaries.
+func (d *demonstration) find(envoyPath, simPath string) (err error) {
+	if d.self, err = os.Executable(); err != nil {
+		return fmt.Errorf("finding this program: %w", err)
+	}
+	beside := filepath.Dir(d.self)
+	d.envoy = firstProgram(envoyPath, os.Getenv("ENVOY"), "envoy", ".tools/bin/envoy", filepath.Join(beside, "../.tools/bin/envoy"))
+	d.sim = firstProgram(simPath, filepath.Join(beside, "enginesim"), "enginesim")
+	switch {
+	case d.envoy == "":
+		return errors.New("no Envoy found: run scripts/tools.sh, put envoy on PATH, or set ENVOY")
+	case d.sim == "":
+		return errors.New("no enginesim found beside tandem: go build -o bin/ ./cmd/...")
+	}
+	return nil
+}
+
+func firstProgram(candidates ...string) string {
+	for _, c := range candidates {
+		if c == "" {
+			continue
+		}
+		if path, err := exec.LookPath(c); err == nil || errors.Is(err, exec.ErrDot) {
+			if abs, err := filepath.Abs(path); err == nil {
+				return abs
+			}
+		}
+	}
+	return ""
+}
+
+// start brings everything up and waits until it answers.
+func (d *demonstration) start(ctx context.Context, listen string) (err error) {
+	if d.dir, err = os.MkdirTemp("", "tandem-demo-"); err != nil {
+		return err
+	}
+	p, err := freePorts(13)
+	if err != nil {
+		return err
+	}
+	if strings.HasSuffix(listen, ":0") {
+		listen = p[12]
+	}
+	d.url, d.admin = "http://"+listen, "http://"+p[10]
+	var endpoints strings.Builder
+	for i, role := range []string{"prefill", "prefill", "decode", "decode"} {
+		d.engines = append(d.engines, p[i])
+		fmt.Fprintf(&endpoints, "  - {address: %q, role: %s}\n", p[i], role)
+		if err := d.run("engine-"+strconv.Itoa(i), d.sim, "--listen", p[i], "--side-channel", p[i+4], "--role", role,
+			"--model", "tiny", "--prefill-speed", "40000", "--decode-step", "5ms"); err != nil {
+			return err
+		}
+	}
+	config := filepath.Join(d.dir, "tandem.yaml")
+	text := fmt.Sprintf("extProc: {listen: %q}\nreplan: {listen: %q}\nadmin: {listen: %q}\nenvoy: {listen: %q, admin: %q}\n"+
+		"pools:\n- name: demo\n  kvTransfer: nixl\n  endpoints:\n%s", p[8], p[9], p[10], listen, p[11], endpoints.String())
+	if err := os.WriteFile(config, []byte(text), 0o600); err != nil {
+		return err
+	}
+	if err := d.run("tandem", d.self, "serve", "-f", config); err != nil {
+		return err
+	}
+	bootstrap, err := exec.CommandContext(ctx, d.self, "envoy", "-f", config).Output() //nolint:gosec // this program itself
+	if err != nil {
+		return fmt.Errorf("tandem envoy: %w", err)
+	}
+	bootstrapFile := filepath.Join(d.dir, "envoy.yaml")
+	if err := os.WriteFile(bootstrapFile, bootstrap, 0o600); err != nil {
+		return err
+	}
+	if err := d.run("envoy", d.envoy, "-c", bootstrapFile, "-l", "warning", "--use-dynamic-base-id", "--concurrency", "2"); err != nil {
+		return err
+	}
+	fmt.Fprintf(d.out, "2 prefill engines %s, 2 decode engines %s (simulated vLLM), Tandem and Envoy: logs in %s\n",
+		strings.Join(d.engines[:2], " "), strings.Join(d.engines[2:], " "), d.dir)
+	for _, url := range []string{"http://" + p[0] + "/health", "http://" + p[1] + "/health", "http://" + p[2] + "/health",
+		"http://" + p[3] + "/health", d.admin + "/readyz", "http://" + p[11] + "/ready", d.url + "/v1/models"} {
+		if err := d.wait(ctx, url); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// freePorts are addresses on 127.0.0.1 that nobody listens on now.
+func freePorts(n int) (out []string, err error) {
+	for range n {
+		l, err := net.Listen("tcp", "127.0.0.1:0") //nolint:noctx // it does not block
+		if err != nil {
+			return nil, fmt.Errorf("looking for free ports: %w", err)
+		}
+		defer l.Close()
+		out = append(out, l.Addr().String())
+	}
+	return out, nil
+}
+
+// run starts a program that ends with this one, whatever way this one ends.
+func (d *demonstration) run(name, path string, args ...string) error {
+	log, err := os.Create(filepath.Join(d.dir, name+".log"))
+	if err != nil {
+		return err
+	}
+	defer log.Close()
+	cmd := exec.Command(path, args...) //nolint:gosec,noctx // stop ends it
+	cmd.Stdout, cmd.Stderr = log, log
+	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL, Setpgid: true}
+	if err := cmd.Start(); err != nil {
+		return fmt.Errorf("starting %s: %w", name, err)
+	}
+	d.processes = append(d.processes, cmd)
+	return nil
+}
+
+// stop ends everything, in the order opposite to its start, and removes the logs.
+func (d *demonstration) stop() {
+	for i := len(d.processes) - 1; i >= 0; i-- {
+		p := d.processes[i]
+		_ = p.Process.Signal(syscall.SIGTERM)
+		ended := make(chan struct{})
+		go func() { _ = p.Wait(); close(ended) }()
+		select {
+		case <-ended:
+		case <-time.After(3 * time.Second):
+			_ = p.Process.Kill()
+			<-ended
+		}
+	}
+	if d.dir != "" {
+		_ = os.RemoveAll(d.dir)
+	}
+}
+
+func (d *demonstration) wait(ctx context.Context, url string) error {
+	deadline := time.Now().Add(20 * time.Second)
+	for {
+		_, status, err := d.get(ctx, url)
+		if err == nil && status == http.StatusOK {
+			return nil
+		}
+		if time.Now().After(deadline) {
+			return fmt.Errorf("%s does not answer: status %d, %w", url, status, err)
+		}
+		select {
+		case <-ctx.Done():
+			return ctx.Err()
+		case <-time.After(20 * time.Millisecond):
+		}
+	}
+}
+
+func (d *demonstration) get(ctx context.Context, url string) (body []byte, status int, err error) {
+	req, err := http.NewRequestWithContext(ctx, http.MethodGet, url, nil)
+	if err != nil {
+		return nil, 0, err
+	}
+	resp, err := d.http.Do(req)
+	if err != nil {
+		return nil, 0, err
+	}
+	defer resp.Body.Close()
+	body, err = io.ReadAll(resp.Body)
+	return body, resp.StatusCode, err
+}
+
+// demoRequest is one request that the demo sends.
+type demoRequest struct{ what, path, body string }
+
+func demoRequests() []demoRequest {
+	long, _ := json.Marshal(strings.Repeat("Disaggregated serving puts prefill and decode on different machines. ", 3000))
+	chat := func(content, more string) string {
+		return `{"model":"tiny","messages":[{"role":"system","content":"You are brief."},{"role":"user","content":` + content + `}]` + more + `}`
+	}
+	return []demoRequest{
+		{"chat", "/v1/chat/completions", chat(`"What does a router do?"`, `,"max_tokens":24`)},
+		{"chat, streaming", "/v1/chat/completions", chat(`"And what is a KV cache?"`, `,"max_tokens":24,"stream":true`)},
+		{"completion", "/v1/completions", `{"model":"tiny","prompt":"Envoy carries both hops, because","max_tokens":16}`},
+		{"long prompt, 200 KB", "/v1/chat/completions", chat(string(long), `,"max_tokens":16`)},
+		{"the same again", "/v1/chat/completions", chat(string(long), `,"max_tokens":16`)},
+		{"two choices (not split)", "/v1/chat/completions", chat(`"Heads or tails?"`, `,"max_tokens":8,"n":2`)},
+	}
+}
+
+// show sends the requests and prints a line for each, then the engines' ledgers.
+func (d *demonstration) show(ctx context.Context) error {
+	fmt.Fprintf(d.out, "\n%-24s %7s  %-15s %-15s %9s %9s %8s %8s  %s\n", "request", "bytes", "prefill", "decode", "hop 1", "hop 2", "prompt", "cached", "answer")
+	for i, r := range demoRequests() {
+		id := fmt.Sprintf("demo-%d-%d", os.Getpid(), i)
+		answer, err := d.send(ctx, id, r)
+		if err != nil {
+			return fmt.Errorf("%s: %w", r.what, err)
+		}
+		t, err := d.trace(ctx, id)
+		if err != nil {
+			return fmt.Errorf("%s: %w", r.what, err)
+		}
+		prefill, hop1, cached := "-", "-", "-"
+		if t.Prefill != "" {
+			prefill, hop1 = t.Prefill, millis(t.PrefillTime)
+		}
+		if t.CachedTokens >= 0 {
+			cached = strconv.FormatInt(t.CachedTokens, 10)
+		}
+		fmt.Fprintf(d.out, "%-24s %7d  %-15s %-15s %9s %9s %8d %8s  %s\n", r.what, len(r.body), prefill, t.Decode, hop1, millis(t.DecodeTime), t.PromptTokens, cached, answer)
+	}
+	return d.ledgers(ctx)
+}
+
+func millis(t time.Duration) string { return fmt.Sprintf("%.1f ms", float64(t.Microseconds())/1000) }
+
+// send posts a request and says in a few words what came back.
+func (d *demonstration) send(ctx context.Context, id string, r demoRequest) (string, error) {
+	req, err := http.NewRequestWithContext(ctx, http.MethodPost, d.url+r.path, strings.NewReader(r.body))
+	if err != nil {
+		return "", err
+	}
+	req.Header.Set("Content-Type", contentJSON)
+	req.Header.Set("X-Request-Id", id)
+	resp, err := d.http.Do(req)
+	if err != nil {
+		return "", err
+	}
+	defer resp.Body.Close()
+	body, err := io.ReadAll(resp.Body)
+	if err != nil {
+		return "", err
+	}
+	if resp.StatusCode != http.StatusOK {
+		return "", fmt.Errorf("status %d: %.300s", resp.StatusCode, body)
+	}
+	if strings.HasPrefix(resp.Header.Get("Content-Type"), "text/event-stream") {
+		return fmt.Sprintf("%d events", strings.Count(string(body), "data: ")), nil
+	}
+	var a struct {
+		Choices []struct {
+			Text    string
+			Message struct{ Content string }
+		}
+	}
+	if err := json.Unmarshal(body, &a); err != nil || len(a.Choices) == 0 {
+		return "", fmt.Errorf("not an answer: %.300s", body)
+	}
+	text := a.Choices[0].Text + a.Choices[0].Message.Content
+	return fmt.Sprintf("%.24q", text), nil
+}
+
+// trace waits for Tandem to have seen the end of a request.
+func (d *demonstration) trace(ctx context.Context, id string) (extproc.Trace, error) {
+	deadline := time.Now().Add(5 * time.Second)
+	for {
+		body, _, err := d.get(ctx, d.admin+"/debug/requests?n=20")
+		if err != nil {
+			return extproc.Trace{}, err
+		}
+		var all []extproc.Trace
+		if err := json.Unmarshal(body, &all); err != nil {
+			return extproc.Trace{}, fmt.Errorf("reading Tandem's traces: %w", err)
+		}
+		for _, t := range all {
+			if t.RequestID == id && t.Status != 0 {
+				return t, nil
+			}
+		}
+		if time.Now().After(deadline) {
+			return extproc.Trace{}, errors.New("Tandem did not see the request end") //nolint:staticcheck // a name
+		}
+		select {
+		case <-ctx.Done():
+			return extproc.Trace{}, ctx.Err()
+		case <-time.After(10 * time.Millisecond):
+		}
+	}
+}
+
+// ledgers prints what the engines' books say; anything but balance is an error.
+func (d *demonstration) ledgers(ctx context.Context) error {
+	fmt.Fprintf(d.out, "\n%-15s %12s %12s %12s %12s\n", "engine", "given", "fetched", "blocks held", "violations")
+	for _, e := range d.engines {
+		text, _, err := d.get(ctx, "http://"+e+"/metrics")
+		if err != nil {
+			return err
+		}
+		held, violations := sample(text, "enginesim_blocks_held"), sample(text, "enginesim_violations_total")
+		fmt.Fprintf(d.out, "%-15s %12.0f %12.0f %12.0f %12.0f\n", e, sample(text, "enginesim_handovers_total", `outcome="given"`),
+			sample(text, "enginesim_handovers_total", `outcome="fetched"`), held, violations)
+		if held != 0 || violations != 0 {
+			return fmt.Errorf("the ledger of %s does not balance", e)
+		}
+	}
+	text, _, err := d.get(ctx, d.admin+"/metrics")
+	if err != nil {
+		return err
+	}
+	left := sample(text, "tandem_reservations")
+	fmt.Fprintf(d.out, "Tandem's reservations left: %.0f\n", left)
+	if left != 0 {
+		return errors.New("reservations are left")
+	}
+	fmt.Fprintln(d.out, "All ledgers balance.")
+	return nil
+}
+
+// sample sums the samples of a metric in a Prometheus text, with a label where one is given.
+func sample(text []byte, name string, label ...string) (sum float64) {
+	for line := range strings.Lines(string(text)) {
+		if strings.HasPrefix(line, name) && (len(label) == 0 || strings.Contains(line, label[0])) {
+			v, _ := strconv.ParseFloat(strings.TrimSpace(line[strings.LastIndexByte(line, ' ')+1:]), 64)
+			sum += v
+		}
+	}
+	return sum
+}

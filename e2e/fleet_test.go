@@ -1,0 +1,476 @@
+package e2e
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"strconv"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+)
+
+// binaries are built once for all tests.
+var binaries = sync.OnceValues(func() (string, error) {
+	dir, err := os.MkdirTemp("", "tandem-e2e-")
+	if err != nil {
+		return "", err
+	}
+	out, err := exec.Command("go", "build", "-o", dir, "../cmd/tandem", "../cmd/enginesim").CombinedOutput()
+	if err != nil {
+		return "", fmt.Errorf("building: %w\n%s", err, out)
+	}
+	return dir, nil
+})
+
+func TestMain(m *testing.M) {
+	code := m.Run()
+	if dir, err := binaries(); err == nil {
+		_ = os.RemoveAll(dir)
+	}
+	os.Exit(code)
+}
+
+// tool finds a program by its environment variable, on PATH, or in .tools/.
+func tool(t testing.TB, env, name, fallback string) string {
+	t.Helper()
+	if path := os.Getenv(env); path != "" {
+		return path
+	}
+	if path, err := exec.LookPath(name); err == nil {
+		return path
+	}
+	if path, err := filepath.Abs(filepath.Join("..", fallback)); err == nil {
+		if _, err := os.Stat(path); err == nil {
+			return path
+		}
+	}
+	if os.Getenv("TANDEM_REQUIRE_TOOLS") != "" {
+		t.Fatalf("%s is missing: run scripts/tools.sh, or set %s", name, env)
+	}
+	t.Skipf("%s is missing: run scripts/tools.sh, or set %s", name, env)
+	return ""
+}
+
+// process is a running program whose output goes to a file.
+type process struct {
+	cmd    *exec.Cmd
+	log    string
+	exited chan struct{}
+}
+
+func startProcess(t testing.TB, dir, name, path string, args ...string) *process {
+	t.Helper()
+	p := &process{cmd: exec.Command(path, args...), log: filepath.Join(dir, name+".log"), exited: make(chan struct{})}
+	out, err := os.OpenFile(p.log, os.O_CREATE|os.O_APPEND|os.O_WRONLY, 0o600)
+	require.NoError(t, err)
+	defer out.Close()
+	p.cmd.Stdout, p.cmd.Stderr = out, out
+	p.cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
+	require.NoError(t, p.cmd.Start())
+	go func() { _ = p.cmd.Wait(); close(p.exited) }()
+	t.Cleanup(func() {
+		p.stop(syscall.SIGTERM)
+		if t.Failed() {
+			text, _ := os.ReadFile(p.log)
+			t.Logf("---- %s ----\n%s", name, text[max(0, len(text)-6000):])
+		}
+	})
+	return p
+}
+
+// stop sends a signal and waits for the end, by force after 25 s.
+func (p *process) stop(s os.Signal) {
+	_ = p.cmd.Process.Signal(s)
+	select {
+	case <-p.exited:
+	case <-time.After(25 * time.Second):
+		_ = p.cmd.Process.Kill()
+		<-p.exited
+	}
+}
+
+func (p *process) running() bool {
+	select {
+	case <-p.exited:
+		return false
+	default:
+		return true
+	}
+}
+
+// engine is one simulator.
+type engine struct {
+	*process
+	addr, role string
+	args       []string
+}
+
+// fleet is Envoy, Tandem and engines.
+type fleet struct {
+	t        testing.TB
+	dir      string
+	url      string // of Envoy's listener
+	envoy    *process
+	envoyURL string // of its admin port
+	tandems  []*process
+	admins   []string // URLs of Tandem's admin ports
+	prefills []*engine
+	decodes  []*engine
+	config   string // file
+	lenient  bool   // the test breaks engines on purpose: do not hold them to account
+}
+
+// options describe a fleet. Zero values: one Tandem, 2 prefill and 2 decode engines.
+type options struct {
+	prefills, decodes int
+	replicas          int
+	engineArgs        []string
+	pool              string // more lines of the pool, indented by two
+	pools             string // all pools, instead of the generated one; %P and %D are replaced by addresses in turn
+	top               string // more top-level YAML
+	envoyFields       string // more fields of envoy:, as flow YAML
+	concurrency       int    // Envoy's workers; default 2
+}
+
+// ports takes n free ports. Others may take one before it is used; tests that meet that fail loudly.
+func ports(t testing.TB, n int) []string {
+	t.Helper()
+	var out []string
+	for range n {
+		l, err := net.Listen("tcp", "127.0.0.1:0")
+		require.NoError(t, err)
+		defer l.Close()
+		out = append(out, l.Addr().String())
+	}
+	return out
+}
+
+func start(t testing.TB, o options) *fleet {
+	t.Helper()
+	envoyPath := tool(t, "ENVOY", "envoy", ".tools/bin/envoy")
+	bin, err := binaries()
+	require.NoError(t, err)
+	if o.prefills == 0 && o.decodes == 0 {
+		o.prefills, o.decodes = 2, 2
+	}
+	replicas := max(o.replicas, 1)
+	p := ports(t, 2+3*replicas+2*(o.prefills+o.decodes))
+	next := func() string { a := p[0]; p = p[1:]; return a }
+
+	f := &fleet{t: t, dir: t.TempDir()}
+	listen, envoyAdmin := next(), next()
+	f.url, f.envoyURL = "http://"+listen, "http://"+envoyAdmin
+	for i := range o.prefills + o.decodes {
+		role := "prefill"
+		if i >= o.prefills {
+			role = "decode"
+		}
+		e := &engine{addr: next(), role: role}
+		e.args = append([]string{"--listen", e.addr, "--side-channel", next(), "--role", role, "--model", "tiny"}, o.engineArgs...)
+		e.process = startProcess(t, f.dir, role+"-"+strconv.Itoa(i), filepath.Join(bin, "enginesim"), e.args...)
+		if role == "prefill" {
+			f.prefills = append(f.prefills, e)
+		} else {
+			f.decodes = append(f.decodes, e)
+		}
+	}
+	for _, e := range f.engines() {
+		f.waitFor(e.process, "http://"+e.addr+"/health")
+	}
+
+	var extProcs, replans, listens []string
+	for range replicas {
+		extProcs, replans, listens = append(extProcs, next()), append(replans, next()), append(listens, next())
+	}
+	key := filepath.Join(f.dir, "ticket.key")
+	require.NoError(t, os.WriteFile(key, []byte(strings.Repeat("0123456789abcdef", 4)+"\n"), 0o600))
+	for i := range replicas {
+		file := filepath.Join(f.dir, fmt.Sprintf("tandem-%d.yaml", i))
+		require.NoError(t, os.WriteFile(file, []byte(f.yaml(o, listen, envoyAdmin, extProcs, replans, listens[i], i, key)), 0o600))
+		f.config = file
+		f.startTandem(i, file, "http://"+listens[i])
+	}
+	f.startEnvoy(bin, envoyPath, o)
+	t.Cleanup(f.account)
+	return f
+}
+
+// yaml is the configuration of replica i.
+func (f *fleet) yaml(o options, listen, envoyAdmin string, extProcs, replans []string, admin string, i int, key string) string {
+	var b strings.Builder
+	fmt.Fprintf(&b, "extProc: {listen: %q}\nreplan: {listen: %q}\nadmin: {listen: %q}\n", extProcs[i], replans[i], admin)
+	fmt.Fprintf(&b, "envoy: {listen: %q, admin: %q, extProcs: [%s], replans: [%s]%s}\n", listen, envoyAdmin,
+		strings.Join(quoted(extProcs), ", "), strings.Join(quoted(replans), ", "), o.envoyFields)
+	fmt.Fprintf(&b, "tickets: {keyFile: %q}\n%s", key, o.top)
+	if o.pools != "" {
+		pools := o.pools
+		for _, e := range f.prefills {
+			pools = strings.Replace(pools, "%P", strconv.Quote(e.addr), 1)
+		}
+		for _, e := range f.decodes {
+			pools = strings.Replace(pools, "%D", strconv.Quote(e.addr), 1)
+		}
+		return b.String() + pools
+	}
+	fmt.Fprintf(&b, "pools:\n- name: chat\n  kvTransfer: nixl\n  split: always\n%s  endpoints:\n", o.pool)
+	for _, e := range f.engines() {
+		fmt.Fprintf(&b, "  - {address: %q, role: %s}\n", e.addr, e.role)
+	}
+	return b.String()
+}
+
+func quoted(in []string) (out []string) {
+	for _, s := range in {
+		out = append(out, strconv.Quote(s))
+	}
+	return out
+}
+
+func (f *fleet) startTandem(i int, file, admin string) {
+	bin, _ := binaries()
+	p := startProcess(f.t, f.dir, "tandem-"+strconv.Itoa(i), filepath.Join(bin, "tandem"), "serve", "-f", file)
+	if i < len(f.tandems) {
+		f.tandems[i] = p
+	} else {
+		f.tandems, f.admins = append(f.tandems, p), append(f.admins, admin)
+	}
+	f.waitFor(p, admin+"/readyz")
+}
+
+func (f *fleet) startEnvoy(bin, path string, o options) {
+	t := f.t
+	bootstrap, err := exec.Command(filepath.Join(bin, "tandem"), "envoy", "-f", f.config).Output()
+	require.NoError(t, err)
+	file := filepath.Join(f.dir, "envoy.yaml")
+	require.NoError(t, os.WriteFile(file, bootstrap, 0o600))
+	workers := o.concurrency
+	if workers == 0 {
+		workers = 2
+	}
+	f.envoy = startProcess(t, f.dir, "envoy", path, "-c", file, "-l", "warning", "--use-dynamic-base-id", "--concurrency", strconv.Itoa(workers))
+	f.waitFor(f.envoy, f.envoyURL+"/ready")
+	// Ready means that listeners are up; the ext_proc cluster may still wait for its first health check.
+	require.Eventually(t, func() bool {
+		resp, err := http.Get(f.url + "/v1/models")
+		if err != nil {
+			return false
+		}
+		defer resp.Body.Close()
+		return resp.StatusCode == 200
+	}, 20*time.Second, 20*time.Millisecond, "Envoy does not reach Tandem")
+}
+
+// waitFor waits until url answers 200.
+func (f *fleet) waitFor(p *process, url string) {
+	f.t.Helper()
+	require.Eventually(f.t, func() bool {
+		if !p.running() {
+			return true
+		}
+		resp, err := http.Get(url)
+		if err != nil {
+			return false
+		}
+		defer resp.Body.Close()
+		return resp.StatusCode == 200
+	}, 30*time.Second, 10*time.Millisecond, "%s does not answer", url)
+	require.True(f.t, p.running(), "%s ended", p.cmd.Path)
+}
+
+func (f *fleet) engines() []*engine { return append(append([]*engine{}, f.prefills...), f.decodes...) }
+
+// restart brings an engine back on its address.
+func (f *fleet) restart(e *engine) {
+	bin, _ := binaries()
+	e.process = startProcess(f.t, f.dir, e.role+"-"+strings.ReplaceAll(e.addr, ":", "_"), filepath.Join(bin, "enginesim"), e.args...)
+	f.waitFor(e.process, "http://"+e.addr+"/health")
+}
+
+// answer is what a client got.
+type answer struct {
+	status int
+	header http.Header
+	body   string
+	took   time.Duration
+}
+
+// events are the data of an SSE answer.
+func (a answer) events() (out []string) {
+	for line := range strings.Lines(a.body) {
+		if data, ok := strings.CutPrefix(strings.TrimRight(line, "\r\n"), "data: "); ok {
+			out = append(out, data)
+		}
+	}
+	return out
+}
+
+var client = &http.Client{Timeout: 90 * time.Second, Transport: &http.Transport{MaxIdleConnsPerHost: 512}}
+
+// post sends a JSON body. Headers are name, value, name, value, ...
+func (f *fleet) post(path, body string, headers ...string) answer {
+	f.t.Helper()
+	a, err := f.try(context.Background(), http.MethodPost, path, body, headers...)
+	require.NoError(f.t, err)
+	return a
+}
+
+func (f *fleet) try(ctx context.Context, method, path, body string, headers ...string) (answer, error) {
+	var reader io.Reader
+	if body != "" {
+		reader = strings.NewReader(body)
+	}
+	req, err := http.NewRequestWithContext(ctx, method, f.url+path, reader)
+	if err != nil {
+		return answer{}, err
+	}
+	if body != "" {
+		req.Header.Set("Content-Type", "application/json")
+	}
+	for i := 0; i < len(headers); i += 2 {
+		if strings.EqualFold(headers[i], "host") {
+			req.Host = headers[i+1]
+		} else if headers[i+1] == "" {
+			req.Header.Del(headers[i])
+		} else {
+			req.Header.Set(headers[i], headers[i+1])
+		}
+	}
+	began := time.Now()
+	resp, err := client.Do(req)
+	if err != nil {
+		return answer{}, err
+	}
+	defer resp.Body.Close()
+	text, err := io.ReadAll(resp.Body)
+	return answer{resp.StatusCode, resp.Header, string(text), time.Since(began)}, err
+}
+
+// seen is what an engine recorded of a request.
+type seen struct {
+	Engine           string
+	Method           string              `json:"method"`
+	Path             string              `json:"path"`
+	Headers          map[string][]string `json:"headers"`
+	RequestID        string              `json:"request_id"`
+	Body             string              `json:"body"`
+	BodyBytes        int                 `json:"body_bytes"`
+	BodySHA256       string              `json:"body_sha256"`
+	Leg              string              `json:"leg"`
+	Status           int                 `json:"status"`
+	Outcome          string              `json:"outcome"`
+	PromptTokens     int                 `json:"prompt_tokens"`
+	ExternalTokens   int                 `json:"external_tokens"`
+	CachedTokens     int                 `json:"cached_tokens"`
+	CompletionTokens int                 `json:"completion_tokens"`
+}
+
+// requests are what engines recorded under a request id, in no particular order; "" is everything.
+func (f *fleet) requests(id string, of ...*engine) (out []seen) {
+	f.t.Helper()
+	for _, e := range of {
+		var list []seen
+		if err := getJSON("http://"+e.addr+"/sim/requests?id="+id, &list); err != nil {
+			continue // it is down
+		}
+		for _, s := range list {
+			if s.Path != "/health" && s.Path != "/v1/models" && s.Path != "/metrics" {
+				s.Engine = e.addr
+				out = append(out, s)
+			}
+		}
+	}
+	return out
+}
+
+// hops are the one prefill and the one decode request under an id.
+func (f *fleet) hops(id string) (prefill, decode seen) {
+	f.t.Helper()
+	p, d := f.requests(id, f.prefills...), f.requests(id, f.decodes...)
+	require.Len(f.t, p, 1, "prefill requests of %s", id)
+	require.Len(f.t, d, 1, "decode requests of %s", id)
+	return p[0], d[0]
+}
+
+func getJSON(url string, into any) error {
+	resp, err := client.Get(url)
+	if err != nil {
+		return err
+	}
+	defer resp.Body.Close()
+	if resp.StatusCode != 200 {
+		return errors.New(resp.Status)
+	}
+	return json.NewDecoder(resp.Body).Decode(into)
+}
+
+// metric sums the samples of a metric whose labels contain all of the given text.
+func metric(t testing.TB, url, name string, labels ...string) float64 {
+	t.Helper()
+	resp, err := client.Get(url + "/metrics")
+	require.NoError(t, err)
+	defer resp.Body.Close()
+	text, err := io.ReadAll(resp.Body)
+	require.NoError(t, err)
+	sum := 0.0
+	for _, m := range regexp.MustCompile(`(?m)^`+regexp.QuoteMeta(name)+`(\{.*\})? (\S+)$`).FindAllSubmatch(text, -1) {
+		fits := true
+		for _, l := range labels {
+			fits = fits && bytes.Contains(m[1], []byte(l))
+		}
+		if v, err := strconv.ParseFloat(string(m[2]), 64); err == nil && fits {
+			sum += v
+		}
+	}
+	return sum
+}
+
+// inject makes an engine fail as the rule says (cmd/enginesim, /sim/fail).
+func (f *fleet) inject(e *engine, rule string) {
+	f.t.Helper()
+	resp, err := client.Post("http://"+e.addr+"/sim/fail", "application/json", strings.NewReader(rule))
+	require.NoError(f.t, err)
+	defer resp.Body.Close()
+	text, _ := io.ReadAll(resp.Body)
+	require.Less(f.t, resp.StatusCode, 300, "%s", text)
+}
+
+// account holds the fleet to account when a test is through: nothing is booked, nothing is held, nobody misbehaved.
+func (f *fleet) account() {
+	if f.t.Failed() {
+		return
+	}
+	for i, admin := range f.admins {
+		if f.tandems[i].running() {
+			require.Eventually(f.t, func() bool { return metric(f.t, admin, "tandem_reservations") == 0 }, 10*time.Second, 20*time.Millisecond,
+				"reservations are left on replica %d", i)
+		}
+	}
+	require.True(f.t, f.envoy.running(), "Envoy has died")
+	for _, e := range f.engines() {
+		if f.lenient || !e.running() {
+			require.True(f.t, f.lenient, "engine %s has died", e.addr)
+			continue
+		}
+		url := "http://" + e.addr
+		require.Eventually(f.t, func() bool { return metric(f.t, url, "enginesim_blocks_held") == 0 }, 10*time.Second, 20*time.Millisecond,
+			"KV blocks are left on %s", e.addr)
+		require.Zero(f.t, metric(f.t, url, "enginesim_violations_total"), "violations on %s", e.addr)
+		require.Zero(f.t, metric(f.t, url, "enginesim_role_mismatch_total", `kind="decode`), "legs on the wrong role on %s", e.addr)
+		require.Eventually(f.t, func() bool { return metric(f.t, url, "vllm:num_requests_running") == 0 }, 10*time.Second, 20*time.Millisecond,
+			"requests still run on %s", e.addr)
+	}
+}

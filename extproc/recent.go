@@ -1,0 +1,84 @@
+package extproc
+
+import (
+	"sync"
+	"time"
+)
+
+// Trace is what became of one request, gathered from the server's doors.
+type Trace struct {
+	RequestID    string        `json:"request_id"`
+	Pool         string        `json:"pool"`
+	Route        string        `json:"route"`            // split, decode_alone, pass_through, stored_response: of the last pass planned
+	Reason       string        `json:"reason,omitempty"` // why a request that could be split was not
+	Prefill      string        `json:"prefill,omitempty"`
+	Decode       string        `json:"decode"`
+	PromptTokens int64         `json:"prompt_tokens"` // as P counted them, else estimated
+	CachedTokens int64         `json:"cached_tokens"` // of those, found in P's prefix cache; -1: not known
+	Replans      int           `json:"replans"`
+	PrefillTime  time.Duration `json:"prefill_ns"` // of the pass that ended with P's answer
+	DecodeTime   time.Duration `json:"decode_ns"`  // of the last pass
+	Status       int           `json:"status"`     // what the client got; 0: not known yet
+	Started      time.Time     `json:"started"`
+}
+
+// recent keeps the traces of the latest requests, for people who look. It is bounded and the oldest go first.
+type recent struct {
+	mu   sync.Mutex
+	ring []Trace
+	next int
+	at   map[string]int // by request id
+}
+
+const recentTraces = 256
+
+func newRecent() *recent {
+	return &recent{ring: make([]Trace, 0, recentTraces), at: make(map[string]int, recentTraces)}
+}
+
+// planned notes a pass: a request seen for the first time takes the oldest one's place.
+func (r *recent) planned(id, pool, route, reason, prefill, decode string, tokens int64) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	i, ok := r.at[id]
+	if !ok {
+		t := Trace{RequestID: id, Started: time.Now(), CachedTokens: -1}
+		if len(r.ring) < recentTraces {
+			i = len(r.ring)
+			r.ring = append(r.ring, t)
+		} else {
+			i, r.next = r.next, (r.next+1)%recentTraces
+			delete(r.at, r.ring[i].RequestID)
+			r.ring[i] = t
+		}
+		r.at[id] = i
+	} else if r.ring[i].Status == 0 {
+		r.ring[i].Replans++
+	}
+	t := &r.ring[i]
+	t.Pool, t.Route, t.Reason, t.Prefill, t.Decode, t.PromptTokens = pool, route, reason, prefill, decode, tokens
+}
+
+// change edits the trace of a request, if it is still kept.
+func (r *recent) change(id string, edit func(*Trace)) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if i, ok := r.at[id]; ok {
+		edit(&r.ring[i])
+	}
+}
+
+// Recent are the traces of the latest requests, newest first, at most n.
+func (s *Server) Recent(n int) []Trace {
+	r := s.recent
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	out := make([]Trace, 0, min(n, len(r.ring)))
+	for i := range r.ring {
+		if len(out) == n {
+			break
+		}
+		out = append(out, r.ring[(r.next-1-i+2*len(r.ring))%len(r.ring)])
+	}
+	return out
+}

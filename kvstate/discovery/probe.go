@@ -1,0 +1,196 @@
+package discovery
+
+import (
+	"context"
+	"crypto/tls"
+	"encoding/json"
+	"fmt"
+	"io"
+	"log/slog"
+	"math/rand/v2"
+	"net/http"
+	"sync"
+	"time"
+
+	"tandem/kvstate"
+)
+
+// How often endpoints are asked, and how long they may take.
+const (
+	probeFailedEvery = 500 * time.Millisecond // GET /health of those that are left out; give or take a fifth
+	askModelsEvery   = 10 * time.Second       // GET /v1/models until known ...
+	knownModelsEvery = time.Minute            // ... and after
+	probeTimeout     = time.Second
+	maxModels        = 1 << 20 // bytes of an answer that are read
+)
+
+// Prober asks endpoints how they are. A failed endpoint comes back with the first good answer; a good one is not failed by
+// a bad answer, since only requests that fail cost anything.
+type Prober struct {
+	state  *kvstate.State
+	log    *slog.Logger
+	client map[string]*http.Client // by scheme
+
+	mu    sync.Mutex
+	asked map[*kvstate.Endpoint]time.Time // for models
+	busy  map[*kvstate.Endpoint]bool
+}
+
+// NewProber makes a prober of all endpoints of a state.
+func NewProber(state *kvstate.State, log *slog.Logger) *Prober {
+	h2c := &http.Transport{Protocols: new(http.Protocols)}
+	h2c.Protocols.SetUnencryptedHTTP2(true)
+	client := func(t *http.Transport) *http.Client {
+		t.IdleConnTimeout, t.DisableKeepAlives, t.MaxResponseHeaderBytes = time.Second, true, 64<<10
+		return &http.Client{Transport: t, Timeout: probeTimeout, CheckRedirect: stay}
+	}
+	return &Prober{
+		state: state, log: log,
+		client: map[string]*http.Client{
+			"http": client(&http.Transport{}),
+			"h2c":  client(h2c),
+			// Engines' certificates are their own; a probe learns no secret and tells none.
+			"https": client(&http.Transport{TLSClientConfig: &tls.Config{InsecureSkipVerify: true}}), //nolint:gosec // see above
+		},
+		asked: map[*kvstate.Endpoint]time.Time{}, busy: map[*kvstate.Endpoint]bool{},
+	}
+}
+
+// stay keeps a probe from following an endpoint's redirect to somewhere else.
+func stay(*http.Request, []*http.Request) error { return http.ErrUseLastResponse }
+
+// Run probes until ctx ends. Each endpoint has at most one probe under way.
+func (p *Prober) Run(ctx context.Context) {
+	var probes sync.WaitGroup
+	defer probes.Wait()
+	for {
+		p.round(ctx, &probes)
+		select {
+		case <-ctx.Done():
+			return
+		case <-time.After(probeFailedEvery*4/5 + rand.N(probeFailedEvery*2/5)): // replicas do not ask in step
+		}
+	}
+}
+
+// round starts what is due.
+func (p *Prober) round(ctx context.Context, probes *sync.WaitGroup) {
+	now := time.Now()
+	seen := map[*kvstate.Endpoint]bool{}
+	for _, pool := range p.state.Pools() {
+		for _, e := range pool.Endpoints() {
+			seen[e] = true
+			health, models := e.Failed(), p.modelsDue(e, now)
+			if (!health && !models) || !p.claim(e) {
+				continue
+			}
+			probes.Go(func() {
+				defer p.unclaim(e)
+				if health {
+					p.probeHealth(ctx, e)
+				}
+				if models && !e.Failed() {
+					p.askModels(ctx, e)
+				}
+			})
+		}
+	}
+	p.forget(seen)
+}
+
+func (p *Prober) claim(e *kvstate.Endpoint) bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.busy[e] {
+		return false
+	}
+	p.busy[e] = true
+	return true
+}
+
+func (p *Prober) unclaim(e *kvstate.Endpoint) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	delete(p.busy, e)
+}
+
+func (p *Prober) modelsDue(e *kvstate.Endpoint, now time.Time) bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return now.After(p.asked[e])
+}
+
+// forget drops endpoints that are gone.
+func (p *Prober) forget(seen map[*kvstate.Endpoint]bool) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for e := range p.asked {
+		if !seen[e] {
+			delete(p.asked, e)
+		}
+	}
+}
+
+// probeHealth asks whether an endpoint is back. vLLM answers 503 while its engine is dead (api_server.py); any answer
+// below 500 is one of a living server, also of one that knows no /health.
+func (p *Prober) probeHealth(ctx context.Context, e *kvstate.Endpoint) {
+	status, _, err := p.get(ctx, e, "/health", 0)
+	if err == nil && status < http.StatusInternalServerError && p.state.MarkGood(e) {
+		p.log.Info("endpoint is back", "endpoint", e.Addr)
+	}
+}
+
+func (p *Prober) askModels(ctx context.Context, e *kvstate.Endpoint) {
+	next := askModelsEvery
+	var list struct {
+		Data []struct {
+			ID string `json:"id"`
+		} `json:"data"`
+	}
+	status, body, err := p.get(ctx, e, "/v1/models", maxModels)
+	if err == nil && status != http.StatusOK {
+		err = fmt.Errorf("asking %s for its models: status %d", e.Addr, status)
+	}
+	if err == nil {
+		err = json.Unmarshal(body, &list)
+	}
+	if err != nil {
+		p.log.Debug("models not told", "endpoint", e.Addr, "err", err)
+	} else {
+		var ids []string
+		for _, m := range list.Data {
+			if m.ID != "" {
+				ids = append(ids, m.ID)
+			}
+		}
+		p.state.SetModels(e, ids)
+		next = knownModelsEvery
+	}
+	p.mu.Lock()
+	p.asked[e] = time.Now().Add(next)
+	p.mu.Unlock()
+}
+
+// get fetches a path and reads at most limit bytes of the answer.
+func (p *Prober) get(ctx context.Context, e *kvstate.Endpoint, path string, limit int64) (status int, body []byte, err error) {
+	scheme, client := "http", p.client[e.Scheme]
+	if e.Scheme == "https" {
+		scheme = "https"
+	}
+	if client == nil {
+		client = p.client["http"]
+	}
+	req, err := http.NewRequestWithContext(ctx, http.MethodGet, scheme+"://"+e.Addr+path, nil)
+	if err != nil {
+		return 0, nil, fmt.Errorf("asking %s: %w", e.Addr, err)
+	}
+	resp, err := client.Do(req)
+	if err != nil {
+		return 0, nil, fmt.Errorf("asking %s: %w", e.Addr, err)
+	}
+	defer resp.Body.Close()
+	if body, err = io.ReadAll(io.LimitReader(resp.Body, limit)); err != nil {
+		return 0, nil, fmt.Errorf("reading what %s answered: %w", e.Addr, err)
+	}
+	return resp.StatusCode, body, nil
+}

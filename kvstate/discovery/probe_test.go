@@ -1,0 +1,183 @@
+package discovery
+
+import (
+	"context"
+	"io"
+	"log/slog"
+	"net/http"
+	"net/http/httptest"
+	"strings"
+	"sync/atomic"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"tandem/kvstate"
+)
+
+// engine is a server that answers probes as its test wants it to.
+type engine struct {
+	health, models, status atomic.Int64 // asked how often; status of /health, 0: 200
+	list                   atomic.Value // string: the answer to /v1/models
+	h2c                    atomic.Bool  // somebody came with HTTP/2
+}
+
+func (e *engine) ServeHTTP(w http.ResponseWriter, r *http.Request) {
+	e.h2c.Store(r.ProtoMajor == 2)
+	switch r.URL.Path {
+	case "/health":
+		e.health.Add(1)
+		if status := int(e.status.Load()); status != 0 {
+			w.Header().Set("location", "/v1/models")
+			w.WriteHeader(status)
+		}
+	case "/v1/models":
+		e.models.Add(1)
+		list, _ := e.list.Load().(string)
+		_, _ = io.WriteString(w, list)
+	}
+}
+
+// start runs the engine behind a scheme, as the only endpoint of a new state.
+func (e *engine) start(t *testing.T, scheme string) (*kvstate.State, *kvstate.Endpoint) {
+	server := httptest.NewUnstartedServer(e)
+	server.Config.ErrorLog = slog.NewLogLogger(slog.DiscardHandler, slog.LevelError)
+	switch scheme {
+	case "https":
+		server.StartTLS()
+	case "h2c":
+		server.Config.Protocols = new(http.Protocols)
+		server.Config.Protocols.SetUnencryptedHTTP2(true)
+		server.Start()
+	default:
+		server.Start()
+	}
+	t.Cleanup(server.Close)
+	return stateOf(server.Listener.Addr().String(), scheme)
+}
+
+func stateOf(addr, scheme string) (*kvstate.State, *kvstate.Endpoint) {
+	s := kvstate.New(kvstate.Options{})
+	s.SetPool(kvstate.PoolSpec{Name: "p", Models: []string{"*"}},
+		[]kvstate.EndpointSpec{{Name: addr, Addr: addr, Scheme: scheme, Role: kvstate.RoleBoth}})
+	return s, s.Pool("p").Endpoints()[0]
+}
+
+func quiet() *slog.Logger { return slog.New(slog.DiscardHandler) }
+
+func run(t *testing.T, s *kvstate.State) {
+	ctx, stop := context.WithCancel(t.Context())
+	done := make(chan struct{})
+	go func() { NewProber(s, quiet()).Run(ctx); close(done) }()
+	t.Cleanup(func() { stop(); <-done })
+}
+
+func TestProber(t *testing.T) {
+	for _, scheme := range []string{"", "http", "https", "h2c"} {
+		t.Run("scheme "+scheme, func(t *testing.T) {
+			t.Parallel()
+			e := &engine{}
+			e.list.Store(`{"object":"list","data":[{"id":"m","x":1},{"id":"lora","parent":"m"},{"id":""}]}`)
+			s, endpoint := e.start(t, scheme)
+			e.status.Store(503)
+			run(t, s)
+			require.Eventually(t, func() bool { return len(s.Models(s.Pool("p"))) == 2 }, 5*time.Second, 5*time.Millisecond)
+			require.Equal(t, scheme == "h2c", e.h2c.Load())
+			require.Zero(t, e.health.Load(), "nobody asks those that are well")
+
+			s.MarkFailed(endpoint)
+			require.Eventually(t, func() bool { return e.health.Load() >= 2 }, 5*time.Second, 5*time.Millisecond)
+			require.True(t, endpoint.Failed())
+			e.status.Store(0)
+			begun := time.Now()
+			require.Eventually(t, func() bool { return !endpoint.Failed() }, 5*time.Second, 5*time.Millisecond)
+			require.Less(t, time.Since(begun), 2*time.Second)
+			require.EqualValues(t, 1, e.models.Load())
+		})
+	}
+}
+
+func TestProbeHealth(t *testing.T) {
+	for status, back := range map[int64]bool{200: true, 204: true, 404: true, 401: true, 307: true, 500: false, 503: false} {
+		e := &engine{}
+		e.status.Store(status)
+		s, endpoint := e.start(t, "")
+		s.MarkFailed(endpoint)
+		NewProber(s, quiet()).probeHealth(t.Context(), endpoint)
+		require.Equal(t, back, !endpoint.Failed(), "status %d", status)
+		require.Zero(t, e.models.Load(), "redirects are not followed")
+	}
+}
+
+func TestModelsThatMakeNoSense(t *testing.T) {
+	for _, list := range []string{"", "{", "[]", `{"data":7}`, `{"data":[{"id":7}]}`, `{"data":[{"id":"` + strings.Repeat("x", maxModels) + `"}]}`} {
+		e := &engine{}
+		e.list.Store(list)
+		s, endpoint := e.start(t, "")
+		s.SetModels(endpoint, []string{"known"})
+		NewProber(s, quiet()).askModels(t.Context(), endpoint)
+		require.Equal(t, []string{"known"}, s.Models(s.Pool("p")))
+		require.False(t, endpoint.Failed())
+	}
+}
+
+// roundTrip is an engine without a network, so that time can be synthetic.
+type roundTrip func(*http.Request) (*http.Response, error)
+
+func (f roundTrip) RoundTrip(r *http.Request) (*http.Response, error) { return f(r) }
+
+// How often is asked, by synthetic time: one that hangs still gets its probe every second and blocks no other.
+func TestProbeIntervals(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		s := kvstate.New(kvstate.Options{})
+		s.SetPool(kvstate.PoolSpec{Name: "p"}, []kvstate.EndpointSpec{
+			{Addr: "hangs:1", Role: kvstate.RoleBoth}, {Addr: "well:1", Role: kvstate.RoleBoth}, {Addr: "mute:1", Role: kvstate.RoleBoth},
+		})
+		asked := make(map[string][]time.Duration)
+		begun, lock := time.Now(), make(chan struct{}, 1)
+		p := NewProber(s, quiet())
+		p.client["http"].Transport = roundTrip(func(r *http.Request) (*http.Response, error) {
+			lock <- struct{}{}
+			key := r.URL.Host + r.URL.Path
+			asked[key] = append(asked[key], time.Since(begun))
+			<-lock
+			body := `{"data":[{"id":"m"}]}`
+			switch r.URL.Hostname() {
+			case "hangs":
+				<-r.Context().Done()
+				return nil, r.Context().Err()
+			case "mute":
+				body = ""
+			}
+			return &http.Response{StatusCode: 200, Body: io.NopCloser(strings.NewReader(body)), Request: r}, nil
+		})
+		s.MarkFailed(s.Pool("p").Endpoints()[0])
+		ctx, stop := context.WithCancel(t.Context())
+		go p.Run(ctx)
+		<-time.After(100 * time.Second)
+		stop()
+		synctest.Wait()
+
+		hung := asked["hangs:1/health"]
+		require.Less(t, hung[0], time.Second)
+		for i := range hung[1:] {
+			require.LessOrEqual(t, hung[i+1]-hung[i], 2*time.Second, "a second to answer, and at most one more")
+		}
+		require.Empty(t, asked["well:1/health"])
+		require.Len(t, asked["well:1/v1/models"], 2, "known: every minute")
+		require.InDelta(t, 10, len(asked["mute:1/v1/models"]), 1, "not known: every ten seconds")
+		require.Empty(t, asked["hangs:1/v1/models"])
+		require.Empty(t, p.busy)
+	})
+}
+
+func TestProberForgets(t *testing.T) {
+	s, _ := stateOf("127.0.0.1:1", "")
+	p := NewProber(s, quiet())
+	p.asked[s.Pool("p").Endpoints()[0]] = time.Now().Add(time.Hour)
+	s.RemovePool("p")
+	p.round(t.Context(), nil)
+	require.Empty(t, p.asked)
+}

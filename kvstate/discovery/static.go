@@ -1,0 +1,164 @@
+package discovery
+
+import (
+	"context"
+	"log/slog"
+	"net"
+	"net/netip"
+	"slices"
+	"time"
+
+	"tandem/kvstate"
+)
+
+// resolveEvery is how often names are looked up again, and resolveTimeout how long one look-up may take.
+const (
+	resolveEvery   = 5 * time.Second
+	resolveTimeout = 2 * time.Second
+)
+
+// Static is a pool whose endpoints are configured.
+type Static struct {
+	state      *kvstate.State
+	spec       kvstate.PoolSpec
+	configured []kvstate.EndpointSpec // Name set, Addr not
+	known      map[string][]string    // by host: the last good answer
+	failing    map[string]bool        // hosts whose last answer was none
+	current    []kvstate.EndpointSpec
+	log        *slog.Logger
+	lookup     func(ctx context.Context, host string) ([]netip.Addr, error)
+}
+
+// NewStatic makes the source of one pool. It writes nothing until Resolve or Run.
+func NewStatic(state *kvstate.State, spec kvstate.PoolSpec, configured []kvstate.EndpointSpec, log *slog.Logger) *Static {
+	return &Static{
+		state: state, spec: spec, configured: configured, known: map[string][]string{}, failing: map[string]bool{}, log: log,
+		lookup: func(ctx context.Context, host string) ([]netip.Addr, error) {
+			return net.DefaultResolver.LookupNetIP(ctx, "ip", host)
+		},
+	}
+}
+
+// Run resolves until ctx ends.
+func (s *Static) Run(ctx context.Context) {
+	if !s.hasNames() {
+		<-ctx.Done()
+		return
+	}
+	tick := time.NewTicker(resolveEvery)
+	defer tick.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-tick.C:
+			s.Resolve(ctx)
+		}
+	}
+}
+
+func (s *Static) hasNames() bool {
+	return slices.ContainsFunc(s.configured, func(e kvstate.EndpointSpec) bool {
+		host, _, _ := net.SplitHostPort(e.Name)
+		_, err := netip.ParseAddr(host)
+		return err != nil
+	})
+}
+
+// Resolve looks every name up once and writes the pool if anything changed. A name with several addresses is several
+// endpoints; one that cannot be looked up keeps the addresses it had.
+func (s *Static) Resolve(ctx context.Context) {
+	s.lookUp(ctx)
+	var next []kvstate.EndpointSpec
+	for _, e := range s.configured {
+		host, port, err := net.SplitHostPort(e.Name)
+		if err != nil {
+			s.log.Error("endpoint address", "pool", s.spec.Name, "address", e.Name, "err", err)
+			continue
+		}
+		addresses := s.known[host]
+		if ip, err := netip.ParseAddr(host); err == nil {
+			addresses = []string{ip.Unmap().String()}
+		}
+		for _, ip := range addresses {
+			e.Addr = net.JoinHostPort(ip, port)
+			next = append(next, e)
+		}
+	}
+	if s.current == nil || !slices.Equal(s.current, next) {
+		if s.current != nil {
+			s.log.Info("endpoints changed", "pool", s.spec.Name, "before", len(s.current), "now", len(next))
+		}
+		s.current = append([]kvstate.EndpointSpec{}, next...)
+		s.state.SetPool(s.spec, next)
+	}
+}
+
+// answer is what came of one look-up.
+type answer struct {
+	host string
+	ips  []netip.Addr
+	err  error
+}
+
+// lookUp asks for every host once, all at the same time, so that it takes no longer than the slowest, and notes good
+// answers in known.
+func (s *Static) lookUp(ctx context.Context) {
+	ctx, cancel := context.WithTimeout(ctx, resolveTimeout)
+	defer cancel()
+	asked := map[string]bool{}
+	answers := make(chan answer, len(s.configured))
+	for _, e := range s.configured {
+		host, _, err := net.SplitHostPort(e.Name)
+		if _, notName := netip.ParseAddr(host); err != nil || notName == nil || asked[host] {
+			continue
+		}
+		asked[host] = true
+		go func() {
+			ips, err := s.lookup(ctx, host)
+			answers <- answer{host, ips, err}
+		}()
+	}
+	for range asked {
+		s.note(<-answers)
+	}
+}
+
+// note keeps a good answer. A bad one is said once, until it is good again.
+func (s *Static) note(a answer) {
+	if a.err != nil || len(a.ips) == 0 {
+		if !s.failing[a.host] {
+			s.failing[a.host] = true
+			s.log.Warn("name not resolved, going on with what is known", "pool", s.spec.Name, "host", a.host, "known", len(s.known[a.host]), "err", a.err)
+		}
+		return
+	}
+	if s.failing[a.host] {
+		delete(s.failing, a.host)
+		s.log.Info("name resolved again", "pool", s.spec.Name, "host", a.host)
+	}
+	s.known[a.host] = addresses(a.ips)
+}
+
+// maxAddresses bounds what one name may stand for.
+const maxAddresses = 1024
+
+// addresses are those of an answer, in order. Where a name has addresses of both families it has each engine twice
+// (localhost, dual-stack pods): the IPv4 ones count.
+func addresses(ips []netip.Addr) []string {
+	var v4, v6 []string
+	for _, ip := range ips {
+		if ip = ip.Unmap(); ip.Is4() {
+			v4 = append(v4, ip.String())
+		} else {
+			v6 = append(v6, ip.WithZone("").String())
+		}
+	}
+	out := v4
+	if len(out) == 0 {
+		out = v6
+	}
+	slices.Sort(out)
+	out = slices.Compact(out)
+	return out[:min(len(out), maxAddresses)]
+}

@@ -1,0 +1,389 @@
+package kvstate
+
+import (
+	"context"
+	"encoding/binary"
+	"fmt"
+	"math/rand/v2"
+	"sync"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/stretchr/testify/require"
+)
+
+func pd(prefills, decodes int) []EndpointSpec {
+	var eps []EndpointSpec
+	for i := range prefills {
+		eps = append(eps, EndpointSpec{Name: fmt.Sprint("p", i), Addr: fmt.Sprint("10.0.0.", i, ":8000"), Role: RolePrefill})
+	}
+	for i := range decodes {
+		eps = append(eps, EndpointSpec{Name: fmt.Sprint("d", i), Addr: fmt.Sprint("10.0.1.", i, ":8000"), Role: RoleDecode})
+	}
+	return eps
+}
+
+func TestRoles(t *testing.T) {
+	for _, name := range []string{"prefill", "decode", "both"} {
+		r, err := ParseRole(name)
+		require.NoError(t, err)
+		require.Equal(t, name, r.String())
+	}
+	_, err := ParseRole("prefil")
+	require.EqualError(t, err, `"prefil" is not a role: one of prefill, decode, both`)
+	require.Equal(t, "none", Role(0).String())
+}
+
+func TestReserveAndRelease(t *testing.T) {
+	s := New(Options{MaxReservations: 2})
+	s.SetPool(PoolSpec{Name: "p"}, pd(1, 1))
+	e := s.Pool("p").Endpoints()[0]
+	load := func() [2]int64 { r, n := e.Load(); return [2]int64{r, n} }
+
+	a, b := s.Reserve(e, 100), s.Reserve(e, -7)
+	require.NotEqual(t, a, b)
+	require.Equal(t, [2]int64{2, 100}, load(), "a negative number of tokens is none")
+	require.Zero(t, s.Reserve(e, 5), "no room for a third")
+	require.Equal(t, 2, s.Reservations())
+
+	require.False(t, s.Release(0))
+	require.False(t, s.Release(a^1<<40), "an id that was never given")
+	require.True(t, s.Release(a))
+	require.False(t, s.Release(a), "once")
+	require.True(t, s.Release(b))
+	require.Equal(t, [2]int64{0, 0}, load())
+	require.Zero(t, s.Reservations())
+}
+
+func TestReservationsExpire(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		s := New(Options{ReservationTTL: time.Minute})
+		s.SetPool(PoolSpec{Name: "p"}, pd(1, 0))
+		e := s.Pool("p").Endpoints()[0]
+		ctx, stop := context.WithCancel(t.Context())
+		go s.Run(ctx)
+		lost := s.Reserve(e, 100)
+		<-time.After(30 * time.Second)
+		held := s.Reserve(e, 10)
+		<-time.After(29 * time.Second)
+		require.Equal(t, 2, s.Reservations())
+		<-time.After(3 * time.Second)
+		requests, tokens := e.Load()
+		require.Equal(t, []int64{1, 10}, []int64{requests, tokens})
+		require.False(t, s.Release(lost), "expired already")
+		require.True(t, s.Release(held))
+		stop()
+		synctest.Wait() // Run ends, or the bubble deadlocks
+	})
+}
+
+func TestSetPool(t *testing.T) {
+	s := New(Options{})
+	spec := PoolSpec{Name: "p", Models: []string{"m"}}
+	s.SetPool(spec, pd(2, 1))
+	before := s.Pool("p")
+	stays, changes, goes := before.Endpoints()[0], before.Endpoints()[1], before.Endpoints()[2]
+	prompt := long(8, 0, 1)
+	var booked []ReservationID
+	for _, e := range before.Endpoints() {
+		booked = append(booked, s.Reserve(e, 10))
+		s.Routed(before, e, prompt)
+		s.MarkFailed(e)
+		s.SetModels(e, []string{e.Name})
+	}
+
+	next := pd(2, 0)
+	next[1].Group = "b"
+	next = append(next, EndpointSpec{Name: "other name", Addr: next[0].Addr, Role: RoleDecode}, EndpointSpec{Name: "new", Addr: "10.0.2.1:8000", Role: RoleDecode})
+	s.SetPool(spec, next)
+	p := s.Pool("p")
+	require.Len(t, p.Endpoints(), 3, "one address, one endpoint")
+	require.Same(t, stays, p.Endpoints()[0])
+	changed := p.Endpoint(changes.Addr)
+	require.NotSame(t, changes, changed)
+	require.Equal(t, "b", changed.Group)
+	require.Same(t, changed, p.Endpoints()[2], "groups stand together")
+	require.Nil(t, p.Endpoint(goes.Addr))
+
+	var v View
+	s.View(p, prompt, &v)
+	for i, kept := range []bool{true, false, true} {
+		want := Candidate{Endpoint: p.Endpoints()[i], Usable: true}
+		if kept {
+			want.Requests, want.PromptTokens, want.Hit = 1, 10, 8
+		}
+		require.Equal(t, want, v.Endpoints[i])
+		require.Equal(t, kept, want.Endpoint.Failed())
+	}
+
+	s.Routed(p, goes, prompt) // too late: changes nothing
+	for _, id := range booked {
+		require.True(t, s.Release(id), "also on those that left or changed")
+	}
+	for _, e := range []*Endpoint{stays, changes, goes, changed} {
+		requests, tokens := e.Load()
+		require.Zero(t, requests)
+		require.Zero(t, tokens)
+	}
+
+	s.RemovePool("p")
+	s.RemovePool("never was")
+	require.Nil(t, s.Pool("p"))
+	require.Empty(t, s.Pools())
+	s.View(before, prompt, &v) // who still has the old pool may go on
+	require.Len(t, v.Endpoints, 3)
+}
+
+func TestPoolFor(t *testing.T) {
+	s := New(Options{})
+	require.Nil(t, s.PoolFor(""))
+	require.Nil(t, s.PoolFor("a"))
+	s.SetPool(PoolSpec{Name: "named", Models: []string{"a", "b"}}, nil)
+	require.Nil(t, s.PoolFor("x"))
+	s.SetPool(PoolSpec{Name: "any", Models: []string{"*"}}, pd(1, 1))
+	s.SetPool(PoolSpec{Name: "any2", Models: []string{"*", "c"}}, pd(1, 1))
+	s.SetModels(s.Pool("any2").Endpoints()[1], []string{"lora", "a"})
+	for model, want := range map[string]string{"": "named", "a": "named", "b": "named", "c": "any2", "lora": "any2", "x": "any"} {
+		require.Equal(t, want, s.PoolFor(model).Spec.Name, model)
+	}
+	require.Equal(t, []string{"a", "b"}, s.Models(s.Pool("named")))
+	require.Equal(t, []string{"a", "c", "lora"}, s.Models(s.Pool("any2")))
+	require.Empty(t, s.Models(s.Pool("any")))
+}
+
+func TestHealth(t *testing.T) {
+	both := EndpointSpec{Name: "b0", Addr: "10.0.2.0:8000", Role: RoleBoth}
+	for _, c := range []struct {
+		name   string
+		fleet  []EndpointSpec
+		failed []string
+		out    []string // left out by View
+	}{
+		{"never asked", pd(2, 2), nil, nil},
+		{"one of each", pd(2, 2), []string{"p0", "d1"}, []string{"p0", "d1"}},
+		{"a whole role", pd(2, 2), []string{"p0", "p1", "d0"}, []string{"d0"}},
+		{"everybody", pd(2, 2), []string{"p0", "p1", "d0", "d1"}, nil},
+		{"both stands in for the role", append(pd(1, 1), both), []string{"p0", "d0"}, []string{"p0", "d0"}},
+		{"both is the last that decodes", append(pd(1, 1), both), []string{"b0", "d0"}, nil},
+		{"both is not the last", append(pd(1, 1), both), []string{"b0"}, []string{"b0"}},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			s := New(Options{})
+			s.SetPool(PoolSpec{Name: "p"}, c.fleet)
+			p := s.Pool("p")
+			for _, e := range p.Endpoints() {
+				for _, name := range c.failed {
+					if e.Name == name {
+						require.True(t, s.MarkFailed(e))
+						require.False(t, s.MarkFailed(e), "no news")
+					}
+				}
+			}
+			var v View
+			s.View(p, nil, &v)
+			var out []string
+			for _, c := range v.Endpoints {
+				if !c.Usable {
+					out = append(out, c.Endpoint.Name)
+				}
+				s.MarkGood(c.Endpoint)
+				require.False(t, s.MarkGood(c.Endpoint), "no news")
+			}
+			require.Equal(t, c.out, out)
+			s.View(p, nil, &v)
+			for _, c := range v.Endpoints {
+				require.True(t, c.Usable)
+			}
+		})
+	}
+}
+
+func ticket(n uint64) (id [16]byte) {
+	binary.LittleEndian.PutUint64(id[:], n)
+	return id
+}
+
+func TestSpend(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		s := New(Options{SpentTTL: time.Minute, MaxSpent: 8})
+		require.True(t, s.Spend(ticket(1)))
+		require.False(t, s.Spend(ticket(1)))
+		<-time.After(59 * time.Second)
+		for i := range uint64(3) {
+			require.True(t, s.Spend(ticket(10+i)))
+		}
+		require.False(t, s.Spend(ticket(20)), "a generation is full: no ticket is forgotten for another")
+		<-time.After(2 * time.Second)
+		require.True(t, s.Spend(ticket(20)), "and a new one begins")
+		for i := range uint64(3) {
+			require.False(t, s.Spend(ticket(10+i)), "still remembered")
+		}
+		<-time.After(58 * time.Second)
+		require.False(t, s.Spend(ticket(12)), "for a whole time to live")
+		<-time.After(3 * time.Minute)
+		s.sweep(time.Now())
+		<-time.After(3 * time.Minute)
+		s.sweep(time.Now())
+		require.Empty(t, s.spent.now)
+		require.Empty(t, s.spent.old)
+	})
+}
+
+func TestSpendOnceAmongMany(t *testing.T) {
+	s := New(Options{})
+	var first sync.Map
+	var group sync.WaitGroup
+	for range 8 {
+		group.Go(func() {
+			for n := range uint64(500) {
+				if s.Spend(ticket(n)) {
+					_, again := first.LoadOrStore(n, true)
+					require.False(t, again)
+				}
+			}
+		})
+	}
+	group.Wait()
+	for n := range uint64(500) {
+		_, ok := first.Load(n)
+		require.True(t, ok)
+	}
+}
+
+func TestHandOver(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		s := New(Options{HandOverTTL: time.Minute, MaxHandOverBytes: 100})
+		params := []byte(`{"remote_block_ids":[1,2,3]}`)
+		ref, err := s.PutHandOver(params)
+		require.NoError(t, err)
+		params[0] = 'x'
+		got, ok := s.TakeHandOver(ref)
+		require.True(t, ok)
+		require.Equal(t, `{"remote_block_ids":[1,2,3]}`, string(got), "a copy was kept")
+		_, ok = s.TakeHandOver(ref)
+		require.False(t, ok, "once")
+		_, ok = s.TakeHandOver([16]byte{})
+		require.False(t, ok)
+
+		late, err := s.PutHandOver(make([]byte, 60))
+		require.NoError(t, err)
+		_, err = s.PutHandOver(make([]byte, 41))
+		require.ErrorIs(t, err, ErrNoRoom)
+		<-time.After(61 * time.Second)
+		_, ok = s.TakeHandOver(late)
+		require.False(t, ok, "expired")
+		_, err = s.PutHandOver(make([]byte, 100))
+		require.NoError(t, err, "its room is free again")
+		<-time.After(61 * time.Second)
+		s.sweep(time.Now())
+		require.Zero(t, s.handOvers.bytes)
+		require.Empty(t, s.handOvers.held)
+	})
+}
+
+func TestPromptTokens(t *testing.T) {
+	s := New(Options{})
+	s.SetPool(PoolSpec{Name: "p"}, nil)
+	p := s.Pool("p")
+	require.EqualValues(t, 1, p.PromptTokens(0))
+	require.EqualValues(t, 1000, p.PromptTokens(4000), "before anything is learned")
+	for range 100 {
+		p.ObservePrompt(60_000, 10_000)
+		p.ObservePrompt(400, 10) // small ones, mostly JSON
+		p.ObservePrompt(0, 10)
+		p.ObservePrompt(10, 0)
+		p.ObservePrompt(10, 1000) // nonsense
+	}
+	require.InDelta(t, 1000, p.PromptTokens(6000), 20)
+	for range 3000 {
+		p.ObservePrompt(30_000, 10_000)
+	}
+	require.InDelta(t, 2000, p.PromptTokens(6000), 60, "it follows")
+	for range 3000 {
+		p.ObservePrompt(1<<20, 10)
+	}
+	require.EqualValues(t, 1000, p.PromptTokens(16000), "within bounds")
+	s.SetPool(PoolSpec{Name: "p"}, pd(1, 1))
+	require.EqualValues(t, 1000, s.Pool("p").PromptTokens(16000), "what was learned stays with the pool")
+}
+
+// Everything at once, under the race detector; at the end everything is at zero.
+func TestStress(t *testing.T) {
+	s := New(Options{EndpointBlocks: 256})
+	spec := PoolSpec{Name: "p", Models: []string{"*"}}
+	fleet := pd(8, 8)
+	s.SetPool(spec, fleet)
+	var everSeen sync.Map
+	ctx, stop := context.WithCancel(t.Context())
+	var background, requests sync.WaitGroup
+	background.Go(func() { s.Run(ctx) })
+	background.Go(func() {
+		for r := rand.New(rand.NewPCG(1, 2)); ctx.Err() == nil; {
+			some := append([]EndpointSpec(nil), fleet...)
+			r.Shuffle(len(some), func(i, j int) { some[i], some[j] = some[j], some[i] })
+			some = some[:4+r.IntN(12)]
+			some[0].Group = fmt.Sprint(r.IntN(3))
+			s.SetPool(spec, some)
+		}
+	})
+	for worker := range uint64(6) {
+		requests.Go(func() {
+			r, v := rand.New(rand.NewPCG(worker, 3)), View{}
+			for range 2000 {
+				p := s.PoolFor("m")
+				hashes := long(1+r.IntN(40), r.IntN(20), byte(r.IntN(4)))
+				s.View(p, hashes, &v)
+				for _, c := range v.Endpoints {
+					if c.Requests < 0 || c.PromptTokens < 0 || c.Hit > len(hashes) {
+						t.Errorf("impossible candidate %+v", c)
+					}
+				}
+				e := v.Endpoints[r.IntN(len(v.Endpoints))].Endpoint
+				everSeen.Store(e, true)
+				id := s.Reserve(e, int64(r.IntN(1000)))
+				s.Routed(p, e, hashes)
+				if r.IntN(4) == 0 {
+					s.MarkFailed(e)
+				} else {
+					s.MarkGood(e)
+				}
+				s.SetModels(e, []string{"m"})
+				p.ObservePrompt(400, 100)
+				requests.Go(func() { s.Release(id) })
+				if s.Release(id) && s.Release(id) {
+					t.Error("released twice")
+				}
+			}
+		})
+	}
+	requests.Wait()
+	stop()
+	background.Wait()
+	require.Zero(t, s.Reservations())
+	everSeen.Range(func(e, _ any) bool {
+		requests, tokens := e.(*Endpoint).Load()
+		require.Zero(t, requests)
+		require.Zero(t, tokens)
+		return true
+	})
+}
+
+func TestReserveAllocates(t *testing.T) {
+	s := New(Options{})
+	s.SetPool(PoolSpec{Name: "p"}, pd(1, 1))
+	e := s.Pool("p").Endpoints()[0]
+	require.Zero(t, testing.AllocsPerRun(1000, func() { s.Release(s.Reserve(e, 10)) }))
+}
+
+func BenchmarkReserve(b *testing.B) {
+	s := New(Options{})
+	s.SetPool(PoolSpec{Name: "p"}, pd(1, 1))
+	e := s.Pool("p").Endpoints()[0]
+	b.ReportAllocs()
+	b.RunParallel(func(pb *testing.PB) {
+		for pb.Next() {
+			s.Release(s.Reserve(e, 10))
+		}
+	})
+}
