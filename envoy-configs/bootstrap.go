@@ -5,15 +5,14 @@
 // equal and holds against the real `envoy --mode validate`.
 //
 // What Envoy has to do here, and why it is built this way (the main listener, the prefill leg behind an internal
-// listener, composite clusters, the access log), is told in the template's own comments.
+// listener, composite clusters, the access log), is told in the template's own comments. bootstrap.go gathers what the
+// template is filled with, hosts.go how servers are reached, replies.go what Envoy says by itself.
 package envoyconfigs
 
 import (
 	"bytes"
 	_ "embed"
 	"fmt"
-	"net"
-	"net/netip"
 	"slices"
 	"strconv"
 	"text/template"
@@ -33,36 +32,34 @@ const bufferMargin = 8 << 20
 // bufferedFrom is the body length from which BUFFERED is cheaper than FULL_DUPLEX_STREAMED (docs/benchmarks.md).
 const bufferedFrom = 64 << 10
 
-type address struct {
-	Host string
-	Port int
-}
-
-// Type is the cluster type that reaches the address.
-func (a address) Type() string {
-	if _, err := netip.ParseAddr(a.Host); err != nil {
-		return "STRICT_DNS"
-	}
-	return "STATIC"
-}
-
+// bootstrap is what the template is filled with.
 type bootstrap struct {
-	Listen, Admin     address
-	ExtProcs, Replans []address
-	TLS               bool
-	Schemes           []scheme // of engines; http first
-	MaxBodyBytes      int64
-	BufferBytes       int64
-	MessageBytes      int64
-	BufferedFrom      int64
-	Mode              string
-	IdleTimeout       string
-	MaxRedirects      int
+	Listen, Admin address
+	ExtProcs      hosts   // all replicas, as one cluster
+	AccessLogs    []hosts // each replica, as a cluster of its own
+	Replans       hosts
+	TLS           *clientTLS // to the external processor; nil: plaintext
+	EndpointTLS   *clientTLS // to https endpoints
+	Schemes       []scheme   // of engines; http first
+	MaxBodyBytes  int64
+	BufferBytes   int64
+	BufferedFrom  int64
+	Mode          string
+	IdleTimeout   string
+	MaxRedirects  int
 }
 
 // scheme is how engines are spoken to; each has clusters of its own.
 type scheme struct {
 	Name, Suffix string
+}
+
+// Protocol is the field of Envoy's explicit_http_config.
+func (s scheme) Protocol() string {
+	if s.Name == "h2c" {
+		return "http2_protocol_options"
+	}
+	return "http_protocol_options"
 }
 
 // LegSchemes are the schemes with http last, because its route takes what no other does.
@@ -71,50 +68,13 @@ func (b bootstrap) LegSchemes() []scheme { return append(slices.Clone(b.Schemes[
 // AfterMaxBody is the first length that is too long to be split (Envoy's ranges exclude their end).
 func (b bootstrap) AfterMaxBody() int64 { return b.MaxBodyBytes + 1 }
 
-// localReply is how one of Envoy's own answers reads.
-type localReply struct {
-	Status              int
-	Type, Code, Message string
-	RetryAfter          int // seconds; 0: none
-}
-
-// LocalReplies are the answers that Envoy gives by itself on this listener.
-func (bootstrap) LocalReplies() []localReply {
-	return []localReply{
-		{400, "invalid_request_error", "bad_request", "the request is not valid HTTP", 0},
-		{403, "invalid_request_error", "upgrade_not_supported", "protocol upgrades are not supported here", 0},
-		{408, "invalid_request_error", "request_timeout", "the request did not arrive in time", 0},
-		{413, "invalid_request_error", "body_too_large", "the request body is too large", 0},
-		{431, "invalid_request_error", "headers_too_large", "the request headers are too large", 0},
-		{500, "api_error", "router_unavailable", "the router cannot be reached; try again", 1},
-		{502, "api_error", "bad_gateway", "the endpoint's answer was not valid HTTP", 1},
-		{503, "api_error", "endpoint_unavailable", "the endpoint did not answer; try again", 1},
-		{504, "api_error", "endpoint_timeout", "the endpoint did not answer in time; try again", 1},
-	}
-}
+// Several reports whether there is more than one replica, so that one can stand in for another.
+func (b bootstrap) Several() bool { return len(b.ExtProcs.Hosts) > 1 }
 
 // Bootstrap renders the Envoy bootstrap for a configuration that was loaded by configv1.
 func Bootstrap(c *configv1.Config) ([]byte, error) {
-	e := c.GetEnvoy()
-	b := bootstrap{
-		TLS: c.GetExtProc().GetTls() != nil, MaxBodyBytes: e.GetMaxBodyBytes(), BufferBytes: e.GetMaxBodyBytes() + bufferMargin,
-		MessageBytes: c.GetExtProc().GetMaxMessageBytes(), BufferedFrom: bufferedFrom, Mode: e.GetBodyMode(),
-		IdleTimeout: seconds(e.GetDecodeIdleTimeout()), MaxRedirects: MaxRedirects, Schemes: schemes(c),
-	}
-	if b.Mode == "buffered" {
-		b.BufferedFrom = 0
-	}
-	var err error
-	if b.Listen, err = parse(e.GetListen()); err != nil {
-		return nil, err
-	}
-	if b.Admin, err = parse(e.GetAdmin()); err != nil {
-		return nil, err
-	}
-	if b.ExtProcs, err = reachable(e.GetExtProcs()); err != nil {
-		return nil, err
-	}
-	if b.Replans, err = reachable(e.GetReplans()); err != nil {
+	b, err := gather(c)
+	if err != nil {
 		return nil, err
 	}
 	t, err := template.New("bootstrap").Delims("<<", ">>").Parse(bootstrapTemplate)
@@ -126,6 +86,39 @@ func Bootstrap(c *configv1.Config) ([]byte, error) {
 		return nil, fmt.Errorf("rendering the bootstrap: %w", err)
 	}
 	return out.Bytes(), nil
+}
+
+func gather(c *configv1.Config) (*bootstrap, error) {
+	e := c.GetEnvoy()
+	b := &bootstrap{
+		MaxBodyBytes: e.GetMaxBodyBytes(), BufferBytes: e.GetMaxBodyBytes() + bufferMargin,
+		BufferedFrom: bufferedFrom, Mode: e.GetBodyMode(), MaxRedirects: MaxRedirects,
+		IdleTimeout: seconds(e.GetDecodeIdleTimeout()), Schemes: schemes(c),
+		EndpointTLS: newClientTLS(e.GetEndpointTls(), false),
+	}
+	if b.Mode == "buffered" {
+		b.BufferedFrom = 0
+	}
+	if c.GetExtProc().GetTls() != nil || e.GetExtProcTls() != nil {
+		b.TLS = newClientTLS(e.GetExtProcTls(), true)
+	}
+	var err error
+	if b.Listen, err = parse(e.GetListen()); err != nil {
+		return nil, err
+	}
+	if b.Admin, err = parse(e.GetAdmin()); err != nil {
+		return nil, err
+	}
+	if b.ExtProcs, err = reachable("tandem-extproc", e.GetExtProcs()); err != nil {
+		return nil, err
+	}
+	if b.Replans, err = reachable("tandem-replan", e.GetReplans()); err != nil {
+		return nil, err
+	}
+	for i, a := range b.ExtProcs.Hosts {
+		b.AccessLogs = append(b.AccessLogs, hosts{"tandem-accesslog-" + strconv.Itoa(i), []address{a}})
+	}
+	return b, nil
 }
 
 func seconds(duration string) string {
@@ -142,35 +135,4 @@ func schemes(c *configv1.Config) []scheme {
 		}
 	}
 	return out
-}
-
-func parse(hostPort string) (address, error) {
-	host, port, err := net.SplitHostPort(hostPort)
-	if err != nil {
-		return address{}, fmt.Errorf("address %q: %w", hostPort, err)
-	}
-	n, err := strconv.Atoi(port)
-	if err != nil {
-		return address{}, fmt.Errorf("address %q: %w", hostPort, err)
-	}
-	return address{host, n}, nil
-}
-
-// reachable parses addresses to connect to: one that listens everywhere is reached on the loopback.
-func reachable(hostPorts []string) ([]address, error) {
-	var out []address
-	for _, hp := range hostPorts {
-		a, err := parse(hp)
-		if err != nil {
-			return nil, err
-		}
-		if ip, err := netip.ParseAddr(a.Host); err == nil && ip.IsUnspecified() {
-			a.Host = "127.0.0.1"
-			if ip.Is6() {
-				a.Host = "::1"
-			}
-		}
-		out = append(out, a)
-	}
-	return out, nil
 }

@@ -5,6 +5,7 @@ import (
 	"io"
 	"time"
 
+	"github.com/cespare/xxhash/v2"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/mem"
 
@@ -192,12 +193,17 @@ func (s *Server) readAccessLogs(stream grpc.ServerStream) error {
 	}
 }
 
-// hopEnded settles a request that has ended. A pass that ended in a redirect is not the end: its entry shows the ticket
-// that the redirect carried, because Envoy writes it into the request before it logs, and what that ticket books is for
-// the next pass to take over. Any other entry shows the ticket that was set in its own pass.
+// hopEnded settles one pass of a request: what was booked for it is released. Every pass books anew, so that holds for a
+// pass that ended in a redirect too; such an entry shows the ticket that the redirect carried, because Envoy writes it into
+// the request before it logs. Any other entry is the end of the request and shows the ticket of its own pass, or, where
+// the client left before Envoy had taken the server's answer in, the one before: then the ids are worked out.
 func (s *Server) hopEnded(e *logEntry) {
-	if len(e.ticket) == 0 || string(e.details) == "internal_redirect" {
-		return
+	redirected := string(e.details) == "internal_redirect"
+	if len(e.ticket) == 0 {
+		if e.clientGone {
+			s.releasePass(string(e.requestID), 0)
+		}
+		return // answered by Tandem itself, or never got to it
 	}
 	t, err := s.Keys.Open(string(e.ticket), string(e.requestID), time.Now())
 	if t == nil {
@@ -205,8 +211,13 @@ func (s *Server) hopEnded(e *logEntry) {
 		s.Log.Debug("access log entry with a ticket that is not ours", "request_id", string(e.requestID), "err", err)
 		return
 	}
-	s.State.Release(kvstate.ReservationID(t.Reservations[0]))
-	s.State.Release(kvstate.ReservationID(t.Reservations[1]))
+	s.release(t)
+	if redirected {
+		return
+	}
+	if t.Stage == kvtransfer.HandOver || t.Stage == kvtransfer.Failed {
+		s.releasePass(string(e.requestID), t.Redirects)
+	}
 	var took, first time.Duration
 	if t.Stage == kvtransfer.DecodeLeg {
 		began := s.sealedAt(t)
@@ -217,6 +228,25 @@ func (s *Server) hopEnded(e *logEntry) {
 	}
 	s.metrics.requestEnded(t, e, took, first)
 	s.recent.change(string(e.requestID), func(trace *Trace) { trace.DecodeTime, trace.Status = took, e.status })
+}
+
+// release gives back what a ticket says is booked.
+func (s *Server) release(t *kvtransfer.Ticket) {
+	s.State.Release(kvstate.ReservationID(t.Reservations[0]))
+	s.State.Release(kvstate.ReservationID(t.Reservations[1]))
+}
+
+// releasePass gives back what this server booked for a pass of a request that it has no ticket of.
+func (s *Server) releasePass(requestID string, redirects int) {
+	s.State.Release(s.reservationID(requestID, redirects, kvstate.RolePrefill))
+	s.State.Release(s.reservationID(requestID, redirects, kvstate.RoleDecode))
+}
+
+// reservationID is the id under which a pass of a request books: it can be worked out again here, and nowhere else.
+func (s *Server) reservationID(requestID string, redirects int, role kvstate.Role) kvstate.ReservationID {
+	h := xxhash.Sum64String(requestID) ^ s.seed
+	h = (h ^ uint64(redirects)<<8 ^ uint64(role)) * 0x9E3779B185EBCA87
+	return kvstate.ReservationID(h ^ h>>32 | 1)
 }
 
 // sealedAt is when the ticket of a leg was made, which is when the hop began.

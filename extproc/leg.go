@@ -32,7 +32,7 @@ func (x *exchange) prefillLeg() error {
 	code, _ := strconv.Atoi(string(x.msg.headers.status))
 	if clientsFault(code) {
 		x.s.metrics.prefillEnded(t, code, "refused", time.Since(x.s.sealedAt(t)))
-		x.settle(t)
+		x.s.release(t)
 		return x.passAnswer()
 	}
 	if err := x.receiveAnswer(); err != nil {
@@ -57,12 +57,6 @@ func clientsFault(code int) bool {
 		return true
 	}
 	return false
-}
-
-// settle releases all that the request has booked.
-func (x *exchange) settle(t *kvtransfer.Ticket) {
-	x.s.State.Release(kvstate.ReservationID(t.Reservations[0]))
-	x.s.State.Release(kvstate.ReservationID(t.Reservations[1]))
 }
 
 // passAnswer lets P's answer through to the client, byte for byte.
@@ -108,7 +102,6 @@ func (x *exchange) afterPrefill(t *kvtransfer.Ticket, code int) *kvtransfer.Tick
 	next := *t
 	next.ID = newTicketID()
 	next.Redirects++
-	next.Reservations[0] = 0
 	pool := x.s.State.Pool(t.Pool)
 	policy := x.s.Pools[t.Pool]
 	if code != 200 || x.msg.over || policy.Dialect == nil {

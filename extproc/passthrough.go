@@ -1,6 +1,7 @@
 package extproc
 
 import (
+	"errors"
 	"fmt"
 	"slices"
 	"strconv"
@@ -29,7 +30,11 @@ func (x *exchange) passThrough() (route, error) {
 			return route{}, err
 		}
 	}
-	pool := x.s.State.PoolFor(x.modelOfOther())
+	model, err := x.scanOther()
+	if err != nil {
+		return route{}, err
+	}
+	pool := x.s.State.PoolFor(model)
 	if pool == nil {
 		pool = x.s.State.PoolFor("")
 	}
@@ -45,13 +50,18 @@ func (x *exchange) passThrough() (route, error) {
 	return x.pass(pool, x.view.Endpoints[choice.Decode].Endpoint, tokens, "pass_through")
 }
 
-// modelOfOther looks for a model in a JSON body of an API that is not otherwise understood. A body that is no JSON
-// object has none, and stays the engine's to judge.
-func (x *exchange) modelOfOther() string {
-	if x.body.len() == 0 || x.req.Scan(openai.PassThrough, x.body.bytes(), openai.Limits{}) != nil {
-		return ""
+// scanOther reads a JSON body of an API that is not otherwise understood, for its model and for members that are not a
+// client's to send: engines take chat requests on more paths than the well-known ones. JSON that readers could
+// understand differently is refused; JSON that is no object has neither model nor members, and is the engine's to judge.
+func (x *exchange) scanOther() (model string, err error) {
+	if x.body.len() == 0 || openai.CheckHeaders(string(x.msg.headers.contentType), "") != nil {
+		return "", nil
 	}
-	return x.req.Model()
+	err = x.scan(openai.PassThrough)
+	if e := (*openai.Error)(nil); errors.As(err, &e) && e.Code == "invalid_body" {
+		return "", nil
+	}
+	return x.req.Model(), err
 }
 
 // pass is the route of one hop straight to an endpoint, with neither retry nor redirect.
@@ -59,7 +69,7 @@ func (x *exchange) pass(pool *kvstate.Pool, e *kvstate.Endpoint, tokens int64, k
 	x.s.metrics.decided(pool, kind, "")
 	x.s.recent.planned(x.requestID, pool.Spec.Name, kind, "", "", e.Addr, tokens)
 	r := route{leg: legPass, endpoint: e}
-	r.booked[1] = x.s.State.Reserve(e, tokens)
+	r.booked[1] = x.reserve(e, kvstate.RoleDecode, 0, tokens)
 	return x.seal(r, &kvtransfer.Ticket{
 		ID: newTicketID(), Stage: kvtransfer.DecodeLeg, Expires: time.Now().Add(x.s.TicketTTL), Started: time.Now(),
 		Pool: pool.Spec.Name, Decode: e.Addr, Reservations: [2]uint64{0, uint64(r.booked[1])},

@@ -151,8 +151,8 @@ func (x *exchange) prefill(pool *kvstate.Pool, policy Policy, c picker.Choice, t
 		leg: legPrefill, endpoint: p.Endpoint, edits: edits,
 		perTry: policy.PrefillTimeout + time.Duration(tokens)*policy.PerToken,
 	}
-	r.booked[0] = x.s.State.Reserve(p.Endpoint, uncached)
-	r.booked[1] = x.s.State.Reserve(d.Endpoint, tokens)
+	r.booked[0] = x.reserve(p.Endpoint, kvstate.RolePrefill, a.redirects, uncached)
+	r.booked[1] = x.reserve(d.Endpoint, kvstate.RoleDecode, a.redirects, tokens)
 	t.Reservations = [2]uint64{uint64(r.booked[0]), uint64(r.booked[1])}
 	x.s.State.Routed(pool, p.Endpoint, x.hashes)
 	x.s.metrics.decided(pool, "split", "")
@@ -167,7 +167,7 @@ func (x *exchange) decodeAlone(pool *kvstate.Pool, c picker.Choice, tokens int64
 	if a.redirects+1 >= x.s.MaxRedirects || x.body.len() > x.s.SplitBodyBytes {
 		r.leg = legPass // Envoy could not follow one more redirect, or could not replay the body
 	}
-	r.booked[1] = x.s.State.Reserve(d.Endpoint, tokens)
+	r.booked[1] = x.reserve(d.Endpoint, kvstate.RoleDecode, a.redirects, tokens)
 	x.s.State.Routed(pool, d.Endpoint, x.hashes)
 	x.s.metrics.decided(pool, "decode_alone", a.why)
 	x.s.recent.planned(x.requestID, pool.Spec.Name, "decode_alone", a.why, "", d.Endpoint.Addr, tokens)
@@ -177,6 +177,11 @@ func (x *exchange) decodeAlone(pool *kvstate.Pool, c picker.Choice, tokens int64
 		Redirects: a.redirects, Prefills: a.prefills, Excluded: a.excluded,
 		BodyBytes: x.body.len(), PromptTokens: tokens,
 	})
+}
+
+// reserve books an endpoint for this pass.
+func (x *exchange) reserve(e *kvstate.Endpoint, role kvstate.Role, redirects int, tokens int64) kvstate.ReservationID {
+	return x.s.State.ReserveAs(x.s.reservationID(x.requestID, redirects, role), e, tokens)
 }
 
 // seal puts the ticket on the route. What was booked for a route that cannot be taken is released.
@@ -209,8 +214,7 @@ func (x *exchange) resume(t *kvtransfer.Ticket, ticketErr error) (route, error) 
 	if t.Stage == kvtransfer.HandOver && ticketErr == nil && x.s.State.Spend(t.ID) {
 		return x.decode(t)
 	}
-	x.s.State.Release(kvstate.ReservationID(t.Reservations[0]))
-	x.s.State.Release(kvstate.ReservationID(t.Reservations[1]))
+	x.s.release(t)
 	a := attempt{redirects: t.Redirects, prefills: t.Prefills, started: t.Started, excluded: t.Excluded}
 	if t.Stage == kvtransfer.HandOver {
 		t.Cause = "hand_over_spent"
@@ -250,8 +254,7 @@ func (x *exchange) decode(t *kvtransfer.Ticket) (route, error) {
 	if t.ParamsRef != ([16]byte{}) {
 		params, _ = x.s.State.TakeHandOver(t.ParamsRef) // gone: D computes the prompt itself
 	}
-	x.s.State.Release(kvstate.ReservationID(t.Reservations[0]))
-	x.s.State.Release(kvstate.ReservationID(t.Reservations[1]))
+	x.s.release(t)
 	d, err := x.pickDecode(pool, t)
 	if err != nil {
 		return route{}, noEndpoint(pool, err)
@@ -268,7 +271,7 @@ func (x *exchange) decode(t *kvtransfer.Ticket) (route, error) {
 	if t.Redirects+1 >= x.s.MaxRedirects {
 		r.leg = legPass
 	}
-	r.booked[1] = x.s.State.Reserve(d, t.PromptTokens)
+	r.booked[1] = x.reserve(d, kvstate.RoleDecode, t.Redirects, t.PromptTokens)
 	x.s.recent.change(x.requestID, func(trace *Trace) { trace.Decode = d.Addr })
 	return x.seal(r, &kvtransfer.Ticket{
 		ID: newTicketID(), Stage: kvtransfer.DecodeLeg, Expires: time.Now().Add(x.s.TicketTTL), Started: t.Started,

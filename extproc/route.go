@@ -2,6 +2,7 @@ package extproc
 
 import (
 	"errors"
+	"io"
 	"strconv"
 	"time"
 
@@ -35,7 +36,11 @@ func (x *exchange) route() error {
 	if err != nil {
 		return err
 	}
-	if err := x.answer(r); err != nil {
+	err = x.answer(r)
+	if err == nil && x.stream.Context().Err() != nil {
+		err = io.EOF // Envoy let go before it had the answer
+	}
+	if err != nil {
 		for _, id := range r.booked {
 			x.s.State.Release(id)
 		}

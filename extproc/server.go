@@ -63,6 +63,7 @@ type Server struct {
 	exchanges sync.Pool
 	draining  chan struct{}
 	recent    *recent
+	seed      uint64 // of reservation ids
 }
 
 // New returns a server over the options' state. It starts nothing.
@@ -76,7 +77,7 @@ func New(o Options, m *Metrics) *Server {
 	if o.Log == nil {
 		o.Log = slog.New(slog.DiscardHandler)
 	}
-	s := &Server{Options: o, metrics: m, started: time.Now(), draining: make(chan struct{}), recent: newRecent()}
+	s := &Server{Options: o, metrics: m, started: time.Now(), draining: make(chan struct{}), recent: newRecent(), seed: random()}
 	s.exchanges.New = func() any { return &exchange{s: s} }
 	return s
 }
@@ -191,6 +192,7 @@ func (x *exchange) release() {
 	}
 	x.msg = message{arena: arena}
 	x.headers.reset()
+	x.req.Reset()
 	x.stream, x.requestID, x.newID, x.answered = nil, "", false, false
 	x.s.exchanges.Put(x)
 }

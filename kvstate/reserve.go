@@ -26,19 +26,41 @@ type booking struct {
 // the hop ended. It returns 0, and books nothing, when MaxReservations are held: choosing blindly is better than
 // refusing.
 func (s *State) Reserve(e *Endpoint, promptTokens int64) ReservationID {
+	return s.ReserveAs(0, e, promptTokens)
+}
+
+// ReserveAs is Reserve under an id that the caller can work out again when all it has is the request. Where id is 0 or
+// taken, a random one takes its place.
+func (s *State) ReserveAs(id ReservationID, e *Endpoint, promptTokens int64) ReservationID {
 	if s.booked.Add(1) > int64(s.o.MaxReservations) {
 		s.booked.Add(-1)
 		return 0
 	}
 	promptTokens = max(promptTokens, 0)
-	id := ReservationID(rand.Uint64() | 1)
+	if id == 0 {
+		id = randomID()
+	}
 	e.requests.Add(1)
 	e.tokens.Add(promptTokens)
+	b := booking{e.live, promptTokens, time.Now().Add(s.o.ReservationTTL)}
+	for !s.hold(id, b) {
+		id = randomID()
+	}
+	return id
+}
+
+func randomID() ReservationID { return ReservationID(rand.Uint64() | 1) }
+
+// hold keeps a booking under an id; false if the id is taken.
+func (s *State) hold(id ReservationID, b booking) bool {
 	shard := &s.bookings[(id>>8)%bookingShards]
 	shard.mu.Lock()
-	shard.held[id] = booking{e.live, promptTokens, time.Now().Add(s.o.ReservationTTL)}
-	shard.mu.Unlock()
-	return id
+	defer shard.mu.Unlock()
+	if _, taken := shard.held[id]; taken {
+		return false
+	}
+	shard.held[id] = b
+	return true
 }
 
 // Release ends a reservation. It is true exactly once for each that was made; later calls, and ids of other replicas,

@@ -65,6 +65,7 @@ func serverOptions(config *configv1.Config, f *fleet, log *slog.Logger) (extproc
 		SplitBodyBytes: int(config.GetEnvoy().GetMaxBodyBytes()),
 		MaxBodyBytes:   int(4 * config.GetEnvoy().GetMaxBodyBytes()),
 		MaxRedirects:   envoyconfigs.MaxRedirects,
+		TicketTTL:      configv1.Duration(config.GetTickets().GetTtl()),
 	}
 	for _, p := range config.GetPools() {
 		policy := extproc.Policy{

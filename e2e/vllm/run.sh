@@ -20,12 +20,13 @@ declare -A pids=()
 say() { echo "run.sh: $*" >&2; }
 
 # Each of these was needed:
-# - one process per engine (V1 multiprocessing off, executor uni): the default executor's workers stall for seconds on few cores;
+# - V1 multiprocessing off and executor uni: the workers of the default executor stall for seconds on few cores;
 # - NIXL_PTHR_DELAY_US (see install.sh): 0 burns a core per idle engine;
 # - UCX and NIXL on loopback: else they take the first network device they see.
 export VLLM_TARGET_DEVICE=cpu VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind OMP_NUM_THREADS=1
 export VLLM_ENABLE_V1_MULTIPROCESSING=0 VLLM_HOST_IP=127.0.0.1 VLLM_NIXL_SIDE_CHANNEL_HOST=127.0.0.1
 export UCX_NET_DEVICES=lo UCX_TLS=tcp,sm,self NIXL_PTHR_DELAY_US=1000 CUDA_VISIBLE_DEVICES=
+unset PYTHONDONTWRITEBYTECODE # five engines start together: let them keep what they compile
 export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1 PYTHONHASHSEED=0
 
 # engine NAME PORT [argument...]: one vLLM in its own process group. float32, so that text does not hang on the order of additions
@@ -58,12 +59,12 @@ stop_all() {
   for pid in "${pids[@]}"; do kill -KILL -- "-$pid" 2>/dev/null || true; done
 }
 
-# wait_ready NAME PORT: until it answers /health, 5 minutes at most.
+# wait_ready NAME PORT: until it answers /health, 10 minutes at most (a busy machine needs 5).
 wait_ready() {
   local name=$1 port=$2
   until curl -sf -o /dev/null "http://127.0.0.1:$port/health"; do
     kill -0 "${pids[$name]}" 2>/dev/null || { say "$name ended:"; tail -5 "$logs/$name.log" >&2; exit 1; }
-    [ $SECONDS -lt 300 ] || { say "$name is not ready after $SECONDS s: $logs/$name.log"; exit 1; }
+    [ $SECONDS -lt 600 ] || { say "$name is not ready after $SECONDS s: $logs/$name.log"; exit 1; }
     sleep 0.5
   done
 }

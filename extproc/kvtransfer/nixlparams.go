@@ -2,6 +2,7 @@ package kvtransfer
 
 import (
 	"encoding/json"
+	"errors"
 	"fmt"
 	"math"
 	"net/netip"
@@ -82,7 +83,9 @@ func (p *pull) member(seen *pullMembers, key, value []byte, at int) error {
 			err = refuse(key, value, "true")
 		}
 	case "remote_block_ids":
-		is, err = memberBlocks, checkBlockIDs(value)
+		if is, err = memberBlocks, checkBlockIDs(value); err != nil {
+			err = fmt.Errorf("remote_block_ids: %w", err)
+		}
 	case "remote_engine_id":
 		is, err = memberEngine, checkText(key, value)
 	case "remote_request_id":
@@ -147,10 +150,9 @@ func digits(b []byte, i int) (n int64, end int) {
 // with at least one id in all. vLLM's block tables are int32, so ids are from 0 to 2^31-1; a negative one would count
 // from the end.
 func checkBlockIDs(value []byte) error {
-	key := []byte("remote_block_ids")
 	c := cursor{b: value}
 	if !c.take('[') {
-		return refuse(key, value, "a list of block ids")
+		return errors.New("not a list")
 	}
 	c.space()
 	nested := c.at('[')
@@ -165,12 +167,12 @@ func checkBlockIDs(value []byte) error {
 		}
 		n, err := c.element(nested)
 		if err != nil {
-			return fmt.Errorf("remote_block_ids: %w", err)
+			return err
 		}
 		ids += n
 	}
 	if ids == 0 {
-		return refuse(key, value, "a list with a block id in it")
+		return errors.New("not one block id in it")
 	}
 	return nil
 }

@@ -4,67 +4,65 @@ import "fmt"
 
 // Answer is what is read of a prefill endpoint's answer.
 type Answer struct {
-	Params       []byte // kv_transfer_params as it stands in the answer; nil: absent or null
+	Params       []byte // kv_transfer_params as it stands in the answer; nil: absent or null. Refers to the answer
 	PromptTokens int64  // -1: not said
-	CachedTokens int64  // of the prompt's; -1: not said
+	CachedTokens int64  // of the prompt's, those that the prefix cache had; -1: not said
 }
 
-// ScanAnswer reads an engine's JSON answer to any of the APIs. Params refers to body.
+// ScanAnswer reads an engine's JSON answer to any of the APIs. It validates all of it.
 func ScanAnswer(body []byte) (Answer, error) {
 	a := Answer{PromptTokens: -1, CachedTokens: -1}
-	s := scanner{b: body, lim: Limits{}.withDefaults()}
-	members, _, err := s.document(nil, nil)
-	if err != nil {
+	var d document
+	if err := d.scan(body, Limits{}); err != nil {
 		return a, fmt.Errorf("reading an engine's answer: %w", err)
 	}
-	for _, m := range members {
-		value := body[m.value:m.valueEnd:m.valueEnd]
-		switch string(body[m.key+1 : m.keyEnd-1]) {
-		case "kv_transfer_params":
-			if string(value) != "null" {
-				a.Params = value
-			}
-		case "usage":
-			a.readUsage(value)
+	for i := range d.members[scopeTop] {
+		m := &d.members[scopeTop][i]
+		switch {
+		case m.field == FieldKVTransferParams && present(d.text(m)):
+			a.Params = d.text(m)
+		case string(d.key(m)) == "usage":
+			a.readUsage(d.text(m))
 		}
 	}
 	return a, nil
 }
 
-// readUsage reads the usage object of chat and completions (prompt_tokens, prompt_tokens_details.cached_tokens) or of
-// responses and messages (input_tokens, input_tokens_details.cached_tokens, cache_read_input_tokens).
+// readUsage reads a usage object. Chat and completions have prompt_tokens and prompt_tokens_details.cached_tokens,
+// responses input_tokens and input_tokens_details.cached_tokens. Messages follow Anthropic, where input_tokens are only
+// those that were neither read from the cache nor written to it (vLLM 0.32.0: 3 of 99, the other 96 in
+// cache_creation_input_tokens).
 func (a *Answer) readUsage(usage []byte) {
-	each(usage, func(key string, value []byte) {
-		switch key {
+	created, read := int64(-1), int64(-1)
+	for key, value := range pairs(usage) {
+		switch string(key) {
 		case "prompt_tokens", "input_tokens":
-			if n, ok := integer(value); ok && n >= 0 {
-				a.PromptTokens = n
-			}
+			a.PromptTokens = count(value)
+		case "cache_creation_input_tokens":
+			created = count(value)
 		case "cache_read_input_tokens":
-			if n, ok := integer(value); ok && n >= 0 {
-				a.CachedTokens = n
-			}
+			read = count(value)
 		case "prompt_tokens_details", "input_tokens_details":
-			each(value, func(key string, value []byte) {
-				if n, ok := integer(value); ok && n >= 0 && key == "cached_tokens" {
-					a.CachedTokens = n
+			for key, value := range pairs(value) {
+				if string(key) == "cached_tokens" {
+					a.CachedTokens = count(value)
 				}
-			})
+			}
 		}
-	})
+	}
+	if read >= 0 {
+		a.CachedTokens = read
+	}
+	if a.PromptTokens >= 0 {
+		a.PromptTokens += max(created, 0) + max(read, 0)
+	}
 }
 
-// each visits the members of a validated object; anything else has none.
-func each(object []byte, visit func(key string, value []byte)) {
-	if len(object) == 0 || object[0] != '{' {
-		return
+// count is a number of tokens, -1 for what is none.
+func count(raw []byte) int64 {
+	n, ok := integer(raw)
+	if !ok || n < 0 || n > 1<<40 {
+		return -1
 	}
-	s := scanner{b: object, lim: Limits{}.withDefaults()}
-	members, _, err := s.document(nil, nil)
-	if err != nil {
-		return
-	}
-	for _, m := range members {
-		visit(string(object[m.key+1:m.keyEnd-1]), object[m.value:m.valueEnd])
-	}
+	return n
 }

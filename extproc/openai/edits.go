@@ -11,7 +11,8 @@ type Edit struct {
 	New        []byte
 }
 
-// Edits are changes of one body, sorted by Start and not overlapping.
+// Edits are changes of one body, sorted by Start and not overlapping. Of edits with the same Start all but the last
+// insert only.
 type Edits []Edit
 
 // Len is the length of a body of n bytes after the edits.
@@ -31,8 +32,9 @@ func (e Edits) Size() int {
 	return n
 }
 
-// Apply appends the edited body to dst.
+// Apply appends the edited body to dst, growing it at most once. The edits must fit body ([Edits.Check]).
 func (e Edits) Apply(dst, body []byte) []byte {
+	dst = slices.Grow(dst, e.Len(len(body)))
 	from := 0
 	for _, x := range e {
 		dst = append(dst, body[from:x.Start]...)
@@ -42,7 +44,8 @@ func (e Edits) Apply(dst, body []byte) []byte {
 	return append(dst, body[from:]...)
 }
 
-// Inverse appends to dst the edits that turn the edited body back into body. Their New refers to body.
+// Inverse appends to dst the edits that turn the edited body back into body: byte offsets of the edited body, New
+// referring to body.
 func (e Edits) Inverse(dst Edits, body []byte) Edits {
 	shift := 0
 	for _, x := range e {
@@ -65,37 +68,30 @@ func (e Edits) Check(n int) error {
 	return nil
 }
 
-// removals appends the edits that cut whole members, each with the one comma that keeps the rest valid: the one before
-// it, or behind it where nothing that stays is before it.
-func (r *Request) removals(dst Edits, cut func(i int) bool) Edits {
-	return removals(dst, r.body, r.members, cut)
+// cutter cuts members out of one object, each with the comma that keeps the rest valid: the one before it, or the one
+// behind it while nothing that stays is before it. It is told about every member in turn. Neighbours become one edit.
+type cutter struct {
+	body    []byte
+	members []member
+	kept    bool // a member before this one
+	running bool // the member before this one was cut
 }
 
-func removals(dst Edits, body []byte, members []member, cut func(i int) bool) Edits {
-	kept := false
-	for i, m := range members {
-		if !cut(i) {
-			kept = true
-			continue
-		}
-		e := Edit{Start: int(m.key), End: int(m.valueEnd)}
-		switch {
-		case kept:
-			e.Start = commaAfter(body, int(members[i-1].valueEnd))
-		case i+1 < len(members):
-			e.End = int(members[i+1].key)
-		}
-		dst = append(dst, e)
+func (c *cutter) keep() { c.kept, c.running = true, false }
+
+func (c *cutter) cut(edits Edits, i int) Edits {
+	m := &c.members[i]
+	start, end := int(m.key), int(m.valueEnd)
+	if !c.kept && i+1 < len(c.members) {
+		end = int(c.members[i+1].key)
 	}
-	return dst
-}
-
-// commaAfter is where the comma behind a member lies.
-func commaAfter(body []byte, i int) int {
-	for body[i] != ',' {
-		i++
+	if c.running {
+		edits[len(edits)-1].End = end
+		return edits
 	}
-	return i
+	if c.kept {
+		start = skipSpace(c.body, int(c.members[i-1].valueEnd)) // the comma
+	}
+	c.running = true
+	return append(edits, Edit{Start: start, End: end})
 }
-
-func (e Edits) sort() { slices.SortStableFunc(e, func(a, b Edit) int { return a.Start - b.Start }) }

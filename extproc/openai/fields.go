@@ -1,11 +1,11 @@
 package openai
 
-import "encoding/json"
+import "strings"
 
-// Field is a top-level member that somebody needs, or one of sampling_params.
+// Field is a member that somebody needs, of the body itself or of its sampling_params.
 type Field uint8
 
-// The members that are known by name. Names are those of vLLM's request models, which include OpenAI's.
+// The members that are known by name, under the names of vLLM's request models, which include OpenAI's and Anthropic's.
 const (
 	fieldUnknown Field = iota
 	FieldModel
@@ -19,14 +19,14 @@ const (
 	FieldStop
 	FieldStopTokenIDs
 	FieldStopSequences
-	FieldIncludeStop
+	FieldIncludeStop // include_stop_str_in_output
 	FieldN
 	FieldBestOf
 	FieldLogprobs
 	FieldTopLogprobs
 	FieldPromptLogprobs
 	FieldEcho
-	FieldBeamSearch
+	FieldBeamSearch // use_beam_search
 	FieldOutputMode
 	FieldMessages
 	FieldPrompt
@@ -41,17 +41,20 @@ const (
 	FieldTools
 	FieldSystem
 	FieldInstructions
+	FieldReasoningEffort
 	FieldChatTemplate
 	FieldChatTemplateKwargs
 	FieldDocuments
 	FieldCacheSalt
 	FieldReturnTokenIDs
 	FieldKVTransferParams
-	fieldControl // any other member that a client must not send
+	fieldControl   // any other member that a client must not send
+	fieldVLLMXArgs // vllm_xargs: becomes extra_args in vLLM
+	fieldExtraArgs // extra_args of sampling_params
 	numFields
 )
 
-// fieldOf names the field of an unescaped key.
+// fieldOf names the field of a key, unescaped.
 func fieldOf(key []byte) Field {
 	switch string(key) { // does not allocate
 	case "model":
@@ -120,6 +123,8 @@ func fieldOf(key []byte) Field {
 		return FieldSystem
 	case "instructions":
 		return FieldInstructions
+	case "reasoning_effort":
+		return FieldReasoningEffort
 	case "chat_template":
 		return FieldChatTemplate
 	case "chat_template_kwargs":
@@ -132,29 +137,30 @@ func fieldOf(key []byte) Field {
 		return FieldReturnTokenIDs
 	case "kv_transfer_params":
 		return FieldKVTransferParams
-	// What steers engines and their routers, and names internal hosts and blocks: vLLM, SGLang, TensorRT-LLM, Neuron,
-	// Dynamo in this order.
-	case "ec_transfer_params",
-		"bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key", "routed_dp_rank",
-		"disagg_prefill_dp_rank", "data_parallel_rank", "remote_kv_source",
-		"disaggregated_params", "disagg_spec",
-		"disagg_prefill_resp",
-		"nvext":
+	case "vllm_xargs":
+		return fieldVLLMXArgs
+	case "extra_args":
+		return fieldExtraArgs
+	}
+	if isControl(string(key)) {
 		return fieldControl
 	}
 	return fieldUnknown
 }
 
+// isControl reports whether a key, beside kv_transfer_params, is one that a client must not send: it steers engines or
+// their routers, and names internal hosts, ranks and blocks. vLLM, SGLang, TensorRT-LLM, Neuron and Dynamo, in this order.
+func isControl(key string) bool {
+	switch key {
+	case "ec_transfer_params",
+		"routed_dp_rank", "disagg_prefill_dp_rank", "data_parallel_rank",
+		"disaggregated_params",
+		"disagg_prefill_resp",
+		"nvext":
+		return true
+	}
+	return strings.HasPrefix(key, "bootstrap_") // SGLang's host, port, room and what will follow
+}
+
 // control reports whether a member is not the client's to send.
 func (f Field) control() bool { return f == FieldKVTransferParams || f == fieldControl }
-
-// unescape undoes the escapes of a validated string's inside.
-func unescape(inside []byte) []byte {
-	quoted := make([]byte, 0, len(inside)+2)
-	quoted = append(append(append(quoted, '"'), inside...), '"')
-	var s string
-	if json.Unmarshal(quoted, &s) != nil {
-		return inside // cannot be: the scanner validated it
-	}
-	return []byte(s)
-}

@@ -1,137 +1,164 @@
 package openai
 
+import (
+	"bytes"
+	"slices"
+)
+
 // Patch plans changes of a scanned body. The zero value is ready; Reset reuses all memory.
 //
 // Members that are there keep their place and get a new value; members that are not are put in front, directly after the
-// opening brace, all of them in one edit, which is the first of [Patch.Edits]. Nothing else moves.
+// opening brace, all of them in one edit, which is then the first of [Patch.Edits]. Nothing else moves. Where a member is
+// changed twice, the last change counts.
+//
+// It is meant for members that no client's body has twice, and with control members cut ([Request.Clean]) before.
 type Patch struct {
-	r       *Request
-	edits   Edits
-	deleted []bool // by member
-	front   []byte // members to put in, each followed by a comma
+	r        *Request
+	top      changes
+	sampling changes
+	text     []byte // new values
+	front    []byte // members to put in
+	edits    Edits
+}
 
-	samplingEdits   Edits
-	samplingDeleted []bool
-	samplingFront   []byte
-	samplingTouched bool
+// changes are those of one object.
+type changes struct {
+	of  []change // by member
+	new []insert
+}
+
+// change is what happens to a member. Offsets are into Patch.text.
+type change struct {
+	what       action
+	start, end int
+}
+
+type action uint8
+
+const (
+	keep action = iota
+	replace
+	cut
+)
+
+// insert is a member to put in.
+type insert struct {
+	key        string
+	start, end int
 }
 
 // Reset makes the patch ready for changes of r, which must stay as it is until the edits were applied.
 func (p *Patch) Reset(r *Request) {
 	p.r = r
-	p.edits, p.front = p.edits[:0], p.front[:0]
-	p.samplingEdits, p.samplingFront, p.samplingTouched = p.samplingEdits[:0], p.samplingFront[:0], false
-	p.deleted = zeroed(p.deleted, len(r.members))
-	p.samplingDeleted = zeroed(p.samplingDeleted, len(r.sampling))
+	p.top.reset(len(r.members[scopeTop]))
+	p.sampling.reset(len(r.members[scopeSampling]))
+	p.text = p.text[:0]
 }
 
-func zeroed(b []bool, n int) []bool {
-	if cap(b) < n {
-		return make([]bool, n)
-	}
-	b = b[:n]
-	clear(b)
-	return b
+func (c *changes) reset(members int) {
+	c.of = slices.Grow(c.of[:0], members)[:members]
+	clear(c.of)
+	c.new = c.new[:0]
 }
 
-// Set gives a top-level member a value, which is JSON text. key is its name and f its field; f may be unknown for a
-// member that the body cannot have.
+// Set gives a top-level member a value, which is JSON text and is copied. key is the member's name, plain enough to need
+// no escapes, and f its field.
 func (p *Patch) Set(key string, f Field, value []byte) {
-	if i := p.r.index[f]; i > 0 && f != fieldUnknown {
-		m := p.r.members[i-1]
-		p.edits = append(p.edits, Edit{Start: int(m.value), End: int(m.valueEnd), New: value})
-		return
-	}
-	p.front = appendMember(p.front, key, value)
+	p.set(&p.top, scopeTop, key, f, value)
 }
 
 // Delete removes a top-level member, if it is there.
-func (p *Patch) Delete(f Field) {
-	if i := p.r.index[f]; i > 0 {
-		p.deleted[i-1] = true
-	}
-}
+func (p *Patch) Delete(f Field) { p.delete(&p.top, scopeTop, f) }
 
-// SetSampling is Set for a member of sampling_params.
+// SetSampling is Set for a member of sampling_params, which is made if the body has none. If it is something other than an
+// object, nothing happens: no engine takes such a request.
 func (p *Patch) SetSampling(key string, f Field, value []byte) {
-	p.samplingTouched = true
-	for _, m := range p.r.sampling {
-		if m.field == f {
-			p.samplingEdits = append(p.samplingEdits, Edit{Start: int(m.value), End: int(m.valueEnd), New: value})
-			return
-		}
-	}
-	p.samplingFront = appendMember(p.samplingFront, key, value)
+	p.set(&p.sampling, scopeSampling, key, f, value)
 }
 
 // DeleteSampling is Delete for a member of sampling_params.
-func (p *Patch) DeleteSampling(f Field) {
-	for i, m := range p.r.sampling {
-		if m.field == f {
-			p.samplingDeleted[i] = true
+func (p *Patch) DeleteSampling(f Field) { p.delete(&p.sampling, scopeSampling, f) }
+
+func (p *Patch) set(c *changes, s scope, key string, f Field, value []byte) {
+	start := len(p.text)
+	p.text = append(p.text, value...)
+	if i := p.position(s, f); i >= 0 {
+		c.of[i] = change{replace, start, len(p.text)}
+		return
+	}
+	n := insert{key, start, len(p.text)}
+	for i := range c.new {
+		if c.new[i].key == key {
+			c.new[i] = n
+			return
 		}
+	}
+	c.new = append(c.new, n)
+}
+
+func (p *Patch) delete(c *changes, s scope, f Field) {
+	if i := p.position(s, f); i >= 0 {
+		c.of[i] = change{what: cut}
 	}
 }
 
-func appendMember(b []byte, key string, value []byte) []byte {
-	b = append(append(append(b, '"'), key...), '"', ':')
-	return append(append(b, value...), ',')
+// position is where among the scope's members the field is, -1 if it is absent.
+func (p *Patch) position(s scope, f Field) int {
+	if f == fieldUnknown {
+		return -1
+	}
+	return slices.IndexFunc(p.r.members[s], func(m member) bool { return m.field == f })
 }
 
-// Edits are the planned changes, valid until the next Reset. Unless nothing was put in, the first of them is an
-// insertion right after the opening brace.
+// Edits are the planned changes, valid until the next change or Reset.
 func (p *Patch) Edits() Edits {
 	r := p.r
-	p.addSampling()
-	brace := openingBrace(r.body)
-	p.edits = insertion(p.edits, brace+1, p.front, survivors(p.deleted))
-	p.edits = r.removals(p.edits, func(i int) bool { return p.deleted[i] })
-	p.edits.sort()
+	p.front = p.front[:0]
+	if raw := r.Raw(FieldSamplingParams); !present(raw) && len(p.sampling.new) > 0 {
+		start := len(p.front)
+		p.front = p.appendMembers(append(p.front, '{'), p.sampling.new)
+		p.front[len(p.front)-1] = '}' // where the last comma was
+		p.Set("sampling_params", FieldSamplingParams, p.front[start:])
+	}
+	p.edits = p.appendEdits(p.edits[:0], &p.top, scopeTop, r.start)
 	return p.edits
 }
 
-// addSampling puts the changes of sampling_params among the others, or the whole of it where the body has none.
-func (p *Patch) addSampling() {
-	r := p.r
-	raw := r.Raw(FieldSamplingParams)
-	switch {
-	case !p.samplingTouched:
-	case raw == nil || string(raw) == "null":
-		object := append([]byte{'{'}, p.samplingFront...)
-		object[len(object)-1] = '}' // in place of the last comma
-		p.Set("sampling_params", FieldSamplingParams, object)
-	case raw[0] == '{':
-		p.samplingEdits = insertion(p.samplingEdits, int(r.members[r.index[FieldSamplingParams]-1].value)+1, p.samplingFront, survivors(p.samplingDeleted))
-		p.samplingEdits = removals(p.samplingEdits, r.body, r.sampling, func(i int) bool { return p.samplingDeleted[i] })
-		p.edits = append(p.edits, p.samplingEdits...)
+// appendEdits appends the edits of one object, whose opening brace is at open, in the order of the body.
+func (p *Patch) appendEdits(edits Edits, c *changes, s scope, open int) Edits {
+	if len(c.new) > 0 {
+		from := len(p.front)
+		p.front = p.appendMembers(p.front, c.new)
+		to := len(p.front)
+		if !slices.ContainsFunc(c.of, func(x change) bool { return x.what != cut }) {
+			to-- // nothing stays behind the last comma
+		}
+		edits = append(edits, Edit{Start: open + 1, End: open + 1, New: p.front[from:to:to]})
 	}
-}
-
-// insertion adds the edit that puts members in at a place. Without survivors behind it the last comma is too many.
-func insertion(e Edits, at int, members []byte, survivors bool) Edits {
-	if len(members) == 0 {
-		return e
-	}
-	if !survivors {
-		members = members[:len(members)-1]
-	}
-	return append(e, Edit{Start: at, End: at, New: members})
-}
-
-func survivors(deleted []bool) bool {
-	for _, d := range deleted {
-		if !d {
-			return true
+	members := p.r.members[s]
+	cuts := cutter{body: p.r.body, members: members}
+	for i, x := range c.of {
+		m := &members[i]
+		if x.what == cut {
+			edits = cuts.cut(edits, i)
+			continue
+		}
+		cuts.keep()
+		switch value := p.text[x.start:x.end:x.end]; {
+		case x.what == replace && !bytes.Equal(value, p.r.text(m)):
+			edits = append(edits, Edit{Start: int(m.value), End: int(m.valueEnd), New: value})
+		case x.what == keep && s == scopeTop && m.field == FieldSamplingParams && p.r.body[m.value] == '{':
+			edits = p.appendEdits(edits, &p.sampling, scopeSampling, int(m.value))
 		}
 	}
-	return false
+	return edits
 }
 
-// openingBrace is where the body's opening brace lies.
-func openingBrace(body []byte) int {
-	i := 0
-	for body[i] != '{' {
-		i++
+// appendMembers appends members as text, each with a comma behind.
+func (p *Patch) appendMembers(b []byte, members []insert) []byte {
+	for _, m := range members {
+		b = append(append(append(b, '"'), m.key...), '"', ':')
+		b = append(append(b, p.text[m.start:m.end]...), ',')
 	}
-	return i
+	return b
 }

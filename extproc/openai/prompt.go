@@ -22,26 +22,30 @@ func (r *Request) prompt() []byte {
 	}
 }
 
-// PromptBytes is the length of the prompt as it stands in the body.
+// PromptBytes is the length of the prompt as it stands in the body, 0 where there is none.
 func (r *Request) PromptBytes() int { return len(r.prompt()) }
 
-// PromptHash appends the chained hashes of the prompt's blocks to dst: a hash stands for its block and everything before
-// it. Blocks are blockBytes of the member's raw bytes, full ones only, at most maxBlocks; what a chat template renders in
-// front or that keeps prompts apart (model, tools, system, salt, ...) is in the seed. Two requests share hashes as far as
-// their bytes are the same, which for a conversation that grows is all of its earlier turns.
+// PromptHash appends the hashes of the prompt's leading blocks to dst: each stands for its block and everything before
+// it. Blocks are blockBytes of the prompt member's raw bytes, full ones only, at most maxBlocks of them. What a chat
+// template renders in front, or what keeps caches apart (model, tools, system, salt, ...), is in every hash.
+//
+// Two requests share hashes as far as their bytes are the same, which for a conversation that grows is all of its earlier
+// turns. The hashes are the same in every process of a release. They are a guess at what the engine's
+// prefix cache has, cheap and without a tokenizer: the same text with other white space or escapes is another prompt.
 func (r *Request) PromptHash(dst []uint64, blockBytes, maxBlocks int) []uint64 {
 	h := xxhash.Sum64String(r.model)
-	for _, f := range [...]Field{FieldCacheSalt, FieldTools, FieldSystem, FieldInstructions, FieldChatTemplate,
-		FieldChatTemplateKwargs, FieldDocuments} {
-		if raw := r.Raw(f); raw != nil {
-			h = chain(h, xxhash.Sum64(raw)+uint64(f))
+	for i, f := range [...]Field{FieldCacheSalt, FieldTools, FieldSystem, FieldInstructions, FieldReasoningEffort,
+		FieldChatTemplate, FieldChatTemplateKwargs, FieldDocuments} {
+		if raw := r.Raw(f); present(raw) {
+			h = chain(h, xxhash.Sum64(raw)+uint64(i))
 		}
 	}
 	b := r.prompt()
-	if len(b) > 0 {
-		b = b[:len(b)-1] // the closing bracket or quote is not shared with the next turn
+	if len(b) == 0 || blockBytes <= 0 {
+		return dst
 	}
-	for len(b) >= blockBytes && len(dst) < maxBlocks {
+	b = b[:len(b)-1] // the closing bracket or quote: where the next turn goes on
+	for ; len(b) >= blockBytes && maxBlocks > 0; maxBlocks-- {
 		h = chain(h, xxhash.Sum64(b[:blockBytes]))
 		dst = append(dst, h)
 		b = b[blockBytes:]
@@ -49,6 +53,7 @@ func (r *Request) PromptHash(dst []uint64, blockBytes, maxBlocks int) []uint64 {
 	return dst
 }
 
-func chain(h, block uint64) uint64 {
-	return bits.RotateLeft64(h, 27)*0x9E3779B185EBCA87 ^ block
+// chain makes one hash of two, their order mattering.
+func chain(h, next uint64) uint64 {
+	return bits.RotateLeft64(h, 27)*0x9E3779B185EBCA87 ^ next
 }

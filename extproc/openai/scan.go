@@ -1,366 +1,237 @@
 package openai
 
 import (
-	"encoding/binary"
+	"bytes"
 	"fmt"
-	"math/bits"
+	"math"
+	"strings"
+	"unicode/utf8"
 
 	"github.com/cespare/xxhash/v2"
 )
 
-// member is one key and value of a JSON object, as offsets into the body. Keys include their quotes.
+// Limits bound what a body may be. Zero values take the defaults.
+type Limits struct {
+	MaxDepth   int // nesting of arrays and objects; default 512, at most 1,024
+	MaxMembers int // of one of the objects whose members are looked at; default 512, at most 4,096
+}
+
+func (l Limits) withDefaults() Limits {
+	if l.MaxDepth <= 0 {
+		l.MaxDepth = 512
+	}
+	if l.MaxMembers <= 0 {
+		l.MaxMembers = 512
+	}
+	l.MaxDepth, l.MaxMembers = min(l.MaxDepth, maxNesting), min(l.MaxMembers, 4096)
+	return l
+}
+
+// scope is one of the objects whose members are looked at.
+type scope uint8
+
+const (
+	scopeTop       scope = iota
+	scopeSampling        // sampling_params
+	scopeExtraArgs       // sampling_params.extra_args
+	scopeXArgs           // vllm_xargs
+	numScopes
+)
+
+// inner is the scope that a member opens, if its value is an object.
+func (s scope) inner(f Field) (scope, bool) {
+	switch {
+	case s == scopeTop && f == FieldSamplingParams:
+		return scopeSampling, true
+	case s == scopeTop && f == fieldVLLMXArgs:
+		return scopeXArgs, true
+	case s == scopeSampling && f == fieldExtraArgs:
+		return scopeExtraArgs, true
+	}
+	return 0, false
+}
+
+// member is one member of a scope, as offsets into the body: from the key's opening quote to the value's end.
 type member struct {
 	key, keyEnd, value, valueEnd int32
 	hash                         uint64 // of the unescaped key
 	field                        Field
 }
 
-const maxDepthWords = 16 // 1,024 levels
-
-// Limits bound what a body may be. Zero values take the defaults.
-type Limits struct {
-	MaxDepth   int // nesting of arrays and objects; default 512, at most 1,024
-	MaxMembers int // of the top-level object; default 1,024
+// document is a scanned body.
+type document struct {
+	body    []byte
+	start   int // of the opening brace
+	members [numScopes][]member
+	scratch []byte // an unescaped key
 }
 
-func (l Limits) withDefaults() Limits {
-	if l.MaxDepth == 0 {
-		l.MaxDepth = 512
+// key is a member's key as it stands in the body, without quotes.
+func (d *document) key(m *member) []byte { return d.body[m.key+1 : m.keyEnd-1] }
+
+// text is a member's value as it stands in the body.
+func (d *document) text(m *member) []byte { return d.body[m.value:m.valueEnd:m.valueEnd] }
+
+// scan validates the body and finds the members of its scopes. It allocates only where slices must grow.
+func (d *document) scan(body []byte, lim Limits) error {
+	d.body = body
+	for i := range d.members {
+		d.members[i] = d.members[i][:0]
 	}
-	if l.MaxMembers == 0 {
-		l.MaxMembers = 1024
+	if cap(d.scratch) > 64<<10 {
+		d.scratch = nil // of a key that nobody will send again
 	}
-	l.MaxDepth = min(l.MaxDepth, maxDepthWords*64)
-	return l
-}
-
-// scanner validates JSON (RFC 8259) byte by byte, strings eight at a time.
-type scanner struct {
-	b   []byte
-	i   int
-	lim Limits
-}
-
-func (s *scanner) fail(what string) error {
-	if s.i >= len(s.b) {
-		return BadRequest("invalid_json", "", fmt.Sprintf("the body is not valid JSON: it ends at byte %d, %s", len(s.b), what))
+	if len(body) > math.MaxInt32 {
+		return TooLarge(math.MaxInt32)
 	}
-	return BadRequest("invalid_json", "", fmt.Sprintf("the body is not valid JSON: at byte %d, %s", s.i, what))
-}
-
-func (s *scanner) space() {
-	for s.i < len(s.b) {
-		switch s.b[s.i] {
-		case ' ', '\t', '\n', '\r':
-			s.i++
-		default:
-			return
+	lim = lim.withDefaults()
+	d.start = skipSpace(body, 0)
+	if d.start == len(body) {
+		return BadRequest("empty_body", "", "the body is empty; a JSON object is expected")
+	}
+	if body[d.start] != '{' {
+		return d.notObject(lim)
+	}
+	i, f := d.object(scopeTop, d.start, lim.MaxDepth-1, lim)
+	if f == noFault {
+		if i = skipSpace(body, i); i < len(body) {
+			f = faultTrailing
 		}
 	}
+	if f != noFault {
+		return d.refuse(i, f, lim)
+	}
+	return nil
 }
 
-func (s *scanner) at(c byte) bool { return s.i < len(s.b) && s.b[s.i] == c }
-
-// document finds the members of the one top-level object that the body must be. Members of sampling_params, which one
-// API has its limits in, go to nested.
-func (s *scanner) document(top, nested []member) (topOut, nestedOut []member, err error) {
-	s.space()
-	if !s.at('{') {
-		if s.i+2 < len(s.b) && s.b[s.i] == 0xEF && s.b[s.i+1] == 0xBB {
-			return top, nested, s.fail("a byte order mark, which JSON does not have")
-		}
-		if s.i >= len(s.b) {
-			return top, nested, s.fail("where an object is expected")
-		}
-		return top, nested, BadRequest("invalid_body", "", "the body must be a JSON object")
-	}
-	if top, nested, err = s.object(top, nested, true); err != nil {
-		return top, nested, err
-	}
-	s.space()
-	if s.i != len(s.b) {
-		return top, nested, s.fail("something follows the object")
-	}
-	return top, nested, nil
-}
-
-// object reads the members of the object at s.i.
-func (s *scanner) object(dst, nested []member, top bool) (out, nestedOut []member, err error) {
-	s.i++
-	s.space()
-	if s.at('}') {
-		s.i++
-		return dst, nested, nil
+// object reads the object at i, which lies room levels above the deepest allowed. It calls itself for the few objects
+// within that are scopes.
+func (d *document) object(s scope, i, room int, lim Limits) (int, fault) {
+	b := d.body
+	if i = skipSpace(b, i+1); i < len(b) && b[i] == '}' {
+		return i + 1, noFault
 	}
 	for {
 		var m member
-		if m, err = s.key(); err != nil {
-			return dst, nested, err
+		var f fault
+		if m, i, f = d.readKey(s, i, lim); f != noFault {
+			return i, f
 		}
-		for i := range dst {
-			if dst[i].hash == m.hash {
-				return dst, nested, BadRequest("duplicate_key", printableKey(s.b[m.key+1:m.keyEnd-1]), "a member of the request occurs twice")
-			}
-		}
-		if len(dst) == s.lim.MaxMembers {
-			return dst, nested, BadRequest("too_many_members", "", fmt.Sprintf("the request has more than %d members", s.lim.MaxMembers))
-		}
-		if top && m.field == FieldSamplingParams && s.at('{') {
-			nested, _, err = s.object(nested, nil, false)
+		if within, ok := s.inner(m.field); ok && i < len(b) && b[i] == '{' && room > 0 {
+			i, f = d.object(within, i, room-1, lim)
 		} else {
-			err = s.skip(1)
+			i, f = skipValue(b, i, room)
 		}
-		if err != nil {
-			return dst, nested, err
+		if f != noFault {
+			return i, f
 		}
-		m.valueEnd = int32(s.i)
-		dst = append(dst, m)
-		s.space()
-		switch {
-		case s.at(','):
-			s.i++
-			s.space()
-		case s.at('}'):
-			s.i++
-			return dst, nested, nil
-		default:
-			return dst, nested, s.fail("where a comma or a closing brace is expected")
+		m.valueEnd = int32(i)
+		d.members[s] = append(d.members[s], m)
+		if i = skipSpace(b, i); i >= len(b) || b[i] != ',' && b[i] != '}' {
+			return i, faultObjectEnd
 		}
+		if b[i] == '}' {
+			return i + 1, noFault
+		}
+		i = skipSpace(b, i+1)
 	}
 }
 
-// key reads a member's key and the colon, up to the value.
-func (s *scanner) key() (m member, err error) {
-	if !s.at('"') {
-		return m, s.fail("where a key is expected")
+// readKey reads a member up to its value.
+func (d *document) readKey(s scope, i int, lim Limits) (m member, end int, f fault) {
+	b := d.body
+	if i >= len(b) || b[i] != '"' {
+		return m, i, faultKey
 	}
-	m.key = int32(s.i)
-	escaped, err := s.str()
-	if err != nil {
-		return m, err
+	m.key = int32(i)
+	end, escaped, f := skipString(b, i)
+	if f != noFault {
+		return m, end, f
 	}
-	m.keyEnd = int32(s.i)
-	name := s.b[m.key+1 : m.keyEnd-1]
+	m.keyEnd = int32(end)
+	name := b[i+1 : end-1]
+	if !utf8.Valid(name) {
+		return m, i, faultKeyUTF8
+	}
 	if escaped {
-		name = unescape(name)
+		d.scratch = appendUnescaped(d.scratch[:0], name)
+		name = d.scratch
 	}
 	m.hash, m.field = xxhash.Sum64(name), fieldOf(name)
-	s.space()
-	if !s.at(':') {
-		return m, s.fail("where a colon is expected")
+	if d.find(s, m.hash, name) != nil {
+		return m, i, faultDuplicate
 	}
-	s.i++
-	s.space()
-	m.value = int32(s.i)
-	return m, nil
+	if len(d.members[s]) == lim.MaxMembers {
+		return m, i, faultTooMany
+	}
+	end, f = skipColon(b, end)
+	m.value = int32(end)
+	return m, end, f
 }
 
-// skip validates one value of any kind. depth counts the levels it lies in.
-func (s *scanner) skip(depth int) error {
-	var objects [maxDepthWords]uint64 // a bit for each open level: is it an object
-	base := depth
-	for {
-		if s.i >= len(s.b) {
-			return s.fail("where a value is expected")
-		}
-		switch c := s.b[s.i]; {
-		case c == '"':
-			if _, err := s.str(); err != nil {
-				return err
-			}
-		case c == '{' || c == '[':
-			if depth++; depth > s.lim.MaxDepth {
-				return BadRequest("too_deep", "", fmt.Sprintf("the body nests more than %d levels deep", s.lim.MaxDepth))
-			}
-			word, bit := (depth-1)/64, uint64(1)<<((depth-1)%64)
-			objects[word] &^= bit
-			if c == '{' {
-				objects[word] |= bit
-			}
-			s.i++
-			s.space()
-			if c == '{' && !s.at('}') {
-				if err := s.innerKey(); err != nil {
-					return err
-				}
-				continue
-			}
-			if c == '[' && !s.at(']') {
-				continue
-			}
-			s.i++
-			depth--
-		case c == '-' || c-'0' <= 9:
-			if err := s.number(); err != nil {
-				return err
-			}
-		default:
-			if err := s.literal(); err != nil {
-				return err
-			}
-		}
-		more, err := s.closeLevels(&objects, &depth, base)
-		if err != nil || !more {
-			return err
-		}
-	}
-}
-
-// closeLevels goes on after a value: to the next one of its array or object, closing what ends here.
-func (s *scanner) closeLevels(objects *[maxDepthWords]uint64, depth *int, base int) (more bool, err error) {
-	for *depth > base {
-		s.space()
-		inObject := objects[(*depth-1)/64]>>((*depth-1)%64)&1 == 1
-		switch {
-		case s.at(','):
-			s.i++
-			s.space()
-			if inObject {
-				return true, s.innerKey()
-			}
-			return true, nil
-		case inObject && s.at('}'), !inObject && s.at(']'):
-			s.i++
-			*depth--
-		default:
-			return false, s.fail("where a comma or the end of an array or object is expected")
-		}
-	}
-	return false, nil
-}
-
-// innerKey reads a key below the top level, where nobody asks for its name.
-func (s *scanner) innerKey() error {
-	if !s.at('"') {
-		return s.fail("where a key is expected")
-	}
-	if _, err := s.str(); err != nil {
-		return err
-	}
-	s.space()
-	if !s.at(':') {
-		return s.fail("where a colon is expected")
-	}
-	s.i++
-	s.space()
-	return nil
-}
-
-const (
-	ones  = 0x0101010101010101
-	highs = 0x8080808080808080
-)
-
-// str validates the string at s.i, eight bytes at a time between those that matter: quotes, escapes, control characters.
-func (s *scanner) str() (escaped bool, err error) {
-	b, i := s.b, s.i+1
-	for {
-		for i+8 <= len(b) {
-			w := binary.LittleEndian.Uint64(b[i:])
-			quote, slash := w^(ones*'"'), w^(ones*'\\')
-			hit := ((quote - ones) &^ quote) | ((slash - ones) &^ slash) | ((w - ones*0x20) &^ w)
-			if hit &= highs; hit != 0 {
-				i += bits.TrailingZeros64(hit) / 8
-				break
-			}
-			i += 8
-		}
-		if i >= len(b) {
-			s.i = i
-			return escaped, s.fail("inside a string")
-		}
-		switch c := b[i]; {
-		case c == '"':
-			s.i = i + 1
-			return escaped, nil
-		case c == '\\':
-			escaped = true
-			n := escapeLen(b[i:])
-			if n == 0 {
-				s.i = i
-				return escaped, s.fail("an escape that JSON does not have")
-			}
-			i += n
-		case c < 0x20:
-			s.i = i
-			return escaped, s.fail("a control character inside a string")
-		default:
-			i++
-		}
-	}
-}
-
-// escapeLen is the length of the escape at the start of b, 0 if it is none.
-func escapeLen(b []byte) int {
-	if len(b) < 2 {
-		return 0
-	}
-	switch b[1] {
-	case '"', '\\', '/', 'b', 'f', 'n', 'r', 't':
-		return 2
-	case 'u':
-		if len(b) >= 6 && isHex(b[2]) && isHex(b[3]) && isHex(b[4]) && isHex(b[5]) {
-			return 6
-		}
-	}
-	return 0
-}
-
-func isHex(c byte) bool { return c-'0' <= 9 || c|0x20-'a' <= 5 }
-
-func (s *scanner) number() error {
-	digits := func() bool {
-		start := s.i
-		for s.i < len(s.b) && s.b[s.i]-'0' <= 9 {
-			s.i++
-		}
-		return s.i > start
-	}
-	if s.b[s.i] == '-' {
-		s.i++
-	}
-	if s.at('0') {
-		s.i++
-	} else if !digits() {
-		return s.fail("a number without digits")
-	}
-	if s.at('.') {
-		s.i++
-		if !digits() {
-			return s.fail("a number without digits after its point")
-		}
-	}
-	if s.at('e') || s.at('E') {
-		s.i++
-		if s.at('+') || s.at('-') {
-			s.i++
-		}
-		if !digits() {
-			return s.fail("a number without digits in its exponent")
+// find looks for a member by its unescaped name. Bodies have tens of members, so it goes through them all.
+func (d *document) find(s scope, hash uint64, name []byte) *member {
+	for i := range d.members[s] {
+		m := &d.members[s][i]
+		if m.hash == hash && bytes.Equal(unescapedKey(d.key(m)), name) {
+			return m
 		}
 	}
 	return nil
 }
 
-func (s *scanner) literal() error {
-	for _, word := range [...]string{"true", "false", "null"} {
-		if s.i+len(word) <= len(s.b) && string(s.b[s.i:s.i+len(word)]) == word {
-			s.i += len(word)
-			return nil
-		}
+// unescapedKey allocates only for a key with escapes, which is rare and met only where hashes are the same.
+func unescapedKey(key []byte) []byte {
+	if bytes.IndexByte(key, '\\') < 0 {
+		return key
 	}
-	return s.fail("where a value is expected")
+	return appendUnescaped(nil, key)
 }
 
-// printableKey is a key as an error may name it: short and plain, or not at all.
-func printableKey(key []byte) string {
-	if len(key) > 64 {
+// notObject says what a body is that does not start with a brace: other JSON, or none.
+func (d *document) notObject(lim Limits) error {
+	if bytes.HasPrefix(d.body[d.start:], []byte("\xEF\xBB\xBF")) {
+		return d.refuse(d.start, faultBOM, lim)
+	}
+	i, f := skipValue(d.body, d.start, lim.MaxDepth)
+	if f == noFault {
+		if i = skipSpace(d.body, i); i < len(d.body) {
+			f = faultTrailing
+		}
+	}
+	if f != noFault {
+		return d.refuse(i, f, lim)
+	}
+	return BadRequest("invalid_body", "", "the body must be a JSON object")
+}
+
+// refuse makes the error for a fault at byte i. It never quotes the body, but for a key that is short and plain.
+func (d *document) refuse(i int, f fault, lim Limits) *Error {
+	switch f {
+	case faultTooDeep:
+		return BadRequest("too_deep", "", fmt.Sprintf("byte %d of the body: nested more than %d levels deep", i, lim.MaxDepth))
+	case faultTooMany:
+		return BadRequest("too_many_members", "", fmt.Sprintf("byte %d of the body: an object has more than %d members", i, lim.MaxMembers))
+	case faultDuplicate:
+		end, _, _ := skipString(d.body, i)
+		key := printable(unescapedKey(d.body[i+1 : end-1]))
+		what := "a member"
+		if key != "" {
+			what = "`" + key + "`"
+		}
+		return BadRequest("duplicate_key", key, fmt.Sprintf("byte %d of the body: %s is there twice in one object", i, what))
+	}
+	if i >= len(d.body) {
+		return BadRequest("invalid_json", "", fmt.Sprintf("the body is not valid JSON: it ends at byte %d: %s", i, f))
+	}
+	return BadRequest("invalid_json", "", fmt.Sprintf("the body is not valid JSON: byte %d: %s", i, f))
+}
+
+// printable is a name as a message or log may show it: short and plain, or not at all.
+func printable(name []byte) string {
+	const plain = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_.:/-"
+	if len(name) > 64 || strings.Trim(string(name), plain) != "" {
 		return ""
 	}
-	for _, c := range key {
-		if c < 0x20 || c >= 0x7f || c == '"' || c == '\\' {
-			return ""
-		}
-	}
-	return string(key)
+	return string(name)
 }

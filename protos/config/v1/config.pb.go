@@ -129,7 +129,7 @@ type ExtProc struct {
 	Listen string `protobuf:"bytes,1,opt,name=listen,proto3" json:"listen,omitempty"`
 	// Absent: plaintext.
 	Tls *Tls `protobuf:"bytes,2,opt,name=tls,proto3" json:"tls,omitempty"`
-	// Largest gRPC message in bytes. Default: four times envoy.maxBodyBytes and 16 MiB.
+	// Largest gRPC message in bytes; a whole body comes in one. Default: four times envoy.maxBodyBytes and 16 MiB.
 	MaxMessageBytes int64 `protobuf:"varint,3,opt,name=max_message_bytes,json=maxMessageBytes,proto3" json:"max_message_bytes,omitempty"`
 	unknownFields   protoimpl.UnknownFields
 	sizeCache       protoimpl.SizeCache
@@ -188,9 +188,10 @@ func (x *ExtProc) GetMaxMessageBytes() int64 {
 
 type Tls struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// PEM files of the certificate chain and its key; read again when they change.
+	// PEM file of the certificate chain; read again when it changes. Required.
 	CertFile string `protobuf:"bytes,1,opt,name=cert_file,json=certFile,proto3" json:"cert_file,omitempty"`
-	KeyFile  string `protobuf:"bytes,2,opt,name=key_file,json=keyFile,proto3" json:"key_file,omitempty"`
+	// PEM file of its private key; read again when it changes. Required.
+	KeyFile string `protobuf:"bytes,2,opt,name=key_file,json=keyFile,proto3" json:"key_file,omitempty"`
 	// PEM file of the authorities that clients' certificates must come from. Absent: clients need none.
 	ClientCaFile  string `protobuf:"bytes,3,opt,name=client_ca_file,json=clientCaFile,proto3" json:"client_ca_file,omitempty"`
 	unknownFields protoimpl.UnknownFields
@@ -250,7 +251,7 @@ func (x *Tls) GetClientCaFile() string {
 
 type Listener struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Defaults: replan 127.0.0.1:9003, admin 127.0.0.1:9090.
+	// HTTP. Defaults: replan 127.0.0.1:9003, admin 127.0.0.1:9090.
 	Listen        string `protobuf:"bytes,1,opt,name=listen,proto3" json:"listen,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -304,15 +305,21 @@ type Envoy struct {
 	MaxBodyBytes int64 `protobuf:"varint,3,opt,name=max_body_bytes,json=maxBodyBytes,proto3" json:"max_body_bytes,omitempty"`
 	// External processors, when several replicas serve one Envoy. Default: extProc.listen.
 	ExtProcs []string `protobuf:"bytes,4,rep,name=ext_procs,json=extProcs,proto3" json:"ext_procs,omitempty"`
-	// Replan ports of the same replicas. Default: replan.listen.
+	// Replan ports of the same replicas. Default: the hosts of extProcs with the port of replan.listen.
 	Replans []string `protobuf:"bytes,5,rep,name=replans,proto3" json:"replans,omitempty"`
 	// How bodies come to the external processor: duplex (FULL_DUPLEX_STREAMED), buffered (BUFFERED), or auto: buffered from
-	// 64 KiB on. Default auto.
+	// 64 KiB on, which costs the least. A body whose length is not announced comes duplex always. While a buffered body is
+	// being answered, a replica that is killed takes that request with it; duplex goes on with another one. Default auto.
 	BodyMode string `protobuf:"bytes,6,opt,name=body_mode,json=bodyMode,proto3" json:"body_mode,omitempty"`
-	// How long a decode may be silent. Default 300s.
+	// How long an endpoint may be silent while it answers. An answer that is not streamed is silent until it is complete, so
+	// this bounds its time too. Default 30m.
 	DecodeIdleTimeout string `protobuf:"bytes,7,opt,name=decode_idle_timeout,json=decodeIdleTimeout,proto3" json:"decode_idle_timeout,omitempty"`
-	unknownFields     protoimpl.UnknownFields
-	sizeCache         protoimpl.SizeCache
+	// How Envoy reaches an external processor that has extProc.tls. Absent: encrypted, the certificate not verified.
+	ExtProcTls *ClientTls `protobuf:"bytes,8,opt,name=ext_proc_tls,json=extProcTls,proto3" json:"ext_proc_tls,omitempty"`
+	// How Envoy reaches endpoints with the scheme https. Absent: encrypted, certificates not verified.
+	EndpointTls   *ClientTls `protobuf:"bytes,9,opt,name=endpoint_tls,json=endpointTls,proto3" json:"endpoint_tls,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Envoy) Reset() {
@@ -394,16 +401,104 @@ func (x *Envoy) GetDecodeIdleTimeout() string {
 	return ""
 }
 
+func (x *Envoy) GetExtProcTls() *ClientTls {
+	if x != nil {
+		return x.ExtProcTls
+	}
+	return nil
+}
+
+func (x *Envoy) GetEndpointTls() *ClientTls {
+	if x != nil {
+		return x.EndpointTls
+	}
+	return nil
+}
+
+// TLS as Envoy speaks it to others. The files are Envoy's to read, on its machine.
+type ClientTls struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// PEM file of the authorities that the other side's certificate must come from. Absent: any certificate will do.
+	CaFile string `protobuf:"bytes,1,opt,name=ca_file,json=caFile,proto3" json:"ca_file,omitempty"`
+	// The name that the certificate must bear, asked for by SNI. Absent: any name. Needs caFile.
+	ServerName string `protobuf:"bytes,2,opt,name=server_name,json=serverName,proto3" json:"server_name,omitempty"`
+	// PEM file of Envoy's own certificate chain, where the other side wants one. Needs keyFile.
+	CertFile string `protobuf:"bytes,3,opt,name=cert_file,json=certFile,proto3" json:"cert_file,omitempty"`
+	// PEM file of the private key of certFile.
+	KeyFile       string `protobuf:"bytes,4,opt,name=key_file,json=keyFile,proto3" json:"key_file,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ClientTls) Reset() {
+	*x = ClientTls{}
+	mi := &file_config_v1_config_proto_msgTypes[5]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ClientTls) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ClientTls) ProtoMessage() {}
+
+func (x *ClientTls) ProtoReflect() protoreflect.Message {
+	mi := &file_config_v1_config_proto_msgTypes[5]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ClientTls.ProtoReflect.Descriptor instead.
+func (*ClientTls) Descriptor() ([]byte, []int) {
+	return file_config_v1_config_proto_rawDescGZIP(), []int{5}
+}
+
+func (x *ClientTls) GetCaFile() string {
+	if x != nil {
+		return x.CaFile
+	}
+	return ""
+}
+
+func (x *ClientTls) GetServerName() string {
+	if x != nil {
+		return x.ServerName
+	}
+	return ""
+}
+
+func (x *ClientTls) GetCertFile() string {
+	if x != nil {
+		return x.CertFile
+	}
+	return ""
+}
+
+func (x *ClientTls) GetKeyFile() string {
+	if x != nil {
+		return x.KeyFile
+	}
+	return ""
+}
+
 type State struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Redis         *Redis                 `protobuf:"bytes,1,opt,name=redis,proto3" json:"redis,omitempty"`
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// A Redis that all replicas share. This release takes the setting and keeps its state in memory.
+	Redis         *Redis `protobuf:"bytes,1,opt,name=redis,proto3" json:"redis,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *State) Reset() {
 	*x = State{}
-	mi := &file_config_v1_config_proto_msgTypes[5]
+	mi := &file_config_v1_config_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -415,7 +510,7 @@ func (x *State) String() string {
 func (*State) ProtoMessage() {}
 
 func (x *State) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[5]
+	mi := &file_config_v1_config_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -428,7 +523,7 @@ func (x *State) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use State.ProtoReflect.Descriptor instead.
 func (*State) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{5}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *State) GetRedis() *Redis {
@@ -440,7 +535,7 @@ func (x *State) GetRedis() *Redis {
 
 type Redis struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// redis://[user:password@]host:port/db
+	// redis://[user:password@]host:port/db, or rediss:// for TLS. Required.
 	Url           string `protobuf:"bytes,1,opt,name=url,proto3" json:"url,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -448,7 +543,7 @@ type Redis struct {
 
 func (x *Redis) Reset() {
 	*x = Redis{}
-	mi := &file_config_v1_config_proto_msgTypes[6]
+	mi := &file_config_v1_config_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -460,7 +555,7 @@ func (x *Redis) String() string {
 func (*Redis) ProtoMessage() {}
 
 func (x *Redis) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[6]
+	mi := &file_config_v1_config_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -473,7 +568,7 @@ func (x *Redis) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Redis.ProtoReflect.Descriptor instead.
 func (*Redis) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{6}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *Redis) GetUrl() string {
@@ -487,14 +582,16 @@ type Tickets struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// A file with one key a line, 32 bytes in hex or base64: the first seals, all open. All replicas need the same. Absent:
 	// made at start, good for one replica.
-	KeyFile       string `protobuf:"bytes,1,opt,name=key_file,json=keyFile,proto3" json:"key_file,omitempty"`
+	KeyFile string `protobuf:"bytes,1,opt,name=key_file,json=keyFile,proto3" json:"key_file,omitempty"`
+	// How long a ticket is good for that goes out with a prefill leg: above the longest prefill. Default 10m.
+	Ttl           string `protobuf:"bytes,2,opt,name=ttl,proto3" json:"ttl,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Tickets) Reset() {
 	*x = Tickets{}
-	mi := &file_config_v1_config_proto_msgTypes[7]
+	mi := &file_config_v1_config_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -506,7 +603,7 @@ func (x *Tickets) String() string {
 func (*Tickets) ProtoMessage() {}
 
 func (x *Tickets) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[7]
+	mi := &file_config_v1_config_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -519,7 +616,7 @@ func (x *Tickets) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Tickets.ProtoReflect.Descriptor instead.
 func (*Tickets) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{7}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *Tickets) GetKeyFile() string {
@@ -529,9 +626,16 @@ func (x *Tickets) GetKeyFile() string {
 	return ""
 }
 
+func (x *Tickets) GetTtl() string {
+	if x != nil {
+		return x.Ttl
+	}
+	return ""
+}
+
 type Pool struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Required, unique.
+	// What metrics and logs call it. Required, unique.
 	Name string `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
 	// Names that requests ask for; "*" takes any. Default ["*"].
 	Models []string `protobuf:"bytes,2,rep,name=models,proto3" json:"models,omitempty"`
@@ -557,7 +661,7 @@ type Pool struct {
 
 func (x *Pool) Reset() {
 	*x = Pool{}
-	mi := &file_config_v1_config_proto_msgTypes[8]
+	mi := &file_config_v1_config_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -569,7 +673,7 @@ func (x *Pool) String() string {
 func (*Pool) ProtoMessage() {}
 
 func (x *Pool) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[8]
+	mi := &file_config_v1_config_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -582,7 +686,7 @@ func (x *Pool) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Pool.ProtoReflect.Descriptor instead.
 func (*Pool) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{8}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *Pool) GetName() string {
@@ -650,7 +754,7 @@ func (x *Pool) GetEndpoints() []*Endpoint {
 
 type PrefillTimeout struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// For any prompt. Default 10s.
+	// For any prompt, however short. Default 10s.
 	Base string `protobuf:"bytes,1,opt,name=base,proto3" json:"base,omitempty"`
 	// And for every token of it. Default 2ms.
 	PerToken      string `protobuf:"bytes,2,opt,name=per_token,json=perToken,proto3" json:"per_token,omitempty"`
@@ -660,7 +764,7 @@ type PrefillTimeout struct {
 
 func (x *PrefillTimeout) Reset() {
 	*x = PrefillTimeout{}
-	mi := &file_config_v1_config_proto_msgTypes[9]
+	mi := &file_config_v1_config_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -672,7 +776,7 @@ func (x *PrefillTimeout) String() string {
 func (*PrefillTimeout) ProtoMessage() {}
 
 func (x *PrefillTimeout) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[9]
+	mi := &file_config_v1_config_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -685,7 +789,7 @@ func (x *PrefillTimeout) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PrefillTimeout.ProtoReflect.Descriptor instead.
 func (*PrefillTimeout) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{9}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *PrefillTimeout) GetBase() string {
@@ -704,7 +808,7 @@ func (x *PrefillTimeout) GetPerToken() string {
 
 type Endpoint struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Required, unique in the file.
+	// ip:port, [ip]:port or name:port. Required, unique in the file. Names are resolved, and watched, by Tandem.
 	Address string `protobuf:"bytes,1,opt,name=address,proto3" json:"address,omitempty"`
 	// prefill, decode or both. Required; in a pool without KV transfer the default is both.
 	Role string `protobuf:"bytes,2,opt,name=role,proto3" json:"role,omitempty"`
@@ -718,7 +822,7 @@ type Endpoint struct {
 
 func (x *Endpoint) Reset() {
 	*x = Endpoint{}
-	mi := &file_config_v1_config_proto_msgTypes[10]
+	mi := &file_config_v1_config_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -730,7 +834,7 @@ func (x *Endpoint) String() string {
 func (*Endpoint) ProtoMessage() {}
 
 func (x *Endpoint) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[10]
+	mi := &file_config_v1_config_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -743,7 +847,7 @@ func (x *Endpoint) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Endpoint.ProtoReflect.Descriptor instead.
 func (*Endpoint) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{10}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *Endpoint) GetAddress() string {
@@ -796,7 +900,7 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\bkey_file\x18\x02 \x01(\tR\akeyFile\x12$\n" +
 	"\x0eclient_ca_file\x18\x03 \x01(\tR\fclientCaFile\"\"\n" +
 	"\bListener\x12\x16\n" +
-	"\x06listen\x18\x01 \x01(\tR\x06listen\"\xdf\x01\n" +
+	"\x06listen\x18\x01 \x01(\tR\x06listen\"\xde\x02\n" +
 	"\x05Envoy\x12\x16\n" +
 	"\x06listen\x18\x01 \x01(\tR\x06listen\x12\x14\n" +
 	"\x05admin\x18\x02 \x01(\tR\x05admin\x12$\n" +
@@ -804,13 +908,23 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\text_procs\x18\x04 \x03(\tR\bextProcs\x12\x18\n" +
 	"\areplans\x18\x05 \x03(\tR\areplans\x12\x1b\n" +
 	"\tbody_mode\x18\x06 \x01(\tR\bbodyMode\x12.\n" +
-	"\x13decode_idle_timeout\x18\a \x01(\tR\x11decodeIdleTimeout\"6\n" +
+	"\x13decode_idle_timeout\x18\a \x01(\tR\x11decodeIdleTimeout\x12=\n" +
+	"\fext_proc_tls\x18\b \x01(\v2\x1b.tandem.config.v1.ClientTlsR\n" +
+	"extProcTls\x12>\n" +
+	"\fendpoint_tls\x18\t \x01(\v2\x1b.tandem.config.v1.ClientTlsR\vendpointTls\"}\n" +
+	"\tClientTls\x12\x17\n" +
+	"\aca_file\x18\x01 \x01(\tR\x06caFile\x12\x1f\n" +
+	"\vserver_name\x18\x02 \x01(\tR\n" +
+	"serverName\x12\x1b\n" +
+	"\tcert_file\x18\x03 \x01(\tR\bcertFile\x12\x19\n" +
+	"\bkey_file\x18\x04 \x01(\tR\akeyFile\"6\n" +
 	"\x05State\x12-\n" +
 	"\x05redis\x18\x01 \x01(\v2\x17.tandem.config.v1.RedisR\x05redis\"\x19\n" +
 	"\x05Redis\x12\x10\n" +
-	"\x03url\x18\x01 \x01(\tR\x03url\"$\n" +
+	"\x03url\x18\x01 \x01(\tR\x03url\"6\n" +
 	"\aTickets\x12\x19\n" +
-	"\bkey_file\x18\x01 \x01(\tR\akeyFile\"\xea\x02\n" +
+	"\bkey_file\x18\x01 \x01(\tR\akeyFile\x12\x10\n" +
+	"\x03ttl\x18\x02 \x01(\tR\x03ttl\"\xea\x02\n" +
 	"\x04Pool\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x16\n" +
 	"\x06models\x18\x02 \x03(\tR\x06models\x12\x1f\n" +
@@ -843,37 +957,40 @@ func file_config_v1_config_proto_rawDescGZIP() []byte {
 	return file_config_v1_config_proto_rawDescData
 }
 
-var file_config_v1_config_proto_msgTypes = make([]protoimpl.MessageInfo, 11)
+var file_config_v1_config_proto_msgTypes = make([]protoimpl.MessageInfo, 12)
 var file_config_v1_config_proto_goTypes = []any{
 	(*Config)(nil),         // 0: tandem.config.v1.Config
 	(*ExtProc)(nil),        // 1: tandem.config.v1.ExtProc
 	(*Tls)(nil),            // 2: tandem.config.v1.Tls
 	(*Listener)(nil),       // 3: tandem.config.v1.Listener
 	(*Envoy)(nil),          // 4: tandem.config.v1.Envoy
-	(*State)(nil),          // 5: tandem.config.v1.State
-	(*Redis)(nil),          // 6: tandem.config.v1.Redis
-	(*Tickets)(nil),        // 7: tandem.config.v1.Tickets
-	(*Pool)(nil),           // 8: tandem.config.v1.Pool
-	(*PrefillTimeout)(nil), // 9: tandem.config.v1.PrefillTimeout
-	(*Endpoint)(nil),       // 10: tandem.config.v1.Endpoint
+	(*ClientTls)(nil),      // 5: tandem.config.v1.ClientTls
+	(*State)(nil),          // 6: tandem.config.v1.State
+	(*Redis)(nil),          // 7: tandem.config.v1.Redis
+	(*Tickets)(nil),        // 8: tandem.config.v1.Tickets
+	(*Pool)(nil),           // 9: tandem.config.v1.Pool
+	(*PrefillTimeout)(nil), // 10: tandem.config.v1.PrefillTimeout
+	(*Endpoint)(nil),       // 11: tandem.config.v1.Endpoint
 }
 var file_config_v1_config_proto_depIdxs = []int32{
 	1,  // 0: tandem.config.v1.Config.ext_proc:type_name -> tandem.config.v1.ExtProc
 	3,  // 1: tandem.config.v1.Config.replan:type_name -> tandem.config.v1.Listener
 	3,  // 2: tandem.config.v1.Config.admin:type_name -> tandem.config.v1.Listener
 	4,  // 3: tandem.config.v1.Config.envoy:type_name -> tandem.config.v1.Envoy
-	5,  // 4: tandem.config.v1.Config.state:type_name -> tandem.config.v1.State
-	7,  // 5: tandem.config.v1.Config.tickets:type_name -> tandem.config.v1.Tickets
-	8,  // 6: tandem.config.v1.Config.pools:type_name -> tandem.config.v1.Pool
+	6,  // 4: tandem.config.v1.Config.state:type_name -> tandem.config.v1.State
+	8,  // 5: tandem.config.v1.Config.tickets:type_name -> tandem.config.v1.Tickets
+	9,  // 6: tandem.config.v1.Config.pools:type_name -> tandem.config.v1.Pool
 	2,  // 7: tandem.config.v1.ExtProc.tls:type_name -> tandem.config.v1.Tls
-	6,  // 8: tandem.config.v1.State.redis:type_name -> tandem.config.v1.Redis
-	9,  // 9: tandem.config.v1.Pool.prefill_timeout:type_name -> tandem.config.v1.PrefillTimeout
-	10, // 10: tandem.config.v1.Pool.endpoints:type_name -> tandem.config.v1.Endpoint
-	11, // [11:11] is the sub-list for method output_type
-	11, // [11:11] is the sub-list for method input_type
-	11, // [11:11] is the sub-list for extension type_name
-	11, // [11:11] is the sub-list for extension extendee
-	0,  // [0:11] is the sub-list for field type_name
+	5,  // 8: tandem.config.v1.Envoy.ext_proc_tls:type_name -> tandem.config.v1.ClientTls
+	5,  // 9: tandem.config.v1.Envoy.endpoint_tls:type_name -> tandem.config.v1.ClientTls
+	7,  // 10: tandem.config.v1.State.redis:type_name -> tandem.config.v1.Redis
+	10, // 11: tandem.config.v1.Pool.prefill_timeout:type_name -> tandem.config.v1.PrefillTimeout
+	11, // 12: tandem.config.v1.Pool.endpoints:type_name -> tandem.config.v1.Endpoint
+	13, // [13:13] is the sub-list for method output_type
+	13, // [13:13] is the sub-list for method input_type
+	13, // [13:13] is the sub-list for extension type_name
+	13, // [13:13] is the sub-list for extension extendee
+	0,  // [0:13] is the sub-list for field type_name
 }
 
 func init() { file_config_v1_config_proto_init() }
@@ -887,7 +1004,7 @@ func file_config_v1_config_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_config_v1_config_proto_rawDesc), len(file_config_v1_config_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   11,
+			NumMessages:   12,
 			NumExtensions: 0,
 			NumServices:   0,
 		},

@@ -1,43 +1,77 @@
 package configv1
 
+import (
+	"net"
+	"slices"
+)
+
 // setDefaults fills in what a configuration leaves out. The values are those of config.proto's comments.
 func setDefaults(c *Config) {
 	sub(&c.ExtProc)
 	sub(&c.Replan)
 	sub(&c.Admin)
 	sub(&c.Envoy)
+	sub(&c.Tickets)
 	or(&c.ExtProc.Listen, "127.0.0.1:9002")
 	or(&c.Replan.Listen, "127.0.0.1:9003")
 	or(&c.Admin.Listen, "127.0.0.1:9090")
+	or(&c.Tickets.Ttl, "10m")
+	setEnvoyDefaults(c)
+	or(&c.ExtProc.MaxMessageBytes, 4*c.Envoy.MaxBodyBytes+16<<20)
+	for _, p := range c.Pools {
+		setPoolDefaults(p)
+	}
+}
+
+func setEnvoyDefaults(c *Config) {
 	e := c.Envoy
 	or(&e.Listen, "127.0.0.1:8080")
 	or(&e.Admin, "127.0.0.1:9901")
 	or(&e.MaxBodyBytes, 16<<20)
 	or(&e.BodyMode, "auto")
-	or(&e.DecodeIdleTimeout, "300s")
+	or(&e.DecodeIdleTimeout, "30m")
 	if len(e.ExtProcs) == 0 {
 		e.ExtProcs = []string{c.ExtProc.Listen}
+		if len(e.Replans) == 0 {
+			e.Replans = []string{c.Replan.Listen}
+		}
 	}
 	if len(e.Replans) == 0 {
-		e.Replans = []string{c.Replan.Listen}
+		e.Replans = besides(e.ExtProcs, c.Replan.Listen)
 	}
-	or(&c.ExtProc.MaxMessageBytes, 4*e.MaxBodyBytes+16<<20)
-	for _, p := range c.Pools {
-		if len(p.Models) == 0 {
-			p.Models = []string{"*"}
-		}
-		or(&p.Split, "auto")
-		or(&p.LongPrompts, "decodeAlone")
-		or(&p.OnPrefillFailure, "otherPrefill")
-		or(&p.PrefillAttempts, 3)
-		sub(&p.PrefillTimeout)
-		or(&p.PrefillTimeout.Base, "10s")
-		or(&p.PrefillTimeout.PerToken, "2ms")
-		for _, ep := range p.Endpoints {
-			or(&ep.Scheme, "http")
-			if p.KvTransfer == "none" {
-				or(&ep.Role, "both")
+}
+
+// besides are the replan ports of replicas of which only the other port is known: they listen alike.
+func besides(extProcs []string, replan string) (replans []string) {
+	_, port, err := net.SplitHostPort(replan)
+	if err != nil {
+		return []string{replan} // validate says what is wrong with it
+	}
+	for _, a := range extProcs {
+		if host, _, err := net.SplitHostPort(a); err == nil {
+			if r := net.JoinHostPort(host, port); !slices.Contains(replans, r) {
+				replans = append(replans, r)
 			}
+		}
+	}
+	return replans
+}
+
+func setPoolDefaults(p *Pool) {
+	if len(p.Models) == 0 {
+		p.Models = []string{"*"}
+	}
+	or(&p.Split, "auto")
+	or(&p.LongPrompts, "decodeAlone")
+	or(&p.OnPrefillFailure, "otherPrefill")
+	or(&p.PrefillAttempts, 3)
+	sub(&p.PrefillTimeout)
+	or(&p.PrefillTimeout.Base, "10s")
+	or(&p.PrefillTimeout.PerToken, "2ms")
+	for _, e := range p.Endpoints {
+		or(&e.Scheme, "http")
+		if p.KvTransfer == "none" {
+			or(&e.Role, "both")
 		}
 	}
 }

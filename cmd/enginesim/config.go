@@ -1,0 +1,184 @@
+package main
+
+import (
+	"encoding/json"
+	"errors"
+	"flag"
+	"fmt"
+	"io"
+	"net"
+	"strconv"
+	"strings"
+	"time"
+)
+
+// config is what the flags say.
+type config struct {
+	listen        string // HTTP, host:port
+	sideChannel   string // host:port; "" is the HTTP port + 1000
+	advertiseHost string // remote_host; "" is the side channel's host
+	engineID      string // "" is a random UUID
+	role          role
+	models        []string
+	nixl          bool
+	blockSize     int
+	blocks        int
+	maxModelLen   int
+	lease         time.Duration
+	prefillSpeed  float64 // tokens/s; 0 is instantaneous
+	decodeStep    time.Duration
+	recompute     bool // kv_load_failure_policy
+	loadTimeout   time.Duration
+	faithful      bool
+	toolParser    bool
+	record        bool
+	recordCount   int
+	recordBody    int
+	keepAlive     time.Duration
+	maxBody       int64
+	fail          []failRule
+}
+
+type role string
+
+const (
+	rolePrefill role = "prefill"
+	roleDecode  role = "decode"
+	roleBoth    role = "both"
+)
+
+func (c *config) name() string { return string(c.role) + "@" + c.listen }
+
+// parseFlags reads the command line. flag.ErrHelp and mistakes have been reported to stderr.
+func parseFlags(args []string, stderr io.Writer) (*config, error) {
+	var c config
+	var roleName, connector, policy, fail string
+	f := flag.NewFlagSet("enginesim", flag.ContinueOnError)
+	f.SetOutput(stderr)
+	f.StringVar(&c.listen, "listen", "127.0.0.1:8101", "HTTP `address`")
+	f.StringVar(&c.sideChannel, "side-channel", "", "KV side-channel `address` (default: the HTTP port + 1000)")
+	f.StringVar(&c.advertiseHost, "advertise-host", "", "remote_host in hand-overs (default: the side channel's host)")
+	f.StringVar(&c.engineID, "engine-id", "", "engine `id` (default: random)")
+	f.StringVar(&roleName, "role", "both", "prefill (kv_producer), decode (kv_consumer) or both (kv_both)")
+	f.Func("model", "served model `name`, repeatable: all names are the same model (default tiny)", func(v string) error {
+		c.models = append(c.models, v)
+		return nil
+	})
+	f.StringVar(&connector, "connector", "nixl", "KV connector: nixl or none")
+	f.IntVar(&c.blockSize, "block-size", 16, "tokens in a KV block")
+	f.IntVar(&c.blocks, "blocks", 1<<17, "KV blocks of the engine")
+	f.IntVar(&c.maxModelLen, "max-model-len", 2_000_000, "longest prompt and answer together, tokens")
+	f.DurationVar(&c.lease, "lease", 30*time.Second, "how long a prefill engine keeps blocks (kv_lease_duration)")
+	f.Float64Var(&c.prefillSpeed, "prefill-speed", 0, "tokens/s of prefill, one prompt after another; 0: instantaneous")
+	f.DurationVar(&c.decodeStep, "decode-step", 0, "time per answer token; 0: instantaneous")
+	f.StringVar(&policy, "kv-load-failure", "fail", "kv_load_failure_policy: fail or recompute")
+	f.DurationVar(&c.loadTimeout, "load-timeout", 5*time.Second, "what a dead side channel costs")
+	f.BoolVar(&c.faithful, "faithful", false, "answer violations as vLLM does: 200 with wrong text")
+	f.BoolVar(&c.toolParser, "tool-call-parser", true, "as vLLM with --enable-auto-tool-choice --tool-call-parser")
+	f.BoolVar(&c.record, "record", true, "keep the last requests for GET /sim/requests")
+	f.IntVar(&c.recordCount, "record-count", 1000, "how many requests to keep")
+	f.IntVar(&c.recordBody, "record-body", 64<<10, "how many `bytes` of each body to keep")
+	f.DurationVar(&c.keepAlive, "keep-alive", 5*time.Second, "idle HTTP connections are closed after this (uvicorn: 5 s)")
+	f.Int64Var(&c.maxBody, "max-body", 256<<20, "largest request body, `bytes`")
+	f.StringVar(&fail, "fail", "", "failure rule as for POST /sim/fail, or a JSON list of them")
+	if err := f.Parse(args); err != nil {
+		return nil, err
+	}
+	if f.NArg() > 0 {
+		return nil, fmt.Errorf("unexpected argument %q", f.Arg(0))
+	}
+	return &c, c.settle(roleName, connector, policy, fail)
+}
+
+// settle checks values and fills in what depends on others.
+func (c *config) settle(roleName, connector, policy, fail string) error {
+	var errs []error
+	switch roleName {
+	case "prefill", "kv_producer":
+		c.role = rolePrefill
+	case "decode", "kv_consumer":
+		c.role = roleDecode
+	case "both", "kv_both":
+		c.role = roleBoth
+	default:
+		errs = append(errs, fmt.Errorf("-role %q: not one of prefill, decode, both", roleName))
+	}
+	switch connector {
+	case "nixl":
+		c.nixl = true
+	case "none":
+	default:
+		errs = append(errs, fmt.Errorf("-connector %q: not one of nixl, none", connector))
+	}
+	switch policy {
+	case "fail":
+	case "recompute":
+		c.recompute = true
+	default:
+		errs = append(errs, fmt.Errorf("-kv-load-failure %q: not one of fail, recompute", policy))
+	}
+	if c.blockSize < 1 || c.blocks < 2 || c.maxModelLen < 2 || c.blocks > 1<<30 {
+		errs = append(errs, errors.New("-block-size, -blocks and -max-model-len: too small or too large"))
+	}
+	if len(c.models) == 0 {
+		c.models = []string{"tiny"}
+	}
+	if err := c.settleSideChannel(); err != nil {
+		errs = append(errs, err)
+	}
+	if fail != "" {
+		var err error
+		if c.fail, err = parseFailRules([]byte(fail)); err != nil {
+			errs = append(errs, fmt.Errorf("-fail: %w", err))
+		}
+	}
+	return errors.Join(errs...)
+}
+
+func (c *config) settleSideChannel() error {
+	host, port, err := net.SplitHostPort(c.listen)
+	if err != nil {
+		return fmt.Errorf("-listen: %w", err)
+	}
+	if c.sideChannel != "" {
+		if host, _, err = net.SplitHostPort(c.sideChannel); err != nil {
+			return fmt.Errorf("-side-channel: %w", err)
+		}
+	} else {
+		n, err := strconv.Atoi(port)
+		if err != nil || n > 65535-1000 {
+			return fmt.Errorf("-listen %s: no port + 1000 for the side channel, use -side-channel", c.listen)
+		}
+		if n > 0 {
+			n += 1000
+		}
+		c.sideChannel = net.JoinHostPort(host, strconv.Itoa(n))
+	}
+	if c.advertiseHost == "" {
+		c.advertiseHost = host
+		if ip := net.ParseIP(host); host == "" || ip != nil && ip.IsUnspecified() {
+			c.advertiseHost = "localhost" // VLLM_NIXL_SIDE_CHANNEL_HOST's default, useless across hosts
+		}
+	}
+	return nil
+}
+
+func parseFailRules(b []byte) ([]failRule, error) {
+	if strings.HasPrefix(strings.TrimSpace(string(b)), "[") {
+		var rules []failRule
+		if err := json.Unmarshal(b, &rules); err != nil {
+			return nil, err
+		}
+		for i := range rules {
+			if err := rules[i].check(); err != nil {
+				return nil, err
+			}
+		}
+		return rules, nil
+	}
+	var r failRule
+	if err := json.Unmarshal(b, &r); err != nil {
+		return nil, err
+	}
+	return []failRule{r}, r.check()
+}

@@ -1,0 +1,2 @@
+// Command enginesim stands in for vLLM.
+package main

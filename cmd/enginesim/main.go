@@ -1,0 +1,47 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"flag"
+	"fmt"
+	"io"
+	"os"
+	"os/signal"
+	"syscall"
+	"time"
+)
+
+func main() {
+	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGINT, syscall.SIGTERM)
+	defer stop()
+	os.Exit(run(ctx, os.Args[1:], os.Stderr))
+}
+
+// run is the program: the exit status is 0 when asked to stop, 2 for bad flags, 1 when a port is taken, and
+// exitEngineDied when a request killed the engine.
+func run(ctx context.Context, args []string, stderr io.Writer) int {
+	cfg, err := parseFlags(args, stderr)
+	if errors.Is(err, flag.ErrHelp) {
+		return 0
+	}
+	if err != nil {
+		fmt.Fprintln(stderr, "enginesim:", err)
+		return 2
+	}
+	s, err := start(cfg, stderr)
+	if err != nil {
+		fmt.Fprintln(stderr, "enginesim:", err)
+		return 1
+	}
+	fmt.Fprintf(stderr, "enginesim ready listen=%s side-channel=%s role=%s engine=%s\n", s.addr(), s.side.Addr(), cfg.role, s.engineID)
+	select {
+	case <-s.died:
+		return exitEngineDied
+	case <-ctx.Done():
+	}
+	grace, cancel := context.WithTimeout(context.Background(), 3*time.Second)
+	defer cancel()
+	s.shutdown(grace)
+	return 0
+}

@@ -1,0 +1,185 @@
+package main
+
+import (
+	"net/http"
+	"strconv"
+)
+
+// answerer writes one API's answers: as one JSON body, or as the events of a stream.
+type answerer interface {
+	whole(c *call) []byte
+	// begin appends the events before the first token, token those of token i of a sequence, end those after the last
+	// one, fail those that tell of an error after the 200.
+	begin(c *call, dst []byte) []byte
+	token(c *call, dst []byte, q *sequence, i int) []byte
+	end(c *call, dst []byte) []byte
+	fail(c *call, dst []byte, e *apiError) []byte
+}
+
+func (c *call) answerer() answerer {
+	switch c.req.api {
+	case apiCompletions:
+		return completionsAPI{}
+	case apiResponses:
+		return &responsesAPI{}
+	case apiMessages:
+		return messagesAPI{}
+	case apiGenerate:
+		return generateAPI{}
+	}
+	return chatAPI{}
+}
+
+// serveStream answers with server-sent events. As in vLLM the 200 goes out before the engine has done anything, so a
+// failed KV load or a violation can only be told in an event.
+func (c *call) serveStream() {
+	h := c.w.Header()
+	h.Set("Content-Type", "text/event-stream; charset=utf-8")
+	c.w.WriteHeader(http.StatusOK)
+	c.rec.setStatus(http.StatusOK)
+	out := c.answerer()
+	st := stream{c: c, control: http.NewResponseController(c.w), buf: make([]byte, 0, 1024)}
+	if err := st.control.Flush(); err != nil {
+		return
+	}
+	err := c.generate(c.r.Context(), func(step int) error {
+		if step == 0 {
+			st.buf = out.begin(c, st.buf)
+		}
+		for _, q := range c.seqs {
+			if step < q.out.n {
+				st.buf = out.token(c, st.buf, q, step)
+			}
+		}
+		return st.flush()
+	})
+	if st.cut {
+		c.reset()
+	}
+	if st.broken {
+		return
+	}
+	switch {
+	case err == nil:
+		c.recordUsage()
+		st.buf = out.end(c, st.buf)
+	case c.r.Context().Err() != nil:
+		return
+	default:
+		st.buf = out.fail(c, st.buf, asAPIError(err))
+	}
+	if _ = st.flush(); st.cut {
+		c.reset()
+	}
+}
+
+// stream sends events step by step.
+type stream struct {
+	c       *call
+	control *http.ResponseController
+	buf     []byte
+	broken  bool // the client has gone, or an injected reset is due
+	cut     bool // the latter
+}
+
+func (st *stream) flush() error {
+	cut := st.cutAt()
+	_, err := st.c.w.Write(st.buf[:cut])
+	st.c.rec.set(func() { st.c.rec.AnswerBytes += cut })
+	if err == nil {
+		err = st.control.Flush()
+	}
+	st.cut = err == nil && cut < len(st.buf)
+	st.buf = st.buf[:0]
+	if err != nil || st.cut {
+		st.broken = true
+		return errAborted
+	}
+	return nil
+}
+
+// cutAt is how much of the buffer may go out before an injected reset strikes: all of it, normally; else the rule's
+// number of events and half of the next one.
+func (st *stream) cutAt() int {
+	rule := st.c.rule
+	if rule == nil || rule.Mode != failStreamReset && rule.Mode != failMidReset {
+		return len(st.buf)
+	}
+	at := 0 // where the event begins
+	for i := 1; i < len(st.buf); i++ {
+		if st.buf[i-1] != '\n' || st.buf[i] != '\n' {
+			continue
+		}
+		if st.c.events++; st.c.events > rule.Events {
+			return (at + i) / 2
+		}
+		at = i + 1
+	}
+	return len(st.buf)
+}
+
+const done = "data: [DONE]\n\n"
+
+// failEvent is how vLLM's OpenAI APIs tell of an error after the 200.
+func failEvent(dst []byte, e *apiError) []byte {
+	dst = append(dst, "data: "...)
+	dst = append(dst, e.json(apiChat)...)
+	return append(dst, "\n\n"+done...)
+}
+
+// event appends a named event.
+func event(dst []byte, name string, data func(dst []byte) []byte) []byte {
+	dst = append(dst, "event: "...)
+	dst = append(dst, name...)
+	dst = append(dst, "\ndata: "...)
+	return append(data(dst), "\n\n"...)
+}
+
+func writeLength(w http.ResponseWriter, n int) { w.Header().Set("Content-Length", strconv.Itoa(n)) }
+
+func writeWith(w http.ResponseWriter, status int, body []byte) {
+	writeLength(w, len(body))
+	w.WriteHeader(status)
+	_, _ = w.Write(body)
+}
+
+// The small writers that all APIs share.
+
+func appendKey(dst []byte, key string) []byte {
+	dst = append(dst, ',', '"')
+	dst = append(dst, key...)
+	return append(dst, '"', ':')
+}
+
+func appendStr(dst []byte, key, value string) []byte { return appendQuoted(appendKey(dst, key), value) }
+
+func appendInt(dst []byte, key string, n int64) []byte {
+	return strconv.AppendInt(appendKey(dst, key), n, 10)
+}
+
+func appendRaw(dst []byte, key string, raw []byte) []byte {
+	if len(raw) == 0 {
+		raw = []byte("null")
+	}
+	return append(appendKey(dst, key), raw...)
+}
+
+func appendIDs(dst []byte, ids []uint32) []byte {
+	dst = append(dst, '[')
+	for i, id := range ids {
+		if i > 0 {
+			dst = append(dst, ',')
+		}
+		dst = strconv.AppendUint(dst, uint64(id), 10)
+	}
+	return append(dst, ']')
+}
+
+// tokenIDs are the ids of an answer's tokens from..to.
+func (o *output) tokenIDs(from, to int) []uint32 {
+	ids := make([]uint32, 0, to-from)
+	for i := from; i < to; i++ {
+		ids = append(ids, tokenID([]byte(o.token(i))))
+	}
+	return ids
+}

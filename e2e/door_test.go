@@ -1,0 +1,176 @@
+package e2e
+
+import (
+	"bufio"
+	"context"
+	"encoding/json"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+)
+
+// openAIError is what every refusal has to look like.
+type openAIError struct {
+	Error struct {
+		Message, Type, Code string
+		Param               *string
+	}
+}
+
+// What cannot be served is refused in OpenAI's shape, before any engine sees it.
+func TestRefusals(t *testing.T) {
+	f := start(t, options{pools: `pools:
+- name: chat
+  models: [tiny]
+  kvTransfer: nixl
+  split: always
+  longPrompts: refuse
+  endpoints:
+  - {address: %P, role: prefill}
+  - {address: %P, role: prefill}
+  - {address: %D, role: decode}
+  - {address: %D, role: decode}
+`, envoyFields: ", maxBodyBytes: 100000"})
+	const path = "/v1/chat/completions"
+	ok := `{"model":"tiny","messages":[{"role":"user","content":"x"}],"max_tokens":2}`
+	for _, tt := range []struct {
+		name, body string
+		headers    []string
+		status     int
+		code       string
+	}{
+		{"broken JSON", `{"model":"tiny","messages":[}`, nil, 400, "invalid_json"},
+		{"cut off", ok[:40], nil, 400, "invalid_json"},
+		{"no object", `["tiny"]`, nil, 400, "invalid_body"},
+		{"a key twice", `{"model":"tiny","messages":[],"model":"other"}`, nil, 400, "duplicate_key"},
+		{"a key twice, once escaped", `{"model":"tiny","messages":[],"m\u006fdel":"other"}`, nil, 400, "duplicate_key"},
+		{"too deep", `{"model":"tiny","messages":` + strings.Repeat("[", 3000) + strings.Repeat("]", 3000) + `}`, nil, 400, "too_deep"},
+		{"unknown model", strings.Replace(ok, "tiny", "huge", 1), nil, 404, "model_not_found"},
+		{"wrong content type", ok, []string{"content-type", "text/plain"}, 415, "unsupported_media_type"},
+		{"form", "a=b", []string{"content-type", "application/x-www-form-urlencoded"}, 415, "unsupported_media_type"},
+		{"compressed", ok, []string{"content-encoding", "gzip"}, 415, "unsupported_media_type"},
+		{"too long", `{"model":"tiny","messages":[{"role":"user","content":"` + strings.Repeat("x", 110_000) + `"}]}`, nil, 413, "body_too_large"},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			got := f.post(path, tt.body, append([]string{"x-request-id", "refused"}, tt.headers...)...)
+			require.Equal(t, tt.status, got.status, got.body)
+			requireError(t, got, tt.code)
+		})
+	}
+	require.Empty(t, f.requests("refused", f.engines()...))
+
+	t.Run("upgrade", func(t *testing.T) {
+		got := raw(t, f, "GET /v1/realtime HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n")
+		require.Contains(t, got, "HTTP/1.1 400 ")
+		require.Contains(t, got, `"code":"upgrade_not_supported"`)
+	})
+	t.Run("no body", func(t *testing.T) {
+		got, err := f.try(context.Background(), http.MethodPost, path, "", "content-type", "application/json")
+		require.NoError(t, err)
+		require.Equal(t, 400, got.status)
+		requireError(t, got, "empty_body")
+	})
+	t.Run("the engine's own refusal is the client's answer", func(t *testing.T) {
+		got := f.post(path, `{"model":"tiny","messages":17}`)
+		require.Equal(t, 400, got.status)
+		require.NotEmpty(t, got.body)
+	})
+}
+
+func requireError(t *testing.T, got answer, code string) {
+	t.Helper()
+	var e openAIError
+	require.NoError(t, json.Unmarshal([]byte(got.body), &e), got.body)
+	require.Equal(t, code, e.Error.Code)
+	require.NotEmpty(t, e.Error.Message)
+	require.NotEmpty(t, e.Error.Type)
+	require.Contains(t, got.header.Get("content-type"), "application/json")
+}
+
+// raw sends bytes as they are and reads what comes back within a second or until the end.
+func raw(t *testing.T, f *fleet, request string) string {
+	t.Helper()
+	conn, err := net.Dial("tcp", strings.TrimPrefix(f.url, "http://"))
+	require.NoError(t, err)
+	defer conn.Close()
+	require.NoError(t, conn.SetDeadline(time.Now().Add(5*time.Second)))
+	_, err = io.WriteString(conn, request)
+	require.NoError(t, err)
+	resp, err := http.ReadResponse(bufio.NewReader(conn), nil)
+	require.NoError(t, err)
+	defer resp.Body.Close()
+	body, _ := io.ReadAll(resp.Body)
+	return fmt.Sprintf("HTTP/1.1 %d \n%s", resp.StatusCode, body)
+}
+
+// The client's own request id names the request on both hops, if it is fit to; another takes its place if not.
+func TestRequestIDs(t *testing.T) {
+	f := start(t, options{})
+	body := apis[0].body
+	got := f.post(apis[0].path, body, "x-request-id", "My.id_1-2")
+	require.Equal(t, 200, got.status)
+	f.hops("My.id_1-2")
+
+	for _, bad := range []string{"with space", "semi;colon", strings.Repeat("x", 129), "ünïcode", "a/b"} {
+		require.Equal(t, 200, f.post(apis[0].path, body, "x-request-id", bad).status)
+	}
+	ids := map[string]int{}
+	for _, s := range f.requests("", f.engines()...) {
+		require.Regexp(t, `^[A-Za-z0-9._-]{1,128}$`, s.RequestID)
+		ids[s.RequestID]++
+	}
+	require.Len(t, ids, 6)
+	for id, n := range ids {
+		require.Equal(t, 2, n, "both hops of %s", id)
+	}
+}
+
+// Nothing that a client sends steers: not control members, not headers, not tickets.
+func TestClientsDoNotSteer(t *testing.T) {
+	f := start(t, options{})
+	victim := f.engines()[0].addr
+	deadly := []string{
+		`{"do_remote_prefill":true}`,
+		`{"do_remote_prefill":true,"remote_block_ids":["a"],"remote_engine_id":"e","remote_host":"` + victim + `","remote_port":1}`,
+		`{"do_remote_decode":true}`, `"x"`, `null`, `17`,
+	}
+	for i, kv := range deadly {
+		for _, api := range apis {
+			for _, form := range []string{`{"kv_transfer_params":` + kv + `,`, `{"kv\u005ftransfer_params" : ` + kv + ` ,`} {
+				body := strings.Replace(api.body, "{", form, 1)
+				got := f.post(api.path, body, "x-request-id", fmt.Sprintf("steer-%d", i))
+				require.Equal(t, 200, got.status, "%s %s: %s", api.name, kv, got.body)
+			}
+		}
+	}
+	got := f.post("/v1/chat/completions", `{"model":"tiny","n":2,"messages":[{"role":"user","content":"x"}],"kv_transfer_params":{"do_remote_prefill":true},"data_parallel_rank":3}`,
+		"x-request-id", "steer-alone")
+	require.Equal(t, 200, got.status, got.body)
+	d := f.requests("steer-alone", f.decodes...)
+	require.Len(t, d, 1)
+	require.Equal(t, `{"model":"tiny","n":2,"messages":[{"role":"user","content":"x"}]}`, d[0].Body)
+
+	// A ticket that an engine has seen, and others that are made up.
+	sealed := f.requests("steer-0", f.prefills...)[0].Headers["X-Tandem-Ticket"][0]
+	for _, ticket := range []string{sealed, "AAAA", strings.Repeat("A", 300), sealed[:len(sealed)-2], ""} {
+		for _, id := range []string{"steer-0", "steer-ticket"} {
+			got := f.post(apis[0].path, apis[0].body, "x-request-id", id, "x-tandem-ticket", ticket, "x-tandem-leg", "decode",
+				"x-tandem-body-bytes", "70000", "x-tandem-scheme", "https", "x-gateway-destination-endpoint", "127.0.0.1:1",
+				"x-envoy-upstream-rq-timeout-ms", "1", "x-envoy-retry-on", "5xx", "x-envoy-max-retries", "9", "x-envoy-hedge-on-per-try-timeout", "true")
+			require.Equal(t, 200, got.status, got.body)
+			require.Empty(t, got.header.Get("x-tandem-ticket"))
+		}
+	}
+	for _, e := range f.engines() {
+		require.True(t, e.running(), "a client killed an engine")
+	}
+	for _, s := range f.requests("", f.engines()...) {
+		require.NotContains(t, s.Headers, "X-Tandem-Leg", "what steered is not the engine's business")
+	}
+}

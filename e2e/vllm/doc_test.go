@@ -1,0 +1,12 @@
+//go:build vllm
+
+// Package vllm checks Tandem against real vLLM engines with NIXL, on this machine's CPU.
+//
+// install.sh installs vLLM, run.sh starts two prefill and two decode engines and a fifth without KV transfer, the reference,
+// and runs these tests, which start Envoy and Tandem in front of the four. Everything is compared with the reference: the
+// model is small and random, but its greedy text hangs on every token of the prompt, so KV that was lost, stale or another
+// request's shows as other text. What the engines' own metrics say tells whether P/D took place at all.
+//
+// It needs the build tag vllm, bin/tandem, and an Envoy ($ENVOY, PATH, or .tools/bin/envoy): make e2e-vllm. Like all of e2e it
+// imports no package of ours.
+package vllm

@@ -1,0 +1,55 @@
+//go:build vllm
+
+package vllm
+
+import (
+	"encoding/json"
+	"fmt"
+	"net/http"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+)
+
+// report is what was checked, as Markdown.
+type report struct {
+	versions string
+	rows     []string
+	aborted  int // requests of mixed that their clients left
+}
+
+// row adds what was checked, with how many requests (0: none of its own), and what was seen.
+func (r *report) row(check string, requests int, seen string) {
+	count := ""
+	if requests > 0 {
+		count = fmt.Sprint(requests)
+	}
+	r.rows = append(r.rows, fmt.Sprintf("| %s | %s | %s |", check, count, seen))
+}
+
+// print writes the report to standard output.
+func (r *report) print(t *testing.T) {
+	t.Helper()
+	fmt.Printf("\n%s.\n\n| Check | Requests | Seen |\n|---|---|---|\n%s\n\n", r.versions, strings.Join(r.rows, "\n"))
+}
+
+// versions names what ran.
+func (s *suite) versions(t *testing.T) string {
+	t.Helper()
+	answer, err := http.Get("http://" + s.reference.addr + "/version")
+	require.NoError(t, err)
+	defer func() { _ = answer.Body.Close() }()
+	var version struct{ Version string }
+	require.NoError(t, json.NewDecoder(answer.Body).Decode(&version))
+	return fmt.Sprintf("%s: vLLM %s on CPU, %d prefill and %d decode engines with NIXL, and one without KV transfer as the reference",
+		time.Now().UTC().Format(time.DateOnly), version.Version, len(s.prefill), len(s.decode))
+}
+
+func percentiles(d []time.Duration) string {
+	slices.Sort(d)
+	at := func(share float64) float64 { return float64(d[int(share*float64(len(d)-1))].Microseconds()) / 1000 }
+	return fmt.Sprintf("%.1f / %.1f ms", at(0.5), at(0.95))
+}

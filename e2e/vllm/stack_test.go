@@ -1,0 +1,159 @@
+//go:build vllm
+
+package vllm
+
+import (
+	"bytes"
+	"context"
+	"fmt"
+	"net"
+	"net/http"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+)
+
+// stack is Envoy and Tandem in front of running engines.
+type stack struct {
+	front     engine // Envoy
+	admin     string // Tandem's admin port
+	prefill   []engine
+	decode    []engine
+	reference engine
+}
+
+// engines are all that take part in P/D.
+func (s *stack) engines() []engine { return append(append([]engine{}, s.prefill...), s.decode...) }
+
+// newStack starts Tandem and Envoy, and stops them with the test. Their logs are shown if it failed.
+func newStack(t *testing.T) *stack {
+	t.Helper()
+	s := &stack{
+		prefill:   enginesFrom(t, "TANDEM_VLLM_PREFILL"),
+		decode:    enginesFrom(t, "TANDEM_VLLM_DECODE"),
+		reference: enginesFrom(t, "TANDEM_VLLM_REFERENCE")[0],
+	}
+	root, err := filepath.Abs("../..")
+	require.NoError(t, err)
+	tandem, envoy := filepath.Join(root, "bin/tandem"), findEnvoy(t, root)
+	require.FileExists(t, tandem, "make build")
+
+	dir := t.TempDir()
+	ports := freePorts(t, 5)
+	s.front, s.admin = engine{"127.0.0.1:" + ports[3]}, "127.0.0.1:"+ports[2]
+	config := filepath.Join(dir, "tandem.yaml")
+	require.NoError(t, os.WriteFile(config, []byte(s.config(ports)), 0o600))
+
+	start(t, dir, "tandem", tandem, "serve", "-f", config)
+	bootstrap, err := exec.CommandContext(t.Context(), tandem, "envoy", "-f", config).Output()
+	require.NoError(t, err, "tandem envoy")
+	bootstrapFile := filepath.Join(dir, "envoy.yaml")
+	require.NoError(t, os.WriteFile(bootstrapFile, bootstrap, 0o600))
+	start(t, dir, "envoy", envoy, "-c", bootstrapFile, "--log-level", "warning", "--use-dynamic-base-id")
+
+	require.Eventually(t, func() bool { return ok(s.admin, "/readyz") && ok(s.front.addr, "/v1/models") },
+		30*time.Second, 100*time.Millisecond, "Tandem and Envoy did not become ready")
+	return s
+}
+
+func (s *stack) config(ports []string) string {
+	var b strings.Builder
+	fmt.Fprintf(&b, `extProc: {listen: "127.0.0.1:%s"}
+replan:  {listen: "127.0.0.1:%s"}
+admin:   {listen: "127.0.0.1:%s"}
+envoy:   {listen: "127.0.0.1:%s", admin: "127.0.0.1:%s"}
+pools:
+- name: tiny
+  models: ["*"]
+  kvTransfer: nixl
+  split: always
+  endpoints:
+`, ports[0], ports[1], ports[2], ports[3], ports[4])
+	for _, e := range s.prefill {
+		fmt.Fprintf(&b, "  - {address: %q, role: prefill}\n", e.addr)
+	}
+	for _, e := range s.decode {
+		fmt.Fprintf(&b, "  - {address: %q, role: decode}\n", e.addr)
+	}
+	return b.String()
+}
+
+// start runs a program until the test ends; then it must leave within 30 s of SIGTERM, with exit status 0.
+func start(t *testing.T, dir, name, program string, args ...string) {
+	t.Helper()
+	var log bytes.Buffer
+	cmd := exec.CommandContext(context.WithoutCancel(t.Context()), program, args...)
+	cmd.Dir, cmd.Stdout, cmd.Stderr = dir, &log, &log
+	require.NoError(t, cmd.Start(), name)
+	t.Cleanup(func() {
+		_ = cmd.Process.Signal(syscall.SIGTERM)
+		kill := time.AfterFunc(30*time.Second, func() { _ = cmd.Process.Kill() })
+		err := cmd.Wait()
+		kill.Stop()
+		if err != nil {
+			t.Errorf("%s: %v", name, err)
+		}
+		if t.Failed() {
+			t.Logf("%s said:\n%s", name, lastLines(log.String(), 60))
+		}
+	})
+}
+
+func lastLines(s string, n int) string {
+	lines := strings.Split(strings.TrimSpace(s), "\n")
+	return strings.Join(lines[max(0, len(lines)-n):], "\n")
+}
+
+func ok(addr, path string) bool {
+	answer, err := http.Get("http://" + addr + path)
+	if err != nil {
+		return false
+	}
+	_ = answer.Body.Close()
+	return answer.StatusCode == http.StatusOK
+}
+
+func findEnvoy(t *testing.T, root string) string {
+	t.Helper()
+	if path := os.Getenv("ENVOY"); path != "" {
+		return path
+	}
+	if path, err := exec.LookPath("envoy"); err == nil {
+		return path
+	}
+	path := filepath.Join(root, ".tools/bin/envoy")
+	require.FileExists(t, path, "make tools")
+	return path
+}
+
+func enginesFrom(t *testing.T, variable string) []engine {
+	t.Helper()
+	value := os.Getenv(variable)
+	require.NotEmpty(t, value, "%s: run these tests through run.sh", variable)
+	var out []engine
+	for addr := range strings.SplitSeq(value, ",") {
+		out = append(out, engine{addr})
+	}
+	return out
+}
+
+// freePorts are free now; nothing holds them until the caller does.
+func freePorts(t *testing.T, n int) []string {
+	t.Helper()
+	var out []string
+	for range n {
+		l, err := net.Listen("tcp", "127.0.0.1:0")
+		require.NoError(t, err)
+		defer func() { _ = l.Close() }()
+		_, port, err := net.SplitHostPort(l.Addr().String())
+		require.NoError(t, err)
+		out = append(out, port)
+	}
+	return out
+}

@@ -1,0 +1,142 @@
+package envoyconfigs
+
+import (
+	"context"
+	"crypto/ecdsa"
+	"crypto/elliptic"
+	"crypto/rand"
+	"crypto/x509"
+	"encoding/pem"
+	"flag"
+	"math/big"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	configv1 "tandem/protos/config/v1"
+)
+
+var update = flag.Bool("update", false, "rewrite the envoy.yaml files")
+
+// The folders are what Bootstrap renders, and run as they are.
+func TestReadyToRun(t *testing.T) {
+	files, err := filepath.Glob("*/tandem.yaml")
+	require.NoError(t, err)
+	require.NotEmpty(t, files)
+	for _, file := range files {
+		t.Run(filepath.Dir(file), func(t *testing.T) {
+			c, _, err := configv1.Load(file)
+			require.NoError(t, err)
+			got, err := Bootstrap(c)
+			require.NoError(t, err)
+			rendered := filepath.Join(filepath.Dir(file), "envoy.yaml")
+			if *update {
+				require.NoError(t, os.WriteFile(rendered, got, 0o644))
+			}
+			want, err := os.ReadFile(rendered)
+			require.NoError(t, err)
+			require.Equal(t, string(want), string(got), "run go test -update")
+			validate(t, got)
+		})
+	}
+}
+
+const pool = `
+pools:
+- name: a
+  kvTransfer: nixl
+  endpoints:
+  - {address: 127.0.0.1:8101, role: prefill}
+  - {address: 127.0.0.1:8201, role: decode}
+`
+
+// Whatever the configuration, the real Envoy takes what is rendered, without a warning.
+func TestEnvoyTakes(t *testing.T) {
+	ca := writeCertificate(t)
+	for name, text := range map[string]string{
+		"least":                pool,
+		"IPv6":                 `envoy: {listen: "[::1]:8080", admin: "[::1]:9901", extProcs: ["[::1]:9002"], replans: ["[::1]:9003"]}` + pool,
+		"everywhere":           `{extProc: {listen: "[::]:9002"}, replan: {listen: 0.0.0.0:9003}, envoy: {listen: "[::]:8080"}, pools: [{name: a, kvTransfer: none, endpoints: [{address: "x:1"}]}]}`,
+		"by name":              `envoy: {extProcs: ["tandem.svc:9002"]}` + pool,
+		"by name and number":   `{envoy: {extProcs: ["10.0.0.1:9002", "b.svc:9002"]}, tickets: {keyFile: k}` + flow(),
+		"three replicas":       `{envoy: {extProcs: ["10.0.0.1:9002", "10.0.0.2:9002", "10.0.0.3:9002"], replans: ["10.0.0.9:1"]}, tickets: {keyFile: k}` + flow(),
+		"one replan of two":    `{envoy: {extProcs: ["10.0.0.1:9002", "10.0.0.1:9012"]}, tickets: {keyFile: k}` + flow(),
+		"duplex":               "envoy: {bodyMode: duplex}" + pool,
+		"buffered":             "envoy: {bodyMode: buffered, maxBodyBytes: 1048576, decodeIdleTimeout: 90s}" + pool,
+		"https and h2c":        strings.Replace(strings.Replace(pool, "role: prefill", "role: prefill, scheme: https", 1), "role: decode", "role: decode, scheme: h2c", 1),
+		"https, verified":      "envoy: {endpointTls: {caFile: " + ca + ", serverName: engines.example}}" + strings.Replace(pool, "role: decode", "role: decode, scheme: https", 1),
+		"TLS, unverified":      "extProc: {tls: {certFile: c, keyFile: k}}" + pool,
+		"mutual TLS, verified": "{extProc: {tls: {certFile: c, keyFile: k, clientCaFile: a}}, envoy: {extProcTls: {caFile: " + ca + ", certFile: " + ca + ", keyFile: " + ca + "}}" + flow(),
+	} {
+		t.Run(name, func(t *testing.T) {
+			c, _, err := configv1.Parse([]byte(text))
+			require.NoError(t, err)
+			got, err := Bootstrap(c)
+			require.NoError(t, err)
+			require.NotContains(t, string(got), "no value")
+			validate(t, got)
+		})
+	}
+}
+
+// flow is pool as the rest of a flow mapping.
+func flow() string {
+	return ", pools: [{name: a, kvTransfer: nixl, endpoints: [{address: \"127.0.0.1:8101\", role: prefill}, {address: \"127.0.0.1:8201\", role: decode}]}]}"
+}
+
+// validate asks the real Envoy.
+func validate(t *testing.T, bootstrap []byte) {
+	t.Helper()
+	envoy := findEnvoy(t)
+	file := filepath.Join(t.TempDir(), "envoy.yaml")
+	require.NoError(t, os.WriteFile(file, bootstrap, 0o600))
+	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+	defer cancel()
+	out, err := exec.CommandContext(ctx, envoy, "--mode", "validate", "-c", file, "-l", "warning", "--disable-hot-restart").CombinedOutput()
+	require.NoError(t, err, string(out))
+	require.Equal(t, "configuration '"+file+"' OK\n", string(out))
+}
+
+// findEnvoy is the path of a real Envoy. Without one the test is skipped, or fails where tools are required.
+func findEnvoy(t *testing.T) string {
+	t.Helper()
+	if e := os.Getenv("ENVOY"); e != "" {
+		return e
+	}
+	if e, err := exec.LookPath("envoy"); err == nil {
+		return e
+	}
+	e, err := filepath.Abs("../.tools/bin/envoy")
+	require.NoError(t, err)
+	if _, err := os.Stat(e); err == nil {
+		return e
+	}
+	const missing = "no Envoy: run scripts/tools.sh, put one on the PATH, or set $ENVOY"
+	if os.Getenv("TANDEM_REQUIRE_TOOLS") != "" {
+		t.Fatal(missing)
+	}
+	t.Skip(missing)
+	return ""
+}
+
+// writeCertificate writes a self-signed certificate for the loopback and its key into one PEM file.
+func writeCertificate(t *testing.T) string {
+	t.Helper()
+	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
+	require.NoError(t, err)
+	spec := &x509.Certificate{SerialNumber: big.NewInt(1), NotAfter: time.Now().Add(time.Hour), DNSNames: []string{"tandem.test"},
+		IsCA: true, BasicConstraintsValid: true, KeyUsage: x509.KeyUsageDigitalSignature | x509.KeyUsageCertSign}
+	der, err := x509.CreateCertificate(rand.Reader, spec, spec, &key.PublicKey, key)
+	require.NoError(t, err)
+	private, err := x509.MarshalPKCS8PrivateKey(key)
+	require.NoError(t, err)
+	text := append(pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: der}), pem.EncodeToMemory(&pem.Block{Type: "PRIVATE KEY", Bytes: private})...)
+	file := filepath.Join(t.TempDir(), "both.pem")
+	require.NoError(t, os.WriteFile(file, text, 0o600))
+	return file
+}

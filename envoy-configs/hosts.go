@@ -1,0 +1,72 @@
+package envoyconfigs
+
+import (
+	"fmt"
+	"net"
+	"net/netip"
+	"strconv"
+
+	configv1 "tandem/protos/config/v1"
+)
+
+type address struct {
+	Host string
+	Port int
+}
+
+// hosts are the servers of one cluster.
+type hosts struct {
+	Cluster string
+	Hosts   []address
+}
+
+// ByName reports whether any of them has to be looked up.
+func (h hosts) ByName() bool {
+	for _, a := range h.Hosts {
+		if _, err := netip.ParseAddr(a.Host); err != nil {
+			return true
+		}
+	}
+	return false
+}
+
+func parse(hostPort string) (address, error) {
+	host, port, err := net.SplitHostPort(hostPort)
+	if err != nil {
+		return address{}, fmt.Errorf("address %q: %w", hostPort, err)
+	}
+	n, err := strconv.ParseUint(port, 10, 16)
+	if err != nil {
+		return address{}, fmt.Errorf("address %q: %w", hostPort, err)
+	}
+	return address{host, int(n)}, nil
+}
+
+// reachable makes a cluster of addresses to connect to: one that listens everywhere is reached on the loopback.
+func reachable(cluster string, hostPorts []string) (hosts, error) {
+	out := hosts{Cluster: cluster}
+	for _, hp := range hostPorts {
+		a, err := parse(hp)
+		if err != nil {
+			return hosts{}, err
+		}
+		if ip, err := netip.ParseAddr(a.Host); err == nil && ip.IsUnspecified() {
+			a.Host = "127.0.0.1"
+			if ip.Is6() {
+				a.Host = "::1"
+			}
+		}
+		out.Hosts = append(out.Hosts, a)
+	}
+	return out, nil
+}
+
+// clientTLS is how Envoy speaks TLS to a cluster.
+type clientTLS struct {
+	CAFile, ServerName, CertFile, KeyFile string
+	H2                                    bool // gRPC: the protocol has to be agreed on
+}
+
+func newClientTLS(t *configv1.ClientTls, h2 bool) *clientTLS {
+	return &clientTLS{t.GetCaFile(), t.GetServerName(), t.GetCertFile(), t.GetKeyFile(), h2}
+}

@@ -1,0 +1,118 @@
+package kvtransfer
+
+import (
+	"bytes"
+	"fmt"
+	"math/rand/v2"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+	"google.golang.org/protobuf/proto"
+
+	"tandem/extproc/openai"
+	ticketv1 "tandem/protos/ticket/v1"
+)
+
+// plainMessage is the dumb twin of appendTicket: the generated message.
+func plainMessage(t *Ticket) *ticketv1.Ticket {
+	m := &ticketv1.Ticket{
+		Id: t.ID[:], Stage: ticketv1.Ticket_Stage(t.Stage), Pool: t.Pool, Prefill: t.Prefill, Decode: t.Decode,
+		PrefillReservation: t.Reservations[0], DecodeReservation: t.Reservations[1], Split: t.Split, Redirects: uint32(t.Redirects), Prefills: uint32(t.Prefills),
+		Excluded: t.Excluded, Cause: t.Cause, BodyBytes: uint64(t.BodyBytes), PromptTokens: t.PromptTokens,
+	}
+	if !t.Expires.IsZero() {
+		m.ExpiresUnixMs = t.Expires.UnixMilli()
+	}
+	if !t.Started.IsZero() {
+		m.StartedUnixUs = t.Started.UnixMicro()
+	}
+	for _, e := range t.Undo {
+		m.Undo = append(m.Undo, &ticketv1.Edit{Start: uint64(e.Start), End: uint64(e.End), Text: e.New})
+	}
+	if t.ParamsRef != ([16]byte{}) {
+		m.ParamsRef = t.ParamsRef[:]
+	}
+	if t.Params != nil {
+		m.PackedParams = pack(nil, t.Params)
+	}
+	return m
+}
+
+func randomTicket(rng *rand.Rand) *Ticket {
+	t := &Ticket{Stage: Stage(1 + rng.IntN(4)), Expires: now.Add(time.Duration(rng.IntN(1e6)) * time.Millisecond), Split: rng.IntN(2) == 0}
+	if rng.IntN(2) == 0 {
+		t.ID, t.Started, t.Pool, t.Prefill = [16]byte{byte(rng.Uint32())}, now, "pool", "[::1]:8000"
+	}
+	if rng.IntN(2) == 0 {
+		t.Decode, t.Reservations, t.Redirects, t.Prefills = "10.0.0.1:1", [2]uint64{rng.Uint64(), rng.Uint64()}, rng.IntN(20), rng.IntN(300)
+	}
+	for i := range rng.IntN(4) {
+		t.Excluded = append(t.Excluded, fmt.Sprintf("10.0.0.%d:8000", i))
+	}
+	at := 0
+	for range rng.IntN(20) {
+		e := openai.Edit{Start: at + rng.IntN(200), New: bytes.Repeat([]byte("x"), rng.IntN(300))}
+		e.End = e.Start + rng.IntN(100)
+		at = e.End
+		t.Undo = append(t.Undo, e)
+	}
+	t.BodyBytes = at
+	if rng.IntN(2) == 0 {
+		t.Cause, t.PromptTokens, t.ParamsRef = CausePrefill, rng.Int64N(1<<30), [16]byte{3}
+		t.Params = []byte(goodParams("remote_block_ids", "["+blockIDs(randomIDs(1+rng.IntN(100), 1<<30), ",")+"]"))
+	}
+	return t
+}
+
+// TestTicketCodecAgainstGenerated: what is written by hand is what the generated code reads, and the other way round.
+func TestTicketCodecAgainstGenerated(t *testing.T) {
+	rng := rand.New(rand.NewPCG(7, 8))
+	for i := range 500 {
+		want := randomTicket(rng)
+		if i == 0 {
+			want = fullTicket()
+		}
+		message := appendTicket(nil, want)
+		if want.Params != nil {
+			message = appendParams(message, pack(nil, want.Params))
+		}
+		var read ticketv1.Ticket
+		require.NoError(t, proto.Unmarshal(message, &read))
+		require.Empty(t, read.ProtoReflect().GetUnknown())
+		require.True(t, proto.Equal(plainMessage(want), &read))
+
+		written, err := proto.Marshal(plainMessage(want))
+		require.NoError(t, err)
+		got := new(Ticket)
+		require.NoError(t, parseTicket(got, written))
+		requireTicket(t, want, got)
+	}
+}
+
+// FuzzTicketMessage: whatever an authentic ticket says, it is read without panic, within bounds, and the same as the
+// generated code reads it.
+func FuzzTicketMessage(f *testing.F) {
+	f.Add(appendTicket(nil, smallTicket()))
+	f.Add(appendParams(appendTicket(nil, fullTicket()), pack(nil, fullTicket().Params)))
+	f.Fuzz(func(t *testing.T, message []byte) {
+		var got Ticket
+		if parseTicket(&got, message) != nil {
+			return
+		}
+		require.LessOrEqual(t, got.Undo.Size(), MaxUndoBytes)
+		require.LessOrEqual(t, len(got.Params), MaxParamsBytes)
+		var twin ticketv1.Ticket
+		if proto.Unmarshal(message, &twin) != nil {
+			return // texts that are not UTF-8
+		}
+		require.Equal(t, twin.Pool, got.Pool)
+		require.Equal(t, twin.Excluded, got.Excluded)
+		require.Equal(t, twin.PrefillReservation, got.Reservations[0])
+		require.Equal(t, len(twin.Undo), len(got.Undo))
+		for i, e := range twin.Undo {
+			require.Equal(t, e.Start, uint64(got.Undo[i].Start))
+			require.Equal(t, string(e.Text), string(got.Undo[i].New))
+		}
+	})
+}

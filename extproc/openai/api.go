@@ -1,0 +1,56 @@
+package openai
+
+import (
+	"net/url"
+	"strings"
+)
+
+// API is one of the request shapes whose bodies are read.
+type API uint8
+
+// The APIs. Models is GET /v1/models; PassThrough is everything that goes to one engine as it is.
+const (
+	PassThrough API = iota
+	Chat
+	Completions
+	Responses
+	Messages
+	Generate
+	Models
+)
+
+func (a API) String() string {
+	return [...]string{"pass_through", "chat", "completions", "responses", "messages", "generate", "models"}[a]
+}
+
+// Classify names the API of a request by its method and path. A query is ignored. Percent-escapes are undone, since
+// engines undo them before they route (uvicorn does): an escaped path must not lead around what is done for the API. A
+// path with a trailing slash is not the API's (engines answer it with a redirect or a 404).
+func Classify(method, path string) API {
+	path, _, _ = strings.Cut(path, "?")
+	if strings.IndexByte(path, '%') >= 0 {
+		if plain, err := url.PathUnescape(path); err == nil {
+			path = plain
+		}
+	}
+	switch method {
+	case "GET":
+		if path == "/v1/models" {
+			return Models
+		}
+	case "POST":
+		switch path {
+		case "/v1/chat/completions":
+			return Chat
+		case "/v1/completions":
+			return Completions
+		case "/v1/responses":
+			return Responses
+		case "/v1/messages":
+			return Messages
+		case "/inference/v1/generate":
+			return Generate
+		}
+	}
+	return PassThrough
+}

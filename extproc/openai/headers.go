@@ -1,0 +1,61 @@
+package openai
+
+import (
+	"encoding/json"
+	"mime"
+	"strings"
+)
+
+// CheckHeaders refuses what the parsed paths cannot read: anything but plain JSON. It returns nil or an [*Error].
+func CheckHeaders(contentType, contentEncoding string) error {
+	if enc := strings.TrimSpace(contentEncoding); enc != "" && !strings.EqualFold(enc, "identity") {
+		return UnsupportedMediaType("content-encoding is not supported on this path; send the body uncompressed")
+	}
+	if contentType == "application/json" { // spares the common case a parse
+		return nil
+	}
+	kind, params, err := mime.ParseMediaType(contentType)
+	if err != nil || kind != "application/json" {
+		return UnsupportedMediaType("content-type must be application/json on this path")
+	}
+	if charset := params["charset"]; charset != "" && !strings.EqualFold(charset, "utf-8") && !strings.EqualFold(charset, "utf8") {
+		return UnsupportedMediaType("JSON is UTF-8; another charset is not supported")
+	}
+	return nil
+}
+
+// RequestID reports whether a client's request id may be kept: it goes into logs, headers and engines' own ids.
+func RequestID(id string) bool {
+	if len(id) == 0 || len(id) > 128 {
+		return false
+	}
+	for i := range len(id) {
+		c := id[i]
+		if c-'0' > 9 && c|0x20-'a' > 25 && c != '.' && c != '_' && c != '-' {
+			return false
+		}
+	}
+	return true
+}
+
+// ModelList is the body of GET /v1/models. created is in seconds of Unix time.
+func ModelList(ids []string, created int64) []byte {
+	type model struct {
+		ID      string `json:"id"`
+		Object  string `json:"object"`
+		Created int64  `json:"created"`
+		OwnedBy string `json:"owned_by"`
+	}
+	list := struct {
+		Object string  `json:"object"`
+		Data   []model `json:"data"`
+	}{Object: "list", Data: make([]model, 0, len(ids))}
+	for _, id := range ids {
+		list.Data = append(list.Data, model{id, "model", created, "tandem"})
+	}
+	b, err := json.Marshal(list)
+	if err != nil {
+		return []byte(`{"object":"list","data":[]}`)
+	}
+	return b
+}

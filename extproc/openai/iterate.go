@@ -1,0 +1,46 @@
+package openai
+
+import "iter"
+
+// elements goes through the values of an array that a scan has validated. Anything else has none.
+func elements(array []byte) iter.Seq[[]byte] {
+	return func(yield func([]byte) bool) {
+		if len(array) == 0 || array[0] != '[' {
+			return
+		}
+		for i := skipSpace(array, 1); array[i] != ']'; {
+			end, _ := skipValue(array, i, maxNesting)
+			if !yield(array[i:end:end]) {
+				return
+			}
+			i = skipComma(array, end)
+		}
+	}
+}
+
+// pairs goes through the members of an object that a scan has validated: keys without escapes, values as they stand.
+// Anything else has none.
+func pairs(object []byte) iter.Seq2[[]byte, []byte] {
+	return func(yield func(key, value []byte) bool) {
+		if len(object) == 0 || object[0] != '{' {
+			return
+		}
+		for i := skipSpace(object, 1); object[i] != '}'; {
+			keyEnd, _, _ := skipString(object, i)
+			start, _ := skipColon(object, keyEnd)
+			end, _ := skipValue(object, start, maxNesting)
+			if !yield(unescapedKey(object[i+1:keyEnd-1]), object[start:end:end]) {
+				return
+			}
+			i = skipComma(object, end)
+		}
+	}
+}
+
+// skipComma goes from behind a value to the next one or the end of what holds it.
+func skipComma(b []byte, i int) int {
+	if i = skipSpace(b, i); b[i] == ',' {
+		i = skipSpace(b, i+1)
+	}
+	return i
+}

@@ -1,0 +1,366 @@
+package openai
+
+import (
+	"encoding/binary"
+	"math/bits"
+	"unicode/utf16"
+	"unicode/utf8"
+)
+
+// This file is JSON below the members: it validates (RFC 8259) and moves on, and keeps nothing. Its functions take the
+// text and where to start, and give where they ended: behind what they read, or at the byte that is wrong.
+
+// fault says what is wrong at a byte; empty: nothing.
+type fault string
+
+const (
+	noFault        fault = ""
+	faultValue     fault = "a value is expected"
+	faultKey       fault = "a member name in quotes is expected"
+	faultColon     fault = "a colon is expected"
+	faultObjectEnd fault = "a comma or a closing brace is expected"
+	faultArrayEnd  fault = "a comma or a closing bracket is expected"
+	faultString    fault = "a string is not closed"
+	faultControl   fault = "a string holds a control character that is not escaped"
+	faultEscape    fault = "a string holds an escape that JSON does not have"
+	faultDigits    fault = "a number lacks a digit"
+	faultKeyUTF8   fault = "a member name is not valid UTF-8"
+	faultTrailing  fault = "something follows the end"
+	faultBOM       fault = "a byte order mark, which JSON must not have"
+	faultTooDeep   fault = "too deep"
+	faultTooMany   fault = "too many members"
+	faultDuplicate fault = "duplicate member"
+)
+
+// skipSpace is small enough to be inlined; most of the time there is no space.
+func skipSpace(b []byte, i int) int {
+	if i < len(b) && b[i] > ' ' {
+		return i
+	}
+	return skipSpaces(b, i)
+}
+
+func skipSpaces(b []byte, i int) int {
+	for i < len(b) && (b[i] == ' ' || b[i] == '\n' || b[i] == '\t' || b[i] == '\r') {
+		i++
+	}
+	return i
+}
+
+// maxNesting is the deepest nesting that levels can follow.
+const maxNesting = 1024
+
+// levels is a stack with a bit for each open array (0) or object (1): nesting costs no recursion.
+type levels [maxNesting / 64]uint64
+
+func (l *levels) set(level int, object bool) {
+	word, bit := uint(level)/64%uint(len(l)), uint64(1)<<(uint(level)%64)
+	if l[word] &^= bit; object {
+		l[word] |= bit
+	}
+}
+
+func (l *levels) object(level int) bool {
+	return l[uint(level)/64%uint(len(l))]>>(uint(level)%64)&1 == 1
+}
+
+// skipValue validates the value at i, which may open as many levels as room says.
+func skipValue(b []byte, i, room int) (end int, f fault) {
+	var stack levels
+	open := 0
+	for {
+		if i >= len(b) {
+			return i, faultValue
+		}
+		switch c := b[i]; {
+		case c == '"':
+			i, _, f = skipString(b, i)
+		case c-'0' <= 9 || c == '-':
+			if open > 0 && !stack.object(open-1) {
+				i = skipIntegers(b, i)
+			}
+			i, f = skipNumber(b, i)
+		case c == '{' || c == '[':
+			if open == room {
+				return i, faultTooDeep
+			}
+			stack.set(open, c == '{')
+			open++
+			if i = skipSpace(b, i+1); i < len(b) && b[i] == c+2 { // ASCII has } two behind {, and ] two behind [
+				break
+			}
+			if c == '{' {
+				i, f = skipKey(b, i)
+			}
+			if f != noFault {
+				return i, f
+			}
+			continue
+		default:
+			i, f = skipLiteral(b, i)
+		}
+		if f != noFault {
+			return i, f
+		}
+		if i, open, f = closeLevels(b, i, open, &stack); f != noFault || open == 0 {
+			return i, f
+		}
+	}
+}
+
+// closeLevels goes on behind a value: past the levels that end there, to where the next value starts. Without an open
+// level left there is no next one.
+func closeLevels(b []byte, i, open int, stack *levels) (end, stillOpen int, f fault) {
+	for open > 0 {
+		object := stack.object(open - 1)
+		if i = skipSpace(b, i); i >= len(b) {
+			return i, open, unclosed(object)
+		}
+		switch b[i] {
+		case ',':
+			i = skipSpace(b, i+1)
+			if object {
+				i, f = skipKey(b, i)
+			}
+			return i, open, f
+		case '}':
+			if !object {
+				return i, open, faultArrayEnd
+			}
+		case ']':
+			if object {
+				return i, open, faultObjectEnd
+			}
+		default:
+			return i, open, unclosed(object)
+		}
+		i++
+		open--
+	}
+	return i, 0, noFault
+}
+
+func unclosed(object bool) fault {
+	if object {
+		return faultObjectEnd
+	}
+	return faultArrayEnd
+}
+
+// skipKey reads a key, the colon, and the space around it.
+func skipKey(b []byte, i int) (int, fault) {
+	if i >= len(b) || b[i] != '"' {
+		return i, faultKey
+	}
+	i, _, f := skipString(b, i)
+	if f != noFault {
+		return i, f
+	}
+	return skipColon(b, i)
+}
+
+func skipColon(b []byte, i int) (int, fault) {
+	i = skipSpace(b, i)
+	if i >= len(b) || b[i] != ':' {
+		return i, faultColon
+	}
+	return skipSpace(b, i+1), noFault
+}
+
+// skipString reads the string whose opening quote is at i, eight bytes at a time between those that matter: quotes,
+// backslashes and control characters.
+func skipString(b []byte, i int) (end int, escaped bool, f fault) {
+	const ones, highs = 0x0101010101010101, 0x8080808080808080
+	i++
+	for {
+		for i+8 <= len(b) {
+			w := binary.LittleEndian.Uint64(b[i:])
+			// A byte below n borrows in x-n*ones, so its high bit rises; in the lowest such byte that is exact. Flipping bit 1
+			// takes the quote (0x22) to 0x20, next to the control characters, and nothing else below 0x21.
+			low, slash := w^ones*0x02, w^ones*'\\'
+			if hit := ((low - ones*0x21) | (slash - ones)) &^ w & highs; hit != 0 {
+				i += bits.TrailingZeros64(hit) / 8
+				break
+			}
+			i += 8
+		}
+		if i >= len(b) {
+			return len(b), escaped, faultString
+		}
+		switch c := b[i]; {
+		case c == '"':
+			return i + 1, escaped, noFault
+		case c == '\\':
+			escaped = true
+			n := escapeLen(b[i:])
+			if n == 0 {
+				return i, escaped, faultEscape
+			}
+			i += n
+		case c < 0x20:
+			return i, escaped, faultControl
+		default:
+			i++ // among the last seven bytes of the text
+		}
+	}
+}
+
+// escapeLen is the length of the escape at the start of b, 0 if it is none. A surrogate may stand alone.
+func escapeLen(b []byte) int {
+	if len(b) < 2 {
+		return 0
+	}
+	const letters = 1<<('\\'-64) | 1<<('b'-64) | 1<<('f'-64) | 1<<('n'-64) | 1<<('r'-64) | 1<<('t'-64)
+	switch c := b[1]; {
+	case c == '"', c == '/', c-64 < 64 && letters>>(c-64)&1 == 1:
+		return 2
+	case c == 'u':
+		if _, ok := hex4(b[2:]); ok {
+			return 6
+		}
+	}
+	return 0
+}
+
+func hex4(b []byte) (r rune, ok bool) {
+	if len(b) < 4 {
+		return 0, false
+	}
+	for _, c := range b[:4] {
+		switch {
+		case c-'0' <= 9:
+			c -= '0'
+		case c|0x20-'a' <= 5:
+			c = c | 0x20 - 'a' + 10
+		default:
+			return 0, false
+		}
+		r = r<<4 | rune(c)
+	}
+	return r, true
+}
+
+func skipNumber(b []byte, i int) (int, fault) {
+	if b[i] == '-' {
+		i++
+	}
+	start := i
+	if i = skipDigits(b, i); i == start {
+		return i, faultDigits
+	}
+	if b[start] == '0' {
+		i = start + 1 // nothing may follow a leading zero; what does is found by the caller
+	}
+	if i < len(b) && b[i] == '.' {
+		start = i + 1
+		if i = skipDigits(b, start); i == start {
+			return i, faultDigits
+		}
+	}
+	if i < len(b) && b[i]|0x20 == 'e' {
+		if i++; i < len(b) && (b[i] == '+' || b[i] == '-') {
+			i++
+		}
+		start = i
+		if i = skipDigits(b, start); i == start {
+			return i, faultDigits
+		}
+	}
+	return i, noFault
+}
+
+// skipIntegers goes from the start of a number over short plain integers, as long as a comma and a digit follow each: lists
+// of token ids are nearly all of some bodies. It decides nothing: where it ends a number starts too.
+func skipIntegers(b []byte, i int) int {
+	const ones, highs = 0x0101010101010101, 0x8080808080808080
+	for i+10 <= len(b) {
+		w := binary.LittleEndian.Uint64(b[i:]) ^ ones*'0'
+		other := (w&^highs + ones*(0x7F-9) | w) & highs // the high bit rises over whatever is no digit
+		n := bits.TrailingZeros64(other) / 8
+		if n == 0 || n == 8 || b[i] == '0' || b[i+n] != ',' {
+			return i
+		}
+		next := i + n + 1
+		if b[next] == ' ' {
+			next++
+		}
+		if b[next]-'0' > 9 {
+			return i
+		}
+		i = next
+	}
+	return i
+}
+
+func skipDigits(b []byte, i int) int {
+	for i < len(b) && b[i]-'0' <= 9 {
+		i++
+	}
+	return i
+}
+
+func skipLiteral(b []byte, i int) (int, fault) {
+	word := "null"
+	switch b[i] {
+	case 't':
+		word = "true"
+	case 'f':
+		word = "false"
+	}
+	if len(b)-i < len(word) || string(b[i:i+len(word)]) != word {
+		return i, faultValue
+	}
+	return i + len(word), noFault
+}
+
+// appendUnescaped appends the inside of a validated string without its escapes. A surrogate that stands alone becomes
+// the three bytes that UTF-8 would have for it, which no valid UTF-8 has: so what differs before differs after.
+func appendUnescaped(dst, inside []byte) []byte {
+	for i := 0; i < len(inside); {
+		c := inside[i]
+		if c != '\\' {
+			dst = append(dst, c)
+			i++
+			continue
+		}
+		if inside[i+1] != 'u' {
+			dst = append(dst, unescaped(inside[i+1]))
+			i += 2
+			continue
+		}
+		r, _ := hex4(inside[i+2:])
+		i += 6
+		if utf16.IsSurrogate(r) {
+			if len(inside)-i >= 6 && inside[i] == '\\' && inside[i+1] == 'u' {
+				low, _ := hex4(inside[i+2:])
+				if both := utf16.DecodeRune(r, low); both != utf8.RuneError {
+					dst = utf8.AppendRune(dst, both)
+					i += 6
+					continue
+				}
+			}
+			dst = append(dst, 0xE0|byte(r>>12), 0x80|byte(r>>6)&0x3F, 0x80|byte(r)&0x3F)
+			continue
+		}
+		dst = utf8.AppendRune(dst, r)
+	}
+	return dst
+}
+
+// unescaped is what a one-letter escape stands for.
+func unescaped(letter byte) byte {
+	switch letter {
+	case 'b':
+		return '\b'
+	case 'f':
+		return '\f'
+	case 'n':
+		return '\n'
+	case 'r':
+		return '\r'
+	case 't':
+		return '\t'
+	default:
+		return letter
+	}
+}

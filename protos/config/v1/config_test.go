@@ -1,0 +1,278 @@
+package configv1
+
+import (
+	"os"
+	"path/filepath"
+	"regexp"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+	"google.golang.org/protobuf/encoding/protojson"
+	"google.golang.org/protobuf/proto"
+	"google.golang.org/protobuf/reflect/protoreflect"
+)
+
+// core is the configuration of the design, all of it.
+const core = `
+extProc: {listen: 127.0.0.1:9002}
+replan:  {listen: 127.0.0.1:9003}
+admin:   {listen: 127.0.0.1:9090}
+envoy:   {listen: 127.0.0.1:8080, admin: 127.0.0.1:9901, maxBodyBytes: 16777216}
+state:   {redis: {url: "redis://127.0.0.1:6379/0"}}
+tickets: {keyFile: /etc/tandem/ticket.key}
+pools:
+- name: chat
+  models: ["*"]
+  kvTransfer: nixl
+  split: auto
+  endpoints:
+  - {address: 127.0.0.1:8101, role: prefill}
+  - {address: 127.0.0.1:8201, role: decode}
+`
+
+// least is a configuration of nothing but what is required.
+const least = `
+pools:
+- name: chat
+  kvTransfer: nixl
+  endpoints:
+  - {address: 127.0.0.1:8101, role: prefill}
+  - {address: engine.svc:8000, role: decode}
+`
+
+func TestCore(t *testing.T) {
+	c, warnings, err := Parse([]byte(core))
+	require.NoError(t, err)
+	require.Equal(t, []string{"state.redis: this release keeps its state in memory; replicas do not share it yet"}, warnings)
+	require.Equal(t, int64(16777216), c.Envoy.MaxBodyBytes)
+	require.Equal(t, "prefill", c.Pools[0].Endpoints[0].Role)
+	require.Equal(t, "/etc/tandem/ticket.key", c.Tickets.KeyFile)
+}
+
+func TestDefaults(t *testing.T) {
+	c, warnings, err := Parse([]byte(least))
+	require.NoError(t, err)
+	require.Empty(t, warnings)
+	require.Equal(t, "127.0.0.1:9002", c.ExtProc.Listen)
+	require.Equal(t, "127.0.0.1:9003", c.Replan.Listen)
+	require.Equal(t, "127.0.0.1:9090", c.Admin.Listen)
+	require.Equal(t, "127.0.0.1:8080", c.Envoy.Listen)
+	require.Equal(t, "127.0.0.1:9901", c.Envoy.Admin)
+	require.Equal(t, int64(16<<20), c.Envoy.MaxBodyBytes)
+	require.Equal(t, int64(80<<20), c.ExtProc.MaxMessageBytes)
+	require.Equal(t, []string{"127.0.0.1:9002"}, c.Envoy.ExtProcs)
+	require.Equal(t, []string{"127.0.0.1:9003"}, c.Envoy.Replans)
+	require.Equal(t, "auto", c.Envoy.BodyMode)
+	require.Equal(t, 30*time.Minute, Duration(c.Envoy.DecodeIdleTimeout))
+	require.Equal(t, 10*time.Minute, Duration(c.Tickets.Ttl))
+	p := c.Pools[0]
+	require.Equal(t, []string{"*"}, p.Models)
+	require.Equal(t, "auto", p.Split)
+	require.Equal(t, "decodeAlone", p.LongPrompts)
+	require.Equal(t, "otherPrefill", p.OnPrefillFailure)
+	require.Equal(t, int32(3), p.PrefillAttempts)
+	require.Equal(t, 10*time.Second, Duration(p.PrefillTimeout.Base))
+	require.Equal(t, 2*time.Millisecond, Duration(p.PrefillTimeout.PerToken))
+	require.Equal(t, "http", p.Endpoints[1].Scheme)
+}
+
+func TestReplansOfSeveralReplicas(t *testing.T) {
+	c, _, err := Parse([]byte(least + `
+tickets: {keyFile: k}
+replan: {listen: "0.0.0.0:9103"}
+envoy: {extProcs: ["10.0.0.1:9002", "[::1]:9002", "10.0.0.1:9012"]}`))
+	require.NoError(t, err)
+	require.Equal(t, []string{"10.0.0.1:9103", "[::1]:9103"}, c.Envoy.Replans)
+}
+
+func TestNoneNeedsNoRoles(t *testing.T) {
+	c, warnings, err := Parse([]byte(`pools: [{name: a, kvTransfer: none, endpoints: [{address: "[::1]:8000"}]}]`))
+	require.NoError(t, err)
+	require.Empty(t, warnings)
+	require.Equal(t, "both", c.Pools[0].Endpoints[0].Role)
+}
+
+// edited is least with one piece replaced.
+func edited(old, replacement string) string {
+	if !strings.Contains(least, old) {
+		panic("nothing to replace: " + old)
+	}
+	return strings.Replace(least, old, replacement, 1)
+}
+
+func TestMistakes(t *testing.T) {
+	for name, tt := range map[string]struct {
+		yaml string
+		want []string
+	}{
+		"empty":       {"", []string{"the file must hold a mapping, with extProc, envoy, pools and so on; it holds empty"}},
+		"a list":      {"- a", []string{"the file must hold a mapping, with extProc, envoy, pools and so on; it holds a list"}},
+		"no pools":    {"{}", []string{"pools: is missing: at least one pool is needed"}},
+		"empty pools": {"pools:", []string{"pools: is missing: at least one pool is needed"}},
+		"broken YAML": {"pools: [", []string{"not readable as YAML: line 1: did not find expected node content"}},
+		"keys twice": {"admin: {}\nadmin: {}\nreplan: {}\nreplan: {}\n" + least, []string{
+			`not readable as YAML: line 2: key "admin" already set in map`, `not readable as YAML: line 4: key "replan" already set in map`}},
+		"role misspelt":       {edited("role: prefill", "role: prefil"), []string{`pools[0].endpoints[0].role: "prefil" is not a role: one of prefill, decode, both`}},
+		"role missing":        {edited(", role: decode", ""), []string{"pools[0].endpoints: none of them decodes: at least one needs the role decode or both", "pools[0].endpoints[1].role: is missing: one of prefill, decode, both"}},
+		"unknown field":       {"extproc: {}\n" + least, []string{"extproc: unknown field; did you mean extProc?"}},
+		"unknown deep field":  {edited("role: prefill", "role: prefill, adress: x"), []string{"pools[0].endpoints[0].adress: unknown field; did you mean address?"}},
+		"far from all fields": {"zzzzzzzzzzzz: 1\n" + least, []string{"zzzzzzzzzzzz: unknown field; known here: extProc, replan, admin, envoy, state, tickets, pools"}},
+		"proto's spelling":    {"ext_proc: {}\n" + least, []string{"ext_proc: unknown field; did you mean extProc?"}},
+		"a name of two lines": {"\"a\\nb\": 1\n" + least, []string{`"a\nb": unknown field; known here: extProc, replan, admin, envoy, state, tickets, pools`}},
+		"discovery":           {edited("kvTransfer: nixl", "kvTransfer: nixl\n  discovery: {dns: x}"), []string{"pools[0].discovery: unknown field: not in this release; list the endpoints"}},
+		"later dialect":       {edited("nixl", "mooncake"), []string{"pools[0].kvTransfer: mooncake is not in this release: one of nixl, none"}},
+		"misspelt dialect":    {edited("nixl", "nxil"), []string{`pools[0].kvTransfer: "nxil" is not one of nixl, none (nixl?)`}},
+		"no dialect":          {edited("  kvTransfer: nixl\n", ""), []string{"pools[0].kvTransfer: is missing: nixl, or none for engines that prefill and decode by themselves"}},
+		"no name":             {edited("name: chat", "models: [a]"), []string{"pools[0].name: is missing: what metrics and logs will call the pool"}},
+		"name is a number":    {edited("name: chat", "name: 7"), []string{"pools[0].name: must be text, is the number 7: put it in quotes"}},
+		"empty list item":     {edited("name: chat", "name: chat\n  models: [~]"), []string{"pools[0].models[0]: is empty"}},
+		"empty model":         {edited("name: chat", "name: chat\n  models: [\"\"]"), []string{`pools[0].models[0]: is empty: a name that requests ask for, or "*"`}},
+		"empty pool":          {"pools: [~]", []string{"pools[0]: must be a mapping, is empty"}},
+		"text for a list":     {"pools: a", []string{`pools: must be a list, is the text "a"`}},
+		"text for a mapping":  {"envoy: a\n" + least, []string{`envoy: must be a mapping, is the text "a"`}},
+		"text for a number":   {"envoy: {maxBodyBytes: 16MiB}\n" + least, []string{`envoy.maxBodyBytes: must be a whole number, is the text "16MiB"`}},
+		"half a byte":         {"envoy: {maxBodyBytes: 4096.5}\n" + least, []string{"envoy.maxBodyBytes: must be a whole number between -9223372036854775808 and 9223372036854775807, is 4096.5"}},
+		"over int32":          {edited("name: chat", "name: chat\n  prefillAttempts: 3000000000"), []string{"pools[0].prefillAttempts: must be a whole number between -2147483648 and 2147483647, is 3000000000"}},
+		"time without unit":   {"envoy: {decodeIdleTimeout: 300}\n" + least, []string{"envoy.decodeIdleTimeout: must have a unit, is 300: 300s for seconds, 300ms for milliseconds"}},
+		"time as text":        {"tickets: {ttl: \"300\"}\n" + least, []string{`tickets.ttl: "300" is not a duration such as 300s, 5m or 250ms`}},
+		"time too long":       {"tickets: {ttl: 25h}\n" + least, []string{`tickets.ttl: 25h is not between 1s and 24h0m0s`}},
+		"address twice":       {edited("engine.svc:8000", "127.0.0.1:08101"), []string{"pools[0].endpoints[1].address: 127.0.0.1:08101 is already pools[0].endpoints[0].address"}},
+		"address without port": {edited("engine.svc:8000", "engine.svc"), []string{
+			`pools[0].endpoints[1].address: "engine.svc" is not an address: ip:port, [ip]:port or name:port`}},
+		"address with scheme": {edited("engine.svc:8000", `"http://engine:8000"`), []string{
+			`pools[0].endpoints[1].address: "http://engine:8000" is not an address: ip:port, [ip]:port or name:port`}},
+		"address port 0":     {edited("engine.svc:8000", "engine.svc:0"), []string{`pools[0].endpoints[1].address: "engine.svc:0" has no port between 1 and 65535`}},
+		"address port 65536": {edited("engine.svc:8000", "engine.svc:65536"), []string{`pools[0].endpoints[1].address: "engine.svc:65536" has no port between 0 and 65535`}},
+		"address no host":    {edited("engine.svc:8000", `":8000"`), []string{`pools[0].endpoints[1].address: ":8000" has no host; 0.0.0.0 or [::] means every interface`}},
+		"address broken IP":  {edited("engine.svc:8000", "10.0.0.256:8000"), []string{`pools[0].endpoints[1].address: "10.0.0.256" is neither an IP address nor a name`}},
+		"address with zone":  {edited("engine.svc:8000", `"[fe80::1%eth0]:8000"`), []string{`pools[0].endpoints[1].address: "fe80::1%eth0" is neither an IP address nor a name`}},
+		"no address":         {edited("address: engine.svc:8000, ", ""), []string{"pools[0].endpoints[1].address: is missing: ip:port, [ip]:port or name:port"}},
+		"endpoint is Envoy": {"envoy: {listen: \"0.0.0.0:8000\"}\n" + edited("engine.svc:8000", "localhost:8000"), []string{
+			"pools[0].endpoints[1].address: localhost:8000 is envoy.listen: a request would go in circles"}},
+		"no decode":          {edited("role: decode", "role: prefill"), []string{"pools[0].endpoints: none of them decodes: at least one needs the role decode or both"}},
+		"always, no prefill": {edited("role: prefill", "role: decode") + "  split: always\n", []string{"pools[0].endpoints: none of them prefills, but split is always: at least one needs the role prefill or both"}},
+		"no endpoints":       {"pools: [{name: a, kvTransfer: none}]", []string{"pools[0].endpoints: is missing: at least one endpoint is needed"}},
+		"two pools alike": {least + "- {name: chat, kvTransfer: none, endpoints: [{address: \"127.0.0.1:8101\"}]}\n", []string{
+			"pools[1].endpoints[0].address: 127.0.0.1:8101 is already pools[0].endpoints[0].address",
+			`pools[1].models[0]: "*" is in pools[0] already; a model belongs to one pool`, `pools[1].name: "chat" names two pools`}},
+		"listeners clash":      {"admin: {listen: \"0.0.0.0:9002\"}\n" + least, []string{"admin.listen: 0.0.0.0:9002 clashes with extProc.listen: give it another port"}},
+		"replicas without key": {"envoy: {extProcs: [\"a:1\", \"b:1\"]}\n" + least, []string{"tickets.keyFile: is missing: several replicas (envoy.extProcs) need the same keys to read each other's tickets"}},
+		"replica twice":        {"tickets: {keyFile: k}\nenvoy: {extProcs: [\"a:1\", \"A:1\"], replans: [\"a:2\"]}\n" + least, []string{"envoy.extProcs[1]: A:1 is already envoy.extProcs[0]"}},
+		"small messages":       {"extProc: {maxMessageBytes: 16777216}\n" + least, []string{"extProc.maxMessageBytes: 16777216 is not above envoy.maxBodyBytes (16777216) and at most 1073741824: a whole body comes in one message"}},
+		"half a TLS":           {"extProc: {tls: {certFile: c}}\nenvoy: {extProcTls: {certFile: c, serverName: name}}\n" + least, []string{"envoy.extProcTls.keyFile: certFile and keyFile belong together: set both or none", "envoy.extProcTls.serverName: has no effect without caFile: set that too", "extProc.tls.keyFile: is missing: a PEM file"}},
+		"redis with a secret":  {"state: {redis: {url: \"http://:secret@x\"}}\n" + least, []string{"state.redis.url: is not of the form redis://[user:password@]host:port/db"}},
+		"body mode":            {"envoy: {bodyMode: stream}\n" + least, []string{`envoy.bodyMode: "stream" is not one of auto, duplex, buffered`}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			_, _, err := Parse([]byte(tt.yaml))
+			var m Mistakes
+			require.ErrorAs(t, err, &m)
+			require.Equal(t, strings.Join(tt.want, "\n"), m.Error())
+		})
+	}
+}
+
+func TestWarnings(t *testing.T) {
+	for name, tt := range map[string]struct {
+		yaml string
+		want []string
+	}{
+		"https":      {edited("role: decode", "role: decode, scheme: https"), []string{"envoy.endpointTls.caFile: is missing: Envoy will take any certificate of https endpoints"}},
+		"no prefill": {edited("role: prefill", "role: decode"), []string{"pools[0].endpoints: none of them prefills, so nothing will be split"}},
+		"groups":     {edited("role: prefill", "role: prefill, group: a"), []string{`pools[0].endpoints[0]: no endpoint that decodes is in its group "a", so it will never be used`}},
+		"mutual TLS": {"extProc: {tls: {certFile: c, keyFile: k, clientCaFile: a}}\n" + least, []string{
+			"envoy.extProcTls.certFile: is missing: extProc.tls.clientCaFile makes the server refuse an Envoy without a certificate",
+			"envoy.extProcTls.caFile: is missing: Envoy will take any certificate of the external processor"}},
+		"replicas and redis": {"state: {redis: {url: \"redis://x/0\"}}\nenvoy: {extProcs: [\"a:1\", \"b:1\"]}\n" + least, []string{
+			"state.redis: this release keeps its state in memory; replicas do not share it yet",
+			"tickets.keyFile: is missing: several replicas (envoy.extProcs) need the same keys to read each other's tickets, and this release does not share them through Redis yet"}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			_, warnings, err := Parse([]byte(tt.yaml))
+			require.NoError(t, err)
+			require.Equal(t, tt.want, warnings)
+		})
+	}
+}
+
+func TestPathsAreSortedAsOneReadsThem(t *testing.T) {
+	require.Negative(t, comparePaths("pools[2].name", "pools[10].name"))
+	require.Negative(t, comparePaths("pools[2].endpoints[9]", "pools[2].endpoints[10]"))
+	require.Negative(t, comparePaths("admin", "pools[0]"))
+	require.Negative(t, comparePaths("pools", "pools[0]"))
+	require.Zero(t, comparePaths("pools[1].a", "pools[1].a"))
+}
+
+func TestLoad(t *testing.T) {
+	_, _, err := Load("")
+	require.EqualError(t, err, "no configuration file given (-f FILE)")
+	_, _, err = Load(filepath.Join(t.TempDir(), "none.yaml"))
+	require.ErrorIs(t, err, os.ErrNotExist)
+	file := filepath.Join(t.TempDir(), "tandem.yaml")
+	require.NoError(t, os.WriteFile(file, []byte("{}"), 0o600))
+	_, _, err = Load(file)
+	require.EqualError(t, err, file+":\npools: is missing: at least one pool is needed")
+}
+
+// Every field says what it is: the reference is made of these comments.
+func TestEveryFieldIsDocumented(t *testing.T) {
+	source, err := os.ReadFile("config.proto")
+	require.NoError(t, err)
+	field := regexp.MustCompile(`^  (repeated )?\w+ \w+ = \d+;`)
+	previous := ""
+	for line := range strings.Lines(string(source)) {
+		if field.MatchString(line) {
+			require.Regexp(t, `^  // .*\.$`, strings.TrimRight(previous, "\n"), line)
+		}
+		previous = line
+	}
+}
+
+// The shape pass knows these kinds and no others.
+func TestKindsOfFields(t *testing.T) {
+	var walk func(d protoreflect.MessageDescriptor)
+	walk = func(d protoreflect.MessageDescriptor) {
+		for i := range d.Fields().Len() {
+			f := d.Fields().Get(i)
+			switch f.Kind() {
+			case protoreflect.MessageKind:
+				walk(f.Message())
+			case protoreflect.StringKind, protoreflect.Int32Kind, protoreflect.Int64Kind:
+			default:
+				t.Errorf("%s: checkValue does not know %s", f.FullName(), f.Kind())
+			}
+		}
+	}
+	walk((&Config{}).ProtoReflect().Descriptor())
+}
+
+// FuzzParse: whatever the text, there is a configuration that reads back as itself, or mistakes of one line each.
+func FuzzParse(f *testing.F) {
+	f.Add([]byte(core))
+	f.Add([]byte(least))
+	f.Add([]byte("a: &a [*a]"))
+	f.Add([]byte("pools: [{endpoints: [{address: \"[::1]:1\"}, ~]}]"))
+	f.Add([]byte("envoy: {maxBodyBytes: 1e400}"))
+	quotedBytes := regexp.MustCompile(`("max(?:Body|Message)Bytes"): ?"(\d+)"`)
+	f.Fuzz(func(t *testing.T, text []byte) {
+		c, _, err := Parse(text)
+		if err != nil {
+			var m Mistakes
+			require.ErrorAs(t, err, &m)
+			require.NotEmpty(t, m)
+			for _, mistake := range m {
+				require.NotEmpty(t, mistake.Remedy)
+				require.NotContains(t, mistake.Path, "\n")
+			}
+			return
+		}
+		again, err := protojson.Marshal(c)
+		require.NoError(t, err)
+		again = quotedBytes.ReplaceAll(again, []byte("$1:$2")) // protojson writes 64 bits as text
+		c2, _, err := Parse(again)
+		require.NoError(t, err)
+		require.True(t, proto.Equal(c, c2))
+	})
+}

@@ -1,0 +1,129 @@
+package configv1
+
+import (
+	"fmt"
+	"net"
+	"net/netip"
+	"slices"
+	"time"
+)
+
+func (v *validator) pool(path string, p *Pool) {
+	switch {
+	case p.Name == "":
+		v.m.add(path+".name", "is missing: what metrics and logs will call the pool")
+	case slices.Contains(v.names, p.Name):
+		v.m.add(path+".name", "%.100q names two pools", p.Name)
+	}
+	v.names = append(v.names, p.Name)
+	v.modelsOf(path, p)
+	v.dialect(path+".kvTransfer", p.KvTransfer)
+	v.oneOf(path+".split", p.Split, "always", "auto", "never")
+	v.oneOf(path+".longPrompts", p.LongPrompts, "decodeAlone", "refuse")
+	v.oneOf(path+".onPrefillFailure", p.OnPrefillFailure, "otherPrefill", "decodeAlone", "fail")
+	if p.PrefillAttempts < 1 || p.PrefillAttempts > 5 {
+		v.m.add(path+".prefillAttempts", "%d is not between 1 and 5", p.PrefillAttempts)
+	}
+	v.duration(path+".prefillTimeout.base", p.PrefillTimeout.Base, time.Millisecond)
+	v.duration(path+".prefillTimeout.perToken", p.PrefillTimeout.PerToken, 0)
+	v.endpointsOf(path, p)
+}
+
+func (v *validator) modelsOf(path string, p *Pool) {
+	for i, model := range p.Models {
+		at := fmt.Sprintf("%s.models[%d]", path, i)
+		if model == "" {
+			v.m.add(at, "is empty: a name that requests ask for, or \"*\"")
+		} else if other, taken := v.models[model]; taken {
+			v.m.add(at, "%.100q is in %s already; a model belongs to one pool", model, other)
+		}
+		v.models[model] = path
+	}
+}
+
+// laterDialects are those that engines speak and a later release of Tandem will.
+func laterDialects() []string {
+	return []string{"lmcache", "mooncake", "sglang", "offload", "moriio", "p2pnccl", "shared", "orchestrated", "trtllm", "multi"}
+}
+
+func (v *validator) dialect(path, name string) {
+	switch {
+	case name == "":
+		v.m.add(path, "is missing: nixl, or none for engines that prefill and decode by themselves")
+	case slices.Contains(laterDialects(), name):
+		v.m.add(path, "%s is not in this release: one of nixl, none", name)
+	default:
+		v.oneOf(path, name, "nixl", "none")
+	}
+}
+
+func (v *validator) endpointsOf(path string, p *Pool) {
+	decodes, prefills := false, false
+	for i, e := range p.Endpoints {
+		v.endpoint(fmt.Sprintf("%s.endpoints[%d]", path, i), e)
+		decodes = decodes || e.Role == "decode" || e.Role == "both"
+		prefills = prefills || e.Role == "prefill" || e.Role == "both"
+	}
+	switch {
+	case len(p.Endpoints) == 0:
+		v.m.add(path+".endpoints", "is missing: at least one endpoint is needed")
+	case !decodes:
+		v.m.add(path+".endpoints", "none of them decodes: at least one needs the role decode or both")
+	case p.KvTransfer == "none" || p.Split == "never":
+	case !prefills && p.Split == "always":
+		v.m.add(path+".endpoints", "none of them prefills, but split is always: at least one needs the role prefill or both")
+	case !prefills:
+		v.warn(path+".endpoints", "none of them prefills, so nothing will be split")
+	default:
+		v.groups(path+".endpoints", p)
+	}
+}
+
+func (v *validator) endpoint(path string, e *Endpoint) {
+	known := len(v.endpoints)
+	v.endpoints = v.add(v.endpoints, path+".address", e.Address)
+	for _, added := range v.endpoints[known:] {
+		v.notOurs(path+".address", added)
+	}
+	if e.Role == "" {
+		v.m.add(path+".role", "is missing: one of prefill, decode, both")
+	} else if r := e.Role; r != "prefill" && r != "decode" && r != "both" {
+		v.m.add(path+".role", "%.40q is not a role: one of prefill, decode, both", r)
+	}
+	v.oneOf(path+".scheme", e.Scheme, "http", "https", "h2c")
+}
+
+// notOurs checks that an endpoint is not one of Tandem's or Envoy's own listeners.
+func (v *validator) notOurs(path string, e seenAddress) {
+	ip, err := netip.ParseAddr(e.host)
+	here := e.host == "localhost" || err == nil && ip.IsLoopback()
+	for _, l := range v.listens {
+		if l.port == e.port && (l.host == e.host || here && everywhere(l.host)) {
+			v.m.add(path, "%s is %s: a request would go in circles", net.JoinHostPort(e.host, e.port), l.path)
+			return
+		}
+	}
+}
+
+// groups warns of prefill endpoints that no decode endpoint pairs with.
+func (v *validator) groups(path string, p *Pool) {
+	for i, e := range p.Endpoints {
+		pairs := e.Role != "prefill" || slices.ContainsFunc(p.Endpoints, func(o *Endpoint) bool {
+			return o.Role != "prefill" && o.Group == e.Group
+		})
+		if !pairs {
+			v.warn(fmt.Sprintf("%s[%d]", path, i), "no endpoint that decodes is in its group %q, so it will never be used", e.Group)
+		}
+	}
+}
+
+func (v *validator) tlsToEndpoints(c *Config) {
+	for _, p := range c.Pools {
+		for _, e := range p.Endpoints {
+			if e.Scheme == "https" && c.Envoy.EndpointTls.GetCaFile() == "" {
+				v.warn("envoy.endpointTls.caFile", "is missing: Envoy will take any certificate of https endpoints")
+				return
+			}
+		}
+	}
+}
