@@ -155,10 +155,11 @@ func TestDemo(t *testing.T) {
 	bin, err := binaries()
 	require.NoError(t, err)
 	cmd := exec.Command(filepath.Join(bin, "tandem"), "demo", "-envoy", envoy)
-	cmd.Env = append(os.Environ(), "TMPDIR="+t.TempDir())
+	dir := t.TempDir()
+	cmd.Env = append(os.Environ(), "TMPDIR="+dir)
 	out, err := cmd.CombinedOutput()
 	require.NoError(t, err, "%s", out)
 	require.Contains(t, string(out), "All ledgers balance.")
-	left, _ := exec.Command("pgrep", "-f", "tandem-demo-").Output()
+	left, _ := exec.Command("pgrep", "-f", dir).Output()
 	require.Empty(t, string(left))
 }

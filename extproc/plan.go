@@ -73,6 +73,9 @@ func (x *exchange) plan(api openai.API, a attempt) (route, error) {
 	if err != nil {
 		return route{}, noEndpoint(pool, err)
 	}
+	if failedBefore(a.excluded, x.view.Endpoints[choice.Decode].Endpoint.Addr) >= maxTries {
+		return route{}, openai.Unavailable("endpoint_failed", "every endpoint that could answer this request has failed it", time.Second)
+	}
 	if choice.Prefill >= 0 {
 		r, err := x.prefill(pool, policy, choice, tokens, a)
 		if r.leg != "" || err != nil {
@@ -83,6 +86,18 @@ func (x *exchange) plan(api openai.API, a attempt) (route, error) {
 		a.why = "no_prefill"
 	}
 	return x.decodeAlone(pool, choice, tokens, a)
+}
+
+// maxTries is how often one endpoint may fail a request: where there is no other, a second try meets one that came back.
+const maxTries = 2
+
+func failedBefore(excluded []string, addr string) (times int) {
+	for _, e := range excluded {
+		if e == addr {
+			times++
+		}
+	}
+	return times
 }
 
 // scan reads the body and, in the rare case that it carries members which are not the client's to send, cuts them.
