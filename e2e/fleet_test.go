@@ -143,6 +143,7 @@ type options struct {
 	pools             string // all pools, instead of the generated one; %P and %D are replaced by addresses in turn
 	top               string // more top-level YAML
 	envoyFields       string // more fields of envoy:, as flow YAML
+	extProcFields     string // more fields of extProc:, likewise
 	concurrency       int    // Envoy's workers; default 2
 }
 
@@ -212,7 +213,7 @@ func start(t testing.TB, o options) *fleet {
 // yaml is the configuration of replica i.
 func (f *fleet) yaml(o options, listen, envoyAdmin string, extProcs, replans []string, admin string, i int, key string) string {
 	var b strings.Builder
-	fmt.Fprintf(&b, "extProc: {listen: %q}\nreplan: {listen: %q}\nadmin: {listen: %q}\n", extProcs[i], replans[i], admin)
+	fmt.Fprintf(&b, "extProc: {listen: %q%s}\nreplan: {listen: %q}\nadmin: {listen: %q}\n", extProcs[i], o.extProcFields, replans[i], admin)
 	fmt.Fprintf(&b, "envoy: {listen: %q, admin: %q, extProcs: [%s], replans: [%s]%s}\n", listen, envoyAdmin,
 		strings.Join(quoted(extProcs), ", "), strings.Join(quoted(replans), ", "), o.envoyFields)
 	fmt.Fprintf(&b, "tickets: {keyFile: %q}\n%s", key, o.top)

@@ -34,7 +34,7 @@ type request struct {
 	prompt string
 	tokens int // of the answer, at most
 	stream bool
-	two    bool   // choices: not split, and all but greedy, which vLLM refuses beside n
+	two    bool   // choices, so not split; greedy by top_k, as vLLM refuses temperature 0 beside n
 	extra  string // further members, JSON with a comma in front
 	path   string // "": the API's
 	header http.Header
@@ -57,7 +57,7 @@ func (r request) body() string {
 	}
 	mode := `,"temperature":0`
 	if r.two {
-		mode = `,"temperature":0.01,"seed":1,"n":2`
+		mode = `,"temperature":1,"top_k":1,"n":2`
 	}
 	if r.stream {
 		mode += `,"stream":true`

@@ -1,0 +1,189 @@
+// Command bench measures what Tandem costs, beside the least that its work can cost, in one run and on one machine.
+//
+//	go run ./e2e/bench [flags]
+//
+// The floor is a plain Envoy with one route and nothing else, through which the client itself makes the two requests of a
+// disaggregated answer: the prefill body to P, then the decode body, with the KV parameters that came back, to D. Beside
+// it stands Tandem with the Envoy of `tandem envoy`: the client sends one request. Engines (cmd/enginesim, which answer at
+// once), client, and number of Envoy workers are the same for both, and both make the same two hops; what is left between
+// them is the price of deciding and of rewriting.
+//
+// Measured is the CPU time of the Envoy and of the Tandem process per request, with the kernel's own clock of a process
+// (nanoseconds, all threads), and the time from a request's first byte to its answer's last. Rounds of all stacks are
+// interleaved, because a machine is never as fast as it was a minute ago; a ratio is the median of the ratios within
+// rounds. Compare figures of one run only.
+//
+// More stacks than two can run side by side, which is how settings and patches are compared:
+//
+//	go run ./e2e/bench -variant 'gogc: GOGC=400' -variant 'duplex: body=duplex' -variant 'patched: bin=/tmp/tandem'
+//
+// The output is Markdown. The program imports nothing of Tandem: it knows the binaries and the configuration file.
+//
+// Files: stack.go starts what is measured, client.go is the client, shapes.go the requests, rounds.go the measuring,
+// report.go the tables.
+package main
+
+import (
+	"context"
+	"errors"
+	"flag"
+	"fmt"
+	"io"
+	"os"
+	"os/signal"
+	"runtime"
+	"strconv"
+	"strings"
+	"syscall"
+	"time"
+)
+
+func main() {
+	runtime.LockOSThread() // processes die with the thread that started them (Pdeathsig), and this one lasts
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
+	err := run(ctx, os.Args[1:], os.Stdout, os.Stderr)
+	stop()
+	if err != nil && !errors.Is(err, flag.ErrHelp) {
+		fmt.Fprintln(os.Stderr, "bench:", err)
+		os.Exit(1)
+	}
+}
+
+// options are what the flags say.
+type options struct {
+	shapes     []shape
+	clients    []int
+	rounds     int
+	requests   int
+	workers    int
+	fresh      bool
+	envoy, bin string
+	profiles   string
+	variants   []variant // the first is called tandem
+}
+
+func parse(args []string, stderr io.Writer) (options, error) {
+	o := options{}
+	base := variant{name: "tandem"}
+	var shapes, clients, env string
+	f := flag.NewFlagSet("bench", flag.ContinueOnError)
+	f.SetOutput(stderr)
+	f.StringVar(&shapes, "shapes", "json1k,json220k,json1m,sse256", "`list` of request shapes; there is sse256paced too: a token each millisecond")
+	f.StringVar(&clients, "clients", "1,16", "`list` of how many clients send at the same time")
+	f.IntVar(&o.rounds, "rounds", 7, "rounds of each shape, number of clients, and stack")
+	f.IntVar(&o.requests, "requests", 0, "requests in a round; 0: enough for each shape")
+	f.IntVar(&o.workers, "workers", 2, "Envoy's --concurrency, for every stack")
+	f.BoolVar(&o.fresh, "fresh", false, "every prompt is new from its first word on; else only its end is, as in a conversation")
+	f.StringVar(&base.bodyMode, "body-mode", "auto", "envoy.bodyMode of Tandem's configuration: auto, buffered or duplex")
+	f.StringVar(&env, "tandem-env", "", "more environment for tandem, as `NAME=VALUE ...`")
+	f.StringVar(&base.binary, "tandem", "", "tandem `binary` (default: the one built)")
+	f.Func("variant", "one more stack of Tandem, as `name: SETTING ...`; a setting is body=MODE, bin=FILE, or environment", func(v string) error {
+		added, err := parseVariant(v)
+		o.variants = append(o.variants, added)
+		return err
+	})
+	f.StringVar(&o.bin, "bin", "", "`directory` with tandem and enginesim (default: built for this run)")
+	f.StringVar(&o.envoy, "envoy", "", "Envoy `binary` (default: $ENVOY, envoy on PATH, .tools/bin/envoy)")
+	f.StringVar(&o.profiles, "cpuprofile", "", "after each shape's rounds, profile every Tandem under the same load for 5 s, into this `directory`")
+	if err := f.Parse(args); err != nil {
+		return o, err
+	}
+	base.env = strings.Fields(env)
+	o.variants = append([]variant{base}, o.variants...)
+	for i := range o.variants {
+		v := &o.variants[i]
+		if v.bodyMode == "" {
+			v.bodyMode = base.bodyMode
+		}
+	}
+	for name := range strings.SplitSeq(shapes, ",") {
+		s, err := findShape(name)
+		if err != nil {
+			return o, err
+		}
+		o.shapes = append(o.shapes, s)
+	}
+	for text := range strings.SplitSeq(clients, ",") {
+		n, err := strconv.Atoi(text)
+		if err != nil || n < 1 {
+			return o, fmt.Errorf("-clients: %q is not a number of clients", text)
+		}
+		o.clients = append(o.clients, n)
+	}
+	if o.rounds < 1 || o.workers < 1 || o.requests < 0 {
+		return o, errors.New("-rounds, -workers and -requests are numbers of things")
+	}
+	return o, nil
+}
+
+// parseVariant reads `name: body=duplex bin=/tmp/tandem GOGC=400`.
+func parseVariant(text string) (variant, error) {
+	name, settings, ok := strings.Cut(text, ":")
+	v := variant{name: strings.TrimSpace(name)}
+	if !ok || v.name == "" || v.name == floorName {
+		return v, fmt.Errorf("%q is not `name: SETTING ...`", text)
+	}
+	for _, s := range strings.Fields(settings) {
+		key, value, ok := strings.Cut(s, "=")
+		switch {
+		case !ok:
+			return v, fmt.Errorf("%q is not NAME=VALUE", s)
+		case key == "body":
+			v.bodyMode = value
+		case key == "bin":
+			v.binary = value
+		default:
+			v.env = append(v.env, s)
+		}
+	}
+	return v, nil
+}
+
+// run is the program.
+func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
+	o, err := parse(args, stderr)
+	if err != nil {
+		return err
+	}
+	l := &lab{log: stderr}
+	defer l.stop()
+	if err := l.start(ctx, o); err != nil {
+		return err
+	}
+	fmt.Fprintf(stdout, "%s, %s, %d cores, %s.\n", time.Now().UTC().Format("2006-01-02 15:04 UTC"), processor(), runtime.NumCPU(), l.versions(ctx))
+	fmt.Fprintf(stdout, "Envoy workers: %d. Rounds: %d, interleaved. Prompts: %s.\n\n", o.workers, o.rounds, prompts(o.fresh))
+	r := newReport(l.stacks)
+	for _, s := range o.shapes {
+		for _, clients := range o.clients {
+			results, err := l.measure(ctx, o, s, clients)
+			if err != nil {
+				return fmt.Errorf("%s, %d clients: %w", s.name, clients, err)
+			}
+			r.add(s, clients, results)
+		}
+	}
+	r.memory(l.stacks)
+	r.write(stdout)
+	return nil
+}
+
+func prompts(fresh bool) string {
+	if fresh {
+		return "every one new from its first word on"
+	}
+	return "the same but for their last words"
+}
+
+// processor is the processor's name.
+func processor() string {
+	text, err := os.ReadFile("/proc/cpuinfo")
+	if err != nil {
+		return runtime.GOARCH
+	}
+	for line := range strings.Lines(string(text)) {
+		if key, value, ok := strings.Cut(line, ":"); ok && strings.TrimSpace(key) == "model name" {
+			return strings.TrimSpace(value)
+		}
+	}
+	return runtime.GOARCH
+}

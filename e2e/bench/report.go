@@ -1,0 +1,155 @@
+package main
+
+import (
+	"fmt"
+	"io"
+	"slices"
+	"strings"
+	"text/tabwriter"
+	"time"
+)
+
+// report gathers results and writes them as Markdown.
+type report struct {
+	names   []string // of the stacks, the floor first
+	rows    []row
+	targets []target
+	peaks   []string
+}
+
+// row is one line of the table.
+type row [11]string
+
+// target is a limit that Tandem is held to.
+type target struct {
+	what            string
+	limit, measured float64
+}
+
+func newReport(stacks []*stack) *report {
+	r := &report{}
+	for _, s := range stacks {
+		r.names = append(r.names, s.name)
+	}
+	return r
+}
+
+// median of unsorted values.
+func median[T float64 | time.Duration](values []T) T {
+	sorted := slices.Sorted(slices.Values(values))
+	n := len(sorted)
+	return (sorted[(n-1)/2] + sorted[n/2]) / 2
+}
+
+func each[T any](rounds []round, f func(*round) T) (out []T) {
+	for i := range rounds {
+		out = append(out, f(&rounds[i]))
+	}
+	return out
+}
+
+func millis(d time.Duration) string {
+	ms := float64(d.Nanoseconds()) / 1e6
+	switch {
+	case ms < 1:
+		return fmt.Sprintf("%.3f", ms)
+	case ms < 10:
+		return fmt.Sprintf("%.2f", ms)
+	}
+	return fmt.Sprintf("%.1f", ms)
+}
+
+// ratio is the median, over rounds, of a figure against the floor's of the same round.
+func ratio(ours, floor []round, figure func(*round) time.Duration) float64 {
+	var all []float64
+	for i := range ours {
+		all = append(all, float64(figure(&ours[i]))/float64(figure(&floor[i])))
+	}
+	return median(all)
+}
+
+func p50(r *round) time.Duration   { return quantile(r.took, .5) }
+func p99(r *round) time.Duration   { return quantile(r.took, .99) }
+func first(r *round) time.Duration { return quantile(r.first, .5) }
+
+// add takes in the rounds of one shape and number of clients, by stack.
+func (r *report) add(sh shape, clients int, results [][]round) {
+	floor := results[0]
+	for i, rounds := range results {
+		cpus := each(rounds, (*round).cpu)
+		line := row{
+			sh.title, fmt.Sprint(clients), r.names[i],
+			millis(median(each(rounds, func(r *round) time.Duration { return r.envoy }))), "",
+			fmt.Sprintf("%s (%s-%s)", millis(median(cpus)), millis(slices.Min(cpus)), millis(slices.Max(cpus))), "",
+			millis(median(each(rounds, p50))), "",
+			millis(median(each(rounds, p99))),
+			fmt.Sprintf("%.0f", median(each(rounds, func(r *round) float64 { return r.rate }))),
+		}
+		if sh.stream {
+			line[7] += " (" + millis(median(each(rounds, first))) + ")"
+		}
+		if i > 0 {
+			line[4] = millis(median(each(rounds, func(r *round) time.Duration { return r.tandem })))
+			line[6] = fmt.Sprintf("**%.2f**", ratio(rounds, floor, (*round).cpu))
+			line[8] = fmt.Sprintf("**%.2f**", ratio(rounds, floor, p50))
+		}
+		r.rows = append(r.rows, line)
+	}
+	r.hold(sh, clients, results[1], floor)
+}
+
+// hold compares the first Tandem with what is asked of it.
+func (r *report) hold(sh shape, clients int, ours, floor []round) {
+	cpu := ratio(ours, floor, (*round).cpu)
+	name := fmt.Sprintf("CPU, %s, %d clients", sh.title, clients)
+	switch sh.name {
+	case "json1k":
+		r.targets = append(r.targets, target{name, 5, cpu})
+	case "json220k":
+		r.targets = append(r.targets, target{name, 8, cpu})
+	case "sse256", "sse256paced":
+		r.targets = append(r.targets, target{name, 1.2, cpu})
+	}
+	if clients == 1 && !sh.stream {
+		r.targets = append(r.targets, target{"p50, " + sh.title + ", 1 client", 3.5, ratio(ours, floor, p50)})
+	}
+}
+
+// memory notes the most memory that each process had.
+func (r *report) memory(stacks []*stack) {
+	for _, s := range stacks {
+		text := fmt.Sprintf("%s: Envoy %d", s.name, s.envoy.peakMemory()>>20)
+		if s.tandem != nil {
+			text += fmt.Sprintf(", Tandem %d", s.tandem.peakMemory()>>20)
+		}
+		r.peaks = append(r.peaks, text)
+	}
+}
+
+// write prints the tables.
+func (r *report) write(w io.Writer) {
+	fmt.Fprint(w, "CPU is milliseconds per request, median over rounds (least-most); times are milliseconds, for a stream until its end (until its first byte).\n\n")
+	head := row{"shape", "clients", "stack", "Envoy CPU", "Tandem CPU", "sum", "x floor", "p50", "x floor", "p99", "req/s"}
+	table(w, append([]row{head}, r.rows...))
+	fmt.Fprintf(w, "\nMost memory, MiB: %s.\n\n", strings.Join(r.peaks, "; "))
+	fmt.Fprint(w, "| target, as a multiple of the floor | at most | measured | |\n|---|---|---|---|\n")
+	for _, t := range r.targets {
+		verdict := "held"
+		if t.measured > t.limit {
+			verdict = "**missed**"
+		}
+		fmt.Fprintf(w, "| %s | %.1f | %.2f | %s |\n", t.what, t.limit, t.measured, verdict)
+	}
+}
+
+// table prints rows, the first of them the head, with their columns aligned.
+func table(w io.Writer, rows []row) {
+	t := tabwriter.NewWriter(w, 0, 0, 1, ' ', 0)
+	for i, line := range rows {
+		fmt.Fprintf(t, "| %s\t|\n", strings.Join(line[:], "\t| "))
+		if i == 0 {
+			fmt.Fprintf(t, "|%s\n", strings.Repeat("---\t|", len(line)))
+		}
+	}
+	_ = t.Flush()
+}

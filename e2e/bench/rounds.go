@@ -1,0 +1,194 @@
+package main
+
+import (
+	"context"
+	"fmt"
+	"io"
+	"net/http"
+	"os"
+	"path/filepath"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"time"
+)
+
+// round is what one round of one stack showed.
+type round struct {
+	envoy, tandem time.Duration   // CPU per request
+	took          []time.Duration // of every request, sorted
+	first         []time.Duration // until the answer's first byte, sorted
+	rate          float64         // requests per second
+}
+
+func (r *round) cpu() time.Duration { return r.envoy + r.tandem }
+
+// quantile of sorted durations.
+func quantile(sorted []time.Duration, q float64) time.Duration {
+	return sorted[min(int(q*float64(len(sorted))), len(sorted)-1)]
+}
+
+// settleTime is how long after its last request a round still counts CPU: Envoy's access log comes 50 ms late.
+const settleTime = 150 * time.Millisecond
+
+// measure runs the rounds of one shape and number of clients on all stacks. The result is by stack, then by round.
+func (l *lab) measure(ctx context.Context, o options, sh shape, clients int) ([][]round, error) {
+	n := sh.requests
+	if o.requests > 0 {
+		n = o.requests
+	}
+	if sh.model == paced && clients == 1 && o.requests == 0 {
+		n /= 5 // each takes a quarter of a second
+	}
+	b := newBody(sh, o.fresh)
+	for _, s := range l.stacks { // warm: connections, pools, caches
+		if _, err := l.load(ctx, s, sh, b, clients, max(n/5, 2*clients)); err != nil {
+			return nil, fmt.Errorf("%s: %w", s.name, err)
+		}
+	}
+	results := make([][]round, len(l.stacks))
+	for i := range o.rounds {
+		for k := range l.stacks {
+			at := (k + i) % len(l.stacks) // nobody always comes first
+			r, err := l.round(ctx, l.stacks[at], sh, b, clients, n)
+			if err != nil {
+				return nil, fmt.Errorf("%s: %w", l.stacks[at].name, err)
+			}
+			results[at] = append(results[at], r)
+		}
+		fmt.Fprintf(l.log, "%s, %d clients: round %d of %d\n", sh.name, clients, i+1, o.rounds)
+	}
+	if o.profiles != "" {
+		if err := l.profile(ctx, o.profiles, sh, b, clients); err != nil {
+			return nil, err
+		}
+	}
+	return results, nil
+}
+
+func (l *lab) round(ctx context.Context, s *stack, sh shape, b *body, clients, n int) (r round, err error) {
+	envoy, err := s.envoy.cpu()
+	if err != nil {
+		return r, err
+	}
+	tandem, err := s.tandem.cpu()
+	if err != nil {
+		return r, err
+	}
+	if r, err = l.load(ctx, s, sh, b, clients, n); err != nil {
+		return r, err
+	}
+	time.Sleep(settleTime)
+	envoyNow, err := s.envoy.cpu()
+	if err != nil {
+		return r, err
+	}
+	tandemNow, err := s.tandem.cpu()
+	r.envoy, r.tandem = (envoyNow-envoy)/time.Duration(n), (tandemNow-tandem)/time.Duration(n)
+	return r, err
+}
+
+// ids are request numbers, unique in a run of this program.
+var ids atomic.Uint64
+
+// load sends n requests from so many clients at once, each on its own connection, and stops at the first failure.
+func (l *lab) load(ctx context.Context, s *stack, sh shape, b *body, clients, n int) (r round, err error) {
+	ctx, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
+	var left atomic.Int64
+	left.Store(int64(n))
+	var mu sync.Mutex
+	var group sync.WaitGroup
+	began := time.Now()
+	for range clients {
+		group.Go(func() {
+			took, first, err := l.requests(ctx, s, sh, b.clone(), &left)
+			if err != nil {
+				cancel(err)
+			}
+			mu.Lock()
+			defer mu.Unlock()
+			r.took, r.first = append(r.took, took...), append(r.first, first...)
+		})
+	}
+	group.Wait()
+	if ctx.Err() != nil {
+		return r, context.Cause(ctx)
+	}
+	r.rate = float64(n) / time.Since(began).Seconds()
+	slices.Sort(r.took)
+	slices.Sort(r.first)
+	return r, nil
+}
+
+// requests is one client's share.
+func (l *lab) requests(ctx context.Context, s *stack, sh shape, b *body, left *atomic.Int64) (took, first []time.Duration, err error) {
+	c, err := dial(s.addr)
+	if err != nil {
+		return nil, nil, err
+	}
+	defer c.close()
+	for left.Add(-1) >= 0 && ctx.Err() == nil {
+		began := time.Now()
+		firstByte, err := c.ask(s, sh, b, ids.Add(1))
+		if err != nil {
+			return nil, nil, err
+		}
+		took, first = append(took, time.Since(began)), append(first, firstByte.Sub(began))
+	}
+	return took, first, nil
+}
+
+// profileTime is how long a CPU profile takes.
+const profileTime = 5 * time.Second
+
+// profile fetches a CPU profile of every Tandem, each under load, after the rounds: profiling costs time of its own.
+func (l *lab) profile(ctx context.Context, dir string, sh shape, b *body, clients int) error {
+	if err := os.MkdirAll(dir, 0o755); err != nil {
+		return err
+	}
+	for _, s := range l.stacks {
+		if s.tandem == nil {
+			continue
+		}
+		loaded, cancel := context.WithCancel(ctx)
+		ended := make(chan struct{})
+		go func() {
+			defer close(ended)
+			_, _ = l.load(loaded, s, sh, b, clients, 1<<40)
+		}()
+		err := fetch(ctx, fmt.Sprintf("%s/debug/pprof/profile?seconds=%d", s.admin, int(profileTime.Seconds())),
+			filepath.Join(dir, fmt.Sprintf("%s-%s-%d.pprof", s.name, sh.name, clients)))
+		cancel()
+		<-ended
+		if err != nil {
+			return fmt.Errorf("profiling %s: %w", s.name, err)
+		}
+	}
+	return nil
+}
+
+// fetch writes what url answers to a file.
+func fetch(ctx context.Context, url, file string) error {
+	req, err := http.NewRequestWithContext(ctx, http.MethodGet, url, nil)
+	if err != nil {
+		return err
+	}
+	resp, err := http.DefaultClient.Do(req)
+	if err != nil {
+		return err
+	}
+	defer resp.Body.Close()
+	if resp.StatusCode != http.StatusOK {
+		return fmt.Errorf("%s: %s", url, resp.Status)
+	}
+	out, err := os.Create(file)
+	if err != nil {
+		return err
+	}
+	_, err = io.Copy(out, resp.Body)
+	if closing := out.Close(); err == nil {
+		err = closing
+	}
+	return err
+}

@@ -1,0 +1,131 @@
+package main
+
+import (
+	"bytes"
+	"fmt"
+	"strconv"
+	"strings"
+)
+
+// shape is one kind of request.
+type shape struct {
+	name, title string
+	model       string // which pool of engines answers: instant or paced
+	size        int    // of the client's body, bytes
+	tokens      int    // of the answer
+	stream      bool
+	requests    int // in a round: some seconds' worth
+}
+
+func allShapes() []shape {
+	return []shape{
+		{"json1k", "1 KB JSON", instant, 1 << 10, 16, false, 3000},
+		{"json220k", "220 KB JSON", instant, 220 << 10, 16, false, 600},
+		{"json1m", "1 MB JSON", instant, 1 << 20, 16, false, 200},
+		{"sse256", "256-token SSE", instant, 1 << 10, 256, true, 500},
+		{"sse256paced", "256-token SSE, a token/ms", paced, 1 << 10, 256, true, 100},
+	}
+}
+
+func findShape(name string) (shape, error) {
+	var names []string
+	for _, s := range allShapes() {
+		if s.name == name {
+			return s, nil
+		}
+		names = append(names, s.name)
+	}
+	return shape{}, fmt.Errorf("-shapes: %q is none of %s", name, strings.Join(names, ", "))
+}
+
+// body is a client's chat completion and what the floor's client makes of it.
+type body struct {
+	client  []byte    // what a client of Tandem sends
+	prefill []byte    // what goes to P
+	nonces  [2][]byte // the part of each that changes from request to request
+}
+
+const nonceLen = 16
+
+// kvPrefill is what asks a vLLM prefill engine with the NIXL connector to keep its blocks for a decode engine.
+const kvPrefill = `{"kv_transfer_params":{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,"remote_block_ids":null,"remote_host":null,"remote_port":null},`
+
+// newBody makes a chat completion of exactly the shape's size: a long first message and a short last one. The nonce
+// stands in the first if every prompt is to be new, else in the last.
+func newBody(s shape, fresh bool) *body {
+	const mark = "0000000000000000"
+	first, last := "", mark
+	if fresh {
+		first, last = mark, ""
+	}
+	make := func(stream bool, tokens, padding int) []byte {
+		text := filler(padding)
+		b := fmt.Appendf(nil, `{"model":%q,"messages":[{"role":"system","content":"%s You answer in few words. %s"},{"role":"user","content":"And now? %s"}],"temperature":0,"max_tokens":`,
+			s.model, first, text, last)
+		b = strconv.AppendInt(b, int64(tokens), 10)
+		if stream {
+			b = append(b, `,"stream":true`...)
+		}
+		return append(b, `,"ignore_eos":true}`...)
+	}
+	padding := s.size - len(make(s.stream, s.tokens, 0))
+	b := &body{client: make(s.stream, s.tokens, padding)}
+	b.prefill = append([]byte(kvPrefill), make(false, 1, padding)[1:]...)
+	for i, text := range [2][]byte{b.client, b.prefill} {
+		at := bytes.Index(text, []byte(mark))
+		b.nonces[i] = text[at : at+nonceLen]
+	}
+	return b
+}
+
+// number makes the body that of request n.
+func (b *body) number(n uint64) {
+	var text [nonceLen]byte
+	for i := range text {
+		text[i] = '0' + byte(n%10)
+		n /= 10
+	}
+	copy(b.nonces[0], text[:])
+	copy(b.nonces[1], text[:])
+}
+
+// filler is n bytes of JSON string content: English with the line breaks and quotes of a real prompt.
+func filler(n int) string {
+	const line = `Disaggregated serving runs \"prefill\" and \"decode\" on different machines, so that neither waits for the other.\n`
+	text := strings.Repeat(line, n/len(line)+1)[:n]
+	if strings.HasSuffix(text, `\`) && !strings.HasSuffix(text, `\\`) {
+		text = text[:n-1] + "."
+	}
+	return text
+}
+
+// cutParams returns the value of kv_transfer_params in P's answer, an object, as it stands there.
+func cutParams(answer []byte) ([]byte, bool) {
+	_, rest, found := bytes.Cut(answer, []byte(`"kv_transfer_params":`))
+	rest = bytes.TrimLeft(rest, " ")
+	if !found || len(rest) == 0 || rest[0] != '{' {
+		return nil, false
+	}
+	depth := 0
+	for i, c := range rest { // engines' names and addresses have neither braces nor quotes in them
+		switch c {
+		case '{':
+			depth++
+		case '}':
+			if depth--; depth == 0 {
+				return rest[:i+1], true
+			}
+		}
+	}
+	return nil, false
+}
+
+// clone is for one client: its nonces are its own.
+func (b *body) clone() *body {
+	c := &body{client: bytes.Clone(b.client), prefill: bytes.Clone(b.prefill)}
+	for i, text := range [2]struct{ from, to []byte }{{b.client, c.client}, {b.prefill, c.prefill}} {
+		at := cap(text.from) - cap(b.nonces[i])
+		c.nonces[i] = text.to[at : at+nonceLen]
+	}
+	return c
+}
