@@ -125,6 +125,9 @@ func (x *exchange) receiveBody(limit int) error {
 		if err := x.receive(); err != nil {
 			return err
 		}
+		if err := x.hold(); err != nil {
+			return err
+		}
 	}
 	if x.msg.over {
 		return openai.TooLarge(limit)

@@ -7,6 +7,7 @@ import (
 	"log/slog"
 	"math/rand/v2"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"google.golang.org/grpc"
@@ -28,6 +29,7 @@ type Options struct {
 
 	SplitBodyBytes int           // larger bodies are never split, because Envoy could not replay them; default 16 MiB
 	MaxBodyBytes   int           // larger bodies are refused with 413; default 4 x SplitBodyBytes
+	HeldBytes      int           // of bodies in memory at one time, over all streams; more is refused with 503; default 1 GiB
 	BodyTimeout    time.Duration // how long a request's body may take to arrive; default 5 m
 	TicketTTL      time.Duration // how long a leg's ticket is good for; default 10 m
 	HandOverTTL    time.Duration // how long KV parameters are good for after P's answer; default 20 s, below vLLM's 30 s lease
@@ -64,12 +66,14 @@ type Server struct {
 	draining  chan struct{}
 	recent    *recent
 	seed      uint64 // of reservation ids
+	held      atomic.Int64
 }
 
 // New returns a server over the options' state. It starts nothing.
 func New(o Options, m *Metrics) *Server {
 	orDefault(&o.SplitBodyBytes, 16<<20)
 	orDefault(&o.MaxBodyBytes, 4*o.SplitBodyBytes)
+	orDefault(&o.HeldBytes, 1<<30)
 	orDefault(&o.BodyTimeout, 5*time.Minute)
 	orDefault(&o.TicketTTL, 10*time.Minute)
 	orDefault(&o.HandOverTTL, 20*time.Second)
@@ -119,6 +123,7 @@ type exchange struct {
 	stream grpc.ServerStream
 	msg    message
 	body   bodyBuffer // the body as received, then as the client sent it
+	held   int64      // bytes counted for it
 	spare  bodyBuffer // the next body while it is made
 
 	req    openai.Request
@@ -186,6 +191,8 @@ func (x *exchange) release() {
 	x.stopBodyTime()
 	x.body.free()
 	x.spare.free()
+	x.s.held.Add(-x.held)
+	x.held = 0
 	arena := x.msg.arena[:0]
 	if cap(arena) > 64<<10 {
 		arena = nil
@@ -199,6 +206,17 @@ func (x *exchange) release() {
 
 // receive reads the next message.
 func (x *exchange) receive() error { return x.stream.RecvMsg(&x.msg) }
+
+// hold counts the body's memory against what all streams together may hold.
+func (x *exchange) hold() error {
+	n := int64(x.body.len())
+	if x.s.held.Add(n-x.held) > int64(x.s.HeldBytes) {
+		x.held = n
+		return openai.Unavailable("server_busy", "too many large requests are under way; try again", time.Second)
+	}
+	x.held = n
+	return nil
+}
 
 // send writes one reply, unless the deadline has already answered.
 func (x *exchange) send(r *reply) error {
