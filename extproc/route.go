@@ -109,6 +109,9 @@ func (x *exchange) receiveBody(limit int) error {
 	if x.msg.endOfStream {
 		return nil
 	}
+	if x.msg.mode.known && x.msg.mode.request == bodyNone {
+		return errors.New("Envoy does not send this request's body (request_body_mode NONE): the route is not one that `tandem envoy` writes") //nolint:staticcheck // a name
+	}
 	if x.msg.mode.request == bodyBuffered {
 		// Envoy sends a buffered body only after the headers are answered; what is decided goes with the body's answer.
 		if err := x.send(&reply{phase: phaseRequestHeaders}); err != nil {
