@@ -70,6 +70,14 @@ func TestRefusals(t *testing.T) {
 		require.Contains(t, got, "HTTP/1.1 400 ")
 		require.Contains(t, got, `"code":"upgrade_not_supported"`)
 	})
+	for _, path := range []string{"/metrics", "/sleep?level=1", "/v1/load_lora_adapter", "/inference/v1/abort_requests", "/reset_prefix_cache", "//sl%65ep"} {
+		t.Run("operators' path "+path, func(t *testing.T) {
+			got := f.post(path, `{}`, "x-request-id", "refused")
+			require.Equal(t, 404, got.status, got.body)
+			requireError(t, got, "path_not_served")
+		})
+	}
+	require.Empty(t, f.requests("refused", f.engines()...))
 	t.Run("no body", func(t *testing.T) {
 		got, err := f.try(context.Background(), http.MethodPost, path, "", "content-type", "application/json")
 		require.NoError(t, err)
@@ -162,7 +170,8 @@ func TestClientsDoNotSteer(t *testing.T) {
 		for _, id := range []string{"steer-0", "steer-ticket"} {
 			got := f.post(apis[0].path, apis[0].body, "x-request-id", id, "x-tandem-ticket", ticket, "x-tandem-leg", "decode",
 				"x-tandem-body-bytes", "70000", "x-tandem-scheme", "https", "x-gateway-destination-endpoint", "127.0.0.1:1",
-				"x-envoy-upstream-rq-timeout-ms", "1", "x-envoy-retry-on", "5xx", "x-envoy-max-retries", "9", "x-envoy-hedge-on-per-try-timeout", "true")
+				"x-envoy-upstream-rq-timeout-ms", "1", "x-envoy-retry-on", "5xx", "x-envoy-max-retries", "9", "x-envoy-hedge-on-per-try-timeout", "true",
+				"x-data-parallel-rank", "1", "x-override-port", "1")
 			require.Equal(t, 200, got.status, got.body)
 			require.Empty(t, got.header.Get("x-tandem-ticket"))
 		}
@@ -172,5 +181,7 @@ func TestClientsDoNotSteer(t *testing.T) {
 	}
 	for _, s := range f.requests("", f.engines()...) {
 		require.NotContains(t, s.Headers, "X-Tandem-Leg", "what steered is not the engine's business")
+		require.NotContains(t, s.Headers, "X-Data-Parallel-Rank")
+		require.NotContains(t, s.Headers, "X-Override-Port")
 	}
 }

@@ -20,6 +20,9 @@ import (
 // its body untouched.
 func (x *exchange) passThrough() (route, error) {
 	h := &x.msg.headers
+	if operatorPath(string(h.path)) {
+		return route{}, openai.NotServed()
+	}
 	if id, ok := storedResponse(string(h.path)); ok {
 		if pool, e := x.findHolder(id); e != nil {
 			return x.toHolder(pool, e)

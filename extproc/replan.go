@@ -19,7 +19,7 @@ func (s *Server) Replan() http.Handler {
 		t, err := s.Keys.Open(r.Header.Get(headerTicket), id, time.Now())
 		if t == nil || t.Redirects+1 >= s.MaxRedirects {
 			s.Log.Warn("replan refused", "request_id", id, "err", err)
-			writeError(w, openai.Unavailable("endpoint_failed", "the endpoint failed and there is no other way to answer", time.Second))
+			s.refuseReplan(w, openai.Unavailable("endpoint_failed", "the endpoint failed and there is no other way to answer", time.Second))
 			return
 		}
 		next := *t
@@ -40,7 +40,7 @@ func (s *Server) Replan() http.Handler {
 		sealed, err := s.Keys.Seal(nil, &next, id)
 		if err != nil {
 			s.Log.Error("sealing a replan ticket", "request_id", id, "err", err)
-			writeError(w, openai.Internal())
+			s.refuseReplan(w, openai.Internal())
 			return
 		}
 		w.Header().Set("location", string(location([]byte(r.Host), []byte(r.URL.RequestURI()))))
@@ -52,7 +52,8 @@ func (s *Server) Replan() http.Handler {
 // discard reads what is left of a body: Envoy follows a redirect only once the request was sent in full.
 func discard(body io.Reader, limit int64) { _, _ = io.CopyN(io.Discard, body, limit) }
 
-func writeError(w http.ResponseWriter, e *openai.Error) {
+func (s *Server) refuseReplan(w http.ResponseWriter, e *openai.Error) {
+	s.metrics.refused(e)
 	w.Header().Set("content-type", contentTypeJSON)
 	if e.RetryAfter > 0 {
 		w.Header().Set(headerRetryAfter, string(itoa(int(e.RetryAfter.Seconds()))))

@@ -75,7 +75,11 @@ func (x *exchange) decide() (route, error) {
 	if len(h.upgrade) > 0 {
 		return route{}, openai.BadRequest("upgrade_not_supported", "", "protocol upgrades are not supported here")
 	}
-	if t, err := x.openTicket(); t != nil {
+	if len(h.ticket) > 0 {
+		t, err := x.openTicket()
+		if t == nil {
+			return route{}, err
+		}
 		return x.resume(t, err)
 	}
 	switch api := openai.Classify(string(h.method), string(h.path)); api {
@@ -88,20 +92,18 @@ func (x *exchange) decide() (route, error) {
 	}
 }
 
-// openTicket opens the ticket of pass 2. A client that sends one of its own gets the same as without: tickets are
-// authentic or they are nothing, and those that go out with a leg, where engines see them, do not open this door.
+// openTicket opens the ticket of pass 2. Envoy takes every ticket off a request that comes in, so one that is here came
+// with a redirect, and the body with it is a leg's. If it cannot be read (another key, another release, or an Envoy that
+// lets clients' tickets in), nobody knows what the client's body was: the request ends here. Tickets that go out with a
+// leg, where engines see them, do not open this door either. An expired ticket comes with its error.
 func (x *exchange) openTicket() (*kvtransfer.Ticket, error) {
-	sealed := x.msg.headers.ticket
-	if len(sealed) == 0 || x.newID {
-		return nil, nil
+	t, err := x.s.Keys.Open(string(x.msg.headers.ticket), x.requestID, time.Now())
+	if t != nil && (t.Stage == kvtransfer.HandOver || t.Stage == kvtransfer.Failed) {
+		return t, err
 	}
-	t, err := x.s.Keys.Open(string(sealed), x.requestID, time.Now())
-	if t == nil || (t.Stage != kvtransfer.HandOver && t.Stage != kvtransfer.Failed) {
-		x.s.metrics.forgedTickets.Inc()
-		x.s.Log.Warn("ticket refused", "request_id", x.requestID, "err", err)
-		return nil, err
-	}
-	return t, err
+	x.s.metrics.forgedTickets.Inc()
+	x.s.Log.Warn("ticket refused", "request_id", x.requestID, "err", err)
+	return nil, openai.Unavailable("ticket_refused", "the state of this request cannot be read here; send it again", time.Second)
 }
 
 // receiveBody reads the body to its end into x.body, at most limit bytes.

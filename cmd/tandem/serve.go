@@ -26,6 +26,7 @@ func serve(ctx context.Context, args []string, stderr io.Writer) error {
 	flags.SetOutput(stderr)
 	file := flags.String("f", "", "configuration `file` (YAML)")
 	check := flags.Bool("check", false, "validate the configuration and exit")
+	linger := flags.Duration("linger", 0, "after SIGTERM, go on accepting for so long while not ready: `time` for health checks to notice")
 	level := flags.String("log", "info", "lowest `level` logged: debug, info, warn, error")
 	if err := flags.Parse(args); err != nil {
 		return err
@@ -45,7 +46,7 @@ func serve(ctx context.Context, args []string, stderr io.Writer) error {
 		fmt.Fprintf(stderr, "%s: valid\n", *file)
 		return nil
 	}
-	return runServer(ctx, config, log)
+	return runServer(ctx, config, *linger, log)
 }
 
 func logger(w io.Writer, level string) (*slog.Logger, error) {
@@ -61,7 +62,7 @@ func logger(w io.Writer, level string) (*slog.Logger, error) {
 const drainTime = 20 * time.Second
 
 // runServer wires the parts together and runs them until ctx ends or one of them fails.
-func runServer(ctx context.Context, config *configv1.Config, log *slog.Logger) error {
+func runServer(ctx context.Context, config *configv1.Config, linger time.Duration, log *slog.Logger) error {
 	registry := prometheus.NewRegistry()
 	registry.MustRegister(collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
 	fleet, err := newFleet(ctx, config, log)
@@ -89,18 +90,24 @@ func runServer(ctx context.Context, config *configv1.Config, log *slog.Logger) e
 	group.Go(func() error { return grpcServer.Serve(listeners[0]) })
 	group.Go(func() error { return serveHTTP(replan, listeners[1]) })
 	group.Go(func() error { return serveHTTP(admin, listeners[2]) })
-	group.Go(func() error { server.Run(running); return nil })
-	group.Go(func() error { return fleet.watch(running) })
+	background, stop := context.WithCancel(context.WithoutCancel(ctx))
+	defer stop()
+	group.Go(func() error { server.Run(background); return nil })
+	group.Go(func() error { return fleet.watch(background) })
 	log.Info("serving", "ext_proc", config.GetExtProc().GetListen(), "pools", len(config.GetPools()), "version", version())
 	health.SetReady(true)
 
 	<-running.Done()
 	health.SetReady(false)
-	log.Info("draining", "deadline", drainTime)
+	log.Info("draining", "linger", linger, "deadline", drainTime)
+	time.Sleep(linger)
 	server.Drain()
 	stopGRPC(grpcServer)
-	_ = replan.Close()
-	_ = admin.Close()
+	closing, cancel := context.WithTimeout(background, time.Second)
+	defer cancel()
+	_ = replan.Shutdown(closing)
+	_ = admin.Shutdown(closing)
+	stop()
 	if err := group.Wait(); err != nil && !errors.Is(err, context.Canceled) {
 		return err
 	}
