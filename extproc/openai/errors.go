@@ -75,6 +75,11 @@ func Unavailable(code, message string, retryAfter time.Duration) *Error {
 	return &Error{Status: 503, Type: "api_error", Code: code, Message: message, RetryAfter: retryAfter}
 }
 
+// NotServed is a 404 for a path that is not a client's business.
+func NotServed() *Error {
+	return &Error{Status: 404, Type: "invalid_request_error", Code: "path_not_served", Message: "this path is not served here"}
+}
+
 // Internal is a 500; what happened is in the log, under the request id.
 func Internal() *Error {
 	return &Error{Status: 500, Type: "api_error", Code: "internal_error", Message: "internal error; the request id leads to the cause in the log"}
