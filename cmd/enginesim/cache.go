@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"slices"
 	"sync"
 )
 
@@ -21,6 +22,7 @@ type pool struct {
 	blocks    []block
 	index     hashIndex
 	freeCount int
+	fresh     int32 // the first block that was never used; these go before freed ones, as in vLLM's initial queue
 	head      int32 // least recently freed
 	last      int32
 	waiting   []*waiter
@@ -42,22 +44,17 @@ const noBlock = -1
 
 func newPool(blocks, blockSize int) *pool {
 	p := &pool{blockSize: blockSize}
-	p.blocks = make([]block, blocks)
-	p.reset()
+	p.reset(blocks)
 	return p
 }
 
-// reset empties the prefix cache. Only for a pool of which nothing is in use.
-func (p *pool) reset() {
-	n := int32(len(p.blocks))
-	for i := range p.blocks {
-		p.blocks[i] = block{prev: int32(i) - 1, next: int32(i) + 1}
-	}
-	p.head, p.last = 1, n-1
-	p.blocks[1].prev = noBlock
-	p.blocks[n-1].next = noBlock
-	p.freeCount = int(n) - 1
-	p.index = newHashIndex(int(n))
+// reset makes every block new. Only for a pool of which nothing is in use.
+func (p *pool) reset(blocks int) {
+	p.blocks = make([]block, blocks)
+	p.index = newHashIndex(blocks)
+	p.fresh = 1
+	p.head, p.last = noBlock, noBlock
+	p.freeCount = blocks - 1
 }
 
 // resetPrefixCache forgets what is cached, as POST /reset_prefix_cache does: refused while blocks are in use.
@@ -67,7 +64,7 @@ func (p *pool) resetPrefixCache() bool {
 	if p.freeCount != len(p.blocks)-1 {
 		return false
 	}
-	p.reset()
+	p.reset(len(p.blocks))
 	return true
 }
 
@@ -199,7 +196,13 @@ func (p *pool) tryOne(pr *prompt, total int) (grant, bool) {
 	}
 	for len(g.blocks) < total {
 		id := p.head
-		p.unlink(id)
+		if int(p.fresh) < len(p.blocks) {
+			id = p.fresh
+			p.fresh++
+			p.freeCount--
+		} else {
+			p.unlink(id)
+		}
 		b := &p.blocks[id]
 		if b.key != 0 && b.parent == 0 {
 			p.index.remove(p.blocks, id)
@@ -234,8 +237,7 @@ func (p *pool) free(ids []int32) {
 	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	for i := len(ids) - 1; i >= 0; i-- {
-		id := ids[i]
+	for _, id := range slices.Backward(ids) {
 		b := &p.blocks[id]
 		if b.refs--; b.refs > 0 {
 			continue

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"net"
 	"net/http"
+	"slices"
 	"strings"
 	"time"
 )
@@ -52,7 +53,7 @@ func (s *sim) serveCall(w http.ResponseWriter, r *http.Request, a api) {
 		c.reset()
 		return
 	}
-	if c.inject(s.fail.take(leg, r.URL.Path)) {
+	if c.inject(s.fail.take(leg, r.URL.Path, req.stream)) {
 		return
 	}
 	if bad == nil {
@@ -68,19 +69,21 @@ func (s *sim) serveCall(w http.ResponseWriter, r *http.Request, a api) {
 
 // refuseBody answers a body that could not be read: too large, or cut off.
 func (c *call) refuseBody(err error) {
-	var large *http.MaxBytesError
-	if errors.As(err, &large) {
+	if _, ok := errors.AsType[*http.MaxBytesError](err); ok {
 		c.refuse(&apiError{status: http.StatusRequestEntityTooLarge, typ: "BadRequestError", message: "Request body too large"})
 		return
 	}
 	c.s.metrics.aborted.Add(1)
-	c.rec.setOutcome("aborted")
+	c.rec.setAborted()
 	c.reset()
 }
 
 // check is everything between the parsed body and the engine's queue.
 func (c *call) check(leg string) *apiError {
 	if bad := c.req.checkModel(c.s.cfg); bad != nil {
+		return bad
+	}
+	if bad := c.req.continued(c.s.responses); bad != nil {
 		return bad
 	}
 	prompts, bad := c.req.render(c.s.cfg.blockSize)
@@ -151,7 +154,7 @@ func (c *call) serve() {
 		c.s.metrics.waitingDeferred.Add(1)
 		<-c.r.Context().Done()
 		c.s.metrics.waitingDeferred.Add(-1)
-		c.rec.setOutcome("aborted")
+		c.rec.setAborted()
 		c.s.die("KeyError: " + kv.incomplete + " (decode request without it was aborted)")
 		return
 	}
@@ -165,7 +168,9 @@ func (c *call) serve() {
 		return
 	}
 	c.recordUsage()
-	c.writeAnswerBody(c.answerer().whole(c))
+	body := c.answerer().whole(c)
+	c.keepResponse(body)
+	c.writeAnswerBody(body)
 }
 
 func (c *call) answerID() string {
@@ -282,12 +287,9 @@ func (c *call) usage() usage {
 
 // handOver is the call's kv_transfer_params: those of the first prompt, and of its last choice.
 func (c *call) handOver() []byte {
-	for i := len(c.seqs) - 1; i >= 0; i-- {
-		if q := c.seqs[i]; q.index == 0 {
-			if q.handOver != nil {
-				return q.handOver
-			}
-			break
+	for _, q := range slices.Backward(c.seqs) {
+		if q.index == 0 && q.handOver != nil {
+			return q.handOver
 		}
 	}
 	return []byte("null")

@@ -1,2 +1,84 @@
-// Command enginesim stands in for vLLM.
+// Command enginesim stands in for an inference engine: it speaks vLLM 0.32's HTTP APIs and NIXL's hand-over of KV
+// between a prefill and a decode engine, without a model or a GPU. It is stricter than vLLM where vLLM is careless:
+// what a real engine would silently answer from wrong KV is an error here, counted in a metric that every test wants
+// at zero. It needs nothing but Go, imports nothing of this module, and starts in a few milliseconds.
+//
+//	enginesim --listen 127.0.0.1:8101 --role prefill &
+//	enginesim --listen 127.0.0.1:8201 --role decode &
+//	curl -s 127.0.0.1:8201/v1/chat/completions -H 'content-type: application/json' \
+//	     -d '{"model":"tiny","messages":[{"role":"user","content":"hello"}]}'
+//
+// # What it answers
+//
+// POST /v1/chat/completions, /v1/completions, /v1/responses, /v1/messages and /inference/v1/generate, each whole or
+// as server-sent events; /v1/embeddings, /tokenize, /detokenize, /v1/audio/transcriptions (tells how many bytes came,
+// and their SHA-256), /v1/models, /health, /version, /metrics, /reset_prefix_cache. Answers, errors and metrics have
+// the fields of vLLM 0.32.0, recorded from a running one (testdata/vllm-0.32.0, replay_test.go). HTTP/1.1 and h2c.
+//
+// A token is four bytes of text. The answer is a function of *every* token of the prompt, by way of the KV blocks that
+// hold them: one wrong block and the text is another. It is as long as max_tokens says, 16 to 48 tokens where nobody
+// says. Forced tool calls (tool_choice required or named) are answered with arguments that fit the schema.
+//
+// # How the parts work together
+//
+//  1. request.go and jsonscan.go read a body: what all five APIs have in common, and what vLLM refuses at once.
+//  2. template.go and tokens.go make the prompt: the content of each KV block it fills, as a hash of everything up to
+//     there.
+//  3. cache.go gives it blocks: numbered ones, least recently used first, with a prefix cache over them.
+//  4. engine.go takes it through admission, KV load, prefill and decode, at the speeds the flags say.
+//  5. nixl.go, ledger.go and sidechannel.go are the hand-over. P keeps a finished prefill leg's blocks under a lease
+//     and answers kv_transfer_params; D asks P's side channel for them and says what it believes they hold; P checks,
+//     hands over, and frees. Another dialect would be files beside these.
+//  6. output.go plans the answer; openai_*.go, anthropic.go and generate_api.go write it, sse.go sends streams.
+//
+// # Strict and faithful
+//
+// Refused as vLLM refuses: bad bodies, limits, unknown models, stream_options without stream, min_tokens above
+// max_tokens, kv_transfer_params that are no object. A failed KV load (dead side channel, after --load-timeout; wrong
+// engine; blocks that do not exist) is 500, or computed locally with --kv-load-failure=recompute. A stream has its 200
+// before the load starts, so there a failure is an event, as in vLLM.
+//
+// What kills a real engine kills this one (ports closed, exit status 70): do_remote_prefill without block ids, or with
+// ids that are not lists of integers; and, once the client has given up waiting, without remote_host, remote_port,
+// remote_engine_id or remote_request_id.
+//
+// Violations are what vLLM would answer with 200 and the wrong text, now or one day. Each is a 500 of type
+// EngineSimViolation (in a stream: an error event) and counted in enginesim_violations_total{kind}:
+//
+//	read_twice               the same parameters a second time
+//	expired                  after the lease
+//	released                 after the hand-over was released
+//	unknown_request          a remote_request_id that P never gave out
+//	fewer_blocks             fewer block ids than the prompt has blocks
+//	foreign_blocks           another request's block ids
+//	other_prompt             the blocks hold the KV of another prompt
+//	request_id_mismatch      the two legs' x-request-id differ
+//	missing_request_id       a leg with kv_transfer_params and no x-request-id
+//	stale_blocks_on_prefill  do_remote_decode together with remote_block_ids
+//
+// With --faithful they are vLLM's own 200, and the text is wrong exactly where the KV was. A duplicate key at the top
+// level of a body is a 400, with --faithful the last one wins.
+//
+// Requests on an engine of the wrong role are served, as vLLM does, and counted in enginesim_role_mismatch_total.
+//
+// # What tests and benchmarks use
+//
+//	GET    /sim/requests?n=&id=  the last n requests (of one x-request-id), oldest first: bytes, headers, leg, timings
+//	GET    /sim/state            running, waiting, blocks in use and held, hand-overs by outcome, violations
+//	POST   /sim/reset            forget all of that, the prefix cache and the failure rules
+//	POST   /sim/fail             inject a failure; GET lists the rules, DELETE clears them
+//
+// A failure rule, also taken by --fail (one, or a list):
+//
+//	{"mode":"status","status":503,"leg":"prefill","count":2,"retry_after":1}
+//
+// mode: status, reset-before-headers, reset-mid-body, hang, slow (delay "1s"), garbage-body, empty-params,
+// null-params, malformed-params (params: the value to answer with), stream-reset-after (events: whole events to let
+// out, half of another follows), refuse (delay: how long the port stays closed), die. leg: prefill, decode, plain,
+// any. path: one path only. count: how often, 0 until cleared. skip: how many to let through first. A failure strikes
+// before the engine sees the request, so that what P holds for a failed decode leg stays held until its lease is over;
+// a spoilt hand-over frees its blocks.
+//
+// enginesim_blocks_held is what P handed over and nobody fetched yet; it and the violations are what a test wants at
+// zero in the end. For benchmarks use --record=false: no request is kept and none is hashed.
 package main

@@ -86,8 +86,13 @@ func (c *call) admit(ctx context.Context) error {
 	if !s.pool.fits(lens) {
 		return badRequest("The request needs more KV cache blocks than the engine has (%d of %d tokens): raise -blocks", len(s.pool.blocks)-1, s.cfg.blockSize)
 	}
-	stop := c.heartbeat()
-	grants, err := s.pool.admit(ctx, prompts, lens, func(d int64) { s.metrics.waitingCapacity.Add(d) })
+	stop := func() {}
+	grants, err := s.pool.admit(ctx, prompts, lens, func(d int64) {
+		s.metrics.waitingCapacity.Add(d)
+		if d > 0 {
+			stop = c.heartbeat()
+		}
+	})
 	stop()
 	if err != nil {
 		return err
@@ -110,14 +115,20 @@ func (c *call) heartbeat() (stop func()) {
 	if !kv.remotePrefill {
 		return func() {}
 	}
-	var timer *time.Timer
-	beat := func() {
-		c.s.peers.notify(opHeartbeat, kv.addr(), kv.engineID, kv.requestID)
-		timer.Reset(c.s.cfg.lease / 6)
-	}
-	timer = time.AfterFunc(time.Hour, beat)
-	timer.Reset(c.s.cfg.lease / 6)
-	return func() { timer.Stop() }
+	done := make(chan struct{})
+	go func() {
+		tick := time.NewTicker(max(c.s.cfg.lease/6, time.Millisecond))
+		defer tick.Stop()
+		for {
+			select {
+			case <-tick.C:
+				c.s.peers.notify(opHeartbeat, kv.addr(), kv.engineID, kv.requestID)
+			case <-done:
+				return
+			}
+		}
+	}()
+	return func() { close(done) }
 }
 
 func (kv *kvParams) addr() string { return net.JoinHostPort(kv.host, strconv.Itoa(kv.port)) }
@@ -353,11 +364,10 @@ func (c *call) abandon(err error) error {
 	if errors.Is(err, context.Canceled) || errors.Is(err, errAborted) {
 		reason = "abort"
 		s.metrics.aborted.Add(1)
-		c.rec.setOutcome("aborted")
+		c.rec.setAborted()
 	}
 	s.metrics.finished.add(reason, 1)
-	var v *violation
-	if errors.As(err, &v) {
+	if v, ok := errors.AsType[*violation](err); ok {
 		s.violate(v, c.xid)
 		c.rec.set(func() { c.rec.Violation = v.kind })
 	}

@@ -1,6 +1,7 @@
 package main
 
 import (
+	"errors"
 	"fmt"
 	"net/http"
 	"strconv"
@@ -80,11 +81,11 @@ func (e *apiError) json(api api) []byte {
 
 // asAPIError turns what went wrong inside the engine into what the client sees.
 func asAPIError(err error) *apiError {
-	switch e := err.(type) {
-	case *apiError:
+	if e, ok := errors.AsType[*apiError](err); ok {
 		return e
-	case *violation:
-		return &apiError{status: http.StatusInternalServerError, typ: "EngineSimViolation", message: e.Error()}
+	}
+	if v, ok := errors.AsType[*violation](err); ok {
+		return &apiError{status: http.StatusInternalServerError, typ: "EngineSimViolation", message: v.Error()}
 	}
 	return internalError("Internal server error") // all that vLLM tells about a failed KV load
 }

@@ -92,12 +92,28 @@ func newFailures(rules []failRule) *failures {
 	return f
 }
 
+// suits reports whether a rule is meant for such a request. Rules that spoil a hand-over want a prefill leg, one that
+// cuts a stream wants a stream.
+func (r *failRule) suits(leg, path string, stream bool) bool {
+	switch r.Mode {
+	case failEmptyParams, failNullParams, failBadParams:
+		if leg != "prefill" {
+			return false
+		}
+	case failStreamReset:
+		if !stream {
+			return false
+		}
+	}
+	return (r.Leg == "" || r.Leg == "any" || r.Leg == leg) && (r.Path == "" || r.Path == path)
+}
+
 // take finds the failure that a request meets, nil for none, and uses it up by one.
-func (f *failures) take(leg, path string) *failRule {
+func (f *failures) take(leg, path string, stream bool) *failRule {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	for i, r := range f.rules {
-		if r.Leg != "" && r.Leg != "any" && r.Leg != leg || r.Path != "" && r.Path != path {
+		if !r.suits(leg, path, stream) {
 			continue
 		}
 		if r.Skip > 0 {
@@ -192,6 +208,7 @@ func (c *call) inject(rule *failRule) (done bool) {
 	if rule == nil {
 		return false
 	}
+	cleared := c.s.fail.untilCleared()
 	c.s.metrics.injected.add(rule.Mode, 1)
 	c.rec.setInjected(rule.Mode)
 	ctx := c.r.Context()
@@ -212,8 +229,8 @@ func (c *call) inject(rule *failRule) (done bool) {
 	case failHang:
 		select {
 		case <-ctx.Done():
-			c.rec.setOutcome("aborted")
-		case <-c.s.fail.untilCleared():
+			c.rec.setAborted()
+		case <-cleared:
 			c.reset()
 		}
 		return true

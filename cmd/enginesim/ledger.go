@@ -23,6 +23,7 @@ type ledger struct {
 	expired atomic.Int64
 	given   atomic.Int64
 	freed   atomic.Int64 // released
+	late    atomic.Int64 // reads after the lease
 
 	mu    sync.Mutex
 	live  map[string]*handOver
@@ -135,7 +136,7 @@ func (l *ledger) forget() {
 	clear(l.past)
 	l.order = make([]string, rememberedHandOvers)
 	l.next = 0
-	for _, n := range []*atomic.Int64{&l.fetched, &l.expired, &l.given, &l.freed} {
+	for _, n := range []*atomic.Int64{&l.fetched, &l.expired, &l.given, &l.freed, &l.late} {
 		n.Store(0)
 	}
 }
@@ -181,6 +182,9 @@ func (l *ledger) pull(engineID string, req *pullRequest) pullAnswer {
 	}
 	actual := l.read(req)
 	l.mu.Unlock()
+	if outcome == "expired" {
+		l.late.Add(1)
+	}
 	answer := pullAnswer{violation: judge(h, outcome, req, actual)}
 	if !slices.Equal(actual, req.want) {
 		answer.actual = actual

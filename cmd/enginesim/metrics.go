@@ -171,7 +171,8 @@ func (s *sim) collectLoad(c *collector) {
 	capacity, deferred := float64(m.waitingCapacity.Load()), float64(m.waitingDeferred.Load())
 	c.gauge("vllm:num_requests_running", "Number of requests in model execution batches.", float64(m.running.Load()))
 	c.gauge("vllm:num_requests_waiting", "Number of requests waiting to be processed.", capacity+deferred)
-	const byReason = "Number of waiting requests by reason. Reason labels: 'capacity' = waiting for scheduling capacity; 'deferred' = deferred by transient constraints (LoRA budget, KV transfer, blocked status). Sum of all reasons equals vllm:num_requests_waiting."
+	const byReason = "Number of waiting requests by reason. Reason labels: 'capacity' = waiting for scheduling capacity; " +
+		"'deferred' = deferred by transient constraints (LoRA budget, KV transfer, blocked status). Sum of all reasons equals vllm:num_requests_waiting."
 	c.gauge("vllm:num_requests_waiting_by_reason", byReason, capacity, "reason", "capacity")
 	c.gauge("vllm:num_requests_waiting_by_reason", byReason, deferred, "reason", "deferred")
 	for _, state := range []string{"awake", "weights_offloaded", "discard_all"} {
@@ -223,6 +224,11 @@ func (s *sim) collectNIXL(c *collector) {
 		c.ch <- h
 	}
 	c.counter("vllm:nixl_num_failed_transfers_total", "Number of failed NIXL KV Cache transfers.", m.failedTransfers.Load())
+	c.counter("vllm:nixl_num_notifications_after_expiry_total", "Number of notifications for requests whose KV had expired.", s.ledger.late.Load())
+	const byStage = "Number of requests by stage of their KV fetch."
+	c.gauge("vllm:num_requests_kv_fetch_by_stage", byStage, 0, "stage", "waiting_to_start")
+	c.gauge("vllm:num_requests_kv_fetch_by_stage", byStage, float64(m.waitingDeferred.Load()), "stage", "in_progress")
+	c.gauge("vllm:num_requests_kv_fetch_by_stage", byStage, 0, "stage", "completed_waiting")
 	c.counter("vllm:nixl_num_kv_expired_reqs_total", "Number of requests that had their KV expire.", s.ledger.expired.Load())
 }
 

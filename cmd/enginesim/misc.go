@@ -10,6 +10,7 @@ import (
 	"mime/multipart"
 	"net/http"
 	"strconv"
+	"strings"
 	"time"
 )
 
@@ -21,7 +22,7 @@ func (s *sim) recorded(fn func(w http.ResponseWriter, r *http.Request, body []by
 		rec := s.records.start(r)
 		defer rec.finish()
 		rec.set(func() { rec.Leg = "plain" })
-		s.metrics.requests.add(r.URL.Path+"\x00plain", 1)
+		s.metrics.requests.add(pathLabel(r)+"\x00plain", 1)
 		c := &call{s: s, w: w, r: r, rec: rec, req: &request{}}
 		body, put, err := s.body(w, r)
 		defer put()
@@ -30,11 +31,23 @@ func (s *sim) recorded(fn func(w http.ResponseWriter, r *http.Request, body []by
 			return
 		}
 		s.records.setBody(rec, body)
-		if c.inject(s.fail.take("plain", r.URL.Path)) {
+		if c.inject(s.fail.take("plain", r.URL.Path, false)) {
 			return
 		}
 		fn(&statusWriter{w, rec}, r, body)
 	}
+}
+
+// pathLabel is the path as it is registered, so that a metric's labels stay few.
+func pathLabel(r *http.Request) string {
+	_, path, found := strings.Cut(r.Pattern, " ")
+	switch {
+	case r.Pattern == "/":
+		return "other"
+	case !found:
+		return r.Pattern
+	}
+	return path
 }
 
 type statusWriter struct {
@@ -76,7 +89,8 @@ func (s *sim) serveModels(w http.ResponseWriter, _ *http.Request) {
 		dst = appendInt(dst, "max_model_len", int64(s.cfg.maxModelLen))
 		dst = append(dst, `,"permission":[{"id":"modelperm-`+s.random.hex16()+`","object":"model_permission","created":`...)
 		dst = strconv.AppendInt(dst, s.started.Unix(), 10)
-		dst = append(dst, `,"allow_create_engine":false,"allow_sampling":true,"allow_logprobs":true,"allow_search_indices":false,"allow_view":true,"allow_fine_tuning":false,"organization":"*","group":null,"is_blocking":false}]}`...)
+		dst = append(dst, `,"allow_create_engine":false,"allow_sampling":true,"allow_logprobs":true,"allow_search_indices":false,`...)
+		dst = append(dst, `"allow_view":true,"allow_fine_tuning":false,"organization":"*","group":null,"is_blocking":false}]}`...)
 	}
 	writeRaw(w, http.StatusOK, append(dst, "]}"...))
 }

@@ -146,7 +146,7 @@ func TestDecodeLegViolations(t *testing.T) {
 		}},
 		{"expired", false, func(t *testing.T, p, d *engine) reply {
 			params := p.prefill(t, "r", longPrompt)
-			require.Eventually(t, func() bool { return p.ledger.expired.Load() == 1 }, 5*time.Second, time.Millisecond)
+			require.Eventually(t, func() bool { return p.ledger.expired.Load() == 1 }, patience, time.Millisecond)
 			require.Zero(t, p.ledger.held.Load())
 			return d.post(t, chatPath, "r", chat(longPrompt, `"max_tokens":8`, decodeMembers(params)))
 		}},
@@ -173,7 +173,7 @@ func TestDecodeLegViolations(t *testing.T) {
 			require.Equal(t, 500, r.status, r)
 			require.Contains(t, r.str("error", "message"), "violation "+test.kind)
 			require.EqualValues(t, 1, strict.state().Violations)
-			require.EqualValues(t, map[string]int64{test.kind: 1}, strict.state().ViolationsBy)
+			require.Equal(t, map[string]int64{test.kind: 1}, strict.state().ViolationsBy)
 
 			p.post(t, "/sim/reset", "", "")
 			r = test.run(t, p, faithful)
@@ -181,7 +181,7 @@ func TestDecodeLegViolations(t *testing.T) {
 			require.Equal(t, test.wrong, r.content() != want, r)
 			require.Zero(t, faithful.state().Violations)
 			for _, e := range []*engine{strict, faithful} {
-				require.Eventually(t, func() bool { return e.state().BlocksUsed == 0 }, 5*time.Second, time.Millisecond)
+				require.Eventually(t, func() bool { return e.state().BlocksUsed == 0 }, patience, time.Millisecond)
 			}
 		})
 	}
@@ -290,7 +290,28 @@ func TestRefusedDecodeReleases(t *testing.T) {
 	params := p.prefill(t, "r", longPrompt)
 	r := d.post(t, chatPath, "r", chat(longPrompt, `"max_tokens":99999`, decodeMembers(params)))
 	require.Equal(t, 400, r.status)
-	require.Eventually(t, func() bool { return p.ledger.freed.Load() == 1 }, 5*time.Second, time.Millisecond)
+	require.Eventually(t, func() bool { return p.ledger.freed.Load() == 1 }, patience, time.Millisecond)
+	p.quiet(t)
+	d.quiet(t)
+}
+
+// TestHeartbeat: a decode leg that waits for room keeps the prefill engine's lease alive.
+func TestHeartbeat(t *testing.T) {
+	const lease = "1s"
+	p := startEngine(t, "-role", "prefill", "-lease", lease)
+	d := startEngine(t, "-role", "decode", "-lease", lease, "-blocks", "40")
+	busy := grab(t, d.pool, promptOf(strings.Repeat("busy", 600), ""), 1)
+	params := p.prefill(t, "r", longPrompt)
+	answered := make(chan reply, 1)
+	go func() {
+		r, _ := d.do(http.MethodPost, chatPath, "r", chat(longPrompt, `"max_tokens":4`, decodeMembers(params)))
+		answered <- r
+	}()
+	require.Eventually(t, func() bool { return d.state().Waiting == 1 }, patience, time.Millisecond)
+	time.Sleep(1500 * time.Millisecond)
+	require.Positive(t, p.ledger.held.Load())
+	d.pool.free(busy.blocks)
+	require.Equal(t, 200, (<-answered).status)
 	p.quiet(t)
 	d.quiet(t)
 }
@@ -337,7 +358,7 @@ func TestIncomplete(t *testing.T) {
 				}
 				failed <- err
 			}()
-			require.Eventually(t, func() bool { return d.state().Waiting == 1 }, 5*time.Second, time.Millisecond)
+			require.Eventually(t, func() bool { return d.state().Waiting == 1 }, patience, time.Millisecond)
 			require.Equal(t, 200, d.get(t, "/health").status)
 			cancel()
 			require.Error(t, <-failed)

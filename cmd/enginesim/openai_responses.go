@@ -1,6 +1,9 @@
 package main
 
-import "strconv"
+import (
+	"bytes"
+	"strconv"
+)
 
 // responsesAPI is POST /v1/responses. One value per call: the events of a stream are numbered.
 type responsesAPI struct{ sequence int }
@@ -37,13 +40,17 @@ func (c *call) appendResponse(dst []byte, finished bool) []byte {
 		dst = c.appendOutputItem(dst, q, true)
 	}
 	dst = append(dst, `],"parallel_tool_calls":true,"temperature":`...)
-	dst = appendOr(dst, c.req.temperature, "1.0")
+	dst = appendFloat(dst, c.req.temperature)
 	dst = append(dst, `,"tool_choice":`...)
-	dst = appendOr(dst, c.req.toolChoice, `"auto"`)
+	if isNull(c.req.tools) {
+		dst = appendOr(dst, c.req.toolChoice, `"none"`)
+	} else {
+		dst = appendOr(dst, c.req.toolChoice, `"auto"`)
+	}
 	dst = append(dst, `,"tools":`...)
 	dst = appendOr(dst, c.req.tools, "[]")
 	dst = append(dst, `,"top_p":`...)
-	dst = appendOr(dst, c.req.topP, "1.0")
+	dst = appendFloat(dst, c.req.topP)
 	dst = append(dst, `,"background":false,"max_output_tokens":`...)
 	dst = appendOr(dst, c.req.raw("max_output_tokens"), "null")
 	dst = append(dst, `,"max_tool_calls":null,"previous_response_id":`...)
@@ -71,6 +78,18 @@ func appendOr(dst, raw []byte, otherwise string) []byte {
 		return append(dst, otherwise...)
 	}
 	return append(dst, raw...)
+}
+
+// appendFloat writes a number as Python writes a float; 1.0 where none was given.
+func appendFloat(dst, raw []byte) []byte {
+	if isNull(raw) {
+		return append(dst, "1.0"...)
+	}
+	dst = append(dst, raw...)
+	if !bytes.ContainsAny(raw, ".eE") {
+		dst = append(dst, ".0"...)
+	}
+	return dst
 }
 
 // appendOutputItem writes a message, or a function call where tool_choice forced one.

@@ -65,7 +65,7 @@ func (o *output) token(i int) string {
 	if o.literal {
 		return o.text[min(len(o.text), i*tokenBytes):min(len(o.text), (i+1)*tokenBytes)]
 	}
-	x := mix(o.digest^uint64(i), k1^uint64(i)<<32)
+	x := mix(o.digest^k2, uint64(i+1)*k1)
 	if x%53 == 0 {
 		return oddTokens[(x>>8)%uint64(len(oddTokens))]
 	}

@@ -41,9 +41,8 @@ type record struct {
 	FirstByteMillis  float64             `json:"first_byte_ms"`
 	Millis           float64             `json:"ms"`
 
-	mu     *sync.Mutex // the ring's; nil when nothing is recorded
-	header http.Header
-	body   []byte
+	mu   *sync.Mutex // the ring's
+	body []byte
 }
 
 // recorder keeps the last requests in a ring: at most count records and count*body bytes.
@@ -97,7 +96,7 @@ func (rec *record) set(fn func()) {
 }
 
 func (rec *record) setInjected(mode string) { rec.set(func() { rec.Injected = mode }) }
-func (rec *record) setOutcome(o string)     { rec.set(func() { rec.Outcome = o }) }
+func (rec *record) setAborted()             { rec.set(func() { rec.Outcome = "aborted" }) }
 func (rec *record) setStatus(code int) {
 	rec.set(func() {
 		rec.Status = code

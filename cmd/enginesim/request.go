@@ -3,6 +3,8 @@ package main
 import (
 	"bytes"
 	"encoding/json"
+	"errors"
+	"slices"
 	"strconv"
 )
 
@@ -49,12 +51,13 @@ type request struct {
 	kv              kvParams
 	hasParams       bool // kv_transfer_params is there and not null
 	maxTokensMember string
+	transcript      []byte // of the response that previous_response_id names
 }
 
 func (q *request) raw(name string) (val []byte) {
-	for i := len(q.members) - 1; i >= 0; i-- { // the last of several wins, as in Python
-		if string(q.members[i].key) == name {
-			return q.members[i].raw
+	for _, m := range slices.Backward(q.members) { // the last of several wins, as in Python
+		if string(m.key) == name {
+			return m.raw
 		}
 	}
 	return nil
@@ -77,7 +80,7 @@ func parseRequest(a api, body []byte, members []member, connector, faithful bool
 	q := &request{api: a, size: len(body), maxTokens: -1, n: 1, logprobs: -1}
 	var err error
 	if q.members, err = scanObject(members, body); err != nil {
-		if err == errNotObject {
+		if errors.Is(err, errNotObject) {
 			return q, pydantic("model_attributes_type", "", "Input should be a valid dictionary or object to extract fields from", body)
 		}
 		return q, badRequest("1 validation error:\n  {'type': 'json_invalid', 'loc': 'body.0', 'msg': 'JSON decode error', 'ctx': {'error': '%v'}}", err)
@@ -308,9 +311,11 @@ func (q *request) checkLength(prompts []*prompt, c *config) *apiError {
 		case p.n == 0:
 			return badRequest("The decoder prompt cannot be empty")
 		case room < 1:
-			return badParam("input_tokens", strconv.Itoa(p.n), "This model's maximum context length is %d tokens. However, your request has %d input tokens. Please reduce the length of the input messages.", c.maxModelLen, p.n)
+			return badParam("input_tokens", strconv.Itoa(p.n),
+				"This model's maximum context length is %d tokens. However, your request has %d input tokens. Please reduce the length of the input messages.", c.maxModelLen, p.n)
 		case q.maxTokens > int64(room):
-			return badParam(q.maxTokensMember, strconv.FormatInt(q.maxTokens, 10), "'max_tokens' or 'max_completion_tokens' is too large: %d. This model's maximum context length is %d tokens and your request has %d input tokens (%d > %d - %d).",
+			return badParam(q.maxTokensMember, strconv.FormatInt(q.maxTokens, 10),
+				"'max_tokens' or 'max_completion_tokens' is too large: %d. This model's maximum context length is %d tokens and your request has %d input tokens (%d > %d - %d).",
 				q.maxTokens, c.maxModelLen, p.n, q.maxTokens, c.maxModelLen, p.n)
 		}
 	}

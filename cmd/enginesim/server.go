@@ -34,6 +34,7 @@ type sim struct {
 	metrics     *metrics
 	records     *recorder
 	fail        *failures
+	responses   *responseStore
 	prefillTurn chan struct{}
 	bodies      sync.Pool // *[]byte
 
@@ -43,6 +44,7 @@ type sim struct {
 	mu       sync.Mutex
 	web      *http.Server
 	webAddr  string
+	refusing sync.Mutex
 	sideConn map[net.Conn]struct{}
 	closed   bool
 
@@ -81,7 +83,7 @@ func start(cfg *config, log io.Writer) (*sim, error) {
 	s := &sim{
 		cfg: cfg, log: log, engineID: cfg.engineID, started: time.Now(), random: newLockedRand(),
 		pool: newPool(cfg.blocks, cfg.blockSize), peers: newPeers(), metrics: newMetrics(cfg.models[0]),
-		records: newRecorder(cfg.record, cfg.recordCount, cfg.recordBody), fail: newFailures(nil),
+		records: newRecorder(cfg.record, cfg.recordCount, cfg.recordBody), fail: newFailures(nil), responses: newResponseStore(),
 		prefillTurn: make(chan struct{}, 1), sideConn: make(map[net.Conn]struct{}), died: make(chan struct{}),
 	}
 	if s.engineID == "" {
@@ -136,6 +138,8 @@ func (s *sim) addr() string {
 
 // refuse closes the HTTP port for a while. Running answers go on, idle connections are closed.
 func (s *sim) refuse(d time.Duration) {
+	s.refusing.Lock() // one after another
+	defer s.refusing.Unlock()
 	time.Sleep(20 * time.Millisecond) // lets the answer to the POST that asked for this out
 	s.mu.Lock()
 	web := s.web
@@ -237,6 +241,7 @@ func (s *sim) routes() *http.ServeMux {
 	} {
 		mux.HandleFunc("POST "+path, func(w http.ResponseWriter, r *http.Request) { s.serveCall(w, r, a) })
 	}
+	mux.HandleFunc("GET /v1/responses/{id}", s.recorded(s.serveStored))
 	mux.HandleFunc("POST /v1/embeddings", s.recorded(s.serveEmbeddings))
 	mux.HandleFunc("POST /v1/audio/transcriptions", s.recorded(s.serveAudio))
 	mux.HandleFunc("POST /tokenize", s.recorded(s.serveTokenize))

@@ -12,6 +12,9 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
+// patience is for machines that do a lot else.
+const patience = 30 * time.Second
+
 // engine is a simulator in this process, on ports of the kernel's choice.
 type engine struct {
 	*sim
@@ -60,7 +63,11 @@ func (r reply) get(path ...string) any {
 		case map[string]any:
 			v = x[p]
 		case []any:
-			v = x[p[0]-'0']
+			if i := int(p[0] - '0'); i < len(x) {
+				v = x[i]
+			} else {
+				return nil
+			}
 		default:
 			return nil
 		}
@@ -87,7 +94,7 @@ func (r reply) params() json.RawMessage {
 	return v.Params
 }
 
-var client = &http.Client{Timeout: 20 * time.Second, Transport: &http.Transport{MaxIdleConnsPerHost: 512}}
+var client = &http.Client{Timeout: time.Minute, Transport: &http.Transport{MaxIdleConnsPerHost: 512}}
 
 func (e *engine) do(method, path, id, body string) (reply, error) {
 	req, err := http.NewRequest(method, e.url+path, strings.NewReader(body))
@@ -156,7 +163,7 @@ func (e *engine) quiet(t testing.TB) {
 	require.Eventually(t, func() bool {
 		st := e.state()
 		return st.Running == 0 && st.Waiting == 0 && st.BlocksUsed == 0 && st.BlocksHeld == 0
-	}, 5*time.Second, time.Millisecond, "%+v", e.state())
+	}, patience, time.Millisecond, "%+v", e.state())
 	require.Zero(t, e.state().Violations)
 }
 

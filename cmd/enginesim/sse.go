@@ -63,6 +63,9 @@ func (c *call) serveStream() {
 	case err == nil:
 		c.recordUsage()
 		st.buf = out.end(c, st.buf)
+		if c.req.api == apiResponses {
+			c.keepResponse(c.appendResponse(nil, true))
+		}
 	case c.r.Context().Err() != nil:
 		return
 	default:
@@ -141,38 +144,6 @@ func writeWith(w http.ResponseWriter, status int, body []byte) {
 	writeLength(w, len(body))
 	w.WriteHeader(status)
 	_, _ = w.Write(body)
-}
-
-// The small writers that all APIs share.
-
-func appendKey(dst []byte, key string) []byte {
-	dst = append(dst, ',', '"')
-	dst = append(dst, key...)
-	return append(dst, '"', ':')
-}
-
-func appendStr(dst []byte, key, value string) []byte { return appendQuoted(appendKey(dst, key), value) }
-
-func appendInt(dst []byte, key string, n int64) []byte {
-	return strconv.AppendInt(appendKey(dst, key), n, 10)
-}
-
-func appendRaw(dst []byte, key string, raw []byte) []byte {
-	if len(raw) == 0 {
-		raw = []byte("null")
-	}
-	return append(appendKey(dst, key), raw...)
-}
-
-func appendIDs(dst []byte, ids []uint32) []byte {
-	dst = append(dst, '[')
-	for i, id := range ids {
-		if i > 0 {
-			dst = append(dst, ',')
-		}
-		dst = strconv.AppendUint(dst, uint64(id), 10)
-	}
-	return append(dst, ']')
 }
 
 // tokenIDs are the ids of an answer's tokens from..to.

@@ -63,34 +63,49 @@ func (q *request) renderChat(t *tokenizer, messages []byte) (bad *apiError) {
 	if system := q.raw("system"); q.api == apiMessages && !isNull(system) {
 		t.turn([]byte("system"), func() { t.content(system) })
 	}
-	for _, name := range []string{"tools", "documents", "chat_template", "chat_template_kwargs"} {
-		if raw := q.raw(name); !isNull(raw) {
-			t.turn([]byte(name), func() { t.piece(compact(raw)) })
-		}
-	}
+	first := true
 	eachElement(messages, func(m []byte) bool {
-		if !isObject(m) || !isString(get(m, "role")) {
+		role := text(get(m, "role"))
+		if !isObject(m) || role == nil {
 			bad = pydantic("missing", "messages.role", "Field required", m)
 			return false
 		}
-		t.turn(text(get(m, "role")), func() {
-			eachMember(m, func(key, val []byte) {
-				switch string(key) {
-				case "role":
-				case "content":
-					t.content(val)
-				default:
-					t.piece(key)
-					t.piece(compact(val))
-				}
-			})
-		})
+		if first && string(role) != "system" { // tools and the like come after the system prompt, where there is one
+			q.renderExtras(t)
+		}
+		t.turn(role, func() { t.message(m) })
+		if first && string(role) == "system" {
+			q.renderExtras(t)
+		}
+		first = false
 		return true
 	})
 	t.piece(imStart)
 	t.piece([]byte("assistant"))
 	t.piece(newline)
 	return bad
+}
+
+// renderExtras writes what else a chat template is given.
+func (q *request) renderExtras(t *tokenizer) {
+	for _, name := range []string{"tools", "documents", "chat_template", "chat_template_kwargs"} {
+		if raw := q.raw(name); !isNull(raw) {
+			t.turn([]byte(name), func() { t.piece(compact(raw)) })
+		}
+	}
+}
+
+func (t *tokenizer) message(m []byte) {
+	eachMember(m, func(key, val []byte) {
+		switch string(key) {
+		case "role":
+		case "content":
+			t.content(val)
+		default:
+			t.piece(key)
+			t.piece(compact(val))
+		}
+	})
 }
 
 // content is a string, or a list of parts of which the text counts and everything else goes in as it is.
@@ -115,6 +130,9 @@ func (t *tokenizer) content(raw []byte) {
 func (q *request) renderResponses(t *tokenizer) {
 	if raw := q.raw("instructions"); !isNull(raw) {
 		t.turn([]byte("system"), func() { t.content(raw) })
+	}
+	if q.transcript != nil {
+		t.turn([]byte("previous"), func() { t.piece(q.transcript) })
 	}
 	if !isNull(q.tools) {
 		t.turn([]byte("tools"), func() { t.piece(compact(q.tools)) })

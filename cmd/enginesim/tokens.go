@@ -3,6 +3,7 @@ package main
 import (
 	"encoding/binary"
 	"math/bits"
+	"slices"
 )
 
 // A token is four bytes of text: its id is those bytes as a little-endian number. Every piece of a prompt (a role, a
@@ -81,7 +82,7 @@ func newTokenizer(blockSize int, keep bool) *tokenizer {
 // resume continues a prompt's sequence, for the tokens that are generated after it.
 func resume(p *prompt, blockSize int) *tokenizer {
 	t := newTokenizer(blockSize, false)
-	t.p.full = p.full[:len(p.full):len(p.full)]
+	t.p.full = slices.Clip(p.full)
 	if len(p.full) > 0 {
 		t.chain = p.full[len(p.full)-1]
 	}
