@@ -211,7 +211,7 @@ func (s *Server) hopEnded(e *logEntry) {
 		s.Log.Debug("access log entry with a ticket that is not ours", "request_id", string(e.requestID), "err", err)
 		return
 	}
-	s.release(t)
+	mine := s.release(t) || s.bookedHere(t, string(e.requestID))
 	if redirected {
 		return
 	}
@@ -226,14 +226,28 @@ func (s *Server) hopEnded(e *logEntry) {
 			first = max(e.start.Add(e.firstByte).Sub(began), 0)
 		}
 	}
-	s.metrics.requestEnded(t, e, took, first)
+	if mine { // every replica sees every entry: the one that booked the hop counts it
+		s.metrics.requestEnded(t, e, took, first)
+	}
 	s.recent.change(string(e.requestID), func(trace *Trace) { trace.DecodeTime, trace.Status = took, e.status })
 }
 
-// release gives back what a ticket says is booked.
-func (s *Server) release(t *kvtransfer.Ticket) {
-	s.State.Release(kvstate.ReservationID(t.Reservations[0]))
-	s.State.Release(kvstate.ReservationID(t.Reservations[1]))
+// release gives back what a ticket says is booked. mine is whether this replica had booked any of it.
+func (s *Server) release(t *kvtransfer.Ticket) (mine bool) {
+	for _, id := range t.Reservations {
+		mine = s.State.Release(kvstate.ReservationID(id)) || mine
+	}
+	return mine
+}
+
+// bookedHere reports whether this replica booked what a ticket names, although it may have let go of it since: in time,
+// or because the next pass began.
+func (s *Server) bookedHere(t *kvtransfer.Ticket, requestID string) bool {
+	pass := t.Redirects
+	if t.Stage == kvtransfer.HandOver || t.Stage == kvtransfer.Failed {
+		pass-- // it was the pass before that booked
+	}
+	return t.Reservations[1] == uint64(s.reservationID(requestID, pass, kvstate.RoleDecode))
 }
 
 // releasePass gives back what this server booked for a pass of a request that it has no ticket of.

@@ -86,7 +86,7 @@ func TestMessageReadsAttributesOfThePrefillLeg(t *testing.T) {
 	require.NoError(t, m.unmarshal(split(wire, rand.New(rand.NewPCG(1, 2)))))
 	require.Equal(t, phaseResponseHeaders, m.phase)
 	require.Equal(t, "200", string(m.headers.status))
-	require.Equal(t, "T1 id /p h 1.2.3.4:5", fmt.Sprintf("%s %s %s %s %s", m.attributes.ticket, m.attributes.requestID, m.attributes.path, m.attributes.authority, m.attributes.upstream))
+	require.Equal(t, "T1 id /p h", fmt.Sprintf("%s %s %s %s", m.attributes.ticket, m.attributes.requestID, m.attributes.path, m.attributes.authority))
 }
 
 func TestMessageGathersABodyAcrossMessagesUpToItsLimit(t *testing.T) {

@@ -26,8 +26,13 @@ func (x *exchange) prefillLeg() error {
 	a := &x.msg.attributes
 	x.requestID = string(a.requestID)
 	t, err := x.s.Keys.Open(string(a.ticket), x.requestID, time.Now())
-	if t == nil || t.Stage != kvtransfer.PrefillLeg {
+	if t == nil {
+		x.s.metrics.forgedTickets.Inc()
 		return fmt.Errorf("opening the ticket of a prefill leg: %w", err)
+	}
+	if t.Stage != kvtransfer.PrefillLeg {
+		x.s.metrics.forgedTickets.Inc()
+		return fmt.Errorf("a prefill leg came with a ticket of stage %v", t.Stage)
 	}
 	code, _ := strconv.Atoi(string(x.msg.headers.status))
 	if clientsFault(code) {

@@ -32,10 +32,9 @@ const (
 // headers are the header fields that the server reads; everything else in a header message is skipped unread.
 // All of them point into the message's arena and live as long as the stream.
 type headers struct {
-	method, path, authority, scheme, status           []byte
-	contentType, contentEncoding, contentLength       []byte
-	requestID, ticket, upgrade, originalURL           []byte
-	envoyRetryAfter, retryAfter, responseBodyLocation []byte
+	method, path, status                        []byte
+	contentType, contentEncoding, contentLength []byte
+	requestID, ticket, upgrade                  []byte
 }
 
 // slot returns where a header's value belongs, nil for one that nobody reads.
@@ -45,10 +44,6 @@ func (h *headers) slot(name []byte) *[]byte {
 		return &h.method
 	case ":path":
 		return &h.path
-	case ":authority":
-		return &h.authority
-	case ":scheme":
-		return &h.scheme
 	case ":status":
 		return &h.status
 	case "content-type":
@@ -69,7 +64,7 @@ func (h *headers) slot(name []byte) *[]byte {
 
 // attributes are what the prefill leg's filter is configured to send along with P's answer (response_attributes).
 type attributes struct {
-	ticket, requestID, path, authority, upstream, flags []byte
+	ticket, requestID, path, authority []byte
 }
 
 func (a *attributes) slot(name []byte) *[]byte {
@@ -82,10 +77,6 @@ func (a *attributes) slot(name []byte) *[]byte {
 		return &a.path
 	case "request.host":
 		return &a.authority
-	case "upstream.address":
-		return &a.upstream
-	case "response.flags":
-		return &a.flags
 	}
 	return nil
 }

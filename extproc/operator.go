@@ -1,6 +1,9 @@
 package extproc
 
-import "strings"
+import (
+	"net/url"
+	"strings"
+)
 
 // operatorPath reports whether a path is for those who run an engine, not for those who use it: it would stop, empty or
 // change the engine, or tell what others do on it. Such paths end at the router; operators reach engines directly.
@@ -8,6 +11,11 @@ import "strings"
 // (weights, cache, memory, profiling, experts, sessions, server info) and trtllm-serve (metrics, internals).
 func operatorPath(path string) bool {
 	path, _, _ = strings.Cut(path, "?")
+	if strings.IndexByte(path, '%') >= 0 { // engines undo escapes before they look, whatever the data plane in front did
+		if plain, err := url.PathUnescape(path); err == nil {
+			path = plain
+		}
+	}
 	for _, root := range [...]string{"/inference/v1/", "/v1/", "/"} {
 		if rest, ok := strings.CutPrefix(path, root); ok {
 			path = rest

@@ -23,11 +23,6 @@ func (x *exchange) passThrough() (route, error) {
 	if operatorPath(string(h.path)) {
 		return route{}, openai.NotServed()
 	}
-	if id, ok := storedResponse(string(h.path)); ok {
-		if pool, e := x.findHolder(id); e != nil {
-			return x.toHolder(pool, e)
-		}
-	}
 	if x.msg.mode.request != bodyNone {
 		if err := x.receiveBody(x.s.MaxBodyBytes); err != nil {
 			return route{}, err
@@ -36,6 +31,11 @@ func (x *exchange) passThrough() (route, error) {
 	model, err := x.scanOther()
 	if err != nil {
 		return route{}, err
+	}
+	if id, ok := storedResponse(string(h.path)); ok {
+		if pool, e := x.findHolder(id); e != nil {
+			return x.pass(pool, e, pool.PromptTokens(x.body.len()), "stored_response")
+		}
 	}
 	pool := x.s.State.PoolFor(model)
 	if pool == nil {
@@ -109,7 +109,7 @@ func (x *exchange) toHolder(pool *kvstate.Pool, e *kvstate.Endpoint) (route, err
 		e = x.view.Endpoints[choice.Decode].Endpoint
 	}
 	r, err := x.pass(pool, e, tokens, "stored_response")
-	if err == nil && x.body.len() > 0 && x.req.API() == openai.Responses && !x.req.Has(openai.FieldRequestID) {
+	if err == nil && !x.req.Has(openai.FieldRequestID) {
 		x.patch.Reset(&x.req)
 		x.patch.Set("request_id", openai.FieldRequestID, strconv.AppendQuote(nil, newResponseID(e)))
 		r.edits = x.patch.Edits()

@@ -1,6 +1,7 @@
 package extproc
 
 import (
+	"cmp"
 	"crypto/rand"
 	"errors"
 	"fmt"
@@ -119,6 +120,7 @@ func (x *exchange) scan(api openai.API) error {
 func (x *exchange) swapBody() {
 	x.body, x.spare = x.spare, x.body
 	x.spare.free()
+	x.other = true
 }
 
 // whetherToSplit notes in a why the request is not split, if it is not.
@@ -135,7 +137,7 @@ func (x *exchange) whetherToSplit(a *attempt, policy Policy) error {
 		a.alone, a.why = true, "body_too_long"
 	case a.redirects+2 >= x.s.MaxRedirects: // the hand-over, and a decode that fails, need one each
 		a.alone, a.why = true, "redirects_spent"
-	case a.prefills >= policy.PrefillAttempts:
+	case a.prefills >= cmp.Or(policy.PrefillAttempts, 3):
 		a.alone, a.why = true, "attempts_spent"
 	default:
 		if why := x.req.Unsplittable(); why != "" {
@@ -196,7 +198,7 @@ func (x *exchange) decodeAlone(pool *kvstate.Pool, c picker.Choice, tokens int64
 
 // reserve books an endpoint for this pass.
 func (x *exchange) reserve(e *kvstate.Endpoint, role kvstate.Role, redirects int, tokens int64) kvstate.ReservationID {
-	return x.s.State.ReserveAs(x.s.reservationID(x.requestID, redirects, role), e, tokens)
+	return x.s.State.ReserveAs(x.s.reservationID(x.bookedAs, redirects, role), e, tokens)
 }
 
 // seal puts the ticket on the route. What was booked for a route that cannot be taken is released.
@@ -223,6 +225,7 @@ func (x *exchange) resume(t *kvtransfer.Ticket, ticketErr error) (route, error) 
 	if err := t.Undo.Check(x.body.len()); err != nil {
 		return route{}, fmt.Errorf("undoing a leg's edits: %w", err)
 	}
+	x.s.releasePass(x.requestID, t.Redirects) // of a stream that Envoy gave up on and tries again
 	if t.Stage == kvtransfer.HandOver && ticketErr == nil && x.s.State.Spend(t.ID) {
 		return x.decode(t)
 	}
@@ -264,12 +267,18 @@ func (x *exchange) decode(t *kvtransfer.Ticket) (route, error) {
 	}
 	params := t.Params
 	if t.ParamsRef != ([16]byte{}) {
-		params, _ = x.s.State.TakeHandOver(t.ParamsRef) // gone: D computes the prompt itself
+		params = nil // gone or too old: D computes the prompt itself
+		if kept, ok := x.s.State.TakeHandOver(t.ParamsRef); ok {
+			params = kept
+		}
 	}
 	x.s.release(t)
-	d, err := x.pickDecode(pool, t)
+	d, paired, err := x.pickDecode(pool, t)
 	if err != nil {
 		return route{}, noEndpoint(pool, err)
+	}
+	if !paired {
+		params = nil
 	}
 	r := route{leg: legDecode, endpoint: d, edits: t.Undo}
 	var undo openai.Edits
@@ -293,15 +302,22 @@ func (x *exchange) decode(t *kvtransfer.Ticket) (route, error) {
 	})
 }
 
-// pickDecode chooses D among those that may pair with the prefill endpoint that holds the blocks.
-func (x *exchange) pickDecode(pool *kvstate.Pool, t *kvtransfer.Ticket) (*kvstate.Endpoint, error) {
+// pickDecode chooses D among those that may pair with the prefill endpoint that holds the blocks. Where it left the pool
+// between the hops, or everything that pairs with it did, any other will do (paired is false), which must not be told of
+// the blocks.
+func (x *exchange) pickDecode(pool *kvstate.Pool, t *kvtransfer.Ticket) (d *kvstate.Endpoint, paired bool, err error) {
 	x.s.State.View(pool, nil, &x.view)
+	r := picker.Request{PromptTokens: t.PromptTokens, Excluded: t.Excluded, Rand: random()}
 	prefill := slices.IndexFunc(x.view.Endpoints, func(c kvstate.Candidate) bool { return c.Endpoint.Addr == t.Prefill })
-	d, err := picker.PickDecode(&picker.Request{PromptTokens: t.PromptTokens, Excluded: t.Excluded, Rand: random()}, &x.view, prefill)
-	if err != nil {
-		return nil, err
+	i, err := picker.PickDecode(&r, &x.view, prefill)
+	if err != nil && prefill >= 0 {
+		prefill = -1
+		i, err = picker.PickDecode(&r, &x.view, prefill)
 	}
-	return x.view.Endpoints[d].Endpoint, nil
+	if err != nil {
+		return nil, false, err
+	}
+	return x.view.Endpoints[i].Endpoint, prefill >= 0, nil
 }
 
 // maxDecodeMember bounds what a decode body may be longer than the client's: the KV parameters, mostly block ids.

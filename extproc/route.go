@@ -51,8 +51,9 @@ func (x *exchange) route() error {
 
 // identify settles the request id: the client's own if it is fit to be passed around and logged, else a new one.
 func (x *exchange) identify() {
-	if id := string(x.msg.headers.requestID); openai.RequestID(id) {
-		x.requestID = id
+	x.bookedAs = string(x.msg.headers.requestID)
+	if openai.RequestID(x.bookedAs) {
+		x.requestID = x.bookedAs
 		return
 	}
 	x.requestID, x.newID = newRequestID(), true
@@ -130,12 +131,15 @@ func (x *exchange) receiveBody(limit int) error {
 		if err := x.receive(); err != nil {
 			return err
 		}
+		if x.msg.over {
+			return openai.TooLarge(limit) // at once: the rest may be endless
+		}
 		if err := x.hold(); err != nil {
 			return err
 		}
-	}
-	if x.msg.over {
-		return openai.TooLarge(limit)
+		if x.msg.mode.request == bodyBuffered && x.msg.phase == phaseRequestBody {
+			return nil // the whole body is in one message, also where trailers follow, which then has no end of stream
+		}
 	}
 	return nil
 }
@@ -151,7 +155,7 @@ func (x *exchange) answer(r route) error {
 	defer shared.Free()
 	if x.msg.mode.request == bodyBuffered {
 		out := reply{phase: phaseRequestBody, headers: &x.headers, clearRoute: true}
-		if len(r.edits) > 0 {
+		if len(r.edits) > 0 || x.other {
 			x.headers.add("content-length", itoa(x.pieces.total)) // Envoy holds it against the body and refuses a mismatch
 			out.kind, out.parts = bodyReplace, x.pieces.whole(shared)
 		}

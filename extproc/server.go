@@ -125,6 +125,7 @@ type exchange struct {
 	body   bodyBuffer // the body as received, then as the client sent it
 	held   int64      // bytes counted for it
 	spare  bodyBuffer // the next body while it is made
+	other  bool       // the body is not the one that Envoy has: control members were cut, or a leg's edits undone
 
 	req    openai.Request
 	patch  openai.Patch
@@ -134,7 +135,8 @@ type exchange struct {
 	params []byte // scratch for the decode member
 
 	requestID string
-	newID     bool // the client's request id was absent or unfit
+	bookedAs  string // the request id as Envoy has it, and logs it, until it has taken the first answer in
+	newID     bool   // the client's request id was absent or unfit
 	headers   headerEdits
 	pieces    pieces
 	timer     *time.Timer
@@ -145,12 +147,14 @@ type exchange struct {
 // process serves one ext_proc stream.
 func (s *Server) process(stream grpc.ServerStream) error {
 	x := s.exchanges.Get().(*exchange)
-	x.stream = stream
+	x.sending.Lock() // a deadline of the stream before may just be finding out that it came too late
+	x.stream, x.answered = stream, false
+	x.sending.Unlock()
 	defer x.release()
 
 	started := time.Now()
 	role, serve := "main", x.route
-	if md, _ := metadata.FromIncomingContext(stream.Context()); hasRole(md, rolePrefillLeg) {
+	if hasRole(stream.Context(), rolePrefillLeg) {
 		role, serve = rolePrefillLeg, x.prefillLeg
 	}
 	err := serve()
@@ -170,8 +174,8 @@ func (s *Server) process(stream grpc.ServerStream) error {
 // errAnswered ends an exchange whose answer was already given.
 var errAnswered = errors.New("answered")
 
-func hasRole(md metadata.MD, role string) bool {
-	values := md.Get(metadataRole)
+func hasRole(ctx context.Context, role string) bool {
+	values := metadata.ValueFromIncomingContext(ctx, metadataRole) // copies this value alone
 	return len(values) > 0 && values[0] == role
 }
 
@@ -200,7 +204,11 @@ func (x *exchange) release() {
 	x.msg = message{arena: arena}
 	x.headers.reset()
 	x.req.Reset()
-	x.stream, x.requestID, x.newID, x.answered = nil, "", false, false
+	clear(x.undo) // refers to the body
+	if cap(x.params) > 64<<10 {
+		x.params = nil
+	}
+	x.requestID, x.bookedAs, x.newID, x.other = "", "", false, false
 	x.s.exchanges.Put(x)
 }
 
@@ -245,7 +253,9 @@ func (x *exchange) sendError(e *openai.Error) error {
 // limitBodyTime makes the exchange end with a 408 if the body is not complete in time. The stream's handler is blocked
 // in receive then; the answer makes Envoy end the stream, which wakes it.
 func (x *exchange) limitBodyTime() {
-	stream := x.stream
+	stream, requestID := x.stream, x.requestID
+	x.sending.Lock()
+	defer x.sending.Unlock()
 	x.timer = time.AfterFunc(x.s.BodyTimeout, func() {
 		x.sending.Lock()
 		defer x.sending.Unlock()
@@ -257,6 +267,7 @@ func (x *exchange) limitBodyTime() {
 		x.s.metrics.refused(e)
 		i := &immediate{status: e.Status, body: e.JSON(), details: detailsPrefix + "_" + e.Code}
 		i.headers.add("content-type", []byte(contentTypeJSON))
+		i.headers.add(headerRequestID, []byte(requestID))
 		_ = stream.SendMsg(&reply{immediate: i})
 	})
 }

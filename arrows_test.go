@@ -1,0 +1,175 @@
+// Package tandem_test holds what no single package can: which package may know which, and that each says what it is.
+package tandem_test
+
+import (
+	"go/ast"
+	"go/parser"
+	"go/token"
+	"io/fs"
+	"os"
+	"path"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+)
+
+const module = "tandem"
+
+// arrows is what each package may import of ours: what writes state lives under kvstate, what reads it stands above, and
+// nothing points back. A new package needs a row.
+var arrows = map[string][]string{
+	"kvstate":            {},
+	"kvstate/discovery":  {"kvstate"},
+	"picker":             {"kvstate"},
+	"extproc/openai":     {},
+	"extproc/kvtransfer": {"extproc/openai", "kvstate", "protos/ticket/v1"}, // the last in tests
+	"extproc":            {"extproc/openai", "extproc/kvtransfer", "kvstate", "picker"},
+	"protos/config/v1":   {},
+	"protos/ticket/v1":   {},
+	"envoy-configs":      {"protos/config/v1"},
+	"cmd/tandem":         {"extproc", "extproc/kvtransfer", "kvstate", "kvstate/discovery", "envoy-configs", "protos/config/v1"},
+	"cmd/enginesim":      {}, // the engines of the tests: what it shared with the product it could not catch
+	"e2e":                {}, // black box
+	"e2e/bench":          {},
+	"e2e/vllm":           {},
+	"docs":               {"extproc", "kvstate", "protos/config/v1"}, // tests that hold the documents to the code
+	".":                  {},
+}
+
+// guarded are modules that only some packages may see, tests included.
+var guarded = map[string][]string{
+	"github.com/envoyproxy/":     {"extproc", "envoy-configs (test)"},
+	"k8s.io/":                    {"kvstate/discovery"},
+	"google.golang.org/grpc":     {"extproc", "cmd/tandem", "e2e", "e2e/bench", "envoy-configs (test)"},
+	"github.com/prometheus/":     {"extproc", "cmd/tandem", "cmd/enginesim", "e2e", "e2e/bench"},
+	"github.com/redis/":          {"kvstate/redisstore"},
+	"github.com/go-zeromq/":      {"kvstate/kvevents"},
+	"sigs.k8s.io/":               {"protos/config/v1"},
+	"google.golang.org/protobuf": {"extproc", "extproc/kvtransfer", "protos/config/v1", "protos/ticket/v1", "envoy-configs (test)", "docs (test)"},
+}
+
+// pure is all that the decision may need of the world: no clock, no lock, no I/O, no chance of its own.
+var pure = []string{"cmp", "errors", "fmt", "math", "math/bits", "slices", "sort", "strings"}
+
+// vague are names that say nothing about what a package is for.
+var vague = []string{"util", "utils", "common", "base", "helper", "helpers", "manager", "misc", "impl"}
+
+// source is one Go file of ours.
+type source struct {
+	dir, file string
+	test      bool
+	generated bool
+	ast       *ast.File
+}
+
+func (s source) imports() []string {
+	var out []string
+	for _, i := range s.ast.Imports {
+		p, _ := strconv.Unquote(i.Path.Value)
+		out = append(out, p)
+	}
+	return out
+}
+
+// sources are all Go files below the root, whatever their build tags.
+func sources(t *testing.T) []source {
+	t.Helper()
+	var out []source
+	require.NoError(t, filepath.WalkDir(".", func(p string, d fs.DirEntry, err error) error {
+		if err != nil {
+			return err
+		}
+		name := d.Name()
+		if d.IsDir() && p != "." && (strings.HasPrefix(name, ".") || name == "testdata" || name == "shared" || name == "bin") {
+			return filepath.SkipDir
+		}
+		if d.IsDir() || path.Ext(name) != ".go" {
+			return nil
+		}
+		text, err := os.ReadFile(p)
+		if err != nil {
+			return err
+		}
+		f, err := parser.ParseFile(token.NewFileSet(), p, text, parser.ParseComments|parser.SkipObjectResolution)
+		if err != nil {
+			return err
+		}
+		out = append(out, source{
+			dir: filepath.ToSlash(filepath.Dir(p)), file: filepath.ToSlash(p),
+			test: strings.HasSuffix(name, "_test.go"), generated: ast.IsGenerated(f), ast: f,
+		})
+		return nil
+	}))
+	require.NotEmpty(t, out)
+	return out
+}
+
+func TestArrowsGoOneWay(t *testing.T) {
+	for _, s := range sources(t) {
+		allowed, known := arrows[s.dir]
+		require.True(t, known, "%s: the package has no row in arrows: say what it may import", s.dir)
+		for _, p := range s.imports() {
+			ours, ok := strings.CutPrefix(p, module+"/")
+			if !ok || (s.test && ours == s.dir) {
+				continue
+			}
+			require.Contains(t, allowed, ours, "%s imports %s", s.file, p)
+		}
+	}
+}
+
+func TestGuardedModulesStayWhereTheyBelong(t *testing.T) {
+	for _, s := range sources(t) {
+		for _, p := range s.imports() {
+			for prefix, dirs := range guarded {
+				if !strings.HasPrefix(p, prefix) {
+					continue
+				}
+				allowed := slices.Contains(dirs, s.dir) || (s.test && slices.Contains(dirs, s.dir+" (test)"))
+				require.True(t, allowed, "%s imports %s, which only %v may", s.file, p, dirs)
+			}
+		}
+	}
+}
+
+func TestTheDecisionIsPure(t *testing.T) {
+	for _, s := range sources(t) {
+		if s.dir != "picker" || s.test {
+			continue
+		}
+		for _, p := range s.imports() {
+			if p != module+"/kvstate" {
+				require.Contains(t, pure, p, "%s imports %s", s.file, p)
+			}
+		}
+	}
+}
+
+func TestPackagesSayWhatTheyAre(t *testing.T) {
+	documented := map[string]bool{}
+	for _, s := range sources(t) {
+		documented[s.dir] = documented[s.dir] || len(strings.TrimSpace(s.ast.Doc.Text())) > 0
+		require.NotContains(t, vague, strings.TrimSuffix(s.ast.Name.Name, "_test"), "%s: a name that says nothing", s.file)
+		require.NotContains(t, vague, path.Base(s.dir), "%s: a name that says nothing", s.dir)
+	}
+	for dir, ok := range documented {
+		require.True(t, ok, "package %s has no comment that a newcomer can start from", dir)
+	}
+}
+
+func TestNothingHappensOnImport(t *testing.T) {
+	for _, s := range sources(t) {
+		if s.generated {
+			continue
+		}
+		for _, d := range s.ast.Decls {
+			if f, ok := d.(*ast.FuncDecl); ok && f.Recv == nil {
+				require.NotEqual(t, "init", f.Name.Name, "%s has an init function", s.file)
+			}
+		}
+	}
+}

@@ -1,0 +1,231 @@
+package extproc
+
+import (
+	"bytes"
+	"context"
+	"io"
+	"runtime/debug"
+	"strings"
+	"testing"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/stretchr/testify/require"
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/mem"
+	"google.golang.org/grpc/metadata"
+
+	"tandem/extproc/kvtransfer"
+	"tandem/extproc/openai"
+	"tandem/kvstate"
+)
+
+// wire is a gRPC stream without a network: messages go through the codec, and nothing else.
+type wire struct {
+	grpc.ServerStream // nothing of it is called
+
+	ctx      context.Context
+	codec    codec
+	in       [][]byte // messages to receive
+	replies  int
+	bytes    int
+	received []byte // the head of the reply that had a ticket in it
+}
+
+func (w *wire) Context() context.Context { return w.ctx }
+
+func (w *wire) RecvMsg(m any) error {
+	if len(w.in) == 0 {
+		return io.EOF
+	}
+	data := mem.BufferSlice{mem.SliceBuffer(w.in[0])}
+	w.in = w.in[1:]
+	return w.codec.Unmarshal(data, m)
+}
+
+func (w *wire) SendMsg(m any) error {
+	data, err := w.codec.Marshal(m)
+	if err != nil {
+		return err
+	}
+	w.replies++
+	w.bytes += data.Len()
+	if head := data[0].ReadOnlyData(); bytes.Contains(head, []byte(headerTicket)) {
+		w.received = append(w.received[:0], head...)
+	}
+	data.Free()
+	return nil
+}
+
+// ticket takes the sealed ticket out of what was received: HeaderValue{1: key, 3: raw_value}.
+func (w *wire) ticket() []byte {
+	at := bytes.Index(w.received, []byte(headerTicket)) + len(headerTicket) + 1
+	n := 0
+	for shift := 0; ; shift += 7 {
+		b := w.received[at]
+		at++
+		if n |= int(b&0x7f) << shift; b < 0x80 {
+			return w.received[at : at+n]
+		}
+	}
+}
+
+// course takes one request after the other through pass 1, the prefill leg and pass 2.
+type course struct {
+	s            *Server
+	main, leg    wire
+	mode         bodyMode
+	headers      []byte // of the request, as HeaderMap entries
+	client, legs []byte // body messages of pass 1 and pass 2
+	answer       []byte // P's
+	scratch      []byte
+}
+
+func newCourse(tb testing.TB, size int, mode bodyMode) *course {
+	keys, err := kvtransfer.GenerateKeys()
+	require.NoError(tb, err)
+	dialect, err := kvtransfer.New("nixl")
+	require.NoError(tb, err)
+	state := kvstate.New(kvstate.Options{})
+	state.SetPool(kvstate.PoolSpec{Name: "chat", Models: []string{"*"}}, []kvstate.EndpointSpec{
+		{Addr: "10.0.1.1:8000", Role: kvstate.RolePrefill}, {Addr: "10.0.1.2:8000", Role: kvstate.RolePrefill},
+		{Addr: "10.0.2.1:8000", Role: kvstate.RoleDecode}, {Addr: "10.0.2.2:8000", Role: kvstate.RoleDecode},
+	})
+	policy := splitting()
+	policy.Dialect = dialect
+	c := &course{mode: mode}
+	c.s = New(Options{State: state, Keys: keys, Pools: map[string]Policy{"chat": policy}}, NewMetrics(prometheus.NewRegistry(), state))
+	c.main = wire{ctx: metadata.NewIncomingContext(tb.Context(), metadata.Pairs(":authority", "tandem")), codec: newCodec()}
+	c.leg = wire{ctx: metadata.NewIncomingContext(tb.Context(), metadata.Pairs(metadataRole, rolePrefillLeg)), codec: newCodec()}
+	for _, h := range [][2]string{
+		{":method", "POST"}, {":path", "/v1/chat/completions"}, {":authority", "api.example"}, {":scheme", "http"},
+		{"content-type", "application/json"}, {"user-agent", "OpenAI/Python 1.99"}, {"authorization", "Bearer " + filler(60)},
+		{"x-request-id", "2f3e4d5c-0000-4000-8000-0123456789ab"}, {"accept", "*/*"},
+	} {
+		c.headers = appendHeader(c.headers, h[0], []byte(h[1]))
+	}
+	body := []byte(strings.Replace(chatBody, "hi", filler(size), 1))
+	c.client = marshal(tb, requestBody(body, true))
+	c.answer = appendBody(nil, phaseResponseBody, prefilled(params(256)))
+	require.NoError(tb, c.s.process(c.begin(nil, c.client)))
+
+	var x exchange
+	require.NoError(tb, x.req.Scan(openai.Chat, body, openai.Limits{}))
+	x.patch.Reset(&x.req)
+	dialect.Prefill(&x.req, &x.patch)
+	c.legs = marshal(tb, requestBody(x.patch.Edits().Apply(nil, body), true))
+	settle(c.s, c.main.ticket())
+	return c
+}
+
+// run is one whole request: three streams, and the end of both hops.
+func (c *course) run(tb testing.TB) {
+	if err := c.s.process(c.begin(nil, c.client)); err != nil {
+		tb.Fatal(err)
+	}
+	c.scratch = appendLegHeaders(c.scratch[:0], c.main.ticket())
+	c.leg.in = append(c.leg.in[:0:0], c.scratch, c.answer)
+	if err := c.s.process(&c.leg); err != nil {
+		tb.Fatal(err)
+	}
+	if err := c.s.process(c.begin(c.leg.ticket(), c.legs)); err != nil {
+		tb.Fatal(err)
+	}
+	settle(c.s, c.main.ticket())
+}
+
+// settle is the access log entry at the end.
+func settle(s *Server, ticket []byte) {
+	s.hopEnded(&logEntry{requestID: []byte("2f3e4d5c-0000-4000-8000-0123456789ab"), ticket: ticket, status: 200})
+}
+
+// begin makes the main stream bring the request's headers, with a ticket in pass 2, and a body message.
+func (c *course) begin(ticket, body []byte) *wire {
+	entries := len(c.headers)
+	if ticket != nil {
+		entries += headerLen(headerTicket, ticket)
+	}
+	b := c.scratch[:0]
+	b = appendLen(b, int(phaseRequestHeaders), bytesLen(entries))
+	b = append(appendLen(b, 1, entries), c.headers...)
+	if ticket != nil {
+		b = appendHeader(b, headerTicket, ticket)
+	}
+	b = append(appendLen(b, 11, 2), 1<<3, byte(c.mode)) // ProtocolConfiguration{1: request_body_mode}
+	c.scratch = b
+	c.main.in = append(c.main.in[:0:0], b, body)
+	return &c.main
+}
+
+func headerLen(name string, value []byte) int {
+	return bytesLen(bytesLen(len(name)) + bytesLen(len(value)))
+}
+
+// appendHeader appends HeaderMap{1: HeaderValue{1: key, 3: raw_value}}.
+func appendHeader(b []byte, name string, value []byte) []byte {
+	b = appendLen(b, 1, bytesLen(len(name))+bytesLen(len(value)))
+	return appendText(appendText(b, 1, name), 3, value)
+}
+
+func appendBody(b []byte, p phase, body []byte) []byte {
+	b = appendLen(b, int(p), bytesLen(len(body))+2)
+	return append(appendText(b, 1, body), 2<<3, 1)
+}
+
+// appendLegHeaders appends P's response headers with the attributes that the leg's filter sends along.
+func appendLegHeaders(b, ticket []byte) []byte {
+	status := appendHeader(nil, ":status", []byte("200"))
+	b = appendLen(b, int(phaseResponseHeaders), bytesLen(len(status)))
+	b = append(appendLen(b, 1, len(status)), status...)
+	var fields []byte
+	for _, a := range [][2]string{
+		{"request.headers['x-tandem-ticket']", string(ticket)}, {"request.headers['x-request-id']", "2f3e4d5c-0000-4000-8000-0123456789ab"},
+		{"request.path", "/v1/chat/completions"}, {"request.host", "api.example"}, {"upstream.address", "10.0.1.1:8000"},
+	} {
+		value := appendText(nil, 3, a[1])
+		field := appendText(appendText(nil, 1, a[0]), 2, value)
+		fields = appendText(fields, 1, field)
+	}
+	return appendText(b, 9, appendText(appendText(nil, 1, "envoy.filters.http.ext_proc"), 2, fields))
+}
+
+var courses = []struct {
+	name   string
+	size   int
+	mode   bodyMode
+	allocs float64 // the budget; some 25 are the test's own
+}{
+	{"1KB", 1000, bodyFullDuplex, 150},
+	{"220KB", 220_000, bodyBuffered, 150},
+	{"220KB duplex", 220_000, bodyFullDuplex, 190},
+}
+
+// BenchmarkRequest is what one split request costs the server, without gRPC's transport: pass 1, leg, pass 2, the end.
+func BenchmarkRequest(b *testing.B) {
+	for _, tt := range courses {
+		b.Run(tt.name, func(b *testing.B) {
+			c := newCourse(b, tt.size, tt.mode)
+			b.SetBytes(int64(len(c.client)))
+			b.ReportAllocs()
+			for b.Loop() {
+				c.run(b)
+			}
+		})
+	}
+}
+
+func TestARequestKeepsItsAllocationBudget(t *testing.T) {
+	if raceDetector {
+		t.Skip("the race detector makes pools forget on purpose")
+	}
+	defer debug.SetGCPercent(debug.SetGCPercent(-1)) // which empties pools
+	for _, tt := range courses {
+		t.Run(tt.name, func(t *testing.T) {
+			c := newCourse(t, tt.size, tt.mode)
+			got := testing.AllocsPerRun(50, func() { c.run(t) })
+			t.Logf("%v allocations", got)
+			require.LessOrEqual(t, got, tt.allocs)
+			require.Zero(t, c.s.State.Reservations())
+			require.Zero(t, c.s.held.Load())
+		})
+	}
+}
