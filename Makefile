@@ -9,6 +9,7 @@ GO ?= go
 GOLANGCI_LINT := github.com/golangci/golangci-lint/v2/cmd/golangci-lint@v2.15.0
 FUZZTIME ?= 30s
 TEST_TIMEOUT ?= 15m
+TESTFLAGS ?=
 
 # The race detector needs a C compiler. Where there is none the tests run without it, and say so.
 RACE := $(shell command -v "$$($(GO) env CC)" >/dev/null 2>&1 && echo -race)
@@ -28,7 +29,9 @@ demo: tools build ## everything on this machine: simulated engines, Tandem, Envo
 test: tools ## go vet and all tests, those with a real Envoy included
 	$(GO) vet ./...
 	@[ -n "$(RACE)" ] || echo 'no C compiler: testing without the race detector' >&2
-	TANDEM_REQUIRE_TOOLS=1 $(GO) test $(RACE) -timeout $(TEST_TIMEOUT) ./...
+	TANDEM_REQUIRE_TOOLS=1 $(GO) test $(RACE) -timeout $(TEST_TIMEOUT) $(TESTFLAGS) ./...
+	@# the race detector makes allocations of its own, so the budgets are skipped under it
+	$(if $(RACE),$(GO) test -run Alloc $(TESTFLAGS) ./extproc/... ./picker/... ./kvstate/...)
 
 bench: tools build ## Go benchmarks, then Tandem beside plain Envoy in one run
 	$(GO) test -run '^$$' -bench . -benchmem ./...
@@ -48,9 +51,9 @@ generate: ## Go code of protos/**/*.proto (committed; needed only after a change
 	./scripts/tools.sh dev
 	./scripts/generate.sh
 
-e2e-vllm: tools build ## against real vLLM on CPU: 5.5 GiB into ~/.cache/tandem once, 7 GiB of memory, 5 minutes
+e2e-vllm: tools build ## against real vLLM on CPU: 5.5 GiB into ~/.cache/tandem once, 9 GiB of memory, 5 to 10 minutes
 	e2e/vllm/install.sh
-	e2e/vllm/run.sh $(GO) test -tags vllm -count 1 -timeout 20m -v ./e2e/vllm
+	e2e/vllm/run.sh $(GO) test -tags vllm -count 1 -timeout 30m -v ./e2e/vllm
 
 clean: ## what was built; .tools/ and Go's own caches stay
 	rm -rf bin .cache

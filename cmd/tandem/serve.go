@@ -9,6 +9,8 @@ import (
 	"log/slog"
 	"net"
 	"net/http"
+	"os"
+	"runtime/debug"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
@@ -41,6 +43,9 @@ func serve(ctx context.Context, args []string, stderr io.Writer) error {
 	}
 	for _, w := range warnings {
 		log.Warn(w)
+	}
+	if os.Getenv("GOGC") == "" {
+		debug.SetGCPercent(400) // what lives is small and what passes through is large; GOGC and GOMEMLIMIT still rule
 	}
 	if *check {
 		fmt.Fprintf(stderr, "%s: valid\n", *file)

@@ -24,6 +24,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"flag"
@@ -92,9 +93,7 @@ func parse(args []string, stderr io.Writer) (options, error) {
 	o.variants = append([]variant{base}, o.variants...)
 	for i := range o.variants {
 		v := &o.variants[i]
-		if v.bodyMode == "" {
-			v.bodyMode = base.bodyMode
-		}
+		v.bodyMode, v.binary = cmp.Or(v.bodyMode, base.bodyMode), cmp.Or(v.binary, base.binary)
 	}
 	for name := range strings.SplitSeq(shapes, ",") {
 		s, err := findShape(name)
@@ -150,7 +149,7 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	if err := l.start(ctx, o); err != nil {
 		return err
 	}
-	fmt.Fprintf(stdout, "%s, %s, %d cores, %s.\n", time.Now().UTC().Format("2006-01-02 15:04 UTC"), processor(), runtime.NumCPU(), l.versions(ctx))
+	fmt.Fprintf(stdout, "%s, %s, %d cores, %s, %s.\n", time.Now().UTC().Format("2006-01-02 15:04 UTC"), processor(), runtime.NumCPU(), runtime.Version(), l.versions(ctx))
 	fmt.Fprintf(stdout, "Envoy workers: %d. Rounds: %d, interleaved. Prompts: %s.\n\n", o.workers, o.rounds, prompts(o.fresh))
 	r := newReport(l.stacks)
 	for _, s := range o.shapes {

@@ -18,7 +18,7 @@ type report struct {
 }
 
 // row is one line of the table.
-type row [11]string
+type row [12]string
 
 // target is a limit that Tandem is held to.
 type target struct {
@@ -80,18 +80,21 @@ func (r *report) add(sh shape, clients int, results [][]round) {
 		line := row{
 			sh.title, fmt.Sprint(clients), r.names[i],
 			millis(median(each(rounds, func(r *round) time.Duration { return r.envoy }))), "",
-			fmt.Sprintf("%s (%s-%s)", millis(median(cpus)), millis(slices.Min(cpus)), millis(slices.Max(cpus))), "",
+			fmt.Sprintf("%s (%s-%s)", millis(median(cpus)), millis(slices.Min(cpus)), millis(slices.Max(cpus))), "", "",
 			millis(median(each(rounds, p50))), "",
 			millis(median(each(rounds, p99))),
 			fmt.Sprintf("%.0f", median(each(rounds, func(r *round) float64 { return r.rate }))),
 		}
 		if sh.stream {
-			line[7] += " (" + millis(median(each(rounds, first))) + ")"
+			line[8] += " (" + millis(median(each(rounds, first))) + ")"
 		}
 		if i > 0 {
 			line[4] = millis(median(each(rounds, func(r *round) time.Duration { return r.tandem })))
 			line[6] = fmt.Sprintf("**%.2f**", ratio(rounds, floor, (*round).cpu))
-			line[8] = fmt.Sprintf("**%.2f**", ratio(rounds, floor, p50))
+			line[9] = fmt.Sprintf("**%.2f**", ratio(rounds, floor, p50))
+		}
+		if i > 1 {
+			line[7] = fmt.Sprintf("%.2f", ratio(rounds, results[1], (*round).cpu))
 		}
 		r.rows = append(r.rows, line)
 	}
@@ -129,7 +132,7 @@ func (r *report) memory(stacks []*stack) {
 // write prints the tables.
 func (r *report) write(w io.Writer) {
 	fmt.Fprint(w, "CPU is milliseconds per request, median over rounds (least-most); times are milliseconds, for a stream until its end (until its first byte).\n\n")
-	head := row{"shape", "clients", "stack", "Envoy CPU", "Tandem CPU", "sum", "x floor", "p50", "x floor", "p99", "req/s"}
+	head := row{"shape", "clients", "stack", "Envoy CPU", "Tandem CPU", "sum", "x floor", "x tandem", "p50", "x floor", "p99", "req/s"}
 	table(w, append([]row{head}, r.rows...))
 	fmt.Fprintf(w, "\nMost memory, MiB: %s.\n\n", strings.Join(r.peaks, "; "))
 	fmt.Fprint(w, "| target, as a multiple of the floor | at most | measured | |\n|---|---|---|---|\n")

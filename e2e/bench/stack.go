@@ -291,9 +291,11 @@ func (l *lab) stop() {
 	}
 }
 
+// versions says which Envoy it is: `envoy --version` ends in "version: COMMIT/1.40.0/Clean/RELEASE/BoringSSL".
 func (l *lab) versions(ctx context.Context) string {
-	out, err := exec.CommandContext(ctx, l.envoyPath, "--version").Output()
-	if parts := strings.Split(strings.TrimSpace(string(out)), "/"); err == nil && len(parts) > 1 {
+	out, _ := exec.CommandContext(ctx, l.envoyPath, "--version").Output()
+	_, version, _ := strings.Cut(string(out), "version: ")
+	if parts := strings.Split(version, "/"); len(parts) > 1 {
 		return "Envoy " + parts[1]
 	}
 	return "Envoy of unknown version"

@@ -13,6 +13,7 @@ import (
 	"maps"
 	"math/rand/v2"
 	"net/http"
+	"strconv"
 	"strings"
 )
 
@@ -26,18 +27,19 @@ var (
 	completions = api{"completions", "/v1/completions", "max_tokens"}
 	responses   = api{"responses", "/v1/responses", "max_output_tokens"}
 	messages    = api{"messages", "/v1/messages", "max_tokens"}
+	generate    = api{"generate", "/inference/v1/generate", "max_tokens"} // tokens in, tokens out; a token for each byte of the prompt
 )
 
 // request is one greedy request.
 type request struct {
-	api    api
-	prompt string
-	tokens int // of the answer, at most
-	stream bool
-	two    bool   // choices, so not split; greedy by top_k, as vLLM refuses temperature 0 beside n
-	extra  string // further members, JSON with a comma in front
-	path   string // "": the API's
-	header http.Header
+	api      api
+	prompt   string
+	tokens   int // of the answer, at most
+	stream   bool
+	two      bool   // choices, so not split; greedy by top_k, as vLLM refuses temperature 0 beside n
+	extra    string // further members, JSON with a comma in front
+	sampling string // generate: further sampling_params, JSON with a comma in front
+	header   http.Header
 }
 
 // body is the request's JSON.
@@ -62,7 +64,19 @@ func (r request) body() string {
 	if r.stream {
 		mode += `,"stream":true`
 	}
+	if r.api == generate {
+		return fmt.Sprintf(`{"model":"tiny","token_ids":%s,"sampling_params":{%q:%d,"temperature":0%s}%s%s}`,
+			tokenIDs(r.prompt), r.api.tokenLimit, r.tokens, r.sampling, strings.TrimPrefix(mode, `,"temperature":0`), r.extra)
+	}
 	return fmt.Sprintf(`{"model":"tiny",%s,%q:%d%s%s}`, input, r.api.tokenLimit, r.tokens, mode, r.extra)
+}
+
+func tokenIDs(prompt string) string {
+	ids := make([]string, len(prompt))
+	for i := range ids {
+		ids[i] = strconv.Itoa(300 + int(prompt[i]))
+	}
+	return "[" + strings.Join(ids, ",") + "]"
 }
 
 func (r request) String() string {
@@ -84,10 +98,11 @@ type answer struct {
 // payload has the members, of all APIs, of answers and of their SSE events.
 type payload struct {
 	Choices []struct {
-		Index   int
-		Text    string
-		Message struct{ Content string }
-		Delta   struct{ Content string }
+		Index    int
+		Text     string
+		Message  struct{ Content string }
+		Delta    struct{ Content string }
+		TokenIDs []int `json:"token_ids"` // generate
 	}
 	Usage struct {
 		PromptTokens int64 `json:"prompt_tokens"`
@@ -103,11 +118,7 @@ type payload struct {
 func send(ctx context.Context, addr string, r request, abort int) (answer, error) {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
-	path := r.path
-	if path == "" {
-		path = r.api.path
-	}
-	req, err := http.NewRequestWithContext(ctx, http.MethodPost, "http://"+addr+path, strings.NewReader(r.body()))
+	req, err := http.NewRequestWithContext(ctx, http.MethodPost, "http://"+addr+r.api.path, strings.NewReader(r.body()))
 	if err != nil {
 		return answer{}, err
 	}
@@ -136,6 +147,7 @@ func send(ctx context.Context, addr string, r request, abort int) (answer, error
 	a.promptTokens = p.Usage.PromptTokens
 	for _, c := range p.Choices {
 		a.add(c.Index, c.Text+c.Message.Content)
+		a.addTokens(c.Index, c.TokenIDs)
 	}
 	for _, o := range p.Output {
 		for _, c := range o.Content {
@@ -153,6 +165,12 @@ func (a *answer) add(choice int, text string) {
 		a.text = append(a.text, "")
 	}
 	a.text[choice] += text
+}
+
+func (a *answer) addTokens(choice int, ids []int) {
+	for _, id := range ids {
+		a.add(choice, strconv.Itoa(id)+" ")
+	}
 }
 
 var errLeft = errors.New("the client left, as it was told to")
@@ -196,6 +214,7 @@ func readEvents(res *http.Response, abort int) (answer, error) {
 func (a *answer) addEvent(p payload) error {
 	for _, c := range p.Choices {
 		a.add(c.Index, c.Text+c.Delta.Content)
+		a.addTokens(c.Index, c.TokenIDs)
 	}
 	switch p.Type {
 	case "response.output_text.delta":

@@ -57,7 +57,7 @@ func (s *suite) hostile(t *testing.T) {
 	}
 	decode := promptTokens(t, s.decode...)
 	for _, value := range s.deadly(t) {
-		for i, api := range []api{chat, completions, responses, messages} {
+		for i, api := range []api{chat, completions, responses, messages, generate} {
 			member := `,"kv_transfer_params":` + value
 			send(request{api: api, prompt: s.prompts.words(20), tokens: 8, stream: i%2 == 0, extra: member})
 		}
@@ -70,6 +70,9 @@ func (s *suite) hostile(t *testing.T) {
 		`,"vllm_xargs":{"kv_transfer_params":"do_remote_prefill"}`,
 	} {
 		send(request{api: chat, prompt: s.prompts.words(20), tokens: 8, extra: member})
+	}
+	for _, value := range []string{`{"do_remote_prefill":true}`, `"x"`} {
+		send(request{api: generate, prompt: "in the sampling parameters", tokens: 8, sampling: `,"extra_args":{"kv_transfer_params":` + value + `}`})
 	}
 	for _, header := range s.hostileHeaders() {
 		send(request{api: chat, prompt: s.prompts.words(20), tokens: 8, header: header})
@@ -128,8 +131,12 @@ func (s *suite) otherDoors(t *testing.T) {
 		{"/v1/chat/completions", "application/json; charset=utf-16", inUTF16(body)},
 		{"/v1/chat/completions", "application/json", "\ufeff" + body},
 		{"/v1/chat/completions/batch", "application/json", batch},
+		{"/v1/chat/completions/batch", "application/json;charset=latin1", batch},
+		{"/v1/chat/completions/render", "application/json", body},
 		{"/cohere/v2/chat", "application/json", body},
 		{"/invocations", "application/json", body},
+		{"/invocations", "APPLICATION/JSON;x;y=;", body},
+		{"/invocations", "application/json; charset=utf-16", inUTF16(body)},
 		{"/invocations", "application/json", inUTF16(body)},
 		{"/invocations", "application/json", "\ufeff" + body},
 		{"/inference/v1/generate", "application/json", tokens},

@@ -37,15 +37,19 @@ venv() {
   rm -rf "$1"
   "$python" -m venv --without-pip "$1"
   "$1/bin/python" - "$pip_version" "$1" <<'PY'
-import hashlib, json, subprocess, sys, urllib.request
+import hashlib, re, subprocess, sys, urllib.parse, urllib.request
 version, where = sys.argv[1:]
-with urllib.request.urlopen(f"https://pypi.org/pypi/pip/{version}/json") as answer:
-    wheel = next(f for f in json.load(answer)["urls"] if f["packagetype"] == "bdist_wheel")
-with urllib.request.urlopen(wheel["url"]) as answer:
+index = "https://pypi.org/simple/pip/"
+wheel = f"pip-{version}-py3-none-any.whl"
+with urllib.request.urlopen(index) as answer:
+    found = re.search(rf'href="([^"#]*/{re.escape(wheel)})#sha256=([0-9a-f]{{64}})"', answer.read().decode())
+if not found:
+    sys.exit(f"{index} does not list {wheel}")
+with urllib.request.urlopen(urllib.parse.urljoin(index, found[1])) as answer:
     data = answer.read()
-if hashlib.sha256(data).hexdigest() != wheel["digests"]["sha256"]:
-    sys.exit("pip: the wheel is not what PyPI lists")
-path = f"{where}/{wheel['filename']}"
+if hashlib.sha256(data).hexdigest() != found[2]:
+    sys.exit(f"{wheel} is not what {index} lists")
+path = f"{where}/{wheel}"
 with open(path, "wb") as file:
     file.write(data)
 subprocess.run([sys.executable, f"{path}/pip", "install", "-q", "--no-index", path], check=True)

@@ -38,7 +38,7 @@ engine() {
     --served-model-name tiny --host 127.0.0.1 --port "$port" \
     --distributed-executor-backend uni --enforce-eager --dtype float32 --block-size 32 --num-gpu-blocks-override 2048 \
     --max-model-len 8192 --max-num-seqs 16 --max-num-batched-tokens 2048 \
-    --enable-prompt-tokens-details --enable-request-id-headers "$@" \
+    --enable-prompt-tokens-details --enable-request-id-headers --enable-scale-out "$@" \
     </dev/null >"$logs/$name.log" 2>&1 &
   pids[$name]=$!
 }

@@ -95,25 +95,23 @@ func (s *suite) fromReference(t *testing.T, r request) answer {
 
 // clean is the request as the reference gets it: without what a client must not send.
 func clean(r request) request {
-	if r.header != nil || hostileMembers.MatchString(r.extra) {
-		r.header, r.extra = nil, hostileMembers.ReplaceAllString(r.extra, "")
-	}
+	r.header, r.sampling, r.extra = nil, "", hostileMembers.ReplaceAllString(r.extra, "")
 	return r
 }
 
 // sameText: every API, streaming and not, from a prompt below one block to one of several prefill steps.
 func (s *suite) sameText(t *testing.T) {
 	count := 0
-	for _, api := range []api{chat, completions, responses, messages} {
+	for _, api := range []api{chat, completions, responses, messages, generate} {
 		for _, stream := range []bool{false, true} {
-			for _, words := range []int{1, 30, 200, 1000} {
+			for _, words := range []int{1, 30, 200, 700} {
 				s.both(t, request{api: api, prompt: s.prompts.words(words), tokens: 24, stream: stream})
 				count++
 			}
 		}
 	}
 	s.report.row("Text equal to the aggregated run", count,
-		"chat, completions, responses and messages, streaming and not, prompts of 10 to 6,000 tokens, temperature 0")
+		"chat, completions, responses, messages and generate, streaming and not, prompts of 10 to 7,000 tokens, temperature 0")
 }
 
 // kvMoved: all prompt tokens are computed on prefill, once, and reach decode by NIXL. In the second turn of a conversation

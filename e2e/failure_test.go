@@ -1,0 +1,785 @@
+package e2e
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"flag"
+	"fmt"
+	"io"
+	"maps"
+	"net/http"
+	"os"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strconv"
+	"strings"
+	"syscall"
+	"testing"
+	"text/tabwriter"
+	"time"
+
+	"github.com/rogpeppe/go-internal/testscript"
+	"github.com/stretchr/testify/require"
+)
+
+var update = flag.Bool("update", false, "rewrite what the scripts in testdata/failures expect")
+
+// Every failure on both hops, as scripts: testdata/failures/*.txtar. A script starts a fleet, lets requests meet a failure,
+// and compares the table of what came of them. The columns:
+//
+//	client    status, and whether the text is the one an engine alone gives to the prompt ("whole"), or the error's code
+//	legs      what engines recorded, in order: who, which leg (plain: without KV parameters), status or how it ended
+//	left out  endpoints that Tandem has marked as failed
+//	KV        hand-overs: given by prefill engines; fetched or released by decode engines, or expired with their lease
+//	left      what is still booked, held or running 4 s later; nothing, it should say
+//
+// In legs, P1 and D1 are the endpoints that were made to fail; P, D are any, as are P2 and D2.
+//
+// Commands:
+//
+//	fleet [prefills=N] [decodes=N] [replicas=N] [engine=ARGS] [timeout=DURATION, of a prefill]
+//	matrix MODE [KEY=VALUE...]         the failure on one and on all of the prefill and decode endpoints, for answers whole and streamed
+//	fail P1|D1|prefills|decodes MODE [KEY=VALUE...]   as cmd/enginesim takes it
+//	ask [stream] [tokens=N]            send a request
+//	hold before|between                send requests until the first replica, paused, holds one before or between its hops
+//	at prefill|decode|plain            until an engine has the request on that leg
+//	events N                           until so many events of the stream have arrived
+//	leave                              the client goes away
+//	sigstop|sigcont|sigkill|sigterm WHO   tandem, tandem2, envoy, P1, D1, or prefill, decode: the engine that has that leg
+//	start WHO                          a new process in the place of one that has ended
+//	sleep DURATION
+//	answered                           until the answer is there, or the client's patience is at its end (2 s)
+//	report LABEL [timed]                       await the answer and quiet, and write a row
+//	rows                               print the table
+func TestFailures(t *testing.T) {
+	testscript.Run(t, testscript.Params{
+		Dir:           "testdata/failures",
+		UpdateScripts: *update,
+		Setup: func(env *testscript.Env) error {
+			env.Values[stageKey{}] = &stage{t: env.T().(testing.TB)}
+			return nil
+		},
+		Cmds: map[string]func(*testscript.TestScript, bool, []string){
+			"fleet": onStage((*stage).fleet), "matrix": onStage((*stage).matrix), "fail": onStage((*stage).fail),
+			"ask": onStage((*stage).ask), "at": onStage((*stage).at), "events": onStage((*stage).events), "leave": onStage((*stage).leave), "hold": onStage((*stage).hold),
+			"sigstop": onStage(signal(syscall.SIGSTOP)), "sigcont": onStage(signal(syscall.SIGCONT)),
+			"sigkill": onStage(signal(syscall.SIGKILL)), "sigterm": onStage(signal(syscall.SIGTERM)), "start": onStage((*stage).start),
+			"sleep": onStage((*stage).wait), "report": onStage((*stage).report), "answered": onStage(func(s *stage, _ []string) { s.await() }),
+			"rows": func(ts *testscript.TestScript, _ bool, _ []string) {
+				_, err := ts.Stdout().Write([]byte(ts.Value(stageKey{}).(*stage).table()))
+				ts.Check(err)
+			},
+		},
+	})
+}
+
+type stageKey struct{}
+
+func onStage(do func(*stage, []string)) func(*testscript.TestScript, bool, []string) {
+	return func(ts *testscript.TestScript, neg bool, args []string) {
+		if neg {
+			ts.Fatalf("not with !")
+		}
+		do(ts.Value(stageKey{}).(*stage), args)
+	}
+}
+
+// stage is one script's fleet and what has happened on it.
+type stage struct {
+	t      testing.TB
+	f      *fleet
+	o      options
+	rows   [][]string
+	asked  int
+	play   *play
+	struck string             // role of the endpoints that were made to fail
+	all    bool               // all of them were
+	gone   map[string]*engine // by leg: killed
+	before *ledgers
+	began  float64 // goroutines of the first replica
+}
+
+// play is one request and what was before it.
+type play struct {
+	id, prompt, body string
+	tokens           int
+	stream           bool
+	leave            context.CancelFunc
+	answer           *response
+	before           *ledgers
+}
+
+// ledgers are what counts were before a play.
+type ledgers struct {
+	given map[*process]map[string]float64 // hand-overs by outcome
+	log   map[string]int64                // length of Tandem's logs
+}
+
+// response is a client's side of a request, readable while it arrives.
+type response struct {
+	done   chan struct{}
+	events chan struct{} // one for each that has arrived
+	status int
+	header http.Header
+	body   strings.Builder
+	err    error
+	took   time.Duration
+}
+
+func keyValues(args []string) map[string]string {
+	out := map[string]string{}
+	for _, a := range args {
+		k, v, _ := strings.Cut(a, "=")
+		out[k] = v
+	}
+	return out
+}
+
+func (s *stage) fleet(args []string) {
+	kv := keyValues(args)
+	number := func(key string, d int) int {
+		if n, err := strconv.Atoi(kv[key]); err == nil {
+			return n
+		}
+		return d
+	}
+	s.o = options{prefills: number("prefills", 2), decodes: number("decodes", 2), replicas: number("replicas", 1)}
+	// A lease that a test can wait for; a dead P costs D 5 s in reality.
+	s.o.engineArgs = append([]string{"--lease", "1s", "--load-timeout", "200ms"}, strings.Fields(kv["engine"])...)
+	s.o.pool = fmt.Sprintf("  prefillTimeout: {base: %s}\n", or(kv["timeout"], "500ms"))
+	s.f, s.gone = start(s.t, s.o), map[string]*engine{}
+	s.f.lenient = true // rows say what is left
+	s.began = metric(s.t, s.f.admins[0], "go_goroutines")
+}
+
+// matrix is one failure on both legs, on one endpoint and on all of them, for both kinds of answers.
+func (s *stage) matrix(args []string) {
+	roles := []string{"prefill", "decode"}
+	if args[0] == "empty-params" {
+		roles = roles[:1] // a decode endpoint gives none
+	}
+	for _, role := range roles {
+		for _, who := range []string{"one of two", "both"} {
+			for _, stream := range []bool{false, true} {
+				label := role + ", " + who
+				if stream {
+					label += ", stream"
+				}
+				s.meet(role, who == "both", stream, args)
+				s.row(label)
+			}
+		}
+	}
+	require.Eventually(s.t, func() bool { return metric(s.t, s.f.admins[0], "go_goroutines") <= s.began+16 }, 10*time.Second, 50*time.Millisecond,
+		"goroutines are left: %v at the start", s.began)
+}
+
+// meet sends requests until one has met the failure.
+func (s *stage) meet(role string, all, stream bool, rule []string) {
+	first := strings.ToUpper(role[:1]) + "1"
+	who := first
+	if all {
+		who = role + "s"
+	}
+	for range 40 {
+		s.before = s.count()
+		s.fail(append([]string{who}, rule...))
+		var ask []string
+		if stream {
+			ask = append(ask, "stream")
+		}
+		s.ask(ask)
+		s.await()
+		if rule[0] == "refuse" && s.out(s.engine(first).addr) || slices.ContainsFunc(s.legs(), func(l leg) bool { return l.Injected != "" }) {
+			return
+		}
+		s.quiet()
+		s.heal()
+	}
+	require.Fail(s.t, "no request came to "+who)
+}
+
+// out reports whether Tandem leaves an endpoint out now.
+func (s *stage) out(addr string) bool { return slices.Contains(s.outNow(), addr) }
+
+func (s *stage) outNow() (out []string) {
+	for i, admin := range s.f.admins {
+		var state struct {
+			Pools []struct {
+				Endpoints []struct {
+					Address string
+					Failed  bool
+				}
+			}
+		}
+		if !s.f.tandems[i].running() || getJSON(admin+"/debug/state", &state) != nil {
+			continue
+		}
+		for _, e := range state.Pools[0].Endpoints {
+			if e.Failed {
+				out = append(out, e.Address)
+			}
+		}
+	}
+	return out
+}
+
+func (s *stage) engine(name string) *engine {
+	i, err := strconv.Atoi(name[1:])
+	require.NoError(s.t, err, name)
+	if name[0] == 'P' {
+		return s.f.prefills[i-1]
+	}
+	return s.f.decodes[i-1]
+}
+
+func (s *stage) fail(args []string) {
+	var on []*engine
+	switch args[0] {
+	case "prefills":
+		on = s.f.prefills
+	case "decodes":
+		on = s.f.decodes
+	default:
+		on = []*engine{s.engine(args[0])}
+	}
+	s.struck, s.all = on[0].role, len(on) > 1
+	rule := map[string]any{"mode": args[1]}
+	for k, v := range keyValues(args[2:]) {
+		rule[k] = v
+		if n, err := strconv.Atoi(v); err == nil {
+			rule[k] = n
+		}
+	}
+	text, err := json.Marshal(rule)
+	require.NoError(s.t, err)
+	for _, e := range on {
+		s.f.inject(e, string(text))
+	}
+	if args[1] == "refuse" {
+		require.Eventually(s.t, func() bool {
+			return !slices.ContainsFunc(on, s.reachable)
+		}, time.Second, time.Millisecond)
+	}
+}
+
+func (s *stage) ask(args []string) {
+	s.asked++
+	p := &play{id: fmt.Sprintf("ask-%d", s.asked), tokens: 12}
+	for k, v := range keyValues(args) {
+		switch k {
+		case "stream":
+			p.stream = true
+		case "tokens":
+			p.tokens, _ = strconv.Atoi(v)
+		}
+	}
+	p.prompt = fmt.Sprintf("%d %s", s.asked, strings.Repeat("nothing is lost. ", 20))
+	p.body = fmt.Sprintf(`{"model":"tiny","stream":%t,"ignore_eos":true,"max_tokens":%d,"messages":[{"role":"user","content":%q}]}`, p.stream, p.tokens, p.prompt)
+	if p.before = s.before; p.before == nil {
+		p.before = s.count()
+	}
+	s.before = nil
+	var ctx context.Context
+	ctx, p.leave = context.WithCancel(context.Background())
+	p.answer = send(ctx, s.f.url, p.id, p.body)
+	s.play = p
+}
+
+// count notes what the ledgers and logs are now.
+func (s *stage) count() *ledgers {
+	l := &ledgers{given: map[*process]map[string]float64{}, log: map[string]int64{}}
+	for _, e := range s.f.prefills {
+		if e.running() && s.reachable(e) {
+			l.given[e.process] = s.handOvers(e)
+		}
+	}
+	for _, x := range s.f.tandems {
+		if info, err := os.Stat(x.log); err == nil {
+			l.log[x.log] = info.Size()
+		}
+	}
+	return l
+}
+
+// hold sends requests until one of them is with the first replica, which is paused: in pass 1 (before), or with P's answer
+// (between). The scripts' prefill endpoints are slow, so there is time to pause it.
+func (s *stage) hold(args []string) {
+	pause, resume := signal(syscall.SIGSTOP), signal(syscall.SIGCONT)
+	for range 20 {
+		if args[0] == "before" {
+			pause(s, []string{"tandem"})
+			s.ask(nil)
+		} else {
+			s.ask(nil)
+			s.at([]string{"prefill"})
+			pause(s, []string{"tandem"})
+		}
+		select {
+		case <-s.play.answer.done:
+		case <-time.After(700 * time.Millisecond):
+			return
+		}
+		resume(s, []string{"tandem"})
+		s.quiet()
+	}
+	require.Fail(s.t, "no request came to the first replica")
+}
+
+// send posts a chat request and reads the answer in the background.
+func send(ctx context.Context, url, id, body string) *response {
+	r := &response{done: make(chan struct{}), events: make(chan struct{}, 10_000)}
+	go func() {
+		defer close(r.done)
+		began := time.Now()
+		defer func() { r.took = time.Since(began) }()
+		req, err := http.NewRequestWithContext(ctx, http.MethodPost, url+"/v1/chat/completions", strings.NewReader(body))
+		if err != nil {
+			r.err = err
+			return
+		}
+		req.Header.Set("Content-Type", "application/json")
+		req.Header.Set("X-Request-Id", id)
+		resp, err := client.Do(req)
+		if err != nil {
+			r.err = err
+			return
+		}
+		defer resp.Body.Close()
+		r.status, r.header = resp.StatusCode, resp.Header
+		buf := make([]byte, 4096)
+		for r.err == nil {
+			var n int
+			n, r.err = resp.Body.Read(buf)
+			r.body.Write(buf[:n])
+			for range strings.Count(string(buf[:n]), "data: ") {
+				r.events <- struct{}{}
+			}
+		}
+		if r.err == io.EOF {
+			r.err = nil
+		}
+	}()
+	return r
+}
+
+// text is what the answer says, and whether it is complete.
+func (r *response) text() (text string, complete bool) {
+	if r.header.Get("Content-Type") == "application/json" {
+		var a struct {
+			Choices []struct{ Message struct{ Content string } }
+		}
+		if json.Unmarshal([]byte(r.body.String()), &a) != nil || len(a.Choices) == 0 {
+			return "", false
+		}
+		return a.Choices[0].Message.Content, true
+	}
+	for _, e := range (answer{body: r.body.String()}).events() {
+		if e == "[DONE]" {
+			return text, r.err == nil
+		}
+		var a struct {
+			Choices []struct{ Delta struct{ Content string } }
+		}
+		if json.Unmarshal([]byte(e), &a) == nil && len(a.Choices) > 0 {
+			text += a.Choices[0].Delta.Content
+		}
+	}
+	return text, false
+}
+
+// kind puts what the client saw into words. want is the text of an engine alone.
+func (r *response) kind(want string) string {
+	if r.status == 0 {
+		switch {
+		case errors.Is(r.err, context.Canceled):
+			return "left"
+		default:
+			return "cut before an answer"
+		}
+	}
+	if r.status != 200 {
+		var e struct {
+			Error struct {
+				Code json.RawMessage
+				Type string
+			}
+		}
+		_ = json.Unmarshal([]byte(r.body.String()), &e)
+		code := strings.Trim(string(e.Error.Code), `"`)
+		if _, err := strconv.Atoi(code); err == nil || code == "" {
+			code = e.Error.Type + " of the engine"
+		}
+		if after := r.header.Get("Retry-After"); after != "" {
+			code += ", retry after " + after
+		}
+		return fmt.Sprintf("%d %s", r.status, code)
+	}
+	text, complete := r.text()
+	switch {
+	case strings.Contains(r.body.String(), `data: {"error"`) && strings.HasPrefix(want, text):
+		return "200 and an error event"
+	case complete && text == want:
+		return "200 whole"
+	case complete:
+		return "200 OTHER TEXT"
+	case errors.Is(r.err, context.Canceled) && strings.HasPrefix(want, text):
+		return "200 and left"
+	case r.err != nil && strings.HasPrefix(want, text):
+		return "200 and cut"
+	case text == "":
+		return "200 but not an answer"
+	}
+	return "200 CUT WITHOUT A WORD"
+}
+
+func (s *stage) at(args []string) {
+	require.Eventually(s.t, func() bool {
+		return slices.ContainsFunc(s.legs(), func(l leg) bool { return l.Leg == args[0] && l.Outcome == "running" })
+	}, 5*time.Second, time.Millisecond, "no %s leg runs", args[0])
+}
+
+func (s *stage) events(args []string) {
+	n, err := strconv.Atoi(args[0])
+	require.NoError(s.t, err)
+	for range n {
+		select {
+		case <-s.play.answer.events:
+		case <-time.After(10 * time.Second):
+			require.Fail(s.t, "the stream stands still")
+		}
+	}
+}
+
+func (s *stage) leave([]string) { s.play.leave() }
+
+func (s *stage) wait(args []string) {
+	d, err := time.ParseDuration(args[0])
+	require.NoError(s.t, err)
+	time.Sleep(d)
+}
+
+func (s *stage) process(name string) *process {
+	switch name {
+	case "tandem":
+		return s.f.tandems[0]
+	case "tandem2":
+		return s.f.tandems[1]
+	case "envoy":
+		return s.f.envoy
+	case "prefill", "decode":
+		for _, l := range s.legs() {
+			if l.Leg == name || name == "decode" && l.Leg == "plain" {
+				s.gone[name] = l.on
+			}
+		}
+		return s.gone[name].process
+	}
+	return s.engine(name).process
+}
+
+func signal(sig syscall.Signal) func(*stage, []string) {
+	return func(s *stage, args []string) {
+		p := s.process(args[0])
+		require.NoError(s.t, p.cmd.Process.Signal(sig))
+		if sig == syscall.SIGSTOP { // its threads stop one by one
+			require.Eventually(s.t, func() bool {
+				stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", p.cmd.Process.Pid))
+				return err != nil || strings.Contains(string(stat), ") T ")
+			}, 5*time.Second, time.Millisecond)
+			time.Sleep(10 * time.Millisecond)
+		}
+		if sig == syscall.SIGKILL || sig == syscall.SIGTERM {
+			began := time.Now()
+			<-p.exited
+			s.t.Logf("%s: %v after %v", args[0], sig, time.Since(began).Round(time.Millisecond))
+		}
+	}
+}
+
+func (s *stage) start(args []string) {
+	switch name := args[0]; name {
+	case "tandem", "tandem2":
+		i := len(name) - len("tandem") // 0 or 1
+		s.f.startTandem(i, filepath.Join(s.f.dir, fmt.Sprintf("tandem-%d.yaml", i)), s.f.admins[i])
+	case "prefill", "decode":
+		s.f.restart(s.gone[name])
+	case "envoy":
+		client.CloseIdleConnections()
+		bin, err := binaries()
+		require.NoError(s.t, err)
+		// Cleanups run backwards: this Envoy ends before the fleet's account, which asks only whether it has died before.
+		s.t.Cleanup(func() { s.f.envoy = &process{exited: make(chan struct{})} })
+		s.f.startEnvoy(bin, tool(s.t, "ENVOY", "envoy", ".tools/bin/envoy"), s.o)
+		s.t.Cleanup(func() { require.True(s.t, s.f.envoy.running(), "Envoy has died") })
+	default:
+		s.f.restart(s.engine(name))
+	}
+}
+
+func (s *stage) report(args []string) {
+	s.await()
+	s.row(args[0])
+	if len(args) > 1 && args[1] == "timed" { // what engines did that stood still is theirs to know
+		row := s.rows[len(s.rows)-1]
+		row[2], row[3], row[4] = "", "", ""
+		if row[1] += ", at once"; s.play.answer.took >= 450*time.Millisecond {
+			row[1] = strings.Replace(row[1], "at once", "after a time limit", 1)
+		}
+	}
+}
+
+// await waits for the answer's end. A client gives up in the end: after 2 s.
+func (s *stage) await() {
+	select {
+	case <-s.play.answer.done:
+	case <-time.After(2 * time.Second):
+		s.play.leave()
+		<-s.play.answer.done
+		if s.play.answer.status == 0 {
+			s.play.answer.err = errGaveUp
+		}
+	}
+}
+
+var errGaveUp = errors.New("no answer for 2 s")
+
+// row writes down how the play ended.
+func (s *stage) row(label string) {
+	s.t.Logf("%s: %v", label, s.play.answer.took.Round(time.Millisecond))
+	left := s.quiet()
+	s.heal()
+	p := s.play
+	client := p.answer.kind(s.alone())
+	if errors.Is(p.answer.err, errGaveUp) {
+		client = "gave up after 2 s"
+	}
+	s.rows = append(s.rows, []string{label, client, s.describeLegs(), s.leftOut(), s.describeHandOvers(), left})
+}
+
+// alone is what an engine alone says to the prompt.
+func (s *stage) alone() string {
+	for _, e := range s.f.decodes {
+		if !e.running() {
+			continue
+		}
+		r := send(context.Background(), "http://"+e.addr, "alone", strings.Replace(s.play.body, `"stream":true`, `"stream":false`, 1))
+		<-r.done
+		text, complete := r.text()
+		require.True(s.t, complete, r.body.String())
+		return text
+	}
+	return ""
+}
+
+// leg is what an engine recorded.
+type leg struct {
+	seen
+	on       *engine
+	name     string
+	Time     time.Time `json:"time"`
+	Injected string    `json:"injected"`
+}
+
+// legs are the play's, in the order they came.
+func (s *stage) legs() (out []leg) {
+	for _, e := range s.f.engines() {
+		var list []leg
+		if !s.reachable(e) || getJSON("http://"+e.addr+"/sim/requests?id="+s.play.id, &list) != nil {
+			continue
+		}
+		for _, l := range list {
+			l.on, l.name = e, s.name(e)
+			out = append(out, l)
+		}
+	}
+	slices.SortFunc(out, func(a, b leg) int { return a.Time.Compare(b.Time) })
+	return out
+}
+
+// name of an engine in a row: with a number only where it matters which one it is.
+func (s *stage) name(e *engine) string {
+	letter := strings.ToUpper(e.role[:1])
+	list := s.f.prefills
+	if e.role == "decode" {
+		list = s.f.decodes
+	}
+	if e.role != s.struck || s.all || len(list) == 1 {
+		return letter
+	}
+	return letter + strconv.Itoa(slices.Index(list, e)+1)
+}
+
+// describeLegs joins equal legs, because which of two failing endpoints comes first is chance.
+func (s *stage) describeLegs() string {
+	var order []string
+	count := map[string]int{}
+	for _, l := range s.legs() {
+		how := strconv.Itoa(l.Status)
+		if l.Outcome != "done" {
+			how = l.Outcome
+			if l.Status != 0 {
+				how = strconv.Itoa(l.Status) + " " + l.Outcome
+			}
+		}
+		d := fmt.Sprintf("%s %s %s", l.name, l.Leg, how)
+		if count[d]++; count[d] == 1 {
+			order = append(order, d)
+		}
+	}
+	for i, d := range order {
+		if strings.Contains(d, " plain ") && s.all {
+			continue // how often endpoints that have all failed are asked again is chance, too
+		}
+		if count[d] > 1 {
+			order[i] = fmt.Sprintf("%s x%d", d, count[d])
+		}
+	}
+	return or(strings.Join(order, "; "), "none")
+}
+
+func or(s, empty string) string {
+	if s == "" {
+		return empty
+	}
+	return s
+}
+
+// leftOut are the endpoints that Tandem took in again since the request began. What is out for a moment only cannot be
+// missed in its log.
+func (s *stage) leftOut() string {
+	names := map[string]bool{}
+	for file, from := range s.play.before.log {
+		text, _ := os.ReadFile(file)
+		if int64(len(text)) < from {
+			from = 0
+		}
+		for _, m := range regexp.MustCompile(`endpoint is back" endpoint=(\S+)`).FindAllSubmatch(text[from:], -1) {
+			for _, e := range s.f.engines() {
+				if e.addr == string(m[1]) {
+					names[s.name(e)] = true
+				}
+			}
+		}
+	}
+	return or(strings.Join(slices.Sorted(maps.Keys(names)), ", "), "-")
+}
+
+func (s *stage) handOvers(e *engine) map[string]float64 {
+	out := map[string]float64{}
+	for _, how := range outcomes {
+		out[how] = metric(s.t, "http://"+e.addr, "enginesim_handovers_total", `outcome="`+how+`"`)
+	}
+	return out
+}
+
+var outcomes = []string{"given", "fetched", "released", "expired"}
+
+func (s *stage) describeHandOvers() string {
+	sum := map[string]float64{}
+	for _, e := range s.f.prefills {
+		if !e.running() {
+			continue
+		}
+		for how, n := range s.handOvers(e) {
+			sum[how] += n - s.play.before.given[e.process][how]
+		}
+	}
+	var out []string
+	for _, how := range outcomes {
+		if sum[how] > 0 {
+			out = append(out, fmt.Sprintf("%v %s", sum[how], how))
+		}
+	}
+	return or(strings.Join(out, ", "), "-")
+}
+
+// quiet waits until nothing is booked, held or running any more, and says what still is after 4 s.
+func (s *stage) quiet() string {
+	for deadline := time.Now().Add(4 * time.Second); ; time.Sleep(10 * time.Millisecond) {
+		var left []string
+		for i, admin := range s.f.admins {
+			if s.f.tandems[i].running() {
+				left = append(left, leftAt(admin, map[string]string{"tandem_reservations": "booked"})...)
+			}
+		}
+		for _, e := range s.f.engines() {
+			if e.running() {
+				left = append(left, leftAt("http://"+e.addr, map[string]string{
+					"enginesim_blocks_held": "blocks held", "vllm:num_requests_running": "running", "enginesim_violations_total": "VIOLATIONS",
+				})...)
+			}
+		}
+		if len(left) == 0 || time.Now().After(deadline) {
+			return or(strings.Join(left, ", "), "nothing")
+		}
+	}
+}
+
+// leftAt are the metrics at url that are not zero, in words.
+func leftAt(url string, words map[string]string) (left []string) {
+	resp, err := client.Get(url + "/metrics")
+	if errors.Is(err, syscall.ECONNREFUSED) {
+		return nil // it is down
+	}
+	if err != nil {
+		return []string{"no answer"}
+	}
+	defer resp.Body.Close()
+	text, err := io.ReadAll(resp.Body)
+	if err != nil {
+		return []string{"no answer"}
+	}
+	for line := range strings.Lines(string(text)) {
+		name, _, _ := strings.Cut(line, " ")
+		name, _, _ = strings.Cut(name, "{")
+		value := strings.TrimSpace(line[strings.LastIndexByte(line, ' ')+1:])
+		if word := words[name]; word != "" && value != "0" {
+			left = append(left, word) // how many is chance
+		}
+	}
+	return left
+}
+
+// quick is for engines that may stand still.
+var quick = &http.Client{Timeout: 300 * time.Millisecond, Transport: &http.Transport{DisableKeepAlives: true}}
+
+func (s *stage) reachable(e *engine) bool {
+	resp, err := quick.Get("http://" + e.addr + "/ping")
+	if err == nil {
+		_ = resp.Body.Close()
+	}
+	return err == nil
+}
+
+// heal takes all failures back and waits until every endpoint that runs is in use again.
+func (s *stage) heal() {
+	for _, e := range s.f.engines() {
+		if !e.running() {
+			continue
+		}
+		require.Eventually(s.t, func() bool { return s.reachable(e) }, 5*time.Second, 5*time.Millisecond)
+		req, err := http.NewRequest(http.MethodDelete, "http://"+e.addr+"/sim/fail", nil)
+		require.NoError(s.t, err)
+		resp, err := client.Do(req)
+		require.NoError(s.t, err)
+		_ = resp.Body.Close()
+	}
+	require.Eventually(s.t, func() bool {
+		return !slices.ContainsFunc(s.outNow(), func(addr string) bool {
+			return slices.ContainsFunc(s.f.engines(), func(e *engine) bool { return e.addr == addr && e.running() })
+		})
+	}, 5*time.Second, 5*time.Millisecond, "an endpoint does not come back")
+}
+
+func (s *stage) table() string {
+	var b strings.Builder
+	w := tabwriter.NewWriter(&b, 0, 1, 1, ' ', 0)
+	for _, row := range append([][]string{{"", "client", "legs", "left out", "KV", "left"}}, s.rows...) {
+		fmt.Fprintln(w, strings.Join(row, "\t| "))
+	}
+	_ = w.Flush()
+	return b.String()
+}
