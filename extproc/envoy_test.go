@@ -5,6 +5,7 @@ import (
 	"errors"
 	"io"
 	"log/slog"
+	"maps"
 	"math/rand/v2"
 	"net"
 	"net/http/httptest"
@@ -311,9 +312,7 @@ func (q *request) goOn(v *verdict) {
 	for _, name := range v.removed {
 		delete(q.headers, name)
 	}
-	for name, value := range v.set {
-		q.headers[name] = value
-	}
+	maps.Copy(q.headers, v.set)
 	q.body = v.body
 }
 

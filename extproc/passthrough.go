@@ -57,8 +57,14 @@ func (x *exchange) passThrough() (route, error) {
 // client's to send: engines take chat requests on more paths than the well-known ones. JSON that readers could
 // understand differently is refused; JSON that is no object has neither model nor members, and is the engine's to judge.
 func (x *exchange) scanOther() (model string, err error) {
-	if x.body.len() == 0 || openai.CheckHeaders(string(x.msg.headers.contentType), "") != nil {
+	kind, _, _ := strings.Cut(string(x.msg.headers.contentType), ";")
+	if x.body.len() == 0 || !strings.EqualFold(strings.TrimSpace(kind), "application/json") {
 		return "", nil
+	}
+	// Engines look at the media type alone: vLLM 0.32.0 reads {"do_remote_prefill":true} with charset=latin1, or any other
+	// parameter, on /invocations, and dies of it.
+	if err := openai.CheckHeaders(string(x.msg.headers.contentType), ""); err != nil {
+		return "", err
 	}
 	err = x.scan(openai.PassThrough)
 	if e := (*openai.Error)(nil); errors.As(err, &e) && e.Code == "invalid_body" {

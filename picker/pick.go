@@ -3,6 +3,7 @@ package picker
 import (
 	"errors"
 	"math"
+	"slices"
 
 	"tandem/kvstate"
 )
@@ -145,12 +146,7 @@ func best(r *Request, v *kvstate.View, price func(*Request, *kvstate.Candidate) 
 }
 
 func excluded(r *Request, c *kvstate.Candidate) bool {
-	for _, addr := range r.Excluded {
-		if addr == c.Endpoint.Addr {
-			return true
-		}
-	}
-	return false
+	return slices.Contains(r.Excluded, c.Endpoint.Addr)
 }
 
 // tie keeps the cheapest of what it is offered, and one of the equals with equal chance.

@@ -12,6 +12,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"syscall"
@@ -72,7 +73,7 @@ func (d *demonstration) find(envoyPath, simPath string) (err error) {
 	case d.envoy == "":
 		return errors.New("no Envoy found: run scripts/tools.sh, put envoy on PATH, or set ENVOY")
 	case d.sim == "":
-		return errors.New("no enginesim found beside tandem: go build -o bin/ ./cmd/...")
+		return errors.New("no enginesim found beside tandem: run make build")
 	}
 	return nil
 }
@@ -122,7 +123,7 @@ func (d *demonstration) start(ctx context.Context, listen string) (err error) {
 	if err := d.run("tandem", d.self, "serve", "-f", config); err != nil {
 		return err
 	}
-	bootstrap, err := exec.CommandContext(ctx, d.self, "envoy", "-f", config).Output() //nolint:gosec // this program itself
+	bootstrap, err := exec.CommandContext(ctx, d.self, "envoy", "-f", config).Output()
 	if err != nil {
 		return fmt.Errorf("tandem envoy: %w", err)
 	}
@@ -164,7 +165,7 @@ func (d *demonstration) run(name, path string, args ...string) error {
 		return err
 	}
 	defer log.Close()
-	cmd := exec.Command(path, args...) //nolint:gosec,noctx // stop ends it
+	cmd := exec.Command(path, args...) //nolint:noctx // stop ends it
 	cmd.Stdout, cmd.Stderr = log, log
 	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL, Setpgid: true}
 	if err := cmd.Start(); err != nil {
@@ -176,8 +177,7 @@ func (d *demonstration) run(name, path string, args ...string) error {
 
 // stop ends everything, in the order opposite to its start, and removes the logs.
 func (d *demonstration) stop() {
-	for i := len(d.processes) - 1; i >= 0; i-- {
-		p := d.processes[i]
+	for _, p := range slices.Backward(d.processes) {
 		_ = p.Process.Signal(syscall.SIGTERM)
 		ended := make(chan struct{})
 		go func() { _ = p.Wait(); close(ended) }()

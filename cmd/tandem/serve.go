@@ -105,7 +105,7 @@ func runServer(ctx context.Context, config *configv1.Config, linger time.Duratio
 	<-running.Done()
 	health.SetReady(false)
 	log.Info("draining", "linger", linger, "deadline", drainTime)
-	time.Sleep(linger)
+	time.Sleep(linger) //nolint:forbidigo // until every Envoy has seen that this replica is not ready
 	server.Drain()
 	stopGRPC(grpcServer)
 	closing, cancel := context.WithTimeout(background, time.Second)

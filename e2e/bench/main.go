@@ -122,7 +122,7 @@ func parseVariant(text string) (variant, error) {
 	if !ok || v.name == "" || v.name == floorName {
 		return v, fmt.Errorf("%q is not `name: SETTING ...`", text)
 	}
-	for _, s := range strings.Fields(settings) {
+	for s := range strings.FieldsSeq(settings) {
 		key, value, ok := strings.Cut(s, "=")
 		switch {
 		case !ok:

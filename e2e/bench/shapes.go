@@ -58,22 +58,21 @@ func newBody(s shape, fresh bool) *body {
 	if fresh {
 		first, last = mark, ""
 	}
-	make := func(stream bool, tokens, padding int) []byte {
-		text := filler(padding)
+	text := func(stream bool, tokens, padding int) []byte {
 		b := fmt.Appendf(nil, `{"model":%q,"messages":[{"role":"system","content":"%s You answer in few words. %s"},{"role":"user","content":"And now? %s"}],"temperature":0,"max_tokens":`,
-			s.model, first, text, last)
+			s.model, first, filler(padding), last)
 		b = strconv.AppendInt(b, int64(tokens), 10)
 		if stream {
 			b = append(b, `,"stream":true`...)
 		}
 		return append(b, `,"ignore_eos":true}`...)
 	}
-	padding := s.size - len(make(s.stream, s.tokens, 0))
-	b := &body{client: make(s.stream, s.tokens, padding)}
-	b.prefill = append([]byte(kvPrefill), make(false, 1, padding)[1:]...)
-	for i, text := range [2][]byte{b.client, b.prefill} {
-		at := bytes.Index(text, []byte(mark))
-		b.nonces[i] = text[at : at+nonceLen]
+	padding := s.size - len(text(s.stream, s.tokens, 0))
+	b := &body{client: text(s.stream, s.tokens, padding)}
+	b.prefill = append([]byte(kvPrefill), text(false, 1, padding)[1:]...)
+	for i, sent := range [2][]byte{b.client, b.prefill} {
+		at := bytes.Index(sent, []byte(mark))
+		b.nonces[i] = sent[at : at+nonceLen]
 	}
 	return b
 }

@@ -10,6 +10,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"syscall"
@@ -276,8 +277,7 @@ func get(ctx context.Context, url string) error {
 
 // stop ends everything, in the order opposite to its start, and removes what it wrote.
 func (l *lab) stop() {
-	for i := len(l.processes) - 1; i >= 0; i-- {
-		p := l.processes[i]
+	for _, p := range slices.Backward(l.processes) {
 		_ = p.cmd.Process.Signal(syscall.SIGTERM)
 		select {
 		case <-p.ended:

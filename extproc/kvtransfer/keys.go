@@ -13,6 +13,7 @@ import (
 	"fmt"
 	"io"
 	"os"
+	"slices"
 	"sync"
 )
 
@@ -127,10 +128,8 @@ func parseKeys(text []byte) ([][32]byte, error) {
 		if !ok {
 			return nil, fmt.Errorf("line %d is not a key: 64 hex digits, or base64 of 32 bytes", number+1)
 		}
-		for _, earlier := range secrets {
-			if earlier == secret {
-				return nil, fmt.Errorf("line %d is a key that is there already", number+1)
-			}
+		if slices.Contains(secrets, secret) {
+			return nil, fmt.Errorf("line %d is a key that is there already", number+1)
 		}
 		if secrets = append(secrets, secret); len(secrets) > maxKeys {
 			return nil, fmt.Errorf("more than %d keys", maxKeys)

@@ -29,13 +29,13 @@ func TestReadKeyFile(t *testing.T) {
 	require.Len(t, k.ring, 2)
 
 	// The first seals, all open, and a key is the same in every spelling.
-	new, _, err := ReadKeyFile(keyFile(t, 0o400, strings.ToUpper(hexKey)))
+	upper, _, err := ReadKeyFile(keyFile(t, 0o400, strings.ToUpper(hexKey)))
 	require.NoError(t, err)
 	old, _, err := ReadKeyFile(keyFile(t, 0o400, urlKey))
 	require.NoError(t, err)
 	header, err := k.Seal(nil, smallTicket(), "req-1")
 	require.NoError(t, err)
-	_, err = new.Open(string(header), "req-1", now)
+	_, err = upper.Open(string(header), "req-1", now)
 	require.NoError(t, err)
 	_, err = old.Open(string(header), "req-1", now)
 	require.ErrorIs(t, err, ErrTicketForged)

@@ -109,7 +109,7 @@ func FuzzTicketMessage(f *testing.F) {
 		require.Equal(t, twin.Pool, got.Pool)
 		require.Equal(t, twin.Excluded, got.Excluded)
 		require.Equal(t, twin.PrefillReservation, got.Reservations[0])
-		require.Equal(t, len(twin.Undo), len(got.Undo))
+		require.Len(t, got.Undo, len(twin.Undo))
 		for i, e := range twin.Undo {
 			require.Equal(t, e.Start, uint64(got.Undo[i].Start))
 			require.Equal(t, string(e.Text), string(got.Undo[i].New))

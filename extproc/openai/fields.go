@@ -55,7 +55,7 @@ const (
 )
 
 // fieldOf names the field of a key, unescaped.
-func fieldOf(key []byte) Field {
+func fieldOf(key []byte) Field { //nolint:funlen // one line a name
 	switch string(key) { // does not allocate
 	case "model":
 		return FieldModel

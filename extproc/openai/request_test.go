@@ -89,25 +89,25 @@ func TestRequestAgain(t *testing.T) {
 	require.NoError(t, r.Scan(Chat, []byte(`{"model":"a","kv_transfer_params":{},"sampling_params":{"n":2}}`), Limits{}))
 	require.True(t, r.HasControl())
 	require.Error(t, r.Scan(Chat, []byte(`{"stop":1,"model":`), Limits{}))
-	require.Equal(t, "", r.Model())
+	require.Empty(t, r.Model())
 	require.False(t, r.HasControl())
 	require.False(t, r.Has(FieldStop))
 	require.NoError(t, r.Scan(Responses, []byte(`{"n":1}`), Limits{}))
 	require.Equal(t, Responses, r.API())
 	require.Nil(t, r.Sampling(FieldN))
-	require.Equal(t, "", r.Model())
+	require.Empty(t, r.Model())
 	require.NoError(t, r.Scan(Chat, []byte(`{"model":null}`), Limits{}))
-	require.Equal(t, "", r.Model())
+	require.Empty(t, r.Model())
 	require.NoError(t, r.Scan(Chat, []byte(`{"model":"b"}`), Limits{}))
 	r.Reset()
-	require.Equal(t, "", r.Model())
+	require.Empty(t, r.Model())
 	require.Nil(t, r.Body())
 	require.Nil(t, r.Raw(FieldModel))
 }
 
 func TestFieldNames(t *testing.T) {
 	names := map[Field]string{}
-	for _, name := range strings.Fields(`model stream stream_options max_tokens max_completion_tokens max_output_tokens min_tokens
+	for name := range strings.FieldsSeq(`model stream stream_options max_tokens max_completion_tokens max_output_tokens min_tokens
 		min_completion_tokens stop stop_token_ids stop_sequences include_stop_str_in_output n best_of logprobs top_logprobs
 		prompt_logprobs echo use_beam_search output_mode messages prompt prompt_embeds input token_ids sampling_params store
 		background previous_response_id request_id tools system instructions reasoning_effort chat_template chat_template_kwargs

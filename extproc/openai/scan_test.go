@@ -287,7 +287,7 @@ func FuzzScan(f *testing.F) {
 			return
 		}
 		var e *Error
-		require.True(t, errors.As(err, &e))
+		require.ErrorAs(t, err, &e)
 		require.True(t, json.Valid(e.JSON()))
 		require.True(t, utf8.ValidString(e.Message))
 		switch e.Code {
