@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help build tools demo test bench fuzz lint generate e2e-vllm clean
+.PHONY: help build tools demo test e2e-failures bench fuzz lint generate e2e-vllm clean
 
 GO ?= go
 GOLANGCI_LINT := github.com/golangci/golangci-lint/v2/cmd/golangci-lint@v2.15.0
@@ -15,7 +15,7 @@ TESTFLAGS ?=
 RACE := $(shell command -v "$$($(GO) env CC)" >/dev/null 2>&1 && echo -race)
 
 help: ## show the targets
-	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "%-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "%-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 build: ## bin/tandem and bin/enginesim
 	CGO_ENABLED=0 $(GO) build -trimpath -o bin/ ./cmd/tandem ./cmd/enginesim
@@ -36,6 +36,9 @@ test: tools ## go vet and all tests, those with a real Envoy included
 bench: tools build ## Go benchmarks, then Tandem beside plain Envoy in one run
 	$(GO) test -run '^$$' -bench . -benchmem ./...
 	$(GO) run ./e2e/bench
+
+e2e-failures: tools ## the failure matrix and the chaos run with a real Envoy (2 minutes)
+	TANDEM_REQUIRE_TOOLS=1 TANDEM_FAILURES=1 $(GO) test -count 1 -timeout $(TEST_TIMEOUT) -run 'TestFailures|TestChaos|TestCostOf' -v ./e2e
 
 fuzz: ## every FuzzXxx for FUZZTIME (30s)
 	@grep -rHoE --include='*_test.go' --exclude-dir='.[a-z]*' '^func Fuzz[A-Za-z0-9_]*' . | sort | \

@@ -38,6 +38,9 @@ func chaosFleet(t *testing.T) *fleet {
 //
 // TANDEM_CHAOS is the number of requests, 600 if it is not set; TANDEM_CHAOS_SEED repeats the order in which engines die.
 func TestChaos(t *testing.T) {
+	if os.Getenv("TANDEM_FAILURES") == "" {
+		t.Skip("make e2e-failures, or set TANDEM_FAILURES=1")
+	}
 	requests := fromEnv("TANDEM_CHAOS", 600)
 	seed := uint64(fromEnv("TANDEM_CHAOS_SEED", int(time.Now().UnixNano()&0xffffff)))
 	f := chaosFleet(t)
@@ -196,8 +199,8 @@ func TestCostOfAKilledPrefill(t *testing.T) {
 			break
 		}
 	}
-	require.EqualValues(t, 1, replans(), "one request met the dead engine")
+	require.InDelta(t, 1, replans(), 0, "one request met the dead engine")
 	after := median(100)
-	require.EqualValues(t, 1, replans(), "and no other did")
+	require.InDelta(t, 1, replans(), 0, "and no other did")
 	t.Logf("median before %v; the request that met the dead prefill %v, %v more; median after %v", before, first, first-before, after)
 }

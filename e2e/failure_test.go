@@ -54,6 +54,9 @@ var update = flag.Bool("update", false, "rewrite what the scripts in testdata/fa
 //	report LABEL [timed]                       await the answer and quiet, and write a row
 //	rows                               print the table
 func TestFailures(t *testing.T) {
+	if os.Getenv("TANDEM_FAILURES") == "" {
+		t.Skip("takes minutes: make e2e-failures, or set TANDEM_FAILURES=1")
+	}
 	testscript.Run(t, testscript.Params{
 		Dir:           "testdata/failures",
 		UpdateScripts: *update,
@@ -358,7 +361,7 @@ func send(ctx context.Context, url, id, body string) *response {
 				r.events <- struct{}{}
 			}
 		}
-		if r.err == io.EOF {
+		if errors.Is(r.err, io.EOF) {
 			r.err = nil
 		}
 	}()

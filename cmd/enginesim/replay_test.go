@@ -52,7 +52,7 @@ func load(t *testing.T, name string) recording {
 }
 
 func startRecorded(t *testing.T, role string, more ...string) *engine {
-	args := []string{"-role", role, "-faithful", "-block-size", "32", "-blocks", "512", "-max-model-len", "2048", "-load-timeout", "50ms"}
+	args := []string{"-role", role, "-faithful", "-block-size", "32", "-blocks", "512", "-max-model-len", "2048", "-load-timeout", "1s"}
 	return startEngine(t, append(args, more...)...)
 }
 

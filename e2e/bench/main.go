@@ -69,10 +69,10 @@ func parse(args []string, stderr io.Writer) (options, error) {
 	var shapes, clients, env string
 	f := flag.NewFlagSet("bench", flag.ContinueOnError)
 	f.SetOutput(stderr)
-	f.StringVar(&shapes, "shapes", "json1k,json220k,json1m,sse256", "`list` of request shapes; there is sse256paced too: a token each millisecond")
+	f.StringVar(&shapes, "shapes", "json1k,json220k,json1m,sse256", "`list` of request shapes; sse256 is a token each 5 ms, sse256burst (not in the default) all at once")
 	f.StringVar(&clients, "clients", "1,16", "`list` of how many clients send at the same time")
-	f.IntVar(&o.rounds, "rounds", 7, "rounds of each shape, number of clients, and stack")
-	f.IntVar(&o.requests, "requests", 0, "requests in a round; 0: enough for each shape")
+	f.IntVar(&o.rounds, "rounds", 15, "rounds of each shape, number of clients, and stack")
+	f.IntVar(&o.requests, "requests", 0, "requests in a round; 0: about a second's worth")
 	f.IntVar(&o.workers, "workers", 2, "Envoy's --concurrency, for every stack")
 	f.BoolVar(&o.fresh, "fresh", false, "every prompt is new from its first word on; else only its end is, as in a conversation")
 	f.StringVar(&base.bodyMode, "body-mode", "auto", "envoy.bodyMode of Tandem's configuration: auto, buffered or duplex")

@@ -69,8 +69,17 @@ func ratio(ours, floor []round, figure func(*round) time.Duration) float64 {
 }
 
 func p50(r *round) time.Duration   { return quantile(r.took, .5) }
-func p99(r *round) time.Duration   { return quantile(r.took, .99) }
 func first(r *round) time.Duration { return quantile(r.first, .5) }
+
+// p99 is over all rounds: one of them may have had fewer than a hundred requests.
+func p99(rounds []round) time.Duration {
+	var all []time.Duration
+	for _, r := range rounds {
+		all = append(all, r.took...)
+	}
+	slices.Sort(all)
+	return quantile(all, .99)
+}
 
 // add takes in the rounds of one shape and number of clients, by stack.
 func (r *report) add(sh shape, clients int, results [][]round) {
@@ -82,7 +91,7 @@ func (r *report) add(sh shape, clients int, results [][]round) {
 			millis(median(each(rounds, func(r *round) time.Duration { return r.envoy }))), "",
 			fmt.Sprintf("%s (%s-%s)", millis(median(cpus)), millis(slices.Min(cpus)), millis(slices.Max(cpus))), "", "",
 			millis(median(each(rounds, p50))), "",
-			millis(median(each(rounds, p99))),
+			millis(p99(rounds)),
 			fmt.Sprintf("%.0f", median(each(rounds, func(r *round) float64 { return r.rate }))),
 		}
 		if sh.stream {
@@ -110,7 +119,7 @@ func (r *report) hold(sh shape, clients int, ours, floor []round) {
 		r.targets = append(r.targets, target{name, 5, cpu})
 	case "json220k":
 		r.targets = append(r.targets, target{name, 8, cpu})
-	case "sse256", "sse256paced":
+	case "sse256":
 		r.targets = append(r.targets, target{name, 1.2, cpu})
 	}
 	if clients == 1 && !sh.stream {

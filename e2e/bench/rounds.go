@@ -37,12 +37,12 @@ func (l *lab) measure(ctx context.Context, o options, sh shape, clients int) ([]
 	if o.requests > 0 {
 		n = o.requests
 	}
-	if sh.model == paced && clients == 1 && o.requests == 0 {
-		n /= 5 // each takes a quarter of a second
+	if sh.model == paced && o.requests == 0 {
+		n = 2 * clients // each takes more than a second
 	}
 	b := newBody(sh, o.fresh)
 	for _, s := range l.stacks { // warm: connections, pools, caches
-		if _, err := l.load(ctx, s, sh, b, clients, max(n/5, 2*clients)); err != nil {
+		if _, err := l.load(ctx, s, sh, b, clients, max(n/5, clients)); err != nil {
 			return nil, fmt.Errorf("%s: %w", s.name, err)
 		}
 	}

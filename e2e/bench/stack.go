@@ -21,7 +21,9 @@ import (
 // Names of the two pairs of engines, which are names of models too.
 const (
 	instant = "instant" // answers at once
-	paced   = "paced"   // a token each millisecond
+	paced   = "paced"   // a token each tokenTime
+
+	tokenTime = "5ms" // a fast engine's, and long enough that each token travels by itself
 
 	floorName = "floor"
 )
@@ -129,7 +131,7 @@ func (l *lab) startPair(ctx context.Context, bin, name string) (p pair, err erro
 	for i, role := range []string{"prefill", "decode"} {
 		args := []string{"--listen", ports[i], "--side-channel", ports[i+2], "--role", role, "--model", name, "--record=false", "--keep-alive", "1m"}
 		if name == paced && role == "decode" {
-			args = append(args, "--decode-step", "1ms")
+			args = append(args, "--decode-step", tokenTime)
 		}
 		e, err := l.run(name+"-"+role, nil, filepath.Join(bin, "enginesim"), args...)
 		if err != nil {
