@@ -137,9 +137,16 @@ func cutMember(t *testing.T, body string) (kv, rest string) {
 	return string(raw), "{" + strings.TrimPrefix(body[len(name)+int(d.InputOffset()):], ",")
 }
 
-// Bodies of 100 bytes to 8 MB, over HTTP/1.1 with and without a length, and over HTTP/2.
+// Bodies of 100 bytes to 8 MB, over HTTP/1.1 with and without a length, and over HTTP/2, in both ways that Envoy can send
+// them to Tandem.
 func TestSizesAndProtocols(t *testing.T) {
-	f := start(t, options{engineArgs: []string{"--max-model-len", "4000000", "--blocks", "1000000"}})
+	for _, mode := range []string{"duplex", "auto", "buffered"} {
+		t.Run(mode, func(t *testing.T) { sizesAndProtocols(t, mode) })
+	}
+}
+
+func sizesAndProtocols(t *testing.T, mode string) {
+	f := start(t, options{envoyFields: ", bodyMode: " + mode, engineArgs: []string{"--max-model-len", "4000000", "--blocks", "1000000"}})
 	h2 := &http.Client{Transport: &http.Transport{Protocols: new(http.Protocols)}}
 	h2.Transport.(*http.Transport).Protocols.SetUnencryptedHTTP2(true)
 	for _, size := range []int{100, 10_000, 65_000, 70_000, 1_000_000, 8_000_000} {

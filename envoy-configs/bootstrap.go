@@ -29,7 +29,7 @@ const MaxRedirects = 8
 // bufferMargin is what a body may grow by on its way: the prefill leg's edits, and the KV parameters on the decode leg.
 const bufferMargin = 8 << 20
 
-// bufferedFrom is the body length from which BUFFERED is cheaper than FULL_DUPLEX_STREAMED (docs/benchmarks.md).
+// bufferedFrom is the body length from which bodyMode auto means BUFFERED (docs/adr/0005).
 const bufferedFrom = 64 << 10
 
 // bootstrap is what the template is filled with.

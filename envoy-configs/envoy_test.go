@@ -15,7 +15,7 @@ import (
 	"google.golang.org/grpc/credentials"
 )
 
-const standConfig = `{extProc: {listen: $EXTPROC}, replan: {listen: $REPLAN}, envoy: {listen: $LISTEN, admin: $ADMIN, maxBodyBytes: 200000},
+const standConfig = `{extProc: {listen: $EXTPROC}, replan: {listen: $REPLAN}, envoy: {listen: $LISTEN, admin: $ADMIN, maxBodyBytes: 200000, bodyMode: auto},
 pools: [{name: a, kvTransfer: nixl, endpoints: [{address: "127.0.0.1:8101", role: prefill}, {address: "127.0.0.1:8201", role: decode}]}]}`
 
 // answer is what a client got.

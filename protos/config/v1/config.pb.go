@@ -308,8 +308,9 @@ type Envoy struct {
 	// Replan ports of the same replicas. Default: the hosts of extProcs with the port of replan.listen.
 	Replans []string `protobuf:"bytes,5,rep,name=replans,proto3" json:"replans,omitempty"`
 	// How bodies come to the external processor: duplex (FULL_DUPLEX_STREAMED), buffered (BUFFERED), or auto: buffered from
-	// 64 KiB on, which costs the least. A body whose length is not announced comes duplex always. While a buffered body is
-	// being answered, a replica that is killed takes that request with it; duplex goes on with another one. Default auto.
+	// 64 KiB on. They cost the same within noise (docs/benchmarks.md). A body whose length is not announced comes duplex
+	// always. While a buffered body is being answered, a replica that is killed takes that request with it; duplex goes on
+	// with another one. Engines see a content-length with buffered bodies, chunked encoding with duplex ones. Default duplex.
 	BodyMode string `protobuf:"bytes,6,opt,name=body_mode,json=bodyMode,proto3" json:"body_mode,omitempty"`
 	// How long an endpoint may be silent while it answers. An answer that is not streamed is silent until it is complete, so
 	// this bounds its time too. Default 30m.

@@ -64,7 +64,7 @@ func TestDefaults(t *testing.T) {
 	require.Equal(t, int64(80<<20), c.ExtProc.MaxMessageBytes)
 	require.Equal(t, []string{"127.0.0.1:9002"}, c.Envoy.ExtProcs)
 	require.Equal(t, []string{"127.0.0.1:9003"}, c.Envoy.Replans)
-	require.Equal(t, "auto", c.Envoy.BodyMode)
+	require.Equal(t, "duplex", c.Envoy.BodyMode)
 	require.Equal(t, 30*time.Minute, Duration(c.Envoy.DecodeIdleTimeout))
 	require.Equal(t, 10*time.Minute, Duration(c.Tickets.Ttl))
 	p := c.Pools[0]

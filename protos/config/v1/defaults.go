@@ -28,7 +28,7 @@ func setEnvoyDefaults(c *Config) {
 	or(&e.Listen, "127.0.0.1:8080")
 	or(&e.Admin, "127.0.0.1:9901")
 	or(&e.MaxBodyBytes, 16<<20)
-	or(&e.BodyMode, "auto")
+	or(&e.BodyMode, "duplex")
 	or(&e.DecodeIdleTimeout, "30m")
 	if len(e.ExtProcs) == 0 {
 		e.ExtProcs = []string{c.ExtProc.Listen}
