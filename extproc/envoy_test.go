@@ -381,7 +381,12 @@ func (q *request) prefillLeg(a answer) *verdict {
 		_, err = stream.Recv()
 		require.ErrorIs(t, err, io.EOF)
 	}
-	q.taken = v.set[headerTicket]
+	q.taken = ""
+	for _, h := range v.immediate.GetHeaders().GetSetHeaders() {
+		if h.GetHeader().GetKey() == headerTicket {
+			q.taken = string(h.GetHeader().GetRawValue())
+		}
+	}
 	return v
 }
 

@@ -159,29 +159,19 @@ func (x *exchange) markGood(pool *kvstate.Pool, addr string) {
 	}
 }
 
-// redirect turns P's answer into a 307 that Envoy follows, with the ticket it carries along.
+// redirect ends the leg with a 307 that Envoy follows, with the ticket it carries along. It is an answer of its own, in one
+// message, and not P's with other headers: Envoy follows a redirect as soon as it sees the headers and cuts what has more to
+// come, so a body, be it empty, would cost the internal connection each time.
 func (x *exchange) redirect(t *kvtransfer.Ticket) error {
 	sealed, err := x.sealHandOver(t)
 	if err != nil {
 		return err
 	}
 	x.s.metrics.ticketBytes.Observe(float64(len(sealed)))
-	x.headers.add(":status", []byte("307"))
-	x.headers.add("location", location(x.msg.attributes.authority, x.msg.attributes.path))
-	x.headers.add(headerTicket, sealed)
-	x.headers.drop("content-length")
-	x.headers.drop("content-encoding")
-	x.headers.drop("content-type")
-	if x.msg.phase == phaseResponseHeaders { // the answer had no body
-		return x.send(&reply{phase: phaseResponseHeaders, headers: &x.headers})
-	}
-	if err := x.send(&reply{phase: phaseResponseHeaders, headers: &x.headers}); err != nil {
-		return err
-	}
-	if x.msg.phase == phaseResponseTrailers {
-		return x.send(&reply{phase: phaseResponseTrailers})
-	}
-	return x.send(&reply{phase: phaseResponseBody, kind: bodyStreamed62, end: true})
+	i := &immediate{status: 307, details: detailsPrefix + "_redirect"}
+	i.headers.add("location", location(x.msg.attributes.authority, x.msg.attributes.path))
+	i.headers.add(headerTicket, sealed)
+	return x.send(&reply{immediate: i})
 }
 
 // sealHandOver seals the ticket; KV parameters that no header holds are kept here, and the ticket refers to them.

@@ -70,7 +70,7 @@ func parseFlags(args []string, stderr io.Writer) (*config, error) {
 	f.IntVar(&c.maxModelLen, "max-model-len", 5_000_000, "longest prompt and answer together, tokens (a token is four bytes)")
 	f.DurationVar(&c.lease, "lease", 30*time.Second, "how long a prefill engine keeps blocks (kv_lease_duration)")
 	f.Float64Var(&c.prefillSpeed, "prefill-speed", 0, "tokens/s of prefill, one prompt after another; 0: instantaneous")
-	f.DurationVar(&c.decodeStep, "decode-step", 0, "time per answer token; 0: instantaneous")
+	f.DurationVar(&c.decodeStep, "decode-step", 0, "time of a decode step, in which every running answer gets one token; 0: instantaneous")
 	f.StringVar(&policy, "kv-load-failure", "fail", "kv_load_failure_policy: fail or recompute")
 	f.DurationVar(&c.loadTimeout, "load-timeout", 5*time.Second, "what a dead side channel costs")
 	f.BoolVar(&c.faithful, "faithful", false, "answer violations as vLLM does: 200 with wrong text")

@@ -249,6 +249,13 @@ func sleep(ctx context.Context, d time.Duration) error {
 	}
 }
 
+// untilStep is the time until the engine's next decode step. Continuous batching gives every running sequence its token in
+// the same step, so the tokens of different answers come together, however far apart their requests came.
+func (s *sim) untilStep() time.Duration {
+	pace := s.cfg.decodeStep
+	return pace - time.Since(s.started)%pace
+}
+
 func (c *call) decode(ctx context.Context, emit func(step int) error) error {
 	steps := 0
 	for _, q := range c.seqs {
@@ -263,7 +270,7 @@ func (c *call) decode(ctx context.Context, emit func(step int) error) error {
 	}
 	for step := range steps {
 		if pace > 0 && step > 0 {
-			if err := sleep(ctx, pace); err != nil {
+			if err := sleep(ctx, c.s.untilStep()); err != nil {
 				return err
 			}
 		}
