@@ -103,7 +103,7 @@ func (s *stand) pool(name string, policy Policy, endpoints ...string) {
 
 // splitting is the policy that most tests want.
 func splitting() Policy {
-	return Policy{Split: true, PrefillAttempts: 3, PrefillTimeout: 30 * time.Second}
+	return Policy{Split: true, PrefillTimeout: 30 * time.Second}.withDefaults()
 }
 
 var rolesOf = map[byte]kvstate.Role{'p': kvstate.RolePrefill, 'd': kvstate.RoleDecode, 'b': kvstate.RoleBoth}

@@ -43,8 +43,17 @@ type Policy struct {
 	RefuseLong      bool          // bodies over SplitBodyBytes get 413 instead of decode alone
 	OnFailure       OnFailure     // of a prefill
 	PrefillAttempts int           // at most, over all passes; default 3
+	AttemptsTime    time.Duration // after this, counted from when the request came, no other endpoint is tried; default 1 m
 	PrefillTimeout  time.Duration // time limit of the prefill hop: this ...
-	PerToken        time.Duration // ... and this for every token of the prompt
+	PerToken        time.Duration // ... and this for every token of the prompt and of what is before it, until the speed is known
+	StreamStart     time.Duration // how long a streamed answer may take to begin, beside PerToken where D computes the prompt; default 1 m
+}
+
+func (p Policy) withDefaults() Policy {
+	orDefault(&p.PrefillAttempts, 3)
+	orDefault(&p.AttemptsTime, time.Minute)
+	orDefault(&p.StreamStart, time.Minute)
+	return p
 }
 
 // OnFailure says what follows a failed prefill.
@@ -81,6 +90,11 @@ func New(o Options, m *Metrics) *Server {
 	if o.Log == nil {
 		o.Log = slog.New(slog.DiscardHandler)
 	}
+	pools := make(map[string]Policy, len(o.Pools))
+	for name, p := range o.Pools {
+		pools[name] = p.withDefaults()
+	}
+	o.Pools = pools
 	s := &Server{Options: o, metrics: m, started: time.Now(), draining: make(chan struct{}), recent: newRecent(), seed: random()}
 	s.exchanges.New = func() any { return &exchange{s: s} }
 	return s

@@ -233,6 +233,10 @@ func (p *player) pool(words []string) {
 			switch key {
 			case "attempts":
 				policy.PrefillAttempts = p.number(value)
+			case "time":
+				d, err := time.ParseDuration(value)
+				require.NoError(p.t, err)
+				policy.AttemptsTime = d
 			case "models":
 				models = strings.Split(value, ",")
 			default:

@@ -64,6 +64,7 @@ type live struct {
 	requests atomic.Int64 // reservations held
 	tokens   atomic.Int64 // prompt tokens of those
 	failed   atomic.Bool
+	hung     atomic.Bool // and it took its time to
 	models   atomic.Pointer[[]string]
 }
 
@@ -86,6 +87,7 @@ type Pool struct {
 	endpoints []*Endpoint
 	index     *prefixIndex
 	ratio     *tokenRatio
+	pace      *prefillPace
 }
 
 // Endpoints are the pool's endpoints, in the order configured but that those of a group stand together. Do not modify.
@@ -116,13 +118,14 @@ func (s *State) SetPool(spec PoolSpec, eps []EndpointSpec) {
 	next := &Pool{Spec: spec}
 	leaving := map[string]*Endpoint{}
 	if i >= 0 {
-		next.index, next.ratio = pools[i].index, pools[i].ratio
+		next.index, next.ratio, next.pace = pools[i].index, pools[i].ratio, pools[i].pace
 		for _, e := range pools[i].endpoints {
 			leaving[e.Addr] = e
 		}
 		pools[i] = next
 	} else {
 		next.index, next.ratio = newPrefixIndex(s.o.MaxIndexBlocks, s.o.EndpointBlocks), newTokenRatio()
+		next.pace = &prefillPace{}
 		pools = append(pools, next)
 	}
 	seen := make(map[string]bool, len(eps))

@@ -19,7 +19,8 @@ type Candidate struct {
 // View fills v with the pool's endpoints as they are now. hashes are the prompt's blocks, none if hits do not matter.
 //
 // Failure is a hint, not a verdict: where all endpoints of a role have failed, all of them are usable again, since one of
-// them may well be back and refusing helps nobody.
+// them may well be back and refusing helps nobody. But for prefill endpoints that hang: to find out that one still does
+// costs a time limit, and decode endpoints can do without; the next good probe takes it in.
 func (s *State) View(p *Pool, hashes []uint64, v *View) {
 	v.Endpoints, v.Grouped = v.Endpoints[:0], true
 	var usable Role
@@ -32,7 +33,7 @@ func (s *State) View(p *Pool, hashes []uint64, v *View) {
 	}
 	if usable != RoleBoth {
 		for i := range v.Endpoints {
-			if c := &v.Endpoints[i]; c.Endpoint.Role&^usable != 0 {
+			if c := &v.Endpoints[i]; c.Endpoint.Role&^usable != 0 && (c.Endpoint.Role != RolePrefill || !c.Endpoint.hung.Load()) {
 				c.Usable = true
 			}
 		}
@@ -47,7 +48,16 @@ func (s *State) View(p *Pool, hashes []uint64, v *View) {
 func (s *State) Routed(p *Pool, e *Endpoint, hashes []uint64) { p.index.add(e.slot, hashes) }
 
 // MarkFailed leaves an endpoint out from now on; true if it was not already.
-func (s *State) MarkFailed(e *Endpoint) bool { return e.failed.CompareAndSwap(false, true) }
+func (s *State) MarkFailed(e *Endpoint) bool {
+	e.hung.Store(false)
+	return e.failed.CompareAndSwap(false, true)
+}
+
+// MarkHung is MarkFailed for an endpoint that did not answer in time, rather than fail at once.
+func (s *State) MarkHung(e *Endpoint) bool {
+	e.hung.Store(true)
+	return e.failed.CompareAndSwap(false, true)
+}
 
 // MarkGood takes an endpoint in again; true if it was out.
 func (s *State) MarkGood(e *Endpoint) bool {

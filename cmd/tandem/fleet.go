@@ -72,6 +72,8 @@ func serverOptions(config *configv1.Config, f *fleet, log *slog.Logger) (extproc
 			Split:           p.GetSplit() != "never",
 			RefuseLong:      p.GetLongPrompts() == "refuse",
 			PrefillAttempts: int(p.GetPrefillAttempts()),
+			AttemptsTime:    configv1.Duration(p.GetAttemptsTime()),
+			StreamStart:     configv1.Duration(p.GetStreamStartTimeout()),
 			PrefillTimeout:  configv1.Duration(p.GetPrefillTimeout().GetBase()),
 			PerToken:        configv1.Duration(p.GetPrefillTimeout().GetPerToken()),
 		}

@@ -92,7 +92,7 @@ func runServer(ctx context.Context, config *configv1.Config, linger time.Duratio
 	admin := &http.Server{Handler: newAdmin(registry, health, server, fleet.state), ReadHeaderTimeout: 10 * time.Second}
 
 	group, running := errgroup.WithContext(ctx)
-	group.Go(func() error { return grpcServer.Serve(listeners[0]) })
+	group.Go(func() error { return grpcServer.Serve(extproc.Sources(listeners[0])) })
 	group.Go(func() error { return serveHTTP(replan, listeners[1]) })
 	group.Go(func() error { return serveHTTP(admin, listeners[2]) })
 	background, stop := context.WithCancel(context.WithoutCancel(ctx))

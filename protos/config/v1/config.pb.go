@@ -655,9 +655,16 @@ type Pool struct {
 	// How long a prefill may take.
 	PrefillTimeout *PrefillTimeout `protobuf:"bytes,8,opt,name=prefill_timeout,json=prefillTimeout,proto3" json:"prefill_timeout,omitempty"`
 	// At least one that decodes.
-	Endpoints     []*Endpoint `protobuf:"bytes,9,rep,name=endpoints,proto3" json:"endpoints,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	Endpoints []*Endpoint `protobuf:"bytes,9,rep,name=endpoints,proto3" json:"endpoints,omitempty"`
+	// So long after a request came, no other endpoint is tried for it: a prefill that fails then is followed by decode alone,
+	// a decode by an error (503). Default 1m.
+	AttemptsTime string `protobuf:"bytes,10,opt,name=attempts_time,json=attemptsTime,proto3" json:"attempts_time,omitempty"`
+	// How long a streamed answer may take to begin: until its status comes, which engines send before the first token. Where
+	// decode computes the prompt itself, prefillTimeout.perToken comes on top. Then another endpoint is tried. Answers that
+	// are not streamed have no such limit, but envoy.decodeIdleTimeout. Default 1m.
+	StreamStartTimeout string `protobuf:"bytes,11,opt,name=stream_start_timeout,json=streamStartTimeout,proto3" json:"stream_start_timeout,omitempty"`
+	unknownFields      protoimpl.UnknownFields
+	sizeCache          protoimpl.SizeCache
 }
 
 func (x *Pool) Reset() {
@@ -753,11 +760,26 @@ func (x *Pool) GetEndpoints() []*Endpoint {
 	return nil
 }
 
+func (x *Pool) GetAttemptsTime() string {
+	if x != nil {
+		return x.AttemptsTime
+	}
+	return ""
+}
+
+func (x *Pool) GetStreamStartTimeout() string {
+	if x != nil {
+		return x.StreamStartTimeout
+	}
+	return ""
+}
+
 type PrefillTimeout struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// For any prompt, however short. Default 10s.
 	Base string `protobuf:"bytes,1,opt,name=base,proto3" json:"base,omitempty"`
-	// And for every token of it. Default 2ms.
+	// And for every token of it, and of what is booked on the endpoint before it, until the pool's own speed is known: then
+	// four times what a token takes on average, but at least a quarter and at most sixteen times this. Default 2ms.
 	PerToken      string `protobuf:"bytes,2,opt,name=per_token,json=perToken,proto3" json:"per_token,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -925,7 +947,7 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\x03url\x18\x01 \x01(\tR\x03url\"6\n" +
 	"\aTickets\x12\x19\n" +
 	"\bkey_file\x18\x01 \x01(\tR\akeyFile\x12\x10\n" +
-	"\x03ttl\x18\x02 \x01(\tR\x03ttl\"\xea\x02\n" +
+	"\x03ttl\x18\x02 \x01(\tR\x03ttl\"\xc1\x03\n" +
 	"\x04Pool\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x16\n" +
 	"\x06models\x18\x02 \x03(\tR\x06models\x12\x1f\n" +
@@ -936,7 +958,10 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\x12on_prefill_failure\x18\x06 \x01(\tR\x10onPrefillFailure\x12)\n" +
 	"\x10prefill_attempts\x18\a \x01(\x05R\x0fprefillAttempts\x12I\n" +
 	"\x0fprefill_timeout\x18\b \x01(\v2 .tandem.config.v1.PrefillTimeoutR\x0eprefillTimeout\x128\n" +
-	"\tendpoints\x18\t \x03(\v2\x1a.tandem.config.v1.EndpointR\tendpoints\"A\n" +
+	"\tendpoints\x18\t \x03(\v2\x1a.tandem.config.v1.EndpointR\tendpoints\x12#\n" +
+	"\rattempts_time\x18\n" +
+	" \x01(\tR\fattemptsTime\x120\n" +
+	"\x14stream_start_timeout\x18\v \x01(\tR\x12streamStartTimeout\"A\n" +
 	"\x0ePrefillTimeout\x12\x12\n" +
 	"\x04base\x18\x01 \x01(\tR\x04base\x12\x1b\n" +
 	"\tper_token\x18\x02 \x01(\tR\bperToken\"f\n" +

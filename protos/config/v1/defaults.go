@@ -65,6 +65,8 @@ func setPoolDefaults(p *Pool) {
 	or(&p.LongPrompts, "decodeAlone")
 	or(&p.OnPrefillFailure, "otherPrefill")
 	or(&p.PrefillAttempts, 3)
+	or(&p.AttemptsTime, "1m")
+	or(&p.StreamStartTimeout, "1m")
 	sub(&p.PrefillTimeout)
 	or(&p.PrefillTimeout.Base, "10s")
 	or(&p.PrefillTimeout.PerToken, "2ms")

@@ -24,6 +24,8 @@ func (v *validator) pool(path string, p *Pool) {
 	if p.PrefillAttempts < 1 || p.PrefillAttempts > 5 {
 		v.m.add(path+".prefillAttempts", "%d is not between 1 and 5", p.PrefillAttempts)
 	}
+	v.duration(path+".attemptsTime", p.AttemptsTime, time.Millisecond)
+	v.duration(path+".streamStartTimeout", p.StreamStartTimeout, time.Millisecond)
 	v.duration(path+".prefillTimeout.base", p.PrefillTimeout.Base, time.Millisecond)
 	v.duration(path+".prefillTimeout.perToken", p.PrefillTimeout.PerToken, 0)
 	v.endpointsOf(path, p)
