@@ -34,7 +34,7 @@ var update = flag.Bool("update", false, "rewrite what the scripts in testdata/fa
 //
 // Commands:
 //
-//	fleet [prefills=N] [decodes=N] [replicas=N] [engine=ARGS] [timeout=DURATION, of a prefill, and of a stream to begin]
+//	fleet [stranded=lease|cleanupDecode] [prefills=N] [decodes=N] [replicas=N] [engine=ARGS] [timeout=DURATION, of a prefill, and of a stream to begin]
 //	matrix MODE [KEY=VALUE...]         the failure on one and on all of the prefill and decode endpoints, for answers whole and streamed
 //	fail P1|D1|prefills|decodes MODE [KEY=VALUE...]   as cmd/enginesim takes it
 //	ask [stream] [tokens=N]            send a request
@@ -144,7 +144,7 @@ func (s *stage) fleet(args []string) {
 	// A lease that a test can wait for; a dead P costs D 5 s in reality.
 	s.o.engineArgs = append([]string{"--lease", "1s", "--load-timeout", "200ms"}, strings.Fields(kv["engine"])...)
 	limit := or(kv["timeout"], "500ms")
-	s.o.pool = fmt.Sprintf("  prefillTimeout: {base: %s}\n  streamStartTimeout: %s\n", limit, limit)
+	s.o.pool = fmt.Sprintf("  prefillTimeout: {base: %s}\n  streamStartTimeout: %s\n  strandedBlocks: %s\n", limit, limit, or(kv["stranded"], "lease"))
 	s.f, s.gone = start(s.t, s.o), map[string]*engine{}
 	s.f.lenient = true // rows say what is left
 	s.began = metric(s.t, s.f.admins[0], "go_goroutines")

@@ -228,6 +228,9 @@ func (s *Server) hopEnded(e *logEntry) {
 	}
 	if mine { // every replica sees every entry: the one that booked the hop counts it
 		s.metrics.requestEnded(t, e, took, first)
+		if t.Stage == kvtransfer.HandOver && e.clientGone {
+			s.stranded(t, string(e.requestID), "client_gone")
+		}
 	}
 	s.recent.change(string(e.requestID), func(trace *Trace) { trace.DecodeTime, trace.Status = took, e.status })
 }

@@ -52,7 +52,12 @@ func (x *exchange) prefillLeg() error {
 	}
 	x.s.metrics.prefillEnded(t, code, result, took)
 	x.s.recent.change(x.requestID, func(trace *Trace) { trace.PrefillTime = took })
-	return x.redirect(next)
+	gone := x.stream.Context().Err() // Envoy let go while P's answer waited here
+	err = x.redirect(next)
+	if next.Stage == kvtransfer.HandOver && (gone != nil || err != nil) {
+		x.s.stranded(next, x.requestID, "client_gone")
+	}
+	return err
 }
 
 // clientsFault reports whether P's status is about the request itself, so that it is the client's answer.
@@ -97,6 +102,9 @@ func (x *exchange) receiveAnswer() error {
 	for !x.msg.endOfStream {
 		if err := x.receive(); err != nil {
 			return err
+		}
+		if x.hold() != nil {
+			x.msg.over = true // no memory for it now: as if it had been too long
 		}
 	}
 	return nil

@@ -33,6 +33,9 @@ func (s *Server) Replan() http.Handler {
 		}
 		took := time.Since(s.sealedAt(t))
 		s.metrics.hop(t.Pool, hop, failed, "failed", took)
+		if hop == "decode" && t.Split {
+			s.metrics.stranded.WithLabelValues(t.Pool, t.Prefill, "decode_failed").Inc() // or fetched: who failed does not say
+		}
 		next.Excluded = append(next.Excluded, failed)
 		if pool := s.State.Pool(t.Pool); pool != nil {
 			if e := pool.Endpoint(failed); e != nil {

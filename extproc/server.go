@@ -46,6 +46,7 @@ type Policy struct {
 	AttemptsTime    time.Duration // after this, counted from when the request came, no other endpoint is tried; default 1 m
 	PrefillTimeout  time.Duration // time limit of the prefill hop: this ...
 	PerToken        time.Duration // ... and this for every token of the prompt and of what is before it, until the speed is known
+	CleanupDecode   bool          // have stranded hand-overs fetched by a decode endpoint
 	StreamStart     time.Duration // how long a streamed answer may take to begin, beside PerToken where D computes the prompt; default 1 m
 }
 
@@ -73,6 +74,7 @@ type Server struct {
 	started   time.Time
 	exchanges sync.Pool
 	draining  chan struct{}
+	cleanups  chan cleanup
 	recent    *recent
 	seed      uint64 // of reservation ids
 	held      atomic.Int64
@@ -95,7 +97,7 @@ func New(o Options, m *Metrics) *Server {
 		pools[name] = p.withDefaults()
 	}
 	o.Pools = pools
-	s := &Server{Options: o, metrics: m, started: time.Now(), draining: make(chan struct{}), recent: newRecent(), seed: random()}
+	s := &Server{Options: o, metrics: m, started: time.Now(), draining: make(chan struct{}), cleanups: make(chan cleanup, maxCleanups), recent: newRecent(), seed: random()}
 	s.exchanges.New = func() any { return &exchange{s: s} }
 	return s
 }
@@ -304,5 +306,13 @@ func random() uint64 { return rand.Uint64() }
 // server.
 func (s *Server) Drain() { close(s.draining) }
 
-// Run does the server's regular work until ctx ends: expired reservations, tickets and hand-overs are swept.
-func (s *Server) Run(ctx context.Context) { s.State.Run(ctx) }
+// Run does the server's regular work until ctx ends: expired reservations, tickets and hand-overs are swept, stranded ones
+// cleaned up.
+func (s *Server) Run(ctx context.Context) {
+	var workers sync.WaitGroup
+	defer workers.Wait()
+	for range cleanupWorkers {
+		workers.Go(func() { s.cleanUp(ctx) })
+	}
+	s.State.Run(ctx)
+}

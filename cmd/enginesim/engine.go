@@ -138,6 +138,9 @@ func (c *call) load(ctx context.Context) error {
 	s := c.s
 	for _, q := range c.seqs {
 		actual, err := s.fetchKV(ctx, c.xid, &c.req.kv, q.p, q.grant.hits)
+		if wrong := (*violation)(nil); errors.As(err, &wrong) && wrong.kind == "other_prompt" && c.req.throwsAway() {
+			err = nil // as vLLM does: it reads, and tells P that it has read
+		}
 		c.fetched = true
 		if errors.Is(err, errLoadFailed) {
 			s.logf("%v (x-request-id %q)", err, c.xid)

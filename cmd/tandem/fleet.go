@@ -72,6 +72,7 @@ func serverOptions(config *configv1.Config, f *fleet, log *slog.Logger) (extproc
 			Split:           p.GetSplit() != "never",
 			RefuseLong:      p.GetLongPrompts() == "refuse",
 			PrefillAttempts: int(p.GetPrefillAttempts()),
+			CleanupDecode:   p.GetStrandedBlocks() == "cleanupDecode",
 			AttemptsTime:    configv1.Duration(p.GetAttemptsTime()),
 			StreamStart:     configv1.Duration(p.GetStreamStartTimeout()),
 			PrefillTimeout:  configv1.Duration(p.GetPrefillTimeout().GetBase()),

@@ -663,8 +663,12 @@ type Pool struct {
 	// decode computes the prompt itself, prefillTimeout.perToken comes on top. Then another endpoint is tried. Answers that
 	// are not streamed have no such limit, but envoy.decodeIdleTimeout. Default 1m.
 	StreamStartTimeout string `protobuf:"bytes,11,opt,name=stream_start_timeout,json=streamStartTimeout,proto3" json:"stream_start_timeout,omitempty"`
-	unknownFields      protoimpl.UnknownFields
-	sizeCache          protoimpl.SizeCache
+	// What becomes of KV blocks whose client left between the hops. lease: the prefill endpoint frees them when its lease ends
+	// (vLLM from 0.22: 30 s). cleanupDecode: a decode endpoint is told to fetch them, with a prompt of one token whose answer is
+	// thrown away; for releases that keep them for minutes (vLLM 0.12 to 0.21). Default lease.
+	StrandedBlocks string `protobuf:"bytes,12,opt,name=stranded_blocks,json=strandedBlocks,proto3" json:"stranded_blocks,omitempty"`
+	unknownFields  protoimpl.UnknownFields
+	sizeCache      protoimpl.SizeCache
 }
 
 func (x *Pool) Reset() {
@@ -770,6 +774,13 @@ func (x *Pool) GetAttemptsTime() string {
 func (x *Pool) GetStreamStartTimeout() string {
 	if x != nil {
 		return x.StreamStartTimeout
+	}
+	return ""
+}
+
+func (x *Pool) GetStrandedBlocks() string {
+	if x != nil {
+		return x.StrandedBlocks
 	}
 	return ""
 }
@@ -947,7 +958,7 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\x03url\x18\x01 \x01(\tR\x03url\"6\n" +
 	"\aTickets\x12\x19\n" +
 	"\bkey_file\x18\x01 \x01(\tR\akeyFile\x12\x10\n" +
-	"\x03ttl\x18\x02 \x01(\tR\x03ttl\"\xc1\x03\n" +
+	"\x03ttl\x18\x02 \x01(\tR\x03ttl\"\xea\x03\n" +
 	"\x04Pool\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x16\n" +
 	"\x06models\x18\x02 \x03(\tR\x06models\x12\x1f\n" +
@@ -961,7 +972,8 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\tendpoints\x18\t \x03(\v2\x1a.tandem.config.v1.EndpointR\tendpoints\x12#\n" +
 	"\rattempts_time\x18\n" +
 	" \x01(\tR\fattemptsTime\x120\n" +
-	"\x14stream_start_timeout\x18\v \x01(\tR\x12streamStartTimeout\"A\n" +
+	"\x14stream_start_timeout\x18\v \x01(\tR\x12streamStartTimeout\x12'\n" +
+	"\x0fstranded_blocks\x18\f \x01(\tR\x0estrandedBlocks\"A\n" +
 	"\x0ePrefillTimeout\x12\x12\n" +
 	"\x04base\x18\x01 \x01(\tR\x04base\x12\x1b\n" +
 	"\tper_token\x18\x02 \x01(\tR\bperToken\"f\n" +

@@ -65,6 +65,7 @@ func setPoolDefaults(p *Pool) {
 	or(&p.LongPrompts, "decodeAlone")
 	or(&p.OnPrefillFailure, "otherPrefill")
 	or(&p.PrefillAttempts, 3)
+	or(&p.StrandedBlocks, "lease")
 	or(&p.AttemptsTime, "1m")
 	or(&p.StreamStartTimeout, "1m")
 	sub(&p.PrefillTimeout)

@@ -21,6 +21,7 @@ func (v *validator) pool(path string, p *Pool) {
 	v.oneOf(path+".split", p.Split, "always", "auto", "never")
 	v.oneOf(path+".longPrompts", p.LongPrompts, "decodeAlone", "refuse")
 	v.oneOf(path+".onPrefillFailure", p.OnPrefillFailure, "otherPrefill", "decodeAlone", "fail")
+	v.oneOf(path+".strandedBlocks", p.StrandedBlocks, "lease", "cleanupDecode")
 	if p.PrefillAttempts < 1 || p.PrefillAttempts > 5 {
 		v.m.add(path+".prefillAttempts", "%d is not between 1 and 5", p.PrefillAttempts)
 	}
