@@ -126,7 +126,9 @@ func (s *scene) lookup(prompt []uint64) {
 }
 
 // The depths to which 1,024 endpoints hold an 8,192-block prompt.
-func depths(distinct int) func(int) int { return func(i int) int { return (i%distinct + 1) * 8192 / distinct } }
+func depths(distinct int) func(int) int {
+	return func(i int) int { return (i%distinct + 1) * 8192 / distinct }
+}
 
 func TestLookupAllocates(t *testing.T) {
 	if raceDetector {

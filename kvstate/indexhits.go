@@ -4,11 +4,11 @@ import "math/bits"
 
 // lookup is what hits needs besides the view.
 type lookup struct {
-	alive   []uint64 // who holds all blocks so far, by slot
-	mask    []uint64 // who holds one block
-	bySlot  []int32  // position in the view, -1: none
-	num     int      // a hit of n blocks counts n*num/den
-	den     int
+	alive  []uint64 // who holds all blocks so far, by slot
+	mask   []uint64 // who holds one block
+	bySlot []int32  // position in the view, -1: none
+	num    int      // a hit of n blocks counts n*num/den
+	den    int
 }
 
 // hits raises every candidate's Hit to how many leading blocks of the prompt its members hold, times num/den. of says
