@@ -49,6 +49,9 @@ type EndpointSpec struct {
 	Scheme string // http, https or h2c; "" is http
 	Role   Role
 	Group  string // endpoints with a group only pair within it
+
+	EventsPort int // where it publishes its KV events; 0: where its pool says
+	ReplayPort int // where these can be asked for again, if EventsPort is not 0; 0: nowhere
 }
 
 // Endpoint is one engine address of a pool. Its identity is stable for as long as the endpoint stays as it is.
