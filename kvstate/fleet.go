@@ -49,6 +49,9 @@ type EndpointSpec struct {
 	Scheme string // http, https or h2c; "" is http
 	Role   Role
 	Group  string // endpoints with a group only pair within it
+
+	EventsPort int // where it publishes its KV events; 0: where its pool says
+	ReplayPort int // where these can be asked for again, if EventsPort is not 0; 0: nowhere
 }
 
 // Endpoint is one engine address of a pool. Its identity is stable for as long as the endpoint stays as it is.
@@ -59,7 +62,9 @@ type Endpoint struct {
 
 // live is what is known of an address while it stays in its pool, whatever else is said about it.
 type live struct {
-	slot int // in the pool's prefix index; never used again by another endpoint while blocks may name it
+	routed *member                 // of the pool's prefix index: what was routed here
+	own    []int32                 // its slot
+	feeds  atomic.Pointer[[]int32] // slots of the KV event feeds
 
 	requests atomic.Int64 // reservations held
 	tokens   atomic.Int64 // prompt tokens of those
@@ -124,8 +129,7 @@ func (s *State) SetPool(spec PoolSpec, eps []EndpointSpec) {
 		}
 		pools[i] = next
 	} else {
-		next.index, next.ratio = newPrefixIndex(s.o.MaxIndexBlocks, s.o.EndpointBlocks), newTokenRatio()
-		next.pace = &prefillPace{}
+		next.index, next.ratio, next.pace = newPrefixIndex(s.o.indexLimits()), newTokenRatio(), &prefillPace{}
 		pools = append(pools, next)
 	}
 	seen := make(map[string]bool, len(eps))
@@ -138,9 +142,9 @@ func (s *State) SetPool(spec PoolSpec, eps []EndpointSpec) {
 	}
 	slices.SortStableFunc(next.endpoints, func(a, b *Endpoint) int { return strings.Compare(a.Group, b.Group) })
 	for _, e := range leaving {
-		next.index.dropSlot(e.slot)
+		next.index.leave(e.routed)
 	}
-	next.index.resize(next.endpoints)
+	next.index.resize()
 	s.pools.Store(&pools)
 }
 
@@ -149,7 +153,8 @@ func (s *State) SetPool(spec PoolSpec, eps []EndpointSpec) {
 func (p *Pool) endpoint(ep EndpointSpec, old *Endpoint) *Endpoint {
 	switch {
 	case old == nil:
-		return &Endpoint{ep, &live{slot: p.index.takeSlot()}}
+		m := p.index.join(nil)
+		return &Endpoint{ep, &live{routed: m, own: []int32{int32(m.slot)}}}
 	case old.EndpointSpec == ep:
 		return old
 	}

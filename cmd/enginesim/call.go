@@ -86,6 +86,7 @@ func (c *call) check(leg string) *apiError {
 	if bad := c.req.continued(c.s.responses); bad != nil {
 		return bad
 	}
+	c.req.keepIDs = c.s.events != nil
 	prompts, bad := c.req.render(c.s.cfg.blockSize)
 	if bad != nil {
 		return bad

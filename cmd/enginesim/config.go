@@ -37,6 +37,11 @@ type config struct {
 	keepAlive     time.Duration
 	maxBody       int64
 	fail          []failRule
+	events        string // endpoint of the KV events as vLLM names it; "": none
+	eventsReplay  string
+	eventsTopic   string
+	eventArrays   bool
+	eventSteps    int
 }
 
 type role string
@@ -80,6 +85,11 @@ func parseFlags(args []string, stderr io.Writer) (*config, error) {
 	f.IntVar(&c.recordBody, "record-body", 64<<10, "how many `bytes` of each body to keep")
 	f.DurationVar(&c.keepAlive, "keep-alive", 5*time.Second, "idle HTTP connections are closed after this (uvicorn: 5 s)")
 	f.Int64Var(&c.maxBody, "max-body", 256<<20, "largest request body, `bytes`")
+	f.StringVar(&c.events, "kv-events", "", "publish KV events at `endpoint`: tcp://*:port binds, tcp://host:port connects, as vLLM does")
+	f.StringVar(&c.eventsReplay, "kv-events-replay", "", "give out old KV events at `endpoint`, tcp://*:port")
+	f.StringVar(&c.eventsTopic, "kv-events-topic", "", "`topic` of KV events")
+	f.BoolVar(&c.eventArrays, "kv-events-arrays", false, "KV events as vLLM up to 0.23 sends them: arrays, and replays without a topic")
+	f.IntVar(&c.eventSteps, "kv-events-buffer", 10_000, "how many batches of KV events to keep for replay")
 	f.StringVar(&fail, "fail", "", "failure rule as for POST /sim/fail, or a JSON list of them")
 	if err := f.Parse(args); err != nil {
 		return nil, err

@@ -46,6 +46,7 @@ type request struct {
 	temperature     json.RawMessage
 	topP            json.RawMessage
 	salt            string
+	keepIDs         bool // of the prompt, for KV events
 	tools           []byte
 	toolChoice      []byte
 	kv              kvParams

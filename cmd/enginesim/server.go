@@ -29,6 +29,7 @@ type sim struct {
 	random   lockedRand
 
 	pool        *pool
+	events      *kvEvents // nil: none
 	ledger      *ledger
 	peers       *peers
 	metrics     *metrics
@@ -97,9 +98,15 @@ func start(cfg *config, log io.Writer) (*sim, error) {
 	}
 	s.sideHost, s.sidePort = cfg.advertiseHost, s.side.Addr().(*net.TCPAddr).Port
 	go s.acceptSide()
+	if s.events, err = startKVEvents(cfg); err != nil {
+		_ = s.side.Close()
+		return nil, err
+	}
+	s.pool.events = s.events
 	s.webAddr = cfg.listen
 	if err := s.openWeb(); err != nil {
 		_ = s.side.Close()
+		s.events.close()
 		return nil, err
 	}
 	s.addFailures(cfg.fail)
@@ -205,6 +212,7 @@ func (s *sim) close() {
 	s.mu.Unlock()
 	_ = web.Close()
 	_ = s.side.Close()
+	s.events.close()
 	for _, c := range conns {
 		_ = c.Close()
 	}
@@ -258,6 +266,7 @@ func (s *sim) routes() *http.ServeMux {
 	mux.HandleFunc("GET /sim/state", s.serveState)
 	mux.HandleFunc("POST /sim/reset", s.serveReset)
 	mux.HandleFunc("/sim/fail", s.serveFail)
+	mux.HandleFunc("POST /sim/kv-events", s.serveLose)
 	mux.HandleFunc("/", s.recorded(s.serveUnknown))
 	return mux
 }
