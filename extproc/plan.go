@@ -59,6 +59,9 @@ func (x *exchange) plan(api openai.API, a attempt) (route, error) {
 	if !ok {
 		return route{}, fmt.Errorf("pool %q has no policy", pool.Spec.Name)
 	}
+	if policy.Concurrent != nil {
+		return x.concurrent(pool, policy, a)
+	}
 	if err := x.whetherToSplit(&a, policy); err != nil {
 		return route{}, err
 	}

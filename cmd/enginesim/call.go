@@ -46,6 +46,9 @@ func (s *sim) serveCall(w http.ResponseWriter, r *http.Request, a api) {
 	if media, _, _ := strings.Cut(r.Header.Get("Content-Type"), ";"); !strings.EqualFold(strings.TrimSpace(media), "application/json") {
 		bad = badRequest("Unsupported Media Type: Only 'application/json' is allowed")
 	}
+	if s.roomed() {
+		req.roomLeg = string(s.cfg.role)
+	}
 	leg := req.leg()
 	s.metrics.requests.add(r.URL.Path+"\x00"+leg, 1)
 	rec.set(func() { rec.Leg, rec.Model, rec.Stream = leg, req.model, req.stream })
@@ -97,6 +100,13 @@ func (c *call) check(leg string) *apiError {
 	c.rec.set(func() { c.rec.PromptTokens = tokens })
 	if bad := c.req.checkLength(prompts, c.s.cfg); bad != nil {
 		return bad
+	}
+	if c.s.roomed() {
+		if c.s.cfg.role == rolePrefill {
+			c.req.maxTokens, c.req.minTokens = 1, 0
+		}
+		c.prepare(prompts)
+		return c.checkRooms(len(prompts))
 	}
 	c.checkRole(leg)
 	c.prepare(prompts)

@@ -14,29 +14,33 @@ import (
 
 // config is what the flags say.
 type config struct {
-	listen        string // HTTP, host:port
-	sideChannel   string // host:port; "" is the HTTP port + 1000
-	advertiseHost string // remote_host; "" is the side channel's host
-	engineID      string // "" is a random UUID
-	role          role
-	models        []string
-	nixl          bool
-	blockSize     int
-	blocks        int
-	maxModelLen   int
-	lease         time.Duration
-	prefillSpeed  float64 // tokens/s; 0 is instantaneous
-	decodeStep    time.Duration
-	recompute     bool // kv_load_failure_policy
-	loadTimeout   time.Duration
-	faithful      bool
-	toolParser    bool
-	record        bool
-	recordCount   int
-	recordBody    int
-	keepAlive     time.Duration
-	maxBody       int64
-	fail          []failRule
+	listen          string // HTTP, host:port
+	sideChannel     string // host:port; "" is the HTTP port + 1000
+	advertiseHost   string // remote_host; "" is the side channel's host
+	engineID        string // "" is a random UUID
+	role            role
+	models          []string
+	nixl            bool
+	sglang          bool
+	bootstrap       string        // host:port of the bootstrap server, of a prefill engine that has one
+	transferTimeout time.Duration // how long legs that run at once wait for each other
+	dpSize          int
+	blockSize       int
+	blocks          int
+	maxModelLen     int
+	lease           time.Duration
+	prefillSpeed    float64 // tokens/s; 0 is instantaneous
+	decodeStep      time.Duration
+	recompute       bool // kv_load_failure_policy
+	loadTimeout     time.Duration
+	faithful        bool
+	toolParser      bool
+	record          bool
+	recordCount     int
+	recordBody      int
+	keepAlive       time.Duration
+	maxBody         int64
+	fail            []failRule
 }
 
 type role string
@@ -64,7 +68,10 @@ func parseFlags(args []string, stderr io.Writer) (*config, error) {
 		c.models = append(c.models, v)
 		return nil
 	})
-	f.StringVar(&connector, "connector", "nixl", "KV connector: nixl or none")
+	f.StringVar(&connector, "connector", "nixl", "KV connector: nixl, none, or sglang for an SGLang server")
+	f.StringVar(&c.bootstrap, "bootstrap", "127.0.0.1:8998", "`address` of the bootstrap server (sglang, role prefill)")
+	f.DurationVar(&c.transferTimeout, "transfer-timeout", 300*time.Second, "how long legs that run at once wait for each other")
+	f.IntVar(&c.dpSize, "dp-size", 1, "data-parallel ranks, as far as the bootstrap server tells of them")
 	f.IntVar(&c.blockSize, "block-size", 16, "tokens in a KV block")
 	f.IntVar(&c.blocks, "blocks", 1<<19, "KV blocks of the engine")
 	f.IntVar(&c.maxModelLen, "max-model-len", 5_000_000, "longest prompt and answer together, tokens (a token is four bytes)")
@@ -107,8 +114,10 @@ func (c *config) settle(roleName, connector, policy, fail string) error {
 	case "nixl":
 		c.nixl = true
 	case "none":
+	case "sglang":
+		c.sglang = true
 	default:
-		errs = append(errs, fmt.Errorf("-connector %q: not one of nixl, none", connector))
+		errs = append(errs, fmt.Errorf("-connector %q: not one of nixl, none, sglang", connector))
 	}
 	switch policy {
 	case "fail":

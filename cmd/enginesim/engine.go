@@ -19,6 +19,7 @@ type sequence struct {
 	wrong    bool // its KV is not that of its prompt
 	out      output
 	handOver []byte // kv_transfer_params of the answer, nil for none
+	room     roomParams
 }
 
 // local is the number of prompt tokens that this engine's own prefix cache had.
@@ -64,7 +65,7 @@ func (c *call) generate(ctx context.Context, emit func(step int) error) error {
 		s.metrics.running.Add(1)
 		running = true
 	}
-	if err := c.prefill(ctx); err != nil {
+	if err := c.fill(ctx); err != nil {
 		return c.abandon(err)
 	}
 	s.metrics.firstToken.Observe(time.Since(started).Seconds())
@@ -74,6 +75,20 @@ func (c *call) generate(ctx context.Context, emit func(step int) error) error {
 	c.complete()
 	s.metrics.latency.Observe(time.Since(started).Seconds())
 	return nil
+}
+
+// fill gets the prompts' KV: computed, from another engine, or computed for one.
+func (c *call) fill(ctx context.Context) error {
+	switch {
+	case !c.s.roomed():
+		return c.prefill(ctx)
+	case c.s.cfg.role == rolePrefill:
+		return c.sendRooms(ctx)
+	}
+	if err := c.receiveRooms(ctx); err != nil {
+		return err
+	}
+	return c.prefill(ctx)
 }
 
 func (c *call) admit(ctx context.Context) error {

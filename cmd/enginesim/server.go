@@ -30,6 +30,7 @@ type sim struct {
 
 	pool        *pool
 	ledger      *ledger
+	rooms       *rendezvous
 	peers       *peers
 	metrics     *metrics
 	records     *recorder
@@ -40,6 +41,9 @@ type sim struct {
 
 	mux  *http.ServeMux
 	side net.Listener
+
+	bootstrap     *http.Server // of a prefill engine whose dialect has one
+	bootstrapAddr string
 
 	mu       sync.Mutex
 	web      *http.Server
@@ -89,13 +93,19 @@ func start(cfg *config, log io.Writer) (*sim, error) {
 	if s.engineID == "" {
 		s.engineID = s.random.uuid()
 	}
-	s.ledger = newLedger(s.pool, cfg.lease)
+	s.ledger, s.rooms = newLedger(s.pool, cfg.lease), newRendezvous()
 	s.mux = s.routes()
 	var err error
 	if s.side, err = net.Listen("tcp", cfg.sideChannel); err != nil {
 		return nil, fmt.Errorf("opening the side channel: %w", err)
 	}
 	s.sideHost, s.sidePort = cfg.advertiseHost, s.side.Addr().(*net.TCPAddr).Port
+	if s.roomed() && cfg.role == rolePrefill {
+		if err := s.openBootstrap(); err != nil {
+			_ = s.side.Close()
+			return nil, err
+		}
+	}
 	go s.acceptSide()
 	s.webAddr = cfg.listen
 	if err := s.openWeb(); err != nil {
@@ -205,6 +215,9 @@ func (s *sim) close() {
 	s.mu.Unlock()
 	_ = web.Close()
 	_ = s.side.Close()
+	if s.bootstrap != nil {
+		_ = s.bootstrap.Close()
+	}
 	for _, c := range conns {
 		_ = c.Close()
 	}
@@ -240,6 +253,10 @@ func (s *sim) routes() *http.ServeMux {
 		"/v1/messages": apiMessages, "/inference/v1/generate": apiGenerate,
 	} {
 		mux.HandleFunc("POST "+path, func(w http.ResponseWriter, r *http.Request) { s.serveCall(w, r, a) })
+	}
+	if s.cfg.sglang {
+		mux.HandleFunc("POST /generate", func(w http.ResponseWriter, r *http.Request) { s.serveCall(w, r, apiSGLang) })
+		mux.HandleFunc("GET /server_info", func(w http.ResponseWriter, _ *http.Request) { s.serveInfo(w) })
 	}
 	mux.HandleFunc("GET /v1/responses/{id}", s.recorded(s.serveStored))
 	mux.HandleFunc("POST /v1/embeddings", s.recorded(s.serveEmbeddings))

@@ -34,7 +34,7 @@ func newFleet(ctx context.Context, config *configv1.Config, log *slog.Logger) (*
 			if err != nil {
 				return nil, fmt.Errorf("pool %s: %w", p.GetName(), err)
 			}
-			eps = append(eps, kvstate.EndpointSpec{Name: e.GetAddress(), Scheme: e.GetScheme(), Role: role, Group: e.GetGroup()})
+			eps = append(eps, kvstate.EndpointSpec{Name: e.GetAddress(), Scheme: e.GetScheme(), Role: role, Group: e.GetGroup(), Transfer: transferOf(e.GetTransfer())})
 		}
 		source := discovery.NewStatic(f.state, spec, eps, log)
 		source.Resolve(ctx)
@@ -42,6 +42,11 @@ func newFleet(ctx context.Context, config *configv1.Config, log *slog.Logger) (*
 	}
 	f.prober = discovery.NewProber(f.state, log)
 	return f, nil
+}
+
+// transferOf is how the other leg's engine reaches an endpoint.
+func transferOf(t *configv1.Transfer) kvstate.Transfer {
+	return kvstate.Transfer{Host: t.GetHost(), BootstrapPort: uint16(t.GetBootstrapPort())} //nolint:gosec // validated
 }
 
 // watch keeps the state up to date until ctx ends.
@@ -80,6 +85,10 @@ func serverOptions(config *configv1.Config, f *fleet, log *slog.Logger) (extproc
 			policy.OnFailure = extproc.DecodeAlone
 		case "fail":
 			policy.OnFailure = extproc.Fail
+		}
+		if policy.Concurrent = kvtransfer.NewConcurrent(p.GetKvTransfer()); policy.Concurrent != nil {
+			o.Pools[p.GetName()] = policy
+			continue
 		}
 		if name := p.GetKvTransfer(); name != "none" {
 			if policy.Dialect, err = kvtransfer.New(name); err != nil {
