@@ -97,42 +97,68 @@ func streamed(body string) string { return strings.Replace(body, "{", `{"stream"
 
 // A leg that fails before the answer began: D is cut, and another pair answers with a room of its own.
 func TestSGLangFailures(t *testing.T) {
+	f := start(t, options{dialect: "sglang", pool: "  prefillTimeout: {base: 1s}\n"})
 	for _, failure := range []struct{ leg, rule string }{
 		{"prefill", `{"mode":"status","status":500}`}, {"prefill", `{"mode":"status","status":503}`}, {"prefill", `{"mode":"reset-before-headers"}`},
-		{"prefill", `{"mode":"hang"}`}, {"prefill", `{"mode":"garbage-body"}`}, {"prefill", `{"mode":"refuse","delay":"5s"}`},
-		{"decode", `{"mode":"status","status":500}`}, {"decode", `{"mode":"reset-before-headers"}`}, {"decode", `{"mode":"refuse","delay":"5s"}`},
+		{"prefill", `{"mode":"hang"}`}, {"prefill", `{"mode":"garbage-body"}`}, {"prefill", `{"mode":"refuse","delay":"2s"}`},
+		{"decode", `{"mode":"status","status":500}`}, {"decode", `{"mode":"reset-before-headers"}`}, {"decode", `{"mode":"refuse","delay":"2s"}`},
 	} {
 		for _, stream := range []bool{false, true} {
 			t.Run(fmt.Sprintf("%s %s stream=%t", failure.leg, failure.rule, stream), func(t *testing.T) {
-				t.Parallel()
-				f := start(t, options{dialect: "sglang", pool: "  prefillTimeout: {base: 1s}\n"})
-				bad := f.prefills[0]
+				body, bad := pairBody, f.prefills[0]
+				if stream {
+					body = streamed(body)
+				}
 				if failure.leg == "decode" {
 					bad = f.decodes[0]
 				}
+				before := metric(t, f.admins[0], "tandem_replans_total", `cause="`+failure.leg+`"`)
 				f.inject(bad, failure.rule)
 				if strings.Contains(failure.rule, "refuse") {
-					require.Eventually(t, func() bool { _, err := http.Get("http://" + bad.addr + "/health"); return err != nil }, 5*time.Second, 5*time.Millisecond)
-				}
-				body := pairBody
-				if stream {
-					body = streamed(body)
+					require.Eventually(t, func() bool { return !healthy(bad) }, 5*time.Second, 5*time.Millisecond)
 				}
 				for i := range 8 {
 					got := f.post("/v1/chat/completions", body, "x-request-id", fmt.Sprintf("fails-%d", i))
 					require.Equal(t, 200, got.status, got.body)
 					require.NotContains(t, got.body, "error")
 				}
-				require.Positive(t, metric(t, f.admins[0], "tandem_replans_total", `cause="`+failure.leg+`"`))
-				if strings.Contains(failure.rule, "refuse") {
-					require.Eventually(t, func() bool {
-						r, err := http.Get("http://" + bad.addr + "/health")
-						return err == nil && r.Body.Close() == nil
-					}, 10*time.Second, 20*time.Millisecond)
-				}
+				require.Greater(t, metric(t, f.admins[0], "tandem_replans_total", `cause="`+failure.leg+`"`), before)
+				f.heal(bad)
 			})
 		}
 	}
+}
+
+func healthy(e *engine) bool {
+	resp, err := http.Get("http://" + e.addr + "/health")
+	return err == nil && resp.Body.Close() == nil && resp.StatusCode == 200
+}
+
+// heal takes an engine's failures away, and waits until Tandem has it back.
+func (f *fleet) heal(e *engine) {
+	f.t.Helper()
+	require.Eventually(f.t, func() bool { return healthy(e) }, 10*time.Second, 10*time.Millisecond)
+	req, err := http.NewRequest(http.MethodDelete, "http://"+e.addr+"/sim/fail", nil)
+	require.NoError(f.t, err)
+	resp, err := client.Do(req)
+	require.NoError(f.t, err)
+	_ = resp.Body.Close()
+	require.Eventually(f.t, func() bool {
+		var state struct {
+			Pools []struct{ Endpoints []struct{ Failed bool } }
+		}
+		if err := getJSON(f.admins[0]+"/debug/state", &state); err != nil {
+			return false
+		}
+		for _, p := range state.Pools {
+			for _, e := range p.Endpoints {
+				if e.Failed {
+					return false
+				}
+			}
+		}
+		return true
+	}, 10*time.Second, 20*time.Millisecond, "an endpoint stays marked as failed")
 }
 
 // Without a pair that works there is an answer all the same: an error, in OpenAI's shape.

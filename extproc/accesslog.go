@@ -238,7 +238,7 @@ func (s *Server) hopEnded(e *logEntry) {
 		return
 	}
 	mine := s.release(t) || s.bookedHere(t, string(e.requestID))
-	if redirected || e.clientGone {
+	if pair := t.Stage == kvtransfer.PairLegs || t.Stage == kvtransfer.Failed; pair && (redirected || e.clientGone) {
 		s.pairs.giveUp(t.ID) // of legs that run at once: nobody waits for P's any more
 	}
 	if redirected {

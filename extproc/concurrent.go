@@ -111,10 +111,12 @@ func (x *exchange) pairUp(pool *kvstate.Pool, policy Policy, tokens int64, a *at
 	if !dialect.DecodesAlone() { // engines are started for one leg or for none
 		x.view.Endpoints = slices.DeleteFunc(x.view.Endpoints, func(c kvstate.Candidate) bool { return c.Endpoint.Role == kvstate.RoleBoth })
 	}
-	c, err := picker.Pick(&picker.Request{PromptTokens: tokens, Blocks: len(x.hashes), Split: true, Excluded: a.excluded, Rand: random()}, &x.view)
-	if err != nil || c.Prefill < 0 {
-		a.why = "no_prefill"
-		return route{}, nil //nolint:nilerr // the caller looks for an endpoint that works alone
+	c, ok := x.pickPair(tokens, a.excluded)
+	if !ok {
+		if a.why = "no_prefill"; len(a.excluded) > 0 {
+			a.why = "prefill_failed"
+		}
+		return route{}, nil
 	}
 	p, d := x.view.Endpoints[c.Prefill], x.view.Endpoints[c.Decode]
 	legs := kvtransfer.Legs{ID: newTicketID(), RequestID: x.requestID, Prefill: p.Endpoint, Decode: d.Endpoint}
@@ -151,6 +153,22 @@ func (x *exchange) pairUp(pool *kvstate.Pool, policy Policy, tokens int64, a *at
 	x.s.metrics.decided(pool, "pair", "")
 	x.s.recent.planned(x.requestID, pool.Spec.Name, "pair", "", p.Endpoint.Addr, d.Endpoint.Addr, tokens)
 	return x.seal(r, &t)
+}
+
+// pickPair chooses a pair of the view. Endpoints that failed the request are taken where there is no other, but not
+// oftener than maxTries.
+func (x *exchange) pickPair(tokens int64, excluded []string) (picker.Choice, bool) {
+	r := picker.Request{PromptTokens: tokens, Blocks: len(x.hashes), Split: true, Excluded: excluded, Rand: random()}
+	c, err := picker.Pick(&r, &x.view)
+	if err == nil && c.Prefill >= 0 {
+		return c, true
+	}
+	r.Excluded = slices.DeleteFunc(slices.Clone(excluded), func(addr string) bool { return failedBefore(excluded, addr) < maxTries })
+	if len(r.Excluded) == len(excluded) {
+		return c, false
+	}
+	c, err = picker.Pick(&r, &x.view)
+	return c, err == nil && c.Prefill >= 0
 }
 
 // setPairHeaders writes what the two legs need beside what every route has, or removes what an earlier pass left.

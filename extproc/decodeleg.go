@@ -25,6 +25,15 @@ func (x *exchange) decodeLeg() error {
 	if err != nil {
 		return err
 	}
+	p := x.s.pairs.enter(t.ID)
+	defer x.s.pairs.leave(t.ID)
+	if err = x.serveDecode(t, p); err != nil {
+		x.s.pairs.giveUp(t.ID) // the client has left, or this leg is lost to a second try
+	}
+	return err
+}
+
+func (x *exchange) serveDecode(t *kvtransfer.Ticket, p *pair) error {
 	if err := x.receiveBody(x.s.MaxBodyBytes + kvtransfer.MaxUndoBytes + maxDecodeMember); err != nil {
 		return err
 	}
@@ -32,10 +41,7 @@ func (x *exchange) decodeLeg() error {
 	if err != nil {
 		return err
 	}
-	p := x.s.pairs.enter(t.ID)
-	defer x.s.pairs.leave(t.ID)
 	if err := x.answerBody(edits); err != nil {
-		x.s.pairs.giveUp(t.ID)
 		return err
 	}
 	return x.watch(t, p)
@@ -100,7 +106,6 @@ func (x *exchange) watch(t *kvtransfer.Ticket, p *pair) error {
 		select {
 		case got := <-received:
 			if got.err != nil {
-				x.s.pairs.giveUp(t.ID) // the client has left
 				return got.err
 			}
 			x.take(got)
@@ -124,7 +129,6 @@ func (x *exchange) watch(t *kvtransfer.Ticket, p *pair) error {
 		case <-x.s.draining:
 			return x.letGo(held)
 		case <-x.stream.Context().Done():
-			x.s.pairs.giveUp(t.ID)
 			return io.EOF
 		}
 	}

@@ -82,13 +82,18 @@ func (ps *pairs) tell(id [16]byte, v outcome) {
 	}
 }
 
-// giveUp says that nobody waits for P's leg any more. It is no news of a pair that is not known here.
+// giveUp says that nobody waits for P's leg any more, which may be about to begin.
 func (ps *pairs) giveUp(id [16]byte) {
 	ps.mu.Lock()
 	defer ps.mu.Unlock()
-	if p := ps.live[id]; p != nil && !p.givenUp {
-		p.givenUp = true
-		close(p.over)
+	p := ps.at(id)
+	if p.givenUp {
+		return
+	}
+	p.givenUp = true
+	close(p.over)
+	if p.streams == 0 {
+		ps.rest(id)
 	}
 }
 
