@@ -120,11 +120,17 @@ func (x *exchange) pairUp(pool *kvstate.Pool, policy Policy, tokens int64, a *at
 	}
 	p, d := x.view.Endpoints[c.Prefill], x.view.Endpoints[c.Decode]
 	legs := kvtransfer.Legs{ID: newTicketID(), RequestID: x.requestID, Prefill: p.Endpoint, Decode: d.Endpoint}
+	if policy.Peers != nil {
+		legs.Peer, _ = policy.Peers.Lookup(x.stream.Context(), p.Endpoint)
+	}
 	x.patch.Reset(&x.req)
 	told, err := dialect.Plan(&x.req, &x.patch, &legs)
 	if errors.Is(err, kvtransfer.ErrUnknownPeer) {
 		a.why = "unknown_peer"
-		return route{}, nil
+		if policy.Dialect == nil || a.redirects+2 >= x.s.MaxRedirects {
+			return route{}, nil
+		}
+		return x.prefill(pool, policy, c, tokens, *a) // one leg after the other, which tells who P is
 	}
 	if err != nil {
 		return route{}, err

@@ -221,6 +221,9 @@ func (x *exchange) planAgain(t *kvtransfer.Ticket, cause string) error {
 	if pool := x.s.State.Pool(t.Pool); pool != nil {
 		x.markFailed(pool, failed)
 	}
+	if peers := x.s.Pools[t.Pool].Peers; peers != nil {
+		peers.Forget(t.Prefill) // it may come back as another engine, and D may have failed because it has
+	}
 	sealed, err := x.s.Keys.Seal(nil, &next, x.requestID)
 	if err != nil {
 		return fmt.Errorf("sealing the ticket of a failed pair: %w", err)

@@ -79,7 +79,8 @@ func (x *exchange) judge(t *kvtransfer.Ticket, code int) outcome {
 			v.answer = append([]byte(nil), x.body.bytes()...)
 		}
 	case code == 200 && !x.msg.over && policy.Concurrent != nil:
-		got, err := policy.Concurrent.ReadAnswer(x.body.bytes())
+		got, peer, err := policy.Concurrent.ReadAnswer(x.body.bytes(), t.Params)
+		policy.learnPeer(t.Prefill, peer)
 		if err != nil {
 			x.s.Log.Warn("prefill answered, but not as one that has sent its KV", "request_id", x.requestID, "endpoint", t.Prefill, "err", err)
 			break
@@ -90,6 +91,13 @@ func (x *exchange) judge(t *kvtransfer.Ticket, code int) outcome {
 	x.s.metrics.prefillEnded(t, code, result, took)
 	x.s.recent.change(x.requestID, func(trace *Trace) { trace.PrefillTime = took })
 	return v
+}
+
+// learnPeer remembers what a prefill endpoint said of itself.
+func (p Policy) learnPeer(addr string, said kvtransfer.Peer) {
+	if p.Peers != nil {
+		p.Peers.Learn(addr, said)
+	}
 }
 
 // maxRefusal is how much is kept of what P says about a request that it refuses.

@@ -40,6 +40,7 @@ type Options struct {
 type Policy struct {
 	Dialect         kvtransfer.Dialect    // nil: one hop for everything, unless there is
 	Concurrent      kvtransfer.Concurrent // the dialect, where both legs run at once
+	Peers           *kvtransfer.Peers     // who the prefill engines are; nil: the dialect does not need to know
 	Split           bool
 	RefuseLong      bool          // bodies over SplitBodyBytes get 413 instead of decode alone
 	OnFailure       OnFailure     // of a prefill

@@ -46,6 +46,9 @@ func (s *sim) serveCall(w http.ResponseWriter, r *http.Request, a api) {
 	if media, _, _ := strings.Cut(r.Header.Get("Content-Type"), ";"); !strings.EqualFold(strings.TrimSpace(media), "application/json") {
 		bad = badRequest("Unsupported Media Type: Only 'application/json' is allowed")
 	}
+	if s.cfg.pushes() {
+		req.kv = s.cfg.parsePush(req.raw("kv_transfer_params"))
+	}
 	if s.roomed() {
 		req.roomLeg = string(s.cfg.role)
 	}
@@ -159,6 +162,9 @@ func (c *call) serve() {
 	case kv.fatal != "":
 		c.refuse(engineDead())
 		c.s.die(kv.fatal)
+		return
+	case kv.parked != "":
+		c.park()
 		return
 	case kv.incomplete != "": // registered no receive, and yet parked: it waits until the client leaves, and then raises
 		c.s.metrics.waitingDeferred.Add(1)

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"io"
 	"net"
+	"slices"
 	"strconv"
 	"strings"
 	"time"
@@ -21,7 +22,7 @@ type config struct {
 	role            role
 	models          []string
 	nixl            bool
-	sglang          bool
+	connector       string        // one of the connectors
 	bootstrap       string        // host:port of the bootstrap server, of a prefill engine that has one
 	transferTimeout time.Duration // how long legs that run at once wait for each other
 	dpSize          int
@@ -43,6 +44,16 @@ type config struct {
 	fail            []failRule
 }
 
+// The connectors.
+const (
+	connectorNIXL     = "nixl"
+	connectorPush     = "nixl-push"
+	connectorMooncake = "mooncake"
+	connectorSGLang   = "sglang"
+)
+
+var connectors = []string{connectorNIXL, connectorPush, connectorMooncake, connectorSGLang, "none"}
+
 type role string
 
 const (
@@ -56,7 +67,7 @@ func (c *config) name() string { return string(c.role) + "@" + c.listen }
 // parseFlags reads the command line. flag.ErrHelp and mistakes have been reported to stderr.
 func parseFlags(args []string, stderr io.Writer) (*config, error) {
 	var c config
-	var roleName, connector, policy, fail string
+	var roleName, policy, fail string
 	f := flag.NewFlagSet("enginesim", flag.ContinueOnError)
 	f.SetOutput(stderr)
 	f.StringVar(&c.listen, "listen", "127.0.0.1:8101", "HTTP `address`")
@@ -68,8 +79,8 @@ func parseFlags(args []string, stderr io.Writer) (*config, error) {
 		c.models = append(c.models, v)
 		return nil
 	})
-	f.StringVar(&connector, "connector", "nixl", "KV connector: nixl, none, or sglang for an SGLang server")
-	f.StringVar(&c.bootstrap, "bootstrap", "127.0.0.1:8998", "`address` of the bootstrap server (sglang, role prefill)")
+	f.StringVar(&c.connector, "connector", "nixl", "KV connector: nixl, nixl-push, mooncake, none, or sglang for an SGLang server")
+	f.StringVar(&c.bootstrap, "bootstrap", "127.0.0.1:8998", "`address` of the bootstrap server (sglang and mooncake, role prefill)")
 	f.DurationVar(&c.transferTimeout, "transfer-timeout", 300*time.Second, "how long legs that run at once wait for each other")
 	f.IntVar(&c.dpSize, "dp-size", 1, "data-parallel ranks, as far as the bootstrap server tells of them")
 	f.IntVar(&c.blockSize, "block-size", 16, "tokens in a KV block")
@@ -94,11 +105,11 @@ func parseFlags(args []string, stderr io.Writer) (*config, error) {
 	if f.NArg() > 0 {
 		return nil, fmt.Errorf("unexpected argument %q", f.Arg(0))
 	}
-	return &c, c.settle(roleName, connector, policy, fail)
+	return &c, c.settle(roleName, policy, fail)
 }
 
 // settle checks values and fills in what depends on others.
-func (c *config) settle(roleName, connector, policy, fail string) error {
+func (c *config) settle(roleName, policy, fail string) error {
 	var errs []error
 	switch roleName {
 	case "prefill", "kv_producer":
@@ -110,14 +121,8 @@ func (c *config) settle(roleName, connector, policy, fail string) error {
 	default:
 		errs = append(errs, fmt.Errorf("-role %q: not one of prefill, decode, both", roleName))
 	}
-	switch connector {
-	case "nixl":
-		c.nixl = true
-	case "none":
-	case "sglang":
-		c.sglang = true
-	default:
-		errs = append(errs, fmt.Errorf("-connector %q: not one of nixl, none, sglang", connector))
+	if c.nixl = c.connector == connectorNIXL; !slices.Contains(connectors, c.connector) {
+		errs = append(errs, fmt.Errorf("-connector %q: not one of %v", c.connector, connectors))
 	}
 	switch policy {
 	case "fail":

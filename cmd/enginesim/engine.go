@@ -127,7 +127,7 @@ func (c *call) admit(ctx context.Context) error {
 // sixth of a lease.
 func (c *call) heartbeat() (stop func()) {
 	kv := &c.req.kv
-	if !kv.remotePrefill {
+	if !kv.remotePrefill || c.s.cfg.pushes() {
 		return func() {}
 	}
 	done := make(chan struct{})
@@ -151,6 +151,9 @@ func (kv *kvParams) addr() string { return net.JoinHostPort(kv.host, strconv.Ito
 // load fetches each sequence's KV. With the policy "recompute" a failed load only costs its time.
 func (c *call) load(ctx context.Context) error {
 	s := c.s
+	if s.cfg.pushes() {
+		return c.await(ctx)
+	}
 	for _, q := range c.seqs {
 		actual, err := s.fetchKV(ctx, c.xid, &c.req.kv, q.p, q.grant.hits)
 		c.fetched = true
@@ -312,7 +315,11 @@ func (c *call) complete() {
 			s.pool.free(blocks)
 			continue
 		}
-		c.keep(q, blocks)
+		if s.cfg.pushes() {
+			c.offer(q, blocks)
+		} else {
+			c.keep(q, blocks)
+		}
 	}
 }
 
@@ -393,7 +400,7 @@ func (c *call) abandon(err error) error {
 // refuses a decode leg, or loses it before the transfer.
 func (c *call) releaseRemote() {
 	kv := &c.req.kv
-	if !kv.remotePrefill || c.fetched || kv.fatal != "" || kv.incomplete != "" {
+	if c.s.cfg.pushes() || !kv.remotePrefill || c.fetched || kv.fatal != "" || kv.incomplete != "" {
 		return
 	}
 	c.fetched = true

@@ -100,7 +100,7 @@ func start(cfg *config, log io.Writer) (*sim, error) {
 		return nil, fmt.Errorf("opening the side channel: %w", err)
 	}
 	s.sideHost, s.sidePort = cfg.advertiseHost, s.side.Addr().(*net.TCPAddr).Port
-	if s.roomed() && cfg.role == rolePrefill {
+	if (s.roomed() || cfg.connector == connectorMooncake) && cfg.role == rolePrefill {
 		if err := s.openBootstrap(); err != nil {
 			_ = s.side.Close()
 			return nil, err
@@ -254,7 +254,7 @@ func (s *sim) routes() *http.ServeMux {
 	} {
 		mux.HandleFunc("POST "+path, func(w http.ResponseWriter, r *http.Request) { s.serveCall(w, r, a) })
 	}
-	if s.cfg.sglang {
+	if s.cfg.connector == connectorSGLang {
 		mux.HandleFunc("POST /generate", func(w http.ResponseWriter, r *http.Request) { s.serveCall(w, r, apiSGLang) })
 		mux.HandleFunc("GET /server_info", func(w http.ResponseWriter, _ *http.Request) { s.serveInfo(w) })
 	}

@@ -89,7 +89,7 @@ func element(raw []byte, i, n int, name string) ([]byte, *apiError) {
 }
 
 // roomed reports whether this engine does one leg of two.
-func (s *sim) roomed() bool { return s.cfg.sglang && s.cfg.role != roleBoth }
+func (s *sim) roomed() bool { return s.cfg.connector == connectorSGLang && s.cfg.role != roleBoth }
 
 // checkRooms reads the rooms of a call that was prepared, and makes a prefill leg one of one token, as P does of its own
 // accord (srt/disaggregation/prefill.py).
@@ -246,7 +246,11 @@ func (s *sim) openBootstrap() error {
 	if err != nil {
 		return fmt.Errorf("opening the bootstrap port: %w", err)
 	}
-	s.bootstrap = &http.Server{Handler: s.bootstrapServer(), ReadHeaderTimeout: 10 * time.Second}
+	handler := s.bootstrapServer()
+	if s.cfg.connector == connectorMooncake {
+		handler = s.mooncakeBootstrap()
+	}
+	s.bootstrap = &http.Server{Handler: handler, ReadHeaderTimeout: 10 * time.Second}
 	s.bootstrapAddr = l.Addr().String()
 	go func() { _ = s.bootstrap.Serve(l) }()
 	return nil

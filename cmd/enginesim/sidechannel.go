@@ -23,6 +23,7 @@ const (
 	opHeartbeat
 	opRelease
 	opJoin
+	opWho
 
 	maxFrame  = 64 << 20
 	idlePeers = 64 // connections kept for each remote engine
@@ -181,6 +182,8 @@ func (s *sim) serveSide(conn net.Conn) {
 			answer.encode(&out)
 			_, _ = conn.Write(out.sealFrame())
 			return // Peek is still reading
+		case opWho:
+			out.string(s.engineID)
 		case opHeartbeat:
 			if engineID == s.engineID {
 				s.ledger.extend(requestID)

@@ -21,11 +21,12 @@ type fleet struct {
 	state   *kvstate.State
 	sources []*discovery.Static
 	prober  *discovery.Prober
+	peers   map[string]*kvtransfer.Peers // by pool, of dialects that need to know who engines are
 }
 
 // newFleet fills the state with the configured pools. Names are resolved before it returns, where they can be.
 func newFleet(ctx context.Context, config *configv1.Config, log *slog.Logger) (*fleet, error) {
-	f := &fleet{state: kvstate.New(kvstate.Options{})}
+	f := &fleet{state: kvstate.New(kvstate.Options{}), peers: map[string]*kvtransfer.Peers{}}
 	for _, p := range config.GetPools() {
 		spec := kvstate.PoolSpec{Name: p.GetName(), Models: p.GetModels()}
 		var eps []kvstate.EndpointSpec
@@ -56,6 +57,9 @@ func (f *fleet) watch(ctx context.Context) error {
 		group.Go(func() error { s.Run(ctx); return nil })
 	}
 	group.Go(func() error { f.prober.Run(ctx); return nil })
+	for pool, peers := range f.peers {
+		group.Go(func() error { peers.Run(ctx, f.state, pool); return nil })
+	}
 	return group.Wait()
 }
 
@@ -87,6 +91,14 @@ func serverOptions(config *configv1.Config, f *fleet, log *slog.Logger) (extproc
 			policy.OnFailure = extproc.Fail
 		}
 		if policy.Concurrent = kvtransfer.NewConcurrent(p.GetKvTransfer()); policy.Concurrent != nil {
+			if policy.Peers = kvtransfer.NewPeers(p.GetKvTransfer(), log); policy.Peers != nil {
+				f.peers[p.GetName()] = policy.Peers
+			}
+			if p.GetKvTransfer() == "nixl-push" { // one leg after the other where the engine is not known yet
+				if policy.Dialect, err = kvtransfer.New("nixl"); err != nil {
+					return o, fmt.Errorf("pool %s: %w", p.GetName(), err)
+				}
+			}
 			o.Pools[p.GetName()] = policy
 			continue
 		}

@@ -25,9 +25,9 @@ type Concurrent interface {
 	// are told. At least one member is put in, so the first of the patch's edits is the insertion right after the opening
 	// brace. It may not wait. [ErrUnknownPeer] means that what the legs must be told of P is not known yet.
 	Plan(r *openai.Request, p *openai.Patch, l *Legs) (Told, error)
-	// ReadAnswer reads P's answer with status 200. An error means that P does not do what it was asked to, so that D waits
-	// in vain.
-	ReadAnswer(body []byte) (Answer, error)
+	// ReadAnswer reads P's answer with status 200. told is what D was told ([Told].Decode). An error means that P does not
+	// do what D was told it would, so that D waits in vain. The Peer is what P said of itself.
+	ReadAnswer(body, told []byte) (Answer, Peer, error)
 }
 
 // Legs is one attempt to answer a request with two legs at once.
@@ -54,6 +54,10 @@ func NewConcurrent(name string) Concurrent {
 	switch name {
 	case "sglang":
 		return newSGLang()
+	case "mooncake":
+		return newMooncake()
+	case "nixl-push":
+		return newNIXLPush()
 	default:
 		return nil
 	}

@@ -114,13 +114,13 @@ func appendRooms(dst []byte, random *rand.PCG, n int, list bool) []byte {
 
 // ReadAnswer reads what P says about tokens. Its answer is otherwise of no use, but comes only when the blocks are D's:
 // the request stays with P until its transfer is done (disaggregation/prefill.py, process_disagg_prefill_inflight_queue).
-func (sglang) ReadAnswer(body []byte) (Answer, error) {
+func (sglang) ReadAnswer(body, _ []byte) (Answer, Peer, error) {
 	if len(body) > 0 && body[0] == '[' && json.Valid(body) {
-		return Answer{PromptTokens: -1, CachedTokens: -1}, nil // /generate of a batch
+		return Answer{PromptTokens: -1, CachedTokens: -1}, Peer{}, nil // /generate of a batch
 	}
 	scanned, err := openai.ScanAnswer(body)
 	if err != nil {
-		return Answer{}, errors.Join(ErrParams, err)
+		return Answer{}, Peer{}, errors.Join(ErrParams, err)
 	}
-	return Answer{PromptTokens: scanned.PromptTokens, CachedTokens: scanned.CachedTokens}, nil
+	return Answer{PromptTokens: scanned.PromptTokens, CachedTokens: scanned.CachedTokens}, Peer{}, nil
 }
