@@ -122,6 +122,7 @@ func (x *exchange) pairUp(pool *kvstate.Pool, policy Policy, tokens int64, a *at
 	legs := kvtransfer.Legs{ID: newTicketID(), RequestID: x.requestID, Prefill: p.Endpoint, Decode: d.Endpoint}
 	if policy.Peers != nil {
 		legs.Peer, _ = policy.Peers.Lookup(x.stream.Context(), p.Endpoint)
+		legs.DecodePeer = policy.Peers.Known(d.Endpoint.Addr)
 	}
 	x.patch.Reset(&x.req)
 	told, err := dialect.Plan(&x.req, &x.patch, &legs)

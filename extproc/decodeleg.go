@@ -41,6 +41,9 @@ func (x *exchange) serveDecode(t *kvtransfer.Ticket, p *pair) error {
 	if err != nil {
 		return err
 	}
+	if c := x.s.Pools[t.Pool].Concurrent; c != nil && c.PrefillFirst() {
+		return x.afterPrefillOf(t, p, edits)
+	}
 	if err := x.answerBody(edits); err != nil {
 		return err
 	}
@@ -134,6 +137,28 @@ func (x *exchange) watch(t *kvtransfer.Ticket, p *pair) error {
 	}
 }
 
+// afterPrefillOf holds D's leg back until P has done its part, and then lets it go its way.
+func (x *exchange) afterPrefillOf(t *kvtransfer.Ticket, p *pair, edits openai.Edits) error {
+	limit := x.prefillLimit(t)
+	timer := time.NewTimer(limit)
+	defer timer.Stop()
+	select {
+	case <-p.ended:
+		switch {
+		case p.verdict.ok:
+			return x.answerBody(edits)
+		case clientsFault(p.verdict.status):
+			return x.answerFor(p.verdict)
+		}
+	case <-timer.C:
+		x.s.metrics.prefillEnded(t, 504, "failed", limit)
+		x.s.pairs.giveUp(t.ID)
+	case <-x.stream.Context().Done():
+		return io.EOF
+	}
+	return x.planAgain(t, kvtransfer.CausePrefill)
+}
+
 // prefillLimit is how long P may take.
 func (x *exchange) prefillLimit(t *kvtransfer.Ticket) time.Duration {
 	policy := x.s.Pools[t.Pool]
@@ -222,7 +247,7 @@ func (x *exchange) planAgain(t *kvtransfer.Ticket, cause string) error {
 		x.markFailed(pool, failed)
 	}
 	if peers := x.s.Pools[t.Pool].Peers; peers != nil {
-		peers.Forget(t.Prefill) // it may come back as another engine, and D may have failed because it has
+		peers.Failed(t.Prefill) // it may come back as another engine, and D may have failed because it has
 	}
 	sealed, err := x.s.Keys.Seal(nil, &next, x.requestID)
 	if err != nil {

@@ -1,6 +1,7 @@
 package kvtransfer
 
 import (
+	"encoding/binary"
 	"fmt"
 	"net/netip"
 
@@ -19,6 +20,8 @@ type Concurrent interface {
 	// CancelsPrefill says what becomes of P's leg when nobody waits for its blocks any more: true, it is cut, and P frees
 	// them; false, it runs to its end, because D frees what it reserved only when P has sent.
 	CancelsPrefill() bool
+	// PrefillFirst holds D's leg back until P has answered: D would do nothing but wait, at the expense of others.
+	PrefillFirst() bool
 	// Unpairable says why a request cannot go over two legs, "" if it can. The reasons are label values.
 	Unpairable(r *openai.Request) string
 	// Plan plans what P's body differs in from the client's, which is r's and p was Reset to, and says what else the legs
@@ -36,6 +39,7 @@ type Legs struct {
 	RequestID       string   // the client's
 	Prefill, Decode *kvstate.Endpoint
 	Peer            Peer // what was learnt of P
+	DecodePeer      Peer // and of D, where engines register
 }
 
 // Told is what the legs are told beside P's body.
@@ -58,25 +62,39 @@ func NewConcurrent(name string) Concurrent {
 		return newMooncake()
 	case "nixl-push":
 		return newNIXLPush()
+	case "moriio":
+		return newMoRIIO()
+	case "p2p-nccl":
+		return newP2PNCCL()
 	default:
 		return nil
 	}
 }
 
-// host is where the other leg's engine reaches an endpoint: as configured, or where Envoy reaches it. IPv6 in brackets.
-func host(e *kvstate.Endpoint) string {
-	h := e.Transfer.Host
-	if h == "" {
-		addr, err := netip.ParseAddrPort(e.Addr)
-		if err != nil {
-			return ""
-		}
-		h = addr.Addr().Unmap().String()
+// bareHost is where the other leg's engine reaches an endpoint: as configured, or where Envoy reaches it.
+func bareHost(e *kvstate.Endpoint) string {
+	if e.Transfer.Host != "" {
+		return e.Transfer.Host
 	}
+	addr, err := netip.ParseAddrPort(e.Addr)
+	if err != nil {
+		return ""
+	}
+	return addr.Addr().Unmap().String()
+}
+
+// host is bareHost, IPv6 in brackets.
+func host(e *kvstate.Endpoint) string {
+	h := bareHost(e)
 	if ip, err := netip.ParseAddr(h); err == nil && ip.Is6() {
 		return "[" + h + "]"
 	}
 	return h
+}
+
+// rankOf is the data-parallel rank of n that an attempt uses.
+func (l *Legs) rankOf(n int) int {
+	return int(binary.LittleEndian.Uint64(l.ID[8:]) % uint64(max(n, 1))) //nolint:gosec // below a small number
 }
 
 // port is the configured port, or the engine's own default.

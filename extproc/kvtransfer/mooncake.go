@@ -2,7 +2,6 @@ package kvtransfer
 
 import (
 	"context"
-	"encoding/binary"
 	"encoding/hex"
 	"encoding/json"
 	"errors"
@@ -25,6 +24,7 @@ func newMooncake() mooncake { return mooncake{newNIXL()} }
 
 func (mooncake) Name() string       { return "mooncake" }
 func (mooncake) DecodesAlone() bool { return true }
+func (mooncake) PrefillFirst() bool { return false }
 
 // CancelsPrefill is false: D frees the blocks of a request whose client has left only when P has sent them. Cutting P's
 // leg left 488 of a D's 511 blocks held for good (10 aborts, vLLM 0.32.0).
@@ -70,7 +70,7 @@ func (l *Legs) rankIndex() int {
 	if len(l.Peer.Ranks) == 0 {
 		return -1
 	}
-	return int(binary.LittleEndian.Uint64(l.ID[8:]) % uint64(len(l.Peer.Ranks))) //nolint:gosec // below a small length
+	return l.rankOf(len(l.Peer.Ranks))
 }
 
 func (l *Legs) rank() (Rank, bool) {

@@ -27,6 +27,7 @@ func newNIXLPush() nixlPush { return nixlPush{newNIXL()} }
 
 func (nixlPush) Name() string       { return "nixl-push" }
 func (nixlPush) DecodesAlone() bool { return true }
+func (nixlPush) PrefillFirst() bool { return false }
 
 // CancelsPrefill is false for the reason that mooncake has: 488 of 511 blocks held for good after 10 aborts (0.32.0).
 // Where P failed and lives, the same leg sent again with the same x-request-id released them.

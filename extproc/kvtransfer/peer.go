@@ -38,8 +38,9 @@ func (p Peer) with(i int, r Rank) Peer {
 
 // Peers remembers what was learnt of prefill engines, by address. It is safe for concurrent use.
 type Peers struct {
-	ask func(ctx context.Context, e *kvstate.Endpoint) (Peer, error) // nil: engines tell with their answers only
-	log *slog.Logger
+	ask       func(ctx context.Context, e *kvstate.Endpoint) (Peer, error) // nil: nobody is asked
+	registers bool                                                         // engines say by themselves who they are, and when they are gone
+	log       *slog.Logger
 
 	mu    sync.Mutex
 	known map[string]Peer
@@ -69,6 +70,10 @@ func NewPeers(dialect string, log *slog.Logger) *Peers {
 		return newPeers(queryBootstrap, log)
 	case "nixl-push":
 		return newPeers(nil, log)
+	case "p2p-nccl":
+		p := newPeers(nil, log)
+		p.registers = true
+		return p
 	default:
 		return nil
 	}
@@ -95,6 +100,13 @@ func (p *Peers) Lookup(ctx context.Context, e *kvstate.Endpoint) (Peer, bool) {
 	defer p.mu.Unlock()
 	peer, ok = p.known[e.Addr]
 	return peer, ok
+}
+
+// Known is what is known of an endpoint, without asking it.
+func (p *Peers) Known(addr string) Peer {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.known[addr]
 }
 
 // start asks an endpoint, unless that is under way. The lock is held. The request that asks may end before the answer is
@@ -128,13 +140,20 @@ func (p *Peers) Learn(addr string, said Peer) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	for i, r := range said.Ranks {
-		if known := p.known[addr]; r.EngineID != "" && (i >= len(known.Ranks) || known.Ranks[i] != r) {
+		if known := p.known[addr]; r != (Rank{}) && (i >= len(known.Ranks) || known.Ranks[i] != r) {
 			p.known[addr] = known.with(i, r)
 		}
 	}
 }
 
-// Forget drops what is known of an endpoint: it failed, and may come back as another engine.
+// Failed drops what is known of an endpoint that failed a request: it may come back as another engine.
+func (p *Peers) Failed(addr string) {
+	if !p.registers {
+		p.Forget(addr)
+	}
+}
+
+// Forget drops what is known of an endpoint.
 func (p *Peers) Forget(addr string) {
 	p.mu.Lock()
 	defer p.mu.Unlock()

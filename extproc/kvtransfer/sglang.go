@@ -28,6 +28,7 @@ const defaultBootstrapPort = 8998
 func (sglang) Name() string         { return "sglang" }
 func (sglang) DecodesAlone() bool   { return false }
 func (sglang) CancelsPrefill() bool { return true }
+func (sglang) PrefillFirst() bool   { return false }
 
 // Unpairable: the engine takes batches and several choices over two legs, so only what no SGLang server knows remains.
 func (sglang) Unpairable(r *openai.Request) string {

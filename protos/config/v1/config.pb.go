@@ -640,14 +640,14 @@ type Pool struct {
 	Name string `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
 	// Names that requests ask for; "*" takes any. Default ["*"].
 	Models []string `protobuf:"bytes,2,rep,name=models,proto3" json:"models,omitempty"`
-	// The engines' KV transfer dialect: nixl, nixl-push, mooncake, sglang, or none for engines that do both by themselves
+	// The engines' KV transfer dialect: nixl, nixl-push, mooncake, moriio, p2p-nccl, sglang, or none for engines that do both by themselves
 	// (docs/protocols.md). Required.
 	KvTransfer string `protobuf:"bytes,3,opt,name=kv_transfer,json=kvTransfer,proto3" json:"kv_transfer,omitempty"`
 	// always: every request that may be split is; never: none; auto: what is cheaper (until there is a cost model: always).
 	// Default auto.
 	Split string `protobuf:"bytes,4,opt,name=split,proto3" json:"split,omitempty"`
 	// What becomes of bodies over envoy.maxBodyBytes: decodeAlone or refuse (413). Default decodeAlone,
-	// but refuse with sglang, whose decode endpoints cannot.
+	// but refuse with sglang and p2p-nccl, whose decode endpoints cannot.
 	LongPrompts string `protobuf:"bytes,5,opt,name=long_prompts,json=longPrompts,proto3" json:"long_prompts,omitempty"`
 	// What follows a failed prefill: otherPrefill (while there is one, then decode alone), decodeAlone, or fail (503).
 	// Default otherPrefill.
@@ -657,7 +657,9 @@ type Pool struct {
 	// How long a prefill may take.
 	PrefillTimeout *PrefillTimeout `protobuf:"bytes,8,opt,name=prefill_timeout,json=prefillTimeout,proto3" json:"prefill_timeout,omitempty"`
 	// At least one that decodes.
-	Endpoints     []*Endpoint `protobuf:"bytes,9,rep,name=endpoints,proto3" json:"endpoints,omitempty"`
+	Endpoints []*Endpoint `protobuf:"bytes,9,rep,name=endpoints,proto3" json:"endpoints,omitempty"`
+	// P2P-NCCL: where the engines register (their proxy_ip and proxy_port; ZeroMQ). Absent: transfer.kvPort of each endpoint.
+	Registration  *Registration `protobuf:"bytes,20,opt,name=registration,proto3" json:"registration,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -755,6 +757,58 @@ func (x *Pool) GetEndpoints() []*Endpoint {
 	return nil
 }
 
+func (x *Pool) GetRegistration() *Registration {
+	if x != nil {
+		return x.Registration
+	}
+	return nil
+}
+
+type Registration struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// ip:port; on an address that only the engines reach, for whoever reaches it can name an engine's address. Required.
+	Listen        string `protobuf:"bytes,1,opt,name=listen,proto3" json:"listen,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Registration) Reset() {
+	*x = Registration{}
+	mi := &file_config_v1_config_proto_msgTypes[10]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Registration) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Registration) ProtoMessage() {}
+
+func (x *Registration) ProtoReflect() protoreflect.Message {
+	mi := &file_config_v1_config_proto_msgTypes[10]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Registration.ProtoReflect.Descriptor instead.
+func (*Registration) Descriptor() ([]byte, []int) {
+	return file_config_v1_config_proto_rawDescGZIP(), []int{10}
+}
+
+func (x *Registration) GetListen() string {
+	if x != nil {
+		return x.Listen
+	}
+	return ""
+}
+
 type PrefillTimeout struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// For any prompt, however short. Default 10s.
@@ -767,7 +821,7 @@ type PrefillTimeout struct {
 
 func (x *PrefillTimeout) Reset() {
 	*x = PrefillTimeout{}
-	mi := &file_config_v1_config_proto_msgTypes[10]
+	mi := &file_config_v1_config_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -779,7 +833,7 @@ func (x *PrefillTimeout) String() string {
 func (*PrefillTimeout) ProtoMessage() {}
 
 func (x *PrefillTimeout) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[10]
+	mi := &file_config_v1_config_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -792,7 +846,7 @@ func (x *PrefillTimeout) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PrefillTimeout.ProtoReflect.Descriptor instead.
 func (*PrefillTimeout) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{10}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *PrefillTimeout) GetBase() string {
@@ -827,7 +881,7 @@ type Endpoint struct {
 
 func (x *Endpoint) Reset() {
 	*x = Endpoint{}
-	mi := &file_config_v1_config_proto_msgTypes[11]
+	mi := &file_config_v1_config_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -839,7 +893,7 @@ func (x *Endpoint) String() string {
 func (*Endpoint) ProtoMessage() {}
 
 func (x *Endpoint) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[11]
+	mi := &file_config_v1_config_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -852,7 +906,7 @@ func (x *Endpoint) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Endpoint.ProtoReflect.Descriptor instead.
 func (*Endpoint) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{11}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *Endpoint) GetAddress() string {
@@ -898,13 +952,23 @@ type Transfer struct {
 	// SGLang (--disaggregation-bootstrap-port) and Mooncake (VLLM_MOONCAKE_BOOTSTRAP_PORT), of an endpoint that prefills.
 	// Default 8998.
 	BootstrapPort int32 `protobuf:"varint,2,opt,name=bootstrap_port,json=bootstrapPort,proto3" json:"bootstrap_port,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	// P2P-NCCL: the engine's kv_port, as others reach it. Needed only where engines do not register (pools[].registration).
+	KvPort int32 `protobuf:"varint,3,opt,name=kv_port,json=kvPort,proto3" json:"kv_port,omitempty"`
+	// MoRIIO: handshake_port. Default 6301.
+	HandshakePort int32 `protobuf:"varint,4,opt,name=handshake_port,json=handshakePort,proto3" json:"handshake_port,omitempty"`
+	// MoRIIO: notify_port, of the first rank. Default 61005.
+	NotifyPort int32 `protobuf:"varint,5,opt,name=notify_port,json=notifyPort,proto3" json:"notify_port,omitempty"`
+	// MoRIIO: ranks of the engine's tensor parallelism. Default 1; a false number gives wrong text.
+	TensorParallelSize int32 `protobuf:"varint,6,opt,name=tensor_parallel_size,json=tensorParallelSize,proto3" json:"tensor_parallel_size,omitempty"`
+	// MoRIIO: ranks of the engine's data parallelism behind this one address. Default 1.
+	DataParallelSize int32 `protobuf:"varint,7,opt,name=data_parallel_size,json=dataParallelSize,proto3" json:"data_parallel_size,omitempty"`
+	unknownFields    protoimpl.UnknownFields
+	sizeCache        protoimpl.SizeCache
 }
 
 func (x *Transfer) Reset() {
 	*x = Transfer{}
-	mi := &file_config_v1_config_proto_msgTypes[12]
+	mi := &file_config_v1_config_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -916,7 +980,7 @@ func (x *Transfer) String() string {
 func (*Transfer) ProtoMessage() {}
 
 func (x *Transfer) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[12]
+	mi := &file_config_v1_config_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -929,7 +993,7 @@ func (x *Transfer) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Transfer.ProtoReflect.Descriptor instead.
 func (*Transfer) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{12}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *Transfer) GetHost() string {
@@ -942,6 +1006,41 @@ func (x *Transfer) GetHost() string {
 func (x *Transfer) GetBootstrapPort() int32 {
 	if x != nil {
 		return x.BootstrapPort
+	}
+	return 0
+}
+
+func (x *Transfer) GetKvPort() int32 {
+	if x != nil {
+		return x.KvPort
+	}
+	return 0
+}
+
+func (x *Transfer) GetHandshakePort() int32 {
+	if x != nil {
+		return x.HandshakePort
+	}
+	return 0
+}
+
+func (x *Transfer) GetNotifyPort() int32 {
+	if x != nil {
+		return x.NotifyPort
+	}
+	return 0
+}
+
+func (x *Transfer) GetTensorParallelSize() int32 {
+	if x != nil {
+		return x.TensorParallelSize
+	}
+	return 0
+}
+
+func (x *Transfer) GetDataParallelSize() int32 {
+	if x != nil {
+		return x.DataParallelSize
 	}
 	return 0
 }
@@ -992,7 +1091,7 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\x03url\x18\x01 \x01(\tR\x03url\"6\n" +
 	"\aTickets\x12\x19\n" +
 	"\bkey_file\x18\x01 \x01(\tR\akeyFile\x12\x10\n" +
-	"\x03ttl\x18\x02 \x01(\tR\x03ttl\"\xea\x02\n" +
+	"\x03ttl\x18\x02 \x01(\tR\x03ttl\"\xae\x03\n" +
 	"\x04Pool\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x16\n" +
 	"\x06models\x18\x02 \x03(\tR\x06models\x12\x1f\n" +
@@ -1003,7 +1102,10 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\x12on_prefill_failure\x18\x06 \x01(\tR\x10onPrefillFailure\x12)\n" +
 	"\x10prefill_attempts\x18\a \x01(\x05R\x0fprefillAttempts\x12I\n" +
 	"\x0fprefill_timeout\x18\b \x01(\v2 .tandem.config.v1.PrefillTimeoutR\x0eprefillTimeout\x128\n" +
-	"\tendpoints\x18\t \x03(\v2\x1a.tandem.config.v1.EndpointR\tendpoints\"A\n" +
+	"\tendpoints\x18\t \x03(\v2\x1a.tandem.config.v1.EndpointR\tendpoints\x12B\n" +
+	"\fregistration\x18\x14 \x01(\v2\x1e.tandem.config.v1.RegistrationR\fregistration\"&\n" +
+	"\fRegistration\x12\x16\n" +
+	"\x06listen\x18\x01 \x01(\tR\x06listen\"A\n" +
 	"\x0ePrefillTimeout\x12\x12\n" +
 	"\x04base\x18\x01 \x01(\tR\x04base\x12\x1b\n" +
 	"\tper_token\x18\x02 \x01(\tR\bperToken\"\x9e\x01\n" +
@@ -1012,10 +1114,16 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\x04role\x18\x02 \x01(\tR\x04role\x12\x16\n" +
 	"\x06scheme\x18\x03 \x01(\tR\x06scheme\x12\x14\n" +
 	"\x05group\x18\x04 \x01(\tR\x05group\x126\n" +
-	"\btransfer\x18\x14 \x01(\v2\x1a.tandem.config.v1.TransferR\btransfer\"E\n" +
+	"\btransfer\x18\x14 \x01(\v2\x1a.tandem.config.v1.TransferR\btransfer\"\x86\x02\n" +
 	"\bTransfer\x12\x12\n" +
 	"\x04host\x18\x01 \x01(\tR\x04host\x12%\n" +
-	"\x0ebootstrap_port\x18\x02 \x01(\x05R\rbootstrapPortB\"Z tandem/protos/config/v1;configv1b\x06proto3"
+	"\x0ebootstrap_port\x18\x02 \x01(\x05R\rbootstrapPort\x12\x17\n" +
+	"\akv_port\x18\x03 \x01(\x05R\x06kvPort\x12%\n" +
+	"\x0ehandshake_port\x18\x04 \x01(\x05R\rhandshakePort\x12\x1f\n" +
+	"\vnotify_port\x18\x05 \x01(\x05R\n" +
+	"notifyPort\x120\n" +
+	"\x14tensor_parallel_size\x18\x06 \x01(\x05R\x12tensorParallelSize\x12,\n" +
+	"\x12data_parallel_size\x18\a \x01(\x05R\x10dataParallelSizeB\"Z tandem/protos/config/v1;configv1b\x06proto3"
 
 var (
 	file_config_v1_config_proto_rawDescOnce sync.Once
@@ -1029,7 +1137,7 @@ func file_config_v1_config_proto_rawDescGZIP() []byte {
 	return file_config_v1_config_proto_rawDescData
 }
 
-var file_config_v1_config_proto_msgTypes = make([]protoimpl.MessageInfo, 13)
+var file_config_v1_config_proto_msgTypes = make([]protoimpl.MessageInfo, 14)
 var file_config_v1_config_proto_goTypes = []any{
 	(*Config)(nil),         // 0: tandem.config.v1.Config
 	(*ExtProc)(nil),        // 1: tandem.config.v1.ExtProc
@@ -1041,9 +1149,10 @@ var file_config_v1_config_proto_goTypes = []any{
 	(*Redis)(nil),          // 7: tandem.config.v1.Redis
 	(*Tickets)(nil),        // 8: tandem.config.v1.Tickets
 	(*Pool)(nil),           // 9: tandem.config.v1.Pool
-	(*PrefillTimeout)(nil), // 10: tandem.config.v1.PrefillTimeout
-	(*Endpoint)(nil),       // 11: tandem.config.v1.Endpoint
-	(*Transfer)(nil),       // 12: tandem.config.v1.Transfer
+	(*Registration)(nil),   // 10: tandem.config.v1.Registration
+	(*PrefillTimeout)(nil), // 11: tandem.config.v1.PrefillTimeout
+	(*Endpoint)(nil),       // 12: tandem.config.v1.Endpoint
+	(*Transfer)(nil),       // 13: tandem.config.v1.Transfer
 }
 var file_config_v1_config_proto_depIdxs = []int32{
 	1,  // 0: tandem.config.v1.Config.ext_proc:type_name -> tandem.config.v1.ExtProc
@@ -1057,14 +1166,15 @@ var file_config_v1_config_proto_depIdxs = []int32{
 	5,  // 8: tandem.config.v1.Envoy.ext_proc_tls:type_name -> tandem.config.v1.ClientTls
 	5,  // 9: tandem.config.v1.Envoy.endpoint_tls:type_name -> tandem.config.v1.ClientTls
 	7,  // 10: tandem.config.v1.State.redis:type_name -> tandem.config.v1.Redis
-	10, // 11: tandem.config.v1.Pool.prefill_timeout:type_name -> tandem.config.v1.PrefillTimeout
-	11, // 12: tandem.config.v1.Pool.endpoints:type_name -> tandem.config.v1.Endpoint
-	12, // 13: tandem.config.v1.Endpoint.transfer:type_name -> tandem.config.v1.Transfer
-	14, // [14:14] is the sub-list for method output_type
-	14, // [14:14] is the sub-list for method input_type
-	14, // [14:14] is the sub-list for extension type_name
-	14, // [14:14] is the sub-list for extension extendee
-	0,  // [0:14] is the sub-list for field type_name
+	11, // 11: tandem.config.v1.Pool.prefill_timeout:type_name -> tandem.config.v1.PrefillTimeout
+	12, // 12: tandem.config.v1.Pool.endpoints:type_name -> tandem.config.v1.Endpoint
+	10, // 13: tandem.config.v1.Pool.registration:type_name -> tandem.config.v1.Registration
+	13, // 14: tandem.config.v1.Endpoint.transfer:type_name -> tandem.config.v1.Transfer
+	15, // [15:15] is the sub-list for method output_type
+	15, // [15:15] is the sub-list for method input_type
+	15, // [15:15] is the sub-list for extension type_name
+	15, // [15:15] is the sub-list for extension extendee
+	0,  // [0:15] is the sub-list for field type_name
 }
 
 func init() { file_config_v1_config_proto_init() }
@@ -1078,7 +1188,7 @@ func file_config_v1_config_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_config_v1_config_proto_rawDesc), len(file_config_v1_config_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   13,
+			NumMessages:   14,
 			NumExtensions: 0,
 			NumServices:   0,
 		},

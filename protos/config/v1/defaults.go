@@ -62,7 +62,7 @@ func setPoolDefaults(p *Pool) {
 		p.Models = []string{"*"}
 	}
 	or(&p.Split, "auto")
-	if p.KvTransfer == "sglang" { // where decode cannot work alone
+	if p.KvTransfer == "sglang" || p.KvTransfer == "p2p-nccl" { // where decode cannot work alone
 		or(&p.LongPrompts, "refuse")
 	}
 	or(&p.LongPrompts, "decodeAlone")

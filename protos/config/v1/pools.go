@@ -45,14 +45,16 @@ func (v *validator) modelsOf(path string, p *Pool) {
 
 // laterDialects are those that engines speak and a later release of Tandem will.
 func laterDialects() []string {
-	return []string{"lmcache", "offload", "moriio", "p2pnccl", "shared", "orchestrated", "trtllm", "multi"}
+	return []string{"lmcache", "offload", "shared", "orchestrated", "trtllm", "multi"}
 }
 
 // dialects are what kvTransfer may be.
 func dialects() []string { return append([]string{"nixl"}, append(concurrentDialects(), "none")...) }
 
 // concurrentDialects are those whose legs run at once.
-func concurrentDialects() []string { return []string{"sglang", "mooncake", "nixl-push"} }
+func concurrentDialects() []string {
+	return []string{"sglang", "mooncake", "nixl-push", "moriio", "p2p-nccl"}
+}
 
 // Concurrent reports whether both legs of a pool's requests run at once.
 func Concurrent(p *Pool) bool { return slices.Contains(concurrentDialects(), p.GetKvTransfer()) }
