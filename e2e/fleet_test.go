@@ -116,6 +116,7 @@ func (p *process) running() bool {
 type engine struct {
 	*process
 	addr, role string
+	bootstrap  string // address of its bootstrap server, where the dialect has one
 	args       []string
 }
 
@@ -145,6 +146,7 @@ type options struct {
 	envoyFields       string // more fields of envoy:, as flow YAML
 	extProcFields     string // more fields of extProc:, likewise
 	concurrency       int    // Envoy's workers; default 2
+	dialect           string // of the generated pool and the engines; default nixl
 }
 
 // ports takes n free ports. Others may take one before it is used; tests that meet that fail loudly.
@@ -169,7 +171,10 @@ func start(t testing.TB, o options) *fleet {
 		o.prefills, o.decodes = 2, 2
 	}
 	replicas := max(o.replicas, 1)
-	p := ports(t, 2+3*replicas+2*(o.prefills+o.decodes))
+	if o.dialect == "" {
+		o.dialect = "nixl"
+	}
+	p := ports(t, 2+3*replicas+3*(o.prefills+o.decodes))
 	next := func() string { a := p[0]; p = p[1:]; return a }
 
 	f := &fleet{t: t, dir: t.TempDir()}
@@ -182,6 +187,10 @@ func start(t testing.TB, o options) *fleet {
 		}
 		e := &engine{addr: next(), role: role}
 		e.args = append([]string{"--listen", e.addr, "--side-channel", next(), "--role", role, "--model", "tiny"}, o.engineArgs...)
+		if o.dialect != "nixl" {
+			e.bootstrap = next()
+			e.args = append(e.args, "--connector", o.dialect, "--bootstrap", e.bootstrap)
+		}
 		e.process = startProcess(t, f.dir, role+"-"+strconv.Itoa(i), filepath.Join(bin, "enginesim"), e.args...)
 		if role == "prefill" {
 			f.prefills = append(f.prefills, e)
@@ -227,9 +236,13 @@ func (f *fleet) yaml(o options, listen, envoyAdmin string, extProcs, replans []s
 		}
 		return b.String() + pools
 	}
-	fmt.Fprintf(&b, "pools:\n- name: chat\n  kvTransfer: nixl\n  split: always\n%s  endpoints:\n", o.pool)
+	fmt.Fprintf(&b, "pools:\n- name: chat\n  kvTransfer: %s\n  split: always\n%s  endpoints:\n", o.dialect, o.pool)
 	for _, e := range f.engines() {
-		fmt.Fprintf(&b, "  - {address: %q, role: %s}\n", e.addr, e.role)
+		transfer := ""
+		if _, port, err := net.SplitHostPort(e.bootstrap); err == nil && e.role == "prefill" {
+			transfer = ", transfer: {bootstrapPort: " + port + "}"
+		}
+		fmt.Fprintf(&b, "  - {address: %q, role: %s%s}\n", e.addr, e.role, transfer)
 	}
 	return b.String()
 }

@@ -47,6 +47,8 @@ type bootstrap struct {
 	Mode          string
 	IdleTimeout   string
 	MaxRedirects  int
+	Pairs         bool   // there is a pool whose legs run at once
+	TicketTTL     string // no prefill takes longer
 }
 
 // scheme is how engines are spoken to; each has clusters of its own.
@@ -64,6 +66,14 @@ func (s scheme) Protocol() string {
 
 // LegSchemes are the schemes with http last, because its route takes what no other does.
 func (b bootstrap) LegSchemes() []scheme { return append(slices.Clone(b.Schemes[1:]), b.Schemes[0]) }
+
+// loop is a cluster that leads to an internal listener.
+type loop struct{ Cluster, Listener string }
+
+// PairLoops are the ways to the legs of a pair.
+func (bootstrap) PairLoops() []loop {
+	return []loop{{"tandem-decode-loop", "decode-leg"}, {"tandem-mirror-loop", "prefill-mirror"}}
+}
 
 // AfterMaxBody is the first length that is too long to be split (Envoy's ranges exclude their end).
 func (b bootstrap) AfterMaxBody() int64 { return b.MaxBodyBytes + 1 }
@@ -96,6 +106,7 @@ func gather(c *configv1.Config) (*bootstrap, error) {
 		BufferedFrom: bufferedFrom, Mode: e.GetBodyMode(), MaxRedirects: MaxRedirects,
 		IdleTimeout: seconds(e.GetDecodeIdleTimeout()), Schemes: schemes(c),
 		EndpointTLS: newClientTLS(e.GetEndpointTls(), false),
+		Pairs:       slices.ContainsFunc(c.GetPools(), configv1.Concurrent), TicketTTL: seconds(c.GetTickets().GetTtl()),
 	}
 	if b.Mode == "buffered" {
 		b.BufferedFrom = 0

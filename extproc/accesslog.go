@@ -19,13 +19,18 @@ import (
 
 // logBatch is one StreamAccessLogsMessage, reduced to what the server reads.
 type logBatch struct {
+	name    string // log_name of the stream, which its first message tells
 	entries []logEntry
 	arena   []byte
 }
 
+// logNameMirror is the log_name of the mirrored prefill leg's listener; that of the main listener is another.
+const logNameMirror = "tandem-prefill-mirror"
+
 // logEntry is one HTTPAccessLogEntry of the main listener.
 type logEntry struct {
 	requestID, ticket []byte
+	clientID          []byte // of a mirrored leg: the request id as the client knows it
 	details           []byte // response_code_details
 	status            int    // 0: no answer was sent
 	start             time.Time
@@ -38,6 +43,10 @@ func (b *logBatch) unmarshal(data mem.BufferSlice) error {
 	c := newCursor(data)
 	b.entries, b.arena = b.entries[:0], b.arena[:0]
 	for number, wire := c.field(c.end); number != 0; number, wire = c.field(c.end) {
+		if number == 1 && wire == wireBytes {
+			b.readIdentifier(&c, c.length(c.end))
+			continue
+		}
 		if number != 2 || wire != wireBytes { // http_logs
 			c.skip(wire, c.end)
 			continue
@@ -53,6 +62,17 @@ func (b *logBatch) unmarshal(data mem.BufferSlice) error {
 		}
 	}
 	return c.finish()
+}
+
+// readIdentifier reads Identifier{2: log_name}.
+func (b *logBatch) readIdentifier(c *cursor, end int) {
+	for number, wire := c.field(end); number != 0; number, wire = c.field(end) {
+		if number == 2 && wire == wireBytes {
+			b.name = string(c.text(&b.arena, end))
+		} else {
+			c.skip(wire, end)
+		}
+	}
 }
 
 func (b *logBatch) readEntry(c *cursor, end int, e *logEntry) {
@@ -114,6 +134,8 @@ func (b *logBatch) readRequest(c *cursor, end int, e *logEntry) {
 					name = c.text(&b.arena, mapEnd)
 				case number == 2 && wire == wireBytes && string(name) == headerTicket:
 					e.ticket = c.text(&b.arena, mapEnd)
+				case number == 2 && wire == wireBytes && string(name) == headerClientID:
+					e.clientID = c.text(&b.arena, mapEnd)
 				default:
 					c.skip(wire, mapEnd)
 				}
@@ -185,7 +207,11 @@ func (s *Server) readAccessLogs(stream grpc.ServerStream) error {
 			return err
 		}
 		for i := range batch.entries {
-			s.hopEnded(&batch.entries[i])
+			if batch.name == logNameMirror {
+				s.mirrorEnded(&batch.entries[i])
+			} else {
+				s.hopEnded(&batch.entries[i])
+			}
 		}
 		if cap(batch.arena) > 1<<20 {
 			batch.arena = nil
@@ -212,6 +238,9 @@ func (s *Server) hopEnded(e *logEntry) {
 		return
 	}
 	mine := s.release(t) || s.bookedHere(t, string(e.requestID))
+	if pair := t.Stage == kvtransfer.PairLegs || t.Stage == kvtransfer.Failed; pair && (redirected || e.clientGone) {
+		s.pairs.giveUp(t.ID) // of legs that run at once: nobody waits for P's any more
+	}
 	if redirected {
 		return
 	}
@@ -219,7 +248,7 @@ func (s *Server) hopEnded(e *logEntry) {
 		s.releasePass(string(e.requestID), t.Redirects)
 	}
 	var took, first time.Duration
-	if t.Stage == kvtransfer.DecodeLeg {
+	if t.Stage == kvtransfer.DecodeLeg || t.Stage == kvtransfer.PairLegs {
 		began := s.sealedAt(t)
 		took = max(e.start.Add(e.duration).Sub(began), 0)
 		if e.firstByte > 0 {

@@ -127,6 +127,10 @@ func (x *exchange) afterPrefill(t *kvtransfer.Ticket, code int) *kvtransfer.Tick
 		x.prefillFailed(pool, &next, code)
 		return &next
 	}
+	if policy.Concurrent != nil { // P was not known well enough for both legs at once
+		_, peer, _ := policy.Concurrent.ReadAnswer(x.body.bytes(), nil)
+		policy.learnPeer(t.Prefill, peer)
+	}
 	if pool != nil {
 		x.markGood(pool, t.Prefill)
 		if got.PromptTokens > 0 {

@@ -35,6 +35,7 @@ type headers struct {
 	method, path, status                        []byte
 	contentType, contentEncoding, contentLength []byte
 	requestID, ticket, upgrade                  []byte
+	authority, clientID                         []byte // of legs that run at once
 }
 
 // slot returns where a header's value belongs, nil for one that nobody reads.
@@ -58,19 +59,25 @@ func (h *headers) slot(name []byte) *[]byte {
 		return &h.ticket
 	case "upgrade":
 		return &h.upgrade
+	case ":authority":
+		return &h.authority
+	case headerClientID:
+		return &h.clientID
 	}
 	return nil
 }
 
 // attributes are what the prefill leg's filter is configured to send along with P's answer (response_attributes).
 type attributes struct {
-	ticket, requestID, path, authority []byte
+	ticket, requestID, clientID, path, authority []byte
 }
 
 func (a *attributes) slot(name []byte) *[]byte {
 	switch string(name) {
 	case "request.headers['x-tandem-ticket']":
 		return &a.ticket
+	case "request.headers['x-tandem-request-id']":
+		return &a.clientID
 	case "request.headers['x-request-id']":
 		return &a.requestID
 	case "request.path":

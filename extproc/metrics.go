@@ -92,6 +92,11 @@ func (m *Metrics) prefillEnded(t *kvtransfer.Ticket, code int, result string, to
 	}
 }
 
+// prefillCut counts a prefill that was ended because nobody waited for it any more.
+func (m *Metrics) prefillCut(t *kvtransfer.Ticket, took time.Duration) {
+	m.hop(t.Pool, "prefill", t.Prefill, "client_gone", took)
+}
+
 func (m *Metrics) prompt(pool string, h kvtransfer.Answer) {
 	if h.PromptTokens > 0 && h.CachedTokens >= 0 {
 		m.promptTokens.WithLabelValues(pool, "cached").Add(float64(h.CachedTokens))
@@ -107,7 +112,7 @@ func (m *Metrics) hop(pool, hop, endpoint, result string, took time.Duration) {
 // requestEnded counts the end of a request as Envoy logs it. What a prefill leg ended in was counted there.
 func (m *Metrics) requestEnded(t *kvtransfer.Ticket, e *logEntry, took, first time.Duration) {
 	switch {
-	case t.Stage == kvtransfer.DecodeLeg:
+	case t.Stage == kvtransfer.DecodeLeg, t.Stage == kvtransfer.PairLegs:
 		m.hop(t.Pool, "decode", t.Decode, endedAs(e), took)
 		if first > 0 {
 			m.firstByte.WithLabelValues(t.Pool, "decode", t.Decode).Observe(first.Seconds())

@@ -66,6 +66,9 @@ func (x *exchange) plan(api openai.API, a attempt) (route, error) {
 	if !ok {
 		return route{}, fmt.Errorf("pool %q has no policy", pool.Spec.Name)
 	}
+	if policy.Concurrent != nil {
+		return x.concurrent(pool, policy, a)
+	}
 	if err := x.whetherToSplit(&a, policy); err != nil {
 		return route{}, err
 	}
@@ -81,11 +84,8 @@ func (x *exchange) plan(api openai.API, a attempt) (route, error) {
 	if err != nil {
 		return route{}, noEndpoint(pool, err)
 	}
-	if a.decodeFailed && a.late(policy) {
-		return route{}, openai.Unavailable("endpoint_failed", "no endpoint answered this request in the time there is for it", time.Second)
-	}
-	if slices.Contains(a.excluded, x.view.Endpoints[choice.Decode].Endpoint.Addr) && triedAgain(a.excluded) {
-		return route{}, openai.Unavailable("endpoint_failed", "every endpoint that could answer this request has failed it", time.Second)
+	if err := a.exhausted(policy, x.view.Endpoints[choice.Decode].Endpoint.Addr); err != nil {
+		return route{}, err
 	}
 	if choice.Prefill >= 0 {
 		r, err := x.prefill(pool, policy, choice, tokens, a)
@@ -97,6 +97,17 @@ func (x *exchange) plan(api openai.API, a attempt) (route, error) {
 		a.why = "no_prefill"
 	}
 	return x.decodeAlone(pool, policy, choice, tokens, a)
+}
+
+// exhausted is why a request is not sent to one more decode endpoint; nil if it is.
+func (a *attempt) exhausted(policy Policy, decode string) error {
+	switch {
+	case a.decodeFailed && a.late(policy):
+		return openai.Unavailable("endpoint_failed", "no endpoint answered this request in the time there is for it", time.Second)
+	case slices.Contains(a.excluded, decode) && triedAgain(a.excluded):
+		return openai.Unavailable("endpoint_failed", "every endpoint that could answer this request has failed it", time.Second)
+	}
+	return nil
 }
 
 // triedAgain reports whether an endpoint has failed a request twice. Where every endpoint that decodes has failed it, one of

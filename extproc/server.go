@@ -38,7 +38,9 @@ type Options struct {
 
 // Policy is what a pool wants done with its requests.
 type Policy struct {
-	Dialect         kvtransfer.Dialect // nil: one hop for everything
+	Dialect         kvtransfer.Dialect    // nil: one hop for everything, unless there is
+	Concurrent      kvtransfer.Concurrent // the dialect, where both legs run at once
+	Peers           *kvtransfer.Peers     // who the prefill engines are; nil: the dialect does not need to know
 	Split           bool
 	RefuseLong      bool          // bodies over SplitBodyBytes get 413 instead of decode alone
 	OnFailure       OnFailure     // of a prefill
@@ -76,6 +78,7 @@ type Server struct {
 	draining  chan struct{}
 	cleanups  chan cleanup
 	recent    *recent
+	pairs     *pairs
 	seed      uint64 // of reservation ids
 	held      atomic.Int64
 }
@@ -97,7 +100,7 @@ func New(o Options, m *Metrics) *Server {
 		pools[name] = p.withDefaults()
 	}
 	o.Pools = pools
-	s := &Server{Options: o, metrics: m, started: time.Now(), draining: make(chan struct{}), cleanups: make(chan cleanup, maxCleanups), recent: newRecent(), seed: random()}
+	s := &Server{Options: o, metrics: m, started: time.Now(), draining: make(chan struct{}), cleanups: make(chan cleanup, maxCleanups), recent: newRecent(), pairs: newPairs(), seed: random()}
 	s.exchanges.New = func() any { return &exchange{s: s} }
 	return s
 }
@@ -170,8 +173,13 @@ func (s *Server) process(stream grpc.ServerStream) error {
 
 	started := time.Now()
 	role, serve := "main", x.route
-	if hasRole(stream.Context(), rolePrefillLeg) {
+	switch filterRole(stream.Context()) {
+	case rolePrefillLeg:
 		role, serve = rolePrefillLeg, x.prefillLeg
+	case roleDecodeLeg:
+		role, serve = roleDecodeLeg, x.decodeLeg
+	case roleMirror:
+		role, serve = roleMirror, x.mirroredLeg
 	}
 	err := serve()
 	if err == nil {
@@ -190,9 +198,13 @@ func (s *Server) process(stream grpc.ServerStream) error {
 // errAnswered ends an exchange whose answer was already given.
 var errAnswered = errors.New("answered")
 
-func hasRole(ctx context.Context, role string) bool {
+// filterRole is which of Envoy's filters a stream comes from; "" is the main listener's.
+func filterRole(ctx context.Context) string {
 	values := metadata.ValueFromIncomingContext(ctx, metadataRole) // copies this value alone
-	return len(values) > 0 && values[0] == role
+	if len(values) == 0 {
+		return ""
+	}
+	return values[0]
 }
 
 // refuse turns an error into the answer the client gets.

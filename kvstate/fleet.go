@@ -52,6 +52,18 @@ type EndpointSpec struct {
 
 	EventsPort int // where it publishes its KV events; 0: where its pool says
 	ReplayPort int // where these can be asked for again, if EventsPort is not 0; 0: nowhere
+	Transfer   Transfer
+}
+
+// Transfer is how the engine of the other leg reaches an endpoint's KV cache. Zero values: the host that Envoy reaches
+// the endpoint at, and the engine's own ports and sizes.
+type Transfer struct {
+	Host          string // name or IP, without brackets
+	BootstrapPort uint16 // SGLang and Mooncake: HTTP, of an endpoint that prefills
+	KVPort        uint16 // P2P-NCCL: the first of the engine's KV ports
+	HandshakePort uint16 // MoRIIO
+	NotifyPort    uint16 // MoRIIO
+	TP, DP        int    // tensor- and data-parallel size; 0: 1
 }
 
 // Endpoint is one engine address of a pool. Its identity is stable for as long as the endpoint stays as it is.

@@ -46,6 +46,12 @@ func (s *sim) serveCall(w http.ResponseWriter, r *http.Request, a api) {
 	if media, _, _ := strings.Cut(r.Header.Get("Content-Type"), ";"); !strings.EqualFold(strings.TrimSpace(media), "application/json") {
 		bad = badRequest("Unsupported Media Type: Only 'application/json' is allowed")
 	}
+	if s.cfg.pushes() {
+		req.kv = s.cfg.parsePush(req.raw("kv_transfer_params"))
+	}
+	if s.roomed() {
+		req.roomLeg = string(s.cfg.role)
+	}
 	leg := req.leg()
 	s.metrics.requests.add(r.URL.Path+"\x00"+leg, 1)
 	rec.set(func() { rec.Leg, rec.Model, rec.Stream = leg, req.model, req.stream })
@@ -99,6 +105,13 @@ func (c *call) check(leg string) *apiError {
 	if bad := c.req.checkLength(prompts, c.s.cfg); bad != nil {
 		return bad
 	}
+	if c.s.roomed() {
+		if c.s.cfg.role == rolePrefill {
+			c.req.maxTokens, c.req.minTokens = 1, 0
+		}
+		c.prepare(prompts)
+		return c.checkRooms(len(prompts))
+	}
 	c.checkRole(leg)
 	c.prepare(prompts)
 	return c.checkProtocol()
@@ -150,6 +163,9 @@ func (c *call) serve() {
 	case kv.fatal != "":
 		c.refuse(engineDead())
 		c.s.die(kv.fatal)
+		return
+	case kv.parked != "":
+		c.park()
 		return
 	case kv.incomplete != "": // registered no receive, and yet parked: it waits until the client leaves, and then raises
 		c.s.metrics.waitingDeferred.Add(1)

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"io"
 	"net"
+	"slices"
 	"strconv"
 	"strings"
 	"time"
@@ -14,35 +15,49 @@ import (
 
 // config is what the flags say.
 type config struct {
-	listen        string // HTTP, host:port
-	sideChannel   string // host:port; "" is the HTTP port + 1000
-	advertiseHost string // remote_host; "" is the side channel's host
-	engineID      string // "" is a random UUID
-	role          role
-	models        []string
-	nixl          bool
-	blockSize     int
-	blocks        int
-	maxModelLen   int
-	lease         time.Duration
-	prefillSpeed  float64 // tokens/s; 0 is instantaneous
-	decodeStep    time.Duration
-	recompute     bool // kv_load_failure_policy
-	loadTimeout   time.Duration
-	faithful      bool
-	toolParser    bool
-	record        bool
-	recordCount   int
-	recordBody    int
-	keepAlive     time.Duration
-	maxBody       int64
-	fail          []failRule
-	events        string // endpoint of the KV events as vLLM names it; "": none
-	eventsReplay  string
-	eventsTopic   string
-	eventArrays   bool
-	eventSteps    int
+	listen          string // HTTP, host:port
+	sideChannel     string // host:port; "" is the HTTP port + 1000
+	advertiseHost   string // remote_host; "" is the side channel's host
+	engineID        string // "" is a random UUID
+	role            role
+	models          []string
+	nixl            bool
+	connector       string        // one of the connectors
+	bootstrap       string        // host:port of the bootstrap server, of a prefill engine that has one
+	transferTimeout time.Duration // how long legs that run at once wait for each other
+	dpSize          int
+	blockSize       int
+	blocks          int
+	maxModelLen     int
+	lease           time.Duration
+	prefillSpeed    float64 // tokens/s; 0 is instantaneous
+	decodeStep      time.Duration
+	recompute       bool // kv_load_failure_policy
+	loadTimeout     time.Duration
+	faithful        bool
+	toolParser      bool
+	record          bool
+	recordCount     int
+	recordBody      int
+	keepAlive       time.Duration
+	maxBody         int64
+	fail            []failRule
+	events          string // endpoint of the KV events as vLLM names it; "": none
+	eventsReplay    string
+	eventsTopic     string
+	eventArrays     bool
+	eventSteps      int
 }
+
+// The connectors.
+const (
+	connectorNIXL     = "nixl"
+	connectorPush     = "nixl-push"
+	connectorMooncake = "mooncake"
+	connectorSGLang   = "sglang"
+)
+
+var connectors = []string{connectorNIXL, connectorPush, connectorMooncake, connectorSGLang, "none"}
 
 type role string
 
@@ -57,7 +72,7 @@ func (c *config) name() string { return string(c.role) + "@" + c.listen }
 // parseFlags reads the command line. flag.ErrHelp and mistakes have been reported to stderr.
 func parseFlags(args []string, stderr io.Writer) (*config, error) {
 	var c config
-	var roleName, connector, policy, fail string
+	var roleName, policy, fail string
 	f := flag.NewFlagSet("enginesim", flag.ContinueOnError)
 	f.SetOutput(stderr)
 	f.StringVar(&c.listen, "listen", "127.0.0.1:8101", "HTTP `address`")
@@ -69,7 +84,10 @@ func parseFlags(args []string, stderr io.Writer) (*config, error) {
 		c.models = append(c.models, v)
 		return nil
 	})
-	f.StringVar(&connector, "connector", "nixl", "KV connector: nixl or none")
+	f.StringVar(&c.connector, "connector", "nixl", "KV connector: nixl, nixl-push, mooncake, none, or sglang for an SGLang server")
+	f.StringVar(&c.bootstrap, "bootstrap", "127.0.0.1:8998", "`address` of the bootstrap server (sglang and mooncake, role prefill)")
+	f.DurationVar(&c.transferTimeout, "transfer-timeout", 300*time.Second, "how long legs that run at once wait for each other")
+	f.IntVar(&c.dpSize, "dp-size", 1, "data-parallel ranks, as far as the bootstrap server tells of them")
 	f.IntVar(&c.blockSize, "block-size", 16, "tokens in a KV block")
 	f.IntVar(&c.blocks, "blocks", 1<<19, "KV blocks of the engine")
 	f.IntVar(&c.maxModelLen, "max-model-len", 5_000_000, "longest prompt and answer together, tokens (a token is four bytes)")
@@ -97,11 +115,11 @@ func parseFlags(args []string, stderr io.Writer) (*config, error) {
 	if f.NArg() > 0 {
 		return nil, fmt.Errorf("unexpected argument %q", f.Arg(0))
 	}
-	return &c, c.settle(roleName, connector, policy, fail)
+	return &c, c.settle(roleName, policy, fail)
 }
 
 // settle checks values and fills in what depends on others.
-func (c *config) settle(roleName, connector, policy, fail string) error {
+func (c *config) settle(roleName, policy, fail string) error {
 	var errs []error
 	switch roleName {
 	case "prefill", "kv_producer":
@@ -113,12 +131,8 @@ func (c *config) settle(roleName, connector, policy, fail string) error {
 	default:
 		errs = append(errs, fmt.Errorf("-role %q: not one of prefill, decode, both", roleName))
 	}
-	switch connector {
-	case "nixl":
-		c.nixl = true
-	case "none":
-	default:
-		errs = append(errs, fmt.Errorf("-connector %q: not one of nixl, none", connector))
+	if c.nixl = c.connector == connectorNIXL; !slices.Contains(connectors, c.connector) {
+		errs = append(errs, fmt.Errorf("-connector %q: not one of %v", c.connector, connectors))
 	}
 	switch policy {
 	case "fail":

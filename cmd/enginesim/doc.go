@@ -31,6 +31,15 @@
 //     hands over, and frees. Another dialect would be files beside these.
 //  6. output.go plans the answer; openai_*.go, anthropic.go and generate_api.go write it, sse.go sends streams.
 //
+// # Dialects whose legs run at once
+//
+// -connector sglang makes it an SGLang server (role both: without --disaggregation-mode): both legs carry a room, D asks
+// P's bootstrap server (-bootstrap) where to go, P waits for D before it computes, and POST /generate is there. mooncake
+// has a bootstrap server with /query, transfer ids, and cancels unless P finished for its length; nixl-push writes from
+// P into D. Legs wait for each other as long as -transfer-timeout says (300 s), and hold their blocks meanwhile: SGLang's
+// P while nobody tells it that D has gone, vLLM's D while its client has left and P has not sent. A room or transfer id
+// that is used twice is a violation (key_reused). rendezvous.go is where legs meet, sglang.go and push.go the dialects.
+//
 // # Strict and faithful
 //
 // Refused as vLLM refuses: bad bodies, limits, unknown models, stream_options without stream, min_tokens above

@@ -19,6 +19,7 @@ type sequence struct {
 	wrong    bool // its KV is not that of its prompt
 	out      output
 	handOver []byte // kv_transfer_params of the answer, nil for none
+	room     roomParams
 }
 
 // local is the number of prompt tokens that this engine's own prefix cache had.
@@ -64,7 +65,7 @@ func (c *call) generate(ctx context.Context, emit func(step int) error) error {
 		s.metrics.running.Add(1)
 		running = true
 	}
-	if err := c.prefill(ctx); err != nil {
+	if err := c.fill(ctx); err != nil {
 		return c.abandon(err)
 	}
 	s.metrics.firstToken.Observe(time.Since(started).Seconds())
@@ -74,6 +75,20 @@ func (c *call) generate(ctx context.Context, emit func(step int) error) error {
 	c.complete()
 	s.metrics.latency.Observe(time.Since(started).Seconds())
 	return nil
+}
+
+// fill gets the prompts' KV: computed, from another engine, or computed for one.
+func (c *call) fill(ctx context.Context) error {
+	switch {
+	case !c.s.roomed():
+		return c.prefill(ctx)
+	case c.s.cfg.role == rolePrefill:
+		return c.sendRooms(ctx)
+	}
+	if err := c.receiveRooms(ctx); err != nil {
+		return err
+	}
+	return c.prefill(ctx)
 }
 
 func (c *call) admit(ctx context.Context) error {
@@ -112,7 +127,7 @@ func (c *call) admit(ctx context.Context) error {
 // sixth of a lease.
 func (c *call) heartbeat() (stop func()) {
 	kv := &c.req.kv
-	if !kv.remotePrefill {
+	if !kv.remotePrefill || c.s.cfg.pushes() {
 		return func() {}
 	}
 	done := make(chan struct{})
@@ -136,6 +151,9 @@ func (kv *kvParams) addr() string { return net.JoinHostPort(kv.host, strconv.Ito
 // load fetches each sequence's KV. With the policy "recompute" a failed load only costs its time.
 func (c *call) load(ctx context.Context) error {
 	s := c.s
+	if s.cfg.pushes() {
+		return c.await(ctx)
+	}
 	for _, q := range c.seqs {
 		actual, err := s.fetchKV(ctx, c.xid, &c.req.kv, q.p, q.grant.hits)
 		if wrong := (*violation)(nil); errors.As(err, &wrong) && wrong.kind == "other_prompt" && c.req.throwsAway() {
@@ -307,7 +325,11 @@ func (c *call) complete() {
 			s.pool.free(blocks)
 			continue
 		}
-		c.keep(q, blocks)
+		if s.cfg.pushes() {
+			c.offer(q, blocks)
+		} else {
+			c.keep(q, blocks)
+		}
 	}
 }
 
@@ -388,7 +410,7 @@ func (c *call) abandon(err error) error {
 // refuses a decode leg, or loses it before the transfer.
 func (c *call) releaseRemote() {
 	kv := &c.req.kv
-	if !kv.remotePrefill || c.fetched || kv.fatal != "" || kv.incomplete != "" {
+	if c.s.cfg.pushes() || !kv.remotePrefill || c.fetched || kv.fatal != "" || kv.incomplete != "" {
 		return
 	}
 	c.fetched = true

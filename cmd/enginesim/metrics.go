@@ -107,7 +107,7 @@ func newMetrics(model string) *metrics {
 // violationKinds are the values of enginesim_violations_total's label. They start at 0 so that a test can demand 0.
 var violationKinds = []string{
 	"read_twice", "expired", "released", "unknown_request", "fewer_blocks", "foreign_blocks", "other_prompt",
-	"request_id_mismatch", "missing_request_id", "stale_blocks_on_prefill",
+	"request_id_mismatch", "missing_request_id", "stale_blocks_on_prefill", "key_reused",
 }
 
 const kvBytesPerToken = 512 // what the recorded tiny model moves: 16,384 bytes for a block of 32
@@ -234,7 +234,7 @@ func (s *sim) collectNIXL(c *collector) {
 
 func (s *sim) collectOurs(c *collector) {
 	m := s.metrics
-	c.gauge("enginesim_blocks_held", "KV blocks handed over and neither fetched, released nor expired.", float64(s.ledger.held.Load()))
+	c.gauge("enginesim_blocks_held", "KV blocks handed over and neither fetched, released nor expired, or waiting for the other leg.", float64(s.ledger.held.Load()+s.rooms.held.Load()))
 	const over = "KV hand-overs of the prefill side by how they ended; given counts them all."
 	c.counter("enginesim_handovers_total", over, s.ledger.given.Load(), "outcome", "given")
 	c.counter("enginesim_handovers_total", over, s.ledger.fetched.Load(), "outcome", "fetched")

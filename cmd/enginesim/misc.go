@@ -268,6 +268,12 @@ func (s *sim) state() state {
 
 func (s *sim) serveState(w http.ResponseWriter, _ *http.Request) { writeJSONValue(w, s.state()) }
 
+// serveInfo is SGLang's /server_info, as far as a router looks at it.
+func (s *sim) serveInfo(w http.ResponseWriter) {
+	writeJSONValue(w, map[string]any{"disaggregation_mode": map[role]string{rolePrefill: "prefill", roleDecode: "decode", roleBoth: "null"}[s.cfg.role],
+		"dp_size": s.cfg.dpSize, "served_model_name": s.cfg.models[0], "version": "0.5.23"})
+}
+
 // serveReset is POST /sim/reset: the recorded requests, the failure rules, the prefix cache, held blocks and the
 // enginesim_ counters go; what vLLM itself counts stays, as counters do.
 func (s *sim) serveReset(w http.ResponseWriter, _ *http.Request) {

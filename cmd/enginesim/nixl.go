@@ -24,6 +24,9 @@ type kvParams struct {
 	promptIDs     []uint32 // prompt_token_ids: use these instead of tokenising (0.32 and later)
 	incomplete    string   // a member without which the engine parks the request for ever
 	fatal         string   // what in them kills the engine, "" when nothing
+	transfer      string   // transfer_id (Mooncake)
+	bootstrap     string   // remote_bootstrap_addr (Mooncake)
+	parked        string   // why the engine waits for KV that nobody will send, "" when it does not
 	staleOnP      bool     // do_remote_decode with remote_block_ids: P would read from somebody else
 }
 

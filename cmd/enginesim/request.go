@@ -18,6 +18,7 @@ const (
 	apiResponses
 	apiMessages
 	apiGenerate
+	apiSGLang
 )
 
 const (
@@ -50,7 +51,8 @@ type request struct {
 	tools           []byte
 	toolChoice      []byte
 	kv              kvParams
-	hasParams       bool // kv_transfer_params is there and not null
+	roomLeg         string // of a server that does one leg of two
+	hasParams       bool   // kv_transfer_params is there and not null
 	maxTokensMember string
 	transcript      []byte // of the response that previous_response_id names
 }
@@ -71,6 +73,8 @@ func (q *request) raw(name string) (val []byte) {
 // leg says what the request is to the protocol.
 func (q *request) leg() string {
 	switch {
+	case q.roomLeg != "":
+		return q.roomLeg
 	case q.kv.remotePrefill:
 		return "decode"
 	case q.kv.remoteDecode:
@@ -173,6 +177,10 @@ func (q *request) readLimits() *apiError {
 			return pydantic("missing", "sampling_params", "Field required", []byte("None"))
 		}
 		from = func(name string) []byte { return get(params, name) }
+	case apiSGLang:
+		params := q.raw("sampling_params")
+		from = func(name string) []byte { return get(params, name) }
+		q.maxTokensMember = "max_new_tokens"
 	case apiChat:
 		if !isNull(q.raw("max_completion_tokens")) { // beats max_tokens
 			q.maxTokensMember = "max_completion_tokens"
@@ -256,6 +264,11 @@ func (q *request) checkCommon() *apiError {
 		required = "token_ids"
 	case apiCompletions:
 		required = "prompt"
+	case apiSGLang:
+		required = "text"
+		if isNull(q.raw("text")) {
+			required = "input_ids"
+		}
 	}
 	if isNull(q.raw(required)) {
 		return pydantic("missing", required, "Field required", []byte("None"))

@@ -31,6 +31,7 @@ type sim struct {
 	pool        *pool
 	events      *kvEvents // nil: none
 	ledger      *ledger
+	rooms       *rendezvous
 	peers       *peers
 	metrics     *metrics
 	records     *recorder
@@ -41,6 +42,9 @@ type sim struct {
 
 	mux  *http.ServeMux
 	side net.Listener
+
+	bootstrap     *http.Server // of a prefill engine whose dialect has one
+	bootstrapAddr string
 
 	mu       sync.Mutex
 	web      *http.Server
@@ -90,13 +94,19 @@ func start(cfg *config, log io.Writer) (*sim, error) {
 	if s.engineID == "" {
 		s.engineID = s.random.uuid()
 	}
-	s.ledger = newLedger(s.pool, cfg.lease)
+	s.ledger, s.rooms = newLedger(s.pool, cfg.lease), newRendezvous()
 	s.mux = s.routes()
 	var err error
 	if s.side, err = net.Listen("tcp", cfg.sideChannel); err != nil {
 		return nil, fmt.Errorf("opening the side channel: %w", err)
 	}
 	s.sideHost, s.sidePort = cfg.advertiseHost, s.side.Addr().(*net.TCPAddr).Port
+	if (s.roomed() || cfg.connector == connectorMooncake) && cfg.role == rolePrefill {
+		if err := s.openBootstrap(); err != nil {
+			_ = s.side.Close()
+			return nil, err
+		}
+	}
 	go s.acceptSide()
 	if s.events, err = startKVEvents(cfg); err != nil {
 		_ = s.side.Close()
@@ -213,6 +223,9 @@ func (s *sim) close() {
 	_ = web.Close()
 	_ = s.side.Close()
 	s.events.close()
+	if s.bootstrap != nil {
+		_ = s.bootstrap.Close()
+	}
 	for _, c := range conns {
 		_ = c.Close()
 	}
@@ -248,6 +261,10 @@ func (s *sim) routes() *http.ServeMux {
 		"/v1/messages": apiMessages, "/inference/v1/generate": apiGenerate,
 	} {
 		mux.HandleFunc("POST "+path, func(w http.ResponseWriter, r *http.Request) { s.serveCall(w, r, a) })
+	}
+	if s.cfg.connector == connectorSGLang {
+		mux.HandleFunc("POST /generate", func(w http.ResponseWriter, r *http.Request) { s.serveCall(w, r, apiSGLang) })
+		mux.HandleFunc("GET /server_info", func(w http.ResponseWriter, _ *http.Request) { s.serveInfo(w) })
 	}
 	mux.HandleFunc("GET /v1/responses/{id}", s.recorded(s.serveStored))
 	mux.HandleFunc("POST /v1/embeddings", s.recorded(s.serveEmbeddings))

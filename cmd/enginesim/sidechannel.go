@@ -22,6 +22,8 @@ const (
 	opPull byte = iota + 1
 	opHeartbeat
 	opRelease
+	opJoin
+	opWho
 
 	maxFrame  = 64 << 20
 	idlePeers = 64 // connections kept for each remote engine
@@ -163,6 +165,25 @@ func (s *sim) serveSide(conn net.Conn) {
 			}
 			answer := s.ledger.pull(s.engineID, &req)
 			answer.encode(&out)
+		case opJoin:
+			var want joinRequest
+			if want.decode(&r); r.err != nil {
+				return
+			}
+			hungUp := make(chan struct{})
+			go func() { // nothing more comes before the answer, so a byte or an error is the end
+				_, _ = in.Peek(1)
+				close(hungUp)
+			}()
+			answer, ok := s.answerJoin(requestID, want, hungUp)
+			if !ok {
+				return
+			}
+			answer.encode(&out)
+			_, _ = conn.Write(out.sealFrame())
+			return // Peek is still reading
+		case opWho:
+			out.string(s.engineID)
 		case opHeartbeat:
 			if engineID == s.engineID {
 				s.ledger.extend(requestID)

@@ -26,6 +26,8 @@ func (c *call) answerer() answerer {
 		return messagesAPI{}
 	case apiGenerate:
 		return generateAPI{}
+	case apiSGLang:
+		return sglangAPI{}
 	}
 	return chatAPI{}
 }

@@ -14,7 +14,12 @@ func (q *request) render(blockSize int) ([]*prompt, *apiError) {
 	}
 	switch q.api {
 	case apiCompletions:
-		return q.renderPrompts(blockSize, keep)
+		return q.renderPrompts(blockSize, keep, q.raw("prompt"))
+	case apiSGLang:
+		if raw := q.raw("text"); !isNull(raw) {
+			return q.renderPrompts(blockSize, keep, raw)
+		}
+		return q.renderPrompts(blockSize, keep, q.raw("input_ids"))
 	case apiGenerate:
 		ids, ok := tokenIDs(q.raw("token_ids"))
 		if !ok {
@@ -156,8 +161,7 @@ func (q *request) renderResponses(t *tokenizer) {
 }
 
 // renderPrompts reads the four forms of /v1/completions' prompt: text, ids, and lists of either.
-func (q *request) renderPrompts(blockSize int, keep bool) (prompts []*prompt, bad *apiError) {
-	raw := q.raw("prompt")
+func (q *request) renderPrompts(blockSize int, keep bool, raw []byte) (prompts []*prompt, bad *apiError) {
 	add := func(raw []byte) bool {
 		t := newTokenizer(blockSize, keep)
 		if isString(raw) {

@@ -13,6 +13,7 @@ import (
 	"tandem/extproc/kvtransfer"
 	"tandem/kvstate"
 	"tandem/kvstate/discovery"
+	"tandem/kvstate/heartbeats"
 	configv1 "tandem/protos/config/v1"
 )
 
@@ -21,11 +22,14 @@ type fleet struct {
 	state   *kvstate.State
 	sources []*discovery.Static
 	prober  *discovery.Prober
+	peers   map[string]*kvtransfer.Peers // by pool, of dialects that need to know who engines are
+	config  *configv1.Config
+	log     *slog.Logger
 }
 
 // newFleet fills the state with the configured pools. Names are resolved before it returns, where they can be.
 func newFleet(ctx context.Context, config *configv1.Config, log *slog.Logger) (*fleet, error) {
-	f := &fleet{state: kvstate.New(kvstate.Options{})}
+	f := &fleet{state: kvstate.New(kvstate.Options{}), peers: map[string]*kvtransfer.Peers{}, config: config, log: log}
 	for _, p := range config.GetPools() {
 		spec := kvstate.PoolSpec{Name: p.GetName(), Models: p.GetModels()}
 		var eps []kvstate.EndpointSpec
@@ -34,7 +38,7 @@ func newFleet(ctx context.Context, config *configv1.Config, log *slog.Logger) (*
 			if err != nil {
 				return nil, fmt.Errorf("pool %s: %w", p.GetName(), err)
 			}
-			eps = append(eps, kvstate.EndpointSpec{Name: e.GetAddress(), Scheme: e.GetScheme(), Role: role, Group: e.GetGroup()})
+			eps = append(eps, kvstate.EndpointSpec{Name: e.GetAddress(), Scheme: e.GetScheme(), Role: role, Group: e.GetGroup(), Transfer: transferOf(e.GetTransfer())})
 		}
 		source := discovery.NewStatic(f.state, spec, eps, log)
 		source.Resolve(ctx)
@@ -44,6 +48,23 @@ func newFleet(ctx context.Context, config *configv1.Config, log *slog.Logger) (*
 	return f, nil
 }
 
+// registered listens for engines that say by themselves where their KV sockets are.
+func registered(peers *kvtransfer.Peers, log *slog.Logger) *heartbeats.Listener {
+	return heartbeats.New(func(b heartbeats.Beat) {
+		peers.Learn(b.HTTP, kvtransfer.Peer{Ranks: []kvtransfer.Rank{{Host: b.ZMQ.Addr().String(), Port: int(b.ZMQ.Port())}}})
+	}, peers.Forget, log)
+}
+
+// transferOf is how the other leg's engine reaches an endpoint.
+func transferOf(t *configv1.Transfer) kvstate.Transfer {
+	port := func(n int32) uint16 { return uint16(n) } //nolint:gosec // validated
+	return kvstate.Transfer{
+		Host: t.GetHost(), BootstrapPort: port(t.GetBootstrapPort()), KVPort: port(t.GetKvPort()),
+		HandshakePort: port(t.GetHandshakePort()), NotifyPort: port(t.GetNotifyPort()),
+		TP: int(t.GetTensorParallelSize()), DP: int(t.GetDataParallelSize()),
+	}
+}
+
 // watch keeps the state up to date until ctx ends.
 func (f *fleet) watch(ctx context.Context) error {
 	group, ctx := errgroup.WithContext(ctx)
@@ -51,6 +72,14 @@ func (f *fleet) watch(ctx context.Context) error {
 		group.Go(func() error { s.Run(ctx); return nil })
 	}
 	group.Go(func() error { f.prober.Run(ctx); return nil })
+	for pool, peers := range f.peers {
+		group.Go(func() error { peers.Run(ctx, f.state, pool); return nil })
+	}
+	for _, p := range f.config.GetPools() {
+		if addr, peers := p.GetRegistration().GetListen(), f.peers[p.GetName()]; addr != "" && peers != nil {
+			group.Go(func() error { return registered(peers, f.log).Run(ctx, addr) })
+		}
+	}
 	return group.Wait()
 }
 
@@ -83,6 +112,18 @@ func serverOptions(config *configv1.Config, f *fleet, log *slog.Logger) (extproc
 			policy.OnFailure = extproc.DecodeAlone
 		case "fail":
 			policy.OnFailure = extproc.Fail
+		}
+		if policy.Concurrent = kvtransfer.NewConcurrent(p.GetKvTransfer()); policy.Concurrent != nil {
+			if policy.Peers = kvtransfer.NewPeers(p.GetKvTransfer(), log); policy.Peers != nil {
+				f.peers[p.GetName()] = policy.Peers
+			}
+			if p.GetKvTransfer() == "nixl-push" { // one leg after the other where the engine is not known yet
+				if policy.Dialect, err = kvtransfer.New("nixl"); err != nil {
+					return o, fmt.Errorf("pool %s: %w", p.GetName(), err)
+				}
+			}
+			o.Pools[p.GetName()] = policy
+			continue
 		}
 		if name := p.GetKvTransfer(); name != "none" {
 			if policy.Dialect, err = kvtransfer.New(name); err != nil {

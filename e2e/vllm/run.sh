@@ -6,6 +6,7 @@
 # usage: run.sh [command [argument...]]
 # The command finds the engines in TANDEM_VLLM_PREFILL, TANDEM_VLLM_DECODE (addresses, comma between) and TANDEM_VLLM_REFERENCE.
 # Environment: TANDEM_VLLM  the directory of install.sh
+#              CONNECTOR    NixlConnector (default) or NixlPushConnector: with it, go test -run TestRealPairs
 #              PORT         engines listen on PORT+1, +2 (prefill), +101, +102 (decode), +201 (reference), and NIXL's side
 #                           channels 1000 above; default 28100
 set -euo pipefail
@@ -43,7 +44,7 @@ engine() {
   pids[$name]=$!
 }
 
-transfer() { echo "{\"kv_connector\":\"NixlConnector\",\"kv_role\":\"$1\",\"kv_buffer_device\":\"cpu\"}"; }
+transfer() { echo "{\"kv_connector\":\"${CONNECTOR:-NixlConnector}\",\"kv_role\":\"$1\",\"kv_buffer_device\":\"cpu\"}"; }
 
 # stop_all asks politely, once, and after 10 s not.
 stop_all() {
@@ -89,6 +90,7 @@ wait_ready reference "$reference"
 export TANDEM_VLLM_PREFILL=127.0.0.1:${prefill[0]},127.0.0.1:${prefill[1]}
 export TANDEM_VLLM_DECODE=127.0.0.1:${decode[0]},127.0.0.1:${decode[1]}
 export TANDEM_VLLM_REFERENCE=127.0.0.1:$reference
+[ "${CONNECTOR:-}" != NixlPushConnector ] || export TANDEM_VLLM_DIALECT=nixl-push
 say "ready after $SECONDS s: prefill $TANDEM_VLLM_PREFILL, decode $TANDEM_VLLM_DECODE, reference $TANDEM_VLLM_REFERENCE; logs in $logs"
 if [ $# -gt 0 ]; then
   "$@"

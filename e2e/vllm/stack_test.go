@@ -71,10 +71,10 @@ envoy:   {listen: "127.0.0.1:%s", admin: "127.0.0.1:%s"}
 pools:
 - name: tiny
   models: ["*"]
-  kvTransfer: nixl
+  kvTransfer: %s
   split: always
   endpoints:
-`, ports[0], ports[1], ports[2], ports[3], ports[4])
+`, ports[0], ports[1], ports[2], ports[3], ports[4], dialect())
 	for _, e := range s.prefill {
 		fmt.Fprintf(&b, "  - {address: %q, role: prefill}\n", e.addr)
 	}
@@ -82,6 +82,14 @@ pools:
 		fmt.Fprintf(&b, "  - {address: %q, role: decode}\n", e.addr)
 	}
 	return b.String()
+}
+
+// dialect is the engines' KV transfer, as run.sh started them.
+func dialect() string {
+	if d := os.Getenv("TANDEM_VLLM_DIALECT"); d != "" {
+		return d
+	}
+	return "nixl"
 }
 
 // start runs a program until the test ends; then it must leave within 30 s of SIGTERM, with exit status 0.

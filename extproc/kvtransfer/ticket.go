@@ -17,6 +17,7 @@ const (
 	HandOver   Stage = 2 // prefill is done: the ticket carries the KV parameters into pass 2
 	DecodeLeg  Stage = 3 // the ticket goes out with the decode leg, or the only hop: engines see it
 	Failed     Stage = 4 // a hop failed: pass 2 plans again
+	PairLegs   Stage = 5 // the ticket goes out with both legs at once: engines see it
 )
 
 func (s Stage) String() string {
@@ -29,6 +30,8 @@ func (s Stage) String() string {
 		return "decode_leg"
 	case Failed:
 		return "failed"
+	case PairLegs:
+		return "pair_legs"
 	default:
 		return fmt.Sprintf("stage_%d", uint8(s))
 	}

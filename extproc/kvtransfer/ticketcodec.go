@@ -190,7 +190,7 @@ func parseTicket(t *Ticket, b []byte) error {
 	if err != nil {
 		return err
 	}
-	if t.Stage < PrefillLeg || t.Stage > Failed {
+	if t.Stage < PrefillLeg || t.Stage > PairLegs {
 		return fmt.Errorf("the stage is %d", t.Stage)
 	}
 	if t.BodyBytes > 0 {

@@ -40,7 +40,7 @@ func plainMessage(t *Ticket) *ticketv1.Ticket {
 }
 
 func randomTicket(rng *rand.Rand) *Ticket {
-	t := &Ticket{Stage: Stage(1 + rng.IntN(4)), Expires: now.Add(time.Duration(rng.IntN(1e6)) * time.Millisecond), Split: rng.IntN(2) == 0, Stream: rng.IntN(2) == 0}
+	t := &Ticket{Stage: Stage(1 + rng.IntN(5)), Expires: now.Add(time.Duration(rng.IntN(1e6)) * time.Millisecond), Split: rng.IntN(2) == 0, Stream: rng.IntN(2) == 0}
 	if rng.IntN(2) == 0 {
 		t.ID, t.Started, t.Pool, t.Prefill = [16]byte{byte(rng.Uint32())}, now, "pool", "[::1]:8000"
 	}

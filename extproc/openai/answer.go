@@ -23,6 +23,8 @@ func ScanAnswer(body []byte) (Answer, error) {
 			a.Params = d.text(m)
 		case string(d.key(m)) == "usage":
 			a.readUsage(d.text(m))
+		case string(d.key(m)) == "meta_info": // SGLang's /generate
+			a.readMeta(d.text(m))
 		}
 	}
 	return a, nil
@@ -55,6 +57,18 @@ func (a *Answer) readUsage(usage []byte) {
 	}
 	if a.PromptTokens >= 0 {
 		a.PromptTokens += max(created, 0) + max(read, 0)
+	}
+}
+
+// readMeta reads the meta_info of SGLang's /generate (0.5.23, srt/managers/tokenizer_manager.py).
+func (a *Answer) readMeta(meta []byte) {
+	for key, value := range pairs(meta) {
+		switch string(key) {
+		case "prompt_tokens":
+			a.PromptTokens = count(value)
+		case "cached_tokens":
+			a.CachedTokens = count(value)
+		}
 	}
 }
 

@@ -33,6 +33,8 @@ const (
 	FieldPromptEmbeds
 	FieldInput
 	FieldTokenIDs
+	FieldText     // of SGLang's /generate
+	FieldInputIDs // likewise
 	FieldSamplingParams
 	FieldStore
 	FieldBackground
@@ -48,9 +50,13 @@ const (
 	FieldCacheSalt
 	FieldReturnTokenIDs
 	FieldKVTransferParams
-	fieldControl   // any other member that a client must not send
-	fieldVLLMXArgs // vllm_xargs: becomes extra_args in vLLM
-	fieldExtraArgs // extra_args of sampling_params
+	FieldBootstrapHost // SGLang's; a client must not send these three
+	FieldBootstrapPort
+	FieldBootstrapRoom
+	FieldReturnLogprob // SGLang
+	fieldControl       // any other member that a client must not send
+	fieldVLLMXArgs     // vllm_xargs: becomes extra_args in vLLM
+	fieldExtraArgs     // extra_args of sampling_params
 	numFields
 )
 
@@ -107,6 +113,10 @@ func fieldOf(key []byte) Field { //nolint:funlen // one line a name
 		return FieldInput
 	case "token_ids":
 		return FieldTokenIDs
+	case "text":
+		return FieldText
+	case "input_ids":
+		return FieldInputIDs
 	case "sampling_params":
 		return FieldSamplingParams
 	case "store":
@@ -137,6 +147,14 @@ func fieldOf(key []byte) Field { //nolint:funlen // one line a name
 		return FieldReturnTokenIDs
 	case "kv_transfer_params":
 		return FieldKVTransferParams
+	case "bootstrap_host":
+		return FieldBootstrapHost
+	case "bootstrap_port":
+		return FieldBootstrapPort
+	case "bootstrap_room":
+		return FieldBootstrapRoom
+	case "return_logprob":
+		return FieldReturnLogprob
 	case "vllm_xargs":
 		return fieldVLLMXArgs
 	case "extra_args":
@@ -163,4 +181,10 @@ func isControl(key string) bool {
 }
 
 // control reports whether a member is not the client's to send.
-func (f Field) control() bool { return f == FieldKVTransferParams || f == fieldControl }
+func (f Field) control() bool {
+	switch f {
+	case FieldKVTransferParams, FieldBootstrapHost, FieldBootstrapPort, FieldBootstrapRoom, fieldControl:
+		return true
+	}
+	return false
+}

@@ -640,12 +640,14 @@ type Pool struct {
 	Name string `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
 	// Names that requests ask for; "*" takes any. Default ["*"].
 	Models []string `protobuf:"bytes,2,rep,name=models,proto3" json:"models,omitempty"`
-	// The engines' KV transfer dialect: nixl, or none for engines that do both by themselves. Required.
+	// The engines' KV transfer dialect: nixl, nixl-push, mooncake, moriio, p2p-nccl, sglang, or none for engines that do both by themselves
+	// (docs/protocols.md). Required.
 	KvTransfer string `protobuf:"bytes,3,opt,name=kv_transfer,json=kvTransfer,proto3" json:"kv_transfer,omitempty"`
 	// always: every request that may be split is; never: none; auto: what is cheaper (until there is a cost model: always).
 	// Default auto.
 	Split string `protobuf:"bytes,4,opt,name=split,proto3" json:"split,omitempty"`
-	// What becomes of bodies over envoy.maxBodyBytes: decodeAlone or refuse (413). Default decodeAlone.
+	// What becomes of bodies over envoy.maxBodyBytes: decodeAlone or refuse (413). Default decodeAlone,
+	// but refuse with sglang and p2p-nccl, whose decode endpoints cannot.
 	LongPrompts string `protobuf:"bytes,5,opt,name=long_prompts,json=longPrompts,proto3" json:"long_prompts,omitempty"`
 	// What follows a failed prefill: otherPrefill (while there is one, then decode alone), decodeAlone, or fail (503).
 	// Default otherPrefill.
@@ -667,8 +669,10 @@ type Pool struct {
 	// (vLLM from 0.22: 30 s). cleanupDecode: a decode endpoint is told to fetch them, with a prompt of one token whose answer is
 	// thrown away; for releases that keep them for minutes (vLLM 0.12 to 0.21). Default lease.
 	StrandedBlocks string `protobuf:"bytes,12,opt,name=stranded_blocks,json=strandedBlocks,proto3" json:"stranded_blocks,omitempty"`
-	unknownFields  protoimpl.UnknownFields
-	sizeCache      protoimpl.SizeCache
+	// P2P-NCCL: where the engines register (their proxy_ip and proxy_port; ZeroMQ). Absent: transfer.kvPort of each endpoint.
+	Registration  *Registration `protobuf:"bytes,20,opt,name=registration,proto3" json:"registration,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Pool) Reset() {
@@ -785,6 +789,58 @@ func (x *Pool) GetStrandedBlocks() string {
 	return ""
 }
 
+func (x *Pool) GetRegistration() *Registration {
+	if x != nil {
+		return x.Registration
+	}
+	return nil
+}
+
+type Registration struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// ip:port; on an address that only the engines reach, for whoever reaches it can name an engine's address. Required.
+	Listen        string `protobuf:"bytes,1,opt,name=listen,proto3" json:"listen,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Registration) Reset() {
+	*x = Registration{}
+	mi := &file_config_v1_config_proto_msgTypes[10]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Registration) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Registration) ProtoMessage() {}
+
+func (x *Registration) ProtoReflect() protoreflect.Message {
+	mi := &file_config_v1_config_proto_msgTypes[10]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Registration.ProtoReflect.Descriptor instead.
+func (*Registration) Descriptor() ([]byte, []int) {
+	return file_config_v1_config_proto_rawDescGZIP(), []int{10}
+}
+
+func (x *Registration) GetListen() string {
+	if x != nil {
+		return x.Listen
+	}
+	return ""
+}
+
 type PrefillTimeout struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// For any prompt, however short. Default 10s.
@@ -798,7 +854,7 @@ type PrefillTimeout struct {
 
 func (x *PrefillTimeout) Reset() {
 	*x = PrefillTimeout{}
-	mi := &file_config_v1_config_proto_msgTypes[10]
+	mi := &file_config_v1_config_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -810,7 +866,7 @@ func (x *PrefillTimeout) String() string {
 func (*PrefillTimeout) ProtoMessage() {}
 
 func (x *PrefillTimeout) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[10]
+	mi := &file_config_v1_config_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -823,7 +879,7 @@ func (x *PrefillTimeout) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PrefillTimeout.ProtoReflect.Descriptor instead.
 func (*PrefillTimeout) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{10}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *PrefillTimeout) GetBase() string {
@@ -849,14 +905,16 @@ type Endpoint struct {
 	// http, https or h2c. Default http.
 	Scheme string `protobuf:"bytes,3,opt,name=scheme,proto3" json:"scheme,omitempty"`
 	// Endpoints with a group only pair within it.
-	Group         string `protobuf:"bytes,4,opt,name=group,proto3" json:"group,omitempty"`
+	Group string `protobuf:"bytes,4,opt,name=group,proto3" json:"group,omitempty"`
+	// How the engine of the other leg reaches this one's KV cache. Absent: the host of address, the engine's own ports.
+	Transfer      *Transfer `protobuf:"bytes,20,opt,name=transfer,proto3" json:"transfer,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Endpoint) Reset() {
 	*x = Endpoint{}
-	mi := &file_config_v1_config_proto_msgTypes[11]
+	mi := &file_config_v1_config_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -868,7 +926,7 @@ func (x *Endpoint) String() string {
 func (*Endpoint) ProtoMessage() {}
 
 func (x *Endpoint) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[11]
+	mi := &file_config_v1_config_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -881,7 +939,7 @@ func (x *Endpoint) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Endpoint.ProtoReflect.Descriptor instead.
 func (*Endpoint) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{11}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *Endpoint) GetAddress() string {
@@ -910,6 +968,114 @@ func (x *Endpoint) GetGroup() string {
 		return x.Group
 	}
 	return ""
+}
+
+func (x *Endpoint) GetTransfer() *Transfer {
+	if x != nil {
+		return x.Transfer
+	}
+	return nil
+}
+
+// What engines are told of each other where Tandem has to tell them.
+type Transfer struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Name or IP, without brackets, by which the other leg's engine reaches this one. Default: where Envoy reaches it.
+	Host string `protobuf:"bytes,1,opt,name=host,proto3" json:"host,omitempty"`
+	// SGLang (--disaggregation-bootstrap-port) and Mooncake (VLLM_MOONCAKE_BOOTSTRAP_PORT), of an endpoint that prefills.
+	// Default 8998.
+	BootstrapPort int32 `protobuf:"varint,2,opt,name=bootstrap_port,json=bootstrapPort,proto3" json:"bootstrap_port,omitempty"`
+	// P2P-NCCL: the engine's kv_port, as others reach it. Needed only where engines do not register (pools[].registration).
+	KvPort int32 `protobuf:"varint,3,opt,name=kv_port,json=kvPort,proto3" json:"kv_port,omitempty"`
+	// MoRIIO: handshake_port. Default 6301.
+	HandshakePort int32 `protobuf:"varint,4,opt,name=handshake_port,json=handshakePort,proto3" json:"handshake_port,omitempty"`
+	// MoRIIO: notify_port, of the first rank. Default 61005.
+	NotifyPort int32 `protobuf:"varint,5,opt,name=notify_port,json=notifyPort,proto3" json:"notify_port,omitempty"`
+	// MoRIIO: ranks of the engine's tensor parallelism. Default 1; a false number gives wrong text.
+	TensorParallelSize int32 `protobuf:"varint,6,opt,name=tensor_parallel_size,json=tensorParallelSize,proto3" json:"tensor_parallel_size,omitempty"`
+	// MoRIIO: ranks of the engine's data parallelism behind this one address. Default 1.
+	DataParallelSize int32 `protobuf:"varint,7,opt,name=data_parallel_size,json=dataParallelSize,proto3" json:"data_parallel_size,omitempty"`
+	unknownFields    protoimpl.UnknownFields
+	sizeCache        protoimpl.SizeCache
+}
+
+func (x *Transfer) Reset() {
+	*x = Transfer{}
+	mi := &file_config_v1_config_proto_msgTypes[13]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Transfer) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Transfer) ProtoMessage() {}
+
+func (x *Transfer) ProtoReflect() protoreflect.Message {
+	mi := &file_config_v1_config_proto_msgTypes[13]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Transfer.ProtoReflect.Descriptor instead.
+func (*Transfer) Descriptor() ([]byte, []int) {
+	return file_config_v1_config_proto_rawDescGZIP(), []int{13}
+}
+
+func (x *Transfer) GetHost() string {
+	if x != nil {
+		return x.Host
+	}
+	return ""
+}
+
+func (x *Transfer) GetBootstrapPort() int32 {
+	if x != nil {
+		return x.BootstrapPort
+	}
+	return 0
+}
+
+func (x *Transfer) GetKvPort() int32 {
+	if x != nil {
+		return x.KvPort
+	}
+	return 0
+}
+
+func (x *Transfer) GetHandshakePort() int32 {
+	if x != nil {
+		return x.HandshakePort
+	}
+	return 0
+}
+
+func (x *Transfer) GetNotifyPort() int32 {
+	if x != nil {
+		return x.NotifyPort
+	}
+	return 0
+}
+
+func (x *Transfer) GetTensorParallelSize() int32 {
+	if x != nil {
+		return x.TensorParallelSize
+	}
+	return 0
+}
+
+func (x *Transfer) GetDataParallelSize() int32 {
+	if x != nil {
+		return x.DataParallelSize
+	}
+	return 0
 }
 
 var File_config_v1_config_proto protoreflect.FileDescriptor
@@ -958,7 +1124,7 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\x03url\x18\x01 \x01(\tR\x03url\"6\n" +
 	"\aTickets\x12\x19\n" +
 	"\bkey_file\x18\x01 \x01(\tR\akeyFile\x12\x10\n" +
-	"\x03ttl\x18\x02 \x01(\tR\x03ttl\"\xea\x03\n" +
+	"\x03ttl\x18\x02 \x01(\tR\x03ttl\"\xae\x04\n" +
 	"\x04Pool\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x16\n" +
 	"\x06models\x18\x02 \x03(\tR\x06models\x12\x1f\n" +
@@ -973,15 +1139,28 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\rattempts_time\x18\n" +
 	" \x01(\tR\fattemptsTime\x120\n" +
 	"\x14stream_start_timeout\x18\v \x01(\tR\x12streamStartTimeout\x12'\n" +
-	"\x0fstranded_blocks\x18\f \x01(\tR\x0estrandedBlocks\"A\n" +
+	"\x0fstranded_blocks\x18\f \x01(\tR\x0estrandedBlocks\x12B\n" +
+	"\fregistration\x18\x14 \x01(\v2\x1e.tandem.config.v1.RegistrationR\fregistration\"&\n" +
+	"\fRegistration\x12\x16\n" +
+	"\x06listen\x18\x01 \x01(\tR\x06listen\"A\n" +
 	"\x0ePrefillTimeout\x12\x12\n" +
 	"\x04base\x18\x01 \x01(\tR\x04base\x12\x1b\n" +
-	"\tper_token\x18\x02 \x01(\tR\bperToken\"f\n" +
+	"\tper_token\x18\x02 \x01(\tR\bperToken\"\x9e\x01\n" +
 	"\bEndpoint\x12\x18\n" +
 	"\aaddress\x18\x01 \x01(\tR\aaddress\x12\x12\n" +
 	"\x04role\x18\x02 \x01(\tR\x04role\x12\x16\n" +
 	"\x06scheme\x18\x03 \x01(\tR\x06scheme\x12\x14\n" +
-	"\x05group\x18\x04 \x01(\tR\x05groupB\"Z tandem/protos/config/v1;configv1b\x06proto3"
+	"\x05group\x18\x04 \x01(\tR\x05group\x126\n" +
+	"\btransfer\x18\x14 \x01(\v2\x1a.tandem.config.v1.TransferR\btransfer\"\x86\x02\n" +
+	"\bTransfer\x12\x12\n" +
+	"\x04host\x18\x01 \x01(\tR\x04host\x12%\n" +
+	"\x0ebootstrap_port\x18\x02 \x01(\x05R\rbootstrapPort\x12\x17\n" +
+	"\akv_port\x18\x03 \x01(\x05R\x06kvPort\x12%\n" +
+	"\x0ehandshake_port\x18\x04 \x01(\x05R\rhandshakePort\x12\x1f\n" +
+	"\vnotify_port\x18\x05 \x01(\x05R\n" +
+	"notifyPort\x120\n" +
+	"\x14tensor_parallel_size\x18\x06 \x01(\x05R\x12tensorParallelSize\x12,\n" +
+	"\x12data_parallel_size\x18\a \x01(\x05R\x10dataParallelSizeB\"Z tandem/protos/config/v1;configv1b\x06proto3"
 
 var (
 	file_config_v1_config_proto_rawDescOnce sync.Once
@@ -995,7 +1174,7 @@ func file_config_v1_config_proto_rawDescGZIP() []byte {
 	return file_config_v1_config_proto_rawDescData
 }
 
-var file_config_v1_config_proto_msgTypes = make([]protoimpl.MessageInfo, 12)
+var file_config_v1_config_proto_msgTypes = make([]protoimpl.MessageInfo, 14)
 var file_config_v1_config_proto_goTypes = []any{
 	(*Config)(nil),         // 0: tandem.config.v1.Config
 	(*ExtProc)(nil),        // 1: tandem.config.v1.ExtProc
@@ -1007,8 +1186,10 @@ var file_config_v1_config_proto_goTypes = []any{
 	(*Redis)(nil),          // 7: tandem.config.v1.Redis
 	(*Tickets)(nil),        // 8: tandem.config.v1.Tickets
 	(*Pool)(nil),           // 9: tandem.config.v1.Pool
-	(*PrefillTimeout)(nil), // 10: tandem.config.v1.PrefillTimeout
-	(*Endpoint)(nil),       // 11: tandem.config.v1.Endpoint
+	(*Registration)(nil),   // 10: tandem.config.v1.Registration
+	(*PrefillTimeout)(nil), // 11: tandem.config.v1.PrefillTimeout
+	(*Endpoint)(nil),       // 12: tandem.config.v1.Endpoint
+	(*Transfer)(nil),       // 13: tandem.config.v1.Transfer
 }
 var file_config_v1_config_proto_depIdxs = []int32{
 	1,  // 0: tandem.config.v1.Config.ext_proc:type_name -> tandem.config.v1.ExtProc
@@ -1022,13 +1203,15 @@ var file_config_v1_config_proto_depIdxs = []int32{
 	5,  // 8: tandem.config.v1.Envoy.ext_proc_tls:type_name -> tandem.config.v1.ClientTls
 	5,  // 9: tandem.config.v1.Envoy.endpoint_tls:type_name -> tandem.config.v1.ClientTls
 	7,  // 10: tandem.config.v1.State.redis:type_name -> tandem.config.v1.Redis
-	10, // 11: tandem.config.v1.Pool.prefill_timeout:type_name -> tandem.config.v1.PrefillTimeout
-	11, // 12: tandem.config.v1.Pool.endpoints:type_name -> tandem.config.v1.Endpoint
-	13, // [13:13] is the sub-list for method output_type
-	13, // [13:13] is the sub-list for method input_type
-	13, // [13:13] is the sub-list for extension type_name
-	13, // [13:13] is the sub-list for extension extendee
-	0,  // [0:13] is the sub-list for field type_name
+	11, // 11: tandem.config.v1.Pool.prefill_timeout:type_name -> tandem.config.v1.PrefillTimeout
+	12, // 12: tandem.config.v1.Pool.endpoints:type_name -> tandem.config.v1.Endpoint
+	10, // 13: tandem.config.v1.Pool.registration:type_name -> tandem.config.v1.Registration
+	13, // 14: tandem.config.v1.Endpoint.transfer:type_name -> tandem.config.v1.Transfer
+	15, // [15:15] is the sub-list for method output_type
+	15, // [15:15] is the sub-list for method input_type
+	15, // [15:15] is the sub-list for extension type_name
+	15, // [15:15] is the sub-list for extension extendee
+	0,  // [0:15] is the sub-list for field type_name
 }
 
 func init() { file_config_v1_config_proto_init() }
@@ -1042,7 +1225,7 @@ func file_config_v1_config_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_config_v1_config_proto_rawDesc), len(file_config_v1_config_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   12,
+			NumMessages:   14,
 			NumExtensions: 0,
 			NumServices:   0,
 		},

@@ -62,6 +62,9 @@ func setPoolDefaults(p *Pool) {
 		p.Models = []string{"*"}
 	}
 	or(&p.Split, "auto")
+	if p.KvTransfer == "sglang" || p.KvTransfer == "p2p-nccl" { // where decode cannot work alone
+		or(&p.LongPrompts, "refuse")
+	}
 	or(&p.LongPrompts, "decodeAlone")
 	or(&p.OnPrefillFailure, "otherPrefill")
 	or(&p.PrefillAttempts, 3)

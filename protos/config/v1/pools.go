@@ -5,6 +5,7 @@ import (
 	"net"
 	"net/netip"
 	"slices"
+	"strings"
 	"time"
 )
 
@@ -30,6 +31,7 @@ func (v *validator) pool(path string, p *Pool) {
 	v.duration(path+".prefillTimeout.base", p.PrefillTimeout.Base, time.Millisecond)
 	v.duration(path+".prefillTimeout.perToken", p.PrefillTimeout.PerToken, 0)
 	v.endpointsOf(path, p)
+	v.concurrent(path, p)
 }
 
 func (v *validator) modelsOf(path string, p *Pool) {
@@ -46,17 +48,28 @@ func (v *validator) modelsOf(path string, p *Pool) {
 
 // laterDialects are those that engines speak and a later release of Tandem will.
 func laterDialects() []string {
-	return []string{"lmcache", "mooncake", "sglang", "offload", "moriio", "p2pnccl", "shared", "orchestrated", "trtllm", "multi"}
+	return []string{"lmcache", "offload", "shared", "orchestrated", "trtllm", "multi"}
 }
+
+// dialects are what kvTransfer may be.
+func dialects() []string { return append([]string{"nixl"}, append(concurrentDialects(), "none")...) }
+
+// concurrentDialects are those whose legs run at once.
+func concurrentDialects() []string {
+	return []string{"sglang", "mooncake", "nixl-push", "moriio", "p2p-nccl"}
+}
+
+// Concurrent reports whether both legs of a pool's requests run at once.
+func Concurrent(p *Pool) bool { return slices.Contains(concurrentDialects(), p.GetKvTransfer()) }
 
 func (v *validator) dialect(path, name string) {
 	switch {
 	case name == "":
-		v.m.add(path, "is missing: nixl, or none for engines that prefill and decode by themselves")
+		v.m.add(path, "is missing: one of %s; none is for engines that prefill and decode by themselves", strings.Join(dialects(), ", "))
 	case slices.Contains(laterDialects(), name):
-		v.m.add(path, "%s is not in this release: one of nixl, none", name)
+		v.m.add(path, "%s is not in this release: one of %s", name, strings.Join(dialects(), ", "))
 	default:
-		v.oneOf(path, name, "nixl", "none")
+		v.oneOf(path, name, dialects()...)
 	}
 }
 

@@ -36,6 +36,7 @@ const (
 	Ticket_STAGE_HAND_OVER   Ticket_Stage = 2 // prefill done: the KV parameters are with it
 	Ticket_STAGE_DECODE_LEG  Ticket_Stage = 3 // goes out with the decode leg, or with the only hop of a request that is not split
 	Ticket_STAGE_FAILED      Ticket_Stage = 4 // a hop failed: plan again
+	Ticket_STAGE_PAIR_LEGS   Ticket_Stage = 5 // goes out with both legs at once
 )
 
 // Enum value maps for Ticket_Stage.
@@ -46,6 +47,7 @@ var (
 		2: "STAGE_HAND_OVER",
 		3: "STAGE_DECODE_LEG",
 		4: "STAGE_FAILED",
+		5: "STAGE_PAIR_LEGS",
 	}
 	Ticket_Stage_value = map[string]int32{
 		"STAGE_UNSPECIFIED": 0,
@@ -53,6 +55,7 @@ var (
 		"STAGE_HAND_OVER":   2,
 		"STAGE_DECODE_LEG":  3,
 		"STAGE_FAILED":      4,
+		"STAGE_PAIR_LEGS":   5,
 	}
 )
 
@@ -360,7 +363,7 @@ var File_ticket_v1_ticket_proto protoreflect.FileDescriptor
 
 const file_ticket_v1_ticket_proto_rawDesc = "" +
 	"\n" +
-	"\x16ticket/v1/ticket.proto\x12\x10tandem.ticket.v1\"\x86\x06\n" +
+	"\x16ticket/v1/ticket.proto\x12\x10tandem.ticket.v1\"\x9c\x06\n" +
 	"\x06Ticket\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\fR\x02id\x124\n" +
 	"\x05stage\x18\x02 \x01(\x0e2\x1e.tandem.ticket.v1.Ticket.StageR\x05stage\x12&\n" +
@@ -384,13 +387,14 @@ const file_ticket_v1_ticket_proto_rawDesc = "" +
 	"\n" +
 	"params_ref\x18\x12 \x01(\fR\tparamsRef\x12#\n" +
 	"\rpacked_params\x18\x13 \x01(\fR\fpackedParams\x12\x16\n" +
-	"\x06stream\x18\x14 \x01(\bR\x06stream\"r\n" +
+	"\x06stream\x18\x14 \x01(\bR\x06stream\"\x87\x01\n" +
 	"\x05Stage\x12\x15\n" +
 	"\x11STAGE_UNSPECIFIED\x10\x00\x12\x15\n" +
 	"\x11STAGE_PREFILL_LEG\x10\x01\x12\x13\n" +
 	"\x0fSTAGE_HAND_OVER\x10\x02\x12\x14\n" +
 	"\x10STAGE_DECODE_LEG\x10\x03\x12\x10\n" +
-	"\fSTAGE_FAILED\x10\x04\"B\n" +
+	"\fSTAGE_FAILED\x10\x04\x12\x13\n" +
+	"\x0fSTAGE_PAIR_LEGS\x10\x05\"B\n" +
 	"\x04Edit\x12\x14\n" +
 	"\x05start\x18\x01 \x01(\x04R\x05start\x12\x10\n" +
 	"\x03end\x18\x02 \x01(\x04R\x03end\x12\x12\n" +
