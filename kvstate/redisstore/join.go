@@ -24,18 +24,16 @@ type hello struct {
 // helloTries is how often a hello is said that nobody answers, a lease apart: who should have answered may be gone.
 const helloTries = 3
 
-// ask says hello with the next batch, unless that was done just now. sharer.mu is held.
+// ask wants a snapshot of the others. sharer.mu is held.
 func (p *sharer) ask() {
-	now := time.Now()
-	if now.Sub(p.sync.at) < p.s.o.Lease {
-		return
+	if !p.sync.wanted {
+		p.sync = hello{wanted: true, at: p.sync.at}
+		p.askDue(time.Now())
 	}
-	p.sync = hello{wanted: true, at: now, tries: 1}
-	p.sayHello()
 }
 
-// askAgain does so where nobody has answered. sharer.mu is held.
-func (p *sharer) askAgain(now time.Time) {
+// askDue says hello with the next batch, if a snapshot is wanted and none was asked for within a lease. sharer.mu is held.
+func (p *sharer) askDue(now time.Time) {
 	if !p.sync.wanted || now.Sub(p.sync.at) < p.s.o.Lease {
 		return
 	}

@@ -30,6 +30,9 @@ func (p *sharer) meet(b *statev1.Batch, age time.Duration) *member {
 		m = &member{loads: map[string]load{}}
 		p.members[b.GetReplica()] = m
 		p.count()
+		if p.joined && b.GetReplica() < p.s.replica {
+			p.ask() // it was there before, but not seen: it may know what this one does not
+		}
 		p.s.log.Info("a replica is there", "pool", p.pool, "replica", b.GetReplica(), "replicas", len(p.members)+1)
 	}
 	m.expires = time.Now().Add(left)

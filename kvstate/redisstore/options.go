@@ -48,8 +48,16 @@ func (o *Options) setDefaults() {
 	}
 }
 
-// client makes a client whose commands may take so long. It connects when it is used.
-func (o *Options) client(limit time.Duration, c *counters) (redis.UniversalClient, error) {
+// LogTo sends what the Redis client has to say, which has one logger for the whole process, to log. For main to call, once.
+func LogTo(log *slog.Logger) { redis.SetLogger(clientLog{log}) }
+
+type clientLog struct{ log *slog.Logger }
+
+func (l clientLog) Printf(_ context.Context, format string, v ...any) { l.log.Debug(fmt.Sprintf(format, v...)) }
+
+// client makes a client whose commands may take so long, and are tried again so often within that, where a connection turns
+// out to be broken. It connects when it is used.
+func (o *Options) client(limit time.Duration, retries int, c *counters) (redis.UniversalClient, error) {
 	u, err := redis.ParseURL(o.URL)
 	if err != nil {
 		return nil, fmt.Errorf("reading the URL of Redis: %w", withoutURL(err))
@@ -65,7 +73,7 @@ func (o *Options) client(limit time.Duration, c *counters) (redis.UniversalClien
 		Addrs: append([]string{u.Addr}, o.Nodes...), MasterName: o.SentinelMaster, IsClusterMode: o.Cluster,
 		Username: u.Username, Password: u.Password, DB: u.DB, TLSConfig: encrypted, Dialer: dialer(encrypted, c),
 		DialTimeout: besidePath, ReadTimeout: limit, WriteTimeout: limit, PoolTimeout: limit,
-		ContextTimeoutEnabled: true, MaxRetries: -1, DialerRetries: 1, MinIdleConns: 1, PoolSize: 64,
+		ContextTimeoutEnabled: true, MaxRetries: retries, MinRetryBackoff: -1, MaxRetryBackoff: -1, DialerRetries: 1, MinIdleConns: 1, PoolSize: 64,
 		ConnMaxIdleTime: 5 * time.Minute, DisableIdentity: true,
 		MaintNotificationsConfig: &maintnotifications.Config{Mode: maintnotifications.ModeDisabled},
 	}

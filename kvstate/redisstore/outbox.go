@@ -49,11 +49,11 @@ func (o *outbox) room(bytes int) bool {
 	return true
 }
 
-// giveBack puts what could not be sent before what came since.
-func (o *outbox) giveBack(unsent *outbox) {
+// giveBack puts what could not be sent before what came since, and returns how many routed prompts found no room.
+func (o *outbox) giveBack(unsent *outbox) (dropped int) {
 	if o.bytes+unsent.bytes > maxOutbox {
 		o.lossy = true
-		return
+		return len(unsent.blocks)
 	}
 	o.blocks = append(unsent.blocks, o.blocks...)
 	o.sessions = append(unsent.sessions, o.sessions...)
@@ -63,6 +63,7 @@ func (o *outbox) giveBack(unsent *outbox) {
 	if o.notice == nil {
 		o.notice = unsent.notice
 	}
+	return 0
 }
 
 // Changed implements [kvstate.Peers].

@@ -23,7 +23,7 @@ func (s *Store) read(ctx context.Context, p *sharer) {
 		}
 		p.mu.Lock()
 		p.expire(time.Now())
-		p.askAgain(time.Now())
+		p.askDue(time.Now())
 		p.mu.Unlock()
 		p.loadNoticed(ctx)
 		if err != nil && ctx.Err() == nil {

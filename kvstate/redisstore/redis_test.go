@@ -19,6 +19,11 @@ import (
 	"tandem/kvstate"
 )
 
+func TestMain(m *testing.M) {
+	LogTo(slog.New(slog.DiscardHandler))
+	os.Exit(m.Run())
+}
+
 // server is a redis-server of the test's own.
 type server struct {
 	t    testing.TB
@@ -70,7 +75,9 @@ func (s *server) start() {
 	require.Eventually(s.t, func() bool { return !refused(c.Ping(context.Background()).Err()) }, 10*time.Second, 5*time.Millisecond)
 }
 
-func refused(err error) bool { return err != nil && strings.Contains(err.Error(), "connection refused") }
+func refused(err error) bool {
+	return err != nil && strings.Contains(err.Error(), "connection refused")
+}
 
 func (s *server) kill() {
 	if s.cmd != nil {
@@ -82,7 +89,9 @@ func (s *server) kill() {
 
 func (s *server) signal(sig os.Signal) { require.NoError(s.t, s.cmd.Process.Signal(sig)) }
 
-func (s *server) client() *redis.Client { return redis.NewClient(&redis.Options{Addr: s.addr, MaxRetries: -1}) }
+func (s *server) client() *redis.Client {
+	return redis.NewClient(&redis.Options{Addr: s.addr, MaxRetries: -1})
+}
 
 func (s *server) do(args ...any) {
 	s.t.Helper()

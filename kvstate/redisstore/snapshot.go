@@ -238,7 +238,7 @@ func (p *sharer) loadNoticed(ctx context.Context) {
 	if err := p.load(ctx, n); err != nil && ctx.Err() == nil {
 		p.s.log.Warn("a snapshot was not loaded", "pool", p.pool, "err", err)
 		p.mu.Lock()
-		p.sync = hello{wanted: true, at: time.Now(), tries: 1} // askAgain does
+		p.sync = hello{wanted: true, at: time.Now(), tries: 1} // askDue does
 		p.mu.Unlock()
 	}
 }

