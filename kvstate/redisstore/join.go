@@ -143,7 +143,7 @@ func (p *sharer) greet(ctx context.Context) (streamID, error) {
 	}
 	ctx, cancel := context.WithTimeout(ctx, besidePath)
 	defer cancel()
-	reply, err := p.s.beside.XAdd(ctx, &redis.XAddArgs{
+	reply, err := p.s.client.XAdd(ctx, &redis.XAddArgs{
 		Stream: p.keys.stream(), MaxLen: streamLength, Approx: true, Values: []any{batchField, text},
 	}).Result()
 	if err != nil {

@@ -53,11 +53,12 @@ func LogTo(log *slog.Logger) { redis.SetLogger(clientLog{log}) }
 
 type clientLog struct{ log *slog.Logger }
 
-func (l clientLog) Printf(_ context.Context, format string, v ...any) { l.log.Debug(fmt.Sprintf(format, v...)) }
+func (l clientLog) Printf(_ context.Context, format string, v ...any) {
+	l.log.Debug(fmt.Sprintf(format, v...))
+}
 
-// client makes a client whose commands may take so long, and are tried again so often within that, where a connection turns
-// out to be broken. It connects when it is used.
-func (o *Options) client(limit time.Duration, retries int, c *counters) (redis.UniversalClient, error) {
+// client makes the client. It connects when it is used.
+func (o *Options) client(c *counters) (redis.UniversalClient, error) {
 	u, err := redis.ParseURL(o.URL)
 	if err != nil {
 		return nil, fmt.Errorf("reading the URL of Redis: %w", withoutURL(err))
@@ -72,8 +73,8 @@ func (o *Options) client(limit time.Duration, retries int, c *counters) (redis.U
 	options := &redis.UniversalOptions{
 		Addrs: append([]string{u.Addr}, o.Nodes...), MasterName: o.SentinelMaster, IsClusterMode: o.Cluster,
 		Username: u.Username, Password: u.Password, DB: u.DB, TLSConfig: encrypted, Dialer: dialer(encrypted, c),
-		DialTimeout: besidePath, ReadTimeout: limit, WriteTimeout: limit, PoolTimeout: limit,
-		ContextTimeoutEnabled: true, MaxRetries: retries, MinRetryBackoff: -1, MaxRetryBackoff: -1, DialerRetries: 1, MinIdleConns: 1, PoolSize: 64,
+		DialTimeout: besidePath, ReadTimeout: besidePath, WriteTimeout: besidePath, PoolTimeout: besidePath,
+		ContextTimeoutEnabled: true, MaxRetries: 1, MinRetryBackoff: -1, MaxRetryBackoff: -1, DialerRetries: 1, MinIdleConns: 1, PoolSize: 64,
 		ConnMaxIdleTime: 5 * time.Minute, DisableIdentity: true,
 		MaintNotificationsConfig: &maintnotifications.Config{Mode: maintnotifications.ModeDisabled},
 	}

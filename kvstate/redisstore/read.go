@@ -43,7 +43,7 @@ func (p *sharer) receive(ctx context.Context, block time.Duration) error {
 	if block == 0 {
 		block = -1
 	}
-	streams, err := p.s.beside.XRead(ctx, &redis.XReadArgs{
+	streams, err := p.s.client.XRead(ctx, &redis.XReadArgs{
 		Streams: []string{p.keys.stream(), from.String()}, Count: readAtOnce, Block: block,
 	}).Result()
 	if errors.Is(err, redis.Nil) {

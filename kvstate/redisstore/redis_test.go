@@ -7,6 +7,7 @@ import (
 	"net"
 	"os"
 	"os/exec"
+	"slices"
 	"strings"
 	"sync"
 	"syscall"
@@ -67,7 +68,11 @@ func (s *server) start() {
 	s.t.Helper()
 	_, port, err := net.SplitHostPort(s.addr)
 	require.NoError(s.t, err)
-	s.cmd = exec.Command(program(s.t), append([]string{"--bind", "127.0.0.1", "--port", port, "--dir", s.dir, "--save", "", "--appendonly", "no"}, s.args...)...)
+	args := append(s.args, "--bind", "127.0.0.1", "--port", port, "--dir", s.dir) // a configuration file comes first
+	if !slices.Contains(args, "--sentinel") {
+		args = append(args, "--save", "", "--appendonly", "no")
+	}
+	s.cmd = exec.Command(program(s.t), args...)
 	s.cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
 	require.NoError(s.t, s.cmd.Start())
 	c := s.client()

@@ -58,7 +58,7 @@ func (k *Secrets) sync(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, besidePath)
 	defer cancel()
 	o := &k.s.o
-	pipe := k.s.beside.Pipeline()
+	pipe := k.s.client.Pipeline()
 	pipe.SetArgs(ctx, o.sealKey(), hex.EncodeToString(k.seal[:]), redis.SetArgs{Mode: "NX", TTL: secretsTTL})
 	seal := pipe.Get(ctx, o.sealKey())
 	pipe.PExpire(ctx, o.sealKey(), secretsTTL)
@@ -109,7 +109,7 @@ func (k *Secrets) take(seal [32]byte, open [][32]byte) error {
 // tell lets the others open what was sealed here without them.
 func (k *Secrets) tell(ctx context.Context) error {
 	text := hex.EncodeToString(k.own[:])
-	pipe := k.s.beside.Pipeline()
+	pipe := k.s.client.Pipeline()
 	pipe.HSet(ctx, k.s.o.openKey(), fmt.Sprintf("%x", k.s.replica), text)
 	pipe.PExpire(ctx, k.s.o.openKey(), secretsTTL)
 	_, err := pipe.Exec(ctx)

@@ -128,7 +128,7 @@ func (p *sharer) announce(ctx context.Context, last, n *statev1.SnapshotNotice) 
 	if err != nil {
 		return fmt.Errorf("encoding the notice of a snapshot: %w", err)
 	}
-	pipe := p.s.beside.Pipeline()
+	pipe := p.s.client.Pipeline()
 	pipe.Set(ctx, p.keys.snapshot(), text, snapshotTTL)
 	for i := range min(int(last.GetPreviousChunks()), maxChunks) {
 		pipe.Unlink(ctx, p.keys.chunk(last.GetPrevious(), i))
@@ -190,7 +190,7 @@ func (w *chunkWriter) write() {
 	}
 	text, err := proto.Marshal(w.chunk)
 	if err == nil {
-		err = w.p.s.beside.Set(w.ctx, w.p.keys.chunk(w.id, w.chunks), text, snapshotTTL).Err()
+		err = w.p.s.client.Set(w.ctx, w.p.keys.chunk(w.id, w.chunks), text, snapshotTTL).Err()
 	}
 	if err != nil {
 		w.err = fmt.Errorf("writing chunk %d of a snapshot: %w", w.chunks, err)
@@ -202,7 +202,7 @@ func (w *chunkWriter) write() {
 
 // lastSnapshot is the notice of the last one, nil if there is none.
 func (p *sharer) lastSnapshot(ctx context.Context) (*statev1.SnapshotNotice, error) {
-	text, err := p.s.beside.Get(ctx, p.keys.snapshot()).Bytes()
+	text, err := p.s.client.Get(ctx, p.keys.snapshot()).Bytes()
 	if errors.Is(err, redis.Nil) {
 		return nil, nil
 	}
@@ -256,7 +256,7 @@ func (p *sharer) load(ctx context.Context, n *statev1.SnapshotNotice) error {
 		for i := from; i < min(from+chunksAtOnce, chunks); i++ {
 			keys = append(keys, p.keys.chunk(n.GetId(), i))
 		}
-		values, err := p.s.beside.MGet(ctx, keys...).Result()
+		values, err := p.s.client.MGet(ctx, keys...).Result()
 		if err != nil {
 			return fmt.Errorf("reading a snapshot: %w", err)
 		}

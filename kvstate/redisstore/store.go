@@ -20,15 +20,16 @@ type Store struct {
 	o        Options
 	state    *kvstate.State
 	log      *slog.Logger
-	replica  uint64                // ours
-	beside   redis.UniversalClient // for what happens beside requests
-	path     redis.UniversalClient // for what requests wait for
+	replica  uint64 // ours
+	client   redis.UniversalClient
 	counters counters
 	link     link
 	clock    clock
 
 	dirty atomic.Bool
 	wake  chan struct{} // something is to be told
+
+	questions chan question // of requests
 
 	mu      sync.RWMutex
 	sharers map[string]*sharer // by pool
@@ -41,15 +42,11 @@ func New(o Options, state *kvstate.State) (*Store, error) {
 	o.setDefaults()
 	s := &Store{
 		o: o, state: state, log: o.Log, replica: newReplica(time.Now()),
-		wake: make(chan struct{}, 1), sharers: map[string]*sharer{},
+		wake: make(chan struct{}, 1), questions: make(chan question, askers*askAtOnce), sharers: map[string]*sharer{},
 	}
 	s.link.since = time.Now()
-	const never = -1 // what failed is told again as a whole
 	var err error
-	if s.beside, err = o.client(besidePath, never, &s.counters); err != nil {
-		return nil, err
-	}
-	if s.path, err = o.client(onPath, 3, &s.counters); err != nil {
+	if s.client, err = o.client(&s.counters); err != nil {
 		return nil, err
 	}
 	s.pools()
@@ -60,10 +57,7 @@ func New(o Options, state *kvstate.State) (*Store, error) {
 func newReplica(now time.Time) uint64 { return uint64(now.UnixMilli())<<20 | rand.Uint64N(1<<20) }
 
 // Close lets go of the connections.
-func (s *Store) Close() error {
-	_ = s.path.Close()
-	return s.beside.Close()
-}
+func (s *Store) Close() error { return s.client.Close() }
 
 // Run keeps the state and the other replicas' up to date until ctx ends; then it says goodbye.
 func (s *Store) Run(ctx context.Context) {
@@ -71,6 +65,9 @@ func (s *Store) Run(ctx context.Context) {
 	for _, p := range s.pools() {
 		running.Go(func() { s.read(ctx, p) })
 		running.Go(func() { s.writeSnapshots(ctx, p) })
+	}
+	for range askers {
+		running.Go(func() { s.askAll(ctx) })
 	}
 	s.write(ctx)
 	running.Wait()

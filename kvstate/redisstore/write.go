@@ -65,7 +65,7 @@ func (s *Store) flush(ctx context.Context, complete, leaving bool) error {
 	ctx, cancel := context.WithTimeout(ctx, besidePath)
 	defer cancel()
 	var entries []*entry
-	pipe := s.beside.Pipeline()
+	pipe := s.client.Pipeline()
 	for _, p := range s.pools() {
 		e, err := p.entry(complete, leaving)
 		if err != nil {
@@ -94,6 +94,9 @@ func (s *Store) flush(ctx context.Context, complete, leaving bool) error {
 
 // linked notes whether Redis takes what it is told, and says so when that changes.
 func (s *Store) linked(err error) {
+	if c, ok := s.client.(*redis.ClusterClient); ok && err != nil {
+		c.ReloadState(context.Background()) // a node may have taken another's place; the client looks every 10 s
+	}
 	if !s.link.result(err) {
 		return
 	}
