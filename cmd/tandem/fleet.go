@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"log/slog"
 	"net/http"
+	"time"
 
 	"golang.org/x/sync/errgroup"
 
@@ -13,6 +14,7 @@ import (
 	"tandem/extproc/kvtransfer"
 	"tandem/kvstate"
 	"tandem/kvstate/discovery"
+	"tandem/kvstate/redisstore"
 	configv1 "tandem/protos/config/v1"
 )
 
@@ -21,6 +23,9 @@ type fleet struct {
 	state   *kvstate.State
 	sources []*discovery.Static
 	prober  *discovery.Prober
+	store   *redisstore.Store // nil: there is no Redis
+	keys    *kvtransfer.Keys
+	keeping func(context.Context) // keeps the keys in step; nil: nothing does
 }
 
 // newFleet fills the state with the configured pools. Names are resolved before it returns, where they can be.
@@ -41,7 +46,12 @@ func newFleet(ctx context.Context, config *configv1.Config, log *slog.Logger) (*
 		f.sources = append(f.sources, source)
 	}
 	f.prober = discovery.NewProber(f.state, log)
-	return f, nil
+	var err error
+	if f.store, err = newStore(ctx, config.GetState().GetRedis(), f.state, log); err != nil {
+		return nil, err
+	}
+	f.keys, f.keeping, err = ticketKeys(ctx, config, f.store, log)
+	return f, err
 }
 
 // watch keeps the state up to date until ctx ends.
@@ -51,17 +61,19 @@ func (f *fleet) watch(ctx context.Context) error {
 		group.Go(func() error { s.Run(ctx); return nil })
 	}
 	group.Go(func() error { f.prober.Run(ctx); return nil })
+	if f.store != nil {
+		group.Go(func() error { f.store.Run(ctx); return nil })
+	}
+	if f.keeping != nil {
+		group.Go(func() error { f.keeping(ctx); return nil })
+	}
 	return group.Wait()
 }
 
 // serverOptions turns the configuration into what the server is told.
 func serverOptions(config *configv1.Config, f *fleet, log *slog.Logger) (extproc.Options, error) {
-	keys, err := ticketKeys(config, log)
-	if err != nil {
-		return extproc.Options{}, err
-	}
 	o := extproc.Options{
-		State: f.state, Keys: keys, Log: log, Pools: map[string]extproc.Policy{},
+		State: f.state, Keys: f.keys, Log: log, Pools: map[string]extproc.Policy{},
 		SplitBodyBytes: int(config.GetEnvoy().GetMaxBodyBytes()),
 		MaxBodyBytes:   int(4 * config.GetEnvoy().GetMaxBodyBytes()),
 		MaxRedirects:   envoyconfigs.MaxRedirects,
@@ -82,6 +94,7 @@ func serverOptions(config *configv1.Config, f *fleet, log *slog.Logger) (extproc
 			policy.OnFailure = extproc.Fail
 		}
 		if name := p.GetKvTransfer(); name != "none" {
+			var err error
 			if policy.Dialect, err = kvtransfer.New(name); err != nil {
 				return o, fmt.Errorf("pool %s: %w", p.GetName(), err)
 			}
@@ -91,16 +104,22 @@ func serverOptions(config *configv1.Config, f *fleet, log *slog.Logger) (extproc
 	return o, nil
 }
 
-func ticketKeys(config *configv1.Config, log *slog.Logger) (*kvtransfer.Keys, error) {
-	file := config.GetTickets().GetKeyFile()
-	if file == "" {
-		return kvtransfer.GenerateKeys()
+// said is what an engine says about itself, as shown.
+type said struct {
+	Running  int64   `json:"running"` // -1 here and below: it does not say
+	Waiting  int64   `json:"waiting"`
+	KVUsage  float64 `json:"kv_usage"`
+	KVTokens int64   `json:"kv_tokens"`
+	Age      float64 `json:"age_seconds"`
+	Trust    float64 `json:"trust"`
+}
+
+func engineSaid(g *kvstate.Signals) *said {
+	if g == nil {
+		return nil
 	}
-	keys, warnings, err := kvtransfer.ReadKeyFile(file)
-	for _, w := range warnings {
-		log.Warn(w)
-	}
-	return keys, err
+	now := time.Now()
+	return &said{g.Running, g.Waiting, g.KVUsage, g.KVTokens, now.Sub(g.At).Seconds(), g.Trust(now)}
 }
 
 // writeState shows pools and endpoints as JSON, for people and tests.
@@ -113,10 +132,13 @@ func writeState(w http.ResponseWriter, state *kvstate.State) {
 		Failed   bool   `json:"failed"`
 		Requests int64  `json:"requests"`
 		Tokens   int64  `json:"prompt_tokens"`
+		Others   int64  `json:"others_requests,omitempty"` // booked by other replicas
+		Engine   *said  `json:"engine,omitempty"`
 	}
 	type pool struct {
 		Name      string     `json:"name"`
 		Models    []string   `json:"models"`
+		Blocks    int        `json:"blocks"` // in the prefix index
 		Endpoints []endpoint `json:"endpoints"`
 	}
 	out := struct {
@@ -124,10 +146,13 @@ func writeState(w http.ResponseWriter, state *kvstate.State) {
 		Pools        []pool `json:"pools"`
 	}{Reservations: state.Reservations()}
 	for _, p := range state.Pools() {
-		shown := pool{Name: p.Spec.Name, Models: state.Models(p)}
+		shown := pool{Name: p.Spec.Name, Models: state.Models(p), Blocks: p.Blocks()}
 		for _, e := range p.Endpoints() {
 			requests, tokens := e.Load()
-			shown.Endpoints = append(shown.Endpoints, endpoint{e.Name, e.Addr, e.Role.String(), e.Group, e.Failed(), requests, tokens})
+			others, _ := e.Others()
+			shown.Endpoints = append(shown.Endpoints, endpoint{
+				e.Name, e.Addr, e.Role.String(), e.Group, e.Failed(), requests, tokens, others, engineSaid(e.Signals()),
+			})
 		}
 		out.Pools = append(out.Pools, shown)
 	}
