@@ -327,7 +327,7 @@ func (f *fleet) conversations(n, turns int) float64 {
 	}
 	var running sync.WaitGroup
 	var next atomic.Int64
-	for range 8 {
+	for range 3 {
 		running.Go(func() {
 			for i := next.Add(1); i <= int64(n); i = next.Add(1) {
 				text := fmt.Sprintf("conversation %d begins. ", i)
@@ -349,7 +349,7 @@ func TestFourReplicasHitLikeOne(t *testing.T) {
 	share := func(replicas int, top string) float64 {
 		var hits float64
 		t.Run(fmt.Sprintf("%d replicas, redis %t", replicas, top != ""), func(t *testing.T) {
-			f := start(t, options{prefills: 4, decodes: 2, replicas: replicas, top: top, engineArgs: []string{"--record=false"}})
+			f := start(t, options{prefills: 4, decodes: 2, replicas: replicas, top: top, engineArgs: []string{"--record=false", "--decode-step", "5ms", "--prefill-speed", "20000"}})
 			if top != "" {
 				f.allReplicas(replicas)
 			}

@@ -45,7 +45,7 @@ func (x *exchange) prefillLeg() error {
 	}
 	took := time.Since(x.s.sealedAt(t))
 	next := x.afterPrefill(t, code)
-	x.s.State.Release(kvstate.ReservationID(t.Reservations[0]))
+	x.s.releaseWherever(t, 0)
 	result := "ok"
 	if next.Stage == kvtransfer.Failed {
 		result = "failed"

@@ -8,6 +8,8 @@ type Peers interface {
 	Changed()
 	// Routed says that an endpoint was sent a prompt with these blocks.
 	Routed(p *Pool, e *Endpoint, hashes []uint64)
+	// Released says that a reservation that another replica made is over.
+	Released(p *Pool, id ReservationID)
 	// Stuck says where a session was served; either may be nil.
 	Stuck(p *Pool, session uint64, prefill, decode *Endpoint)
 
@@ -25,6 +27,14 @@ func (s *State) Share(p Peers) { s.peers = p }
 func (s *State) changed() {
 	if s.peers != nil {
 		s.peers.Changed()
+	}
+}
+
+// ReleaseWherever ends a reservation that any replica may have made: whoever has made it is told that it is over. (It would
+// learn that from Envoy's log too, but as much as a second later.)
+func (s *State) ReleaseWherever(p *Pool, id ReservationID) {
+	if id != 0 && !s.Release(id) && s.peers != nil {
+		s.peers.Released(p, id)
 	}
 }
 

@@ -51,6 +51,9 @@ func (p *sharer) apply(b *statev1.Batch, id streamID) {
 	for _, session := range b.GetSessions() {
 		p.s.state.ApplyStick(pool, session.GetKey(), at(session.GetPrefill()-1), at(session.GetDecode()-1))
 	}
+	for _, id := range b.GetReleased() {
+		p.s.state.Release(kvstate.ReservationID(id))
+	}
 	if b.GetHello() && p.leads(b.GetReplica()) {
 		p.wantSnapshot(false)
 	}

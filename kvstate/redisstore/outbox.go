@@ -14,6 +14,7 @@ import (
 type outbox struct {
 	blocks   []blocks
 	sessions []stuck
+	released []uint64
 	notice   *statev1.SnapshotNotice
 	hello    bool
 	bytes    int
@@ -37,7 +38,7 @@ const maxOutbox = 4 << 20
 const itemBytes = 64 // about what an item takes beside its hashes
 
 func (o *outbox) empty() bool {
-	return len(o.blocks) == 0 && len(o.sessions) == 0 && o.notice == nil && !o.hello
+	return len(o.blocks) == 0 && len(o.sessions) == 0 && len(o.released) == 0 && o.notice == nil && !o.hello
 }
 
 func (o *outbox) room(bytes int) bool {
@@ -57,6 +58,7 @@ func (o *outbox) giveBack(unsent *outbox) (dropped int) {
 	}
 	o.blocks = append(unsent.blocks, o.blocks...)
 	o.sessions = append(unsent.sessions, o.sessions...)
+	o.released = append(unsent.released, o.released...)
 	o.bytes += unsent.bytes
 	o.lossy = o.lossy || unsent.lossy
 	o.hello = o.hello || unsent.hello
@@ -91,6 +93,20 @@ func (s *Store) tell(pool *kvstate.Pool, e *kvstate.Endpoint, kind statev1.Block
 		p.out.blocks = append(p.out.blocks, blocks{e.Addr, kind, slices.Clone(hashes)})
 	} else {
 		s.counters.dropped.Add(1)
+	}
+	p.outMu.Unlock()
+	s.Changed()
+}
+
+// Released implements [kvstate.Peers].
+func (s *Store) Released(pool *kvstate.Pool, id kvstate.ReservationID) {
+	p := s.sharer(pool.Spec.Name)
+	if p == nil {
+		return
+	}
+	p.outMu.Lock()
+	if p.out.room(8) {
+		p.out.released = append(p.out.released, uint64(id))
 	}
 	p.outMu.Unlock()
 	s.Changed()
@@ -139,7 +155,7 @@ type told struct {
 func (p *sharer) batchOf(out *outbox, complete bool, now time.Time) (b *statev1.Batch, before map[string]told) {
 	b = &statev1.Batch{
 		Replica: p.s.replica, LeaseMs: uint32(p.s.o.Lease.Milliseconds()), Complete: complete,
-		Hello: out.hello, Snapshot: out.notice,
+		Hello: out.hello, Snapshot: out.notice, Released: out.released,
 	}
 	t := addressTable{batch: &b.Addresses, at: map[string]uint32{}}
 	for i := range out.blocks {

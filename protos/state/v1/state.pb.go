@@ -100,12 +100,14 @@ type Batch struct {
 	// A snapshot was written.
 	Snapshot *SnapshotNotice `protobuf:"bytes,7,opt,name=snapshot,proto3" json:"snapshot,omitempty"`
 	// Addresses ip:port that the rest refers to by position.
-	Addresses     []string   `protobuf:"bytes,8,rep,name=addresses,proto3" json:"addresses,omitempty"`
-	Blocks        []*Blocks  `protobuf:"bytes,9,rep,name=blocks,proto3" json:"blocks,omitempty"`
-	Loads         []*Load    `protobuf:"bytes,10,rep,name=loads,proto3" json:"loads,omitempty"`
-	Health        []*Health  `protobuf:"bytes,11,rep,name=health,proto3" json:"health,omitempty"`
-	Signals       []*Signals `protobuf:"bytes,12,rep,name=signals,proto3" json:"signals,omitempty"`
-	Sessions      []*Session `protobuf:"bytes,13,rep,name=sessions,proto3" json:"sessions,omitempty"`
+	Addresses []string   `protobuf:"bytes,8,rep,name=addresses,proto3" json:"addresses,omitempty"`
+	Blocks    []*Blocks  `protobuf:"bytes,9,rep,name=blocks,proto3" json:"blocks,omitempty"`
+	Loads     []*Load    `protobuf:"bytes,10,rep,name=loads,proto3" json:"loads,omitempty"`
+	Health    []*Health  `protobuf:"bytes,11,rep,name=health,proto3" json:"health,omitempty"`
+	Signals   []*Signals `protobuf:"bytes,12,rep,name=signals,proto3" json:"signals,omitempty"`
+	Sessions  []*Session `protobuf:"bytes,13,rep,name=sessions,proto3" json:"sessions,omitempty"`
+	// Reservations that the sender knows to be over, and did not make itself.
+	Released      []uint64 `protobuf:"fixed64,14,rep,packed,name=released,proto3" json:"released,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -227,6 +229,13 @@ func (x *Batch) GetSignals() []*Signals {
 func (x *Batch) GetSessions() []*Session {
 	if x != nil {
 		return x.Sessions
+	}
+	return nil
+}
+
+func (x *Batch) GetReleased() []uint64 {
+	if x != nil {
+		return x.Released
 	}
 	return nil
 }
@@ -719,7 +728,7 @@ var File_state_v1_state_proto protoreflect.FileDescriptor
 
 const file_state_v1_state_proto_rawDesc = "" +
 	"\n" +
-	"\x14state/v1/state.proto\x12\x0ftandem.state.v1\"\xee\x03\n" +
+	"\x14state/v1/state.proto\x12\x0ftandem.state.v1\"\x8a\x04\n" +
 	"\x05Batch\x12\x18\n" +
 	"\areplica\x18\x01 \x01(\x06R\areplica\x12\x10\n" +
 	"\x03seq\x18\x02 \x01(\x04R\x03seq\x12\x19\n" +
@@ -734,7 +743,8 @@ const file_state_v1_state_proto_rawDesc = "" +
 	" \x03(\v2\x15.tandem.state.v1.LoadR\x05loads\x12/\n" +
 	"\x06health\x18\v \x03(\v2\x17.tandem.state.v1.HealthR\x06health\x122\n" +
 	"\asignals\x18\f \x03(\v2\x18.tandem.state.v1.SignalsR\asignals\x124\n" +
-	"\bsessions\x18\r \x03(\v2\x18.tandem.state.v1.SessionR\bsessions\"\xd0\x01\n" +
+	"\bsessions\x18\r \x03(\v2\x18.tandem.state.v1.SessionR\bsessions\x12\x1a\n" +
+	"\breleased\x18\x0e \x03(\x06R\breleased\"\xd0\x01\n" +
 	"\x06Blocks\x12\x18\n" +
 	"\aaddress\x18\x01 \x01(\rR\aaddress\x120\n" +
 	"\x04kind\x18\x02 \x01(\x0e2\x1c.tandem.state.v1.Blocks.KindR\x04kind\x12\x16\n" +
