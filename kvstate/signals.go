@@ -16,8 +16,8 @@ func UnknownSignals() Signals { return Signals{Running: -1, Waiting: -1, KVUsage
 
 // How long signals are worth what they say, and from when on nothing. In between trust falls in a line.
 const (
-	signalsFresh = 3 * time.Second
-	signalsDead  = 15 * time.Second
+	signalsFresh = 5 * time.Second // two scrapes, and one that failed between them
+	signalsDead  = 20 * time.Second
 )
 
 // Trust is how much the signals are worth by now: 1 fresh, 0 nothing, which is also what none at all are worth.

@@ -15,6 +15,7 @@ import (
 	"tandem/kvstate"
 	"tandem/kvstate/discovery"
 	"tandem/kvstate/redisstore"
+	"tandem/kvstate/scrape"
 	configv1 "tandem/protos/config/v1"
 )
 
@@ -23,6 +24,7 @@ type fleet struct {
 	state   *kvstate.State
 	sources []*discovery.Static
 	prober  *discovery.Prober
+	scraper *scrape.Scraper
 	store   *redisstore.Store // nil: there is no Redis
 	keys    *kvtransfer.Keys
 	keeping func(context.Context) // keeps the keys in step; nil: nothing does
@@ -50,6 +52,11 @@ func newFleet(ctx context.Context, config *configv1.Config, log *slog.Logger) (*
 	if f.store, err = newStore(ctx, config.GetState().GetRedis(), f.state, log); err != nil {
 		return nil, err
 	}
+	owns := func(*kvstate.Pool, *kvstate.Endpoint) bool { return true }
+	if f.store != nil {
+		owns = f.store.Owns
+	}
+	f.scraper = scrape.New(f.state, owns, log)
 	f.keys, f.keeping, err = ticketKeys(ctx, config, f.store, log)
 	return f, err
 }
@@ -61,6 +68,7 @@ func (f *fleet) watch(ctx context.Context) error {
 		group.Go(func() error { s.Run(ctx); return nil })
 	}
 	group.Go(func() error { f.prober.Run(ctx); return nil })
+	group.Go(func() error { f.scraper.Run(ctx); return nil })
 	if f.store != nil {
 		group.Go(func() error { f.store.Run(ctx); return nil })
 	}
