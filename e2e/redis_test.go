@@ -316,6 +316,48 @@ func TestRedisCluster(t *testing.T) {
 	}
 }
 
+// What engines say about their load is known: by a scrape of one replica alone, and from P along with its answers.
+func TestEnginesAreAskedByOneReplica(t *testing.T) {
+	r := startRedis(t)
+	f := start(t, options{replicas: 3, top: r.yaml(), madeKeys: true})
+	f.allReplicas(3)
+	require.Eventually(t, func() bool {
+		for _, admin := range f.admins {
+			for _, e := range f.engines() {
+				if metric(t, admin, "tandem_engine_signals_age_seconds", e.addr) == 0 {
+					return false
+				}
+			}
+		}
+		return true
+	}, 15*time.Second, 20*time.Millisecond, "every replica knows what every engine says")
+	asked := func() (n float64) {
+		for _, admin := range f.admins {
+			n += metric(t, admin, "tandem_scrapes_total")
+		}
+		return n
+	}
+	before, began := asked(), time.Now()
+	time.Sleep(6 * time.Second)
+	rate := (asked() - before) / time.Since(began).Seconds() / float64(len(f.engines()))
+	t.Logf("each engine is asked %.2f times a second", rate)
+	require.Less(t, rate, .8, "one replica, every 2 s")
+	require.Greater(t, rate, .3)
+
+	// P's answer tells more than the scrape before it.
+	newest := func() float64 {
+		least := 1e9
+		for _, e := range f.prefills {
+			least = min(least, metric(t, f.admins[1], "tandem_engine_signals_age_seconds", e.addr))
+		}
+		return least
+	}
+	require.Eventually(t, func() bool {
+		a := f.post("/v1/chat/completions", chat("a prompt"))
+		return a.status == 200 && newest() < .1
+	}, 5*time.Second, time.Millisecond)
+}
+
 // conversations sends chats of several turns, one turn after the other, several at a time, and returns the share of prompt
 // tokens that prefill found cached.
 func (f *fleet) conversations(n, turns int) float64 {

@@ -35,6 +35,7 @@ func (x *exchange) prefillLeg() error {
 		return fmt.Errorf("a prefill leg came with a ticket of stage %v", t.Stage)
 	}
 	code, _ := strconv.Atoi(string(x.msg.headers.status))
+	x.observe(t)
 	if clientsFault(code) {
 		x.s.metrics.prefillEnded(t, code, "refused", time.Since(x.s.sealedAt(t)))
 		x.s.release(t)
@@ -53,6 +54,20 @@ func (x *exchange) prefillLeg() error {
 	x.s.metrics.prefillEnded(t, code, result, took)
 	x.s.recent.change(x.requestID, func(trace *Trace) { trace.PrefillTime = took })
 	return x.redirect(next)
+}
+
+// observe notes what P says about its load along with its answer.
+func (x *exchange) observe(t *kvtransfer.Ticket) {
+	pool := x.s.State.Pool(t.Pool)
+	if len(x.msg.headers.load) == 0 || pool == nil {
+		return
+	}
+	signals, ok := kvstate.ParseORCA(x.msg.headers.load)
+	e := pool.Endpoint(t.Prefill)
+	if ok && e != nil {
+		signals.At = time.Now()
+		x.s.State.Observe(e, signals)
+	}
 }
 
 // clientsFault reports whether P's status is about the request itself, so that it is the client's answer.

@@ -2,6 +2,8 @@ package extproc
 
 import (
 	"google.golang.org/grpc/mem"
+
+	"tandem/kvstate"
 )
 
 // phase says which part of the exchange a message is about, with the field numbers of ProcessingRequest's oneof
@@ -35,6 +37,7 @@ type headers struct {
 	method, path, status                        []byte
 	contentType, contentEncoding, contentLength []byte
 	requestID, ticket, upgrade                  []byte
+	load                                        []byte // what P says about itself (ORCA)
 }
 
 // slot returns where a header's value belongs, nil for one that nobody reads.
@@ -58,6 +61,8 @@ func (h *headers) slot(name []byte) *[]byte {
 		return &h.ticket
 	case "upgrade":
 		return &h.upgrade
+	case kvstate.ORCAHeader:
+		return &h.load
 	}
 	return nil
 }

@@ -74,7 +74,7 @@ func runServer(ctx context.Context, config *configv1.Config, linger time.Duratio
 	if err != nil {
 		return err
 	}
-	registry.MustRegister(newSignals(fleet.state))
+	registry.MustRegister(newSignals(fleet.state, fleet.scraper))
 	if fleet.store != nil {
 		registerStore(registry, fleet.store)
 	}

@@ -11,6 +11,7 @@ import (
 	"math/rand/v2"
 	"net/http"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"tandem/kvstate"
@@ -37,6 +38,8 @@ type Scraper struct {
 	log    *slog.Logger
 	client map[string]*http.Client // by scheme
 	pages  sync.Pool               // *bytes.Buffer
+
+	answered, failed atomic.Int64
 
 	mu      sync.Mutex
 	targets map[*kvstate.Endpoint]*target
@@ -72,6 +75,9 @@ func New(state *kvstate.State, owns func(*kvstate.Pool, *kvstate.Endpoint) bool,
 		targets: map[*kvstate.Endpoint]*target{}, free: make(chan struct{}, askAtOnce),
 	}
 }
+
+// Counts are how many times endpoints were asked by this replica, and told their load or did not.
+func (s *Scraper) Counts() (answered, failed int64) { return s.answered.Load(), s.failed.Load() }
 
 func stay(*http.Request, []*http.Request) error { return http.ErrUseLastResponse }
 
@@ -143,6 +149,11 @@ func (s *Scraper) claim(e *kvstate.Endpoint, now time.Time) *target {
 // ask asks one endpoint, and settles when it is asked again.
 func (s *Scraper) ask(ctx context.Context, e *kvstate.Endpoint, t *target) {
 	engine, err := s.scrape(ctx, e, t.path)
+	if err == nil {
+		s.answered.Add(1)
+	} else {
+		s.failed.Add(1)
+	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	t.busy, t.due = false, time.Now().Add(askEvery)
