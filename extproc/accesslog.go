@@ -272,6 +272,16 @@ func (s *Server) release(t *kvtransfer.Ticket) (mine bool) {
 	return mine
 }
 
+// releaseWherever gives back one of what a ticket says is booked, here or at the replica that served the pass before.
+func (s *Server) releaseWherever(t *kvtransfer.Ticket, i int) {
+	id := kvstate.ReservationID(t.Reservations[i])
+	if pool := s.State.Pool(t.Pool); pool != nil {
+		s.State.ReleaseWherever(pool, id)
+	} else {
+		s.State.Release(id)
+	}
+}
+
 // bookedHere reports whether this replica booked what a ticket names, although it may have let go of it since: in time,
 // or because the next pass began.
 func (s *Server) bookedHere(t *kvtransfer.Ticket, requestID string) bool {

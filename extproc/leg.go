@@ -35,6 +35,7 @@ func (x *exchange) prefillLeg() error {
 		return fmt.Errorf("a prefill leg came with a ticket of stage %v", t.Stage)
 	}
 	code, _ := strconv.Atoi(string(x.msg.headers.status))
+	x.observe(t)
 	if clientsFault(code) {
 		x.s.metrics.prefillEnded(t, code, "refused", time.Since(x.s.sealedAt(t)))
 		x.s.release(t)
@@ -45,7 +46,7 @@ func (x *exchange) prefillLeg() error {
 	}
 	took := time.Since(x.s.sealedAt(t))
 	next := x.afterPrefill(t, code)
-	x.s.State.Release(kvstate.ReservationID(t.Reservations[0]))
+	x.s.releaseWherever(t, 0)
 	result := "ok"
 	if next.Stage == kvtransfer.Failed {
 		result = "failed"
@@ -58,6 +59,20 @@ func (x *exchange) prefillLeg() error {
 		x.s.stranded(next, x.requestID, "client_gone")
 	}
 	return err
+}
+
+// observe notes what P says about its load along with its answer.
+func (x *exchange) observe(t *kvtransfer.Ticket) {
+	pool := x.s.State.Pool(t.Pool)
+	if len(x.msg.headers.load) == 0 || pool == nil {
+		return
+	}
+	signals, ok := kvstate.ParseORCA(x.msg.headers.load)
+	e := pool.Endpoint(t.Prefill)
+	if ok && e != nil {
+		signals.At = time.Now()
+		x.s.State.Observe(e, signals)
+	}
 }
 
 // clientsFault reports whether P's status is about the request itself, so that it is the client's answer.

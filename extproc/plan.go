@@ -307,7 +307,8 @@ func (x *exchange) decode(t *kvtransfer.Ticket) (route, error) {
 			params = kept
 		}
 	}
-	x.s.release(t)
+	x.s.State.Release(kvstate.ReservationID(t.Reservations[0])) // the prefill leg did that, if it is not ours
+	x.s.releaseWherever(t, 1)
 	d, paired, err := x.pickDecode(pool, t)
 	if err != nil {
 		return route{}, noEndpoint(pool, err)

@@ -80,15 +80,20 @@ type live struct {
 
 	requests atomic.Int64 // reservations held
 	tokens   atomic.Int64 // prompt tokens of those
-	failed   atomic.Bool
-	hung     atomic.Bool // and it took its time to
-	models   atomic.Pointer[[]string]
+
+	othersRequests atomic.Int64 // held by other replicas
+	othersTokens   atomic.Int64
+	signals        atomic.Pointer[Signals]
+
+	failed atomic.Bool
+	hung   atomic.Bool // and it took its time to
+	models atomic.Pointer[[]string]
 }
 
 // Failed reports whether the endpoint is left out for now.
 func (e *Endpoint) Failed() bool { return e.failed.Load() }
 
-// Load is what is booked on the endpoint: requests and their prompt tokens.
+// Load is what this replica has booked on the endpoint: requests and their prompt tokens.
 func (e *Endpoint) Load() (requests, tokens int64) { return e.requests.Load(), e.tokens.Load() }
 
 // PoolSpec describes a pool.

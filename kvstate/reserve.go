@@ -55,6 +55,7 @@ func (s *State) ReserveAs(id ReservationID, e *Endpoint, promptTokens int64, fro
 	for !s.hold(id, b) {
 		id = randomID()
 	}
+	s.changed()
 	return id
 }
 
@@ -93,9 +94,10 @@ func (s *State) unbook(b booking) {
 	b.on.requests.Add(-1)
 	b.on.tokens.Add(-b.tokens)
 	s.booked.Add(-1)
+	s.changed()
 }
 
-// Reservations is how many are held.
+// Reservations is how many this replica holds.
 func (s *State) Reservations() int { return int(s.booked.Load()) }
 
 func (s *State) sweepReservations(now time.Time) {

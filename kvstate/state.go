@@ -19,6 +19,8 @@ type Options struct {
 	MaxSpent         int           // default 4 Mi, as they come (about 30 bytes each): 17,000 a second
 	HandOverTTL      time.Duration // how long a hand-over is kept; default 60 s
 	MaxHandOverBytes int           // of all hand-overs together; default 64 MiB
+	SessionTTL       time.Duration // after which a session that was not seen is forgotten; default 30 m
+	MaxSessions      int           // default 256 Ki (about 100 bytes each)
 }
 
 func (o Options) withDefaults() Options {
@@ -32,6 +34,8 @@ func (o Options) withDefaults() Options {
 	setDefault(&o.MaxSpent, 1<<22)
 	setDefault(&o.HandOverTTL, time.Minute)
 	setDefault(&o.MaxHandOverBytes, 64<<20)
+	setDefault(&o.SessionTTL, 30*time.Minute)
+	setDefault(&o.MaxSessions, 1<<18)
 	return o
 }
 
@@ -55,6 +59,8 @@ type State struct {
 	booked    atomic.Int64
 	spent     spentSet
 	handOvers handOverStore
+	sessions  *sessionSet
+	peers     Peers // nil: there are none
 }
 
 // New returns an empty state. It starts nothing.
@@ -66,6 +72,7 @@ func New(o Options) *State {
 	}
 	s.spent = newSpentSet(s.o.MaxSpent, s.o.SpentTTL)
 	s.handOvers = newHandOverStore(s.o.MaxHandOverBytes, s.o.HandOverTTL)
+	s.sessions = newSessionSet(s.o.MaxSessions, s.o.SessionTTL)
 	return s
 }
 
@@ -90,4 +97,5 @@ func (s *State) sweep(now time.Time) {
 	for _, p := range s.Pools() {
 		p.index.sweep(now)
 	}
+	s.sessions.sweep(now)
 }

@@ -18,6 +18,11 @@ func setDefaults(c *Config) {
 	or(&c.Tickets.Ttl, "10m")
 	setEnvoyDefaults(c)
 	or(&c.ExtProc.MaxMessageBytes, 4*c.Envoy.MaxBodyBytes+16<<20)
+	if r := c.State.GetRedis(); r != nil {
+		or(&r.Mode, "single")
+		or(&r.KeyPrefix, "tandem")
+		or(&r.Lease, "3s")
+	}
 	for _, p := range c.Pools {
 		setPoolDefaults(p)
 	}

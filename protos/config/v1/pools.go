@@ -30,6 +30,7 @@ func (v *validator) pool(path string, p *Pool) {
 	v.duration(path+".streamStartTimeout", p.StreamStartTimeout, time.Millisecond)
 	v.duration(path+".prefillTimeout.base", p.PrefillTimeout.Base, time.Millisecond)
 	v.duration(path+".prefillTimeout.perToken", p.PrefillTimeout.PerToken, 0)
+	v.session(path+".session", p.Session)
 	v.endpointsOf(path, p)
 	v.concurrent(path, p)
 }
