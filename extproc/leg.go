@@ -45,6 +45,10 @@ func (x *exchange) prefillLeg() error {
 	}
 	took := time.Since(x.s.sealedAt(t))
 	next := x.afterPrefill(t, code)
+	if next.Stage == kvtransfer.HandOver {
+		x.awaitKV(t)
+		next.Expires = time.Now().Add(x.s.HandOverTTL)
+	}
 	x.s.State.Release(kvstate.ReservationID(t.Reservations[0]))
 	result := "ok"
 	if next.Stage == kvtransfer.Failed {
@@ -113,7 +117,8 @@ func (x *exchange) afterPrefill(t *kvtransfer.Ticket, code int) *kvtransfer.Tick
 		x.prefillFailed(pool, &next, code)
 		return &next
 	}
-	got, err := policy.Dialect.ReadAnswer(x.body.bytes(), t.Prefill)
+	x.setPair(t.ID, x.peer(pool, t.Prefill), x.peer(pool, t.Decode))
+	got, err := policy.Dialect.ReadAnswer(x.body.bytes(), &x.pair)
 	if err != nil {
 		x.s.Log.Warn("prefill answered without usable KV parameters", "request_id", x.requestID, "endpoint", t.Prefill, "err", err)
 		x.prefillFailed(pool, &next, code)
@@ -133,8 +138,33 @@ func (x *exchange) afterPrefill(t *kvtransfer.Ticket, code int) *kvtransfer.Tick
 			trace.PromptTokens = got.PromptTokens
 		}
 	})
-	next.Stage, next.Expires, next.Params = kvtransfer.HandOver, time.Now().Add(x.s.HandOverTTL), got.Params
+	next.Stage, next.Params = kvtransfer.HandOver, got.Params
 	return &next
+}
+
+// awaitKV waits until what P has sent is with D, where P is one that sends. D goes on without it in the end: it computes
+// what it lacks.
+func (x *exchange) awaitKV(t *kvtransfer.Ticket) {
+	pusher, ok := x.s.Pools[t.Pool].Dialect.(kvtransfer.Pusher)
+	if ok && !pusher.Await(x.stream.Context(), &x.pair) && x.stream.Context().Err() == nil {
+		x.s.Log.Warn("no word that the KV is with decode: it computes what it lacks", "request_id", x.requestID, "prefill", t.Prefill, "decode", t.Decode)
+	}
+}
+
+// peer is what is known of the endpoint at an address, which may have left the pool.
+func (x *exchange) peer(pool *kvstate.Pool, addr string) kvtransfer.Peer {
+	p := kvtransfer.Peer{Addr: addr}
+	if pool != nil {
+		if e := pool.Endpoint(addr); e != nil {
+			p.Transfer = e.Transfer
+		}
+	}
+	return p
+}
+
+// setPair fills x.pair, which lives in the exchange so that dialects may keep a pointer to it on their stack.
+func (x *exchange) setPair(attempt [16]byte, prefill, decode kvtransfer.Peer) {
+	x.pair = kvtransfer.Pair{RequestID: x.requestID, Attempt: attempt, Prefill: prefill, Decode: decode}
 }
 
 // prefillFailed makes next the ticket of a request whose prefill is lost.

@@ -150,8 +150,10 @@ func (x *exchange) whetherToSplit(a *attempt, policy Policy) error {
 // prefill writes the prefill leg. A route without leg means that undoing it would take more than a ticket holds.
 func (x *exchange) prefill(pool *kvstate.Pool, policy Policy, c picker.Choice, tokens int64, a attempt) (route, error) {
 	p, d := x.view.Endpoints[c.Prefill], x.view.Endpoints[c.Decode]
+	x.setPair(newTicketID(), kvtransfer.Peer{Addr: p.Endpoint.Addr, Transfer: p.Endpoint.Transfer},
+		kvtransfer.Peer{Addr: d.Endpoint.Addr, Transfer: d.Endpoint.Transfer})
 	x.patch.Reset(&x.req)
-	policy.Dialect.Prefill(&x.req, &x.patch)
+	policy.Dialect.Prefill(&x.req, &x.patch, &x.pair)
 	edits := x.patch.Edits()
 	x.undo = edits.Inverse(x.undo[:0], x.body.bytes())
 	if x.undo.Size() > kvtransfer.MaxUndoBytes {
@@ -159,7 +161,7 @@ func (x *exchange) prefill(pool *kvstate.Pool, policy Policy, c picker.Choice, t
 	}
 	uncached := tokens - tokens*int64(p.Hit)/int64(max(len(x.hashes), 1))
 	t := kvtransfer.Ticket{
-		ID: newTicketID(), Stage: kvtransfer.PrefillLeg, Expires: time.Now().Add(x.s.TicketTTL), Started: a.started,
+		ID: x.pair.Attempt, Stage: kvtransfer.PrefillLeg, Expires: time.Now().Add(x.s.TicketTTL), Started: a.started,
 		Pool: pool.Spec.Name, Prefill: p.Endpoint.Addr, Decode: d.Endpoint.Addr, Split: true,
 		Redirects: a.redirects, Prefills: a.prefills + 1, Excluded: a.excluded,
 		Undo: x.undo, BodyBytes: edits.Len(x.body.len()), PromptTokens: tokens,
@@ -167,6 +169,9 @@ func (x *exchange) prefill(pool *kvstate.Pool, policy Policy, c picker.Choice, t
 	r := route{
 		leg: legPrefill, endpoint: p.Endpoint, edits: edits,
 		perTry: policy.PrefillTimeout + time.Duration(tokens)*policy.PerToken,
+	}
+	if pusher, ok := policy.Dialect.(kvtransfer.Pusher); ok {
+		r.perTry += pusher.Patience() // the leg answers when the KV is with D
 	}
 	r.booked[0] = x.reserve(p.Endpoint, kvstate.RolePrefill, a.redirects, uncached)
 	r.booked[1] = x.reserve(d.Endpoint, kvstate.RoleDecode, a.redirects, tokens)
@@ -282,8 +287,7 @@ func (x *exchange) decode(t *kvtransfer.Ticket) (route, error) {
 	}
 	r := route{leg: legDecode, endpoint: d, edits: t.Undo}
 	var undo openai.Edits
-	dialect := x.s.Pools[t.Pool].Dialect
-	if params != nil && dialect != nil {
+	if dialect := x.s.Pools[t.Pool].Dialect; params != nil && dialect != nil {
 		r.edits, undo, err = x.decodeEdits(t.Undo, dialect, params)
 		if err != nil {
 			return route{}, err
@@ -304,8 +308,12 @@ func (x *exchange) decode(t *kvtransfer.Ticket) (route, error) {
 
 // pickDecode chooses D among those that may pair with the prefill endpoint that holds the blocks. Where it left the pool
 // between the hops, or everything that pairs with it did, any other will do (paired is false), which must not be told of
-// the blocks.
+// the blocks. What P pushed lies with the D of pass 1 and nowhere else.
 func (x *exchange) pickDecode(pool *kvstate.Pool, t *kvtransfer.Ticket) (d *kvstate.Endpoint, paired bool, err error) {
+	_, pushed := x.s.Pools[t.Pool].Dialect.(kvtransfer.Pusher)
+	if d := pool.Endpoint(t.Decode); pushed && d != nil && !d.Failed() {
+		return d, true, nil
+	}
 	x.s.State.View(pool, nil, &x.view)
 	r := picker.Request{PromptTokens: t.PromptTokens, Excluded: t.Excluded, Rand: random()}
 	prefill := slices.IndexFunc(x.view.Endpoints, func(c kvstate.Candidate) bool { return c.Endpoint.Addr == t.Prefill })
@@ -317,7 +325,7 @@ func (x *exchange) pickDecode(pool *kvstate.Pool, t *kvtransfer.Ticket) (d *kvst
 	if err != nil {
 		return nil, false, err
 	}
-	return x.view.Endpoints[i].Endpoint, prefill >= 0, nil
+	return x.view.Endpoints[i].Endpoint, prefill >= 0 && !pushed, nil
 }
 
 // maxDecodeMember bounds what a decode body may be longer than the client's: the KV parameters, mostly block ids.

@@ -133,6 +133,7 @@ type exchange struct {
 	view   kvstate.View
 	hashes []uint64
 	params []byte // scratch for the decode member
+	pair   kvtransfer.Pair
 
 	requestID string
 	bookedAs  string // the request id as Envoy has it, and logs it, until it has taken the first answer in
@@ -205,6 +206,7 @@ func (x *exchange) release() {
 	x.headers.reset()
 	x.req.Reset()
 	clear(x.undo) // refers to the body
+	x.pair = kvtransfer.Pair{}
 	if cap(x.params) > 64<<10 {
 		x.params = nil
 	}

@@ -49,6 +49,14 @@ type EndpointSpec struct {
 	Scheme string // http, https or h2c; "" is http
 	Role   Role
 	Group  string // endpoints with a group only pair within it
+
+	Transfer TransferSpec
+}
+
+// TransferSpec is what is configured of an endpoint's side of KV transfer. What is zero is as the engine has it by
+// default, which the dialects know.
+type TransferSpec struct {
+	Host string // where other engines reach it; "": the host of Addr
 }
 
 // Endpoint is one engine address of a pool. Its identity is stable for as long as the endpoint stays as it is.

@@ -82,7 +82,7 @@ func serverOptions(config *configv1.Config, f *fleet, log *slog.Logger) (extproc
 			policy.OnFailure = extproc.Fail
 		}
 		if name := p.GetKvTransfer(); name != "none" {
-			if policy.Dialect, err = kvtransfer.New(name); err != nil {
+			if policy.Dialect, err = kvtransfer.New(kvtransfer.Options{Name: name}); err != nil {
 				return o, fmt.Errorf("pool %s: %w", p.GetName(), err)
 			}
 		}

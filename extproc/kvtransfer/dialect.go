@@ -17,27 +17,67 @@
 package kvtransfer
 
 import (
+	"context"
 	"errors"
 	"fmt"
+	"net"
+	"net/netip"
+	"time"
 
 	"tandem/extproc/openai"
+	"tandem/kvstate"
 )
 
 // Dialect is one engine's way of handing a prompt's KV cache over from P to D in two hops, one after the other.
-// Implementations are immutable and safe for concurrent use.
+// Implementations are immutable and safe for concurrent use. What only some dialects need is an interface of its
+// own: [Pusher].
 type Dialect interface {
 	// Name is what the configuration calls it (kvTransfer).
 	Name() string
 	// Prefill plans what the prefill leg's body differs in from the client's. p was Reset to r. At least one member is put
 	// in, so the first of the patch's edits is the insertion right after the opening brace.
-	Prefill(r *openai.Request, p *openai.Patch)
-	// ReadAnswer reads P's answer with status 200. prefillAddr is the ip:port that P was reached at, for objects that name
-	// P by an address which is only good on its own machine. An error means that P cannot be understood: nothing of the
-	// answer may be sent to D. It wraps [ErrParams] if the answer is JSON.
-	ReadAnswer(body []byte, prefillAddr string) (Answer, error)
+	Prefill(r *openai.Request, p *openai.Patch, pair *Pair)
+	// ReadAnswer reads P's answer with status 200. An error means that P cannot be understood: nothing of the answer may be
+	// sent to D. It wraps [ErrParams] if the answer is JSON.
+	ReadAnswer(body []byte, pair *Pair) (Answer, error)
 	// DecodeMember appends to dst what D is told beside the client's body: members to stand right after the opening brace,
 	// without the comma behind. params is Answer.Params, not nil.
 	DecodeMember(dst []byte, params []byte) []byte
+}
+
+// Pusher is a dialect whose P writes into the memory of the D that it was told of. So pass 2 goes to the D of pass 1, and
+// P may have answered before its KV is there.
+type Pusher interface {
+	// Await waits until the KV of an answered prefill leg is with D, and is false where it is not known to be: D then
+	// computes what it lacks. It returns at once when ctx ends.
+	Await(ctx context.Context, pair *Pair) bool
+	// Patience is the longest that Await takes.
+	Patience() time.Duration
+}
+
+// Pair is one attempt at a prefill leg: who takes part in it, and what it is called.
+type Pair struct {
+	RequestID       string   // x-request-id, the same on both legs and in every attempt
+	Attempt         [16]byte // random; new for every attempt
+	Prefill, Decode Peer
+}
+
+// Peer is one side of a pair.
+type Peer struct {
+	Addr     string // ip:port where its API is reached
+	Transfer kvstate.TransferSpec
+}
+
+// host is where other engines reach the peer: an address, IPv6 without brackets.
+func (p *Peer) host() string {
+	if p.Transfer.Host != "" {
+		return p.Transfer.Host
+	}
+	if reached, err := netip.ParseAddrPort(p.Addr); err == nil {
+		return reached.Addr().Unmap().String()
+	}
+	host, _, _ := net.SplitHostPort(p.Addr)
+	return host
 }
 
 // Answer is what P's answer is good for.
@@ -52,12 +92,17 @@ type Answer struct {
 // ErrParams is wrapped by every error about KV parameters that are there and cannot be used.
 var ErrParams = errors.New("unusable KV parameters")
 
+// Options are what a pool's configuration says about its dialect.
+type Options struct {
+	Name string // kvTransfer
+}
+
 // New makes the dialect that the configuration names. "none" has no dialect and is refused like any unknown name.
-func New(name string) (Dialect, error) {
-	switch name {
+func New(o Options) (Dialect, error) {
+	switch o.Name {
 	case "nixl":
 		return newNIXL(), nil
 	default:
-		return nil, fmt.Errorf("KV transfer %q is not known: it is one of nixl", name)
+		return nil, fmt.Errorf("KV transfer %q is not known: it is one of nixl", o.Name)
 	}
 }

@@ -53,14 +53,14 @@ func twoHops(t *testing.T, a *txtar.Archive) *txtar.Archive {
 	request, answer := section(a, "request"), section(a, "prefill answer")
 	api := openai.Classify("POST", path)
 	require.NotEqual(t, openai.PassThrough, api)
-	dialect, err := New("nixl")
+	dialect, err := New(Options{Name: "nixl"})
 	require.NoError(t, err)
 
 	prefill, undo := prefillBody(t, dialect, api, request)
 	got := &txtar.Archive{Comment: a.Comment, Files: []txtar.File{
 		{Name: "request", Data: request}, {Name: "prefill request", Data: prefill}, {Name: "prefill answer", Data: answer},
 	}}
-	read, err := dialect.ReadAnswer(answer, addr)
+	read, err := dialect.ReadAnswer(answer, reachedAt(addr))
 	switch {
 	case err != nil:
 		require.ErrorIs(t, err, ErrParams)
@@ -79,9 +79,10 @@ func twoHops(t *testing.T, a *txtar.Archive) *txtar.Archive {
 func prefillBody(t *testing.T, d Dialect, api openai.API, request []byte) ([]byte, openai.Edits) {
 	var r openai.Request
 	var p openai.Patch
+	pair := &Pair{}
 	require.NoError(t, r.Scan(api, request, openai.Limits{}))
 	p.Reset(&r)
-	d.Prefill(&r, &p)
+	d.Prefill(&r, &p, pair)
 	edits := p.Edits()
 	require.NoError(t, edits.Check(len(request)))
 	require.Equal(t, edits[0].Start, edits[0].End, "the first edit is an insertion")
@@ -107,18 +108,18 @@ func requireScans(t *testing.T, api openai.API, body []byte) {
 }
 
 func TestNew(t *testing.T) {
-	d, err := New("nixl")
+	d, err := New(Options{Name: "nixl"})
 	require.NoError(t, err)
 	require.Equal(t, "nixl", d.Name())
 	for _, name := range []string{"", "none", "NIXL", "lmcache"} {
-		_, err := New(name)
+		_, err := New(Options{Name: name})
 		require.Error(t, err, name)
 	}
 }
 
 // TestPrefillEmptyObject: the smallest body there is gets its members and loses them again.
 func TestPrefillEmptyObject(t *testing.T) {
-	d, err := New("nixl")
+	d, err := New(Options{Name: "nixl"})
 	require.NoError(t, err)
 	for _, api := range []openai.API{openai.Chat, openai.Completions, openai.Responses, openai.Messages, openai.Generate} {
 		prefill, _ := prefillBody(t, d, api, []byte(`{}`))
@@ -128,7 +129,7 @@ func TestPrefillEmptyObject(t *testing.T) {
 
 // TestPrefillOverwrites: what a client sent of its own never reaches P, neither merged nor beside ours.
 func TestPrefillOverwrites(t *testing.T) {
-	d, err := New("nixl")
+	d, err := New(Options{Name: "nixl"})
 	require.NoError(t, err)
 	prefill, _ := prefillBody(t, d, openai.Chat, []byte(`{"model":"m","kv_transfer_params":{"do_remote_prefill":true,"remote_host":"evil"}}`))
 	require.NotContains(t, string(prefill), "evil")
@@ -139,15 +140,16 @@ func TestPrefillAllocs(t *testing.T) {
 	if raceDetector {
 		t.Skip("no budgets under the race detector")
 	}
-	d, err := New("nixl")
+	d, err := New(Options{Name: "nixl"})
 	require.NoError(t, err)
 	body := []byte(`{"model":"m","messages":[{"role":"user","content":"Hi"}],"max_tokens":300,"stop":["x"],"stream":true}`)
 	var r openai.Request
 	var p openai.Patch
 	require.NoError(t, r.Scan(openai.Chat, body, openai.Limits{}))
+	pair := &Pair{}
 	patch := func() {
 		p.Reset(&r)
-		d.Prefill(&r, &p)
+		d.Prefill(&r, &p, pair)
 		if len(p.Edits()) == 0 {
 			t.Fatal("no edits")
 		}

@@ -36,7 +36,7 @@ func (nixl) Name() string { return "nixl" }
 // first token that ends the text counts as stopped; from 0.21 NIXL keeps them for both). Hence min_tokens 1, which masks
 // that token, and no stop of the client's. A limit left beside max_tokens runs its full length, min_tokens above it and
 // stream_options without stream are refused with 400, stream true answers without parameters (all run on 0.32.0).
-func (d nixl) Prefill(r *openai.Request, p *openai.Patch) {
+func (d nixl) Prefill(r *openai.Request, p *openai.Patch, _ *Pair) {
 	switch r.API() {
 	case openai.Generate:
 		d.generate(r, p)
@@ -93,7 +93,7 @@ func (nixl) replace(r *openai.Request, p *openai.Patch, key string, f openai.Fie
 
 // ReadAnswer takes kv_transfer_params from P's answer. null or none is no error: the prompt ended in a state that keeps
 // no blocks, or P has no connector.
-func (nixl) ReadAnswer(body []byte, prefillAddr string) (Answer, error) {
+func (nixl) ReadAnswer(body []byte, pair *Pair) (Answer, error) {
 	scanned, err := openai.ScanAnswer(body)
 	if err != nil {
 		return Answer{}, fmt.Errorf("reading P's answer: %w", err)
@@ -106,7 +106,7 @@ func (nixl) ReadAnswer(body []byte, prefillAddr string) (Answer, error) {
 	if err != nil {
 		return Answer{}, fmt.Errorf("kv_transfer_params of P's answer: %w: %w", ErrParams, err)
 	}
-	a.Params = pull.repairHost(prefillAddr)
+	a.Params = pull.repairHost(pair.Prefill.Addr)
 	// These two count what the usage may leave out: messages say input_tokens without the cached ones, and engines say
 	// cached tokens only when told to (0.21 and 0.31).
 	if n, ok := count(pull.numTokens); ok {
