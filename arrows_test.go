@@ -24,6 +24,8 @@ const module = "tandem"
 var arrows = map[string][]string{
 	"kvstate":            {},
 	"kvstate/discovery":  {"kvstate"},
+	"kvstate/zmtp":       {},
+	"kvstate/notices":    {"kvstate/zmtp"},
 	"picker":             {"kvstate"},
 	"extproc/openai":     {},
 	"extproc/kvtransfer": {"extproc/openai", "kvstate", "protos/ticket/v1"}, // the last in tests
@@ -31,7 +33,7 @@ var arrows = map[string][]string{
 	"protos/config/v1":   {},
 	"protos/ticket/v1":   {},
 	"envoy-configs":      {"protos/config/v1"},
-	"cmd/tandem":         {"extproc", "extproc/kvtransfer", "kvstate", "kvstate/discovery", "envoy-configs", "protos/config/v1"},
+	"cmd/tandem":         {"extproc", "extproc/kvtransfer", "kvstate", "kvstate/discovery", "kvstate/notices", "envoy-configs", "protos/config/v1"},
 	"cmd/enginesim":      {}, // the engines of the tests: what it shared with the product it could not catch
 	"e2e":                {}, // black box
 	"e2e/bench":          {},
@@ -47,7 +49,7 @@ var guarded = map[string][]string{
 	"google.golang.org/grpc":     {"extproc", "cmd/tandem", "e2e", "e2e/bench", "envoy-configs (test)"},
 	"github.com/prometheus/":     {"extproc", "cmd/tandem", "cmd/enginesim", "e2e", "e2e/bench"},
 	"github.com/redis/":          {"kvstate/redisstore"},
-	"github.com/go-zeromq/":      {"kvstate/kvevents"},
+	"github.com/go-zeromq/":      {"kvstate/kvevents", "kvstate/zmtp (test)", "kvstate/notices (test)", "cmd/enginesim"},
 	"sigs.k8s.io/":               {"protos/config/v1"},
 	"google.golang.org/protobuf": {"extproc", "extproc/kvtransfer", "protos/config/v1", "protos/ticket/v1", "envoy-configs (test)", "docs (test)"},
 }
