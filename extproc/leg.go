@@ -9,6 +9,7 @@ import (
 	"google.golang.org/grpc/mem"
 
 	"tandem/extproc/kvtransfer"
+	"tandem/extproc/openai"
 	"tandem/kvstate"
 )
 
@@ -44,7 +45,13 @@ func (x *exchange) prefillLeg() error {
 		return err
 	}
 	took := time.Since(x.s.sealedAt(t))
-	next := x.afterPrefill(t, code)
+	next, final := x.afterPrefill(t, code)
+	if final != nil {
+		x.s.metrics.prefillEnded(t, code, "ok", took)
+		x.s.recent.change(x.requestID, func(trace *Trace) { trace.PrefillTime, trace.Decode = took, "" })
+		x.s.release(t)
+		return x.answerClient(t, final)
+	}
 	if next.Stage == kvtransfer.HandOver {
 		x.awaitKV(t)
 		next.Expires = time.Now().Add(x.s.HandOverTTL)
@@ -106,8 +113,9 @@ func (x *exchange) receiveAnswer() error {
 	return nil
 }
 
-// afterPrefill makes the ticket that the redirect carries: KV parameters in hand, or what went wrong.
-func (x *exchange) afterPrefill(t *kvtransfer.Ticket, code int) *kvtransfer.Ticket {
+// afterPrefill makes the ticket that the redirect carries: KV parameters in hand, or what went wrong. final, where P's
+// answer is all there is to say, is the client's.
+func (x *exchange) afterPrefill(t *kvtransfer.Ticket, code int) (_ *kvtransfer.Ticket, final []byte) {
 	next := *t
 	next.ID = newTicketID()
 	next.Redirects++
@@ -115,14 +123,20 @@ func (x *exchange) afterPrefill(t *kvtransfer.Ticket, code int) *kvtransfer.Tick
 	policy := x.s.Pools[t.Pool]
 	if code != 200 || x.msg.over || policy.Dialect == nil {
 		x.prefillFailed(pool, &next, code)
-		return &next
+		return &next, nil
 	}
 	x.setPair(t.ID, x.peer(pool, t.Prefill), x.peer(pool, t.Decode))
 	got, err := policy.Dialect.ReadAnswer(x.body.bytes(), &x.pair)
+	if err == nil && got.Final != nil && t.Stream {
+		got.Final, err = openai.OneShot(got.Final, t.StreamUsage)
+	}
 	if err != nil {
 		x.s.Log.Warn("prefill answered without usable KV parameters", "request_id", x.requestID, "endpoint", t.Prefill, "err", err)
 		x.prefillFailed(pool, &next, code)
-		return &next
+		return &next, nil
+	}
+	if got.Unused != "" {
+		x.s.Log.Info("KV parameters not handed on: decode computes the prompt", "request_id", x.requestID, "endpoint", t.Prefill, "why", got.Unused)
 	}
 	if pool != nil {
 		x.markGood(pool, t.Prefill)
@@ -139,7 +153,31 @@ func (x *exchange) afterPrefill(t *kvtransfer.Ticket, code int) *kvtransfer.Tick
 		}
 	})
 	next.Stage, next.Params = kvtransfer.HandOver, got.Params
-	return &next
+	return &next, got.Final
+}
+
+// answerClient answers the client in P's place.
+func (x *exchange) answerClient(t *kvtransfer.Ticket, body []byte) error {
+	x.headers.drop("content-length")
+	if t.Stream {
+		x.headers.add("content-type", []byte("text/event-stream; charset=utf-8"))
+	}
+	if err := x.send(&reply{phase: phaseResponseHeaders, headers: &x.headers}); err != nil {
+		return err
+	}
+	x.spare.grow(len(body))
+	x.spare.data = append(x.spare.data[:0], body...)
+	x.pieces.cut(&x.spare, nil)
+	shared := x.spare.share()
+	defer shared.Free()
+	trailers := x.msg.phase == phaseResponseTrailers
+	err := x.pieces.each(shared, func(parts mem.BufferSlice, last bool) error {
+		return x.send(&reply{phase: phaseResponseBody, kind: bodyStreamed62, parts: parts, end: last && !trailers})
+	})
+	if err == nil && trailers {
+		err = x.send(&reply{phase: phaseResponseTrailers})
+	}
+	return err
 }
 
 // awaitKV waits until what P has sent is with D, where P is one that sends. D goes on without it in the end: it computes

@@ -1,7 +1,9 @@
 package extproc
 
 import (
+	"bytes"
 	"cmp"
+	"context"
 	"crypto/rand"
 	"errors"
 	"fmt"
@@ -78,11 +80,11 @@ func (x *exchange) plan(api openai.API, a attempt) (route, error) {
 		return route{}, openai.Unavailable("endpoint_failed", "every endpoint that could answer this request has failed it", time.Second)
 	}
 	if choice.Prefill >= 0 {
-		r, err := x.prefill(pool, policy, choice, tokens, a)
-		if r.leg != "" || err != nil {
+		r, why, err := x.prefill(pool, policy, choice, tokens, a)
+		if why == "" {
 			return r, err
 		}
-		a.why = "undo_too_large"
+		a.why = why
 	} else if a.why == "" {
 		a.why = "no_prefill"
 	}
@@ -139,6 +141,8 @@ func (x *exchange) whetherToSplit(a *attempt, policy Policy) error {
 		a.alone, a.why = true, "redirects_spent"
 	case a.prefills >= cmp.Or(policy.PrefillAttempts, 3):
 		a.alone, a.why = true, "attempts_spent"
+	case !policy.Dialect.Speaks(x.req.API()):
+		a.alone, a.why = true, "api_not_spoken"
 	default:
 		if why := x.req.Unsplittable(); why != "" {
 			a.alone, a.why = true, why
@@ -147,8 +151,8 @@ func (x *exchange) whetherToSplit(a *attempt, policy Policy) error {
 	return nil
 }
 
-// prefill writes the prefill leg. A route without leg means that undoing it would take more than a ticket holds.
-func (x *exchange) prefill(pool *kvstate.Pool, policy Policy, c picker.Choice, tokens int64, a attempt) (route, error) {
+// prefill writes the prefill leg, or says why there is none.
+func (x *exchange) prefill(pool *kvstate.Pool, policy Policy, c picker.Choice, tokens int64, a attempt) (r route, why string, err error) {
 	p, d := x.view.Endpoints[c.Prefill], x.view.Endpoints[c.Decode]
 	x.setPair(newTicketID(), kvtransfer.Peer{Addr: p.Endpoint.Addr, Transfer: p.Endpoint.Transfer},
 		kvtransfer.Peer{Addr: d.Endpoint.Addr, Transfer: d.Endpoint.Transfer})
@@ -157,7 +161,15 @@ func (x *exchange) prefill(pool *kvstate.Pool, policy Policy, c picker.Choice, t
 	edits := x.patch.Edits()
 	x.undo = edits.Inverse(x.undo[:0], x.body.bytes())
 	if x.undo.Size() > kvtransfer.MaxUndoBytes {
-		return route{}, nil
+		return route{}, "undo_too_large", nil
+	}
+	pusher, pushes := policy.Dialect.(kvtransfer.Pusher)
+	if room := d.Endpoint.Transfer.BufferTokens; pushes && room > 0 {
+		if r.booked[1], why = x.reserveRoom(d.Endpoint, a.redirects, tokens, room, pusher.Patience()); why != "" {
+			return route{}, why, nil
+		}
+	} else {
+		r.booked[1] = x.reserve(d.Endpoint, kvstate.RoleDecode, a.redirects, tokens)
 	}
 	uncached := tokens - tokens*int64(p.Hit)/int64(max(len(x.hashes), 1))
 	t := kvtransfer.Ticket{
@@ -165,21 +177,34 @@ func (x *exchange) prefill(pool *kvstate.Pool, policy Policy, c picker.Choice, t
 		Pool: pool.Spec.Name, Prefill: p.Endpoint.Addr, Decode: d.Endpoint.Addr, Split: true,
 		Redirects: a.redirects, Prefills: a.prefills + 1, Excluded: a.excluded,
 		Undo: x.undo, BodyBytes: edits.Len(x.body.len()), PromptTokens: tokens,
+		Stream: x.req.True(openai.FieldStream), StreamUsage: x.req.WantsUsage(),
 	}
-	r := route{
-		leg: legPrefill, endpoint: p.Endpoint, edits: edits,
-		perTry: policy.PrefillTimeout + time.Duration(tokens)*policy.PerToken,
-	}
-	if pusher, ok := policy.Dialect.(kvtransfer.Pusher); ok {
+	r.leg, r.endpoint, r.edits = legPrefill, p.Endpoint, edits
+	r.perTry = policy.PrefillTimeout + time.Duration(tokens)*policy.PerToken
+	if pushes {
 		r.perTry += pusher.Patience() // the leg answers when the KV is with D
 	}
 	r.booked[0] = x.reserve(p.Endpoint, kvstate.RolePrefill, a.redirects, uncached)
-	r.booked[1] = x.reserve(d.Endpoint, kvstate.RoleDecode, a.redirects, tokens)
 	t.Reservations = [2]uint64{uint64(r.booked[0]), uint64(r.booked[1])}
 	x.s.State.Routed(pool, p.Endpoint, x.hashes)
 	x.s.metrics.decided(pool, "split", "")
 	x.s.recent.planned(x.requestID, pool.Spec.Name, "split", "", p.Endpoint.Addr, d.Endpoint.Addr, tokens)
-	return x.seal(r, &t)
+	r, err = x.seal(r, &t)
+	return r, "", err
+}
+
+// reserveRoom books D when its buffer has room for what P will push, or says why it has none. Meanwhile nothing is sent.
+func (x *exchange) reserveRoom(d *kvstate.Endpoint, redirects int, tokens, room int64, patience time.Duration) (id kvstate.ReservationID, why string) {
+	if tokens > room {
+		return 0, "buffer_too_small"
+	}
+	ctx, cancel := context.WithTimeout(x.stream.Context(), patience)
+	defer cancel()
+	id, ok := x.s.State.ReserveRoom(ctx, x.s.reservationID(x.bookedAs, redirects, kvstate.RoleDecode), d, tokens, room)
+	if !ok {
+		return 0, "buffer_full"
+	}
+	return id, ""
 }
 
 // decodeAlone writes the one hop that answers the whole request.
@@ -331,22 +356,24 @@ func (x *exchange) pickDecode(pool *kvstate.Pool, t *kvtransfer.Ticket) (d *kvst
 // maxDecodeMember bounds what a decode body may be longer than the client's: the KV parameters, mostly block ids.
 const maxDecodeMember = 8 << 20
 
-// decodeEdits turns the undo of a prefill body into the edits that make the decode body, and gives the undo of those.
-// The first edit of every prefill patch is the insertion right after the opening brace (openai.Patch); the decode member
-// goes to the same place. A body that P answered with 200 is not an empty object, so a comma always follows.
+// decodeEdits turns the undo of a prefill body into the edits that make the decode body, and gives the undo of those. What
+// D is told stands right after the opening brace, where the undo's first edit mostly is too. A body that P answered with
+// 200 is not an empty object, so a comma always follows.
 func (x *exchange) decodeEdits(undo openai.Edits, dialect kvtransfer.Dialect, params []byte) (edits, back openai.Edits, err error) {
-	if len(undo) == 0 {
-		return nil, nil, errors.New("the undo of a prefill leg is empty")
-	}
 	x.params = append(dialect.DecodeMember(x.params[:0], params), ',')
 	n := len(x.params)
 	if n > maxDecodeMember {
 		return nil, nil, fmt.Errorf("a decode member of %d bytes", n)
 	}
-	x.params = append(x.params, undo[0].New...)
-	edits = slices.Clone(undo)
-	edits[0].New = x.params
-	return edits, openai.Edits{{Start: undo[0].Start, End: undo[0].Start + n}}, nil
+	front := bytes.IndexByte(x.body.bytes(), '{') + 1
+	if len(undo) > 0 && undo[0].Start == front {
+		x.params = append(x.params, undo[0].New...)
+		edits = slices.Clone(undo)
+		edits[0].New = x.params
+	} else {
+		edits = append(openai.Edits{{Start: front, End: front, New: x.params}}, undo...)
+	}
+	return edits, openai.Edits{{Start: front, End: front + n}}, nil
 }
 
 func newTicketID() (id [16]byte) {

@@ -56,7 +56,16 @@ type EndpointSpec struct {
 // TransferSpec is what is configured of an endpoint's side of KV transfer. What is zero is as the engine has it by
 // default, which the dialects know.
 type TransferSpec struct {
-	Host string // where other engines reach it; "": the host of Addr
+	Host    string // where other engines reach it; "": the host of Addr
+	Release string // of the engine, as 0.12.0; "": not known
+	TP      int    // tensor-parallel ranks; 0: one
+
+	P2PPort int // vLLM's P2P offload tier
+
+	// LMCache's receiver: the ports of rank 0; rank n listens n above them.
+	LMCacheInitPort, LMCacheAllocPort, LMCacheQueryPort int
+	// BufferTokens is how many tokens' KV its buffer holds for prompts on their way to it; 0: not known, not minded.
+	BufferTokens int64
 }
 
 // Endpoint is one engine address of a pool. Its identity is stable for as long as the endpoint stays as it is.
@@ -73,6 +82,7 @@ type live struct {
 	tokens   atomic.Int64 // prompt tokens of those
 	failed   atomic.Bool
 	models   atomic.Pointer[[]string]
+	room     room
 }
 
 // Failed reports whether the endpoint is left out for now.

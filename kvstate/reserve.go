@@ -19,6 +19,7 @@ type bookingShard struct {
 type booking struct {
 	on      *live // not the endpoint: what is said about that may change
 	tokens  int64
+	room    int64 // of the endpoint's buffer, in tokens
 	expires time.Time
 }
 
@@ -32,6 +33,10 @@ func (s *State) Reserve(e *Endpoint, promptTokens int64) ReservationID {
 // ReserveAs is Reserve under an id that the caller can work out again when all it has is the request. Where id is 0 or
 // taken, a random one takes its place.
 func (s *State) ReserveAs(id ReservationID, e *Endpoint, promptTokens int64) ReservationID {
+	return s.reserve(id, e, promptTokens, 0)
+}
+
+func (s *State) reserve(id ReservationID, e *Endpoint, promptTokens, room int64) ReservationID {
 	if s.booked.Add(1) > int64(s.o.MaxReservations) {
 		s.booked.Add(-1)
 		return 0
@@ -42,7 +47,7 @@ func (s *State) ReserveAs(id ReservationID, e *Endpoint, promptTokens int64) Res
 	}
 	e.requests.Add(1)
 	e.tokens.Add(promptTokens)
-	b := booking{e.live, promptTokens, time.Now().Add(s.o.ReservationTTL)}
+	b := booking{e.live, promptTokens, room, time.Now().Add(s.o.ReservationTTL)}
 	for !s.hold(id, b) {
 		id = randomID()
 	}
@@ -84,6 +89,9 @@ func (s *State) unbook(b booking) {
 	b.on.requests.Add(-1)
 	b.on.tokens.Add(-b.tokens)
 	s.booked.Add(-1)
+	if b.room > 0 {
+		b.on.room.give(b.room)
+	}
 }
 
 // Reservations is how many are held.

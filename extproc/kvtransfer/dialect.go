@@ -2,7 +2,7 @@
 // keeps what a request needs to go on between the two hops.
 //
 // A [Dialect] is one engine's way of saying it: what the prefill leg's body differs in from the client's, what to read of
-// P's answer, and what D is told beside the client's own body. Each is one file (nixl.go), and every member it writes or
+// P's answer, and what D is told beside the client's own body. Each is one file (nixl.go, lmcache.go, ...), and every member it writes or
 // reads cites the engine release it was read from. Bodies are never modelled: a dialect plans edits of bytes
 // ([openai.Patch]) and hands P's object on verbatim ([Answer]).
 //
@@ -22,6 +22,7 @@ import (
 	"fmt"
 	"net"
 	"net/netip"
+	"strings"
 	"time"
 
 	"tandem/extproc/openai"
@@ -34,8 +35,9 @@ import (
 type Dialect interface {
 	// Name is what the configuration calls it (kvTransfer).
 	Name() string
-	// Prefill plans what the prefill leg's body differs in from the client's. p was Reset to r. At least one member is put
-	// in, so the first of the patch's edits is the insertion right after the opening brace.
+	// Speaks reports whether requests to an API can be split in this dialect.
+	Speaks(api openai.API) bool
+	// Prefill plans what the prefill leg's body differs in from the client's. p was Reset to r.
 	Prefill(r *openai.Request, p *openai.Patch, pair *Pair)
 	// ReadAnswer reads P's answer with status 200. An error means that P cannot be understood: nothing of the answer may be
 	// sent to D. It wraps [ErrParams] if the answer is JSON.
@@ -82,9 +84,13 @@ func (p *Peer) host() string {
 
 // Answer is what P's answer is good for.
 type Answer struct {
-	// Params is the object for D, checked, P's own bytes but for a repaired address; nil: P holds nothing for D, which
-	// computes the prompt itself. It may share memory with the answer's body.
-	Params       []byte
+	// Params are for D, checked, P's own bytes as far as they are P's: what DecodeMember takes. nil: there is nothing to
+	// tell D. It may share memory with the answer's body.
+	Params []byte
+	// Unused says, for the log, why parameters of P's are not handed on although P is well: D computes the prompt.
+	Unused string
+	// Final, if not nil, is a complete answer for the client: D is not asked.
+	Final        []byte
 	PromptTokens int64 // -1: P did not say
 	CachedTokens int64 // of the prompt, found in P's prefix cache; -1: P did not say
 }
@@ -94,15 +100,39 @@ var ErrParams = errors.New("unusable KV parameters")
 
 // Options are what a pool's configuration says about its dialect.
 type Options struct {
-	Name string // kvTransfer
+	Name    string   // kvTransfer
+	Members []string // of multi
+
+	Arrivals      Arrivals      // of lmcache; nil: its engines send no notices
+	NoticeTimeout time.Duration // of lmcache; 0: DefaultNoticeTimeout
+
+	Key    string // of orchestrated; "": DefaultOrchestratedKey
+	Params bool   // of orchestrated: hand on P's kv_transfer_params, not the whole answer
+}
+
+// Names are the dialects there are.
+func Names() []string {
+	return []string{"lmcache", "multi", "nixl", "offload", "orchestrated", "shared", "trtllm"}
 }
 
 // New makes the dialect that the configuration names. "none" has no dialect and is refused like any unknown name.
 func New(o Options) (Dialect, error) {
 	switch o.Name {
+	case "lmcache":
+		return newLMCache(o.Arrivals, o.NoticeTimeout), nil
+	case "multi":
+		return newMulti(o.Members)
 	case "nixl":
 		return newNIXL(), nil
+	case "offload":
+		return newOffload(), nil
+	case "orchestrated":
+		return newOrchestrated(o.Key, o.Params), nil
+	case "shared":
+		return newShared(), nil
+	case "trtllm":
+		return newTRTLLM(), nil
 	default:
-		return nil, fmt.Errorf("KV transfer %q is not known: it is one of nixl", o.Name)
+		return nil, fmt.Errorf("KV transfer %.40q is not known: it is one of %s", o.Name, strings.Join(Names(), ", "))
 	}
 }

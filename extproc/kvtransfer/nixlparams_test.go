@@ -41,7 +41,7 @@ func readAnswer(params string) (Answer, error) {
 func TestParamsRefused(t *testing.T) {
 	for _, c := range [][2]string{
 		{"do_remote_prefill", ""}, {"do_remote_prefill", "false"}, {"do_remote_prefill", "null"}, {"do_remote_prefill", "1"}, {"do_remote_prefill", `"true"`},
-		{"remote_block_ids", ""}, {"remote_block_ids", "null"}, {"remote_block_ids", "[]"}, {"remote_block_ids", "[[]]"}, {"remote_block_ids", "[[],[]]"},
+		{"remote_block_ids", ""}, {"remote_block_ids", "null"},
 		{"remote_block_ids", "[[[]]]"}, {"remote_block_ids", "[[[1]]]"}, {"remote_block_ids", `["a"]`}, {"remote_block_ids", `["DUMMY_ID"]`}, {"remote_block_ids", `[["1"]]`},
 		{"remote_block_ids", `"1"`}, {"remote_block_ids", "1"}, {"remote_block_ids", "{}"}, {"remote_block_ids", `{"0":[1]}`}, {"remote_block_ids", "true"},
 		{"remote_block_ids", "[true]"}, {"remote_block_ids", "[[false]]"}, {"remote_block_ids", "[null]"}, {"remote_block_ids", "[1,null]"}, {"remote_block_ids", "[[1],null]"},
@@ -50,7 +50,7 @@ func TestParamsRefused(t *testing.T) {
 		{"remote_block_ids", "[100000000000000000000000000]"}, {"remote_block_ids", "[[1,2],[3,{}]]"},
 		{"remote_block_ids", strings.Repeat("[", 200) + "1" + strings.Repeat("]", 200)},
 		{"remote_engine_id", ""}, {"remote_engine_id", "null"}, {"remote_engine_id", `""`}, {"remote_engine_id", "7"}, {"remote_engine_id", `["x"]`},
-		{"remote_request_id", ""}, {"remote_request_id", "null"}, {"remote_request_id", `""`}, {"remote_request_id", "1"}, {"remote_request_id", "true"},
+		{"remote_request_id", "null"}, {"remote_request_id", `""`}, {"remote_request_id", "1"}, {"remote_request_id", "true"},
 		{"remote_host", ""}, {"remote_host", "null"}, {"remote_host", `""`}, {"remote_host", "127"}, {"remote_host", `{}`},
 		{"remote_port", ""}, {"remote_port", "null"}, {"remote_port", "0"}, {"remote_port", "65536"}, {"remote_port", "-1"}, {"remote_port", "5600.0"},
 		{"remote_port", "56e2"}, {"remote_port", "1e3"}, {"remote_port", `"5600"`}, {"remote_port", "true"}, {"remote_port", "[5600]"}, {"remote_port", "18446744073709557216"},
@@ -68,6 +68,24 @@ func TestParamsRefused(t *testing.T) {
 	} {
 		_, err := readAnswer(params)
 		require.ErrorIs(t, err, ErrParams, params)
+	}
+}
+
+// TestParamsUnused: what no P of that release would do better is no failure of this one; D goes without.
+func TestParamsUnused(t *testing.T) {
+	for _, c := range [][2]string{{"remote_block_ids", "[]"}, {"remote_block_ids", "[[]]"}, {"remote_block_ids", "[[],[]]"}, {"remote_request_id", ""}} {
+		a, err := readAnswer(goodParams(c[0], c[1]))
+		require.NoError(t, err)
+		require.Nil(t, a.Params)
+		require.Contains(t, a.Unused, c[0])
+	}
+	answer := []byte(`{"kv_transfer_params":` + goodParams("remote_request_id", "") + `}`)
+	for release, handed := range map[string]bool{"0.12.0": true, "v0.9.2": true, "0.11": true, "0.13.0": false, "0.33.0": false, "1.0.0": false, "0.x": false, "": false} {
+		pair := reachedAt("10.0.0.9:8000")
+		pair.Prefill.Transfer.Release = release
+		a, err := newNIXL().ReadAnswer(answer, pair)
+		require.NoError(t, err)
+		require.Equal(t, handed, a.Params != nil, release)
 	}
 }
 

@@ -69,6 +69,9 @@ type Ticket struct {
 	Undo      openai.Edits // turns the body of the leg back into the client's
 	BodyBytes int          // length of the body that Undo applies to; 0: not known
 
+	Stream      bool // the client wants a stream ...
+	StreamUsage bool // ... with usage at its end
+
 	PromptTokens int64
 	Params       []byte   // of the hand-over, for D
 	ParamsRef    [16]byte // the name under which Params are kept where no header holds them

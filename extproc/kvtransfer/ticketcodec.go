@@ -31,6 +31,8 @@ const (
 	fieldPromptTokens       protowire.Number = 17
 	fieldParamsRef          protowire.Number = 18
 	fieldPackedParams       protowire.Number = 19
+	fieldStream             protowire.Number = 20
+	fieldStreamUsage        protowire.Number = 21
 
 	fieldEditStart protowire.Number = 1
 	fieldEditEnd   protowire.Number = 2
@@ -68,6 +70,8 @@ func appendTicket(b []byte, t *Ticket) []byte {
 	}
 	b = appendNumber(b, fieldBodyBytes, uint64(t.BodyBytes))
 	b = appendNumber(b, fieldPromptTokens, uint64(t.PromptTokens))
+	b = appendNumber(b, fieldStream, protowire.EncodeBool(t.Stream))
+	b = appendNumber(b, fieldStreamUsage, protowire.EncodeBool(t.StreamUsage))
 	if t.ParamsRef != ([16]byte{}) {
 		b = appendBytes(b, fieldParamsRef, t.ParamsRef[:])
 	}
@@ -200,7 +204,7 @@ func parseTicket(t *Ticket, b []byte) error {
 func (t *Ticket) setNumber(f protowire.Number, v uint64) error {
 	limit := uint64(1<<63 - 1)
 	switch f {
-	case fieldStage, fieldSplit:
+	case fieldStage, fieldSplit, fieldStream, fieldStreamUsage:
 		limit = 255
 	case fieldRedirects, fieldPrefills:
 		limit = maxCount
@@ -219,6 +223,10 @@ func (t *Ticket) setNumber(f protowire.Number, v uint64) error {
 		t.Started = time.UnixMicro(int64(v))
 	case fieldSplit:
 		t.Split = v != 0
+	case fieldStream:
+		t.Stream = v != 0
+	case fieldStreamUsage:
+		t.StreamUsage = v != 0
 	case fieldRedirects:
 		t.Redirects = int(v)
 	case fieldPrefills:

@@ -48,6 +48,7 @@ const (
 	FieldCacheSalt
 	FieldReturnTokenIDs
 	FieldKVTransferParams
+	FieldDisaggregatedParams
 	fieldControl   // any other member that a client must not send
 	fieldVLLMXArgs // vllm_xargs: becomes extra_args in vLLM
 	fieldExtraArgs // extra_args of sampling_params
@@ -137,6 +138,8 @@ func fieldOf(key []byte) Field { //nolint:funlen // one line a name
 		return FieldReturnTokenIDs
 	case "kv_transfer_params":
 		return FieldKVTransferParams
+	case "disaggregated_params":
+		return FieldDisaggregatedParams
 	case "vllm_xargs":
 		return fieldVLLMXArgs
 	case "extra_args":
@@ -153,14 +156,17 @@ func fieldOf(key []byte) Field { //nolint:funlen // one line a name
 func isControl(key string) bool {
 	switch key {
 	case "ec_transfer_params",
-		"routed_dp_rank", "disagg_prefill_dp_rank", "data_parallel_rank",
-		"disaggregated_params",
-		"disagg_prefill_resp",
+		"routed_dp_rank", "data_parallel_rank",
+		"prompt_token_ids", // beside messages it takes their place, so what was routed would not be what is computed
 		"nvext":
 		return true
 	}
-	return strings.HasPrefix(key, "bootstrap_") // SGLang's host, port, room and what will follow
+	// SGLang's host, port, room and what will follow; its disagg_prefill_dp_rank, TensorRT-LLM's disagg_request_id, and
+	// disagg_prefill_resp or whatever else an orchestrated pool calls it.
+	return strings.HasPrefix(key, "bootstrap_") || strings.HasPrefix(key, "disagg_")
 }
 
 // control reports whether a member is not the client's to send.
-func (f Field) control() bool { return f == FieldKVTransferParams || f == fieldControl }
+func (f Field) control() bool {
+	return f == FieldKVTransferParams || f == FieldDisaggregatedParams || f == fieldControl
+}
