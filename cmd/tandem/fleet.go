@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"log/slog"
 	"net/http"
+	"slices"
 
 	"golang.org/x/sync/errgroup"
 
@@ -13,6 +14,7 @@ import (
 	"tandem/extproc/kvtransfer"
 	"tandem/kvstate"
 	"tandem/kvstate/discovery"
+	"tandem/kvstate/notices"
 	configv1 "tandem/protos/config/v1"
 )
 
@@ -21,6 +23,7 @@ type fleet struct {
 	state   *kvstate.State
 	sources []*discovery.Static
 	prober  *discovery.Prober
+	board   *notices.Board // nil: no pool takes notices
 }
 
 // newFleet fills the state with the configured pools. Names are resolved before it returns, where they can be.
@@ -34,14 +37,48 @@ func newFleet(ctx context.Context, config *configv1.Config, log *slog.Logger) (*
 			if err != nil {
 				return nil, fmt.Errorf("pool %s: %w", p.GetName(), err)
 			}
-			eps = append(eps, kvstate.EndpointSpec{Name: e.GetAddress(), Scheme: e.GetScheme(), Role: role, Group: e.GetGroup()})
+			eps = append(eps, kvstate.EndpointSpec{
+				Name: e.GetAddress(), Scheme: e.GetScheme(), Role: role, Group: p.PairsAs(e), Transfer: transferSpec(e),
+			})
 		}
 		source := discovery.NewStatic(f.state, spec, eps, log)
 		source.Resolve(ctx)
 		f.sources = append(f.sources, source)
 	}
 	f.prober = discovery.NewProber(f.state, log)
+	if slices.ContainsFunc(config.GetPools(), (*configv1.Pool).TakesNotices) {
+		f.board = notices.NewBoard(0, 0)
+	}
 	return f, nil
+}
+
+func transferSpec(e *configv1.Endpoint) kvstate.TransferSpec {
+	r := e.GetLmcache()
+	return kvstate.TransferSpec{
+		Host: e.GetTransferHost(), Release: e.GetRelease(), TP: int(e.GetTensorParallel()), P2PPort: int(e.GetP2PPort()),
+		LMCacheInitPort: int(r.GetInitPort()), LMCacheAllocPort: int(r.GetAllocPort()), LMCacheQueryPort: int(r.GetQueryPort()),
+		BufferTokens: r.GetBufferTokens(),
+	}
+}
+
+// dialect is what the pool's engines speak; nil if they do both by themselves.
+func dialect(p *configv1.Pool, board *notices.Board) (kvtransfer.Dialect, error) {
+	if p.GetKvTransfer() == "none" {
+		return nil, nil //nolint:nilnil // Policy.Dialect says what nil means
+	}
+	o := kvtransfer.Options{
+		Name: p.GetKvTransfer(), Members: p.GetMembers(),
+		Key: p.GetOrchestrated().GetKey(), Params: p.GetOrchestrated().GetHandOver() == "params",
+		NoticeTimeout: configv1.Duration(p.GetLmcache().GetNoticeTimeout()),
+	}
+	if p.TakesNotices() {
+		o.Arrivals = board
+	}
+	d, err := kvtransfer.New(o)
+	if err != nil {
+		return nil, fmt.Errorf("pool %s: %w", p.GetName(), err)
+	}
+	return d, nil
 }
 
 // watch keeps the state up to date until ctx ends.
@@ -51,6 +88,9 @@ func (f *fleet) watch(ctx context.Context) error {
 		group.Go(func() error { s.Run(ctx); return nil })
 	}
 	group.Go(func() error { f.prober.Run(ctx); return nil })
+	if f.board != nil {
+		group.Go(func() error { f.board.Run(ctx); return nil })
+	}
 	return group.Wait()
 }
 
@@ -81,10 +121,8 @@ func serverOptions(config *configv1.Config, f *fleet, log *slog.Logger) (extproc
 		case "fail":
 			policy.OnFailure = extproc.Fail
 		}
-		if name := p.GetKvTransfer(); name != "none" {
-			if policy.Dialect, err = kvtransfer.New(kvtransfer.Options{Name: name}); err != nil {
-				return o, fmt.Errorf("pool %s: %w", p.GetName(), err)
-			}
+		if policy.Dialect, err = dialect(p, f.board); err != nil {
+			return o, err
 		}
 		o.Pools[p.GetName()] = policy
 	}

@@ -19,6 +19,7 @@ import (
 	"google.golang.org/grpc"
 
 	"tandem/extproc"
+	"tandem/kvstate/notices"
 	configv1 "tandem/protos/config/v1"
 )
 
@@ -84,7 +85,12 @@ func runServer(ctx context.Context, config *configv1.Config, linger time.Duratio
 	if err != nil {
 		return err
 	}
-	listeners, err := listen(ctx, config.GetExtProc().GetListen(), config.GetReplan().GetListen(), config.GetAdmin().GetListen())
+	addresses := []string{config.GetExtProc().GetListen(), config.GetReplan().GetListen(), config.GetAdmin().GetListen()}
+	if fleet.board != nil {
+		registerNotices(registry, fleet.board)
+		addresses = append(addresses, config.GetNotices().GetListen())
+	}
+	listeners, err := listen(ctx, addresses...)
 	if err != nil {
 		return err
 	}
@@ -99,6 +105,9 @@ func runServer(ctx context.Context, config *configv1.Config, linger time.Duratio
 	defer stop()
 	group.Go(func() error { server.Run(background); return nil })
 	group.Go(func() error { return fleet.watch(background) })
+	if fleet.board != nil {
+		group.Go(func() error { return notices.Serve(background, listeners[3], fleet.board, log) })
+	}
 	log.Info("serving", "ext_proc", config.GetExtProc().GetListen(), "pools", len(config.GetPools()), "version", version())
 	health.SetReady(true)
 

@@ -39,7 +39,9 @@ type Config struct {
 	// The seal of what travels with a request.
 	Tickets *Tickets `protobuf:"bytes,6,opt,name=tickets,proto3" json:"tickets,omitempty"`
 	// At least one.
-	Pools         []*Pool `protobuf:"bytes,7,rep,name=pools,proto3" json:"pools,omitempty"`
+	Pools []*Pool `protobuf:"bytes,7,rep,name=pools,proto3" json:"pools,omitempty"`
+	// Where LMCache's prefill engines say that KV has arrived. Absent: as its defaults say, if a pool needs it.
+	Notices       *Notices `protobuf:"bytes,20,opt,name=notices,proto3" json:"notices,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -123,6 +125,58 @@ func (x *Config) GetPools() []*Pool {
 	return nil
 }
 
+func (x *Config) GetNotices() *Notices {
+	if x != nil {
+		return x.Notices
+	}
+	return nil
+}
+
+type Notices struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// ZeroMQ PULL: pd_proxy_host and pd_proxy_port of the engines (LMCache). Default 127.0.0.1:7500.
+	Listen        string `protobuf:"bytes,1,opt,name=listen,proto3" json:"listen,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Notices) Reset() {
+	*x = Notices{}
+	mi := &file_config_v1_config_proto_msgTypes[1]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Notices) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Notices) ProtoMessage() {}
+
+func (x *Notices) ProtoReflect() protoreflect.Message {
+	mi := &file_config_v1_config_proto_msgTypes[1]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Notices.ProtoReflect.Descriptor instead.
+func (*Notices) Descriptor() ([]byte, []int) {
+	return file_config_v1_config_proto_rawDescGZIP(), []int{1}
+}
+
+func (x *Notices) GetListen() string {
+	if x != nil {
+		return x.Listen
+	}
+	return ""
+}
+
 type ExtProc struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// gRPC: external processor, access log, health. Default 127.0.0.1:9002.
@@ -137,7 +191,7 @@ type ExtProc struct {
 
 func (x *ExtProc) Reset() {
 	*x = ExtProc{}
-	mi := &file_config_v1_config_proto_msgTypes[1]
+	mi := &file_config_v1_config_proto_msgTypes[2]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -149,7 +203,7 @@ func (x *ExtProc) String() string {
 func (*ExtProc) ProtoMessage() {}
 
 func (x *ExtProc) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[1]
+	mi := &file_config_v1_config_proto_msgTypes[2]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -162,7 +216,7 @@ func (x *ExtProc) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ExtProc.ProtoReflect.Descriptor instead.
 func (*ExtProc) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{1}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{2}
 }
 
 func (x *ExtProc) GetListen() string {
@@ -200,7 +254,7 @@ type Tls struct {
 
 func (x *Tls) Reset() {
 	*x = Tls{}
-	mi := &file_config_v1_config_proto_msgTypes[2]
+	mi := &file_config_v1_config_proto_msgTypes[3]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -212,7 +266,7 @@ func (x *Tls) String() string {
 func (*Tls) ProtoMessage() {}
 
 func (x *Tls) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[2]
+	mi := &file_config_v1_config_proto_msgTypes[3]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -225,7 +279,7 @@ func (x *Tls) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Tls.ProtoReflect.Descriptor instead.
 func (*Tls) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{2}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{3}
 }
 
 func (x *Tls) GetCertFile() string {
@@ -259,7 +313,7 @@ type Listener struct {
 
 func (x *Listener) Reset() {
 	*x = Listener{}
-	mi := &file_config_v1_config_proto_msgTypes[3]
+	mi := &file_config_v1_config_proto_msgTypes[4]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -271,7 +325,7 @@ func (x *Listener) String() string {
 func (*Listener) ProtoMessage() {}
 
 func (x *Listener) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[3]
+	mi := &file_config_v1_config_proto_msgTypes[4]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -284,7 +338,7 @@ func (x *Listener) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Listener.ProtoReflect.Descriptor instead.
 func (*Listener) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{3}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{4}
 }
 
 func (x *Listener) GetListen() string {
@@ -325,7 +379,7 @@ type Envoy struct {
 
 func (x *Envoy) Reset() {
 	*x = Envoy{}
-	mi := &file_config_v1_config_proto_msgTypes[4]
+	mi := &file_config_v1_config_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -337,7 +391,7 @@ func (x *Envoy) String() string {
 func (*Envoy) ProtoMessage() {}
 
 func (x *Envoy) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[4]
+	mi := &file_config_v1_config_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -350,7 +404,7 @@ func (x *Envoy) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Envoy.ProtoReflect.Descriptor instead.
 func (*Envoy) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{4}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{5}
 }
 
 func (x *Envoy) GetListen() string {
@@ -433,7 +487,7 @@ type ClientTls struct {
 
 func (x *ClientTls) Reset() {
 	*x = ClientTls{}
-	mi := &file_config_v1_config_proto_msgTypes[5]
+	mi := &file_config_v1_config_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -445,7 +499,7 @@ func (x *ClientTls) String() string {
 func (*ClientTls) ProtoMessage() {}
 
 func (x *ClientTls) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[5]
+	mi := &file_config_v1_config_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -458,7 +512,7 @@ func (x *ClientTls) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ClientTls.ProtoReflect.Descriptor instead.
 func (*ClientTls) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{5}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *ClientTls) GetCaFile() string {
@@ -499,7 +553,7 @@ type State struct {
 
 func (x *State) Reset() {
 	*x = State{}
-	mi := &file_config_v1_config_proto_msgTypes[6]
+	mi := &file_config_v1_config_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -511,7 +565,7 @@ func (x *State) String() string {
 func (*State) ProtoMessage() {}
 
 func (x *State) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[6]
+	mi := &file_config_v1_config_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -524,7 +578,7 @@ func (x *State) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use State.ProtoReflect.Descriptor instead.
 func (*State) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{6}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *State) GetRedis() *Redis {
@@ -544,7 +598,7 @@ type Redis struct {
 
 func (x *Redis) Reset() {
 	*x = Redis{}
-	mi := &file_config_v1_config_proto_msgTypes[7]
+	mi := &file_config_v1_config_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -556,7 +610,7 @@ func (x *Redis) String() string {
 func (*Redis) ProtoMessage() {}
 
 func (x *Redis) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[7]
+	mi := &file_config_v1_config_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -569,7 +623,7 @@ func (x *Redis) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Redis.ProtoReflect.Descriptor instead.
 func (*Redis) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{7}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *Redis) GetUrl() string {
@@ -592,7 +646,7 @@ type Tickets struct {
 
 func (x *Tickets) Reset() {
 	*x = Tickets{}
-	mi := &file_config_v1_config_proto_msgTypes[8]
+	mi := &file_config_v1_config_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -604,7 +658,7 @@ func (x *Tickets) String() string {
 func (*Tickets) ProtoMessage() {}
 
 func (x *Tickets) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[8]
+	mi := &file_config_v1_config_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -617,7 +671,7 @@ func (x *Tickets) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Tickets.ProtoReflect.Descriptor instead.
 func (*Tickets) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{8}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *Tickets) GetKeyFile() string {
@@ -640,7 +694,8 @@ type Pool struct {
 	Name string `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
 	// Names that requests ask for; "*" takes any. Default ["*"].
 	Models []string `protobuf:"bytes,2,rep,name=models,proto3" json:"models,omitempty"`
-	// The engines' KV transfer dialect: nixl, or none for engines that do both by themselves. Required.
+	// The engines' KV transfer dialect: lmcache, multi, nixl, offload, orchestrated, shared, trtllm, or none for engines that
+	// do both by themselves. docs/protocols.md says which engine speaks which. Required.
 	KvTransfer string `protobuf:"bytes,3,opt,name=kv_transfer,json=kvTransfer,proto3" json:"kv_transfer,omitempty"`
 	// always: every request that may be split is; never: none; auto: what is cheaper (until there is a cost model: always).
 	// Default auto.
@@ -655,14 +710,20 @@ type Pool struct {
 	// How long a prefill may take.
 	PrefillTimeout *PrefillTimeout `protobuf:"bytes,8,opt,name=prefill_timeout,json=prefillTimeout,proto3" json:"prefill_timeout,omitempty"`
 	// At least one that decodes.
-	Endpoints     []*Endpoint `protobuf:"bytes,9,rep,name=endpoints,proto3" json:"endpoints,omitempty"`
+	Endpoints []*Endpoint `protobuf:"bytes,9,rep,name=endpoints,proto3" json:"endpoints,omitempty"`
+	// With kvTransfer lmcache.
+	Lmcache *LMCache `protobuf:"bytes,20,opt,name=lmcache,proto3" json:"lmcache,omitempty"`
+	// With kvTransfer orchestrated.
+	Orchestrated *Orchestrated `protobuf:"bytes,21,opt,name=orchestrated,proto3" json:"orchestrated,omitempty"`
+	// With kvTransfer multi, the members of vLLM's MultiConnector: some of nixl, offload, shared. Required there.
+	Members       []string `protobuf:"bytes,22,rep,name=members,proto3" json:"members,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Pool) Reset() {
 	*x = Pool{}
-	mi := &file_config_v1_config_proto_msgTypes[9]
+	mi := &file_config_v1_config_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -674,7 +735,7 @@ func (x *Pool) String() string {
 func (*Pool) ProtoMessage() {}
 
 func (x *Pool) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[9]
+	mi := &file_config_v1_config_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -687,7 +748,7 @@ func (x *Pool) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Pool.ProtoReflect.Descriptor instead.
 func (*Pool) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{9}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *Pool) GetName() string {
@@ -753,6 +814,138 @@ func (x *Pool) GetEndpoints() []*Endpoint {
 	return nil
 }
 
+func (x *Pool) GetLmcache() *LMCache {
+	if x != nil {
+		return x.Lmcache
+	}
+	return nil
+}
+
+func (x *Pool) GetOrchestrated() *Orchestrated {
+	if x != nil {
+		return x.Orchestrated
+	}
+	return nil
+}
+
+func (x *Pool) GetMembers() []string {
+	if x != nil {
+		return x.Members
+	}
+	return nil
+}
+
+type LMCache struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// How long a prefill engine's notice is waited for after its answer; then decode computes what it lacks. Also how long a
+	// prompt waits for room in a receiver's buffer. At most 25s. Default 10s.
+	NoticeTimeout string `protobuf:"bytes,1,opt,name=notice_timeout,json=noticeTimeout,proto3" json:"notice_timeout,omitempty"`
+	// The engines send no notices (pd_skip_proxy_notification): decode goes on when prefill has answered. Default false.
+	SkipNotices   bool `protobuf:"varint,2,opt,name=skip_notices,json=skipNotices,proto3" json:"skip_notices,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *LMCache) Reset() {
+	*x = LMCache{}
+	mi := &file_config_v1_config_proto_msgTypes[11]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *LMCache) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*LMCache) ProtoMessage() {}
+
+func (x *LMCache) ProtoReflect() protoreflect.Message {
+	mi := &file_config_v1_config_proto_msgTypes[11]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use LMCache.ProtoReflect.Descriptor instead.
+func (*LMCache) Descriptor() ([]byte, []int) {
+	return file_config_v1_config_proto_rawDescGZIP(), []int{11}
+}
+
+func (x *LMCache) GetNoticeTimeout() string {
+	if x != nil {
+		return x.NoticeTimeout
+	}
+	return ""
+}
+
+func (x *LMCache) GetSkipNotices() bool {
+	if x != nil {
+		return x.SkipNotices
+	}
+	return false
+}
+
+type Orchestrated struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The member under which decode is sent prefill's answer. It begins with disagg_, which is cut from what clients send.
+	// Default disagg_prefill_resp.
+	Key string `protobuf:"bytes,1,opt,name=key,proto3" json:"key,omitempty"`
+	// What decode is sent: answer, all of it under key; or params, the answer's kv_transfer_params under that name. Default
+	// answer.
+	HandOver      string `protobuf:"bytes,2,opt,name=hand_over,json=handOver,proto3" json:"hand_over,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Orchestrated) Reset() {
+	*x = Orchestrated{}
+	mi := &file_config_v1_config_proto_msgTypes[12]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Orchestrated) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Orchestrated) ProtoMessage() {}
+
+func (x *Orchestrated) ProtoReflect() protoreflect.Message {
+	mi := &file_config_v1_config_proto_msgTypes[12]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Orchestrated.ProtoReflect.Descriptor instead.
+func (*Orchestrated) Descriptor() ([]byte, []int) {
+	return file_config_v1_config_proto_rawDescGZIP(), []int{12}
+}
+
+func (x *Orchestrated) GetKey() string {
+	if x != nil {
+		return x.Key
+	}
+	return ""
+}
+
+func (x *Orchestrated) GetHandOver() string {
+	if x != nil {
+		return x.HandOver
+	}
+	return ""
+}
+
 type PrefillTimeout struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// For any prompt, however short. Default 10s.
@@ -765,7 +958,7 @@ type PrefillTimeout struct {
 
 func (x *PrefillTimeout) Reset() {
 	*x = PrefillTimeout{}
-	mi := &file_config_v1_config_proto_msgTypes[10]
+	mi := &file_config_v1_config_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -777,7 +970,7 @@ func (x *PrefillTimeout) String() string {
 func (*PrefillTimeout) ProtoMessage() {}
 
 func (x *PrefillTimeout) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[10]
+	mi := &file_config_v1_config_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -790,7 +983,7 @@ func (x *PrefillTimeout) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PrefillTimeout.ProtoReflect.Descriptor instead.
 func (*PrefillTimeout) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{10}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *PrefillTimeout) GetBase() string {
@@ -816,14 +1009,26 @@ type Endpoint struct {
 	// http, https or h2c. Default http.
 	Scheme string `protobuf:"bytes,3,opt,name=scheme,proto3" json:"scheme,omitempty"`
 	// Endpoints with a group only pair within it.
-	Group         string `protobuf:"bytes,4,opt,name=group,proto3" json:"group,omitempty"`
+	Group string `protobuf:"bytes,4,opt,name=group,proto3" json:"group,omitempty"`
+	// Release of the engine, as 0.32.0. Endpoints pair only with the same one, so all of a pool have it or none. Absent: taken
+	// for alike.
+	Release string `protobuf:"bytes,10,opt,name=release,proto3" json:"release,omitempty"`
+	// Tensor-parallel ranks. With kvTransfer lmcache endpoints only pair with as many. Default 1.
+	TensorParallel int32 `protobuf:"varint,11,opt,name=tensor_parallel,json=tensorParallel,proto3" json:"tensor_parallel,omitempty"`
+	// Where other engines reach this one for KV, an IP address or a name. Default: the host of address.
+	TransferHost string `protobuf:"bytes,12,opt,name=transfer_host,json=transferHost,proto3" json:"transfer_host,omitempty"`
+	// With kvTransfer lmcache, on endpoints that decode.
+	Lmcache *LMCacheReceiver `protobuf:"bytes,13,opt,name=lmcache,proto3" json:"lmcache,omitempty"`
+	// With kvTransfer offload, on endpoints that prefill: the port of the P2P tier (VLLM_P2P_SIDE_CHANNEL_PORT, plus the
+	// data-parallel rank). Default 5710.
+	P2PPort       int32 `protobuf:"varint,14,opt,name=p2p_port,json=p2pPort,proto3" json:"p2p_port,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Endpoint) Reset() {
 	*x = Endpoint{}
-	mi := &file_config_v1_config_proto_msgTypes[11]
+	mi := &file_config_v1_config_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -835,7 +1040,7 @@ func (x *Endpoint) String() string {
 func (*Endpoint) ProtoMessage() {}
 
 func (x *Endpoint) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[11]
+	mi := &file_config_v1_config_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -848,7 +1053,7 @@ func (x *Endpoint) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Endpoint.ProtoReflect.Descriptor instead.
 func (*Endpoint) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{11}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *Endpoint) GetAddress() string {
@@ -879,11 +1084,120 @@ func (x *Endpoint) GetGroup() string {
 	return ""
 }
 
+func (x *Endpoint) GetRelease() string {
+	if x != nil {
+		return x.Release
+	}
+	return ""
+}
+
+func (x *Endpoint) GetTensorParallel() int32 {
+	if x != nil {
+		return x.TensorParallel
+	}
+	return 0
+}
+
+func (x *Endpoint) GetTransferHost() string {
+	if x != nil {
+		return x.TransferHost
+	}
+	return ""
+}
+
+func (x *Endpoint) GetLmcache() *LMCacheReceiver {
+	if x != nil {
+		return x.Lmcache
+	}
+	return nil
+}
+
+func (x *Endpoint) GetP2PPort() int32 {
+	if x != nil {
+		return x.P2PPort
+	}
+	return 0
+}
+
+// Rank n of a receiver listens n ports above rank 0.
+type LMCacheReceiver struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// pd_peer_init_port of rank 0. Default 7300.
+	InitPort int32 `protobuf:"varint,1,opt,name=init_port,json=initPort,proto3" json:"init_port,omitempty"`
+	// pd_peer_alloc_port of rank 0. Default 7400.
+	AllocPort int32 `protobuf:"varint,2,opt,name=alloc_port,json=allocPort,proto3" json:"alloc_port,omitempty"`
+	// pd_peer_query_port of rank 0, with pd_bidirectional. Absent: there is none.
+	QueryPort int32 `protobuf:"varint,3,opt,name=query_port,json=queryPort,proto3" json:"query_port,omitempty"`
+	// How many tokens' KV the buffer holds: pd_buffer_size by the bytes of a token's KV. Prompts then take turns, and one that
+	// is larger is computed by decode. Several replicas of Tandem each count for themselves. Absent: no limit is kept.
+	BufferTokens  int64 `protobuf:"varint,4,opt,name=buffer_tokens,json=bufferTokens,proto3" json:"buffer_tokens,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *LMCacheReceiver) Reset() {
+	*x = LMCacheReceiver{}
+	mi := &file_config_v1_config_proto_msgTypes[15]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *LMCacheReceiver) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*LMCacheReceiver) ProtoMessage() {}
+
+func (x *LMCacheReceiver) ProtoReflect() protoreflect.Message {
+	mi := &file_config_v1_config_proto_msgTypes[15]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use LMCacheReceiver.ProtoReflect.Descriptor instead.
+func (*LMCacheReceiver) Descriptor() ([]byte, []int) {
+	return file_config_v1_config_proto_rawDescGZIP(), []int{15}
+}
+
+func (x *LMCacheReceiver) GetInitPort() int32 {
+	if x != nil {
+		return x.InitPort
+	}
+	return 0
+}
+
+func (x *LMCacheReceiver) GetAllocPort() int32 {
+	if x != nil {
+		return x.AllocPort
+	}
+	return 0
+}
+
+func (x *LMCacheReceiver) GetQueryPort() int32 {
+	if x != nil {
+		return x.QueryPort
+	}
+	return 0
+}
+
+func (x *LMCacheReceiver) GetBufferTokens() int64 {
+	if x != nil {
+		return x.BufferTokens
+	}
+	return 0
+}
+
 var File_config_v1_config_proto protoreflect.FileDescriptor
 
 const file_config_v1_config_proto_rawDesc = "" +
 	"\n" +
-	"\x16config/v1/config.proto\x12\x10tandem.config.v1\"\xe5\x02\n" +
+	"\x16config/v1/config.proto\x12\x10tandem.config.v1\"\x9a\x03\n" +
 	"\x06Config\x124\n" +
 	"\bext_proc\x18\x01 \x01(\v2\x19.tandem.config.v1.ExtProcR\aextProc\x122\n" +
 	"\x06replan\x18\x02 \x01(\v2\x1a.tandem.config.v1.ListenerR\x06replan\x120\n" +
@@ -891,7 +1205,10 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\x05envoy\x18\x04 \x01(\v2\x17.tandem.config.v1.EnvoyR\x05envoy\x12-\n" +
 	"\x05state\x18\x05 \x01(\v2\x17.tandem.config.v1.StateR\x05state\x123\n" +
 	"\atickets\x18\x06 \x01(\v2\x19.tandem.config.v1.TicketsR\atickets\x12,\n" +
-	"\x05pools\x18\a \x03(\v2\x16.tandem.config.v1.PoolR\x05pools\"v\n" +
+	"\x05pools\x18\a \x03(\v2\x16.tandem.config.v1.PoolR\x05pools\x123\n" +
+	"\anotices\x18\x14 \x01(\v2\x19.tandem.config.v1.NoticesR\anotices\"!\n" +
+	"\aNotices\x12\x16\n" +
+	"\x06listen\x18\x01 \x01(\tR\x06listen\"v\n" +
 	"\aExtProc\x12\x16\n" +
 	"\x06listen\x18\x01 \x01(\tR\x06listen\x12'\n" +
 	"\x03tls\x18\x02 \x01(\v2\x15.tandem.config.v1.TlsR\x03tls\x12*\n" +
@@ -925,7 +1242,7 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\x03url\x18\x01 \x01(\tR\x03url\"6\n" +
 	"\aTickets\x12\x19\n" +
 	"\bkey_file\x18\x01 \x01(\tR\akeyFile\x12\x10\n" +
-	"\x03ttl\x18\x02 \x01(\tR\x03ttl\"\xea\x02\n" +
+	"\x03ttl\x18\x02 \x01(\tR\x03ttl\"\xfd\x03\n" +
 	"\x04Pool\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x16\n" +
 	"\x06models\x18\x02 \x03(\tR\x06models\x12\x1f\n" +
@@ -936,15 +1253,37 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\x12on_prefill_failure\x18\x06 \x01(\tR\x10onPrefillFailure\x12)\n" +
 	"\x10prefill_attempts\x18\a \x01(\x05R\x0fprefillAttempts\x12I\n" +
 	"\x0fprefill_timeout\x18\b \x01(\v2 .tandem.config.v1.PrefillTimeoutR\x0eprefillTimeout\x128\n" +
-	"\tendpoints\x18\t \x03(\v2\x1a.tandem.config.v1.EndpointR\tendpoints\"A\n" +
+	"\tendpoints\x18\t \x03(\v2\x1a.tandem.config.v1.EndpointR\tendpoints\x123\n" +
+	"\almcache\x18\x14 \x01(\v2\x19.tandem.config.v1.LMCacheR\almcache\x12B\n" +
+	"\forchestrated\x18\x15 \x01(\v2\x1e.tandem.config.v1.OrchestratedR\forchestrated\x12\x18\n" +
+	"\amembers\x18\x16 \x03(\tR\amembers\"S\n" +
+	"\aLMCache\x12%\n" +
+	"\x0enotice_timeout\x18\x01 \x01(\tR\rnoticeTimeout\x12!\n" +
+	"\fskip_notices\x18\x02 \x01(\bR\vskipNotices\"=\n" +
+	"\fOrchestrated\x12\x10\n" +
+	"\x03key\x18\x01 \x01(\tR\x03key\x12\x1b\n" +
+	"\thand_over\x18\x02 \x01(\tR\bhandOver\"A\n" +
 	"\x0ePrefillTimeout\x12\x12\n" +
 	"\x04base\x18\x01 \x01(\tR\x04base\x12\x1b\n" +
-	"\tper_token\x18\x02 \x01(\tR\bperToken\"f\n" +
+	"\tper_token\x18\x02 \x01(\tR\bperToken\"\xa6\x02\n" +
 	"\bEndpoint\x12\x18\n" +
 	"\aaddress\x18\x01 \x01(\tR\aaddress\x12\x12\n" +
 	"\x04role\x18\x02 \x01(\tR\x04role\x12\x16\n" +
 	"\x06scheme\x18\x03 \x01(\tR\x06scheme\x12\x14\n" +
-	"\x05group\x18\x04 \x01(\tR\x05groupB\"Z tandem/protos/config/v1;configv1b\x06proto3"
+	"\x05group\x18\x04 \x01(\tR\x05group\x12\x18\n" +
+	"\arelease\x18\n" +
+	" \x01(\tR\arelease\x12'\n" +
+	"\x0ftensor_parallel\x18\v \x01(\x05R\x0etensorParallel\x12#\n" +
+	"\rtransfer_host\x18\f \x01(\tR\ftransferHost\x12;\n" +
+	"\almcache\x18\r \x01(\v2!.tandem.config.v1.LMCacheReceiverR\almcache\x12\x19\n" +
+	"\bp2p_port\x18\x0e \x01(\x05R\ap2pPort\"\x91\x01\n" +
+	"\x0fLMCacheReceiver\x12\x1b\n" +
+	"\tinit_port\x18\x01 \x01(\x05R\binitPort\x12\x1d\n" +
+	"\n" +
+	"alloc_port\x18\x02 \x01(\x05R\tallocPort\x12\x1d\n" +
+	"\n" +
+	"query_port\x18\x03 \x01(\x05R\tqueryPort\x12#\n" +
+	"\rbuffer_tokens\x18\x04 \x01(\x03R\fbufferTokensB\"Z tandem/protos/config/v1;configv1b\x06proto3"
 
 var (
 	file_config_v1_config_proto_rawDescOnce sync.Once
@@ -958,40 +1297,48 @@ func file_config_v1_config_proto_rawDescGZIP() []byte {
 	return file_config_v1_config_proto_rawDescData
 }
 
-var file_config_v1_config_proto_msgTypes = make([]protoimpl.MessageInfo, 12)
+var file_config_v1_config_proto_msgTypes = make([]protoimpl.MessageInfo, 16)
 var file_config_v1_config_proto_goTypes = []any{
-	(*Config)(nil),         // 0: tandem.config.v1.Config
-	(*ExtProc)(nil),        // 1: tandem.config.v1.ExtProc
-	(*Tls)(nil),            // 2: tandem.config.v1.Tls
-	(*Listener)(nil),       // 3: tandem.config.v1.Listener
-	(*Envoy)(nil),          // 4: tandem.config.v1.Envoy
-	(*ClientTls)(nil),      // 5: tandem.config.v1.ClientTls
-	(*State)(nil),          // 6: tandem.config.v1.State
-	(*Redis)(nil),          // 7: tandem.config.v1.Redis
-	(*Tickets)(nil),        // 8: tandem.config.v1.Tickets
-	(*Pool)(nil),           // 9: tandem.config.v1.Pool
-	(*PrefillTimeout)(nil), // 10: tandem.config.v1.PrefillTimeout
-	(*Endpoint)(nil),       // 11: tandem.config.v1.Endpoint
+	(*Config)(nil),          // 0: tandem.config.v1.Config
+	(*Notices)(nil),         // 1: tandem.config.v1.Notices
+	(*ExtProc)(nil),         // 2: tandem.config.v1.ExtProc
+	(*Tls)(nil),             // 3: tandem.config.v1.Tls
+	(*Listener)(nil),        // 4: tandem.config.v1.Listener
+	(*Envoy)(nil),           // 5: tandem.config.v1.Envoy
+	(*ClientTls)(nil),       // 6: tandem.config.v1.ClientTls
+	(*State)(nil),           // 7: tandem.config.v1.State
+	(*Redis)(nil),           // 8: tandem.config.v1.Redis
+	(*Tickets)(nil),         // 9: tandem.config.v1.Tickets
+	(*Pool)(nil),            // 10: tandem.config.v1.Pool
+	(*LMCache)(nil),         // 11: tandem.config.v1.LMCache
+	(*Orchestrated)(nil),    // 12: tandem.config.v1.Orchestrated
+	(*PrefillTimeout)(nil),  // 13: tandem.config.v1.PrefillTimeout
+	(*Endpoint)(nil),        // 14: tandem.config.v1.Endpoint
+	(*LMCacheReceiver)(nil), // 15: tandem.config.v1.LMCacheReceiver
 }
 var file_config_v1_config_proto_depIdxs = []int32{
-	1,  // 0: tandem.config.v1.Config.ext_proc:type_name -> tandem.config.v1.ExtProc
-	3,  // 1: tandem.config.v1.Config.replan:type_name -> tandem.config.v1.Listener
-	3,  // 2: tandem.config.v1.Config.admin:type_name -> tandem.config.v1.Listener
-	4,  // 3: tandem.config.v1.Config.envoy:type_name -> tandem.config.v1.Envoy
-	6,  // 4: tandem.config.v1.Config.state:type_name -> tandem.config.v1.State
-	8,  // 5: tandem.config.v1.Config.tickets:type_name -> tandem.config.v1.Tickets
-	9,  // 6: tandem.config.v1.Config.pools:type_name -> tandem.config.v1.Pool
-	2,  // 7: tandem.config.v1.ExtProc.tls:type_name -> tandem.config.v1.Tls
-	5,  // 8: tandem.config.v1.Envoy.ext_proc_tls:type_name -> tandem.config.v1.ClientTls
-	5,  // 9: tandem.config.v1.Envoy.endpoint_tls:type_name -> tandem.config.v1.ClientTls
-	7,  // 10: tandem.config.v1.State.redis:type_name -> tandem.config.v1.Redis
-	10, // 11: tandem.config.v1.Pool.prefill_timeout:type_name -> tandem.config.v1.PrefillTimeout
-	11, // 12: tandem.config.v1.Pool.endpoints:type_name -> tandem.config.v1.Endpoint
-	13, // [13:13] is the sub-list for method output_type
-	13, // [13:13] is the sub-list for method input_type
-	13, // [13:13] is the sub-list for extension type_name
-	13, // [13:13] is the sub-list for extension extendee
-	0,  // [0:13] is the sub-list for field type_name
+	2,  // 0: tandem.config.v1.Config.ext_proc:type_name -> tandem.config.v1.ExtProc
+	4,  // 1: tandem.config.v1.Config.replan:type_name -> tandem.config.v1.Listener
+	4,  // 2: tandem.config.v1.Config.admin:type_name -> tandem.config.v1.Listener
+	5,  // 3: tandem.config.v1.Config.envoy:type_name -> tandem.config.v1.Envoy
+	7,  // 4: tandem.config.v1.Config.state:type_name -> tandem.config.v1.State
+	9,  // 5: tandem.config.v1.Config.tickets:type_name -> tandem.config.v1.Tickets
+	10, // 6: tandem.config.v1.Config.pools:type_name -> tandem.config.v1.Pool
+	1,  // 7: tandem.config.v1.Config.notices:type_name -> tandem.config.v1.Notices
+	3,  // 8: tandem.config.v1.ExtProc.tls:type_name -> tandem.config.v1.Tls
+	6,  // 9: tandem.config.v1.Envoy.ext_proc_tls:type_name -> tandem.config.v1.ClientTls
+	6,  // 10: tandem.config.v1.Envoy.endpoint_tls:type_name -> tandem.config.v1.ClientTls
+	8,  // 11: tandem.config.v1.State.redis:type_name -> tandem.config.v1.Redis
+	13, // 12: tandem.config.v1.Pool.prefill_timeout:type_name -> tandem.config.v1.PrefillTimeout
+	14, // 13: tandem.config.v1.Pool.endpoints:type_name -> tandem.config.v1.Endpoint
+	11, // 14: tandem.config.v1.Pool.lmcache:type_name -> tandem.config.v1.LMCache
+	12, // 15: tandem.config.v1.Pool.orchestrated:type_name -> tandem.config.v1.Orchestrated
+	15, // 16: tandem.config.v1.Endpoint.lmcache:type_name -> tandem.config.v1.LMCacheReceiver
+	17, // [17:17] is the sub-list for method output_type
+	17, // [17:17] is the sub-list for method input_type
+	17, // [17:17] is the sub-list for extension type_name
+	17, // [17:17] is the sub-list for extension extendee
+	0,  // [0:17] is the sub-list for field type_name
 }
 
 func init() { file_config_v1_config_proto_init() }
@@ -1005,7 +1352,7 @@ func file_config_v1_config_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_config_v1_config_proto_rawDesc), len(file_config_v1_config_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   12,
+			NumMessages:   16,
 			NumExtensions: 0,
 			NumServices:   0,
 		},

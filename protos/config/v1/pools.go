@@ -17,7 +17,7 @@ func (v *validator) pool(path string, p *Pool) {
 	}
 	v.names = append(v.names, p.Name)
 	v.modelsOf(path, p)
-	v.dialect(path+".kvTransfer", p.KvTransfer)
+	v.dialect(path, p)
 	v.oneOf(path+".split", p.Split, "always", "auto", "never")
 	v.oneOf(path+".longPrompts", p.LongPrompts, "decodeAlone", "refuse")
 	v.oneOf(path+".onPrefillFailure", p.OnPrefillFailure, "otherPrefill", "decodeAlone", "fail")
@@ -38,22 +38,6 @@ func (v *validator) modelsOf(path string, p *Pool) {
 			v.m.add(at, "%.100q is in %s already; a model belongs to one pool", model, other)
 		}
 		v.models[model] = path
-	}
-}
-
-// laterDialects are those that engines speak and a later release of Tandem will.
-func laterDialects() []string {
-	return []string{"lmcache", "mooncake", "sglang", "offload", "moriio", "p2pnccl", "shared", "orchestrated", "trtllm", "multi"}
-}
-
-func (v *validator) dialect(path, name string) {
-	switch {
-	case name == "":
-		v.m.add(path, "is missing: nixl, or none for engines that prefill and decode by themselves")
-	case slices.Contains(laterDialects(), name):
-		v.m.add(path, "%s is not in this release: one of nixl, none", name)
-	default:
-		v.oneOf(path, name, "nixl", "none")
 	}
 }
 
@@ -109,10 +93,10 @@ func (v *validator) notOurs(path string, e seenAddress) {
 func (v *validator) groups(path string, p *Pool) {
 	for i, e := range p.Endpoints {
 		pairs := e.Role != "prefill" || slices.ContainsFunc(p.Endpoints, func(o *Endpoint) bool {
-			return o.Role != "prefill" && o.Group == e.Group
+			return o.Role != "prefill" && p.PairsAs(o) == p.PairsAs(e)
 		})
 		if !pairs {
-			v.warn(fmt.Sprintf("%s[%d]", path, i), "no endpoint that decodes is in its group %q, so it will never be used", e.Group)
+			v.warn(fmt.Sprintf("%s[%d]", path, i), "no endpoint that decodes pairs with it (%s), so it will never be used", p.pairing(e))
 		}
 	}
 }
