@@ -30,6 +30,10 @@ type sim struct {
 
 	pool        *pool
 	ledger      *ledger
+	store       *store
+	buffer      *buffer // nil but on decode engines with the connector lmcache
+	receivers   []net.Listener
+	notifier    notifier
 	peers       *peers
 	metrics     *metrics
 	records     *recorder
@@ -90,6 +94,7 @@ func start(cfg *config, log io.Writer) (*sim, error) {
 		s.engineID = s.random.uuid()
 	}
 	s.ledger = newLedger(s.pool, cfg.lease)
+	s.store = newStore(s, cfg.store)
 	s.mux = s.routes()
 	var err error
 	if s.side, err = net.Listen("tcp", cfg.sideChannel); err != nil {
@@ -97,9 +102,15 @@ func start(cfg *config, log io.Writer) (*sim, error) {
 	}
 	s.sideHost, s.sidePort = cfg.advertiseHost, s.side.Addr().(*net.TCPAddr).Port
 	go s.acceptSide()
+	if cfg.connector == connectorLMCache && cfg.role != rolePrefill {
+		if err := s.listenLMCache(); err != nil {
+			s.closeSide()
+			return nil, err
+		}
+	}
 	s.webAddr = cfg.listen
 	if err := s.openWeb(); err != nil {
-		_ = s.side.Close()
+		s.closeSide()
 		return nil, err
 	}
 	s.addFailures(cfg.fail)
@@ -204,12 +215,29 @@ func (s *sim) close() {
 	}
 	s.mu.Unlock()
 	_ = web.Close()
-	_ = s.side.Close()
+	s.closeSide()
 	for _, c := range conns {
 		_ = c.Close()
 	}
 	s.peers.close()
 	s.ledger.releaseAll()
+}
+
+// closeSide closes the ports that other engines connect to, and the one to the router.
+func (s *sim) closeSide() {
+	_ = s.side.Close()
+	for _, l := range s.receivers {
+		_ = l.Close()
+	}
+	if s.buffer != nil {
+		s.buffer.reset()
+	}
+	s.notifier.mu.Lock()
+	defer s.notifier.mu.Unlock()
+	if s.notifier.socket != nil {
+		_ = s.notifier.socket.Close()
+		s.notifier.socket = nil
+	}
 }
 
 // shutdown lets running answers end until ctx is over, then cuts.

@@ -22,6 +22,10 @@ const (
 	opPull byte = iota + 1
 	opHeartbeat
 	opRelease
+	opStorePut // store.go
+	opStoreHas
+	opAlloc // lmcache.go, on ports of its own
+	opPush
 
 	maxFrame  = 64 << 20
 	idlePeers = 64 // connections kept for each remote engine
@@ -168,9 +172,11 @@ func (s *sim) serveSide(conn net.Conn) {
 				s.ledger.extend(requestID)
 			}
 		case opRelease:
-			if engineID == s.engineID {
+			if engineID == s.engineID || engineID == "" {
 				s.ledger.release(requestID)
 			}
+		case opStorePut, opStoreHas:
+			s.store.serve(frame[0], &r, &out)
 		}
 		if _, err := conn.Write(out.sealFrame()); err != nil {
 			return
