@@ -117,6 +117,7 @@ type engine struct {
 	*process
 	addr, role string
 	args       []string
+	fields     string // more fields of it in the configuration
 }
 
 // fleet is Envoy, Tandem and engines.
@@ -139,12 +140,14 @@ type options struct {
 	prefills, decodes int
 	replicas          int
 	engineArgs        []string
-	pool              string // more lines of the pool, indented by two
-	pools             string // all pools, instead of the generated one; %P and %D are replaced by addresses in turn
-	top               string // more top-level YAML
-	envoyFields       string // more fields of envoy:, as flow YAML
-	extProcFields     string // more fields of extProc:, likewise
-	concurrency       int    // Envoy's workers; default 2
+	dialect           string                                                                      // kvTransfer; default nixl
+	engine            func(role string, i int, free func() string) (args []string, fields string) // more of each engine: arguments, and fields of it in the configuration
+	pool              string                                                                      // more lines of the pool, indented by two
+	pools             string                                                                      // all pools, instead of the generated one; %P and %D are replaced by addresses in turn
+	top               string                                                                      // more top-level YAML
+	envoyFields       string                                                                      // more fields of envoy:, as flow YAML
+	extProcFields     string                                                                      // more fields of extProc:, likewise
+	concurrency       int                                                                         // Envoy's workers; default 2
 }
 
 // ports takes n free ports. Others may take one before it is used; tests that meet that fail loudly.
@@ -169,7 +172,7 @@ func start(t testing.TB, o options) *fleet {
 		o.prefills, o.decodes = 2, 2
 	}
 	replicas := max(o.replicas, 1)
-	p := ports(t, 2+3*replicas+2*(o.prefills+o.decodes))
+	p := ports(t, 3+3*replicas+4*(o.prefills+o.decodes))
 	next := func() string { a := p[0]; p = p[1:]; return a }
 
 	f := &fleet{t: t, dir: t.TempDir()}
@@ -181,7 +184,14 @@ func start(t testing.TB, o options) *fleet {
 			role = "decode"
 		}
 		e := &engine{addr: next(), role: role}
-		e.args = append([]string{"--listen", e.addr, "--side-channel", next(), "--role", role, "--model", "tiny"}, o.engineArgs...)
+		e.args = append([]string{"--listen", e.addr, "--side-channel", next(), "--role", role}, o.engineArgs...)
+		if o.engine != nil {
+			var more []string
+			more, e.fields = o.engine(role, i, next)
+			e.args = append(e.args, more...)
+		} else {
+			e.args = append(e.args, "--model", "tiny")
+		}
 		e.process = startProcess(t, f.dir, role+"-"+strconv.Itoa(i), filepath.Join(bin, "enginesim"), e.args...)
 		if role == "prefill" {
 			f.prefills = append(f.prefills, e)
@@ -220,16 +230,20 @@ func (f *fleet) yaml(o options, listen, envoyAdmin string, extProcs, replans []s
 	if o.pools != "" {
 		pools := o.pools
 		for _, e := range f.prefills {
-			pools = strings.Replace(pools, "%P", strconv.Quote(e.addr), 1)
+			pools = strings.Replace(pools, "%P", strconv.Quote(e.addr)+e.fields, 1)
 		}
 		for _, e := range f.decodes {
-			pools = strings.Replace(pools, "%D", strconv.Quote(e.addr), 1)
+			pools = strings.Replace(pools, "%D", strconv.Quote(e.addr)+e.fields, 1)
 		}
 		return b.String() + pools
 	}
-	fmt.Fprintf(&b, "pools:\n- name: chat\n  kvTransfer: nixl\n  split: always\n%s  endpoints:\n", o.pool)
+	dialect := "nixl"
+	if o.dialect != "" {
+		dialect = o.dialect
+	}
+	fmt.Fprintf(&b, "pools:\n- name: chat\n  kvTransfer: %s\n  split: always\n%s  endpoints:\n", dialect, o.pool)
 	for _, e := range f.engines() {
-		fmt.Fprintf(&b, "  - {address: %q, role: %s}\n", e.addr, e.role)
+		fmt.Fprintf(&b, "  - {address: %q, role: %s%s}\n", e.addr, e.role, e.fields)
 	}
 	return b.String()
 }
@@ -355,9 +369,15 @@ func (f *fleet) try(ctx context.Context, method, path, body string, headers ...s
 	if err != nil {
 		return answer{}, err
 	}
+	got, err := readAnswer(resp)
+	got.took = time.Since(began)
+	return got, err
+}
+
+func readAnswer(resp *http.Response) (answer, error) {
 	defer resp.Body.Close()
 	text, err := io.ReadAll(resp.Body)
-	return answer{resp.StatusCode, resp.Header, string(text), time.Since(began)}, err
+	return answer{status: resp.StatusCode, header: resp.Header, body: string(text)}, err
 }
 
 // seen is what an engine recorded of a request.

@@ -106,3 +106,12 @@ func TestPatience(t *testing.T) {
 		require.Equal(t, tt.want, newLMCache(tt.a, tt.set).Patience())
 	}
 }
+
+func TestTokenIDs(t *testing.T) {
+	for list, want := range map[string]bool{
+		"[0]": true, "[1,2 , 4294967295]": true, "[]": false, "[4294967296]": false, "[-1]": false, "[1.0]": false, "[[1]]": false,
+		"[1,]": false, "{}": false, `["1"]`: false, "[01]": false, "[null]": false, "[1 2]": false,
+	} {
+		require.Equal(t, want, tokenIDs([]byte(list)), list)
+	}
+}

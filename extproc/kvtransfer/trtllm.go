@@ -6,6 +6,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"math"
 	"strconv"
 
 	"tandem/extproc/openai"
@@ -196,8 +197,8 @@ func (c *contextAnswer) appendTokenIDs(out []byte) ([]byte, error) {
 		if len(out)+len(key)+len(c.tokenIDs) > MaxParamsBytes {
 			return out, nil
 		}
-		if err := checkBlockIDs(c.tokenIDs); err != nil { // the same rule: integers of 31 bits
-			return nil, fmt.Errorf("prompt_token_ids: %w", err)
+		if !tokenIDs(c.tokenIDs) {
+			return nil, errors.New("prompt_token_ids: not a list of token ids")
 		}
 		return append(append(out, key...), c.tokenIDs...), nil
 	case len(c.tokenIDsBase64) > 2 && c.tokenIDsBase64[0] == '"':
@@ -222,6 +223,25 @@ func (c *contextAnswer) appendTokenIDs(out []byte) ([]byte, error) {
 		return append(out, ']'), nil
 	}
 	return out, nil
+}
+
+// tokenIDs reports whether a value is a list of integers from 0 to 2^32-1, with one at least.
+func tokenIDs(list []byte) bool {
+	c := cursor{b: list}
+	if !c.take('[') {
+		return false
+	}
+	for first := true; ; first = false {
+		more, err := c.next(first, ']')
+		if err != nil || !more {
+			return err == nil && !first
+		}
+		n, end := digits(list, c.i)
+		if end == c.i || n > math.MaxUint32 {
+			return false
+		}
+		c.i = end
+	}
 }
 
 // final is P's answer without what is not for a client.

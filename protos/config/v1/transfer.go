@@ -208,6 +208,10 @@ func (v *validator) notices(c *Config) {
 		v.warn("notices", "has no effect: no pool has kvTransfer lmcache with notices")
 		return
 	}
+	if len(c.Envoy.ExtProcs) > 1 {
+		v.warn("notices", "a notice reaches one replica, and prefill legs at the others wait noticeTimeout in vain: set lmcache.skipNotices "+
+			"(pd_skip_proxy_notification of the engines) where several replicas serve one Envoy")
+	}
 	host, _, _ := net.SplitHostPort(c.Notices.Listen)
 	if !loopback(host) {
 		return

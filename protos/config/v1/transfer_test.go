@@ -107,6 +107,8 @@ func TestIncompatibleEndpoints(t *testing.T) {
 		"releases": {pool("nixl", "", ", release: 0.31.0", ", release: 0.32.0"), `pools[0].endpoints[0]: no endpoint that decodes pairs with it (group "", release 0.31.0), so it will never be used`},
 		"ranks": {"notices: {listen: \"0.0.0.0:7500\"}\n" + pool("lmcache", "", ", tensorParallel: 2", ""),
 			`pools[0].endpoints[0]: no endpoint that decodes pairs with it (group "", tensorParallel 2), so it will never be used`},
+		"replicas": {"notices: {listen: \"0.0.0.0:7500\"}\ntickets: {keyFile: k}\nenvoy: {extProcs: [\"a:1\", \"b:1\"]}\n" + pool("lmcache", "", "", ""),
+			"notices: a notice reaches one replica, and prefill legs at the others wait noticeTimeout in vain: set lmcache.skipNotices (pd_skip_proxy_notification of the engines) where several replicas serve one Envoy"},
 		"no notices": {"notices: {}\n" + pool("nixl", "", "", ""), "notices: has no effect: no pool has kvTransfer lmcache with notices"},
 	} {
 		t.Run(name, func(t *testing.T) {
