@@ -21,21 +21,21 @@ type kind struct {
 	kv     string // kvTransfer
 	pool   string // more lines of the pool
 	more   []string
-	held   bool // what a decode leg does not fetch is held until its lease is over
 }
 
 func kinds() []kind {
 	return []kind{
-		{name: "lmcache", engine: "lmcache", kv: "lmcache", held: true},
-		{name: "lmcache, two ranks", engine: "lmcache", kv: "lmcache", more: []string{"--tp", "2", "--notices", "noisy", "--kv-delay", "20ms"}, held: true},
-		{name: "lmcache, early notices, twice", engine: "lmcache", kv: "lmcache", more: []string{"--notices", "twice", "--kv-delay", "-1ms"}, held: true},
-		{name: "lmcache 0.3.5", engine: "lmcache", kv: "lmcache", more: []string{"--notices", "old"}, held: true},
+		{name: "lmcache", engine: "lmcache", kv: "lmcache"},
+		{name: "lmcache, two ranks", engine: "lmcache", kv: "lmcache", more: []string{"--tp", "2", "--notices", "noisy", "--kv-delay", "20ms"}},
+		{name: "lmcache, early notices, twice", engine: "lmcache", kv: "lmcache", more: []string{"--notices", "twice", "--kv-delay", "-1ms"}},
+		{name: "lmcache 0.3.5", engine: "lmcache", kv: "lmcache", more: []string{"--notices", "old"}},
+		{name: "nixl, token ids reused", engine: "nixl", kv: "nixl", pool: "  nixl: {reuseTokenIds: true}\n"},
 		{name: "shared", engine: "shared", kv: "shared"},
-		{name: "offload", engine: "offload", kv: "offload", held: true},
-		{name: "multi", engine: "nixl", kv: "multi", pool: "  members: [nixl, offload]\n", held: true},
-		{name: "orchestrated, whole answer", engine: "neuron", kv: "orchestrated", held: true},
-		{name: "orchestrated, parameters", engine: "nixl", kv: "orchestrated", pool: "  orchestrated: {handOver: params}\n", held: true},
-		{name: "trtllm", engine: "trtllm", kv: "trtllm", held: true},
+		{name: "offload", engine: "offload", kv: "offload"},
+		{name: "multi", engine: "nixl", kv: "multi", pool: "  members: [nixl, offload]\n"},
+		{name: "orchestrated, whole answer", engine: "neuron", kv: "orchestrated"},
+		{name: "orchestrated, parameters", engine: "nixl", kv: "orchestrated", pool: "  orchestrated: {handOver: params}\n"},
+		{name: "trtllm", engine: "trtllm", kv: "trtllm"},
 	}
 }
 

@@ -128,7 +128,10 @@ func (x *exchange) afterPrefill(t *kvtransfer.Ticket, code int) (_ *kvtransfer.T
 	x.setPair(t.ID, x.peer(pool, t.Prefill), x.peer(pool, t.Decode))
 	got, err := policy.Dialect.ReadAnswer(x.body.bytes(), &x.pair)
 	if err == nil && got.Final != nil && t.Stream {
-		got.Final, err = openai.OneShot(got.Final, t.StreamUsage)
+		var cannot error
+		if got.Final, cannot = openai.OneShot(got.Final, t.StreamUsage); cannot != nil {
+			got.Unused = cannot.Error()
+		}
 	}
 	if err != nil {
 		x.s.Log.Warn("prefill answered without usable KV parameters", "request_id", x.requestID, "endpoint", t.Prefill, "err", err)

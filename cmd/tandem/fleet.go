@@ -67,7 +67,7 @@ func dialect(p *configv1.Pool, board *notices.Board) (kvtransfer.Dialect, error)
 		return nil, nil //nolint:nilnil // Policy.Dialect says what nil means
 	}
 	o := kvtransfer.Options{
-		Name: p.GetKvTransfer(), Members: p.GetMembers(),
+		Name: p.GetKvTransfer(), Members: p.GetMembers(), ReuseTokenIDs: p.GetNixl().GetReuseTokenIds(),
 		Key: p.GetOrchestrated().GetKey(), Params: p.GetOrchestrated().GetHandOver() == "params",
 		NoticeTimeout: configv1.Duration(p.GetLmcache().GetNoticeTimeout()),
 	}

@@ -103,6 +103,8 @@ type Options struct {
 	Name    string   // kvTransfer
 	Members []string // of multi
 
+	ReuseTokenIDs bool // of nixl: D is sent P's token ids (vLLM 0.32 and newer)
+
 	Arrivals      Arrivals      // of lmcache; nil: its engines send no notices
 	NoticeTimeout time.Duration // of lmcache; 0: DefaultNoticeTimeout
 
@@ -123,7 +125,7 @@ func New(o Options) (Dialect, error) {
 	case "multi":
 		return newMulti(o.Members)
 	case "nixl":
-		return newNIXL(), nil
+		return newNIXL(o.ReuseTokenIDs), nil
 	case "offload":
 		return newOffload(), nil
 	case "orchestrated":

@@ -24,7 +24,7 @@ var update = flag.Bool("update", false, "rewrite the golden files")
 //
 // The first line of a file is the request and its circumstances: POST path, prefill at address, and then, as far as the
 // dialect minds, decode at address, tp=N, release=X, init=, alloc=, query=, p2p=PORT, host=HOST, members=A+B, key=NAME,
-// params=yes.
+// params=yes, ids=reuse.
 func TestGolden(t *testing.T) {
 	files, err := filepath.Glob("testdata/*/*.txtar")
 	require.NoError(t, err)
@@ -93,6 +93,8 @@ func circumstances(t *testing.T, dialect, line string) (path string, o Options, 
 			o.Members = strings.Split(value, "+")
 		case "key":
 			o.Key = value
+		case "ids":
+			o.ReuseTokenIDs = value == "reuse"
 		case "params":
 			o.Params = value == "yes"
 		default:

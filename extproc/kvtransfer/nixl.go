@@ -17,7 +17,8 @@ import (
 // Read from vllm/distributed/kv_transfer/kv_connector/v1/nixl* of vLLM 0.9.2 to 0.33.0; run against vLLM 0.32.0.
 type nixl struct {
 	oneToken
-	ask []byte
+	ask, yes []byte
+	reuseIDs bool // D is sent the token ids of P's chat template
 }
 
 // nixlAsk is what P is told. P tests do_remote_decode alone; remote_block_ids must not be true-ish, or P reads from D
@@ -25,26 +26,46 @@ type nixl struct {
 const nixlAsk = `"do_remote_decode":true,"do_remote_prefill":false,` +
 	`"remote_engine_id":null,"remote_block_ids":null,"remote_host":null,"remote_port":null`
 
-func newNIXL() nixl { return nixl{oneToken: newOneToken(), ask: []byte("{" + nixlAsk + "}")} }
+func newNIXL(reuseIDs bool) nixl {
+	return nixl{oneToken: newOneToken(), ask: []byte("{" + nixlAsk + "}"), yes: []byte("true"), reuseIDs: reuseIDs}
+}
 
 func (nixl) Name() string { return "nixl" }
 
 func (d nixl) Prefill(r *openai.Request, p *openai.Patch, _ *Pair) {
 	d.plan(r, p)
 	p.Set("kv_transfer_params", openai.FieldKVTransferParams, d.ask)
+	if d.reuseIDs && r.API() == openai.Chat {
+		p.Set("return_token_ids", openai.FieldReturnTokenIDs, d.yes)
+	}
 }
 
 // ReadAnswer takes kv_transfer_params from P's answer. null or none is no error: the prompt ended in a state that keeps
 // no blocks, or P has no connector.
-func (nixl) ReadAnswer(body []byte, pair *Pair) (Answer, error) {
-	a, params, err := usage(body)
+func (d nixl) ReadAnswer(body []byte, pair *Pair) (Answer, error) {
+	scanned, err := openai.ScanAnswer(body)
 	if err != nil {
 		return Answer{}, fmt.Errorf("reading P's answer: %w", err)
 	}
-	if err := a.readNIXL(params, pair); err != nil {
+	a := Answer{PromptTokens: scanned.PromptTokens, CachedTokens: scanned.CachedTokens}
+	if err := a.readNIXL(scanned.Params, pair); err != nil {
 		return Answer{}, err
 	}
+	if d.reuseIDs && a.Params != nil {
+		a.addTokenIDs(scanned.TokenIDs)
+	}
 	return a, nil
+}
+
+// addTokenIDs puts P's prompt_token_ids into the object for D (from vLLM 0.32, chat alone): D then computes nothing from
+// messages, so a template that prints the time makes no difference between P and D. What does not fit is left out, and D
+// tokenises by itself.
+func (a *Answer) addTokenIDs(ids []byte) {
+	if !tokenIDs(ids) || len(a.Params)+len(ids) > MaxParamsBytes-32 {
+		return
+	}
+	open := a.Params[:len(a.Params)-1 : len(a.Params)-1]
+	a.Params = append(append(append(open, `,"prompt_token_ids":`...), ids...), '}')
 }
 
 // readNIXL puts the object for D into the answer, if there is one.

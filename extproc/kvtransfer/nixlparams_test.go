@@ -35,7 +35,7 @@ func goodParams(name, value string) string {
 }
 
 func readAnswer(params string) (Answer, error) {
-	return newNIXL().ReadAnswer([]byte(`{"id":"x","kv_transfer_params":`+params+`,"usage":{"prompt_tokens":7,"prompt_tokens_details":null}}`), reachedAt("10.0.0.9:8000"))
+	return newNIXL(false).ReadAnswer([]byte(`{"id":"x","kv_transfer_params":`+params+`,"usage":{"prompt_tokens":7,"prompt_tokens_details":null}}`), reachedAt("10.0.0.9:8000"))
 }
 
 func TestParamsRefused(t *testing.T) {
@@ -83,7 +83,7 @@ func TestParamsUnused(t *testing.T) {
 	for release, handed := range map[string]bool{"0.12.0": true, "v0.9.2": true, "0.11": true, "0.13.0": false, "0.33.0": false, "1.0.0": false, "0.x": false, "": false} {
 		pair := reachedAt("10.0.0.9:8000")
 		pair.Prefill.Transfer.Release = release
-		a, err := newNIXL().ReadAnswer(answer, pair)
+		a, err := newNIXL(false).ReadAnswer(answer, pair)
 		require.NoError(t, err)
 		require.Equal(t, handed, a.Params != nil, release)
 	}
@@ -94,7 +94,7 @@ func TestAnswersRefused(t *testing.T) {
 		"", "null", "[]", "{", `{"kv_transfer_params":`, `{"kv_transfer_params":{"do_remote_prefill":true}`, "<html>502</html>", "data: {}\n\n", `{"kv_transfer_params":{]}`,
 		`{"a":` + strings.Repeat("[", 5000) + strings.Repeat("]", 5000) + `}`,
 	} {
-		_, err := newNIXL().ReadAnswer([]byte(body), reachedAt("10.0.0.9:8000"))
+		_, err := newNIXL(false).ReadAnswer([]byte(body), reachedAt("10.0.0.9:8000"))
 		require.Error(t, err, body)
 	}
 	huge := "[" + strings.Repeat("1000000000,", MaxParamsBytes/11) + "1]"
@@ -119,7 +119,7 @@ func TestParamsAccepted(t *testing.T) {
 // TestNoParams: P has nothing for D, which is no error.
 func TestNoParams(t *testing.T) {
 	for _, body := range []string{`{}`, `{"kv_transfer_params":null}`, `{"id":"x","usage":null}`, `{"kv_transfer_params": null ,"usage":{"prompt_tokens":3}}`} {
-		a, err := newNIXL().ReadAnswer([]byte(body), reachedAt("10.0.0.9:8000"))
+		a, err := newNIXL(false).ReadAnswer([]byte(body), reachedAt("10.0.0.9:8000"))
 		require.NoError(t, err)
 		require.Nil(t, a.Params)
 	}
@@ -137,7 +137,7 @@ func TestAnswerTokens(t *testing.T) {
 		{"nonsense counts for nothing", `{"usage":{"prompt_tokens":7},"kv_transfer_params":` + strings.Replace(goodParams("remote_num_tokens", "-5"), ":96", `:"96"`, 1) + `}`, 7, -1},
 		{"nobody said", `{"choices":[]}`, -1, -1},
 	} {
-		a, err := newNIXL().ReadAnswer([]byte(c.answer), reachedAt("10.0.0.9:8000"))
+		a, err := newNIXL(false).ReadAnswer([]byte(c.answer), reachedAt("10.0.0.9:8000"))
 		require.NoError(t, err, c.name)
 		require.Equal(t, c.prompt, a.PromptTokens, c.name)
 		require.Equal(t, c.cached, a.CachedTokens, c.name)
@@ -177,7 +177,7 @@ func TestRepairHost(t *testing.T) {
 		{`"localhost"`, "", `"localhost"`},
 		{`"localhost"`, "prefill-0:8000", `"localhost"`},
 	} {
-		a, err := newNIXL().ReadAnswer([]byte(`{"kv_transfer_params":`+goodParams("remote_host", c.host)+`}`), reachedAt(c.prefill))
+		a, err := newNIXL(false).ReadAnswer([]byte(`{"kv_transfer_params":`+goodParams("remote_host", c.host)+`}`), reachedAt(c.prefill))
 		require.NoError(t, err)
 		require.Equal(t, goodParams("remote_host", c.want), string(a.Params), "%s reached at %s", c.host, c.prefill)
 	}
@@ -187,7 +187,7 @@ func TestRepairHost(t *testing.T) {
 func TestRepairKeepsTheAnswer(t *testing.T) {
 	answer := []byte(`{"kv_transfer_params":` + goodParams("remote_host", `"localhost"`) + `}`)
 	before := bytes.Clone(answer)
-	_, err := newNIXL().ReadAnswer(answer, reachedAt("[fd00::9]:8000"))
+	_, err := newNIXL(false).ReadAnswer(answer, reachedAt("[fd00::9]:8000"))
 	require.NoError(t, err)
 	require.Equal(t, before, answer)
 }
@@ -277,7 +277,7 @@ func FuzzReadAnswer(f *testing.F) {
 	seedAnswers(f)
 	f.Add(`{"kv_transfer_params":` + goodParams("remote_host", `"localhost"`) + `}`)
 	f.Fuzz(func(t *testing.T, answer string) {
-		a, err := newNIXL().ReadAnswer([]byte(answer), reachedAt("10.0.0.9:8000"))
+		a, err := newNIXL(false).ReadAnswer([]byte(answer), reachedAt("10.0.0.9:8000"))
 		if err != nil || a.Params == nil {
 			require.Nil(t, a.Params)
 			return
@@ -311,7 +311,7 @@ func BenchmarkReadAnswer(b *testing.B) {
 	answer := []byte(`{"id":"x","kv_transfer_params":` + goodParams("remote_block_ids", "[["+blockIDs(randomIDs(8192, 65536), ",")+"]]") + `}`)
 	b.ReportAllocs()
 	for b.Loop() {
-		if _, err := newNIXL().ReadAnswer(answer, reachedAt("10.0.0.9:8000")); err != nil {
+		if _, err := newNIXL(false).ReadAnswer(answer, reachedAt("10.0.0.9:8000")); err != nil {
 			b.Fatal(err)
 		}
 	}

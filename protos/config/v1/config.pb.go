@@ -716,7 +716,9 @@ type Pool struct {
 	// With kvTransfer orchestrated.
 	Orchestrated *Orchestrated `protobuf:"bytes,21,opt,name=orchestrated,proto3" json:"orchestrated,omitempty"`
 	// With kvTransfer multi, the members of vLLM's MultiConnector: some of nixl, offload, shared. Required there.
-	Members       []string `protobuf:"bytes,22,rep,name=members,proto3" json:"members,omitempty"`
+	Members []string `protobuf:"bytes,22,rep,name=members,proto3" json:"members,omitempty"`
+	// With kvTransfer nixl.
+	Nixl          *NIXL `protobuf:"bytes,23,opt,name=nixl,proto3" json:"nixl,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -835,6 +837,59 @@ func (x *Pool) GetMembers() []string {
 	return nil
 }
 
+func (x *Pool) GetNixl() *NIXL {
+	if x != nil {
+		return x.Nixl
+	}
+	return nil
+}
+
+type NIXL struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Chats: decode is sent the token ids that prefill made of the messages, so that a chat template which prints the time, or
+	// the like, does not make them differ. Needs vLLM 0.32 or newer on both sides. Default false.
+	ReuseTokenIds bool `protobuf:"varint,1,opt,name=reuse_token_ids,json=reuseTokenIds,proto3" json:"reuse_token_ids,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *NIXL) Reset() {
+	*x = NIXL{}
+	mi := &file_config_v1_config_proto_msgTypes[11]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *NIXL) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*NIXL) ProtoMessage() {}
+
+func (x *NIXL) ProtoReflect() protoreflect.Message {
+	mi := &file_config_v1_config_proto_msgTypes[11]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use NIXL.ProtoReflect.Descriptor instead.
+func (*NIXL) Descriptor() ([]byte, []int) {
+	return file_config_v1_config_proto_rawDescGZIP(), []int{11}
+}
+
+func (x *NIXL) GetReuseTokenIds() bool {
+	if x != nil {
+		return x.ReuseTokenIds
+	}
+	return false
+}
+
 type LMCache struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// How long a prefill engine's notice is waited for after its answer; then decode computes what it lacks. Also how long a
@@ -848,7 +903,7 @@ type LMCache struct {
 
 func (x *LMCache) Reset() {
 	*x = LMCache{}
-	mi := &file_config_v1_config_proto_msgTypes[11]
+	mi := &file_config_v1_config_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -860,7 +915,7 @@ func (x *LMCache) String() string {
 func (*LMCache) ProtoMessage() {}
 
 func (x *LMCache) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[11]
+	mi := &file_config_v1_config_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -873,7 +928,7 @@ func (x *LMCache) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LMCache.ProtoReflect.Descriptor instead.
 func (*LMCache) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{11}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *LMCache) GetNoticeTimeout() string {
@@ -904,7 +959,7 @@ type Orchestrated struct {
 
 func (x *Orchestrated) Reset() {
 	*x = Orchestrated{}
-	mi := &file_config_v1_config_proto_msgTypes[12]
+	mi := &file_config_v1_config_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -916,7 +971,7 @@ func (x *Orchestrated) String() string {
 func (*Orchestrated) ProtoMessage() {}
 
 func (x *Orchestrated) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[12]
+	mi := &file_config_v1_config_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -929,7 +984,7 @@ func (x *Orchestrated) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Orchestrated.ProtoReflect.Descriptor instead.
 func (*Orchestrated) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{12}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *Orchestrated) GetKey() string {
@@ -958,7 +1013,7 @@ type PrefillTimeout struct {
 
 func (x *PrefillTimeout) Reset() {
 	*x = PrefillTimeout{}
-	mi := &file_config_v1_config_proto_msgTypes[13]
+	mi := &file_config_v1_config_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -970,7 +1025,7 @@ func (x *PrefillTimeout) String() string {
 func (*PrefillTimeout) ProtoMessage() {}
 
 func (x *PrefillTimeout) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[13]
+	mi := &file_config_v1_config_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -983,7 +1038,7 @@ func (x *PrefillTimeout) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PrefillTimeout.ProtoReflect.Descriptor instead.
 func (*PrefillTimeout) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{13}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *PrefillTimeout) GetBase() string {
@@ -1028,7 +1083,7 @@ type Endpoint struct {
 
 func (x *Endpoint) Reset() {
 	*x = Endpoint{}
-	mi := &file_config_v1_config_proto_msgTypes[14]
+	mi := &file_config_v1_config_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1040,7 +1095,7 @@ func (x *Endpoint) String() string {
 func (*Endpoint) ProtoMessage() {}
 
 func (x *Endpoint) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[14]
+	mi := &file_config_v1_config_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1053,7 +1108,7 @@ func (x *Endpoint) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Endpoint.ProtoReflect.Descriptor instead.
 func (*Endpoint) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{14}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *Endpoint) GetAddress() string {
@@ -1137,7 +1192,7 @@ type LMCacheReceiver struct {
 
 func (x *LMCacheReceiver) Reset() {
 	*x = LMCacheReceiver{}
-	mi := &file_config_v1_config_proto_msgTypes[15]
+	mi := &file_config_v1_config_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1149,7 +1204,7 @@ func (x *LMCacheReceiver) String() string {
 func (*LMCacheReceiver) ProtoMessage() {}
 
 func (x *LMCacheReceiver) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[15]
+	mi := &file_config_v1_config_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1162,7 +1217,7 @@ func (x *LMCacheReceiver) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LMCacheReceiver.ProtoReflect.Descriptor instead.
 func (*LMCacheReceiver) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{15}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *LMCacheReceiver) GetInitPort() int32 {
@@ -1242,7 +1297,7 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\x03url\x18\x01 \x01(\tR\x03url\"6\n" +
 	"\aTickets\x12\x19\n" +
 	"\bkey_file\x18\x01 \x01(\tR\akeyFile\x12\x10\n" +
-	"\x03ttl\x18\x02 \x01(\tR\x03ttl\"\xfd\x03\n" +
+	"\x03ttl\x18\x02 \x01(\tR\x03ttl\"\xa9\x04\n" +
 	"\x04Pool\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x16\n" +
 	"\x06models\x18\x02 \x03(\tR\x06models\x12\x1f\n" +
@@ -1256,7 +1311,10 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\tendpoints\x18\t \x03(\v2\x1a.tandem.config.v1.EndpointR\tendpoints\x123\n" +
 	"\almcache\x18\x14 \x01(\v2\x19.tandem.config.v1.LMCacheR\almcache\x12B\n" +
 	"\forchestrated\x18\x15 \x01(\v2\x1e.tandem.config.v1.OrchestratedR\forchestrated\x12\x18\n" +
-	"\amembers\x18\x16 \x03(\tR\amembers\"S\n" +
+	"\amembers\x18\x16 \x03(\tR\amembers\x12*\n" +
+	"\x04nixl\x18\x17 \x01(\v2\x16.tandem.config.v1.NIXLR\x04nixl\".\n" +
+	"\x04NIXL\x12&\n" +
+	"\x0freuse_token_ids\x18\x01 \x01(\bR\rreuseTokenIds\"S\n" +
 	"\aLMCache\x12%\n" +
 	"\x0enotice_timeout\x18\x01 \x01(\tR\rnoticeTimeout\x12!\n" +
 	"\fskip_notices\x18\x02 \x01(\bR\vskipNotices\"=\n" +
@@ -1297,7 +1355,7 @@ func file_config_v1_config_proto_rawDescGZIP() []byte {
 	return file_config_v1_config_proto_rawDescData
 }
 
-var file_config_v1_config_proto_msgTypes = make([]protoimpl.MessageInfo, 16)
+var file_config_v1_config_proto_msgTypes = make([]protoimpl.MessageInfo, 17)
 var file_config_v1_config_proto_goTypes = []any{
 	(*Config)(nil),          // 0: tandem.config.v1.Config
 	(*Notices)(nil),         // 1: tandem.config.v1.Notices
@@ -1310,11 +1368,12 @@ var file_config_v1_config_proto_goTypes = []any{
 	(*Redis)(nil),           // 8: tandem.config.v1.Redis
 	(*Tickets)(nil),         // 9: tandem.config.v1.Tickets
 	(*Pool)(nil),            // 10: tandem.config.v1.Pool
-	(*LMCache)(nil),         // 11: tandem.config.v1.LMCache
-	(*Orchestrated)(nil),    // 12: tandem.config.v1.Orchestrated
-	(*PrefillTimeout)(nil),  // 13: tandem.config.v1.PrefillTimeout
-	(*Endpoint)(nil),        // 14: tandem.config.v1.Endpoint
-	(*LMCacheReceiver)(nil), // 15: tandem.config.v1.LMCacheReceiver
+	(*NIXL)(nil),            // 11: tandem.config.v1.NIXL
+	(*LMCache)(nil),         // 12: tandem.config.v1.LMCache
+	(*Orchestrated)(nil),    // 13: tandem.config.v1.Orchestrated
+	(*PrefillTimeout)(nil),  // 14: tandem.config.v1.PrefillTimeout
+	(*Endpoint)(nil),        // 15: tandem.config.v1.Endpoint
+	(*LMCacheReceiver)(nil), // 16: tandem.config.v1.LMCacheReceiver
 }
 var file_config_v1_config_proto_depIdxs = []int32{
 	2,  // 0: tandem.config.v1.Config.ext_proc:type_name -> tandem.config.v1.ExtProc
@@ -1329,16 +1388,17 @@ var file_config_v1_config_proto_depIdxs = []int32{
 	6,  // 9: tandem.config.v1.Envoy.ext_proc_tls:type_name -> tandem.config.v1.ClientTls
 	6,  // 10: tandem.config.v1.Envoy.endpoint_tls:type_name -> tandem.config.v1.ClientTls
 	8,  // 11: tandem.config.v1.State.redis:type_name -> tandem.config.v1.Redis
-	13, // 12: tandem.config.v1.Pool.prefill_timeout:type_name -> tandem.config.v1.PrefillTimeout
-	14, // 13: tandem.config.v1.Pool.endpoints:type_name -> tandem.config.v1.Endpoint
-	11, // 14: tandem.config.v1.Pool.lmcache:type_name -> tandem.config.v1.LMCache
-	12, // 15: tandem.config.v1.Pool.orchestrated:type_name -> tandem.config.v1.Orchestrated
-	15, // 16: tandem.config.v1.Endpoint.lmcache:type_name -> tandem.config.v1.LMCacheReceiver
-	17, // [17:17] is the sub-list for method output_type
-	17, // [17:17] is the sub-list for method input_type
-	17, // [17:17] is the sub-list for extension type_name
-	17, // [17:17] is the sub-list for extension extendee
-	0,  // [0:17] is the sub-list for field type_name
+	14, // 12: tandem.config.v1.Pool.prefill_timeout:type_name -> tandem.config.v1.PrefillTimeout
+	15, // 13: tandem.config.v1.Pool.endpoints:type_name -> tandem.config.v1.Endpoint
+	12, // 14: tandem.config.v1.Pool.lmcache:type_name -> tandem.config.v1.LMCache
+	13, // 15: tandem.config.v1.Pool.orchestrated:type_name -> tandem.config.v1.Orchestrated
+	11, // 16: tandem.config.v1.Pool.nixl:type_name -> tandem.config.v1.NIXL
+	16, // 17: tandem.config.v1.Endpoint.lmcache:type_name -> tandem.config.v1.LMCacheReceiver
+	18, // [18:18] is the sub-list for method output_type
+	18, // [18:18] is the sub-list for method input_type
+	18, // [18:18] is the sub-list for extension type_name
+	18, // [18:18] is the sub-list for extension extendee
+	0,  // [0:18] is the sub-list for field type_name
 }
 
 func init() { file_config_v1_config_proto_init() }
@@ -1352,7 +1412,7 @@ func file_config_v1_config_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_config_v1_config_proto_rawDesc), len(file_config_v1_config_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   16,
+			NumMessages:   17,
 			NumExtensions: 0,
 			NumServices:   0,
 		},

@@ -61,6 +61,7 @@ func (v *validator) dialect(path string, p *Pool) {
 		v.oneOf(at, p.KvTransfer, dialects()...)
 	}
 	v.onlyWith(path+".lmcache", p.Lmcache != nil, p, "lmcache")
+	v.onlyWith(path+".nixl", p.Nixl != nil, p, "nixl")
 	v.onlyWith(path+".orchestrated", p.Orchestrated != nil, p, "orchestrated")
 	v.onlyWith(path+".members", len(p.Members) > 0, p, "multi")
 	switch p.KvTransfer {
@@ -119,6 +120,8 @@ func (v *validator) transfers(path string, p *Pool) {
 			v.m.add(at+".release", "%.60q is not a release such as 0.32.0", e.Release)
 		case e.Release == "" && withRelease >= 0:
 			v.m.add(at+".release", "is missing, and %s.endpoints[%d] has one: endpoints pair by release, so give it to all of the pool or to none", path, withRelease)
+		case p.Nixl.GetReuseTokenIds() && older(e.Release, 32):
+			v.m.add(at+".release", "%s does not take prefill's token ids: nixl.reuseTokenIds needs vLLM 0.32 or newer on both sides", e.Release)
 		case p.usesP2P() && older(e.Release, 25):
 			v.m.add(at+".release", "%s has no P2P tier: kvTransfer %s needs vLLM 0.25 or newer on both sides", e.Release, p.KvTransfer)
 		}
