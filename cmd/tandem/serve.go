@@ -29,6 +29,7 @@ func serve(ctx context.Context, args []string, stderr io.Writer) error {
 	flags.SetOutput(stderr)
 	file := flags.String("f", "", "configuration `file` (YAML)")
 	check := flags.Bool("check", false, "validate the configuration and exit")
+	live := flags.Bool("live", false, "with --check: also ask the engines whether they are what the configuration says")
 	linger := flags.Duration("linger", 0, "after SIGTERM, go on accepting for so long while not ready: `time` for health checks to notice")
 	level := flags.String("log", "info", "lowest `level` logged: debug, info, warn, error")
 	if err := flags.Parse(args); err != nil {
@@ -49,6 +50,11 @@ func serve(ctx context.Context, args []string, stderr io.Writer) error {
 		debug.SetGCPercent(400) // what lives is small and what passes through is large; GOGC and GOMEMLIMIT still rule
 	}
 	if *check {
+		if *live {
+			if err := reportLive(ctx, config); err != nil {
+				return fmt.Errorf("%s:\n%w", *file, err)
+			}
+		}
 		fmt.Fprintf(stderr, "%s: valid\n", *file)
 		return nil
 	}
@@ -103,6 +109,7 @@ func runServer(ctx context.Context, config *configv1.Config, linger time.Duratio
 	group.Go(func() error { return serveHTTP(admin, listeners[2]) })
 	background, stop := context.WithCancel(context.WithoutCancel(ctx))
 	defer stop()
+	group.Go(func() error { warnLive(background, config, log); return nil })
 	group.Go(func() error { server.Run(background); return nil })
 	group.Go(func() error { return fleet.watch(background) })
 	if fleet.board != nil {

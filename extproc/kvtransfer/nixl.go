@@ -64,7 +64,7 @@ func (a *Answer) addTokenIDs(ids []byte) {
 	if !tokenIDs(ids) || len(a.Params)+len(ids) > MaxParamsBytes-32 {
 		return
 	}
-	open := a.Params[:len(a.Params)-1 : len(a.Params)-1]
+	open := a.Params[: len(a.Params)-1 : len(a.Params)-1]
 	a.Params = append(append(append(open, `,"prompt_token_ids":`...), ids...), '}')
 }
 
