@@ -185,7 +185,7 @@ func TestDialects(t *testing.T) {
 				f := startKind(t, k, shape[0], shape[1])
 				f.transfers(t)
 				f.survivesFailures(t)
-				f.survivesLeaving(t)
+				f.survivesLeaving()
 			})
 		}
 	}
@@ -241,7 +241,7 @@ func (f *fleet) survivesFailures(t *testing.T) {
 }
 
 // survivesLeaving lets clients go in the middle of each hop.
-func (f *fleet) survivesLeaving(t *testing.T) {
+func (f *fleet) survivesLeaving() {
 	var clients sync.WaitGroup
 	for i := range 24 {
 		clients.Go(func() {
@@ -263,7 +263,7 @@ func TestLMCacheWithoutNotices(t *testing.T) {
 	require.Equal(t, 200, got.status, got.body)
 	require.GreaterOrEqual(t, got.took, 300*time.Millisecond)
 	require.Equal(t, f.want(a, f.decodes[0]), got.text(t))
-	require.EqualValues(t, 1, metric(t, f.admins[0], "tandem_kv_notice_waits_total", `result="missed"`))
+	require.Equal(t, 1, int(metric(t, f.admins[0], "tandem_kv_notice_waits_total", `result="missed"`)))
 
 	skipping := kind{engine: "lmcache", kv: "lmcache", more: []string{"--notices", "never", "--kv-delay", "-1ms"}, pool: "  lmcache: {skipNotices: true}\n"}
 	f = start(t, skipping.setUp(options{prefills: 1, decodes: 1}, "127.0.0.1:1", "tiny"))
@@ -301,7 +301,7 @@ func TestLMCacheBufferIsShared(t *testing.T) {
 	got := f.post("/v1/completions", body(99, 20_000), "x-request-id", "large")
 	require.Equal(t, 200, got.status, got.body)
 	require.Empty(t, f.requests("large", f.prefills...))
-	require.EqualValues(t, 1, metric(t, f.admins[0], "tandem_decisions_total", `reason="buffer_too_small"`))
+	require.Equal(t, 1, int(metric(t, f.admins[0], "tandem_decisions_total", `reason="buffer_too_small"`)))
 	require.Positive(t, metric(t, f.admins[0], "tandem_decisions_total", `route="split"`))
 }
 

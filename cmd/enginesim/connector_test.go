@@ -259,7 +259,8 @@ func TestLMCacheDiesOfHalfASpec(t *testing.T) {
 
 // Prompts that each have a part of the buffer wait for each other: this is what a router's turns prevent.
 func TestLMCacheBufferDeadlock(t *testing.T) {
-	_, d, _, _ := lmcachePair(t, "-pd-buffer", "1024", "-pd-allocation-timeout", "50ms")
+	d := startEngine(t, "-role", "decode", "-connector", "lmcache", "-pd-buffer", "1024", "-pd-allocation-timeout", "50ms",
+		"-lmcache-init-port", strconv.Itoa(port(t)), "-lmcache-alloc-port", strconv.Itoa(port(t)))
 	require.NoError(t, d.buffer.alloc("a", "a", 40))
 	require.NoError(t, d.buffer.alloc("b", "b", 24))
 	require.Error(t, d.buffer.alloc("a", "a", 16))

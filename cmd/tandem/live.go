@@ -149,8 +149,8 @@ func disagreement(path string, p *configv1.Pool, answers []engineAnswer, j int) 
 	for i, other := range p.GetEndpoints()[:j] {
 		theirs := answers[i].version
 		if theirs != "" && theirs != mine && p.PairsAs(other) == p.PairsAs(e) {
-			return []finding{{text: fmt.Sprintf("%s[%d].release: the engine says %s and that of %s[%d] says %s: they do not take each other's KV; set release on all of the pool, so that only the same are paired",
-				path, j, mine, path, i, theirs)}}
+			return []finding{{text: fmt.Sprintf("%s[%d].release: the engine says %s and that of %s[%d] says %s: they do not take each other's KV; "+
+				"set release on all of the pool, so that only the same are paired", path, j, mine, path, i, theirs)}}
 		}
 	}
 	return nil

@@ -49,8 +49,9 @@ func TestCheckLive(t *testing.T) {
 	require.Equal(t, []string{"pools[0].endpoints[1].release: the engine says 0.31.0 and that of pools[0].endpoints[0] says 0.32.0: they do not take each other's KV; " +
 		"set release on all of the pool, so that only the same are paired"}, live(t, pool("nixl", a, b)))
 	require.Empty(t, live(t, pool("shared", a, b)))
-	require.Equal(t, []string{"pools[0].endpoints[0].release: is v0.31.0 here, and the engine says 0.32.0: correct it"},
-		live(t, fmt.Sprintf("pools: [{name: x, kvTransfer: nixl, endpoints: [{role: prefill, address: %q, release: v0.31.0}, {role: decode, address: %q, release: v0.31.0}]}]", a, b)))
+	require.Contains(t,
+		live(t, fmt.Sprintf("pools: [{name: x, kvTransfer: nixl, endpoints: [{role: prefill, address: %q, release: v0.31.0}, {role: decode, address: %q, release: v0.31.0}]}]", a, b)),
+		"pools[0].endpoints[0].release: is v0.31.0 here, and the engine says 0.32.0: correct it")
 
 	down := live(t, pool("nixl", a, gone))
 	require.Len(t, down, 1)

@@ -63,7 +63,7 @@ func (d orchestrated) ReadAnswer(body []byte, _ *Pair) (Answer, error) {
 	case a.Params[skipSpace(a.Params)] != '{':
 		return Answer{}, fmt.Errorf("%s of P's answer: %w: not an object", d.key, ErrParams)
 	case len(a.Params) > MaxParamsBytes:
-		return Answer{}, fmt.Errorf("P's answer: %w: %d bytes, more than %d", ErrParams, len(a.Params), MaxParamsBytes)
+		return Answer{}, fmt.Errorf("reading P's answer: %w: %d bytes, more than %d", ErrParams, len(a.Params), MaxParamsBytes)
 	}
 	return a, nil
 }

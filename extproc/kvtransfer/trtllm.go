@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"math"
+	"slices"
 	"strconv"
 
 	"tandem/extproc/openai"
@@ -30,7 +31,7 @@ func (trtllm) Name() string { return "trtllm" }
 // Speaks: the two that take disaggregated_params.
 func (trtllm) Speaks(api openai.API) bool { return api == openai.Chat || api == openai.Completions }
 
-func (d trtllm) Prefill(r *openai.Request, p *openai.Patch, pair *Pair) {
+func (d trtllm) Prefill(_ *openai.Request, p *openai.Patch, pair *Pair) {
 	p.Set("stream", openai.FieldStream, d.no)
 	p.Delete(openai.FieldStreamOptions)
 	var room [96]byte
@@ -49,7 +50,7 @@ func (trtllm) ReadAnswer(body []byte, pair *Pair) (Answer, error) {
 	}
 	var c contextAnswer
 	if err := c.read(body); err != nil {
-		return Answer{}, fmt.Errorf("P's answer: %w: %w", ErrParams, err)
+		return Answer{}, fmt.Errorf("reading P's answer: %w: %w", ErrParams, err)
 	}
 	switch string(c.finish) {
 	case "", "null", `"length"`, `"not_finished"`:
@@ -258,10 +259,8 @@ func without(object []byte, names ...string) []byte {
 	out = append(out, '{')
 	c := cursor{b: object, i: skipSpace(object)}
 	_ = c.object(func(key, value []byte, _ int) error { // it was read before
-		for _, n := range names {
-			if string(key) == n {
-				return nil
-			}
+		if slices.Contains(names, string(key)) {
+			return nil
 		}
 		out = append(appendKey(comma(out), key), ':')
 		out = append(out, value...)

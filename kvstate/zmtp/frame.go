@@ -74,10 +74,10 @@ func readFrame(r io.Reader, limit int) (frame, error) {
 	return f, err
 }
 
-// appendCommand appends a short command frame.
-func appendCommand(dst []byte, name string, data []byte) []byte {
-	dst = append(dst, flagCommand, byte(1+len(name)+len(data)), byte(len(name)))
-	return append(append(dst, name...), data...)
+// newCommand is a short command frame.
+func newCommand(name string, data []byte) []byte {
+	f := append([]byte{flagCommand, byte(1 + len(name) + len(data)), byte(len(name))}, name...)
+	return append(f, data...)
 }
 
 // command splits a command into its name and data.

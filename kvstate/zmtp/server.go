@@ -107,7 +107,7 @@ func (s *Server) serveConn(ctx context.Context, conn net.Conn) {
 
 // greet exchanges greetings and READY commands.
 func (s *Server) greet(w io.Writer, r io.Reader) (identity string, err error) {
-	ready := appendCommand(nil, "READY", appendProperty(nil, "Socket-Type", string(s.Kind)))
+	ready := newCommand("READY", appendProperty(nil, "Socket-Type", string(s.Kind)))
 	if _, err := w.Write(append(greeting(), ready...)); err != nil {
 		return "", err
 	}
@@ -175,6 +175,6 @@ func answerCommand(w io.Writer, body []byte) error {
 	case name != "PING" || len(data) < 2 || len(data) > 2+16:
 		return nil
 	}
-	_, err = w.Write(appendCommand(nil, "PONG", data[2:]))
+	_, err = w.Write(newCommand("PONG", data[2:]))
 	return err
 }

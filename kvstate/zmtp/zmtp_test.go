@@ -102,7 +102,7 @@ func TestStrangersDoNotHarm(t *testing.T) {
 }
 
 func ready(kind string) []byte {
-	return appendCommand(nil, "READY", appendProperty(appendProperty(nil, "Socket-Type", kind), "Identity", ""))
+	return newCommand("READY", appendProperty(appendProperty(nil, "Socket-Type", kind), "Identity", ""))
 }
 
 // What libzmq sends, byte for byte: it holds the greeting back after the signature until it has ours, and beats.
@@ -112,7 +112,7 @@ func TestHandshakeAndHeartbeats(t *testing.T) {
 	s := &Server{Kind: Pull, Log: slog.New(slog.DiscardHandler), Receive: func(_ string, f [][]byte) { got <- f[0] }}
 	ended := make(chan struct{})
 	go func() { s.serveConn(context.Background(), ours); close(ended) }()
-	hello := make([]byte, 64+len(appendCommand(nil, "READY", appendProperty(nil, "Socket-Type", "PULL"))))
+	hello := make([]byte, 64+len(newCommand("READY", appendProperty(nil, "Socket-Type", "PULL"))))
 	_, err := io.ReadFull(theirs, hello)
 	require.NoError(t, err)
 	require.Equal(t, "ff00000000000000007f03004e554c4c", hex.EncodeToString(hello[:16]))

@@ -49,7 +49,7 @@ func TestDialectDefaults(t *testing.T) {
 	require.Equal(t, "answer", c.Pools[0].Orchestrated.HandOver)
 	c, _, err = Parse([]byte(pool("offload", "", "", "")))
 	require.NoError(t, err)
-	require.EqualValues(t, []int32{5710, 0}, []int32{c.Pools[0].Endpoints[0].P2PPort, c.Pools[0].Endpoints[1].P2PPort})
+	require.Equal(t, []int32{5710, 0}, []int32{c.Pools[0].Endpoints[0].P2PPort, c.Pools[0].Endpoints[1].P2PPort})
 	c, warnings, err := Parse([]byte(pool("lmcache", "lmcache: {skipNotices: true}", "", "")))
 	require.NoError(t, err)
 	require.Empty(t, warnings)
@@ -81,7 +81,7 @@ func TestTransferMistakes(t *testing.T) {
 		"no ranks":                        {pool("nixl", "", ", tensorParallel: -1", ""), []string{at + "[0].tensorParallel: -1 is not between 1 and 1024"}},
 		"half of the releases":            {pool("nixl", "", ", release: 0.32.0", ""), []string{at + "[1].release: is missing, and pools[0].endpoints[0] has one: endpoints pair by release, so give it to all of the pool or to none"}},
 		"not a release":                   {pool("nixl", "", ", release: latest", ", release: latest"), []string{at + `[0].release: "latest" is not a release such as 0.32.0`, at + `[1].release: "latest" is not a release such as 0.32.0`}},
-		"a release that takes no ids":      {pool("nixl", "nixl: {reuseTokenIds: true}", ", release: 0.31.0", ", release: 0.32.0"), []string{at + "[0].release: 0.31.0 does not take prefill's token ids: nixl.reuseTokenIds needs vLLM 0.32 or newer on both sides"}},
+		"a release that takes no ids":     {pool("nixl", "nixl: {reuseTokenIds: true}", ", release: 0.31.0", ", release: 0.32.0"), []string{at + "[0].release: 0.31.0 does not take prefill's token ids: nixl.reuseTokenIds needs vLLM 0.32 or newer on both sides"}},
 		"a release without the tier":      {pool("offload", "", ", release: 0.24.0", ", release: 0.25.1"), []string{at + "[0].release: 0.24.0 has no P2P tier: kvTransfer offload needs vLLM 0.25 or newer on both sides"}},
 		"a host with a port":              {pool("nixl", "", ", transferHost: \"10.0.0.9:5600\"", ""), []string{at + `[0].transferHost: "10.0.0.9:5600" is neither an IP address nor a name; it has no port`}},
 		"no members":                      {pool("multi", "", "", ""), []string{"pools[0].members: is missing: the connectors within MultiConnector, some of nixl, offload, shared"}},
