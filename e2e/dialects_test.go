@@ -305,6 +305,31 @@ func TestLMCacheBufferIsShared(t *testing.T) {
 	require.Positive(t, metric(t, f.admins[0], "tandem_decisions_total", `route="split"`))
 }
 
+// The P2P tier: an endpoint that computes alone is told who has the prompt's beginning.
+func TestOffloadPullsPrefixes(t *testing.T) {
+	f := startKind(t, kind{engine: "offload", kv: "offload"}, 2, 1)
+	beginning := strings.Repeat("A beginning that many prompts share. ", 400)
+	ask := func(id, end, more string) answer {
+		t.Helper()
+		got := f.post("/v1/completions", fmt.Sprintf(`{"model":"tiny","prompt":"%s%s","max_tokens":5%s}`, beginning, end, more), "x-request-id", id)
+		require.Equal(t, 200, got.status, got.body)
+		return got
+	}
+	ask("first", "one", "")
+	require.NotContains(t, f.requests("first", f.prefills...)[0].Body, "remote_kv_source")
+	ask("alone", "two", `,"n":2`)
+	d := f.requests("alone", f.decodes...)
+	require.Len(t, d, 1)
+	require.Empty(t, f.requests("alone", f.prefills...))
+	first := f.requests("first", f.prefills...)[0].Engine
+	_, tier, ok := strings.Cut(d[0].Body[:200], `"remote_port":`)
+	require.True(t, ok, "%s", d[0].Body[:200])
+	for _, p := range f.prefills {
+		_, port, _ := strings.Cut(p.fields, "p2pPort: ")
+		require.Equal(t, p.addr == first, strings.HasPrefix(tier, port+"}"), "%s of %s", tier, p.fields)
+	}
+}
+
 // TensorRT-LLM: where the first token ends the text, P's answer is the client's, and D never hears of it.
 func TestTRTLLMEarlyFinish(t *testing.T) {
 	f := startKind(t, kind{engine: "trtllm", kv: "trtllm"}, 1, 1)

@@ -88,7 +88,7 @@ func (x *exchange) plan(api openai.API, a attempt) (route, error) {
 	} else if a.why == "" {
 		a.why = "no_prefill"
 	}
-	return x.decodeAlone(pool, choice, tokens, a)
+	return x.decodeAlone(pool, policy, choice, tokens, a)
 }
 
 // maxTries is how often one endpoint may fail a request: where there is no other, a second try meets one that came back.
@@ -156,6 +156,7 @@ func (x *exchange) prefill(pool *kvstate.Pool, policy Policy, c picker.Choice, t
 	p, d := x.view.Endpoints[c.Prefill], x.view.Endpoints[c.Decode]
 	x.setPair(newTicketID(), kvtransfer.Peer{Addr: p.Endpoint.Addr, Transfer: p.Endpoint.Transfer},
 		kvtransfer.Peer{Addr: d.Endpoint.Addr, Transfer: d.Endpoint.Transfer})
+	x.setSource(policy, c.Prefill)
 	x.patch.Reset(&x.req)
 	policy.Dialect.Prefill(&x.req, &x.patch, &x.pair)
 	edits := x.patch.Edits()
@@ -208,22 +209,66 @@ func (x *exchange) reserveRoom(d *kvstate.Endpoint, redirects int, tokens, room 
 }
 
 // decodeAlone writes the one hop that answers the whole request.
-func (x *exchange) decodeAlone(pool *kvstate.Pool, c picker.Choice, tokens int64, a attempt) (route, error) {
+func (x *exchange) decodeAlone(pool *kvstate.Pool, policy Policy, c picker.Choice, tokens int64, a attempt) (route, error) {
 	d := x.view.Endpoints[c.Decode]
 	r := route{leg: legDecode, endpoint: d.Endpoint}
 	if a.redirects+1 >= x.s.MaxRedirects || x.body.len() > x.s.SplitBodyBytes {
 		r.leg = legPass // Envoy could not follow one more redirect, or could not replay the body
+	}
+	id := newTicketID()
+	var undo openai.Edits
+	if r.leg == legDecode {
+		r.edits, undo = x.pullPrefix(policy, id, c.Decode)
 	}
 	r.booked[1] = x.reserve(d.Endpoint, kvstate.RoleDecode, a.redirects, tokens)
 	x.s.State.Routed(pool, d.Endpoint, x.hashes)
 	x.s.metrics.decided(pool, "decode_alone", a.why)
 	x.s.recent.planned(x.requestID, pool.Spec.Name, "decode_alone", a.why, "", d.Endpoint.Addr, tokens)
 	return x.seal(r, &kvtransfer.Ticket{
-		ID: newTicketID(), Stage: kvtransfer.DecodeLeg, Expires: time.Now().Add(x.s.TicketTTL), Started: a.started,
+		ID: id, Stage: kvtransfer.DecodeLeg, Expires: time.Now().Add(x.s.TicketTTL), Started: a.started,
 		Pool: pool.Spec.Name, Decode: d.Endpoint.Addr, Reservations: [2]uint64{0, uint64(r.booked[1])},
 		Redirects: a.redirects, Prefills: a.prefills, Excluded: a.excluded,
-		BodyBytes: x.body.len(), PromptTokens: tokens,
+		Undo: undo, BodyBytes: r.edits.Len(x.body.len()), PromptTokens: tokens,
 	})
+}
+
+// pullPrefix lets a lone decode endpoint fetch the prompt's beginning, where its dialect can and another endpoint has it.
+func (x *exchange) pullPrefix(policy Policy, attempt [16]byte, decode int) (edits, undo openai.Edits) {
+	puller, ok := policy.Dialect.(kvtransfer.PrefixPuller)
+	if !ok {
+		return nil, nil
+	}
+	x.setPair(attempt, kvtransfer.Peer{}, kvtransfer.Peer{})
+	if x.setSource(policy, decode); x.pair.Source == nil {
+		return nil, nil
+	}
+	x.patch.Reset(&x.req)
+	puller.Pull(&x.patch, &x.pair)
+	edits = x.patch.Edits()
+	x.undo = edits.Inverse(x.undo[:0], x.body.bytes())
+	return edits, x.undo
+}
+
+// pullBlocks is from how many blocks of difference on (of blockBytes each, some 1,000 tokens in all) a prefix is fetched
+// from another endpoint.
+const pullBlocks = 8
+
+// setSource names in x.pair the endpoint that has most of the prompt's beginning, if it is worth more than what the one
+// that computes has itself, and if the dialect can make use of it.
+func (x *exchange) setSource(policy Policy, computes int) {
+	if _, ok := policy.Dialect.(kvtransfer.PrefixPuller); !ok {
+		return
+	}
+	own := &x.view.Endpoints[computes]
+	most := own.Hit + pullBlocks - 1
+	for i := range x.view.Endpoints {
+		c := &x.view.Endpoints[i]
+		if c.Hit > most && c.Usable && c.Endpoint.Role&kvstate.RolePrefill != 0 && c.Endpoint.Group == own.Endpoint.Group {
+			most = c.Hit
+			x.source = kvtransfer.Peer{Addr: c.Endpoint.Addr, Transfer: c.Endpoint.Transfer}
+			x.pair.Source = &x.source
+		}
+	}
 }
 
 // reserve books an endpoint for this pass.

@@ -134,6 +134,7 @@ type exchange struct {
 	hashes []uint64
 	params []byte // scratch for the decode member
 	pair   kvtransfer.Pair
+	source kvtransfer.Peer // that pair.Source points at
 
 	requestID string
 	bookedAs  string // the request id as Envoy has it, and logs it, until it has taken the first answer in
@@ -206,7 +207,7 @@ func (x *exchange) release() {
 	x.headers.reset()
 	x.req.Reset()
 	clear(x.undo) // refers to the body
-	x.pair = kvtransfer.Pair{}
+	x.pair, x.source = kvtransfer.Pair{}, kvtransfer.Peer{}
 	if cap(x.params) > 64<<10 {
 		x.params = nil
 	}

@@ -77,6 +77,12 @@ func TestOffload(t *testing.T) {
 	require.Equal(t, want.content(), got.content(), "a miss is computed")
 	require.Equal(t, moved, d.metrics.external.Load())
 
+	source := fmt.Sprintf(`"kv_transfer_params":{"remote_kv_source":{"kv_request_id":"s","remote_host":"127.0.0.1","remote_port":%d}}`, p.sidePort)
+	fresh := startEngine(t, "-role", "decode", "-connector", "offload")
+	got = fresh.post(t, chatPath, "rs", chat(manyBlocks, `"max_tokens":9`, source))
+	require.Equal(t, want.content(), got.content())
+	require.Positive(t, fresh.metrics.external.Load(), "the beginning came from P's cache")
+
 	require.Equal(t, 200, p.post(t, chatPath, "r3", chat(manyBlocks, oneToken, decoder("k3"))).status)
 	require.Positive(t, p.state().BlocksHeld)
 	p.quiet(t) // D never came: the parked blocks go with their time

@@ -68,6 +68,9 @@ func (c *call) generate(ctx context.Context, emit func(step int) error) error {
 		s.metrics.running.Add(1)
 		running = true
 	}
+	if c.req.kv.source != "" {
+		c.pullPrefix(ctx)
+	}
 	if s.cfg.connector.looksUp() && c.req.kv.spec == nil {
 		for _, q := range c.seqs {
 			if err := c.lookUp(q); err != nil {

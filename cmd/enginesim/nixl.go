@@ -30,6 +30,7 @@ type kvParams struct {
 	missOK  bool        // what D does not find it computes
 	context bool        // of a context server (trtllm.go)
 	spec    *disaggSpec // lmcache.go
+	source  string      // whom to ask for the prompt's beginning (offload.go)
 	broken  *violation  // parameters that break their protocol
 }
 

@@ -24,7 +24,8 @@ const (
 	opRelease
 	opStorePut // store.go
 	opStoreHas
-	opAlloc // lmcache.go, on ports of its own
+	opPrefix // offload.go
+	opAlloc  // lmcache.go, on ports of its own
 	opPush
 
 	maxFrame  = 64 << 20
@@ -174,6 +175,10 @@ func (s *sim) serveSide(conn net.Conn) {
 		case opRelease:
 			if engineID == s.engineID || engineID == "" {
 				s.ledger.release(requestID)
+			}
+		case opPrefix:
+			if blocks := r.words(); r.err == nil {
+				out.uint(uint64(s.pool.prefix(blocks)))
 			}
 		case opStorePut, opStoreHas:
 			s.store.serve(frame[0], &r, &out)

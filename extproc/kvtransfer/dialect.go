@@ -57,11 +57,19 @@ type Pusher interface {
 	Patience() time.Duration
 }
 
+// PrefixPuller is a dialect whose engines fetch a prompt's beginning from whoever has it.
+type PrefixPuller interface {
+	// Pull plans what the only hop's body differs in from the client's, to fetch from pair.Source, which is not nil. p was
+	// Reset to the request.
+	Pull(p *openai.Patch, pair *Pair)
+}
+
 // Pair is one attempt at a prefill leg: who takes part in it, and what it is called.
 type Pair struct {
 	RequestID       string   // x-request-id, the same on both legs and in every attempt
 	Attempt         [16]byte // random; new for every attempt
 	Prefill, Decode Peer
+	Source          *Peer // has more of the prompt's beginning than the engine that is to compute it; nil: nobody has
 }
 
 // Peer is one side of a pair.

@@ -23,7 +23,7 @@ var update = flag.Bool("update", false, "rewrite the golden files")
 // what P and D were sent is checked, or rewritten with -update. Read those files as the documentation of the dialects.
 //
 // The first line of a file is the request and its circumstances: POST path, prefill at address, and then, as far as the
-// dialect minds, decode at address, tp=N, release=X, init=, alloc=, query=, p2p=PORT, host=HOST, members=A+B, key=NAME,
+// dialect minds, decode at address, tp=N, release=X, init=, alloc=, query=, p2p=PORT, source=ADDRESS, host=HOST, members=A+B, key=NAME,
 // params=yes, ids=reuse.
 func TestGolden(t *testing.T) {
 	files, err := filepath.Glob("testdata/*/*.txtar")
@@ -89,6 +89,8 @@ func circumstances(t *testing.T, dialect, line string) (path string, o Options, 
 			pair.Decode.Transfer.LMCacheQueryPort = number(value)
 		case "p2p":
 			pair.Prefill.Transfer.P2PPort = number(value)
+		case "source":
+			pair.Source = &Peer{Addr: value}
 		case "members":
 			o.Members = strings.Split(value, "+")
 		case "key":

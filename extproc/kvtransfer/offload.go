@@ -10,7 +10,8 @@ import (
 
 // offload is vLLM's OffloadingConnector with the P2P tier (TieringOffloadingSpec, 0.25 and later): P parks the prompt's
 // blocks under a name that both legs carry, and D fetches them from P's side channel. P waits 60 s for D and then lets go.
-// What D does not find it computes.
+// What D does not find it computes. Whoever computes may also be told of an endpoint that has computed the prompt's
+// beginning before (remote_kv_source), and fetches what that still has.
 //
 // Read from docs/features/kv_offloading_usage.md and vllm/v1/kv_offload/tiering/p2p/manager.py of vLLM 0.33.0.
 type offload struct{ oneToken }
@@ -24,12 +25,30 @@ func (offload) Name() string { return "offload" }
 
 func (d offload) Prefill(r *openai.Request, p *openai.Patch, pair *Pair) {
 	d.plan(r, p)
-	var room [96]byte
-	p.Set("kv_transfer_params", openai.FieldKVTransferParams, append(appendRemoteDecoder(append(room[:0], '{'), pair), '}'))
+	var room [288]byte
+	ask := appendRemoteDecoder(append(room[:0], '{'), pair)
+	if pair.Source != nil { // the one combination of keys that is allowed
+		ask = appendRemoteSource(append(ask, ','), pair)
+	}
+	p.Set("kv_transfer_params", openai.FieldKVTransferParams, append(ask, '}'))
+}
+
+// Pull lets an engine that computes alone fetch the beginning.
+func (offload) Pull(p *openai.Patch, pair *Pair) {
+	var room [192]byte
+	p.Set("kv_transfer_params", openai.FieldKVTransferParams, append(appendRemoteSource(append(room[:0], '{'), pair), '}'))
+}
+
+// appendRemoteSource names the endpoint to fetch from. The name of this fetch is another than the hand-over's.
+func appendRemoteSource(dst []byte, pair *Pair) []byte {
+	id := pair.Attempt
+	id[0] ^= 0xff
+	dst = appendUUID(append(dst, `"remote_kv_source":{"kv_request_id":"`...), id)
+	return appendTier(dst, pair.Source)
 }
 
 func appendRemoteDecoder(dst []byte, pair *Pair) []byte {
-	return append(pair.appendUUID(append(dst, `"remote_decoder":{"kv_request_id":"`...)), `"}`...)
+	return append(appendUUID(append(dst, `"remote_decoder":{"kv_request_id":"`...), pair.Attempt), `"}`...)
 }
 
 // ReadAnswer names P to D. P's own answer says nothing about it.
@@ -43,9 +62,14 @@ func (offload) ReadAnswer(body []byte, pair *Pair) (Answer, error) {
 }
 
 func appendRemotePrefiller(dst []byte, pair *Pair) []byte {
-	dst = pair.appendUUID(append(dst, `"remote_prefiller":{"kv_request_id":"`...))
-	dst = strconv.AppendQuote(append(dst, `","remote_host":`...), pair.Prefill.host())
-	port := pair.Prefill.Transfer.P2PPort
+	dst = appendUUID(append(dst, `"remote_prefiller":{"kv_request_id":"`...), pair.Attempt)
+	return appendTier(dst, &pair.Prefill)
+}
+
+// appendTier ends an object with where a peer's tier listens.
+func appendTier(dst []byte, peer *Peer) []byte {
+	dst = strconv.AppendQuote(append(dst, `","remote_host":`...), peer.host())
+	port := peer.Transfer.P2PPort
 	if port == 0 {
 		port = p2pPort
 	}
@@ -54,9 +78,9 @@ func appendRemotePrefiller(dst []byte, pair *Pair) []byte {
 
 func (offload) DecodeMember(dst, params []byte) []byte { return appendKVTransferParams(dst, params) }
 
-// appendUUID appends the attempt's name in the form of a UUID.
-func (p *Pair) appendUUID(dst []byte) []byte {
-	for i, n := 0, 0; i < len(p.Attempt); i = n {
+// appendUUID appends a name in the form of a UUID.
+func appendUUID(dst []byte, id [16]byte) []byte {
+	for i, n := 0, 0; i < len(id); i = n {
 		if n = i + 2; i == 0 {
 			n = 4
 		} else {
@@ -65,7 +89,7 @@ func (p *Pair) appendUUID(dst []byte) []byte {
 				n = 16
 			}
 		}
-		dst = hex.AppendEncode(dst, p.Attempt[i:n])
+		dst = hex.AppendEncode(dst, id[i:n])
 	}
 	return dst
 }
