@@ -28,6 +28,8 @@ var arrows = map[string][]string{
 	"kvstate/heartbeats": {},
 	"kvstate/redisstore": {"kvstate", "protos/state/v1"},
 	"kvstate/scrape":     {"kvstate"},
+	"kvstate/zmtp":       {},
+	"kvstate/notices":    {"kvstate/zmtp"},
 	"picker":             {"kvstate"},
 	"extproc/openai":     {},
 	"extproc/kvtransfer": {"extproc/openai", "kvstate", "protos/ticket/v1"}, // the last in tests
@@ -36,7 +38,7 @@ var arrows = map[string][]string{
 	"protos/state/v1":    {},
 	"protos/ticket/v1":   {},
 	"envoy-configs":      {"protos/config/v1"},
-	"cmd/tandem":         {"extproc", "extproc/kvtransfer", "kvstate", "kvstate/discovery", "kvstate/heartbeats", "kvstate/kvevents", "kvstate/redisstore", "kvstate/scrape", "envoy-configs", "protos/config/v1"},
+	"cmd/tandem":         {"extproc", "extproc/kvtransfer", "kvstate", "kvstate/discovery", "kvstate/heartbeats", "kvstate/kvevents", "kvstate/notices", "kvstate/redisstore", "kvstate/scrape", "envoy-configs", "protos/config/v1"},
 	"cmd/enginesim":      {}, // the engines of the tests: what it shared with the product it could not catch
 	"e2e":                {}, // black box
 	"e2e/bench":          {},
@@ -52,7 +54,7 @@ var guarded = map[string][]string{
 	"google.golang.org/grpc":     {"extproc", "cmd/tandem", "e2e", "e2e/bench", "envoy-configs (test)"},
 	"github.com/prometheus/":     {"extproc", "cmd/tandem", "cmd/enginesim", "e2e", "e2e/bench"},
 	"github.com/redis/":          {"kvstate/redisstore"},
-	"github.com/go-zeromq/":      {"kvstate/kvevents", "kvstate/heartbeats", "cmd/enginesim"},
+	"github.com/go-zeromq/":      {"kvstate/kvevents", "kvstate/heartbeats", "kvstate/zmtp (test)", "kvstate/notices (test)", "cmd/enginesim"},
 	"sigs.k8s.io/":               {"protos/config/v1"},
 	"google.golang.org/protobuf": {"kvstate/redisstore", "protos/state/v1", "extproc", "extproc/kvtransfer", "protos/config/v1", "protos/ticket/v1", "envoy-configs (test)", "docs (test)"},
 }

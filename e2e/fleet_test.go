@@ -13,6 +13,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"regexp"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -118,6 +119,7 @@ type engine struct {
 	addr, role string
 	bootstrap  string // address of its bootstrap server, where the dialect has one
 	args       []string
+	fields     string // more fields of it in the configuration
 }
 
 // fleet is Envoy, Tandem and engines.
@@ -140,14 +142,15 @@ type options struct {
 	prefills, decodes int
 	replicas          int
 	engineArgs        []string
-	pool              string // more lines of the pool, indented by two
-	pools             string // all pools, instead of the generated one; %P and %D are replaced by addresses in turn
-	top               string // more top-level YAML
-	envoyFields       string // more fields of envoy:, as flow YAML
-	extProcFields     string // more fields of extProc:, likewise
-	concurrency       int    // Envoy's workers; default 2
-	dialect           string // of the generated pool and the engines; default nixl
-	madeKeys          bool   // no key file: replicas share what they make
+	dialect           string                                                                      // kvTransfer; default nixl
+	engine            func(role string, i int, free func() string) (args []string, fields string) // more of each engine: arguments, and fields of it in the configuration
+	pool              string                                                                      // more lines of the pool, indented by two
+	pools             string                                                                      // all pools, instead of the generated one; %P and %D are replaced by addresses in turn
+	top               string                                                                      // more top-level YAML
+	envoyFields       string                                                                      // more fields of envoy:, as flow YAML
+	extProcFields     string                                                                      // more fields of extProc:, likewise
+	concurrency       int                                                                         // Envoy's workers; default 2
+	madeKeys          bool                                                                        // no key file: replicas share what they make
 }
 
 // ports takes n free ports. Others may take one before it is used; tests that meet that fail loudly.
@@ -175,7 +178,7 @@ func start(t testing.TB, o options) *fleet {
 	if o.dialect == "" {
 		o.dialect = "nixl"
 	}
-	p := ports(t, 2+3*replicas+3*(o.prefills+o.decodes))
+	p := ports(t, 3+3*replicas+5*(o.prefills+o.decodes))
 	next := func() string { a := p[0]; p = p[1:]; return a }
 
 	f := &fleet{t: t, dir: t.TempDir()}
@@ -187,10 +190,17 @@ func start(t testing.TB, o options) *fleet {
 			role = "decode"
 		}
 		e := &engine{addr: next(), role: role}
-		e.args = append([]string{"--listen", e.addr, "--side-channel", next(), "--role", role, "--model", "tiny"}, o.engineArgs...)
-		if o.dialect != "nixl" {
-			e.bootstrap = next()
-			e.args = append(e.args, "--connector", o.dialect, "--bootstrap", e.bootstrap)
+		e.args = append([]string{"--listen", e.addr, "--side-channel", next(), "--role", role}, o.engineArgs...)
+		if o.engine != nil {
+			var more []string
+			more, e.fields = o.engine(role, i, next)
+			e.args = append(e.args, more...)
+		} else {
+			e.args = append(e.args, "--model", "tiny")
+			if concurrent(o.dialect) {
+				e.bootstrap = next()
+				e.args = append(e.args, "--connector", o.dialect, "--bootstrap", e.bootstrap)
+			}
 		}
 		e.process = startProcess(t, f.dir, role+"-"+strconv.Itoa(i), filepath.Join(bin, "enginesim"), e.args...)
 		if role == "prefill" {
@@ -233,10 +243,10 @@ func (f *fleet) yaml(o options, listen, envoyAdmin string, extProcs, replans []s
 	if o.pools != "" {
 		pools := o.pools
 		for _, e := range f.prefills {
-			pools = strings.Replace(pools, "%P", strconv.Quote(e.addr), 1)
+			pools = strings.Replace(pools, "%P", strconv.Quote(e.addr)+e.fields, 1)
 		}
 		for _, e := range f.decodes {
-			pools = strings.Replace(pools, "%D", strconv.Quote(e.addr), 1)
+			pools = strings.Replace(pools, "%D", strconv.Quote(e.addr)+e.fields, 1)
 		}
 		return b.String() + pools
 	}
@@ -246,7 +256,7 @@ func (f *fleet) yaml(o options, listen, envoyAdmin string, extProcs, replans []s
 		if _, port, err := net.SplitHostPort(e.bootstrap); err == nil && e.role == "prefill" {
 			transfer = ", transfer: {bootstrapPort: " + port + "}"
 		}
-		fmt.Fprintf(&b, "  - {address: %q, role: %s%s}\n", e.addr, e.role, transfer)
+		fmt.Fprintf(&b, "  - {address: %q, role: %s%s}\n", e.addr, e.role, transfer+e.fields)
 	}
 	return b.String()
 }
@@ -372,9 +382,15 @@ func (f *fleet) try(ctx context.Context, method, path, body string, headers ...s
 	if err != nil {
 		return answer{}, err
 	}
+	got, err := readAnswer(resp)
+	got.took = time.Since(began)
+	return got, err
+}
+
+func readAnswer(resp *http.Response) (answer, error) {
 	defer resp.Body.Close()
 	text, err := io.ReadAll(resp.Body)
-	return answer{resp.StatusCode, resp.Header, string(text), time.Since(began)}, err
+	return answer{status: resp.StatusCode, header: resp.Header, body: string(text)}, err
 }
 
 // seen is what an engine recorded of a request.
@@ -491,4 +507,9 @@ func (f *fleet) account() {
 		require.Eventually(f.t, func() bool { return metric(f.t, url, "vllm:num_requests_running") == 0 }, 10*time.Second, 20*time.Millisecond,
 			"requests still run on %s", e.addr)
 	}
+}
+
+// concurrent reports whether the legs of a dialect run at once, so that engines need a bootstrap server.
+func concurrent(dialect string) bool {
+	return slices.Contains([]string{"sglang", "mooncake", "nixl-push", "moriio", "p2p-nccl"}, dialect)
 }

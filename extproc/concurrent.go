@@ -131,7 +131,11 @@ func (x *exchange) pairUp(pool *kvstate.Pool, policy Policy, tokens int64, a *at
 		if policy.Dialect == nil || a.redirects+2 >= x.s.MaxRedirects {
 			return route{}, nil
 		}
-		return x.prefill(pool, policy, c, tokens, *a) // one leg after the other, which tells who P is
+		r, why, err := x.prefill(pool, policy, c, tokens, *a) // one leg after the other, which tells who P is
+		if why != "" {
+			a.why = why
+		}
+		return r, err
 	}
 	if err != nil {
 		return route{}, err

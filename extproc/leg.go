@@ -9,6 +9,7 @@ import (
 	"google.golang.org/grpc/mem"
 
 	"tandem/extproc/kvtransfer"
+	"tandem/extproc/openai"
 	"tandem/kvstate"
 )
 
@@ -45,7 +46,17 @@ func (x *exchange) prefillLeg() error {
 		return err
 	}
 	took := time.Since(x.s.sealedAt(t))
-	next := x.afterPrefill(t, code)
+	next, final := x.afterPrefill(t, code)
+	if final != nil {
+		x.s.metrics.prefillEnded(t, code, "ok", took)
+		x.s.recent.change(x.requestID, func(trace *Trace) { trace.PrefillTime, trace.Decode = took, "" })
+		x.s.release(t)
+		return x.answerClient(t, final)
+	}
+	if next.Stage == kvtransfer.HandOver {
+		x.awaitKV(t)
+		next.Expires = time.Now().Add(x.s.HandOverTTL)
+	}
 	x.s.releaseWherever(t, 0)
 	result := "ok"
 	if next.Stage == kvtransfer.Failed {
@@ -125,8 +136,9 @@ func (x *exchange) receiveAnswer() error {
 	return nil
 }
 
-// afterPrefill makes the ticket that the redirect carries: KV parameters in hand, or what went wrong.
-func (x *exchange) afterPrefill(t *kvtransfer.Ticket, code int) *kvtransfer.Ticket {
+// afterPrefill makes the ticket that the redirect carries: KV parameters in hand, or what went wrong. final, where P's
+// answer is all there is to say, is the client's.
+func (x *exchange) afterPrefill(t *kvtransfer.Ticket, code int) (_ *kvtransfer.Ticket, final []byte) {
 	next := *t
 	next.ID = newTicketID()
 	next.Redirects++
@@ -134,13 +146,23 @@ func (x *exchange) afterPrefill(t *kvtransfer.Ticket, code int) *kvtransfer.Tick
 	policy := x.s.Pools[t.Pool]
 	if code != 200 || x.msg.over || policy.Dialect == nil {
 		x.prefillFailed(pool, &next, code)
-		return &next
+		return &next, nil
 	}
-	got, err := policy.Dialect.ReadAnswer(x.body.bytes(), t.Prefill)
+	x.setPair(t.ID, x.side(pool, t.Prefill), x.side(pool, t.Decode))
+	got, err := policy.Dialect.ReadAnswer(x.body.bytes(), &x.pair)
+	if err == nil && got.Final != nil && t.Stream {
+		var cannot error
+		if got.Final, cannot = openai.OneShot(got.Final, t.StreamUsage); cannot != nil {
+			got.Unused = cannot.Error()
+		}
+	}
 	if err != nil {
 		x.s.Log.Warn("prefill answered without usable KV parameters", "request_id", x.requestID, "endpoint", t.Prefill, "err", err)
 		x.prefillFailed(pool, &next, code)
-		return &next
+		return &next, nil
+	}
+	if got.Unused != "" {
+		x.s.Log.Info("KV parameters not handed on: decode computes the prompt", "request_id", x.requestID, "endpoint", t.Prefill, "why", got.Unused)
 	}
 	if policy.Concurrent != nil { // P was not known well enough for both legs at once
 		_, peer, _ := policy.Concurrent.ReadAnswer(x.body.bytes(), nil)
@@ -161,8 +183,57 @@ func (x *exchange) afterPrefill(t *kvtransfer.Ticket, code int) *kvtransfer.Tick
 			trace.PromptTokens = got.PromptTokens
 		}
 	})
-	next.Stage, next.Expires, next.Params = kvtransfer.HandOver, time.Now().Add(x.s.HandOverTTL), got.Params
-	return &next
+	next.Stage, next.Params = kvtransfer.HandOver, got.Params
+	return &next, got.Final
+}
+
+// answerClient answers the client in P's place.
+func (x *exchange) answerClient(t *kvtransfer.Ticket, body []byte) error {
+	x.headers.drop("content-length")
+	if t.Stream {
+		x.headers.add("content-type", []byte("text/event-stream; charset=utf-8"))
+	}
+	if err := x.send(&reply{phase: phaseResponseHeaders, headers: &x.headers}); err != nil {
+		return err
+	}
+	x.spare.grow(len(body))
+	x.spare.data = append(x.spare.data[:0], body...)
+	x.pieces.cut(&x.spare, nil)
+	shared := x.spare.share()
+	defer shared.Free()
+	trailers := x.msg.phase == phaseResponseTrailers
+	err := x.pieces.each(shared, func(parts mem.BufferSlice, last bool) error {
+		return x.send(&reply{phase: phaseResponseBody, kind: bodyStreamed62, parts: parts, end: last && !trailers})
+	})
+	if err == nil && trailers {
+		err = x.send(&reply{phase: phaseResponseTrailers})
+	}
+	return err
+}
+
+// awaitKV waits until what P has sent is with D, where P is one that sends. D goes on without it in the end: it computes
+// what it lacks.
+func (x *exchange) awaitKV(t *kvtransfer.Ticket) {
+	pusher, ok := x.s.Pools[t.Pool].Dialect.(kvtransfer.Pusher)
+	if ok && !pusher.Await(x.stream.Context(), &x.pair) && x.stream.Context().Err() == nil {
+		x.s.Log.Warn("no word that the KV is with decode: it computes what it lacks", "request_id", x.requestID, "prefill", t.Prefill, "decode", t.Decode)
+	}
+}
+
+// peer is what is known of the endpoint at an address, which may have left the pool.
+func (x *exchange) side(pool *kvstate.Pool, addr string) kvtransfer.Side {
+	p := kvtransfer.Side{Addr: addr}
+	if pool != nil {
+		if e := pool.Endpoint(addr); e != nil {
+			p.Transfer = e.Transfer
+		}
+	}
+	return p
+}
+
+// setPair fills x.pair, which lives in the exchange so that dialects may keep a pointer to it on their stack.
+func (x *exchange) setPair(attempt [16]byte, prefill, decode kvtransfer.Side) {
+	x.pair = kvtransfer.Pair{RequestID: x.requestID, Attempt: attempt, Prefill: prefill, Decode: decode}
 }
 
 // prefillFailed makes next the ticket of a request whose prefill is lost.

@@ -1,6 +1,8 @@
 package extproc
 
 import (
+	"bytes"
+	"context"
 	"crypto/rand"
 	"errors"
 	"fmt"
@@ -88,11 +90,11 @@ func (x *exchange) plan(api openai.API, a attempt) (route, error) {
 		return route{}, err
 	}
 	if choice.Prefill >= 0 {
-		r, err := x.prefill(pool, policy, choice, tokens, a)
-		if r.leg != "" || err != nil {
+		r, why, err := x.prefill(pool, policy, choice, tokens, a)
+		if why == "" {
 			return r, err
 		}
-		a.why = "undo_too_large"
+		a.why = why
 	} else if a.why == "" {
 		a.why = "no_prefill"
 	}
@@ -161,6 +163,8 @@ func (x *exchange) whetherToSplit(a *attempt, policy Policy) error {
 		a.alone, a.why = true, "attempts_spent"
 	case a.prefills > 0 && a.late(policy):
 		a.alone, a.why = true, "time_spent"
+	case !policy.Dialect.Speaks(x.req.API()):
+		a.alone, a.why = true, "api_not_spoken"
 	default:
 		if why := x.req.Unsplittable(); why != "" {
 			a.alone, a.why = true, why
@@ -169,34 +173,61 @@ func (x *exchange) whetherToSplit(a *attempt, policy Policy) error {
 	return nil
 }
 
-// prefill writes the prefill leg. A route without leg means that undoing it would take more than a ticket holds.
-func (x *exchange) prefill(pool *kvstate.Pool, policy Policy, c picker.Choice, tokens int64, a attempt) (route, error) {
+// prefill writes the prefill leg, or says why there is none.
+func (x *exchange) prefill(pool *kvstate.Pool, policy Policy, c picker.Choice, tokens int64, a attempt) (r route, why string, err error) {
 	p, d := x.view.Endpoints[c.Prefill], x.view.Endpoints[c.Decode]
+	x.setPair(newTicketID(), kvtransfer.Side{Addr: p.Endpoint.Addr, Transfer: p.Endpoint.Transfer},
+		kvtransfer.Side{Addr: d.Endpoint.Addr, Transfer: d.Endpoint.Transfer})
+	x.setSource(policy, c.Prefill)
 	x.patch.Reset(&x.req)
-	policy.Dialect.Prefill(&x.req, &x.patch)
+	policy.Dialect.Prefill(&x.req, &x.patch, &x.pair)
 	edits := x.patch.Edits()
 	x.undo = edits.Inverse(x.undo[:0], x.body.bytes())
 	if x.undo.Size() > kvtransfer.MaxUndoBytes {
-		return route{}, nil
+		return route{}, "undo_too_large", nil
+	}
+	pusher, pushes := policy.Dialect.(kvtransfer.Pusher)
+	if room := d.Endpoint.Transfer.BufferTokens; pushes && room > 0 {
+		if r.booked[1], why = x.reserveRoom(d.Endpoint, a.redirects, tokens, room, pusher.Patience()); why != "" {
+			return route{}, why, nil
+		}
+	} else {
+		r.booked[1] = x.reserve(d.Endpoint, kvstate.RoleDecode, a.redirects, tokens)
 	}
 	uncached := tokens - tokens*int64(p.Hit)/int64(max(len(x.hashes), 1))
 	t := kvtransfer.Ticket{
-		ID: newTicketID(), Stage: kvtransfer.PrefillLeg, Expires: time.Now().Add(x.s.TicketTTL), Started: a.started,
+		ID: x.pair.Attempt, Stage: kvtransfer.PrefillLeg, Expires: time.Now().Add(x.s.TicketTTL), Started: a.started,
 		Pool: pool.Spec.Name, Prefill: p.Endpoint.Addr, Decode: d.Endpoint.Addr, Split: true,
 		Redirects: a.redirects, Prefills: a.prefills + 1, Excluded: a.excluded,
-		Undo: x.undo, BodyBytes: edits.Len(x.body.len()), PromptTokens: tokens, Stream: x.req.True(openai.FieldStream),
+		Undo: x.undo, BodyBytes: edits.Len(x.body.len()), PromptTokens: tokens,
+		Stream: x.req.True(openai.FieldStream), StreamUsage: x.req.WantsUsage(),
 	}
-	r := route{
-		leg: legPrefill, endpoint: p.Endpoint, edits: edits,
-		perTry: policy.PrefillTimeout + pool.PrefillTime(tokens+p.PromptTokens, policy.PerToken),
+	r.leg, r.endpoint, r.edits = legPrefill, p.Endpoint, edits
+	r.perTry = policy.PrefillTimeout + pool.PrefillTime(tokens+p.PromptTokens, policy.PerToken)
+	if pushes {
+		r.perTry += pusher.Patience() // the leg answers when the KV is with D
 	}
 	r.booked[0] = x.reserve(p.Endpoint, kvstate.RolePrefill, a.redirects, uncached)
-	r.booked[1] = x.reserve(d.Endpoint, kvstate.RoleDecode, a.redirects, tokens)
 	t.Reservations = [2]uint64{uint64(r.booked[0]), uint64(r.booked[1])}
 	x.s.State.Routed(pool, p.Endpoint, x.hashes)
 	x.s.metrics.decided(pool, "split", "")
 	x.s.recent.planned(x.requestID, pool.Spec.Name, "split", "", p.Endpoint.Addr, d.Endpoint.Addr, tokens)
-	return x.seal(r, &t)
+	r, err = x.seal(r, &t)
+	return r, "", err
+}
+
+// reserveRoom books D when its buffer has room for what P will push, or says why it has none. Meanwhile nothing is sent.
+func (x *exchange) reserveRoom(d *kvstate.Endpoint, redirects int, tokens, room int64, patience time.Duration) (id kvstate.ReservationID, why string) {
+	if tokens > room {
+		return 0, "buffer_too_small"
+	}
+	ctx, cancel := context.WithTimeout(x.stream.Context(), patience)
+	defer cancel()
+	id, ok := x.s.State.ReserveRoom(ctx, x.s.reservationID(x.bookedAs, redirects, kvstate.RoleDecode), d, tokens, room, sourceOf(x.stream.Context()))
+	if !ok {
+		return 0, "buffer_full"
+	}
+	return id, ""
 }
 
 // decodeAlone writes the one hop that answers the whole request.
@@ -206,15 +237,20 @@ func (x *exchange) decodeAlone(pool *kvstate.Pool, policy Policy, c picker.Choic
 	if a.redirects+1 >= x.s.MaxRedirects || x.body.len() > x.s.SplitBodyBytes {
 		r.leg = legPass // Envoy could not follow one more redirect, or could not replay the body
 	}
+	id := newTicketID()
+	var undo openai.Edits
+	if r.leg == legDecode {
+		r.edits, undo = x.pullPrefix(policy, id, c.Decode)
+	}
 	r.booked[1] = x.reserve(d.Endpoint, kvstate.RoleDecode, a.redirects, tokens)
 	x.s.State.Routed(pool, d.Endpoint, x.hashes)
 	x.s.metrics.decided(pool, "decode_alone", a.why)
 	x.s.recent.planned(x.requestID, pool.Spec.Name, "decode_alone", a.why, "", d.Endpoint.Addr, tokens)
 	return x.seal(r, &kvtransfer.Ticket{
-		ID: newTicketID(), Stage: kvtransfer.DecodeLeg, Expires: time.Now().Add(x.s.TicketTTL), Started: a.started,
+		ID: id, Stage: kvtransfer.DecodeLeg, Expires: time.Now().Add(x.s.TicketTTL), Started: a.started,
 		Pool: pool.Spec.Name, Decode: d.Endpoint.Addr, Reservations: [2]uint64{0, uint64(r.booked[1])},
 		Redirects: a.redirects, Prefills: a.prefills, Excluded: a.excluded,
-		BodyBytes: x.body.len(), PromptTokens: tokens,
+		Undo: undo, BodyBytes: r.edits.Len(x.body.len()), PromptTokens: tokens,
 	})
 }
 
@@ -226,6 +262,45 @@ func streamStart(policy Policy, stream bool, computing time.Duration) time.Durat
 		return 0
 	}
 	return policy.StreamStart + computing
+}
+
+// pullPrefix lets a lone decode endpoint fetch the prompt's beginning, where its dialect can and another endpoint has it.
+func (x *exchange) pullPrefix(policy Policy, attempt [16]byte, decode int) (edits, undo openai.Edits) {
+	puller, ok := policy.Dialect.(kvtransfer.PrefixPuller)
+	if !ok {
+		return nil, nil
+	}
+	x.setPair(attempt, kvtransfer.Side{}, kvtransfer.Side{})
+	if x.setSource(policy, decode); x.pair.Source == nil {
+		return nil, nil
+	}
+	x.patch.Reset(&x.req)
+	puller.Pull(&x.patch, &x.pair)
+	edits = x.patch.Edits()
+	x.undo = edits.Inverse(x.undo[:0], x.body.bytes())
+	return edits, x.undo
+}
+
+// pullBlocks is from how many blocks of difference on (of blockBytes each, some 1,000 tokens in all) a prefix is fetched
+// from another endpoint.
+const pullBlocks = 8
+
+// setSource names in x.pair the endpoint that has most of the prompt's beginning, if it is worth more than what the one
+// that computes has itself, and if the dialect can make use of it.
+func (x *exchange) setSource(policy Policy, computes int) {
+	if _, ok := policy.Dialect.(kvtransfer.PrefixPuller); !ok {
+		return
+	}
+	own := &x.view.Endpoints[computes]
+	most := own.Hit + pullBlocks - 1
+	for i := range x.view.Endpoints {
+		c := &x.view.Endpoints[i]
+		if c.Hit > most && c.Usable && c.Endpoint.Role&kvstate.RolePrefill != 0 && c.Endpoint.Group == own.Endpoint.Group {
+			most = c.Hit
+			x.source = kvtransfer.Side{Addr: c.Endpoint.Addr, Transfer: c.Endpoint.Transfer}
+			x.pair.Source = &x.source
+		}
+	}
 }
 
 // reserve books an endpoint for this pass.
@@ -319,8 +394,7 @@ func (x *exchange) decode(t *kvtransfer.Ticket) (route, error) {
 	policy := x.s.Pools[t.Pool]
 	r := route{leg: legDecode, endpoint: d, edits: t.Undo, perTry: streamStart(policy, t.Stream, pool.PrefillTime(t.PromptTokens, policy.PerToken))}
 	var undo openai.Edits
-	dialect := policy.Dialect
-	if params != nil && dialect != nil {
+	if dialect := policy.Dialect; params != nil && dialect != nil {
 		r.edits, undo, err = x.decodeEdits(t.Undo, dialect, params)
 		if err != nil {
 			return route{}, err
@@ -341,8 +415,12 @@ func (x *exchange) decode(t *kvtransfer.Ticket) (route, error) {
 
 // pickDecode chooses D among those that may pair with the prefill endpoint that holds the blocks. Where it left the pool
 // between the hops, or everything that pairs with it did, any other will do (paired is false), which must not be told of
-// the blocks.
+// the blocks. What P pushed lies with the D of pass 1 and nowhere else.
 func (x *exchange) pickDecode(pool *kvstate.Pool, t *kvtransfer.Ticket) (d *kvstate.Endpoint, paired bool, err error) {
+	_, pushed := x.s.Pools[t.Pool].Dialect.(kvtransfer.Pusher)
+	if d := pool.Endpoint(t.Decode); pushed && d != nil && !d.Failed() {
+		return d, true, nil
+	}
 	x.s.State.View(pool, nil, &x.view)
 	r := picker.Request{PromptTokens: t.PromptTokens, Excluded: t.Excluded, Rand: random()}
 	prefill := slices.IndexFunc(x.view.Endpoints, func(c kvstate.Candidate) bool { return c.Endpoint.Addr == t.Prefill })
@@ -354,28 +432,30 @@ func (x *exchange) pickDecode(pool *kvstate.Pool, t *kvtransfer.Ticket) (d *kvst
 	if err != nil {
 		return nil, false, err
 	}
-	return x.view.Endpoints[i].Endpoint, prefill >= 0, nil
+	return x.view.Endpoints[i].Endpoint, prefill >= 0 && !pushed, nil
 }
 
 // maxDecodeMember bounds what a decode body may be longer than the client's: the KV parameters, mostly block ids.
 const maxDecodeMember = 8 << 20
 
-// decodeEdits turns the undo of a prefill body into the edits that make the decode body, and gives the undo of those.
-// The first edit of every prefill patch is the insertion right after the opening brace (openai.Patch); the decode member
-// goes to the same place. A body that P answered with 200 is not an empty object, so a comma always follows.
+// decodeEdits turns the undo of a prefill body into the edits that make the decode body, and gives the undo of those. What
+// D is told stands right after the opening brace, where the undo's first edit mostly is too. A body that P answered with
+// 200 is not an empty object, so a comma always follows.
 func (x *exchange) decodeEdits(undo openai.Edits, dialect kvtransfer.Dialect, params []byte) (edits, back openai.Edits, err error) {
-	if len(undo) == 0 {
-		return nil, nil, errors.New("the undo of a prefill leg is empty")
-	}
 	x.params = append(dialect.DecodeMember(x.params[:0], params), ',')
 	n := len(x.params)
 	if n > maxDecodeMember {
 		return nil, nil, fmt.Errorf("a decode member of %d bytes", n)
 	}
-	x.params = append(x.params, undo[0].New...)
-	edits = slices.Clone(undo)
-	edits[0].New = x.params
-	return edits, openai.Edits{{Start: undo[0].Start, End: undo[0].Start + n}}, nil
+	front := bytes.IndexByte(x.body.bytes(), '{') + 1
+	if len(undo) > 0 && undo[0].Start == front {
+		x.params = append(x.params, undo[0].New...)
+		edits = slices.Clone(undo)
+		edits[0].New = x.params
+	} else {
+		edits = append(openai.Edits{{Start: front, End: front, New: x.params}}, undo...)
+	}
+	return edits, openai.Edits{{Start: front, End: front + n}}, nil
 }
 
 func newTicketID() (id [16]byte) {

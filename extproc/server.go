@@ -152,6 +152,8 @@ type exchange struct {
 	view   kvstate.View
 	hashes []uint64
 	params []byte // scratch for the decode member
+	pair   kvtransfer.Pair
+	source kvtransfer.Side // that pair.Source points at
 
 	requestID string
 	bookedAs  string // the request id as Envoy has it, and logs it, until it has taken the first answer in
@@ -233,6 +235,7 @@ func (x *exchange) release() {
 	x.headers.reset()
 	x.req.Reset()
 	clear(x.undo) // refers to the body
+	x.pair, x.source = kvtransfer.Pair{}, kvtransfer.Side{}
 	if cap(x.params) > 64<<10 {
 		x.params = nil
 	}

@@ -55,15 +55,23 @@ type EndpointSpec struct {
 	Transfer   Transfer
 }
 
-// Transfer is how the engine of the other leg reaches an endpoint's KV cache. Zero values: the host that Envoy reaches
-// the endpoint at, and the engine's own ports and sizes.
+// Transfer is what is configured of an endpoint's side of KV transfer. What is zero is as the engine has it by default,
+// which the dialects know.
 type Transfer struct {
-	Host          string // name or IP, without brackets
+	Host    string // name or IP, without brackets, by which other engines reach it; "": the host of Addr
+	Release string // of the engine, as 0.12.0; "": not known
+	TP, DP  int    // tensor- and data-parallel ranks; 0: one
+
 	BootstrapPort uint16 // SGLang and Mooncake: HTTP, of an endpoint that prefills
 	KVPort        uint16 // P2P-NCCL: the first of the engine's KV ports
 	HandshakePort uint16 // MoRIIO
 	NotifyPort    uint16 // MoRIIO
-	TP, DP        int    // tensor- and data-parallel size; 0: 1
+	P2PPort       int    // vLLM's P2P offload tier
+
+	// LMCache's receiver: the ports of rank 0; rank n listens n above them.
+	LMCacheInitPort, LMCacheAllocPort, LMCacheQueryPort int
+	// BufferTokens is how many tokens' KV its buffer holds for prompts on their way to it; 0: not known, not minded.
+	BufferTokens int64
 }
 
 // Endpoint is one engine address of a pool. Its identity is stable for as long as the endpoint stays as it is.
@@ -88,6 +96,7 @@ type live struct {
 	failed atomic.Bool
 	hung   atomic.Bool // and it took its time to
 	models atomic.Pointer[[]string]
+	room   room
 }
 
 // Failed reports whether the endpoint is left out for now.

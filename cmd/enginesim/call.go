@@ -42,8 +42,14 @@ func (s *sim) serveCall(w http.ResponseWriter, r *http.Request, a api) {
 	}
 	s.records.setBody(rec, body)
 	var room [24]member
-	req, bad := parseRequest(a, body, room[:0], s.cfg.nixl, s.cfg.faithful)
+	req, bad := parseRequest(a, body, room[:0], s.cfg.connector, s.cfg.faithful)
 	c.req = req
+	if s.cfg.connector == connectorNeuron && s.cfg.role == rolePrefill && req.maxTokens == 1 {
+		req.kv.remoteDecode = true // nobody says so there: this is what a prefill engine is for
+	}
+	if spec := req.kv.spec; spec != nil && req.kv.fatal == "" && (len(spec.init) != s.cfg.tp || len(spec.alloc) != s.cfg.tp) {
+		req.kv.fatal = "IndexError: the receiver has not one port for each rank"
+	}
 	if media, _, _ := strings.Cut(r.Header.Get("Content-Type"), ";"); !strings.EqualFold(strings.TrimSpace(media), "application/json") {
 		bad = badRequest("Unsupported Media Type: Only 'application/json' is allowed")
 	}
@@ -128,7 +134,7 @@ func (c *call) checkRole(leg string) {
 		kind = "decode_on_prefill"
 	case role == rolePrefill && leg == "plain" && c.req.maxTokens != 1:
 		kind = "plain_on_prefill"
-	case leg == "prefill" && c.req.maxTokens != 1:
+	case leg == "prefill" && c.req.maxTokens != 1 && !c.req.kv.context:
 		kind = "prefill_of_many_tokens"
 	case leg == "prefill" && c.req.stream:
 		kind = "prefill_streamed"
@@ -145,9 +151,13 @@ func (c *call) checkProtocol() *apiError {
 	}
 	var v *violation
 	switch kv := &c.req.kv; {
+	case kv.broken != nil:
+		v = kv.broken
+	case kv.spec != nil && c.s.cfg.role == roleDecode:
+		v = &violation{"spec_on_decode", "disagg_spec is for the engine that pushes"}
 	case kv.staleOnP:
 		v = &violation{"stale_blocks_on_prefill", "do_remote_decode with remote_block_ids: the prefill engine would read from elsewhere"}
-	case (kv.remoteDecode || kv.remotePrefill) && c.xid == "":
+	case (kv.remoteDecode || kv.remotePrefill || kv.spec != nil) && c.xid == "":
 		v = &violation{"missing_request_id", "a leg with kv_transfer_params needs an x-request-id"}
 	default:
 		return nil
@@ -323,6 +333,9 @@ func (c *call) usage() usage {
 
 // handOver is the call's kv_transfer_params: those of the first prompt, and of its last choice.
 func (c *call) handOver() []byte {
+	if c.s.cfg.connector == connectorTRTLLM {
+		return []byte("null")
+	}
 	for _, q := range slices.Backward(c.seqs) {
 		if q.index == 0 && q.handOver != nil {
 			return q.handOver

@@ -7,7 +7,6 @@ import (
 	"fmt"
 	"io"
 	"net"
-	"slices"
 	"strconv"
 	"strings"
 	"time"
@@ -21,8 +20,7 @@ type config struct {
 	engineID        string // "" is a random UUID
 	role            role
 	models          []string
-	nixl            bool
-	connector       string        // one of the connectors
+	connector       connector
 	bootstrap       string        // host:port of the bootstrap server, of a prefill engine that has one
 	transferTimeout time.Duration // how long legs that run at once wait for each other
 	dpSize          int
@@ -47,17 +45,16 @@ type config struct {
 	eventsTopic     string
 	eventArrays     bool
 	eventSteps      int
+	tp              int // tensor-parallel ranks (lmcache)
+	initPort        int // of LMCache's receiver, rank 0
+	allocPort       int
+	proxy           string // where notices go, host:port
+	notices         string
+	kvDelay         time.Duration
+	pdBuffer        int // tokens
+	pdTimeout       time.Duration
+	store           string // side channel of the engine that has the store
 }
-
-// The connectors.
-const (
-	connectorNIXL     = "nixl"
-	connectorPush     = "nixl-push"
-	connectorMooncake = "mooncake"
-	connectorSGLang   = "sglang"
-)
-
-var connectors = []string{connectorNIXL, connectorPush, connectorMooncake, connectorSGLang, "none"}
 
 type role string
 
@@ -72,7 +69,7 @@ func (c *config) name() string { return string(c.role) + "@" + c.listen }
 // parseFlags reads the command line. flag.ErrHelp and mistakes have been reported to stderr.
 func parseFlags(args []string, stderr io.Writer) (*config, error) {
 	var c config
-	var roleName, policy, fail string
+	var roleName, connectorName, policy, fail string
 	f := flag.NewFlagSet("enginesim", flag.ContinueOnError)
 	f.SetOutput(stderr)
 	f.StringVar(&c.listen, "listen", "127.0.0.1:8101", "HTTP `address`")
@@ -84,7 +81,16 @@ func parseFlags(args []string, stderr io.Writer) (*config, error) {
 		c.models = append(c.models, v)
 		return nil
 	})
-	f.StringVar(&c.connector, "connector", "nixl", "KV connector: nixl, nixl-push, mooncake, none, or sglang for an SGLang server")
+	f.StringVar(&connectorName, "connector", "nixl", "KV connector: nixl, nixl-push, neuron, offload, trtllm, lmcache, shared, mooncake, none, or sglang for an SGLang server")
+	f.IntVar(&c.tp, "tp", 1, "lmcache: tensor-parallel `ranks`, each with ports and notices of its own")
+	f.IntVar(&c.initPort, "lmcache-init-port", 7300, "lmcache: pd_peer_init_port of rank 0, on decode engines")
+	f.IntVar(&c.allocPort, "lmcache-alloc-port", 7400, "lmcache: pd_peer_alloc_port of rank 0, on decode engines")
+	f.StringVar(&c.proxy, "pd-proxy", "", "lmcache: `address` that notices are pushed at (pd_proxy_host:pd_proxy_port); empty: none are sent")
+	f.StringVar(&c.notices, "notices", "once", "lmcache: once, twice, never, old (LMCache 0.3.5) or noisy (among messages that are none)")
+	f.DurationVar(&c.kvDelay, "kv-delay", 0, "lmcache: push so long after the prompt is computed; below 0: before the answer")
+	f.IntVar(&c.pdBuffer, "pd-buffer", 0, "lmcache: `tokens` that a decode engine's buffer holds; 0: endless")
+	f.DurationVar(&c.pdTimeout, "pd-allocation-timeout", 5*time.Second, "lmcache: how long an allocation waits for room")
+	f.StringVar(&c.store, "store", "", "shared: side-channel `address` of the engine that keeps the store; empty: this one does")
 	f.StringVar(&c.bootstrap, "bootstrap", "127.0.0.1:8998", "`address` of the bootstrap server (sglang and mooncake, role prefill)")
 	f.DurationVar(&c.transferTimeout, "transfer-timeout", 300*time.Second, "how long legs that run at once wait for each other")
 	f.IntVar(&c.dpSize, "dp-size", 1, "data-parallel ranks, as far as the bootstrap server tells of them")
@@ -115,11 +121,11 @@ func parseFlags(args []string, stderr io.Writer) (*config, error) {
 	if f.NArg() > 0 {
 		return nil, fmt.Errorf("unexpected argument %q", f.Arg(0))
 	}
-	return &c, c.settle(roleName, policy, fail)
+	return &c, c.settle(roleName, connectorName, policy, fail)
 }
 
 // settle checks values and fills in what depends on others.
-func (c *config) settle(roleName, policy, fail string) error {
+func (c *config) settle(roleName, connectorName, policy, fail string) error {
 	var errs []error
 	switch roleName {
 	case "prefill", "kv_producer":
@@ -131,8 +137,16 @@ func (c *config) settle(roleName, policy, fail string) error {
 	default:
 		errs = append(errs, fmt.Errorf("-role %q: not one of prefill, decode, both", roleName))
 	}
-	if c.nixl = c.connector == connectorNIXL; !slices.Contains(connectors, c.connector) {
-		errs = append(errs, fmt.Errorf("-connector %q: not one of %v", c.connector, connectors))
+	if c.connector = connector(connectorName); !c.connector.known() {
+		errs = append(errs, fmt.Errorf("-connector %q: not one of %v", connectorName, connectors()))
+	}
+	switch c.notices {
+	case "once", "twice", "never", "old", "noisy":
+	default:
+		errs = append(errs, fmt.Errorf("-notices %q: not one of once, twice, never, old, noisy", c.notices))
+	}
+	if c.tp < 1 || c.tp > 64 {
+		errs = append(errs, errors.New("-tp: between 1 and 64"))
 	}
 	switch policy {
 	case "fail":

@@ -33,7 +33,11 @@ func (c *call) prepare(prompts []*prompt) {
 	for i, p := range prompts {
 		for choice := range int(c.req.n) {
 			room := c.s.cfg.maxModelLen - p.n
-			c.seqs = append(c.seqs, &sequence{p: p, index: i, choice: choice, out: c.req.answer(p.digest, choice, room)})
+			q := &sequence{p: p, index: i, choice: choice, out: c.req.answer(p.digest, choice, room)}
+			if c.req.kv.context {
+				q.stopAfterContext()
+			}
+			c.seqs = append(c.seqs, q)
 		}
 	}
 }
@@ -65,9 +69,20 @@ func (c *call) generate(ctx context.Context, emit func(step int) error) error {
 		s.metrics.running.Add(1)
 		running = true
 	}
+	if c.req.kv.source != "" {
+		c.pullPrefix(ctx)
+	}
+	if s.cfg.connector.looksUp() && c.req.kv.spec == nil {
+		for _, q := range c.seqs {
+			if err := c.lookUp(q); err != nil {
+				return c.abandon(err)
+			}
+		}
+	}
 	if err := c.fill(ctx); err != nil {
 		return c.abandon(err)
 	}
+	c.publish()
 	s.metrics.firstToken.Observe(time.Since(started).Seconds())
 	if err := c.decode(ctx, emit); err != nil {
 		return c.abandon(err)
@@ -116,7 +131,7 @@ func (c *call) admit(ctx context.Context) error {
 		q.grant = grants[i]
 		s.metrics.prefixQueries.Add(int64(q.p.n))
 		s.metrics.prefixHits.Add(int64(q.local(s.cfg.blockSize)))
-		if s.cfg.nixl {
+		if s.cfg.connector != connectorNone {
 			s.metrics.externalQueries.Add(int64(q.p.n - q.local(s.cfg.blockSize)))
 		}
 	}
@@ -162,7 +177,7 @@ func (c *call) load(ctx context.Context) error {
 		c.fetched = true
 		if errors.Is(err, errLoadFailed) {
 			s.logf("%v (x-request-id %q)", err, c.xid)
-			if s.cfg.recompute {
+			if s.cfg.recompute || c.req.kv.missOK {
 				continue
 			}
 		}
@@ -321,7 +336,7 @@ func (c *call) complete() {
 		used := blocksFor(q.computed(), s.cfg.blockSize)
 		s.pool.free(q.grant.blocks[used:]) // fewer tokens than planned
 		blocks := q.grant.blocks[:used]
-		if !c.req.kv.remoteDecode {
+		if !c.req.kv.remoteDecode || c.req.kv.context && q.over() {
 			s.pool.free(blocks)
 			continue
 		}
@@ -341,7 +356,18 @@ func (c *call) keep(q *sequence, blocks []int32) {
 	if q.out.n == 1 {
 		cached = q.local(s.cfg.blockSize)
 	}
-	params, spoilt := c.rule.spoilParams(s.appendHandOver(nil, id, blocks, q.computed(), cached))
+	var params []byte
+	switch s.cfg.connector {
+	case connectorOffload:
+		id = c.req.kv.keepAs
+	case connectorTRTLLM:
+		contextID := strconv.FormatUint(s.random.Uint64()>>2|1<<61, 10) // more than a float holds
+		id = contextID + "/" + c.req.kv.keepAs
+		params = s.appendDisaggregated(nil, contextID, c.req.kv.keepAs)
+	default:
+		params = s.appendHandOver(nil, id, blocks, q.computed(), cached)
+	}
+	params, spoilt := c.rule.spoilParams(params)
 	q.handOver = params
 	if spoilt {
 		s.pool.free(blocks)

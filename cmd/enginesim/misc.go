@@ -104,7 +104,7 @@ func (s *sim) small(w http.ResponseWriter, body []byte) (*request, bool) {
 		writeRaw(w, http.StatusBadRequest, badRequest("1 validation error:\n  {'type': 'json_invalid', 'msg': '%v'}", err).json(apiNone))
 		return q, false
 	}
-	if bad := q.readCommon(false); bad != nil {
+	if bad := q.readCommon(connectorNone); bad != nil {
 		writeRaw(w, bad.status, bad.json(apiNone))
 		return q, false
 	}
@@ -252,7 +252,7 @@ func (s *sim) state() state {
 	st := state{
 		EngineID: s.engineID, Role: s.cfg.role, Running: m.running.Load(),
 		Waiting: m.waitingCapacity.Load() + m.waitingDeferred.Load(),
-		Blocks:  all, BlocksUsed: used, BlocksHeld: s.ledger.held.Load(),
+		Blocks:  all, BlocksUsed: used, BlocksHeld: s.held(),
 		Given: s.ledger.given.Load(), Fetched: s.ledger.fetched.Load(), Released: s.ledger.freed.Load(),
 		Expired: s.ledger.expired.Load(), FailedTransfers: m.failedTransfers.Load(), ExternalTokens: m.external.Load(),
 		ViolationsBy: map[string]int64{},
@@ -281,6 +281,9 @@ func (s *sim) serveReset(w http.ResponseWriter, _ *http.Request) {
 	s.records.reset()
 	s.ledger.releaseAll()
 	s.ledger.forget()
+	if s.buffer != nil {
+		s.buffer.reset()
+	}
 	s.pool.resetPrefixCache()
 	m := s.metrics
 	for _, c := range []*counters{&m.violations, &m.roleMismatch, &m.requests, &m.injected} {

@@ -32,6 +32,10 @@ type sim struct {
 	events      *kvEvents // nil: none
 	ledger      *ledger
 	rooms       *rendezvous
+	store       *store
+	buffer      *buffer // nil but on decode engines with the connector lmcache
+	receivers   []net.Listener
+	notifier    notifier
 	peers       *peers
 	metrics     *metrics
 	records     *recorder
@@ -95,6 +99,7 @@ func start(cfg *config, log io.Writer) (*sim, error) {
 		s.engineID = s.random.uuid()
 	}
 	s.ledger, s.rooms = newLedger(s.pool, cfg.lease), newRendezvous()
+	s.store = newStore(s, cfg.store)
 	s.mux = s.routes()
 	var err error
 	if s.side, err = net.Listen("tcp", cfg.sideChannel); err != nil {
@@ -108,14 +113,20 @@ func start(cfg *config, log io.Writer) (*sim, error) {
 		}
 	}
 	go s.acceptSide()
+	if cfg.connector == connectorLMCache && cfg.role != rolePrefill {
+		if err := s.listenLMCache(); err != nil {
+			s.closeSide()
+			return nil, err
+		}
+	}
 	if s.events, err = startKVEvents(cfg); err != nil {
-		_ = s.side.Close()
+		s.closeSide()
 		return nil, err
 	}
 	s.pool.events = s.events
 	s.webAddr = cfg.listen
 	if err := s.openWeb(); err != nil {
-		_ = s.side.Close()
+		s.closeSide()
 		s.events.close()
 		return nil, err
 	}
@@ -221,7 +232,7 @@ func (s *sim) close() {
 	}
 	s.mu.Unlock()
 	_ = web.Close()
-	_ = s.side.Close()
+	s.closeSide()
 	s.events.close()
 	if s.bootstrap != nil {
 		_ = s.bootstrap.Close()
@@ -231,6 +242,23 @@ func (s *sim) close() {
 	}
 	s.peers.close()
 	s.ledger.releaseAll()
+}
+
+// closeSide closes the ports that other engines connect to, and the one to the router.
+func (s *sim) closeSide() {
+	_ = s.side.Close()
+	for _, l := range s.receivers {
+		_ = l.Close()
+	}
+	if s.buffer != nil {
+		s.buffer.reset()
+	}
+	s.notifier.mu.Lock()
+	defer s.notifier.mu.Unlock()
+	if s.notifier.socket != nil {
+		_ = s.notifier.socket.Close()
+		s.notifier.socket = nil
+	}
 }
 
 // shutdown lets running answers end until ctx is over, then cuts.

@@ -24,6 +24,11 @@ const (
 	opRelease
 	opJoin
 	opWho
+	opStorePut // store.go
+	opStoreHas
+	opPrefix // offload.go
+	opAlloc  // lmcache.go, on ports of its own
+	opPush
 
 	maxFrame  = 64 << 20
 	idlePeers = 64 // connections kept for each remote engine
@@ -189,9 +194,15 @@ func (s *sim) serveSide(conn net.Conn) {
 				s.ledger.extend(requestID)
 			}
 		case opRelease:
-			if engineID == s.engineID {
+			if engineID == s.engineID || engineID == "" {
 				s.ledger.release(requestID)
 			}
+		case opPrefix:
+			if blocks := r.words(); r.err == nil {
+				out.uint(uint64(s.pool.prefix(blocks)))
+			}
+		case opStorePut, opStoreHas:
+			s.store.serve(frame[0], &r, &out)
 		}
 		if _, err := conn.Write(out.sealFrame()); err != nil {
 			return

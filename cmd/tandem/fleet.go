@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"log/slog"
 	"net/http"
+	"slices"
 	"time"
 
 	"golang.org/x/sync/errgroup"
@@ -15,6 +16,7 @@ import (
 	"tandem/kvstate"
 	"tandem/kvstate/discovery"
 	"tandem/kvstate/heartbeats"
+	"tandem/kvstate/notices"
 	"tandem/kvstate/redisstore"
 	"tandem/kvstate/scrape"
 	configv1 "tandem/protos/config/v1"
@@ -32,6 +34,7 @@ type fleet struct {
 	store   *redisstore.Store // nil: there is no Redis
 	keys    *kvtransfer.Keys
 	keeping func(context.Context) // keeps the keys in step; nil: nothing does
+	board   *notices.Board        // nil: no pool takes notices
 }
 
 // newFleet fills the state with the configured pools. Names are resolved before it returns, where they can be.
@@ -45,7 +48,9 @@ func newFleet(ctx context.Context, config *configv1.Config, log *slog.Logger) (*
 			if err != nil {
 				return nil, fmt.Errorf("pool %s: %w", p.GetName(), err)
 			}
-			eps = append(eps, kvstate.EndpointSpec{Name: e.GetAddress(), Scheme: e.GetScheme(), Role: role, Group: e.GetGroup(), Transfer: transferOf(e.GetTransfer())})
+			eps = append(eps, kvstate.EndpointSpec{
+				Name: e.GetAddress(), Scheme: e.GetScheme(), Role: role, Group: p.PairsAs(e), Transfer: transferOf(e),
+			})
 		}
 		source := discovery.NewStatic(f.state, spec, eps, log)
 		source.Resolve(ctx)
@@ -61,6 +66,9 @@ func newFleet(ctx context.Context, config *configv1.Config, log *slog.Logger) (*
 		owns = f.store.Owns
 	}
 	f.scraper = scrape.New(f.state, owns, log)
+	if slices.ContainsFunc(config.GetPools(), (*configv1.Pool).TakesNotices) {
+		f.board = notices.NewBoard(0, 0)
+	}
 	f.keys, f.keeping, err = ticketKeys(ctx, config, f.store, log)
 	return f, err
 }
@@ -72,14 +80,37 @@ func registered(peers *kvtransfer.Peers, log *slog.Logger) *heartbeats.Listener 
 	}, peers.Forget, log)
 }
 
-// transferOf is how the other leg's engine reaches an endpoint.
-func transferOf(t *configv1.Transfer) kvstate.Transfer {
+// transferOf is what is configured of an endpoint's side of KV transfer.
+func transferOf(e *configv1.Endpoint) kvstate.Transfer {
 	port := func(n int32) uint16 { return uint16(n) } //nolint:gosec // validated
+	t, r := e.GetTransfer(), e.GetLmcache()
 	return kvstate.Transfer{
-		Host: t.GetHost(), BootstrapPort: port(t.GetBootstrapPort()), KVPort: port(t.GetKvPort()),
-		HandshakePort: port(t.GetHandshakePort()), NotifyPort: port(t.GetNotifyPort()),
-		TP: int(t.GetTensorParallelSize()), DP: int(t.GetDataParallelSize()),
+		Host: t.GetHost(), Release: e.GetRelease(), TP: int(t.GetTensorParallelSize()), DP: int(t.GetDataParallelSize()),
+		BootstrapPort: port(t.GetBootstrapPort()), KVPort: port(t.GetKvPort()),
+		HandshakePort: port(t.GetHandshakePort()), NotifyPort: port(t.GetNotifyPort()), P2PPort: int(t.GetP2PPort()),
+		LMCacheInitPort: int(r.GetInitPort()), LMCacheAllocPort: int(r.GetAllocPort()), LMCacheQueryPort: int(r.GetQueryPort()),
+		BufferTokens: r.GetBufferTokens(),
 	}
+}
+
+// dialect is what the pool's engines speak; nil if they do both by themselves.
+func dialect(p *configv1.Pool, board *notices.Board) (kvtransfer.Dialect, error) {
+	if p.GetKvTransfer() == "none" {
+		return nil, nil //nolint:nilnil // Policy.Dialect says what nil means
+	}
+	o := kvtransfer.Options{
+		Name: p.GetKvTransfer(), Members: p.GetMembers(), ReuseTokenIDs: p.GetNixl().GetReuseTokenIds(),
+		Key: p.GetOrchestrated().GetKey(), Params: p.GetOrchestrated().GetHandOver() == "params",
+		NoticeTimeout: configv1.Duration(p.GetLmcache().GetNoticeTimeout()),
+	}
+	if p.TakesNotices() {
+		o.Arrivals = board
+	}
+	d, err := kvtransfer.New(o)
+	if err != nil {
+		return nil, err
+	}
+	return d, nil
 }
 
 // watch keeps the state up to date until ctx ends.
@@ -104,6 +135,9 @@ func (f *fleet) watch(ctx context.Context) error {
 	if f.keeping != nil {
 		group.Go(func() error { f.keeping(ctx); return nil })
 	}
+	if f.board != nil {
+		group.Go(func() error { f.board.Run(ctx); return nil })
+	}
 	return group.Wait()
 }
 
@@ -117,7 +151,7 @@ func serverOptions(config *configv1.Config, f *fleet, log *slog.Logger) (extproc
 		TicketTTL:      configv1.Duration(config.GetTickets().GetTtl()),
 	}
 	for _, p := range config.GetPools() {
-		policy, err := policyOf(p, log)
+		policy, err := policyOf(p, f.board, log)
 		if err != nil {
 			return o, fmt.Errorf("pool %s: %w", p.GetName(), err)
 		}
@@ -130,7 +164,7 @@ func serverOptions(config *configv1.Config, f *fleet, log *slog.Logger) (extproc
 }
 
 // policyOf is what the server is told of a pool.
-func policyOf(p *configv1.Pool, log *slog.Logger) (policy extproc.Policy, err error) {
+func policyOf(p *configv1.Pool, board *notices.Board, log *slog.Logger) (policy extproc.Policy, err error) {
 	policy = extproc.Policy{
 		Split:           p.GetSplit() != "never",
 		RefuseLong:      p.GetLongPrompts() == "refuse",
@@ -151,9 +185,9 @@ func policyOf(p *configv1.Pool, log *slog.Logger) (policy extproc.Policy, err er
 	policy.Concurrent, policy.Peers = kvtransfer.NewConcurrent(name), kvtransfer.NewPeers(name, log)
 	switch {
 	case name == "nixl-push": // one leg after the other where the engine is not known yet
-		policy.Dialect, err = kvtransfer.New("nixl")
-	case name != "none" && policy.Concurrent == nil:
-		policy.Dialect, err = kvtransfer.New(name)
+		policy.Dialect, err = kvtransfer.New(kvtransfer.Options{Name: "nixl"})
+	case policy.Concurrent == nil:
+		policy.Dialect, err = dialect(p, board)
 	}
 	return policy, err
 }

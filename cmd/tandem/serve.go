@@ -19,6 +19,7 @@ import (
 	"google.golang.org/grpc"
 
 	"tandem/extproc"
+	"tandem/kvstate/notices"
 	configv1 "tandem/protos/config/v1"
 )
 
@@ -28,6 +29,7 @@ func serve(ctx context.Context, args []string, stderr io.Writer) error {
 	flags.SetOutput(stderr)
 	file := flags.String("f", "", "configuration `file` (YAML)")
 	check := flags.Bool("check", false, "validate the configuration and exit")
+	live := flags.Bool("live", false, "with --check: also ask the engines whether they are what the configuration says")
 	linger := flags.Duration("linger", 0, "after SIGTERM, go on accepting for so long while not ready: `time` for health checks to notice")
 	level := flags.String("log", "info", "lowest `level` logged: debug, info, warn, error")
 	if err := flags.Parse(args); err != nil {
@@ -48,6 +50,11 @@ func serve(ctx context.Context, args []string, stderr io.Writer) error {
 		debug.SetGCPercent(400) // what lives is small and what passes through is large; GOGC and GOMEMLIMIT still rule
 	}
 	if *check {
+		if *live {
+			if err := reportLive(ctx, config); err != nil {
+				return fmt.Errorf("%s:\n%w", *file, err)
+			}
+		}
 		fmt.Fprintf(stderr, "%s: valid\n", *file)
 		return nil
 	}
@@ -88,7 +95,12 @@ func runServer(ctx context.Context, config *configv1.Config, linger time.Duratio
 	if err != nil {
 		return err
 	}
-	listeners, err := listen(ctx, config.GetExtProc().GetListen(), config.GetReplan().GetListen(), config.GetAdmin().GetListen())
+	addresses := []string{config.GetExtProc().GetListen(), config.GetReplan().GetListen(), config.GetAdmin().GetListen()}
+	if fleet.board != nil {
+		registerNotices(registry, fleet.board)
+		addresses = append(addresses, config.GetNotices().GetListen())
+	}
+	listeners, err := listen(ctx, addresses...)
 	if err != nil {
 		return err
 	}
@@ -101,8 +113,12 @@ func runServer(ctx context.Context, config *configv1.Config, linger time.Duratio
 	group.Go(func() error { return serveHTTP(admin, listeners[2]) })
 	background, stop := context.WithCancel(context.WithoutCancel(ctx))
 	defer stop()
+	group.Go(func() error { warnLive(background, config, log); return nil })
 	group.Go(func() error { server.Run(background); return nil })
 	group.Go(func() error { return fleet.watch(background) })
+	if fleet.board != nil {
+		group.Go(func() error { return notices.Serve(background, listeners[3], fleet.board, log) })
+	}
 	log.Info("serving", "ext_proc", config.GetExtProc().GetListen(), "pools", len(config.GetPools()), "version", version())
 	health.SetReady(true)
 

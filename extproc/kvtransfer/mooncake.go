@@ -20,7 +20,7 @@ import (
 // examples/disaggregated/mooncake_connector/mooncake_connector_proxy.py of 0.33.0; run against vLLM 0.32.0.
 type mooncake struct{ nixl nixl }
 
-func newMooncake() mooncake { return mooncake{newNIXL()} }
+func newMooncake() mooncake { return mooncake{newNIXL(false)} }
 
 func (mooncake) Name() string       { return "mooncake" }
 func (mooncake) DecodesAlone() bool { return true }
@@ -52,7 +52,7 @@ func (d mooncake) Plan(r *openai.Request, p *openai.Patch, l *Legs) (Told, error
 		return Told{}, fmt.Errorf("engine id of %s: %w", l.Prefill.Addr, err)
 	}
 	transfer := transferID("xfer-", l.ID)
-	d.nixl.Prefill(r, p)
+	d.nixl.Prefill(r, p, nil)
 	p.Set("kv_transfer_params", openai.FieldKVTransferParams,
 		fmt.Appendf(nil, `{"do_remote_decode":true,"do_remote_prefill":false,"transfer_id":%q}`, transfer))
 	return Told{

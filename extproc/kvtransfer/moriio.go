@@ -16,7 +16,7 @@ import (
 // and llm-d's connector_nixlv2.go. Not run: it needs ROCm.
 type moriio struct{ nixl nixl }
 
-func newMoRIIO() moriio { return moriio{newNIXL()} }
+func newMoRIIO() moriio { return moriio{newNIXL(false)} }
 
 // Ports of an engine that was not told others (moriio_common.py). The notify port is the first of one for each rank; the
 // engines add the rank themselves.
@@ -49,7 +49,7 @@ func (d moriio) Plan(r *openai.Request, p *openai.Patch, l *Legs) (Told, error) 
 		return Told{}, err
 	}
 	rank := l.rankOf(l.Prefill.Transfer.DP)
-	d.nixl.Prefill(r, p)
+	d.nixl.Prefill(r, p, nil)
 	p.Set("kv_transfer_params", openai.FieldKVTransferParams, fmt.Appendf(nil,
 		`{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,"remote_block_ids":null,"transfer_id":%q,%s}`, transfer, toDecode))
 	name, err := quote(nil, bareHost(l.Prefill)+":"+strconv.Itoa(int(port(l.Prefill.Transfer.HandshakePort, defaultHandshakePort))))

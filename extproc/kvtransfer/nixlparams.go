@@ -64,7 +64,11 @@ const (
 	allMembers = 1<<iota - 1
 )
 
+// missing names the first that is not there; remote_request_id last, since it alone has an excuse.
 func (m pullMembers) missing() error {
+	if m == allMembers&^memberRequest {
+		return errNoRequestID
+	}
 	for i, name := range [...]string{"do_remote_prefill", "remote_block_ids", "remote_engine_id", "remote_request_id", "remote_host", "remote_port"} {
 		if m&(1<<i) == 0 {
 			return fmt.Errorf("%s is missing", name)
@@ -83,7 +87,7 @@ func (p *pull) member(seen *pullMembers, key, value []byte, at int) error {
 			err = refuse(key, value, "true")
 		}
 	case "remote_block_ids":
-		if is, err = memberBlocks, checkBlockIDs(value); err != nil {
+		if is, err = memberBlocks, checkBlockIDs(value); err != nil && !errors.Is(err, errNoBlocks) {
 			err = fmt.Errorf("remote_block_ids: %w", err)
 		}
 	case "remote_engine_id":
@@ -172,7 +176,7 @@ func checkBlockIDs(value []byte) error {
 		ids += n
 	}
 	if ids == 0 {
-		return errors.New("not one block id in it")
+		return errNoBlocks
 	}
 	return nil
 }

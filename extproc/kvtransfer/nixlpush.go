@@ -23,7 +23,7 @@ import (
 // of vLLM 0.24.0 to 0.33.0; run against vLLM 0.32.0.
 type nixlPush struct{ nixl nixl }
 
-func newNIXLPush() nixlPush { return nixlPush{newNIXL()} }
+func newNIXLPush() nixlPush { return nixlPush{newNIXL(false)} }
 
 func (nixlPush) Name() string       { return "nixl-push" }
 func (nixlPush) DecodesAlone() bool { return true }
@@ -57,7 +57,7 @@ func (d nixlPush) Plan(r *openai.Request, p *openai.Patch, l *Legs) (Told, error
 		}
 	}
 	id := l.RequestID + transferID(".", l.ID)
-	d.nixl.Prefill(r, p)
+	d.nixl.Prefill(r, p, nil)
 	var own []byte
 	if r.API() == openai.Responses { // vLLM: ResponsesRequest.request_id, random where the body has none
 		name := strconv.AppendQuote(nil, transferID("resp_", l.ID))

@@ -25,7 +25,7 @@ import (
 // VLLM_DISABLE_REQUEST_ID_RANDOMIZATION=1 (which exists from 0.17).
 type p2pNCCL struct{ nixl nixl }
 
-func newP2PNCCL() p2pNCCL { return p2pNCCL{newNIXL()} }
+func newP2PNCCL() p2pNCCL { return p2pNCCL{newNIXL(false)} }
 
 func (p2pNCCL) Name() string         { return "p2p-nccl" }
 func (p2pNCCL) DecodesAlone() bool   { return false }
@@ -51,7 +51,7 @@ func (d p2pNCCL) Plan(r *openai.Request, p *openai.Patch, l *Legs) (Told, error)
 	if err != nil {
 		return Told{}, err
 	}
-	d.nixl.Prefill(r, p)
+	d.nixl.Prefill(r, p, nil)
 	p.Set("kv_transfer_params", openai.FieldKVTransferParams, []byte("null")) // which it does not read
 	return Told{Decode: []byte(`"kv_transfer_params":null`), RequestID: "___prefill_addr_" + from + "___decode_addr_" + to + transferID("_", l.ID)}, nil
 }

@@ -63,7 +63,6 @@ type Ticket struct {
 	Decode       string    // address ip:port
 	Reservations [2]uint64 // of Prefill and Decode
 	Split        bool      // the request goes over two legs
-	Stream       bool      // the client wants the answer streamed
 
 	Redirects int      // that Envoy has followed for this request
 	Prefills  int      // prefill legs that were sent
@@ -72,6 +71,9 @@ type Ticket struct {
 
 	Undo      openai.Edits // turns the body of the leg back into the client's
 	BodyBytes int          // length of the body that Undo applies to; 0: not known
+
+	Stream      bool // the client wants a stream ...
+	StreamUsage bool // ... with usage at its end
 
 	PromptTokens int64
 	Params       []byte   // of the hand-over, for D

@@ -32,6 +32,7 @@ const (
 	fieldParamsRef          protowire.Number = 18
 	fieldPackedParams       protowire.Number = 19
 	fieldStream             protowire.Number = 20
+	fieldStreamUsage        protowire.Number = 21
 
 	fieldEditStart protowire.Number = 1
 	fieldEditEnd   protowire.Number = 2
@@ -70,6 +71,7 @@ func appendTicket(b []byte, t *Ticket) []byte {
 	b = appendNumber(b, fieldBodyBytes, uint64(t.BodyBytes))
 	b = appendNumber(b, fieldPromptTokens, uint64(t.PromptTokens))
 	b = appendNumber(b, fieldStream, protowire.EncodeBool(t.Stream))
+	b = appendNumber(b, fieldStreamUsage, protowire.EncodeBool(t.StreamUsage))
 	if t.ParamsRef != ([16]byte{}) {
 		b = appendBytes(b, fieldParamsRef, t.ParamsRef[:])
 	}
@@ -202,7 +204,7 @@ func parseTicket(t *Ticket, b []byte) error {
 func (t *Ticket) setNumber(f protowire.Number, v uint64) error {
 	limit := uint64(1<<63 - 1)
 	switch f {
-	case fieldStage, fieldSplit, fieldStream:
+	case fieldStage, fieldSplit, fieldStream, fieldStreamUsage:
 		limit = 255
 	case fieldRedirects, fieldPrefills:
 		limit = maxCount
@@ -223,6 +225,8 @@ func (t *Ticket) setNumber(f protowire.Number, v uint64) error {
 		t.Split = v != 0
 	case fieldStream:
 		t.Stream = v != 0
+	case fieldStreamUsage:
+		t.StreamUsage = v != 0
 	case fieldRedirects:
 		t.Redirects = int(v)
 	case fieldPrefills:

@@ -7,6 +7,7 @@ type Answer struct {
 	Params       []byte // kv_transfer_params as it stands in the answer; nil: absent or null. Refers to the answer
 	PromptTokens int64  // -1: not said
 	CachedTokens int64  // of the prompt's, those that the prefix cache had; -1: not said
+	TokenIDs     []byte // prompt_token_ids as it stands; nil: absent or null. Refers to the answer
 }
 
 // ScanAnswer reads an engine's JSON answer to any of the APIs. It validates all of it.
@@ -21,6 +22,8 @@ func ScanAnswer(body []byte) (Answer, error) {
 		switch {
 		case m.field == FieldKVTransferParams && present(d.text(m)):
 			a.Params = d.text(m)
+		case string(d.key(m)) == "prompt_token_ids" && present(d.text(m)):
+			a.TokenIDs = d.text(m)
 		case string(d.key(m)) == "usage":
 			a.readUsage(d.text(m))
 		case string(d.key(m)) == "meta_info": // SGLang's /generate

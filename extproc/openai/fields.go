@@ -53,6 +53,7 @@ const (
 	FieldBootstrapHost // SGLang's; a client must not send these three
 	FieldBootstrapPort
 	FieldBootstrapRoom
+	FieldDisaggregatedParams
 	FieldReturnLogprob // SGLang
 	fieldControl       // any other member that a client must not send
 	fieldVLLMXArgs     // vllm_xargs: becomes extra_args in vLLM
@@ -155,6 +156,8 @@ func fieldOf(key []byte) Field { //nolint:funlen // one line a name
 		return FieldBootstrapRoom
 	case "return_logprob":
 		return FieldReturnLogprob
+	case "disaggregated_params":
+		return FieldDisaggregatedParams
 	case "vllm_xargs":
 		return fieldVLLMXArgs
 	case "extra_args":
@@ -171,19 +174,20 @@ func fieldOf(key []byte) Field { //nolint:funlen // one line a name
 func isControl(key string) bool {
 	switch key {
 	case "ec_transfer_params",
-		"routed_dp_rank", "disagg_prefill_dp_rank", "data_parallel_rank",
-		"disaggregated_params",
-		"disagg_prefill_resp",
+		"routed_dp_rank", "data_parallel_rank",
+		"prompt_token_ids", // beside messages it takes their place, so what was routed would not be what is computed
 		"nvext":
 		return true
 	}
-	return strings.HasPrefix(key, "bootstrap_") // SGLang's host, port, room and what will follow
+	// SGLang's host, port, room and what will follow; its disagg_prefill_dp_rank, TensorRT-LLM's disagg_request_id, and
+	// disagg_prefill_resp or whatever else an orchestrated pool calls it.
+	return strings.HasPrefix(key, "bootstrap_") || strings.HasPrefix(key, "disagg_")
 }
 
 // control reports whether a member is not the client's to send.
 func (f Field) control() bool {
 	switch f {
-	case FieldKVTransferParams, FieldBootstrapHost, FieldBootstrapPort, FieldBootstrapRoom, fieldControl:
+	case FieldKVTransferParams, FieldDisaggregatedParams, FieldBootstrapHost, FieldBootstrapPort, FieldBootstrapRoom, fieldControl:
 		return true
 	}
 	return false

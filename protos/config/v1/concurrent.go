@@ -33,7 +33,9 @@ func (v *validator) transfer(path string, p *Pool, e *Endpoint) {
 	}
 	path += ".transfer"
 	if !Concurrent(p) {
-		v.warn(path, "has no effect with kvTransfer %s: those engines tell each other", p.KvTransfer)
+		if t.BootstrapPort != 0 || t.KvPort != 0 || t.HandshakePort != 0 || t.NotifyPort != 0 {
+			v.warn(path, "its ports have no effect with kvTransfer %s: those engines tell each other", p.KvTransfer)
+		}
 		return
 	}
 	if strings.ContainsAny(t.Host, "[]\"\\/ ") {

@@ -39,7 +39,9 @@ type Config struct {
 	// The seal of what travels with a request.
 	Tickets *Tickets `protobuf:"bytes,6,opt,name=tickets,proto3" json:"tickets,omitempty"`
 	// At least one.
-	Pools         []*Pool `protobuf:"bytes,7,rep,name=pools,proto3" json:"pools,omitempty"`
+	Pools []*Pool `protobuf:"bytes,7,rep,name=pools,proto3" json:"pools,omitempty"`
+	// Where LMCache's prefill engines say that KV has arrived. Absent: as its defaults say, if a pool needs it.
+	Notices       *Notices `protobuf:"bytes,20,opt,name=notices,proto3" json:"notices,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -123,6 +125,58 @@ func (x *Config) GetPools() []*Pool {
 	return nil
 }
 
+func (x *Config) GetNotices() *Notices {
+	if x != nil {
+		return x.Notices
+	}
+	return nil
+}
+
+type Notices struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// ZeroMQ PULL: pd_proxy_host and pd_proxy_port of the engines (LMCache). Default 127.0.0.1:7500.
+	Listen        string `protobuf:"bytes,1,opt,name=listen,proto3" json:"listen,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Notices) Reset() {
+	*x = Notices{}
+	mi := &file_config_v1_config_proto_msgTypes[1]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Notices) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Notices) ProtoMessage() {}
+
+func (x *Notices) ProtoReflect() protoreflect.Message {
+	mi := &file_config_v1_config_proto_msgTypes[1]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Notices.ProtoReflect.Descriptor instead.
+func (*Notices) Descriptor() ([]byte, []int) {
+	return file_config_v1_config_proto_rawDescGZIP(), []int{1}
+}
+
+func (x *Notices) GetListen() string {
+	if x != nil {
+		return x.Listen
+	}
+	return ""
+}
+
 type ExtProc struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// gRPC: external processor, access log, health. Default 127.0.0.1:9002.
@@ -137,7 +191,7 @@ type ExtProc struct {
 
 func (x *ExtProc) Reset() {
 	*x = ExtProc{}
-	mi := &file_config_v1_config_proto_msgTypes[1]
+	mi := &file_config_v1_config_proto_msgTypes[2]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -149,7 +203,7 @@ func (x *ExtProc) String() string {
 func (*ExtProc) ProtoMessage() {}
 
 func (x *ExtProc) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[1]
+	mi := &file_config_v1_config_proto_msgTypes[2]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -162,7 +216,7 @@ func (x *ExtProc) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ExtProc.ProtoReflect.Descriptor instead.
 func (*ExtProc) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{1}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{2}
 }
 
 func (x *ExtProc) GetListen() string {
@@ -200,7 +254,7 @@ type Tls struct {
 
 func (x *Tls) Reset() {
 	*x = Tls{}
-	mi := &file_config_v1_config_proto_msgTypes[2]
+	mi := &file_config_v1_config_proto_msgTypes[3]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -212,7 +266,7 @@ func (x *Tls) String() string {
 func (*Tls) ProtoMessage() {}
 
 func (x *Tls) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[2]
+	mi := &file_config_v1_config_proto_msgTypes[3]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -225,7 +279,7 @@ func (x *Tls) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Tls.ProtoReflect.Descriptor instead.
 func (*Tls) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{2}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{3}
 }
 
 func (x *Tls) GetCertFile() string {
@@ -259,7 +313,7 @@ type Listener struct {
 
 func (x *Listener) Reset() {
 	*x = Listener{}
-	mi := &file_config_v1_config_proto_msgTypes[3]
+	mi := &file_config_v1_config_proto_msgTypes[4]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -271,7 +325,7 @@ func (x *Listener) String() string {
 func (*Listener) ProtoMessage() {}
 
 func (x *Listener) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[3]
+	mi := &file_config_v1_config_proto_msgTypes[4]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -284,7 +338,7 @@ func (x *Listener) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Listener.ProtoReflect.Descriptor instead.
 func (*Listener) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{3}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{4}
 }
 
 func (x *Listener) GetListen() string {
@@ -325,7 +379,7 @@ type Envoy struct {
 
 func (x *Envoy) Reset() {
 	*x = Envoy{}
-	mi := &file_config_v1_config_proto_msgTypes[4]
+	mi := &file_config_v1_config_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -337,7 +391,7 @@ func (x *Envoy) String() string {
 func (*Envoy) ProtoMessage() {}
 
 func (x *Envoy) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[4]
+	mi := &file_config_v1_config_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -350,7 +404,7 @@ func (x *Envoy) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Envoy.ProtoReflect.Descriptor instead.
 func (*Envoy) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{4}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{5}
 }
 
 func (x *Envoy) GetListen() string {
@@ -433,7 +487,7 @@ type ClientTls struct {
 
 func (x *ClientTls) Reset() {
 	*x = ClientTls{}
-	mi := &file_config_v1_config_proto_msgTypes[5]
+	mi := &file_config_v1_config_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -445,7 +499,7 @@ func (x *ClientTls) String() string {
 func (*ClientTls) ProtoMessage() {}
 
 func (x *ClientTls) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[5]
+	mi := &file_config_v1_config_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -458,7 +512,7 @@ func (x *ClientTls) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ClientTls.ProtoReflect.Descriptor instead.
 func (*ClientTls) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{5}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *ClientTls) GetCaFile() string {
@@ -500,7 +554,7 @@ type State struct {
 
 func (x *State) Reset() {
 	*x = State{}
-	mi := &file_config_v1_config_proto_msgTypes[6]
+	mi := &file_config_v1_config_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -512,7 +566,7 @@ func (x *State) String() string {
 func (*State) ProtoMessage() {}
 
 func (x *State) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[6]
+	mi := &file_config_v1_config_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -525,7 +579,7 @@ func (x *State) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use State.ProtoReflect.Descriptor instead.
 func (*State) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{6}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *State) GetRedis() *Redis {
@@ -561,7 +615,7 @@ type Redis struct {
 
 func (x *Redis) Reset() {
 	*x = Redis{}
-	mi := &file_config_v1_config_proto_msgTypes[7]
+	mi := &file_config_v1_config_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -573,7 +627,7 @@ func (x *Redis) String() string {
 func (*Redis) ProtoMessage() {}
 
 func (x *Redis) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[7]
+	mi := &file_config_v1_config_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -586,7 +640,7 @@ func (x *Redis) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Redis.ProtoReflect.Descriptor instead.
 func (*Redis) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{7}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *Redis) GetUrl() string {
@@ -661,7 +715,7 @@ type RedisTls struct {
 
 func (x *RedisTls) Reset() {
 	*x = RedisTls{}
-	mi := &file_config_v1_config_proto_msgTypes[8]
+	mi := &file_config_v1_config_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -673,7 +727,7 @@ func (x *RedisTls) String() string {
 func (*RedisTls) ProtoMessage() {}
 
 func (x *RedisTls) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[8]
+	mi := &file_config_v1_config_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -686,7 +740,7 @@ func (x *RedisTls) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RedisTls.ProtoReflect.Descriptor instead.
 func (*RedisTls) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{8}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *RedisTls) GetCaFile() string {
@@ -730,7 +784,7 @@ type Tickets struct {
 
 func (x *Tickets) Reset() {
 	*x = Tickets{}
-	mi := &file_config_v1_config_proto_msgTypes[9]
+	mi := &file_config_v1_config_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -742,7 +796,7 @@ func (x *Tickets) String() string {
 func (*Tickets) ProtoMessage() {}
 
 func (x *Tickets) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[9]
+	mi := &file_config_v1_config_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -755,7 +809,7 @@ func (x *Tickets) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Tickets.ProtoReflect.Descriptor instead.
 func (*Tickets) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{9}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *Tickets) GetKeyFile() string {
@@ -778,8 +832,8 @@ type Pool struct {
 	Name string `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
 	// Names that requests ask for; "*" takes any. Default ["*"].
 	Models []string `protobuf:"bytes,2,rep,name=models,proto3" json:"models,omitempty"`
-	// The engines' KV transfer dialect: nixl, nixl-push, mooncake, moriio, p2p-nccl, sglang, or none for engines that do both by themselves
-	// (docs/protocols.md). Required.
+	// The engines' KV transfer dialect: lmcache, mooncake, moriio, multi, nixl, nixl-push, offload, orchestrated, p2p-nccl, sglang,
+	// shared, trtllm, or none for engines that do both by themselves. docs/protocols.md says which engine speaks which. Required.
 	KvTransfer string `protobuf:"bytes,3,opt,name=kv_transfer,json=kvTransfer,proto3" json:"kv_transfer,omitempty"`
 	// always: every request that may be split is; never: none; auto: what is cheaper (until there is a cost model: always).
 	// Default auto.
@@ -811,14 +865,22 @@ type Pool struct {
 	// Absent: by nothing; a prompt's own prefix finds its endpoint in any case.
 	Session *SessionKey `protobuf:"bytes,13,opt,name=session,proto3" json:"session,omitempty"`
 	// P2P-NCCL: where the engines register (their proxy_ip and proxy_port; ZeroMQ). Absent: transfer.kvPort of each endpoint.
-	Registration  *Registration `protobuf:"bytes,20,opt,name=registration,proto3" json:"registration,omitempty"`
+	Registration *Registration `protobuf:"bytes,24,opt,name=registration,proto3" json:"registration,omitempty"`
+	// With kvTransfer lmcache.
+	Lmcache *LMCache `protobuf:"bytes,20,opt,name=lmcache,proto3" json:"lmcache,omitempty"`
+	// With kvTransfer orchestrated.
+	Orchestrated *Orchestrated `protobuf:"bytes,21,opt,name=orchestrated,proto3" json:"orchestrated,omitempty"`
+	// With kvTransfer multi, the members of vLLM's MultiConnector: some of nixl, offload, shared. Required there.
+	Members []string `protobuf:"bytes,22,rep,name=members,proto3" json:"members,omitempty"`
+	// With kvTransfer nixl.
+	Nixl          *NIXL `protobuf:"bytes,23,opt,name=nixl,proto3" json:"nixl,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Pool) Reset() {
 	*x = Pool{}
-	mi := &file_config_v1_config_proto_msgTypes[10]
+	mi := &file_config_v1_config_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -830,7 +892,7 @@ func (x *Pool) String() string {
 func (*Pool) ProtoMessage() {}
 
 func (x *Pool) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[10]
+	mi := &file_config_v1_config_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -843,7 +905,7 @@ func (x *Pool) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Pool.ProtoReflect.Descriptor instead.
 func (*Pool) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{10}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *Pool) GetName() string {
@@ -944,6 +1006,34 @@ func (x *Pool) GetRegistration() *Registration {
 	return nil
 }
 
+func (x *Pool) GetLmcache() *LMCache {
+	if x != nil {
+		return x.Lmcache
+	}
+	return nil
+}
+
+func (x *Pool) GetOrchestrated() *Orchestrated {
+	if x != nil {
+		return x.Orchestrated
+	}
+	return nil
+}
+
+func (x *Pool) GetMembers() []string {
+	if x != nil {
+		return x.Members
+	}
+	return nil
+}
+
+func (x *Pool) GetNixl() *NIXL {
+	if x != nil {
+		return x.Nixl
+	}
+	return nil
+}
+
 type Registration struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// ip:port; on an address that only the engines reach, for whoever reaches it can name an engine's address. Required.
@@ -954,7 +1044,7 @@ type Registration struct {
 
 func (x *Registration) Reset() {
 	*x = Registration{}
-	mi := &file_config_v1_config_proto_msgTypes[11]
+	mi := &file_config_v1_config_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -966,7 +1056,7 @@ func (x *Registration) String() string {
 func (*Registration) ProtoMessage() {}
 
 func (x *Registration) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[11]
+	mi := &file_config_v1_config_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -979,7 +1069,7 @@ func (x *Registration) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Registration.ProtoReflect.Descriptor instead.
 func (*Registration) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{11}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *Registration) GetListen() string {
@@ -1004,7 +1094,7 @@ type SessionKey struct {
 
 func (x *SessionKey) Reset() {
 	*x = SessionKey{}
-	mi := &file_config_v1_config_proto_msgTypes[12]
+	mi := &file_config_v1_config_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1016,7 +1106,7 @@ func (x *SessionKey) String() string {
 func (*SessionKey) ProtoMessage() {}
 
 func (x *SessionKey) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[12]
+	mi := &file_config_v1_config_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1029,7 +1119,7 @@ func (x *SessionKey) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SessionKey.ProtoReflect.Descriptor instead.
 func (*SessionKey) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{12}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *SessionKey) GetHeader() string {
@@ -1053,6 +1143,163 @@ func (x *SessionKey) GetBody() string {
 	return ""
 }
 
+type NIXL struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Chats: decode is sent the token ids that prefill made of the messages, so that a chat template which prints the time, or
+	// the like, does not make them differ. Needs vLLM 0.32 or newer on both sides. Default false.
+	ReuseTokenIds bool `protobuf:"varint,1,opt,name=reuse_token_ids,json=reuseTokenIds,proto3" json:"reuse_token_ids,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *NIXL) Reset() {
+	*x = NIXL{}
+	mi := &file_config_v1_config_proto_msgTypes[14]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *NIXL) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*NIXL) ProtoMessage() {}
+
+func (x *NIXL) ProtoReflect() protoreflect.Message {
+	mi := &file_config_v1_config_proto_msgTypes[14]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use NIXL.ProtoReflect.Descriptor instead.
+func (*NIXL) Descriptor() ([]byte, []int) {
+	return file_config_v1_config_proto_rawDescGZIP(), []int{14}
+}
+
+func (x *NIXL) GetReuseTokenIds() bool {
+	if x != nil {
+		return x.ReuseTokenIds
+	}
+	return false
+}
+
+type LMCache struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// How long a prefill engine's notice is waited for after its answer; then decode computes what it lacks. Also how long a
+	// prompt waits for room in a receiver's buffer. At most 25s. Default 10s.
+	NoticeTimeout string `protobuf:"bytes,1,opt,name=notice_timeout,json=noticeTimeout,proto3" json:"notice_timeout,omitempty"`
+	// The engines send no notices (pd_skip_proxy_notification): decode goes on when prefill has answered. Default false.
+	SkipNotices   bool `protobuf:"varint,2,opt,name=skip_notices,json=skipNotices,proto3" json:"skip_notices,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *LMCache) Reset() {
+	*x = LMCache{}
+	mi := &file_config_v1_config_proto_msgTypes[15]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *LMCache) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*LMCache) ProtoMessage() {}
+
+func (x *LMCache) ProtoReflect() protoreflect.Message {
+	mi := &file_config_v1_config_proto_msgTypes[15]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use LMCache.ProtoReflect.Descriptor instead.
+func (*LMCache) Descriptor() ([]byte, []int) {
+	return file_config_v1_config_proto_rawDescGZIP(), []int{15}
+}
+
+func (x *LMCache) GetNoticeTimeout() string {
+	if x != nil {
+		return x.NoticeTimeout
+	}
+	return ""
+}
+
+func (x *LMCache) GetSkipNotices() bool {
+	if x != nil {
+		return x.SkipNotices
+	}
+	return false
+}
+
+type Orchestrated struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The member under which decode is sent prefill's answer. It begins with disagg_, which is cut from what clients send.
+	// Default disagg_prefill_resp.
+	Key string `protobuf:"bytes,1,opt,name=key,proto3" json:"key,omitempty"`
+	// What decode is sent: answer, all of it under key; or params, the answer's kv_transfer_params under that name. Default
+	// answer.
+	HandOver      string `protobuf:"bytes,2,opt,name=hand_over,json=handOver,proto3" json:"hand_over,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Orchestrated) Reset() {
+	*x = Orchestrated{}
+	mi := &file_config_v1_config_proto_msgTypes[16]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Orchestrated) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Orchestrated) ProtoMessage() {}
+
+func (x *Orchestrated) ProtoReflect() protoreflect.Message {
+	mi := &file_config_v1_config_proto_msgTypes[16]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Orchestrated.ProtoReflect.Descriptor instead.
+func (*Orchestrated) Descriptor() ([]byte, []int) {
+	return file_config_v1_config_proto_rawDescGZIP(), []int{16}
+}
+
+func (x *Orchestrated) GetKey() string {
+	if x != nil {
+		return x.Key
+	}
+	return ""
+}
+
+func (x *Orchestrated) GetHandOver() string {
+	if x != nil {
+		return x.HandOver
+	}
+	return ""
+}
+
 type PrefillTimeout struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// For any prompt, however short. Default 10s.
@@ -1066,7 +1313,7 @@ type PrefillTimeout struct {
 
 func (x *PrefillTimeout) Reset() {
 	*x = PrefillTimeout{}
-	mi := &file_config_v1_config_proto_msgTypes[13]
+	mi := &file_config_v1_config_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1078,7 +1325,7 @@ func (x *PrefillTimeout) String() string {
 func (*PrefillTimeout) ProtoMessage() {}
 
 func (x *PrefillTimeout) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[13]
+	mi := &file_config_v1_config_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1091,7 +1338,7 @@ func (x *PrefillTimeout) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PrefillTimeout.ProtoReflect.Descriptor instead.
 func (*PrefillTimeout) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{13}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *PrefillTimeout) GetBase() string {
@@ -1119,14 +1366,19 @@ type Endpoint struct {
 	// Endpoints with a group only pair within it.
 	Group string `protobuf:"bytes,4,opt,name=group,proto3" json:"group,omitempty"`
 	// How the engine of the other leg reaches this one's KV cache. Absent: the host of address, the engine's own ports.
-	Transfer      *Transfer `protobuf:"bytes,20,opt,name=transfer,proto3" json:"transfer,omitempty"`
+	Transfer *Transfer `protobuf:"bytes,20,opt,name=transfer,proto3" json:"transfer,omitempty"`
+	// Release of the engine, as 0.32.0. Endpoints pair only with the same one, so all of a pool have it or none. Absent: taken
+	// for alike.
+	Release string `protobuf:"bytes,10,opt,name=release,proto3" json:"release,omitempty"`
+	// With kvTransfer lmcache, on endpoints that decode.
+	Lmcache       *LMCacheReceiver `protobuf:"bytes,13,opt,name=lmcache,proto3" json:"lmcache,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Endpoint) Reset() {
 	*x = Endpoint{}
-	mi := &file_config_v1_config_proto_msgTypes[14]
+	mi := &file_config_v1_config_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1138,7 +1390,7 @@ func (x *Endpoint) String() string {
 func (*Endpoint) ProtoMessage() {}
 
 func (x *Endpoint) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[14]
+	mi := &file_config_v1_config_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1151,7 +1403,7 @@ func (x *Endpoint) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Endpoint.ProtoReflect.Descriptor instead.
 func (*Endpoint) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{14}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *Endpoint) GetAddress() string {
@@ -1189,6 +1441,20 @@ func (x *Endpoint) GetTransfer() *Transfer {
 	return nil
 }
 
+func (x *Endpoint) GetRelease() string {
+	if x != nil {
+		return x.Release
+	}
+	return ""
+}
+
+func (x *Endpoint) GetLmcache() *LMCacheReceiver {
+	if x != nil {
+		return x.Lmcache
+	}
+	return nil
+}
+
 // What engines are told of each other where Tandem has to tell them.
 type Transfer struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -1203,17 +1469,21 @@ type Transfer struct {
 	HandshakePort int32 `protobuf:"varint,4,opt,name=handshake_port,json=handshakePort,proto3" json:"handshake_port,omitempty"`
 	// MoRIIO: notify_port, of the first rank. Default 61005.
 	NotifyPort int32 `protobuf:"varint,5,opt,name=notify_port,json=notifyPort,proto3" json:"notify_port,omitempty"`
-	// MoRIIO: ranks of the engine's tensor parallelism. Default 1; a false number gives wrong text.
+	// Ranks of the engine's tensor parallelism. With kvTransfer lmcache endpoints only pair with as many; with moriio a false
+	// number gives wrong text. Default 1.
 	TensorParallelSize int32 `protobuf:"varint,6,opt,name=tensor_parallel_size,json=tensorParallelSize,proto3" json:"tensor_parallel_size,omitempty"`
 	// MoRIIO: ranks of the engine's data parallelism behind this one address. Default 1.
 	DataParallelSize int32 `protobuf:"varint,7,opt,name=data_parallel_size,json=dataParallelSize,proto3" json:"data_parallel_size,omitempty"`
-	unknownFields    protoimpl.UnknownFields
-	sizeCache        protoimpl.SizeCache
+	// With kvTransfer offload, on endpoints that prefill: the port of the P2P tier (VLLM_P2P_SIDE_CHANNEL_PORT, plus the
+	// data-parallel rank). Default 5710.
+	P2PPort       int32 `protobuf:"varint,8,opt,name=p2p_port,json=p2pPort,proto3" json:"p2p_port,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Transfer) Reset() {
 	*x = Transfer{}
-	mi := &file_config_v1_config_proto_msgTypes[15]
+	mi := &file_config_v1_config_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1225,7 +1495,7 @@ func (x *Transfer) String() string {
 func (*Transfer) ProtoMessage() {}
 
 func (x *Transfer) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[15]
+	mi := &file_config_v1_config_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1238,7 +1508,7 @@ func (x *Transfer) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Transfer.ProtoReflect.Descriptor instead.
 func (*Transfer) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{15}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *Transfer) GetHost() string {
@@ -1290,11 +1560,92 @@ func (x *Transfer) GetDataParallelSize() int32 {
 	return 0
 }
 
+func (x *Transfer) GetP2PPort() int32 {
+	if x != nil {
+		return x.P2PPort
+	}
+	return 0
+}
+
+// Rank n of a receiver listens n ports above rank 0.
+type LMCacheReceiver struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// pd_peer_init_port of rank 0. Default 7300.
+	InitPort int32 `protobuf:"varint,1,opt,name=init_port,json=initPort,proto3" json:"init_port,omitempty"`
+	// pd_peer_alloc_port of rank 0. Default 7400.
+	AllocPort int32 `protobuf:"varint,2,opt,name=alloc_port,json=allocPort,proto3" json:"alloc_port,omitempty"`
+	// pd_peer_query_port of rank 0, with pd_bidirectional. Absent: there is none.
+	QueryPort int32 `protobuf:"varint,3,opt,name=query_port,json=queryPort,proto3" json:"query_port,omitempty"`
+	// How many tokens' KV the buffer holds: pd_buffer_size by the bytes of a token's KV. Prompts then take turns, and one that
+	// is larger is computed by decode. Several replicas of Tandem each count for themselves. Absent: no limit is kept.
+	BufferTokens  int64 `protobuf:"varint,4,opt,name=buffer_tokens,json=bufferTokens,proto3" json:"buffer_tokens,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *LMCacheReceiver) Reset() {
+	*x = LMCacheReceiver{}
+	mi := &file_config_v1_config_proto_msgTypes[20]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *LMCacheReceiver) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*LMCacheReceiver) ProtoMessage() {}
+
+func (x *LMCacheReceiver) ProtoReflect() protoreflect.Message {
+	mi := &file_config_v1_config_proto_msgTypes[20]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use LMCacheReceiver.ProtoReflect.Descriptor instead.
+func (*LMCacheReceiver) Descriptor() ([]byte, []int) {
+	return file_config_v1_config_proto_rawDescGZIP(), []int{20}
+}
+
+func (x *LMCacheReceiver) GetInitPort() int32 {
+	if x != nil {
+		return x.InitPort
+	}
+	return 0
+}
+
+func (x *LMCacheReceiver) GetAllocPort() int32 {
+	if x != nil {
+		return x.AllocPort
+	}
+	return 0
+}
+
+func (x *LMCacheReceiver) GetQueryPort() int32 {
+	if x != nil {
+		return x.QueryPort
+	}
+	return 0
+}
+
+func (x *LMCacheReceiver) GetBufferTokens() int64 {
+	if x != nil {
+		return x.BufferTokens
+	}
+	return 0
+}
+
 var File_config_v1_config_proto protoreflect.FileDescriptor
 
 const file_config_v1_config_proto_rawDesc = "" +
 	"\n" +
-	"\x16config/v1/config.proto\x12\x10tandem.config.v1\"\xe5\x02\n" +
+	"\x16config/v1/config.proto\x12\x10tandem.config.v1\"\x9a\x03\n" +
 	"\x06Config\x124\n" +
 	"\bext_proc\x18\x01 \x01(\v2\x19.tandem.config.v1.ExtProcR\aextProc\x122\n" +
 	"\x06replan\x18\x02 \x01(\v2\x1a.tandem.config.v1.ListenerR\x06replan\x120\n" +
@@ -1302,7 +1653,10 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\x05envoy\x18\x04 \x01(\v2\x17.tandem.config.v1.EnvoyR\x05envoy\x12-\n" +
 	"\x05state\x18\x05 \x01(\v2\x17.tandem.config.v1.StateR\x05state\x123\n" +
 	"\atickets\x18\x06 \x01(\v2\x19.tandem.config.v1.TicketsR\atickets\x12,\n" +
-	"\x05pools\x18\a \x03(\v2\x16.tandem.config.v1.PoolR\x05pools\"v\n" +
+	"\x05pools\x18\a \x03(\v2\x16.tandem.config.v1.PoolR\x05pools\x123\n" +
+	"\anotices\x18\x14 \x01(\v2\x19.tandem.config.v1.NoticesR\anotices\"!\n" +
+	"\aNotices\x12\x16\n" +
+	"\x06listen\x18\x01 \x01(\tR\x06listen\"v\n" +
 	"\aExtProc\x12\x16\n" +
 	"\x06listen\x18\x01 \x01(\tR\x06listen\x12'\n" +
 	"\x03tls\x18\x02 \x01(\v2\x15.tandem.config.v1.TlsR\x03tls\x12*\n" +
@@ -1350,7 +1704,7 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\bkey_file\x18\x04 \x01(\tR\akeyFile\"6\n" +
 	"\aTickets\x12\x19\n" +
 	"\bkey_file\x18\x01 \x01(\tR\akeyFile\x12\x10\n" +
-	"\x03ttl\x18\x02 \x01(\tR\x03ttl\"\xe6\x04\n" +
+	"\x03ttl\x18\x02 \x01(\tR\x03ttl\"\xa5\x06\n" +
 	"\x04Pool\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x16\n" +
 	"\x06models\x18\x02 \x03(\tR\x06models\x12\x1f\n" +
@@ -1367,23 +1721,38 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\x14stream_start_timeout\x18\v \x01(\tR\x12streamStartTimeout\x12'\n" +
 	"\x0fstranded_blocks\x18\f \x01(\tR\x0estrandedBlocks\x126\n" +
 	"\asession\x18\r \x01(\v2\x1c.tandem.config.v1.SessionKeyR\asession\x12B\n" +
-	"\fregistration\x18\x14 \x01(\v2\x1e.tandem.config.v1.RegistrationR\fregistration\"&\n" +
+	"\fregistration\x18\x18 \x01(\v2\x1e.tandem.config.v1.RegistrationR\fregistration\x123\n" +
+	"\almcache\x18\x14 \x01(\v2\x19.tandem.config.v1.LMCacheR\almcache\x12B\n" +
+	"\forchestrated\x18\x15 \x01(\v2\x1e.tandem.config.v1.OrchestratedR\forchestrated\x12\x18\n" +
+	"\amembers\x18\x16 \x03(\tR\amembers\x12*\n" +
+	"\x04nixl\x18\x17 \x01(\v2\x16.tandem.config.v1.NIXLR\x04nixl\"&\n" +
 	"\fRegistration\x12\x16\n" +
 	"\x06listen\x18\x01 \x01(\tR\x06listen\"P\n" +
 	"\n" +
 	"SessionKey\x12\x16\n" +
 	"\x06header\x18\x01 \x01(\tR\x06header\x12\x16\n" +
 	"\x06cookie\x18\x02 \x01(\tR\x06cookie\x12\x12\n" +
-	"\x04body\x18\x03 \x01(\tR\x04body\"A\n" +
+	"\x04body\x18\x03 \x01(\tR\x04body\".\n" +
+	"\x04NIXL\x12&\n" +
+	"\x0freuse_token_ids\x18\x01 \x01(\bR\rreuseTokenIds\"S\n" +
+	"\aLMCache\x12%\n" +
+	"\x0enotice_timeout\x18\x01 \x01(\tR\rnoticeTimeout\x12!\n" +
+	"\fskip_notices\x18\x02 \x01(\bR\vskipNotices\"=\n" +
+	"\fOrchestrated\x12\x10\n" +
+	"\x03key\x18\x01 \x01(\tR\x03key\x12\x1b\n" +
+	"\thand_over\x18\x02 \x01(\tR\bhandOver\"A\n" +
 	"\x0ePrefillTimeout\x12\x12\n" +
 	"\x04base\x18\x01 \x01(\tR\x04base\x12\x1b\n" +
-	"\tper_token\x18\x02 \x01(\tR\bperToken\"\x9e\x01\n" +
+	"\tper_token\x18\x02 \x01(\tR\bperToken\"\xf5\x01\n" +
 	"\bEndpoint\x12\x18\n" +
 	"\aaddress\x18\x01 \x01(\tR\aaddress\x12\x12\n" +
 	"\x04role\x18\x02 \x01(\tR\x04role\x12\x16\n" +
 	"\x06scheme\x18\x03 \x01(\tR\x06scheme\x12\x14\n" +
 	"\x05group\x18\x04 \x01(\tR\x05group\x126\n" +
-	"\btransfer\x18\x14 \x01(\v2\x1a.tandem.config.v1.TransferR\btransfer\"\x86\x02\n" +
+	"\btransfer\x18\x14 \x01(\v2\x1a.tandem.config.v1.TransferR\btransfer\x12\x18\n" +
+	"\arelease\x18\n" +
+	" \x01(\tR\arelease\x12;\n" +
+	"\almcache\x18\r \x01(\v2!.tandem.config.v1.LMCacheReceiverR\almcache\"\xa1\x02\n" +
 	"\bTransfer\x12\x12\n" +
 	"\x04host\x18\x01 \x01(\tR\x04host\x12%\n" +
 	"\x0ebootstrap_port\x18\x02 \x01(\x05R\rbootstrapPort\x12\x17\n" +
@@ -1392,7 +1761,15 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\vnotify_port\x18\x05 \x01(\x05R\n" +
 	"notifyPort\x120\n" +
 	"\x14tensor_parallel_size\x18\x06 \x01(\x05R\x12tensorParallelSize\x12,\n" +
-	"\x12data_parallel_size\x18\a \x01(\x05R\x10dataParallelSizeB\"Z tandem/protos/config/v1;configv1b\x06proto3"
+	"\x12data_parallel_size\x18\a \x01(\x05R\x10dataParallelSize\x12\x19\n" +
+	"\bp2p_port\x18\b \x01(\x05R\ap2pPort\"\x91\x01\n" +
+	"\x0fLMCacheReceiver\x12\x1b\n" +
+	"\tinit_port\x18\x01 \x01(\x05R\binitPort\x12\x1d\n" +
+	"\n" +
+	"alloc_port\x18\x02 \x01(\x05R\tallocPort\x12\x1d\n" +
+	"\n" +
+	"query_port\x18\x03 \x01(\x05R\tqueryPort\x12#\n" +
+	"\rbuffer_tokens\x18\x04 \x01(\x03R\fbufferTokensB\"Z tandem/protos/config/v1;configv1b\x06proto3"
 
 var (
 	file_config_v1_config_proto_rawDescOnce sync.Once
@@ -1406,48 +1783,58 @@ func file_config_v1_config_proto_rawDescGZIP() []byte {
 	return file_config_v1_config_proto_rawDescData
 }
 
-var file_config_v1_config_proto_msgTypes = make([]protoimpl.MessageInfo, 16)
+var file_config_v1_config_proto_msgTypes = make([]protoimpl.MessageInfo, 21)
 var file_config_v1_config_proto_goTypes = []any{
-	(*Config)(nil),         // 0: tandem.config.v1.Config
-	(*ExtProc)(nil),        // 1: tandem.config.v1.ExtProc
-	(*Tls)(nil),            // 2: tandem.config.v1.Tls
-	(*Listener)(nil),       // 3: tandem.config.v1.Listener
-	(*Envoy)(nil),          // 4: tandem.config.v1.Envoy
-	(*ClientTls)(nil),      // 5: tandem.config.v1.ClientTls
-	(*State)(nil),          // 6: tandem.config.v1.State
-	(*Redis)(nil),          // 7: tandem.config.v1.Redis
-	(*RedisTls)(nil),       // 8: tandem.config.v1.RedisTls
-	(*Tickets)(nil),        // 9: tandem.config.v1.Tickets
-	(*Pool)(nil),           // 10: tandem.config.v1.Pool
-	(*Registration)(nil),   // 11: tandem.config.v1.Registration
-	(*SessionKey)(nil),     // 12: tandem.config.v1.SessionKey
-	(*PrefillTimeout)(nil), // 13: tandem.config.v1.PrefillTimeout
-	(*Endpoint)(nil),       // 14: tandem.config.v1.Endpoint
-	(*Transfer)(nil),       // 15: tandem.config.v1.Transfer
+	(*Config)(nil),          // 0: tandem.config.v1.Config
+	(*Notices)(nil),         // 1: tandem.config.v1.Notices
+	(*ExtProc)(nil),         // 2: tandem.config.v1.ExtProc
+	(*Tls)(nil),             // 3: tandem.config.v1.Tls
+	(*Listener)(nil),        // 4: tandem.config.v1.Listener
+	(*Envoy)(nil),           // 5: tandem.config.v1.Envoy
+	(*ClientTls)(nil),       // 6: tandem.config.v1.ClientTls
+	(*State)(nil),           // 7: tandem.config.v1.State
+	(*Redis)(nil),           // 8: tandem.config.v1.Redis
+	(*RedisTls)(nil),        // 9: tandem.config.v1.RedisTls
+	(*Tickets)(nil),         // 10: tandem.config.v1.Tickets
+	(*Pool)(nil),            // 11: tandem.config.v1.Pool
+	(*Registration)(nil),    // 12: tandem.config.v1.Registration
+	(*SessionKey)(nil),      // 13: tandem.config.v1.SessionKey
+	(*NIXL)(nil),            // 14: tandem.config.v1.NIXL
+	(*LMCache)(nil),         // 15: tandem.config.v1.LMCache
+	(*Orchestrated)(nil),    // 16: tandem.config.v1.Orchestrated
+	(*PrefillTimeout)(nil),  // 17: tandem.config.v1.PrefillTimeout
+	(*Endpoint)(nil),        // 18: tandem.config.v1.Endpoint
+	(*Transfer)(nil),        // 19: tandem.config.v1.Transfer
+	(*LMCacheReceiver)(nil), // 20: tandem.config.v1.LMCacheReceiver
 }
 var file_config_v1_config_proto_depIdxs = []int32{
-	1,  // 0: tandem.config.v1.Config.ext_proc:type_name -> tandem.config.v1.ExtProc
-	3,  // 1: tandem.config.v1.Config.replan:type_name -> tandem.config.v1.Listener
-	3,  // 2: tandem.config.v1.Config.admin:type_name -> tandem.config.v1.Listener
-	4,  // 3: tandem.config.v1.Config.envoy:type_name -> tandem.config.v1.Envoy
-	6,  // 4: tandem.config.v1.Config.state:type_name -> tandem.config.v1.State
-	9,  // 5: tandem.config.v1.Config.tickets:type_name -> tandem.config.v1.Tickets
-	10, // 6: tandem.config.v1.Config.pools:type_name -> tandem.config.v1.Pool
-	2,  // 7: tandem.config.v1.ExtProc.tls:type_name -> tandem.config.v1.Tls
-	5,  // 8: tandem.config.v1.Envoy.ext_proc_tls:type_name -> tandem.config.v1.ClientTls
-	5,  // 9: tandem.config.v1.Envoy.endpoint_tls:type_name -> tandem.config.v1.ClientTls
-	7,  // 10: tandem.config.v1.State.redis:type_name -> tandem.config.v1.Redis
-	8,  // 11: tandem.config.v1.Redis.tls:type_name -> tandem.config.v1.RedisTls
-	13, // 12: tandem.config.v1.Pool.prefill_timeout:type_name -> tandem.config.v1.PrefillTimeout
-	14, // 13: tandem.config.v1.Pool.endpoints:type_name -> tandem.config.v1.Endpoint
-	12, // 14: tandem.config.v1.Pool.session:type_name -> tandem.config.v1.SessionKey
-	11, // 15: tandem.config.v1.Pool.registration:type_name -> tandem.config.v1.Registration
-	15, // 16: tandem.config.v1.Endpoint.transfer:type_name -> tandem.config.v1.Transfer
-	17, // [17:17] is the sub-list for method output_type
-	17, // [17:17] is the sub-list for method input_type
-	17, // [17:17] is the sub-list for extension type_name
-	17, // [17:17] is the sub-list for extension extendee
-	0,  // [0:17] is the sub-list for field type_name
+	2,  // 0: tandem.config.v1.Config.ext_proc:type_name -> tandem.config.v1.ExtProc
+	4,  // 1: tandem.config.v1.Config.replan:type_name -> tandem.config.v1.Listener
+	4,  // 2: tandem.config.v1.Config.admin:type_name -> tandem.config.v1.Listener
+	5,  // 3: tandem.config.v1.Config.envoy:type_name -> tandem.config.v1.Envoy
+	7,  // 4: tandem.config.v1.Config.state:type_name -> tandem.config.v1.State
+	10, // 5: tandem.config.v1.Config.tickets:type_name -> tandem.config.v1.Tickets
+	11, // 6: tandem.config.v1.Config.pools:type_name -> tandem.config.v1.Pool
+	1,  // 7: tandem.config.v1.Config.notices:type_name -> tandem.config.v1.Notices
+	3,  // 8: tandem.config.v1.ExtProc.tls:type_name -> tandem.config.v1.Tls
+	6,  // 9: tandem.config.v1.Envoy.ext_proc_tls:type_name -> tandem.config.v1.ClientTls
+	6,  // 10: tandem.config.v1.Envoy.endpoint_tls:type_name -> tandem.config.v1.ClientTls
+	8,  // 11: tandem.config.v1.State.redis:type_name -> tandem.config.v1.Redis
+	9,  // 12: tandem.config.v1.Redis.tls:type_name -> tandem.config.v1.RedisTls
+	17, // 13: tandem.config.v1.Pool.prefill_timeout:type_name -> tandem.config.v1.PrefillTimeout
+	18, // 14: tandem.config.v1.Pool.endpoints:type_name -> tandem.config.v1.Endpoint
+	13, // 15: tandem.config.v1.Pool.session:type_name -> tandem.config.v1.SessionKey
+	12, // 16: tandem.config.v1.Pool.registration:type_name -> tandem.config.v1.Registration
+	15, // 17: tandem.config.v1.Pool.lmcache:type_name -> tandem.config.v1.LMCache
+	16, // 18: tandem.config.v1.Pool.orchestrated:type_name -> tandem.config.v1.Orchestrated
+	14, // 19: tandem.config.v1.Pool.nixl:type_name -> tandem.config.v1.NIXL
+	19, // 20: tandem.config.v1.Endpoint.transfer:type_name -> tandem.config.v1.Transfer
+	20, // 21: tandem.config.v1.Endpoint.lmcache:type_name -> tandem.config.v1.LMCacheReceiver
+	22, // [22:22] is the sub-list for method output_type
+	22, // [22:22] is the sub-list for method input_type
+	22, // [22:22] is the sub-list for extension type_name
+	22, // [22:22] is the sub-list for extension extendee
+	0,  // [0:22] is the sub-list for field type_name
 }
 
 func init() { file_config_v1_config_proto_init() }
@@ -1461,7 +1848,7 @@ func file_config_v1_config_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_config_v1_config_proto_rawDesc), len(file_config_v1_config_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   16,
+			NumMessages:   21,
 			NumExtensions: 0,
 			NumServices:   0,
 		},

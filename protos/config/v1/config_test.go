@@ -118,13 +118,12 @@ func TestMistakes(t *testing.T) {
 		"role missing":        {edited(", role: decode", ""), []string{"pools[0].endpoints: none of them decodes: at least one needs the role decode or both", "pools[0].endpoints[1].role: is missing: one of prefill, decode, both"}},
 		"unknown field":       {"extproc: {}\n" + least, []string{"extproc: unknown field; did you mean extProc?"}},
 		"unknown deep field":  {edited("role: prefill", "role: prefill, adress: x"), []string{"pools[0].endpoints[0].adress: unknown field; did you mean address?"}},
-		"far from all fields": {"zzzzzzzzzzzz: 1\n" + least, []string{"zzzzzzzzzzzz: unknown field; known here: extProc, replan, admin, envoy, state, tickets, pools"}},
+		"far from all fields": {"zzzzzzzzzzzz: 1\n" + least, []string{"zzzzzzzzzzzz: unknown field; known here: extProc, replan, admin, envoy, state, tickets, pools, notices"}},
 		"proto's spelling":    {"ext_proc: {}\n" + least, []string{"ext_proc: unknown field; did you mean extProc?"}},
-		"a name of two lines": {"\"a\\nb\": 1\n" + least, []string{`"a\nb": unknown field; known here: extProc, replan, admin, envoy, state, tickets, pools`}},
+		"a name of two lines": {"\"a\\nb\": 1\n" + least, []string{`"a\nb": unknown field; known here: extProc, replan, admin, envoy, state, tickets, pools, notices`}},
 		"discovery":           {edited("kvTransfer: nixl", "kvTransfer: nixl\n  discovery: {dns: x}"), []string{"pools[0].discovery: unknown field: not in this release; list the endpoints"}},
-		"later dialect":       {edited("nixl", "lmcache"), []string{"pools[0].kvTransfer: lmcache is not in this release: one of nixl, sglang, mooncake, nixl-push, moriio, p2p-nccl, none"}},
-		"misspelt dialect":    {edited("nixl", "nxil"), []string{`pools[0].kvTransfer: "nxil" is not one of nixl, sglang, mooncake, nixl-push, moriio, p2p-nccl, none (nixl?)`}},
-		"no dialect":          {edited("  kvTransfer: nixl\n", ""), []string{"pools[0].kvTransfer: is missing: one of nixl, sglang, mooncake, nixl-push, moriio, p2p-nccl, none; none is for engines that prefill and decode by themselves"}},
+		"misspelt dialect":    {edited("nixl", "nxil"), []string{`pools[0].kvTransfer: "nxil" is not one of lmcache, mooncake, moriio, multi, nixl, nixl-push, offload, orchestrated, p2p-nccl, sglang, shared, trtllm, none (nixl?)`}},
+		"no dialect":          {edited("  kvTransfer: nixl\n", ""), []string{"pools[0].kvTransfer: is missing: one of lmcache, mooncake, moriio, multi, nixl, nixl-push, offload, orchestrated, p2p-nccl, sglang, shared, trtllm, none; none is for engines that prefill and decode by themselves"}},
 		"no name":             {edited("name: chat", "models: [a]"), []string{"pools[0].name: is missing: what metrics and logs will call the pool"}},
 		"name is a number":    {edited("name: chat", "name: 7"), []string{"pools[0].name: must be text, is the number 7: put it in quotes"}},
 		"empty list item":     {edited("name: chat", "name: chat\n  models: [~]"), []string{"pools[0].models[0]: is empty"}},
@@ -189,7 +188,7 @@ func TestWarnings(t *testing.T) {
 	}{
 		"https":      {edited("role: decode", "role: decode, scheme: https"), []string{"envoy.endpointTls.caFile: is missing: Envoy will take any certificate of https endpoints"}},
 		"no prefill": {edited("role: prefill", "role: decode"), []string{"pools[0].endpoints: none of them prefills, so nothing will be split"}},
-		"groups":     {edited("role: prefill", "role: prefill, group: a"), []string{`pools[0].endpoints[0]: no endpoint that decodes is in its group "a", so it will never be used`}},
+		"groups":     {edited("role: prefill", "role: prefill, group: a"), []string{`pools[0].endpoints[0]: no endpoint that decodes pairs with it (group "a"), so it will never be used`}},
 		"mutual TLS": {"extProc: {tls: {certFile: c, keyFile: k, clientCaFile: a}}\n" + least, []string{
 			"envoy.extProcTls.certFile: is missing: extProc.tls.clientCaFile makes the server refuse an Envoy without a certificate",
 			"envoy.extProcTls.caFile: is missing: Envoy will take any certificate of the external processor"}},
@@ -245,7 +244,7 @@ func TestKindsOfFields(t *testing.T) {
 			switch f.Kind() {
 			case protoreflect.MessageKind:
 				walk(f.Message())
-			case protoreflect.StringKind, protoreflect.Int32Kind, protoreflect.Int64Kind:
+			case protoreflect.StringKind, protoreflect.BoolKind, protoreflect.Int32Kind, protoreflect.Int64Kind:
 			default:
 				t.Errorf("%s: checkValue does not know %s", f.FullName(), f.Kind())
 			}

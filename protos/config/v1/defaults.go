@@ -25,7 +25,18 @@ func setDefaults(c *Config) {
 	}
 	for _, p := range c.Pools {
 		setPoolDefaults(p)
+		if p.TakesNotices() {
+			sub(&c.Notices)
+		}
 	}
+	if c.Notices != nil {
+		or(&c.Notices.Listen, "127.0.0.1:7500")
+	}
+}
+
+// TakesNotices reports whether the pool's engines say when KV has arrived.
+func (p *Pool) TakesNotices() bool {
+	return p.GetKvTransfer() == "lmcache" && !p.GetLmcache().GetSkipNotices()
 }
 
 func setEnvoyDefaults(c *Config) {
@@ -83,6 +94,30 @@ func setPoolDefaults(p *Pool) {
 		or(&e.Scheme, "http")
 		if p.KvTransfer == "none" {
 			or(&e.Role, "both")
+		}
+	}
+	setDialectDefaults(p)
+}
+
+func setDialectDefaults(p *Pool) {
+	switch p.KvTransfer {
+	case "lmcache":
+		sub(&p.Lmcache)
+		or(&p.Lmcache.NoticeTimeout, "10s")
+	case "orchestrated":
+		sub(&p.Orchestrated)
+		or(&p.Orchestrated.Key, "disagg_prefill_resp")
+		or(&p.Orchestrated.HandOver, "answer")
+	}
+	for _, e := range p.Endpoints {
+		if p.KvTransfer == "lmcache" && e.Role != "prefill" {
+			sub(&e.Lmcache)
+			or(&e.Lmcache.InitPort, 7300)
+			or(&e.Lmcache.AllocPort, 7400)
+		}
+		if p.usesP2P() && e.Role != "decode" {
+			sub(&e.Transfer)
+			or(&e.Transfer.P2PPort, 5710)
 		}
 	}
 }

@@ -5,7 +5,6 @@ import (
 	"net"
 	"net/netip"
 	"slices"
-	"strings"
 	"time"
 )
 
@@ -18,7 +17,7 @@ func (v *validator) pool(path string, p *Pool) {
 	}
 	v.names = append(v.names, p.Name)
 	v.modelsOf(path, p)
-	v.dialect(path+".kvTransfer", p.KvTransfer)
+	v.dialect(path, p)
 	v.oneOf(path+".split", p.Split, "always", "auto", "never")
 	v.oneOf(path+".longPrompts", p.LongPrompts, "decodeAlone", "refuse")
 	v.oneOf(path+".onPrefillFailure", p.OnPrefillFailure, "otherPrefill", "decodeAlone", "fail")
@@ -47,32 +46,13 @@ func (v *validator) modelsOf(path string, p *Pool) {
 	}
 }
 
-// laterDialects are those that engines speak and a later release of Tandem will.
-func laterDialects() []string {
-	return []string{"lmcache", "offload", "shared", "orchestrated", "trtllm", "multi"}
-}
-
-// dialects are what kvTransfer may be.
-func dialects() []string { return append([]string{"nixl"}, append(concurrentDialects(), "none")...) }
-
 // concurrentDialects are those whose legs run at once.
 func concurrentDialects() []string {
-	return []string{"sglang", "mooncake", "nixl-push", "moriio", "p2p-nccl"}
+	return []string{"mooncake", "moriio", "nixl-push", "p2p-nccl", "sglang"}
 }
 
 // Concurrent reports whether both legs of a pool's requests run at once.
 func Concurrent(p *Pool) bool { return slices.Contains(concurrentDialects(), p.GetKvTransfer()) }
-
-func (v *validator) dialect(path, name string) {
-	switch {
-	case name == "":
-		v.m.add(path, "is missing: one of %s; none is for engines that prefill and decode by themselves", strings.Join(dialects(), ", "))
-	case slices.Contains(laterDialects(), name):
-		v.m.add(path, "%s is not in this release: one of %s", name, strings.Join(dialects(), ", "))
-	default:
-		v.oneOf(path, name, dialects()...)
-	}
-}
 
 func (v *validator) endpointsOf(path string, p *Pool) {
 	decodes, prefills := false, false
@@ -126,10 +106,10 @@ func (v *validator) notOurs(path string, e seenAddress) {
 func (v *validator) groups(path string, p *Pool) {
 	for i, e := range p.Endpoints {
 		pairs := e.Role != "prefill" || slices.ContainsFunc(p.Endpoints, func(o *Endpoint) bool {
-			return o.Role != "prefill" && o.Group == e.Group
+			return o.Role != "prefill" && p.PairsAs(o) == p.PairsAs(e)
 		})
 		if !pairs {
-			v.warn(fmt.Sprintf("%s[%d]", path, i), "no endpoint that decodes is in its group %q, so it will never be used", e.Group)
+			v.warn(fmt.Sprintf("%s[%d]", path, i), "no endpoint that decodes pairs with it (%s), so it will never be used", p.pairing(e))
 		}
 	}
 }

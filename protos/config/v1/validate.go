@@ -21,6 +21,7 @@ func validate(m *Mistakes, c *Config) (warnings []string) {
 	for i, p := range c.Pools {
 		v.pool(fmt.Sprintf("pools[%d]", i), p)
 	}
+	v.notices(c)
 	v.tlsToEndpoints(c)
 	return v.warnings
 }
@@ -45,6 +46,9 @@ func (v *validator) listeners(c *Config) {
 	v.listen("admin.listen", c.Admin.Listen)
 	v.listen("envoy.listen", c.Envoy.Listen)
 	v.listen("envoy.admin", c.Envoy.Admin)
+	if c.Notices != nil {
+		v.listen("notices.listen", c.Notices.Listen)
+	}
 }
 
 func (v *validator) extProc(c *Config) {
