@@ -1070,7 +1070,8 @@ type Endpoint struct {
 	Release string `protobuf:"bytes,10,opt,name=release,proto3" json:"release,omitempty"`
 	// Tensor-parallel ranks. With kvTransfer lmcache endpoints only pair with as many. Default 1.
 	TensorParallel int32 `protobuf:"varint,11,opt,name=tensor_parallel,json=tensorParallel,proto3" json:"tensor_parallel,omitempty"`
-	// Where other engines reach this one for KV, an IP address or a name. Default: the host of address.
+	// Where other engines reach this one for KV, an IP address or a name. Default: what the engine says of itself (nixl,
+	// orchestrated), or the host of address.
 	TransferHost string `protobuf:"bytes,12,opt,name=transfer_host,json=transferHost,proto3" json:"transfer_host,omitempty"`
 	// With kvTransfer lmcache, on endpoints that decode.
 	Lmcache *LMCacheReceiver `protobuf:"bytes,13,opt,name=lmcache,proto3" json:"lmcache,omitempty"`
