@@ -18,7 +18,7 @@
 // replica serves any of them.
 //
 // Files: message.go, reply.go, wire.go and codec.go are the messages; server.go is the service; route.go and plan.go
-// are passes 1 and 2; leg.go is the prefill leg; replan.go and accesslog.go are the other two doors.
+// are passes 1 and 2; leg.go is the prefill leg, pair.go what some dialects want of both; replan.go and accesslog.go are the other two doors.
 package extproc
 
 // Header names that Tandem and Envoy's configuration agree on (package envoyconfigs writes the other side).

@@ -211,31 +211,6 @@ func (x *exchange) answerClient(t *kvtransfer.Ticket, body []byte) error {
 	return err
 }
 
-// awaitKV waits until what P has sent is with D, where P is one that sends. D goes on without it in the end: it computes
-// what it lacks.
-func (x *exchange) awaitKV(t *kvtransfer.Ticket) {
-	pusher, ok := x.s.Pools[t.Pool].Dialect.(kvtransfer.Pusher)
-	if ok && !pusher.Await(x.stream.Context(), &x.pair) && x.stream.Context().Err() == nil {
-		x.s.Log.Warn("no word that the KV is with decode: it computes what it lacks", "request_id", x.requestID, "prefill", t.Prefill, "decode", t.Decode)
-	}
-}
-
-// peer is what is known of the endpoint at an address, which may have left the pool.
-func (x *exchange) side(pool *kvstate.Pool, addr string) kvtransfer.Side {
-	p := kvtransfer.Side{Addr: addr}
-	if pool != nil {
-		if e := pool.Endpoint(addr); e != nil {
-			p.Transfer = e.Transfer
-		}
-	}
-	return p
-}
-
-// setPair fills x.pair, which lives in the exchange so that dialects may keep a pointer to it on their stack.
-func (x *exchange) setPair(attempt [16]byte, prefill, decode kvtransfer.Side) {
-	x.pair = kvtransfer.Pair{RequestID: x.requestID, Attempt: attempt, Prefill: prefill, Decode: decode}
-}
-
 // prefillFailed makes next the ticket of a request whose prefill is lost.
 func (x *exchange) prefillFailed(pool *kvstate.Pool, next *kvtransfer.Ticket, code int) {
 	next.Stage, next.Params = kvtransfer.Failed, nil

@@ -2,7 +2,6 @@ package extproc
 
 import (
 	"bytes"
-	"context"
 	"crypto/rand"
 	"errors"
 	"fmt"
@@ -216,20 +215,6 @@ func (x *exchange) prefill(pool *kvstate.Pool, policy Policy, c picker.Choice, t
 	return r, "", err
 }
 
-// reserveRoom books D when its buffer has room for what P will push, or says why it has none. Meanwhile nothing is sent.
-func (x *exchange) reserveRoom(d *kvstate.Endpoint, redirects int, tokens, room int64, patience time.Duration) (id kvstate.ReservationID, why string) {
-	if tokens > room {
-		return 0, "buffer_too_small"
-	}
-	ctx, cancel := context.WithTimeout(x.stream.Context(), patience)
-	defer cancel()
-	id, ok := x.s.State.ReserveRoom(ctx, x.s.reservationID(x.bookedAs, redirects, kvstate.RoleDecode), d, tokens, room, sourceOf(x.stream.Context()))
-	if !ok {
-		return 0, "buffer_full"
-	}
-	return id, ""
-}
-
 // decodeAlone writes the one hop that answers the whole request.
 func (x *exchange) decodeAlone(pool *kvstate.Pool, policy Policy, c picker.Choice, tokens int64, a attempt) (route, error) {
 	d := x.view.Endpoints[c.Decode]
@@ -262,45 +247,6 @@ func streamStart(policy Policy, stream bool, computing time.Duration) time.Durat
 		return 0
 	}
 	return policy.StreamStart + computing
-}
-
-// pullPrefix lets a lone decode endpoint fetch the prompt's beginning, where its dialect can and another endpoint has it.
-func (x *exchange) pullPrefix(policy Policy, attempt [16]byte, decode int) (edits, undo openai.Edits) {
-	puller, ok := policy.Dialect.(kvtransfer.PrefixPuller)
-	if !ok {
-		return nil, nil
-	}
-	x.setPair(attempt, kvtransfer.Side{}, kvtransfer.Side{})
-	if x.setSource(policy, decode); x.pair.Source == nil {
-		return nil, nil
-	}
-	x.patch.Reset(&x.req)
-	puller.Pull(&x.patch, &x.pair)
-	edits = x.patch.Edits()
-	x.undo = edits.Inverse(x.undo[:0], x.body.bytes())
-	return edits, x.undo
-}
-
-// pullBlocks is from how many blocks of difference on (of blockBytes each, some 1,000 tokens in all) a prefix is fetched
-// from another endpoint.
-const pullBlocks = 8
-
-// setSource names in x.pair the endpoint that has most of the prompt's beginning, if it is worth more than what the one
-// that computes has itself, and if the dialect can make use of it.
-func (x *exchange) setSource(policy Policy, computes int) {
-	if _, ok := policy.Dialect.(kvtransfer.PrefixPuller); !ok {
-		return
-	}
-	own := &x.view.Endpoints[computes]
-	most := own.Hit + pullBlocks - 1
-	for i := range x.view.Endpoints {
-		c := &x.view.Endpoints[i]
-		if c.Hit > most && c.Usable && c.Endpoint.Role&kvstate.RolePrefill != 0 && c.Endpoint.Group == own.Endpoint.Group {
-			most = c.Hit
-			x.source = kvtransfer.Side{Addr: c.Endpoint.Addr, Transfer: c.Endpoint.Transfer}
-			x.pair.Source = &x.source
-		}
-	}
 }
 
 // reserve books an endpoint for this pass.

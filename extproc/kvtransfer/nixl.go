@@ -82,7 +82,7 @@ func (a *Answer) readNIXL(params []byte, pair *Pair) error {
 	case err != nil:
 		return fmt.Errorf("kv_transfer_params of P's answer: %w: %w", ErrParams, err)
 	}
-	a.Params = pull.repairHost(pair.Prefill.Addr)
+	a.Params = pull.repairHost(&pair.Prefill)
 	// These two count what the usage may leave out: messages say input_tokens without the cached ones, and engines say
 	// cached tokens only when told to (0.21 and 0.31).
 	if n, ok := count(pull.numTokens); ok {

@@ -209,22 +209,25 @@ func (c *cursor) blockID() error {
 	return nil
 }
 
-// repairHost gives the object with an address that D can reach: an engine whose VLLM_NIXL_SIDE_CHANNEL_HOST was left
-// alone answers localhost, which on D's machine is D. Any other address is the operator's choice, and stays. So does
-// everything when P itself is on a loopback: then D is there too.
-func (p pull) repairHost(prefillAddr string) []byte {
-	var host string
-	if json.Unmarshal(p.host, &host) != nil || !localOnly(host) {
-		return p.raw
+// repairHost gives the object with an address that D can reach: what is configured of P (transferHost), or else the one
+// that P was reached at where it answers one that is good on its own machine alone. An engine whose
+// VLLM_NIXL_SIDE_CHANNEL_HOST was left alone answers localhost, which on D's machine is D. Any other address is the
+// operator's choice, and stays. So does everything when P itself is on a loopback: then D is there too.
+func (p pull) repairHost(prefill *Side) []byte {
+	addr := prefill.Transfer.Host
+	if addr == "" {
+		var host string
+		if json.Unmarshal(p.host, &host) != nil || !localOnly(host) {
+			return p.raw
+		}
+		reached, err := netip.ParseAddrPort(prefill.Addr)
+		if err != nil || reached.Addr().Unmap().IsLoopback() {
+			return p.raw
+		}
+		addr = reached.Addr().Unmap().WithZone("").String() // IPv6 without brackets: vLLM puts them on (make_zmq_path)
 	}
-	reached, err := netip.ParseAddrPort(prefillAddr)
-	if err != nil || reached.Addr().Unmap().IsLoopback() {
-		return p.raw
-	}
-	addr := reached.Addr().Unmap().WithZone("").String() // IPv6 without brackets: vLLM puts them on (make_zmq_path)
 	repaired := make([]byte, 0, len(p.raw)+len(addr))
-	repaired = append(append(repaired, p.raw[:p.hostAt]...), '"')
-	repaired = append(append(repaired, addr...), '"')
+	repaired = appendJSON(append(repaired, p.raw[:p.hostAt]...), []byte(addr))
 	return append(repaired, p.raw[p.hostAt+len(p.host):]...)
 }
 

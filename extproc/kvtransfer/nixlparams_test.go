@@ -317,5 +317,16 @@ func BenchmarkReadAnswer(b *testing.B) {
 	}
 }
 
+// What is configured of P counts, whatever P says of itself.
+func TestTransferHost(t *testing.T) {
+	pair := reachedAt("127.0.0.1:8000")
+	pair.Prefill.Transfer.Host = "kv.example"
+	for _, host := range []string{`"localhost"`, `"10.0.0.7"`} {
+		a, err := newNIXL(false).ReadAnswer([]byte(`{"kv_transfer_params":`+goodParams("remote_host", host)+`}`), pair)
+		require.NoError(t, err)
+		require.Equal(t, goodParams("remote_host", `"kv.example"`), string(a.Params))
+	}
+}
+
 // reachedAt is a pair whose P was reached at an address.
 func reachedAt(addr string) *Pair { return &Pair{Prefill: Side{Addr: addr}} }

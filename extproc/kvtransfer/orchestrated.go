@@ -11,8 +11,8 @@ import (
 //
 //   - the whole answer under key (disagg_prefill_resp: AIBrix pd/transfer/nixl.go for Neuron, production-stack PR 777);
 //     P is told nothing but its limits.
-//   - P's kv_transfer_params under that name, unread (production-stack as merged, disaggregated_prefill_orchestrated): P is
-//     asked as by NIXL. This is for engines whose parameters are not NIXL's; where they are, nixl checks them.
+//   - P's kv_transfer_params under that name, unread but for a remote_host that is good on P's machine alone
+//     (production-stack as merged, disaggregated_prefill_orchestrated): P is asked as by NIXL. This is for engines whose parameters are not NIXL's; where they are, nixl checks them.
 //
 // What an engine makes of wrong parameters is not known, so nothing is sent that P did not answer.
 type orchestrated struct {
@@ -49,13 +49,18 @@ func (d orchestrated) Prefill(r *openai.Request, p *openai.Patch, _ *Pair) {
 	}
 }
 
-func (d orchestrated) ReadAnswer(body []byte, _ *Pair) (Answer, error) {
+func (d orchestrated) ReadAnswer(body []byte, pair *Pair) (Answer, error) {
 	a, params, err := usage(body)
 	if err != nil {
 		return Answer{}, fmt.Errorf("reading P's answer: %w", err)
 	}
 	if a.Params = params; !d.params {
 		a.Params = body
+	}
+	if d.params && a.Params != nil {
+		if a.Params, err = repairAnyHost(a.Params, &pair.Prefill); err != nil {
+			return Answer{}, fmt.Errorf("kv_transfer_params of P's answer: %w: %w", ErrParams, err)
+		}
 	}
 	switch {
 	case a.Params == nil || emptyObject(a.Params):
@@ -66,6 +71,22 @@ func (d orchestrated) ReadAnswer(body []byte, _ *Pair) (Answer, error) {
 		return Answer{}, fmt.Errorf("reading P's answer: %w: %d bytes, more than %d", ErrParams, len(a.Params), MaxParamsBytes)
 	}
 	return a, nil
+}
+
+// repairAnyHost is repairHost for an object of which nothing else is known.
+func repairAnyHost(params []byte, prefill *Side) ([]byte, error) {
+	p := pull{raw: params}
+	c := cursor{b: params}
+	err := c.object(func(key, value []byte, at int) error {
+		if string(key) == "remote_host" && value[0] == '"' {
+			p.host, p.hostAt = value, at
+		}
+		return nil
+	})
+	if err != nil || p.host == nil {
+		return params, err
+	}
+	return p.repairHost(prefill), nil
 }
 
 // skipSpace is where a valid value starts.

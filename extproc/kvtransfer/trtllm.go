@@ -3,7 +3,6 @@ package kvtransfer
 import (
 	"encoding/base64"
 	"encoding/binary"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"math"
@@ -165,7 +164,7 @@ func (c *contextAnswer) forDecode(id uint64) ([]byte, error) {
 		case "disagg_request_id":
 			ours = value
 		}
-		out = append(appendKey(append(out, ','), key), ':')
+		out = append(appendJSON(append(out, ','), key), ':')
 		out = append(out, value...)
 		return nil
 	})
@@ -262,15 +261,9 @@ func without(object []byte, names ...string) []byte {
 		if slices.Contains(names, string(key)) {
 			return nil
 		}
-		out = append(appendKey(comma(out), key), ':')
+		out = append(appendJSON(comma(out), key), ':')
 		out = append(out, value...)
 		return nil
 	})
 	return append(out, '}')
-}
-
-// appendKey appends a key as JSON text.
-func appendKey(dst, key []byte) []byte {
-	quoted, _ := json.Marshal(string(key)) // a string always can
-	return append(dst, quoted...)
 }

@@ -1458,7 +1458,8 @@ func (x *Endpoint) GetLmcache() *LMCacheReceiver {
 // What engines are told of each other where Tandem has to tell them.
 type Transfer struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Name or IP, without brackets, by which the other leg's engine reaches this one. Default: where Envoy reaches it.
+	// Name or IP, without brackets, by which other engines reach this one. Default: what the engine says of
+	// itself (nixl, orchestrated), or the host of address.
 	Host string `protobuf:"bytes,1,opt,name=host,proto3" json:"host,omitempty"`
 	// SGLang (--disaggregation-bootstrap-port) and Mooncake (VLLM_MOONCAKE_BOOTSTRAP_PORT), of an endpoint that prefills.
 	// Default 8998.
