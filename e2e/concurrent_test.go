@@ -295,7 +295,7 @@ func TestSGLangCrowd(t *testing.T) {
 // vLLM's dialects in which P sends and D waits for it.
 
 func TestPushPairs(t *testing.T) {
-	for _, dialect := range []string{"mooncake", "nixl-push"} {
+	for _, dialect := range []string{"mooncake", "nixl-push", "moriio"} {
 		for _, shape := range []struct{ prefills, decodes int }{{2, 2}, {3, 1}} {
 			t.Run(fmt.Sprintf("%s %dP%dD", dialect, shape.prefills, shape.decodes), func(t *testing.T) {
 				f := start(t, options{dialect: dialect, prefills: shape.prefills, decodes: shape.decodes})
@@ -357,7 +357,7 @@ func (f *fleet) hopsLike(id string) (prefill, decode seen) {
 // A leg that fails: P's is sent again, for D waits for these very blocks; where that does not help, both begin anew. D is
 // free again in the end, which it is only if P has sent.
 func TestPushFailures(t *testing.T) {
-	for _, dialect := range []string{"mooncake", "nixl-push"} {
+	for _, dialect := range []string{"mooncake", "nixl-push", "moriio"} {
 		t.Run(dialect, func(t *testing.T) {
 			f := start(t, options{dialect: dialect, pool: "  prefillTimeout: {base: 1s}\n",
 				// P keeps what no D comes for: Mooncake for 480 s, NIXL for its lease. Nobody can tell it that D is gone.
@@ -398,7 +398,7 @@ func TestPushFailures(t *testing.T) {
 
 // A client that leaves takes only D's answer with it: P's leg runs to its end, and so D has its blocks back.
 func TestPushClientLeaves(t *testing.T) {
-	for _, dialect := range []string{"mooncake", "nixl-push"} {
+	for _, dialect := range []string{"mooncake", "nixl-push", "moriio"} {
 		t.Run(dialect, func(t *testing.T) {
 			f := start(t, options{dialect: dialect, engineArgs: []string{"--lease", "3s"}})
 			for range 16 { // P that is not known yet has its leg alone, which ends with its client
@@ -477,4 +477,63 @@ func TestCostOfPairs(t *testing.T) {
 			t.Logf("%-10s %-14s p50 %v p95 %v", dialect, name, took[len(took)/2].Round(10*time.Microsecond), took[len(took)*95/100].Round(10*time.Microsecond))
 		}
 	}
+}
+
+// P2P-NCCL: engines register, the request id names both, and decode begins when prefill has sent.
+func TestP2PNCCL(t *testing.T) {
+	f := start(t, options{dialect: "p2p-nccl", prefills: 2, decodes: 2})
+	require.Eventually(t, func() bool {
+		return f.post("/v1/completions", `{"model":"tiny","prompt":"are you there","max_tokens":1}`).status == 200
+	}, 10*time.Second, 50*time.Millisecond, "engines do not register")
+	for _, api := range []int{0, 1, 3} { // chat, completions, messages
+		for _, stream := range []bool{false, true} {
+			t.Run(fmt.Sprintf("%s stream=%t", apis[api].name, stream), func(t *testing.T) {
+				body := apis[api].body
+				if stream {
+					body = streamed(body)
+				}
+				before := len(f.requests("", f.engines()...))
+				var got answer
+				require.Eventually(t, func() bool { // until all four have registered
+					got = f.post(apis[api].path, body)
+					return got.status == 200
+				}, 10*time.Second, 50*time.Millisecond, "%s", got.body)
+				require.NotContains(t, got.body, "Violation")
+				all := f.requests("", f.engines()...)
+				require.Greater(t, len(all), before)
+				for _, s := range all {
+					require.Regexp(t, `^___prefill_addr_127\.0\.0\.1:\d+___decode_addr_127\.0\.0\.1:\d+_[0-9a-f]{32}$`, s.RequestID)
+				}
+			})
+		}
+	}
+	t.Run("prefill fails", func(t *testing.T) {
+		f.inject(f.prefills[0], `{"mode":"status","status":500}`)
+		for range 6 {
+			got := f.post("/v1/chat/completions", pairBody)
+			require.Equal(t, 200, got.status, got.body)
+		}
+		f.heal(f.prefills[0])
+	})
+	t.Run("decode fails", func(t *testing.T) {
+		f.inject(f.decodes[0], `{"mode":"status","status":500}`)
+		for range 6 {
+			got := f.post("/v1/chat/completions", pairBody)
+			require.Equal(t, 200, got.status, got.body)
+		}
+		f.heal(f.decodes[0])
+	})
+	t.Run("a client leaves", func(t *testing.T) {
+		for _, p := range f.prefills {
+			f.inject(p, `{"mode":"slow","delay":"300ms","count":1}`)
+		}
+		ctx, cancel := context.WithTimeout(t.Context(), 100*time.Millisecond)
+		defer cancel()
+		_, err := f.try(ctx, http.MethodPost, "/v1/chat/completions", pairBody)
+		require.ErrorIs(t, err, context.DeadlineExceeded)
+	})
+	t.Run("nothing goes to decode alone", func(t *testing.T) {
+		got := f.post("/v1/completions", `{"model":"tiny","prompt":["a","b"],"max_tokens":1}`)
+		require.Equal(t, 400, got.status, got.body)
+	})
 }

@@ -116,7 +116,7 @@ func (p *process) running() bool {
 type engine struct {
 	*process
 	addr, role string
-	bootstrap  string // address of its bootstrap server, where the dialect has one
+	transfer   string // more of its configuration: how the other leg reaches it
 	args       []string
 }
 
@@ -174,8 +174,12 @@ func start(t testing.TB, o options) *fleet {
 	if o.dialect == "" {
 		o.dialect = "nixl"
 	}
-	p := ports(t, 2+3*replicas+3*(o.prefills+o.decodes))
+	p := ports(t, 3+3*replicas+3*(o.prefills+o.decodes))
 	next := func() string { a := p[0]; p = p[1:]; return a }
+	registration := next()
+	if o.dialect == "p2p-nccl" {
+		o.pool += fmt.Sprintf("  registration: {listen: %q}\n", registration)
+	}
 
 	f := &fleet{t: t, dir: t.TempDir()}
 	listen, envoyAdmin := next(), next()
@@ -186,10 +190,10 @@ func start(t testing.TB, o options) *fleet {
 			role = "decode"
 		}
 		e := &engine{addr: next(), role: role}
-		e.args = append([]string{"--listen", e.addr, "--side-channel", next(), "--role", role, "--model", "tiny"}, o.engineArgs...)
+		side := next()
+		e.args = append([]string{"--listen", e.addr, "--side-channel", side, "--role", role, "--model", "tiny"}, o.engineArgs...)
 		if o.dialect != "nixl" {
-			e.bootstrap = next()
-			e.args = append(e.args, "--connector", o.dialect, "--bootstrap", e.bootstrap)
+			e.speak(o.dialect, side, next(), registration)
 		}
 		e.process = startProcess(t, f.dir, role+"-"+strconv.Itoa(i), filepath.Join(bin, "enginesim"), e.args...)
 		if role == "prefill" {
@@ -238,13 +242,25 @@ func (f *fleet) yaml(o options, listen, envoyAdmin string, extProcs, replans []s
 	}
 	fmt.Fprintf(&b, "pools:\n- name: chat\n  kvTransfer: %s\n  split: always\n%s  endpoints:\n", o.dialect, o.pool)
 	for _, e := range f.engines() {
-		transfer := ""
-		if _, port, err := net.SplitHostPort(e.bootstrap); err == nil && e.role == "prefill" {
-			transfer = ", transfer: {bootstrapPort: " + port + "}"
-		}
-		fmt.Fprintf(&b, "  - {address: %q, role: %s%s}\n", e.addr, e.role, transfer)
+		fmt.Fprintf(&b, "  - {address: %q, role: %s%s}\n", e.addr, e.role, e.transfer)
 	}
 	return b.String()
+}
+
+// speak makes an engine speak another dialect than nixl. side is its side channel, extra a free address, registration where
+// engines register that do.
+func (e *engine) speak(dialect, side, extra, registration string) {
+	e.args = append(e.args, "--connector", dialect)
+	port := func(addr string) string { _, p, _ := net.SplitHostPort(addr); return p }
+	switch {
+	case dialect == "moriio":
+		e.transfer = ", transfer: {notifyPort: " + port(side) + "}"
+	case dialect == "p2p-nccl":
+		e.args = append(e.args, "--proxy", registration, "--heartbeat", "100ms")
+	case e.role == "prefill": // a bootstrap server
+		e.args = append(e.args, "--bootstrap", extra)
+		e.transfer = ", transfer: {bootstrapPort: " + port(extra) + "}"
+	}
 }
 
 func quoted(in []string) (out []string) {

@@ -26,6 +26,8 @@ type config struct {
 	bootstrap       string        // host:port of the bootstrap server, of a prefill engine that has one
 	transferTimeout time.Duration // how long legs that run at once wait for each other
 	dpSize          int
+	proxy           string // where the engine registers; "" is nowhere
+	heartbeat       time.Duration
 	blockSize       int
 	blocks          int
 	maxModelLen     int
@@ -50,9 +52,11 @@ const (
 	connectorPush     = "nixl-push"
 	connectorMooncake = "mooncake"
 	connectorSGLang   = "sglang"
+	connectorMoRIIO   = "moriio"
+	connectorNCCL     = "p2p-nccl"
 )
 
-var connectors = []string{connectorNIXL, connectorPush, connectorMooncake, connectorSGLang, "none"}
+var connectors = []string{connectorNIXL, connectorPush, connectorMooncake, connectorSGLang, connectorMoRIIO, connectorNCCL, "none"}
 
 type role string
 
@@ -79,9 +83,11 @@ func parseFlags(args []string, stderr io.Writer) (*config, error) {
 		c.models = append(c.models, v)
 		return nil
 	})
-	f.StringVar(&c.connector, "connector", "nixl", "KV connector: nixl, nixl-push, mooncake, none, or sglang for an SGLang server")
+	f.StringVar(&c.connector, "connector", "nixl", "KV connector: nixl, nixl-push, mooncake, moriio, p2p-nccl, none, or sglang for an SGLang server")
 	f.StringVar(&c.bootstrap, "bootstrap", "127.0.0.1:8998", "`address` of the bootstrap server (sglang and mooncake, role prefill)")
 	f.DurationVar(&c.transferTimeout, "transfer-timeout", 300*time.Second, "how long legs that run at once wait for each other")
+	f.StringVar(&c.proxy, "proxy", "", "`address` where a p2p-nccl engine registers (default: nowhere)")
+	f.DurationVar(&c.heartbeat, "heartbeat", defaultHeartbeat, "how often it registers")
 	f.IntVar(&c.dpSize, "dp-size", 1, "data-parallel ranks, as far as the bootstrap server tells of them")
 	f.IntVar(&c.blockSize, "block-size", 16, "tokens in a KV block")
 	f.IntVar(&c.blocks, "blocks", 1<<19, "KV blocks of the engine")

@@ -12,7 +12,7 @@ import (
 	"time"
 )
 
-// The dialects of vLLM in which P sends and D waits: NIXL push (0.24 and later) and Mooncake (0.16 and later). P computes,
+// The dialects of vLLM in which P sends and D waits: NIXL push (0.24 and later), Mooncake (0.16 and later), MoRIIO. P computes,
 // answers, and keeps the blocks until D has taken them or their time is up; D waits for them, and its blocks are taken
 // until they come or its time is up, also where its client has left: vLLM frees an aborted request that waits for KV only
 // when its receive ends.
@@ -29,6 +29,10 @@ func (c *config) parsePush(raw []byte) (kv kvParams) {
 	kv.bootstrap = string(text(get(raw, "remote_bootstrap_addr")))
 	port, isPort := integer(get(raw, "remote_port"))
 	kv.port = int(port)
+	if c.connector == connectorMoRIIO {
+		kv.parseMoRIIO(raw)
+		return kv
+	}
 	if c.connector == connectorMooncake {
 		switch {
 		case kv.remotePrefill && c.role == rolePrefill:
@@ -52,18 +56,39 @@ func (c *config) parsePush(raw []byte) (kv kvParams) {
 	return kv
 }
 
+// parseMoRIIO reads what MoRIIO's mode WRITE needs on both legs: an id that begins with tx, where the other leg is, and
+// how many ranks it has.
+func (kv *kvParams) parseMoRIIO(raw []byte) {
+	notify, isPort := integer(get(raw, "remote_notify_port"))
+	_, isHandshake := integer(get(raw, "remote_handshake_port"))
+	_, tp := integer(get(raw, "remote_tp_size"))
+	_, dp := integer(get(raw, "remote_dp_size"))
+	kv.port = int(notify)
+	switch {
+	case !kv.remoteDecode && !kv.remotePrefill:
+	case !strings.HasPrefix(kv.transfer, "tx"):
+		kv.fatal = "AssertionError: transfer_id"
+	case kv.host == "" || !isPort || !isHandshake:
+		kv.fatal = "KeyError: remote_host, remote_handshake_port or remote_notify_port"
+	case !tp || !dp:
+		kv.fatal = "enginesim: without remote_tp_size and remote_dp_size every writer takes rank 0"
+	case kv.remotePrefill && (!isArray(get(raw, "remote_block_ids")) || kv.engineID == ""):
+		kv.fatal = "KeyError: remote_block_ids, remote_engine_id"
+	}
+}
+
 // pushes reports whether this engine speaks one of these dialects.
 func (c *config) pushes() bool {
-	return c.connector == connectorMooncake || c.connector == connectorPush
+	return c.connector == connectorMooncake || c.connector == connectorPush || c.connector == connectorMoRIIO
 }
 
 // key is the name under which both legs of a sequence meet. NIXL push finds D's registration by the engine's own request
 // id without its random tail, so both legs need the same x-request-id and the same path.
 func (c *call) key(q *sequence) string {
-	if c.s.cfg.connector == connectorMooncake {
-		return c.req.kv.transfer
+	if c.s.cfg.connector == connectorPush {
+		return c.internalID(q)
 	}
-	return c.internalID(q)
+	return c.req.kv.transfer
 }
 
 // park is a request that the scheduler waits with for KV that nobody will send.
@@ -126,6 +151,9 @@ func (s *sim) awaitKV(kv *kvParams, key string, p *prompt) ([]uint64, error) {
 
 // findWorker is where P's worker listens: Mooncake asks P's bootstrap server, NIXL push is told. "": nowhere.
 func (s *sim) findWorker(ctx context.Context, kv *kvParams) (string, error) {
+	if s.cfg.connector == connectorMoRIIO {
+		return net.JoinHostPort(kv.host, strconv.Itoa(kv.port)), nil
+	}
 	if s.cfg.connector == connectorPush {
 		addr := net.JoinHostPort(kv.host, strconv.Itoa(kv.port))
 		if s.peers.engineID(ctx, addr) != kv.engineID {
@@ -181,7 +209,7 @@ func (s *sim) mooncakeBootstrap() http.Handler {
 // offers what nobody may come for.
 func (c *call) offer(q *sequence, blocks []int32) {
 	s, key := c.s, c.key(q)
-	if s.cfg.connector == connectorMooncake && (key == "" || q.out.finish != "length") {
+	if s.cfg.connector != connectorPush && (key == "" || q.out.finish != "length") {
 		s.logf("the transfer %q is cancelled: finish reason %s", key, q.out.finish)
 		s.pool.free(blocks)
 		return

@@ -31,6 +31,8 @@ type sim struct {
 	pool        *pool
 	ledger      *ledger
 	rooms       *rendezvous
+	inbox       *inbox
+	stopped     chan struct{} // closed by close
 	peers       *peers
 	metrics     *metrics
 	records     *recorder
@@ -93,7 +95,7 @@ func start(cfg *config, log io.Writer) (*sim, error) {
 	if s.engineID == "" {
 		s.engineID = s.random.uuid()
 	}
-	s.ledger, s.rooms = newLedger(s.pool, cfg.lease), newRendezvous()
+	s.ledger, s.rooms, s.inbox, s.stopped = newLedger(s.pool, cfg.lease), newRendezvous(), newInbox(), make(chan struct{})
 	s.mux = s.routes()
 	var err error
 	if s.side, err = net.Listen("tcp", cfg.sideChannel); err != nil {
@@ -111,6 +113,9 @@ func start(cfg *config, log io.Writer) (*sim, error) {
 	if err := s.openWeb(); err != nil {
 		_ = s.side.Close()
 		return nil, err
+	}
+	if cfg.proxy != "" {
+		go s.register()
 	}
 	s.addFailures(cfg.fail)
 	return s, nil
@@ -206,6 +211,9 @@ func (s *sim) die(reason string) {
 // close cuts everything at once.
 func (s *sim) close() {
 	s.mu.Lock()
+	if !s.closed {
+		close(s.stopped)
+	}
 	s.closed = true
 	web := s.web
 	conns := make([]net.Conn, 0, len(s.sideConn))
