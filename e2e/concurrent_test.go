@@ -537,3 +537,33 @@ func TestP2PNCCL(t *testing.T) {
 		require.Equal(t, 400, got.status, got.body)
 	})
 }
+
+// Dialects in which D pulls with what P answered, one leg after the other, beside nixl.
+func TestOtherPulls(t *testing.T) {
+	for _, dialect := range []string{"mooncake-0.13", "moriio-read"} {
+		t.Run(dialect, func(t *testing.T) {
+			f := start(t, options{dialect: dialect, prefills: 3, decodes: 1, engineArgs: []string{"--transfer-timeout", "5s"}})
+			for _, api := range apis {
+				if dialect == "mooncake-0.13" && api.name == "responses" { // whose id is the engine's own: it stays with one
+					require.Equal(t, 200, f.post(api.path, api.body, "x-request-id", "whole").status)
+					require.Empty(t, f.requests("whole", f.prefills...))
+					continue
+				}
+				for _, stream := range []bool{false, true} {
+					body, id := api.body, fmt.Sprintf("pull-%s-%t", api.name, stream)
+					if stream {
+						body = streamed(body)
+					}
+					got := f.post(api.path, body, "x-request-id", id)
+					require.Equal(t, 200, got.status, got.body)
+					_, d := f.hops(id)
+					require.Positive(t, d.ExternalTokens, id)
+				}
+			}
+			f.inject(f.prefills[0], `{"mode":"status","status":500}`)
+			for range 6 {
+				require.Equal(t, 200, f.post("/v1/chat/completions", pairBody).status)
+			}
+		})
+	}
+}

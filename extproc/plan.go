@@ -143,7 +143,11 @@ func (x *exchange) whetherToSplit(a *attempt, policy Policy) error {
 	case a.prefills >= cmp.Or(policy.PrefillAttempts, 3):
 		a.alone, a.why = true, "attempts_spent"
 	default:
-		if why := x.req.Unsplittable(); why != "" {
+		why := x.req.Unsplittable()
+		if s, ok := policy.Dialect.(kvtransfer.Selective); ok && why == "" {
+			why = s.Unsplittable(&x.req)
+		}
+		if why != "" {
 			a.alone, a.why = true, why
 		}
 	}

@@ -54,9 +54,12 @@ const (
 	connectorSGLang   = "sglang"
 	connectorMoRIIO   = "moriio"
 	connectorNCCL     = "p2p-nccl"
+
+	connectorMooncake013 = "mooncake-0.13"
+	connectorMoRIIORead  = "moriio-read"
 )
 
-var connectors = []string{connectorNIXL, connectorPush, connectorMooncake, connectorSGLang, connectorMoRIIO, connectorNCCL, "none"}
+var connectors = []string{connectorNIXL, connectorPush, connectorMooncake, connectorSGLang, connectorMoRIIO, connectorNCCL, connectorMooncake013, connectorMoRIIORead, "none"}
 
 type role string
 
@@ -83,7 +86,7 @@ func parseFlags(args []string, stderr io.Writer) (*config, error) {
 		c.models = append(c.models, v)
 		return nil
 	})
-	f.StringVar(&c.connector, "connector", "nixl", "KV connector: nixl, nixl-push, mooncake, moriio, p2p-nccl, none, or sglang for an SGLang server")
+	f.StringVar(&c.connector, "connector", "nixl", "KV connector: nixl, nixl-push, mooncake, mooncake-0.13, moriio, moriio-read, p2p-nccl, none, or sglang for an SGLang server")
 	f.StringVar(&c.bootstrap, "bootstrap", "127.0.0.1:8998", "`address` of the bootstrap server (sglang and mooncake, role prefill)")
 	f.DurationVar(&c.transferTimeout, "transfer-timeout", 300*time.Second, "how long legs that run at once wait for each other")
 	f.StringVar(&c.proxy, "proxy", "", "`address` where a p2p-nccl engine registers (default: nowhere)")

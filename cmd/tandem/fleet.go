@@ -55,6 +55,16 @@ func registered(peers *kvtransfer.Peers, log *slog.Logger) *heartbeats.Listener 
 	}, peers.Forget, log)
 }
 
+// decodeSizes are the tensor- and data-parallel sizes of a pool's decode engines, which are all the same.
+func decodeSizes(p *configv1.Pool) (tp, dp int) {
+	for _, e := range p.GetEndpoints() {
+		if t := e.GetTransfer(); e.GetRole() != "prefill" {
+			tp, dp = max(tp, int(t.GetTensorParallelSize())), max(dp, int(t.GetDataParallelSize()))
+		}
+	}
+	return tp, dp
+}
+
 // transferOf is how the other leg's engine reaches an endpoint.
 func transferOf(t *configv1.Transfer) kvstate.Transfer {
 	port := func(n int32) uint16 { return uint16(n) } //nolint:gosec // validated
@@ -123,7 +133,9 @@ func serverOptions(config *configv1.Config, f *fleet, log *slog.Logger) (extproc
 			continue
 		}
 		if name := p.GetKvTransfer(); name != "none" {
-			if policy.Dialect, err = kvtransfer.New(name); err != nil {
+			if name == "moriio-read" {
+				policy.Dialect = kvtransfer.NewMoRIIORead(decodeSizes(p))
+			} else if policy.Dialect, err = kvtransfer.New(name); err != nil {
 				return o, fmt.Errorf("pool %s: %w", p.GetName(), err)
 			}
 		}

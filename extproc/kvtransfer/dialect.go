@@ -57,7 +57,11 @@ func New(name string) (Dialect, error) {
 	switch name {
 	case "nixl":
 		return newNIXL(), nil
+	case "mooncake-0.13":
+		return mooncakePull{newNIXL()}, nil
+	case "moriio-read":
+		return NewMoRIIORead(1, 1), nil
 	default:
-		return nil, fmt.Errorf("KV transfer %q is not known: it is one of nixl", name)
+		return nil, fmt.Errorf("KV transfer %q is not known: it is one of nixl, mooncake-0.13, moriio-read", name)
 	}
 }

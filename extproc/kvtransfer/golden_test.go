@@ -19,14 +19,20 @@ var update = flag.Bool("update", false, "rewrite the golden files")
 // TestNIXLGolden follows requests through both hops: testdata/nixl/*.txtar hold what the client sent and what P answered;
 // what P and D were sent is checked, or rewritten with -update. Read those files as the documentation of the dialect.
 func TestNIXLGolden(t *testing.T) {
-	files, err := filepath.Glob("testdata/nixl/*.txtar")
+	for _, dialect := range []string{"nixl", "mooncake-0.13"} {
+		goldenTwoHops(t, dialect)
+	}
+}
+
+func goldenTwoHops(t *testing.T, dialect string) {
+	files, err := filepath.Glob("testdata/" + dialect + "/*.txtar")
 	require.NoError(t, err)
 	require.NotEmpty(t, files)
 	for _, file := range files {
 		t.Run(strings.TrimSuffix(filepath.Base(file), ".txtar"), func(t *testing.T) {
 			archive, err := txtar.ParseFile(file)
 			require.NoError(t, err)
-			got := twoHops(t, archive)
+			got := twoHops(t, dialect, archive)
 			if *update {
 				require.NoError(t, os.WriteFile(file, txtar.Format(got), 0o644))
 				return
@@ -46,14 +52,14 @@ func section(a *txtar.Archive, name string) []byte {
 }
 
 // twoHops gives the archive as it should be: its request and answer, and what both legs are sent.
-func twoHops(t *testing.T, a *txtar.Archive) *txtar.Archive {
+func twoHops(t *testing.T, name string, a *txtar.Archive) *txtar.Archive {
 	first, _, _ := strings.Cut(string(a.Comment), "\n")
 	path, addr, ok := strings.Cut(strings.TrimPrefix(first, "POST "), ", prefill at ")
 	require.True(t, ok, "the first line: POST path, prefill at address")
 	request, answer := section(a, "request"), section(a, "prefill answer")
 	api := openai.Classify("POST", path)
 	require.NotEqual(t, openai.PassThrough, api)
-	dialect, err := New("nixl")
+	dialect, err := New(name)
 	require.NoError(t, err)
 
 	prefill, undo := prefillBody(t, dialect, api, request)

@@ -49,7 +49,9 @@ func laterDialects() []string {
 }
 
 // dialects are what kvTransfer may be.
-func dialects() []string { return append([]string{"nixl"}, append(concurrentDialects(), "none")...) }
+func dialects() []string {
+	return append([]string{"nixl", "mooncake-0.13", "moriio-read"}, append(concurrentDialects(), "none")...)
+}
 
 // concurrentDialects are those whose legs run at once.
 func concurrentDialects() []string {
