@@ -24,15 +24,19 @@ const module = "tandem"
 var arrows = map[string][]string{
 	"kvstate":            {},
 	"kvstate/discovery":  {"kvstate"},
+	"kvstate/kvevents":   {"kvstate"},
 	"kvstate/heartbeats": {},
+	"kvstate/redisstore": {"kvstate", "protos/state/v1"},
+	"kvstate/scrape":     {"kvstate"},
 	"picker":             {"kvstate"},
 	"extproc/openai":     {},
 	"extproc/kvtransfer": {"extproc/openai", "kvstate", "protos/ticket/v1"}, // the last in tests
 	"extproc":            {"extproc/openai", "extproc/kvtransfer", "kvstate", "picker"},
 	"protos/config/v1":   {},
+	"protos/state/v1":    {},
 	"protos/ticket/v1":   {},
 	"envoy-configs":      {"protos/config/v1"},
-	"cmd/tandem":         {"extproc", "extproc/kvtransfer", "kvstate", "kvstate/discovery", "kvstate/heartbeats", "envoy-configs", "protos/config/v1"},
+	"cmd/tandem":         {"extproc", "extproc/kvtransfer", "kvstate", "kvstate/discovery", "kvstate/heartbeats", "kvstate/kvevents", "kvstate/redisstore", "kvstate/scrape", "envoy-configs", "protos/config/v1"},
 	"cmd/enginesim":      {}, // the engines of the tests: what it shared with the product it could not catch
 	"e2e":                {}, // black box
 	"e2e/bench":          {},
@@ -50,7 +54,7 @@ var guarded = map[string][]string{
 	"github.com/redis/":          {"kvstate/redisstore"},
 	"github.com/go-zeromq/":      {"kvstate/kvevents", "kvstate/heartbeats", "cmd/enginesim"},
 	"sigs.k8s.io/":               {"protos/config/v1"},
-	"google.golang.org/protobuf": {"extproc", "extproc/kvtransfer", "protos/config/v1", "protos/ticket/v1", "envoy-configs (test)", "docs (test)"},
+	"google.golang.org/protobuf": {"kvstate/redisstore", "protos/state/v1", "extproc", "extproc/kvtransfer", "protos/config/v1", "protos/ticket/v1", "envoy-configs (test)", "docs (test)"},
 }
 
 // pure is all that the decision may need of the world: no clock, no lock, no I/O, no chance of its own.

@@ -3,21 +3,16 @@ package e2e
 import (
 	"context"
 	"encoding/json"
-	"errors"
 	"flag"
 	"fmt"
-	"io"
-	"maps"
 	"net/http"
 	"os"
 	"path/filepath"
-	"regexp"
 	"slices"
 	"strconv"
 	"strings"
 	"syscall"
 	"testing"
-	"text/tabwriter"
 	"time"
 
 	"github.com/rogpeppe/go-internal/testscript"
@@ -39,7 +34,7 @@ var update = flag.Bool("update", false, "rewrite what the scripts in testdata/fa
 //
 // Commands:
 //
-//	fleet [prefills=N] [decodes=N] [replicas=N] [engine=ARGS] [timeout=DURATION, of a prefill]
+//	fleet [stranded=lease|cleanupDecode] [prefills=N] [decodes=N] [replicas=N] [engine=ARGS] [timeout=DURATION, of a prefill, and of a stream to begin]
 //	matrix MODE [KEY=VALUE...]         the failure on one and on all of the prefill and decode endpoints, for answers whole and streamed
 //	fail P1|D1|prefills|decodes MODE [KEY=VALUE...]   as cmd/enginesim takes it
 //	ask [stream] [tokens=N]            send a request
@@ -50,13 +45,10 @@ var update = flag.Bool("update", false, "rewrite what the scripts in testdata/fa
 //	sigstop|sigcont|sigkill|sigterm WHO   tandem, tandem2, envoy, P1, D1, or prefill, decode: the engine that has that leg
 //	start WHO                          a new process in the place of one that has ended
 //	sleep DURATION
-//	answered                           until the answer is there, or the client's patience is at its end (2 s)
+//	answered                           until the answer is there, or the client's patience is at its end (3 s)
 //	report LABEL [timed]                       await the answer and quiet, and write a row
 //	rows                               print the table
 func TestFailures(t *testing.T) {
-	if os.Getenv("TANDEM_FAILURES") == "" {
-		t.Skip("takes minutes: make e2e-failures, or set TANDEM_FAILURES=1")
-	}
 	testscript.Run(t, testscript.Params{
 		Dir:           "testdata/failures",
 		UpdateScripts: *update,
@@ -151,7 +143,8 @@ func (s *stage) fleet(args []string) {
 	s.o = options{prefills: number("prefills", 2), decodes: number("decodes", 2), replicas: number("replicas", 1)}
 	// A lease that a test can wait for; a dead P costs D 5 s in reality.
 	s.o.engineArgs = append([]string{"--lease", "1s", "--load-timeout", "200ms"}, strings.Fields(kv["engine"])...)
-	s.o.pool = fmt.Sprintf("  prefillTimeout: {base: %s}\n", or(kv["timeout"], "500ms"))
+	limit := or(kv["timeout"], "500ms")
+	s.o.pool = fmt.Sprintf("  prefillTimeout: {base: %s}\n  streamStartTimeout: %s\n  strandedBlocks: %s\n", limit, limit, or(kv["stranded"], "lease"))
 	s.f, s.gone = start(s.t, s.o), map[string]*engine{}
 	s.f.lenient = true // rows say what is left
 	s.began = metric(s.t, s.f.admins[0], "go_goroutines")
@@ -331,113 +324,6 @@ func (s *stage) hold(args []string) {
 	require.Fail(s.t, "no request came to the first replica")
 }
 
-// send posts a chat request and reads the answer in the background.
-func send(ctx context.Context, url, id, body string) *response {
-	r := &response{done: make(chan struct{}), events: make(chan struct{}, 10_000)}
-	go func() {
-		defer close(r.done)
-		began := time.Now()
-		defer func() { r.took = time.Since(began) }()
-		req, err := http.NewRequestWithContext(ctx, http.MethodPost, url+"/v1/chat/completions", strings.NewReader(body))
-		if err != nil {
-			r.err = err
-			return
-		}
-		req.Header.Set("Content-Type", "application/json")
-		req.Header.Set("X-Request-Id", id)
-		resp, err := client.Do(req)
-		if err != nil {
-			r.err = err
-			return
-		}
-		defer resp.Body.Close()
-		r.status, r.header = resp.StatusCode, resp.Header
-		buf := make([]byte, 4096)
-		for r.err == nil {
-			var n int
-			n, r.err = resp.Body.Read(buf)
-			r.body.Write(buf[:n])
-			for range strings.Count(string(buf[:n]), "data: ") {
-				r.events <- struct{}{}
-			}
-		}
-		if errors.Is(r.err, io.EOF) {
-			r.err = nil
-		}
-	}()
-	return r
-}
-
-// text is what the answer says, and whether it is complete.
-func (r *response) text() (text string, complete bool) {
-	if r.header.Get("Content-Type") == "application/json" {
-		var a struct {
-			Choices []struct{ Message struct{ Content string } }
-		}
-		if json.Unmarshal([]byte(r.body.String()), &a) != nil || len(a.Choices) == 0 {
-			return "", false
-		}
-		return a.Choices[0].Message.Content, true
-	}
-	for _, e := range (answer{body: r.body.String()}).events() {
-		if e == "[DONE]" {
-			return text, r.err == nil
-		}
-		var a struct {
-			Choices []struct{ Delta struct{ Content string } }
-		}
-		if json.Unmarshal([]byte(e), &a) == nil && len(a.Choices) > 0 {
-			text += a.Choices[0].Delta.Content
-		}
-	}
-	return text, false
-}
-
-// kind puts what the client saw into words. want is the text of an engine alone.
-func (r *response) kind(want string) string {
-	if r.status == 0 {
-		switch {
-		case errors.Is(r.err, context.Canceled):
-			return "left"
-		default:
-			return "cut before an answer"
-		}
-	}
-	if r.status != 200 {
-		var e struct {
-			Error struct {
-				Code json.RawMessage
-				Type string
-			}
-		}
-		_ = json.Unmarshal([]byte(r.body.String()), &e)
-		code := strings.Trim(string(e.Error.Code), `"`)
-		if _, err := strconv.Atoi(code); err == nil || code == "" {
-			code = e.Error.Type + " of the engine"
-		}
-		if after := r.header.Get("Retry-After"); after != "" {
-			code += ", retry after " + after
-		}
-		return fmt.Sprintf("%d %s", r.status, code)
-	}
-	text, complete := r.text()
-	switch {
-	case strings.Contains(r.body.String(), `data: {"error"`) && strings.HasPrefix(want, text):
-		return "200 and an error event"
-	case complete && text == want:
-		return "200 whole"
-	case complete:
-		return "200 OTHER TEXT"
-	case errors.Is(r.err, context.Canceled) && strings.HasPrefix(want, text):
-		return "200 and left"
-	case r.err != nil && strings.HasPrefix(want, text):
-		return "200 and cut"
-	case text == "":
-		return "200 but not an answer"
-	}
-	return "200 CUT WITHOUT A WORD"
-}
-
 func (s *stage) at(args []string) {
 	require.Eventually(s.t, func() bool {
 		return slices.ContainsFunc(s.legs(), func(l leg) bool { return l.Leg == args[0] && l.Outcome == "running" })
@@ -520,269 +406,4 @@ func (s *stage) start(args []string) {
 	default:
 		s.f.restart(s.engine(name))
 	}
-}
-
-func (s *stage) report(args []string) {
-	s.await()
-	s.row(args[0])
-	if len(args) > 1 && args[1] == "timed" { // what engines did that stood still is theirs to know
-		row := s.rows[len(s.rows)-1]
-		row[2], row[3], row[4] = "", "", ""
-		if row[1] += ", at once"; s.play.answer.took >= 450*time.Millisecond {
-			row[1] = strings.Replace(row[1], "at once", "after a time limit", 1)
-		}
-	}
-}
-
-// await waits for the answer's end. A client gives up in the end: after 2 s.
-func (s *stage) await() {
-	select {
-	case <-s.play.answer.done:
-	case <-time.After(2 * time.Second):
-		s.play.leave()
-		<-s.play.answer.done
-		if s.play.answer.status == 0 {
-			s.play.answer.err = errGaveUp
-		}
-	}
-}
-
-var errGaveUp = errors.New("no answer for 2 s")
-
-// row writes down how the play ended.
-func (s *stage) row(label string) {
-	s.t.Logf("%s: %v", label, s.play.answer.took.Round(time.Millisecond))
-	left := s.quiet()
-	s.heal()
-	p := s.play
-	client := p.answer.kind(s.alone())
-	if errors.Is(p.answer.err, errGaveUp) {
-		client = "gave up after 2 s"
-	}
-	s.rows = append(s.rows, []string{label, client, s.describeLegs(), s.leftOut(), s.describeHandOvers(), left})
-}
-
-// alone is what an engine alone says to the prompt.
-func (s *stage) alone() string {
-	for _, e := range s.f.decodes {
-		if !e.running() {
-			continue
-		}
-		r := send(context.Background(), "http://"+e.addr, "alone", strings.Replace(s.play.body, `"stream":true`, `"stream":false`, 1))
-		<-r.done
-		text, complete := r.text()
-		require.True(s.t, complete, r.body.String())
-		return text
-	}
-	return ""
-}
-
-// leg is what an engine recorded.
-type leg struct {
-	seen
-	on       *engine
-	name     string
-	Time     time.Time `json:"time"`
-	Injected string    `json:"injected"`
-}
-
-// legs are the play's, in the order they came.
-func (s *stage) legs() (out []leg) {
-	for _, e := range s.f.engines() {
-		var list []leg
-		if !s.reachable(e) || getJSON("http://"+e.addr+"/sim/requests?id="+s.play.id, &list) != nil {
-			continue
-		}
-		for _, l := range list {
-			l.on, l.name = e, s.name(e)
-			out = append(out, l)
-		}
-	}
-	slices.SortFunc(out, func(a, b leg) int { return a.Time.Compare(b.Time) })
-	return out
-}
-
-// name of an engine in a row: with a number only where it matters which one it is.
-func (s *stage) name(e *engine) string {
-	letter := strings.ToUpper(e.role[:1])
-	list := s.f.prefills
-	if e.role == "decode" {
-		list = s.f.decodes
-	}
-	if e.role != s.struck || s.all || len(list) == 1 {
-		return letter
-	}
-	return letter + strconv.Itoa(slices.Index(list, e)+1)
-}
-
-// describeLegs joins equal legs, because which of two failing endpoints comes first is chance.
-func (s *stage) describeLegs() string {
-	var order []string
-	count := map[string]int{}
-	for _, l := range s.legs() {
-		how := strconv.Itoa(l.Status)
-		if l.Outcome != "done" {
-			how = l.Outcome
-			if l.Status != 0 {
-				how = strconv.Itoa(l.Status) + " " + l.Outcome
-			}
-		}
-		d := fmt.Sprintf("%s %s %s", l.name, l.Leg, how)
-		if count[d]++; count[d] == 1 {
-			order = append(order, d)
-		}
-	}
-	for i, d := range order {
-		if strings.Contains(d, " plain ") && s.all {
-			continue // how often endpoints that have all failed are asked again is chance, too
-		}
-		if count[d] > 1 {
-			order[i] = fmt.Sprintf("%s x%d", d, count[d])
-		}
-	}
-	return or(strings.Join(order, "; "), "none")
-}
-
-func or(s, empty string) string {
-	if s == "" {
-		return empty
-	}
-	return s
-}
-
-// leftOut are the endpoints that Tandem took in again since the request began. What is out for a moment only cannot be
-// missed in its log.
-func (s *stage) leftOut() string {
-	names := map[string]bool{}
-	for file, from := range s.play.before.log {
-		text, _ := os.ReadFile(file)
-		if int64(len(text)) < from {
-			from = 0
-		}
-		for _, m := range regexp.MustCompile(`endpoint is back" endpoint=(\S+)`).FindAllSubmatch(text[from:], -1) {
-			for _, e := range s.f.engines() {
-				if e.addr == string(m[1]) {
-					names[s.name(e)] = true
-				}
-			}
-		}
-	}
-	return or(strings.Join(slices.Sorted(maps.Keys(names)), ", "), "-")
-}
-
-func (s *stage) handOvers(e *engine) map[string]float64 {
-	out := map[string]float64{}
-	for _, how := range outcomes {
-		out[how] = metric(s.t, "http://"+e.addr, "enginesim_handovers_total", `outcome="`+how+`"`)
-	}
-	return out
-}
-
-var outcomes = []string{"given", "fetched", "released", "expired"}
-
-func (s *stage) describeHandOvers() string {
-	sum := map[string]float64{}
-	for _, e := range s.f.prefills {
-		if !e.running() {
-			continue
-		}
-		for how, n := range s.handOvers(e) {
-			sum[how] += n - s.play.before.given[e.process][how]
-		}
-	}
-	var out []string
-	for _, how := range outcomes {
-		if sum[how] > 0 {
-			out = append(out, fmt.Sprintf("%v %s", sum[how], how))
-		}
-	}
-	return or(strings.Join(out, ", "), "-")
-}
-
-// quiet waits until nothing is booked, held or running any more, and says what still is after 4 s.
-func (s *stage) quiet() string {
-	for deadline := time.Now().Add(4 * time.Second); ; time.Sleep(10 * time.Millisecond) {
-		var left []string
-		for i, admin := range s.f.admins {
-			if s.f.tandems[i].running() {
-				left = append(left, leftAt(admin, map[string]string{"tandem_reservations": "booked"})...)
-			}
-		}
-		for _, e := range s.f.engines() {
-			if e.running() {
-				left = append(left, leftAt("http://"+e.addr, map[string]string{
-					"enginesim_blocks_held": "blocks held", "vllm:num_requests_running": "running", "enginesim_violations_total": "VIOLATIONS",
-				})...)
-			}
-		}
-		if len(left) == 0 || time.Now().After(deadline) {
-			return or(strings.Join(left, ", "), "nothing")
-		}
-	}
-}
-
-// leftAt are the metrics at url that are not zero, in words.
-func leftAt(url string, words map[string]string) (left []string) {
-	resp, err := client.Get(url + "/metrics")
-	if errors.Is(err, syscall.ECONNREFUSED) {
-		return nil // it is down
-	}
-	if err != nil {
-		return []string{"no answer"}
-	}
-	defer resp.Body.Close()
-	text, err := io.ReadAll(resp.Body)
-	if err != nil {
-		return []string{"no answer"}
-	}
-	for line := range strings.Lines(string(text)) {
-		name, _, _ := strings.Cut(line, " ")
-		name, _, _ = strings.Cut(name, "{")
-		value := strings.TrimSpace(line[strings.LastIndexByte(line, ' ')+1:])
-		if word := words[name]; word != "" && value != "0" {
-			left = append(left, word) // how many is chance
-		}
-	}
-	return left
-}
-
-// quick is for engines that may stand still.
-var quick = &http.Client{Timeout: 300 * time.Millisecond, Transport: &http.Transport{DisableKeepAlives: true}}
-
-func (s *stage) reachable(e *engine) bool {
-	resp, err := quick.Get("http://" + e.addr + "/ping")
-	if err == nil {
-		_ = resp.Body.Close()
-	}
-	return err == nil
-}
-
-// heal takes all failures back and waits until every endpoint that runs is in use again.
-func (s *stage) heal() {
-	for _, e := range s.f.engines() {
-		if !e.running() {
-			continue
-		}
-		require.Eventually(s.t, func() bool { return s.reachable(e) }, 5*time.Second, 5*time.Millisecond)
-		req, err := http.NewRequest(http.MethodDelete, "http://"+e.addr+"/sim/fail", nil)
-		require.NoError(s.t, err)
-		resp, err := client.Do(req)
-		require.NoError(s.t, err)
-		_ = resp.Body.Close()
-	}
-	require.Eventually(s.t, func() bool {
-		return !slices.ContainsFunc(s.outNow(), func(addr string) bool {
-			return slices.ContainsFunc(s.f.engines(), func(e *engine) bool { return e.addr == addr && e.running() })
-		})
-	}, 5*time.Second, 5*time.Millisecond, "an endpoint does not come back")
-}
-
-func (s *stage) table() string {
-	var b strings.Builder
-	w := tabwriter.NewWriter(&b, 0, 1, 1, ' ', 0)
-	for _, row := range append([][]string{{"", "client", "legs", "left out", "KV", "left"}}, s.rows...) {
-		fmt.Fprintln(w, strings.Join(row, "\t| "))
-	}
-	_ = w.Flush()
-	return b.String()
 }

@@ -151,6 +151,7 @@ type options struct {
 	concurrency       int      // Envoy's workers; default 2
 	dialect           string   // of the generated pool and the engines; default nixl
 	mix               []string // instead: a pool for each, with a model of that name, and engines of each role in turn
+	madeKeys          bool     // no key file: replicas share what they make
 }
 
 // ports takes n free ports. Others may take one before it is used; tests that meet that fail loudly.
@@ -229,7 +230,10 @@ func (f *fleet) yaml(o options, listen, envoyAdmin string, extProcs, replans []s
 	fmt.Fprintf(&b, "extProc: {listen: %q%s}\nreplan: {listen: %q}\nadmin: {listen: %q}\n", extProcs[i], o.extProcFields, replans[i], admin)
 	fmt.Fprintf(&b, "envoy: {listen: %q, admin: %q, extProcs: [%s], replans: [%s]%s}\n", listen, envoyAdmin,
 		strings.Join(quoted(extProcs), ", "), strings.Join(quoted(replans), ", "), o.envoyFields)
-	fmt.Fprintf(&b, "tickets: {keyFile: %q}\n%s", key, o.top)
+	if !o.madeKeys {
+		fmt.Fprintf(&b, "tickets: {keyFile: %q}\n", key)
+	}
+	b.WriteString(o.top)
 	if o.pools != "" {
 		pools := o.pools
 		for _, e := range f.prefills {

@@ -78,8 +78,9 @@ func (bootstrap) PairLoops() []loop {
 // AfterMaxBody is the first length that is too long to be split (Envoy's ranges exclude their end).
 func (b bootstrap) AfterMaxBody() int64 { return b.MaxBodyBytes + 1 }
 
-// Several reports whether there is more than one replica, so that one can stand in for another.
-func (b bootstrap) Several() bool { return len(b.ExtProcs.Hosts) > 1 }
+// Several reports whether there may be more than one replica, so that one can stand in for another: a name may stand for
+// many.
+func (b bootstrap) Several() bool { return len(b.ExtProcs.Hosts) > 1 || b.ExtProcs.ByName() }
 
 // Bootstrap renders the Envoy bootstrap for a configuration that was loaded by configv1.
 func Bootstrap(c *configv1.Config) ([]byte, error) {

@@ -257,6 +257,9 @@ func (s *Server) hopEnded(e *logEntry) {
 	}
 	if mine { // every replica sees every entry: the one that booked the hop counts it
 		s.metrics.requestEnded(t, e, took, first)
+		if t.Stage == kvtransfer.HandOver && e.clientGone {
+			s.stranded(t, string(e.requestID), "client_gone")
+		}
 	}
 	s.recent.change(string(e.requestID), func(trace *Trace) { trace.DecodeTime, trace.Status = took, e.status })
 }
@@ -267,6 +270,16 @@ func (s *Server) release(t *kvtransfer.Ticket) (mine bool) {
 		mine = s.State.Release(kvstate.ReservationID(id)) || mine
 	}
 	return mine
+}
+
+// releaseWherever gives back one of what a ticket says is booked, here or at the replica that served the pass before.
+func (s *Server) releaseWherever(t *kvtransfer.Ticket, i int) {
+	id := kvstate.ReservationID(t.Reservations[i])
+	if pool := s.State.Pool(t.Pool); pool != nil {
+		s.State.ReleaseWherever(pool, id)
+	} else {
+		s.State.Release(id)
+	}
 }
 
 // bookedHere reports whether this replica booked what a ticket names, although it may have let go of it since: in time,

@@ -69,10 +69,10 @@ func (x *exchange) concurrent(pool *kvstate.Pool, policy Policy, a attempt) (rou
 	if err != nil {
 		return route{}, noEndpoint(pool, err)
 	}
-	if failedBefore(a.excluded, x.view.Endpoints[choice.Decode].Endpoint.Addr) >= maxTries {
-		return route{}, openai.Unavailable("endpoint_failed", "every endpoint that could answer this request has failed it", time.Second)
+	if err := a.exhausted(policy, x.view.Endpoints[choice.Decode].Endpoint.Addr); err != nil {
+		return route{}, err
 	}
-	return x.decodeAlone(pool, choice, tokens, a)
+	return x.decodeAlone(pool, policy, choice, tokens, a)
 }
 
 // whyNoPair says why a request does not go over two legs, "" if it may.
@@ -161,6 +161,18 @@ func (x *exchange) pairUp(pool *kvstate.Pool, policy Policy, tokens int64, a *at
 	x.s.metrics.decided(pool, "pair", "")
 	x.s.recent.planned(x.requestID, pool.Spec.Name, "pair", "", p.Endpoint.Addr, d.Endpoint.Addr, tokens)
 	return x.seal(r, &t)
+}
+
+// maxTries is how often one endpoint may fail a request: where there is no other, a second try meets one that came back.
+const maxTries = 2
+
+func failedBefore(excluded []string, addr string) (times int) {
+	for _, e := range excluded {
+		if e == addr {
+			times++
+		}
+	}
+	return times
 }
 
 // pickPair chooses a pair of the view. Endpoints that failed the request are taken where there is no other, but not

@@ -103,7 +103,7 @@ func (s *stand) pool(name string, policy Policy, endpoints ...string) {
 
 // splitting is the policy that most tests want.
 func splitting() Policy {
-	return Policy{Split: true, PrefillAttempts: 3, PrefillTimeout: 30 * time.Second}
+	return Policy{Split: true, PrefillTimeout: 30 * time.Second}.withDefaults()
 }
 
 var rolesOf = map[byte]kvstate.Role{'p': kvstate.RolePrefill, 'd': kvstate.RoleDecode, 'b': kvstate.RoleBoth}
@@ -381,7 +381,12 @@ func (q *request) prefillLeg(a answer) *verdict {
 		_, err = stream.Recv()
 		require.ErrorIs(t, err, io.EOF)
 	}
-	q.taken = v.set[headerTicket]
+	q.taken = ""
+	for _, h := range v.immediate.GetHeaders().GetSetHeaders() {
+		if h.GetHeader().GetKey() == headerTicket {
+			q.taken = string(h.GetHeader().GetRawValue())
+		}
+	}
 	return v
 }
 

@@ -35,6 +35,7 @@ func (x *exchange) prefillLeg() error {
 		return fmt.Errorf("a prefill leg came with a ticket of stage %v", t.Stage)
 	}
 	code, _ := strconv.Atoi(string(x.msg.headers.status))
+	x.observe(t)
 	if clientsFault(code) {
 		x.s.metrics.prefillEnded(t, code, "refused", time.Since(x.s.sealedAt(t)))
 		x.s.release(t)
@@ -45,14 +46,33 @@ func (x *exchange) prefillLeg() error {
 	}
 	took := time.Since(x.s.sealedAt(t))
 	next := x.afterPrefill(t, code)
-	x.s.State.Release(kvstate.ReservationID(t.Reservations[0]))
+	x.s.releaseWherever(t, 0)
 	result := "ok"
 	if next.Stage == kvtransfer.Failed {
 		result = "failed"
 	}
 	x.s.metrics.prefillEnded(t, code, result, took)
 	x.s.recent.change(x.requestID, func(trace *Trace) { trace.PrefillTime = took })
-	return x.redirect(next)
+	gone := x.stream.Context().Err() // Envoy let go while P's answer waited here
+	err = x.redirect(next)
+	if next.Stage == kvtransfer.HandOver && (gone != nil || err != nil) {
+		x.s.stranded(next, x.requestID, "client_gone")
+	}
+	return err
+}
+
+// observe notes what P says about its load along with its answer.
+func (x *exchange) observe(t *kvtransfer.Ticket) {
+	pool := x.s.State.Pool(t.Pool)
+	if len(x.msg.headers.load) == 0 || pool == nil {
+		return
+	}
+	signals, ok := kvstate.ParseORCA(x.msg.headers.load)
+	e := pool.Endpoint(t.Prefill)
+	if ok && e != nil {
+		signals.At = time.Now()
+		x.s.State.Observe(e, signals)
+	}
 }
 
 // clientsFault reports whether P's status is about the request itself, so that it is the client's answer.
@@ -98,6 +118,9 @@ func (x *exchange) receiveAnswer() error {
 		if err := x.receive(); err != nil {
 			return err
 		}
+		if x.hold() != nil {
+			x.msg.over = true // no memory for it now: as if it had been too long
+		}
 	}
 	return nil
 }
@@ -127,6 +150,7 @@ func (x *exchange) afterPrefill(t *kvtransfer.Ticket, code int) *kvtransfer.Tick
 		x.markGood(pool, t.Prefill)
 		if got.PromptTokens > 0 {
 			pool.ObservePrompt(int64(t.BodyBytes), got.PromptTokens)
+			pool.ObservePrefill(got.PromptTokens-max(got.CachedTokens, 0), time.Since(x.s.sealedAt(t)))
 			next.PromptTokens = got.PromptTokens
 		}
 	}
@@ -163,29 +187,19 @@ func (x *exchange) markGood(pool *kvstate.Pool, addr string) {
 	}
 }
 
-// redirect turns P's answer into a 307 that Envoy follows, with the ticket it carries along.
+// redirect ends the leg with a 307 that Envoy follows, with the ticket it carries along. It is an answer of its own, in one
+// message, and not P's with other headers: Envoy follows a redirect as soon as it sees the headers and cuts what has more to
+// come, so a body, be it empty, would cost the internal connection each time.
 func (x *exchange) redirect(t *kvtransfer.Ticket) error {
 	sealed, err := x.sealHandOver(t)
 	if err != nil {
 		return err
 	}
 	x.s.metrics.ticketBytes.Observe(float64(len(sealed)))
-	x.headers.add(":status", []byte("307"))
-	x.headers.add("location", location(x.msg.attributes.authority, x.msg.attributes.path))
-	x.headers.add(headerTicket, sealed)
-	x.headers.drop("content-length")
-	x.headers.drop("content-encoding")
-	x.headers.drop("content-type")
-	if x.msg.phase == phaseResponseHeaders { // the answer had no body
-		return x.send(&reply{phase: phaseResponseHeaders, headers: &x.headers})
-	}
-	if err := x.send(&reply{phase: phaseResponseHeaders, headers: &x.headers}); err != nil {
-		return err
-	}
-	if x.msg.phase == phaseResponseTrailers {
-		return x.send(&reply{phase: phaseResponseTrailers})
-	}
-	return x.send(&reply{phase: phaseResponseBody, kind: bodyStreamed62, end: true})
+	i := &immediate{status: 307, details: detailsPrefix + "_redirect"}
+	i.headers.add("location", location(x.msg.attributes.authority, x.msg.attributes.path))
+	i.headers.add(headerTicket, sealed)
+	return x.send(&reply{immediate: i})
 }
 
 // sealHandOver seals the ticket; KV parameters that no header holds are kept here, and the ticket refers to them.

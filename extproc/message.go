@@ -2,6 +2,8 @@ package extproc
 
 import (
 	"google.golang.org/grpc/mem"
+
+	"tandem/kvstate"
 )
 
 // phase says which part of the exchange a message is about, with the field numbers of ProcessingRequest's oneof
@@ -36,6 +38,7 @@ type headers struct {
 	contentType, contentEncoding, contentLength []byte
 	requestID, ticket, upgrade                  []byte
 	authority, clientID                         []byte // of legs that run at once
+	load                                        []byte // what P says about itself (ORCA)
 }
 
 // slot returns where a header's value belongs, nil for one that nobody reads.
@@ -63,6 +66,8 @@ func (h *headers) slot(name []byte) *[]byte {
 		return &h.authority
 	case headerClientID:
 		return &h.clientID
+	case kvstate.ORCAHeader:
+		return &h.load
 	}
 	return nil
 }

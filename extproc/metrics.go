@@ -20,7 +20,8 @@ type Metrics struct {
 	hops          *prometheus.HistogramVec // pool, hop, endpoint, result; seconds
 	firstByte     *prometheus.HistogramVec // pool, hop, endpoint; seconds
 	prefillErrors *prometheus.CounterVec   // pool, endpoint, status
-	stranded      *prometheus.CounterVec   // pool, endpoint
+	stranded      *prometheus.CounterVec   // pool, endpoint, reason
+	cleanups      *prometheus.CounterVec   // pool, result
 	promptTokens  *prometheus.CounterVec   // pool, source
 	process       *prometheus.HistogramVec // role; seconds
 	ticketBytes   prometheus.Histogram
@@ -54,7 +55,8 @@ func NewMetrics(r prometheus.Registerer, state *kvstate.State) *Metrics {
 		prefillErrors: counter("tandem_prefill_errors_total",
 			"Prefill answers other than 200 by endpoint and status; Envoy's own 503 and 504 stand for an endpoint that was not reached or too slow.",
 			"pool", "endpoint", "status"),
-		stranded:     counter("tandem_handovers_stranded_total", "Hand-overs whose client left between the hops: the prefill endpoint holds their blocks until its lease ends.", "pool", "endpoint"),
+		stranded:     counter("tandem_handovers_stranded_total", "Hand-overs that no decode endpoint fetched, or perhaps none: the prefill endpoint holds their blocks until its lease ends.", "pool", "endpoint", "reason"),
+		cleanups:     counter("tandem_cleanup_decodes_total", "Stranded hand-overs of pools that want them fetched (strandedBlocks: cleanupDecode), by what came of it.", "pool", "result"),
 		promptTokens: counter("tandem_prompt_tokens_total", "Prompt tokens of split requests as prefill reports them, by source (cached, computed).", "pool", "source"),
 		process:      seconds("tandem_ext_proc_duration_seconds", "Time of one ext_proc stream, waiting for the body included.", "role"),
 		ticketBytes: prometheus.NewHistogram(prometheus.HistogramOpts{Name: "tandem_ticket_bytes", Help: "Size of the tickets that carry KV parameters, as header values.",
@@ -122,8 +124,6 @@ func (m *Metrics) requestEnded(t *kvtransfer.Ticket, e *logEntry, took, first ti
 		}
 	case t.Stage == kvtransfer.PrefillLeg && e.clientGone:
 		m.hop(t.Pool, "prefill", t.Prefill, "client_gone", e.duration)
-	case t.Stage == kvtransfer.HandOver && e.clientGone:
-		m.stranded.WithLabelValues(t.Pool, t.Prefill).Inc()
 	}
 }
 

@@ -1,7 +1,6 @@
 package extproc
 
 import (
-	"cmp"
 	"crypto/rand"
 	"errors"
 	"fmt"
@@ -28,6 +27,14 @@ type attempt struct {
 	excluded  []string // addresses that failed it
 	alone     bool     // do not split, whatever the policy
 	why       string   // of alone
+
+	decodeFailed bool // the hop that failed last was to decode
+}
+
+// late reports whether the time for further attempts is over. What a failed prefill needs is not another attempt but the
+// first of a decode endpoint, so that is always left.
+func (a *attempt) late(policy Policy) bool {
+	return time.Since(a.started) > policy.AttemptsTime
 }
 
 // first plans pass 1 of a request to one of the APIs that can be split.
@@ -77,8 +84,8 @@ func (x *exchange) plan(api openai.API, a attempt) (route, error) {
 	if err != nil {
 		return route{}, noEndpoint(pool, err)
 	}
-	if failedBefore(a.excluded, x.view.Endpoints[choice.Decode].Endpoint.Addr) >= maxTries {
-		return route{}, openai.Unavailable("endpoint_failed", "every endpoint that could answer this request has failed it", time.Second)
+	if err := a.exhausted(policy, x.view.Endpoints[choice.Decode].Endpoint.Addr); err != nil {
+		return route{}, err
 	}
 	if choice.Prefill >= 0 {
 		r, err := x.prefill(pool, policy, choice, tokens, a)
@@ -89,19 +96,29 @@ func (x *exchange) plan(api openai.API, a attempt) (route, error) {
 	} else if a.why == "" {
 		a.why = "no_prefill"
 	}
-	return x.decodeAlone(pool, choice, tokens, a)
+	return x.decodeAlone(pool, policy, choice, tokens, a)
 }
 
-// maxTries is how often one endpoint may fail a request: where there is no other, a second try meets one that came back.
-const maxTries = 2
+// exhausted is why a request is not sent to one more decode endpoint; nil if it is.
+func (a *attempt) exhausted(policy Policy, decode string) error {
+	switch {
+	case a.decodeFailed && a.late(policy):
+		return openai.Unavailable("endpoint_failed", "no endpoint answered this request in the time there is for it", time.Second)
+	case slices.Contains(a.excluded, decode) && triedAgain(a.excluded):
+		return openai.Unavailable("endpoint_failed", "every endpoint that could answer this request has failed it", time.Second)
+	}
+	return nil
+}
 
-func failedBefore(excluded []string, addr string) (times int) {
-	for _, e := range excluded {
-		if e == addr {
-			times++
+// triedAgain reports whether an endpoint has failed a request twice. Where every endpoint that decodes has failed it, one of
+// them is tried a second time, since it may be back; the others are not, since they would only fail it again.
+func triedAgain(excluded []string) bool {
+	for i, e := range excluded {
+		if slices.Contains(excluded[:i], e) {
+			return true
 		}
 	}
-	return times
+	return false
 }
 
 // scan reads the body and, in the rare case that it carries members which are not the client's to send, cuts them.
@@ -140,8 +157,10 @@ func (x *exchange) whetherToSplit(a *attempt, policy Policy) error {
 		a.alone, a.why = true, "body_too_long"
 	case a.redirects+2 >= x.s.MaxRedirects: // the hand-over, and a decode that fails, need one each
 		a.alone, a.why = true, "redirects_spent"
-	case a.prefills >= cmp.Or(policy.PrefillAttempts, 3):
+	case a.prefills >= policy.PrefillAttempts:
 		a.alone, a.why = true, "attempts_spent"
+	case a.prefills > 0 && a.late(policy):
+		a.alone, a.why = true, "time_spent"
 	default:
 		why := x.req.Unsplittable()
 		if s, ok := policy.Dialect.(kvtransfer.Selective); ok && why == "" {
@@ -169,11 +188,11 @@ func (x *exchange) prefill(pool *kvstate.Pool, policy Policy, c picker.Choice, t
 		ID: newTicketID(), Stage: kvtransfer.PrefillLeg, Expires: time.Now().Add(x.s.TicketTTL), Started: a.started,
 		Pool: pool.Spec.Name, Prefill: p.Endpoint.Addr, Decode: d.Endpoint.Addr, Split: true,
 		Redirects: a.redirects, Prefills: a.prefills + 1, Excluded: a.excluded,
-		Undo: x.undo, BodyBytes: edits.Len(x.body.len()), PromptTokens: tokens,
+		Undo: x.undo, BodyBytes: edits.Len(x.body.len()), PromptTokens: tokens, Stream: x.req.True(openai.FieldStream),
 	}
 	r := route{
 		leg: legPrefill, endpoint: p.Endpoint, edits: edits,
-		perTry: policy.PrefillTimeout + time.Duration(tokens)*policy.PerToken,
+		perTry: policy.PrefillTimeout + pool.PrefillTime(tokens+p.PromptTokens, policy.PerToken),
 	}
 	r.booked[0] = x.reserve(p.Endpoint, kvstate.RolePrefill, a.redirects, uncached)
 	r.booked[1] = x.reserve(d.Endpoint, kvstate.RoleDecode, a.redirects, tokens)
@@ -185,9 +204,9 @@ func (x *exchange) prefill(pool *kvstate.Pool, policy Policy, c picker.Choice, t
 }
 
 // decodeAlone writes the one hop that answers the whole request.
-func (x *exchange) decodeAlone(pool *kvstate.Pool, c picker.Choice, tokens int64, a attempt) (route, error) {
+func (x *exchange) decodeAlone(pool *kvstate.Pool, policy Policy, c picker.Choice, tokens int64, a attempt) (route, error) {
 	d := x.view.Endpoints[c.Decode]
-	r := route{leg: legDecode, endpoint: d.Endpoint}
+	r := route{leg: legDecode, endpoint: d.Endpoint, perTry: streamStart(policy, x.req.True(openai.FieldStream), pool.PrefillTime(tokens+d.PromptTokens, policy.PerToken))}
 	if a.redirects+1 >= x.s.MaxRedirects || x.body.len() > x.s.SplitBodyBytes {
 		r.leg = legPass // Envoy could not follow one more redirect, or could not replay the body
 	}
@@ -203,9 +222,19 @@ func (x *exchange) decodeAlone(pool *kvstate.Pool, c picker.Choice, tokens int64
 	})
 }
 
+// streamStart is the time limit of a hop whose answer is streamed, until its headers come, which is all that Envoy's limit
+// per try counts; computing is what D has to compute before. An answer that is not streamed has no headers until it is
+// complete, and so no such limit.
+func streamStart(policy Policy, stream bool, computing time.Duration) time.Duration {
+	if !stream {
+		return 0
+	}
+	return policy.StreamStart + computing
+}
+
 // reserve books an endpoint for this pass.
 func (x *exchange) reserve(e *kvstate.Endpoint, role kvstate.Role, redirects int, tokens int64) kvstate.ReservationID {
-	return x.s.State.ReserveAs(x.s.reservationID(x.bookedAs, redirects, role), e, tokens)
+	return x.s.State.ReserveAs(x.s.reservationID(x.bookedAs, redirects, role), e, tokens, sourceOf(x.stream.Context()))
 }
 
 // seal puts the ticket on the route. What was booked for a route that cannot be taken is released.
@@ -237,7 +266,10 @@ func (x *exchange) resume(t *kvtransfer.Ticket, ticketErr error) (route, error) 
 		return x.decode(t)
 	}
 	x.s.release(t)
-	a := attempt{redirects: t.Redirects, prefills: t.Prefills, started: t.Started, excluded: t.Excluded}
+	a := attempt{
+		redirects: t.Redirects, prefills: t.Prefills, started: t.Started, excluded: t.Excluded,
+		decodeFailed: t.Cause == kvtransfer.CauseDecode,
+	}
 	if t.Stage == kvtransfer.HandOver {
 		t.Cause = "hand_over_spent"
 		if ticketErr != nil {
@@ -279,7 +311,8 @@ func (x *exchange) decode(t *kvtransfer.Ticket) (route, error) {
 			params = kept
 		}
 	}
-	x.s.release(t)
+	x.s.State.Release(kvstate.ReservationID(t.Reservations[0])) // the prefill leg did that, if it is not ours
+	x.s.releaseWherever(t, 1)
 	d, paired, err := x.pickDecode(pool, t)
 	if err != nil {
 		return route{}, noEndpoint(pool, err)
@@ -287,9 +320,10 @@ func (x *exchange) decode(t *kvtransfer.Ticket) (route, error) {
 	if !paired {
 		params = nil
 	}
-	r := route{leg: legDecode, endpoint: d, edits: t.Undo}
+	policy := x.s.Pools[t.Pool]
+	r := route{leg: legDecode, endpoint: d, edits: t.Undo, perTry: streamStart(policy, t.Stream, pool.PrefillTime(t.PromptTokens, policy.PerToken))}
 	var undo openai.Edits
-	dialect := x.s.Pools[t.Pool].Dialect
+	dialect := policy.Dialect
 	if params != nil && dialect != nil {
 		r.edits, undo, err = x.decodeEdits(t.Undo, dialect, params)
 		if err != nil {

@@ -7,6 +7,7 @@ import (
 
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/openai"
+	"tandem/kvstate"
 )
 
 // Replan answers the second try of a hop that failed outright (two composite clusters send it here): 307, with a ticket
@@ -32,11 +33,15 @@ func (s *Server) Replan() http.Handler {
 		if t.Stage == kvtransfer.PrefillLeg {
 			hop, failed, next.Cause = "prefill", t.Prefill, kvtransfer.CausePrefill
 		}
-		s.metrics.hop(t.Pool, hop, failed, "failed", time.Since(s.sealedAt(t)))
+		took := time.Since(s.sealedAt(t))
+		s.metrics.hop(t.Pool, hop, failed, "failed", took)
+		if hop == "decode" && t.Split {
+			s.metrics.stranded.WithLabelValues(t.Pool, t.Prefill, "decode_failed").Inc() // or fetched: who failed does not say
+		}
 		next.Excluded = append(next.Excluded, failed)
 		if pool := s.State.Pool(t.Pool); pool != nil {
 			if e := pool.Endpoint(failed); e != nil {
-				s.State.MarkFailed(e)
+				s.markFailed(e, t, took)
 			}
 		}
 		sealed, err := s.Keys.Seal(nil, &next, id)
@@ -49,6 +54,20 @@ func (s *Server) Replan() http.Handler {
 		w.Header().Set(headerTicket, string(sealed))
 		w.WriteHeader(http.StatusTemporaryRedirect)
 	})
+}
+
+// markFailed leaves out an endpoint that failed a hop. One that was cut off by the hop's time limit hangs.
+func (s *Server) markFailed(e *kvstate.Endpoint, t *kvtransfer.Ticket, took time.Duration) {
+	policy := s.Pools[t.Pool]
+	limit := policy.PrefillTimeout
+	if t.Stage == kvtransfer.DecodeLeg {
+		limit = policy.StreamStart
+	}
+	if took >= limit {
+		s.State.MarkHung(e)
+	} else {
+		s.State.MarkFailed(e)
+	}
 }
 
 // discard reads what is left of a body: Envoy follows a redirect only once the request was sent in full.

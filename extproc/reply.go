@@ -149,8 +149,7 @@ func (r *reply) marshal() mem.BufferSlice {
 	outer := bytesLen(common) // HeadersResponse or BodyResponse{1: response}
 	total := bytesLen(outer)
 
-	pool := mem.DefaultBufferPool()
-	slot := pool.Get(total - body)
+	slot := bodies.Get(total - body)
 	b := (*slot)[:0]
 	b = appendLen(b, r.phase.responseField(), outer)
 	b = appendLen(b, 1, common)
@@ -174,7 +173,7 @@ func (r *reply) marshal() mem.BufferSlice {
 	}
 	*slot = b
 	out := make(mem.BufferSlice, 0, 1+len(r.parts))
-	out = append(out, mem.NewBuffer(slot, pool))
+	out = append(out, mem.NewBuffer(slot, bodies))
 	if r.kind != bodyKeep {
 		out = append(out, r.parts...)
 	}

@@ -45,8 +45,18 @@ type Policy struct {
 	RefuseLong      bool          // bodies over SplitBodyBytes get 413 instead of decode alone
 	OnFailure       OnFailure     // of a prefill
 	PrefillAttempts int           // at most, over all passes; default 3
+	AttemptsTime    time.Duration // after this, counted from when the request came, no other endpoint is tried; default 1 m
 	PrefillTimeout  time.Duration // time limit of the prefill hop: this ...
-	PerToken        time.Duration // ... and this for every token of the prompt
+	PerToken        time.Duration // ... and this for every token of the prompt and of what is before it, until the speed is known
+	CleanupDecode   bool          // have stranded hand-overs fetched by a decode endpoint
+	StreamStart     time.Duration // how long a streamed answer may take to begin, beside PerToken where D computes the prompt; default 1 m
+}
+
+func (p Policy) withDefaults() Policy {
+	orDefault(&p.PrefillAttempts, 3)
+	orDefault(&p.AttemptsTime, time.Minute)
+	orDefault(&p.StreamStart, time.Minute)
+	return p
 }
 
 // OnFailure says what follows a failed prefill.
@@ -66,6 +76,7 @@ type Server struct {
 	started   time.Time
 	exchanges sync.Pool
 	draining  chan struct{}
+	cleanups  chan cleanup
 	recent    *recent
 	pairs     *pairs
 	seed      uint64 // of reservation ids
@@ -84,7 +95,12 @@ func New(o Options, m *Metrics) *Server {
 	if o.Log == nil {
 		o.Log = slog.New(slog.DiscardHandler)
 	}
-	s := &Server{Options: o, metrics: m, started: time.Now(), draining: make(chan struct{}), recent: newRecent(), pairs: newPairs(), seed: random()}
+	pools := make(map[string]Policy, len(o.Pools))
+	for name, p := range o.Pools {
+		pools[name] = p.withDefaults()
+	}
+	o.Pools = pools
+	s := &Server{Options: o, metrics: m, started: time.Now(), draining: make(chan struct{}), cleanups: make(chan cleanup, maxCleanups), recent: newRecent(), pairs: newPairs(), seed: random()}
 	s.exchanges.New = func() any { return &exchange{s: s} }
 	return s
 }
@@ -302,5 +318,13 @@ func random() uint64 { return rand.Uint64() }
 // server.
 func (s *Server) Drain() { close(s.draining) }
 
-// Run does the server's regular work until ctx ends: expired reservations, tickets and hand-overs are swept.
-func (s *Server) Run(ctx context.Context) { s.State.Run(ctx) }
+// Run does the server's regular work until ctx ends: expired reservations, tickets and hand-overs are swept, stranded ones
+// cleaned up.
+func (s *Server) Run(ctx context.Context) {
+	var workers sync.WaitGroup
+	defer workers.Wait()
+	for range cleanupWorkers {
+		workers.Go(func() { s.cleanUp(ctx) })
+	}
+	s.State.Run(ctx)
+}

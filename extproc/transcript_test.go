@@ -233,6 +233,10 @@ func (p *player) pool(words []string) {
 			switch key {
 			case "attempts":
 				policy.PrefillAttempts = p.number(value)
+			case "time":
+				d, err := time.ParseDuration(value)
+				require.NoError(p.t, err)
+				policy.AttemptsTime = d
 			case "models":
 				models = strings.Split(value, ",")
 			default:
@@ -324,7 +328,11 @@ func (p *player) pass() {
 func (p *player) sayVerdict(v *verdict) {
 	if v.immediate != nil {
 		for _, h := range v.immediate.GetHeaders().GetSetHeaders() {
-			p.say("%s: %s", h.GetHeader().GetKey(), plainID(string(h.GetHeader().GetRawValue())))
+			value := plainID(string(h.GetHeader().GetRawValue()))
+			if h.GetHeader().GetKey() == headerTicket {
+				value = p.describe(string(h.GetHeader().GetRawValue()))
+			}
+			p.say("%s: %s", h.GetHeader().GetKey(), value)
 		}
 		p.say("%d %s %s", v.status(), v.immediate.GetDetails(), v.immediate.GetBody())
 		return
@@ -433,7 +441,7 @@ func (p *player) answer(words []string, line string) {
 	}
 	v := p.q.prefillLeg(a)
 	p.sayVerdict(v)
-	if v.immediate == nil && v.set[":status"] == "" {
+	if v.immediate == nil {
 		require.Equal(p.t, string(a.body), string(v.body))
 		p.say("P's answer is the client's%s", cutInto(v.pieces))
 	}

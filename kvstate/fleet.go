@@ -50,7 +50,9 @@ type EndpointSpec struct {
 	Role   Role
 	Group  string // endpoints with a group only pair within it
 
-	Transfer Transfer
+	EventsPort int // where it publishes its KV events; 0: where its pool says
+	ReplayPort int // where these can be asked for again, if EventsPort is not 0; 0: nowhere
+	Transfer   Transfer
 }
 
 // Transfer is how the engine of the other leg reaches an endpoint's KV cache. Zero values: the host that Envoy reaches
@@ -72,18 +74,26 @@ type Endpoint struct {
 
 // live is what is known of an address while it stays in its pool, whatever else is said about it.
 type live struct {
-	slot int // in the pool's prefix index; never used again by another endpoint while blocks may name it
+	routed *member                 // of the pool's prefix index: what was routed here
+	own    []int32                 // its slot
+	feeds  atomic.Pointer[[]int32] // slots of the KV event feeds
 
 	requests atomic.Int64 // reservations held
 	tokens   atomic.Int64 // prompt tokens of those
-	failed   atomic.Bool
-	models   atomic.Pointer[[]string]
+
+	othersRequests atomic.Int64 // held by other replicas
+	othersTokens   atomic.Int64
+	signals        atomic.Pointer[Signals]
+
+	failed atomic.Bool
+	hung   atomic.Bool // and it took its time to
+	models atomic.Pointer[[]string]
 }
 
 // Failed reports whether the endpoint is left out for now.
 func (e *Endpoint) Failed() bool { return e.failed.Load() }
 
-// Load is what is booked on the endpoint: requests and their prompt tokens.
+// Load is what this replica has booked on the endpoint: requests and their prompt tokens.
 func (e *Endpoint) Load() (requests, tokens int64) { return e.requests.Load(), e.tokens.Load() }
 
 // PoolSpec describes a pool.
@@ -99,6 +109,7 @@ type Pool struct {
 	endpoints []*Endpoint
 	index     *prefixIndex
 	ratio     *tokenRatio
+	pace      *prefillPace
 }
 
 // Endpoints are the pool's endpoints, in the order configured but that those of a group stand together. Do not modify.
@@ -129,13 +140,13 @@ func (s *State) SetPool(spec PoolSpec, eps []EndpointSpec) {
 	next := &Pool{Spec: spec}
 	leaving := map[string]*Endpoint{}
 	if i >= 0 {
-		next.index, next.ratio = pools[i].index, pools[i].ratio
+		next.index, next.ratio, next.pace = pools[i].index, pools[i].ratio, pools[i].pace
 		for _, e := range pools[i].endpoints {
 			leaving[e.Addr] = e
 		}
 		pools[i] = next
 	} else {
-		next.index, next.ratio = newPrefixIndex(s.o.MaxIndexBlocks, s.o.EndpointBlocks), newTokenRatio()
+		next.index, next.ratio, next.pace = newPrefixIndex(s.o.indexLimits()), newTokenRatio(), &prefillPace{}
 		pools = append(pools, next)
 	}
 	seen := make(map[string]bool, len(eps))
@@ -148,9 +159,9 @@ func (s *State) SetPool(spec PoolSpec, eps []EndpointSpec) {
 	}
 	slices.SortStableFunc(next.endpoints, func(a, b *Endpoint) int { return strings.Compare(a.Group, b.Group) })
 	for _, e := range leaving {
-		next.index.dropSlot(e.slot)
+		next.index.leave(e.routed)
 	}
-	next.index.resize(next.endpoints)
+	next.index.resize()
 	s.pools.Store(&pools)
 }
 
@@ -159,7 +170,8 @@ func (s *State) SetPool(spec PoolSpec, eps []EndpointSpec) {
 func (p *Pool) endpoint(ep EndpointSpec, old *Endpoint) *Endpoint {
 	switch {
 	case old == nil:
-		return &Endpoint{ep, &live{slot: p.index.takeSlot()}}
+		m := p.index.join(nil)
+		return &Endpoint{ep, &live{routed: m, own: []int32{int32(m.slot)}}}
 	case old.EndpointSpec == ep:
 		return old
 	}

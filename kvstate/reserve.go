@@ -3,6 +3,7 @@ package kvstate
 import (
 	"math/rand/v2"
 	"sync"
+	"sync/atomic"
 	"time"
 )
 
@@ -20,18 +21,26 @@ type booking struct {
 	on      *live // not the endpoint: what is said about that may change
 	tokens  int64
 	expires time.Time
+	from    *Source // nil: unknown
 }
+
+// Source is who asked for reservations: one connection of one Envoy. When it is gone, nobody is left to say how the hops
+// ended that it asked for, so they count as ended.
+type Source struct{ gone atomic.Bool }
+
+// Gone releases, within a second, what was booked for the source.
+func (s *Source) Gone() { s.gone.Store(true) }
 
 // Reserve books a request on an endpoint: from now on views count it. The caller passes the id on to whoever learns how
 // the hop ended. It returns 0, and books nothing, when MaxReservations are held: choosing blindly is better than
 // refusing.
 func (s *State) Reserve(e *Endpoint, promptTokens int64) ReservationID {
-	return s.ReserveAs(0, e, promptTokens)
+	return s.ReserveAs(0, e, promptTokens, nil)
 }
 
 // ReserveAs is Reserve under an id that the caller can work out again when all it has is the request. Where id is 0 or
 // taken, a random one takes its place.
-func (s *State) ReserveAs(id ReservationID, e *Endpoint, promptTokens int64) ReservationID {
+func (s *State) ReserveAs(id ReservationID, e *Endpoint, promptTokens int64, from *Source) ReservationID {
 	if s.booked.Add(1) > int64(s.o.MaxReservations) {
 		s.booked.Add(-1)
 		return 0
@@ -42,10 +51,11 @@ func (s *State) ReserveAs(id ReservationID, e *Endpoint, promptTokens int64) Res
 	}
 	e.requests.Add(1)
 	e.tokens.Add(promptTokens)
-	b := booking{e.live, promptTokens, time.Now().Add(s.o.ReservationTTL)}
+	b := booking{e.live, promptTokens, time.Now().Add(s.o.ReservationTTL), from}
 	for !s.hold(id, b) {
 		id = randomID()
 	}
+	s.changed()
 	return id
 }
 
@@ -84,9 +94,10 @@ func (s *State) unbook(b booking) {
 	b.on.requests.Add(-1)
 	b.on.tokens.Add(-b.tokens)
 	s.booked.Add(-1)
+	s.changed()
 }
 
-// Reservations is how many are held.
+// Reservations is how many this replica holds.
 func (s *State) Reservations() int { return int(s.booked.Load()) }
 
 func (s *State) sweepReservations(now time.Time) {
@@ -94,7 +105,7 @@ func (s *State) sweepReservations(now time.Time) {
 		shard := &s.bookings[i]
 		shard.mu.Lock()
 		for id, b := range shard.held {
-			if now.After(b.expires) {
+			if now.After(b.expires) || b.from != nil && b.from.gone.Load() {
 				delete(shard.held, id)
 				s.unbook(b)
 			}

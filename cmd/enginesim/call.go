@@ -3,6 +3,7 @@ package main
 import (
 	"context"
 	"errors"
+	"fmt"
 	"net"
 	"net/http"
 	"slices"
@@ -95,6 +96,7 @@ func (c *call) check(leg string) *apiError {
 	if bad := c.req.continued(c.s.responses); bad != nil {
 		return bad
 	}
+	c.req.keepIDs = c.s.events != nil
 	prompts, bad := c.req.render(c.s.cfg.blockSize)
 	if bad != nil {
 		return bad
@@ -226,8 +228,26 @@ func (c *call) refuse(e *apiError) {
 	c.writeBody(e.status, "application/json", e.json(c.req.api))
 }
 
+// tellLoad adds vLLM's ORCA header where the request asks for it (entrypoints/openai/orca_metrics.py, 0.13): two figures, for
+// two of the APIs.
+func (c *call) tellLoad() {
+	if c.req.api != apiChat && c.req.api != apiCompletions {
+		return
+	}
+	usage, waiting := c.s.pool.usage(), float64(c.s.metrics.waitingCapacity.Load()+c.s.metrics.waitingDeferred.Load())
+	switch c.r.Header.Get("endpoint-load-metrics-format") {
+	case "JSON":
+		c.w.Header().Set("endpoint-load-metrics", fmt.Sprintf(`JSON {"named_metrics":{"kv_cache_usage_perc":%v,"num_requests_waiting":%.1f}}`, usage, waiting))
+	case "TEXT":
+		c.w.Header().Set("endpoint-load-metrics", fmt.Sprintf("TEXT named_metrics.kv_cache_usage_perc=%v, named_metrics.num_requests_waiting=%.1f", usage, waiting))
+	}
+}
+
 func (c *call) writeBody(status int, contentType string, body []byte) {
 	c.w.Header().Set("Content-Type", contentType)
+	if status == http.StatusOK {
+		c.tellLoad()
+	}
 	c.rec.setStatus(status)
 	c.rec.set(func() { c.rec.AnswerBytes += len(body) })
 	writeWith(c.w, status, body)

@@ -44,6 +44,11 @@ type config struct {
 	keepAlive       time.Duration
 	maxBody         int64
 	fail            []failRule
+	events          string // endpoint of the KV events as vLLM names it; "": none
+	eventsReplay    string
+	eventsTopic     string
+	eventArrays     bool
+	eventSteps      int
 }
 
 // The connectors.
@@ -97,7 +102,7 @@ func parseFlags(args []string, stderr io.Writer) (*config, error) {
 	f.IntVar(&c.maxModelLen, "max-model-len", 5_000_000, "longest prompt and answer together, tokens (a token is four bytes)")
 	f.DurationVar(&c.lease, "lease", 30*time.Second, "how long a prefill engine keeps blocks (kv_lease_duration)")
 	f.Float64Var(&c.prefillSpeed, "prefill-speed", 0, "tokens/s of prefill, one prompt after another; 0: instantaneous")
-	f.DurationVar(&c.decodeStep, "decode-step", 0, "time per answer token; 0: instantaneous")
+	f.DurationVar(&c.decodeStep, "decode-step", 0, "time of a decode step, in which every running answer gets one token; 0: instantaneous")
 	f.StringVar(&policy, "kv-load-failure", "fail", "kv_load_failure_policy: fail or recompute")
 	f.DurationVar(&c.loadTimeout, "load-timeout", 5*time.Second, "what a dead side channel costs")
 	f.BoolVar(&c.faithful, "faithful", false, "answer violations as vLLM does: 200 with wrong text")
@@ -107,6 +112,11 @@ func parseFlags(args []string, stderr io.Writer) (*config, error) {
 	f.IntVar(&c.recordBody, "record-body", 64<<10, "how many `bytes` of each body to keep")
 	f.DurationVar(&c.keepAlive, "keep-alive", 5*time.Second, "idle HTTP connections are closed after this (uvicorn: 5 s)")
 	f.Int64Var(&c.maxBody, "max-body", 256<<20, "largest request body, `bytes`")
+	f.StringVar(&c.events, "kv-events", "", "publish KV events at `endpoint`: tcp://*:port binds, tcp://host:port connects, as vLLM does")
+	f.StringVar(&c.eventsReplay, "kv-events-replay", "", "give out old KV events at `endpoint`, tcp://*:port")
+	f.StringVar(&c.eventsTopic, "kv-events-topic", "", "`topic` of KV events")
+	f.BoolVar(&c.eventArrays, "kv-events-arrays", false, "KV events as vLLM up to 0.23 sends them: arrays, and replays without a topic")
+	f.IntVar(&c.eventSteps, "kv-events-buffer", 10_000, "how many batches of KV events to keep for replay")
 	f.StringVar(&fail, "fail", "", "failure rule as for POST /sim/fail, or a JSON list of them")
 	if err := f.Parse(args); err != nil {
 		return nil, err

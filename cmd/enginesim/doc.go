@@ -72,6 +72,13 @@
 //
 // Requests on an engine of the wrong role are served, as vLLM does, and counted in enginesim_role_mismatch_total.
 //
+// # KV events
+//
+// With --kv-events the prefix cache's blocks are published as vLLM publishes them: stored, removed, all cleared, in three
+// frames over ZeroMQ, numbered for each process; --kv-events-replay gives out the last of them again. Maps as vLLM 0.24 and
+// later, or arrays with --kv-events-arrays. A block is called by its cache key. POST /sim/kv-events {"lose":n} loses the
+// next n batches on their way.
+//
 // # What tests and benchmarks use
 //
 //	GET    /sim/requests?n=&id=  the last n requests (of one x-request-id), oldest first: bytes, headers, leg, timings

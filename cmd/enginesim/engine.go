@@ -168,6 +168,9 @@ func (c *call) load(ctx context.Context) error {
 	}
 	for _, q := range c.seqs {
 		actual, err := s.fetchKV(ctx, c.xid, &c.req.kv, q.p, q.grant.hits)
+		if wrong := (*violation)(nil); errors.As(err, &wrong) && wrong.kind == "other_prompt" && c.req.throwsAway() {
+			err = nil // as vLLM does: it reads, and tells P that it has read
+		}
 		c.fetched = true
 		if errors.Is(err, errLoadFailed) {
 			s.logf("%v (x-request-id %q)", err, c.xid)
@@ -279,6 +282,13 @@ func sleep(ctx context.Context, d time.Duration) error {
 	}
 }
 
+// untilStep is the time until the engine's next decode step. Continuous batching gives every running sequence its token in
+// the same step, so the tokens of different answers come together, however far apart their requests came.
+func (s *sim) untilStep() time.Duration {
+	pace := s.cfg.decodeStep
+	return pace - time.Since(s.started)%pace
+}
+
 func (c *call) decode(ctx context.Context, emit func(step int) error) error {
 	steps := 0
 	for _, q := range c.seqs {
@@ -293,7 +303,7 @@ func (c *call) decode(ctx context.Context, emit func(step int) error) error {
 	}
 	for step := range steps {
 		if pace > 0 && step > 0 {
-			if err := sleep(ctx, pace); err != nil {
+			if err := sleep(ctx, c.s.untilStep()); err != nil {
 				return err
 			}
 		}

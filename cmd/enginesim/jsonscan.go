@@ -306,7 +306,7 @@ func appendEscape(out, in []byte, n int) ([]byte, int) {
 		}
 	}
 	r := hexRune(in)
-	if utf16.IsSurrogate(r) && len(in) >= 12 && escapeLen(in[6:]) == 6 {
+	if utf16.IsSurrogate(r) && len(in) >= 12 && in[6] == '\\' && escapeLen(in[6:]) == 6 {
 		if both := utf16.DecodeRune(r, hexRune(in[6:])); both != utf8.RuneError {
 			return utf8.AppendRune(out, both), 12
 		}

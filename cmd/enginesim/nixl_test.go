@@ -396,3 +396,19 @@ func TestRoleMismatch(t *testing.T) {
 	}
 	require.Equal(t, map[string]int64{"plain_on_prefill": 1, "prefill_on_decode": 1}, counts)
 }
+
+// A router that knows of blocks which nobody will fetch has a decode engine fetch them, with a prompt that is not theirs:
+// P lets go, and the one token that is made of the wrong KV is neither shown to anybody nor found again by its salt.
+func TestCleanupDecode(t *testing.T) {
+	p, d := startEngine(t, "-role", "prefill"), startEngine(t, "-role", "decode")
+	params := p.prefill(t, "r", longPrompt)
+	require.NotZero(t, p.ledger.held.Load())
+	body := func(salt string) string {
+		return `{"prompt":"a","max_tokens":1,` + salt + `"kv_transfer_params":` + string(params) + `}`
+	}
+	require.Equal(t, 200, d.post(t, "/v1/completions", "r", body(`"cache_salt":"x",`)).status)
+	require.Zero(t, p.ledger.held.Load())
+	require.Zero(t, d.state().Violations)
+	params = p.prefill(t, "s", longPrompt)
+	require.Equal(t, 500, d.post(t, "/v1/completions", "s", body("")).status, "without a salt another may find it")
+}

@@ -47,6 +47,7 @@ type request struct {
 	temperature     json.RawMessage
 	topP            json.RawMessage
 	salt            string
+	keepIDs         bool // of the prompt, for KV events
 	tools           []byte
 	toolChoice      []byte
 	kv              kvParams
@@ -55,6 +56,10 @@ type request struct {
 	maxTokensMember string
 	transcript      []byte // of the response that previous_response_id names
 }
+
+// throwsAway reports whether the request is one whose KV may be another prompt's, because nothing of it is used: one token is
+// made of it, and a salt keeps it from being found again. A router sends such a request to have a prefill engine let go.
+func (q *request) throwsAway() bool { return q.maxTokens == 1 && q.salt != "" }
 
 func (q *request) raw(name string) (val []byte) {
 	for _, m := range slices.Backward(q.members) { // the last of several wins, as in Python

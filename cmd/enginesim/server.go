@@ -29,6 +29,7 @@ type sim struct {
 	random   lockedRand
 
 	pool        *pool
+	events      *kvEvents // nil: none
 	ledger      *ledger
 	rooms       *rendezvous
 	inbox       *inbox
@@ -109,9 +110,15 @@ func start(cfg *config, log io.Writer) (*sim, error) {
 		}
 	}
 	go s.acceptSide()
+	if s.events, err = startKVEvents(cfg); err != nil {
+		_ = s.side.Close()
+		return nil, err
+	}
+	s.pool.events = s.events
 	s.webAddr = cfg.listen
 	if err := s.openWeb(); err != nil {
 		_ = s.side.Close()
+		s.events.close()
 		return nil, err
 	}
 	if cfg.proxy != "" {
@@ -223,6 +230,7 @@ func (s *sim) close() {
 	s.mu.Unlock()
 	_ = web.Close()
 	_ = s.side.Close()
+	s.events.close()
 	if s.bootstrap != nil {
 		_ = s.bootstrap.Close()
 	}
@@ -283,6 +291,7 @@ func (s *sim) routes() *http.ServeMux {
 	mux.HandleFunc("GET /sim/state", s.serveState)
 	mux.HandleFunc("POST /sim/reset", s.serveReset)
 	mux.HandleFunc("/sim/fail", s.serveFail)
+	mux.HandleFunc("POST /sim/kv-events", s.serveLose)
 	mux.HandleFunc("/", s.recorded(s.serveUnknown))
 	return mux
 }

@@ -5,7 +5,7 @@ import "bytes"
 // render turns a request into the prompts that the model would see. The chat template keeps the order of every
 // object's members, as the usual Jinja templates do with tools: who re-serialises a body out of order gets different tokens, and so KV that does not fit.
 func (q *request) render(blockSize int) ([]*prompt, *apiError) {
-	keep := q.returnIDs || q.echo
+	keep := q.returnIDs || q.echo || q.keepIDs
 	one := func(fill func(t *tokenizer)) []*prompt {
 		t := newTokenizer(blockSize, keep)
 		t.p.full = make([]uint64, 0, q.size/t.blockBytes+1)

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"log/slog"
 	"net/http"
+	"time"
 
 	"golang.org/x/sync/errgroup"
 
@@ -14,6 +15,8 @@ import (
 	"tandem/kvstate"
 	"tandem/kvstate/discovery"
 	"tandem/kvstate/heartbeats"
+	"tandem/kvstate/redisstore"
+	"tandem/kvstate/scrape"
 	configv1 "tandem/protos/config/v1"
 )
 
@@ -25,6 +28,10 @@ type fleet struct {
 	peers   map[string]*kvtransfer.Peers // by pool, of dialects that need to know who engines are
 	config  *configv1.Config
 	log     *slog.Logger
+	scraper *scrape.Scraper
+	store   *redisstore.Store // nil: there is no Redis
+	keys    *kvtransfer.Keys
+	keeping func(context.Context) // keeps the keys in step; nil: nothing does
 }
 
 // newFleet fills the state with the configured pools. Names are resolved before it returns, where they can be.
@@ -45,7 +52,17 @@ func newFleet(ctx context.Context, config *configv1.Config, log *slog.Logger) (*
 		f.sources = append(f.sources, source)
 	}
 	f.prober = discovery.NewProber(f.state, log)
-	return f, nil
+	var err error
+	if f.store, err = newStore(ctx, config.GetState().GetRedis(), f.state, log); err != nil {
+		return nil, err
+	}
+	owns := func(*kvstate.Pool, *kvstate.Endpoint) bool { return true }
+	if f.store != nil {
+		owns = f.store.Owns
+	}
+	f.scraper = scrape.New(f.state, owns, log)
+	f.keys, f.keeping, err = ticketKeys(ctx, config, f.store, log)
+	return f, err
 }
 
 // registered listens for engines that say by themselves where their KV sockets are.
@@ -90,70 +107,85 @@ func (f *fleet) watch(ctx context.Context) error {
 			group.Go(func() error { return registered(peers, f.log).Run(ctx, addr) })
 		}
 	}
+	group.Go(func() error { f.scraper.Run(ctx); return nil })
+	if f.store != nil {
+		group.Go(func() error { f.store.Run(ctx); return nil })
+	}
+	if f.keeping != nil {
+		group.Go(func() error { f.keeping(ctx); return nil })
+	}
 	return group.Wait()
 }
 
 // serverOptions turns the configuration into what the server is told.
 func serverOptions(config *configv1.Config, f *fleet, log *slog.Logger) (extproc.Options, error) {
-	keys, err := ticketKeys(config, log)
-	if err != nil {
-		return extproc.Options{}, err
-	}
 	o := extproc.Options{
-		State: f.state, Keys: keys, Log: log, Pools: map[string]extproc.Policy{},
+		State: f.state, Keys: f.keys, Log: log, Pools: map[string]extproc.Policy{},
 		SplitBodyBytes: int(config.GetEnvoy().GetMaxBodyBytes()),
 		MaxBodyBytes:   int(4 * config.GetEnvoy().GetMaxBodyBytes()),
 		MaxRedirects:   envoyconfigs.MaxRedirects,
 		TicketTTL:      configv1.Duration(config.GetTickets().GetTtl()),
 	}
 	for _, p := range config.GetPools() {
-		policy := extproc.Policy{
-			Split:           p.GetSplit() != "never",
-			RefuseLong:      p.GetLongPrompts() == "refuse",
-			PrefillAttempts: int(p.GetPrefillAttempts()),
-			PrefillTimeout:  configv1.Duration(p.GetPrefillTimeout().GetBase()),
-			PerToken:        configv1.Duration(p.GetPrefillTimeout().GetPerToken()),
+		policy, err := policyOf(p, log)
+		if err != nil {
+			return o, fmt.Errorf("pool %s: %w", p.GetName(), err)
 		}
-		switch p.GetOnPrefillFailure() {
-		case "decodeAlone":
-			policy.OnFailure = extproc.DecodeAlone
-		case "fail":
-			policy.OnFailure = extproc.Fail
-		}
-		if policy.Concurrent = kvtransfer.NewConcurrent(p.GetKvTransfer()); policy.Concurrent != nil {
-			if policy.Peers = kvtransfer.NewPeers(p.GetKvTransfer(), log); policy.Peers != nil {
-				f.peers[p.GetName()] = policy.Peers
-			}
-			if p.GetKvTransfer() == "nixl-push" { // one leg after the other where the engine is not known yet
-				if policy.Dialect, err = kvtransfer.New("nixl"); err != nil {
-					return o, fmt.Errorf("pool %s: %w", p.GetName(), err)
-				}
-			}
-			o.Pools[p.GetName()] = policy
-			continue
-		}
-		if name := p.GetKvTransfer(); name != "none" {
-			if name == "moriio-read" {
-				policy.Dialect = kvtransfer.NewMoRIIORead(decodeSizes(p))
-			} else if policy.Dialect, err = kvtransfer.New(name); err != nil {
-				return o, fmt.Errorf("pool %s: %w", p.GetName(), err)
-			}
+		if policy.Peers != nil {
+			f.peers[p.GetName()] = policy.Peers
 		}
 		o.Pools[p.GetName()] = policy
 	}
 	return o, nil
 }
 
-func ticketKeys(config *configv1.Config, log *slog.Logger) (*kvtransfer.Keys, error) {
-	file := config.GetTickets().GetKeyFile()
-	if file == "" {
-		return kvtransfer.GenerateKeys()
+// policyOf is what the server is told of a pool.
+func policyOf(p *configv1.Pool, log *slog.Logger) (policy extproc.Policy, err error) {
+	policy = extproc.Policy{
+		Split:           p.GetSplit() != "never",
+		RefuseLong:      p.GetLongPrompts() == "refuse",
+		PrefillAttempts: int(p.GetPrefillAttempts()),
+		CleanupDecode:   p.GetStrandedBlocks() == "cleanupDecode",
+		AttemptsTime:    configv1.Duration(p.GetAttemptsTime()),
+		StreamStart:     configv1.Duration(p.GetStreamStartTimeout()),
+		PrefillTimeout:  configv1.Duration(p.GetPrefillTimeout().GetBase()),
+		PerToken:        configv1.Duration(p.GetPrefillTimeout().GetPerToken()),
 	}
-	keys, warnings, err := kvtransfer.ReadKeyFile(file)
-	for _, w := range warnings {
-		log.Warn(w)
+	switch p.GetOnPrefillFailure() {
+	case "decodeAlone":
+		policy.OnFailure = extproc.DecodeAlone
+	case "fail":
+		policy.OnFailure = extproc.Fail
 	}
-	return keys, err
+	name := p.GetKvTransfer()
+	policy.Concurrent, policy.Peers = kvtransfer.NewConcurrent(name), kvtransfer.NewPeers(name, log)
+	switch {
+	case name == "nixl-push": // one leg after the other where the engine is not known yet
+		policy.Dialect, err = kvtransfer.New("nixl")
+	case name == "moriio-read":
+		policy.Dialect = kvtransfer.NewMoRIIORead(decodeSizes(p))
+	case name != "none" && policy.Concurrent == nil:
+		policy.Dialect, err = kvtransfer.New(name)
+	}
+	return policy, err
+}
+
+// said is what an engine says about itself, as shown.
+type said struct {
+	Running  int64   `json:"running"` // -1 here and below: it does not say
+	Waiting  int64   `json:"waiting"`
+	KVUsage  float64 `json:"kv_usage"`
+	KVTokens int64   `json:"kv_tokens"`
+	Age      float64 `json:"age_seconds"`
+	Trust    float64 `json:"trust"`
+}
+
+func engineSaid(g *kvstate.Signals) *said {
+	if g == nil {
+		return nil
+	}
+	now := time.Now()
+	return &said{g.Running, g.Waiting, g.KVUsage, g.KVTokens, now.Sub(g.At).Seconds(), g.Trust(now)}
 }
 
 // writeState shows pools and endpoints as JSON, for people and tests.
@@ -166,10 +198,13 @@ func writeState(w http.ResponseWriter, state *kvstate.State) {
 		Failed   bool   `json:"failed"`
 		Requests int64  `json:"requests"`
 		Tokens   int64  `json:"prompt_tokens"`
+		Others   int64  `json:"others_requests,omitempty"` // booked by other replicas
+		Engine   *said  `json:"engine,omitempty"`
 	}
 	type pool struct {
 		Name      string     `json:"name"`
 		Models    []string   `json:"models"`
+		Blocks    int        `json:"blocks"` // in the prefix index
 		Endpoints []endpoint `json:"endpoints"`
 	}
 	out := struct {
@@ -177,10 +212,13 @@ func writeState(w http.ResponseWriter, state *kvstate.State) {
 		Pools        []pool `json:"pools"`
 	}{Reservations: state.Reservations()}
 	for _, p := range state.Pools() {
-		shown := pool{Name: p.Spec.Name, Models: state.Models(p)}
+		shown := pool{Name: p.Spec.Name, Models: state.Models(p), Blocks: p.Blocks()}
 		for _, e := range p.Endpoints() {
 			requests, tokens := e.Load()
-			shown.Endpoints = append(shown.Endpoints, endpoint{e.Name, e.Addr, e.Role.String(), e.Group, e.Failed(), requests, tokens})
+			others, _ := e.Others()
+			shown.Endpoints = append(shown.Endpoints, endpoint{
+				e.Name, e.Addr, e.Role.String(), e.Group, e.Failed(), requests, tokens, others, engineSaid(e.Signals()),
+			})
 		}
 		out.Pools = append(out.Pools, shown)
 	}

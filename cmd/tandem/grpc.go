@@ -11,6 +11,7 @@ import (
 
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/credentials"
+	"google.golang.org/grpc/experimental"
 	"google.golang.org/grpc/keepalive"
 
 	"tandem/extproc"
@@ -21,7 +22,7 @@ import (
 func newGRPC(config *configv1.Config, server *extproc.Server, health *extproc.Health) (*grpc.Server, error) {
 	limit := int(config.GetExtProc().GetMaxMessageBytes())
 	options := []grpc.ServerOption{
-		extproc.Codec(),
+		extproc.Codec(), experimental.BufferPool(extproc.BufferPool()),
 		grpc.MaxRecvMsgSize(limit), grpc.MaxSendMsgSize(limit),
 		grpc.MaxConcurrentStreams(1 << 20), // Envoy's circuit breakers bound them
 		// Whole prompts go both ways; a window below their size costs a round trip for each of its fillings.

@@ -74,6 +74,10 @@ func runServer(ctx context.Context, config *configv1.Config, linger time.Duratio
 	if err != nil {
 		return err
 	}
+	registry.MustRegister(newSignals(fleet.state, fleet.scraper))
+	if fleet.store != nil {
+		registerStore(registry, fleet.store)
+	}
 	options, err := serverOptions(config, fleet, log)
 	if err != nil {
 		return err
@@ -89,10 +93,10 @@ func runServer(ctx context.Context, config *configv1.Config, linger time.Duratio
 		return err
 	}
 	replan := &http.Server{Handler: server.Replan(), ReadHeaderTimeout: 10 * time.Second, MaxHeaderBytes: 256 << 10}
-	admin := &http.Server{Handler: newAdmin(registry, health, server, fleet.state), ReadHeaderTimeout: 10 * time.Second}
+	admin := &http.Server{Handler: newAdmin(registry, health, server, fleet), ReadHeaderTimeout: 10 * time.Second}
 
 	group, running := errgroup.WithContext(ctx)
-	group.Go(func() error { return grpcServer.Serve(listeners[0]) })
+	group.Go(func() error { return grpcServer.Serve(extproc.Sources(listeners[0])) })
 	group.Go(func() error { return serveHTTP(replan, listeners[1]) })
 	group.Go(func() error { return serveHTTP(admin, listeners[2]) })
 	background, stop := context.WithCancel(context.WithoutCancel(ctx))

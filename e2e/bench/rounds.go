@@ -67,6 +67,11 @@ func (l *lab) measure(ctx context.Context, o options, sh shape, clients int) ([]
 }
 
 func (l *lab) round(ctx context.Context, s *stack, sh shape, b *body, clients, n int) (r round, err error) {
+	// Connections that idled out while the others had their turn are no part of what a request costs.
+	if _, err := l.load(ctx, s, sh, b, clients, clients); err != nil {
+		return r, err
+	}
+	time.Sleep(settleTime)
 	envoy, err := s.envoy.cpu()
 	if err != nil {
 		return r, err

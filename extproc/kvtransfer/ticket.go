@@ -63,6 +63,7 @@ type Ticket struct {
 	Decode       string    // address ip:port
 	Reservations [2]uint64 // of Prefill and Decode
 	Split        bool      // the request goes over two legs
+	Stream       bool      // the client wants the answer streamed
 
 	Redirects int      // that Envoy has followed for this request
 	Prefills  int      // prefill legs that were sent

@@ -31,6 +31,7 @@ const (
 	fieldPromptTokens       protowire.Number = 17
 	fieldParamsRef          protowire.Number = 18
 	fieldPackedParams       protowire.Number = 19
+	fieldStream             protowire.Number = 20
 
 	fieldEditStart protowire.Number = 1
 	fieldEditEnd   protowire.Number = 2
@@ -68,6 +69,7 @@ func appendTicket(b []byte, t *Ticket) []byte {
 	}
 	b = appendNumber(b, fieldBodyBytes, uint64(t.BodyBytes))
 	b = appendNumber(b, fieldPromptTokens, uint64(t.PromptTokens))
+	b = appendNumber(b, fieldStream, protowire.EncodeBool(t.Stream))
 	if t.ParamsRef != ([16]byte{}) {
 		b = appendBytes(b, fieldParamsRef, t.ParamsRef[:])
 	}
@@ -200,7 +202,7 @@ func parseTicket(t *Ticket, b []byte) error {
 func (t *Ticket) setNumber(f protowire.Number, v uint64) error {
 	limit := uint64(1<<63 - 1)
 	switch f {
-	case fieldStage, fieldSplit:
+	case fieldStage, fieldSplit, fieldStream:
 		limit = 255
 	case fieldRedirects, fieldPrefills:
 		limit = maxCount
@@ -219,6 +221,8 @@ func (t *Ticket) setNumber(f protowire.Number, v uint64) error {
 		t.Started = time.UnixMicro(int64(v))
 	case fieldSplit:
 		t.Split = v != 0
+	case fieldStream:
+		t.Stream = v != 0
 	case fieldRedirects:
 		t.Redirects = int(v)
 	case fieldPrefills:

@@ -491,7 +491,8 @@ func (x *ClientTls) GetKeyFile() string {
 
 type State struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// A Redis that all replicas share. This release takes the setting and keeps its state in memory.
+	// A Redis, 6.2 or newer, through which replicas know what the others route, book and see fail. Absent: each knows only
+	// what it does itself.
 	Redis         *Redis `protobuf:"bytes,1,opt,name=redis,proto3" json:"redis,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -534,10 +535,26 @@ func (x *State) GetRedis() *Redis {
 	return nil
 }
 
+// Nothing waits for Redis to come, and nothing fails when it goes (docs/operations.md).
 type Redis struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// redis://[user:password@]host:port/db, or rediss:// for TLS. Required.
-	Url           string `protobuf:"bytes,1,opt,name=url,proto3" json:"url,omitempty"`
+	// redis://[user:password@]host:port/db, or rediss:// for TLS. Of a Cluster or of Sentinels any node. Required.
+	Url string `protobuf:"bytes,1,opt,name=url,proto3" json:"url,omitempty"`
+	// More nodes, host:port, in case that one is down.
+	Nodes []string `protobuf:"bytes,2,rep,name=nodes,proto3" json:"nodes,omitempty"`
+	// What the nodes are: single, cluster or sentinel. Default single.
+	Mode string `protobuf:"bytes,3,opt,name=mode,proto3" json:"mode,omitempty"`
+	// What Sentinels call the master. With mode sentinel only, and required there.
+	SentinelMaster string `protobuf:"bytes,4,opt,name=sentinel_master,json=sentinelMaster,proto3" json:"sentinel_master,omitempty"`
+	// A file with the password, read for every new connection, in place of the URL's.
+	PasswordFile string `protobuf:"bytes,5,opt,name=password_file,json=passwordFile,proto3" json:"password_file,omitempty"`
+	// What all keys begin with. Installations that share a Redis need one each. Default tandem.
+	KeyPrefix string `protobuf:"bytes,6,opt,name=key_prefix,json=keyPrefix,proto3" json:"key_prefix,omitempty"`
+	// For how long a replica's bookings count after it was last heard of, and so how soon another takes its endpoints over.
+	// Default 3s.
+	Lease string `protobuf:"bytes,7,opt,name=lease,proto3" json:"lease,omitempty"`
+	// For rediss://. Absent: the system's authorities.
+	Tls           *RedisTls `protobuf:"bytes,8,opt,name=tls,proto3" json:"tls,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -579,10 +596,131 @@ func (x *Redis) GetUrl() string {
 	return ""
 }
 
+func (x *Redis) GetNodes() []string {
+	if x != nil {
+		return x.Nodes
+	}
+	return nil
+}
+
+func (x *Redis) GetMode() string {
+	if x != nil {
+		return x.Mode
+	}
+	return ""
+}
+
+func (x *Redis) GetSentinelMaster() string {
+	if x != nil {
+		return x.SentinelMaster
+	}
+	return ""
+}
+
+func (x *Redis) GetPasswordFile() string {
+	if x != nil {
+		return x.PasswordFile
+	}
+	return ""
+}
+
+func (x *Redis) GetKeyPrefix() string {
+	if x != nil {
+		return x.KeyPrefix
+	}
+	return ""
+}
+
+func (x *Redis) GetLease() string {
+	if x != nil {
+		return x.Lease
+	}
+	return ""
+}
+
+func (x *Redis) GetTls() *RedisTls {
+	if x != nil {
+		return x.Tls
+	}
+	return nil
+}
+
+type RedisTls struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// PEM file of the authorities that Redis's certificate must come from. Absent: the system's.
+	CaFile string `protobuf:"bytes,1,opt,name=ca_file,json=caFile,proto3" json:"ca_file,omitempty"`
+	// The name that the certificate must bear. Absent: the node's own.
+	ServerName string `protobuf:"bytes,2,opt,name=server_name,json=serverName,proto3" json:"server_name,omitempty"`
+	// PEM file of a certificate to show, where Redis wants one. Needs keyFile.
+	CertFile string `protobuf:"bytes,3,opt,name=cert_file,json=certFile,proto3" json:"cert_file,omitempty"`
+	// PEM file of the private key of certFile.
+	KeyFile       string `protobuf:"bytes,4,opt,name=key_file,json=keyFile,proto3" json:"key_file,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *RedisTls) Reset() {
+	*x = RedisTls{}
+	mi := &file_config_v1_config_proto_msgTypes[8]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *RedisTls) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*RedisTls) ProtoMessage() {}
+
+func (x *RedisTls) ProtoReflect() protoreflect.Message {
+	mi := &file_config_v1_config_proto_msgTypes[8]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use RedisTls.ProtoReflect.Descriptor instead.
+func (*RedisTls) Descriptor() ([]byte, []int) {
+	return file_config_v1_config_proto_rawDescGZIP(), []int{8}
+}
+
+func (x *RedisTls) GetCaFile() string {
+	if x != nil {
+		return x.CaFile
+	}
+	return ""
+}
+
+func (x *RedisTls) GetServerName() string {
+	if x != nil {
+		return x.ServerName
+	}
+	return ""
+}
+
+func (x *RedisTls) GetCertFile() string {
+	if x != nil {
+		return x.CertFile
+	}
+	return ""
+}
+
+func (x *RedisTls) GetKeyFile() string {
+	if x != nil {
+		return x.KeyFile
+	}
+	return ""
+}
+
 type Tickets struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// A file with one key a line, 32 bytes in hex or base64: the first seals, all open. All replicas need the same. Absent:
-	// made at start, good for one replica.
+	// made at start, and shared through state.redis where there is one; else good for one replica.
 	KeyFile string `protobuf:"bytes,1,opt,name=key_file,json=keyFile,proto3" json:"key_file,omitempty"`
 	// How long a ticket is good for that goes out with a prefill leg: above the longest prefill. Default 10m.
 	Ttl           string `protobuf:"bytes,2,opt,name=ttl,proto3" json:"ttl,omitempty"`
@@ -592,7 +730,7 @@ type Tickets struct {
 
 func (x *Tickets) Reset() {
 	*x = Tickets{}
-	mi := &file_config_v1_config_proto_msgTypes[8]
+	mi := &file_config_v1_config_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -604,7 +742,7 @@ func (x *Tickets) String() string {
 func (*Tickets) ProtoMessage() {}
 
 func (x *Tickets) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[8]
+	mi := &file_config_v1_config_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -617,7 +755,7 @@ func (x *Tickets) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Tickets.ProtoReflect.Descriptor instead.
 func (*Tickets) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{8}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *Tickets) GetKeyFile() string {
@@ -659,6 +797,20 @@ type Pool struct {
 	PrefillTimeout *PrefillTimeout `protobuf:"bytes,8,opt,name=prefill_timeout,json=prefillTimeout,proto3" json:"prefill_timeout,omitempty"`
 	// At least one that decodes.
 	Endpoints []*Endpoint `protobuf:"bytes,9,rep,name=endpoints,proto3" json:"endpoints,omitempty"`
+	// So long after a request came, no other endpoint is tried for it: a prefill that fails then is followed by decode alone,
+	// a decode by an error (503). Default 1m.
+	AttemptsTime string `protobuf:"bytes,10,opt,name=attempts_time,json=attemptsTime,proto3" json:"attempts_time,omitempty"`
+	// How long a streamed answer may take to begin: until its status comes, which engines send before the first token. Where
+	// decode computes the prompt itself, prefillTimeout.perToken comes on top. Then another endpoint is tried. Answers that
+	// are not streamed have no such limit, but envoy.decodeIdleTimeout. Default 1m.
+	StreamStartTimeout string `protobuf:"bytes,11,opt,name=stream_start_timeout,json=streamStartTimeout,proto3" json:"stream_start_timeout,omitempty"`
+	// What becomes of KV blocks whose client left between the hops. lease: the prefill endpoint frees them when its lease ends
+	// (vLLM from 0.22: 30 s). cleanupDecode: a decode endpoint is told to fetch them, with a prompt of one token whose answer is
+	// thrown away; for releases that keep them for minutes (vLLM 0.12 to 0.21). Default lease.
+	StrandedBlocks string `protobuf:"bytes,12,opt,name=stranded_blocks,json=strandedBlocks,proto3" json:"stranded_blocks,omitempty"`
+	// How requests of one session are told; they go to the endpoints that served it last, unless those are busier or failed.
+	// Absent: by nothing; a prompt's own prefix finds its endpoint in any case.
+	Session *SessionKey `protobuf:"bytes,13,opt,name=session,proto3" json:"session,omitempty"`
 	// P2P-NCCL: where the engines register (their proxy_ip and proxy_port; ZeroMQ). Absent: transfer.kvPort of each endpoint.
 	Registration  *Registration `protobuf:"bytes,20,opt,name=registration,proto3" json:"registration,omitempty"`
 	unknownFields protoimpl.UnknownFields
@@ -667,7 +819,7 @@ type Pool struct {
 
 func (x *Pool) Reset() {
 	*x = Pool{}
-	mi := &file_config_v1_config_proto_msgTypes[9]
+	mi := &file_config_v1_config_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -679,7 +831,7 @@ func (x *Pool) String() string {
 func (*Pool) ProtoMessage() {}
 
 func (x *Pool) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[9]
+	mi := &file_config_v1_config_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -692,7 +844,7 @@ func (x *Pool) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Pool.ProtoReflect.Descriptor instead.
 func (*Pool) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{9}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *Pool) GetName() string {
@@ -758,6 +910,34 @@ func (x *Pool) GetEndpoints() []*Endpoint {
 	return nil
 }
 
+func (x *Pool) GetAttemptsTime() string {
+	if x != nil {
+		return x.AttemptsTime
+	}
+	return ""
+}
+
+func (x *Pool) GetStreamStartTimeout() string {
+	if x != nil {
+		return x.StreamStartTimeout
+	}
+	return ""
+}
+
+func (x *Pool) GetStrandedBlocks() string {
+	if x != nil {
+		return x.StrandedBlocks
+	}
+	return ""
+}
+
+func (x *Pool) GetSession() *SessionKey {
+	if x != nil {
+		return x.Session
+	}
+	return nil
+}
+
 func (x *Pool) GetRegistration() *Registration {
 	if x != nil {
 		return x.Registration
@@ -775,7 +955,7 @@ type Registration struct {
 
 func (x *Registration) Reset() {
 	*x = Registration{}
-	mi := &file_config_v1_config_proto_msgTypes[10]
+	mi := &file_config_v1_config_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -787,7 +967,7 @@ func (x *Registration) String() string {
 func (*Registration) ProtoMessage() {}
 
 func (x *Registration) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[10]
+	mi := &file_config_v1_config_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -800,7 +980,7 @@ func (x *Registration) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Registration.ProtoReflect.Descriptor instead.
 func (*Registration) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{10}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *Registration) GetListen() string {
@@ -810,11 +990,76 @@ func (x *Registration) GetListen() string {
 	return ""
 }
 
+// What names a session, from the first of these that a request has.
+type SessionKey struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// A request header. Its value is seen by Tandem alone, as a hash.
+	Header string `protobuf:"bytes,1,opt,name=header,proto3" json:"header,omitempty"`
+	// A cookie.
+	Cookie string `protobuf:"bytes,2,opt,name=cookie,proto3" json:"cookie,omitempty"`
+	// A member of the request's body that is a string, such as user, session_id or prompt_cache_key.
+	Body          string `protobuf:"bytes,3,opt,name=body,proto3" json:"body,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *SessionKey) Reset() {
+	*x = SessionKey{}
+	mi := &file_config_v1_config_proto_msgTypes[12]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *SessionKey) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*SessionKey) ProtoMessage() {}
+
+func (x *SessionKey) ProtoReflect() protoreflect.Message {
+	mi := &file_config_v1_config_proto_msgTypes[12]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use SessionKey.ProtoReflect.Descriptor instead.
+func (*SessionKey) Descriptor() ([]byte, []int) {
+	return file_config_v1_config_proto_rawDescGZIP(), []int{12}
+}
+
+func (x *SessionKey) GetHeader() string {
+	if x != nil {
+		return x.Header
+	}
+	return ""
+}
+
+func (x *SessionKey) GetCookie() string {
+	if x != nil {
+		return x.Cookie
+	}
+	return ""
+}
+
+func (x *SessionKey) GetBody() string {
+	if x != nil {
+		return x.Body
+	}
+	return ""
+}
+
 type PrefillTimeout struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// For any prompt, however short. Default 10s.
 	Base string `protobuf:"bytes,1,opt,name=base,proto3" json:"base,omitempty"`
-	// And for every token of it. Default 2ms.
+	// And for every token of it, and of what is booked on the endpoint before it, until the pool's own speed is known: then
+	// four times what a token takes on average, but at least a quarter and at most sixteen times this. Default 2ms.
 	PerToken      string `protobuf:"bytes,2,opt,name=per_token,json=perToken,proto3" json:"per_token,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -822,7 +1067,7 @@ type PrefillTimeout struct {
 
 func (x *PrefillTimeout) Reset() {
 	*x = PrefillTimeout{}
-	mi := &file_config_v1_config_proto_msgTypes[11]
+	mi := &file_config_v1_config_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -834,7 +1079,7 @@ func (x *PrefillTimeout) String() string {
 func (*PrefillTimeout) ProtoMessage() {}
 
 func (x *PrefillTimeout) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[11]
+	mi := &file_config_v1_config_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -847,7 +1092,7 @@ func (x *PrefillTimeout) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PrefillTimeout.ProtoReflect.Descriptor instead.
 func (*PrefillTimeout) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{11}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *PrefillTimeout) GetBase() string {
@@ -882,7 +1127,7 @@ type Endpoint struct {
 
 func (x *Endpoint) Reset() {
 	*x = Endpoint{}
-	mi := &file_config_v1_config_proto_msgTypes[12]
+	mi := &file_config_v1_config_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -894,7 +1139,7 @@ func (x *Endpoint) String() string {
 func (*Endpoint) ProtoMessage() {}
 
 func (x *Endpoint) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[12]
+	mi := &file_config_v1_config_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -907,7 +1152,7 @@ func (x *Endpoint) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Endpoint.ProtoReflect.Descriptor instead.
 func (*Endpoint) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{12}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *Endpoint) GetAddress() string {
@@ -969,7 +1214,7 @@ type Transfer struct {
 
 func (x *Transfer) Reset() {
 	*x = Transfer{}
-	mi := &file_config_v1_config_proto_msgTypes[13]
+	mi := &file_config_v1_config_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -981,7 +1226,7 @@ func (x *Transfer) String() string {
 func (*Transfer) ProtoMessage() {}
 
 func (x *Transfer) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[13]
+	mi := &file_config_v1_config_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -994,7 +1239,7 @@ func (x *Transfer) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Transfer.ProtoReflect.Descriptor instead.
 func (*Transfer) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{13}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *Transfer) GetHost() string {
@@ -1087,12 +1332,26 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\tcert_file\x18\x03 \x01(\tR\bcertFile\x12\x19\n" +
 	"\bkey_file\x18\x04 \x01(\tR\akeyFile\"6\n" +
 	"\x05State\x12-\n" +
-	"\x05redis\x18\x01 \x01(\v2\x17.tandem.config.v1.RedisR\x05redis\"\x19\n" +
+	"\x05redis\x18\x01 \x01(\v2\x17.tandem.config.v1.RedisR\x05redis\"\xf4\x01\n" +
 	"\x05Redis\x12\x10\n" +
-	"\x03url\x18\x01 \x01(\tR\x03url\"6\n" +
+	"\x03url\x18\x01 \x01(\tR\x03url\x12\x14\n" +
+	"\x05nodes\x18\x02 \x03(\tR\x05nodes\x12\x12\n" +
+	"\x04mode\x18\x03 \x01(\tR\x04mode\x12'\n" +
+	"\x0fsentinel_master\x18\x04 \x01(\tR\x0esentinelMaster\x12#\n" +
+	"\rpassword_file\x18\x05 \x01(\tR\fpasswordFile\x12\x1d\n" +
+	"\n" +
+	"key_prefix\x18\x06 \x01(\tR\tkeyPrefix\x12\x14\n" +
+	"\x05lease\x18\a \x01(\tR\x05lease\x12,\n" +
+	"\x03tls\x18\b \x01(\v2\x1a.tandem.config.v1.RedisTlsR\x03tls\"|\n" +
+	"\bRedisTls\x12\x17\n" +
+	"\aca_file\x18\x01 \x01(\tR\x06caFile\x12\x1f\n" +
+	"\vserver_name\x18\x02 \x01(\tR\n" +
+	"serverName\x12\x1b\n" +
+	"\tcert_file\x18\x03 \x01(\tR\bcertFile\x12\x19\n" +
+	"\bkey_file\x18\x04 \x01(\tR\akeyFile\"6\n" +
 	"\aTickets\x12\x19\n" +
 	"\bkey_file\x18\x01 \x01(\tR\akeyFile\x12\x10\n" +
-	"\x03ttl\x18\x02 \x01(\tR\x03ttl\"\xae\x03\n" +
+	"\x03ttl\x18\x02 \x01(\tR\x03ttl\"\xe6\x04\n" +
 	"\x04Pool\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x16\n" +
 	"\x06models\x18\x02 \x03(\tR\x06models\x12\x1f\n" +
@@ -1103,10 +1362,20 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\x12on_prefill_failure\x18\x06 \x01(\tR\x10onPrefillFailure\x12)\n" +
 	"\x10prefill_attempts\x18\a \x01(\x05R\x0fprefillAttempts\x12I\n" +
 	"\x0fprefill_timeout\x18\b \x01(\v2 .tandem.config.v1.PrefillTimeoutR\x0eprefillTimeout\x128\n" +
-	"\tendpoints\x18\t \x03(\v2\x1a.tandem.config.v1.EndpointR\tendpoints\x12B\n" +
+	"\tendpoints\x18\t \x03(\v2\x1a.tandem.config.v1.EndpointR\tendpoints\x12#\n" +
+	"\rattempts_time\x18\n" +
+	" \x01(\tR\fattemptsTime\x120\n" +
+	"\x14stream_start_timeout\x18\v \x01(\tR\x12streamStartTimeout\x12'\n" +
+	"\x0fstranded_blocks\x18\f \x01(\tR\x0estrandedBlocks\x126\n" +
+	"\asession\x18\r \x01(\v2\x1c.tandem.config.v1.SessionKeyR\asession\x12B\n" +
 	"\fregistration\x18\x14 \x01(\v2\x1e.tandem.config.v1.RegistrationR\fregistration\"&\n" +
 	"\fRegistration\x12\x16\n" +
-	"\x06listen\x18\x01 \x01(\tR\x06listen\"A\n" +
+	"\x06listen\x18\x01 \x01(\tR\x06listen\"P\n" +
+	"\n" +
+	"SessionKey\x12\x16\n" +
+	"\x06header\x18\x01 \x01(\tR\x06header\x12\x16\n" +
+	"\x06cookie\x18\x02 \x01(\tR\x06cookie\x12\x12\n" +
+	"\x04body\x18\x03 \x01(\tR\x04body\"A\n" +
 	"\x0ePrefillTimeout\x12\x12\n" +
 	"\x04base\x18\x01 \x01(\tR\x04base\x12\x1b\n" +
 	"\tper_token\x18\x02 \x01(\tR\bperToken\"\x9e\x01\n" +
@@ -1138,7 +1407,7 @@ func file_config_v1_config_proto_rawDescGZIP() []byte {
 	return file_config_v1_config_proto_rawDescData
 }
 
-var file_config_v1_config_proto_msgTypes = make([]protoimpl.MessageInfo, 14)
+var file_config_v1_config_proto_msgTypes = make([]protoimpl.MessageInfo, 16)
 var file_config_v1_config_proto_goTypes = []any{
 	(*Config)(nil),         // 0: tandem.config.v1.Config
 	(*ExtProc)(nil),        // 1: tandem.config.v1.ExtProc
@@ -1148,12 +1417,14 @@ var file_config_v1_config_proto_goTypes = []any{
 	(*ClientTls)(nil),      // 5: tandem.config.v1.ClientTls
 	(*State)(nil),          // 6: tandem.config.v1.State
 	(*Redis)(nil),          // 7: tandem.config.v1.Redis
-	(*Tickets)(nil),        // 8: tandem.config.v1.Tickets
-	(*Pool)(nil),           // 9: tandem.config.v1.Pool
-	(*Registration)(nil),   // 10: tandem.config.v1.Registration
-	(*PrefillTimeout)(nil), // 11: tandem.config.v1.PrefillTimeout
-	(*Endpoint)(nil),       // 12: tandem.config.v1.Endpoint
-	(*Transfer)(nil),       // 13: tandem.config.v1.Transfer
+	(*RedisTls)(nil),       // 8: tandem.config.v1.RedisTls
+	(*Tickets)(nil),        // 9: tandem.config.v1.Tickets
+	(*Pool)(nil),           // 10: tandem.config.v1.Pool
+	(*Registration)(nil),   // 11: tandem.config.v1.Registration
+	(*SessionKey)(nil),     // 12: tandem.config.v1.SessionKey
+	(*PrefillTimeout)(nil), // 13: tandem.config.v1.PrefillTimeout
+	(*Endpoint)(nil),       // 14: tandem.config.v1.Endpoint
+	(*Transfer)(nil),       // 15: tandem.config.v1.Transfer
 }
 var file_config_v1_config_proto_depIdxs = []int32{
 	1,  // 0: tandem.config.v1.Config.ext_proc:type_name -> tandem.config.v1.ExtProc
@@ -1161,21 +1432,23 @@ var file_config_v1_config_proto_depIdxs = []int32{
 	3,  // 2: tandem.config.v1.Config.admin:type_name -> tandem.config.v1.Listener
 	4,  // 3: tandem.config.v1.Config.envoy:type_name -> tandem.config.v1.Envoy
 	6,  // 4: tandem.config.v1.Config.state:type_name -> tandem.config.v1.State
-	8,  // 5: tandem.config.v1.Config.tickets:type_name -> tandem.config.v1.Tickets
-	9,  // 6: tandem.config.v1.Config.pools:type_name -> tandem.config.v1.Pool
+	9,  // 5: tandem.config.v1.Config.tickets:type_name -> tandem.config.v1.Tickets
+	10, // 6: tandem.config.v1.Config.pools:type_name -> tandem.config.v1.Pool
 	2,  // 7: tandem.config.v1.ExtProc.tls:type_name -> tandem.config.v1.Tls
 	5,  // 8: tandem.config.v1.Envoy.ext_proc_tls:type_name -> tandem.config.v1.ClientTls
 	5,  // 9: tandem.config.v1.Envoy.endpoint_tls:type_name -> tandem.config.v1.ClientTls
 	7,  // 10: tandem.config.v1.State.redis:type_name -> tandem.config.v1.Redis
-	11, // 11: tandem.config.v1.Pool.prefill_timeout:type_name -> tandem.config.v1.PrefillTimeout
-	12, // 12: tandem.config.v1.Pool.endpoints:type_name -> tandem.config.v1.Endpoint
-	10, // 13: tandem.config.v1.Pool.registration:type_name -> tandem.config.v1.Registration
-	13, // 14: tandem.config.v1.Endpoint.transfer:type_name -> tandem.config.v1.Transfer
-	15, // [15:15] is the sub-list for method output_type
-	15, // [15:15] is the sub-list for method input_type
-	15, // [15:15] is the sub-list for extension type_name
-	15, // [15:15] is the sub-list for extension extendee
-	0,  // [0:15] is the sub-list for field type_name
+	8,  // 11: tandem.config.v1.Redis.tls:type_name -> tandem.config.v1.RedisTls
+	13, // 12: tandem.config.v1.Pool.prefill_timeout:type_name -> tandem.config.v1.PrefillTimeout
+	14, // 13: tandem.config.v1.Pool.endpoints:type_name -> tandem.config.v1.Endpoint
+	12, // 14: tandem.config.v1.Pool.session:type_name -> tandem.config.v1.SessionKey
+	11, // 15: tandem.config.v1.Pool.registration:type_name -> tandem.config.v1.Registration
+	15, // 16: tandem.config.v1.Endpoint.transfer:type_name -> tandem.config.v1.Transfer
+	17, // [17:17] is the sub-list for method output_type
+	17, // [17:17] is the sub-list for method input_type
+	17, // [17:17] is the sub-list for extension type_name
+	17, // [17:17] is the sub-list for extension extendee
+	0,  // [0:17] is the sub-list for field type_name
 }
 
 func init() { file_config_v1_config_proto_init() }
@@ -1189,7 +1462,7 @@ func file_config_v1_config_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_config_v1_config_proto_rawDesc), len(file_config_v1_config_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   14,
+			NumMessages:   16,
 			NumExtensions: 0,
 			NumServices:   0,
 		},

@@ -45,7 +45,7 @@ pools:
 func TestCore(t *testing.T) {
 	c, warnings, err := Parse([]byte(core))
 	require.NoError(t, err)
-	require.Equal(t, []string{"state.redis: this release keeps its state in memory; replicas do not share it yet"}, warnings)
+	require.Empty(t, warnings)
 	require.Equal(t, int64(16777216), c.Envoy.MaxBodyBytes)
 	require.Equal(t, "prefill", c.Pools[0].Endpoints[0].Role)
 	require.Equal(t, "/etc/tandem/ticket.key", c.Tickets.KeyFile)
@@ -158,12 +158,20 @@ func TestMistakes(t *testing.T) {
 			"pools[1].endpoints[0].address: 127.0.0.1:8101 is already pools[0].endpoints[0].address",
 			`pools[1].models[0]: "*" is in pools[0] already; a model belongs to one pool`, `pools[1].name: "chat" names two pools`}},
 		"listeners clash":      {"admin: {listen: \"0.0.0.0:9002\"}\n" + least, []string{"admin.listen: 0.0.0.0:9002 clashes with extProc.listen: give it another port"}},
-		"replicas without key": {"envoy: {extProcs: [\"a:1\", \"b:1\"]}\n" + least, []string{"tickets.keyFile: is missing: several replicas (envoy.extProcs) need the same keys to read each other's tickets"}},
+		"replicas without key": {"envoy: {extProcs: [\"a:1\", \"b:1\"]}\n" + least, []string{"tickets.keyFile: is missing: several replicas (envoy.extProcs) need the same keys to read each other's tickets; or set state.redis, and they share them"}},
 		"replica twice":        {"tickets: {keyFile: k}\nenvoy: {extProcs: [\"a:1\", \"A:1\"], replans: [\"a:2\"]}\n" + least, []string{"envoy.extProcs[1]: A:1 is already envoy.extProcs[0]"}},
 		"small messages":       {"extProc: {maxMessageBytes: 16777216}\n" + least, []string{"extProc.maxMessageBytes: 16777216 is not above envoy.maxBodyBytes (16777216) and at most 1073741824: a whole body comes in one message"}},
 		"half a TLS":           {"extProc: {tls: {certFile: c}}\nenvoy: {extProcTls: {certFile: c, serverName: name}}\n" + least, []string{"envoy.extProcTls.keyFile: certFile and keyFile belong together: set both or none", "envoy.extProcTls.serverName: has no effect without caFile: set that too", "extProc.tls.keyFile: is missing: a PEM file"}},
 		"redis with a secret":  {"state: {redis: {url: \"http://:secret@x\"}}\n" + least, []string{"state.redis.url: is not of the form redis://[user:password@]host:port/db"}},
-		"body mode":            {"envoy: {bodyMode: stream}\n" + least, []string{`envoy.bodyMode: "stream" is not one of auto, duplex, buffered`}},
+		"redis, all wrong": {"state: {redis: {url: \"redis://:p@x/1\", nodes: [x], mode: cluster, sentinelMaster: m, passwordFile: f, keyPrefix: \"{a}\", lease: 5m, tls: {certFile: c}}}\n" + least, []string{
+			`state.redis.keyPrefix: "{a}" is not made of letters, digits and - _ . :`, "state.redis.lease: 5m is more than 1m: for so long a dead replica's bookings would count",
+			`state.redis.nodes[0]: "x" is not an address: ip:port, [ip]:port or name:port`, "state.redis.passwordFile: the url has a password too: take one out",
+			"state.redis.sentinelMaster: has no effect unless mode is sentinel", "state.redis.tls: has no effect with redis://: write rediss://",
+			"state.redis.tls.keyFile: certFile and keyFile belong together: set both or none"}},
+		"redis, one of many": {"state: {redis: {url: \"redis://x\", nodes: [\"y:1\"]}}\n" + least, []string{"state.redis.nodes: a single Redis has one node, that of the url: set mode to cluster or sentinel"}},
+		"redis, no master":   {"state: {redis: {url: \"redis://x\", mode: sentinel, lease: 3}}\n" + least, []string{"state.redis.lease: must have a unit, is 3: 3s for seconds, 3ms for milliseconds"}},
+		"session of nothing": {least + "  session: {}\n", []string{"pools[0].session: names nothing: set header, cookie or body"}},
+		"body mode":          {"envoy: {bodyMode: stream}\n" + least, []string{`envoy.bodyMode: "stream" is not one of auto, duplex, buffered`}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			_, _, err := Parse([]byte(tt.yaml))
@@ -185,9 +193,7 @@ func TestWarnings(t *testing.T) {
 		"mutual TLS": {"extProc: {tls: {certFile: c, keyFile: k, clientCaFile: a}}\n" + least, []string{
 			"envoy.extProcTls.certFile: is missing: extProc.tls.clientCaFile makes the server refuse an Envoy without a certificate",
 			"envoy.extProcTls.caFile: is missing: Envoy will take any certificate of the external processor"}},
-		"replicas and redis": {"state: {redis: {url: \"redis://x/0\"}}\nenvoy: {extProcs: [\"a:1\", \"b:1\"]}\n" + least, []string{
-			"state.redis: this release keeps its state in memory; replicas do not share it yet",
-			"tickets.keyFile: is missing: several replicas (envoy.extProcs) need the same keys to read each other's tickets, and this release does not share them through Redis yet"}},
+		"replicas and redis": {"state: {redis: {url: \"redis://x/0\"}}\nenvoy: {extProcs: [\"a:1\", \"b:1\"]}\n" + least, nil},
 	} {
 		t.Run(name, func(t *testing.T) {
 			_, warnings, err := Parse([]byte(tt.yaml))

@@ -18,6 +18,11 @@ func setDefaults(c *Config) {
 	or(&c.Tickets.Ttl, "10m")
 	setEnvoyDefaults(c)
 	or(&c.ExtProc.MaxMessageBytes, 4*c.Envoy.MaxBodyBytes+16<<20)
+	if r := c.State.GetRedis(); r != nil {
+		or(&r.Mode, "single")
+		or(&r.KeyPrefix, "tandem")
+		or(&r.Lease, "3s")
+	}
 	for _, p := range c.Pools {
 		setPoolDefaults(p)
 	}
@@ -68,6 +73,9 @@ func setPoolDefaults(p *Pool) {
 	or(&p.LongPrompts, "decodeAlone")
 	or(&p.OnPrefillFailure, "otherPrefill")
 	or(&p.PrefillAttempts, 3)
+	or(&p.StrandedBlocks, "lease")
+	or(&p.AttemptsTime, "1m")
+	or(&p.StreamStartTimeout, "1m")
 	sub(&p.PrefillTimeout)
 	or(&p.PrefillTimeout.Base, "10s")
 	or(&p.PrefillTimeout.PerToken, "2ms")

@@ -22,11 +22,15 @@ func (v *validator) pool(path string, p *Pool) {
 	v.oneOf(path+".split", p.Split, "always", "auto", "never")
 	v.oneOf(path+".longPrompts", p.LongPrompts, "decodeAlone", "refuse")
 	v.oneOf(path+".onPrefillFailure", p.OnPrefillFailure, "otherPrefill", "decodeAlone", "fail")
+	v.oneOf(path+".strandedBlocks", p.StrandedBlocks, "lease", "cleanupDecode")
 	if p.PrefillAttempts < 1 || p.PrefillAttempts > 5 {
 		v.m.add(path+".prefillAttempts", "%d is not between 1 and 5", p.PrefillAttempts)
 	}
+	v.duration(path+".attemptsTime", p.AttemptsTime, time.Millisecond)
+	v.duration(path+".streamStartTimeout", p.StreamStartTimeout, time.Millisecond)
 	v.duration(path+".prefillTimeout.base", p.PrefillTimeout.Base, time.Millisecond)
 	v.duration(path+".prefillTimeout.perToken", p.PrefillTimeout.PerToken, 0)
+	v.session(path+".session", p.Session)
 	v.endpointsOf(path, p)
 	v.concurrent(path, p)
 }

@@ -2,7 +2,6 @@ package configv1
 
 import (
 	"fmt"
-	"net/url"
 	"slices"
 	"strings"
 	"time"
@@ -99,26 +98,9 @@ func (v *validator) reachable(path string, addresses []string) {
 	}
 }
 
-func (v *validator) state(c *Config) {
-	r := c.State.GetRedis()
-	if r == nil {
-		return
-	}
-	u, err := url.Parse(r.Url)
-	if err != nil || u.Host == "" || !slices.Contains([]string{"redis", "rediss"}, u.Scheme) {
-		v.m.add("state.redis.url", "is not of the form redis://[user:password@]host:port/db") // without the value: it may hold a password
-	}
-	v.warn("state.redis", "this release keeps its state in memory; replicas do not share it yet")
-}
-
 func (v *validator) tickets(c *Config) {
-	const remedy = "is missing: several replicas (envoy.extProcs) need the same keys to read each other's tickets"
-	if len(c.Envoy.ExtProcs) > 1 && c.Tickets.KeyFile == "" {
-		if c.State.GetRedis() == nil {
-			v.m.add("tickets.keyFile", remedy)
-		} else {
-			v.warn("tickets.keyFile", remedy+", and this release does not share them through Redis yet")
-		}
+	if len(c.Envoy.ExtProcs) > 1 && c.Tickets.KeyFile == "" && c.State.GetRedis() == nil {
+		v.m.add("tickets.keyFile", "is missing: several replicas (envoy.extProcs) need the same keys to read each other's tickets; or set state.redis, and they share them")
 	}
 	v.duration("tickets.ttl", c.Tickets.Ttl, time.Second)
 }

@@ -121,7 +121,9 @@ type Ticket struct {
 	// The name under which KV parameters too large for a header are kept; 16 bytes, empty: they are here or there are none.
 	ParamsRef []byte `protobuf:"bytes,18,opt,name=params_ref,json=paramsRef,proto3" json:"params_ref,omitempty"`
 	// kv_transfer_params as the prefill endpoint sent it, its lists of integers packed (extproc/kvtransfer/pack.go).
-	PackedParams  []byte `protobuf:"bytes,19,opt,name=packed_params,json=packedParams,proto3" json:"packed_params,omitempty"`
+	PackedParams []byte `protobuf:"bytes,19,opt,name=packed_params,json=packedParams,proto3" json:"packed_params,omitempty"`
+	// The client wants the answer streamed.
+	Stream        bool `protobuf:"varint,20,opt,name=stream,proto3" json:"stream,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -289,6 +291,13 @@ func (x *Ticket) GetPackedParams() []byte {
 	return nil
 }
 
+func (x *Ticket) GetStream() bool {
+	if x != nil {
+		return x.Stream
+	}
+	return false
+}
+
 // body[start:end] becomes text.
 type Edit struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
@@ -354,7 +363,7 @@ var File_ticket_v1_ticket_proto protoreflect.FileDescriptor
 
 const file_ticket_v1_ticket_proto_rawDesc = "" +
 	"\n" +
-	"\x16ticket/v1/ticket.proto\x12\x10tandem.ticket.v1\"\x84\x06\n" +
+	"\x16ticket/v1/ticket.proto\x12\x10tandem.ticket.v1\"\x9c\x06\n" +
 	"\x06Ticket\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\fR\x02id\x124\n" +
 	"\x05stage\x18\x02 \x01(\x0e2\x1e.tandem.ticket.v1.Ticket.StageR\x05stage\x12&\n" +
@@ -377,7 +386,8 @@ const file_ticket_v1_ticket_proto_rawDesc = "" +
 	"\rprompt_tokens\x18\x11 \x01(\x03R\fpromptTokens\x12\x1d\n" +
 	"\n" +
 	"params_ref\x18\x12 \x01(\fR\tparamsRef\x12#\n" +
-	"\rpacked_params\x18\x13 \x01(\fR\fpackedParams\"\x87\x01\n" +
+	"\rpacked_params\x18\x13 \x01(\fR\fpackedParams\x12\x16\n" +
+	"\x06stream\x18\x14 \x01(\bR\x06stream\"\x87\x01\n" +
 	"\x05Stage\x12\x15\n" +
 	"\x11STAGE_UNSPECIFIED\x10\x00\x12\x15\n" +
 	"\x11STAGE_PREFILL_LEG\x10\x01\x12\x13\n" +

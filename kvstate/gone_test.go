@@ -1,0 +1,47 @@
+package kvstate
+
+import (
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/stretchr/testify/require"
+)
+
+// What was booked for an Envoy that is gone is free again within a second; what was booked for others is not.
+func TestSourceGone(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		s := New(Options{})
+		s.SetPool(PoolSpec{Name: "p"}, []EndpointSpec{{Addr: "a:1", Role: RoleDecode}})
+		go s.Run(t.Context())
+		e := s.Pool("p").Endpoints()[0]
+		var gone, stays Source
+		first := s.ReserveAs(0, e, 10, &gone)
+		s.ReserveAs(0, e, 20, &stays)
+		s.Reserve(e, 30)
+		time.Sleep(2 * time.Second)
+		require.Equal(t, 3, s.Reservations())
+		gone.Gone()
+		time.Sleep(2 * time.Second)
+		require.Equal(t, 2, s.Reservations())
+		require.False(t, s.Release(first))
+		requests, tokens := e.Load()
+		require.EqualValues(t, 2, requests)
+		require.EqualValues(t, 50, tokens)
+	})
+}
+
+// Where all prefill endpoints have failed, those that hang stay out; where all decode endpoints have, none does.
+func TestHungPrefillsStayOut(t *testing.T) {
+	s := New(Options{})
+	s.SetPool(PoolSpec{Name: "p"}, []EndpointSpec{{Addr: "a:1", Role: RolePrefill}, {Addr: "b:1", Role: RolePrefill}, {Addr: "c:1", Role: RoleDecode}})
+	p := s.Pool("p")
+	s.MarkHung(p.Endpoint("a:1"))
+	s.MarkFailed(p.Endpoint("b:1"))
+	s.MarkHung(p.Endpoint("c:1"))
+	var v View
+	s.View(p, nil, &v)
+	for _, c := range v.Endpoints {
+		require.Equal(t, c.Endpoint.Addr != "a:1", c.Usable, c.Endpoint.Addr)
+	}
+}
