@@ -57,7 +57,7 @@ func (k kind) setUp(o options, notices, model string) options {
 		port := func() string { _, port, _ := net.SplitHostPort(free()); return port }
 		switch side := free(); k.engine {
 		case "lmcache":
-			args = append(args, "--pd-proxy", notices)
+			args = append(args, "--proxy", notices)
 			fields = ", transfer: {tensorParallelSize: " + tp + "}"
 			if role == "decode" {
 				init, alloc := port(), port()

@@ -2,6 +2,7 @@ package e2e
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -117,24 +118,26 @@ func (p *process) running() bool {
 type engine struct {
 	*process
 	addr, role string
-	bootstrap  string // address of its bootstrap server, where the dialect has one
+	dialect    string
+	transfer   string // more of its configuration: how the other leg reaches it
 	args       []string
 	fields     string // more fields of it in the configuration
 }
 
 // fleet is Envoy, Tandem and engines.
 type fleet struct {
-	t        testing.TB
-	dir      string
-	url      string // of Envoy's listener
-	envoy    *process
-	envoyURL string // of its admin port
-	tandems  []*process
-	admins   []string // URLs of Tandem's admin ports
-	prefills []*engine
-	decodes  []*engine
-	config   string // file
-	lenient  bool   // the test breaks engines on purpose: do not hold them to account
+	t            testing.TB
+	dir          string
+	url          string // of Envoy's listener
+	envoy        *process
+	envoyURL     string // of its admin port
+	tandems      []*process
+	admins       []string // URLs of Tandem's admin ports
+	prefills     []*engine
+	decodes      []*engine
+	config       string // file
+	registration string // where engines register that do
+	lenient      bool   // the test breaks engines on purpose: do not hold them to account
 }
 
 // options describe a fleet. Zero values: one Tandem, 2 prefill and 2 decode engines.
@@ -151,6 +154,7 @@ type options struct {
 	extProcFields     string                                                                      // more fields of extProc:, likewise
 	concurrency       int                                                                         // Envoy's workers; default 2
 	madeKeys          bool                                                                        // no key file: replicas share what they make
+	mix               []string                                                                    // instead of dialect: a pool for each, with a model of that name, and engines of each role in turn
 }
 
 // ports takes n free ports. Others may take one before it is used; tests that meet that fail loudly.
@@ -175,32 +179,32 @@ func start(t testing.TB, o options) *fleet {
 		o.prefills, o.decodes = 2, 2
 	}
 	replicas := max(o.replicas, 1)
-	if o.dialect == "" {
-		o.dialect = "nixl"
+	if len(o.mix) == 0 {
+		o.mix = []string{cmp.Or(o.dialect, "nixl")}
 	}
 	p := ports(t, 3+3*replicas+5*(o.prefills+o.decodes))
 	next := func() string { a := p[0]; p = p[1:]; return a }
-
-	f := &fleet{t: t, dir: t.TempDir()}
+	registration := next()
+	f := &fleet{t: t, dir: t.TempDir(), registration: registration}
 	listen, envoyAdmin := next(), next()
 	f.url, f.envoyURL = "http://"+listen, "http://"+envoyAdmin
 	for i := range o.prefills + o.decodes {
-		role := "prefill"
+		role, nth := "prefill", i
 		if i >= o.prefills {
-			role = "decode"
+			role, nth = "decode", i-o.prefills
 		}
-		e := &engine{addr: next(), role: role}
-		e.args = append([]string{"--listen", e.addr, "--side-channel", next(), "--role", role}, o.engineArgs...)
+		e := &engine{addr: next(), role: role, dialect: o.mix[nth%len(o.mix)]}
+		side := next()
+		e.args = append([]string{"--listen", e.addr, "--side-channel", side, "--role", role}, o.engineArgs...)
 		if o.engine != nil {
 			var more []string
 			more, e.fields = o.engine(role, i, next)
 			e.args = append(e.args, more...)
 		} else {
-			e.args = append(e.args, "--model", "tiny")
-			if concurrent(o.dialect) {
-				e.bootstrap = next()
-				e.args = append(e.args, "--connector", o.dialect, "--bootstrap", e.bootstrap)
-			}
+			e.args = append(e.args, "--model", "tiny", "--model", e.dialect)
+		}
+		if o.engine == nil && e.dialect != "nixl" {
+			e.speak(side, next(), registration)
 		}
 		e.process = startProcess(t, f.dir, role+"-"+strconv.Itoa(i), filepath.Join(bin, "enginesim"), e.args...)
 		if role == "prefill" {
@@ -250,15 +254,40 @@ func (f *fleet) yaml(o options, listen, envoyAdmin string, extProcs, replans []s
 		}
 		return b.String() + pools
 	}
-	fmt.Fprintf(&b, "pools:\n- name: chat\n  kvTransfer: %s\n  split: always\n%s  endpoints:\n", o.dialect, o.pool)
-	for _, e := range f.engines() {
-		transfer := ""
-		if _, port, err := net.SplitHostPort(e.bootstrap); err == nil && e.role == "prefill" {
-			transfer = ", transfer: {bootstrapPort: " + port + "}"
+	b.WriteString("pools:\n")
+	for _, dialect := range o.mix {
+		name, models := dialect, dialect
+		if len(o.mix) == 1 {
+			name, models = "chat", "*"
 		}
-		fmt.Fprintf(&b, "  - {address: %q, role: %s%s}\n", e.addr, e.role, transfer+e.fields)
+		fmt.Fprintf(&b, "- name: %s\n  models: [%q]\n  kvTransfer: %s\n  split: always\n%s", name, models, dialect, o.pool)
+		if dialect == "p2p-nccl" {
+			fmt.Fprintf(&b, "  registration: {listen: %q}\n", f.registration)
+		}
+		b.WriteString("  endpoints:\n")
+		for _, e := range f.engines() {
+			if e.dialect == dialect {
+				fmt.Fprintf(&b, "  - {address: %q, role: %s%s}\n", e.addr, e.role, e.transfer)
+			}
+		}
 	}
 	return b.String()
+}
+
+// speak makes an engine speak another dialect than nixl. side is its side channel, extra a free address, registration where
+// engines register that do.
+func (e *engine) speak(side, extra, registration string) {
+	e.args = append(e.args, "--connector", e.dialect)
+	port := func(addr string) string { _, p, _ := net.SplitHostPort(addr); return p }
+	switch {
+	case strings.HasPrefix(e.dialect, "moriio"):
+		e.transfer = ", transfer: {notifyPort: " + port(side) + "}"
+	case e.dialect == "p2p-nccl":
+		e.args = append(e.args, "--proxy", registration, "--heartbeat", "100ms")
+	case e.role == "prefill": // a bootstrap server
+		e.args = append(e.args, "--bootstrap", extra)
+		e.transfer = ", transfer: {bootstrapPort: " + port(extra) + "}"
+	}
 }
 
 func quoted(in []string) (out []string) {

@@ -97,7 +97,8 @@ func (x *exchange) refusePair(a attempt) error {
 		return openai.TooLarge(x.s.SplitBodyBytes)
 	case "attempts_spent", "redirects_spent", "prefill_failed":
 		return openai.Unavailable("endpoint_failed", "every pair of endpoints that was tried has failed this request", time.Second)
-	case "stored_response", "engine_tools", "other_engine":
+	case "no_prefill", "unknown_peer", "policy":
+	default:
 		return openai.BadRequest("not_over_two_engines", "", "a request of this kind ("+a.why+") needs an engine that is not split into prefill and decode, and there is none here")
 	}
 	return openai.Unavailable("no_endpoint", "no pair of endpoints can take this request now", time.Second)

@@ -126,7 +126,7 @@ func (x *exchange) watch(t *kvtransfer.Ticket, p *pair) error {
 			}
 			return x.planAgain(t, kvtransfer.CausePrefill)
 		case <-timer.C:
-			x.s.metrics.prefillEnded(t, 504, "failed", limit)
+			x.s.metrics.prefillLate(t)
 			x.s.pairs.giveUp(t.ID)
 			return x.planAgain(t, kvtransfer.CausePrefill)
 		case <-x.s.draining:
@@ -151,7 +151,7 @@ func (x *exchange) afterPrefillOf(t *kvtransfer.Ticket, p *pair, edits openai.Ed
 			return x.answerFor(p.verdict)
 		}
 	case <-timer.C:
-		x.s.metrics.prefillEnded(t, 504, "failed", limit)
+		x.s.metrics.prefillLate(t)
 		x.s.pairs.giveUp(t.ID)
 	case <-x.stream.Context().Done():
 		return io.EOF

@@ -17,8 +17,13 @@
 // Envoy's gRPC access log. Nothing about a request is kept here between those meetings but its reservations, so any
 // replica serves any of them.
 //
+// Engines that need both legs at once go another way, in one pass: Envoy sends the request to the decode endpoint and a copy
+// of it to the prefill endpoint, each through an internal listener whose filter is a role of its own here (decode-leg,
+// prefill-mirror). concurrent.go tells it.
+//
 // Files: message.go, reply.go, wire.go and codec.go are the messages; server.go is the service; route.go and plan.go
-// are passes 1 and 2; leg.go is the prefill leg, pair.go what some dialects want of both; replan.go and accesslog.go are the other two doors.
+// are passes 1 and 2; leg.go is the prefill leg, pair.go what some dialects want of both; concurrent.go, decodeleg.go,
+// mirroredleg.go and pairs.go are both legs at once; replan.go and accesslog.go are the other two doors.
 package extproc
 
 // Header names that Tandem and Envoy's configuration agree on (package envoyconfigs writes the other side).

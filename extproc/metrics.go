@@ -92,6 +92,11 @@ func (m *Metrics) prefillEnded(t *kvtransfer.Ticket, code int, result string, to
 	}
 }
 
+// prefillLate counts a prefill whose time is up. The hop itself is counted when it ends.
+func (m *Metrics) prefillLate(t *kvtransfer.Ticket) {
+	m.prefillErrors.WithLabelValues(t.Pool, t.Prefill, "504").Inc()
+}
+
 // prefillCut counts a prefill that was ended because nobody waited for it any more.
 func (m *Metrics) prefillCut(t *kvtransfer.Ticket, took time.Duration) {
 	m.hop(t.Pool, "prefill", t.Prefill, "client_gone", took)

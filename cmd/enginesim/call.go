@@ -56,6 +56,9 @@ func (s *sim) serveCall(w http.ResponseWriter, r *http.Request, a api) {
 	if s.cfg.pushes() {
 		req.kv = s.cfg.parsePush(req.raw("kv_transfer_params"))
 	}
+	if s.cfg.connector == connectorNCCL && s.cfg.role != roleBoth && a != apiResponses {
+		req.roomLeg = string(s.cfg.role)
+	}
 	if s.roomed() {
 		req.roomLeg = string(s.cfg.role)
 	}
@@ -121,6 +124,9 @@ func (c *call) check(leg string) *apiError {
 	}
 	c.checkRole(leg)
 	c.prepare(prompts)
+	if c.req.roomLeg != "" {
+		return c.checkAddresses()
+	}
 	return c.checkProtocol()
 }
 

@@ -24,6 +24,7 @@ type config struct {
 	bootstrap       string        // host:port of the bootstrap server, of a prefill engine that has one
 	transferTimeout time.Duration // how long legs that run at once wait for each other
 	dpSize          int
+	heartbeat       time.Duration
 	blockSize       int
 	blocks          int
 	maxModelLen     int
@@ -48,7 +49,7 @@ type config struct {
 	tp              int // tensor-parallel ranks (lmcache)
 	initPort        int // of LMCache's receiver, rank 0
 	allocPort       int
-	proxy           string // where notices go, host:port
+	proxy           string // where notices go (lmcache) or the engine registers (p2p-nccl), host:port; "": nowhere
 	notices         string
 	kvDelay         time.Duration
 	pdBuffer        int // tokens
@@ -81,11 +82,10 @@ func parseFlags(args []string, stderr io.Writer) (*config, error) {
 		c.models = append(c.models, v)
 		return nil
 	})
-	f.StringVar(&connectorName, "connector", "nixl", "KV connector: nixl, nixl-push, neuron, offload, trtllm, lmcache, shared, mooncake, none, or sglang for an SGLang server")
+	f.StringVar(&connectorName, "connector", "nixl", "KV connector: nixl, nixl-push, neuron, offload, trtllm, lmcache, shared, mooncake, mooncake-0.13, moriio, moriio-read, p2p-nccl, none, or sglang for an SGLang server")
 	f.IntVar(&c.tp, "tp", 1, "lmcache: tensor-parallel `ranks`, each with ports and notices of its own")
 	f.IntVar(&c.initPort, "lmcache-init-port", 7300, "lmcache: pd_peer_init_port of rank 0, on decode engines")
 	f.IntVar(&c.allocPort, "lmcache-alloc-port", 7400, "lmcache: pd_peer_alloc_port of rank 0, on decode engines")
-	f.StringVar(&c.proxy, "pd-proxy", "", "lmcache: `address` that notices are pushed at (pd_proxy_host:pd_proxy_port); empty: none are sent")
 	f.StringVar(&c.notices, "notices", "once", "lmcache: once, twice, never, old (LMCache 0.3.5) or noisy (among messages that are none)")
 	f.DurationVar(&c.kvDelay, "kv-delay", 0, "lmcache: push so long after the prompt is computed; below 0: before the answer")
 	f.IntVar(&c.pdBuffer, "pd-buffer", 0, "lmcache: `tokens` that a decode engine's buffer holds; 0: endless")
@@ -93,6 +93,8 @@ func parseFlags(args []string, stderr io.Writer) (*config, error) {
 	f.StringVar(&c.store, "store", "", "shared: side-channel `address` of the engine that keeps the store; empty: this one does")
 	f.StringVar(&c.bootstrap, "bootstrap", "127.0.0.1:8998", "`address` of the bootstrap server (sglang and mooncake, role prefill)")
 	f.DurationVar(&c.transferTimeout, "transfer-timeout", 300*time.Second, "how long legs that run at once wait for each other")
+	f.StringVar(&c.proxy, "proxy", "", "`address` that notices are pushed at (lmcache) or where the engine registers (p2p-nccl); empty: nowhere")
+	f.DurationVar(&c.heartbeat, "heartbeat", defaultHeartbeat, "how often it registers")
 	f.IntVar(&c.dpSize, "dp-size", 1, "data-parallel ranks, as far as the bootstrap server tells of them")
 	f.IntVar(&c.blockSize, "block-size", 16, "tokens in a KV block")
 	f.IntVar(&c.blocks, "blocks", 1<<19, "KV blocks of the engine")

@@ -18,11 +18,18 @@ const (
 	connectorPush     connector = "nixl-push" // push.go
 	connectorMooncake connector = "mooncake"  // push.go, with a bootstrap server
 	connectorSGLang   connector = "sglang"    // sglang.go: rooms
+	connectorMoRIIO   connector = "moriio"
+	connectorNCCL     connector = "p2p-nccl"
+
+	// One leg after the other, as nixl.
+	connectorMooncake013 connector = "mooncake-0.13"
+	connectorMoRIIORead  connector = "moriio-read"
 )
 
 func connectors() []connector {
 	return []connector{connectorNIXL, connectorNeuron, connectorOffload, connectorTRTLLM, connectorLMCache, connectorShared,
-		connectorPush, connectorMooncake, connectorSGLang, connectorNone}
+		connectorPush, connectorMooncake, connectorSGLang, connectorMoRIIO, connectorNCCL,
+		connectorMooncake013, connectorMoRIIORead, connectorNone}
 }
 
 func (k connector) known() bool { return slices.Contains(connectors(), k) }

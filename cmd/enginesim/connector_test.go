@@ -184,7 +184,7 @@ func lmcachePair(t *testing.T, more ...string) (p, d *engine, spec func(reqID st
 		}
 	}()
 	init, alloc := port(t), port(t)
-	args := append([]string{"-connector", "lmcache", "-pd-proxy", pull.Addr().String()}, more...)
+	args := append([]string{"-connector", "lmcache", "-proxy", pull.Addr().String()}, more...)
 	p = startEngine(t, append(args, "-role", "prefill")...)
 	d = startEngine(t, append(args, "-role", "decode", "-lmcache-init-port", strconv.Itoa(init), "-lmcache-alloc-port", strconv.Itoa(alloc))...)
 	return p, d, func(reqID string) string {

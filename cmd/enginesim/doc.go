@@ -39,7 +39,9 @@
 // has a bootstrap server with /query, transfer ids, and cancels unless P finished for its length; nixl-push writes from
 // P into D. Legs wait for each other as long as -transfer-timeout says (300 s), and hold their blocks meanwhile: SGLang's
 // P while nobody tells it that D has gone, vLLM's D while its client has left and P has not sent. A room or transfer id
-// that is used twice is a violation (key_reused). rendezvous.go is where legs meet, sglang.go and push.go the dialects.
+// that is used twice is a violation (key_reused). moriio is the same with its own members. p2p-nccl reads the other
+// engine's address out of x-request-id and dies without, registers at -proxy, and calls a decode that begins before its
+// KV is there a violation (decode_before_kv), for the real engine would stand still. rendezvous.go is where legs meet, sglang.go and push.go the dialects.
 //
 // # Strict and faithful
 //
@@ -82,7 +84,7 @@
 //	-connector trtllm    disaggregated_params; ids of more than 53 bits, compared as text
 //	-connector shared    a store in the engine that -store names; nothing is said
 //	-connector lmcache   disagg_spec: P pushes to D's ports (-lmcache-init-port, -lmcache-alloc-port, one for each -tp) and
-//	                     notices at -pd-proxy, as -notices and -kv-delay say; -pd-buffer bounds what waits at D
+//	                     notices at -proxy, as -notices and -kv-delay say; -pd-buffer bounds what waits at D
 //
 // A spec that lacks a member, or a port for a rank, ends a prefill engine, as in LMCache. They were made after LMCache
 // 0.5.6, vLLM 0.33.0 and TensorRT-LLM of 2026 as read, and not recorded from running ones.

@@ -94,6 +94,18 @@ func (c *call) generate(ctx context.Context, emit func(step int) error) error {
 
 // fill gets the prompts' KV: computed, from another engine, or computed for one.
 func (c *call) fill(ctx context.Context) error {
+	if c.s.cfg.connector == connectorNCCL && c.req.roomLeg != "" {
+		if c.s.cfg.role == roleDecode {
+			if err := c.takeKV(); err != nil {
+				return err
+			}
+			return c.prefill(ctx)
+		}
+		if err := c.prefill(ctx); err != nil {
+			return err
+		}
+		return c.putKV(ctx)
+	}
 	switch {
 	case !c.s.roomed():
 		return c.prefill(ctx)

@@ -12,7 +12,7 @@ import (
 	"time"
 )
 
-// The dialects of vLLM in which P sends and D waits: NIXL push (0.24 and later) and Mooncake (0.16 and later). P computes,
+// The dialects of vLLM in which P sends and D waits: NIXL push (0.24 and later), Mooncake (0.16 and later), MoRIIO. P computes,
 // answers, and keeps the blocks until D has taken them or their time is up; D waits for them, and its blocks are taken
 // until they come or its time is up, also where its client has left: vLLM frees an aborted request that waits for KV only
 // when its receive ends.
@@ -29,6 +29,19 @@ func (c *config) parsePush(raw []byte) (kv kvParams) {
 	kv.bootstrap = string(text(get(raw, "remote_bootstrap_addr")))
 	port, isPort := integer(get(raw, "remote_port"))
 	kv.port = int(port)
+	switch c.connector {
+	case connectorMoRIIO:
+		kv.parseMoRIIO(raw)
+		return kv
+	case connectorMoRIIORead:
+		kv.parseMoRIIORead(raw)
+		return kv
+	case connectorMooncake013:
+		if kv.remotePrefill && (kv.host == "" || !isPort) {
+			kv.parked = "remote_host and remote_port are needed"
+		}
+		return kv
+	}
 	if c.connector == connectorMooncake {
 		switch {
 		case kv.remotePrefill && c.role == rolePrefill:
@@ -52,18 +65,56 @@ func (c *config) parsePush(raw []byte) (kv kvParams) {
 	return kv
 }
 
+// parseMoRIIO reads what MoRIIO's mode WRITE needs on both legs: an id that begins with tx, where the other leg is, and
+// how many ranks it has.
+func (kv *kvParams) parseMoRIIO(raw []byte) {
+	notify, isPort := integer(get(raw, "remote_notify_port"))
+	_, isHandshake := integer(get(raw, "remote_handshake_port"))
+	_, tp := integer(get(raw, "remote_tp_size"))
+	_, dp := integer(get(raw, "remote_dp_size"))
+	kv.port = int(notify)
+	switch {
+	case !kv.remoteDecode && !kv.remotePrefill:
+	case !strings.HasPrefix(kv.transfer, "tx"):
+		kv.fatal = "AssertionError: transfer_id"
+	case kv.host == "" || !isPort || !isHandshake:
+		kv.fatal = "KeyError: remote_host, remote_handshake_port or remote_notify_port"
+	case !tp || !dp:
+		kv.fatal = "enginesim: without remote_tp_size and remote_dp_size every writer takes rank 0"
+	case kv.remotePrefill && (!isArray(get(raw, "remote_block_ids")) || kv.engineID == ""):
+		kv.fatal = "KeyError: remote_block_ids, remote_engine_id"
+	}
+}
+
+// parseMoRIIORead reads what the mode READ needs: P an id and D's ranks, D what P answered.
+func (kv *kvParams) parseMoRIIORead(raw []byte) {
+	notify, isPort := integer(get(raw, "remote_notify_port"))
+	_, tp := integer(get(raw, "remote_tp_size"))
+	kv.port = int(notify)
+	switch {
+	case kv.remoteDecode && (!strings.HasPrefix(kv.transfer, "tx") || !tp):
+		kv.fatal = "KeyError: transfer_id, remote_tp_size"
+	case kv.remotePrefill && (kv.transfer == "" || kv.host == "" || !isPort || !truthy(get(raw, "remote_block_ids")) || kv.engineID == ""):
+		kv.fatal = "KeyError: transfer_id, remote_host, remote_notify_port, remote_block_ids, remote_engine_id"
+	}
+}
+
 // pushes reports whether this engine speaks one of these dialects.
 func (c *config) pushes() bool {
-	return c.connector == connectorMooncake || c.connector == connectorPush
+	switch c.connector {
+	case connectorMooncake, connectorMooncake013, connectorPush, connectorMoRIIO, connectorMoRIIORead:
+		return true
+	}
+	return false
 }
 
 // key is the name under which both legs of a sequence meet. NIXL push finds D's registration by the engine's own request
 // id without its random tail, so both legs need the same x-request-id and the same path.
 func (c *call) key(q *sequence) string {
-	if c.s.cfg.connector == connectorMooncake {
-		return c.req.kv.transfer
+	if c.s.cfg.connector == connectorPush || c.s.cfg.connector == connectorMooncake013 {
+		return c.internalID(q)
 	}
-	return c.internalID(q)
+	return c.req.kv.transfer
 }
 
 // park is a request that the scheduler waits with for KV that nobody will send.
@@ -126,6 +177,10 @@ func (s *sim) awaitKV(kv *kvParams, key string, p *prompt) ([]uint64, error) {
 
 // findWorker is where P's worker listens: Mooncake asks P's bootstrap server, NIXL push is told. "": nowhere.
 func (s *sim) findWorker(ctx context.Context, kv *kvParams) (string, error) {
+	switch s.cfg.connector {
+	case connectorMoRIIO, connectorMoRIIORead, connectorMooncake013:
+		return net.JoinHostPort(kv.host, strconv.Itoa(kv.port)), nil
+	}
 	if s.cfg.connector == connectorPush {
 		addr := net.JoinHostPort(kv.host, strconv.Itoa(kv.port))
 		if s.peers.engineID(ctx, addr) != kv.engineID {
@@ -181,16 +236,24 @@ func (s *sim) mooncakeBootstrap() http.Handler {
 // offers what nobody may come for.
 func (c *call) offer(q *sequence, blocks []int32) {
 	s, key := c.s, c.key(q)
-	if s.cfg.connector == connectorMooncake && (key == "" || q.out.finish != "length") {
+	if s.cfg.connector != connectorPush && s.cfg.connector != connectorMooncake013 && (key == "" || q.out.finish != "length") {
 		s.logf("the transfer %q is cancelled: finish reason %s", key, q.out.finish)
 		s.pool.free(blocks)
 		return
 	}
 	limit := s.cfg.transferTimeout
-	if s.cfg.connector == connectorPush {
+	switch s.cfg.connector {
+	case connectorPush:
 		limit = s.cfg.lease
 		id := fmt.Sprintf("%s-%08x", key, s.random.Uint32())
 		q.handOver = c.rule.pushed(s.appendHandOver(nil, id, blocks, q.computed(), q.local(s.cfg.blockSize)))
+	case connectorMooncake013:
+		q.handOver = fmt.Appendf(nil, `{"do_remote_prefill":true,"do_remote_decode":false,"remote_host":%q,"remote_port":%d}`, s.sideHost, s.sidePort)
+	case connectorMoRIIORead:
+		ids := strings.ReplaceAll(strings.Trim(fmt.Sprint(blocks), "[]"), " ", ",")
+		q.handOver = fmt.Appendf(nil, `{"do_remote_prefill":true,"do_remote_decode":false,"remote_block_ids":[%s],"remote_engine_id":"%s:%d","remote_host":%q,`+
+			`"remote_handshake_port":%d,"remote_notify_port":%d,"remote_dp_rank":0,"remote_dp_size":1,"tp_size":1,"transfer_id":%q}`,
+			ids, s.sideHost, s.sidePort, s.sideHost, s.sidePort, s.sidePort, key)
 	}
 	s.rooms.held.Add(int64(len(blocks)))
 	s.ledger.given.Add(1)

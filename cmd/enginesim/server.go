@@ -36,6 +36,8 @@ type sim struct {
 	buffer      *buffer // nil but on decode engines with the connector lmcache
 	receivers   []net.Listener
 	notifier    notifier
+	inbox       *inbox
+	stopped     chan struct{} // closed by close
 	peers       *peers
 	metrics     *metrics
 	records     *recorder
@@ -98,7 +100,7 @@ func start(cfg *config, log io.Writer) (*sim, error) {
 	if s.engineID == "" {
 		s.engineID = s.random.uuid()
 	}
-	s.ledger, s.rooms = newLedger(s.pool, cfg.lease), newRendezvous()
+	s.ledger, s.rooms, s.inbox, s.stopped = newLedger(s.pool, cfg.lease), newRendezvous(), newInbox(), make(chan struct{})
 	s.store = newStore(s, cfg.store)
 	s.mux = s.routes()
 	var err error
@@ -129,6 +131,9 @@ func start(cfg *config, log io.Writer) (*sim, error) {
 		s.closeSide()
 		s.events.close()
 		return nil, err
+	}
+	if cfg.proxy != "" {
+		go s.register()
 	}
 	s.addFailures(cfg.fail)
 	return s, nil
@@ -224,6 +229,9 @@ func (s *sim) die(reason string) {
 // close cuts everything at once.
 func (s *sim) close() {
 	s.mu.Lock()
+	if !s.closed {
+		close(s.stopped)
+	}
 	s.closed = true
 	web := s.web
 	conns := make([]net.Conn, 0, len(s.sideConn))

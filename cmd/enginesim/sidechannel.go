@@ -29,6 +29,7 @@ const (
 	opPrefix // offload.go
 	opAlloc  // lmcache.go, on ports of its own
 	opPush
+	opPut
 
 	maxFrame  = 64 << 20
 	idlePeers = 64 // connections kept for each remote engine
@@ -187,6 +188,11 @@ func (s *sim) serveSide(conn net.Conn) {
 			answer.encode(&out)
 			_, _ = conn.Write(out.sealFrame())
 			return // Peek is still reading
+		case opPut:
+			var kv joinRequest
+			if kv.decode(&r); r.err != nil || !s.inbox.put(requestID, kv) {
+				return
+			}
 		case opWho:
 			out.string(s.engineID)
 		case opHeartbeat:

@@ -80,6 +80,16 @@ func registered(peers *kvtransfer.Peers, log *slog.Logger) *heartbeats.Listener 
 	}, peers.Forget, log)
 }
 
+// decodeSizes are the tensor- and data-parallel sizes of a pool's decode engines, which are all the same.
+func decodeSizes(p *configv1.Pool) (tp, dp int) {
+	for _, e := range p.GetEndpoints() {
+		if t := e.GetTransfer(); e.GetRole() != "prefill" {
+			tp, dp = max(tp, int(t.GetTensorParallelSize())), max(dp, int(t.GetDataParallelSize()))
+		}
+	}
+	return tp, dp
+}
+
 // transferOf is what is configured of an endpoint's side of KV transfer.
 func transferOf(e *configv1.Endpoint) kvstate.Transfer {
 	port := func(n int32) uint16 { return uint16(n) } //nolint:gosec // validated
@@ -186,6 +196,8 @@ func policyOf(p *configv1.Pool, board *notices.Board, log *slog.Logger) (policy 
 	switch {
 	case name == "nixl-push": // one leg after the other where the engine is not known yet
 		policy.Dialect, err = kvtransfer.New(kvtransfer.Options{Name: "nixl"})
+	case name == "moriio-read":
+		policy.Dialect = kvtransfer.NewMoRIIORead(decodeSizes(p))
 	case policy.Concurrent == nil:
 		policy.Dialect, err = dialect(p, board)
 	}

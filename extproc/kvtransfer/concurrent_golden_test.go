@@ -2,6 +2,7 @@ package kvtransfer
 
 import (
 	"fmt"
+	"net/netip"
 	"os"
 	"path/filepath"
 	"strings"
@@ -18,7 +19,7 @@ import (
 // client sent, what was learnt of P before, and what P answered; what both legs are sent, and what Tandem makes of P's
 // answer, is checked, or rewritten with -update. The attempt is always the same one, so rooms and transfer ids are too.
 func TestConcurrentGolden(t *testing.T) {
-	for _, dialect := range []string{"sglang", "mooncake", "nixl-push"} {
+	for _, dialect := range []string{"sglang", "mooncake", "nixl-push", "moriio", "p2p-nccl"} {
 		files, err := filepath.Glob("testdata/" + dialect + "/*.txtar")
 		require.NoError(t, err)
 		require.NotEmpty(t, files, dialect)
@@ -46,11 +47,14 @@ func atOnce(t *testing.T, d Concurrent, a *txtar.Archive) *txtar.Archive {
 	words := strings.Split(first, ", ")
 	path, ok := strings.CutPrefix(words[0], "POST ")
 	require.True(t, ok)
-	legs := &Legs{ID: goldenID, RequestID: "client-id", Prefill: &kvstate.Endpoint{}, Decode: &kvstate.Endpoint{EndpointSpec: kvstate.EndpointSpec{Addr: "10.0.0.6:8000"}}}
+	legs := &Legs{ID: goldenID, RequestID: "client-id", Prefill: &kvstate.Endpoint{}, Decode: &kvstate.Endpoint{EndpointSpec: kvstate.EndpointSpec{
+		Addr: "10.0.0.6:8000", Transfer: kvstate.Transfer{KVPort: 22001, TP: 8}}}}
 	for _, w := range words[1:] {
 		transferWord(t, legs, w)
 	}
-	legs.Peer = learnt(t, d, a)
+	if p := learnt(t, d, a); p.Ranks != nil {
+		legs.Peer = p
+	}
 	got := &txtar.Archive{Comment: a.Comment}
 	for _, name := range []string{"request", "bootstrap query", "earlier answer"} {
 		if text := section(a, name); text != nil {
@@ -91,11 +95,15 @@ func atOnce(t *testing.T, d Concurrent, a *txtar.Archive) *txtar.Archive {
 func transferWord(t *testing.T, legs *Legs, w string) {
 	key, value, _ := strings.Cut(w, "=")
 	tr := &legs.Prefill.Transfer
-	switch key {
-	case "host":
+	number := map[string]any{"bootstrapPort": &tr.BootstrapPort, "kvPort": &tr.KVPort, "handshakePort": &tr.HandshakePort, "notifyPort": &tr.NotifyPort, "tp": &tr.TP, "dp": &tr.DP}
+	switch {
+	case key == "host":
 		tr.Host = value
-	case "bootstrapPort":
-		_, err := fmt.Sscan(value, &tr.BootstrapPort)
+	case key == "zmq":
+		addr := netip.MustParseAddrPort(value)
+		legs.Peer = Peer{[]Rank{{Host: addr.Addr().String(), Port: int(addr.Port())}}}
+	case number[key] != nil:
+		_, err := fmt.Sscan(value, number[key])
 		require.NoError(t, err)
 	default:
 		addr, ok := strings.CutPrefix(w, "prefill at ")

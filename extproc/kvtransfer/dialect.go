@@ -6,6 +6,9 @@
 // reads cites the engine release it was read from. Bodies are never modelled: a dialect plans edits of bytes
 // ([openai.Patch]) and hands P's object on verbatim ([Answer]).
 //
+// A [Concurrent] is the same for engines that need both legs at once (sglang.go, mooncake.go, nixlpush.go, moriio.go,
+// p2pnccl.go); what such a dialect has to know of an engine beforehand, [Peers] learn.
+//
 // A [Ticket] is the state of one request between its passes through Envoy. It travels with the request, in a header,
 // sealed under [Keys] that all replicas share: so any replica serves any pass, and none remembers requests. pack.go makes
 // the long lists of block ids in it small enough for a header.
@@ -122,7 +125,7 @@ type Options struct {
 
 // Names are the dialects there are.
 func Names() []string {
-	return []string{"lmcache", "multi", "nixl", "offload", "orchestrated", "shared", "trtllm"}
+	return []string{"lmcache", "mooncake-0.13", "moriio-read", "multi", "nixl", "offload", "orchestrated", "shared", "trtllm"}
 }
 
 // New makes the dialect that the configuration names. "none" has no dialect and is refused like any unknown name.
@@ -134,6 +137,10 @@ func New(o Options) (Dialect, error) {
 		return newMulti(o.Members)
 	case "nixl":
 		return newNIXL(o.ReuseTokenIDs), nil
+	case "mooncake-0.13":
+		return mooncakePull{newNIXL(false)}, nil
+	case "moriio-read":
+		return NewMoRIIORead(1, 1), nil
 	case "offload":
 		return newOffload(), nil
 	case "orchestrated":

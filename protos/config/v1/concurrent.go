@@ -18,7 +18,7 @@ func (v *validator) concurrent(path string, p *Pool) {
 	case "p2p-nccl":
 		v.p2pNCCL(path, p)
 		v.neverAlone(path, p, "P2P-NCCL")
-	case "moriio":
+	case "moriio", "moriio-read":
 		v.sameSizes(path, p)
 	}
 	if p.Registration != nil && p.KvTransfer != "p2p-nccl" {
@@ -32,7 +32,7 @@ func (v *validator) transfer(path string, p *Pool, e *Endpoint) {
 		return
 	}
 	path += ".transfer"
-	if !Concurrent(p) {
+	if !Concurrent(p) && p.KvTransfer != "moriio-read" {
 		if t.BootstrapPort != 0 || t.KvPort != 0 || t.HandshakePort != 0 || t.NotifyPort != 0 {
 			v.warn(path, "its ports have no effect with kvTransfer %s: those engines tell each other", p.KvTransfer)
 		}

@@ -13,7 +13,7 @@ import (
 
 // dialects are what kvTransfer may be.
 func dialects() []string {
-	all := append([]string{"lmcache", "multi", "nixl", "offload", "orchestrated", "shared", "trtllm"}, concurrentDialects()...)
+	all := append([]string{"lmcache", "mooncake-0.13", "moriio-read", "multi", "nixl", "offload", "orchestrated", "shared", "trtllm"}, concurrentDialects()...)
 	slices.Sort(all)
 	return append(all, "none")
 }

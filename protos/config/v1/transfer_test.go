@@ -21,12 +21,16 @@ func pool(dialect, more, prefill, decode string) string {
 `, dialect, more, prefill, decode)
 }
 
-// Address and role suffice for every dialect but multi, which has to be told its members.
+// Address and role suffice for every dialect but multi, which has to be told its members, and p2p-nccl, whose engines
+// register.
 func TestDialectDefaults(t *testing.T) {
 	for _, dialect := range dialects() {
 		more := ""
 		if dialect == "multi" {
 			more = "members: [nixl, offload]"
+		}
+		if dialect == "p2p-nccl" {
+			more = "registration: {listen: \"10.0.0.1:30001\"}"
 		}
 		c, warnings, err := Parse([]byte(pool(dialect, more, "", "")))
 		require.NoError(t, err, dialect)

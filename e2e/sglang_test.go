@@ -6,8 +6,6 @@ import (
 	"errors"
 	"fmt"
 	"net/http"
-	"os"
-	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -99,7 +97,20 @@ func streamed(body string) string { return strings.Replace(body, "{", `{"stream"
 
 // A leg that fails before the answer began: D is cut, and another pair answers with a room of its own.
 func TestSGLangFailures(t *testing.T) {
-	f := start(t, options{dialect: "sglang", pool: "  prefillTimeout: {base: 1s}\n"})
+	for _, replicas := range []int{1, 2} { // with two, the legs of a request are often served by different ones
+		t.Run(fmt.Sprintf("%d replicas", replicas), func(t *testing.T) {
+			sglangFailures(t, start(t, options{dialect: "sglang", replicas: replicas, pool: "  prefillTimeout: {base: 1s}\n"}))
+		})
+	}
+}
+
+func sglangFailures(t *testing.T, f *fleet) {
+	replans := func(leg string) (sum float64) {
+		for _, admin := range f.admins {
+			sum += metric(t, admin, "tandem_replans_total", `cause="`+leg+`"`)
+		}
+		return sum
+	}
 	for _, failure := range []struct{ leg, rule string }{
 		{"prefill", `{"mode":"status","status":500}`}, {"prefill", `{"mode":"status","status":503}`}, {"prefill", `{"mode":"reset-before-headers"}`},
 		{"prefill", `{"mode":"hang"}`}, {"prefill", `{"mode":"garbage-body"}`}, {"prefill", `{"mode":"refuse","delay":"2s"}`},
@@ -114,7 +125,7 @@ func TestSGLangFailures(t *testing.T) {
 				if failure.leg == "decode" {
 					bad = f.decodes[0]
 				}
-				before := metric(t, f.admins[0], "tandem_replans_total", `cause="`+failure.leg+`"`)
+				before := replans(failure.leg)
 				f.inject(bad, failure.rule)
 				if strings.Contains(failure.rule, "refuse") {
 					require.Eventually(t, func() bool { return !healthy(bad) }, 5*time.Second, 5*time.Millisecond)
@@ -124,7 +135,7 @@ func TestSGLangFailures(t *testing.T) {
 					require.Equal(t, 200, got.status, got.body)
 					require.NotContains(t, got.body, "error")
 				}
-				require.Greater(t, metric(t, f.admins[0], "tandem_replans_total", `cause="`+failure.leg+`"`), before)
+				require.Greater(t, replans(failure.leg), before)
 				f.heal(bad)
 			})
 		}
@@ -146,16 +157,18 @@ func (f *fleet) heal(e *engine) {
 	require.NoError(f.t, err)
 	_ = resp.Body.Close()
 	require.Eventually(f.t, func() bool {
-		var state struct {
-			Pools []struct{ Endpoints []struct{ Failed bool } }
-		}
-		if err := getJSON(f.admins[0]+"/debug/state", &state); err != nil {
-			return false
-		}
-		for _, p := range state.Pools {
-			for _, e := range p.Endpoints {
-				if e.Failed {
-					return false
+		for _, admin := range f.admins {
+			var state struct {
+				Pools []struct{ Endpoints []struct{ Failed bool } }
+			}
+			if err := getJSON(admin+"/debug/state", &state); err != nil {
+				return false
+			}
+			for _, p := range state.Pools {
+				for _, e := range p.Endpoints {
+					if e.Failed {
+						return false
+					}
 				}
 			}
 		}
@@ -289,192 +302,5 @@ func TestSGLangCrowd(t *testing.T) {
 	close(errs)
 	for err := range errs {
 		require.NoError(t, err)
-	}
-}
-
-// vLLM's dialects in which P sends and D waits for it.
-
-func TestPushPairs(t *testing.T) {
-	for _, dialect := range []string{"mooncake", "nixl-push"} {
-		for _, shape := range []struct{ prefills, decodes int }{{2, 2}, {3, 1}} {
-			t.Run(fmt.Sprintf("%s %dP%dD", dialect, shape.prefills, shape.decodes), func(t *testing.T) {
-				f := start(t, options{dialect: dialect, prefills: shape.prefills, decodes: shape.decodes})
-				for range 4 * shape.prefills { // push: until every P has answered once, which is how it becomes known
-					require.Equal(t, 200, f.post("/v1/chat/completions", pairBody).status)
-				}
-				for _, api := range apis {
-					for _, stream := range []bool{false, true} {
-						t.Run(fmt.Sprintf("%s stream=%t", api.name, stream), func(t *testing.T) {
-							body := api.body
-							if stream {
-								body = streamed(body)
-							}
-							id := fmt.Sprintf("push-%s-%t", api.name, stream)
-							got := f.post(api.path, body, "x-request-id", id)
-							require.Equal(t, 200, got.status, got.body)
-							require.Equal(t, id, got.header.Get("x-request-id"), "the client's own")
-							p, d := f.hopsLike(id)
-							require.Equal(t, p.RequestID, d.RequestID, "both engines see one id")
-							require.Equal(t, "prefill", p.Leg)
-							require.Equal(t, "decode", d.Leg)
-							require.Equal(t, 1, p.CompletionTokens)
-							require.Positive(t, d.ExternalTokens)
-							if !stream {
-								require.Equal(t, alone(t, f, api.path, body), text(t, got.body))
-								rest := d.Body
-								if dialect == "nixl-push" && api.name == "responses" {
-									rest = without(t, rest, "request_id")
-								}
-								_, rest = cutMember(t, rest)
-								require.Equal(t, body, rest)
-							}
-						})
-					}
-				}
-				require.Positive(t, metric(t, f.admins[0], "tandem_decisions_total", `route="pair"`))
-			})
-		}
-	}
-}
-
-// hopsLike are the one prefill and the one decode request whose id begins with the client's.
-func (f *fleet) hopsLike(id string) (prefill, decode seen) {
-	f.t.Helper()
-	of := func(engines []*engine) (out []seen) {
-		for _, s := range f.requests("", engines...) {
-			if s.RequestID == id || strings.HasPrefix(s.RequestID, id+".") {
-				out = append(out, s)
-			}
-		}
-		return out
-	}
-	p, d := of(f.prefills), of(f.decodes)
-	require.Len(f.t, p, 1, "prefill requests of %s", id)
-	require.Len(f.t, d, 1, "decode requests of %s", id)
-	return p[0], d[0]
-}
-
-// A leg that fails: P's is sent again, for D waits for these very blocks; where that does not help, both begin anew. D is
-// free again in the end, which it is only if P has sent.
-func TestPushFailures(t *testing.T) {
-	for _, dialect := range []string{"mooncake", "nixl-push"} {
-		t.Run(dialect, func(t *testing.T) {
-			f := start(t, options{dialect: dialect, pool: "  prefillTimeout: {base: 1s}\n",
-				// P keeps what no D comes for: Mooncake for 480 s, NIXL for its lease. Nobody can tell it that D is gone.
-				engineArgs: []string{"--lease", "3s", "--transfer-timeout", "5s"}})
-			for range 8 {
-				require.Equal(t, 200, f.post("/v1/chat/completions", pairBody).status)
-			}
-			for _, failure := range []struct{ leg, rule string }{
-				{"prefill", `{"mode":"status","status":500,"count":1}`}, {"prefill", `{"mode":"status","status":503,"count":2}`},
-				{"prefill", `{"mode":"reset-before-headers","count":1}`}, {"prefill", `{"mode":"slow","delay":"500ms","count":2}`},
-				{"decode", `{"mode":"status","status":500,"count":2}`}, {"decode", `{"mode":"reset-before-headers","count":2}`}, {"decode", `{"mode":"refuse","delay":"1s"}`},
-			} {
-				for _, stream := range []bool{false, true} {
-					t.Run(fmt.Sprintf("%s %s stream=%t", failure.leg, failure.rule, stream), func(t *testing.T) {
-						body, bad := pairBody, f.prefills[0]
-						if stream {
-							body = streamed(body)
-						}
-						if failure.leg == "decode" {
-							bad = f.decodes[0]
-						}
-						f.inject(bad, failure.rule)
-						if strings.Contains(failure.rule, "refuse") {
-							require.Eventually(t, func() bool { return !healthy(bad) }, 5*time.Second, 5*time.Millisecond)
-						}
-						for range 8 {
-							got := f.post("/v1/chat/completions", body)
-							require.Equal(t, 200, got.status, got.body)
-							require.NotContains(t, got.body, "error")
-						}
-						f.heal(bad)
-					})
-				}
-			}
-		})
-	}
-}
-
-// A client that leaves takes only D's answer with it: P's leg runs to its end, and so D has its blocks back.
-func TestPushClientLeaves(t *testing.T) {
-	for _, dialect := range []string{"mooncake", "nixl-push"} {
-		t.Run(dialect, func(t *testing.T) {
-			f := start(t, options{dialect: dialect, engineArgs: []string{"--lease", "3s"}})
-			for range 16 { // P that is not known yet has its leg alone, which ends with its client
-				require.Equal(t, 200, f.post("/v1/chat/completions", pairBody).status)
-			}
-			for _, p := range f.prefills {
-				f.inject(p, `{"mode":"slow","delay":"1s"}`)
-			}
-			var all sync.WaitGroup
-			for i := range 6 {
-				all.Go(func() {
-					ctx, cancel := context.WithTimeout(t.Context(), time.Duration(100+100*i)*time.Millisecond)
-					defer cancel()
-					body := pairBody
-					if i%2 == 0 {
-						body = streamed(body)
-					}
-					_, err := f.try(ctx, http.MethodPost, "/v1/chat/completions", body)
-					require.ErrorIs(t, err, context.DeadlineExceeded)
-				})
-			}
-			all.Wait()
-			for _, p := range f.prefills {
-				for _, s := range f.requests("", p) {
-					require.NotEqual(t, "aborted", s.Outcome, "a prefill was cut")
-				}
-			}
-		})
-	}
-}
-
-// Large bodies from many clients, through two internal listeners and a mirrored copy of each: the load that kills an Envoy
-// with ext_proc in a cluster. Then what a pair costs at one client beside two hops in turn, for docs/adr/0010.
-func TestPairsUnderLoad(t *testing.T) {
-	for _, dialect := range []string{"sglang", "mooncake"} {
-		t.Run(dialect, func(t *testing.T) {
-			f := start(t, options{dialect: dialect, engineArgs: []string{"--record=false"}})
-			for _, load := range []struct{ size, clients, requests int }{{4_000_000, 8, 24}, {1_000_000, 16, 64}, {220_000, 64, 256}, {8_000_000, 1, 2}} {
-				body := fmt.Sprintf(`{"model":"tiny","max_tokens":2,"messages":[{"role":"user","content":%q}]}`, strings.Repeat("0123456789", load.size/10))
-				var all sync.WaitGroup
-				for c := range load.clients {
-					all.Go(func() {
-						for i := range load.requests / load.clients {
-							got, err := f.try(t.Context(), http.MethodPost, "/v1/chat/completions", body)
-							if err != nil || got.status != 200 {
-								t.Errorf("%d bytes, client %d request %d: %v, status %d: %.200s", load.size, c, i, err, got.status, got.body)
-							}
-						}
-					})
-				}
-				all.Wait()
-				require.True(t, f.envoy.running(), "Envoy has died at %d bytes", load.size)
-			}
-		})
-	}
-}
-
-// TestCostOfPairs logs what a request takes at one client: both legs at once, and one after the other.
-func TestCostOfPairs(t *testing.T) {
-	if os.Getenv("TANDEM_FAILURES") == "" {
-		t.Skip("measures: make e2e-failures, or set TANDEM_FAILURES=1")
-	}
-	for _, dialect := range []string{"nixl", "sglang", "mooncake", "nixl-push"} {
-		f := start(t, options{dialect: dialect, engineArgs: []string{"--record=false"}})
-		for name, body := range map[string]string{"1 KB": strings.Replace(pairBody, "A prompt", strings.Repeat("word ", 180), 1), "1 KB streamed": streamed(strings.Replace(pairBody, "A prompt", strings.Repeat("word ", 180), 1)),
-			"220 KB": strings.Replace(pairBody, "A prompt", strings.Repeat("word ", 44_000), 1)} {
-			var took []time.Duration
-			for i := range 260 {
-				got := f.post("/v1/chat/completions", body)
-				require.Equal(t, 200, got.status, got.body)
-				if i >= 60 {
-					took = append(took, got.took)
-				}
-			}
-			slices.Sort(took)
-			t.Logf("%-10s %-14s p50 %v p95 %v", dialect, name, took[len(took)/2].Round(10*time.Microsecond), took[len(took)*95/100].Round(10*time.Microsecond))
-		}
 	}
 }
