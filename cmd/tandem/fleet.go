@@ -13,6 +13,7 @@ import (
 	"tandem/extproc/kvtransfer"
 	"tandem/kvstate"
 	"tandem/kvstate/discovery"
+	"tandem/kvstate/kvevents"
 	configv1 "tandem/protos/config/v1"
 )
 
@@ -21,6 +22,7 @@ type fleet struct {
 	state   *kvstate.State
 	sources []*discovery.Static
 	prober  *discovery.Prober
+	events  *kvevents.Collector
 }
 
 // newFleet fills the state with the configured pools. Names are resolved before it returns, where they can be.
@@ -34,14 +36,29 @@ func newFleet(ctx context.Context, config *configv1.Config, log *slog.Logger) (*
 			if err != nil {
 				return nil, fmt.Errorf("pool %s: %w", p.GetName(), err)
 			}
-			eps = append(eps, kvstate.EndpointSpec{Name: e.GetAddress(), Scheme: e.GetScheme(), Role: role, Group: e.GetGroup()})
+			eps = append(eps, kvstate.EndpointSpec{Name: e.GetAddress(), Scheme: e.GetScheme(), Role: role, Group: e.GetGroup(),
+				EventsPort: int(e.GetKvEventsPort()), ReplayPort: int(e.GetKvReplayPort())})
 		}
 		source := discovery.NewStatic(f.state, spec, eps, log)
 		source.Resolve(ctx)
 		f.sources = append(f.sources, source)
 	}
 	f.prober = discovery.NewProber(f.state, log)
+	f.events = kvevents.NewCollector(kvevents.Options{State: f.state, Log: log, Pools: eventSources(config)})
 	return f, nil
+}
+
+// eventSources says where the pools publish KV events.
+func eventSources(config *configv1.Config) map[string]kvevents.Source {
+	sources := map[string]kvevents.Source{}
+	for _, p := range config.GetPools() {
+		if e := p.GetKvEvents(); e != nil {
+			sources[p.GetName()] = kvevents.Source{
+				Port: int(e.GetPort()), ReplayPort: int(e.GetReplayPort()), Ranks: int(e.GetRanks()), Topic: e.GetTopic(), Listen: e.GetListen(),
+			}
+		}
+	}
+	return sources
 }
 
 // watch keeps the state up to date until ctx ends.
@@ -51,6 +68,7 @@ func (f *fleet) watch(ctx context.Context) error {
 		group.Go(func() error { s.Run(ctx); return nil })
 	}
 	group.Go(func() error { f.prober.Run(ctx); return nil })
+	group.Go(func() error { return f.events.Run(ctx) })
 	return group.Wait()
 }
 

@@ -74,6 +74,7 @@ func runServer(ctx context.Context, config *configv1.Config, linger time.Duratio
 	if err != nil {
 		return err
 	}
+	registry.MustRegister(newIndexMetrics(fleet.state, fleet.events))
 	options, err := serverOptions(config, fleet, log)
 	if err != nil {
 		return err

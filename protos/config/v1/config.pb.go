@@ -655,7 +655,9 @@ type Pool struct {
 	// How long a prefill may take.
 	PrefillTimeout *PrefillTimeout `protobuf:"bytes,8,opt,name=prefill_timeout,json=prefillTimeout,proto3" json:"prefill_timeout,omitempty"`
 	// At least one that decodes.
-	Endpoints     []*Endpoint `protobuf:"bytes,9,rep,name=endpoints,proto3" json:"endpoints,omitempty"`
+	Endpoints []*Endpoint `protobuf:"bytes,9,rep,name=endpoints,proto3" json:"endpoints,omitempty"`
+	// Where engines publish what their KV caches hold. Absent: it is guessed from what was routed where.
+	KvEvents      *KvEvents `protobuf:"bytes,20,opt,name=kv_events,json=kvEvents,proto3" json:"kv_events,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -753,6 +755,97 @@ func (x *Pool) GetEndpoints() []*Endpoint {
 	return nil
 }
 
+func (x *Pool) GetKvEvents() *KvEvents {
+	if x != nil {
+		return x.KvEvents
+	}
+	return nil
+}
+
+// KV events come over ZeroMQ, from vLLM and SGLang (--kv-events-config there). They are followed for every endpoint.
+type KvEvents struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Where the engine publishes, as its data-parallel rank 0; rank r has the port + r. Default: 5557.
+	Port int32 `protobuf:"varint,1,opt,name=port,proto3" json:"port,omitempty"`
+	// Where it gives out old events again (replay_endpoint), counted likewise. Absent: when events are lost, Tandem forgets
+	// what the endpoint holds.
+	ReplayPort int32 `protobuf:"varint,2,opt,name=replay_port,json=replayPort,proto3" json:"replay_port,omitempty"`
+	// Data-parallel ranks behind each endpoint. Default: 1.
+	Ranks int32 `protobuf:"varint,3,opt,name=ranks,proto3" json:"ranks,omitempty"`
+	// What topics begin with. Absent: any.
+	Topic string `protobuf:"bytes,4,opt,name=topic,proto3" json:"topic,omitempty"`
+	// host:port to listen on for engines whose endpoint names a host, which connect instead of being connected to. Who they
+	// are follows from the topic (kv@ADDRESS@MODEL) or the IP address. Absent: Tandem connects.
+	Listen        string `protobuf:"bytes,5,opt,name=listen,proto3" json:"listen,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *KvEvents) Reset() {
+	*x = KvEvents{}
+	mi := &file_config_v1_config_proto_msgTypes[10]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *KvEvents) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*KvEvents) ProtoMessage() {}
+
+func (x *KvEvents) ProtoReflect() protoreflect.Message {
+	mi := &file_config_v1_config_proto_msgTypes[10]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use KvEvents.ProtoReflect.Descriptor instead.
+func (*KvEvents) Descriptor() ([]byte, []int) {
+	return file_config_v1_config_proto_rawDescGZIP(), []int{10}
+}
+
+func (x *KvEvents) GetPort() int32 {
+	if x != nil {
+		return x.Port
+	}
+	return 0
+}
+
+func (x *KvEvents) GetReplayPort() int32 {
+	if x != nil {
+		return x.ReplayPort
+	}
+	return 0
+}
+
+func (x *KvEvents) GetRanks() int32 {
+	if x != nil {
+		return x.Ranks
+	}
+	return 0
+}
+
+func (x *KvEvents) GetTopic() string {
+	if x != nil {
+		return x.Topic
+	}
+	return ""
+}
+
+func (x *KvEvents) GetListen() string {
+	if x != nil {
+		return x.Listen
+	}
+	return ""
+}
+
 type PrefillTimeout struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// For any prompt, however short. Default 10s.
@@ -765,7 +858,7 @@ type PrefillTimeout struct {
 
 func (x *PrefillTimeout) Reset() {
 	*x = PrefillTimeout{}
-	mi := &file_config_v1_config_proto_msgTypes[10]
+	mi := &file_config_v1_config_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -777,7 +870,7 @@ func (x *PrefillTimeout) String() string {
 func (*PrefillTimeout) ProtoMessage() {}
 
 func (x *PrefillTimeout) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[10]
+	mi := &file_config_v1_config_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -790,7 +883,7 @@ func (x *PrefillTimeout) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PrefillTimeout.ProtoReflect.Descriptor instead.
 func (*PrefillTimeout) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{10}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *PrefillTimeout) GetBase() string {
@@ -816,14 +909,18 @@ type Endpoint struct {
 	// http, https or h2c. Default http.
 	Scheme string `protobuf:"bytes,3,opt,name=scheme,proto3" json:"scheme,omitempty"`
 	// Endpoints with a group only pair within it.
-	Group         string `protobuf:"bytes,4,opt,name=group,proto3" json:"group,omitempty"`
+	Group string `protobuf:"bytes,4,opt,name=group,proto3" json:"group,omitempty"`
+	// In the place of kvEvents.port, where several engines share a host.
+	KvEventsPort int32 `protobuf:"varint,20,opt,name=kv_events_port,json=kvEventsPort,proto3" json:"kv_events_port,omitempty"`
+	// In the place of kvEvents.replayPort; counts where kvEventsPort is set.
+	KvReplayPort  int32 `protobuf:"varint,21,opt,name=kv_replay_port,json=kvReplayPort,proto3" json:"kv_replay_port,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Endpoint) Reset() {
 	*x = Endpoint{}
-	mi := &file_config_v1_config_proto_msgTypes[11]
+	mi := &file_config_v1_config_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -835,7 +932,7 @@ func (x *Endpoint) String() string {
 func (*Endpoint) ProtoMessage() {}
 
 func (x *Endpoint) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[11]
+	mi := &file_config_v1_config_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -848,7 +945,7 @@ func (x *Endpoint) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Endpoint.ProtoReflect.Descriptor instead.
 func (*Endpoint) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{11}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *Endpoint) GetAddress() string {
@@ -877,6 +974,20 @@ func (x *Endpoint) GetGroup() string {
 		return x.Group
 	}
 	return ""
+}
+
+func (x *Endpoint) GetKvEventsPort() int32 {
+	if x != nil {
+		return x.KvEventsPort
+	}
+	return 0
+}
+
+func (x *Endpoint) GetKvReplayPort() int32 {
+	if x != nil {
+		return x.KvReplayPort
+	}
+	return 0
 }
 
 var File_config_v1_config_proto protoreflect.FileDescriptor
@@ -925,7 +1036,7 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\x03url\x18\x01 \x01(\tR\x03url\"6\n" +
 	"\aTickets\x12\x19\n" +
 	"\bkey_file\x18\x01 \x01(\tR\akeyFile\x12\x10\n" +
-	"\x03ttl\x18\x02 \x01(\tR\x03ttl\"\xea\x02\n" +
+	"\x03ttl\x18\x02 \x01(\tR\x03ttl\"\xa3\x03\n" +
 	"\x04Pool\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x16\n" +
 	"\x06models\x18\x02 \x03(\tR\x06models\x12\x1f\n" +
@@ -936,15 +1047,25 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\x12on_prefill_failure\x18\x06 \x01(\tR\x10onPrefillFailure\x12)\n" +
 	"\x10prefill_attempts\x18\a \x01(\x05R\x0fprefillAttempts\x12I\n" +
 	"\x0fprefill_timeout\x18\b \x01(\v2 .tandem.config.v1.PrefillTimeoutR\x0eprefillTimeout\x128\n" +
-	"\tendpoints\x18\t \x03(\v2\x1a.tandem.config.v1.EndpointR\tendpoints\"A\n" +
+	"\tendpoints\x18\t \x03(\v2\x1a.tandem.config.v1.EndpointR\tendpoints\x127\n" +
+	"\tkv_events\x18\x14 \x01(\v2\x1a.tandem.config.v1.KvEventsR\bkvEvents\"\x83\x01\n" +
+	"\bKvEvents\x12\x12\n" +
+	"\x04port\x18\x01 \x01(\x05R\x04port\x12\x1f\n" +
+	"\vreplay_port\x18\x02 \x01(\x05R\n" +
+	"replayPort\x12\x14\n" +
+	"\x05ranks\x18\x03 \x01(\x05R\x05ranks\x12\x14\n" +
+	"\x05topic\x18\x04 \x01(\tR\x05topic\x12\x16\n" +
+	"\x06listen\x18\x05 \x01(\tR\x06listen\"A\n" +
 	"\x0ePrefillTimeout\x12\x12\n" +
 	"\x04base\x18\x01 \x01(\tR\x04base\x12\x1b\n" +
-	"\tper_token\x18\x02 \x01(\tR\bperToken\"f\n" +
+	"\tper_token\x18\x02 \x01(\tR\bperToken\"\xb2\x01\n" +
 	"\bEndpoint\x12\x18\n" +
 	"\aaddress\x18\x01 \x01(\tR\aaddress\x12\x12\n" +
 	"\x04role\x18\x02 \x01(\tR\x04role\x12\x16\n" +
 	"\x06scheme\x18\x03 \x01(\tR\x06scheme\x12\x14\n" +
-	"\x05group\x18\x04 \x01(\tR\x05groupB\"Z tandem/protos/config/v1;configv1b\x06proto3"
+	"\x05group\x18\x04 \x01(\tR\x05group\x12$\n" +
+	"\x0ekv_events_port\x18\x14 \x01(\x05R\fkvEventsPort\x12$\n" +
+	"\x0ekv_replay_port\x18\x15 \x01(\x05R\fkvReplayPortB\"Z tandem/protos/config/v1;configv1b\x06proto3"
 
 var (
 	file_config_v1_config_proto_rawDescOnce sync.Once
@@ -958,7 +1079,7 @@ func file_config_v1_config_proto_rawDescGZIP() []byte {
 	return file_config_v1_config_proto_rawDescData
 }
 
-var file_config_v1_config_proto_msgTypes = make([]protoimpl.MessageInfo, 12)
+var file_config_v1_config_proto_msgTypes = make([]protoimpl.MessageInfo, 13)
 var file_config_v1_config_proto_goTypes = []any{
 	(*Config)(nil),         // 0: tandem.config.v1.Config
 	(*ExtProc)(nil),        // 1: tandem.config.v1.ExtProc
@@ -970,8 +1091,9 @@ var file_config_v1_config_proto_goTypes = []any{
 	(*Redis)(nil),          // 7: tandem.config.v1.Redis
 	(*Tickets)(nil),        // 8: tandem.config.v1.Tickets
 	(*Pool)(nil),           // 9: tandem.config.v1.Pool
-	(*PrefillTimeout)(nil), // 10: tandem.config.v1.PrefillTimeout
-	(*Endpoint)(nil),       // 11: tandem.config.v1.Endpoint
+	(*KvEvents)(nil),       // 10: tandem.config.v1.KvEvents
+	(*PrefillTimeout)(nil), // 11: tandem.config.v1.PrefillTimeout
+	(*Endpoint)(nil),       // 12: tandem.config.v1.Endpoint
 }
 var file_config_v1_config_proto_depIdxs = []int32{
 	1,  // 0: tandem.config.v1.Config.ext_proc:type_name -> tandem.config.v1.ExtProc
@@ -985,13 +1107,14 @@ var file_config_v1_config_proto_depIdxs = []int32{
 	5,  // 8: tandem.config.v1.Envoy.ext_proc_tls:type_name -> tandem.config.v1.ClientTls
 	5,  // 9: tandem.config.v1.Envoy.endpoint_tls:type_name -> tandem.config.v1.ClientTls
 	7,  // 10: tandem.config.v1.State.redis:type_name -> tandem.config.v1.Redis
-	10, // 11: tandem.config.v1.Pool.prefill_timeout:type_name -> tandem.config.v1.PrefillTimeout
-	11, // 12: tandem.config.v1.Pool.endpoints:type_name -> tandem.config.v1.Endpoint
-	13, // [13:13] is the sub-list for method output_type
-	13, // [13:13] is the sub-list for method input_type
-	13, // [13:13] is the sub-list for extension type_name
-	13, // [13:13] is the sub-list for extension extendee
-	0,  // [0:13] is the sub-list for field type_name
+	11, // 11: tandem.config.v1.Pool.prefill_timeout:type_name -> tandem.config.v1.PrefillTimeout
+	12, // 12: tandem.config.v1.Pool.endpoints:type_name -> tandem.config.v1.Endpoint
+	10, // 13: tandem.config.v1.Pool.kv_events:type_name -> tandem.config.v1.KvEvents
+	14, // [14:14] is the sub-list for method output_type
+	14, // [14:14] is the sub-list for method input_type
+	14, // [14:14] is the sub-list for extension type_name
+	14, // [14:14] is the sub-list for extension extendee
+	0,  // [0:14] is the sub-list for field type_name
 }
 
 func init() { file_config_v1_config_proto_init() }
@@ -1005,7 +1128,7 @@ func file_config_v1_config_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_config_v1_config_proto_rawDesc), len(file_config_v1_config_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   12,
+			NumMessages:   13,
 			NumExtensions: 0,
 			NumServices:   0,
 		},

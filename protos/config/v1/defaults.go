@@ -68,6 +68,10 @@ func setPoolDefaults(p *Pool) {
 	sub(&p.PrefillTimeout)
 	or(&p.PrefillTimeout.Base, "10s")
 	or(&p.PrefillTimeout.PerToken, "2ms")
+	if p.KvEvents != nil {
+		or(&p.KvEvents.Port, 5557)
+		or(&p.KvEvents.Ranks, 1)
+	}
 	for _, e := range p.Endpoints {
 		or(&e.Scheme, "http")
 		if p.KvTransfer == "none" {
