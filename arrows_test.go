@@ -25,6 +25,7 @@ var arrows = map[string][]string{
 	"kvstate":            {},
 	"kvstate/discovery":  {"kvstate"},
 	"kvstate/kvevents":   {"kvstate"},
+	"kvstate/tokenize":   {"kvstate"},
 	"picker":             {"kvstate"},
 	"extproc/openai":     {},
 	"extproc/kvtransfer": {"extproc/openai", "kvstate", "protos/ticket/v1"}, // the last in tests
@@ -32,7 +33,7 @@ var arrows = map[string][]string{
 	"protos/config/v1":   {},
 	"protos/ticket/v1":   {},
 	"envoy-configs":      {"protos/config/v1"},
-	"cmd/tandem":         {"extproc", "extproc/kvtransfer", "kvstate", "kvstate/discovery", "kvstate/kvevents", "envoy-configs", "protos/config/v1"},
+	"cmd/tandem":         {"extproc", "extproc/kvtransfer", "kvstate", "kvstate/discovery", "kvstate/kvevents", "kvstate/tokenize", "envoy-configs", "protos/config/v1"},
 	"cmd/enginesim":      {}, // the engines of the tests: what it shared with the product it could not catch
 	"e2e":                {}, // black box
 	"e2e/bench":          {},

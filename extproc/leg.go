@@ -121,6 +121,7 @@ func (x *exchange) afterPrefill(t *kvtransfer.Ticket, code int) *kvtransfer.Tick
 	}
 	if pool != nil {
 		x.markGood(pool, t.Prefill)
+		x.learn(pool, t.Prefill, &got)
 		if got.PromptTokens > 0 {
 			pool.ObservePrompt(int64(t.BodyBytes), got.PromptTokens)
 			next.PromptTokens = got.PromptTokens

@@ -27,6 +27,8 @@ type Options struct {
 	Log   *slog.Logger
 	Pools map[string]Policy // by pool name; every pool of State has one
 
+	Tokenizer Tokenizer // for pools whose tokens are not learned alone; may be nil
+
 	SplitBodyBytes int           // larger bodies are never split, because Envoy could not replay them; default 16 MiB
 	MaxBodyBytes   int           // larger bodies are refused with 413; default 4 x SplitBodyBytes
 	HeldBytes      int           // of bodies in memory at one time, over all streams; more is refused with 503; default 1 GiB
@@ -45,6 +47,10 @@ type Policy struct {
 	PrefillAttempts int           // at most, over all passes; default 3
 	PrefillTimeout  time.Duration // time limit of the prefill hop: this ...
 	PerToken        time.Duration // ... and this for every token of the prompt
+
+	LearnTokens bool          // ask prefill for the prompt's token ids, which KV events are matched with
+	Tokens      TokenSource   // who else is asked for them
+	TokenBudget time.Duration // how long a request waits for that; 0: not at all
 }
 
 // OnFailure says what follows a failed prefill.
@@ -65,6 +71,7 @@ type Server struct {
 	exchanges sync.Pool
 	draining  chan struct{}
 	recent    *recent
+	notes     *promptNotes
 	seed      uint64 // of reservation ids
 	held      atomic.Int64
 }
@@ -81,7 +88,7 @@ func New(o Options, m *Metrics) *Server {
 	if o.Log == nil {
 		o.Log = slog.New(slog.DiscardHandler)
 	}
-	s := &Server{Options: o, metrics: m, started: time.Now(), draining: make(chan struct{}), recent: newRecent(), seed: random()}
+	s := &Server{Options: o, metrics: m, started: time.Now(), draining: make(chan struct{}), recent: newRecent(), notes: newPromptNotes(), seed: random()}
 	s.exchanges.New = func() any { return &exchange{s: s} }
 	return s
 }
@@ -127,12 +134,15 @@ type exchange struct {
 	spare  bodyBuffer // the next body while it is made
 	other  bool       // the body is not the one that Envoy has: control members were cut, or a leg's edits undone
 
-	req    openai.Request
-	patch  openai.Patch
-	undo   openai.Edits
-	view   kvstate.View
-	hashes []uint64
-	params []byte // scratch for the decode member
+	req         openai.Request
+	patch       openai.Patch
+	undo        openai.Edits
+	view        kvstate.View
+	hashes      []uint64
+	known       kvstate.KnownTokens // of the prompt
+	ids         []uint32            // scratch for token ids
+	tokenHashes []uint64            // scratch for their blocks
+	params      []byte              // scratch for the decode member
 
 	requestID string
 	bookedAs  string // the request id as Envoy has it, and logs it, until it has taken the first answer in

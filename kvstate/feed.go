@@ -22,6 +22,7 @@ type BlockEvent struct {
 	Blocks    []uint64
 	Root      uint64
 	BlockSize int
+	LoRA      []byte // the adapter in Root, nil for the base model; read at once
 }
 
 // EventKind is what happened.
@@ -166,6 +167,9 @@ func (f *Feed) stored(e *BlockEvent) {
 	if len(e.Blocks) != len(e.Keys) {
 		f.copied(e)
 		return
+	}
+	if len(e.LoRA) > 0 {
+		f.x.noteLoRA(e.LoRA)
 	}
 	if e.BlockSize != f.size {
 		f.size = e.BlockSize

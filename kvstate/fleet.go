@@ -91,6 +91,7 @@ type Pool struct {
 	endpoints []*Endpoint
 	index     *prefixIndex
 	ratio     *tokenRatio
+	tokens    *tokenMemory
 }
 
 // Endpoints are the pool's endpoints, in the order configured but that those of a group stand together. Do not modify.
@@ -121,13 +122,13 @@ func (s *State) SetPool(spec PoolSpec, eps []EndpointSpec) {
 	next := &Pool{Spec: spec}
 	leaving := map[string]*Endpoint{}
 	if i >= 0 {
-		next.index, next.ratio = pools[i].index, pools[i].ratio
+		next.index, next.ratio, next.tokens = pools[i].index, pools[i].ratio, pools[i].tokens
 		for _, e := range pools[i].endpoints {
 			leaving[e.Addr] = e
 		}
 		pools[i] = next
 	} else {
-		next.index, next.ratio = newPrefixIndex(s.o.indexLimits()), newTokenRatio()
+		next.index, next.ratio, next.tokens = newPrefixIndex(s.o.indexLimits()), newTokenRatio(), newTokenMemory(s.o.MaxTokenBytes)
 		pools = append(pools, next)
 	}
 	seen := make(map[string]bool, len(eps))

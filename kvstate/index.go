@@ -33,8 +33,9 @@ type prefixIndex struct {
 	members []*member // by slot; nil: free
 	limits  indexLimits
 	queue   routedQueue
-	sizes   atomic.Pointer[[]int] // tokens in a block, of the feeds there are
-	parts   int                   // members that share maxBytes
+	sizes   atomic.Pointer[[]int]             // tokens in a block, of the feeds there are
+	loras   atomic.Pointer[map[string]string] // adapters that feeds have named
+	parts   int                               // members that share maxBytes
 }
 
 type indexLimits struct {

@@ -14,6 +14,7 @@ import (
 	"tandem/kvstate"
 	"tandem/kvstate/discovery"
 	"tandem/kvstate/kvevents"
+	"tandem/kvstate/tokenize"
 	configv1 "tandem/protos/config/v1"
 )
 
@@ -83,6 +84,7 @@ func serverOptions(config *configv1.Config, f *fleet, log *slog.Logger) (extproc
 		SplitBodyBytes: int(config.GetEnvoy().GetMaxBodyBytes()),
 		MaxBodyBytes:   int(4 * config.GetEnvoy().GetMaxBodyBytes()),
 		MaxRedirects:   envoyconfigs.MaxRedirects,
+		Tokenizer:      tokenize.New(log),
 		TicketTTL:      configv1.Duration(config.GetTickets().GetTtl()),
 	}
 	for _, p := range config.GetPools() {
@@ -92,6 +94,15 @@ func serverOptions(config *configv1.Config, f *fleet, log *slog.Logger) (extproc
 			PrefillAttempts: int(p.GetPrefillAttempts()),
 			PrefillTimeout:  configv1.Duration(p.GetPrefillTimeout().GetBase()),
 			PerToken:        configv1.Duration(p.GetPrefillTimeout().GetPerToken()),
+		}
+		if e := p.GetKvEvents(); e != nil {
+			policy.LearnTokens, policy.TokenBudget = true, configv1.Duration(e.GetTokenBudget())
+			switch e.GetTokens() {
+			case "tokenize":
+				policy.Tokens = extproc.TokenizeTokens
+			case "render":
+				policy.Tokens = extproc.RenderTokens
+			}
 		}
 		switch p.GetOnPrefillFailure() {
 		case "decodeAlone":

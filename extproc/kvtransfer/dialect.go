@@ -47,6 +47,8 @@ type Answer struct {
 	Params       []byte
 	PromptTokens int64 // -1: P did not say
 	CachedTokens int64 // of the prompt, found in P's prefix cache; -1: P did not say
+	// PromptIDs are the prompt's token ids, a JSON array as it stands in P's answer; nil: P did not say.
+	PromptIDs []byte
 }
 
 // ErrParams is wrapped by every error about KV parameters that are there and cannot be used.

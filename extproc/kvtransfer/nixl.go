@@ -98,7 +98,7 @@ func (nixl) ReadAnswer(body []byte, prefillAddr string) (Answer, error) {
 	if err != nil {
 		return Answer{}, fmt.Errorf("reading P's answer: %w", err)
 	}
-	a := Answer{PromptTokens: scanned.PromptTokens, CachedTokens: scanned.CachedTokens}
+	a := Answer{PromptTokens: scanned.PromptTokens, CachedTokens: scanned.CachedTokens, PromptIDs: scanned.PromptIDs}
 	if scanned.Params == nil {
 		return a, nil
 	}

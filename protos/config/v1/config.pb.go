@@ -776,7 +776,13 @@ type KvEvents struct {
 	Topic string `protobuf:"bytes,4,opt,name=topic,proto3" json:"topic,omitempty"`
 	// host:port to listen on for engines whose endpoint names a host, which connect instead of being connected to. Who they
 	// are follows from the topic (kv@ADDRESS@MODEL) or the IP address. Absent: Tandem connects.
-	Listen        string `protobuf:"bytes,5,opt,name=listen,proto3" json:"listen,omitempty"`
+	Listen string `protobuf:"bytes,5,opt,name=listen,proto3" json:"listen,omitempty"`
+	// Who is asked for the token ids of prompts, which events are matched with: learned (nobody but prefill endpoints, with the
+	// prompt, so that the next turn of a conversation is known), tokenize (also the engines' POST /tokenize, where most of a
+	// prompt is new), or render (their POST /v1/.../render instead, exact with tools and media). Default: learned.
+	Tokens string `protobuf:"bytes,6,opt,name=tokens,proto3" json:"tokens,omitempty"`
+	// How long a request waits for tokenize or render. 0s: not at all, the answer is for the next one. Default: 0s.
+	TokenBudget   string `protobuf:"bytes,7,opt,name=token_budget,json=tokenBudget,proto3" json:"token_budget,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -842,6 +848,20 @@ func (x *KvEvents) GetTopic() string {
 func (x *KvEvents) GetListen() string {
 	if x != nil {
 		return x.Listen
+	}
+	return ""
+}
+
+func (x *KvEvents) GetTokens() string {
+	if x != nil {
+		return x.Tokens
+	}
+	return ""
+}
+
+func (x *KvEvents) GetTokenBudget() string {
+	if x != nil {
+		return x.TokenBudget
 	}
 	return ""
 }
@@ -1048,14 +1068,16 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\x10prefill_attempts\x18\a \x01(\x05R\x0fprefillAttempts\x12I\n" +
 	"\x0fprefill_timeout\x18\b \x01(\v2 .tandem.config.v1.PrefillTimeoutR\x0eprefillTimeout\x128\n" +
 	"\tendpoints\x18\t \x03(\v2\x1a.tandem.config.v1.EndpointR\tendpoints\x127\n" +
-	"\tkv_events\x18\x14 \x01(\v2\x1a.tandem.config.v1.KvEventsR\bkvEvents\"\x83\x01\n" +
+	"\tkv_events\x18\x14 \x01(\v2\x1a.tandem.config.v1.KvEventsR\bkvEvents\"\xbe\x01\n" +
 	"\bKvEvents\x12\x12\n" +
 	"\x04port\x18\x01 \x01(\x05R\x04port\x12\x1f\n" +
 	"\vreplay_port\x18\x02 \x01(\x05R\n" +
 	"replayPort\x12\x14\n" +
 	"\x05ranks\x18\x03 \x01(\x05R\x05ranks\x12\x14\n" +
 	"\x05topic\x18\x04 \x01(\tR\x05topic\x12\x16\n" +
-	"\x06listen\x18\x05 \x01(\tR\x06listen\"A\n" +
+	"\x06listen\x18\x05 \x01(\tR\x06listen\x12\x16\n" +
+	"\x06tokens\x18\x06 \x01(\tR\x06tokens\x12!\n" +
+	"\ftoken_budget\x18\a \x01(\tR\vtokenBudget\"A\n" +
 	"\x0ePrefillTimeout\x12\x12\n" +
 	"\x04base\x18\x01 \x01(\tR\x04base\x12\x1b\n" +
 	"\tper_token\x18\x02 \x01(\tR\bperToken\"\xb2\x01\n" +

@@ -71,6 +71,8 @@ func setPoolDefaults(p *Pool) {
 	if p.KvEvents != nil {
 		or(&p.KvEvents.Port, 5557)
 		or(&p.KvEvents.Ranks, 1)
+		or(&p.KvEvents.Tokens, "learned")
+		or(&p.KvEvents.TokenBudget, "0s")
 	}
 	for _, e := range p.Endpoints {
 		or(&e.Scheme, "http")

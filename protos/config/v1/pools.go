@@ -51,6 +51,8 @@ func (v *validator) kvEvents(path string, p *Pool) {
 	}
 	v.port(path+".kvEvents.port", k.Port, k.Ranks)
 	v.port(path+".kvEvents.replayPort", k.ReplayPort, k.Ranks)
+	v.oneOf(path+".kvEvents.tokens", k.Tokens, "learned", "tokenize", "render")
+	v.duration(path+".kvEvents.tokenBudget", k.TokenBudget, 0)
 	if k.Listen != "" {
 		v.listen(path+".kvEvents.listen", k.Listen)
 	} else if k.ReplayPort == 0 && !slices.ContainsFunc(p.Endpoints, func(e *Endpoint) bool { return e.KvReplayPort != 0 }) {
