@@ -41,6 +41,7 @@ func (x *exchange) countTokens(pool *kvstate.Pool, policy *Policy, estimate int6
 		}
 		prompt := x.tokenPrompt(pool)
 		prompt.IDs = x.ids
+		pool.TrustEngines(x.hashes, len(x.hashes), &x.view)
 		for _, size := range sizes {
 			x.tokenHashes = prompt.Blocks(x.tokenHashes[:0], size)
 			pool.TokenHits(x.tokenHashes, size, int64(len(x.ids)), len(x.hashes), &x.view)
@@ -53,6 +54,7 @@ func (x *exchange) countTokens(pool *kvstate.Pool, policy *Policy, estimate int6
 	if x.known.TextBlocks == 0 {
 		return estimate
 	}
+	pool.TrustEngines(x.hashes, x.known.TextBlocks, &x.view)
 	rest := max(x.req.PromptBytes()-x.known.TextBlocks*blockBytes, 0)
 	tokens := int64(x.known.Tokens) + pool.PromptTokens(rest)
 	for _, size := range sizes {

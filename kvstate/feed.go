@@ -80,6 +80,11 @@ func (p *Pool) Feed(e *Endpoint) *Feed {
 	f.m = p.index.join(f)
 	f.shown.Store(&FeedStats{})
 	e.changeSlots(func(slots []int32) []int32 { return append(slots, int32(f.m.slot)) })
+	if e.fresh.Load() == nil {
+		if fresh := p.index.joinFresh(); !e.fresh.CompareAndSwap(nil, fresh) {
+			p.index.leave(fresh.m)
+		}
+	}
 	p.index.resize()
 	return f
 }
@@ -89,6 +94,12 @@ func (f *Feed) Close() {
 	f.endpoint.changeSlots(func(slots []int32) []int32 {
 		return slices.DeleteFunc(slots, func(s int32) bool { return s == int32(f.m.slot) })
 	})
+	if len(*f.endpoint.feeds.Load()) == 0 {
+		f.endpoint.heard.Store(false)
+		if fresh := f.endpoint.fresh.Swap(nil); fresh != nil {
+			f.x.leave(fresh.m)
+		}
+	}
 	f.x.leave(f.m)
 	f.shown.Store(&FeedStats{})
 	f.x.noteSizes()
@@ -164,6 +175,7 @@ func (e *BlockEvent) media() uint32 {
 
 func (f *Feed) stored(e *BlockEvent) {
 	f.stats.Stored += uint64(len(e.Keys))
+	f.endpoint.heard.Store(true)
 	if len(e.Blocks) != len(e.Keys) {
 		f.copied(e)
 		return

@@ -65,6 +65,8 @@ type live struct {
 	routed *member                 // of the pool's prefix index: what was routed here
 	own    []int32                 // its slot
 	feeds  atomic.Pointer[[]int32] // slots of the KV event feeds
+	heard  atomic.Bool             // they have told of blocks
+	fresh  atomic.Pointer[fresh]   // what was routed here moments ago; nil: there is no feed
 
 	requests atomic.Int64 // reservations held
 	tokens   atomic.Int64 // prompt tokens of those
@@ -142,6 +144,9 @@ func (s *State) SetPool(spec PoolSpec, eps []EndpointSpec) {
 	slices.SortStableFunc(next.endpoints, func(a, b *Endpoint) int { return strings.Compare(a.Group, b.Group) })
 	for _, e := range leaving {
 		next.index.leave(e.routed)
+		if f := e.fresh.Swap(nil); f != nil {
+			next.index.leave(f.m)
+		}
 	}
 	next.index.resize()
 	s.pools.Store(&pools)

@@ -3,6 +3,8 @@ package kvstate
 import (
 	"fmt"
 	"testing"
+	"testing/synctest"
+	"time"
 
 	"github.com/stretchr/testify/require"
 )
@@ -103,4 +105,39 @@ func TestLoRA(t *testing.T) {
 		p.index.noteLoRA(fmt.Append(nil, i))
 	}
 	require.LessOrEqual(t, len(*p.index.loras.Load()), maxLoRAs)
+}
+
+// Where the engine tells what it holds, its word counts for more than what was routed there, but for what was just routed.
+func TestEnginesAreTrusted(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		s, p, f := eventPool(Options{})
+		go s.Run(t.Context())
+		text, prompt := long(8, 0, 1), TokenPrompt{IDs: ids(256, 0)}
+		hit := func() int {
+			var v View
+			s.View(p, text, &v)
+			known := p.KnownTokens(text)
+			p.TrustEngines(text, known.TextBlocks, &v)
+			p.TokenHits(known.Blocks(16), 16, 256, len(text), &v)
+			return v.Endpoints[0].Hit
+		}
+		s.Routed(p, p.Endpoints()[0], text)
+		require.Equal(t, 8, hit(), "guessed: the engine cannot have told yet")
+		<-time.After(2 * freshTTL)
+		require.Equal(t, 8, hit(), "nor can it be asked, for nobody knows the tokens")
+		p.LearnTokens(text, 512, 8*512, &prompt)
+		require.Zero(t, hit(), "it holds nothing of it")
+
+		e := BlockEvent{Kind: BlocksStored, Root: TokenRoot("", 16), BlockSize: 16}
+		h := e.Root
+		for i, b := range prompt.Blocks(nil, 16)[:4] {
+			e.Keys, e.Blocks = append(e.Keys, uint64(i+100)), append(e.Blocks, unchain(h, b))
+			h = b
+		}
+		f.Apply([]BlockEvent{e})
+		require.Equal(t, 2, hit(), "4 of 16 token blocks are 2 of 8 text blocks")
+		f.Close()
+		require.Equal(t, 8, hit(), "without its word the guess is all there is")
+		require.Equal(t, 1, p.IndexStats().Members)
+	})
 }

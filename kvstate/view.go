@@ -44,7 +44,12 @@ func (s *State) View(p *Pool, hashes []uint64, v *View) {
 
 // Routed notes that an endpoint will hold the prompt's blocks: it was just sent the prompt. Bursts of requests with one
 // prefix find it at once; should the engine not keep the blocks, the entry is forgotten with its generation.
-func (s *State) Routed(p *Pool, e *Endpoint, hashes []uint64) { p.index.add(e.routed, hashes) }
+func (s *State) Routed(p *Pool, e *Endpoint, hashes []uint64) {
+	p.index.add(e.routed, hashes)
+	if f := e.fresh.Load(); f != nil {
+		p.index.add(f.m, hashes)
+	}
+}
 
 // MarkFailed leaves an endpoint out from now on; true if it was not already.
 func (s *State) MarkFailed(e *Endpoint) bool { return e.failed.CompareAndSwap(false, true) }
