@@ -117,6 +117,7 @@ type engine struct {
 	*process
 	addr, role string
 	args       []string
+	events     string // more fields of its endpoint, where it publishes KV events
 }
 
 // fleet is Envoy, Tandem and engines.
@@ -145,6 +146,7 @@ type options struct {
 	envoyFields       string // more fields of envoy:, as flow YAML
 	extProcFields     string // more fields of extProc:, likewise
 	concurrency       int    // Envoy's workers; default 2
+	kvEvents          string // the pool's kvEvents, as flow YAML; "": the engines publish none
 }
 
 // ports takes n free ports. Others may take one before it is used; tests that meet that fail loudly.
@@ -169,7 +171,7 @@ func start(t testing.TB, o options) *fleet {
 		o.prefills, o.decodes = 2, 2
 	}
 	replicas := max(o.replicas, 1)
-	p := ports(t, 2+3*replicas+2*(o.prefills+o.decodes))
+	p := ports(t, 2+3*replicas+4*(o.prefills+o.decodes))
 	next := func() string { a := p[0]; p = p[1:]; return a }
 
 	f := &fleet{t: t, dir: t.TempDir()}
@@ -182,6 +184,11 @@ func start(t testing.TB, o options) *fleet {
 		}
 		e := &engine{addr: next(), role: role}
 		e.args = append([]string{"--listen", e.addr, "--side-channel", next(), "--role", role, "--model", "tiny"}, o.engineArgs...)
+		if o.kvEvents != "" {
+			events, replay := portOf(next()), portOf(next())
+			e.args = append(e.args, "--kv-events", "tcp://*:"+events, "--kv-events-replay", "tcp://*:"+replay, "--kv-events-topic", "kv@"+e.addr+"@tiny")
+			e.events = ", kvEventsPort: " + events + ", kvReplayPort: " + replay
+		}
 		e.process = startProcess(t, f.dir, role+"-"+strconv.Itoa(i), filepath.Join(bin, "enginesim"), e.args...)
 		if role == "prefill" {
 			f.prefills = append(f.prefills, e)
@@ -227,11 +234,20 @@ func (f *fleet) yaml(o options, listen, envoyAdmin string, extProcs, replans []s
 		}
 		return b.String() + pools
 	}
-	fmt.Fprintf(&b, "pools:\n- name: chat\n  kvTransfer: nixl\n  split: always\n%s  endpoints:\n", o.pool)
+	fmt.Fprintf(&b, "pools:\n- name: chat\n  kvTransfer: nixl\n  split: always\n%s", o.pool)
+	if o.kvEvents != "" {
+		fmt.Fprintf(&b, "  kvEvents: %s\n", o.kvEvents)
+	}
+	b.WriteString("  endpoints:\n")
 	for _, e := range f.engines() {
-		fmt.Fprintf(&b, "  - {address: %q, role: %s}\n", e.addr, e.role)
+		fmt.Fprintf(&b, "  - {address: %q, role: %s%s}\n", e.addr, e.role, e.events)
 	}
 	return b.String()
+}
+
+func portOf(addr string) string {
+	_, port, _ := net.SplitHostPort(addr)
+	return port
 }
 
 func quoted(in []string) (out []string) {
