@@ -1,6 +1,7 @@
 package kvstate
 
 import (
+	"math/bits"
 	"slices"
 	"sync"
 	"sync/atomic"
@@ -90,7 +91,7 @@ func (x *prefixIndex) admit(m *member) *member {
 	}
 	if m.slot == len(x.members) {
 		x.members = append(x.members, nil)
-		x.store.sets.groups = len(x.members)/32 + 1
+		x.store.sets.groups = 1 << bits.Len(uint(m.slot/32)) // doubling, or every set would be moved for every 32 endpoints
 	}
 	x.members[m.slot] = m
 	x.limit(m)
