@@ -30,6 +30,7 @@ var arrows = map[string][]string{
 	"kvstate/scrape":     {"kvstate"},
 	"kvstate/zmtp":       {},
 	"kvstate/notices":    {"kvstate/zmtp"},
+	"kvstate/tokenize":   {"kvstate"},
 	"picker":             {"kvstate"},
 	"extproc/openai":     {},
 	"extproc/kvtransfer": {"extproc/openai", "kvstate", "protos/ticket/v1"}, // the last in tests
@@ -38,7 +39,7 @@ var arrows = map[string][]string{
 	"protos/state/v1":    {},
 	"protos/ticket/v1":   {},
 	"envoy-configs":      {"protos/config/v1"},
-	"cmd/tandem":         {"extproc", "extproc/kvtransfer", "kvstate", "kvstate/discovery", "kvstate/heartbeats", "kvstate/kvevents", "kvstate/notices", "kvstate/redisstore", "kvstate/scrape", "envoy-configs", "protos/config/v1"},
+	"cmd/tandem":         {"extproc", "extproc/kvtransfer", "kvstate", "kvstate/discovery", "kvstate/heartbeats", "kvstate/kvevents", "kvstate/notices", "kvstate/redisstore", "kvstate/scrape", "kvstate/tokenize", "envoy-configs", "protos/config/v1"},
 	"cmd/enginesim":      {}, // the engines of the tests: what it shared with the product it could not catch
 	"e2e":                {}, // black box
 	"e2e/bench":          {},

@@ -122,6 +122,7 @@ type engine struct {
 	transfer   string // more of its configuration: how the other leg reaches it
 	args       []string
 	fields     string // more fields of it in the configuration
+	events     string // more fields of its endpoint, where it publishes KV events
 }
 
 // fleet is Envoy, Tandem and engines.
@@ -155,6 +156,7 @@ type options struct {
 	concurrency       int                                                                         // Envoy's workers; default 2
 	madeKeys          bool                                                                        // no key file: replicas share what they make
 	mix               []string                                                                    // instead of dialect: a pool for each, with a model of that name, and engines of each role in turn
+	kvEvents          string                                                                      // the pool's kvEvents, as flow YAML; "": the engines publish none
 }
 
 // ports takes n free ports. Others may take one before it is used; tests that meet that fail loudly.
@@ -182,7 +184,7 @@ func start(t testing.TB, o options) *fleet {
 	if len(o.mix) == 0 {
 		o.mix = []string{cmp.Or(o.dialect, "nixl")}
 	}
-	p := ports(t, 3+3*replicas+5*(o.prefills+o.decodes))
+	p := ports(t, 3+3*replicas+7*(o.prefills+o.decodes))
 	next := func() string { a := p[0]; p = p[1:]; return a }
 	registration := next()
 	f := &fleet{t: t, dir: t.TempDir(), registration: registration}
@@ -205,6 +207,11 @@ func start(t testing.TB, o options) *fleet {
 		}
 		if o.engine == nil && e.dialect != "nixl" {
 			e.speak(side, next(), registration)
+		}
+		if o.kvEvents != "" {
+			events, replay := portOf(next()), portOf(next())
+			e.args = append(e.args, "--kv-events", "tcp://*:"+events, "--kv-events-replay", "tcp://*:"+replay, "--kv-events-topic", "kv@"+e.addr+"@tiny")
+			e.events = ", kvEventsPort: " + events + ", kvReplayPort: " + replay
 		}
 		e.process = startProcess(t, f.dir, role+"-"+strconv.Itoa(i), filepath.Join(bin, "enginesim"), e.args...)
 		if role == "prefill" {
@@ -264,10 +271,13 @@ func (f *fleet) yaml(o options, listen, envoyAdmin string, extProcs, replans []s
 		if dialect == "p2p-nccl" {
 			fmt.Fprintf(&b, "  registration: {listen: %q}\n", f.registration)
 		}
+		if o.kvEvents != "" {
+			fmt.Fprintf(&b, "  kvEvents: %s\n", o.kvEvents)
+		}
 		b.WriteString("  endpoints:\n")
 		for _, e := range f.engines() {
 			if e.dialect == dialect {
-				fmt.Fprintf(&b, "  - {address: %q, role: %s%s}\n", e.addr, e.role, e.transfer)
+				fmt.Fprintf(&b, "  - {address: %q, role: %s%s}\n", e.addr, e.role, e.transfer+e.fields+e.events)
 			}
 		}
 	}
@@ -288,6 +298,11 @@ func (e *engine) speak(side, extra, registration string) {
 		e.args = append(e.args, "--bootstrap", extra)
 		e.transfer = ", transfer: {bootstrapPort: " + port(extra) + "}"
 	}
+}
+
+func portOf(addr string) string {
+	_, port, _ := net.SplitHostPort(addr)
+	return port
 }
 
 func quoted(in []string) (out []string) {

@@ -170,6 +170,7 @@ func (x *exchange) afterPrefill(t *kvtransfer.Ticket, code int) (_ *kvtransfer.T
 	}
 	if pool != nil {
 		x.markGood(pool, t.Prefill)
+		x.learn(pool, t.Prefill, &got)
 		if got.PromptTokens > 0 {
 			pool.ObservePrompt(int64(t.BodyBytes), got.PromptTokens)
 			pool.ObservePrefill(got.PromptTokens-max(got.CachedTokens, 0), time.Since(x.s.sealedAt(t)))

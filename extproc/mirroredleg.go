@@ -86,7 +86,7 @@ func (x *exchange) judge(t *kvtransfer.Ticket, code int) outcome {
 			break
 		}
 		v.ok, result = true, "ok"
-		x.learn(pool, t, got)
+		x.prefilled(pool, t, got)
 	}
 	x.s.metrics.prefillEnded(t, code, result, took)
 	x.s.recent.change(x.requestID, func(trace *Trace) { trace.PrefillTime = took })
@@ -103,8 +103,8 @@ func (p Policy) learnPeer(addr string, said kvtransfer.Peer) {
 // maxRefusal is how much is kept of what P says about a request that it refuses.
 const maxRefusal = 64 << 10
 
-// learn takes in what a good answer tells.
-func (x *exchange) learn(pool *kvstate.Pool, t *kvtransfer.Ticket, got kvtransfer.Answer) {
+// prefilled takes in what a good answer tells.
+func (x *exchange) prefilled(pool *kvstate.Pool, t *kvtransfer.Ticket, got kvtransfer.Answer) {
 	x.s.metrics.prompt(t.Pool, got)
 	if pool == nil {
 		return

@@ -78,7 +78,7 @@ func (x *exchange) plan(api openai.API, a attempt) (route, error) {
 	}
 	x.hashes = x.req.PromptHash(x.hashes[:0], blockBytes, maxBlocks)
 	x.s.State.View(pool, x.hashes, &x.view)
-	tokens := pool.PromptTokens(x.body.len())
+	tokens := x.countTokens(pool, &policy, pool.PromptTokens(x.body.len()))
 	choice, err := picker.Pick(&picker.Request{
 		PromptTokens: tokens, Blocks: len(x.hashes), Split: !a.alone, Excluded: a.excluded, Rand: random(),
 	}, &x.view)
@@ -180,6 +180,10 @@ func (x *exchange) prefill(pool *kvstate.Pool, policy Policy, c picker.Choice, t
 	x.setSource(policy, c.Prefill)
 	x.patch.Reset(&x.req)
 	policy.Dialect.Prefill(&x.req, &x.patch, &x.pair)
+	learn := x.learns(policy)
+	if asks, ok := policy.Dialect.(kvtransfer.TokenAsker); learn && !(ok && asks.AsksTokenIDs(x.req.API())) {
+		x.patch.Set("return_token_ids", openai.FieldReturnTokenIDs, []byte("true"))
+	}
 	edits := x.patch.Edits()
 	x.undo = edits.Inverse(x.undo[:0], x.body.bytes())
 	if x.undo.Size() > kvtransfer.MaxUndoBytes {
@@ -209,6 +213,12 @@ func (x *exchange) prefill(pool *kvstate.Pool, policy Policy, c picker.Choice, t
 	r.booked[0] = x.reserve(p.Endpoint, kvstate.RolePrefill, a.redirects, uncached)
 	t.Reservations = [2]uint64{uint64(r.booked[0]), uint64(r.booked[1])}
 	x.s.State.Routed(pool, p.Endpoint, x.hashes)
+	note := promptNote{}
+	if learn {
+		note = x.note(pool)
+	}
+	note.promised = tokens - uncached
+	x.s.notes.put(x.requestID, note)
 	x.s.metrics.decided(pool, "split", "")
 	x.s.recent.planned(x.requestID, pool.Spec.Name, "split", "", p.Endpoint.Addr, d.Endpoint.Addr, tokens)
 	r, err = x.seal(r, &t)

@@ -27,6 +27,8 @@ type Options struct {
 	Log   *slog.Logger
 	Pools map[string]Policy // by pool name; every pool of State has one
 
+	Tokenizer Tokenizer // for pools whose tokens are not learned alone; may be nil
+
 	SplitBodyBytes int           // larger bodies are never split, because Envoy could not replay them; default 16 MiB
 	MaxBodyBytes   int           // larger bodies are refused with 413; default 4 x SplitBodyBytes
 	HeldBytes      int           // of bodies in memory at one time, over all streams; more is refused with 503; default 1 GiB
@@ -48,6 +50,9 @@ type Policy struct {
 	AttemptsTime    time.Duration // after this, counted from when the request came, no other endpoint is tried; default 1 m
 	PrefillTimeout  time.Duration // time limit of the prefill hop: this ...
 	PerToken        time.Duration // ... and this for every token of the prompt and of what is before it, until the speed is known
+	LearnTokens     bool          // ask prefill for the prompt's token ids, which KV events are matched with
+	Tokens          TokenSource   // who else is asked for them
+	TokenBudget     time.Duration // how long a request waits for that; 0: not at all
 	CleanupDecode   bool          // have stranded hand-overs fetched by a decode endpoint
 	StreamStart     time.Duration // how long a streamed answer may take to begin, beside PerToken where D computes the prompt; default 1 m
 }
@@ -79,6 +84,7 @@ type Server struct {
 	cleanups  chan cleanup
 	recent    *recent
 	pairs     *pairs
+	notes     *promptNotes
 	seed      uint64 // of reservation ids
 	held      atomic.Int64
 }
@@ -100,7 +106,7 @@ func New(o Options, m *Metrics) *Server {
 		pools[name] = p.withDefaults()
 	}
 	o.Pools = pools
-	s := &Server{Options: o, metrics: m, started: time.Now(), draining: make(chan struct{}), cleanups: make(chan cleanup, maxCleanups), recent: newRecent(), pairs: newPairs(), seed: random()}
+	s := &Server{Options: o, metrics: m, started: time.Now(), draining: make(chan struct{}), cleanups: make(chan cleanup, maxCleanups), recent: newRecent(), pairs: newPairs(), notes: newPromptNotes(), seed: random()}
 	s.exchanges.New = func() any { return &exchange{s: s} }
 	return s
 }
@@ -146,14 +152,17 @@ type exchange struct {
 	spare  bodyBuffer // the next body while it is made
 	other  bool       // the body is not the one that Envoy has: control members were cut, or a leg's edits undone
 
-	req    openai.Request
-	patch  openai.Patch
-	undo   openai.Edits
-	view   kvstate.View
-	hashes []uint64
-	params []byte // scratch for the decode member
-	pair   kvtransfer.Pair
-	source kvtransfer.Side // that pair.Source points at
+	req         openai.Request
+	patch       openai.Patch
+	undo        openai.Edits
+	view        kvstate.View
+	hashes      []uint64
+	known       kvstate.KnownTokens // of the prompt
+	ids         []uint32            // scratch for token ids
+	tokenHashes []uint64            // scratch for their blocks
+	params      []byte              // scratch for the decode member
+	pair        kvtransfer.Pair
+	source      kvtransfer.Side // that pair.Source points at
 
 	requestID string
 	bookedAs  string // the request id as Envoy has it, and logs it, until it has taken the first answer in

@@ -85,6 +85,8 @@ type live struct {
 	routed *member                 // of the pool's prefix index: what was routed here
 	own    []int32                 // its slot
 	feeds  atomic.Pointer[[]int32] // slots of the KV event feeds
+	heard  atomic.Bool             // they have told of blocks
+	fresh  atomic.Pointer[fresh]   // what was routed here moments ago; nil: there is no feed
 
 	requests atomic.Int64 // reservations held
 	tokens   atomic.Int64 // prompt tokens of those
@@ -119,6 +121,7 @@ type Pool struct {
 	index     *prefixIndex
 	ratio     *tokenRatio
 	pace      *prefillPace
+	tokens    *tokenMemory
 }
 
 // Endpoints are the pool's endpoints, in the order configured but that those of a group stand together. Do not modify.
@@ -149,13 +152,14 @@ func (s *State) SetPool(spec PoolSpec, eps []EndpointSpec) {
 	next := &Pool{Spec: spec}
 	leaving := map[string]*Endpoint{}
 	if i >= 0 {
-		next.index, next.ratio, next.pace = pools[i].index, pools[i].ratio, pools[i].pace
+		next.index, next.ratio, next.pace, next.tokens = pools[i].index, pools[i].ratio, pools[i].pace, pools[i].tokens
 		for _, e := range pools[i].endpoints {
 			leaving[e.Addr] = e
 		}
 		pools[i] = next
 	} else {
-		next.index, next.ratio, next.pace = newPrefixIndex(s.o.indexLimits()), newTokenRatio(), &prefillPace{}
+		next.index, next.ratio = newPrefixIndex(s.o.indexLimits()), newTokenRatio()
+		next.pace, next.tokens = &prefillPace{}, newTokenMemory(s.o.MaxTokenBytes)
 		pools = append(pools, next)
 	}
 	seen := make(map[string]bool, len(eps))
@@ -169,6 +173,9 @@ func (s *State) SetPool(spec PoolSpec, eps []EndpointSpec) {
 	slices.SortStableFunc(next.endpoints, func(a, b *Endpoint) int { return strings.Compare(a.Group, b.Group) })
 	for _, e := range leaving {
 		next.index.leave(e.routed)
+		if f := e.fresh.Swap(nil); f != nil {
+			next.index.leave(f.m)
+		}
 	}
 	next.index.resize()
 	s.pools.Store(&pools)

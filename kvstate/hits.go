@@ -11,6 +11,28 @@ func feedSlots(e *Endpoint) []int32 {
 	return nil
 }
 
+// freshSlots are its slots for what was routed to it moments ago.
+func freshSlots(e *Endpoint) []int32 {
+	if f := e.fresh.Load(); f != nil {
+		return f.slot
+	}
+	return nil
+}
+
+// TrustEngines takes back the guesses about endpoints whose engines tell what they hold, as far as their word can be asked
+// for: where the tokens of as many leading text blocks of the prompt are known as the endpoint was thought to hold. What was
+// routed there moments ago still counts. [Pool.TokenHits] is to follow.
+func (p *Pool) TrustEngines(text []uint64, known int, v *View) {
+	for i := range v.Endpoints {
+		if c := &v.Endpoints[i]; c.Hit <= known && c.Endpoint.heard.Load() {
+			c.Hit = 0
+		}
+	}
+	if len(text) > 0 {
+		p.index.hits(text, v, 1, 1, freshSlots)
+	}
+}
+
 // TokenBlockSizes are the block sizes of the engines whose KV events the pool takes; none where it takes none.
 func (p *Pool) TokenBlockSizes() []int {
 	if sizes := p.index.sizes.Load(); sizes != nil {

@@ -1,6 +1,7 @@
 package kvstate
 
 import (
+	"math/bits"
 	"slices"
 	"sync"
 	"sync/atomic"
@@ -33,8 +34,9 @@ type prefixIndex struct {
 	members []*member // by slot; nil: free
 	limits  indexLimits
 	queue   routedQueue
-	sizes   atomic.Pointer[[]int] // tokens in a block, of the feeds there are
-	parts   int                   // members that share maxBytes
+	sizes   atomic.Pointer[[]int]             // tokens in a block, of the feeds there are
+	loras   atomic.Pointer[map[string]string] // adapters that feeds have named
+	parts   int                               // members that share maxBytes
 }
 
 type indexLimits struct {
@@ -56,10 +58,11 @@ type member struct {
 	held    int
 	limit   int
 	ttl     time.Duration // 0: for ever
-	fits    atomic.Int64  // blocks that the engine seems to keep, as learned from what it reports; 0: nothing learned
-	began   time.Time     // the running generation
-	list    []uint32      // what it holds, earlier blocks of a prompt before later ones; of a feed it is in feed.keys
-	feed    *Feed         // nil: an endpoint with what was routed to it
+	fresh   bool
+	fits    atomic.Int64 // blocks that the engine seems to keep, as learned from what it reports; 0: nothing learned
+	began   time.Time    // the running generation
+	list    []uint32     // what it holds, earlier blocks of a prompt before later ones; of a feed it is in feed.keys
+	feed    *Feed        // nil: an endpoint with what was routed to it
 }
 
 func newPrefixIndex(limits indexLimits) *prefixIndex {
@@ -68,9 +71,17 @@ func newPrefixIndex(limits indexLimits) *prefixIndex {
 
 // join makes a new member; nil where there are more than the index has numbers for.
 func (x *prefixIndex) join(feed *Feed) *member {
+	return x.admit(&member{feed: feed, began: time.Now()})
+}
+
+func (x *prefixIndex) joinFresh() *fresh {
+	m := x.admit(&member{fresh: true, began: time.Now()})
+	return &fresh{m, []int32{int32(m.slot)}}
+}
+
+func (x *prefixIndex) admit(m *member) *member {
 	x.writing.Lock()
 	defer x.unlock()
-	m := &member{feed: feed, began: time.Now()}
 	for m.slot < len(x.members) && x.members[m.slot] != nil {
 		m.slot++
 	}
@@ -80,7 +91,7 @@ func (x *prefixIndex) join(feed *Feed) *member {
 	}
 	if m.slot == len(x.members) {
 		x.members = append(x.members, nil)
-		x.store.sets.groups = len(x.members)/32 + 1
+		x.store.sets.groups = 1 << bits.Len(uint(m.slot/32)) // doubling, or every set would be moved for every 32 endpoints
 	}
 	x.members[m.slot] = m
 	x.limit(m)
@@ -91,6 +102,8 @@ func (x *prefixIndex) limit(m *member) {
 	m.limit, m.ttl = x.limits.endpointBlocks, x.limits.ttl
 	if m.feed != nil {
 		m.limit, m.ttl = x.limits.feedBlocks, 0
+	} else if m.fresh {
+		m.ttl = freshTTL
 	}
 	m.limit = max(min(m.limit, x.limits.maxBytes/bytesPerEntry/x.parts), 2)
 }
@@ -120,6 +133,17 @@ func (m *member) room() int {
 	}
 	return m.limit
 }
+
+// fresh is what was routed to an endpoint in the last moments, beside the member that remembers it for longer: its engine
+// will tell of these blocks, but has not had the time yet.
+type fresh struct {
+	m    *member
+	slot []int32
+}
+
+// freshTTL is how long an engine may take from being sent a prompt to telling of its blocks, and until it is noticed that it
+// does not.
+const freshTTL = 20 * time.Second
 
 // leave forgets a member. It costs what the member holds.
 func (x *prefixIndex) leave(m *member) {

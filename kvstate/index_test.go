@@ -125,7 +125,11 @@ func indexProgram(t *testing.T, room int, next func(n int) int, steps int) {
 }
 
 func TestIndexAgainstTwin(t *testing.T) {
-	for seed := range uint64(20) {
+	seeds := uint64(20)
+	if testing.Short() || raceDetector {
+		seeds = 4
+	}
+	for seed := range seeds {
 		for _, room := range []int{4, 60, 400, 1 << 20} {
 			r := rand.New(rand.NewPCG(seed, uint64(room)))
 			indexProgram(t, room, r.IntN, 800)

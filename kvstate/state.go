@@ -12,6 +12,7 @@ type Options struct {
 	MaxIndexBytes    int           // that a pool's prefix index may take; default 512 MiB
 	EndpointBlocks   int           // text blocks that it remembers of what was routed to an endpoint; default 16 Ki
 	FeedBlocks       int           // token blocks that it remembers of one publisher of KV events; default 1 Mi
+	MaxTokenBytes    int           // that the tokens known of a pool's prompts may take; default 64 MiB
 	RoutedTTL        time.Duration // how long it remembers what was routed and not asked for again; default 1 h
 	ReservationTTL   time.Duration // after which a reservation is taken for lost; default 15 m
 	MaxReservations  int           // default 1 Mi
@@ -27,6 +28,7 @@ func (o Options) withDefaults() Options {
 	setDefault(&o.MaxIndexBytes, 512<<20)
 	setDefault(&o.EndpointBlocks, 1<<14)
 	setDefault(&o.FeedBlocks, 1<<20)
+	setDefault(&o.MaxTokenBytes, 64<<20)
 	setDefault(&o.RoutedTTL, time.Hour)
 	setDefault(&o.ReservationTTL, 15*time.Minute)
 	setDefault(&o.MaxReservations, 1<<20)

@@ -59,6 +59,9 @@ func (s *State) View(p *Pool, hashes []uint64, v *View) {
 // prefix find it at once; should the engine not keep the blocks, the entry is forgotten with its generation.
 func (s *State) Routed(p *Pool, e *Endpoint, hashes []uint64) {
 	p.index.add(e.routed, hashes)
+	if f := e.fresh.Load(); f != nil {
+		p.index.add(f.m, hashes)
+	}
 	if s.peers != nil {
 		s.peers.Routed(p, e, hashes)
 	}

@@ -16,9 +16,11 @@ import (
 	"tandem/kvstate"
 	"tandem/kvstate/discovery"
 	"tandem/kvstate/heartbeats"
+	"tandem/kvstate/kvevents"
 	"tandem/kvstate/notices"
 	"tandem/kvstate/redisstore"
 	"tandem/kvstate/scrape"
+	"tandem/kvstate/tokenize"
 	configv1 "tandem/protos/config/v1"
 )
 
@@ -35,6 +37,7 @@ type fleet struct {
 	keys    *kvtransfer.Keys
 	keeping func(context.Context) // keeps the keys in step; nil: nothing does
 	board   *notices.Board        // nil: no pool takes notices
+	events  *kvevents.Collector
 }
 
 // newFleet fills the state with the configured pools. Names are resolved before it returns, where they can be.
@@ -50,6 +53,7 @@ func newFleet(ctx context.Context, config *configv1.Config, log *slog.Logger) (*
 			}
 			eps = append(eps, kvstate.EndpointSpec{
 				Name: e.GetAddress(), Scheme: e.GetScheme(), Role: role, Group: p.PairsAs(e), Transfer: transferOf(e),
+				EventsPort: int(e.GetKvEventsPort()), ReplayPort: int(e.GetKvReplayPort()),
 			})
 		}
 		source := discovery.NewStatic(f.state, spec, eps, log)
@@ -66,6 +70,7 @@ func newFleet(ctx context.Context, config *configv1.Config, log *slog.Logger) (*
 		owns = f.store.Owns
 	}
 	f.scraper = scrape.New(f.state, owns, log)
+	f.events = kvevents.NewCollector(kvevents.Options{State: f.state, Log: log, Pools: eventSources(config), Owns: owns})
 	if slices.ContainsFunc(config.GetPools(), (*configv1.Pool).TakesNotices) {
 		f.board = notices.NewBoard(0, 0)
 	}
@@ -123,6 +128,19 @@ func dialect(p *configv1.Pool, board *notices.Board) (kvtransfer.Dialect, error)
 	return d, nil
 }
 
+// eventSources says where the pools publish KV events.
+func eventSources(config *configv1.Config) map[string]kvevents.Source {
+	sources := map[string]kvevents.Source{}
+	for _, p := range config.GetPools() {
+		if e := p.GetKvEvents(); e != nil {
+			sources[p.GetName()] = kvevents.Source{
+				Port: int(e.GetPort()), ReplayPort: int(e.GetReplayPort()), Ranks: int(e.GetRanks()), Topic: e.GetTopic(), Listen: e.GetListen(),
+			}
+		}
+	}
+	return sources
+}
+
 // watch keeps the state up to date until ctx ends.
 func (f *fleet) watch(ctx context.Context) error {
 	group, ctx := errgroup.WithContext(ctx)
@@ -148,6 +166,7 @@ func (f *fleet) watch(ctx context.Context) error {
 	if f.board != nil {
 		group.Go(func() error { f.board.Run(ctx); return nil })
 	}
+	group.Go(func() error { return f.events.Run(ctx) })
 	return group.Wait()
 }
 
@@ -158,6 +177,7 @@ func serverOptions(config *configv1.Config, f *fleet, log *slog.Logger) (extproc
 		SplitBodyBytes: int(config.GetEnvoy().GetMaxBodyBytes()),
 		MaxBodyBytes:   int(4 * config.GetEnvoy().GetMaxBodyBytes()),
 		MaxRedirects:   envoyconfigs.MaxRedirects,
+		Tokenizer:      tokenize.New(log),
 		TicketTTL:      configv1.Duration(config.GetTickets().GetTtl()),
 	}
 	for _, p := range config.GetPools() {
@@ -184,6 +204,15 @@ func policyOf(p *configv1.Pool, board *notices.Board, log *slog.Logger) (policy 
 		StreamStart:     configv1.Duration(p.GetStreamStartTimeout()),
 		PrefillTimeout:  configv1.Duration(p.GetPrefillTimeout().GetBase()),
 		PerToken:        configv1.Duration(p.GetPrefillTimeout().GetPerToken()),
+	}
+	if e := p.GetKvEvents(); e != nil {
+		policy.LearnTokens, policy.TokenBudget = true, configv1.Duration(e.GetTokenBudget())
+		switch e.GetTokens() {
+		case "tokenize":
+			policy.Tokens = extproc.TokenizeTokens
+		case "render":
+			policy.Tokens = extproc.RenderTokens
+		}
 	}
 	switch p.GetOnPrefillFailure() {
 	case "decodeAlone":

@@ -85,6 +85,7 @@ func runServer(ctx context.Context, config *configv1.Config, linger time.Duratio
 	if fleet.store != nil {
 		registerStore(registry, fleet.store)
 	}
+	registry.MustRegister(newIndexMetrics(fleet.state, fleet.events))
 	options, err := serverOptions(config, fleet, log)
 	if err != nil {
 		return err

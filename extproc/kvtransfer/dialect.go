@@ -67,6 +67,12 @@ type PrefixPuller interface {
 	Pull(p *openai.Patch, pair *Pair)
 }
 
+// TokenAsker is a dialect that may ask P for the prompt's token ids by itself.
+type TokenAsker interface {
+	// AsksTokenIDs reports whether it does, of requests to that API.
+	AsksTokenIDs(a openai.API) bool
+}
+
 // Pair is one attempt at a prefill leg: who takes part in it, and what it is called.
 type Pair struct {
 	RequestID       string   // x-request-id, the same on both legs and in every attempt
@@ -104,6 +110,8 @@ type Answer struct {
 	Final        []byte
 	PromptTokens int64 // -1: P did not say
 	CachedTokens int64 // of the prompt, found in P's prefix cache; -1: P did not say
+	// PromptIDs are the prompt's token ids, a JSON array as it stands in P's answer; nil: P did not say.
+	PromptIDs []byte
 }
 
 // ErrParams is wrapped by every error about KV parameters that are there and cannot be used.

@@ -35,10 +35,13 @@ func (nixl) Name() string { return "nixl" }
 func (d nixl) Prefill(r *openai.Request, p *openai.Patch, _ *Pair) {
 	d.plan(r, p)
 	p.Set("kv_transfer_params", openai.FieldKVTransferParams, d.ask)
-	if d.reuseIDs && r.API() == openai.Chat {
+	if d.AsksTokenIDs(r.API()) {
 		p.Set("return_token_ids", openai.FieldReturnTokenIDs, d.yes)
 	}
 }
+
+// AsksTokenIDs reports whether P is asked for the prompt's token ids.
+func (d nixl) AsksTokenIDs(a openai.API) bool { return d.reuseIDs && a == openai.Chat }
 
 // ReadAnswer takes kv_transfer_params from P's answer. null or none is no error: the prompt ended in a state that keeps
 // no blocks, or P has no connector.
@@ -47,12 +50,12 @@ func (d nixl) ReadAnswer(body []byte, pair *Pair) (Answer, error) {
 	if err != nil {
 		return Answer{}, fmt.Errorf("reading P's answer: %w", err)
 	}
-	a := Answer{PromptTokens: scanned.PromptTokens, CachedTokens: scanned.CachedTokens}
+	a := Answer{PromptTokens: scanned.PromptTokens, CachedTokens: scanned.CachedTokens, PromptIDs: scanned.PromptIDs}
 	if err := a.readNIXL(scanned.Params, pair); err != nil {
 		return Answer{}, err
 	}
 	if d.reuseIDs && a.Params != nil {
-		a.addTokenIDs(scanned.TokenIDs)
+		a.addTokenIDs(scanned.PromptIDs)
 	}
 	return a, nil
 }

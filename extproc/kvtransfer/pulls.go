@@ -16,7 +16,7 @@ import (
 // Read from vllm/distributed/kv_transfer/kv_connector/v1/mooncake_connector.py of vLLM 0.13.0 and 0.14.1.
 type mooncakePull struct{ nixl nixl }
 
-func (mooncakePull) Name() string                                 { return "mooncake-0.13" }
+func (mooncakePull) Name() string { return "mooncake-0.13" }
 func (d mooncakePull) Prefill(r *openai.Request, p *openai.Patch, pair *Pair) {
 	d.nixl.Prefill(r, p, pair)
 }

@@ -59,6 +59,15 @@ func (r *Request) Choices() int64 {
 // PromptBytes is the length of the prompt as it stands in the body, 0 where there is none.
 func (r *Request) PromptBytes() int { return len(r.prompt()) }
 
+// PromptIDs is the prompt where the client gives it as token ids: a JSON array as it stands in the body; else nil.
+func (r *Request) PromptIDs() []byte {
+	raw := r.prompt()
+	if len(raw) == 0 || raw[0] != '[' || r.api != Generate && (r.api != Completions || r.promptList()) {
+		return nil
+	}
+	return raw
+}
+
 // PromptHash appends the hashes of the prompt's leading blocks to dst: each stands for its block and everything before
 // it. Blocks are blockBytes of the prompt member's raw bytes, full ones only, at most maxBlocks of them. What a chat
 // template renders in front, or what keeps caches apart (model, tools, system, salt, ...), is in every hash.

@@ -121,6 +121,9 @@ func BenchmarkDecode(b *testing.B) {
 }
 
 func TestDecodeAllocates(t *testing.T) {
+	if raceDetector {
+		t.Skip("the race detector allocates")
+	}
 	payloads, _ := busy(true, 2, 64, 16)
 	var d Decoder
 	var batch Batch

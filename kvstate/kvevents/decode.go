@@ -240,7 +240,7 @@ func (d *Decoder) blocks(c *cursor, e *rawEvent, out *kvstate.BlockEvent) {
 			d.extras[0] = kvstate.FoldExtraKey(d.extras[0], salt)
 		}
 	}
-	out.Root = kvstate.TokenRoot(string(lora), out.BlockSize)
+	out.Root, out.LoRA = kvstate.TokenRoot(string(lora), out.BlockSize), lora
 	from := len(d.words)
 	for i := range out.Keys {
 		d.words = append(d.words, kvstate.TokenBlock(d.ids[i*out.BlockSize*4:(i+1)*out.BlockSize*4], d.extras[i]))

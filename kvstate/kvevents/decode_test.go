@@ -138,9 +138,11 @@ func TestDecodeVariants(t *testing.T) {
 		{"SGLang's disk", fields{"type", "BlockRemoved", "block_hashes", []any{7}, "medium", "DISK"},
 			[]kvstate.BlockEvent{{Kind: kvstate.BlocksRemoved, Keys: []uint64{7}, Host: true}}},
 		{"an adapter by name", fields{"type", "BlockStored", "block_hashes", []any{7}, "token_ids", one, "block_size", 4, "lora_id", 3, "lora_name", "sql", "extra_keys", []any{[]any{"sql"}}},
-			stored(func(e *kvstate.BlockEvent) { e.Root = kvstate.TokenRoot("sql", 4) })},
+			stored(func(e *kvstate.BlockEvent) { e.Root, e.LoRA = kvstate.TokenRoot("sql", 4), []byte("sql") })},
 		{"an adapter by number is none that a request can name", []any{"BlockStored", []any{7}, nil, one, 4, 3},
-			stored(func(e *kvstate.BlockEvent) { e.Root = kvstate.TokenRoot("\x00lora_id 3", 4) })},
+			stored(func(e *kvstate.BlockEvent) {
+				e.Root, e.LoRA = kvstate.TokenRoot("\x00lora_id 3", 4), []byte("\x00lora_id 3")
+			})},
 		{"vLLM's cache salt", fields{"block_hashes", []any{7}, "type", "BlockStored", "token_ids", one, "block_size", 4, "extra_keys", []any{[]any{"salt"}}},
 			stored(func(e *kvstate.BlockEvent) { e.Blocks[0] = salted })},
 		{"SGLang's cache salt", fields{"type", "BlockStored", "block_hashes", []any{7}, "token_ids", one, "block_size", 4, "cache_salt", "salt"},

@@ -213,7 +213,11 @@ func streamProgram(t *testing.T, next func(n int) int, steps int) {
 }
 
 func TestStreamAgainstEngine(t *testing.T) {
-	for seed := range uint64(150) {
+	seeds := uint64(150)
+	if testing.Short() || raceDetector {
+		seeds = 15
+	}
+	for seed := range seeds {
 		streamProgram(t, rand.New(rand.NewPCG(seed, 7)).IntN, 400)
 	}
 }

@@ -44,20 +44,14 @@ func (v *validator) transfer(path string, p *Pool, e *Endpoint) {
 	if ip, err := netip.ParseAddr(t.Host); err == nil && ip.IsUnspecified() {
 		v.m.add(path+".host", "%s is where an engine listens; this is where others reach it", t.Host)
 	}
-	v.port(path+".bootstrapPort", t.BootstrapPort)
-	v.port(path+".kvPort", t.KvPort)
-	v.port(path+".handshakePort", t.HandshakePort)
-	v.port(path+".notifyPort", t.NotifyPort)
+	v.port(path+".bootstrapPort", t.BootstrapPort, 1)
+	v.port(path+".kvPort", t.KvPort, 1)
+	v.port(path+".handshakePort", t.HandshakePort, 1)
+	v.port(path+".notifyPort", t.NotifyPort, 1)
 	v.count(path+".tensorParallelSize", t.TensorParallelSize)
 	v.count(path+".dataParallelSize", t.DataParallelSize)
 	if t.BootstrapPort != 0 && e.Role == "decode" {
 		v.warn(path+".bootstrapPort", "has no effect on an endpoint that only decodes: the bootstrap server is the prefill engine's")
-	}
-}
-
-func (v *validator) port(path string, port int32) {
-	if port < 0 || port > 65535 {
-		v.m.add(path, "%d is no port", port)
 	}
 }
 

@@ -31,7 +31,7 @@ func TestConcurrentPools(t *testing.T) {
 		"never split":                {pool(`kvTransfer: sglang, split: never, endpoints: ` + endpoints), "pools[0].split: never leaves only endpoints with the role both", ""},
 		"decode alone":               {pool(`kvTransfer: sglang, onPrefillFailure: decodeAlone, endpoints: ` + endpoints), "pools[0].onPrefillFailure: SGLang cannot decode without a prefill", ""},
 		"long prompts":               {pool(`kvTransfer: sglang, longPrompts: decodeAlone, endpoints: ` + endpoints), "", "pools[0].longPrompts: bodies over envoy.maxBodyBytes will be refused"},
-		"a port":                     {pool(`kvTransfer: sglang, endpoints: ` + strings.Replace(endpoints, "role: prefill", "role: prefill, transfer: {bootstrapPort: 65536}", 1)), "pools[0].endpoints[0].transfer.bootstrapPort: 65536 is no port", ""},
+		"a port":                     {pool(`kvTransfer: sglang, endpoints: ` + strings.Replace(endpoints, "role: prefill", "role: prefill, transfer: {bootstrapPort: 65536}", 1)), "pools[0].endpoints[0].transfer.bootstrapPort: 65536 is not a port", ""},
 		"a host":                     {pool(`kvTransfer: sglang, endpoints: ` + strings.Replace(endpoints, "role: prefill", `role: prefill, transfer: {host: "[fd00::1]"}`, 1)), `pools[0].endpoints[0].transfer.host: "[fd00::1]" is no host`, ""},
 		"a host that is none":        {pool(`kvTransfer: mooncake, endpoints: ` + strings.Replace(endpoints, "role: prefill", `role: prefill, transfer: {host: "0.0.0.0"}`, 1)), "0.0.0.0 is where an engine listens", ""},
 		"a port of decode":           {pool(`kvTransfer: mooncake, endpoints: ` + strings.Replace(endpoints, "role: decode", "role: decode, transfer: {bootstrapPort: 1}", 1)), "", "has no effect on an endpoint that only decodes"},

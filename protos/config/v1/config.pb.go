@@ -873,7 +873,9 @@ type Pool struct {
 	// With kvTransfer multi, the members of vLLM's MultiConnector: some of nixl, offload, shared. Required there.
 	Members []string `protobuf:"bytes,22,rep,name=members,proto3" json:"members,omitempty"`
 	// With kvTransfer nixl.
-	Nixl          *NIXL `protobuf:"bytes,23,opt,name=nixl,proto3" json:"nixl,omitempty"`
+	Nixl *NIXL `protobuf:"bytes,23,opt,name=nixl,proto3" json:"nixl,omitempty"`
+	// Where engines publish what their KV caches hold. Absent: it is guessed from what was routed where.
+	KvEvents      *KvEvents `protobuf:"bytes,25,opt,name=kv_events,json=kvEvents,proto3" json:"kv_events,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1030,6 +1032,13 @@ func (x *Pool) GetMembers() []string {
 func (x *Pool) GetNixl() *NIXL {
 	if x != nil {
 		return x.Nixl
+	}
+	return nil
+}
+
+func (x *Pool) GetKvEvents() *KvEvents {
+	if x != nil {
+		return x.KvEvents
 	}
 	return nil
 }
@@ -1300,6 +1309,110 @@ func (x *Orchestrated) GetHandOver() string {
 	return ""
 }
 
+// KV events come over ZeroMQ, from vLLM and SGLang (--kv-events-config there). They are followed for every endpoint.
+type KvEvents struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Where the engine publishes, as its data-parallel rank 0; rank r has the port + r. Default: 5557.
+	Port int32 `protobuf:"varint,1,opt,name=port,proto3" json:"port,omitempty"`
+	// Where it gives out old events again (replay_endpoint), counted likewise. Absent: when events are lost, Tandem forgets
+	// what the endpoint holds.
+	ReplayPort int32 `protobuf:"varint,2,opt,name=replay_port,json=replayPort,proto3" json:"replay_port,omitempty"`
+	// Data-parallel ranks behind each endpoint. Default: 1.
+	Ranks int32 `protobuf:"varint,3,opt,name=ranks,proto3" json:"ranks,omitempty"`
+	// What topics begin with. Absent: any.
+	Topic string `protobuf:"bytes,4,opt,name=topic,proto3" json:"topic,omitempty"`
+	// host:port to listen on for engines whose endpoint names a host, which connect instead of being connected to. Who they
+	// are follows from the topic (kv@ADDRESS@MODEL) or the IP address. Absent: Tandem connects.
+	Listen string `protobuf:"bytes,5,opt,name=listen,proto3" json:"listen,omitempty"`
+	// Who is asked for the token ids of prompts, which events are matched with: learned (nobody but prefill endpoints, with the
+	// prompt, so that the next turn of a conversation is known), tokenize (also the engines' POST /tokenize, where most of a
+	// prompt is new), or render (their POST /v1/.../render instead, exact with tools and media). Default: learned.
+	Tokens string `protobuf:"bytes,6,opt,name=tokens,proto3" json:"tokens,omitempty"`
+	// How long a request waits for tokenize or render. 0s: not at all, the answer is for the next one. Default: 0s.
+	TokenBudget   string `protobuf:"bytes,7,opt,name=token_budget,json=tokenBudget,proto3" json:"token_budget,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *KvEvents) Reset() {
+	*x = KvEvents{}
+	mi := &file_config_v1_config_proto_msgTypes[17]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *KvEvents) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*KvEvents) ProtoMessage() {}
+
+func (x *KvEvents) ProtoReflect() protoreflect.Message {
+	mi := &file_config_v1_config_proto_msgTypes[17]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use KvEvents.ProtoReflect.Descriptor instead.
+func (*KvEvents) Descriptor() ([]byte, []int) {
+	return file_config_v1_config_proto_rawDescGZIP(), []int{17}
+}
+
+func (x *KvEvents) GetPort() int32 {
+	if x != nil {
+		return x.Port
+	}
+	return 0
+}
+
+func (x *KvEvents) GetReplayPort() int32 {
+	if x != nil {
+		return x.ReplayPort
+	}
+	return 0
+}
+
+func (x *KvEvents) GetRanks() int32 {
+	if x != nil {
+		return x.Ranks
+	}
+	return 0
+}
+
+func (x *KvEvents) GetTopic() string {
+	if x != nil {
+		return x.Topic
+	}
+	return ""
+}
+
+func (x *KvEvents) GetListen() string {
+	if x != nil {
+		return x.Listen
+	}
+	return ""
+}
+
+func (x *KvEvents) GetTokens() string {
+	if x != nil {
+		return x.Tokens
+	}
+	return ""
+}
+
+func (x *KvEvents) GetTokenBudget() string {
+	if x != nil {
+		return x.TokenBudget
+	}
+	return ""
+}
+
 type PrefillTimeout struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// For any prompt, however short. Default 10s.
@@ -1313,7 +1426,7 @@ type PrefillTimeout struct {
 
 func (x *PrefillTimeout) Reset() {
 	*x = PrefillTimeout{}
-	mi := &file_config_v1_config_proto_msgTypes[17]
+	mi := &file_config_v1_config_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1325,7 +1438,7 @@ func (x *PrefillTimeout) String() string {
 func (*PrefillTimeout) ProtoMessage() {}
 
 func (x *PrefillTimeout) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[17]
+	mi := &file_config_v1_config_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1338,7 +1451,7 @@ func (x *PrefillTimeout) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PrefillTimeout.ProtoReflect.Descriptor instead.
 func (*PrefillTimeout) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{17}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *PrefillTimeout) GetBase() string {
@@ -1371,14 +1484,18 @@ type Endpoint struct {
 	// for alike.
 	Release string `protobuf:"bytes,10,opt,name=release,proto3" json:"release,omitempty"`
 	// With kvTransfer lmcache, on endpoints that decode.
-	Lmcache       *LMCacheReceiver `protobuf:"bytes,13,opt,name=lmcache,proto3" json:"lmcache,omitempty"`
+	Lmcache *LMCacheReceiver `protobuf:"bytes,13,opt,name=lmcache,proto3" json:"lmcache,omitempty"`
+	// In the place of kvEvents.port, where several engines share a host.
+	KvEventsPort int32 `protobuf:"varint,15,opt,name=kv_events_port,json=kvEventsPort,proto3" json:"kv_events_port,omitempty"`
+	// In the place of kvEvents.replayPort; counts where kvEventsPort is set.
+	KvReplayPort  int32 `protobuf:"varint,16,opt,name=kv_replay_port,json=kvReplayPort,proto3" json:"kv_replay_port,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Endpoint) Reset() {
 	*x = Endpoint{}
-	mi := &file_config_v1_config_proto_msgTypes[18]
+	mi := &file_config_v1_config_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1390,7 +1507,7 @@ func (x *Endpoint) String() string {
 func (*Endpoint) ProtoMessage() {}
 
 func (x *Endpoint) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[18]
+	mi := &file_config_v1_config_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1403,7 +1520,7 @@ func (x *Endpoint) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Endpoint.ProtoReflect.Descriptor instead.
 func (*Endpoint) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{18}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *Endpoint) GetAddress() string {
@@ -1455,6 +1572,20 @@ func (x *Endpoint) GetLmcache() *LMCacheReceiver {
 	return nil
 }
 
+func (x *Endpoint) GetKvEventsPort() int32 {
+	if x != nil {
+		return x.KvEventsPort
+	}
+	return 0
+}
+
+func (x *Endpoint) GetKvReplayPort() int32 {
+	if x != nil {
+		return x.KvReplayPort
+	}
+	return 0
+}
+
 // What engines are told of each other where Tandem has to tell them.
 type Transfer struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -1484,7 +1615,7 @@ type Transfer struct {
 
 func (x *Transfer) Reset() {
 	*x = Transfer{}
-	mi := &file_config_v1_config_proto_msgTypes[19]
+	mi := &file_config_v1_config_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1496,7 +1627,7 @@ func (x *Transfer) String() string {
 func (*Transfer) ProtoMessage() {}
 
 func (x *Transfer) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[19]
+	mi := &file_config_v1_config_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1509,7 +1640,7 @@ func (x *Transfer) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Transfer.ProtoReflect.Descriptor instead.
 func (*Transfer) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{19}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *Transfer) GetHost() string {
@@ -1586,7 +1717,7 @@ type LMCacheReceiver struct {
 
 func (x *LMCacheReceiver) Reset() {
 	*x = LMCacheReceiver{}
-	mi := &file_config_v1_config_proto_msgTypes[20]
+	mi := &file_config_v1_config_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1598,7 +1729,7 @@ func (x *LMCacheReceiver) String() string {
 func (*LMCacheReceiver) ProtoMessage() {}
 
 func (x *LMCacheReceiver) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[20]
+	mi := &file_config_v1_config_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1611,7 +1742,7 @@ func (x *LMCacheReceiver) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LMCacheReceiver.ProtoReflect.Descriptor instead.
 func (*LMCacheReceiver) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{20}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *LMCacheReceiver) GetInitPort() int32 {
@@ -1705,7 +1836,7 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\bkey_file\x18\x04 \x01(\tR\akeyFile\"6\n" +
 	"\aTickets\x12\x19\n" +
 	"\bkey_file\x18\x01 \x01(\tR\akeyFile\x12\x10\n" +
-	"\x03ttl\x18\x02 \x01(\tR\x03ttl\"\xa5\x06\n" +
+	"\x03ttl\x18\x02 \x01(\tR\x03ttl\"\xde\x06\n" +
 	"\x04Pool\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x16\n" +
 	"\x06models\x18\x02 \x03(\tR\x06models\x12\x1f\n" +
@@ -1726,7 +1857,8 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\almcache\x18\x14 \x01(\v2\x19.tandem.config.v1.LMCacheR\almcache\x12B\n" +
 	"\forchestrated\x18\x15 \x01(\v2\x1e.tandem.config.v1.OrchestratedR\forchestrated\x12\x18\n" +
 	"\amembers\x18\x16 \x03(\tR\amembers\x12*\n" +
-	"\x04nixl\x18\x17 \x01(\v2\x16.tandem.config.v1.NIXLR\x04nixl\"&\n" +
+	"\x04nixl\x18\x17 \x01(\v2\x16.tandem.config.v1.NIXLR\x04nixl\x127\n" +
+	"\tkv_events\x18\x19 \x01(\v2\x1a.tandem.config.v1.KvEventsR\bkvEvents\"&\n" +
 	"\fRegistration\x12\x16\n" +
 	"\x06listen\x18\x01 \x01(\tR\x06listen\"P\n" +
 	"\n" +
@@ -1741,10 +1873,19 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\fskip_notices\x18\x02 \x01(\bR\vskipNotices\"=\n" +
 	"\fOrchestrated\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x1b\n" +
-	"\thand_over\x18\x02 \x01(\tR\bhandOver\"A\n" +
+	"\thand_over\x18\x02 \x01(\tR\bhandOver\"\xbe\x01\n" +
+	"\bKvEvents\x12\x12\n" +
+	"\x04port\x18\x01 \x01(\x05R\x04port\x12\x1f\n" +
+	"\vreplay_port\x18\x02 \x01(\x05R\n" +
+	"replayPort\x12\x14\n" +
+	"\x05ranks\x18\x03 \x01(\x05R\x05ranks\x12\x14\n" +
+	"\x05topic\x18\x04 \x01(\tR\x05topic\x12\x16\n" +
+	"\x06listen\x18\x05 \x01(\tR\x06listen\x12\x16\n" +
+	"\x06tokens\x18\x06 \x01(\tR\x06tokens\x12!\n" +
+	"\ftoken_budget\x18\a \x01(\tR\vtokenBudget\"A\n" +
 	"\x0ePrefillTimeout\x12\x12\n" +
 	"\x04base\x18\x01 \x01(\tR\x04base\x12\x1b\n" +
-	"\tper_token\x18\x02 \x01(\tR\bperToken\"\xf5\x01\n" +
+	"\tper_token\x18\x02 \x01(\tR\bperToken\"\xc1\x02\n" +
 	"\bEndpoint\x12\x18\n" +
 	"\aaddress\x18\x01 \x01(\tR\aaddress\x12\x12\n" +
 	"\x04role\x18\x02 \x01(\tR\x04role\x12\x16\n" +
@@ -1753,7 +1894,9 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\btransfer\x18\x14 \x01(\v2\x1a.tandem.config.v1.TransferR\btransfer\x12\x18\n" +
 	"\arelease\x18\n" +
 	" \x01(\tR\arelease\x12;\n" +
-	"\almcache\x18\r \x01(\v2!.tandem.config.v1.LMCacheReceiverR\almcache\"\xa1\x02\n" +
+	"\almcache\x18\r \x01(\v2!.tandem.config.v1.LMCacheReceiverR\almcache\x12$\n" +
+	"\x0ekv_events_port\x18\x0f \x01(\x05R\fkvEventsPort\x12$\n" +
+	"\x0ekv_replay_port\x18\x10 \x01(\x05R\fkvReplayPort\"\xa1\x02\n" +
 	"\bTransfer\x12\x12\n" +
 	"\x04host\x18\x01 \x01(\tR\x04host\x12%\n" +
 	"\x0ebootstrap_port\x18\x02 \x01(\x05R\rbootstrapPort\x12\x17\n" +
@@ -1784,7 +1927,7 @@ func file_config_v1_config_proto_rawDescGZIP() []byte {
 	return file_config_v1_config_proto_rawDescData
 }
 
-var file_config_v1_config_proto_msgTypes = make([]protoimpl.MessageInfo, 21)
+var file_config_v1_config_proto_msgTypes = make([]protoimpl.MessageInfo, 22)
 var file_config_v1_config_proto_goTypes = []any{
 	(*Config)(nil),          // 0: tandem.config.v1.Config
 	(*Notices)(nil),         // 1: tandem.config.v1.Notices
@@ -1803,10 +1946,11 @@ var file_config_v1_config_proto_goTypes = []any{
 	(*NIXL)(nil),            // 14: tandem.config.v1.NIXL
 	(*LMCache)(nil),         // 15: tandem.config.v1.LMCache
 	(*Orchestrated)(nil),    // 16: tandem.config.v1.Orchestrated
-	(*PrefillTimeout)(nil),  // 17: tandem.config.v1.PrefillTimeout
-	(*Endpoint)(nil),        // 18: tandem.config.v1.Endpoint
-	(*Transfer)(nil),        // 19: tandem.config.v1.Transfer
-	(*LMCacheReceiver)(nil), // 20: tandem.config.v1.LMCacheReceiver
+	(*KvEvents)(nil),        // 17: tandem.config.v1.KvEvents
+	(*PrefillTimeout)(nil),  // 18: tandem.config.v1.PrefillTimeout
+	(*Endpoint)(nil),        // 19: tandem.config.v1.Endpoint
+	(*Transfer)(nil),        // 20: tandem.config.v1.Transfer
+	(*LMCacheReceiver)(nil), // 21: tandem.config.v1.LMCacheReceiver
 }
 var file_config_v1_config_proto_depIdxs = []int32{
 	2,  // 0: tandem.config.v1.Config.ext_proc:type_name -> tandem.config.v1.ExtProc
@@ -1822,20 +1966,21 @@ var file_config_v1_config_proto_depIdxs = []int32{
 	6,  // 10: tandem.config.v1.Envoy.endpoint_tls:type_name -> tandem.config.v1.ClientTls
 	8,  // 11: tandem.config.v1.State.redis:type_name -> tandem.config.v1.Redis
 	9,  // 12: tandem.config.v1.Redis.tls:type_name -> tandem.config.v1.RedisTls
-	17, // 13: tandem.config.v1.Pool.prefill_timeout:type_name -> tandem.config.v1.PrefillTimeout
-	18, // 14: tandem.config.v1.Pool.endpoints:type_name -> tandem.config.v1.Endpoint
+	18, // 13: tandem.config.v1.Pool.prefill_timeout:type_name -> tandem.config.v1.PrefillTimeout
+	19, // 14: tandem.config.v1.Pool.endpoints:type_name -> tandem.config.v1.Endpoint
 	13, // 15: tandem.config.v1.Pool.session:type_name -> tandem.config.v1.SessionKey
 	12, // 16: tandem.config.v1.Pool.registration:type_name -> tandem.config.v1.Registration
 	15, // 17: tandem.config.v1.Pool.lmcache:type_name -> tandem.config.v1.LMCache
 	16, // 18: tandem.config.v1.Pool.orchestrated:type_name -> tandem.config.v1.Orchestrated
 	14, // 19: tandem.config.v1.Pool.nixl:type_name -> tandem.config.v1.NIXL
-	19, // 20: tandem.config.v1.Endpoint.transfer:type_name -> tandem.config.v1.Transfer
-	20, // 21: tandem.config.v1.Endpoint.lmcache:type_name -> tandem.config.v1.LMCacheReceiver
-	22, // [22:22] is the sub-list for method output_type
-	22, // [22:22] is the sub-list for method input_type
-	22, // [22:22] is the sub-list for extension type_name
-	22, // [22:22] is the sub-list for extension extendee
-	0,  // [0:22] is the sub-list for field type_name
+	17, // 20: tandem.config.v1.Pool.kv_events:type_name -> tandem.config.v1.KvEvents
+	20, // 21: tandem.config.v1.Endpoint.transfer:type_name -> tandem.config.v1.Transfer
+	21, // 22: tandem.config.v1.Endpoint.lmcache:type_name -> tandem.config.v1.LMCacheReceiver
+	23, // [23:23] is the sub-list for method output_type
+	23, // [23:23] is the sub-list for method input_type
+	23, // [23:23] is the sub-list for extension type_name
+	23, // [23:23] is the sub-list for extension extendee
+	0,  // [0:23] is the sub-list for field type_name
 }
 
 func init() { file_config_v1_config_proto_init() }
@@ -1849,7 +1994,7 @@ func file_config_v1_config_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_config_v1_config_proto_rawDesc), len(file_config_v1_config_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   21,
+			NumMessages:   22,
 			NumExtensions: 0,
 			NumServices:   0,
 		},

@@ -90,6 +90,12 @@ func setPoolDefaults(p *Pool) {
 	sub(&p.PrefillTimeout)
 	or(&p.PrefillTimeout.Base, "10s")
 	or(&p.PrefillTimeout.PerToken, "2ms")
+	if p.KvEvents != nil {
+		or(&p.KvEvents.Port, 5557)
+		or(&p.KvEvents.Ranks, 1)
+		or(&p.KvEvents.Tokens, "learned")
+		or(&p.KvEvents.TokenBudget, "0s")
+	}
 	for _, e := range p.Endpoints {
 		or(&e.Scheme, "http")
 		if p.KvTransfer == "none" {

@@ -32,6 +32,44 @@ func (v *validator) pool(path string, p *Pool) {
 	v.session(path+".session", p.Session)
 	v.endpointsOf(path, p)
 	v.concurrent(path, p)
+	v.kvEvents(path, p)
+}
+
+func (v *validator) kvEvents(path string, p *Pool) {
+	for i, e := range p.Endpoints {
+		at := fmt.Sprintf("%s.endpoints[%d]", path, i)
+		switch {
+		case p.KvEvents == nil && (e.KvEventsPort != 0 || e.KvReplayPort != 0):
+			v.m.add(at+".kvEventsPort", "has no effect without the pool's kvEvents: set that too, {} is enough")
+		case e.KvReplayPort != 0 && e.KvEventsPort == 0:
+			v.m.add(at+".kvReplayPort", "has no effect without kvEventsPort: set that too")
+		}
+		v.port(at+".kvEventsPort", e.KvEventsPort, p.KvEvents.GetRanks())
+		v.port(at+".kvReplayPort", e.KvReplayPort, p.KvEvents.GetRanks())
+	}
+	k := p.KvEvents
+	if k == nil {
+		return
+	}
+	if k.Ranks < 1 || k.Ranks > 1024 {
+		v.m.add(path+".kvEvents.ranks", "%d is not between 1 and 1024", k.Ranks)
+	}
+	v.port(path+".kvEvents.port", k.Port, k.Ranks)
+	v.port(path+".kvEvents.replayPort", k.ReplayPort, k.Ranks)
+	v.oneOf(path+".kvEvents.tokens", k.Tokens, "learned", "tokenize", "render")
+	v.duration(path+".kvEvents.tokenBudget", k.TokenBudget, 0)
+	if k.Listen != "" {
+		v.listen(path+".kvEvents.listen", k.Listen)
+	} else if k.ReplayPort == 0 && !slices.ContainsFunc(p.Endpoints, func(e *Endpoint) bool { return e.KvReplayPort != 0 }) {
+		v.warn(path+".kvEvents.replayPort", "is missing: an event that is lost makes all that an endpoint holds unknown")
+	}
+}
+
+// port checks the first of as many ports as there are ranks; 0 is none.
+func (v *validator) port(path string, port, ranks int32) {
+	if port < 0 || port+max(ranks, 1)-1 > 65535 {
+		v.m.add(path, "%d is not a port", port)
+	}
 }
 
 func (v *validator) modelsOf(path string, p *Pool) {
