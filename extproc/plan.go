@@ -67,6 +67,9 @@ func (x *exchange) plan(api openai.API, a attempt) (route, error) {
 	}
 	x.hashes = x.req.PromptHash(x.hashes[:0], blockBytes, maxBlocks)
 	x.s.State.View(pool, x.hashes, &x.view)
+	if x.session = x.sessionOf(policy.Session); x.session != 0 {
+		x.s.State.MarkSession(pool, x.session, &x.view)
+	}
 	tokens := pool.PromptTokens(x.body.len())
 	choice, err := picker.Pick(&picker.Request{
 		PromptTokens: tokens, Blocks: len(x.hashes), Split: !a.alone, Excluded: a.excluded, Rand: random(),
@@ -162,7 +165,7 @@ func (x *exchange) prefill(pool *kvstate.Pool, policy Policy, c picker.Choice, t
 		ID: newTicketID(), Stage: kvtransfer.PrefillLeg, Expires: time.Now().Add(x.s.TicketTTL), Started: a.started,
 		Pool: pool.Spec.Name, Prefill: p.Endpoint.Addr, Decode: d.Endpoint.Addr, Split: true,
 		Redirects: a.redirects, Prefills: a.prefills + 1, Excluded: a.excluded,
-		Undo: x.undo, BodyBytes: edits.Len(x.body.len()), PromptTokens: tokens,
+		Undo: x.undo, BodyBytes: edits.Len(x.body.len()), PromptTokens: tokens, Session: x.session,
 	}
 	r := route{
 		leg: legPrefill, endpoint: p.Endpoint, edits: edits,
@@ -172,6 +175,7 @@ func (x *exchange) prefill(pool *kvstate.Pool, policy Policy, c picker.Choice, t
 	r.booked[1] = x.reserve(d.Endpoint, kvstate.RoleDecode, a.redirects, tokens)
 	t.Reservations = [2]uint64{uint64(r.booked[0]), uint64(r.booked[1])}
 	x.s.State.Routed(pool, p.Endpoint, x.hashes)
+	x.stick(pool, x.session, p.Endpoint, nil)
 	x.s.metrics.decided(pool, "split", "")
 	x.s.recent.planned(x.requestID, pool.Spec.Name, "split", "", p.Endpoint.Addr, d.Endpoint.Addr, tokens)
 	return x.seal(r, &t)
@@ -186,6 +190,7 @@ func (x *exchange) decodeAlone(pool *kvstate.Pool, c picker.Choice, tokens int64
 	}
 	r.booked[1] = x.reserve(d.Endpoint, kvstate.RoleDecode, a.redirects, tokens)
 	x.s.State.Routed(pool, d.Endpoint, x.hashes)
+	x.stick(pool, x.session, nil, d.Endpoint)
 	x.s.metrics.decided(pool, "decode_alone", a.why)
 	x.s.recent.planned(x.requestID, pool.Spec.Name, "decode_alone", a.why, "", d.Endpoint.Addr, tokens)
 	return x.seal(r, &kvtransfer.Ticket{
@@ -294,6 +299,7 @@ func (x *exchange) decode(t *kvtransfer.Ticket) (route, error) {
 		r.leg = legPass
 	}
 	r.booked[1] = x.reserve(d, kvstate.RoleDecode, t.Redirects, t.PromptTokens)
+	x.stick(pool, t.Session, nil, d)
 	x.s.recent.change(x.requestID, func(trace *Trace) { trace.Decode = d.Addr })
 	return x.seal(r, &kvtransfer.Ticket{
 		ID: newTicketID(), Stage: kvtransfer.DecodeLeg, Expires: time.Now().Add(x.s.TicketTTL), Started: t.Started,
@@ -308,6 +314,9 @@ func (x *exchange) decode(t *kvtransfer.Ticket) (route, error) {
 // the blocks.
 func (x *exchange) pickDecode(pool *kvstate.Pool, t *kvtransfer.Ticket) (d *kvstate.Endpoint, paired bool, err error) {
 	x.s.State.View(pool, nil, &x.view)
+	if t.Session != 0 {
+		x.s.State.MarkSession(pool, t.Session, &x.view)
+	}
 	r := picker.Request{PromptTokens: t.PromptTokens, Excluded: t.Excluded, Rand: random()}
 	prefill := slices.IndexFunc(x.view.Endpoints, func(c kvstate.Candidate) bool { return c.Endpoint.Addr == t.Prefill })
 	i, err := picker.PickDecode(&r, &x.view, prefill)

@@ -45,6 +45,7 @@ type Policy struct {
 	PrefillAttempts int           // at most, over all passes; default 3
 	PrefillTimeout  time.Duration // time limit of the prefill hop: this ...
 	PerToken        time.Duration // ... and this for every token of the prompt
+	Session         SessionKey
 }
 
 // OnFailure says what follows a failed prefill.
@@ -67,6 +68,7 @@ type Server struct {
 	recent    *recent
 	seed      uint64 // of reservation ids
 	held      atomic.Int64
+	names     []string // headers that name sessions
 }
 
 // New returns a server over the options' state. It starts nothing.
@@ -81,7 +83,11 @@ func New(o Options, m *Metrics) *Server {
 	if o.Log == nil {
 		o.Log = slog.New(slog.DiscardHandler)
 	}
-	s := &Server{Options: o, metrics: m, started: time.Now(), draining: make(chan struct{}), recent: newRecent(), seed: random()}
+	for name, p := range o.Pools {
+		p.Session = p.Session.lower()
+		o.Pools[name] = p
+	}
+	s := &Server{names: sessionHeaders(o.Pools), Options: o, metrics: m, started: time.Now(), draining: make(chan struct{}), recent: newRecent(), seed: random()}
 	s.exchanges.New = func() any { return &exchange{s: s} }
 	return s
 }
@@ -136,6 +142,7 @@ type exchange struct {
 
 	requestID string
 	bookedAs  string // the request id as Envoy has it, and logs it, until it has taken the first answer in
+	session   uint64 // hash of its name; 0: none
 	newID     bool   // the client's request id was absent or unfit
 	headers   headerEdits
 	pieces    pieces
@@ -149,6 +156,7 @@ func (s *Server) process(stream grpc.ServerStream) error {
 	x := s.exchanges.Get().(*exchange)
 	x.sending.Lock() // a deadline of the stream before may just be finding out that it came too late
 	x.stream, x.answered = stream, false
+	x.msg.headers.names = s.names
 	x.sending.Unlock()
 	defer x.release()
 
@@ -208,7 +216,7 @@ func (x *exchange) release() {
 	if cap(x.params) > 64<<10 {
 		x.params = nil
 	}
-	x.requestID, x.bookedAs, x.newID, x.other = "", "", false, false
+	x.requestID, x.bookedAs, x.newID, x.other, x.session = "", "", false, false, 0
 	x.s.exchanges.Put(x)
 }
 

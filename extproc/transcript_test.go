@@ -233,6 +233,16 @@ func (p *player) pool(words []string) {
 			switch key {
 			case "attempts":
 				policy.PrefillAttempts = p.number(value)
+			case "session":
+				kind, name, _ := strings.Cut(value, ":")
+				switch kind {
+				case "header":
+					policy.Session.Header = name
+				case "cookie":
+					policy.Session.Cookie = name
+				case "body":
+					policy.Session.Body = name
+				}
 			case "models":
 				models = strings.Split(value, ",")
 			default:
@@ -240,7 +250,9 @@ func (p *player) pool(words []string) {
 			}
 		}
 	}
+	policy.Session = policy.Session.lower()
 	p.s.pool(words[0], policy, names...)
+	p.s.server.names = sessionHeaders(p.s.server.Pools)
 	if models != nil {
 		var eps []kvstate.EndpointSpec
 		for _, e := range p.s.state.Pool(words[0]).Endpoints() {

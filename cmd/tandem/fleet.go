@@ -95,6 +95,7 @@ func serverOptions(config *configv1.Config, f *fleet, log *slog.Logger) (extproc
 			PrefillTimeout:  configv1.Duration(p.GetPrefillTimeout().GetBase()),
 			PerToken:        configv1.Duration(p.GetPrefillTimeout().GetPerToken()),
 		}
+		policy.Session = extproc.SessionKey{Header: p.GetSession().GetHeader(), Cookie: p.GetSession().GetCookie(), Body: p.GetSession().GetBody()}
 		switch p.GetOnPrefillFailure() {
 		case "decodeAlone":
 			policy.OnFailure = extproc.DecodeAlone

@@ -70,6 +70,7 @@ type Ticket struct {
 	BodyBytes int          // length of the body that Undo applies to; 0: not known
 
 	PromptTokens int64
+	Session      uint64   // hash of its name; 0: none
 	Params       []byte   // of the hand-over, for D
 	ParamsRef    [16]byte // the name under which Params are kept where no header holds them
 }

@@ -31,6 +31,7 @@ const (
 	fieldPromptTokens       protowire.Number = 17
 	fieldParamsRef          protowire.Number = 18
 	fieldPackedParams       protowire.Number = 19
+	fieldSession            protowire.Number = 20
 
 	fieldEditStart protowire.Number = 1
 	fieldEditEnd   protowire.Number = 2
@@ -174,6 +175,8 @@ func parseTicket(t *Ticket, b []byte) error {
 				t.Reservations[0] = number
 			case fieldDecodeReservation:
 				t.Reservations[1] = number
+			case fieldSession:
+				t.Session = number
 			}
 			return nil
 		case protowire.BytesType:

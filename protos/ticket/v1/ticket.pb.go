@@ -118,7 +118,9 @@ type Ticket struct {
 	// The name under which KV parameters too large for a header are kept; 16 bytes, empty: they are here or there are none.
 	ParamsRef []byte `protobuf:"bytes,18,opt,name=params_ref,json=paramsRef,proto3" json:"params_ref,omitempty"`
 	// kv_transfer_params as the prefill endpoint sent it, its lists of integers packed (extproc/kvtransfer/pack.go).
-	PackedParams  []byte `protobuf:"bytes,19,opt,name=packed_params,json=packedParams,proto3" json:"packed_params,omitempty"`
+	PackedParams []byte `protobuf:"bytes,19,opt,name=packed_params,json=packedParams,proto3" json:"packed_params,omitempty"`
+	// Hash of the name of the session; 0: it has none.
+	Session       uint64 `protobuf:"fixed64,20,opt,name=session,proto3" json:"session,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -286,6 +288,13 @@ func (x *Ticket) GetPackedParams() []byte {
 	return nil
 }
 
+func (x *Ticket) GetSession() uint64 {
+	if x != nil {
+		return x.Session
+	}
+	return 0
+}
+
 // body[start:end] becomes text.
 type Edit struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
@@ -351,7 +360,7 @@ var File_ticket_v1_ticket_proto protoreflect.FileDescriptor
 
 const file_ticket_v1_ticket_proto_rawDesc = "" +
 	"\n" +
-	"\x16ticket/v1/ticket.proto\x12\x10tandem.ticket.v1\"\xee\x05\n" +
+	"\x16ticket/v1/ticket.proto\x12\x10tandem.ticket.v1\"\x88\x06\n" +
 	"\x06Ticket\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\fR\x02id\x124\n" +
 	"\x05stage\x18\x02 \x01(\x0e2\x1e.tandem.ticket.v1.Ticket.StageR\x05stage\x12&\n" +
@@ -374,7 +383,8 @@ const file_ticket_v1_ticket_proto_rawDesc = "" +
 	"\rprompt_tokens\x18\x11 \x01(\x03R\fpromptTokens\x12\x1d\n" +
 	"\n" +
 	"params_ref\x18\x12 \x01(\fR\tparamsRef\x12#\n" +
-	"\rpacked_params\x18\x13 \x01(\fR\fpackedParams\"r\n" +
+	"\rpacked_params\x18\x13 \x01(\fR\fpackedParams\x12\x18\n" +
+	"\asession\x18\x14 \x01(\x06R\asession\"r\n" +
 	"\x05Stage\x12\x15\n" +
 	"\x11STAGE_UNSPECIFIED\x10\x00\x12\x15\n" +
 	"\x11STAGE_PREFILL_LEG\x10\x01\x12\x13\n" +
