@@ -49,7 +49,6 @@ func (k *Keys) Seal(dst []byte, t *Ticket, requestID string) ([]byte, error) {
 		s.packed = pack(s.packed[:0], t.Params)
 		s.message = appendParams(s.message, s.packed)
 	}
-	s.message = appendFixed(s.message, fieldSession, t.Session)
 	return k.sealMessage(dst, s, requestID), nil
 }
 

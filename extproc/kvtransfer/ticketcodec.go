@@ -72,10 +72,11 @@ func appendTicket(b []byte, t *Ticket) []byte {
 	if t.ParamsRef != ([16]byte{}) {
 		b = appendBytes(b, fieldParamsRef, t.ParamsRef[:])
 	}
+	b = appendFixed(b, fieldSession, t.Session)
 	return b
 }
 
-// appendParams appends the last field of the message; packed is what pack made of Params.
+// appendParams appends the field that comes last; packed is what pack made of Params.
 func appendParams(b, packed []byte) []byte { return appendBytes(b, fieldPackedParams, packed) }
 
 func unix(t time.Time, in func(time.Time) int64) int64 {
