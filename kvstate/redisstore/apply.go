@@ -67,11 +67,22 @@ func (p *sharer) apply(b *statev1.Batch, id streamID) {
 func (p *sharer) endpoints(pool *kvstate.Pool, addresses []string) []*kvstate.Endpoint {
 	out := make([]*kvstate.Endpoint, len(addresses))
 	for i, a := range addresses {
-		if out[i] = pool.Endpoint(a); out[i] == nil {
+		if out[i] = p.endpoint(pool, a); out[i] == nil {
 			p.s.counters.unknown.Add(1)
 		}
 	}
 	return out
+}
+
+// endpoint finds one of the pool's endpoints. sharer.mu is held.
+func (p *sharer) endpoint(pool *kvstate.Pool, addr string) *kvstate.Endpoint {
+	if p.known != pool { // other endpoints make another pool
+		p.known, p.byAddr = pool, make(map[string]*kvstate.Endpoint, len(pool.Endpoints()))
+		for _, e := range pool.Endpoints() {
+			p.byAddr[e.Addr] = e
+		}
+	}
+	return p.byAddr[addr]
 }
 
 func (p *sharer) applyLoads(m *member, b *statev1.Batch) {

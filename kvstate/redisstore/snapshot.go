@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"time"
 
 	"github.com/redis/go-redis/v9"
@@ -97,8 +98,12 @@ func (p *sharer) writeSnapshot(ctx context.Context, everyone bool) error {
 		if e.Failed() {
 			w.chunk.Health = append(w.chunk.Health, &statev1.Health{Address: w.table.position(e.Addr), Failed: true})
 		}
-		pool.EachBlock(e, func(hashes []uint64) { w.blocks(e.Addr, hashes) })
 	}
+	pool.EachBlock(func(e *kvstate.Endpoint, hashes []uint64) {
+		for part := range slices.Chunk(hashes, chunkBlocks) {
+			w.blocks(e.Addr, part)
+		}
+	})
 	var sessions []stuck
 	p.s.state.EachSession(pool, func(name uint64, prefill, decode *kvstate.Endpoint) {
 		item := stuck{name: name}
@@ -167,7 +172,7 @@ func (w *chunkWriter) blocks(addr string, hashes []uint64) {
 		return
 	}
 	w.chunk.Blocks = append(w.chunk.Blocks, &statev1.Blocks{
-		Address: w.table.position(addr), Kind: statev1.Blocks_KIND_ROUTED, Hashes: append([]uint64(nil), hashes...),
+		Address: w.table.position(addr), Kind: statev1.Blocks_KIND_ROUTED, Hashes: hashes,
 	})
 	if w.held += len(hashes); w.held >= chunkBlocks {
 		w.write()
@@ -279,7 +284,9 @@ func (p *sharer) loadChunk(pool *kvstate.Pool, text string) error {
 	if err := proto.Unmarshal([]byte(text), &chunk); err != nil {
 		return fmt.Errorf("reading a snapshot: %w", err)
 	}
+	p.mu.Lock()
 	endpoints := p.endpoints(pool, chunk.GetAddresses())
+	p.mu.Unlock()
 	at := func(i uint32) *kvstate.Endpoint {
 		if int(i) < len(endpoints) {
 			return endpoints[i]
