@@ -76,14 +76,14 @@ func TestWarmWithAMillionBlocks(t *testing.T) {
 	require.Greater(t, a.pool.Blocks(), 990_000)
 	b := apart(t, redisURL(r), 8)
 	began := time.Now()
-	require.NoError(t, b.store.Join(context.Background(), 10*time.Second))
+	require.NoError(t, b.store.Join(context.Background(), 30*time.Second))
 	took := time.Since(began)
 	require.Equal(t, 1000, b.hit(999%8, prompt(999, 1000)))
 	require.Equal(t, a.pool.Blocks(), b.pool.Blocks())
 	s := b.store.Stats()
 	t.Logf("%d blocks in %v, %d bytes read, %d commands", b.pool.Blocks(), took, s.BytesRead, s.Commands)
 	if !underRace { // 0.7 s on a machine with two cores that does little else; this bound is for one that does
-		require.Less(t, took, 10*time.Second)
+		require.Less(t, took, 20*time.Second)
 	}
 }
 

@@ -21,7 +21,7 @@ const (
 	snapshotAtMost = 500 * time.Millisecond
 	chunkBlocks    = 1 << 16
 	chunkSessions  = 1 << 14
-	chunksAtOnce   = 8
+	chunksAtOnce   = 2 // 1 MiB has to come within besidePath
 )
 
 // maxChunks bounds what a notice can make a replica read: 64 Mi blocks.
