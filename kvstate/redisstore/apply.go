@@ -85,13 +85,16 @@ func (p *sharer) endpoint(pool *kvstate.Pool, addr string) *kvstate.Endpoint {
 	return p.byAddr[addr]
 }
 
+// maxLoad is more than anybody books.
+const maxLoad = 1 << 40
+
 func (p *sharer) applyLoads(m *member, b *statev1.Batch) {
 	named := make(map[string]bool, len(b.GetLoads()))
 	for _, l := range b.GetLoads() {
 		if i := int(l.GetAddress()); i < len(b.GetAddresses()) {
 			addr := b.GetAddresses()[i]
 			named[addr] = true
-			p.set(m, addr, load{max(l.GetRequests(), 0), max(l.GetPromptTokens(), 0)})
+			p.set(m, addr, load{min(max(l.GetRequests(), 0), maxLoad), min(max(l.GetPromptTokens(), 0), maxLoad)})
 		}
 	}
 	if b.GetComplete() {
