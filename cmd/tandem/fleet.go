@@ -214,6 +214,7 @@ func policyOf(p *configv1.Pool, board *notices.Board, log *slog.Logger) (policy 
 			policy.Tokens = extproc.RenderTokens
 		}
 	}
+	policy.Session = extproc.SessionKey{Header: p.GetSession().GetHeader(), Cookie: p.GetSession().GetCookie(), Body: p.GetSession().GetBody()}
 	switch p.GetOnPrefillFailure() {
 	case "decodeAlone":
 		policy.OnFailure = extproc.DecodeAlone

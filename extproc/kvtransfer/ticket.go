@@ -76,6 +76,7 @@ type Ticket struct {
 	StreamUsage bool // ... with usage at its end
 
 	PromptTokens int64
+	Session      uint64   // hash of its name; 0: none
 	Params       []byte   // of the hand-over, for D
 	ParamsRef    [16]byte // the name under which Params are kept where no header holds them
 }

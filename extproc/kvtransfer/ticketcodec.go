@@ -33,6 +33,7 @@ const (
 	fieldPackedParams       protowire.Number = 19
 	fieldStream             protowire.Number = 20
 	fieldStreamUsage        protowire.Number = 21
+	fieldSession            protowire.Number = 22
 
 	fieldEditStart protowire.Number = 1
 	fieldEditEnd   protowire.Number = 2
@@ -75,10 +76,11 @@ func appendTicket(b []byte, t *Ticket) []byte {
 	if t.ParamsRef != ([16]byte{}) {
 		b = appendBytes(b, fieldParamsRef, t.ParamsRef[:])
 	}
+	b = appendFixed(b, fieldSession, t.Session)
 	return b
 }
 
-// appendParams appends the last field of the message; packed is what pack made of Params.
+// appendParams appends the field that comes last; packed is what pack made of Params.
 func appendParams(b, packed []byte) []byte { return appendBytes(b, fieldPackedParams, packed) }
 
 func unix(t time.Time, in func(time.Time) int64) int64 {
@@ -178,6 +180,8 @@ func parseTicket(t *Ticket, b []byte) error {
 				t.Reservations[0] = number
 			case fieldDecodeReservation:
 				t.Reservations[1] = number
+			case fieldSession:
+				t.Session = number
 			}
 			return nil
 		case protowire.BytesType:

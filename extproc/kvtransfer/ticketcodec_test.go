@@ -19,7 +19,7 @@ func plainMessage(t *Ticket) *ticketv1.Ticket {
 	m := &ticketv1.Ticket{
 		Id: t.ID[:], Stage: ticketv1.Ticket_Stage(t.Stage), Pool: t.Pool, Prefill: t.Prefill, Decode: t.Decode,
 		PrefillReservation: t.Reservations[0], DecodeReservation: t.Reservations[1], Split: t.Split, Stream: t.Stream, StreamUsage: t.StreamUsage, Redirects: uint32(t.Redirects), Prefills: uint32(t.Prefills),
-		Excluded: t.Excluded, Cause: t.Cause, BodyBytes: uint64(t.BodyBytes), PromptTokens: t.PromptTokens,
+		Excluded: t.Excluded, Cause: t.Cause, BodyBytes: uint64(t.BodyBytes), PromptTokens: t.PromptTokens, Session: t.Session,
 	}
 	if !t.Expires.IsZero() {
 		m.ExpiresUnixMs = t.Expires.UnixMilli()
@@ -59,6 +59,7 @@ func randomTicket(rng *rand.Rand) *Ticket {
 	}
 	t.BodyBytes = at
 	if rng.IntN(2) == 0 {
+		t.Session = rng.Uint64()
 		t.Cause, t.PromptTokens, t.ParamsRef = CausePrefill, rng.Int64N(1<<30), [16]byte{3}
 		t.Params = []byte(goodParams("remote_block_ids", "["+blockIDs(randomIDs(1+rng.IntN(100), 1<<30), ",")+"]"))
 	}

@@ -139,6 +139,22 @@ func (r *Request) String(f Field) (string, bool) {
 	return strings.ToValidUTF8(string(unescapedKey(raw[1:len(raw)-1])), "\uFFFD"), true
 }
 
+// Text is the value of the top member of that name if it is a string, as it stands between its quotes; nil if there is none.
+// The name is compared as it is written: one with escapes in it is not found.
+func (r *Request) Text(name string) []byte {
+	for i := range r.members[scopeTop] {
+		m := &r.members[scopeTop][i]
+		if string(r.key(m)) != name {
+			continue
+		}
+		if v := r.text(m); len(v) >= 2 && v[0] == '"' {
+			return v[1 : len(v)-1]
+		}
+		return nil
+	}
+	return nil
+}
+
 // Int is the member's value if it is written as an integer and fits int64: 5, but neither 5.0 nor 5e0.
 func (r *Request) Int(f Field) (int64, bool) { return integer(r.Raw(f)) }
 

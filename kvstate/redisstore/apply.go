@@ -67,12 +67,26 @@ func (p *sharer) apply(b *statev1.Batch, id streamID) {
 func (p *sharer) endpoints(pool *kvstate.Pool, addresses []string) []*kvstate.Endpoint {
 	out := make([]*kvstate.Endpoint, len(addresses))
 	for i, a := range addresses {
-		if out[i] = pool.Endpoint(a); out[i] == nil {
+		if out[i] = p.endpoint(pool, a); out[i] == nil {
 			p.s.counters.unknown.Add(1)
 		}
 	}
 	return out
 }
+
+// endpoint finds one of the pool's endpoints. sharer.mu is held.
+func (p *sharer) endpoint(pool *kvstate.Pool, addr string) *kvstate.Endpoint {
+	if p.known != pool { // other endpoints make another pool
+		p.known, p.byAddr = pool, make(map[string]*kvstate.Endpoint, len(pool.Endpoints()))
+		for _, e := range pool.Endpoints() {
+			p.byAddr[e.Addr] = e
+		}
+	}
+	return p.byAddr[addr]
+}
+
+// maxLoad is more than anybody books.
+const maxLoad = 1 << 40
 
 func (p *sharer) applyLoads(m *member, b *statev1.Batch) {
 	named := make(map[string]bool, len(b.GetLoads()))
@@ -80,7 +94,7 @@ func (p *sharer) applyLoads(m *member, b *statev1.Batch) {
 		if i := int(l.GetAddress()); i < len(b.GetAddresses()) {
 			addr := b.GetAddresses()[i]
 			named[addr] = true
-			p.set(m, addr, load{max(l.GetRequests(), 0), max(l.GetPromptTokens(), 0)})
+			p.set(m, addr, load{min(max(l.GetRequests(), 0), maxLoad), min(max(l.GetPromptTokens(), 0), maxLoad)})
 		}
 	}
 	if b.GetComplete() {

@@ -74,16 +74,20 @@ func (p *sharer) warmUp(ctx context.Context) error {
 	if err := p.joinOnce(ctx); err != nil {
 		return err
 	}
+	var err error
 	for {
 		p.loadNoticed(ctx)
 		p.mu.Lock()
-		warm := !p.sync.wanted
+		warm := !p.sync.wanted && p.notice == nil
 		p.mu.Unlock()
-		if warm || ctx.Err() != nil {
-			return nil // late is not wrong: it is loaded when it comes
+		if warm {
+			return nil
 		}
-		if err := p.receive(ctx, 50*time.Millisecond); err != nil && ctx.Err() == nil {
-			return err
+		if ctx.Err() != nil {
+			return err // late is not wrong: it is loaded when it comes
+		}
+		if err = p.receive(ctx, 50*time.Millisecond); err != nil {
+			wait(ctx, retryAfter)
 		}
 	}
 }

@@ -82,7 +82,7 @@ func (p *sharer) set(m *member, addr string, next load) {
 		p.totals[addr] = total
 	}
 	if pool := p.s.state.Pool(p.pool); pool != nil {
-		if e := pool.Endpoint(addr); e != nil {
+		if e := p.endpoint(pool, addr); e != nil {
 			e.SetOthers(total.requests, total.tokens)
 		}
 	}

@@ -77,7 +77,7 @@ func TestWarmStart(t *testing.T) {
 	require.Greater(t, a.pool.Blocks(), 990_000)
 	b := apart(t, redisURL(r), 8)
 	began := time.Now()
-	require.NoError(t, b.store.Join(context.Background(), 10*time.Second))
+	require.NoError(t, b.store.Join(context.Background(), 30*time.Second))
 	took := time.Since(began)
 	require.Equal(t, 1000, b.hit(999%8, prompt(999, 1000)))
 	require.Equal(t, a.pool.Blocks(), b.pool.Blocks())

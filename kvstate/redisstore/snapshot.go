@@ -20,7 +20,7 @@ const (
 	snapshotAtMost = 500 * time.Millisecond
 	chunkBlocks    = 1 << 16
 	chunkSessions  = 1 << 14
-	chunksAtOnce   = 8
+	chunksAtOnce   = 2 // 1 MiB has to come within besidePath
 )
 
 // maxChunks bounds what a notice can make a replica read: 64 Mi blocks.
@@ -279,7 +279,9 @@ func (p *sharer) loadChunk(pool *kvstate.Pool, text string) error {
 	if err := proto.Unmarshal([]byte(text), &chunk); err != nil {
 		return fmt.Errorf("reading a snapshot: %w", err)
 	}
+	p.mu.Lock()
 	endpoints := p.endpoints(pool, chunk.GetAddresses())
+	p.mu.Unlock()
 	at := func(i uint32) *kvstate.Endpoint {
 		if int(i) < len(endpoints) {
 			return endpoints[i]

@@ -112,6 +112,8 @@ type sharer struct {
 	joined   bool
 	sync     hello
 	notice   *statev1.SnapshotNotice // of a snapshot that is to be loaded
+	known    *kvstate.Pool           // that byAddr is of
+	byAddr   map[string]*kvstate.Endpoint
 
 	ids      atomic.Pointer[[]uint64] // of the living replicas, ours among them, sorted
 	snapshot chan bool                // asks for one to be written; true: for everyone

@@ -200,7 +200,7 @@ func (p *sharer) prune() {
 		return
 	}
 	for addr := range p.told {
-		if pool.Endpoint(addr) == nil {
+		if p.endpoint(pool, addr) == nil {
 			delete(p.told, addr)
 		}
 	}

@@ -123,8 +123,10 @@ type Ticket struct {
 	// kv_transfer_params as the prefill endpoint sent it, its lists of integers packed (extproc/kvtransfer/pack.go).
 	PackedParams []byte `protobuf:"bytes,19,opt,name=packed_params,json=packedParams,proto3" json:"packed_params,omitempty"`
 	// How the client wants the answer, for a prefill endpoint that has given all of it: as a stream, and with usage in it.
-	Stream        bool `protobuf:"varint,20,opt,name=stream,proto3" json:"stream,omitempty"`
-	StreamUsage   bool `protobuf:"varint,21,opt,name=stream_usage,json=streamUsage,proto3" json:"stream_usage,omitempty"`
+	Stream      bool `protobuf:"varint,20,opt,name=stream,proto3" json:"stream,omitempty"`
+	StreamUsage bool `protobuf:"varint,21,opt,name=stream_usage,json=streamUsage,proto3" json:"stream_usage,omitempty"`
+	// Hash of the name of the session; 0: it has none.
+	Session       uint64 `protobuf:"fixed64,22,opt,name=session,proto3" json:"session,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -306,6 +308,13 @@ func (x *Ticket) GetStreamUsage() bool {
 	return false
 }
 
+func (x *Ticket) GetSession() uint64 {
+	if x != nil {
+		return x.Session
+	}
+	return 0
+}
+
 // body[start:end] becomes text.
 type Edit struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
@@ -371,7 +380,7 @@ var File_ticket_v1_ticket_proto protoreflect.FileDescriptor
 
 const file_ticket_v1_ticket_proto_rawDesc = "" +
 	"\n" +
-	"\x16ticket/v1/ticket.proto\x12\x10tandem.ticket.v1\"\xbf\x06\n" +
+	"\x16ticket/v1/ticket.proto\x12\x10tandem.ticket.v1\"\xd9\x06\n" +
 	"\x06Ticket\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\fR\x02id\x124\n" +
 	"\x05stage\x18\x02 \x01(\x0e2\x1e.tandem.ticket.v1.Ticket.StageR\x05stage\x12&\n" +
@@ -396,7 +405,8 @@ const file_ticket_v1_ticket_proto_rawDesc = "" +
 	"params_ref\x18\x12 \x01(\fR\tparamsRef\x12#\n" +
 	"\rpacked_params\x18\x13 \x01(\fR\fpackedParams\x12\x16\n" +
 	"\x06stream\x18\x14 \x01(\bR\x06stream\x12!\n" +
-	"\fstream_usage\x18\x15 \x01(\bR\vstreamUsage\"\x87\x01\n" +
+	"\fstream_usage\x18\x15 \x01(\bR\vstreamUsage\x12\x18\n" +
+	"\asession\x18\x16 \x01(\x06R\asession\"\x87\x01\n" +
 	"\x05Stage\x12\x15\n" +
 	"\x11STAGE_UNSPECIFIED\x10\x00\x12\x15\n" +
 	"\x11STAGE_PREFILL_LEG\x10\x01\x12\x13\n" +

@@ -1,0 +1,83 @@
+package extproc
+
+import (
+	"bytes"
+	"strings"
+
+	"github.com/cespare/xxhash/v2"
+
+	"tandem/kvstate"
+)
+
+// SessionKey is what names a request's session: the first of these that it has. Zero: nothing does.
+type SessionKey struct {
+	Header string // lower case
+	Cookie string
+	Body   string // a top member that is a string
+}
+
+// sessionHeaders are the headers that some pool's sessions are named by. Which pool a request is for is known only when its
+// body is, so all of them are kept until then.
+func sessionHeaders(pools map[string]Policy) (names []string) {
+	for _, p := range pools {
+		if p.Session.Header != "" {
+			names = append(names, p.Session.Header)
+		}
+		if p.Session.Cookie != "" {
+			names = append(names, "cookie")
+		}
+	}
+	return names
+}
+
+// sessionOf is the hash of the name of the request's session, 0 if it has none. The kind of name is part of it: what one
+// client calls itself in a header is nobody's cookie.
+func (x *exchange) sessionOf(k SessionKey) uint64 {
+	if k == (SessionKey{}) {
+		return 0
+	}
+	h := &x.msg.headers
+	if v := h.extra(k.Header); k.Header != "" && len(v) > 0 {
+		return sessionHash('h', v)
+	}
+	if v := cookie(h.extra("cookie"), k.Cookie); k.Cookie != "" && len(v) > 0 {
+		return sessionHash('c', v)
+	}
+	if v := x.req.Text(k.Body); k.Body != "" && len(v) > 0 {
+		return sessionHash('b', v)
+	}
+	return 0
+}
+
+func sessionHash(kind byte, name []byte) uint64 {
+	var d xxhash.Digest
+	d.ResetWithSeed(uint64(kind))
+	_, _ = d.Write(name)
+	return d.Sum64() | 1
+}
+
+// cookie is the value of a cookie in a Cookie header (RFC 6265, 4.2.1).
+func cookie(header []byte, name string) []byte {
+	for len(header) > 0 {
+		var pair []byte
+		pair, header, _ = bytes.Cut(header, []byte(";"))
+		key, value, _ := bytes.Cut(bytes.TrimSpace(pair), []byte("="))
+		if string(key) == name {
+			return bytes.Trim(value, `"`)
+		}
+	}
+	return nil
+}
+
+// stick notes where the request's session is served.
+func (x *exchange) stick(pool *kvstate.Pool, session uint64, prefill, decode *kvstate.Endpoint) {
+	if session != 0 {
+		x.s.State.Stick(pool, session, prefill, decode)
+	}
+}
+
+// lower makes a configured header name what it is on the wire.
+func (k SessionKey) lower() SessionKey {
+	k.Header = strings.ToLower(k.Header)
+	return k
+}

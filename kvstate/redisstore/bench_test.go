@@ -1,0 +1,80 @@
+package redisstore
+
+import (
+	"fmt"
+	"testing"
+	"time"
+)
+
+func total(replicas []*replica) (sum Stats) {
+	for _, r := range replicas {
+		s := r.store.Stats()
+		sum.Commands += s.Commands
+		sum.BytesSent += s.BytesSent
+		sum.BytesRead += s.BytesRead
+		sum.BatchesSent += s.BatchesSent
+		sum.BatchesRead += s.BatchesRead
+	}
+	return sum
+}
+
+// BenchmarkShared is what requests cost in Redis, all replicas together: each request is routed with a prompt of 100 blocks
+// (some 12,800 tokens), books two endpoints, releases them, and spends a ticket. They come at 200 a second in all, one after
+// the other to each replica in turn, heartbeats included; "idle" is what is there without requests.
+func BenchmarkShared(b *testing.B) {
+	for _, n := range []int{1, 4, 16} {
+		b.Run(fmt.Sprintf("replicas=%d", n), func(b *testing.B) {
+			r := startRedis(b)
+			var replicas []*replica
+			for range n {
+				replicas = append(replicas, join(b, Options{URL: "redis://" + r.addr, Lease: 3 * time.Second}, 16))
+			}
+			eventually(b, "all know each other", func() bool { return replicas[0].store.Replicas() == n && replicas[n-1].store.Replicas() == n })
+			began, before := time.Now(), total(replicas)
+			time.Sleep(3 * time.Second)
+			idle, seconds := total(replicas), time.Since(began).Seconds()
+			const requests = 600
+			start := idle
+			startedAt := time.Now()
+			for i := range requests {
+				at := replicas[i%n]
+				route(at, i)
+				time.Sleep(time.Until(startedAt.Add(time.Duration(i+1) * 5 * time.Millisecond)))
+			}
+			time.Sleep(100 * time.Millisecond)
+			end := total(replicas)
+			perRequest := func(of func(Stats) int64) float64 { return float64(of(end)-of(start)) / requests }
+			b.ReportMetric(perRequest(func(s Stats) int64 { return s.Commands }), "commands/request")
+			b.ReportMetric(perRequest(func(s Stats) int64 { return s.BatchesSent }), "batches/request")
+			b.ReportMetric(perRequest(func(s Stats) int64 { return s.BytesSent }), "sent-B/request")
+			b.ReportMetric(perRequest(func(s Stats) int64 { return s.BytesRead }), "read-B/request")
+			b.ReportMetric(float64(idle.Commands-before.Commands)/seconds/float64(n), "idle-commands/s/replica")
+			b.ReportMetric(float64(idle.BytesSent+idle.BytesRead-before.BytesSent-before.BytesRead)/seconds/float64(n), "idle-B/s/replica")
+			b.ReportMetric(0, "ns/op")
+		})
+	}
+}
+
+func route(at *replica, i int) {
+	p, d := at.e(i%16), at.e((i+5)%16)
+	first := at.state.Reserve(p, 12800)
+	second := at.state.Reserve(d, 12800)
+	at.state.Routed(at.pool, p, prompt(i, 100))
+	at.state.Release(first)
+	at.state.Spend([16]byte{1, byte(i), byte(i >> 8), byte(i >> 16)})
+	at.state.Release(second)
+}
+
+// BenchmarkTell is what a request pays to have others told: no I/O, a copy of its blocks.
+func BenchmarkTell(b *testing.B) {
+	at := apart(b, Options{URL: "redis://127.0.0.1:1"}, 16)
+	hashes := prompt(1, 100)
+	e := at.e(3)
+	b.ReportAllocs()
+	for i := 0; b.Loop(); i++ {
+		if i%1000 == 0 {
+			at.p.take()
+		}
+		at.store.Routed(at.pool, e, hashes)
+	}
+}

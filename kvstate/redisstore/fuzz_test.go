@@ -1,0 +1,38 @@
+package redisstore
+
+import (
+	"testing"
+
+	"github.com/redis/go-redis/v9"
+	"github.com/stretchr/testify/require"
+	"google.golang.org/protobuf/proto"
+
+	statev1 "tandem/protos/state/v1"
+)
+
+// Whatever lies in a stream, or in a snapshot, is read without panic, and no endpoint has less than nothing booked by it.
+func FuzzTakeIn(f *testing.F) {
+	whole, err := proto.Marshal(&statev1.Batch{
+		Replica: 7, Seq: 1, LeaseMs: 1000, Complete: true, Hello: true, Addresses: []string{addr(0), addr(1), "elsewhere:1"},
+		Blocks: []*statev1.Blocks{{Address: 1, Kind: statev1.Blocks_KIND_ROUTED, Hashes: []uint64{1, 2}}, {Address: 9}},
+		Loads:  []*statev1.Load{{Address: 0, Requests: 2, PromptTokens: -5}, {Address: 2, Requests: 1 << 62}, {Address: 7}},
+		Health: []*statev1.Health{{Address: 1, Failed: true}}, Signals: []*statev1.Signals{{Address: 0, Running: -1}},
+		Sessions: []*statev1.Session{{Key: 1, Prefill: 1, Decode: 9}}, Released: []uint64{1},
+		Snapshot: &statev1.SnapshotNotice{Id: 1, Chunks: 1 << 31, Position: "1-x", Everyone: true},
+	})
+	require.NoError(f, err)
+	f.Add("1700000000000-0", whole)
+	f.Add("x", []byte("\xff"))
+	r := apart(f, Options{URL: "redis://127.0.0.1:1"}, 2)
+	f.Fuzz(func(t *testing.T, id string, b []byte) {
+		r.p.takeIn(&redis.XMessage{ID: id, Values: map[string]any{batchField: string(b)}})
+		_ = r.p.loadChunk(r.pool, string(b))
+		for i := range 2 {
+			requests, tokens := r.e(i).Others()
+			require.True(t, requests >= 0 && tokens >= 0)
+		}
+		if parsed, err := parseStreamID(id); err == nil {
+			_ = parsed.String()
+		}
+	})
+}
