@@ -25,13 +25,14 @@ var arrows = map[string][]string{
 	"kvstate":            {},
 	"kvstate/discovery":  {"kvstate"},
 	"picker":             {"kvstate"},
+	"replay":             {"kvstate", "picker"},
 	"extproc/openai":     {},
 	"extproc/kvtransfer": {"extproc/openai", "kvstate", "protos/ticket/v1"}, // the last in tests
 	"extproc":            {"extproc/openai", "extproc/kvtransfer", "kvstate", "picker"},
 	"protos/config/v1":   {},
 	"protos/ticket/v1":   {},
 	"envoy-configs":      {"protos/config/v1"},
-	"cmd/tandem":         {"extproc", "extproc/kvtransfer", "kvstate", "kvstate/discovery", "envoy-configs", "protos/config/v1"},
+	"cmd/tandem":         {"extproc", "extproc/kvtransfer", "kvstate", "kvstate/discovery", "picker", "replay", "envoy-configs", "protos/config/v1"},
 	"cmd/enginesim":      {}, // the engines of the tests: what it shared with the product it could not catch
 	"e2e":                {}, // black box
 	"e2e/bench":          {},
@@ -53,7 +54,7 @@ var guarded = map[string][]string{
 }
 
 // pure is all that the decision may need of the world: no clock, no lock, no I/O, no chance of its own.
-var pure = []string{"cmp", "errors", "fmt", "math", "math/bits", "slices", "sort", "strings"}
+var pure = []string{"cmp", "errors", "fmt", "io", "math", "math/bits", "slices", "sort", "strings"}
 
 // vague are names that say nothing about what a package is for.
 var vague = []string{"util", "utils", "common", "base", "helper", "helpers", "manager", "misc", "impl"}

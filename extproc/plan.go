@@ -68,8 +68,9 @@ func (x *exchange) plan(api openai.API, a attempt) (route, error) {
 	x.hashes = x.req.PromptHash(x.hashes[:0], blockBytes, maxBlocks)
 	x.s.State.View(pool, x.hashes, &x.view)
 	tokens := pool.PromptTokens(x.body.len())
-	choice, err := picker.Pick(&picker.Request{
-		PromptTokens: tokens, Blocks: len(x.hashes), Split: !a.alone, Excluded: a.excluded, Rand: random(),
+	x.picker.Policy = policy.place()
+	choice, err := x.picker.Pick(&picker.Request{
+		PromptTokens: tokens, Blocks: len(x.hashes), Model: x.req.Model(), Split: !a.alone, Excluded: a.excluded, Rand: random(),
 	}, &x.view)
 	if err != nil {
 		return route{}, noEndpoint(pool, err)
@@ -85,6 +86,9 @@ func (x *exchange) plan(api openai.API, a attempt) (route, error) {
 		a.why = "undo_too_large"
 	} else if a.why == "" {
 		a.why = "no_prefill"
+		if x.view.Prefills() {
+			a.why = "cheaper"
+		}
 	}
 	return x.decodeAlone(pool, choice, tokens, a)
 }
@@ -157,7 +161,6 @@ func (x *exchange) prefill(pool *kvstate.Pool, policy Policy, c picker.Choice, t
 	if x.undo.Size() > kvtransfer.MaxUndoBytes {
 		return route{}, nil
 	}
-	uncached := tokens - tokens*int64(p.Hit)/int64(max(len(x.hashes), 1))
 	t := kvtransfer.Ticket{
 		ID: newTicketID(), Stage: kvtransfer.PrefillLeg, Expires: time.Now().Add(x.s.TicketTTL), Started: a.started,
 		Pool: pool.Spec.Name, Prefill: p.Endpoint.Addr, Decode: d.Endpoint.Addr, Split: true,
@@ -168,10 +171,11 @@ func (x *exchange) prefill(pool *kvstate.Pool, policy Policy, c picker.Choice, t
 		leg: legPrefill, endpoint: p.Endpoint, edits: edits,
 		perTry: policy.PrefillTimeout + time.Duration(tokens)*policy.PerToken,
 	}
-	r.booked[0] = x.reserve(p.Endpoint, kvstate.RolePrefill, a.redirects, uncached)
-	r.booked[1] = x.reserve(d.Endpoint, kvstate.RoleDecode, a.redirects, tokens)
+	r.booked[0] = x.reserve(p.Endpoint, kvstate.RolePrefill, a.redirects, c.PrefillBooking())
+	r.booked[1] = x.reserve(d.Endpoint, kvstate.RoleDecode, a.redirects, c.DecodeBooking())
 	t.Reservations = [2]uint64{uint64(r.booked[0]), uint64(r.booked[1])}
 	x.s.State.Routed(pool, p.Endpoint, x.hashes)
+	x.s.State.Routed(pool, d.Endpoint, x.hashes)
 	x.s.metrics.decided(pool, "split", "")
 	x.s.recent.planned(x.requestID, pool.Spec.Name, "split", "", p.Endpoint.Addr, d.Endpoint.Addr, tokens)
 	return x.seal(r, &t)
@@ -184,7 +188,8 @@ func (x *exchange) decodeAlone(pool *kvstate.Pool, c picker.Choice, tokens int64
 	if a.redirects+1 >= x.s.MaxRedirects || x.body.len() > x.s.SplitBodyBytes {
 		r.leg = legPass // Envoy could not follow one more redirect, or could not replay the body
 	}
-	r.booked[1] = x.reserve(d.Endpoint, kvstate.RoleDecode, a.redirects, tokens)
+	c.Prefill = -1
+	r.booked[1] = x.reserve(d.Endpoint, kvstate.RoleDecode, a.redirects, c.DecodeBooking())
 	x.s.State.Routed(pool, d.Endpoint, x.hashes)
 	x.s.metrics.decided(pool, "decode_alone", a.why)
 	x.s.recent.planned(x.requestID, pool.Spec.Name, "decode_alone", a.why, "", d.Endpoint.Addr, tokens)
@@ -197,8 +202,13 @@ func (x *exchange) decodeAlone(pool *kvstate.Pool, c picker.Choice, tokens int64
 }
 
 // reserve books an endpoint for this pass.
-func (x *exchange) reserve(e *kvstate.Endpoint, role kvstate.Role, redirects int, tokens int64) kvstate.ReservationID {
-	return x.s.State.ReserveAs(x.s.reservationID(x.bookedAs, redirects, role), e, tokens)
+func (x *exchange) reserve(e *kvstate.Endpoint, role kvstate.Role, redirects int, b kvstate.Booking) kvstate.ReservationID {
+	return x.s.State.ReserveAs(x.s.reservationID(x.bookedAs, redirects, role), e, b)
+}
+
+// decoding is what an answer to so many tokens is booked as.
+func decoding(tokens int64) kvstate.Booking {
+	return kvstate.Booking{For: kvstate.RoleDecode, PromptTokens: tokens}
 }
 
 // seal puts the ticket on the route. What was booked for a route that cannot be taken is released.
@@ -292,7 +302,7 @@ func (x *exchange) decode(t *kvtransfer.Ticket) (route, error) {
 	if t.Redirects+1 >= x.s.MaxRedirects {
 		r.leg = legPass
 	}
-	r.booked[1] = x.reserve(d, kvstate.RoleDecode, t.Redirects, t.PromptTokens)
+	r.booked[1] = x.reserve(d, kvstate.RoleDecode, t.Redirects, decoding(t.PromptTokens))
 	x.s.recent.change(x.requestID, func(trace *Trace) { trace.Decode = d.Addr })
 	return x.seal(r, &kvtransfer.Ticket{
 		ID: newTicketID(), Stage: kvtransfer.DecodeLeg, Expires: time.Now().Add(x.s.TicketTTL), Started: t.Started,
@@ -309,10 +319,12 @@ func (x *exchange) pickDecode(pool *kvstate.Pool, t *kvtransfer.Ticket) (d *kvst
 	x.s.State.View(pool, nil, &x.view)
 	r := picker.Request{PromptTokens: t.PromptTokens, Excluded: t.Excluded, Rand: random()}
 	prefill := slices.IndexFunc(x.view.Endpoints, func(c kvstate.Candidate) bool { return c.Endpoint.Addr == t.Prefill })
-	i, err := picker.PickDecode(&r, &x.view, prefill)
+	policy := x.s.Pools[pool.Spec.Name]
+	x.picker.Policy = policy.place()
+	i, err := x.picker.PickDecode(&r, &x.view, prefill)
 	if err != nil && prefill >= 0 {
 		prefill = -1
-		i, err = picker.PickDecode(&r, &x.view, prefill)
+		i, err = x.picker.PickDecode(&r, &x.view, prefill)
 	}
 	if err != nil {
 		return nil, false, err

@@ -18,6 +18,7 @@ import (
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/openai"
 	"tandem/kvstate"
+	"tandem/picker"
 )
 
 // Options are what a Server needs to know. Zero durations and sizes take the defaults named.
@@ -40,11 +41,22 @@ type Options struct {
 type Policy struct {
 	Dialect         kvtransfer.Dialect // nil: one hop for everything
 	Split           bool
+	Place           picker.Policy // of what may be split; without a model: the default one, and all is split
 	RefuseLong      bool          // bodies over SplitBodyBytes get 413 instead of decode alone
 	OnFailure       OnFailure     // of a prefill
 	PrefillAttempts int           // at most, over all passes; default 3
 	PrefillTimeout  time.Duration // time limit of the prefill hop: this ...
 	PerToken        time.Duration // ... and this for every token of the prompt
+}
+
+// place is how the pool's requests are placed.
+func (p *Policy) place() picker.Policy {
+	if p.Place.Model != (picker.Model{}) {
+		return p.Place
+	}
+	always := picker.DefaultPolicy()
+	always.Split = picker.SplitAlways
+	return always
 }
 
 // OnFailure says what follows a failed prefill.
@@ -131,6 +143,7 @@ type exchange struct {
 	patch  openai.Patch
 	undo   openai.Edits
 	view   kvstate.View
+	picker picker.Picker
 	hashes []uint64
 	params []byte // scratch for the decode member
 

@@ -17,6 +17,8 @@ type Options struct {
 	MaxSpent         int           // default 4 Mi, as they come (about 30 bytes each): 17,000 a second
 	HandOverTTL      time.Duration // how long a hand-over is kept; default 60 s
 	MaxHandOverBytes int           // of all hand-overs together; default 64 MiB
+
+	Now func() time.Time // the clock of bookings; default time.Now. A replay runs in a time of its own
 }
 
 func (o Options) withDefaults() Options {
@@ -28,10 +30,13 @@ func (o Options) withDefaults() Options {
 	setDefault(&o.MaxSpent, 1<<22)
 	setDefault(&o.HandOverTTL, time.Minute)
 	setDefault(&o.MaxHandOverBytes, 64<<20)
+	if o.Now == nil {
+		o.Now = time.Now
+	}
 	return o
 }
 
-func setDefault[T int | time.Duration](v *T, d T) {
+func setDefault[T int | int64 | time.Duration](v *T, d T) {
 	if *v == 0 {
 		*v = d
 	}
@@ -54,7 +59,7 @@ func New(o Options) *State {
 	s := &State{o: o.withDefaults()}
 	s.pools.Store(&[]*Pool{})
 	for i := range s.bookings {
-		s.bookings[i].held = map[ReservationID]booking{}
+		s.bookings[i].held = map[ReservationID]reservation{}
 	}
 	s.spent = newSpentSet(s.o.MaxSpent, s.o.SpentTTL)
 	s.handOvers = newHandOverStore(s.o.MaxHandOverBytes, s.o.HandOverTTL)

@@ -1,9 +1,12 @@
 package kvstate
 
+import "time"
+
 // View is what a decision is made from: a copy of the numbers at one moment. Reusing one costs no allocation.
 type View struct {
 	Endpoints []Candidate // in the pool's order
 	Grouped   bool        // endpoints of one group stand next to each other; so they do in all views of a State
+	Load      Utilisation // of the pool
 	scratch   lookup
 }
 
@@ -14,6 +17,12 @@ type Candidate struct {
 	Requests     int64 // booked
 	PromptTokens int64 // of those
 	Hit          int   // leading blocks of the prompt that it holds
+
+	Jobs  int64         // of those requests, prefills that wait or are under way
+	Queue time.Duration // work of those jobs that is not done yet
+	Local time.Duration // work not done yet on prompts that an endpoint which decodes computes itself
+	Share float64       // 0 to 1: of its time that such work lately took
+	Speed float64       // learned: a factor on the cost model's prefill times, 1 as modelled; 0: not known
 }
 
 // View fills v with the pool's endpoints as they are now. hashes are the prompt's blocks, none if hits do not matter.
@@ -21,14 +30,17 @@ type Candidate struct {
 // Failure is a hint, not a verdict: where all endpoints of a role have failed, all of them are usable again, since one of
 // them may well be back and refusing helps nobody.
 func (s *State) View(p *Pool, hashes []uint64, v *View) {
+	now := s.o.Now()
 	v.Endpoints, v.Grouped = v.Endpoints[:0], true
+	prefills, decodes := p.legs()
+	v.Load = p.load.utilisation(prefills, decodes, now)
+	nano := now.UnixNano()
 	var usable Role
 	for _, e := range p.endpoints {
-		ok := !e.failed.Load()
-		if ok {
+		v.Endpoints = append(v.Endpoints, e.candidate(nano, v.Load.Speed))
+		if v.Endpoints[len(v.Endpoints)-1].Usable {
 			usable |= e.Role
 		}
-		v.Endpoints = append(v.Endpoints, Candidate{Endpoint: e, Usable: ok, Requests: e.requests.Load(), PromptTokens: e.tokens.Load()})
 	}
 	if usable != RoleBoth {
 		for i := range v.Endpoints {
@@ -40,6 +52,42 @@ func (s *State) View(p *Pool, hashes []uint64, v *View) {
 	if len(hashes) > 0 {
 		p.index.hits(hashes, v)
 	}
+}
+
+// candidate is the endpoint as it is now.
+func (e *Endpoint) candidate(now int64, fleet float64) Candidate {
+	c := Candidate{
+		Endpoint: e, Usable: !e.failed.Load(), Requests: e.requests.Load(), PromptTokens: e.tokens.Load(),
+		Jobs: e.queue.n.Load(), Queue: e.queue.ahead(now), Speed: e.speedWithin(fleet),
+	}
+	c.Local, c.Share = e.local.ahead(now)
+	return c
+}
+
+// Prefills reports whether any endpoint of the view can prefill now.
+func (v *View) Prefills() bool {
+	for i := range v.Endpoints {
+		if c := &v.Endpoints[i]; c.Usable && c.Endpoint.Role&RolePrefill != 0 {
+			return true
+		}
+	}
+	return false
+}
+
+// legs counts the endpoints that can serve either leg, those that failed without the rest.
+func (p *Pool) legs() (prefills, decodes int) {
+	for _, e := range p.endpoints {
+		if e.failed.Load() {
+			continue
+		}
+		if e.Role&RolePrefill != 0 {
+			prefills++
+		}
+		if e.Role&RoleDecode != 0 {
+			decodes++
+		}
+	}
+	return prefills, decodes
 }
 
 // Routed notes that an endpoint will hold the prompt's blocks: it was just sent the prompt. Bursts of requests with one

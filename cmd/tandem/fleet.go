@@ -13,6 +13,7 @@ import (
 	"tandem/extproc/kvtransfer"
 	"tandem/kvstate"
 	"tandem/kvstate/discovery"
+	"tandem/picker"
 	configv1 "tandem/protos/config/v1"
 )
 
@@ -74,6 +75,7 @@ func serverOptions(config *configv1.Config, f *fleet, log *slog.Logger) (extproc
 			PrefillAttempts: int(p.GetPrefillAttempts()),
 			PrefillTimeout:  configv1.Duration(p.GetPrefillTimeout().GetBase()),
 			PerToken:        configv1.Duration(p.GetPrefillTimeout().GetPerToken()),
+			Place:           placement(p),
 		}
 		switch p.GetOnPrefillFailure() {
 		case "decodeAlone":
@@ -89,6 +91,19 @@ func serverOptions(config *configv1.Config, f *fleet, log *slog.Logger) (extproc
 		o.Pools[p.GetName()] = policy
 	}
 	return o, nil
+}
+
+// placement is how a pool's requests are placed.
+func placement(p *configv1.Pool) picker.Policy {
+	place := picker.DefaultPolicy()
+	place.MinPrefillTokens = p.GetMinPrefillTokens()
+	switch p.GetSplit() {
+	case "always":
+		place.Split = picker.SplitAlways
+	case "never":
+		place.Split = picker.SplitNever
+	}
+	return place
 }
 
 func ticketKeys(config *configv1.Config, log *slog.Logger) (*kvtransfer.Keys, error) {

@@ -642,8 +642,8 @@ type Pool struct {
 	Models []string `protobuf:"bytes,2,rep,name=models,proto3" json:"models,omitempty"`
 	// The engines' KV transfer dialect: nixl, or none for engines that do both by themselves. Required.
 	KvTransfer string `protobuf:"bytes,3,opt,name=kv_transfer,json=kvTransfer,proto3" json:"kv_transfer,omitempty"`
-	// always: every request that may be split is; never: none; auto: what is cheaper (until there is a cost model: always).
-	// Default auto.
+	// always: every request that may be split is; never: none; auto: those for which two hops cost less than decode alone, by
+	// the price that docs/decision.md explains. Default auto.
 	Split string `protobuf:"bytes,4,opt,name=split,proto3" json:"split,omitempty"`
 	// What becomes of bodies over envoy.maxBodyBytes: decodeAlone or refuse (413). Default decodeAlone.
 	LongPrompts string `protobuf:"bytes,5,opt,name=long_prompts,json=longPrompts,proto3" json:"long_prompts,omitempty"`
@@ -655,9 +655,11 @@ type Pool struct {
 	// How long a prefill may take.
 	PrefillTimeout *PrefillTimeout `protobuf:"bytes,8,opt,name=prefill_timeout,json=prefillTimeout,proto3" json:"prefill_timeout,omitempty"`
 	// At least one that decodes.
-	Endpoints     []*Endpoint `protobuf:"bytes,9,rep,name=endpoints,proto3" json:"endpoints,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	Endpoints []*Endpoint `protobuf:"bytes,9,rep,name=endpoints,proto3" json:"endpoints,omitempty"`
+	// With split auto: a prompt of which decode would have fewer tokens than this to compute is never split. Default 0.
+	MinPrefillTokens int64 `protobuf:"varint,40,opt,name=min_prefill_tokens,json=minPrefillTokens,proto3" json:"min_prefill_tokens,omitempty"`
+	unknownFields    protoimpl.UnknownFields
+	sizeCache        protoimpl.SizeCache
 }
 
 func (x *Pool) Reset() {
@@ -751,6 +753,13 @@ func (x *Pool) GetEndpoints() []*Endpoint {
 		return x.Endpoints
 	}
 	return nil
+}
+
+func (x *Pool) GetMinPrefillTokens() int64 {
+	if x != nil {
+		return x.MinPrefillTokens
+	}
+	return 0
 }
 
 type PrefillTimeout struct {
@@ -925,7 +934,7 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\x03url\x18\x01 \x01(\tR\x03url\"6\n" +
 	"\aTickets\x12\x19\n" +
 	"\bkey_file\x18\x01 \x01(\tR\akeyFile\x12\x10\n" +
-	"\x03ttl\x18\x02 \x01(\tR\x03ttl\"\xea\x02\n" +
+	"\x03ttl\x18\x02 \x01(\tR\x03ttl\"\x98\x03\n" +
 	"\x04Pool\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x16\n" +
 	"\x06models\x18\x02 \x03(\tR\x06models\x12\x1f\n" +
@@ -936,7 +945,8 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\x12on_prefill_failure\x18\x06 \x01(\tR\x10onPrefillFailure\x12)\n" +
 	"\x10prefill_attempts\x18\a \x01(\x05R\x0fprefillAttempts\x12I\n" +
 	"\x0fprefill_timeout\x18\b \x01(\v2 .tandem.config.v1.PrefillTimeoutR\x0eprefillTimeout\x128\n" +
-	"\tendpoints\x18\t \x03(\v2\x1a.tandem.config.v1.EndpointR\tendpoints\"A\n" +
+	"\tendpoints\x18\t \x03(\v2\x1a.tandem.config.v1.EndpointR\tendpoints\x12,\n" +
+	"\x12min_prefill_tokens\x18( \x01(\x03R\x10minPrefillTokens\"A\n" +
 	"\x0ePrefillTimeout\x12\x12\n" +
 	"\x04base\x18\x01 \x01(\tR\x04base\x12\x1b\n" +
 	"\tper_token\x18\x02 \x01(\tR\bperToken\"f\n" +

@@ -24,6 +24,12 @@ func (v *validator) pool(path string, p *Pool) {
 	if p.PrefillAttempts < 1 || p.PrefillAttempts > 5 {
 		v.m.add(path+".prefillAttempts", "%d is not between 1 and 5", p.PrefillAttempts)
 	}
+	switch {
+	case p.MinPrefillTokens < 0:
+		v.m.add(path+".minPrefillTokens", "%d is negative", p.MinPrefillTokens)
+	case p.MinPrefillTokens > 0 && p.Split != "auto":
+		v.warn(path+".minPrefillTokens", "has no effect: split is %s", p.Split)
+	}
 	v.duration(path+".prefillTimeout.base", p.PrefillTimeout.Base, time.Millisecond)
 	v.duration(path+".prefillTimeout.perToken", p.PrefillTimeout.PerToken, 0)
 	v.endpointsOf(path, p)
