@@ -54,6 +54,16 @@ func (s *State) View(p *Pool, hashes []uint64, v *View) {
 	}
 }
 
+// Hits fills in the hits of another prompt, into a view that stays as it is.
+func (s *State) Hits(p *Pool, hashes []uint64, v *View) {
+	for i := range v.Endpoints {
+		v.Endpoints[i].Hit = 0
+	}
+	if len(hashes) > 0 {
+		p.index.hits(hashes, v)
+	}
+}
+
 // candidate is the endpoint as it is now.
 func (e *Endpoint) candidate(now int64, fleet float64) Candidate {
 	c := Candidate{

@@ -10,7 +10,7 @@ import (
 // from); they are not knobs, because the quantities that vary from fleet to fleet are observed.
 const (
 	othersWeight = 2.0  // of what a second of prefill keeps everybody else waiting ...
-	othersSpread = 4.0  // ... but no more than this over the root of the number of endpoints: many pool their queues
+	othersSpread = 6.0  // ... but no more than this over the root of the number of endpoints: many pool their queues
 	maxLoad      = 0.9  // utilisation is taken for no more: the price of a second ends at 9 times the weight
 	answerWeight = 0.1  // of the whole answer's time beside the first token's
 	maxFill      = 0.5  // a decode endpoint fuller than this computes no prompt

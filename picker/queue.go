@@ -75,58 +75,82 @@ func (q *Queue) Waiting() []Waiting { return q.waiting }
 
 // Room is what a queue asks of those who use it.
 type Room interface {
-	// Look gives the request and the fleet as it is now, what was just sent included. It may be given the same memory again.
-	Look(id uint64) (*Request, *kvstate.View)
+	// Fleet gives the fleet as it is now, what was just sent included. It may be given the same memory again.
+	Fleet() *kvstate.View
+	// Look gives a request that waits, and fills its hits into the view.
+	Look(id uint64, v *kvstate.View) *Request
 	// Send binds a request; it leaves the queue. err is that of Pick.
 	Send(id uint64, r *Request, v *kvstate.View, c Choice, err error)
 }
 
-// Dispatch sends those requests for which it is time: on every arrival, whenever a prefill has ended, and every few
-// milliseconds, because queues also get shorter in between. It walks the first requests in order. Each is placed as if those before
-// it that wait were at work already; it is sent if the endpoint that it would go to has less than a step of work ahead.
-// enough is that step in seconds ([Model.FullStep]).
+// Arrive is what begins with a request: it is sent if there is room for it beside those who wait, and else waits with them.
+// It is false where the queue is full. enough is a step of work in seconds ([Model.FullStep]).
+func (q *Queue) Arrive(k *Picker, room Room, id uint64, now, enough float64) bool {
+	v := q.fleet(room)
+	r := room.Look(id, v)
+	c, err := k.Pick(r, v)
+	if q.mayGo(v, c, err, enough) {
+		room.Send(id, r, v, c, err)
+		return true
+	}
+	return q.Add(id, k.Work(r, v), now)
+}
+
+// Dispatch sends those requests for which it is time. Call it every few milliseconds while any wait: endpoints are never
+// left without work for so long, because they are kept a step ahead. It walks the first requests in order. Each is
+// placed as if those before it that wait were at work already; it is sent if the endpoint that it would go to has less than
+// a step of work ahead.
 func (q *Queue) Dispatch(k *Picker, room Room, enough float64) {
 	clear(q.ahead)
-	kept, walked, idle := 0, 0, 0
-	for i := 0; i < len(q.waiting); i++ {
-		w := q.waiting[i]
-		if walked == maxWalk || idle == fullWalk {
+	v := q.fleet(room)
+	kept, full := 0, 0
+	for i, w := range q.waiting {
+		if i == maxWalk || full == fullWalk {
 			kept += copy(q.waiting[kept:], q.waiting[i:])
 			break
 		}
-		walked++
-		r, v := room.Look(w.ID)
-		q.queueUp(v)
+		r := room.Look(w.ID, v)
 		c, err := k.Pick(r, v)
-		if err == nil && c.Prefill >= 0 && v.Endpoints[c.Prefill].Queue.Seconds() >= enough {
-			q.ahead[c.Prefill] += c.Work * speed(&v.Endpoints[c.Prefill], 1)
-			q.waiting[kept] = w
-			kept++
-			if busy(v, enough) {
-				idle++
-			}
+		if q.mayGo(v, c, err, enough) {
+			room.Send(w.ID, r, v, c, err)
+			v = q.fleet(room)
 			continue
 		}
-		room.Send(w.ID, r, v, c, err)
+		p := &v.Endpoints[c.Prefill]
+		work := c.Work * speed(p, 1)
+		p.Queue += kvstate.Seconds(work)
+		q.ahead[c.Prefill] += work
+		q.waiting[kept] = w
+		kept++
+		if busy(v, enough) {
+			full++
+		}
 	}
 	q.waiting = q.waiting[:kept]
 }
 
-// queueUp counts those who wait before as if they were booked.
-func (q *Queue) queueUp(v *kvstate.View) {
+// mayGo reports whether it is time for a choice: what cannot be served need not wait either.
+func (q *Queue) mayGo(v *kvstate.View, c Choice, err error, enough float64) bool {
+	return err != nil || c.Prefill < 0 || seconds(v.Endpoints[c.Prefill].Queue) < enough
+}
+
+// fleet is the fleet with those who wait before as if they were booked.
+func (q *Queue) fleet(room Room) *kvstate.View {
+	v := room.Fleet()
 	for len(q.ahead) < len(v.Endpoints) {
 		q.ahead = append(q.ahead, 0)
 	}
 	for i := range v.Endpoints {
 		v.Endpoints[i].Queue += kvstate.Seconds(q.ahead[i])
 	}
+	return v
 }
 
 // busy reports whether every endpoint that prefills has enough to do.
 func busy(v *kvstate.View, enough float64) bool {
 	for i := range v.Endpoints {
 		c := &v.Endpoints[i]
-		if c.Usable && c.Endpoint.Role&kvstate.RolePrefill != 0 && c.Queue.Seconds() < enough {
+		if c.Usable && c.Endpoint.Role&kvstate.RolePrefill != 0 && seconds(c.Queue) < enough {
 			return false
 		}
 	}
