@@ -101,6 +101,10 @@ func (k *Picker) Pick(r *Request, v *kvstate.View) (Choice, error) {
 			return pair, nil
 		}
 	}
+	if t.always {
+		t.always = false
+		k.reweigh(r, v, &t)
+	}
 	alone := k.alone(r, v, &t, pair.Prefill < 0)
 	switch {
 	case pair.Prefill >= 0 && (alone.Decode < 0 || alone.Uncached >= k.MinPrefillTokens && alone.Price >= pair.Price):
@@ -136,14 +140,22 @@ func none() Choice { return Choice{Prefill: -1, Decode: -1, Price: math.Inf(1)} 
 func (k *Picker) weighAll(r *Request, v *kvstate.View) terms {
 	prefills, decodes := k.survey(r, v)
 	t := k.terms(r, v, prefills, decodes)
-	for i := range grown(&k.prices, len(v.Endpoints)) {
-		c, p := &v.Endpoints[i], &k.prices[i]
-		*p = prices{prefill: math.Inf(1), decode: math.Inf(1), alone: math.Inf(1)}
-		if k.why(r, c) == "" {
-			t.weigh(c, p)
+	t.always = r.Split && k.Split == SplitAlways
+	k.reweigh(r, v, &t)
+	return t
+}
+
+func (k *Picker) reweigh(r *Request, v *kvstate.View, t *terms) {
+	simple := len(r.Excluded) == 0 && !k.told
+	nothing := prices{prefill: math.Inf(1), decode: math.Inf(1), alone: math.Inf(1)}
+	all := grown(&k.prices, len(v.Endpoints))
+	for i := range v.Endpoints {
+		c := &v.Endpoints[i]
+		all[i] = nothing
+		if simple && c.Usable || k.why(r, c) == "" {
+			t.weigh(c, &all[i])
 		}
 	}
-	return t
 }
 
 // weighDesperate prices for decode also those that failed this request or do not say that they serve its model.
@@ -157,13 +169,14 @@ func (k *Picker) weighDesperate(v *kvstate.View, t *terms) {
 
 func (t *terms) weigh(c *kvstate.Candidate, p *prices) {
 	if c.Endpoint.Role&kvstate.RolePrefill != 0 {
-		price := t.prefill(c)
-		p.prefill = price.sum()
+		p.prefill = t.prefill(c).sum()
 	}
 	if c.Endpoint.Role&kvstate.RoleDecode != 0 {
-		decode := t.decode(c)
-		alone, allowed := t.alone(c)
-		p.decode, p.alone, p.busy = decode.sum(), alone.sum(), !allowed
+		p.decode = t.decode(c).sum()
+		if !t.always {
+			alone, allowed := t.alone(c)
+			p.alone, p.busy = alone.sum(), !allowed
+		}
 	}
 }
 

@@ -32,6 +32,7 @@ type terms struct {
 	jobCap   float64 // seconds that one such job's price is capped at
 	tpot     float64 // target, s
 	fullStep float64 // of the model
+	always   bool    // split if it can be: what decode alone costs does not matter
 }
 
 func (k *Picker) terms(r *Request, v *kvstate.View, prefills, decodes int) terms {

@@ -76,7 +76,7 @@ func (w *twin) phi(rho float64, role kvstate.Role) float64 {
 		}
 	}
 	rho = min(rho, .9)
-	return min(2, 4/math.Sqrt(max(n, 1))) * rho / (1 - rho)
+	return min(2, 6/math.Sqrt(max(n, 1))) * rho / (1 - rho)
 }
 
 func (w *twin) costP(i int) float64 {
