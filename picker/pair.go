@@ -35,9 +35,13 @@ func (k *Picker) pair(r *Request, v *kvstate.View, t *terms) Choice {
 // group prices the pairs of the endpoints from..to of the view, which pair with nobody else: it leaves in k.total what
 // each P costs with its cheapest D, and returns the least of these.
 func (k *Picker) group(v *kvstate.View, t *terms, from, to int) float64 {
-	k.kinds, k.zones = k.kinds[:0], append(k.zones[:0], "")
+	k.kinds, k.zones = append(k.kinds[:0], kind{group: v.Endpoints[from].Endpoint.Group}), append(k.zones[:0], "")
 	for i := from; i < to; i++ {
-		k.intern(&v.Endpoints[i], &k.prices[i])
+		e, p := &v.Endpoints[i].Endpoint.EndpointSpec, &k.prices[i]
+		p.kind, p.zone = 0, 0
+		if !v.Grouped || e.Engine != "" || e.Layout != "" || e.Zone != "" { // mostly nothing is known that tells them apart
+			k.intern(&v.Endpoints[i], p)
+		}
 	}
 	k.findPartners(v, t, from, to)
 	best := math.Inf(1)
@@ -109,6 +113,7 @@ func (k *Picker) findPartners(v *kvstate.View, t *terms, from, to int) {
 		c := &v.Endpoints[d]
 		row := table[int(price.kind)*width:][:width]
 		near := price.decode + t.transfer(c, true)
+		price.near = near
 		row[width-1].offer(d, near)
 		if len(k.zones) > 1 { // else all are near
 			row[price.zone].offer(d, near)

@@ -83,6 +83,7 @@ type Picker struct {
 // prices are what an endpoint costs in each part; infinite where it cannot play it.
 type prices struct {
 	prefill, decode, alone float64
+	near                   float64 // decode with a transfer within its zone, once findPartners has been there
 	busy                   bool  // its answers would suffer too much from decode alone
 	kind, zone             int16 // in kinds and zones; zone 0 is not known
 }
@@ -212,7 +213,10 @@ func (k *Picker) partner(r *Request, v *kvstate.View, t *terms, prefill int) int
 	for d := range v.Endpoints {
 		total[d] = math.Inf(1)
 		if c := &v.Endpoints[d]; k.prices[d].decode < math.Inf(1) && d != prefill && (prefill < 0 || from.pairsWith(c)) {
-			total[d] = k.prices[d].decode + t.transfer(c, agree(zone, c.Endpoint.Zone))
+			total[d] = k.prices[d].near
+			if near := agree(zone, c.Endpoint.Zone); !near || total[d] == 0 {
+				total[d] = k.prices[d].decode + t.transfer(c, near)
+			}
 			best = min(best, total[d])
 		}
 	}
