@@ -69,9 +69,11 @@ func (x *exchange) plan(api openai.API, a attempt) (route, error) {
 	x.s.State.View(pool, x.hashes, &x.view)
 	tokens := pool.PromptTokens(x.body.len())
 	x.picker.Policy = policy.place()
-	choice, err := x.picker.Pick(&picker.Request{
+	request := picker.Request{
 		PromptTokens: tokens, Blocks: len(x.hashes), Model: x.req.Model(), Split: !a.alone, Excluded: a.excluded, Rand: random(),
-	}, &x.view)
+	}
+	choice, err := x.picker.Pick(&request, &x.view)
+	x.explain(pool, &request)
 	if err != nil {
 		return route{}, noEndpoint(pool, err)
 	}
