@@ -84,8 +84,8 @@ type Picker struct {
 type prices struct {
 	prefill, decode, alone float64
 	near                   float64 // decode with a transfer within its zone, once findPartners has been there
-	busy                   bool  // its answers would suffer too much from decode alone
-	kind, zone             int16 // in kinds and zones; zone 0 is not known
+	busy                   bool    // its answers would suffer too much from decode alone
+	kind, zone             int16   // in kinds and zones; zone 0 is not known
 }
 
 // sameTime is the difference in price below which two choices are equal, seconds: no estimate is better than that.
