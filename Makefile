@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help build tools demo test e2e-failures bench fuzz lint vuln generate e2e-vllm clean
+.PHONY: help build tools demo test e2e-failures bench replay fuzz lint vuln generate e2e-vllm clean
 
 GO ?= go
 GOLANGCI_LINT := github.com/golangci/golangci-lint/v2/cmd/golangci-lint@v2.15.0
@@ -11,6 +11,7 @@ GOVULNCHECK := golang.org/x/vuln/cmd/govulncheck@v1.8.0
 FUZZTIME ?= 30s
 TEST_TIMEOUT ?= 15m
 TESTFLAGS ?=
+SUITE ?= full
 
 # The race detector needs a C compiler. Where there is none the tests run without it, and say so.
 RACE := $(shell command -v "$$($(GO) env CC)" >/dev/null 2>&1 && echo -race)
@@ -40,6 +41,9 @@ bench: tools build ## Go benchmarks, then Tandem beside plain Envoy in one run
 
 e2e-failures: tools ## the failure matrix, 10,000 requests while engines die, and long outages of Redis, with a real Envoy (8 minutes)
 	TANDEM_REQUIRE_TOOLS=1 TANDEM_FAILURES=1 TANDEM_CHAOS=$${TANDEM_CHAOS:-10000} $(GO) test -count 1 -timeout $(TEST_TIMEOUT) -run 'TestFailures|TestChaos|TestCostOf|TestRedisOutages' -v ./e2e
+
+replay: ## the routing tables of docs/benchmarks.md, from traces (half an hour of one core; SUITE=quick: a minute)
+	$(GO) run ./cmd/tandem replay -suite $(SUITE)
 
 fuzz: ## every FuzzXxx for FUZZTIME (30s); what it finds new is kept in testdata/fuzz
 	./scripts/fuzz.sh $(FUZZTIME)

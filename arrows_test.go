@@ -32,6 +32,7 @@ var arrows = map[string][]string{
 	"kvstate/notices":    {"kvstate/zmtp"},
 	"kvstate/tokenize":   {"kvstate"},
 	"picker":             {"kvstate"},
+	"replay":             {"kvstate", "picker"},
 	"extproc/openai":     {},
 	"extproc/kvtransfer": {"extproc/openai", "kvstate", "protos/ticket/v1"}, // the last in tests
 	"extproc":            {"extproc/openai", "extproc/kvtransfer", "kvstate", "picker"},
@@ -39,7 +40,7 @@ var arrows = map[string][]string{
 	"protos/state/v1":    {},
 	"protos/ticket/v1":   {},
 	"envoy-configs":      {"protos/config/v1"},
-	"cmd/tandem":         {"extproc", "extproc/kvtransfer", "kvstate", "kvstate/discovery", "kvstate/heartbeats", "kvstate/kvevents", "kvstate/notices", "kvstate/redisstore", "kvstate/scrape", "kvstate/tokenize", "envoy-configs", "protos/config/v1"},
+	"cmd/tandem":         {"extproc", "extproc/kvtransfer", "kvstate", "kvstate/discovery", "kvstate/heartbeats", "kvstate/kvevents", "kvstate/notices", "kvstate/redisstore", "kvstate/scrape", "kvstate/tokenize", "picker", "replay", "envoy-configs", "protos/config/v1"},
 	"cmd/enginesim":      {}, // the engines of the tests: what it shared with the product it could not catch
 	"e2e":                {}, // black box
 	"e2e/bench":          {},
@@ -61,7 +62,7 @@ var guarded = map[string][]string{
 }
 
 // pure is all that the decision may need of the world: no clock, no lock, no I/O, no chance of its own.
-var pure = []string{"cmp", "errors", "fmt", "math", "math/bits", "slices", "sort", "strings"}
+var pure = []string{"cmp", "errors", "fmt", "io", "math", "math/bits", "slices", "sort", "strings"}
 
 // vague are names that say nothing about what a package is for.
 var vague = []string{"util", "utils", "common", "base", "helper", "helpers", "manager", "misc", "impl"}

@@ -65,7 +65,8 @@ func (x *exchange) concurrent(pool *kvstate.Pool, policy Policy, a attempt) (rou
 			return route{}, x.refusePair(a)
 		}
 	}
-	choice, err := picker.Pick(&picker.Request{PromptTokens: tokens, Blocks: len(x.hashes), Excluded: a.excluded, Rand: random()}, &x.view)
+	x.picker.Policy = policy.place()
+	choice, err := x.picker.Pick(&picker.Request{PromptTokens: tokens, Blocks: len(x.hashes), Model: x.req.Model(), Excluded: a.excluded, Rand: random()}, &x.view)
 	if err != nil {
 		return route{}, noEndpoint(pool, err)
 	}
@@ -112,10 +113,16 @@ func (x *exchange) pairUp(pool *kvstate.Pool, policy Policy, tokens int64, a *at
 	if !dialect.DecodesAlone() { // engines are started for one leg or for none
 		x.view.Endpoints = slices.DeleteFunc(x.view.Endpoints, func(c kvstate.Candidate) bool { return c.Endpoint.Role == kvstate.RoleBoth })
 	}
+	if x.picker.Policy = policy.place(); !dialect.DecodesAlone() {
+		x.picker.Policy.Split = picker.SplitAlways
+	}
 	c, ok := x.pickPair(tokens, a.excluded)
 	if !ok {
-		if a.why = "no_prefill"; len(a.excluded) > 0 {
+		switch a.why = "no_prefill"; {
+		case len(a.excluded) > 0:
 			a.why = "prefill_failed"
+		case x.view.Prefills():
+			a.why = "cheaper"
 		}
 		return route{}, nil
 	}
@@ -157,9 +164,8 @@ func (x *exchange) pairUp(pool *kvstate.Pool, policy Policy, tokens int64, a *at
 		Redirects: a.redirects, Prefills: a.prefills + 1, Excluded: a.excluded,
 		Undo: x.undo, BodyBytes: edits.Len(x.body.len()), PromptTokens: tokens, Params: told.Decode,
 	}
-	uncached := tokens - tokens*int64(p.Hit)/int64(max(len(x.hashes), 1))
-	r.booked[0] = x.reserve(p.Endpoint, kvstate.RolePrefill, a.redirects, uncached)
-	r.booked[1] = x.reserve(d.Endpoint, kvstate.RoleDecode, a.redirects, tokens)
+	r.booked[0] = x.reserve(p.Endpoint, kvstate.RolePrefill, a.redirects, c.PrefillBooking())
+	r.booked[1] = x.reserve(d.Endpoint, kvstate.RoleDecode, a.redirects, c.DecodeBooking())
 	t.Reservations = [2]uint64{uint64(r.booked[0]), uint64(r.booked[1])}
 	x.s.State.Routed(pool, p.Endpoint, x.hashes)
 	x.s.metrics.decided(pool, "pair", "")
@@ -182,8 +188,8 @@ func failedBefore(excluded []string, addr string) (times int) {
 // pickPair chooses a pair of the view. Endpoints that failed the request are taken where there is no other, but not
 // oftener than maxTries.
 func (x *exchange) pickPair(tokens int64, excluded []string) (picker.Choice, bool) {
-	r := picker.Request{PromptTokens: tokens, Blocks: len(x.hashes), Split: true, Excluded: excluded, Rand: random()}
-	c, err := picker.Pick(&r, &x.view)
+	r := picker.Request{PromptTokens: tokens, Blocks: len(x.hashes), Model: x.req.Model(), Split: true, Excluded: excluded, Rand: random()}
+	c, err := x.picker.Pick(&r, &x.view)
 	if err == nil && c.Prefill >= 0 {
 		return c, true
 	}
@@ -191,7 +197,7 @@ func (x *exchange) pickPair(tokens int64, excluded []string) (picker.Choice, boo
 	if len(r.Excluded) == len(excluded) {
 		return c, false
 	}
-	c, err = picker.Pick(&r, &x.view)
+	c, err = x.picker.Pick(&r, &x.view)
 	return c, err == nil && c.Prefill >= 0
 }
 

@@ -57,10 +57,12 @@ func (x *exchange) prefillLeg() error {
 		x.awaitKV(t)
 		next.Expires = time.Now().Add(x.s.HandOverTTL)
 	}
-	x.s.releaseWherever(t, 0)
 	result := "ok"
 	if next.Stage == kvtransfer.Failed {
+		x.s.State.Release(kvstate.ReservationID(t.Reservations[0]))
 		result = "failed"
+	} else {
+		x.s.State.Complete(kvstate.ReservationID(t.Reservations[0]))
 	}
 	x.s.metrics.prefillEnded(t, code, result, took)
 	x.s.recent.change(x.requestID, func(trace *Trace) { trace.PrefillTime = took })

@@ -29,13 +29,13 @@ func (x *exchange) setPair(attempt [16]byte, prefill, decode kvtransfer.Side) {
 }
 
 // reserveRoom books D when its buffer has room for what P will push, or says why it has none. Meanwhile nothing is sent.
-func (x *exchange) reserveRoom(d *kvstate.Endpoint, redirects int, tokens, room int64, patience time.Duration) (id kvstate.ReservationID, why string) {
-	if tokens > room {
+func (x *exchange) reserveRoom(d *kvstate.Endpoint, redirects int, b kvstate.Booking, room int64, patience time.Duration) (id kvstate.ReservationID, why string) {
+	if b.PromptTokens > room {
 		return 0, "buffer_too_small"
 	}
 	ctx, cancel := context.WithTimeout(x.stream.Context(), patience)
 	defer cancel()
-	id, ok := x.s.State.ReserveRoom(ctx, x.s.reservationID(x.bookedAs, redirects, kvstate.RoleDecode), d, tokens, room, sourceOf(x.stream.Context()))
+	id, ok := x.s.State.ReserveRoom(ctx, x.s.reservationID(x.bookedAs, redirects, kvstate.RoleDecode), d, b, room, sourceOf(x.stream.Context()))
 	if !ok {
 		return 0, "buffer_full"
 	}

@@ -46,7 +46,9 @@ func (x *exchange) passThrough() (route, error) {
 	}
 	tokens := pool.PromptTokens(x.body.len())
 	x.s.State.View(pool, nil, &x.view)
-	choice, err := picker.Pick(&picker.Request{PromptTokens: tokens, Rand: random()}, &x.view)
+	policy := x.s.Pools[pool.Spec.Name]
+	x.picker.Policy = policy.place()
+	choice, err := x.picker.Pick(&picker.Request{PromptTokens: tokens, Rand: random()}, &x.view)
 	if err != nil {
 		return route{}, noEndpoint(pool, err)
 	}
@@ -78,7 +80,7 @@ func (x *exchange) pass(pool *kvstate.Pool, e *kvstate.Endpoint, tokens int64, k
 	x.s.metrics.decided(pool, kind, "")
 	x.s.recent.planned(x.requestID, pool.Spec.Name, kind, "", "", e.Addr, tokens)
 	r := route{leg: legPass, endpoint: e}
-	r.booked[1] = x.reserve(e, kvstate.RoleDecode, 0, tokens)
+	r.booked[1] = x.reserve(e, kvstate.RoleDecode, 0, decoding(tokens))
 	return x.seal(r, &kvtransfer.Ticket{
 		ID: newTicketID(), Stage: kvtransfer.DecodeLeg, Expires: time.Now().Add(x.s.TicketTTL), Started: time.Now(),
 		Pool: pool.Spec.Name, Decode: e.Addr, Reservations: [2]uint64{0, uint64(r.booked[1])},
@@ -108,7 +110,9 @@ func (x *exchange) toHolder(pool *kvstate.Pool, e *kvstate.Endpoint) (route, err
 	tokens := pool.PromptTokens(x.body.len())
 	if e == nil {
 		x.s.State.View(pool, nil, &x.view)
-		choice, err := picker.Pick(&picker.Request{PromptTokens: tokens, Rand: random()}, &x.view)
+		policy := x.s.Pools[pool.Spec.Name]
+		x.picker.Policy = policy.place()
+		choice, err := x.picker.Pick(&picker.Request{PromptTokens: tokens, Rand: random()}, &x.view)
 		if err != nil {
 			return route{}, noEndpoint(pool, err)
 		}

@@ -82,9 +82,12 @@ func (x *exchange) plan(api openai.API, a attempt) (route, error) {
 		x.s.State.MarkSession(pool, x.session, &x.view)
 	}
 	tokens := x.countTokens(pool, &policy, pool.PromptTokens(x.body.len()))
-	choice, err := picker.Pick(&picker.Request{
-		PromptTokens: tokens, Blocks: len(x.hashes), Split: !a.alone, Excluded: a.excluded, Rand: random(),
-	}, &x.view)
+	x.picker.Policy = policy.place()
+	request := picker.Request{
+		PromptTokens: tokens, Blocks: len(x.hashes), Model: x.req.Model(), Split: !a.alone, Excluded: a.excluded, Rand: random(),
+	}
+	choice, err := x.picker.Pick(&request, &x.view)
+	x.explain(pool, &request)
 	if err != nil {
 		return route{}, noEndpoint(pool, err)
 	}
@@ -99,6 +102,9 @@ func (x *exchange) plan(api openai.API, a attempt) (route, error) {
 		a.why = why
 	} else if a.why == "" {
 		a.why = "no_prefill"
+		if x.view.Prefills() {
+			a.why = "cheaper"
+		}
 	}
 	return x.decodeAlone(pool, policy, choice, tokens, a)
 }
@@ -194,13 +200,12 @@ func (x *exchange) prefill(pool *kvstate.Pool, policy Policy, c picker.Choice, t
 	}
 	pusher, pushes := policy.Dialect.(kvtransfer.Pusher)
 	if room := d.Endpoint.Transfer.BufferTokens; pushes && room > 0 {
-		if r.booked[1], why = x.reserveRoom(d.Endpoint, a.redirects, tokens, room, pusher.Patience()); why != "" {
+		if r.booked[1], why = x.reserveRoom(d.Endpoint, a.redirects, c.DecodeBooking(), room, pusher.Patience()); why != "" {
 			return route{}, why, nil
 		}
 	} else {
-		r.booked[1] = x.reserve(d.Endpoint, kvstate.RoleDecode, a.redirects, tokens)
+		r.booked[1] = x.reserve(d.Endpoint, kvstate.RoleDecode, a.redirects, c.DecodeBooking())
 	}
-	uncached := tokens - tokens*int64(p.Hit)/int64(max(len(x.hashes), 1))
 	t := kvtransfer.Ticket{
 		ID: x.pair.Attempt, Stage: kvtransfer.PrefillLeg, Expires: time.Now().Add(x.s.TicketTTL), Started: a.started,
 		Pool: pool.Spec.Name, Prefill: p.Endpoint.Addr, Decode: d.Endpoint.Addr, Split: true,
@@ -213,14 +218,15 @@ func (x *exchange) prefill(pool *kvstate.Pool, policy Policy, c picker.Choice, t
 	if pushes {
 		r.perTry += pusher.Patience() // the leg answers when the KV is with D
 	}
-	r.booked[0] = x.reserve(p.Endpoint, kvstate.RolePrefill, a.redirects, uncached)
+	r.booked[0] = x.reserve(p.Endpoint, kvstate.RolePrefill, a.redirects, c.PrefillBooking())
 	t.Reservations = [2]uint64{uint64(r.booked[0]), uint64(r.booked[1])}
 	x.s.State.Routed(pool, p.Endpoint, x.hashes)
+	x.s.State.Routed(pool, d.Endpoint, x.hashes)
 	note := promptNote{}
 	if learn {
 		note = x.note(pool)
 	}
-	note.promised = tokens - uncached
+	note.promised = tokens * int64(p.Hit) / int64(max(len(x.hashes), 1))
 	x.s.notes.put(x.requestID, note)
 	x.stick(pool, x.session, p.Endpoint, nil)
 	x.s.metrics.decided(pool, "split", "")
@@ -236,12 +242,13 @@ func (x *exchange) decodeAlone(pool *kvstate.Pool, policy Policy, c picker.Choic
 	if a.redirects+1 >= x.s.MaxRedirects || x.body.len() > x.s.SplitBodyBytes {
 		r.leg = legPass // Envoy could not follow one more redirect, or could not replay the body
 	}
+	c.Prefill = -1
 	id := newTicketID()
 	var undo openai.Edits
 	if r.leg == legDecode {
 		r.edits, undo = x.pullPrefix(policy, id, c.Decode)
 	}
-	r.booked[1] = x.reserve(d.Endpoint, kvstate.RoleDecode, a.redirects, tokens)
+	r.booked[1] = x.reserve(d.Endpoint, kvstate.RoleDecode, a.redirects, c.DecodeBooking())
 	x.s.State.Routed(pool, d.Endpoint, x.hashes)
 	x.stick(pool, x.session, nil, d.Endpoint)
 	x.s.metrics.decided(pool, "decode_alone", a.why)
@@ -265,8 +272,13 @@ func streamStart(policy Policy, stream bool, computing time.Duration) time.Durat
 }
 
 // reserve books an endpoint for this pass.
-func (x *exchange) reserve(e *kvstate.Endpoint, role kvstate.Role, redirects int, tokens int64) kvstate.ReservationID {
-	return x.s.State.ReserveAs(x.s.reservationID(x.bookedAs, redirects, role), e, tokens, sourceOf(x.stream.Context()))
+func (x *exchange) reserve(e *kvstate.Endpoint, role kvstate.Role, redirects int, b kvstate.Booking) kvstate.ReservationID {
+	return x.s.State.ReserveAs(x.s.reservationID(x.bookedAs, redirects, role), e, b, sourceOf(x.stream.Context()))
+}
+
+// decoding is what an answer to so many tokens is booked as.
+func decoding(tokens int64) kvstate.Booking {
+	return kvstate.Booking{For: kvstate.RoleDecode, PromptTokens: tokens}
 }
 
 // seal puts the ticket on the route. What was booked for a route that cannot be taken is released.
@@ -364,7 +376,7 @@ func (x *exchange) decode(t *kvtransfer.Ticket) (route, error) {
 	if t.Redirects+1 >= x.s.MaxRedirects {
 		r.leg = legPass
 	}
-	r.booked[1] = x.reserve(d, kvstate.RoleDecode, t.Redirects, t.PromptTokens)
+	r.booked[1] = x.reserve(d, kvstate.RoleDecode, t.Redirects, decoding(t.PromptTokens))
 	x.stick(pool, t.Session, nil, d)
 	x.s.recent.change(x.requestID, func(trace *Trace) { trace.Decode = d.Addr })
 	return x.seal(r, &kvtransfer.Ticket{
@@ -389,10 +401,12 @@ func (x *exchange) pickDecode(pool *kvstate.Pool, t *kvtransfer.Ticket) (d *kvst
 	}
 	r := picker.Request{PromptTokens: t.PromptTokens, Excluded: t.Excluded, Rand: random()}
 	prefill := slices.IndexFunc(x.view.Endpoints, func(c kvstate.Candidate) bool { return c.Endpoint.Addr == t.Prefill })
-	i, err := picker.PickDecode(&r, &x.view, prefill)
+	policy := x.s.Pools[pool.Spec.Name]
+	x.picker.Policy = policy.place()
+	i, err := x.picker.PickDecode(&r, &x.view, prefill)
 	if err != nil && prefill >= 0 {
 		prefill = -1
-		i, err = picker.PickDecode(&r, &x.view, prefill)
+		i, err = x.picker.PickDecode(&r, &x.view, prefill)
 	}
 	if err != nil {
 		return nil, false, err

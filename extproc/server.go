@@ -18,6 +18,7 @@ import (
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/openai"
 	"tandem/kvstate"
+	"tandem/picker"
 )
 
 // Options are what a Server needs to know. Zero durations and sizes take the defaults named.
@@ -44,6 +45,7 @@ type Policy struct {
 	Concurrent      kvtransfer.Concurrent // the dialect, where both legs run at once
 	Peers           *kvtransfer.Peers     // who the prefill engines are; nil: the dialect does not need to know
 	Split           bool
+	Place           picker.Policy // of what may be split; without a model: the default one, and all is split
 	RefuseLong      bool          // bodies over SplitBodyBytes get 413 instead of decode alone
 	OnFailure       OnFailure     // of a prefill
 	PrefillAttempts int           // at most, over all passes; default 3
@@ -63,6 +65,16 @@ func (p Policy) withDefaults() Policy {
 	orDefault(&p.AttemptsTime, time.Minute)
 	orDefault(&p.StreamStart, time.Minute)
 	return p
+}
+
+// place is how the pool's requests are placed.
+func (p *Policy) place() picker.Policy {
+	if p.Place.Model != (picker.Model{}) {
+		return p.Place
+	}
+	always := picker.DefaultPolicy()
+	always.Split = picker.SplitAlways
+	return always
 }
 
 // OnFailure says what follows a failed prefill.
@@ -159,6 +171,7 @@ type exchange struct {
 	patch       openai.Patch
 	undo        openai.Edits
 	view        kvstate.View
+	picker      picker.Picker
 	hashes      []uint64
 	known       kvstate.KnownTokens // of the prompt
 	ids         []uint32            // scratch for token ids

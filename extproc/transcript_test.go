@@ -136,7 +136,12 @@ func (p *player) do(words []string, line string) {
 		p.eps = slices.DeleteFunc(p.eps, func(e kvstate.EndpointSpec) bool { return e.Name == words[1] })
 		p.s.state.SetPool(p.spec, p.eps)
 	case "load":
-		p.loads = append(p.loads, p.s.state.Reserve(p.endpoint(words[1]), int64(p.number(words[2]))))
+		e, tokens := p.endpoint(words[1]), p.number(words[2])
+		b := kvstate.Booking{For: kvstate.RoleDecode, PromptTokens: int64(tokens)}
+		if e.Role == kvstate.RolePrefill {
+			b = kvstate.Booking{For: kvstate.RolePrefill, PromptTokens: int64(tokens), Uncached: int64(tokens), Work: time.Duration(tokens) * time.Second / 16000}
+		}
+		p.loads = append(p.loads, p.s.state.Reserve(e, b))
 	case "fail":
 		p.s.state.MarkFailed(p.endpoint(words[1]))
 	case "request":

@@ -5,6 +5,7 @@ import (
 	"slices"
 	"strings"
 	"sync/atomic"
+	"time"
 )
 
 // Role is what an endpoint may do; a bit set.
@@ -49,6 +50,9 @@ type EndpointSpec struct {
 	Scheme string // http, https or h2c; "" is http
 	Role   Role
 	Group  string // endpoints with a group only pair within it
+	Zone   string // where it runs; "": not known. Transfers within a zone are taken for faster than those between two
+	Engine string // release and model revision; those of a pair are equal where both are known
+	Layout string // of its KV (tensor parallelism, type, block size), if the dialect needs it equal on both sides
 
 	EventsPort int // where it publishes its KV events; 0: where its pool says
 	ReplayPort int // where these can be asked for again, if EventsPort is not 0; 0: nowhere
@@ -99,6 +103,57 @@ type live struct {
 	hung   atomic.Bool // and it took its time to
 	models atomic.Pointer[[]string]
 	room   room
+
+	queue      prefillQueue
+	local      localWork
+	pace       atomic.Pointer[speed] // replaced, never changed; nil: nothing observed
+	load       *workload             // of the pool
+	stepTokens int64
+}
+
+// learn notes that the endpoint was at work for so long on jobs that the model has at so much.
+func (l *live) learn(busy, modelled time.Duration) {
+	if modelled <= 0 || l.load == nil {
+		return
+	}
+	l.load.mu.Lock()
+	defer l.load.mu.Unlock()
+	var next speed
+	if old := l.pace.Load(); old != nil {
+		next = *old
+	}
+	next.add(busy, modelled)
+	l.pace.Store(&next)
+	l.load.speed.add(busy, modelled)
+}
+
+// speedNow is the endpoint's learned speed: a factor on the cost model's times.
+func (l *live) speedNow() float64 {
+	if l.load == nil {
+		return 1
+	}
+	l.load.mu.Lock()
+	fleet := l.load.speed.ratio(1)
+	l.load.mu.Unlock()
+	return l.speedWithin(fleet)
+}
+
+func (l *live) speedWithin(fleet float64) float64 {
+	if pace := l.pace.Load(); pace != nil {
+		return pace.within(fleet)
+	}
+	return fleet
+}
+
+// Models are the names that the endpoint told it serves, adapters included; none if it was not asked yet. Do not modify.
+func (e *Endpoint) Models() []string {
+	if e.live == nil {
+		return nil
+	}
+	if ids := e.models.Load(); ids != nil {
+		return *ids
+	}
+	return nil
 }
 
 // Failed reports whether the endpoint is left out for now.
@@ -111,7 +166,12 @@ func (e *Endpoint) Load() (requests, tokens int64) { return e.requests.Load(), e
 type PoolSpec struct {
 	Name   string
 	Models []string // "*": any
+	// StepTokens is how many prompt tokens an engine computes in one step (vLLM: max_num_batched_tokens); 0: 8192.
+	StepTokens int64
 }
+
+// defaultStepTokens is vLLM's own default for online serving on large GPUs (0.32: max_num_batched_tokens).
+const defaultStepTokens = 8192
 
 // Pool is a set of endpoints that serve the same models. It is immutable but for its counters: another set of endpoints
 // is another Pool of the same name.
@@ -122,6 +182,7 @@ type Pool struct {
 	ratio     *tokenRatio
 	pace      *prefillPace
 	tokens    *tokenMemory
+	load      *workload
 }
 
 // Endpoints are the pool's endpoints, in the order configured but that those of a group stand together. Do not modify.
@@ -152,7 +213,7 @@ func (s *State) SetPool(spec PoolSpec, eps []EndpointSpec) {
 	next := &Pool{Spec: spec}
 	leaving := map[string]*Endpoint{}
 	if i >= 0 {
-		next.index, next.ratio, next.pace, next.tokens = pools[i].index, pools[i].ratio, pools[i].pace, pools[i].tokens
+		next.index, next.ratio, next.pace, next.tokens, next.load = pools[i].index, pools[i].ratio, pools[i].pace, pools[i].tokens, pools[i].load
 		for _, e := range pools[i].endpoints {
 			leaving[e.Addr] = e
 		}
@@ -160,6 +221,7 @@ func (s *State) SetPool(spec PoolSpec, eps []EndpointSpec) {
 	} else {
 		next.index, next.ratio = newPrefixIndex(s.o.indexLimits()), newTokenRatio()
 		next.pace, next.tokens = &prefillPace{}, newTokenMemory(s.o.MaxTokenBytes)
+		next.load = newWorkload()
 		pools = append(pools, next)
 	}
 	seen := make(map[string]bool, len(eps))
@@ -187,7 +249,9 @@ func (p *Pool) endpoint(ep EndpointSpec, old *Endpoint) *Endpoint {
 	switch {
 	case old == nil:
 		m := p.index.join(nil)
-		return &Endpoint{ep, &live{routed: m, own: []int32{int32(m.slot)}}}
+		step := p.Spec.StepTokens
+		setDefault(&step, defaultStepTokens)
+		return &Endpoint{ep, &live{routed: m, own: []int32{int32(m.slot)}, load: p.load, stepTokens: step}}
 	case old.EndpointSpec == ep:
 		return old
 	}

@@ -16,9 +16,9 @@ func TestSourceGone(t *testing.T) {
 		go s.Run(t.Context())
 		e := s.Pool("p").Endpoints()[0]
 		var gone, stays Source
-		first := s.ReserveAs(0, e, 10, &gone)
-		s.ReserveAs(0, e, 20, &stays)
-		s.Reserve(e, 30)
+		first := s.ReserveAs(0, e, answer(10), &gone)
+		s.ReserveAs(0, e, answer(20), &stays)
+		s.Reserve(e, answer(30))
 		time.Sleep(2 * time.Second)
 		require.Equal(t, 3, s.Reservations())
 		gone.Gone()

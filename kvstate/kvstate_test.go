@@ -24,6 +24,9 @@ func pd(prefills, decodes int) []EndpointSpec {
 	return eps
 }
 
+// answer books an answer to so many tokens.
+func answer(tokens int64) Booking { return Booking{For: RoleDecode, PromptTokens: tokens} }
+
 func TestRoles(t *testing.T) {
 	for _, name := range []string{"prefill", "decode", "both"} {
 		r, err := ParseRole(name)
@@ -41,10 +44,10 @@ func TestReserveAndRelease(t *testing.T) {
 	e := s.Pool("p").Endpoints()[0]
 	load := func() [2]int64 { r, n := e.Load(); return [2]int64{r, n} }
 
-	a, b := s.Reserve(e, 100), s.Reserve(e, -7)
+	a, b := s.Reserve(e, answer(100)), s.Reserve(e, answer(-7))
 	require.NotEqual(t, a, b)
 	require.Equal(t, [2]int64{2, 100}, load(), "a negative number of tokens is none")
-	require.Zero(t, s.Reserve(e, 5), "no room for a third")
+	require.Zero(t, s.Reserve(e, answer(5)), "no room for a third")
 	require.Equal(t, 2, s.Reservations())
 
 	require.False(t, s.Release(0))
@@ -63,9 +66,9 @@ func TestReservationsExpire(t *testing.T) {
 		e := s.Pool("p").Endpoints()[0]
 		ctx, stop := context.WithCancel(t.Context())
 		go s.Run(ctx)
-		lost := s.Reserve(e, 100)
+		lost := s.Reserve(e, answer(100))
 		<-time.After(30 * time.Second)
-		held := s.Reserve(e, 10)
+		held := s.Reserve(e, answer(10))
 		<-time.After(29 * time.Second)
 		require.Equal(t, 2, s.Reservations())
 		<-time.After(3 * time.Second)
@@ -87,7 +90,7 @@ func TestSetPool(t *testing.T) {
 	prompt := long(8, 0, 1)
 	var booked []ReservationID
 	for _, e := range before.Endpoints() {
-		booked = append(booked, s.Reserve(e, 10))
+		booked = append(booked, s.Reserve(e, answer(10)))
 		s.Routed(before, e, prompt)
 		s.MarkFailed(e)
 		s.SetModels(e, []string{e.Name})
@@ -109,7 +112,7 @@ func TestSetPool(t *testing.T) {
 	var v View
 	s.View(p, prompt, &v)
 	for i, kept := range []bool{true, false, true} {
-		want := Candidate{Endpoint: p.Endpoints()[i], Usable: true}
+		want := Candidate{Endpoint: p.Endpoints()[i], Usable: true, Speed: 1}
 		if kept {
 			want.Requests, want.PromptTokens, want.Hit = 1, 10, 8
 		}
@@ -341,7 +344,7 @@ func TestStress(t *testing.T) {
 				}
 				e := v.Endpoints[r.IntN(len(v.Endpoints))].Endpoint
 				everSeen.Store(e, true)
-				id := s.Reserve(e, int64(r.IntN(1000)))
+				id := s.Reserve(e, Booking{For: Role(1 + r.IntN(3)), PromptTokens: int64(r.IntN(1000)), Uncached: 10, Work: time.Duration(r.IntN(1000))})
 				s.Routed(p, e, hashes)
 				if r.IntN(4) == 0 {
 					s.MarkFailed(e)
@@ -365,6 +368,8 @@ func TestStress(t *testing.T) {
 		requests, tokens := e.(*Endpoint).Load()
 		require.Zero(t, requests)
 		require.Zero(t, tokens)
+		require.Zero(t, e.(*Endpoint).queue.n.Load())
+		require.Zero(t, e.(*Endpoint).queue.total.Load())
 		return true
 	})
 }
@@ -373,7 +378,7 @@ func TestReserveAllocates(t *testing.T) {
 	s := New(Options{})
 	s.SetPool(PoolSpec{Name: "p"}, pd(1, 1))
 	e := s.Pool("p").Endpoints()[0]
-	require.Zero(t, testing.AllocsPerRun(1000, func() { s.Release(s.Reserve(e, 10)) }))
+	require.Zero(t, testing.AllocsPerRun(1000, func() { s.Release(s.Reserve(e, answer(10))) }))
 }
 
 func BenchmarkReserve(b *testing.B) {
@@ -383,7 +388,7 @@ func BenchmarkReserve(b *testing.B) {
 	b.ReportAllocs()
 	b.RunParallel(func(pb *testing.PB) {
 		for pb.Next() {
-			s.Release(s.Reserve(e, 10))
+			s.Release(s.Reserve(e, answer(10)))
 		}
 	})
 }

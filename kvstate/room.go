@@ -68,12 +68,12 @@ func (r *room) next() {
 // buffer (limit tokens) has room for the prompt, in the order of coming, and holds that until the reservation is released.
 // It books nothing and is false if ctx ends first, or if the prompt is larger than the buffer. Replicas of Tandem do not
 // know of each other here.
-func (s *State) ReserveRoom(ctx context.Context, id ReservationID, e *Endpoint, promptTokens, limit int64, from *Source) (ReservationID, bool) {
-	promptTokens = max(promptTokens, 0)
+func (s *State) ReserveRoom(ctx context.Context, id ReservationID, e *Endpoint, b Booking, limit int64, from *Source) (ReservationID, bool) {
+	promptTokens := max(b.PromptTokens, 0)
 	if !e.room.take(ctx, promptTokens, limit) {
 		return 0, false
 	}
-	id = s.reserve(id, e, promptTokens, promptTokens, from)
+	id = s.reserve(id, e, b, promptTokens, from)
 	if id == 0 {
 		e.room.give(promptTokens)
 	}

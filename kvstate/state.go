@@ -22,6 +22,8 @@ type Options struct {
 	MaxHandOverBytes int           // of all hand-overs together; default 64 MiB
 	SessionTTL       time.Duration // after which a session that was not seen is forgotten; default 30 m
 	MaxSessions      int           // default 256 Ki (about 100 bytes each)
+
+	Now func() time.Time // the clock of bookings; default time.Now. A replay runs in a time of its own
 }
 
 func (o Options) withDefaults() Options {
@@ -38,6 +40,9 @@ func (o Options) withDefaults() Options {
 	setDefault(&o.MaxHandOverBytes, 64<<20)
 	setDefault(&o.SessionTTL, 30*time.Minute)
 	setDefault(&o.MaxSessions, 1<<18)
+	if o.Now == nil {
+		o.Now = time.Now
+	}
 	return o
 }
 
@@ -45,7 +50,7 @@ func (o Options) indexLimits() indexLimits {
 	return indexLimits{maxBytes: o.MaxIndexBytes, endpointBlocks: o.EndpointBlocks, feedBlocks: o.FeedBlocks, ttl: o.RoutedTTL}
 }
 
-func setDefault[T int | time.Duration](v *T, d T) {
+func setDefault[T int | int64 | time.Duration](v *T, d T) {
 	if *v == 0 {
 		*v = d
 	}
@@ -70,7 +75,7 @@ func New(o Options) *State {
 	s := &State{o: o.withDefaults()}
 	s.pools.Store(&[]*Pool{})
 	for i := range s.bookings {
-		s.bookings[i].held = map[ReservationID]booking{}
+		s.bookings[i].held = map[ReservationID]reservation{}
 	}
 	s.spent = newSpentSet(s.o.MaxSpent, s.o.SpentTTL)
 	s.handOvers = newHandOverStore(s.o.MaxHandOverBytes, s.o.HandOverTTL)

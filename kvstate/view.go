@@ -6,6 +6,7 @@ import "time"
 type View struct {
 	Endpoints []Candidate // in the pool's order
 	Grouped   bool        // endpoints of one group stand next to each other; so they do in all views of a State
+	Load      Utilisation // of the pool
 	scratch   lookup
 }
 
@@ -19,6 +20,12 @@ type Candidate struct {
 	Session      Role     // what of the request's session it served last
 	Signals      *Signals // what the engine itself said last; nil: nothing. Not to be changed
 	Trust        float64  // how much that is worth by now: 1 fresh, 0 nothing
+
+	Jobs  int64         // of those requests, prefills that wait or are under way
+	Queue time.Duration // work of those jobs that is not done yet
+	Local time.Duration // work not done yet on prompts that an endpoint which decodes computes itself
+	Share float64       // 0 to 1: of its time that such work lately took
+	Speed float64       // learned: a factor on the cost model's prefill times, 1 as modelled; 0: not known
 }
 
 // View fills v with the pool's endpoints as they are now. hashes are the prompt's blocks, none if hits do not matter.
@@ -27,21 +34,17 @@ type Candidate struct {
 // them may well be back and refusing helps nobody. But for prefill endpoints that hang: to find out that one still does
 // costs a time limit, and decode endpoints can do without; the next good probe takes it in.
 func (s *State) View(p *Pool, hashes []uint64, v *View) {
+	now := s.o.Now()
 	v.Endpoints, v.Grouped = v.Endpoints[:0], true
+	prefills, decodes := p.legs()
+	v.Load = p.load.utilisation(prefills, decodes, now)
+	nano := now.UnixNano()
 	var usable Role
-	now := time.Now()
 	for _, e := range p.endpoints {
-		ok := !e.failed.Load()
-		if ok {
+		v.Endpoints = append(v.Endpoints, e.candidate(nano, v.Load.Speed))
+		if v.Endpoints[len(v.Endpoints)-1].Usable {
 			usable |= e.Role
 		}
-		signals := e.signals.Load()
-		v.Endpoints = append(v.Endpoints, Candidate{
-			Endpoint: e, Usable: ok,
-			Requests:     e.requests.Load() + e.othersRequests.Load(),
-			PromptTokens: e.tokens.Load() + e.othersTokens.Load(),
-			Signals:      signals, Trust: signals.Trust(now),
-		})
 	}
 	if usable != RoleBoth {
 		for i := range v.Endpoints {
@@ -53,6 +56,65 @@ func (s *State) View(p *Pool, hashes []uint64, v *View) {
 	if len(hashes) > 0 {
 		p.index.hits(hashes, v, 1, 1, routedSlots)
 	}
+}
+
+// Hits fills in the hits of another prompt, into a view that stays as it is.
+func (s *State) Hits(p *Pool, hashes []uint64, v *View) {
+	for i := range v.Endpoints {
+		v.Endpoints[i].Hit = 0
+	}
+	if len(hashes) > 0 {
+		p.index.hits(hashes, v, 1, 1, routedSlots)
+	}
+}
+
+// othersPerToken is how long a prompt token takes that another replica has booked on a prefill endpoint; replicas tell each
+// other tokens, not times.
+const othersPerToken = time.Second / 16000
+
+// candidate is the endpoint as it is now.
+func (e *Endpoint) candidate(now int64, fleet float64) Candidate {
+	c := Candidate{
+		Endpoint: e, Usable: !e.failed.Load(),
+		Requests:     e.requests.Load() + e.othersRequests.Load(),
+		PromptTokens: e.tokens.Load() + e.othersTokens.Load(),
+		Jobs:         e.queue.n.Load(), Queue: e.queue.ahead(now), Speed: e.speedWithin(fleet),
+	}
+	c.Local, c.Share = e.local.ahead(now)
+	if others := e.othersTokens.Load(); others > 0 && e.Role == RolePrefill {
+		c.Queue += time.Duration(float64(others) * float64(othersPerToken) * max(fleet, 1))
+		c.Jobs += e.othersRequests.Load()
+	}
+	if c.Signals = e.signals.Load(); c.Signals != nil {
+		c.Trust = c.Signals.Trust(time.Unix(0, now))
+	}
+	return c
+}
+
+// Prefills reports whether any endpoint of the view can prefill now.
+func (v *View) Prefills() bool {
+	for i := range v.Endpoints {
+		if c := &v.Endpoints[i]; c.Usable && c.Endpoint.Role&RolePrefill != 0 {
+			return true
+		}
+	}
+	return false
+}
+
+// legs counts the endpoints that can serve either leg, those that failed without the rest.
+func (p *Pool) legs() (prefills, decodes int) {
+	for _, e := range p.endpoints {
+		if e.failed.Load() {
+			continue
+		}
+		if e.Role&RolePrefill != 0 {
+			prefills++
+		}
+		if e.Role&RoleDecode != 0 {
+			decodes++
+		}
+	}
+	return prefills, decodes
 }
 
 // Routed notes that an endpoint will hold the prompt's blocks: it was just sent the prompt. Bursts of requests with one

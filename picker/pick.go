@@ -3,7 +3,6 @@ package picker
 import (
 	"errors"
 	"math"
-	"slices"
 
 	"tandem/kvstate"
 )
@@ -12,6 +11,8 @@ import (
 type Request struct {
 	PromptTokens int64    // estimated
 	Blocks       int      // of the prompt, the unit of a candidate's Hit; 0: unknown
+	AnswerTokens int64    // expected; 0: not known
+	Model        string   // as the client named it; "": any
 	Split        bool     // may be split over two endpoints
 	Excluded     []string // addresses that failed this request
 	Rand         uint64   // decides between equals
@@ -21,35 +22,112 @@ type Request struct {
 type Choice struct {
 	Prefill int // -1: decode computes the prompt itself
 	Decode  int
+
+	PromptTokens int64
+	Uncached     int64   // tokens that the endpoint which prefills has to compute
+	Work         float64 // of that, seconds as the model has them
+	Price        float64 // of the choice, seconds
+}
+
+// PrefillBooking is what to book on the prefill endpoint.
+func (c *Choice) PrefillBooking() kvstate.Booking {
+	return kvstate.Booking{For: kvstate.RolePrefill, PromptTokens: c.PromptTokens, Uncached: c.Uncached, Work: kvstate.Seconds(c.Work)}
+}
+
+// DecodeBooking is what to book on the decode endpoint.
+func (c *Choice) DecodeBooking() kvstate.Booking {
+	if c.Prefill >= 0 {
+		return kvstate.Booking{For: kvstate.RoleDecode, PromptTokens: c.PromptTokens}
+	}
+	return kvstate.Booking{For: kvstate.RoleBoth, PromptTokens: c.PromptTokens, Uncached: c.Uncached, Work: kvstate.Seconds(c.Work)}
 }
 
 // ErrNoEndpoint says that no endpoint can decode the request.
 var ErrNoEndpoint = errors.New("picker: no endpoint can decode this request")
 
+// Split says which of the requests that may be split are.
+type Split uint8
+
+// The policies of a pool's split.
+const (
+	SplitAlways Split = iota // all
+	SplitAuto                // those for which a pair costs less than decode alone
+	SplitNever               // none
+)
+
+// Policy is how a pool wants its requests placed.
+type Policy struct {
+	Model            Model
+	Split            Split
+	MinPrefillTokens int64   // with SplitAuto: a prompt of which decode has fewer than this to compute is not split
+	TPOT             float64 // target for the time between two tokens, s: what decode alone may cost running answers; 0: anything
+	Late             bool    // requests wait in a [Queue]: the price of jobs that wait on an endpoint is another
+}
+
+// DefaultPolicy places by price, for answers that should have a token each 30 ms.
+func DefaultPolicy() Policy {
+	return Policy{Model: DefaultModel(), Split: SplitAuto, TPOT: 0.030}
+}
+
+// Picker decides. It holds the memory that a decision needs, so that none is allocated: each goroutine has its own.
+type Picker struct {
+	Policy
+	told     bool     // some endpoint said that it serves the request's model
+	prices   []prices // by position
+	total    []float64
+	kinds    []kind
+	zones    []string
+	partners []partners // by kind, and in it by zone, then those of all zones far and near
+}
+
+// prices are what an endpoint costs in each part; infinite where it cannot play it.
+type prices struct {
+	prefill, decode, alone float64
+	near                   float64 // decode with a transfer within its zone, once findPartners has been there
+	busy                   bool    // its answers would suffer too much from decode alone
+	kind, zone             int16   // in kinds and zones; zone 0 is not known
+}
+
+// sameTime is the difference in price below which two choices are equal, seconds: no estimate is better than that.
+const sameTime = 0.001
+
 // Pick chooses the endpoints of a request. Without a prefill endpoint that fits, decode works alone; without a decode
 // endpoint it is [ErrNoEndpoint]. Endpoints that failed this request are taken only when there is no other to decode.
-func Pick(r *Request, v *kvstate.View) (Choice, error) {
-	if r.Split {
-		if c := pair(r, v); c.Prefill >= 0 {
-			return c, nil
+func (k *Picker) Pick(r *Request, v *kvstate.View) (Choice, error) {
+	t := k.weighAll(r, v)
+	pair := none()
+	if r.Split && k.Split != SplitNever {
+		pair = k.pair(r, v, &t)
+		if pair.Prefill >= 0 && k.Split == SplitAlways {
+			return pair, nil
 		}
 	}
-	d := best(r, v, alonePrice, -1, false)
-	if d < 0 {
-		d = best(r, v, alonePrice, -1, true)
+	if t.always {
+		t.always = false
+		k.reweigh(r, v, &t)
 	}
-	if d < 0 {
-		return Choice{-1, -1}, ErrNoEndpoint
+	alone := k.alone(r, v, &t, pair.Prefill < 0)
+	switch {
+	case pair.Prefill >= 0 && (alone.Decode < 0 || alone.Uncached >= k.MinPrefillTokens && alone.Price >= pair.Price):
+		return pair, nil
+	case alone.Decode < 0:
+		k.weighDesperate(v, &t)
+		alone = k.alone(r, v, &t, true)
 	}
-	return Choice{-1, d}, nil
+	if alone.Decode < 0 {
+		return alone, ErrNoEndpoint
+	}
+	return alone, nil
 }
 
 // PickDecode chooses a decode endpoint for a prompt whose KV is on prefill, a position in the view or -1 where that is
 // not known any more.
-func PickDecode(r *Request, v *kvstate.View, prefill int) (int, error) {
-	d := best(r, v, decodePrice, prefill, false)
+func (k *Picker) PickDecode(r *Request, v *kvstate.View, prefill int) (int, error) {
+	t := k.weighAll(r, v)
+	d := k.partner(r, v, &t, prefill)
 	if d < 0 {
-		d = best(r, v, decodePrice, prefill, true)
+		k.weighDesperate(v, &t)
+		d = k.partner(r, v, &t, prefill)
 	}
 	if d < 0 {
 		return -1, ErrNoEndpoint
@@ -57,117 +135,142 @@ func PickDecode(r *Request, v *kvstate.View, prefill int) (int, error) {
 	return d, nil
 }
 
-// pair chooses the cheapest pair. Its price is the sum of its parts, so each P needs only the cheapest D that may pair
-// with it, and that is the same for all P of a group; a price of the transfer between them would change that.
-func pair(r *Request, v *kvstate.View) Choice {
-	t := newTie(r.Rand)
-	for from, to := 0, 0; from < len(v.Endpoints); from = to {
-		group := v.Endpoints[from].Endpoint.Group
-		for to = from; to < len(v.Endpoints) && v.Endpoints[to].Endpoint.Group == group; {
-			to++
-		}
-		var own partners
-		if v.Grouped {
-			own = cheapest(r, v, group, from, to)
-		} else {
-			own = cheapest(r, v, group, 0, len(v.Endpoints))
-		}
-		for p := from; own.n > 0 && p < to; p++ {
-			c := &v.Endpoints[p]
-			if c.Endpoint.Role&kvstate.RolePrefill == 0 || !c.Usable || excluded(r, c) {
-				continue
-			}
-			if d, ok := own.other(p); ok {
-				t.offer(p, prefillPrice(r, c)+d)
-			}
-		}
-	}
-	if t.at < 0 {
-		return Choice{-1, -1}
-	}
-	return Choice{t.at, best(r, v, decodePrice, t.at, false)}
+func none() Choice { return Choice{Prefill: -1, Decode: -1, Price: math.Inf(1)} }
+
+// weighAll prices every endpoint in each part that it can play.
+func (k *Picker) weighAll(r *Request, v *kvstate.View) terms {
+	prefills, decodes := k.survey(r, v)
+	t := k.terms(r, v, prefills, decodes)
+	t.always = r.Split && k.Split == SplitAlways
+	k.reweigh(r, v, &t)
+	return t
 }
 
-// partners are the prices of the two cheapest endpoints to decode on: a P that can do both does not pair with itself.
-type partners struct {
-	n             int
-	at            int // the cheapest
-	price, second int64
-}
-
-// cheapest finds the partners in a group, in a part of the view.
-func cheapest(r *Request, v *kvstate.View, group string, from, to int) (found partners) {
-	for d := from; d < to; d++ {
-		c := &v.Endpoints[d]
-		if c.Endpoint.Role&kvstate.RoleDecode == 0 || !c.Usable || c.Endpoint.Group != group || excluded(r, c) {
-			continue
+func (k *Picker) reweigh(r *Request, v *kvstate.View, t *terms) {
+	simple := len(r.Excluded) == 0 && !k.told
+	nothing := prices{prefill: math.Inf(1), decode: math.Inf(1), alone: math.Inf(1)}
+	all := grown(&k.prices, len(v.Endpoints))
+	for i := range v.Endpoints {
+		c := &v.Endpoints[i]
+		all[i] = nothing
+		if simple && c.Usable || k.why(r, c) == "" {
+			t.weigh(c, &all[i])
 		}
-		price := decodePrice(r, c)
-		switch {
-		case found.n == 0 || price < found.price:
-			found.at, found.price, found.second = d, price, found.price
-		case found.n == 1 || price < found.second:
-			found.second = price
+	}
+}
+
+// weighDesperate prices for decode also those that failed this request or do not say that they serve its model.
+func (k *Picker) weighDesperate(v *kvstate.View, t *terms) {
+	for i := range v.Endpoints {
+		if c, p := &v.Endpoints[i], &k.prices[i]; c.Usable && math.IsInf(p.decode, 1) {
+			t.weigh(c, p)
 		}
-		found.n++
 	}
-	return found
 }
 
-// other is the price of the cheapest that is not p itself.
-func (f *partners) other(p int) (price int64, ok bool) {
-	if f.n == 0 || (f.n == 1 && f.at == p) {
-		return 0, false
+func (t *terms) weigh(c *kvstate.Candidate, p *prices) {
+	if c.Endpoint.Role&kvstate.RolePrefill != 0 {
+		p.prefill = t.prefill(c).sum()
 	}
-	if f.at == p {
-		return f.second, true
+	if c.Endpoint.Role&kvstate.RoleDecode != 0 {
+		p.decode = t.decode(c).sum()
+		if !t.always {
+			alone, allowed := t.alone(c)
+			p.alone, p.busy = alone.sum(), !allowed
+		}
 	}
-	return f.price, true
 }
 
-// best is the cheapest endpoint to decode on. prefill is the position of the endpoint to pair with, -1 for none; desperate
-// takes in those that failed this request.
-func best(r *Request, v *kvstate.View, price func(*Request, *kvstate.Candidate) int64, prefill int, desperate bool) int {
-	t := newTie(r.Rand >> 32)
+// alone chooses the endpoint that does both most cheaply; the busy ones only where there is no other way.
+func (k *Picker) alone(r *Request, v *kvstate.View, t *terms, noOther bool) Choice {
+	best := math.Inf(1)
+	for i := range k.prices {
+		if p := &k.prices[i]; noOther || !p.busy {
+			best = min(best, p.alone)
+		}
+	}
+	tie := tie{at: -1, limit: best + sameTime, chance: r.Rand >> 32}
+	for i := range k.prices {
+		if p := &k.prices[i]; p.alone <= tie.limit && (noOther || !p.busy) {
+			tie.offer(i, p.alone, v.Endpoints[i].Hit)
+		}
+	}
+	if tie.at < 0 {
+		return none()
+	}
+	return k.choice(t, v, -1, tie.at, k.prices[tie.at].alone)
+}
+
+// partner chooses the decode endpoint that goes with prefill.
+func (k *Picker) partner(r *Request, v *kvstate.View, t *terms, prefill int) int {
+	var from kind
+	zone := ""
+	if prefill >= 0 {
+		from, zone = kindOf(&v.Endpoints[prefill]), v.Endpoints[prefill].Endpoint.Zone
+	}
+	best := math.Inf(1)
+	total := grown(&k.total, len(v.Endpoints))
 	for d := range v.Endpoints {
-		c := &v.Endpoints[d]
-		if c.Endpoint.Role&kvstate.RoleDecode == 0 || !c.Usable || d == prefill {
-			continue
+		total[d] = math.Inf(1)
+		if c := &v.Endpoints[d]; k.prices[d].decode < math.Inf(1) && d != prefill && (prefill < 0 || from.pairsWith(c)) {
+			total[d] = k.prices[d].near
+			if near := agree(zone, c.Endpoint.Zone); !near || total[d] == 0 {
+				total[d] = k.prices[d].decode + t.transfer(c, near)
+			}
+			best = min(best, total[d])
 		}
-		if prefill >= 0 && c.Endpoint.Group != v.Endpoints[prefill].Endpoint.Group {
-			continue
-		}
-		if !desperate && excluded(r, c) {
-			continue
-		}
-		t.offer(d, price(r, c))
 	}
-	return t.at
+	tie := tie{at: -1, limit: best + sameTime, chance: r.Rand >> 32}
+	for d, price := range total {
+		if price <= tie.limit {
+			tie.offer(d, price, v.Endpoints[d].Hit)
+		}
+	}
+	return tie.at
 }
 
-func excluded(r *Request, c *kvstate.Candidate) bool {
-	return slices.Contains(r.Excluded, c.Endpoint.Addr)
+// choice fills in what a decision means for the endpoints it is about.
+func (k *Picker) choice(t *terms, v *kvstate.View, prefill, decode int, price float64) Choice {
+	at := decode
+	if prefill >= 0 {
+		at = prefill
+	}
+	uncached, cached := t.split(&v.Endpoints[at])
+	return Choice{
+		Prefill: prefill, Decode: decode, PromptTokens: int64(t.tokens),
+		Uncached: int64(math.Ceil(uncached)), Work: k.Model.prefill(uncached, cached), Price: price,
+	}
 }
 
-// tie keeps the cheapest of what it is offered, and one of the equals with equal chance.
+// tie keeps one of those it is offered whose price is within the limit: one that holds most of the prompt, and of these
+// each with equal chance.
 type tie struct {
 	at     int
-	price  int64
+	limit  float64
+	hit    int
 	equals uint64
 	chance uint64
 }
 
-func newTie(chance uint64) tie { return tie{at: -1, price: math.MaxInt64, chance: chance} }
-
-func (t *tie) offer(at int, price int64) {
+func (t *tie) offer(at int, price float64, hit int) {
 	switch {
-	case t.at < 0 || price < t.price:
-		t.at, t.price, t.equals = at, price, 1
-	case price == t.price:
+	case !(price <= t.limit) || math.IsInf(price, 1): // written so that a price that is no number is none
+	case t.at < 0 || hit > t.hit:
+		t.at, t.hit, t.equals = at, hit, 1
+	case hit == t.hit:
 		t.equals++
 		t.chance = t.chance*6364136223846793005 + 1442695040888963407 // a step of a linear congruential generator
 		if (t.chance>>33)%t.equals == 0 {
 			t.at = at
 		}
 	}
+}
+
+// grown is *s with length n, its contents undefined.
+func grown[T any](s *[]T, n int) []T {
+	if cap(*s) < n {
+		*s = make([]T, n)
+	}
+	*s = (*s)[:n]
+	return *s
 }

@@ -3,83 +3,71 @@ package picker
 import (
 	"errors"
 	"fmt"
-	"math"
 	"math/rand/v2"
 	"slices"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/require"
 
 	"tandem/kvstate"
 )
 
-// twin is Pick by brute force: every pair, every price, and all that are equally good.
-func twin(r *Request, v *kvstate.View) []Choice {
-	ok := func(i int, role kvstate.Role) bool {
-		c := v.Endpoints[i]
-		return c.Endpoint.Role&role != 0 && c.Usable && !slices.Contains(r.Excluded, c.Endpoint.Addr)
-	}
-	best, winners := int64(math.MaxInt64), []Choice(nil)
-	offer := func(c Choice, price int64) {
-		if price < best {
-			best, winners = price, nil
-		}
-		if price == best {
-			winners = append(winners, c)
-		}
-	}
-	for p := range v.Endpoints {
-		for d := range v.Endpoints {
-			if r.Split && p != d && ok(p, kvstate.RolePrefill) && ok(d, kvstate.RoleDecode) && v.Endpoints[p].Endpoint.Group == v.Endpoints[d].Endpoint.Group {
-				offer(Choice{p, d}, prefillPrice(r, &v.Endpoints[p])+decodePrice(r, &v.Endpoints[d]))
-			}
-		}
-	}
-	if winners != nil {
-		return winners
-	}
-	for d := range v.Endpoints {
-		if ok(d, kvstate.RoleDecode) {
-			offer(Choice{-1, d}, alonePrice(r, &v.Endpoints[d]))
-		}
-	}
-	if winners == nil && r.Excluded != nil {
-		again := *r
-		again.Excluded, again.Split = nil, false
-		return twin(&again, v)
-	}
-	return winners
-}
-
 // randomCase makes a small fleet with many ties, and a request.
-func randomCase(r *rand.Rand) (*Request, *kvstate.View) {
+func randomCase(r *rand.Rand) (*Request, *kvstate.View, Policy) {
 	v := &kvstate.View{}
-	for i := range r.IntN(9) {
-		v.Endpoints = append(v.Endpoints, kvstate.Candidate{
-			Endpoint: &kvstate.Endpoint{EndpointSpec: kvstate.EndpointSpec{
-				Addr: fmt.Sprint("10.0.0.", i, ":80"), Role: kvstate.Role(1 + r.IntN(3)), Group: string(rune('a' + r.IntN(3)/2)),
-			}},
-			Usable: r.IntN(6) > 0, Requests: r.Int64N(3), PromptTokens: 500 * r.Int64N(4), Hit: r.IntN(5),
-		})
+	odd := r.IntN(3) // how much of what tells endpoints apart there is
+	name := func(prefix string) string {
+		if odd == 0 {
+			return ""
+		}
+		return []string{"", prefix + "a", prefix + "b"}[r.IntN(3)]
 	}
-	q := &Request{PromptTokens: 1000 * r.Int64N(3), Blocks: 4 * r.IntN(2), Split: r.IntN(4) > 0}
+	for i := range r.IntN(9) {
+		c := kvstate.Candidate{
+			Endpoint: &kvstate.Endpoint{EndpointSpec: kvstate.EndpointSpec{
+				Addr: fmt.Sprint("10.0.0.", i, ":80"), Role: kvstate.Role(1 + r.IntN(3)), Group: string(rune('a' + r.IntN(3)/2)), Zone: name("z"),
+			}},
+			Usable: r.IntN(6) > 0, PromptTokens: 500 * r.Int64N(4), Hit: r.IntN(5),
+		}
+		if odd == 2 {
+			c.Endpoint.Engine, c.Endpoint.Layout = name("e"), name("l")
+			c.Share, c.Speed = float64(r.IntN(2))*.6, []float64{0, 1, 3}[r.IntN(3)]
+		}
+		if c.Endpoint.Role&kvstate.RolePrefill != 0 {
+			c.Jobs = r.Int64N(3)
+			c.Queue = time.Duration(c.Jobs) * 200 * time.Millisecond
+		}
+		if c.Endpoint.Role&kvstate.RoleDecode != 0 {
+			c.Local = time.Duration(r.IntN(2)) * 100 * time.Millisecond
+			c.PromptTokens += int64(r.IntN(8)/7) * 990_000
+		}
+		c.Requests = c.Jobs + r.Int64N(3)
+		v.Endpoints = append(v.Endpoints, c)
+	}
+	v.Load = kvstate.Utilisation{Prefill: []float64{0, .5, .8, 1}[r.IntN(4)], Local: []float64{0, .3}[r.IntN(2)], Work: time.Duration(r.IntN(2)) * 300 * time.Millisecond}
+	q := &Request{PromptTokens: []int64{0, 20, 1000, 2000, 30_000}[r.IntN(5)], Blocks: 4 * r.IntN(2), Split: r.IntN(4) > 0}
 	for _, c := range v.Endpoints {
 		if r.IntN(5) == 0 {
 			q.Excluded = append(q.Excluded, c.Endpoint.Addr)
 		}
 	}
-	return q, v
+	policy := DefaultPolicy()
+	policy.Split, policy.Late = Split(r.IntN(3)), r.IntN(2) == 0
+	policy.MinPrefillTokens = int64(r.IntN(2)) * 500
+	return q, v, policy
 }
 
 // winners is what Pick answers, over many values of chance.
-func winners(t *testing.T, r *Request, v *kvstate.View, chances int) []Choice {
+func winners(t *testing.T, k *Picker, r *Request, v *kvstate.View, chances int) []Choice {
 	seen := map[Choice]bool{}
 	for i := range uint64(chances) {
 		r.Rand = (i + 1) * 0x9e3779b97f4a7c15
-		c, err := Pick(r, v)
-		again, _ := Pick(r, v)
+		c, err := k.Pick(r, v)
+		again, _ := k.Pick(r, v)
 		require.Equal(t, c, again, "the same question has the same answer")
+		c = Choice{Prefill: c.Prefill, Decode: c.Decode}
 		if err != nil {
 			require.ErrorIs(t, err, ErrNoEndpoint)
 			return nil
@@ -99,30 +87,32 @@ func sorted(all []Choice) []Choice {
 }
 
 func TestPickAgainstTwin(t *testing.T) {
-	for seed := range uint64(2000) {
-		r, v := randomCase(rand.New(rand.NewPCG(seed, 7)))
+	for seed := range uint64(4000) {
+		r, v, policy := randomCase(rand.New(rand.NewPCG(seed, 7)))
 		if seed%2 == 0 {
 			group(v)
 		}
-		want := sorted(twin(r, v))
-		got := winners(t, r, v, 40*max(len(want), 1))
-		require.Equal(t, want, got, "seed %d: %+v", seed, r)
+		want := sorted((&twin{r, v, policy}).pick())
+		got := winners(t, &Picker{Policy: policy}, r, v, 40*max(len(want), 1))
+		require.Equal(t, want, got, "seed %d: %+v %+v", seed, r, policy)
 	}
 }
 
 func FuzzPick(f *testing.F) {
 	f.Add(uint64(1), uint64(2))
+	var k Picker
 	f.Fuzz(func(t *testing.T, seed, chance uint64) {
-		r, v := randomCase(rand.New(rand.NewPCG(seed, seed)))
+		r, v, policy := randomCase(rand.New(rand.NewPCG(seed, seed)))
+		k.Policy = policy
 		r.Rand = chance
-		want := twin(r, v)
-		got, err := Pick(r, v)
+		want := (&twin{r, v, policy}).pick()
+		got, err := k.Pick(r, v)
 		if len(want) == 0 {
 			require.ErrorIs(t, err, ErrNoEndpoint)
 			return
 		}
 		require.NoError(t, err)
-		require.Contains(t, want, got)
+		require.Contains(t, want, Choice{Prefill: got.Prefill, Decode: got.Decode})
 	})
 }
 
@@ -132,12 +122,13 @@ func group(v *kvstate.View) {
 	v.Grouped = true
 }
 
-// What must not matter does not matter, and what must does.
+// What must not matter does not: the order of endpoints, and how those fare who were not chosen anyway.
 func TestPickRelations(t *testing.T) {
 	for seed := range uint64(400) {
 		random := rand.New(rand.NewPCG(seed, 8))
-		r, v := randomCase(random)
-		before := twin(r, v)
+		r, v, policy := randomCase(random)
+		k := &Picker{Policy: policy}
+		before := (&twin{r, v, policy}).pick()
 		if len(before) == 0 {
 			continue
 		}
@@ -152,9 +143,9 @@ func TestPickRelations(t *testing.T) {
 			slices.Sort(out)
 			return out
 		}
-		pick := func(v *kvstate.View) []string { return names(winners(t, r, v, 300), v) }
+		pick := func(v *kvstate.View) []string { return names(winners(t, k, r, v, 300), v) }
 		changed := func(change func(i int, c *kvstate.Candidate)) *kvstate.View {
-			next := &kvstate.View{Endpoints: slices.Clone(v.Endpoints)}
+			next := &kvstate.View{Endpoints: slices.Clone(v.Endpoints), Load: v.Load}
 			for i := range next.Endpoints {
 				change(i, &next.Endpoints[i])
 			}
@@ -163,7 +154,6 @@ func TestPickRelations(t *testing.T) {
 		chosen := func(i int) bool {
 			return slices.ContainsFunc(before, func(c Choice) bool { return c.Prefill == i || c.Decode == i })
 		}
-
 		shuffled := changed(func(int, *kvstate.Candidate) {})
 		random.Shuffle(len(shuffled.Endpoints), func(i, j int) {
 			shuffled.Endpoints[i], shuffled.Endpoints[j] = shuffled.Endpoints[j], shuffled.Endpoints[i]
@@ -172,35 +162,23 @@ func TestPickRelations(t *testing.T) {
 		require.Equal(t, names(before, v), pick(changed(func(i int, c *kvstate.Candidate) {
 			if !chosen(i) {
 				c.PromptTokens += 3000
-				c.Requests++
+				c.Queue += time.Second
+				c.Local += time.Second
 			}
 		})), "seed %d: more load on those who were not chosen", seed)
-		require.Equal(t, names(before, v), pick(changed(func(i int, c *kvstate.Candidate) {
-			if !chosen(i) && !slices.Contains(r.Excluded, c.Endpoint.Addr) {
-				c.Usable = false
-			}
-		})), "seed %d: those who were not chosen fail", seed)
-		if one := before[0]; len(before) == 1 {
-			less := changed(func(i int, c *kvstate.Candidate) {
-				if i == one.Decode || i == one.Prefill {
-					c.PromptTokens -= min(c.PromptTokens, 250)
-				}
-			})
-			require.Equal(t, names(before, v), pick(less), "seed %d: less load on who was chosen", seed)
-		}
 	}
 }
 
 // Equals are chosen equally often, P and D independently of each other.
 func TestTiesAreFair(t *testing.T) {
-	v := fleet(8, 1)
+	v, k := fleet(8, 1), always()
 	count := map[Choice]int{}
 	random := rand.New(rand.NewPCG(1, 1))
 	const n = 32000
 	for range n {
-		c, err := Pick(&Request{PromptTokens: 1000, Split: true, Rand: random.Uint64()}, v)
+		c, err := k.Pick(&Request{PromptTokens: 1000, Split: true, Rand: random.Uint64()}, v)
 		require.NoError(t, err)
-		count[c]++
+		count[Choice{Prefill: c.Prefill, Decode: c.Decode}]++
 	}
 	require.Len(t, count, 16)
 	var chi2 float64
@@ -211,28 +189,37 @@ func TestTiesAreFair(t *testing.T) {
 }
 
 func TestPickDecode(t *testing.T) {
+	k := always()
 	v := fleet(8, 2) // groups g0 and g1, alternating; 0 to 3 prefill
-	v.Endpoints[4].PromptTokens = 100
+	v.Endpoints[4].PromptTokens = 10_000
+	v.Endpoints[4].Requests = 20
 	for chance := range uint64(20) {
-		d, err := PickDecode(&Request{Rand: chance << 40}, v, 0)
+		d, err := k.PickDecode(&Request{Rand: chance << 40}, v, 0)
 		require.NoError(t, err)
 		require.Equal(t, 6, d, "the cheaper of the group")
 	}
-	d, err := PickDecode(&Request{Excluded: []string{v.Endpoints[6].Endpoint.Addr}}, v, 0)
+	d, err := k.PickDecode(&Request{Excluded: []string{v.Endpoints[6].Endpoint.Addr}}, v, 0)
 	require.NoError(t, err)
 	require.Equal(t, 4, d)
-	d, err = PickDecode(&Request{Excluded: []string{v.Endpoints[6].Endpoint.Addr, v.Endpoints[4].Endpoint.Addr}}, v, 0)
+	d, err = k.PickDecode(&Request{Excluded: []string{v.Endpoints[6].Endpoint.Addr, v.Endpoints[4].Endpoint.Addr}}, v, 0)
 	require.NoError(t, err)
 	require.Equal(t, 6, d, "better one that failed this request than none")
-	_, err = PickDecode(&Request{}, &kvstate.View{}, -1)
+	_, err = k.PickDecode(&Request{}, &kvstate.View{}, -1)
 	require.ErrorIs(t, err, ErrNoEndpoint)
 	v.Endpoints[4].Usable, v.Endpoints[6].Usable = false, false
-	d, err = PickDecode(&Request{}, v, 0)
+	d, err = k.PickDecode(&Request{}, v, 0)
 	require.ErrorIs(t, err, ErrNoEndpoint)
 	require.Equal(t, -1, d)
-	d, err = PickDecode(&Request{}, v, -1)
+	d, err = k.PickDecode(&Request{}, v, -1)
 	require.NoError(t, err, "where P is not known any more, the group is not either")
 	require.Contains(t, []int{5, 7}, d)
+}
+
+// always is a picker that splits everything.
+func always() *Picker {
+	k := &Picker{Policy: DefaultPolicy()}
+	k.Split = SplitAlways
+	return k
 }
 
 // fleet is n idle endpoints, the first half of which prefills, in so many groups.
@@ -252,44 +239,54 @@ func fleet(n, groups int) *kvstate.View {
 
 func TestPickAllocates(t *testing.T) {
 	for _, groups := range []int{1, 16} {
-		v := fleet(64, groups)
-		group(v)
-		r := &Request{PromptTokens: 1000, Blocks: 10, Split: true, Excluded: []string{"10.0.0.3:8000"}}
-		require.Zero(t, testing.AllocsPerRun(100, func() {
-			r.Rand++
-			if _, err := Pick(r, v); err != nil {
-				t.Error(err)
-			}
-			if _, err := PickDecode(r, v, 1); err != nil {
-				t.Error(err)
-			}
-		}))
+		for _, split := range []Split{SplitAlways, SplitAuto, SplitNever} {
+			v, k := loaded(64, groups), &Picker{Policy: DefaultPolicy()}
+			k.Split = split
+			r := &Request{PromptTokens: 1000, Blocks: 10, Split: true, Excluded: []string{"10.0.0.3:8000"}}
+			require.Zero(t, testing.AllocsPerRun(100, func() {
+				r.Rand++
+				if _, err := k.Pick(r, v); err != nil {
+					t.Error(err)
+				}
+				if _, err := k.PickDecode(r, v, 1); err != nil {
+					t.Error(err)
+				}
+			}))
+		}
 	}
-	r, none := &Request{Split: true}, &kvstate.View{}
+	r, none, k := &Request{Split: true}, &kvstate.View{}, always()
 	require.Zero(t, testing.AllocsPerRun(100, func() {
-		if _, err := Pick(r, none); !errors.Is(err, ErrNoEndpoint) {
+		if _, err := k.Pick(r, none); !errors.Is(err, ErrNoEndpoint) {
 			t.Error(err)
 		}
 	}))
 }
 
+// loaded is a fleet at work.
+func loaded(n, groups int) *kvstate.View {
+	v, random := fleet(n, groups), rand.New(rand.NewPCG(1, 1))
+	group(v)
+	for i := range v.Endpoints {
+		c := &v.Endpoints[i]
+		c.PromptTokens, c.Requests, c.Hit = random.Int64N(50000), random.Int64N(30), random.IntN(4)
+		c.Queue = time.Duration(random.IntN(3000)) * time.Millisecond
+	}
+	v.Load = kvstate.Utilisation{Prefill: .7, Work: 300 * time.Millisecond, Speed: 1}
+	return v
+}
+
 func BenchmarkPick(b *testing.B) {
-	for _, n := range []int{64, 512} {
+	for _, n := range []int{64, 1024} {
 		for _, groups := range []int{1, n / 4} {
-			for _, load := range []string{"idle", "loaded"} {
+			for load, v := range map[string]*kvstate.View{"idle": fleet(n, groups), "loaded": loaded(n, groups)} {
 				b.Run(fmt.Sprintf("%d/groups=%d/%s", n, groups, load), func(b *testing.B) {
-					v, random := fleet(n, groups), rand.New(rand.NewPCG(1, 1))
 					group(v)
-					for i := range v.Endpoints {
-						if load == "loaded" {
-							v.Endpoints[i].PromptTokens, v.Endpoints[i].Requests = random.Int64N(50000), random.Int64N(30)
-						}
-					}
-					r := &Request{PromptTokens: 10000, Blocks: 80, Split: true}
+					k := &Picker{Policy: DefaultPolicy()}
+					r := &Request{PromptTokens: 55000, Blocks: 10, Split: true}
 					b.ReportAllocs()
 					for b.Loop() {
 						r.Rand += 0x9e3779b97f4a7c15
-						if _, err := Pick(r, v); err != nil {
+						if _, err := k.Pick(r, v); err != nil {
 							b.Fatal(err)
 						}
 					}
@@ -301,36 +298,37 @@ func BenchmarkPick(b *testing.B) {
 
 // BenchmarkViewAndPick is the whole decision: the view of a fleet under load, its prefix index included, and the pick.
 func BenchmarkViewAndPick(b *testing.B) {
-	for _, n := range []int{64, 512} {
-		b.Run(fmt.Sprint(n), func(b *testing.B) {
+	for _, size := range []struct{ endpoints, blocks int }{{64, 430}, {1024, 8192}} {
+		b.Run(fmt.Sprintf("%d/blocks=%d", size.endpoints, size.blocks), func(b *testing.B) {
 			s, random := kvstate.New(kvstate.Options{}), rand.New(rand.NewPCG(1, 1))
 			var eps []kvstate.EndpointSpec
-			for _, c := range fleet(n, 1).Endpoints {
+			for _, c := range fleet(size.endpoints, 1).Endpoints {
 				eps = append(eps, c.Endpoint.EndpointSpec)
 			}
 			s.SetPool(kvstate.PoolSpec{Name: "p", Models: []string{"*"}}, eps)
 			p := s.Pool("p")
-			prompts := make([][]uint64, 64) // 430 blocks, of which a quarter is common to all
+			prompts := make([][]uint64, 64) // a quarter is common to all
 			for i := range prompts {
-				prompts[i] = make([]uint64, 430)
+				prompts[i] = make([]uint64, size.blocks)
 				for k := range prompts[i] {
-					if prompts[i][k] = uint64(k+1) * 0x9e3779b97f4a7c15; k >= 107 {
+					if prompts[i][k] = uint64(k+1) * 0x9e3779b97f4a7c15; k >= size.blocks/4 {
 						prompts[i][k] += uint64(i+1) << 20
 					}
 				}
 			}
 			for i, e := range p.Endpoints() {
-				s.Reserve(e, random.Int64N(50000))
+				s.Reserve(e, kvstate.Booking{For: e.Role, PromptTokens: 5000, Uncached: 5000, Work: time.Duration(random.IntN(3000)) * time.Millisecond})
 				s.Routed(p, e, prompts[i%len(prompts)])
 			}
 			var v kvstate.View
-			r := &Request{PromptTokens: 55000, Blocks: 430, Split: true}
+			k := &Picker{Policy: DefaultPolicy()}
+			r := &Request{PromptTokens: int64(128 * size.blocks), Blocks: size.blocks, Split: true}
 			s.View(p, prompts[0], &v)
 			b.ReportAllocs()
 			for i := 0; b.Loop(); i++ {
 				r.Rand += 0x9e3779b97f4a7c15
 				s.View(p, prompts[i%len(prompts)], &v)
-				if _, err := Pick(r, &v); err != nil {
+				if _, err := k.Pick(r, &v); err != nil {
 					b.Fatal(err)
 				}
 			}

@@ -1,46 +1,188 @@
 package picker
 
-import "tandem/kvstate"
+import (
+	"math"
 
-// prefillPrice is what it costs to prefill the request on c: tokens that are waiting there, and tokens of its own prompt
-// that c does not hold. The last token of a prompt is always computed, so a full hit is not free.
-func prefillPrice(r *Request, c *kvstate.Candidate) int64 {
-	uncached := r.PromptTokens
-	if r.Blocks > 0 {
-		uncached -= r.PromptTokens * int64(c.Hit) / int64(r.Blocks)
-	}
-	price := c.PromptTokens + max(uncached, 1)
-	if c.Session&kvstate.RolePrefill != 0 {
-		price -= sessionTokens
-	}
-	return price
+	"tandem/kvstate"
+)
+
+// The weights of the price. They were chosen in replay (docs/decision.md says what they are worth, and where they came
+// from); they are not knobs, because the quantities that vary from fleet to fleet are observed.
+const (
+	othersWeight = 2.0  // of what a second of prefill keeps everybody else waiting ...
+	othersSpread = 6.0  // ... but no more than this over the root of the number of endpoints: many pool their queues
+	maxLoad      = 0.9  // utilisation is taken for no more: the price of a second ends at 9 times the weight
+	answerWeight = 0.1  // of the whole answer's time beside the first token's
+	maxFill      = 0.5  // a decode endpoint fuller than this computes no prompt
+	tpotMargin   = 0.9  // nor does one whose answers would take more than this part of the target for each token
+	usualAnswer  = 256. // tokens expected in an answer of which nothing is known
+	localSteps   = 1.0  // how many decode steps each step of a local prefill is delayed by
+)
+
+// terms are what the prices of one decision have in common.
+type terms struct {
+	m        *Model
+	tokens   float64 // of the prompt
+	perBlock float64 // tokens that one block of the hit stands for
+	out      float64 // tokens expected in the answer
+	others   float64 // what a second of prefill costs everybody else, in seconds
+	local    float64 // the same among endpoints that prefill for themselves
+	fleet    float64 // learned speed of the fleet
+	jobs     float64 // weight of a job that waits before
+	jobCap   float64 // seconds that one such job's price is capped at
+	tpot     float64 // target, s
+	fullStep float64 // of the model
+	always   bool    // split if it can be: what decode alone costs does not matter
 }
+
+func (k *Picker) terms(r *Request, v *kvstate.View, prefills, decodes int) terms {
+	t := terms{m: &k.Model, tokens: max(float64(r.PromptTokens), 1), out: float64(r.AnswerTokens), fleet: v.Load.Speed, tpot: k.TPOT, fullStep: k.Model.FullStep()}
+	if t.fleet <= 0 {
+		t.fleet = 1
+	}
+	if r.Blocks > 0 {
+		t.perBlock = t.tokens / float64(r.Blocks)
+	}
+	if t.out <= 0 {
+		t.out = usualAnswer
+	}
+	t.others = othersPrice(v.Load.Prefill, prefills)
+	t.local = othersPrice(v.Load.Local, decodes)
+	t.jobs, t.jobCap = 1, seconds(v.Load.Work)
+	if k.Late {
+		t.jobs, t.jobCap = 0.5, math.Inf(1)
+	}
+	return t
+}
+
+// othersPrice is what a second of work costs everybody else where so many endpoints are at work that part of their time.
+// In a queue at utilisation rho a second more of work lets rho/(1-rho) seconds more wait.
+func othersPrice(rho float64, endpoints int) float64 {
+	rho = min(max(rho, 0), maxLoad)
+	return min(othersWeight, othersSpread/math.Sqrt(float64(max(endpoints, 1)))) * rho / (1 - rho)
+}
+
+// split is what of the prompt an endpoint has to compute and what it holds. The last token is always computed.
+func (t *terms) split(c *kvstate.Candidate) (uncached, cached float64) {
+	cached = min(t.perBlock*float64(c.Hit), t.tokens-1)
+	return t.tokens - cached, cached
+}
+
+// PrefillPrice is what it costs to prefill on an endpoint, in seconds.
+type PrefillPrice struct {
+	Queue  float64 `json:"queue"`  // work before it
+	Work   float64 `json:"work"`   // its own, at the endpoint's speed
+	Others float64 `json:"others"` // what that keeps everybody else waiting, by the fleet's utilisation
+	Jobs   float64 `json:"jobs"`   // the same for those that wait on this endpoint already: long work goes where few do
+
+	Session float64 `json:"session,omitempty"` // below 0: it served the request's session last
+}
+
+func (p PrefillPrice) sum() float64 { return p.Queue + p.Work + p.Others + p.Jobs + p.Session }
 
 // sessionTokens is how much more work an endpoint may have than another, and yet be taken because it served the session last.
 // It is less than a prompt of a few pages: what a session really has there, its prefix, has a price already.
 const sessionTokens = 512
 
-// requestTokens is what one running answer weighs beside the tokens of its prompt: each takes a place in D's batch,
-// however short its prompt.
-const requestTokens = 256
-
-// decodePrice is what it costs to decode the request on c: the KV of the answers running there, and their number.
-func decodePrice(r *Request, c *kvstate.Candidate) int64 {
-	price := c.PromptTokens + c.Requests*requestTokens
-	if r.Blocks > 0 { // what c holds of the prompt needs no transfer
-		price -= r.PromptTokens * int64(c.Hit) / int64(r.Blocks) / 8
+// session is what it is worth that an endpoint served that part of the session last, in seconds, below 0.
+func (t *terms) session(c *kvstate.Candidate, part kvstate.Role) float64 {
+	if c.Session&part == 0 {
+		return 0
 	}
-	if c.Session&kvstate.RoleDecode != 0 {
-		price -= sessionTokens
-	}
-	return price
+	return -t.m.prefill(sessionTokens, 0) * t.fleet
 }
 
-// alonePrice is what it costs to do both on c.
-func alonePrice(r *Request, c *kvstate.Candidate) int64 {
-	price := prefillPrice(r, c) + c.Requests*requestTokens
-	if c.Session == kvstate.RoleDecode { // prefillPrice knows of the rest
-		price -= sessionTokens
+func (t *terms) prefill(c *kvstate.Candidate) PrefillPrice {
+	uncached, cached := t.split(c)
+	work := t.m.prefill(uncached, cached)
+	usual := work * t.fleet // what others lose goes by the fleet's speed: by its own, slow endpoints would idle
+	return PrefillPrice{
+		Queue: seconds(c.Queue), Work: work * speed(c, t.fleet), Others: t.others * usual,
+		Jobs: t.jobs * float64(c.Jobs) * min(usual, t.jobCap), Session: t.session(c, kvstate.RolePrefill),
 	}
-	return price
+}
+
+// seconds is a time.Duration as seconds; its own method divides integers, which costs more than all else here.
+func seconds[D ~int64](d D) float64 { return float64(d) * 1e-9 }
+
+func speed(c *kvstate.Candidate, fleet float64) float64 {
+	if c.Speed > 0 {
+		return c.Speed
+	}
+	return fleet
+}
+
+// DecodePrice is what it costs to decode on an endpoint, in seconds, the transfer aside.
+type DecodePrice struct {
+	Step     float64 `json:"step"`     // until the first token
+	Answer   float64 `json:"answer"`   // the rest of it, weighed
+	Overflow float64 `json:"overflow"` // what waits or is thrown out where KV does not fit
+
+	Session float64 `json:"session,omitempty"` // as PrefillPrice
+}
+
+func (p DecodePrice) sum() float64 { return p.Step + p.Answer + p.Overflow + p.Session }
+
+// batch is what runs on an endpoint that decodes: answers, their KV with the part of them that is written already, and
+// the KV once the request has joined them.
+func (t *terms) batch(c *kvstate.Candidate) (answers, kv float64) {
+	answers = float64(c.Requests - c.Jobs)
+	return answers, float64(c.PromptTokens) + answers*t.out/2 + t.tokens + t.out/2
+}
+
+func (t *terms) decode(c *kvstate.Candidate) DecodePrice {
+	answers, kv := t.batch(c)
+	step := t.m.decode(answers+1, kv)
+	p := DecodePrice{Step: step, Answer: answerWeight * t.out * step, Session: t.session(c, kvstate.RoleDecode)}
+	if over := kv - t.m.KVTokens; over > 0 {
+		p.Overflow = over / kv * t.out * step * 2
+	}
+	return p
+}
+
+// transfer is the time to bring to d what it does not hold.
+func (t *terms) transfer(d *kvstate.Candidate, near bool) float64 {
+	uncached, _ := t.split(d)
+	return t.m.transfer(uncached, near)
+}
+
+// AlonePrice is what it costs to do both on one endpoint, in seconds.
+type AlonePrice struct {
+	Queue    float64 `json:"queue"`    // prompts it is already computing, in steps that its answers share
+	Work     float64 `json:"work"`     // of this prompt, in the same way
+	Others   float64 `json:"others"`   // what that keeps other prompts waiting
+	Answers  float64 `json:"answers"`  // what the answers that run there lose meanwhile, second for second; one may always join
+	Decode   float64 `json:"decode"`   // as DecodePrice, its step aside
+	Overflow float64 `json:"overflow"` // likewise
+
+	Session float64 `json:"session,omitempty"` // as PrefillPrice
+}
+
+func (p AlonePrice) sum() float64 {
+	return p.Queue + p.Work + p.Others + p.Answers + p.Decode + p.Overflow + p.Session
+}
+
+// alone prices both on one endpoint. allowed is false where its running answers would suffer more than they may.
+func (t *terms) alone(c *kvstate.Candidate) (p AlonePrice, allowed bool) {
+	uncached, cached := t.split(c)
+	answers, kv := t.batch(c)
+	step := t.m.decode(answers+1, kv)
+	work, pace, steps := t.m.prefill(uncached, cached), speed(c, t.fleet), t.m.steps(uncached)
+	// Its chunks ride in the steps that decode makes anyway; without any they make their own.
+	longer := (work - t.m.PrefillStep*steps) * pace
+	own := work * pace
+	if answers > 0 {
+		own = longer + steps*step
+	}
+	fill := max(answers/t.m.MaxAnswers, kv/t.m.KVTokens)
+	allowed = fill <= maxFill && (t.tpot <= 0 || step/max(1-c.Share, 0.01) <= tpotMargin*t.tpot)
+	queue := seconds(c.Local) + seconds(c.Queue)
+	p = AlonePrice{
+		Queue: queue * (1 + localSteps*step/t.fullStep), Work: own, Others: t.local * work * t.fleet,
+		Answers: max(answers, 1) * longer / max(1-fill, 1-maxFill), Decode: answerWeight * t.out * step, Session: t.session(c, kvstate.RoleBoth),
+	}
+	if over := kv - t.m.KVTokens; over > 0 {
+		p.Overflow = over / kv * t.out * step * 2
+	}
+	return p, allowed
 }

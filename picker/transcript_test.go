@@ -11,6 +11,7 @@ import (
 	"strconv"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/require"
 
@@ -21,8 +22,12 @@ var update = flag.Bool("update", false, "rewrite the transcripts in testdata")
 
 // TestTranscripts runs testdata/*.txt, which read as fleets in, choices out:
 //
-//	endpoint NAME prefill|decode|both [load=REQUESTS/TOKENS] [hit=BLOCKS] [group=NAME] [out]
-//	pick [tokens=N] [blocks=N] [unsplit] [excluded=NAME,NAME]
+//	endpoint NAME prefill|decode|both [answers=REQUESTS/TOKENS] [queue=JOBS/DURATION] [local=DURATION] [share=X] [speed=X]
+//	         [hit=BLOCKS] [group=NAME] [zone=NAME] [engine=NAME] [layout=NAME] [out]
+//	fleet [load=X] [work=DURATION] [local=X]    (utilisation of prefill, mean prefill, utilisation by local prefills)
+//	policy [split=always|auto|never] [min=TOKENS] [tpot=DURATION] [late]        (holds until the next)
+//	pick [tokens=N] [blocks=N] [answer=N] [unsplit] [excluded=NAME,NAME]
+//	explain ...                (pick, with what was weighed, in milliseconds)
 //	decode NAME ...            (PickDecode for the prompt that NAME has computed; "-" for none)
 //	> what came out; several where chance decides between equals
 //
@@ -49,6 +54,7 @@ func TestTranscripts(t *testing.T) {
 func play(t *testing.T, text []byte) []byte {
 	var out bytes.Buffer
 	var v kvstate.View
+	k := always()
 	for lines := bufio.NewScanner(bytes.NewReader(text)); lines.Scan(); {
 		line := lines.Text()
 		if strings.HasPrefix(line, ">") {
@@ -58,14 +64,25 @@ func play(t *testing.T, text []byte) []byte {
 		words := strings.Fields(line)
 		switch {
 		case len(words) == 0:
-			v.Endpoints = nil
+			v = kvstate.View{}
 		case words[0] == "endpoint":
 			v.Endpoints = append(v.Endpoints, candidate(t, words[1:]))
-		case words[0] == "pick":
+		case words[0] == "fleet":
+			v.Load = utilisation(t, words[1:])
+		case words[0] == "policy":
+			k.Policy = policy(t, words[1:])
+		case words[0] == "pick" || words[0] == "explain":
 			r := request(t, words[1:])
+			if words[0] == "explain" {
+				e, lines := k.Explain(r, &v), bytes.Buffer{}
+				e.Print(&lines)
+				for line := range strings.Lines(lines.String()) {
+					fmt.Fprint(&out, "> ", line)
+				}
+			}
 			answer(&out, func(chance uint64) string {
 				r.Rand = chance
-				c, err := Pick(r, &v)
+				c, err := k.Pick(r, &v)
 				return choice(&v, c, err)
 			})
 		case words[0] == "decode":
@@ -77,8 +94,8 @@ func play(t *testing.T, text []byte) []byte {
 			}
 			answer(&out, func(chance uint64) string {
 				r.Rand = chance
-				d, err := PickDecode(r, &v, prefill)
-				return choice(&v, Choice{prefill, d}, err)
+				d, err := k.PickDecode(r, &v, prefill)
+				return choice(&v, Choice{Prefill: prefill, Decode: d}, err)
 			})
 		case words[0] != "#":
 			t.Fatalf("cannot read %q", line)
@@ -117,9 +134,25 @@ func candidate(t *testing.T, words []string) kvstate.Candidate {
 	for _, w := range words[2:] {
 		key, value, _ := strings.Cut(w, "=")
 		switch key {
-		case "load":
+		case "answers":
 			requests, tokens, _ := strings.Cut(value, "/")
-			c.Requests, c.PromptTokens = number(t, requests), number(t, tokens)
+			c.Requests, c.PromptTokens = c.Requests+number(t, requests), number(t, tokens)
+		case "queue":
+			jobs, work, _ := strings.Cut(value, "/")
+			c.Jobs, c.Queue = number(t, jobs), duration(t, work)
+			c.Requests += c.Jobs
+		case "local":
+			c.Local = duration(t, value)
+		case "share":
+			c.Share = float(t, value)
+		case "speed":
+			c.Speed = float(t, value)
+		case "zone":
+			e.Zone = value
+		case "engine":
+			e.Engine = value
+		case "layout":
+			e.Layout = value
 		case "hit":
 			c.Hit = int(number(t, value))
 		case "group":
@@ -142,6 +175,8 @@ func request(t *testing.T, words []string) *Request {
 			r.PromptTokens = number(t, value)
 		case "blocks":
 			r.Blocks = int(number(t, value))
+		case "answer":
+			r.AnswerTokens = number(t, value)
 		case "unsplit":
 			r.Split = false
 		case "excluded":
@@ -157,4 +192,51 @@ func number(t *testing.T, s string) int64 {
 	n, err := strconv.ParseInt(s, 10, 64)
 	require.NoError(t, err)
 	return n
+}
+
+func utilisation(t *testing.T, words []string) (u kvstate.Utilisation) {
+	for _, w := range words {
+		switch key, value, _ := strings.Cut(w, "="); key {
+		case "load":
+			u.Prefill = float(t, value)
+		case "local":
+			u.Local = float(t, value)
+		case "work":
+			u.Work = duration(t, value)
+		default:
+			t.Fatalf("cannot read %q", w)
+		}
+	}
+	return u
+}
+
+func policy(t *testing.T, words []string) Policy {
+	p := DefaultPolicy()
+	for _, w := range words {
+		switch key, value, _ := strings.Cut(w, "="); key {
+		case "split":
+			p.Split = map[string]Split{"always": SplitAlways, "auto": SplitAuto, "never": SplitNever}[value]
+		case "min":
+			p.MinPrefillTokens = number(t, value)
+		case "tpot":
+			p.TPOT = duration(t, value).Seconds()
+		case "late":
+			p.Late = true
+		default:
+			t.Fatalf("cannot read %q", w)
+		}
+	}
+	return p
+}
+
+func duration(t *testing.T, s string) time.Duration {
+	d, err := time.ParseDuration(s)
+	require.NoError(t, err)
+	return d
+}
+
+func float(t *testing.T, s string) float64 {
+	x, err := strconv.ParseFloat(s, 64)
+	require.NoError(t, err)
+	return x
 }

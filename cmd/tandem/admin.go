@@ -38,6 +38,18 @@ func newAdmin(registry *prometheus.Registry, health *extproc.Health, server *ext
 		}
 		writeJSON(w, server.Recent(n))
 	})
+	mux.HandleFunc("GET /debug/explain", func(w http.ResponseWriter, r *http.Request) {
+		tokens, err := strconv.ParseInt(r.URL.Query().Get("tokens"), 10, 64)
+		if err != nil || tokens < 1 {
+			tokens = 1000
+		}
+		e, err := server.Explain(r.URL.Query().Get("pool"), tokens)
+		if err != nil {
+			http.Error(w, err.Error(), http.StatusNotFound)
+			return
+		}
+		writeJSON(w, e)
+	})
 	return mux
 }
 

@@ -21,6 +21,7 @@ import (
 	"tandem/kvstate/redisstore"
 	"tandem/kvstate/scrape"
 	"tandem/kvstate/tokenize"
+	"tandem/picker"
 	configv1 "tandem/protos/config/v1"
 )
 
@@ -193,6 +194,19 @@ func serverOptions(config *configv1.Config, f *fleet, log *slog.Logger) (extproc
 	return o, nil
 }
 
+// placement is how a pool's requests are placed.
+func placement(p *configv1.Pool) picker.Policy {
+	place := picker.DefaultPolicy()
+	place.MinPrefillTokens = p.GetMinPrefillTokens()
+	switch p.GetSplit() {
+	case "always":
+		place.Split = picker.SplitAlways
+	case "never":
+		place.Split = picker.SplitNever
+	}
+	return place
+}
+
 // policyOf is what the server is told of a pool.
 func policyOf(p *configv1.Pool, board *notices.Board, log *slog.Logger) (policy extproc.Policy, err error) {
 	policy = extproc.Policy{
@@ -203,6 +217,7 @@ func policyOf(p *configv1.Pool, board *notices.Board, log *slog.Logger) (policy 
 		AttemptsTime:    configv1.Duration(p.GetAttemptsTime()),
 		StreamStart:     configv1.Duration(p.GetStreamStartTimeout()),
 		PrefillTimeout:  configv1.Duration(p.GetPrefillTimeout().GetBase()),
+		Place:           placement(p),
 		PerToken:        configv1.Duration(p.GetPrefillTimeout().GetPerToken()),
 	}
 	if e := p.GetKvEvents(); e != nil {

@@ -4,6 +4,7 @@
 //	tandem serve -f FILE --check     validate the configuration and exit; with --live also ask the engines
 //	tandem envoy -f FILE             print the Envoy bootstrap that belongs to the configuration
 //	tandem demo                      bring everything up on this machine and send real requests
+//	tandem replay --trace FILE       play a trace against modelled engines under several routing policies
 //	tandem version
 package main
 
@@ -34,6 +35,7 @@ func main() {
 const usage = `usage: tandem serve -f FILE [--check [--live]]
        tandem envoy -f FILE
        tandem demo [-h]
+       tandem replay --trace FILE --policy NAME,... --prefill X --decode Y [--json] [-h]
        tandem version
 `
 
@@ -49,6 +51,8 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 		return envoy(args[1:], stdout, stderr)
 	case "demo":
 		return demo(ctx, args[1:], stdout, stderr)
+	case "replay":
+		return replayTrace(ctx, args[1:], stdout, stderr)
 	case "version":
 		fmt.Fprintln(stdout, "tandem", version())
 		return nil

@@ -89,7 +89,7 @@ func TestStaticWatches(t *testing.T) {
 		source := asking(s, func(string) []netip.Addr { return *dns.Load() }, "pods:80")
 		source.Resolve(t.Context())
 		stays, goes := s.Pool("p").Endpoints()[0], s.Pool("p").Endpoints()[1]
-		booked := s.Reserve(goes, 10)
+		booked := s.Reserve(goes, kvstate.Booking{For: kvstate.RoleDecode, PromptTokens: 10})
 		ctx, stop := context.WithCancel(t.Context())
 		go source.Run(ctx)
 		later := func(now []netip.Addr) {

@@ -2,6 +2,7 @@ package redisstore
 
 import (
 	"fmt"
+	"tandem/kvstate"
 	"testing"
 	"time"
 )
@@ -57,8 +58,8 @@ func BenchmarkShared(b *testing.B) {
 
 func route(at *replica, i int) {
 	p, d := at.e(i%16), at.e((i+5)%16)
-	first := at.state.Reserve(p, 12800)
-	second := at.state.Reserve(d, 12800)
+	first := at.state.Reserve(p, kvstate.Booking{For: kvstate.RoleDecode, PromptTokens: 12800})
+	second := at.state.Reserve(d, kvstate.Booking{For: kvstate.RoleDecode, PromptTokens: 12800})
 	at.state.Routed(at.pool, p, prompt(i, 100))
 	at.state.Release(first)
 	at.state.Spend([16]byte{1, byte(i), byte(i >> 8), byte(i >> 16)})

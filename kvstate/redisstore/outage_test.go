@@ -3,6 +3,7 @@ package redisstore
 import (
 	"context"
 	"syscall"
+	"tandem/kvstate"
 	"testing"
 	"time"
 
@@ -53,7 +54,7 @@ func TestWhoStartsAloneInherits(t *testing.T) {
 	require.Equal(t, 300, b.hit(0, first), "from the snapshot")
 	b.state.Routed(b.pool, b.e(1), second)
 	eventually(t, "it is told", func() bool { return b.store.Stats().BatchesSent >= 2 })
-	b.state.Reserve(b.e(0), 10)
+	b.state.Reserve(b.e(0), kvstate.Booking{For: kvstate.RoleDecode, PromptTokens: 10})
 	b.kill()
 	time.Sleep(testLease + 50*time.Millisecond) // nobody lives any more, as far as Redis knows
 
@@ -103,12 +104,12 @@ func TestOutages(t *testing.T) {
 			a, b := join(t, redisURL(r), 2), join(t, redisURL(r), 2)
 			before, meanwhile, after := prompt(1, 20), prompt(2, 20), prompt(3, 20)
 			a.state.Routed(a.pool, a.e(0), before)
-			held := a.state.Reserve(a.e(0), 10)
+			held := a.state.Reserve(a.e(0), kvstate.Booking{For: kvstate.RoleDecode, PromptTokens: 10})
 			eventually(t, "it is known", func() bool { return b.hit(0, before) == 20 && b.booked(0) == 1 })
 
 			outage.begin(r)
 			a.state.Routed(a.pool, a.e(1), meanwhile)
-			a.state.Reserve(a.e(1), 10)
+			a.state.Reserve(a.e(1), kvstate.Booking{For: kvstate.RoleDecode, PromptTokens: 10})
 			require.True(t, a.state.Spend([16]byte{1}), "service goes on")
 			require.Equal(t, 20, a.hit(1, meanwhile), "with what it knows itself")
 			time.Sleep(testLease / 2)
@@ -137,7 +138,7 @@ func TestOutages(t *testing.T) {
 func TestLongOutage(t *testing.T) {
 	r := startRedis(t)
 	a, b := join(t, redisURL(r), 2), join(t, redisURL(r), 2)
-	a.state.Reserve(a.e(0), 10)
+	a.state.Reserve(a.e(0), kvstate.Booking{For: kvstate.RoleDecode, PromptTokens: 10})
 	eventually(t, "it is known", func() bool { return b.booked(0) == 1 })
 	r.signal(syscall.SIGSTOP)
 	eventually(t, "it is void", func() bool { return b.booked(0) == 0 && b.store.Replicas() == 1 })

@@ -16,6 +16,7 @@ import (
 	"path/filepath"
 	"strconv"
 	"strings"
+	"tandem/kvstate"
 	"testing"
 	"time"
 
@@ -28,7 +29,7 @@ func agree(t *testing.T, o Options) (a, b *replica) {
 	a, b = join(t, o, 2), join(t, o, 2)
 	hashes := prompt(7, 40)
 	a.state.Routed(a.pool, a.e(1), hashes)
-	a.state.Reserve(a.e(0), 5)
+	a.state.Reserve(a.e(0), kvstate.Booking{For: kvstate.RoleDecode, PromptTokens: 5})
 	eventually(t, "prefix and booking are known", func() bool { return b.hit(1, hashes) == 40 && b.booked(0) == 1 })
 	ticket := byte(0)
 	eventually(t, "tickets are spent for all", func() bool {

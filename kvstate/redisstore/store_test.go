@@ -32,14 +32,14 @@ func TestRoutedPrefixesAreKnownEverywhere(t *testing.T) {
 func TestBookingsHoldForALease(t *testing.T) {
 	r := startRedis(t)
 	a, b, c := join(t, redisURL(r), 4), join(t, redisURL(r), 4), join(t, redisURL(r), 4)
-	id := a.state.Reserve(a.e(0), 1000)
-	b.state.Reserve(b.e(0), 100)
+	id := a.state.Reserve(a.e(0), kvstate.Booking{For: kvstate.RoleDecode, PromptTokens: 1000})
+	b.state.Reserve(b.e(0), kvstate.Booking{For: kvstate.RoleDecode, PromptTokens: 100})
 	eventually(t, "the bookings are known", func() bool { return a.booked(0) == 2 && b.booked(0) == 2 && c.booked(0) == 2 })
 	requests, tokens := c.e(0).Others()
 	require.Equal(t, []int64{2, 1100}, []int64{requests, tokens})
 	a.state.Release(id)
 	eventually(t, "the release is known", func() bool { return c.booked(0) == 1 && b.booked(0) == 1 && a.booked(0) == 1 })
-	a.state.Reserve(a.e(1), 10)
+	a.state.Reserve(a.e(1), kvstate.Booking{For: kvstate.RoleDecode, PromptTokens: 10})
 	eventually(t, "the booking is known", func() bool { return c.booked(1) == 1 })
 	require.Equal(t, 3, c.store.Replicas())
 

@@ -835,8 +835,8 @@ type Pool struct {
 	// The engines' KV transfer dialect: lmcache, mooncake, mooncake-0.13, moriio, moriio-read, multi, nixl, nixl-push, offload, orchestrated, p2p-nccl, sglang,
 	// shared, trtllm, or none for engines that do both by themselves. docs/protocols.md says which engine speaks which. Required.
 	KvTransfer string `protobuf:"bytes,3,opt,name=kv_transfer,json=kvTransfer,proto3" json:"kv_transfer,omitempty"`
-	// always: every request that may be split is; never: none; auto: what is cheaper (until there is a cost model: always).
-	// Default auto.
+	// always: every request that may be split is; never: none; auto: those for which two hops cost less than decode alone, by
+	// the price that docs/decision.md explains. Default auto.
 	Split string `protobuf:"bytes,4,opt,name=split,proto3" json:"split,omitempty"`
 	// What becomes of bodies over envoy.maxBodyBytes: decodeAlone or refuse (413). Default decodeAlone,
 	// but refuse with sglang and p2p-nccl, whose decode endpoints cannot.
@@ -875,9 +875,11 @@ type Pool struct {
 	// With kvTransfer nixl.
 	Nixl *NIXL `protobuf:"bytes,23,opt,name=nixl,proto3" json:"nixl,omitempty"`
 	// Where engines publish what their KV caches hold. Absent: it is guessed from what was routed where.
-	KvEvents      *KvEvents `protobuf:"bytes,25,opt,name=kv_events,json=kvEvents,proto3" json:"kv_events,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	KvEvents *KvEvents `protobuf:"bytes,25,opt,name=kv_events,json=kvEvents,proto3" json:"kv_events,omitempty"`
+	// With split auto: a prompt of which decode would have fewer tokens than this to compute is never split. Default 0.
+	MinPrefillTokens int64 `protobuf:"varint,40,opt,name=min_prefill_tokens,json=minPrefillTokens,proto3" json:"min_prefill_tokens,omitempty"`
+	unknownFields    protoimpl.UnknownFields
+	sizeCache        protoimpl.SizeCache
 }
 
 func (x *Pool) Reset() {
@@ -1041,6 +1043,13 @@ func (x *Pool) GetKvEvents() *KvEvents {
 		return x.KvEvents
 	}
 	return nil
+}
+
+func (x *Pool) GetMinPrefillTokens() int64 {
+	if x != nil {
+		return x.MinPrefillTokens
+	}
+	return 0
 }
 
 type Registration struct {
@@ -1836,7 +1845,7 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\bkey_file\x18\x04 \x01(\tR\akeyFile\"6\n" +
 	"\aTickets\x12\x19\n" +
 	"\bkey_file\x18\x01 \x01(\tR\akeyFile\x12\x10\n" +
-	"\x03ttl\x18\x02 \x01(\tR\x03ttl\"\xde\x06\n" +
+	"\x03ttl\x18\x02 \x01(\tR\x03ttl\"\x8c\a\n" +
 	"\x04Pool\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x16\n" +
 	"\x06models\x18\x02 \x03(\tR\x06models\x12\x1f\n" +
@@ -1858,7 +1867,8 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\forchestrated\x18\x15 \x01(\v2\x1e.tandem.config.v1.OrchestratedR\forchestrated\x12\x18\n" +
 	"\amembers\x18\x16 \x03(\tR\amembers\x12*\n" +
 	"\x04nixl\x18\x17 \x01(\v2\x16.tandem.config.v1.NIXLR\x04nixl\x127\n" +
-	"\tkv_events\x18\x19 \x01(\v2\x1a.tandem.config.v1.KvEventsR\bkvEvents\"&\n" +
+	"\tkv_events\x18\x19 \x01(\v2\x1a.tandem.config.v1.KvEventsR\bkvEvents\x12,\n" +
+	"\x12min_prefill_tokens\x18( \x01(\x03R\x10minPrefillTokens\"&\n" +
 	"\fRegistration\x12\x16\n" +
 	"\x06listen\x18\x01 \x01(\tR\x06listen\"P\n" +
 	"\n" +

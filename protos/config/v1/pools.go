@@ -27,6 +27,12 @@ func (v *validator) pool(path string, p *Pool) {
 	}
 	v.duration(path+".attemptsTime", p.AttemptsTime, time.Millisecond)
 	v.duration(path+".streamStartTimeout", p.StreamStartTimeout, time.Millisecond)
+	switch {
+	case p.MinPrefillTokens < 0:
+		v.m.add(path+".minPrefillTokens", "%d is negative", p.MinPrefillTokens)
+	case p.MinPrefillTokens > 0 && p.Split != "auto":
+		v.warn(path+".minPrefillTokens", "has no effect: split is %s", p.Split)
+	}
 	v.duration(path+".prefillTimeout.base", p.PrefillTimeout.Base, time.Millisecond)
 	v.duration(path+".prefillTimeout.perToken", p.PrefillTimeout.PerToken, 0)
 	v.session(path+".session", p.Session)

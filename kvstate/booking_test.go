@@ -1,0 +1,203 @@
+package kvstate
+
+import (
+	"math"
+	"math/rand/v2"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/stretchr/testify/require"
+)
+
+// prefillOf books so much work on P, for so many tokens.
+func prefillOf(seconds float64, uncached int64) Booking {
+	return Booking{For: RolePrefill, PromptTokens: uncached, Uncached: uncached, Work: Seconds(seconds)}
+}
+
+// clocked is a state with one P and one D in a time of its own.
+func clocked() (s *State, pool *Pool, now *time.Time) {
+	at := time.Unix(1000, 0)
+	s = New(Options{Now: func() time.Time { return at }})
+	s.SetPool(PoolSpec{Name: "p", StepTokens: 1000}, pd(1, 1))
+	return s, s.Pool("p"), &at
+}
+
+func see(s *State, p *Pool) (prefill, decode Candidate, load Utilisation) {
+	var v View
+	s.View(p, nil, &v)
+	return v.Endpoints[0], v.Endpoints[1], v.Load
+}
+
+// What is booked on P is a queue: what its front has been worked on is no longer ahead of anybody.
+func TestQueueOfPrefills(t *testing.T) {
+	s, pool, now := clocked()
+	e := pool.Endpoints()[0]
+	first, second, third := s.Reserve(e, prefillOf(1, 600)), s.Reserve(e, prefillOf(2, 400)), s.Reserve(e, prefillOf(4, 5000))
+	p, _, _ := see(s, pool)
+	require.EqualValues(t, 3, p.Jobs)
+	require.Equal(t, 7*time.Second, p.Queue)
+
+	*now = now.Add(500 * time.Millisecond)
+	p, _, _ = see(s, pool)
+	require.Equal(t, 6500*time.Millisecond, p.Queue, "half a second of it is done")
+	*now = now.Add(10 * time.Second)
+	p, _, _ = see(s, pool)
+	require.Equal(t, 4*time.Second, p.Queue, "the first two share a step and may both be done; the third has not begun")
+
+	require.True(t, s.Release(second))
+	p, _, _ = see(s, pool)
+	require.Equal(t, 4*time.Second, p.Queue)
+	require.True(t, s.Complete(first))
+	p, _, _ = see(s, pool)
+	require.Equal(t, 4*time.Second, p.Queue, "the third is the first now, and has just begun")
+	*now = now.Add(time.Second)
+	p, _, _ = see(s, pool)
+	require.Equal(t, 3*time.Second, p.Queue, "one longer than a step is under way all the same")
+	require.True(t, s.Release(third))
+	p, _, _ = see(s, pool)
+	require.Zero(t, p.Queue)
+	require.Zero(t, p.Jobs)
+}
+
+// The queue against one that adds everything up anew.
+func TestQueueAgainstTwin(t *testing.T) {
+	random := rand.New(rand.NewPCG(1, 1))
+	s, pool, now := clocked()
+	e := pool.Endpoints()[0]
+	type held struct {
+		id     ReservationID
+		work   time.Duration
+		tokens int64
+	}
+	var all []held
+	since := *now
+	for range 3000 {
+		*now = now.Add(time.Duration(random.IntN(100)) * time.Millisecond)
+		if len(all) > 0 && random.IntN(2) == 0 {
+			i := random.IntN(min(len(all), 3))
+			require.True(t, s.Release(all[i].id))
+			all = append(all[:i], all[i+1:]...)
+			if i == 0 {
+				since = *now
+			}
+		} else {
+			h := held{work: time.Duration(random.IntN(300)) * time.Millisecond, tokens: random.Int64N(800)}
+			if len(all) == 0 {
+				since = *now
+			}
+			h.id = s.Reserve(e, Booking{For: RolePrefill, Uncached: h.tokens, Work: h.work})
+			all = append(all, h)
+		}
+		var total, lead time.Duration
+		tokens, leading := int64(0), true
+		for i, h := range all {
+			total += h.work
+			tokens += h.tokens
+			if leading = leading && (i == 0 || tokens <= 1000); leading {
+				lead += h.work
+			}
+		}
+		p, _, _ := see(s, pool)
+		require.Equal(t, total-min(lead, now.Sub(since)), p.Queue)
+		require.EqualValues(t, len(all), p.Jobs)
+	}
+}
+
+func TestWorkOnDecodeEndpointsDrainsByItself(t *testing.T) {
+	s, pool, now := clocked()
+	d := pool.Endpoints()[1]
+	one := s.Reserve(d, Booking{For: RoleBoth, PromptTokens: 100, Uncached: 100, Work: 2 * time.Second})
+	two := s.Reserve(d, Booking{For: RoleBoth, PromptTokens: 100, Uncached: 100, Work: 3 * time.Second})
+	_, c, load := see(s, pool)
+	require.Equal(t, 5*time.Second, c.Local)
+	require.InDelta(t, .5, c.Share, .001, "5 s of the last 10")
+	require.EqualValues(t, 2, c.Requests)
+	require.Zero(t, c.Jobs, "nobody waits for its end")
+	require.Greater(t, load.Local, 0.0)
+	require.Zero(t, load.Prefill)
+	*now = now.Add(4 * time.Second)
+	require.True(t, s.Release(two), "its client left: a second of it was still to do")
+	_, c, _ = see(s, pool)
+	require.Zero(t, c.Local)
+	require.True(t, s.Release(one))
+	*now = now.Add(time.Minute)
+	_, c, _ = see(s, pool)
+	require.Less(t, c.Share, .01)
+}
+
+// Utilisation is the work of the last minute over the endpoints' time, from the first minute on.
+func TestUtilisation(t *testing.T) {
+	s, pool, now := clocked()
+	e := pool.Endpoints()[0]
+	for second := range 300 {
+		s.Release(s.Reserve(e, prefillOf(.4, 100)))
+		*now = now.Add(time.Second)
+		if _, _, load := see(s, pool); second > 5 {
+			require.InDelta(t, .4, load.Prefill, .05, "after %d s", second)
+		}
+	}
+	_, _, load := see(s, pool)
+	require.Equal(t, 400*time.Millisecond, load.Work.Round(time.Millisecond))
+	*now = now.Add(5 * time.Minute)
+	_, _, load = see(s, pool)
+	require.Less(t, load.Prefill, .01)
+}
+
+// An endpoint's speed is learned from how long it was at work, however it batched: small jobs that carry a whole step's
+// overhead do not make it look slow for large ones.
+func TestSpeedIsARatioOfSums(t *testing.T) {
+	s, pool, now := clocked()
+	e := pool.Endpoints()[0]
+	random := rand.New(rand.NewPCG(1, 1))
+	for range 300 {
+		var ids []ReservationID
+		var work float64
+		for range 1 + random.IntN(6) {
+			w := math.Exp(random.NormFloat64()) / 10
+			work += w
+			ids = append(ids, s.Reserve(e, prefillOf(w, 100)))
+		}
+		*now = now.Add(Seconds(work * 2)) // it takes twice as long as the model says, and all end at once
+		for _, id := range ids {
+			require.True(t, s.Complete(id))
+		}
+	}
+	p, d, load := see(s, pool)
+	require.InDelta(t, 2, p.Speed, .35)
+	require.InDelta(t, 2, load.Speed, .35)
+	require.Equal(t, load.Speed, d.Speed, "nothing is known of this one but its fleet")
+}
+
+func TestSpeedNeedsEvidence(t *testing.T) {
+	s, pool, now := clocked()
+	e := pool.Endpoints()[0]
+	id := s.Reserve(e, prefillOf(.005, 10))
+	*now = now.Add(50 * time.Millisecond)
+	s.Complete(id)
+	p, _, _ := see(s, pool)
+	require.InDelta(t, 1, p.Speed, .03, "ten times the model for one small job is noise")
+	for range 100 {
+		id := s.Reserve(e, prefillOf(1, 1000))
+		*now = now.Add(time.Hour)
+		s.Complete(id)
+	}
+	p, _, _ = see(s, pool)
+	require.Equal(t, 10.0, p.Speed, "within bounds")
+	id = s.Reserve(e, prefillOf(1, 1000))
+	*now = now.Add(time.Hour)
+	s.Release(id)
+	require.Equal(t, 10.0, p.Speed, "a prefill that failed says nothing")
+}
+
+// The clock is the process's own unless another is given.
+func TestQueueInRealTime(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		s := New(Options{})
+		s.SetPool(PoolSpec{Name: "p"}, pd(1, 1))
+		s.Reserve(s.Pool("p").Endpoints()[0], prefillOf(3, 100))
+		<-time.After(2 * time.Second)
+		p, _, _ := see(s, s.Pool("p"))
+		require.Equal(t, time.Second, p.Queue)
+	})
+}

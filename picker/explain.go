@@ -1,0 +1,107 @@
+package picker
+
+import (
+	"fmt"
+	"io"
+	"math"
+
+	"tandem/kvstate"
+)
+
+// Explanation is a decision with everything that was weighed for it. Prices are seconds.
+type Explanation struct {
+	Prefill     string    `json:"prefill,omitempty"` // address; "": decode alone
+	Decode      string    `json:"decode,omitempty"`
+	Price       float64   `json:"price"`
+	Refused     string    `json:"refused,omitempty"` // why nothing was chosen
+	Load        float64   `json:"load"`              // utilisation of the endpoints that prefill, 0 to 1
+	SecondCosts float64   `json:"second_costs"`      // what a second of prefill costs everybody else at that load
+	Candidates  []Weighed `json:"candidates"`        // in the view's order
+}
+
+// Weighed is one endpoint in a decision.
+type Weighed struct {
+	Endpoint string        `json:"endpoint"` // address
+	Name     string        `json:"name,omitempty"`
+	Role     string        `json:"role"`
+	Out      string        `json:"out,omitempty"` // why it was left out: failed, failed_request, model
+	Hit      int           `json:"hit_blocks"`
+	Prefill  *PrefillPrice `json:"prefill,omitempty"`
+	Transfer float64       `json:"transfer,omitempty"` // to it, from within its zone
+	Decode   *DecodePrice  `json:"decode_leg,omitempty"`
+	Alone    *AlonePrice   `json:"alone,omitempty"`
+	Busy     bool          `json:"busy,omitempty"` // its answers would suffer more from decode alone than they may
+}
+
+// Explain decides as Pick does, and shows all that was weighed. It allocates: it is for people who ask.
+func (k *Picker) Explain(r *Request, v *kvstate.View) Explanation {
+	c, err := k.Pick(r, v)
+	prefills, decodes := k.survey(r, v)
+	t := k.terms(r, v, prefills, decodes)
+	e := Explanation{Load: v.Load.Prefill, SecondCosts: t.others}
+	if err != nil {
+		e.Refused = err.Error()
+	} else {
+		e.Price, e.Decode = c.Price, v.Endpoints[c.Decode].Endpoint.Addr
+		if c.Prefill >= 0 {
+			e.Prefill = v.Endpoints[c.Prefill].Endpoint.Addr
+		}
+	}
+	for i := range v.Endpoints {
+		e.Candidates = append(e.Candidates, k.weigh(r, &t, &v.Endpoints[i]))
+	}
+	return e
+}
+
+func (k *Picker) weigh(r *Request, t *terms, c *kvstate.Candidate) Weighed {
+	w := Weighed{Endpoint: c.Endpoint.Addr, Name: c.Endpoint.Name, Role: c.Endpoint.Role.String(), Out: k.why(r, c), Hit: c.Hit}
+	if w.Out != "" {
+		return w
+	}
+	if c.Endpoint.Role&kvstate.RolePrefill != 0 {
+		p := t.prefill(c)
+		w.Prefill = &p
+	}
+	if c.Endpoint.Role&kvstate.RoleDecode != 0 {
+		d := t.decode(c)
+		a, allowed := t.alone(c)
+		w.Decode, w.Transfer, w.Alone, w.Busy = &d, t.transfer(c, true), &a, !allowed
+	}
+	return w
+}
+
+// Print writes an explanation for people, prices in milliseconds.
+func (e *Explanation) Print(w io.Writer) {
+	for _, c := range e.Candidates {
+		name := c.Name
+		if name == "" {
+			name = c.Endpoint
+		}
+		if c.Out != "" {
+			fmt.Fprintf(w, "%s: out, %s\n", name, c.Out)
+			continue
+		}
+		if p := c.Prefill; p != nil {
+			fmt.Fprintf(w, "%s: prefill %s = queue %s + work %s + others %s + jobs %s\n", name, ms(p.sum()), ms(p.Queue), ms(p.Work), ms(p.Others), ms(p.Jobs))
+		}
+		if d := c.Decode; d != nil {
+			fmt.Fprintf(w, "%s: decode %s = transfer %s + step %s + answer %s + overflow %s\n", name, ms(c.Transfer+d.sum()), ms(c.Transfer), ms(d.Step), ms(d.Answer), ms(d.Overflow))
+		}
+		if a := c.Alone; a != nil {
+			busy := ""
+			if c.Busy {
+				busy = ", but its answers would suffer"
+			}
+			fmt.Fprintf(w, "%s: alone %s = queue %s + work %s + others %s + answers %s + decode %s + overflow %s%s\n", name, ms(a.sum()),
+				ms(a.Queue), ms(a.Work), ms(a.Others), ms(a.Answers), ms(a.Decode), ms(a.Overflow), busy)
+		}
+	}
+}
+
+// ms is a time for people: milliseconds, without decimals that nobody could measure.
+func ms(seconds float64) string {
+	if seconds < 0.1 {
+		return fmt.Sprintf("%.1f", seconds*1000)
+	}
+	return fmt.Sprintf("%.0f", math.Round(seconds*1000))
+}

@@ -1,0 +1,142 @@
+package picker
+
+import (
+	"math"
+
+	"tandem/kvstate"
+)
+
+// pair chooses the cheapest pair without looking at every one. Apart from its two ends a pair costs only its transfer,
+// and that depends on the other end in no more than the zone. So each P needs to know the cheapest D of its own zone and
+// the cheapest of all, for each kind of D that it may pair with, and these are the same for all P of a kind and zone.
+func (k *Picker) pair(r *Request, v *kvstate.View, t *terms) Choice {
+	n := len(v.Endpoints)
+	total := grown(&k.total, n)
+	best := math.Inf(1)
+	for from, to := 0, 0; from < n; from = to {
+		for to = from + 1; to < n && (!v.Grouped || v.Endpoints[to].Endpoint.Group == v.Endpoints[from].Endpoint.Group); {
+			to++
+		}
+		best = min(best, k.group(v, t, from, to))
+	}
+	tie := tie{at: -1, limit: best + sameTime, chance: r.Rand}
+	for p, price := range total {
+		if price <= tie.limit {
+			tie.offer(p, price, v.Endpoints[p].Hit)
+		}
+	}
+	if tie.at < 0 {
+		return none()
+	}
+	price := total[tie.at]
+	return k.choice(t, v, tie.at, k.partner(r, v, t, tie.at), price)
+}
+
+// group prices the pairs of the endpoints from..to of the view, which pair with nobody else: it leaves in k.total what
+// each P costs with its cheapest D, and returns the least of these.
+func (k *Picker) group(v *kvstate.View, t *terms, from, to int) float64 {
+	k.kinds, k.zones = append(k.kinds[:0], kind{group: v.Endpoints[from].Endpoint.Group}), append(k.zones[:0], "")
+	for i := from; i < to; i++ {
+		e, p := &v.Endpoints[i].Endpoint.EndpointSpec, &k.prices[i]
+		p.kind, p.zone = 0, 0
+		if !v.Grouped || e.Engine != "" || e.Layout != "" || e.Zone != "" { // mostly nothing is known that tells them apart
+			k.intern(&v.Endpoints[i], p)
+		}
+	}
+	k.findPartners(v, t, from, to)
+	best := math.Inf(1)
+	for p := from; p < to; p++ {
+		k.total[p] = math.Inf(1)
+		if price := k.prices[p].prefill; price < math.Inf(1) {
+			k.total[p] = price + k.cheapest(p)
+			best = min(best, k.total[p])
+		}
+	}
+	return best
+}
+
+// intern numbers the kind and the zone of an endpoint. There are few of either within a group.
+func (k *Picker) intern(c *kvstate.Candidate, p *prices) {
+	at := 0
+	for at < len(k.kinds) && !k.kinds[at].is(c) {
+		at++
+	}
+	if at == len(k.kinds) {
+		k.kinds = append(k.kinds, kindOf(c))
+	}
+	where := 0
+	for where < len(k.zones) && k.zones[where] != c.Endpoint.Zone {
+		where++
+	}
+	if where == len(k.zones) {
+		k.zones = append(k.zones, c.Endpoint.Zone)
+	}
+	p.kind, p.zone = int16(at), int16(where)
+}
+
+// partners are the two cheapest endpoints to decode on: a P that can do both does not pair with itself.
+type partners struct {
+	at             int // the cheapest
+	price, another float64
+}
+
+func (f *partners) offer(at int, price float64) {
+	switch {
+	case price < f.price:
+		f.at, f.price, f.another = at, price, f.price
+	case price < f.another:
+		f.another = price
+	}
+}
+
+// other is the price of the cheapest that is not p itself.
+func (f *partners) other(p int) float64 {
+	if f.at == p {
+		return f.another
+	}
+	return f.price
+}
+
+// findPartners fills in, for every kind, the partners in each zone (with the transfer within a zone), and after them those
+// wherever they are: as if all were far, and as if all were near.
+func (k *Picker) findPartners(v *kvstate.View, t *terms, from, to int) {
+	width := len(k.zones) + 2
+	table := grown(&k.partners, len(k.kinds)*width)
+	for i := range table {
+		table[i] = partners{at: -1, price: math.Inf(1), another: math.Inf(1)}
+	}
+	for d := from; d < to; d++ {
+		price := &k.prices[d]
+		if math.IsInf(price.decode, 1) {
+			continue
+		}
+		c := &v.Endpoints[d]
+		row := table[int(price.kind)*width:][:width]
+		near := price.decode + t.transfer(c, true)
+		price.near = near
+		row[width-1].offer(d, near)
+		if len(k.zones) > 1 { // else all are near
+			row[price.zone].offer(d, near)
+			row[width-2].offer(d, price.decode+t.transfer(c, false))
+		}
+	}
+}
+
+// cheapest is the price of the D, transfer included, that p pairs with most cheaply.
+func (k *Picker) cheapest(p int) float64 {
+	width := len(k.zones) + 2
+	best := math.Inf(1)
+	zone := k.prices[p].zone
+	for other := range k.kinds {
+		if len(k.kinds) > 1 && !k.kinds[k.prices[p].kind].pairs(&k.kinds[other]) {
+			continue
+		}
+		row := k.partners[other*width:][:width]
+		if zone == 0 {
+			best = min(best, row[width-1].other(p))
+			continue
+		}
+		best = min(best, row[zone].other(p), row[0].other(p), row[width-2].other(p))
+	}
+	return best
+}

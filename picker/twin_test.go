@@ -1,0 +1,229 @@
+package picker
+
+import (
+	"math"
+	"slices"
+
+	"tandem/kvstate"
+)
+
+// twin is Pick by brute force, with the formula as docs/decision.md has it: every pair, every endpoint alone, and of all
+// whose price is the least to a millisecond those that hold most of the prompt.
+type twin struct {
+	r *Request
+	v *kvstate.View
+	p Policy
+}
+
+// offers is what a twin weighs: choices and what they cost.
+type offers struct {
+	choices []Choice
+	prices  []float64
+}
+
+func (o *offers) add(p, d int, price float64) {
+	o.choices = append(o.choices, Choice{Prefill: p, Decode: d})
+	o.prices = append(o.prices, price)
+}
+
+func (o *offers) least() float64 {
+	if len(o.prices) == 0 {
+		return math.Inf(1)
+	}
+	return slices.Min(o.prices)
+}
+
+func (w *twin) ok(i int, role kvstate.Role, desperate bool) bool {
+	c := &w.v.Endpoints[i]
+	return c.Endpoint.Role&role != 0 && c.Usable && (desperate || !slices.Contains(w.r.Excluded, c.Endpoint.Addr))
+}
+
+func (w *twin) cached(i int) float64 {
+	if w.r.Blocks == 0 {
+		return 0
+	}
+	return min(float64(w.r.PromptTokens)*float64(w.v.Endpoints[i].Hit)/float64(w.r.Blocks), max(float64(w.r.PromptTokens), 1)-1)
+}
+
+func (w *twin) tokens() float64 { return max(float64(w.r.PromptTokens), 1) }
+
+// e is the model's time for this prompt on endpoint i, at speed 1.
+func (w *twin) e(i int) float64 {
+	m, h := w.p.Model, w.cached(i)
+	u := w.tokens() - h
+	return m.PrefillStep*math.Ceil(u/m.StepTokens) + m.PrefillToken*u + m.PrefillContext*u*(h+u/2)
+}
+
+func (w *twin) speed(i int) float64 {
+	if s := w.v.Endpoints[i].Speed; s > 0 {
+		return s
+	}
+	return w.fleet()
+}
+
+func (w *twin) fleet() float64 {
+	if s := w.v.Load.Speed; s > 0 {
+		return s
+	}
+	return 1
+}
+
+func (w *twin) phi(rho float64, role kvstate.Role) float64 {
+	n := 0.0
+	for i := range w.v.Endpoints {
+		if c := w.v.Endpoints[i]; c.Usable && c.Endpoint.Role&role != 0 {
+			n++
+		}
+	}
+	rho = min(rho, .9)
+	return min(2, 6/math.Sqrt(max(n, 1))) * rho / (1 - rho)
+}
+
+func (w *twin) costP(i int) float64 {
+	c, e := &w.v.Endpoints[i], w.e(i)
+	usual := e * w.fleet()
+	beta, limit := 1.0, w.v.Load.Work.Seconds()
+	if w.p.Late {
+		beta, limit = .5, math.Inf(1)
+	}
+	return c.Queue.Seconds() + e*w.speed(i) + w.phi(w.v.Load.Prefill, kvstate.RolePrefill)*usual + beta*float64(c.Jobs)*min(usual, limit)
+}
+
+func (w *twin) out() float64 {
+	if w.r.AnswerTokens > 0 {
+		return float64(w.r.AnswerTokens)
+	}
+	return 256
+}
+
+func (w *twin) step(i int) (n, kv, step, overflow float64) {
+	c, m := &w.v.Endpoints[i], w.p.Model
+	n = float64(c.Requests - c.Jobs)
+	kv = float64(c.PromptTokens) + n*w.out()/2 + w.tokens() + w.out()/2
+	step = m.DecodeStep + m.DecodeAnswer*(n+1) + m.DecodeToken*kv
+	if kv > m.KVTokens {
+		overflow = (kv - m.KVTokens) / kv * w.out() * step * 2
+	}
+	return n, kv, step, overflow
+}
+
+func (w *twin) costD(i int) float64 {
+	_, _, step, overflow := w.step(i)
+	return step + .1*w.out()*step + overflow
+}
+
+func (w *twin) transfer(p, d int) float64 {
+	m := w.p.Model
+	t := (w.tokens() - w.cached(d)) * m.TokenBytes / m.Bandwidth
+	if a, b := w.v.Endpoints[p].Endpoint.Zone, w.v.Endpoints[d].Endpoint.Zone; a != b && a != "" && b != "" {
+		t *= m.ZoneGap
+	}
+	return m.TransferLag + t
+}
+
+func (w *twin) compatible(p, d int) bool {
+	a, b := w.v.Endpoints[p].Endpoint, w.v.Endpoints[d].Endpoint
+	same := func(x, y string) bool { return x == y || x == "" || y == "" }
+	return p != d && a.Group == b.Group && same(a.Engine, b.Engine) && same(a.Layout, b.Layout)
+}
+
+func (w *twin) alone(d int, guarded bool) (price float64, ok bool) {
+	c, m := &w.v.Endpoints[d], w.p.Model
+	n, kv, step, overflow := w.step(d)
+	fill := max(n/m.MaxAnswers, kv/m.KVTokens)
+	if guarded && (fill > .5 || w.p.TPOT > 0 && step/max(1-c.Share, .01) > .9*w.p.TPOT) {
+		return 0, false
+	}
+	e := w.e(d)
+	u := w.tokens() - w.cached(d)
+	queue := (c.Local + c.Queue).Seconds() * (1 + step/(m.StepTokens*m.PrefillToken))
+	steps := math.Ceil(u / m.StepTokens)
+	longer := (e - m.PrefillStep*steps) * w.speed(d)
+	own := e * w.speed(d)
+	if n > 0 {
+		own = longer + steps*step
+	}
+	return queue + own + w.phi(w.v.Load.Local, kvstate.RoleDecode)*e*w.fleet() + max(n, 1)*longer/max(1-fill, .5) + .1*w.out()*step + overflow, true
+}
+
+// pick is every choice that Pick may make.
+func (w *twin) pick() []Choice {
+	var pairs, alone offers
+	for p := range w.v.Endpoints {
+		for d := range w.v.Endpoints {
+			if w.r.Split && w.p.Split != SplitNever && w.ok(p, kvstate.RolePrefill, false) && w.ok(d, kvstate.RoleDecode, false) && w.compatible(p, d) {
+				pairs.add(p, d, w.costP(p)+w.transfer(p, d)+w.costD(d))
+			}
+		}
+	}
+	if len(pairs.prices) > 0 && w.p.Split == SplitAlways {
+		return w.best(&pairs)
+	}
+	for _, desperate := range []bool{false, true} {
+		if len(alone.prices) > 0 {
+			break
+		}
+		for d := range w.v.Endpoints {
+			if !w.ok(d, kvstate.RoleDecode, desperate) {
+				continue
+			}
+			if price, ok := w.alone(d, len(pairs.prices) > 0); ok {
+				alone.add(-1, d, price)
+			}
+		}
+		if len(pairs.prices) > 0 {
+			break
+		}
+	}
+	if len(pairs.prices) == 0 {
+		return w.best(&alone)
+	}
+	all := w.best(&alone)
+	few := len(all) > 0 && slices.ContainsFunc(all, func(c Choice) bool {
+		return math.Ceil(w.tokens()-w.cached(c.Decode)) < float64(w.p.MinPrefillTokens)
+	})
+	if few || alone.least() < pairs.least() {
+		return all
+	}
+	return w.best(&pairs)
+}
+
+// best are those that are equal to the cheapest: P first, then the D that go with it.
+func (w *twin) best(o *offers) (out []Choice) {
+	// what each P costs with its cheapest D
+	byP := map[int]float64{}
+	for i, c := range o.choices {
+		if old, ok := byP[c.Prefill]; !ok || o.prices[i] < old {
+			byP[c.Prefill] = o.prices[i]
+		}
+	}
+	hit := func(i int) int {
+		if i < 0 {
+			return 0
+		}
+		return w.v.Endpoints[i].Hit
+	}
+	most := -1
+	for p, price := range byP {
+		if price <= o.least()+sameTime {
+			most = max(most, hit(p))
+		}
+	}
+	for p, price := range byP {
+		if price > o.least()+sameTime || hit(p) != most {
+			continue
+		}
+		held := -1
+		for i, c := range o.choices {
+			if c.Prefill == p && o.prices[i] <= price+sameTime {
+				held = max(held, hit(c.Decode))
+			}
+		}
+		for i, c := range o.choices {
+			if c.Prefill == p && o.prices[i] <= price+sameTime && hit(c.Decode) == held {
+				out = append(out, c)
+			}
+		}
+	}
+	return out
+}

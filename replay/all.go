@@ -1,0 +1,61 @@
+package replay
+
+import (
+	"context"
+	"fmt"
+	"io"
+	"slices"
+)
+
+// CheckPolicies says which of some names is no policy's.
+func CheckPolicies(names []string) error {
+	for _, name := range names {
+		if !slices.Contains(Policies(), name) {
+			return fmt.Errorf("%q is not a policy: one of %v", name, Policies())
+		}
+	}
+	return nil
+}
+
+// Prepare opens a trace and sets its rate: so many times its own, or (load above 0) by the load on a fleet.
+func Prepare(name string, requests int, rate, load float64, c Config) (*Trace, error) {
+	if err := c.Check(); err != nil {
+		return nil, err
+	}
+	t, err := Open(name, requests, c.Seed)
+	switch {
+	case err != nil:
+		return nil, err
+	case load > 0:
+		return AtLoad(t, c, load)
+	case !(rate > 0) || rate > 1e6:
+		return nil, fmt.Errorf("a rate of %v times the trace's: must be above 0", rate)
+	case rate != 1:
+		return t.Faster(rate)
+	}
+	return t, nil
+}
+
+// RunAll plays a trace under several policies, one after the other, and shows on w how far it is.
+func RunAll(ctx context.Context, t *Trace, names []string, c Config, w io.Writer) ([]*Result, error) {
+	var out []*Result
+	for _, name := range names {
+		c.Progress = NewBar(w, name).Show
+		r, err := Run(ctx, t, name, c)
+		if err != nil {
+			return nil, err
+		}
+		out = append(out, r)
+	}
+	return out, nil
+}
+
+// About says in a few lines what is played against what.
+func About(t *Trace, c Config) []string {
+	lines := []string{fmt.Sprintf("%d requests in %.0f s; caches that never forget would serve %.3f of the prompts' tokens", len(t.Requests), t.Duration(), t.Bound())}
+	lines = append(lines, fmt.Sprintf("%d endpoints that prefill, %d that decode, %.3g tokens of KV each; seed %d", c.Prefill, c.Decode, c.Engine.KVTokens, c.Seed))
+	if p, d, err := Load(t, c); err == nil {
+		lines = append(lines, fmt.Sprintf("load %.2f on prefill, %.2f on decode: 1 is saturation with one pooled cache", p, d))
+	}
+	return append(lines, fmt.Sprintf("goodput: first token within %g s and a token each %g ms", c.TTFT, 1000*c.TPOT))
+}

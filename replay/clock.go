@@ -1,0 +1,57 @@
+package replay
+
+// clock is virtual time: events in order of time, and those of one moment in the order in which they were asked for.
+type clock struct {
+	now    float64 // seconds
+	events []event
+	asked  uint64
+}
+
+type event struct {
+	at    float64
+	order uint64
+	do    func()
+}
+
+func (e *event) before(o *event) bool { return e.at < o.at || (e.at == o.at && e.order < o.order) }
+
+// after asks for an event so many seconds from now.
+func (c *clock) after(seconds float64, do func()) {
+	c.asked++
+	c.events = append(c.events, event{c.now + max(seconds, 0), c.asked, do})
+	for i := len(c.events) - 1; i > 0; {
+		up := (i - 1) / 2
+		if !c.events[i].before(&c.events[up]) {
+			break
+		}
+		c.events[i], c.events[up] = c.events[up], c.events[i]
+		i = up
+	}
+}
+
+// step runs the next event; false if there is none.
+func (c *clock) step() bool {
+	if len(c.events) == 0 {
+		return false
+	}
+	next, last := c.events[0], len(c.events)-1
+	c.events[0] = c.events[last]
+	c.events[last] = event{}
+	c.events = c.events[:last]
+	for i := 0; ; {
+		least := i
+		for down := 2*i + 1; down <= 2*i+2 && down < last; down++ {
+			if c.events[down].before(&c.events[least]) {
+				least = down
+			}
+		}
+		if least == i {
+			break
+		}
+		c.events[i], c.events[least] = c.events[least], c.events[i]
+		i = least
+	}
+	c.now = next.at
+	next.do()
+	return true
+}

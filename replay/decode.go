@@ -1,0 +1,211 @@
+package replay
+
+import (
+	"math"
+
+	"tandem/picker"
+)
+
+// decoder is an engine that writes answers: in each step every answer of the batch gets a token. Between, it computes the
+// prompts that were given to it alone, a chunk in each step.
+type decoder struct {
+	*clock
+	model picker.Model
+	cache *cache
+	first func(*job) // token of an answer
+	done  func(*job)
+	end   func()
+
+	arrived []*job // without room yet
+	local   []*job // prompts to compute here
+	chunk   int    // of the first of those in the step that runs
+	batch   []*job // a heap: the one that ends first is first
+	fresh   []*job // joined since the last step, or in it: their first token is due at its end
+	joining []*job // join at the next step
+	held    int    // answers that have a place, transfers under way included
+	kv      int    // tokens of all of those
+	steps   int
+	running bool
+
+	computed, cached, tokens int
+}
+
+func newDecoder(c *clock, m picker.Model, first, done func(*job)) *decoder {
+	d := &decoder{clock: c, model: m, cache: newCache(capacity(m)), first: first, done: done}
+	d.end = d.endStep
+	return d
+}
+
+// add brings a request here: its KV has to be fetched from another endpoint, or (alone) it has to be computed.
+func (d *decoder) add(j *job) {
+	d.arrived = append(d.arrived, j)
+	d.admit()
+}
+
+// admit gives places to those that wait for one, in order, while there is room for their prompt's KV.
+func (d *decoder) admit() {
+	n := 0
+	for _, j := range d.arrived {
+		if float64(d.held) >= d.model.MaxAnswers || d.held > 0 && float64(d.kv+j.Input) > d.model.KVTokens {
+			break
+		}
+		n++
+		d.held++
+		d.kv += j.Input
+		if j.alone {
+			d.local = append(d.local, j)
+			d.wake()
+			continue
+		}
+		missing := j.Input - min(d.cache.hit(j.Blocks)*BlockTokens, j.Input-1)
+		transfer := d.model.TransferLag + float64(missing)*d.model.TokenBytes/d.model.Bandwidth
+		d.after(transfer, func() { d.join(j) })
+	}
+	d.arrived = append(d.arrived[:0], d.arrived[n:]...)
+}
+
+// join takes an answer whose KV is complete into the batch.
+func (d *decoder) join(j *job) {
+	d.hold(j.Blocks)
+	d.joining = append(d.joining, j)
+	d.wake()
+}
+
+// hold keeps blocks as prefixes, in what memory the answers leave.
+func (d *decoder) hold(blocks []uint64) {
+	limit := 0
+	if d.cache.capacity > 0 {
+		limit = int((d.model.KVTokens - float64(d.kv)) / BlockTokens)
+	}
+	d.cache.add(blocks, limit)
+}
+
+func (d *decoder) wake() {
+	if !d.running {
+		d.step()
+	}
+}
+
+func (d *decoder) step() {
+	for _, j := range d.joining {
+		j.ends = d.steps + j.Output
+		d.push(j)
+		d.fresh = append(d.fresh, j)
+	}
+	d.joining = d.joining[:0]
+	d.running = len(d.batch)+len(d.local) > 0
+	if !d.running {
+		return
+	}
+	took := 0.0
+	if len(d.batch) > 0 {
+		took += d.model.DecodeStep + d.model.DecodeAnswer*float64(len(d.batch)) + d.model.DecodeToken*float64(d.kv)
+	}
+	if len(d.local) > 0 {
+		j := d.local[0]
+		if !j.started {
+			j.begin(d.cache)
+			d.cached += j.cached
+			d.computed += j.Input - j.cached
+		}
+		d.chunk = min(j.Input-j.computed, int(d.model.StepTokens))
+		if len(d.batch) == 0 {
+			took += d.model.PrefillStep // else the chunk rides in the step that the answers make
+		}
+		took += chunkTime(&d.model, d.chunk, j.computed)
+	}
+	d.after(took, d.end)
+}
+
+func (d *decoder) endStep() {
+	if len(d.batch) > 0 {
+		d.steps++
+		d.kv += len(d.batch)
+		d.tokens += len(d.batch)
+	}
+	for _, j := range d.fresh {
+		d.first(j)
+	}
+	d.fresh = d.fresh[:0]
+	for len(d.batch) > 0 && d.batch[0].ends <= d.steps {
+		j := d.pop()
+		d.held--
+		d.kv -= j.Input + j.Output
+		d.done(j)
+	}
+	if d.chunk > 0 {
+		j := d.local[0]
+		j.computed += d.chunk
+		d.chunk = 0
+		d.hold(j.have())
+		if j.computed == j.Input {
+			d.local = append(d.local[:0], d.local[1:]...)
+			d.joinComputed(j)
+		}
+	}
+	d.admit()
+	d.step()
+}
+
+// joinComputed takes a prompt computed here into the batch. Computing it gave the first token already.
+func (d *decoder) joinComputed(j *job) {
+	d.first(j)
+	d.kv++
+	if j.Output == 1 {
+		d.held--
+		d.kv -= j.Input + 1
+		d.done(j)
+		return
+	}
+	j.ends = d.steps + j.Output - 1
+	d.push(j)
+}
+
+func (d *decoder) push(j *job) {
+	d.batch = append(d.batch, j)
+	for i := len(d.batch) - 1; i > 0; {
+		up := (i - 1) / 2
+		if d.batch[up].ends <= d.batch[i].ends {
+			break
+		}
+		d.batch[up], d.batch[i] = d.batch[i], d.batch[up]
+		i = up
+	}
+}
+
+func (d *decoder) pop() *job {
+	top, last := d.batch[0], len(d.batch)-1
+	d.batch[0] = d.batch[last]
+	d.batch = d.batch[:last]
+	for i := 0; ; {
+		least := i
+		for down := 2*i + 1; down <= 2*i+2 && down < last; down++ {
+			if d.batch[down].ends < d.batch[least].ends {
+				least = down
+			}
+		}
+		if least == i {
+			break
+		}
+		d.batch[i], d.batch[least] = d.batch[least], d.batch[i]
+		i = least
+	}
+	return top
+}
+
+// throughput is the tokens a second that the batch gets now.
+func (d *decoder) throughput() float64 {
+	if len(d.batch) == 0 {
+		return 0
+	}
+	n := float64(len(d.batch))
+	return n / (d.model.DecodeStep + d.model.DecodeAnswer*n + d.model.DecodeToken*float64(d.kv))
+}
+
+// usage is the part of its KV memory that answers take.
+func (d *decoder) usage() float64 {
+	if math.IsInf(d.model.KVTokens, 1) {
+		return 0
+	}
+	return min(float64(d.kv)/d.model.KVTokens, 1)
+}

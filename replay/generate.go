@@ -1,0 +1,148 @@
+package replay
+
+import (
+	"fmt"
+	"math"
+	"math/rand/v2"
+	"slices"
+)
+
+// Generate makes a trace of n requests up. The names:
+//
+//	conversation   people who talk: a system prompt that all share, a few turns each of which repeats what was said, a
+//	               minute's thought between them
+//	agent          programs that call tools: a handful of long instructions, many turns with short answers, seconds apart,
+//	               each adding what a tool said
+//	mixed          both in equal parts, and single prompts with nothing in common, of very different length
+//
+// They arrive at so many requests a second. People and tools do not think faster when there are more of them: a higher
+// rate means more sessions at a time.
+func Generate(name string, n int, rate float64, seed uint64) (*Trace, error) {
+	g := generator{random: rand.New(rand.NewPCG(seed, 2)), next: 1 << 32, duration: float64(n) / rate}
+	var sessions []func()
+	switch name {
+	case "conversation":
+		sessions = []func(){g.conversation}
+	case "agent":
+		sessions = []func(){g.agent}
+	case "mixed":
+		sessions = []func(){g.conversation, g.agent, g.single, g.single, g.single, g.single}
+	default:
+		return nil, fmt.Errorf("%q is not a trace that can be made up: one of conversation, agent, mixed", name)
+	}
+	if n < 1 || n > 1<<22 || !(rate > 0) || math.IsInf(rate, 1) {
+		return nil, fmt.Errorf("a trace of %d requests, %v a second", n, rate)
+	}
+	for i := 0; len(g.out) < n; i++ {
+		g.start = g.random.Float64()*(g.duration+sessionTime) - sessionTime
+		sessions[i%len(sessions)]()
+	}
+	slices.SortStableFunc(g.out, byArrival)
+	t := &Trace{Name: name, Requests: g.out[:n]}
+	t.again = func(rate float64) (*Trace, error) { return Generate(name, n, rate, seed) }
+	return t, nil
+}
+
+// usualRate is that of the public conversation trace: 12,000 requests in an hour.
+const usualRate = 12000.0 / 3600
+
+// sessionTime is how long before the trace the first sessions began, so that it starts in the midst of them.
+const sessionTime = 300.0
+
+type generator struct {
+	random   *rand.Rand
+	next     uint64 // block that nobody has
+	start    float64
+	duration float64
+	out      []Request
+}
+
+// about is a length with that median and a spread of so many orders of e.
+func (g *generator) about(median, spread float64) int {
+	return max(int(median*math.Exp(spread*g.random.NormFloat64())), 1)
+}
+
+// history is the tokens that a session has so far, as whole blocks; what is left over has a block of its own each time.
+type history struct {
+	blocks []uint64
+	tokens int
+}
+
+func (g *generator) fresh() uint64 { g.next++; return g.next }
+
+// grow appends tokens to a history.
+func (g *generator) grow(h *history, tokens int) {
+	h.tokens += tokens
+	for len(h.blocks) < h.tokens/BlockTokens {
+		h.blocks = append(h.blocks, g.fresh())
+	}
+}
+
+// ask emits the history as a prompt, if its time is within the trace.
+func (g *generator) ask(h *history, at float64, answer int) {
+	if at < 0 || at >= g.duration {
+		return
+	}
+	blocks := slices.Clone(h.blocks)
+	if h.tokens%BlockTokens > 0 || len(blocks) == 0 {
+		blocks = append(blocks, g.fresh())
+	}
+	g.out = append(g.out, Request{Arrival: at, Input: h.tokens, Output: answer, Blocks: blocks})
+}
+
+// shared is a history that begins with the same tokens for all who share it.
+func shared(id uint64, tokens int) history {
+	h := history{tokens: tokens}
+	for i := range tokens / BlockTokens {
+		h.blocks = append(h.blocks, id<<16+uint64(i))
+	}
+	return h
+}
+
+// longest is where contexts end.
+const longest = 120_000
+
+func (g *generator) conversation() {
+	h, at := shared(1, 2*BlockTokens), g.start
+	for turn := 0; ; turn++ {
+		if turn == 0 {
+			g.grow(&h, g.about(2500, 1.2)) // often with a document
+		} else {
+			g.grow(&h, g.about(150, 1))
+		}
+		answer := min(g.about(300, .7), 2000)
+		if h.tokens > longest {
+			return
+		}
+		g.ask(&h, at, answer)
+		if g.random.Float64() < .3 {
+			return
+		}
+		g.grow(&h, answer)
+		at += 15 + g.random.ExpFloat64()*60
+	}
+}
+
+func (g *generator) agent() {
+	kind := g.random.Uint64N(6)
+	h, at := shared(2+kind, int(4+2*kind)*BlockTokens), g.start
+	g.grow(&h, g.about(400, .8))
+	for {
+		answer := min(g.about(90, .8), 1500)
+		if h.tokens > longest {
+			return
+		}
+		g.ask(&h, at, answer)
+		if g.random.Float64() < .08 {
+			return
+		}
+		g.grow(&h, answer+g.about(700, 1.1))
+		at += 2 + g.random.ExpFloat64()*6
+	}
+}
+
+func (g *generator) single() {
+	var h history
+	g.grow(&h, min(g.about(1500, 1.4), longest))
+	g.ask(&h, g.start, min(g.about(200, .9), 2000))
+}

@@ -1,0 +1,47 @@
+package replay
+
+import (
+	"bytes"
+	"compress/gzip"
+	_ "embed" // a trace
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+)
+
+// mooncakeTrace is the public conversation trace (traces/README.md).
+//
+//go:embed traces/mooncake-conversation.jsonl.gz
+var mooncakeTrace []byte
+
+// Open reads the trace in a file (.gz: compressed), or the public one that is built in (mooncake), or makes one up if name
+// is that of a kind that [Generate] knows.
+func Open(name string, requests int, seed uint64) (*Trace, error) {
+	if slices.Contains([]string{"conversation", "agent", "mixed"}, name) {
+		return Generate(name, requests, usualRate, seed)
+	}
+	if name == "mooncake" {
+		r, err := gzip.NewReader(bytes.NewReader(mooncakeTrace))
+		if err != nil {
+			return nil, fmt.Errorf("the trace that is built in: %w", err)
+		}
+		return ReadTrace(name, r, seed)
+	}
+	file, err := os.Open(name)
+	if err != nil {
+		return nil, fmt.Errorf("opening the trace (a file, or one of mooncake, conversation, agent, mixed): %w", err)
+	}
+	defer file.Close()
+	var r io.Reader = file
+	if strings.HasSuffix(name, ".gz") {
+		unpacked, err := gzip.NewReader(file)
+		if err != nil {
+			return nil, fmt.Errorf("opening %s: %w", name, err)
+		}
+		r = unpacked
+	}
+	return ReadTrace(filepath.Base(name), r, seed)
+}

@@ -1,0 +1,283 @@
+package replay
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"math"
+	"math/rand/v2"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"tandem/picker"
+)
+
+// small is a short made-up trace at a load on a small fleet.
+func small(t *testing.T, trace string, load float64) (*Trace, Config) {
+	t.Helper()
+	c := DefaultConfig()
+	c.Prefill, c.Decode = 2, 2
+	tr, err := Prepare(trace, 300, 1, load, c)
+	require.NoError(t, err)
+	return tr, c
+}
+
+// one plays a trace of requests that are given by hand.
+func one(t *testing.T, policy string, change func(*Config), requests ...Request) *Result {
+	t.Helper()
+	c := DefaultConfig()
+	c.Prefill, c.Decode, c.Split = 1, 1, picker.SplitAlways
+	if change != nil {
+		change(&c)
+	}
+	r, err := Run(t.Context(), &Trace{Name: "by hand", Requests: requests}, policy, c)
+	require.NoError(t, err)
+	return r
+}
+
+// One request alone takes what the model says: its prefill in steps, the transfer, and a decode step for each token.
+func TestOneRequest(t *testing.T) {
+	m := picker.DefaultModel()
+	r := one(t, "random", nil, Request{Input: 10000, Output: 3, Blocks: make([]uint64, 20)})
+	prefill := 2*m.PrefillStep + 10000*m.PrefillToken + m.PrefillContext*10000*5000
+	transfer := m.TransferLag + 10000*m.TokenBytes/m.Bandwidth
+	step := m.DecodeStep + m.DecodeAnswer + 10000*m.DecodeToken
+	require.InDelta(t, prefill+transfer+step, r.TTFT.Mean, 1e-9)
+	require.InDelta(t, step, r.TPOT.Mean, 1e-6)
+	require.Zero(t, r.HitShare)
+}
+
+// Alone there is no transfer, and the first token comes with the prefill.
+func TestOneRequestAlone(t *testing.T) {
+	m := picker.DefaultModel()
+	r := one(t, "tandem", func(c *Config) { c.Split = picker.SplitNever }, Request{Input: 1000, Output: 2, Blocks: make([]uint64, 2)})
+	require.InDelta(t, m.PrefillStep+1000*m.PrefillToken+m.PrefillContext*1000*500, r.TTFT.Mean, 1e-9)
+	require.Equal(t, 1.0, r.Alone)
+}
+
+// What a cache holds is not computed again, but for the last token.
+func TestPrefixIsComputedOnce(t *testing.T) {
+	q := Request{Input: 2048, Output: 1, Blocks: []uint64{1, 2, 3, 4}}
+	later := q
+	later.Arrival = 100
+	longer := Request{Arrival: 200, Input: 2148, Output: 1, Blocks: []uint64{1, 2, 3, 4, 5}}
+	r := one(t, "dynamo", nil, q, later, longer)
+	require.InDelta(t, (2047.0+2048)/(2048+2048+2148), r.HitShare, 1e-9)
+}
+
+// Every token of every prompt is either found or computed, every request ends, and the same seed gives the same numbers.
+func TestEveryPolicyServesAll(t *testing.T) {
+	for _, trace := range []string{"conversation", "agent", "mixed"} {
+		tr, c := small(t, trace, .8)
+		for _, name := range Policies() {
+			r, err := Run(t.Context(), tr, name, c)
+			require.NoError(t, err)
+			require.Equal(t, 300, r.Requests)
+			require.LessOrEqual(t, r.HitShare, tr.Bound()+1e-9, "%s: more hits than there can be", name)
+			require.Greater(t, r.TTFT.Mean, .01)
+			require.GreaterOrEqual(t, r.EndToEnd.P50, r.TTFT.P50)
+			require.GreaterOrEqual(t, r.TPOT.P50, c.Engine.DecodeStep)
+			again, err := Run(t.Context(), tr, name, c)
+			require.NoError(t, err)
+			require.Equal(t, r, again, "%s: the same run, the same numbers", name)
+		}
+	}
+}
+
+// Replicas that share within milliseconds decide as one would, as far as ties go; without sharing they do worse.
+func TestReplicas(t *testing.T) {
+	c := DefaultConfig()
+	c.Prefill, c.Decode, c.Late, c.Split = 8, 8, false, picker.SplitAlways
+	tr, err := Prepare("mooncake", 0, 1, .8, c)
+	require.NoError(t, err)
+	tr.Requests = tr.Requests[:4000]
+	play := func(replicas int, sharing float64) float64 {
+		c.Replicas, c.Sharing = replicas, sharing
+		r, err := Run(t.Context(), tr, "tandem", c)
+		require.NoError(t, err)
+		return r.TTFT.Mean
+	}
+	alone := play(1, 0)
+	require.InEpsilon(t, alone, play(4, .005), .05)
+	require.Greater(t, play(4, -1), 1.2*alone)
+}
+
+func TestLoadIsWhatWasAskedFor(t *testing.T) {
+	for _, trace := range []string{"mooncake", "agent"} {
+		c := DefaultConfig()
+		tr, err := Prepare(trace, 2000, 1, .7, c)
+		require.NoError(t, err)
+		p, d, err := Load(tr, c)
+		require.NoError(t, err)
+		require.InDelta(t, .7, max(p, d), .1)
+	}
+}
+
+// The public trace is what its README says.
+func TestPublicTrace(t *testing.T) {
+	tr, err := Open("mooncake", 0, 1)
+	require.NoError(t, err)
+	require.Len(t, tr.Requests, 12031)
+	require.InDelta(t, .374, tr.Bound(), .001)
+	require.InDelta(t, 3540, tr.Duration(), 70)
+	require.True(t, slices.IsSortedFunc(tr.Requests, byArrival))
+}
+
+func TestReadTraceErrors(t *testing.T) {
+	const good = `{"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [1, 2]}`
+	for text, want := range map[string]string{
+		"":                     "x: no requests",
+		good + "\n\n{\"timest": "x, line 3: unexpected end of JSON input",
+		`{"input_length": 1}`:  "x, line 1: output_length 0 is not between 1 and 16777216",
+		`{"output_length": 1}`: "x, line 1: input_length 0 is not between 1 and 16777216",
+		`{"timestamp": -1}`:    "x, line 1: timestamp -1 is not between 0 and 1e12 ms",
+		`{"input_length": 512, "output_length": 1, "hash_ids": [1, 2]}`: "x, line 1: 2 hash_ids for 512 tokens: one stands for 512",
+	} {
+		_, err := ReadTrace("x", strings.NewReader(text), 1)
+		require.EqualError(t, err, want)
+	}
+	tr, err := ReadTrace("x", strings.NewReader(good+"\n"+good), 1)
+	require.NoError(t, err)
+	require.Len(t, tr.Requests, 2)
+	_, err = AtLoad(tr, DefaultConfig(), .5)
+	require.ErrorIs(t, err, ErrNoDuration)
+}
+
+func FuzzReadTrace(f *testing.F) {
+	f.Add([]byte(`{"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [1, 2]}`))
+	f.Fuzz(func(t *testing.T, text []byte) {
+		tr, err := ReadTrace("x", bytes.NewReader(text), 1)
+		if err != nil {
+			return
+		}
+		for _, q := range tr.Requests {
+			require.True(t, q.Input > 0 && q.Output > 0 && len(q.Blocks) <= blocksOf(q.Input) && q.Arrival >= 0 && !math.IsNaN(q.Arrival))
+		}
+	})
+}
+
+func TestConfigErrors(t *testing.T) {
+	tr, good := small(t, "agent", .5)
+	for _, change := range []func(*Config){
+		func(c *Config) { c.Prefill = 0 }, func(c *Config) { c.Decode = -1 }, func(c *Config) { c.Replicas = 65 }, func(c *Config) { c.TPOT = 0 },
+	} {
+		c := good
+		change(&c)
+		_, err := Run(t.Context(), tr, "tandem", c)
+		require.Error(t, err)
+	}
+	_, err := Run(t.Context(), tr, "best", good)
+	require.ErrorContains(t, err, `"best" is not a policy: one of [tandem random`)
+	require.NoError(t, CheckPolicies(Policies()))
+	require.Error(t, CheckPolicies([]string{"tandem", ""}))
+	stopped, stop := context.WithCancel(t.Context())
+	stop()
+	long, err := Prepare("agent", 2000, 1, .5, good)
+	require.NoError(t, err)
+	_, err = Run(stopped, long, "random", good)
+	require.ErrorIs(t, err, context.Canceled)
+}
+
+// What goes out as JSON is what the documentation promises, and nothing else.
+func TestJSON(t *testing.T) {
+	r := one(t, "random", nil, Request{Input: 10, Output: 2})
+	text, err := json.Marshal(r)
+	require.NoError(t, err)
+	var got map[string]any
+	require.NoError(t, json.Unmarshal(text, &got))
+	keys := slices.Sorted(func(yield func(string) bool) {
+		for k := range got {
+			if !yield(k) {
+				return
+			}
+		}
+	})
+	require.Equal(t, []string{"goodput", "hitShare", "maxMeanLoad", "policy", "requests", "tpot", "ttft"}, keys)
+	require.Len(t, got["ttft"], 4)
+}
+
+func TestReportIsComplete(t *testing.T) {
+	tr, c := small(t, "agent", .5)
+	var progress bytes.Buffer
+	results, err := RunAll(t.Context(), tr, []string{"tandem", "random"}, c, &progress)
+	require.NoError(t, err)
+	require.Contains(t, progress.String(), "100 %")
+	var page, table bytes.Buffer
+	require.NoError(t, (&Report{Title: "<t>", About: About(tr, c), Results: results}).Write(&page))
+	require.Contains(t, page.String(), "&lt;t&gt;")
+	require.NotContains(t, page.String(), "NaN")
+	require.NotContains(t, page.String(), "http", "it needs nothing else")
+	require.Equal(t, 4, strings.Count(page.String(), "<svg"))
+	Print(&table, results)
+	require.Equal(t, 3, strings.Count(table.String(), "\n"))
+}
+
+// The cache against one that keeps a list.
+func TestCacheAgainstTwin(t *testing.T) {
+	random := rand.New(rand.NewPCG(1, 1))
+	c := newCache(8)
+	var twin []uint64 // oldest first
+	use := func(b uint64) {
+		twin = append(slices.DeleteFunc(twin, func(o uint64) bool { return o == b }), b)
+	}
+	for range 5000 {
+		prompt := []uint64{random.Uint64N(3), 10 + random.Uint64N(6), 20 + random.Uint64N(6)}[:1+random.IntN(3)]
+		if random.IntN(2) == 0 {
+			n := 0
+			for n < len(prompt) && slices.Contains(twin, prompt[n]) {
+				n++
+			}
+			require.Equal(t, n, c.hit(prompt))
+			for i := n - 1; i >= 0; i-- {
+				use(prompt[i])
+			}
+			continue
+		}
+		limit := 4 + random.IntN(5)
+		c.add(prompt, limit)
+		for i := len(prompt) - 1; i >= 0; i-- {
+			use(prompt[i])
+		}
+		twin = twin[max(len(twin)-limit, 0):]
+		require.Len(t, c.at, len(twin))
+	}
+}
+
+// Events come in order of time, and in the order asked for where the time is the same.
+func TestClock(t *testing.T) {
+	random := rand.New(rand.NewPCG(1, 1))
+	var c clock
+	var got []int
+	var times []float64
+	at := make([]float64, 200)
+	for i := range at {
+		at[i] = float64(random.IntN(20))
+		c.after(at[i], func() { got = append(got, i); times = append(times, c.now) })
+	}
+	for c.step() {
+	}
+	require.True(t, slices.IsSorted(times))
+	require.True(t, slices.IsSortedFunc(got, func(a, b int) int {
+		if at[a] != at[b] {
+			return int(at[a] - at[b])
+		}
+		return a - b
+	}))
+}
+
+// The tables come out for the quick suite's shape, of one scenario.
+func TestSuiteTables(t *testing.T) {
+	s := &played{plan: plan{[]scenario{{trace: "agent", prefill: 2, decode: 2}}, []float64{.3, .8}, []uint64{1}, 120}, results: map[string][]*Result{}}
+	for _, load := range s.loads {
+		require.NoError(t, s.play(t.Context(), s.scenarios[0], load, 1, append(rivals(), ours()...), func() {}))
+	}
+	s.complete = 1
+	var out bytes.Buffer
+	s.print(&out)
+	require.NotContains(t, out.String(), "NaN")
+	require.Contains(t, out.String(), "| agent 2+2 |")
+	require.Contains(t, out.String(), "| 80 % |")
+}

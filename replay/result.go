@@ -1,0 +1,90 @@
+package replay
+
+// Spread is a distribution of times, in seconds.
+type Spread struct {
+	Mean float64 `json:"mean"`
+	P50  float64 `json:"p50"`
+	P90  float64 `json:"p90"`
+	P99  float64 `json:"p99"`
+}
+
+// Result is how a policy served a trace.
+type Result struct {
+	Policy      string  `json:"policy"`
+	Requests    int     `json:"requests"`
+	HitShare    float64 `json:"hitShare"`    // prompt tokens found in a cache, of all
+	MaxMeanLoad float64 `json:"maxMeanLoad"` // prompt tokens computed by the busiest prefill endpoint over their mean
+	TTFT        Spread  `json:"ttft"`        // from arrival to the answer's first token
+	TPOT        Spread  `json:"tpot"`        // between two tokens of an answer, over answers of at least two
+	Goodput     float64 `json:"goodput"`     // share of requests that met both targets
+
+	EndToEnd Spread  `json:"-"` // from arrival to the last token
+	Alone    float64 `json:"-"` // share of requests that decode served alone
+	Span     float64 `json:"-"` // seconds of virtual time until all had ended
+	ttft     []float64
+}
+
+func newResult(name string, f *fleet, jobs []job, c Config) *Result {
+	r := &Result{Policy: name, Requests: len(jobs), Span: f.now}
+	var tpot, total []float64
+	good, alone := 0, 0
+	for i := range jobs {
+		j := &jobs[i]
+		first, each := j.firstAt-j.Arrival, 0.0
+		r.ttft = append(r.ttft, first)
+		total = append(total, j.endAt-j.Arrival)
+		if j.Output > 1 {
+			each = (j.endAt - j.firstAt) / float64(j.Output-1)
+			tpot = append(tpot, each)
+		}
+		if first <= c.TTFT && each <= c.TPOT {
+			good++
+		}
+		if j.alone {
+			alone++
+		}
+	}
+	r.TTFT, r.TPOT, r.EndToEnd = spread(r.ttft), spread(tpot), spread(total)
+	n := float64(len(jobs))
+	r.Goodput, r.Alone = float64(good)/n, float64(alone)/n
+	r.HitShare, r.MaxMeanLoad = f.shares()
+	return r
+}
+
+// shares are the hit share of the fleet and the balance of its prefill.
+func (f *fleet) shares() (hit, maxMean float64) {
+	var cached, computed, most, prefills float64
+	for _, p := range f.prefills {
+		cached += float64(p.cached)
+		prefills += float64(p.computed)
+		most = max(most, float64(p.computed))
+	}
+	computed = prefills
+	for _, d := range f.decodes {
+		cached += float64(d.cached)
+		computed += float64(d.computed)
+	}
+	maxMean = 1
+	if prefills > 0 {
+		maxMean = most / prefills * float64(len(f.prefills))
+	}
+	return cached / max(cached+computed, 1), maxMean
+}
+
+// spread sorts its argument.
+func spread(values []float64) Spread {
+	if len(values) == 0 {
+		return Spread{}
+	}
+	var s Spread
+	for _, v := range sorted(values) {
+		s.Mean += v / float64(len(values))
+	}
+	s.P50, s.P90, s.P99 = quantile(values, .5), quantile(values, .9), quantile(values, .99)
+	return s
+}
+
+// quantile of sorted values: the least that so many of them do not exceed.
+func quantile(values []float64, q float64) float64 {
+	return values[min(int(q*float64(len(values))), len(values)-1)]
+}

@@ -1,0 +1,294 @@
+package replay
+
+import (
+	"context"
+	"fmt"
+	"io"
+	"math"
+	"runtime"
+	"slices"
+	"sync"
+
+	"golang.org/x/sync/errgroup"
+
+	"tandem/picker"
+)
+
+// scenario is a trace on a fleet.
+type scenario struct {
+	trace           string
+	prefill, decode int
+	kv              float64 // tokens of an endpoint's KV; 0: the default
+}
+
+func (s scenario) String() string {
+	name := fmt.Sprintf("%s %d+%d", s.trace, s.prefill, s.decode)
+	if s.kv > 0 {
+		name += fmt.Sprintf(", %.1fM KV", s.kv/1e6)
+	}
+	return name
+}
+
+// contender is a policy with its settings.
+type contender struct {
+	name, policy string
+	late         bool
+	split        picker.Split
+}
+
+// rivals are the policies that Tandem is compared with; those that never win (random, longest prefix) are left out.
+func rivals() (out []contender) {
+	for _, name := range []string{"least-requests", "llm-d", "dynamo", "smg", "aibrix", "mooncake"} {
+		out = append(out, contender{name: name, policy: name})
+	}
+	return out
+}
+
+// ours are Tandem's settings: pairs bound at once, pairs bound late, and decode alone by price as well.
+func ours() []contender {
+	return []contender{
+		{"immediate", "tandem", false, picker.SplitAlways},
+		{"late", "tandem", true, picker.SplitAlways},
+		{"immediate, auto", "tandem", false, picker.SplitAuto},
+		{"late, auto", "tandem", true, picker.SplitAuto},
+	}
+}
+
+// plan is how much a suite plays.
+type plan struct {
+	scenarios []scenario
+	loads     []float64
+	seeds     []uint64
+	requests  int // of traces that are made up
+}
+
+func newPlan(size string) (plan, error) {
+	var all []scenario
+	for _, trace := range []string{"mooncake", "conversation", "agent", "mixed"} {
+		for _, fleet := range [][2]int{{2, 2}, {4, 4}, {6, 2}} {
+			all = append(all, scenario{trace: trace, prefill: fleet[0], decode: fleet[1]})
+		}
+	}
+	all = append(all, scenario{trace: "mooncake", prefill: 32, decode: 32})
+	switch size {
+	case "full":
+		return plan{all, []float64{.2, .5, .8, 1.1}, []uint64{1, 2, 3}, 4000}, nil
+	case "quick":
+		return plan{[]scenario{all[1], all[4], all[7], all[10]}, []float64{.5, .8}, []uint64{1}, 3000}, nil
+	}
+	return plan{}, fmt.Errorf("-suite: %q is not quick or full", size)
+}
+
+// played are the results of a suite, by scenario, load and contender: one for each seed.
+type played struct {
+	plan
+	mu       sync.Mutex
+	results  map[string][]*Result
+	done     int
+	complete int // seeds that were played to the end
+}
+
+func key(s scenario, load float64, c contender) string {
+	return fmt.Sprintf("%v|%v|%s", s, load, c.name)
+}
+
+// Suite plays the scenarios of docs/benchmarks.md and prints its tables: quick takes a minute, full half an hour of one core.
+// When it is interrupted it shows the seeds that it had played.
+func Suite(ctx context.Context, size string, stdout, stderr io.Writer) error {
+	p, err := newPlan(size)
+	if err != nil {
+		return err
+	}
+	s := &played{plan: p, results: map[string][]*Result{}}
+	contenders := append(rivals(), ours()...)
+	of := len(p.scenarios) * len(p.loads) * len(p.seeds) * len(contenders)
+	bar := NewBar(stderr, "suite")
+	for _, seed := range p.seeds { // one after the other, so that the results of one key are in the order of seeds
+		group, running := errgroup.WithContext(ctx)
+		group.SetLimit(runtime.GOMAXPROCS(0))
+		for _, sc := range p.scenarios {
+			for _, load := range p.loads {
+				group.Go(func() error { return s.play(running, sc, load, seed, contenders, func() { bar.Show(s.done, of) }) })
+			}
+		}
+		err := group.Wait()
+		if err != nil && s.complete > 0 && ctx.Err() != nil {
+			break // interrupted: what was played to the end is shown
+		}
+		if err != nil {
+			return err
+		}
+		s.complete++
+	}
+	s.print(stdout)
+	return s.extras(ctx, stdout)
+}
+
+// play plays one scenario at one load under all contenders.
+func (s *played) play(ctx context.Context, sc scenario, load float64, seed uint64, contenders []contender, shown func()) error {
+	c := DefaultConfig()
+	c.Prefill, c.Decode, c.Seed = sc.prefill, sc.decode, seed
+	if sc.kv > 0 {
+		c.Engine.KVTokens = sc.kv
+	}
+	t, err := Prepare(sc.trace, s.requests, 1, load, c)
+	if err != nil {
+		return err
+	}
+	for _, who := range contenders {
+		c.Late, c.Split = who.late, who.split
+		r, err := Run(ctx, t, who.policy, c)
+		if err != nil {
+			return err
+		}
+		r.ttft = nil
+		s.mu.Lock()
+		k := key(sc, load, who)
+		s.results[k] = append(s.results[k], r)
+		s.done++
+		shown()
+		s.mu.Unlock()
+	}
+	return nil
+}
+
+// over is a number of the results of one key, averaged over seeds.
+func (s *played) over(sc scenario, load float64, who contender, what func(*Result) float64) float64 {
+	sum := 0.0
+	for _, r := range s.results[key(sc, load, who)][:s.complete] {
+		sum += what(r)
+	}
+	return sum / float64(s.complete)
+}
+
+func meanTTFT(r *Result) float64 { return r.TTFT.Mean }
+func p99TTFT(r *Result) float64  { return r.TTFT.P99 }
+func endToEnd(r *Result) float64 { return r.EndToEnd.Mean }
+func goodput(r *Result) float64  { return r.Goodput }
+
+// best is the rival that has the least mean time to the first token in a scenario, in hindsight.
+func (s *played) best(sc scenario, load float64) contender {
+	return slices.MinFunc(rivals(), func(a, b contender) int {
+		if s.over(sc, load, a, meanTTFT) < s.over(sc, load, b, meanTTFT) {
+			return -1
+		}
+		return 1
+	})
+}
+
+func (s *played) print(w io.Writer) {
+	s.printScenarios(w)
+	s.printLoads(w)
+	s.printCapacity(w)
+}
+
+// printScenarios is mean (and p99) TTFT of everybody at 80 % load.
+func (s *played) printScenarios(w io.Writer) {
+	const load = .8
+	all := append(rivals(), ours()...)
+	fmt.Fprintf(w, "Mean TTFT in seconds (p99) at %.0f %% load, mean of %d seeds; the best other policy in bold.\n\n| trace, fleet |", 100*load, s.complete)
+	for _, c := range all {
+		fmt.Fprintf(w, " %s |", c.name)
+	}
+	fmt.Fprintf(w, "\n|---|")
+	for range all {
+		fmt.Fprint(w, "---|")
+	}
+	fmt.Fprintln(w)
+	for _, sc := range s.scenarios {
+		fmt.Fprintf(w, "| %v |", sc)
+		best := s.best(sc, load)
+		for _, c := range all {
+			cell := fmt.Sprintf("%.3g (%.3g)", s.over(sc, load, c, meanTTFT), s.over(sc, load, c, p99TTFT))
+			if c.name == best.name {
+				cell = "**" + cell + "**"
+			}
+			fmt.Fprintf(w, " %s |", cell)
+		}
+		fmt.Fprintln(w)
+	}
+	fmt.Fprintln(w)
+}
+
+// printLoads is Tandem against the best rival of each scenario, by load.
+func (s *played) printLoads(w io.Writer) {
+	fmt.Fprintf(w, "Against the best other policy of each scenario: mean TTFT as a ratio (geometric mean / worst scenario), p99 TTFT and mean end-to-end time (geometric mean / worst).\n\n| load |")
+	for _, c := range ours() {
+		fmt.Fprintf(w, " %s: mean | p99 | end to end |", c.name)
+	}
+	fmt.Fprintf(w, "\n|---|")
+	for range ours() {
+		fmt.Fprint(w, "---|---|---|")
+	}
+	fmt.Fprintln(w)
+	for _, load := range s.loads {
+		fmt.Fprintf(w, "| %.0f %% |", 100*load)
+		for _, c := range ours() {
+			for _, what := range []func(*Result) float64{meanTTFT, p99TTFT, endToEnd} {
+				product, worst := 0.0, 0.0
+				for _, sc := range s.scenarios {
+					ratio := s.over(sc, load, c, what) / s.over(sc, load, s.best(sc, load), what)
+					product += math.Log(ratio)
+					worst = max(worst, ratio)
+				}
+				fmt.Fprintf(w, " %.2f / %.2f |", math.Exp(product/float64(len(s.scenarios))), worst)
+			}
+		}
+		fmt.Fprintln(w)
+	}
+	fmt.Fprintln(w)
+}
+
+// printCapacity is the highest load at which goodput is .9: between the loads that were played, by a straight line.
+func (s *played) printCapacity(w io.Writer) {
+	all := append(rivals(), ours()...)
+	fmt.Fprintf(w, "Highest load with a goodput of .9 (first token within 5 s, a token each 50 ms); >: more than was played, <: less.\n\n| trace, fleet | best other |")
+	for _, c := range ours() {
+		fmt.Fprintf(w, " %s |", c.name)
+	}
+	fmt.Fprintf(w, "\n|---|---|")
+	for range ours() {
+		fmt.Fprint(w, "---|")
+	}
+	fmt.Fprintln(w)
+	for _, sc := range s.scenarios {
+		best, name := 0.0, ""
+		for _, c := range all[:len(rivals())] {
+			if load := s.capacity(sc, c); load > best {
+				best, name = load, c.name
+			}
+		}
+		fmt.Fprintf(w, "| %v | %s %s |", sc, s.shownLoad(best), name)
+		for _, c := range ours() {
+			fmt.Fprintf(w, " %s |", s.shownLoad(s.capacity(sc, c)))
+		}
+		fmt.Fprintln(w)
+	}
+	fmt.Fprintln(w)
+}
+
+func (s *played) shownLoad(load float64) string {
+	switch {
+	case load <= 0:
+		return fmt.Sprintf("< %.2f", s.loads[0])
+	case load >= s.loads[len(s.loads)-1]:
+		return fmt.Sprintf("> %.2f", s.loads[len(s.loads)-1])
+	}
+	return fmt.Sprintf("%.2f", load)
+}
+
+func (s *played) capacity(sc scenario, c contender) float64 {
+	const enough = .9
+	before, at := 0.0, 0.0
+	for i, load := range s.loads {
+		g := s.over(sc, load, c, goodput)
+		if g < enough {
+			if i == 0 {
+				return 0
+			}
+			return at + (load-at)*(before-enough)/(before-g)
+		}
+		before, at = g, load
+	}
+	return at
+}

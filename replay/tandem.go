@@ -1,0 +1,239 @@
+package replay
+
+import (
+	"fmt"
+	"math"
+	"slices"
+	"time"
+
+	"tandem/kvstate"
+	"tandem/picker"
+)
+
+// tandem is Tandem's own policy: the picker over the state, as the server uses them. Several replicas take turns, each with
+// a state of its own that learns of the others' decisions after a delay.
+type tandem struct {
+	*fleet
+	config   Config
+	replicas []*replica
+	bookings map[uint64]*bookings
+}
+
+// replica is one Tandem.
+type replica struct {
+	*tandem
+	number   int
+	state    *kvstate.State
+	pool     *kvstate.Pool
+	picker   picker.Picker
+	queue    picker.Queue
+	waiting  map[uint64]*job
+	view     kvstate.View
+	request  picker.Request
+	ticking  bool
+	tick     func()
+	position map[*kvstate.Endpoint]int // of an endpoint in the fleet
+}
+
+// bookings are those of one request, on every replica.
+type bookings struct {
+	replica         *replica
+	prefill, decode kvstate.ReservationID
+}
+
+const tickSeconds = 0.020
+
+func newTandem(f *fleet, c Config) *tandem {
+	t := &tandem{fleet: f, config: c, bookings: map[uint64]*bookings{}}
+	for i := range max(c.Replicas, 1) {
+		t.replicas = append(t.replicas, t.newReplica(i))
+	}
+	return t
+}
+
+func (t *tandem) newReplica(number int) *replica {
+	r := &replica{tandem: t, number: number, waiting: map[uint64]*job{}, position: map[*kvstate.Endpoint]int{}}
+	blocks := capacity(t.config.Engine)
+	if blocks == 0 {
+		blocks = 1 << 28
+	}
+	r.state = kvstate.New(kvstate.Options{
+		Now:            func() time.Time { return time.Unix(0, int64(t.now*float64(time.Second))) },
+		EndpointBlocks: blocks, MaxIndexBytes: 1 << 36, ReservationTTL: 1000 * time.Hour, MaxReservations: 1 << 30,
+	})
+	var eps []kvstate.EndpointSpec
+	for i := range t.config.Prefill {
+		eps = append(eps, kvstate.EndpointSpec{Name: fmt.Sprint("p", i), Addr: fmt.Sprint("p", i), Role: kvstate.RolePrefill})
+	}
+	for i := range t.config.Decode {
+		eps = append(eps, kvstate.EndpointSpec{Name: fmt.Sprint("d", i), Addr: fmt.Sprint("d", i), Role: kvstate.RoleDecode})
+	}
+	r.state.SetPool(kvstate.PoolSpec{Name: "replay", Models: []string{"*"}, StepTokens: int64(t.config.Engine.StepTokens)}, eps)
+	r.pool = r.state.Pool("replay")
+	for i, e := range r.pool.Endpoints() {
+		r.position[e] = i
+		if i >= t.config.Prefill {
+			r.position[e] = i - t.config.Prefill
+		}
+	}
+	r.picker.Policy = picker.DefaultPolicy()
+	r.picker.Late, r.picker.Split = t.config.Late, t.config.Split
+	r.picker.Model.KVTokens = t.config.Engine.KVTokens // an engine tells how much it holds, and nothing else of this
+	r.queue.Max = math.MaxInt
+	r.tick = func() { r.ticking = false; r.dispatch() }
+	return r
+}
+
+func (t *tandem) arrive(j *job) {
+	r := t.replicas[j.id%uint64(len(t.replicas))]
+	if !t.config.Late {
+		v := r.Fleet()
+		c, err := r.picker.Pick(r.look(j, v), v)
+		r.send(j, c, err)
+		return
+	}
+	r.waiting[j.id] = j
+	r.queue.Arrive(&r.picker, r, j.id, t.now, r.picker.Model.FullStep())
+	r.wake()
+}
+
+// Fleet serves the queue.
+func (r *replica) Fleet() *kvstate.View {
+	r.state.View(r.pool, nil, &r.view)
+	return &r.view
+}
+
+// Look serves the queue.
+func (r *replica) Look(id uint64, v *kvstate.View) *picker.Request { return r.look(r.waiting[id], v) }
+
+// look is the picker's request for a job, with its hits in the view.
+func (r *replica) look(j *job, v *kvstate.View) *picker.Request {
+	r.request = picker.Request{PromptTokens: int64(j.Input), Blocks: len(j.Blocks), Split: true, Rand: r.random.Uint64()}
+	if r.config.Routed {
+		r.state.Hits(r.pool, j.Blocks, v)
+		return &r.request
+	}
+	if j.hits == nil || r.now-j.lookedAt > keepHits {
+		j.hits, j.lookedAt = r.told(j, j.hits[:0]), r.now
+	}
+	for i := range v.Endpoints {
+		v.Endpoints[i].Hit = int(j.hits[i])
+	}
+	return &r.request
+}
+
+// keepHits is how long a request that waits keeps what it was told of the caches, seconds.
+const keepHits = 0.1
+
+// told is what the engines' events tell of a prompt, by position in the pool.
+func (r *replica) told(j *job, hits []int32) []int32 {
+	for _, x := range r.index {
+		hits = append(hits, int32(x.hit(j.Blocks)))
+	}
+	for _, d := range r.decodes {
+		hits = append(hits, int32(d.cache.peek(j.Blocks)))
+	}
+	return hits
+}
+
+// Send serves the queue.
+func (r *replica) Send(id uint64, _ *picker.Request, _ *kvstate.View, c picker.Choice, err error) {
+	j := r.waiting[id]
+	delete(r.waiting, id)
+	r.send(j, c, err)
+}
+
+func (r *replica) dispatch() {
+	r.queue.Dispatch(&r.picker, r, r.picker.Model.FullStep())
+	r.wake()
+}
+
+// wake sees to it that those who wait are looked at again.
+func (r *replica) wake() {
+	if r.queue.Len() > 0 && !r.ticking {
+		r.ticking = true
+		r.after(tickSeconds, r.tick)
+	}
+}
+
+// send books a choice and binds the request.
+func (r *replica) send(j *job, c picker.Choice, err error) {
+	if err != nil {
+		panic(fmt.Sprintf("replay: a fleet in which nothing fails has no endpoint: %v", err)) // cannot happen: Config.Check
+	}
+	b := &bookings{replica: r}
+	r.bookings[j.id] = b
+	prefill, d := -1, r.view.Endpoints[c.Decode].Endpoint
+	if c.Prefill >= 0 {
+		p := r.view.Endpoints[c.Prefill].Endpoint
+		prefill = r.position[p]
+		b.prefill = r.book(p, c.PrefillBooking(), j.Blocks)
+	}
+	b.decode = r.book(d, c.DecodeBooking(), j.Blocks)
+	r.bind(j, prefill, r.position[d])
+}
+
+// book books on this replica now, and on the others when they hear of it.
+func (r *replica) book(e *kvstate.Endpoint, b kvstate.Booking, blocks []uint64) kvstate.ReservationID {
+	id := r.state.Reserve(e, b)
+	r.state.Routed(r.pool, e, blocks)
+	r.tell(func(other *replica) {
+		same := other.pool.Endpoint(e.Addr)
+		other.state.ReserveAs(id, same, b, nil)
+		other.state.Routed(other.pool, same, blocks)
+	})
+	return id
+}
+
+// tell has the other replicas do the same after the time that sharing takes.
+func (r *replica) tell(do func(other *replica)) {
+	if r.config.Sharing < 0 {
+		return
+	}
+	for _, other := range r.replicas {
+		if other != r {
+			r.after(r.config.Sharing, func() { do(other) })
+		}
+	}
+}
+
+// release ends a reservation here and, later, elsewhere.
+func (r *replica) release(id kvstate.ReservationID, done bool) {
+	end := func(s *kvstate.State) {
+		if done {
+			s.Complete(id)
+		} else {
+			s.Release(id)
+		}
+	}
+	end(r.state)
+	r.tell(func(other *replica) { end(other.state) })
+}
+
+func (t *tandem) prefilled(j *job) int {
+	b := t.bookings[j.id]
+	r := b.replica
+	r.release(b.prefill, true)
+	r.release(b.decode, false)
+	v := r.Fleet()
+	j.lookedAt = -1
+	request := r.look(j, v)
+	at := slices.IndexFunc(r.view.Endpoints, func(c kvstate.Candidate) bool {
+		return c.Endpoint.Role == kvstate.RolePrefill && r.position[c.Endpoint] == j.prefill
+	})
+	d, err := r.picker.PickDecode(request, v, at)
+	if err != nil {
+		panic(fmt.Sprintf("replay: a fleet in which nothing fails has no decode endpoint: %v", err)) // cannot happen: Config.Check
+	}
+	e := r.view.Endpoints[d].Endpoint
+	b.decode = r.book(e, kvstate.Booking{For: kvstate.RoleDecode, PromptTokens: int64(j.Input)}, j.Blocks)
+	return r.position[e]
+}
+
+func (t *tandem) first(*job) {}
+
+func (t *tandem) done(j *job) {
+	b := t.bookings[j.id]
+	b.replica.release(b.decode, false)
+	delete(t.bookings, j.id)
+}

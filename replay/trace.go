@@ -1,0 +1,156 @@
+package replay
+
+import (
+	"bufio"
+	"bytes"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"math/rand/v2"
+	"slices"
+)
+
+// BlockTokens is how many tokens one block of a trace stands for (Mooncake's format: 512).
+const BlockTokens = 512
+
+// Request is one line of a trace.
+type Request struct {
+	Arrival float64 // seconds from the start
+	Input   int     // tokens of the prompt, at least 1
+	Output  int     // tokens of the answer, at least 1
+	// Blocks are the prompt's, of BlockTokens tokens each, the last possibly shorter. Two prompts whose first n blocks are
+	// equal have that prefix in common.
+	Blocks []uint64
+}
+
+// Trace is a sequence of requests in order of arrival.
+type Trace struct {
+	Name     string
+	Requests []Request
+	again    func(rate float64) (*Trace, error) // of a trace that was made up: the same at another rate
+}
+
+// maxLine bounds a line of a trace: a prompt of two million tokens has 4,000 blocks.
+const maxLine = 1 << 20
+
+// ReadTrace reads a trace in Mooncake's format: a JSON object a line, with timestamp (ms), input_length and output_length
+// (tokens) and hash_ids. Timestamps are often coarse; requests with the same one are spread at random, by seed, until the
+// next.
+func ReadTrace(name string, r io.Reader, seed uint64) (*Trace, error) {
+	t := &Trace{Name: name}
+	lines := bufio.NewScanner(r)
+	lines.Buffer(nil, maxLine)
+	for n := 1; lines.Scan(); n++ {
+		if len(bytes.TrimSpace(lines.Bytes())) == 0 {
+			continue
+		}
+		q, err := readLine(lines.Bytes())
+		if err != nil {
+			return nil, fmt.Errorf("%s, line %d: %w", name, n, err)
+		}
+		t.Requests = append(t.Requests, q)
+	}
+	if err := lines.Err(); err != nil {
+		return nil, fmt.Errorf("reading %s: %w", name, err)
+	}
+	if len(t.Requests) == 0 {
+		return nil, fmt.Errorf("%s: no requests", name)
+	}
+	t.spread(rand.New(rand.NewPCG(seed, 1)))
+	return t, nil
+}
+
+func readLine(line []byte) (Request, error) {
+	var in struct {
+		Timestamp float64  `json:"timestamp"`
+		Input     int      `json:"input_length"`
+		Output    int      `json:"output_length"`
+		Hashes    []uint64 `json:"hash_ids"`
+	}
+	if err := json.Unmarshal(line, &in); err != nil {
+		return Request{}, err
+	}
+	switch {
+	case in.Timestamp < 0 || in.Timestamp > 1e12:
+		return Request{}, fmt.Errorf("timestamp %v is not between 0 and 1e12 ms", in.Timestamp)
+	case in.Input < 1 || in.Input > 1<<24:
+		return Request{}, fmt.Errorf("input_length %d is not between 1 and %d", in.Input, 1<<24)
+	case in.Output < 1 || in.Output > 1<<24:
+		return Request{}, fmt.Errorf("output_length %d is not between 1 and %d", in.Output, 1<<24)
+	case len(in.Hashes) > blocksOf(in.Input):
+		return Request{}, fmt.Errorf("%d hash_ids for %d tokens: one stands for %d", len(in.Hashes), in.Input, BlockTokens)
+	}
+	return Request{Arrival: in.Timestamp / 1000, Input: in.Input, Output: in.Output, Blocks: in.Hashes}, nil
+}
+
+func blocksOf(tokens int) int { return (tokens + BlockTokens - 1) / BlockTokens }
+
+// spread distributes requests of one timestamp over the time until the next, and starts the trace at 0.
+func (t *Trace) spread(random *rand.Rand) {
+	slices.SortStableFunc(t.Requests, byArrival)
+	first, gap := t.Requests[0].Arrival, 0.0
+	for from, to := 0, 0; from < len(t.Requests); from = to {
+		at := t.Requests[from].Arrival
+		for to = from; to < len(t.Requests) && t.Requests[to].Arrival == at; to++ {
+		}
+		if to < len(t.Requests) {
+			gap = t.Requests[to].Arrival - at
+		}
+		for i := from; i < to; i++ {
+			t.Requests[i].Arrival = at - first
+			if to-from > 1 {
+				t.Requests[i].Arrival += gap * random.Float64()
+			}
+		}
+	}
+	slices.SortStableFunc(t.Requests, byArrival)
+}
+
+func byArrival(a, b Request) int {
+	switch {
+	case a.Arrival < b.Arrival:
+		return -1
+	case a.Arrival > b.Arrival:
+		return 1
+	}
+	return 0
+}
+
+// Duration is the time from the first arrival to the last, seconds.
+func (t *Trace) Duration() float64 { return t.Requests[len(t.Requests)-1].Arrival }
+
+// ErrNoDuration says that a trace's rate cannot be set because all of it arrives at once.
+var ErrNoDuration = errors.New("all requests of the trace arrive at the same time")
+
+// Faster is the trace at so many times its rate. One that was read has its arrivals closer together; one that was made up
+// is made up anew, with more sessions at a time.
+func (t *Trace) Faster(by float64) (*Trace, error) {
+	if t.again != nil {
+		return t.again(by * float64(len(t.Requests)) / t.Duration())
+	}
+	out := &Trace{Name: t.Name, Requests: slices.Clone(t.Requests)}
+	for i := range out.Requests {
+		out.Requests[i].Arrival /= by
+	}
+	return out, nil
+}
+
+// Bound is the share of prompt tokens that caches which never forget could serve at best.
+func (t *Trace) Bound() float64 {
+	seen := map[uint64]bool{}
+	var hit, all int
+	for i := range t.Requests {
+		q := &t.Requests[i]
+		n := 0
+		for n < len(q.Blocks) && seen[q.Blocks[n]] {
+			n++
+		}
+		for _, b := range q.Blocks[n:] {
+			seen[b] = true
+		}
+		hit += min(n*BlockTokens, q.Input-1)
+		all += q.Input
+	}
+	return float64(hit) / float64(all)
+}
