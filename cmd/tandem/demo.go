@@ -116,7 +116,7 @@ func (d *demonstration) start(ctx context.Context, listen string) (err error) {
 	}
 	config := filepath.Join(d.dir, "tandem.yaml")
 	text := fmt.Sprintf("extProc: {listen: %q}\nreplan: {listen: %q}\nadmin: {listen: %q}\nenvoy: {listen: %q, admin: %q}\n"+
-		"pools:\n- name: demo\n  kvTransfer: nixl\n  endpoints:\n%s", p[8], p[9], p[10], listen, p[11], endpoints.String())
+		"pools:\n- name: demo\n  kvTransfer: nixl\n  split: always # auto would keep prompts as short as most of these on decode\n  endpoints:\n%s", p[8], p[9], p[10], listen, p[11], endpoints.String())
 	if err := os.WriteFile(config, []byte(text), 0o600); err != nil {
 		return err
 	}
