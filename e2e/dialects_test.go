@@ -307,7 +307,7 @@ func TestLMCacheBufferIsShared(t *testing.T) {
 
 // The P2P tier: an endpoint that computes alone is told who has the prompt's beginning.
 func TestOffloadPullsPrefixes(t *testing.T) {
-	f := startKind(t, kind{engine: "offload", kv: "offload"}, 2, 1)
+	f := startKind(t, kind{engine: "offload", kv: "offload"}, 2, 2)
 	beginning := strings.Repeat("A beginning that many prompts share. ", 400)
 	ask := func(id, end, more string) answer {
 		t.Helper()
@@ -317,15 +317,26 @@ func TestOffloadPullsPrefixes(t *testing.T) {
 	}
 	ask("first", "one", "")
 	require.NotContains(t, f.requests("first", f.prefills...)[0].Body, "remote_kv_source")
+	// The decode endpoint of the first has its beginning too; it goes away.
+	for _, d := range f.decodes {
+		if len(f.requests("first", d)) > 0 {
+			f.inject(d, `{"mode":"status","status":503,"leg":"any","count":1}`)
+		}
+	}
 	ask("alone", "two", `,"n":2`)
-	d := f.requests("alone", f.decodes...)
+	var d []seen
+	for _, s := range f.requests("alone", f.decodes...) {
+		if s.Status == 200 {
+			d = append(d, s)
+		}
+	}
 	require.Len(t, d, 1)
 	require.Empty(t, f.requests("alone", f.prefills...))
 	first := f.requests("first", f.prefills...)[0].Engine
 	_, tier, ok := strings.Cut(d[0].Body[:200], `"remote_port":`)
 	require.True(t, ok, "%s", d[0].Body[:200])
 	for _, p := range f.prefills {
-		_, port, _ := strings.Cut(p.fields, "p2pPort: ")
+		_, port, _ := strings.Cut(strings.TrimSuffix(p.fields, "}"), "p2pPort: ")
 		require.Equal(t, p.addr == first, strings.HasPrefix(tier, port+"}"), "%s of %s", tier, p.fields)
 	}
 }

@@ -168,7 +168,7 @@ func (s *stage) matrix(args []string) {
 			}
 		}
 	}
-	require.Eventually(s.t, func() bool { return metric(s.t, s.f.admins[0], "go_goroutines") <= s.began+16 }, 10*time.Second, 50*time.Millisecond,
+	require.Eventually(s.t, func() bool { return metric(s.t, s.f.admins[0], "go_goroutines") <= s.began+32 }, 10*time.Second, 50*time.Millisecond,
 		"goroutines are left: %v at the start", s.began)
 }
 

@@ -203,7 +203,10 @@ func start(t testing.TB, o options) *fleet {
 			more, e.fields = o.engine(role, i, next)
 			e.args = append(e.args, more...)
 		} else {
-			e.args = append(e.args, "--model", "tiny", "--model", e.dialect)
+			e.args = append(e.args, "--model", "tiny")
+			if len(o.mix) > 1 {
+				e.args = append(e.args, "--model", e.dialect)
+			}
 		}
 		if o.engine == nil && e.dialect != "nixl" {
 			e.speak(side, next(), registration)

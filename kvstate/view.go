@@ -82,8 +82,7 @@ func (e *Endpoint) candidate(now int64, fleet float64) Candidate {
 	}
 	c.Local, c.Share = e.local.ahead(now)
 	if others := e.othersTokens.Load(); others > 0 && e.Role == RolePrefill {
-		c.Queue += time.Duration(float64(others) * float64(othersPerToken) * max(fleet, 1))
-		c.Jobs += e.othersRequests.Load()
+		c.Queue += time.Duration(float64(others) * float64(othersPerToken) * fleet)
 	}
 	if c.Signals = e.signals.Load(); c.Signals != nil {
 		c.Trust = c.Signals.Trust(time.Unix(0, now))

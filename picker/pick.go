@@ -31,7 +31,7 @@ type Choice struct {
 
 // PrefillBooking is what to book on the prefill endpoint.
 func (c *Choice) PrefillBooking() kvstate.Booking {
-	return kvstate.Booking{For: kvstate.RolePrefill, PromptTokens: c.PromptTokens, Uncached: c.Uncached, Work: kvstate.Seconds(c.Work)}
+	return kvstate.Booking{For: kvstate.RolePrefill, PromptTokens: c.Uncached, Uncached: c.Uncached, Work: kvstate.Seconds(c.Work)}
 }
 
 // DecodeBooking is what to book on the decode endpoint.

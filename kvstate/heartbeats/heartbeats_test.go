@@ -85,6 +85,7 @@ func TestSilence(t *testing.T) {
 			l.take(frame)
 			time.Sleep(3 * time.Second)
 		}
+		synctest.Wait()
 		require.Empty(t, gone)
 		time.Sleep(goneAfter)
 		synctest.Wait()
