@@ -121,17 +121,18 @@ type engine struct {
 
 // fleet is Envoy, Tandem and engines.
 type fleet struct {
-	t        testing.TB
-	dir      string
-	url      string // of Envoy's listener
-	envoy    *process
-	envoyURL string // of its admin port
-	tandems  []*process
-	admins   []string // URLs of Tandem's admin ports
-	prefills []*engine
-	decodes  []*engine
-	config   string // file
-	lenient  bool   // the test breaks engines on purpose: do not hold them to account
+	t         testing.TB
+	dir       string
+	url       string // of Envoy's listener
+	envoy     *process
+	envoyURL  string // of its admin port
+	tandems   []*process
+	admins    []string // URLs of Tandem's admin ports
+	prefills  []*engine
+	decodes   []*engine
+	config    string // file
+	serveArgs []string
+	lenient   bool // the test breaks engines on purpose: do not hold them to account
 }
 
 // options describe a fleet. Zero values: one Tandem, 2 prefill and 2 decode engines.
@@ -144,7 +145,10 @@ type options struct {
 	top               string // more top-level YAML
 	envoyFields       string // more fields of envoy:, as flow YAML
 	extProcFields     string // more fields of extProc:, likewise
-	concurrency       int    // Envoy's workers; default 2
+	adminFields       string // more fields of admin:, likewise
+	separateKeys      bool   // each replica has a ticket key file of its own, ticket-N.key, with the same key
+	serveArgs         []string
+	concurrency       int // Envoy's workers; default 2
 }
 
 // ports takes n free ports. Others may take one before it is used; tests that meet that fail loudly.
@@ -199,7 +203,12 @@ func start(t testing.TB, o options) *fleet {
 	}
 	key := filepath.Join(f.dir, "ticket.key")
 	require.NoError(t, os.WriteFile(key, []byte(strings.Repeat("0123456789abcdef", 4)+"\n"), 0o600))
+	f.serveArgs = o.serveArgs
 	for i := range replicas {
+		if o.separateKeys {
+			key = filepath.Join(f.dir, fmt.Sprintf("ticket-%d.key", i))
+			require.NoError(t, os.WriteFile(key, []byte(strings.Repeat("0123456789abcdef", 4)+"\n"), 0o600))
+		}
 		file := filepath.Join(f.dir, fmt.Sprintf("tandem-%d.yaml", i))
 		require.NoError(t, os.WriteFile(file, []byte(f.yaml(o, listen, envoyAdmin, extProcs, replans, listens[i], i, key)), 0o600))
 		f.config = file
@@ -213,7 +222,7 @@ func start(t testing.TB, o options) *fleet {
 // yaml is the configuration of replica i.
 func (f *fleet) yaml(o options, listen, envoyAdmin string, extProcs, replans []string, admin string, i int, key string) string {
 	var b strings.Builder
-	fmt.Fprintf(&b, "extProc: {listen: %q%s}\nreplan: {listen: %q}\nadmin: {listen: %q}\n", extProcs[i], o.extProcFields, replans[i], admin)
+	fmt.Fprintf(&b, "extProc: {listen: %q%s}\nreplan: {listen: %q}\nadmin: {listen: %q%s}\n", extProcs[i], o.extProcFields, replans[i], admin, o.adminFields)
 	fmt.Fprintf(&b, "envoy: {listen: %q, admin: %q, extProcs: [%s], replans: [%s]%s}\n", listen, envoyAdmin,
 		strings.Join(quoted(extProcs), ", "), strings.Join(quoted(replans), ", "), o.envoyFields)
 	fmt.Fprintf(&b, "tickets: {keyFile: %q}\n%s", key, o.top)
@@ -243,7 +252,7 @@ func quoted(in []string) (out []string) {
 
 func (f *fleet) startTandem(i int, file, admin string) {
 	bin, _ := binaries()
-	p := startProcess(f.t, f.dir, "tandem-"+strconv.Itoa(i), filepath.Join(bin, "tandem"), "serve", "-f", file)
+	p := startProcess(f.t, f.dir, "tandem-"+strconv.Itoa(i), filepath.Join(bin, "tandem"), append([]string{"serve", "-f", file}, f.serveArgs...)...)
 	if i < len(f.tandems) {
 		f.tandems[i] = p
 	} else {

@@ -44,6 +44,9 @@ func (x *exchange) passThrough() (route, error) {
 	if pool == nil {
 		return route{}, openai.Unavailable("no_pool", "no pool is configured", time.Second)
 	}
+	if err := closed(pool); err != nil {
+		return route{}, err
+	}
 	tokens := pool.PromptTokens(x.body.len())
 	x.s.State.View(pool, nil, &x.view)
 	choice, err := picker.Pick(&picker.Request{PromptTokens: tokens, Rand: random()}, &x.view)

@@ -62,7 +62,12 @@ func (x *exchange) plan(api openai.API, a attempt) (route, error) {
 	if pool == nil {
 		return route{}, openai.ModelNotFound(x.req.Model())
 	}
-	policy, ok := x.s.Pools[pool.Spec.Name]
+	if a.redirects == 0 { // what was let in is seen through
+		if err := closed(pool); err != nil {
+			return route{}, err
+		}
+	}
+	policy, ok := x.s.policy(pool.Spec.Name)
 	if !ok {
 		return route{}, fmt.Errorf("pool %q has no policy", pool.Spec.Name)
 	}
@@ -224,7 +229,7 @@ func (x *exchange) reserve(e *kvstate.Endpoint, role kvstate.Role, redirects int
 
 // seal puts the ticket on the route. What was booked for a route that cannot be taken is released.
 func (x *exchange) seal(r route, t *kvtransfer.Ticket) (route, error) {
-	ticket, err := x.s.Keys.Seal(make([]byte, 0, 512), t, x.requestID)
+	ticket, err := x.s.keys().Seal(make([]byte, 0, 512), t, x.requestID)
 	if err != nil {
 		for _, id := range r.booked {
 			x.s.State.Release(id)
@@ -247,7 +252,8 @@ func (x *exchange) resume(t *kvtransfer.Ticket, ticketErr error) (route, error) 
 		return route{}, fmt.Errorf("undoing a leg's edits: %w", err)
 	}
 	x.s.releasePass(x.requestID, t.Redirects) // of a stream that Envoy gave up on and tries again
-	if t.Stage == kvtransfer.HandOver && ticketErr == nil && x.s.State.Spend(t.ID) {
+	gone := x.s.State.Pool(t.Pool) == nil     // between the hops, by a change of the configuration
+	if t.Stage == kvtransfer.HandOver && ticketErr == nil && !gone && x.s.State.Spend(t.ID) {
 		return x.decode(t)
 	}
 	x.s.release(t)
@@ -257,13 +263,18 @@ func (x *exchange) resume(t *kvtransfer.Ticket, ticketErr error) (route, error) 
 	}
 	if t.Stage == kvtransfer.HandOver {
 		t.Cause = "hand_over_spent"
-		if ticketErr != nil {
+		switch {
+		case ticketErr != nil:
 			t.Cause = "hand_over_expired"
+		case gone:
+			t.Cause = "pool_gone"
+			x.s.stranded(t, x.requestID, t.Cause)
 		}
 	}
 	x.s.metrics.replanned(t)
 	if t.Split && t.Cause != kvtransfer.CauseDecode {
-		switch x.s.Pools[t.Pool].OnFailure {
+		policy, _ := x.s.policy(t.Pool)
+		switch policy.OnFailure {
 		case DecodeAlone:
 			a.alone, a.why = true, "prefill_failed"
 		case Fail:
@@ -304,7 +315,7 @@ func (x *exchange) decode(t *kvtransfer.Ticket) (route, error) {
 	if !paired {
 		params = nil
 	}
-	policy := x.s.Pools[t.Pool]
+	policy, _ := x.s.policy(t.Pool)
 	r := route{leg: legDecode, endpoint: d, edits: t.Undo, perTry: streamStart(policy, t.Stream, pool.PrefillTime(t.PromptTokens, policy.PerToken))}
 	var undo openai.Edits
 	dialect := policy.Dialect

@@ -23,9 +23,8 @@ import (
 // Options are what a Server needs to know. Zero durations and sizes take the defaults named.
 type Options struct {
 	State *kvstate.State
-	Keys  *kvtransfer.Keys
 	Log   *slog.Logger
-	Pools map[string]Policy // by pool name; every pool of State has one
+	Live  // to begin with; every pool of State has a policy
 
 	SplitBodyBytes int           // larger bodies are never split, because Envoy could not replay them; default 16 MiB
 	MaxBodyBytes   int           // larger bodies are refused with 413; default 4 x SplitBodyBytes
@@ -70,6 +69,7 @@ const (
 // Server answers Envoy. It is safe for concurrent use.
 type Server struct {
 	Options
+	live      atomic.Pointer[Live]
 	metrics   *Metrics
 	started   time.Time
 	exchanges sync.Pool
@@ -92,12 +92,9 @@ func New(o Options, m *Metrics) *Server {
 	if o.Log == nil {
 		o.Log = slog.New(slog.DiscardHandler)
 	}
-	pools := make(map[string]Policy, len(o.Pools))
-	for name, p := range o.Pools {
-		pools[name] = p.withDefaults()
-	}
-	o.Pools = pools
 	s := &Server{Options: o, metrics: m, started: time.Now(), draining: make(chan struct{}), cleanups: make(chan cleanup, maxCleanups), recent: newRecent(), seed: random()}
+	s.Apply(o.Live)
+	s.Options.Live = Live{} // nobody is to read what it was once
 	s.exchanges.New = func() any { return &exchange{s: s} }
 	return s
 }

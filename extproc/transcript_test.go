@@ -254,7 +254,7 @@ func (p *player) pool(words []string) {
 	}
 	if !transfer {
 		policy.Dialect = nil
-		p.s.server.Pools[words[0]] = policy
+		p.s.policy(words[0], policy)
 	}
 	p.spec = p.s.state.Pool(words[0]).Spec
 	for _, e := range p.s.state.Pool(words[0]).Endpoints() {

@@ -44,11 +44,13 @@ func (r Role) String() string {
 
 // EndpointSpec is what is known of an endpoint before it is part of a pool.
 type EndpointSpec struct {
-	Name   string // as configured: host:port or ip:port
-	Addr   string // ip:port, [ip]:port for IPv6: where Envoy connects
-	Scheme string // http, https or h2c; "" is http
-	Role   Role
-	Group  string // endpoints with a group only pair within it
+	Name    string // as configured: host:port or ip:port
+	Addr    string // ip:port, [ip]:port for IPv6: where Envoy connects
+	Scheme  string // http, https or h2c; "" is http
+	Role    Role
+	Group   string // endpoints with a group only pair within it
+	Weight  int    // how fast it is taken to be, in per cent of others; 0 is 100
+	Drained bool   // no new work
 }
 
 // Endpoint is one engine address of a pool. Its identity is stable for as long as the endpoint stays as it is.
@@ -64,7 +66,9 @@ type live struct {
 	requests atomic.Int64 // reservations held
 	tokens   atomic.Int64 // prompt tokens of those
 	failed   atomic.Bool
-	hung     atomic.Bool // and it took its time to
+	hung     atomic.Bool  // and it took its time to
+	paused   atomic.Bool  // by an operator
+	weight   atomic.Int32 // likewise; 0: the spec's
 	models   atomic.Pointer[[]string]
 }
 
@@ -88,6 +92,7 @@ type Pool struct {
 	index     *prefixIndex
 	ratio     *tokenRatio
 	pace      *prefillPace
+	paused    *atomic.Bool // by an operator
 }
 
 // Endpoints are the pool's endpoints, in the order configured but that those of a group stand together. Do not modify.
@@ -119,20 +124,23 @@ func (s *State) SetPool(spec PoolSpec, eps []EndpointSpec) {
 	leaving := map[string]*Endpoint{}
 	if i >= 0 {
 		next.index, next.ratio, next.pace = pools[i].index, pools[i].ratio, pools[i].pace
+		next.paused = pools[i].paused
 		for _, e := range pools[i].endpoints {
 			leaving[e.Addr] = e
 		}
 		pools[i] = next
 	} else {
 		next.index, next.ratio = newPrefixIndex(s.o.MaxIndexBlocks, s.o.EndpointBlocks), newTokenRatio()
-		next.pace = &prefillPace{}
+		next.pace, next.paused = &prefillPace{}, &atomic.Bool{}
 		pools = append(pools, next)
 	}
 	seen := make(map[string]bool, len(eps))
 	for _, ep := range eps {
 		if !seen[ep.Addr] {
 			seen[ep.Addr] = true
-			next.endpoints = append(next.endpoints, next.endpoint(ep, leaving[ep.Addr]))
+			e := next.endpoint(ep, leaving[ep.Addr])
+			e.obey(s.orderOf(spec.Name, e))
+			next.endpoints = append(next.endpoints, e)
 			delete(leaving, ep.Addr)
 		}
 	}
@@ -161,6 +169,11 @@ func (s *State) RemovePool(name string) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	pools := slices.DeleteFunc(slices.Clone(s.Pools()), func(p *Pool) bool { return p.Spec.Name == name })
+	for key := range s.orders {
+		if key.pool == name {
+			delete(s.orders, key)
+		}
+	}
 	s.pools.Store(&pools)
 }
 

@@ -10,7 +10,8 @@ type View struct {
 // Candidate is one endpoint as a decision sees it.
 type Candidate struct {
 	Endpoint     *Endpoint
-	Usable       bool  // not left out for having failed
+	Usable       bool  // not left out for having failed, nor by an operator
+	Weight       int   // how fast it is taken to be, in per cent
 	Requests     int64 // booked
 	PromptTokens int64 // of those
 	Hit          int   // leading blocks of the prompt that it holds
@@ -20,20 +21,21 @@ type Candidate struct {
 //
 // Failure is a hint, not a verdict: where all endpoints of a role have failed, all of them are usable again, since one of
 // them may well be back and refusing helps nobody. But for prefill endpoints that hang: to find out that one still does
-// costs a time limit, and decode endpoints can do without; the next good probe takes it in.
+// costs a time limit, and decode endpoints can do without; the next good probe takes it in. What an operator has paused
+// stays out whatever happens.
 func (s *State) View(p *Pool, hashes []uint64, v *View) {
 	v.Endpoints, v.Grouped = v.Endpoints[:0], true
 	var usable Role
 	for _, e := range p.endpoints {
-		ok := !e.failed.Load()
+		ok := !e.failed.Load() && !e.Paused()
 		if ok {
 			usable |= e.Role
 		}
-		v.Endpoints = append(v.Endpoints, Candidate{Endpoint: e, Usable: ok, Requests: e.requests.Load(), PromptTokens: e.tokens.Load()})
+		v.Endpoints = append(v.Endpoints, Candidate{Endpoint: e, Usable: ok, Weight: e.Weight(), Requests: e.requests.Load(), PromptTokens: e.tokens.Load()})
 	}
 	if usable != RoleBoth {
 		for i := range v.Endpoints {
-			if c := &v.Endpoints[i]; c.Endpoint.Role&^usable != 0 && (c.Endpoint.Role != RolePrefill || !c.Endpoint.hung.Load()) {
+			if c := &v.Endpoints[i]; c.Endpoint.Role&^usable != 0 && !c.Endpoint.Paused() && (c.Endpoint.Role != RolePrefill || !c.Endpoint.hung.Load()) {
 				c.Usable = true
 			}
 		}

@@ -9,7 +9,7 @@ func prefillPrice(r *Request, c *kvstate.Candidate) int64 {
 	if r.Blocks > 0 {
 		uncached -= r.PromptTokens * int64(c.Hit) / int64(r.Blocks)
 	}
-	return c.PromptTokens + max(uncached, 1)
+	return weighed(c, c.PromptTokens+max(uncached, 1))
 }
 
 // requestTokens is what one running answer weighs beside the tokens of its prompt: each takes a place in D's batch,
@@ -18,7 +18,7 @@ const requestTokens = 256
 
 // decodePrice is what it costs to decode the request on c: the KV of the answers running there, and their number.
 func decodePrice(r *Request, c *kvstate.Candidate) int64 {
-	price := c.PromptTokens + c.Requests*requestTokens
+	price := weighed(c, c.PromptTokens+c.Requests*requestTokens)
 	if r.Blocks > 0 { // what c holds of the prompt needs no transfer
 		price -= r.PromptTokens * int64(c.Hit) / int64(r.Blocks) / 8
 	}
@@ -27,5 +27,13 @@ func decodePrice(r *Request, c *kvstate.Candidate) int64 {
 
 // alonePrice is what it costs to do both on c.
 func alonePrice(r *Request, c *kvstate.Candidate) int64 {
-	return prefillPrice(r, c) + c.Requests*requestTokens
+	return prefillPrice(r, c) + weighed(c, c.Requests*requestTokens)
+}
+
+// weighed is what tokens cost on c, which may be taken to be slower or faster than others.
+func weighed(c *kvstate.Candidate, tokens int64) int64 {
+	if c.Weight == 0 || c.Weight == 100 {
+		return tokens
+	}
+	return tokens * 100 / int64(c.Weight)
 }

@@ -13,8 +13,8 @@ import (
 	"tandem/kvstate"
 )
 
-// newAdmin is the operator's port: health, metrics and profiles. It is for the inside; put no client near it.
-func newAdmin(registry *prometheus.Registry, health *extproc.Health, server *extproc.Server, state *kvstate.State) http.Handler {
+// newAdmin is the operator's port: health, metrics and profiles, and orders. It is for the inside; put no client near it.
+func newAdmin(registry *prometheus.Registry, health *extproc.Health, server *extproc.Server, state *kvstate.State, orders *orders) http.Handler {
 	mux := http.NewServeMux()
 	mux.HandleFunc("GET /healthz", func(w http.ResponseWriter, _ *http.Request) { _, _ = w.Write([]byte("ok\n")) })
 	mux.HandleFunc("GET /readyz", func(w http.ResponseWriter, _ *http.Request) {
@@ -35,6 +35,7 @@ func newAdmin(registry *prometheus.Registry, health *extproc.Health, server *ext
 		}
 		writeJSON(w, server.Recent(n))
 	})
+	orders.register(mux)
 	return mux
 }
 

@@ -18,55 +18,56 @@ import (
 
 // fleet is the state and who keeps it up to date.
 type fleet struct {
-	state   *kvstate.State
-	sources []*discovery.Static
-	prober  *discovery.Prober
+	state  *kvstate.State
+	pools  *poolSources
+	prober *discovery.Prober
 }
 
 // newFleet fills the state with the configured pools. Names are resolved before it returns, where they can be.
 func newFleet(ctx context.Context, config *configv1.Config, log *slog.Logger) (*fleet, error) {
 	f := &fleet{state: kvstate.New(kvstate.Options{})}
-	for _, p := range config.GetPools() {
-		spec := kvstate.PoolSpec{Name: p.GetName(), Models: p.GetModels()}
-		var eps []kvstate.EndpointSpec
-		for _, e := range p.GetEndpoints() {
-			role, err := kvstate.ParseRole(e.GetRole())
-			if err != nil {
-				return nil, fmt.Errorf("pool %s: %w", p.GetName(), err)
-			}
-			eps = append(eps, kvstate.EndpointSpec{Name: e.GetAddress(), Scheme: e.GetScheme(), Role: role, Group: e.GetGroup()})
-		}
-		source := discovery.NewStatic(f.state, spec, eps, log)
-		source.Resolve(ctx)
-		f.sources = append(f.sources, source)
-	}
+	f.pools = newPoolSources(f.state, log)
 	f.prober = discovery.NewProber(f.state, log)
+	next, err := poolSpecs(config)
+	if err != nil {
+		return nil, err
+	}
+	f.pools.set(ctx, next)
 	return f, nil
 }
 
 // watch keeps the state up to date until ctx ends.
 func (f *fleet) watch(ctx context.Context) error {
 	group, ctx := errgroup.WithContext(ctx)
-	for _, s := range f.sources {
-		group.Go(func() error { s.Run(ctx); return nil })
-	}
+	group.Go(func() error { f.pools.run(ctx); return nil })
 	group.Go(func() error { f.prober.Run(ctx); return nil })
 	return group.Wait()
 }
 
 // serverOptions turns the configuration into what the server is told.
 func serverOptions(config *configv1.Config, f *fleet, log *slog.Logger) (extproc.Options, error) {
-	keys, err := ticketKeys(config, log)
-	if err != nil {
-		return extproc.Options{}, err
-	}
-	o := extproc.Options{
-		State: f.state, Keys: keys, Log: log, Pools: map[string]extproc.Policy{},
+	live, err := liveSettings(config, log)
+	return extproc.Options{
+		State: f.state, Log: log, Live: live,
 		SplitBodyBytes: int(config.GetEnvoy().GetMaxBodyBytes()),
 		MaxBodyBytes:   int(4 * config.GetEnvoy().GetMaxBodyBytes()),
 		MaxRedirects:   envoyconfigs.MaxRedirects,
 		TicketTTL:      configv1.Duration(config.GetTickets().GetTtl()),
+	}, err
+}
+
+// liveSettings reads what may change while the server runs.
+func liveSettings(config *configv1.Config, log *slog.Logger) (live extproc.Live, err error) {
+	if live.Keys, err = ticketKeys(config, log); err != nil {
+		return live, err
 	}
+	live.Pools, err = policies(config)
+	return live, err
+}
+
+// policies are what the pools want done with their requests.
+func policies(config *configv1.Config) (map[string]extproc.Policy, error) {
+	out := map[string]extproc.Policy{}
 	for _, p := range config.GetPools() {
 		policy := extproc.Policy{
 			Split:           p.GetSplit() != "never",
@@ -85,13 +86,15 @@ func serverOptions(config *configv1.Config, f *fleet, log *slog.Logger) (extproc
 			policy.OnFailure = extproc.Fail
 		}
 		if name := p.GetKvTransfer(); name != "none" {
-			if policy.Dialect, err = kvtransfer.New(name); err != nil {
-				return o, fmt.Errorf("pool %s: %w", p.GetName(), err)
+			dialect, err := kvtransfer.New(name)
+			if err != nil {
+				return nil, fmt.Errorf("pool %s: %w", p.GetName(), err)
 			}
+			policy.Dialect = dialect
 		}
-		o.Pools[p.GetName()] = policy
+		out[p.GetName()] = policy
 	}
-	return o, nil
+	return out, nil
 }
 
 func ticketKeys(config *configv1.Config, log *slog.Logger) (*kvtransfer.Keys, error) {
@@ -114,12 +117,15 @@ func writeState(w http.ResponseWriter, state *kvstate.State) {
 		Role     string `json:"role"`
 		Group    string `json:"group,omitempty"`
 		Failed   bool   `json:"failed"`
+		Paused   bool   `json:"paused"`
+		Weight   int    `json:"weight"`
 		Requests int64  `json:"requests"`
 		Tokens   int64  `json:"prompt_tokens"`
 	}
 	type pool struct {
 		Name      string     `json:"name"`
 		Models    []string   `json:"models"`
+		Paused    bool       `json:"paused"`
 		Endpoints []endpoint `json:"endpoints"`
 	}
 	out := struct {
@@ -127,10 +133,10 @@ func writeState(w http.ResponseWriter, state *kvstate.State) {
 		Pools        []pool `json:"pools"`
 	}{Reservations: state.Reservations()}
 	for _, p := range state.Pools() {
-		shown := pool{Name: p.Spec.Name, Models: state.Models(p)}
+		shown := pool{Name: p.Spec.Name, Models: state.Models(p), Paused: p.Paused()}
 		for _, e := range p.Endpoints() {
 			requests, tokens := e.Load()
-			shown.Endpoints = append(shown.Endpoints, endpoint{e.Name, e.Addr, e.Role.String(), e.Group, e.Failed(), requests, tokens})
+			shown.Endpoints = append(shown.Endpoints, endpoint{e.Name, e.Addr, e.Role.String(), e.Group, e.Failed(), e.Paused(), e.Weight(), requests, tokens})
 		}
 		out.Pools = append(out.Pools, shown)
 	}

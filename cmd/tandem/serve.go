@@ -10,7 +10,9 @@ import (
 	"net"
 	"net/http"
 	"os"
+	"os/signal"
 	"runtime/debug"
+	"syscall"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
@@ -51,7 +53,7 @@ func serve(ctx context.Context, args []string, stderr io.Writer) error {
 		fmt.Fprintf(stderr, "%s: valid\n", *file)
 		return nil
 	}
-	return runServer(ctx, config, *linger, log)
+	return runServer(ctx, *file, config, *linger, log)
 }
 
 func logger(w io.Writer, level string) (*slog.Logger, error) {
@@ -67,7 +69,7 @@ func logger(w io.Writer, level string) (*slog.Logger, error) {
 const drainTime = 20 * time.Second
 
 // runServer wires the parts together and runs them until ctx ends or one of them fails.
-func runServer(ctx context.Context, config *configv1.Config, linger time.Duration, log *slog.Logger) error {
+func runServer(ctx context.Context, file string, config *configv1.Config, linger time.Duration, log *slog.Logger) error {
 	registry := prometheus.NewRegistry()
 	registry.MustRegister(collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
 	fleet, err := newFleet(ctx, config, log)
@@ -88,8 +90,10 @@ func runServer(ctx context.Context, config *configv1.Config, linger time.Duratio
 	if err != nil {
 		return err
 	}
+	reload := newReloader(file, config, fleet.pools, server, registry, log)
+	operator := &orders{tokenFile: config.GetAdmin().GetTokenFile(), state: fleet.state, reload: reload.reload, log: log}
 	replan := &http.Server{Handler: server.Replan(), ReadHeaderTimeout: 10 * time.Second, MaxHeaderBytes: 256 << 10}
-	admin := &http.Server{Handler: newAdmin(registry, health, server, fleet.state), ReadHeaderTimeout: 10 * time.Second}
+	admin := &http.Server{Handler: newAdmin(registry, health, server, fleet.state, operator), ReadHeaderTimeout: 10 * time.Second}
 
 	group, running := errgroup.WithContext(ctx)
 	group.Go(func() error { return grpcServer.Serve(extproc.Sources(listeners[0])) })
@@ -99,6 +103,10 @@ func runServer(ctx context.Context, config *configv1.Config, linger time.Duratio
 	defer stop()
 	group.Go(func() error { server.Run(background); return nil })
 	group.Go(func() error { return fleet.watch(background) })
+	hangup := make(chan os.Signal, 1)
+	signal.Notify(hangup, syscall.SIGHUP)
+	defer signal.Stop(hangup)
+	group.Go(func() error { reload.run(background, hangup); return nil })
 	log.Info("serving", "ext_proc", config.GetExtProc().GetListen(), "pools", len(config.GetPools()), "version", version())
 	health.SetReady(true)
 

@@ -30,8 +30,8 @@ type Config struct {
 	ExtProc *ExtProc `protobuf:"bytes,1,opt,name=ext_proc,json=extProc,proto3" json:"ext_proc,omitempty"`
 	// Where Envoy sends the second try of a hop that failed outright.
 	Replan *Listener `protobuf:"bytes,2,opt,name=replan,proto3" json:"replan,omitempty"`
-	// Health, metrics and profiles, for operators only.
-	Admin *Listener `protobuf:"bytes,3,opt,name=admin,proto3" json:"admin,omitempty"`
+	// Health, metrics and profiles, and orders from operators. For operators only.
+	Admin *Admin `protobuf:"bytes,3,opt,name=admin,proto3" json:"admin,omitempty"`
 	// What `tandem envoy` writes, and what the server must know of it.
 	Envoy *Envoy `protobuf:"bytes,4,opt,name=envoy,proto3" json:"envoy,omitempty"`
 	// Where state is kept. Absent: in memory.
@@ -88,7 +88,7 @@ func (x *Config) GetReplan() *Listener {
 	return nil
 }
 
-func (x *Config) GetAdmin() *Listener {
+func (x *Config) GetAdmin() *Admin {
 	if x != nil {
 		return x.Admin
 	}
@@ -251,7 +251,7 @@ func (x *Tls) GetClientCaFile() string {
 
 type Listener struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// HTTP. Defaults: replan 127.0.0.1:9003, admin 127.0.0.1:9090.
+	// HTTP. Default 127.0.0.1:9003.
 	Listen        string `protobuf:"bytes,1,opt,name=listen,proto3" json:"listen,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -294,6 +294,61 @@ func (x *Listener) GetListen() string {
 	return ""
 }
 
+type Admin struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// HTTP. Default 127.0.0.1:9090.
+	Listen string `protobuf:"bytes,1,opt,name=listen,proto3" json:"listen,omitempty"`
+	// A file with the token that operators' orders (POST /api/..., docs/operations.md) must bear: one line of at least 16
+	// characters, read for every order. Absent: no orders are taken.
+	TokenFile     string `protobuf:"bytes,2,opt,name=token_file,json=tokenFile,proto3" json:"token_file,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Admin) Reset() {
+	*x = Admin{}
+	mi := &file_config_v1_config_proto_msgTypes[4]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Admin) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Admin) ProtoMessage() {}
+
+func (x *Admin) ProtoReflect() protoreflect.Message {
+	mi := &file_config_v1_config_proto_msgTypes[4]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Admin.ProtoReflect.Descriptor instead.
+func (*Admin) Descriptor() ([]byte, []int) {
+	return file_config_v1_config_proto_rawDescGZIP(), []int{4}
+}
+
+func (x *Admin) GetListen() string {
+	if x != nil {
+		return x.Listen
+	}
+	return ""
+}
+
+func (x *Admin) GetTokenFile() string {
+	if x != nil {
+		return x.TokenFile
+	}
+	return ""
+}
+
 type Envoy struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Where clients connect. Default 127.0.0.1:8080.
@@ -325,7 +380,7 @@ type Envoy struct {
 
 func (x *Envoy) Reset() {
 	*x = Envoy{}
-	mi := &file_config_v1_config_proto_msgTypes[4]
+	mi := &file_config_v1_config_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -337,7 +392,7 @@ func (x *Envoy) String() string {
 func (*Envoy) ProtoMessage() {}
 
 func (x *Envoy) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[4]
+	mi := &file_config_v1_config_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -350,7 +405,7 @@ func (x *Envoy) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Envoy.ProtoReflect.Descriptor instead.
 func (*Envoy) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{4}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{5}
 }
 
 func (x *Envoy) GetListen() string {
@@ -433,7 +488,7 @@ type ClientTls struct {
 
 func (x *ClientTls) Reset() {
 	*x = ClientTls{}
-	mi := &file_config_v1_config_proto_msgTypes[5]
+	mi := &file_config_v1_config_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -445,7 +500,7 @@ func (x *ClientTls) String() string {
 func (*ClientTls) ProtoMessage() {}
 
 func (x *ClientTls) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[5]
+	mi := &file_config_v1_config_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -458,7 +513,7 @@ func (x *ClientTls) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ClientTls.ProtoReflect.Descriptor instead.
 func (*ClientTls) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{5}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *ClientTls) GetCaFile() string {
@@ -499,7 +554,7 @@ type State struct {
 
 func (x *State) Reset() {
 	*x = State{}
-	mi := &file_config_v1_config_proto_msgTypes[6]
+	mi := &file_config_v1_config_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -511,7 +566,7 @@ func (x *State) String() string {
 func (*State) ProtoMessage() {}
 
 func (x *State) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[6]
+	mi := &file_config_v1_config_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -524,7 +579,7 @@ func (x *State) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use State.ProtoReflect.Descriptor instead.
 func (*State) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{6}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *State) GetRedis() *Redis {
@@ -544,7 +599,7 @@ type Redis struct {
 
 func (x *Redis) Reset() {
 	*x = Redis{}
-	mi := &file_config_v1_config_proto_msgTypes[7]
+	mi := &file_config_v1_config_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -556,7 +611,7 @@ func (x *Redis) String() string {
 func (*Redis) ProtoMessage() {}
 
 func (x *Redis) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[7]
+	mi := &file_config_v1_config_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -569,7 +624,7 @@ func (x *Redis) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Redis.ProtoReflect.Descriptor instead.
 func (*Redis) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{7}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *Redis) GetUrl() string {
@@ -592,7 +647,7 @@ type Tickets struct {
 
 func (x *Tickets) Reset() {
 	*x = Tickets{}
-	mi := &file_config_v1_config_proto_msgTypes[8]
+	mi := &file_config_v1_config_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -604,7 +659,7 @@ func (x *Tickets) String() string {
 func (*Tickets) ProtoMessage() {}
 
 func (x *Tickets) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[8]
+	mi := &file_config_v1_config_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -617,7 +672,7 @@ func (x *Tickets) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Tickets.ProtoReflect.Descriptor instead.
 func (*Tickets) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{8}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *Tickets) GetKeyFile() string {
@@ -673,7 +728,7 @@ type Pool struct {
 
 func (x *Pool) Reset() {
 	*x = Pool{}
-	mi := &file_config_v1_config_proto_msgTypes[9]
+	mi := &file_config_v1_config_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -685,7 +740,7 @@ func (x *Pool) String() string {
 func (*Pool) ProtoMessage() {}
 
 func (x *Pool) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[9]
+	mi := &file_config_v1_config_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -698,7 +753,7 @@ func (x *Pool) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Pool.ProtoReflect.Descriptor instead.
 func (*Pool) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{9}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *Pool) GetName() string {
@@ -798,7 +853,7 @@ type PrefillTimeout struct {
 
 func (x *PrefillTimeout) Reset() {
 	*x = PrefillTimeout{}
-	mi := &file_config_v1_config_proto_msgTypes[10]
+	mi := &file_config_v1_config_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -810,7 +865,7 @@ func (x *PrefillTimeout) String() string {
 func (*PrefillTimeout) ProtoMessage() {}
 
 func (x *PrefillTimeout) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[10]
+	mi := &file_config_v1_config_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -823,7 +878,7 @@ func (x *PrefillTimeout) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PrefillTimeout.ProtoReflect.Descriptor instead.
 func (*PrefillTimeout) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{10}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *PrefillTimeout) GetBase() string {
@@ -849,14 +904,17 @@ type Endpoint struct {
 	// http, https or h2c. Default http.
 	Scheme string `protobuf:"bytes,3,opt,name=scheme,proto3" json:"scheme,omitempty"`
 	// Endpoints with a group only pair within it.
-	Group         string `protobuf:"bytes,4,opt,name=group,proto3" json:"group,omitempty"`
+	Group string `protobuf:"bytes,4,opt,name=group,proto3" json:"group,omitempty"`
+	// How fast it is taken to be, in per cent: at 50 it counts as half as fast as others, and gets about half of their work where
+	// there is much. 0: no new work; what runs there ends as usual. At most 10000. Default 100.
+	Weight        *int32 `protobuf:"varint,20,opt,name=weight,proto3,oneof" json:"weight,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Endpoint) Reset() {
 	*x = Endpoint{}
-	mi := &file_config_v1_config_proto_msgTypes[11]
+	mi := &file_config_v1_config_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -868,7 +926,7 @@ func (x *Endpoint) String() string {
 func (*Endpoint) ProtoMessage() {}
 
 func (x *Endpoint) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[11]
+	mi := &file_config_v1_config_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -881,7 +939,7 @@ func (x *Endpoint) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Endpoint.ProtoReflect.Descriptor instead.
 func (*Endpoint) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{11}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *Endpoint) GetAddress() string {
@@ -912,15 +970,22 @@ func (x *Endpoint) GetGroup() string {
 	return ""
 }
 
+func (x *Endpoint) GetWeight() int32 {
+	if x != nil && x.Weight != nil {
+		return *x.Weight
+	}
+	return 0
+}
+
 var File_config_v1_config_proto protoreflect.FileDescriptor
 
 const file_config_v1_config_proto_rawDesc = "" +
 	"\n" +
-	"\x16config/v1/config.proto\x12\x10tandem.config.v1\"\xe5\x02\n" +
+	"\x16config/v1/config.proto\x12\x10tandem.config.v1\"\xe2\x02\n" +
 	"\x06Config\x124\n" +
 	"\bext_proc\x18\x01 \x01(\v2\x19.tandem.config.v1.ExtProcR\aextProc\x122\n" +
-	"\x06replan\x18\x02 \x01(\v2\x1a.tandem.config.v1.ListenerR\x06replan\x120\n" +
-	"\x05admin\x18\x03 \x01(\v2\x1a.tandem.config.v1.ListenerR\x05admin\x12-\n" +
+	"\x06replan\x18\x02 \x01(\v2\x1a.tandem.config.v1.ListenerR\x06replan\x12-\n" +
+	"\x05admin\x18\x03 \x01(\v2\x17.tandem.config.v1.AdminR\x05admin\x12-\n" +
 	"\x05envoy\x18\x04 \x01(\v2\x17.tandem.config.v1.EnvoyR\x05envoy\x12-\n" +
 	"\x05state\x18\x05 \x01(\v2\x17.tandem.config.v1.StateR\x05state\x123\n" +
 	"\atickets\x18\x06 \x01(\v2\x19.tandem.config.v1.TicketsR\atickets\x12,\n" +
@@ -934,7 +999,11 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\bkey_file\x18\x02 \x01(\tR\akeyFile\x12$\n" +
 	"\x0eclient_ca_file\x18\x03 \x01(\tR\fclientCaFile\"\"\n" +
 	"\bListener\x12\x16\n" +
-	"\x06listen\x18\x01 \x01(\tR\x06listen\"\xde\x02\n" +
+	"\x06listen\x18\x01 \x01(\tR\x06listen\">\n" +
+	"\x05Admin\x12\x16\n" +
+	"\x06listen\x18\x01 \x01(\tR\x06listen\x12\x1d\n" +
+	"\n" +
+	"token_file\x18\x02 \x01(\tR\ttokenFile\"\xde\x02\n" +
 	"\x05Envoy\x12\x16\n" +
 	"\x06listen\x18\x01 \x01(\tR\x06listen\x12\x14\n" +
 	"\x05admin\x18\x02 \x01(\tR\x05admin\x12$\n" +
@@ -976,12 +1045,14 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\x0fstranded_blocks\x18\f \x01(\tR\x0estrandedBlocks\"A\n" +
 	"\x0ePrefillTimeout\x12\x12\n" +
 	"\x04base\x18\x01 \x01(\tR\x04base\x12\x1b\n" +
-	"\tper_token\x18\x02 \x01(\tR\bperToken\"f\n" +
+	"\tper_token\x18\x02 \x01(\tR\bperToken\"\x8e\x01\n" +
 	"\bEndpoint\x12\x18\n" +
 	"\aaddress\x18\x01 \x01(\tR\aaddress\x12\x12\n" +
 	"\x04role\x18\x02 \x01(\tR\x04role\x12\x16\n" +
 	"\x06scheme\x18\x03 \x01(\tR\x06scheme\x12\x14\n" +
-	"\x05group\x18\x04 \x01(\tR\x05groupB\"Z tandem/protos/config/v1;configv1b\x06proto3"
+	"\x05group\x18\x04 \x01(\tR\x05group\x12\x1b\n" +
+	"\x06weight\x18\x14 \x01(\x05H\x00R\x06weight\x88\x01\x01B\t\n" +
+	"\a_weightB\"Z tandem/protos/config/v1;configv1b\x06proto3"
 
 var (
 	file_config_v1_config_proto_rawDescOnce sync.Once
@@ -995,35 +1066,36 @@ func file_config_v1_config_proto_rawDescGZIP() []byte {
 	return file_config_v1_config_proto_rawDescData
 }
 
-var file_config_v1_config_proto_msgTypes = make([]protoimpl.MessageInfo, 12)
+var file_config_v1_config_proto_msgTypes = make([]protoimpl.MessageInfo, 13)
 var file_config_v1_config_proto_goTypes = []any{
 	(*Config)(nil),         // 0: tandem.config.v1.Config
 	(*ExtProc)(nil),        // 1: tandem.config.v1.ExtProc
 	(*Tls)(nil),            // 2: tandem.config.v1.Tls
 	(*Listener)(nil),       // 3: tandem.config.v1.Listener
-	(*Envoy)(nil),          // 4: tandem.config.v1.Envoy
-	(*ClientTls)(nil),      // 5: tandem.config.v1.ClientTls
-	(*State)(nil),          // 6: tandem.config.v1.State
-	(*Redis)(nil),          // 7: tandem.config.v1.Redis
-	(*Tickets)(nil),        // 8: tandem.config.v1.Tickets
-	(*Pool)(nil),           // 9: tandem.config.v1.Pool
-	(*PrefillTimeout)(nil), // 10: tandem.config.v1.PrefillTimeout
-	(*Endpoint)(nil),       // 11: tandem.config.v1.Endpoint
+	(*Admin)(nil),          // 4: tandem.config.v1.Admin
+	(*Envoy)(nil),          // 5: tandem.config.v1.Envoy
+	(*ClientTls)(nil),      // 6: tandem.config.v1.ClientTls
+	(*State)(nil),          // 7: tandem.config.v1.State
+	(*Redis)(nil),          // 8: tandem.config.v1.Redis
+	(*Tickets)(nil),        // 9: tandem.config.v1.Tickets
+	(*Pool)(nil),           // 10: tandem.config.v1.Pool
+	(*PrefillTimeout)(nil), // 11: tandem.config.v1.PrefillTimeout
+	(*Endpoint)(nil),       // 12: tandem.config.v1.Endpoint
 }
 var file_config_v1_config_proto_depIdxs = []int32{
 	1,  // 0: tandem.config.v1.Config.ext_proc:type_name -> tandem.config.v1.ExtProc
 	3,  // 1: tandem.config.v1.Config.replan:type_name -> tandem.config.v1.Listener
-	3,  // 2: tandem.config.v1.Config.admin:type_name -> tandem.config.v1.Listener
-	4,  // 3: tandem.config.v1.Config.envoy:type_name -> tandem.config.v1.Envoy
-	6,  // 4: tandem.config.v1.Config.state:type_name -> tandem.config.v1.State
-	8,  // 5: tandem.config.v1.Config.tickets:type_name -> tandem.config.v1.Tickets
-	9,  // 6: tandem.config.v1.Config.pools:type_name -> tandem.config.v1.Pool
+	4,  // 2: tandem.config.v1.Config.admin:type_name -> tandem.config.v1.Admin
+	5,  // 3: tandem.config.v1.Config.envoy:type_name -> tandem.config.v1.Envoy
+	7,  // 4: tandem.config.v1.Config.state:type_name -> tandem.config.v1.State
+	9,  // 5: tandem.config.v1.Config.tickets:type_name -> tandem.config.v1.Tickets
+	10, // 6: tandem.config.v1.Config.pools:type_name -> tandem.config.v1.Pool
 	2,  // 7: tandem.config.v1.ExtProc.tls:type_name -> tandem.config.v1.Tls
-	5,  // 8: tandem.config.v1.Envoy.ext_proc_tls:type_name -> tandem.config.v1.ClientTls
-	5,  // 9: tandem.config.v1.Envoy.endpoint_tls:type_name -> tandem.config.v1.ClientTls
-	7,  // 10: tandem.config.v1.State.redis:type_name -> tandem.config.v1.Redis
-	10, // 11: tandem.config.v1.Pool.prefill_timeout:type_name -> tandem.config.v1.PrefillTimeout
-	11, // 12: tandem.config.v1.Pool.endpoints:type_name -> tandem.config.v1.Endpoint
+	6,  // 8: tandem.config.v1.Envoy.ext_proc_tls:type_name -> tandem.config.v1.ClientTls
+	6,  // 9: tandem.config.v1.Envoy.endpoint_tls:type_name -> tandem.config.v1.ClientTls
+	8,  // 10: tandem.config.v1.State.redis:type_name -> tandem.config.v1.Redis
+	11, // 11: tandem.config.v1.Pool.prefill_timeout:type_name -> tandem.config.v1.PrefillTimeout
+	12, // 12: tandem.config.v1.Pool.endpoints:type_name -> tandem.config.v1.Endpoint
 	13, // [13:13] is the sub-list for method output_type
 	13, // [13:13] is the sub-list for method input_type
 	13, // [13:13] is the sub-list for extension type_name
@@ -1036,13 +1108,14 @@ func file_config_v1_config_proto_init() {
 	if File_config_v1_config_proto != nil {
 		return
 	}
+	file_config_v1_config_proto_msgTypes[12].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_config_v1_config_proto_rawDesc), len(file_config_v1_config_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   12,
+			NumMessages:   13,
 			NumExtensions: 0,
 			NumServices:   0,
 		},

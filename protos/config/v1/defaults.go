@@ -73,6 +73,9 @@ func setPoolDefaults(p *Pool) {
 	or(&p.PrefillTimeout.PerToken, "2ms")
 	for _, e := range p.Endpoints {
 		or(&e.Scheme, "http")
+		if e.Weight == nil {
+			e.Weight = new(int32(100))
+		}
 		if p.KvTransfer == "none" {
 			or(&e.Role, "both")
 		}
