@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help build tools demo test e2e-failures bench fuzz lint vuln generate e2e-vllm clean
+.PHONY: help build tools demo test e2e-failures bench soak fuzz lint vuln generate e2e-vllm clean
 
 GO ?= go
 GOLANGCI_LINT := github.com/golangci/golangci-lint/v2/cmd/golangci-lint@v2.15.0
@@ -40,6 +40,9 @@ bench: tools build ## Go benchmarks, then Tandem beside plain Envoy in one run
 
 e2e-failures: tools ## the failure matrix with a real Envoy, and 10,000 requests while engines die (5 minutes)
 	TANDEM_REQUIRE_TOOLS=1 TANDEM_CHAOS=$${TANDEM_CHAOS:-10000} $(GO) test -count 1 -timeout $(TEST_TIMEOUT) -run 'TestFailures|TestChaos|TestCostOf' -v ./e2e
+
+soak: tools ## under churn for SOAK (20m): memory, goroutines, descriptors, reservations, ledgers flat at the end; SOAK_REDIS=1 with a Redis
+	SOAK=$${SOAK:-20m} TANDEM_REQUIRE_TOOLS=1 $(GO) test -count 1 -timeout 0 -run 'TestSoak$$' -v ./e2e
 
 fuzz: ## every FuzzXxx for FUZZTIME (30s); what it finds new is kept in testdata/fuzz
 	./scripts/fuzz.sh $(FUZZTIME)
