@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help build tools demo test e2e-failures bench soak fuzz lint vuln generate e2e-vllm clean
+.PHONY: help build tools demo test e2e-failures bench bench-peers load idle soak fuzz lint vuln generate e2e-vllm clean
 
 GO ?= go
 GOLANGCI_LINT := github.com/golangci/golangci-lint/v2/cmd/golangci-lint@v2.15.0
@@ -37,6 +37,17 @@ test: tools ## go vet and all tests, those with a real Envoy included
 bench: tools build ## Go benchmarks, then Tandem beside plain Envoy in one run
 	$(GO) test -run '^$$' -bench . -benchmem ./...
 	$(GO) run ./e2e/bench
+
+bench-peers: tools build ## vllm-router and sglang-router (PyPI) beside Tandem and plain Envoy, in one run (15 minutes)
+	./scripts/tools.sh peers
+	$(GO) run ./e2e/bench -bin bin -rounds 5 -vllm-router .tools/peers/bin/vllm-router -sglang-router .tools/peers/bin/sglang-router
+
+load: tools build ## Envoy, Tandem and N engines under h2load and aiperf: .cache/load/report.html (minutes; LOAD=full for all shapes, hours)
+	./scripts/tools.sh load
+	$(GO) run ./e2e/load
+
+idle: tools ## what Tandem costs with 100 endpoints and nothing to do, and with 512 streams open (2 minutes)
+	IDLE=1 TANDEM_REQUIRE_TOOLS=1 $(GO) test -count 1 -timeout 10m -run 'TestIdle|TestOpenStreams' -v ./e2e
 
 e2e-failures: tools ## the failure matrix with a real Envoy, and 10,000 requests while engines die (5 minutes)
 	TANDEM_REQUIRE_TOOLS=1 TANDEM_CHAOS=$${TANDEM_CHAOS:-10000} $(GO) test -count 1 -timeout $(TEST_TIMEOUT) -run 'TestFailures|TestChaos|TestCostOf' -v ./e2e

@@ -24,7 +24,8 @@ import (
 // taken out of the configuration and put in again; the second replica of Tandem is stopped, killed and started again;
 // clients leave; with SOAK_REDIS=1 there is a Redis, which is restarted too. At its end everything that could leak is
 // where it was: memory, goroutines and descriptors of the replica that ran all the time and of Envoy, reservations, the
-// engines' ledgers. And no client was told anything but an answer, or the beginning of one whose engine was killed.
+// engines' ledgers. And no client was told anything but an answer, or the beginning of one whose engine was killed,
+// or that a replica was killed (SIGKILL) which had the request in hand, by a 503 with Retry-After. SIGTERM costs nobody anything.
 //
 // One prefill and one decode engine and the first replica are left alone: there is always a way to answer.
 func TestSoak(t *testing.T) {
@@ -33,32 +34,28 @@ func TestSoak(t *testing.T) {
 		t.Skip("set SOAK to a duration, or run make soak")
 	}
 	s := newSoak(t)
+	s.load(min(15*time.Second, length/10), nil) // connections are made, and kept
 	idle := s.settle()
 	t.Logf("idle before: %v", idle)
 
 	stop := make(chan struct{})
-	var clients, churn sync.WaitGroup
-	for i := range 8 {
-		clients.Go(func() { s.client(i, stop) })
-	}
+	var churn sync.WaitGroup
 	churn.Go(func() { s.churn(rand.New(rand.NewPCG(uint64(fromEnv("SOAK_SEED", 1)), 2)), stop) })
 	var samples []sample
 	began := time.Now()
-	for time.Since(began) < length {
-		<-time.After(min(10*time.Second, length/20))
+	s.load(length, func() {
 		samples = append(samples, s.sample())
 		if len(samples)%6 == 0 {
 			t.Logf("%v: %d requests, %v, churn %v", time.Since(began).Round(time.Second), s.asked.Load(), samples[len(samples)-1], s.counts(s.churned))
 		}
-	}
+	})
 	close(stop)
-	clients.Wait()
 	churn.Wait()
 	last := s.settle()
 	t.Logf("%d requests in %v: %v\nchurn: %v\nidle before: %v\nidle after:  %v", s.asked.Load(), time.Since(began).Round(time.Second), s.counts(s.seen), s.counts(s.churned), idle, last)
 
 	for kind := range s.seen {
-		require.Contains(t, []string{"whole", "left", "cut by a killed engine"}, kind)
+		require.Contains(t, []string{"whole", "left", "cut by a killed engine", "lost with a killed replica"}, kind)
 	}
 	require.Zero(t, last.reservations)
 	require.LessOrEqual(t, last.goroutines, idle.goroutines+20, "goroutines")
@@ -96,6 +93,8 @@ type soak struct {
 	mu      sync.Mutex
 	seen    map[string]int // what clients got
 	churned map[string]int
+
+	replicaKilled atomic.Int64 // when one was, last
 }
 
 func newSoak(t *testing.T) *soak {
@@ -196,6 +195,23 @@ func (s *soak) count(of map[string]int, kind string) {
 	of[kind]++
 }
 
+// load has eight clients ask for a time, and looks at what happens ten seconds after ten seconds.
+func (s *soak) load(length time.Duration, look func()) {
+	stop := make(chan struct{})
+	var clients sync.WaitGroup
+	for i := range 8 {
+		clients.Go(func() { s.client(i, stop) })
+	}
+	for began := time.Now(); time.Since(began) < length; {
+		<-time.After(min(10*time.Second, length/20))
+		if look != nil {
+			look()
+		}
+	}
+	close(stop)
+	clients.Wait()
+}
+
 // client asks one request after another: of 400 prompts of 0.2 to 200 KB, streamed or not; one in 20 is left.
 func (s *soak) client(i int, stop chan struct{}) {
 	random := rand.New(rand.NewPCG(uint64(i), 7))
@@ -216,7 +232,12 @@ func (s *soak) client(i int, stop chan struct{}) {
 		}
 		ctx, cancel := context.WithTimeout(context.Background(), patience)
 		got, err := s.try(ctx, http.MethodPost, "/v1/chat/completions", body)
-		s.count(s.seen, soakKind(got, err, stream, leaves && ctx.Err() != nil))
+		kind := soakKind(got, err, stream, leaves && ctx.Err() != nil)
+		if got.status == 503 && time.Since(time.Unix(0, s.replicaKilled.Load())) < 5*time.Second &&
+			(strings.Contains(got.body, `"router_unavailable"`) || strings.Contains(got.body, `"endpoint_unavailable"`)) {
+			kind = "lost with a killed replica" // while it decided, or while it said where a failed hop goes on
+		}
+		s.count(s.seen, kind)
 		cancel()
 		s.asked.Add(1)
 	}
@@ -270,6 +291,9 @@ func (s *soak) churn(random *rand.Rand, stop chan struct{}) {
 			did = map[bool]string{true: "endpoint taken out", false: "endpoint put in"}[out[e]]
 		case n < 18 && s.tandems[1].running():
 			signal := map[bool]os.Signal{true: syscall.SIGTERM, false: syscall.SIGKILL}[n < 17]
+			if signal == syscall.SIGKILL {
+				s.replicaKilled.Store(time.Now().UnixNano())
+			}
 			s.tandems[1].stop(signal)
 			did = "replica ended by " + signal.String()
 		case n < 18:

@@ -123,7 +123,7 @@ func (r *report) hold(sh shape, clients int, ours, floor []round) {
 		r.targets = append(r.targets, target{name, 1.1, cpu})
 	}
 	if clients == 1 && !sh.stream {
-		r.targets = append(r.targets, target{"p50, " + sh.title + ", 1 client", 3.5, ratio(ours, floor, p50)})
+		r.targets = append(r.targets, target{"p50, " + sh.title + ", 1 client", 3, ratio(ours, floor, p50)})
 	}
 }
 
