@@ -17,7 +17,7 @@
 // Envoy's gRPC access log. Nothing about a request is kept here between those meetings but its reservations, so any
 // replica serves any of them.
 //
-// Files: message.go, reply.go, wire.go and codec.go are the messages; server.go is the service; route.go and plan.go
+// Files: message.go, reply.go, wire.go and codec.go are the messages; server.go is the service, live.go what of it may change while it runs; route.go and plan.go
 // are passes 1 and 2; leg.go is the prefill leg; replan.go and accesslog.go are the other two doors.
 package extproc
 

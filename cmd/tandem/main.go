@@ -1,6 +1,6 @@
 // Command tandem routes LLM requests over disaggregated prefill and decode, as an external processor of Envoy.
 //
-//	tandem serve -f FILE [--check]   run the server; --check validates the configuration and exits
+//	tandem serve -f FILE [--check]   run the server; --check validates the configuration and exits. Changes of the file are taken up, on SIGHUP at once
 //	tandem envoy -f FILE             print the Envoy bootstrap that belongs to the configuration
 //	tandem demo                      bring everything up on this machine and send real requests
 //	tandem version

@@ -127,6 +127,9 @@ func (o *options) runCases(ctx context.Context, r *report, log io.Writer) error 
 			rates[c.like()] = result.PerSecond
 		}
 		r.Results = append(r.Results, result)
+		if _, err := r.write(o.out); err != nil { // what was measured so far is not lost if the rest is not run
+			return err
+		}
 	}
 	bar(log, len(all), len(all), "done")
 	fmt.Fprintln(log)
