@@ -57,6 +57,9 @@ func (r *reloader) run(ctx context.Context, now <-chan os.Signal) {
 	defer tick.Stop()
 	inForce := r.look()
 	before := inForce
+	if r.outdated() {
+		_, _ = r.reload(ctx)
+	}
 	for {
 		select {
 		case <-ctx.Done():
@@ -73,6 +76,14 @@ func (r *reloader) run(ctx context.Context, now <-chan os.Signal) {
 			before = seen
 		}
 	}
+}
+
+// outdated reports whether the file has changed while the server started.
+func (r *reloader) outdated() bool {
+	next, _, err := configv1.Load(r.file)
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return err == nil && len(configv1.Difference(r.config, next)) > 0
 }
 
 // stamps tell versions of files apart.
