@@ -14,7 +14,7 @@ type testCase struct {
 }
 
 func (c testCase) name() string {
-	kind, loop := "JSON", fmt.Sprintf("%d clients", c.Clients)
+	kind, loop := "JSON", count(c.Clients, "client")
 	if c.Stream {
 		kind = "SSE"
 	}

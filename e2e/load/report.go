@@ -6,6 +6,7 @@ import (
 	"html/template"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"time"
 )
@@ -135,18 +136,20 @@ func draw(results []result, stacked bool, parts []string, of func(result) []floa
 		}
 		most = max(most, sum)
 	}
-	colours := []string{"#2f6db5", "#e0913a", "#8a9ba8", "#c8cfd4"}
 	var b strings.Builder
 	y := 4
 	for _, r := range results {
 		values, x := of(r), 0.0
+		if most > 0 && slices.Max(values) == 0 {
+			continue // a case that this chart is not about
+		}
 		text := ""
 		for i, v := range values {
 			w := 0.0
 			if most > 0 {
 				w = v / most * (width - left - 90)
 			}
-			fmt.Fprintf(&b, `<rect x="%.1f" y="%d" width="%.1f" height="%d" fill="%s"><title>%s %s</title></rect>`, left+x, y, w, thick-2, colours[i%len(colours)], parts[i], number(v))
+			fmt.Fprintf(&b, `<rect x="%.1f" y="%d" width="%.1f" height="%d" class="p%d"><title>%s %s</title></rect>`, left+x, y, w, thick-2, i, parts[i], number(v))
 			if stacked {
 				x += w
 				text += " " + number(v)
@@ -169,7 +172,7 @@ func draw(results []result, stacked bool, parts []string, of func(result) []floa
 const pageText = `<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>Tandem under load</title>
 <style>body{font:14px/1.5 system-ui,sans-serif;margin:2rem auto;max-width:1100px;padding:0 1rem;color:#1c2733}table{border-collapse:collapse;font-size:12px;display:block;overflow-x:auto}
 td,th{padding:.2rem .5rem;border-bottom:1px solid #dde3e8;text-align:right;white-space:nowrap}td:first-child,th:first-child{text-align:left}svg{width:100%;font:10px system-ui,sans-serif}
-code{font-size:11px}.key span{display:inline-block;margin-right:1rem}.bad{color:#b3261e}</style>
+code{font-size:11px}.key span{margin-right:1rem}.key span::before{content:"\25A0 "}.p0{fill:#2f6db5;color:#2f6db5}.p1{fill:#e0913a;color:#e0913a}.p2{fill:#8a9ba8;color:#8a9ba8}.p3{fill:#c8cfd4;color:#c8cfd4}.bad{color:#b3261e}</style>
 <h1>Tandem under load</h1>
 <p>{{.R.Began.Format "2006-01-02 15:04 UTC"}}, {{.R.Machine}}. {{.R.Versions}}.</p>
 {{range .R.Missing}}<p class="bad">Left out: {{.}}</p>{{end}}
@@ -177,7 +180,7 @@ code{font-size:11px}.key span{display:inline-block;margin-right:1rem}.bad{color:
 <table><tr><th>case</th><th>requests</th><th>errors</th><th>req/s</th><th>req/s per core</th><th>p50</th><th>p90</th><th>p99</th><th>max</th><th>TTFT p50</th><th>p99</th><th>ITL p50</th><th>p99</th><th>CPU Envoy</th><th>Tandem</th><th>engines</th><th>tool</th><th>MiB Envoy</th><th>Tandem</th></tr>
 {{range .R.Results}}<tr><td>{{.Name}}{{if .Error}} <span class="bad">{{.Error}}</span>{{end}}</td><td>{{.Requests}}</td><td>{{if .Errors}}<span class="bad">{{.Errors}}</span>{{else}}0{{end}}</td><td>{{ms .PerSecond}}</td><td>{{ms .PerCore}}</td><td>{{ms .Latency.P50}}</td><td>{{ms .Latency.P90}}</td><td>{{ms .Latency.P99}}</td><td>{{ms .Latency.Max}}</td><td>{{ms .FirstToken.P50}}</td><td>{{ms .FirstToken.P99}}</td><td>{{ms .BetweenTokens.P50}}</td><td>{{ms .BetweenTokens.P99}}</td><td>{{ms .EnvoyCPU}}</td><td>{{ms .TandemCPU}}</td><td>{{ms .EnginesCPU}}</td><td>{{ms .ToolCPU}}</td><td>{{ms .EnvoyMemory}}</td><td>{{ms .TandemMemory}}</td></tr>
 {{end}}</table>
-{{range .Plots}}<h2>{{.Title}}{{if .Unit}} ({{.Unit}}){{end}}</h2><p class="key">{{range .Parts}}<span>{{.}}</span>{{end}}</p>{{.SVG}}{{end}}
+{{range .Plots}}<h2>{{.Title}}{{if .Unit}} ({{.Unit}}){{end}}</h2><p class="key">{{range $i, $p := .Parts}}<span class="p{{$i}}">{{$p}}</span>{{end}}</p>{{.SVG}}{{end}}
 <h2>Commands</h2>{{range .R.Results}}<p>{{.Name}}<br><code>{{.Command}}</code></p>{{end}}
 </html>
 `
