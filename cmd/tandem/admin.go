@@ -17,13 +17,7 @@ import (
 func newAdmin(registry *prometheus.Registry, health *extproc.Health, server *extproc.Server, state *kvstate.State, orders *orders) http.Handler {
 	mux := http.NewServeMux()
 	mux.HandleFunc("GET /healthz", func(w http.ResponseWriter, _ *http.Request) { _, _ = w.Write([]byte("ok\n")) })
-	mux.HandleFunc("GET /readyz", func(w http.ResponseWriter, _ *http.Request) {
-		if !health.Ready() {
-			http.Error(w, "not ready", http.StatusServiceUnavailable)
-			return
-		}
-		_, _ = w.Write([]byte("ok\n"))
-	})
+	mux.HandleFunc("GET /readyz", ready(health))
 	mux.Handle("GET /metrics", promhttp.HandlerFor(registry, promhttp.HandlerOpts{}))
 	mux.HandleFunc("GET /debug/pprof/", pprof.Index)
 	mux.HandleFunc("GET /debug/pprof/profile", pprof.Profile)
@@ -37,6 +31,16 @@ func newAdmin(registry *prometheus.Registry, health *extproc.Health, server *ext
 	})
 	orders.register(mux)
 	return mux
+}
+
+func ready(health *extproc.Health) http.HandlerFunc {
+	return func(w http.ResponseWriter, _ *http.Request) {
+		if !health.Ready() {
+			http.Error(w, "not ready", http.StatusServiceUnavailable)
+			return
+		}
+		_, _ = w.Write([]byte("ok\n"))
+	}
 }
 
 func writeJSON(w http.ResponseWriter, v any) {

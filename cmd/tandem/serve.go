@@ -92,7 +92,7 @@ func runServer(ctx context.Context, file string, config *configv1.Config, linger
 	}
 	reload := newReloader(file, config, fleet.pools, server, registry, log)
 	operator := &orders{tokenFile: config.GetAdmin().GetTokenFile(), state: fleet.state, reload: reload.reload, log: log}
-	replan := &http.Server{Handler: server.Replan(), ReadHeaderTimeout: 10 * time.Second, MaxHeaderBytes: 256 << 10}
+	replan := &http.Server{Handler: replanPort(server, health), ReadHeaderTimeout: 10 * time.Second, MaxHeaderBytes: 256 << 10}
 	admin := &http.Server{Handler: newAdmin(registry, health, server, fleet.state, operator), ReadHeaderTimeout: 10 * time.Second}
 
 	group, running := errgroup.WithContext(ctx)
@@ -125,6 +125,19 @@ func runServer(ctx context.Context, file string, config *configv1.Config, linger
 		return err
 	}
 	return nil
+}
+
+// replanPort is the replan handler, and readiness for Envoy's health checks: a second try has no third, so none should come
+// to a replica that is about to leave.
+func replanPort(server *extproc.Server, health *extproc.Health) http.Handler {
+	replan, ready := server.Replan(), ready(health)
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { // no ServeMux: it redirects paths that it finds unclean
+		if r.Method == http.MethodGet && r.URL.Path == "/readyz" {
+			ready(w, r)
+			return
+		}
+		replan.ServeHTTP(w, r)
+	})
 }
 
 func serveHTTP(s *http.Server, l net.Listener) error {
