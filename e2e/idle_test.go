@@ -72,7 +72,10 @@ func TestOpenStreams(t *testing.T) {
 				}
 				defer resp.Body.Close()
 				lines := bufio.NewScanner(resp.Body)
-				for lines.Scan() && !strings.HasPrefix(lines.Text(), "data: ") {
+				for lines.Scan() {
+					if strings.HasPrefix(lines.Text(), "data: ") {
+						break
+					}
 				}
 				begun.Add(1)
 				<-release

@@ -279,7 +279,7 @@ func (s *soak) churn(random *rand.Rand, stop chan struct{}) {
 			<-e.exited
 			did = "engine killed"
 		case n < 7:
-			s.fleet.restart(e)
+			s.restart(e)
 			did = "engine back"
 		case n < 11 && !out[e]:
 			paused[e] = !paused[e]
@@ -353,7 +353,7 @@ func (s *soak) restore(engines []*engine, paused, out map[*engine]bool, replica 
 	}
 	for _, e := range engines {
 		if !e.running() {
-			s.fleet.restart(e)
+			s.restart(e)
 		}
 		if paused[e] {
 			s.pause(e, false)

@@ -55,10 +55,10 @@ func newStand(t *testing.T, o Options) *stand {
 		s.state = kvstate.New(kvstate.Options{})
 		o.State = s.state
 	}
-	if o.Live.Keys == nil {
+	if o.Keys == nil {
 		keys, err := kvtransfer.GenerateKeys()
 		require.NoError(t, err)
-		o.Live.Keys = keys
+		o.Keys = keys
 	}
 	if o.Log == nil {
 		o.Log = slog.New(slog.NewTextHandler(t.Output(), nil))

@@ -87,7 +87,7 @@ func (s *State) orderOf(pool string, e *Endpoint) Order {
 
 func (l *live) obey(o Order) {
 	l.paused.Store(o.Paused)
-	l.weight.Store(int32(min(max(o.Weight, 0), maxWeight))) //nolint:gosec // bounded
+	l.weight.Store(int32(min(max(o.Weight, 0), maxWeight)))
 }
 
 // Paused reports whether the endpoint is to get no new work, by its spec or by an operator's order.

@@ -24,7 +24,7 @@ import (
 const goodToken = "a-token-of-some-length"
 
 // ordersOn are orders over one pool with one endpoint.
-func ordersOn(t *testing.T, tokenFile string, log io.Writer) (*orders, http.Handler) {
+func ordersOn(tokenFile string, log io.Writer) (*orders, http.Handler) {
 	state := kvstate.New(kvstate.Options{})
 	state.SetPool(kvstate.PoolSpec{Name: "chat", Models: []string{"*"}},
 		[]kvstate.EndpointSpec{{Name: "d1:80", Addr: "10.0.0.1:80", Role: kvstate.RoleBoth}})
@@ -74,7 +74,7 @@ func TestOrdersNeedAToken(t *testing.T) {
 				file = tokenFile(t, c.file)
 			}
 			var log bytes.Buffer
-			o, h := ordersOn(t, file, &log)
+			o, h := ordersOn(file, &log)
 			got, _ := tell(h, "POST", "/api/pools/chat/pause", c.header, "")
 			require.Equal(t, c.want, got)
 			require.Equal(t, c.want == 200, o.state.Pool("chat").Paused())
@@ -84,7 +84,7 @@ func TestOrdersNeedAToken(t *testing.T) {
 }
 
 func TestOrders(t *testing.T) {
-	o, h := ordersOn(t, tokenFile(t, goodToken), io.Discard)
+	o, h := ordersOn(tokenFile(t, goodToken), io.Discard)
 	const d1 = "/api/pools/chat/endpoints/10.0.0.1:80/"
 	booked := o.state.Reserve(o.state.Pool("chat").Endpoints()[0], 1)
 	for _, c := range []struct {
@@ -118,7 +118,7 @@ func TestOrders(t *testing.T) {
 func TestDrainWaits(t *testing.T) {
 	file := tokenFile(t, goodToken)
 	synctest.Test(t, func(t *testing.T) {
-		o, h := ordersOn(t, file, io.Discard)
+		o, h := ordersOn(file, io.Discard)
 		booked := o.state.Reserve(o.state.Pool("chat").Endpoints()[0], 1)
 		go func() {
 			<-time.After(3 * time.Second)

@@ -63,8 +63,8 @@ func newPoolSources(state *kvstate.State, log *slog.Logger) *poolSources {
 	return &poolSources{state: state, log: log, current: map[string]*poolSource{}}
 }
 
-// set makes the state's pools those given. Names are resolved before a pool changes, within a time limit. Pools that stay
-// as they are are not touched.
+// set makes the state's pools those given. Names are resolved before a pool changes, within a time limit. What is the
+// same in a pool stays as it is.
 func (s *poolSources) set(ctx context.Context, pools []poolSpec) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
