@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help build tools demo test e2e-failures bench replay fuzz lint vuln generate e2e-vllm clean
+.PHONY: help build tools demo test e2e-failures bench bench-peers replay load idle soak fuzz lint vuln generate e2e-vllm clean
 
 GO ?= go
 GOLANGCI_LINT := github.com/golangci/golangci-lint/v2/cmd/golangci-lint@v2.15.0
@@ -44,6 +44,20 @@ e2e-failures: tools ## the failure matrix, 10,000 requests while engines die, an
 
 replay: ## the routing tables of docs/benchmarks.md, from traces (half an hour of one core; SUITE=quick: a minute)
 	$(GO) run ./cmd/tandem replay -suite $(SUITE)
+
+bench-peers: tools build ## vllm-router and sglang-router (PyPI) beside Tandem and plain Envoy, in one run (15 minutes)
+	./scripts/tools.sh peers
+	$(GO) run ./e2e/bench -bin bin -rounds 5 -vllm-router .tools/peers/bin/vllm-router -sglang-router .tools/peers/bin/sglang-router
+
+load: tools build ## Envoy, Tandem and N engines under h2load and aiperf: .cache/load/report.html (minutes; LOAD=full for all shapes, hours)
+	./scripts/tools.sh load
+	$(GO) run ./e2e/load
+
+idle: tools ## what Tandem costs with 100 endpoints and nothing to do, and with 512 streams open (2 minutes)
+	IDLE=1 TANDEM_REQUIRE_TOOLS=1 $(GO) test -count 1 -timeout 10m -run 'TestIdle|TestOpenStreams' -v ./e2e
+
+soak: tools ## under churn for SOAK (20m): memory, goroutines, descriptors, reservations, ledgers flat at the end; SOAK_REDIS=1 with a Redis
+	SOAK=$${SOAK:-20m} TANDEM_REQUIRE_TOOLS=1 $(GO) test -count 1 -timeout 0 -run 'TestSoak$$' -v ./e2e
 
 fuzz: ## every FuzzXxx for FUZZTIME (30s); what it finds new is kept in testdata/fuzz
 	./scripts/fuzz.sh $(FUZZTIME)

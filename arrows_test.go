@@ -44,6 +44,7 @@ var arrows = map[string][]string{
 	"cmd/enginesim":      {}, // the engines of the tests: what it shared with the product it could not catch
 	"e2e":                {}, // black box
 	"e2e/bench":          {},
+	"e2e/load":           {},
 	"e2e/vllm":           {},
 	"docs":               {"extproc", "kvstate", "protos/config/v1"}, // tests that hold the documents to the code
 	".":                  {},

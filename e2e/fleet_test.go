@@ -137,6 +137,7 @@ type fleet struct {
 	prefills     []*engine
 	decodes      []*engine
 	config       string // file
+	serveArgs    []string
 	registration string // where engines register that do
 	lenient      bool   // the test breaks engines on purpose: do not hold them to account
 }
@@ -157,6 +158,9 @@ type options struct {
 	madeKeys          bool                                                                        // no key file: replicas share what they make
 	mix               []string                                                                    // instead of dialect: a pool for each, with a model of that name, and engines of each role in turn
 	kvEvents          string                                                                      // the pool's kvEvents, as flow YAML; "": the engines publish none
+	adminFields       string                                                                      // more fields of admin:, likewise
+	separateKeys      bool                                                                        // each replica has a ticket key file of its own, ticket-N.key, with the same key
+	serveArgs         []string
 }
 
 // ports takes n free ports. Others may take one before it is used; tests that meet that fail loudly.
@@ -233,7 +237,12 @@ func start(t testing.TB, o options) *fleet {
 	}
 	key := filepath.Join(f.dir, "ticket.key")
 	require.NoError(t, os.WriteFile(key, []byte(strings.Repeat("0123456789abcdef", 4)+"\n"), 0o600))
+	f.serveArgs = o.serveArgs
 	for i := range replicas {
+		if o.separateKeys {
+			key = filepath.Join(f.dir, fmt.Sprintf("ticket-%d.key", i))
+			require.NoError(t, os.WriteFile(key, []byte(strings.Repeat("0123456789abcdef", 4)+"\n"), 0o600))
+		}
 		file := filepath.Join(f.dir, fmt.Sprintf("tandem-%d.yaml", i))
 		require.NoError(t, os.WriteFile(file, []byte(f.yaml(o, listen, envoyAdmin, extProcs, replans, listens[i], i, key)), 0o600))
 		f.config = file
@@ -247,7 +256,7 @@ func start(t testing.TB, o options) *fleet {
 // yaml is the configuration of replica i.
 func (f *fleet) yaml(o options, listen, envoyAdmin string, extProcs, replans []string, admin string, i int, key string) string {
 	var b strings.Builder
-	fmt.Fprintf(&b, "extProc: {listen: %q%s}\nreplan: {listen: %q}\nadmin: {listen: %q}\n", extProcs[i], o.extProcFields, replans[i], admin)
+	fmt.Fprintf(&b, "extProc: {listen: %q%s}\nreplan: {listen: %q}\nadmin: {listen: %q%s}\n", extProcs[i], o.extProcFields, replans[i], admin, o.adminFields)
 	fmt.Fprintf(&b, "envoy: {listen: %q, admin: %q, extProcs: [%s], replans: [%s]%s}\n", listen, envoyAdmin,
 		strings.Join(quoted(extProcs), ", "), strings.Join(quoted(replans), ", "), o.envoyFields)
 	if !o.madeKeys {
@@ -317,7 +326,7 @@ func quoted(in []string) (out []string) {
 
 func (f *fleet) startTandem(i int, file, admin string) {
 	bin, _ := binaries()
-	p := startProcess(f.t, f.dir, "tandem-"+strconv.Itoa(i), filepath.Join(bin, "tandem"), "serve", "-f", file)
+	p := startProcess(f.t, f.dir, "tandem-"+strconv.Itoa(i), filepath.Join(bin, "tandem"), append([]string{"serve", "-f", file}, f.serveArgs...)...)
 	if i < len(f.tandems) {
 		f.tandems[i] = p
 	} else {

@@ -231,7 +231,7 @@ func (s *Server) hopEnded(e *logEntry) {
 		}
 		return // answered by Tandem itself, or never got to it
 	}
-	t, err := s.Keys.Open(string(e.ticket), string(e.requestID), time.Now())
+	t, err := s.keys().Open(string(e.ticket), string(e.requestID), time.Now())
 	if t == nil {
 		s.metrics.forgedTickets.Inc()
 		s.Log.Debug("access log entry with a ticket that is not ours", "request_id", string(e.requestID), "err", err)

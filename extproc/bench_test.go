@@ -93,7 +93,7 @@ func newCourse(tb testing.TB, size int, mode bodyMode) *course {
 	policy := splitting()
 	policy.Dialect = dialect
 	c := &course{mode: mode}
-	c.s = New(Options{State: state, Keys: keys, Pools: map[string]Policy{"chat": policy}}, NewMetrics(prometheus.NewRegistry(), state))
+	c.s = New(Options{State: state, Live: Live{Keys: keys, Pools: map[string]Policy{"chat": policy}}}, NewMetrics(prometheus.NewRegistry(), state))
 	c.main = wire{ctx: metadata.NewIncomingContext(tb.Context(), metadata.Pairs(":authority", "tandem")), codec: newCodec()}
 	c.leg = wire{ctx: metadata.NewIncomingContext(tb.Context(), metadata.Pairs(metadataRole, rolePrefillLeg)), codec: newCodec()}
 	for _, h := range [][2]string{

@@ -32,8 +32,8 @@ func (x *exchange) isSGLang() bool {
 	if pool == nil {
 		return false
 	}
-	c := x.s.Pools[pool.Spec.Name].Concurrent
-	return c != nil && c.Name() == "sglang"
+	policy, _ := x.s.policy(pool.Spec.Name)
+	return policy.Concurrent != nil && policy.Concurrent.Name() == "sglang"
 }
 
 // concurrent plans a request to a pool whose legs run at once.

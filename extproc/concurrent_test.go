@@ -26,9 +26,7 @@ import (
 // pairStand is a server with a pool of SGLang endpoints.
 func pairStand(t *testing.T, dialect string, endpoints ...string) *stand {
 	s := newStand(t, Options{})
-	s.server.Pools = map[string]Policy{"chat": {
-		Concurrent: kvtransfer.NewConcurrent(dialect), Split: true, PrefillAttempts: 3, PrefillTimeout: 30 * time.Second,
-	}}
+	s.policy("chat", Policy{Concurrent: kvtransfer.NewConcurrent(dialect), Split: true, PrefillAttempts: 3, PrefillTimeout: 30 * time.Second})
 	var eps []kvstate.EndpointSpec
 	for _, e := range endpoints {
 		eps = append(eps, kvstate.EndpointSpec{Name: e, Addr: addressOf(e), Role: roleOf(e)})
@@ -276,7 +274,7 @@ func TestPairOverTwoReplicas(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		one := pairStand(t, "sglang", twoAndTwo...)
 		two := pairStand(t, "sglang", twoAndTwo...)
-		two.server.Keys = one.server.Keys
+		two.server.Apply(Live{Keys: one.server.keys(), Pools: two.server.Live().Pools})
 
 		q, _ := pass1(one, "prefill-fails")
 		d, _ := q.decode(one)
@@ -349,7 +347,7 @@ func TestPairAlternatives(t *testing.T) {
 func TestPairForeignTickets(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s := pairStand(t, "sglang", twoAndTwo...)
-		sealed, err := s.server.Keys.Seal(nil, &kvtransfer.Ticket{Stage: kvtransfer.DecodeLeg, Expires: time.Now().Add(time.Minute)}, "x")
+		sealed, err := s.server.keys().Seal(nil, &kvtransfer.Ticket{Stage: kvtransfer.DecodeLeg, Expires: time.Now().Add(time.Minute)}, "x")
 		require.NoError(t, err)
 		for _, ticket := range []string{"", "forged", string(sealed)} {
 			for _, role := range []string{roleDecodeLeg, roleMirror} {

@@ -41,7 +41,8 @@ func (x *exchange) serveDecode(t *kvtransfer.Ticket, p *pair) error {
 	if err != nil {
 		return err
 	}
-	if c := x.s.Pools[t.Pool].Concurrent; c != nil && c.PrefillFirst() {
+	policy, _ := x.s.policy(t.Pool)
+	if c := policy.Concurrent; c != nil && c.PrefillFirst() {
 		return x.afterPrefillOf(t, p, edits)
 	}
 	if err := x.answerBody(edits); err != nil {
@@ -66,7 +67,7 @@ func (x *exchange) openLeg() (*kvtransfer.Ticket, error) {
 
 func (x *exchange) openPairTicket(ticket, requestID []byte) (*kvtransfer.Ticket, error) {
 	x.requestID = string(requestID)
-	t, err := x.s.Keys.Open(string(ticket), x.requestID, time.Now())
+	t, err := x.s.keys().Open(string(ticket), x.requestID, time.Now())
 	if err != nil {
 		x.s.metrics.forgedTickets.Inc()
 		return nil, fmt.Errorf("opening the ticket of a leg: %w", err)
@@ -161,7 +162,7 @@ func (x *exchange) afterPrefillOf(t *kvtransfer.Ticket, p *pair, edits openai.Ed
 
 // prefillLimit is how long P may take.
 func (x *exchange) prefillLimit(t *kvtransfer.Ticket) time.Duration {
-	policy := x.s.Pools[t.Pool]
+	policy, _ := x.s.policy(t.Pool)
 	return policy.PrefillTimeout + time.Duration(t.PromptTokens)*policy.PerToken
 }
 
@@ -246,10 +247,11 @@ func (x *exchange) planAgain(t *kvtransfer.Ticket, cause string) error {
 	if pool := x.s.State.Pool(t.Pool); pool != nil {
 		x.markFailed(pool, failed)
 	}
-	if peers := x.s.Pools[t.Pool].Peers; peers != nil {
+	policy, _ := x.s.policy(t.Pool)
+	if peers := policy.Peers; peers != nil {
 		peers.Failed(t.Prefill) // it may come back as another engine, and D may have failed because it has
 	}
-	sealed, err := x.s.Keys.Seal(nil, &next, x.requestID)
+	sealed, err := x.s.keys().Seal(nil, &next, x.requestID)
 	if err != nil {
 		return fmt.Errorf("sealing the ticket of a failed pair: %w", err)
 	}

@@ -21,7 +21,7 @@
 // of it to the prefill endpoint, each through an internal listener whose filter is a role of its own here (decode-leg,
 // prefill-mirror). concurrent.go tells it.
 //
-// Files: message.go, reply.go, wire.go and codec.go are the messages; server.go is the service; route.go and plan.go
+// Files: message.go, reply.go, wire.go and codec.go are the messages; server.go is the service, live.go what of it may change while it runs; route.go and plan.go
 // are passes 1 and 2; leg.go is the prefill leg, pair.go what some dialects want of both; concurrent.go, decodeleg.go,
 // mirroredleg.go and pairs.go are both legs at once; replan.go and accesslog.go are the other two doors.
 package extproc

@@ -82,6 +82,18 @@ func newStand(t *testing.T, o Options) *stand {
 	return s
 }
 
+// policy puts a pool's policy in force.
+func (s *stand) policy(name string, policy Policy) {
+	live := s.server.Live()
+	pools := map[string]Policy{name: policy}
+	for other, p := range live.Pools {
+		if other != name {
+			pools[other] = p
+		}
+	}
+	s.server.Apply(Live{Keys: live.Keys, Pools: pools})
+}
+
 // pool adds a pool of NIXL endpoints, "p..." for prefill, "d..." for decode and "b..." for both: p1 is 10.0.1.1:8000.
 func (s *stand) pool(name string, policy Policy, endpoints ...string) {
 	s.t.Helper()
@@ -94,10 +106,7 @@ func (s *stand) pool(name string, policy Policy, endpoints ...string) {
 	for _, e := range endpoints {
 		eps = append(eps, kvstate.EndpointSpec{Name: e, Addr: addressOf(e), Role: roleOf(e)})
 	}
-	if s.server.Pools == nil {
-		s.server.Pools = map[string]Policy{}
-	}
-	s.server.Pools[name] = policy
+	s.policy(name, policy)
 	s.state.SetPool(kvstate.PoolSpec{Name: name, Models: []string{"*"}}, eps)
 }
 
@@ -442,7 +451,7 @@ func (s *stand) log(entries ...*logdatav3.HTTPAccessLogEntry) {
 // ticket opens what a header holds.
 func (s *stand) ticket(sealed, requestID string) *kvtransfer.Ticket {
 	s.t.Helper()
-	t, err := s.server.Keys.Open(sealed, requestID, time.Now())
+	t, err := s.server.keys().Open(sealed, requestID, time.Now())
 	require.NoError(s.t, err)
 	return t
 }

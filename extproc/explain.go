@@ -20,7 +20,7 @@ func (s *Server) Explain(poolName string, promptTokens int64) (picker.Explanatio
 	if pool == nil {
 		return picker.Explanation{}, fmt.Errorf("there is no pool %q", poolName)
 	}
-	policy := s.Pools[pool.Spec.Name]
+	policy, _ := s.policy(pool.Spec.Name)
 	k := picker.Picker{Policy: policy.place()}
 	var v kvstate.View
 	s.State.View(pool, nil, &v)

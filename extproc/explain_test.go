@@ -21,7 +21,7 @@ func TestExplain(t *testing.T) {
 	})
 	state.MarkFailed(state.Pool("chat").Endpoint("10.0.1.2:8000"))
 	var log bytes.Buffer
-	s := &Server{Options: Options{State: state, Pools: map[string]Policy{"chat": {Split: true, Dialect: nil}}, Log: slog.New(slog.NewTextHandler(&log, &slog.HandlerOptions{Level: slog.LevelDebug}))}}
+	s := New(Options{State: state, Live: Live{Pools: map[string]Policy{"chat": {Split: true, Dialect: nil}}}, Log: slog.New(slog.NewTextHandler(&log, &slog.HandlerOptions{Level: slog.LevelDebug}))}, nil)
 
 	e, err := s.Explain("", 4000)
 	require.NoError(t, err)

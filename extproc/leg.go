@@ -26,7 +26,7 @@ func (x *exchange) prefillLeg() error {
 	}
 	a := &x.msg.attributes
 	x.requestID = string(a.requestID)
-	t, err := x.s.Keys.Open(string(a.ticket), x.requestID, time.Now())
+	t, err := x.s.keys().Open(string(a.ticket), x.requestID, time.Now())
 	if t == nil {
 		x.s.metrics.forgedTickets.Inc()
 		return fmt.Errorf("opening the ticket of a prefill leg: %w", err)
@@ -145,7 +145,7 @@ func (x *exchange) afterPrefill(t *kvtransfer.Ticket, code int) (_ *kvtransfer.T
 	next.ID = newTicketID()
 	next.Redirects++
 	pool := x.s.State.Pool(t.Pool)
-	policy := x.s.Pools[t.Pool]
+	policy, _ := x.s.policy(t.Pool)
 	if code != 200 || x.msg.over || policy.Dialect == nil {
 		x.prefillFailed(pool, &next, code)
 		return &next, nil
@@ -254,7 +254,7 @@ func (x *exchange) redirect(t *kvtransfer.Ticket) error {
 // sealHandOver seals the ticket; KV parameters that no header holds are kept here, and the ticket refers to them.
 func (x *exchange) sealHandOver(t *kvtransfer.Ticket) ([]byte, error) {
 	if len(t.Params) <= maxHeaderParams {
-		sealed, err := x.s.Keys.Seal(nil, t, x.requestID)
+		sealed, err := x.s.keys().Seal(nil, t, x.requestID)
 		if err != nil || len(sealed) <= kvtransfer.MaxHeaderBytes {
 			return sealed, err
 		}
@@ -265,7 +265,7 @@ func (x *exchange) sealHandOver(t *kvtransfer.Ticket) ([]byte, error) {
 		t.ParamsRef = [16]byte{}
 	}
 	t.Params = nil
-	return x.s.Keys.Seal(nil, t, x.requestID)
+	return x.s.keys().Seal(nil, t, x.requestID)
 }
 
 // maxHeaderParams is the length from which no packing makes KV parameters fit a header.

@@ -70,7 +70,8 @@ func (x *exchange) untilAnswer(t *kvtransfer.Ticket) error {
 func (x *exchange) judge(t *kvtransfer.Ticket, code int) outcome {
 	v := outcome{status: code}
 	took := time.Since(x.s.sealedAt(t))
-	pool, policy := x.s.State.Pool(t.Pool), x.s.Pools[t.Pool]
+	pool := x.s.State.Pool(t.Pool)
+	policy, _ := x.s.policy(t.Pool)
 	result := "failed"
 	switch {
 	case clientsFault(code):
@@ -141,7 +142,7 @@ func (x *exchange) dropAnswer(code int, v outcome) error {
 // mirrorEnded settles a mirrored leg as Envoy logs it, to every replica: the one that booked it releases it, the one that
 // watches over D hears how it ended.
 func (s *Server) mirrorEnded(e *logEntry) {
-	t, err := s.Keys.Open(string(e.ticket), string(e.clientID), time.Now())
+	t, err := s.keys().Open(string(e.ticket), string(e.clientID), time.Now())
 	if t == nil {
 		s.metrics.forgedTickets.Inc()
 		s.Log.Debug("access log entry of a leg with a ticket that is not ours", "request_id", string(e.clientID), "err", err)

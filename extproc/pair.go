@@ -45,7 +45,8 @@ func (x *exchange) reserveRoom(d *kvstate.Endpoint, redirects int, b kvstate.Boo
 // awaitKV waits until what P has sent is with D, where P is one that sends. D goes on without it in the end: it computes
 // what it lacks.
 func (x *exchange) awaitKV(t *kvtransfer.Ticket) {
-	pusher, ok := x.s.Pools[t.Pool].Dialect.(kvtransfer.Pusher)
+	policy, _ := x.s.policy(t.Pool)
+	pusher, ok := policy.Dialect.(kvtransfer.Pusher)
 	if ok && !pusher.Await(x.stream.Context(), &x.pair) && x.stream.Context().Err() == nil {
 		x.s.Log.Warn("no word that the KV is with decode: it computes what it lacks", "request_id", x.requestID, "prefill", t.Prefill, "decode", t.Decode)
 	}

@@ -44,9 +44,12 @@ func (x *exchange) passThrough() (route, error) {
 	if pool == nil {
 		return route{}, openai.Unavailable("no_pool", "no pool is configured", time.Second)
 	}
+	if err := closed(pool); err != nil {
+		return route{}, err
+	}
 	tokens := pool.PromptTokens(x.body.len())
 	x.s.State.View(pool, nil, &x.view)
-	policy := x.s.Pools[pool.Spec.Name]
+	policy, _ := x.s.policy(pool.Spec.Name)
 	x.picker.Policy = policy.place()
 	choice, err := x.picker.Pick(&picker.Request{PromptTokens: tokens, Rand: random()}, &x.view)
 	if err != nil {
@@ -110,7 +113,7 @@ func (x *exchange) toHolder(pool *kvstate.Pool, e *kvstate.Endpoint) (route, err
 	tokens := pool.PromptTokens(x.body.len())
 	if e == nil {
 		x.s.State.View(pool, nil, &x.view)
-		policy := x.s.Pools[pool.Spec.Name]
+		policy, _ := x.s.policy(pool.Spec.Name)
 		x.picker.Policy = policy.place()
 		choice, err := x.picker.Pick(&picker.Request{PromptTokens: tokens, Rand: random()}, &x.view)
 		if err != nil {

@@ -63,7 +63,12 @@ func (x *exchange) plan(api openai.API, a attempt) (route, error) {
 	if pool == nil {
 		return route{}, openai.ModelNotFound(x.req.Model())
 	}
-	policy, ok := x.s.Pools[pool.Spec.Name]
+	if a.redirects == 0 { // what was let in is seen through
+		if err := closed(pool); err != nil {
+			return route{}, err
+		}
+	}
+	policy, ok := x.s.policy(pool.Spec.Name)
 	if !ok {
 		return route{}, fmt.Errorf("pool %q has no policy", pool.Spec.Name)
 	}
@@ -283,7 +288,7 @@ func decoding(tokens int64) kvstate.Booking {
 
 // seal puts the ticket on the route. What was booked for a route that cannot be taken is released.
 func (x *exchange) seal(r route, t *kvtransfer.Ticket) (route, error) {
-	ticket, err := x.s.Keys.Seal(make([]byte, 0, 512), t, x.requestID)
+	ticket, err := x.s.keys().Seal(make([]byte, 0, 512), t, x.requestID)
 	if err != nil {
 		for _, id := range r.booked {
 			x.s.State.Release(id)
@@ -306,7 +311,8 @@ func (x *exchange) resume(t *kvtransfer.Ticket, ticketErr error) (route, error) 
 		return route{}, fmt.Errorf("undoing a leg's edits: %w", err)
 	}
 	x.s.releasePass(x.requestID, t.Redirects) // of a stream that Envoy gave up on and tries again
-	if t.Stage == kvtransfer.HandOver && ticketErr == nil && x.s.State.Spend(t.ID) {
+	gone := x.s.State.Pool(t.Pool) == nil     // between the hops, by a change of the configuration
+	if t.Stage == kvtransfer.HandOver && ticketErr == nil && !gone && x.s.State.Spend(t.ID) {
 		return x.decode(t)
 	}
 	x.s.release(t)
@@ -316,13 +322,18 @@ func (x *exchange) resume(t *kvtransfer.Ticket, ticketErr error) (route, error) 
 	}
 	if t.Stage == kvtransfer.HandOver {
 		t.Cause = "hand_over_spent"
-		if ticketErr != nil {
+		switch {
+		case ticketErr != nil:
 			t.Cause = "hand_over_expired"
+		case gone:
+			t.Cause = "pool_gone"
+			x.s.stranded(t, x.requestID, t.Cause)
 		}
 	}
 	x.s.metrics.replanned(t)
 	if t.Split && t.Cause != kvtransfer.CauseDecode {
-		switch x.s.Pools[t.Pool].OnFailure {
+		policy, _ := x.s.policy(t.Pool)
+		switch policy.OnFailure {
 		case DecodeAlone:
 			a.alone, a.why = true, "prefill_failed"
 		case Fail:
@@ -364,7 +375,7 @@ func (x *exchange) decode(t *kvtransfer.Ticket) (route, error) {
 	if !paired {
 		params = nil
 	}
-	policy := x.s.Pools[t.Pool]
+	policy, _ := x.s.policy(t.Pool)
 	r := route{leg: legDecode, endpoint: d, edits: t.Undo, perTry: streamStart(policy, t.Stream, pool.PrefillTime(t.PromptTokens, policy.PerToken))}
 	var undo openai.Edits
 	if dialect := policy.Dialect; params != nil && dialect != nil {
@@ -391,7 +402,8 @@ func (x *exchange) decode(t *kvtransfer.Ticket) (route, error) {
 // between the hops, or everything that pairs with it did, any other will do (paired is false), which must not be told of
 // the blocks. What P pushed lies with the D of pass 1 and nowhere else.
 func (x *exchange) pickDecode(pool *kvstate.Pool, t *kvtransfer.Ticket) (d *kvstate.Endpoint, paired bool, err error) {
-	_, pushed := x.s.Pools[t.Pool].Dialect.(kvtransfer.Pusher)
+	policy, _ := x.s.policy(t.Pool)
+	_, pushed := policy.Dialect.(kvtransfer.Pusher)
 	if d := pool.Endpoint(t.Decode); pushed && d != nil && !d.Failed() {
 		return d, true, nil
 	}
@@ -401,7 +413,6 @@ func (x *exchange) pickDecode(pool *kvstate.Pool, t *kvtransfer.Ticket) (d *kvst
 	}
 	r := picker.Request{PromptTokens: t.PromptTokens, Excluded: t.Excluded, Rand: random()}
 	prefill := slices.IndexFunc(x.view.Endpoints, func(c kvstate.Candidate) bool { return c.Endpoint.Addr == t.Prefill })
-	policy := x.s.Pools[pool.Spec.Name]
 	x.picker.Policy = policy.place()
 	i, err := x.picker.PickDecode(&r, &x.view, prefill)
 	if err != nil && prefill >= 0 {

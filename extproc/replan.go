@@ -17,7 +17,7 @@ func (s *Server) Replan() http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		defer discard(r.Body, int64(s.MaxBodyBytes+maxDecodeMember))
 		id := r.Header.Get(headerRequestID)
-		t, err := s.Keys.Open(r.Header.Get(headerTicket), id, time.Now())
+		t, err := s.keys().Open(r.Header.Get(headerTicket), id, time.Now())
 		if t == nil || t.Redirects+1 >= s.MaxRedirects {
 			s.Log.Warn("replan refused", "request_id", id, "err", err)
 			s.refuseReplan(w, openai.Unavailable("endpoint_failed", "the endpoint failed and there is no other way to answer", time.Second))
@@ -44,7 +44,7 @@ func (s *Server) Replan() http.Handler {
 				s.markFailed(e, t, took)
 			}
 		}
-		sealed, err := s.Keys.Seal(nil, &next, id)
+		sealed, err := s.keys().Seal(nil, &next, id)
 		if err != nil {
 			s.Log.Error("sealing a replan ticket", "request_id", id, "err", err)
 			s.refuseReplan(w, openai.Internal())
@@ -58,7 +58,7 @@ func (s *Server) Replan() http.Handler {
 
 // markFailed leaves out an endpoint that failed a hop. One that was cut off by the hop's time limit hangs.
 func (s *Server) markFailed(e *kvstate.Endpoint, t *kvtransfer.Ticket, took time.Duration) {
-	policy := s.Pools[t.Pool]
+	policy, _ := s.policy(t.Pool)
 	limit := policy.PrefillTimeout
 	if t.Stage == kvtransfer.DecodeLeg {
 		limit = policy.StreamStart

@@ -104,7 +104,7 @@ func (x *exchange) decide() (route, error) {
 // lets clients' tickets in), nobody knows what the client's body was: the request ends here. Tickets that go out with a
 // leg, where engines see them, do not open this door either. An expired ticket comes with its error.
 func (x *exchange) openTicket() (*kvtransfer.Ticket, error) {
-	t, err := x.s.Keys.Open(string(x.msg.headers.ticket), x.requestID, time.Now())
+	t, err := x.s.keys().Open(string(x.msg.headers.ticket), x.requestID, time.Now())
 	if t != nil && (t.Stage == kvtransfer.HandOver || t.Stage == kvtransfer.Failed) {
 		return t, err
 	}

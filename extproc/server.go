@@ -24,9 +24,8 @@ import (
 // Options are what a Server needs to know. Zero durations and sizes take the defaults named.
 type Options struct {
 	State *kvstate.State
-	Keys  *kvtransfer.Keys
 	Log   *slog.Logger
-	Pools map[string]Policy // by pool name; every pool of State has one
+	Live  // to begin with; every pool of State has a policy
 
 	Tokenizer Tokenizer // for pools whose tokens are not learned alone; may be nil
 
@@ -90,6 +89,7 @@ const (
 // Server answers Envoy. It is safe for concurrent use.
 type Server struct {
 	Options
+	live      atomic.Pointer[live]
 	metrics   *Metrics
 	started   time.Time
 	exchanges sync.Pool
@@ -100,7 +100,6 @@ type Server struct {
 	notes     *promptNotes
 	seed      uint64 // of reservation ids
 	held      atomic.Int64
-	names     []string // headers that name sessions
 }
 
 // New returns a server over the options' state. It starts nothing.
@@ -115,13 +114,9 @@ func New(o Options, m *Metrics) *Server {
 	if o.Log == nil {
 		o.Log = slog.New(slog.DiscardHandler)
 	}
-	pools := make(map[string]Policy, len(o.Pools))
-	for name, p := range o.Pools {
-		p.Session = p.Session.lower()
-		pools[name] = p.withDefaults()
-	}
-	o.Pools = pools
-	s := &Server{names: sessionHeaders(o.Pools), Options: o, metrics: m, started: time.Now(), draining: make(chan struct{}), cleanups: make(chan cleanup, maxCleanups), recent: newRecent(), pairs: newPairs(), notes: newPromptNotes(), seed: random()}
+	s := &Server{Options: o, metrics: m, started: time.Now(), draining: make(chan struct{}), cleanups: make(chan cleanup, maxCleanups), recent: newRecent(), pairs: newPairs(), notes: newPromptNotes(), seed: random()}
+	s.Apply(o.Live)
+	s.Options.Live = Live{} // nobody is to read what it was once
 	s.exchanges.New = func() any { return &exchange{s: s} }
 	return s
 }
@@ -196,7 +191,7 @@ func (s *Server) process(stream grpc.ServerStream) error {
 	x := s.exchanges.Get().(*exchange)
 	x.sending.Lock() // a deadline of the stream before may just be finding out that it came too late
 	x.stream, x.answered = stream, false
-	x.msg.headers.names = s.names
+	x.msg.headers.names = s.live.Load().names
 	x.sending.Unlock()
 	defer x.release()
 

@@ -39,7 +39,7 @@ const (
 // The ticket is spent by it: the request cannot go on with these parameters any more.
 func (s *Server) stranded(t *kvtransfer.Ticket, requestID, why string) {
 	s.metrics.stranded.WithLabelValues(t.Pool, t.Prefill, why).Inc()
-	policy := s.Pools[t.Pool]
+	policy, _ := s.policy(t.Pool)
 	if !policy.CleanupDecode || policy.Dialect == nil || t.Stage != kvtransfer.HandOver || !s.State.Spend(t.ID) {
 		return
 	}

@@ -271,9 +271,7 @@ func (p *player) pool(words []string) {
 			}
 		}
 	}
-	policy.Session = policy.Session.lower()
 	p.s.pool(words[0], policy, names...)
-	p.s.server.names = sessionHeaders(p.s.server.Pools)
 	if models != nil {
 		var eps []kvstate.EndpointSpec
 		for _, e := range p.s.state.Pool(words[0]).Endpoints() {
@@ -283,7 +281,7 @@ func (p *player) pool(words []string) {
 	}
 	if !transfer {
 		policy.Dialect = nil
-		p.s.server.Pools[words[0]] = policy
+		p.s.policy(words[0], policy)
 	}
 	p.spec = p.s.state.Pool(words[0]).Spec
 	for _, e := range p.s.state.Pool(words[0]).Endpoints() {

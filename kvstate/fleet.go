@@ -50,12 +50,14 @@ type EndpointSpec struct {
 	Scheme string // http, https or h2c; "" is http
 	Role   Role
 	Group  string // endpoints with a group only pair within it
+	Weight int    // how fast it is taken to be, in per cent of others; 0 is 100
 	Zone   string // where it runs; "": not known. Transfers within a zone are taken for faster than those between two
 	Engine string // release and model revision; those of a pair are equal where both are known
 	Layout string // of its KV (tensor parallelism, type, block size), if the dialect needs it equal on both sides
 
-	EventsPort int // where it publishes its KV events; 0: where its pool says
-	ReplayPort int // where these can be asked for again, if EventsPort is not 0; 0: nowhere
+	Drained    bool // no new work
+	EventsPort int  // where it publishes its KV events; 0: where its pool says
+	ReplayPort int  // where these can be asked for again, if EventsPort is not 0; 0: nowhere
 	Transfer   Transfer
 }
 
@@ -100,7 +102,9 @@ type live struct {
 	signals        atomic.Pointer[Signals]
 
 	failed atomic.Bool
-	hung   atomic.Bool // and it took its time to
+	hung   atomic.Bool  // and it took its time to
+	paused atomic.Bool  // by an operator
+	weight atomic.Int32 // likewise; 0: the spec's
 	models atomic.Pointer[[]string]
 	room   room
 
@@ -183,6 +187,7 @@ type Pool struct {
 	pace      *prefillPace
 	tokens    *tokenMemory
 	load      *workload
+	paused    *atomic.Bool // by an operator
 }
 
 // Endpoints are the pool's endpoints, in the order configured but that those of a group stand together. Do not modify.
@@ -214,6 +219,7 @@ func (s *State) SetPool(spec PoolSpec, eps []EndpointSpec) {
 	leaving := map[string]*Endpoint{}
 	if i >= 0 {
 		next.index, next.ratio, next.pace, next.tokens, next.load = pools[i].index, pools[i].ratio, pools[i].pace, pools[i].tokens, pools[i].load
+		next.paused = pools[i].paused
 		for _, e := range pools[i].endpoints {
 			leaving[e.Addr] = e
 		}
@@ -221,14 +227,16 @@ func (s *State) SetPool(spec PoolSpec, eps []EndpointSpec) {
 	} else {
 		next.index, next.ratio = newPrefixIndex(s.o.indexLimits()), newTokenRatio()
 		next.pace, next.tokens = &prefillPace{}, newTokenMemory(s.o.MaxTokenBytes)
-		next.load = newWorkload()
+		next.load, next.paused = newWorkload(), &atomic.Bool{}
 		pools = append(pools, next)
 	}
 	seen := make(map[string]bool, len(eps))
 	for _, ep := range eps {
 		if !seen[ep.Addr] {
 			seen[ep.Addr] = true
-			next.endpoints = append(next.endpoints, next.endpoint(ep, leaving[ep.Addr]))
+			e := next.endpoint(ep, leaving[ep.Addr])
+			e.obey(s.orderOf(spec.Name, e))
+			next.endpoints = append(next.endpoints, e)
 			delete(leaving, ep.Addr)
 		}
 	}
@@ -263,6 +271,11 @@ func (s *State) RemovePool(name string) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	pools := slices.DeleteFunc(slices.Clone(s.Pools()), func(p *Pool) bool { return p.Spec.Name == name })
+	for key := range s.orders {
+		if key.pool == name {
+			delete(s.orders, key)
+		}
+	}
 	s.pools.Store(&pools)
 }
 

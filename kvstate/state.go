@@ -58,9 +58,10 @@ func setDefault[T int | int64 | time.Duration](v *T, d T) {
 
 // State is everything one replica knows of the fleet. It is safe for concurrent use.
 type State struct {
-	o     Options
-	mu    sync.Mutex // held by those who change the set of pools
-	pools atomic.Pointer[[]*Pool]
+	o      Options
+	mu     sync.Mutex // held by those who change the set of pools, or what is ordered of it
+	pools  atomic.Pointer[[]*Pool]
+	orders map[orderKey]Order
 
 	bookings  [bookingShards]bookingShard
 	booked    atomic.Int64
@@ -72,7 +73,7 @@ type State struct {
 
 // New returns an empty state. It starts nothing.
 func New(o Options) *State {
-	s := &State{o: o.withDefaults()}
+	s := &State{o: o.withDefaults(), orders: map[orderKey]Order{}}
 	s.pools.Store(&[]*Pool{})
 	for i := range s.bookings {
 		s.bookings[i].held = map[ReservationID]reservation{}

@@ -24,7 +24,7 @@ type Weighed struct {
 	Endpoint string        `json:"endpoint"` // address
 	Name     string        `json:"name,omitempty"`
 	Role     string        `json:"role"`
-	Out      string        `json:"out,omitempty"` // why it was left out: failed, failed_request, model
+	Out      string        `json:"out,omitempty"` // why it was left out: failed, paused, failed_request, model
 	Hit      int           `json:"hit_blocks"`
 	Prefill  *PrefillPrice `json:"prefill,omitempty"`
 	Transfer float64       `json:"transfer,omitempty"` // to it, from within its zone

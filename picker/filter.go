@@ -9,6 +9,7 @@ import (
 // Why an endpoint is left out of a decision.
 const (
 	outFailed   = "failed"         // it, or its probe, failed lately
+	outPaused   = "paused"         // by its configuration or by an operator
 	outExcluded = "failed_request" // it failed this request
 	outModel    = "model"          // others say that they serve the model, it says that it does not
 )
@@ -16,6 +17,8 @@ const (
 // why says for what reason an endpoint is left out; "" if it is not.
 func (k *Picker) why(r *Request, c *kvstate.Candidate) string {
 	switch {
+	case !c.Usable && c.Endpoint.Paused():
+		return outPaused
 	case !c.Usable:
 		return outFailed
 	case len(r.Excluded) > 0 && slices.Contains(r.Excluded, c.Endpoint.Addr):

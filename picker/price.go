@@ -95,11 +95,20 @@ func (t *terms) session(c *kvstate.Candidate, part kvstate.Role) float64 {
 func (t *terms) prefill(c *kvstate.Candidate) PrefillPrice {
 	uncached, cached := t.split(c)
 	work := t.m.prefill(uncached, cached)
+	w := weight(c)
 	usual := work * t.fleet // what others lose goes by the fleet's speed: by its own, slow endpoints would idle
 	return PrefillPrice{
-		Queue: seconds(c.Queue), Work: work * speed(c, t.fleet), Others: t.others * usual,
-		Jobs: t.jobs * float64(c.Jobs) * min(usual, t.jobCap), Session: t.session(c, kvstate.RolePrefill),
+		Queue: seconds(c.Queue) / w, Work: work * speed(c, t.fleet) / w, Others: t.others * usual,
+		Jobs: t.jobs * float64(c.Jobs) * min(usual, t.jobCap) / w, Session: t.session(c, kvstate.RolePrefill),
 	}
+}
+
+// weight is how fast an endpoint is taken to be beside what was learned of it; 1 is neutral.
+func weight(c *kvstate.Candidate) float64 {
+	if c.Weight <= 0 {
+		return 1
+	}
+	return float64(c.Weight) / 100
 }
 
 // seconds is a time.Duration as seconds; its own method divides integers, which costs more than all else here.
@@ -130,9 +139,16 @@ func (t *terms) batch(c *kvstate.Candidate) (answers, kv float64) {
 	return answers, float64(c.PromptTokens) + answers*t.out/2 + t.tokens + t.out/2
 }
 
+// step is how long the endpoint's decode steps are once the request has joined them. One of half the weight is taken to have
+// twice as much in each, so that where there is much it gets half as much.
+func (t *terms) step(c *kvstate.Candidate, answers, kv float64) float64 {
+	w := weight(c)
+	return t.m.decode((answers+1)/w, kv/w)
+}
+
 func (t *terms) decode(c *kvstate.Candidate) DecodePrice {
 	answers, kv := t.batch(c)
-	step := t.m.decode(answers+1, kv)
+	step := t.step(c, answers, kv)
 	p := DecodePrice{Step: step, Answer: answerWeight * t.out * step, Session: t.session(c, kvstate.RoleDecode)}
 	if over := kv - t.m.KVTokens; over > 0 {
 		p.Overflow = over / kv * t.out * step * 2
@@ -166,8 +182,9 @@ func (p AlonePrice) sum() float64 {
 func (t *terms) alone(c *kvstate.Candidate) (p AlonePrice, allowed bool) {
 	uncached, cached := t.split(c)
 	answers, kv := t.batch(c)
-	step := t.m.decode(answers+1, kv)
-	work, pace, steps := t.m.prefill(uncached, cached), speed(c, t.fleet), t.m.steps(uncached)
+	w := weight(c)
+	step := t.step(c, answers, kv)
+	work, pace, steps := t.m.prefill(uncached, cached), speed(c, t.fleet)/w, t.m.steps(uncached)
 	// Its chunks ride in the steps that decode makes anyway; without any they make their own.
 	longer := (work - t.m.PrefillStep*steps) * pace
 	own := work * pace
@@ -176,7 +193,7 @@ func (t *terms) alone(c *kvstate.Candidate) (p AlonePrice, allowed bool) {
 	}
 	fill := max(answers/t.m.MaxAnswers, kv/t.m.KVTokens)
 	allowed = fill <= maxFill && (t.tpot <= 0 || step/max(1-c.Share, 0.01) <= tpotMargin*t.tpot)
-	queue := seconds(c.Local) + seconds(c.Queue)
+	queue := (seconds(c.Local) + seconds(c.Queue)) / w
 	p = AlonePrice{
 		Queue: queue * (1 + localSteps*step/t.fullStep), Work: own, Others: t.local * work * t.fleet,
 		Answers: max(answers, 1) * longer / max(1-fill, 1-maxFill), Decode: answerWeight * t.out * step, Session: t.session(c, kvstate.RoleBoth),

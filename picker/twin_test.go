@@ -86,7 +86,14 @@ func (w *twin) costP(i int) float64 {
 	if w.p.Late {
 		beta, limit = .5, math.Inf(1)
 	}
-	return c.Queue.Seconds() + e*w.speed(i) + w.phi(w.v.Load.Prefill, kvstate.RolePrefill)*usual + beta*float64(c.Jobs)*min(usual, limit)
+	return (c.Queue.Seconds()+e*w.speed(i)+beta*float64(c.Jobs)*min(usual, limit))/w.weight(i) + w.phi(w.v.Load.Prefill, kvstate.RolePrefill)*usual
+}
+
+func (w *twin) weight(i int) float64 {
+	if n := w.v.Endpoints[i].Weight; n > 0 {
+		return float64(n) / 100
+	}
+	return 1
 }
 
 func (w *twin) out() float64 {
@@ -100,7 +107,7 @@ func (w *twin) step(i int) (n, kv, step, overflow float64) {
 	c, m := &w.v.Endpoints[i], w.p.Model
 	n = float64(c.Requests - c.Jobs)
 	kv = float64(c.PromptTokens) + n*w.out()/2 + w.tokens() + w.out()/2
-	step = m.DecodeStep + m.DecodeAnswer*(n+1) + m.DecodeToken*kv
+	step = m.DecodeStep + (m.DecodeAnswer*(n+1)+m.DecodeToken*kv)/w.weight(i)
 	if kv > m.KVTokens {
 		overflow = (kv - m.KVTokens) / kv * w.out() * step * 2
 	}
@@ -136,10 +143,10 @@ func (w *twin) alone(d int, guarded bool) (price float64, ok bool) {
 	}
 	e := w.e(d)
 	u := w.tokens() - w.cached(d)
-	queue := (c.Local + c.Queue).Seconds() * (1 + step/(m.StepTokens*m.PrefillToken))
+	queue := (c.Local + c.Queue).Seconds() / w.weight(d) * (1 + step/(m.StepTokens*m.PrefillToken))
 	steps := math.Ceil(u / m.StepTokens)
-	longer := (e - m.PrefillStep*steps) * w.speed(d)
-	own := e * w.speed(d)
+	longer := (e - m.PrefillStep*steps) * w.speed(d) / w.weight(d)
+	own := e * w.speed(d) / w.weight(d)
 	if n > 0 {
 		own = longer + steps*step
 	}

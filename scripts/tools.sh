@@ -4,7 +4,8 @@
 #   .tools/venv         Python with the official openai client, a real client in e2e
 # and, as root on Debian, redis-server from the distribution, unless there is one ($REDIS_SERVER, PATH). Where it cannot, it says so; the tests
 # that need it then fail in `make test`, and are skipped in a plain `go test`.
-# "tools.sh dev" adds protoc (grpcio-tools), for `make generate`. Repeated calls do nothing.
+# "tools.sh dev" adds protoc (grpcio-tools), for `make generate`; "tools.sh load" aiperf, for `make load`, and says if h2load is
+# missing; "tools.sh peers" vllm-router and sglang-router, for `make bench-peers`. Repeated calls do nothing.
 set -eu
 cd "$(dirname "$0")/.."
 envoy_version=1.40.0
@@ -41,3 +42,22 @@ if [ "${1:-}" = dev ] && [ ! -e .tools/.stamp-dev ]; then
   .tools/venv/bin/pip install -q --disable-pip-version-check grpcio-tools==1.85.1
   touch .tools/.stamp-dev
 fi
+# Each of these has an environment of its own: what they depend on does not go together.
+case ${1:-} in
+load)
+  if [ ! -e .tools/.stamp-load ]; then
+    echo "tools.sh: installing aiperf into .tools/load (once, 1 GB)" >&2
+    python3 -m venv .tools/load
+    if .tools/load/bin/pip install -q --disable-pip-version-check aiperf==0.13.0; then touch .tools/.stamp-load; else echo "tools.sh: aiperf cannot be installed here: no streamed answers" >&2; fi
+  fi
+  command -v h2load >/dev/null || { [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get install -qqy nghttp2-client >/dev/null; } ||
+    echo "tools.sh: h2load is missing (Debian: apt-get install nghttp2-client): no plain HTTP" >&2
+  ;;
+peers)
+  if [ ! -e .tools/.stamp-peers ]; then
+    python3 -m venv .tools/peers
+    .tools/peers/bin/pip install -q --disable-pip-version-check vllm-router==0.1.17 sglang-router==0.3.2
+    touch .tools/.stamp-peers
+  fi
+  ;;
+esac

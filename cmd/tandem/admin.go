@@ -10,23 +10,14 @@ import (
 	"github.com/prometheus/client_golang/prometheus/promhttp"
 
 	"tandem/extproc"
+	"tandem/kvstate/redisstore"
 )
 
-// newAdmin is the operator's port: health, metrics and profiles. It is for the inside; put no client near it.
-func newAdmin(registry *prometheus.Registry, health *extproc.Health, server *extproc.Server, fleet *fleet) http.Handler {
+// newAdmin is the operator's port: health, metrics and profiles, and orders. It is for the inside; put no client near it.
+func newAdmin(registry *prometheus.Registry, health *extproc.Health, server *extproc.Server, fleet *fleet, orders *orders) http.Handler {
 	mux := http.NewServeMux()
 	mux.HandleFunc("GET /healthz", func(w http.ResponseWriter, _ *http.Request) { _, _ = w.Write([]byte("ok\n")) })
-	mux.HandleFunc("GET /readyz", func(w http.ResponseWriter, _ *http.Request) {
-		if !health.Ready() {
-			http.Error(w, "not ready", http.StatusServiceUnavailable)
-			return
-		}
-		_, _ = w.Write([]byte("ok\n"))
-		if fleet.store != nil { // for people: a replica without Redis is as ready as one with
-			text, _ := fleet.store.Status()
-			_, _ = w.Write([]byte(text + "\n"))
-		}
-	})
+	mux.HandleFunc("GET /readyz", ready(health, fleet.store))
 	mux.Handle("GET /metrics", promhttp.HandlerFor(registry, promhttp.HandlerOpts{}))
 	mux.HandleFunc("GET /debug/pprof/", pprof.Index)
 	mux.HandleFunc("GET /debug/pprof/profile", pprof.Profile)
@@ -50,7 +41,23 @@ func newAdmin(registry *prometheus.Registry, health *extproc.Health, server *ext
 		}
 		writeJSON(w, e)
 	})
+	orders.register(mux)
 	return mux
+}
+
+// ready is readiness; store may be nil.
+func ready(health *extproc.Health, store *redisstore.Store) http.HandlerFunc {
+	return func(w http.ResponseWriter, _ *http.Request) {
+		if !health.Ready() {
+			http.Error(w, "not ready", http.StatusServiceUnavailable)
+			return
+		}
+		_, _ = w.Write([]byte("ok\n"))
+		if store != nil { // for people: a replica without Redis is as ready as one with
+			text, _ := store.Status()
+			_, _ = w.Write([]byte(text + "\n"))
+		}
+	}
 }
 
 func writeJSON(w http.ResponseWriter, v any) {

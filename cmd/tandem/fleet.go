@@ -15,7 +15,6 @@ import (
 	"tandem/extproc/kvtransfer"
 	"tandem/kvstate"
 	"tandem/kvstate/discovery"
-	"tandem/kvstate/heartbeats"
 	"tandem/kvstate/kvevents"
 	"tandem/kvstate/notices"
 	"tandem/kvstate/redisstore"
@@ -28,11 +27,9 @@ import (
 // fleet is the state and who keeps it up to date.
 type fleet struct {
 	state   *kvstate.State
-	sources []*discovery.Static
+	pools   *poolSources
 	prober  *discovery.Prober
-	peers   map[string]*kvtransfer.Peers // by pool, of dialects that need to know who engines are
-	config  *configv1.Config
-	log     *slog.Logger
+	peers   *peerSources
 	scraper *scrape.Scraper
 	store   *redisstore.Store // nil: there is no Redis
 	keys    *kvtransfer.Keys
@@ -43,26 +40,14 @@ type fleet struct {
 
 // newFleet fills the state with the configured pools. Names are resolved before it returns, where they can be.
 func newFleet(ctx context.Context, config *configv1.Config, log *slog.Logger) (*fleet, error) {
-	f := &fleet{state: kvstate.New(kvstate.Options{}), peers: map[string]*kvtransfer.Peers{}, config: config, log: log}
-	for _, p := range config.GetPools() {
-		spec := kvstate.PoolSpec{Name: p.GetName(), Models: p.GetModels()}
-		var eps []kvstate.EndpointSpec
-		for _, e := range p.GetEndpoints() {
-			role, err := kvstate.ParseRole(e.GetRole())
-			if err != nil {
-				return nil, fmt.Errorf("pool %s: %w", p.GetName(), err)
-			}
-			eps = append(eps, kvstate.EndpointSpec{
-				Name: e.GetAddress(), Scheme: e.GetScheme(), Role: role, Group: p.PairsAs(e), Transfer: transferOf(e),
-				EventsPort: int(e.GetKvEventsPort()), ReplayPort: int(e.GetKvReplayPort()),
-			})
-		}
-		source := discovery.NewStatic(f.state, spec, eps, log)
-		source.Resolve(ctx)
-		f.sources = append(f.sources, source)
+	f := &fleet{state: kvstate.New(kvstate.Options{})}
+	f.pools, f.peers = newPoolSources(f.state, log), newPeerSources(f.state, log)
+	next, err := poolSpecs(config)
+	if err != nil {
+		return nil, err
 	}
+	f.pools.set(ctx, next)
 	f.prober = discovery.NewProber(f.state, log)
-	var err error
 	if f.store, err = newStore(ctx, config.GetState().GetRedis(), f.state, log); err != nil {
 		return nil, err
 	}
@@ -77,13 +62,6 @@ func newFleet(ctx context.Context, config *configv1.Config, log *slog.Logger) (*
 	}
 	f.keys, f.keeping, err = ticketKeys(ctx, config, f.store, log)
 	return f, err
-}
-
-// registered listens for engines that say by themselves where their KV sockets are.
-func registered(peers *kvtransfer.Peers, log *slog.Logger) *heartbeats.Listener {
-	return heartbeats.New(func(b heartbeats.Beat) {
-		peers.Learn(b.HTTP, kvtransfer.Peer{Ranks: []kvtransfer.Rank{{Host: b.ZMQ.Addr().String(), Port: int(b.ZMQ.Port())}}})
-	}, peers.Forget, log)
 }
 
 // decodeSizes are the tensor- and data-parallel sizes of a pool's decode engines, which are all the same.
@@ -145,18 +123,9 @@ func eventSources(config *configv1.Config) map[string]kvevents.Source {
 // watch keeps the state up to date until ctx ends.
 func (f *fleet) watch(ctx context.Context) error {
 	group, ctx := errgroup.WithContext(ctx)
-	for _, s := range f.sources {
-		group.Go(func() error { s.Run(ctx); return nil })
-	}
+	group.Go(func() error { f.pools.run(ctx); return nil })
 	group.Go(func() error { f.prober.Run(ctx); return nil })
-	for pool, peers := range f.peers {
-		group.Go(func() error { peers.Run(ctx, f.state, pool); return nil })
-	}
-	for _, p := range f.config.GetPools() {
-		if addr, peers := p.GetRegistration().GetListen(), f.peers[p.GetName()]; addr != "" && peers != nil {
-			group.Go(func() error { return registered(peers, f.log).Run(ctx, addr) })
-		}
-	}
+	group.Go(func() error { return f.peers.run(ctx) })
 	group.Go(func() error { f.scraper.Run(ctx); return nil })
 	if f.store != nil {
 		group.Go(func() error { f.store.Run(ctx); return nil })
@@ -173,25 +142,44 @@ func (f *fleet) watch(ctx context.Context) error {
 
 // serverOptions turns the configuration into what the server is told.
 func serverOptions(config *configv1.Config, f *fleet, log *slog.Logger) (extproc.Options, error) {
-	o := extproc.Options{
-		State: f.state, Keys: f.keys, Log: log, Pools: map[string]extproc.Policy{},
+	live, err := f.liveSettings(config, log)
+	if err != nil {
+		return extproc.Options{}, err
+	}
+	f.peers.set(config, live.Pools)
+	return extproc.Options{
+		State: f.state, Log: log, Live: live,
 		SplitBodyBytes: int(config.GetEnvoy().GetMaxBodyBytes()),
 		MaxBodyBytes:   int(4 * config.GetEnvoy().GetMaxBodyBytes()),
 		MaxRedirects:   envoyconfigs.MaxRedirects,
 		Tokenizer:      tokenize.New(log),
 		TicketTTL:      configv1.Duration(config.GetTickets().GetTtl()),
-	}
-	for _, p := range config.GetPools() {
+	}, nil
+}
+
+// liveSettings reads what may change while the server runs. Keys change in place.
+func (f *fleet) liveSettings(config *configv1.Config, log *slog.Logger) (extproc.Live, error) {
+	live := extproc.Live{Keys: f.keys, Pools: map[string]extproc.Policy{}}
+	for i, p := range config.GetPools() {
+		if p.TakesNotices() && f.board == nil {
+			return live, fmt.Errorf("pools[%d].kvTransfer: lmcache with notices, which no pool took when tandem started: takes a restart", i)
+		}
 		policy, err := policyOf(p, f.board, log)
 		if err != nil {
-			return o, fmt.Errorf("pool %s: %w", p.GetName(), err)
+			return live, fmt.Errorf("pool %s: %w", p.GetName(), err)
 		}
 		if policy.Peers != nil {
-			f.peers[p.GetName()] = policy.Peers
+			policy.Peers = f.peers.known(p, policy.Peers)
 		}
-		o.Pools[p.GetName()] = policy
+		live.Pools[p.GetName()] = policy
 	}
-	return o, nil
+	return live, nil
+}
+
+// keep follows the configuration in what requests do not see: who tells of peers, and where KV events come from.
+func (f *fleet) keep(config *configv1.Config, policies map[string]extproc.Policy) {
+	f.peers.set(config, policies)
+	f.events.SetPools(eventSources(config))
 }
 
 // placement is how a pool's requests are placed.
@@ -275,6 +263,8 @@ func writeState(w http.ResponseWriter, state *kvstate.State) {
 		Role     string `json:"role"`
 		Group    string `json:"group,omitempty"`
 		Failed   bool   `json:"failed"`
+		Paused   bool   `json:"paused"`
+		Weight   int    `json:"weight"`
 		Requests int64  `json:"requests"`
 		Tokens   int64  `json:"prompt_tokens"`
 		Others   int64  `json:"others_requests,omitempty"` // booked by other replicas
@@ -284,6 +274,7 @@ func writeState(w http.ResponseWriter, state *kvstate.State) {
 		Name      string     `json:"name"`
 		Models    []string   `json:"models"`
 		Blocks    int        `json:"blocks"` // in the prefix index
+		Paused    bool       `json:"paused"`
 		Endpoints []endpoint `json:"endpoints"`
 	}
 	out := struct {
@@ -291,12 +282,12 @@ func writeState(w http.ResponseWriter, state *kvstate.State) {
 		Pools        []pool `json:"pools"`
 	}{Reservations: state.Reservations()}
 	for _, p := range state.Pools() {
-		shown := pool{Name: p.Spec.Name, Models: state.Models(p), Blocks: p.Blocks()}
+		shown := pool{Name: p.Spec.Name, Models: state.Models(p), Paused: p.Paused(), Blocks: p.Blocks()}
 		for _, e := range p.Endpoints() {
 			requests, tokens := e.Load()
 			others, _ := e.Others()
 			shown.Endpoints = append(shown.Endpoints, endpoint{
-				e.Name, e.Addr, e.Role.String(), e.Group, e.Failed(), requests, tokens, others, engineSaid(e.Signals()),
+				e.Name, e.Addr, e.Role.String(), e.Group, e.Failed(), e.Paused(), e.Weight(), requests, tokens, others, engineSaid(e.Signals()),
 			})
 		}
 		out.Pools = append(out.Pools, shown)

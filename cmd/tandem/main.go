@@ -1,6 +1,6 @@
 // Command tandem routes LLM requests over disaggregated prefill and decode, as an external processor of Envoy.
 //
-//	tandem serve -f FILE             run the server
+//	tandem serve -f FILE             run the server; changes of the file are taken up, on SIGHUP at once
 //	tandem serve -f FILE --check     validate the configuration and exit; with --live also ask the engines
 //	tandem envoy -f FILE             print the Envoy bootstrap that belongs to the configuration
 //	tandem demo                      bring everything up on this machine and send real requests

@@ -10,7 +10,9 @@ import (
 	"net"
 	"net/http"
 	"os"
+	"os/signal"
 	"runtime/debug"
+	"syscall"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
@@ -58,7 +60,7 @@ func serve(ctx context.Context, args []string, stderr io.Writer) error {
 		fmt.Fprintf(stderr, "%s: valid\n", *file)
 		return nil
 	}
-	return runServer(ctx, config, *linger, log)
+	return runServer(ctx, *file, config, *linger, log)
 }
 
 func logger(w io.Writer, level string) (*slog.Logger, error) {
@@ -74,7 +76,7 @@ func logger(w io.Writer, level string) (*slog.Logger, error) {
 const drainTime = 20 * time.Second
 
 // runServer wires the parts together and runs them until ctx ends or one of them fails.
-func runServer(ctx context.Context, config *configv1.Config, linger time.Duration, log *slog.Logger) error {
+func runServer(ctx context.Context, file string, config *configv1.Config, linger time.Duration, log *slog.Logger) error {
 	registry := prometheus.NewRegistry()
 	registry.MustRegister(collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
 	fleet, err := newFleet(ctx, config, log)
@@ -105,8 +107,10 @@ func runServer(ctx context.Context, config *configv1.Config, linger time.Duratio
 	if err != nil {
 		return err
 	}
-	replan := &http.Server{Handler: server.Replan(), ReadHeaderTimeout: 10 * time.Second, MaxHeaderBytes: 256 << 10}
-	admin := &http.Server{Handler: newAdmin(registry, health, server, fleet), ReadHeaderTimeout: 10 * time.Second}
+	reload := newReloader(file, config, fleet, server, registry, log)
+	operator := &orders{tokenFile: config.GetAdmin().GetTokenFile(), state: fleet.state, reload: reload.reload, log: log}
+	replan := &http.Server{Handler: replanPort(server, health), ReadHeaderTimeout: 10 * time.Second, MaxHeaderBytes: 256 << 10}
+	admin := &http.Server{Handler: newAdmin(registry, health, server, fleet, operator), ReadHeaderTimeout: 10 * time.Second}
 
 	group, running := errgroup.WithContext(ctx)
 	group.Go(func() error { return grpcServer.Serve(extproc.Sources(listeners[0])) })
@@ -120,6 +124,10 @@ func runServer(ctx context.Context, config *configv1.Config, linger time.Duratio
 	if fleet.board != nil {
 		group.Go(func() error { return notices.Serve(background, listeners[3], fleet.board, log) })
 	}
+	hangup := make(chan os.Signal, 1)
+	signal.Notify(hangup, syscall.SIGHUP)
+	defer signal.Stop(hangup)
+	group.Go(func() error { reload.run(background, hangup); return nil })
 	log.Info("serving", "ext_proc", config.GetExtProc().GetListen(), "pools", len(config.GetPools()), "version", version())
 	health.SetReady(true)
 
@@ -138,6 +146,19 @@ func runServer(ctx context.Context, config *configv1.Config, linger time.Duratio
 		return err
 	}
 	return nil
+}
+
+// replanPort is the replan handler, and readiness for Envoy's health checks: a second try has no third, so none should come
+// to a replica that is about to leave.
+func replanPort(server *extproc.Server, health *extproc.Health) http.Handler {
+	replan, ready := server.Replan(), ready(health, nil)
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { // no ServeMux: it redirects paths that it finds unclean
+		if r.Method == http.MethodGet && r.URL.Path == "/readyz" {
+			ready(w, r)
+			return
+		}
+		replan.ServeHTTP(w, r)
+	})
 }
 
 func serveHTTP(s *http.Server, l net.Listener) error {

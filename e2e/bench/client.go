@@ -135,7 +135,7 @@ func (c *client) readChunks() (firstByte time.Time, err error) {
 // ask sends request id of a shape to a stack: one request through Tandem, two through the floor.
 func (c *client) ask(s *stack, sh shape, b *body, id uint64) (firstByte time.Time, err error) {
 	b.number(id)
-	if s.tandem != nil {
+	if s.name != floorName {
 		firstByte, err = c.post(id, "", b.client)
 	} else {
 		firstByte, err = c.askTwice(s.pairs[sh.model], b, id)

@@ -17,10 +17,12 @@
 //
 //	go run ./e2e/bench -variant 'gogc: GOGC=400' -variant 'duplex: body=duplex' -variant 'patched: bin=/tmp/tandem'
 //
+// So can other routers in their P/D modes (-vllm-router, -sglang-router; `make bench-peers` installs them).
+//
 // The output is Markdown. The program imports nothing of Tandem: it knows the binaries and the configuration file.
 //
 // Files: stack.go starts what is measured, client.go is the client, shapes.go the requests, rounds.go the measuring,
-// report.go the tables.
+// report.go the tables, peers.go other routers.
 package main
 
 import (
@@ -61,12 +63,13 @@ type options struct {
 	envoy, bin string
 	profiles   string
 	variants   []variant // the first is called tandem
+	peers      []peer
 }
 
 func parse(args []string, stderr io.Writer) (options, error) {
 	o := options{}
 	base := variant{name: "tandem"}
-	var shapes, clients, env string
+	var shapes, clients, env, vllm, sglang string
 	f := flag.NewFlagSet("bench", flag.ContinueOnError)
 	f.SetOutput(stderr)
 	f.StringVar(&shapes, "shapes", "json1k,json220k,json1m,sse256", "`list` of request shapes; sse256 is a token each 5 ms, sse256burst (not in the default) all at once")
@@ -83,13 +86,15 @@ func parse(args []string, stderr io.Writer) (options, error) {
 		o.variants = append(o.variants, added)
 		return err
 	})
+	f.StringVar(&vllm, "vllm-router", "", "vllm-router `binary` (PyPI), to run beside in its P/D mode")
+	f.StringVar(&sglang, "sglang-router", "", "sglang-router `binary` (PyPI), likewise")
 	f.StringVar(&o.bin, "bin", "", "`directory` with tandem and enginesim (default: built for this run)")
 	f.StringVar(&o.envoy, "envoy", "", "Envoy `binary` (default: $ENVOY, envoy on PATH, .tools/bin/envoy)")
 	f.StringVar(&o.profiles, "cpuprofile", "", "after each shape's rounds, profile every Tandem under the same load for 5 s, into this `directory`")
 	if err := f.Parse(args); err != nil {
 		return o, err
 	}
-	base.env = strings.Fields(env)
+	base.env, o.peers = strings.Fields(env), peersOf(vllm, sglang)
 	o.variants = append([]variant{base}, o.variants...)
 	for i := range o.variants {
 		v := &o.variants[i]
@@ -149,7 +154,7 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	if err := l.start(ctx, o); err != nil {
 		return err
 	}
-	fmt.Fprintf(stdout, "%s, %s, %d cores, %s, %s.\n", time.Now().UTC().Format("2006-01-02 15:04 UTC"), processor(), runtime.NumCPU(), runtime.Version(), l.versions(ctx))
+	fmt.Fprintf(stdout, "%s, %s, %d cores, %s, %s.\n", time.Now().UTC().Format("2006-01-02 15:04 UTC"), processor(), runtime.NumCPU(), runtime.Version(), l.versions(ctx)+l.peerVersions(ctx, o.peers))
 	fmt.Fprintf(stdout, "Envoy workers: %d. Rounds: %d, interleaved. Prompts: %s.\n\n", o.workers, o.rounds, prompts(o.fresh))
 	r := newReport(l.stacks)
 	for _, s := range o.shapes {

@@ -76,7 +76,7 @@ func (l *lab) round(ctx context.Context, s *stack, sh shape, b *body, clients, n
 	if err != nil {
 		return r, err
 	}
-	tandem, err := s.tandem.cpu()
+	tandem, err := cpuOf(append(s.routers, s.tandem)...)
 	if err != nil {
 		return r, err
 	}
@@ -88,7 +88,7 @@ func (l *lab) round(ctx context.Context, s *stack, sh shape, b *body, clients, n
 	if err != nil {
 		return r, err
 	}
-	tandemNow, err := s.tandem.cpu()
+	tandemNow, err := cpuOf(append(s.routers, s.tandem)...)
 	r.envoy, r.tandem = (envoyNow-envoy)/time.Duration(n), (tandemNow-tandem)/time.Duration(n)
 	return r, err
 }
@@ -128,7 +128,7 @@ func (l *lab) load(ctx context.Context, s *stack, sh shape, b *body, clients, n 
 
 // requests is one client's share.
 func (l *lab) requests(ctx context.Context, s *stack, sh shape, b *body, left *atomic.Int64) (took, first []time.Duration, err error) {
-	c, err := dial(s.addr)
+	c, err := dial(s.address(sh.model))
 	if err != nil {
 		return nil, nil, err
 	}

@@ -41,8 +41,10 @@ type variant struct {
 // stack is one thing measured: an Envoy and, unless it is the floor, a Tandem.
 type stack struct {
 	name          string
-	addr          string // where clients connect
-	admin         string // Tandem's
+	addr          string            // where clients connect
+	addrs         map[string]string // the same by model, of a peer
+	routers       []*process        // of a peer
+	admin         string            // Tandem's
 	envoy, tandem *process
 	pairs         map[string]pair
 }
@@ -78,7 +80,7 @@ func (l *lab) start(ctx context.Context, o options) (err error) {
 	}
 	l.pairs = map[string]pair{}
 	for _, name := range []string{instant, paced} {
-		if l.pairs[name], err = l.startPair(ctx, bin, name); err != nil {
+		if l.pairs[name], err = l.startPair(ctx, bin, name, name, "nixl"); err != nil {
 			return err
 		}
 	}
@@ -91,6 +93,11 @@ func (l *lab) start(ctx context.Context, o options) (err error) {
 		}
 		if err := l.startTandem(ctx, o, v); err != nil {
 			return fmt.Errorf("starting %s: %w", v.name, err)
+		}
+	}
+	for _, p := range o.peers {
+		if err := l.startPeer(ctx, bin, p); err != nil {
+			return fmt.Errorf("starting %s: %w", p.name, err)
 		}
 	}
 	return nil
@@ -122,18 +129,19 @@ func (l *lab) build(ctx context.Context, bin string) (string, error) {
 	return bin, nil
 }
 
-func (l *lab) startPair(ctx context.Context, bin, name string) (p pair, err error) {
+// startPair starts a prefill and a decode engine of a model.
+func (l *lab) startPair(ctx context.Context, bin, model, name, connector string) (p pair, err error) {
 	ports, err := freePorts(4)
 	if err != nil {
 		return p, err
 	}
 	p = pair{ports[0], ports[1]}
 	for i, role := range []string{"prefill", "decode"} {
-		args := []string{"--listen", ports[i], "--side-channel", ports[i+2], "--role", role, "--model", name, "--record=false", "--keep-alive", "1m"}
-		if name == paced && role == "decode" {
+		args := []string{"--listen", ports[i], "--side-channel", ports[i+2], "--role", role, "--model", model, "--connector", connector, "--record=false", "--keep-alive", "1m"}
+		if model == paced && role == "decode" {
 			args = append(args, "--decode-step", tokenTime)
 		}
-		e, err := l.run(name+"-"+role, nil, filepath.Join(bin, "enginesim"), args...)
+		e, err := l.run(name+"-"+model+"-"+role, nil, filepath.Join(bin, "enginesim"), args...)
 		if err != nil {
 			return p, err
 		}
@@ -331,6 +339,26 @@ func (p *process) cpu() (time.Duration, error) {
 		return 0, fmt.Errorf("reading the CPU clock of %s: %w", p.cmd.Path, errno)
 	}
 	return time.Duration(t.Nano()), nil
+}
+
+// cpuOf is the CPU time of several processes.
+func cpuOf(processes ...*process) (sum time.Duration, err error) {
+	for _, p := range processes {
+		used, err := p.cpu()
+		if err != nil {
+			return 0, err
+		}
+		sum += used
+	}
+	return sum, nil
+}
+
+// address is where clients of a model connect.
+func (s *stack) address(model string) string {
+	if a := s.addrs[model]; a != "" {
+		return a
+	}
+	return s.addr
 }
 
 // peakMemory is the most memory that the process has had resident, in bytes; 0 if the kernel does not say.

@@ -162,3 +162,11 @@ func addresses(ips []netip.Addr) []string {
 	out = slices.Compact(out)
 	return out[:min(len(out), maxAddresses)]
 }
+
+// Replace makes the source that takes the place of s, with other endpoints or another spec. It goes on with the answers
+// that s had, so that a name which cannot be looked up just now keeps its addresses. s must not be running.
+func (s *Static) Replace(spec kvstate.PoolSpec, configured []kvstate.EndpointSpec) *Static {
+	next := *s
+	next.spec, next.configured, next.current = spec, configured, nil
+	return &next
+}

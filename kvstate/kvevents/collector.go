@@ -3,8 +3,6 @@ package kvevents
 import (
 	"context"
 	"log/slog"
-	"maps"
-	"slices"
 	"sync"
 	"time"
 
@@ -30,7 +28,7 @@ type Publisher interface {
 type Options struct {
 	State *kvstate.State
 	Log   *slog.Logger
-	Pools map[string]Source // by name; pools that are not here publish nothing
+	Pools map[string]Source // to begin with, by name; pools that are not here publish nothing
 	// Open begins to take the events of a publisher; nil: a feed of the pool's prefix index.
 	Open func(p *kvstate.Pool, e *kvstate.Endpoint, rank int) Publisher
 	// Owns says whether this replica collects from an endpoint; nil: from all.
@@ -39,9 +37,11 @@ type Options struct {
 
 // Collector follows the publishers of all endpoints there are.
 type Collector struct {
-	o      Options
-	mu     sync.Mutex
-	active map[target]*subscription
+	o         Options
+	mu        sync.Mutex
+	sources   map[string]Source
+	active    map[target]*subscription
+	listening map[string]*listening // by pool
 }
 
 // target is one publisher.
@@ -49,6 +49,7 @@ type target struct {
 	pool     string
 	endpoint *kvstate.Endpoint
 	rank     int
+	source   Source
 }
 
 // NewCollector returns a collector that follows nobody yet.
@@ -59,27 +60,38 @@ func NewCollector(o Options) *Collector {
 	if o.Owns == nil {
 		o.Owns = func(*kvstate.Pool, *kvstate.Endpoint) bool { return true }
 	}
-	return &Collector{o: o, active: map[target]*subscription{}}
+	return &Collector{o: o, sources: o.Pools, active: map[target]*subscription{}, listening: map[string]*listening{}}
+}
+
+// SetPools changes where the pools publish. What is the same for a pool goes on.
+func (c *Collector) SetPools(sources map[string]Source) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.sources = sources
 }
 
 // lookEvery is how often the pools' endpoints are compared with those that are followed.
 const lookEvery = 250 * time.Millisecond
 
-// Run follows publishers until ctx ends. An address that cannot be listened on is an error.
+// Run follows publishers until ctx ends. An address that cannot be listened on is an error at the start; one that is set later
+// is tried again.
 func (c *Collector) Run(ctx context.Context) error {
 	ctx, cancel := context.WithCancel(ctx)
 	var running sync.WaitGroup
 	defer running.Wait()
 	defer cancel()
-	for _, pool := range slices.Sorted(maps.Keys(c.o.Pools)) {
-		if err := c.listen(ctx, pool, &running); err != nil {
-			return err
-		}
+	if err := c.lookListeners(ctx, &running); err != nil {
+		return err
 	}
 	tick := time.NewTicker(lookEvery)
 	defer tick.Stop()
+	said := ""
 	for {
 		c.look(ctx, &running)
+		if err := c.lookListeners(ctx, &running); err != nil && err.Error() != said {
+			said = err.Error()
+			c.o.Log.Error("KV events", "err", err)
+		}
 		select {
 		case <-ctx.Done():
 			return nil
@@ -91,21 +103,21 @@ func (c *Collector) Run(ctx context.Context) error {
 // look begins to follow who is new, and ends with who has left.
 func (c *Collector) look(ctx context.Context, running *sync.WaitGroup) {
 	wanted := map[target]*kvstate.Pool{}
+	c.mu.Lock()
+	defer c.mu.Unlock()
 	for _, p := range c.o.State.Pools() {
-		source, ok := c.o.Pools[p.Spec.Name]
+		source, ok := c.sources[p.Spec.Name]
 		if !ok {
 			continue
 		}
 		for _, e := range p.Endpoints() {
 			for rank := range max(source.Ranks, 1) {
 				if c.o.Owns(p, e) {
-					wanted[target{p.Spec.Name, e, rank}] = p
+					wanted[target{p.Spec.Name, e, rank, source}] = p
 				}
 			}
 		}
 	}
-	c.mu.Lock()
-	defer c.mu.Unlock()
 	for t, s := range c.active {
 		if wanted[t] == nil {
 			s.stop()
@@ -120,7 +132,7 @@ func (c *Collector) look(ctx context.Context, running *sync.WaitGroup) {
 }
 
 func (c *Collector) follow(ctx context.Context, running *sync.WaitGroup, t target, p *kvstate.Pool) *subscription {
-	source := c.o.Pools[t.pool]
+	source := t.source
 	s := newSubscription(t, source, c.o.Open(p, t.endpoint, t.rank), c.o.Log)
 	ctx, s.stop = context.WithCancel(ctx)
 	running.Go(func() {

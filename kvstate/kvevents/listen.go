@@ -4,7 +4,9 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"net"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -28,17 +30,40 @@ const maxAccepted = 4096
 // firstMessage is how long a publisher may be silent before we know who it is. An engine that serves nobody says nothing.
 const firstMessage = time.Hour
 
-// listen accepts the publishers of a pool whose source says so.
-func (c *Collector) listen(ctx context.Context, pool string, running *sync.WaitGroup) error {
-	source := c.o.Pools[pool]
-	if source.Listen == "" {
-		return nil
+// listening is where a pool's publishers are accepted.
+type listening struct {
+	source Source
+	stop   func()
+}
+
+// lookListeners begins to listen for pools that are new, and ends it for those that have left or changed.
+func (c *Collector) lookListeners(ctx context.Context, running *sync.WaitGroup) error {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	for pool, l := range c.listening {
+		if c.sources[pool] != l.source {
+			l.stop()
+			delete(c.listening, pool)
+		}
 	}
+	var errs []error
+	for _, pool := range slices.Sorted(maps.Keys(c.sources)) {
+		if source := c.sources[pool]; source.Listen != "" && c.listening[pool] == nil {
+			errs = append(errs, c.listen(ctx, pool, source, running))
+		}
+	}
+	return errors.Join(errs...)
+}
+
+// listen accepts the publishers of a pool.
+func (c *Collector) listen(ctx context.Context, pool string, source Source, running *sync.WaitGroup) error {
 	l, err := new(net.ListenConfig).Listen(ctx, "tcp", source.Listen)
 	if err != nil {
 		return fmt.Errorf("listening for KV events of pool %s: %w", pool, err)
 	}
+	ctx, cancel := context.WithCancel(ctx)
 	context.AfterFunc(ctx, func() { _ = l.Close() })
+	c.listening[pool] = &listening{source, func() { cancel(); _ = l.Close() }}
 	running.Go(func() {
 		var open atomic.Int32
 		for {
@@ -118,7 +143,7 @@ func (c *Collector) whose(pool string, frames [][]byte, from net.Addr) *subscrip
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	var named, near []*subscription
-	ranks := max(c.o.Pools[pool].Ranks, 1)
+	ranks := max(c.sources[pool].Ranks, 1)
 	for t, s := range c.active {
 		if t.pool != pool || ranks > 1 && t.rank != batch.Rank {
 			continue

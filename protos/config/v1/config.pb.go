@@ -30,8 +30,8 @@ type Config struct {
 	ExtProc *ExtProc `protobuf:"bytes,1,opt,name=ext_proc,json=extProc,proto3" json:"ext_proc,omitempty"`
 	// Where Envoy sends the second try of a hop that failed outright.
 	Replan *Listener `protobuf:"bytes,2,opt,name=replan,proto3" json:"replan,omitempty"`
-	// Health, metrics and profiles, for operators only.
-	Admin *Listener `protobuf:"bytes,3,opt,name=admin,proto3" json:"admin,omitempty"`
+	// Health, metrics and profiles, and orders from operators. For operators only.
+	Admin *Admin `protobuf:"bytes,3,opt,name=admin,proto3" json:"admin,omitempty"`
 	// What `tandem envoy` writes, and what the server must know of it.
 	Envoy *Envoy `protobuf:"bytes,4,opt,name=envoy,proto3" json:"envoy,omitempty"`
 	// Where state is kept. Absent: in memory.
@@ -90,7 +90,7 @@ func (x *Config) GetReplan() *Listener {
 	return nil
 }
 
-func (x *Config) GetAdmin() *Listener {
+func (x *Config) GetAdmin() *Admin {
 	if x != nil {
 		return x.Admin
 	}
@@ -305,7 +305,7 @@ func (x *Tls) GetClientCaFile() string {
 
 type Listener struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// HTTP. Defaults: replan 127.0.0.1:9003, admin 127.0.0.1:9090.
+	// HTTP. Default 127.0.0.1:9003.
 	Listen        string `protobuf:"bytes,1,opt,name=listen,proto3" json:"listen,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -348,6 +348,61 @@ func (x *Listener) GetListen() string {
 	return ""
 }
 
+type Admin struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// HTTP. Default 127.0.0.1:9090.
+	Listen string `protobuf:"bytes,1,opt,name=listen,proto3" json:"listen,omitempty"`
+	// A file with the token that operators' orders (POST /api/..., docs/operations.md) must bear: one line of at least 16
+	// characters, read for every order. Absent: no orders are taken.
+	TokenFile     string `protobuf:"bytes,2,opt,name=token_file,json=tokenFile,proto3" json:"token_file,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Admin) Reset() {
+	*x = Admin{}
+	mi := &file_config_v1_config_proto_msgTypes[5]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Admin) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Admin) ProtoMessage() {}
+
+func (x *Admin) ProtoReflect() protoreflect.Message {
+	mi := &file_config_v1_config_proto_msgTypes[5]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Admin.ProtoReflect.Descriptor instead.
+func (*Admin) Descriptor() ([]byte, []int) {
+	return file_config_v1_config_proto_rawDescGZIP(), []int{5}
+}
+
+func (x *Admin) GetListen() string {
+	if x != nil {
+		return x.Listen
+	}
+	return ""
+}
+
+func (x *Admin) GetTokenFile() string {
+	if x != nil {
+		return x.TokenFile
+	}
+	return ""
+}
+
 type Envoy struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Where clients connect. Default 127.0.0.1:8080.
@@ -379,7 +434,7 @@ type Envoy struct {
 
 func (x *Envoy) Reset() {
 	*x = Envoy{}
-	mi := &file_config_v1_config_proto_msgTypes[5]
+	mi := &file_config_v1_config_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -391,7 +446,7 @@ func (x *Envoy) String() string {
 func (*Envoy) ProtoMessage() {}
 
 func (x *Envoy) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[5]
+	mi := &file_config_v1_config_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -404,7 +459,7 @@ func (x *Envoy) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Envoy.ProtoReflect.Descriptor instead.
 func (*Envoy) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{5}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *Envoy) GetListen() string {
@@ -487,7 +542,7 @@ type ClientTls struct {
 
 func (x *ClientTls) Reset() {
 	*x = ClientTls{}
-	mi := &file_config_v1_config_proto_msgTypes[6]
+	mi := &file_config_v1_config_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -499,7 +554,7 @@ func (x *ClientTls) String() string {
 func (*ClientTls) ProtoMessage() {}
 
 func (x *ClientTls) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[6]
+	mi := &file_config_v1_config_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -512,7 +567,7 @@ func (x *ClientTls) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ClientTls.ProtoReflect.Descriptor instead.
 func (*ClientTls) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{6}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *ClientTls) GetCaFile() string {
@@ -554,7 +609,7 @@ type State struct {
 
 func (x *State) Reset() {
 	*x = State{}
-	mi := &file_config_v1_config_proto_msgTypes[7]
+	mi := &file_config_v1_config_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -566,7 +621,7 @@ func (x *State) String() string {
 func (*State) ProtoMessage() {}
 
 func (x *State) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[7]
+	mi := &file_config_v1_config_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -579,7 +634,7 @@ func (x *State) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use State.ProtoReflect.Descriptor instead.
 func (*State) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{7}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *State) GetRedis() *Redis {
@@ -615,7 +670,7 @@ type Redis struct {
 
 func (x *Redis) Reset() {
 	*x = Redis{}
-	mi := &file_config_v1_config_proto_msgTypes[8]
+	mi := &file_config_v1_config_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -627,7 +682,7 @@ func (x *Redis) String() string {
 func (*Redis) ProtoMessage() {}
 
 func (x *Redis) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[8]
+	mi := &file_config_v1_config_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -640,7 +695,7 @@ func (x *Redis) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Redis.ProtoReflect.Descriptor instead.
 func (*Redis) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{8}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *Redis) GetUrl() string {
@@ -715,7 +770,7 @@ type RedisTls struct {
 
 func (x *RedisTls) Reset() {
 	*x = RedisTls{}
-	mi := &file_config_v1_config_proto_msgTypes[9]
+	mi := &file_config_v1_config_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -727,7 +782,7 @@ func (x *RedisTls) String() string {
 func (*RedisTls) ProtoMessage() {}
 
 func (x *RedisTls) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[9]
+	mi := &file_config_v1_config_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -740,7 +795,7 @@ func (x *RedisTls) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RedisTls.ProtoReflect.Descriptor instead.
 func (*RedisTls) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{9}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *RedisTls) GetCaFile() string {
@@ -784,7 +839,7 @@ type Tickets struct {
 
 func (x *Tickets) Reset() {
 	*x = Tickets{}
-	mi := &file_config_v1_config_proto_msgTypes[10]
+	mi := &file_config_v1_config_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -796,7 +851,7 @@ func (x *Tickets) String() string {
 func (*Tickets) ProtoMessage() {}
 
 func (x *Tickets) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[10]
+	mi := &file_config_v1_config_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -809,7 +864,7 @@ func (x *Tickets) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Tickets.ProtoReflect.Descriptor instead.
 func (*Tickets) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{10}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *Tickets) GetKeyFile() string {
@@ -884,7 +939,7 @@ type Pool struct {
 
 func (x *Pool) Reset() {
 	*x = Pool{}
-	mi := &file_config_v1_config_proto_msgTypes[11]
+	mi := &file_config_v1_config_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -896,7 +951,7 @@ func (x *Pool) String() string {
 func (*Pool) ProtoMessage() {}
 
 func (x *Pool) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[11]
+	mi := &file_config_v1_config_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -909,7 +964,7 @@ func (x *Pool) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Pool.ProtoReflect.Descriptor instead.
 func (*Pool) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{11}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *Pool) GetName() string {
@@ -1062,7 +1117,7 @@ type Registration struct {
 
 func (x *Registration) Reset() {
 	*x = Registration{}
-	mi := &file_config_v1_config_proto_msgTypes[12]
+	mi := &file_config_v1_config_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1074,7 +1129,7 @@ func (x *Registration) String() string {
 func (*Registration) ProtoMessage() {}
 
 func (x *Registration) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[12]
+	mi := &file_config_v1_config_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1087,7 +1142,7 @@ func (x *Registration) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Registration.ProtoReflect.Descriptor instead.
 func (*Registration) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{12}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *Registration) GetListen() string {
@@ -1112,7 +1167,7 @@ type SessionKey struct {
 
 func (x *SessionKey) Reset() {
 	*x = SessionKey{}
-	mi := &file_config_v1_config_proto_msgTypes[13]
+	mi := &file_config_v1_config_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1124,7 +1179,7 @@ func (x *SessionKey) String() string {
 func (*SessionKey) ProtoMessage() {}
 
 func (x *SessionKey) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[13]
+	mi := &file_config_v1_config_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1137,7 +1192,7 @@ func (x *SessionKey) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SessionKey.ProtoReflect.Descriptor instead.
 func (*SessionKey) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{13}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *SessionKey) GetHeader() string {
@@ -1172,7 +1227,7 @@ type NIXL struct {
 
 func (x *NIXL) Reset() {
 	*x = NIXL{}
-	mi := &file_config_v1_config_proto_msgTypes[14]
+	mi := &file_config_v1_config_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1184,7 +1239,7 @@ func (x *NIXL) String() string {
 func (*NIXL) ProtoMessage() {}
 
 func (x *NIXL) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[14]
+	mi := &file_config_v1_config_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1197,7 +1252,7 @@ func (x *NIXL) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use NIXL.ProtoReflect.Descriptor instead.
 func (*NIXL) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{14}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *NIXL) GetReuseTokenIds() bool {
@@ -1220,7 +1275,7 @@ type LMCache struct {
 
 func (x *LMCache) Reset() {
 	*x = LMCache{}
-	mi := &file_config_v1_config_proto_msgTypes[15]
+	mi := &file_config_v1_config_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1232,7 +1287,7 @@ func (x *LMCache) String() string {
 func (*LMCache) ProtoMessage() {}
 
 func (x *LMCache) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[15]
+	mi := &file_config_v1_config_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1245,7 +1300,7 @@ func (x *LMCache) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LMCache.ProtoReflect.Descriptor instead.
 func (*LMCache) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{15}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *LMCache) GetNoticeTimeout() string {
@@ -1276,7 +1331,7 @@ type Orchestrated struct {
 
 func (x *Orchestrated) Reset() {
 	*x = Orchestrated{}
-	mi := &file_config_v1_config_proto_msgTypes[16]
+	mi := &file_config_v1_config_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1288,7 +1343,7 @@ func (x *Orchestrated) String() string {
 func (*Orchestrated) ProtoMessage() {}
 
 func (x *Orchestrated) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[16]
+	mi := &file_config_v1_config_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1301,7 +1356,7 @@ func (x *Orchestrated) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Orchestrated.ProtoReflect.Descriptor instead.
 func (*Orchestrated) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{16}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *Orchestrated) GetKey() string {
@@ -1345,7 +1400,7 @@ type KvEvents struct {
 
 func (x *KvEvents) Reset() {
 	*x = KvEvents{}
-	mi := &file_config_v1_config_proto_msgTypes[17]
+	mi := &file_config_v1_config_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1357,7 +1412,7 @@ func (x *KvEvents) String() string {
 func (*KvEvents) ProtoMessage() {}
 
 func (x *KvEvents) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[17]
+	mi := &file_config_v1_config_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1370,7 +1425,7 @@ func (x *KvEvents) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use KvEvents.ProtoReflect.Descriptor instead.
 func (*KvEvents) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{17}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *KvEvents) GetPort() int32 {
@@ -1435,7 +1490,7 @@ type PrefillTimeout struct {
 
 func (x *PrefillTimeout) Reset() {
 	*x = PrefillTimeout{}
-	mi := &file_config_v1_config_proto_msgTypes[18]
+	mi := &file_config_v1_config_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1447,7 +1502,7 @@ func (x *PrefillTimeout) String() string {
 func (*PrefillTimeout) ProtoMessage() {}
 
 func (x *PrefillTimeout) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[18]
+	mi := &file_config_v1_config_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1460,7 +1515,7 @@ func (x *PrefillTimeout) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PrefillTimeout.ProtoReflect.Descriptor instead.
 func (*PrefillTimeout) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{18}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *PrefillTimeout) GetBase() string {
@@ -1497,14 +1552,17 @@ type Endpoint struct {
 	// In the place of kvEvents.port, where several engines share a host.
 	KvEventsPort int32 `protobuf:"varint,15,opt,name=kv_events_port,json=kvEventsPort,proto3" json:"kv_events_port,omitempty"`
 	// In the place of kvEvents.replayPort; counts where kvEventsPort is set.
-	KvReplayPort  int32 `protobuf:"varint,16,opt,name=kv_replay_port,json=kvReplayPort,proto3" json:"kv_replay_port,omitempty"`
+	KvReplayPort int32 `protobuf:"varint,16,opt,name=kv_replay_port,json=kvReplayPort,proto3" json:"kv_replay_port,omitempty"`
+	// How fast it is taken to be, in per cent: at 50 it counts as half as fast as others, and gets about half of their work where
+	// there is much. 0: no new work; what runs there ends as usual. At most 10000. Default 100.
+	Weight        *int32 `protobuf:"varint,21,opt,name=weight,proto3,oneof" json:"weight,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Endpoint) Reset() {
 	*x = Endpoint{}
-	mi := &file_config_v1_config_proto_msgTypes[19]
+	mi := &file_config_v1_config_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1516,7 +1574,7 @@ func (x *Endpoint) String() string {
 func (*Endpoint) ProtoMessage() {}
 
 func (x *Endpoint) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[19]
+	mi := &file_config_v1_config_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1529,7 +1587,7 @@ func (x *Endpoint) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Endpoint.ProtoReflect.Descriptor instead.
 func (*Endpoint) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{19}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *Endpoint) GetAddress() string {
@@ -1595,6 +1653,13 @@ func (x *Endpoint) GetKvReplayPort() int32 {
 	return 0
 }
 
+func (x *Endpoint) GetWeight() int32 {
+	if x != nil && x.Weight != nil {
+		return *x.Weight
+	}
+	return 0
+}
+
 // What engines are told of each other where Tandem has to tell them.
 type Transfer struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -1624,7 +1689,7 @@ type Transfer struct {
 
 func (x *Transfer) Reset() {
 	*x = Transfer{}
-	mi := &file_config_v1_config_proto_msgTypes[20]
+	mi := &file_config_v1_config_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1636,7 +1701,7 @@ func (x *Transfer) String() string {
 func (*Transfer) ProtoMessage() {}
 
 func (x *Transfer) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[20]
+	mi := &file_config_v1_config_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1649,7 +1714,7 @@ func (x *Transfer) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Transfer.ProtoReflect.Descriptor instead.
 func (*Transfer) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{20}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *Transfer) GetHost() string {
@@ -1726,7 +1791,7 @@ type LMCacheReceiver struct {
 
 func (x *LMCacheReceiver) Reset() {
 	*x = LMCacheReceiver{}
-	mi := &file_config_v1_config_proto_msgTypes[21]
+	mi := &file_config_v1_config_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1738,7 +1803,7 @@ func (x *LMCacheReceiver) String() string {
 func (*LMCacheReceiver) ProtoMessage() {}
 
 func (x *LMCacheReceiver) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[21]
+	mi := &file_config_v1_config_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1751,7 +1816,7 @@ func (x *LMCacheReceiver) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LMCacheReceiver.ProtoReflect.Descriptor instead.
 func (*LMCacheReceiver) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{21}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *LMCacheReceiver) GetInitPort() int32 {
@@ -1786,11 +1851,11 @@ var File_config_v1_config_proto protoreflect.FileDescriptor
 
 const file_config_v1_config_proto_rawDesc = "" +
 	"\n" +
-	"\x16config/v1/config.proto\x12\x10tandem.config.v1\"\x9a\x03\n" +
+	"\x16config/v1/config.proto\x12\x10tandem.config.v1\"\x97\x03\n" +
 	"\x06Config\x124\n" +
 	"\bext_proc\x18\x01 \x01(\v2\x19.tandem.config.v1.ExtProcR\aextProc\x122\n" +
-	"\x06replan\x18\x02 \x01(\v2\x1a.tandem.config.v1.ListenerR\x06replan\x120\n" +
-	"\x05admin\x18\x03 \x01(\v2\x1a.tandem.config.v1.ListenerR\x05admin\x12-\n" +
+	"\x06replan\x18\x02 \x01(\v2\x1a.tandem.config.v1.ListenerR\x06replan\x12-\n" +
+	"\x05admin\x18\x03 \x01(\v2\x17.tandem.config.v1.AdminR\x05admin\x12-\n" +
 	"\x05envoy\x18\x04 \x01(\v2\x17.tandem.config.v1.EnvoyR\x05envoy\x12-\n" +
 	"\x05state\x18\x05 \x01(\v2\x17.tandem.config.v1.StateR\x05state\x123\n" +
 	"\atickets\x18\x06 \x01(\v2\x19.tandem.config.v1.TicketsR\atickets\x12,\n" +
@@ -1807,7 +1872,11 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\bkey_file\x18\x02 \x01(\tR\akeyFile\x12$\n" +
 	"\x0eclient_ca_file\x18\x03 \x01(\tR\fclientCaFile\"\"\n" +
 	"\bListener\x12\x16\n" +
-	"\x06listen\x18\x01 \x01(\tR\x06listen\"\xde\x02\n" +
+	"\x06listen\x18\x01 \x01(\tR\x06listen\">\n" +
+	"\x05Admin\x12\x16\n" +
+	"\x06listen\x18\x01 \x01(\tR\x06listen\x12\x1d\n" +
+	"\n" +
+	"token_file\x18\x02 \x01(\tR\ttokenFile\"\xde\x02\n" +
 	"\x05Envoy\x12\x16\n" +
 	"\x06listen\x18\x01 \x01(\tR\x06listen\x12\x14\n" +
 	"\x05admin\x18\x02 \x01(\tR\x05admin\x12$\n" +
@@ -1895,7 +1964,7 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\ftoken_budget\x18\a \x01(\tR\vtokenBudget\"A\n" +
 	"\x0ePrefillTimeout\x12\x12\n" +
 	"\x04base\x18\x01 \x01(\tR\x04base\x12\x1b\n" +
-	"\tper_token\x18\x02 \x01(\tR\bperToken\"\xc1\x02\n" +
+	"\tper_token\x18\x02 \x01(\tR\bperToken\"\xe9\x02\n" +
 	"\bEndpoint\x12\x18\n" +
 	"\aaddress\x18\x01 \x01(\tR\aaddress\x12\x12\n" +
 	"\x04role\x18\x02 \x01(\tR\x04role\x12\x16\n" +
@@ -1906,7 +1975,9 @@ const file_config_v1_config_proto_rawDesc = "" +
 	" \x01(\tR\arelease\x12;\n" +
 	"\almcache\x18\r \x01(\v2!.tandem.config.v1.LMCacheReceiverR\almcache\x12$\n" +
 	"\x0ekv_events_port\x18\x0f \x01(\x05R\fkvEventsPort\x12$\n" +
-	"\x0ekv_replay_port\x18\x10 \x01(\x05R\fkvReplayPort\"\xa1\x02\n" +
+	"\x0ekv_replay_port\x18\x10 \x01(\x05R\fkvReplayPort\x12\x1b\n" +
+	"\x06weight\x18\x15 \x01(\x05H\x00R\x06weight\x88\x01\x01B\t\n" +
+	"\a_weight\"\xa1\x02\n" +
 	"\bTransfer\x12\x12\n" +
 	"\x04host\x18\x01 \x01(\tR\x04host\x12%\n" +
 	"\x0ebootstrap_port\x18\x02 \x01(\x05R\rbootstrapPort\x12\x17\n" +
@@ -1937,55 +2008,56 @@ func file_config_v1_config_proto_rawDescGZIP() []byte {
 	return file_config_v1_config_proto_rawDescData
 }
 
-var file_config_v1_config_proto_msgTypes = make([]protoimpl.MessageInfo, 22)
+var file_config_v1_config_proto_msgTypes = make([]protoimpl.MessageInfo, 23)
 var file_config_v1_config_proto_goTypes = []any{
 	(*Config)(nil),          // 0: tandem.config.v1.Config
 	(*Notices)(nil),         // 1: tandem.config.v1.Notices
 	(*ExtProc)(nil),         // 2: tandem.config.v1.ExtProc
 	(*Tls)(nil),             // 3: tandem.config.v1.Tls
 	(*Listener)(nil),        // 4: tandem.config.v1.Listener
-	(*Envoy)(nil),           // 5: tandem.config.v1.Envoy
-	(*ClientTls)(nil),       // 6: tandem.config.v1.ClientTls
-	(*State)(nil),           // 7: tandem.config.v1.State
-	(*Redis)(nil),           // 8: tandem.config.v1.Redis
-	(*RedisTls)(nil),        // 9: tandem.config.v1.RedisTls
-	(*Tickets)(nil),         // 10: tandem.config.v1.Tickets
-	(*Pool)(nil),            // 11: tandem.config.v1.Pool
-	(*Registration)(nil),    // 12: tandem.config.v1.Registration
-	(*SessionKey)(nil),      // 13: tandem.config.v1.SessionKey
-	(*NIXL)(nil),            // 14: tandem.config.v1.NIXL
-	(*LMCache)(nil),         // 15: tandem.config.v1.LMCache
-	(*Orchestrated)(nil),    // 16: tandem.config.v1.Orchestrated
-	(*KvEvents)(nil),        // 17: tandem.config.v1.KvEvents
-	(*PrefillTimeout)(nil),  // 18: tandem.config.v1.PrefillTimeout
-	(*Endpoint)(nil),        // 19: tandem.config.v1.Endpoint
-	(*Transfer)(nil),        // 20: tandem.config.v1.Transfer
-	(*LMCacheReceiver)(nil), // 21: tandem.config.v1.LMCacheReceiver
+	(*Admin)(nil),           // 5: tandem.config.v1.Admin
+	(*Envoy)(nil),           // 6: tandem.config.v1.Envoy
+	(*ClientTls)(nil),       // 7: tandem.config.v1.ClientTls
+	(*State)(nil),           // 8: tandem.config.v1.State
+	(*Redis)(nil),           // 9: tandem.config.v1.Redis
+	(*RedisTls)(nil),        // 10: tandem.config.v1.RedisTls
+	(*Tickets)(nil),         // 11: tandem.config.v1.Tickets
+	(*Pool)(nil),            // 12: tandem.config.v1.Pool
+	(*Registration)(nil),    // 13: tandem.config.v1.Registration
+	(*SessionKey)(nil),      // 14: tandem.config.v1.SessionKey
+	(*NIXL)(nil),            // 15: tandem.config.v1.NIXL
+	(*LMCache)(nil),         // 16: tandem.config.v1.LMCache
+	(*Orchestrated)(nil),    // 17: tandem.config.v1.Orchestrated
+	(*KvEvents)(nil),        // 18: tandem.config.v1.KvEvents
+	(*PrefillTimeout)(nil),  // 19: tandem.config.v1.PrefillTimeout
+	(*Endpoint)(nil),        // 20: tandem.config.v1.Endpoint
+	(*Transfer)(nil),        // 21: tandem.config.v1.Transfer
+	(*LMCacheReceiver)(nil), // 22: tandem.config.v1.LMCacheReceiver
 }
 var file_config_v1_config_proto_depIdxs = []int32{
 	2,  // 0: tandem.config.v1.Config.ext_proc:type_name -> tandem.config.v1.ExtProc
 	4,  // 1: tandem.config.v1.Config.replan:type_name -> tandem.config.v1.Listener
-	4,  // 2: tandem.config.v1.Config.admin:type_name -> tandem.config.v1.Listener
-	5,  // 3: tandem.config.v1.Config.envoy:type_name -> tandem.config.v1.Envoy
-	7,  // 4: tandem.config.v1.Config.state:type_name -> tandem.config.v1.State
-	10, // 5: tandem.config.v1.Config.tickets:type_name -> tandem.config.v1.Tickets
-	11, // 6: tandem.config.v1.Config.pools:type_name -> tandem.config.v1.Pool
+	5,  // 2: tandem.config.v1.Config.admin:type_name -> tandem.config.v1.Admin
+	6,  // 3: tandem.config.v1.Config.envoy:type_name -> tandem.config.v1.Envoy
+	8,  // 4: tandem.config.v1.Config.state:type_name -> tandem.config.v1.State
+	11, // 5: tandem.config.v1.Config.tickets:type_name -> tandem.config.v1.Tickets
+	12, // 6: tandem.config.v1.Config.pools:type_name -> tandem.config.v1.Pool
 	1,  // 7: tandem.config.v1.Config.notices:type_name -> tandem.config.v1.Notices
 	3,  // 8: tandem.config.v1.ExtProc.tls:type_name -> tandem.config.v1.Tls
-	6,  // 9: tandem.config.v1.Envoy.ext_proc_tls:type_name -> tandem.config.v1.ClientTls
-	6,  // 10: tandem.config.v1.Envoy.endpoint_tls:type_name -> tandem.config.v1.ClientTls
-	8,  // 11: tandem.config.v1.State.redis:type_name -> tandem.config.v1.Redis
-	9,  // 12: tandem.config.v1.Redis.tls:type_name -> tandem.config.v1.RedisTls
-	18, // 13: tandem.config.v1.Pool.prefill_timeout:type_name -> tandem.config.v1.PrefillTimeout
-	19, // 14: tandem.config.v1.Pool.endpoints:type_name -> tandem.config.v1.Endpoint
-	13, // 15: tandem.config.v1.Pool.session:type_name -> tandem.config.v1.SessionKey
-	12, // 16: tandem.config.v1.Pool.registration:type_name -> tandem.config.v1.Registration
-	15, // 17: tandem.config.v1.Pool.lmcache:type_name -> tandem.config.v1.LMCache
-	16, // 18: tandem.config.v1.Pool.orchestrated:type_name -> tandem.config.v1.Orchestrated
-	14, // 19: tandem.config.v1.Pool.nixl:type_name -> tandem.config.v1.NIXL
-	17, // 20: tandem.config.v1.Pool.kv_events:type_name -> tandem.config.v1.KvEvents
-	20, // 21: tandem.config.v1.Endpoint.transfer:type_name -> tandem.config.v1.Transfer
-	21, // 22: tandem.config.v1.Endpoint.lmcache:type_name -> tandem.config.v1.LMCacheReceiver
+	7,  // 9: tandem.config.v1.Envoy.ext_proc_tls:type_name -> tandem.config.v1.ClientTls
+	7,  // 10: tandem.config.v1.Envoy.endpoint_tls:type_name -> tandem.config.v1.ClientTls
+	9,  // 11: tandem.config.v1.State.redis:type_name -> tandem.config.v1.Redis
+	10, // 12: tandem.config.v1.Redis.tls:type_name -> tandem.config.v1.RedisTls
+	19, // 13: tandem.config.v1.Pool.prefill_timeout:type_name -> tandem.config.v1.PrefillTimeout
+	20, // 14: tandem.config.v1.Pool.endpoints:type_name -> tandem.config.v1.Endpoint
+	14, // 15: tandem.config.v1.Pool.session:type_name -> tandem.config.v1.SessionKey
+	13, // 16: tandem.config.v1.Pool.registration:type_name -> tandem.config.v1.Registration
+	16, // 17: tandem.config.v1.Pool.lmcache:type_name -> tandem.config.v1.LMCache
+	17, // 18: tandem.config.v1.Pool.orchestrated:type_name -> tandem.config.v1.Orchestrated
+	15, // 19: tandem.config.v1.Pool.nixl:type_name -> tandem.config.v1.NIXL
+	18, // 20: tandem.config.v1.Pool.kv_events:type_name -> tandem.config.v1.KvEvents
+	21, // 21: tandem.config.v1.Endpoint.transfer:type_name -> tandem.config.v1.Transfer
+	22, // 22: tandem.config.v1.Endpoint.lmcache:type_name -> tandem.config.v1.LMCacheReceiver
 	23, // [23:23] is the sub-list for method output_type
 	23, // [23:23] is the sub-list for method input_type
 	23, // [23:23] is the sub-list for extension type_name
@@ -1998,13 +2070,14 @@ func file_config_v1_config_proto_init() {
 	if File_config_v1_config_proto != nil {
 		return
 	}
+	file_config_v1_config_proto_msgTypes[20].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_config_v1_config_proto_rawDesc), len(file_config_v1_config_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   22,
+			NumMessages:   23,
 			NumExtensions: 0,
 			NumServices:   0,
 		},

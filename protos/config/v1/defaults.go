@@ -98,6 +98,9 @@ func setPoolDefaults(p *Pool) {
 	}
 	for _, e := range p.Endpoints {
 		or(&e.Scheme, "http")
+		if e.Weight == nil {
+			e.Weight = new(int32(100))
+		}
 		if p.KvTransfer == "none" {
 			or(&e.Role, "both")
 		}

@@ -132,6 +132,9 @@ func (v *validator) endpoint(path string, e *Endpoint) {
 		v.m.add(path+".role", "%.40q is not a role: one of prefill, decode, both", r)
 	}
 	v.oneOf(path+".scheme", e.Scheme, "http", "https", "h2c")
+	if w := e.GetWeight(); w < 0 || w > 10_000 {
+		v.m.add(path+".weight", "%d is not between 0 and 10000", w)
+	}
 }
 
 // notOurs checks that an endpoint is not one of Tandem's or Envoy's own listeners.

@@ -1,0 +1,127 @@
+package main
+
+import (
+	"context"
+	"log/slog"
+	"maps"
+	"sync"
+
+	"tandem/extproc"
+	"tandem/extproc/kvtransfer"
+	"tandem/kvstate"
+	"tandem/kvstate/heartbeats"
+	configv1 "tandem/protos/config/v1"
+)
+
+// peerSources keep, for the pools whose dialect needs it, who the engines are, through changes of the configuration.
+type peerSources struct {
+	state *kvstate.State
+	log   *slog.Logger
+
+	mu      sync.Mutex
+	ctx     context.Context // of what runs; nil before run
+	running sync.WaitGroup
+	failed  chan error // of what was there when run began
+	current map[string]*peerSource
+}
+
+// peerSource is what one pool's dialect knows.
+type peerSource struct {
+	dialect, listen string
+	peers           *kvtransfer.Peers
+	cancel          context.CancelFunc // nil: not running
+}
+
+func newPeerSources(state *kvstate.State, log *slog.Logger) *peerSources {
+	return &peerSources{state: state, log: log, failed: make(chan error, 1), current: map[string]*peerSource{}}
+}
+
+// known is what is known for the pool already, if its dialect is the same as before; else made.
+func (s *peerSources) known(p *configv1.Pool, made *kvtransfer.Peers) *kvtransfer.Peers {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if old := s.current[p.GetName()]; old != nil && old.dialect == p.GetKvTransfer() {
+		return old.peers
+	}
+	return made
+}
+
+// set follows the configuration. What is the same for a pool goes on.
+func (s *peerSources) set(config *configv1.Config, policies map[string]extproc.Policy) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	next := map[string]*peerSource{}
+	for _, p := range config.GetPools() {
+		peers := policies[p.GetName()].Peers
+		if peers == nil {
+			continue
+		}
+		source := &peerSource{dialect: p.GetKvTransfer(), listen: p.GetRegistration().GetListen(), peers: peers}
+		if old := s.current[p.GetName()]; old != nil && old.peers == peers && old.listen == source.listen {
+			source = old
+		}
+		next[p.GetName()] = source
+	}
+	for pool, old := range s.current {
+		if next[pool] != old && old.cancel != nil {
+			old.cancel()
+		}
+	}
+	for pool, source := range next {
+		if s.current[pool] != source {
+			s.start(pool, source, func(err error) { s.log.Error("registration of engines", "pool", pool, "err", err) })
+		}
+	}
+	s.current = next
+}
+
+// run keeps what is known up to date until ctx ends. An address of the start that cannot be listened on is an error.
+func (s *peerSources) run(ctx context.Context) (err error) {
+	s.mu.Lock()
+	s.ctx = ctx
+	for pool, source := range maps.All(s.current) {
+		s.start(pool, source, func(err error) {
+			select {
+			case s.failed <- err:
+			default:
+			}
+		})
+	}
+	s.mu.Unlock()
+	select {
+	case <-ctx.Done():
+	case err = <-s.failed:
+	}
+	s.mu.Lock()
+	for _, source := range s.current {
+		source.cancel()
+	}
+	s.mu.Unlock()
+	s.running.Wait()
+	return err
+}
+
+// start has a pool's engines asked, and listened to, from now on, if its time has come.
+func (s *peerSources) start(pool string, source *peerSource, failed func(error)) {
+	if s.ctx == nil || s.ctx.Err() != nil {
+		return
+	}
+	var ctx context.Context
+	ctx, source.cancel = context.WithCancel(s.ctx)
+	s.running.Go(func() { source.peers.Run(ctx, s.state, pool) })
+	if source.listen == "" {
+		return
+	}
+	s.running.Go(func() {
+		if err := registered(source.peers, s.log).Run(ctx, source.listen); err != nil {
+			failed(err)
+		}
+	})
+}
+
+// registered listens for engines that say by themselves where their KV sockets are.
+func registered(peers *kvtransfer.Peers, log *slog.Logger) *heartbeats.Listener {
+	return heartbeats.New(func(b heartbeats.Beat) {
+		peers.Learn(b.HTTP, kvtransfer.Peer{Ranks: []kvtransfer.Rank{{Host: b.ZMQ.Addr().String(), Port: int(b.ZMQ.Port())}}})
+	}, peers.Forget, log)
+}

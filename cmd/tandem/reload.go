@@ -1,0 +1,216 @@
+package main
+
+import (
+	"context"
+	"fmt"
+	"log/slog"
+	"maps"
+	"os"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+
+	"tandem/extproc"
+	"tandem/extproc/kvtransfer"
+	configv1 "tandem/protos/config/v1"
+)
+
+// reloadEvery is how often the files are looked at. A change counts when they have been the same twice in a row: who
+// writes them may not be through yet.
+const reloadEvery = time.Second
+
+// reloader puts changes of the configuration file, and of the ticket keys, in force while the server runs. A file that is
+// not valid changes nothing.
+type reloader struct {
+	file   string
+	fleet  *fleet
+	server *extproc.Server
+	log    *slog.Logger
+
+	reloads *prometheus.CounterVec // result
+	last    prometheus.Gauge
+
+	mu     sync.Mutex
+	config *configv1.Config // in force; what takes a restart is as it was at the start
+	warned string           // of what takes a restart
+}
+
+func newReloader(file string, config *configv1.Config, fleet *fleet, server *extproc.Server, r prometheus.Registerer, log *slog.Logger) *reloader {
+	l := &reloader{
+		file: file, config: config, fleet: fleet, server: server, log: log,
+		reloads: prometheus.NewCounterVec(prometheus.CounterOpts{Name: "tandem_config_reloads_total",
+			Help: "Changes of the configuration or of the ticket keys that were taken up, by result (applied, refused)."}, []string{"result"}),
+		last: prometheus.NewGauge(prometheus.GaugeOpts{Name: "tandem_config_applied_timestamp_seconds",
+			Help: "When the configuration that is in force was put in force."}),
+	}
+	r.MustRegister(l.reloads, l.last)
+	l.reloads.WithLabelValues("applied")
+	l.reloads.WithLabelValues("refused")
+	l.last.SetToCurrentTime()
+	return l
+}
+
+// run reloads when the files change, or at once when told to, until ctx ends.
+func (r *reloader) run(ctx context.Context, now <-chan os.Signal) {
+	tick := time.NewTicker(reloadEvery)
+	defer tick.Stop()
+	inForce := r.look()
+	before := inForce
+	if r.outdated() {
+		_, _ = r.reload(ctx)
+	}
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-now:
+			before, inForce = r.look(), r.look()
+			_, _ = r.reload(ctx)
+		case <-tick.C:
+			seen := r.look()
+			if seen == before && seen != inForce {
+				inForce = seen
+				_, _ = r.reload(ctx)
+			}
+			before = seen
+		}
+	}
+}
+
+// outdated reports whether the file has changed while the server started.
+func (r *reloader) outdated() bool {
+	next, _, err := configv1.Load(r.file)
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return err == nil && len(configv1.Difference(r.config, next)) > 0
+}
+
+// stamps tell versions of files apart.
+type stamps [2]struct {
+	modified time.Time
+	size     int64
+}
+
+func (r *reloader) look() (s stamps) {
+	r.mu.Lock()
+	files := [...]string{r.file, r.config.GetTickets().GetKeyFile()}
+	r.mu.Unlock()
+	for i, file := range files {
+		if info, err := os.Stat(file); err == nil { // follows links: a ConfigMap changes by one
+			s[i].modified, s[i].size = info.ModTime(), info.Size()
+		}
+	}
+	return s
+}
+
+// reload reads the files and puts what they say in force, all of it or nothing.
+func (r *reloader) reload(ctx context.Context) ([]configv1.Change, error) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	changes, err := r.apply(ctx)
+	if err != nil {
+		r.reloads.WithLabelValues("refused").Inc()
+		r.log.Error("configuration not reloaded, the one in force stays", "file", r.file, "err", err)
+		return nil, err
+	}
+	r.reloads.WithLabelValues("applied").Inc()
+	r.last.SetToCurrentTime()
+	return changes, nil
+}
+
+func (r *reloader) apply(ctx context.Context) ([]configv1.Change, error) {
+	next, warnings, err := configv1.Load(r.file)
+	if err != nil {
+		return nil, err
+	}
+	pools, err := poolSpecs(next)
+	if err != nil {
+		return nil, err
+	}
+	live, err := r.fleet.liveSettings(next, r.log)
+	if err != nil {
+		return nil, err
+	}
+	keys := live.Keys // made at the start, or other replicas', who keep them in step: they stay
+	if file := r.config.GetTickets().GetKeyFile(); file != "" {
+		read, said, err := kvtransfer.ReadKeyFile(file)
+		if err != nil {
+			return nil, err
+		}
+		keys, warnings = read, append(warnings, said...)
+	}
+	for _, w := range warnings {
+		r.log.Warn(w)
+	}
+	changes := configv1.Difference(r.config, next)
+	r.say(changes, keys.ID() != live.Keys.ID())
+	if missing := newSchemes(r.config, next); len(missing) > 0 {
+		r.log.Warn("endpoints have a scheme that the Envoy bootstrap of the configuration before has no cluster for: write it anew (tandem envoy)", "schemes", missing)
+	}
+
+	// Every pool that a request can find must have a policy: the old ones stay until nobody finds their pools any more.
+	both := extproc.Live{Keys: live.Keys, Pools: maps.Clone(r.server.Live().Pools)}
+	maps.Copy(both.Pools, live.Pools)
+	live.Keys.Take(keys)
+	r.server.Apply(both)
+	r.fleet.pools.set(ctx, pools)
+	r.server.Apply(live)
+	r.fleet.keep(next, live.Pools)
+	r.config.Pools = next.GetPools()
+	return changes, nil
+}
+
+// say logs what changes, and, once, what would need a restart.
+func (r *reloader) say(changes []configv1.Change, keys bool) {
+	var restart []string
+	n := 0
+	for _, c := range changes {
+		if !c.Live {
+			restart = append(restart, c.Path)
+			continue
+		}
+		if n++; n <= maxLogged {
+			r.log.Info("configuration changed", "path", c.Path, "before", c.Before, "now", c.After)
+		}
+	}
+	if n > maxLogged {
+		r.log.Info("configuration changed", "and_more", n-maxLogged)
+	}
+	if keys {
+		r.log.Info("ticket keys changed")
+	}
+	if n == 0 && !keys {
+		r.log.Info("configuration read again, nothing to change")
+	}
+	if text := fmt.Sprint(restart); text != r.warned && len(restart) > 0 {
+		r.log.Warn("these changes take a restart of tandem, and those of envoy a new bootstrap; the settings of before stay in force", "paths", restart)
+		r.warned = text
+	}
+}
+
+// maxLogged bounds the lines about one change.
+const maxLogged = 100
+
+// newSchemes are those of next's endpoints that no endpoint had before.
+func newSchemes(before, next *configv1.Config) (out []string) {
+	known := schemesOf(before)
+	for _, s := range schemesOf(next) {
+		if s != "http" && !slices.Contains(known, s) {
+			out = append(out, s)
+		}
+	}
+	return out
+}
+
+func schemesOf(c *configv1.Config) (out []string) {
+	for _, p := range c.GetPools() {
+		for _, e := range p.GetEndpoints() {
+			if !slices.Contains(out, e.GetScheme()) {
+				out = append(out, e.GetScheme())
+			}
+		}
+	}
+	return out
+}

@@ -1,0 +1,112 @@
+package main
+
+import (
+	"bytes"
+	"context"
+	"log/slog"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/stretchr/testify/require"
+
+	"tandem/extproc"
+	configv1 "tandem/protos/config/v1"
+)
+
+// reloading is a server whose configuration and keys are files, without listeners.
+type reloading struct {
+	*reloader
+	t           *testing.T
+	fleet       *fleet
+	said        bytes.Buffer
+	config, key string
+}
+
+const twoPools = `
+tickets: {keyFile: KEY}
+pools:
+- {name: a, models: [m], kvTransfer: nixl, endpoints: [{address: "10.0.0.1:1", role: prefill}, {address: "10.0.0.2:1", role: decode}]}
+- {name: b, kvTransfer: none, endpoints: [{address: "10.0.0.3:1"}]}
+`
+
+func startReloading(t *testing.T) *reloading {
+	dir := t.TempDir()
+	r := &reloading{t: t, config: filepath.Join(dir, "tandem.yaml"), key: filepath.Join(dir, "key")}
+	require.NoError(t, os.WriteFile(r.key, []byte(strings.Repeat("ab", 31)+"01\n"), 0o600))
+	r.write(twoPools)
+	log := slog.New(slog.NewTextHandler(&r.said, nil))
+	config, _, err := configv1.Load(r.config)
+	require.NoError(t, err)
+	r.fleet, err = newFleet(t.Context(), config, log)
+	require.NoError(t, err)
+	options, err := serverOptions(config, r.fleet, log)
+	require.NoError(t, err)
+	registry := prometheus.NewRegistry()
+	r.reloader = newReloader(r.config, config, r.fleet, extproc.New(options, extproc.NewMetrics(registry, r.fleet.state)), registry, log)
+	return r
+}
+
+func (r *reloading) write(text string) {
+	require.NoError(r.t, os.WriteFile(r.config, []byte(strings.Replace(text, "KEY", r.key, 1)), 0o600))
+}
+
+func TestReload(t *testing.T) {
+	r := startReloading(t)
+	kept := r.fleet.state.Pool("a").Endpoint("10.0.0.1:1")
+
+	r.write(strings.NewReplacer("name: b", "name: c", `"10.0.0.2:1", role: decode`, `"10.0.0.2:1", role: decode, weight: 0`).Replace(twoPools))
+	changes, err := r.reload(t.Context())
+	require.NoError(t, err)
+	require.Len(t, changes, 3)
+	require.Same(t, kept, r.fleet.state.Pool("a").Endpoint("10.0.0.1:1"), "what is known of an endpoint stays")
+	require.True(t, r.fleet.state.Pool("a").Endpoint("10.0.0.2:1").Paused())
+	require.Nil(t, r.fleet.state.Pool("b"))
+	require.NotNil(t, r.fleet.state.Pool("c"))
+	require.Contains(t, r.server.Live().Pools, "c")
+	require.NotContains(t, r.server.Live().Pools, "b", "once nobody can find the pool")
+
+	before := r.server.Live().Keys.ID()
+	r.write(strings.Replace(twoPools, "kvTransfer: nixl", "kvTransfer: nixle", 1))
+	_, err = r.reload(t.Context())
+	require.ErrorContains(t, err, "pools[0].kvTransfer")
+	require.Equal(t, before, r.server.Live().Keys.ID())
+	require.NotNil(t, r.fleet.state.Pool("c"), "what is not valid changes nothing")
+
+	require.NoError(t, os.WriteFile(r.key, []byte("no key\n"), 0o600))
+	r.write(twoPools)
+	_, err = r.reload(t.Context())
+	require.ErrorContains(t, err, "line 1 is not a key")
+	require.NotNil(t, r.fleet.state.Pool("c"), "nor does a key file that is not")
+
+	require.NoError(t, os.WriteFile(r.key, []byte(strings.Repeat("cd", 31)+"02\n"), 0o600))
+	r.write("admin: {listen: 127.0.0.1:9191}\n" + twoPools)
+	_, err = r.reload(t.Context())
+	require.NoError(t, err)
+	require.NotEqual(t, before, r.server.Live().Keys.ID())
+	require.Contains(t, r.said.String(), "paths=[admin.listen]")
+	n := strings.Count(r.said.String(), "take a restart")
+	_, err = r.reload(t.Context())
+	require.NoError(t, err)
+	require.Equal(t, n, strings.Count(r.said.String(), "take a restart"), "said once")
+}
+
+// A change is taken up by itself, one on the heels of the start too, and on a signal.
+func TestReloadWhenFilesChange(t *testing.T) {
+	r := startReloading(t)
+	ctx, stop := context.WithCancel(t.Context())
+	now, done := make(chan os.Signal, 1), make(chan struct{})
+	go func() { r.run(ctx, now); close(done) }()
+	defer func() { stop(); <-done }()
+
+	r.write(strings.Replace(twoPools, "name: b", "name: c", 1))
+	require.Eventually(t, func() bool { return r.fleet.state.Pool("c") != nil }, 10*time.Second, 10*time.Millisecond)
+	r.write(strings.Replace(twoPools, "name: b", "name: dd", 1))
+	require.Eventually(t, func() bool { return r.fleet.state.Pool("dd") != nil }, 10*time.Second, 10*time.Millisecond)
+	r.write(twoPools)
+	now <- os.Interrupt
+	require.Eventually(t, func() bool { return r.fleet.state.Pool("b") != nil }, 10*time.Second, 5*time.Millisecond)
+}

@@ -1,0 +1,81 @@
+package main
+
+import (
+	"context"
+	"fmt"
+	"os/exec"
+	"path/filepath"
+	"strings"
+)
+
+// A peer is another router in its P/D mode, over the same simulated engines. It has neither Envoy nor our ticket: its
+// process is all there is between client and engines, so its CPU stands in the column of the router alone.
+//
+//   - vllm-router (PyPI): `--vllm-pd-disaggregation --kv-connector nixl`, one hop after the other, as we do.
+//   - sglang-router (PyPI): `--pd-disaggregation`, which sends both hops at the same time. Its engines answer without KV
+//     transfer (enginesim --connector none), because the simulators speak no SGLang here: the prefill side computes the
+//     whole answer too, which costs the router a little for reading it.
+//
+// A peer serves one model, so there are two processes of each: for the engines that answer at once, and for the paced ones.
+type peer struct {
+	name, binary string
+	connector    string
+	args         []string
+}
+
+// peersOf are those whose binaries were given.
+func peersOf(vllm, sglang string) (out []peer) {
+	if vllm != "" {
+		out = append(out, peer{"vllm-router", vllm, "nixl", []string{"--vllm-pd-disaggregation", "--kv-connector", "nixl", "--log-level", "error"}})
+	}
+	if sglang != "" {
+		out = append(out, peer{"sglang-router", sglang, "none", []string{"launch", "--pd-disaggregation", "--log-level", "error"}})
+	}
+	return out
+}
+
+// startPeer starts the peer for both kinds of engines.
+func (l *lab) startPeer(ctx context.Context, bin string, p peer) error {
+	s := &stack{name: p.name, addrs: map[string]string{}}
+	for _, model := range []string{instant, paced} {
+		engines := l.pairs[model]
+		if p.connector != "nixl" {
+			var err error
+			if engines, err = l.startPair(ctx, bin, model, p.name, p.connector); err != nil {
+				return err
+			}
+		}
+		ports, err := freePorts(3)
+		if err != nil {
+			return err
+		}
+		prefill := []string{"--prefill", "http://" + engines.prefill}
+		if p.connector != "nixl" {
+			prefill = append(prefill, port(ports[2])) // SGLang's bootstrap port, which nobody opens here
+		}
+		args := append(append([]string{}, p.args...), prefill...)
+		args = append(args, "--decode", "http://"+engines.decode, "--host", "127.0.0.1", "--port", port(ports[0]),
+			"--policy", "round_robin", "--prometheus-port", port(ports[1]))
+		router, err := l.run(p.name+"-"+model, nil, p.binary, args...)
+		if err != nil {
+			return err
+		}
+		if err := l.wait(ctx, router, "http://"+ports[0]+"/health"); err != nil {
+			return err
+		}
+		s.addrs[model] = ports[0]
+		s.routers = append(s.routers, router)
+	}
+	l.stacks = append(l.stacks, s)
+	return nil
+}
+
+// peerVersions are what pip says of the environments that the binaries are in.
+func (l *lab) peerVersions(ctx context.Context, peers []peer) (out string) {
+	for _, p := range peers {
+		text, _ := exec.CommandContext(ctx, filepath.Join(filepath.Dir(p.binary), "python"), "-c",
+			fmt.Sprintf("import importlib.metadata as m; print(m.version(%q))", p.name)).Output()
+		out += ", " + p.name + " " + strings.TrimSpace(string(text))
+	}
+	return out
+}

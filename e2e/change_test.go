@@ -1,0 +1,280 @@
+package e2e
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"fmt"
+	"io"
+	"maps"
+	"net/http"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+)
+
+// A fleet is changed while requests run: its configuration, its keys, its replicas, its engines. No client may notice.
+
+const token = "e2e-operator-token"
+
+// withOrders is the configuration of a fleet that takes orders.
+func withOrders(t *testing.T, o options) options {
+	file := filepath.Join(t.TempDir(), "token")
+	require.NoError(t, os.WriteFile(file, []byte(token), 0o600))
+	o.adminFields = fmt.Sprintf(", tokenFile: %q", file)
+	return o
+}
+
+// order tells all replicas the same.
+func (f *fleet) order(method, path, body string) {
+	f.t.Helper()
+	for _, admin := range f.admins {
+		req, err := http.NewRequest(method, admin+path, strings.NewReader(body))
+		require.NoError(f.t, err)
+		req.Header.Set("Authorization", "Bearer "+token)
+		resp, err := client.Do(req)
+		require.NoError(f.t, err)
+		text, _ := io.ReadAll(resp.Body)
+		_ = resp.Body.Close()
+		require.Equal(f.t, 200, resp.StatusCode, "%s %s: %s", method, path, text)
+	}
+}
+
+// wholeTraffic is clients that ask one request after another, streamed and not, until end.
+type wholeTraffic struct {
+	stop  chan struct{}
+	wg    sync.WaitGroup
+	asked atomic.Int64
+	mu    sync.Mutex
+	seen  map[string]int // what came of them
+}
+
+func (f *fleet) wholeTraffic(clients int) *wholeTraffic {
+	c := &wholeTraffic{stop: make(chan struct{}), seen: map[string]int{}}
+	for i := range clients {
+		c.wg.Go(func() {
+			for n := 0; ; n++ {
+				select {
+				case <-c.stop:
+					return
+				default:
+				}
+				kind := f.oneOf(i, n)
+				c.asked.Add(1)
+				c.mu.Lock()
+				c.seen[kind]++
+				c.mu.Unlock()
+			}
+		})
+	}
+	return c
+}
+
+// oneOf is request n of a client; what it came to is "whole", if all is well.
+func (f *fleet) oneOf(i, n int) string {
+	body := fmt.Sprintf(`{"model":"tiny","stream":%t,"ignore_eos":true,"min_tokens":8,"max_tokens":8,"messages":[{"role":"user","content":"%d %d %s"}]}`,
+		n%2 == 0, i, n, strings.Repeat("all is well. ", 20))
+	ctx, cancel := context.WithTimeout(context.Background(), 30*time.Second)
+	defer cancel()
+	got, err := f.try(ctx, http.MethodPost, "/v1/chat/completions", body)
+	switch {
+	case err != nil:
+		return fmt.Sprintf("error: %.200v", err)
+	case got.status != 200:
+		return fmt.Sprintf("%d: %.200s", got.status, got.body)
+	case n%2 == 0 && !strings.HasSuffix(got.body, "data: [DONE]\n\n"):
+		return "a stream that was cut: ..." + got.body[max(0, len(got.body)-200):]
+	}
+	return "whole"
+}
+
+// more waits until n more requests have been answered.
+func (c *wholeTraffic) more(t *testing.T, n int64) {
+	t.Helper()
+	goal := c.asked.Load() + n
+	require.Eventually(t, func() bool { return c.asked.Load() >= goal }, 60*time.Second, 5*time.Millisecond, "requests have stopped")
+}
+
+// end stops the clients; all they got must be whole answers.
+func (c *wholeTraffic) end(t *testing.T) {
+	t.Helper()
+	close(c.stop)
+	c.wg.Wait()
+	t.Logf("%d requests: %v", c.asked.Load(), c.seen)
+	require.Equal(t, []string{"whole"}, slices.Collect(maps.Keys(c.seen)))
+}
+
+// said waits until a replica has logged a text n times.
+func (f *fleet) said(i int, text string, n int) {
+	f.t.Helper()
+	require.Eventually(f.t, func() bool {
+		log, _ := os.ReadFile(f.tandems[i].log)
+		return bytes.Count(log, []byte(text)) >= n
+	}, 15*time.Second, 10*time.Millisecond, "%q was not logged by replica %d", text, i)
+}
+
+// rewrite changes a replica's configuration file by replacing a text.
+func (f *fleet) rewrite(file, old, now string) {
+	f.t.Helper()
+	text, err := os.ReadFile(file)
+	require.NoError(f.t, err)
+	require.Contains(f.t, string(text), old)
+	require.NoError(f.t, os.WriteFile(file+".new", []byte(strings.Replace(string(text), old, now, 1)), 0o600))
+	require.NoError(f.t, os.Rename(file+".new", file))
+}
+
+// state is what a replica says of its endpoints, by address.
+func (f *fleet) state(i int) map[string]shownEndpoint {
+	f.t.Helper()
+	var s struct {
+		Pools []struct {
+			Endpoints []shownEndpoint `json:"endpoints"`
+		} `json:"pools"`
+	}
+	require.NoError(f.t, getJSON(f.admins[i]+"/debug/state", &s))
+	out := map[string]shownEndpoint{}
+	for _, p := range s.Pools {
+		for _, e := range p.Endpoints {
+			out[e.Address] = e
+		}
+	}
+	return out
+}
+
+type shownEndpoint struct {
+	Address  string `json:"address"`
+	Paused   bool   `json:"paused"`
+	Weight   int    `json:"weight"`
+	Requests int64  `json:"requests"`
+}
+
+func TestReloadUnderLoad(t *testing.T) {
+	f := start(t, options{prefills: 2, decodes: 2, engineArgs: []string{"--decode-step", "1ms", "--lease", "3s"}})
+	load := f.wholeTraffic(6)
+	load.more(t, 20)
+
+	d := f.decodes[1]
+	line := fmt.Sprintf("  - {address: %q, role: decode}\n", d.addr)
+	f.rewrite(f.config, line, strings.Replace(line, "}", ", weight: 0}", 1))
+	f.said(0, "configuration changed", 1)
+	require.True(t, f.state(0)[d.addr].Paused)
+	require.Eventually(t, func() bool { return f.state(0)[d.addr].Requests == 0 }, 10*time.Second, 10*time.Millisecond, "what runs there ends")
+	before := len(f.requests("", d))
+	load.more(t, 30)
+	require.Len(t, f.requests("", d), before, "and nothing new comes")
+
+	// Gone, the pool under another name, another policy, and a port that cannot change live: all in one step.
+	f.rewrite(f.config, strings.Replace(line, "}", ", weight: 0}", 1), "")
+	f.rewrite(f.config, "name: chat\n", "name: talk\n  onPrefillFailure: decodeAlone\n")
+	f.rewrite(f.config, "replan: {listen: \"127.0.0.1:", "replan: {listen: \"127.0.0.2:")
+	require.NoError(t, f.tandems[0].cmd.Process.Signal(syscall.SIGHUP))
+	f.said(0, "these changes take a restart of tandem", 1)
+	f.said(0, "paths=[replan.listen", 1)
+	require.NotContains(t, f.state(0), d.addr)
+	load.more(t, 30)
+
+	// What is not valid changes nothing.
+	f.rewrite(f.config, "  onPrefillFailure: decodeAlone\n", "  onPrefillFailure: never\n")
+	f.said(0, "configuration not reloaded", 1)
+	require.InDelta(t, 1, metric(t, f.admins[0], "tandem_config_reloads_total", `result="refused"`), 0)
+	load.more(t, 30)
+
+	// And back.
+	f.rewrite(f.config, "  onPrefillFailure: never\n  kvTransfer", "  kvTransfer")
+	f.rewrite(f.config, "  endpoints:\n", "  endpoints:\n"+line)
+	require.Eventually(t, func() bool { _, back := f.state(0)[d.addr]; return back }, 15*time.Second, 10*time.Millisecond)
+	before = len(f.requests("", d))
+	load.more(t, 60)
+	require.Greater(t, len(f.requests("", d)), before)
+	load.end(t)
+}
+
+func TestOrdersUnderLoad(t *testing.T) {
+	f := start(t, withOrders(t, options{replicas: 2, engineArgs: []string{"--decode-step", "1ms"}}))
+	load := f.wholeTraffic(6)
+	load.more(t, 20)
+	for _, e := range f.engines() { // all of them in turn; prefill and decode
+		f.order("POST", "/api/pools/chat/endpoints/"+e.addr+"/drain", "")
+		before := len(f.requests("", e))
+		load.more(t, 20)
+		require.Len(t, f.requests("", e), before, "drained")
+		f.order("POST", "/api/pools/chat/endpoints/"+e.addr+"/resume", "")
+		load.more(t, 40)
+		require.Greater(t, len(f.requests("", e)), before, "resumed")
+	}
+	f.order("PUT", "/api/pools/chat/endpoints/"+f.decodes[0].addr+"/weight", `{"weight": 1}`)
+	require.Equal(t, 1, f.state(1)[f.decodes[0].addr].Weight)
+	load.more(t, 20)
+	load.end(t)
+
+	f.order("POST", "/api/pools/chat/pause", "")
+	got := f.post(apis[0].path, apis[0].body)
+	require.Equal(t, 503, got.status)
+	require.Equal(t, "5", got.header.Get("Retry-After"))
+	var e struct {
+		Error struct{ Code string }
+	}
+	require.NoError(t, json.Unmarshal([]byte(got.body), &e))
+	require.Equal(t, "pool_paused", e.Error.Code)
+	f.order("POST", "/api/pools/chat/resume", "")
+	require.Equal(t, 200, f.post(apis[0].path, apis[0].body).status)
+}
+
+// Ticket keys change in three steps, each on one replica after the other, and no request notices.
+func TestKeyRotationUnderLoad(t *testing.T) {
+	f := start(t, options{replicas: 2, separateKeys: true, engineArgs: []string{"--decode-step", "1ms", "--prefill-speed", "20000"}})
+	load := f.wholeTraffic(8)
+	load.more(t, 20)
+	older, newer := strings.Repeat("0123456789abcdef", 4), strings.Repeat("fedcba9876543210", 4)
+	for step, keys := range []string{older + "\n" + newer, newer + "\n" + older, newer} {
+		for i := range f.tandems {
+			file := filepath.Join(f.dir, fmt.Sprintf("ticket-%d.key", i))
+			require.NoError(t, os.WriteFile(file, []byte(keys+"\n"), 0o600))
+			f.said(i, "ticket keys changed", step+1)
+			load.more(t, 60) // of all that were sealed before, the last has ended
+		}
+	}
+	load.end(t)
+	for _, admin := range f.admins {
+		require.Zero(t, metric(t, admin, "tandem_tickets_refused_total"))
+		require.Positive(t, metric(t, admin, "tandem_decisions_total"))
+	}
+}
+
+// Replicas of Tandem, then engines, are restarted one after the other under load: replicas by SIGTERM, engines after they
+// were drained. No client sees an error, not even one whose answer is being streamed.
+func TestRollingRestart(t *testing.T) {
+	f := start(t, withOrders(t, options{replicas: 2, serveArgs: []string{"-linger", "2s"}, engineArgs: []string{"--decode-step", "1ms"}}))
+	load := f.wholeTraffic(6)
+	load.more(t, 20)
+	for i := range f.tandems {
+		f.tandems[i].stop(syscall.SIGTERM)
+		load.more(t, 20)
+		f.startTandem(i, filepath.Join(f.dir, fmt.Sprintf("tandem-%d.yaml", i)), f.admins[i])
+		before := metric(t, f.admins[i], "tandem_decisions_total")
+		require.Eventually(t, func() bool { return metric(t, f.admins[i], "tandem_decisions_total") > before }, 20*time.Second, 20*time.Millisecond,
+			"the new replica gets its share")
+	}
+	for _, e := range f.engines() {
+		path := "/api/pools/chat/endpoints/" + e.addr
+		f.order("POST", path+"/drain", "")
+		require.Eventually(t, func() bool { return metric(t, "http://"+e.addr, "enginesim_blocks_held") == 0 }, 10*time.Second, 10*time.Millisecond,
+			"what it prefilled is fetched")
+		e.stop(syscall.SIGTERM)
+		load.more(t, 20)
+		f.restart(e)
+		f.order("POST", path+"/resume", "")
+		require.Eventually(t, func() bool { return len(f.requests("", e)) > 0 }, 20*time.Second, 20*time.Millisecond, "it works again")
+	}
+	load.end(t)
+	f.account()
+	f.lenient = true // what was restarted ends before the fleet's own account
+}

@@ -1,0 +1,211 @@
+// Command load puts Envoy, Tandem and N simulated engines under load with tools that others know, and writes a report.
+//
+//	go run ./e2e/load [-full] [-out DIR]        or make load, LOAD=full make load
+//
+// Envoy's and Tandem's configurations are those of envoy-configs/ (two-hop; replicas for several), with other ports and
+// as many endpoints as a case wants. h2load (Debian: nghttp2-client) drives plain HTTP/1.1, aiperf (PyPI) streamed answers,
+// of which it knows times to the first token and between tokens. Closed loop: so many clients, each asks again when it
+// has its answer. Open loop: requests come at a rate, whether or not the ones before are answered.
+//
+// The report, DIR/report.html, is one file without outside assets: per case percentiles, requests per second and per core
+// of Envoy and Tandem, CPU per request by process, memory, errors; beside it report.json. What a tool is missing for is
+// left out and said.
+//
+// Prompts of one case are all the same with h2load, which sends one body: every prefix is known after the first. Compare
+// cases of one run only. The program imports nothing of Tandem.
+//
+// Files: cases.go says what is run, stand.go starts it, h2load.go and aiperf.go drive it, report.go writes.
+package main
+
+import (
+	"context"
+	"errors"
+	"flag"
+	"fmt"
+	"io"
+	"os"
+	"os/exec"
+	"os/signal"
+	"path/filepath"
+	"runtime"
+	"strings"
+	"syscall"
+	"time"
+)
+
+func main() {
+	runtime.LockOSThread() // processes die with the thread that started them (Pdeathsig), and this one lasts
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
+	err := run(ctx, os.Args[1:], os.Stderr)
+	stop()
+	if err != nil && !errors.Is(err, flag.ErrHelp) {
+		fmt.Fprintln(os.Stderr, "load:", err)
+		os.Exit(1)
+	}
+}
+
+// options are what the flags say.
+type options struct {
+	full                  bool
+	out, only             string
+	time                  time.Duration
+	workers               int
+	envoy, h2load, python string
+	tandem, enginesim     string
+}
+
+func run(ctx context.Context, args []string, log io.Writer) error {
+	var o options
+	f := flag.NewFlagSet("load", flag.ContinueOnError)
+	f.SetOutput(log)
+	f.BoolVar(&o.full, "full", os.Getenv("LOAD") == "full", "all sizes, clients, endpoints and replicas (an hour and more) instead of a few minutes' worth")
+	f.StringVar(&o.out, "out", ".cache/load", "`directory` of the report")
+	f.StringVar(&o.only, "only", "", "run only the cases whose name contains this `text`")
+	f.DurationVar(&o.time, "time", 5*time.Second, "how long each case is measured")
+	f.IntVar(&o.workers, "workers", 2, "Envoy's --concurrency")
+	f.StringVar(&o.python, "aiperf", ".tools/load/bin/aiperf", "aiperf `binary`")
+	bin := f.String("bin", "bin", "`directory` with tandem and enginesim")
+	if err := f.Parse(args); err != nil {
+		return err
+	}
+	o.tandem, o.enginesim = filepath.Join(*bin, "tandem"), filepath.Join(*bin, "enginesim")
+	o.envoy = firstProgram(os.Getenv("ENVOY"), "envoy", ".tools/bin/envoy")
+	o.h2load = firstProgram(os.Getenv("H2LOAD"), "h2load")
+	o.python = firstProgram(o.python)
+	if o.envoy == "" {
+		return errors.New("no Envoy found: run scripts/tools.sh, put envoy on PATH, or set ENVOY")
+	}
+	r := &report{Began: time.Now().UTC(), Machine: machine(), Versions: o.versions(ctx)}
+	if o.h2load == "" {
+		r.Missing = append(r.Missing, "h2load is not installed (Debian: apt-get install nghttp2-client): no plain HTTP")
+	}
+	if o.python == "" {
+		r.Missing = append(r.Missing, "aiperf is not installed (scripts/tools.sh load): no streamed answers")
+	}
+	if err := o.runCases(ctx, r, log); err != nil {
+		return err
+	}
+	file, err := r.write(o.out)
+	if err == nil {
+		fmt.Fprintf(log, "report: %s\n", file)
+	}
+	return err
+}
+
+// runCases runs one case after the other. A case that cannot be run is in the report with its reason.
+func (o *options) runCases(ctx context.Context, r *report, log io.Writer) error {
+	var all []testCase
+	for _, c := range cases(o.full) {
+		if (c.Stream && o.python == "") || (!c.Stream && o.h2load == "") || !strings.Contains(c.name(), o.only) {
+			continue
+		}
+		all = append(all, c)
+	}
+	rates := map[string]float64{} // of closed loops, from which open ones take theirs
+	var s *stand
+	defer func() { s.stop() }()
+	for i, c := range all {
+		bar(log, i, len(all), c.name())
+		if s == nil || s.endpoints != c.Endpoints || s.replicas != c.Replicas || s.paced != c.Stream {
+			s.stop()
+			var err error
+			if s, err = o.startStand(ctx, c); err != nil {
+				return fmt.Errorf("%s: %w", c.name(), err)
+			}
+		}
+		if c.Share > 0 {
+			c.Rate = rates[c.like()] * c.Share
+		}
+		result, err := o.runCase(ctx, s, c)
+		if ctx.Err() != nil {
+			return ctx.Err()
+		}
+		if err != nil {
+			result.Error = err.Error()
+		}
+		if c.Share == 0 {
+			rates[c.like()] = result.PerSecond
+		}
+		r.Results = append(r.Results, result)
+		if _, err := r.write(o.out); err != nil { // what was measured so far is not lost if the rest is not run
+			return err
+		}
+	}
+	bar(log, len(all), len(all), "done")
+	fmt.Fprintln(log)
+	return nil
+}
+
+// runCase measures one case: what the tool saw, and what the processes used meanwhile.
+func (o *options) runCase(ctx context.Context, s *stand, c testCase) (result, error) {
+	r := result{Case: c, Name: c.name()}
+	w, err := s.watch()
+	if err != nil {
+		return r, err
+	}
+	if c.Stream {
+		err = o.aiperf(ctx, s, c, &r)
+	} else {
+		err = o.plain(ctx, s, c, &r)
+	}
+	time.Sleep(2 * lookEvery) // Envoy's access log comes 50 ms late
+	samples, watchErr := w.end()
+	if err = errors.Join(err, watchErr); err != nil {
+		return r, err
+	}
+	r.Seconds = r.to.Sub(r.from).Seconds()
+	r.account(between(samples, r.from, r.to))
+	return r, nil
+}
+
+// bar shows how far the run is.
+func bar(w io.Writer, done, all int, what string) {
+	const width = 30
+	filled := width * done / max(all, 1)
+	fmt.Fprintf(w, "\r\033[K[%s%s] %d/%d %s", strings.Repeat("#", filled), strings.Repeat(".", width-filled), done, all, what)
+}
+
+func firstProgram(candidates ...string) string {
+	for _, c := range candidates {
+		if c == "" {
+			continue
+		}
+		if path, err := exec.LookPath(c); err == nil {
+			if abs, err := filepath.Abs(path); err == nil {
+				return abs
+			}
+		}
+	}
+	return ""
+}
+
+func machine() string {
+	text, _ := os.ReadFile("/proc/cpuinfo")
+	for line := range strings.Lines(string(text)) {
+		if key, value, ok := strings.Cut(line, ":"); ok && strings.TrimSpace(key) == "model name" {
+			return fmt.Sprintf("%s, %d cores", strings.TrimSpace(value), runtime.NumCPU())
+		}
+	}
+	return fmt.Sprintf("%s, %d cores", runtime.GOARCH, runtime.NumCPU())
+}
+
+// versions are those of the programs that take part.
+func (o *options) versions(ctx context.Context) string {
+	first := func(path string, args ...string) string {
+		if path == "" {
+			return ""
+		}
+		out, _ := exec.CommandContext(ctx, path, args...).Output()
+		line, _, _ := strings.Cut(strings.TrimSpace(string(out)), "\n")
+		return line
+	}
+	envoy := first(o.envoy, "--version")
+	if parts := strings.Split(envoy, "/"); len(parts) > 2 {
+		envoy = "Envoy " + parts[len(parts)-4]
+	}
+	out := []string{first(o.tandem, "version"), envoy, first(o.h2load, "--version")}
+	if o.python != "" {
+		out = append(out, "aiperf "+first(filepath.Join(filepath.Dir(o.python), "python"), "-c", "import importlib.metadata as m; print(m.version('aiperf'))"))
+	}
+	return strings.Join(out, ", ")
+}

@@ -1,0 +1,351 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strconv"
+	"strings"
+	"syscall"
+	"time"
+	"unsafe"
+)
+
+// stand is everything that runs: engines, replicas of Tandem, one Envoy.
+type stand struct {
+	endpoints, replicas int
+	paced               bool // decode engines take their time for every token
+	dir                 string
+	url                 string
+	engines, tandems    []*process
+	envoy               *process
+}
+
+// process is a child. It ends with the stand, and if this program is killed, with that.
+type process struct {
+	cmd   *exec.Cmd
+	log   string
+	ended chan struct{}
+}
+
+// startStand starts engines, replicas and Envoy.
+func (o *options) startStand(ctx context.Context, c testCase) (s *stand, err error) {
+	replicas := c.Replicas
+	s = &stand{endpoints: c.Endpoints, replicas: replicas, paced: c.Stream}
+	defer func() {
+		if err != nil {
+			s.stop()
+			s = nil
+		}
+	}()
+	if s.dir, err = os.MkdirTemp("", "tandem-load-"); err != nil {
+		return s, err
+	}
+	lines, err := s.startEngines(ctx, o)
+	if err != nil {
+		return s, err
+	}
+	p, err := freePorts(2 + 3*replicas)
+	if err != nil {
+		return s, err
+	}
+	s.url = "http://" + p[0]
+	key := filepath.Join(s.dir, "ticket.key")
+	if err := os.WriteFile(key, []byte(strings.Repeat("0123456789abcdef", 4)+"\n"), 0o600); err != nil {
+		return s, err
+	}
+	config := ""
+	for i := range replicas {
+		text, err := configuration(replicas, p[0], p[1], p[2:2+replicas], p[2+replicas:2+2*replicas], p[2+2*replicas+i], i, key, lines)
+		if err != nil {
+			return s, err
+		}
+		config = filepath.Join(s.dir, fmt.Sprintf("tandem-%d.yaml", i))
+		if err := os.WriteFile(config, []byte(text), 0o600); err != nil {
+			return s, err
+		}
+		t, err := s.run(fmt.Sprintf("tandem-%d", i), o.tandem, "serve", "-f", config, "-log", "warn")
+		if err != nil {
+			return s, err
+		}
+		s.tandems = append(s.tandems, t)
+		if err := wait(ctx, t, "http://"+p[2+2*replicas+i]+"/readyz"); err != nil {
+			return s, err
+		}
+	}
+	return s, s.startEnvoy(ctx, o, config, p[1])
+}
+
+// startEngines starts them, and returns their lines of the configuration.
+func (s *stand) startEngines(ctx context.Context, o *options) (lines string, err error) {
+	p, err := freePorts(2 * s.endpoints)
+	if err != nil {
+		return "", err
+	}
+	for i := range s.endpoints {
+		role, step := "prefill", "0s"
+		if i >= s.endpoints/2 {
+			role = "decode"
+			if s.paced {
+				step = "5ms"
+			}
+		}
+		e, err := s.run(fmt.Sprintf("engine-%d", i), o.enginesim, "--listen", p[2*i], "--side-channel", p[2*i+1],
+			"--role", role, "--model", "tiny", "--record=false", "--keep-alive", "1m", "--decode-step", step)
+		if err != nil {
+			return "", err
+		}
+		s.engines = append(s.engines, e)
+		lines += fmt.Sprintf("  - {address: %q, role: %s}\n", p[2*i], role)
+	}
+	for i, e := range s.engines {
+		if err := wait(ctx, e, "http://"+p[2*i]+"/health"); err != nil {
+			return "", err
+		}
+	}
+	return lines, nil
+}
+
+// configuration is that of envoy-configs/, with addresses of this machine and other endpoints.
+func configuration(replicas int, listen, envoyAdmin string, extProcs, replans []string, admin string, i int, key, endpoints string) (string, error) {
+	file := "envoy-configs/two-hop/tandem.yaml"
+	if replicas > 1 {
+		file = "envoy-configs/replicas/tandem.yaml"
+	}
+	raw, err := os.ReadFile(file)
+	if err != nil {
+		return "", fmt.Errorf("reading the configuration (run this from the module's root): %w", err)
+	}
+	text := string(raw)
+	for _, edit := range []struct{ pattern, now string }{
+		{`(?m)^extProc:.*$`, "extProc: {listen: " + strconv.Quote(extProcs[i]) + "}"},
+		{`(?m)^replan:.*$`, "replan: {listen: " + strconv.Quote(replans[i]) + "}"},
+		{`(?m)^admin:.*$`, "admin: {listen: " + strconv.Quote(admin) + "}"},
+		{`(?m)^tickets:.*$`, "tickets: {keyFile: " + strconv.Quote(key) + "}"},
+		{`(?m)^envoy:.*\n(  .*\n)*`, fmt.Sprintf("envoy: {listen: %q, admin: %q, extProcs: [%s], replans: [%s]}\n", listen, envoyAdmin, quoted(extProcs), quoted(replans))},
+		{`(?m)^  endpoints:\n(  - .*\n?)*`, "  split: always\n  endpoints:\n" + endpoints},
+	} {
+		text = regexp.MustCompile(edit.pattern).ReplaceAllLiteralString(text, edit.now)
+	}
+	return text, nil
+}
+
+func quoted(in []string) string {
+	var out []string
+	for _, s := range in {
+		out = append(out, strconv.Quote(s))
+	}
+	return strings.Join(out, ", ")
+}
+
+func (s *stand) startEnvoy(ctx context.Context, o *options, config, admin string) error {
+	bootstrap, err := exec.CommandContext(ctx, o.tandem, "envoy", "-f", config).Output()
+	if err != nil {
+		return fmt.Errorf("tandem envoy: %w", err)
+	}
+	file := filepath.Join(s.dir, "envoy.yaml")
+	if err := os.WriteFile(file, bootstrap, 0o600); err != nil {
+		return err
+	}
+	s.envoy, err = s.run("envoy", o.envoy, "-c", file, "-l", "warning", "--use-dynamic-base-id", "--concurrency", strconv.Itoa(o.workers))
+	if err != nil {
+		return err
+	}
+	if err := wait(ctx, s.envoy, "http://"+admin+"/ready"); err != nil {
+		return err
+	}
+	return wait(ctx, s.envoy, s.url+"/v1/models")
+}
+
+func (s *stand) run(name, path string, args ...string) (*process, error) {
+	p := &process{cmd: exec.Command(path, args...), log: filepath.Join(s.dir, name+".log"), ended: make(chan struct{})}
+	log, err := os.Create(p.log)
+	if err != nil {
+		return nil, err
+	}
+	defer log.Close()
+	p.cmd.Stdout, p.cmd.Stderr = log, log
+	p.cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL, Setpgid: true}
+	if err := p.cmd.Start(); err != nil {
+		return nil, fmt.Errorf("starting %s: %w", name, err)
+	}
+	go func() { _ = p.cmd.Wait(); close(p.ended) }()
+	return p, nil
+}
+
+// stop ends everything and removes what it wrote.
+func (s *stand) stop() {
+	if s == nil {
+		return
+	}
+	all := append(append(slices.Clone(s.engines), s.tandems...), s.envoy)
+	for _, p := range slices.Backward(all) {
+		if p != nil {
+			_ = p.cmd.Process.Kill()
+			<-p.ended
+		}
+	}
+	_ = os.RemoveAll(s.dir)
+}
+
+// wait waits until url answers 200.
+func wait(ctx context.Context, p *process, url string) error {
+	ctx, cancel := context.WithTimeout(ctx, time.Minute)
+	defer cancel()
+	for {
+		if get(ctx, url) == nil {
+			return nil
+		}
+		select {
+		case <-p.ended:
+			text, _ := os.ReadFile(p.log)
+			return fmt.Errorf("%s ended: %.2000s", p.cmd.Path, text)
+		case <-ctx.Done():
+			return fmt.Errorf("%s does not answer: %w", url, ctx.Err())
+		case <-time.After(20 * time.Millisecond):
+		}
+	}
+}
+
+func get(ctx context.Context, url string) error {
+	req, err := http.NewRequestWithContext(ctx, http.MethodGet, url, nil)
+	if err != nil {
+		return err
+	}
+	resp, err := http.DefaultClient.Do(req)
+	if err != nil {
+		return err
+	}
+	defer resp.Body.Close()
+	if _, _ = io.Copy(io.Discard, resp.Body); resp.StatusCode != http.StatusOK {
+		return errors.New(resp.Status)
+	}
+	return nil
+}
+
+// freePorts are addresses on 127.0.0.1 that nobody listens on now.
+func freePorts(n int) (out []string, err error) {
+	for range n {
+		l, err := net.Listen("tcp", "127.0.0.1:0")
+		if err != nil {
+			return nil, fmt.Errorf("looking for free ports: %w", err)
+		}
+		defer l.Close()
+		out = append(out, l.Addr().String())
+	}
+	return out, nil
+}
+
+// usage is what the processes have used: CPU time so far, resident memory now.
+type usage struct {
+	envoy, tandem, engines   time.Duration
+	envoyMemory, tandemBytes int64
+}
+
+func (s *stand) usage() (u usage, err error) {
+	add := func(to *time.Duration, p *process) {
+		d, cpuErr := p.cpu()
+		*to += d
+		err = errors.Join(err, cpuErr)
+	}
+	add(&u.envoy, s.envoy)
+	u.envoyMemory = s.envoy.resident()
+	for _, t := range s.tandems {
+		add(&u.tandem, t)
+		u.tandemBytes += t.resident()
+	}
+	for _, e := range s.engines {
+		add(&u.engines, e)
+	}
+	return u, err
+}
+
+// lookEvery is how often usage is noted while a tool runs: tools take their time to begin and to end, aiperf minutes.
+const lookEvery = 100 * time.Millisecond
+
+// watch notes the usage again and again, until end.
+type watch struct {
+	stop    chan struct{}
+	done    chan struct{}
+	samples []timedUsage
+	err     error
+}
+
+type timedUsage struct {
+	at time.Time
+	usage
+}
+
+func (s *stand) watch() (*watch, error) {
+	first, err := s.usage()
+	w := &watch{stop: make(chan struct{}), done: make(chan struct{}), samples: []timedUsage{{time.Now(), first}}}
+	if err != nil {
+		return nil, err
+	}
+	go func() {
+		defer close(w.done)
+		tick := time.NewTicker(lookEvery)
+		defer tick.Stop()
+		for w.err == nil {
+			select {
+			case <-w.stop:
+				return
+			case <-tick.C:
+			}
+			var u usage
+			if u, w.err = s.usage(); w.err == nil {
+				w.samples = append(w.samples, timedUsage{time.Now(), u})
+			}
+		}
+	}()
+	return w, nil
+}
+
+func (w *watch) end() ([]timedUsage, error) {
+	close(w.stop)
+	<-w.done
+	return w.samples, w.err
+}
+
+// between are the last usage noted before from and the first noted a moment after to.
+func between(samples []timedUsage, from, to time.Time) (before, after usage) {
+	before, after = samples[0].usage, samples[len(samples)-1].usage
+	for _, s := range samples {
+		if s.at.Before(from) {
+			before = s.usage
+		}
+		if s.at.After(to.Add(lookEvery)) {
+			return before, s.usage
+		}
+	}
+	return before, after
+}
+
+// cpu is the CPU time that the process has used (clock_getcpuclockid(3)): all threads, user and system.
+func (p *process) cpu() (time.Duration, error) {
+	clock := int32(^p.cmd.Process.Pid<<3 | 2)
+	var t syscall.Timespec
+	if _, _, errno := syscall.Syscall(syscall.SYS_CLOCK_GETTIME, uintptr(clock), uintptr(unsafe.Pointer(&t)), 0); errno != 0 {
+		text, _ := os.ReadFile(p.log)
+		return 0, fmt.Errorf("reading the CPU clock of %s: %w: %.500s", p.cmd.Path, errno, text)
+	}
+	return time.Duration(t.Nano()), nil
+}
+
+// resident is the memory that the process has resident, in bytes.
+func (p *process) resident() int64 {
+	text, _ := os.ReadFile(fmt.Sprintf("/proc/%d/statm", p.cmd.Process.Pid))
+	if fields := strings.Fields(string(text)); len(fields) > 1 {
+		pages, _ := strconv.ParseInt(fields[1], 10, 64)
+		return pages * int64(os.Getpagesize())
+	}
+	return 0
+}

@@ -1,0 +1,143 @@
+package configv1
+
+import (
+	"fmt"
+	"slices"
+	"strings"
+
+	"google.golang.org/protobuf/reflect/protoreflect"
+)
+
+// Change is one setting that differs between two configurations.
+type Change struct {
+	Path          string // pools[chat].endpoints[10.0.0.1:8101].weight: pools by name, endpoints by address
+	Before, After string // "": absent. What may hold a secret is not shown
+	Live          bool   // may change while the server runs
+}
+
+// Difference lists what changes from one configuration to another, in the order of config.proto. Both are such as [Load]
+// returned.
+func Difference(before, after *Config) (out []Change) {
+	d := difference{}
+	d.messages("", before.ProtoReflect(), after.ProtoReflect())
+	return d.changes
+}
+
+type difference struct{ changes []Change }
+
+func (d *difference) add(path, before, after string) {
+	if path == "state.redis.url" { // holds a password
+		before, after = "", "(changed)"
+	}
+	d.changes = append(d.changes, Change{path, before, after, strings.HasPrefix(path, "pools[")})
+}
+
+func (d *difference) messages(path string, before, after protoreflect.Message) {
+	fields := before.Descriptor().Fields()
+	for i := range fields.Len() {
+		f := fields.Get(i)
+		at, b, a := join(path, f.JSONName()), before.Get(f), after.Get(f)
+		switch {
+		case f.IsList() && f.Kind() == protoreflect.MessageKind:
+			d.lists(at, b.List(), a.List())
+		case f.IsList():
+			d.values(at, listed(b.List()), listed(a.List()))
+		case f.Kind() == protoreflect.MessageKind:
+			d.presence(at, before.Has(f), after.Has(f))
+			d.messages(at, b.Message(), a.Message())
+		default:
+			d.values(at, b.String(), a.String())
+		}
+	}
+}
+
+// presence notes a message that is there in one of both: to have one that is empty may mean something by itself.
+func (d *difference) presence(path string, before, after bool) {
+	if before != after {
+		d.add(path, set(before), set(after))
+	}
+}
+
+func set(present bool) string {
+	if present {
+		return "set"
+	}
+	return ""
+}
+
+func (d *difference) values(path, before, after string) {
+	if before != after {
+		d.add(path, before, after)
+	}
+}
+
+func listed(l protoreflect.List) string {
+	all := make([]string, l.Len())
+	for i := range all {
+		all[i] = l.Get(i).String()
+	}
+	return strings.Join(all, ", ")
+}
+
+// lists compares messages that have a name: those that stay, those that go, those that are new, and their order.
+func (d *difference) lists(path string, before, after protoreflect.List) {
+	old, oldNames := byName(before)
+	now, names := byName(after)
+	for _, name := range oldNames {
+		at := fmt.Sprintf("%s[%s]", path, name)
+		if a, stays := now[name]; stays {
+			d.messages(at, old[name], a)
+		} else {
+			d.add(at, summary(old[name]), "")
+		}
+	}
+	for _, name := range names {
+		if _, known := old[name]; !known {
+			d.add(fmt.Sprintf("%s[%s]", path, name), "", summary(now[name]))
+		}
+	}
+	stay := func(in map[string]protoreflect.Message) func(string) bool {
+		return func(name string) bool { return in[name] == nil }
+	}
+	if a, b := slices.DeleteFunc(oldNames, stay(now)), slices.DeleteFunc(names, stay(old)); !slices.Equal(a, b) {
+		d.add(path+"[]", strings.Join(a, ", "), strings.Join(b, ", "))
+	}
+}
+
+// byName finds the messages of a list by what identifies them: the name of a pool, the address of an endpoint.
+func byName(l protoreflect.List) (found map[string]protoreflect.Message, names []string) {
+	found = map[string]protoreflect.Message{}
+	for i := range l.Len() {
+		m := l.Get(i).Message()
+		f := m.Descriptor().Fields().ByName("name")
+		if f == nil {
+			f = m.Descriptor().Fields().ByName("address")
+		}
+		name := fmt.Sprint(i)
+		if f != nil {
+			name = m.Get(f).String()
+		}
+		found[name] = m
+		names = append(names, name)
+	}
+	return found, names
+}
+
+// summary is a message on one line.
+func summary(m protoreflect.Message) string {
+	var out []string
+	fields := m.Descriptor().Fields()
+	for i := range fields.Len() {
+		f := fields.Get(i)
+		switch {
+		case !m.Has(f) || f.Kind() == protoreflect.MessageKind && !f.IsList():
+		case f.Kind() == protoreflect.MessageKind:
+			out = append(out, fmt.Sprintf("%s: %d", f.JSONName(), m.Get(f).List().Len()))
+		case f.IsList():
+			out = append(out, f.JSONName()+": "+listed(m.Get(f).List()))
+		default:
+			out = append(out, f.JSONName()+": "+m.Get(f).String())
+		}
+	}
+	return strings.Join(out, ", ")
+}

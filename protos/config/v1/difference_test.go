@@ -1,0 +1,55 @@
+package configv1
+
+import (
+	"fmt"
+	"strings"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+)
+
+func TestDifference(t *testing.T) {
+	const base = `
+admin: {listen: 127.0.0.1:9090}
+state: {redis: {url: "redis://:secret@127.0.0.1:6379/0"}}
+pools:
+- {name: a, models: [m], kvTransfer: nixl, endpoints: [{address: "10.0.0.1:1", role: prefill}, {address: "10.0.0.2:1", role: decode}]}
+- {name: b, kvTransfer: none, endpoints: [{address: "10.0.0.3:1"}]}
+`
+	for _, c := range []struct{ name, old, new, want string }{
+		{"nothing", "", "", ""},
+		{"a weight", `"10.0.0.2:1", role: decode`, `"10.0.0.2:1", role: decode, weight: 50`, `pools[a].endpoints[10.0.0.2:1].weight: "100" -> "50"`},
+		{"an endpoint more", `role: decode}]`, `role: decode}, {address: "10.0.0.4:1", role: both}]`,
+			`pools[a].endpoints[10.0.0.4:1]: "" -> "address: 10.0.0.4:1, role: both, scheme: http, weight: 100"`},
+		{"an endpoint less", `{address: "10.0.0.1:1", role: prefill}, `, ``,
+			`pools[a].endpoints[10.0.0.1:1]: "address: 10.0.0.1:1, role: prefill, scheme: http, weight: 100" -> ""`},
+		{"a policy", `models: [m], `, `models: [m, o], onPrefillFailure: fail, `,
+			"pools[a].models: \"m\" -> \"m, o\"\npools[a].onPrefillFailure: \"otherPrefill\" -> \"fail\""},
+		{"a pool of another name", "name: b,", "name: c,",
+			"pools[b]: \"name: b, models: *, kvTransfer: none, split: auto, longPrompts: decodeAlone, onPrefillFailure: otherPrefill, prefillAttempts: 3, endpoints: 1, attemptsTime: 1m, streamStartTimeout: 1m, strandedBlocks: lease\" -> \"\"\n" +
+				"pools[c]: \"\" -> \"name: c, models: *, kvTransfer: none, split: auto, longPrompts: decodeAlone, onPrefillFailure: otherPrefill, prefillAttempts: 3, endpoints: 1, attemptsTime: 1m, streamStartTimeout: 1m, strandedBlocks: lease\""},
+		{"order", `{address: "10.0.0.1:1", role: prefill}, {address: "10.0.0.2:1", role: decode}`, `{address: "10.0.0.2:1", role: decode}, {address: "10.0.0.1:1", role: prefill}`,
+			`pools[a].endpoints[]: "10.0.0.1:1, 10.0.0.2:1" -> "10.0.0.2:1, 10.0.0.1:1"`},
+		{"a port, which takes a restart", "9090", "9091", `admin.listen: "127.0.0.1:9090" -> "127.0.0.1:9091" (restart)`},
+		{"a secret", "secret", "other", `state.redis.url: "" -> "(changed)" (restart)`},
+		{"TLS", "admin: {", "extProc: {tls: {certFile: c, keyFile: k}}\nadmin: {",
+			"extProc.tls: \"\" -> \"set\" (restart)\nextProc.tls.certFile: \"\" -> \"c\" (restart)\nextProc.tls.keyFile: \"\" -> \"k\" (restart)"},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			require.Contains(t, base, c.old)
+			before, _, err := Parse([]byte(base))
+			require.NoError(t, err)
+			after, _, err := Parse([]byte(strings.Replace(base, c.old, c.new, 1)))
+			require.NoError(t, err)
+			var lines []string
+			for _, d := range Difference(before, after) {
+				line := fmt.Sprintf("%s: %q -> %q", d.Path, d.Before, d.After)
+				if !d.Live {
+					line += " (restart)"
+				}
+				lines = append(lines, line)
+			}
+			require.Equal(t, c.want, strings.Join(lines, "\n"))
+		})
+	}
+}
