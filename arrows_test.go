@@ -48,7 +48,7 @@ var guarded = map[string][]string{
 	"github.com/prometheus/":     {"extproc", "cmd/tandem", "cmd/enginesim", "e2e", "e2e/bench"},
 	"github.com/redis/":          {"kvstate/redisstore"},
 	"github.com/go-zeromq/":      {"kvstate/kvevents"},
-	"sigs.k8s.io/":               {"protos/config/v1"},
+	"sigs.k8s.io/":               {"protos/config/v1", "kvstate/discovery"},
 	"google.golang.org/protobuf": {"extproc", "extproc/kvtransfer", "protos/config/v1", "protos/ticket/v1", "envoy-configs (test)", "docs (test)"},
 }
 

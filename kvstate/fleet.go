@@ -49,6 +49,9 @@ type EndpointSpec struct {
 	Scheme string // http, https or h2c; "" is http
 	Role   Role
 	Group  string // endpoints with a group only pair within it
+
+	// Draining: it finishes what it has, the KV blocks it holds for others included, and gets nothing new.
+	Draining bool
 }
 
 // Endpoint is one engine address of a pool. Its identity is stable for as long as the endpoint stays as it is.

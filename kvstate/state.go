@@ -47,6 +47,7 @@ type State struct {
 	booked    atomic.Int64
 	spent     spentSet
 	handOvers handOverStore
+	intents   sync.Map // pool name to *Intents; there are few, and they seldom change
 }
 
 // New returns an empty state. It starts nothing.

@@ -20,12 +20,13 @@ type Candidate struct {
 //
 // Failure is a hint, not a verdict: where all endpoints of a role have failed, all of them are usable again, since one of
 // them may well be back and refusing helps nobody. But for prefill endpoints that hang: to find out that one still does
-// costs a time limit, and decode endpoints can do without; the next good probe takes it in.
+// costs a time limit, and decode endpoints can do without; the next good probe takes it in. One that drains stays out: it
+// is in the view because KV blocks that it holds may still have to be fetched.
 func (s *State) View(p *Pool, hashes []uint64, v *View) {
 	v.Endpoints, v.Grouped = v.Endpoints[:0], true
 	var usable Role
 	for _, e := range p.endpoints {
-		ok := !e.failed.Load()
+		ok := !e.failed.Load() && !e.Draining
 		if ok {
 			usable |= e.Role
 		}
@@ -33,7 +34,7 @@ func (s *State) View(p *Pool, hashes []uint64, v *View) {
 	}
 	if usable != RoleBoth {
 		for i := range v.Endpoints {
-			if c := &v.Endpoints[i]; c.Endpoint.Role&^usable != 0 && (c.Endpoint.Role != RolePrefill || !c.Endpoint.hung.Load()) {
+			if c := &v.Endpoints[i]; !c.Endpoint.Draining && c.Endpoint.Role&^usable != 0 && (c.Endpoint.Role != RolePrefill || !c.Endpoint.hung.Load()) {
 				c.Usable = true
 			}
 		}

@@ -131,8 +131,13 @@ type ExtProc struct {
 	Tls *Tls `protobuf:"bytes,2,opt,name=tls,proto3" json:"tls,omitempty"`
 	// Largest gRPC message in bytes; a whole body comes in one. Default: four times envoy.maxBodyBytes and 16 MiB.
 	MaxMessageBytes int64 `protobuf:"varint,3,opt,name=max_message_bytes,json=maxMessageBytes,proto3" json:"max_message_bytes,omitempty"`
-	unknownFields   protoimpl.UnknownFields
-	sizeCache       protoimpl.SizeCache
+	// Who asks. tandem: an Envoy that makes both hops, with the configuration that `tandem envoy` prints. endpointPicker: a
+	// gateway of the Gateway API Inference Extension, with Tandem as the endpoint picker of its InferencePools. Default tandem.
+	Protocol string `protobuf:"bytes,10,opt,name=protocol,proto3" json:"protocol,omitempty"`
+	// With protocol endpointPicker.
+	EndpointPicker *EndpointPicker `protobuf:"bytes,11,opt,name=endpoint_picker,json=endpointPicker,proto3" json:"endpoint_picker,omitempty"`
+	unknownFields  protoimpl.UnknownFields
+	sizeCache      protoimpl.SizeCache
 }
 
 func (x *ExtProc) Reset() {
@@ -186,21 +191,104 @@ func (x *ExtProc) GetMaxMessageBytes() int64 {
 	return 0
 }
 
+func (x *ExtProc) GetProtocol() string {
+	if x != nil {
+		return x.Protocol
+	}
+	return ""
+}
+
+func (x *ExtProc) GetEndpointPicker() *EndpointPicker {
+	if x != nil {
+		return x.EndpointPicker
+	}
+	return nil
+}
+
+type EndpointPicker struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// How many endpoints follow the picked one, in the order to try them. Only for gateways that take a list (override_host);
+	// one that connects to the header's address (ORIGINAL_DST: Envoy AI Gateway) fails on it. Default 0.
+	Fallbacks int32 `protobuf:"varint,1,opt,name=fallbacks,proto3" json:"fallbacks,omitempty"`
+	// What is watched of answers. body: until their end, so that load is counted exactly, at a message for each piece. headers:
+	// until they begin, with the endpoint that served; later ends are not seen. Default body.
+	Responses string `protobuf:"bytes,2,opt,name=responses,proto3" json:"responses,omitempty"`
+	// Requests of negative priority (InferenceObjective) are refused with 429 when every endpoint that decodes has so many
+	// requests booked. Default 128.
+	ShedRequests  int32 `protobuf:"varint,3,opt,name=shed_requests,json=shedRequests,proto3" json:"shed_requests,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *EndpointPicker) Reset() {
+	*x = EndpointPicker{}
+	mi := &file_config_v1_config_proto_msgTypes[2]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *EndpointPicker) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*EndpointPicker) ProtoMessage() {}
+
+func (x *EndpointPicker) ProtoReflect() protoreflect.Message {
+	mi := &file_config_v1_config_proto_msgTypes[2]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use EndpointPicker.ProtoReflect.Descriptor instead.
+func (*EndpointPicker) Descriptor() ([]byte, []int) {
+	return file_config_v1_config_proto_rawDescGZIP(), []int{2}
+}
+
+func (x *EndpointPicker) GetFallbacks() int32 {
+	if x != nil {
+		return x.Fallbacks
+	}
+	return 0
+}
+
+func (x *EndpointPicker) GetResponses() string {
+	if x != nil {
+		return x.Responses
+	}
+	return ""
+}
+
+func (x *EndpointPicker) GetShedRequests() int32 {
+	if x != nil {
+		return x.ShedRequests
+	}
+	return 0
+}
+
 type Tls struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// PEM file of the certificate chain; read again when it changes. Required.
+	// PEM file of the certificate chain; read again when it changes. Required with mode files.
 	CertFile string `protobuf:"bytes,1,opt,name=cert_file,json=certFile,proto3" json:"cert_file,omitempty"`
-	// PEM file of its private key; read again when it changes. Required.
+	// PEM file of its private key; read again when it changes. Required with mode files.
 	KeyFile string `protobuf:"bytes,2,opt,name=key_file,json=keyFile,proto3" json:"key_file,omitempty"`
 	// PEM file of the authorities that clients' certificates must come from. Absent: clients need none.
-	ClientCaFile  string `protobuf:"bytes,3,opt,name=client_ca_file,json=clientCaFile,proto3" json:"client_ca_file,omitempty"`
+	ClientCaFile string `protobuf:"bytes,3,opt,name=client_ca_file,json=clientCaFile,proto3" json:"client_ca_file,omitempty"`
+	// files: the files above. selfSigned: a certificate made at start, for clients that do not verify it. plaintext: none.
+	// Default files; where extProc.protocol is endpointPicker and there is no tls, selfSigned, which gateways expect.
+	Mode          string `protobuf:"bytes,10,opt,name=mode,proto3" json:"mode,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Tls) Reset() {
 	*x = Tls{}
-	mi := &file_config_v1_config_proto_msgTypes[2]
+	mi := &file_config_v1_config_proto_msgTypes[3]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -212,7 +300,7 @@ func (x *Tls) String() string {
 func (*Tls) ProtoMessage() {}
 
 func (x *Tls) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[2]
+	mi := &file_config_v1_config_proto_msgTypes[3]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -225,7 +313,7 @@ func (x *Tls) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Tls.ProtoReflect.Descriptor instead.
 func (*Tls) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{2}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{3}
 }
 
 func (x *Tls) GetCertFile() string {
@@ -249,6 +337,13 @@ func (x *Tls) GetClientCaFile() string {
 	return ""
 }
 
+func (x *Tls) GetMode() string {
+	if x != nil {
+		return x.Mode
+	}
+	return ""
+}
+
 type Listener struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// HTTP. Defaults: replan 127.0.0.1:9003, admin 127.0.0.1:9090.
@@ -259,7 +354,7 @@ type Listener struct {
 
 func (x *Listener) Reset() {
 	*x = Listener{}
-	mi := &file_config_v1_config_proto_msgTypes[3]
+	mi := &file_config_v1_config_proto_msgTypes[4]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -271,7 +366,7 @@ func (x *Listener) String() string {
 func (*Listener) ProtoMessage() {}
 
 func (x *Listener) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[3]
+	mi := &file_config_v1_config_proto_msgTypes[4]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -284,7 +379,7 @@ func (x *Listener) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Listener.ProtoReflect.Descriptor instead.
 func (*Listener) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{3}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{4}
 }
 
 func (x *Listener) GetListen() string {
@@ -325,7 +420,7 @@ type Envoy struct {
 
 func (x *Envoy) Reset() {
 	*x = Envoy{}
-	mi := &file_config_v1_config_proto_msgTypes[4]
+	mi := &file_config_v1_config_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -337,7 +432,7 @@ func (x *Envoy) String() string {
 func (*Envoy) ProtoMessage() {}
 
 func (x *Envoy) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[4]
+	mi := &file_config_v1_config_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -350,7 +445,7 @@ func (x *Envoy) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Envoy.ProtoReflect.Descriptor instead.
 func (*Envoy) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{4}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{5}
 }
 
 func (x *Envoy) GetListen() string {
@@ -433,7 +528,7 @@ type ClientTls struct {
 
 func (x *ClientTls) Reset() {
 	*x = ClientTls{}
-	mi := &file_config_v1_config_proto_msgTypes[5]
+	mi := &file_config_v1_config_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -445,7 +540,7 @@ func (x *ClientTls) String() string {
 func (*ClientTls) ProtoMessage() {}
 
 func (x *ClientTls) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[5]
+	mi := &file_config_v1_config_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -458,7 +553,7 @@ func (x *ClientTls) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ClientTls.ProtoReflect.Descriptor instead.
 func (*ClientTls) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{5}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *ClientTls) GetCaFile() string {
@@ -499,7 +594,7 @@ type State struct {
 
 func (x *State) Reset() {
 	*x = State{}
-	mi := &file_config_v1_config_proto_msgTypes[6]
+	mi := &file_config_v1_config_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -511,7 +606,7 @@ func (x *State) String() string {
 func (*State) ProtoMessage() {}
 
 func (x *State) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[6]
+	mi := &file_config_v1_config_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -524,7 +619,7 @@ func (x *State) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use State.ProtoReflect.Descriptor instead.
 func (*State) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{6}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *State) GetRedis() *Redis {
@@ -544,7 +639,7 @@ type Redis struct {
 
 func (x *Redis) Reset() {
 	*x = Redis{}
-	mi := &file_config_v1_config_proto_msgTypes[7]
+	mi := &file_config_v1_config_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -556,7 +651,7 @@ func (x *Redis) String() string {
 func (*Redis) ProtoMessage() {}
 
 func (x *Redis) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[7]
+	mi := &file_config_v1_config_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -569,7 +664,7 @@ func (x *Redis) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Redis.ProtoReflect.Descriptor instead.
 func (*Redis) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{7}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *Redis) GetUrl() string {
@@ -592,7 +687,7 @@ type Tickets struct {
 
 func (x *Tickets) Reset() {
 	*x = Tickets{}
-	mi := &file_config_v1_config_proto_msgTypes[8]
+	mi := &file_config_v1_config_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -604,7 +699,7 @@ func (x *Tickets) String() string {
 func (*Tickets) ProtoMessage() {}
 
 func (x *Tickets) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[8]
+	mi := &file_config_v1_config_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -617,7 +712,7 @@ func (x *Tickets) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Tickets.ProtoReflect.Descriptor instead.
 func (*Tickets) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{8}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *Tickets) GetKeyFile() string {
@@ -654,7 +749,7 @@ type Pool struct {
 	PrefillAttempts int32 `protobuf:"varint,7,opt,name=prefill_attempts,json=prefillAttempts,proto3" json:"prefill_attempts,omitempty"`
 	// How long a prefill may take.
 	PrefillTimeout *PrefillTimeout `protobuf:"bytes,8,opt,name=prefill_timeout,json=prefillTimeout,proto3" json:"prefill_timeout,omitempty"`
-	// At least one that decodes.
+	// At least one that decodes, or none with discovery.
 	Endpoints []*Endpoint `protobuf:"bytes,9,rep,name=endpoints,proto3" json:"endpoints,omitempty"`
 	// So long after a request came, no other endpoint is tried for it: a prefill that fails then is followed by decode alone,
 	// a decode by an error (503). Default 1m.
@@ -667,13 +762,20 @@ type Pool struct {
 	// (vLLM from 0.22: 30 s). cleanupDecode: a decode endpoint is told to fetch them, with a prompt of one token whose answer is
 	// thrown away; for releases that keep them for minutes (vLLM 0.12 to 0.21). Default lease.
 	StrandedBlocks string `protobuf:"bytes,12,opt,name=stranded_blocks,json=strandedBlocks,proto3" json:"stranded_blocks,omitempty"`
-	unknownFields  protoimpl.UnknownFields
-	sizeCache      protoimpl.SizeCache
+	// Where endpoints come from that are not listed. In place of endpoints.
+	Discovery *Discovery `protobuf:"bytes,30,opt,name=discovery,proto3" json:"discovery,omitempty"`
+	// Who makes the second hop. envoy: Envoy itself. sidecar: llm-d's routing sidecar beside each decode engine, which is told
+	// the prefill endpoint in x-prefiller-host-port; endpoints that decode are then the sidecars. direct: this server calls the
+	// prefill endpoint before it answers Envoy. The last two are for gateways that cannot make two hops. Default envoy; sidecar
+	// where extProc.protocol is endpointPicker.
+	Handoff       string `protobuf:"bytes,31,opt,name=handoff,proto3" json:"handoff,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Pool) Reset() {
 	*x = Pool{}
-	mi := &file_config_v1_config_proto_msgTypes[9]
+	mi := &file_config_v1_config_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -685,7 +787,7 @@ func (x *Pool) String() string {
 func (*Pool) ProtoMessage() {}
 
 func (x *Pool) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[9]
+	mi := &file_config_v1_config_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -698,7 +800,7 @@ func (x *Pool) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Pool.ProtoReflect.Descriptor instead.
 func (*Pool) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{9}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *Pool) GetName() string {
@@ -785,6 +887,481 @@ func (x *Pool) GetStrandedBlocks() string {
 	return ""
 }
 
+func (x *Pool) GetDiscovery() *Discovery {
+	if x != nil {
+		return x.Discovery
+	}
+	return nil
+}
+
+func (x *Pool) GetHandoff() string {
+	if x != nil {
+		return x.Handoff
+	}
+	return ""
+}
+
+// One of them.
+type Discovery struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// A file that lists endpoints.
+	File *FileDiscovery `protobuf:"bytes,1,opt,name=file,proto3" json:"file,omitempty"`
+	// Names that are looked up.
+	Dns []*NameDiscovery `protobuf:"bytes,2,rep,name=dns,proto3" json:"dns,omitempty"`
+	// Pods of a Kubernetes cluster, by label.
+	Kubernetes *KubernetesDiscovery `protobuf:"bytes,3,opt,name=kubernetes,proto3" json:"kubernetes,omitempty"`
+	// An InferencePool of the Gateway API Inference Extension.
+	InferencePool *InferencePoolDiscovery `protobuf:"bytes,4,opt,name=inference_pool,json=inferencePool,proto3" json:"inference_pool,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Discovery) Reset() {
+	*x = Discovery{}
+	mi := &file_config_v1_config_proto_msgTypes[11]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Discovery) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Discovery) ProtoMessage() {}
+
+func (x *Discovery) ProtoReflect() protoreflect.Message {
+	mi := &file_config_v1_config_proto_msgTypes[11]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Discovery.ProtoReflect.Descriptor instead.
+func (*Discovery) Descriptor() ([]byte, []int) {
+	return file_config_v1_config_proto_rawDescGZIP(), []int{11}
+}
+
+func (x *Discovery) GetFile() *FileDiscovery {
+	if x != nil {
+		return x.File
+	}
+	return nil
+}
+
+func (x *Discovery) GetDns() []*NameDiscovery {
+	if x != nil {
+		return x.Dns
+	}
+	return nil
+}
+
+func (x *Discovery) GetKubernetes() *KubernetesDiscovery {
+	if x != nil {
+		return x.Kubernetes
+	}
+	return nil
+}
+
+func (x *Discovery) GetInferencePool() *InferencePoolDiscovery {
+	if x != nil {
+		return x.InferencePool
+	}
+	return nil
+}
+
+type FileDiscovery struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// YAML or JSON with a list `endpoints` of {address, role, group}; looked at every second. Required.
+	Path string `protobuf:"bytes,1,opt,name=path,proto3" json:"path,omitempty"`
+	// http, https or h2c, of all its endpoints. Default http.
+	Scheme        string `protobuf:"bytes,2,opt,name=scheme,proto3" json:"scheme,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *FileDiscovery) Reset() {
+	*x = FileDiscovery{}
+	mi := &file_config_v1_config_proto_msgTypes[12]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *FileDiscovery) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*FileDiscovery) ProtoMessage() {}
+
+func (x *FileDiscovery) ProtoReflect() protoreflect.Message {
+	mi := &file_config_v1_config_proto_msgTypes[12]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use FileDiscovery.ProtoReflect.Descriptor instead.
+func (*FileDiscovery) Descriptor() ([]byte, []int) {
+	return file_config_v1_config_proto_rawDescGZIP(), []int{12}
+}
+
+func (x *FileDiscovery) GetPath() string {
+	if x != nil {
+		return x.Path
+	}
+	return ""
+}
+
+func (x *FileDiscovery) GetScheme() string {
+	if x != nil {
+		return x.Scheme
+	}
+	return ""
+}
+
+type NameDiscovery struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// With port, a name whose addresses (A, AAAA) are endpoints; without, the name of an SRV record. Required.
+	Name string `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
+	// Port of the engines. Absent: the SRV record says.
+	Port int32 `protobuf:"varint,2,opt,name=port,proto3" json:"port,omitempty"`
+	// prefill, decode or both. Default both.
+	Role string `protobuf:"bytes,3,opt,name=role,proto3" json:"role,omitempty"`
+	// http, https or h2c. Default http.
+	Scheme string `protobuf:"bytes,4,opt,name=scheme,proto3" json:"scheme,omitempty"`
+	// Endpoints with a group only pair within it.
+	Group         string `protobuf:"bytes,5,opt,name=group,proto3" json:"group,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *NameDiscovery) Reset() {
+	*x = NameDiscovery{}
+	mi := &file_config_v1_config_proto_msgTypes[13]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *NameDiscovery) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*NameDiscovery) ProtoMessage() {}
+
+func (x *NameDiscovery) ProtoReflect() protoreflect.Message {
+	mi := &file_config_v1_config_proto_msgTypes[13]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use NameDiscovery.ProtoReflect.Descriptor instead.
+func (*NameDiscovery) Descriptor() ([]byte, []int) {
+	return file_config_v1_config_proto_rawDescGZIP(), []int{13}
+}
+
+func (x *NameDiscovery) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+func (x *NameDiscovery) GetPort() int32 {
+	if x != nil {
+		return x.Port
+	}
+	return 0
+}
+
+func (x *NameDiscovery) GetRole() string {
+	if x != nil {
+		return x.Role
+	}
+	return ""
+}
+
+func (x *NameDiscovery) GetScheme() string {
+	if x != nil {
+		return x.Scheme
+	}
+	return ""
+}
+
+func (x *NameDiscovery) GetGroup() string {
+	if x != nil {
+		return x.Group
+	}
+	return ""
+}
+
+type KubernetesDiscovery struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Default: the namespace that the server runs in.
+	Namespace string `protobuf:"bytes,1,opt,name=namespace,proto3" json:"namespace,omitempty"`
+	// Labels of the pods, as kubectl -l takes them. Required.
+	Selector string `protobuf:"bytes,2,opt,name=selector,proto3" json:"selector,omitempty"`
+	// Ports of the engines, at most 8; each is an endpoint of its own. Required, but where labels.portLabel is set.
+	Ports []int32 `protobuf:"varint,3,rep,packed,name=ports,proto3" json:"ports,omitempty"`
+	// http, https or h2c. Default http.
+	Scheme string `protobuf:"bytes,4,opt,name=scheme,proto3" json:"scheme,omitempty"`
+	// How labels tell roles. Default: the convention llm-d.
+	Labels        *PodLabels `protobuf:"bytes,5,opt,name=labels,proto3" json:"labels,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *KubernetesDiscovery) Reset() {
+	*x = KubernetesDiscovery{}
+	mi := &file_config_v1_config_proto_msgTypes[14]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *KubernetesDiscovery) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*KubernetesDiscovery) ProtoMessage() {}
+
+func (x *KubernetesDiscovery) ProtoReflect() protoreflect.Message {
+	mi := &file_config_v1_config_proto_msgTypes[14]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use KubernetesDiscovery.ProtoReflect.Descriptor instead.
+func (*KubernetesDiscovery) Descriptor() ([]byte, []int) {
+	return file_config_v1_config_proto_rawDescGZIP(), []int{14}
+}
+
+func (x *KubernetesDiscovery) GetNamespace() string {
+	if x != nil {
+		return x.Namespace
+	}
+	return ""
+}
+
+func (x *KubernetesDiscovery) GetSelector() string {
+	if x != nil {
+		return x.Selector
+	}
+	return ""
+}
+
+func (x *KubernetesDiscovery) GetPorts() []int32 {
+	if x != nil {
+		return x.Ports
+	}
+	return nil
+}
+
+func (x *KubernetesDiscovery) GetScheme() string {
+	if x != nil {
+		return x.Scheme
+	}
+	return ""
+}
+
+func (x *KubernetesDiscovery) GetLabels() *PodLabels {
+	if x != nil {
+		return x.Labels
+	}
+	return nil
+}
+
+type InferencePoolDiscovery struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Default: the namespace that the server runs in.
+	Namespace string `protobuf:"bytes,1,opt,name=namespace,proto3" json:"namespace,omitempty"`
+	// Name of the InferencePool (inference.networking.k8s.io/v1). Selector, ports and protocol come from it. Required.
+	Name string `protobuf:"bytes,2,opt,name=name,proto3" json:"name,omitempty"`
+	// How labels tell roles. Default: the convention llm-d.
+	Labels        *PodLabels `protobuf:"bytes,3,opt,name=labels,proto3" json:"labels,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *InferencePoolDiscovery) Reset() {
+	*x = InferencePoolDiscovery{}
+	mi := &file_config_v1_config_proto_msgTypes[15]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *InferencePoolDiscovery) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*InferencePoolDiscovery) ProtoMessage() {}
+
+func (x *InferencePoolDiscovery) ProtoReflect() protoreflect.Message {
+	mi := &file_config_v1_config_proto_msgTypes[15]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use InferencePoolDiscovery.ProtoReflect.Descriptor instead.
+func (*InferencePoolDiscovery) Descriptor() ([]byte, []int) {
+	return file_config_v1_config_proto_rawDescGZIP(), []int{15}
+}
+
+func (x *InferencePoolDiscovery) GetNamespace() string {
+	if x != nil {
+		return x.Namespace
+	}
+	return ""
+}
+
+func (x *InferencePoolDiscovery) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+func (x *InferencePoolDiscovery) GetLabels() *PodLabels {
+	if x != nil {
+		return x.Labels
+	}
+	return nil
+}
+
+type PodLabels struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Whose labels: llm-d (llm-d.ai/role), aibrix (role-name, roleset-name), production-stack (model) or kthena
+	// (modelserving.volcano.sh/role and group-name). What stands below changes it. Default llm-d.
+	Convention string `protobuf:"bytes,1,opt,name=convention,proto3" json:"convention,omitempty"`
+	// The label that holds the role.
+	RoleLabel string `protobuf:"bytes,2,opt,name=role_label,json=roleLabel,proto3" json:"role_label,omitempty"`
+	// Values of it for prefill.
+	Prefill []string `protobuf:"bytes,3,rep,name=prefill,proto3" json:"prefill,omitempty"`
+	// Values of it for decode.
+	Decode []string `protobuf:"bytes,4,rep,name=decode,proto3" json:"decode,omitempty"`
+	// Values of it for both.
+	Both []string `protobuf:"bytes,5,rep,name=both,proto3" json:"both,omitempty"`
+	// The label whose value is the group: endpoints only pair within it.
+	GroupLabel string `protobuf:"bytes,6,opt,name=group_label,json=groupLabel,proto3" json:"group_label,omitempty"`
+	// The label that holds the engine's port.
+	PortLabel string `protobuf:"bytes,7,opt,name=port_label,json=portLabel,proto3" json:"port_label,omitempty"`
+	// Role of pods whose label is missing or has another value: prefill, decode, both, or none, which leaves them out.
+	DefaultRole   string `protobuf:"bytes,8,opt,name=default_role,json=defaultRole,proto3" json:"default_role,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *PodLabels) Reset() {
+	*x = PodLabels{}
+	mi := &file_config_v1_config_proto_msgTypes[16]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *PodLabels) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*PodLabels) ProtoMessage() {}
+
+func (x *PodLabels) ProtoReflect() protoreflect.Message {
+	mi := &file_config_v1_config_proto_msgTypes[16]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use PodLabels.ProtoReflect.Descriptor instead.
+func (*PodLabels) Descriptor() ([]byte, []int) {
+	return file_config_v1_config_proto_rawDescGZIP(), []int{16}
+}
+
+func (x *PodLabels) GetConvention() string {
+	if x != nil {
+		return x.Convention
+	}
+	return ""
+}
+
+func (x *PodLabels) GetRoleLabel() string {
+	if x != nil {
+		return x.RoleLabel
+	}
+	return ""
+}
+
+func (x *PodLabels) GetPrefill() []string {
+	if x != nil {
+		return x.Prefill
+	}
+	return nil
+}
+
+func (x *PodLabels) GetDecode() []string {
+	if x != nil {
+		return x.Decode
+	}
+	return nil
+}
+
+func (x *PodLabels) GetBoth() []string {
+	if x != nil {
+		return x.Both
+	}
+	return nil
+}
+
+func (x *PodLabels) GetGroupLabel() string {
+	if x != nil {
+		return x.GroupLabel
+	}
+	return ""
+}
+
+func (x *PodLabels) GetPortLabel() string {
+	if x != nil {
+		return x.PortLabel
+	}
+	return ""
+}
+
+func (x *PodLabels) GetDefaultRole() string {
+	if x != nil {
+		return x.DefaultRole
+	}
+	return ""
+}
+
 type PrefillTimeout struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// For any prompt, however short. Default 10s.
@@ -798,7 +1375,7 @@ type PrefillTimeout struct {
 
 func (x *PrefillTimeout) Reset() {
 	*x = PrefillTimeout{}
-	mi := &file_config_v1_config_proto_msgTypes[10]
+	mi := &file_config_v1_config_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -810,7 +1387,7 @@ func (x *PrefillTimeout) String() string {
 func (*PrefillTimeout) ProtoMessage() {}
 
 func (x *PrefillTimeout) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[10]
+	mi := &file_config_v1_config_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -823,7 +1400,7 @@ func (x *PrefillTimeout) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PrefillTimeout.ProtoReflect.Descriptor instead.
 func (*PrefillTimeout) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{10}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *PrefillTimeout) GetBase() string {
@@ -856,7 +1433,7 @@ type Endpoint struct {
 
 func (x *Endpoint) Reset() {
 	*x = Endpoint{}
-	mi := &file_config_v1_config_proto_msgTypes[11]
+	mi := &file_config_v1_config_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -868,7 +1445,7 @@ func (x *Endpoint) String() string {
 func (*Endpoint) ProtoMessage() {}
 
 func (x *Endpoint) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[11]
+	mi := &file_config_v1_config_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -881,7 +1458,7 @@ func (x *Endpoint) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Endpoint.ProtoReflect.Descriptor instead.
 func (*Endpoint) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{11}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *Endpoint) GetAddress() string {
@@ -924,15 +1501,24 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\x05envoy\x18\x04 \x01(\v2\x17.tandem.config.v1.EnvoyR\x05envoy\x12-\n" +
 	"\x05state\x18\x05 \x01(\v2\x17.tandem.config.v1.StateR\x05state\x123\n" +
 	"\atickets\x18\x06 \x01(\v2\x19.tandem.config.v1.TicketsR\atickets\x12,\n" +
-	"\x05pools\x18\a \x03(\v2\x16.tandem.config.v1.PoolR\x05pools\"v\n" +
+	"\x05pools\x18\a \x03(\v2\x16.tandem.config.v1.PoolR\x05pools\"\xdd\x01\n" +
 	"\aExtProc\x12\x16\n" +
 	"\x06listen\x18\x01 \x01(\tR\x06listen\x12'\n" +
 	"\x03tls\x18\x02 \x01(\v2\x15.tandem.config.v1.TlsR\x03tls\x12*\n" +
-	"\x11max_message_bytes\x18\x03 \x01(\x03R\x0fmaxMessageBytes\"c\n" +
+	"\x11max_message_bytes\x18\x03 \x01(\x03R\x0fmaxMessageBytes\x12\x1a\n" +
+	"\bprotocol\x18\n" +
+	" \x01(\tR\bprotocol\x12I\n" +
+	"\x0fendpoint_picker\x18\v \x01(\v2 .tandem.config.v1.EndpointPickerR\x0eendpointPicker\"q\n" +
+	"\x0eEndpointPicker\x12\x1c\n" +
+	"\tfallbacks\x18\x01 \x01(\x05R\tfallbacks\x12\x1c\n" +
+	"\tresponses\x18\x02 \x01(\tR\tresponses\x12#\n" +
+	"\rshed_requests\x18\x03 \x01(\x05R\fshedRequests\"w\n" +
 	"\x03Tls\x12\x1b\n" +
 	"\tcert_file\x18\x01 \x01(\tR\bcertFile\x12\x19\n" +
 	"\bkey_file\x18\x02 \x01(\tR\akeyFile\x12$\n" +
-	"\x0eclient_ca_file\x18\x03 \x01(\tR\fclientCaFile\"\"\n" +
+	"\x0eclient_ca_file\x18\x03 \x01(\tR\fclientCaFile\x12\x12\n" +
+	"\x04mode\x18\n" +
+	" \x01(\tR\x04mode\"\"\n" +
 	"\bListener\x12\x16\n" +
 	"\x06listen\x18\x01 \x01(\tR\x06listen\"\xde\x02\n" +
 	"\x05Envoy\x12\x16\n" +
@@ -958,7 +1544,7 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\x03url\x18\x01 \x01(\tR\x03url\"6\n" +
 	"\aTickets\x12\x19\n" +
 	"\bkey_file\x18\x01 \x01(\tR\akeyFile\x12\x10\n" +
-	"\x03ttl\x18\x02 \x01(\tR\x03ttl\"\xea\x03\n" +
+	"\x03ttl\x18\x02 \x01(\tR\x03ttl\"\xbf\x04\n" +
 	"\x04Pool\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x16\n" +
 	"\x06models\x18\x02 \x03(\tR\x06models\x12\x1f\n" +
@@ -973,7 +1559,49 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\rattempts_time\x18\n" +
 	" \x01(\tR\fattemptsTime\x120\n" +
 	"\x14stream_start_timeout\x18\v \x01(\tR\x12streamStartTimeout\x12'\n" +
-	"\x0fstranded_blocks\x18\f \x01(\tR\x0estrandedBlocks\"A\n" +
+	"\x0fstranded_blocks\x18\f \x01(\tR\x0estrandedBlocks\x129\n" +
+	"\tdiscovery\x18\x1e \x01(\v2\x1b.tandem.config.v1.DiscoveryR\tdiscovery\x12\x18\n" +
+	"\ahandoff\x18\x1f \x01(\tR\ahandoff\"\x8b\x02\n" +
+	"\tDiscovery\x123\n" +
+	"\x04file\x18\x01 \x01(\v2\x1f.tandem.config.v1.FileDiscoveryR\x04file\x121\n" +
+	"\x03dns\x18\x02 \x03(\v2\x1f.tandem.config.v1.NameDiscoveryR\x03dns\x12E\n" +
+	"\n" +
+	"kubernetes\x18\x03 \x01(\v2%.tandem.config.v1.KubernetesDiscoveryR\n" +
+	"kubernetes\x12O\n" +
+	"\x0einference_pool\x18\x04 \x01(\v2(.tandem.config.v1.InferencePoolDiscoveryR\rinferencePool\";\n" +
+	"\rFileDiscovery\x12\x12\n" +
+	"\x04path\x18\x01 \x01(\tR\x04path\x12\x16\n" +
+	"\x06scheme\x18\x02 \x01(\tR\x06scheme\"y\n" +
+	"\rNameDiscovery\x12\x12\n" +
+	"\x04name\x18\x01 \x01(\tR\x04name\x12\x12\n" +
+	"\x04port\x18\x02 \x01(\x05R\x04port\x12\x12\n" +
+	"\x04role\x18\x03 \x01(\tR\x04role\x12\x16\n" +
+	"\x06scheme\x18\x04 \x01(\tR\x06scheme\x12\x14\n" +
+	"\x05group\x18\x05 \x01(\tR\x05group\"\xb2\x01\n" +
+	"\x13KubernetesDiscovery\x12\x1c\n" +
+	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x1a\n" +
+	"\bselector\x18\x02 \x01(\tR\bselector\x12\x14\n" +
+	"\x05ports\x18\x03 \x03(\x05R\x05ports\x12\x16\n" +
+	"\x06scheme\x18\x04 \x01(\tR\x06scheme\x123\n" +
+	"\x06labels\x18\x05 \x01(\v2\x1b.tandem.config.v1.PodLabelsR\x06labels\"\x7f\n" +
+	"\x16InferencePoolDiscovery\x12\x1c\n" +
+	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x12\n" +
+	"\x04name\x18\x02 \x01(\tR\x04name\x123\n" +
+	"\x06labels\x18\x03 \x01(\v2\x1b.tandem.config.v1.PodLabelsR\x06labels\"\xf3\x01\n" +
+	"\tPodLabels\x12\x1e\n" +
+	"\n" +
+	"convention\x18\x01 \x01(\tR\n" +
+	"convention\x12\x1d\n" +
+	"\n" +
+	"role_label\x18\x02 \x01(\tR\troleLabel\x12\x18\n" +
+	"\aprefill\x18\x03 \x03(\tR\aprefill\x12\x16\n" +
+	"\x06decode\x18\x04 \x03(\tR\x06decode\x12\x12\n" +
+	"\x04both\x18\x05 \x03(\tR\x04both\x12\x1f\n" +
+	"\vgroup_label\x18\x06 \x01(\tR\n" +
+	"groupLabel\x12\x1d\n" +
+	"\n" +
+	"port_label\x18\a \x01(\tR\tportLabel\x12!\n" +
+	"\fdefault_role\x18\b \x01(\tR\vdefaultRole\"A\n" +
 	"\x0ePrefillTimeout\x12\x12\n" +
 	"\x04base\x18\x01 \x01(\tR\x04base\x12\x1b\n" +
 	"\tper_token\x18\x02 \x01(\tR\bperToken\"f\n" +
@@ -995,40 +1623,55 @@ func file_config_v1_config_proto_rawDescGZIP() []byte {
 	return file_config_v1_config_proto_rawDescData
 }
 
-var file_config_v1_config_proto_msgTypes = make([]protoimpl.MessageInfo, 12)
+var file_config_v1_config_proto_msgTypes = make([]protoimpl.MessageInfo, 19)
 var file_config_v1_config_proto_goTypes = []any{
-	(*Config)(nil),         // 0: tandem.config.v1.Config
-	(*ExtProc)(nil),        // 1: tandem.config.v1.ExtProc
-	(*Tls)(nil),            // 2: tandem.config.v1.Tls
-	(*Listener)(nil),       // 3: tandem.config.v1.Listener
-	(*Envoy)(nil),          // 4: tandem.config.v1.Envoy
-	(*ClientTls)(nil),      // 5: tandem.config.v1.ClientTls
-	(*State)(nil),          // 6: tandem.config.v1.State
-	(*Redis)(nil),          // 7: tandem.config.v1.Redis
-	(*Tickets)(nil),        // 8: tandem.config.v1.Tickets
-	(*Pool)(nil),           // 9: tandem.config.v1.Pool
-	(*PrefillTimeout)(nil), // 10: tandem.config.v1.PrefillTimeout
-	(*Endpoint)(nil),       // 11: tandem.config.v1.Endpoint
+	(*Config)(nil),                 // 0: tandem.config.v1.Config
+	(*ExtProc)(nil),                // 1: tandem.config.v1.ExtProc
+	(*EndpointPicker)(nil),         // 2: tandem.config.v1.EndpointPicker
+	(*Tls)(nil),                    // 3: tandem.config.v1.Tls
+	(*Listener)(nil),               // 4: tandem.config.v1.Listener
+	(*Envoy)(nil),                  // 5: tandem.config.v1.Envoy
+	(*ClientTls)(nil),              // 6: tandem.config.v1.ClientTls
+	(*State)(nil),                  // 7: tandem.config.v1.State
+	(*Redis)(nil),                  // 8: tandem.config.v1.Redis
+	(*Tickets)(nil),                // 9: tandem.config.v1.Tickets
+	(*Pool)(nil),                   // 10: tandem.config.v1.Pool
+	(*Discovery)(nil),              // 11: tandem.config.v1.Discovery
+	(*FileDiscovery)(nil),          // 12: tandem.config.v1.FileDiscovery
+	(*NameDiscovery)(nil),          // 13: tandem.config.v1.NameDiscovery
+	(*KubernetesDiscovery)(nil),    // 14: tandem.config.v1.KubernetesDiscovery
+	(*InferencePoolDiscovery)(nil), // 15: tandem.config.v1.InferencePoolDiscovery
+	(*PodLabels)(nil),              // 16: tandem.config.v1.PodLabels
+	(*PrefillTimeout)(nil),         // 17: tandem.config.v1.PrefillTimeout
+	(*Endpoint)(nil),               // 18: tandem.config.v1.Endpoint
 }
 var file_config_v1_config_proto_depIdxs = []int32{
 	1,  // 0: tandem.config.v1.Config.ext_proc:type_name -> tandem.config.v1.ExtProc
-	3,  // 1: tandem.config.v1.Config.replan:type_name -> tandem.config.v1.Listener
-	3,  // 2: tandem.config.v1.Config.admin:type_name -> tandem.config.v1.Listener
-	4,  // 3: tandem.config.v1.Config.envoy:type_name -> tandem.config.v1.Envoy
-	6,  // 4: tandem.config.v1.Config.state:type_name -> tandem.config.v1.State
-	8,  // 5: tandem.config.v1.Config.tickets:type_name -> tandem.config.v1.Tickets
-	9,  // 6: tandem.config.v1.Config.pools:type_name -> tandem.config.v1.Pool
-	2,  // 7: tandem.config.v1.ExtProc.tls:type_name -> tandem.config.v1.Tls
-	5,  // 8: tandem.config.v1.Envoy.ext_proc_tls:type_name -> tandem.config.v1.ClientTls
-	5,  // 9: tandem.config.v1.Envoy.endpoint_tls:type_name -> tandem.config.v1.ClientTls
-	7,  // 10: tandem.config.v1.State.redis:type_name -> tandem.config.v1.Redis
-	10, // 11: tandem.config.v1.Pool.prefill_timeout:type_name -> tandem.config.v1.PrefillTimeout
-	11, // 12: tandem.config.v1.Pool.endpoints:type_name -> tandem.config.v1.Endpoint
-	13, // [13:13] is the sub-list for method output_type
-	13, // [13:13] is the sub-list for method input_type
-	13, // [13:13] is the sub-list for extension type_name
-	13, // [13:13] is the sub-list for extension extendee
-	0,  // [0:13] is the sub-list for field type_name
+	4,  // 1: tandem.config.v1.Config.replan:type_name -> tandem.config.v1.Listener
+	4,  // 2: tandem.config.v1.Config.admin:type_name -> tandem.config.v1.Listener
+	5,  // 3: tandem.config.v1.Config.envoy:type_name -> tandem.config.v1.Envoy
+	7,  // 4: tandem.config.v1.Config.state:type_name -> tandem.config.v1.State
+	9,  // 5: tandem.config.v1.Config.tickets:type_name -> tandem.config.v1.Tickets
+	10, // 6: tandem.config.v1.Config.pools:type_name -> tandem.config.v1.Pool
+	3,  // 7: tandem.config.v1.ExtProc.tls:type_name -> tandem.config.v1.Tls
+	2,  // 8: tandem.config.v1.ExtProc.endpoint_picker:type_name -> tandem.config.v1.EndpointPicker
+	6,  // 9: tandem.config.v1.Envoy.ext_proc_tls:type_name -> tandem.config.v1.ClientTls
+	6,  // 10: tandem.config.v1.Envoy.endpoint_tls:type_name -> tandem.config.v1.ClientTls
+	8,  // 11: tandem.config.v1.State.redis:type_name -> tandem.config.v1.Redis
+	17, // 12: tandem.config.v1.Pool.prefill_timeout:type_name -> tandem.config.v1.PrefillTimeout
+	18, // 13: tandem.config.v1.Pool.endpoints:type_name -> tandem.config.v1.Endpoint
+	11, // 14: tandem.config.v1.Pool.discovery:type_name -> tandem.config.v1.Discovery
+	12, // 15: tandem.config.v1.Discovery.file:type_name -> tandem.config.v1.FileDiscovery
+	13, // 16: tandem.config.v1.Discovery.dns:type_name -> tandem.config.v1.NameDiscovery
+	14, // 17: tandem.config.v1.Discovery.kubernetes:type_name -> tandem.config.v1.KubernetesDiscovery
+	15, // 18: tandem.config.v1.Discovery.inference_pool:type_name -> tandem.config.v1.InferencePoolDiscovery
+	16, // 19: tandem.config.v1.KubernetesDiscovery.labels:type_name -> tandem.config.v1.PodLabels
+	16, // 20: tandem.config.v1.InferencePoolDiscovery.labels:type_name -> tandem.config.v1.PodLabels
+	21, // [21:21] is the sub-list for method output_type
+	21, // [21:21] is the sub-list for method input_type
+	21, // [21:21] is the sub-list for extension type_name
+	21, // [21:21] is the sub-list for extension extendee
+	0,  // [0:21] is the sub-list for field type_name
 }
 
 func init() { file_config_v1_config_proto_init() }
@@ -1042,7 +1685,7 @@ func file_config_v1_config_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_config_v1_config_proto_rawDesc), len(file_config_v1_config_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   12,
+			NumMessages:   19,
 			NumExtensions: 0,
 			NumServices:   0,
 		},

@@ -29,7 +29,12 @@ func (v *validator) pool(path string, p *Pool) {
 	v.duration(path+".streamStartTimeout", p.StreamStartTimeout, time.Millisecond)
 	v.duration(path+".prefillTimeout.base", p.PrefillTimeout.Base, time.Millisecond)
 	v.duration(path+".prefillTimeout.perToken", p.PrefillTimeout.PerToken, 0)
-	v.endpointsOf(path, p)
+	v.oneOf(path+".handoff", p.Handoff, "envoy", "sidecar", "direct")
+	if p.Discovery != nil {
+		v.discovery(path, p)
+	} else {
+		v.endpointsOf(path, p)
+	}
 }
 
 func (v *validator) modelsOf(path string, p *Pool) {
@@ -69,7 +74,7 @@ func (v *validator) endpointsOf(path string, p *Pool) {
 	}
 	switch {
 	case len(p.Endpoints) == 0:
-		v.m.add(path+".endpoints", "is missing: at least one endpoint is needed")
+		v.m.add(path+".endpoints", "is missing: at least one endpoint is needed, or discovery")
 	case !decodes:
 		v.m.add(path+".endpoints", "none of them decodes: at least one needs the role decode or both")
 	case p.KvTransfer == "none" || p.Split == "never":
