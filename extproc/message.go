@@ -35,6 +35,7 @@ type headers struct {
 	method, path, status                        []byte
 	contentType, contentEncoding, contentLength []byte
 	requestID, ticket, upgrade                  []byte
+	objective, selection, authorization         []byte // endpoint picker and direct prefill alone
 }
 
 // slot returns where a header's value belongs, nil for one that nobody reads.
@@ -58,6 +59,12 @@ func (h *headers) slot(name []byte) *[]byte {
 		return &h.ticket
 	case "upgrade":
 		return &h.upgrade
+	case "authorization":
+		return &h.authorization
+	case "x-gateway-inference-objective", "x-llm-d-inference-objective":
+		return &h.objective
+	case headerTestSelection:
+		return &h.selection
 	}
 	return nil
 }
@@ -89,6 +96,7 @@ type message struct {
 	mode        protocolConfig
 	headers     headers
 	attributes  attributes
+	hints       hints
 	arena       []byte
 	body        *bodyBuffer // nil: body bytes are skipped
 	bodyLimit   int         // body bytes beyond it are counted in over but not kept
@@ -120,6 +128,8 @@ func (m *message) unmarshal(data mem.BufferSlice) error {
 		case phase(number) == phaseRequestTrailers || phase(number) == phaseResponseTrailers:
 			m.phase, m.endOfStream = phase(number), true
 			c.discard(c.length(c.end), c.end)
+		case number == 8: // metadata_context
+			m.readMetadata(&c, c.length(c.end))
 		case number == 9: // attributes: map<string, Struct>
 			m.readAttributes(&c, c.length(c.end))
 		case number == 11:

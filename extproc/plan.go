@@ -87,6 +87,9 @@ func (x *exchange) plan(api openai.API, a attempt) (route, error) {
 	if slices.Contains(a.excluded, x.view.Endpoints[choice.Decode].Endpoint.Addr) && triedAgain(a.excluded) {
 		return route{}, openai.Unavailable("endpoint_failed", "every endpoint that could answer this request has failed it", time.Second)
 	}
+	if choice.Prefill >= 0 && policy.Handoff != HandoffEnvoy {
+		return x.oneHop(pool, policy, choice, tokens, a)
+	}
 	if choice.Prefill >= 0 {
 		r, err := x.prefill(pool, policy, choice, tokens, a)
 		if r.leg != "" || err != nil {

@@ -21,6 +21,9 @@ type route struct {
 	edits    openai.Edits  // of the body as it lies in exchange.body
 	perTry   time.Duration // time limit of the prefill hop
 	booked   [2]kvstate.ReservationID
+
+	handoff Handoff
+	prefill *kvstate.Endpoint // for the sidecar beside endpoint
 }
 
 // route is the main role: it serves pass 1 and pass 2 of a request.
@@ -147,21 +150,26 @@ func (x *exchange) receiveBody(limit int) error {
 // answer tells Envoy the route and sends the body on.
 func (x *exchange) answer(r route) error {
 	x.setHeaders(r)
+	return x.sendOn(r.edits, nil)
+}
+
+// sendOn answers the request with the header changes in x.headers, metadata where there is any, and the edited body.
+func (x *exchange) sendOn(edits openai.Edits, metadata []byte) error {
 	if !x.hasBody() {
-		return x.send(&reply{phase: phaseRequestHeaders, headers: &x.headers, clearRoute: true})
+		return x.send(&reply{phase: phaseRequestHeaders, headers: &x.headers, clearRoute: true, metadata: metadata})
 	}
-	x.pieces.cut(&x.body, r.edits)
+	x.pieces.cut(&x.body, edits)
 	shared := x.body.share()
 	defer shared.Free()
 	if x.msg.mode.request == bodyBuffered {
-		out := reply{phase: phaseRequestBody, headers: &x.headers, clearRoute: true}
-		if len(r.edits) > 0 || x.other {
+		out := reply{phase: phaseRequestBody, headers: &x.headers, clearRoute: true, metadata: metadata}
+		if len(edits) > 0 || x.other {
 			x.headers.add("content-length", itoa(x.pieces.total)) // Envoy holds it against the body and refuses a mismatch
 			out.kind, out.parts = bodyReplace, x.pieces.whole(shared)
 		}
 		return x.send(&out)
 	}
-	if err := x.send(&reply{phase: phaseRequestHeaders, headers: &x.headers, clearRoute: true}); err != nil {
+	if err := x.send(&reply{phase: phaseRequestHeaders, headers: &x.headers, clearRoute: true, metadata: metadata}); err != nil {
 		return err
 	}
 	trailers := x.msg.phase == phaseRequestTrailers
@@ -197,6 +205,9 @@ func (x *exchange) setHeaders(r route) {
 		h.add(headerPerTry, itoa(int(r.perTry.Milliseconds())))
 	} else {
 		h.drop(headerPerTry)
+	}
+	if r.handoff == HandoffSidecar {
+		h.sidecar(r.prefill)
 	}
 	if s := r.endpoint.Scheme; s != "" && s != "http" {
 		h.add(headerScheme, []byte(s))

@@ -34,6 +34,8 @@ type Options struct {
 	TicketTTL      time.Duration // how long a leg's ticket is good for; default 10 m
 	HandOverTTL    time.Duration // how long KV parameters are good for after P's answer; default 20 s, below vLLM's 30 s lease
 	MaxRedirects   int           // Envoy's max_internal_redirects; the server's own budget ends below; default 8
+
+	Picker *PickerOptions // not nil: serve the Endpoint Picker protocol in place of the main role
 }
 
 // Policy is what a pool wants done with its requests.
@@ -47,6 +49,7 @@ type Policy struct {
 	PrefillTimeout  time.Duration // time limit of the prefill hop: this ...
 	PerToken        time.Duration // ... and this for every token of the prompt and of what is before it, until the speed is known
 	CleanupDecode   bool          // have stranded hand-overs fetched by a decode endpoint
+	Handoff         Handoff       // who makes the second hop
 	StreamStart     time.Duration // how long a streamed answer may take to begin, beside PerToken where D computes the prompt; default 1 m
 }
 
@@ -78,6 +81,7 @@ type Server struct {
 	recent    *recent
 	seed      uint64 // of reservation ids
 	held      atomic.Int64
+	direct    *directCalls
 }
 
 // New returns a server over the options' state. It starts nothing.
@@ -98,6 +102,7 @@ func New(o Options, m *Metrics) *Server {
 	}
 	o.Pools = pools
 	s := &Server{Options: o, metrics: m, started: time.Now(), draining: make(chan struct{}), cleanups: make(chan cleanup, maxCleanups), recent: newRecent(), seed: random()}
+	s.direct = newDirectCalls()
 	s.exchanges.New = func() any { return &exchange{s: s} }
 	return s
 }
@@ -172,6 +177,8 @@ func (s *Server) process(stream grpc.ServerStream) error {
 	role, serve := "main", x.route
 	if hasRole(stream.Context(), rolePrefillLeg) {
 		role, serve = rolePrefillLeg, x.prefillLeg
+	} else if s.Picker != nil {
+		role, serve = "endpoint-picker", x.serveAsPicker
 	}
 	err := serve()
 	if err == nil {
@@ -259,6 +266,9 @@ func (x *exchange) sendError(e *openai.Error) error {
 	i.headers.add("content-type", []byte(contentTypeJSON))
 	if e.RetryAfter > 0 {
 		i.headers.add(headerRetryAfter, itoa(int((e.RetryAfter+time.Second-1)/time.Second)))
+	}
+	if x.s.Picker != nil {
+		i.dropped(e)
 	}
 	if x.requestID != "" {
 		i.headers.add(headerRequestID, []byte(x.requestID))
