@@ -145,6 +145,8 @@ type options struct {
 	envoyFields       string // more fields of envoy:, as flow YAML
 	extProcFields     string // more fields of extProc:, likewise
 	concurrency       int    // Envoy's workers; default 2
+
+	bootstrap func(f *fleet) string // of a gateway that is not ours, instead of what `tandem envoy` prints
 }
 
 // ports takes n free ports. Others may take one before it is used; tests that meet that fail loudly.
@@ -256,6 +258,9 @@ func (f *fleet) startEnvoy(bin, path string, o options) {
 	t := f.t
 	bootstrap, err := exec.Command(filepath.Join(bin, "tandem"), "envoy", "-f", f.config).Output()
 	require.NoError(t, err)
+	if o.bootstrap != nil {
+		bootstrap = []byte(o.bootstrap(f))
+	}
 	file := filepath.Join(f.dir, "envoy.yaml")
 	require.NoError(t, os.WriteFile(file, bootstrap, 0o600))
 	workers := o.concurrency

@@ -102,6 +102,9 @@ func (f *fleet) inferencePool(spec kvstate.PoolSpec, i *configv1.InferencePoolDi
 	ref := discovery.PoolRef{Namespace: cmp.Or(i.GetNamespace(), ownNamespace()), Name: i.GetName(), Labels: labels}
 	s := discovery.NewInferencePool(f.state, spec, cluster, ref, log)
 	f.synced = append(f.synced, s.Synced())
+	if i.GetIntents() == "watch" {
+		f.sources = append(f.sources, discovery.NewIntents(f.state, spec.Name, cluster, ref, log))
+	}
 	return s, nil
 }
 

@@ -1197,7 +1197,10 @@ type InferencePoolDiscovery struct {
 	// Name of the InferencePool (inference.networking.k8s.io/v1). Selector, ports and protocol come from it. Required.
 	Name string `protobuf:"bytes,2,opt,name=name,proto3" json:"name,omitempty"`
 	// How labels tell roles. Default: the convention llm-d.
-	Labels        *PodLabels `protobuf:"bytes,3,opt,name=labels,proto3" json:"labels,omitempty"`
+	Labels *PodLabels `protobuf:"bytes,3,opt,name=labels,proto3" json:"labels,omitempty"`
+	// watch: follow InferenceObjective (priorities) and InferenceModelRewrite (other models) of the pool, which have to be
+	// installed (inference.networking.x-k8s.io/v1alpha2). none: do not. Default none.
+	Intents       string `protobuf:"bytes,4,opt,name=intents,proto3" json:"intents,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1251,6 +1254,13 @@ func (x *InferencePoolDiscovery) GetLabels() *PodLabels {
 		return x.Labels
 	}
 	return nil
+}
+
+func (x *InferencePoolDiscovery) GetIntents() string {
+	if x != nil {
+		return x.Intents
+	}
+	return ""
 }
 
 type PodLabels struct {
@@ -1583,11 +1593,12 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\bselector\x18\x02 \x01(\tR\bselector\x12\x14\n" +
 	"\x05ports\x18\x03 \x03(\x05R\x05ports\x12\x16\n" +
 	"\x06scheme\x18\x04 \x01(\tR\x06scheme\x123\n" +
-	"\x06labels\x18\x05 \x01(\v2\x1b.tandem.config.v1.PodLabelsR\x06labels\"\x7f\n" +
+	"\x06labels\x18\x05 \x01(\v2\x1b.tandem.config.v1.PodLabelsR\x06labels\"\x99\x01\n" +
 	"\x16InferencePoolDiscovery\x12\x1c\n" +
 	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x123\n" +
-	"\x06labels\x18\x03 \x01(\v2\x1b.tandem.config.v1.PodLabelsR\x06labels\"\xf3\x01\n" +
+	"\x06labels\x18\x03 \x01(\v2\x1b.tandem.config.v1.PodLabelsR\x06labels\x12\x18\n" +
+	"\aintents\x18\x04 \x01(\tR\aintents\"\xf3\x01\n" +
 	"\tPodLabels\x12\x1e\n" +
 	"\n" +
 	"convention\x18\x01 \x01(\tR\n" +

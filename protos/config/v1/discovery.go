@@ -27,6 +27,7 @@ func setDiscoveryDefaults(d *Discovery) {
 	if i := d.InferencePool; i != nil {
 		sub(&i.Labels)
 		or(&i.Labels.Convention, "llm-d")
+		or(&i.Intents, "none")
 	}
 }
 
@@ -76,6 +77,7 @@ func (v *validator) discovery(path string, p *Pool) {
 	if i := d.InferencePool; i != nil {
 		v.needed(path+".inferencePool.name", i.Name, "an InferencePool of the cluster")
 		v.podLabels(path+".inferencePool.labels", i.Labels)
+		v.oneOf(path+".inferencePool.intents", i.Intents, "none", "watch")
 	}
 }
 
