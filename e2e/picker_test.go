@@ -186,7 +186,7 @@ func throughPrefill(prefill string, r *http.Request, body []byte) ([]byte, error
 	if err != nil {
 		return nil, err
 	}
-	resp, err := send(r, prefill, text)
+	resp, err := sendOn(r, prefill, text)
 	if err != nil {
 		return nil, err
 	}
@@ -201,7 +201,7 @@ func throughPrefill(prefill string, r *http.Request, body []byte) ([]byte, error
 	return json.Marshal(request)
 }
 
-func send(r *http.Request, addr string, body []byte) (*http.Response, error) {
+func sendOn(r *http.Request, addr string, body []byte) (*http.Response, error) {
 	out, err := http.NewRequestWithContext(r.Context(), r.Method, "http://"+addr+r.URL.RequestURI(), bytes.NewReader(body))
 	if err != nil {
 		return nil, err
@@ -212,7 +212,7 @@ func send(r *http.Request, addr string, body []byte) (*http.Response, error) {
 }
 
 func forward(w http.ResponseWriter, r *http.Request, addr string, body []byte) {
-	resp, err := send(r, addr, body)
+	resp, err := sendOn(r, addr, body)
 	if err != nil {
 		http.Error(w, err.Error(), http.StatusBadGateway)
 		return
