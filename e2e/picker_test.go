@@ -129,9 +129,9 @@ func TestEndpointPicker(t *testing.T) {
 	require.Equal(t, 200, streamed.status)
 	require.GreaterOrEqual(t, len(streamed.events()), 6)
 
-	for _, d := range f.decodes {
-		for range 3 {
-			id := fmt.Sprintf("subset-%s-%d", d.addr, len(f.requests("", d)))
+	for i, d := range f.decodes {
+		for n := range 3 {
+			id := fmt.Sprintf("subset-%d-%d", i, n)
 			require.Equal(t, 200, f.post("/v1/chat/completions", promptOf(20), "x-subset", d.addr, "x-request-id", id).status)
 			require.Len(t, f.requests(id, d), 1, "the gateway's subset is kept to")
 		}

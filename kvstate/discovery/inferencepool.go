@@ -29,7 +29,7 @@ type PoolRef struct {
 // (inference.networking.k8s.io/v1: selector.matchLabels of the same namespace, up to eight targetPorts, of which each is an
 // endpoint of every pod, appProtocol). When the resource is deleted its pool is empty.
 type InferencePool struct {
-	Kubernetes
+	*Kubernetes
 	ref PoolRef
 }
 
@@ -38,7 +38,7 @@ var inferencePools = schema.GroupVersionResource{Group: "inference.networking.k8
 
 // NewInferencePool makes the source of one pool, which is there and empty until Run has seen the cluster.
 func NewInferencePool(state *kvstate.State, spec kvstate.PoolSpec, cluster Cluster, ref PoolRef, log *slog.Logger) *InferencePool {
-	return &InferencePool{Kubernetes: *NewKubernetes(state, spec, cluster, Pods{}, log), ref: ref}
+	return &InferencePool{Kubernetes: NewKubernetes(state, spec, cluster, Pods{}, log), ref: ref}
 }
 
 // Run watches until ctx ends.
@@ -58,7 +58,7 @@ func (i *InferencePool) Run(ctx context.Context) {
 	if !cache.WaitForCacheSync(ctx.Done(), informer.Informer().HasSynced) {
 		return
 	}
-	watched := podWatch{source: &i.Kubernetes}
+	watched := podWatch{source: i.Kubernetes}
 	defer watched.stop()
 	for {
 		i.follow(ctx, informer.Lister(), &watched)
