@@ -484,3 +484,47 @@ func unmarshalled(t *testing.T, r *extprocv3.ProcessingRequest) *message {
 	require.NoError(t, m.unmarshal(split(wire, rand.New(rand.NewPCG(1, 2)))))
 	return &m
 }
+
+// Pools with another hand-over behind an Envoy of our own: one hop to D, which is planned again from the client's own body
+// when it fails outright.
+func TestHandoffsBehindOurEnvoy(t *testing.T) {
+	t.Run("sidecar", func(t *testing.T) {
+		s := newStand(t, Options{})
+		policy := splitting()
+		policy.Handoff = HandoffSidecar
+		s.pool("chat", policy, "p1", "d1", "d2")
+		q := s.newRequest("/v1/chat/completions", "r-1", hello)
+		v := q.pass()
+		first := v.set[headerEndpoint]
+		require.Equal(t, legDecode, v.set[headerLeg])
+		require.Equal(t, addressOf("p1"), v.set[headerPrefiller])
+		require.Equal(t, hello, string(v.body))
+		require.Equal(t, 307, q.replan().Code)
+		q.follow()
+		v = q.pass()
+		require.NotEqual(t, first, v.set[headerEndpoint], "another D")
+		require.Equal(t, hello, string(v.body))
+		s.log(q.entry(200, "via_upstream"))
+		require.Eventually(t, func() bool { return s.state.Reservations() == 0 }, time.Second, time.Millisecond)
+	})
+	t.Run("direct", func(t *testing.T) {
+		p := prefiller(t, func(w http.ResponseWriter, _ *http.Request) { _, _ = io.WriteString(w, kvAnswer) })
+		s := newStand(t, Options{})
+		policy := splitting()
+		policy.Handoff = HandoffDirect
+		s.pool("chat", policy)
+		s.state.SetPool(kvstate.PoolSpec{Name: "chat", Models: []string{"*"}}, []kvstate.EndpointSpec{*p,
+			{Name: "d1", Addr: addressOf("d1"), Role: kvstate.RoleDecode}, {Name: "d2", Addr: addressOf("d2"), Role: kvstate.RoleDecode}})
+		q := s.newRequest("/v1/chat/completions", "r-1", hello)
+		v := q.pass()
+		require.Equal(t, legDecode, v.set[headerLeg])
+		require.Empty(t, v.set[headerPrefiller])
+		require.Contains(t, string(v.body), `"remote_engine_id":"e"`)
+		require.Equal(t, 307, q.replan().Code)
+		q.follow()
+		v = q.pass()
+		require.Equal(t, 1, strings.Count(string(v.body), "remote_engine_id"), "parameters of its own, those of the first try are spent")
+		s.log(q.entry(200, "via_upstream"))
+		require.Eventually(t, func() bool { return s.state.Reservations() == 0 }, time.Second, time.Millisecond)
+	})
+}

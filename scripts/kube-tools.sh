@@ -20,7 +20,7 @@ build() {
   go mod edit -require="$3"
   printf 'package tool\n\nimport _ "%s"\n' "$2" > tool.go
   go mod tidy -e >tidy.log 2>&1 || { cat tidy.log >&2; return 1; }
-  CGO_ENABLED=0 go build -trimpath -ldflags "-s -w ${5:-}" -o "$bin/$1.new" "$2"
+  go build -ldflags "-s -w ${5:-}" -o "$bin/$1.new" "$2" # with the flags of `go install`, so that packages are built once for all
   mv "$bin/$1.new" "$bin/$1"
 }
 
