@@ -1,13 +1,12 @@
 #!/bin/bash
 # Programs for the opt-in Kubernetes checks, built from Go modules into $TANDEM_KUBE_BIN (default ~/.cache/tandem/bin), once:
 #   scripts/kube-tools.sh kustomize helm             small: a minute or two each
-#   scripts/kube-tools.sh etcd kube-apiserver        large: some minutes, 2 GB of memory
-#   scripts/kube-tools.sh egctl envoy-gateway        large: some minutes, 3 GB of memory
+#   scripts/kube-tools.sh envoy-gateway              large: some minutes, 3 GB of memory
 # Nothing is downloaded but Go modules, and nothing is written into the tree.
 set -euo pipefail
 
 bin=${TANDEM_KUBE_BIN:-$HOME/.cache/tandem/bin}
-kubernetes=v1.36.3 gateway=v1.9.1 etcd=v3.6.5 kustomize=v5.7.1 helm=v3.19.0
+gateway=v1.9.1 kustomize=v5.7.1 helm=v3.19.0
 mkdir -p "$bin"
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
@@ -16,11 +15,10 @@ trap 'rm -rf "$work"' EXIT
 build() {
   mkdir -p "$work/$1" && cd "$work/$1"
   go mod init tandem.build/tool >/dev/null 2>&1
-  [ -z "${4:-}" ] || printf '%s\n' "$4" >> go.mod
   go mod edit -require="$3"
   printf 'package tool\n\nimport _ "%s"\n' "$2" > tool.go
   go mod tidy -e >tidy.log 2>&1 || { cat tidy.log >&2; return 1; }
-  go build -ldflags "-s -w ${5:-}" -o "$bin/$1.new" "$2" # with the flags of `go install`, so that packages are built once for all
+  go build -ldflags "-s -w" -o "$bin/$1.new" "$2" # with the flags of `go install`, so that packages are built once for all
   mv "$bin/$1.new" "$bin/$1"
 }
 
@@ -30,17 +28,7 @@ for tool in "$@"; do
   case $tool in
   kustomize) build kustomize sigs.k8s.io/kustomize/kustomize/v5 sigs.k8s.io/kustomize/kustomize/v5@$kustomize ;;
   helm) build helm helm.sh/helm/v3/cmd/helm helm.sh/helm/v3@$helm ;;
-  etcd) build etcd go.etcd.io/etcd/server/v3 go.etcd.io/etcd/server/v3@$etcd ;;
-  egctl | envoy-gateway) GOBIN=$bin go install "github.com/envoyproxy/gateway/cmd/$tool@$gateway" ;;
-  kube-apiserver)
-    # Its staging modules are v0.0.0 with a replace into its own tree: point them at the published ones.
-    go mod download k8s.io/kubernetes@$kubernetes
-    staged=$(awk -v v="v0.${kubernetes#v1.}" '$1 ~ /^k8s.io\// && $2 == "v0.0.0" { print "replace " $1 " => " $1 " " v }' \
-      "$(go env GOMODCACHE)/k8s.io/kubernetes@$kubernetes/go.mod" | sort -u)
-    version=k8s.io/component-base/version
-    build kube-apiserver k8s.io/kubernetes/cmd/kube-apiserver k8s.io/kubernetes@$kubernetes "$staged" \
-      "-X $version.gitVersion=$kubernetes -X $version.gitMajor=1 -X $version.gitMinor=$(cut -d. -f2 <<<"$kubernetes")"
-    ;;
+  envoy-gateway) GOBIN=$bin go install "github.com/envoyproxy/gateway/cmd/$tool@$gateway" ;;
   *) echo "kube-tools.sh: unknown tool $tool" >&2; exit 1 ;;
   esac
 done
