@@ -157,6 +157,8 @@ type options struct {
 	madeKeys          bool                                                                        // no key file: replicas share what they make
 	mix               []string                                                                    // instead of dialect: a pool for each, with a model of that name, and engines of each role in turn
 	kvEvents          string                                                                      // the pool's kvEvents, as flow YAML; "": the engines publish none
+
+	bootstrap func(f *fleet) string // of a gateway that is not ours, instead of what `tandem envoy` prints
 }
 
 // ports takes n free ports. Others may take one before it is used; tests that meet that fail loudly.
@@ -327,6 +329,9 @@ func (f *fleet) startEnvoy(bin, path string, o options) {
 	t := f.t
 	bootstrap, err := exec.Command(filepath.Join(bin, "tandem"), "envoy", "-f", f.config).Output()
 	require.NoError(t, err)
+	if o.bootstrap != nil {
+		bootstrap = []byte(o.bootstrap(f))
+	}
 	file := filepath.Join(f.dir, "envoy.yaml")
 	require.NoError(t, os.WriteFile(file, bootstrap, 0o600))
 	workers := o.concurrency

@@ -32,7 +32,8 @@ type Candidate struct {
 //
 // Failure is a hint, not a verdict: where all endpoints of a role have failed, all of them are usable again, since one of
 // them may well be back and refusing helps nobody. But for prefill endpoints that hang: to find out that one still does
-// costs a time limit, and decode endpoints can do without; the next good probe takes it in.
+// costs a time limit, and decode endpoints can do without; the next good probe takes it in. One that drains stays out: it
+// is in the view because KV blocks that it holds may still have to be fetched.
 func (s *State) View(p *Pool, hashes []uint64, v *View) {
 	now := s.o.Now()
 	v.Endpoints, v.Grouped = v.Endpoints[:0], true
@@ -48,7 +49,7 @@ func (s *State) View(p *Pool, hashes []uint64, v *View) {
 	}
 	if usable != RoleBoth {
 		for i := range v.Endpoints {
-			if c := &v.Endpoints[i]; c.Endpoint.Role&^usable != 0 && (c.Endpoint.Role != RolePrefill || !c.Endpoint.hung.Load()) {
+			if c := &v.Endpoints[i]; !c.Endpoint.Draining && c.Endpoint.Role&^usable != 0 && (c.Endpoint.Role != RolePrefill || !c.Endpoint.hung.Load()) {
 				c.Usable = true
 			}
 		}
@@ -75,7 +76,7 @@ const othersPerToken = time.Second / 16000
 // candidate is the endpoint as it is now.
 func (e *Endpoint) candidate(now int64, fleet float64) Candidate {
 	c := Candidate{
-		Endpoint: e, Usable: !e.failed.Load(),
+		Endpoint: e, Usable: !e.failed.Load() && !e.Draining,
 		Requests:     e.requests.Load() + e.othersRequests.Load(),
 		PromptTokens: e.tokens.Load() + e.othersTokens.Load(),
 		Jobs:         e.queue.n.Load(), Queue: e.queue.ahead(now), Speed: e.speedWithin(fleet),
@@ -101,10 +102,10 @@ func (v *View) Prefills() bool {
 	return false
 }
 
-// legs counts the endpoints that can serve either leg, those that failed without the rest.
+// legs counts the endpoints that can serve either leg, those that failed or drain without the rest.
 func (p *Pool) legs() (prefills, decodes int) {
 	for _, e := range p.endpoints {
-		if e.failed.Load() {
+		if e.failed.Load() || e.Draining {
 			continue
 		}
 		if e.Role&RolePrefill != 0 {

@@ -28,7 +28,8 @@ import (
 // fleet is the state and who keeps it up to date.
 type fleet struct {
 	state   *kvstate.State
-	sources []*discovery.Static
+	sources []source
+	synced  []<-chan struct{} // closed when a source that takes its time has written its pool
 	prober  *discovery.Prober
 	peers   map[string]*kvtransfer.Peers // by pool, of dialects that need to know who engines are
 	config  *configv1.Config
@@ -45,20 +46,10 @@ type fleet struct {
 func newFleet(ctx context.Context, config *configv1.Config, log *slog.Logger) (*fleet, error) {
 	f := &fleet{state: kvstate.New(kvstate.Options{}), peers: map[string]*kvtransfer.Peers{}, config: config, log: log}
 	for _, p := range config.GetPools() {
-		spec := kvstate.PoolSpec{Name: p.GetName(), Models: p.GetModels()}
-		var eps []kvstate.EndpointSpec
-		for _, e := range p.GetEndpoints() {
-			role, err := kvstate.ParseRole(e.GetRole())
-			if err != nil {
-				return nil, fmt.Errorf("pool %s: %w", p.GetName(), err)
-			}
-			eps = append(eps, kvstate.EndpointSpec{
-				Name: e.GetAddress(), Scheme: e.GetScheme(), Role: role, Group: p.PairsAs(e), Transfer: transferOf(e),
-				EventsPort: int(e.GetKvEventsPort()), ReplayPort: int(e.GetKvReplayPort()),
-			})
+		source, err := f.newSource(ctx, p, log)
+		if err != nil {
+			return nil, fmt.Errorf("pool %s: %w", p.GetName(), err)
 		}
-		source := discovery.NewStatic(f.state, spec, eps, log)
-		source.Resolve(ctx)
 		f.sources = append(f.sources, source)
 	}
 	f.prober = discovery.NewProber(f.state, log)
@@ -181,6 +172,12 @@ func serverOptions(config *configv1.Config, f *fleet, log *slog.Logger) (extproc
 		Tokenizer:      tokenize.New(log),
 		TicketTTL:      configv1.Duration(config.GetTickets().GetTtl()),
 	}
+	if e := config.GetExtProc(); e.GetProtocol() == configv1.ProtocolEndpointPicker {
+		o.Picker = &extproc.PickerOptions{
+			Fallbacks: int(e.GetEndpointPicker().GetFallbacks()), WatchBody: e.GetEndpointPicker().GetResponses() == "body",
+			ShedRequests: int(e.GetEndpointPicker().GetShedRequests()),
+		}
+	}
 	for _, p := range config.GetPools() {
 		policy, err := policyOf(p, f.board, log)
 		if err != nil {
@@ -235,6 +232,12 @@ func policyOf(p *configv1.Pool, board *notices.Board, log *slog.Logger) (policy 
 		policy.OnFailure = extproc.DecodeAlone
 	case "fail":
 		policy.OnFailure = extproc.Fail
+	}
+	switch p.GetHandoff() {
+	case "sidecar":
+		policy.Handoff = extproc.HandoffSidecar
+	case "direct":
+		policy.Handoff = extproc.HandoffDirect
 	}
 	name := p.GetKvTransfer()
 	policy.Concurrent, policy.Peers = kvtransfer.NewConcurrent(name), kvtransfer.NewPeers(name, log)
