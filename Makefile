@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help build tools demo test e2e-failures bench bench-peers replay load idle soak fuzz lint vuln generate e2e-vllm clean
+.PHONY: help build tools demo test e2e-failures bench bench-peers replay load idle soak fuzz lint vuln generate deploy-check e2e-gateway e2e-vllm clean
 
 GO ?= go
 GOLANGCI_LINT := github.com/golangci/golangci-lint/v2/cmd/golangci-lint@v2.15.0
@@ -71,6 +71,14 @@ vuln: ## known vulnerabilities in what is used; asks vuln.go.dev, or $GOVULNDB
 generate: ## Go code of protos/**/*.proto (committed; needed only after a change of one)
 	./scripts/tools.sh dev
 	./scripts/generate.sh
+
+deploy-check: ## manifests against the real CRDs, with kustomize and Helm built from Go modules (minutes the first time)
+	scripts/kube-tools.sh kustomize helm
+	$(GO) test -count 1 -v ./deploy
+
+e2e-gateway: tools build ## both hops through a real Envoy Gateway, standalone; built from Go modules (10 minutes or more, once); needs root
+	scripts/kube-tools.sh envoy-gateway
+	scripts/e2e-gateway.sh
 
 e2e-vllm: tools build ## against real vLLM on CPU: 5.5 GiB into ~/.cache/tandem once, 9 GiB of memory, 5 to 10 minutes
 	e2e/vllm/install.sh

@@ -46,6 +46,7 @@ var arrows = map[string][]string{
 	"e2e/bench":          {},
 	"e2e/load":           {},
 	"e2e/vllm":           {},
+	"deploy":             {"envoy-configs", "protos/config/v1"},      // tests alone
 	"docs":               {"extproc", "kvstate", "protos/config/v1"}, // tests that hold the documents to the code
 	".":                  {},
 }
@@ -53,13 +54,13 @@ var arrows = map[string][]string{
 // guarded are modules that only some packages may see, tests included.
 var guarded = map[string][]string{
 	"github.com/envoyproxy/":     {"extproc", "envoy-configs (test)"},
-	"k8s.io/":                    {"kvstate/discovery"},
+	"k8s.io/":                    {"kvstate/discovery", "deploy (test)"},
 	"google.golang.org/grpc":     {"extproc", "cmd/tandem", "e2e", "e2e/bench", "envoy-configs (test)"},
 	"github.com/prometheus/":     {"extproc", "cmd/tandem", "cmd/enginesim", "e2e", "e2e/bench"},
 	"github.com/redis/":          {"kvstate/redisstore"},
 	"github.com/go-zeromq/":      {"kvstate/kvevents", "kvstate/heartbeats", "kvstate/zmtp (test)", "kvstate/notices (test)", "cmd/enginesim"},
-	"sigs.k8s.io/":               {"protos/config/v1"},
-	"google.golang.org/protobuf": {"kvstate/redisstore", "protos/state/v1", "extproc", "extproc/kvtransfer", "protos/config/v1", "protos/ticket/v1", "envoy-configs (test)", "docs (test)"},
+	"sigs.k8s.io/":               {"protos/config/v1", "kvstate/discovery", "envoy-configs", "deploy (test)"},
+	"google.golang.org/protobuf": {"cmd/tandem", "kvstate/redisstore", "protos/state/v1", "extproc", "extproc/kvtransfer", "protos/config/v1", "protos/ticket/v1", "envoy-configs (test)", "docs (test)"},
 }
 
 // pure is all that the decision may need of the world: no clock, no lock, no I/O, no chance of its own.

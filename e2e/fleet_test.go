@@ -161,6 +161,8 @@ type options struct {
 	adminFields       string                                                                      // more fields of admin:, likewise
 	separateKeys      bool                                                                        // each replica has a ticket key file of its own, ticket-N.key, with the same key
 	serveArgs         []string
+
+	bootstrap func(f *fleet) string // of a gateway that is not ours, instead of what `tandem envoy` prints
 }
 
 // ports takes n free ports. Others may take one before it is used; tests that meet that fail loudly.
@@ -339,6 +341,9 @@ func (f *fleet) startEnvoy(bin, path string, o options) {
 	t := f.t
 	bootstrap, err := exec.Command(filepath.Join(bin, "tandem"), "envoy", "-f", f.config).Output()
 	require.NoError(t, err)
+	if o.bootstrap != nil {
+		bootstrap = []byte(o.bootstrap(f))
+	}
 	file := filepath.Join(f.dir, "envoy.yaml")
 	require.NoError(t, os.WriteFile(file, bootstrap, 0o600))
 	workers := o.concurrency

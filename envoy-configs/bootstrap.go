@@ -111,7 +111,7 @@ func gather(c *configv1.Config) (*bootstrap, error) {
 	if b.Mode == "buffered" {
 		b.BufferedFrom = 0
 	}
-	if c.GetExtProc().GetTls() != nil || e.GetExtProcTls() != nil {
+	if c.GetExtProc().Encrypted() || e.GetExtProcTls() != nil {
 		b.TLS = newClientTLS(e.GetExtProcTls(), true)
 	}
 	var err error
@@ -140,8 +140,12 @@ func seconds(duration string) string {
 func schemes(c *configv1.Config) []scheme {
 	out := []scheme{{"http", ""}}
 	for _, p := range c.GetPools() {
+		all := p.GetDiscovery().Schemes()
 		for _, e := range p.GetEndpoints() {
-			if s := e.GetScheme(); s != "http" && !slices.Contains(out, scheme{s, "-" + s}) {
+			all = append(all, e.GetScheme())
+		}
+		for _, s := range all {
+			if s != "http" && !slices.Contains(out, scheme{s, "-" + s}) {
 				out = append(out, scheme{s, "-" + s})
 			}
 		}

@@ -39,6 +39,7 @@ type headers struct {
 	requestID, ticket, upgrade                  []byte
 	authority, clientID                         []byte // of legs that run at once
 	load                                        []byte // what P says about itself (ORCA)
+	objective, selection, authorization         []byte // endpoint picker and direct prefill alone
 
 	names  []string // more headers to read: those that name sessions
 	values [][]byte // theirs
@@ -47,9 +48,12 @@ type headers struct {
 // extra is the value of one of the headers in names.
 func (h *headers) extra(name string) []byte {
 	for i, n := range h.names {
-		if n == name && i < len(h.values) {
+		if n == name && i < len(h.values) && h.values[i] != nil {
 			return h.values[i]
 		}
+	}
+	if name == "authorization" { // has a place of its own
+		return h.authorization
 	}
 	return nil
 }
@@ -81,6 +85,12 @@ func (h *headers) slot(name []byte) *[]byte {
 		return &h.clientID
 	case kvstate.ORCAHeader:
 		return &h.load
+	case "authorization":
+		return &h.authorization
+	case "x-gateway-inference-objective", "x-llm-d-inference-objective":
+		return &h.objective
+	case headerTestSelection:
+		return &h.selection
 	}
 	for i, n := range h.names {
 		if n == string(name) {
@@ -122,6 +132,7 @@ type message struct {
 	mode        protocolConfig
 	headers     headers
 	attributes  attributes
+	hints       hints
 	arena       []byte
 	body        *bodyBuffer // nil: body bytes are skipped
 	bodyLimit   int         // body bytes beyond it are counted in over but not kept
@@ -153,6 +164,8 @@ func (m *message) unmarshal(data mem.BufferSlice) error {
 		case phase(number) == phaseRequestTrailers || phase(number) == phaseResponseTrailers:
 			m.phase, m.endOfStream = phase(number), true
 			c.discard(c.length(c.end), c.end)
+		case number == 8: // metadata_context
+			m.readMetadata(&c, c.length(c.end))
 		case number == 9: // attributes: map<string, Struct>
 			m.readAttributes(&c, c.length(c.end))
 		case number == 11:

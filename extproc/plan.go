@@ -99,6 +99,9 @@ func (x *exchange) plan(api openai.API, a attempt) (route, error) {
 	if err := a.exhausted(policy, x.view.Endpoints[choice.Decode].Endpoint.Addr); err != nil {
 		return route{}, err
 	}
+	if choice.Prefill >= 0 && policy.Handoff != HandoffEnvoy {
+		return x.oneHop(pool, policy, choice, tokens, a)
+	}
 	if choice.Prefill >= 0 {
 		r, why, err := x.prefill(pool, policy, choice, tokens, a)
 		if why == "" {

@@ -74,6 +74,7 @@ type reply struct {
 	kind       bodyKind
 	parts      mem.BufferSlice // the body, in order; the codec hands these references to gRPC
 	end        bool            // end_of_stream of a streamed body
+	metadata   []byte          // dynamic_metadata, as a Struct's bytes; nil: none
 	immediate  *immediate      // not nil: this is an ImmediateResponse and nothing above counts
 	patience   time.Duration   // not 0: no answer yet, but Envoy's message timeout begins anew with this; nothing above counts
 }
@@ -148,9 +149,15 @@ func (r *reply) marshal() mem.BufferSlice {
 	}
 	outer := bytesLen(common) // HeadersResponse or BodyResponse{1: response}
 	total := bytesLen(outer)
+	if r.metadata != nil {
+		total += bytesLen(len(r.metadata))
+	}
 
 	slot := bodies.Get(total - body)
 	b := (*slot)[:0]
+	if r.metadata != nil {
+		b = appendText(b, 8, r.metadata)
+	}
 	b = appendLen(b, r.phase.responseField(), outer)
 	b = appendLen(b, 1, common)
 	if r.headers != nil {

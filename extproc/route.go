@@ -22,6 +22,9 @@ type route struct {
 	perTry   time.Duration // time limit of the prefill hop
 	booked   [2]kvstate.ReservationID
 	pair     *pairRoute // of the leg "pair"
+
+	handoff Handoff
+	prefill *kvstate.Endpoint // for the sidecar beside endpoint
 }
 
 // route is the main role: it serves pass 1 and pass 2 of a request.
@@ -157,22 +160,25 @@ func (x *exchange) answer(r route) error {
 }
 
 // answerBody sends the headers as they are set, and the body, edited, on.
-func (x *exchange) answerBody(edits openai.Edits) error {
+func (x *exchange) answerBody(edits openai.Edits) error { return x.sendOn(edits, nil) }
+
+// sendOn is answerBody with metadata, where there is any.
+func (x *exchange) sendOn(edits openai.Edits, metadata []byte) error {
 	if !x.hasBody() {
-		return x.send(&reply{phase: phaseRequestHeaders, headers: &x.headers, clearRoute: true})
+		return x.send(&reply{phase: phaseRequestHeaders, headers: &x.headers, clearRoute: true, metadata: metadata})
 	}
 	x.pieces.cut(&x.body, edits)
 	shared := x.body.share()
 	defer shared.Free()
 	if x.msg.mode.request == bodyBuffered {
-		out := reply{phase: phaseRequestBody, headers: &x.headers, clearRoute: true}
+		out := reply{phase: phaseRequestBody, headers: &x.headers, clearRoute: true, metadata: metadata}
 		if len(edits) > 0 || x.other {
 			x.headers.add("content-length", itoa(x.pieces.total)) // Envoy holds it against the body and refuses a mismatch
 			out.kind, out.parts = bodyReplace, x.pieces.whole(shared)
 		}
 		return x.send(&out)
 	}
-	if err := x.send(&reply{phase: phaseRequestHeaders, headers: &x.headers, clearRoute: true}); err != nil {
+	if err := x.send(&reply{phase: phaseRequestHeaders, headers: &x.headers, clearRoute: true, metadata: metadata}); err != nil {
 		return err
 	}
 	trailers := x.msg.phase == phaseRequestTrailers
@@ -210,6 +216,9 @@ func (x *exchange) setHeaders(r route) {
 		h.drop(headerPerTry)
 	}
 	x.setPairHeaders(r.pair)
+	if r.handoff == HandoffSidecar {
+		h.sidecar(r.prefill)
+	}
 	if s := r.endpoint.Scheme; s != "" && s != "http" {
 		h.add(headerScheme, []byte(s))
 	} else {

@@ -36,6 +36,8 @@ type Options struct {
 	TicketTTL      time.Duration // how long a leg's ticket is good for; default 10 m
 	HandOverTTL    time.Duration // how long KV parameters are good for after P's answer; default 20 s, below vLLM's 30 s lease
 	MaxRedirects   int           // Envoy's max_internal_redirects; the server's own budget ends below; default 8
+
+	Picker *PickerOptions // not nil: serve the Endpoint Picker protocol in place of the main role
 }
 
 // Policy is what a pool wants done with its requests.
@@ -56,6 +58,7 @@ type Policy struct {
 	Tokens          TokenSource   // who else is asked for them
 	TokenBudget     time.Duration // how long a request waits for that; 0: not at all
 	CleanupDecode   bool          // have stranded hand-overs fetched by a decode endpoint
+	Handoff         Handoff       // who makes the second hop
 	StreamStart     time.Duration // how long a streamed answer may take to begin, beside PerToken where D computes the prompt; default 1 m
 }
 
@@ -100,6 +103,7 @@ type Server struct {
 	notes     *promptNotes
 	seed      uint64 // of reservation ids
 	held      atomic.Int64
+	direct    *directCalls
 }
 
 // New returns a server over the options' state. It starts nothing.
@@ -115,6 +119,7 @@ func New(o Options, m *Metrics) *Server {
 		o.Log = slog.New(slog.DiscardHandler)
 	}
 	s := &Server{Options: o, metrics: m, started: time.Now(), draining: make(chan struct{}), cleanups: make(chan cleanup, maxCleanups), recent: newRecent(), pairs: newPairs(), notes: newPromptNotes(), seed: random()}
+	s.direct = newDirectCalls()
 	s.Apply(o.Live)
 	s.Options.Live = Live{} // nobody is to read what it was once
 	s.exchanges.New = func() any { return &exchange{s: s} }
@@ -204,6 +209,10 @@ func (s *Server) process(stream grpc.ServerStream) error {
 		role, serve = roleDecodeLeg, x.decodeLeg
 	case roleMirror:
 		role, serve = roleMirror, x.mirroredLeg
+	default:
+		if s.Picker != nil {
+			role, serve = "endpoint-picker", x.serveAsPicker
+		}
 	}
 	err := serve()
 	if err == nil {
@@ -296,6 +305,9 @@ func (x *exchange) sendError(e *openai.Error) error {
 	i.headers.add("content-type", []byte(contentTypeJSON))
 	if e.RetryAfter > 0 {
 		i.headers.add(headerRetryAfter, itoa(int((e.RetryAfter+time.Second-1)/time.Second)))
+	}
+	if x.s.Picker != nil {
+		i.dropped(e)
 	}
 	if x.requestID != "" {
 		i.headers.add(headerRequestID, []byte(x.requestID))

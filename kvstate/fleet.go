@@ -59,6 +59,9 @@ type EndpointSpec struct {
 	EventsPort int  // where it publishes its KV events; 0: where its pool says
 	ReplayPort int  // where these can be asked for again, if EventsPort is not 0; 0: nowhere
 	Transfer   Transfer
+
+	// Draining: it finishes what it has, the KV blocks it holds for others included, and gets nothing new.
+	Draining bool
 }
 
 // Transfer is what is configured of an endpoint's side of KV transfer. What is zero is as the engine has it by default,

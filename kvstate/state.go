@@ -68,7 +68,8 @@ type State struct {
 	spent     spentSet
 	handOvers handOverStore
 	sessions  *sessionSet
-	peers     Peers // nil: there are none
+	peers     Peers    // nil: there are none
+	intents   sync.Map // pool name to *Intents; there are few, and they seldom change
 }
 
 // New returns an empty state. It starts nothing.

@@ -34,7 +34,8 @@ type Candidate struct {
 // Failure is a hint, not a verdict: where all endpoints of a role have failed, all of them are usable again, since one of
 // them may well be back and refusing helps nobody. But for prefill endpoints that hang: to find out that one still does
 // costs a time limit, and decode endpoints can do without; the next good probe takes it in. What an operator has paused
-// stays out whatever happens.
+// stays out whatever happens, and so does one that drains: it is in the view because KV blocks that it holds may still have
+// to be fetched.
 func (s *State) View(p *Pool, hashes []uint64, v *View) {
 	now := s.o.Now()
 	v.Endpoints, v.Grouped = v.Endpoints[:0], true
@@ -50,7 +51,7 @@ func (s *State) View(p *Pool, hashes []uint64, v *View) {
 	}
 	if usable != RoleBoth {
 		for i := range v.Endpoints {
-			if c := &v.Endpoints[i]; c.Endpoint.Role&^usable != 0 && !c.Endpoint.Paused() && (c.Endpoint.Role != RolePrefill || !c.Endpoint.hung.Load()) {
+			if c := &v.Endpoints[i]; c.Endpoint.Role&^usable != 0 && !c.Endpoint.Paused() && !c.Endpoint.Draining && (c.Endpoint.Role != RolePrefill || !c.Endpoint.hung.Load()) {
 				c.Usable = true
 			}
 		}
@@ -77,7 +78,7 @@ const othersPerToken = time.Second / 16000
 // candidate is the endpoint as it is now.
 func (e *Endpoint) candidate(now int64, fleet float64) Candidate {
 	c := Candidate{
-		Endpoint: e, Usable: !e.failed.Load() && !e.Paused(), Weight: e.Weight(),
+		Endpoint: e, Usable: !e.failed.Load() && !e.Paused() && !e.Draining, Weight: e.Weight(),
 		Requests:     e.requests.Load() + e.othersRequests.Load(),
 		PromptTokens: e.tokens.Load() + e.othersTokens.Load(),
 		Jobs:         e.queue.n.Load(), Queue: e.queue.ahead(now), Speed: e.speedWithin(fleet),
@@ -102,10 +103,10 @@ func (v *View) Prefills() bool {
 	return false
 }
 
-// legs counts the endpoints that can serve either leg, without those that failed or are paused.
+// legs counts the endpoints that can serve either leg, without those that failed or are paused or draining.
 func (p *Pool) legs() (prefills, decodes int) {
 	for _, e := range p.endpoints {
-		if e.failed.Load() || e.Paused() {
+		if e.failed.Load() || e.Paused() || e.Draining {
 			continue
 		}
 		if e.Role&RolePrefill != 0 {

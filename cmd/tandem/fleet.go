@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"log/slog"
 	"net/http"
@@ -9,6 +10,7 @@ import (
 	"time"
 
 	"golang.org/x/sync/errgroup"
+	"google.golang.org/protobuf/proto"
 
 	envoyconfigs "tandem/envoy-configs"
 	"tandem/extproc"
@@ -28,20 +30,36 @@ import (
 type fleet struct {
 	state   *kvstate.State
 	pools   *poolSources
-	prober  *discovery.Prober
-	peers   *peerSources
-	scraper *scrape.Scraper
-	store   *redisstore.Store // nil: there is no Redis
-	keys    *kvtransfer.Keys
-	keeping func(context.Context) // keeps the keys in step; nil: nothing does
-	board   *notices.Board        // nil: no pool takes notices
-	events  *kvevents.Collector
+	sources []source          // of pools that are discovered; they stay as they are until a restart
+	synced  []<-chan struct{} // closed when a source that takes its time has written its pool
+
+	discovered map[string]*configv1.Discovery
+	prober     *discovery.Prober
+	peers      *peerSources
+	scraper    *scrape.Scraper
+	store      *redisstore.Store // nil: there is no Redis
+	keys       *kvtransfer.Keys
+	keeping    func(context.Context) // keeps the keys in step; nil: nothing does
+	board      *notices.Board        // nil: no pool takes notices
+	events     *kvevents.Collector
 }
 
 // newFleet fills the state with the configured pools. Names are resolved before it returns, where they can be.
 func newFleet(ctx context.Context, config *configv1.Config, log *slog.Logger) (*fleet, error) {
-	f := &fleet{state: kvstate.New(kvstate.Options{})}
+	f := &fleet{state: kvstate.New(kvstate.Options{}), discovered: map[string]*configv1.Discovery{}}
 	f.pools, f.peers = newPoolSources(f.state, log), newPeerSources(f.state, log)
+	for _, p := range config.GetPools() {
+		if p.GetDiscovery() == nil {
+			continue
+		}
+		source, err := f.newSource(ctx, p, log)
+		if err != nil {
+			return nil, fmt.Errorf("pool %s: %w", p.GetName(), err)
+		}
+		f.sources = append(f.sources, source)
+		f.discovered[p.GetName()] = p.GetDiscovery()
+		f.pools.keep = append(f.pools.keep, p.GetName())
+	}
 	next, err := poolSpecs(config)
 	if err != nil {
 		return nil, err
@@ -124,6 +142,9 @@ func eventSources(config *configv1.Config) map[string]kvevents.Source {
 func (f *fleet) watch(ctx context.Context) error {
 	group, ctx := errgroup.WithContext(ctx)
 	group.Go(func() error { f.pools.run(ctx); return nil })
+	for _, s := range f.sources {
+		group.Go(func() error { s.Run(ctx); return nil })
+	}
 	group.Go(func() error { f.prober.Run(ctx); return nil })
 	group.Go(func() error { return f.peers.run(ctx) })
 	group.Go(func() error { f.scraper.Run(ctx); return nil })
@@ -147,19 +168,29 @@ func serverOptions(config *configv1.Config, f *fleet, log *slog.Logger) (extproc
 		return extproc.Options{}, err
 	}
 	f.peers.set(config, live.Pools)
-	return extproc.Options{
+	o := extproc.Options{
 		State: f.state, Log: log, Live: live,
 		SplitBodyBytes: int(config.GetEnvoy().GetMaxBodyBytes()),
 		MaxBodyBytes:   int(4 * config.GetEnvoy().GetMaxBodyBytes()),
 		MaxRedirects:   envoyconfigs.MaxRedirects,
 		Tokenizer:      tokenize.New(log),
 		TicketTTL:      configv1.Duration(config.GetTickets().GetTtl()),
-	}, nil
+	}
+	if e := config.GetExtProc(); e.GetProtocol() == configv1.ProtocolEndpointPicker {
+		o.Picker = &extproc.PickerOptions{
+			Fallbacks: int(e.GetEndpointPicker().GetFallbacks()), WatchBody: e.GetEndpointPicker().GetResponses() == "body",
+			ShedRequests: int(e.GetEndpointPicker().GetShedRequests()),
+		}
+	}
+	return o, nil
 }
 
 // liveSettings reads what may change while the server runs. Keys change in place.
 func (f *fleet) liveSettings(config *configv1.Config, log *slog.Logger) (extproc.Live, error) {
 	live := extproc.Live{Keys: f.keys, Pools: map[string]extproc.Policy{}}
+	if err := f.sameDiscovery(config); err != nil {
+		return live, err
+	}
 	for i, p := range config.GetPools() {
 		if p.TakesNotices() && f.board == nil {
 			return live, fmt.Errorf("pools[%d].kvTransfer: lmcache with notices, which no pool took when tandem started: takes a restart", i)
@@ -174,6 +205,24 @@ func (f *fleet) liveSettings(config *configv1.Config, log *slog.Logger) (extproc
 		live.Pools[p.GetName()] = policy
 	}
 	return live, nil
+}
+
+// sameDiscovery refuses another discovery of endpoints than the one tandem started with.
+func (f *fleet) sameDiscovery(config *configv1.Config) error {
+	found := 0
+	for i, p := range config.GetPools() {
+		started := f.discovered[p.GetName()]
+		if !proto.Equal(started, p.GetDiscovery()) {
+			return fmt.Errorf("pools[%d].discovery: is not what tandem started with: takes a restart", i)
+		}
+		if started != nil {
+			found++
+		}
+	}
+	if found < len(f.discovered) {
+		return errors.New("pools: one whose endpoints are discovered is gone: takes a restart")
+	}
+	return nil
 }
 
 // keep follows the configuration in what requests do not see: who tells of peers, and where KV events come from.
@@ -223,6 +272,12 @@ func policyOf(p *configv1.Pool, board *notices.Board, log *slog.Logger) (policy 
 		policy.OnFailure = extproc.DecodeAlone
 	case "fail":
 		policy.OnFailure = extproc.Fail
+	}
+	switch p.GetHandoff() {
+	case "sidecar":
+		policy.Handoff = extproc.HandoffSidecar
+	case "direct":
+		policy.Handoff = extproc.HandoffDirect
 	}
 	name := p.GetKvTransfer()
 	policy.Concurrent, policy.Peers = kvtransfer.NewConcurrent(name), kvtransfer.NewPeers(name, log)

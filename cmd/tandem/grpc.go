@@ -30,12 +30,19 @@ func newGRPC(config *configv1.Config, server *extproc.Server, health *extproc.He
 		grpc.KeepaliveParams(keepalive.ServerParameters{Time: 30 * time.Second, Timeout: 10 * time.Second}),
 		grpc.KeepaliveEnforcementPolicy(keepalive.EnforcementPolicy{MinTime: 5 * time.Second, PermitWithoutStream: true}),
 	}
-	if t := config.GetExtProc().GetTls(); t != nil {
+	switch t := config.GetExtProc().GetTls(); t.GetMode() {
+	case "files":
 		files, err := newTLSFiles(t)
 		if err != nil {
 			return nil, err
 		}
 		options = append(options, grpc.Creds(credentials.NewTLS(files.config())))
+	case "selfSigned":
+		c, err := selfSigned()
+		if err != nil {
+			return nil, fmt.Errorf("extProc.tls: %w", err)
+		}
+		options = append(options, grpc.Creds(credentials.NewTLS(c)))
 	}
 	s := grpc.NewServer(options...)
 	server.Register(s)

@@ -22,9 +22,12 @@ func (p poolSpec) equal(o poolSpec) bool {
 	return p.spec.Name == o.spec.Name && slices.Equal(p.spec.Models, o.spec.Models) && slices.Equal(p.endpoints, o.endpoints)
 }
 
-// poolSpecs reads the pools of a configuration.
+// poolSpecs reads the pools of a configuration whose endpoints are in it.
 func poolSpecs(config *configv1.Config) (out []poolSpec, err error) {
 	for _, p := range config.GetPools() {
+		if p.GetDiscovery() != nil {
+			continue
+		}
 		next := poolSpec{spec: kvstate.PoolSpec{Name: p.GetName(), Models: p.GetModels()}}
 		for _, e := range p.GetEndpoints() {
 			role, err := kvstate.ParseRole(e.GetRole())
@@ -46,6 +49,7 @@ func poolSpecs(config *configv1.Config) (out []poolSpec, err error) {
 type poolSources struct {
 	state *kvstate.State
 	log   *slog.Logger
+	keep  []string // pools that others keep
 
 	mu      sync.Mutex
 	ctx     context.Context // of what runs; nil before run
@@ -69,7 +73,7 @@ func newPoolSources(state *kvstate.State, log *slog.Logger) *poolSources {
 func (s *poolSources) set(ctx context.Context, pools []poolSpec) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	names := make([]string, 0, len(pools))
+	names := slices.Clone(s.keep)
 	for _, p := range pools {
 		names = append(names, p.spec.Name)
 		old := s.current[p.spec.Name]

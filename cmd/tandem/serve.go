@@ -33,6 +33,7 @@ func serve(ctx context.Context, args []string, stderr io.Writer) error {
 	check := flags.Bool("check", false, "validate the configuration and exit")
 	live := flags.Bool("live", false, "with --check: also ask the engines whether they are what the configuration says")
 	linger := flags.Duration("linger", 0, "after SIGTERM, go on accepting for so long while not ready: `time` for health checks to notice")
+	conformance := flags.Bool("conformance", false, "honour the test headers of the Inference Extension's conformance suite: never in production")
 	level := flags.String("log", "info", "lowest `level` logged: debug, info, warn, error")
 	if err := flags.Parse(args); err != nil {
 		return err
@@ -60,7 +61,7 @@ func serve(ctx context.Context, args []string, stderr io.Writer) error {
 		fmt.Fprintf(stderr, "%s: valid\n", *file)
 		return nil
 	}
-	return runServer(ctx, *file, config, *linger, log)
+	return runServer(ctx, *file, config, settings{*linger, *conformance}, log)
 }
 
 func logger(w io.Writer, level string) (*slog.Logger, error) {
@@ -75,8 +76,14 @@ func logger(w io.Writer, level string) (*slog.Logger, error) {
 // open for an answer.
 const drainTime = 20 * time.Second
 
+// settings are those of the command line.
+type settings struct {
+	linger      time.Duration
+	conformance bool
+}
+
 // runServer wires the parts together and runs them until ctx ends or one of them fails.
-func runServer(ctx context.Context, file string, config *configv1.Config, linger time.Duration, log *slog.Logger) error {
+func runServer(ctx context.Context, file string, config *configv1.Config, set settings, log *slog.Logger) error {
 	registry := prometheus.NewRegistry()
 	registry.MustRegister(collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
 	fleet, err := newFleet(ctx, config, log)
@@ -91,6 +98,9 @@ func runServer(ctx context.Context, file string, config *configv1.Config, linger
 	options, err := serverOptions(config, fleet, log)
 	if err != nil {
 		return err
+	}
+	if options.Picker != nil {
+		options.Picker.Conformance = set.conformance
 	}
 	server := extproc.New(options, extproc.NewMetrics(registry, fleet.state))
 	health := extproc.NewHealth()
@@ -129,12 +139,17 @@ func runServer(ctx context.Context, file string, config *configv1.Config, linger
 	defer signal.Stop(hangup)
 	group.Go(func() error { reload.run(background, hangup); return nil })
 	log.Info("serving", "ext_proc", config.GetExtProc().GetListen(), "pools", len(config.GetPools()), "version", version())
-	health.SetReady(true)
+	group.Go(func() error {
+		if fleet.waitSynced(running) {
+			health.SetReady(true)
+		}
+		return nil
+	})
 
 	<-running.Done()
 	health.SetReady(false)
-	log.Info("draining", "linger", linger, "deadline", drainTime)
-	time.Sleep(linger) //nolint:forbidigo // until every Envoy has seen that this replica is not ready
+	log.Info("draining", "linger", set.linger, "deadline", drainTime)
+	time.Sleep(set.linger) //nolint:forbidigo // until every Envoy has seen that this replica is not ready
 	server.Drain()
 	stopGRPC(grpcServer)
 	closing, cancel := context.WithTimeout(background, time.Second)

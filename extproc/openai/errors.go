@@ -75,6 +75,11 @@ func Unavailable(code, message string, retryAfter time.Duration) *Error {
 	return &Error{Status: 503, Type: "api_error", Code: code, Message: message, RetryAfter: retryAfter}
 }
 
+// Overloaded is a 429 for a request that gives way to others.
+func Overloaded(message string, retryAfter time.Duration) *Error {
+	return &Error{Status: 429, Type: "rate_limit_error", Code: "overloaded", Message: message, RetryAfter: retryAfter}
+}
+
 // NotServed is a 404 for a path that is not a client's business.
 func NotServed() *Error {
 	return &Error{Status: 404, Type: "invalid_request_error", Code: "path_not_served", Message: "this path is not served here"}

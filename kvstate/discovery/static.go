@@ -19,20 +19,18 @@ const (
 
 // Static is a pool whose endpoints are configured.
 type Static struct {
-	state      *kvstate.State
-	spec       kvstate.PoolSpec
+	target
 	configured []kvstate.EndpointSpec // Name set, Addr not
 	known      map[string][]string    // by host: the last good answer
 	failing    map[string]bool        // hosts whose last answer was none
-	current    []kvstate.EndpointSpec
-	log        *slog.Logger
 	lookup     func(ctx context.Context, host string) ([]netip.Addr, error)
 }
 
 // NewStatic makes the source of one pool. It writes nothing until Resolve or Run.
 func NewStatic(state *kvstate.State, spec kvstate.PoolSpec, configured []kvstate.EndpointSpec, log *slog.Logger) *Static {
 	return &Static{
-		state: state, spec: spec, configured: configured, known: map[string][]string{}, failing: map[string]bool{}, log: log,
+		target:     target{state: state, spec: spec, log: log},
+		configured: configured, known: map[string][]string{}, failing: map[string]bool{},
 		lookup: func(ctx context.Context, host string) ([]netip.Addr, error) {
 			return net.DefaultResolver.LookupNetIP(ctx, "ip", host)
 		},
@@ -85,13 +83,7 @@ func (s *Static) Resolve(ctx context.Context) {
 			next = append(next, e)
 		}
 	}
-	if s.current == nil || !slices.Equal(s.current, next) {
-		if s.current != nil {
-			s.log.Info("endpoints changed", "pool", s.spec.Name, "before", len(s.current), "now", len(next))
-		}
-		s.current = append([]kvstate.EndpointSpec{}, next...)
-		s.state.SetPool(s.spec, next)
-	}
+	s.write(next)
 }
 
 // answer is what came of one look-up.

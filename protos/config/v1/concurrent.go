@@ -67,6 +67,9 @@ func (v *validator) p2pNCCL(path string, p *Pool) {
 		v.listen(path+".registration.listen", p.Registration.Listen)
 		return
 	}
+	if p.Discovery != nil {
+		v.m.add(path+".registration", "is missing: of endpoints that are found nobody says the kv_port; set registration.listen to what the engines have as proxy_ip and proxy_port")
+	}
 	for i, e := range p.Endpoints {
 		if e.Role != "both" && e.Transfer.GetKvPort() == 0 {
 			v.m.add(fmt.Sprintf("%s.endpoints[%d].transfer.kvPort", path, i), "is missing: the engine's kv_port, or set registration.listen of the pool to what the engines have as proxy_ip and proxy_port")
@@ -100,8 +103,8 @@ func (v *validator) sglang(path string, p *Pool) {
 
 // neverAlone: what decode cannot do without a prefill needs an endpoint that was started for neither.
 func (v *validator) neverAlone(path string, p *Pool, engine string) {
-	if slices.ContainsFunc(p.Endpoints, func(e *Endpoint) bool { return e.Role == "both" }) {
-		return
+	if p.Discovery != nil || slices.ContainsFunc(p.Endpoints, func(e *Endpoint) bool { return e.Role == "both" }) {
+		return // there is one, or nobody knows yet
 	}
 	if p.Split == "never" {
 		v.m.add(path+".split", "never leaves only endpoints with the role both (engines started for neither leg), and there are none")

@@ -185,8 +185,13 @@ type ExtProc struct {
 	Tls *Tls `protobuf:"bytes,2,opt,name=tls,proto3" json:"tls,omitempty"`
 	// Largest gRPC message in bytes; a whole body comes in one. Default: four times envoy.maxBodyBytes and 16 MiB.
 	MaxMessageBytes int64 `protobuf:"varint,3,opt,name=max_message_bytes,json=maxMessageBytes,proto3" json:"max_message_bytes,omitempty"`
-	unknownFields   protoimpl.UnknownFields
-	sizeCache       protoimpl.SizeCache
+	// Who asks. tandem: an Envoy that makes both hops, with the configuration that `tandem envoy` prints. endpointPicker: a
+	// gateway of the Gateway API Inference Extension, with Tandem as the endpoint picker of its InferencePools. Default tandem.
+	Protocol string `protobuf:"bytes,10,opt,name=protocol,proto3" json:"protocol,omitempty"`
+	// With protocol endpointPicker.
+	EndpointPicker *EndpointPicker `protobuf:"bytes,11,opt,name=endpoint_picker,json=endpointPicker,proto3" json:"endpoint_picker,omitempty"`
+	unknownFields  protoimpl.UnknownFields
+	sizeCache      protoimpl.SizeCache
 }
 
 func (x *ExtProc) Reset() {
@@ -240,21 +245,104 @@ func (x *ExtProc) GetMaxMessageBytes() int64 {
 	return 0
 }
 
+func (x *ExtProc) GetProtocol() string {
+	if x != nil {
+		return x.Protocol
+	}
+	return ""
+}
+
+func (x *ExtProc) GetEndpointPicker() *EndpointPicker {
+	if x != nil {
+		return x.EndpointPicker
+	}
+	return nil
+}
+
+type EndpointPicker struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// How many endpoints follow the picked one, in the order to try them. Only for gateways that take a list (override_host);
+	// one that connects to the header's address (ORIGINAL_DST: Envoy AI Gateway) fails on it. Default 0.
+	Fallbacks int32 `protobuf:"varint,1,opt,name=fallbacks,proto3" json:"fallbacks,omitempty"`
+	// What is watched of answers. body: until their end, so that load is counted exactly, at a message for each piece. headers:
+	// until they begin, with the endpoint that served; later ends are not seen. Default body.
+	Responses string `protobuf:"bytes,2,opt,name=responses,proto3" json:"responses,omitempty"`
+	// Requests of negative priority (InferenceObjective) are refused with 429 when every endpoint that decodes has so many
+	// requests booked. Default 128.
+	ShedRequests  int32 `protobuf:"varint,3,opt,name=shed_requests,json=shedRequests,proto3" json:"shed_requests,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *EndpointPicker) Reset() {
+	*x = EndpointPicker{}
+	mi := &file_config_v1_config_proto_msgTypes[3]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *EndpointPicker) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*EndpointPicker) ProtoMessage() {}
+
+func (x *EndpointPicker) ProtoReflect() protoreflect.Message {
+	mi := &file_config_v1_config_proto_msgTypes[3]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use EndpointPicker.ProtoReflect.Descriptor instead.
+func (*EndpointPicker) Descriptor() ([]byte, []int) {
+	return file_config_v1_config_proto_rawDescGZIP(), []int{3}
+}
+
+func (x *EndpointPicker) GetFallbacks() int32 {
+	if x != nil {
+		return x.Fallbacks
+	}
+	return 0
+}
+
+func (x *EndpointPicker) GetResponses() string {
+	if x != nil {
+		return x.Responses
+	}
+	return ""
+}
+
+func (x *EndpointPicker) GetShedRequests() int32 {
+	if x != nil {
+		return x.ShedRequests
+	}
+	return 0
+}
+
 type Tls struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// PEM file of the certificate chain; read again when it changes. Required.
+	// PEM file of the certificate chain; read again when it changes. Required with mode files.
 	CertFile string `protobuf:"bytes,1,opt,name=cert_file,json=certFile,proto3" json:"cert_file,omitempty"`
-	// PEM file of its private key; read again when it changes. Required.
+	// PEM file of its private key; read again when it changes. Required with mode files.
 	KeyFile string `protobuf:"bytes,2,opt,name=key_file,json=keyFile,proto3" json:"key_file,omitempty"`
 	// PEM file of the authorities that clients' certificates must come from. Absent: clients need none.
-	ClientCaFile  string `protobuf:"bytes,3,opt,name=client_ca_file,json=clientCaFile,proto3" json:"client_ca_file,omitempty"`
+	ClientCaFile string `protobuf:"bytes,3,opt,name=client_ca_file,json=clientCaFile,proto3" json:"client_ca_file,omitempty"`
+	// files: the files above. selfSigned: a certificate made at start, for clients that do not verify it. plaintext: none.
+	// Default files; where extProc.protocol is endpointPicker and there is no tls, selfSigned, which gateways expect.
+	Mode          string `protobuf:"bytes,10,opt,name=mode,proto3" json:"mode,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Tls) Reset() {
 	*x = Tls{}
-	mi := &file_config_v1_config_proto_msgTypes[3]
+	mi := &file_config_v1_config_proto_msgTypes[4]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -266,7 +354,7 @@ func (x *Tls) String() string {
 func (*Tls) ProtoMessage() {}
 
 func (x *Tls) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[3]
+	mi := &file_config_v1_config_proto_msgTypes[4]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -279,7 +367,7 @@ func (x *Tls) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Tls.ProtoReflect.Descriptor instead.
 func (*Tls) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{3}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{4}
 }
 
 func (x *Tls) GetCertFile() string {
@@ -303,6 +391,13 @@ func (x *Tls) GetClientCaFile() string {
 	return ""
 }
 
+func (x *Tls) GetMode() string {
+	if x != nil {
+		return x.Mode
+	}
+	return ""
+}
+
 type Listener struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// HTTP. Default 127.0.0.1:9003.
@@ -313,7 +408,7 @@ type Listener struct {
 
 func (x *Listener) Reset() {
 	*x = Listener{}
-	mi := &file_config_v1_config_proto_msgTypes[4]
+	mi := &file_config_v1_config_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -325,7 +420,7 @@ func (x *Listener) String() string {
 func (*Listener) ProtoMessage() {}
 
 func (x *Listener) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[4]
+	mi := &file_config_v1_config_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -338,7 +433,7 @@ func (x *Listener) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Listener.ProtoReflect.Descriptor instead.
 func (*Listener) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{4}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{5}
 }
 
 func (x *Listener) GetListen() string {
@@ -361,7 +456,7 @@ type Admin struct {
 
 func (x *Admin) Reset() {
 	*x = Admin{}
-	mi := &file_config_v1_config_proto_msgTypes[5]
+	mi := &file_config_v1_config_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -373,7 +468,7 @@ func (x *Admin) String() string {
 func (*Admin) ProtoMessage() {}
 
 func (x *Admin) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[5]
+	mi := &file_config_v1_config_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -386,7 +481,7 @@ func (x *Admin) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Admin.ProtoReflect.Descriptor instead.
 func (*Admin) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{5}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *Admin) GetListen() string {
@@ -434,7 +529,7 @@ type Envoy struct {
 
 func (x *Envoy) Reset() {
 	*x = Envoy{}
-	mi := &file_config_v1_config_proto_msgTypes[6]
+	mi := &file_config_v1_config_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -446,7 +541,7 @@ func (x *Envoy) String() string {
 func (*Envoy) ProtoMessage() {}
 
 func (x *Envoy) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[6]
+	mi := &file_config_v1_config_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -459,7 +554,7 @@ func (x *Envoy) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Envoy.ProtoReflect.Descriptor instead.
 func (*Envoy) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{6}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *Envoy) GetListen() string {
@@ -542,7 +637,7 @@ type ClientTls struct {
 
 func (x *ClientTls) Reset() {
 	*x = ClientTls{}
-	mi := &file_config_v1_config_proto_msgTypes[7]
+	mi := &file_config_v1_config_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -554,7 +649,7 @@ func (x *ClientTls) String() string {
 func (*ClientTls) ProtoMessage() {}
 
 func (x *ClientTls) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[7]
+	mi := &file_config_v1_config_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -567,7 +662,7 @@ func (x *ClientTls) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ClientTls.ProtoReflect.Descriptor instead.
 func (*ClientTls) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{7}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *ClientTls) GetCaFile() string {
@@ -609,7 +704,7 @@ type State struct {
 
 func (x *State) Reset() {
 	*x = State{}
-	mi := &file_config_v1_config_proto_msgTypes[8]
+	mi := &file_config_v1_config_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -621,7 +716,7 @@ func (x *State) String() string {
 func (*State) ProtoMessage() {}
 
 func (x *State) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[8]
+	mi := &file_config_v1_config_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -634,7 +729,7 @@ func (x *State) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use State.ProtoReflect.Descriptor instead.
 func (*State) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{8}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *State) GetRedis() *Redis {
@@ -670,7 +765,7 @@ type Redis struct {
 
 func (x *Redis) Reset() {
 	*x = Redis{}
-	mi := &file_config_v1_config_proto_msgTypes[9]
+	mi := &file_config_v1_config_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -682,7 +777,7 @@ func (x *Redis) String() string {
 func (*Redis) ProtoMessage() {}
 
 func (x *Redis) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[9]
+	mi := &file_config_v1_config_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -695,7 +790,7 @@ func (x *Redis) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Redis.ProtoReflect.Descriptor instead.
 func (*Redis) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{9}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *Redis) GetUrl() string {
@@ -770,7 +865,7 @@ type RedisTls struct {
 
 func (x *RedisTls) Reset() {
 	*x = RedisTls{}
-	mi := &file_config_v1_config_proto_msgTypes[10]
+	mi := &file_config_v1_config_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -782,7 +877,7 @@ func (x *RedisTls) String() string {
 func (*RedisTls) ProtoMessage() {}
 
 func (x *RedisTls) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[10]
+	mi := &file_config_v1_config_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -795,7 +890,7 @@ func (x *RedisTls) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RedisTls.ProtoReflect.Descriptor instead.
 func (*RedisTls) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{10}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *RedisTls) GetCaFile() string {
@@ -839,7 +934,7 @@ type Tickets struct {
 
 func (x *Tickets) Reset() {
 	*x = Tickets{}
-	mi := &file_config_v1_config_proto_msgTypes[11]
+	mi := &file_config_v1_config_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -851,7 +946,7 @@ func (x *Tickets) String() string {
 func (*Tickets) ProtoMessage() {}
 
 func (x *Tickets) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[11]
+	mi := &file_config_v1_config_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -864,7 +959,7 @@ func (x *Tickets) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Tickets.ProtoReflect.Descriptor instead.
 func (*Tickets) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{11}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *Tickets) GetKeyFile() string {
@@ -903,7 +998,7 @@ type Pool struct {
 	PrefillAttempts int32 `protobuf:"varint,7,opt,name=prefill_attempts,json=prefillAttempts,proto3" json:"prefill_attempts,omitempty"`
 	// How long a prefill may take.
 	PrefillTimeout *PrefillTimeout `protobuf:"bytes,8,opt,name=prefill_timeout,json=prefillTimeout,proto3" json:"prefill_timeout,omitempty"`
-	// At least one that decodes.
+	// At least one that decodes, or none with discovery.
 	Endpoints []*Endpoint `protobuf:"bytes,9,rep,name=endpoints,proto3" json:"endpoints,omitempty"`
 	// So long after a request came, no other endpoint is tried for it: a prefill that fails then is followed by decode alone,
 	// a decode by an error (503). Default 1m.
@@ -933,13 +1028,20 @@ type Pool struct {
 	KvEvents *KvEvents `protobuf:"bytes,25,opt,name=kv_events,json=kvEvents,proto3" json:"kv_events,omitempty"`
 	// With split auto: a prompt of which decode would have fewer tokens than this to compute is never split. Default 0.
 	MinPrefillTokens int64 `protobuf:"varint,40,opt,name=min_prefill_tokens,json=minPrefillTokens,proto3" json:"min_prefill_tokens,omitempty"`
-	unknownFields    protoimpl.UnknownFields
-	sizeCache        protoimpl.SizeCache
+	// Where endpoints come from that are not listed. In place of endpoints.
+	Discovery *Discovery `protobuf:"bytes,30,opt,name=discovery,proto3" json:"discovery,omitempty"`
+	// Who makes the second hop. envoy: Envoy itself. sidecar: llm-d's routing sidecar beside each decode engine, which is told
+	// the prefill endpoint in x-prefiller-host-port; endpoints that decode are then the sidecars. direct: this server calls the
+	// prefill endpoint before it answers Envoy. The last two are for gateways that cannot make two hops; neither can with a
+	// kvTransfer whose legs run at once, nor direct with lmcache. Default envoy; sidecar where extProc.protocol is endpointPicker.
+	Handoff       string `protobuf:"bytes,31,opt,name=handoff,proto3" json:"handoff,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Pool) Reset() {
 	*x = Pool{}
-	mi := &file_config_v1_config_proto_msgTypes[12]
+	mi := &file_config_v1_config_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -951,7 +1053,7 @@ func (x *Pool) String() string {
 func (*Pool) ProtoMessage() {}
 
 func (x *Pool) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[12]
+	mi := &file_config_v1_config_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -964,7 +1066,7 @@ func (x *Pool) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Pool.ProtoReflect.Descriptor instead.
 func (*Pool) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{12}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *Pool) GetName() string {
@@ -1107,6 +1209,20 @@ func (x *Pool) GetMinPrefillTokens() int64 {
 	return 0
 }
 
+func (x *Pool) GetDiscovery() *Discovery {
+	if x != nil {
+		return x.Discovery
+	}
+	return nil
+}
+
+func (x *Pool) GetHandoff() string {
+	if x != nil {
+		return x.Handoff
+	}
+	return ""
+}
+
 type Registration struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// ip:port; on an address that only the engines reach, for whoever reaches it can name an engine's address. Required.
@@ -1117,7 +1233,7 @@ type Registration struct {
 
 func (x *Registration) Reset() {
 	*x = Registration{}
-	mi := &file_config_v1_config_proto_msgTypes[13]
+	mi := &file_config_v1_config_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1129,7 +1245,7 @@ func (x *Registration) String() string {
 func (*Registration) ProtoMessage() {}
 
 func (x *Registration) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[13]
+	mi := &file_config_v1_config_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1142,7 +1258,7 @@ func (x *Registration) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Registration.ProtoReflect.Descriptor instead.
 func (*Registration) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{13}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *Registration) GetListen() string {
@@ -1167,7 +1283,7 @@ type SessionKey struct {
 
 func (x *SessionKey) Reset() {
 	*x = SessionKey{}
-	mi := &file_config_v1_config_proto_msgTypes[14]
+	mi := &file_config_v1_config_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1179,7 +1295,7 @@ func (x *SessionKey) String() string {
 func (*SessionKey) ProtoMessage() {}
 
 func (x *SessionKey) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[14]
+	mi := &file_config_v1_config_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1192,7 +1308,7 @@ func (x *SessionKey) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SessionKey.ProtoReflect.Descriptor instead.
 func (*SessionKey) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{14}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *SessionKey) GetHeader() string {
@@ -1227,7 +1343,7 @@ type NIXL struct {
 
 func (x *NIXL) Reset() {
 	*x = NIXL{}
-	mi := &file_config_v1_config_proto_msgTypes[15]
+	mi := &file_config_v1_config_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1239,7 +1355,7 @@ func (x *NIXL) String() string {
 func (*NIXL) ProtoMessage() {}
 
 func (x *NIXL) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[15]
+	mi := &file_config_v1_config_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1252,7 +1368,7 @@ func (x *NIXL) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use NIXL.ProtoReflect.Descriptor instead.
 func (*NIXL) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{15}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *NIXL) GetReuseTokenIds() bool {
@@ -1275,7 +1391,7 @@ type LMCache struct {
 
 func (x *LMCache) Reset() {
 	*x = LMCache{}
-	mi := &file_config_v1_config_proto_msgTypes[16]
+	mi := &file_config_v1_config_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1287,7 +1403,7 @@ func (x *LMCache) String() string {
 func (*LMCache) ProtoMessage() {}
 
 func (x *LMCache) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[16]
+	mi := &file_config_v1_config_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1300,7 +1416,7 @@ func (x *LMCache) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LMCache.ProtoReflect.Descriptor instead.
 func (*LMCache) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{16}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *LMCache) GetNoticeTimeout() string {
@@ -1331,7 +1447,7 @@ type Orchestrated struct {
 
 func (x *Orchestrated) Reset() {
 	*x = Orchestrated{}
-	mi := &file_config_v1_config_proto_msgTypes[17]
+	mi := &file_config_v1_config_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1343,7 +1459,7 @@ func (x *Orchestrated) String() string {
 func (*Orchestrated) ProtoMessage() {}
 
 func (x *Orchestrated) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[17]
+	mi := &file_config_v1_config_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1356,7 +1472,7 @@ func (x *Orchestrated) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Orchestrated.ProtoReflect.Descriptor instead.
 func (*Orchestrated) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{17}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *Orchestrated) GetKey() string {
@@ -1400,7 +1516,7 @@ type KvEvents struct {
 
 func (x *KvEvents) Reset() {
 	*x = KvEvents{}
-	mi := &file_config_v1_config_proto_msgTypes[18]
+	mi := &file_config_v1_config_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1412,7 +1528,7 @@ func (x *KvEvents) String() string {
 func (*KvEvents) ProtoMessage() {}
 
 func (x *KvEvents) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[18]
+	mi := &file_config_v1_config_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1425,7 +1541,7 @@ func (x *KvEvents) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use KvEvents.ProtoReflect.Descriptor instead.
 func (*KvEvents) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{18}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *KvEvents) GetPort() int32 {
@@ -1477,6 +1593,477 @@ func (x *KvEvents) GetTokenBudget() string {
 	return ""
 }
 
+// One of them.
+type Discovery struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// A file that lists endpoints.
+	File *FileDiscovery `protobuf:"bytes,1,opt,name=file,proto3" json:"file,omitempty"`
+	// Names that are looked up.
+	Dns []*NameDiscovery `protobuf:"bytes,2,rep,name=dns,proto3" json:"dns,omitempty"`
+	// Pods of a Kubernetes cluster, by label.
+	Kubernetes *KubernetesDiscovery `protobuf:"bytes,3,opt,name=kubernetes,proto3" json:"kubernetes,omitempty"`
+	// An InferencePool of the Gateway API Inference Extension.
+	InferencePool *InferencePoolDiscovery `protobuf:"bytes,4,opt,name=inference_pool,json=inferencePool,proto3" json:"inference_pool,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Discovery) Reset() {
+	*x = Discovery{}
+	mi := &file_config_v1_config_proto_msgTypes[20]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Discovery) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Discovery) ProtoMessage() {}
+
+func (x *Discovery) ProtoReflect() protoreflect.Message {
+	mi := &file_config_v1_config_proto_msgTypes[20]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Discovery.ProtoReflect.Descriptor instead.
+func (*Discovery) Descriptor() ([]byte, []int) {
+	return file_config_v1_config_proto_rawDescGZIP(), []int{20}
+}
+
+func (x *Discovery) GetFile() *FileDiscovery {
+	if x != nil {
+		return x.File
+	}
+	return nil
+}
+
+func (x *Discovery) GetDns() []*NameDiscovery {
+	if x != nil {
+		return x.Dns
+	}
+	return nil
+}
+
+func (x *Discovery) GetKubernetes() *KubernetesDiscovery {
+	if x != nil {
+		return x.Kubernetes
+	}
+	return nil
+}
+
+func (x *Discovery) GetInferencePool() *InferencePoolDiscovery {
+	if x != nil {
+		return x.InferencePool
+	}
+	return nil
+}
+
+type FileDiscovery struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// YAML or JSON with a list `endpoints` of {address, role, group}; looked at every second. Required.
+	Path string `protobuf:"bytes,1,opt,name=path,proto3" json:"path,omitempty"`
+	// http, https or h2c, of all its endpoints. Default http.
+	Scheme        string `protobuf:"bytes,2,opt,name=scheme,proto3" json:"scheme,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *FileDiscovery) Reset() {
+	*x = FileDiscovery{}
+	mi := &file_config_v1_config_proto_msgTypes[21]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *FileDiscovery) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*FileDiscovery) ProtoMessage() {}
+
+func (x *FileDiscovery) ProtoReflect() protoreflect.Message {
+	mi := &file_config_v1_config_proto_msgTypes[21]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use FileDiscovery.ProtoReflect.Descriptor instead.
+func (*FileDiscovery) Descriptor() ([]byte, []int) {
+	return file_config_v1_config_proto_rawDescGZIP(), []int{21}
+}
+
+func (x *FileDiscovery) GetPath() string {
+	if x != nil {
+		return x.Path
+	}
+	return ""
+}
+
+func (x *FileDiscovery) GetScheme() string {
+	if x != nil {
+		return x.Scheme
+	}
+	return ""
+}
+
+type NameDiscovery struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// With port, a name whose addresses (A, AAAA) are endpoints; without, the name of an SRV record. Required.
+	Name string `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
+	// Port of the engines. Absent: the SRV record says.
+	Port int32 `protobuf:"varint,2,opt,name=port,proto3" json:"port,omitempty"`
+	// prefill, decode or both. Default both.
+	Role string `protobuf:"bytes,3,opt,name=role,proto3" json:"role,omitempty"`
+	// http, https or h2c. Default http.
+	Scheme string `protobuf:"bytes,4,opt,name=scheme,proto3" json:"scheme,omitempty"`
+	// Endpoints with a group only pair within it.
+	Group         string `protobuf:"bytes,5,opt,name=group,proto3" json:"group,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *NameDiscovery) Reset() {
+	*x = NameDiscovery{}
+	mi := &file_config_v1_config_proto_msgTypes[22]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *NameDiscovery) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*NameDiscovery) ProtoMessage() {}
+
+func (x *NameDiscovery) ProtoReflect() protoreflect.Message {
+	mi := &file_config_v1_config_proto_msgTypes[22]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use NameDiscovery.ProtoReflect.Descriptor instead.
+func (*NameDiscovery) Descriptor() ([]byte, []int) {
+	return file_config_v1_config_proto_rawDescGZIP(), []int{22}
+}
+
+func (x *NameDiscovery) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+func (x *NameDiscovery) GetPort() int32 {
+	if x != nil {
+		return x.Port
+	}
+	return 0
+}
+
+func (x *NameDiscovery) GetRole() string {
+	if x != nil {
+		return x.Role
+	}
+	return ""
+}
+
+func (x *NameDiscovery) GetScheme() string {
+	if x != nil {
+		return x.Scheme
+	}
+	return ""
+}
+
+func (x *NameDiscovery) GetGroup() string {
+	if x != nil {
+		return x.Group
+	}
+	return ""
+}
+
+type KubernetesDiscovery struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Default: the namespace that the server runs in.
+	Namespace string `protobuf:"bytes,1,opt,name=namespace,proto3" json:"namespace,omitempty"`
+	// Labels of the pods, as kubectl -l takes them. Required.
+	Selector string `protobuf:"bytes,2,opt,name=selector,proto3" json:"selector,omitempty"`
+	// Ports of the engines, at most 8; each is an endpoint of its own. Required, but where labels.portLabel is set.
+	Ports []int32 `protobuf:"varint,3,rep,packed,name=ports,proto3" json:"ports,omitempty"`
+	// http, https or h2c. Default http.
+	Scheme string `protobuf:"bytes,4,opt,name=scheme,proto3" json:"scheme,omitempty"`
+	// How labels tell roles. Default: the convention llm-d.
+	Labels        *PodLabels `protobuf:"bytes,5,opt,name=labels,proto3" json:"labels,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *KubernetesDiscovery) Reset() {
+	*x = KubernetesDiscovery{}
+	mi := &file_config_v1_config_proto_msgTypes[23]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *KubernetesDiscovery) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*KubernetesDiscovery) ProtoMessage() {}
+
+func (x *KubernetesDiscovery) ProtoReflect() protoreflect.Message {
+	mi := &file_config_v1_config_proto_msgTypes[23]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use KubernetesDiscovery.ProtoReflect.Descriptor instead.
+func (*KubernetesDiscovery) Descriptor() ([]byte, []int) {
+	return file_config_v1_config_proto_rawDescGZIP(), []int{23}
+}
+
+func (x *KubernetesDiscovery) GetNamespace() string {
+	if x != nil {
+		return x.Namespace
+	}
+	return ""
+}
+
+func (x *KubernetesDiscovery) GetSelector() string {
+	if x != nil {
+		return x.Selector
+	}
+	return ""
+}
+
+func (x *KubernetesDiscovery) GetPorts() []int32 {
+	if x != nil {
+		return x.Ports
+	}
+	return nil
+}
+
+func (x *KubernetesDiscovery) GetScheme() string {
+	if x != nil {
+		return x.Scheme
+	}
+	return ""
+}
+
+func (x *KubernetesDiscovery) GetLabels() *PodLabels {
+	if x != nil {
+		return x.Labels
+	}
+	return nil
+}
+
+type InferencePoolDiscovery struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Default: the namespace that the server runs in.
+	Namespace string `protobuf:"bytes,1,opt,name=namespace,proto3" json:"namespace,omitempty"`
+	// Name of the InferencePool (inference.networking.k8s.io/v1). Selector, ports and protocol come from it. Required.
+	Name string `protobuf:"bytes,2,opt,name=name,proto3" json:"name,omitempty"`
+	// How labels tell roles. Default: the convention llm-d.
+	Labels *PodLabels `protobuf:"bytes,3,opt,name=labels,proto3" json:"labels,omitempty"`
+	// watch: follow InferenceObjective (priorities) and InferenceModelRewrite (other models) of the pool, which have to be
+	// installed (inference.networking.x-k8s.io/v1alpha2). none: do not. Default none.
+	Intents       string `protobuf:"bytes,4,opt,name=intents,proto3" json:"intents,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *InferencePoolDiscovery) Reset() {
+	*x = InferencePoolDiscovery{}
+	mi := &file_config_v1_config_proto_msgTypes[24]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *InferencePoolDiscovery) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*InferencePoolDiscovery) ProtoMessage() {}
+
+func (x *InferencePoolDiscovery) ProtoReflect() protoreflect.Message {
+	mi := &file_config_v1_config_proto_msgTypes[24]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use InferencePoolDiscovery.ProtoReflect.Descriptor instead.
+func (*InferencePoolDiscovery) Descriptor() ([]byte, []int) {
+	return file_config_v1_config_proto_rawDescGZIP(), []int{24}
+}
+
+func (x *InferencePoolDiscovery) GetNamespace() string {
+	if x != nil {
+		return x.Namespace
+	}
+	return ""
+}
+
+func (x *InferencePoolDiscovery) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+func (x *InferencePoolDiscovery) GetLabels() *PodLabels {
+	if x != nil {
+		return x.Labels
+	}
+	return nil
+}
+
+func (x *InferencePoolDiscovery) GetIntents() string {
+	if x != nil {
+		return x.Intents
+	}
+	return ""
+}
+
+type PodLabels struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Whose labels: llm-d (llm-d.ai/role), aibrix (role-name, roleset-name), production-stack (model) or kthena
+	// (modelserving.volcano.sh/role and group-name). What stands below changes it. Default llm-d.
+	Convention string `protobuf:"bytes,1,opt,name=convention,proto3" json:"convention,omitempty"`
+	// The label that holds the role.
+	RoleLabel string `protobuf:"bytes,2,opt,name=role_label,json=roleLabel,proto3" json:"role_label,omitempty"`
+	// Values of it for prefill.
+	Prefill []string `protobuf:"bytes,3,rep,name=prefill,proto3" json:"prefill,omitempty"`
+	// Values of it for decode.
+	Decode []string `protobuf:"bytes,4,rep,name=decode,proto3" json:"decode,omitempty"`
+	// Values of it for both.
+	Both []string `protobuf:"bytes,5,rep,name=both,proto3" json:"both,omitempty"`
+	// The label whose value is the group: endpoints only pair within it.
+	GroupLabel string `protobuf:"bytes,6,opt,name=group_label,json=groupLabel,proto3" json:"group_label,omitempty"`
+	// The label that holds the engine's port.
+	PortLabel string `protobuf:"bytes,7,opt,name=port_label,json=portLabel,proto3" json:"port_label,omitempty"`
+	// Role of pods whose label is missing or has another value: prefill, decode, both, or none, which leaves them out.
+	DefaultRole   string `protobuf:"bytes,8,opt,name=default_role,json=defaultRole,proto3" json:"default_role,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *PodLabels) Reset() {
+	*x = PodLabels{}
+	mi := &file_config_v1_config_proto_msgTypes[25]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *PodLabels) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*PodLabels) ProtoMessage() {}
+
+func (x *PodLabels) ProtoReflect() protoreflect.Message {
+	mi := &file_config_v1_config_proto_msgTypes[25]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use PodLabels.ProtoReflect.Descriptor instead.
+func (*PodLabels) Descriptor() ([]byte, []int) {
+	return file_config_v1_config_proto_rawDescGZIP(), []int{25}
+}
+
+func (x *PodLabels) GetConvention() string {
+	if x != nil {
+		return x.Convention
+	}
+	return ""
+}
+
+func (x *PodLabels) GetRoleLabel() string {
+	if x != nil {
+		return x.RoleLabel
+	}
+	return ""
+}
+
+func (x *PodLabels) GetPrefill() []string {
+	if x != nil {
+		return x.Prefill
+	}
+	return nil
+}
+
+func (x *PodLabels) GetDecode() []string {
+	if x != nil {
+		return x.Decode
+	}
+	return nil
+}
+
+func (x *PodLabels) GetBoth() []string {
+	if x != nil {
+		return x.Both
+	}
+	return nil
+}
+
+func (x *PodLabels) GetGroupLabel() string {
+	if x != nil {
+		return x.GroupLabel
+	}
+	return ""
+}
+
+func (x *PodLabels) GetPortLabel() string {
+	if x != nil {
+		return x.PortLabel
+	}
+	return ""
+}
+
+func (x *PodLabels) GetDefaultRole() string {
+	if x != nil {
+		return x.DefaultRole
+	}
+	return ""
+}
+
 type PrefillTimeout struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// For any prompt, however short. Default 10s.
@@ -1490,7 +2077,7 @@ type PrefillTimeout struct {
 
 func (x *PrefillTimeout) Reset() {
 	*x = PrefillTimeout{}
-	mi := &file_config_v1_config_proto_msgTypes[19]
+	mi := &file_config_v1_config_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1502,7 +2089,7 @@ func (x *PrefillTimeout) String() string {
 func (*PrefillTimeout) ProtoMessage() {}
 
 func (x *PrefillTimeout) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[19]
+	mi := &file_config_v1_config_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1515,7 +2102,7 @@ func (x *PrefillTimeout) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PrefillTimeout.ProtoReflect.Descriptor instead.
 func (*PrefillTimeout) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{19}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *PrefillTimeout) GetBase() string {
@@ -1562,7 +2149,7 @@ type Endpoint struct {
 
 func (x *Endpoint) Reset() {
 	*x = Endpoint{}
-	mi := &file_config_v1_config_proto_msgTypes[20]
+	mi := &file_config_v1_config_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1574,7 +2161,7 @@ func (x *Endpoint) String() string {
 func (*Endpoint) ProtoMessage() {}
 
 func (x *Endpoint) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[20]
+	mi := &file_config_v1_config_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1587,7 +2174,7 @@ func (x *Endpoint) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Endpoint.ProtoReflect.Descriptor instead.
 func (*Endpoint) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{20}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *Endpoint) GetAddress() string {
@@ -1689,7 +2276,7 @@ type Transfer struct {
 
 func (x *Transfer) Reset() {
 	*x = Transfer{}
-	mi := &file_config_v1_config_proto_msgTypes[21]
+	mi := &file_config_v1_config_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1701,7 +2288,7 @@ func (x *Transfer) String() string {
 func (*Transfer) ProtoMessage() {}
 
 func (x *Transfer) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[21]
+	mi := &file_config_v1_config_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1714,7 +2301,7 @@ func (x *Transfer) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Transfer.ProtoReflect.Descriptor instead.
 func (*Transfer) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{21}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *Transfer) GetHost() string {
@@ -1791,7 +2378,7 @@ type LMCacheReceiver struct {
 
 func (x *LMCacheReceiver) Reset() {
 	*x = LMCacheReceiver{}
-	mi := &file_config_v1_config_proto_msgTypes[22]
+	mi := &file_config_v1_config_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1803,7 +2390,7 @@ func (x *LMCacheReceiver) String() string {
 func (*LMCacheReceiver) ProtoMessage() {}
 
 func (x *LMCacheReceiver) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[22]
+	mi := &file_config_v1_config_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1816,7 +2403,7 @@ func (x *LMCacheReceiver) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LMCacheReceiver.ProtoReflect.Descriptor instead.
 func (*LMCacheReceiver) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{22}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *LMCacheReceiver) GetInitPort() int32 {
@@ -1862,15 +2449,24 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\x05pools\x18\a \x03(\v2\x16.tandem.config.v1.PoolR\x05pools\x123\n" +
 	"\anotices\x18\x14 \x01(\v2\x19.tandem.config.v1.NoticesR\anotices\"!\n" +
 	"\aNotices\x12\x16\n" +
-	"\x06listen\x18\x01 \x01(\tR\x06listen\"v\n" +
+	"\x06listen\x18\x01 \x01(\tR\x06listen\"\xdd\x01\n" +
 	"\aExtProc\x12\x16\n" +
 	"\x06listen\x18\x01 \x01(\tR\x06listen\x12'\n" +
 	"\x03tls\x18\x02 \x01(\v2\x15.tandem.config.v1.TlsR\x03tls\x12*\n" +
-	"\x11max_message_bytes\x18\x03 \x01(\x03R\x0fmaxMessageBytes\"c\n" +
+	"\x11max_message_bytes\x18\x03 \x01(\x03R\x0fmaxMessageBytes\x12\x1a\n" +
+	"\bprotocol\x18\n" +
+	" \x01(\tR\bprotocol\x12I\n" +
+	"\x0fendpoint_picker\x18\v \x01(\v2 .tandem.config.v1.EndpointPickerR\x0eendpointPicker\"q\n" +
+	"\x0eEndpointPicker\x12\x1c\n" +
+	"\tfallbacks\x18\x01 \x01(\x05R\tfallbacks\x12\x1c\n" +
+	"\tresponses\x18\x02 \x01(\tR\tresponses\x12#\n" +
+	"\rshed_requests\x18\x03 \x01(\x05R\fshedRequests\"w\n" +
 	"\x03Tls\x12\x1b\n" +
 	"\tcert_file\x18\x01 \x01(\tR\bcertFile\x12\x19\n" +
 	"\bkey_file\x18\x02 \x01(\tR\akeyFile\x12$\n" +
-	"\x0eclient_ca_file\x18\x03 \x01(\tR\fclientCaFile\"\"\n" +
+	"\x0eclient_ca_file\x18\x03 \x01(\tR\fclientCaFile\x12\x12\n" +
+	"\x04mode\x18\n" +
+	" \x01(\tR\x04mode\"\"\n" +
 	"\bListener\x12\x16\n" +
 	"\x06listen\x18\x01 \x01(\tR\x06listen\">\n" +
 	"\x05Admin\x12\x16\n" +
@@ -1914,7 +2510,7 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\bkey_file\x18\x04 \x01(\tR\akeyFile\"6\n" +
 	"\aTickets\x12\x19\n" +
 	"\bkey_file\x18\x01 \x01(\tR\akeyFile\x12\x10\n" +
-	"\x03ttl\x18\x02 \x01(\tR\x03ttl\"\x8c\a\n" +
+	"\x03ttl\x18\x02 \x01(\tR\x03ttl\"\xe1\a\n" +
 	"\x04Pool\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x16\n" +
 	"\x06models\x18\x02 \x03(\tR\x06models\x12\x1f\n" +
@@ -1937,7 +2533,9 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\amembers\x18\x16 \x03(\tR\amembers\x12*\n" +
 	"\x04nixl\x18\x17 \x01(\v2\x16.tandem.config.v1.NIXLR\x04nixl\x127\n" +
 	"\tkv_events\x18\x19 \x01(\v2\x1a.tandem.config.v1.KvEventsR\bkvEvents\x12,\n" +
-	"\x12min_prefill_tokens\x18( \x01(\x03R\x10minPrefillTokens\"&\n" +
+	"\x12min_prefill_tokens\x18( \x01(\x03R\x10minPrefillTokens\x129\n" +
+	"\tdiscovery\x18\x1e \x01(\v2\x1b.tandem.config.v1.DiscoveryR\tdiscovery\x12\x18\n" +
+	"\ahandoff\x18\x1f \x01(\tR\ahandoff\"&\n" +
 	"\fRegistration\x12\x16\n" +
 	"\x06listen\x18\x01 \x01(\tR\x06listen\"P\n" +
 	"\n" +
@@ -1961,7 +2559,48 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\x05topic\x18\x04 \x01(\tR\x05topic\x12\x16\n" +
 	"\x06listen\x18\x05 \x01(\tR\x06listen\x12\x16\n" +
 	"\x06tokens\x18\x06 \x01(\tR\x06tokens\x12!\n" +
-	"\ftoken_budget\x18\a \x01(\tR\vtokenBudget\"A\n" +
+	"\ftoken_budget\x18\a \x01(\tR\vtokenBudget\"\x8b\x02\n" +
+	"\tDiscovery\x123\n" +
+	"\x04file\x18\x01 \x01(\v2\x1f.tandem.config.v1.FileDiscoveryR\x04file\x121\n" +
+	"\x03dns\x18\x02 \x03(\v2\x1f.tandem.config.v1.NameDiscoveryR\x03dns\x12E\n" +
+	"\n" +
+	"kubernetes\x18\x03 \x01(\v2%.tandem.config.v1.KubernetesDiscoveryR\n" +
+	"kubernetes\x12O\n" +
+	"\x0einference_pool\x18\x04 \x01(\v2(.tandem.config.v1.InferencePoolDiscoveryR\rinferencePool\";\n" +
+	"\rFileDiscovery\x12\x12\n" +
+	"\x04path\x18\x01 \x01(\tR\x04path\x12\x16\n" +
+	"\x06scheme\x18\x02 \x01(\tR\x06scheme\"y\n" +
+	"\rNameDiscovery\x12\x12\n" +
+	"\x04name\x18\x01 \x01(\tR\x04name\x12\x12\n" +
+	"\x04port\x18\x02 \x01(\x05R\x04port\x12\x12\n" +
+	"\x04role\x18\x03 \x01(\tR\x04role\x12\x16\n" +
+	"\x06scheme\x18\x04 \x01(\tR\x06scheme\x12\x14\n" +
+	"\x05group\x18\x05 \x01(\tR\x05group\"\xb2\x01\n" +
+	"\x13KubernetesDiscovery\x12\x1c\n" +
+	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x1a\n" +
+	"\bselector\x18\x02 \x01(\tR\bselector\x12\x14\n" +
+	"\x05ports\x18\x03 \x03(\x05R\x05ports\x12\x16\n" +
+	"\x06scheme\x18\x04 \x01(\tR\x06scheme\x123\n" +
+	"\x06labels\x18\x05 \x01(\v2\x1b.tandem.config.v1.PodLabelsR\x06labels\"\x99\x01\n" +
+	"\x16InferencePoolDiscovery\x12\x1c\n" +
+	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x12\n" +
+	"\x04name\x18\x02 \x01(\tR\x04name\x123\n" +
+	"\x06labels\x18\x03 \x01(\v2\x1b.tandem.config.v1.PodLabelsR\x06labels\x12\x18\n" +
+	"\aintents\x18\x04 \x01(\tR\aintents\"\xf3\x01\n" +
+	"\tPodLabels\x12\x1e\n" +
+	"\n" +
+	"convention\x18\x01 \x01(\tR\n" +
+	"convention\x12\x1d\n" +
+	"\n" +
+	"role_label\x18\x02 \x01(\tR\troleLabel\x12\x18\n" +
+	"\aprefill\x18\x03 \x03(\tR\aprefill\x12\x16\n" +
+	"\x06decode\x18\x04 \x03(\tR\x06decode\x12\x12\n" +
+	"\x04both\x18\x05 \x03(\tR\x04both\x12\x1f\n" +
+	"\vgroup_label\x18\x06 \x01(\tR\n" +
+	"groupLabel\x12\x1d\n" +
+	"\n" +
+	"port_label\x18\a \x01(\tR\tportLabel\x12!\n" +
+	"\fdefault_role\x18\b \x01(\tR\vdefaultRole\"A\n" +
 	"\x0ePrefillTimeout\x12\x12\n" +
 	"\x04base\x18\x01 \x01(\tR\x04base\x12\x1b\n" +
 	"\tper_token\x18\x02 \x01(\tR\bperToken\"\xe9\x02\n" +
@@ -2008,61 +2647,76 @@ func file_config_v1_config_proto_rawDescGZIP() []byte {
 	return file_config_v1_config_proto_rawDescData
 }
 
-var file_config_v1_config_proto_msgTypes = make([]protoimpl.MessageInfo, 23)
+var file_config_v1_config_proto_msgTypes = make([]protoimpl.MessageInfo, 30)
 var file_config_v1_config_proto_goTypes = []any{
-	(*Config)(nil),          // 0: tandem.config.v1.Config
-	(*Notices)(nil),         // 1: tandem.config.v1.Notices
-	(*ExtProc)(nil),         // 2: tandem.config.v1.ExtProc
-	(*Tls)(nil),             // 3: tandem.config.v1.Tls
-	(*Listener)(nil),        // 4: tandem.config.v1.Listener
-	(*Admin)(nil),           // 5: tandem.config.v1.Admin
-	(*Envoy)(nil),           // 6: tandem.config.v1.Envoy
-	(*ClientTls)(nil),       // 7: tandem.config.v1.ClientTls
-	(*State)(nil),           // 8: tandem.config.v1.State
-	(*Redis)(nil),           // 9: tandem.config.v1.Redis
-	(*RedisTls)(nil),        // 10: tandem.config.v1.RedisTls
-	(*Tickets)(nil),         // 11: tandem.config.v1.Tickets
-	(*Pool)(nil),            // 12: tandem.config.v1.Pool
-	(*Registration)(nil),    // 13: tandem.config.v1.Registration
-	(*SessionKey)(nil),      // 14: tandem.config.v1.SessionKey
-	(*NIXL)(nil),            // 15: tandem.config.v1.NIXL
-	(*LMCache)(nil),         // 16: tandem.config.v1.LMCache
-	(*Orchestrated)(nil),    // 17: tandem.config.v1.Orchestrated
-	(*KvEvents)(nil),        // 18: tandem.config.v1.KvEvents
-	(*PrefillTimeout)(nil),  // 19: tandem.config.v1.PrefillTimeout
-	(*Endpoint)(nil),        // 20: tandem.config.v1.Endpoint
-	(*Transfer)(nil),        // 21: tandem.config.v1.Transfer
-	(*LMCacheReceiver)(nil), // 22: tandem.config.v1.LMCacheReceiver
+	(*Config)(nil),                 // 0: tandem.config.v1.Config
+	(*Notices)(nil),                // 1: tandem.config.v1.Notices
+	(*ExtProc)(nil),                // 2: tandem.config.v1.ExtProc
+	(*EndpointPicker)(nil),         // 3: tandem.config.v1.EndpointPicker
+	(*Tls)(nil),                    // 4: tandem.config.v1.Tls
+	(*Listener)(nil),               // 5: tandem.config.v1.Listener
+	(*Admin)(nil),                  // 6: tandem.config.v1.Admin
+	(*Envoy)(nil),                  // 7: tandem.config.v1.Envoy
+	(*ClientTls)(nil),              // 8: tandem.config.v1.ClientTls
+	(*State)(nil),                  // 9: tandem.config.v1.State
+	(*Redis)(nil),                  // 10: tandem.config.v1.Redis
+	(*RedisTls)(nil),               // 11: tandem.config.v1.RedisTls
+	(*Tickets)(nil),                // 12: tandem.config.v1.Tickets
+	(*Pool)(nil),                   // 13: tandem.config.v1.Pool
+	(*Registration)(nil),           // 14: tandem.config.v1.Registration
+	(*SessionKey)(nil),             // 15: tandem.config.v1.SessionKey
+	(*NIXL)(nil),                   // 16: tandem.config.v1.NIXL
+	(*LMCache)(nil),                // 17: tandem.config.v1.LMCache
+	(*Orchestrated)(nil),           // 18: tandem.config.v1.Orchestrated
+	(*KvEvents)(nil),               // 19: tandem.config.v1.KvEvents
+	(*Discovery)(nil),              // 20: tandem.config.v1.Discovery
+	(*FileDiscovery)(nil),          // 21: tandem.config.v1.FileDiscovery
+	(*NameDiscovery)(nil),          // 22: tandem.config.v1.NameDiscovery
+	(*KubernetesDiscovery)(nil),    // 23: tandem.config.v1.KubernetesDiscovery
+	(*InferencePoolDiscovery)(nil), // 24: tandem.config.v1.InferencePoolDiscovery
+	(*PodLabels)(nil),              // 25: tandem.config.v1.PodLabels
+	(*PrefillTimeout)(nil),         // 26: tandem.config.v1.PrefillTimeout
+	(*Endpoint)(nil),               // 27: tandem.config.v1.Endpoint
+	(*Transfer)(nil),               // 28: tandem.config.v1.Transfer
+	(*LMCacheReceiver)(nil),        // 29: tandem.config.v1.LMCacheReceiver
 }
 var file_config_v1_config_proto_depIdxs = []int32{
 	2,  // 0: tandem.config.v1.Config.ext_proc:type_name -> tandem.config.v1.ExtProc
-	4,  // 1: tandem.config.v1.Config.replan:type_name -> tandem.config.v1.Listener
-	5,  // 2: tandem.config.v1.Config.admin:type_name -> tandem.config.v1.Admin
-	6,  // 3: tandem.config.v1.Config.envoy:type_name -> tandem.config.v1.Envoy
-	8,  // 4: tandem.config.v1.Config.state:type_name -> tandem.config.v1.State
-	11, // 5: tandem.config.v1.Config.tickets:type_name -> tandem.config.v1.Tickets
-	12, // 6: tandem.config.v1.Config.pools:type_name -> tandem.config.v1.Pool
+	5,  // 1: tandem.config.v1.Config.replan:type_name -> tandem.config.v1.Listener
+	6,  // 2: tandem.config.v1.Config.admin:type_name -> tandem.config.v1.Admin
+	7,  // 3: tandem.config.v1.Config.envoy:type_name -> tandem.config.v1.Envoy
+	9,  // 4: tandem.config.v1.Config.state:type_name -> tandem.config.v1.State
+	12, // 5: tandem.config.v1.Config.tickets:type_name -> tandem.config.v1.Tickets
+	13, // 6: tandem.config.v1.Config.pools:type_name -> tandem.config.v1.Pool
 	1,  // 7: tandem.config.v1.Config.notices:type_name -> tandem.config.v1.Notices
-	3,  // 8: tandem.config.v1.ExtProc.tls:type_name -> tandem.config.v1.Tls
-	7,  // 9: tandem.config.v1.Envoy.ext_proc_tls:type_name -> tandem.config.v1.ClientTls
-	7,  // 10: tandem.config.v1.Envoy.endpoint_tls:type_name -> tandem.config.v1.ClientTls
-	9,  // 11: tandem.config.v1.State.redis:type_name -> tandem.config.v1.Redis
-	10, // 12: tandem.config.v1.Redis.tls:type_name -> tandem.config.v1.RedisTls
-	19, // 13: tandem.config.v1.Pool.prefill_timeout:type_name -> tandem.config.v1.PrefillTimeout
-	20, // 14: tandem.config.v1.Pool.endpoints:type_name -> tandem.config.v1.Endpoint
-	14, // 15: tandem.config.v1.Pool.session:type_name -> tandem.config.v1.SessionKey
-	13, // 16: tandem.config.v1.Pool.registration:type_name -> tandem.config.v1.Registration
-	16, // 17: tandem.config.v1.Pool.lmcache:type_name -> tandem.config.v1.LMCache
-	17, // 18: tandem.config.v1.Pool.orchestrated:type_name -> tandem.config.v1.Orchestrated
-	15, // 19: tandem.config.v1.Pool.nixl:type_name -> tandem.config.v1.NIXL
-	18, // 20: tandem.config.v1.Pool.kv_events:type_name -> tandem.config.v1.KvEvents
-	21, // 21: tandem.config.v1.Endpoint.transfer:type_name -> tandem.config.v1.Transfer
-	22, // 22: tandem.config.v1.Endpoint.lmcache:type_name -> tandem.config.v1.LMCacheReceiver
-	23, // [23:23] is the sub-list for method output_type
-	23, // [23:23] is the sub-list for method input_type
-	23, // [23:23] is the sub-list for extension type_name
-	23, // [23:23] is the sub-list for extension extendee
-	0,  // [0:23] is the sub-list for field type_name
+	4,  // 8: tandem.config.v1.ExtProc.tls:type_name -> tandem.config.v1.Tls
+	3,  // 9: tandem.config.v1.ExtProc.endpoint_picker:type_name -> tandem.config.v1.EndpointPicker
+	8,  // 10: tandem.config.v1.Envoy.ext_proc_tls:type_name -> tandem.config.v1.ClientTls
+	8,  // 11: tandem.config.v1.Envoy.endpoint_tls:type_name -> tandem.config.v1.ClientTls
+	10, // 12: tandem.config.v1.State.redis:type_name -> tandem.config.v1.Redis
+	11, // 13: tandem.config.v1.Redis.tls:type_name -> tandem.config.v1.RedisTls
+	26, // 14: tandem.config.v1.Pool.prefill_timeout:type_name -> tandem.config.v1.PrefillTimeout
+	27, // 15: tandem.config.v1.Pool.endpoints:type_name -> tandem.config.v1.Endpoint
+	15, // 16: tandem.config.v1.Pool.session:type_name -> tandem.config.v1.SessionKey
+	14, // 17: tandem.config.v1.Pool.registration:type_name -> tandem.config.v1.Registration
+	17, // 18: tandem.config.v1.Pool.lmcache:type_name -> tandem.config.v1.LMCache
+	18, // 19: tandem.config.v1.Pool.orchestrated:type_name -> tandem.config.v1.Orchestrated
+	16, // 20: tandem.config.v1.Pool.nixl:type_name -> tandem.config.v1.NIXL
+	19, // 21: tandem.config.v1.Pool.kv_events:type_name -> tandem.config.v1.KvEvents
+	20, // 22: tandem.config.v1.Pool.discovery:type_name -> tandem.config.v1.Discovery
+	21, // 23: tandem.config.v1.Discovery.file:type_name -> tandem.config.v1.FileDiscovery
+	22, // 24: tandem.config.v1.Discovery.dns:type_name -> tandem.config.v1.NameDiscovery
+	23, // 25: tandem.config.v1.Discovery.kubernetes:type_name -> tandem.config.v1.KubernetesDiscovery
+	24, // 26: tandem.config.v1.Discovery.inference_pool:type_name -> tandem.config.v1.InferencePoolDiscovery
+	25, // 27: tandem.config.v1.KubernetesDiscovery.labels:type_name -> tandem.config.v1.PodLabels
+	25, // 28: tandem.config.v1.InferencePoolDiscovery.labels:type_name -> tandem.config.v1.PodLabels
+	28, // 29: tandem.config.v1.Endpoint.transfer:type_name -> tandem.config.v1.Transfer
+	29, // 30: tandem.config.v1.Endpoint.lmcache:type_name -> tandem.config.v1.LMCacheReceiver
+	31, // [31:31] is the sub-list for method output_type
+	31, // [31:31] is the sub-list for method input_type
+	31, // [31:31] is the sub-list for extension type_name
+	31, // [31:31] is the sub-list for extension extendee
+	0,  // [0:31] is the sub-list for field type_name
 }
 
 func init() { file_config_v1_config_proto_init() }
@@ -2070,14 +2724,14 @@ func file_config_v1_config_proto_init() {
 	if File_config_v1_config_proto != nil {
 		return
 	}
-	file_config_v1_config_proto_msgTypes[20].OneofWrappers = []any{}
+	file_config_v1_config_proto_msgTypes[27].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_config_v1_config_proto_rawDesc), len(file_config_v1_config_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   23,
+			NumMessages:   30,
 			NumExtensions: 0,
 			NumServices:   0,
 		},

@@ -121,7 +121,10 @@ func TestMistakes(t *testing.T) {
 		"far from all fields": {"zzzzzzzzzzzz: 1\n" + least, []string{"zzzzzzzzzzzz: unknown field; known here: extProc, replan, admin, envoy, state, tickets, pools, notices"}},
 		"proto's spelling":    {"ext_proc: {}\n" + least, []string{"ext_proc: unknown field; did you mean extProc?"}},
 		"a name of two lines": {"\"a\\nb\": 1\n" + least, []string{`"a\nb": unknown field; known here: extProc, replan, admin, envoy, state, tickets, pools, notices`}},
-		"discovery":           {edited("kvTransfer: nixl", "kvTransfer: nixl\n  discovery: {dns: x}"), []string{"pools[0].discovery: unknown field: not in this release; list the endpoints"}},
+		"discovery":           {edited("kvTransfer: nixl", "kvTransfer: nixl\n  discovery: {dns: x}"), []string{`pools[0].discovery.dns: must be a list, is the text "x"`}},
+		"both":                {edited("kvTransfer: nixl", "kvTransfer: nixl\n  discovery: {file: {path: x}}"), []string{"pools[0].endpoints: stand beside discovery: list endpoints or have them found"}},
+		"pushes, direct":      {edited("kvTransfer: nixl", "kvTransfer: lmcache\n  handoff: direct"), []string{"pools[0].handoff: is direct, but lmcache's prefill endpoint sends the KV to a decode endpoint that waits for it: envoy"}},
+		"at once, direct":     {edited("kvTransfer: nixl", "kvTransfer: mooncake\n  handoff: direct"), []string{"pools[0].handoff: is direct, but with kvTransfer mooncake both legs run at once, which takes an Envoy that makes both: envoy"}},
 		"misspelt dialect":    {edited("nixl", "nxil"), []string{`pools[0].kvTransfer: "nxil" is not one of lmcache, mooncake, mooncake-0.13, moriio, moriio-read, multi, nixl, nixl-push, offload, orchestrated, p2p-nccl, sglang, shared, trtllm, none (nixl?)`}},
 		"no dialect":          {edited("  kvTransfer: nixl\n", ""), []string{"pools[0].kvTransfer: is missing: one of lmcache, mooncake, mooncake-0.13, moriio, moriio-read, multi, nixl, nixl-push, offload, orchestrated, p2p-nccl, sglang, shared, trtllm, none; none is for engines that prefill and decode by themselves"}},
 		"no name":             {edited("name: chat", "models: [a]"), []string{"pools[0].name: is missing: what metrics and logs will call the pool"}},
@@ -152,7 +155,7 @@ func TestMistakes(t *testing.T) {
 			"pools[0].endpoints[1].address: localhost:8000 is envoy.listen: a request would go in circles"}},
 		"no decode":          {edited("role: decode", "role: prefill"), []string{"pools[0].endpoints: none of them decodes: at least one needs the role decode or both"}},
 		"always, no prefill": {edited("role: prefill", "role: decode") + "  split: always\n", []string{"pools[0].endpoints: none of them prefills, but split is always: at least one needs the role prefill or both"}},
-		"no endpoints":       {"pools: [{name: a, kvTransfer: none}]", []string{"pools[0].endpoints: is missing: at least one endpoint is needed"}},
+		"no endpoints":       {"pools: [{name: a, kvTransfer: none}]", []string{"pools[0].endpoints: is missing: at least one endpoint is needed, or discovery"}},
 		"two pools alike": {least + "- {name: chat, kvTransfer: none, endpoints: [{address: \"127.0.0.1:8101\"}]}\n", []string{
 			"pools[1].endpoints[0].address: 127.0.0.1:8101 is already pools[0].endpoints[0].address",
 			`pools[1].models[0]: "*" is in pools[0] already; a model belongs to one pool`, `pools[1].name: "chat" names two pools`}},
@@ -178,6 +181,40 @@ func TestMistakes(t *testing.T) {
 			require.ErrorAs(t, err, &m)
 			require.Equal(t, strings.Join(tt.want, "\n"), m.Error())
 		})
+	}
+}
+
+// Discovery and the endpoint picker's settings, by what they stand in.
+func TestDiscoveryAndPicker(t *testing.T) {
+	pool := func(discovery string) string {
+		return "pools: [{name: a, kvTransfer: nixl, discovery: {" + discovery + "}}]"
+	}
+	for text, want := range map[string]string{
+		pool("file: {path: x}"): "",
+		pool("dns: [{name: p.svc, port: 80, role: prefill}, {name: _http._tcp.d.svc}]"):   "",
+		pool("kubernetes: {selector: a=b, ports: [8000, 8001]}"):                          "",
+		pool("kubernetes: {selector: a=b, labels: {convention: aibrix}}"):                 "",
+		pool("inferencePool: {name: a, labels: {defaultRole: none}}"):                     "",
+		"{extProc: {protocol: endpointPicker}, " + pool("inferencePool: {name: a}") + "}": "",
+		pool(""): "pools[0].discovery: holds 0 of file, dns, kubernetes, inferencePool: one is needed",
+		pool("file: {path: x}, inferencePool: {name: a}"):             "pools[0].discovery: holds 2 of file, dns, kubernetes, inferencePool: one is needed",
+		pool("file: {scheme: ftp, path: x}"):                          `pools[0].discovery.file.scheme: "ftp" is not one of http, https, h2c (http?)`,
+		pool("dns: [{name: 10.0.0.1}]"):                               `pools[0].discovery.dns[0].name: "10.0.0.1" is not a DNS name`,
+		pool("kubernetes: {selector: a=b}"):                           "pools[0].discovery.kubernetes.ports: is missing: the ports of the engines, or labels.portLabel",
+		pool("kubernetes: {selector: a=b, ports: [8000, 8000]}"):      "pools[0].discovery.kubernetes.ports[1]: 8000 is not between 1 and 65535, or is there twice",
+		pool("kubernetes: {selector: a, ports: [1,2,3,4,5,6,7,8,9]}"): "pools[0].discovery.kubernetes.ports: has 9, at most 8 are possible",
+		pool("inferencePool: {}"):                                     "pools[0].discovery.inferencePool.name: is missing: an InferencePool of the cluster",
+		pool("inferencePool: {name: a, labels: {convention: x}}"):     `pools[0].discovery.inferencePool.labels.convention: "x" is not one of llm-d, aibrix, production-stack, kthena`,
+		"{extProc: {protocol: endpointPicker}, pools: [{name: a, kvTransfer: nixl, handoff: envoy, discovery: {file: {path: x}}}]}": "pools[0].handoff: is envoy, but a gateway that asks an endpoint picker makes one hop: sidecar or direct",
+		"{extProc: {protocol: endpointPicker, endpointPicker: {fallbacks: 8}}, " + pool("file: {path: x}") + "}":                    "extProc.endpointPicker.fallbacks: 8 is not between 0 and 7",
+		"{extProc: {tls: {mode: none}}, " + pool("file: {path: x}") + "}":                                                           `extProc.tls.mode: "none" is not one of files, selfSigned, plaintext`,
+	} {
+		_, _, err := Parse([]byte(text))
+		if want == "" {
+			require.NoError(t, err, text)
+		} else {
+			require.EqualError(t, err, want, text)
+		}
 	}
 }
 

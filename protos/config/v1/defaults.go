@@ -17,6 +17,7 @@ func setDefaults(c *Config) {
 	or(&c.Admin.Listen, "127.0.0.1:9090")
 	or(&c.Tickets.Ttl, "10m")
 	setEnvoyDefaults(c)
+	setPickerDefaults(c.ExtProc)
 	or(&c.ExtProc.MaxMessageBytes, 4*c.Envoy.MaxBodyBytes+16<<20)
 	if r := c.State.GetRedis(); r != nil {
 		or(&r.Mode, "single")
@@ -25,6 +26,8 @@ func setDefaults(c *Config) {
 	}
 	for _, p := range c.Pools {
 		setPoolDefaults(p)
+		setDiscoveryDefaults(p.Discovery)
+		or(&p.Handoff, defaultHandoff(c.ExtProc))
 		if p.TakesNotices() {
 			sub(&c.Notices)
 		}

@@ -36,9 +36,27 @@ func (v *validator) pool(path string, p *Pool) {
 	v.duration(path+".prefillTimeout.base", p.PrefillTimeout.Base, time.Millisecond)
 	v.duration(path+".prefillTimeout.perToken", p.PrefillTimeout.PerToken, 0)
 	v.session(path+".session", p.Session)
-	v.endpointsOf(path, p)
+	v.handoff(path, p)
+	if p.Discovery != nil {
+		v.discovery(path, p)
+	} else {
+		v.endpointsOf(path, p)
+	}
 	v.concurrent(path, p)
 	v.kvEvents(path, p)
+}
+
+// handoff refuses to leave the second hop to somebody who cannot make it.
+func (v *validator) handoff(path string, p *Pool) {
+	path += ".handoff"
+	v.oneOf(path, p.Handoff, "envoy", "sidecar", "direct")
+	switch {
+	case p.Handoff == "envoy":
+	case Concurrent(p):
+		v.m.add(path, "is %s, but with kvTransfer %s both legs run at once, which takes an Envoy that makes both: envoy", p.Handoff, p.KvTransfer)
+	case p.Handoff == "direct" && p.KvTransfer == "lmcache":
+		v.m.add(path, "is direct, but lmcache's prefill endpoint sends the KV to a decode endpoint that waits for it: envoy")
+	}
 }
 
 func (v *validator) kvEvents(path string, p *Pool) {
@@ -107,7 +125,7 @@ func (v *validator) endpointsOf(path string, p *Pool) {
 	}
 	switch {
 	case len(p.Endpoints) == 0:
-		v.m.add(path+".endpoints", "is missing: at least one endpoint is needed")
+		v.m.add(path+".endpoints", "is missing: at least one endpoint is needed, or discovery")
 	case !decodes:
 		v.m.add(path+".endpoints", "none of them decodes: at least one needs the role decode or both")
 	case p.KvTransfer == "none" || p.Split == "never":

@@ -118,9 +118,6 @@ func join(path, name string) string {
 
 // suggestion names the field that was probably meant, or all there are.
 func suggestion(name string, d protoreflect.MessageDescriptor) string {
-	if name == "discovery" {
-		return ": not in this release; list the endpoints"
-	}
 	var all []string
 	for i := range d.Fields().Len() {
 		all = append(all, d.Fields().Get(i).JSONName())

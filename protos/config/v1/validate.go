@@ -53,7 +53,11 @@ func (v *validator) listeners(c *Config) {
 
 func (v *validator) extProc(c *Config) {
 	t, client := c.ExtProc.Tls, c.Envoy.ExtProcTls
+	v.picker(c)
 	if t != nil {
+		v.oneOf("extProc.tls.mode", t.Mode, "files", "selfSigned", "plaintext")
+	}
+	if t.GetMode() == "files" {
 		if t.CertFile == "" {
 			v.m.add("extProc.tls.certFile", "is missing: a PEM file")
 		}

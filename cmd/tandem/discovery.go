@@ -1,0 +1,140 @@
+package main
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"os"
+	"strings"
+
+	"tandem/kvstate"
+	"tandem/kvstate/discovery"
+	configv1 "tandem/protos/config/v1"
+)
+
+// source keeps a pool's endpoints up to date until ctx ends.
+type source interface{ Run(ctx context.Context) }
+
+// newSource makes the source of a pool's endpoints and lets it write what it knows at once. Of a cluster nothing is known
+// before Run has seen it.
+func (f *fleet) newSource(ctx context.Context, p *configv1.Pool, log *slog.Logger) (source, error) {
+	spec := kvstate.PoolSpec{Name: p.GetName(), Models: p.GetModels()}
+	d := p.GetDiscovery()
+	switch {
+	case d.GetFile() != nil:
+		s := discovery.NewFile(f.state, spec, d.GetFile().GetPath(), d.GetFile().GetScheme(), log)
+		s.Resolve(ctx)
+		return s, nil
+	case len(d.GetDns()) > 0:
+		names, err := dnsNames(d.GetDns())
+		if err != nil {
+			return nil, err
+		}
+		s := discovery.NewDNS(f.state, spec, names, log)
+		s.Resolve(ctx)
+		return s, nil
+	case d.GetKubernetes() != nil:
+		return f.kubernetes(spec, d.GetKubernetes(), log)
+	case d.GetInferencePool() != nil:
+		return f.inferencePool(spec, d.GetInferencePool(), log)
+	}
+	return nil, errors.New("discovery names no source")
+}
+
+func dnsNames(configured []*configv1.NameDiscovery) ([]discovery.Name, error) {
+	var names []discovery.Name
+	for _, n := range configured {
+		role, err := kvstate.ParseRole(n.GetRole())
+		if err != nil {
+			return nil, err
+		}
+		names = append(names, discovery.Name{Host: n.GetName(), Port: int(n.GetPort()), Role: role, Scheme: n.GetScheme(), Group: n.GetGroup()})
+	}
+	return names, nil
+}
+
+func (f *fleet) kubernetes(spec kvstate.PoolSpec, k *configv1.KubernetesDiscovery, log *slog.Logger) (source, error) {
+	cluster, err := discovery.Connect()
+	if err != nil {
+		return nil, fmt.Errorf("the cluster: %w", err)
+	}
+	labels, err := podLabels(k.GetLabels())
+	if err != nil {
+		return nil, err
+	}
+	pods := discovery.Pods{Namespace: cmp.Or(k.GetNamespace(), ownNamespace()), Selector: k.GetSelector(), Scheme: k.GetScheme(), Labels: labels}
+	for _, port := range k.GetPorts() {
+		pods.Ports = append(pods.Ports, int(port))
+	}
+	s := discovery.NewKubernetes(f.state, spec, cluster, pods, log)
+	f.synced = append(f.synced, s.Synced())
+	return s, nil
+}
+
+func (f *fleet) inferencePool(spec kvstate.PoolSpec, i *configv1.InferencePoolDiscovery, log *slog.Logger) (source, error) {
+	cluster, err := discovery.Connect()
+	if err != nil {
+		return nil, fmt.Errorf("the cluster: %w", err)
+	}
+	labels, err := podLabels(i.GetLabels())
+	if err != nil {
+		return nil, err
+	}
+	ref := discovery.PoolRef{Namespace: cmp.Or(i.GetNamespace(), ownNamespace()), Name: i.GetName(), Labels: labels}
+	s := discovery.NewInferencePool(f.state, spec, cluster, ref, log)
+	f.synced = append(f.synced, s.Synced())
+	if i.GetIntents() == "watch" {
+		f.sources = append(f.sources, discovery.NewIntents(f.state, spec.Name, cluster, ref, log))
+	}
+	return s, nil
+}
+
+// podLabels are those of a convention, changed by what is configured beside it.
+func podLabels(c *configv1.PodLabels) (discovery.Labels, error) {
+	l, err := discovery.Conventions(c.GetConvention())
+	if err != nil {
+		return l, err
+	}
+	l.Role, l.Group, l.Port = cmp.Or(c.GetRoleLabel(), l.Role), cmp.Or(c.GetGroupLabel(), l.Group), cmp.Or(c.GetPortLabel(), l.Port)
+	for _, values := range []struct {
+		configured []string
+		values     *[]string
+	}{{c.GetPrefill(), &l.Prefill}, {c.GetDecode(), &l.Decode}, {c.GetBoth(), &l.Both}} {
+		if len(values.configured) > 0 {
+			*values.values = values.configured
+		}
+	}
+	switch role := c.GetDefaultRole(); role {
+	case "":
+	case "none":
+		l.Default = 0
+	default:
+		l.Default, err = kvstate.ParseRole(role)
+	}
+	return l, err
+}
+
+// ownNamespace is that of the pod this runs in; default outside of a cluster.
+func ownNamespace() string {
+	if ns := os.Getenv("POD_NAMESPACE"); ns != "" {
+		return ns
+	}
+	if text, err := os.ReadFile("/var/run/secrets/kubernetes.io/serviceaccount/namespace"); err == nil && len(text) > 0 {
+		return strings.TrimSpace(string(text))
+	}
+	return "default"
+}
+
+// waitSynced waits until every source that watches a cluster has seen it; false when ctx ends before.
+func (f *fleet) waitSynced(ctx context.Context) bool {
+	for _, synced := range f.synced {
+		select {
+		case <-synced:
+		case <-ctx.Done():
+			return false
+		}
+	}
+	return true
+}

@@ -1,0 +1,186 @@
+package deploy
+
+import (
+	"context"
+	"flag"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/runtime/serializer/json"
+	"k8s.io/client-go/kubernetes/scheme"
+	"sigs.k8s.io/yaml"
+
+	envoyconfigs "tandem/envoy-configs"
+	configv1 "tandem/protos/config/v1"
+)
+
+var update = flag.Bool("update", false, "rewrite envoy-gateway/resources.yaml")
+
+// mistakes of a manifest, each document read strictly as what it says it is.
+func mistakes(t *testing.T, known schemas, manifest string) (found []string) {
+	t.Helper()
+	strict := json.NewSerializerWithOptions(json.DefaultMetaFactory, scheme.Scheme, scheme.Scheme, json.SerializerOptions{Yaml: true, Strict: true})
+	for _, doc := range strings.Split("\n"+manifest, "\n---") {
+		var object map[string]any
+		require.NoError(t, yaml.UnmarshalStrict([]byte(doc), &object), doc)
+		if len(object) == 0 {
+			continue
+		}
+		version, _ := object["apiVersion"].(string)
+		kind, _ := object["kind"].(string)
+		if schema, ok := known[version+" "+kind]; ok {
+			found = append(found, check("", object, schema)...)
+		} else if _, _, err := strict.Decode([]byte(doc), nil, nil); err != nil {
+			found = append(found, kind+": "+err.Error())
+		}
+	}
+	return found
+}
+
+func read(t *testing.T, file string) string {
+	t.Helper()
+	text, err := os.ReadFile(file)
+	require.NoError(t, err)
+	return string(text)
+}
+
+func TestManifests(t *testing.T) {
+	known := loadSchemas(t)
+	for _, pattern := range []string{"kustomize/base/*.yaml", "kustomize/overlays/*/*.yaml", "envoy-gateway/resources.yaml", "inference-extension/*.yaml", "examples/*.yaml"} {
+		files, err := filepath.Glob(pattern)
+		require.NoError(t, err)
+		require.NotEmpty(t, files, pattern)
+		for _, file := range files {
+			switch filepath.Base(file) {
+			case "kustomization.yaml":
+			case "tandem.yaml":
+				_, _, err := configv1.Load(file)
+				require.NoError(t, err)
+			default:
+				require.Empty(t, mistakes(t, known, read(t, file)), file)
+			}
+		}
+	}
+	_, _, err := configv1.Load("compose/tandem.yaml")
+	require.NoError(t, err)
+}
+
+// What is wrong is found: this validation is no formality.
+func TestBrokenManifests(t *testing.T) {
+	known := loadSchemas(t)
+	resources, pool := read(t, "envoy-gateway/resources.yaml"), read(t, "inference-extension/inferencepool.yaml")
+	deployment := read(t, "kustomize/base/deployment.yaml")
+	for _, c := range []struct{ manifest, old, broken, want string }{
+		{resources, "failOpen: false", "failOpn: false", "failOpn: unknown field"},
+		{resources, "body: FullDuplexStreamed", "body: FullDuplex", "is not one of"},
+		{resources, "statusOnError: 503", "statusOnError: never", "is text, not integer"},
+		{resources, "type: JSONPatch", "type: JSON", "is not one of"},
+		{pool, "targetPorts: [{number: 8000}]", "targetPorts: [{number: 80000}]", "above 65535"},
+		{pool, "targetPorts: [{number: 8000}]", "targetPorts: []", "at least 1"},
+		{pool, "  selector: {matchLabels: {app: llm}}\n", "", ".spec.selector: is required"},
+		{deployment, "containerPort: 9002", "containerport: 9002", `unknown field "spec.template.spec.containers[0].ports[0].containerport"`},
+		{deployment, "replicas: 2", "replicas: two", "Deployment"},
+		{deployment, "kind: Deployment", "kind: Deploymint", `no kind "Deploymint"`},
+	} {
+		require.Contains(t, c.manifest, c.old)
+		found := mistakes(t, known, strings.Replace(c.manifest, c.old, c.broken, 1))
+		require.NotEmpty(t, found, c.broken)
+		require.Contains(t, strings.Join(found, "\n"), c.want)
+	}
+}
+
+// resources.yaml is what `tandem envoy --for envoy-gateway` prints.
+func TestEnvoyGatewayResources(t *testing.T) {
+	c, _, err := configv1.Load("envoy-gateway/tandem.yaml")
+	require.NoError(t, err)
+	got, err := envoyconfigs.EnvoyGateway(c, envoyconfigs.GatewayOptions{})
+	require.NoError(t, err)
+	if *update {
+		require.NoError(t, os.WriteFile("envoy-gateway/resources.yaml", got, 0o644))
+	}
+	require.Equal(t, string(got), read(t, "envoy-gateway/resources.yaml"), "run go test ./deploy -update")
+
+	c.ExtProc.Tls = &configv1.Tls{Mode: "selfSigned"}
+	_, err = envoyconfigs.EnvoyGateway(c, envoyconfigs.GatewayOptions{})
+	require.ErrorContains(t, err, "extProc.tls")
+	c.ExtProc.Tls, c.Pools[0].KvTransfer = nil, "sglang"
+	_, err = envoyconfigs.EnvoyGateway(c, envoyconfigs.GatewayOptions{})
+	require.ErrorContains(t, err, "both legs run at once")
+}
+
+// tool is a program that scripts/kube-tools.sh built; without it a test says so and is skipped.
+func tool(t *testing.T, name string) string {
+	t.Helper()
+	dir := os.Getenv("TANDEM_KUBE_BIN")
+	if dir == "" {
+		home, err := os.UserHomeDir()
+		require.NoError(t, err)
+		dir = filepath.Join(home, ".cache/tandem/bin")
+	}
+	path := filepath.Join(dir, name)
+	if _, err := os.Stat(path); err != nil {
+		t.Skipf("%s is not built: scripts/kube-tools.sh %s", name, name)
+	}
+	return path
+}
+
+func output(t *testing.T, name string, args ...string) string {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+	defer cancel()
+	text, err := exec.CommandContext(ctx, name, args...).CombinedOutput()
+	require.NoError(t, err, string(text))
+	return string(text)
+}
+
+func TestKustomize(t *testing.T) {
+	kustomize, known := tool(t, "kustomize"), loadSchemas(t)
+	for _, dir := range []string{"base", "overlays/endpoint-picker", "overlays/monitoring"} {
+		built := output(t, kustomize, "build", filepath.Join("kustomize", dir))
+		require.Empty(t, mistakes(t, known, built), dir)
+		require.Contains(t, built, "readOnlyRootFilesystem: true")
+		require.NotContains(t, built, "\n  name: tandem\n  labels:\n    app: ", dir)
+	}
+}
+
+func TestHelm(t *testing.T) {
+	helm, known := tool(t, "helm"), loadSchemas(t)
+	everything := []string{
+		"--set", "autoscaling.enabled=true,autoscaling.reservations=2000,serviceMonitor.enabled=true,networkPolicy.enabled=true,inferencePool.enabled=true",
+		"--set", "redis.url=redis://redis:6379/0",
+	}
+	for name, args := range map[string][]string{
+		"defaults": nil, "everything": everything, "endpoint picker": append(everything, "--set", "config.extProc.protocol=endpointPicker"),
+	} {
+		rendered := output(t, helm, append([]string{"template", "router", "helm/tandem", "--namespace", "llm"}, args...)...)
+		require.Empty(t, mistakes(t, known, rendered), name)
+		checkConfigMap(t, rendered)
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+	defer cancel()
+	text, err := exec.CommandContext(ctx, helm, "template", "helm/tandem", "--set", "replicas=none").CombinedOutput()
+	require.Error(t, err, "the schema of the values refuses it")
+	require.Contains(t, string(text), "replicas")
+}
+
+// checkConfigMap reads the configuration that a chart rendered as the server would.
+func checkConfigMap(t *testing.T, manifest string) {
+	t.Helper()
+	for _, doc := range strings.Split(manifest, "\n---") {
+		var object struct {
+			runtime.TypeMeta `json:",inline"`
+			Data             map[string]string `json:"data"`
+		}
+		require.NoError(t, yaml.Unmarshal([]byte(doc), &object))
+		if object.Kind == "ConfigMap" {
+			_, _, err := configv1.Parse([]byte(object.Data["tandem.yaml"]))
+			require.NoError(t, err, object.Data["tandem.yaml"])
+		}
+	}
+}

@@ -1,0 +1,188 @@
+package extproc
+
+import (
+	"bytes"
+	"context"
+	"crypto/tls"
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"strconv"
+	"time"
+
+	"tandem/extproc/kvtransfer"
+	"tandem/extproc/openai"
+	"tandem/kvstate"
+	"tandem/picker"
+)
+
+// maxDirectCalls bounds the prefill calls that are under way at one time; a request beyond is decoded alone.
+const maxDirectCalls = 1024
+
+// directCalls makes the prefill hop where Envoy cannot.
+type directCalls struct {
+	places chan struct{}
+	client map[string]*http.Client // by scheme
+}
+
+func newDirectCalls() *directCalls {
+	client := func(t *http.Transport) *http.Client {
+		t.MaxIdleConnsPerHost, t.IdleConnTimeout, t.MaxResponseHeaderBytes, t.DisableCompression = 64, time.Minute, 64<<10, true
+		return &http.Client{Transport: t, CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse }}
+	}
+	h2c := &http.Transport{Protocols: new(http.Protocols)}
+	h2c.Protocols.SetUnencryptedHTTP2(true)
+	return &directCalls{places: make(chan struct{}, maxDirectCalls), client: map[string]*http.Client{
+		"": client(&http.Transport{}), "http": client(&http.Transport{}), "h2c": client(h2c),
+		// As Envoy does by default: engines' certificates are their own.
+		"https": client(&http.Transport{TLSClientConfig: &tls.Config{InsecureSkipVerify: true}}), //nolint:gosec // see above
+	}}
+}
+
+// prefillDirectly has P compute the prompt, and gives the edits that turn the client's body into D's. Where a prefill
+// fails another is tried, as the pool's policy says; no edits mean that D computes the prompt itself. The call ends with
+// the stream: a client that leaves ends its prefill.
+func (x *exchange) prefillDirectly(pool *kvstate.Pool, policy Policy, c picker.Choice, tokens int64, model string, a *attempt) (openai.Edits, error) {
+	select {
+	case x.s.direct.places <- struct{}{}:
+		defer func() { <-x.s.direct.places }()
+	default:
+		a.why = "direct_calls_spent"
+		return nil, nil
+	}
+	for {
+		p := x.view.Endpoints[c.Prefill]
+		edits, err := x.callPrefill(pool, policy, c, tokens, model)
+		a.prefills++
+		if err == nil {
+			return edits, nil
+		}
+		var answer *openai.Error
+		if errors.As(err, &answer) || x.stream.Context().Err() != nil {
+			return nil, err
+		}
+		x.s.Log.Warn("prefill failed", "request_id", x.requestID, "endpoint", p.Endpoint.Addr, "err", err)
+		a.excluded = append(a.excluded, p.Endpoint.Addr)
+		if policy.OnFailure == Fail {
+			return nil, openai.Unavailable("prefill_failed", "the prefill of this request failed", time.Second)
+		}
+		a.why = "prefill_failed"
+		if policy.OnFailure == DecodeAlone || a.prefills >= policy.PrefillAttempts || a.late(policy) {
+			return nil, nil
+		}
+		again, err := x.picker.Pick(&picker.Request{
+			PromptTokens: tokens, Blocks: len(x.hashes), Model: x.req.Model(), Split: true, Excluded: a.excluded, Rand: random(),
+		}, &x.view)
+		if err != nil || again.Prefill < 0 || x.view.Endpoints[again.Prefill].Endpoint.Group != x.view.Endpoints[c.Decode].Endpoint.Group {
+			return nil, nil
+		}
+		again.Decode = c.Decode
+		c = again
+	}
+}
+
+// callPrefill is one prefill leg, from the booking to the parameters. An error that wraps *openai.Error is the client's.
+func (x *exchange) callPrefill(pool *kvstate.Pool, policy Policy, c picker.Choice, tokens int64, model string) (openai.Edits, error) {
+	p, d, before := x.view.Endpoints[c.Prefill].Endpoint, x.view.Endpoints[c.Decode].Endpoint, x.view.Endpoints[c.Prefill].PromptTokens
+	booked := x.s.State.ReserveAs(0, p, c.PrefillBooking(), sourceOf(x.stream.Context()))
+	defer x.s.State.Release(booked)
+	x.s.State.Routed(pool, p, x.hashes)
+	x.setPair(newTicketID(), kvtransfer.Side{Addr: p.Addr, Transfer: p.Transfer}, kvtransfer.Side{Addr: d.Addr, Transfer: d.Transfer})
+	x.setSource(policy, c.Prefill)
+	x.patch.Reset(&x.req)
+	policy.Dialect.Prefill(&x.req, &x.patch, &x.pair)
+	if model != "" {
+		x.patch.Set("model", openai.FieldModel, strconv.AppendQuote(nil, model))
+	}
+	edits := x.patch.Edits()
+	ctx, cancel := context.WithTimeout(x.stream.Context(), policy.PrefillTimeout+pool.PrefillTime(tokens+before, policy.PerToken))
+	defer cancel()
+	began := time.Now()
+	status, body, err := x.post(ctx, p, edits.Apply(nil, x.body.bytes()))
+	took := time.Since(began)
+	x.s.metrics.hop(pool.Spec.Name, "prefill", p.Addr, directResult(status, err), took)
+	switch {
+	case x.stream.Context().Err() != nil:
+		return nil, x.stream.Context().Err()
+	case err != nil:
+		x.s.markFailed(p, &kvtransfer.Ticket{Pool: pool.Spec.Name, Stage: kvtransfer.PrefillLeg}, took)
+		return nil, err
+	case clientsFault(status):
+		return nil, &openai.Error{Status: status, Type: "invalid_request_error", Code: "prefill_refused", Message: printableAnswer(body)}
+	case status >= http.StatusInternalServerError:
+		x.s.State.MarkFailed(p)
+		return nil, fmt.Errorf("status %d", status)
+	case status != http.StatusOK:
+		return nil, fmt.Errorf("status %d", status)
+	}
+	got, err := policy.Dialect.ReadAnswer(body, &x.pair)
+	if err != nil {
+		return nil, err
+	}
+	x.s.State.Complete(booked)
+	x.s.State.MarkGood(p)
+	x.s.metrics.prompt(pool.Spec.Name, got)
+	if got.PromptTokens > 0 {
+		pool.ObservePrompt(int64(edits.Len(x.body.len())), got.PromptTokens)
+		pool.ObservePrefill(got.PromptTokens-max(got.CachedTokens, 0), took)
+	}
+	if got.Params == nil {
+		return openai.Edits{}, nil
+	}
+	member := append(policy.Dialect.DecodeMember(nil, got.Params), ',')
+	at := bytes.IndexByte(x.body.bytes(), '{') + 1 // a body that P answered with 200 is not an empty object, so the comma belongs
+	return openai.Edits{{Start: at, End: at, New: member}}, nil
+}
+
+// post sends a body to an endpoint on the client's own path and reads the answer.
+func (x *exchange) post(ctx context.Context, e *kvstate.Endpoint, body []byte) (status int, answer []byte, err error) {
+	scheme := "http"
+	if e.Scheme == "https" {
+		scheme = e.Scheme
+	}
+	h := &x.msg.headers
+	r, err := http.NewRequestWithContext(ctx, http.MethodPost, scheme+"://"+e.Addr+string(h.path), bytes.NewReader(body))
+	if err != nil {
+		return 0, nil, err
+	}
+	r.Header.Set("Content-Type", contentTypeJSON)
+	r.Header.Set(headerRequestID, x.requestID)
+	if len(h.authorization) > 0 {
+		r.Header.Set("Authorization", string(h.authorization))
+	}
+	resp, err := x.s.direct.client[e.Scheme].Do(r)
+	if err != nil {
+		return 0, nil, err
+	}
+	defer resp.Body.Close()
+	answer, err = io.ReadAll(io.LimitReader(resp.Body, maxAnswer+1))
+	if err == nil && len(answer) > maxAnswer {
+		err = fmt.Errorf("an answer of more than %d bytes", maxAnswer)
+	}
+	return resp.StatusCode, answer, err
+}
+
+func directResult(status int, err error) string {
+	switch {
+	case errors.Is(err, context.Canceled):
+		return "client_gone"
+	case err != nil || !clientsFault(status) && status != http.StatusOK:
+		return "failed"
+	case status != http.StatusOK:
+		return "refused"
+	}
+	return "ok"
+}
+
+// printableAnswer is what of an engine's refusal can stand in a message: its beginning, without line breaks.
+func printableAnswer(body []byte) string {
+	const longest = 500
+	text := bytes.Map(func(r rune) rune {
+		if r < ' ' {
+			return ' '
+		}
+		return r
+	}, body[:min(len(body), longest)])
+	return "the prefill endpoint refused the request: " + string(bytes.ToValidUTF8(text, nil))
+}

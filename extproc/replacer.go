@@ -1,0 +1,67 @@
+package extproc
+
+import (
+	"bytes"
+	"strconv"
+)
+
+// replacer gives answers the model name back that the client asked for: `"model":"x"` and `"model": "x"`, as engines write
+// it, in answers and in each event of a stream. The answer comes in pieces that may end anywhere, so what could be the
+// beginning of a match is kept back until the next piece.
+type replacer struct {
+	old, new [2][]byte
+	kept     []byte
+}
+
+// newReplacer replaces the name of served by that of asked.
+func newReplacer(served, asked string) *replacer {
+	r := &replacer{}
+	for i, before := range []string{`"model":`, `"model": `} {
+		r.old[i] = strconv.AppendQuote([]byte(before), served)
+		r.new[i] = strconv.AppendQuote([]byte(before), asked)
+	}
+	return r
+}
+
+// append appends to dst what a piece becomes. end is whether it is the last.
+func (r *replacer) append(dst, piece []byte, end bool) []byte {
+	text := piece
+	if len(r.kept) > 0 {
+		text = append(r.kept, piece...)
+	}
+	for len(text) > 0 {
+		at, which := r.find(text)
+		if at < 0 {
+			break
+		}
+		dst = append(append(dst, text[:at]...), r.new[which]...)
+		text = text[at+len(r.old[which]):]
+	}
+	keep := 0
+	if !end {
+		keep = r.beginning(text)
+	}
+	dst = append(dst, text[:len(text)-keep]...)
+	r.kept = bytes.Clone(text[len(text)-keep:])
+	return dst
+}
+
+// find is the first match of either spelling.
+func (r *replacer) find(text []byte) (at, which int) {
+	at = bytes.Index(text, r.old[0])
+	if other := bytes.Index(text, r.old[1]); other >= 0 && (at < 0 || other < at) {
+		return other, 1
+	}
+	return at, 0
+}
+
+// beginning is how many bytes at the end of text may begin a match.
+func (r *replacer) beginning(text []byte) int {
+	for n := min(len(text), len(r.old[1])-1); n > 0; n-- {
+		tail := text[len(text)-n:]
+		if bytes.HasPrefix(r.old[0], tail) || bytes.HasPrefix(r.old[1], tail) {
+			return n
+		}
+	}
+	return 0
+}

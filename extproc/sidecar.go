@@ -1,0 +1,80 @@
+package extproc
+
+import (
+	"time"
+
+	"tandem/extproc/kvtransfer"
+	"tandem/extproc/openai"
+	"tandem/kvstate"
+	"tandem/picker"
+)
+
+// Handoff says who makes the second hop of a request that is split.
+type Handoff uint8
+
+// The values of a pool's handoff.
+const (
+	HandoffEnvoy   Handoff = iota // Envoy, by a redirect: two passes
+	HandoffSidecar                // llm-d's routing sidecar beside D, which calls P before it calls its engine
+	HandoffDirect                 // this server calls P before it answers Envoy
+)
+
+// Headers that llm-d's routing sidecar takes orders from (llm-d-router, pkg/common/routing/common.go): a client's never pass.
+// Of encoders, cache sources and data-parallel ranks Tandem orders none, so those are only ever removed.
+const (
+	headerPrefiller    = "x-prefiller-host-port"
+	headerEncoders     = "x-encoder-hosts-ports"
+	headerCacheSource  = "x-kv-cache-source-host-port"
+	headerDataParallel = "x-data-parallel-host-port"
+)
+
+// sidecar tells the one beside D where the prompt is to be computed; nil: D alone.
+func (h *headerEdits) sidecar(prefill *kvstate.Endpoint) {
+	if prefill != nil {
+		h.add(headerPrefiller, []byte(prefill.Addr))
+	} else {
+		h.drop(headerPrefiller)
+	}
+	h.drop(headerEncoders)
+	h.drop(headerCacheSource)
+	h.drop(headerDataParallel)
+}
+
+// handOver plans the hop to P of a request whose second hop is not Envoy's. prefill is where the sidecar is to have the
+// prompt computed; edits are those of the client's body for D. model is the name that P is to be asked for, "" the client's.
+func (x *exchange) handOver(pool *kvstate.Pool, policy Policy, c picker.Choice, tokens int64, model string, a *attempt) (prefill *kvstate.Endpoint, edits openai.Edits, err error) {
+	if policy.Handoff == HandoffSidecar {
+		return x.view.Endpoints[c.Prefill].Endpoint, nil, nil
+	}
+	edits, err = x.prefillDirectly(pool, policy, c, tokens, model, a)
+	return nil, edits, err
+}
+
+// oneHop writes the one hop of a split request whose prefill Envoy has nothing to do with.
+func (x *exchange) oneHop(pool *kvstate.Pool, policy Policy, c picker.Choice, tokens int64, a attempt) (route, error) {
+	prefill, edits, err := x.handOver(pool, policy, c, tokens, "", &a)
+	if err != nil {
+		return route{}, err
+	}
+	d, p := x.view.Endpoints[c.Decode].Endpoint, x.view.Endpoints[c.Prefill].Endpoint
+	kind := "split"
+	if prefill == nil && edits == nil {
+		kind, c.Prefill = "decode_alone", -1
+	}
+	r := route{leg: legDecode, endpoint: d, edits: edits, prefill: prefill, handoff: policy.Handoff}
+	r.perTry = streamStart(policy, x.req.True(openai.FieldStream), policy.PrefillTimeout+pool.PrefillTime(tokens, policy.PerToken))
+	if a.redirects+1 >= x.s.MaxRedirects || x.body.len() > x.s.SplitBodyBytes {
+		r.leg = legPass
+	}
+	r.booked[1] = x.reserve(d, kvstate.RoleDecode, a.redirects, c.DecodeBooking())
+	x.s.State.Routed(pool, d, x.hashes)
+	x.stick(pool, x.session, p, d)
+	x.s.metrics.decided(pool, kind, a.why)
+	x.s.recent.planned(x.requestID, pool.Spec.Name, kind, a.why, p.Addr, d.Addr, tokens)
+	return x.seal(r, &kvtransfer.Ticket{
+		ID: newTicketID(), Stage: kvtransfer.DecodeLeg, Expires: time.Now().Add(x.s.TicketTTL), Started: a.started,
+		Pool: pool.Spec.Name, Decode: d.Addr, Reservations: [2]uint64{0, uint64(r.booked[1])},
+		Redirects: a.redirects, Prefills: a.prefills, Excluded: a.excluded,
+		Undo: edits.Inverse(nil, x.body.bytes()), BodyBytes: edits.Len(x.body.len()), PromptTokens: tokens,
+	})
+}

@@ -1,0 +1,136 @@
+package discovery
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"net"
+	"os"
+	"time"
+
+	"sigs.k8s.io/yaml"
+
+	"tandem/kvstate"
+)
+
+// fileCheckEvery is how often the file is looked at. A ConfigMap's file is a link that is turned over, which watches of
+// the file system miss as often as not; reading a small file is cheap and misses nothing.
+const fileCheckEvery = time.Second
+
+// maxEndpointsFile bounds what is read of the file, in bytes: some 40,000 endpoints.
+const maxEndpointsFile = 4 << 20
+
+// File is a pool whose endpoints stand in a file of their own, written by whoever starts the engines:
+//
+//	endpoints:
+//	- {address: 10.0.1.1:8000, role: prefill, group: a}
+//	- {address: 10.0.2.1:8000, role: decode, group: a}
+//
+// Addresses are ip:port, [ip]:port or name:port; names are resolved, and watched, as configured ones are. A file that
+// cannot be read changes nothing.
+type File struct {
+	Static
+	path    string
+	scheme  string
+	seen    []byte
+	failing bool
+}
+
+// NewFile makes the source of one pool. It writes nothing until Resolve or Run.
+func NewFile(state *kvstate.State, spec kvstate.PoolSpec, path, scheme string, log *slog.Logger) *File {
+	return &File{Static: *NewStatic(state, spec, nil, log), path: path, scheme: scheme}
+}
+
+// Resolve reads the file, and looks its names up, once.
+func (f *File) Resolve(ctx context.Context) {
+	f.read()
+	f.Static.Resolve(ctx)
+}
+
+// Run watches the file, and its names, until ctx ends.
+func (f *File) Run(ctx context.Context) {
+	tick := time.NewTicker(fileCheckEvery)
+	defer tick.Stop()
+	resolved := time.Now()
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-tick.C:
+			if f.read() || f.hasNames() && time.Since(resolved) >= resolveEvery {
+				f.Static.Resolve(ctx)
+				resolved = time.Now()
+			}
+		}
+	}
+}
+
+// read takes the file in and reports whether it changed. What is wrong with it is said once.
+func (f *File) read() bool {
+	text, err := readAtMost(f.path, maxEndpointsFile)
+	if err == nil && bytes.Equal(text, f.seen) {
+		return false
+	}
+	var endpoints []kvstate.EndpointSpec
+	if err == nil {
+		endpoints, err = ParseEndpoints(text, f.scheme)
+	}
+	if err != nil {
+		if !f.failing {
+			f.log.Error("endpoints file not taken, going on with what is known", "pool", f.spec.Name, "file", f.path, "err", err)
+		}
+		f.failing = true
+		return false
+	}
+	f.failing, f.seen, f.configured = false, text, endpoints
+	return true
+}
+
+func readAtMost(path string, limit int64) ([]byte, error) {
+	file, err := os.Open(path)
+	if err != nil {
+		return nil, err
+	}
+	defer file.Close()
+	text, err := io.ReadAll(io.LimitReader(file, limit+1))
+	if err == nil && int64(len(text)) > limit {
+		err = fmt.Errorf("more than %d bytes", limit)
+	}
+	return text, err
+}
+
+// ParseEndpoints reads the text of an endpoints file, strictly: an unknown member is an error. It needs at least one
+// endpoint, since a file that was just cut to be written anew is no order to forget them all.
+func ParseEndpoints(text []byte, scheme string) ([]kvstate.EndpointSpec, error) {
+	var file struct {
+		Endpoints []struct {
+			Address string `json:"address"`
+			Role    string `json:"role"`
+			Group   string `json:"group"`
+		} `json:"endpoints"`
+	}
+	if err := yaml.UnmarshalStrict(text, &file); err != nil {
+		return nil, err
+	}
+	if len(file.Endpoints) == 0 {
+		return nil, errors.New("it names no endpoints")
+	}
+	var out []kvstate.EndpointSpec
+	for i, e := range file.Endpoints {
+		if host, port, err := net.SplitHostPort(e.Address); err != nil || host == "" || port == "" {
+			return nil, fmt.Errorf("endpoints[%d].address: %.100q is not ip:port, [ip]:port or name:port", i, e.Address)
+		}
+		role := kvstate.RoleBoth
+		if e.Role != "" {
+			var err error
+			if role, err = kvstate.ParseRole(e.Role); err != nil {
+				return nil, fmt.Errorf("endpoints[%d].role: %w", i, err)
+			}
+		}
+		out = append(out, kvstate.EndpointSpec{Name: e.Address, Scheme: scheme, Role: role, Group: e.Group})
+	}
+	return out, nil
+}

@@ -1,0 +1,155 @@
+package discovery
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"reflect"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"k8s.io/apimachinery/pkg/fields"
+	"k8s.io/apimachinery/pkg/labels"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/client-go/dynamic/dynamicinformer"
+	"k8s.io/client-go/tools/cache"
+
+	"tandem/kvstate"
+)
+
+// PoolRef names an InferencePool and says what it does not.
+type PoolRef struct {
+	Namespace, Name string
+	Labels          Labels
+}
+
+// InferencePool is a pool whose endpoints an InferencePool of the Gateway API Inference Extension selects
+// (inference.networking.k8s.io/v1: selector.matchLabels of the same namespace, up to eight targetPorts, of which each is an
+// endpoint of every pod, appProtocol). When the resource is deleted its pool is empty.
+type InferencePool struct {
+	*Kubernetes
+	ref PoolRef
+}
+
+// inferencePools is the resource that is watched, and no other.
+var inferencePools = schema.GroupVersionResource{Group: "inference.networking.k8s.io", Version: "v1", Resource: "inferencepools"}
+
+// NewInferencePool makes the source of one pool, which is there and empty until Run has seen the cluster.
+func NewInferencePool(state *kvstate.State, spec kvstate.PoolSpec, cluster Cluster, ref PoolRef, log *slog.Logger) *InferencePool {
+	return &InferencePool{Kubernetes: NewKubernetes(state, spec, cluster, Pods{}, log), ref: ref}
+}
+
+// Run watches until ctx ends.
+func (i *InferencePool) Run(ctx context.Context) {
+	factory := dynamicinformer.NewFilteredDynamicSharedInformerFactory(i.cluster.Dynamic, 0, i.ref.Namespace,
+		func(o *metav1.ListOptions) {
+			o.FieldSelector = fields.OneTermEqualSelector("metadata.name", i.ref.Name).String()
+		})
+	defer factory.Shutdown()
+	informer := factory.ForResource(inferencePools)
+	changed := make(chan struct{}, 1)
+	if err := watchChanges(ctx, informer.Informer(), i.log, changed); err != nil {
+		i.log.Error("watching an InferencePool", "pool", i.spec.Name, "err", err)
+		return
+	}
+	factory.Start(ctx.Done())
+	if !cache.WaitForCacheSync(ctx.Done(), informer.Informer().HasSynced) {
+		return
+	}
+	watched := podWatch{source: i.Kubernetes}
+	defer watched.stop()
+	for {
+		i.follow(ctx, informer.Lister(), &watched)
+		if !next(ctx, changed) {
+			return
+		}
+	}
+}
+
+// follow watches the pods that the resource selects now.
+func (i *InferencePool) follow(ctx context.Context, lister cache.GenericLister, watched *podWatch) {
+	object, err := lister.ByNamespace(i.ref.Namespace).Get(i.ref.Name)
+	if err != nil { // the lister's only error: there is none of that name
+		i.log.Warn("no such InferencePool", "pool", i.spec.Name, "name", i.ref.Namespace+"/"+i.ref.Name)
+		watched.stop()
+		i.write(nil)
+		i.once.Do(func() { close(i.synced) })
+		return
+	}
+	pods, err := readInferencePool(object, i.ref)
+	if err != nil {
+		i.log.Error("InferencePool not taken, going on with what is known", "pool", i.spec.Name, "err", err)
+		return
+	}
+	watched.follow(ctx, pods)
+}
+
+// podWatch is the watch of pods that runs, if one does.
+type podWatch struct {
+	source *Kubernetes
+	pods   Pods
+	end    func() // nil: none runs
+}
+
+// follow replaces the watch, if it is for other pods. The pool keeps its endpoints until the new one has seen the cluster.
+func (w *podWatch) follow(ctx context.Context, pods Pods) {
+	if w.end != nil && reflect.DeepEqual(w.pods, pods) {
+		return
+	}
+	w.stop()
+	ctx, cancel := context.WithCancel(ctx)
+	done := make(chan struct{})
+	go func() { w.source.watchPods(ctx, pods); close(done) }()
+	w.pods, w.end = pods, func() { cancel(); <-done }
+}
+
+func (w *podWatch) stop() {
+	if w.end != nil {
+		w.end()
+		w.end = nil
+	}
+}
+
+// inferencePool is the part of the resource that is read.
+type inferencePool struct {
+	Spec struct {
+		Selector struct {
+			MatchLabels map[string]string `json:"matchLabels"`
+		} `json:"selector"`
+		TargetPorts []struct {
+			Number int `json:"number"`
+		} `json:"targetPorts"`
+		AppProtocol string `json:"appProtocol"`
+	} `json:"spec"`
+}
+
+// readInferencePool turns the resource into the pods it selects.
+func readInferencePool(object runtime.Object, ref PoolRef) (Pods, error) {
+	raw, ok := object.(*unstructured.Unstructured)
+	if !ok {
+		return Pods{}, fmt.Errorf("unexpected object %T", object)
+	}
+	var pool inferencePool
+	if err := runtime.DefaultUnstructuredConverter.FromUnstructured(raw.Object, &pool); err != nil {
+		return Pods{}, err
+	}
+	if len(pool.Spec.Selector.MatchLabels) == 0 {
+		return Pods{}, errors.New("spec.selector.matchLabels is empty, which would select every pod")
+	}
+	out := Pods{Namespace: ref.Namespace, Selector: labels.Set(pool.Spec.Selector.MatchLabels).String(), Scheme: "http", Labels: ref.Labels}
+	if pool.Spec.AppProtocol == "kubernetes.io/h2c" {
+		out.Scheme = "h2c"
+	}
+	for n, p := range pool.Spec.TargetPorts {
+		if p.Number < 1 || p.Number > 65535 || n >= MaxPorts {
+			return Pods{}, fmt.Errorf("spec.targetPorts[%d] is %d: ports are 1 to 65535, and at most %d", n, p.Number, MaxPorts)
+		}
+		out.Ports = append(out.Ports, p.Number)
+	}
+	if len(out.Ports) == 0 {
+		return Pods{}, errors.New("spec.targetPorts is empty")
+	}
+	return out, nil
+}

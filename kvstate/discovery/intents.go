@@ -1,0 +1,134 @@
+package discovery
+
+import (
+	"cmp"
+	"context"
+	"log/slog"
+	"slices"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"k8s.io/apimachinery/pkg/labels"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/client-go/dynamic/dynamicinformer"
+	"k8s.io/client-go/tools/cache"
+
+	"tandem/kvstate"
+)
+
+// Intents watches what a cluster wants of the requests of an InferencePool: InferenceObjective and InferenceModelRewrite
+// (inference.networking.x-k8s.io/v1alpha2, llm-d-router apix). Where the resources are not installed it knows nothing, and
+// asks again with growing pauses.
+type Intents struct {
+	state   *kvstate.State
+	pool    string
+	cluster Cluster
+	ref     PoolRef
+	log     *slog.Logger
+}
+
+// NewIntents makes the watch for one pool.
+func NewIntents(state *kvstate.State, pool string, cluster Cluster, ref PoolRef, log *slog.Logger) *Intents {
+	return &Intents{state, pool, cluster, ref, log}
+}
+
+// objectives and rewrites are the resources that are watched.
+func objectives() schema.GroupVersionResource {
+	return schema.GroupVersionResource{Group: "inference.networking.x-k8s.io", Version: "v1alpha2", Resource: "inferenceobjectives"}
+}
+
+func rewrites() schema.GroupVersionResource {
+	return schema.GroupVersionResource{Group: "inference.networking.x-k8s.io", Version: "v1alpha2", Resource: "inferencemodelrewrites"}
+}
+
+// Run watches until ctx ends.
+func (i *Intents) Run(ctx context.Context) {
+	factory := dynamicinformer.NewFilteredDynamicSharedInformerFactory(i.cluster.Dynamic, 0, i.ref.Namespace, nil)
+	defer factory.Shutdown()
+	changed := make(chan struct{}, 1)
+	var listers []cache.GenericLister
+	for _, resource := range []schema.GroupVersionResource{objectives(), rewrites()} {
+		informer := factory.ForResource(resource)
+		if err := watchChanges(ctx, informer.Informer(), i.log, changed); err != nil {
+			i.log.Error("watching intents", "pool", i.pool, "err", err)
+			return
+		}
+		listers = append(listers, informer.Lister())
+	}
+	factory.Start(ctx.Done())
+	for next(ctx, changed) {
+		i.state.SetIntents(i.pool, readIntents(i.ref.Name, all(listers[0]), all(listers[1])))
+	}
+}
+
+func all(l cache.GenericLister) (out []*unstructured.Unstructured) {
+	objects, _ := l.List(labels.Everything()) // from the cache: there is nothing to fail
+	for _, o := range objects {
+		if u, ok := o.(*unstructured.Unstructured); ok {
+			out = append(out, u)
+		}
+	}
+	return out
+}
+
+// intent is the part of both resources that is read.
+type intent struct {
+	Metadata metav1.ObjectMeta `json:"metadata"`
+	Spec     struct {
+		PoolRef struct {
+			Name string `json:"name"`
+		} `json:"poolRef"`
+		Priority int32 `json:"priority"`
+		Rules    []struct {
+			Matches []struct {
+				Model struct {
+					Value string `json:"value"`
+				} `json:"model"`
+			} `json:"matches"`
+			Targets []struct {
+				Weight       int    `json:"weight"`
+				ModelRewrite string `json:"modelRewrite"`
+			} `json:"targets"`
+		} `json:"rules"`
+	} `json:"spec"`
+}
+
+// readIntents are those of one pool. Rewrites stand in the order to try them: the oldest resource first, and its rules as they
+// are listed. What cannot be read is left out.
+func readIntents(pool string, objectives, rewrites []*unstructured.Unstructured) *kvstate.Intents {
+	out := &kvstate.Intents{Objectives: map[string]int32{}}
+	for _, o := range ofPool(pool, objectives) {
+		out.Objectives[o.Metadata.Name] = o.Spec.Priority
+	}
+	for _, r := range ofPool(pool, rewrites) {
+		for _, rule := range r.Spec.Rules {
+			var targets []kvstate.RewriteTarget
+			for _, t := range rule.Targets {
+				if t.ModelRewrite != "" && t.Weight >= 0 {
+					targets = append(targets, kvstate.RewriteTarget{Model: t.ModelRewrite, Weight: t.Weight})
+				}
+			}
+			if len(rule.Matches) == 0 {
+				out.Rewrites = append(out.Rewrites, kvstate.Rewrite{Targets: targets})
+			}
+			for _, m := range rule.Matches {
+				out.Rewrites = append(out.Rewrites, kvstate.Rewrite{Model: m.Model.Value, Targets: targets})
+			}
+		}
+	}
+	return out
+}
+
+func ofPool(pool string, objects []*unstructured.Unstructured) (out []intent) {
+	for _, o := range objects {
+		var in intent
+		if runtime.DefaultUnstructuredConverter.FromUnstructured(o.Object, &in) == nil && in.Spec.PoolRef.Name == pool {
+			out = append(out, in)
+		}
+	}
+	slices.SortFunc(out, func(a, b intent) int {
+		return cmp.Or(a.Metadata.CreationTimestamp.Compare(b.Metadata.CreationTimestamp.Time), cmp.Compare(a.Metadata.Name, b.Metadata.Name))
+	})
+	return out
+}

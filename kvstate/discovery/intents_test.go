@@ -1,0 +1,77 @@
+package discovery
+
+import (
+	"context"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/stretchr/testify/require"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+	dynamicfake "k8s.io/client-go/dynamic/fake"
+	"sigs.k8s.io/yaml"
+
+	"tandem/kvstate"
+)
+
+func intentObject(t *testing.T, text string) *unstructured.Unstructured {
+	raw, err := yaml.YAMLToJSON([]byte(text))
+	require.NoError(t, err)
+	u := &unstructured.Unstructured{}
+	require.NoError(t, u.UnmarshalJSON(raw))
+	return u
+}
+
+const (
+	batch   = `{apiVersion: inference.networking.x-k8s.io/v1alpha2, kind: InferenceObjective, metadata: {name: batch, namespace: llm}, spec: {priority: -1, poolRef: {name: llm}}}`
+	foreign = `{apiVersion: inference.networking.x-k8s.io/v1alpha2, kind: InferenceObjective, metadata: {name: gold, namespace: llm}, spec: {priority: 5, poolRef: {name: other}}}`
+	unset   = `{apiVersion: inference.networking.x-k8s.io/v1alpha2, kind: InferenceObjective, metadata: {name: plain, namespace: llm}, spec: {poolRef: {name: llm}}}`
+	younger = `{apiVersion: inference.networking.x-k8s.io/v1alpha2, kind: InferenceModelRewrite, metadata: {name: a, namespace: llm, creationTimestamp: "2026-02-01T00:00:00Z"},
+		spec: {poolRef: {name: llm}, rules: [{matches: [{model: {type: Exact, value: m}}], targets: [{weight: 1, modelRewrite: late}]}, {targets: [{modelRewrite: any}]}]}}`
+	older = `{apiVersion: inference.networking.x-k8s.io/v1alpha2, kind: InferenceModelRewrite, metadata: {name: b, namespace: llm, creationTimestamp: "2026-01-01T00:00:00Z"},
+		spec: {poolRef: {name: llm}, rules: [{matches: [{model: {type: Exact, value: m}}], targets: [{weight: 3, modelRewrite: m-1}, {weight: 1, modelRewrite: m-2}]}]}}`
+)
+
+// Exact beats generic, the oldest resource beats others, weights are shares.
+func TestIntents(t *testing.T) {
+	s := kvstate.New(kvstate.Options{})
+	s.SetIntents("p", readIntents("llm",
+		[]*unstructured.Unstructured{intentObject(t, batch), intentObject(t, foreign), intentObject(t, unset)},
+		[]*unstructured.Unstructured{intentObject(t, younger), intentObject(t, older)}))
+	require.EqualValues(t, -1, s.Priority("p", "batch"))
+	require.Zero(t, s.Priority("p", "gold"), "another pool's")
+	require.Zero(t, s.Priority("p", "plain"))
+	shares := map[string]int{}
+	for i := range uint64(100) {
+		shares[s.Rewritten("p", "m", i)]++
+	}
+	require.Equal(t, map[string]int{"m-1": 75, "m-2": 25}, shares)
+	require.Equal(t, "any", s.Rewritten("p", "x", 7))
+	require.Empty(t, s.Rewritten("q", "m", 0), "a pool of which nothing is wanted")
+}
+
+func TestIntentsAreWatched(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		client := dynamicfake.NewSimpleDynamicClientWithCustomListKinds(runtime.NewScheme(), map[schema.GroupVersionResource]string{
+			objectives(): "InferenceObjectiveList", rewrites(): "InferenceModelRewriteList",
+		}, intentObject(t, batch))
+		s := kvstate.New(kvstate.Options{})
+		ctx, stop := context.WithCancel(t.Context())
+		ended := make(chan struct{})
+		go func() {
+			NewIntents(s, "p", Cluster{Dynamic: client}, PoolRef{Namespace: "llm", Name: "llm"}, quiet()).Run(ctx)
+			close(ended)
+		}()
+		later := func() { time.Sleep(time.Second); synctest.Wait() }
+		later()
+		require.EqualValues(t, -1, s.Priority("p", "batch"))
+		require.NoError(t, client.Resource(objectives()).Namespace("llm").Delete(ctx, "batch", metav1.DeleteOptions{}))
+		later()
+		require.Zero(t, s.Priority("p", "batch"))
+		stop()
+		<-ended
+	})
+}

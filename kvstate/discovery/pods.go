@@ -1,0 +1,70 @@
+package discovery
+
+import (
+	"cmp"
+	"net"
+	"net/netip"
+	"slices"
+	"strconv"
+
+	corev1 "k8s.io/api/core/v1"
+
+	"tandem/kvstate"
+)
+
+// MaxPorts is how many ports a pod may have engines on: as many as an InferencePool has targetPorts.
+const MaxPorts = 8
+
+// podPool is how pods become endpoints.
+type podPool struct {
+	ports  []int // each is an endpoint of its own: data-parallel ranks of one pod
+	scheme string
+	labels Labels
+}
+
+// endpoints are those of the pods that are ready, and of those that are on their way out and still answer. They stand in
+// the pods' order of names, so that one state of the cluster is one list.
+func (p *podPool) endpoints(pods []*corev1.Pod) []kvstate.EndpointSpec {
+	slices.SortFunc(pods, func(a, b *corev1.Pod) int {
+		return cmp.Or(cmp.Compare(a.Namespace, b.Namespace), cmp.Compare(a.Name, b.Name))
+	})
+	var out []kvstate.EndpointSpec
+	for _, pod := range pods {
+		ip, err := netip.ParseAddr(pod.Status.PodIP)
+		role := p.labels.role(pod.Labels)
+		if err != nil || role == 0 || !serves(pod) {
+			continue
+		}
+		for _, port := range p.portsOf(pod) {
+			out = append(out, kvstate.EndpointSpec{
+				Name: pod.Namespace + "/" + pod.Name, Addr: net.JoinHostPort(ip.Unmap().String(), strconv.Itoa(port)),
+				Scheme: p.scheme, Role: role, Group: pod.Labels[p.labels.Group], Draining: pod.DeletionTimestamp != nil,
+			})
+		}
+	}
+	return out
+}
+
+// portsOf are the ports of a pod's engines: the one its label names, else the configured ones.
+func (p *podPool) portsOf(pod *corev1.Pod) []int {
+	if p.labels.Port != "" {
+		if n, err := strconv.ParseUint(pod.Labels[p.labels.Port], 10, 16); err == nil && n > 0 {
+			return []int{int(n)}
+		}
+	}
+	return p.ports
+}
+
+// serves reports whether a pod answers: it is ready, or it is on its way out and its engine still runs, since a pod that is
+// being deleted loses its readiness before its work is done.
+func serves(pod *corev1.Pod) bool {
+	if pod.Status.Phase != corev1.PodRunning {
+		return false
+	}
+	if pod.DeletionTimestamp != nil {
+		return true
+	}
+	return slices.ContainsFunc(pod.Status.Conditions, func(c corev1.PodCondition) bool {
+		return c.Type == corev1.PodReady && c.Status == corev1.ConditionTrue
+	})
+}

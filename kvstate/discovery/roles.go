@@ -1,0 +1,61 @@
+package discovery
+
+import (
+	"fmt"
+	"slices"
+
+	"tandem/kvstate"
+)
+
+// Labels say how a pod's labels are read.
+type Labels struct {
+	Role    string   // the label that holds the role
+	Prefill []string // its values: prefill ...
+	Decode  []string // ... decode ...
+	Both    []string // ... and both
+	Group   string   // the label whose value is the group; "": no groups
+	Port    string   // the label that holds the engine's port; "": the configured ports
+
+	// Default is the role of pods whose label is missing or says something else. 0: such pods are left out.
+	Default kvstate.Role
+}
+
+// Conventions are the presets of [Labels] by name, as the systems that start engines write them:
+//
+//   - llm-d: llm-d-router, pkg/epp/framework/plugins/scheduling (roles prefill, decode, both, prefill-decode); a pod without
+//     the label decodes (the decode filter lets it pass, the prefill filter does not)
+//   - aibrix: StormService and its gateway plugin (role-name, roleset-name, model.aibrix.ai/port); a pair shares a role set
+//   - production-stack: router flags --prefill-model-labels and --decode-model-labels over the label model
+//   - kthena: ModelServing (modelserving.volcano.sh/role and /group-name); a pair shares a serving group
+func Conventions(name string) (Labels, error) {
+	l := Labels{Prefill: []string{"prefill"}, Decode: []string{"decode"}, Both: []string{"both"}}
+	switch name {
+	case "llm-d":
+		l.Role, l.Default = "llm-d.ai/role", kvstate.RoleDecode
+		l.Both = []string{"both", "prefill-decode"}
+	case "aibrix":
+		l.Role, l.Group, l.Port = "role-name", "roleset-name", "model.aibrix.ai/port"
+	case "production-stack":
+		l.Role = "model"
+	case "kthena":
+		l.Role, l.Group = "modelserving.volcano.sh/role", "modelserving.volcano.sh/group-name"
+	default:
+		return Labels{}, fmt.Errorf("%q is no convention of labels: one of llm-d, aibrix, production-stack, kthena", name)
+	}
+	return l, nil
+}
+
+// role reads a pod's role; 0 for a pod that has none.
+func (l *Labels) role(labels map[string]string) kvstate.Role {
+	value, ok := labels[l.Role]
+	switch {
+	case !ok || l.Role == "":
+	case slices.Contains(l.Prefill, value):
+		return kvstate.RolePrefill
+	case slices.Contains(l.Decode, value):
+		return kvstate.RoleDecode
+	case slices.Contains(l.Both, value):
+		return kvstate.RoleBoth
+	}
+	return l.Default
+}

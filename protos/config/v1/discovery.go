@@ -1,0 +1,124 @@
+package configv1
+
+import (
+	"fmt"
+	"slices"
+)
+
+// maxPorts is how many targetPorts an InferencePool may have (inference.networking.k8s.io/v1).
+const maxPorts = 8
+
+func setDiscoveryDefaults(d *Discovery) {
+	if d == nil {
+		return
+	}
+	if d.File != nil {
+		or(&d.File.Scheme, "http")
+	}
+	for _, n := range d.Dns {
+		or(&n.Scheme, "http")
+		or(&n.Role, "both")
+	}
+	if k := d.Kubernetes; k != nil {
+		or(&k.Scheme, "http")
+		sub(&k.Labels)
+		or(&k.Labels.Convention, "llm-d")
+	}
+	if i := d.InferencePool; i != nil {
+		sub(&i.Labels)
+		or(&i.Labels.Convention, "llm-d")
+		or(&i.Intents, "none")
+	}
+}
+
+// Schemes are those of the endpoints that may be found. What an InferencePool says of its pods is not known beforehand.
+func (x *Discovery) Schemes() []string {
+	var out []string
+	if f := x.GetFile(); f != nil {
+		out = append(out, f.Scheme)
+	}
+	for _, n := range x.GetDns() {
+		out = append(out, n.Scheme)
+	}
+	if k := x.GetKubernetes(); k != nil {
+		out = append(out, k.Scheme)
+	}
+	if x.GetInferencePool() != nil {
+		out = append(out, "http", "h2c")
+	}
+	return out
+}
+
+func (v *validator) discovery(path string, p *Pool) {
+	if len(p.Endpoints) > 0 {
+		v.m.add(path+".endpoints", "stand beside discovery: list endpoints or have them found")
+	}
+	path += ".discovery"
+	d := p.Discovery
+	kinds := 0
+	for _, there := range []bool{d.File != nil, len(d.Dns) > 0, d.Kubernetes != nil, d.InferencePool != nil} {
+		if there {
+			kinds++
+		}
+	}
+	if kinds != 1 {
+		v.m.add(path, "holds %d of file, dns, kubernetes, inferencePool: one is needed", kinds)
+	}
+	if f := d.File; f != nil {
+		v.needed(path+".file.path", f.Path, "a file that lists endpoints")
+		v.oneOf(path+".file.scheme", f.Scheme, "http", "https", "h2c")
+	}
+	for i, n := range d.Dns {
+		v.nameDiscovery(fmt.Sprintf("%s.dns[%d]", path, i), n)
+	}
+	if k := d.Kubernetes; k != nil {
+		v.kubernetes(path+".kubernetes", k)
+	}
+	if i := d.InferencePool; i != nil {
+		v.needed(path+".inferencePool.name", i.Name, "an InferencePool of the cluster")
+		v.podLabels(path+".inferencePool.labels", i.Labels)
+		v.oneOf(path+".inferencePool.intents", i.Intents, "none", "watch")
+	}
+}
+
+func (v *validator) needed(path, value, what string) {
+	if value == "" {
+		v.m.add(path, "is missing: %s", what)
+	}
+}
+
+func (v *validator) nameDiscovery(path string, n *NameDiscovery) {
+	v.needed(path+".name", n.Name, "a DNS name")
+	if n.Name != "" && !isName(n.Name) {
+		v.m.add(path+".name", "%.100q is not a DNS name", n.Name)
+	}
+	if n.Port < 0 || n.Port > 65535 {
+		v.m.add(path+".port", "%d is not between 1 and 65535", n.Port)
+	}
+	v.oneOf(path+".role", n.Role, "prefill", "decode", "both")
+	v.oneOf(path+".scheme", n.Scheme, "http", "https", "h2c")
+}
+
+func (v *validator) kubernetes(path string, k *KubernetesDiscovery) {
+	v.needed(path+".selector", k.Selector, "labels of the engines' pods, as kubectl -l takes them")
+	v.oneOf(path+".scheme", k.Scheme, "http", "https", "h2c")
+	v.podLabels(path+".labels", k.Labels)
+	if len(k.Ports) == 0 && k.Labels.PortLabel == "" && k.Labels.Convention != "aibrix" {
+		v.m.add(path+".ports", "is missing: the ports of the engines, or labels.portLabel")
+	}
+	if len(k.Ports) > maxPorts {
+		v.m.add(path+".ports", "has %d, at most %d are possible", len(k.Ports), maxPorts)
+	}
+	for i, port := range k.Ports {
+		if port < 1 || port > 65535 || slices.Contains(k.Ports[:i], port) {
+			v.m.add(fmt.Sprintf("%s.ports[%d]", path, i), "%d is not between 1 and 65535, or is there twice", port)
+		}
+	}
+}
+
+func (v *validator) podLabels(path string, l *PodLabels) {
+	v.oneOf(path+".convention", l.Convention, "llm-d", "aibrix", "production-stack", "kthena")
+	if l.DefaultRole != "" {
+		v.oneOf(path+".defaultRole", l.DefaultRole, "prefill", "decode", "both", "none")
+	}
+}
