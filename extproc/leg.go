@@ -43,6 +43,7 @@ func (x *exchange) prefillLeg() error {
 	if err := x.receiveAnswer(); err != nil {
 		return err
 	}
+	x.did(workReceive)
 	took := time.Since(x.s.sealedAt(t))
 	next := x.afterPrefill(t, code)
 	x.s.State.Release(kvstate.ReservationID(t.Reservations[0]))
@@ -52,8 +53,10 @@ func (x *exchange) prefillLeg() error {
 	}
 	x.s.metrics.prefillEnded(t, code, result, took)
 	x.s.recent.change(x.requestID, func(trace *Trace) { trace.PrefillTime = took })
+	x.did(workDecide)
 	gone := x.stream.Context().Err() // Envoy let go while P's answer waited here
 	err = x.redirect(next)
+	x.did(workAnswer)
 	if next.Stage == kvtransfer.HandOver && (gone != nil || err != nil) {
 		x.s.stranded(next, x.requestID, "client_gone")
 	}
@@ -136,6 +139,7 @@ func (x *exchange) afterPrefill(t *kvtransfer.Ticket, code int) *kvtransfer.Tick
 		}
 	}
 	x.s.metrics.prompt(t.Pool, got)
+	x.s.metrics.expected.compare(t, got, time.Since(x.s.sealedAt(t)))
 	x.s.recent.change(x.requestID, func(trace *Trace) {
 		trace.CachedTokens = got.CachedTokens
 		if got.PromptTokens > 0 {

@@ -58,6 +58,7 @@ func (x *exchange) plan(api openai.API, a attempt) (route, error) {
 	if err := x.scan(api); err != nil {
 		return route{}, err
 	}
+	x.did(workScan)
 	pool := x.s.State.PoolFor(x.req.Model())
 	if pool == nil {
 		return route{}, openai.ModelNotFound(x.req.Model())
@@ -174,6 +175,7 @@ func (x *exchange) prefill(pool *kvstate.Pool, policy Policy, c picker.Choice, t
 		Pool: pool.Spec.Name, Prefill: p.Endpoint.Addr, Decode: d.Endpoint.Addr, Split: true,
 		Redirects: a.redirects, Prefills: a.prefills + 1, Excluded: a.excluded,
 		Undo: x.undo, BodyBytes: edits.Len(x.body.len()), PromptTokens: tokens, Stream: x.req.True(openai.FieldStream),
+		ExpectedCached: tokens - uncached, ExpectedPrefill: pool.ExpectedPrefill(uncached + p.PromptTokens),
 	}
 	r := route{
 		leg: legPrefill, endpoint: p.Endpoint, edits: edits,

@@ -36,7 +36,9 @@ func (x *exchange) route() error {
 	if err != nil {
 		return err
 	}
+	x.did(workDecide)
 	err = x.answer(r)
+	x.did(workAnswer)
 	if err == nil && x.stream.Context().Err() != nil {
 		err = io.EOF // Envoy let go before it had the answer
 	}
@@ -109,6 +111,7 @@ func (x *exchange) openTicket() (*kvtransfer.Ticket, error) {
 
 // receiveBody reads the body to its end into x.body, at most limit bytes.
 func (x *exchange) receiveBody(limit int) error {
+	defer x.did(workReceive)
 	if x.msg.endOfStream {
 		return nil
 	}

@@ -156,7 +156,10 @@ type exchange struct {
 	headers   headerEdits
 	pieces    pieces
 	timer     *time.Timer
-	sending   sync.Mutex // between the body's deadline and the handler
+	role      uint8         // 0: main, 1: prefill leg
+	since     time.Time     // when the phase of work began that is under way (did)
+	busy      time.Duration // time of all phases but those of waiting
+	sending   sync.Mutex    // between the body's deadline and the handler
 	answered  bool
 }
 
@@ -169,13 +172,14 @@ func (s *Server) process(stream grpc.ServerStream) error {
 	defer x.release()
 
 	started := time.Now()
+	x.since, x.busy, x.role = started, 0, 0
 	role, serve := "main", x.route
 	if hasRole(stream.Context(), rolePrefillLeg) {
-		role, serve = rolePrefillLeg, x.prefillLeg
+		role, serve, x.role = rolePrefillLeg, x.prefillLeg, 1
 	}
 	err := serve()
 	if err == nil {
-		s.metrics.processed(role, time.Since(started))
+		s.metrics.processed(role, x.since.Sub(started), x.busy)
 		return nil
 	}
 	if errors.Is(err, errAnswered) {
@@ -314,5 +318,6 @@ func (s *Server) Run(ctx context.Context) {
 	for range cleanupWorkers {
 		workers.Go(func() { s.cleanUp(ctx) })
 	}
+	workers.Go(func() { s.metrics.pruneSeries(ctx, s.State) })
 	s.State.Run(ctx)
 }

@@ -13,8 +13,6 @@ import (
 	"runtime/debug"
 	"time"
 
-	"github.com/prometheus/client_golang/prometheus"
-	"github.com/prometheus/client_golang/prometheus/collectors"
 	"golang.org/x/sync/errgroup"
 	"google.golang.org/grpc"
 
@@ -68,8 +66,7 @@ const drainTime = 20 * time.Second
 
 // runServer wires the parts together and runs them until ctx ends or one of them fails.
 func runServer(ctx context.Context, config *configv1.Config, linger time.Duration, log *slog.Logger) error {
-	registry := prometheus.NewRegistry()
-	registry.MustRegister(collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
+	registry := newRegistry()
 	fleet, err := newFleet(ctx, config, log)
 	if err != nil {
 		return err

@@ -70,9 +70,11 @@ type Ticket struct {
 	Undo      openai.Edits // turns the body of the leg back into the client's
 	BodyBytes int          // length of the body that Undo applies to; 0: not known
 
-	PromptTokens int64
-	Params       []byte   // of the hand-over, for D
-	ParamsRef    [16]byte // the name under which Params are kept where no header holds them
+	PromptTokens    int64
+	ExpectedCached  int64         // of those, expected in P's prefix cache when it was chosen
+	ExpectedPrefill time.Duration // how long the prefill leg was expected to take, in microseconds; 0: not known
+	Params          []byte        // of the hand-over, for D
+	ParamsRef       [16]byte      // the name under which Params are kept where no header holds them
 }
 
 // Errors of Keys.Open.

@@ -32,6 +32,8 @@ const (
 	fieldParamsRef          protowire.Number = 18
 	fieldPackedParams       protowire.Number = 19
 	fieldStream             protowire.Number = 20
+	fieldExpectedCached     protowire.Number = 30
+	fieldExpectedPrefill    protowire.Number = 31
 
 	fieldEditStart protowire.Number = 1
 	fieldEditEnd   protowire.Number = 2
@@ -70,6 +72,8 @@ func appendTicket(b []byte, t *Ticket) []byte {
 	b = appendNumber(b, fieldBodyBytes, uint64(t.BodyBytes))
 	b = appendNumber(b, fieldPromptTokens, uint64(t.PromptTokens))
 	b = appendNumber(b, fieldStream, protowire.EncodeBool(t.Stream))
+	b = appendNumber(b, fieldExpectedCached, uint64(t.ExpectedCached))
+	b = appendNumber(b, fieldExpectedPrefill, uint64(t.ExpectedPrefill.Microseconds()))
 	if t.ParamsRef != ([16]byte{}) {
 		b = appendBytes(b, fieldParamsRef, t.ParamsRef[:])
 	}
@@ -206,7 +210,7 @@ func (t *Ticket) setNumber(f protowire.Number, v uint64) error {
 		limit = 255
 	case fieldRedirects, fieldPrefills:
 		limit = maxCount
-	case fieldBodyBytes, fieldPromptTokens:
+	case fieldBodyBytes, fieldPromptTokens, fieldExpectedCached, fieldExpectedPrefill:
 		limit = maxLength
 	}
 	if v > limit {
@@ -231,6 +235,10 @@ func (t *Ticket) setNumber(f protowire.Number, v uint64) error {
 		t.BodyBytes = int(v)
 	case fieldPromptTokens:
 		t.PromptTokens = int64(v)
+	case fieldExpectedCached:
+		t.ExpectedCached = int64(v)
+	case fieldExpectedPrefill:
+		t.ExpectedPrefill = time.Duration(v) * time.Microsecond
 	}
 	return nil
 }

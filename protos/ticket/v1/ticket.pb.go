@@ -120,9 +120,13 @@ type Ticket struct {
 	// kv_transfer_params as the prefill endpoint sent it, its lists of integers packed (extproc/kvtransfer/pack.go).
 	PackedParams []byte `protobuf:"bytes,19,opt,name=packed_params,json=packedParams,proto3" json:"packed_params,omitempty"`
 	// The client wants the answer streamed.
-	Stream        bool `protobuf:"varint,20,opt,name=stream,proto3" json:"stream,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	Stream bool `protobuf:"varint,20,opt,name=stream,proto3" json:"stream,omitempty"`
+	// What was foreseen of the prefill leg when its endpoint was chosen, to be compared with what came: tokens of the prompt in
+	// its prefix cache, and its time; 0: not known.
+	ExpectedCachedTokens int64 `protobuf:"varint,30,opt,name=expected_cached_tokens,json=expectedCachedTokens,proto3" json:"expected_cached_tokens,omitempty"`
+	ExpectedPrefillUs    int64 `protobuf:"varint,31,opt,name=expected_prefill_us,json=expectedPrefillUs,proto3" json:"expected_prefill_us,omitempty"`
+	unknownFields        protoimpl.UnknownFields
+	sizeCache            protoimpl.SizeCache
 }
 
 func (x *Ticket) Reset() {
@@ -295,6 +299,20 @@ func (x *Ticket) GetStream() bool {
 	return false
 }
 
+func (x *Ticket) GetExpectedCachedTokens() int64 {
+	if x != nil {
+		return x.ExpectedCachedTokens
+	}
+	return 0
+}
+
+func (x *Ticket) GetExpectedPrefillUs() int64 {
+	if x != nil {
+		return x.ExpectedPrefillUs
+	}
+	return 0
+}
+
 // body[start:end] becomes text.
 type Edit struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
@@ -360,7 +378,7 @@ var File_ticket_v1_ticket_proto protoreflect.FileDescriptor
 
 const file_ticket_v1_ticket_proto_rawDesc = "" +
 	"\n" +
-	"\x16ticket/v1/ticket.proto\x12\x10tandem.ticket.v1\"\x86\x06\n" +
+	"\x16ticket/v1/ticket.proto\x12\x10tandem.ticket.v1\"\xec\x06\n" +
 	"\x06Ticket\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\fR\x02id\x124\n" +
 	"\x05stage\x18\x02 \x01(\x0e2\x1e.tandem.ticket.v1.Ticket.StageR\x05stage\x12&\n" +
@@ -384,7 +402,9 @@ const file_ticket_v1_ticket_proto_rawDesc = "" +
 	"\n" +
 	"params_ref\x18\x12 \x01(\fR\tparamsRef\x12#\n" +
 	"\rpacked_params\x18\x13 \x01(\fR\fpackedParams\x12\x16\n" +
-	"\x06stream\x18\x14 \x01(\bR\x06stream\"r\n" +
+	"\x06stream\x18\x14 \x01(\bR\x06stream\x124\n" +
+	"\x16expected_cached_tokens\x18\x1e \x01(\x03R\x14expectedCachedTokens\x12.\n" +
+	"\x13expected_prefill_us\x18\x1f \x01(\x03R\x11expectedPrefillUs\"r\n" +
 	"\x05Stage\x12\x15\n" +
 	"\x11STAGE_UNSPECIFIED\x10\x00\x12\x15\n" +
 	"\x11STAGE_PREFILL_LEG\x10\x01\x12\x13\n" +
