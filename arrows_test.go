@@ -28,10 +28,11 @@ var arrows = map[string][]string{
 	"extproc/openai":              {},
 	"extproc/kvtransfer":          {"extproc/openai", "kvstate", "protos/ticket/v1"}, // the last in tests
 	"extproc":                     {"extproc/openai", "extproc/kvtransfer", "kvstate", "picker"},
+	"status":                      {"extproc", "kvstate"},
 	"protos/config/v1":            {},
 	"protos/ticket/v1":            {},
 	"envoy-configs":               {"protos/config/v1"},
-	"cmd/tandem":                  {"extproc", "extproc/kvtransfer", "kvstate", "kvstate/discovery", "envoy-configs", "protos/config/v1"},
+	"cmd/tandem":                  {"extproc", "extproc/kvtransfer", "kvstate", "kvstate/discovery", "envoy-configs", "protos/config/v1", "status"},
 	"cmd/enginesim":               {}, // the engines of the tests: what it shared with the product it could not catch
 	"e2e":                         {}, // black box
 	"e2e/bench":                   {},
@@ -45,6 +46,7 @@ var arrows = map[string][]string{
 var guarded = map[string][]string{
 	"github.com/envoyproxy/":     {"extproc", "envoy-configs (test)"},
 	"k8s.io/":                    {"kvstate/discovery"},
+	"go.opentelemetry.io/":       {"extproc", "cmd/tandem", "e2e"},
 	"google.golang.org/grpc":     {"extproc", "cmd/tandem", "e2e", "e2e/bench", "envoy-configs (test)"},
 	"github.com/prometheus/":     {"extproc", "cmd/tandem", "cmd/enginesim", "e2e", "e2e/bench", "deploy/observability/promql"},
 	"github.com/redis/":          {"kvstate/redisstore"},

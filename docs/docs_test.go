@@ -60,7 +60,7 @@ func reference(t *testing.T) string {
 
 // comments are those of fields, by message and field name, and of messages, by message name.
 func comments(proto string) map[string]string {
-	field := regexp.MustCompile(`^  (?:repeated )?\w+ (\w+) = \d+;`)
+	field := regexp.MustCompile(`^  (?:repeated |optional )?\w+ (\w+) = \d+;`)
 	message := regexp.MustCompile(`^message (\w+) \{`)
 	out, in, comment := map[string]string{}, "", []string(nil)
 	for line := range strings.Lines(proto) {

@@ -130,8 +130,9 @@ type fleet struct {
 	admins   []string // URLs of Tandem's admin ports
 	prefills []*engine
 	decodes  []*engine
-	config   string // file
-	lenient  bool   // the test breaks engines on purpose: do not hold them to account
+	config   string   // file
+	serve    []string // more arguments of tandem serve
+	lenient  bool     // the test breaks engines on purpose: do not hold them to account
 }
 
 // options describe a fleet. Zero values: one Tandem, 2 prefill and 2 decode engines.
@@ -139,12 +140,14 @@ type options struct {
 	prefills, decodes int
 	replicas          int
 	engineArgs        []string
-	pool              string // more lines of the pool, indented by two
-	pools             string // all pools, instead of the generated one; %P and %D are replaced by addresses in turn
-	top               string // more top-level YAML
-	envoyFields       string // more fields of envoy:, as flow YAML
-	extProcFields     string // more fields of extProc:, likewise
-	concurrency       int    // Envoy's workers; default 2
+	pool              string   // more lines of the pool, indented by two
+	pools             string   // all pools, instead of the generated one; %P and %D are replaced by addresses in turn
+	top               string   // more top-level YAML
+	envoyFields       string   // more fields of envoy:, as flow YAML
+	extProcFields     string   // more fields of extProc:, likewise
+	concurrency       int      // Envoy's workers; default 2
+	serveArgs         []string // more of tandem serve
+	untracedEnvoy     bool     // its bootstrap is written without tracing
 }
 
 // ports takes n free ports. Others may take one before it is used; tests that meet that fail loudly.
@@ -172,7 +175,7 @@ func start(t testing.TB, o options) *fleet {
 	p := ports(t, 2+3*replicas+2*(o.prefills+o.decodes))
 	next := func() string { a := p[0]; p = p[1:]; return a }
 
-	f := &fleet{t: t, dir: t.TempDir()}
+	f := &fleet{t: t, dir: t.TempDir(), serve: o.serveArgs}
 	listen, envoyAdmin := next(), next()
 	f.url, f.envoyURL = "http://"+listen, "http://"+envoyAdmin
 	for i := range o.prefills + o.decodes {
@@ -243,7 +246,7 @@ func quoted(in []string) (out []string) {
 
 func (f *fleet) startTandem(i int, file, admin string) {
 	bin, _ := binaries()
-	p := startProcess(f.t, f.dir, "tandem-"+strconv.Itoa(i), filepath.Join(bin, "tandem"), "serve", "-f", file)
+	p := startProcess(f.t, f.dir, "tandem-"+strconv.Itoa(i), filepath.Join(bin, "tandem"), append([]string{"serve", "-f", file}, f.serve...)...)
 	if i < len(f.tandems) {
 		f.tandems[i] = p
 	} else {
@@ -254,7 +257,14 @@ func (f *fleet) startTandem(i int, file, admin string) {
 
 func (f *fleet) startEnvoy(bin, path string, o options) {
 	t := f.t
-	bootstrap, err := exec.Command(filepath.Join(bin, "tandem"), "envoy", "-f", f.config).Output()
+	config := f.config
+	if o.untracedEnvoy {
+		text, err := os.ReadFile(config)
+		require.NoError(t, err)
+		config += ".untraced"
+		require.NoError(t, os.WriteFile(config, regexp.MustCompile(`(?m)^tracing:.*$`).ReplaceAll(text, nil), 0o600))
+	}
+	bootstrap, err := exec.Command(filepath.Join(bin, "tandem"), "envoy", "-f", config).Output()
 	require.NoError(t, err)
 	file := filepath.Join(f.dir, "envoy.yaml")
 	require.NoError(t, os.WriteFile(file, bootstrap, 0o600))

@@ -34,6 +34,8 @@ func (x *exchange) prefillLeg() error {
 		x.s.metrics.forgedTickets.Inc()
 		return fmt.Errorf("a prefill leg came with a ticket of stage %v", t.Stage)
 	}
+	x.startSpan(spanPrefillAnswer, false)
+	x.spanTicket(t)
 	code, _ := strconv.Atoi(string(x.msg.headers.status))
 	if clientsFault(code) {
 		x.s.metrics.prefillEnded(t, code, "refused", time.Since(x.s.sealedAt(t)))
@@ -53,6 +55,7 @@ func (x *exchange) prefillLeg() error {
 	}
 	x.s.metrics.prefillEnded(t, code, result, took)
 	x.s.recent.change(x.requestID, func(trace *Trace) { trace.PrefillTime = took })
+	x.spanPrefilled(code, next)
 	x.did(workDecide)
 	gone := x.stream.Context().Err() // Envoy let go while P's answer waited here
 	err = x.redirect(next)

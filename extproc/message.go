@@ -35,6 +35,7 @@ type headers struct {
 	method, path, status                        []byte
 	contentType, contentEncoding, contentLength []byte
 	requestID, ticket, upgrade                  []byte
+	traceparent, tracestate                     []byte
 }
 
 // slot returns where a header's value belongs, nil for one that nobody reads.
@@ -58,6 +59,10 @@ func (h *headers) slot(name []byte) *[]byte {
 		return &h.ticket
 	case "upgrade":
 		return &h.upgrade
+	case headerTraceparent:
+		return &h.traceparent
+	case headerTracestate:
+		return &h.tracestate
 	}
 	return nil
 }

@@ -185,8 +185,7 @@ func (x *exchange) prefill(pool *kvstate.Pool, policy Policy, c picker.Choice, t
 	r.booked[1] = x.reserve(d.Endpoint, kvstate.RoleDecode, a.redirects, tokens)
 	t.Reservations = [2]uint64{uint64(r.booked[0]), uint64(r.booked[1])}
 	x.s.State.Routed(pool, p.Endpoint, x.hashes)
-	x.s.metrics.decided(pool, "split", "")
-	x.s.recent.planned(x.requestID, pool.Spec.Name, "split", "", p.Endpoint.Addr, d.Endpoint.Addr, tokens)
+	x.planned(pool, "split", "", p.Endpoint, d.Endpoint, tokens)
 	return x.seal(r, &t)
 }
 
@@ -199,8 +198,7 @@ func (x *exchange) decodeAlone(pool *kvstate.Pool, policy Policy, c picker.Choic
 	}
 	r.booked[1] = x.reserve(d.Endpoint, kvstate.RoleDecode, a.redirects, tokens)
 	x.s.State.Routed(pool, d.Endpoint, x.hashes)
-	x.s.metrics.decided(pool, "decode_alone", a.why)
-	x.s.recent.planned(x.requestID, pool.Spec.Name, "decode_alone", a.why, "", d.Endpoint.Addr, tokens)
+	x.planned(pool, "decode_alone", a.why, nil, d.Endpoint, tokens)
 	return x.seal(r, &kvtransfer.Ticket{
 		ID: newTicketID(), Stage: kvtransfer.DecodeLeg, Expires: time.Now().Add(x.s.TicketTTL), Started: a.started,
 		Pool: pool.Spec.Name, Decode: d.Endpoint.Addr, Reservations: [2]uint64{0, uint64(r.booked[1])},
@@ -248,6 +246,7 @@ func (x *exchange) resume(t *kvtransfer.Ticket, ticketErr error) (route, error) 
 	if err := t.Undo.Check(x.body.len()); err != nil {
 		return route{}, fmt.Errorf("undoing a leg's edits: %w", err)
 	}
+	x.spanTicket(t)
 	x.s.releasePass(x.requestID, t.Redirects) // of a stream that Envoy gave up on and tries again
 	if t.Stage == kvtransfer.HandOver && ticketErr == nil && x.s.State.Spend(t.ID) {
 		return x.decode(t)
@@ -321,6 +320,7 @@ func (x *exchange) decode(t *kvtransfer.Ticket) (route, error) {
 	}
 	r.booked[1] = x.reserve(d, kvstate.RoleDecode, t.Redirects, t.PromptTokens)
 	x.s.recent.change(x.requestID, func(trace *Trace) { trace.Decode = d.Addr })
+	x.spanHandOver(d, paired && params != nil)
 	return x.seal(r, &kvtransfer.Ticket{
 		ID: newTicketID(), Stage: kvtransfer.DecodeLeg, Expires: time.Now().Add(x.s.TicketTTL), Started: t.Started,
 		Pool: t.Pool, Prefill: t.Prefill, Decode: d.Addr, Reservations: [2]uint64{0, uint64(r.booked[1])}, Split: true,

@@ -32,6 +32,7 @@ func (x *exchange) route() error {
 		return errors.New("the first message of a stream was not request headers")
 	}
 	x.identify()
+	x.startSpan(spanDecide, true)
 	r, err := x.decide()
 	if err != nil {
 		return err
@@ -201,6 +202,7 @@ func (x *exchange) setHeaders(r route) {
 	} else {
 		h.drop(headerPerTry)
 	}
+	x.setTrace()
 	if s := r.endpoint.Scheme; s != "" && s != "http" {
 		h.add(headerScheme, []byte(s))
 	} else {

@@ -10,6 +10,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"go.opentelemetry.io/otel/trace"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/metadata"
@@ -22,10 +23,11 @@ import (
 
 // Options are what a Server needs to know. Zero durations and sizes take the defaults named.
 type Options struct {
-	State *kvstate.State
-	Keys  *kvtransfer.Keys
-	Log   *slog.Logger
-	Pools map[string]Policy // by pool name; every pool of State has one
+	State  *kvstate.State
+	Keys   *kvtransfer.Keys
+	Log    *slog.Logger
+	Tracer trace.Tracer      // nil: no traces
+	Pools  map[string]Policy // by pool name; every pool of State has one
 
 	SplitBodyBytes int           // larger bodies are never split, because Envoy could not replay them; default 16 MiB
 	MaxBodyBytes   int           // larger bodies are refused with 413; default 4 x SplitBodyBytes
@@ -157,8 +159,11 @@ type exchange struct {
 	pieces    pieces
 	timer     *time.Timer
 	role      uint8         // 0: main, 1: prefill leg
+	began     time.Time     // the stream
 	since     time.Time     // when the phase of work began that is under way (did)
 	busy      time.Duration // time of all phases but those of waiting
+	span      trace.Span    // nil: not traced
+	goesOn    carrier       // the trace context that the request goes on with, where Envoy has none of its own
 	sending   sync.Mutex    // between the body's deadline and the handler
 	answered  bool
 }
@@ -171,15 +176,16 @@ func (s *Server) process(stream grpc.ServerStream) error {
 	x.sending.Unlock()
 	defer x.release()
 
-	started := time.Now()
-	x.since, x.busy, x.role = started, 0, 0
+	x.began = time.Now()
+	x.since, x.busy, x.role = x.began, 0, 0
 	role, serve := "main", x.route
 	if hasRole(stream.Context(), rolePrefillLeg) {
 		role, serve, x.role = rolePrefillLeg, x.prefillLeg, 1
 	}
 	err := serve()
+	x.endSpan(err)
 	if err == nil {
-		s.metrics.processed(role, x.since.Sub(started), x.busy)
+		s.metrics.processed(role, x.since.Sub(x.began), x.busy)
 		return nil
 	}
 	if errors.Is(err, errAnswered) {
@@ -229,6 +235,7 @@ func (x *exchange) release() {
 		x.params = nil
 	}
 	x.requestID, x.bookedAs, x.newID, x.other = "", "", false, false
+	x.goesOn = carrier{}
 	x.s.exchanges.Put(x)
 }
 

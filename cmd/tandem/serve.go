@@ -28,10 +28,11 @@ func serve(ctx context.Context, args []string, stderr io.Writer) error {
 	check := flags.Bool("check", false, "validate the configuration and exit")
 	linger := flags.Duration("linger", 0, "after SIGTERM, go on accepting for so long while not ready: `time` for health checks to notice")
 	level := flags.String("log", "info", "lowest `level` logged: debug, info, warn, error")
+	format := flags.String("log-format", "text", "`format` of the log: text or json, one object a line")
 	if err := flags.Parse(args); err != nil {
 		return err
 	}
-	log, err := logger(stderr, *level)
+	log, err := logger(stderr, *level, *format)
 	if err != nil {
 		return err
 	}
@@ -52,12 +53,19 @@ func serve(ctx context.Context, args []string, stderr io.Writer) error {
 	return runServer(ctx, config, *linger, log)
 }
 
-func logger(w io.Writer, level string) (*slog.Logger, error) {
+func logger(w io.Writer, level, format string) (*slog.Logger, error) {
 	var l slog.Level
 	if err := l.UnmarshalText([]byte(level)); err != nil {
 		return nil, fmt.Errorf("-log: %w", err)
 	}
-	return slog.New(slog.NewTextHandler(w, &slog.HandlerOptions{Level: l})), nil
+	o := &slog.HandlerOptions{Level: l}
+	switch format {
+	case "text":
+		return slog.New(slog.NewTextHandler(w, o)), nil
+	case "json":
+		return slog.New(slog.NewJSONHandler(w, o)), nil
+	}
+	return nil, fmt.Errorf("-log-format: %q is not one of text, json", format)
 }
 
 // drainTime is how long running ext_proc streams may take to finish after SIGTERM. They are short: none of them is kept
@@ -75,7 +83,14 @@ func runServer(ctx context.Context, config *configv1.Config, linger time.Duratio
 	if err != nil {
 		return err
 	}
-	server := extproc.New(options, extproc.NewMetrics(registry, fleet.state))
+	spans, err := newSpans(config.GetTracing(), log)
+	if err != nil {
+		return err
+	}
+	defer spans.close()
+	options.Tracer = spans.tracer()
+	metrics := extproc.NewMetrics(registry, fleet.state)
+	server := extproc.New(options, metrics)
 	health := extproc.NewHealth()
 	grpcServer, err := newGRPC(config, server, health)
 	if err != nil {

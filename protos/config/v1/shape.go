@@ -49,6 +49,10 @@ func checkValue(m *Mistakes, path string, value any, field protoreflect.FieldDes
 		}
 	case protoreflect.StringKind:
 		checkText(m, path, value, field.JSONName())
+	case protoreflect.DoubleKind:
+		if _, ok := value.(json.Number); !ok {
+			m.add(path, "must be a number, is %s", kindOf(value))
+		}
 	case protoreflect.Int32Kind:
 		checkWhole(m, path, value, math.MinInt32, math.MaxInt32)
 	default: // int64; config.proto has no other kinds, a test says
