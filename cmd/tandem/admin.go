@@ -13,8 +13,8 @@ import (
 	"tandem/kvstate"
 )
 
-// newAdmin is the operator's port: health, metrics and profiles. It is for the inside; put no client near it.
-func newAdmin(registry *prometheus.Registry, health *extproc.Health, server *extproc.Server, state *kvstate.State) http.Handler {
+// newAdmin is the operator's port: health, metrics, profiles, and the page that shows what the replica does. It is for the inside; put no client near it.
+func newAdmin(registry *prometheus.Registry, health *extproc.Health, server *extproc.Server, state *kvstate.State, page http.Handler) http.Handler {
 	mux := http.NewServeMux()
 	mux.HandleFunc("GET /healthz", func(w http.ResponseWriter, _ *http.Request) { _, _ = w.Write([]byte("ok\n")) })
 	mux.HandleFunc("GET /readyz", func(w http.ResponseWriter, _ *http.Request) {
@@ -35,6 +35,8 @@ func newAdmin(registry *prometheus.Registry, health *extproc.Health, server *ext
 		}
 		writeJSON(w, server.Recent(n))
 	})
+	mux.Handle("GET /status.json", page)
+	mux.Handle("GET /", page)
 	return mux
 }
 

@@ -2,6 +2,7 @@
 //
 //	tandem serve -f FILE [--check]   run the server; --check validates the configuration and exits
 //	tandem envoy -f FILE             print the Envoy bootstrap that belongs to the configuration
+//	tandem status [--watch]          what a running replica does: endpoints, flow, rates, the latest decisions
 //	tandem demo                      bring everything up on this machine and send real requests
 //	tandem version
 package main
@@ -32,6 +33,7 @@ func main() {
 
 const usage = `usage: tandem serve -f FILE [--check]
        tandem envoy -f FILE
+       tandem status [-f FILE | -admin ADDRESS] [--watch] [--json]
        tandem demo [-h]
        tandem version
 `
@@ -46,6 +48,8 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 		return serve(ctx, args[1:], stderr)
 	case "envoy":
 		return envoy(args[1:], stdout, stderr)
+	case "status":
+		return showStatus(ctx, args[1:], stdout, stderr)
 	case "demo":
 		return demo(ctx, args[1:], stdout, stderr)
 	case "version":

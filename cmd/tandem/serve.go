@@ -18,6 +18,7 @@ import (
 
 	"tandem/extproc"
 	configv1 "tandem/protos/config/v1"
+	"tandem/status"
 )
 
 // serve runs the server until ctx ends, then lets streams finish.
@@ -92,6 +93,7 @@ func runServer(ctx context.Context, config *configv1.Config, linger time.Duratio
 	metrics := extproc.NewMetrics(registry, fleet.state)
 	server := extproc.New(options, metrics)
 	health := extproc.NewHealth()
+	feed := status.NewFeed(status.Source{Version: version(), State: fleet.state, Totals: metrics.Totals, Recent: server.Recent, Ready: health.Ready})
 	grpcServer, err := newGRPC(config, server, health)
 	if err != nil {
 		return err
@@ -101,7 +103,7 @@ func runServer(ctx context.Context, config *configv1.Config, linger time.Duratio
 		return err
 	}
 	replan := &http.Server{Handler: server.Replan(), ReadHeaderTimeout: 10 * time.Second, MaxHeaderBytes: 256 << 10}
-	admin := &http.Server{Handler: newAdmin(registry, health, server, fleet.state), ReadHeaderTimeout: 10 * time.Second}
+	admin := &http.Server{Handler: newAdmin(registry, health, server, fleet.state, status.Handler(feed)), ReadHeaderTimeout: 10 * time.Second}
 
 	group, running := errgroup.WithContext(ctx)
 	group.Go(func() error { return grpcServer.Serve(extproc.Sources(listeners[0])) })
@@ -111,6 +113,7 @@ func runServer(ctx context.Context, config *configv1.Config, linger time.Duratio
 	defer stop()
 	group.Go(func() error { server.Run(background); return nil })
 	group.Go(func() error { return fleet.watch(background) })
+	group.Go(func() error { feed.Run(background); return nil })
 	log.Info("serving", "ext_proc", config.GetExtProc().GetListen(), "pools", len(config.GetPools()), "version", version())
 	health.SetReady(true)
 
