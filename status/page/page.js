@@ -64,7 +64,8 @@ function chart(c) {
   }
   picture.append(svg('text', { x: left, y: h - 3 }, n > 1 ? `${n >= 120 ? Math.round(n / 60) + ' min' : n + ' s'} ago` : ''), svg('text', { x: w, y: h - 3, 'text-anchor': 'end' }, 'now'));
   values.forEach((line, i) => {
-    const d = line.map((v, k) => (k ? 'L' : 'M') + x(k).toFixed(1) + ' ' + y(v).toFixed(1)).join('');
+    const there = k => c.unit !== ms || line[k] > 0;   // a time of nothing is a gap
+    const d = line.map((v, k) => there(k) ? (k && there(k - 1) ? 'L' : 'M') + x(k).toFixed(1) + ' ' + y(v).toFixed(1) : '').join('');
     if (d) picture.append(svg('path', { class: 'series ' + c.lines[i][2], d }));
   });
   const last = points[n - 1];
@@ -78,8 +79,8 @@ function flow(pool, links) {
   const names = new Map(pool.endpoints.map(e => [e.address, e.name]));
   const left = [...new Set(mine.map(l => l.prefill))].sort(), right = [...new Set(mine.map(l => l.decode))].sort();
   if (!mine.length) return el('p', { class: 'soft' }, pool.name + ': nothing yet');
-  const total = mine.reduce((s, l) => s + l.requests, 0), w = 640, gap = 14, thick = 110;
-  const h = Math.max(left.length, right.length) * (gap + 16) + thick;
+  const total = mine.reduce((s, l) => s + l.requests, 0), w = Math.max(300, Math.min(900, byId('flow').clientWidth)), gap = 14, thick = 110;
+  const margin = Math.min(190, w * 0.39), middle = w / 2;
   const place = (side, of) => {
     let at = gap;
     return new Map(side.map(name => {
@@ -90,18 +91,19 @@ function flow(pool, links) {
     }));
   };
   const from = place(left, 'prefill'), to = place(right, 'decode');
+  const h = Math.max(...[...from.values(), ...to.values()].map(n => n.y + Math.max(n.h, 12))) + gap;
   const picture = svg('svg', { viewBox: `0 0 ${w} ${h}`, role: 'img', 'aria-label': 'flow of pool ' + pool.name });
   for (const l of mine) {
     const a = from.get(l.prefill), b = to.get(l.decode), t = Math.max(thick * l.requests / total, 1);
     const ya = a.y + a.used + t / 2, yb = b.y + b.used + t / 2;
     a.used += t; b.used += t;
-    picture.append(svg('path', { class: 'link ' + (l.prefill ? 'c-decode' : 'c-other'), 'stroke-width': t, d: `M192 ${ya} C320 ${ya} 320 ${yb} 448 ${yb}` },
+    picture.append(svg('path', { class: 'link ' + (l.prefill ? 'c-decode' : 'c-other'), 'stroke-width': t, d: `M${margin} ${ya} C${middle} ${ya} ${middle} ${yb} ${w - margin} ${yb}` },
       svg('title', {}, `${names.get(l.prefill) || l.prefill || 'decode alone'} → ${names.get(l.decode) || l.decode}: ${l.requests}`)));
   }
-  for (const [name, n] of from) picture.append(svg('rect', { class: 'node ' + (name ? 'c-prefill' : 'c-other'), x: 184, y: n.y, width: 8, height: n.h }),
-    svg('text', { class: 'name', x: 178, y: n.y + Math.min(n.h / 2 + 4, 14), 'text-anchor': 'end' }, (names.get(name) || name || 'decode alone') + ' · ' + n.n));
-  for (const [name, n] of to) picture.append(svg('rect', { class: 'node c-decode', x: 448, y: n.y, width: 8, height: n.h }),
-    svg('text', { class: 'name', x: 462, y: n.y + Math.min(n.h / 2 + 4, 14) }, (names.get(name) || name) + ' · ' + n.n));
+  for (const [name, n] of from) picture.append(svg('rect', { class: 'node ' + (name ? 'c-prefill' : 'c-other'), x: margin - 8, y: n.y, width: 8, height: n.h }),
+    svg('text', { class: 'name', x: margin - 12, y: n.y + Math.min(n.h / 2 + 4, 14), 'text-anchor': 'end' }, (names.get(name) || name || 'decode alone') + ' · ' + n.n));
+  for (const [name, n] of to) picture.append(svg('rect', { class: 'node c-decode', x: w - margin, y: n.y, width: 8, height: n.h }),
+    svg('text', { class: 'name', x: w - margin + 12, y: n.y + Math.min(n.h / 2 + 4, 14) }, (names.get(name) || name) + ' · ' + n.n));
   return el('div', {}, el('h3', {}, pool.name), picture);
 }
 
