@@ -50,8 +50,7 @@ func TestQuantilesAreAtMostAQuarterTooLong(t *testing.T) {
 // TestARequestIsCounted takes one request through both hops and reads what an operator would scrape.
 func TestARequestIsCounted(t *testing.T) {
 	s := newStand(t, Options{Log: slog.New(slog.DiscardHandler)})
-	registry := prometheus.NewRegistry()
-	s.server.metrics = NewMetrics(registry, s.state)
+	registry := s.registry
 	s.pool("chat", splitting(), "p1", "d1")
 	s.state.Pool("chat").ObservePrefill(1<<20, time.Hour) // so a time is expected
 
