@@ -11,7 +11,6 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
-	"regexp"
 	"strings"
 	"sync"
 	"testing"
@@ -97,7 +96,7 @@ setTimeout(() => { const d = f.contentDocument; found.textContent = 'width ' + d
 	}
 	require.Regexp(t, `live-\d-\d+</span>`, dom)
 	require.GreaterOrEqual(t, strings.Count(dom, `class="series`), 10, "lines of the plots")
-	require.Regexp(t, regexp.MustCompile(`<path class="link c-decode"[^>]*><title>127\.0\.0\.1:\d+ → 127\.0\.0\.1:\d+: \d+</title>`), dom)
+	require.Regexp(t, `<path class="link c-decode"[^>]*><title>127\.0\.0\.1:\d+ → 127\.0\.0\.1:\d+: \d+</title>`, dom)
 	require.Contains(t, dom, "price to prefill")
 
 	phone, _ := chromium(t, "--dump-dom", server.URL+"/phone")

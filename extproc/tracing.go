@@ -111,8 +111,7 @@ func (x *exchange) endSpan(err error) {
 	}
 	if err != nil && !errors.Is(err, errAnswered) {
 		code := "internal_error"
-		var e *openai.Error
-		if errors.As(err, &e) {
+		if e, ok := errors.AsType[*openai.Error](err); ok {
 			code = e.Code
 		}
 		x.span.SetAttributes(attribute.String("error.type", code))

@@ -40,7 +40,7 @@ func attributesIn(s tracetest.SpanStub) map[string]attribute.Value {
 func TestSpansJoinEnvoys(t *testing.T) {
 	c, spans := traced(t)
 	md := metadata.Pairs(headerTraceparent, envoysSpan)
-	c.main.ctx = metadata.NewIncomingContext(t.Context(), md)
+	c.main.ctx = metadata.NewIncomingContext(t.Context(), md) //nolint:fatcontext // a stream has its context
 	c.leg.ctx = metadata.NewIncomingContext(t.Context(), metadata.Join(md, metadata.Pairs(metadataRole, rolePrefillLeg)))
 	c.headers = appendHeader(c.headers, headerTraceparent, []byte(clientsSpan))
 	c.run(t)
@@ -86,7 +86,7 @@ func TestATraceBeginsHereWhereNobodyBeganOne(t *testing.T) {
 // A trace that somebody decided against is not begun anew.
 func TestNotSampledStaysSo(t *testing.T) {
 	c, spans := traced(t)
-	c.main.ctx = metadata.NewIncomingContext(t.Context(), metadata.Pairs(headerTraceparent, notSampled))
+	c.main.ctx = metadata.NewIncomingContext(t.Context(), metadata.Pairs(headerTraceparent, notSampled)) //nolint:fatcontext // a stream has its context
 	c.run(t)
 	require.Empty(t, spans.GetSpans(), "and the prefill leg begins none by itself")
 }

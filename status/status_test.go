@@ -77,7 +77,7 @@ func TestFeed(t *testing.T) {
 func TestPrint(t *testing.T) {
 	var totals extproc.Totals
 	var out bytes.Buffer
-	synctest.Test(t, func(t *testing.T) { // at a time of its own
+	synctest.Test(t, func(*testing.T) { // at a time of its own
 		f := NewFeed(fleet(&totals))
 		for i := range 45 {
 			totals.OK += uint64(i % 9)

@@ -41,7 +41,7 @@ type Config struct {
 	// At least one.
 	Pools []*Pool `protobuf:"bytes,7,rep,name=pools,proto3" json:"pools,omitempty"`
 	// Traces of requests (OpenTelemetry). Absent: none are made, and nothing is spent on it.
-	Tracing       *Tracing `protobuf:"bytes,20,opt,name=tracing,proto3" json:"tracing,omitempty"`
+	Tracing       *Tracing `protobuf:"bytes,40,opt,name=tracing,proto3" json:"tracing,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -989,7 +989,7 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\x05state\x18\x05 \x01(\v2\x17.tandem.config.v1.StateR\x05state\x123\n" +
 	"\atickets\x18\x06 \x01(\v2\x19.tandem.config.v1.TicketsR\atickets\x12,\n" +
 	"\x05pools\x18\a \x03(\v2\x16.tandem.config.v1.PoolR\x05pools\x123\n" +
-	"\atracing\x18\x14 \x01(\v2\x19.tandem.config.v1.TracingR\atracing\"^\n" +
+	"\atracing\x18( \x01(\v2\x19.tandem.config.v1.TracingR\atracing\"^\n" +
 	"\aTracing\x12\x1a\n" +
 	"\bendpoint\x18\x01 \x01(\tR\bendpoint\x12&\n" +
 	"\fsample_ratio\x18\x02 \x01(\x01H\x00R\vsampleRatio\x88\x01\x01B\x0f\n" +
