@@ -24,19 +24,27 @@ const module = "tandem"
 var arrows = map[string][]string{
 	"kvstate":                     {},
 	"kvstate/discovery":           {"kvstate"},
+	"kvstate/kvevents":            {"kvstate"},
+	"kvstate/heartbeats":          {},
+	"kvstate/redisstore":          {"kvstate", "protos/state/v1"},
+	"kvstate/scrape":              {"kvstate"},
+	"kvstate/zmtp":                {},
+	"kvstate/notices":             {"kvstate/zmtp"},
+	"kvstate/tokenize":            {"kvstate"},
 	"picker":                      {"kvstate"},
 	"extproc/openai":              {},
 	"extproc/kvtransfer":          {"extproc/openai", "kvstate", "protos/ticket/v1"}, // the last in tests
 	"extproc":                     {"extproc/openai", "extproc/kvtransfer", "kvstate", "picker"},
-	"status":                      {"extproc", "kvstate"},
 	"protos/config/v1":            {},
+	"protos/state/v1":             {},
 	"protos/ticket/v1":            {},
 	"envoy-configs":               {"protos/config/v1"},
-	"cmd/tandem":                  {"extproc", "extproc/kvtransfer", "kvstate", "kvstate/discovery", "envoy-configs", "protos/config/v1", "status"},
+	"cmd/tandem":                  {"extproc", "extproc/kvtransfer", "kvstate", "kvstate/discovery", "kvstate/heartbeats", "kvstate/kvevents", "kvstate/notices", "kvstate/redisstore", "kvstate/scrape", "kvstate/tokenize", "envoy-configs", "protos/config/v1", "status"},
 	"cmd/enginesim":               {}, // the engines of the tests: what it shared with the product it could not catch
 	"e2e":                         {}, // black box
 	"e2e/bench":                   {},
 	"e2e/vllm":                    {},
+	"status":                      {"extproc", "kvstate"},
 	"deploy/observability/promql": {},                                         // a module of its own: Prometheus' parsers
 	"docs":                        {"extproc", "kvstate", "protos/config/v1"}, // tests that hold the documents to the code
 	".":                           {},
@@ -50,9 +58,9 @@ var guarded = map[string][]string{
 	"google.golang.org/grpc":     {"extproc", "cmd/tandem", "e2e", "e2e/bench", "envoy-configs (test)"},
 	"github.com/prometheus/":     {"extproc", "cmd/tandem", "cmd/enginesim", "e2e", "e2e/bench", "deploy/observability/promql"},
 	"github.com/redis/":          {"kvstate/redisstore"},
-	"github.com/go-zeromq/":      {"kvstate/kvevents"},
+	"github.com/go-zeromq/":      {"kvstate/kvevents", "kvstate/heartbeats", "kvstate/zmtp (test)", "kvstate/notices (test)", "cmd/enginesim"},
 	"sigs.k8s.io/":               {"protos/config/v1", "docs (test)"},
-	"google.golang.org/protobuf": {"extproc", "extproc/kvtransfer", "protos/config/v1", "protos/ticket/v1", "envoy-configs (test)", "docs (test)"},
+	"google.golang.org/protobuf": {"kvstate/redisstore", "protos/state/v1", "extproc", "extproc/kvtransfer", "protos/config/v1", "protos/ticket/v1", "envoy-configs (test)", "docs (test)"},
 }
 
 // pure is all that the decision may need of the world: no clock, no lock, no I/O, no chance of its own.

@@ -2,6 +2,7 @@ package e2e
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -13,6 +14,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"regexp"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -116,23 +118,28 @@ func (p *process) running() bool {
 type engine struct {
 	*process
 	addr, role string
+	dialect    string
+	transfer   string // more of its configuration: how the other leg reaches it
 	args       []string
+	fields     string // more fields of it in the configuration
+	events     string // more fields of its endpoint, where it publishes KV events
 }
 
 // fleet is Envoy, Tandem and engines.
 type fleet struct {
-	t        testing.TB
-	dir      string
-	url      string // of Envoy's listener
-	envoy    *process
-	envoyURL string // of its admin port
-	tandems  []*process
-	admins   []string // URLs of Tandem's admin ports
-	prefills []*engine
-	decodes  []*engine
-	config   string   // file
-	serve    []string // more arguments of tandem serve
-	lenient  bool     // the test breaks engines on purpose: do not hold them to account
+	t            testing.TB
+	dir          string
+	url          string // of Envoy's listener
+	envoy        *process
+	envoyURL     string // of its admin port
+	tandems      []*process
+	admins       []string // URLs of Tandem's admin ports
+	prefills     []*engine
+	decodes      []*engine
+	config       string   // file
+	registration string   // where engines register that do
+	serve        []string // more arguments of tandem serve
+	lenient      bool     // the test breaks engines on purpose: do not hold them to account
 }
 
 // options describe a fleet. Zero values: one Tandem, 2 prefill and 2 decode engines.
@@ -140,14 +147,19 @@ type options struct {
 	prefills, decodes int
 	replicas          int
 	engineArgs        []string
-	pool              string   // more lines of the pool, indented by two
-	pools             string   // all pools, instead of the generated one; %P and %D are replaced by addresses in turn
-	top               string   // more top-level YAML
-	envoyFields       string   // more fields of envoy:, as flow YAML
-	extProcFields     string   // more fields of extProc:, likewise
-	concurrency       int      // Envoy's workers; default 2
-	serveArgs         []string // more of tandem serve
-	untracedEnvoy     bool     // its bootstrap is written without tracing
+	dialect           string                                                                      // kvTransfer; default nixl
+	engine            func(role string, i int, free func() string) (args []string, fields string) // more of each engine: arguments, and fields of it in the configuration
+	pool              string                                                                      // more lines of the pool, indented by two
+	pools             string                                                                      // all pools, instead of the generated one; %P and %D are replaced by addresses in turn
+	top               string                                                                      // more top-level YAML
+	envoyFields       string                                                                      // more fields of envoy:, as flow YAML
+	extProcFields     string                                                                      // more fields of extProc:, likewise
+	concurrency       int                                                                         // Envoy's workers; default 2
+	madeKeys          bool                                                                        // no key file: replicas share what they make
+	mix               []string                                                                    // instead of dialect: a pool for each, with a model of that name, and engines of each role in turn
+	kvEvents          string                                                                      // the pool's kvEvents, as flow YAML; "": the engines publish none
+	serveArgs         []string                                                                    // more of tandem serve
+	untracedEnvoy     bool                                                                        // its bootstrap is written without tracing
 }
 
 // ports takes n free ports. Others may take one before it is used; tests that meet that fail loudly.
@@ -172,19 +184,38 @@ func start(t testing.TB, o options) *fleet {
 		o.prefills, o.decodes = 2, 2
 	}
 	replicas := max(o.replicas, 1)
-	p := ports(t, 2+3*replicas+2*(o.prefills+o.decodes))
+	if len(o.mix) == 0 {
+		o.mix = []string{cmp.Or(o.dialect, "nixl")}
+	}
+	p := ports(t, 3+3*replicas+7*(o.prefills+o.decodes))
 	next := func() string { a := p[0]; p = p[1:]; return a }
-
-	f := &fleet{t: t, dir: t.TempDir(), serve: o.serveArgs}
+	registration := next()
+	f := &fleet{t: t, dir: t.TempDir(), registration: registration, serve: o.serveArgs}
 	listen, envoyAdmin := next(), next()
 	f.url, f.envoyURL = "http://"+listen, "http://"+envoyAdmin
 	for i := range o.prefills + o.decodes {
-		role := "prefill"
+		role, nth := "prefill", i
 		if i >= o.prefills {
-			role = "decode"
+			role, nth = "decode", i-o.prefills
 		}
-		e := &engine{addr: next(), role: role}
-		e.args = append([]string{"--listen", e.addr, "--side-channel", next(), "--role", role, "--model", "tiny"}, o.engineArgs...)
+		e := &engine{addr: next(), role: role, dialect: o.mix[nth%len(o.mix)]}
+		side := next()
+		e.args = append([]string{"--listen", e.addr, "--side-channel", side, "--role", role}, o.engineArgs...)
+		if o.engine != nil {
+			var more []string
+			more, e.fields = o.engine(role, i, next)
+			e.args = append(e.args, more...)
+		} else {
+			e.args = append(e.args, "--model", "tiny", "--model", e.dialect)
+		}
+		if o.engine == nil && e.dialect != "nixl" {
+			e.speak(side, next(), registration)
+		}
+		if o.kvEvents != "" {
+			events, replay := portOf(next()), portOf(next())
+			e.args = append(e.args, "--kv-events", "tcp://*:"+events, "--kv-events-replay", "tcp://*:"+replay, "--kv-events-topic", "kv@"+e.addr+"@tiny")
+			e.events = ", kvEventsPort: " + events + ", kvReplayPort: " + replay
+		}
 		e.process = startProcess(t, f.dir, role+"-"+strconv.Itoa(i), filepath.Join(bin, "enginesim"), e.args...)
 		if role == "prefill" {
 			f.prefills = append(f.prefills, e)
@@ -219,22 +250,62 @@ func (f *fleet) yaml(o options, listen, envoyAdmin string, extProcs, replans []s
 	fmt.Fprintf(&b, "extProc: {listen: %q%s}\nreplan: {listen: %q}\nadmin: {listen: %q}\n", extProcs[i], o.extProcFields, replans[i], admin)
 	fmt.Fprintf(&b, "envoy: {listen: %q, admin: %q, extProcs: [%s], replans: [%s]%s}\n", listen, envoyAdmin,
 		strings.Join(quoted(extProcs), ", "), strings.Join(quoted(replans), ", "), o.envoyFields)
-	fmt.Fprintf(&b, "tickets: {keyFile: %q}\n%s", key, o.top)
+	if !o.madeKeys {
+		fmt.Fprintf(&b, "tickets: {keyFile: %q}\n", key)
+	}
+	b.WriteString(o.top)
 	if o.pools != "" {
 		pools := o.pools
 		for _, e := range f.prefills {
-			pools = strings.Replace(pools, "%P", strconv.Quote(e.addr), 1)
+			pools = strings.Replace(pools, "%P", strconv.Quote(e.addr)+e.fields, 1)
 		}
 		for _, e := range f.decodes {
-			pools = strings.Replace(pools, "%D", strconv.Quote(e.addr), 1)
+			pools = strings.Replace(pools, "%D", strconv.Quote(e.addr)+e.fields, 1)
 		}
 		return b.String() + pools
 	}
-	fmt.Fprintf(&b, "pools:\n- name: chat\n  kvTransfer: nixl\n  split: always\n%s  endpoints:\n", o.pool)
-	for _, e := range f.engines() {
-		fmt.Fprintf(&b, "  - {address: %q, role: %s}\n", e.addr, e.role)
+	b.WriteString("pools:\n")
+	for _, dialect := range o.mix {
+		name, models := dialect, dialect
+		if len(o.mix) == 1 {
+			name, models = "chat", "*"
+		}
+		fmt.Fprintf(&b, "- name: %s\n  models: [%q]\n  kvTransfer: %s\n  split: always\n%s", name, models, dialect, o.pool)
+		if dialect == "p2p-nccl" {
+			fmt.Fprintf(&b, "  registration: {listen: %q}\n", f.registration)
+		}
+		if o.kvEvents != "" {
+			fmt.Fprintf(&b, "  kvEvents: %s\n", o.kvEvents)
+		}
+		b.WriteString("  endpoints:\n")
+		for _, e := range f.engines() {
+			if e.dialect == dialect {
+				fmt.Fprintf(&b, "  - {address: %q, role: %s%s}\n", e.addr, e.role, e.transfer+e.fields+e.events)
+			}
+		}
 	}
 	return b.String()
+}
+
+// speak makes an engine speak another dialect than nixl. side is its side channel, extra a free address, registration where
+// engines register that do.
+func (e *engine) speak(side, extra, registration string) {
+	e.args = append(e.args, "--connector", e.dialect)
+	port := func(addr string) string { _, p, _ := net.SplitHostPort(addr); return p }
+	switch {
+	case strings.HasPrefix(e.dialect, "moriio"):
+		e.transfer = ", transfer: {notifyPort: " + port(side) + "}"
+	case e.dialect == "p2p-nccl":
+		e.args = append(e.args, "--proxy", registration, "--heartbeat", "100ms")
+	case e.role == "prefill": // a bootstrap server
+		e.args = append(e.args, "--bootstrap", extra)
+		e.transfer = ", transfer: {bootstrapPort: " + port(extra) + "}"
+	}
+}
+
+func portOf(addr string) string {
+	_, port, _ := net.SplitHostPort(addr)
+	return port
 }
 
 func quoted(in []string) (out []string) {
@@ -365,9 +436,15 @@ func (f *fleet) try(ctx context.Context, method, path, body string, headers ...s
 	if err != nil {
 		return answer{}, err
 	}
+	got, err := readAnswer(resp)
+	got.took = time.Since(began)
+	return got, err
+}
+
+func readAnswer(resp *http.Response) (answer, error) {
 	defer resp.Body.Close()
 	text, err := io.ReadAll(resp.Body)
-	return answer{resp.StatusCode, resp.Header, string(text), time.Since(began)}, err
+	return answer{status: resp.StatusCode, header: resp.Header, body: string(text)}, err
 }
 
 // seen is what an engine recorded of a request.
@@ -484,4 +561,9 @@ func (f *fleet) account() {
 		require.Eventually(f.t, func() bool { return metric(f.t, url, "vllm:num_requests_running") == 0 }, 10*time.Second, 20*time.Millisecond,
 			"requests still run on %s", e.addr)
 	}
+}
+
+// concurrent reports whether the legs of a dialect run at once, so that engines need a bootstrap server.
+func concurrent(dialect string) bool {
+	return slices.Contains([]string{"sglang", "mooncake", "nixl-push", "moriio", "p2p-nccl"}, dialect)
 }

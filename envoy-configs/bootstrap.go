@@ -48,6 +48,8 @@ type bootstrap struct {
 	Mode          string
 	IdleTimeout   string
 	MaxRedirects  int
+	Pairs         bool     // there is a pool whose legs run at once
+	TicketTTL     string   // no prefill takes longer
 	Tracing       *tracing // nil: no spans
 }
 
@@ -72,6 +74,14 @@ func (s scheme) Protocol() string {
 
 // LegSchemes are the schemes with http last, because its route takes what no other does.
 func (b bootstrap) LegSchemes() []scheme { return append(slices.Clone(b.Schemes[1:]), b.Schemes[0]) }
+
+// loop is a cluster that leads to an internal listener.
+type loop struct{ Cluster, Listener string }
+
+// PairLoops are the ways to the legs of a pair.
+func (bootstrap) PairLoops() []loop {
+	return []loop{{"tandem-decode-loop", "decode-leg"}, {"tandem-mirror-loop", "prefill-mirror"}}
+}
 
 // AfterMaxBody is the first length that is too long to be split (Envoy's ranges exclude their end).
 func (b bootstrap) AfterMaxBody() int64 { return b.MaxBodyBytes + 1 }
@@ -104,6 +114,7 @@ func gather(c *configv1.Config) (*bootstrap, error) {
 		BufferedFrom: bufferedFrom, Mode: e.GetBodyMode(), MaxRedirects: MaxRedirects,
 		IdleTimeout: seconds(e.GetDecodeIdleTimeout()), Schemes: schemes(c),
 		EndpointTLS: newClientTLS(e.GetEndpointTls(), false),
+		Pairs:       slices.ContainsFunc(c.GetPools(), configv1.Concurrent), TicketTTL: seconds(c.GetTickets().GetTtl()),
 	}
 	if b.Mode == "buffered" {
 		b.BufferedFrom = 0

@@ -72,6 +72,9 @@ func TestEnvoyTakes(t *testing.T) {
 		"buffered":             "envoy: {bodyMode: buffered, maxBodyBytes: 1048576, decodeIdleTimeout: 90s}" + pool,
 		"https and h2c":        strings.Replace(strings.Replace(pool, "role: prefill", "role: prefill, scheme: https", 1), "role: decode", "role: decode, scheme: h2c", 1),
 		"https, verified":      "envoy: {endpointTls: {caFile: " + ca + ", serverName: engines.example}}" + strings.Replace(pool, "role: decode", "role: decode, scheme: https", 1),
+		"pairs":                strings.Replace(pool, "nixl", "sglang", 1),
+		"pairs, https and h2c": strings.Replace(strings.Replace(strings.Replace(pool, "nixl", "sglang", 1), "role: prefill", "role: prefill, scheme: https", 1), "role: decode", "role: decode, scheme: h2c", 1),
+		"pairs, two replicas":  `{envoy: {extProcs: ["10.0.0.1:9002", "10.0.0.2:9002"]}, tickets: {keyFile: k}` + strings.Replace(flow(), "nixl", "sglang", 1),
 		"TLS, unverified":      "extProc: {tls: {certFile: c, keyFile: k}}" + pool,
 		"mutual TLS, verified": "{extProc: {tls: {certFile: c, keyFile: k, clientCaFile: a}}, envoy: {extProcTls: {caFile: " + ca + ", certFile: " + ca + ", keyFile: " + ca + "}}" + flow(),
 	} {

@@ -21,13 +21,18 @@ import (
 
 // logBatch is one StreamAccessLogsMessage, reduced to what the server reads.
 type logBatch struct {
+	name    string // log_name of the stream, which its first message tells
 	entries []logEntry
 	arena   []byte
 }
 
+// logNameMirror is the log_name of the mirrored prefill leg's listener; that of the main listener is another.
+const logNameMirror = "tandem-prefill-mirror"
+
 // logEntry is one HTTPAccessLogEntry of the main listener.
 type logEntry struct {
 	requestID, ticket []byte
+	clientID          []byte // of a mirrored leg: the request id as the client knows it
 	details           []byte // response_code_details
 	status            int    // 0: no answer was sent
 	start             time.Time
@@ -40,6 +45,10 @@ func (b *logBatch) unmarshal(data mem.BufferSlice) error {
 	c := newCursor(data)
 	b.entries, b.arena = b.entries[:0], b.arena[:0]
 	for number, wire := c.field(c.end); number != 0; number, wire = c.field(c.end) {
+		if number == 1 && wire == wireBytes {
+			b.readIdentifier(&c, c.length(c.end))
+			continue
+		}
 		if number != 2 || wire != wireBytes { // http_logs
 			c.skip(wire, c.end)
 			continue
@@ -55,6 +64,17 @@ func (b *logBatch) unmarshal(data mem.BufferSlice) error {
 		}
 	}
 	return c.finish()
+}
+
+// readIdentifier reads Identifier{2: log_name}.
+func (b *logBatch) readIdentifier(c *cursor, end int) {
+	for number, wire := c.field(end); number != 0; number, wire = c.field(end) {
+		if number == 2 && wire == wireBytes {
+			b.name = string(c.text(&b.arena, end))
+		} else {
+			c.skip(wire, end)
+		}
+	}
 }
 
 func (b *logBatch) readEntry(c *cursor, end int, e *logEntry) {
@@ -116,6 +136,8 @@ func (b *logBatch) readRequest(c *cursor, end int, e *logEntry) {
 					name = c.text(&b.arena, mapEnd)
 				case number == 2 && wire == wireBytes && string(name) == headerTicket:
 					e.ticket = c.text(&b.arena, mapEnd)
+				case number == 2 && wire == wireBytes && string(name) == headerClientID:
+					e.clientID = c.text(&b.arena, mapEnd)
 				default:
 					c.skip(wire, mapEnd)
 				}
@@ -187,7 +209,11 @@ func (s *Server) readAccessLogs(stream grpc.ServerStream) error {
 			return err
 		}
 		for i := range batch.entries {
-			s.hopEnded(&batch.entries[i])
+			if batch.name == logNameMirror {
+				s.mirrorEnded(&batch.entries[i])
+			} else {
+				s.hopEnded(&batch.entries[i])
+			}
 		}
 		if cap(batch.arena) > 1<<20 {
 			batch.arena = nil
@@ -218,6 +244,9 @@ func (s *Server) hopEnded(e *logEntry) {
 			"duration", e.duration, "first_byte", e.firstByte, "client_gone", e.clientGone)
 	}
 	mine := s.release(t) || s.bookedHere(t, string(e.requestID))
+	if pair := t.Stage == kvtransfer.PairLegs || t.Stage == kvtransfer.Failed; pair && (redirected || e.clientGone) {
+		s.pairs.giveUp(t.ID) // of legs that run at once: nobody waits for P's any more
+	}
 	if redirected {
 		return
 	}
@@ -225,7 +254,7 @@ func (s *Server) hopEnded(e *logEntry) {
 		s.releasePass(string(e.requestID), t.Redirects)
 	}
 	var took, first time.Duration
-	if t.Stage == kvtransfer.DecodeLeg {
+	if t.Stage == kvtransfer.DecodeLeg || t.Stage == kvtransfer.PairLegs {
 		began := s.sealedAt(t)
 		took = max(e.start.Add(e.duration).Sub(began), 0)
 		if e.firstByte > 0 {
@@ -247,6 +276,16 @@ func (s *Server) release(t *kvtransfer.Ticket) (mine bool) {
 		mine = s.State.Release(kvstate.ReservationID(id)) || mine
 	}
 	return mine
+}
+
+// releaseWherever gives back one of what a ticket says is booked, here or at the replica that served the pass before.
+func (s *Server) releaseWherever(t *kvtransfer.Ticket, i int) {
+	id := kvstate.ReservationID(t.Reservations[i])
+	if pool := s.State.Pool(t.Pool); pool != nil {
+		s.State.ReleaseWherever(pool, id)
+	} else {
+		s.State.Release(id)
+	}
 }
 
 // bookedHere reports whether this replica booked what a ticket names, although it may have let go of it since: in time,

@@ -83,7 +83,7 @@ type course struct {
 func newCourse(tb testing.TB, size int, mode bodyMode) *course {
 	keys, err := kvtransfer.GenerateKeys()
 	require.NoError(tb, err)
-	dialect, err := kvtransfer.New("nixl")
+	dialect, err := kvtransfer.New(kvtransfer.Options{Name: "nixl"})
 	require.NoError(tb, err)
 	state := kvstate.New(kvstate.Options{})
 	state.SetPool(kvstate.PoolSpec{Name: "chat", Models: []string{"*"}}, []kvstate.EndpointSpec{
@@ -111,7 +111,7 @@ func newCourse(tb testing.TB, size int, mode bodyMode) *course {
 	var x exchange
 	require.NoError(tb, x.req.Scan(openai.Chat, body, openai.Limits{}))
 	x.patch.Reset(&x.req)
-	dialect.Prefill(&x.req, &x.patch)
+	dialect.Prefill(&x.req, &x.patch, &x.pair)
 	c.legs = marshal(tb, requestBody(x.patch.Edits().Apply(nil, body), true))
 	settle(c.s, c.main.ticket())
 	return c

@@ -17,8 +17,13 @@
 // Envoy's gRPC access log. Nothing about a request is kept here between those meetings but its reservations, so any
 // replica serves any of them.
 //
+// Engines that need both legs at once go another way, in one pass: Envoy sends the request to the decode endpoint and a copy
+// of it to the prefill endpoint, each through an internal listener whose filter is a role of its own here (decode-leg,
+// prefill-mirror). concurrent.go tells it.
+//
 // Files: message.go, reply.go, wire.go and codec.go are the messages; server.go is the service; route.go and plan.go
-// are passes 1 and 2; leg.go is the prefill leg; replan.go and accesslog.go are the other two doors.
+// are passes 1 and 2; leg.go is the prefill leg, pair.go what some dialects want of both; concurrent.go, decodeleg.go,
+// mirroredleg.go and pairs.go are both legs at once; replan.go and accesslog.go are the other two doors.
 package extproc
 
 // Header names that Tandem and Envoy's configuration agree on (package envoyconfigs writes the other side).
@@ -32,12 +37,27 @@ const (
 	headerRequestID  = "x-request-id"
 	headerRetryAfter = "retry-after"
 
+	// Of requests whose legs run at once. They are set together, and removed together.
+	headerPrefillEndpoint = "x-tandem-prefill-endpoint" // ip:port of the mirrored leg
+	headerPrefillScheme   = "x-tandem-prefill-scheme"   // as headerScheme
+	headerMirror          = "x-tandem-mirror"           // what becomes of the mirrored leg: mirrorCancel or mirrorKeep
+	headerClientID        = "x-tandem-request-id"       // the client's request id: the legs' own may be another
+	headerLegID           = "x-tandem-leg-id"           // the x-request-id of both legs, where it is not the client's
+	headerPrefillRank     = "x-tandem-prefill-rank"     // x-data-parallel-rank of the leg
+	headerDecodeRank      = "x-tandem-decode-rank"
+
+	mirrorCancel = "cancel" // Tandem cuts the leg when nobody waits for its blocks any more
+	mirrorKeep   = "keep"   // the leg runs to its end, and is sent again where it failed
+
 	legPrefill = "prefill" // prefill-leg listener first, replan port second; redirects are followed
 	legDecode  = "decode"  // the endpoint first, replan port second; redirects are followed
 	legPass    = "pass"    // the endpoint, and what it says is what the client gets
+	legPair    = "pair"    // both legs at once: decode-leg listener, and a copy to the prefill-mirror listener
 
 	metadataRole    = "x-tandem-role"
 	rolePrefillLeg  = "prefill-leg"
+	roleDecodeLeg   = "decode-leg"
+	roleMirror      = "prefill-mirror"
 	detailsPrefix   = "tandem"
 	contentTypeJSON = "application/json"
 )

@@ -89,7 +89,7 @@ func newStand(t *testing.T, o Options) *stand {
 func (s *stand) pool(name string, policy Policy, endpoints ...string) {
 	s.t.Helper()
 	if policy.Dialect == nil {
-		dialect, err := kvtransfer.New("nixl")
+		dialect, err := kvtransfer.New(kvtransfer.Options{Name: "nixl"})
 		require.NoError(s.t, err)
 		policy.Dialect = dialect
 	}

@@ -9,6 +9,7 @@ import (
 	"google.golang.org/grpc/mem"
 
 	"tandem/extproc/kvtransfer"
+	"tandem/extproc/openai"
 	"tandem/kvstate"
 )
 
@@ -37,6 +38,7 @@ func (x *exchange) prefillLeg() error {
 	x.startSpan(spanPrefillAnswer, false)
 	x.spanTicket(t)
 	code, _ := strconv.Atoi(string(x.msg.headers.status))
+	x.observe(t)
 	if clientsFault(code) {
 		x.s.metrics.prefillEnded(t, code, "refused", time.Since(x.s.sealedAt(t)))
 		x.s.release(t)
@@ -47,8 +49,18 @@ func (x *exchange) prefillLeg() error {
 	}
 	x.did(workReceive)
 	took := time.Since(x.s.sealedAt(t))
-	next := x.afterPrefill(t, code)
-	x.s.State.Release(kvstate.ReservationID(t.Reservations[0]))
+	next, final := x.afterPrefill(t, code)
+	if final != nil {
+		x.s.metrics.prefillEnded(t, code, "ok", took)
+		x.s.recent.change(x.requestID, func(trace *Trace) { trace.PrefillTime, trace.Decode = took, "" })
+		x.s.release(t)
+		return x.answerClient(t, final)
+	}
+	if next.Stage == kvtransfer.HandOver {
+		x.awaitKV(t)
+		next.Expires = time.Now().Add(x.s.HandOverTTL)
+	}
+	x.s.releaseWherever(t, 0)
 	result := "ok"
 	if next.Stage == kvtransfer.Failed {
 		result = "failed"
@@ -64,6 +76,20 @@ func (x *exchange) prefillLeg() error {
 		x.s.stranded(next, x.requestID, "client_gone")
 	}
 	return err
+}
+
+// observe notes what P says about its load along with its answer.
+func (x *exchange) observe(t *kvtransfer.Ticket) {
+	pool := x.s.State.Pool(t.Pool)
+	if len(x.msg.headers.load) == 0 || pool == nil {
+		return
+	}
+	signals, ok := kvstate.ParseORCA(x.msg.headers.load)
+	e := pool.Endpoint(t.Prefill)
+	if ok && e != nil {
+		signals.At = time.Now()
+		x.s.State.Observe(e, signals)
+	}
 }
 
 // clientsFault reports whether P's status is about the request itself, so that it is the client's answer.
@@ -116,8 +142,9 @@ func (x *exchange) receiveAnswer() error {
 	return nil
 }
 
-// afterPrefill makes the ticket that the redirect carries: KV parameters in hand, or what went wrong.
-func (x *exchange) afterPrefill(t *kvtransfer.Ticket, code int) *kvtransfer.Ticket {
+// afterPrefill makes the ticket that the redirect carries: KV parameters in hand, or what went wrong. final, where P's
+// answer is all there is to say, is the client's.
+func (x *exchange) afterPrefill(t *kvtransfer.Ticket, code int) (_ *kvtransfer.Ticket, final []byte) {
 	next := *t
 	next.ID = newTicketID()
 	next.Redirects++
@@ -125,16 +152,31 @@ func (x *exchange) afterPrefill(t *kvtransfer.Ticket, code int) *kvtransfer.Tick
 	policy := x.s.Pools[t.Pool]
 	if code != 200 || x.msg.over || policy.Dialect == nil {
 		x.prefillFailed(pool, &next, code)
-		return &next
+		return &next, nil
 	}
-	got, err := policy.Dialect.ReadAnswer(x.body.bytes(), t.Prefill)
+	x.setPair(t.ID, x.side(pool, t.Prefill), x.side(pool, t.Decode))
+	got, err := policy.Dialect.ReadAnswer(x.body.bytes(), &x.pair)
+	if err == nil && got.Final != nil && t.Stream {
+		var cannot error
+		if got.Final, cannot = openai.OneShot(got.Final, t.StreamUsage); cannot != nil {
+			got.Unused = cannot.Error()
+		}
+	}
 	if err != nil {
 		x.s.Log.Warn("prefill answered without usable KV parameters", "request_id", x.requestID, "endpoint", t.Prefill, "err", err)
 		x.prefillFailed(pool, &next, code)
-		return &next
+		return &next, nil
+	}
+	if got.Unused != "" {
+		x.s.Log.Info("KV parameters not handed on: decode computes the prompt", "request_id", x.requestID, "endpoint", t.Prefill, "why", got.Unused)
+	}
+	if policy.Concurrent != nil { // P was not known well enough for both legs at once
+		_, peer, _ := policy.Concurrent.ReadAnswer(x.body.bytes(), nil)
+		policy.learnPeer(t.Prefill, peer)
 	}
 	if pool != nil {
 		x.markGood(pool, t.Prefill)
+		x.learn(pool, t.Prefill, &got)
 		if got.PromptTokens > 0 {
 			pool.ObservePrompt(int64(t.BodyBytes), got.PromptTokens)
 			pool.ObservePrefill(got.PromptTokens-max(got.CachedTokens, 0), time.Since(x.s.sealedAt(t)))
@@ -149,8 +191,32 @@ func (x *exchange) afterPrefill(t *kvtransfer.Ticket, code int) *kvtransfer.Tick
 			trace.PromptTokens = got.PromptTokens
 		}
 	})
-	next.Stage, next.Expires, next.Params = kvtransfer.HandOver, time.Now().Add(x.s.HandOverTTL), got.Params
-	return &next
+	next.Stage, next.Params = kvtransfer.HandOver, got.Params
+	return &next, got.Final
+}
+
+// answerClient answers the client in P's place.
+func (x *exchange) answerClient(t *kvtransfer.Ticket, body []byte) error {
+	x.headers.drop("content-length")
+	if t.Stream {
+		x.headers.add("content-type", []byte("text/event-stream; charset=utf-8"))
+	}
+	if err := x.send(&reply{phase: phaseResponseHeaders, headers: &x.headers}); err != nil {
+		return err
+	}
+	x.spare.grow(len(body))
+	x.spare.data = append(x.spare.data[:0], body...)
+	x.pieces.cut(&x.spare, nil)
+	shared := x.spare.share()
+	defer shared.Free()
+	trailers := x.msg.phase == phaseResponseTrailers
+	err := x.pieces.each(shared, func(parts mem.BufferSlice, last bool) error {
+		return x.send(&reply{phase: phaseResponseBody, kind: bodyStreamed62, parts: parts, end: last && !trailers})
+	})
+	if err == nil && trailers {
+		err = x.send(&reply{phase: phaseResponseTrailers})
+	}
+	return err
 }
 
 // prefillFailed makes next the ticket of a request whose prefill is lost.

@@ -2,6 +2,8 @@ package extproc
 
 import (
 	"google.golang.org/grpc/mem"
+
+	"tandem/kvstate"
 )
 
 // phase says which part of the exchange a message is about, with the field numbers of ProcessingRequest's oneof
@@ -36,6 +38,8 @@ type headers struct {
 	contentType, contentEncoding, contentLength []byte
 	requestID, ticket, upgrade                  []byte
 	traceparent, tracestate                     []byte
+	authority, clientID                         []byte // of legs that run at once
+	load                                        []byte // what P says about itself (ORCA)
 }
 
 // slot returns where a header's value belongs, nil for one that nobody reads.
@@ -63,19 +67,27 @@ func (h *headers) slot(name []byte) *[]byte {
 		return &h.traceparent
 	case headerTracestate:
 		return &h.tracestate
+	case ":authority":
+		return &h.authority
+	case headerClientID:
+		return &h.clientID
+	case kvstate.ORCAHeader:
+		return &h.load
 	}
 	return nil
 }
 
 // attributes are what the prefill leg's filter is configured to send along with P's answer (response_attributes).
 type attributes struct {
-	ticket, requestID, path, authority []byte
+	ticket, requestID, clientID, path, authority []byte
 }
 
 func (a *attributes) slot(name []byte) *[]byte {
 	switch string(name) {
 	case "request.headers['x-tandem-ticket']":
 		return &a.ticket
+	case "request.headers['x-tandem-request-id']":
+		return &a.clientID
 	case "request.headers['x-request-id']":
 		return &a.requestID
 	case "request.path":

@@ -27,7 +27,7 @@ type Metrics struct {
 	promptTokens  *prometheus.CounterVec   // pool, source
 	expected      expectations
 	process       *prometheus.HistogramVec // role; seconds
-	work          [2][works]prometheus.Observer
+	work          [4][works]prometheus.Observer
 	ticketBytes   prometheus.Histogram
 	forgedTickets prometheus.Counter
 	controlFields prometheus.Counter
@@ -104,7 +104,7 @@ func histogramOpts(name, help string, buckets []float64) prometheus.HistogramOpt
 // processed counts one stream that came to its end: how long it was open, and how long of that it was worked on.
 func (m *Metrics) processed(role string, d, busy time.Duration) {
 	m.process.WithLabelValues(role).Observe(d.Seconds())
-	if role != rolePrefillLeg {
+	if role == "main" {
 		m.live.decisions.observe(busy)
 	}
 }
@@ -143,6 +143,16 @@ func statusLabel(code int) string {
 	return strconv.Itoa(code)
 }
 
+// prefillLate counts a prefill whose time is up. The hop itself is counted when it ends.
+func (m *Metrics) prefillLate(t *kvtransfer.Ticket) {
+	m.prefillErrors.WithLabelValues(t.Pool, t.Prefill, "504").Inc()
+}
+
+// prefillCut counts a prefill that was ended because nobody waited for it any more.
+func (m *Metrics) prefillCut(t *kvtransfer.Ticket, took time.Duration) {
+	m.hop(t.Pool, "prefill", t.Prefill, "client_gone", took)
+}
+
 func (m *Metrics) prompt(pool string, h kvtransfer.Answer) {
 	if h.PromptTokens > 0 && h.CachedTokens >= 0 {
 		computed := max(h.PromptTokens-h.CachedTokens, 0)
@@ -161,7 +171,7 @@ func (m *Metrics) hop(pool, hop, endpoint, result string, took time.Duration) {
 // requestEnded counts the end of a request as Envoy logs it. What a prefill leg ended in was counted there.
 func (m *Metrics) requestEnded(t *kvtransfer.Ticket, e *logEntry, took, first time.Duration) {
 	switch {
-	case t.Stage == kvtransfer.DecodeLeg:
+	case t.Stage == kvtransfer.DecodeLeg, t.Stage == kvtransfer.PairLegs:
 		m.hop(t.Pool, "decode", t.Decode, endedAs(e), took)
 		if first > 0 {
 			m.firstByte.WithLabelValues(t.Pool, "decode", t.Decode).Observe(first.Seconds())

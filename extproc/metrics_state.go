@@ -12,25 +12,23 @@ import (
 
 // stateCollector shows the fleet as it is when it is scraped: an endpoint that left has no series left.
 type stateCollector struct {
-	state                                   *kvstate.State
-	up, requests, tokens, blocks, maxBlocks *prometheus.Desc
+	state                *kvstate.State
+	up, requests, tokens *prometheus.Desc
 }
 
 func newStateCollector(state *kvstate.State) *stateCollector {
 	endpoint := []string{"pool", "endpoint", "role"}
 	return &stateCollector{
-		state:     state,
-		up:        prometheus.NewDesc("tandem_endpoint_up", "Whether an endpoint is in use (1) or left out because it failed (0).", endpoint, nil),
-		requests:  prometheus.NewDesc("tandem_endpoint_requests", "Requests booked on an endpoint now.", endpoint, nil),
-		tokens:    prometheus.NewDesc("tandem_endpoint_prompt_tokens", "Prompt tokens of the requests booked on an endpoint now.", endpoint, nil),
-		blocks:    prometheus.NewDesc("tandem_index_blocks", "Blocks that a pool's prefix index names now.", []string{"pool"}, nil),
-		maxBlocks: prometheus.NewDesc("tandem_index_blocks_max", "Blocks that a pool's prefix index names at most.", []string{"pool"}, nil),
+		state:    state,
+		up:       prometheus.NewDesc("tandem_endpoint_up", "Whether an endpoint is in use (1) or left out because it failed (0).", endpoint, nil),
+		requests: prometheus.NewDesc("tandem_endpoint_requests", "Requests booked on an endpoint now.", endpoint, nil),
+		tokens:   prometheus.NewDesc("tandem_endpoint_prompt_tokens", "Prompt tokens of the requests booked on an endpoint now.", endpoint, nil),
 	}
 }
 
 // Describe is of prometheus.Collector.
 func (c *stateCollector) Describe(out chan<- *prometheus.Desc) {
-	for _, d := range []*prometheus.Desc{c.up, c.requests, c.tokens, c.blocks, c.maxBlocks} {
+	for _, d := range []*prometheus.Desc{c.up, c.requests, c.tokens} {
 		out <- d
 	}
 }
@@ -41,9 +39,6 @@ func (c *stateCollector) Collect(out chan<- prometheus.Metric) {
 		out <- prometheus.MustNewConstMetric(d, prometheus.GaugeValue, v, labels...)
 	}
 	for _, p := range c.state.Pools() {
-		blocks, limit := p.IndexBlocks()
-		gauge(c.blocks, float64(blocks), p.Spec.Name)
-		gauge(c.maxBlocks, float64(limit), p.Spec.Name)
 		for _, e := range p.Endpoints() {
 			up := 1.
 			if e.Failed() {

@@ -20,7 +20,7 @@ const (
 )
 
 func (m *Metrics) observeWork(h *prometheus.HistogramVec) {
-	for i, role := range [...]string{"main", rolePrefillLeg} {
+	for i, role := range [...]string{"main", rolePrefillLeg, roleDecodeLeg, roleMirror} {
 		for w, name := range [...]string{"receive", "scan", "decide", "answer"} {
 			m.work[i][w] = h.WithLabelValues(role, name)
 		}

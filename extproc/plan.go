@@ -1,6 +1,7 @@
 package extproc
 
 import (
+	"bytes"
 	"crypto/rand"
 	"errors"
 	"fmt"
@@ -67,6 +68,9 @@ func (x *exchange) plan(api openai.API, a attempt) (route, error) {
 	if !ok {
 		return route{}, fmt.Errorf("pool %q has no policy", pool.Spec.Name)
 	}
+	if policy.Concurrent != nil {
+		return x.concurrent(pool, policy, a)
+	}
 	if err := x.whetherToSplit(&a, policy); err != nil {
 		return route{}, err
 	}
@@ -75,29 +79,37 @@ func (x *exchange) plan(api openai.API, a attempt) (route, error) {
 	}
 	x.hashes = x.req.PromptHash(x.hashes[:0], blockBytes, maxBlocks)
 	x.s.State.View(pool, x.hashes, &x.view)
-	tokens := pool.PromptTokens(x.body.len())
+	tokens := x.countTokens(pool, &policy, pool.PromptTokens(x.body.len()))
 	choice, err := picker.Pick(&picker.Request{
 		PromptTokens: tokens, Blocks: len(x.hashes), Split: !a.alone, Excluded: a.excluded, Rand: random(),
 	}, &x.view)
 	if err != nil {
 		return route{}, noEndpoint(pool, err)
 	}
-	if a.decodeFailed && a.late(policy) {
-		return route{}, openai.Unavailable("endpoint_failed", "no endpoint answered this request in the time there is for it", time.Second)
-	}
-	if slices.Contains(a.excluded, x.view.Endpoints[choice.Decode].Endpoint.Addr) && triedAgain(a.excluded) {
-		return route{}, openai.Unavailable("endpoint_failed", "every endpoint that could answer this request has failed it", time.Second)
+	if err := a.exhausted(policy, x.view.Endpoints[choice.Decode].Endpoint.Addr); err != nil {
+		return route{}, err
 	}
 	if choice.Prefill >= 0 {
-		r, err := x.prefill(pool, policy, choice, tokens, a)
-		if r.leg != "" || err != nil {
+		r, why, err := x.prefill(pool, policy, choice, tokens, a)
+		if why == "" {
 			return r, err
 		}
-		a.why = "undo_too_large"
+		a.why = why
 	} else if a.why == "" {
 		a.why = "no_prefill"
 	}
 	return x.decodeAlone(pool, policy, choice, tokens, a)
+}
+
+// exhausted is why a request is not sent to one more decode endpoint; nil if it is.
+func (a *attempt) exhausted(policy Policy, decode string) error {
+	switch {
+	case a.decodeFailed && a.late(policy):
+		return openai.Unavailable("endpoint_failed", "no endpoint answered this request in the time there is for it", time.Second)
+	case slices.Contains(a.excluded, decode) && triedAgain(a.excluded):
+		return openai.Unavailable("endpoint_failed", "every endpoint that could answer this request has failed it", time.Second)
+	}
+	return nil
 }
 
 // triedAgain reports whether an endpoint has failed a request twice. Where every endpoint that decodes has failed it, one of
@@ -151,6 +163,8 @@ func (x *exchange) whetherToSplit(a *attempt, policy Policy) error {
 		a.alone, a.why = true, "attempts_spent"
 	case a.prefills > 0 && a.late(policy):
 		a.alone, a.why = true, "time_spent"
+	case !policy.Dialect.Speaks(x.req.API()):
+		a.alone, a.why = true, "api_not_spoken"
 	default:
 		if why := x.req.Unsplittable(); why != "" {
 			a.alone, a.why = true, why
@@ -159,34 +173,57 @@ func (x *exchange) whetherToSplit(a *attempt, policy Policy) error {
 	return nil
 }
 
-// prefill writes the prefill leg. A route without leg means that undoing it would take more than a ticket holds.
-func (x *exchange) prefill(pool *kvstate.Pool, policy Policy, c picker.Choice, tokens int64, a attempt) (route, error) {
+// prefill writes the prefill leg, or says why there is none.
+func (x *exchange) prefill(pool *kvstate.Pool, policy Policy, c picker.Choice, tokens int64, a attempt) (r route, why string, err error) {
 	p, d := x.view.Endpoints[c.Prefill], x.view.Endpoints[c.Decode]
+	x.setPair(newTicketID(), kvtransfer.Side{Addr: p.Endpoint.Addr, Transfer: p.Endpoint.Transfer},
+		kvtransfer.Side{Addr: d.Endpoint.Addr, Transfer: d.Endpoint.Transfer})
+	x.setSource(policy, c.Prefill)
 	x.patch.Reset(&x.req)
-	policy.Dialect.Prefill(&x.req, &x.patch)
+	policy.Dialect.Prefill(&x.req, &x.patch, &x.pair)
+	learn := x.learns(policy)
+	if asks, ok := policy.Dialect.(kvtransfer.TokenAsker); learn && !(ok && asks.AsksTokenIDs(x.req.API())) {
+		x.patch.Set("return_token_ids", openai.FieldReturnTokenIDs, []byte("true"))
+	}
 	edits := x.patch.Edits()
 	x.undo = edits.Inverse(x.undo[:0], x.body.bytes())
 	if x.undo.Size() > kvtransfer.MaxUndoBytes {
-		return route{}, nil
+		return route{}, "undo_too_large", nil
+	}
+	pusher, pushes := policy.Dialect.(kvtransfer.Pusher)
+	if room := d.Endpoint.Transfer.BufferTokens; pushes && room > 0 {
+		if r.booked[1], why = x.reserveRoom(d.Endpoint, a.redirects, tokens, room, pusher.Patience()); why != "" {
+			return route{}, why, nil
+		}
+	} else {
+		r.booked[1] = x.reserve(d.Endpoint, kvstate.RoleDecode, a.redirects, tokens)
 	}
 	uncached := tokens - tokens*int64(p.Hit)/int64(max(len(x.hashes), 1))
 	t := kvtransfer.Ticket{
-		ID: newTicketID(), Stage: kvtransfer.PrefillLeg, Expires: time.Now().Add(x.s.TicketTTL), Started: a.started,
+		ID: x.pair.Attempt, Stage: kvtransfer.PrefillLeg, Expires: time.Now().Add(x.s.TicketTTL), Started: a.started,
 		Pool: pool.Spec.Name, Prefill: p.Endpoint.Addr, Decode: d.Endpoint.Addr, Split: true,
 		Redirects: a.redirects, Prefills: a.prefills + 1, Excluded: a.excluded,
-		Undo: x.undo, BodyBytes: edits.Len(x.body.len()), PromptTokens: tokens, Stream: x.req.True(openai.FieldStream),
+		Undo: x.undo, BodyBytes: edits.Len(x.body.len()), PromptTokens: tokens,
+		Stream: x.req.True(openai.FieldStream), StreamUsage: x.req.WantsUsage(),
 		ExpectedCached: tokens - uncached, ExpectedPrefill: pool.ExpectedPrefill(uncached + p.PromptTokens),
 	}
-	r := route{
-		leg: legPrefill, endpoint: p.Endpoint, edits: edits,
-		perTry: policy.PrefillTimeout + pool.PrefillTime(tokens+p.PromptTokens, policy.PerToken),
+	r.leg, r.endpoint, r.edits = legPrefill, p.Endpoint, edits
+	r.perTry = policy.PrefillTimeout + pool.PrefillTime(tokens+p.PromptTokens, policy.PerToken)
+	if pushes {
+		r.perTry += pusher.Patience() // the leg answers when the KV is with D
 	}
 	r.booked[0] = x.reserve(p.Endpoint, kvstate.RolePrefill, a.redirects, uncached)
-	r.booked[1] = x.reserve(d.Endpoint, kvstate.RoleDecode, a.redirects, tokens)
 	t.Reservations = [2]uint64{uint64(r.booked[0]), uint64(r.booked[1])}
 	x.s.State.Routed(pool, p.Endpoint, x.hashes)
+	note := promptNote{}
+	if learn {
+		note = x.note(pool)
+	}
+	note.promised = tokens - uncached
+	x.s.notes.put(x.requestID, note)
 	x.planned(pool, "split", "", p.Endpoint, d.Endpoint, tokens)
-	return x.seal(r, &t)
+	r, err = x.seal(r, &t)
+	return r, "", err
 }
 
 // decodeAlone writes the one hop that answers the whole request.
@@ -196,14 +233,19 @@ func (x *exchange) decodeAlone(pool *kvstate.Pool, policy Policy, c picker.Choic
 	if a.redirects+1 >= x.s.MaxRedirects || x.body.len() > x.s.SplitBodyBytes {
 		r.leg = legPass // Envoy could not follow one more redirect, or could not replay the body
 	}
+	id := newTicketID()
+	var undo openai.Edits
+	if r.leg == legDecode {
+		r.edits, undo = x.pullPrefix(policy, id, c.Decode)
+	}
 	r.booked[1] = x.reserve(d.Endpoint, kvstate.RoleDecode, a.redirects, tokens)
 	x.s.State.Routed(pool, d.Endpoint, x.hashes)
 	x.planned(pool, "decode_alone", a.why, nil, d.Endpoint, tokens)
 	return x.seal(r, &kvtransfer.Ticket{
-		ID: newTicketID(), Stage: kvtransfer.DecodeLeg, Expires: time.Now().Add(x.s.TicketTTL), Started: a.started,
+		ID: id, Stage: kvtransfer.DecodeLeg, Expires: time.Now().Add(x.s.TicketTTL), Started: a.started,
 		Pool: pool.Spec.Name, Decode: d.Endpoint.Addr, Reservations: [2]uint64{0, uint64(r.booked[1])},
 		Redirects: a.redirects, Prefills: a.prefills, Excluded: a.excluded,
-		BodyBytes: x.body.len(), PromptTokens: tokens,
+		Undo: undo, BodyBytes: r.edits.Len(x.body.len()), PromptTokens: tokens,
 	})
 }
 
@@ -297,7 +339,8 @@ func (x *exchange) decode(t *kvtransfer.Ticket) (route, error) {
 			params = kept
 		}
 	}
-	x.s.release(t)
+	x.s.State.Release(kvstate.ReservationID(t.Reservations[0])) // the prefill leg did that, if it is not ours
+	x.s.releaseWherever(t, 1)
 	d, paired, err := x.pickDecode(pool, t)
 	if err != nil {
 		return route{}, noEndpoint(pool, err)
@@ -308,8 +351,7 @@ func (x *exchange) decode(t *kvtransfer.Ticket) (route, error) {
 	policy := x.s.Pools[t.Pool]
 	r := route{leg: legDecode, endpoint: d, edits: t.Undo, perTry: streamStart(policy, t.Stream, pool.PrefillTime(t.PromptTokens, policy.PerToken))}
 	var undo openai.Edits
-	dialect := policy.Dialect
-	if params != nil && dialect != nil {
+	if dialect := policy.Dialect; params != nil && dialect != nil {
 		r.edits, undo, err = x.decodeEdits(t.Undo, dialect, params)
 		if err != nil {
 			return route{}, err
@@ -331,8 +373,12 @@ func (x *exchange) decode(t *kvtransfer.Ticket) (route, error) {
 
 // pickDecode chooses D among those that may pair with the prefill endpoint that holds the blocks. Where it left the pool
 // between the hops, or everything that pairs with it did, any other will do (paired is false), which must not be told of
-// the blocks.
+// the blocks. What P pushed lies with the D of pass 1 and nowhere else.
 func (x *exchange) pickDecode(pool *kvstate.Pool, t *kvtransfer.Ticket) (d *kvstate.Endpoint, paired bool, err error) {
+	_, pushed := x.s.Pools[t.Pool].Dialect.(kvtransfer.Pusher)
+	if d := pool.Endpoint(t.Decode); pushed && d != nil && !d.Failed() {
+		return d, true, nil
+	}
 	x.s.State.View(pool, nil, &x.view)
 	r := picker.Request{PromptTokens: t.PromptTokens, Excluded: t.Excluded, Rand: random()}
 	prefill := slices.IndexFunc(x.view.Endpoints, func(c kvstate.Candidate) bool { return c.Endpoint.Addr == t.Prefill })
@@ -344,28 +390,30 @@ func (x *exchange) pickDecode(pool *kvstate.Pool, t *kvtransfer.Ticket) (d *kvst
 	if err != nil {
 		return nil, false, err
 	}
-	return x.view.Endpoints[i].Endpoint, prefill >= 0, nil
+	return x.view.Endpoints[i].Endpoint, prefill >= 0 && !pushed, nil
 }
 
 // maxDecodeMember bounds what a decode body may be longer than the client's: the KV parameters, mostly block ids.
 const maxDecodeMember = 8 << 20
 
-// decodeEdits turns the undo of a prefill body into the edits that make the decode body, and gives the undo of those.
-// The first edit of every prefill patch is the insertion right after the opening brace (openai.Patch); the decode member
-// goes to the same place. A body that P answered with 200 is not an empty object, so a comma always follows.
+// decodeEdits turns the undo of a prefill body into the edits that make the decode body, and gives the undo of those. What
+// D is told stands right after the opening brace, where the undo's first edit mostly is too. A body that P answered with
+// 200 is not an empty object, so a comma always follows.
 func (x *exchange) decodeEdits(undo openai.Edits, dialect kvtransfer.Dialect, params []byte) (edits, back openai.Edits, err error) {
-	if len(undo) == 0 {
-		return nil, nil, errors.New("the undo of a prefill leg is empty")
-	}
 	x.params = append(dialect.DecodeMember(x.params[:0], params), ',')
 	n := len(x.params)
 	if n > maxDecodeMember {
 		return nil, nil, fmt.Errorf("a decode member of %d bytes", n)
 	}
-	x.params = append(x.params, undo[0].New...)
-	edits = slices.Clone(undo)
-	edits[0].New = x.params
-	return edits, openai.Edits{{Start: undo[0].Start, End: undo[0].Start + n}}, nil
+	front := bytes.IndexByte(x.body.bytes(), '{') + 1
+	if len(undo) > 0 && undo[0].Start == front {
+		x.params = append(x.params, undo[0].New...)
+		edits = slices.Clone(undo)
+		edits[0].New = x.params
+	} else {
+		edits = append(openai.Edits{{Start: front, End: front, New: x.params}}, undo...)
+	}
+	return edits, openai.Edits{{Start: front, End: front + n}}, nil
 }
 
 func newTicketID() (id [16]byte) {

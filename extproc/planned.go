@@ -27,8 +27,8 @@ func (x *exchange) planned(pool *kvstate.Pool, route, reason string, prefill, de
 		p = prefill.Addr
 	}
 	var weighed []Weighed
-	if (route == "split" || route == "decode_alone") && (x.span != nil || x.s.recent.wantsWeighed(time.Now())) {
-		weighed = x.weigh(route == "split", tokens)
+	if two := prefill != nil; (two || route == "decode_alone") && (x.span != nil || x.s.recent.wantsWeighed(time.Now())) {
+		weighed = x.weigh(two, tokens)
 	}
 	x.s.recent.planned(x.requestID, pool.Spec.Name, route, reason, p, decode.Addr, tokens, weighed)
 	x.spanPlanned(pool, route, reason, prefill, decode, tokens, weighed)

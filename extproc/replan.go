@@ -24,7 +24,9 @@ func (s *Server) Replan() http.Handler {
 			return
 		}
 		next := *t
-		next.ID, next.Stage, next.Params = newTicketID(), kvtransfer.Failed, nil
+		if next.Stage, next.Params = kvtransfer.Failed, nil; t.Stage != kvtransfer.PairLegs {
+			next.ID = newTicketID() // that of an attempt with both legs at once goes on: it names the leg that may still run
+		}
 		next.Redirects++
 		hop, failed := "decode", t.Decode
 		next.Cause = kvtransfer.CauseDecode

@@ -2,6 +2,7 @@ package extproc
 
 import (
 	"strconv"
+	"time"
 
 	"google.golang.org/grpc/mem"
 )
@@ -74,6 +75,7 @@ type reply struct {
 	parts      mem.BufferSlice // the body, in order; the codec hands these references to gRPC
 	end        bool            // end_of_stream of a streamed body
 	immediate  *immediate      // not nil: this is an ImmediateResponse and nothing above counts
+	patience   time.Duration   // not 0: no answer yet, but Envoy's message timeout begins anew with this; nothing above counts
 }
 
 // immediate is an answer that Tandem gives itself.
@@ -107,6 +109,9 @@ func (p phase) responseField() int {
 func (r *reply) marshal() mem.BufferSlice {
 	if r.immediate != nil {
 		return r.immediate.marshal()
+	}
+	if r.patience != 0 {
+		return mem.BufferSlice{mem.SliceBuffer(appendPatience(nil, r.patience))}
 	}
 	if r.phase == phaseRequestTrailers || r.phase == phaseResponseTrailers {
 		b := appendLen(make([]byte, 0, 2), r.phase.responseField(), 0) // TrailersResponse{}
@@ -187,6 +192,18 @@ func (i *immediate) marshal() mem.BufferSlice {
 	b = appendText(b, 3, i.body)
 	b = appendText(b, 5, i.details)
 	return mem.BufferSlice{mem.SliceBuffer(b)}
+}
+
+// appendPatience writes ProcessingResponse{10: override_message_timeout Duration{1: seconds, 2: nanos}}.
+func appendPatience(b []byte, d time.Duration) []byte {
+	var inner []byte
+	if s := d / time.Second; s > 0 {
+		inner = appendVarint(appendTag(inner, 1, wireVarint), uint64(s))
+	}
+	if n := d % time.Second; n > 0 {
+		inner = appendVarint(appendTag(inner, 2, wireVarint), uint64(n))
+	}
+	return append(appendLen(b, 10, len(inner)), inner...)
 }
 
 func itoa(n int) []byte { return strconv.AppendInt(nil, int64(n), 10) }

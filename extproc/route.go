@@ -21,6 +21,7 @@ type route struct {
 	edits    openai.Edits  // of the body as it lies in exchange.body
 	perTry   time.Duration // time limit of the prefill hop
 	booked   [2]kvstate.ReservationID
+	pair     *pairRoute // of the leg "pair"
 }
 
 // route is the main role: it serves pass 1 and pass 2 of a request.
@@ -91,6 +92,11 @@ func (x *exchange) decide() (route, error) {
 		return route{}, x.listModels()
 	case openai.PassThrough:
 		return x.passThrough()
+	case openai.SGLangGenerate:
+		if !x.isSGLang() {
+			return x.passThrough()
+		}
+		return x.first(api)
 	default:
 		return x.first(api)
 	}
@@ -151,15 +157,20 @@ func (x *exchange) receiveBody(limit int) error {
 // answer tells Envoy the route and sends the body on.
 func (x *exchange) answer(r route) error {
 	x.setHeaders(r)
+	return x.answerBody(r.edits)
+}
+
+// answerBody sends the headers as they are set, and the body, edited, on.
+func (x *exchange) answerBody(edits openai.Edits) error {
 	if !x.hasBody() {
 		return x.send(&reply{phase: phaseRequestHeaders, headers: &x.headers, clearRoute: true})
 	}
-	x.pieces.cut(&x.body, r.edits)
+	x.pieces.cut(&x.body, edits)
 	shared := x.body.share()
 	defer shared.Free()
 	if x.msg.mode.request == bodyBuffered {
 		out := reply{phase: phaseRequestBody, headers: &x.headers, clearRoute: true}
-		if len(r.edits) > 0 || x.other {
+		if len(edits) > 0 || x.other {
 			x.headers.add("content-length", itoa(x.pieces.total)) // Envoy holds it against the body and refuses a mismatch
 			out.kind, out.parts = bodyReplace, x.pieces.whole(shared)
 		}
@@ -203,6 +214,7 @@ func (x *exchange) setHeaders(r route) {
 		h.drop(headerPerTry)
 	}
 	x.setTrace()
+	x.setPairHeaders(r.pair)
 	if s := r.endpoint.Scheme; s != "" && s != "http" {
 		h.add(headerScheme, []byte(s))
 	} else {

@@ -29,6 +29,8 @@ type Options struct {
 	Tracer trace.Tracer      // nil: no traces
 	Pools  map[string]Policy // by pool name; every pool of State has one
 
+	Tokenizer Tokenizer // for pools whose tokens are not learned alone; may be nil
+
 	SplitBodyBytes int           // larger bodies are never split, because Envoy could not replay them; default 16 MiB
 	MaxBodyBytes   int           // larger bodies are refused with 413; default 4 x SplitBodyBytes
 	HeldBytes      int           // of bodies in memory at one time, over all streams; more is refused with 503; default 1 GiB
@@ -40,7 +42,9 @@ type Options struct {
 
 // Policy is what a pool wants done with its requests.
 type Policy struct {
-	Dialect         kvtransfer.Dialect // nil: one hop for everything
+	Dialect         kvtransfer.Dialect    // nil: one hop for everything, unless there is
+	Concurrent      kvtransfer.Concurrent // the dialect, where both legs run at once
+	Peers           *kvtransfer.Peers     // who the prefill engines are; nil: the dialect does not need to know
 	Split           bool
 	RefuseLong      bool          // bodies over SplitBodyBytes get 413 instead of decode alone
 	OnFailure       OnFailure     // of a prefill
@@ -48,6 +52,9 @@ type Policy struct {
 	AttemptsTime    time.Duration // after this, counted from when the request came, no other endpoint is tried; default 1 m
 	PrefillTimeout  time.Duration // time limit of the prefill hop: this ...
 	PerToken        time.Duration // ... and this for every token of the prompt and of what is before it, until the speed is known
+	LearnTokens     bool          // ask prefill for the prompt's token ids, which KV events are matched with
+	Tokens          TokenSource   // who else is asked for them
+	TokenBudget     time.Duration // how long a request waits for that; 0: not at all
 	CleanupDecode   bool          // have stranded hand-overs fetched by a decode endpoint
 	StreamStart     time.Duration // how long a streamed answer may take to begin, beside PerToken where D computes the prompt; default 1 m
 }
@@ -78,6 +85,8 @@ type Server struct {
 	draining  chan struct{}
 	cleanups  chan cleanup
 	recent    *recent
+	pairs     *pairs
+	notes     *promptNotes
 	seed      uint64 // of reservation ids
 	held      atomic.Int64
 }
@@ -99,7 +108,7 @@ func New(o Options, m *Metrics) *Server {
 		pools[name] = p.withDefaults()
 	}
 	o.Pools = pools
-	s := &Server{Options: o, metrics: m, started: time.Now(), draining: make(chan struct{}), cleanups: make(chan cleanup, maxCleanups), recent: newRecent(), seed: random()}
+	s := &Server{Options: o, metrics: m, started: time.Now(), draining: make(chan struct{}), cleanups: make(chan cleanup, maxCleanups), recent: newRecent(), pairs: newPairs(), notes: newPromptNotes(), seed: random()}
 	s.exchanges.New = func() any { return &exchange{s: s} }
 	return s
 }
@@ -145,12 +154,17 @@ type exchange struct {
 	spare  bodyBuffer // the next body while it is made
 	other  bool       // the body is not the one that Envoy has: control members were cut, or a leg's edits undone
 
-	req    openai.Request
-	patch  openai.Patch
-	undo   openai.Edits
-	view   kvstate.View
-	hashes []uint64
-	params []byte // scratch for the decode member
+	req         openai.Request
+	patch       openai.Patch
+	undo        openai.Edits
+	view        kvstate.View
+	hashes      []uint64
+	known       kvstate.KnownTokens // of the prompt
+	ids         []uint32            // scratch for token ids
+	tokenHashes []uint64            // scratch for their blocks
+	params      []byte              // scratch for the decode member
+	pair        kvtransfer.Pair
+	source      kvtransfer.Side // that pair.Source points at
 
 	requestID string
 	bookedAs  string // the request id as Envoy has it, and logs it, until it has taken the first answer in
@@ -179,8 +193,13 @@ func (s *Server) process(stream grpc.ServerStream) error {
 	x.began = time.Now()
 	x.since, x.busy, x.role = x.began, 0, 0
 	role, serve := "main", x.route
-	if hasRole(stream.Context(), rolePrefillLeg) {
+	switch filterRole(stream.Context()) {
+	case rolePrefillLeg:
 		role, serve, x.role = rolePrefillLeg, x.prefillLeg, 1
+	case roleDecodeLeg:
+		role, serve, x.role = roleDecodeLeg, x.decodeLeg, 2
+	case roleMirror:
+		role, serve, x.role = roleMirror, x.mirroredLeg, 3
 	}
 	err := serve()
 	x.endSpan(err)
@@ -200,9 +219,13 @@ func (s *Server) process(stream grpc.ServerStream) error {
 // errAnswered ends an exchange whose answer was already given.
 var errAnswered = errors.New("answered")
 
-func hasRole(ctx context.Context, role string) bool {
+// filterRole is which of Envoy's filters a stream comes from; "" is the main listener's.
+func filterRole(ctx context.Context) string {
 	values := metadata.ValueFromIncomingContext(ctx, metadataRole) // copies this value alone
-	return len(values) > 0 && values[0] == role
+	if len(values) == 0 {
+		return ""
+	}
+	return values[0]
 }
 
 // refuse turns an error into the answer the client gets.
@@ -231,6 +254,7 @@ func (x *exchange) release() {
 	x.headers.reset()
 	x.req.Reset()
 	clear(x.undo) // refers to the body
+	x.pair, x.source = kvtransfer.Pair{}, kvtransfer.Side{}
 	if cap(x.params) > 64<<10 {
 		x.params = nil
 	}

@@ -94,7 +94,7 @@ func (h *liveDurations) load() (out Durations) {
 
 func (l *live) decided(route string) {
 	switch route {
-	case "split":
+	case "split", "pair":
 		l.split.Add(1)
 	case "decode_alone":
 		l.alone.Add(1)

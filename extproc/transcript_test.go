@@ -3,6 +3,7 @@ package extproc
 import (
 	"bufio"
 	"bytes"
+	"context"
 	"flag"
 	"fmt"
 	"os"
@@ -28,8 +29,10 @@ var update = flag.Bool("update", false, "rewrite the transcripts in testdata")
 // with -update). Time stands still but for `wait`. A blank line ends a request; what it leaves booked then fails the test.
 //
 //	server splitBody=N maxBody=N redirects=N held=N bodyTimeout=DURATION
-//	pool NAME ENDPOINT... [models=A,B] [failure=decodeAlone|fail] [attempts=N] [split=no] [long=refuse] [transfer=none]
+//	pool NAME ENDPOINT... [models=A,B] [failure=decodeAlone|fail] [attempts=N] [split=no] [long=refuse] [transfer=none|DIALECT]
+//	                       [buffer=TOKENS of each decode endpoint]
 //	                       endpoints p1 (10.0.1.1:8000, prefill), d1 (10.0.2.1:8000, decode), b1 (10.0.3.1:8000, both)
+//	notices DURATION|never   how long after P's answer LMCache's notice comes; default at once
 //	group NAME ENDPOINT... (of the pool last named)
 //	load ENDPOINT TOKENS | fail ENDPOINT | drop ENDPOINT
 //	request METHOD PATH [HEADER=VALUE...] [mode=duplex|buffered|none] [piece=N] [trailers] [empty]
@@ -63,18 +66,19 @@ func TestTranscripts(t *testing.T) {
 
 // player runs one transcript.
 type player struct {
-	t     *testing.T
-	out   bytes.Buffer
-	s     *stand
-	o     Options
-	spec  kvstate.PoolSpec
-	eps   []kvstate.EndpointSpec
-	loads []kvstate.ReservationID
-	q     *request
-	n     int
-	kept  string
-	body0 []byte // of the leg that the kept ticket came from
-	ended bool
+	t       *testing.T
+	out     bytes.Buffer
+	s       *stand
+	o       Options
+	spec    kvstate.PoolSpec
+	eps     []kvstate.EndpointSpec
+	loads   []kvstate.ReservationID
+	q       *request
+	n       int
+	kept    string
+	notices string // when LMCache's notice comes
+	body0   []byte // of the leg that the kept ticket came from
+	ended   bool
 }
 
 func (p *player) play(text []byte) []byte {
@@ -145,6 +149,8 @@ func (p *player) do(words []string, line string) {
 		p.answer(words[1:], line)
 	case "replan":
 		p.replan()
+	case "notices":
+		p.notices = words[1]
 	case "leave":
 		if p.q.taken != "" {
 			p.q.follow()
@@ -211,7 +217,7 @@ func (p *player) pool(words []string) {
 	policy := splitting()
 	p.eps = nil
 	var names, models []string
-	transfer := true
+	transfer, buffer := true, int64(0)
 	for _, w := range words[1:] {
 		key, value, setting := strings.Cut(w, "=")
 		if !setting {
@@ -231,6 +237,12 @@ func (p *player) pool(words []string) {
 			transfer = false
 		default:
 			switch key {
+			case "transfer":
+				dialect, err := kvtransfer.New(kvtransfer.Options{Name: value, Arrivals: p})
+				require.NoError(p.t, err)
+				policy.Dialect = dialect
+			case "buffer":
+				buffer = int64(p.number(value))
 			case "attempts":
 				policy.PrefillAttempts = p.number(value)
 			case "time":
@@ -258,6 +270,7 @@ func (p *player) pool(words []string) {
 	}
 	p.spec = p.s.state.Pool(words[0]).Spec
 	for _, e := range p.s.state.Pool(words[0]).Endpoints() {
+		e.Transfer.BufferTokens = buffer
 		p.eps = append(p.eps, e.EndpointSpec)
 	}
 }
@@ -352,13 +365,33 @@ func (p *player) sayVerdict(v *verdict) {
 	}
 }
 
+// Wait is kvtransfer.Arrivals: the notice comes as the transcript says.
+func (p *player) Wait(ctx context.Context, id string, n int) bool {
+	require.Len(p.t, id, 32)
+	require.Equal(p.t, 1, n)
+	after, err := time.ParseDuration(p.notices)
+	if p.notices == "never" {
+		after = time.Hour
+	} else if p.notices != "" {
+		require.NoError(p.t, err)
+	}
+	select {
+	case <-time.After(after):
+		return true
+	case <-ctx.Done():
+		return false
+	}
+}
+
 var (
-	madeID   = regexp.MustCompile(`\b[0-9a-f]{32}\b`)
-	madeHalf = regexp.MustCompile(`"resp_[0-9a-f]{16}`)
+	madeNumber = regexp.MustCompile(`"disagg_request_id":[0-9]{19}`)
+	madeID     = regexp.MustCompile(`\b[0-9a-f]{32}\b`)
+	madeHalf   = regexp.MustCompile(`"resp_[0-9a-f]{16}`)
 )
 
 // plainID hides ids that are drawn at random, and the random half of a response's.
 func plainID(s string) string {
+	s = madeNumber.ReplaceAllString(s, `"disagg_request_id":(a new id)`)
 	return madeHalf.ReplaceAllString(madeID.ReplaceAllString(s, "(a new id)"), `"resp_(random)`)
 }
 
@@ -439,9 +472,15 @@ func (p *player) answer(words []string, line string) {
 	if a.body == nil {
 		a.body = []byte(strings.TrimSpace(text))
 	}
+	began := time.Now()
 	v := p.q.prefillLeg(a)
+	if took := time.Since(began); took > 0 {
+		p.say("after %v", took)
+	}
 	p.sayVerdict(v)
-	if v.immediate == nil {
+	if v.immediate == nil && v.set[":status"] == "" && !bytes.Equal(a.body, v.body) {
+		p.say("the client's answer: %q", v.body)
+	} else if v.immediate == nil && v.set[":status"] == "" {
 		require.Equal(p.t, string(a.body), string(v.body))
 		p.say("P's answer is the client's%s", cutInto(v.pieces))
 	}

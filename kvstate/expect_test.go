@@ -17,14 +17,3 @@ func TestExpectedPrefill(t *testing.T) {
 	require.Equal(t, 200*time.Millisecond, p.ExpectedPrefill(1000), "a ratio of sums: 4 s for 20,000 tokens")
 	require.Zero(t, p.ExpectedPrefill(-1))
 }
-
-func TestIndexBlocks(t *testing.T) {
-	s := New(Options{MaxIndexBlocks: 100})
-	s.SetPool(PoolSpec{Name: "chat"}, []EndpointSpec{{Addr: "10.0.0.1:1", Role: RolePrefill}})
-	p := s.Pool("chat")
-	s.Routed(p, p.Endpoints()[0], []uint64{1, 2, 3})
-	s.Routed(p, p.Endpoints()[0], []uint64{1, 2, 3, 4})
-	blocks, limit := p.IndexBlocks()
-	require.Equal(t, 4, blocks)
-	require.Equal(t, 100, limit)
-}

@@ -49,6 +49,29 @@ type EndpointSpec struct {
 	Scheme string // http, https or h2c; "" is http
 	Role   Role
 	Group  string // endpoints with a group only pair within it
+
+	EventsPort int // where it publishes its KV events; 0: where its pool says
+	ReplayPort int // where these can be asked for again, if EventsPort is not 0; 0: nowhere
+	Transfer   Transfer
+}
+
+// Transfer is what is configured of an endpoint's side of KV transfer. What is zero is as the engine has it by default,
+// which the dialects know.
+type Transfer struct {
+	Host    string // name or IP, without brackets, by which other engines reach it; "": the host of Addr
+	Release string // of the engine, as 0.12.0; "": not known
+	TP, DP  int    // tensor- and data-parallel ranks; 0: one
+
+	BootstrapPort uint16 // SGLang and Mooncake: HTTP, of an endpoint that prefills
+	KVPort        uint16 // P2P-NCCL: the first of the engine's KV ports
+	HandshakePort uint16 // MoRIIO
+	NotifyPort    uint16 // MoRIIO
+	P2PPort       int    // vLLM's P2P offload tier
+
+	// LMCache's receiver: the ports of rank 0; rank n listens n above them.
+	LMCacheInitPort, LMCacheAllocPort, LMCacheQueryPort int
+	// BufferTokens is how many tokens' KV its buffer holds for prompts on their way to it; 0: not known, not minded.
+	BufferTokens int64
 }
 
 // Endpoint is one engine address of a pool. Its identity is stable for as long as the endpoint stays as it is.
@@ -59,19 +82,29 @@ type Endpoint struct {
 
 // live is what is known of an address while it stays in its pool, whatever else is said about it.
 type live struct {
-	slot int // in the pool's prefix index; never used again by another endpoint while blocks may name it
+	routed *member                 // of the pool's prefix index: what was routed here
+	own    []int32                 // its slot
+	feeds  atomic.Pointer[[]int32] // slots of the KV event feeds
+	heard  atomic.Bool             // they have told of blocks
+	fresh  atomic.Pointer[fresh]   // what was routed here moments ago; nil: there is no feed
 
 	requests atomic.Int64 // reservations held
 	tokens   atomic.Int64 // prompt tokens of those
-	failed   atomic.Bool
-	hung     atomic.Bool // and it took its time to
-	models   atomic.Pointer[[]string]
+
+	othersRequests atomic.Int64 // held by other replicas
+	othersTokens   atomic.Int64
+	signals        atomic.Pointer[Signals]
+
+	failed atomic.Bool
+	hung   atomic.Bool // and it took its time to
+	models atomic.Pointer[[]string]
+	room   room
 }
 
 // Failed reports whether the endpoint is left out for now.
 func (e *Endpoint) Failed() bool { return e.failed.Load() }
 
-// Load is what is booked on the endpoint: requests and their prompt tokens.
+// Load is what this replica has booked on the endpoint: requests and their prompt tokens.
 func (e *Endpoint) Load() (requests, tokens int64) { return e.requests.Load(), e.tokens.Load() }
 
 // PoolSpec describes a pool.
@@ -88,6 +121,7 @@ type Pool struct {
 	index     *prefixIndex
 	ratio     *tokenRatio
 	pace      *prefillPace
+	tokens    *tokenMemory
 }
 
 // Endpoints are the pool's endpoints, in the order configured but that those of a group stand together. Do not modify.
@@ -118,14 +152,14 @@ func (s *State) SetPool(spec PoolSpec, eps []EndpointSpec) {
 	next := &Pool{Spec: spec}
 	leaving := map[string]*Endpoint{}
 	if i >= 0 {
-		next.index, next.ratio, next.pace = pools[i].index, pools[i].ratio, pools[i].pace
+		next.index, next.ratio, next.pace, next.tokens = pools[i].index, pools[i].ratio, pools[i].pace, pools[i].tokens
 		for _, e := range pools[i].endpoints {
 			leaving[e.Addr] = e
 		}
 		pools[i] = next
 	} else {
-		next.index, next.ratio = newPrefixIndex(s.o.MaxIndexBlocks, s.o.EndpointBlocks), newTokenRatio()
-		next.pace = &prefillPace{}
+		next.index, next.ratio = newPrefixIndex(s.o.indexLimits()), newTokenRatio()
+		next.pace, next.tokens = &prefillPace{}, newTokenMemory(s.o.MaxTokenBytes)
 		pools = append(pools, next)
 	}
 	seen := make(map[string]bool, len(eps))
@@ -138,9 +172,12 @@ func (s *State) SetPool(spec PoolSpec, eps []EndpointSpec) {
 	}
 	slices.SortStableFunc(next.endpoints, func(a, b *Endpoint) int { return strings.Compare(a.Group, b.Group) })
 	for _, e := range leaving {
-		next.index.dropSlot(e.slot)
+		next.index.leave(e.routed)
+		if f := e.fresh.Swap(nil); f != nil {
+			next.index.leave(f.m)
+		}
 	}
-	next.index.resize(next.endpoints)
+	next.index.resize()
 	s.pools.Store(&pools)
 }
 
@@ -149,7 +186,8 @@ func (s *State) SetPool(spec PoolSpec, eps []EndpointSpec) {
 func (p *Pool) endpoint(ep EndpointSpec, old *Endpoint) *Endpoint {
 	switch {
 	case old == nil:
-		return &Endpoint{ep, &live{slot: p.index.takeSlot()}}
+		m := p.index.join(nil)
+		return &Endpoint{ep, &live{routed: m, own: []int32{int32(m.slot)}}}
 	case old.EndpointSpec == ep:
 		return old
 	}

@@ -3,299 +3,279 @@ package kvstate
 import (
 	"math/bits"
 	"slices"
-	"sort"
 	"sync"
+	"sync/atomic"
+	"time"
 )
 
-// prefixIndex says which endpoints hold the block with a given chained hash. It learns from what was routed.
+// prefixIndex says which endpoints hold which prefixes of prompts. A block is known by its chained hash: of its content
+// and of everything before it, which model, adapter and salt included.
 //
-// It forgets by generations: blocks are written to the running one; when that is full it becomes the old one, and the old
-// one is dropped. What is routed again moves to the running one, so a block is forgotten between one and two generations
-// of newer blocks after its last use, which comes close to what an engine's LRU does. A generation is half of what the
-// endpoints' caches hold together, or half of the limit: an index that remembers more than the engines promises hits that
-// are gone.
+// Who holds blocks is a member. Every endpoint is one, with the blocks of the prompts that were routed to it ([prefixIndex.add]:
+// text blocks, a guess); each publisher of KV events is another ([Feed]: token blocks, the truth), so that either can be
+// forgotten without the other.
 //
-// A prompt is always written from its first block on, and generations only go as a whole. So in each, and in both
-// together, who holds block i of a prompt holds all before it: the holders of block i are a subset of those of block i-1.
-// add and hits search instead of walking because of that. (Blocks learned one by one from engines' events would not have
-// this property.)
+// What makes a look-up fast is one invariant: who holds a block in the index holds every block before it too. So the
+// holders of block i of a prompt are a subset of those of block i-1; where two blocks have equally many, they are the same,
+// and so are all between them. hits leaps over what is the same instead of visiting it. Routed prompts are written from
+// their first block on and forgotten from their last. Engines' events can tear holes; a Feed keeps what is behind a hole
+// aside until the hole is closed.
+//
+// Readers take no lock and wait for nobody (blockStore). Writers take turns. A request that finds another writer at work
+// leaves its blocks for that one to write.
+//
+// Each member forgets by generations of its own: what it stores, or is asked for again, belongs to the running one; when
+// that is half of what the member may hold, or older than half of the time to live, what is left of the one before is
+// forgotten, last blocks first. So a block is forgotten after between one half and the whole of what fits beside it, which
+// comes close to an engine's LRU, for one bit a block.
 type prefixIndex struct {
-	writing     sync.Mutex   // one writer at a time; held before mu
-	mu          sync.RWMutex // held by readers, and by the writer for no more than a few blocks at a time
-	limit       int          // blocks in both generations, whatever the endpoints
-	perEndpoint int          // blocks in both generations for each endpoint that prefills
-	half        int          // blocks in one generation
-	now, old    map[uint64]holders
-	generation  int     // counts up
-	slots       []slot  // of all endpoints, those that left included
-	present     holders // slots in use
-	words       int     // of a holder set
-	dropped     int     // slots whose endpoint left and that are not free yet
+	store   *blockStore
+	writing sync.Mutex
+	members []*member // by slot; nil: free
+	limits  indexLimits
+	queue   routedQueue
+	sizes   atomic.Pointer[[]int]             // tokens in a block, of the feeds there are
+	loras   atomic.Pointer[map[string]string] // adapters that feeds have named
+	parts   int                               // members that share maxBytes
 }
 
-// slot is an endpoint's number in the holder sets.
-type slot struct {
-	used bool
-	free int // the generation from which on no block names the endpoint that left
+type indexLimits struct {
+	maxBytes       int           // of all members together
+	endpointBlocks int           // of what was routed to one endpoint
+	feedBlocks     int           // of one feed
+	ttl            time.Duration // of what was routed
 }
 
-// holders is the set of endpoints that hold a block, by slot: the first 64 inline, the rest behind a pointer.
-type holders struct {
-	first uint64
-	rest  []uint64
+// bytesPerEntry is what a block and one endpoint that holds it take at most, all tables included (BenchmarkIndexMemory).
+const bytesPerEntry = 40
+
+// member is somebody who holds blocks.
+type member struct {
+	slot    int
+	gone    bool
+	parity  uint32 // of the running generation: 0 or stateParity
+	current int    // blocks in it
+	held    int
+	limit   int
+	ttl     time.Duration // 0: for ever
+	fresh   bool
+	fits    atomic.Int64 // blocks that the engine seems to keep, as learned from what it reports; 0: nothing learned
+	began   time.Time    // the running generation
+	list    []uint32     // what it holds, earlier blocks of a prompt before later ones; of a feed it is in feed.keys
+	feed    *Feed        // nil: an endpoint with what was routed to it
 }
 
-func newPrefixIndex(limit, perEndpoint int) *prefixIndex {
-	return &prefixIndex{limit: limit, perEndpoint: perEndpoint, half: max(limit/2, 1), now: map[uint64]holders{}, words: 1}
+func newPrefixIndex(limits indexLimits) *prefixIndex {
+	return &prefixIndex{store: newBlockStore(), limits: limits, parts: 1}
 }
 
-// resize fits the index to the endpoints there are.
-func (x *prefixIndex) resize(endpoints []*Endpoint) {
-	caches := 0
-	for _, e := range endpoints {
-		if e.Role&RolePrefill != 0 {
-			caches++
-		}
-	}
-	if caches == 0 { // then all decode alone
-		caches = len(endpoints)
-	}
+// join makes a new member; nil where there are more than the index has numbers for.
+func (x *prefixIndex) join(feed *Feed) *member {
+	return x.admit(&member{feed: feed, began: time.Now()})
+}
+
+func (x *prefixIndex) joinFresh() *fresh {
+	m := x.admit(&member{fresh: true, began: time.Now()})
+	return &fresh{m, []int32{int32(m.slot)}}
+}
+
+func (x *prefixIndex) admit(m *member) *member {
 	x.writing.Lock()
-	defer x.writing.Unlock()
-	x.mu.Lock()
-	defer x.mu.Unlock()
-	x.half = max(min(x.limit, x.perEndpoint*caches)/2, 1)
+	defer x.unlock()
+	for m.slot < len(x.members) && x.members[m.slot] != nil {
+		m.slot++
+	}
+	if m.slot > maxSlots {
+		m.gone = true
+		return m
+	}
+	if m.slot == len(x.members) {
+		x.members = append(x.members, nil)
+		x.store.sets.groups = 1 << bits.Len(uint(m.slot/32)) // doubling, or every set would be moved for every 32 endpoints
+	}
+	x.members[m.slot] = m
+	x.limit(m)
+	return m
 }
 
-func (h *holders) word(i int) uint64 {
-	if i == 0 {
-		return h.first
+func (x *prefixIndex) limit(m *member) {
+	m.limit, m.ttl = x.limits.endpointBlocks, x.limits.ttl
+	if m.feed != nil {
+		m.limit, m.ttl = x.limits.feedBlocks, 0
+	} else if m.fresh {
+		m.ttl = freshTTL
 	}
-	if i-1 < len(h.rest) {
-		return h.rest[i-1]
-	}
-	return 0
+	m.limit = max(min(m.limit, x.limits.maxBytes/bytesPerEntry/x.parts), 2)
 }
 
-func (h *holders) has(slot int) bool { return h.word(slot/64)>>(slot%64)&1 == 1 }
+// learn corrects how much an endpoint is thought to keep, by what it found of a prompt in its cache: a little more when the
+// index was right, an eighth less when it promised what was gone.
+func (m *member) learn(promised, found, slack int64, most int) {
+	fits := m.fits.Load()
+	if fits == 0 {
+		fits = int64(most)
+	}
+	if promised-found > slack {
+		fits -= fits / 8
+	} else if promised > 0 {
+		fits += fits/64 + 1
+	}
+	m.fits.Store(min(max(fits, minFits), int64(most))) // two who race here lose a step
+}
 
-func (h *holders) set(slot int) {
-	if slot < 64 {
-		h.first |= 1 << slot
+// minFits is how many blocks an endpoint is always thought to keep: the longest prompt, roughly.
+const minFits = 512
+
+// room is how many blocks the member may hold now.
+func (m *member) room() int {
+	if fits := m.fits.Load(); fits > 0 {
+		return min(m.limit, int(fits))
+	}
+	return m.limit
+}
+
+// fresh is what was routed to an endpoint in the last moments, beside the member that remembers it for longer: its engine
+// will tell of these blocks, but has not had the time yet.
+type fresh struct {
+	m    *member
+	slot []int32
+}
+
+// freshTTL is how long an engine may take from being sent a prompt to telling of its blocks, and until it is noticed that it
+// does not.
+const freshTTL = 20 * time.Second
+
+// leave forgets a member. It costs what the member holds.
+func (x *prefixIndex) leave(m *member) {
+	x.writing.Lock()
+	defer x.unlock()
+	if m.gone {
 		return
 	}
-	for len(h.rest) < slot/64 {
-		h.rest = append(h.rest, 0)
-	}
-	h.rest[slot/64-1] |= 1 << (slot % 64)
+	x.clear(m)
+	m.gone = true
+	x.members[m.slot] = nil
 }
 
-func (h *holders) unset(slot int) {
-	if slot < 64 {
-		h.first &^= 1 << slot
-	} else if slot/64 <= len(h.rest) {
-		h.rest[slot/64-1] &^= 1 << (slot % 64)
-	}
-}
-
-// takeSlot gives a new endpoint its number.
-func (x *prefixIndex) takeSlot() int {
+// resize shares the memory among those who are there.
+func (x *prefixIndex) resize() {
 	x.writing.Lock()
-	defer x.writing.Unlock()
-	x.mu.Lock()
-	defer x.mu.Unlock()
-	for i := range x.slots {
-		if s := &x.slots[i]; !s.used && x.generation >= s.free {
-			s.used = true
-			x.present.set(i)
-			return i
+	defer x.unlock()
+	x.parts = 0
+	for _, m := range x.members {
+		if m != nil {
+			x.parts++
 		}
 	}
-	x.slots = append(x.slots, slot{used: true})
-	x.present.set(len(x.slots) - 1)
-	x.words = (len(x.slots) + 63) / 64
-	return len(x.slots) - 1
+	x.parts = max(x.parts, 1)
+	for _, m := range x.members {
+		if m != nil {
+			x.limit(m)
+		}
+	}
 }
 
-// maxDropped is how many endpoints that left may still be named by blocks, beside as many as there are now.
-const maxDropped = 64
-
-// dropSlot forgets an endpoint. That costs nothing: blocks that name it are not asked for it any more, and its number
-// stays unused until they are gone. When too many have left, which is when the fleet was rolled over and the caches with
-// it, the generation ends early.
-func (x *prefixIndex) dropSlot(i int) {
+// sweep ends generations that are old enough.
+func (x *prefixIndex) sweep(now time.Time) {
 	x.writing.Lock()
-	defer x.writing.Unlock()
-	x.mu.Lock()
-	defer x.mu.Unlock()
-	x.slots[i] = slot{free: x.generation + 2}
-	x.present.unset(i)
-	x.dropped++
-	if x.dropped > maxDropped && 2*x.dropped > len(x.slots) {
-		x.turn()
-	}
-}
-
-// turn begins a new generation. Never in the midst of a prompt: that would break what add and hits rely on.
-func (x *prefixIndex) turn() {
-	x.old, x.now = x.now, map[uint64]holders{}
-	x.generation++
-	x.dropped = 0
-	for i := range x.slots {
-		if s := &x.slots[i]; !s.used && x.generation < s.free {
-			x.dropped++
+	members := append([]*member(nil), x.members...)
+	x.unlock()
+	for _, m := range members {
+		if m == nil {
+			continue
 		}
-	}
-}
-
-// addAtOnce is how many blocks are written while readers wait: some 10 us.
-const addAtOnce = 64
-
-// add notes that the endpoint with that slot holds the blocks of a prompt.
-func (x *prefixIndex) add(i int, hashes []uint64) {
-	x.writing.Lock()
-	defer x.writing.Unlock()
-	if !x.slots[i].used { // it has left meanwhile
-		return
-	}
-	known := sort.Search(len(hashes), func(b int) bool { h, ok := x.now[hashes[b]]; return !ok || !h.has(i) })
-	for news := hashes[known:]; len(news) > 0; {
-		n := min(len(news), addAtOnce)
-		x.write(i, news[:n])
-		news = news[n:]
-	}
-	if len(x.now) >= x.half {
-		x.mu.Lock()
-		defer x.mu.Unlock()
-		x.turn()
-	}
-}
-
-func (x *prefixIndex) write(i int, hashes []uint64) {
-	x.mu.Lock()
-	defer x.mu.Unlock()
-	for _, hash := range hashes {
-		h, ok := x.now[hash]
-		if !ok {
-			h = x.inherit(x.old[hash])
+		x.writing.Lock() // not for all of them: a request may be waiting with its blocks
+		if m.ttl > 0 && now.Sub(m.began) >= m.ttl/2 && !m.gone {
+			x.turn(m)
+			m.began = now
 		}
-		h.set(i)
-		x.now[hash] = h
+		x.unlock()
 	}
 }
 
-// inherit is the set of the old generation with which a block starts into the running one, without those who left.
-func (x *prefixIndex) inherit(h holders) holders {
-	h.first &= x.present.first
-	h.rest = slices.Clone(h.rest)
-	for i := range h.rest {
-		h.rest[i] &= x.present.rest[i]
-	}
-	return h
-}
-
-// lookup is what hits needs besides the view: the endpoints still in the race, by slot.
-type lookup struct {
-	alive  []uint64
-	bySlot []int32 // position in the view, -1: none
-}
-
-// hits sets every candidate's Hit: how many leading blocks of the prompt it holds. It leaps to the first block that not
-// all who are in the race hold, sets the Hit of those who do not, and goes on with the others until nobody is left. So a
-// prompt that is new takes one look, and one that all know takes as many as its length has binary digits.
-func (x *prefixIndex) hits(hashes []uint64, v *View) {
-	x.mu.RLock()
-	defer x.mu.RUnlock()
-	l := &v.scratch
-	l.reset(x.words, len(x.slots), v.Endpoints)
-	for depth := 0; ; depth++ {
-		if depth = x.leap(hashes, depth, l); depth == len(hashes) {
-			l.settle(depth, v)
-			return
+// add notes that an endpoint holds the blocks of a prompt. It never waits for another writer.
+func (x *prefixIndex) add(m *member, hashes []uint64) {
+	if !x.writing.TryLock() {
+		x.queue.put(m, hashes)
+		if !x.writing.TryLock() {
+			return // who holds the lock looks into the queue after giving it back
 		}
-		if h := x.holders(hashes[depth]); !l.narrow(&h, depth, v) {
+	} else {
+		x.write(m, hashes)
+	}
+	x.unlock()
+}
+
+// unlock writes what was queued meanwhile and gives the lock back.
+func (x *prefixIndex) unlock() {
+	for {
+		x.queue.drain(x.write)
+		x.writing.Unlock()
+		if x.queue.waiting.Load() == 0 || !x.writing.TryLock() {
 			return
 		}
 	}
 }
 
-// leap finds the first block from there on that not all who are alive hold, in steps that grow and a search within the
-// last of them. It is len(hashes) if they hold them all.
-func (x *prefixIndex) leap(hashes []uint64, from int, l *lookup) int {
-	missing := func(i int) bool { h := x.holders(hashes[i]); return !l.heldBy(&h) }
-	for step := 1; from < len(hashes); step *= 2 { // they hold all before from
-		at := min(from+step, len(hashes)) - 1
-		if missing(at) {
-			return from + sort.Search(at-from, func(i int) bool { return missing(from + i) })
+// routedQueue holds prompts that were routed while somebody else was writing.
+type routedQueue struct {
+	mu      sync.Mutex
+	waiting atomic.Int32
+	prompts []routedPrompt
+	spare   [][]uint64
+}
+
+type routedPrompt struct {
+	m      *member
+	hashes []uint64
+}
+
+// maxQueued bounds the queue; what comes on top is not noted, which costs a prefix hit.
+const maxQueued = 256
+
+func (q *routedQueue) put(m *member, hashes []uint64) {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	if len(q.prompts) == maxQueued {
+		return
+	}
+	var room []uint64
+	if n := len(q.spare); n > 0 {
+		room, q.spare = q.spare[n-1], q.spare[:n-1]
+	}
+	q.prompts = append(q.prompts, routedPrompt{m, append(room[:0], hashes...)})
+	q.waiting.Add(1)
+}
+
+func (q *routedQueue) drain(write func(*member, []uint64)) {
+	for q.waiting.Load() > 0 {
+		q.mu.Lock()
+		next := q.prompts[0]
+		q.prompts = q.prompts[:copy(q.prompts, q.prompts[1:])]
+		q.waiting.Add(-1)
+		q.mu.Unlock()
+		write(next.m, next.hashes)
+		q.mu.Lock()
+		if len(q.spare) < 16 {
+			q.spare = append(q.spare, next.hashes)
 		}
-		from = at + 1
-	}
-	return from
-}
-
-func (x *prefixIndex) holders(hash uint64) holders {
-	h, ok := x.now[hash]
-	if !ok {
-		h = x.old[hash]
-	}
-	return h
-}
-
-func (l *lookup) reset(words, slots int, endpoints []Candidate) {
-	if cap(l.alive) < words {
-		l.alive = make([]uint64, words)
-	}
-	if cap(l.bySlot) < slots {
-		l.bySlot = make([]int32, slots)
-	}
-	l.alive, l.bySlot = l.alive[:words], l.bySlot[:slots]
-	clear(l.alive)
-	for i := range l.bySlot {
-		l.bySlot[i] = -1
-	}
-	for i := range endpoints {
-		if slot := endpoints[i].Endpoint.slot; slot < slots {
-			l.alive[slot/64] |= 1 << (slot % 64)
-			l.bySlot[slot] = int32(i)
-		}
+		q.mu.Unlock()
 	}
 }
 
-// heldBy reports whether all who are alive are among the holders.
-func (l *lookup) heldBy(h *holders) bool {
-	for w, alive := range l.alive {
-		if alive&^h.word(w) != 0 {
-			return false
-		}
-	}
-	return true
+// noteSizes notes which block sizes the feeds have.
+func (x *prefixIndex) noteSizes() {
+	x.writing.Lock()
+	defer x.unlock()
+	x.noteSizesLocked()
 }
 
-// narrow takes those out of the race who do not hold block depth, and reports whether anybody is left.
-func (l *lookup) narrow(h *holders, depth int, v *View) bool {
-	var left uint64
-	for w := range l.alive {
-		holding := h.word(w)
-		for gone := l.alive[w] &^ holding; gone != 0; gone &= gone - 1 {
-			l.setHit(w*64+bits.TrailingZeros64(gone), depth, v)
-		}
-		l.alive[w] &= holding
-		left |= l.alive[w]
-	}
-	return left != 0
-}
-
-func (l *lookup) setHit(slot, depth int, v *View) {
-	if slot < len(l.bySlot) && l.bySlot[slot] >= 0 {
-		v.Endpoints[l.bySlot[slot]].Hit = depth
-	}
-}
-
-// settle gives all who are still in the race the same depth.
-func (l *lookup) settle(depth int, v *View) {
-	for w, alive := range l.alive {
-		for ; alive != 0; alive &= alive - 1 {
-			l.setHit(w*64+bits.TrailingZeros64(alive), depth, v)
+func (x *prefixIndex) noteSizesLocked() {
+	var sizes []int
+	for _, m := range x.members {
+		if m != nil && m.feed != nil && m.feed.size > 0 && !slices.Contains(sizes, m.feed.size) {
+			sizes = append(sizes, m.feed.size)
 		}
 	}
+	x.sizes.Store(&sizes)
 }

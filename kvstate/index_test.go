@@ -3,49 +3,46 @@ package kvstate
 import (
 	"fmt"
 	"math/rand/v2"
-	"runtime"
+	"sync"
+	"sync/atomic"
 	"testing"
+	"testing/synctest"
+	"time"
 
 	"github.com/stretchr/testify/require"
 )
 
-// twin is the index as one would write it without thinking of speed: sets of endpoints by name, one map for each
-// generation, and a walk over every block.
+// twin is what was routed to one endpoint as one would write it without thinking of speed: two generations of blocks, and
+// a walk over every block.
 type twin struct {
-	now, old map[uint64]map[int]bool
+	room     int
+	now, old map[uint64]bool
 }
 
-func newTwin() *twin { return &twin{map[uint64]map[int]bool{}, map[uint64]map[int]bool{}} }
+func newTwin(room int) *twin { return &twin{room, map[uint64]bool{}, map[uint64]bool{}} }
 
-func (t *twin) turn() { t.old, t.now = t.now, map[uint64]map[int]bool{} }
-
-func (t *twin) add(endpoint int, hashes []uint64) {
+func (t *twin) add(hashes []uint64) {
+	hashes = hashes[:min(len(hashes), t.room/2)]
+	fresh := 0
 	for _, h := range hashes {
-		if t.now[h] == nil {
-			t.now[h] = map[int]bool{}
-			for e := range t.old[h] {
-				t.now[h][e] = true
-			}
+		if !t.now[h] {
+			fresh++
 		}
-		t.now[h][endpoint] = true
+	}
+	if fresh > 0 && len(t.now)+fresh > t.room/2 {
+		t.turn()
+	}
+	for _, h := range hashes {
+		t.now[h] = true
+		delete(t.old, h)
 	}
 }
 
-func (t *twin) forget(endpoint int) {
-	for _, generation := range []map[uint64]map[int]bool{t.now, t.old} {
-		for _, set := range generation {
-			delete(set, endpoint)
-		}
-	}
-}
+func (t *twin) turn() { t.old, t.now = t.now, map[uint64]bool{} }
 
-func (t *twin) hit(endpoint int, hashes []uint64) int {
+func (t *twin) hit(hashes []uint64) int {
 	for i, h := range hashes {
-		set, ok := t.now[h]
-		if !ok {
-			set = t.old[h]
-		}
-		if !set[endpoint] {
+		if !t.now[h] && !t.old[h] {
 			return i
 		}
 	}
@@ -71,18 +68,21 @@ func long(n, shared int, branch byte) []uint64 {
 	return chain(path...)
 }
 
-// indexProgram runs a program of random operations on index and twin and compares every look-up.
-func indexProgram(t *testing.T, limit int, next func(n int) int, steps int) {
-	x, slow := newPrefixIndex(limit, limit), newTwin()
-	type member struct {
-		name int
+func testLimits(room int) indexLimits {
+	return indexLimits{maxBytes: 1 << 40, endpointBlocks: room, feedBlocks: 1 << 20, ttl: time.Hour}
+}
+
+// indexProgram runs a program of random operations on index and twins and compares every look-up.
+func indexProgram(t *testing.T, room int, next func(n int) int, steps int) {
+	x := newPrefixIndex(testLimits(room))
+	type endpoint struct {
 		e    *Endpoint
+		slow *twin
 	}
-	var members []member
-	names := 0
+	var all []endpoint
 	join := func() {
-		members = append(members, member{names, &Endpoint{EndpointSpec{Role: RolePrefill}, &live{slot: x.takeSlot()}}})
-		names++
+		m := x.join(nil)
+		all = append(all, endpoint{&Endpoint{EndpointSpec{}, &live{routed: m, own: []int32{int32(m.slot)}}}, newTwin(room)})
 	}
 	prompt := func() []uint64 {
 		path := make([]byte, 1+next(24))
@@ -94,57 +94,66 @@ func indexProgram(t *testing.T, limit int, next func(n int) int, steps int) {
 	var v View
 	join()
 	for range steps {
-		before := x.generation
 		switch op := next(16); {
-		case op == 0 && len(members) < 150:
+		case op == 0 && len(all) < 150:
 			join()
-		case op == 1 && len(members) > 1:
-			i := next(len(members))
-			slow.forget(members[i].name)
-			x.dropSlot(members[i].e.slot)
-			members = append(members[:i], members[i+1:]...)
+		case op == 1 && len(all) > 1:
+			i := next(len(all))
+			x.leave(all[i].e.routed)
+			all = append(all[:i], all[i+1:]...)
 		case op < 9:
-			m, p := members[next(len(members))], prompt()
-			slow.add(m.name, p)
-			x.add(m.e.slot, p)
-		}
-		for ; before < x.generation; before++ {
-			slow.turn()
+			e, p := all[next(len(all))], prompt()
+			e.slow.add(p)
+			x.add(e.e.routed, p)
 		}
 		p := prompt()
 		v.Endpoints = v.Endpoints[:0]
-		for _, m := range members {
+		for _, m := range all {
 			v.Endpoints = append(v.Endpoints, Candidate{Endpoint: m.e})
 		}
-		x.hits(p, &v)
-		for i, m := range members {
-			require.Equal(t, slow.hit(m.name, p), v.Endpoints[i].Hit, "endpoint %d in slot %d", m.name, m.e.slot)
+		x.hits(p, &v, 1, 1, routedSlots)
+		for i, m := range all {
+			require.Equal(t, m.slow.hit(p), v.Endpoints[i].Hit, "endpoint in slot %d", m.e.routed.slot)
+			require.Equal(t, len(m.slow.now)+len(m.slow.old), m.e.routed.held)
+			require.Equal(t, len(m.slow.now), m.e.routed.current)
 		}
 	}
+	for _, m := range all {
+		x.leave(m.e.routed)
+	}
+	require.Zero(t, x.store.blocks, "what nobody holds is forgotten")
 }
 
 func TestIndexAgainstTwin(t *testing.T) {
-	for seed := range uint64(20) {
-		for _, limit := range []int{10, 60, 400, 1 << 20} {
-			r := rand.New(rand.NewPCG(seed, uint64(limit)))
-			indexProgram(t, limit, r.IntN, 800)
+	seeds := uint64(20)
+	if testing.Short() || raceDetector {
+		seeds = 4
+	}
+	for seed := range seeds {
+		for _, room := range []int{4, 60, 400, 1 << 20} {
+			r := rand.New(rand.NewPCG(seed, uint64(room)))
+			indexProgram(t, room, r.IntN, 800)
 		}
 	}
 }
 
 func FuzzIndex(f *testing.F) {
 	f.Add(uint16(60), []byte("\x02\x00\x05\x01\x01\x0b\x02\x09\x00\x01"))
-	f.Fuzz(func(t *testing.T, limit uint16, program []byte) {
-		at := 0
-		next := func(n int) int {
-			if at == len(program) {
-				return 0
-			}
-			at++
-			return int(program[at-1]) % n
-		}
-		indexProgram(t, int(limit)%500+2, next, min(len(program)/8+1, 500))
+	f.Fuzz(func(t *testing.T, room uint16, program []byte) {
+		indexProgram(t, int(room)%500+2, programOf(program), min(len(program)/8+1, 500))
 	})
+}
+
+// programOf reads choices from bytes; when they are spent, every choice is the first.
+func programOf(program []byte) func(n int) int {
+	at := 0
+	return func(n int) int {
+		if at == len(program) {
+			return 0
+		}
+		at++
+		return int(program[at-1]) % n
+	}
 }
 
 func TestIndexForgets(t *testing.T) {
@@ -166,10 +175,49 @@ func TestIndexForgets(t *testing.T) {
 	}
 	require.Equal(t, 8, hit(kept), "what is asked for again stays")
 	require.Equal(t, 0, hit(lost))
-	require.LessOrEqual(t, len(p.index.now)+len(p.index.old), 64+8)
+	require.LessOrEqual(t, p.IndexStats().Blocks, 64)
 }
 
-// A slot is not given to another endpoint while blocks still name the one that left.
+func TestIndexForgetsWithTime(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		s := New(Options{RoutedTTL: 10 * time.Minute})
+		s.SetPool(PoolSpec{Name: "p"}, pd(1, 0))
+		p := s.Pool("p")
+		go s.Run(t.Context())
+		var v View
+		hit := func() int { s.View(p, long(8, 0, 1), &v); return v.Endpoints[0].Hit }
+		for range 5 { // what is asked for stays
+			s.Routed(p, p.Endpoints()[0], long(8, 0, 1))
+			<-time.After(4 * time.Minute)
+			require.Equal(t, 8, hit())
+		}
+		<-time.After(11 * time.Minute)
+		require.Zero(t, hit())
+		require.Zero(t, p.IndexStats().Entries)
+	})
+}
+
+// An endpoint that keeps less than it was thought to is thought to keep less.
+func TestIndexLearnsWhatEnginesKeep(t *testing.T) {
+	s := New(Options{EndpointBlocks: 4096})
+	s.SetPool(PoolSpec{Name: "p"}, pd(1, 0))
+	e := s.Pool("p").Endpoints()[0]
+	require.Equal(t, 4096, e.routed.room())
+	s.Prefilled(e, 10_000, 0)
+	require.Equal(t, 4096-512, e.routed.room())
+	for range 50 {
+		s.Prefilled(e, 10_000, 0)
+	}
+	require.Equal(t, minFits, e.routed.room(), "but never less than a prompt")
+	for range 500 {
+		s.Prefilled(e, 10_000, 9_990)
+	}
+	require.Equal(t, 4096, e.routed.room())
+	s.Prefilled(e, 0, 0)
+	require.Equal(t, 4096, e.routed.room(), "a prompt that was new says nothing")
+}
+
+// An endpoint's slot goes to another at once, and nothing of the old one with it.
 func TestIndexSlotsOfThoseWhoLeft(t *testing.T) {
 	s := New(Options{EndpointBlocks: 64})
 	spec := PoolSpec{Name: "p"}
@@ -184,99 +232,79 @@ func TestIndexSlotsOfThoseWhoLeft(t *testing.T) {
 		s.View(p, prompt, &v)
 		require.Equal(t, 8, v.Endpoints[0].Hit)
 	}
-	require.Less(t, len(s.Pool("p").index.slots), 3*maxDropped, "slots must not pile up")
+	require.LessOrEqual(t, len(s.Pool("p").index.members), 2)
 }
 
-// fleetOf makes a pool of n endpoints, of which the first half prefills; all of those know the first 100 blocks of
-// long(430, 100, x), and some of them more.
-func fleetOf(n int) (*State, *Pool) {
+// A request never waits for a writer: neither to look up nor to note what was routed.
+func TestRequestsDoNotWaitForWriters(t *testing.T) {
 	s := New(Options{})
-	var eps []EndpointSpec
-	for i := range n {
-		role := RolePrefill
-		if i >= n/2 {
-			role = RoleDecode
-		}
-		eps = append(eps, EndpointSpec{Addr: fmt.Sprintf("10.0.%d.%d:8000", i/256, i%256), Role: role})
-	}
-	s.SetPool(PoolSpec{Name: "p", Models: []string{"*"}}, eps)
+	s.SetPool(PoolSpec{Name: "p"}, pd(2, 0))
 	p := s.Pool("p")
-	for i := range n / 2 {
-		s.Routed(p, p.endpoints[i], long(430, 100, byte(i%8)))
+	known := long(8, 0, 1)
+	s.Routed(p, p.Endpoints()[0], known)
+
+	p.index.writing.Lock() // somebody writes, and takes long
+	var v View
+	s.View(p, known, &v)
+	require.Equal(t, []int{8, 0}, []int{v.Endpoints[0].Hit, v.Endpoints[1].Hit})
+	for i := range byte(100) {
+		s.Routed(p, p.Endpoints()[1], long(8, 0, 1+i))
 	}
-	return s, p
+	p.index.unlock()
+
+	s.View(p, long(8, 0, 100), &v)
+	require.Equal(t, 8, v.Endpoints[1].Hit, "what was routed meanwhile is noted in the end")
 }
 
-func TestViewAllocates(t *testing.T) {
-	for _, n := range []int{64, 512} {
-		s, p := fleetOf(n)
-		hashes := long(430, 100, 3)
-		var v View
-		s.View(p, hashes, &v)
-		require.Equal(t, 100, v.Endpoints[1].Hit)
-		require.Equal(t, 430, v.Endpoints[3].Hit)
-		require.Zero(t, testing.AllocsPerRun(100, func() { s.View(p, hashes, &v) }))
+// Readers run beside writers, endpoints that come and go, and tables that grow. A hit is never more than was ever routed.
+func TestIndexUnderConcurrency(t *testing.T) {
+	x := newPrefixIndex(testLimits(2000))
+	var eps []*Endpoint
+	for range 40 {
+		m := x.join(nil)
+		eps = append(eps, &Endpoint{EndpointSpec{}, &live{routed: m, own: []int32{int32(m.slot)}}})
 	}
-}
-
-func BenchmarkView(b *testing.B) {
-	for _, n := range []int{64, 512} {
-		s, p := fleetOf(n)
-		for _, c := range []struct {
-			name   string
-			hashes []uint64
-		}{{"NoPrompt", nil}, {"New", long(430, 0, 99)}, {"Shared", long(430, 100, 99)}, {"Known", long(430, 100, 3)}, {"Known8192", long(8192, 100, 3)}} {
-			b.Run(fmt.Sprintf("%d/%s", n, c.name), func(b *testing.B) {
-				if len(c.hashes) > 1000 {
-					s.Routed(p, p.endpoints[0], c.hashes)
-				}
-				var v View
-				b.ReportAllocs()
-				for b.Loop() {
-					s.View(p, c.hashes, &v)
-				}
-			})
-		}
-	}
-}
-
-func BenchmarkRouted(b *testing.B) {
-	for _, grown := range []int{1, 32, 430} { // blocks of the prompt that are new
-		b.Run(fmt.Sprintf("430blocks/%dnew", grown), func(b *testing.B) {
-			s, p := fleetOf(64)
-			hashes, tail := long(430, 0, 5), rand.Uint64()
-			b.ReportAllocs()
-			for b.Loop() {
-				for i := 430 - grown; i < 430; i++ {
-					tail++
-					hashes[i] = tail * 0x9e3779b97f4a7c15
-				}
-				s.Routed(p, p.endpoints[0], hashes)
+	x.add(eps[0].routed, long(100, 0, 7))
+	var writers, readers sync.WaitGroup
+	var stop atomic.Bool
+	for w := range 4 {
+		writers.Go(func() {
+			r := rand.New(rand.NewPCG(uint64(w), 1))
+			for range 3000 {
+				x.add(eps[1+r.IntN(39)].routed, long(60, r.IntN(50), byte(r.IntN(250))))
 			}
 		})
 	}
-}
-
-// BenchmarkIndexMemory reports what a full index takes for each block.
-func BenchmarkIndexMemory(b *testing.B) {
-	for range b.N {
-		var before, after runtime.MemStats
-		runtime.GC()
-		runtime.ReadMemStats(&before)
-		x := newPrefixIndex(1<<20, 1<<20)
-		slot := x.takeSlot()
-		h := uint64(1)
-		for range 1 << 10 {
-			hashes := make([]uint64, 1<<10)
-			for i := range hashes {
-				h++
-				hashes[i] = h * 0x9e3779b97f4a7c15
-			}
-			x.add(slot, hashes)
+	writers.Go(func() {
+		for range 300 {
+			m := x.join(nil)
+			x.add(m, long(60, 30, 3))
+			x.leave(m)
 		}
-		runtime.GC()
-		runtime.ReadMemStats(&after)
-		b.ReportMetric(float64(after.HeapAlloc-before.HeapAlloc)/float64(len(x.now)+len(x.old)), "bytes/block")
-		runtime.KeepAlive(x)
+	})
+	for range 4 {
+		readers.Go(func() {
+			var v View
+			for !stop.Load() {
+				v.Endpoints = v.Endpoints[:0]
+				for _, e := range eps {
+					v.Endpoints = append(v.Endpoints, Candidate{Endpoint: e})
+				}
+				x.hits(long(100, 0, 7), &v, 1, 1, routedSlots)
+				if v.Endpoints[0].Hit != 100 {
+					t.Errorf("a block that nobody touched was not found: %d of 100", v.Endpoints[0].Hit)
+					return
+				}
+				for _, c := range v.Endpoints[1:] {
+					if c.Hit > 60 {
+						t.Errorf("a hit of %d blocks where at most 60 were routed", c.Hit)
+						return
+					}
+				}
+			}
+		})
 	}
+	writers.Wait()
+	stop.Store(true)
+	readers.Wait()
 }

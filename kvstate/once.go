@@ -23,9 +23,21 @@ func newSpentSet(limit int, ttl time.Duration) spentSet {
 }
 
 // Spend notes that a ticket is used. It is true the first time: one ticket buys one decode. Where more are spent than can
-// be remembered it is false, and the request takes the longer way.
+// be remembered it is false, and the request takes the longer way. Other replicas are asked, for milliseconds; where they
+// do not answer, this replica's memory and the ticket's short life decide.
 func (s *State) Spend(ticket [16]byte) bool {
-	p := &s.spent
+	if !s.spent.spend(ticket) {
+		return false
+	}
+	if s.peers != nil {
+		if first, known := s.peers.Spend(ticket); known {
+			return first
+		}
+	}
+	return true
+}
+
+func (p *spentSet) spend(ticket [16]byte) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.turn(time.Now())
@@ -75,9 +87,16 @@ func newHandOverStore(limit int, ttl time.Duration) handOverStore {
 	return handOverStore{mu: &sync.Mutex{}, max: limit, ttl: ttl, held: map[[16]byte]handOver{}}
 }
 
-// PutHandOver keeps a copy of params and returns the reference to it, or [ErrNoRoom].
+// PutHandOver keeps a copy of params, here and where other replicas find it, and returns the reference to it, or
+// [ErrNoRoom].
 func (s *State) PutHandOver(params []byte) (ref [16]byte, err error) {
-	h := &s.handOvers
+	if ref, err = s.handOvers.put(params); err == nil && s.peers != nil {
+		s.peers.PutHandOver(ref, params)
+	}
+	return ref, err
+}
+
+func (h *handOverStore) put(params []byte) (ref [16]byte, err error) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	if len(params) > h.max-h.bytes || len(h.held) >= maxHandOvers {
@@ -89,9 +108,16 @@ func (s *State) PutHandOver(params []byte) (ref [16]byte, err error) {
 	return ref, nil
 }
 
-// TakeHandOver returns what is kept under ref, once.
+// TakeHandOver returns what is kept under ref, once. What is not here may have been kept by another replica.
 func (s *State) TakeHandOver(ref [16]byte) ([]byte, bool) {
-	h := &s.handOvers
+	params, ok := s.handOvers.take(ref)
+	if !ok && s.peers != nil {
+		return s.peers.TakeHandOver(ref)
+	}
+	return params, ok
+}
+
+func (h *handOverStore) take(ref [16]byte) ([]byte, bool) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	kept, ok := h.held[ref]

@@ -20,6 +20,7 @@ type bookingShard struct {
 type booking struct {
 	on      *live // not the endpoint: what is said about that may change
 	tokens  int64
+	room    int64 // of the endpoint's buffer, in tokens
 	expires time.Time
 	from    *Source // nil: unknown
 }
@@ -41,6 +42,10 @@ func (s *State) Reserve(e *Endpoint, promptTokens int64) ReservationID {
 // ReserveAs is Reserve under an id that the caller can work out again when all it has is the request. Where id is 0 or
 // taken, a random one takes its place.
 func (s *State) ReserveAs(id ReservationID, e *Endpoint, promptTokens int64, from *Source) ReservationID {
+	return s.reserve(id, e, promptTokens, 0, from)
+}
+
+func (s *State) reserve(id ReservationID, e *Endpoint, promptTokens, room int64, from *Source) ReservationID {
 	if s.booked.Add(1) > int64(s.o.MaxReservations) {
 		s.booked.Add(-1)
 		return 0
@@ -51,10 +56,11 @@ func (s *State) ReserveAs(id ReservationID, e *Endpoint, promptTokens int64, fro
 	}
 	e.requests.Add(1)
 	e.tokens.Add(promptTokens)
-	b := booking{e.live, promptTokens, time.Now().Add(s.o.ReservationTTL), from}
+	b := booking{e.live, promptTokens, room, time.Now().Add(s.o.ReservationTTL), from}
 	for !s.hold(id, b) {
 		id = randomID()
 	}
+	s.changed()
 	return id
 }
 
@@ -93,9 +99,13 @@ func (s *State) unbook(b booking) {
 	b.on.requests.Add(-1)
 	b.on.tokens.Add(-b.tokens)
 	s.booked.Add(-1)
+	if b.room > 0 {
+		b.on.room.give(b.room)
+	}
+	s.changed()
 }
 
-// Reservations is how many are held.
+// Reservations is how many this replica holds.
 func (s *State) Reservations() int { return int(s.booked.Load()) }
 
 func (s *State) sweepReservations(now time.Time) {

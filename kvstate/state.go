@@ -9,26 +9,40 @@ import (
 
 // Options bound the state. Zero values take the defaults.
 type Options struct {
-	MaxIndexBlocks   int           // blocks that a pool's prefix index remembers; default 1 Mi (about 100 MB)
-	EndpointBlocks   int           // of those for each endpoint that prefills, about what its cache holds; default 16 Ki
+	MaxIndexBytes    int           // that a pool's prefix index may take; default 512 MiB
+	EndpointBlocks   int           // text blocks that it remembers of what was routed to an endpoint; default 16 Ki
+	FeedBlocks       int           // token blocks that it remembers of one publisher of KV events; default 1 Mi
+	MaxTokenBytes    int           // that the tokens known of a pool's prompts may take; default 64 MiB
+	RoutedTTL        time.Duration // how long it remembers what was routed and not asked for again; default 1 h
 	ReservationTTL   time.Duration // after which a reservation is taken for lost; default 15 m
 	MaxReservations  int           // default 1 Mi
 	SpentTTL         time.Duration // how long a spent ticket is remembered; default 2 m
 	MaxSpent         int           // default 4 Mi, as they come (about 30 bytes each): 17,000 a second
 	HandOverTTL      time.Duration // how long a hand-over is kept; default 60 s
 	MaxHandOverBytes int           // of all hand-overs together; default 64 MiB
+	SessionTTL       time.Duration // after which a session that was not seen is forgotten; default 30 m
+	MaxSessions      int           // default 256 Ki (about 100 bytes each)
 }
 
 func (o Options) withDefaults() Options {
-	setDefault(&o.MaxIndexBlocks, 1<<20)
+	setDefault(&o.MaxIndexBytes, 512<<20)
 	setDefault(&o.EndpointBlocks, 1<<14)
+	setDefault(&o.FeedBlocks, 1<<20)
+	setDefault(&o.MaxTokenBytes, 64<<20)
+	setDefault(&o.RoutedTTL, time.Hour)
 	setDefault(&o.ReservationTTL, 15*time.Minute)
 	setDefault(&o.MaxReservations, 1<<20)
 	setDefault(&o.SpentTTL, 2*time.Minute)
 	setDefault(&o.MaxSpent, 1<<22)
 	setDefault(&o.HandOverTTL, time.Minute)
 	setDefault(&o.MaxHandOverBytes, 64<<20)
+	setDefault(&o.SessionTTL, 30*time.Minute)
+	setDefault(&o.MaxSessions, 1<<18)
 	return o
+}
+
+func (o Options) indexLimits() indexLimits {
+	return indexLimits{maxBytes: o.MaxIndexBytes, endpointBlocks: o.EndpointBlocks, feedBlocks: o.FeedBlocks, ttl: o.RoutedTTL}
 }
 
 func setDefault[T int | time.Duration](v *T, d T) {
@@ -47,6 +61,8 @@ type State struct {
 	booked    atomic.Int64
 	spent     spentSet
 	handOvers handOverStore
+	sessions  *sessionSet
+	peers     Peers // nil: there are none
 }
 
 // New returns an empty state. It starts nothing.
@@ -58,6 +74,7 @@ func New(o Options) *State {
 	}
 	s.spent = newSpentSet(s.o.MaxSpent, s.o.SpentTTL)
 	s.handOvers = newHandOverStore(s.o.MaxHandOverBytes, s.o.HandOverTTL)
+	s.sessions = newSessionSet(s.o.MaxSessions, s.o.SessionTTL)
 	return s
 }
 
@@ -79,4 +96,8 @@ func (s *State) sweep(now time.Time) {
 	s.sweepReservations(now)
 	s.handOvers.sweep(now)
 	s.spent.sweep(now)
+	for _, p := range s.Pools() {
+		p.index.sweep(now)
+	}
+	s.sessions.sweep(now)
 }

@@ -27,11 +27,10 @@ type Status struct {
 
 // Pool is one pool.
 type Pool struct {
-	Name           string     `json:"name"`
-	Models         []string   `json:"models"`
-	IndexBlocks    int        `json:"index_blocks"`
-	MaxIndexBlocks int        `json:"index_blocks_max"`
-	Endpoints      []Endpoint `json:"endpoints"`
+	Name        string     `json:"name"`
+	Models      []string   `json:"models"`
+	IndexBlocks int        `json:"index_blocks"`
+	Endpoints   []Endpoint `json:"endpoints"`
 }
 
 // Endpoint is one endpoint: what is booked on it, and what the latest requests say of it.
@@ -192,8 +191,7 @@ func (f *Feed) Status(since int64) Status {
 }
 
 func (f *Feed) pool(p *kvstate.Pool, recent []extproc.Trace) Pool {
-	blocks, limit := p.IndexBlocks()
-	out := Pool{Name: p.Spec.Name, Models: f.source.State.Models(p), IndexBlocks: blocks, MaxIndexBlocks: limit, Endpoints: []Endpoint{}}
+	out := Pool{Name: p.Spec.Name, Models: f.source.State.Models(p), IndexBlocks: p.IndexStats().Blocks, Endpoints: []Endpoint{}}
 	if slices.Contains(p.Spec.Models, "*") && len(out.Models) == 0 {
 		out.Models = []string{"*"}
 	}
@@ -231,7 +229,7 @@ func (e *Endpoint) seenIn(recent []extproc.Trace) {
 func flow(recent []extproc.Trace, since time.Time) []Flow {
 	counts := map[Flow]int{}
 	for _, t := range recent {
-		if t.Started.After(since) && (t.Route == "split" || t.Route == "decode_alone") {
+		if t.Started.After(since) && (t.Prefill != "" || t.Route == "decode_alone") {
 			counts[Flow{Pool: t.Pool, Prefill: t.Prefill, Decode: t.Decode}]++
 		}
 	}

@@ -37,7 +37,7 @@ func Print(w io.Writer, s *Status) {
 }
 
 func printPool(w io.Writer, p *Pool) {
-	fmt.Fprintf(w, "\npool %s (%s), prefix index %d of %d blocks\n", plain(p.Name), plain(strings.Join(p.Models, ", ")), p.IndexBlocks, p.MaxIndexBlocks)
+	fmt.Fprintf(w, "\npool %s (%s), prefix index %d blocks\n", plain(p.Name), plain(strings.Join(p.Models, ", ")), p.IndexBlocks)
 	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
 	fmt.Fprintln(t, "  endpoint\trole\thealth\trequests\tprompt tokens\tlately\tcache hits")
 	for _, e := range p.Endpoints {

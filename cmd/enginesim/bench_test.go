@@ -20,7 +20,7 @@ func BenchmarkScan(b *testing.B) {
 
 func BenchmarkRender(b *testing.B) {
 	body := []byte(chat(strings.Repeat("Some ordinary text, with a quote here and there. ", 4500)))
-	q, bad := parseRequest(apiChat, body, nil, true, false)
+	q, bad := parseRequest(apiChat, body, nil, connectorNIXL, false)
 	if bad != nil {
 		b.Fatal(bad)
 	}

@@ -26,6 +26,7 @@ type pool struct {
 	head      int32 // least recently freed
 	last      int32
 	waiting   []*waiter
+	events    *kvEvents // who is told what is cached; nil: nobody
 }
 
 type block struct {
@@ -65,6 +66,7 @@ func (p *pool) resetPrefixCache() bool {
 		return false
 	}
 	p.reset(len(p.blocks))
+	p.events.cleared()
 	return true
 }
 
@@ -204,8 +206,11 @@ func (p *pool) tryOne(pr *prompt, total int) (grant, bool) {
 			p.unlink(id)
 		}
 		b := &p.blocks[id]
-		if b.key != 0 && b.parent == 0 {
-			p.index.remove(p.blocks, id)
+		if b.key != 0 {
+			p.events.removed(b.key)
+			if b.parent == 0 {
+				p.index.remove(p.blocks, id)
+			}
 		}
 		b.child, b.parent, b.key = 0, 0, 0
 		b.full, b.tail, b.refs = 0, 0, 1
@@ -260,6 +265,7 @@ func (p *pool) free(ids []int32) {
 func (p *pool) write(g *grant, seq *prompt, from int, actual []uint64) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
+	stored := from // blocks from there to i are in the cache since now
 	for i := from; i < len(g.blocks); i++ {
 		id := g.blocks[i]
 		b := &p.blocks[id]
@@ -267,11 +273,16 @@ func (p *pool) write(g *grant, seq *prompt, from int, actual []uint64) {
 			if seq.tail != 0 {
 				b.tail = actualOr(actual, i, seq.tail)
 			}
-			return
+			break
 		}
 		b.full = actualOr(actual, i, seq.full[i])
-		g.tip = p.cache(g.tip, id, seq.key(i))
+		was := b.key
+		if g.tip = p.cache(g.tip, id, seq.key(i)); g.tip != id || was != 0 { // an equal one was there already
+			p.events.stored(seq, stored, i, p.blockSize)
+			stored = i + 1
+		}
 	}
+	p.events.stored(seq, stored, min(len(g.blocks), len(seq.full)), p.blockSize)
 }
 
 // find looks a cached block up, given the cached block before it (noBlock for the first of a sequence).

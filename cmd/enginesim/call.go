@@ -3,6 +3,7 @@ package main
 import (
 	"context"
 	"errors"
+	"fmt"
 	"net"
 	"net/http"
 	"slices"
@@ -41,10 +42,25 @@ func (s *sim) serveCall(w http.ResponseWriter, r *http.Request, a api) {
 	}
 	s.records.setBody(rec, body)
 	var room [24]member
-	req, bad := parseRequest(a, body, room[:0], s.cfg.nixl, s.cfg.faithful)
+	req, bad := parseRequest(a, body, room[:0], s.cfg.connector, s.cfg.faithful)
 	c.req = req
+	if s.cfg.connector == connectorNeuron && s.cfg.role == rolePrefill && req.maxTokens == 1 {
+		req.kv.remoteDecode = true // nobody says so there: this is what a prefill engine is for
+	}
+	if spec := req.kv.spec; spec != nil && req.kv.fatal == "" && (len(spec.init) != s.cfg.tp || len(spec.alloc) != s.cfg.tp) {
+		req.kv.fatal = "IndexError: the receiver has not one port for each rank"
+	}
 	if media, _, _ := strings.Cut(r.Header.Get("Content-Type"), ";"); !strings.EqualFold(strings.TrimSpace(media), "application/json") {
 		bad = badRequest("Unsupported Media Type: Only 'application/json' is allowed")
+	}
+	if s.cfg.pushes() {
+		req.kv = s.cfg.parsePush(req.raw("kv_transfer_params"))
+	}
+	if s.cfg.connector == connectorNCCL && s.cfg.role != roleBoth && a != apiResponses {
+		req.roomLeg = string(s.cfg.role)
+	}
+	if s.roomed() {
+		req.roomLeg = string(s.cfg.role)
 	}
 	leg := req.leg()
 	s.metrics.requests.add(r.URL.Path+"\x00"+leg, 1)
@@ -86,6 +102,7 @@ func (c *call) check(leg string) *apiError {
 	if bad := c.req.continued(c.s.responses); bad != nil {
 		return bad
 	}
+	c.req.keepIDs = c.s.events != nil
 	prompts, bad := c.req.render(c.s.cfg.blockSize)
 	if bad != nil {
 		return bad
@@ -98,8 +115,18 @@ func (c *call) check(leg string) *apiError {
 	if bad := c.req.checkLength(prompts, c.s.cfg); bad != nil {
 		return bad
 	}
+	if c.s.roomed() {
+		if c.s.cfg.role == rolePrefill {
+			c.req.maxTokens, c.req.minTokens = 1, 0
+		}
+		c.prepare(prompts)
+		return c.checkRooms(len(prompts))
+	}
 	c.checkRole(leg)
 	c.prepare(prompts)
+	if c.req.roomLeg != "" {
+		return c.checkAddresses()
+	}
 	return c.checkProtocol()
 }
 
@@ -113,7 +140,7 @@ func (c *call) checkRole(leg string) {
 		kind = "decode_on_prefill"
 	case role == rolePrefill && leg == "plain" && c.req.maxTokens != 1:
 		kind = "plain_on_prefill"
-	case leg == "prefill" && c.req.maxTokens != 1:
+	case leg == "prefill" && c.req.maxTokens != 1 && !c.req.kv.context:
 		kind = "prefill_of_many_tokens"
 	case leg == "prefill" && c.req.stream:
 		kind = "prefill_streamed"
@@ -130,9 +157,13 @@ func (c *call) checkProtocol() *apiError {
 	}
 	var v *violation
 	switch kv := &c.req.kv; {
+	case kv.broken != nil:
+		v = kv.broken
+	case kv.spec != nil && c.s.cfg.role == roleDecode:
+		v = &violation{"spec_on_decode", "disagg_spec is for the engine that pushes"}
 	case kv.staleOnP:
 		v = &violation{"stale_blocks_on_prefill", "do_remote_decode with remote_block_ids: the prefill engine would read from elsewhere"}
-	case (kv.remoteDecode || kv.remotePrefill) && c.xid == "":
+	case (kv.remoteDecode || kv.remotePrefill || kv.spec != nil) && c.xid == "":
 		v = &violation{"missing_request_id", "a leg with kv_transfer_params needs an x-request-id"}
 	default:
 		return nil
@@ -149,6 +180,9 @@ func (c *call) serve() {
 	case kv.fatal != "":
 		c.refuse(engineDead())
 		c.s.die(kv.fatal)
+		return
+	case kv.parked != "":
+		c.park()
 		return
 	case kv.incomplete != "": // registered no receive, and yet parked: it waits until the client leaves, and then raises
 		c.s.metrics.waitingDeferred.Add(1)
@@ -204,8 +238,26 @@ func (c *call) refuse(e *apiError) {
 	c.writeBody(e.status, "application/json", e.json(c.req.api))
 }
 
+// tellLoad adds vLLM's ORCA header where the request asks for it (entrypoints/openai/orca_metrics.py, 0.13): two figures, for
+// two of the APIs.
+func (c *call) tellLoad() {
+	if c.req.api != apiChat && c.req.api != apiCompletions {
+		return
+	}
+	usage, waiting := c.s.pool.usage(), float64(c.s.metrics.waitingCapacity.Load()+c.s.metrics.waitingDeferred.Load())
+	switch c.r.Header.Get("endpoint-load-metrics-format") {
+	case "JSON":
+		c.w.Header().Set("endpoint-load-metrics", fmt.Sprintf(`JSON {"named_metrics":{"kv_cache_usage_perc":%v,"num_requests_waiting":%.1f}}`, usage, waiting))
+	case "TEXT":
+		c.w.Header().Set("endpoint-load-metrics", fmt.Sprintf("TEXT named_metrics.kv_cache_usage_perc=%v, named_metrics.num_requests_waiting=%.1f", usage, waiting))
+	}
+}
+
 func (c *call) writeBody(status int, contentType string, body []byte) {
 	c.w.Header().Set("Content-Type", contentType)
+	if status == http.StatusOK {
+		c.tellLoad()
+	}
 	c.rec.setStatus(status)
 	c.rec.set(func() { c.rec.AnswerBytes += len(body) })
 	writeWith(c.w, status, body)
@@ -287,6 +339,9 @@ func (c *call) usage() usage {
 
 // handOver is the call's kv_transfer_params: those of the first prompt, and of its last choice.
 func (c *call) handOver() []byte {
+	if c.s.cfg.connector == connectorTRTLLM {
+		return []byte("null")
+	}
 	for _, q := range slices.Backward(c.seqs) {
 		if q.index == 0 && q.handOver != nil {
 			return q.handOver

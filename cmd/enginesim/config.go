@@ -14,29 +14,47 @@ import (
 
 // config is what the flags say.
 type config struct {
-	listen        string // HTTP, host:port
-	sideChannel   string // host:port; "" is the HTTP port + 1000
-	advertiseHost string // remote_host; "" is the side channel's host
-	engineID      string // "" is a random UUID
-	role          role
-	models        []string
-	nixl          bool
-	blockSize     int
-	blocks        int
-	maxModelLen   int
-	lease         time.Duration
-	prefillSpeed  float64 // tokens/s; 0 is instantaneous
-	decodeStep    time.Duration
-	recompute     bool // kv_load_failure_policy
-	loadTimeout   time.Duration
-	faithful      bool
-	toolParser    bool
-	record        bool
-	recordCount   int
-	recordBody    int
-	keepAlive     time.Duration
-	maxBody       int64
-	fail          []failRule
+	listen          string // HTTP, host:port
+	sideChannel     string // host:port; "" is the HTTP port + 1000
+	advertiseHost   string // remote_host; "" is the side channel's host
+	engineID        string // "" is a random UUID
+	role            role
+	models          []string
+	connector       connector
+	bootstrap       string        // host:port of the bootstrap server, of a prefill engine that has one
+	transferTimeout time.Duration // how long legs that run at once wait for each other
+	dpSize          int
+	heartbeat       time.Duration
+	blockSize       int
+	blocks          int
+	maxModelLen     int
+	lease           time.Duration
+	prefillSpeed    float64 // tokens/s; 0 is instantaneous
+	decodeStep      time.Duration
+	recompute       bool // kv_load_failure_policy
+	loadTimeout     time.Duration
+	faithful        bool
+	toolParser      bool
+	record          bool
+	recordCount     int
+	recordBody      int
+	keepAlive       time.Duration
+	maxBody         int64
+	fail            []failRule
+	events          string // endpoint of the KV events as vLLM names it; "": none
+	eventsReplay    string
+	eventsTopic     string
+	eventArrays     bool
+	eventSteps      int
+	tp              int // tensor-parallel ranks (lmcache)
+	initPort        int // of LMCache's receiver, rank 0
+	allocPort       int
+	proxy           string // where notices go (lmcache) or the engine registers (p2p-nccl), host:port; "": nowhere
+	notices         string
+	kvDelay         time.Duration
+	pdBuffer        int // tokens
+	pdTimeout       time.Duration
+	store           string // side channel of the engine that has the store
 }
 
 type role string
@@ -52,7 +70,7 @@ func (c *config) name() string { return string(c.role) + "@" + c.listen }
 // parseFlags reads the command line. flag.ErrHelp and mistakes have been reported to stderr.
 func parseFlags(args []string, stderr io.Writer) (*config, error) {
 	var c config
-	var roleName, connector, policy, fail string
+	var roleName, connectorName, policy, fail string
 	f := flag.NewFlagSet("enginesim", flag.ContinueOnError)
 	f.SetOutput(stderr)
 	f.StringVar(&c.listen, "listen", "127.0.0.1:8101", "HTTP `address`")
@@ -64,7 +82,20 @@ func parseFlags(args []string, stderr io.Writer) (*config, error) {
 		c.models = append(c.models, v)
 		return nil
 	})
-	f.StringVar(&connector, "connector", "nixl", "KV connector: nixl or none")
+	f.StringVar(&connectorName, "connector", "nixl", "KV connector: nixl, nixl-push, neuron, offload, trtllm, lmcache, shared, mooncake, mooncake-0.13, moriio, moriio-read, p2p-nccl, none, or sglang for an SGLang server")
+	f.IntVar(&c.tp, "tp", 1, "lmcache: tensor-parallel `ranks`, each with ports and notices of its own")
+	f.IntVar(&c.initPort, "lmcache-init-port", 7300, "lmcache: pd_peer_init_port of rank 0, on decode engines")
+	f.IntVar(&c.allocPort, "lmcache-alloc-port", 7400, "lmcache: pd_peer_alloc_port of rank 0, on decode engines")
+	f.StringVar(&c.notices, "notices", "once", "lmcache: once, twice, never, old (LMCache 0.3.5) or noisy (among messages that are none)")
+	f.DurationVar(&c.kvDelay, "kv-delay", 0, "lmcache: push so long after the prompt is computed; below 0: before the answer")
+	f.IntVar(&c.pdBuffer, "pd-buffer", 0, "lmcache: `tokens` that a decode engine's buffer holds; 0: endless")
+	f.DurationVar(&c.pdTimeout, "pd-allocation-timeout", 5*time.Second, "lmcache: how long an allocation waits for room")
+	f.StringVar(&c.store, "store", "", "shared: side-channel `address` of the engine that keeps the store; empty: this one does")
+	f.StringVar(&c.bootstrap, "bootstrap", "127.0.0.1:8998", "`address` of the bootstrap server (sglang and mooncake, role prefill)")
+	f.DurationVar(&c.transferTimeout, "transfer-timeout", 300*time.Second, "how long legs that run at once wait for each other")
+	f.StringVar(&c.proxy, "proxy", "", "`address` that notices are pushed at (lmcache) or where the engine registers (p2p-nccl); empty: nowhere")
+	f.DurationVar(&c.heartbeat, "heartbeat", defaultHeartbeat, "how often it registers")
+	f.IntVar(&c.dpSize, "dp-size", 1, "data-parallel ranks, as far as the bootstrap server tells of them")
 	f.IntVar(&c.blockSize, "block-size", 16, "tokens in a KV block")
 	f.IntVar(&c.blocks, "blocks", 1<<19, "KV blocks of the engine")
 	f.IntVar(&c.maxModelLen, "max-model-len", 5_000_000, "longest prompt and answer together, tokens (a token is four bytes)")
@@ -80,6 +111,11 @@ func parseFlags(args []string, stderr io.Writer) (*config, error) {
 	f.IntVar(&c.recordBody, "record-body", 64<<10, "how many `bytes` of each body to keep")
 	f.DurationVar(&c.keepAlive, "keep-alive", 5*time.Second, "idle HTTP connections are closed after this (uvicorn: 5 s)")
 	f.Int64Var(&c.maxBody, "max-body", 256<<20, "largest request body, `bytes`")
+	f.StringVar(&c.events, "kv-events", "", "publish KV events at `endpoint`: tcp://*:port binds, tcp://host:port connects, as vLLM does")
+	f.StringVar(&c.eventsReplay, "kv-events-replay", "", "give out old KV events at `endpoint`, tcp://*:port")
+	f.StringVar(&c.eventsTopic, "kv-events-topic", "", "`topic` of KV events")
+	f.BoolVar(&c.eventArrays, "kv-events-arrays", false, "KV events as vLLM up to 0.23 sends them: arrays, and replays without a topic")
+	f.IntVar(&c.eventSteps, "kv-events-buffer", 10_000, "how many batches of KV events to keep for replay")
 	f.StringVar(&fail, "fail", "", "failure rule as for POST /sim/fail, or a JSON list of them")
 	if err := f.Parse(args); err != nil {
 		return nil, err
@@ -87,11 +123,11 @@ func parseFlags(args []string, stderr io.Writer) (*config, error) {
 	if f.NArg() > 0 {
 		return nil, fmt.Errorf("unexpected argument %q", f.Arg(0))
 	}
-	return &c, c.settle(roleName, connector, policy, fail)
+	return &c, c.settle(roleName, connectorName, policy, fail)
 }
 
 // settle checks values and fills in what depends on others.
-func (c *config) settle(roleName, connector, policy, fail string) error {
+func (c *config) settle(roleName, connectorName, policy, fail string) error {
 	var errs []error
 	switch roleName {
 	case "prefill", "kv_producer":
@@ -103,12 +139,16 @@ func (c *config) settle(roleName, connector, policy, fail string) error {
 	default:
 		errs = append(errs, fmt.Errorf("-role %q: not one of prefill, decode, both", roleName))
 	}
-	switch connector {
-	case "nixl":
-		c.nixl = true
-	case "none":
+	if c.connector = connector(connectorName); !c.connector.known() {
+		errs = append(errs, fmt.Errorf("-connector %q: not one of %v", connectorName, connectors()))
+	}
+	switch c.notices {
+	case "once", "twice", "never", "old", "noisy":
 	default:
-		errs = append(errs, fmt.Errorf("-connector %q: not one of nixl, none", connector))
+		errs = append(errs, fmt.Errorf("-notices %q: not one of once, twice, never, old, noisy", c.notices))
+	}
+	if c.tp < 1 || c.tp > 64 {
+		errs = append(errs, errors.New("-tp: between 1 and 64"))
 	}
 	switch policy {
 	case "fail":

@@ -28,8 +28,20 @@
 //  4. engine.go takes it through admission, KV load, prefill and decode, at the speeds the flags say.
 //  5. nixl.go, ledger.go and sidechannel.go are the hand-over. P keeps a finished prefill leg's blocks under a lease
 //     and answers kv_transfer_params; D asks P's side channel for them and says what it believes they hold; P checks,
-//     hands over, and frees. Another dialect would be files beside these.
+//     hands over, and frees. connector.go reads the other connectors' members, and each of them is a file: offload.go,
+//     trtllm.go, store.go (shared), lmcache.go; neuron is NIXL's parameters under another key.
 //  6. output.go plans the answer; openai_*.go, anthropic.go and generate_api.go write it, sse.go sends streams.
+//
+// # Dialects whose legs run at once
+//
+// -connector sglang makes it an SGLang server (role both: without --disaggregation-mode): both legs carry a room, D asks
+// P's bootstrap server (-bootstrap) where to go, P waits for D before it computes, and POST /generate is there. mooncake
+// has a bootstrap server with /query, transfer ids, and cancels unless P finished for its length; nixl-push writes from
+// P into D. Legs wait for each other as long as -transfer-timeout says (300 s), and hold their blocks meanwhile: SGLang's
+// P while nobody tells it that D has gone, vLLM's D while its client has left and P has not sent. A room or transfer id
+// that is used twice is a violation (key_reused). moriio is the same with its own members. p2p-nccl reads the other
+// engine's address out of x-request-id and dies without, registers at -proxy, and calls a decode that begins before its
+// KV is there a violation (decode_before_kv), for the real engine would stand still. rendezvous.go is where legs meet, sglang.go and push.go the dialects.
 //
 // # Strict and faithful
 //
@@ -55,11 +67,36 @@
 //	request_id_mismatch      the two legs' x-request-id differ
 //	missing_request_id       a leg with kv_transfer_params and no x-request-id
 //	stale_blocks_on_prefill  do_remote_decode together with remote_block_ids
+//	incomplete_params        parameters without what the other side needs (offload, trtllm)
+//	forbidden_keys           remote_prefiller with another key of the P2P tier
+//	bad_disagg_id            a disagg_request_id that is no integer from 2^42 on
+//	first_token_asked        ret_first_tok, of which nobody delivers the token
+//	spec_on_decode           disagg_spec at an engine that does not push
+//	buffer_exhausted         prompts waited for each other's part of LMCache's buffer
 //
 // With --faithful they are vLLM's own 200, and the text is wrong exactly where the KV was. A duplicate key at the top
 // level of a body is a 400, with --faithful the last one wins.
 //
+// # Other connectors
+//
+//	-connector neuron    P keeps the KV of every request of one token; D reads disagg_prefill_resp.kv_transfer_params
+//	-connector offload   remote_decoder and remote_prefiller: by name, on the side channel; a miss is computed
+//	-connector trtllm    disaggregated_params; ids of more than 53 bits, compared as text
+//	-connector shared    a store in the engine that -store names; nothing is said
+//	-connector lmcache   disagg_spec: P pushes to D's ports (-lmcache-init-port, -lmcache-alloc-port, one for each -tp) and
+//	                     notices at -proxy, as -notices and -kv-delay say; -pd-buffer bounds what waits at D
+//
+// A spec that lacks a member, or a port for a rank, ends a prefill engine, as in LMCache. They were made after LMCache
+// 0.5.6, vLLM 0.33.0 and TensorRT-LLM of 2026 as read, and not recorded from running ones.
+//
 // Requests on an engine of the wrong role are served, as vLLM does, and counted in enginesim_role_mismatch_total.
+//
+// # KV events
+//
+// With --kv-events the prefix cache's blocks are published as vLLM publishes them: stored, removed, all cleared, in three
+// frames over ZeroMQ, numbered for each process; --kv-events-replay gives out the last of them again. Maps as vLLM 0.24 and
+// later, or arrays with --kv-events-arrays. A block is called by its cache key. POST /sim/kv-events {"lose":n} loses the
+// next n batches on their way.
 //
 // # What tests and benchmarks use
 //

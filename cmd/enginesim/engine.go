@@ -19,6 +19,7 @@ type sequence struct {
 	wrong    bool // its KV is not that of its prompt
 	out      output
 	handOver []byte // kv_transfer_params of the answer, nil for none
+	room     roomParams
 }
 
 // local is the number of prompt tokens that this engine's own prefix cache had.
@@ -32,7 +33,11 @@ func (c *call) prepare(prompts []*prompt) {
 	for i, p := range prompts {
 		for choice := range int(c.req.n) {
 			room := c.s.cfg.maxModelLen - p.n
-			c.seqs = append(c.seqs, &sequence{p: p, index: i, choice: choice, out: c.req.answer(p.digest, choice, room)})
+			q := &sequence{p: p, index: i, choice: choice, out: c.req.answer(p.digest, choice, room)}
+			if c.req.kv.context {
+				q.stopAfterContext()
+			}
+			c.seqs = append(c.seqs, q)
 		}
 	}
 }
@@ -64,9 +69,20 @@ func (c *call) generate(ctx context.Context, emit func(step int) error) error {
 		s.metrics.running.Add(1)
 		running = true
 	}
-	if err := c.prefill(ctx); err != nil {
+	if c.req.kv.source != "" {
+		c.pullPrefix(ctx)
+	}
+	if s.cfg.connector.looksUp() && c.req.kv.spec == nil {
+		for _, q := range c.seqs {
+			if err := c.lookUp(q); err != nil {
+				return c.abandon(err)
+			}
+		}
+	}
+	if err := c.fill(ctx); err != nil {
 		return c.abandon(err)
 	}
+	c.publish()
 	s.metrics.firstToken.Observe(time.Since(started).Seconds())
 	if err := c.decode(ctx, emit); err != nil {
 		return c.abandon(err)
@@ -74,6 +90,32 @@ func (c *call) generate(ctx context.Context, emit func(step int) error) error {
 	c.complete()
 	s.metrics.latency.Observe(time.Since(started).Seconds())
 	return nil
+}
+
+// fill gets the prompts' KV: computed, from another engine, or computed for one.
+func (c *call) fill(ctx context.Context) error {
+	if c.s.cfg.connector == connectorNCCL && c.req.roomLeg != "" {
+		if c.s.cfg.role == roleDecode {
+			if err := c.takeKV(); err != nil {
+				return err
+			}
+			return c.prefill(ctx)
+		}
+		if err := c.prefill(ctx); err != nil {
+			return err
+		}
+		return c.putKV(ctx)
+	}
+	switch {
+	case !c.s.roomed():
+		return c.prefill(ctx)
+	case c.s.cfg.role == rolePrefill:
+		return c.sendRooms(ctx)
+	}
+	if err := c.receiveRooms(ctx); err != nil {
+		return err
+	}
+	return c.prefill(ctx)
 }
 
 func (c *call) admit(ctx context.Context) error {
@@ -101,7 +143,7 @@ func (c *call) admit(ctx context.Context) error {
 		q.grant = grants[i]
 		s.metrics.prefixQueries.Add(int64(q.p.n))
 		s.metrics.prefixHits.Add(int64(q.local(s.cfg.blockSize)))
-		if s.cfg.nixl {
+		if s.cfg.connector != connectorNone {
 			s.metrics.externalQueries.Add(int64(q.p.n - q.local(s.cfg.blockSize)))
 		}
 	}
@@ -112,7 +154,7 @@ func (c *call) admit(ctx context.Context) error {
 // sixth of a lease.
 func (c *call) heartbeat() (stop func()) {
 	kv := &c.req.kv
-	if !kv.remotePrefill {
+	if !kv.remotePrefill || c.s.cfg.pushes() {
 		return func() {}
 	}
 	done := make(chan struct{})
@@ -136,6 +178,9 @@ func (kv *kvParams) addr() string { return net.JoinHostPort(kv.host, strconv.Ito
 // load fetches each sequence's KV. With the policy "recompute" a failed load only costs its time.
 func (c *call) load(ctx context.Context) error {
 	s := c.s
+	if s.cfg.pushes() {
+		return c.await(ctx)
+	}
 	for _, q := range c.seqs {
 		actual, err := s.fetchKV(ctx, c.xid, &c.req.kv, q.p, q.grant.hits)
 		if wrong := (*violation)(nil); errors.As(err, &wrong) && wrong.kind == "other_prompt" && c.req.throwsAway() {
@@ -144,7 +189,7 @@ func (c *call) load(ctx context.Context) error {
 		c.fetched = true
 		if errors.Is(err, errLoadFailed) {
 			s.logf("%v (x-request-id %q)", err, c.xid)
-			if s.cfg.recompute {
+			if s.cfg.recompute || c.req.kv.missOK {
 				continue
 			}
 		}
@@ -303,11 +348,15 @@ func (c *call) complete() {
 		used := blocksFor(q.computed(), s.cfg.blockSize)
 		s.pool.free(q.grant.blocks[used:]) // fewer tokens than planned
 		blocks := q.grant.blocks[:used]
-		if !c.req.kv.remoteDecode {
+		if !c.req.kv.remoteDecode || c.req.kv.context && q.over() {
 			s.pool.free(blocks)
 			continue
 		}
-		c.keep(q, blocks)
+		if s.cfg.pushes() {
+			c.offer(q, blocks)
+		} else {
+			c.keep(q, blocks)
+		}
 	}
 }
 
@@ -319,7 +368,18 @@ func (c *call) keep(q *sequence, blocks []int32) {
 	if q.out.n == 1 {
 		cached = q.local(s.cfg.blockSize)
 	}
-	params, spoilt := c.rule.spoilParams(s.appendHandOver(nil, id, blocks, q.computed(), cached))
+	var params []byte
+	switch s.cfg.connector {
+	case connectorOffload:
+		id = c.req.kv.keepAs
+	case connectorTRTLLM:
+		contextID := strconv.FormatUint(s.random.Uint64()>>2|1<<61, 10) // more than a float holds
+		id = contextID + "/" + c.req.kv.keepAs
+		params = s.appendDisaggregated(nil, contextID, c.req.kv.keepAs)
+	default:
+		params = s.appendHandOver(nil, id, blocks, q.computed(), cached)
+	}
+	params, spoilt := c.rule.spoilParams(params)
 	q.handOver = params
 	if spoilt {
 		s.pool.free(blocks)
@@ -388,7 +448,7 @@ func (c *call) abandon(err error) error {
 // refuses a decode leg, or loses it before the transfer.
 func (c *call) releaseRemote() {
 	kv := &c.req.kv
-	if !kv.remotePrefill || c.fetched || kv.fatal != "" || kv.incomplete != "" {
+	if c.s.cfg.pushes() || !kv.remotePrefill || c.fetched || kv.fatal != "" || kv.incomplete != "" {
 		return
 	}
 	c.fetched = true

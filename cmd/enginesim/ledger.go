@@ -163,7 +163,7 @@ type pullAnswer struct {
 // pull lets a decode engine read blocks and frees the hand-over, whether or not the read made sense: the real engine
 // learns from the same notification that the transfer is over.
 func (l *ledger) pull(engineID string, req *pullRequest) pullAnswer {
-	if req.engineID != engineID {
+	if req.engineID != engineID && req.engineID != "" {
 		return pullAnswer{refused: fmt.Sprintf("remote_engine_id is %s, this is %s", req.engineID, engineID)}
 	}
 	if req.blockSize != l.pool.blockSize {
@@ -179,6 +179,9 @@ func (l *ledger) pull(engineID string, req *pullRequest) pullAnswer {
 	outcome := l.past[req.requestID]
 	if h != nil {
 		l.end(h, "fetched")
+	}
+	if h != nil && len(req.ids) == 0 { // asked for by name alone
+		req.ids = h.blocks
 	}
 	actual := l.read(req)
 	l.mu.Unlock()

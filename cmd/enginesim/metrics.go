@@ -107,7 +107,8 @@ func newMetrics(model string) *metrics {
 // violationKinds are the values of enginesim_violations_total's label. They start at 0 so that a test can demand 0.
 var violationKinds = []string{
 	"read_twice", "expired", "released", "unknown_request", "fewer_blocks", "foreign_blocks", "other_prompt",
-	"request_id_mismatch", "missing_request_id", "stale_blocks_on_prefill",
+	"request_id_mismatch", "missing_request_id", "stale_blocks_on_prefill", "key_reused", "decode_before_kv",
+	"incomplete_params", "forbidden_keys", "bad_disagg_id", "first_token_asked", "spec_on_decode", "buffer_exhausted",
 }
 
 const kvBytesPerToken = 512 // what the recorded tiny model moves: 16,384 bytes for a block of 32
@@ -216,7 +217,7 @@ func (s *sim) collectCache(c *collector) {
 }
 
 func (s *sim) collectNIXL(c *collector) {
-	if !s.cfg.nixl {
+	if s.cfg.connector != connectorNIXL {
 		return
 	}
 	m := s.metrics
@@ -234,7 +235,7 @@ func (s *sim) collectNIXL(c *collector) {
 
 func (s *sim) collectOurs(c *collector) {
 	m := s.metrics
-	c.gauge("enginesim_blocks_held", "KV blocks handed over and neither fetched, released nor expired.", float64(s.ledger.held.Load()))
+	c.gauge("enginesim_blocks_held", "KV blocks handed over and neither fetched, released nor expired, or waiting for the other leg.", float64(s.held()))
 	const over = "KV hand-overs of the prefill side by how they ended; given counts them all."
 	c.counter("enginesim_handovers_total", over, s.ledger.given.Load(), "outcome", "given")
 	c.counter("enginesim_handovers_total", over, s.ledger.fetched.Load(), "outcome", "fetched")
@@ -254,6 +255,15 @@ func (s *sim) collectOurs(c *collector) {
 		c.counter("enginesim_injected_failures_total", "Failures injected by POST /sim/fail.", n, "mode", mode)
 	})
 	c.counter("enginesim_aborted_total", "Requests whose client left before the answer was complete.", m.aborted.Load())
+}
+
+// held is how many blocks wait for a decode leg, here or in this engine's buffer.
+func (s *sim) held() int64 {
+	n := s.ledger.held.Load()
+	if s.buffer != nil {
+		n += int64(s.buffer.held())
+	}
+	return n
 }
 
 func cutNUL(s string) (before, after string) {

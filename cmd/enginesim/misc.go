@@ -104,7 +104,7 @@ func (s *sim) small(w http.ResponseWriter, body []byte) (*request, bool) {
 		writeRaw(w, http.StatusBadRequest, badRequest("1 validation error:\n  {'type': 'json_invalid', 'msg': '%v'}", err).json(apiNone))
 		return q, false
 	}
-	if bad := q.readCommon(false); bad != nil {
+	if bad := q.readCommon(connectorNone); bad != nil {
 		writeRaw(w, bad.status, bad.json(apiNone))
 		return q, false
 	}
@@ -252,7 +252,7 @@ func (s *sim) state() state {
 	st := state{
 		EngineID: s.engineID, Role: s.cfg.role, Running: m.running.Load(),
 		Waiting: m.waitingCapacity.Load() + m.waitingDeferred.Load(),
-		Blocks:  all, BlocksUsed: used, BlocksHeld: s.ledger.held.Load(),
+		Blocks:  all, BlocksUsed: used, BlocksHeld: s.held(),
 		Given: s.ledger.given.Load(), Fetched: s.ledger.fetched.Load(), Released: s.ledger.freed.Load(),
 		Expired: s.ledger.expired.Load(), FailedTransfers: m.failedTransfers.Load(), ExternalTokens: m.external.Load(),
 		ViolationsBy: map[string]int64{},
@@ -268,6 +268,12 @@ func (s *sim) state() state {
 
 func (s *sim) serveState(w http.ResponseWriter, _ *http.Request) { writeJSONValue(w, s.state()) }
 
+// serveInfo is SGLang's /server_info, as far as a router looks at it.
+func (s *sim) serveInfo(w http.ResponseWriter) {
+	writeJSONValue(w, map[string]any{"disaggregation_mode": map[role]string{rolePrefill: "prefill", roleDecode: "decode", roleBoth: "null"}[s.cfg.role],
+		"dp_size": s.cfg.dpSize, "served_model_name": s.cfg.models[0], "version": "0.5.23"})
+}
+
 // serveReset is POST /sim/reset: the recorded requests, the failure rules, the prefix cache, held blocks and the
 // enginesim_ counters go; what vLLM itself counts stays, as counters do.
 func (s *sim) serveReset(w http.ResponseWriter, _ *http.Request) {
@@ -275,6 +281,9 @@ func (s *sim) serveReset(w http.ResponseWriter, _ *http.Request) {
 	s.records.reset()
 	s.ledger.releaseAll()
 	s.ledger.forget()
+	if s.buffer != nil {
+		s.buffer.reset()
+	}
 	s.pool.resetPrefixCache()
 	m := s.metrics
 	for _, c := range []*counters{&m.violations, &m.roleMismatch, &m.requests, &m.injected} {

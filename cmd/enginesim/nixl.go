@@ -24,7 +24,17 @@ type kvParams struct {
 	promptIDs     []uint32 // prompt_token_ids: use these instead of tokenising (0.32 and later)
 	incomplete    string   // a member without which the engine parks the request for ever
 	fatal         string   // what in them kills the engine, "" when nothing
+	transfer      string   // transfer_id (Mooncake)
+	bootstrap     string   // remote_bootstrap_addr (Mooncake)
+	parked        string   // why the engine waits for KV that nobody will send, "" when it does not
 	staleOnP      bool     // do_remote_decode with remote_block_ids: P would read from somebody else
+
+	keepAs  string      // the name under which P keeps the KV; "": one of its own
+	missOK  bool        // what D does not find it computes
+	context bool        // of a context server (trtllm.go)
+	spec    *disaggSpec // lmcache.go
+	source  string      // whom to ask for the prompt's beginning (offload.go)
+	broken  *violation  // parameters that break their protocol
 }
 
 // parseKVParams reads valid JSON. A value that is neither object nor null is the caller's to refuse.
@@ -182,7 +192,7 @@ func (v *violation) Error() string { return "enginesim violation " + v.kind + ":
 // (and the simulator is strict), or the context's.
 func (s *sim) fetchKV(ctx context.Context, xid string, kv *kvParams, p *prompt, hits int) ([]uint64, error) {
 	need := blocksFor(p.n, s.cfg.blockSize)
-	if kv.engineID == s.engineID {
+	if kv.engineID == s.engineID && kv.engineID != "" {
 		return nil, fmt.Errorf("%w: the parameters name this very engine", errLoadFailed)
 	}
 	req := pullRequest{
@@ -209,6 +219,9 @@ func (s *sim) fetchKV(ctx context.Context, xid string, kv *kvParams, p *prompt, 
 		return nil, fmt.Errorf("%w: %s", errLoadFailed, answer.refused)
 	}
 	s.metrics.transferred(need-hits, s.cfg.blockSize, time.Since(started))
+	if kv.missOK && slices.Contains([]string{"expired", "released", "unknown_request"}, answer.violation.kind) {
+		return nil, fmt.Errorf("%w: %w", errLoadFailed, &answer.violation)
+	}
 	if answer.violation.kind != "" && !s.cfg.faithful {
 		return nil, &answer.violation
 	}

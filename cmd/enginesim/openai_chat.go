@@ -45,10 +45,18 @@ func (c *call) modelName() string {
 }
 
 func (c *call) promptIDs() []byte {
-	if !c.req.returnIDs {
+	if !c.req.returnIDs && !c.req.kv.context {
 		return nil
 	}
 	return appendIDs(nil, c.seqs[0].p.ids)
+}
+
+// appendDisagg writes disaggregated_params of a choice, if this is a TensorRT-LLM.
+func (c *call) appendDisagg(dst []byte, q *sequence) []byte {
+	if c.s.cfg.connector != connectorTRTLLM || q.handOver == nil {
+		return dst
+	}
+	return appendRaw(dst, "disaggregated_params", q.handOver)
 }
 
 func (c *call) appendChatChoice(dst []byte, q *sequence) []byte {
@@ -71,6 +79,7 @@ func (c *call) appendChatChoice(dst []byte, q *sequence) []byte {
 	dst = appendStr(dst, "finish_reason", q.out.finish)
 	dst = appendRaw(dst, "stop_reason", []byte(q.out.stopReason))
 	dst = c.appendTokenIDs(dst, q, 0, q.out.n)
+	dst = c.appendDisagg(dst, q)
 	return append(dst, `,"routed_experts":null}`...)
 }
 

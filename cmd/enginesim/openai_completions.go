@@ -26,10 +26,14 @@ func (completionsAPI) whole(c *call) []byte {
 		} else {
 			dst = append(dst, `,"prompt_token_ids":null`...)
 		}
+		dst = c.appendDisagg(dst, q)
 		dst = append(dst, `,"routed_experts":null}`...)
 	}
 	dst = append(dst, `],"service_tier":null,"system_fingerprint":"`+fingerprint+`","usage":`...)
 	dst = c.usage().appendOpenAI(dst, false, false)
+	if c.req.kv.context {
+		dst = appendRaw(dst, "prompt_token_ids", c.promptIDs())
+	}
 	dst = appendRaw(dst, "kv_transfer_params", c.handOver())
 	return append(dst, `,"ec_transfer_params":null,"metrics":null}`...)
 }

@@ -18,6 +18,7 @@ const (
 	apiResponses
 	apiMessages
 	apiGenerate
+	apiSGLang
 )
 
 const (
@@ -46,10 +47,12 @@ type request struct {
 	temperature     json.RawMessage
 	topP            json.RawMessage
 	salt            string
+	keepIDs         bool // of the prompt, for KV events
 	tools           []byte
 	toolChoice      []byte
 	kv              kvParams
-	hasParams       bool // kv_transfer_params is there and not null
+	roomLeg         string // of a server that does one leg of two
+	hasParams       bool   // kv_transfer_params is there and not null
 	maxTokensMember string
 	transcript      []byte // of the response that previous_response_id names
 }
@@ -70,17 +73,19 @@ func (q *request) raw(name string) (val []byte) {
 // leg says what the request is to the protocol.
 func (q *request) leg() string {
 	switch {
+	case q.roomLeg != "":
+		return q.roomLeg
 	case q.kv.remotePrefill:
 		return "decode"
-	case q.kv.remoteDecode:
+	case q.kv.remoteDecode, q.kv.spec != nil:
 		return "prefill"
 	}
 	return "plain"
 }
 
-// parseRequest reads and checks a body up to what does not need the model. connector false ignores kv_transfer_params
-// as a vLLM without a connector does; faithful lets a duplicate key pass as Python does.
-func parseRequest(a api, body []byte, members []member, connector, faithful bool) (*request, *apiError) {
+// parseRequest reads and checks a body up to what does not need the model. Without a connector kv_transfer_params are
+// ignored as vLLM does; faithful lets a duplicate key pass as Python does.
+func parseRequest(a api, body []byte, members []member, k connector, faithful bool) (*request, *apiError) {
 	q := &request{api: a, size: len(body), maxTokens: -1, n: 1, logprobs: -1}
 	var err error
 	if q.members, err = scanObject(members, body); err != nil {
@@ -94,7 +99,7 @@ func parseRequest(a api, body []byte, members []member, connector, faithful bool
 			return q, badRequest("enginesim: the key %q occurs twice; an engine would silently use the last one", key)
 		}
 	}
-	if e := q.readCommon(connector); e != nil {
+	if e := q.readCommon(k); e != nil {
 		return q, e
 	}
 	if e := q.readLimits(); e != nil {
@@ -124,7 +129,7 @@ func duplicate(members []member) string {
 	return ""
 }
 
-func (q *request) readCommon(connector bool) *apiError {
+func (q *request) readCommon(k connector) *apiError {
 	for _, m := range q.members {
 		switch string(m.key) {
 		case "model":
@@ -148,14 +153,9 @@ func (q *request) readCommon(connector bool) *apiError {
 			q.echo = isTrue(m.raw)
 		case "return_token_ids":
 			q.returnIDs = isTrue(m.raw)
-		case "kv_transfer_params":
-			if !isObject(m.raw) && !isNull(m.raw) {
-				return pydantic("dict_type", "kv_transfer_params", "Input should be a valid dictionary", m.raw)
-			}
-			q.hasParams = !isNull(m.raw)
-			if connector {
-				q.kv = parseKVParams(m.raw)
-			}
+		}
+		if bad := q.readTransfer(k, m); bad != nil {
+			return bad
 		}
 	}
 	return nil
@@ -172,6 +172,10 @@ func (q *request) readLimits() *apiError {
 			return pydantic("missing", "sampling_params", "Field required", []byte("None"))
 		}
 		from = func(name string) []byte { return get(params, name) }
+	case apiSGLang:
+		params := q.raw("sampling_params")
+		from = func(name string) []byte { return get(params, name) }
+		q.maxTokensMember = "max_new_tokens"
 	case apiChat:
 		if !isNull(q.raw("max_completion_tokens")) { // beats max_tokens
 			q.maxTokensMember = "max_completion_tokens"
@@ -255,6 +259,11 @@ func (q *request) checkCommon() *apiError {
 		required = "token_ids"
 	case apiCompletions:
 		required = "prompt"
+	case apiSGLang:
+		required = "text"
+		if isNull(q.raw("text")) {
+			required = "input_ids"
+		}
 	}
 	if isNull(q.raw(required)) {
 		return pydantic("missing", required, "Field required", []byte("None"))

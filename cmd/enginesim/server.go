@@ -29,7 +29,15 @@ type sim struct {
 	random   lockedRand
 
 	pool        *pool
+	events      *kvEvents // nil: none
 	ledger      *ledger
+	rooms       *rendezvous
+	store       *store
+	buffer      *buffer // nil but on decode engines with the connector lmcache
+	receivers   []net.Listener
+	notifier    notifier
+	inbox       *inbox
+	stopped     chan struct{} // closed by close
 	peers       *peers
 	metrics     *metrics
 	records     *recorder
@@ -40,6 +48,9 @@ type sim struct {
 
 	mux  *http.ServeMux
 	side net.Listener
+
+	bootstrap     *http.Server // of a prefill engine whose dialect has one
+	bootstrapAddr string
 
 	mu       sync.Mutex
 	web      *http.Server
@@ -89,18 +100,40 @@ func start(cfg *config, log io.Writer) (*sim, error) {
 	if s.engineID == "" {
 		s.engineID = s.random.uuid()
 	}
-	s.ledger = newLedger(s.pool, cfg.lease)
+	s.ledger, s.rooms, s.inbox, s.stopped = newLedger(s.pool, cfg.lease), newRendezvous(), newInbox(), make(chan struct{})
+	s.store = newStore(s, cfg.store)
 	s.mux = s.routes()
 	var err error
 	if s.side, err = net.Listen("tcp", cfg.sideChannel); err != nil {
 		return nil, fmt.Errorf("opening the side channel: %w", err)
 	}
 	s.sideHost, s.sidePort = cfg.advertiseHost, s.side.Addr().(*net.TCPAddr).Port
+	if (s.roomed() || cfg.connector == connectorMooncake) && cfg.role == rolePrefill {
+		if err := s.openBootstrap(); err != nil {
+			_ = s.side.Close()
+			return nil, err
+		}
+	}
 	go s.acceptSide()
+	if cfg.connector == connectorLMCache && cfg.role != rolePrefill {
+		if err := s.listenLMCache(); err != nil {
+			s.closeSide()
+			return nil, err
+		}
+	}
+	if s.events, err = startKVEvents(cfg); err != nil {
+		s.closeSide()
+		return nil, err
+	}
+	s.pool.events = s.events
 	s.webAddr = cfg.listen
 	if err := s.openWeb(); err != nil {
-		_ = s.side.Close()
+		s.closeSide()
+		s.events.close()
 		return nil, err
+	}
+	if cfg.proxy != "" {
+		go s.register()
 	}
 	s.addFailures(cfg.fail)
 	return s, nil
@@ -196,6 +229,9 @@ func (s *sim) die(reason string) {
 // close cuts everything at once.
 func (s *sim) close() {
 	s.mu.Lock()
+	if !s.closed {
+		close(s.stopped)
+	}
 	s.closed = true
 	web := s.web
 	conns := make([]net.Conn, 0, len(s.sideConn))
@@ -204,12 +240,33 @@ func (s *sim) close() {
 	}
 	s.mu.Unlock()
 	_ = web.Close()
-	_ = s.side.Close()
+	s.closeSide()
+	s.events.close()
+	if s.bootstrap != nil {
+		_ = s.bootstrap.Close()
+	}
 	for _, c := range conns {
 		_ = c.Close()
 	}
 	s.peers.close()
 	s.ledger.releaseAll()
+}
+
+// closeSide closes the ports that other engines connect to, and the one to the router.
+func (s *sim) closeSide() {
+	_ = s.side.Close()
+	for _, l := range s.receivers {
+		_ = l.Close()
+	}
+	if s.buffer != nil {
+		s.buffer.reset()
+	}
+	s.notifier.mu.Lock()
+	defer s.notifier.mu.Unlock()
+	if s.notifier.socket != nil {
+		_ = s.notifier.socket.Close()
+		s.notifier.socket = nil
+	}
 }
 
 // shutdown lets running answers end until ctx is over, then cuts.
@@ -241,6 +298,10 @@ func (s *sim) routes() *http.ServeMux {
 	} {
 		mux.HandleFunc("POST "+path, func(w http.ResponseWriter, r *http.Request) { s.serveCall(w, r, a) })
 	}
+	if s.cfg.connector == connectorSGLang {
+		mux.HandleFunc("POST /generate", func(w http.ResponseWriter, r *http.Request) { s.serveCall(w, r, apiSGLang) })
+		mux.HandleFunc("GET /server_info", func(w http.ResponseWriter, _ *http.Request) { s.serveInfo(w) })
+	}
 	mux.HandleFunc("GET /v1/responses/{id}", s.recorded(s.serveStored))
 	mux.HandleFunc("POST /v1/embeddings", s.recorded(s.serveEmbeddings))
 	mux.HandleFunc("POST /v1/audio/transcriptions", s.recorded(s.serveAudio))
@@ -258,6 +319,7 @@ func (s *sim) routes() *http.ServeMux {
 	mux.HandleFunc("GET /sim/state", s.serveState)
 	mux.HandleFunc("POST /sim/reset", s.serveReset)
 	mux.HandleFunc("/sim/fail", s.serveFail)
+	mux.HandleFunc("POST /sim/kv-events", s.serveLose)
 	mux.HandleFunc("/", s.recorded(s.serveUnknown))
 	return mux
 }

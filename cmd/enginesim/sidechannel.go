@@ -22,6 +22,14 @@ const (
 	opPull byte = iota + 1
 	opHeartbeat
 	opRelease
+	opJoin
+	opWho
+	opStorePut // store.go
+	opStoreHas
+	opPrefix // offload.go
+	opAlloc  // lmcache.go, on ports of its own
+	opPush
+	opPut
 
 	maxFrame  = 64 << 20
 	idlePeers = 64 // connections kept for each remote engine
@@ -163,14 +171,44 @@ func (s *sim) serveSide(conn net.Conn) {
 			}
 			answer := s.ledger.pull(s.engineID, &req)
 			answer.encode(&out)
+		case opJoin:
+			var want joinRequest
+			if want.decode(&r); r.err != nil {
+				return
+			}
+			hungUp := make(chan struct{})
+			go func() { // nothing more comes before the answer, so a byte or an error is the end
+				_, _ = in.Peek(1)
+				close(hungUp)
+			}()
+			answer, ok := s.answerJoin(requestID, want, hungUp)
+			if !ok {
+				return
+			}
+			answer.encode(&out)
+			_, _ = conn.Write(out.sealFrame())
+			return // Peek is still reading
+		case opPut:
+			var kv joinRequest
+			if kv.decode(&r); r.err != nil || !s.inbox.put(requestID, kv) {
+				return
+			}
+		case opWho:
+			out.string(s.engineID)
 		case opHeartbeat:
 			if engineID == s.engineID {
 				s.ledger.extend(requestID)
 			}
 		case opRelease:
-			if engineID == s.engineID {
+			if engineID == s.engineID || engineID == "" {
 				s.ledger.release(requestID)
 			}
+		case opPrefix:
+			if blocks := r.words(); r.err == nil {
+				out.uint(uint64(s.pool.prefix(blocks)))
+			}
+		case opStorePut, opStoreHas:
+			s.store.serve(frame[0], &r, &out)
 		}
 		if _, err := conn.Write(out.sealFrame()); err != nil {
 			return

@@ -26,6 +26,8 @@ func (c *call) answerer() answerer {
 		return messagesAPI{}
 	case apiGenerate:
 		return generateAPI{}
+	case apiSGLang:
+		return sglangAPI{}
 	}
 	return chatAPI{}
 }
@@ -35,6 +37,7 @@ func (c *call) answerer() answerer {
 func (c *call) serveStream() {
 	h := c.w.Header()
 	h.Set("Content-Type", "text/event-stream; charset=utf-8")
+	c.tellLoad()
 	c.w.WriteHeader(http.StatusOK)
 	c.rec.setStatus(http.StatusOK)
 	out := c.answerer()

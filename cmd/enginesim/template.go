@@ -5,7 +5,7 @@ import "bytes"
 // render turns a request into the prompts that the model would see. The chat template keeps the order of every
 // object's members, as the usual Jinja templates do with tools: who re-serialises a body out of order gets different tokens, and so KV that does not fit.
 func (q *request) render(blockSize int) ([]*prompt, *apiError) {
-	keep := q.returnIDs || q.echo
+	keep := q.returnIDs || q.echo || q.keepIDs || q.kv.context
 	one := func(fill func(t *tokenizer)) []*prompt {
 		t := newTokenizer(blockSize, keep)
 		t.p.full = make([]uint64, 0, q.size/t.blockBytes+1)
@@ -14,7 +14,12 @@ func (q *request) render(blockSize int) ([]*prompt, *apiError) {
 	}
 	switch q.api {
 	case apiCompletions:
-		return q.renderPrompts(blockSize, keep)
+		return q.renderPrompts(blockSize, keep, q.raw("prompt"))
+	case apiSGLang:
+		if raw := q.raw("text"); !isNull(raw) {
+			return q.renderPrompts(blockSize, keep, raw)
+		}
+		return q.renderPrompts(blockSize, keep, q.raw("input_ids"))
 	case apiGenerate:
 		ids, ok := tokenIDs(q.raw("token_ids"))
 		if !ok {
@@ -156,8 +161,7 @@ func (q *request) renderResponses(t *tokenizer) {
 }
 
 // renderPrompts reads the four forms of /v1/completions' prompt: text, ids, and lists of either.
-func (q *request) renderPrompts(blockSize int, keep bool) (prompts []*prompt, bad *apiError) {
-	raw := q.raw("prompt")
+func (q *request) renderPrompts(blockSize int, keep bool, raw []byte) (prompts []*prompt, bad *apiError) {
 	add := func(raw []byte) bool {
 		t := newTokenizer(blockSize, keep)
 		if isString(raw) {

@@ -40,13 +40,14 @@ func appendToken(dst []byte, id uint32) []byte {
 // prompt is a token sequence reduced to what an engine needs: the content of each KV block it fills, as a hash over
 // every token from the start up to the end of that block.
 type prompt struct {
-	n      int      // tokens
-	full   []uint64 // content of each full block
-	tail   uint64   // content of the last, partly filled block; 0 when the prompt fills its last block
-	salt   uint64   // of the cache keys only: KV itself does not depend on it
-	ids    []uint32 // only when asked for
-	digest uint64   // of the whole sequence; what the answer is a function of
-	open   []byte   // the tokens of the partly filled block
+	n        int      // tokens
+	full     []uint64 // content of each full block
+	tail     uint64   // content of the last, partly filled block; 0 when the prompt fills its last block
+	salt     uint64   // of the cache keys only: KV itself does not depend on it
+	ids      []uint32 // only when asked for
+	saltText string   // of salt
+	digest   uint64   // of the whole sequence; what the answer is a function of
+	open     []byte   // the tokens of the partly filled block
 }
 
 // blocks is the number of blocks that n tokens occupy.
@@ -81,8 +82,8 @@ func newTokenizer(blockSize int, keep bool) *tokenizer {
 
 // resume continues a prompt's sequence, for the tokens that are generated after it.
 func resume(p *prompt, blockSize int) *tokenizer {
-	t := newTokenizer(blockSize, false)
-	t.p.full = slices.Clip(p.full)
+	t := newTokenizer(blockSize, p.ids != nil)
+	t.p.full, t.p.ids, t.p.saltText = slices.Clip(p.full), slices.Clip(p.ids), p.saltText
 	if len(p.full) > 0 {
 		t.chain = p.full[len(p.full)-1]
 	}
@@ -146,7 +147,7 @@ func (t *tokenizer) finish(salt string) *prompt {
 		t.p.tail = hashBlock(t.chain, t.open)
 	}
 	if salt != "" {
-		t.p.salt = hashString(salt)
+		t.p.salt, t.p.saltText = hashString(salt), salt
 	}
 	t.p.open = t.open
 	t.p.digest = mix(t.chain^k2, t.p.tail^uint64(t.p.n)^k1)

@@ -200,7 +200,7 @@ func TestTools(t *testing.T) {
 
 func TestRenderAllocates(t *testing.T) {
 	body := []byte(chat(strings.Repeat("Some ordinary text. ", 11000)))
-	q, bad := parseRequest(apiChat, body, nil, true, false)
+	q, bad := parseRequest(apiChat, body, nil, connectorNIXL, false)
 	require.Nil(t, bad)
 	require.LessOrEqual(t, testing.AllocsPerRun(10, func() { _, _ = q.render(16) }), 12.0)
 }

@@ -10,11 +10,10 @@ import (
 	"github.com/prometheus/client_golang/prometheus/promhttp"
 
 	"tandem/extproc"
-	"tandem/kvstate"
 )
 
 // newAdmin is the operator's port: health, metrics, profiles, and the page that shows what the replica does. It is for the inside; put no client near it.
-func newAdmin(registry *prometheus.Registry, health *extproc.Health, server *extproc.Server, state *kvstate.State, page http.Handler) http.Handler {
+func newAdmin(registry *prometheus.Registry, health *extproc.Health, server *extproc.Server, fleet *fleet, page http.Handler) http.Handler {
 	mux := http.NewServeMux()
 	mux.HandleFunc("GET /healthz", func(w http.ResponseWriter, _ *http.Request) { _, _ = w.Write([]byte("ok\n")) })
 	mux.HandleFunc("GET /readyz", func(w http.ResponseWriter, _ *http.Request) {
@@ -23,11 +22,15 @@ func newAdmin(registry *prometheus.Registry, health *extproc.Health, server *ext
 			return
 		}
 		_, _ = w.Write([]byte("ok\n"))
+		if fleet.store != nil { // for people: a replica without Redis is as ready as one with
+			text, _ := fleet.store.Status()
+			_, _ = w.Write([]byte(text + "\n"))
+		}
 	})
 	mux.Handle("GET /metrics", promhttp.HandlerFor(registry, promhttp.HandlerOpts{}))
 	mux.HandleFunc("GET /debug/pprof/", pprof.Index)
 	mux.HandleFunc("GET /debug/pprof/profile", pprof.Profile)
-	mux.HandleFunc("GET /debug/state", func(w http.ResponseWriter, _ *http.Request) { writeState(w, state) })
+	mux.HandleFunc("GET /debug/state", func(w http.ResponseWriter, _ *http.Request) { writeState(w, fleet.state) })
 	mux.HandleFunc("GET /debug/requests", func(w http.ResponseWriter, r *http.Request) {
 		n, err := strconv.Atoi(r.URL.Query().Get("n"))
 		if err != nil {

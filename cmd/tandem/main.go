@@ -1,6 +1,7 @@
 // Command tandem routes LLM requests over disaggregated prefill and decode, as an external processor of Envoy.
 //
-//	tandem serve -f FILE [--check]   run the server; --check validates the configuration and exits
+//	tandem serve -f FILE             run the server
+//	tandem serve -f FILE --check     validate the configuration and exit; with --live also ask the engines
 //	tandem envoy -f FILE             print the Envoy bootstrap that belongs to the configuration
 //	tandem status [--watch]          what a running replica does: endpoints, flow, rates, the latest decisions
 //	tandem demo                      bring everything up on this machine and send real requests
@@ -31,7 +32,7 @@ func main() {
 	}
 }
 
-const usage = `usage: tandem serve -f FILE [--check]
+const usage = `usage: tandem serve -f FILE [--check [--live]]
        tandem envoy -f FILE
        tandem status [-f FILE | -admin ADDRESS] [--watch] [--json]
        tandem demo [-h]

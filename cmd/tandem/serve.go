@@ -17,6 +17,7 @@ import (
 	"google.golang.org/grpc"
 
 	"tandem/extproc"
+	"tandem/kvstate/notices"
 	configv1 "tandem/protos/config/v1"
 	"tandem/status"
 )
@@ -27,6 +28,7 @@ func serve(ctx context.Context, args []string, stderr io.Writer) error {
 	flags.SetOutput(stderr)
 	file := flags.String("f", "", "configuration `file` (YAML)")
 	check := flags.Bool("check", false, "validate the configuration and exit")
+	live := flags.Bool("live", false, "with --check: also ask the engines whether they are what the configuration says")
 	linger := flags.Duration("linger", 0, "after SIGTERM, go on accepting for so long while not ready: `time` for health checks to notice")
 	level := flags.String("log", "info", "lowest `level` logged: debug, info, warn, error")
 	format := flags.String("log-format", "text", "`format` of the log: text or json, one object a line")
@@ -48,6 +50,11 @@ func serve(ctx context.Context, args []string, stderr io.Writer) error {
 		debug.SetGCPercent(400) // what lives is small and what passes through is large; GOGC and GOMEMLIMIT still rule
 	}
 	if *check {
+		if *live {
+			if err := reportLive(ctx, config); err != nil {
+				return fmt.Errorf("%s:\n%w", *file, err)
+			}
+		}
 		fmt.Fprintf(stderr, "%s: valid\n", *file)
 		return nil
 	}
@@ -80,6 +87,11 @@ func runServer(ctx context.Context, config *configv1.Config, linger time.Duratio
 	if err != nil {
 		return err
 	}
+	registry.MustRegister(newSignals(fleet.state, fleet.scraper))
+	if fleet.store != nil {
+		registerStore(registry, fleet.store)
+	}
+	registry.MustRegister(newIndexMetrics(fleet.state, fleet.events))
 	options, err := serverOptions(config, fleet, log)
 	if err != nil {
 		return err
@@ -98,12 +110,17 @@ func runServer(ctx context.Context, config *configv1.Config, linger time.Duratio
 	if err != nil {
 		return err
 	}
-	listeners, err := listen(ctx, config.GetExtProc().GetListen(), config.GetReplan().GetListen(), config.GetAdmin().GetListen())
+	addresses := []string{config.GetExtProc().GetListen(), config.GetReplan().GetListen(), config.GetAdmin().GetListen()}
+	if fleet.board != nil {
+		registerNotices(registry, fleet.board)
+		addresses = append(addresses, config.GetNotices().GetListen())
+	}
+	listeners, err := listen(ctx, addresses...)
 	if err != nil {
 		return err
 	}
 	replan := &http.Server{Handler: server.Replan(), ReadHeaderTimeout: 10 * time.Second, MaxHeaderBytes: 256 << 10}
-	admin := &http.Server{Handler: newAdmin(registry, health, server, fleet.state, status.Handler(feed)), ReadHeaderTimeout: 10 * time.Second}
+	admin := &http.Server{Handler: newAdmin(registry, health, server, fleet, status.Handler(feed)), ReadHeaderTimeout: 10 * time.Second}
 
 	group, running := errgroup.WithContext(ctx)
 	group.Go(func() error { return grpcServer.Serve(extproc.Sources(listeners[0])) })
@@ -111,9 +128,13 @@ func runServer(ctx context.Context, config *configv1.Config, linger time.Duratio
 	group.Go(func() error { return serveHTTP(admin, listeners[2]) })
 	background, stop := context.WithCancel(context.WithoutCancel(ctx))
 	defer stop()
+	group.Go(func() error { warnLive(background, config, log); return nil })
 	group.Go(func() error { server.Run(background); return nil })
 	group.Go(func() error { return fleet.watch(background) })
 	group.Go(func() error { feed.Run(background); return nil })
+	if fleet.board != nil {
+		group.Go(func() error { return notices.Serve(background, listeners[3], fleet.board, log) })
+	}
 	log.Info("serving", "ext_proc", config.GetExtProc().GetListen(), "pools", len(config.GetPools()), "version", version())
 	health.SetReady(true)
 

@@ -6,6 +6,10 @@
 # usage: run.sh [command [argument...]]
 # The command finds the engines in TANDEM_VLLM_PREFILL, TANDEM_VLLM_DECODE (addresses, comma between) and TANDEM_VLLM_REFERENCE.
 # Environment: TANDEM_VLLM  the directory of install.sh
+#              CONNECTOR    NixlConnector (default), NixlPushConnector or MooncakeConnector: with these, go test -run
+#                           TestRealPairs. Mooncake listens on all addresses, so run it in a network namespace of its own
+#                           (mooncake.sh), with mooncake-transfer-engine-non-cuda in PYTHONPATH
+#              ENGINES      how many of each role; default 2
 #              PORT         engines listen on PORT+1, +2 (prefill), +101, +102 (decode), +201 (reference), and NIXL's side
 #                           channels 1000 above; default 28100
 set -euo pipefail
@@ -34,7 +38,7 @@ export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 VLLM_NO_USAGE_STATS=1 DO_NOT_TRAC
 engine() {
   local name=$1 port=$2
   shift 2
-  VLLM_NIXL_SIDE_CHANNEL_PORT=$((port + 1000)) setsid "$dir/venv/bin/vllm" serve "$dir/model" \
+  VLLM_NIXL_SIDE_CHANNEL_PORT=$((port + 1000)) VLLM_MOONCAKE_BOOTSTRAP_PORT=$((port + 2000)) setsid "$dir/venv/bin/vllm" serve "$dir/model" \
     --served-model-name tiny --host 127.0.0.1 --port "$port" \
     --distributed-executor-backend uni --enforce-eager --dtype float32 --block-size 32 --num-gpu-blocks-override 2048 \
     --max-model-len 8192 --max-num-seqs 16 --max-num-batched-tokens 2048 \
@@ -43,7 +47,7 @@ engine() {
   pids[$name]=$!
 }
 
-transfer() { echo "{\"kv_connector\":\"NixlConnector\",\"kv_role\":\"$1\",\"kv_buffer_device\":\"cpu\"}"; }
+transfer() { echo "{\"kv_connector\":\"${CONNECTOR:-NixlConnector}\",\"kv_role\":\"$1\",\"kv_buffer_device\":\"cpu\"}"; }
 
 # stop_all asks politely, once, and after 10 s not.
 stop_all() {
@@ -75,20 +79,27 @@ trap stop_all EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM
 
-for i in 0 1; do
+last=$((${ENGINES:-2} - 1))
+for i in $(seq 0 $last); do
   engine "prefill-$i" "${prefill[i]}" --kv-transfer-config "$(transfer kv_producer)"
   engine "decode-$i" "${decode[i]}" --kv-transfer-config "$(transfer kv_consumer)"
 done
 engine reference "$reference"
-for i in 0 1; do
+for i in $(seq 0 $last); do
   wait_ready "prefill-$i" "${prefill[i]}"
   wait_ready "decode-$i" "${decode[i]}"
 done
 wait_ready reference "$reference"
 
-export TANDEM_VLLM_PREFILL=127.0.0.1:${prefill[0]},127.0.0.1:${prefill[1]}
-export TANDEM_VLLM_DECODE=127.0.0.1:${decode[0]},127.0.0.1:${decode[1]}
+addresses() { printf '127.0.0.1:%s\n' "$@" | head -n $((last + 1)) | paste -sd, -; }
+TANDEM_VLLM_PREFILL=$(addresses "${prefill[@]}")
+TANDEM_VLLM_DECODE=$(addresses "${decode[@]}")
+export TANDEM_VLLM_PREFILL TANDEM_VLLM_DECODE
 export TANDEM_VLLM_REFERENCE=127.0.0.1:$reference
+case ${CONNECTOR:-} in
+  NixlPushConnector) export TANDEM_VLLM_DIALECT=nixl-push ;;
+  MooncakeConnector) export TANDEM_VLLM_DIALECT=mooncake ;;
+esac
 say "ready after $SECONDS s: prefill $TANDEM_VLLM_PREFILL, decode $TANDEM_VLLM_DECODE, reference $TANDEM_VLLM_REFERENCE; logs in $logs"
 if [ $# -gt 0 ]; then
   "$@"

@@ -11,6 +11,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"strconv"
 	"strings"
 	"syscall"
 	"testing"
@@ -71,17 +72,35 @@ envoy:   {listen: "127.0.0.1:%s", admin: "127.0.0.1:%s"}
 pools:
 - name: tiny
   models: ["*"]
-  kvTransfer: nixl
+  kvTransfer: %s
   split: always
   endpoints:
-`, ports[0], ports[1], ports[2], ports[3], ports[4])
+`, ports[0], ports[1], ports[2], ports[3], ports[4], dialect())
 	for _, e := range s.prefill {
-		fmt.Fprintf(&b, "  - {address: %q, role: prefill}\n", e.addr)
+		fmt.Fprintf(&b, "  - {address: %q, role: prefill%s}\n", e.addr, bootstrap(e))
 	}
 	for _, e := range s.decode {
 		fmt.Fprintf(&b, "  - {address: %q, role: decode}\n", e.addr)
 	}
 	return b.String()
+}
+
+// bootstrap is where run.sh put the bootstrap server of a Mooncake engine.
+func bootstrap(e engine) string {
+	_, port, err := net.SplitHostPort(e.addr)
+	n, err2 := strconv.Atoi(port)
+	if dialect() != "mooncake" || err != nil || err2 != nil {
+		return ""
+	}
+	return fmt.Sprintf(", transfer: {bootstrapPort: %d}", n+2000)
+}
+
+// dialect is the engines' KV transfer, as run.sh started them.
+func dialect() string {
+	if d := os.Getenv("TANDEM_VLLM_DIALECT"); d != "" {
+		return d
+	}
+	return "nixl"
 }
 
 // start runs a program until the test ends; then it must leave within 30 s of SIGTERM, with exit status 0.

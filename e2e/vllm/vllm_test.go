@@ -42,6 +42,9 @@ func (s *suite) since(t *testing.T, counter string) float64 {
 }
 
 func TestRealVLLM(t *testing.T) {
+	if dialect() != "nixl" {
+		t.Skip("engines of another dialect: TestRealPairs")
+	}
 	seed := uint64(time.Now().UnixNano())
 	if text := os.Getenv("TANDEM_VLLM_SEED"); text != "" {
 		var err error

@@ -141,3 +141,9 @@ func (c *cursor) value() bool {
 	}
 	return false
 }
+
+// appendJSON appends a text as a JSON string.
+func appendJSON(dst, text []byte) []byte {
+	quoted, _ := json.Marshal(string(text)) // a string always can
+	return append(dst, quoted...)
+}

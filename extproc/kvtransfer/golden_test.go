@@ -5,6 +5,8 @@ import (
 	"flag"
 	"os"
 	"path/filepath"
+	"slices"
+	"strconv"
 	"strings"
 	"testing"
 
@@ -12,21 +14,31 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"tandem/extproc/openai"
+	"tandem/kvstate"
 )
 
 var update = flag.Bool("update", false, "rewrite the golden files")
 
-// TestNIXLGolden follows requests through both hops: testdata/nixl/*.txtar hold what the client sent and what P answered;
-// what P and D were sent is checked, or rewritten with -update. Read those files as the documentation of the dialect.
-func TestNIXLGolden(t *testing.T) {
-	files, err := filepath.Glob("testdata/nixl/*.txtar")
+// TestGolden follows requests through both hops: testdata/<dialect>/*.txtar hold what the client sent and what P answered;
+// what P and D were sent is checked, or rewritten with -update. Read those files as the documentation of the dialects.
+//
+// The first line of a file is the request and its circumstances: POST path, prefill at address, and then, as far as the
+// dialect minds, decode at address, tp=N, release=X, init=, alloc=, query=, p2p=PORT, source=ADDRESS, host=HOST, members=A+B, key=NAME,
+// params=yes, ids=reuse.
+func TestGolden(t *testing.T) {
+	files, err := filepath.Glob("testdata/*/*.txtar")
 	require.NoError(t, err)
-	require.NotEmpty(t, files)
+	seen := map[string]bool{}
 	for _, file := range files {
-		t.Run(strings.TrimSuffix(filepath.Base(file), ".txtar"), func(t *testing.T) {
+		dir := filepath.Base(filepath.Dir(file))
+		if NewConcurrent(dir) != nil {
+			continue // TestConcurrentGolden
+		}
+		seen[dir] = true
+		t.Run(dir+"/"+strings.TrimSuffix(filepath.Base(file), ".txtar"), func(t *testing.T) {
 			archive, err := txtar.ParseFile(file)
 			require.NoError(t, err)
-			got := twoHops(t, archive)
+			got := twoHops(t, dir, archive)
 			if *update {
 				require.NoError(t, os.WriteFile(file, txtar.Format(got), 0o644))
 				return
@@ -34,6 +46,67 @@ func TestNIXLGolden(t *testing.T) {
 			require.Equal(t, string(txtar.Format(archive)), string(txtar.Format(got)))
 		})
 	}
+	for _, name := range Names() {
+		require.True(t, seen[name], "no golden file of %s", name)
+	}
+}
+
+// testAttempt is the name of every attempt in the files.
+var testAttempt = [16]byte{0x01, 0x23, 0x45, 0x67, 0x89, 0xab, 0xcd, 0xef, 0x01, 0x23, 0x45, 0x67, 0x89, 0xab, 0xcd, 0xef}
+
+// circumstances reads the first line of a file.
+func circumstances(t *testing.T, dialect, line string) (path string, o Options, pair *Pair) {
+	o.Name = dialect
+	pair = &Pair{RequestID: "r1", Attempt: testAttempt}
+	words := strings.Split(line, ", ")
+	path = strings.TrimPrefix(words[0], "POST ")
+	number := func(s string) int {
+		n, err := strconv.Atoi(s)
+		require.NoError(t, err)
+		return n
+	}
+	both := func(set func(s *kvstate.Transfer)) { set(&pair.Prefill.Transfer); set(&pair.Decode.Transfer) }
+	for _, w := range words[1:] {
+		if addr, ok := strings.CutPrefix(w, "prefill at "); ok {
+			pair.Prefill.Addr = addr
+			continue
+		}
+		if addr, ok := strings.CutPrefix(w, "decode at "); ok {
+			pair.Decode.Addr = addr
+			continue
+		}
+		key, value, ok := strings.Cut(w, "=")
+		require.True(t, ok, w)
+		switch key {
+		case "tp":
+			both(func(s *kvstate.Transfer) { s.TP = number(value) })
+		case "release":
+			both(func(s *kvstate.Transfer) { s.Release = value })
+		case "host":
+			both(func(s *kvstate.Transfer) { s.Host = value })
+		case "init":
+			pair.Decode.Transfer.LMCacheInitPort = number(value)
+		case "alloc":
+			pair.Decode.Transfer.LMCacheAllocPort = number(value)
+		case "query":
+			pair.Decode.Transfer.LMCacheQueryPort = number(value)
+		case "p2p":
+			pair.Prefill.Transfer.P2PPort = number(value)
+		case "source":
+			pair.Source = &Side{Addr: value}
+		case "members":
+			o.Members = strings.Split(value, "+")
+		case "key":
+			o.Key = value
+		case "ids":
+			o.ReuseTokenIDs = value == "reuse"
+		case "params":
+			o.Params = value == "yes"
+		default:
+			require.Fail(t, "unknown circumstance", w)
+		}
+	}
+	return path, o, pair
 }
 
 func section(a *txtar.Archive, name string) []byte {
@@ -46,46 +119,57 @@ func section(a *txtar.Archive, name string) []byte {
 }
 
 // twoHops gives the archive as it should be: its request and answer, and what both legs are sent.
-func twoHops(t *testing.T, a *txtar.Archive) *txtar.Archive {
+func twoHops(t *testing.T, name string, a *txtar.Archive) *txtar.Archive {
 	first, _, _ := strings.Cut(string(a.Comment), "\n")
-	path, addr, ok := strings.Cut(strings.TrimPrefix(first, "POST "), ", prefill at ")
-	require.True(t, ok, "the first line: POST path, prefill at address")
+	path, options, pair := circumstances(t, name, first)
 	request, answer := section(a, "request"), section(a, "prefill answer")
 	api := openai.Classify("POST", path)
 	require.NotEqual(t, openai.PassThrough, api)
-	dialect, err := New("nixl")
+	dialect, err := New(options)
 	require.NoError(t, err)
+	require.Equal(t, name, dialect.Name())
+	require.True(t, dialect.Speaks(api))
 
-	prefill, undo := prefillBody(t, dialect, api, request)
+	prefill, undo := prefillBody(t, dialect, api, request, pair)
 	got := &txtar.Archive{Comment: a.Comment, Files: []txtar.File{
 		{Name: "request", Data: request}, {Name: "prefill request", Data: prefill}, {Name: "prefill answer", Data: answer},
 	}}
-	read, err := dialect.ReadAnswer(answer, addr)
+	add := func(name string, data []byte) { got.Files = append(got.Files, txtar.File{Name: name, Data: data}) }
+	read, err := dialect.ReadAnswer(answer, pair)
 	switch {
 	case err != nil:
 		require.ErrorIs(t, err, ErrParams)
-		got.Files = append(got.Files, txtar.File{Name: "error", Data: []byte(err.Error())})
+		add("error", []byte(err.Error()))
+	case read.Final != nil:
+		add("answer", read.Final)
+		stream, err := openai.OneShot(read.Final, true)
+		if err != nil {
+			add("answer, streamed: error", []byte(err.Error()))
+		} else {
+			add("answer, streamed", stream)
+		}
 	case read.Params == nil:
-		got.Files = append(got.Files, txtar.File{Name: "nothing to hand over"})
+		if read.Unused != "" {
+			add("not handed on", []byte(read.Unused))
+		}
+		add("decode request", request)
 	default:
 		decode := decodeBody(dialect, prefill, undo, read.Params)
-		got.Files = append(got.Files, txtar.File{Name: "decode request", Data: decode})
+		add("decode request", decode)
 		requireScans(t, api, decode)
 	}
 	return got
 }
 
 // prefillBody is the prefill leg's body of a request, and what undoes it.
-func prefillBody(t *testing.T, d Dialect, api openai.API, request []byte) ([]byte, openai.Edits) {
+func prefillBody(t *testing.T, d Dialect, api openai.API, request []byte, pair *Pair) ([]byte, openai.Edits) {
 	var r openai.Request
 	var p openai.Patch
 	require.NoError(t, r.Scan(api, request, openai.Limits{}))
 	p.Reset(&r)
-	d.Prefill(&r, &p)
+	d.Prefill(&r, &p, pair)
 	edits := p.Edits()
 	require.NoError(t, edits.Check(len(request)))
-	require.Equal(t, edits[0].Start, edits[0].End, "the first edit is an insertion")
-	require.Equal(t, byte('{'), request[edits[0].Start-1])
 	prefill := edits.Apply(nil, request)
 	requireScans(t, api, prefill)
 	undo := edits.Inverse(nil, request)
@@ -94,11 +178,11 @@ func prefillBody(t *testing.T, d Dialect, api openai.API, request []byte) ([]byt
 	return prefill, undo
 }
 
-// decodeBody turns the prefill leg's body into the decode leg's in one step, as pass 2 does.
+// decodeBody is the decode leg's body: pass 2 makes it from the prefill leg's in one step (extproc.decodeEdits).
 func decodeBody(d Dialect, prefill []byte, undo openai.Edits, params []byte) []byte {
-	edits := append(openai.Edits(nil), undo...)
-	edits[0].New = append(append(d.DecodeMember(nil, params), ','), undo[0].New...)
-	return edits.Apply(nil, prefill)
+	client := undo.Apply(nil, prefill)
+	front := bytes.IndexByte(client, '{') + 1
+	return slices.Concat(client[:front], append(d.DecodeMember(nil, params), ','), client[front:])
 }
 
 func requireScans(t *testing.T, api openai.API, body []byte) {
@@ -107,51 +191,71 @@ func requireScans(t *testing.T, api openai.API, body []byte) {
 }
 
 func TestNew(t *testing.T) {
-	d, err := New("nixl")
-	require.NoError(t, err)
-	require.Equal(t, "nixl", d.Name())
-	for _, name := range []string{"", "none", "NIXL", "lmcache"} {
-		_, err := New(name)
-		require.Error(t, err, name)
+	for _, name := range Names() {
+		require.Equal(t, name, every(t, name).Name())
 	}
+	for _, name := range []string{"", "none", "NIXL", "mooncake"} {
+		_, err := New(Options{Name: name})
+		require.ErrorContains(t, err, "one of "+strings.Join(Names(), ", "), name)
+	}
+	for want, members := range map[string][]string{
+		"no members": nil, "nixl twice": {"nixl", "nixl"}, "lmcache\" cannot be a member": {"nixl", "lmcache"},
+	} {
+		_, err := New(Options{Name: "multi", Members: members})
+		require.ErrorContains(t, err, want)
+	}
+}
+
+// every is a dialect by name, with what it needs.
+func every(t *testing.T, name string) Dialect {
+	d, err := New(Options{Name: name, Members: []string{"nixl", "offload"}})
+	require.NoError(t, err)
+	return d
 }
 
 // TestPrefillEmptyObject: the smallest body there is gets its members and loses them again.
 func TestPrefillEmptyObject(t *testing.T) {
-	d, err := New("nixl")
-	require.NoError(t, err)
-	for _, api := range []openai.API{openai.Chat, openai.Completions, openai.Responses, openai.Messages, openai.Generate} {
-		prefill, _ := prefillBody(t, d, api, []byte(`{}`))
-		require.Contains(t, string(prefill), `"do_remote_decode":true`)
+	for _, name := range Names() {
+		d := every(t, name)
+		for _, api := range []openai.API{openai.Chat, openai.Completions, openai.Responses, openai.Messages, openai.Generate} {
+			if d.Speaks(api) {
+				prefill, _ := prefillBody(t, d, api, []byte(`{}`), &Pair{})
+				require.Contains(t, string(prefill), `"stream":false`)
+			}
+		}
 	}
 }
 
 // TestPrefillOverwrites: what a client sent of its own never reaches P, neither merged nor beside ours.
 func TestPrefillOverwrites(t *testing.T) {
-	d, err := New("nixl")
+	d, err := New(Options{Name: "nixl"})
 	require.NoError(t, err)
-	prefill, _ := prefillBody(t, d, openai.Chat, []byte(`{"model":"m","kv_transfer_params":{"do_remote_prefill":true,"remote_host":"evil"}}`))
+	prefill, _ := prefillBody(t, d, openai.Chat, []byte(`{"model":"m","kv_transfer_params":{"do_remote_prefill":true,"remote_host":"evil"}}`), &Pair{})
 	require.NotContains(t, string(prefill), "evil")
 	require.Equal(t, 1, bytes.Count(prefill, []byte("kv_transfer_params")))
 }
 
+// TestPrefillAllocs: no dialect allocates for the prefill leg.
 func TestPrefillAllocs(t *testing.T) {
 	if raceDetector {
 		t.Skip("no budgets under the race detector")
 	}
-	d, err := New("nixl")
-	require.NoError(t, err)
 	body := []byte(`{"model":"m","messages":[{"role":"user","content":"Hi"}],"max_tokens":300,"stop":["x"],"stream":true}`)
 	var r openai.Request
 	var p openai.Patch
 	require.NoError(t, r.Scan(openai.Chat, body, openai.Limits{}))
-	patch := func() {
-		p.Reset(&r)
-		d.Prefill(&r, &p)
-		if len(p.Edits()) == 0 {
-			t.Fatal("no edits")
+	pair := &Pair{Prefill: Side{Addr: "10.0.0.5:8000"}, Decode: Side{Addr: "10.0.0.6:8000"}}
+	budget := map[string]float64{"lmcache": 1, "moriio-read": 3} // the receiver's host, and the transfer id, as text
+	for _, name := range Names() {
+		d := every(t, name)
+		patch := func() {
+			p.Reset(&r)
+			d.Prefill(&r, &p, pair)
+			if len(p.Edits()) == 0 {
+				t.Fatal("no edits")
+			}
 		}
+		patch()
+		require.LessOrEqual(t, testing.AllocsPerRun(100, patch), budget[name], name)
 	}
-	patch()
-	require.Zero(t, testing.AllocsPerRun(100, patch))
 }

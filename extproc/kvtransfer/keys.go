@@ -15,12 +15,13 @@ import (
 	"os"
 	"slices"
 	"sync"
+	"sync/atomic"
 )
 
 // Keys seal and open tickets. One key seals; all of them open, so that keys can be changed while requests are under way.
-// Immutable and safe for concurrent use.
+// Safe for concurrent use.
 type Keys struct {
-	ring []key // the first seals
+	ring atomic.Pointer[[]key] // the first seals
 	pool sync.Pool
 }
 
@@ -33,14 +34,21 @@ type key struct {
 // NewKeys makes Keys that seal under primary and open what primary or one of the older keys sealed.
 func NewKeys(primary [32]byte, older ...[32]byte) (*Keys, error) {
 	k := &Keys{pool: sync.Pool{New: func() any { return new(scratch) }}}
+	return k, k.Change(primary, older...)
+}
+
+// Change puts other keys in the place of those there are.
+func (k *Keys) Change(primary [32]byte, older ...[32]byte) error {
+	var ring []key
 	for i, secret := range append([][32]byte{primary}, older...) {
 		derived, err := newKey(secret)
 		if err != nil {
-			return nil, fmt.Errorf("ticket key %d: %w", i+1, err)
+			return fmt.Errorf("ticket key %d: %w", i+1, err)
 		}
-		k.ring = append(k.ring, derived)
+		ring = append(ring, derived)
 	}
-	return k, nil
+	k.ring.Store(&ring)
+	return nil
 }
 
 // GenerateKeys makes a key that nobody else knows: good for one replica, until it ends.

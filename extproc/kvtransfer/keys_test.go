@@ -26,7 +26,7 @@ func TestReadKeyFile(t *testing.T) {
 	k, warnings, err := ReadKeyFile(keyFile(t, 0o600, "# new\n  "+hexKey+"\r\n\n"+base64Key+" # old\n"))
 	require.NoError(t, err)
 	require.Empty(t, warnings)
-	require.Len(t, k.ring, 2)
+	require.Len(t, *k.ring.Load(), 2)
 
 	// The first seals, all open, and a key is the same in every spelling.
 	upper, _, err := ReadKeyFile(keyFile(t, 0o400, strings.ToUpper(hexKey)))
@@ -79,5 +79,5 @@ func TestGenerateKeys(t *testing.T) {
 	require.NoError(t, err)
 	b, err := GenerateKeys()
 	require.NoError(t, err)
-	require.NotEqual(t, a.ring[0].id, b.ring[0].id)
+	require.NotEqual(t, (*a.ring.Load())[0].id, (*b.ring.Load())[0].id)
 }

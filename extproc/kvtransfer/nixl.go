@@ -1,112 +1,91 @@
 package kvtransfer
 
 import (
+	"errors"
 	"fmt"
 	"strconv"
+	"strings"
 
 	"tandem/extproc/openai"
 )
 
 // nixl is vLLM's NixlConnector, pull (NixlPullConnector from 0.24): P computes the prompt, keeps its blocks under a lease
-// and answers where they are; D reads them from P's memory.
+// and answers where they are; D reads them from P's memory. Layouts that differ between P and D are the engines' own
+// affair: tp_size, pp_size and dcp_size travel in the object, and with data-parallel ranks behind one port the object names
+// the rank that has the blocks (remote_port, remote_engine_id).
 //
 // Read from vllm/distributed/kv_transfer/kv_connector/v1/nixl* of vLLM 0.9.2 to 0.33.0; run against vLLM 0.32.0.
 type nixl struct {
-	one, no, tokens, ask []byte // values as JSON text, kept so that a patch allocates nothing
+	oneToken
+	ask, yes []byte
+	reuseIDs bool // D is sent the token ids of P's chat template
 }
 
-func newNIXL() nixl {
-	return nixl{
-		one:    []byte("1"),
-		no:     []byte("false"),
-		tokens: []byte(`"tokens"`),
-		// P tests do_remote_decode alone; remote_block_ids must not be true-ish, or P reads from D (bidirectional, 0.21).
-		// The nulls are what vLLM's own proxies send.
-		ask: []byte(`{"do_remote_decode":true,"do_remote_prefill":false,` +
-			`"remote_engine_id":null,"remote_block_ids":null,"remote_host":null,"remote_port":null}`),
-	}
+// nixlAsk is what P is told. P tests do_remote_decode alone; remote_block_ids must not be true-ish, or P reads from D
+// (bidirectional, 0.21). The nulls are what vLLM's own proxies send.
+const nixlAsk = `"do_remote_decode":true,"do_remote_prefill":false,` +
+	`"remote_engine_id":null,"remote_block_ids":null,"remote_host":null,"remote_port":null`
+
+func newNIXL(reuseIDs bool) nixl {
+	return nixl{oneToken: newOneToken(), ask: []byte("{" + nixlAsk + "}"), yes: []byte("true"), reuseIDs: reuseIDs}
 }
 
 func (nixl) Name() string { return "nixl" }
 
-// Prefill asks P for one token, which is thrown away: D computes it again, so its answer is complete and its limits stay
-// the client's.
-//
-// The one token must end for its length: a P that stops for any other reason keeps no blocks (vLLM 0.12 to 0.20, where a
-// first token that ends the text counts as stopped; from 0.21 NIXL keeps them for both). Hence min_tokens 1, which masks
-// that token, and no stop of the client's. A limit left beside max_tokens runs its full length, min_tokens above it and
-// stream_options without stream are refused with 400, stream true answers without parameters (all run on 0.32.0).
-func (d nixl) Prefill(r *openai.Request, p *openai.Patch) {
-	switch r.API() {
-	case openai.Generate:
-		d.generate(r, p)
-	case openai.Chat:
-		p.Set("max_tokens", openai.FieldMaxTokens, d.one)
-		p.Set("max_completion_tokens", openai.FieldMaxCompletionTokens, d.one)
-		p.Set("min_tokens", openai.FieldMinTokens, d.one)
-		p.Set("n", openai.FieldN, d.one)
-	case openai.Completions:
-		p.Set("max_tokens", openai.FieldMaxTokens, d.one)
-		p.Set("min_tokens", openai.FieldMinTokens, d.one)
-		p.Set("n", openai.FieldN, d.one)
-		d.replace(r, p, "max_completion_tokens", openai.FieldMaxCompletionTokens, d.one)
-	case openai.Responses:
-		p.Set("max_output_tokens", openai.FieldMaxOutputTokens, d.one)
-		d.replace(r, p, "max_tokens", openai.FieldMaxTokens, d.one)
-		d.replace(r, p, "min_tokens", openai.FieldMinTokens, d.one)
-	case openai.Messages:
-		p.Set("max_tokens", openai.FieldMaxTokens, d.one)
-		d.replace(r, p, "min_tokens", openai.FieldMinTokens, d.one)
-	}
-	p.Set("stream", openai.FieldStream, d.no)
+func (d nixl) Prefill(r *openai.Request, p *openai.Patch, _ *Pair) {
+	d.plan(r, p)
 	p.Set("kv_transfer_params", openai.FieldKVTransferParams, d.ask)
-	for _, f := range [...]openai.Field{
-		openai.FieldStreamOptions, openai.FieldMinCompletionTokens,
-		openai.FieldStop, openai.FieldStopTokenIDs, openai.FieldStopSequences, openai.FieldIncludeStop,
-		openai.FieldBestOf, openai.FieldLogprobs, openai.FieldTopLogprobs,
-	} {
-		p.Delete(f)
+	if d.AsksTokenIDs(r.API()) {
+		p.Set("return_token_ids", openai.FieldReturnTokenIDs, d.yes)
 	}
 }
 
-// generate is Prefill for /inference/v1/generate (0.12), which has its limits in sampling_params. output_mode (0.33)
-// decides what kind of answer there is, and kv_transfer_params come with tokens.
-func (d nixl) generate(r *openai.Request, p *openai.Patch) {
-	p.SetSampling("max_tokens", openai.FieldMaxTokens, d.one)
-	p.SetSampling("min_tokens", openai.FieldMinTokens, d.one)
-	p.SetSampling("n", openai.FieldN, d.one)
-	for _, f := range [...]openai.Field{
-		openai.FieldStop, openai.FieldStopTokenIDs, openai.FieldIncludeStop,
-		openai.FieldBestOf, openai.FieldLogprobs, openai.FieldTopLogprobs,
-	} {
-		p.DeleteSampling(f)
-	}
-	d.replace(r, p, "output_mode", openai.FieldOutputMode, d.tokens)
-}
-
-// replace sets a member only where the client has it: the path need not know it.
-func (nixl) replace(r *openai.Request, p *openai.Patch, key string, f openai.Field, value []byte) {
-	if r.Has(f) {
-		p.Set(key, f, value)
-	}
-}
+// AsksTokenIDs reports whether P is asked for the prompt's token ids.
+func (d nixl) AsksTokenIDs(a openai.API) bool { return d.reuseIDs && a == openai.Chat }
 
 // ReadAnswer takes kv_transfer_params from P's answer. null or none is no error: the prompt ended in a state that keeps
 // no blocks, or P has no connector.
-func (nixl) ReadAnswer(body []byte, prefillAddr string) (Answer, error) {
+func (d nixl) ReadAnswer(body []byte, pair *Pair) (Answer, error) {
 	scanned, err := openai.ScanAnswer(body)
 	if err != nil {
 		return Answer{}, fmt.Errorf("reading P's answer: %w", err)
 	}
-	a := Answer{PromptTokens: scanned.PromptTokens, CachedTokens: scanned.CachedTokens}
-	if scanned.Params == nil {
-		return a, nil
+	a := Answer{PromptTokens: scanned.PromptTokens, CachedTokens: scanned.CachedTokens, PromptIDs: scanned.PromptIDs}
+	if err := a.readNIXL(scanned.Params, pair); err != nil {
+		return Answer{}, err
 	}
-	pull, err := readPull(scanned.Params)
-	if err != nil {
-		return Answer{}, fmt.Errorf("kv_transfer_params of P's answer: %w: %w", ErrParams, err)
+	if d.reuseIDs && a.Params != nil {
+		a.addTokenIDs(scanned.PromptIDs)
 	}
-	a.Params = pull.repairHost(prefillAddr)
+	return a, nil
+}
+
+// addTokenIDs puts P's prompt_token_ids into the object for D (from vLLM 0.32, chat alone): D then computes nothing from
+// messages, so a template that prints the time makes no difference between P and D. What does not fit is left out, and D
+// tokenises by itself.
+func (a *Answer) addTokenIDs(ids []byte) {
+	if !tokenIDs(ids) || len(a.Params)+len(ids) > MaxParamsBytes-32 {
+		return
+	}
+	open := a.Params[: len(a.Params)-1 : len(a.Params)-1]
+	a.Params = append(append(append(open, `,"prompt_token_ids":`...), ids...), '}')
+}
+
+// readNIXL puts the object for D into the answer, if there is one.
+func (a *Answer) readNIXL(params []byte, pair *Pair) error {
+	if params == nil {
+		return nil
+	}
+	pull, err := readPull(params)
+	switch {
+	case errors.Is(err, errNoRequestID) && olderThan013(pair.Prefill.Transfer.Release):
+	case errors.Is(err, errNoRequestID), errors.Is(err, errNoBlocks):
+		a.Unused = err.Error()
+		return nil
+	case err != nil:
+		return fmt.Errorf("kv_transfer_params of P's answer: %w: %w", ErrParams, err)
+	}
+	a.Params = pull.repairHost(&pair.Prefill)
 	// These two count what the usage may leave out: messages say input_tokens without the cached ones, and engines say
 	// cached tokens only when told to (0.21 and 0.31).
 	if n, ok := count(pull.numTokens); ok {
@@ -115,7 +94,24 @@ func (nixl) ReadAnswer(body []byte, prefillAddr string) (Answer, error) {
 	if n, ok := count(pull.cachedTokens); ok {
 		a.CachedTokens = n
 	}
-	return a, nil
+	return nil
+}
+
+// What is no reason to give a prefill endpoint up: another one of its release would answer the same.
+var (
+	// vLLM 0.9.2 counts full blocks only, so a prompt shorter than a block has none. Sent on, it is harmless there, and
+	// ends later releases.
+	errNoBlocks = errors.New("remote_block_ids: not one block id in it")
+	// Before 0.13 P did not name the request, and D did not ask. From 0.13 on a D without it waits for ever.
+	errNoRequestID = errors.New("remote_request_id is missing")
+)
+
+// olderThan013 reports whether an endpoint is known to run vLLM before 0.13.
+func olderThan013(release string) bool {
+	major, rest, _ := strings.Cut(strings.TrimPrefix(release, "v"), ".")
+	minor, _, _ := strings.Cut(rest, ".")
+	n, err := strconv.Atoi(minor)
+	return major == "0" && err == nil && n < 13
 }
 
 // count reads a count that nothing depends on; anything else is as if it was not there.
@@ -125,6 +121,8 @@ func count(value []byte) (int64, bool) {
 }
 
 // DecodeMember hands P's object on. Nothing else of the client's body changes on D.
-func (nixl) DecodeMember(dst, params []byte) []byte {
+func (nixl) DecodeMember(dst, params []byte) []byte { return appendKVTransferParams(dst, params) }
+
+func appendKVTransferParams(dst, params []byte) []byte {
 	return append(append(dst, `"kv_transfer_params":`...), params...)
 }

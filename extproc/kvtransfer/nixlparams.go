@@ -64,7 +64,11 @@ const (
 	allMembers = 1<<iota - 1
 )
 
+// missing names the first that is not there; remote_request_id last, since it alone has an excuse.
 func (m pullMembers) missing() error {
+	if m == allMembers&^memberRequest {
+		return errNoRequestID
+	}
 	for i, name := range [...]string{"do_remote_prefill", "remote_block_ids", "remote_engine_id", "remote_request_id", "remote_host", "remote_port"} {
 		if m&(1<<i) == 0 {
 			return fmt.Errorf("%s is missing", name)
@@ -83,7 +87,7 @@ func (p *pull) member(seen *pullMembers, key, value []byte, at int) error {
 			err = refuse(key, value, "true")
 		}
 	case "remote_block_ids":
-		if is, err = memberBlocks, checkBlockIDs(value); err != nil {
+		if is, err = memberBlocks, checkBlockIDs(value); err != nil && !errors.Is(err, errNoBlocks) {
 			err = fmt.Errorf("remote_block_ids: %w", err)
 		}
 	case "remote_engine_id":
@@ -172,7 +176,7 @@ func checkBlockIDs(value []byte) error {
 		ids += n
 	}
 	if ids == 0 {
-		return errors.New("not one block id in it")
+		return errNoBlocks
 	}
 	return nil
 }
@@ -205,22 +209,25 @@ func (c *cursor) blockID() error {
 	return nil
 }
 
-// repairHost gives the object with an address that D can reach: an engine whose VLLM_NIXL_SIDE_CHANNEL_HOST was left
-// alone answers localhost, which on D's machine is D. Any other address is the operator's choice, and stays. So does
-// everything when P itself is on a loopback: then D is there too.
-func (p pull) repairHost(prefillAddr string) []byte {
-	var host string
-	if json.Unmarshal(p.host, &host) != nil || !localOnly(host) {
-		return p.raw
+// repairHost gives the object with an address that D can reach: what is configured of P (transferHost), or else the one
+// that P was reached at where it answers one that is good on its own machine alone. An engine whose
+// VLLM_NIXL_SIDE_CHANNEL_HOST was left alone answers localhost, which on D's machine is D. Any other address is the
+// operator's choice, and stays. So does everything when P itself is on a loopback: then D is there too.
+func (p pull) repairHost(prefill *Side) []byte {
+	addr := prefill.Transfer.Host
+	if addr == "" {
+		var host string
+		if json.Unmarshal(p.host, &host) != nil || !localOnly(host) {
+			return p.raw
+		}
+		reached, err := netip.ParseAddrPort(prefill.Addr)
+		if err != nil || reached.Addr().Unmap().IsLoopback() {
+			return p.raw
+		}
+		addr = reached.Addr().Unmap().WithZone("").String() // IPv6 without brackets: vLLM puts them on (make_zmq_path)
 	}
-	reached, err := netip.ParseAddrPort(prefillAddr)
-	if err != nil || reached.Addr().Unmap().IsLoopback() {
-		return p.raw
-	}
-	addr := reached.Addr().Unmap().WithZone("").String() // IPv6 without brackets: vLLM puts them on (make_zmq_path)
 	repaired := make([]byte, 0, len(p.raw)+len(addr))
-	repaired = append(append(repaired, p.raw[:p.hostAt]...), '"')
-	repaired = append(append(repaired, addr...), '"')
+	repaired = appendJSON(append(repaired, p.raw[:p.hostAt]...), []byte(addr))
 	return append(repaired, p.raw[p.hostAt+len(p.host):]...)
 }
 

@@ -35,13 +35,13 @@ func goodParams(name, value string) string {
 }
 
 func readAnswer(params string) (Answer, error) {
-	return newNIXL().ReadAnswer([]byte(`{"id":"x","kv_transfer_params":`+params+`,"usage":{"prompt_tokens":7,"prompt_tokens_details":null}}`), "10.0.0.9:8000")
+	return newNIXL(false).ReadAnswer([]byte(`{"id":"x","kv_transfer_params":`+params+`,"usage":{"prompt_tokens":7,"prompt_tokens_details":null}}`), reachedAt("10.0.0.9:8000"))
 }
 
 func TestParamsRefused(t *testing.T) {
 	for _, c := range [][2]string{
 		{"do_remote_prefill", ""}, {"do_remote_prefill", "false"}, {"do_remote_prefill", "null"}, {"do_remote_prefill", "1"}, {"do_remote_prefill", `"true"`},
-		{"remote_block_ids", ""}, {"remote_block_ids", "null"}, {"remote_block_ids", "[]"}, {"remote_block_ids", "[[]]"}, {"remote_block_ids", "[[],[]]"},
+		{"remote_block_ids", ""}, {"remote_block_ids", "null"},
 		{"remote_block_ids", "[[[]]]"}, {"remote_block_ids", "[[[1]]]"}, {"remote_block_ids", `["a"]`}, {"remote_block_ids", `["DUMMY_ID"]`}, {"remote_block_ids", `[["1"]]`},
 		{"remote_block_ids", `"1"`}, {"remote_block_ids", "1"}, {"remote_block_ids", "{}"}, {"remote_block_ids", `{"0":[1]}`}, {"remote_block_ids", "true"},
 		{"remote_block_ids", "[true]"}, {"remote_block_ids", "[[false]]"}, {"remote_block_ids", "[null]"}, {"remote_block_ids", "[1,null]"}, {"remote_block_ids", "[[1],null]"},
@@ -50,7 +50,7 @@ func TestParamsRefused(t *testing.T) {
 		{"remote_block_ids", "[100000000000000000000000000]"}, {"remote_block_ids", "[[1,2],[3,{}]]"},
 		{"remote_block_ids", strings.Repeat("[", 200) + "1" + strings.Repeat("]", 200)},
 		{"remote_engine_id", ""}, {"remote_engine_id", "null"}, {"remote_engine_id", `""`}, {"remote_engine_id", "7"}, {"remote_engine_id", `["x"]`},
-		{"remote_request_id", ""}, {"remote_request_id", "null"}, {"remote_request_id", `""`}, {"remote_request_id", "1"}, {"remote_request_id", "true"},
+		{"remote_request_id", "null"}, {"remote_request_id", `""`}, {"remote_request_id", "1"}, {"remote_request_id", "true"},
 		{"remote_host", ""}, {"remote_host", "null"}, {"remote_host", `""`}, {"remote_host", "127"}, {"remote_host", `{}`},
 		{"remote_port", ""}, {"remote_port", "null"}, {"remote_port", "0"}, {"remote_port", "65536"}, {"remote_port", "-1"}, {"remote_port", "5600.0"},
 		{"remote_port", "56e2"}, {"remote_port", "1e3"}, {"remote_port", `"5600"`}, {"remote_port", "true"}, {"remote_port", "[5600]"}, {"remote_port", "18446744073709557216"},
@@ -71,12 +71,30 @@ func TestParamsRefused(t *testing.T) {
 	}
 }
 
+// TestParamsUnused: what no P of that release would do better is no failure of this one; D goes without.
+func TestParamsUnused(t *testing.T) {
+	for _, c := range [][2]string{{"remote_block_ids", "[]"}, {"remote_block_ids", "[[]]"}, {"remote_block_ids", "[[],[]]"}, {"remote_request_id", ""}} {
+		a, err := readAnswer(goodParams(c[0], c[1]))
+		require.NoError(t, err)
+		require.Nil(t, a.Params)
+		require.Contains(t, a.Unused, c[0])
+	}
+	answer := []byte(`{"kv_transfer_params":` + goodParams("remote_request_id", "") + `}`)
+	for release, handed := range map[string]bool{"0.12.0": true, "v0.9.2": true, "0.11": true, "0.13.0": false, "0.33.0": false, "1.0.0": false, "0.x": false, "": false} {
+		pair := reachedAt("10.0.0.9:8000")
+		pair.Prefill.Transfer.Release = release
+		a, err := newNIXL(false).ReadAnswer(answer, pair)
+		require.NoError(t, err)
+		require.Equal(t, handed, a.Params != nil, release)
+	}
+}
+
 func TestAnswersRefused(t *testing.T) {
 	for _, body := range []string{
 		"", "null", "[]", "{", `{"kv_transfer_params":`, `{"kv_transfer_params":{"do_remote_prefill":true}`, "<html>502</html>", "data: {}\n\n", `{"kv_transfer_params":{]}`,
 		`{"a":` + strings.Repeat("[", 5000) + strings.Repeat("]", 5000) + `}`,
 	} {
-		_, err := newNIXL().ReadAnswer([]byte(body), "10.0.0.9:8000")
+		_, err := newNIXL(false).ReadAnswer([]byte(body), reachedAt("10.0.0.9:8000"))
 		require.Error(t, err, body)
 	}
 	huge := "[" + strings.Repeat("1000000000,", MaxParamsBytes/11) + "1]"
@@ -101,7 +119,7 @@ func TestParamsAccepted(t *testing.T) {
 // TestNoParams: P has nothing for D, which is no error.
 func TestNoParams(t *testing.T) {
 	for _, body := range []string{`{}`, `{"kv_transfer_params":null}`, `{"id":"x","usage":null}`, `{"kv_transfer_params": null ,"usage":{"prompt_tokens":3}}`} {
-		a, err := newNIXL().ReadAnswer([]byte(body), "10.0.0.9:8000")
+		a, err := newNIXL(false).ReadAnswer([]byte(body), reachedAt("10.0.0.9:8000"))
 		require.NoError(t, err)
 		require.Nil(t, a.Params)
 	}
@@ -119,7 +137,7 @@ func TestAnswerTokens(t *testing.T) {
 		{"nonsense counts for nothing", `{"usage":{"prompt_tokens":7},"kv_transfer_params":` + strings.Replace(goodParams("remote_num_tokens", "-5"), ":96", `:"96"`, 1) + `}`, 7, -1},
 		{"nobody said", `{"choices":[]}`, -1, -1},
 	} {
-		a, err := newNIXL().ReadAnswer([]byte(c.answer), "10.0.0.9:8000")
+		a, err := newNIXL(false).ReadAnswer([]byte(c.answer), reachedAt("10.0.0.9:8000"))
 		require.NoError(t, err, c.name)
 		require.Equal(t, c.prompt, a.PromptTokens, c.name)
 		require.Equal(t, c.cached, a.CachedTokens, c.name)
@@ -159,7 +177,7 @@ func TestRepairHost(t *testing.T) {
 		{`"localhost"`, "", `"localhost"`},
 		{`"localhost"`, "prefill-0:8000", `"localhost"`},
 	} {
-		a, err := newNIXL().ReadAnswer([]byte(`{"kv_transfer_params":`+goodParams("remote_host", c.host)+`}`), c.prefill)
+		a, err := newNIXL(false).ReadAnswer([]byte(`{"kv_transfer_params":`+goodParams("remote_host", c.host)+`}`), reachedAt(c.prefill))
 		require.NoError(t, err)
 		require.Equal(t, goodParams("remote_host", c.want), string(a.Params), "%s reached at %s", c.host, c.prefill)
 	}
@@ -169,7 +187,7 @@ func TestRepairHost(t *testing.T) {
 func TestRepairKeepsTheAnswer(t *testing.T) {
 	answer := []byte(`{"kv_transfer_params":` + goodParams("remote_host", `"localhost"`) + `}`)
 	before := bytes.Clone(answer)
-	_, err := newNIXL().ReadAnswer(answer, "[fd00::9]:8000")
+	_, err := newNIXL(false).ReadAnswer(answer, reachedAt("[fd00::9]:8000"))
 	require.NoError(t, err)
 	require.Equal(t, before, answer)
 }
@@ -259,7 +277,7 @@ func FuzzReadAnswer(f *testing.F) {
 	seedAnswers(f)
 	f.Add(`{"kv_transfer_params":` + goodParams("remote_host", `"localhost"`) + `}`)
 	f.Fuzz(func(t *testing.T, answer string) {
-		a, err := newNIXL().ReadAnswer([]byte(answer), "10.0.0.9:8000")
+		a, err := newNIXL(false).ReadAnswer([]byte(answer), reachedAt("10.0.0.9:8000"))
 		if err != nil || a.Params == nil {
 			require.Nil(t, a.Params)
 			return
@@ -293,8 +311,22 @@ func BenchmarkReadAnswer(b *testing.B) {
 	answer := []byte(`{"id":"x","kv_transfer_params":` + goodParams("remote_block_ids", "[["+blockIDs(randomIDs(8192, 65536), ",")+"]]") + `}`)
 	b.ReportAllocs()
 	for b.Loop() {
-		if _, err := newNIXL().ReadAnswer(answer, "10.0.0.9:8000"); err != nil {
+		if _, err := newNIXL(false).ReadAnswer(answer, reachedAt("10.0.0.9:8000")); err != nil {
 			b.Fatal(err)
 		}
 	}
 }
+
+// What is configured of P counts, whatever P says of itself.
+func TestTransferHost(t *testing.T) {
+	pair := reachedAt("127.0.0.1:8000")
+	pair.Prefill.Transfer.Host = "kv.example"
+	for _, host := range []string{`"localhost"`, `"10.0.0.7"`} {
+		a, err := newNIXL(false).ReadAnswer([]byte(`{"kv_transfer_params":`+goodParams("remote_host", host)+`}`), pair)
+		require.NoError(t, err)
+		require.Equal(t, goodParams("remote_host", `"kv.example"`), string(a.Params))
+	}
+}
+
+// reachedAt is a pair whose P was reached at an address.
+func reachedAt(addr string) *Pair { return &Pair{Prefill: Side{Addr: addr}} }

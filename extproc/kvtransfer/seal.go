@@ -54,7 +54,7 @@ func (k *Keys) Seal(dst []byte, t *Ticket, requestID string) ([]byte, error) {
 
 // sealMessage seals s.message.
 func (k *Keys) sealMessage(dst []byte, s *scratch, requestID string) []byte {
-	first := &k.ring[0]
+	first := &(*k.ring.Load())[0]
 	s.sealed = append(append(s.sealed[:0], sealVersion), first.id[:]...)
 	s.setAAD(requestID)
 	s.sealed = first.aead.Seal(s.sealed, nil, s.message, s.aad)
@@ -108,13 +108,13 @@ func (k *Keys) openMessage(s *scratch, header, requestID string) ([]byte, error)
 	}
 	s.setAAD(requestID)
 	known := false
-	for i := range k.ring {
-		if k.ring[i].id != [4]byte(s.sealed[1:sealHead]) {
+	for _, each := range *k.ring.Load() {
+		if each.id != [4]byte(s.sealed[1:sealHead]) {
 			continue
 		}
 		known = true
 		size := len(s.sealed) - sealMin
-		message, err := k.ring[i].aead.Open(make([]byte, 0, size), nil, s.sealed[sealHead:], s.aad)
+		message, err := each.aead.Open(make([]byte, 0, size), nil, s.sealed[sealHead:], s.aad)
 		if err == nil {
 			return message, nil
 		}

@@ -17,6 +17,7 @@ const (
 	HandOver   Stage = 2 // prefill is done: the ticket carries the KV parameters into pass 2
 	DecodeLeg  Stage = 3 // the ticket goes out with the decode leg, or the only hop: engines see it
 	Failed     Stage = 4 // a hop failed: pass 2 plans again
+	PairLegs   Stage = 5 // the ticket goes out with both legs at once: engines see it
 )
 
 func (s Stage) String() string {
@@ -29,6 +30,8 @@ func (s Stage) String() string {
 		return "decode_leg"
 	case Failed:
 		return "failed"
+	case PairLegs:
+		return "pair_legs"
 	default:
 		return fmt.Sprintf("stage_%d", uint8(s))
 	}
@@ -60,7 +63,6 @@ type Ticket struct {
 	Decode       string    // address ip:port
 	Reservations [2]uint64 // of Prefill and Decode
 	Split        bool      // the request goes over two legs
-	Stream       bool      // the client wants the answer streamed
 
 	Redirects int      // that Envoy has followed for this request
 	Prefills  int      // prefill legs that were sent
@@ -69,6 +71,9 @@ type Ticket struct {
 
 	Undo      openai.Edits // turns the body of the leg back into the client's
 	BodyBytes int          // length of the body that Undo applies to; 0: not known
+
+	Stream      bool // the client wants a stream ...
+	StreamUsage bool // ... with usage at its end
 
 	PromptTokens    int64
 	ExpectedCached  int64         // of those, expected in P's prefix cache when it was chosen

@@ -32,6 +32,7 @@ const (
 	fieldParamsRef          protowire.Number = 18
 	fieldPackedParams       protowire.Number = 19
 	fieldStream             protowire.Number = 20
+	fieldStreamUsage        protowire.Number = 21
 	fieldExpectedCached     protowire.Number = 30
 	fieldExpectedPrefill    protowire.Number = 31
 
@@ -72,6 +73,7 @@ func appendTicket(b []byte, t *Ticket) []byte {
 	b = appendNumber(b, fieldBodyBytes, uint64(t.BodyBytes))
 	b = appendNumber(b, fieldPromptTokens, uint64(t.PromptTokens))
 	b = appendNumber(b, fieldStream, protowire.EncodeBool(t.Stream))
+	b = appendNumber(b, fieldStreamUsage, protowire.EncodeBool(t.StreamUsage))
 	b = appendNumber(b, fieldExpectedCached, uint64(t.ExpectedCached))
 	b = appendNumber(b, fieldExpectedPrefill, uint64(t.ExpectedPrefill.Microseconds()))
 	if t.ParamsRef != ([16]byte{}) {
@@ -194,7 +196,7 @@ func parseTicket(t *Ticket, b []byte) error {
 	if err != nil {
 		return err
 	}
-	if t.Stage < PrefillLeg || t.Stage > Failed {
+	if t.Stage < PrefillLeg || t.Stage > PairLegs {
 		return fmt.Errorf("the stage is %d", t.Stage)
 	}
 	if t.BodyBytes > 0 {
@@ -206,7 +208,7 @@ func parseTicket(t *Ticket, b []byte) error {
 func (t *Ticket) setNumber(f protowire.Number, v uint64) error {
 	limit := uint64(1<<63 - 1)
 	switch f {
-	case fieldStage, fieldSplit, fieldStream:
+	case fieldStage, fieldSplit, fieldStream, fieldStreamUsage:
 		limit = 255
 	case fieldRedirects, fieldPrefills:
 		limit = maxCount
@@ -227,6 +229,8 @@ func (t *Ticket) setNumber(f protowire.Number, v uint64) error {
 		t.Split = v != 0
 	case fieldStream:
 		t.Stream = v != 0
+	case fieldStreamUsage:
+		t.StreamUsage = v != 0
 	case fieldRedirects:
 		t.Redirects = int(v)
 	case fieldPrefills:

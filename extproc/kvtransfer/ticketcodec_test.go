@@ -18,7 +18,7 @@ import (
 func plainMessage(t *Ticket) *ticketv1.Ticket {
 	m := &ticketv1.Ticket{
 		Id: t.ID[:], Stage: ticketv1.Ticket_Stage(t.Stage), Pool: t.Pool, Prefill: t.Prefill, Decode: t.Decode,
-		PrefillReservation: t.Reservations[0], DecodeReservation: t.Reservations[1], Split: t.Split, Stream: t.Stream, Redirects: uint32(t.Redirects), Prefills: uint32(t.Prefills),
+		PrefillReservation: t.Reservations[0], DecodeReservation: t.Reservations[1], Split: t.Split, Stream: t.Stream, StreamUsage: t.StreamUsage, Redirects: uint32(t.Redirects), Prefills: uint32(t.Prefills),
 		Excluded: t.Excluded, Cause: t.Cause, BodyBytes: uint64(t.BodyBytes), PromptTokens: t.PromptTokens,
 		ExpectedCachedTokens: t.ExpectedCached, ExpectedPrefillUs: t.ExpectedPrefill.Microseconds(),
 	}
@@ -41,7 +41,7 @@ func plainMessage(t *Ticket) *ticketv1.Ticket {
 }
 
 func randomTicket(rng *rand.Rand) *Ticket {
-	t := &Ticket{Stage: Stage(1 + rng.IntN(4)), Expires: now.Add(time.Duration(rng.IntN(1e6)) * time.Millisecond), Split: rng.IntN(2) == 0, Stream: rng.IntN(2) == 0}
+	t := &Ticket{Stage: Stage(1 + rng.IntN(5)), Expires: now.Add(time.Duration(rng.IntN(1e6)) * time.Millisecond), Split: rng.IntN(2) == 0, Stream: rng.IntN(2) == 0, StreamUsage: rng.IntN(2) == 0}
 	if rng.IntN(2) == 0 {
 		t.ID, t.Started, t.Pool, t.Prefill = [16]byte{byte(rng.Uint32())}, now, "pool", "[::1]:8000"
 	}

@@ -1,12 +1,16 @@
 package openai
 
-import "fmt"
+import (
+	"fmt"
+	"math"
+)
 
 // Answer is what is read of a prefill endpoint's answer.
 type Answer struct {
 	Params       []byte // kv_transfer_params as it stands in the answer; nil: absent or null. Refers to the answer
 	PromptTokens int64  // -1: not said
 	CachedTokens int64  // of the prompt's, those that the prefix cache had; -1: not said
+	PromptIDs    []byte // prompt_token_ids, an array as it stands in the answer; nil: absent or null. Refers to the answer
 }
 
 // ScanAnswer reads an engine's JSON answer to any of the APIs. It validates all of it.
@@ -23,9 +27,51 @@ func ScanAnswer(body []byte) (Answer, error) {
 			a.Params = d.text(m)
 		case string(d.key(m)) == "usage":
 			a.readUsage(d.text(m))
+		case string(d.key(m)) == "meta_info": // SGLang's /generate
+			a.readMeta(d.text(m))
+		case string(d.key(m)) == "prompt_token_ids" && present(d.text(m)): // chat completions
+			a.PromptIDs = d.text(m)
+		case string(d.key(m)) == "choices": // completions, which have it in their choices
+			a.readChoices(d.text(m))
 		}
 	}
 	return a, nil
+}
+
+func (a *Answer) readChoices(choices []byte) {
+	for choice := range elements(choices) {
+		for key, value := range pairs(choice) {
+			if string(key) == "prompt_token_ids" && present(value) {
+				a.PromptIDs = value
+			}
+		}
+		return
+	}
+}
+
+// TokenIDs appends the numbers of a JSON array that a scan has validated to dst. It is false if one of them is no token id.
+func TokenIDs(dst []uint32, array []byte) ([]uint32, bool) {
+	if len(array) == 0 || array[0] != '[' {
+		return dst, false
+	}
+	id, digits := uint64(0), 0
+	for _, c := range array[1:] {
+		switch {
+		case c >= '0' && c <= '9':
+			if id = id*10 + uint64(c-'0'); id > math.MaxUint32 {
+				return dst, false
+			}
+			digits++
+		case c == ',' || c == ']':
+			if digits > 0 {
+				dst = append(dst, uint32(id))
+			}
+			id, digits = 0, 0
+		case c != ' ' && c != '\n' && c != '\t' && c != '\r':
+			return dst, false
+		}
+	}
+	return dst, true
 }
 
 // readUsage reads a usage object. Chat and completions have prompt_tokens and prompt_tokens_details.cached_tokens,
@@ -55,6 +101,18 @@ func (a *Answer) readUsage(usage []byte) {
 	}
 	if a.PromptTokens >= 0 {
 		a.PromptTokens += max(created, 0) + max(read, 0)
+	}
+}
+
+// readMeta reads the meta_info of SGLang's /generate (0.5.23, srt/managers/tokenizer_manager.py).
+func (a *Answer) readMeta(meta []byte) {
+	for key, value := range pairs(meta) {
+		switch string(key) {
+		case "prompt_tokens":
+			a.PromptTokens = count(value)
+		case "cached_tokens":
+			a.CachedTokens = count(value)
+		}
 	}
 }
 

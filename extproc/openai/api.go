@@ -8,7 +8,8 @@ import (
 // API is one of the request shapes whose bodies are read.
 type API uint8
 
-// The APIs. Models is GET /v1/models; PassThrough is everything that goes to one engine as it is.
+// The APIs. Models is GET /v1/models; PassThrough is everything that goes to one engine as it is. SGLangGenerate is
+// POST /generate, SGLang's own, where the pool's engines are SGLang; others may know something else by that path.
 const (
 	PassThrough API = iota
 	Chat
@@ -17,10 +18,11 @@ const (
 	Messages
 	Generate
 	Models
+	SGLangGenerate
 )
 
 func (a API) String() string {
-	return [...]string{"pass_through", "chat", "completions", "responses", "messages", "generate", "models"}[a]
+	return [...]string{"pass_through", "chat", "completions", "responses", "messages", "generate", "models", "sglang_generate"}[a]
 }
 
 // Classify names the API of a request by its method and path. A query is ignored. Percent-escapes are undone, since
@@ -50,6 +52,8 @@ func Classify(method, path string) API {
 			return Messages
 		case "/inference/v1/generate":
 			return Generate
+		case "/generate":
+			return SGLangGenerate
 		}
 	}
 	return PassThrough

@@ -33,6 +33,8 @@ const (
 	FieldPromptEmbeds
 	FieldInput
 	FieldTokenIDs
+	FieldText     // of SGLang's /generate
+	FieldInputIDs // likewise
 	FieldSamplingParams
 	FieldStore
 	FieldBackground
@@ -48,9 +50,14 @@ const (
 	FieldCacheSalt
 	FieldReturnTokenIDs
 	FieldKVTransferParams
-	fieldControl   // any other member that a client must not send
-	fieldVLLMXArgs // vllm_xargs: becomes extra_args in vLLM
-	fieldExtraArgs // extra_args of sampling_params
+	FieldBootstrapHost // SGLang's; a client must not send these three
+	FieldBootstrapPort
+	FieldBootstrapRoom
+	FieldDisaggregatedParams
+	FieldReturnLogprob // SGLang
+	fieldControl       // any other member that a client must not send
+	fieldVLLMXArgs     // vllm_xargs: becomes extra_args in vLLM
+	fieldExtraArgs     // extra_args of sampling_params
 	numFields
 )
 
@@ -107,6 +114,10 @@ func fieldOf(key []byte) Field { //nolint:funlen // one line a name
 		return FieldInput
 	case "token_ids":
 		return FieldTokenIDs
+	case "text":
+		return FieldText
+	case "input_ids":
+		return FieldInputIDs
 	case "sampling_params":
 		return FieldSamplingParams
 	case "store":
@@ -137,6 +148,16 @@ func fieldOf(key []byte) Field { //nolint:funlen // one line a name
 		return FieldReturnTokenIDs
 	case "kv_transfer_params":
 		return FieldKVTransferParams
+	case "bootstrap_host":
+		return FieldBootstrapHost
+	case "bootstrap_port":
+		return FieldBootstrapPort
+	case "bootstrap_room":
+		return FieldBootstrapRoom
+	case "return_logprob":
+		return FieldReturnLogprob
+	case "disaggregated_params":
+		return FieldDisaggregatedParams
 	case "vllm_xargs":
 		return fieldVLLMXArgs
 	case "extra_args":
@@ -153,14 +174,21 @@ func fieldOf(key []byte) Field { //nolint:funlen // one line a name
 func isControl(key string) bool {
 	switch key {
 	case "ec_transfer_params",
-		"routed_dp_rank", "disagg_prefill_dp_rank", "data_parallel_rank",
-		"disaggregated_params",
-		"disagg_prefill_resp",
+		"routed_dp_rank", "data_parallel_rank",
+		"prompt_token_ids", // beside messages it takes their place, so what was routed would not be what is computed
 		"nvext":
 		return true
 	}
-	return strings.HasPrefix(key, "bootstrap_") // SGLang's host, port, room and what will follow
+	// SGLang's host, port, room and what will follow; its disagg_prefill_dp_rank, TensorRT-LLM's disagg_request_id, and
+	// disagg_prefill_resp or whatever else an orchestrated pool calls it.
+	return strings.HasPrefix(key, "bootstrap_") || strings.HasPrefix(key, "disagg_")
 }
 
 // control reports whether a member is not the client's to send.
-func (f Field) control() bool { return f == FieldKVTransferParams || f == fieldControl }
+func (f Field) control() bool {
+	switch f {
+	case FieldKVTransferParams, FieldDisaggregatedParams, FieldBootstrapHost, FieldBootstrapPort, FieldBootstrapRoom, fieldControl:
+		return true
+	}
+	return false
+}

@@ -17,13 +17,56 @@ func (r *Request) prompt() []byte {
 		return r.Raw(FieldInput)
 	case Generate:
 		return r.Raw(FieldTokenIDs)
+	case SGLangGenerate:
+		if raw := r.Raw(FieldText); present(raw) {
+			return raw
+		}
+		return r.Raw(FieldInputIDs)
 	default:
 		return nil
 	}
 }
 
+// Prompts is how many prompts the body asks about, as a list of strings or of lists of token ids; list is false where
+// there is one that is not in such a list.
+func (r *Request) Prompts() (n int, list bool) {
+	raw := r.prompt()
+	if r.api != Completions && r.api != SGLangGenerate || len(raw) == 0 || raw[0] != '[' {
+		return 1, false
+	}
+	if first := raw[skipSpace(raw, 1)]; first != '"' && first != '[' {
+		return 1, false
+	}
+	for range elements(raw) {
+		n++
+	}
+	return n, true
+}
+
+// Choices is how many answers each prompt is to have; 1 where the body does not say, 0 where it says what is no number.
+func (r *Request) Choices() int64 {
+	raw := r.limit(FieldN)
+	if !present(raw) {
+		return 1
+	}
+	n, ok := integer(raw)
+	if !ok || n < 0 {
+		return 0
+	}
+	return n
+}
+
 // PromptBytes is the length of the prompt as it stands in the body, 0 where there is none.
 func (r *Request) PromptBytes() int { return len(r.prompt()) }
+
+// PromptIDs is the prompt where the client gives it as token ids: a JSON array as it stands in the body; else nil.
+func (r *Request) PromptIDs() []byte {
+	raw := r.prompt()
+	if len(raw) == 0 || raw[0] != '[' || r.api != Generate && (r.api != Completions || r.promptList()) {
+		return nil
+	}
+	return raw
+}
 
 // PromptHash appends the hashes of the prompt's leading blocks to dst: each stands for its block and everything before
 // it. Blocks are blockBytes of the prompt member's raw bytes, full ones only, at most maxBlocks of them. What a chat

@@ -33,7 +33,7 @@ func (r *Request) Unsplittable() (reason string) {
 
 // limit is a member that lies in sampling_params where the API has those.
 func (r *Request) limit(f Field) []byte {
-	if r.api == Generate {
+	if r.api == Generate || r.api == SGLangGenerate {
 		return r.Sampling(f)
 	}
 	return r.Raw(f)

@@ -126,7 +126,7 @@ function pools(status) {
       table.append(row('td', [e.name + (e.group ? ' (' + e.group + ')' : ''), el('span', { class: css }, e.role), el('span', { class: 'pill ' + (e.up ? 'good' : 'bad') }, e.up ? 'up' : 'out'),
         bar(e.requests, most, css), bar(e.prompt_tokens, tokens, css), [count(e.hops)], [e.hit_share < 0 ? '–' : percent(e.hit_share)]]));
     }
-    return el('div', {}, el('h3', {}, p.name + ' ', el('small', {}, `${p.models.join(', ')} · prefix index ${count(p.index_blocks)} of ${count(p.index_blocks_max)} blocks`)), el('div', { class: 'table' }, table));
+    return el('div', {}, el('h3', {}, p.name + ' ', el('small', {}, `${p.models.join(', ')} · prefix index ${count(p.index_blocks)} blocks`)), el('div', { class: 'table' }, table));
   }));
 }
 

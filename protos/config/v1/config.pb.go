@@ -40,6 +40,8 @@ type Config struct {
 	Tickets *Tickets `protobuf:"bytes,6,opt,name=tickets,proto3" json:"tickets,omitempty"`
 	// At least one.
 	Pools []*Pool `protobuf:"bytes,7,rep,name=pools,proto3" json:"pools,omitempty"`
+	// Where LMCache's prefill engines say that KV has arrived. Absent: as its defaults say, if a pool needs it.
+	Notices *Notices `protobuf:"bytes,20,opt,name=notices,proto3" json:"notices,omitempty"`
 	// Traces of requests (OpenTelemetry). Absent: none are made, and nothing is spent on it.
 	Tracing       *Tracing `protobuf:"bytes,40,opt,name=tracing,proto3" json:"tracing,omitempty"`
 	unknownFields protoimpl.UnknownFields
@@ -125,6 +127,13 @@ func (x *Config) GetPools() []*Pool {
 	return nil
 }
 
+func (x *Config) GetNotices() *Notices {
+	if x != nil {
+		return x.Notices
+	}
+	return nil
+}
+
 func (x *Config) GetTracing() *Tracing {
 	if x != nil {
 		return x.Tracing
@@ -187,6 +196,51 @@ func (x *Tracing) GetSampleRatio() float64 {
 	return 0
 }
 
+type Notices struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// ZeroMQ PULL: pd_proxy_host and pd_proxy_port of the engines (LMCache). Default 127.0.0.1:7500.
+	Listen        string `protobuf:"bytes,1,opt,name=listen,proto3" json:"listen,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Notices) Reset() {
+	*x = Notices{}
+	mi := &file_config_v1_config_proto_msgTypes[2]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Notices) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Notices) ProtoMessage() {}
+
+func (x *Notices) ProtoReflect() protoreflect.Message {
+	mi := &file_config_v1_config_proto_msgTypes[2]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Notices.ProtoReflect.Descriptor instead.
+func (*Notices) Descriptor() ([]byte, []int) {
+	return file_config_v1_config_proto_rawDescGZIP(), []int{2}
+}
+
+func (x *Notices) GetListen() string {
+	if x != nil {
+		return x.Listen
+	}
+	return ""
+}
+
 type ExtProc struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// gRPC: external processor, access log, health. Default 127.0.0.1:9002.
@@ -201,7 +255,7 @@ type ExtProc struct {
 
 func (x *ExtProc) Reset() {
 	*x = ExtProc{}
-	mi := &file_config_v1_config_proto_msgTypes[2]
+	mi := &file_config_v1_config_proto_msgTypes[3]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -213,7 +267,7 @@ func (x *ExtProc) String() string {
 func (*ExtProc) ProtoMessage() {}
 
 func (x *ExtProc) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[2]
+	mi := &file_config_v1_config_proto_msgTypes[3]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -226,7 +280,7 @@ func (x *ExtProc) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ExtProc.ProtoReflect.Descriptor instead.
 func (*ExtProc) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{2}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{3}
 }
 
 func (x *ExtProc) GetListen() string {
@@ -264,7 +318,7 @@ type Tls struct {
 
 func (x *Tls) Reset() {
 	*x = Tls{}
-	mi := &file_config_v1_config_proto_msgTypes[3]
+	mi := &file_config_v1_config_proto_msgTypes[4]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -276,7 +330,7 @@ func (x *Tls) String() string {
 func (*Tls) ProtoMessage() {}
 
 func (x *Tls) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[3]
+	mi := &file_config_v1_config_proto_msgTypes[4]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -289,7 +343,7 @@ func (x *Tls) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Tls.ProtoReflect.Descriptor instead.
 func (*Tls) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{3}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{4}
 }
 
 func (x *Tls) GetCertFile() string {
@@ -323,7 +377,7 @@ type Listener struct {
 
 func (x *Listener) Reset() {
 	*x = Listener{}
-	mi := &file_config_v1_config_proto_msgTypes[4]
+	mi := &file_config_v1_config_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -335,7 +389,7 @@ func (x *Listener) String() string {
 func (*Listener) ProtoMessage() {}
 
 func (x *Listener) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[4]
+	mi := &file_config_v1_config_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -348,7 +402,7 @@ func (x *Listener) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Listener.ProtoReflect.Descriptor instead.
 func (*Listener) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{4}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{5}
 }
 
 func (x *Listener) GetListen() string {
@@ -389,7 +443,7 @@ type Envoy struct {
 
 func (x *Envoy) Reset() {
 	*x = Envoy{}
-	mi := &file_config_v1_config_proto_msgTypes[5]
+	mi := &file_config_v1_config_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -401,7 +455,7 @@ func (x *Envoy) String() string {
 func (*Envoy) ProtoMessage() {}
 
 func (x *Envoy) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[5]
+	mi := &file_config_v1_config_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -414,7 +468,7 @@ func (x *Envoy) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Envoy.ProtoReflect.Descriptor instead.
 func (*Envoy) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{5}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *Envoy) GetListen() string {
@@ -497,7 +551,7 @@ type ClientTls struct {
 
 func (x *ClientTls) Reset() {
 	*x = ClientTls{}
-	mi := &file_config_v1_config_proto_msgTypes[6]
+	mi := &file_config_v1_config_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -509,7 +563,7 @@ func (x *ClientTls) String() string {
 func (*ClientTls) ProtoMessage() {}
 
 func (x *ClientTls) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[6]
+	mi := &file_config_v1_config_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -522,7 +576,7 @@ func (x *ClientTls) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ClientTls.ProtoReflect.Descriptor instead.
 func (*ClientTls) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{6}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *ClientTls) GetCaFile() string {
@@ -555,7 +609,8 @@ func (x *ClientTls) GetKeyFile() string {
 
 type State struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// A Redis that all replicas share. This release takes the setting and keeps its state in memory.
+	// A Redis, 6.2 or newer, through which replicas know what the others route, book and see fail. Absent: each knows only
+	// what it does itself.
 	Redis         *Redis `protobuf:"bytes,1,opt,name=redis,proto3" json:"redis,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -563,7 +618,7 @@ type State struct {
 
 func (x *State) Reset() {
 	*x = State{}
-	mi := &file_config_v1_config_proto_msgTypes[7]
+	mi := &file_config_v1_config_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -575,7 +630,7 @@ func (x *State) String() string {
 func (*State) ProtoMessage() {}
 
 func (x *State) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[7]
+	mi := &file_config_v1_config_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -588,7 +643,7 @@ func (x *State) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use State.ProtoReflect.Descriptor instead.
 func (*State) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{7}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *State) GetRedis() *Redis {
@@ -598,17 +653,33 @@ func (x *State) GetRedis() *Redis {
 	return nil
 }
 
+// Nothing waits for Redis to come, and nothing fails when it goes (docs/operations.md).
 type Redis struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// redis://[user:password@]host:port/db, or rediss:// for TLS. Required.
-	Url           string `protobuf:"bytes,1,opt,name=url,proto3" json:"url,omitempty"`
+	// redis://[user:password@]host:port/db, or rediss:// for TLS. Of a Cluster or of Sentinels any node. Required.
+	Url string `protobuf:"bytes,1,opt,name=url,proto3" json:"url,omitempty"`
+	// More nodes, host:port, in case that one is down.
+	Nodes []string `protobuf:"bytes,2,rep,name=nodes,proto3" json:"nodes,omitempty"`
+	// What the nodes are: single, cluster or sentinel. Default single.
+	Mode string `protobuf:"bytes,3,opt,name=mode,proto3" json:"mode,omitempty"`
+	// What Sentinels call the master. With mode sentinel only, and required there.
+	SentinelMaster string `protobuf:"bytes,4,opt,name=sentinel_master,json=sentinelMaster,proto3" json:"sentinel_master,omitempty"`
+	// A file with the password, read for every new connection, in place of the URL's.
+	PasswordFile string `protobuf:"bytes,5,opt,name=password_file,json=passwordFile,proto3" json:"password_file,omitempty"`
+	// What all keys begin with. Installations that share a Redis need one each. Default tandem.
+	KeyPrefix string `protobuf:"bytes,6,opt,name=key_prefix,json=keyPrefix,proto3" json:"key_prefix,omitempty"`
+	// For how long a replica's bookings count after it was last heard of, and so how soon another takes its endpoints over.
+	// Default 3s.
+	Lease string `protobuf:"bytes,7,opt,name=lease,proto3" json:"lease,omitempty"`
+	// For rediss://. Absent: the system's authorities.
+	Tls           *RedisTls `protobuf:"bytes,8,opt,name=tls,proto3" json:"tls,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Redis) Reset() {
 	*x = Redis{}
-	mi := &file_config_v1_config_proto_msgTypes[8]
+	mi := &file_config_v1_config_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -620,7 +691,7 @@ func (x *Redis) String() string {
 func (*Redis) ProtoMessage() {}
 
 func (x *Redis) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[8]
+	mi := &file_config_v1_config_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -633,7 +704,7 @@ func (x *Redis) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Redis.ProtoReflect.Descriptor instead.
 func (*Redis) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{8}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *Redis) GetUrl() string {
@@ -643,10 +714,131 @@ func (x *Redis) GetUrl() string {
 	return ""
 }
 
+func (x *Redis) GetNodes() []string {
+	if x != nil {
+		return x.Nodes
+	}
+	return nil
+}
+
+func (x *Redis) GetMode() string {
+	if x != nil {
+		return x.Mode
+	}
+	return ""
+}
+
+func (x *Redis) GetSentinelMaster() string {
+	if x != nil {
+		return x.SentinelMaster
+	}
+	return ""
+}
+
+func (x *Redis) GetPasswordFile() string {
+	if x != nil {
+		return x.PasswordFile
+	}
+	return ""
+}
+
+func (x *Redis) GetKeyPrefix() string {
+	if x != nil {
+		return x.KeyPrefix
+	}
+	return ""
+}
+
+func (x *Redis) GetLease() string {
+	if x != nil {
+		return x.Lease
+	}
+	return ""
+}
+
+func (x *Redis) GetTls() *RedisTls {
+	if x != nil {
+		return x.Tls
+	}
+	return nil
+}
+
+type RedisTls struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// PEM file of the authorities that Redis's certificate must come from. Absent: the system's.
+	CaFile string `protobuf:"bytes,1,opt,name=ca_file,json=caFile,proto3" json:"ca_file,omitempty"`
+	// The name that the certificate must bear. Absent: the node's own.
+	ServerName string `protobuf:"bytes,2,opt,name=server_name,json=serverName,proto3" json:"server_name,omitempty"`
+	// PEM file of a certificate to show, where Redis wants one. Needs keyFile.
+	CertFile string `protobuf:"bytes,3,opt,name=cert_file,json=certFile,proto3" json:"cert_file,omitempty"`
+	// PEM file of the private key of certFile.
+	KeyFile       string `protobuf:"bytes,4,opt,name=key_file,json=keyFile,proto3" json:"key_file,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *RedisTls) Reset() {
+	*x = RedisTls{}
+	mi := &file_config_v1_config_proto_msgTypes[10]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *RedisTls) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*RedisTls) ProtoMessage() {}
+
+func (x *RedisTls) ProtoReflect() protoreflect.Message {
+	mi := &file_config_v1_config_proto_msgTypes[10]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use RedisTls.ProtoReflect.Descriptor instead.
+func (*RedisTls) Descriptor() ([]byte, []int) {
+	return file_config_v1_config_proto_rawDescGZIP(), []int{10}
+}
+
+func (x *RedisTls) GetCaFile() string {
+	if x != nil {
+		return x.CaFile
+	}
+	return ""
+}
+
+func (x *RedisTls) GetServerName() string {
+	if x != nil {
+		return x.ServerName
+	}
+	return ""
+}
+
+func (x *RedisTls) GetCertFile() string {
+	if x != nil {
+		return x.CertFile
+	}
+	return ""
+}
+
+func (x *RedisTls) GetKeyFile() string {
+	if x != nil {
+		return x.KeyFile
+	}
+	return ""
+}
+
 type Tickets struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// A file with one key a line, 32 bytes in hex or base64: the first seals, all open. All replicas need the same. Absent:
-	// made at start, good for one replica.
+	// made at start, and shared through state.redis where there is one; else good for one replica.
 	KeyFile string `protobuf:"bytes,1,opt,name=key_file,json=keyFile,proto3" json:"key_file,omitempty"`
 	// How long a ticket is good for that goes out with a prefill leg: above the longest prefill. Default 10m.
 	Ttl           string `protobuf:"bytes,2,opt,name=ttl,proto3" json:"ttl,omitempty"`
@@ -656,7 +848,7 @@ type Tickets struct {
 
 func (x *Tickets) Reset() {
 	*x = Tickets{}
-	mi := &file_config_v1_config_proto_msgTypes[9]
+	mi := &file_config_v1_config_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -668,7 +860,7 @@ func (x *Tickets) String() string {
 func (*Tickets) ProtoMessage() {}
 
 func (x *Tickets) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[9]
+	mi := &file_config_v1_config_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -681,7 +873,7 @@ func (x *Tickets) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Tickets.ProtoReflect.Descriptor instead.
 func (*Tickets) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{9}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *Tickets) GetKeyFile() string {
@@ -704,12 +896,14 @@ type Pool struct {
 	Name string `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
 	// Names that requests ask for; "*" takes any. Default ["*"].
 	Models []string `protobuf:"bytes,2,rep,name=models,proto3" json:"models,omitempty"`
-	// The engines' KV transfer dialect: nixl, or none for engines that do both by themselves. Required.
+	// The engines' KV transfer dialect: lmcache, mooncake, mooncake-0.13, moriio, moriio-read, multi, nixl, nixl-push, offload, orchestrated, p2p-nccl, sglang,
+	// shared, trtllm, or none for engines that do both by themselves. docs/protocols.md says which engine speaks which. Required.
 	KvTransfer string `protobuf:"bytes,3,opt,name=kv_transfer,json=kvTransfer,proto3" json:"kv_transfer,omitempty"`
 	// always: every request that may be split is; never: none; auto: what is cheaper (until there is a cost model: always).
 	// Default auto.
 	Split string `protobuf:"bytes,4,opt,name=split,proto3" json:"split,omitempty"`
-	// What becomes of bodies over envoy.maxBodyBytes: decodeAlone or refuse (413). Default decodeAlone.
+	// What becomes of bodies over envoy.maxBodyBytes: decodeAlone or refuse (413). Default decodeAlone,
+	// but refuse with sglang and p2p-nccl, whose decode endpoints cannot.
 	LongPrompts string `protobuf:"bytes,5,opt,name=long_prompts,json=longPrompts,proto3" json:"long_prompts,omitempty"`
 	// What follows a failed prefill: otherPrefill (while there is one, then decode alone), decodeAlone, or fail (503).
 	// Default otherPrefill.
@@ -731,13 +925,28 @@ type Pool struct {
 	// (vLLM from 0.22: 30 s). cleanupDecode: a decode endpoint is told to fetch them, with a prompt of one token whose answer is
 	// thrown away; for releases that keep them for minutes (vLLM 0.12 to 0.21). Default lease.
 	StrandedBlocks string `protobuf:"bytes,12,opt,name=stranded_blocks,json=strandedBlocks,proto3" json:"stranded_blocks,omitempty"`
-	unknownFields  protoimpl.UnknownFields
-	sizeCache      protoimpl.SizeCache
+	// How requests of one session are told; they go to the endpoints that served it last, unless those are busier or failed.
+	// Absent: by nothing; a prompt's own prefix finds its endpoint in any case.
+	Session *SessionKey `protobuf:"bytes,13,opt,name=session,proto3" json:"session,omitempty"`
+	// P2P-NCCL: where the engines register (their proxy_ip and proxy_port; ZeroMQ). Absent: transfer.kvPort of each endpoint.
+	Registration *Registration `protobuf:"bytes,24,opt,name=registration,proto3" json:"registration,omitempty"`
+	// With kvTransfer lmcache.
+	Lmcache *LMCache `protobuf:"bytes,20,opt,name=lmcache,proto3" json:"lmcache,omitempty"`
+	// With kvTransfer orchestrated.
+	Orchestrated *Orchestrated `protobuf:"bytes,21,opt,name=orchestrated,proto3" json:"orchestrated,omitempty"`
+	// With kvTransfer multi, the members of vLLM's MultiConnector: some of nixl, offload, shared. Required there.
+	Members []string `protobuf:"bytes,22,rep,name=members,proto3" json:"members,omitempty"`
+	// With kvTransfer nixl.
+	Nixl *NIXL `protobuf:"bytes,23,opt,name=nixl,proto3" json:"nixl,omitempty"`
+	// Where engines publish what their KV caches hold. Absent: it is guessed from what was routed where.
+	KvEvents      *KvEvents `protobuf:"bytes,25,opt,name=kv_events,json=kvEvents,proto3" json:"kv_events,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Pool) Reset() {
 	*x = Pool{}
-	mi := &file_config_v1_config_proto_msgTypes[10]
+	mi := &file_config_v1_config_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -749,7 +958,7 @@ func (x *Pool) String() string {
 func (*Pool) ProtoMessage() {}
 
 func (x *Pool) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[10]
+	mi := &file_config_v1_config_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -762,7 +971,7 @@ func (x *Pool) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Pool.ProtoReflect.Descriptor instead.
 func (*Pool) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{10}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *Pool) GetName() string {
@@ -849,6 +1058,425 @@ func (x *Pool) GetStrandedBlocks() string {
 	return ""
 }
 
+func (x *Pool) GetSession() *SessionKey {
+	if x != nil {
+		return x.Session
+	}
+	return nil
+}
+
+func (x *Pool) GetRegistration() *Registration {
+	if x != nil {
+		return x.Registration
+	}
+	return nil
+}
+
+func (x *Pool) GetLmcache() *LMCache {
+	if x != nil {
+		return x.Lmcache
+	}
+	return nil
+}
+
+func (x *Pool) GetOrchestrated() *Orchestrated {
+	if x != nil {
+		return x.Orchestrated
+	}
+	return nil
+}
+
+func (x *Pool) GetMembers() []string {
+	if x != nil {
+		return x.Members
+	}
+	return nil
+}
+
+func (x *Pool) GetNixl() *NIXL {
+	if x != nil {
+		return x.Nixl
+	}
+	return nil
+}
+
+func (x *Pool) GetKvEvents() *KvEvents {
+	if x != nil {
+		return x.KvEvents
+	}
+	return nil
+}
+
+type Registration struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// ip:port; on an address that only the engines reach, for whoever reaches it can name an engine's address. Required.
+	Listen        string `protobuf:"bytes,1,opt,name=listen,proto3" json:"listen,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Registration) Reset() {
+	*x = Registration{}
+	mi := &file_config_v1_config_proto_msgTypes[13]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Registration) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Registration) ProtoMessage() {}
+
+func (x *Registration) ProtoReflect() protoreflect.Message {
+	mi := &file_config_v1_config_proto_msgTypes[13]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Registration.ProtoReflect.Descriptor instead.
+func (*Registration) Descriptor() ([]byte, []int) {
+	return file_config_v1_config_proto_rawDescGZIP(), []int{13}
+}
+
+func (x *Registration) GetListen() string {
+	if x != nil {
+		return x.Listen
+	}
+	return ""
+}
+
+// What names a session, from the first of these that a request has.
+type SessionKey struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// A request header. Its value is seen by Tandem alone, as a hash.
+	Header string `protobuf:"bytes,1,opt,name=header,proto3" json:"header,omitempty"`
+	// A cookie.
+	Cookie string `protobuf:"bytes,2,opt,name=cookie,proto3" json:"cookie,omitempty"`
+	// A member of the request's body that is a string, such as user, session_id or prompt_cache_key.
+	Body          string `protobuf:"bytes,3,opt,name=body,proto3" json:"body,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *SessionKey) Reset() {
+	*x = SessionKey{}
+	mi := &file_config_v1_config_proto_msgTypes[14]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *SessionKey) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*SessionKey) ProtoMessage() {}
+
+func (x *SessionKey) ProtoReflect() protoreflect.Message {
+	mi := &file_config_v1_config_proto_msgTypes[14]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use SessionKey.ProtoReflect.Descriptor instead.
+func (*SessionKey) Descriptor() ([]byte, []int) {
+	return file_config_v1_config_proto_rawDescGZIP(), []int{14}
+}
+
+func (x *SessionKey) GetHeader() string {
+	if x != nil {
+		return x.Header
+	}
+	return ""
+}
+
+func (x *SessionKey) GetCookie() string {
+	if x != nil {
+		return x.Cookie
+	}
+	return ""
+}
+
+func (x *SessionKey) GetBody() string {
+	if x != nil {
+		return x.Body
+	}
+	return ""
+}
+
+type NIXL struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Chats: decode is sent the token ids that prefill made of the messages, so that a chat template which prints the time, or
+	// the like, does not make them differ. Needs vLLM 0.32 or newer on both sides. Default false.
+	ReuseTokenIds bool `protobuf:"varint,1,opt,name=reuse_token_ids,json=reuseTokenIds,proto3" json:"reuse_token_ids,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *NIXL) Reset() {
+	*x = NIXL{}
+	mi := &file_config_v1_config_proto_msgTypes[15]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *NIXL) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*NIXL) ProtoMessage() {}
+
+func (x *NIXL) ProtoReflect() protoreflect.Message {
+	mi := &file_config_v1_config_proto_msgTypes[15]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use NIXL.ProtoReflect.Descriptor instead.
+func (*NIXL) Descriptor() ([]byte, []int) {
+	return file_config_v1_config_proto_rawDescGZIP(), []int{15}
+}
+
+func (x *NIXL) GetReuseTokenIds() bool {
+	if x != nil {
+		return x.ReuseTokenIds
+	}
+	return false
+}
+
+type LMCache struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// How long a prefill engine's notice is waited for after its answer; then decode computes what it lacks. Also how long a
+	// prompt waits for room in a receiver's buffer. At most 25s. Default 10s.
+	NoticeTimeout string `protobuf:"bytes,1,opt,name=notice_timeout,json=noticeTimeout,proto3" json:"notice_timeout,omitempty"`
+	// The engines send no notices (pd_skip_proxy_notification): decode goes on when prefill has answered. Default false.
+	SkipNotices   bool `protobuf:"varint,2,opt,name=skip_notices,json=skipNotices,proto3" json:"skip_notices,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *LMCache) Reset() {
+	*x = LMCache{}
+	mi := &file_config_v1_config_proto_msgTypes[16]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *LMCache) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*LMCache) ProtoMessage() {}
+
+func (x *LMCache) ProtoReflect() protoreflect.Message {
+	mi := &file_config_v1_config_proto_msgTypes[16]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use LMCache.ProtoReflect.Descriptor instead.
+func (*LMCache) Descriptor() ([]byte, []int) {
+	return file_config_v1_config_proto_rawDescGZIP(), []int{16}
+}
+
+func (x *LMCache) GetNoticeTimeout() string {
+	if x != nil {
+		return x.NoticeTimeout
+	}
+	return ""
+}
+
+func (x *LMCache) GetSkipNotices() bool {
+	if x != nil {
+		return x.SkipNotices
+	}
+	return false
+}
+
+type Orchestrated struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The member under which decode is sent prefill's answer. It begins with disagg_, which is cut from what clients send.
+	// Default disagg_prefill_resp.
+	Key string `protobuf:"bytes,1,opt,name=key,proto3" json:"key,omitempty"`
+	// What decode is sent: answer, all of it under key; or params, the answer's kv_transfer_params under that name. Default
+	// answer.
+	HandOver      string `protobuf:"bytes,2,opt,name=hand_over,json=handOver,proto3" json:"hand_over,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Orchestrated) Reset() {
+	*x = Orchestrated{}
+	mi := &file_config_v1_config_proto_msgTypes[17]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Orchestrated) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Orchestrated) ProtoMessage() {}
+
+func (x *Orchestrated) ProtoReflect() protoreflect.Message {
+	mi := &file_config_v1_config_proto_msgTypes[17]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Orchestrated.ProtoReflect.Descriptor instead.
+func (*Orchestrated) Descriptor() ([]byte, []int) {
+	return file_config_v1_config_proto_rawDescGZIP(), []int{17}
+}
+
+func (x *Orchestrated) GetKey() string {
+	if x != nil {
+		return x.Key
+	}
+	return ""
+}
+
+func (x *Orchestrated) GetHandOver() string {
+	if x != nil {
+		return x.HandOver
+	}
+	return ""
+}
+
+// KV events come over ZeroMQ, from vLLM and SGLang (--kv-events-config there). They are followed for every endpoint.
+type KvEvents struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Where the engine publishes, as its data-parallel rank 0; rank r has the port + r. Default: 5557.
+	Port int32 `protobuf:"varint,1,opt,name=port,proto3" json:"port,omitempty"`
+	// Where it gives out old events again (replay_endpoint), counted likewise. Absent: when events are lost, Tandem forgets
+	// what the endpoint holds.
+	ReplayPort int32 `protobuf:"varint,2,opt,name=replay_port,json=replayPort,proto3" json:"replay_port,omitempty"`
+	// Data-parallel ranks behind each endpoint. Default: 1.
+	Ranks int32 `protobuf:"varint,3,opt,name=ranks,proto3" json:"ranks,omitempty"`
+	// What topics begin with. Absent: any.
+	Topic string `protobuf:"bytes,4,opt,name=topic,proto3" json:"topic,omitempty"`
+	// host:port to listen on for engines whose endpoint names a host, which connect instead of being connected to. Who they
+	// are follows from the topic (kv@ADDRESS@MODEL) or the IP address. Absent: Tandem connects.
+	Listen string `protobuf:"bytes,5,opt,name=listen,proto3" json:"listen,omitempty"`
+	// Who is asked for the token ids of prompts, which events are matched with: learned (nobody but prefill endpoints, with the
+	// prompt, so that the next turn of a conversation is known), tokenize (also the engines' POST /tokenize, where most of a
+	// prompt is new), or render (their POST /v1/.../render instead, exact with tools and media). Default: learned.
+	Tokens string `protobuf:"bytes,6,opt,name=tokens,proto3" json:"tokens,omitempty"`
+	// How long a request waits for tokenize or render. 0s: not at all, the answer is for the next one. Default: 0s.
+	TokenBudget   string `protobuf:"bytes,7,opt,name=token_budget,json=tokenBudget,proto3" json:"token_budget,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *KvEvents) Reset() {
+	*x = KvEvents{}
+	mi := &file_config_v1_config_proto_msgTypes[18]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *KvEvents) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*KvEvents) ProtoMessage() {}
+
+func (x *KvEvents) ProtoReflect() protoreflect.Message {
+	mi := &file_config_v1_config_proto_msgTypes[18]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use KvEvents.ProtoReflect.Descriptor instead.
+func (*KvEvents) Descriptor() ([]byte, []int) {
+	return file_config_v1_config_proto_rawDescGZIP(), []int{18}
+}
+
+func (x *KvEvents) GetPort() int32 {
+	if x != nil {
+		return x.Port
+	}
+	return 0
+}
+
+func (x *KvEvents) GetReplayPort() int32 {
+	if x != nil {
+		return x.ReplayPort
+	}
+	return 0
+}
+
+func (x *KvEvents) GetRanks() int32 {
+	if x != nil {
+		return x.Ranks
+	}
+	return 0
+}
+
+func (x *KvEvents) GetTopic() string {
+	if x != nil {
+		return x.Topic
+	}
+	return ""
+}
+
+func (x *KvEvents) GetListen() string {
+	if x != nil {
+		return x.Listen
+	}
+	return ""
+}
+
+func (x *KvEvents) GetTokens() string {
+	if x != nil {
+		return x.Tokens
+	}
+	return ""
+}
+
+func (x *KvEvents) GetTokenBudget() string {
+	if x != nil {
+		return x.TokenBudget
+	}
+	return ""
+}
+
 type PrefillTimeout struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// For any prompt, however short. Default 10s.
@@ -862,7 +1490,7 @@ type PrefillTimeout struct {
 
 func (x *PrefillTimeout) Reset() {
 	*x = PrefillTimeout{}
-	mi := &file_config_v1_config_proto_msgTypes[11]
+	mi := &file_config_v1_config_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -874,7 +1502,7 @@ func (x *PrefillTimeout) String() string {
 func (*PrefillTimeout) ProtoMessage() {}
 
 func (x *PrefillTimeout) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[11]
+	mi := &file_config_v1_config_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -887,7 +1515,7 @@ func (x *PrefillTimeout) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PrefillTimeout.ProtoReflect.Descriptor instead.
 func (*PrefillTimeout) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{11}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *PrefillTimeout) GetBase() string {
@@ -913,14 +1541,25 @@ type Endpoint struct {
 	// http, https or h2c. Default http.
 	Scheme string `protobuf:"bytes,3,opt,name=scheme,proto3" json:"scheme,omitempty"`
 	// Endpoints with a group only pair within it.
-	Group         string `protobuf:"bytes,4,opt,name=group,proto3" json:"group,omitempty"`
+	Group string `protobuf:"bytes,4,opt,name=group,proto3" json:"group,omitempty"`
+	// How the engine of the other leg reaches this one's KV cache. Absent: the host of address, the engine's own ports.
+	Transfer *Transfer `protobuf:"bytes,20,opt,name=transfer,proto3" json:"transfer,omitempty"`
+	// Release of the engine, as 0.32.0. Endpoints pair only with the same one, so all of a pool have it or none. Absent: taken
+	// for alike.
+	Release string `protobuf:"bytes,10,opt,name=release,proto3" json:"release,omitempty"`
+	// With kvTransfer lmcache, on endpoints that decode.
+	Lmcache *LMCacheReceiver `protobuf:"bytes,13,opt,name=lmcache,proto3" json:"lmcache,omitempty"`
+	// In the place of kvEvents.port, where several engines share a host.
+	KvEventsPort int32 `protobuf:"varint,15,opt,name=kv_events_port,json=kvEventsPort,proto3" json:"kv_events_port,omitempty"`
+	// In the place of kvEvents.replayPort; counts where kvEventsPort is set.
+	KvReplayPort  int32 `protobuf:"varint,16,opt,name=kv_replay_port,json=kvReplayPort,proto3" json:"kv_replay_port,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Endpoint) Reset() {
 	*x = Endpoint{}
-	mi := &file_config_v1_config_proto_msgTypes[12]
+	mi := &file_config_v1_config_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -932,7 +1571,7 @@ func (x *Endpoint) String() string {
 func (*Endpoint) ProtoMessage() {}
 
 func (x *Endpoint) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[12]
+	mi := &file_config_v1_config_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -945,7 +1584,7 @@ func (x *Endpoint) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Endpoint.ProtoReflect.Descriptor instead.
 func (*Endpoint) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{12}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *Endpoint) GetAddress() string {
@@ -976,11 +1615,233 @@ func (x *Endpoint) GetGroup() string {
 	return ""
 }
 
+func (x *Endpoint) GetTransfer() *Transfer {
+	if x != nil {
+		return x.Transfer
+	}
+	return nil
+}
+
+func (x *Endpoint) GetRelease() string {
+	if x != nil {
+		return x.Release
+	}
+	return ""
+}
+
+func (x *Endpoint) GetLmcache() *LMCacheReceiver {
+	if x != nil {
+		return x.Lmcache
+	}
+	return nil
+}
+
+func (x *Endpoint) GetKvEventsPort() int32 {
+	if x != nil {
+		return x.KvEventsPort
+	}
+	return 0
+}
+
+func (x *Endpoint) GetKvReplayPort() int32 {
+	if x != nil {
+		return x.KvReplayPort
+	}
+	return 0
+}
+
+// What engines are told of each other where Tandem has to tell them.
+type Transfer struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Name or IP, without brackets, by which other engines reach this one. Default: what the engine says of
+	// itself (nixl, orchestrated), or the host of address.
+	Host string `protobuf:"bytes,1,opt,name=host,proto3" json:"host,omitempty"`
+	// SGLang (--disaggregation-bootstrap-port) and Mooncake (VLLM_MOONCAKE_BOOTSTRAP_PORT), of an endpoint that prefills.
+	// Default 8998.
+	BootstrapPort int32 `protobuf:"varint,2,opt,name=bootstrap_port,json=bootstrapPort,proto3" json:"bootstrap_port,omitempty"`
+	// P2P-NCCL: the engine's kv_port, as others reach it. Needed only where engines do not register (pools[].registration).
+	KvPort int32 `protobuf:"varint,3,opt,name=kv_port,json=kvPort,proto3" json:"kv_port,omitempty"`
+	// MoRIIO: handshake_port. Default 6301.
+	HandshakePort int32 `protobuf:"varint,4,opt,name=handshake_port,json=handshakePort,proto3" json:"handshake_port,omitempty"`
+	// MoRIIO: notify_port, of the first rank. Default 61005.
+	NotifyPort int32 `protobuf:"varint,5,opt,name=notify_port,json=notifyPort,proto3" json:"notify_port,omitempty"`
+	// Ranks of the engine's tensor parallelism. With kvTransfer lmcache endpoints only pair with as many; with moriio a false
+	// number gives wrong text. Default 1.
+	TensorParallelSize int32 `protobuf:"varint,6,opt,name=tensor_parallel_size,json=tensorParallelSize,proto3" json:"tensor_parallel_size,omitempty"`
+	// MoRIIO: ranks of the engine's data parallelism behind this one address. Default 1.
+	DataParallelSize int32 `protobuf:"varint,7,opt,name=data_parallel_size,json=dataParallelSize,proto3" json:"data_parallel_size,omitempty"`
+	// With kvTransfer offload, on endpoints that prefill: the port of the P2P tier (VLLM_P2P_SIDE_CHANNEL_PORT, plus the
+	// data-parallel rank). Default 5710.
+	P2PPort       int32 `protobuf:"varint,8,opt,name=p2p_port,json=p2pPort,proto3" json:"p2p_port,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Transfer) Reset() {
+	*x = Transfer{}
+	mi := &file_config_v1_config_proto_msgTypes[21]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Transfer) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Transfer) ProtoMessage() {}
+
+func (x *Transfer) ProtoReflect() protoreflect.Message {
+	mi := &file_config_v1_config_proto_msgTypes[21]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Transfer.ProtoReflect.Descriptor instead.
+func (*Transfer) Descriptor() ([]byte, []int) {
+	return file_config_v1_config_proto_rawDescGZIP(), []int{21}
+}
+
+func (x *Transfer) GetHost() string {
+	if x != nil {
+		return x.Host
+	}
+	return ""
+}
+
+func (x *Transfer) GetBootstrapPort() int32 {
+	if x != nil {
+		return x.BootstrapPort
+	}
+	return 0
+}
+
+func (x *Transfer) GetKvPort() int32 {
+	if x != nil {
+		return x.KvPort
+	}
+	return 0
+}
+
+func (x *Transfer) GetHandshakePort() int32 {
+	if x != nil {
+		return x.HandshakePort
+	}
+	return 0
+}
+
+func (x *Transfer) GetNotifyPort() int32 {
+	if x != nil {
+		return x.NotifyPort
+	}
+	return 0
+}
+
+func (x *Transfer) GetTensorParallelSize() int32 {
+	if x != nil {
+		return x.TensorParallelSize
+	}
+	return 0
+}
+
+func (x *Transfer) GetDataParallelSize() int32 {
+	if x != nil {
+		return x.DataParallelSize
+	}
+	return 0
+}
+
+func (x *Transfer) GetP2PPort() int32 {
+	if x != nil {
+		return x.P2PPort
+	}
+	return 0
+}
+
+// Rank n of a receiver listens n ports above rank 0.
+type LMCacheReceiver struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// pd_peer_init_port of rank 0. Default 7300.
+	InitPort int32 `protobuf:"varint,1,opt,name=init_port,json=initPort,proto3" json:"init_port,omitempty"`
+	// pd_peer_alloc_port of rank 0. Default 7400.
+	AllocPort int32 `protobuf:"varint,2,opt,name=alloc_port,json=allocPort,proto3" json:"alloc_port,omitempty"`
+	// pd_peer_query_port of rank 0, with pd_bidirectional. Absent: there is none.
+	QueryPort int32 `protobuf:"varint,3,opt,name=query_port,json=queryPort,proto3" json:"query_port,omitempty"`
+	// How many tokens' KV the buffer holds: pd_buffer_size by the bytes of a token's KV. Prompts then take turns, and one that
+	// is larger is computed by decode. Several replicas of Tandem each count for themselves. Absent: no limit is kept.
+	BufferTokens  int64 `protobuf:"varint,4,opt,name=buffer_tokens,json=bufferTokens,proto3" json:"buffer_tokens,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *LMCacheReceiver) Reset() {
+	*x = LMCacheReceiver{}
+	mi := &file_config_v1_config_proto_msgTypes[22]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *LMCacheReceiver) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*LMCacheReceiver) ProtoMessage() {}
+
+func (x *LMCacheReceiver) ProtoReflect() protoreflect.Message {
+	mi := &file_config_v1_config_proto_msgTypes[22]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use LMCacheReceiver.ProtoReflect.Descriptor instead.
+func (*LMCacheReceiver) Descriptor() ([]byte, []int) {
+	return file_config_v1_config_proto_rawDescGZIP(), []int{22}
+}
+
+func (x *LMCacheReceiver) GetInitPort() int32 {
+	if x != nil {
+		return x.InitPort
+	}
+	return 0
+}
+
+func (x *LMCacheReceiver) GetAllocPort() int32 {
+	if x != nil {
+		return x.AllocPort
+	}
+	return 0
+}
+
+func (x *LMCacheReceiver) GetQueryPort() int32 {
+	if x != nil {
+		return x.QueryPort
+	}
+	return 0
+}
+
+func (x *LMCacheReceiver) GetBufferTokens() int64 {
+	if x != nil {
+		return x.BufferTokens
+	}
+	return 0
+}
+
 var File_config_v1_config_proto protoreflect.FileDescriptor
 
 const file_config_v1_config_proto_rawDesc = "" +
 	"\n" +
-	"\x16config/v1/config.proto\x12\x10tandem.config.v1\"\x9a\x03\n" +
+	"\x16config/v1/config.proto\x12\x10tandem.config.v1\"\xcf\x03\n" +
 	"\x06Config\x124\n" +
 	"\bext_proc\x18\x01 \x01(\v2\x19.tandem.config.v1.ExtProcR\aextProc\x122\n" +
 	"\x06replan\x18\x02 \x01(\v2\x1a.tandem.config.v1.ListenerR\x06replan\x120\n" +
@@ -989,11 +1850,14 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\x05state\x18\x05 \x01(\v2\x17.tandem.config.v1.StateR\x05state\x123\n" +
 	"\atickets\x18\x06 \x01(\v2\x19.tandem.config.v1.TicketsR\atickets\x12,\n" +
 	"\x05pools\x18\a \x03(\v2\x16.tandem.config.v1.PoolR\x05pools\x123\n" +
+	"\anotices\x18\x14 \x01(\v2\x19.tandem.config.v1.NoticesR\anotices\x123\n" +
 	"\atracing\x18( \x01(\v2\x19.tandem.config.v1.TracingR\atracing\"^\n" +
 	"\aTracing\x12\x1a\n" +
 	"\bendpoint\x18\x01 \x01(\tR\bendpoint\x12&\n" +
 	"\fsample_ratio\x18\x02 \x01(\x01H\x00R\vsampleRatio\x88\x01\x01B\x0f\n" +
-	"\r_sample_ratio\"v\n" +
+	"\r_sample_ratio\"!\n" +
+	"\aNotices\x12\x16\n" +
+	"\x06listen\x18\x01 \x01(\tR\x06listen\"v\n" +
 	"\aExtProc\x12\x16\n" +
 	"\x06listen\x18\x01 \x01(\tR\x06listen\x12'\n" +
 	"\x03tls\x18\x02 \x01(\v2\x15.tandem.config.v1.TlsR\x03tls\x12*\n" +
@@ -1022,12 +1886,26 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\tcert_file\x18\x03 \x01(\tR\bcertFile\x12\x19\n" +
 	"\bkey_file\x18\x04 \x01(\tR\akeyFile\"6\n" +
 	"\x05State\x12-\n" +
-	"\x05redis\x18\x01 \x01(\v2\x17.tandem.config.v1.RedisR\x05redis\"\x19\n" +
+	"\x05redis\x18\x01 \x01(\v2\x17.tandem.config.v1.RedisR\x05redis\"\xf4\x01\n" +
 	"\x05Redis\x12\x10\n" +
-	"\x03url\x18\x01 \x01(\tR\x03url\"6\n" +
+	"\x03url\x18\x01 \x01(\tR\x03url\x12\x14\n" +
+	"\x05nodes\x18\x02 \x03(\tR\x05nodes\x12\x12\n" +
+	"\x04mode\x18\x03 \x01(\tR\x04mode\x12'\n" +
+	"\x0fsentinel_master\x18\x04 \x01(\tR\x0esentinelMaster\x12#\n" +
+	"\rpassword_file\x18\x05 \x01(\tR\fpasswordFile\x12\x1d\n" +
+	"\n" +
+	"key_prefix\x18\x06 \x01(\tR\tkeyPrefix\x12\x14\n" +
+	"\x05lease\x18\a \x01(\tR\x05lease\x12,\n" +
+	"\x03tls\x18\b \x01(\v2\x1a.tandem.config.v1.RedisTlsR\x03tls\"|\n" +
+	"\bRedisTls\x12\x17\n" +
+	"\aca_file\x18\x01 \x01(\tR\x06caFile\x12\x1f\n" +
+	"\vserver_name\x18\x02 \x01(\tR\n" +
+	"serverName\x12\x1b\n" +
+	"\tcert_file\x18\x03 \x01(\tR\bcertFile\x12\x19\n" +
+	"\bkey_file\x18\x04 \x01(\tR\akeyFile\"6\n" +
 	"\aTickets\x12\x19\n" +
 	"\bkey_file\x18\x01 \x01(\tR\akeyFile\x12\x10\n" +
-	"\x03ttl\x18\x02 \x01(\tR\x03ttl\"\xea\x03\n" +
+	"\x03ttl\x18\x02 \x01(\tR\x03ttl\"\xde\x06\n" +
 	"\x04Pool\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x16\n" +
 	"\x06models\x18\x02 \x03(\tR\x06models\x12\x1f\n" +
@@ -1042,15 +1920,69 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\rattempts_time\x18\n" +
 	" \x01(\tR\fattemptsTime\x120\n" +
 	"\x14stream_start_timeout\x18\v \x01(\tR\x12streamStartTimeout\x12'\n" +
-	"\x0fstranded_blocks\x18\f \x01(\tR\x0estrandedBlocks\"A\n" +
+	"\x0fstranded_blocks\x18\f \x01(\tR\x0estrandedBlocks\x126\n" +
+	"\asession\x18\r \x01(\v2\x1c.tandem.config.v1.SessionKeyR\asession\x12B\n" +
+	"\fregistration\x18\x18 \x01(\v2\x1e.tandem.config.v1.RegistrationR\fregistration\x123\n" +
+	"\almcache\x18\x14 \x01(\v2\x19.tandem.config.v1.LMCacheR\almcache\x12B\n" +
+	"\forchestrated\x18\x15 \x01(\v2\x1e.tandem.config.v1.OrchestratedR\forchestrated\x12\x18\n" +
+	"\amembers\x18\x16 \x03(\tR\amembers\x12*\n" +
+	"\x04nixl\x18\x17 \x01(\v2\x16.tandem.config.v1.NIXLR\x04nixl\x127\n" +
+	"\tkv_events\x18\x19 \x01(\v2\x1a.tandem.config.v1.KvEventsR\bkvEvents\"&\n" +
+	"\fRegistration\x12\x16\n" +
+	"\x06listen\x18\x01 \x01(\tR\x06listen\"P\n" +
+	"\n" +
+	"SessionKey\x12\x16\n" +
+	"\x06header\x18\x01 \x01(\tR\x06header\x12\x16\n" +
+	"\x06cookie\x18\x02 \x01(\tR\x06cookie\x12\x12\n" +
+	"\x04body\x18\x03 \x01(\tR\x04body\".\n" +
+	"\x04NIXL\x12&\n" +
+	"\x0freuse_token_ids\x18\x01 \x01(\bR\rreuseTokenIds\"S\n" +
+	"\aLMCache\x12%\n" +
+	"\x0enotice_timeout\x18\x01 \x01(\tR\rnoticeTimeout\x12!\n" +
+	"\fskip_notices\x18\x02 \x01(\bR\vskipNotices\"=\n" +
+	"\fOrchestrated\x12\x10\n" +
+	"\x03key\x18\x01 \x01(\tR\x03key\x12\x1b\n" +
+	"\thand_over\x18\x02 \x01(\tR\bhandOver\"\xbe\x01\n" +
+	"\bKvEvents\x12\x12\n" +
+	"\x04port\x18\x01 \x01(\x05R\x04port\x12\x1f\n" +
+	"\vreplay_port\x18\x02 \x01(\x05R\n" +
+	"replayPort\x12\x14\n" +
+	"\x05ranks\x18\x03 \x01(\x05R\x05ranks\x12\x14\n" +
+	"\x05topic\x18\x04 \x01(\tR\x05topic\x12\x16\n" +
+	"\x06listen\x18\x05 \x01(\tR\x06listen\x12\x16\n" +
+	"\x06tokens\x18\x06 \x01(\tR\x06tokens\x12!\n" +
+	"\ftoken_budget\x18\a \x01(\tR\vtokenBudget\"A\n" +
 	"\x0ePrefillTimeout\x12\x12\n" +
 	"\x04base\x18\x01 \x01(\tR\x04base\x12\x1b\n" +
-	"\tper_token\x18\x02 \x01(\tR\bperToken\"f\n" +
+	"\tper_token\x18\x02 \x01(\tR\bperToken\"\xc1\x02\n" +
 	"\bEndpoint\x12\x18\n" +
 	"\aaddress\x18\x01 \x01(\tR\aaddress\x12\x12\n" +
 	"\x04role\x18\x02 \x01(\tR\x04role\x12\x16\n" +
 	"\x06scheme\x18\x03 \x01(\tR\x06scheme\x12\x14\n" +
-	"\x05group\x18\x04 \x01(\tR\x05groupB\"Z tandem/protos/config/v1;configv1b\x06proto3"
+	"\x05group\x18\x04 \x01(\tR\x05group\x126\n" +
+	"\btransfer\x18\x14 \x01(\v2\x1a.tandem.config.v1.TransferR\btransfer\x12\x18\n" +
+	"\arelease\x18\n" +
+	" \x01(\tR\arelease\x12;\n" +
+	"\almcache\x18\r \x01(\v2!.tandem.config.v1.LMCacheReceiverR\almcache\x12$\n" +
+	"\x0ekv_events_port\x18\x0f \x01(\x05R\fkvEventsPort\x12$\n" +
+	"\x0ekv_replay_port\x18\x10 \x01(\x05R\fkvReplayPort\"\xa1\x02\n" +
+	"\bTransfer\x12\x12\n" +
+	"\x04host\x18\x01 \x01(\tR\x04host\x12%\n" +
+	"\x0ebootstrap_port\x18\x02 \x01(\x05R\rbootstrapPort\x12\x17\n" +
+	"\akv_port\x18\x03 \x01(\x05R\x06kvPort\x12%\n" +
+	"\x0ehandshake_port\x18\x04 \x01(\x05R\rhandshakePort\x12\x1f\n" +
+	"\vnotify_port\x18\x05 \x01(\x05R\n" +
+	"notifyPort\x120\n" +
+	"\x14tensor_parallel_size\x18\x06 \x01(\x05R\x12tensorParallelSize\x12,\n" +
+	"\x12data_parallel_size\x18\a \x01(\x05R\x10dataParallelSize\x12\x19\n" +
+	"\bp2p_port\x18\b \x01(\x05R\ap2pPort\"\x91\x01\n" +
+	"\x0fLMCacheReceiver\x12\x1b\n" +
+	"\tinit_port\x18\x01 \x01(\x05R\binitPort\x12\x1d\n" +
+	"\n" +
+	"alloc_port\x18\x02 \x01(\x05R\tallocPort\x12\x1d\n" +
+	"\n" +
+	"query_port\x18\x03 \x01(\x05R\tqueryPort\x12#\n" +
+	"\rbuffer_tokens\x18\x04 \x01(\x03R\fbufferTokensB\"Z tandem/protos/config/v1;configv1b\x06proto3"
 
 var (
 	file_config_v1_config_proto_rawDescOnce sync.Once
@@ -1064,42 +1996,62 @@ func file_config_v1_config_proto_rawDescGZIP() []byte {
 	return file_config_v1_config_proto_rawDescData
 }
 
-var file_config_v1_config_proto_msgTypes = make([]protoimpl.MessageInfo, 13)
+var file_config_v1_config_proto_msgTypes = make([]protoimpl.MessageInfo, 23)
 var file_config_v1_config_proto_goTypes = []any{
-	(*Config)(nil),         // 0: tandem.config.v1.Config
-	(*Tracing)(nil),        // 1: tandem.config.v1.Tracing
-	(*ExtProc)(nil),        // 2: tandem.config.v1.ExtProc
-	(*Tls)(nil),            // 3: tandem.config.v1.Tls
-	(*Listener)(nil),       // 4: tandem.config.v1.Listener
-	(*Envoy)(nil),          // 5: tandem.config.v1.Envoy
-	(*ClientTls)(nil),      // 6: tandem.config.v1.ClientTls
-	(*State)(nil),          // 7: tandem.config.v1.State
-	(*Redis)(nil),          // 8: tandem.config.v1.Redis
-	(*Tickets)(nil),        // 9: tandem.config.v1.Tickets
-	(*Pool)(nil),           // 10: tandem.config.v1.Pool
-	(*PrefillTimeout)(nil), // 11: tandem.config.v1.PrefillTimeout
-	(*Endpoint)(nil),       // 12: tandem.config.v1.Endpoint
+	(*Config)(nil),          // 0: tandem.config.v1.Config
+	(*Tracing)(nil),         // 1: tandem.config.v1.Tracing
+	(*Notices)(nil),         // 2: tandem.config.v1.Notices
+	(*ExtProc)(nil),         // 3: tandem.config.v1.ExtProc
+	(*Tls)(nil),             // 4: tandem.config.v1.Tls
+	(*Listener)(nil),        // 5: tandem.config.v1.Listener
+	(*Envoy)(nil),           // 6: tandem.config.v1.Envoy
+	(*ClientTls)(nil),       // 7: tandem.config.v1.ClientTls
+	(*State)(nil),           // 8: tandem.config.v1.State
+	(*Redis)(nil),           // 9: tandem.config.v1.Redis
+	(*RedisTls)(nil),        // 10: tandem.config.v1.RedisTls
+	(*Tickets)(nil),         // 11: tandem.config.v1.Tickets
+	(*Pool)(nil),            // 12: tandem.config.v1.Pool
+	(*Registration)(nil),    // 13: tandem.config.v1.Registration
+	(*SessionKey)(nil),      // 14: tandem.config.v1.SessionKey
+	(*NIXL)(nil),            // 15: tandem.config.v1.NIXL
+	(*LMCache)(nil),         // 16: tandem.config.v1.LMCache
+	(*Orchestrated)(nil),    // 17: tandem.config.v1.Orchestrated
+	(*KvEvents)(nil),        // 18: tandem.config.v1.KvEvents
+	(*PrefillTimeout)(nil),  // 19: tandem.config.v1.PrefillTimeout
+	(*Endpoint)(nil),        // 20: tandem.config.v1.Endpoint
+	(*Transfer)(nil),        // 21: tandem.config.v1.Transfer
+	(*LMCacheReceiver)(nil), // 22: tandem.config.v1.LMCacheReceiver
 }
 var file_config_v1_config_proto_depIdxs = []int32{
-	2,  // 0: tandem.config.v1.Config.ext_proc:type_name -> tandem.config.v1.ExtProc
-	4,  // 1: tandem.config.v1.Config.replan:type_name -> tandem.config.v1.Listener
-	4,  // 2: tandem.config.v1.Config.admin:type_name -> tandem.config.v1.Listener
-	5,  // 3: tandem.config.v1.Config.envoy:type_name -> tandem.config.v1.Envoy
-	7,  // 4: tandem.config.v1.Config.state:type_name -> tandem.config.v1.State
-	9,  // 5: tandem.config.v1.Config.tickets:type_name -> tandem.config.v1.Tickets
-	10, // 6: tandem.config.v1.Config.pools:type_name -> tandem.config.v1.Pool
-	1,  // 7: tandem.config.v1.Config.tracing:type_name -> tandem.config.v1.Tracing
-	3,  // 8: tandem.config.v1.ExtProc.tls:type_name -> tandem.config.v1.Tls
-	6,  // 9: tandem.config.v1.Envoy.ext_proc_tls:type_name -> tandem.config.v1.ClientTls
-	6,  // 10: tandem.config.v1.Envoy.endpoint_tls:type_name -> tandem.config.v1.ClientTls
-	8,  // 11: tandem.config.v1.State.redis:type_name -> tandem.config.v1.Redis
-	11, // 12: tandem.config.v1.Pool.prefill_timeout:type_name -> tandem.config.v1.PrefillTimeout
-	12, // 13: tandem.config.v1.Pool.endpoints:type_name -> tandem.config.v1.Endpoint
-	14, // [14:14] is the sub-list for method output_type
-	14, // [14:14] is the sub-list for method input_type
-	14, // [14:14] is the sub-list for extension type_name
-	14, // [14:14] is the sub-list for extension extendee
-	0,  // [0:14] is the sub-list for field type_name
+	3,  // 0: tandem.config.v1.Config.ext_proc:type_name -> tandem.config.v1.ExtProc
+	5,  // 1: tandem.config.v1.Config.replan:type_name -> tandem.config.v1.Listener
+	5,  // 2: tandem.config.v1.Config.admin:type_name -> tandem.config.v1.Listener
+	6,  // 3: tandem.config.v1.Config.envoy:type_name -> tandem.config.v1.Envoy
+	8,  // 4: tandem.config.v1.Config.state:type_name -> tandem.config.v1.State
+	11, // 5: tandem.config.v1.Config.tickets:type_name -> tandem.config.v1.Tickets
+	12, // 6: tandem.config.v1.Config.pools:type_name -> tandem.config.v1.Pool
+	2,  // 7: tandem.config.v1.Config.notices:type_name -> tandem.config.v1.Notices
+	1,  // 8: tandem.config.v1.Config.tracing:type_name -> tandem.config.v1.Tracing
+	4,  // 9: tandem.config.v1.ExtProc.tls:type_name -> tandem.config.v1.Tls
+	7,  // 10: tandem.config.v1.Envoy.ext_proc_tls:type_name -> tandem.config.v1.ClientTls
+	7,  // 11: tandem.config.v1.Envoy.endpoint_tls:type_name -> tandem.config.v1.ClientTls
+	9,  // 12: tandem.config.v1.State.redis:type_name -> tandem.config.v1.Redis
+	10, // 13: tandem.config.v1.Redis.tls:type_name -> tandem.config.v1.RedisTls
+	19, // 14: tandem.config.v1.Pool.prefill_timeout:type_name -> tandem.config.v1.PrefillTimeout
+	20, // 15: tandem.config.v1.Pool.endpoints:type_name -> tandem.config.v1.Endpoint
+	14, // 16: tandem.config.v1.Pool.session:type_name -> tandem.config.v1.SessionKey
+	13, // 17: tandem.config.v1.Pool.registration:type_name -> tandem.config.v1.Registration
+	16, // 18: tandem.config.v1.Pool.lmcache:type_name -> tandem.config.v1.LMCache
+	17, // 19: tandem.config.v1.Pool.orchestrated:type_name -> tandem.config.v1.Orchestrated
+	15, // 20: tandem.config.v1.Pool.nixl:type_name -> tandem.config.v1.NIXL
+	18, // 21: tandem.config.v1.Pool.kv_events:type_name -> tandem.config.v1.KvEvents
+	21, // 22: tandem.config.v1.Endpoint.transfer:type_name -> tandem.config.v1.Transfer
+	22, // 23: tandem.config.v1.Endpoint.lmcache:type_name -> tandem.config.v1.LMCacheReceiver
+	24, // [24:24] is the sub-list for method output_type
+	24, // [24:24] is the sub-list for method input_type
+	24, // [24:24] is the sub-list for extension type_name
+	24, // [24:24] is the sub-list for extension extendee
+	0,  // [0:24] is the sub-list for field type_name
 }
 
 func init() { file_config_v1_config_proto_init() }
@@ -1114,7 +2066,7 @@ func file_config_v1_config_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_config_v1_config_proto_rawDesc), len(file_config_v1_config_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   13,
+			NumMessages:   23,
 			NumExtensions: 0,
 			NumServices:   0,
 		},

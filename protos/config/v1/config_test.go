@@ -45,7 +45,7 @@ pools:
 func TestCore(t *testing.T) {
 	c, warnings, err := Parse([]byte(core))
 	require.NoError(t, err)
-	require.Equal(t, []string{"state.redis: this release keeps its state in memory; replicas do not share it yet"}, warnings)
+	require.Empty(t, warnings)
 	require.Equal(t, int64(16777216), c.Envoy.MaxBodyBytes)
 	require.Equal(t, "prefill", c.Pools[0].Endpoints[0].Role)
 	require.Equal(t, "/etc/tandem/ticket.key", c.Tickets.KeyFile)
@@ -121,13 +121,12 @@ func TestMistakes(t *testing.T) {
 		"role missing":        {edited(", role: decode", ""), []string{"pools[0].endpoints: none of them decodes: at least one needs the role decode or both", "pools[0].endpoints[1].role: is missing: one of prefill, decode, both"}},
 		"unknown field":       {"extproc: {}\n" + least, []string{"extproc: unknown field; did you mean extProc?"}},
 		"unknown deep field":  {edited("role: prefill", "role: prefill, adress: x"), []string{"pools[0].endpoints[0].adress: unknown field; did you mean address?"}},
-		"far from all fields": {"zzzzzzzzzzzz: 1\n" + least, []string{"zzzzzzzzzzzz: unknown field; known here: extProc, replan, admin, envoy, state, tickets, pools, tracing"}},
+		"far from all fields": {"zzzzzzzzzzzz: 1\n" + least, []string{"zzzzzzzzzzzz: unknown field; known here: extProc, replan, admin, envoy, state, tickets, pools, notices, tracing"}},
 		"proto's spelling":    {"ext_proc: {}\n" + least, []string{"ext_proc: unknown field; did you mean extProc?"}},
-		"a name of two lines": {"\"a\\nb\": 1\n" + least, []string{`"a\nb": unknown field; known here: extProc, replan, admin, envoy, state, tickets, pools, tracing`}},
+		"a name of two lines": {"\"a\\nb\": 1\n" + least, []string{`"a\nb": unknown field; known here: extProc, replan, admin, envoy, state, tickets, pools, notices, tracing`}},
 		"discovery":           {edited("kvTransfer: nixl", "kvTransfer: nixl\n  discovery: {dns: x}"), []string{"pools[0].discovery: unknown field: not in this release; list the endpoints"}},
-		"later dialect":       {edited("nixl", "mooncake"), []string{"pools[0].kvTransfer: mooncake is not in this release: one of nixl, none"}},
-		"misspelt dialect":    {edited("nixl", "nxil"), []string{`pools[0].kvTransfer: "nxil" is not one of nixl, none (nixl?)`}},
-		"no dialect":          {edited("  kvTransfer: nixl\n", ""), []string{"pools[0].kvTransfer: is missing: nixl, or none for engines that prefill and decode by themselves"}},
+		"misspelt dialect":    {edited("nixl", "nxil"), []string{`pools[0].kvTransfer: "nxil" is not one of lmcache, mooncake, mooncake-0.13, moriio, moriio-read, multi, nixl, nixl-push, offload, orchestrated, p2p-nccl, sglang, shared, trtllm, none (nixl?)`}},
+		"no dialect":          {edited("  kvTransfer: nixl\n", ""), []string{"pools[0].kvTransfer: is missing: one of lmcache, mooncake, mooncake-0.13, moriio, moriio-read, multi, nixl, nixl-push, offload, orchestrated, p2p-nccl, sglang, shared, trtllm, none; none is for engines that prefill and decode by themselves"}},
 		"no name":             {edited("name: chat", "models: [a]"), []string{"pools[0].name: is missing: what metrics and logs will call the pool"}},
 		"name is a number":    {edited("name: chat", "name: 7"), []string{"pools[0].name: must be text, is the number 7: put it in quotes"}},
 		"empty list item":     {edited("name: chat", "name: chat\n  models: [~]"), []string{"pools[0].models[0]: is empty"}},
@@ -161,12 +160,20 @@ func TestMistakes(t *testing.T) {
 			"pools[1].endpoints[0].address: 127.0.0.1:8101 is already pools[0].endpoints[0].address",
 			`pools[1].models[0]: "*" is in pools[0] already; a model belongs to one pool`, `pools[1].name: "chat" names two pools`}},
 		"listeners clash":      {"admin: {listen: \"0.0.0.0:9002\"}\n" + least, []string{"admin.listen: 0.0.0.0:9002 clashes with extProc.listen: give it another port"}},
-		"replicas without key": {"envoy: {extProcs: [\"a:1\", \"b:1\"]}\n" + least, []string{"tickets.keyFile: is missing: several replicas (envoy.extProcs) need the same keys to read each other's tickets"}},
+		"replicas without key": {"envoy: {extProcs: [\"a:1\", \"b:1\"]}\n" + least, []string{"tickets.keyFile: is missing: several replicas (envoy.extProcs) need the same keys to read each other's tickets; or set state.redis, and they share them"}},
 		"replica twice":        {"tickets: {keyFile: k}\nenvoy: {extProcs: [\"a:1\", \"A:1\"], replans: [\"a:2\"]}\n" + least, []string{"envoy.extProcs[1]: A:1 is already envoy.extProcs[0]"}},
 		"small messages":       {"extProc: {maxMessageBytes: 16777216}\n" + least, []string{"extProc.maxMessageBytes: 16777216 is not above envoy.maxBodyBytes (16777216) and at most 1073741824: a whole body comes in one message"}},
 		"half a TLS":           {"extProc: {tls: {certFile: c}}\nenvoy: {extProcTls: {certFile: c, serverName: name}}\n" + least, []string{"envoy.extProcTls.keyFile: certFile and keyFile belong together: set both or none", "envoy.extProcTls.serverName: has no effect without caFile: set that too", "extProc.tls.keyFile: is missing: a PEM file"}},
 		"redis with a secret":  {"state: {redis: {url: \"http://:secret@x\"}}\n" + least, []string{"state.redis.url: is not of the form redis://[user:password@]host:port/db"}},
-		"body mode":            {"envoy: {bodyMode: stream}\n" + least, []string{`envoy.bodyMode: "stream" is not one of auto, duplex, buffered`}},
+		"redis, all wrong": {"state: {redis: {url: \"redis://:p@x/1\", nodes: [x], mode: cluster, sentinelMaster: m, passwordFile: f, keyPrefix: \"{a}\", lease: 5m, tls: {certFile: c}}}\n" + least, []string{
+			`state.redis.keyPrefix: "{a}" is not made of letters, digits and - _ . :`, "state.redis.lease: 5m is more than 1m: for so long a dead replica's bookings would count",
+			`state.redis.nodes[0]: "x" is not an address: ip:port, [ip]:port or name:port`, "state.redis.passwordFile: the url has a password too: take one out",
+			"state.redis.sentinelMaster: has no effect unless mode is sentinel", "state.redis.tls: has no effect with redis://: write rediss://",
+			"state.redis.tls.keyFile: certFile and keyFile belong together: set both or none"}},
+		"redis, one of many": {"state: {redis: {url: \"redis://x\", nodes: [\"y:1\"]}}\n" + least, []string{"state.redis.nodes: a single Redis has one node, that of the url: set mode to cluster or sentinel"}},
+		"redis, no master":   {"state: {redis: {url: \"redis://x\", mode: sentinel, lease: 3}}\n" + least, []string{"state.redis.lease: must have a unit, is 3: 3s for seconds, 3ms for milliseconds"}},
+		"session of nothing": {least + "  session: {}\n", []string{"pools[0].session: names nothing: set header, cookie or body"}},
+		"body mode":          {"envoy: {bodyMode: stream}\n" + least, []string{`envoy.bodyMode: "stream" is not one of auto, duplex, buffered`}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			_, _, err := Parse([]byte(tt.yaml))
@@ -184,13 +191,11 @@ func TestWarnings(t *testing.T) {
 	}{
 		"https":      {edited("role: decode", "role: decode, scheme: https"), []string{"envoy.endpointTls.caFile: is missing: Envoy will take any certificate of https endpoints"}},
 		"no prefill": {edited("role: prefill", "role: decode"), []string{"pools[0].endpoints: none of them prefills, so nothing will be split"}},
-		"groups":     {edited("role: prefill", "role: prefill, group: a"), []string{`pools[0].endpoints[0]: no endpoint that decodes is in its group "a", so it will never be used`}},
+		"groups":     {edited("role: prefill", "role: prefill, group: a"), []string{`pools[0].endpoints[0]: no endpoint that decodes pairs with it (group "a"), so it will never be used`}},
 		"mutual TLS": {"extProc: {tls: {certFile: c, keyFile: k, clientCaFile: a}}\n" + least, []string{
 			"envoy.extProcTls.certFile: is missing: extProc.tls.clientCaFile makes the server refuse an Envoy without a certificate",
 			"envoy.extProcTls.caFile: is missing: Envoy will take any certificate of the external processor"}},
-		"replicas and redis": {"state: {redis: {url: \"redis://x/0\"}}\nenvoy: {extProcs: [\"a:1\", \"b:1\"]}\n" + least, []string{
-			"state.redis: this release keeps its state in memory; replicas do not share it yet",
-			"tickets.keyFile: is missing: several replicas (envoy.extProcs) need the same keys to read each other's tickets, and this release does not share them through Redis yet"}},
+		"replicas and redis": {"state: {redis: {url: \"redis://x/0\"}}\nenvoy: {extProcs: [\"a:1\", \"b:1\"]}\n" + least, nil},
 	} {
 		t.Run(name, func(t *testing.T) {
 			_, warnings, err := Parse([]byte(tt.yaml))
@@ -242,7 +247,7 @@ func TestKindsOfFields(t *testing.T) {
 			switch f.Kind() {
 			case protoreflect.MessageKind:
 				walk(f.Message())
-			case protoreflect.StringKind, protoreflect.Int32Kind, protoreflect.Int64Kind, protoreflect.DoubleKind:
+			case protoreflect.StringKind, protoreflect.BoolKind, protoreflect.Int32Kind, protoreflect.Int64Kind, protoreflect.DoubleKind:
 			default:
 				t.Errorf("%s: checkValue does not know %s", f.FullName(), f.Kind())
 			}
@@ -278,4 +283,27 @@ func FuzzParse(f *testing.F) {
 		require.NoError(t, err)
 		require.True(t, proto.Equal(c, c2))
 	})
+}
+
+func TestKVEvents(t *testing.T) {
+	pool := func(events, endpoint string) string {
+		return "pools: [{name: chat, kvTransfer: none, " + events + " endpoints: [{address: 127.0.0.1:8101" + endpoint + "}]}]"
+	}
+	c, warnings, err := Parse([]byte(pool("kvEvents: {replayPort: 5558},", "")))
+	require.NoError(t, err)
+	require.Empty(t, warnings)
+	require.Equal(t, []int32{5557, 5558, 1}, []int32{c.Pools[0].KvEvents.Port, c.Pools[0].KvEvents.ReplayPort, c.Pools[0].KvEvents.Ranks})
+	_, warnings, err = Parse([]byte(pool("kvEvents: {},", "")))
+	require.NoError(t, err)
+	require.Equal(t, []string{"pools[0].kvEvents.replayPort: is missing: an event that is lost makes all that an endpoint holds unknown"}, warnings)
+	for text, want := range map[string]string{
+		pool("", ", kvEventsPort: 5557"):                    "pools[0].endpoints[0].kvEventsPort: has no effect without the pool's kvEvents: set that too, {} is enough",
+		pool("kvEvents: {},", ", kvReplayPort: 5558"):       "pools[0].endpoints[0].kvReplayPort: has no effect without kvEventsPort: set that too",
+		pool("kvEvents: {port: 65535, ranks: 2},", ""):      "pools[0].kvEvents.port: 65535 is not a port",
+		pool("kvEvents: {ranks: 2000},", ""):                "pools[0].kvEvents.ranks: 2000 is not between 1 and 1024",
+		pool("kvEvents: {listen: \"127.0.0.1:9002\"},", ""): "pools[0].kvEvents.listen: 127.0.0.1:9002 clashes with extProc.listen: give it another port",
+	} {
+		_, _, err := Parse([]byte(text))
+		require.ErrorContains(t, err, want)
+	}
 }

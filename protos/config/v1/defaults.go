@@ -22,9 +22,25 @@ func setDefaults(c *Config) {
 	}
 	setEnvoyDefaults(c)
 	or(&c.ExtProc.MaxMessageBytes, 4*c.Envoy.MaxBodyBytes+16<<20)
+	if r := c.State.GetRedis(); r != nil {
+		or(&r.Mode, "single")
+		or(&r.KeyPrefix, "tandem")
+		or(&r.Lease, "3s")
+	}
 	for _, p := range c.Pools {
 		setPoolDefaults(p)
+		if p.TakesNotices() {
+			sub(&c.Notices)
+		}
 	}
+	if c.Notices != nil {
+		or(&c.Notices.Listen, "127.0.0.1:7500")
+	}
+}
+
+// TakesNotices reports whether the pool's engines say when KV has arrived.
+func (p *Pool) TakesNotices() bool {
+	return p.GetKvTransfer() == "lmcache" && !p.GetLmcache().GetSkipNotices()
 }
 
 func setEnvoyDefaults(c *Config) {
@@ -66,6 +82,9 @@ func setPoolDefaults(p *Pool) {
 		p.Models = []string{"*"}
 	}
 	or(&p.Split, "auto")
+	if p.KvTransfer == "sglang" || p.KvTransfer == "p2p-nccl" { // where decode cannot work alone
+		or(&p.LongPrompts, "refuse")
+	}
 	or(&p.LongPrompts, "decodeAlone")
 	or(&p.OnPrefillFailure, "otherPrefill")
 	or(&p.PrefillAttempts, 3)
@@ -75,10 +94,40 @@ func setPoolDefaults(p *Pool) {
 	sub(&p.PrefillTimeout)
 	or(&p.PrefillTimeout.Base, "10s")
 	or(&p.PrefillTimeout.PerToken, "2ms")
+	if p.KvEvents != nil {
+		or(&p.KvEvents.Port, 5557)
+		or(&p.KvEvents.Ranks, 1)
+		or(&p.KvEvents.Tokens, "learned")
+		or(&p.KvEvents.TokenBudget, "0s")
+	}
 	for _, e := range p.Endpoints {
 		or(&e.Scheme, "http")
 		if p.KvTransfer == "none" {
 			or(&e.Role, "both")
+		}
+	}
+	setDialectDefaults(p)
+}
+
+func setDialectDefaults(p *Pool) {
+	switch p.KvTransfer {
+	case "lmcache":
+		sub(&p.Lmcache)
+		or(&p.Lmcache.NoticeTimeout, "10s")
+	case "orchestrated":
+		sub(&p.Orchestrated)
+		or(&p.Orchestrated.Key, "disagg_prefill_resp")
+		or(&p.Orchestrated.HandOver, "answer")
+	}
+	for _, e := range p.Endpoints {
+		if p.KvTransfer == "lmcache" && e.Role != "prefill" {
+			sub(&e.Lmcache)
+			or(&e.Lmcache.InitPort, 7300)
+			or(&e.Lmcache.AllocPort, 7400)
+		}
+		if p.usesP2P() && e.Role != "decode" {
+			sub(&e.Transfer)
+			or(&e.Transfer.P2PPort, 5710)
 		}
 	}
 }

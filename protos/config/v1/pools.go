@@ -17,7 +17,7 @@ func (v *validator) pool(path string, p *Pool) {
 	}
 	v.names = append(v.names, p.Name)
 	v.modelsOf(path, p)
-	v.dialect(path+".kvTransfer", p.KvTransfer)
+	v.dialect(path, p)
 	v.oneOf(path+".split", p.Split, "always", "auto", "never")
 	v.oneOf(path+".longPrompts", p.LongPrompts, "decodeAlone", "refuse")
 	v.oneOf(path+".onPrefillFailure", p.OnPrefillFailure, "otherPrefill", "decodeAlone", "fail")
@@ -29,7 +29,47 @@ func (v *validator) pool(path string, p *Pool) {
 	v.duration(path+".streamStartTimeout", p.StreamStartTimeout, time.Millisecond)
 	v.duration(path+".prefillTimeout.base", p.PrefillTimeout.Base, time.Millisecond)
 	v.duration(path+".prefillTimeout.perToken", p.PrefillTimeout.PerToken, 0)
+	v.session(path+".session", p.Session)
 	v.endpointsOf(path, p)
+	v.concurrent(path, p)
+	v.kvEvents(path, p)
+}
+
+func (v *validator) kvEvents(path string, p *Pool) {
+	for i, e := range p.Endpoints {
+		at := fmt.Sprintf("%s.endpoints[%d]", path, i)
+		switch {
+		case p.KvEvents == nil && (e.KvEventsPort != 0 || e.KvReplayPort != 0):
+			v.m.add(at+".kvEventsPort", "has no effect without the pool's kvEvents: set that too, {} is enough")
+		case e.KvReplayPort != 0 && e.KvEventsPort == 0:
+			v.m.add(at+".kvReplayPort", "has no effect without kvEventsPort: set that too")
+		}
+		v.port(at+".kvEventsPort", e.KvEventsPort, p.KvEvents.GetRanks())
+		v.port(at+".kvReplayPort", e.KvReplayPort, p.KvEvents.GetRanks())
+	}
+	k := p.KvEvents
+	if k == nil {
+		return
+	}
+	if k.Ranks < 1 || k.Ranks > 1024 {
+		v.m.add(path+".kvEvents.ranks", "%d is not between 1 and 1024", k.Ranks)
+	}
+	v.port(path+".kvEvents.port", k.Port, k.Ranks)
+	v.port(path+".kvEvents.replayPort", k.ReplayPort, k.Ranks)
+	v.oneOf(path+".kvEvents.tokens", k.Tokens, "learned", "tokenize", "render")
+	v.duration(path+".kvEvents.tokenBudget", k.TokenBudget, 0)
+	if k.Listen != "" {
+		v.listen(path+".kvEvents.listen", k.Listen)
+	} else if k.ReplayPort == 0 && !slices.ContainsFunc(p.Endpoints, func(e *Endpoint) bool { return e.KvReplayPort != 0 }) {
+		v.warn(path+".kvEvents.replayPort", "is missing: an event that is lost makes all that an endpoint holds unknown")
+	}
+}
+
+// port checks the first of as many ports as there are ranks; 0 is none.
+func (v *validator) port(path string, port, ranks int32) {
+	if port < 0 || port+max(ranks, 1)-1 > 65535 {
+		v.m.add(path, "%d is not a port", port)
+	}
 }
 
 func (v *validator) modelsOf(path string, p *Pool) {
@@ -44,21 +84,13 @@ func (v *validator) modelsOf(path string, p *Pool) {
 	}
 }
 
-// laterDialects are those that engines speak and a later release of Tandem will.
-func laterDialects() []string {
-	return []string{"lmcache", "mooncake", "sglang", "offload", "moriio", "p2pnccl", "shared", "orchestrated", "trtllm", "multi"}
+// concurrentDialects are those whose legs run at once.
+func concurrentDialects() []string {
+	return []string{"mooncake", "moriio", "nixl-push", "p2p-nccl", "sglang"}
 }
 
-func (v *validator) dialect(path, name string) {
-	switch {
-	case name == "":
-		v.m.add(path, "is missing: nixl, or none for engines that prefill and decode by themselves")
-	case slices.Contains(laterDialects(), name):
-		v.m.add(path, "%s is not in this release: one of nixl, none", name)
-	default:
-		v.oneOf(path, name, "nixl", "none")
-	}
-}
+// Concurrent reports whether both legs of a pool's requests run at once.
+func Concurrent(p *Pool) bool { return slices.Contains(concurrentDialects(), p.GetKvTransfer()) }
 
 func (v *validator) endpointsOf(path string, p *Pool) {
 	decodes, prefills := false, false
@@ -112,10 +144,10 @@ func (v *validator) notOurs(path string, e seenAddress) {
 func (v *validator) groups(path string, p *Pool) {
 	for i, e := range p.Endpoints {
 		pairs := e.Role != "prefill" || slices.ContainsFunc(p.Endpoints, func(o *Endpoint) bool {
-			return o.Role != "prefill" && o.Group == e.Group
+			return o.Role != "prefill" && p.PairsAs(o) == p.PairsAs(e)
 		})
 		if !pairs {
-			v.warn(fmt.Sprintf("%s[%d]", path, i), "no endpoint that decodes is in its group %q, so it will never be used", e.Group)
+			v.warn(fmt.Sprintf("%s[%d]", path, i), "no endpoint that decodes pairs with it (%s), so it will never be used", p.pairing(e))
 		}
 	}
 }

@@ -53,6 +53,10 @@ func checkValue(m *Mistakes, path string, value any, field protoreflect.FieldDes
 		if _, ok := value.(json.Number); !ok {
 			m.add(path, "must be a number, is %s", kindOf(value))
 		}
+	case protoreflect.BoolKind:
+		if _, ok := value.(bool); !ok {
+			m.add(path, "must be true or false, is %s", kindOf(value))
+		}
 	case protoreflect.Int32Kind:
 		checkWhole(m, path, value, math.MinInt32, math.MaxInt32)
 	default: // int64; config.proto has no other kinds, a test says
@@ -62,7 +66,7 @@ func checkValue(m *Mistakes, path string, value any, field protoreflect.FieldDes
 
 // durations are the fields that a number without a unit is likely to be put into.
 func durations() []string {
-	return []string{"ttl", "base", "perToken", "decodeIdleTimeout", "attemptsTime", "streamStartTimeout"}
+	return []string{"ttl", "base", "perToken", "decodeIdleTimeout", "attemptsTime", "streamStartTimeout", "lease", "noticeTimeout", "tokenBudget"}
 }
 
 func checkText(m *Mistakes, path string, value any, field string) {

@@ -3,7 +3,6 @@ package configv1
 import (
 	"fmt"
 	"math"
-	"net/url"
 	"slices"
 	"strings"
 	"time"
@@ -24,6 +23,7 @@ func validate(m *Mistakes, c *Config) (warnings []string) {
 	for i, p := range c.Pools {
 		v.pool(fmt.Sprintf("pools[%d]", i), p)
 	}
+	v.notices(c)
 	v.tlsToEndpoints(c)
 	return v.warnings
 }
@@ -48,6 +48,9 @@ func (v *validator) listeners(c *Config) {
 	v.listen("admin.listen", c.Admin.Listen)
 	v.listen("envoy.listen", c.Envoy.Listen)
 	v.listen("envoy.admin", c.Envoy.Admin)
+	if c.Notices != nil {
+		v.listen("notices.listen", c.Notices.Listen)
+	}
 }
 
 func (v *validator) extProc(c *Config) {
@@ -101,26 +104,9 @@ func (v *validator) reachable(path string, addresses []string) {
 	}
 }
 
-func (v *validator) state(c *Config) {
-	r := c.State.GetRedis()
-	if r == nil {
-		return
-	}
-	u, err := url.Parse(r.Url)
-	if err != nil || u.Host == "" || !slices.Contains([]string{"redis", "rediss"}, u.Scheme) {
-		v.m.add("state.redis.url", "is not of the form redis://[user:password@]host:port/db") // without the value: it may hold a password
-	}
-	v.warn("state.redis", "this release keeps its state in memory; replicas do not share it yet")
-}
-
 func (v *validator) tickets(c *Config) {
-	const remedy = "is missing: several replicas (envoy.extProcs) need the same keys to read each other's tickets"
-	if len(c.Envoy.ExtProcs) > 1 && c.Tickets.KeyFile == "" {
-		if c.State.GetRedis() == nil {
-			v.m.add("tickets.keyFile", remedy)
-		} else {
-			v.warn("tickets.keyFile", remedy+", and this release does not share them through Redis yet")
-		}
+	if len(c.Envoy.ExtProcs) > 1 && c.Tickets.KeyFile == "" && c.State.GetRedis() == nil {
+		v.m.add("tickets.keyFile", "is missing: several replicas (envoy.extProcs) need the same keys to read each other's tickets; or set state.redis, and they share them")
 	}
 	v.duration("tickets.ttl", c.Tickets.Ttl, time.Second)
 }

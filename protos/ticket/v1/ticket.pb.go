@@ -36,6 +36,7 @@ const (
 	Ticket_STAGE_HAND_OVER   Ticket_Stage = 2 // prefill done: the KV parameters are with it
 	Ticket_STAGE_DECODE_LEG  Ticket_Stage = 3 // goes out with the decode leg, or with the only hop of a request that is not split
 	Ticket_STAGE_FAILED      Ticket_Stage = 4 // a hop failed: plan again
+	Ticket_STAGE_PAIR_LEGS   Ticket_Stage = 5 // goes out with both legs at once
 )
 
 // Enum value maps for Ticket_Stage.
@@ -46,6 +47,7 @@ var (
 		2: "STAGE_HAND_OVER",
 		3: "STAGE_DECODE_LEG",
 		4: "STAGE_FAILED",
+		5: "STAGE_PAIR_LEGS",
 	}
 	Ticket_Stage_value = map[string]int32{
 		"STAGE_UNSPECIFIED": 0,
@@ -53,6 +55,7 @@ var (
 		"STAGE_HAND_OVER":   2,
 		"STAGE_DECODE_LEG":  3,
 		"STAGE_FAILED":      4,
+		"STAGE_PAIR_LEGS":   5,
 	}
 )
 
@@ -119,8 +122,9 @@ type Ticket struct {
 	ParamsRef []byte `protobuf:"bytes,18,opt,name=params_ref,json=paramsRef,proto3" json:"params_ref,omitempty"`
 	// kv_transfer_params as the prefill endpoint sent it, its lists of integers packed (extproc/kvtransfer/pack.go).
 	PackedParams []byte `protobuf:"bytes,19,opt,name=packed_params,json=packedParams,proto3" json:"packed_params,omitempty"`
-	// The client wants the answer streamed.
-	Stream bool `protobuf:"varint,20,opt,name=stream,proto3" json:"stream,omitempty"`
+	// How the client wants the answer, for a prefill endpoint that has given all of it: as a stream, and with usage in it.
+	Stream      bool `protobuf:"varint,20,opt,name=stream,proto3" json:"stream,omitempty"`
+	StreamUsage bool `protobuf:"varint,21,opt,name=stream_usage,json=streamUsage,proto3" json:"stream_usage,omitempty"`
 	// What was foreseen of the prefill leg when its endpoint was chosen, to be compared with what came: tokens of the prompt in
 	// its prefix cache, and its time; 0: not known.
 	ExpectedCachedTokens int64 `protobuf:"varint,30,opt,name=expected_cached_tokens,json=expectedCachedTokens,proto3" json:"expected_cached_tokens,omitempty"`
@@ -299,6 +303,13 @@ func (x *Ticket) GetStream() bool {
 	return false
 }
 
+func (x *Ticket) GetStreamUsage() bool {
+	if x != nil {
+		return x.StreamUsage
+	}
+	return false
+}
+
 func (x *Ticket) GetExpectedCachedTokens() int64 {
 	if x != nil {
 		return x.ExpectedCachedTokens
@@ -378,7 +389,7 @@ var File_ticket_v1_ticket_proto protoreflect.FileDescriptor
 
 const file_ticket_v1_ticket_proto_rawDesc = "" +
 	"\n" +
-	"\x16ticket/v1/ticket.proto\x12\x10tandem.ticket.v1\"\xec\x06\n" +
+	"\x16ticket/v1/ticket.proto\x12\x10tandem.ticket.v1\"\xa5\a\n" +
 	"\x06Ticket\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\fR\x02id\x124\n" +
 	"\x05stage\x18\x02 \x01(\x0e2\x1e.tandem.ticket.v1.Ticket.StageR\x05stage\x12&\n" +
@@ -402,15 +413,17 @@ const file_ticket_v1_ticket_proto_rawDesc = "" +
 	"\n" +
 	"params_ref\x18\x12 \x01(\fR\tparamsRef\x12#\n" +
 	"\rpacked_params\x18\x13 \x01(\fR\fpackedParams\x12\x16\n" +
-	"\x06stream\x18\x14 \x01(\bR\x06stream\x124\n" +
+	"\x06stream\x18\x14 \x01(\bR\x06stream\x12!\n" +
+	"\fstream_usage\x18\x15 \x01(\bR\vstreamUsage\x124\n" +
 	"\x16expected_cached_tokens\x18\x1e \x01(\x03R\x14expectedCachedTokens\x12.\n" +
-	"\x13expected_prefill_us\x18\x1f \x01(\x03R\x11expectedPrefillUs\"r\n" +
+	"\x13expected_prefill_us\x18\x1f \x01(\x03R\x11expectedPrefillUs\"\x87\x01\n" +
 	"\x05Stage\x12\x15\n" +
 	"\x11STAGE_UNSPECIFIED\x10\x00\x12\x15\n" +
 	"\x11STAGE_PREFILL_LEG\x10\x01\x12\x13\n" +
 	"\x0fSTAGE_HAND_OVER\x10\x02\x12\x14\n" +
 	"\x10STAGE_DECODE_LEG\x10\x03\x12\x10\n" +
-	"\fSTAGE_FAILED\x10\x04\"B\n" +
+	"\fSTAGE_FAILED\x10\x04\x12\x13\n" +
+	"\x0fSTAGE_PAIR_LEGS\x10\x05\"B\n" +
 	"\x04Edit\x12\x14\n" +
 	"\x05start\x18\x01 \x01(\x04R\x05start\x12\x10\n" +
 	"\x03end\x18\x02 \x01(\x04R\x03end\x12\x12\n" +

@@ -1,0 +1,160 @@
+package main
+
+import (
+	"context"
+	"fmt"
+	"net/http"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+)
+
+// roomPair is an SGLang prefill and decode server.
+func roomPair(t *testing.T, timeout string) (p, d *engine, room func(n int) string) {
+	args := []string{"-connector", "sglang", "-transfer-timeout", timeout, "-bootstrap", "127.0.0.1:0"}
+	p, d = startEngine(t, append(args, "-role", "prefill")...), startEngine(t, append(args, "-role", "decode")...)
+	_, port, _ := strings.Cut(p.bootstrapAddr, ":")
+	return p, d, func(n int) string {
+		return fmt.Sprintf(`"bootstrap_host":"127.0.0.1","bootstrap_port":%s,"bootstrap_room":%d`, port, n)
+	}
+}
+
+// both sends a body to both engines at once.
+func both(t *testing.T, p, d *engine, path, id, prefill, decode string) (fromP, fromD reply) {
+	t.Helper()
+	var legs sync.WaitGroup
+	legs.Go(func() { fromP = p.post(t, path, id, prefill) })
+	legs.Go(func() { fromD = d.post(t, path, id, decode) })
+	legs.Wait()
+	return fromP, fromD
+}
+
+func TestSGLangRooms(t *testing.T) {
+	p, d, room := roomPair(t, "5s")
+	whole := startEngine(t, "-connector", "sglang")
+	body := chat("meet me in the room, please", `"max_tokens":8`)
+	roomed := chat("meet me in the room, please", `"max_tokens":8`, room(1<<62))
+	fromP, fromD := both(t, p, d, chatPath, "", roomed, roomed)
+	require.Equal(t, 200, fromP.status, fromP)
+	require.Equal(t, 1, fromP.num("usage", "completion_tokens"), "P makes one token, whatever it was told")
+	require.Equal(t, whole.post(t, chatPath, "", body).content(), fromD.content())
+	p.quiet(t)
+	d.quiet(t)
+
+	t.Run("a room is good once", func(t *testing.T) {
+		_, fromD := both(t, p, d, chatPath, "", roomed, roomed)
+		require.Equal(t, 500, fromD.status)
+		require.Contains(t, fromD.String(), "key_reused")
+	})
+	t.Run("another prompt is noticed", func(t *testing.T) {
+		_, fromD := both(t, p, d, chatPath, "", chat("one prompt", room(2)), chat("other prompt", room(2)))
+		require.Contains(t, fromD.String(), "other_prompt")
+	})
+	for name, members := range map[string]string{
+		"no room": `"max_tokens":1`, "a float": `"bootstrap_host":"h","bootstrap_room":1.5`, "64 bits": `"bootstrap_host":"h","bootstrap_room":9223372036854775808`,
+		"no host": `"bootstrap_room":1`, "too few": `"n":2,"bootstrap_host":[],"bootstrap_port":[],"bootstrap_room":[]`,
+		"one room twice": `"n":2,"bootstrap_host":"h","bootstrap_room":[3]`,
+	} {
+		t.Run(name, func(t *testing.T) {
+			require.Equal(t, 400, p.post(t, chatPath, "", chat("x", members)).status)
+			require.Equal(t, 400, d.post(t, chatPath, "", chat("x", members)).status)
+		})
+	}
+	t.Run("bootstrap", func(t *testing.T) {
+		for query, status := range map[string]int{"": 400, "prefill_dp_rank=-1&prefill_cp_rank=-1&target_tp_rank=-1&target_pp_rank=-1": 200,
+			"prefill_dp_rank=7&prefill_cp_rank=0&target_tp_rank=0&target_pp_rank=0": 404} {
+			resp, err := http.Get("http://" + p.bootstrapAddr + "/route?" + query)
+			require.NoError(t, err)
+			_ = resp.Body.Close()
+			require.Equal(t, status, resp.StatusCode, query)
+		}
+	})
+}
+
+// Each leg waits for the other as long as it may, and holds its blocks meanwhile.
+func TestSGLangWaits(t *testing.T) {
+	p, d, room := roomPair(t, "300ms")
+	for name, e := range map[string]*engine{"prefill": p, "decode": d} {
+		began := time.Now()
+		require.Equal(t, 500, e.post(t, chatPath, "", chat("alone", room(len(name)))).status, name)
+		require.GreaterOrEqual(t, time.Since(began), 300*time.Millisecond, name)
+		e.quiet(t)
+	}
+	// D leaves before P has computed: P is not told, and goes on waiting.
+	p, d, room = roomPair(t, "1s")
+	p.fail.add([]failRule{{Mode: failSlow, delay: 200 * time.Millisecond}})
+	ctx, cancel := context.WithTimeout(t.Context(), 100*time.Millisecond)
+	defer cancel()
+	var legs sync.WaitGroup
+	legs.Go(func() { require.Equal(t, 500, p.post(t, chatPath, "", chat("x y z", room(9))).status) })
+	req, err := http.NewRequestWithContext(ctx, http.MethodPost, d.url+chatPath, strings.NewReader(chat("x y z", room(9))))
+	require.NoError(t, err)
+	req.Header.Set("Content-Type", "application/json")
+	_, err = client.Do(req)
+	require.Error(t, err)
+	legs.Wait()
+	p.quiet(t)
+}
+
+func TestMooncake(t *testing.T) {
+	args := []string{"-connector", "mooncake", "-transfer-timeout", "1s", "-bootstrap", "127.0.0.1:0"}
+	p, d := startEngine(t, append(args, "-role", "prefill")...), startEngine(t, append(args, "-role", "decode")...)
+	ask := func(id string) string {
+		return `"max_tokens":1,"kv_transfer_params":{"do_remote_decode":true,"do_remote_prefill":false,"transfer_id":"` + id + `"}`
+	}
+	from := func(id string) string {
+		return `"max_tokens":8,"kv_transfer_params":{"do_remote_prefill":true,"do_remote_decode":false,"remote_bootstrap_addr":"http://` + p.bootstrapAddr +
+			`","remote_engine_id":"` + p.engineID + `","transfer_id":"` + id + `"}`
+	}
+	alone := d.post(t, chatPath, "", chat("over the lake", `"max_tokens":8`)).content()
+	_, fromD := both(t, p, d, chatPath, "m1", chat("over the lake", ask("t1")), chat("over the lake", from("t1")))
+	require.Equal(t, 200, fromD.status, fromD)
+	require.Equal(t, alone, fromD.content())
+	p.quiet(t)
+	d.quiet(t)
+	t.Run("a leg that ends for another reason than length is cancelled", func(t *testing.T) {
+		stops := strings.Replace(ask("t2"), `"max_tokens":1,`, "", 1) // the text ends before
+		fromP, fromD := both(t, p, d, chatPath, "m2", chat("ends", stops), chat("ends", from("t2")))
+		require.Equal(t, "stop", fromP.str("choices", "0", "finish_reason"))
+		require.Equal(t, 500, fromD.status, "D waited in vain")
+		p.quiet(t)
+		d.quiet(t)
+	})
+	t.Run("the wrong role dies", func(t *testing.T) {
+		require.Equal(t, 500, d.post(t, chatPath, "m3", chat("x", ask("t3"))).status)
+		<-d.died
+	})
+}
+
+// NIXL push: D's blocks are its own again only when P has sent, also where the client has left.
+func TestNIXLPush(t *testing.T) {
+	args := []string{"-connector", "nixl-push", "-transfer-timeout", "10s", "-lease", "1s"}
+	p, d := startEngine(t, append(args, "-role", "prefill")...), startEngine(t, append(args, "-role", "decode")...)
+	host, port, _ := strings.Cut(p.side.Addr().String(), ":")
+	from := fmt.Sprintf(`"max_tokens":8,"kv_transfer_params":{"do_remote_prefill":true,"remote_engine_id":%q,"remote_host":%q,"remote_port":%s,"tp_size":1,"remote_request_id":"any","remote_block_ids":[]}`,
+		p.engineID, host, port)
+	alone := d.post(t, chatPath, "", chat("push it over", `"max_tokens":8`)).content()
+	fromP, fromD := both(t, p, d, chatPath, "push-1", chat("push it over", prefillMembers), chat("push it over", from))
+	require.Contains(t, string(fromP.params()), `"transfer_mode":"push"`)
+	require.Equal(t, alone, fromD.content())
+
+	ctx, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond)
+	defer cancel()
+	req, err := http.NewRequestWithContext(ctx, http.MethodPost, d.url+chatPath, strings.NewReader(chat("left behind", from)))
+	require.NoError(t, err)
+	req.Header.Set("Content-Type", "application/json")
+	req.Header.Set("X-Request-Id", "push-2")
+	_, err = client.Do(req)
+	require.Error(t, err)
+	require.Eventually(t, func() bool { return d.metrics.aborted.Load() == 1 }, patience, time.Millisecond)
+	require.Positive(t, d.rooms.held.Load(), "the client has left, the blocks are still taken")
+	require.Equal(t, 200, p.post(t, chatPath, "push-2", chat("left behind", prefillMembers)).status)
+	d.quiet(t)
+	p.quiet(t)
+
+	require.Equal(t, 500, d.post(t, chatPath, "push-3", chat("x", strings.Replace(from, `"tp_size":1,`, "", 1))).status)
+	<-d.died
+}

@@ -1,0 +1,278 @@
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"net"
+	"strconv"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/go-zeromq/zmq4"
+	"github.com/stretchr/testify/require"
+)
+
+// manyBlocks fills several blocks.
+var manyBlocks = strings.Repeat("How are the KV blocks moved? ", 40)
+
+const oneToken = `"max_tokens":1,"min_tokens":1,"stream":false`
+
+// port is a free one on 127.0.0.1.
+func port(t testing.TB) int {
+	t.Helper()
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	defer l.Close()
+	return l.Addr().(*net.TCPAddr).Port
+}
+
+// reference is what an engine says to the prompt without any transfer.
+func reference(t testing.TB, d *engine, members ...string) reply {
+	t.Helper()
+	r := d.post(t, chatPath, "plain", chat(manyBlocks, append(members, `"cache_salt":"reference"`)...))
+	require.Equal(t, 200, r.status, r)
+	return r
+}
+
+func (e *engine) violations(kind string) (n int64) {
+	e.metrics.violations.each(func(k string, v int64) {
+		if k == kind {
+			n = v
+		}
+	})
+	return n
+}
+
+func TestNeuronHandsTheWholeAnswerOn(t *testing.T) {
+	p, d := startEngine(t, "-role", "prefill", "-connector", "neuron"), startEngine(t, "-role", "decode", "-connector", "neuron")
+	want := reference(t, d, `"max_tokens":9`)
+	first := p.post(t, chatPath, "r", chat(manyBlocks, oneToken))
+	require.Equal(t, 200, first.status, first)
+	require.Positive(t, p.state().BlocksHeld)
+	got := d.post(t, chatPath, "r", chat(manyBlocks, `"max_tokens":9`, `"disagg_prefill_resp":`+first.String()))
+	require.Equal(t, want.content(), got.content())
+	require.Positive(t, d.metrics.external.Load())
+	p.quiet(t)
+	d.quiet(t)
+}
+
+func TestOffload(t *testing.T) {
+	p, d := startEngine(t, "-role", "prefill", "-connector", "offload", "-lease", "300ms"), startEngine(t, "-role", "decode", "-connector", "offload", "-load-timeout", "50ms")
+	decoder := func(id string) string {
+		return fmt.Sprintf(`"kv_transfer_params":{"remote_decoder":{"kv_request_id":%q}}`, id)
+	}
+	prefiller := func(id string) string {
+		return fmt.Sprintf(`"kv_transfer_params":{"remote_prefiller":{"kv_request_id":%q,"remote_host":"127.0.0.1","remote_port":%d}}`, id, p.sidePort)
+	}
+	want := reference(t, d, `"max_tokens":9`)
+	require.Equal(t, 200, p.post(t, chatPath, "r1", chat(manyBlocks, oneToken, decoder("k1"))).status)
+	got := d.post(t, chatPath, "r1", chat(manyBlocks, `"max_tokens":9`, prefiller("k1")))
+	require.Equal(t, want.content(), got.content())
+	moved := d.metrics.external.Load()
+	require.Positive(t, moved)
+
+	got = d.post(t, chatPath, "r2", chat(manyBlocks, `"max_tokens":9`, `"cache_salt":"2"`, prefiller("never")))
+	require.Equal(t, want.content(), got.content(), "a miss is computed")
+	require.Equal(t, moved, d.metrics.external.Load())
+
+	source := fmt.Sprintf(`"kv_transfer_params":{"remote_kv_source":{"kv_request_id":"s","remote_host":"127.0.0.1","remote_port":%d}}`, p.sidePort)
+	fresh := startEngine(t, "-role", "decode", "-connector", "offload")
+	got = fresh.post(t, chatPath, "rs", chat(manyBlocks, `"max_tokens":9`, source))
+	require.Equal(t, want.content(), got.content())
+	require.Positive(t, fresh.metrics.external.Load(), "the beginning came from P's cache")
+
+	require.Equal(t, 200, p.post(t, chatPath, "r3", chat(manyBlocks, oneToken, decoder("k3"))).status)
+	require.Positive(t, p.state().BlocksHeld)
+	p.quiet(t) // D never came: the parked blocks go with their time
+	d.quiet(t)
+
+	for name, params := range map[string]string{
+		"forbidden_keys":    `{"remote_prefiller":{"kv_request_id":"a","remote_host":"x","remote_port":1},"remote_decoder":{"kv_request_id":"a"}}`,
+		"incomplete_params": `{"remote_prefiller":{"kv_request_id":"a","remote_host":"x"}}`,
+	} {
+		require.Equal(t, 500, d.post(t, chatPath, "bad", chat("hi", `"kv_transfer_params":`+params)).status)
+		require.EqualValues(t, 1, d.violations(name), name)
+	}
+}
+
+func TestTRTLLM(t *testing.T) {
+	p, d := startEngine(t, "-role", "prefill", "-connector", "trtllm"), startEngine(t, "-role", "decode", "-connector", "trtllm")
+	const id = "9007199254740993" // 2^53+1: a float loses it
+	context := func(id string) string {
+		return `"disaggregated_params":{"request_type":"context_only","disagg_request_id":` + id + `}`
+	}
+	generation := func(t *testing.T, first reply) string {
+		var answer struct {
+			Choices []struct {
+				FinishReason string                     `json:"finish_reason"`
+				Params       map[string]json.RawMessage `json:"disaggregated_params"`
+			}
+			IDs json.RawMessage `json:"prompt_token_ids"`
+		}
+		require.NoError(t, json.Unmarshal(first.body, &answer))
+		require.Equal(t, "not_finished", answer.Choices[0].FinishReason)
+		params := answer.Choices[0].Params
+		require.Equal(t, id, string(params["disagg_request_id"]))
+		n, err := strconv.ParseUint(string(params["ctx_request_id"]), 10, 64)
+		require.NoError(t, err)
+		require.Greater(t, n, uint64(1)<<53)
+		params["request_type"] = json.RawMessage(`"generation_only"`)
+		text, err := json.Marshal(params)
+		require.NoError(t, err)
+		return `"disaggregated_params":` + string(text) + `,"prompt_token_ids":` + string(answer.IDs)
+	}
+	want := reference(t, d, `"max_tokens":9`)
+	first := p.post(t, chatPath, "r1", chat(manyBlocks, `"max_tokens":9`, context(id)))
+	got := d.post(t, chatPath, "r1", chat(manyBlocks, `"max_tokens":9`, generation(t, first)))
+	require.Equal(t, 200, got.status, got)
+	require.Equal(t, want.content(), got.content(), "D's answer has the first token too")
+	require.Positive(t, d.metrics.external.Load())
+	p.quiet(t)
+	d.quiet(t)
+
+	// The first token ends the text: nothing is kept.
+	first = p.post(t, chatPath, "r2", chat(manyBlocks, `"max_tokens":9`, `"stop":`+quote(want.content()[:tokenBytes]), context(id)))
+	require.Equal(t, "stop", first.str("choices", "0", "finish_reason"))
+	require.Nil(t, first.get("choices", "0", "disaggregated_params"))
+	p.quiet(t)
+
+	first = p.post(t, chatPath, "r3", chat(manyBlocks, `"max_tokens":9`, context(id)))
+	float := strings.Replace(generation(t, first), id, "9007199254740992", 1)
+	require.Equal(t, 500, d.post(t, chatPath, "r3", chat(manyBlocks, `"max_tokens":9`, float)).status)
+	require.EqualValues(t, 1, d.violations("unknown_request"), "an id that went through a float")
+	require.Equal(t, 500, p.post(t, chatPath, "r4", chat("x", context("7"))).status)
+	require.EqualValues(t, 1, p.violations("bad_disagg_id"))
+	require.Equal(t, 500, d.post(t, chatPath, "r5", chat("x", `"disaggregated_params":{"request_type":"generation_only"}`)).status)
+	require.EqualValues(t, 1, d.violations("incomplete_params"))
+}
+
+func quote(s string) string {
+	b, _ := json.Marshal(s)
+	return string(b)
+}
+
+func TestSharedStore(t *testing.T) {
+	p := startEngine(t, "-role", "prefill", "-connector", "shared")
+	d := startEngine(t, "-role", "decode", "-connector", "shared", "-store", p.side.Addr().String())
+	want := d.post(t, chatPath, "plain", chat(manyBlocks, `"max_tokens":9`))
+	require.Zero(t, d.metrics.external.Load())
+	other := manyBlocks + "And then?"
+	require.Equal(t, 200, p.post(t, chatPath, "r", chat(other, oneToken)).status)
+	require.Equal(t, 200, d.post(t, chatPath, "r", chat(other, `"max_tokens":9`, `"cache_salt":"x"`)).status)
+	require.Positive(t, d.metrics.external.Load())
+	require.Equal(t, want.content(), d.post(t, chatPath, "again", chat(manyBlocks, `"max_tokens":9`)).content())
+	p.quiet(t)
+	d.quiet(t)
+}
+
+// lmcachePair is a prefill and a decode engine, and the notices that come.
+func lmcachePair(t *testing.T, more ...string) (p, d *engine, spec func(reqID string) string, notices chan string) {
+	t.Helper()
+	pull := zmq4.NewPull(context.Background())
+	require.NoError(t, pull.Listen("tcp://127.0.0.1:0"))
+	t.Cleanup(func() { _ = pull.Close() })
+	notices = make(chan string, 100)
+	go func() {
+		for {
+			m, err := pull.Recv()
+			if err != nil {
+				return
+			}
+			notices <- string(m.Bytes())
+		}
+	}()
+	init, alloc := port(t), port(t)
+	args := append([]string{"-connector", "lmcache", "-proxy", pull.Addr().String()}, more...)
+	p = startEngine(t, append(args, "-role", "prefill")...)
+	d = startEngine(t, append(args, "-role", "decode", "-lmcache-init-port", strconv.Itoa(init), "-lmcache-alloc-port", strconv.Itoa(alloc))...)
+	return p, d, func(reqID string) string {
+		return fmt.Sprintf(`"kv_transfer_params":{"disagg_spec":{"req_id":%q,"receiver_host":"127.0.0.1","receiver_init_port":[%d],"receiver_alloc_port":[%d]}}`, reqID, init, alloc)
+	}, notices
+}
+
+func (e *engine) noticed(t *testing.T, notices chan string) string {
+	t.Helper()
+	select {
+	case n := <-notices:
+		return n
+	case <-time.After(patience):
+		require.Fail(t, "no notice")
+		return ""
+	}
+}
+
+func TestLMCache(t *testing.T) {
+	p, d, spec, notices := lmcachePair(t, "-lease", "300ms")
+	want := reference(t, d, `"max_tokens":9`)
+	require.Equal(t, 200, p.post(t, chatPath, "r1", chat(manyBlocks, oneToken, spec("id-1"))).status)
+	require.Equal(t, "\x82\xa4type\xaaProxyNotif\xa6req_id\xa4id-1", p.noticed(t, notices))
+	require.Positive(t, d.state().BlocksHeld)
+	got := d.post(t, chatPath, "r1", chat(manyBlocks, `"max_tokens":9`))
+	require.Equal(t, want.content(), got.content())
+	require.Positive(t, d.metrics.external.Load())
+	require.Zero(t, d.state().BlocksHeld)
+
+	require.Equal(t, 200, p.post(t, chatPath, "r2", chat(manyBlocks, oneToken, spec("id-2"))).status)
+	p.noticed(t, notices)
+	require.Positive(t, d.state().BlocksHeld)
+	d.quiet(t) // nobody came for it
+	p.quiet(t)
+
+	require.Equal(t, 200, p.post(t, chatPath, "r3", chat(manyBlocks, oneToken, spec("id-3"))).status)
+	p.noticed(t, notices)
+	require.Equal(t, 500, d.post(t, chatPath, "r3", chat(manyBlocks+"?", `"max_tokens":9`)).status)
+	require.EqualValues(t, 1, d.violations("other_prompt"))
+	require.Equal(t, 500, d.post(t, chatPath, "r4", chat("x", spec("id-4"))).status)
+	require.EqualValues(t, 1, d.violations("spec_on_decode"))
+	require.Equal(t, 500, p.post(t, chatPath, "r5", chat("x", oneToken, strings.Replace(spec("id-5"), `"disagg_spec"`, `"ret_first_tok":false,"disagg_spec"`, 1))).status)
+	require.EqualValues(t, 1, p.violations("first_token_asked"))
+}
+
+func TestLMCacheNoticesAsConfigured(t *testing.T) {
+	for how, want := range map[string][]string{
+		"twice": {"\x82\xa4type\xaaProxyNotif\xa6req_id\xa1x", "\x82\xa4type\xaaProxyNotif\xa6req_id\xa1x"},
+		"old":   {"\x82\xa4type\xaeNixlProxyNotif\xa6req_id\xa1x"},
+		"noisy": {"\x82\xa4type\xacAllocRequest\xa6req_id\xa1x", "\xc1", "", "\x82\xa4type\xaaProxyNotif\xa6req_id\xa1x"},
+	} {
+		t.Run(how, func(t *testing.T) {
+			p, _, spec, notices := lmcachePair(t, "-notices", how, "-kv-delay", "-1ms")
+			require.Equal(t, 200, p.post(t, chatPath, "r", chat(manyBlocks, oneToken, spec("x"))).status)
+			for _, n := range want {
+				require.Equal(t, n, p.noticed(t, notices))
+			}
+		})
+	}
+}
+
+// A spec without one of its four members, or without a port for each rank, is an exception in P's scheduler.
+func TestLMCacheDiesOfHalfASpec(t *testing.T) {
+	for name, edit := range map[string][2]string{
+		"no alloc ports": {`,"receiver_alloc_port"`, `,"x"`}, "no id": {`"req_id"`, `"x"`}, "two ports": {`[`, `[1,`},
+	} {
+		t.Run(name, func(t *testing.T) {
+			p, _, spec, _ := lmcachePair(t)
+			require.Equal(t, 500, p.post(t, chatPath, "r", chat("x", oneToken, strings.Replace(spec("x"), edit[0], edit[1], 1))).status)
+			select {
+			case <-p.died:
+			case <-time.After(patience):
+				require.Fail(t, "it lives")
+			}
+		})
+	}
+}
+
+// Prompts that each have a part of the buffer wait for each other: this is what a router's turns prevent.
+func TestLMCacheBufferDeadlock(t *testing.T) {
+	d := startEngine(t, "-role", "decode", "-connector", "lmcache", "-pd-buffer", "1024", "-pd-allocation-timeout", "50ms",
+		"-lmcache-init-port", strconv.Itoa(port(t)), "-lmcache-alloc-port", strconv.Itoa(port(t)))
+	require.NoError(t, d.buffer.alloc("a", "a", 40))
+	require.NoError(t, d.buffer.alloc("b", "b", 24))
+	require.Error(t, d.buffer.alloc("a", "a", 16))
+	require.EqualValues(t, 1, d.violations("buffer_exhausted"))
+	freed := make(chan error)
+	go func() { freed <- d.buffer.alloc("a", "a", 16) }()
+	d.buffer.drop("b", d.buffer.arrived["b"])
+	require.NoError(t, <-freed)
+}

@@ -1,0 +1,98 @@
+package main
+
+import (
+	"bytes"
+	"context"
+	"encoding/binary"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/go-zeromq/zmq4"
+	"github.com/stretchr/testify/require"
+)
+
+// replayed asks an engine's replay socket for all batches from a number on.
+func replayed(t *testing.T, e *engine, from uint64) (replies [][][]byte) {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)
+	defer cancel()
+	dealer := zmq4.NewDealer(ctx)
+	defer dealer.Close()
+	require.NoError(t, dealer.Dial("tcp://"+e.events.replay.Addr().String()))
+	require.NoError(t, dealer.Send(zmq4.NewMsgFrom([]byte{}, binary.BigEndian.AppendUint64(nil, from))))
+	for {
+		m, err := dealer.Recv()
+		require.NoError(t, err)
+		replies = append(replies, m.Frames)
+		if n := len(m.Frames); bytes.Equal(m.Frames[n-2], bytes.Repeat([]byte{0xff}, 8)) {
+			require.Empty(t, m.Frames[n-1])
+			return replies
+		}
+	}
+}
+
+// batches waits for n batches and returns them.
+func batches(t *testing.T, e *engine, n int) (payloads []string) {
+	t.Helper()
+	var replies [][][]byte
+	require.Eventually(t, func() bool { replies = replayed(t, e, 0); return len(replies) == n+1 }, 10*time.Second, 10*time.Millisecond)
+	for i, frames := range replies[:n] {
+		require.Equal(t, uint64(i), binary.BigEndian.Uint64(frames[len(frames)-2]))
+		payloads = append(payloads, string(frames[len(frames)-1]))
+	}
+	return payloads
+}
+
+func TestKVEvents(t *testing.T) {
+	for name, c := range map[string]struct {
+		flag   string
+		frames int    // of a replayed message: with the topic or without
+		stored string // how a stored event begins
+	}{
+		"as from vLLM 0.24 on": {"-kv-events-arrays=false", 4, "\x89\xa4type\xabBlockStored\xacblock_hashes\x93\xcf"},
+		"as up to vLLM 0.23":   {"-kv-events-arrays=true", 3, "\x99\xabBlockStored\x93\xcf"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			e := startEngine(t, "-kv-events", "tcp://*:0", "-kv-events-replay", "tcp://*:0", "-kv-events-topic", "kv@here@tiny", "-block-size", "4", "-blocks", "7", c.flag)
+			prompt := func(word string) string { // three full blocks and a token
+				return `{"max_tokens":1,"prompt":"` + strings.Repeat(word, 13) + `"}`
+			}
+			require.Equal(t, 200, e.post(t, "/v1/completions", "", prompt("aaaa")).status)
+			one := batches(t, e, 1)[0]
+			require.Equal(t, "\x93\xcb", one[:2])
+			require.Equal(t, "\x91"+c.stored, one[10:11+len(c.stored)], "one event of three blocks")
+			require.Equal(t, 1, strings.Count(one, "\x9c\xceaaaa"), "twelve token ids")
+			require.Len(t, replayed(t, e, 0)[0], c.frames)
+			require.Len(t, replayed(t, e, 1), 1, "nothing from there on")
+
+			require.Equal(t, 200, e.post(t, "/v1/completions", "", prompt("aaaa")).status)
+			require.Equal(t, 200, e.post(t, "/v1/completions", "", prompt("bbbb")).status)
+			two := batches(t, e, 2)[1]
+			require.Equal(t, 1, strings.Count(two, "BlockRemoved"), "7 blocks are 6: the last of the first prompt makes room")
+			require.Less(t, strings.Index(two, "BlockRemoved"), strings.Index(two, "BlockStored"))
+
+			require.Equal(t, 200, e.post(t, "/reset_prefix_cache", "", "").status)
+			require.Len(t, replayed(t, e, 0), 3, "as with vLLM, it is told with the next batch")
+			require.Equal(t, 200, e.post(t, "/v1/completions", "", `{"max_tokens":1,"cache_salt":"grain","prompt":"`+strings.Repeat("c", 17)+`"}`).status)
+			three := batches(t, e, 3)[2]
+			require.Less(t, strings.Index(three, "AllBlocksCleared"), strings.Index(three, "BlockStored"))
+			require.Contains(t, three, "\x91\x91\xa5grain", "extra keys of the first block")
+		})
+	}
+}
+
+func TestKVEventsAreKeptFor(t *testing.T) {
+	e := startEngine(t, "-kv-events", "tcp://*:0", "-kv-events-replay", "tcp://*:0", "-block-size", "4", "-kv-events-buffer", "2")
+	for _, word := range []string{"a", "b", "c"} {
+		require.Equal(t, 200, e.post(t, "/v1/completions", "", `{"max_tokens":1,"prompt":"`+strings.Repeat(word, 40)+`"}`).status)
+		last := []byte{0xce, word[0], word[0], word[0], word[0]} // a token of four bytes
+		require.Eventually(t, func() bool {
+			n := replayed(t, e, 0)
+			return len(n) > 1 && bytes.Contains(n[len(n)-2][3], last)
+		}, 5*time.Second, 10*time.Millisecond)
+	}
+	replies := replayed(t, e, 0)
+	require.Len(t, replies, 3)
+	require.Equal(t, uint64(1), binary.BigEndian.Uint64(replies[0][2]), "the first is lost without notice")
+}

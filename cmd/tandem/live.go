@@ -1,0 +1,172 @@
+package main
+
+import (
+	"context"
+	"crypto/tls"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"net"
+	"net/http"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"time"
+
+	configv1 "tandem/protos/config/v1"
+)
+
+// How long one engine may take to answer one question of a live check.
+const liveTimeout = 3 * time.Second
+
+// finding is what is wrong between the configuration and an engine, with the path of the field and a remedy.
+type finding struct {
+	text string
+	down bool // the engine did not answer at all
+}
+
+// checkLive asks the engines for what the configuration says of them: whether they are there, which release they are, and
+// whether the ports are open that other engines will connect to. Findings come in the configuration's order.
+func checkLive(ctx context.Context, config *configv1.Config) []finding {
+	client := &http.Client{Timeout: liveTimeout, Transport: &http.Transport{
+		DisableKeepAlives: true,
+		TLSClientConfig:   &tls.Config{InsecureSkipVerify: true}, //nolint:gosec // nothing is sent, and a version learnt
+	}}
+	var out []finding
+	for i, p := range config.GetPools() {
+		path := fmt.Sprintf("pools[%d].endpoints", i)
+		answers := make([]engineAnswer, len(p.GetEndpoints()))
+		var asking sync.WaitGroup
+		for j, e := range p.GetEndpoints() {
+			asking.Go(func() { answers[j] = askEngine(ctx, client, fmt.Sprintf("%s[%d]", path, j), p, e) })
+		}
+		asking.Wait()
+		for j, a := range answers {
+			out = append(out, a.findings...)
+			out = append(out, disagreement(path, p, answers, j)...)
+		}
+	}
+	return out
+}
+
+// reportLive makes one error of all findings.
+func reportLive(ctx context.Context, config *configv1.Config) error {
+	var errs []error
+	for _, f := range checkLive(ctx, config) {
+		errs = append(errs, errors.New(f.text))
+	}
+	return errors.Join(errs...)
+}
+
+// warnLive logs the findings of a start. Engines that are not there yet are no news: they are probed all the time.
+func warnLive(ctx context.Context, config *configv1.Config, log *slog.Logger) {
+	for _, f := range checkLive(ctx, config) {
+		if !f.down && ctx.Err() == nil {
+			log.Warn(f.text)
+		}
+	}
+}
+
+// engineAnswer is what an engine says of itself.
+type engineAnswer struct {
+	version  string // "": it does not say
+	findings []finding
+}
+
+func askEngine(ctx context.Context, client *http.Client, at string, p *configv1.Pool, e *configv1.Endpoint) (a engineAnswer) {
+	if e.GetScheme() == "h2c" {
+		return a // by prior knowledge alone: Envoy speaks it, this client does not
+	}
+	say := func(field, format string, args ...any) {
+		a.findings = append(a.findings, finding{text: at + field + ": " + fmt.Sprintf(format, args...)})
+	}
+	base := e.GetScheme() + "://" + e.GetAddress()
+	if status, _, err := getSmall(ctx, client, base+"/health"); err != nil || status >= http.StatusInternalServerError {
+		why := "status " + strconv.Itoa(status)
+		if err != nil {
+			why = err.Error()
+		}
+		say(".address", "GET %s/health: %s; start the engine, or correct the address or the scheme", base, why)
+		a.findings[0].down = true
+		return a
+	}
+	if status, body, err := getSmall(ctx, client, base+"/version"); err == nil && status == http.StatusOK {
+		var v struct{ Version string }
+		if json.Unmarshal(body, &v) == nil {
+			a.version = v.Version
+		}
+	}
+	if r := strings.TrimPrefix(e.GetRelease(), "v"); r != "" && a.version != "" && r != a.version {
+		say(".release", "is %s here, and the engine says %s: correct it", e.GetRelease(), a.version)
+	}
+	for _, port := range transferPorts(p, e) {
+		conn, err := (&net.Dialer{Timeout: liveTimeout}).DialContext(ctx, "tcp", port.addr)
+		if err != nil {
+			say(port.field, "%s is not open: %v; other engines connect there", port.addr, err)
+			continue
+		}
+		_ = conn.Close()
+	}
+	return a
+}
+
+// transferPort is where other engines reach an endpoint for KV.
+type transferPort struct{ field, addr string }
+
+func transferPorts(p *configv1.Pool, e *configv1.Endpoint) (out []transferPort) {
+	host, _, _ := net.SplitHostPort(e.GetAddress())
+	if h := e.GetTransfer().GetHost(); h != "" {
+		host = h
+	}
+	add := func(field string, first, n int32) {
+		for port := first; first > 0 && port < first+n; port++ {
+			out = append(out, transferPort{field, net.JoinHostPort(host, strconv.Itoa(int(port)))})
+		}
+	}
+	add(".lmcache.initPort", e.GetLmcache().GetInitPort(), max(e.GetTransfer().GetTensorParallelSize(), 1))
+	add(".lmcache.allocPort", e.GetLmcache().GetAllocPort(), max(e.GetTransfer().GetTensorParallelSize(), 1))
+	add(".lmcache.queryPort", e.GetLmcache().GetQueryPort(), max(e.GetTransfer().GetTensorParallelSize(), 1))
+	if p.GetKvTransfer() != "none" {
+		add(".transfer.p2pPort", e.GetTransfer().GetP2PPort(), 1)
+	}
+	return out
+}
+
+// sameRelease are the dialects whose engines refuse each other's KV, or read it wrongly, across releases.
+func sameRelease(dialect string) bool {
+	return slices.Contains([]string{"nixl", "offload", "multi"}, dialect)
+}
+
+// disagreement says that endpoint j runs another release than one before it that it may be paired with.
+func disagreement(path string, p *configv1.Pool, answers []engineAnswer, j int) []finding {
+	e, mine := p.GetEndpoints()[j], answers[j].version
+	if !sameRelease(p.GetKvTransfer()) || mine == "" {
+		return nil
+	}
+	for i, other := range p.GetEndpoints()[:j] {
+		theirs := answers[i].version
+		if theirs != "" && theirs != mine && p.PairsAs(other) == p.PairsAs(e) {
+			return []finding{{text: fmt.Sprintf("%s[%d].release: the engine says %s and that of %s[%d] says %s: they do not take each other's KV; "+
+				"set release on all of the pool, so that only the same are paired", path, j, mine, path, i, theirs)}}
+		}
+	}
+	return nil
+}
+
+// getSmall reads an answer of at most 64 KiB.
+func getSmall(ctx context.Context, client *http.Client, url string) (status int, body []byte, err error) {
+	req, err := http.NewRequestWithContext(ctx, http.MethodGet, url, nil)
+	if err != nil {
+		return 0, nil, err
+	}
+	resp, err := client.Do(req)
+	if err != nil {
+		return 0, nil, err
+	}
+	defer resp.Body.Close()
+	body, err = io.ReadAll(io.LimitReader(resp.Body, 64<<10))
+	return resp.StatusCode, body, err
+}

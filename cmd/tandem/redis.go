@@ -1,0 +1,124 @@
+package main
+
+import (
+	"context"
+	"crypto/tls"
+	"crypto/x509"
+	"errors"
+	"fmt"
+	"log/slog"
+	"os"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+
+	"tandem/extproc/kvtransfer"
+	"tandem/kvstate"
+	"tandem/kvstate/redisstore"
+	configv1 "tandem/protos/config/v1"
+)
+
+// joinTime is how long a replica that starts waits to hear what the others know.
+const joinTime = 2 * time.Second
+
+// newStore connects the state with other replicas, if the configuration names a Redis; else it is nil. It waits until this
+// replica knows what they know, but not for long: without Redis it starts all the same.
+func newStore(ctx context.Context, r *configv1.Redis, state *kvstate.State, log *slog.Logger) (*redisstore.Store, error) {
+	if r == nil {
+		return nil, nil
+	}
+	o := redisstore.Options{
+		URL: r.GetUrl(), Nodes: r.GetNodes(), Cluster: r.GetMode() == "cluster", SentinelMaster: r.GetSentinelMaster(),
+		PasswordFile: r.GetPasswordFile(), KeyPrefix: r.GetKeyPrefix(), Lease: configv1.Duration(r.GetLease()), Log: log,
+	}
+	if r.GetTls() != nil {
+		var err error
+		if o.TLS, err = redisTLS(r.GetTls()); err != nil {
+			return nil, fmt.Errorf("state.redis.tls: %w", err)
+		}
+	}
+	redisstore.LogTo(log)
+	store, err := redisstore.New(o, state)
+	if err != nil {
+		return nil, fmt.Errorf("state.redis: %w", err)
+	}
+	state.Share(store)
+	if err := store.Join(ctx, joinTime); err != nil {
+		log.Warn("starting without redis", "err", err)
+	}
+	return store, nil
+}
+
+func redisTLS(t *configv1.RedisTls) (*tls.Config, error) {
+	c := &tls.Config{MinVersion: tls.VersionTLS12, ServerName: t.GetServerName()}
+	if file := t.GetCaFile(); file != "" {
+		pem, err := os.ReadFile(file)
+		if err != nil {
+			return nil, err
+		}
+		c.RootCAs = x509.NewCertPool()
+		if !c.RootCAs.AppendCertsFromPEM(pem) {
+			return nil, errors.New("caFile: no certificate in it")
+		}
+	}
+	if t.GetCertFile() != "" {
+		c.GetClientCertificate = func(*tls.CertificateRequestInfo) (*tls.Certificate, error) { // for every new connection: files change
+			pair, err := tls.LoadX509KeyPair(t.GetCertFile(), t.GetKeyFile())
+			return &pair, err
+		}
+		if _, err := c.GetClientCertificate(nil); err != nil {
+			return nil, err
+		}
+	}
+	return c, nil
+}
+
+// ticketKeys are the keys of tickets: from a file, or made here. What keeps them in step with those of other replicas is run,
+// which is nil where nothing does.
+func ticketKeys(ctx context.Context, config *configv1.Config, store *redisstore.Store, log *slog.Logger) (keys *kvtransfer.Keys, run func(context.Context), err error) {
+	if file := config.GetTickets().GetKeyFile(); file != "" {
+		keys, warnings, err := kvtransfer.ReadKeyFile(file)
+		for _, w := range warnings {
+			log.Warn(w)
+		}
+		return keys, nil, err
+	}
+	keys, err = kvtransfer.GenerateKeys()
+	if err != nil || store == nil {
+		return keys, nil, err
+	}
+	secrets, err := store.Secrets(ctx, keys.Change)
+	if err != nil {
+		return nil, nil, fmt.Errorf("the keys of tickets: %w", err)
+	}
+	return keys, secrets.Run, nil
+}
+
+// registerStore shows what passes between this replica and Redis.
+func registerStore(r prometheus.Registerer, store *redisstore.Store) {
+	counter := func(name, help string, value func(redisstore.Stats) int64) {
+		r.MustRegister(prometheus.NewCounterFunc(prometheus.CounterOpts{Name: name, Help: help}, func() float64 { return float64(value(store.Stats())) }))
+	}
+	gauge := func(name, help string, value func() float64) {
+		r.MustRegister(prometheus.NewGaugeFunc(prometheus.GaugeOpts{Name: name, Help: help}, value))
+	}
+	gauge("tandem_redis_up", "Whether Redis took what this replica told it last (1) or did not (0).", func() float64 {
+		if _, up := store.Status(); up {
+			return 1
+		}
+		return 0
+	})
+	gauge("tandem_replicas", "Replicas that this one knows to live, itself included.", func() float64 { return float64(store.Replicas()) })
+	gauge("tandem_redis_lag_seconds", "How long the last batch of another replica took from Redis to here.", func() float64 { return float64(store.Stats().LagMicros) / 1e6 })
+	counter("tandem_redis_commands_total", "Commands sent to Redis.", func(s redisstore.Stats) int64 { return s.Commands })
+	counter("tandem_redis_errors_total", "Commands that failed or came too late.", func(s redisstore.Stats) int64 { return s.Errors })
+	counter("tandem_redis_sent_bytes_total", "Bytes sent to Redis.", func(s redisstore.Stats) int64 { return s.BytesSent })
+	counter("tandem_redis_received_bytes_total", "Bytes received from Redis.", func(s redisstore.Stats) int64 { return s.BytesRead })
+	counter("tandem_redis_batches_sent_total", "Batches told to other replicas.", func(s redisstore.Stats) int64 { return s.BatchesSent })
+	counter("tandem_redis_batches_received_total", "Batches heard of other replicas.", func(s redisstore.Stats) int64 { return s.BatchesRead })
+	counter("tandem_redis_gaps_total", "Times that batches of another replica were missed, so that a snapshot was asked for.", func(s redisstore.Stats) int64 { return s.Gaps })
+	counter("tandem_redis_dropped_total", "Routed prompts that found no room while Redis did not answer; a snapshot tells them later.", func(s redisstore.Stats) int64 { return s.Dropped })
+	counter("tandem_redis_unknown_endpoints_total", "Parts of batches about endpoints that this replica does not have.", func(s redisstore.Stats) int64 { return s.Unknown })
+	counter("tandem_redis_snapshots_total", "Snapshots written.", func(s redisstore.Stats) int64 { return s.Snapshots })
+	counter("tandem_tickets_spent_alone_total", "Tickets spent by this replica's own memory, because Redis did not answer in 5 ms.", func(s redisstore.Stats) int64 { return s.SpendUnknown })
+}

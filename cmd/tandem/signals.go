@@ -1,0 +1,64 @@
+package main
+
+import (
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+
+	"tandem/kvstate"
+	"tandem/kvstate/scrape"
+)
+
+// signals shows what engines say about their load as gauges: what a decision was made from, and how old it was.
+type signals struct {
+	state                                 *kvstate.State
+	scraper                               *scrape.Scraper
+	running, waiting, usage, age, scrapes *prometheus.Desc
+}
+
+func newSignals(state *kvstate.State, scraper *scrape.Scraper) *signals {
+	gauge := func(name, help string) *prometheus.Desc {
+		return prometheus.NewDesc(name, help, []string{"pool", "endpoint"}, nil)
+	}
+	return &signals{
+		state:   state,
+		scraper: scraper,
+		scrapes: prometheus.NewDesc("tandem_scrapes_total", "Times that this replica asked an engine for its metrics, by whether it told its load (ok, failed).", []string{"result"}, nil),
+		running: gauge("tandem_engine_running", "Requests that the engine says are running. Absent: it does not say."),
+		waiting: gauge("tandem_engine_waiting", "Requests that the engine says are waiting. Absent: it does not say."),
+		usage:   gauge("tandem_engine_kv_usage", "Share of the KV cache that the engine says is in use, 0 to 1. Absent: it does not say."),
+		age:     gauge("tandem_engine_signals_age_seconds", "How old what the engine says is. Absent: it never said anything."),
+	}
+}
+
+// Describe implements [prometheus.Collector].
+func (s *signals) Describe(out chan<- *prometheus.Desc) {
+	for _, d := range []*prometheus.Desc{s.running, s.waiting, s.usage, s.age, s.scrapes} {
+		out <- d
+	}
+}
+
+// Collect implements [prometheus.Collector].
+func (s *signals) Collect(out chan<- prometheus.Metric) {
+	answered, failed := s.scraper.Counts()
+	out <- prometheus.MustNewConstMetric(s.scrapes, prometheus.CounterValue, float64(answered), "ok")
+	out <- prometheus.MustNewConstMetric(s.scrapes, prometheus.CounterValue, float64(failed), "failed")
+	now := time.Now()
+	for _, p := range s.state.Pools() {
+		for _, e := range p.Endpoints() {
+			g := e.Signals()
+			if g == nil {
+				continue
+			}
+			show := func(d *prometheus.Desc, v float64) {
+				if v >= 0 {
+					out <- prometheus.MustNewConstMetric(d, prometheus.GaugeValue, v, p.Spec.Name, e.Addr)
+				}
+			}
+			show(s.running, float64(g.Running))
+			show(s.waiting, float64(g.Waiting))
+			show(s.usage, g.KVUsage)
+			show(s.age, max(now.Sub(g.At).Seconds(), 0))
+		}
+	}
+}

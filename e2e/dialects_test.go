@@ -1,0 +1,401 @@
+package e2e
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"net"
+	"net/http"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+)
+
+// kind is a way of handing KV over, as a pool and its engines are set up for it.
+type kind struct {
+	name   string // of the test
+	engine string // enginesim's -connector
+	kv     string // kvTransfer
+	pool   string // more lines of the pool
+	more   []string
+}
+
+func kinds() []kind {
+	return []kind{
+		{name: "lmcache", engine: "lmcache", kv: "lmcache"},
+		{name: "lmcache, two ranks", engine: "lmcache", kv: "lmcache", more: []string{"--tp", "2", "--notices", "noisy", "--kv-delay", "20ms"}},
+		{name: "lmcache, early notices, twice", engine: "lmcache", kv: "lmcache", more: []string{"--notices", "twice", "--kv-delay", "-1ms"}},
+		{name: "lmcache 0.3.5", engine: "lmcache", kv: "lmcache", more: []string{"--notices", "old"}},
+		{name: "nixl, token ids reused", engine: "nixl", kv: "nixl", pool: "  nixl: {reuseTokenIds: true}\n"},
+		{name: "shared", engine: "shared", kv: "shared"},
+		{name: "offload", engine: "offload", kv: "offload"},
+		{name: "multi", engine: "nixl", kv: "multi", pool: "  members: [nixl, offload]\n"},
+		{name: "orchestrated, whole answer", engine: "neuron", kv: "orchestrated"},
+		{name: "orchestrated, parameters", engine: "nixl", kv: "orchestrated", pool: "  orchestrated: {handOver: params}\n"},
+		{name: "trtllm", engine: "trtllm", kv: "trtllm"},
+	}
+}
+
+// lease is long enough for a decode leg, and short enough for a test that waits for its end.
+const lease = "2s"
+
+// setUp completes options for a kind. notices is where LMCache's engines push at.
+func (k kind) setUp(o options, notices, model string) options {
+	o.dialect, o.pool = k.kv, o.pool+k.pool
+	tp := "1"
+	for i, a := range k.more {
+		if a == "--tp" {
+			tp = k.more[i+1]
+		}
+	}
+	store := ""
+	o.engine = func(role string, _ int, free func() string) (args []string, fields string) {
+		args = append([]string{"--connector", k.engine, "--lease", lease, "--load-timeout", "300ms", "--model", model}, k.more...)
+		port := func() string { _, port, _ := net.SplitHostPort(free()); return port }
+		switch side := free(); k.engine {
+		case "lmcache":
+			args = append(args, "--proxy", notices)
+			fields = ", transfer: {tensorParallelSize: " + tp + "}"
+			if role == "decode" {
+				init, alloc := port(), port()
+				if tp == "2" { // neighbours of a free port are mostly free too
+					init, alloc = pairOfPorts(), pairOfPorts()
+				}
+				args = append(args, "--lmcache-init-port", init, "--lmcache-alloc-port", alloc)
+				fields += fmt.Sprintf(", lmcache: {initPort: %s, allocPort: %s}", init, alloc)
+			}
+		case "shared":
+			args = append(args, "--side-channel", side)
+			if store == "" {
+				store = side // the first engine keeps the store
+			} else {
+				args = append(args, "--store", store)
+			}
+		default:
+			args = append(args, "--side-channel", side)
+			if role == "prefill" && (k.kv == "offload" || k.kv == "multi") {
+				_, p, _ := net.SplitHostPort(side)
+				fields = ", transfer: {p2pPort: " + p + "}"
+			}
+		}
+		return args, fields
+	}
+	return o
+}
+
+// pairOfPorts is the first of two ports that are free, one after the other.
+func pairOfPorts() string {
+	for {
+		a, err := net.Listen("tcp", "127.0.0.1:0")
+		if err != nil {
+			continue
+		}
+		port := a.Addr().(*net.TCPAddr).Port
+		b, err := net.Listen("tcp", fmt.Sprintf("127.0.0.1:%d", port+1))
+		_ = a.Close()
+		if err == nil {
+			_ = b.Close()
+			return fmt.Sprint(port)
+		}
+	}
+}
+
+// startKind starts a fleet of one kind.
+func startKind(t *testing.T, k kind, prefills, decodes int) *fleet {
+	notices := ports(t, 1)[0]
+	o := k.setUp(options{prefills: prefills, decodes: decodes}, notices, "tiny")
+	if k.engine == "lmcache" {
+		o.top = fmt.Sprintf("notices: {listen: %q}\n", notices)
+	}
+	return start(t, o)
+}
+
+// asked is one request of a dialect's test.
+type asked struct{ path, body, id string }
+
+// ask makes request i: chats and completions, streaming and not, each with a prompt of its own.
+func ask(model string, i int) asked {
+	prompt := strings.Repeat(fmt.Sprintf("Request %d says that the sky is blue. ", i), 20+i%7)
+	a := asked{path: "/v1/chat/completions", id: fmt.Sprintf("%s-%d", model, i)}
+	member := `"messages":[{"role":"user","content":"` + prompt + `"}]`
+	if i%2 == 1 {
+		a.path, member = "/v1/completions", `"prompt":"`+prompt+`"`
+	}
+	stream := ""
+	if i/2%2 == 1 {
+		stream = `,"stream":true,"stream_options":{"include_usage":true}`
+	}
+	a.body = fmt.Sprintf(`{"model":%q,%s,"max_tokens":%d%s}`, model, member, 5+i%9, stream)
+	return a
+}
+
+// text is what an answer says, streamed or not.
+func (a answer) text(t *testing.T) string {
+	t.Helper()
+	var b strings.Builder
+	add := func(data string) {
+		var v struct {
+			Choices []struct {
+				Text           string
+				Message, Delta struct{ Content string }
+			}
+		}
+		require.NoError(t, json.Unmarshal([]byte(data), &v), data)
+		for _, c := range v.Choices {
+			b.WriteString(c.Text + c.Message.Content + c.Delta.Content)
+		}
+	}
+	if !strings.HasPrefix(a.header.Get("content-type"), "text/event-stream") {
+		add(a.body)
+		return b.String()
+	}
+	events := a.events()
+	require.NotEmpty(t, events)
+	require.Equal(t, "[DONE]", events[len(events)-1])
+	for _, e := range events[:len(events)-1] {
+		add(e)
+	}
+	return b.String()
+}
+
+// want is what the request's answer says without any transfer: an engine is asked directly, and its caches are passed by.
+func (f *fleet) want(a asked, e *engine) string {
+	f.t.Helper()
+	body := strings.Replace(a.body, `,"max_tokens"`, `,"cache_salt":"reference","max_tokens"`, 1)
+	req, err := http.NewRequestWithContext(context.Background(), http.MethodPost, "http://"+e.addr+a.path, strings.NewReader(body))
+	require.NoError(f.t, err)
+	req.Header.Set("Content-Type", "application/json")
+	resp, err := client.Do(req)
+	require.NoError(f.t, err)
+	got, err := readAnswer(resp)
+	require.NoError(f.t, err)
+	require.Equal(f.t, 200, got.status, got.body)
+	return got.text(f.t.(*testing.T))
+}
+
+// Every dialect at 2P+2D and 3P+1D, any pairing: the answer is the one without transfer, and the KV came from the other
+// engine. Then a prefill engine fails, a decode engine fails, and clients leave; in the end no ledger has an entry.
+func TestDialects(t *testing.T) {
+	for _, k := range kinds() {
+		for _, shape := range [][2]int{{2, 2}, {3, 1}} {
+			t.Run(fmt.Sprintf("%s %dP%dD", k.name, shape[0], shape[1]), func(t *testing.T) {
+				f := startKind(t, k, shape[0], shape[1])
+				f.transfers(t)
+				f.survivesFailures(t)
+				f.survivesLeaving()
+			})
+		}
+	}
+}
+
+// transfers sends requests and holds each to its two hops.
+func (f *fleet) transfers(t *testing.T) {
+	pairs := map[string]bool{}
+	for i := range 24 {
+		a := ask("tiny", i)
+		got := f.post(a.path, a.body, "x-request-id", a.id)
+		require.Equal(t, 200, got.status, got.body)
+		require.Equal(t, f.want(a, f.decodes[0]), got.text(t), "request %d", i)
+		p, d := f.hops(a.id)
+		require.Positive(t, d.ExternalTokens, "request %d: its KV was not taken from P", i)
+		require.Equal(t, p.Path, d.Path)
+		require.NotContains(t, got.body, "disaggregated_params")
+		require.NotContains(t, got.body, `"do_remote_`)
+		pairs[p.Engine+" "+d.Engine] = true
+	}
+	require.Greater(t, len(pairs), 1, "one pair had all of it")
+}
+
+// survivesFailures makes P fail, then D, then all of the prefill engines.
+func (f *fleet) survivesFailures(t *testing.T) {
+	try := func(i int) {
+		t.Helper()
+		a := ask("tiny", i)
+		got := f.post(a.path, a.body, "x-request-id", a.id)
+		require.Equal(t, 200, got.status, got.body)
+		require.Equal(t, f.want(a, f.decodes[0]), got.text(t))
+	}
+	for _, p := range f.prefills {
+		f.inject(p, `{"mode":"status","status":500,"leg":"any","count":1,"path":"/v1/chat/completions"}`)
+	}
+	for i := 100; i < 108; i += 2 { // chats
+		try(i)
+	}
+	for _, d := range f.decodes {
+		f.inject(d, `{"mode":"reset-before-headers","leg":"any","count":1,"path":"/v1/completions"}`)
+	}
+	for i := 109; i < 116; i += 2 { // completions
+		a := ask("tiny", i)
+		got := f.post(a.path, a.body, "x-request-id", a.id)
+		require.Equal(t, 200, got.status, got.body)
+	}
+	for _, e := range f.engines() {
+		f.inject(e, `{"mode":"slow","delay":"1ms","leg":"any","count":1}`) // and the failures before are over
+	}
+	for i := 120; i < 124; i++ {
+		try(i)
+	}
+}
+
+// survivesLeaving lets clients go in the middle of each hop.
+func (f *fleet) survivesLeaving() {
+	var clients sync.WaitGroup
+	for i := range 24 {
+		clients.Go(func() {
+			ctx, cancel := context.WithTimeout(context.Background(), time.Duration(1+i*2)*time.Millisecond)
+			defer cancel()
+			a := ask("tiny", 200+i)
+			_, _ = f.try(ctx, http.MethodPost, a.path, a.body, "x-request-id", a.id)
+		})
+	}
+	clients.Wait()
+}
+
+// A notice that never comes costs its time and nothing else: D computes.
+func TestLMCacheWithoutNotices(t *testing.T) {
+	k := kind{name: "silent", engine: "lmcache", kv: "lmcache", more: []string{"--notices", "never"}, pool: "  lmcache: {noticeTimeout: 300ms}\n"}
+	f := startKind(t, k, 1, 1)
+	a := ask("tiny", 0)
+	got := f.post(a.path, a.body, "x-request-id", a.id)
+	require.Equal(t, 200, got.status, got.body)
+	require.GreaterOrEqual(t, got.took, 300*time.Millisecond)
+	require.Equal(t, f.want(a, f.decodes[0]), got.text(t))
+	require.Equal(t, 1, int(metric(t, f.admins[0], "tandem_kv_notice_waits_total", `result="missed"`)))
+
+	skipping := kind{engine: "lmcache", kv: "lmcache", more: []string{"--notices", "never", "--kv-delay", "-1ms"}, pool: "  lmcache: {skipNotices: true}\n"}
+	f = start(t, skipping.setUp(options{prefills: 1, decodes: 1}, "127.0.0.1:1", "tiny"))
+	got = f.post(a.path, a.body, "x-request-id", a.id)
+	require.Equal(t, 200, got.status, got.body)
+	_, d := f.hops(a.id)
+	require.Positive(t, d.ExternalTokens)
+}
+
+// With bufferTokens prompts take turns for D's buffer, and none waits with a part of it in hand; what is larger than the
+// buffer is computed by D.
+func TestLMCacheBufferIsShared(t *testing.T) {
+	k := kind{engine: "lmcache", kv: "lmcache", more: []string{"--pd-buffer", "4096", "--pd-allocation-timeout", "2s", "--prefill-speed", "40000"}}
+	notices := ports(t, 1)[0]
+	o := k.setUp(options{prefills: 2, decodes: 1, top: fmt.Sprintf("notices: {listen: %q}\n", notices)}, notices, "tiny")
+	plain := o.engine
+	o.engine = func(role string, i int, free func() string) ([]string, string) {
+		args, fields := plain(role, i, free)
+		return args, strings.Replace(fields, "lmcache: {", "lmcache: {bufferTokens: 4096, ", 1)
+	}
+	f := start(t, o)
+	body := func(i, words int) string {
+		return fmt.Sprintf(`{"model":"tiny","max_tokens":4,"prompt":"%d %s"}`, i, strings.Repeat("abcdefg ", words))
+	}
+	var clients sync.WaitGroup
+	for i := range 12 {
+		clients.Go(func() {
+			got, err := f.try(context.Background(), http.MethodPost, "/v1/completions", body(i, 1200), "x-request-id", fmt.Sprint("turn-", i))
+			if err != nil || got.status != 200 {
+				t.Errorf("request %d: %v %s", i, err, got.body)
+			}
+		})
+	}
+	clients.Wait()
+	got := f.post("/v1/completions", body(99, 20_000), "x-request-id", "large")
+	require.Equal(t, 200, got.status, got.body)
+	require.Empty(t, f.requests("large", f.prefills...))
+	require.Equal(t, 1, int(metric(t, f.admins[0], "tandem_decisions_total", `reason="buffer_too_small"`)))
+	require.Positive(t, metric(t, f.admins[0], "tandem_decisions_total", `route="split"`))
+}
+
+// The P2P tier: an endpoint that computes alone is told who has the prompt's beginning.
+func TestOffloadPullsPrefixes(t *testing.T) {
+	f := startKind(t, kind{engine: "offload", kv: "offload"}, 2, 1)
+	beginning := strings.Repeat("A beginning that many prompts share. ", 400)
+	ask := func(id, end, more string) answer {
+		t.Helper()
+		got := f.post("/v1/completions", fmt.Sprintf(`{"model":"tiny","prompt":"%s%s","max_tokens":5%s}`, beginning, end, more), "x-request-id", id)
+		require.Equal(t, 200, got.status, got.body)
+		return got
+	}
+	ask("first", "one", "")
+	require.NotContains(t, f.requests("first", f.prefills...)[0].Body, "remote_kv_source")
+	ask("alone", "two", `,"n":2`)
+	d := f.requests("alone", f.decodes...)
+	require.Len(t, d, 1)
+	require.Empty(t, f.requests("alone", f.prefills...))
+	first := f.requests("first", f.prefills...)[0].Engine
+	_, tier, ok := strings.Cut(d[0].Body[:200], `"remote_port":`)
+	require.True(t, ok, "%s", d[0].Body[:200])
+	for _, p := range f.prefills {
+		_, port, _ := strings.Cut(p.fields, "p2pPort: ")
+		require.Equal(t, p.addr == first, strings.HasPrefix(tier, port+"}"), "%s of %s", tier, p.fields)
+	}
+}
+
+// TensorRT-LLM: where the first token ends the text, P's answer is the client's, and D never hears of it.
+func TestTRTLLMEarlyFinish(t *testing.T) {
+	f := startKind(t, kind{engine: "trtllm", kv: "trtllm"}, 1, 1)
+	for i := range 4 {
+		a := ask("tiny", i)
+		first := f.want(a, f.decodes[0])[:4]
+		quoted, err := json.Marshal(first)
+		require.NoError(t, err)
+		a.body = strings.TrimSuffix(a.body, "}") + `,"stop":[` + string(quoted) + `],"include_stop_str_in_output":true}`
+		got := f.post(a.path, a.body, "x-request-id", a.id)
+		require.Equal(t, 200, got.status, got.body)
+		require.Equal(t, first, got.text(t))
+		require.Contains(t, got.body, `"finish_reason":"stop"`)
+		require.NotContains(t, got.body, "prompt_token_ids\":[")
+		require.Equal(t, strings.Contains(a.body, `"stream":true`), strings.HasPrefix(got.header.Get("content-type"), "text/event-stream"))
+		require.Len(t, f.requests(a.id, f.prefills...), 1)
+		require.Empty(t, f.requests(a.id, f.decodes...))
+	}
+}
+
+// Four pools of different dialects in one Tandem, a thousand requests at once.
+func TestFourDialectsAtOnce(t *testing.T) {
+	notices := ports(t, 1)[0]
+	all := []kind{
+		{name: "nixl", engine: "nixl", kv: "nixl"}, {name: "lmcache", engine: "lmcache", kv: "lmcache"},
+		{name: "offload", engine: "offload", kv: "offload"}, {name: "trtllm", engine: "trtllm", kv: "trtllm"},
+	}
+	o := options{prefills: 4, decodes: 4, top: fmt.Sprintf("notices: {listen: %q}\n", notices), concurrency: 2}
+	var engines []func(string, int, func() string) ([]string, string)
+	o.pools = "pools:\n"
+	for _, k := range all {
+		engines = append(engines, k.setUp(options{}, notices, k.name).engine)
+		o.pools += fmt.Sprintf("- {name: %s, models: [%s], kvTransfer: %s, split: always, endpoints: [{role: prefill, address: %%P}, {role: decode, address: %%D}]}\n", k.name, k.name, k.kv)
+	}
+	o.engine = func(role string, i int, free func() string) ([]string, string) { return engines[i%4](role, i, free) }
+	f := start(t, o)
+	type result struct {
+		a   asked
+		got answer
+		err error
+	}
+	const n = 1000
+	results := make([]result, n)
+	var clients sync.WaitGroup
+	turn := make(chan struct{}, 24)
+	for i := range n {
+		turn <- struct{}{}
+		clients.Go(func() {
+			defer func() { <-turn }()
+			r := &results[i]
+			r.a = ask(all[i%4].name, i/4)
+			r.got, r.err = f.try(context.Background(), http.MethodPost, r.a.path, r.a.body, "x-request-id", r.a.id)
+		})
+	}
+	clients.Wait()
+	moved := 0
+	for i, r := range results {
+		require.NoError(t, r.err)
+		require.Equal(t, 200, r.got.status, r.got.body)
+		if i < 100 {
+			require.Equal(t, f.want(r.a, f.decodes[i%4]), r.got.text(t))
+		}
+		_, d := f.hops(r.a.id)
+		if d.ExternalTokens > 0 {
+			moved++
+		}
+	}
+	require.Equal(t, n, moved, "answers whose KV came from P")
+}

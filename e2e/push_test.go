@@ -1,0 +1,240 @@
+package e2e
+
+import (
+	"context"
+	"fmt"
+	"net/http"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+)
+
+// vLLM's dialects in which P sends and D waits for it.
+
+func TestPushPairs(t *testing.T) {
+	for _, dialect := range []string{"mooncake", "nixl-push", "moriio"} {
+		for _, shape := range []struct{ prefills, decodes int }{{2, 2}, {3, 1}} {
+			t.Run(fmt.Sprintf("%s %dP%dD", dialect, shape.prefills, shape.decodes), func(t *testing.T) {
+				f := start(t, options{dialect: dialect, prefills: shape.prefills, decodes: shape.decodes})
+				for range 4 * shape.prefills { // push: until every P has answered once, which is how it becomes known
+					require.Equal(t, 200, f.post("/v1/chat/completions", pairBody).status)
+				}
+				for _, api := range apis {
+					for _, stream := range []bool{false, true} {
+						t.Run(fmt.Sprintf("%s stream=%t", api.name, stream), func(t *testing.T) {
+							body := api.body
+							if stream {
+								body = streamed(body)
+							}
+							id := fmt.Sprintf("push-%s-%t", api.name, stream)
+							got := f.post(api.path, body, "x-request-id", id)
+							require.Equal(t, 200, got.status, got.body)
+							require.Equal(t, id, got.header.Get("x-request-id"), "the client's own")
+							p, d := f.hopsLike(id)
+							require.Equal(t, p.RequestID, d.RequestID, "both engines see one id")
+							require.Equal(t, "prefill", p.Leg)
+							require.Equal(t, "decode", d.Leg)
+							require.Equal(t, 1, p.CompletionTokens)
+							require.Positive(t, d.ExternalTokens)
+							if !stream {
+								require.Equal(t, alone(t, f, api.path, body), text(t, got.body))
+								rest := d.Body
+								if dialect == "nixl-push" && api.name == "responses" {
+									rest = without(t, rest, "request_id")
+								}
+								_, rest = cutMember(t, rest)
+								require.Equal(t, body, rest)
+							}
+						})
+					}
+				}
+				require.Positive(t, metric(t, f.admins[0], "tandem_decisions_total", `route="pair"`))
+			})
+		}
+	}
+}
+
+// hopsLike are the one prefill and the one decode request whose id begins with the client's.
+func (f *fleet) hopsLike(id string) (prefill, decode seen) {
+	f.t.Helper()
+	of := func(engines []*engine) (out []seen) {
+		for _, s := range f.requests("", engines...) {
+			if s.RequestID == id || strings.HasPrefix(s.RequestID, id+".") {
+				out = append(out, s)
+			}
+		}
+		return out
+	}
+	p, d := of(f.prefills), of(f.decodes)
+	require.Len(f.t, p, 1, "prefill requests of %s", id)
+	require.Len(f.t, d, 1, "decode requests of %s", id)
+	return p[0], d[0]
+}
+
+// A leg that fails: P's is sent again, for D waits for these very blocks; where that does not help, both begin anew. D is
+// free again in the end, which it is only if P has sent.
+func TestPushFailures(t *testing.T) {
+	for _, dialect := range []string{"mooncake", "nixl-push", "moriio"} {
+		t.Run(dialect, func(t *testing.T) {
+			f := start(t, options{dialect: dialect, pool: "  prefillTimeout: {base: 1s}\n",
+				// P keeps what no D comes for: Mooncake for 480 s, NIXL for its lease. Nobody can tell it that D is gone.
+				engineArgs: []string{"--lease", "3s", "--transfer-timeout", "5s"}})
+			for range 8 {
+				require.Equal(t, 200, f.post("/v1/chat/completions", pairBody).status)
+			}
+			for _, failure := range []struct{ leg, rule string }{
+				{"prefill", `{"mode":"status","status":500,"count":1}`}, {"prefill", `{"mode":"status","status":503,"count":2}`},
+				{"prefill", `{"mode":"reset-before-headers","count":1}`}, {"prefill", `{"mode":"slow","delay":"500ms","count":2}`},
+				{"decode", `{"mode":"status","status":500,"count":2}`}, {"decode", `{"mode":"reset-before-headers","count":2}`}, {"decode", `{"mode":"refuse","delay":"1s"}`},
+			} {
+				for _, stream := range []bool{false, true} {
+					t.Run(fmt.Sprintf("%s %s stream=%t", failure.leg, failure.rule, stream), func(t *testing.T) {
+						body, bad := pairBody, f.prefills[0]
+						if stream {
+							body = streamed(body)
+						}
+						if failure.leg == "decode" {
+							bad = f.decodes[0]
+						}
+						f.inject(bad, failure.rule)
+						if strings.Contains(failure.rule, "refuse") {
+							require.Eventually(t, func() bool { return !healthy(bad) }, 5*time.Second, 5*time.Millisecond)
+						}
+						for range 8 {
+							got := f.post("/v1/chat/completions", body)
+							require.Equal(t, 200, got.status, got.body)
+							require.NotContains(t, got.body, "error")
+						}
+						f.heal(bad)
+					})
+				}
+			}
+		})
+	}
+}
+
+// A client that leaves takes only D's answer with it: P's leg runs to its end, and so D has its blocks back.
+func TestPushClientLeaves(t *testing.T) {
+	for _, dialect := range []string{"mooncake", "nixl-push", "moriio"} {
+		t.Run(dialect, func(t *testing.T) {
+			f := start(t, options{dialect: dialect, engineArgs: []string{"--lease", "3s"}})
+			for range 16 { // P that is not known yet has its leg alone, which ends with its client
+				require.Equal(t, 200, f.post("/v1/chat/completions", pairBody).status)
+			}
+			for _, p := range f.prefills {
+				f.inject(p, `{"mode":"slow","delay":"1s"}`)
+			}
+			var all sync.WaitGroup
+			for i := range 6 {
+				all.Go(func() {
+					ctx, cancel := context.WithTimeout(t.Context(), time.Duration(100+100*i)*time.Millisecond)
+					defer cancel()
+					body := pairBody
+					if i%2 == 0 {
+						body = streamed(body)
+					}
+					_, err := f.try(ctx, http.MethodPost, "/v1/chat/completions", body)
+					require.ErrorIs(t, err, context.DeadlineExceeded)
+				})
+			}
+			all.Wait()
+			for _, p := range f.prefills {
+				for _, s := range f.requests("", p) {
+					require.NotEqual(t, "aborted", s.Outcome, "a prefill was cut")
+				}
+			}
+		})
+	}
+}
+
+// P2P-NCCL: engines register, the request id names both, and decode begins when prefill has sent.
+func TestP2PNCCL(t *testing.T) {
+	f := start(t, options{dialect: "p2p-nccl", prefills: 2, decodes: 2})
+	require.Eventually(t, func() bool {
+		return f.post("/v1/completions", `{"model":"tiny","prompt":"are you there","max_tokens":1}`).status == 200
+	}, 10*time.Second, 50*time.Millisecond, "engines do not register")
+	for _, api := range []int{0, 1, 3} { // chat, completions, messages
+		for _, stream := range []bool{false, true} {
+			t.Run(fmt.Sprintf("%s stream=%t", apis[api].name, stream), func(t *testing.T) {
+				body := apis[api].body
+				if stream {
+					body = streamed(body)
+				}
+				before := len(f.requests("", f.engines()...))
+				var got answer
+				require.Eventually(t, func() bool { // until all four have registered
+					got = f.post(apis[api].path, body)
+					return got.status == 200
+				}, 10*time.Second, 50*time.Millisecond, "%s", got.body)
+				require.NotContains(t, got.body, "Violation")
+				all := f.requests("", f.engines()...)
+				require.Greater(t, len(all), before)
+				for _, s := range all {
+					require.Regexp(t, `^___prefill_addr_127\.0\.0\.1:\d+___decode_addr_127\.0\.0\.1:\d+_[0-9a-f]{32}$`, s.RequestID)
+				}
+			})
+		}
+	}
+	t.Run("prefill fails", func(t *testing.T) {
+		f.inject(f.prefills[0], `{"mode":"status","status":500}`)
+		for range 6 {
+			got := f.post("/v1/chat/completions", pairBody)
+			require.Equal(t, 200, got.status, got.body)
+		}
+		f.heal(f.prefills[0])
+	})
+	t.Run("decode fails", func(t *testing.T) {
+		f.inject(f.decodes[0], `{"mode":"status","status":500}`)
+		for range 6 {
+			got := f.post("/v1/chat/completions", pairBody)
+			require.Equal(t, 200, got.status, got.body)
+		}
+		f.heal(f.decodes[0])
+	})
+	t.Run("a client leaves", func(t *testing.T) {
+		for _, p := range f.prefills {
+			f.inject(p, `{"mode":"slow","delay":"300ms","count":1}`)
+		}
+		ctx, cancel := context.WithTimeout(t.Context(), 100*time.Millisecond)
+		defer cancel()
+		_, err := f.try(ctx, http.MethodPost, "/v1/chat/completions", pairBody)
+		require.ErrorIs(t, err, context.DeadlineExceeded)
+	})
+	t.Run("nothing goes to decode alone", func(t *testing.T) {
+		got := f.post("/v1/completions", `{"model":"tiny","prompt":["a","b"],"max_tokens":1}`)
+		require.Equal(t, 400, got.status, got.body)
+	})
+}
+
+// Dialects in which D pulls with what P answered, one leg after the other, beside nixl.
+func TestOtherPulls(t *testing.T) {
+	for _, dialect := range []string{"mooncake-0.13", "moriio-read"} {
+		t.Run(dialect, func(t *testing.T) {
+			f := start(t, options{dialect: dialect, prefills: 3, decodes: 1, engineArgs: []string{"--transfer-timeout", "5s"}})
+			for _, api := range apis {
+				if dialect == "mooncake-0.13" && api.name == "responses" { // whose id is the engine's own: it stays with one
+					require.Equal(t, 200, f.post(api.path, api.body, "x-request-id", "whole").status)
+					require.Empty(t, f.requests("whole", f.prefills...))
+					continue
+				}
+				for _, stream := range []bool{false, true} {
+					body, id := api.body, fmt.Sprintf("pull-%s-%t", api.name, stream)
+					if stream {
+						body = streamed(body)
+					}
+					got := f.post(api.path, body, "x-request-id", id)
+					require.Equal(t, 200, got.status, got.body)
+					_, d := f.hops(id)
+					require.Positive(t, d.ExternalTokens, id)
+				}
+			}
+			f.inject(f.prefills[0], `{"mode":"status","status":500}`)
+			for range 6 {
+				require.Equal(t, 200, f.post("/v1/chat/completions", pairBody).status)
+			}
+		})
+	}
+}

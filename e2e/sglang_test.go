@@ -1,0 +1,306 @@
+package e2e
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net/http"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+)
+
+// Dialects whose legs run at once, over the real Envoy's mirrored leg. Every test ends with the fleet's account: no engine
+// holds a block, no key was used twice, no request still runs, nothing is booked.
+
+// sglangAPIs are requests of every kind that goes over two SGLang engines.
+var sglangAPIs = []struct{ name, path, body string }{
+	{"chat", "/v1/chat/completions", `{"model":"tiny","messages":[{"role":"user","content":"Both at once, please."}],"max_tokens":12}`},
+	{"completions", "/v1/completions", `{"model":"tiny","prompt":"Both at once, please.","max_tokens":12}`},
+	{"generate", "/generate", `{"text":"Both at once, please.","sampling_params":{"max_new_tokens":12}}`},
+	{"generate ids", "/generate", `{"input_ids":[1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,17],"sampling_params":{"max_new_tokens":12}}`},
+	{"generate batch", "/generate", `{"text":["one prompt","and another","and a third"],"sampling_params":{"max_new_tokens":5}}`},
+	{"completions batch", "/v1/completions", `{"model":"tiny","prompt":["one prompt","and another"],"max_tokens":5}`},
+	{"several choices", "/v1/chat/completions", `{"model":"tiny","messages":[{"role":"user","content":"x y z"}],"max_tokens":5,"n":3}`},
+	{"batch of choices", "/v1/completions", `{"model":"tiny","prompt":["one prompt","and another"],"max_tokens":5,"n":2}`},
+	{"responses", "/v1/responses", `{"model":"tiny","input":"Both at once, please.","max_output_tokens":12}`},
+	{"messages", "/v1/messages", `{"model":"tiny","max_tokens":12,"messages":[{"role":"user","content":"Both at once, please."}]}`},
+}
+
+func TestSGLangPairs(t *testing.T) {
+	for _, shape := range []struct{ prefills, decodes int }{{2, 2}, {3, 1}} {
+		t.Run(fmt.Sprintf("%dP%dD", shape.prefills, shape.decodes), func(t *testing.T) {
+			f := start(t, options{dialect: "sglang", prefills: shape.prefills, decodes: shape.decodes})
+			for _, api := range sglangAPIs {
+				for _, stream := range []bool{false, true} {
+					t.Run(fmt.Sprintf("%s stream=%t", api.name, stream), func(t *testing.T) {
+						body := api.body
+						if stream {
+							body = strings.Replace(body, "{", `{"stream":true,`, 1)
+						}
+						id := fmt.Sprintf("pair-%s-%t", strings.ReplaceAll(api.name, " ", "-"), stream)
+						got := f.post(api.path, body, "x-request-id", id)
+						require.Equal(t, 200, got.status, got.body)
+						require.NotContains(t, got.body, "Violation")
+						require.Empty(t, got.header.Get("x-tandem-ticket"))
+						p, d := f.hops(id)
+						require.Positive(t, d.ExternalTokens, "decode got the prompt's blocks from prefill")
+						require.Equal(t, stream, strings.Contains(d.Body, `"stream":true`))
+						require.NotContains(t, p.Body, `"stream":true`)
+						room := member(t, d.Body, "bootstrap_room")
+						require.Equal(t, room, member(t, p.Body, "bootstrap_room"), "one room")
+						if stream {
+							require.Greater(t, len(got.events()), 2)
+							return
+						}
+						require.Equal(t, body, without(t, d.Body, "bootstrap_host", "bootstrap_port", "bootstrap_room"), "the client's own bytes")
+					})
+				}
+			}
+			require.Eventually(t, func() bool {
+				return metric(t, f.admins[0], "tandem_hop_duration_seconds_count", `hop="prefill"`, `result="ok"`) == float64(2*len(sglangAPIs)) &&
+					metric(t, f.admins[0], "tandem_hop_duration_seconds_count", `hop="decode"`, `result="ok"`) == float64(2*len(sglangAPIs))
+			}, 5*time.Second, 20*time.Millisecond, "both hops are counted and timed")
+		})
+	}
+}
+
+// member is the JSON text of a member of a body.
+func member(t *testing.T, body, name string) string {
+	t.Helper()
+	var members map[string]json.RawMessage
+	require.NoError(t, json.Unmarshal([]byte(body), &members), body)
+	return string(members[name])
+}
+
+// without cuts members that stand right after the opening brace.
+func without(t *testing.T, body string, names ...string) string {
+	t.Helper()
+	for _, name := range names {
+		head := `{"` + name + `":`
+		require.True(t, strings.HasPrefix(body, head), "%.200s", body)
+		d := json.NewDecoder(strings.NewReader(body[len(head):]))
+		var raw json.RawMessage
+		require.NoError(t, d.Decode(&raw))
+		body = "{" + strings.TrimPrefix(body[len(head)+int(d.InputOffset()):], ",")
+	}
+	return body
+}
+
+const pairBody = `{"model":"tiny","messages":[{"role":"user","content":"A prompt that is long enough to fill a few blocks of KV cache, for both legs."}],"max_tokens":8}`
+
+func streamed(body string) string { return strings.Replace(body, "{", `{"stream":true,`, 1) }
+
+// A leg that fails before the answer began: D is cut, and another pair answers with a room of its own.
+func TestSGLangFailures(t *testing.T) {
+	for _, replicas := range []int{1, 2} { // with two, the legs of a request are often served by different ones
+		t.Run(fmt.Sprintf("%d replicas", replicas), func(t *testing.T) {
+			sglangFailures(t, start(t, options{dialect: "sglang", replicas: replicas, pool: "  prefillTimeout: {base: 1s}\n"}))
+		})
+	}
+}
+
+func sglangFailures(t *testing.T, f *fleet) {
+	replans := func(leg string) (sum float64) {
+		for _, admin := range f.admins {
+			sum += metric(t, admin, "tandem_replans_total", `cause="`+leg+`"`)
+		}
+		return sum
+	}
+	for _, failure := range []struct{ leg, rule string }{
+		{"prefill", `{"mode":"status","status":500}`}, {"prefill", `{"mode":"status","status":503}`}, {"prefill", `{"mode":"reset-before-headers"}`},
+		{"prefill", `{"mode":"hang"}`}, {"prefill", `{"mode":"garbage-body"}`}, {"prefill", `{"mode":"refuse","delay":"2s"}`},
+		{"decode", `{"mode":"status","status":500}`}, {"decode", `{"mode":"reset-before-headers"}`}, {"decode", `{"mode":"refuse","delay":"2s"}`},
+	} {
+		for _, stream := range []bool{false, true} {
+			t.Run(fmt.Sprintf("%s %s stream=%t", failure.leg, failure.rule, stream), func(t *testing.T) {
+				body, bad := pairBody, f.prefills[0]
+				if stream {
+					body = streamed(body)
+				}
+				if failure.leg == "decode" {
+					bad = f.decodes[0]
+				}
+				before := replans(failure.leg)
+				f.inject(bad, failure.rule)
+				if strings.Contains(failure.rule, "refuse") {
+					require.Eventually(t, func() bool { return !healthy(bad) }, 5*time.Second, 5*time.Millisecond)
+				}
+				for i := range 8 {
+					got := f.post("/v1/chat/completions", body, "x-request-id", fmt.Sprintf("fails-%d", i))
+					require.Equal(t, 200, got.status, got.body)
+					require.NotContains(t, got.body, "error")
+				}
+				require.Greater(t, replans(failure.leg), before)
+				f.heal(bad)
+			})
+		}
+	}
+}
+
+func healthy(e *engine) bool {
+	resp, err := http.Get("http://" + e.addr + "/health")
+	return err == nil && resp.Body.Close() == nil && resp.StatusCode == 200
+}
+
+// heal takes an engine's failures away, and waits until Tandem has it back.
+func (f *fleet) heal(e *engine) {
+	f.t.Helper()
+	require.Eventually(f.t, func() bool { return healthy(e) }, 10*time.Second, 10*time.Millisecond)
+	req, err := http.NewRequest(http.MethodDelete, "http://"+e.addr+"/sim/fail", nil)
+	require.NoError(f.t, err)
+	resp, err := client.Do(req)
+	require.NoError(f.t, err)
+	_ = resp.Body.Close()
+	require.Eventually(f.t, func() bool {
+		for _, admin := range f.admins {
+			var state struct {
+				Pools []struct{ Endpoints []struct{ Failed bool } }
+			}
+			if err := getJSON(admin+"/debug/state", &state); err != nil {
+				return false
+			}
+			for _, p := range state.Pools {
+				for _, e := range p.Endpoints {
+					if e.Failed {
+						return false
+					}
+				}
+			}
+		}
+		return true
+	}, 10*time.Second, 20*time.Millisecond, "an endpoint stays marked as failed")
+}
+
+// Without a pair that works there is an answer all the same: an error, in OpenAI's shape.
+func TestSGLangWithoutPrefill(t *testing.T) {
+	f := start(t, options{dialect: "sglang", pool: "  prefillTimeout: {base: 1s}\n"})
+	for _, p := range f.prefills {
+		f.inject(p, `{"mode":"status","status":500}`)
+	}
+	got := f.post("/v1/chat/completions", pairBody)
+	require.Equal(t, 503, got.status, got.body)
+	require.Contains(t, got.body, `"endpoint_failed"`)
+}
+
+// What an engine finds wrong with a request is the client's answer, whichever engine finds it first.
+func TestSGLangRefusals(t *testing.T) {
+	f := start(t, options{dialect: "sglang"})
+	for range 10 {
+		got := f.post("/v1/chat/completions", `{"model":"tiny","messages":[],"max_tokens":3}`)
+		require.Equal(t, 400, got.status, got.body)
+		require.Contains(t, got.body, "BadRequest")
+	}
+	require.Zero(t, metric(t, f.admins[0], "tandem_replans_total"))
+}
+
+// A client that leaves takes both legs with it: P waits for D, D for P, and neither hears of the other's end.
+func TestSGLangClientLeaves(t *testing.T) {
+	for name, rule := range map[string]string{"while prefill is slow": "prefill", "while decode is slow": "decode"} {
+		for _, replicas := range []int{1, 2} {
+			t.Run(fmt.Sprintf("%s, %d replicas", name, replicas), func(t *testing.T) {
+				f := start(t, options{dialect: "sglang", replicas: replicas})
+				engines := f.prefills
+				if rule == "decode" {
+					engines = f.decodes
+				}
+				for _, e := range engines {
+					f.inject(e, `{"mode":"slow","delay":"3s"}`)
+				}
+				var all sync.WaitGroup
+				for i := range 6 {
+					all.Go(func() {
+						ctx, cancel := context.WithTimeout(t.Context(), time.Duration(300+100*i)*time.Millisecond)
+						defer cancel()
+						body := pairBody
+						if i%2 == 0 {
+							body = streamed(body)
+						}
+						_, err := f.try(ctx, http.MethodPost, "/v1/chat/completions", body)
+						require.ErrorIs(t, err, context.DeadlineExceeded)
+					})
+				}
+				all.Wait()
+				require.Eventually(t, func() bool {
+					held := 0.0
+					for _, e := range f.engines() {
+						held += metric(t, "http://"+e.addr, "enginesim_blocks_held") + metric(t, "http://"+e.addr, "vllm:num_requests_running")
+					}
+					return held == 0
+				}, 5*time.Second, 20*time.Millisecond, "a leg is still under way")
+			})
+		}
+	}
+}
+
+// A replica that dies cuts no answer: neither one that has begun nor one that has not.
+func TestSGLangReplicaDies(t *testing.T) {
+	f := start(t, options{dialect: "sglang", replicas: 2, engineArgs: []string{"--decode-step", "40ms", "--prefill-speed", "200"}})
+	var all sync.WaitGroup
+	errs := make(chan error, 64)
+	for i := range 16 {
+		all.Go(func() {
+			time.Sleep(time.Duration(i) * 40 * time.Millisecond) // at every stage of an answer when the replica dies
+			body := strings.Replace(pairBody, `"max_tokens":8`, `"max_tokens":40`, 1)
+			if i%2 == 0 {
+				body = streamed(body)
+			}
+			got, err := f.try(t.Context(), http.MethodPost, "/v1/chat/completions", body)
+			switch {
+			case err != nil:
+				errs <- err
+			case got.status != 200 || strings.Contains(got.body, "error"):
+				errs <- fmt.Errorf("%d %s", got.status, got.body)
+			case i%2 == 0 && len(got.events()) < 40:
+				errs <- errors.New("a stream was cut")
+			}
+		})
+	}
+	time.Sleep(400 * time.Millisecond)
+	require.NoError(t, f.tandems[0].cmd.Process.Kill())
+	all.Wait()
+	close(errs)
+	for err := range errs {
+		require.NoError(t, err)
+	}
+}
+
+// Many at once, streamed and not, some of which leave: everybody else is answered, and nothing is left anywhere.
+func TestSGLangCrowd(t *testing.T) {
+	f := start(t, options{dialect: "sglang", prefills: 3, decodes: 2, replicas: 2})
+	var all sync.WaitGroup
+	errs := make(chan error, 400)
+	for c := range 16 {
+		all.Go(func() {
+			for i := range 25 {
+				ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+				leaves := (c+i)%7 == 0
+				if leaves {
+					cancel()
+					ctx, cancel = context.WithTimeout(t.Context(), time.Duration(1+i%5)*time.Millisecond)
+				}
+				body := strings.Replace(pairBody, "A prompt", fmt.Sprintf("Client %d request %d", c, i), 1)
+				if i%2 == 0 {
+					body = streamed(body)
+				}
+				got, err := f.try(ctx, http.MethodPost, "/v1/chat/completions", body)
+				cancel()
+				if leaves {
+					continue
+				}
+				if err != nil || got.status != 200 {
+					errs <- fmt.Errorf("%w %d %s", err, got.status, got.body)
+				}
+			}
+		})
+	}
+	all.Wait()
+	close(errs)
+	for err := range errs {
+		require.NoError(t, err)
+	}
+}

@@ -1,0 +1,227 @@
+package extproc
+
+import (
+	"cmp"
+	"errors"
+	"slices"
+	"time"
+
+	"tandem/extproc/kvtransfer"
+	"tandem/extproc/openai"
+	"tandem/kvstate"
+	"tandem/picker"
+)
+
+// Some engines hand KV over while both legs run: P sends, D receives, each needs the other. For those pass 1 names both
+// endpoints at once, and Envoy sends the request to D through the listener decode-leg and a copy of it to P through the
+// listener prefill-mirror (docs/adr/0010). The body that leaves pass 1 is P's; decode-leg's filter makes D's of it with
+// the ticket's undo, as pass 2 does where the legs follow each other.
+//
+// concurrent.go plans the attempt, decodeleg.go and mirroredleg.go serve the legs, pairs.go is where they meet.
+
+// pairRoute is what a route says of the second leg.
+type pairRoute struct {
+	prefill *kvstate.Endpoint
+	mirror  string // one of the mirror constants
+	told    kvtransfer.Told
+}
+
+// isSGLang reports whether POST /generate, which names no model, is SGLang's here.
+func (x *exchange) isSGLang() bool {
+	pool := x.s.State.PoolFor("")
+	if pool == nil {
+		return false
+	}
+	c := x.s.Pools[pool.Spec.Name].Concurrent
+	return c != nil && c.Name() == "sglang"
+}
+
+// concurrent plans a request to a pool whose legs run at once.
+func (x *exchange) concurrent(pool *kvstate.Pool, policy Policy, a attempt) (route, error) {
+	dialect := policy.Concurrent
+	if x.body.len() > x.s.SplitBodyBytes && policy.RefuseLong {
+		return route{}, openai.TooLarge(x.s.SplitBodyBytes)
+	}
+	if why := x.whyNoPair(policy, a); why != "" && !a.alone {
+		a.alone, a.why = true, why
+	}
+	if dialect.DecodesAlone() {
+		if holder, stored := x.holder(pool); stored {
+			return x.toHolder(pool, holder)
+		}
+	}
+	x.hashes = x.req.PromptHash(x.hashes[:0], blockBytes, maxBlocks)
+	tokens := pool.PromptTokens(x.body.len())
+	if !a.alone {
+		r, err := x.pairUp(pool, policy, tokens, &a)
+		if r.leg != "" || err != nil {
+			return r, err
+		}
+	}
+	x.s.State.View(pool, x.hashes, &x.view)
+	if !dialect.DecodesAlone() { // then only an engine that was not started for one leg can
+		x.view.Endpoints = slices.DeleteFunc(x.view.Endpoints, func(c kvstate.Candidate) bool { return c.Endpoint.Role != kvstate.RoleBoth })
+		if len(x.view.Endpoints) == 0 {
+			return route{}, x.refusePair(a)
+		}
+	}
+	choice, err := picker.Pick(&picker.Request{PromptTokens: tokens, Blocks: len(x.hashes), Excluded: a.excluded, Rand: random()}, &x.view)
+	if err != nil {
+		return route{}, noEndpoint(pool, err)
+	}
+	if err := a.exhausted(policy, x.view.Endpoints[choice.Decode].Endpoint.Addr); err != nil {
+		return route{}, err
+	}
+	return x.decodeAlone(pool, policy, choice, tokens, a)
+}
+
+// whyNoPair says why a request does not go over two legs, "" if it may.
+func (x *exchange) whyNoPair(policy Policy, a attempt) string {
+	switch {
+	case !policy.Split:
+		return "policy"
+	case x.body.len() > x.s.SplitBodyBytes:
+		return "body_too_long"
+	case a.redirects+1 >= x.s.MaxRedirects: // a leg that fails needs one
+		return "redirects_spent"
+	case a.prefills >= cmp.Or(policy.PrefillAttempts, 3):
+		return "attempts_spent"
+	}
+	return policy.Concurrent.Unpairable(&x.req)
+}
+
+// refusePair is what a client is told whose request no pair can answer, and no engine alone.
+func (x *exchange) refusePair(a attempt) error {
+	switch a.why {
+	case "body_too_long":
+		return openai.TooLarge(x.s.SplitBodyBytes)
+	case "attempts_spent", "redirects_spent", "prefill_failed":
+		return openai.Unavailable("endpoint_failed", "every pair of endpoints that was tried has failed this request", time.Second)
+	case "no_prefill", "unknown_peer", "policy":
+	default:
+		return openai.BadRequest("not_over_two_engines", "", "a request of this kind ("+a.why+") needs an engine that is not split into prefill and decode, and there is none here")
+	}
+	return openai.Unavailable("no_endpoint", "no pair of endpoints can take this request now", time.Second)
+}
+
+// pairUp plans both legs. A route without leg means that there is no pair, or that undoing P's leg would take more than a
+// ticket holds; a.why says which.
+func (x *exchange) pairUp(pool *kvstate.Pool, policy Policy, tokens int64, a *attempt) (route, error) {
+	dialect := policy.Concurrent
+	x.s.State.View(pool, x.hashes, &x.view)
+	if !dialect.DecodesAlone() { // engines are started for one leg or for none
+		x.view.Endpoints = slices.DeleteFunc(x.view.Endpoints, func(c kvstate.Candidate) bool { return c.Endpoint.Role == kvstate.RoleBoth })
+	}
+	c, ok := x.pickPair(tokens, a.excluded)
+	if !ok {
+		if a.why = "no_prefill"; len(a.excluded) > 0 {
+			a.why = "prefill_failed"
+		}
+		return route{}, nil
+	}
+	p, d := x.view.Endpoints[c.Prefill], x.view.Endpoints[c.Decode]
+	legs := kvtransfer.Legs{ID: newTicketID(), RequestID: x.requestID, Prefill: p.Endpoint, Decode: d.Endpoint}
+	if policy.Peers != nil {
+		legs.Peer, _ = policy.Peers.Lookup(x.stream.Context(), p.Endpoint)
+		legs.DecodePeer = policy.Peers.Known(d.Endpoint.Addr)
+	}
+	x.patch.Reset(&x.req)
+	told, err := dialect.Plan(&x.req, &x.patch, &legs)
+	if errors.Is(err, kvtransfer.ErrUnknownPeer) {
+		a.why = "unknown_peer"
+		if policy.Dialect == nil || a.redirects+2 >= x.s.MaxRedirects {
+			return route{}, nil
+		}
+		r, why, err := x.prefill(pool, policy, c, tokens, *a) // one leg after the other, which tells who P is
+		if why != "" {
+			a.why = why
+		}
+		return r, err
+	}
+	if err != nil {
+		return route{}, err
+	}
+	edits := x.patch.Edits()
+	x.undo = edits.Inverse(x.undo[:0], x.body.bytes())
+	if x.undo.Size() > kvtransfer.MaxUndoBytes {
+		a.why = "undo_too_large"
+		return route{}, nil
+	}
+	r := route{leg: legPair, endpoint: d.Endpoint, edits: edits, pair: &pairRoute{p.Endpoint, mirrorKeep, told}}
+	if dialect.CancelsPrefill() {
+		r.pair.mirror = mirrorCancel
+	}
+	t := kvtransfer.Ticket{
+		ID: legs.ID, Stage: kvtransfer.PairLegs, Expires: time.Now().Add(x.s.TicketTTL), Started: a.started,
+		Pool: pool.Spec.Name, Prefill: p.Endpoint.Addr, Decode: d.Endpoint.Addr, Split: true,
+		Redirects: a.redirects, Prefills: a.prefills + 1, Excluded: a.excluded,
+		Undo: x.undo, BodyBytes: edits.Len(x.body.len()), PromptTokens: tokens, Params: told.Decode,
+	}
+	uncached := tokens - tokens*int64(p.Hit)/int64(max(len(x.hashes), 1))
+	r.booked[0] = x.reserve(p.Endpoint, kvstate.RolePrefill, a.redirects, uncached)
+	r.booked[1] = x.reserve(d.Endpoint, kvstate.RoleDecode, a.redirects, tokens)
+	t.Reservations = [2]uint64{uint64(r.booked[0]), uint64(r.booked[1])}
+	x.s.State.Routed(pool, p.Endpoint, x.hashes)
+	x.planned(pool, "pair", "", p.Endpoint, d.Endpoint, tokens)
+	return x.seal(r, &t)
+}
+
+// maxTries is how often one endpoint may fail a request: where there is no other, a second try meets one that came back.
+const maxTries = 2
+
+func failedBefore(excluded []string, addr string) (times int) {
+	for _, e := range excluded {
+		if e == addr {
+			times++
+		}
+	}
+	return times
+}
+
+// pickPair chooses a pair of the view. Endpoints that failed the request are taken where there is no other, but not
+// oftener than maxTries.
+func (x *exchange) pickPair(tokens int64, excluded []string) (picker.Choice, bool) {
+	r := picker.Request{PromptTokens: tokens, Blocks: len(x.hashes), Split: true, Excluded: excluded, Rand: random()}
+	c, err := picker.Pick(&r, &x.view)
+	if err == nil && c.Prefill >= 0 {
+		return c, true
+	}
+	r.Excluded = slices.DeleteFunc(slices.Clone(excluded), func(addr string) bool { return failedBefore(excluded, addr) < maxTries })
+	if len(r.Excluded) == len(excluded) {
+		return c, false
+	}
+	c, err = picker.Pick(&r, &x.view)
+	return c, err == nil && c.Prefill >= 0
+}
+
+// setPairHeaders writes what the two legs need beside what every route has, or removes what an earlier pass left.
+func (x *exchange) setPairHeaders(p *pairRoute) {
+	h := &x.headers
+	set := func(name, value string) {
+		if value != "" {
+			h.add(name, []byte(value))
+		} else if len(x.msg.headers.clientID) > 0 {
+			h.drop(name)
+		}
+	}
+	if p == nil {
+		if len(x.msg.headers.clientID) == 0 {
+			return
+		}
+		for _, name := range [...]string{headerPrefillEndpoint, headerPrefillScheme, headerMirror, headerClientID, headerLegID, headerPrefillRank, headerDecodeRank} {
+			h.drop(name)
+		}
+		return
+	}
+	scheme := p.prefill.Scheme
+	if scheme == "http" {
+		scheme = ""
+	}
+	set(headerPrefillEndpoint, p.prefill.Addr)
+	set(headerPrefillScheme, scheme)
+	set(headerMirror, p.mirror)
+	set(headerClientID, x.requestID)
+	set(headerLegID, p.told.RequestID)
+	set(headerPrefillRank, p.told.PrefillRank)
+	set(headerDecodeRank, p.told.DecodeRank)
+}

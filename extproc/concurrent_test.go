@@ -1,0 +1,385 @@
+package extproc
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"io"
+	"strconv"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	logdatav3 "github.com/envoyproxy/go-control-plane/envoy/data/accesslog/v3"
+	filterv3 "github.com/envoyproxy/go-control-plane/envoy/extensions/filters/http/ext_proc/v3"
+	logv3 "github.com/envoyproxy/go-control-plane/envoy/service/accesslog/v3"
+	extprocv3 "github.com/envoyproxy/go-control-plane/envoy/service/ext_proc/v3"
+	"github.com/stretchr/testify/require"
+	"google.golang.org/grpc/metadata"
+
+	"tandem/extproc/kvtransfer"
+	"tandem/kvstate"
+)
+
+// These tests play the two legs of a request that both run at once, as Envoy's listeners decode-leg and prefill-mirror do.
+
+// pairStand is a server with a pool of SGLang endpoints.
+func pairStand(t *testing.T, dialect string, endpoints ...string) *stand {
+	s := newStand(t, Options{})
+	s.server.Pools = map[string]Policy{"chat": {
+		Concurrent: kvtransfer.NewConcurrent(dialect), Split: true, PrefillAttempts: 3, PrefillTimeout: 30 * time.Second,
+	}}
+	var eps []kvstate.EndpointSpec
+	for _, e := range endpoints {
+		eps = append(eps, kvstate.EndpointSpec{Name: e, Addr: addressOf(e), Role: roleOf(e)})
+	}
+	s.state.SetPool(kvstate.PoolSpec{Name: "chat", Models: []string{"*"}}, eps)
+	return s
+}
+
+// leg is a stream of one of the leg listeners' filters.
+type leg struct {
+	t      *testing.T
+	stream extprocv3.ExternalProcessor_ProcessClient
+	cancel context.CancelFunc
+}
+
+func (s *stand) leg(role string) *leg {
+	ctx, cancel := context.WithCancel(metadata.AppendToOutgoingContext(s.t.Context(), "x-tandem-role", role))
+	s.t.Cleanup(cancel)
+	stream, err := s.ext.Process(ctx)
+	require.NoError(s.t, err)
+	return &leg{s.t, stream, cancel}
+}
+
+// decode begins the decode leg, and gives the body that D gets.
+func (q *request) decode(s *stand) (l *leg, body string) {
+	l = s.leg(roleDecodeLeg)
+	headers, parts := q.messages()
+	require.NoError(l.t, l.stream.Send(headers))
+	for _, m := range parts {
+		require.NoError(l.t, l.stream.Send(m))
+	}
+	v := &verdict{set: map[string]string{}}
+	v.takeStreamed(l.t, l.stream, true, false)
+	require.Zero(l.t, v.status(), "%v", v.immediate)
+	return l, string(v.body)
+}
+
+// mirror begins the mirrored leg.
+func (q *request) mirror(s *stand) *leg {
+	l := s.leg(roleMirror)
+	q.mode = filterv3.ProcessingMode_NONE
+	headers, _ := q.messages()
+	q.mode = filterv3.ProcessingMode_FULL_DUPLEX_STREAMED
+	require.NoError(l.t, l.stream.Send(headers))
+	r, err := l.stream.Recv()
+	require.NoError(l.t, err)
+	require.NotNil(l.t, r.GetRequestHeaders(), "%v", r)
+	return l
+}
+
+// answer is the engine's, on its way through the leg.
+func (l *leg) answer(status int, body string) {
+	require.NoError(l.t, l.stream.Send(&extprocv3.ProcessingRequest{Request: &extprocv3.ProcessingRequest_ResponseHeaders{
+		ResponseHeaders: &extprocv3.HttpHeaders{Headers: headerMap(":status", strconv.Itoa(status)), EndOfStream: body == ""},
+	}}))
+	if body != "" {
+		require.NoError(l.t, l.stream.Send(&extprocv3.ProcessingRequest{Request: &extprocv3.ProcessingRequest_ResponseBody{
+			ResponseBody: &extprocv3.HttpBody{Body: []byte(body), EndOfStream: true},
+		}}))
+	}
+}
+
+func (l *leg) receive() *extprocv3.ProcessingResponse {
+	l.t.Helper()
+	r, err := l.stream.Recv()
+	require.NoError(l.t, err)
+	return r
+}
+
+// ended is a stream that the server has ended in peace, which Envoy takes for leave to carry on.
+func (l *leg) ended() {
+	l.t.Helper()
+	_, err := l.stream.Recv()
+	require.ErrorIs(l.t, err, io.EOF)
+}
+
+// redirected takes the 307 that cuts a decode leg.
+func (l *leg) redirected(q *request) {
+	l.t.Helper()
+	i := l.receive().GetImmediateResponse()
+	require.NotNil(l.t, i)
+	require.EqualValues(l.t, 307, i.GetStatus().GetCode())
+	for _, h := range i.GetHeaders().GetSetHeaders() {
+		if h.GetHeader().GetKey() == headerTicket {
+			q.taken = string(h.GetHeader().GetRawValue())
+		}
+	}
+	q.follow()
+}
+
+const goodPrefill = `{"choices":[{"finish_reason":"length"}],"usage":{"prompt_tokens":12}}`
+
+// pass1 sends a chat request through the main filter.
+func pass1(s *stand, id string) (q *request, v *verdict) {
+	q = s.newRequest("/v1/chat/completions", id, `{"model":"m","messages":[],"stream":true,"max_tokens":9}`)
+	v = q.pass()
+	require.Zero(s.t, v.status(), "%v", v.immediate)
+	return q, v
+}
+
+func room(t *testing.T, body string) string {
+	var b struct{ Bootstrap_room json.Number } //nolint:revive // as it is written
+	require.NoError(t, json.Unmarshal([]byte(body), &b), body)
+	return b.Bootstrap_room.String()
+}
+
+func inBubble(t *testing.T, endpoints []string, test func(t *testing.T, s *stand)) {
+	synctest.Test(t, func(t *testing.T) {
+		s := pairStand(t, "sglang", endpoints...)
+		test(t, s)
+		synctest.Wait()
+		require.Zero(t, s.state.Reservations(), "something stays booked")
+		require.Zero(t, s.server.held.Load())
+	})
+}
+
+var twoAndTwo = []string{"p1", "p2", "d1", "d2"}
+
+func TestPairGoesWell(t *testing.T) {
+	inBubble(t, twoAndTwo, func(t *testing.T, s *stand) {
+		q, v := pass1(s, "well")
+		require.Equal(t, legPair, v.set[headerLeg])
+		require.Equal(t, mirrorCancel, v.set[headerMirror])
+		require.Equal(t, "well", v.set[headerClientID])
+		require.NotEmpty(t, v.set[headerPrefillEndpoint])
+		d, body := q.decode(s)
+		require.Equal(t, room(t, string(q.body)), room(t, body), "one room")
+		require.Contains(t, body, `"model":"m","messages":[],"stream":true,"max_tokens":9}`)
+		require.Contains(t, string(q.body), `"stream":false`)
+		p := q.mirror(s)
+
+		d.answer(200, "") // a stream's headers come before there is a token
+		require.Equal(t, 31*time.Second, d.receive().GetOverrideMessageTimeout().AsDuration(), "held, and Envoy told to be patient")
+		p.answer(200, goodPrefill)
+		require.NotNil(t, p.receive().GetResponseHeaders())
+		require.True(t, p.receive().GetResponseBody().GetResponse().GetBodyMutation().GetStreamedResponse().GetEndOfStream())
+		require.NotNil(t, d.receive().GetResponseHeaders(), "now they may go")
+		d.ended()
+		s.log(q.entry(200, "via_upstream"))
+	})
+}
+
+// Without headers to hold, the stream simply ends with P's good answer.
+func TestPairLetsGo(t *testing.T) {
+	inBubble(t, twoAndTwo, func(_ *testing.T, s *stand) {
+		q, _ := pass1(s, "lets-go")
+		d, _ := q.decode(s)
+		q.mirror(s).answer(200, goodPrefill)
+		d.ended()
+		s.log(q.entry(200, "via_upstream"))
+	})
+}
+
+func TestPairPrefillFails(t *testing.T) {
+	for name, answer := range map[string]struct {
+		status int
+		body   string
+	}{"500": {500, "oops"}, "503 of Envoy": {503, ""}, "nonsense": {200, "<html>"}, "429": {429, "{}"}} {
+		t.Run(name, func(t *testing.T) {
+			inBubble(t, twoAndTwo, func(t *testing.T, s *stand) {
+				q, first := pass1(s, "fails")
+				d, body := q.decode(s)
+				q.mirror(s).answer(answer.status, answer.body)
+				d.redirected(q)
+				second := q.pass()
+				require.Equal(t, legPair, second.set[headerLeg])
+				require.NotEqual(t, first.set[headerPrefillEndpoint], second.set[headerPrefillEndpoint], "another P")
+				require.NotEqual(t, room(t, body), room(t, string(q.body)), "another room")
+				d, _ = q.decode(s)
+				q.mirror(s).answer(200, goodPrefill)
+				d.ended()
+				s.log(q.entry(200, "via_upstream"))
+			})
+		})
+	}
+}
+
+// P's verdict may be in before D's leg has begun.
+func TestPairPrefillIsFaster(t *testing.T) {
+	inBubble(t, twoAndTwo, func(t *testing.T, s *stand) {
+		q, _ := pass1(s, "faster")
+		p := q.mirror(s)
+		p.answer(500, "")
+		p.receive()
+		synctest.Wait()
+		d, _ := q.decode(s)
+		d.redirected(q)
+		s.log(q.entry(0, "downstream_remote_disconnect"))
+	})
+}
+
+func TestPairRefused(t *testing.T) {
+	inBubble(t, twoAndTwo, func(t *testing.T, s *stand) {
+		q, _ := pass1(s, "refused")
+		d, _ := q.decode(s)
+		q.mirror(s).answer(400, `{"error":"of P"}`)
+		i := d.receive().GetImmediateResponse()
+		require.EqualValues(t, 400, i.GetStatus().GetCode())
+		require.Equal(t, `{"error":"of P"}`, string(i.GetBody()))
+		s.log(q.entry(400, "tandem_prefill_refused"))
+	})
+}
+
+// D's end is P's too.
+func TestPairDecodeFails(t *testing.T) {
+	inBubble(t, twoAndTwo, func(t *testing.T, s *stand) {
+		q, first := pass1(s, "decode")
+		d, _ := q.decode(s)
+		p := q.mirror(s)
+		d.answer(503, "")
+		d.redirected(q)
+		require.EqualValues(t, 503, p.receive().GetImmediateResponse().GetStatus().GetCode(), "cut")
+		second := q.pass()
+		require.NotEqual(t, first.set[headerEndpoint], second.set[headerEndpoint], "another D")
+		s.log(q.entry(0, "downstream_remote_disconnect"))
+	})
+}
+
+func TestPairClientLeaves(t *testing.T) {
+	inBubble(t, twoAndTwo, func(t *testing.T, s *stand) {
+		q, _ := pass1(s, "leaves")
+		d, _ := q.decode(s)
+		p := q.mirror(s)
+		d.cancel()
+		require.EqualValues(t, 503, p.receive().GetImmediateResponse().GetStatus().GetCode())
+		s.log(q.entry(0, "downstream_remote_disconnect"))
+	})
+}
+
+func TestPairTimeIsUp(t *testing.T) {
+	inBubble(t, twoAndTwo, func(t *testing.T, s *stand) {
+		began := time.Now()
+		q, _ := pass1(s, "time")
+		d, _ := q.decode(s)
+		p := q.mirror(s)
+		d.redirected(q)
+		require.Equal(t, 30*time.Second, time.Since(began))
+		require.EqualValues(t, 503, p.receive().GetImmediateResponse().GetStatus().GetCode())
+		s.log(q.entry(0, "downstream_remote_disconnect"))
+	})
+}
+
+// Two replicas serve a leg each: what one has to know of the other comes by Envoy's access log.
+func TestPairOverTwoReplicas(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		one := pairStand(t, "sglang", twoAndTwo...)
+		two := pairStand(t, "sglang", twoAndTwo...)
+		two.server.Keys = one.server.Keys
+
+		q, _ := pass1(one, "prefill-fails")
+		d, _ := q.decode(one)
+		p := q.mirror(two)
+		p.answer(500, "")
+		p.receive()
+		one.logMirror(q, 500)
+		d.redirected(q)
+		one.log(q.entry(0, "downstream_remote_disconnect"))
+
+		q, _ = pass1(one, "client-leaves")
+		d, _ = q.decode(one)
+		p = q.mirror(two)
+		d.cancel()
+		two.log(q.entry(0, "downstream_remote_disconnect"))
+		require.EqualValues(t, 503, p.receive().GetImmediateResponse().GetStatus().GetCode())
+		one.log(q.entry(0, "downstream_remote_disconnect"))
+
+		q, _ = pass1(one, "well")
+		d, _ = q.decode(one)
+		q.mirror(two).answer(200, goodPrefill)
+		one.logMirror(q, 200)
+		d.ended()
+		one.log(q.entry(200, "via_upstream"))
+		synctest.Wait()
+		require.Zero(t, one.state.Reservations())
+	})
+}
+
+// logMirror is the mirrored leg's access log entry.
+func (s *stand) logMirror(q *request, status int) {
+	stream, err := s.logs.StreamAccessLogs(s.t.Context())
+	require.NoError(s.t, err)
+	e := q.entry(status, "via_upstream")
+	e.Request.RequestId = "another"
+	e.Request.RequestHeaders[headerClientID] = q.headers[headerClientID]
+	require.NoError(s.t, stream.Send(&logv3.StreamAccessLogsMessage{
+		Identifier: &logv3.StreamAccessLogsMessage_Identifier{LogName: logNameMirror},
+		LogEntries: &logv3.StreamAccessLogsMessage_HttpLogs{HttpLogs: &logv3.StreamAccessLogsMessage_HTTPAccessLogEntries{LogEntry: []*logdatav3.HTTPAccessLogEntry{e}}},
+	}))
+	_, err = stream.CloseAndRecv()
+	require.True(s.t, err == nil || errors.Is(err, io.EOF) || err.Error() != "", "%v", err)
+}
+
+// Where no pair is left there is an answer, and engines started for neither leg take what pairs cannot.
+func TestPairAlternatives(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		s := pairStand(t, "sglang", "p1", "d1", "b1")
+		q := s.newRequest("/v1/responses", "stored", `{"model":"m","input":"x","store":true}`)
+		v := q.pass()
+		require.Equal(t, addressOf("b1"), v.set[headerEndpoint])
+		require.Equal(t, legDecode, v.set[headerLeg])
+		s.log(q.entry(200, "via_upstream"))
+
+		s = pairStand(t, "sglang", "p1", "d1")
+		for body, code := range map[string]string{`{"model":"m","input":"x","store":true}`: "not_over_two_engines"} {
+			q = s.newRequest("/v1/responses", "stored", body)
+			v = q.pass()
+			require.Equal(t, 400, v.status())
+			require.Contains(t, string(v.immediate.GetBody()), code)
+		}
+		s = pairStand(t, "mooncake", "p1", "d1") // whose P is not known: D does it alone
+		q, v = pass1(s, "unknown")
+		require.Equal(t, legDecode, v.set[headerLeg])
+		s.log(q.entry(200, "via_upstream"))
+	})
+}
+
+// A ticket of another kind opens neither leg.
+func TestPairForeignTickets(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		s := pairStand(t, "sglang", twoAndTwo...)
+		sealed, err := s.server.Keys.Seal(nil, &kvtransfer.Ticket{Stage: kvtransfer.DecodeLeg, Expires: time.Now().Add(time.Minute)}, "x")
+		require.NoError(t, err)
+		for _, ticket := range []string{"", "forged", string(sealed)} {
+			for _, role := range []string{roleDecodeLeg, roleMirror} {
+				l := s.leg(role)
+				require.NoError(t, l.stream.Send(&extprocv3.ProcessingRequest{Request: &extprocv3.ProcessingRequest_RequestHeaders{
+					RequestHeaders: &extprocv3.HttpHeaders{Headers: headerMap(headerTicket, ticket, headerClientID, "x")},
+				}}))
+				require.EqualValues(t, 500, l.receive().GetImmediateResponse().GetStatus().GetCode(), "%s with %q", role, ticket)
+			}
+		}
+	})
+}
+
+// What is remembered of pairs is bounded in time and number.
+func TestPairsAreForgotten(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		ps := newPairs()
+		id := func(n int) [16]byte { return [16]byte{byte(n), byte(n >> 8), byte(n >> 16)} }
+		for i := range maxIdlePairs + 1000 {
+			ps.tell(id(i), outcome{})
+		}
+		require.LessOrEqual(t, len(ps.live), maxIdlePairs)
+		time.Sleep(idlePairTime + time.Second)
+		held := ps.enter(id(7))
+		ps.tell(id(1<<20), outcome{})
+		require.Len(t, ps.live, 2)
+		ps.leave(id(7))
+		require.NotNil(t, held)
+		time.Sleep(idlePairTime + time.Second)
+		ps.giveUp(id(1 << 21))
+		require.Len(t, ps.live, 1)
+	})
+}

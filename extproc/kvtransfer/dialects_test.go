@@ -1,0 +1,117 @@
+package kvtransfer
+
+import (
+	"context"
+	"encoding/json"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/rogpeppe/go-internal/txtar"
+	"github.com/stretchr/testify/require"
+
+	"tandem/extproc/openai"
+	"tandem/kvstate"
+)
+
+// FuzzAnswers: whatever a P answers, in any dialect, D is sent a body that is JSON without a member twice, and a client
+// is sent nothing that is between engines.
+func FuzzAnswers(f *testing.F) {
+	files, err := filepath.Glob("testdata/*/*.txtar")
+	require.NoError(f, err)
+	for _, file := range files {
+		text, err := os.ReadFile(file)
+		require.NoError(f, err)
+		f.Add(section(txtar.Parse(text), "prefill answer"))
+	}
+	f.Add([]byte(` {"choices":[{"finish_reason":"stop","disaggregated_params":{}}]}`))
+	f.Add([]byte(`{"object":"chat.completion","choices":[{"disaggregated_params":{"ctx_request_id":7,"a\"\u0001":1}}],"prompt_token_ids_b64":"AQ=="}`))
+	pair := &Pair{Attempt: testAttempt, Prefill: Side{Addr: "10.0.0.5:8000"}, Decode: Side{Addr: "10.0.0.6:8000"}}
+	f.Fuzz(func(t *testing.T, answer []byte) {
+		for _, name := range Names() {
+			d, err := New(Options{Name: name, Members: []string{"nixl", "offload"}})
+			require.NoError(t, err)
+			a, err := d.ReadAnswer(answer, pair)
+			if err != nil {
+				require.Nil(t, a.Params)
+				require.Nil(t, a.Final)
+				require.Less(t, len(err.Error()), 400)
+				continue
+			}
+			require.True(t, json.Valid(answer), "%s took %q", name, answer)
+			if a.Final != nil {
+				require.True(t, json.Valid(a.Final), "%s: %q", name, a.Final)
+				var top map[string]json.RawMessage
+				require.NoError(t, json.Unmarshal(a.Final, &top))
+				require.NotContains(t, top, "disaggregated_params")
+				require.NotContains(t, top, "prompt_token_ids")
+			}
+			if a.Params != nil {
+				require.LessOrEqual(t, len(a.Params), MaxParamsBytes+256)
+				body := append(append(d.DecodeMember([]byte{'{'}, a.Params), ','), `"model":"m"}`...)
+				var r openai.Request
+				require.NoError(t, r.Scan(openai.Chat, body, openai.Limits{MaxDepth: 1024}), "%s: %q", name, body)
+			}
+		}
+	})
+}
+
+// arrivals is a board of notices that came already.
+type arrivals struct {
+	id string
+	n  int
+}
+
+func (a *arrivals) Wait(ctx context.Context, id string, n int) bool {
+	if a.id != id {
+		<-ctx.Done()
+		return false
+	}
+	return a.n >= n
+}
+
+// P's notices are waited for, one for each of D's ranks, for as long as is configured and not longer.
+func TestLMCacheAwaits(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		await := func(a Arrivals, tp int) (bool, time.Duration) {
+			d, err := New(Options{Name: "lmcache", Arrivals: a, NoticeTimeout: 3 * time.Second})
+			require.NoError(t, err)
+			began := time.Now()
+			ok := d.(Pusher).Await(t.Context(), &Pair{Attempt: testAttempt, Decode: Side{Transfer: kvstate.Transfer{TP: tp}}})
+			return ok, time.Since(began)
+		}
+		ok, took := await(&arrivals{strings.Repeat("0123456789abcdef", 2), 2}, 2)
+		require.True(t, ok)
+		require.Zero(t, took)
+		ok, _ = await(&arrivals{strings.Repeat("0123456789abcdef", 2), 1}, 2)
+		require.False(t, ok)
+		ok, took = await(&arrivals{id: "another"}, 0)
+		require.False(t, ok)
+		require.Equal(t, 3*time.Second, took)
+		ok, took = await(nil, 2)
+		require.True(t, ok, "engines without notices: P's answer is all there is")
+		require.Zero(t, took)
+	})
+}
+
+func TestPatience(t *testing.T) {
+	for _, tt := range []struct {
+		a    Arrivals
+		set  time.Duration
+		want time.Duration
+	}{{nil, time.Second, 0}, {&arrivals{}, 0, DefaultNoticeTimeout}, {&arrivals{}, time.Second, time.Second}} {
+		require.Equal(t, tt.want, newLMCache(tt.a, tt.set).Patience())
+	}
+}
+
+func TestTokenIDs(t *testing.T) {
+	for list, want := range map[string]bool{
+		"[0]": true, "[1,2 , 4294967295]": true, "[]": false, "[4294967296]": false, "[-1]": false, "[1.0]": false, "[[1]]": false,
+		"[1,]": false, "{}": false, `["1"]`: false, "[01]": false, "[null]": false, "[1 2]": false,
+	} {
+		require.Equal(t, want, tokenIDs([]byte(list)), list)
+	}
+}

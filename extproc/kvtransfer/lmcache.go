@@ -1,0 +1,116 @@
+package kvtransfer
+
+import (
+	"context"
+	"encoding/hex"
+	"fmt"
+	"strconv"
+	"time"
+
+	"tandem/extproc/openai"
+)
+
+// lmcache is LMCache's PD backend (LMCacheConnectorV1, enable_pd, over NIXL): P pushes the prompt's KV into the buffer of
+// the D that disagg_spec names, while it computes, and tells the router when it is there. D is sent the client's own body
+// and finds the chunks by the hashes of their tokens; what is missing it computes. So D's answer is complete, tool calls
+// and reasoning are parsed as ever, and a lost notice costs nothing but time.
+//
+// LMCache's own proxy sends both legs token ids by /v1/completions, and D the first token that P sampled (ret_first_tok).
+// That saves D one step and costs the client everything that /v1/chat/completions does beyond text; it is not done here.
+//
+// Read from examples/disagg_prefill/disagg_proxy_server.py, lmcache/v1/storage_backend/pd_backend.py and
+// lmcache/integration/vllm/vllm_v1_adapter.py of LMCache 0.5.6, and nixl_connector_v3.py of 0.3.5 (disagg_spec is new
+// there).
+type lmcache struct {
+	oneToken
+	arrivals Arrivals
+	patience time.Duration
+}
+
+// Arrivals says when P's notices have come (package notices).
+type Arrivals interface {
+	// Wait waits until n notices for id have come, and reports whether they have; ctx bounds it.
+	Wait(ctx context.Context, id string, n int) bool
+}
+
+// The receiver's ports in LMCache's examples; tensor-parallel rank n listens n above them.
+const (
+	lmcacheInitPort  = 7300
+	lmcacheAllocPort = 7400
+)
+
+// DefaultNoticeTimeout is how long a notice is waited for: production-stack's 10 s.
+const DefaultNoticeTimeout = 10 * time.Second
+
+// newLMCache makes the dialect. arrivals nil: the engines send no notices (pd_skip_proxy_notification, LMCache 0.4), and D
+// goes on when P has answered.
+func newLMCache(arrivals Arrivals, patience time.Duration) lmcache {
+	if patience <= 0 {
+		patience = DefaultNoticeTimeout
+	}
+	return lmcache{newOneToken(), arrivals, patience}
+}
+
+func (lmcache) Name() string { return "lmcache" }
+
+// Prefill names D's receiver. All four members are read without a default: one that is missing is an exception in P's
+// scheduler. ret_first_tok must not even be there: its presence counts.
+func (d lmcache) Prefill(r *openai.Request, p *openai.Patch, pair *Pair) {
+	d.plan(r, p)
+	var room [256]byte
+	to := &pair.Decode.Transfer
+	spec := append(room[:0], `{"disagg_spec":{"req_id":"`...)
+	spec = hex.AppendEncode(spec, pair.Attempt[:])
+	spec = strconv.AppendQuote(append(spec, `","receiver_host":`...), pair.Decode.host())
+	spec = appendPorts(append(spec, `,"receiver_init_port":`...), to.LMCacheInitPort, lmcacheInitPort, to.TP)
+	spec = appendPorts(append(spec, `,"receiver_alloc_port":`...), to.LMCacheAllocPort, lmcacheAllocPort, to.TP)
+	if to.LMCacheQueryPort != 0 { // read with pd_bidirectional alone (0.4)
+		spec = appendPorts(append(spec, `,"receiver_query_port":`...), to.LMCacheQueryPort, 0, to.TP)
+	}
+	p.Set("kv_transfer_params", openai.FieldKVTransferParams, append(spec, "}}"...))
+}
+
+// appendPorts appends a list with one port for each rank.
+func appendPorts(dst []byte, first, byDefault, ranks int) []byte {
+	if first == 0 {
+		first = byDefault
+	}
+	dst = append(dst, '[')
+	for rank := range max(ranks, 1) {
+		if rank > 0 {
+			dst = append(dst, ',')
+		}
+		dst = strconv.AppendInt(dst, int64(first+rank), 10)
+	}
+	return append(dst, ']')
+}
+
+// ReadAnswer: P's answer says only that it has computed. num_lmcache_cached_tokens and the like are not for D.
+func (lmcache) ReadAnswer(body []byte, _ *Pair) (Answer, error) {
+	a, _, err := usage(body)
+	if err != nil {
+		return Answer{}, fmt.Errorf("reading P's answer: %w", err)
+	}
+	return a, nil
+}
+
+// DecodeMember is not called: D is sent no parameters.
+func (lmcache) DecodeMember(dst, _ []byte) []byte { return dst }
+
+// Await waits for the notice of each of P's ranks. Writes are under way after P's answer in newer releases (async
+// backend), and may be over before it.
+func (d lmcache) Await(ctx context.Context, pair *Pair) bool {
+	if d.arrivals == nil {
+		return true
+	}
+	ctx, cancel := context.WithTimeout(ctx, d.patience)
+	defer cancel()
+	return d.arrivals.Wait(ctx, hex.EncodeToString(pair.Attempt[:]), max(pair.Decode.Transfer.TP, 1))
+}
+
+func (d lmcache) Patience() time.Duration {
+	if d.arrivals == nil {
+		return 0
+	}
+	return d.patience
+}

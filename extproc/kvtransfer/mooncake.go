@@ -1,0 +1,165 @@
+package kvtransfer
+
+import (
+	"context"
+	"encoding/hex"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"strconv"
+
+	"tandem/extproc/openai"
+	"tandem/kvstate"
+)
+
+// mooncake is vLLM's MooncakeConnector as it is from 0.16 on: both legs carry one transfer id, D learns from P's bootstrap
+// server where P's workers are, and tells them to send. P keeps the blocks until D has taken them, or 480 s. P's answer
+// carries nothing. (From 0.13 to 0.14 it was another protocol: mooncakePull.)
+//
+// Read from vllm/distributed/kv_transfer/kv_connector/v1/mooncake/ of vLLM 0.16.0 to 0.33.0 and
+// examples/disaggregated/mooncake_connector/mooncake_connector_proxy.py of 0.33.0; run against vLLM 0.32.0.
+type mooncake struct{ nixl nixl }
+
+func newMooncake() mooncake { return mooncake{newNIXL(false)} }
+
+func (mooncake) Name() string       { return "mooncake" }
+func (mooncake) DecodesAlone() bool { return true }
+func (mooncake) PrefillFirst() bool { return false }
+
+// CancelsPrefill is false: D frees the blocks of a request whose client has left only when P has sent them. Cutting P's
+// leg left 488 of a D's 511 blocks held for good (10 aborts, vLLM 0.32.0).
+func (mooncake) CancelsPrefill() bool { return false }
+
+func (mooncake) Unpairable(r *openai.Request) string { return vllmUnpairable(r) }
+
+// vllmUnpairable: what one vLLM engine has to do whole, and what is no vLLM API.
+func vllmUnpairable(r *openai.Request) string {
+	if r.API() == openai.SGLangGenerate {
+		return "other_engine"
+	}
+	return r.Unsplittable()
+}
+
+// Plan asks P for one token, as nixl does. The finish reason has to be "length": P cancels the transfer for any other one,
+// 0.33.0 included, and D would wait in vain.
+func (d mooncake) Plan(r *openai.Request, p *openai.Patch, l *Legs) (Told, error) {
+	rank, ok := l.rank()
+	if !ok {
+		return Told{}, ErrUnknownPeer
+	}
+	engine, err := json.Marshal(rank.EngineID)
+	if err != nil {
+		return Told{}, fmt.Errorf("engine id of %s: %w", l.Prefill.Addr, err)
+	}
+	transfer := transferID("xfer-", l.ID)
+	d.nixl.Prefill(r, p, nil)
+	p.Set("kv_transfer_params", openai.FieldKVTransferParams,
+		fmt.Appendf(nil, `{"do_remote_decode":true,"do_remote_prefill":false,"transfer_id":%q}`, transfer))
+	return Told{
+		Decode: fmt.Appendf(nil, `"kv_transfer_params":{"do_remote_decode":false,"do_remote_prefill":true,"remote_bootstrap_addr":%q,"remote_engine_id":%s,"transfer_id":%q}`,
+			bootstrapURL(l.Prefill), engine, transfer),
+		PrefillRank: l.rankHeader(),
+	}, nil
+}
+
+// transferID names an attempt.
+func transferID(prefix string, id [16]byte) string { return prefix + hex.EncodeToString(id[:]) }
+
+// rankIndex is the data-parallel rank that an attempt uses of those that are known.
+func (l *Legs) rankIndex() int {
+	if len(l.Peer.Ranks) == 0 {
+		return -1
+	}
+	return l.rankOf(len(l.Peer.Ranks))
+}
+
+func (l *Legs) rank() (Rank, bool) {
+	i := l.rankIndex()
+	if i < 0 || l.Peer.Ranks[i].EngineID == "" {
+		return Rank{}, false
+	}
+	return l.Peer.Ranks[i], true
+}
+
+// rankHeader is the x-data-parallel-rank of P's leg: only where there are several is it the router's to choose.
+func (l *Legs) rankHeader() string {
+	if len(l.Peer.Ranks) < 2 {
+		return ""
+	}
+	return strconv.Itoa(l.rankIndex())
+}
+
+// bootstrapURL is P's bootstrap server, with the scheme: D puts /query behind it.
+func bootstrapURL(e *kvstate.Endpoint) string {
+	return "http://" + host(e) + ":" + strconv.Itoa(int(port(e.Transfer.BootstrapPort, defaultBootstrapPort)))
+}
+
+// ReadAnswer checks that P has finished as one that will send: a choice that ended for anything but its length means that
+// the transfer was cancelled.
+func (mooncake) ReadAnswer(body, _ []byte) (Answer, Peer, error) {
+	scanned, err := openai.ScanAnswer(body)
+	if err != nil {
+		return Answer{}, Peer{}, errors.Join(ErrParams, err)
+	}
+	if why := stoppedEarly(body); why != "" {
+		return Answer{}, Peer{}, fmt.Errorf("%w: P finished for %q, not for length, and has cancelled the transfer", ErrParams, why)
+	}
+	return Answer{PromptTokens: scanned.PromptTokens, CachedTokens: scanned.CachedTokens}, Peer{}, nil
+}
+
+// stoppedEarly is the finish reason of an answer's choice if it is not what a limit of one token leads to. Messages say
+// max_tokens, responses are incomplete.
+func stoppedEarly(body []byte) string {
+	var answer struct {
+		Choices []struct {
+			FinishReason string `json:"finish_reason"`
+		}
+		StopReason string `json:"stop_reason"`
+	}
+	if json.Unmarshal(body, &answer) != nil {
+		return ""
+	}
+	for _, c := range answer.Choices {
+		if c.FinishReason != "" && c.FinishReason != "length" {
+			return c.FinishReason
+		}
+	}
+	if answer.StopReason != "" && answer.StopReason != "max_tokens" {
+		return answer.StopReason
+	}
+	return ""
+}
+
+// queryBootstrap asks P's bootstrap server for its engine ids, one for each data-parallel rank.
+func queryBootstrap(ctx context.Context, e *kvstate.Endpoint) (Peer, error) {
+	body, err := get(ctx, bootstrapURL(e)+"/query")
+	if err != nil {
+		return Peer{}, err
+	}
+	return readQuery(body)
+}
+
+// maxRanks bounds what a bootstrap server may say.
+const maxRanks = 4096
+
+// readQuery reads {"<dp rank>":{"engine_id":...,"worker_addr":{...}}}.
+func readQuery(body []byte) (Peer, error) {
+	var said map[string]struct {
+		EngineID string `json:"engine_id"`
+	}
+	if err := json.Unmarshal(body, &said); err != nil {
+		return Peer{}, fmt.Errorf("a bootstrap server's /query: %w", err)
+	}
+	if len(said) == 0 || len(said) > maxRanks {
+		return Peer{}, fmt.Errorf("a bootstrap server that knows of %d engines", len(said))
+	}
+	peer := Peer{make([]Rank, len(said))}
+	for key, engine := range said {
+		i, err := strconv.Atoi(key)
+		if err != nil || i < 0 || i >= len(said) || engine.EngineID == "" {
+			return Peer{}, fmt.Errorf("a bootstrap server with the data-parallel rank %.20q of %d, engine id %.80q", key, len(said), engine.EngineID)
+		}
+		peer.Ranks[i].EngineID = engine.EngineID
+	}
+	return peer, nil
+}

@@ -1,0 +1,85 @@
+package kvtransfer
+
+import (
+	"fmt"
+	"strconv"
+
+	"tandem/extproc/openai"
+	"tandem/kvstate"
+)
+
+// moriio is vLLM's MoRIIOConnector (AMD, from 0.14) in its default mode, WRITE: P writes its blocks into D's memory layer by
+// layer, so both legs run at once. Each leg is told where the other one is, and both carry one transfer id; P's answer is
+// not needed. (The mode READ is pull, one leg after the other.)
+//
+// Read from vllm/distributed/kv_transfer/kv_connector/v1/moriio/ and docs/features/moriio_connector_usage.md of vLLM 0.33.0,
+// and llm-d's connector_nixlv2.go. Not run: it needs ROCm.
+type moriio struct{ nixl nixl }
+
+func newMoRIIO() moriio { return moriio{newNIXL(false)} }
+
+// Ports of an engine that was not told others (moriio_common.py). The notify port is the first of one for each rank; the
+// engines add the rank themselves.
+const (
+	defaultHandshakePort = 6301
+	defaultNotifyPort    = 61005
+)
+
+func (moriio) Name() string       { return "moriio" }
+func (moriio) DecodesAlone() bool { return true }
+func (moriio) PrefillFirst() bool { return false }
+
+// CancelsPrefill is false, as with vLLM's other dialects in which P sends: D sets blocks aside for what P writes, and
+// gives up on them only after 60 to 120 s.
+func (moriio) CancelsPrefill() bool { return false }
+
+func (moriio) Unpairable(r *openai.Request) string { return vllmUnpairable(r) }
+
+// Plan tells each leg of the other. The sizes are those of the other leg: without remote_tp_size every writer would take
+// D's rank 0, and the text would be wrong. With data-parallel ranks both legs carry P's, as x-data-parallel-rank. The id
+// begins with tx, which 0.22.1 tells its messages by.
+func (d moriio) Plan(r *openai.Request, p *openai.Patch, l *Legs) (Told, error) {
+	transfer := transferID("tx-", l.ID)
+	toDecode, err := moriioAddress(l.Decode)
+	if err != nil {
+		return Told{}, err
+	}
+	toPrefill, err := moriioAddress(l.Prefill)
+	if err != nil {
+		return Told{}, err
+	}
+	rank := l.rankOf(l.Prefill.Transfer.DP)
+	d.nixl.Prefill(r, p, nil)
+	p.Set("kv_transfer_params", openai.FieldKVTransferParams, fmt.Appendf(nil,
+		`{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,"remote_block_ids":null,"transfer_id":%q,%s}`, transfer, toDecode))
+	name, err := quote(nil, bareHost(l.Prefill)+":"+strconv.Itoa(int(port(l.Prefill.Transfer.HandshakePort, defaultHandshakePort))))
+	if err != nil {
+		return Told{}, err
+	}
+	told := Told{
+		Decode: fmt.Appendf(nil, `"kv_transfer_params":{"do_remote_decode":false,"do_remote_prefill":true,"remote_engine_id":%s,"remote_block_ids":[],"transfer_id":%q,"remote_dp_rank":%d,%s}`,
+			name, transfer, rank, toPrefill),
+		RequestID: l.RequestID + transferID(".", l.ID),
+	}
+	if l.Prefill.Transfer.DP > 1 {
+		told.PrefillRank = strconv.Itoa(rank)
+		told.DecodeRank = told.PrefillRank
+	}
+	return told, nil
+}
+
+// moriioAddress is what one leg is told of the other's endpoint.
+func moriioAddress(e *kvstate.Endpoint) ([]byte, error) {
+	name, err := quote(nil, bareHost(e))
+	if err != nil {
+		return nil, fmt.Errorf("host of %s: %w", e.Addr, err)
+	}
+	t := e.Transfer
+	return fmt.Appendf(nil, `"remote_host":%s,"remote_handshake_port":%d,"remote_notify_port":%d,"remote_dp_size":%d,"remote_tp_size":%d`, name,
+		port(t.HandshakePort, defaultHandshakePort), port(t.NotifyPort, defaultNotifyPort), max(t.DP, 1), max(t.TP, 1)), nil
+}
+
+// ReadAnswer checks that P has finished for its length: it keeps the blocks of nothing else.
+func (moriio) ReadAnswer(body, told []byte) (Answer, Peer, error) {
+	return mooncake{}.ReadAnswer(body, told)
+}

@@ -1,0 +1,97 @@
+package kvtransfer
+
+import (
+	"fmt"
+	"slices"
+
+	"tandem/extproc/openai"
+)
+
+// multi is vLLM's MultiConnector: its members see the same kv_transfer_params, D loads from the first one that has
+// something, and what P's members answer is merged into one object (multi_connector.py, 0.33.0). So what is sent is the
+// union of what the members are sent. Two members with a key in common do not work in the engine either.
+//
+// A store among the members (shared) needs nothing. An empty object is what LMCacheMP answers, and nothing to hand over.
+type multi struct {
+	oneToken
+	nixl, offload bool
+}
+
+// newMulti takes the members: nixl, offload and shared, each at most once.
+func newMulti(members []string) (multi, error) {
+	d := multi{oneToken: newOneToken()}
+	for i, m := range members {
+		switch {
+		case slices.Contains(members[:i], m):
+			return d, fmt.Errorf("multi: %s twice", m)
+		case m == "nixl":
+			d.nixl = true
+		case m == "offload":
+			d.offload = true
+		case m != "shared":
+			return d, fmt.Errorf("multi: %.40q cannot be a member: one of nixl, offload, shared", m)
+		}
+	}
+	if len(members) == 0 {
+		return d, fmt.Errorf("multi: no members: some of nixl, offload, shared")
+	}
+	return d, nil
+}
+
+func (multi) Name() string { return "multi" }
+
+func (d multi) Prefill(r *openai.Request, p *openai.Patch, pair *Pair) {
+	d.plan(r, p)
+	var room [288]byte
+	ask := append(room[:0], '{')
+	if d.nixl {
+		ask = append(ask, nixlAsk...)
+	}
+	if d.offload {
+		ask = appendRemoteDecoder(comma(ask), pair)
+	}
+	if len(ask) > 1 {
+		p.Set("kv_transfer_params", openai.FieldKVTransferParams, append(ask, '}'))
+	}
+}
+
+// comma goes on in an object that may have members already.
+func comma(object []byte) []byte {
+	if len(object) > 1 {
+		return append(object, ',')
+	}
+	return object
+}
+
+// ReadAnswer takes each member's part of P's object and adds what P does not say.
+func (d multi) ReadAnswer(body []byte, pair *Pair) (Answer, error) {
+	a, params, err := usage(body)
+	if err != nil {
+		return Answer{}, fmt.Errorf("reading P's answer: %w", err)
+	}
+	if d.nixl && !emptyObject(params) {
+		if err := a.readNIXL(params, pair); err != nil {
+			return Answer{}, err
+		}
+	}
+	if d.offload {
+		union := []byte{'{'}
+		if a.Params != nil {
+			union = append(union[:0], a.Params[:len(a.Params)-1]...)
+		}
+		a.Params = append(appendRemotePrefiller(comma(union), pair), '}')
+	}
+	return a, nil
+}
+
+// emptyObject reports whether a valid value is {}.
+func emptyObject(raw []byte) bool {
+	c := cursor{b: raw}
+	if !c.take('{') {
+		return false
+	}
+	c.space()
+	return c.at('}')
+}
+
+func (multi) DecodeMember(dst, params []byte) []byte { return appendKVTransferParams(dst, params) }

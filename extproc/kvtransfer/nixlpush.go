@@ -1,0 +1,117 @@
+package kvtransfer
+
+import (
+	"bytes"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"strconv"
+	"strings"
+
+	"tandem/extproc/openai"
+)
+
+// nixlPush is vLLM's NixlPushConnector: D registers with P's side channel, P computes and writes the blocks into D's
+// memory. D has to be told P's engine id and side channel before P has said anything, so they come from an earlier answer
+// of P; the first request to a P that nobody knows goes one leg after the other, with P's object verbatim, which push
+// understands too.
+//
+// P finds D's registration by its own request id without the random tail, which is made of x-request-id and the path: so
+// both legs carry one x-request-id, which no other attempt has.
+//
+// Read from vllm/distributed/kv_transfer/kv_connector/v1/nixl/push_scheduler.py and docs/design/nixl_kv_push_connector.md
+// of vLLM 0.24.0 to 0.33.0; run against vLLM 0.32.0.
+type nixlPush struct{ nixl nixl }
+
+func newNIXLPush() nixlPush { return nixlPush{newNIXL(false)} }
+
+func (nixlPush) Name() string       { return "nixl-push" }
+func (nixlPush) DecodesAlone() bool { return true }
+func (nixlPush) PrefillFirst() bool { return false }
+
+// CancelsPrefill is false for the reason that mooncake has: 488 of 511 blocks held for good after 10 aborts (0.32.0).
+// Where P failed and lives, the same leg sent again with the same x-request-id released them.
+func (nixlPush) CancelsPrefill() bool { return false }
+
+// Unpairable: responses take the engine's id from the body's request_id, which has to be the attempt's own.
+func (nixlPush) Unpairable(r *openai.Request) string {
+	if r.API() == openai.Responses && r.Has(openai.FieldRequestID) {
+		return "own_request_id"
+	}
+	return vllmUnpairable(r)
+}
+
+// Plan gives P what nixl gives it, and D where P is. Every member of D's is needed: where one of remote_engine_id,
+// remote_host, remote_port, tp_size and remote_request_id is missing, the engine dies of a KeyError (0.32.0);
+// remote_request_id may be any text.
+func (d nixlPush) Plan(r *openai.Request, p *openai.Patch, l *Legs) (Told, error) {
+	rank, ok := l.rank()
+	if !ok {
+		return Told{}, ErrUnknownPeer
+	}
+	strings := [2][]byte{}
+	for i, text := range [...]string{rank.EngineID, rank.Host} {
+		var err error
+		if strings[i], err = json.Marshal(text); err != nil {
+			return Told{}, fmt.Errorf("what %s said of itself: %w", l.Prefill.Addr, err)
+		}
+	}
+	id := l.RequestID + transferID(".", l.ID)
+	d.nixl.Prefill(r, p, nil)
+	var own []byte
+	if r.API() == openai.Responses { // vLLM: ResponsesRequest.request_id, random where the body has none
+		name := strconv.AppendQuote(nil, transferID("resp_", l.ID))
+		p.Set("request_id", openai.FieldRequestID, name)
+		own = append(append([]byte(`"request_id":`), name...), ',')
+	}
+	return Told{
+		Decode: fmt.Appendf(own, `"kv_transfer_params":{"do_remote_decode":false,"do_remote_prefill":true,"remote_engine_id":%s,"remote_host":%s,"remote_port":%d,`+
+			`"tp_size":%d,"pp_size":%d,"remote_request_id":%q,"remote_block_ids":[]}`, strings[0], strings[1], rank.Port, max(rank.TP, 1), max(rank.PP, 1), id),
+		RequestID: id, PrefillRank: l.rankHeader(),
+	}, nil
+}
+
+// ReadAnswer learns who P is. A P that is not the one D was told of was started anew in between, and D waits for an engine
+// that is no more.
+func (nixlPush) ReadAnswer(body, told []byte) (Answer, Peer, error) {
+	scanned, err := openai.ScanAnswer(body)
+	if err != nil {
+		return Answer{}, Peer{}, errors.Join(ErrParams, err)
+	}
+	a := Answer{PromptTokens: scanned.PromptTokens, CachedTokens: scanned.CachedTokens}
+	peer, engine := readPushPeer(scanned.Params)
+	if told != nil && engine != nil && !bytes.Contains(told, append([]byte(`"remote_engine_id":`), engine...)) {
+		return Answer{}, peer, fmt.Errorf("%w: P is the engine %s, which is not the one that D was told of", ErrParams, engine)
+	}
+	if told != nil && engine == nil {
+		return Answer{}, peer, fmt.Errorf("%w: P keeps no blocks for this request", ErrParams)
+	}
+	return a, peer, nil
+}
+
+// readPushPeer reads what P's parameters say of P itself: its engine id (as JSON text too, nil where it says none), side
+// channel and sizes. A data-parallel rank shows in the id's tail (vllm/v1/engine/core.py: <id>_dp<rank>).
+func readPushPeer(params []byte) (peer Peer, engine []byte) {
+	var said struct {
+		EngineID json.RawMessage `json:"remote_engine_id"`
+		Host     string          `json:"remote_host"`
+		Port     int             `json:"remote_port"`
+		TP       int             `json:"tp_size"`
+		PP       int             `json:"pp_size"`
+	}
+	var id string
+	if json.Unmarshal(params, &said) != nil || json.Unmarshal(said.EngineID, &id) != nil || id == "" || said.Host == "" || said.Port < 1 || said.Port > 65535 {
+		return Peer{}, nil
+	}
+	rank := 0
+	if i := strings.LastIndex(id, "_dp"); i >= 0 {
+		if n, err := strconv.Atoi(id[i+len("_dp"):]); err == nil && n >= 0 && n < maxRanks {
+			rank = n
+		}
+	}
+	canonical, err := json.Marshal(id)
+	if err != nil {
+		return Peer{}, nil
+	}
+	return Peer{}.with(rank, Rank{EngineID: id, Host: said.Host, Port: said.Port, TP: said.TP, PP: said.PP}), canonical
+}

@@ -1,0 +1,81 @@
+package kvtransfer
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net"
+	"strconv"
+
+	"tandem/extproc/openai"
+	"tandem/kvstate"
+)
+
+// p2pNCCL is vLLM's P2pNcclConnector (0.9.2 to 0.23; gone in 0.24). The engines read each other's address out of the
+// request id: ___prefill_addr_<P's zmq>___decode_addr_<D's zmq>_<32 hex>. P sends its blocks to D when it has them; D
+// waits for them within a step of its engine, and everybody on it waits with it. So D's leg is held back until P has
+// answered. There is nothing else: no kv_transfer_params, and P's answer says nothing.
+//
+// D expects KV for every prompt, and raises for a request id without addresses: no request goes to D alone.
+//
+// Read from vllm/distributed/kv_transfer/kv_connector/v1/p2p/ of vLLM 0.9.2 to 0.22.1 and
+// examples/disaggregated/p2p_nccl_xpyd/disagg_proxy_p2p_nccl_xpyd.py of 0.22.1. Not run: it needs NCCL.
+//
+// KV is kept under the engine's own request id. From 0.14 that has a random tail of its own on each engine, so those need
+// VLLM_DISABLE_REQUEST_ID_RANDOMIZATION=1 (which exists from 0.17).
+type p2pNCCL struct{ nixl nixl }
+
+func newP2PNCCL() p2pNCCL { return p2pNCCL{newNIXL(false)} }
+
+func (p2pNCCL) Name() string         { return "p2p-nccl" }
+func (p2pNCCL) DecodesAlone() bool   { return false }
+func (p2pNCCL) CancelsPrefill() bool { return true } // D has not begun
+func (p2pNCCL) PrefillFirst() bool   { return true }
+
+// Unpairable: the id of a response is the body's own, which no engine finds an address in.
+func (p2pNCCL) Unpairable(r *openai.Request) string {
+	if r.API() == openai.Responses {
+		return "own_request_id"
+	}
+	return vllmUnpairable(r)
+}
+
+// Plan gives both legs their name. The engines take what stands before the last :<digits> for the address, so nothing
+// behind it may look like a port.
+func (d p2pNCCL) Plan(r *openai.Request, p *openai.Patch, l *Legs) (Told, error) {
+	from, err := zmqAddress(l.Prefill, l.Peer)
+	if err != nil {
+		return Told{}, err
+	}
+	to, err := zmqAddress(l.Decode, l.DecodePeer)
+	if err != nil {
+		return Told{}, err
+	}
+	d.nixl.Prefill(r, p, nil)
+	p.Set("kv_transfer_params", openai.FieldKVTransferParams, []byte("null")) // which it does not read
+	return Told{Decode: []byte(`"kv_transfer_params":null`), RequestID: "___prefill_addr_" + from + "___decode_addr_" + to + transferID("_", l.ID)}, nil
+}
+
+// zmqAddress is where an engine's KV socket listens: as the engine itself registered, else as configured.
+func zmqAddress(e *kvstate.Endpoint, registered Peer) (string, error) {
+	if len(registered.Ranks) > 0 && registered.Ranks[0].Host != "" {
+		r := registered.Ranks[0]
+		return net.JoinHostPort(r.Host, strconv.Itoa(r.Port)), nil
+	}
+	if e.Transfer.KVPort == 0 {
+		return "", ErrUnknownPeer
+	}
+	return net.JoinHostPort(bareHost(e), strconv.Itoa(int(e.Transfer.KVPort))), nil
+}
+
+// ReadAnswer: P has sent, or is sending. What it answers is thrown away.
+func (p2pNCCL) ReadAnswer(body, _ []byte) (Answer, Peer, error) {
+	if !json.Valid(body) {
+		return Answer{}, Peer{}, fmt.Errorf("%w: P's answer is not JSON", ErrParams)
+	}
+	scanned, err := openai.ScanAnswer(body)
+	if err != nil {
+		return Answer{}, Peer{}, errors.Join(ErrParams, err)
+	}
+	return Answer{PromptTokens: scanned.PromptTokens, CachedTokens: scanned.CachedTokens}, Peer{}, nil
+}

@@ -1,0 +1,115 @@
+package kvtransfer
+
+import (
+	"fmt"
+
+	"tandem/extproc/openai"
+)
+
+// Two more dialects in which D pulls from P, one leg after the other, with what P answers. They differ from nixl in the
+// members: what P is asked with, and what D cannot do without.
+
+// mooncakePull is vLLM's MooncakeConnector as it was in 0.13 and 0.14: P answers where it is, and finds the blocks by the
+// request id, so both legs need one x-request-id and one path, which they have. 0.14 adds a random tail to request ids on
+// each engine, which defeats that.
+//
+// Read from vllm/distributed/kv_transfer/kv_connector/v1/mooncake_connector.py of vLLM 0.13.0 and 0.14.1.
+type mooncakePull struct{ nixl nixl }
+
+func (mooncakePull) Name() string { return "mooncake-0.13" }
+func (d mooncakePull) Prefill(r *openai.Request, p *openai.Patch, pair *Pair) {
+	d.nixl.Prefill(r, p, pair)
+}
+func (d mooncakePull) DecodeMember(dst, params []byte) []byte {
+	return d.nixl.DecodeMember(dst, params)
+}
+
+// Speaks leaves out responses: the engine's id of one is not made of x-request-id.
+func (d mooncakePull) Speaks(a openai.API) bool { return a != openai.Responses && d.nixl.Speaks(a) }
+
+func (mooncakePull) ReadAnswer(body []byte, pair *Pair) (Answer, error) {
+	return readPullAnswer(body, &pair.Prefill, []pullMember{{"do_remote_prefill", isTrue}, {"remote_host", isText}, {"remote_port", isPort}})
+}
+
+// moriioRead is vLLM's MoRIIOConnector in the mode READ. P is told how many ranks D has; D gets P's object as it is.
+//
+// Read from vllm/distributed/kv_transfer/kv_connector/v1/moriio/ of vLLM 0.33.0. Not run: it needs ROCm.
+type moriioRead struct {
+	nixl   nixl
+	tp, dp int // of the decode engines
+}
+
+// NewMoRIIORead makes the dialect for decode engines of so many tensor- and data-parallel ranks.
+func NewMoRIIORead(tp, dp int) Dialect { return moriioRead{newNIXL(false), max(tp, 1), max(dp, 1)} }
+
+func (moriioRead) Name() string                             { return "moriio-read" }
+func (d moriioRead) DecodeMember(dst, params []byte) []byte { return d.nixl.DecodeMember(dst, params) }
+
+func (d moriioRead) Speaks(a openai.API) bool { return d.nixl.Speaks(a) }
+
+func (d moriioRead) Prefill(r *openai.Request, p *openai.Patch, pair *Pair) {
+	d.nixl.Prefill(r, p, pair)
+	p.Set("kv_transfer_params", openai.FieldKVTransferParams, fmt.Appendf(nil, `{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,`+
+		`"remote_block_ids":null,"transfer_id":%q,"remote_dp_size":%d,"remote_tp_size":%d}`, transferID("tx-", pair.Attempt), d.dp, d.tp))
+}
+
+func (moriioRead) ReadAnswer(body []byte, pair *Pair) (Answer, error) {
+	return readPullAnswer(body, &pair.Prefill, []pullMember{
+		{"do_remote_prefill", isTrue}, {"remote_block_ids", isBlockIDs}, {"remote_engine_id", isText}, {"remote_host", isText},
+		{"remote_handshake_port", isPort}, {"remote_notify_port", isPort}, {"transfer_id", isText},
+	})
+}
+
+// pullMember is one that D needs, and what it has to be.
+type pullMember struct {
+	name string
+	is   func(value []byte) bool
+}
+
+func isTrue(value []byte) bool     { return string(value) == "true" }
+func isText(value []byte) bool     { return checkText(nil, value) == nil }
+func isBlockIDs(value []byte) bool { return checkBlockIDs(value) == nil }
+
+// readPullAnswer reads P's answer with status 200: its object, checked, verbatim but for an address that is only good on
+// P's machine.
+func readPullAnswer(body []byte, prefill *Side, needed []pullMember) (Answer, error) {
+	scanned, err := openai.ScanAnswer(body)
+	if err != nil {
+		return Answer{}, fmt.Errorf("reading P's answer: %w", err)
+	}
+	a := Answer{PromptTokens: scanned.PromptTokens, CachedTokens: scanned.CachedTokens}
+	if scanned.Params == nil {
+		return a, nil
+	}
+	if len(scanned.Params) > MaxParamsBytes {
+		return Answer{}, fmt.Errorf("kv_transfer_params of P's answer: %w: %d bytes", ErrParams, len(scanned.Params))
+	}
+	found := pull{raw: scanned.Params}
+	seen := make([]bool, len(needed))
+	c := cursor{b: scanned.Params}
+	err = c.object(func(key, value []byte, at int) error {
+		for i, m := range needed {
+			if m.name != string(key) {
+				continue
+			}
+			if seen[i] || !m.is(value) {
+				return refuse(key, value, "what decode needs, once")
+			}
+			seen[i] = true
+		}
+		if string(key) == "remote_host" {
+			found.host, found.hostAt = value, at
+		}
+		return nil
+	})
+	for i, m := range needed {
+		if err == nil && !seen[i] {
+			err = fmt.Errorf("%s is missing", m.name)
+		}
+	}
+	if err != nil {
+		return Answer{}, fmt.Errorf("kv_transfer_params of P's answer: %w: %w", ErrParams, err)
+	}
+	a.Params = found.repairHost(prefill)
+	return a, nil
+}

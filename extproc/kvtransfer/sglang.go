@@ -1,0 +1,127 @@
+package kvtransfer
+
+import (
+	"encoding/binary"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"strconv"
+
+	"tandem/extproc/openai"
+)
+
+// sglang is SGLang's disaggregation (--disaggregation-mode prefill and decode), whatever moves the blocks (mooncake,
+// nixl, mori, ascend). Both servers are sent the request and a room: D meets P in it at P's bootstrap server. Neither
+// can do anything without the other: a request without a room is a 400 on either.
+//
+// Read from SGLang 0.4.9.post6 to 0.5.23: srt/managers/io_struct.py, srt/entrypoints/openai/protocol.py,
+// srt/disaggregation/{common/conn,prefill,decode}.py; srt/disaggregation/mini_lb.py (0.4.9.post6), and
+// sgl-model-gateway's src/routers/http/pd_router.rs.
+type sglang struct{ no []byte }
+
+func newSGLang() sglang { return sglang{no: []byte("false")} }
+
+// defaultBootstrapPort is --disaggregation-bootstrap-port, and VLLM_MOONCAKE_BOOTSTRAP_PORT.
+const defaultBootstrapPort = 8998
+
+func (sglang) Name() string         { return "sglang" }
+func (sglang) DecodesAlone() bool   { return false }
+func (sglang) CancelsPrefill() bool { return true }
+func (sglang) PrefillFirst() bool   { return false }
+
+// Unpairable: the engine takes batches and several choices over two legs, so only what no SGLang server knows remains.
+func (sglang) Unpairable(r *openai.Request) string {
+	if r.API() == openai.Generate {
+		return "other_engine"
+	}
+	if r.API() == openai.Responses {
+		switch why := r.Unsplittable(); why {
+		case "stored_response", "engine_tools":
+			return why
+		}
+	}
+	return ""
+}
+
+// maxRooms bounds the lists of a batch.
+const maxRooms = 1 << 14
+
+// roomGap is a bit that no room has: it keeps rooms far enough below 2^63 for an engine to count on from one.
+const roomGap = 1 << 19
+
+// Plan puts the room into both bodies; D's keeps the client's stream. P makes one token of its own accord
+// (disaggregation/prefill.py), and must not stream: the status of a streamed answer says nothing about what follows.
+//
+// A batch has a list of rooms, one for each prompt, or for each of several choices of one prompt, as the gateway sends
+// it. A batch with several choices has one room: the engine counts on from it (io_struct.py: room + i), where it would
+// use a list's rooms several times.
+func (d sglang) Plan(r *openai.Request, p *openai.Patch, l *Legs) (Told, error) {
+	rooms, list := r.Prompts()
+	if n := r.Choices(); n > 1 {
+		if list = !list; list {
+			rooms = int(min(n, maxRooms+1))
+		}
+	}
+	switch {
+	case !list:
+		rooms = 1
+	case rooms == 0 || rooms > maxRooms:
+		return Told{}, openai.BadRequest("batch_too_large", "", fmt.Sprintf("a batch of %d; it may be of 1 to %d", rooms, maxRooms))
+	}
+	name, err := quote(nil, host(l.Prefill))
+	if err != nil {
+		return Told{}, fmt.Errorf("bootstrap host of %s: %w", l.Prefill.Addr, err)
+	}
+	number := strconv.AppendUint(nil, uint64(port(l.Prefill.Transfer.BootstrapPort, defaultBootstrapPort)), 10)
+	random := rand.NewPCG(binary.LittleEndian.Uint64(l.ID[:8]), binary.LittleEndian.Uint64(l.ID[8:]))
+	p.Set("bootstrap_host", openai.FieldBootstrapHost, repeated(name, rooms, list))
+	p.Set("bootstrap_port", openai.FieldBootstrapPort, repeated(number, rooms, list))
+	p.Set("bootstrap_room", openai.FieldBootstrapRoom, appendRooms(nil, random, rooms, list))
+	if r.True(openai.FieldStream) {
+		p.Set("stream", openai.FieldStream, d.no)
+	}
+	p.Delete(openai.FieldStreamOptions)
+	return Told{}, nil
+}
+
+// repeated is a value, or a list of n of it.
+func repeated(value []byte, n int, list bool) []byte {
+	if !list {
+		return value
+	}
+	out := make([]byte, 0, n*(len(value)+1)+2)
+	for i := range n {
+		out = append(append(out, "[,"[min(i, 1)]), value...)
+	}
+	return append(out, ']')
+}
+
+// appendRooms writes n rooms of 63 bits, which no other attempt has: SGLang refuses a room that it saw within
+// its timeouts. Rooms of P's data-parallel ranks are equally many (room % dp_size, follow_bootstrap_room), so its ranks
+// share the load.
+func appendRooms(dst []byte, random *rand.PCG, n int, list bool) []byte {
+	for i := range n {
+		if list {
+			dst = append(dst, "[,"[min(i, 1)])
+		}
+		dst = strconv.AppendUint(dst, random.Uint64()>>1&^roomGap, 10)
+	}
+	if list {
+		dst = append(dst, ']')
+	}
+	return dst
+}
+
+// ReadAnswer reads what P says about tokens. Its answer is otherwise of no use, but comes only when the blocks are D's:
+// the request stays with P until its transfer is done (disaggregation/prefill.py, process_disagg_prefill_inflight_queue).
+func (sglang) ReadAnswer(body, _ []byte) (Answer, Peer, error) {
+	if len(body) > 0 && body[0] == '[' && json.Valid(body) {
+		return Answer{PromptTokens: -1, CachedTokens: -1}, Peer{}, nil // /generate of a batch
+	}
+	scanned, err := openai.ScanAnswer(body)
+	if err != nil {
+		return Answer{}, Peer{}, errors.Join(ErrParams, err)
+	}
+	return Answer{PromptTokens: scanned.PromptTokens, CachedTokens: scanned.CachedTokens}, Peer{}, nil
+}

@@ -1,0 +1,269 @@
+package kvtransfer
+
+import (
+	"encoding/base64"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"math"
+	"slices"
+	"strconv"
+
+	"tandem/extproc/openai"
+)
+
+// trtllm is TensorRT-LLM's disaggregated_params, context first: P ("context server") computes the prompt and answers an
+// opaque state and the ids by which D ("generation server") finds the KV; D is sent them back with another request_type.
+// The context engine stops after one step by itself, so the client's limits stay: if they end the answer there, P's
+// answer is the client's.
+//
+// Ids have up to 63 bits. They are copied as text and never become floats.
+//
+// Read from tensorrt_llm/serve/openai_disagg_service.py, openai_protocol.py and disaggregated_params.py (2026), and
+// AIBrix pd/engine/trtllm.go.
+type trtllm struct{ no []byte }
+
+func newTRTLLM() trtllm { return trtllm{[]byte("false")} }
+
+func (trtllm) Name() string { return "trtllm" }
+
+// Speaks: the two that take disaggregated_params.
+func (trtllm) Speaks(api openai.API) bool { return api == openai.Chat || api == openai.Completions }
+
+func (d trtllm) Prefill(_ *openai.Request, p *openai.Patch, pair *Pair) {
+	p.Set("stream", openai.FieldStream, d.no)
+	p.Delete(openai.FieldStreamOptions)
+	var room [96]byte
+	ask := append(room[:0], `{"request_type":"context_only","disagg_request_id":`...)
+	p.Set("disaggregated_params", openai.FieldDisaggregatedParams, append(strconv.AppendUint(ask, disaggRequestID(pair), 10), '}'))
+}
+
+// disaggRequestID is unique and from 2^62 on: below 2^42 the engine takes it for one of its own.
+func disaggRequestID(pair *Pair) uint64 { return binary.BigEndian.Uint64(pair.Attempt[:])>>2 | 1<<62 }
+
+// ReadAnswer takes what D needs from P's only choice, or finds that the answer is over already.
+func (trtllm) ReadAnswer(body []byte, pair *Pair) (Answer, error) {
+	a, _, err := usage(body)
+	if err != nil {
+		return Answer{}, fmt.Errorf("reading P's answer: %w", err)
+	}
+	var c contextAnswer
+	if err := c.read(body); err != nil {
+		return Answer{}, fmt.Errorf("reading P's answer: %w: %w", ErrParams, err)
+	}
+	switch string(c.finish) {
+	case "", "null", `"length"`, `"not_finished"`:
+	default:
+		a.Final = c.final()
+		return a, nil
+	}
+	if a.Params, err = c.forDecode(disaggRequestID(pair)); err != nil {
+		return Answer{}, fmt.Errorf("disaggregated_params of P's answer: %w: %w", ErrParams, err)
+	}
+	return a, nil
+}
+
+// DecodeMember gives the members as ReadAnswer made them.
+//
+// The official server replaces a completion's prompt by P's token ids, so that D need not tokenise. D is sent the client's
+// prompt here: the same text is the same ids without a chat template, and the ticket need not carry the prompt to undo it.
+func (trtllm) DecodeMember(dst, params []byte) []byte { return append(dst, params...) }
+
+// contextAnswer is what is read of a context server's answer: JSON text within it.
+type contextAnswer struct {
+	body, choice             []byte
+	choiceAt                 int // where choice starts in body
+	object, finish           []byte
+	params                   []byte // disaggregated_params
+	tokenIDs, tokenIDsBase64 []byte // prompt_token_ids; newer servers answer them packed, where that is set
+}
+
+func (c *contextAnswer) read(body []byte) error {
+	c.body = body
+	var choices []byte
+	var choicesAt int
+	at := skipSpace(body)
+	top := cursor{b: body, i: at}
+	err := top.object(func(key, value []byte, at int) error {
+		switch string(key) {
+		case "object":
+			c.object = value
+		case "choices":
+			choices, choicesAt = value, at
+		case "prompt_token_ids":
+			c.tokenIDs = value
+		case "prompt_token_ids_b64":
+			c.tokenIDsBase64 = value
+		case "disaggregated_params": // AIBrix looks here too
+			c.params = value
+		}
+		return nil
+	})
+	if err != nil {
+		return err
+	}
+	if c.choice, c.choiceAt, err = onlyElement(choices); err != nil {
+		return fmt.Errorf("choices: %w", err)
+	}
+	c.choiceAt += choicesAt
+	choice := cursor{b: c.choice}
+	return choice.object(func(key, value []byte, _ int) error {
+		switch string(key) {
+		case "finish_reason":
+			c.finish = value
+		case "disaggregated_params":
+			if string(value) != "null" {
+				c.params = value
+			}
+		}
+		return nil
+	})
+}
+
+// onlyElement is the element of a list that must have one.
+func onlyElement(list []byte) (element []byte, at int, err error) {
+	c := cursor{b: list}
+	if !c.take('[') {
+		return nil, 0, errors.New("not a list")
+	}
+	more, err := c.next(true, ']')
+	if err != nil || !more {
+		return nil, 0, errors.Join(errors.New("none"), err)
+	}
+	at = c.i
+	if !c.value() {
+		return nil, 0, errNotJSON
+	}
+	element = list[at:c.i]
+	if more, err := c.next(false, ']'); err != nil || more {
+		return nil, 0, errors.New("more than one")
+	}
+	return element, at, nil
+}
+
+// forDecode writes D's members: P's parameters with another request_type, and for chat the token ids, so that D's template
+// is not asked again.
+func (c *contextAnswer) forDecode(id uint64) ([]byte, error) {
+	if len(c.params) > MaxParamsBytes/2 {
+		return nil, fmt.Errorf("%d bytes, more than %d", len(c.params), MaxParamsBytes/2)
+	}
+	out := append(make([]byte, 0, len(c.params)+64), `"disaggregated_params":{"request_type":"generation_only"`...)
+	var contextID, ours []byte
+	seen := map[string]bool{}
+	params := cursor{b: c.params}
+	err := params.object(func(key, value []byte, _ int) error {
+		if seen[string(key)] || len(seen) == 64 {
+			return fmt.Errorf("%.40q is there twice, or there are too many members", key)
+		}
+		seen[string(key)] = true
+		switch string(key) {
+		case "request_type":
+			return nil
+		case "ctx_request_id":
+			contextID = value
+		case "disagg_request_id":
+			ours = value
+		}
+		out = append(appendJSON(append(out, ','), key), ':')
+		out = append(out, value...)
+		return nil
+	})
+	switch {
+	case err != nil:
+		return nil, err
+	case !isID(contextID):
+		return nil, refuse([]byte("ctx_request_id"), contextID, "an integer of 64 bits")
+	case ours != nil && string(ours) != "null" && string(ours) != strconv.FormatUint(id, 10):
+		return nil, refuse([]byte("disagg_request_id"), ours, "the one that P was sent")
+	}
+	out = append(out, '}')
+	if string(c.object) != `"chat.completion"` {
+		return out, nil
+	}
+	return c.appendTokenIDs(out)
+}
+
+// isID reports whether a value is an integer that fits 64 bits.
+func isID(value []byte) bool {
+	_, err := strconv.ParseUint(string(value), 10, 64)
+	return err == nil
+}
+
+// appendTokenIDs appends prompt_token_ids, from whichever form P answered them in. Without them D tokenises by itself.
+func (c *contextAnswer) appendTokenIDs(out []byte) ([]byte, error) {
+	const key = `,"prompt_token_ids":`
+	switch {
+	case len(c.tokenIDs) > 0 && c.tokenIDs[0] == '[':
+		if len(out)+len(key)+len(c.tokenIDs) > MaxParamsBytes {
+			return out, nil
+		}
+		if !tokenIDs(c.tokenIDs) {
+			return nil, errors.New("prompt_token_ids: not a list of token ids")
+		}
+		return append(append(out, key...), c.tokenIDs...), nil
+	case len(c.tokenIDsBase64) > 2 && c.tokenIDsBase64[0] == '"':
+		packed, err := base64.StdEncoding.AppendDecode(nil, c.tokenIDsBase64[1:len(c.tokenIDsBase64)-1])
+		if err != nil || len(packed)%4 != 0 {
+			return nil, errors.New("prompt_token_ids_b64: not base64 of 32-bit integers")
+		}
+		if len(out)+len(key)+3*len(packed) > MaxParamsBytes { // an id of ten digits and its comma is 11 bytes for 4
+			return out, nil
+		}
+		out = append(append(out, key...), '[')
+		for i := 0; i < len(packed); i += 4 {
+			id := int32(binary.LittleEndian.Uint32(packed[i:]))
+			if id < 0 {
+				return nil, errors.New("prompt_token_ids_b64: a negative id")
+			}
+			if i > 0 {
+				out = append(out, ',')
+			}
+			out = strconv.AppendInt(out, int64(id), 10)
+		}
+		return append(out, ']'), nil
+	}
+	return out, nil
+}
+
+// tokenIDs reports whether a value is a list of integers from 0 to 2^32-1, with one at least.
+func tokenIDs(list []byte) bool {
+	c := cursor{b: list}
+	if !c.take('[') {
+		return false
+	}
+	for first := true; ; first = false {
+		more, err := c.next(first, ']')
+		if err != nil || !more {
+			return err == nil && !first
+		}
+		n, end := digits(list, c.i)
+		if end == c.i || n > math.MaxUint32 {
+			return false
+		}
+		c.i = end
+	}
+}
+
+// final is P's answer without what is not for a client.
+func (c *contextAnswer) final() []byte {
+	choice := without(c.choice, "disaggregated_params")
+	end := c.choiceAt + len(c.choice)
+	whole := append(append(append([]byte(nil), c.body[:c.choiceAt]...), choice...), c.body[end:]...)
+	return without(whole, "disaggregated_params", "prompt_token_ids", "prompt_token_ids_b64")
+}
+
+// without is an object without some of its members; the others stay as they are.
+func without(object []byte, names ...string) []byte {
+	out := make([]byte, 0, len(object))
+	out = append(out, '{')
+	c := cursor{b: object, i: skipSpace(object)}
+	_ = c.object(func(key, value []byte, _ int) error { // it was read before
+		if slices.Contains(names, string(key)) {
+			return nil
+		}
+		out = append(appendJSON(comma(out), key), ':')
+		out = append(out, value...)
+		return nil
+	})
+	return append(out, '}')
+}

@@ -1,0 +1,152 @@
+package extproc
+
+import (
+	"errors"
+	"strconv"
+	"time"
+
+	"tandem/extproc/kvtransfer"
+	"tandem/kvstate"
+)
+
+// mirroredLeg serves the filter of the mirrored prefill leg. Envoy has forgotten the leg once it is sent, so this is where
+// it is seen how P fares, and where the leg is cut when nobody waits for it, if the dialect wants that: then the stream is
+// open from the start and its first message is request headers; else it begins with P's answer.
+func (x *exchange) mirroredLeg() error {
+	if err := x.receive(); err != nil {
+		return err
+	}
+	var t *kvtransfer.Ticket
+	var err error
+	if x.msg.phase == phaseRequestHeaders {
+		if t, err = x.openLeg(); err == nil {
+			err = x.untilAnswer(t)
+		}
+	} else {
+		a := &x.msg.attributes
+		t, err = x.openPairTicket(a.ticket, a.clientID)
+	}
+	if err != nil {
+		return err
+	}
+	if x.msg.phase != phaseResponseHeaders {
+		return errors.New("a mirrored leg went on without an answer")
+	}
+	code, _ := strconv.Atoi(string(x.msg.headers.status))
+	if err := x.receiveAnswer(); err != nil {
+		return err
+	}
+	v := x.judge(t, code)
+	x.s.State.Release(kvstate.ReservationID(t.Reservations[0]))
+	x.s.pairs.tell(t.ID, v)
+	return x.dropAnswer(code, v)
+}
+
+// untilAnswer lets the leg begin, and waits for P's headers. Where nobody waits for the leg any more, it is cut.
+func (x *exchange) untilAnswer(t *kvtransfer.Ticket) error {
+	p := x.s.pairs.enter(t.ID)
+	defer x.s.pairs.leave(t.ID)
+	if err := x.send(&reply{phase: phaseRequestHeaders}); err != nil {
+		return err
+	}
+	select {
+	case got := <-x.receiveLater():
+		if got.err != nil { // the leg is gone without a word
+			x.s.pairs.tell(t.ID, outcome{})
+			return got.err
+		}
+		x.take(got)
+		return nil
+	case <-x.s.draining:
+		return errAnswered // P goes on without us
+	case <-p.over:
+	}
+	x.s.State.Release(kvstate.ReservationID(t.Reservations[0]))
+	x.s.metrics.prefillCut(t, time.Since(x.s.sealedAt(t)))
+	return errors.Join(errAnswered, x.send(&reply{immediate: &immediate{status: 503, details: detailsPrefix + "_given_up"}}))
+}
+
+// judge says what P's answer is worth, counts it, and learns from it. The answer is in x.body.
+func (x *exchange) judge(t *kvtransfer.Ticket, code int) outcome {
+	v := outcome{status: code}
+	took := time.Since(x.s.sealedAt(t))
+	pool, policy := x.s.State.Pool(t.Pool), x.s.Pools[t.Pool]
+	result := "failed"
+	switch {
+	case clientsFault(code):
+		result = "refused"
+		if x.body.len() <= maxRefusal {
+			v.answer = append([]byte(nil), x.body.bytes()...)
+		}
+	case code == 200 && !x.msg.over && policy.Concurrent != nil:
+		got, peer, err := policy.Concurrent.ReadAnswer(x.body.bytes(), t.Params)
+		policy.learnPeer(t.Prefill, peer)
+		if err != nil {
+			x.s.Log.Warn("prefill answered, but not as one that has sent its KV", "request_id", x.requestID, "endpoint", t.Prefill, "err", err)
+			break
+		}
+		v.ok, result = true, "ok"
+		x.prefilled(pool, t, got)
+	}
+	x.s.metrics.prefillEnded(t, code, result, took)
+	x.s.recent.change(x.requestID, func(trace *Trace) { trace.PrefillTime = took })
+	return v
+}
+
+// learnPeer remembers what a prefill endpoint said of itself.
+func (p Policy) learnPeer(addr string, said kvtransfer.Peer) {
+	if p.Peers != nil {
+		p.Peers.Learn(addr, said)
+	}
+}
+
+// maxRefusal is how much is kept of what P says about a request that it refuses.
+const maxRefusal = 64 << 10
+
+// prefilled takes in what a good answer tells.
+func (x *exchange) prefilled(pool *kvstate.Pool, t *kvtransfer.Ticket, got kvtransfer.Answer) {
+	x.s.metrics.prompt(t.Pool, got)
+	if pool == nil {
+		return
+	}
+	x.markGood(pool, t.Prefill)
+	if got.PromptTokens > 0 {
+		pool.ObservePrompt(int64(t.BodyBytes), got.PromptTokens)
+	}
+	x.s.recent.change(x.requestID, func(trace *Trace) {
+		trace.CachedTokens = got.CachedTokens
+		if got.PromptTokens > 0 {
+			trace.PromptTokens = got.PromptTokens
+		}
+	})
+}
+
+// dropAnswer ends the leg without P's answer, which nobody reads. Its status is what Envoy's access log tells the other
+// replicas, so an answer that is not good for anything gets one that says so.
+func (x *exchange) dropAnswer(code int, v outcome) error {
+	if code < 300 && !v.ok {
+		x.headers.add(":status", []byte("502"))
+	}
+	x.headers.drop("content-length")
+	bare := x.msg.phase == phaseResponseHeaders // the answer had no body
+	if err := x.send(&reply{phase: phaseResponseHeaders, headers: &x.headers}); err != nil || bare {
+		return err
+	}
+	if x.msg.phase == phaseResponseTrailers {
+		return x.send(&reply{phase: phaseResponseTrailers})
+	}
+	return x.send(&reply{phase: phaseResponseBody, kind: bodyStreamed62, end: true})
+}
+
+// mirrorEnded settles a mirrored leg as Envoy logs it, to every replica: the one that booked it releases it, the one that
+// watches over D hears how it ended.
+func (s *Server) mirrorEnded(e *logEntry) {
+	t, err := s.Keys.Open(string(e.ticket), string(e.clientID), time.Now())
+	if t == nil {
+		s.metrics.forgedTickets.Inc()
+		s.Log.Debug("access log entry of a leg with a ticket that is not ours", "request_id", string(e.clientID), "err", err)
+		return
+	}
+	s.State.Release(kvstate.ReservationID(t.Reservations[0]))
+	s.pairs.tell(t.ID, outcome{status: e.status, ok: e.status == 200})
+}

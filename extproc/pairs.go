@@ -1,0 +1,124 @@
+package extproc
+
+import (
+	"sync"
+	"time"
+)
+
+// pairs is where the two legs of one attempt meet when they run at once: each is a stream of its own, and each has to
+// hear how the other fares. Where the other is served by another replica, Envoy's access log brings the news, which goes
+// to all of them.
+type pairs struct {
+	mu   sync.Mutex
+	live map[[16]byte]*pair
+	idle []idlePair // pairs that no stream is on, oldest first
+}
+
+// pair is one attempt, by its ticket's id.
+type pair struct {
+	streams int
+
+	ended   chan struct{} // closed when P's leg has ended; then verdict holds
+	verdict outcome
+
+	over    chan struct{} // closed when nobody waits for P's leg any more
+	givenUp bool
+}
+
+// outcome is how a prefill leg ended.
+type outcome struct {
+	status int    // of the answer; 0: none came
+	ok     bool   // D has its blocks
+	answer []byte // where the status is the client's fault: what P said
+}
+
+type idlePair struct {
+	id    [16]byte
+	since time.Time
+}
+
+// How long, and in what numbers, a pair without streams is remembered: one leg's news may come before the other leg has
+// begun, and news of pairs that other replicas serve comes too.
+const (
+	idlePairTime = 10 * time.Second
+	maxIdlePairs = 1 << 16
+)
+
+func newPairs() *pairs { return &pairs{live: map[[16]byte]*pair{}} }
+
+// enter is called by a stream that serves a leg; leave must follow.
+func (ps *pairs) enter(id [16]byte) *pair {
+	ps.mu.Lock()
+	defer ps.mu.Unlock()
+	p := ps.at(id)
+	p.streams++
+	return p
+}
+
+func (ps *pairs) leave(id [16]byte) {
+	ps.mu.Lock()
+	defer ps.mu.Unlock()
+	if p := ps.live[id]; p != nil {
+		if p.streams--; p.streams == 0 {
+			ps.rest(id)
+		}
+	}
+}
+
+// tell brings the verdict on P's leg. The first counts.
+func (ps *pairs) tell(id [16]byte, v outcome) {
+	ps.mu.Lock()
+	defer ps.mu.Unlock()
+	p := ps.at(id)
+	select {
+	case <-p.ended:
+		return
+	default:
+	}
+	p.verdict = v
+	close(p.ended)
+	if p.streams == 0 {
+		ps.rest(id)
+	}
+}
+
+// giveUp says that nobody waits for P's leg any more, which may be about to begin.
+func (ps *pairs) giveUp(id [16]byte) {
+	ps.mu.Lock()
+	defer ps.mu.Unlock()
+	p := ps.at(id)
+	if p.givenUp {
+		return
+	}
+	p.givenUp = true
+	close(p.over)
+	if p.streams == 0 {
+		ps.rest(id)
+	}
+}
+
+// at finds a pair, or makes it. The lock is held.
+func (ps *pairs) at(id [16]byte) *pair {
+	p := ps.live[id]
+	if p == nil {
+		p = &pair{ended: make(chan struct{}), over: make(chan struct{})}
+		ps.live[id] = p
+	}
+	return p
+}
+
+// rest notes that no stream is on a pair now, and forgets those that had none for long. The lock is held.
+func (ps *pairs) rest(id [16]byte) {
+	now := time.Now()
+	ps.idle = append(ps.idle, idlePair{id, now})
+	done := 0
+	for done < len(ps.idle) && (now.Sub(ps.idle[done].since) > idlePairTime || len(ps.idle)-done > maxIdlePairs) {
+		if p := ps.live[ps.idle[done].id]; p != nil && p.streams == 0 {
+			delete(ps.live, ps.idle[done].id)
+		}
+		done++
+	}
+	if ps.idle = ps.idle[done:]; len(ps.idle) == 0 {
+		ps.idle = nil
+	}
+}

@@ -1,0 +1,292 @@
+package kvstate
+
+import (
+	"fmt"
+	"math/rand/v2"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+)
+
+// feedTwin is a feed as one would write it without thinking of speed: blocks by the engine's name, and after every event
+// all that can be worked out is worked out.
+type feedTwin struct {
+	blocks  map[uint64]*twinBlock
+	waiting map[uint64]*twinBlock // those of them of which our hash is not known
+}
+
+func newFeedTwin() feedTwin { return feedTwin{map[uint64]*twinBlock{}, map[uint64]*twinBlock{}} }
+
+type twinBlock struct {
+	parent uint64
+	block  uint64
+	media  uint32
+	hash   uint64
+	hashed bool
+}
+
+func (t feedTwin) apply(e *BlockEvent) {
+	switch e.Kind {
+	case BlocksStored:
+		parent, has := e.Parent, e.HasParent
+		for i, key := range e.Keys {
+			if len(e.Blocks) == 0 {
+				if b := t.blocks[key]; b != nil {
+					b.media |= e.media()
+				}
+				continue
+			}
+			b := t.blocks[key]
+			if b == nil {
+				b = &twinBlock{}
+				t.blocks[key], t.waiting[key] = b, b
+			}
+			b.media |= e.media()
+			if !b.hashed {
+				b.parent, b.block = parent, e.Blocks[i]
+			}
+			if !has {
+				b.hash, b.hashed = ChainTokenBlock(e.Root, b.block), true
+				delete(t.waiting, key)
+			}
+			parent, has = key, true
+			t.settle()
+		}
+	case BlocksRemoved:
+		for _, key := range e.Keys {
+			if b := t.blocks[key]; b != nil {
+				if b.media &^= e.media(); b.media == 0 {
+					delete(t.blocks, key)
+					delete(t.waiting, key)
+				}
+			}
+		}
+	case AllBlocksCleared:
+		clear(t.blocks)
+		clear(t.waiting)
+	}
+}
+
+func (t feedTwin) settle() {
+	for again := true; again; {
+		again = false
+		for key, b := range t.waiting {
+			if p := t.blocks[b.parent]; p != nil && p.hashed {
+				b.hash, b.hashed, again = ChainTokenBlock(p.hash, b.block), true, true
+				delete(t.waiting, key)
+			}
+		}
+	}
+}
+
+func (t feedTwin) hit(hashes []uint64) int {
+	held := map[uint64]bool{}
+	for _, b := range t.blocks {
+		if b.hashed {
+			held[b.hash] = true
+		}
+	}
+	for i, h := range hashes {
+		if !held[h] {
+			return i
+		}
+	}
+	return len(hashes)
+}
+
+// sequence is a prompt that is a path in a tree, as token blocks and as what one engine calls them.
+type sequence struct{ blocks, hashes, keys []uint64 }
+
+func sequenceOf(engine uint64, path []byte) sequence {
+	var s sequence
+	h := TokenRoot("", 16)
+	for _, p := range path {
+		block := uint64(p)*0x9e3779b97f4a7c15 + 1
+		h = ChainTokenBlock(h, block)
+		s.blocks, s.hashes, s.keys = append(s.blocks, block), append(s.hashes, h), append(s.keys, (h^engine)*0xff51afd7ed558ccd)
+	}
+	return s
+}
+
+// feedProgram runs random events of several engines on feeds and twins, with events lost, repeated and out of order, and
+// compares look-ups.
+func feedProgram(t *testing.T, next func(n int) int, steps, compareEvery int) {
+	s := New(Options{})
+	s.SetPool(PoolSpec{Name: "p"}, pd(3, 0))
+	p := s.Pool("p")
+	feeds, twins := make([]*Feed, 5), make([]feedTwin, 5) // endpoint 0 has three ranks
+	owner := []int{0, 0, 0, 1, 2}
+	for i := range feeds {
+		feeds[i], twins[i] = p.Feed(p.Endpoints()[owner[i]]), newFeedTwin()
+	}
+	path := func() []byte {
+		path := make([]byte, 1+next(10))
+		for i := range path {
+			path[i] = byte(min(next(9), 2))
+		}
+		return path
+	}
+	var v View
+	for step := range steps {
+		f := next(len(feeds))
+		seq := sequenceOf(uint64(f), path())
+		var e BlockEvent
+		switch op := next(20); {
+		case op < 11: // stores the end of a sequence, whose beginning may never have been seen
+			from := next(len(seq.keys) + 1)
+			if next(3) > 0 {
+				from = 0
+			}
+			if from == len(seq.keys) {
+				continue
+			}
+			e = BlockEvent{Kind: BlocksStored, Keys: seq.keys[from:], Blocks: seq.blocks[from:], Root: TokenRoot("", 16), BlockSize: 16, Host: next(8) == 0}
+			if from > 0 {
+				e.HasParent, e.Parent = true, seq.keys[from-1]
+			}
+		case op == 11: // a copy in another tier, of which only the name is told
+			e = BlockEvent{Kind: BlocksStored, Keys: seq.keys[next(len(seq.keys)):], Host: true, HasParent: false}
+		case op < 18: // removes from the end, one somewhere, or from the beginning
+			from := next(len(seq.keys))
+			e = BlockEvent{Kind: BlocksRemoved, Keys: seq.keys[from:], Host: next(4) == 0}
+			if next(2) == 0 {
+				e.Keys = seq.keys[from : from+1]
+			}
+		case op == 18 && next(40) == 0:
+			e = BlockEvent{Kind: AllBlocksCleared}
+		case op == 19 && next(40) == 0:
+			feeds[f].Close()
+			feeds[f], twins[f] = p.Feed(p.Endpoints()[owner[f]]), newFeedTwin()
+			continue
+		}
+		feeds[f].Apply([]BlockEvent{e})
+		twins[f].apply(&e)
+		if step%compareEvery > 0 {
+			continue
+		}
+		require.Equal(t, len(twins[f].blocks), feeds[f].Stats().Held)
+		want := sequenceOf(0, path())
+		s.View(p, nil, &v)
+		p.TokenHits(want.hashes, 16, int64(16*len(want.hashes)), len(want.hashes), &v)
+		best := make([]int, 3)
+		for i, twin := range twins {
+			best[owner[i]] = max(best[owner[i]], twin.hit(want.hashes))
+		}
+		for i, hit := range best {
+			require.Equal(t, hit, v.Endpoints[i].Hit, "step %d, endpoint %d", step, i)
+		}
+	}
+	for _, f := range feeds {
+		f.Close()
+	}
+	require.Equal(t, IndexStats{Members: 3}, p.IndexStats(), "what nobody holds is forgotten")
+}
+
+func TestFeedAgainstTwin(t *testing.T) {
+	steps := 1_000_000
+	if testing.Short() || raceDetector {
+		steps = 30_000
+	}
+	feedProgram(t, rand.New(rand.NewPCG(1, 2)).IntN, steps, 23)
+	for seed := range uint64(20) {
+		feedProgram(t, rand.New(rand.NewPCG(seed, 3)).IntN, 1000, 1)
+	}
+}
+
+func FuzzFeed(f *testing.F) {
+	f.Add([]byte("\x00\x05\x01\x01\x01\x01\x01\x00\x00\x00\x00\x00"))
+	f.Fuzz(func(t *testing.T, program []byte) { feedProgram(t, programOf(program), min(len(program)/8+1, 300), 1) })
+}
+
+// Engines whose hashes are small numbers (simulators) use a name again for another block, or have two for one.
+func TestFeedWithNamesUsedAgain(t *testing.T) {
+	s := New(Options{})
+	s.SetPool(PoolSpec{Name: "p"}, pd(1, 0))
+	p := s.Pool("p")
+	f := p.Feed(p.Endpoints()[0])
+	a, b := sequenceOf(0, []byte{1, 1, 1}), sequenceOf(0, []byte{2, 2})
+	hit := func(hashes []uint64) int {
+		var v View
+		s.View(p, nil, &v)
+		p.TokenHits(hashes, 16, int64(16*len(hashes)), len(hashes), &v)
+		return v.Endpoints[0].Hit
+	}
+	store := func(blocks []uint64, keys ...uint64) BlockEvent {
+		return BlockEvent{Kind: BlocksStored, Keys: keys, Blocks: blocks, Root: TokenRoot("", 16), BlockSize: 16}
+	}
+	f.Apply([]BlockEvent{store(a.blocks, 1, 0, 3)})
+	require.Equal(t, 3, hit(a.hashes))
+	f.Apply([]BlockEvent{store(b.blocks, 0, 5)}) // 0 is another block now
+	require.Equal(t, []int{1, 2}, []int{hit(a.hashes), hit(b.hashes)})
+	f.Apply([]BlockEvent{store(a.blocks, 1, 7, 3)})
+	require.Equal(t, []int{3, 2}, []int{hit(a.hashes), hit(b.hashes)})
+	f.Apply([]BlockEvent{store(a.blocks, 11, 7, 3)}) // 11 is what was 1
+	f.Apply([]BlockEvent{{Kind: BlocksRemoved, Keys: []uint64{1}}})
+	require.Equal(t, 3, hit(a.hashes), "nobody is called 1 any more")
+	f.Apply([]BlockEvent{{Kind: BlocksRemoved, Keys: []uint64{11}}})
+	require.Equal(t, 0, hit(a.hashes))
+	require.Equal(t, FeedStats{Stored: 11, Removed: 2, Held: 4, Aside: 2}, f.Stats())
+}
+
+// A feed stays within its bound, and keeps what it stored last.
+func TestFeedIsBounded(t *testing.T) {
+	s := New(Options{FeedBlocks: 100})
+	s.SetPool(PoolSpec{Name: "p"}, pd(1, 0))
+	p := s.Pool("p")
+	f := p.Feed(p.Endpoints()[0])
+	var v View
+	for i := range 300 {
+		seq := sequenceOf(0, []byte{byte(i), byte(i >> 8), 1, 2, 3, 4, 5})
+		f.Apply([]BlockEvent{{Kind: BlocksStored, Keys: seq.keys, Blocks: seq.blocks, Root: TokenRoot("", 16), BlockSize: 16}})
+		s.View(p, nil, &v)
+		p.TokenHits(seq.hashes, 16, 16*7, 7, &v)
+		require.Equal(t, 7, v.Endpoints[0].Hit)
+		require.LessOrEqual(t, f.Stats().Held, 100)
+	}
+	require.Equal(t, []int{16}, p.TokenBlockSizes())
+	f.Close()
+	require.Empty(t, p.TokenBlockSizes())
+	s.View(p, nil, &v)
+	p.TokenHits(sequenceOf(0, []byte{43, 1, 1, 2, 3, 4, 5}).hashes, 16, 16*7, 7, &v)
+	require.Zero(t, v.Endpoints[0].Hit)
+}
+
+// A block whose parent was lost is found when the parent comes after all.
+func TestFeedUnknownParents(t *testing.T) {
+	s := New(Options{})
+	s.SetPool(PoolSpec{Name: "p"}, pd(1, 0))
+	p := s.Pool("p")
+	f := p.Feed(p.Endpoints()[0])
+	seq := sequenceOf(9, []byte{1, 2, 3, 4, 5, 6})
+	part := func(from, to int) BlockEvent {
+		e := BlockEvent{Kind: BlocksStored, Keys: seq.keys[from:to], Blocks: seq.blocks[from:to], Root: TokenRoot("", 16), BlockSize: 16}
+		if from > 0 {
+			e.HasParent, e.Parent = true, seq.keys[from-1]
+		}
+		return e
+	}
+	var got []string
+	for _, e := range []BlockEvent{part(4, 6), part(2, 4), part(0, 1), part(1, 2), {Kind: BlocksRemoved, Keys: seq.keys[2:3]}, part(2, 3)} {
+		f.Apply([]BlockEvent{e})
+		var v View
+		s.View(p, nil, &v)
+		p.TokenHits(seq.hashes, 16, 16*6, 6, &v)
+		got = append(got, fmt.Sprintf("%d of %d, %d aside", v.Endpoints[0].Hit, f.Stats().Held, f.Stats().Aside))
+	}
+	require.Equal(t, []string{"0 of 2, 2 aside", "0 of 4, 4 aside", "1 of 5, 4 aside", "6 of 6, 0 aside", "2 of 5, 3 aside", "6 of 6, 0 aside"}, got)
+}
+
+func TestTokenBlocks(t *testing.T) {
+	ids := make([]uint32, 40)
+	for i := range ids {
+		ids[i] = uint32(i) * 7919
+	}
+	base := TokenPrompt{IDs: ids}
+	hashes := base.Blocks(nil, 16)
+	require.Len(t, hashes, 2, "full blocks only")
+	require.Len(t, base.Blocks(nil, 32), 1)
+	require.Empty(t, base.Blocks(nil, 0))
+	for _, other := range []TokenPrompt{{IDs: ids, LoRA: "a"}, {IDs: ids, Salt: "a"}, {IDs: ids[1:]}} {
+		require.NotEqual(t, hashes[1], other.Blocks(nil, 16)[1])
+	}
+}

@@ -1,0 +1,163 @@
+package kvevents
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/go-zeromq/zmq4"
+)
+
+// A publisher whose endpoint in --kv-events-config names a host connects, and we bind the socket. Who it is follows from its
+// topic, by custom kv@<pod address>@<model>, or from where it connects from.
+
+// accepted is a connection that a publisher opened, with the first message that came over it.
+type accepted struct {
+	c     *conn
+	first [][]byte
+}
+
+// maxAccepted bounds the connections of publishers to one address.
+const maxAccepted = 4096
+
+// firstMessage is how long a publisher may be silent before we know who it is. An engine that serves nobody says nothing.
+const firstMessage = time.Hour
+
+// listen accepts the publishers of a pool whose source says so.
+func (c *Collector) listen(ctx context.Context, pool string, running *sync.WaitGroup) error {
+	source := c.o.Pools[pool]
+	if source.Listen == "" {
+		return nil
+	}
+	l, err := new(net.ListenConfig).Listen(ctx, "tcp", source.Listen)
+	if err != nil {
+		return fmt.Errorf("listening for KV events of pool %s: %w", pool, err)
+	}
+	context.AfterFunc(ctx, func() { _ = l.Close() })
+	running.Go(func() {
+		var open atomic.Int32
+		for {
+			nc, err := l.Accept()
+			if err != nil {
+				if ctx.Err() != nil || errors.Is(err, net.ErrClosed) {
+					return
+				}
+				select { // out of file descriptors, most likely
+				case <-ctx.Done():
+				case <-time.After(firstRetry):
+				}
+				continue
+			}
+			if open.Add(1) > maxAccepted {
+				open.Add(-1)
+				_ = nc.Close()
+				continue
+			}
+			running.Go(func() {
+				defer open.Add(-1)
+				c.accept(ctx, pool, source.Topic, nc)
+			})
+		}
+	})
+	return nil
+}
+
+// accept finds out who has connected and hands the connection to its subscription.
+func (c *Collector) accept(ctx context.Context, pool, topic string, nc net.Conn) {
+	z, err := open(ctx, nc, zmq4.Sub, true)
+	if err != nil {
+		c.o.Log.Debug("KV events: a connection that is no publisher's", "from", nc.RemoteAddr().String(), "err", err)
+		return
+	}
+	stop := context.AfterFunc(ctx, z.close)
+	defer stop()
+	if err := z.subscribe(topic); err != nil {
+		z.close()
+		return
+	}
+	_ = nc.SetReadDeadline(time.Now().Add(firstMessage))
+	frames, err := z.read()
+	if err != nil {
+		z.close()
+		return
+	}
+	_ = nc.SetReadDeadline(time.Time{})
+	s := c.whose(pool, frames, nc.RemoteAddr())
+	if s == nil {
+		c.o.Log.Warn("KV events: a publisher that is no endpoint of the pool", "pool", pool, "from", nc.RemoteAddr().String(), "topic", string(frames[0]))
+		z.close() // it will try again; by then we may know it
+		return
+	}
+	select {
+	case s.accepted <- &accepted{z, frames}:
+	case <-ctx.Done():
+		z.close()
+	case <-time.After(handshakeTimeout): // it has another connection, which is not known to be dead yet
+		z.close()
+	}
+}
+
+// whose finds the subscription to which a first message belongs; nil if there is none.
+func (c *Collector) whose(pool string, frames [][]byte, from net.Addr) *subscription {
+	topic, _, payload, ok := batchOf(frames)
+	if !ok {
+		return nil
+	}
+	var d Decoder
+	batch, err := d.Batch(payload)
+	if err != nil {
+		return nil
+	}
+	names := strings.Split(string(topic), "@")
+	remote, _, _ := net.SplitHostPort(from.String())
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	var named, near []*subscription
+	ranks := max(c.o.Pools[pool].Ranks, 1)
+	for t, s := range c.active {
+		if t.pool != pool || ranks > 1 && t.rank != batch.Rank {
+			continue
+		}
+		host, _, _ := net.SplitHostPort(t.endpoint.Addr)
+		for _, name := range names {
+			if name == t.endpoint.Addr || name == t.endpoint.Name || name == host {
+				named = append(named, s)
+				break
+			}
+		}
+		if host == remote {
+			near = append(near, s)
+		}
+	}
+	switch {
+	case len(named) == 1:
+		return named[0]
+	case len(named) == 0 && len(near) == 1:
+		return near[0]
+	}
+	return nil
+}
+
+// await follows a publisher that connects to us, until ctx ends.
+func (s *subscription) await(ctx context.Context) {
+	since := time.Now()
+	tick := time.NewTicker(staleAfter / 4)
+	defer tick.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-tick.C:
+			s.down(nil, since)
+		case a := <-s.accepted:
+			err := s.serve(ctx, a.c, a.first)
+			since = time.Now()
+			s.down(err, since)
+		}
+	}
+}

@@ -1,0 +1,31 @@
+package notices
+
+import (
+	"context"
+	"fmt"
+	"log/slog"
+	"net"
+
+	"tandem/kvstate/zmtp"
+)
+
+// Serve receives notices on l, a PULL socket that engines push at, until ctx ends.
+func Serve(ctx context.Context, l net.Listener, b *Board, log *slog.Logger) error {
+	s := zmtp.Server{Kind: zmtp.Pull, Log: log, Receive: func(_ string, frames [][]byte) {
+		if len(frames) != 1 {
+			b.Ignored()
+			return
+		}
+		id, err := Parse(frames[0])
+		if err != nil {
+			b.Ignored()
+			log.Debug("message that is no notice", "err", err)
+			return
+		}
+		b.Arrived(id)
+	}}
+	if err := s.Serve(ctx, l); err != nil {
+		return fmt.Errorf("receiving notices: %w", err)
+	}
+	return nil
+}

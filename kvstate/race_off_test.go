@@ -1,0 +1,5 @@
+//go:build !race
+
+package kvstate
+
+const raceDetector = false

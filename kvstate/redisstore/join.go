@@ -1,0 +1,175 @@
+package redisstore
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"sync"
+	"time"
+
+	"github.com/redis/go-redis/v9"
+	"google.golang.org/protobuf/proto"
+
+	statev1 "tandem/protos/state/v1"
+)
+
+// hello is the state of a request for a snapshot.
+type hello struct {
+	wanted bool     // and not yet answered
+	said   streamID // where it stands in the stream; a snapshot must reach as far
+	at     time.Time
+	tries  int
+}
+
+// helloTries is how often a hello is said that nobody answers, a lease apart: who should have answered may be gone.
+const helloTries = 3
+
+// ask wants a snapshot of the others. sharer.mu is held.
+func (p *sharer) ask() {
+	if !p.sync.wanted {
+		p.sync = hello{wanted: true, at: p.sync.at}
+		p.askDue(time.Now())
+	}
+}
+
+// askDue says hello with the next batch, if a snapshot is wanted and none was asked for within a lease. sharer.mu is held.
+func (p *sharer) askDue(now time.Time) {
+	if !p.sync.wanted || now.Sub(p.sync.at) < p.s.o.Lease {
+		return
+	}
+	if p.sync.tries >= helloTries || len(p.members) == 0 {
+		p.sync.wanted = false
+		return
+	}
+	p.sync.at, p.sync.tries = now, p.sync.tries+1
+	p.sayHello()
+}
+
+func (p *sharer) sayHello() {
+	p.outMu.Lock()
+	p.out.hello = true
+	p.outMu.Unlock()
+	p.s.Changed()
+}
+
+// Join takes in what the others know, before this replica decides anything: it returns when that is done, when it has taken
+// too long, or when Redis does not answer. The rest is up to [Store.Run], so an error is for the log.
+func (s *Store) Join(ctx context.Context, limit time.Duration) error {
+	ctx, cancel := context.WithTimeout(ctx, limit)
+	defer cancel()
+	var joining sync.WaitGroup
+	pools := s.pools()
+	failed := make([]error, len(pools))
+	for i, p := range pools {
+		joining.Go(func() { failed[i] = p.warmUp(ctx) })
+	}
+	joining.Wait()
+	err := errors.Join(failed...)
+	s.linked(err)
+	return err
+}
+
+// warmUp joins and waits for the snapshot that the others were asked for.
+func (p *sharer) warmUp(ctx context.Context) error {
+	if err := p.joinOnce(ctx); err != nil {
+		return err
+	}
+	for {
+		p.loadNoticed(ctx)
+		p.mu.Lock()
+		warm := !p.sync.wanted
+		p.mu.Unlock()
+		if warm || ctx.Err() != nil {
+			return nil // late is not wrong: it is loaded when it comes
+		}
+		if err := p.receive(ctx, 50*time.Millisecond); err != nil && ctx.Err() == nil {
+			return err
+		}
+	}
+}
+
+// joinOnce finds the place in the stream from which to read: it says hello, which has a place itself, and reads from one
+// lease before that, where every living replica has spoken. If none has, nobody will answer, and the last snapshot is taken
+// with all that came after it.
+func (p *sharer) joinOnce(ctx context.Context) error {
+	p.mu.Lock()
+	joined := p.joined
+	p.mu.Unlock()
+	if joined {
+		return nil
+	}
+	said, err := p.greet(ctx)
+	if err != nil {
+		return fmt.Errorf("saying hello: %w", err)
+	}
+	lease := uint64(p.s.o.Lease.Milliseconds())
+	p.mu.Lock()
+	p.position = streamID{ms: said.ms - min(said.ms, lease)}
+	p.mu.Unlock()
+	for reached := (streamID{}); reached.compare(said) < 0; {
+		if err := p.receive(ctx, 0); err != nil {
+			return fmt.Errorf("reading the stream: %w", err)
+		}
+		p.mu.Lock()
+		if p.position == reached { // the stream was cut or emptied meanwhile
+			p.position = said
+		}
+		reached = p.position
+		p.mu.Unlock()
+	}
+	p.mu.Lock()
+	alone := len(p.members) == 0
+	p.mu.Unlock()
+	if alone {
+		if err := p.inherit(ctx); err != nil {
+			p.s.log.Warn("starting without what earlier replicas knew", "pool", p.pool, "err", err)
+		}
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.joined = true
+	p.sync = hello{wanted: !alone, said: said, at: time.Now(), tries: 1}
+	return nil
+}
+
+// greet adds a batch that says hello and nothing else.
+func (p *sharer) greet(ctx context.Context) (streamID, error) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	b := &statev1.Batch{Replica: p.s.replica, Seq: p.seq + 1, LeaseMs: uint32(p.s.o.Lease.Milliseconds()), Hello: true}
+	text, err := proto.Marshal(b)
+	if err != nil {
+		return streamID{}, err
+	}
+	ctx, cancel := context.WithTimeout(ctx, besidePath)
+	defer cancel()
+	reply, err := p.s.client.XAdd(ctx, &redis.XAddArgs{
+		Stream: p.keys.stream(), MaxLen: streamLength, Approx: true, Values: []any{batchField, text},
+	}).Result()
+	if err != nil {
+		return streamID{}, err
+	}
+	p.seq++
+	id, err := parseStreamID(reply)
+	if err == nil {
+		p.s.clock.set(id, time.Now())
+	}
+	return id, err
+}
+
+// inherit takes the last snapshot of replicas that are gone, if there is one, and goes back to where it was made.
+func (p *sharer) inherit(ctx context.Context) error {
+	n, err := p.lastSnapshot(ctx)
+	if err != nil || n == nil {
+		return err
+	}
+	if err := p.load(ctx, n); err != nil {
+		return err
+	}
+	if id, err := parseStreamID(n.GetPosition()); err == nil {
+		p.mu.Lock()
+		p.position = id
+		p.mu.Unlock()
+	}
+	return nil
+}

@@ -1,0 +1,59 @@
+package redisstore
+
+import (
+	"encoding/hex"
+	"strconv"
+	"time"
+)
+
+// version is that of the keys and of what lies in them. A release that changes either in a way that this one cannot read
+// takes the next, and shares nothing with it.
+const version = "1"
+
+// How long keys live unless they are written again. A stream outlives its replicas for long enough to restart all of them.
+const (
+	streamTTL   = 10 * time.Minute
+	snapshotTTL = 10 * time.Minute
+	spentTTL    = 2 * time.Minute // longer than a hand-over is good for (extproc, HandOverTTL)
+	handOverTTL = time.Minute
+	secretsTTL  = 24 * time.Hour
+)
+
+// streamLength is about how many batches a stream keeps: at 16 replicas that all route all the time the last 5 s, else
+// minutes. Who missed more than that asks for a snapshot.
+const streamLength = 16384
+
+// poolKeys are the keys of a pool. Its name is their hash tag: they lie on one node of a Cluster.
+type poolKeys struct{ prefix string }
+
+func (o *Options) poolKeys(pool string) poolKeys {
+	return poolKeys{o.KeyPrefix + ":" + version + ":{" + pool + "}:"}
+}
+
+func (k poolKeys) stream() string   { return k.prefix + "deltas" }
+func (k poolKeys) snapshot() string { return k.prefix + "snapshot" }
+
+func (k poolKeys) chunk(snapshot uint64, i int) string {
+	return k.prefix + "snapshot:" + strconv.FormatUint(snapshot, 16) + "." + strconv.Itoa(i)
+}
+
+// The keys that belong to no pool. Those of tickets and hand-overs have no tag, so that a Cluster spreads them.
+func (o *Options) spentKey(ticket [16]byte) string {
+	return o.KeyPrefix + ":" + version + ":spent:" + hex.EncodeToString(ticket[:])
+}
+
+func (o *Options) handOverKey(ref [16]byte) string {
+	return o.KeyPrefix + ":" + version + ":handover:" + hex.EncodeToString(ref[:])
+}
+
+func (o *Options) sealKey() string { return o.KeyPrefix + ":" + version + ":{tickets}:seal" }
+func (o *Options) openKey() string { return o.KeyPrefix + ":" + version + ":{tickets}:open" }
+
+// ACL is what a Redis user for Tandem has to be allowed, besides the keys that begin with the prefix and a colon. (Cluster and
+// Sentinel clients ask for the topology too.)
+func ACL() []string {
+	return []string{
+		"+xadd", "+xread", "+set", "+get", "+mget", "+unlink", "+pexpire", "+hset", "+hvals",
+		"+hello", "+auth", "+select", "+ping", "+cluster|slots", "+cluster|shards", "+command",
+	}
+}

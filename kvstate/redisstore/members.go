@@ -1,0 +1,134 @@
+package redisstore
+
+import (
+	"slices"
+	"time"
+
+	"github.com/cespare/xxhash/v2"
+
+	"tandem/kvstate"
+	statev1 "tandem/protos/state/v1"
+)
+
+// member is another replica, for as long as it says something within its lease.
+type member struct {
+	seq     uint64
+	expires time.Time
+	loads   map[string]load // by address
+}
+
+// meet notes that a replica has spoken, some time ago. nil: its lease has ended since, so that what it says about itself is
+// void.
+func (p *sharer) meet(b *statev1.Batch, age time.Duration) *member {
+	left := min(time.Duration(b.GetLeaseMs())*time.Millisecond, maxLease) - age
+	m := p.members[b.GetReplica()]
+	if left <= 0 || b.GetLeaving() {
+		p.forget(b.GetReplica())
+		return nil
+	}
+	if m == nil {
+		m = &member{loads: map[string]load{}}
+		p.members[b.GetReplica()] = m
+		p.count()
+		if p.joined && b.GetReplica() < p.s.replica {
+			p.ask() // it was there before, but not seen: it may know what this one does not
+		}
+		p.s.log.Info("a replica is there", "pool", p.pool, "replica", b.GetReplica(), "replicas", len(p.members)+1)
+	}
+	m.expires = time.Now().Add(left)
+	return m
+}
+
+// maxLease bounds what another replica can claim for itself.
+const maxLease = time.Minute
+
+// forget voids what a replica has booked.
+func (p *sharer) forget(replica uint64) {
+	m := p.members[replica]
+	if m == nil {
+		return
+	}
+	delete(p.members, replica)
+	for addr := range m.loads {
+		p.set(m, addr, load{})
+	}
+	p.count()
+	p.s.log.Info("a replica is gone", "pool", p.pool, "replica", replica, "replicas", len(p.members)+1)
+}
+
+// expire forgets those whose lease has ended.
+func (p *sharer) expire(now time.Time) {
+	for replica, m := range p.members {
+		if now.After(m.expires) {
+			p.forget(replica)
+		}
+	}
+}
+
+// set notes what a member has booked on an endpoint now.
+func (p *sharer) set(m *member, addr string, next load) {
+	before := m.loads[addr]
+	if next == (load{}) {
+		delete(m.loads, addr)
+	} else {
+		m.loads[addr] = next
+	}
+	total := p.totals[addr]
+	total.requests += next.requests - before.requests
+	total.tokens += next.tokens - before.tokens
+	if total == (load{}) {
+		delete(p.totals, addr)
+	} else {
+		p.totals[addr] = total
+	}
+	if pool := p.s.state.Pool(p.pool); pool != nil {
+		if e := pool.Endpoint(addr); e != nil {
+			e.SetOthers(total.requests, total.tokens)
+		}
+	}
+}
+
+// count makes the list of the living anew.
+func (p *sharer) count() {
+	ids := []uint64{p.s.replica}
+	for id := range p.members {
+		ids = append(ids, id)
+	}
+	slices.Sort(ids)
+	p.ids.Store(&ids)
+}
+
+// leads reports whether this replica is the one that writes snapshots: the oldest but for the one that asks.
+func (p *sharer) leads(asking uint64) bool {
+	for _, id := range *p.ids.Load() {
+		if id != asking {
+			return id == p.s.replica
+		}
+	}
+	return false
+}
+
+// Owns reports whether this replica is the one to collect an endpoint's metrics and events. All replicas that know of each
+// other come to the same answer, each by itself: the one whose hash together with the address is highest. When a replica
+// dies, its endpoints have a new collector as soon as its lease ends; without Redis each collects all.
+func (s *Store) Owns(pool *kvstate.Pool, e *kvstate.Endpoint) bool {
+	p := s.sharer(pool.Spec.Name)
+	if p == nil {
+		return true
+	}
+	ids := *p.ids.Load()
+	if len(ids) == 1 {
+		return true
+	}
+	at := xxhash.Sum64String(e.Addr)
+	owner, highest := uint64(0), uint64(0)
+	for _, id := range ids {
+		h := (id ^ at) * 0x9E3779B185EBCA87
+		h ^= h >> 29
+		h *= 0xC2B2AE3D27D4EB4F
+		if h ^= h >> 32; h >= highest {
+			owner, highest = id, h
+		}
+	}
+	return owner == s.replica
+}

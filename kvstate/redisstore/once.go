@@ -1,0 +1,126 @@
+package redisstore
+
+import (
+	"context"
+	"errors"
+	"time"
+
+	"github.com/redis/go-redis/v9"
+)
+
+// question is whether a ticket is spent, on its way from a request to Redis.
+type question struct {
+	ticket [16]byte
+	answer chan spent // with room for one
+}
+
+type spent struct{ first, known bool }
+
+// How many ask Redis at a time, and for how many requests at once. Requests do not wait for connections that way: the 5 ms
+// are for Redis to answer, not for a TLS handshake, and those who come together make one round trip.
+const (
+	askers    = 4
+	askAtOnce = 64
+)
+
+// Spend implements [kvstate.Peers]: one SET NX, with a deadline.
+func (s *Store) Spend(ticket [16]byte) (first, known bool) {
+	if s.link.mayAsk() {
+		q := question{ticket, make(chan spent, 1)}
+		select {
+		case s.questions <- q:
+			if a, ok := s.await(q); ok {
+				return a.first, a.known
+			}
+		default: // more wait than Redis can answer in time
+		}
+	}
+	s.counters.spendUnknown.Add(1)
+	return false, false
+}
+
+// await waits for the answer, for as long as a request may.
+func (s *Store) await(q question) (spent, bool) {
+	t := time.NewTimer(onPath)
+	defer t.Stop()
+	select {
+	case a := <-q.answer:
+		return a, a.known
+	case <-t.C:
+		s.link.asked(context.DeadlineExceeded)
+		return spent{}, false
+	}
+}
+
+// askAll asks Redis what requests want to know, until ctx ends. Those who do not wait any more have decided; that their
+// tickets are spent is noted all the same.
+func (s *Store) askAll(ctx context.Context) {
+	var batch []question
+	for {
+		batch = batch[:0]
+		select {
+		case <-ctx.Done():
+			return
+		case q := <-s.questions:
+			batch = append(batch, q)
+		}
+	collect:
+		for len(batch) < askAtOnce {
+			select {
+			case q := <-s.questions:
+				batch = append(batch, q)
+			default:
+				break collect
+			}
+		}
+		s.askRedis(ctx, batch)
+	}
+}
+
+func (s *Store) askRedis(ctx context.Context, batch []question) {
+	ctx, cancel := context.WithTimeout(ctx, besidePath)
+	defer cancel()
+	pipe := s.client.Pipeline()
+	replies := make([]*redis.StatusCmd, len(batch))
+	for i := range batch {
+		replies[i] = pipe.SetArgs(ctx, s.o.spentKey(batch[i].ticket), "", redis.SetArgs{Mode: "NX", TTL: spentTTL})
+	}
+	_, _ = pipe.Exec(ctx) // each reply has its own error
+	for i, reply := range replies {
+		err := reply.Err()
+		there := errors.Is(err, redis.Nil)
+		if there {
+			err = nil
+		}
+		s.link.asked(err)
+		batch[i].answer <- spent{first: !there, known: err == nil}
+	}
+}
+
+// PutHandOver implements [kvstate.Peers].
+func (s *Store) PutHandOver(ref [16]byte, params []byte) {
+	if !s.link.mayAsk() {
+		return
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), handOverTime)
+	defer cancel()
+	if err := s.client.Set(ctx, s.o.handOverKey(ref), params, handOverTTL).Err(); err != nil {
+		s.link.asked(err)
+		s.log.Warn("a hand-over is kept by this replica alone", "bytes", len(params), "err", err)
+	}
+}
+
+// TakeHandOver implements [kvstate.Peers]. What was taken stays there until its time is up: the ticket is what makes sure
+// that nobody asks twice.
+func (s *Store) TakeHandOver(ref [16]byte) ([]byte, bool) {
+	if !s.link.mayAsk() {
+		return nil, false
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), handOverTime)
+	defer cancel()
+	params, err := s.client.Get(ctx, s.o.handOverKey(ref)).Bytes()
+	if err != nil && !errors.Is(err, redis.Nil) {
+		s.link.asked(err)
+	}
+	return params, err == nil
+}

@@ -1,0 +1,269 @@
+package redisstore
+
+import (
+	"context"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+)
+
+// A replica that starts is told what the others know.
+func TestLateComersAreWarm(t *testing.T) {
+	r := startRedis(t)
+	a, b := join(t, redisURL(r), 4), join(t, redisURL(r), 4)
+	first, second := prompt(1, 300), prompt(2, 50)
+	a.state.Routed(a.pool, a.e(0), first)
+	b.state.Routed(b.pool, b.e(3), second)
+	eventually(t, "both are known", func() bool { return b.hit(0, first) == 300 && a.hit(3, second) == 50 })
+	r.do("DEL", a.p.keys.stream()) // so that it is not from there that it knows
+	said := a.store.Stats().BatchesSent
+	eventually(t, "the others have said that they are there", func() bool { return a.store.Stats().BatchesSent > said })
+	c := apart(t, redisURL(r), 4)
+	began := time.Now()
+	require.NoError(t, c.store.Join(context.Background(), 2*time.Second))
+	t.Logf("joined in %v", time.Since(began))
+	require.Equal(t, 300, c.hit(0, first))
+	require.Equal(t, 50, c.hit(3, second))
+}
+
+// Where the stream was emptied just now, the others are not seen at once; when they are, they are asked.
+func TestLateComersWarmUpLater(t *testing.T) {
+	r := startRedis(t)
+	a := join(t, redisURL(r), 4)
+	hashes := prompt(1, 300)
+	a.state.Routed(a.pool, a.e(0), hashes)
+	eventually(t, "it is told", func() bool { return a.store.Stats().BatchesSent >= 2 })
+	r.do("FLUSHALL")
+	b := join(t, redisURL(r), 4)
+	eventually(t, "it is known", func() bool { return b.hit(0, hashes) == 300 })
+}
+
+// All replicas may be gone for a while: the last one leaves a snapshot.
+func TestWhoStartsAloneInherits(t *testing.T) {
+	r := startRedis(t)
+	a := join(t, redisURL(r), 2)
+	first, second := prompt(1, 300), prompt(2, 50)
+	a.state.Routed(a.pool, a.e(0), first)
+	eventually(t, "it is told", func() bool { return a.store.Stats().BatchesSent >= 2 })
+	a.stop()
+
+	b := join(t, redisURL(r), 2)
+	require.Equal(t, 300, b.hit(0, first), "from the snapshot")
+	b.state.Routed(b.pool, b.e(1), second)
+	eventually(t, "it is told", func() bool { return b.store.Stats().BatchesSent >= 2 })
+	b.state.Reserve(b.e(0), 10)
+	b.kill()
+	time.Sleep(testLease + 50*time.Millisecond) // nobody lives any more, as far as Redis knows
+
+	c := join(t, redisURL(r), 2)
+	require.Equal(t, 300, c.hit(0, first), "from the snapshot")
+	require.Equal(t, 50, c.hit(1, second), "from what came after it")
+	require.Zero(t, c.booked(0), "whoever booked it is gone")
+}
+
+// A new replica takes over a million blocks. How long that takes is logged, and in docs/benchmarks.md; on a busy machine it
+// says nothing.
+func TestWarmStart(t *testing.T) {
+	if testing.Short() {
+		t.Skip("a million blocks")
+	}
+	r := startRedis(t)
+	a := join(t, redisURL(r), 8)
+	for i := range 1000 {
+		a.state.ApplyRouted(a.pool, a.e(i%8), prompt(i, 1000))
+	}
+	require.Greater(t, a.pool.Blocks(), 990_000)
+	b := apart(t, redisURL(r), 8)
+	began := time.Now()
+	require.NoError(t, b.store.Join(context.Background(), 10*time.Second))
+	took := time.Since(began)
+	require.Equal(t, 1000, b.hit(999%8, prompt(999, 1000)))
+	require.Equal(t, a.pool.Blocks(), b.pool.Blocks())
+	s := b.store.Stats()
+	t.Logf("%d blocks in %v, %d bytes read, %d commands", b.pool.Blocks(), took, s.BytesRead, s.Commands)
+}
+
+// outages are the ways in which Redis is lost for a while.
+var outages = map[string]struct{ begin, end func(*server) }{
+	"killed, and back empty":   {(*server).kill, (*server).start},
+	"frozen":                   {func(r *server) { r.signal(syscall.SIGSTOP) }, func(r *server) { r.signal(syscall.SIGCONT) }},
+	"refuses writes, is full":  {func(r *server) { r.do("CONFIG", "SET", "maxmemory", "1") }, func(r *server) { r.do("CONFIG", "SET", "maxmemory", "0") }},
+	"emptied":                  {func(r *server) { r.do("FLUSHALL") }, func(*server) {}},
+	"forgets who is connected": {func(r *server) { r.do("CLIENT", "KILL", "TYPE", "normal") }, func(*server) {}},
+}
+
+// Whatever happens to Redis, replicas go on, each with what it knows, and are of one mind again when it is over: what was
+// routed meanwhile is known to all, and so is what is booked.
+func TestOutages(t *testing.T) {
+	for name, outage := range outages {
+		t.Run(name, func(t *testing.T) {
+			r := startRedis(t)
+			a, b := join(t, redisURL(r), 2), join(t, redisURL(r), 2)
+			before, meanwhile, after := prompt(1, 20), prompt(2, 20), prompt(3, 20)
+			a.state.Routed(a.pool, a.e(0), before)
+			held := a.state.Reserve(a.e(0), 10)
+			eventually(t, "it is known", func() bool { return b.hit(0, before) == 20 && b.booked(0) == 1 })
+
+			outage.begin(r)
+			a.state.Routed(a.pool, a.e(1), meanwhile)
+			a.state.Reserve(a.e(1), 10)
+			require.True(t, a.state.Spend([16]byte{1}), "service goes on")
+			require.Equal(t, 20, a.hit(1, meanwhile), "with what it knows itself")
+			time.Sleep(testLease / 2)
+			outage.end(r)
+
+			a.state.Routed(a.pool, a.e(0), after)
+			a.state.Release(held)
+			eventually(t, "all is known", func() bool {
+				return b.hit(0, before) == 20 && b.hit(1, meanwhile) == 20 && b.hit(0, after) == 20 && b.booked(0) == 0 && b.booked(1) == 1
+			})
+			eventually(t, "and all is well", func() bool {
+				_, upA := a.store.Status()
+				_, upB := b.store.Status()
+				return upA && upB && a.store.Replicas() == 2 && b.store.Replicas() == 2
+			})
+			ticket := byte(1)
+			eventually(t, "and tickets are spent for all", func() bool {
+				ticket++
+				return a.state.Spend([16]byte{ticket}) && !b.state.Spend([16]byte{ticket})
+			})
+		})
+	}
+}
+
+// An outage that outlives the lease: others' bookings are void, since nobody can tell any more, and each collects everything.
+func TestLongOutage(t *testing.T) {
+	r := startRedis(t)
+	a, b := join(t, redisURL(r), 2), join(t, redisURL(r), 2)
+	a.state.Reserve(a.e(0), 10)
+	eventually(t, "it is known", func() bool { return b.booked(0) == 1 })
+	r.signal(syscall.SIGSTOP)
+	eventually(t, "it is void", func() bool { return b.booked(0) == 0 && b.store.Replicas() == 1 })
+	require.True(t, b.store.Owns(b.pool, b.e(0)) && b.store.Owns(b.pool, b.e(1)))
+	r.signal(syscall.SIGCONT)
+	eventually(t, "it is known again", func() bool { return b.booked(0) == 1 && b.store.Replicas() == 2 })
+}
+
+// Without Redis a replica starts all the same, and takes part as soon as there is one.
+func TestStartWithoutRedis(t *testing.T) {
+	r := startRedis(t)
+	a := join(t, redisURL(r), 2)
+	r.kill()
+	began := time.Now()
+	b := apart(t, redisURL(r), 2)
+	require.Error(t, b.store.Join(context.Background(), 2*time.Second))
+	require.Less(t, time.Since(began), 2*time.Second)
+	text, up := b.store.Status()
+	require.False(t, up)
+	require.Contains(t, text, "connection refused")
+	b.run()
+	hashes := prompt(1, 20)
+	a.state.Routed(a.pool, a.e(0), hashes)
+	r.start()
+	eventually(t, "they have found each other", func() bool {
+		return b.hit(0, hashes) == 20 && a.store.Replicas() == 2 && b.store.Replicas() == 2
+	})
+}
+
+// What finds no room while Redis is away is told as a snapshot when it is back.
+func TestMoreThanTheOutboxHolds(t *testing.T) {
+	r := startRedis(t)
+	a, b := join(t, redisURL(r), 2), join(t, redisURL(r), 2)
+	r.kill()
+	n := maxOutbox/8/1000 + 100
+	for i := range n {
+		a.state.Routed(a.pool, a.e(i%2), prompt(i, 1000))
+	}
+	r.start()
+	eventually(t, "all is known", func() bool {
+		return b.hit(0, prompt(0, 1000)) == 1000 && b.hit((n-1)%2, prompt(n-1, 1000)) == 1000
+	})
+	require.Positive(t, a.store.Stats().Dropped, "or the test shows nothing")
+}
+
+// A replica that misses batches notices by their numbers, and asks for a snapshot.
+func TestGapsAreFilled(t *testing.T) {
+	r := startRedis(t)
+	a, b := join(t, redisURL(r), 2), join(t, redisURL(r), 2)
+	hashes := prompt(1, 20)
+	eventually(t, "they know each other", func() bool { return b.store.Replicas() == 2 })
+	time.Sleep(testLease) // the last hello is that long ago
+	a.p.mu.Lock()
+	a.p.seq += 5 // as if the five before had been cut off the stream
+	a.p.mu.Unlock()
+	a.state.ApplyRouted(a.pool, a.e(0), hashes) // known to a, told to nobody
+	eventually(t, "what was in them is known", func() bool { return b.hit(0, hashes) == 20 })
+	require.Positive(t, b.store.Stats().Gaps)
+}
+
+// Every endpoint has one collector, and another as soon as that is gone.
+func TestEveryEndpointHasOneCollector(t *testing.T) {
+	const endpoints = 100
+	r := startRedis(t)
+	replicas := []*replica{join(t, redisURL(r), endpoints), join(t, redisURL(r), endpoints), join(t, redisURL(r), endpoints), join(t, redisURL(r), endpoints)}
+	shares := func() (exact bool, least int) {
+		least = endpoints
+		owners := map[int]int{}
+		for _, each := range replicas {
+			n := 0
+			for i := range endpoints {
+				if each.store.Owns(each.pool, each.e(i)) {
+					owners[i]++
+					n++
+				}
+			}
+			least = min(least, n)
+		}
+		exact = len(owners) == endpoints
+		for _, n := range owners {
+			exact = exact && n == 1
+		}
+		return exact, least
+	}
+	eventually(t, "each has one", func() bool { exact, _ := shares(); return exact })
+	_, least := shares()
+	require.Greater(t, least, endpoints/8, "the work is shared")
+	replicas[0].kill()
+	replicas = replicas[1:]
+	took := eventually(t, "each has one again", func() bool { exact, _ := shares(); return exact })
+	require.Less(t, took, 2*testLease)
+}
+
+// Keys are made by the first and used by all.
+func TestSecretsAreEverybodys(t *testing.T) {
+	type ring struct {
+		seal [32]byte
+		open [][32]byte
+	}
+	keep := func(r *ring) func([32]byte, ...[32]byte) error {
+		return func(seal [32]byte, open ...[32]byte) error { *r = ring{seal, open}; return nil }
+	}
+	ctx := context.Background()
+	r := startRedis(t)
+	a, b := apart(t, redisURL(r), 1), apart(t, redisURL(r), 1)
+	var ofA, ofB, ofC ring
+	ka, err := a.store.Secrets(ctx, keep(&ofA))
+	require.NoError(t, err)
+	_, err = b.store.Secrets(ctx, keep(&ofB))
+	require.NoError(t, err)
+	require.NotZero(t, ofA.seal)
+	require.Equal(t, ofA, ofB)
+
+	r.do("FLUSHALL")
+	require.NoError(t, ka.sync(ctx))
+	require.Equal(t, ofB, ofA, "an emptied Redis gets the same one back")
+
+	r.kill()
+	c := apart(t, redisURL(r), 1)
+	kc, err := c.store.Secrets(ctx, keep(&ofC))
+	require.NoError(t, err)
+	own := ofC.seal
+	require.NotEqual(t, ofA.seal, own, "made while Redis was away")
+	r.start()
+	eventually(t, "redis is back", func() bool { return ka.sync(ctx) == nil && kc.sync(ctx) == nil })
+	require.Equal(t, ring{ofA.seal, [][32]byte{own}}, ofC)
+	require.NoError(t, ka.sync(ctx))
+	require.Equal(t, ofC, ofA, "what it has sealed meanwhile opens everywhere")
+}

@@ -1,0 +1,80 @@
+package redisstore
+
+import (
+	"context"
+	"errors"
+	"time"
+
+	"github.com/redis/go-redis/v9"
+	"google.golang.org/protobuf/proto"
+
+	statev1 "tandem/protos/state/v1"
+)
+
+// readAtOnce is how many entries one XREAD brings at most.
+const readAtOnce = 256
+
+// read takes in what others tell, until ctx ends.
+func (s *Store) read(ctx context.Context, p *sharer) {
+	for ctx.Err() == nil {
+		err := p.joinOnce(ctx)
+		if err == nil {
+			err = p.receive(ctx, s.o.Lease/beatsPerLease)
+		}
+		p.mu.Lock()
+		p.expire(time.Now())
+		p.askDue(time.Now())
+		p.mu.Unlock()
+		p.loadNoticed(ctx)
+		if err != nil && ctx.Err() == nil {
+			s.log.Debug("reading from redis", "pool", p.pool, "err", err)
+			wait(ctx, retryAfter)
+		}
+	}
+}
+
+// receive takes in what is there, or what comes within the given time; 0: what is there.
+func (p *sharer) receive(ctx context.Context, block time.Duration) error {
+	ctx, cancel := context.WithTimeout(ctx, block+besidePath)
+	defer cancel()
+	p.mu.Lock()
+	from := p.position
+	p.mu.Unlock()
+	if block == 0 {
+		block = -1
+	}
+	streams, err := p.s.client.XRead(ctx, &redis.XReadArgs{
+		Streams: []string{p.keys.stream(), from.String()}, Count: readAtOnce, Block: block,
+	}).Result()
+	if errors.Is(err, redis.Nil) {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	for _, stream := range streams {
+		for i := range stream.Messages {
+			p.takeIn(&stream.Messages[i])
+		}
+	}
+	return nil
+}
+
+// takeIn takes one entry in. Entries that cannot be read, of a release to come or of nobody's, are left alone.
+func (p *sharer) takeIn(m *redis.XMessage) {
+	id, err := parseStreamID(m.ID)
+	if err != nil {
+		return
+	}
+	var b statev1.Batch
+	text, _ := m.Values[batchField].(string)
+	err = proto.Unmarshal([]byte(text), &b)
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if id.compare(p.position) > 0 {
+		p.position = id
+	}
+	if err == nil && b.GetReplica() != 0 && b.GetReplica() != p.s.replica {
+		p.apply(&b, id)
+	}
+}

@@ -1,0 +1,205 @@
+package redisstore
+
+import (
+	"context"
+	"fmt"
+	"log/slog"
+	"net"
+	"os"
+	"os/exec"
+	"slices"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/redis/go-redis/v9"
+	"github.com/stretchr/testify/require"
+
+	"tandem/kvstate"
+)
+
+func TestMain(m *testing.M) {
+	LogTo(slog.New(slog.DiscardHandler))
+	os.Exit(m.Run())
+}
+
+// server is a redis-server of the test's own.
+type server struct {
+	t    testing.TB
+	addr string
+	dir  string
+	args []string
+	cmd  *exec.Cmd
+}
+
+// program finds redis-server. Tests that need it skip without, unless TANDEM_REQUIRE_TOOLS is set.
+func program(t testing.TB) string {
+	t.Helper()
+	path := os.Getenv("REDIS_SERVER")
+	if path == "" {
+		path = "redis-server"
+	}
+	path, err := exec.LookPath(path)
+	if err == nil {
+		return path
+	}
+	if os.Getenv("TANDEM_REQUIRE_TOOLS") != "" {
+		t.Fatal("redis-server is missing: run scripts/tools.sh, or set REDIS_SERVER")
+	}
+	t.Skip("redis-server is missing: run scripts/tools.sh, or set REDIS_SERVER")
+	return ""
+}
+
+func startRedis(t testing.TB, args ...string) *server {
+	t.Helper()
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	addr := l.Addr().String()
+	require.NoError(t, l.Close())
+	s := &server{t: t, addr: addr, dir: t.TempDir(), args: args}
+	s.start()
+	t.Cleanup(s.kill)
+	return s
+}
+
+func (s *server) start() {
+	s.t.Helper()
+	_, port, err := net.SplitHostPort(s.addr)
+	require.NoError(s.t, err)
+	args := append(s.args, "--bind", "127.0.0.1", "--port", port, "--dir", s.dir) // a configuration file comes first
+	if !slices.Contains(args, "--sentinel") {
+		args = append(args, "--save", "", "--appendonly", "no")
+	}
+	s.cmd = exec.Command(program(s.t), args...)
+	s.cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
+	require.NoError(s.t, s.cmd.Start())
+	c := s.client()
+	defer c.Close()
+	require.Eventually(s.t, func() bool { return !refused(c.Ping(context.Background()).Err()) }, 10*time.Second, 5*time.Millisecond)
+}
+
+func refused(err error) bool {
+	return err != nil && strings.Contains(err.Error(), "connection refused")
+}
+
+func (s *server) kill() {
+	if s.cmd != nil {
+		_ = s.cmd.Process.Kill()
+		_ = s.cmd.Wait()
+		s.cmd = nil
+	}
+}
+
+func (s *server) signal(sig os.Signal) { require.NoError(s.t, s.cmd.Process.Signal(sig)) }
+
+func (s *server) client() *redis.Client {
+	return redis.NewClient(&redis.Options{Addr: s.addr, MaxRetries: -1})
+}
+
+func (s *server) do(args ...any) {
+	s.t.Helper()
+	c := s.client()
+	defer c.Close()
+	require.NoError(s.t, c.Do(context.Background(), args...).Err())
+}
+
+// replica is one Tandem as far as this package knows.
+type replica struct {
+	t     testing.TB
+	state *kvstate.State
+	store *Store
+	pool  *kvstate.Pool
+	p     *sharer
+	stop  func() // as SIGTERM does
+	kill  func() // as SIGKILL does
+}
+
+const testLease = 600 * time.Millisecond
+
+// addresses of the test's endpoints.
+func addr(i int) string { return fmt.Sprintf("10.0.%d.%d:8000", i/250, i%250+1) }
+
+// join makes a replica with n endpoints and has it join the others.
+func join(t testing.TB, o Options, n int) *replica {
+	t.Helper()
+	r := apart(t, o, n)
+	_ = r.store.Join(context.Background(), 2*time.Second)
+	r.run()
+	return r
+}
+
+// apart makes a replica that knows nobody yet.
+func apart(t testing.TB, o Options, n int) *replica {
+	t.Helper()
+	r := &replica{t: t, state: kvstate.New(kvstate.Options{MaxIndexBytes: 1 << 30, EndpointBlocks: 1 << 22})}
+	var eps []kvstate.EndpointSpec
+	for i := range n {
+		eps = append(eps, kvstate.EndpointSpec{Name: addr(i), Addr: addr(i), Role: kvstate.RoleBoth})
+	}
+	r.state.SetPool(kvstate.PoolSpec{Name: "chat", Models: []string{"*"}}, eps)
+	r.pool = r.state.Pool("chat")
+	if o.Lease == 0 {
+		o.Lease = testLease
+	}
+	if testing.Verbose() {
+		o.Log = slog.New(slog.NewTextHandler(t.Output(), &slog.HandlerOptions{Level: slog.LevelDebug}))
+	}
+	var err error
+	r.store, err = New(o, r.state)
+	require.NoError(t, err)
+	r.state.Share(r.store)
+	r.p = r.store.sharer("chat")
+	return r
+}
+
+func (r *replica) run() {
+	ctx, cancel := context.WithCancel(context.Background())
+	ended := make(chan struct{})
+	go func() { defer close(ended); r.store.Run(ctx) }()
+	var once sync.Once
+	r.stop = func() { once.Do(func() { cancel(); <-ended; _ = r.store.Close() }) }
+	r.kill = func() { once.Do(func() { _ = r.store.Close(); cancel(); <-ended }) }
+	r.t.Cleanup(r.stop)
+}
+
+func (r *replica) e(i int) *kvstate.Endpoint { return r.pool.Endpoint(addr(i)) }
+
+// hit is how many leading blocks of a prompt endpoint i holds.
+func (r *replica) hit(i int, hashes []uint64) int {
+	var v kvstate.View
+	r.state.View(r.pool, hashes, &v)
+	return v.Endpoints[i].Hit
+}
+
+func (r *replica) booked(i int) int64 {
+	var v kvstate.View
+	r.state.View(r.pool, nil, &v)
+	return v.Endpoints[i].Requests
+}
+
+// prompt is the blocks of a prompt of its own.
+func prompt(n int, blocks int) []uint64 {
+	out := make([]uint64, blocks)
+	h := uint64(n)*0x9E3779B185EBCA87 + 1
+	for i := range out {
+		h = (h ^ h>>31) * 0xBF58476D1CE4E5B9
+		out[i] = h
+	}
+	return out
+}
+
+func eventually(t testing.TB, what string, f func() bool) time.Duration {
+	t.Helper()
+	began := time.Now()
+	for !f() {
+		if time.Since(began) > 10*time.Second {
+			require.Fail(t, "did not come true: "+what)
+		}
+		time.Sleep(200 * time.Microsecond)
+	}
+	return time.Since(began)
+}
+
+func redisURL(s *server) Options { return Options{URL: "redis://" + s.addr + "/0"} }

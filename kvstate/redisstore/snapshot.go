@@ -1,0 +1,305 @@
+package redisstore
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"time"
+
+	"github.com/redis/go-redis/v9"
+	"google.golang.org/protobuf/proto"
+
+	"tandem/kvstate"
+	statev1 "tandem/protos/state/v1"
+)
+
+// How often the oldest replica writes a snapshot without being asked, for those who start when all are gone; how soon after
+// one the next may follow; and how many blocks and sessions make a chunk, about 512 KiB.
+const (
+	snapshotEvery  = time.Minute
+	snapshotAtMost = 500 * time.Millisecond
+	chunkBlocks    = 1 << 16
+	chunkSessions  = 1 << 14
+	chunksAtOnce   = 8
+)
+
+// maxChunks bounds what a notice can make a replica read: 64 Mi blocks.
+const maxChunks = 1 << 10
+
+// wantSnapshot has a snapshot written soon; everyone is to load it, or only those who asked.
+func (p *sharer) wantSnapshot(everyone bool) {
+	select {
+	case p.snapshot <- everyone:
+	default:
+		if everyone { // one is due already, but perhaps not for all
+			select {
+			case <-p.snapshot:
+			default:
+			}
+			select {
+			case p.snapshot <- true:
+			default:
+			}
+		}
+	}
+}
+
+// writeSnapshots writes those that are wanted, until ctx ends; then one for who comes next, if this replica is the oldest.
+func (s *Store) writeSnapshots(ctx context.Context, p *sharer) {
+	every := time.NewTicker(snapshotEvery)
+	defer every.Stop()
+	for {
+		everyone := false
+		select {
+		case <-ctx.Done():
+			if p.leads(0) && s.link.isUp() {
+				last, cancel := context.WithTimeout(context.WithoutCancel(ctx), 2*time.Second)
+				defer cancel()
+				p.tryWrite(last, false)
+			}
+			return
+		case everyone = <-p.snapshot:
+		case <-every.C:
+			if !p.leads(0) || !s.link.isUp() {
+				continue
+			}
+		}
+		p.tryWrite(ctx, everyone)
+		wait(ctx, snapshotAtMost)
+	}
+}
+
+func (p *sharer) tryWrite(ctx context.Context, everyone bool) {
+	if err := p.writeSnapshot(ctx, everyone); err != nil && ctx.Err() == nil {
+		p.s.log.Warn("a snapshot was not written", "pool", p.pool, "err", err)
+	}
+}
+
+// writeSnapshot writes what this replica knows and has it told where.
+func (p *sharer) writeSnapshot(ctx context.Context, everyone bool) error {
+	pool := p.s.state.Pool(p.pool)
+	if pool == nil {
+		return nil
+	}
+	p.mu.Lock()
+	position, joined := p.position, p.joined
+	p.mu.Unlock()
+	if !joined { // it knows less than what is there
+		return nil
+	}
+	last, err := p.lastSnapshot(ctx)
+	if err != nil {
+		return err
+	}
+	w := chunkWriter{ctx: ctx, p: p, id: uint64(time.Now().UnixNano())}
+	w.begin()
+	for _, e := range pool.Endpoints() {
+		if e.Failed() {
+			w.chunk.Health = append(w.chunk.Health, &statev1.Health{Address: w.table.position(e.Addr), Failed: true})
+		}
+		pool.EachBlock(e, func(parent uint64, hashes []uint64) { w.blocks(e.Addr, parent, hashes) })
+	}
+	var sessions []stuck
+	p.s.state.EachSession(pool, func(name uint64, prefill, decode *kvstate.Endpoint) {
+		item := stuck{name: name}
+		if prefill != nil {
+			item.prefill = prefill.Addr
+		}
+		if decode != nil {
+			item.decode = decode.Addr
+		}
+		sessions = append(sessions, item)
+	})
+	for _, item := range sessions {
+		w.session(item)
+	}
+	if w.write(); w.err != nil {
+		return w.err
+	}
+	return p.announce(ctx, last, &statev1.SnapshotNotice{
+		Id: w.id, Chunks: uint32(w.chunks), Position: position.String(), Everyone: everyone,
+		Previous: last.GetId(), PreviousChunks: last.GetChunks(),
+	})
+}
+
+// announce makes a snapshot the last one, and drops the one before the one that it replaces.
+func (p *sharer) announce(ctx context.Context, last, n *statev1.SnapshotNotice) error {
+	text, err := proto.Marshal(n)
+	if err != nil {
+		return fmt.Errorf("encoding the notice of a snapshot: %w", err)
+	}
+	pipe := p.s.client.Pipeline()
+	pipe.Set(ctx, p.keys.snapshot(), text, snapshotTTL)
+	for i := range min(int(last.GetPreviousChunks()), maxChunks) {
+		pipe.Unlink(ctx, p.keys.chunk(last.GetPrevious(), i))
+	}
+	if _, err := pipe.Exec(ctx); err != nil {
+		return fmt.Errorf("writing the notice of a snapshot: %w", err)
+	}
+	p.s.counters.snapshots.Add(1)
+	p.outMu.Lock()
+	p.out.notice = n
+	p.outMu.Unlock()
+	p.s.Changed()
+	return nil
+}
+
+// chunkWriter writes a snapshot in parts. After an error it does nothing more.
+type chunkWriter struct {
+	ctx            context.Context //nolint:containedctx // lives as long as the call that makes it
+	p              *sharer
+	id             uint64
+	chunk          *statev1.SnapshotChunk
+	table          addressTable
+	held, sessions int // blocks and sessions in the chunk
+	chunks         int
+	err            error
+}
+
+func (w *chunkWriter) begin() {
+	w.chunk = &statev1.SnapshotChunk{}
+	w.table = addressTable{batch: &w.chunk.Addresses, at: map[string]uint32{}}
+	w.held, w.sessions = 0, 0
+}
+
+func (w *chunkWriter) blocks(addr string, parent uint64, hashes []uint64) {
+	if w.err != nil {
+		return
+	}
+	w.chunk.Blocks = append(w.chunk.Blocks, &statev1.Blocks{
+		Address: w.table.position(addr), Kind: statev1.Blocks_KIND_ROUTED, Parent: parent, Hashes: append([]uint64(nil), hashes...),
+	})
+	if w.held += len(hashes); w.held >= chunkBlocks {
+		w.write()
+	}
+}
+
+func (w *chunkWriter) session(item stuck) {
+	if w.err != nil {
+		return
+	}
+	w.chunk.Sessions = append(w.chunk.Sessions, w.table.session(item))
+	if w.sessions++; w.sessions >= chunkSessions {
+		w.write()
+	}
+}
+
+func (w *chunkWriter) write() {
+	if w.err != nil {
+		return
+	}
+	text, err := proto.Marshal(w.chunk)
+	if err == nil {
+		err = w.p.s.client.Set(w.ctx, w.p.keys.chunk(w.id, w.chunks), text, snapshotTTL).Err()
+	}
+	if err != nil {
+		w.err = fmt.Errorf("writing chunk %d of a snapshot: %w", w.chunks, err)
+		return
+	}
+	w.chunks++
+	w.begin()
+}
+
+// lastSnapshot is the notice of the last one, nil if there is none.
+func (p *sharer) lastSnapshot(ctx context.Context) (*statev1.SnapshotNotice, error) {
+	text, err := p.s.client.Get(ctx, p.keys.snapshot()).Bytes()
+	if errors.Is(err, redis.Nil) {
+		return nil, nil
+	}
+	if err != nil {
+		return nil, fmt.Errorf("looking for a snapshot: %w", err)
+	}
+	n := &statev1.SnapshotNotice{}
+	if err := proto.Unmarshal(text, n); err != nil {
+		return nil, nil //nolint:nilerr // of a release to come: as good as none
+	}
+	return n, nil
+}
+
+// noticed has a snapshot loaded, if it is for this replica. sharer.mu is held.
+func (p *sharer) noticed(n *statev1.SnapshotNotice) {
+	position, err := parseStreamID(n.GetPosition())
+	answers := p.sync.wanted && err == nil && p.sync.said != (streamID{}) && position.compare(p.sync.said) >= 0
+	if answers || n.GetEveryone() {
+		p.notice = n
+		p.sync.wanted = p.sync.wanted && !answers
+	}
+}
+
+// loadNoticed loads the snapshot that is there to be loaded.
+func (p *sharer) loadNoticed(ctx context.Context) {
+	p.mu.Lock()
+	n := p.notice
+	p.notice = nil
+	p.mu.Unlock()
+	if n == nil {
+		return
+	}
+	if err := p.load(ctx, n); err != nil && ctx.Err() == nil {
+		p.s.log.Warn("a snapshot was not loaded", "pool", p.pool, "err", err)
+		p.mu.Lock()
+		p.sync = hello{wanted: true, at: time.Now(), tries: 1} // askDue does
+		p.mu.Unlock()
+	}
+}
+
+// load reads a snapshot into the state, beside what is there.
+func (p *sharer) load(ctx context.Context, n *statev1.SnapshotNotice) error {
+	pool := p.s.state.Pool(p.pool)
+	if pool == nil {
+		return nil
+	}
+	began := time.Now()
+	chunks := min(int(n.GetChunks()), maxChunks)
+	for from := 0; from < chunks; from += chunksAtOnce {
+		var keys []string
+		for i := from; i < min(from+chunksAtOnce, chunks); i++ {
+			keys = append(keys, p.keys.chunk(n.GetId(), i))
+		}
+		values, err := p.s.client.MGet(ctx, keys...).Result()
+		if err != nil {
+			return fmt.Errorf("reading a snapshot: %w", err)
+		}
+		for _, v := range values {
+			text, ok := v.(string)
+			if !ok {
+				return errors.New("reading a snapshot: a part of it is gone")
+			}
+			if err := p.loadChunk(pool, text); err != nil {
+				return err
+			}
+		}
+	}
+	p.s.log.Info("took over what other replicas know", "pool", p.pool, "chunks", chunks, "blocks", pool.Blocks(), "time", time.Since(began))
+	return nil
+}
+
+func (p *sharer) loadChunk(pool *kvstate.Pool, text string) error {
+	var chunk statev1.SnapshotChunk
+	if err := proto.Unmarshal([]byte(text), &chunk); err != nil {
+		return fmt.Errorf("reading a snapshot: %w", err)
+	}
+	endpoints := p.endpoints(pool, chunk.GetAddresses())
+	at := func(i uint32) *kvstate.Endpoint {
+		if int(i) < len(endpoints) {
+			return endpoints[i]
+		}
+		return nil
+	}
+	for _, b := range chunk.GetBlocks() {
+		if e := at(b.GetAddress()); e != nil {
+			pool.LoadBlocks(e, b.GetParent(), b.GetHashes())
+		}
+	}
+	for _, session := range chunk.GetSessions() {
+		p.s.state.ApplyStick(pool, session.GetKey(), at(session.GetPrefill()-1), at(session.GetDecode()-1))
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for _, h := range chunk.GetHealth() {
+		if e := at(h.GetAddress()); e != nil {
+			p.applyHealth(e, h.GetFailed())
+		}
+	}
+	return nil
+}

@@ -1,0 +1,203 @@
+package redisstore
+
+import (
+	"context"
+	"fmt"
+	"log/slog"
+	"math/rand/v2"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/redis/go-redis/v9"
+
+	"tandem/kvstate"
+	statev1 "tandem/protos/state/v1"
+)
+
+// Store connects one replica's state with those of the others. It implements [kvstate.Peers].
+type Store struct {
+	o        Options
+	state    *kvstate.State
+	log      *slog.Logger
+	replica  uint64 // ours
+	client   redis.UniversalClient
+	counters counters
+	link     link
+	clock    clock
+
+	dirty atomic.Bool
+	wake  chan struct{} // something is to be told
+
+	questions chan question // of requests
+
+	mu      sync.RWMutex
+	sharers map[string]*sharer // by pool
+}
+
+var _ kvstate.Peers = (*Store)(nil)
+
+// New makes a store for the state. It connects to nothing: that is [Store.Join] and [Store.Run].
+func New(o Options, state *kvstate.State) (*Store, error) {
+	o.setDefaults()
+	s := &Store{
+		o: o, state: state, log: o.Log, replica: newReplica(time.Now()),
+		wake: make(chan struct{}, 1), questions: make(chan question, askers*askAtOnce), sharers: map[string]*sharer{},
+	}
+	s.link.since = time.Now()
+	var err error
+	if s.client, err = o.client(&s.counters); err != nil {
+		return nil, err
+	}
+	s.pools()
+	return s, nil
+}
+
+// newReplica makes a replica's number: when it started, in milliseconds, and 20 random bits. So the lowest is the oldest.
+func newReplica(now time.Time) uint64 { return uint64(now.UnixMilli())<<20 | rand.Uint64N(1<<20) }
+
+// Close lets go of the connections.
+func (s *Store) Close() error { return s.client.Close() }
+
+// Run keeps the state and the other replicas' up to date until ctx ends; then it says goodbye.
+func (s *Store) Run(ctx context.Context) {
+	var running sync.WaitGroup
+	for _, p := range s.pools() {
+		running.Go(func() { s.read(ctx, p) })
+		running.Go(func() { s.writeSnapshots(ctx, p) })
+	}
+	for range askers {
+		running.Go(func() { s.askAll(ctx) })
+	}
+	s.write(ctx)
+	running.Wait()
+}
+
+// pools are the sharers of all pools that there are now. (Pools are configured: they do not come and go while Run runs.)
+func (s *Store) pools() []*sharer {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	var out []*sharer
+	for _, p := range s.state.Pools() {
+		name := p.Spec.Name
+		if s.sharers[name] == nil {
+			s.sharers[name] = newSharer(s, name)
+		}
+		out = append(out, s.sharers[name])
+	}
+	return out
+}
+
+func (s *Store) sharer(pool string) *sharer {
+	s.mu.RLock()
+	defer s.mu.RUnlock()
+	return s.sharers[pool]
+}
+
+// sharer is the store's part for one pool.
+type sharer struct {
+	s    *Store
+	pool string
+	keys poolKeys
+
+	outMu sync.Mutex
+	out   outbox
+
+	mu       sync.Mutex
+	seq      uint64          // of the last batch sent
+	told     map[string]told // by address: what others know, from here or from elsewhere
+	members  map[uint64]*member
+	totals   map[string]load // by address: what the members have booked
+	position streamID        // of the last entry read
+	joined   bool
+	sync     hello
+	notice   *statev1.SnapshotNotice // of a snapshot that is to be loaded
+
+	ids      atomic.Pointer[[]uint64] // of the living replicas, ours among them, sorted
+	snapshot chan bool                // asks for one to be written; true: for everyone
+}
+
+func newSharer(s *Store, pool string) *sharer {
+	p := &sharer{
+		s: s, pool: pool, keys: s.o.poolKeys(pool), told: map[string]told{}, members: map[uint64]*member{},
+		totals: map[string]load{}, snapshot: make(chan bool, 1),
+	}
+	p.ids.Store(&[]uint64{s.replica})
+	return p
+}
+
+// load is what is booked on an endpoint.
+type load struct{ requests, tokens int64 }
+
+// link is whether Redis answers.
+type link struct {
+	mu     sync.Mutex
+	up     bool
+	since  time.Time
+	reason error
+	until  time.Time // requests do not ask before
+	misses int       // in a row, of what requests asked
+}
+
+// result notes how a command beside requests ended, and reports whether that changes anything.
+func (l *link) result(err error) (changed bool) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	changed = l.up != (err == nil)
+	if changed {
+		l.up, l.since = err == nil, time.Now()
+	}
+	l.reason = err
+	return changed
+}
+
+func (l *link) isUp() bool {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.up
+}
+
+// pathMisses is how many requests in a row may wait in vain for Redis before it is left alone for pathPause.
+const (
+	pathMisses = 3
+	pathPause  = 250 * time.Millisecond
+)
+
+// mayAsk reports whether a request may ask Redis now.
+func (l *link) mayAsk() bool {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.up && !time.Now().Before(l.until)
+}
+
+func (l *link) asked(err error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if err == nil {
+		l.misses = 0
+	} else if l.misses++; l.misses >= pathMisses {
+		l.misses, l.until = 0, time.Now().Add(pathPause)
+	}
+}
+
+// Status says in a line how it stands with Redis, for people; up is whether it answers.
+func (s *Store) Status() (text string, up bool) {
+	s.link.mu.Lock()
+	defer s.link.mu.Unlock()
+	since := time.Since(s.link.since).Round(time.Second)
+	if s.link.up {
+		return fmt.Sprintf("redis: up for %v, %d replicas", since, s.Replicas()), true
+	}
+	return fmt.Sprintf("redis: not in use for %v (%v): this replica goes on with what it knows itself", since, s.link.reason), false
+}
+
+// Replicas is how many replicas are known to live, this one included.
+func (s *Store) Replicas() int {
+	s.mu.RLock()
+	defer s.mu.RUnlock()
+	most := 1
+	for _, p := range s.sharers {
+		most = max(most, len(*p.ids.Load()))
+	}
+	return most
+}

@@ -1,0 +1,45 @@
+package redisstore
+
+import (
+	"cmp"
+	"fmt"
+	"strconv"
+	"strings"
+	"sync/atomic"
+	"time"
+)
+
+// streamID is the id of a stream's entry: when it came in by the server's clock, and a count within that millisecond.
+type streamID struct{ ms, n uint64 }
+
+func parseStreamID(text string) (id streamID, err error) {
+	ms, n, ok := strings.Cut(text, "-")
+	if ok {
+		id.ms, err = strconv.ParseUint(ms, 10, 64)
+		if err == nil {
+			id.n, err = strconv.ParseUint(n, 10, 64)
+		}
+	}
+	if !ok || err != nil {
+		return streamID{}, fmt.Errorf("%.60q is not the id of a stream's entry", text)
+	}
+	return id, nil
+}
+
+func (id streamID) String() string {
+	return strconv.FormatUint(id.ms, 10) + "-" + strconv.FormatUint(id.n, 10)
+}
+
+func (id streamID) compare(other streamID) int {
+	return cmp.Or(cmp.Compare(id.ms, other.ms), cmp.Compare(id.n, other.n))
+}
+
+// clock is Redis's, as far as our own entries tell: their ids are the server's time. Only ages are taken from it.
+type clock struct{ ahead atomic.Int64 } // milliseconds that it is ahead of ours, and the time a reply takes
+
+func (c *clock) set(id streamID, now time.Time) { c.ahead.Store(int64(id.ms) - now.UnixMilli()) }
+
+// age is how long ago an entry came in, by Redis's clock.
+func (c *clock) age(id streamID, now time.Time) time.Duration {
+	return max(0, time.Duration(now.UnixMilli()+c.ahead.Load()-int64(id.ms))*time.Millisecond)
+}

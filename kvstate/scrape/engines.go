@@ -1,0 +1,168 @@
+package scrape
+
+import (
+	"bytes"
+	"math"
+
+	"tandem/kvstate"
+)
+
+// Read finds out whose page it is and what it says. ok is false where no engine that is known wrote it, or says nothing of
+// its load. The time is for the caller to set.
+func Read(page []byte) (engine string, s kvstate.Signals, ok bool) {
+	for _, e := range engines() {
+		if !bytes.Contains(page, []byte("\n"+e.prefix)) && !bytes.HasPrefix(page, []byte(e.prefix)) {
+			continue
+		}
+		r := reading{ranks: map[string]bool{}, running: -1, waiting: -1, usage: -1, tokens: -1, blocks: -1, blockTokens: -1}
+		each(page, e.prefix, func(s sample) { e.take(&r, s) })
+		if s, ok := r.signals(); ok {
+			return e.name, s, true
+		}
+	}
+	return "", kvstate.UnknownSignals(), false
+}
+
+// engine is one that we know the metrics of.
+type engine struct {
+	name, prefix string
+	take         func(*reading, sample)
+}
+
+func engines() []engine {
+	return []engine{
+		{"vllm", "vllm:", (*reading).vllm}, {"sglang", "sglang:", (*reading).sglang},
+		{"trtllm", "trtllm_", (*reading).trtllm}, {"triton", "nv_trt_llm_", (*reading).triton},
+	}
+}
+
+// reading is what was read so far; -1: nothing.
+type reading struct {
+	running, waiting    float64 // summed over data-parallel ranks
+	usage               float64 // of the rank that is fullest, 0 to 1
+	tokens              float64 // capacity, summed
+	blocks, blockTokens float64 // the same as a product, for engines that say it so
+	ranks               map[string]bool
+}
+
+// add sums; a value that is no count says nothing.
+func add(sum *float64, v float64) {
+	if v >= 0 && v <= maxCount {
+		*sum = max(*sum, 0) + v
+	}
+}
+
+// maxCount is more than any engine counts.
+const maxCount = 1 << 40
+
+func most(highest *float64, v float64) {
+	if v >= 0 && v <= 1.5 { // engines overshoot a little; what is far above 1 is something else
+		*highest = max(*highest, min(v, 1))
+	}
+}
+
+func (r *reading) signals() (kvstate.Signals, bool) {
+	if r.tokens < 0 && r.blocks >= 0 && r.blockTokens > 0 {
+		add(&r.tokens, r.blocks*r.blockTokens)
+	}
+	s := kvstate.Signals{Running: count(r.running), Waiting: count(r.waiting), KVUsage: r.usage, KVTokens: count(r.tokens)}
+	return s, s.Running >= 0 || s.Waiting >= 0 || s.KVUsage >= 0
+}
+
+func count(v float64) int64 { return int64(math.Round(v)) }
+
+// vllm reads vllm/v1/metrics/loggers.py of vLLM 0.9 to 0.33; the usage had another name until 0.11, and none but that before
+// 0.9.2. With several engines behind one server (label engine) each has its series.
+func (r *reading) vllm(s sample) {
+	switch string(s.name) {
+	case "vllm:num_requests_running":
+		add(&r.running, s.value())
+	case "vllm:num_requests_waiting":
+		add(&r.waiting, s.value())
+	case "vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc":
+		most(&r.usage, s.value())
+	case "vllm:cache_config_info": // everything is in its labels, as text; "None" until the engine has measured its memory
+		if tokens := s.number("kv_cache_size_tokens"); tokens > 0 { // 0.32; with hybrid models blocks * block_size is another figure
+			add(&r.tokens, tokens)
+		} else if blocks, size := s.number("num_gpu_blocks"), s.number("block_size"); blocks > 0 && size > 0 {
+			add(&r.tokens, blocks*size)
+		}
+	}
+}
+
+// sglang reads srt/observability/metrics_collector.py of SGLang 0.4.9 to 0.5.23. Every rank of a tensor- or
+// pipeline-parallel group exports the same; data-parallel ranks each their own. Requests that wait for a hand-over wait.
+func (r *reading) sglang(s sample) {
+	var sum *float64
+	switch string(s.name) {
+	case "sglang:num_running_reqs":
+		sum = &r.running
+	case "sglang:num_queue_reqs",
+		"sglang:num_prefill_bootstrap_queue_reqs", "sglang:num_prefill_prealloc_queue_reqs", // one queue, renamed
+		"sglang:num_decode_prealloc_queue_reqs", "sglang:num_decode_transfer_queue_reqs":
+		sum = &r.waiting
+	case "sglang:token_usage":
+		most(&r.usage, s.value())
+	case "sglang:max_total_num_tokens": // since 0.5.10
+		sum = &r.tokens
+	case "sglang:num_pages": // since 0.5.16
+		sum = &r.blocks
+	case "sglang:page_size":
+		r.blockTokens = max(r.blockTokens, s.value())
+	case "sglang:cache_config_info": // 0.5.10
+		add(&r.blocks, s.number("num_pages"))
+		r.blockTokens = max(r.blockTokens, s.number("page_size"))
+	}
+	if sum != nil && r.counts(s) {
+		add(sum, s.value())
+	}
+}
+
+// counts reports whether a sample adds something: it is the first of its name from its data-parallel rank.
+func (r *reading) counts(s sample) bool {
+	tp, pp := s.label("tp_rank"), s.label("pp_rank")
+	key := string(s.name) + "\x00" + s.label("dp_rank")
+	if tp != "" && tp != "0" || pp != "" && pp != "0" || r.ranks[key] {
+		return false
+	}
+	r.ranks[key] = true
+	return true
+}
+
+// trtllm reads tensorrt_llm/metrics/collector.py. Old servers (1.1.0rc5) export latencies alone, which say nothing of load.
+func (r *reading) trtllm(s sample) {
+	switch string(s.name) {
+	case "trtllm_num_requests_running":
+		add(&r.running, s.value())
+	case "trtllm_num_requests_waiting":
+		add(&r.waiting, s.value())
+	case "trtllm_kv_cache_utilization":
+		most(&r.usage, s.value())
+	case "trtllm_kv_cache_max_blocks":
+		add(&r.blocks, s.value())
+	case "trtllm_kv_cache_tokens_per_block":
+		r.blockTokens = max(r.blockTokens, s.value())
+	}
+}
+
+// triton reads the TensorRT-LLM back end of Triton (model server protocol of the Gateway API Inference Extension, 003).
+func (r *reading) triton(s sample) {
+	switch string(s.name) {
+	case "nv_trt_llm_request_metrics":
+		switch s.label("request_type") {
+		case "scheduled":
+			add(&r.running, s.value())
+		case "waiting":
+			add(&r.waiting, s.value())
+		}
+	case "nv_trt_llm_kv_cache_block_metrics":
+		switch s.label("kv_cache_block_type") {
+		case "fraction":
+			most(&r.usage, s.value())
+		case "max":
+			add(&r.blocks, s.value())
+		case "tokens_per":
+			r.blockTokens = max(r.blockTokens, s.value())
+		}
+	}
+}

@@ -1,0 +1,77 @@
+package kvstate
+
+import "time"
+
+// Signals is what an engine says about its own load. What it does not say is -1: an engine that tells nothing is not idle.
+type Signals struct {
+	Running  int64     // requests in its batch
+	Waiting  int64     // requests that are not
+	KVUsage  float64   // of the KV cache: 0 empty, 1 full
+	KVTokens int64     // capacity of the KV cache, in tokens
+	At       time.Time // when it said so; zero: never
+}
+
+// UnknownSignals is those of an engine that has said nothing.
+func UnknownSignals() Signals { return Signals{Running: -1, Waiting: -1, KVUsage: -1, KVTokens: -1} }
+
+// How long signals are worth what they say, and from when on nothing. In between trust falls in a line.
+const (
+	signalsFresh = 5 * time.Second // two scrapes, and one that failed between them
+	signalsDead  = 20 * time.Second
+)
+
+// Trust is how much the signals are worth by now: 1 fresh, 0 nothing, which is also what none at all are worth.
+func (s *Signals) Trust(now time.Time) float64 {
+	if s == nil {
+		return 0
+	}
+	age := now.Sub(s.At)
+	return min(1, max(0, float64(signalsDead-age)/float64(signalsDead-signalsFresh)))
+}
+
+// Observe notes what an endpoint says about its load. What is -1 in g stays as it was, except that a figure older than
+// signals live is forgotten. Older news than what is known already are dropped.
+func (s *State) Observe(e *Endpoint, g Signals) {
+	if s.ApplyObserved(e, g) {
+		s.changed()
+	}
+}
+
+// ApplyObserved is [State.Observe] by another replica. It reports whether it was news.
+func (s *State) ApplyObserved(e *Endpoint, g Signals) bool {
+	for {
+		known := e.signals.Load()
+		next := g
+		if known != nil {
+			if !g.At.After(known.At) {
+				return false
+			}
+			if g.At.Sub(known.At) < signalsDead {
+				next = g.over(*known)
+			}
+		}
+		if e.signals.CompareAndSwap(known, &next) {
+			return true
+		}
+	}
+}
+
+// over is g, and old where g says nothing.
+func (g Signals) over(old Signals) Signals {
+	if g.Running < 0 {
+		g.Running = old.Running
+	}
+	if g.Waiting < 0 {
+		g.Waiting = old.Waiting
+	}
+	if g.KVUsage < 0 {
+		g.KVUsage = old.KVUsage
+	}
+	if g.KVTokens < 0 {
+		g.KVTokens = old.KVTokens
+	}
+	return g
+}
+
+// Signals is what the endpoint said last, nil if it never said anything. Not to be changed.
+func (e *Endpoint) Signals() *Signals { return e.signals.Load() }

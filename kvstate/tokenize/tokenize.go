@@ -1,0 +1,188 @@
+// Package tokenize has engines tokenize prompts, beside the requests and never in their way: a few at a time, each with a
+// deadline, for an engine that is to tokenize is also one that is to compute. An engine that cannot is left alone for a
+// while.
+package tokenize
+
+import (
+	"bytes"
+	"context"
+	"crypto/tls"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"math/rand/v2"
+	"net/http"
+	"sync"
+	"time"
+
+	"tandem/kvstate"
+)
+
+// Bounds of what is asked.
+const (
+	atOnce    = 8               // questions under way, over all pools
+	deadline  = 2 * time.Second // of a question
+	restAfter = time.Minute     // an engine that answered other than 200
+	maxAnswer = 64 << 20        // bytes
+	maxAsked  = 16 << 20        // bytes of a prompt
+)
+
+// Tokenizer asks engines for token ids. It is safe for concurrent use.
+type Tokenizer struct {
+	log    *slog.Logger
+	client map[string]*http.Client // by scheme
+
+	mu      sync.Mutex
+	asking  map[uint64]chan struct{} // by prompt
+	resting map[string]time.Time     // until when, by pool
+}
+
+// New returns a tokenizer that asks nobody yet.
+func New(log *slog.Logger) *Tokenizer {
+	h2c := &http.Transport{Protocols: new(http.Protocols)}
+	h2c.Protocols.SetUnencryptedHTTP2(true)
+	client := func(t *http.Transport) *http.Client {
+		t.MaxIdleConnsPerHost, t.IdleConnTimeout, t.MaxResponseHeaderBytes = 1, 4*time.Second, 64<<10
+		return &http.Client{Transport: t, CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse }}
+	}
+	return &Tokenizer{
+		log: log, asking: map[uint64]chan struct{}{}, resting: map[string]time.Time{},
+		client: map[string]*http.Client{
+			"http": client(&http.Transport{}), "h2c": client(h2c),
+			// Engines' certificates are their own, as for probes.
+			"https": client(&http.Transport{TLSClientConfig: &tls.Config{InsecureSkipVerify: true}}), //nolint:gosec // see above
+		},
+	}
+}
+
+// Tokenize has an endpoint of the pool answer body at path, and calls learned with the token ids if that works out. The
+// channel is closed when it is over; nil means that it was not asked.
+func (t *Tokenizer) Tokenize(pool *kvstate.Pool, key uint64, path string, body []byte, learned func(ids []uint32)) <-chan struct{} {
+	endpoint := choose(pool)
+	if endpoint == nil || len(body) > maxAsked {
+		return nil
+	}
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if done := t.asking[key]; done != nil {
+		return done
+	}
+	if len(t.asking) >= atOnce || time.Now().Before(t.resting[pool.Spec.Name]) {
+		return nil
+	}
+	done := make(chan struct{})
+	t.asking[key] = done
+	go func() {
+		defer t.over(key, done)
+		ids, err := t.ask(endpoint, path, body)
+		if err != nil {
+			t.log.Debug("tokenizing", "endpoint", endpoint.Addr, "path", path, "err", err)
+			if errors.Is(err, errRefused) {
+				t.rest(pool.Spec.Name)
+			}
+			return
+		}
+		learned(ids)
+	}()
+	return done
+}
+
+func (t *Tokenizer) over(key uint64, done chan struct{}) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	delete(t.asking, key)
+	close(done)
+}
+
+func (t *Tokenizer) rest(pool string) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.resting[pool] = time.Now().Add(restAfter)
+	t.log.Warn("an engine does not tokenize; asking none of the pool for a while", "pool", pool, "for", restAfter)
+}
+
+// choose takes the less loaded of two endpoints at random.
+func choose(pool *kvstate.Pool) *kvstate.Endpoint {
+	var best *kvstate.Endpoint
+	all := pool.Endpoints()
+	for range min(2, len(all)) {
+		e := all[rand.IntN(len(all))]
+		if e.Failed() {
+			continue
+		}
+		if best == nil {
+			best = e
+			continue
+		}
+		if requests, _ := e.Load(); requests < first(best.Load()) {
+			best = e
+		}
+	}
+	return best
+}
+
+func first(requests, _ int64) int64 { return requests }
+
+// errRefused says that an engine does not know the question, or not this one.
+var errRefused = errors.New("refused")
+
+func (t *Tokenizer) ask(e *kvstate.Endpoint, path string, body []byte) ([]uint32, error) {
+	ctx, cancel := context.WithTimeout(context.Background(), deadline)
+	defer cancel()
+	scheme, host := e.Scheme, "http://"
+	if scheme == "" {
+		scheme = "http"
+	} else if scheme == "https" {
+		host = "https://"
+	}
+	req, err := http.NewRequestWithContext(ctx, http.MethodPost, host+e.Addr+path, bytes.NewReader(body))
+	if err != nil {
+		return nil, err
+	}
+	req.Header.Set("Content-Type", "application/json")
+	resp, err := t.client[scheme].Do(req)
+	if err != nil {
+		return nil, err
+	}
+	defer resp.Body.Close()
+	if resp.StatusCode == http.StatusNotFound || resp.StatusCode == http.StatusMethodNotAllowed || resp.StatusCode == http.StatusNotImplemented {
+		return nil, fmt.Errorf("%w: status %d", errRefused, resp.StatusCode)
+	}
+	if resp.StatusCode != http.StatusOK {
+		return nil, fmt.Errorf("status %d", resp.StatusCode)
+	}
+	text, err := io.ReadAll(io.LimitReader(resp.Body, maxAnswer))
+	if err != nil {
+		return nil, err
+	}
+	return readIDs(text)
+}
+
+// readIDs reads an answer: of /tokenize {"tokens": [...]} (vLLM, SGLang), of render {"token_ids": [...]}, or for completions a
+// list of those, one for each prompt.
+func readIDs(text []byte) ([]uint32, error) {
+	type answer struct {
+		Tokens   []uint32 `json:"tokens"`
+		TokenIDs []uint32 `json:"token_ids"`
+	}
+	var all []answer
+	if text = bytes.TrimSpace(text); len(text) > 0 && text[0] == '[' {
+		if err := json.Unmarshal(text, &all); err != nil {
+			return nil, fmt.Errorf("reading token ids: %w", err)
+		}
+	} else {
+		all = make([]answer, 1)
+		if err := json.Unmarshal(text, &all[0]); err != nil {
+			return nil, fmt.Errorf("reading token ids: %w", err)
+		}
+	}
+	if len(all) != 1 || len(all[0].Tokens)+len(all[0].TokenIDs) == 0 {
+		return nil, errors.New("reading token ids: there are none, or of several prompts")
+	}
+	if len(all[0].Tokens) > 0 {
+		return all[0].Tokens, nil
+	}
+	return all[0].TokenIDs, nil
+}

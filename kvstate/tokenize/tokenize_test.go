@@ -1,0 +1,114 @@
+package tokenize
+
+import (
+	"io"
+	"log/slog"
+	"net/http"
+	"net/http/httptest"
+	"os"
+	"strings"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"tandem/kvstate"
+)
+
+func poolOf(t *testing.T, handler http.HandlerFunc) *kvstate.Pool {
+	t.Helper()
+	server := httptest.NewServer(handler)
+	t.Cleanup(server.Close)
+	s := kvstate.New(kvstate.Options{})
+	addr := strings.TrimPrefix(server.URL, "http://")
+	s.SetPool(kvstate.PoolSpec{Name: "p"}, []kvstate.EndpointSpec{{Name: addr, Addr: addr, Role: kvstate.RoleBoth}})
+	return s.Pool("p")
+}
+
+func silent() *slog.Logger { return slog.New(slog.NewTextHandler(io.Discard, nil)) }
+
+func wait(t *testing.T, done <-chan struct{}) {
+	t.Helper()
+	require.NotNil(t, done, "not asked")
+	select {
+	case <-done:
+	case <-time.After(10 * time.Second):
+		t.Fatal("it does not end")
+	}
+}
+
+func TestTokenize(t *testing.T) {
+	var path, body string
+	pool := poolOf(t, func(w http.ResponseWriter, r *http.Request) {
+		text, _ := io.ReadAll(r.Body)
+		path, body = r.URL.Path, string(text)
+		_, _ = io.WriteString(w, `{"count":3,"max_model_len":2048,"tokens":[1,2,300000],"token_strs":null}`)
+	})
+	var got []uint32
+	wait(t, New(silent()).Tokenize(pool, 1, "/tokenize", []byte(`{"prompt":"x"}`), func(ids []uint32) { got = ids }))
+	require.Equal(t, []uint32{1, 2, 300000}, got)
+	require.Equal(t, []string{"/tokenize", `{"prompt":"x"}`}, []string{path, body})
+}
+
+// One prompt is asked for once at a time, and few at a time in all.
+func TestTokenizeIsBounded(t *testing.T) {
+	var asked atomic.Int32
+	answer := make(chan struct{})
+	pool := poolOf(t, func(w http.ResponseWriter, r *http.Request) {
+		asked.Add(1)
+		select {
+		case <-answer:
+		case <-r.Context().Done():
+		}
+		_, _ = io.WriteString(w, `{"tokens":[1]}`)
+	})
+	tok := New(silent())
+	nothing := func([]uint32) {}
+	first := tok.Tokenize(pool, 1, "/tokenize", nil, nothing)
+	require.Equal(t, first, tok.Tokenize(pool, 1, "/tokenize", nil, nothing))
+	for key := range uint64(atOnce - 1) {
+		require.NotNil(t, tok.Tokenize(pool, key+2, "/tokenize", nil, nothing))
+	}
+	require.Nil(t, tok.Tokenize(pool, 99, "/tokenize", nil, nothing))
+	close(answer)
+	wait(t, first)
+	require.LessOrEqual(t, asked.Load(), int32(atOnce))
+}
+
+// An engine that has no such path is left alone for a while; one that fails is not.
+func TestTokenizeRests(t *testing.T) {
+	status := http.StatusInternalServerError
+	pool := poolOf(t, func(w http.ResponseWriter, _ *http.Request) { w.WriteHeader(status) })
+	tok := New(silent())
+	never := func([]uint32) { t.Error("learned from an error") }
+	wait(t, tok.Tokenize(pool, 1, "/tokenize", nil, never))
+	status = http.StatusNotFound
+	wait(t, tok.Tokenize(pool, 1, "/tokenize", nil, never))
+	require.Nil(t, tok.Tokenize(pool, 1, "/tokenize", nil, never))
+	tok.resting["p"] = time.Now().Add(-time.Second)
+	wait(t, tok.Tokenize(pool, 1, "/tokenize", nil, never))
+}
+
+func TestReadIDs(t *testing.T) {
+	for text, want := range map[string][]uint32{
+		`{"request_id":"x","token_ids":[1,2],"features":null}`: {1, 2},
+		` [{"token_ids":[1]}]`:                                 {1},
+		`[{"token_ids":[1]},{"token_ids":[2]}]`:                nil,
+		`{"tokens":[]}`:                                        nil,
+		`{"tokens":[-1]}`:                                      nil,
+		`{"tokens":["a"]}`:                                     nil,
+		`not JSON`:                                             nil,
+		``:                                                     nil,
+	} {
+		got, err := readIDs([]byte(text))
+		require.Equal(t, want == nil, err != nil, text)
+		require.Equal(t, want, got, text)
+	}
+	recorded, err := os.ReadFile("../kvevents/testdata/vllm-0.32.0-tokenize-chat.json")
+	require.NoError(t, err)
+	at := strings.Index(string(recorded), `"response":`) + len(`"response":`)
+	got, err := readIDs([]byte(strings.TrimSuffix(strings.TrimSpace(string(recorded)[at:]), "}")))
+	require.NoError(t, err)
+	require.Len(t, got, 116)
+}

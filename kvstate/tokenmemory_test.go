@@ -1,0 +1,143 @@
+package kvstate
+
+import (
+	"fmt"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/stretchr/testify/require"
+)
+
+// eventPool is a pool with one engine that told of blocks of 16 tokens.
+func eventPool(o Options) (*State, *Pool, *Feed) {
+	s := New(o)
+	s.SetPool(PoolSpec{Name: "p"}, pd(1, 0))
+	p := s.Pool("p")
+	f := p.Feed(p.Endpoints()[0])
+	f.Apply([]BlockEvent{{Kind: BlocksStored, Keys: []uint64{1}, Blocks: []uint64{1}, Root: TokenRoot("", 16), BlockSize: 16}})
+	return s, p, f
+}
+
+func ids(n int, from uint32) []uint32 {
+	out := make([]uint32, n)
+	for i := range out {
+		out[i] = from + uint32(i)
+	}
+	return out
+}
+
+// A conversation grows: what is known of a turn's tokens is known of the next turn, whose text begins with the same bytes.
+func TestTokensAreLearnedTurnByTurn(t *testing.T) {
+	s, p, f := eventPool(Options{})
+	first, second := long(4, 0, 1), long(10, 4, 2)
+	second = append(append([]uint64(nil), first...), second[4:]...)
+	require.Zero(t, p.KnownTokens(first))
+
+	turn1 := TokenPrompt{IDs: ids(640, 0)} // 4.5 text blocks of 512 bytes
+	p.LearnTokens(first, 512, 4*512+256, &turn1)
+	known := p.KnownTokens(second)
+	require.Equal(t, []int{4, 640 * 8 / 9}, []int{known.TextBlocks, known.Tokens})
+	require.Equal(t, turn1.Blocks(nil, 16)[:640*8/9/16], known.Blocks(16))
+	require.Empty(t, known.Blocks(32), "no engine has blocks of 32")
+
+	turn2 := TokenPrompt{IDs: ids(640+1000, 0)}
+	p.LearnTokens(second, 512, 10*512, &turn2)
+	require.Equal(t, 640*8/9, p.KnownTokens(first).Tokens, "what was exact stays so")
+	require.Equal(t, 1640, p.KnownTokens(second).Tokens)
+
+	// The engine holds the first turn: 40 blocks of 16 tokens.
+	blocks := turn1.Blocks(nil, 16)
+	e := BlockEvent{Kind: BlocksStored, Root: TokenRoot("", 16), BlockSize: 16}
+	h := e.Root
+	for i, b := range blocks {
+		e.Keys, e.Blocks = append(e.Keys, uint64(i+100)), append(e.Blocks, unchain(h, b))
+		h = b
+	}
+	f.Apply([]BlockEvent{e})
+	var v View
+	s.View(p, second, &v)
+	require.Zero(t, v.Endpoints[0].Hit)
+	p.TokenHits(p.KnownTokens(second).Blocks(16), 16, 1640, len(second), &v)
+	require.Equal(t, 640*10/1640, v.Endpoints[0].Hit, "in text blocks")
+}
+
+// unchain is the block that makes hash of parent.
+func unchain(parent, hash uint64) uint64 {
+	inverse := uint64(1)
+	for range 6 { // Newton
+		inverse *= 2 - 0xff51afd7ed558ccd*inverse
+	}
+	return hash*inverse ^ (parent<<27 | parent>>37)
+}
+
+func TestTokenMemoryIsBounded(t *testing.T) {
+	_, p, _ := eventPool(Options{MaxTokenBytes: 100_000})
+	prompts := func(i int) []uint64 { return chain(1, 2, 3, byte(i), byte(i>>8), 4, 5, 6) }
+	for i := range 1000 {
+		p.LearnTokens(prompts(i), 512, 8*512, &TokenPrompt{IDs: ids(1000, uint32(i))})
+		require.Equal(t, 8, p.KnownTokens(prompts(i)).TextBlocks)
+		require.LessOrEqual(t, p.tokens.bytes, 100_000)
+		require.LessOrEqual(t, len(p.tokens.at), 8*len(p.tokens.order))
+	}
+	require.Equal(t, 3, p.KnownTokens(prompts(0)).TextBlocks, "what all prompts begin with stays")
+}
+
+func TestTokensAreNotLearnedForNothing(t *testing.T) {
+	s := New(Options{})
+	s.SetPool(PoolSpec{Name: "p"}, pd(1, 0))
+	p := s.Pool("p")
+	p.LearnTokens(long(4, 0, 1), 512, 2048, &TokenPrompt{IDs: ids(100, 0)})
+	require.Zero(t, p.KnownTokens(long(4, 0, 1)), "no engine publishes events")
+
+	p.tokens.mu.Lock() // somebody is learning
+	require.Zero(t, p.KnownTokens(long(4, 0, 1)))
+	p.tokens.mu.Unlock()
+}
+
+func TestLoRA(t *testing.T) {
+	_, p, f := eventPool(Options{})
+	require.Empty(t, p.LoRA("sql"))
+	f.Apply([]BlockEvent{{Kind: BlocksStored, Keys: []uint64{2}, Blocks: []uint64{1}, Root: TokenRoot("sql", 16), BlockSize: 16, LoRA: []byte("sql")}})
+	require.Equal(t, "sql", p.LoRA("sql"))
+	require.Empty(t, p.LoRA("base"))
+	for i := range maxLoRAs + 10 {
+		p.index.noteLoRA(fmt.Append(nil, i))
+	}
+	require.LessOrEqual(t, len(*p.index.loras.Load()), maxLoRAs)
+}
+
+// Where the engine tells what it holds, its word counts for more than what was routed there, but for what was just routed.
+func TestEnginesAreTrusted(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		s, p, f := eventPool(Options{})
+		go s.Run(t.Context())
+		text, prompt := long(8, 0, 1), TokenPrompt{IDs: ids(256, 0)}
+		hit := func() int {
+			var v View
+			s.View(p, text, &v)
+			known := p.KnownTokens(text)
+			p.TrustEngines(text, known.TextBlocks, &v)
+			p.TokenHits(known.Blocks(16), 16, 256, len(text), &v)
+			return v.Endpoints[0].Hit
+		}
+		s.Routed(p, p.Endpoints()[0], text)
+		require.Equal(t, 8, hit(), "guessed: the engine cannot have told yet")
+		<-time.After(2 * freshTTL)
+		require.Equal(t, 8, hit(), "nor can it be asked, for nobody knows the tokens")
+		p.LearnTokens(text, 512, 8*512, &prompt)
+		require.Zero(t, hit(), "it holds nothing of it")
+
+		e := BlockEvent{Kind: BlocksStored, Root: TokenRoot("", 16), BlockSize: 16}
+		h := e.Root
+		for i, b := range prompt.Blocks(nil, 16)[:4] {
+			e.Keys, e.Blocks = append(e.Keys, uint64(i+100)), append(e.Blocks, unchain(h, b))
+			h = b
+		}
+		f.Apply([]BlockEvent{e})
+		require.Equal(t, 2, hit(), "4 of 16 token blocks are 2 of 8 text blocks")
+		f.Close()
+		require.Equal(t, 8, hit(), "without its word the guess is all there is")
+		require.Equal(t, 1, p.IndexStats().Members)
+	})
+}

@@ -1,0 +1,154 @@
+package zmtp
+
+import (
+	"bytes"
+	"context"
+	"encoding/hex"
+	"io"
+	"log/slog"
+	"net"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/go-zeromq/zmq4"
+	"github.com/stretchr/testify/require"
+)
+
+type message struct {
+	identity string
+	frames   [][]byte
+}
+
+// serve runs a server on a free port until the test ends.
+func serve(t *testing.T, kind Kind) (addr string, received chan message) {
+	t.Helper()
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	received = make(chan message, 100)
+	s := &Server{Kind: kind, Log: slog.New(slog.DiscardHandler), Receive: func(id string, f [][]byte) { received <- message{id, f} }}
+	ctx, cancel := context.WithCancel(context.Background())
+	ended := make(chan error, 1)
+	go func() { ended <- s.Serve(ctx, l) }()
+	t.Cleanup(func() { cancel(); require.NoError(t, <-ended) })
+	return l.Addr().String(), received
+}
+
+func next(t *testing.T, received chan message) message {
+	t.Helper()
+	select {
+	case m := <-received:
+		return m
+	case <-time.After(20 * time.Second):
+		require.Fail(t, "no message")
+		return message{}
+	}
+}
+
+// An independent implementation talks to it: go-zeromq's PUSH and DEALER.
+func TestGoZeroMQTalksToIt(t *testing.T) {
+	addr, received := serve(t, Pull)
+	push := zmq4.NewPush(context.Background())
+	defer push.Close()
+	require.NoError(t, push.Dial("tcp://"+addr))
+	require.NoError(t, push.Send(zmq4.NewMsg([]byte("one"))))
+	require.NoError(t, push.SendMulti(zmq4.NewMsgFrom([]byte("two"), bytes.Repeat([]byte("x"), 300))))
+	require.Equal(t, [][]byte{[]byte("one")}, next(t, received).frames)
+	m := next(t, received)
+	require.Len(t, m.frames, 2)
+	require.Len(t, m.frames[1], 300, "a long frame")
+
+	addr, received = serve(t, Router)
+	dealer := zmq4.NewDealer(context.Background(), zmq4.WithID(zmq4.SocketIdentity("10.0.1.2:21001")))
+	defer dealer.Close()
+	require.NoError(t, dealer.Dial("tcp://"+addr))
+	require.NoError(t, dealer.Send(zmq4.NewMsg([]byte("beat"))))
+	require.Equal(t, message{"10.0.1.2:21001", [][]byte{[]byte("beat")}}, next(t, received))
+}
+
+// A connection that says nothing, one that speaks HTTP and one of a wrong kind do not stand in the way of the others.
+func TestStrangersDoNotHarm(t *testing.T) {
+	addr, received := serve(t, Pull)
+	silent, err := net.Dial("tcp", addr)
+	require.NoError(t, err)
+	defer silent.Close()
+	for name, bad := range map[string]string{
+		"http":             "GET / HTTP/1.1\r\nHost: x\r\n\r\n" + strings.Repeat(" ", 64),
+		"a frame too long": string(greeting()) + string(ready("PUSH")) + "\x02\x40\x00\x00\x00\x00\x00\x00\x00",
+		"a SUB socket":     string(greeting()) + string(ready("SUB")),
+		"flags":            string(greeting()) + string(ready("PUSH")) + "\x80\x01a",
+		"another version":  "\xff\x00\x00\x00\x00\x00\x00\x00\x01\x7f\x01" + strings.Repeat("\x00", 53),
+		"CURVE":            strings.Replace(string(greeting()), "NULL\x00", "CURVE", 1),
+		"no READY":         string(greeting()) + "\x00\x01a",
+		"endless message":  string(greeting()) + string(ready("PUSH")) + strings.Repeat("\x01\x01a", 9),
+	} {
+		conn, err := net.Dial("tcp", addr)
+		require.NoError(t, err)
+		_, _ = conn.Write([]byte(bad))
+		_ = conn.SetReadDeadline(time.Now().Add(20 * time.Second))
+		_, err = io.Copy(io.Discard, conn) // until the server closes
+		var timeout net.Error
+		if netErr, ok := err.(net.Error); ok { //nolint:errorlint // a test
+			timeout = netErr
+		}
+		require.False(t, timeout != nil && timeout.Timeout(), "%s is not closed", name)
+		_ = conn.Close()
+	}
+	push := zmq4.NewPush(context.Background())
+	defer push.Close()
+	require.NoError(t, push.Dial("tcp://"+addr))
+	require.NoError(t, push.Send(zmq4.NewMsg([]byte("one"))))
+	require.Equal(t, "one", string(next(t, received).frames[0]))
+}
+
+func ready(kind string) []byte {
+	return newCommand("READY", appendProperty(appendProperty(nil, "Socket-Type", kind), "Identity", ""))
+}
+
+// What libzmq sends, byte for byte: it holds the greeting back after the signature until it has ours, and beats.
+func TestHandshakeAndHeartbeats(t *testing.T) {
+	ours, theirs := net.Pipe()
+	got := make(chan []byte, 1)
+	s := &Server{Kind: Pull, Log: slog.New(slog.DiscardHandler), Receive: func(_ string, f [][]byte) { got <- f[0] }}
+	ended := make(chan struct{})
+	go func() { s.serveConn(context.Background(), ours); close(ended) }()
+	hello := make([]byte, 64+len(newCommand("READY", appendProperty(nil, "Socket-Type", "PULL"))))
+	_, err := io.ReadFull(theirs, hello)
+	require.NoError(t, err)
+	require.Equal(t, "ff00000000000000007f03004e554c4c", hex.EncodeToString(hello[:16]))
+	require.Equal(t, "041a055245414459"+"0b536f636b65742d547970650000000450554c4c", hex.EncodeToString(hello[64:]))
+	for _, part := range [][]byte{greeting()[:10], greeting()[10:], ready("PUSH"), {4, 9, 4, 'P', 'I', 'N', 'G', 0, 50, 'h', 'i'}} {
+		_, err := theirs.Write(part)
+		require.NoError(t, err)
+	}
+	pong := make([]byte, 9)
+	_, err = io.ReadFull(theirs, pong)
+	require.NoError(t, err)
+	require.Equal(t, "\x04\x07\x04PONGhi", string(pong))
+	_, err = theirs.Write([]byte("\x00\x02ok"))
+	require.NoError(t, err)
+	require.Equal(t, "ok", string(<-got))
+	_ = theirs.Close()
+	<-ended
+}
+
+// FuzzConnection: whatever a peer sends, the connection ends and what was received keeps to its bounds.
+func FuzzConnection(f *testing.F) {
+	f.Add(append(append(greeting(), ready("PUSH")...), "\x00\x02ok\x01\x01a\x00\x01b"...))
+	f.Add(append(append(greeting(), ready("PUSH")...), "\x04\x09\x04PING\x00\x01hi"...))
+	f.Add(append(greeting(), 4, 2, 9, 9))
+	f.Fuzz(func(t *testing.T, sent []byte) {
+		s := &Server{Kind: Pull, Log: slog.New(slog.DiscardHandler), Receive: func(_ string, frames [][]byte) {
+			size := 0
+			for _, f := range frames {
+				size += len(f)
+			}
+			require.LessOrEqual(t, size, MaxMessage)
+			require.LessOrEqual(t, len(frames), maxFrames)
+		}}
+		r := bytes.NewReader(sent)
+		if id, err := s.greet(io.Discard, r); err == nil {
+			require.Error(t, s.receive(io.Discard, r, id))
+		}
+	})
+}

@@ -1,0 +1,84 @@
+package configv1
+
+import (
+	"fmt"
+	"net/url"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+)
+
+func (v *validator) state(c *Config) {
+	r := c.State.GetRedis()
+	if r == nil {
+		return
+	}
+	const path = "state.redis"
+	u, err := url.Parse(r.Url)
+	if err != nil || u.Host == "" || !slices.Contains([]string{"redis", "rediss"}, u.Scheme) || !isDatabase(u.Path) {
+		v.m.add(path+".url", "is not of the form redis://[user:password@]host:port/db") // without the value: it may hold a password
+		return
+	}
+	v.oneOf(path+".mode", r.Mode, "single", "cluster", "sentinel")
+	for i, node := range r.Nodes {
+		v.address(fmt.Sprintf("%s.nodes[%d]", path, i), node)
+	}
+	switch {
+	case r.Mode == "single" && len(r.Nodes) > 0:
+		v.m.add(path+".nodes", "a single Redis has one node, that of the url: set mode to cluster or sentinel")
+	case r.Mode == "sentinel" && r.SentinelMaster == "":
+		v.m.add(path+".sentinelMaster", "is missing: what the Sentinels call the master")
+	case r.Mode != "sentinel" && r.SentinelMaster != "":
+		v.m.add(path+".sentinelMaster", "has no effect unless mode is sentinel")
+	case r.Mode == "cluster" && strings.Trim(u.Path, "/0") != "":
+		v.m.add(path+".url", "a Cluster has no database but 0")
+	}
+	if _, set := u.User.Password(); set && r.PasswordFile != "" {
+		v.m.add(path+".passwordFile", "the url has a password too: take one out")
+	}
+	if r.KeyPrefix == "" || len(r.KeyPrefix) > 100 || strings.ContainsFunc(r.KeyPrefix, notInPrefix) {
+		v.m.add(path+".keyPrefix", "%.100q is not made of letters, digits and - _ . :", r.KeyPrefix)
+	}
+	v.duration(path+".lease", r.Lease, 500*time.Millisecond)
+	if d := Duration(r.Lease); d > time.Minute {
+		v.m.add(path+".lease", "%s is more than 1m: for so long a dead replica's bookings would count", r.Lease)
+	}
+	v.redisTLS(path+".tls", u.Scheme, r.Tls)
+}
+
+func isDatabase(path string) bool {
+	if path = strings.Trim(path, "/"); path == "" {
+		return true
+	}
+	_, err := strconv.ParseUint(path, 10, 16)
+	return err == nil
+}
+
+// notInPrefix keeps braces out, which a Cluster would take for the mark of a hash tag.
+func notInPrefix(r rune) bool { return notInName(r) && r != '.' && r != ':' }
+
+func (v *validator) redisTLS(path, scheme string, t *RedisTls) {
+	if t == nil {
+		return
+	}
+	if scheme != "rediss" {
+		v.m.add(path, "has no effect with redis://: write rediss://")
+	}
+	if (t.CertFile == "") != (t.KeyFile == "") {
+		v.m.add(path+".keyFile", "certFile and keyFile belong together: set both or none")
+	}
+}
+
+// session checks the names of what tells sessions apart.
+func (v *validator) session(path string, k *SessionKey) {
+	if k == nil {
+		return
+	}
+	if k.Header == "" && k.Cookie == "" && k.Body == "" {
+		v.m.add(path, "names nothing: set header, cookie or body")
+	}
+	if strings.ContainsFunc(k.Header, notInName) || strings.ContainsFunc(k.Cookie, notInName) {
+		v.m.add(path, "header and cookie are made of letters, digits, - and _")
+	}
+}

@@ -1,0 +1,233 @@
+package configv1
+
+import (
+	"fmt"
+	"net"
+	"net/netip"
+	"regexp"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+)
+
+// dialects are what kvTransfer may be.
+func dialects() []string {
+	all := append([]string{"lmcache", "mooncake-0.13", "moriio-read", "multi", "nixl", "offload", "orchestrated", "shared", "trtllm"}, concurrentDialects()...)
+	slices.Sort(all)
+	return append(all, "none")
+}
+
+// usesP2P reports whether the pool's engines have vLLM's P2P offload tier.
+func (p *Pool) usesP2P() bool {
+	return p.KvTransfer == "offload" || p.KvTransfer == "multi" && slices.Contains(p.Members, "offload")
+}
+
+// PairsAs is what two endpoints of the pool must have in common to be a pair: their group, the engine's release, and where
+// rank talks to rank their number. Engines of different releases refuse each other's KV at the handshake, or worse.
+func (p *Pool) PairsAs(e *Endpoint) string {
+	as := e.Group
+	if e.Release != "" {
+		as += " " + e.Release
+	}
+	if p.KvTransfer == "lmcache" && e.GetTransfer().GetTensorParallelSize() > 1 {
+		as += " tp" + strconv.Itoa(int(e.GetTransfer().GetTensorParallelSize()))
+	}
+	return strings.TrimPrefix(as, " ")
+}
+
+// pairing is PairsAs for people.
+func (p *Pool) pairing(e *Endpoint) string {
+	text := fmt.Sprintf("group %q", e.Group)
+	if e.Release != "" {
+		text += ", release " + e.Release
+	}
+	if p.KvTransfer == "lmcache" {
+		text += ", tensorParallelSize " + strconv.Itoa(int(max(e.GetTransfer().GetTensorParallelSize(), 1)))
+	}
+	return text
+}
+
+func (v *validator) dialect(path string, p *Pool) {
+	at := path + ".kvTransfer"
+	switch {
+	case p.KvTransfer == "":
+		v.m.add(at, "is missing: one of %s; none is for engines that prefill and decode by themselves", strings.Join(dialects(), ", "))
+		return
+	default:
+		v.oneOf(at, p.KvTransfer, dialects()...)
+	}
+	v.onlyWith(path+".lmcache", p.Lmcache != nil, p, "lmcache")
+	v.onlyWith(path+".nixl", p.Nixl != nil, p, "nixl")
+	v.onlyWith(path+".orchestrated", p.Orchestrated != nil, p, "orchestrated")
+	v.onlyWith(path+".members", len(p.Members) > 0, p, "multi")
+	switch p.KvTransfer {
+	case "lmcache":
+		v.duration(path+".lmcache.noticeTimeout", p.Lmcache.NoticeTimeout, time.Millisecond)
+		if d := Duration(p.Lmcache.NoticeTimeout); d > longestNotice {
+			v.m.add(path+".lmcache.noticeTimeout", "%s is more than %s: Envoy gives up on the external processor after 30s", d, longestNotice)
+		}
+	case "orchestrated":
+		v.oneOf(path+".orchestrated.handOver", p.Orchestrated.HandOver, "answer", "params")
+		if !orchestratedKey.MatchString(p.Orchestrated.Key) {
+			v.m.add(path+".orchestrated.key", "%.60q is not disagg_ and letters, digits or _: names that begin so are cut from what clients send", p.Orchestrated.Key)
+		}
+	case "multi":
+		v.members(path+".members", p)
+	}
+	v.transfers(path, p)
+}
+
+const longestNotice = 25 * time.Second
+
+var (
+	orchestratedKey = regexp.MustCompile(`^disagg_[A-Za-z0-9_]{1,57}$`)
+	release         = regexp.MustCompile(`^v?[0-9]+\.[0-9]+[-+.0-9A-Za-z]{0,40}$`)
+)
+
+func (v *validator) onlyWith(path string, set bool, p *Pool, dialect string) {
+	if set && p.KvTransfer != dialect {
+		v.m.add(path, "has no effect with kvTransfer %s: remove it, or set kvTransfer to %s", p.KvTransfer, dialect)
+	}
+}
+
+func (v *validator) members(path string, p *Pool) {
+	if len(p.Members) == 0 {
+		v.m.add(path, "is missing: the connectors within MultiConnector, some of nixl, offload, shared")
+	}
+	for i, m := range p.Members {
+		at := fmt.Sprintf("%s[%d]", path, i)
+		if v.oneOf(at, m, "nixl", "offload", "shared"); slices.Contains(p.Members[:i], m) {
+			v.m.add(at, "%s is there twice", m)
+		}
+	}
+}
+
+// transfers checks what endpoints say about KV transfer.
+func (v *validator) transfers(path string, p *Pool) {
+	if p.KvTransfer == "none" {
+		return
+	}
+	withRelease := slices.IndexFunc(p.Endpoints, func(e *Endpoint) bool { return e.Release != "" })
+	taken := map[string]string{} // host and port to the path of whose it is
+	for i, e := range p.Endpoints {
+		at := fmt.Sprintf("%s.endpoints[%d]", path, i)
+		switch {
+		case e.Release != "" && !release.MatchString(e.Release):
+			v.m.add(at+".release", "%.60q is not a release such as 0.32.0", e.Release)
+		case e.Release == "" && withRelease >= 0:
+			v.m.add(at+".release", "is missing, and %s.endpoints[%d] has one: endpoints pair by release, so give it to all of the pool or to none", path, withRelease)
+		case p.Nixl.GetReuseTokenIds() && older(e.Release, 32):
+			v.m.add(at+".release", "%s does not take prefill's token ids: nixl.reuseTokenIds needs vLLM 0.32 or newer on both sides", e.Release)
+		case p.usesP2P() && older(e.Release, 25):
+			v.m.add(at+".release", "%s has no P2P tier: kvTransfer %s needs vLLM 0.25 or newer on both sides", e.Release, p.KvTransfer)
+		}
+		if n := e.GetTransfer().GetTensorParallelSize(); n < 0 || n > 1024 {
+			v.m.add(at+".transfer.tensorParallelSize", "%d is not between 1 and 1024", n)
+		}
+		if h := e.GetTransfer().GetHost(); h != "" && !isName(h) {
+			if _, err := netip.ParseAddr(h); err != nil {
+				v.m.add(at+".transfer.host", "%.100q is neither an IP address nor a name; it has no port", h)
+			}
+		}
+		v.receiver(at, p, e, taken)
+		v.p2p(at, p, e, taken)
+	}
+}
+
+// older reports whether a release is known to be before 0.minor.
+func older(release string, minor int) bool {
+	major, rest, _ := strings.Cut(strings.TrimPrefix(release, "v"), ".")
+	number, _, _ := strings.Cut(rest, ".")
+	n, err := strconv.Atoi(number)
+	return major == "0" && err == nil && n < minor
+}
+
+// receiver checks where LMCache's prefill engines push to.
+func (v *validator) receiver(at string, p *Pool, e *Endpoint, taken map[string]string) {
+	r := e.Lmcache
+	if r == nil {
+		return
+	}
+	if at += ".lmcache"; p.KvTransfer != "lmcache" || e.Role == "prefill" {
+		v.m.add(at, "has no effect here: it belongs to endpoints that decode, with kvTransfer lmcache")
+		return
+	}
+	if r.BufferTokens < 0 {
+		v.m.add(at+".bufferTokens", "%d is not a number of tokens", r.BufferTokens)
+	}
+	ranks := min(max(e.GetTransfer().GetTensorParallelSize(), 1), 1024)
+	for _, port := range []struct {
+		name  string
+		first int32
+	}{{"initPort", r.InitPort}, {"allocPort", r.AllocPort}, {"queryPort", r.QueryPort}} {
+		if port.name == "queryPort" && port.first == 0 {
+			continue
+		}
+		v.ports(at+"."+port.name, e, port.first, ranks, taken)
+	}
+}
+
+func (v *validator) p2p(at string, p *Pool, e *Endpoint, taken map[string]string) {
+	if at += ".transfer.p2pPort"; e.GetTransfer().GetP2PPort() == 0 {
+		return
+	}
+	if !p.usesP2P() || e.Role == "decode" {
+		v.m.add(at, "has no effect here: it belongs to endpoints that prefill, with kvTransfer offload")
+		return
+	}
+	v.ports(at, e, e.GetTransfer().GetP2PPort(), 1, taken)
+}
+
+// ports checks ports from first on, and that no other engine on the same host has one of them.
+func (v *validator) ports(at string, e *Endpoint, first, n int32, taken map[string]string) {
+	if first < 1 || first+n-1 > 65535 {
+		v.m.add(at, "%d is not a port, or %d ranks need more ports than there are above it", first, n)
+		return
+	}
+	host := e.GetTransfer().GetHost()
+	if host == "" {
+		host, _, _ = net.SplitHostPort(e.Address)
+	}
+	for port := first; port < first+n; port++ {
+		key := net.JoinHostPort(host, strconv.Itoa(int(port)))
+		if other, ok := taken[key]; ok {
+			v.m.add(at, "%s is taken by %s: engines on one machine need ports of their own", key, other)
+			return
+		}
+		taken[key] = at
+	}
+}
+
+// notices warns where engines could not reach the listener.
+func (v *validator) notices(c *Config) {
+	if c.Notices == nil {
+		return
+	}
+	if !slices.ContainsFunc(c.Pools, (*Pool).TakesNotices) {
+		v.warn("notices", "has no effect: no pool has kvTransfer lmcache with notices")
+		return
+	}
+	if len(c.Envoy.ExtProcs) > 1 {
+		v.warn("notices", "a notice reaches one replica, and prefill legs at the others wait noticeTimeout in vain: set lmcache.skipNotices "+
+			"(pd_skip_proxy_notification of the engines) where several replicas serve one Envoy")
+	}
+	host, _, _ := net.SplitHostPort(c.Notices.Listen)
+	if !loopback(host) {
+		return
+	}
+	for _, p := range c.Pools {
+		for _, e := range p.Endpoints {
+			at, _, _ := net.SplitHostPort(e.Address)
+			if p.TakesNotices() && e.Role != "decode" && !loopback(at) {
+				v.warn("notices.listen", "%s is not reached from other machines, such as %s: set an address that is pd_proxy_host of the engines", c.Notices.Listen, e.Address)
+				return
+			}
+		}
+	}
+}
+
+func loopback(host string) bool {
+	ip, err := netip.ParseAddr(host)
+	return host == "localhost" || err == nil && ip.IsLoopback()
+}

@@ -1,0 +1,130 @@
+package configv1
+
+import (
+	"fmt"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+)
+
+// pool is a configuration of one pool with two endpoints, and what more the pool and each of them has.
+func pool(dialect, more, prefill, decode string) string {
+	return fmt.Sprintf(`pools:
+- name: chat
+  kvTransfer: %s
+  %s
+  endpoints:
+  - {address: "10.0.0.5:8000", role: prefill%s}
+  - {address: "10.0.0.6:8000", role: decode%s}
+`, dialect, more, prefill, decode)
+}
+
+// Address and role suffice for every dialect but multi, which has to be told its members, and p2p-nccl, whose engines
+// register.
+func TestDialectDefaults(t *testing.T) {
+	for _, dialect := range dialects() {
+		more := ""
+		if dialect == "multi" {
+			more = "members: [nixl, offload]"
+		}
+		if dialect == "p2p-nccl" {
+			more = "registration: {listen: \"10.0.0.1:30001\"}"
+		}
+		c, warnings, err := Parse([]byte(pool(dialect, more, "", "")))
+		require.NoError(t, err, dialect)
+		p := c.Pools[0]
+		if dialect != "lmcache" {
+			require.Empty(t, warnings, dialect)
+			require.Nil(t, c.Notices)
+			continue
+		}
+		require.Equal(t, []string{"notices.listen: 127.0.0.1:7500 is not reached from other machines, such as 10.0.0.5:8000: set an address that is pd_proxy_host of the engines"}, warnings)
+		require.Equal(t, "127.0.0.1:7500", c.Notices.Listen)
+		require.Equal(t, 10*time.Second, Duration(p.Lmcache.NoticeTimeout))
+		require.Nil(t, p.Endpoints[0].Lmcache)
+		require.EqualValues(t, 7300, p.Endpoints[1].Lmcache.InitPort)
+		require.EqualValues(t, 7400, p.Endpoints[1].Lmcache.AllocPort)
+	}
+	c, _, err := Parse([]byte(pool("orchestrated", "", "", "")))
+	require.NoError(t, err)
+	require.Equal(t, "disagg_prefill_resp", c.Pools[0].Orchestrated.Key)
+	require.Equal(t, "answer", c.Pools[0].Orchestrated.HandOver)
+	c, _, err = Parse([]byte(pool("offload", "", "", "")))
+	require.NoError(t, err)
+	require.Equal(t, []int32{5710, 0}, []int32{c.Pools[0].Endpoints[0].GetTransfer().GetP2PPort(), c.Pools[0].Endpoints[1].GetTransfer().GetP2PPort()})
+	c, warnings, err := Parse([]byte(pool("lmcache", "lmcache: {skipNotices: true}", "", "")))
+	require.NoError(t, err)
+	require.Empty(t, warnings)
+	require.Nil(t, c.Notices)
+}
+
+// What is wrong with KV transfer is said at the door, with the endpoint, the field and the remedy.
+func TestTransferMistakes(t *testing.T) {
+	const at = "pools[0].endpoints"
+	for name, tt := range map[string]struct {
+		yaml string
+		want []string
+	}{
+		"another dialect's settings": {pool("nixl", "lmcache: {noticeTimeout: 1s}\n  orchestrated: {}\n  members: [nixl]", ", transfer: {p2pPort: 1}", ", lmcache: {initPort: 1}"), []string{
+			at + "[0].transfer.p2pPort: has no effect here: it belongs to endpoints that prefill, with kvTransfer offload",
+			at + "[1].lmcache: has no effect here: it belongs to endpoints that decode, with kvTransfer lmcache",
+			"pools[0].lmcache: has no effect with kvTransfer nixl: remove it, or set kvTransfer to lmcache",
+			"pools[0].members: has no effect with kvTransfer nixl: remove it, or set kvTransfer to multi",
+			"pools[0].orchestrated: has no effect with kvTransfer nixl: remove it, or set kvTransfer to orchestrated"}},
+		"a receiver that prefills":        {pool("lmcache", "", ", lmcache: {initPort: 7300}", ""), []string{at + "[0].lmcache: has no effect here: it belongs to endpoints that decode, with kvTransfer lmcache"}},
+		"notices are waited for too long": {pool("lmcache", "lmcache: {noticeTimeout: 30s}", "", ""), []string{"pools[0].lmcache.noticeTimeout: 30s is more than 25s: Envoy gives up on the external processor after 30s"}},
+		"a number for a time":             {pool("lmcache", "lmcache: {noticeTimeout: 30}", "", ""), []string{"pools[0].lmcache.noticeTimeout: must have a unit, is 30: 30s for seconds, 30ms for milliseconds"}},
+		"a text for a truth":              {pool("lmcache", "lmcache: {skipNotices: \"yes\"}", "", ""), []string{`pools[0].lmcache.skipNotices: must be true or false, is the text "yes"`}},
+		"init and alloc alike":            {pool("lmcache", "", "", ", lmcache: {allocPort: 7300}"), []string{at + "[1].lmcache.allocPort: 10.0.0.6:7300 is taken by " + at + "[1].lmcache.initPort: engines on one machine need ports of their own"}},
+		"ranks overlap":                   {pool("lmcache", "", ", transfer: {tensorParallelSize: 4}", ", transfer: {tensorParallelSize: 4}, lmcache: {initPort: 7300, allocPort: 7303}"), []string{at + "[1].lmcache.allocPort: 10.0.0.6:7303 is taken by " + at + "[1].lmcache.initPort: engines on one machine need ports of their own"}},
+		"two receivers of one machine":    {pool("lmcache", "", "", "") + "  - {address: \"10.0.0.6:8001\", role: decode}\n", []string{at + "[2].lmcache.allocPort: 10.0.0.6:7400 is taken by " + at + "[1].lmcache.allocPort: engines on one machine need ports of their own", at + "[2].lmcache.initPort: 10.0.0.6:7300 is taken by " + at + "[1].lmcache.initPort: engines on one machine need ports of their own"}},
+		"no ports left":                   {pool("lmcache", "", ", transfer: {tensorParallelSize: 8}", ", transfer: {tensorParallelSize: 8}, lmcache: {initPort: 65530}"), []string{at + "[1].lmcache.initPort: 65530 is not a port, or 8 ranks need more ports than there are above it"}},
+		"two tiers of one machine":        {pool("offload", "", "", "") + "  - {address: \"10.0.0.5:8001\", role: prefill}\n", []string{at + "[2].transfer.p2pPort: 10.0.0.5:5710 is taken by " + at + "[0].transfer.p2pPort: engines on one machine need ports of their own"}},
+		"no ranks":                        {pool("nixl", "", ", transfer: {tensorParallelSize: -1}", ""), []string{at + "[0].transfer.tensorParallelSize: -1 is not between 1 and 1024"}},
+		"half of the releases":            {pool("nixl", "", ", release: 0.32.0", ""), []string{at + "[1].release: is missing, and pools[0].endpoints[0] has one: endpoints pair by release, so give it to all of the pool or to none"}},
+		"not a release":                   {pool("nixl", "", ", release: latest", ", release: latest"), []string{at + `[0].release: "latest" is not a release such as 0.32.0`, at + `[1].release: "latest" is not a release such as 0.32.0`}},
+		"a release that takes no ids":     {pool("nixl", "nixl: {reuseTokenIds: true}", ", release: 0.31.0", ", release: 0.32.0"), []string{at + "[0].release: 0.31.0 does not take prefill's token ids: nixl.reuseTokenIds needs vLLM 0.32 or newer on both sides"}},
+		"a release without the tier":      {pool("offload", "", ", release: 0.24.0", ", release: 0.25.1"), []string{at + "[0].release: 0.24.0 has no P2P tier: kvTransfer offload needs vLLM 0.25 or newer on both sides"}},
+		"a host with a port":              {pool("nixl", "", ", transfer: {host: \"10.0.0.9:5600\"}", ""), []string{at + `[0].transfer.host: "10.0.0.9:5600" is neither an IP address nor a name; it has no port`}},
+		"no members":                      {pool("multi", "", "", ""), []string{"pools[0].members: is missing: the connectors within MultiConnector, some of nixl, offload, shared"}},
+		"unknown members":                 {pool("multi", "members: [nixl, lmcache, nixl]", "", ""), []string{`pools[0].members[1]: "lmcache" is not one of nixl, offload, shared`, "pools[0].members[2]: nixl is there twice"}},
+		"a key that clients may send":     {pool("orchestrated", "orchestrated: {key: prefill_resp}", "", ""), []string{`pools[0].orchestrated.key: "prefill_resp" is not disagg_ and letters, digits or _: names that begin so are cut from what clients send`}},
+		"handing over something else":     {pool("orchestrated", "orchestrated: {handOver: all}", "", ""), []string{`pools[0].orchestrated.handOver: "all" is not one of answer, params`}},
+		"listeners clash":                 {"notices: {listen: \"127.0.0.1:9002\"}\n" + pool("lmcache", "", "", ""), []string{"notices.listen: 127.0.0.1:9002 clashes with extProc.listen: give it another port"}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			_, _, err := Parse([]byte(tt.yaml))
+			var m Mistakes
+			require.ErrorAs(t, err, &m)
+			require.Equal(t, strings.Join(tt.want, "\n"), m.Error())
+		})
+	}
+}
+
+// Endpoints that cannot understand each other are never paired; who has no partner left is named.
+func TestIncompatibleEndpoints(t *testing.T) {
+	for name, tt := range map[string]struct {
+		yaml string
+		want string
+	}{
+		"releases": {pool("nixl", "", ", release: 0.31.0", ", release: 0.32.0"), `pools[0].endpoints[0]: no endpoint that decodes pairs with it (group "", release 0.31.0), so it will never be used`},
+		"ranks": {"notices: {listen: \"0.0.0.0:7500\"}\n" + pool("lmcache", "", ", transfer: {tensorParallelSize: 2}", ""),
+			`pools[0].endpoints[0]: no endpoint that decodes pairs with it (group "", tensorParallelSize 2), so it will never be used`},
+		"replicas": {"notices: {listen: \"0.0.0.0:7500\"}\ntickets: {keyFile: k}\nenvoy: {extProcs: [\"a:1\", \"b:1\"]}\n" + pool("lmcache", "", "", ""),
+			"notices: a notice reaches one replica, and prefill legs at the others wait noticeTimeout in vain: set lmcache.skipNotices (pd_skip_proxy_notification of the engines) where several replicas serve one Envoy"},
+		"no notices": {"notices: {}\n" + pool("nixl", "", "", ""), "notices: has no effect: no pool has kvTransfer lmcache with notices"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			_, warnings, err := Parse([]byte(tt.yaml))
+			require.NoError(t, err)
+			require.Equal(t, []string{tt.want}, warnings)
+		})
+	}
+	c, _, err := Parse([]byte(pool("nixl", "", ", transfer: {tensorParallelSize: 2}, release: v0.32.0, group: a", ", transfer: {tensorParallelSize: 8}, release: v0.32.0, group: a")))
+	require.NoError(t, err)
+	p := c.Pools[0]
+	require.Equal(t, "a v0.32.0", p.PairsAs(p.Endpoints[0]))
+	require.Equal(t, p.PairsAs(p.Endpoints[0]), p.PairsAs(p.Endpoints[1]), "NIXL works other layouts out")
+}
