@@ -161,6 +161,7 @@ type options struct {
 	adminFields       string                                                                      // more fields of admin:, likewise
 	separateKeys      bool                                                                        // each replica has a ticket key file of its own, ticket-N.key, with the same key
 	serveArgs         []string
+	untracedEnvoy     bool // its bootstrap is written without tracing
 }
 
 // ports takes n free ports. Others may take one before it is used; tests that meet that fail loudly.
@@ -334,7 +335,14 @@ func (f *fleet) startTandem(i int, file, admin string) {
 
 func (f *fleet) startEnvoy(bin, path string, o options) {
 	t := f.t
-	bootstrap, err := exec.Command(filepath.Join(bin, "tandem"), "envoy", "-f", f.config).Output()
+	config := f.config
+	if o.untracedEnvoy {
+		text, err := os.ReadFile(config)
+		require.NoError(t, err)
+		config += ".untraced"
+		require.NoError(t, os.WriteFile(config, regexp.MustCompile(`(?m)^tracing:.*$`).ReplaceAll(text, nil), 0o600))
+	}
+	bootstrap, err := exec.Command(filepath.Join(bin, "tandem"), "envoy", "-f", config).Output()
 	require.NoError(t, err)
 	file := filepath.Join(f.dir, "envoy.yaml")
 	require.NoError(t, os.WriteFile(file, bootstrap, 0o600))

@@ -33,11 +33,14 @@ func (x *exchange) route() error {
 		return errors.New("the first message of a stream was not request headers")
 	}
 	x.identify()
+	x.startSpan(spanDecide, true)
 	r, err := x.decide()
 	if err != nil {
 		return err
 	}
+	x.did(workDecide)
 	err = x.answer(r)
+	x.did(workAnswer)
 	if err == nil && x.stream.Context().Err() != nil {
 		err = io.EOF // Envoy let go before it had the answer
 	}
@@ -115,6 +118,7 @@ func (x *exchange) openTicket() (*kvtransfer.Ticket, error) {
 
 // receiveBody reads the body to its end into x.body, at most limit bytes.
 func (x *exchange) receiveBody(limit int) error {
+	defer x.did(workReceive)
 	if x.msg.endOfStream {
 		return nil
 	}
@@ -209,6 +213,7 @@ func (x *exchange) setHeaders(r route) {
 	} else {
 		h.drop(headerPerTry)
 	}
+	x.setTrace()
 	x.setPairHeaders(r.pair)
 	if s := r.endpoint.Scheme; s != "" && s != "http" {
 		h.add(headerScheme, []byte(s))
