@@ -19,7 +19,7 @@ type peerSources struct {
 
 	mu      sync.Mutex
 	ctx     context.Context // of what runs; nil before run
-	failed  chan error // of what was there when run began
+	failed  chan error      // of what was there when run began
 	current map[string]*peerSource
 }
 
