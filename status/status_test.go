@@ -9,6 +9,7 @@ import (
 	"os"
 	"regexp"
 	"strings"
+	"sync"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -22,7 +23,7 @@ import (
 var update = flag.Bool("update", false, "rewrite testdata/status.txt")
 
 // fleet is a source with two pools and some requests.
-func fleet(totals *extproc.Totals) Source {
+func fleet(totals func() extproc.Totals) Source {
 	state := kvstate.New(kvstate.Options{})
 	state.SetPool(kvstate.PoolSpec{Name: "chat", Models: []string{"*"}}, []kvstate.EndpointSpec{
 		{Name: "p1", Addr: "10.0.1.1:8000", Role: kvstate.RolePrefill, Group: "rack-a"}, {Name: "d1", Addr: "10.0.2.1:8000", Role: kvstate.RoleDecode, Group: "rack-a"},
@@ -38,20 +39,23 @@ func fleet(totals *extproc.Totals) Source {
 		{RequestID: "req-1", Pool: "chat", Route: "decode_alone", Reason: "no_prefill", Decode: "10.0.2.1:8000", PromptTokens: 50, CachedTokens: -1, Started: now},
 		{RequestID: "req-0\x1b]0;", Pool: "chat", Route: "split", Prefill: "10.0.1.1:8000", Decode: "10.0.2.1:8000", PromptTokens: 100, CachedTokens: 50, Status: 503, Started: now.Add(-time.Hour)},
 	}
-	return Source{Version: "v1", State: state, Totals: func() extproc.Totals { return *totals }, Ready: func() bool { return true },
+	return Source{Version: "v1", State: state, Totals: totals, Ready: func() bool { return true },
 		Recent: func(n int) []extproc.Trace { return recent[:min(n, len(recent))] }}
 }
 
 func TestFeed(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
+		var mu sync.Mutex
 		var totals extproc.Totals
-		f := NewFeed(fleet(&totals))
+		f := NewFeed(fleet(func() extproc.Totals { mu.Lock(); defer mu.Unlock(); return totals }))
 		go f.Run(t.Context())
 		synctest.Wait()
 		for range 20 {
+			mu.Lock()
 			totals.Split += 10
 			totals.OK += 8
 			totals.FirstByte[40] += 8
+			mu.Unlock()
 			time.Sleep(time.Second)
 			synctest.Wait()
 		}
@@ -78,7 +82,7 @@ func TestPrint(t *testing.T) {
 	var totals extproc.Totals
 	var out bytes.Buffer
 	synctest.Test(t, func(*testing.T) { // at a time of its own
-		f := NewFeed(fleet(&totals))
+		f := NewFeed(fleet(func() extproc.Totals { return totals }))
 		for i := range 45 {
 			totals.OK += uint64(i % 9)
 			totals.CachedTokens += 30
@@ -101,7 +105,7 @@ func TestPrint(t *testing.T) {
 
 func TestHandler(t *testing.T) {
 	var totals extproc.Totals
-	h := Handler(NewFeed(fleet(&totals)))
+	h := Handler(NewFeed(fleet(func() extproc.Totals { return totals })))
 	get := func(path string) *httptest.ResponseRecorder {
 		w := httptest.NewRecorder()
 		h.ServeHTTP(w, httptest.NewRequest(http.MethodGet, path, nil))
