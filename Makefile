@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help build tools demo test e2e-failures bench bench-peers replay load idle soak fuzz lint vuln generate deploy-check e2e-gateway e2e-vllm clean
+.PHONY: help build tools demo test e2e-failures bench bench-peers replay load idle soak fuzz observability lint vuln generate deploy-check e2e-gateway e2e-vllm clean
 
 GO ?= go
 GOLANGCI_LINT := github.com/golangci/golangci-lint/v2/cmd/golangci-lint@v2.15.0
@@ -61,6 +61,9 @@ soak: tools ## under churn for SOAK (20m): memory, goroutines, descriptors, rese
 
 fuzz: ## every FuzzXxx for FUZZTIME (30s); what it finds new is kept in testdata/fuzz
 	./scripts/fuzz.sh $(FUZZTIME)
+
+observability: ## alerts and dashboard against Prometheus' own parsers (a module of its own)
+	cd deploy/observability/promql && $(GO) test ./...
 
 lint: ## golangci-lint, built from source the first time (minutes, then cached)
 	$(GO) run $(GOLANGCI_LINT) run ./...

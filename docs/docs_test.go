@@ -180,7 +180,7 @@ func TestOperationsKnowsAll(t *testing.T) {
 	operations := read(t, "operations.md")
 	found := 0
 	for file, pattern := range map[string]string{
-		"../extproc/metrics.go":      `"(tandem_[a-z_]+)"`,
+		"../extproc/metrics*.go":     `"(tandem_[a-z_]+)"`,
 		"../cmd/tandem/*.go":         `"(tandem_[a-z_]+)"`,
 		"../extproc/*.go":            `(?:BadRequest|Unavailable)\("([a-z_]+)"|a\.why = (?:true, )?"([a-z_]+)"|Cause = "([a-z_]+)"`,
 		"../extproc/openai/*.go":     `BadRequest\("([a-z_]+)"|Code: "([a-z_]+)"`,

@@ -188,7 +188,7 @@ func TestReloadUnderLoad(t *testing.T) {
 	load.more(t, 30)
 
 	// And back.
-	f.rewrite(f.config, "  onPrefillFailure: never\n  kvTransfer", "  kvTransfer")
+	f.rewrite(f.config, "  onPrefillFailure: never\n", "")
 	f.rewrite(f.config, "  endpoints:\n", "  endpoints:\n"+line)
 	require.Eventually(t, func() bool { _, back := f.state(0)[d.addr]; return back }, 15*time.Second, 10*time.Millisecond)
 	before = len(f.requests("", d))

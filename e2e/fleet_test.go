@@ -163,6 +163,7 @@ type options struct {
 	serveArgs         []string
 
 	bootstrap func(f *fleet) string // of a gateway that is not ours, instead of what `tandem envoy` prints
+	untracedEnvoy     bool // its bootstrap is written without tracing
 }
 
 // ports takes n free ports. Others may take one before it is used; tests that meet that fail loudly.
@@ -339,7 +340,14 @@ func (f *fleet) startTandem(i int, file, admin string) {
 
 func (f *fleet) startEnvoy(bin, path string, o options) {
 	t := f.t
-	bootstrap, err := exec.Command(filepath.Join(bin, "tandem"), "envoy", "-f", f.config).Output()
+	config := f.config
+	if o.untracedEnvoy {
+		text, err := os.ReadFile(config)
+		require.NoError(t, err)
+		config += ".untraced"
+		require.NoError(t, os.WriteFile(config, regexp.MustCompile(`(?m)^tracing:.*$`).ReplaceAll(text, nil), 0o600))
+	}
+	bootstrap, err := exec.Command(filepath.Join(bin, "tandem"), "envoy", "-f", config).Output()
 	require.NoError(t, err)
 	if o.bootstrap != nil {
 		bootstrap = []byte(o.bootstrap(f))

@@ -13,6 +13,7 @@ import (
 	"bytes"
 	_ "embed"
 	"fmt"
+	"math"
 	"slices"
 	"strconv"
 	"text/template"
@@ -47,8 +48,15 @@ type bootstrap struct {
 	Mode          string
 	IdleTimeout   string
 	MaxRedirects  int
-	Pairs         bool   // there is a pool whose legs run at once
-	TicketTTL     string // no prefill takes longer
+	Pairs         bool     // there is a pool whose legs run at once
+	TicketTTL     string   // no prefill takes longer
+	Tracing       *tracing // nil: no spans
+}
+
+// tracing is where Envoy's spans go.
+type tracing struct {
+	Collector  hosts
+	PerMillion int // requests traced that no client's traceparent decides
 }
 
 // scheme is how engines are spoken to; each has clusters of its own.
@@ -126,6 +134,12 @@ func gather(c *configv1.Config) (*bootstrap, error) {
 	}
 	if b.Replans, err = reachable("tandem-replan", e.GetReplans()); err != nil {
 		return nil, err
+	}
+	if t := c.GetTracing(); t != nil {
+		b.Tracing = &tracing{PerMillion: int(math.Round(t.GetSampleRatio() * 1e6))}
+		if b.Tracing.Collector, err = reachable("tandem-otlp", []string{t.GetEndpoint()}); err != nil {
+			return nil, err
+		}
 	}
 	for i, a := range b.ExtProcs.Hosts {
 		b.AccessLogs = append(b.AccessLogs, hosts{"tandem-accesslog-" + strconv.Itoa(i), []address{a}})

@@ -60,6 +60,8 @@ func TestEnvoyTakes(t *testing.T) {
 	ca := writeCertificate(t)
 	for name, text := range map[string]string{
 		"least":                pool,
+		"traces":               `tracing: {endpoint: "127.0.0.1:4317", sampleRatio: 0.01}` + pool,
+		"traces, by name":      `tracing: {endpoint: "collector.svc:4317"}` + pool,
 		"IPv6":                 `envoy: {listen: "[::1]:8080", admin: "[::1]:9901", extProcs: ["[::1]:9002"], replans: ["[::1]:9003"]}` + pool,
 		"everywhere":           `{extProc: {listen: "[::]:9002"}, replan: {listen: 0.0.0.0:9003}, envoy: {listen: "[::]:8080"}, pools: [{name: a, kvTransfer: none, endpoints: [{address: "x:1"}]}]}`,
 		"by name":              `envoy: {extProcs: ["tandem.svc:9002"]}` + pool,

@@ -1,8 +1,10 @@
 package extproc
 
 import (
+	"context"
 	"errors"
 	"io"
+	"log/slog"
 	"time"
 
 	"github.com/cespare/xxhash/v2"
@@ -236,6 +238,10 @@ func (s *Server) hopEnded(e *logEntry) {
 		s.metrics.forgedTickets.Inc()
 		s.Log.Debug("access log entry with a ticket that is not ours", "request_id", string(e.requestID), "err", err)
 		return
+	}
+	if ctx := context.Background(); s.Log.Enabled(ctx, slog.LevelDebug) {
+		s.Log.DebugContext(ctx, "pass ended", "request_id", string(e.requestID), "stage", t.Stage.String(), "status", e.status, "details", string(e.details),
+			"duration", e.duration, "first_byte", e.firstByte, "client_gone", e.clientGone)
 	}
 	mine := s.release(t) || s.bookedHere(t, string(e.requestID))
 	if pair := t.Stage == kvtransfer.PairLegs || t.Stage == kvtransfer.Failed; pair && (redirected || e.clientGone) {

@@ -168,8 +168,7 @@ func (x *exchange) pairUp(pool *kvstate.Pool, policy Policy, tokens int64, a *at
 	r.booked[1] = x.reserve(d.Endpoint, kvstate.RoleDecode, a.redirects, c.DecodeBooking())
 	t.Reservations = [2]uint64{uint64(r.booked[0]), uint64(r.booked[1])}
 	x.s.State.Routed(pool, p.Endpoint, x.hashes)
-	x.s.metrics.decided(pool, "pair", "")
-	x.s.recent.planned(x.requestID, pool.Spec.Name, "pair", "", p.Endpoint.Addr, d.Endpoint.Addr, tokens)
+	x.planned(pool, "pair", "", p.Endpoint, d.Endpoint, tokens)
 	return x.seal(r, &t)
 }
 

@@ -45,6 +45,8 @@ type stand struct {
 	conn   *grpc.ClientConn
 	ext    extprocv3.ExternalProcessorClient
 	logs   logv3.AccessLogServiceClient
+
+	registry *prometheus.Registry
 }
 
 // newStand starts a server with the options, which need neither state nor keys. It ends with the test.
@@ -63,7 +65,8 @@ func newStand(t *testing.T, o Options) *stand {
 	if o.Log == nil {
 		o.Log = slog.New(slog.NewTextHandler(t.Output(), nil))
 	}
-	s.server = New(o, NewMetrics(prometheus.NewRegistry(), s.state))
+	s.registry = prometheus.NewRegistry()
+	s.server = New(o, NewMetrics(s.registry, s.state))
 	s.grpc = grpc.NewServer(Codec(), grpc.MaxRecvMsgSize(64<<20), grpc.MaxSendMsgSize(64<<20), grpc.InitialWindowSize(16<<20), grpc.InitialConnWindowSize(64<<20))
 	s.server.Register(s.grpc)
 	go s.server.Run(t.Context())

@@ -35,6 +35,8 @@ func (x *exchange) prefillLeg() error {
 		x.s.metrics.forgedTickets.Inc()
 		return fmt.Errorf("a prefill leg came with a ticket of stage %v", t.Stage)
 	}
+	x.startSpan(spanPrefillAnswer, false)
+	x.spanTicket(t)
 	code, _ := strconv.Atoi(string(x.msg.headers.status))
 	x.observe(t)
 	if clientsFault(code) {
@@ -45,6 +47,7 @@ func (x *exchange) prefillLeg() error {
 	if err := x.receiveAnswer(); err != nil {
 		return err
 	}
+	x.did(workReceive)
 	took := time.Since(x.s.sealedAt(t))
 	next, final := x.afterPrefill(t, code)
 	if final != nil {
@@ -66,8 +69,11 @@ func (x *exchange) prefillLeg() error {
 	}
 	x.s.metrics.prefillEnded(t, code, result, took)
 	x.s.recent.change(x.requestID, func(trace *Trace) { trace.PrefillTime = took })
+	x.spanPrefilled(code, next)
+	x.did(workDecide)
 	gone := x.stream.Context().Err() // Envoy let go while P's answer waited here
 	err = x.redirect(next)
+	x.did(workAnswer)
 	if next.Stage == kvtransfer.HandOver && (gone != nil || err != nil) {
 		x.s.stranded(next, x.requestID, "client_gone")
 	}
@@ -180,6 +186,7 @@ func (x *exchange) afterPrefill(t *kvtransfer.Ticket, code int) (_ *kvtransfer.T
 		}
 	}
 	x.s.metrics.prompt(t.Pool, got)
+	x.s.metrics.expected.compare(t, got, time.Since(x.s.sealedAt(t)))
 	x.s.recent.change(x.requestID, func(trace *Trace) {
 		trace.CachedTokens = got.CachedTokens
 		if got.PromptTokens > 0 {

@@ -15,8 +15,8 @@ type Live struct {
 	Pools map[string]Policy // by pool name; pools that are on their way into the state, or out of it, have one too
 }
 
-// live is Live, and what follows from it.
-type live struct {
+// inForce is Live, and what follows from it.
+type inForce struct {
 	Live
 	names []string // headers that name sessions
 }
@@ -28,7 +28,7 @@ func (s *Server) Apply(l Live) {
 		p.Session = p.Session.lower()
 		pools[name] = p.withDefaults()
 	}
-	s.live.Store(&live{Live: Live{Keys: l.Keys, Pools: pools}, names: sessionHeaders(pools)})
+	s.live.Store(&inForce{Live: Live{Keys: l.Keys, Pools: pools}, names: sessionHeaders(pools)})
 }
 
 // Live is what is in force. Do not modify.

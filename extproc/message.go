@@ -37,6 +37,7 @@ type headers struct {
 	method, path, status                        []byte
 	contentType, contentEncoding, contentLength []byte
 	requestID, ticket, upgrade                  []byte
+	traceparent, tracestate                     []byte
 	authority, clientID                         []byte // of legs that run at once
 	load                                        []byte // what P says about itself (ORCA)
 	objective, selection, authorization         []byte // endpoint picker and direct prefill alone
@@ -79,6 +80,10 @@ func (h *headers) slot(name []byte) *[]byte {
 		return &h.ticket
 	case "upgrade":
 		return &h.upgrade
+	case headerTraceparent:
+		return &h.traceparent
+	case headerTracestate:
+		return &h.tracestate
 	case ":authority":
 		return &h.authority
 	case headerClientID:

@@ -11,22 +11,29 @@ import (
 	"tandem/kvstate"
 )
 
-// Metrics are what the server counts. Label values are bounded: pools and endpoints are configured, the rest are
-// constants of this package.
+// Metrics are what the server counts. Label values are bounded: pools are configured, series of endpoints that left are
+// dropped (endpoints.go), the rest are constants of this package.
 type Metrics struct {
 	requests      *prometheus.CounterVec   // pool, route, reason
 	refusals      *prometheus.CounterVec   // code
 	replans       *prometheus.CounterVec   // pool, cause
 	hops          *prometheus.HistogramVec // pool, hop, endpoint, result; seconds
 	firstByte     *prometheus.HistogramVec // pool, hop, endpoint; seconds
+	whole         *prometheus.HistogramVec // pool, route, result; seconds
+	wholeFirst    *prometheus.HistogramVec // pool, route; seconds
 	prefillErrors *prometheus.CounterVec   // pool, endpoint, status
 	stranded      *prometheus.CounterVec   // pool, endpoint, reason
 	cleanups      *prometheus.CounterVec   // pool, result
 	promptTokens  *prometheus.CounterVec   // pool, source
+	expected      expectations
 	process       *prometheus.HistogramVec // role; seconds
+	work          [4][works]prometheus.Observer
 	ticketBytes   prometheus.Histogram
 	forgedTickets prometheus.Counter
 	controlFields prometheus.Counter
+
+	live      live
+	endpoints departed
 }
 
 // NewMetrics registers the server's metrics and gauges of its state.
@@ -36,60 +43,104 @@ func NewMetrics(r prometheus.Registerer, state *kvstate.State) *Metrics {
 		r.MustRegister(c)
 		return c
 	}
-	seconds := func(name, help string, labels ...string) *prometheus.HistogramVec {
-		h := prometheus.NewHistogramVec(prometheus.HistogramOpts{
-			Name: name, Help: help, Buckets: prometheus.ExponentialBuckets(0.001, 2.5, 14),
-			NativeHistogramBucketFactor: 1.1, NativeHistogramMaxBucketNumber: 100,
-		}, labels)
+	histogram := func(name, help string, buckets []float64, labels ...string) *prometheus.HistogramVec {
+		h := prometheus.NewHistogramVec(histogramOpts(name, help, buckets), labels)
 		r.MustRegister(h)
 		return h
 	}
+	// Buckets for those who do not scrape native histograms: 1 ms to 150 s for hops, 10 us to 2.6 s for work of our own.
+	hops, work := prometheus.ExponentialBuckets(0.001, 2.5, 14), prometheus.ExponentialBuckets(0.00001, 4, 10)
 	m := &Metrics{
 		requests: counter("tandem_decisions_total",
 			"Passes routed, by route (split, decode_alone, pass_through, stored_response) and, where a request that could be split was not, the reason.",
 			"pool", "route", "reason"),
 		refusals:  counter("tandem_refusals_total", "Requests that Tandem answered itself with an error, by error code.", "code"),
 		replans:   counter("tandem_replans_total", "Passes planned again after a hop failed, by cause.", "pool", "cause"),
-		hops:      seconds("tandem_hop_duration_seconds", "Time of one hop by endpoint and how it ended (ok, refused, failed, client_gone).", "pool", "hop", "endpoint", "result"),
-		firstByte: seconds("tandem_hop_first_byte_seconds", "Time to the first byte of a hop's answer, from Envoy's access log.", "pool", "hop", "endpoint"),
+		hops:      histogram("tandem_hop_duration_seconds", "Time of one hop by endpoint and how it ended (ok, refused, failed, client_gone).", hops, "pool", "hop", "endpoint", "result"),
+		firstByte: histogram("tandem_hop_first_byte_seconds", "Time to the first byte of a hop's answer, from Envoy's access log.", hops, "pool", "hop", "endpoint"),
+		whole:     histogram("tandem_request_duration_seconds", "Time of a whole request, all passes, by route and how it ended (ok, refused, failed, client_gone).", hops, "pool", "route", "result"),
+		wholeFirst: histogram("tandem_request_first_byte_seconds",
+			"Time from a request's arrival to the first byte of its answer, all passes: for streamed answers close to the time to first token.",
+			hops, "pool", "route"),
 		prefillErrors: counter("tandem_prefill_errors_total",
 			"Prefill answers other than 200 by endpoint and status; Envoy's own 503 and 504 stand for an endpoint that was not reached or too slow.",
 			"pool", "endpoint", "status"),
-		stranded:     counter("tandem_handovers_stranded_total", "Hand-overs that no decode endpoint fetched, or perhaps none: the prefill endpoint holds their blocks until its lease ends.", "pool", "endpoint", "reason"),
+		stranded: counter("tandem_handovers_stranded_total",
+			"Hand-overs that no decode endpoint fetched, or perhaps none: the prefill endpoint holds their blocks until its lease ends.",
+			"pool", "endpoint", "reason"),
 		cleanups:     counter("tandem_cleanup_decodes_total", "Stranded hand-overs of pools that want them fetched (strandedBlocks: cleanupDecode), by what came of it.", "pool", "result"),
 		promptTokens: counter("tandem_prompt_tokens_total", "Prompt tokens of split requests as prefill reports them, by source (cached, computed).", "pool", "source"),
-		process:      seconds("tandem_ext_proc_duration_seconds", "Time of one ext_proc stream, waiting for the body included.", "role"),
-		ticketBytes: prometheus.NewHistogram(prometheus.HistogramOpts{Name: "tandem_ticket_bytes", Help: "Size of the tickets that carry KV parameters, as header values.",
-			Buckets: prometheus.ExponentialBuckets(256, 2, 9)}),
+		expected: expectations{
+			cached: counter("tandem_cached_tokens_compared_total",
+				"Prompt tokens of split requests in the prefix cache of their prefill endpoint, by what says so: as expected when it was chosen, as measured by it.",
+				"pool", "as"),
+			time: counter("tandem_prefill_seconds_compared_total",
+				"Time of prefill hops for which a time was expected, by what says so: as expected when the endpoint was chosen, as measured.",
+				"pool", "as"),
+			ratio: histogram("tandem_prefill_time_ratio", "Measured time of a prefill hop over the expected one: 1 is a perfect prediction.", prometheus.ExponentialBuckets(1./16, 2, 9), "pool"),
+		},
+		process: histogram("tandem_ext_proc_duration_seconds", "Time of one ext_proc stream, waiting for the body included.", work, "role"),
+		ticketBytes: prometheus.NewHistogram(histogramOpts("tandem_ticket_bytes", "Size of the tickets that carry KV parameters, as header values.",
+			prometheus.ExponentialBuckets(256, 2, 9))),
 		forgedTickets: prometheus.NewCounter(prometheus.CounterOpts{Name: "tandem_tickets_refused_total", Help: "Tickets that were not ours, not for that request, or not for that door."}),
 		controlFields: prometheus.NewCounter(prometheus.CounterOpts{Name: "tandem_control_fields_cut_total", Help: "Requests from which members were cut that are not a client's to send."}),
 	}
-	r.MustRegister(m.ticketBytes, m.forgedTickets, m.controlFields,
+	m.observeWork(histogram("tandem_ext_proc_phase_seconds", "Time of one phase of an ext_proc stream: receive (waiting for Envoy and the client), scan, decide, answer.", work, "role", "phase"))
+	r.MustRegister(m.ticketBytes, m.forgedTickets, m.controlFields, newStateCollector(state),
 		prometheus.NewGaugeFunc(prometheus.GaugeOpts{Name: "tandem_reservations", Help: "Reservations that are held now."},
 			func() float64 { return float64(state.Reservations()) }))
 	return m
 }
 
-func (m *Metrics) processed(role string, d time.Duration) {
-	m.process.WithLabelValues(role).Observe(d.Seconds())
+// histogramOpts are those of a histogram that is native where the scraper takes it (about 10 % wide buckets, as many as are
+// used and no more than 100) and has the given buckets elsewhere.
+func histogramOpts(name, help string, buckets []float64) prometheus.HistogramOpts {
+	return prometheus.HistogramOpts{
+		Name: name, Help: help, Buckets: buckets,
+		NativeHistogramBucketFactor: 1.1, NativeHistogramMaxBucketNumber: 100, NativeHistogramMinResetDuration: time.Hour,
+	}
 }
 
-func (m *Metrics) refused(e *openai.Error) { m.refusals.WithLabelValues(e.Code).Inc() }
+// processed counts one stream that came to its end: how long it was open, and how long of that it was worked on.
+func (m *Metrics) processed(role string, d, busy time.Duration) {
+	m.process.WithLabelValues(role).Observe(d.Seconds())
+	if role == "main" {
+		m.live.decisions.observe(busy)
+	}
+}
+
+func (m *Metrics) refused(e *openai.Error) {
+	m.refusals.WithLabelValues(e.Code).Inc()
+	m.live.refused.Add(1)
+}
 
 func (m *Metrics) decided(p *kvstate.Pool, route, reason string) {
 	m.requests.WithLabelValues(p.Spec.Name, route, reason).Inc()
+	m.live.decided(route)
 }
 
 func (m *Metrics) replanned(t *kvtransfer.Ticket) {
 	m.replans.WithLabelValues(t.Pool, t.Cause).Inc()
+	m.live.replans.Add(1)
 }
 
 // prefillEnded counts P's answer, or what came in its place.
 func (m *Metrics) prefillEnded(t *kvtransfer.Ticket, code int, result string, took time.Duration) {
 	m.hop(t.Pool, "prefill", t.Prefill, result, took)
-	if code != 200 {
-		m.prefillErrors.WithLabelValues(t.Pool, t.Prefill, strconv.Itoa(code)).Inc()
+	if result == "ok" {
+		m.live.prefill.observe(took)
 	}
+	if code != 200 {
+		m.prefillErrors.WithLabelValues(t.Pool, t.Prefill, statusLabel(code)).Inc()
+	}
+}
+
+// statusLabel bounds what an endpoint can make of a label.
+func statusLabel(code int) string {
+	if code < 100 || code > 599 {
+		return "other"
+	}
+	return strconv.Itoa(code)
 }
 
 // prefillLate counts a prefill whose time is up. The hop itself is counted when it ends.
@@ -104,8 +155,11 @@ func (m *Metrics) prefillCut(t *kvtransfer.Ticket, took time.Duration) {
 
 func (m *Metrics) prompt(pool string, h kvtransfer.Answer) {
 	if h.PromptTokens > 0 && h.CachedTokens >= 0 {
+		computed := max(h.PromptTokens-h.CachedTokens, 0)
 		m.promptTokens.WithLabelValues(pool, "cached").Add(float64(h.CachedTokens))
-		m.promptTokens.WithLabelValues(pool, "computed").Add(float64(max(h.PromptTokens-h.CachedTokens, 0)))
+		m.promptTokens.WithLabelValues(pool, "computed").Add(float64(computed))
+		m.live.cachedTokens.Add(uint64(h.CachedTokens))
+		m.live.computedTokens.Add(uint64(computed))
 	}
 }
 
@@ -124,6 +178,17 @@ func (m *Metrics) requestEnded(t *kvtransfer.Ticket, e *logEntry, took, first ti
 		}
 	case t.Stage == kvtransfer.PrefillLeg && e.clientGone:
 		m.hop(t.Pool, "prefill", t.Prefill, "client_gone", e.duration)
+	}
+	route := "one_hop"
+	if t.Split {
+		route = "split"
+	}
+	result := endedAs(e)
+	m.whole.WithLabelValues(t.Pool, route, result).Observe(e.duration.Seconds())
+	m.live.ended(result)
+	if e.firstByte > 0 && result == "ok" {
+		m.wholeFirst.WithLabelValues(t.Pool, route).Observe(e.firstByte.Seconds())
+		m.live.firstByte.observe(e.firstByte)
 	}
 }
 

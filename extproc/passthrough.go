@@ -80,8 +80,7 @@ func (x *exchange) scanOther() (model string, err error) {
 
 // pass is the route of one hop straight to an endpoint, with neither retry nor redirect.
 func (x *exchange) pass(pool *kvstate.Pool, e *kvstate.Endpoint, tokens int64, kind string) (route, error) {
-	x.s.metrics.decided(pool, kind, "")
-	x.s.recent.planned(x.requestID, pool.Spec.Name, kind, "", "", e.Addr, tokens)
+	x.planned(pool, kind, "", nil, e, tokens)
 	r := route{leg: legPass, endpoint: e}
 	r.booked[1] = x.reserve(e, kvstate.RoleDecode, 0, decoding(tokens))
 	return x.seal(r, &kvtransfer.Ticket{

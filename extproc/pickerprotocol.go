@@ -63,7 +63,7 @@ func (x *exchange) serveAsPicker() error {
 	if err := x.sendOn(p.edits, destination(p.list)); err != nil {
 		return err
 	}
-	x.s.metrics.processed("endpoint-picker", time.Since(began))
+	x.s.metrics.processed("endpoint-picker", time.Since(began), x.busy)
 	_ = x.followAnswer(&p) // however it ends: what it says is said
 	return errAnswered
 }
@@ -166,15 +166,12 @@ func (x *exchange) pickSplit(pool *kvstate.Pool, policy Policy, a *attempt) (pic
 		}
 	}
 	x.s.State.Routed(pool, d, x.hashes)
-	x.s.metrics.decided(pool, split, a.why)
-	prefill := ""
 	var at *kvstate.Endpoint
 	if choice.Prefill >= 0 {
 		at = x.view.Endpoints[choice.Prefill].Endpoint
-		prefill = at.Addr
 	}
 	x.stick(pool, x.session, at, d)
-	x.s.recent.planned(x.requestID, pool.Spec.Name, split, a.why, prefill, d.Addr, p.tokens)
+	x.planned(pool, split, a.why, at, d, p.tokens)
 	return p, nil
 }
 

@@ -59,6 +59,7 @@ func (x *exchange) plan(api openai.API, a attempt) (route, error) {
 	if err := x.scan(api); err != nil {
 		return route{}, err
 	}
+	x.did(workScan)
 	pool := x.s.State.PoolFor(x.req.Model())
 	if pool == nil {
 		return route{}, openai.ModelNotFound(x.req.Model())
@@ -220,6 +221,7 @@ func (x *exchange) prefill(pool *kvstate.Pool, policy Policy, c picker.Choice, t
 		Redirects: a.redirects, Prefills: a.prefills + 1, Excluded: a.excluded,
 		Undo: x.undo, BodyBytes: edits.Len(x.body.len()), PromptTokens: tokens,
 		Stream: x.req.True(openai.FieldStream), StreamUsage: x.req.WantsUsage(), Session: x.session,
+		ExpectedCached: tokens - c.Uncached, ExpectedPrefill: expectedPrefill(c, &p),
 	}
 	r.leg, r.endpoint, r.edits = legPrefill, p.Endpoint, edits
 	r.perTry = policy.PrefillTimeout + pool.PrefillTime(tokens+p.PromptTokens, policy.PerToken)
@@ -237,8 +239,7 @@ func (x *exchange) prefill(pool *kvstate.Pool, policy Policy, c picker.Choice, t
 	note.promised = tokens * int64(p.Hit) / int64(max(len(x.hashes), 1))
 	x.s.notes.put(x.requestID, note)
 	x.stick(pool, x.session, p.Endpoint, nil)
-	x.s.metrics.decided(pool, "split", "")
-	x.s.recent.planned(x.requestID, pool.Spec.Name, "split", "", p.Endpoint.Addr, d.Endpoint.Addr, tokens)
+	x.planned(pool, "split", "", p.Endpoint, d.Endpoint, tokens)
 	r, err = x.seal(r, &t)
 	return r, "", err
 }
@@ -259,8 +260,7 @@ func (x *exchange) decodeAlone(pool *kvstate.Pool, policy Policy, c picker.Choic
 	r.booked[1] = x.reserve(d.Endpoint, kvstate.RoleDecode, a.redirects, c.DecodeBooking())
 	x.s.State.Routed(pool, d.Endpoint, x.hashes)
 	x.stick(pool, x.session, nil, d.Endpoint)
-	x.s.metrics.decided(pool, "decode_alone", a.why)
-	x.s.recent.planned(x.requestID, pool.Spec.Name, "decode_alone", a.why, "", d.Endpoint.Addr, tokens)
+	x.planned(pool, "decode_alone", a.why, nil, d.Endpoint, tokens)
 	return x.seal(r, &kvtransfer.Ticket{
 		ID: id, Stage: kvtransfer.DecodeLeg, Expires: time.Now().Add(x.s.TicketTTL), Started: a.started,
 		Pool: pool.Spec.Name, Decode: d.Endpoint.Addr, Reservations: [2]uint64{0, uint64(r.booked[1])},
@@ -313,6 +313,7 @@ func (x *exchange) resume(t *kvtransfer.Ticket, ticketErr error) (route, error) 
 	if err := t.Undo.Check(x.body.len()); err != nil {
 		return route{}, fmt.Errorf("undoing a leg's edits: %w", err)
 	}
+	x.spanTicket(t)
 	x.s.releasePass(x.requestID, t.Redirects) // of a stream that Envoy gave up on and tries again
 	gone := x.s.State.Pool(t.Pool) == nil     // between the hops, by a change of the configuration
 	if t.Stage == kvtransfer.HandOver && ticketErr == nil && !gone && x.s.State.Spend(t.ID) {
@@ -393,6 +394,7 @@ func (x *exchange) decode(t *kvtransfer.Ticket) (route, error) {
 	r.booked[1] = x.reserve(d, kvstate.RoleDecode, t.Redirects, decoding(t.PromptTokens))
 	x.stick(pool, t.Session, nil, d)
 	x.s.recent.change(x.requestID, func(trace *Trace) { trace.Decode = d.Addr })
+	x.spanHandOver(d, paired && params != nil)
 	return x.seal(r, &kvtransfer.Ticket{
 		ID: newTicketID(), Stage: kvtransfer.DecodeLeg, Expires: time.Now().Add(x.s.TicketTTL), Started: t.Started,
 		Pool: t.Pool, Prefill: t.Prefill, Decode: d.Addr, Reservations: [2]uint64{0, uint64(r.booked[1])}, Split: true,

@@ -2,6 +2,7 @@ package extproc
 
 import (
 	"sync"
+	"sync/atomic"
 	"time"
 )
 
@@ -20,6 +21,7 @@ type Trace struct {
 	DecodeTime   time.Duration `json:"decode_ns"`  // of the last pass
 	Status       int           `json:"status"`     // what the client got; 0: not known yet
 	Started      time.Time     `json:"started"`
+	Weighed      []Weighed     `json:"weighed,omitempty"` // of the last pass planned; kept of a few requests a second
 }
 
 // recent keeps the traces of the latest requests, for people who look. It is bounded and the oldest go first.
@@ -28,6 +30,8 @@ type recent struct {
 	ring []Trace
 	next int
 	at   map[string]int // by request id
+
+	weighed atomic.Int64 // when a decision was last taken apart, Unix nanoseconds
 }
 
 const recentTraces = 256
@@ -37,7 +41,7 @@ func newRecent() *recent {
 }
 
 // planned notes a pass: a request seen for the first time takes the oldest one's place.
-func (r *recent) planned(id, pool, route, reason, prefill, decode string, tokens int64) {
+func (r *recent) planned(id, pool, route, reason, prefill, decode string, tokens int64, weighed []Weighed) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	i, ok := r.at[id]
@@ -56,7 +60,16 @@ func (r *recent) planned(id, pool, route, reason, prefill, decode string, tokens
 		r.ring[i].Replans++
 	}
 	t := &r.ring[i]
-	t.Pool, t.Route, t.Reason, t.Prefill, t.Decode, t.PromptTokens = pool, route, reason, prefill, decode, tokens
+	t.Pool, t.Route, t.Reason, t.Prefill, t.Decode, t.PromptTokens, t.Weighed = pool, route, reason, prefill, decode, tokens, weighed
+}
+
+// weighEvery is how often a decision is taken apart for people who look: it costs more than the decision.
+const weighEvery = 100 * time.Millisecond
+
+// wantsWeighed reports whether this is a decision to be taken apart.
+func (r *recent) wantsWeighed(now time.Time) bool {
+	last := r.weighed.Load()
+	return now.UnixNano()-last >= int64(weighEvery) && r.weighed.CompareAndSwap(last, now.UnixNano())
 }
 
 // change edits the trace of a request, if it is still kept.

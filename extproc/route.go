@@ -36,11 +36,14 @@ func (x *exchange) route() error {
 		return errors.New("the first message of a stream was not request headers")
 	}
 	x.identify()
+	x.startSpan(spanDecide, true)
 	r, err := x.decide()
 	if err != nil {
 		return err
 	}
+	x.did(workDecide)
 	err = x.answer(r)
+	x.did(workAnswer)
 	if err == nil && x.stream.Context().Err() != nil {
 		err = io.EOF // Envoy let go before it had the answer
 	}
@@ -118,6 +121,7 @@ func (x *exchange) openTicket() (*kvtransfer.Ticket, error) {
 
 // receiveBody reads the body to its end into x.body, at most limit bytes.
 func (x *exchange) receiveBody(limit int) error {
+	defer x.did(workReceive)
 	if x.msg.endOfStream {
 		return nil
 	}
@@ -215,6 +219,7 @@ func (x *exchange) setHeaders(r route) {
 	} else {
 		h.drop(headerPerTry)
 	}
+	x.setTrace()
 	x.setPairHeaders(r.pair)
 	if r.handoff == HandoffSidecar {
 		h.sidecar(r.prefill)

@@ -10,6 +10,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"go.opentelemetry.io/otel/trace"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/metadata"
@@ -23,9 +24,10 @@ import (
 
 // Options are what a Server needs to know. Zero durations and sizes take the defaults named.
 type Options struct {
-	State *kvstate.State
-	Log   *slog.Logger
-	Live  // to begin with; every pool of State has a policy
+	State  *kvstate.State
+	Log    *slog.Logger
+	Tracer trace.Tracer // nil: no traces
+	Live                // to begin with; every pool of State has a policy
 
 	Tokenizer Tokenizer // for pools whose tokens are not learned alone; may be nil
 
@@ -92,7 +94,7 @@ const (
 // Server answers Envoy. It is safe for concurrent use.
 type Server struct {
 	Options
-	live      atomic.Pointer[live]
+	live      atomic.Pointer[inForce]
 	metrics   *Metrics
 	started   time.Time
 	exchanges sync.Pool
@@ -187,7 +189,13 @@ type exchange struct {
 	headers   headerEdits
 	pieces    pieces
 	timer     *time.Timer
-	sending   sync.Mutex // between the body's deadline and the handler
+	role      uint8         // 0: main, 1: prefill leg
+	began     time.Time     // the stream
+	since     time.Time     // when the phase of work began that is under way (did)
+	busy      time.Duration // time of all phases but those of waiting
+	span      trace.Span    // nil: not traced
+	goesOn    carrier       // the trace context that the request goes on with, where Envoy has none of its own
+	sending   sync.Mutex    // between the body's deadline and the handler
 	answered  bool
 }
 
@@ -200,23 +208,25 @@ func (s *Server) process(stream grpc.ServerStream) error {
 	x.sending.Unlock()
 	defer x.release()
 
-	started := time.Now()
+	x.began = time.Now()
+	x.since, x.busy, x.role = x.began, 0, 0
 	role, serve := "main", x.route
 	switch filterRole(stream.Context()) {
 	case rolePrefillLeg:
-		role, serve = rolePrefillLeg, x.prefillLeg
+		role, serve, x.role = rolePrefillLeg, x.prefillLeg, 1
 	case roleDecodeLeg:
-		role, serve = roleDecodeLeg, x.decodeLeg
+		role, serve, x.role = roleDecodeLeg, x.decodeLeg, 2
 	case roleMirror:
-		role, serve = roleMirror, x.mirroredLeg
+		role, serve, x.role = roleMirror, x.mirroredLeg, 3
 	default:
 		if s.Picker != nil {
 			role, serve = "endpoint-picker", x.serveAsPicker
 		}
 	}
 	err := serve()
+	x.endSpan(err)
 	if err == nil {
-		s.metrics.processed(role, time.Since(started))
+		s.metrics.processed(role, x.since.Sub(x.began), x.busy)
 		return nil
 	}
 	if errors.Is(err, errAnswered) {
@@ -271,6 +281,7 @@ func (x *exchange) release() {
 		x.params = nil
 	}
 	x.requestID, x.bookedAs, x.newID, x.other, x.session = "", "", false, false, 0
+	x.goesOn = carrier{}
 	x.s.exchanges.Put(x)
 }
 
@@ -363,5 +374,6 @@ func (s *Server) Run(ctx context.Context) {
 	for range cleanupWorkers {
 		workers.Go(func() { s.cleanUp(ctx) })
 	}
+	workers.Go(func() { s.metrics.pruneSeries(ctx, s.State) })
 	s.State.Run(ctx)
 }

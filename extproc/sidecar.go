@@ -69,8 +69,7 @@ func (x *exchange) oneHop(pool *kvstate.Pool, policy Policy, c picker.Choice, to
 	r.booked[1] = x.reserve(d, kvstate.RoleDecode, a.redirects, c.DecodeBooking())
 	x.s.State.Routed(pool, d, x.hashes)
 	x.stick(pool, x.session, p, d)
-	x.s.metrics.decided(pool, kind, a.why)
-	x.s.recent.planned(x.requestID, pool.Spec.Name, kind, a.why, p.Addr, d.Addr, tokens)
+	x.planned(pool, kind, a.why, p, d, tokens)
 	return x.seal(r, &kvtransfer.Ticket{
 		ID: newTicketID(), Stage: kvtransfer.DecodeLeg, Expires: time.Now().Add(x.s.TicketTTL), Started: a.started,
 		Pool: pool.Spec.Name, Decode: d.Addr, Reservations: [2]uint64{0, uint64(r.booked[1])},

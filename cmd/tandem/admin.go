@@ -13,8 +13,9 @@ import (
 	"tandem/kvstate/redisstore"
 )
 
-// newAdmin is the operator's port: health, metrics and profiles, and orders. It is for the inside; put no client near it.
-func newAdmin(registry *prometheus.Registry, health *extproc.Health, server *extproc.Server, fleet *fleet, orders *orders) http.Handler {
+// newAdmin is the operator's port: health, metrics and profiles, orders, and the page that shows what the replica does. It is for the inside;
+// put no client near it.
+func newAdmin(registry *prometheus.Registry, health *extproc.Health, server *extproc.Server, fleet *fleet, orders *orders, page http.Handler) http.Handler {
 	mux := http.NewServeMux()
 	mux.HandleFunc("GET /healthz", func(w http.ResponseWriter, _ *http.Request) { _, _ = w.Write([]byte("ok\n")) })
 	mux.HandleFunc("GET /readyz", ready(health, fleet.store))
@@ -42,6 +43,8 @@ func newAdmin(registry *prometheus.Registry, health *extproc.Health, server *ext
 		writeJSON(w, e)
 	})
 	orders.register(mux)
+	mux.Handle("GET /status.json", page)
+	mux.Handle("GET /", page)
 	return mux
 }
 

@@ -3,6 +3,7 @@
 //	tandem serve -f FILE             run the server; changes of the file are taken up, on SIGHUP at once
 //	tandem serve -f FILE --check     validate the configuration and exit; with --live also ask the engines
 //	tandem envoy -f FILE             print the Envoy bootstrap that belongs to the configuration
+//	tandem status [--watch]          what a running replica does: endpoints, flow, rates, the latest decisions
 //	tandem demo                      bring everything up on this machine and send real requests
 //	tandem replay --trace FILE       play a trace against modelled engines under several routing policies
 //	tandem version
@@ -34,6 +35,7 @@ func main() {
 
 const usage = `usage: tandem serve -f FILE [--check [--live]]
        tandem envoy -f FILE
+       tandem status [-f FILE | -admin ADDRESS] [--watch] [--json]
        tandem demo [-h]
        tandem replay --trace FILE --policy NAME,... --prefill X --decode Y [--json] [-h]
        tandem version
@@ -49,6 +51,8 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 		return serve(ctx, args[1:], stderr)
 	case "envoy":
 		return envoy(args[1:], stdout, stderr)
+	case "status":
+		return showStatus(ctx, args[1:], stdout, stderr)
 	case "demo":
 		return demo(ctx, args[1:], stdout, stderr)
 	case "replay":

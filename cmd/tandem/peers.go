@@ -3,7 +3,6 @@ package main
 import (
 	"context"
 	"log/slog"
-	"maps"
 	"sync"
 
 	"tandem/extproc"
@@ -20,8 +19,7 @@ type peerSources struct {
 
 	mu      sync.Mutex
 	ctx     context.Context // of what runs; nil before run
-	running sync.WaitGroup
-	failed  chan error // of what was there when run began
+	failed  chan error      // of what was there when run began
 	current map[string]*peerSource
 }
 
@@ -30,6 +28,7 @@ type peerSource struct {
 	dialect, listen string
 	peers           *kvtransfer.Peers
 	cancel          context.CancelFunc // nil: not running
+	running         sync.WaitGroup
 }
 
 func newPeerSources(state *kvstate.State, log *slog.Logger) *peerSources {
@@ -63,8 +62,8 @@ func (s *peerSources) set(config *configv1.Config, policies map[string]extproc.P
 		next[p.GetName()] = source
 	}
 	for pool, old := range s.current {
-		if next[pool] != old && old.cancel != nil {
-			old.cancel()
+		if next[pool] != old {
+			old.stop()
 		}
 	}
 	for pool, source := range next {
@@ -79,7 +78,7 @@ func (s *peerSources) set(config *configv1.Config, policies map[string]extproc.P
 func (s *peerSources) run(ctx context.Context) (err error) {
 	s.mu.Lock()
 	s.ctx = ctx
-	for pool, source := range maps.All(s.current) {
+	for pool, source := range s.current {
 		s.start(pool, source, func(err error) {
 			select {
 			case s.failed <- err:
@@ -93,12 +92,19 @@ func (s *peerSources) run(ctx context.Context) (err error) {
 	case err = <-s.failed:
 	}
 	s.mu.Lock()
+	defer s.mu.Unlock()
 	for _, source := range s.current {
-		source.cancel()
+		source.stop()
 	}
-	s.mu.Unlock()
-	s.running.Wait()
 	return err
+}
+
+// stop ends what start began, so that another may listen there.
+func (s *peerSource) stop() {
+	if s.cancel != nil {
+		s.cancel()
+		s.running.Wait()
+	}
 }
 
 // start has a pool's engines asked, and listened to, from now on, if its time has come.
@@ -108,11 +114,11 @@ func (s *peerSources) start(pool string, source *peerSource, failed func(error))
 	}
 	var ctx context.Context
 	ctx, source.cancel = context.WithCancel(s.ctx)
-	s.running.Go(func() { source.peers.Run(ctx, s.state, pool) })
+	source.running.Go(func() { source.peers.Run(ctx, s.state, pool) })
 	if source.listen == "" {
 		return
 	}
-	s.running.Go(func() {
+	source.running.Go(func() {
 		if err := registered(source.peers, s.log).Run(ctx, source.listen); err != nil {
 			failed(err)
 		}

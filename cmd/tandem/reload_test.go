@@ -110,3 +110,37 @@ func TestReloadWhenFilesChange(t *testing.T) {
 	now <- os.Interrupt
 	require.Eventually(t, func() bool { return r.fleet.state.Pool("b") != nil }, 10*time.Second, 5*time.Millisecond)
 }
+
+// What a pool's dialect has learned of its engines stays while the dialect does.
+func TestReloadKeepsPeers(t *testing.T) {
+	r := startReloading(t)
+	mooncake := strings.Replace(twoPools, "kvTransfer: nixl, ", "kvTransfer: mooncake, ", 1)
+	r.write(mooncake)
+	_, err := r.reload(t.Context())
+	require.NoError(t, err)
+	peers := r.server.Live().Pools["a"].Peers
+	require.NotNil(t, peers)
+
+	r.write(strings.Replace(mooncake, "name: b", "name: c", 1))
+	_, err = r.reload(t.Context())
+	require.NoError(t, err)
+	require.Same(t, peers, r.server.Live().Pools["a"].Peers)
+
+	ctx, stop := context.WithCancel(t.Context())
+	done := make(chan error, 1)
+	go func() { done <- r.fleet.peers.run(ctx) }()
+	r.write(twoPools)
+	_, err = r.reload(t.Context())
+	require.NoError(t, err)
+	require.Nil(t, r.server.Live().Pools["a"].Peers)
+	stop()
+	require.NoError(t, <-done)
+}
+
+// A listener that was not opened at the start is not opened later.
+func TestReloadRefusesNotices(t *testing.T) {
+	r := startReloading(t)
+	r.write(strings.Replace(twoPools, "kvTransfer: nixl, ", "kvTransfer: lmcache, ", 1))
+	_, err := r.reload(t.Context())
+	require.ErrorContains(t, err, "takes a restart")
+}

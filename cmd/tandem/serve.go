@@ -15,14 +15,13 @@ import (
 	"syscall"
 	"time"
 
-	"github.com/prometheus/client_golang/prometheus"
-	"github.com/prometheus/client_golang/prometheus/collectors"
 	"golang.org/x/sync/errgroup"
 	"google.golang.org/grpc"
 
 	"tandem/extproc"
 	"tandem/kvstate/notices"
 	configv1 "tandem/protos/config/v1"
+	"tandem/status"
 )
 
 // serve runs the server until ctx ends, then lets streams finish.
@@ -35,10 +34,11 @@ func serve(ctx context.Context, args []string, stderr io.Writer) error {
 	linger := flags.Duration("linger", 0, "after SIGTERM, go on accepting for so long while not ready: `time` for health checks to notice")
 	conformance := flags.Bool("conformance", false, "honour the test headers of the Inference Extension's conformance suite: never in production")
 	level := flags.String("log", "info", "lowest `level` logged: debug, info, warn, error")
+	format := flags.String("log-format", "text", "`format` of the log: text or json, one object a line")
 	if err := flags.Parse(args); err != nil {
 		return err
 	}
-	log, err := logger(stderr, *level)
+	log, err := logger(stderr, *level, *format)
 	if err != nil {
 		return err
 	}
@@ -64,12 +64,19 @@ func serve(ctx context.Context, args []string, stderr io.Writer) error {
 	return runServer(ctx, *file, config, settings{*linger, *conformance}, log)
 }
 
-func logger(w io.Writer, level string) (*slog.Logger, error) {
+func logger(w io.Writer, level, format string) (*slog.Logger, error) {
 	var l slog.Level
 	if err := l.UnmarshalText([]byte(level)); err != nil {
 		return nil, fmt.Errorf("-log: %w", err)
 	}
-	return slog.New(slog.NewTextHandler(w, &slog.HandlerOptions{Level: l})), nil
+	o := &slog.HandlerOptions{Level: l}
+	switch format {
+	case "text":
+		return slog.New(slog.NewTextHandler(w, o)), nil
+	case "json":
+		return slog.New(slog.NewJSONHandler(w, o)), nil
+	}
+	return nil, fmt.Errorf("-log-format: %q is not one of text, json", format)
 }
 
 // drainTime is how long running ext_proc streams may take to finish after SIGTERM. They are short: none of them is kept
@@ -84,8 +91,7 @@ type settings struct {
 
 // runServer wires the parts together and runs them until ctx ends or one of them fails.
 func runServer(ctx context.Context, file string, config *configv1.Config, set settings, log *slog.Logger) error {
-	registry := prometheus.NewRegistry()
-	registry.MustRegister(collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
+	registry := newRegistry()
 	fleet, err := newFleet(ctx, config, log)
 	if err != nil {
 		return err
@@ -102,8 +108,16 @@ func runServer(ctx context.Context, file string, config *configv1.Config, set se
 	if options.Picker != nil {
 		options.Picker.Conformance = set.conformance
 	}
-	server := extproc.New(options, extproc.NewMetrics(registry, fleet.state))
+	spans, err := newSpans(config.GetTracing(), log)
+	if err != nil {
+		return err
+	}
+	defer spans.close()
+	options.Tracer = spans.tracer()
+	metrics := extproc.NewMetrics(registry, fleet.state)
+	server := extproc.New(options, metrics)
 	health := extproc.NewHealth()
+	feed := status.NewFeed(status.Source{Version: version(), State: fleet.state, Totals: metrics.Totals, Recent: server.Recent, Ready: health.Ready})
 	grpcServer, err := newGRPC(config, server, health)
 	if err != nil {
 		return err
@@ -120,7 +134,7 @@ func runServer(ctx context.Context, file string, config *configv1.Config, set se
 	reload := newReloader(file, config, fleet, server, registry, log)
 	operator := &orders{tokenFile: config.GetAdmin().GetTokenFile(), state: fleet.state, reload: reload.reload, log: log}
 	replan := &http.Server{Handler: replanPort(server, health), ReadHeaderTimeout: 10 * time.Second, MaxHeaderBytes: 256 << 10}
-	admin := &http.Server{Handler: newAdmin(registry, health, server, fleet, operator), ReadHeaderTimeout: 10 * time.Second}
+	admin := &http.Server{Handler: newAdmin(registry, health, server, fleet, operator, status.Handler(feed)), ReadHeaderTimeout: 10 * time.Second}
 
 	group, running := errgroup.WithContext(ctx)
 	group.Go(func() error { return grpcServer.Serve(extproc.Sources(listeners[0])) })
@@ -131,6 +145,7 @@ func runServer(ctx context.Context, file string, config *configv1.Config, set se
 	group.Go(func() error { warnLive(background, config, log); return nil })
 	group.Go(func() error { server.Run(background); return nil })
 	group.Go(func() error { return fleet.watch(background) })
+	group.Go(func() error { feed.Run(background); return nil })
 	if fleet.board != nil {
 		group.Go(func() error { return notices.Serve(background, listeners[3], fleet.board, log) })
 	}

@@ -75,10 +75,12 @@ type Ticket struct {
 	Stream      bool // the client wants a stream ...
 	StreamUsage bool // ... with usage at its end
 
-	PromptTokens int64
-	Session      uint64   // hash of its name; 0: none
-	Params       []byte   // of the hand-over, for D
-	ParamsRef    [16]byte // the name under which Params are kept where no header holds them
+	PromptTokens    int64
+	ExpectedCached  int64         // of those, expected in P's prefix cache when it was chosen
+	ExpectedPrefill time.Duration // how long the prefill leg was expected to take, in microseconds; 0: not known
+	Session         uint64        // hash of its name; 0: none
+	Params          []byte        // of the hand-over, for D
+	ParamsRef       [16]byte      // the name under which Params are kept where no header holds them
 }
 
 // Errors of Keys.Open.

@@ -34,6 +34,8 @@ const (
 	fieldStream             protowire.Number = 20
 	fieldStreamUsage        protowire.Number = 21
 	fieldSession            protowire.Number = 22
+	fieldExpectedCached     protowire.Number = 30
+	fieldExpectedPrefill    protowire.Number = 31
 
 	fieldEditStart protowire.Number = 1
 	fieldEditEnd   protowire.Number = 2
@@ -73,6 +75,8 @@ func appendTicket(b []byte, t *Ticket) []byte {
 	b = appendNumber(b, fieldPromptTokens, uint64(t.PromptTokens))
 	b = appendNumber(b, fieldStream, protowire.EncodeBool(t.Stream))
 	b = appendNumber(b, fieldStreamUsage, protowire.EncodeBool(t.StreamUsage))
+	b = appendNumber(b, fieldExpectedCached, uint64(t.ExpectedCached))
+	b = appendNumber(b, fieldExpectedPrefill, uint64(t.ExpectedPrefill.Microseconds()))
 	if t.ParamsRef != ([16]byte{}) {
 		b = appendBytes(b, fieldParamsRef, t.ParamsRef[:])
 	}
@@ -212,7 +216,7 @@ func (t *Ticket) setNumber(f protowire.Number, v uint64) error {
 		limit = 255
 	case fieldRedirects, fieldPrefills:
 		limit = maxCount
-	case fieldBodyBytes, fieldPromptTokens:
+	case fieldBodyBytes, fieldPromptTokens, fieldExpectedCached, fieldExpectedPrefill:
 		limit = maxLength
 	}
 	if v > limit {
@@ -239,6 +243,10 @@ func (t *Ticket) setNumber(f protowire.Number, v uint64) error {
 		t.BodyBytes = int(v)
 	case fieldPromptTokens:
 		t.PromptTokens = int64(v)
+	case fieldExpectedCached:
+		t.ExpectedCached = int64(v)
+	case fieldExpectedPrefill:
+		t.ExpectedPrefill = time.Duration(v) * time.Microsecond
 	}
 	return nil
 }

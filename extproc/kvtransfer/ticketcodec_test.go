@@ -20,6 +20,7 @@ func plainMessage(t *Ticket) *ticketv1.Ticket {
 		Id: t.ID[:], Stage: ticketv1.Ticket_Stage(t.Stage), Pool: t.Pool, Prefill: t.Prefill, Decode: t.Decode,
 		PrefillReservation: t.Reservations[0], DecodeReservation: t.Reservations[1], Split: t.Split, Stream: t.Stream, StreamUsage: t.StreamUsage, Redirects: uint32(t.Redirects), Prefills: uint32(t.Prefills),
 		Excluded: t.Excluded, Cause: t.Cause, BodyBytes: uint64(t.BodyBytes), PromptTokens: t.PromptTokens, Session: t.Session,
+		ExpectedCachedTokens: t.ExpectedCached, ExpectedPrefillUs: t.ExpectedPrefill.Microseconds(),
 	}
 	if !t.Expires.IsZero() {
 		m.ExpiresUnixMs = t.Expires.UnixMilli()
@@ -49,6 +50,9 @@ func randomTicket(rng *rand.Rand) *Ticket {
 	}
 	for i := range rng.IntN(4) {
 		t.Excluded = append(t.Excluded, fmt.Sprintf("10.0.0.%d:8000", i))
+	}
+	if rng.IntN(2) == 0 {
+		t.ExpectedCached, t.ExpectedPrefill = rng.Int64N(1<<30), time.Duration(rng.Int64N(1<<40))*time.Microsecond
 	}
 	at := 0
 	for range rng.IntN(20) {

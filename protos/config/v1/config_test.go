@@ -67,6 +67,7 @@ func TestDefaults(t *testing.T) {
 	require.Equal(t, "duplex", c.Envoy.BodyMode)
 	require.Equal(t, 30*time.Minute, Duration(c.Envoy.DecodeIdleTimeout))
 	require.Equal(t, 10*time.Minute, Duration(c.Tickets.Ttl))
+	require.Nil(t, c.Tracing)
 	p := c.Pools[0]
 	require.Equal(t, []string{"*"}, p.Models)
 	require.Equal(t, "auto", p.Split)
@@ -107,20 +108,22 @@ func TestMistakes(t *testing.T) {
 		yaml string
 		want []string
 	}{
-		"empty":       {"", []string{"the file must hold a mapping, with extProc, envoy, pools and so on; it holds empty"}},
-		"a list":      {"- a", []string{"the file must hold a mapping, with extProc, envoy, pools and so on; it holds a list"}},
-		"no pools":    {"{}", []string{"pools: is missing: at least one pool is needed"}},
-		"empty pools": {"pools:", []string{"pools: is missing: at least one pool is needed"}},
-		"broken YAML": {"pools: [", []string{"not readable as YAML: line 1: did not find expected node content"}},
+		"empty":                {"", []string{"the file must hold a mapping, with extProc, envoy, pools and so on; it holds empty"}},
+		"a list":               {"- a", []string{"the file must hold a mapping, with extProc, envoy, pools and so on; it holds a list"}},
+		"no pools":             {"{}", []string{"pools: is missing: at least one pool is needed"}},
+		"tracing":              {"tracing: {sampleRatio: 2}\n" + least, []string{"tracing.endpoint: is missing: ip:port, [ip]:port or name:port", "tracing.sampleRatio: 2 is not between 0 and 1"}},
+		"a share that is text": {"tracing: {endpoint: \"a:1\", sampleRatio: half}\n" + least, []string{`tracing.sampleRatio: must be a number, is the text "half"`}},
+		"empty pools":          {"pools:", []string{"pools: is missing: at least one pool is needed"}},
+		"broken YAML":          {"pools: [", []string{"not readable as YAML: line 1: did not find expected node content"}},
 		"keys twice": {"admin: {}\nadmin: {}\nreplan: {}\nreplan: {}\n" + least, []string{
 			`not readable as YAML: line 2: key "admin" already set in map`, `not readable as YAML: line 4: key "replan" already set in map`}},
 		"role misspelt":       {edited("role: prefill", "role: prefil"), []string{`pools[0].endpoints[0].role: "prefil" is not a role: one of prefill, decode, both`}},
 		"role missing":        {edited(", role: decode", ""), []string{"pools[0].endpoints: none of them decodes: at least one needs the role decode or both", "pools[0].endpoints[1].role: is missing: one of prefill, decode, both"}},
 		"unknown field":       {"extproc: {}\n" + least, []string{"extproc: unknown field; did you mean extProc?"}},
 		"unknown deep field":  {edited("role: prefill", "role: prefill, adress: x"), []string{"pools[0].endpoints[0].adress: unknown field; did you mean address?"}},
-		"far from all fields": {"zzzzzzzzzzzz: 1\n" + least, []string{"zzzzzzzzzzzz: unknown field; known here: extProc, replan, admin, envoy, state, tickets, pools, notices"}},
+		"far from all fields": {"zzzzzzzzzzzz: 1\n" + least, []string{"zzzzzzzzzzzz: unknown field; known here: extProc, replan, admin, envoy, state, tickets, pools, notices, tracing"}},
 		"proto's spelling":    {"ext_proc: {}\n" + least, []string{"ext_proc: unknown field; did you mean extProc?"}},
-		"a name of two lines": {"\"a\\nb\": 1\n" + least, []string{`"a\nb": unknown field; known here: extProc, replan, admin, envoy, state, tickets, pools, notices`}},
+		"a name of two lines": {"\"a\\nb\": 1\n" + least, []string{`"a\nb": unknown field; known here: extProc, replan, admin, envoy, state, tickets, pools, notices, tracing`}},
 		"discovery":           {edited("kvTransfer: nixl", "kvTransfer: nixl\n  discovery: {dns: x}"), []string{`pools[0].discovery.dns: must be a list, is the text "x"`}},
 		"both":                {edited("kvTransfer: nixl", "kvTransfer: nixl\n  discovery: {file: {path: x}}"), []string{"pools[0].endpoints: stand beside discovery: list endpoints or have them found"}},
 		"pushes, direct":      {edited("kvTransfer: nixl", "kvTransfer: lmcache\n  handoff: direct"), []string{"pools[0].handoff: is direct, but lmcache's prefill endpoint sends the KV to a decode endpoint that waits for it: envoy"}},
@@ -262,7 +265,7 @@ func TestLoad(t *testing.T) {
 func TestEveryFieldIsDocumented(t *testing.T) {
 	source, err := os.ReadFile("config.proto")
 	require.NoError(t, err)
-	field := regexp.MustCompile(`^  (repeated )?\w+ \w+ = \d+;`)
+	field := regexp.MustCompile(`^  (repeated |optional )?\w+ \w+ = \d+;`)
 	previous := ""
 	for line := range strings.Lines(string(source)) {
 		if field.MatchString(line) {
@@ -281,7 +284,7 @@ func TestKindsOfFields(t *testing.T) {
 			switch f.Kind() {
 			case protoreflect.MessageKind:
 				walk(f.Message())
-			case protoreflect.StringKind, protoreflect.BoolKind, protoreflect.Int32Kind, protoreflect.Int64Kind:
+			case protoreflect.StringKind, protoreflect.BoolKind, protoreflect.Int32Kind, protoreflect.Int64Kind, protoreflect.DoubleKind:
 			default:
 				t.Errorf("%s: checkValue does not know %s", f.FullName(), f.Kind())
 			}

@@ -16,6 +16,10 @@ func setDefaults(c *Config) {
 	or(&c.Replan.Listen, "127.0.0.1:9003")
 	or(&c.Admin.Listen, "127.0.0.1:9090")
 	or(&c.Tickets.Ttl, "10m")
+	if c.Tracing != nil && c.Tracing.SampleRatio == nil {
+		all := 1.
+		c.Tracing.SampleRatio = &all
+	}
 	setEnvoyDefaults(c)
 	setPickerDefaults(c.ExtProc)
 	or(&c.ExtProc.MaxMessageBytes, 4*c.Envoy.MaxBodyBytes+16<<20)

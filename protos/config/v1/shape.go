@@ -49,6 +49,10 @@ func checkValue(m *Mistakes, path string, value any, field protoreflect.FieldDes
 		}
 	case protoreflect.StringKind:
 		checkText(m, path, value, field.JSONName())
+	case protoreflect.DoubleKind:
+		if _, ok := value.(json.Number); !ok {
+			m.add(path, "must be a number, is %s", kindOf(value))
+		}
 	case protoreflect.BoolKind:
 		if _, ok := value.(bool); !ok {
 			m.add(path, "must be true or false, is %s", kindOf(value))

@@ -2,6 +2,7 @@ package configv1
 
 import (
 	"fmt"
+	"math"
 	"slices"
 	"strings"
 	"time"
@@ -15,6 +16,7 @@ func validate(m *Mistakes, c *Config) (warnings []string) {
 	v.envoy(c)
 	v.state(c)
 	v.tickets(c)
+	v.tracing(c.Tracing)
 	if len(c.Pools) == 0 {
 		m.add("pools", "is missing: at least one pool is needed")
 	}
@@ -111,6 +113,16 @@ func (v *validator) tickets(c *Config) {
 		v.m.add("tickets.keyFile", "is missing: several replicas (envoy.extProcs) need the same keys to read each other's tickets; or set state.redis, and they share them")
 	}
 	v.duration("tickets.ttl", c.Tickets.Ttl, time.Second)
+}
+
+func (v *validator) tracing(t *Tracing) {
+	if t == nil {
+		return
+	}
+	v.add(nil, "tracing.endpoint", t.Endpoint)
+	if r := t.GetSampleRatio(); r < 0 || r > 1 || math.IsNaN(r) {
+		v.m.add("tracing.sampleRatio", "%v is not between 0 and 1", r)
+	}
 }
 
 func (v *validator) oneOf(path, value string, allowed ...string) {

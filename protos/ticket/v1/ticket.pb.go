@@ -126,9 +126,13 @@ type Ticket struct {
 	Stream      bool `protobuf:"varint,20,opt,name=stream,proto3" json:"stream,omitempty"`
 	StreamUsage bool `protobuf:"varint,21,opt,name=stream_usage,json=streamUsage,proto3" json:"stream_usage,omitempty"`
 	// Hash of the name of the session; 0: it has none.
-	Session       uint64 `protobuf:"fixed64,22,opt,name=session,proto3" json:"session,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	Session uint64 `protobuf:"fixed64,22,opt,name=session,proto3" json:"session,omitempty"`
+	// What was foreseen of the prefill leg when its endpoint was chosen, to be compared with what came: tokens of the prompt in
+	// its prefix cache, and its time; 0: not known.
+	ExpectedCachedTokens int64 `protobuf:"varint,30,opt,name=expected_cached_tokens,json=expectedCachedTokens,proto3" json:"expected_cached_tokens,omitempty"`
+	ExpectedPrefillUs    int64 `protobuf:"varint,31,opt,name=expected_prefill_us,json=expectedPrefillUs,proto3" json:"expected_prefill_us,omitempty"`
+	unknownFields        protoimpl.UnknownFields
+	sizeCache            protoimpl.SizeCache
 }
 
 func (x *Ticket) Reset() {
@@ -315,6 +319,20 @@ func (x *Ticket) GetSession() uint64 {
 	return 0
 }
 
+func (x *Ticket) GetExpectedCachedTokens() int64 {
+	if x != nil {
+		return x.ExpectedCachedTokens
+	}
+	return 0
+}
+
+func (x *Ticket) GetExpectedPrefillUs() int64 {
+	if x != nil {
+		return x.ExpectedPrefillUs
+	}
+	return 0
+}
+
 // body[start:end] becomes text.
 type Edit struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
@@ -380,7 +398,7 @@ var File_ticket_v1_ticket_proto protoreflect.FileDescriptor
 
 const file_ticket_v1_ticket_proto_rawDesc = "" +
 	"\n" +
-	"\x16ticket/v1/ticket.proto\x12\x10tandem.ticket.v1\"\xd9\x06\n" +
+	"\x16ticket/v1/ticket.proto\x12\x10tandem.ticket.v1\"\xbf\a\n" +
 	"\x06Ticket\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\fR\x02id\x124\n" +
 	"\x05stage\x18\x02 \x01(\x0e2\x1e.tandem.ticket.v1.Ticket.StageR\x05stage\x12&\n" +
@@ -406,7 +424,9 @@ const file_ticket_v1_ticket_proto_rawDesc = "" +
 	"\rpacked_params\x18\x13 \x01(\fR\fpackedParams\x12\x16\n" +
 	"\x06stream\x18\x14 \x01(\bR\x06stream\x12!\n" +
 	"\fstream_usage\x18\x15 \x01(\bR\vstreamUsage\x12\x18\n" +
-	"\asession\x18\x16 \x01(\x06R\asession\"\x87\x01\n" +
+	"\asession\x18\x16 \x01(\x06R\asession\x124\n" +
+	"\x16expected_cached_tokens\x18\x1e \x01(\x03R\x14expectedCachedTokens\x12.\n" +
+	"\x13expected_prefill_us\x18\x1f \x01(\x03R\x11expectedPrefillUs\"\x87\x01\n" +
 	"\x05Stage\x12\x15\n" +
 	"\x11STAGE_UNSPECIFIED\x10\x00\x12\x15\n" +
 	"\x11STAGE_PREFILL_LEG\x10\x01\x12\x13\n" +

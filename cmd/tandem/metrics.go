@@ -1,0 +1,23 @@
+package main
+
+import (
+	"runtime"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/collectors"
+)
+
+// newRegistry is where every part registers what it counts: extproc by itself, and what lives under kvstate, which knows no
+// Prometheus, by a function beside its wiring here that reads its Stats. Names are tandem_<part>_<what>_<unit>[_total], labels
+// bounded; docs/operations.md has a row for each (a test holds it to that).
+func newRegistry() *prometheus.Registry {
+	r := prometheus.NewRegistry()
+	r.MustRegister(collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
+	build := prometheus.NewGauge(prometheus.GaugeOpts{
+		Name: "tandem_build_info", Help: "Always 1; the labels say what runs.",
+		ConstLabels: prometheus.Labels{"version": version(), "goversion": runtime.Version()},
+	})
+	build.Set(1)
+	r.MustRegister(build)
+	return r
+}

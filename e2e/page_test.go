@@ -1,0 +1,135 @@
+package e2e
+
+import (
+	"context"
+	"flag"
+	"fmt"
+	"net/http"
+	"net/http/httptest"
+	"net/http/httputil"
+	"net/url"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+)
+
+var screenshots = flag.Bool("screenshots", false, "take docs/page.png and docs/page-phone.png anew")
+
+// browser is a Chromium, from $CHROMIUM or PATH; without one the test is skipped.
+func browser(t *testing.T) string {
+	t.Helper()
+	for _, name := range []string{os.Getenv("CHROMIUM"), "chromium", "chromium-browser", "google-chrome"} {
+		if path, err := exec.LookPath(name); name != "" && err == nil {
+			return path
+		}
+	}
+	t.Skip("no Chromium: apt-get install chromium, or set $CHROMIUM")
+	return ""
+}
+
+func chromium(t *testing.T, args ...string) (stdout, stderr string) {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Minute)
+	defer cancel()
+	args = append([]string{"--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars", "--no-first-run",
+		"--user-data-dir=" + t.TempDir(), "--enable-logging=stderr", "--virtual-time-budget=6000"}, args...)
+	cmd := exec.CommandContext(ctx, browser(t), args...)
+	var out, log strings.Builder
+	cmd.Stdout, cmd.Stderr = &out, &log
+	require.NoError(t, cmd.Run(), log.String())
+	return out.String(), log.String()
+}
+
+// The page shows a live fleet in a real browser: no error in its console, what was decided on it, and on a phone nothing that
+// runs out of the screen.
+func TestPageInChromium(t *testing.T) {
+	browser(t)
+	f := start(t, options{engineArgs: []string{"--prefill-speed", "20000"}})
+	for i := range 60 {
+		prompt := strings.Repeat(fmt.Sprintf("Prefix number %d. ", i%5), 20)
+		body := strings.Replace(apis[i%2].body, "Two hops, please.", prompt, 1)
+		if i%10 == 9 {
+			body = strings.Replace(body, `"max_tokens":12`, `"max_tokens":12,"n":2`, 1)
+		}
+		f.post(apis[i%2].path, body, "x-request-id", fmt.Sprintf("request-%d", i))
+	}
+	live := make(chan struct{})
+	var clients sync.WaitGroup
+	defer clients.Wait()
+	defer close(live)
+	for n := range 3 { // requests go on while the browser looks
+		clients.Go(func() {
+			for i := 0; ; i++ {
+				select {
+				case <-live:
+					return
+				case <-time.After(time.Duration(20+10*(i%7)) * time.Millisecond):
+				}
+				body := strings.Replace(apis[i%2].body, "Two hops, please.", strings.Repeat(fmt.Sprintf("Prefix number %d. ", i%5), 20+10*(i%40)), 1)
+				_, _ = f.try(t.Context(), http.MethodPost, apis[i%2].path, body, "x-request-id", fmt.Sprintf("live-%d-%d", n, i))
+			}
+		})
+	}
+	admin, err := url.Parse(f.admins[0])
+	require.NoError(t, err)
+	// The page in a frame of a phone's width: Chromium has no window as narrow. The frame's findings become the outer page's text.
+	mux := http.NewServeMux()
+	mux.Handle("/", httputil.NewSingleHostReverseProxy(admin))
+	mux.HandleFunc("/phone", func(w http.ResponseWriter, _ *http.Request) {
+		fmt.Fprint(w, `<!doctype html><body style="margin:0"><iframe id=f src="/" style="border:0;width:390px;height:1900px"></iframe><pre id=found></pre><script>
+setTimeout(() => { const d = f.contentDocument; found.textContent = 'width ' + d.documentElement.scrollWidth + ' of ' + f.contentWindow.innerWidth }, 4000)</script>`)
+	})
+	server := httptest.NewServer(mux)
+	defer server.Close()
+
+	dom, log := chromium(t, "--dump-dom", server.URL+"/")
+	require.NotContains(t, log, "CONSOLE", "errors in the page's console")
+	require.Contains(t, dom, `<span id="state" class="pill good">ready</span>`)
+	for _, e := range f.engines() {
+		require.Contains(t, dom, "<td>"+e.addr+"</td>")
+	}
+	require.Regexp(t, `live-\d-\d+</span>`, dom)
+	require.GreaterOrEqual(t, strings.Count(dom, `class="series`), 10, "lines of the plots")
+	require.Regexp(t, `<path class="link c-decode"[^>]*><title>127\.0\.0\.1:\d+ → 127\.0\.0\.1:\d+: \d+</title>`, dom)
+	require.Contains(t, dom, "price to prefill")
+
+	phone, _ := chromium(t, "--dump-dom", server.URL+"/phone")
+	require.Regexp(t, `<pre id="found">width 390 of 390</pre>`, phone)
+
+	if *screenshots {
+		docs, err := filepath.Abs("../docs")
+		require.NoError(t, err)
+		chromium(t, "--window-size=1240,1500", "--screenshot="+filepath.Join(docs, "page.png"), server.URL+"/")
+		chromium(t, "--window-size=390,1900", "--screenshot="+filepath.Join(docs, "page-phone.png"), server.URL+"/phone")
+	}
+}
+
+// A terminal shows the same.
+func TestStatusInATerminal(t *testing.T) {
+	f := start(t, options{})
+	require.Equal(t, 200, f.post("/v1/chat/completions", apis[0].body, "x-request-id", "seen-in-status").status)
+	bin, err := binaries()
+	require.NoError(t, err)
+	out, err := exec.Command(filepath.Join(bin, "tandem"), "status", "-f", f.config).CombinedOutput()
+	require.NoError(t, err, string(out))
+	for _, e := range f.engines() {
+		require.Contains(t, string(out), e.addr)
+	}
+	require.Contains(t, string(out), "seen-in-status")
+
+	watching := startProcess(t, f.dir, "watch", filepath.Join(bin, "tandem"), "status", "-admin", strings.TrimPrefix(f.admins[0], "http://"), "--watch")
+	require.Eventually(t, func() bool {
+		text, err := os.ReadFile(watching.log)
+		return err == nil && strings.Count(string(text), "\x1b[H\x1b[2J") >= 3
+	}, 15*time.Second, 50*time.Millisecond, "it is drawn again and again")
+	watching.stop(os.Interrupt)
+	out, err = exec.Command(filepath.Join(bin, "tandem"), "status", "-admin", "127.0.0.1:1").CombinedOutput()
+	require.Error(t, err)
+	require.Contains(t, string(out), "is it running")
+}

@@ -1,0 +1,131 @@
+package extproc
+
+import (
+	"context"
+	"strings"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+	"go.opentelemetry.io/otel/attribute"
+	sdktrace "go.opentelemetry.io/otel/sdk/trace"
+	"go.opentelemetry.io/otel/sdk/trace/tracetest"
+	"google.golang.org/grpc/metadata"
+)
+
+const (
+	traceID     = "0af7651916cd43dd8448eb211c80319c"
+	clientsSpan = "00-" + traceID + "-b7ad6b7169203331-01"
+	envoysSpan  = "00-" + traceID + "-00f067aa0ba902b7-01"
+	notSampled  = "00-" + traceID + "-00f067aa0ba902b7-00"
+)
+
+// traced is a server with a tracer, and the spans that it made.
+func traced(t *testing.T) (*course, *tracetest.InMemoryExporter) {
+	spans := tracetest.NewInMemoryExporter()
+	provider := sdktrace.NewTracerProvider(sdktrace.WithSyncer(spans))
+	c := newCourse(t, 100, bodyFullDuplex)
+	c.s.Tracer = provider.Tracer("test")
+	return c, spans
+}
+
+func attributesIn(s tracetest.SpanStub) map[string]attribute.Value {
+	out := map[string]attribute.Value{}
+	for _, a := range s.Attributes {
+		out[string(a.Key)] = a.Value
+	}
+	return out
+}
+
+// Where Envoy traces, what it says in the stream's metadata is the parent.
+func TestSpansJoinEnvoys(t *testing.T) {
+	c, spans := traced(t)
+	md := metadata.Pairs(headerTraceparent, envoysSpan)
+	c.main.ctx = metadata.NewIncomingContext(t.Context(), md) //nolint:fatcontext // a stream has its context
+	c.leg.ctx = metadata.NewIncomingContext(t.Context(), metadata.Join(md, metadata.Pairs(metadataRole, rolePrefillLeg)))
+	c.headers = appendHeader(c.headers, headerTraceparent, []byte(clientsSpan))
+	c.run(t)
+
+	got := spans.GetSpans()
+	require.Len(t, got, 3)
+	for i, name := range []string{spanDecide, spanPrefillAnswer, spanHandOver} {
+		require.Equal(t, name, got[i].Name)
+		require.Equal(t, traceID, got[i].SpanContext.TraceID().String())
+	}
+	require.Equal(t, "00f067aa0ba902b7", got[0].Parent.SpanID().String())
+	require.Equal(t, "00f067aa0ba902b7", got[1].Parent.SpanID().String())
+	require.Equal(t, "b7ad6b7169203331", got[2].Parent.SpanID().String(), "in pass 2 it is the header, which pass 1 wrote: here still the client's")
+	decided := attributesIn(got[0])
+	require.Equal(t, "split", decided["tandem.route"].AsString())
+	require.Contains(t, decided["tandem.prefill.endpoint"].AsString(), "10.0.1.")
+	require.Contains(t, decided, "tandem.prefill.cost.work")
+	require.Contains(t, decided, "tandem.decode.cost.step")
+	require.Contains(t, string(c.main.received), got[2].SpanContext.SpanID().String()+"-01", "what the second hop is to join")
+	require.True(t, attributesIn(got[2])["tandem.kv_params"].AsBool())
+}
+
+// Where Envoy does not, the client's traceparent is, and engines and pass 2 get the span's own.
+func TestSpansJoinTheClients(t *testing.T) {
+	c, spans := traced(t)
+	c.headers = appendHeader(c.headers, headerTraceparent, []byte(clientsSpan))
+	require.NoError(t, c.s.process(c.begin(nil, c.client)))
+	got := spans.GetSpans()
+	require.Len(t, got, 1)
+	require.Equal(t, "b7ad6b7169203331", got[0].Parent.SpanID().String())
+	require.Contains(t, string(c.main.received), "00-"+traceID+"-"+got[0].SpanContext.SpanID().String()+"-01")
+}
+
+func TestATraceBeginsHereWhereNobodyBeganOne(t *testing.T) {
+	c, spans := traced(t)
+	require.NoError(t, c.s.process(c.begin(nil, c.client)))
+	got := spans.GetSpans()
+	require.Len(t, got, 1)
+	require.False(t, got[0].Parent.IsValid())
+	require.Contains(t, string(c.main.received), got[0].SpanContext.TraceID().String())
+}
+
+// A trace that somebody decided against is not begun anew.
+func TestNotSampledStaysSo(t *testing.T) {
+	c, spans := traced(t)
+	c.main.ctx = metadata.NewIncomingContext(t.Context(), metadata.Pairs(headerTraceparent, notSampled)) //nolint:fatcontext // a stream has its context
+	c.run(t)
+	require.Empty(t, spans.GetSpans(), "and the prefill leg begins none by itself")
+}
+
+func TestARefusalIsAnErrorOfTheSpan(t *testing.T) {
+	c, spans := traced(t)
+	secret := "not for logs"
+	require.NoError(t, c.s.process(c.begin(nil, marshal(t, requestBody([]byte(`{"prompt": "`+secret+`", `), true)))))
+	got := spans.GetSpans()
+	require.Len(t, got, 1)
+	require.Equal(t, "invalid_json", attributesIn(got[0])["error.type"].AsString())
+	for _, a := range got[0].Attributes {
+		require.NotContains(t, a.Value.String(), secret)
+	}
+	require.NotContains(t, got[0].Status.Description, secret)
+}
+
+// Without a tracer a traceparent costs nothing but its bytes in the arena.
+func TestTracingOffAllocatesNothing(t *testing.T) {
+	if raceDetector {
+		t.Skip("the race detector makes pools forget on purpose")
+	}
+	x := &exchange{s: &Server{}, stream: &wire{ctx: context.Background()}}
+	x.msg.headers.traceparent = []byte(clientsSpan)
+	require.Zero(t, testing.AllocsPerRun(100, func() {
+		x.startSpan(spanDecide, true)
+		x.spanTicket(nil)
+		x.spanPrefilled(200, nil)
+		x.endSpan(nil)
+	}))
+	require.Empty(t, x.goesOn.traceparent)
+	require.Nil(t, x.span)
+}
+
+func TestCarrierIsOfTwoHeaders(t *testing.T) {
+	var c carrier
+	c.Set("traceparent", "a")
+	c.Set("tracestate", "b")
+	c.Set("baggage", "c")
+	require.Equal(t, "a b ", strings.Join([]string{c.Get("traceparent"), c.Get("tracestate"), c.Get("baggage")}, " "))
+	require.Len(t, c.Keys(), 2)
+}

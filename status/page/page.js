@@ -1,0 +1,209 @@
+// Draws /status.json once a second. No library; all that comes from requests is set as text, never as markup.
+'use strict';
+
+const kept = 600;   // points, as the server keeps
+let points = [], since = 0, version = '';
+
+const byId = id => document.getElementById(id);
+const svgNS = 'http://www.w3.org/2000/svg';
+
+function el(name, attributes, ...children) {
+  const e = document.createElement(name);
+  for (const [k, v] of Object.entries(attributes || {})) e.setAttribute(k, v);
+  e.append(...children);
+  return e;
+}
+
+function svg(name, attributes, ...children) {
+  const e = document.createElementNS(svgNS, name);
+  for (const [k, v] of Object.entries(attributes || {})) e.setAttribute(k, v);
+  e.append(...children);
+  return e;
+}
+
+const count = v => v >= 1e6 ? (v / 1e6).toFixed(1) + 'M' : v >= 1e4 ? (v / 1e3).toFixed(0) + 'k' : v >= 1000 ? (v / 1e3).toFixed(1) + 'k'
+  : v >= 10 || Number.isInteger(v) ? v.toFixed(0) : v.toFixed(1);
+const ms = v => v === 0 ? '–' : v >= 1e4 ? (v / 1e3).toFixed(0) + ' s' : v >= 1000 ? (v / 1e3).toFixed(1) + ' s' : v >= 10 ? v.toFixed(0) + ' ms'
+  : v >= 0.1 ? v.toFixed(1) + ' ms' : (v * 1000).toFixed(0) + ' µs';
+// prices are seconds, and may be below nothing
+const price = v => v < 0 ? '−' + ms(-1000 * v) : ms(1000 * v);
+const percent = v => (100 * v).toFixed(0) + ' %';
+const fromNano = v => ms(v / 1e6);
+
+function tiles(m, status) {
+  const prompt = m.cached + m.computed;
+  const all = [
+    ['requests / s', count(m.ok + m.rejected + m.failed + m.gone)],
+    ['failed / s', count(m.failed + m.refused), m.failed + m.refused > 0 ? 'c-bad' : ''],
+    ['first byte p50', ms(m.first_byte_50)], ['first byte p99', ms(m.first_byte_99)],
+    ['over two hops', m.split + m.alone > 0 ? percent(m.split / (m.split + m.alone)) : '–'],
+    ['prompt cached', prompt > 0 ? percent(m.cached / prompt) : '–'],
+    ['to decide p99', ms(m.decide_99)],
+    ['booked now', count(status.reservations)],
+  ];
+  byId('tiles').replaceChildren(...all.map(([name, value, css]) => el('div', { class: 'tile ' + (css || '') }, el('b', {}, value), el('small', {}, name))));
+}
+
+const charts = [
+  { title: 'Requests a second', unit: count, lines: [['two hops', 'split', 'c-decode'], ['decode alone', 'alone', 'c-prefill'], ['passed on', 'pass', 'c-other']] },
+  { title: 'Answers a second', unit: count, lines: [['ok', 'ok', 'c-good'], ['refused', p => p.rejected + p.refused, 'c-prefill'], ['failed', 'failed', 'c-bad'], ['client left', 'gone', 'c-other']] },
+  { title: 'Time to first byte', unit: ms, lines: [['p50', 'first_byte_50', 'c-decode'], ['p99', 'first_byte_99', 'c-bad']] },
+  { title: 'Prefill hop', unit: ms, lines: [['p50', 'prefill_50', 'c-decode'], ['p99', 'prefill_99', 'c-bad']] },
+  { title: 'Prompt tokens a second', unit: count, lines: [['cached', 'cached', 'c-good'], ['computed', 'computed', 'c-prefill']] },
+  { title: "Tandem's own time", unit: ms, lines: [['p50', 'decide_50', 'c-decode'], ['p99', 'decide_99', 'c-bad']] },
+];
+
+function chart(c) {
+  const w = 360, h = 120, left = 46, bottom = 16, top = 6;
+  const values = c.lines.map(([, get]) => points.map(p => typeof get === 'function' ? get(p) : p[get]));
+  const max = Math.max(1e-3, ...values.flat()) * 1.1;
+  const n = points.length;
+  const x = i => left + (w - left - 4) * (n > 1 ? i / (n - 1) : 1), y = v => top + (h - top - bottom) * (1 - v / max);
+  const picture = svg('svg', { viewBox: `0 0 ${w} ${h}`, role: 'img', 'aria-label': c.title });
+  for (const share of [0, 0.5, 1]) {
+    const v = max / 1.1 * share;
+    picture.append(svg('line', { class: 'axis', x1: left, x2: w, y1: y(v), y2: y(v) }), svg('text', { x: left - 4, y: y(v) + 4, 'text-anchor': 'end' }, share === 0 ? '0' : c.unit(v)));
+  }
+  picture.append(svg('text', { x: left, y: h - 3 }, n > 1 ? `${n >= 120 ? Math.round(n / 60) + ' min' : n + ' s'} ago` : ''), svg('text', { x: w, y: h - 3, 'text-anchor': 'end' }, 'now'));
+  values.forEach((line, i) => {
+    const there = k => c.unit !== ms || line[k] > 0;   // a time of nothing is a gap
+    const d = line.map((v, k) => there(k) ? (k && there(k - 1) ? 'L' : 'M') + x(k).toFixed(1) + ' ' + y(v).toFixed(1) : '').join('');
+    if (d) picture.append(svg('path', { class: 'series ' + c.lines[i][2], d }));
+  });
+  const last = points[n - 1];
+  const keys = c.lines.map(([name, get, css]) => el('span', { class: 'key ' + css }, name + (last ? ' ' + c.unit(typeof get === 'function' ? get(last) : last[get]) : '')));
+  return el('figure', {}, el('figcaption', {}, el('b', {}, c.title), ...keys), picture);
+}
+
+// flow draws one pool's pairs: prefill endpoints on the left, decode endpoints on the right, a link as wide as its share.
+function flow(pool, links) {
+  const mine = links.filter(l => l.pool === pool.name);
+  const names = new Map(pool.endpoints.map(e => [e.address, e.name]));
+  const left = [...new Set(mine.map(l => l.prefill))].sort(), right = [...new Set(mine.map(l => l.decode))].sort();
+  if (!mine.length) return el('p', { class: 'soft' }, pool.name + ': nothing yet');
+  const total = mine.reduce((s, l) => s + l.requests, 0), w = Math.max(300, Math.min(900, byId('flow').clientWidth)), gap = 14, thick = 110;
+  const margin = Math.min(190, w * 0.39), middle = w / 2;
+  const place = (side, of) => {
+    let at = gap;
+    return new Map(side.map(name => {
+      const n = mine.filter(l => l[of] === name).reduce((s, l) => s + l.requests, 0);
+      const node = { y: at, h: Math.max(thick * n / total, 3), n, used: 0 };
+      at += Math.max(node.h, 12) + gap;
+      return [name, node];
+    }));
+  };
+  const from = place(left, 'prefill'), to = place(right, 'decode');
+  const h = Math.max(...[...from.values(), ...to.values()].map(n => n.y + Math.max(n.h, 12))) + gap;
+  const picture = svg('svg', { viewBox: `0 0 ${w} ${h}`, role: 'img', 'aria-label': 'flow of pool ' + pool.name });
+  for (const l of mine) {
+    const a = from.get(l.prefill), b = to.get(l.decode), t = Math.max(thick * l.requests / total, 1);
+    const ya = a.y + a.used + t / 2, yb = b.y + b.used + t / 2;
+    a.used += t; b.used += t;
+    picture.append(svg('path', { class: 'link ' + (l.prefill ? 'c-decode' : 'c-other'), 'stroke-width': t, d: `M${margin} ${ya} C${middle} ${ya} ${middle} ${yb} ${w - margin} ${yb}` },
+      svg('title', {}, `${names.get(l.prefill) || l.prefill || 'decode alone'} → ${names.get(l.decode) || l.decode}: ${l.requests}`)));
+  }
+  for (const [name, n] of from) picture.append(svg('rect', { class: 'node ' + (name ? 'c-prefill' : 'c-other'), x: margin - 8, y: n.y, width: 8, height: n.h }),
+    svg('text', { class: 'name', x: margin - 12, y: n.y + Math.min(n.h / 2 + 4, 14), 'text-anchor': 'end' }, (names.get(name) || name || 'decode alone') + ' · ' + n.n));
+  for (const [name, n] of to) picture.append(svg('rect', { class: 'node c-decode', x: w - margin, y: n.y, width: 8, height: n.h }),
+    svg('text', { class: 'name', x: w - margin + 12, y: n.y + Math.min(n.h / 2 + 4, 14) }, (names.get(name) || name) + ' · ' + n.n));
+  return el('div', {}, el('h3', {}, pool.name), picture);
+}
+
+function row(kind, cells) {
+  return el('tr', {}, ...cells.map(c => Array.isArray(c) ? el(kind, { class: 'n' }, c[0]) : el(kind, {}, c)));
+}
+
+function bar(value, max, css) {
+  const b = el('span', { class: 'bar ' + css });
+  b.style.width = (max > 0 ? 100 * value / max : 0) + '%';
+  return el('span', {}, el('span', { class: 'bar-space' }, b), count(value));
+}
+
+function pools(status) {
+  byId('pools').replaceChildren(...status.pools.map(p => {
+    const most = Math.max(1, ...p.endpoints.map(e => e.requests)), tokens = Math.max(1, ...p.endpoints.map(e => e.prompt_tokens));
+    const table = el('table', {}, row('th', ['endpoint', 'role', 'health', 'requests', 'prompt tokens', ['lately'], ['cache hits']]));
+    for (const e of p.endpoints) {
+      const css = e.role === 'prefill' ? 'c-prefill' : 'c-decode';
+      table.append(row('td', [e.name + (e.group ? ' (' + e.group + ')' : ''), el('span', { class: css }, e.role), el('span', { class: 'pill ' + (e.up ? 'good' : 'bad') }, e.up ? 'up' : 'out'),
+        bar(e.requests, most, css), bar(e.prompt_tokens, tokens, css), [count(e.hops)], [e.hit_share < 0 ? '–' : percent(e.hit_share)]]));
+    }
+    return el('div', {}, el('h3', {}, p.name + ' ', el('small', {}, `${p.models.join(', ')} · prefix index ${count(p.index_blocks)} blocks`)), el('div', { class: 'table' }, table));
+  }));
+}
+
+const open = new Set();   // request ids whose details are open
+
+function decision(t) {
+  const bad = t.status >= 500 ? 'bad' : t.status >= 200 && t.status < 400 ? 'good' : '';
+  const way = t.prefill ? t.prefill + ' → ' + t.decode : t.decode;
+  const d = el('details', {}, el('summary', {}, el('span', { class: 'pill ' + bad }, t.status ? String(t.status) : 'running'), el('b', {}, t.route.replace('_', ' ')),
+    el('span', {}, way), el('span', { class: 'soft' }, `${count(t.prompt_tokens)} tokens${t.cached_tokens > 0 ? ', ' + count(t.cached_tokens) + ' cached' : ''}`),
+    el('span', { class: 'soft' }, [t.prefill_ns ? 'prefill ' + fromNano(t.prefill_ns) : '', t.decode_ns ? 'decode ' + fromNano(t.decode_ns) : '', t.replans ? t.replans + ' replans' : ''].filter(Boolean).join(', ')),
+    el('span', { class: 'id soft' }, t.request_id)));
+  if (t.reason) d.append(el('p', { class: 'soft' }, 'not split: ' + t.reason));
+  d.append(t.weighed ? weighed(t) : el('p', { class: 'soft' }, 'a few decisions a second are taken apart; this one was not'));
+  d.open = open.has(t.request_id);
+  d.addEventListener('toggle', () => d.open ? open.add(t.request_id) : open.delete(t.request_id));
+  return d;
+}
+
+function weighed(t) {
+  const parts = list => list ? price(list.reduce((s, p) => s + p.value, 0)) + ' = ' + list.map(p => p.name + ' ' + price(p.value)).join(' + ') : '';
+  const table = el('table', {}, row('th', ['endpoint', 'role', ['blocks held'], 'price to prefill', 'price to decode']));
+  for (const w of t.weighed) {
+    const chosen = w.endpoint === t.prefill || w.endpoint === t.decode;
+    table.append(row('td', [chosen ? el('b', {}, '✓ ' + w.endpoint) : w.endpoint + (w.out ? ' (out)' : ''), w.role, [String(w.hit_blocks)], parts(w.prefill), parts(w.decode)]));
+  }
+  return el('div', { class: 'weighed table' }, table);
+}
+
+let shown = '';
+
+function draw(status) {
+  const state = byId('state');
+  state.textContent = status.ready ? 'ready' : 'not ready';
+  state.className = 'pill ' + (status.ready ? 'good' : 'bad');
+  byId('about').textContent = `${location.host} · up ${ago(new Date(status.now) - new Date(status.started))} · ${status.version}`;
+  tiles(status.minute, status);
+  byId('plots').replaceChildren(...charts.map(chart));
+  byId('flow').replaceChildren(...status.pools.map(p => flow(p, status.flow)));
+  pools(status);
+  const now = JSON.stringify(status.recent);
+  if (now !== shown) {   // or an open one could not be read, nor anything selected
+    shown = now;
+    byId('recent').replaceChildren(...(status.recent.length ? status.recent.map(decision) : [el('p', { class: 'soft' }, 'none yet')]));
+  }
+}
+
+function ago(millis) {
+  const s = Math.round(millis / 1000);
+  return s < 120 ? s + ' s' : s < 7200 ? Math.round(s / 60) + ' min' : s < 172800 ? Math.round(s / 3600) + ' h' : Math.round(s / 86400) + ' days';
+}
+
+async function update() {
+  try {
+    const answer = await fetch('status.json?since=' + since, { signal: AbortSignal.timeout(5000) });
+    if (!answer.ok) throw new Error(answer.status);
+    const status = await answer.json();
+    if (status.minute.n < since || status.started !== version) {   // another process, or a new one: its points count anew
+      const anew = since > 0;
+      points = []; since = 0; version = status.started;
+      if (anew) return update();
+    }
+    points = points.concat(status.points).slice(-kept);
+    if (points.length) since = points[points.length - 1].n;
+    draw(status);
+  } catch (e) {
+    byId('state').textContent = 'no answer';
+    byId('state').className = 'pill bad';
+  }
+}
+
+async function loop() {
+  if (!document.hidden) await update();
+  setTimeout(loop, 1000);
+}
+
+loop();
+document.addEventListener('visibilitychange', () => { if (!document.hidden) update(); });

@@ -1,0 +1,149 @@
+package status
+
+import (
+	"cmp"
+	"fmt"
+	"io"
+	"strings"
+	"text/tabwriter"
+	"time"
+	"unicode"
+
+	"tandem/extproc"
+)
+
+// Print writes a status for a terminal: what the page shows, in lines.
+func Print(w io.Writer, s *Status) {
+	ready := "ready"
+	if !s.Ready {
+		ready = "NOT READY"
+	}
+	m := &s.Minute
+	fmt.Fprintf(w, "Tandem %s, %s, up %s, %d booked\n\n", s.Version, ready, s.Now.Sub(s.Started).Round(time.Second), s.Reservations)
+	fmt.Fprintf(w, "last minute  %s requests/s  %s failed/s  %s refused/s  %s replans/s  %s\n", number(m.OK+m.Rejected+m.Failed+m.Gone), number(m.Failed), number(m.Refused), number(m.Replans),
+		spark(s.Points, func(p *Point) float64 { return p.OK + p.Rejected + p.Failed + p.Gone }))
+	fmt.Fprintf(w, "first byte   p50 %s  p99 %s   prefill p50 %s  p99 %s   deciding p50 %s  p99 %s\n",
+		millis(m.FirstByte50), millis(m.FirstByte99), millis(m.Prefill50), millis(m.Prefill99), millis(m.Decide50), millis(m.Decide99))
+	cached := "-"
+	if all := m.Cached + m.Computed; all > 0 {
+		cached = fmt.Sprintf("%.0f %%", 100*m.Cached/all)
+	}
+	fmt.Fprintf(w, "prompts      %s tokens/s, %s cached\n", number(m.Cached+m.Computed), cached)
+	for i := range s.Pools {
+		printPool(w, &s.Pools[i])
+	}
+	printFlow(w, s.Flow)
+	printRecent(w, s.Recent)
+}
+
+func printPool(w io.Writer, p *Pool) {
+	fmt.Fprintf(w, "\npool %s (%s), prefix index %d blocks\n", plain(p.Name), plain(strings.Join(p.Models, ", ")), p.IndexBlocks)
+	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
+	fmt.Fprintln(t, "  endpoint\trole\thealth\trequests\tprompt tokens\tlately\tcache hits")
+	for _, e := range p.Endpoints {
+		health, hits, group := "up", "-", ""
+		if !e.Up {
+			health = "OUT"
+		}
+		if e.HitShare >= 0 {
+			hits = fmt.Sprintf("%.0f %%", 100*e.HitShare)
+		}
+		if e.Group != "" {
+			group = " (" + e.Group + ")"
+		}
+		fmt.Fprintf(t, "  %s%s\t%s\t%s\t%d\t%d\t%d\t%s\n", plain(e.Name), plain(group), e.Role, health, e.Requests, e.Tokens, e.Hops, hits)
+	}
+	_ = t.Flush()
+}
+
+func printFlow(w io.Writer, flow []Flow) {
+	if len(flow) == 0 {
+		return
+	}
+	fmt.Fprintln(w, "\nflow of the last minute, among the latest requests")
+	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
+	for _, f := range flow {
+		fmt.Fprintf(t, "  %s\t%s\t->\t%s\t%d\n", plain(f.Pool), cmp.Or(f.Prefill, "decode alone"), f.Decode, f.Requests)
+	}
+	_ = t.Flush()
+}
+
+// terminalRecent is how many of the latest requests fit a terminal beside the rest.
+const terminalRecent = 10
+
+func printRecent(w io.Writer, recent []extproc.Trace) {
+	if len(recent) == 0 {
+		return
+	}
+	fmt.Fprintln(w, "\nlatest requests")
+	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
+	fmt.Fprintln(t, "  status\troute\tprefill\tdecode\ttokens\tcached\thop 1\thop 2\trequest id")
+	for _, r := range recent[:min(len(recent), terminalRecent)] {
+		status, cached := "...", "-"
+		if r.Status > 0 {
+			status = fmt.Sprint(r.Status)
+		}
+		if r.CachedTokens >= 0 {
+			cached = fmt.Sprint(r.CachedTokens)
+		}
+		route := r.Route
+		if r.Reason != "" {
+			route += " (" + r.Reason + ")"
+		}
+		fmt.Fprintf(t, "  %s\t%s\t%s\t%s\t%d\t%s\t%s\t%s\t%.40s\n", status, route, cmp.Or(r.Prefill, "-"), r.Decode, r.PromptTokens, cached,
+			millis(milliseconds(r.PrefillTime)), millis(milliseconds(r.DecodeTime)), plain(r.RequestID))
+	}
+	_ = t.Flush()
+}
+
+// plain keeps what others chose (names, ids) from steering the terminal.
+func plain(s string) string {
+	return strings.Map(func(r rune) rune {
+		if !unicode.IsPrint(r) {
+			return '?'
+		}
+		return r
+	}, s)
+}
+
+func number(v float64) string {
+	switch {
+	case v >= 1e4:
+		return fmt.Sprintf("%.0fk", v/1e3)
+	case v >= 10 || v == float64(int64(v)):
+		return fmt.Sprintf("%.0f", v)
+	}
+	return fmt.Sprintf("%.1f", v)
+}
+
+func millis(v float64) string {
+	switch {
+	case v == 0:
+		return "-"
+	case v >= 1000:
+		return fmt.Sprintf("%.1f s", v/1000)
+	case v >= 10:
+		return fmt.Sprintf("%.0f ms", v)
+	case v >= 0.1:
+		return fmt.Sprintf("%.1f ms", v)
+	}
+	return fmt.Sprintf("%.0f us", v*1000)
+}
+
+// spark draws the last forty points as blocks of eight heights.
+func spark(points []Point, value func(*Point) float64) string {
+	points = points[max(len(points)-40, 0):]
+	most := 0.
+	for i := range points {
+		most = max(most, value(&points[i]))
+	}
+	var b strings.Builder
+	for i := range points {
+		height := 0
+		if most > 0 {
+			height = int(value(&points[i]) / most * 7.99)
+		}
+		b.WriteRune([]rune("▁▂▃▄▅▆▇█")[height])
+	}
+	return b.String()
+}

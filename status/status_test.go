@@ -1,0 +1,137 @@
+package status
+
+import (
+	"bytes"
+	"encoding/json"
+	"flag"
+	"net/http"
+	"net/http/httptest"
+	"os"
+	"regexp"
+	"strings"
+	"sync"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"tandem/extproc"
+	"tandem/kvstate"
+)
+
+var update = flag.Bool("update", false, "rewrite testdata/status.txt")
+
+// fleet is a source with two pools and some requests.
+func fleet(totals func() extproc.Totals) Source {
+	state := kvstate.New(kvstate.Options{})
+	state.SetPool(kvstate.PoolSpec{Name: "chat", Models: []string{"*"}}, []kvstate.EndpointSpec{
+		{Name: "p1", Addr: "10.0.1.1:8000", Role: kvstate.RolePrefill, Group: "rack-a"}, {Name: "d1", Addr: "10.0.2.1:8000", Role: kvstate.RoleDecode, Group: "rack-a"},
+	})
+	state.SetPool(kvstate.PoolSpec{Name: "small", Models: []string{"qwen"}}, []kvstate.EndpointSpec{{Name: "b\x1b[31m", Addr: "10.0.3.1:8000", Role: kvstate.RoleBoth}})
+	chat := state.Pool("chat")
+	state.Reserve(chat.Endpoints()[0], kvstate.Booking{For: kvstate.RolePrefill, PromptTokens: 700})
+	state.Routed(chat, chat.Endpoints()[0], []uint64{1, 2, 3})
+	state.MarkFailed(state.Pool("small").Endpoints()[0])
+	now := time.Now()
+	recent := []extproc.Trace{
+		{RequestID: "req-2", Pool: "chat", Route: "split", Prefill: "10.0.1.1:8000", Decode: "10.0.2.1:8000", PromptTokens: 100, CachedTokens: 25, PrefillTime: 12 * time.Millisecond, DecodeTime: 2 * time.Second, Status: 200, Started: now},
+		{RequestID: "req-1", Pool: "chat", Route: "decode_alone", Reason: "no_prefill", Decode: "10.0.2.1:8000", PromptTokens: 50, CachedTokens: -1, Started: now},
+		{RequestID: "req-0\x1b]0;", Pool: "chat", Route: "split", Prefill: "10.0.1.1:8000", Decode: "10.0.2.1:8000", PromptTokens: 100, CachedTokens: 50, Status: 503, Started: now.Add(-time.Hour)},
+	}
+	return Source{Version: "v1", State: state, Totals: totals, Ready: func() bool { return true },
+		Recent: func(n int) []extproc.Trace { return recent[:min(n, len(recent))] }}
+}
+
+func TestFeed(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		var mu sync.Mutex
+		var totals extproc.Totals
+		f := NewFeed(fleet(func() extproc.Totals { mu.Lock(); defer mu.Unlock(); return totals }))
+		go f.Run(t.Context())
+		synctest.Wait()
+		for range 20 {
+			mu.Lock()
+			totals.Split += 10
+			totals.OK += 8
+			totals.FirstByte[40] += 8
+			mu.Unlock()
+			time.Sleep(time.Second)
+			synctest.Wait()
+		}
+		s := f.Status(0)
+		require.Len(t, s.Points, 20)
+		require.Equal(t, int64(1), s.Points[0].N)
+		require.InDelta(t, 10, s.Points[19].Split, 1e-9)
+		require.InDelta(t, 10, s.Minute.Split, 1e-9)
+		require.Positive(t, s.Minute.FirstByte99)
+		require.Len(t, f.Status(18).Points, 2, "only what is new")
+		require.Empty(t, f.Status(20).Points)
+		require.Equal(t, []Flow{{"chat", "", "10.0.2.1:8000", 1}, {"chat", "10.0.1.1:8000", "10.0.2.1:8000", 1}}, s.Flow, "of the last minute")
+		require.InDelta(t, 75./200, s.Pools[0].Endpoints[0].HitShare, 1e-9)
+
+		time.Sleep(2 * keptPoints * time.Second)
+		synctest.Wait()
+		require.Len(t, f.Status(0).Points, keptPoints, "the history is bounded")
+		require.Len(t, f.totals, keptTotals)
+		require.Zero(t, f.Status(0).Minute.FirstByte99, "nothing in the last minute")
+	})
+}
+
+func TestPrint(t *testing.T) {
+	var totals extproc.Totals
+	var out bytes.Buffer
+	synctest.Test(t, func(*testing.T) { // at a time of its own
+		f := NewFeed(fleet(func() extproc.Totals { return totals }))
+		for i := range 45 {
+			totals.OK += uint64(i % 9)
+			totals.CachedTokens += 30
+			totals.ComputedTokens += 90
+			totals.Prefill[30]++
+			time.Sleep(time.Second)
+			f.sample()
+		}
+		s := f.Status(0)
+		Print(&out, &s)
+	})
+	require.NotContains(t, out.String(), "\x1b", "names do not steer the terminal")
+	if *update {
+		require.NoError(t, os.WriteFile("testdata/status.txt", out.Bytes(), 0o600))
+	}
+	want, err := os.ReadFile("testdata/status.txt")
+	require.NoError(t, err)
+	require.Equal(t, string(want), out.String())
+}
+
+func TestHandler(t *testing.T) {
+	var totals extproc.Totals
+	h := Handler(NewFeed(fleet(func() extproc.Totals { return totals })))
+	get := func(path string) *httptest.ResponseRecorder {
+		w := httptest.NewRecorder()
+		h.ServeHTTP(w, httptest.NewRequest(http.MethodGet, path, nil))
+		return w
+	}
+	var s Status
+	require.NoError(t, json.Unmarshal(get("/status.json?since=nonsense").Body.Bytes(), &s))
+	require.Len(t, s.Pools, 2)
+	index := get("/")
+	require.Equal(t, 200, index.Code)
+	require.Contains(t, index.Header().Get("content-security-policy"), "default-src 'none'")
+	for _, m := range regexp.MustCompile(`(?:src|href)="([^"]+)"`).FindAllStringSubmatch(index.Body.String(), -1) {
+		if !strings.HasPrefix(m[1], "data:") {
+			require.Equal(t, 200, get("/"+m[1]).Code, m[1])
+		}
+	}
+	require.Equal(t, 404, get("/nothing").Code)
+}
+
+// Nothing comes from elsewhere, and nothing that came with a request becomes markup.
+func TestPageIsSelfContained(t *testing.T) {
+	for _, file := range []string{"page/index.html", "page/page.js", "page/page.css"} {
+		text, err := os.ReadFile(file)
+		require.NoError(t, err)
+		plain := strings.ReplaceAll(string(text), "http://www.w3.org/2000/svg", "")
+		require.NotRegexp(t, `https?://|@import|url\(`, plain, file)
+		require.NotRegexp(t, `innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(`, plain, file)
+	}
+}
