@@ -162,8 +162,8 @@ type options struct {
 	separateKeys      bool                                                                        // each replica has a ticket key file of its own, ticket-N.key, with the same key
 	serveArgs         []string
 
-	bootstrap func(f *fleet) string // of a gateway that is not ours, instead of what `tandem envoy` prints
-	untracedEnvoy     bool // its bootstrap is written without tracing
+	bootstrap     func(f *fleet) string // of a gateway that is not ours, instead of what `tandem envoy` prints
+	untracedEnvoy bool                  // its bootstrap is written without tracing
 }
 
 // ports takes n free ports. Others may take one before it is used; tests that meet that fail loudly.
