@@ -43,7 +43,7 @@ func loadSchemas(t *testing.T) schemas {
 		for _, file := range files {
 			text, err := os.ReadFile(file)
 			require.NoError(t, err)
-			for _, doc := range strings.Split(string(text), "\n---") {
+			for doc := range strings.SplitSeq(string(text), "\n---") {
 				out.add(t, doc)
 			}
 		}

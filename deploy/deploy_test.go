@@ -26,7 +26,7 @@ var update = flag.Bool("update", false, "rewrite envoy-gateway/resources.yaml")
 func mistakes(t *testing.T, known schemas, manifest string) (found []string) {
 	t.Helper()
 	strict := json.NewSerializerWithOptions(json.DefaultMetaFactory, scheme.Scheme, scheme.Scheme, json.SerializerOptions{Yaml: true, Strict: true})
-	for _, doc := range strings.Split("\n"+manifest, "\n---") {
+	for doc := range strings.SplitSeq("\n"+manifest, "\n---") {
 		var object map[string]any
 		require.NoError(t, yaml.UnmarshalStrict([]byte(doc), &object), doc)
 		if len(object) == 0 {
@@ -172,7 +172,7 @@ func TestHelm(t *testing.T) {
 // checkConfigMap reads the configuration that a chart rendered as the server would.
 func checkConfigMap(t *testing.T, manifest string) {
 	t.Helper()
-	for _, doc := range strings.Split(manifest, "\n---") {
+	for doc := range strings.SplitSeq(manifest, "\n---") {
 		var object struct {
 			runtime.TypeMeta `json:",inline"`
 			Data             map[string]string `json:"data"`

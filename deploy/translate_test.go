@@ -45,7 +45,7 @@ func translate(t *testing.T, resources string) []byte {
 	t.Helper()
 	var route httpRoute
 	var policy patchPolicy
-	for _, doc := range strings.Split(resources, "\n---") {
+	for doc := range strings.SplitSeq(resources, "\n---") {
 		switch {
 		case strings.Contains(doc, "\nkind: HTTPRoute\n"):
 			require.NoError(t, yaml.Unmarshal([]byte(doc), &route))

@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"io"
+	"maps"
 	"net"
 	"net/http"
 	"net/http/httptest"
@@ -175,9 +176,7 @@ func throughPrefill(prefill string, r *http.Request, body []byte) ([]byte, error
 		return nil, err
 	}
 	leg := map[string]any{}
-	for name, value := range request {
-		leg[name] = value
-	}
+	maps.Copy(leg, request)
 	leg["max_tokens"], leg["stream"] = 1, false
 	delete(leg, "stream_options")
 	leg["kv_transfer_params"] = map[string]any{"do_remote_decode": true, "do_remote_prefill": false,

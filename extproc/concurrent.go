@@ -114,7 +114,7 @@ func (x *exchange) pairUp(pool *kvstate.Pool, policy Policy, tokens int64, a *at
 		x.view.Endpoints = slices.DeleteFunc(x.view.Endpoints, func(c kvstate.Candidate) bool { return c.Endpoint.Role == kvstate.RoleBoth })
 	}
 	if x.picker.Policy = policy.place(); !dialect.DecodesAlone() {
-		x.picker.Policy.Split = picker.SplitAlways
+		x.picker.Split = picker.SplitAlways
 	}
 	c, ok := x.pickPair(tokens, a.excluded)
 	if !ok {

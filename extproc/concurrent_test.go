@@ -128,7 +128,7 @@ func pass1(s *stand, id string) (q *request, v *verdict) {
 }
 
 func room(t *testing.T, body string) string {
-	var b struct{ Bootstrap_room json.Number } //nolint:revive // as it is written
+	var b struct{ Bootstrap_room json.Number }
 	require.NoError(t, json.Unmarshal([]byte(body), &b), body)
 	return b.Bootstrap_room.String()
 }

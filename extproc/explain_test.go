@@ -25,7 +25,7 @@ func TestExplain(t *testing.T) {
 
 	e, err := s.Explain("", 4000)
 	require.NoError(t, err)
-	require.Equal(t, "", e.Prefill, "a pool without a dialect splits nothing")
+	require.Empty(t, e.Prefill, "a pool without a dialect splits nothing")
 	require.Equal(t, "10.0.2.1:8000", e.Decode)
 	require.Len(t, e.Candidates, 3)
 	require.Equal(t, "failed", e.Candidates[1].Out)

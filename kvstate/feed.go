@@ -273,8 +273,8 @@ func (f *Feed) hold(key, hash uint64, parent, media uint32) uint32 {
 func (f *Feed) removed(e *BlockEvent) {
 	f.stats.Removed += uint64(len(e.Keys))
 	if len(e.Keys) > 1 {
-		for i := len(e.Keys) - 1; i >= 0; i-- {
-			f.remove(e.Keys[i], e.media(), false)
+		for _, v := range slices.Backward(e.Keys) {
+			f.remove(v, e.media(), false)
 		}
 		for _, key := range e.Keys {
 			f.remove(key, e.media(), false)

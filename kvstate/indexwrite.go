@@ -1,6 +1,9 @@
 package kvstate
 
-import "sort"
+import (
+	"slices"
+	"sort"
+)
 
 // Writing: all of this is called with prefixIndex.writing held.
 
@@ -164,8 +167,8 @@ func (m *member) each(f func(id uint32)) {
 		m.feed.keys.each(func(_ uint64, id uint32) { f(id) })
 		return
 	}
-	for i := len(m.list) - 1; i >= 0; i-- {
-		f(m.list[i])
+	for _, v := range slices.Backward(m.list) {
+		f(v)
 	}
 }
 

@@ -35,7 +35,7 @@ func ParseORCA(value []byte) (s Signals, ok bool) {
 			s.named(name, v)
 		}
 	case "TEXT":
-		for _, item := range bytes.Split(rest, []byte(",")) {
+		for item := range bytes.SplitSeq(rest, []byte(",")) {
 			name, text, _ := bytes.Cut(bytes.TrimSpace(item), []byte("="))
 			if v, err := strconv.ParseFloat(string(text), 64); err == nil {
 				s.named(string(bytes.TrimPrefix(name, []byte("named_metrics."))), v)

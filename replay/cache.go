@@ -1,5 +1,7 @@
 package replay
 
+import "slices"
+
 // cache is a prefix cache of blocks that forgets what was used least lately.
 type cache struct {
 	capacity int // blocks; 0: no limit
@@ -54,8 +56,8 @@ func (c *cache) link(i int32) {
 
 // add holds blocks, and gives up the oldest for them where it must. limit is the capacity for now, in blocks.
 func (c *cache) add(blocks []uint64, limit int) {
-	for i := len(blocks) - 1; i >= 0; i-- {
-		b := blocks[i]
+	for _, b := range slices.Backward(blocks) {
+
 		if at, ok := c.at[b]; ok {
 			c.touch(at)
 			continue

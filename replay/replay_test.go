@@ -238,8 +238,8 @@ func TestCacheAgainstTwin(t *testing.T) {
 		}
 		limit := 4 + random.IntN(5)
 		c.add(prompt, limit)
-		for i := len(prompt) - 1; i >= 0; i-- {
-			use(prompt[i])
+		for _, p := range slices.Backward(prompt) {
+			use(p)
 		}
 		twin = twin[max(len(twin)-limit, 0):]
 		require.Len(t, c.at, len(twin))

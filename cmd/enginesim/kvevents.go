@@ -164,7 +164,7 @@ func (e *kvEvents) reply(to []byte, topic string, seq uint64, payload []byte) {
 	_ = e.replay.SendMulti(zmq4.NewMsgFrom(append(frames, binary.BigEndian.AppendUint64(nil, seq), payload)...))
 }
 
-// stored tells of blocks from to to of a sequence, which follow each other.
+// stored tells of blocks from to of a sequence, which follow each other.
 func (e *kvEvents) stored(seq *prompt, from, to, blockSize int) {
 	if e == nil || from == to {
 		return

@@ -166,7 +166,7 @@ func (s *sim) findRank(ctx context.Context, r roomParams) (string, error) {
 		IP   string `json:"rank_ip"`
 		Port int    `json:"rank_port"`
 	}
-	if err := json.NewDecoder(resp.Body).Decode(&rank); err != nil || resp.StatusCode != 200 {
+	if err := json.NewDecoder(resp.Body).Decode(&rank); err != nil || resp.StatusCode != http.StatusOK {
 		return "", fmt.Errorf("%w: the bootstrap server answered %d", errLoadFailed, resp.StatusCode)
 	}
 	return net.JoinHostPort(rank.IP, strconv.Itoa(rank.Port)), nil

@@ -94,7 +94,7 @@ func decodeSizes(p *configv1.Pool) (tp, dp int) {
 
 // transferOf is what is configured of an endpoint's side of KV transfer.
 func transferOf(e *configv1.Endpoint) kvstate.Transfer {
-	port := func(n int32) uint16 { return uint16(n) } //nolint:gosec // validated
+	port := func(n int32) uint16 { return uint16(n) }
 	t, r := e.GetTransfer(), e.GetLmcache()
 	return kvstate.Transfer{
 		Host: t.GetHost(), Release: e.GetRelease(), TP: int(t.GetTensorParallelSize()), DP: int(t.GetDataParallelSize()),

@@ -94,7 +94,7 @@ func host(e *kvstate.Endpoint) string {
 
 // rankOf is the data-parallel rank of n that an attempt uses.
 func (l *Legs) rankOf(n int) int {
-	return int(binary.LittleEndian.Uint64(l.ID[8:]) % uint64(max(n, 1))) //nolint:gosec // below a small number
+	return int(binary.LittleEndian.Uint64(l.ID[8:]) % uint64(max(n, 1)))
 }
 
 // port is the configured port, or the engine's own default.

@@ -2,7 +2,7 @@
 // sends a message every 3 s, from a ZeroMQ DEALER socket to the proxy's ROUTER, which says what it is and where.
 //
 //	frames   identity, msgpack map
-//	map      type "P" or "D", http_address "10.0.1.2:20001", zmq_address "10.0.1.2:21001"
+//	type "P" or "D", http_address "10.0.1.2:20001", zmq_address "10.0.1.2:21001"
 //
 // Nothing is ever sent back. Read from vllm/distributed/kv_transfer/kv_connector/v1/p2p/p2p_nccl_engine.py and
 // examples/disaggregated/p2p_nccl_xpyd/disagg_proxy_p2p_nccl_xpyd.py of vLLM 0.22.1. Whoever reaches the socket can name
@@ -65,7 +65,7 @@ func (l *Listener) Run(ctx context.Context, addr string) error {
 	for {
 		msg, err := socket.Recv()
 		if ctx.Err() != nil {
-			return nil //nolint:nilerr // asked to stop
+			return nil
 		}
 		if err != nil {
 			l.log.Debug("a connection to the registration socket broke", "err", err)

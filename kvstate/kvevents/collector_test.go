@@ -29,7 +29,7 @@ type publisher struct {
 	topics bool // in replayed messages, as vLLM has it from 0.26 on
 }
 
-func silent() *slog.Logger { return slog.New(slog.NewTextHandler(io.Discard, nil)) }
+func silent() *slog.Logger { return slog.New(slog.DiscardHandler) }
 
 func port(t *testing.T, s zmq4.Socket) int {
 	t.Helper()
@@ -138,7 +138,7 @@ func TestCollectorConnects(t *testing.T) {
 		p.store(3, true)
 		eventually(t, s, 0, 1, 2, 3)
 		stats := c.Stats()[0]
-		require.EqualValues(t, []uint64{1, 1, 0, 0}, []uint64{stats.Gaps, stats.Recovered, stats.Lost, stats.Restarts})
+		require.Equal(t, []uint64{1, 1, 0, 0}, []uint64{stats.Gaps, stats.Recovered, stats.Lost, stats.Restarts})
 		require.Equal(t, 4, stats.Feed.Held)
 
 		s.SetPool(kvstate.PoolSpec{Name: "p"}, []kvstate.EndpointSpec{{Name: "other", Addr: "127.0.0.1:8101", Role: kvstate.RoleBoth, EventsPort: 1}})

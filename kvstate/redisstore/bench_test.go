@@ -2,9 +2,10 @@ package redisstore
 
 import (
 	"fmt"
-	"tandem/kvstate"
 	"testing"
 	"time"
+
+	"tandem/kvstate"
 )
 
 func total(replicas []*replica) (sum Stats) {

@@ -3,9 +3,10 @@ package redisstore
 import (
 	"context"
 	"syscall"
-	"tandem/kvstate"
 	"testing"
 	"time"
+
+	"tandem/kvstate"
 
 	"github.com/stretchr/testify/require"
 )

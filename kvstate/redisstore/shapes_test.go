@@ -16,9 +16,10 @@ import (
 	"path/filepath"
 	"strconv"
 	"strings"
-	"tandem/kvstate"
 	"testing"
 	"time"
+
+	"tandem/kvstate"
 
 	"github.com/stretchr/testify/require"
 )

@@ -25,7 +25,7 @@ import (
 func TestMain(m *testing.M) {
 	if addr := os.Getenv("SCRAPE_TEST_SERVE"); addr != "" {
 		text, _ := os.ReadFile("testdata/vllm-0.32.0.txt")
-		_ = http.ListenAndServe(addr, http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { _, _ = w.Write(text) })) //nolint:gosec // a test
+		_ = http.ListenAndServe(addr, http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { _, _ = w.Write(text) }))
 		os.Exit(1)
 	}
 	os.Exit(m.Run())

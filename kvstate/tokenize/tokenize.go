@@ -132,9 +132,10 @@ func (t *Tokenizer) ask(e *kvstate.Endpoint, path string, body []byte) ([]uint32
 	ctx, cancel := context.WithTimeout(context.Background(), deadline)
 	defer cancel()
 	scheme, host := e.Scheme, "http://"
-	if scheme == "" {
+	switch scheme {
+	case "":
 		scheme = "http"
-	} else if scheme == "https" {
+	case "https":
 		host = "https://"
 	}
 	req, err := http.NewRequestWithContext(ctx, http.MethodPost, host+e.Addr+path, bytes.NewReader(body))

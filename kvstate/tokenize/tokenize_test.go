@@ -26,7 +26,7 @@ func poolOf(t *testing.T, handler http.HandlerFunc) *kvstate.Pool {
 	return s.Pool("p")
 }
 
-func silent() *slog.Logger { return slog.New(slog.NewTextHandler(io.Discard, nil)) }
+func silent() *slog.Logger { return slog.New(slog.DiscardHandler) }
 
 func wait(t *testing.T, done <-chan struct{}) {
 	t.Helper()

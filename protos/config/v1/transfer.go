@@ -50,8 +50,8 @@ func (p *Pool) pairing(e *Endpoint) string {
 
 func (v *validator) dialect(path string, p *Pool) {
 	at := path + ".kvTransfer"
-	switch {
-	case p.KvTransfer == "":
+	switch p.KvTransfer {
+	case "":
 		v.m.add(at, "is missing: one of %s; none is for engines that prefill and decode by themselves", strings.Join(dialects(), ", "))
 		return
 	default:
