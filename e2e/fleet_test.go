@@ -14,7 +14,6 @@ import (
 	"os/exec"
 	"path/filepath"
 	"regexp"
-	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -576,9 +575,4 @@ func (f *fleet) account() {
 		require.Eventually(f.t, func() bool { return metric(f.t, url, "vllm:num_requests_running") == 0 }, 10*time.Second, 20*time.Millisecond,
 			"requests still run on %s", e.addr)
 	}
-}
-
-// concurrent reports whether the legs of a dialect run at once, so that engines need a bootstrap server.
-func concurrent(dialect string) bool {
-	return slices.Contains([]string{"sglang", "mooncake", "nixl-push", "moriio", "p2p-nccl"}, dialect)
 }

@@ -96,10 +96,10 @@ func TestKVEventsLostAndRestarted(t *testing.T) {
 	resp.Body.Close()
 	require.Equal(t, http.StatusNoContent, resp.StatusCode)
 	ask("second")
-	require.Equal(t, before, f.sample("tandem_kv_events_blocks", p.addr), "what it stored was lost")
+	require.InDelta(t, before, f.sample("tandem_kv_events_blocks", p.addr), 0, "what it stored was lost")
 	ask("third")
 	f.eventually("tandem_kv_events_blocks", p, func(v float64) bool { return v >= before+120 })
-	require.Equal(t, 1.0, f.sample("tandem_kv_events_gaps_total", p.addr))
+	require.InDelta(t, 1, f.sample("tandem_kv_events_gaps_total", p.addr), 0)
 	require.Zero(t, f.sample("tandem_kv_events_lost_total", p.addr))
 	require.Zero(t, f.sample("tandem_kv_events_blocks_aside", p.addr))
 
@@ -108,5 +108,5 @@ func TestKVEventsLostAndRestarted(t *testing.T) {
 	f.restart(p)
 	f.eventually("tandem_kv_events_connected", p, func(v float64) bool { return v == 1 })
 	f.eventually("tandem_kv_events_blocks", p, func(v float64) bool { return v == 0 })
-	require.Equal(t, 1.0, f.sample("tandem_kv_events_restarts_total", p.addr))
+	require.InDelta(t, 1, f.sample("tandem_kv_events_restarts_total", p.addr), 0)
 }

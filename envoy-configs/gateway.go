@@ -60,7 +60,8 @@ func EnvoyGateway(c *configv1.Config, o GatewayOptions) ([]byte, error) {
 	}
 	for _, p := range c.GetPools() {
 		if configv1.Concurrent(p) {
-			return nil, fmt.Errorf("pool %s: with kvTransfer %s both legs run at once, for which the resources for Envoy Gateway have no routes; run an Envoy of your own with what `tandem envoy` prints", p.GetName(), p.GetKvTransfer())
+			return nil, fmt.Errorf("pool %s: with kvTransfer %s both legs run at once, "+
+				"for which the resources for Envoy Gateway have no routes; run an Envoy of your own with what `tandem envoy` prints", p.GetName(), p.GetKvTransfer())
 		}
 	}
 	or(&o.Namespace, "default")

@@ -128,9 +128,11 @@ func pass1(s *stand, id string) (q *request, v *verdict) {
 }
 
 func room(t *testing.T, body string) string {
-	var b struct{ Bootstrap_room json.Number }
+	var b struct {
+		Room json.Number `json:"bootstrap_room"`
+	}
 	require.NoError(t, json.Unmarshal([]byte(body), &b), body)
-	return b.Bootstrap_room.String()
+	return b.Room.String()
 }
 
 func inBubble(t *testing.T, endpoints []string, test func(t *testing.T, s *stand)) {

@@ -334,7 +334,7 @@ func (x *exchange) answerBegins(p *picked) {
 }
 
 // answerHeaders is what becomes of the answer's headers.
-func (x *exchange) answerHeaders(p *picked, back *replacer) *reply {
+func (x *exchange) answerHeaders(_ *picked, back *replacer) *reply {
 	x.headers.reset()
 	if back != nil {
 		x.headers.drop("content-length") // models' names have different lengths

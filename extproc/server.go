@@ -120,7 +120,10 @@ func New(o Options, m *Metrics) *Server {
 	if o.Log == nil {
 		o.Log = slog.New(slog.DiscardHandler)
 	}
-	s := &Server{Options: o, metrics: m, started: time.Now(), draining: make(chan struct{}), cleanups: make(chan cleanup, maxCleanups), recent: newRecent(), pairs: newPairs(), notes: newPromptNotes(), seed: random()}
+	s := &Server{
+		Options: o, metrics: m, started: time.Now(), draining: make(chan struct{}), cleanups: make(chan cleanup, maxCleanups),
+		recent: newRecent(), pairs: newPairs(), notes: newPromptNotes(), seed: random(),
+	}
 	s.direct = newDirectCalls()
 	s.Apply(o.Live)
 	s.Options.Live = Live{} // nobody is to read what it was once

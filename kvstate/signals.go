@@ -21,11 +21,11 @@ const (
 )
 
 // Trust is how much the signals are worth by now: 1 fresh, 0 nothing, which is also what none at all are worth.
-func (s *Signals) Trust(now time.Time) float64 {
-	if s == nil {
+func (g *Signals) Trust(now time.Time) float64 {
+	if g == nil {
 		return 0
 	}
-	age := now.Sub(s.At)
+	age := now.Sub(g.At)
 	return min(1, max(0, float64(signalsDead-age)/float64(signalsDead-signalsFresh)))
 }
 
@@ -57,7 +57,7 @@ func (s *State) ApplyObserved(e *Endpoint, g Signals) bool {
 }
 
 // over is g, and old where g says nothing.
-func (g Signals) over(old Signals) Signals {
+func (g *Signals) over(old Signals) Signals {
 	if g.Running < 0 {
 		g.Running = old.Running
 	}
@@ -70,7 +70,7 @@ func (g Signals) over(old Signals) Signals {
 	if g.KVTokens < 0 {
 		g.KVTokens = old.KVTokens
 	}
-	return g
+	return *g
 }
 
 // Signals is what the endpoint said last, nil if it never said anything. Not to be changed.

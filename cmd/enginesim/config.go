@@ -82,7 +82,8 @@ func parseFlags(args []string, stderr io.Writer) (*config, error) {
 		c.models = append(c.models, v)
 		return nil
 	})
-	f.StringVar(&connectorName, "connector", "nixl", "KV connector: nixl, nixl-push, neuron, offload, trtllm, lmcache, shared, mooncake, mooncake-0.13, moriio, moriio-read, p2p-nccl, none, or sglang for an SGLang server")
+	f.StringVar(&connectorName, "connector", "nixl", "KV connector: nixl, nixl-push, neuron, offload, trtllm, lmcache, shared, mooncake, mooncake-0.13, "+
+		"moriio, moriio-read, p2p-nccl, none, or sglang for an SGLang server")
 	f.IntVar(&c.tp, "tp", 1, "lmcache: tensor-parallel `ranks`, each with ports and notices of its own")
 	f.IntVar(&c.initPort, "lmcache-init-port", 7300, "lmcache: pd_peer_init_port of rank 0, on decode engines")
 	f.IntVar(&c.allocPort, "lmcache-alloc-port", 7400, "lmcache: pd_peer_alloc_port of rank 0, on decode engines")

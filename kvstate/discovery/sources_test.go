@@ -8,6 +8,7 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"sync"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -102,15 +103,20 @@ func TestDNS(t *testing.T) {
 			{Host: "prefill.svc", Port: 8000, Role: kvstate.RolePrefill, Group: "a"},
 			{Host: "_http._tcp.decode.svc", Role: kvstate.RoleDecode, Scheme: "h2c"},
 		}, quiet())
+		var zone sync.Mutex // over the names that there are
 		known := map[string][]netip.Addr{"prefill.svc": ips("10.0.0.1", "10.0.0.2"), "d-0.svc": ips("10.0.1.1"), "d-1.svc": ips("10.0.1.2")}
 		records := []*net.SRV{{Target: "d-1.svc.", Port: 8200}, {Target: "d-0.svc.", Port: 8200}, {Target: "d-0.svc.", Port: 8201}}
 		d.lookup = func(_ context.Context, host string) ([]netip.Addr, error) {
+			zone.Lock()
+			defer zone.Unlock()
 			if a := known[host]; a != nil {
 				return a, nil
 			}
 			return nil, errors.New("no such host")
 		}
 		d.srv = func(context.Context, string) ([]*net.SRV, error) {
+			zone.Lock()
+			defer zone.Unlock()
 			if records == nil {
 				return nil, errors.New("server misbehaving")
 			}
@@ -126,11 +132,15 @@ func TestDNS(t *testing.T) {
 		ctx, stop := context.WithCancel(t.Context())
 		go d.Run(ctx)
 		later := func() { time.Sleep(resolveEvery + time.Millisecond); synctest.Wait() }
+		zone.Lock()
 		records = nil
+		zone.Unlock()
 		later()
 		require.Len(t, addrs(s, "p"), 5, "a name server that fails changes nothing")
+		zone.Lock()
 		records = []*net.SRV{{Target: "d-2.svc.", Port: 8200}}
 		known["d-2.svc"] = ips("10.0.1.3")
+		zone.Unlock()
 		later()
 		require.Equal(t, []string{"10.0.1.3:8200", "10.0.0.1:8000", "10.0.0.2:8000"}, addrs(s, "p"))
 		require.NotContains(t, d.known, "d-0.svc", "pods' names are not kept for ever")

@@ -6,6 +6,8 @@ import (
 	"log/slog"
 	"net"
 	"net/netip"
+	"slices"
+	"sync"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -74,8 +76,10 @@ func TestEnginesRegister(t *testing.T) {
 // An engine that stops is forgotten after three beats, and its place is free again.
 func TestSilence(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
+		var mu sync.Mutex
 		var gone []string
-		l := New(func(Beat) {}, func(http string) { gone = append(gone, http) }, slog.New(slog.DiscardHandler))
+		forgotten := func() []string { mu.Lock(); defer mu.Unlock(); return slices.Clone(gone) }
+		l := New(func(Beat) {}, func(http string) { mu.Lock(); defer mu.Unlock(); gone = append(gone, http) }, slog.New(slog.DiscardHandler))
 		frame, err := hex.DecodeString(golden)
 		require.NoError(t, err)
 		ctx, cancel := context.WithCancel(t.Context())
@@ -86,10 +90,10 @@ func TestSilence(t *testing.T) {
 			time.Sleep(3 * time.Second)
 		}
 		synctest.Wait()
-		require.Empty(t, gone)
+		require.Empty(t, forgotten())
 		time.Sleep(goneAfter)
 		synctest.Wait()
-		require.Equal(t, []string{"10.0.1.2:20001"}, gone)
+		require.Equal(t, []string{"10.0.1.2:20001"}, forgotten())
 		cancel()
 		<-done
 	})

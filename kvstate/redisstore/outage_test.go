@@ -171,6 +171,9 @@ func TestStartWithoutRedis(t *testing.T) {
 
 // What finds no room while Redis is away is told as a snapshot when it is back.
 func TestMoreThanTheOutboxHolds(t *testing.T) {
+	if underRace {
+		t.Skip("600,000 blocks take a minute under the race detector")
+	}
 	r := startRedis(t)
 	a, b := join(t, redisURL(r), 2), join(t, redisURL(r), 2)
 	r.kill()

@@ -168,7 +168,7 @@ func (s *Scraper) ask(ctx context.Context, e *kvstate.Endpoint, t *target) {
 	t.misses++
 	if errors.Is(err, errNotHere) {
 		t.path = 1 - t.path
-		if t.misses > len(paths()) {
+		if both := paths(); t.misses > len(both) {
 			t.due = t.due.Add(silentFor)
 		}
 	}

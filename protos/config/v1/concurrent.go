@@ -96,7 +96,8 @@ func (v *validator) sglang(path string, p *Pool) {
 		return slices.ContainsFunc(p.Endpoints, func(e *Endpoint) bool { return e.Role == role })
 	}
 	if !has("both") && len(p.Endpoints) > 0 && !(has("prefill") && has("decode")) {
-		v.m.add(path+".endpoints", "an SGLang engine that decodes cannot prefill: this needs endpoints of both roles, prefill and decode, or some with the role both (started without --disaggregation-mode)")
+		v.m.add(path+".endpoints", "an SGLang engine that decodes cannot prefill: "+
+			"this needs endpoints of both roles, prefill and decode, or some with the role both (started without --disaggregation-mode)")
 	}
 	v.neverAlone(path, p, "SGLang")
 }
