@@ -208,7 +208,7 @@ func TestPairPrefillFails(t *testing.T) {
 
 // P's verdict may be in before D's leg has begun.
 func TestPairPrefillIsFaster(t *testing.T) {
-	inBubble(t, twoAndTwo, func(t *testing.T, s *stand) {
+	inBubble(t, twoAndTwo, func(_ *testing.T, s *stand) {
 		q, _ := pass1(s, "faster")
 		p := q.mirror(s)
 		p.answer(500, "")

@@ -57,7 +57,6 @@ func (c *cache) link(i int32) {
 // add holds blocks, and gives up the oldest for them where it must. limit is the capacity for now, in blocks.
 func (c *cache) add(blocks []uint64, limit int) {
 	for _, b := range slices.Backward(blocks) {
-
 		if at, ok := c.at[b]; ok {
 			c.touch(at)
 			continue

@@ -34,7 +34,9 @@ i{display:inline-block;width:.8em;height:.8em;margin-right:.4em}
 <h1>{{.Title}}</h1>
 <p>{{range .About}}{{.}}<br>{{end}}</p>
 <table><tr><th>policy<th>TTFT mean, s<th>p50<th>p90<th>p99<th>TPOT mean, ms<th>p99<th>end to end, s<th>hit share<th>max/mean load<th>goodput<th>decode alone</tr>
-{{range $i, $r := .Results}}<tr><td><i style="background:{{colour $i}}"></i>{{.Policy}}<td>{{s .TTFT.Mean}}<td>{{s .TTFT.P50}}<td>{{s .TTFT.P90}}<td>{{s .TTFT.P99}}<td>{{ms .TPOT.Mean}}<td>{{ms .TPOT.P99}}<td>{{s .EndToEnd.Mean}}<td>{{s .HitShare}}<td>{{s .MaxMeanLoad}}<td>{{s .Goodput}}<td>{{s .Alone}}</tr>
+{{range $i, $r := .Results}}<tr><td><i style="background:{{colour $i}}"></i>{{.Policy}}
+<td>{{s .TTFT.Mean}}<td>{{s .TTFT.P50}}<td>{{s .TTFT.P90}}<td>{{s .TTFT.P99}}<td>{{ms .TPOT.Mean}}<td>{{ms .TPOT.P99}}
+<td>{{s .EndToEnd.Mean}}<td>{{s .HitShare}}<td>{{s .MaxMeanLoad}}<td>{{s .Goodput}}<td>{{s .Alone}}</tr>
 {{end}}</table>
 <h2>Time to the first token: share of requests served within</h2>{{distribution .Results}}
 <h2>Mean time to the first token</h2>{{bars .Results "mean"}}

@@ -92,7 +92,7 @@ func (t *Trace) spread(random *rand.Rand) {
 	first, gap := t.Requests[0].Arrival, 0.0
 	for from, to := 0, 0; from < len(t.Requests); from = to {
 		at := t.Requests[from].Arrival
-		for to = from; to < len(t.Requests) && t.Requests[to].Arrival == at; to++ {
+		for to = from; to < len(t.Requests) && t.Requests[to].Arrival == at; to++ { //nolint:revive // the condition does the work
 		}
 		if to < len(t.Requests) {
 			gap = t.Requests[to].Arrival - at

@@ -7,7 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	stdlog "log"
+	stdlog "log" //nolint:depguard // zmq4 takes no other
 	"math"
 	"net"
 	"net/http"

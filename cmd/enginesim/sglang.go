@@ -150,7 +150,8 @@ func (s *sim) findRank(ctx context.Context, r roomParams) (string, error) {
 		_, own, _ := net.SplitHostPort(s.cfg.bootstrap)
 		port, _ = strconv.Atoi(own)
 	}
-	url := fmt.Sprintf("http://%s/route?prefill_dp_rank=%d&prefill_cp_rank=0&target_tp_rank=0&target_pp_rank=0", net.JoinHostPort(strings.Trim(r.host, "[]"), strconv.Itoa(port)), r.room%uint64(s.cfg.dpSize))
+	url := fmt.Sprintf("http://%s/route?prefill_dp_rank=%d&prefill_cp_rank=0&target_tp_rank=0&target_pp_rank=0",
+		net.JoinHostPort(strings.Trim(r.host, "[]"), strconv.Itoa(port)), r.room%uint64(s.cfg.dpSize))
 	req, err := http.NewRequestWithContext(ctx, http.MethodGet, url, nil)
 	if err != nil {
 		return "", fmt.Errorf("%w: %w", errLoadFailed, err)

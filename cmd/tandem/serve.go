@@ -90,6 +90,8 @@ type settings struct {
 }
 
 // runServer wires the parts together and runs them until ctx ends or one of them fails.
+//
+//nolint:funlen // what is wired stands in one place, in the order in which it starts and stops
 func runServer(ctx context.Context, file string, config *configv1.Config, set settings, log *slog.Logger) error {
 	registry := newRegistry()
 	fleet, err := newFleet(ctx, config, log)

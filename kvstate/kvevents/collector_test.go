@@ -13,7 +13,7 @@ import (
 	"time"
 
 	"github.com/go-zeromq/zmq4"
-	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/assert" //nolint:depguard // the type that EventuallyWithT gives
 	"github.com/stretchr/testify/require"
 
 	"tandem/kvstate"

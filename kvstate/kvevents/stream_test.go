@@ -92,14 +92,14 @@ func (e *engine) step(next func(n int) int) kept {
 			}
 		}
 		hit := 0
-		for ; hit < len(ids)/engineBlock && e.cache[e.name(ids[:(hit+1)*engineBlock])] != nil; hit++ {
+		for ; hit < len(ids)/engineBlock && e.cache[e.name(ids[:(hit+1)*engineBlock])] != nil; hit++ { //nolint:revive // the condition does the work
 		}
 		for len(e.cache)+len(ids)/engineBlock-hit > e.blocks {
 			victim := e.order[next(min(len(e.order), 3))] // now and then out of order
 			events = append(events, e.removed(victim))
 			e.evict(victim)
 		}
-		for hit = 0; hit < len(ids)/engineBlock && e.cache[e.name(ids[:(hit+1)*engineBlock])] != nil; hit++ {
+		for hit = 0; hit < len(ids)/engineBlock && e.cache[e.name(ids[:(hit+1)*engineBlock])] != nil; hit++ { //nolint:revive // the condition does the work
 		}
 		if hit < len(ids)/engineBlock {
 			events = append(events, e.stored(ids, hit, len(ids)/engineBlock))

@@ -29,7 +29,9 @@ const (
 )
 
 // paths are where engines keep their metrics: trtllm-serve has statistics in JSON at the first one.
-func paths() [2]string { return [2]string{"/metrics", "/prometheus/metrics"} }
+func paths() [pathCount]string { return [pathCount]string{"/metrics", "/prometheus/metrics"} }
+
+const pathCount = 2
 
 // Scraper asks endpoints for their metrics.
 type Scraper struct {
@@ -168,7 +170,7 @@ func (s *Scraper) ask(ctx context.Context, e *kvstate.Endpoint, t *target) {
 	t.misses++
 	if errors.Is(err, errNotHere) {
 		t.path = 1 - t.path
-		if both := paths(); t.misses > len(both) {
+		if t.misses > pathCount {
 			t.due = t.due.Add(silentFor)
 		}
 	}
