@@ -3,15 +3,18 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help build tools demo test e2e-failures bench bench-peers replay load idle soak fuzz observability lint vuln generate deploy-check e2e-gateway e2e-vllm clean
+.PHONY: help build tools demo test speed e2e-failures bench bench-peers replay load idle soak fuzz observability lint vuln generate deploy-check e2e-gateway e2e-kube e2e-vllm e2e-vllm-pairs clean
 
 GO ?= go
 GOLANGCI_LINT := github.com/golangci/golangci-lint/v2/cmd/golangci-lint@v2.15.0
 GOVULNCHECK := golang.org/x/vuln/cmd/govulncheck@v1.8.0
 FUZZTIME ?= 30s
-TEST_TIMEOUT ?= 15m
+TEST_TIMEOUT ?= 19m
 TESTFLAGS ?=
+# Tests that run at once in a package: most of e2e wait for something.
+PARALLEL ?= 4
 SUITE ?= full
+SPEED := 'TestRouted|TestBookings|TestEveryEndpoint|TestWhoWait|TestSpending|TestTicketsAreSpent|TestStartWithoutRedis|TestHundred|TestReplicasKnow|TestKilledReplicasBookings|TestFourReplicas|TestABurst|TestLateBinding'
 
 # The race detector needs a C compiler. Where there is none the tests run without it, and say so.
 RACE := $(shell command -v "$$($(GO) env CC)" >/dev/null 2>&1 && echo -race)
@@ -31,16 +34,21 @@ demo: tools build ## everything on this machine: simulated engines, Tandem, Envo
 test: tools ## go vet and all tests, those with a real Envoy included
 	$(GO) vet ./...
 	@[ -n "$(RACE)" ] || echo 'no C compiler: testing without the race detector' >&2
-	TANDEM_REQUIRE_TOOLS=1 $(GO) test $(RACE) -timeout $(TEST_TIMEOUT) $(TESTFLAGS) ./...
+	TANDEM_REQUIRE_TOOLS=1 $(GO) test $(RACE) -parallel $(PARALLEL) -timeout $(TEST_TIMEOUT) $(TESTFLAGS) ./...
 	@# the race detector makes allocations of its own, so the budgets are skipped under it
 	$(if $(RACE),$(GO) test -run Alloc $(TESTFLAGS) ./extproc/... ./picker/... ./kvstate/...)
+	@for t in kustomize helm; do [ -x "$${TANDEM_KUBE_BIN:-$$HOME/.cache/tandem/bin}/$$t" ] || echo "skipped: what $$t renders (make deploy-check)"; done
+	@echo 'skipped, for they take long or large programs: make e2e-gateway, make e2e-kube, make e2e-failures, make e2e-vllm'
 
 bench: tools build ## Go benchmarks, then Tandem beside plain Envoy in one run
 	$(GO) test -run '^$$' -bench . -benchmem ./...
 	$(GO) run ./e2e/bench
 
 e2e-failures: tools ## the failure matrix, 10,000 requests while engines die, and long outages of Redis, with a real Envoy (8 minutes)
-	TANDEM_REQUIRE_TOOLS=1 TANDEM_FAILURES=1 TANDEM_CHAOS=$${TANDEM_CHAOS:-10000} $(GO) test -count 1 -timeout $(TEST_TIMEOUT) -run 'TestFailures|TestChaos|TestCostOf|TestRedisOutages' -v ./e2e
+	TANDEM_REQUIRE_TOOLS=1 TANDEM_FAILURES=1 TANDEM_CHAOS=$${TANDEM_CHAOS:-10000} $(GO) test -count 1 -parallel 8 -timeout $(TEST_TIMEOUT) -run 'TestFailures|TestChaos|TestCostOf|TestRedisOutages|TestSlowRedis|TestRedisFailover' -v ./e2e
+
+speed: tools ## what is claimed of how soon replicas know something, and the like; on a machine that is idle (3 minutes)
+	TANDEM_SPEED=1 TANDEM_REQUIRE_TOOLS=1 $(GO) test -count 1 -p 1 -parallel 1 -v -run $(SPEED) ./kvstate/redisstore ./kvstate/scrape ./e2e
 
 replay: ## the routing tables of docs/benchmarks.md, from traces (half an hour of one core; SUITE=quick: a minute)
 	$(GO) run ./cmd/tandem replay -suite $(SUITE)
@@ -63,7 +71,7 @@ fuzz: ## every FuzzXxx for FUZZTIME (30s); what it finds new is kept in testdata
 	./scripts/fuzz.sh $(FUZZTIME)
 
 observability: ## alerts and dashboard against Prometheus' own parsers (a module of its own)
-	cd deploy/observability/promql && $(GO) test ./...
+	cd deploy/observability/promql && $(GO) test -count 1 ./... # what it reads lies outside of its module, so go would not see a change
 
 lint: ## golangci-lint, built from source the first time (minutes, then cached)
 	$(GO) run $(GOLANGCI_LINT) run ./...
@@ -75,17 +83,29 @@ generate: ## Go code of protos/**/*.proto (committed; needed only after a change
 	./scripts/tools.sh dev
 	./scripts/generate.sh
 
-deploy-check: ## manifests against the real CRDs, with kustomize and Helm built from Go modules (minutes the first time)
+deploy-check: ## manifests against the real CRDs, with kustomize and Helm built from Go modules, and the OCI archive (minutes the first time)
 	scripts/kube-tools.sh kustomize helm
-	$(GO) test -count 1 -v ./deploy
+	TANDEM_OCI=1 $(GO) test -count 1 -timeout 1h -v ./deploy # the archive's programs are built within, for two platforms
 
 e2e-gateway: tools build ## both hops through a real Envoy Gateway, standalone; built from Go modules (10 minutes or more, once); needs root
 	scripts/kube-tools.sh envoy-gateway
 	scripts/e2e-gateway.sh
+	UPSTREAM=override-host scripts/e2e-gateway.sh
 
-e2e-vllm: tools build ## against real vLLM on CPU: 5.5 GiB into ~/.cache/tandem once, 9 GiB of memory, 5 to 10 minutes
+e2e-kube: tools ## discovery from a real kube-apiserver and etcd, and every manifest held against it; built from Go modules (10 minutes or more, once)
+	scripts/kube-tools.sh kustomize helm etcd kube-apiserver
+	TANDEM_KUBE=1 TANDEM_REQUIRE_TOOLS=1 $(GO) test -count 1 -timeout $(TEST_TIMEOUT) -run 'TestKube' -v ./e2e
+
+e2e-vllm: tools build ## against real vLLM on CPU: 5.5 GiB into ~/.cache/tandem once, 9 GiB of memory, 3 to 5 minutes a dialect
 	e2e/vllm/install.sh
 	e2e/vllm/run.sh $(GO) test -tags vllm -count 1 -timeout 30m -v ./e2e/vllm
+	BIDIRECTIONAL=1 e2e/vllm/run.sh $(GO) test -tags vllm -count 1 -timeout 30m -run TestRealTurns -v ./e2e/vllm
+	$(MAKE) e2e-vllm-pairs
+
+e2e-vllm-pairs: tools build ## of that, the dialects whose legs run at once: NIXL push, and as root on Linux Mooncake over TCP in a network namespace
+	e2e/vllm/install.sh
+	CONNECTOR=NixlPushConnector e2e/vllm/run.sh $(GO) test -tags vllm -count 1 -timeout 30m -run TestRealPairs -v ./e2e/vllm
+	@if [ "$$(id -u)" = 0 ]; then e2e/vllm/mooncake.sh; else echo 'skipped, for it takes root: e2e/vllm/mooncake.sh'; fi
 
 clean: ## what was built; .tools/ and Go's own caches stay
 	rm -rf bin .cache

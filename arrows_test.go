@@ -23,28 +23,30 @@ const module = "tandem"
 // nothing points back. A new package needs a row.
 var arrows = map[string][]string{
 	"kvstate":                     {},
-	"kvstate/discovery":           {"kvstate"},
-	"kvstate/kvevents":            {"kvstate"},
-	"kvstate/heartbeats":          {},
+	"kvstate/enginehttp":          {"kvstate"},
+	"kvstate/discovery":           {"kvstate", "kvstate/enginehttp"},
+	"kvstate/kvevents":            {"kvstate", "kvstate/redisstore"}, // the last in tests
+	"kvstate/heartbeats":          {"kvstate/zmtp"},
 	"kvstate/redisstore":          {"kvstate", "protos/state/v1"},
-	"kvstate/scrape":              {"kvstate"},
+	"kvstate/scrape":              {"kvstate", "kvstate/enginehttp"},
 	"kvstate/zmtp":                {},
 	"kvstate/notices":             {"kvstate/zmtp"},
-	"kvstate/tokenize":            {"kvstate"},
+	"kvstate/tokenize":            {"kvstate", "kvstate/enginehttp"},
 	"picker":                      {"kvstate"},
 	"replay":                      {"kvstate", "picker"},
 	"extproc/openai":              {},
 	"extproc/kvtransfer":          {"extproc/openai", "kvstate", "protos/ticket/v1"}, // the last in tests
-	"extproc":                     {"extproc/openai", "extproc/kvtransfer", "kvstate", "picker"},
+	"extproc":                     {"extproc/openai", "extproc/kvtransfer", "kvstate", "kvstate/enginehttp", "picker"},
 	"protos/config/v1":            {},
 	"protos/state/v1":             {},
 	"protos/ticket/v1":            {},
 	"envoy-configs":               {"protos/config/v1"},
-	"cmd/tandem":                  {"extproc", "extproc/kvtransfer", "kvstate", "kvstate/discovery", "kvstate/heartbeats", "kvstate/kvevents", "kvstate/notices", "kvstate/redisstore", "kvstate/scrape", "kvstate/tokenize", "picker", "replay", "status", "envoy-configs", "protos/config/v1"},
+	"cmd/tandem":                  {"extproc", "extproc/kvtransfer", "kvstate", "kvstate/discovery", "kvstate/enginehttp", "kvstate/heartbeats", "kvstate/kvevents", "kvstate/notices", "kvstate/redisstore", "kvstate/scrape", "kvstate/tokenize", "picker", "replay", "status", "envoy-configs", "protos/config/v1"},
 	"cmd/enginesim":               {}, // the engines of the tests: what it shared with the product it could not catch
 	"e2e":                         {}, // black box
-	"e2e/bench":                   {},
-	"e2e/load":                    {},
+	"e2e/bench":                   {"e2e/process"},
+	"e2e/load":                    {"e2e/process"},
+	"e2e/process":                 {},
 	"e2e/vllm":                    {},
 	"status":                      {"extproc", "kvstate"},
 	"deploy/observability/promql": {},                                         // a module of its own: Prometheus' parsers
@@ -61,7 +63,7 @@ var guarded = map[string][]string{
 	"google.golang.org/grpc":     {"extproc", "cmd/tandem", "e2e", "e2e/bench", "envoy-configs (test)"},
 	"github.com/prometheus/":     {"extproc", "cmd/tandem", "cmd/enginesim", "e2e", "e2e/bench", "deploy/observability/promql"},
 	"github.com/redis/":          {"kvstate/redisstore"},
-	"github.com/go-zeromq/":      {"kvstate/kvevents", "kvstate/heartbeats", "kvstate/zmtp (test)", "kvstate/notices (test)", "cmd/enginesim"},
+	"github.com/go-zeromq/":      {"kvstate/kvevents", "kvstate/heartbeats (test)", "kvstate/zmtp (test)", "kvstate/notices (test)", "cmd/enginesim"},
 	"sigs.k8s.io/":               {"protos/config/v1", "kvstate/discovery", "envoy-configs", "deploy (test)", "docs (test)"},
 	"google.golang.org/protobuf": {"cmd/tandem", "kvstate/redisstore", "protos/state/v1", "extproc", "extproc/kvtransfer", "protos/config/v1", "protos/ticket/v1", "envoy-configs (test)", "docs (test)"},
 }

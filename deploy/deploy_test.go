@@ -20,7 +20,7 @@ import (
 	configv1 "tandem/protos/config/v1"
 )
 
-var update = flag.Bool("update", false, "rewrite envoy-gateway/resources.yaml")
+var update = flag.Bool("update", false, "rewrite envoy-gateway/resources.yaml and override-host.yaml")
 
 // mistakes of a manifest, each document read strictly as what it says it is.
 func mistakes(t *testing.T, known schemas, manifest string) (found []string) {
@@ -52,7 +52,7 @@ func read(t *testing.T, file string) string {
 
 func TestManifests(t *testing.T) {
 	known := loadSchemas(t)
-	for _, pattern := range []string{"kustomize/base/*.yaml", "kustomize/overlays/*/*.yaml", "envoy-gateway/resources.yaml", "inference-extension/*.yaml", "examples/*.yaml"} {
+	for _, pattern := range []string{"kustomize/base/*.yaml", "kustomize/overlays/*/*.yaml", "envoy-gateway/*.yaml", "inference-extension/*.yaml", "examples/*.yaml"} {
 		files, err := filepath.Glob(pattern)
 		require.NoError(t, err)
 		require.NotEmpty(t, files, pattern)
@@ -95,23 +95,21 @@ func TestBrokenManifests(t *testing.T) {
 	}
 }
 
-// resources.yaml is what `tandem envoy --for envoy-gateway` prints.
+// resources.yaml is what `tandem envoy --for envoy-gateway` prints, and override-host.yaml what it prints with that upstream.
 func TestEnvoyGatewayResources(t *testing.T) {
 	c, _, err := configv1.Load("envoy-gateway/tandem.yaml")
 	require.NoError(t, err)
-	got, err := envoyconfigs.EnvoyGateway(c, envoyconfigs.GatewayOptions{})
-	require.NoError(t, err)
-	if *update {
-		require.NoError(t, os.WriteFile("envoy-gateway/resources.yaml", got, 0o644))
+	for file, upstream := range map[string]envoyconfigs.Upstream{
+		"envoy-gateway/resources.yaml":     envoyconfigs.OriginalDst,
+		"envoy-gateway/override-host.yaml": envoyconfigs.OverrideHost,
+	} {
+		got, err := envoyconfigs.EnvoyGateway(c, envoyconfigs.GatewayOptions{Upstream: upstream})
+		require.NoError(t, err)
+		if *update {
+			require.NoError(t, os.WriteFile(file, got, 0o644))
+		}
+		require.Equal(t, string(got), read(t, file), "run go test ./deploy -update")
 	}
-	require.Equal(t, string(got), read(t, "envoy-gateway/resources.yaml"), "run go test ./deploy -update")
-
-	c.ExtProc.Tls = &configv1.Tls{Mode: "selfSigned"}
-	_, err = envoyconfigs.EnvoyGateway(c, envoyconfigs.GatewayOptions{})
-	require.ErrorContains(t, err, "extProc.tls")
-	c.ExtProc.Tls, c.Pools[0].KvTransfer = nil, "sglang"
-	_, err = envoyconfigs.EnvoyGateway(c, envoyconfigs.GatewayOptions{})
-	require.ErrorContains(t, err, "both legs run at once")
 }
 
 // tool is a program that scripts/kube-tools.sh built; without it a test says so and is skipped.
@@ -151,22 +149,29 @@ func TestKustomize(t *testing.T) {
 
 func TestHelm(t *testing.T) {
 	helm, known := tool(t, "helm"), loadSchemas(t)
-	everything := []string{
-		"--set", "autoscaling.enabled=true,autoscaling.reservations=2000,serviceMonitor.enabled=true,networkPolicy.enabled=true,inferencePool.enabled=true",
-		"--set", "redis.url=redis://redis:6379/0",
-	}
-	for name, args := range map[string][]string{
-		"defaults": nil, "everything": everything, "endpoint picker": append(everything, "--set", "config.extProc.protocol=endpointPicker"),
-	} {
-		rendered := output(t, helm, append([]string{"template", "router", "helm/tandem", "--namespace", "llm"}, args...)...)
+	every := []string{"--set", "autoscaling.enabled=true,autoscaling.reservations=2000,serviceMonitor.enabled=true,networkPolicy.enabled=true,redis.url=redis://redis:6379/0"}
+	picker := append(every, "--set", "config.extProc.protocol=endpointPicker,inferencePool.enabled=true",
+		"--set-json", `config.pools=[{"name":"llm","kvTransfer":"nixl","handoff":"sidecar","discovery":{"inferencePool":{"name":"router"}}}]`)
+	template := []string{"template", "router", "helm/tandem", "--namespace", "llm", "--kube-version", "1.36"}
+	for name, args := range map[string][]string{"defaults": nil, "everything": every, "endpoint picker": picker} {
+		rendered := output(t, helm, append(template, args...)...)
 		require.Empty(t, mistakes(t, known, rendered), name)
 		checkConfigMap(t, rendered)
 	}
-	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
-	defer cancel()
-	text, err := exec.CommandContext(ctx, helm, "template", "helm/tandem", "--set", "replicas=none").CombinedOutput()
-	require.Error(t, err, "the schema of the values refuses it")
-	require.Contains(t, string(text), "replicas")
+	for wrong, why := range map[string]string{
+		"replicas=none":                       "replicas", // the schema of the values
+		"replica=3":                           "replica",
+		"inferencePool.targetPorts={80000}":   "targetPorts",
+		"inferencePool.enabled=true":          "needs config.extProc.protocol",
+		"networkPolicy.from=all":              "from",
+		"podDisruptionBudget.maxUnavailble=1": "maxUnavailble",
+	} {
+		ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+		text, err := exec.CommandContext(ctx, helm, append(template, "--set", wrong)...).CombinedOutput()
+		cancel()
+		require.Error(t, err, wrong)
+		require.Contains(t, string(text), why)
+	}
 }
 
 // checkConfigMap reads the configuration that a chart rendered as the server would.

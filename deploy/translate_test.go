@@ -1,15 +1,21 @@
 package deploy
 
 import (
+	"fmt"
+	"maps"
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"testing"
 
 	"github.com/stretchr/testify/require"
 	"sigs.k8s.io/yaml"
+
+	envoyconfigs "tandem/envoy-configs"
+	configv1 "tandem/protos/config/v1"
 )
 
 // This file does the part of Envoy Gateway's translation that resources.yaml makes use of (a route for each rule of the
@@ -54,18 +60,22 @@ func translate(t *testing.T, resources string) []byte {
 		}
 	}
 	var routes []any
-	for _, rule := range route.Spec.Rules {
+	clusters := map[string]object{} // those of the rules, by name
+	for i, rule := range route.Spec.Rules {
+		name := fmt.Sprintf("httproute/default/tandem/rule/%d", i)
+		clusters[name] = object{"name": name, "type": "STATIC", "load_assignment": object{"cluster_name": name}}
 		match := object{"prefix": "/"}
 		for _, h := range rule.Matches[0].Headers {
 			headers, _ := match["headers"].([]any)
 			match["headers"] = append(headers, object{"name": h.Name, "string_match": object{"exact": h.Value}})
 		}
-		routes = append(routes, object{"match": match, "route": object{"cluster": "tandem-replan", "timeout": "0s"}})
+		routes = append(routes, object{"match": match, "typed_per_filter_config": object{}, "route": object{"cluster": name, "timeout": "0s"}})
 	}
+	extProc := object{"name": "envoy.filters.http.ext_proc//default/tandem/extproc/0", "typed_config": object{}}
 	hcm := object{
 		"@type":       "type.googleapis.com/envoy.extensions.filters.network.http_connection_manager.v3.HttpConnectionManager",
 		"stat_prefix": "http", "access_log": []any{},
-		"http_filters": []any{object{"name": "envoy.filters.http.router", "typed_config": object{"@type": "type.googleapis.com/envoy.extensions.filters.http.router.v3.Router"}}},
+		"http_filters": []any{extProc, object{"name": "envoy.filters.http.router", "typed_config": object{"@type": "type.googleapis.com/envoy.extensions.filters.http.router.v3.Router"}}},
 		"route_config": object{"virtual_hosts": []any{object{"name": "all", "domains": []any{"*"}, "routes": routes}}},
 	}
 	static := object{"listeners": []any{object{
@@ -83,13 +93,25 @@ func translate(t *testing.T, resources string) []byte {
 			put(t, routes[n].(object), op.Op, op.Path, op.Value)
 		case op.Path == "/access_log/-":
 			hcm["access_log"] = append(hcm["access_log"].([]any), op.Value)
+		case strings.HasPrefix(op.JSONPath, "$..http_filters"):
+			put(t, extProc, op.Op, op.Path, op.Value)
+		case op.Path == "/http_filters/0":
+			hcm["http_filters"] = append([]any{op.Value}, hcm["http_filters"].([]any)...)
+		case kind == "Listener" && op.JSONPath != "":
+			put(t, hcm, op.Op, op.Path, op.Value)
 		case op.Path == "" && kind == "Listener":
 			static["listeners"] = append(static["listeners"].([]any), op.Value)
 		case op.Path == "" && kind == "Cluster":
 			static["clusters"] = append(static["clusters"].([]any), op.Value)
+		case kind == "Cluster":
+			require.Contains(t, clusters, p.Name)
+			put(t, clusters[p.Name], op.Op, op.Path, op.Value)
 		default:
 			require.Fail(t, "a patch that is not understood", "%+v", p)
 		}
+	}
+	for _, name := range slices.Sorted(maps.Keys(clusters)) {
+		static["clusters"] = append(static["clusters"].([]any), clusters[name])
 	}
 	text, err := yaml.Marshal(object{
 		"node": object{"id": "t", "cluster": "t"}, "static_resources": static,
@@ -132,6 +154,19 @@ func TestEnvoyTakesTheResources(t *testing.T) {
 		}
 		t.Skip("no Envoy: run scripts/tools.sh, or set ENVOY")
 	}
+	pairs, _, err := configv1.Parse([]byte(`extProc: {tls: {mode: selfSigned}}
+pools:
+- {name: a, kvTransfer: sglang, endpoints: [{address: "127.0.0.1:8101", role: prefill}, {address: "127.0.0.1:8201", role: decode}]}
+- {name: b, models: [b], kvTransfer: nixl, endpoints: [{address: "127.0.0.1:8102", role: prefill, scheme: https}, {address: "127.0.0.1:8202", role: decode, scheme: h2c}]}
+`))
+	require.NoError(t, err)
+	every, err := envoyconfigs.EnvoyGateway(pairs, envoyconfigs.GatewayOptions{})
+	require.NoError(t, err)
+	_, err = envoyconfigs.EnvoyGateway(pairs, envoyconfigs.GatewayOptions{Upstream: envoyconfigs.OverrideHost})
+	require.ErrorContains(t, err, "17 rules are more than an HTTPRoute may have")
+	pairs.Pools[1].Endpoints[1].Scheme = "https"
+	known, err := envoyconfigs.EnvoyGateway(pairs, envoyconfigs.GatewayOptions{Upstream: envoyconfigs.OverrideHost})
+	require.NoError(t, err)
 	resources := read(t, "envoy-gateway/resources.yaml")
 	validate := func(text []byte) (string, error) {
 		file := filepath.Join(t.TempDir(), "envoy.yaml")
@@ -139,8 +174,15 @@ func TestEnvoyTakesTheResources(t *testing.T) {
 		out, err := exec.CommandContext(t.Context(), envoy, "--mode", "validate", "-c", file, "-l", "warning", "--disable-hot-restart").CombinedOutput()
 		return string(out), err
 	}
-	out, err := validate(translate(t, resources))
-	require.NoError(t, err, out)
+	for _, text := range []string{resources, string(every), read(t, "envoy-gateway/override-host.yaml"), string(known)} {
+		out, err := validate(translate(t, text))
+		require.NoError(t, err, out)
+	}
+	// And what Envoy Gateway itself made of such resources when make e2e-gateway last ran.
+	for _, golden := range []string{"envoy-gateway/envoy.json", "envoy-gateway/envoy-override-host.json"} {
+		out, err := validate([]byte(read(t, golden)))
+		require.NoError(t, err, out)
+	}
 	_, err = validate(translate(t, strings.Replace(resources, "max_internal_redirects: ", "max_internal_redirect: ", 1)))
 	require.Error(t, err, "a patch that Envoy does not know is refused")
 }

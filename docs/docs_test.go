@@ -9,6 +9,7 @@ import (
 	"flag"
 	"fmt"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"regexp"
 	"strings"
@@ -175,13 +176,11 @@ func valueOf(f protoreflect.FieldDescriptor, m protoreflect.Message) string {
 	return "`[" + strings.Join(items, ", ") + "]`"
 }
 
-// Every metric and every code that a client or an operator may meet is explained.
+// Every code that a client or an operator may meet is explained; metrics are in observability_test.go.
 func TestOperationsKnowsAll(t *testing.T) {
 	operations := read(t, "operations.md")
 	found := 0
 	for file, pattern := range map[string]string{
-		"../extproc/metrics*.go":     `"(tandem_[a-z_]+)"`,
-		"../cmd/tandem/*.go":         `"(tandem_[a-z_]+)"`,
 		"../extproc/*.go":            `(?:BadRequest|Unavailable)\("([a-z_]+)"|a\.why = (?:true, )?"([a-z_]+)"|Cause = "([a-z_]+)"`,
 		"../extproc/openai/*.go":     `BadRequest\("([a-z_]+)"|Code: "([a-z_]+)"`,
 		"../extproc/openai/split.go": `return "([a-z_]+)"`,
@@ -237,6 +236,46 @@ func TestLinksLeadSomewhere(t *testing.T) {
 			}
 			_, err := os.Stat(filepath.Join(filepath.Dir(page), target))
 			require.NoError(t, err, "%s links to %s", page, target)
+		}
+	}
+}
+
+// The dialect and the term of the price that CONTRIBUTING shows compile in the places where it says that they belong.
+func TestWorkedExamplesCompile(t *testing.T) {
+	for _, example := range []struct{ dir, begins, before string }{
+		{"../extproc/kvtransfer", "// handle is", "package kvtransfer\n\nimport (\n\t\"fmt\"\n\n\t\"tandem/extproc/openai\"\n)\n\nvar _ Dialect = newHandle()\n\n"},
+		{"../picker", "const fullFrom", "package picker\n\nimport \"tandem/kvstate\"\n\n"},
+	} {
+		_, shown, ok := strings.Cut(read(t, "../CONTRIBUTING.md"), example.begins)
+		require.True(t, ok, example.begins)
+		shown, _, _ = strings.Cut(shown, "```")
+		source := filepath.Join(t.TempDir(), "worked.go")
+		require.NoError(t, os.WriteFile(source, []byte(example.before+example.begins+shown), 0o600))
+		place, err := filepath.Abs(filepath.Join(example.dir, "worked.go"))
+		require.NoError(t, err)
+		overlay := filepath.Join(t.TempDir(), "overlay.json")
+		require.NoError(t, os.WriteFile(overlay, fmt.Appendf(nil, `{"Replace":{%q:%q}}`, place, source), 0o600))
+		out, err := exec.Command("go", "build", "-overlay", overlay, example.dir).CombinedOutput()
+		require.NoError(t, err, "%s", out)
+	}
+}
+
+// The house in design.md has a line for every folder that somebody may look for.
+func TestTheHouseIsWhole(t *testing.T) {
+	_, house, ok := strings.Cut(read(t, "design.md"), "## The house\n")
+	require.True(t, ok)
+	house, _, _ = strings.Cut(house, "Imports go one way")
+	for _, pattern := range []string{"../*/*.go", "../cmd/*/*.go", "../kvstate/*/*.go", "../extproc/*/*.go", "../protos/*/*/*.go"} {
+		files, err := filepath.Glob(pattern)
+		require.NoError(t, err)
+		for _, f := range files {
+			name := filepath.Base(filepath.Dir(f))
+			if strings.HasPrefix(f, "../protos/") {
+				name = filepath.Base(filepath.Dir(filepath.Dir(f))) + "/" + name
+			} else {
+				name += "/"
+			}
+			require.Contains(t, house, name, "design.md does not say what lies in %s", filepath.Dir(f))
 		}
 	}
 }

@@ -2,6 +2,7 @@ package docs
 
 import (
 	"encoding/json"
+	"io/fs"
 	"path/filepath"
 	"regexp"
 	"strings"
@@ -13,35 +14,79 @@ import (
 
 const observability = "../deploy/observability/"
 
-// metricsOfTheCode are the names under which Tandem's code registers metrics.
+// metricsOfTheCode are the names under which Tandem's code registers metrics, wherever in the tree.
 func metricsOfTheCode(t *testing.T) map[string]bool {
 	t.Helper()
 	out := map[string]bool{}
-	for _, pattern := range []string{"../extproc/metrics*.go", "../cmd/tandem/*.go"} {
-		files, err := filepath.Glob(pattern)
-		require.NoError(t, err)
-		for _, f := range files {
-			for _, m := range regexp.MustCompile(`"(tandem_[a-z_]+)"`).FindAllStringSubmatch(read(t, f), -1) {
+	for _, top := range []string{"../cmd/tandem", "../extproc", "../kvstate", "../picker", "../status"} {
+		require.NoError(t, filepath.WalkDir(top, func(file string, _ fs.DirEntry, err error) error {
+			if err != nil || !strings.HasSuffix(file, ".go") || strings.HasSuffix(file, "_test.go") {
+				return err
+			}
+			for _, m := range regexp.MustCompile(`"(tandem_[a-z0-9_]+)"`).FindAllStringSubmatch(read(t, file), -1) {
 				out[m[1]] = true
 			}
-		}
+			return nil
+		}))
 	}
-	require.Greater(t, len(out), 20)
+	require.Greater(t, len(out), 60)
 	return out
 }
 
-// What alerts and dashboards ask for, the code counts.
-func TestAlertsAndDashboardsAskForWhatThereIs(t *testing.T) {
-	known := metricsOfTheCode(t)
-	for _, file := range []string{"alerts.yaml", "grafana/dashboards/tandem.json"} {
-		for _, name := range regexp.MustCompile(`\btandem_[a-z_]+`).FindAllString(read(t, observability+file), -1) {
-			for _, suffix := range []string{"_bucket", "_count", "_sum"} {
-				if base := strings.TrimSuffix(name, suffix); known[base] {
-					name = base
-				}
+// metricsIn are the metrics that a text names. Series of a histogram are it, and what ends in _ is no name.
+func metricsIn(text string, known map[string]bool) map[string]bool {
+	out := map[string]bool{}
+	for _, name := range regexp.MustCompile(`\btandem_[a-z0-9_]+`).FindAllString(text, -1) {
+		for _, suffix := range []string{"_bucket", "_count", "_sum"} {
+			if base := strings.TrimSuffix(name, suffix); known[base] {
+				name = base
 			}
-			require.True(t, known[name], "%s asks for %s, which nothing counts", file, name)
 		}
+		if !strings.HasSuffix(name, "_") {
+			out[name] = true
+		}
+	}
+	return out
+}
+
+// What alerts, dashboards and pages ask for, the code counts.
+func TestAlertsDashboardsAndPagesNameWhatThereIs(t *testing.T) {
+	known := metricsOfTheCode(t)
+	files := []string{observability + "alerts.yaml", observability + "grafana/dashboards/tandem.json"}
+	for _, page := range pages(t) {
+		if page != "../CHANGELOG.md" { // which tells of what was
+			files = append(files, page)
+		}
+	}
+	for _, file := range files {
+		for name := range metricsIn(read(t, file), known) {
+			require.True(t, known[name], "%s names %s, which nothing counts", file, name)
+		}
+	}
+}
+
+// Every metric has its row in the table of operations.md. A panel is a matter of taste; which have none is logged.
+func TestEveryMetricHasItsRow(t *testing.T) {
+	known := metricsOfTheCode(t)
+	_, table, ok := strings.Cut(read(t, "operations.md"), "\n## Metrics\n")
+	require.True(t, ok)
+	table, _, _ = strings.Cut(table, "\nReasons for `decode_alone`:\n")
+	rows := map[string]bool{}
+	for _, m := range regexp.MustCompile(`(?m)^\| ([^|]*) \|`).FindAllStringSubmatch(table, -1) { // a row may be of several
+		for name := range metricsIn(m[1], nil) {
+			require.False(t, rows[name], "%s has two rows", name)
+			rows[name] = true
+		}
+	}
+	shown := metricsIn(read(t, observability+"grafana/dashboards/tandem.json")+read(t, observability+"alerts.yaml"), known)
+	for name := range known {
+		require.True(t, rows[name], "operations.md has no row for %s under Metrics", name)
+		if !shown[name] {
+			t.Logf("%s is in no panel and no alert", name)
+		}
+	}
+	for name := range rows {
+		require.True(t, known[name], "operations.md has a row for %s, which nothing counts", name)
 	}
 }
 

@@ -22,8 +22,8 @@ import (
 // chaosFleet is the fleet of the chaos runs: a lease that does not end before a request does, and a decode step that keeps
 // answers on the wire for a while.
 func chaosFleet(t *testing.T) *fleet {
-	f := start(t, options{prefills: 3, decodes: 3, pool: "  prefillTimeout: {base: 2s}\n", engineArgs: []string{
-		"--lease", "5s", "--load-timeout", "200ms", "--decode-step", "1ms", "--prefill-speed", "50000", "--record=false",
+	f := start(t, options{prefills: 3, decodes: 3, pool: "  prefillTimeout: {base: 30s}\n", engineArgs: []string{
+		"--lease", "10s", "--load-timeout", "200ms", "--decode-step", "1ms", "--prefill-speed", "50000", "--record=false",
 		// vLLM begins a stream before it fetches; with the policy "fail", its default, the client would read of an engine that died
 		// between the hops, and nobody could take that back.
 		"--kv-load-failure", "recompute",
@@ -89,7 +89,7 @@ func TestChaos(t *testing.T) {
 	for _, e := range f.engines() {
 		if e.running() {
 			require.Zero(t, metric(t, "http://"+e.addr, "enginesim_violations_total"), e.addr)
-			require.Eventually(t, func() bool { return metric(t, "http://"+e.addr, "enginesim_blocks_held") == 0 }, 10*time.Second, 50*time.Millisecond, e.addr)
+			require.Eventually(t, func() bool { return metric(t, "http://"+e.addr, "enginesim_blocks_held") == 0 }, patience, 50*time.Millisecond, e.addr)
 		}
 	}
 }
@@ -101,11 +101,9 @@ func fromEnv(name string, otherwise int) int {
 	return otherwise
 }
 
-// havoc kills engines and brings them back, until stop; then it brings all back. One of each role stays up, and has been up
-// for long enough that Tandem can know it.
+// havoc kills engines and brings them back, until stop; then it brings all back. One of each role stays up, and Tandem knows it.
 func havoc(f *fleet, random *rand.Rand, stop chan struct{}) map[string]int {
 	killed := map[string]int{}
-	since := map[*engine]time.Time{}
 	for {
 		select {
 		case <-stop:
@@ -120,14 +118,13 @@ func havoc(f *fleet, random *rand.Rand, stop chan struct{}) map[string]int {
 		e := f.engines()[random.IntN(6)]
 		if !e.running() {
 			f.restart(e)
-			since[e] = time.Now()
 			continue
 		}
 		list := f.prefills
 		if e.role == "decode" {
 			list = f.decodes
 		}
-		if slices.ContainsFunc(list, func(o *engine) bool { return o != e && o.running() && time.Since(since[o]) > time.Second }) {
+		if slices.ContainsFunc(list, func(o *engine) bool { return o != e && o.running() && f.inUse(o) }) {
 			_ = e.cmd.Process.Signal(syscall.SIGKILL)
 			<-e.exited
 			killed[e.role]++
@@ -135,12 +132,22 @@ func havoc(f *fleet, random *rand.Rand, stop chan struct{}) map[string]int {
 	}
 }
 
+// inUse reports whether Tandem sends requests to an engine.
+func (f *fleet) inUse(e *engine) bool {
+	for _, known := range f.known(0).Pools[0].Endpoints {
+		if known.Address == e.addr {
+			return !known.Failed
+		}
+	}
+	return false
+}
+
 // chaosRequest sends one request and says what came of it.
 func chaosRequest(f *fleet, i int, reference string) (kind string, took time.Duration) {
 	stream := i%2 == 0
 	body := fmt.Sprintf(`{"model":"tiny","stream":%t,"ignore_eos":true,"max_tokens":%d,"messages":[{"role":"user","content":%q}]}`,
 		stream, 5+i%60, fmt.Sprintf("%d ", i)+strings.Repeat("all is well. ", 10+i%200))
-	ctx, cancel := context.WithTimeout(context.Background(), 30*time.Second)
+	ctx, cancel := context.WithTimeout(context.Background(), patience)
 	defer cancel()
 	right := send(ctx, reference, "reference", strings.Replace(body, `"stream":true`, `"stream":false`, 1))
 	<-right.done

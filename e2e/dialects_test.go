@@ -29,6 +29,7 @@ func kinds() []kind {
 		{name: "lmcache, two ranks", engine: "lmcache", kv: "lmcache", more: []string{"--tp", "2", "--notices", "noisy", "--kv-delay", "20ms"}},
 		{name: "lmcache, early notices, twice", engine: "lmcache", kv: "lmcache", more: []string{"--notices", "twice", "--kv-delay", "-1ms"}},
 		{name: "lmcache 0.3.5", engine: "lmcache", kv: "lmcache", more: []string{"--notices", "old"}},
+		{name: "lmcache, first token", engine: "lmcache", kv: "lmcache", pool: "  lmcache: {retFirstToken: true}\n"},
 		{name: "nixl, token ids reused", engine: "nixl", kv: "nixl", pool: "  nixl: {reuseTokenIds: true}\n"},
 		{name: "shared", engine: "shared", kv: "shared"},
 		{name: "offload", engine: "offload", kv: "offload"},
@@ -36,11 +37,12 @@ func kinds() []kind {
 		{name: "orchestrated, whole answer", engine: "neuron", kv: "orchestrated"},
 		{name: "orchestrated, parameters", engine: "nixl", kv: "orchestrated", pool: "  orchestrated: {handOver: params}\n"},
 		{name: "trtllm", engine: "trtllm", kv: "trtllm"},
+		{name: "trtllm, generation first", engine: "trtllm", kv: "trtllm-generation-first", more: []string{"--transfer-timeout", "8s"}},
 	}
 }
 
-// lease is long enough for a decode leg, and short enough for a test that waits for its end.
-const lease = "2s"
+// lease is long enough for a decode leg on a machine that stands still for seconds, and short enough for a test that waits for its end.
+const lease = "10s"
 
 // setUp completes options for a kind. notices is where LMCache's engines push at.
 func (k kind) setUp(o options, notices, model string) options {
@@ -53,7 +55,7 @@ func (k kind) setUp(o options, notices, model string) options {
 	}
 	store := ""
 	o.engine = func(role string, _ int, free func() string) (args []string, fields string) {
-		args = append([]string{"--connector", k.engine, "--lease", lease, "--load-timeout", "300ms", "--model", model}, k.more...)
+		args = append([]string{"--connector", k.engine, "--lease", lease, "--load-timeout", "10s", "--model", model}, k.more...)
 		port := func() string { _, port, _ := net.SplitHostPort(free()); return port }
 		switch side := free(); k.engine {
 		case "lmcache":
@@ -61,8 +63,8 @@ func (k kind) setUp(o options, notices, model string) options {
 			fields = ", transfer: {tensorParallelSize: " + tp + "}"
 			if role == "decode" {
 				init, alloc := port(), port()
-				if tp == "2" { // neighbours of a free port are mostly free too
-					init, alloc = pairOfPorts(), pairOfPorts()
+				if tp == "2" {
+					init, alloc = twoInARow(free), twoInARow(free)
 				}
 				args = append(args, "--lmcache-init-port", init, "--lmcache-alloc-port", alloc)
 				fields += fmt.Sprintf(", lmcache: {initPort: %s, allocPort: %s}", init, alloc)
@@ -84,23 +86,6 @@ func (k kind) setUp(o options, notices, model string) options {
 		return args, fields
 	}
 	return o
-}
-
-// pairOfPorts is the first of two ports that are free, one after the other.
-func pairOfPorts() string {
-	for {
-		a, err := net.Listen("tcp", "127.0.0.1:0")
-		if err != nil {
-			continue
-		}
-		port := a.Addr().(*net.TCPAddr).Port
-		b, err := net.Listen("tcp", fmt.Sprintf("127.0.0.1:%d", port+1))
-		_ = a.Close()
-		if err == nil {
-			_ = b.Close()
-			return fmt.Sprint(port)
-		}
-	}
 }
 
 // startKind starts a fleet of one kind.
@@ -179,11 +164,13 @@ func (f *fleet) want(a asked, e *engine) string {
 // Every dialect at 2P+2D and 3P+1D, any pairing: the answer is the one without transfer, and the KV came from the other
 // engine. Then a prefill engine fails, a decode engine fails, and clients leave; in the end no ledger has an entry.
 func TestDialects(t *testing.T) {
+	t.Parallel()
 	for _, k := range kinds() {
 		for _, shape := range [][2]int{{2, 2}, {3, 1}} {
 			t.Run(fmt.Sprintf("%s %dP%dD", k.name, shape[0], shape[1]), func(t *testing.T) {
+				t.Parallel() // mostly waits
 				f := startKind(t, k, shape[0], shape[1])
-				f.transfers(t)
+				f.transfers(t, strings.Contains(k.pool, "retFirstToken"))
 				f.survivesFailures(t)
 				f.survivesLeaving()
 			})
@@ -191,8 +178,8 @@ func TestDialects(t *testing.T) {
 	}
 }
 
-// transfers sends requests and holds each to its two hops.
-func (f *fleet) transfers(t *testing.T) {
+// transfers sends requests and holds each to its two hops; continued says that D goes on behind P's first token.
+func (f *fleet) transfers(t *testing.T, continued bool) {
 	pairs := map[string]bool{}
 	for i := range 24 {
 		a := ask("tiny", i)
@@ -201,7 +188,13 @@ func (f *fleet) transfers(t *testing.T) {
 		require.Equal(t, f.want(a, f.decodes[0]), got.text(t), "request %d", i)
 		p, d := f.hops(a.id)
 		require.Positive(t, d.ExternalTokens, "request %d: its KV was not taken from P", i)
-		require.Equal(t, p.Path, d.Path)
+		if continued {
+			require.Equal(t, "/v1/completions", d.Path)
+			require.Equal(t, p.PromptTokens+1, d.PromptTokens, "the prompt, and P's token")
+			require.Equal(t, 5+i%9-1, d.CompletionTokens)
+		} else {
+			require.Equal(t, p.Path, d.Path)
+		}
 		require.NotContains(t, got.body, "disaggregated_params")
 		require.NotContains(t, got.body, `"do_remote_`)
 		pairs[p.Engine+" "+d.Engine] = true
@@ -254,59 +247,9 @@ func (f *fleet) survivesLeaving() {
 	clients.Wait()
 }
 
-// A notice that never comes costs its time and nothing else: D computes.
-func TestLMCacheWithoutNotices(t *testing.T) {
-	k := kind{name: "silent", engine: "lmcache", kv: "lmcache", more: []string{"--notices", "never"}, pool: "  lmcache: {noticeTimeout: 300ms}\n"}
-	f := startKind(t, k, 1, 1)
-	a := ask("tiny", 0)
-	got := f.post(a.path, a.body, "x-request-id", a.id)
-	require.Equal(t, 200, got.status, got.body)
-	require.GreaterOrEqual(t, got.took, 300*time.Millisecond)
-	require.Equal(t, f.want(a, f.decodes[0]), got.text(t))
-	require.Equal(t, 1, int(metric(t, f.admins[0], "tandem_kv_notice_waits_total", `result="missed"`)))
-
-	skipping := kind{engine: "lmcache", kv: "lmcache", more: []string{"--notices", "never", "--kv-delay", "-1ms"}, pool: "  lmcache: {skipNotices: true}\n"}
-	f = start(t, skipping.setUp(options{prefills: 1, decodes: 1}, "127.0.0.1:1", "tiny"))
-	got = f.post(a.path, a.body, "x-request-id", a.id)
-	require.Equal(t, 200, got.status, got.body)
-	_, d := f.hops(a.id)
-	require.Positive(t, d.ExternalTokens)
-}
-
-// With bufferTokens prompts take turns for D's buffer, and none waits with a part of it in hand; what is larger than the
-// buffer is computed by D.
-func TestLMCacheBufferIsShared(t *testing.T) {
-	k := kind{engine: "lmcache", kv: "lmcache", more: []string{"--pd-buffer", "4096", "--pd-allocation-timeout", "2s", "--prefill-speed", "40000"}}
-	notices := ports(t, 1)[0]
-	o := k.setUp(options{prefills: 2, decodes: 1, top: fmt.Sprintf("notices: {listen: %q}\n", notices)}, notices, "tiny")
-	plain := o.engine
-	o.engine = func(role string, i int, free func() string) ([]string, string) {
-		args, fields := plain(role, i, free)
-		return args, strings.Replace(fields, "lmcache: {", "lmcache: {bufferTokens: 4096, ", 1)
-	}
-	f := start(t, o)
-	body := func(i, words int) string {
-		return fmt.Sprintf(`{"model":"tiny","max_tokens":4,"prompt":"%d %s"}`, i, strings.Repeat("abcdefg ", words))
-	}
-	var clients sync.WaitGroup
-	for i := range 12 {
-		clients.Go(func() {
-			got, err := f.try(context.Background(), http.MethodPost, "/v1/completions", body(i, 1200), "x-request-id", fmt.Sprint("turn-", i))
-			if err != nil || got.status != 200 {
-				t.Errorf("request %d: %v %s", i, err, got.body)
-			}
-		})
-	}
-	clients.Wait()
-	got := f.post("/v1/completions", body(99, 20_000), "x-request-id", "large")
-	require.Equal(t, 200, got.status, got.body)
-	require.Empty(t, f.requests("large", f.prefills...))
-	require.Equal(t, 1, int(metric(t, f.admins[0], "tandem_decisions_total", `reason="buffer_too_small"`)))
-	require.Positive(t, metric(t, f.admins[0], "tandem_decisions_total", `route="split"`))
-}
-
 // The P2P tier: an endpoint that computes alone is told who has the prompt's beginning.
 func TestOffloadPullsPrefixes(t *testing.T) {
+	t.Parallel()
 	f := startKind(t, kind{engine: "offload", kv: "offload"}, 2, 2)
 	beginning := strings.Repeat("A beginning that many prompts share. ", 400)
 	ask := func(id, end, more string) answer {
@@ -317,9 +260,11 @@ func TestOffloadPullsPrefixes(t *testing.T) {
 	}
 	ask("first", "one", "")
 	require.NotContains(t, f.requests("first", f.prefills...)[0].Body, "remote_kv_source")
-	// The decode endpoint of the first has its beginning too; it goes away.
+	// One decode endpoint is taken to have the beginning too, and is asked; it goes away. (It need not be the one that the first went
+	// to: that is chosen again when prefill is done.)
+	ask("asked", "nil", `,"n":2`)
 	for _, d := range f.decodes {
-		if len(f.requests("first", d)) > 0 {
+		if len(f.requests("asked", d)) > 0 {
 			f.inject(d, `{"mode":"status","status":503,"leg":"any","count":1}`)
 		}
 	}
@@ -361,52 +306,132 @@ func TestTRTLLMEarlyFinish(t *testing.T) {
 	}
 }
 
-// Four pools of different dialects in one Tandem, a thousand requests at once.
-func TestFourDialectsAtOnce(t *testing.T) {
+// Pools of different dialects in one Tandem behind one Envoy, legs in turn and at once, a thousand requests, streamed and
+// not: all are answered, with KV from the other engine, and the fleet's account finds every ledger and booking at zero.
+func TestMixedPools(t *testing.T) {
 	notices := ports(t, 1)[0]
 	all := []kind{
 		{name: "nixl", engine: "nixl", kv: "nixl"}, {name: "lmcache", engine: "lmcache", kv: "lmcache"},
+		{name: "first-token", engine: "lmcache", kv: "lmcache", pool: ", lmcache: {retFirstToken: true}"},
 		{name: "offload", engine: "offload", kv: "offload"}, {name: "trtllm", engine: "trtllm", kv: "trtllm"},
+		{name: "sglang", engine: "sglang", kv: "sglang"}, {name: "mooncake", engine: "mooncake", kv: "mooncake"},
+		{name: "generation-first", engine: "trtllm", kv: "trtllm-generation-first"},
 	}
-	o := options{prefills: 4, decodes: 4, top: fmt.Sprintf("notices: {listen: %q}\n", notices), concurrency: 2}
+	n := len(all)
+	o := options{prefills: n, decodes: n, top: fmt.Sprintf("notices: {listen: %q}\n", notices), concurrency: 2, pools: "pools:\n"}
 	var engines []func(string, int, func() string) ([]string, string)
-	o.pools = "pools:\n"
 	for _, k := range all {
 		engines = append(engines, k.setUp(options{}, notices, k.name).engine)
-		o.pools += fmt.Sprintf("- {name: %s, models: [%s], kvTransfer: %s, split: always, endpoints: [{role: prefill, address: %%P}, {role: decode, address: %%D}]}\n", k.name, k.name, k.kv)
+		o.pools += fmt.Sprintf("- {name: %s, models: [%s], kvTransfer: %s, split: always%s, endpoints: [{role: prefill, address: %%P}, {role: decode, address: %%D}]}\n", k.name, k.name, k.kv, k.pool)
 	}
-	o.engine = func(role string, i int, free func() string) ([]string, string) { return engines[i%4](role, i, free) }
+	o.engine = func(role string, i int, free func() string) ([]string, string) {
+		args, fields := engines[i%n](role, i, free)
+		switch k := all[i%n]; {
+		case k.name == "nixl":
+			args = append(args, "--model", "reference") // any engine can say what an answer is; SGLang's cannot alone
+		case (k.kv == "sglang" || k.kv == "mooncake") && role == "prefill":
+			bootstrap := free()
+			args, fields = append(args, "--bootstrap", bootstrap), ", transfer: {bootstrapPort: "+portOf(bootstrap)+"}"
+		}
+		return args, fields
+	}
 	f := start(t, o)
 	type result struct {
 		a   asked
 		got answer
 		err error
 	}
-	const n = 1000
-	results := make([]result, n)
+	const requests = 1000
+	results := make([]result, requests)
 	var clients sync.WaitGroup
 	turn := make(chan struct{}, 24)
-	for i := range n {
+	for i := range requests {
 		turn <- struct{}{}
 		clients.Go(func() {
 			defer func() { <-turn }()
 			r := &results[i]
-			r.a = ask(all[i%4].name, i/4)
+			r.a = ask(all[i%n].name, i/n)
 			r.got, r.err = f.try(context.Background(), http.MethodPost, r.a.path, r.a.body, "x-request-id", r.a.id)
 		})
 	}
 	clients.Wait()
-	moved := 0
 	for i, r := range results {
 		require.NoError(t, r.err)
 		require.Equal(t, 200, r.got.status, r.got.body)
-		if i < 100 {
-			require.Equal(t, f.want(r.a, f.decodes[i%4]), r.got.text(t))
+		if i < 20*n {
+			reference := r.a
+			reference.body = strings.Replace(r.a.body, fmt.Sprintf("%q", all[i%n].name), `"reference"`, 1)
+			require.Equal(t, f.want(reference, f.decodes[0]), r.got.text(t), "%s", r.a.id)
 		}
 		_, d := f.hops(r.a.id)
-		if d.ExternalTokens > 0 {
-			moved++
-		}
+		require.Positive(t, d.ExternalTokens, "%s: its KV did not come from P", r.a.id)
 	}
-	require.Equal(t, n, moved, "answers whose KV came from P")
+}
+
+// cachedTokens: prefill has usage tell what prefill had in its cache. Decode's own count is of what came from prefill.
+func TestCachedTokensOfPrefill(t *testing.T) {
+	f := startKind(t, kind{engine: "shared", kv: "shared", pool: "  cachedTokens: prefill\n"}, 1, 1)
+	cached := func(text string) int {
+		var d struct {
+			Usage struct {
+				Details struct {
+					Cached int `json:"cached_tokens"`
+				} `json:"prompt_tokens_details"`
+			}
+		}
+		require.NoError(t, json.Unmarshal([]byte(text), &d), text)
+		return d.Usage.Details.Cached
+	}
+	beginning := strings.Repeat("What all of them begin with. ", 20)
+	for i := range 6 {
+		body := fmt.Sprintf(`{"model":"tiny","max_tokens":5,"messages":[{"role":"user","content":"%s%d"}]}`, beginning, i)
+		id := fmt.Sprint("cached-", i)
+		if i%2 == 1 {
+			body = strings.Replace(body, "{", `{"stream":true,"stream_options":{"include_usage":true},`, 1)
+		}
+		got := f.post("/v1/chat/completions", body, "x-request-id", id)
+		require.Equal(t, 200, got.status, got.body)
+		p, _ := f.hops(id)
+		text := got.body
+		if i%2 == 1 {
+			events := got.events()
+			text = events[len(events)-2]
+		}
+		require.Equal(t, p.CachedTokens, cached(text))
+		require.Equal(t, i > 0, p.CachedTokens > 0)
+	}
+	const counted = "tandem_ext_proc_duration_seconds_count"
+	soon(t, "six answers passed by Tandem", func() bool { return metric(t, f.admins[0], counted, `role="answer-leg"`) == 6 })
+	before := 6.
+	got := f.post("/v1/chat/completions", streamed(`{"model":"tiny","max_tokens":5,"messages":[{"role":"user","content":"no usage"}]}`))
+	require.Equal(t, 200, got.status)
+	require.InDelta(t, before, metric(t, f.admins[0], counted, `role="answer-leg"`), 0, "an answer without usage passes by")
+}
+
+// TensorRT-LLM, generation first: both legs carry one id and run at once; P waits for D, so neither may wait for the other's
+// answer. A client that leaves, and a D that fails, take P's leg along.
+func TestTRTLLMGenerationFirst(t *testing.T) {
+	t.Parallel()
+	f := startKind(t, kind{engine: "trtllm", kv: "trtllm-generation-first", more: []string{"--prefill-speed", "20000"}}, 2, 2)
+	for i := range 8 {
+		a := ask("tiny", i)
+		got := f.post(a.path, a.body, "x-request-id", a.id)
+		require.Equal(t, 200, got.status, got.body)
+		p, d := f.hops(a.id)
+		require.Contains(t, p.Body, `"schedule_style":1`)
+		require.Contains(t, d.Body, `"ctx_info_endpoint":"tcp://`)
+		require.Positive(t, d.ExternalTokens)
+	}
+	require.InDelta(t, 8, metric(t, f.admins[0], "tandem_decisions_total", `route="pair"`), 0)
+	f.inject(f.decodes[0], `{"mode":"status","status":500,"leg":"any","count":2}`)
+	f.inject(f.prefills[0], `{"mode":"reset-before-headers","leg":"any","count":2}`)
+	for i := 20; i < 28; i++ {
+		a := ask("tiny", i)
+		got := f.post(a.path, a.body, "x-request-id", a.id)
+		require.Equal(t, 200, got.status, got.body)
+	}
+	f.survivesLeaving()
+	got := f.post("/v1/chat/completions", `{"model":"tiny","n":2,"max_tokens":4,"messages":[{"role":"user","content":"Two, please."}]}`, "x-request-id", "two")
+	require.Equal(t, 200, got.status, got.body)
+	require.Empty(t, f.requests("two", f.prefills...), "two choices go to one engine")
 }

@@ -101,13 +101,13 @@ func requireError(t *testing.T, got answer, code string) {
 	require.Contains(t, got.header.Get("content-type"), "application/json")
 }
 
-// raw sends bytes as they are and reads what comes back within a second or until the end.
+// raw sends bytes as they are and reads the answer that comes back.
 func raw(t *testing.T, f *fleet, request string) string {
 	t.Helper()
 	conn, err := net.Dial("tcp", strings.TrimPrefix(f.url, "http://"))
 	require.NoError(t, err)
 	defer conn.Close()
-	require.NoError(t, conn.SetDeadline(time.Now().Add(5*time.Second)))
+	require.NoError(t, conn.SetDeadline(time.Now().Add(patience)))
 	_, err = io.WriteString(conn, request)
 	require.NoError(t, err)
 	resp, err := http.ReadResponse(bufio.NewReader(conn), nil)
@@ -184,4 +184,17 @@ func TestClientsDoNotSteer(t *testing.T) {
 		require.NotContains(t, s.Headers, "X-Data-Parallel-Rank")
 		require.NotContains(t, s.Headers, "X-Override-Port")
 	}
+}
+
+// An engine's own 307 (FastAPI redirects a path with a slash too many) is an answer like others: it reaches the client, and what
+// was booked for it is free again.
+func TestEnginesOwnRedirect(t *testing.T) {
+	f := start(t, options{})
+	for _, e := range f.engines() {
+		f.inject(e, `{"mode":"status","status":307,"leg":"any","count":1,"path":"/tokenize"}`)
+	}
+	for range 3 {
+		f.post("/tokenize", `{"model":"tiny","prompt":"a"}`)
+	}
+	require.Eventually(t, func() bool { return metric(t, f.admins[0], "tandem_reservations") == 0 }, 30*time.Second, 20*time.Millisecond, "bookings are left")
 }

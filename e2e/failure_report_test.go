@@ -25,17 +25,17 @@ func (s *stage) report(args []string) {
 	if len(args) > 1 && args[1] == "timed" { // what engines did that stood still is theirs to know
 		row := s.rows[len(s.rows)-1]
 		row[2], row[3], row[4] = "", "", ""
-		if row[1] += ", at once"; s.play.answer.took >= 450*time.Millisecond {
+		if row[1] += ", at once"; s.play.answer.took >= s.limit*9/10 {
 			row[1] = strings.Replace(row[1], "at once", "after a time limit", 1)
 		}
 	}
 }
 
-// await waits for the answer's end. A client gives up in the end: after 3 s.
+// await waits for the answer's end. A client gives up in the end.
 func (s *stage) await() {
 	select {
 	case <-s.play.answer.done:
-	case <-time.After(3 * time.Second):
+	case <-time.After(s.patience):
 		s.play.leave()
 		<-s.play.answer.done
 		if s.play.answer.status == 0 {
@@ -44,7 +44,7 @@ func (s *stage) await() {
 	}
 }
 
-var errGaveUp = errors.New("no answer for 2 s")
+var errGaveUp = errors.New("no answer")
 
 // row writes down how the play ended.
 func (s *stage) row(label string) {
@@ -54,7 +54,7 @@ func (s *stage) row(label string) {
 	p := s.play
 	client := p.answer.kind(s.alone())
 	if errors.Is(p.answer.err, errGaveUp) {
-		client = "gave up after 3 s"
+		client = "gave up"
 	}
 	s.rows = append(s.rows, []string{label, client, s.describeLegs(), s.leftOut(), s.describeHandOvers(), left})
 }
@@ -196,9 +196,9 @@ func (s *stage) describeHandOvers() string {
 	return or(strings.Join(out, ", "), "-")
 }
 
-// quiet waits until nothing is booked, held or running any more, and says what still is after 4 s.
+// quiet waits until nothing is booked, held or running any more, and says what still is after a lease and a pause of the machine.
 func (s *stage) quiet() string {
-	for deadline := time.Now().Add(4 * time.Second); ; time.Sleep(10 * time.Millisecond) {
+	for deadline := time.Now().Add(30 * time.Second); ; time.Sleep(50 * time.Millisecond) {
 		var left []string
 		for i, admin := range s.f.admins {
 			if s.f.tandems[i].running() {
@@ -243,11 +243,14 @@ func leftAt(url string, words map[string]string) (left []string) {
 	return left
 }
 
-// quick is for engines that may stand still.
-var quick = &http.Client{Timeout: 300 * time.Millisecond, Transport: &http.Transport{DisableKeepAlives: true}}
+// anew makes a connection for each request.
+var anew = &http.Client{Timeout: patience, Transport: &http.Transport{DisableKeepAlives: true}}
 
 func (s *stage) reachable(e *engine) bool {
-	resp, err := quick.Get("http://" + e.addr + "/ping")
+	if s.stopped[e.process] {
+		return false
+	}
+	resp, err := anew.Get("http://" + e.addr + "/ping")
 	if err == nil {
 		_ = resp.Body.Close()
 	}
@@ -260,7 +263,7 @@ func (s *stage) heal() {
 		if !e.running() {
 			continue
 		}
-		require.Eventually(s.t, func() bool { return s.reachable(e) }, 5*time.Second, 5*time.Millisecond)
+		require.Eventually(s.t, func() bool { return s.reachable(e) }, patience, 5*time.Millisecond)
 		req, err := http.NewRequest(http.MethodDelete, "http://"+e.addr+"/sim/fail", nil)
 		require.NoError(s.t, err)
 		resp, err := client.Do(req)
@@ -271,7 +274,7 @@ func (s *stage) heal() {
 		return !slices.ContainsFunc(s.outNow(), func(addr string) bool {
 			return slices.ContainsFunc(s.f.engines(), func(e *engine) bool { return e.addr == addr && e.running() })
 		})
-	}, 5*time.Second, 5*time.Millisecond, "an endpoint does not come back")
+	}, patience, 5*time.Millisecond, "an endpoint does not come back")
 }
 
 func (s *stage) table() string {

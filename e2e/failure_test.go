@@ -7,7 +7,6 @@ import (
 	"fmt"
 	"net/http"
 	"os"
-	"path/filepath"
 	"slices"
 	"strconv"
 	"strings"
@@ -28,27 +27,34 @@ var update = flag.Bool("update", false, "rewrite what the scripts in testdata/fa
 //	legs      what engines recorded, in order: who, which leg (plain: without KV parameters), status or how it ended
 //	left out  endpoints that Tandem has marked as failed
 //	KV        hand-overs: given by prefill engines; fetched or released by decode engines, or expired with their lease
-//	left      what is still booked, held or running 4 s later; nothing, it should say
+//	left      what is still booked, held or running a while later; nothing, it should say
 //
 // In legs, P1 and D1 are the endpoints that were made to fail; P, D are any, as are P2 and D2.
 //
 // Commands:
 //
 //	fleet [stranded=lease|cleanupDecode] [prefills=N] [decodes=N] [replicas=N] [engine=ARGS] [timeout=DURATION, of a prefill, and of a stream to begin]
+//	      [answer=DURATION, of an answer] [patience=DURATION, of the client]
 //	matrix MODE [KEY=VALUE...]         the failure on one and on all of the prefill and decode endpoints, for answers whole and streamed
 //	fail P1|D1|prefills|decodes MODE [KEY=VALUE...]   as cmd/enginesim takes it
 //	ask [stream] [tokens=N]            send a request
 //	hold before|between                send requests until the first replica, paused, holds one before or between its hops
 //	at prefill|decode|plain            until an engine has the request on that leg
+//	ended prefill                      until an engine is done with it
+//	fetched                            until decode has fetched what prefill gave
 //	events N                           until so many events of the stream have arrived
 //	leave                              the client goes away
 //	sigstop|sigcont|sigkill|sigterm WHO   tandem, tandem2, envoy, P1, D1, or prefill, decode: the engine that has that leg
 //	start WHO                          a new process in the place of one that has ended
 //	sleep DURATION
-//	answered                           until the answer is there, or the client's patience is at its end (3 s)
+//	answered                           until the answer is there, or the client's patience is at its end
 //	report LABEL [timed]                       await the answer and quiet, and write a row
 //	rows                               print the table
+//
+// Times in scripts are such that a machine may stand still for two seconds at any moment. What is slow is so for 3 s, and longer
+// than that only where it is cut; time limits are longer than that, and leases twice as long.
 func TestFailures(t *testing.T) {
+	t.Parallel()
 	testscript.Run(t, testscript.Params{
 		Dir:           "testdata/failures",
 		UpdateScripts: *update,
@@ -58,7 +64,7 @@ func TestFailures(t *testing.T) {
 		},
 		Cmds: map[string]func(*testscript.TestScript, bool, []string){
 			"fleet": onStage((*stage).fleet), "matrix": onStage((*stage).matrix), "fail": onStage((*stage).fail),
-			"ask": onStage((*stage).ask), "at": onStage((*stage).at), "events": onStage((*stage).events), "leave": onStage((*stage).leave), "hold": onStage((*stage).hold),
+			"ask": onStage((*stage).ask), "at": onStage((*stage).at), "ended": onStage((*stage).ended), "fetched": onStage((*stage).fetched), "events": onStage((*stage).events), "leave": onStage((*stage).leave), "hold": onStage((*stage).hold),
 			"sigstop": onStage(signal(syscall.SIGSTOP)), "sigcont": onStage(signal(syscall.SIGCONT)),
 			"sigkill": onStage(signal(syscall.SIGKILL)), "sigterm": onStage(signal(syscall.SIGTERM)), "start": onStage((*stage).start),
 			"sleep": onStage((*stage).wait), "report": onStage((*stage).report), "answered": onStage(func(s *stage, _ []string) { s.await() }),
@@ -94,6 +100,9 @@ type stage struct {
 	gone   map[string]*engine // by leg: killed
 	before *ledgers
 	began  float64 // goroutines of the first replica
+
+	limit, patience time.Duration     // of Tandem for an engine, and of the client
+	stopped         map[*process]bool // by SIGSTOP
 }
 
 // play is one request and what was before it.
@@ -141,10 +150,19 @@ func (s *stage) fleet(args []string) {
 		return d
 	}
 	s.o = options{prefills: number("prefills", 2), decodes: number("decodes", 2), replicas: number("replicas", 1)}
-	// A lease that a test can wait for; a dead P costs D 5 s in reality.
-	s.o.engineArgs = append([]string{"--lease", "1s", "--load-timeout", "200ms"}, strings.Fields(kv["engine"])...)
-	limit := or(kv["timeout"], "500ms")
+	duration := func(key, d string) time.Duration {
+		value, err := time.ParseDuration(or(kv[key], d))
+		require.NoError(s.t, err)
+		return value
+	}
+	// A lease that a test can wait for.
+	s.o.engineArgs = append([]string{"--lease", "8s", "--load-timeout", "5s"}, strings.Fields(kv["engine"])...)
+	s.limit, s.patience, s.stopped = duration("timeout", "30s"), duration("patience", patience.String()), map[*process]bool{}
+	limit := s.limit.String()
 	s.o.pool = fmt.Sprintf("  prefillTimeout: {base: %s}\n  streamStartTimeout: %s\n  strandedBlocks: %s\n", limit, limit, or(kv["stranded"], "lease"))
+	if kv["answer"] != "" {
+		s.o.pool += "  answerTimeout: " + kv["answer"] + "\n"
+	}
 	s.f, s.gone = start(s.t, s.o), map[string]*engine{}
 	s.f.lenient = true // rows say what is left
 	s.began = metric(s.t, s.f.admins[0], "go_goroutines")
@@ -168,7 +186,7 @@ func (s *stage) matrix(args []string) {
 			}
 		}
 	}
-	require.Eventually(s.t, func() bool { return metric(s.t, s.f.admins[0], "go_goroutines") <= s.began+32 }, 10*time.Second, 50*time.Millisecond,
+	require.Eventually(s.t, func() bool { return metric(s.t, s.f.admins[0], "go_goroutines") <= s.began+32 }, patience, 50*time.Millisecond,
 		"goroutines are left: %v at the start", s.began)
 }
 
@@ -257,7 +275,7 @@ func (s *stage) fail(args []string) {
 	if args[1] == "refuse" {
 		require.Eventually(s.t, func() bool {
 			return !slices.ContainsFunc(on, s.reachable)
-		}, time.Second, time.Millisecond)
+		}, patience, time.Millisecond)
 	}
 }
 
@@ -298,112 +316,4 @@ func (s *stage) count() *ledgers {
 		}
 	}
 	return l
-}
-
-// hold sends requests until one of them is with the first replica, which is paused: in pass 1 (before), or with P's answer
-// (between). The scripts' prefill endpoints are slow, so there is time to pause it.
-func (s *stage) hold(args []string) {
-	pause, resume := signal(syscall.SIGSTOP), signal(syscall.SIGCONT)
-	for range 20 {
-		if args[0] == "before" {
-			pause(s, []string{"tandem"})
-			s.ask(nil)
-		} else {
-			s.ask(nil)
-			s.at([]string{"prefill"})
-			pause(s, []string{"tandem"})
-		}
-		select {
-		case <-s.play.answer.done:
-		case <-time.After(700 * time.Millisecond):
-			return
-		}
-		resume(s, []string{"tandem"})
-		s.quiet()
-	}
-	require.Fail(s.t, "no request came to the first replica")
-}
-
-func (s *stage) at(args []string) {
-	require.Eventually(s.t, func() bool {
-		return slices.ContainsFunc(s.legs(), func(l leg) bool { return l.Leg == args[0] && l.Outcome == "running" })
-	}, 5*time.Second, time.Millisecond, "no %s leg runs", args[0])
-}
-
-func (s *stage) events(args []string) {
-	n, err := strconv.Atoi(args[0])
-	require.NoError(s.t, err)
-	for range n {
-		select {
-		case <-s.play.answer.events:
-		case <-time.After(10 * time.Second):
-			require.Fail(s.t, "the stream stands still")
-		}
-	}
-}
-
-func (s *stage) leave([]string) { s.play.leave() }
-
-func (s *stage) wait(args []string) {
-	d, err := time.ParseDuration(args[0])
-	require.NoError(s.t, err)
-	time.Sleep(d)
-}
-
-func (s *stage) process(name string) *process {
-	switch name {
-	case "tandem":
-		return s.f.tandems[0]
-	case "tandem2":
-		return s.f.tandems[1]
-	case "envoy":
-		return s.f.envoy
-	case "prefill", "decode":
-		for _, l := range s.legs() {
-			if l.Leg == name || name == "decode" && l.Leg == "plain" {
-				s.gone[name] = l.on
-			}
-		}
-		return s.gone[name].process
-	}
-	return s.engine(name).process
-}
-
-func signal(sig syscall.Signal) func(*stage, []string) {
-	return func(s *stage, args []string) {
-		p := s.process(args[0])
-		require.NoError(s.t, p.cmd.Process.Signal(sig))
-		if sig == syscall.SIGSTOP { // its threads stop one by one
-			require.Eventually(s.t, func() bool {
-				stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", p.cmd.Process.Pid))
-				return err != nil || strings.Contains(string(stat), ") T ")
-			}, 5*time.Second, time.Millisecond)
-			time.Sleep(10 * time.Millisecond)
-		}
-		if sig == syscall.SIGKILL || sig == syscall.SIGTERM {
-			began := time.Now()
-			<-p.exited
-			s.t.Logf("%s: %v after %v", args[0], sig, time.Since(began).Round(time.Millisecond))
-		}
-	}
-}
-
-func (s *stage) start(args []string) {
-	switch name := args[0]; name {
-	case "tandem", "tandem2":
-		i := len(name) - len("tandem") // 0 or 1
-		s.f.startTandem(i, filepath.Join(s.f.dir, fmt.Sprintf("tandem-%d.yaml", i)), s.f.admins[i])
-	case "prefill", "decode":
-		s.f.restart(s.gone[name])
-	case "envoy":
-		client.CloseIdleConnections()
-		bin, err := binaries()
-		require.NoError(s.t, err)
-		// Cleanups run backwards: this Envoy ends before the fleet's account, which asks only whether it has died before.
-		s.t.Cleanup(func() { s.f.envoy = &process{exited: make(chan struct{})} })
-		s.f.startEnvoy(bin, tool(s.t, "ENVOY", "envoy", ".tools/bin/envoy"), s.o)
-		s.t.Cleanup(func() { require.True(s.t, s.f.envoy.running(), "Envoy has died") })
-	default:
-		s.f.restart(s.engine(name))
-	}
 }

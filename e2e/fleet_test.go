@@ -14,6 +14,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"regexp"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -23,6 +24,25 @@ import (
 
 	"github.com/stretchr/testify/require"
 )
+
+// patience is how long a test waits for what has to come, however slow the machine. Whatever a test expects within another time is
+// either configured, and then far from what a machine needs that stands still for seconds, or a claim of speed (see [speed]).
+const patience = 60 * time.Second
+
+// speed holds a claim about how fast something is, which is true of a machine that is idle: where TANDEM_SPEED asks for it (make
+// speed), and never in CI.
+func speed(t testing.TB, holds bool, claim string, args ...any) {
+	t.Helper()
+	if os.Getenv("TANDEM_SPEED") != "" {
+		require.True(t, holds, append([]any{claim}, args...)...)
+	}
+}
+
+// soon waits for what has to come.
+func soon(t testing.TB, what string, is func() bool) {
+	t.Helper()
+	require.Eventually(t, is, patience, 10*time.Millisecond, what)
+}
 
 // binaries are built once for all tests.
 var binaries = sync.OnceValues(func() (string, error) {
@@ -93,12 +113,12 @@ func startProcess(t testing.TB, dir, name, path string, args ...string) *process
 	return p
 }
 
-// stop sends a signal and waits for the end, by force after 25 s.
+// stop sends a signal and waits for the end, by force after a minute.
 func (p *process) stop(s os.Signal) {
 	_ = p.cmd.Process.Signal(s)
 	select {
 	case <-p.exited:
-	case <-time.After(25 * time.Second):
+	case <-time.After(patience):
 		_ = p.cmd.Process.Kill()
 		<-p.exited
 	}
@@ -135,6 +155,7 @@ type fleet struct {
 	admins       []string // URLs of Tandem's admin ports
 	prefills     []*engine
 	decodes      []*engine
+	encodes      []*engine
 	config       string // file
 	serveArgs    []string
 	registration string // where engines register that do
@@ -144,13 +165,14 @@ type fleet struct {
 // options describe a fleet. Zero values: one Tandem, 2 prefill and 2 decode engines.
 type options struct {
 	prefills, decodes int
+	encodes           int
 	replicas          int
 	engineArgs        []string
 	dialect           string                                                                      // kvTransfer; default nixl
 	engine            func(role string, i int, free func() string) (args []string, fields string) // more of each engine: arguments, and fields of it in the configuration
 	pool              string                                                                      // more lines of the pool, indented by two
 	pools             string                                                                      // all pools, instead of the generated one; %P and %D are replaced by addresses in turn
-	top               string                                                                      // more top-level YAML
+	top               string                                                                      // more top-level YAML; %i is the replica's number
 	envoyFields       string                                                                      // more fields of envoy:, as flow YAML
 	extProcFields     string                                                                      // more fields of extProc:, likewise
 	concurrency       int                                                                         // Envoy's workers; default 2
@@ -161,21 +183,9 @@ type options struct {
 	separateKeys      bool                                                                        // each replica has a ticket key file of its own, ticket-N.key, with the same key
 	serveArgs         []string
 
+	launch        func(f *fleet)        // starts the engines, instead of prefills and decodes
 	bootstrap     func(f *fleet) string // of a gateway that is not ours, instead of what `tandem envoy` prints
 	untracedEnvoy bool                  // its bootstrap is written without tracing
-}
-
-// ports takes n free ports. Others may take one before it is used; tests that meet that fail loudly.
-func ports(t testing.TB, n int) []string {
-	t.Helper()
-	var out []string
-	for range n {
-		l, err := net.Listen("tcp", "127.0.0.1:0")
-		require.NoError(t, err)
-		defer l.Close()
-		out = append(out, l.Addr().String())
-	}
-	return out
 }
 
 func start(t testing.TB, o options) *fleet {
@@ -183,23 +193,26 @@ func start(t testing.TB, o options) *fleet {
 	envoyPath := tool(t, "ENVOY", "envoy", ".tools/bin/envoy")
 	bin, err := binaries()
 	require.NoError(t, err)
-	if o.prefills == 0 && o.decodes == 0 {
+	if o.prefills == 0 && o.decodes == 0 && o.launch == nil {
 		o.prefills, o.decodes = 2, 2
 	}
 	replicas := max(o.replicas, 1)
 	if len(o.mix) == 0 {
 		o.mix = []string{cmp.Or(o.dialect, "nixl")}
 	}
-	p := ports(t, 3+3*replicas+7*(o.prefills+o.decodes))
+	p := ports(t, 3+3*replicas+9*(o.prefills+o.decodes+o.encodes))
 	next := func() string { a := p[0]; p = p[1:]; return a }
 	registration := next()
 	f := &fleet{t: t, dir: t.TempDir(), registration: registration}
 	listen, envoyAdmin := next(), next()
 	f.url, f.envoyURL = "http://"+listen, "http://"+envoyAdmin
-	for i := range o.prefills + o.decodes {
+	for i := range o.prefills + o.decodes + o.encodes {
 		role, nth := "prefill", i
 		if i >= o.prefills {
 			role, nth = "decode", i-o.prefills
+		}
+		if nth >= o.decodes && role == "decode" {
+			role, nth = "encode", nth-o.decodes
 		}
 		e := &engine{addr: next(), role: role, dialect: o.mix[nth%len(o.mix)]}
 		side := next()
@@ -223,14 +236,20 @@ func start(t testing.TB, o options) *fleet {
 			e.events = ", kvEventsPort: " + events + ", kvReplayPort: " + replay
 		}
 		e.process = startProcess(t, f.dir, role+"-"+strconv.Itoa(i), filepath.Join(bin, "enginesim"), e.args...)
-		if role == "prefill" {
+		switch role {
+		case "prefill":
 			f.prefills = append(f.prefills, e)
-		} else {
+		case "decode":
 			f.decodes = append(f.decodes, e)
+		default:
+			f.encodes = append(f.encodes, e)
 		}
 	}
 	for _, e := range f.engines() {
 		f.waitFor(e.process, "http://"+e.addr+"/health")
+	}
+	if o.launch != nil {
+		o.launch(f)
 	}
 
 	var extProcs, replans, listens []string
@@ -264,7 +283,7 @@ func (f *fleet) yaml(o options, listen, envoyAdmin string, extProcs, replans []s
 	if !o.madeKeys {
 		fmt.Fprintf(&b, "tickets: {keyFile: %q}\n", key)
 	}
-	b.WriteString(o.top)
+	b.WriteString(strings.ReplaceAll(o.top, "%i", strconv.Itoa(i)))
 	if o.pools != "" {
 		pools := o.pools
 		for _, e := range f.prefills {
@@ -367,7 +386,7 @@ func (f *fleet) startEnvoy(bin, path string, o options) {
 		}
 		defer resp.Body.Close()
 		return resp.StatusCode == 200
-	}, 20*time.Second, 20*time.Millisecond, "Envoy does not reach Tandem")
+	}, patience, 20*time.Millisecond, "Envoy does not reach Tandem")
 }
 
 // waitFor waits until url answers 200.
@@ -383,11 +402,11 @@ func (f *fleet) waitFor(p *process, url string) {
 		}
 		defer resp.Body.Close()
 		return resp.StatusCode == 200
-	}, 30*time.Second, 10*time.Millisecond, "%s does not answer", url)
+	}, patience, 10*time.Millisecond, "%s does not answer", url)
 	require.True(f.t, p.running(), "%s ended", p.cmd.Path)
 }
 
-func (f *fleet) engines() []*engine { return append(append([]*engine{}, f.prefills...), f.decodes...) }
+func (f *fleet) engines() []*engine { return slices.Concat(f.prefills, f.decodes, f.encodes) }
 
 // restart brings an engine back on its address.
 func (f *fleet) restart(e *engine) {
@@ -478,6 +497,8 @@ type seen struct {
 	ExternalTokens   int                 `json:"external_tokens"`
 	CachedTokens     int                 `json:"cached_tokens"`
 	CompletionTokens int                 `json:"completion_tokens"`
+	Encoded          int                 `json:"encoded"`
+	EncodedHere      int                 `json:"encoded_here"`
 }
 
 // requests are what engines recorded under a request id, in no particular order; "" is everything.
@@ -557,7 +578,7 @@ func (f *fleet) account() {
 	}
 	for i, admin := range f.admins {
 		if f.tandems[i].running() {
-			require.Eventually(f.t, func() bool { return metric(f.t, admin, "tandem_reservations") == 0 }, 10*time.Second, 20*time.Millisecond,
+			require.Eventually(f.t, func() bool { return metric(f.t, admin, "tandem_reservations") == 0 }, patience, 20*time.Millisecond,
 				"reservations are left on replica %d", i)
 		}
 	}
@@ -568,11 +589,11 @@ func (f *fleet) account() {
 			continue
 		}
 		url := "http://" + e.addr
-		require.Eventually(f.t, func() bool { return metric(f.t, url, "enginesim_blocks_held") == 0 }, 10*time.Second, 20*time.Millisecond,
+		require.Eventually(f.t, func() bool { return metric(f.t, url, "enginesim_blocks_held") == 0 }, patience, 20*time.Millisecond,
 			"KV blocks are left on %s", e.addr)
 		require.Zero(f.t, metric(f.t, url, "enginesim_violations_total"), "violations on %s", e.addr)
 		require.Zero(f.t, metric(f.t, url, "enginesim_role_mismatch_total", `kind="decode`), "legs on the wrong role on %s", e.addr)
-		require.Eventually(f.t, func() bool { return metric(f.t, url, "vllm:num_requests_running") == 0 }, 10*time.Second, 20*time.Millisecond,
+		require.Eventually(f.t, func() bool { return metric(f.t, url, "vllm:num_requests_running") == 0 }, patience, 20*time.Millisecond,
 			"requests still run on %s", e.addr)
 	}
 }

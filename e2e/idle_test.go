@@ -40,7 +40,7 @@ func TestIdle(t *testing.T) {
 		p[0], p[1], p[2], p[3], p[4], list.String()), 0o600))
 	f := &fleet{t: t, dir: t.TempDir()}
 	f.startTandem(0, file, "http://"+p[2])
-	require.Eventually(t, func() bool { return len(f.state(0)) == endpoints }, 10*time.Second, 100*time.Millisecond)
+	require.Eventually(t, func() bool { return len(f.state(0)) == endpoints }, 30*time.Second, 100*time.Millisecond)
 	<-time.After(5 * time.Second) // the first questions for models
 	before := metric(t, f.admins[0], "process_cpu_seconds_total")
 	<-time.After(length)

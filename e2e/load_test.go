@@ -20,7 +20,7 @@ import (
 // 200 requests at once, of all kinds and sizes, some of whose clients leave: all others are answered, and the fleet's
 // account (start) finds every ledger and every reservation at zero.
 func TestManyAtOnce(t *testing.T) {
-	f := start(t, options{prefills: 3, decodes: 2, engineArgs: []string{"--decode-step", "1ms", "--prefill-speed", "400000"}})
+	f := start(t, options{prefills: 3, decodes: 2, pool: "  prefillTimeout: {base: 60s}\n", engineArgs: []string{"--decode-step", "1ms", "--prefill-speed", "400000"}})
 	var wg sync.WaitGroup
 	for i := range 200 {
 		wg.Go(func() {
@@ -56,7 +56,7 @@ func TestManyAtOnce(t *testing.T) {
 // The load that kills an Envoy with ext_proc in a cluster within seconds (docs/adr/0001): large bodies, many clients. The
 // layout here has to survive it, also with the next Envoy.
 func TestLargeBodiesUnderLoad(t *testing.T) {
-	f := start(t, options{engineArgs: []string{"--record=false"}})
+	f := start(t, options{pool: "  prefillTimeout: {base: 60s}\n", engineArgs: []string{"--record=false"}})
 	for _, load := range []struct{ size, clients, requests int }{
 		{4_000_000, 8, 24}, {1_000_000, 16, 64}, {220_000, 64, 256},
 	} {
@@ -84,6 +84,7 @@ func TestLargeBodiesUnderLoad(t *testing.T) {
 
 // A server that is killed while an answer streams costs the answer nothing: no stream of its own holds it.
 func TestKilledServerCutsNoAnswer(t *testing.T) {
+	t.Parallel()
 	f := start(t, options{engineArgs: []string{"--decode-step", "10ms"}})
 	const tokens = 150
 	body := fmt.Sprintf(`{"model":"tiny","stream":true,"ignore_eos":true,"min_tokens":%d,"max_tokens":%d,"messages":[{"role":"user","content":"count"}]}`, tokens, tokens)
@@ -113,12 +114,13 @@ func TestKilledServerCutsNoAnswer(t *testing.T) {
 
 	// Back again, it serves.
 	f.startTandem(0, f.config, f.admins[0])
-	require.Eventually(t, func() bool { return f.post(apis[0].path, apis[0].body).status == 200 }, 10*time.Second, 50*time.Millisecond)
+	require.Eventually(t, func() bool { return f.post(apis[0].path, apis[0].body).status == 200 }, patience, 50*time.Millisecond)
 }
 
 // Two replicas share the key and nothing else: any of them serves any pass, and one that is killed is missed by nobody
 // for longer than a health check.
 func TestReplicas(t *testing.T) {
+	t.Parallel()
 	f := start(t, options{replicas: 2})
 	for i := range 40 {
 		got := f.post(apis[i%5].path, apis[i%5].body)
@@ -140,6 +142,7 @@ func TestReplicas(t *testing.T) {
 
 // The official client library, as a user has it.
 func TestOpenAIClient(t *testing.T) {
+	t.Parallel()
 	python := tool(t, "TANDEM_PYTHON", "no-such-program", ".tools/venv/bin/python")
 	f := start(t, options{})
 	cmd := exec.Command(python, "testdata/openai_client.py", f.url+"/v1")
@@ -151,6 +154,7 @@ func TestOpenAIClient(t *testing.T) {
 
 // The demo works, says that the books balance, and leaves nothing running.
 func TestDemo(t *testing.T) {
+	t.Parallel()
 	envoy := tool(t, "ENVOY", "envoy", ".tools/bin/envoy")
 	bin, err := binaries()
 	require.NoError(t, err)
@@ -160,6 +164,26 @@ func TestDemo(t *testing.T) {
 	out, err := cmd.CombinedOutput()
 	require.NoError(t, err, "%s", out)
 	require.Contains(t, string(out), "All ledgers balance.")
-	left, _ := exec.Command("pgrep", "-f", dir).Output()
-	require.Empty(t, string(left))
+	soon(t, "nothing is left running", func() bool { left, _ := exec.Command("pgrep", "-f", dir).Output(); return len(left) == 0 })
+}
+
+// A short answer of prefill's comes to Tandem with pass 2, over no stream of its own; a long one, and one that is none, over the leg's.
+func TestShortAnswersAreCarried(t *testing.T) {
+	f := start(t, options{})
+	legs := func() float64 {
+		return metric(t, f.admins[0], "tandem_ext_proc_duration_seconds_count", `role="prefill-leg"`)
+	}
+	for i := range 10 {
+		a := apis[i%5]
+		got := f.post(a.path, a.body)
+		require.Equal(t, 200, got.status, got.body)
+	}
+	require.Zero(t, legs())
+	require.Equal(t, 200, f.post("/v1/chat/completions", chat(strings.Repeat("many words and many blocks ", 20_000))).status)
+	soon(t, "more block ids than a header is good for", func() bool { return legs() == 1 })
+	for _, p := range f.prefills {
+		f.inject(p, `{"mode":"status","status":500,"count":1}`)
+	}
+	require.Equal(t, 200, f.post("/v1/chat/completions", chat("after a failure")).status)
+	soon(t, "a failure says why", func() bool { return legs() >= 2 })
 }

@@ -49,6 +49,7 @@ func chromium(t *testing.T, args ...string) (stdout, stderr string) {
 // The page shows a live fleet in a real browser: no error in its console, what was decided on it, and on a phone nothing that
 // runs out of the screen.
 func TestPageInChromium(t *testing.T) {
+	t.Parallel()
 	browser(t)
 	f := start(t, options{engineArgs: []string{"--prefill-speed", "20000"}})
 	for i := range 60 {
@@ -112,6 +113,7 @@ setTimeout(() => { const d = f.contentDocument; found.textContent = 'width ' + d
 
 // A terminal shows the same.
 func TestStatusInATerminal(t *testing.T) {
+	t.Parallel()
 	f := start(t, options{})
 	require.Equal(t, 200, f.post("/v1/chat/completions", apis[0].body, "x-request-id", "seen-in-status").status)
 	bin, err := binaries()
@@ -121,13 +123,16 @@ func TestStatusInATerminal(t *testing.T) {
 	for _, e := range f.engines() {
 		require.Contains(t, string(out), e.addr)
 	}
-	require.Contains(t, string(out), "seen-in-status")
+	soon(t, "its request is shown", func() bool {
+		out, err := exec.Command(filepath.Join(bin, "tandem"), "status", "-f", f.config).CombinedOutput()
+		return err == nil && strings.Contains(string(out), "seen-in-status")
+	})
 
 	watching := startProcess(t, f.dir, "watch", filepath.Join(bin, "tandem"), "status", "-admin", strings.TrimPrefix(f.admins[0], "http://"), "--watch")
 	require.Eventually(t, func() bool {
 		text, err := os.ReadFile(watching.log)
 		return err == nil && strings.Count(string(text), "\x1b[H\x1b[2J") >= 3
-	}, 15*time.Second, 50*time.Millisecond, "it is drawn again and again")
+	}, patience, 50*time.Millisecond, "it is drawn again and again")
 	watching.stop(os.Interrupt)
 	out, err = exec.Command(filepath.Join(bin, "tandem"), "status", "-admin", "127.0.0.1:1").CombinedOutput()
 	require.Error(t, err)

@@ -18,7 +18,7 @@ import (
 func TestPairsUnderLoad(t *testing.T) {
 	for _, dialect := range []string{"sglang", "mooncake"} {
 		t.Run(dialect, func(t *testing.T) {
-			f := start(t, options{dialect: dialect, engineArgs: []string{"--record=false"}})
+			f := start(t, options{dialect: dialect, pool: "  prefillTimeout: {base: 60s}\n", engineArgs: []string{"--record=false"}})
 			for _, load := range []struct{ size, clients, requests int }{{4_000_000, 8, 24}, {1_000_000, 16, 64}, {220_000, 64, 256}, {8_000_000, 1, 2}} {
 				body := fmt.Sprintf(`{"model":"tiny","max_tokens":2,"messages":[{"role":"user","content":%q}]}`, strings.Repeat("0123456789", load.size/10))
 				var all sync.WaitGroup
@@ -66,7 +66,7 @@ func TestCostOfPairs(t *testing.T) {
 // are answered, and the fleet's account finds every ledger at zero.
 func TestMixedDialects(t *testing.T) {
 	dialects := []string{"sglang", "mooncake", "nixl-push", "moriio", "nixl"}
-	f := start(t, options{mix: dialects, prefills: 2 * len(dialects), decodes: 2 * len(dialects), replicas: 2, engineArgs: []string{"--record=false", "--lease", "3s"}})
+	f := start(t, options{mix: dialects, prefills: 2 * len(dialects), decodes: 2 * len(dialects), replicas: 2, engineArgs: []string{"--record=false", "--lease", "10s"}})
 	var all sync.WaitGroup
 	for c := range 20 {
 		all.Go(func() {

@@ -140,7 +140,7 @@ func TestEndpointPicker(t *testing.T) {
 	none := f.post("/v1/chat/completions", promptOf(20), "x-subset", "10.9.9.9:1")
 	require.Equal(t, 503, none.status)
 	require.Equal(t, 400, f.post("/v1/chat/completions", "{").status, "refused, and answered")
-	require.Eventually(t, func() bool { return metric(t, f.admins[0], "tandem_reservations") == 0 }, 10*time.Second, 20*time.Millisecond)
+	require.Eventually(t, func() bool { return metric(t, f.admins[0], "tandem_reservations") == 0 }, patience, 20*time.Millisecond)
 }
 
 // routingSidecar stands in for llm-d's routing sidecar: it follows the header x-prefiller-host-port, and no other order. It
@@ -236,7 +236,7 @@ func TestSidecarHandoff(t *testing.T) {
 			resp.Body.Close()
 		}
 		return err == nil
-	}, 10*time.Second, 20*time.Millisecond)
+	}, patience, 20*time.Millisecond)
 	f := start(t, options{
 		prefills: 1, extProcFields: ", protocol: endpointPicker", bootstrap: gatewayTo(sidecar),
 		pools: "pools:\n- name: chat\n  kvTransfer: nixl\n  split: always\n  handoff: sidecar\n  endpoints:\n  - {address: %P, role: prefill}\n  - {address: \"" + sidecar + "\", role: decode}\n",

@@ -15,6 +15,7 @@ import (
 // vLLM's dialects in which P sends and D waits for it.
 
 func TestPushPairs(t *testing.T) {
+	t.Parallel()
 	for _, dialect := range []string{"mooncake", "nixl-push", "moriio"} {
 		for _, shape := range []struct{ prefills, decodes int }{{2, 2}, {3, 1}} {
 			t.Run(fmt.Sprintf("%s %dP%dD", dialect, shape.prefills, shape.decodes), func(t *testing.T) {
@@ -77,11 +78,13 @@ func (f *fleet) hopsLike(id string) (prefill, decode seen) {
 // A leg that fails: P's is sent again, for D waits for these very blocks; where that does not help, both begin anew. D is
 // free again in the end, which it is only if P has sent.
 func TestPushFailures(t *testing.T) {
+	t.Parallel()
 	for _, dialect := range []string{"mooncake", "nixl-push", "moriio"} {
 		t.Run(dialect, func(t *testing.T) {
-			f := start(t, options{dialect: dialect, pool: "  prefillTimeout: {base: 1s}\n",
+			t.Parallel() // mostly waits
+			f := start(t, options{dialect: dialect, pool: "  prefillTimeout: {base: 30s}\n",
 				// P keeps what no D comes for: Mooncake for 480 s, NIXL for its lease. Nobody can tell it that D is gone.
-				engineArgs: []string{"--lease", "3s", "--transfer-timeout", "5s"}})
+				engineArgs: []string{"--lease", "10s", "--transfer-timeout", "10s"}})
 			for range 8 {
 				require.Equal(t, 200, f.post("/v1/chat/completions", pairBody).status)
 			}
@@ -101,7 +104,7 @@ func TestPushFailures(t *testing.T) {
 						}
 						f.inject(bad, failure.rule)
 						if strings.Contains(failure.rule, "refuse") {
-							require.Eventually(t, func() bool { return !healthy(bad) }, 5*time.Second, 5*time.Millisecond)
+							require.Eventually(t, func() bool { return !healthy(bad) }, patience, 5*time.Millisecond)
 						}
 						for range 8 {
 							got := f.post("/v1/chat/completions", body)
@@ -118,14 +121,15 @@ func TestPushFailures(t *testing.T) {
 
 // A client that leaves takes only D's answer with it: P's leg runs to its end, and so D has its blocks back.
 func TestPushClientLeaves(t *testing.T) {
+	t.Parallel()
 	for _, dialect := range []string{"mooncake", "nixl-push", "moriio"} {
 		t.Run(dialect, func(t *testing.T) {
-			f := start(t, options{dialect: dialect, engineArgs: []string{"--lease", "3s"}})
+			f := start(t, options{dialect: dialect, engineArgs: []string{"--lease", "10s"}})
 			for range 16 { // P that is not known yet has its leg alone, which ends with its client
 				require.Equal(t, 200, f.post("/v1/chat/completions", pairBody).status)
 			}
 			for _, p := range f.prefills {
-				f.inject(p, `{"mode":"slow","delay":"1s"}`)
+				f.inject(p, `{"mode":"slow","delay":"5s"}`)
 			}
 			var all sync.WaitGroup
 			for i := range 6 {
@@ -152,10 +156,11 @@ func TestPushClientLeaves(t *testing.T) {
 
 // P2P-NCCL: engines register, the request id names both, and decode begins when prefill has sent.
 func TestP2PNCCL(t *testing.T) {
+	t.Parallel()
 	f := start(t, options{dialect: "p2p-nccl", prefills: 2, decodes: 2})
 	require.Eventually(t, func() bool {
 		return f.post("/v1/completions", `{"model":"tiny","prompt":"are you there","max_tokens":1}`).status == 200
-	}, 10*time.Second, 50*time.Millisecond, "engines do not register")
+	}, patience, 50*time.Millisecond, "engines do not register")
 	for _, api := range []int{0, 1, 3} { // chat, completions, messages
 		for _, stream := range []bool{false, true} {
 			t.Run(fmt.Sprintf("%s stream=%t", apis[api].name, stream), func(t *testing.T) {
@@ -168,7 +173,7 @@ func TestP2PNCCL(t *testing.T) {
 				require.Eventually(t, func() bool { // until all four have registered
 					got = f.post(apis[api].path, body)
 					return got.status == 200
-				}, 10*time.Second, 50*time.Millisecond, "%s", got.body)
+				}, patience, 50*time.Millisecond, "%s", got.body)
 				require.NotContains(t, got.body, "Violation")
 				all := f.requests("", f.engines()...)
 				require.Greater(t, len(all), before)
@@ -196,7 +201,7 @@ func TestP2PNCCL(t *testing.T) {
 	})
 	t.Run("a client leaves", func(t *testing.T) {
 		for _, p := range f.prefills {
-			f.inject(p, `{"mode":"slow","delay":"300ms","count":1}`)
+			f.inject(p, `{"mode":"slow","delay":"5s","count":1}`)
 		}
 		ctx, cancel := context.WithTimeout(t.Context(), 100*time.Millisecond)
 		defer cancel()
@@ -211,9 +216,10 @@ func TestP2PNCCL(t *testing.T) {
 
 // Dialects in which D pulls with what P answered, one leg after the other, beside nixl.
 func TestOtherPulls(t *testing.T) {
+	t.Parallel()
 	for _, dialect := range []string{"mooncake-0.13", "moriio-read"} {
 		t.Run(dialect, func(t *testing.T) {
-			f := start(t, options{dialect: dialect, prefills: 3, decodes: 1, engineArgs: []string{"--transfer-timeout", "5s"}})
+			f := start(t, options{dialect: dialect, prefills: 3, decodes: 1, engineArgs: []string{"--transfer-timeout", "30s"}})
 			for _, api := range apis {
 				if dialect == "mooncake-0.13" && api.name == "responses" { // whose id is the engine's own: it stays with one
 					require.Equal(t, 200, f.post(api.path, api.body, "x-request-id", "whole").status)

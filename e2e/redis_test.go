@@ -1,13 +1,15 @@
 package e2e
 
 import (
-	"bufio"
 	"context"
+	"errors"
 	"fmt"
 	"io"
 	"net"
 	"net/http"
 	"os"
+	"regexp"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -18,54 +20,6 @@ import (
 
 	"github.com/stretchr/testify/require"
 )
-
-// redis is a redis-server of the test's own.
-type redis struct {
-	*process
-	t     testing.TB
-	addr  string
-	start func() *process
-}
-
-func startRedis(t testing.TB, args ...string) *redis {
-	t.Helper()
-	path := tool(t, "REDIS_SERVER", "redis-server", ".tools/bin/redis-server")
-	r := &redis{t: t, addr: ports(t, 1)[0]}
-	dir := t.TempDir()
-	_, port, err := net.SplitHostPort(r.addr)
-	require.NoError(t, err)
-	r.start = func() *process {
-		p := startProcess(t, dir, "redis-"+port, path, append([]string{"--bind", "127.0.0.1", "--port", port, "--dir", dir, "--save", "", "--appendonly", "no"}, args...)...)
-		require.Eventually(t, func() bool {
-			c, err := net.Dial("tcp", r.addr)
-			if err == nil {
-				_ = c.Close()
-			}
-			return err == nil
-		}, 10*time.Second, 5*time.Millisecond)
-		return p
-	}
-	r.process = r.start()
-	return r
-}
-
-// do sends one command, as words, and returns the first line of the answer.
-func (r *redis) do(words ...string) string {
-	r.t.Helper()
-	c, err := net.DialTimeout("tcp", r.addr, time.Second)
-	require.NoError(r.t, err)
-	defer c.Close()
-	_ = c.SetDeadline(time.Now().Add(5 * time.Second))
-	_, err = fmt.Fprintf(c, "%s\r\n", strings.Join(words, " "))
-	require.NoError(r.t, err)
-	line, err := bufio.NewReader(c).ReadString('\n')
-	require.NoError(r.t, err)
-	return strings.TrimSpace(line)
-}
-
-func (r *redis) yaml() string {
-	return fmt.Sprintf("state: {redis: {url: %q, lease: 1s}}\n", "redis://"+r.addr+"/0")
-}
 
 // known is what a replica shows of its state.
 type known struct {
@@ -114,59 +68,98 @@ func (f *fleet) allReplicas(n int) {
 			}
 		}
 		return true
-	}, 15*time.Second, 10*time.Millisecond, "the replicas do not all know each other")
+	}, patience, 10*time.Millisecond, "the replicas do not all know each other")
+}
+
+// oneKey waits until replicas that make their keys themselves open each other's tickets. One for which Redis had no time when it
+// started seals with a key of its own at first, and learns of the others' a second later.
+func (f *fleet) oneKey() {
+	f.t.Helper()
+	soon(f.t, "all replicas have one key", func() bool {
+		for range 10 * len(f.admins) {
+			if f.post("/v1/chat/completions", chat("whose key is it?")).status != 200 {
+				return false
+			}
+		}
+		return true
+	})
+}
+
+// says waits until a replica is ready and says so of Redis.
+func (f *fleet) says(replica int, want, what string) {
+	f.t.Helper()
+	soon(f.t, fmt.Sprintf("%s: replica %d says %q", what, replica, want), func() bool {
+		status, body := f.ready(replica)
+		require.Equal(f.t, 200, status, what)
+		return regexp.MustCompile(want).MatchString(body)
+	})
 }
 
 func chat(content string) string {
 	return `{"model":"tiny","messages":[{"role":"user","content":` + strconv.Quote(content) + `}],"max_tokens":4}`
 }
 
-// What one replica routes, every other knows: within 100 ms, and mostly long before the answer is there.
+// What one replica routes, every other knows; within 100 ms where the machine has time, and mostly long before the answer is there.
 func TestReplicasKnowWhatTheOthersRoute(t *testing.T) {
+	t.Parallel()
 	r := startRedis(t)
 	f := start(t, options{replicas: 3, top: r.yaml(), madeKeys: true})
 	f.allReplicas(3)
-	var slowest time.Duration
+	f.oneKey()
+	known := f.known(0).Pools[0].Blocks
+	var after []time.Duration
 	for i := range 10 {
 		a := f.post("/v1/chat/completions", chat(fmt.Sprintf("%d: %s", i, strings.Repeat("a long prompt of its own ", 400))))
 		require.Equal(t, 200, a.status, a.body)
 		began := time.Now()
 		require.Eventually(t, func() bool {
 			first := f.known(0).Pools[0].Blocks
-			return first > 10*(i+1) && f.known(1).Pools[0].Blocks == first && f.known(2).Pools[0].Blocks == first
-		}, 5*time.Second, time.Millisecond)
-		slowest = max(slowest, time.Since(began))
+			return first > known+10*(i+1) && f.known(1).Pools[0].Blocks == first && f.known(2).Pools[0].Blocks == first
+		}, patience, time.Millisecond)
+		after = append(after, time.Since(began))
 	}
-	t.Logf("known to all at most %v after the answer", slowest)
-	require.Less(t, slowest, 200*time.Millisecond, "100 ms, and as much for three times /debug/state")
-	status, body := f.ready(0)
-	require.Equal(t, 200, status)
-	require.Regexp(t, `^ok\nredis: up for .*, 3 replicas\n$`, body)
+	slices.Sort(after)
+	t.Logf("known to all after %v", after)
+	speed(t, after[len(after)-1] < 200*time.Millisecond, "100 ms, and as much for three times /debug/state")
+	f.says(0, `^ok\nredis: up for .*, 3 replicas\n$`, "all are there")
 	require.Equal(t, "0", strings.TrimLeft(r.do("EXISTS", "no-such-key"), ":"))
 }
 
 // A killed replica takes its bookings with it as soon as its lease ends, although the answer that they are for runs on.
 func TestKilledReplicasBookingsEndWithItsLease(t *testing.T) {
+	t.Parallel()
 	r := startRedis(t)
-	f := start(t, options{replicas: 2, top: r.yaml(), madeKeys: true, engineArgs: []string{"--decode-step", "20ms"}})
+	f := start(t, options{replicas: 2, top: r.briefly(), engineArgs: []string{"--decode-step", "20ms"}})
 	f.allReplicas(2)
+	ctx, leave := context.WithCancel(t.Context())
 	var answers sync.WaitGroup
-	for i := range 12 {
+	for i := range 12 { // each of them takes minutes, if nobody leaves
+		req, err := http.NewRequestWithContext(ctx, http.MethodPost, f.url+"/v1/completions", strings.NewReader(fmt.Sprintf(`{"model":"tiny","prompt":"long answer %d","ignore_eos":true,"max_tokens":10000,"stream":true}`, i)))
+		require.NoError(t, err)
+		req.Header.Set("Content-Type", "application/json")
 		answers.Go(func() {
-			a := f.post("/v1/completions", fmt.Sprintf(`{"model":"tiny","prompt":"long answer %d","max_tokens":200,"stream":true}`, i))
-			require.Equal(t, 200, a.status)
-			require.Contains(t, a.body, "[DONE]")
+			resp, err := client.Do(req)
+			if err != nil {
+				t.Errorf("answer %d: %v", i, err)
+				return
+			}
+			defer resp.Body.Close()
+			if _, err = io.Copy(io.Discard, resp.Body); !errors.Is(err, context.Canceled) {
+				t.Errorf("answer %d has ended before the client left: %v", i, err)
+			}
 		})
 	}
 	require.Eventually(t, func() bool {
 		a, b := f.known(0), f.known(1)
 		return a.Reservations+b.Reservations == 12 && a.Reservations > 0 && a.others() == b.Reservations && b.others() == a.Reservations
-	}, 10*time.Second, 5*time.Millisecond, "each knows what the other has booked")
+	}, patience, 5*time.Millisecond, "each knows what the other has booked")
 	f.tandems[0].stop(syscall.SIGKILL)
 	began := time.Now()
-	require.Eventually(t, func() bool { return f.known(1).others() == 0 }, 5*time.Second, 5*time.Millisecond)
+	// A booking's own limit is 15 minutes.
+	require.Eventually(t, func() bool { return f.known(1).others() == 0 }, patience, 5*time.Millisecond)
 	t.Logf("void after %v", time.Since(began))
-	require.Less(t, time.Since(began), 1500*time.Millisecond, "a lease of 1 s")
+	speed(t, time.Since(began) < 2*time.Second, "a lease of 1 s")
+	leave()
 	answers.Wait()
 }
 
@@ -190,6 +183,9 @@ func (f *fleet) traffic(clients int) *traffic {
 					t.failed.Add(1)
 					text := fmt.Sprintf("%v %d %s", err, a.status, a.body)
 					t.first.CompareAndSwap(nil, &text)
+				}
+				if os.Getenv("TANDEM_SPEED") == "" {
+					time.Sleep(pause)
 				}
 			}
 		})
@@ -218,13 +214,15 @@ func (t *traffic) wait(tb testing.TB, requests int64, least time.Duration) {
 // Whatever becomes of Redis costs no request. Every replica stays ready, says what is wrong, and finds the others again.
 // TANDEM_FAILURES=1 makes the outages as long as they are out there: 30 s.
 func TestRedisOutagesCostNoRequest(t *testing.T) {
+	t.Parallel()
 	long := 3 * time.Second // three leases
 	if os.Getenv("TANDEM_FAILURES") != "" {
 		long = 30 * time.Second
 	}
 	r := startRedis(t)
-	f := start(t, options{replicas: 3, top: r.yaml(), madeKeys: true})
+	f := start(t, options{replicas: 3, top: r.briefly(), madeKeys: true})
 	f.allReplicas(3)
+	f.oneKey()
 	load := f.traffic(6)
 	load.wait(t, 50, 0)
 	back := func(what string) {
@@ -233,9 +231,7 @@ func TestRedisOutagesCostNoRequest(t *testing.T) {
 		load.wait(t, 50, 0)
 		load.require(t)
 		for i := range 3 {
-			status, body := f.ready(i)
-			require.Equal(t, 200, status, what)
-			require.Contains(t, body, "redis: up", what)
+			f.says(i, "redis: up", what)
 		}
 	}
 	down := func(what string) {
@@ -243,9 +239,7 @@ func TestRedisOutagesCostNoRequest(t *testing.T) {
 		load.wait(t, 50, long)
 		load.require(t)
 		for i := range 3 {
-			status, body := f.ready(i)
-			require.Equal(t, 200, status, what)
-			require.Contains(t, body, "redis: not in use", what)
+			f.says(i, "redis: not in use", what)
 			require.Zero(t, metric(t, f.admins[i], "tandem_redis_up"), what)
 		}
 	}
@@ -273,6 +267,7 @@ func TestRedisOutagesCostNoRequest(t *testing.T) {
 
 // A replica starts without Redis, serves with keys of its own, and the others open what it sealed as soon as Redis is there.
 func TestStartWithoutRedis(t *testing.T) {
+	t.Parallel()
 	r := startRedis(t)
 	r.stop(syscall.SIGKILL)
 	f := start(t, options{replicas: 1, top: r.yaml(), madeKeys: true})
@@ -281,7 +276,7 @@ func TestStartWithoutRedis(t *testing.T) {
 	_, body := f.ready(0)
 	require.Contains(t, body, "redis: not in use")
 	r.process = r.start()
-	require.Eventually(t, func() bool { return metric(t, f.admins[0], "tandem_redis_up") == 1 }, 10*time.Second, 10*time.Millisecond)
+	require.Eventually(t, func() bool { return metric(t, f.admins[0], "tandem_redis_up") == 1 }, patience, 10*time.Millisecond)
 	load.wait(t, 20, 0)
 	load.stop()
 	load.require(t)
@@ -289,21 +284,33 @@ func TestStartWithoutRedis(t *testing.T) {
 
 // A Redis Cluster of three serves as one Redis does, and goes on serving what it can when a node of it dies.
 func TestRedisCluster(t *testing.T) {
+	t.Parallel()
 	var nodes []*redis
+	var buses []string
 	for range 3 {
-		nodes = append(nodes, startRedis(t, "--cluster-enabled", "yes", "--cluster-node-timeout", "1000", "--cluster-require-full-coverage", "no"))
+		bus := portOf(ports(t, 1)[0])
+		buses = append(buses, bus)
+		nodes = append(nodes, startRedis(t, "--cluster-enabled", "yes", "--cluster-port", bus, "--cluster-node-timeout", "1000", "--cluster-require-full-coverage", "no"))
 	}
 	for i, n := range nodes {
 		require.Equal(t, "+OK", n.do("CLUSTER", "ADDSLOTSRANGE", strconv.Itoa(i*16384/3), strconv.Itoa((i+1)*16384/3-1)))
 		require.Equal(t, "+OK", n.do("CLUSTER", "SET-CONFIG-EPOCH", strconv.Itoa(i+1)))
 		if _, port, err := net.SplitHostPort(n.addr); i > 0 && err == nil {
-			require.Equal(t, "+OK", nodes[0].do("CLUSTER", "MEET", "127.0.0.1", port))
+			require.Equal(t, "+OK", nodes[0].do("CLUSTER", "MEET", "127.0.0.1", port, buses[i]))
 		}
 	}
-	top := fmt.Sprintf("state: {redis: {url: %q, mode: cluster, nodes: [%q, %q], lease: 1s}}\n", "redis://"+nodes[0].addr, nodes[1].addr, nodes[2].addr)
-	time.Sleep(2 * time.Second) // gossip
+	top := fmt.Sprintf("state: {redis: {url: %q, mode: cluster, nodes: [%q, %q], lease: 20s}}\n", "redis://"+nodes[0].addr, nodes[1].addr, nodes[2].addr)
+	soon(t, "the cluster is whole", func() bool {
+		for _, n := range nodes {
+			if text := n.all("CLUSTER INFO"); !strings.Contains(text, "cluster_state:ok") || !strings.Contains(text, "cluster_known_nodes:3") || !strings.Contains(text, "cluster_slots_assigned:16384") {
+				return false
+			}
+		}
+		return true
+	})
 	f := start(t, options{replicas: 2, top: top, madeKeys: true})
 	f.allReplicas(2)
+	f.oneKey()
 	load := f.traffic(4)
 	load.wait(t, 50, 0)
 	nodes[2].stop(syscall.SIGKILL)
@@ -318,6 +325,7 @@ func TestRedisCluster(t *testing.T) {
 
 // What engines say about their load is known: by a scrape of one replica alone, and from P along with its answers.
 func TestEnginesAreAskedByOneReplica(t *testing.T) {
+	t.Parallel()
 	r := startRedis(t)
 	f := start(t, options{replicas: 3, top: r.yaml(), madeKeys: true})
 	f.allReplicas(3)
@@ -330,19 +338,19 @@ func TestEnginesAreAskedByOneReplica(t *testing.T) {
 			}
 		}
 		return true
-	}, 15*time.Second, 20*time.Millisecond, "every replica knows what every engine says")
+	}, patience, 20*time.Millisecond, "every replica knows what every engine says")
 	asked := func() (n float64) {
 		for _, admin := range f.admins {
 			n += metric(t, admin, "tandem_scrapes_total")
 		}
 		return n
 	}
-	before, began := asked(), time.Now()
-	time.Sleep(6 * time.Second)
+	began := time.Now() // where the machine stands still, the rate is lower than it seems to be
+	before := asked()
+	soon(t, "each is asked three times", func() bool { return asked() >= before+3*float64(len(f.engines())) })
 	rate := (asked() - before) / time.Since(began).Seconds() / float64(len(f.engines()))
 	t.Logf("each engine is asked %.2f times a second", rate)
 	require.Less(t, rate, .8, "one replica, every 2 s")
-	require.Greater(t, rate, .3)
 
 	// P's answer tells more than the scrape before it.
 	newest := func() float64 {
@@ -355,53 +363,5 @@ func TestEnginesAreAskedByOneReplica(t *testing.T) {
 	require.Eventually(t, func() bool {
 		a := f.post("/v1/chat/completions", chat("a prompt"))
 		return a.status == 200 && newest() < .1
-	}, 5*time.Second, time.Millisecond)
-}
-
-// conversations sends chats of several turns, one turn after the other, several at a time, and returns the share of prompt
-// tokens that prefill found cached.
-func (f *fleet) conversations(n, turns int) float64 {
-	queries := func(name string) (sum float64) {
-		for _, e := range f.prefills {
-			sum += metric(f.t, "http://"+e.addr, name)
-		}
-		return sum
-	}
-	var running sync.WaitGroup
-	var next atomic.Int64
-	for range 3 {
-		running.Go(func() {
-			for i := next.Add(1); i <= int64(n); i = next.Add(1) {
-				text := fmt.Sprintf("conversation %d begins. ", i)
-				for turn := range turns {
-					text += fmt.Sprintf("turn %d: ", turn) + strings.Repeat("what was said in it ", 60)
-					a := f.post("/v1/chat/completions", chat(text))
-					require.Equal(f.t, 200, a.status, a.body)
-				}
-			}
-		})
-	}
-	running.Wait()
-	return queries("vllm:prefix_cache_hits_total") / queries("vllm:prefix_cache_queries_total")
-}
-
-// Four replicas that share what they know find as many prefixes as one does, and far more than four that do not.
-func TestFourReplicasHitLikeOne(t *testing.T) {
-	r := startRedis(t)
-	share := func(replicas int, top string) float64 {
-		var hits float64
-		t.Run(fmt.Sprintf("%d replicas, redis %t", replicas, top != ""), func(t *testing.T) {
-			f := start(t, options{prefills: 4, decodes: 2, replicas: replicas, top: top, engineArgs: []string{"--record=false", "--decode-step", "5ms", "--prefill-speed", "20000"}})
-			if top != "" {
-				f.allReplicas(replicas)
-			}
-			hits = f.conversations(60, 6)
-		})
-		return hits
-	}
-	one := share(1, "")
-	four := share(4, r.yaml())
-	apart := share(4, "")
-	t.Logf("hit share: one replica %.3f, four sharing %.3f, four apart %.3f", one, four, apart)
-	require.GreaterOrEqual(t, four, .97*one)
+	}, patience, time.Millisecond)
 }

@@ -32,6 +32,7 @@ var sglangAPIs = []struct{ name, path, body string }{
 }
 
 func TestSGLangPairs(t *testing.T) {
+	t.Parallel()
 	for _, shape := range []struct{ prefills, decodes int }{{2, 2}, {3, 1}} {
 		t.Run(fmt.Sprintf("%dP%dD", shape.prefills, shape.decodes), func(t *testing.T) {
 			f := start(t, options{dialect: "sglang", prefills: shape.prefills, decodes: shape.decodes})
@@ -64,9 +65,81 @@ func TestSGLangPairs(t *testing.T) {
 			require.Eventually(t, func() bool {
 				return metric(t, f.admins[0], "tandem_hop_duration_seconds_count", `hop="prefill"`, `result="ok"`) == float64(2*len(sglangAPIs)) &&
 					metric(t, f.admins[0], "tandem_hop_duration_seconds_count", `hop="decode"`, `result="ok"`) == float64(2*len(sglangAPIs))
-			}, 5*time.Second, 20*time.Millisecond, "both hops are counted and timed")
+			}, patience, 20*time.Millisecond, "both hops are counted and timed")
 		})
 	}
+}
+
+// return_logprob of /generate: the prompt's log probabilities are prefill's, and come in front of decode's answer, in each of a
+// batch and in each event. With two replicas the one that has them may not be the one that the answer comes by.
+func TestSGLangLogprobs(t *testing.T) {
+	t.Parallel()
+	type result struct {
+		Index int
+		Meta  struct {
+			PromptTokens int     `json:"prompt_tokens"`
+			Completion   int     `json:"completion_tokens"`
+			Input        [][]any `json:"input_token_logprobs"`
+			Output       [][]any `json:"output_token_logprobs"`
+		} `json:"meta_info"`
+	}
+	for _, replicas := range []int{1, 2} {
+		t.Run(fmt.Sprintf("%d replicas", replicas), func(t *testing.T) {
+			o := options{dialect: "sglang", replicas: replicas}
+			if replicas > 1 {
+				o.top = startRedis(t).yaml()
+			}
+			f := start(t, o)
+			check := func(text string) (index int) {
+				var r result
+				require.NoError(t, json.Unmarshal([]byte(text), &r), text)
+				require.Positive(t, r.Meta.PromptTokens)
+				require.Len(t, r.Meta.Input, r.Meta.PromptTokens, "one for each token of the prompt")
+				require.Len(t, r.Meta.Output, r.Meta.Completion)
+				return r.Index
+			}
+			for i := range 12 {
+				prompt := fmt.Sprintf(`"Request %d of prompts that differ."`, i)
+				if i%3 == 2 {
+					prompt = "[" + prompt + `,"And another, which is longer than that one."]`
+				}
+				body := fmt.Sprintf(`{"text":%s,"return_logprob":true,"logprob_start_len":0,"sampling_params":{"max_new_tokens":6}}`, prompt)
+				if i%2 == 1 {
+					body = streamed(body)
+				}
+				got := f.post("/generate", body)
+				require.Equal(t, 200, got.status, got.body)
+				if i%2 == 1 {
+					events, last := got.events(), map[int]bool{}
+					require.Greater(t, len(events), 6)
+					for _, e := range events[:len(events)-1] {
+						last[check(e)] = true
+					}
+					require.Equal(t, i%3 == 2, len(last) == 2)
+					continue
+				}
+				var all []json.RawMessage
+				if json.Unmarshal([]byte(got.body), &all) != nil {
+					all = []json.RawMessage{json.RawMessage(got.body)}
+				}
+				for _, one := range all {
+					check(string(one))
+				}
+			}
+			// Without it nothing passes that way.
+			require.Equal(t, 200, f.post("/generate", `{"text":"plain","sampling_params":{"max_new_tokens":6}}`).status)
+			soon(t, "twelve answers passed by Tandem", func() bool { return sum(t, f, "tandem_ext_proc_duration_seconds_count", `role="answer-leg"`) >= 12 })
+			require.InDelta(t, 12, sum(t, f, "tandem_ext_proc_duration_seconds_count", `role="answer-leg"`), 0)
+		})
+	}
+}
+
+// sum adds up a metric of all replicas.
+func sum(t *testing.T, f *fleet, name string, labels ...string) (total float64) {
+	for _, admin := range f.admins {
+		total += metric(t, admin, name, labels...)
+	}
+	return total
 }
 
 // member is the JSON text of a member of a body.
@@ -97,9 +170,11 @@ func streamed(body string) string { return strings.Replace(body, "{", `{"stream"
 
 // A leg that fails before the answer began: D is cut, and another pair answers with a room of its own.
 func TestSGLangFailures(t *testing.T) {
+	t.Parallel()
 	for _, replicas := range []int{1, 2} { // with two, the legs of a request are often served by different ones
 		t.Run(fmt.Sprintf("%d replicas", replicas), func(t *testing.T) {
-			sglangFailures(t, start(t, options{dialect: "sglang", replicas: replicas, pool: "  prefillTimeout: {base: 1s}\n"}))
+			t.Parallel() // mostly waits
+			sglangFailures(t, start(t, options{dialect: "sglang", replicas: replicas, pool: "  prefillTimeout: {base: 4s}\n"}))
 		})
 	}
 }
@@ -128,7 +203,7 @@ func sglangFailures(t *testing.T, f *fleet) {
 				before := replans(failure.leg)
 				f.inject(bad, failure.rule)
 				if strings.Contains(failure.rule, "refuse") {
-					require.Eventually(t, func() bool { return !healthy(bad) }, 5*time.Second, 5*time.Millisecond)
+					require.Eventually(t, func() bool { return !healthy(bad) }, patience, 5*time.Millisecond)
 				}
 				for i := range 8 {
 					got := f.post("/v1/chat/completions", body, "x-request-id", fmt.Sprintf("fails-%d", i))
@@ -150,7 +225,7 @@ func healthy(e *engine) bool {
 // heal takes an engine's failures away, and waits until Tandem has it back.
 func (f *fleet) heal(e *engine) {
 	f.t.Helper()
-	require.Eventually(f.t, func() bool { return healthy(e) }, 10*time.Second, 10*time.Millisecond)
+	require.Eventually(f.t, func() bool { return healthy(e) }, patience, 10*time.Millisecond)
 	req, err := http.NewRequest(http.MethodDelete, "http://"+e.addr+"/sim/fail", nil)
 	require.NoError(f.t, err)
 	resp, err := client.Do(req)
@@ -173,12 +248,12 @@ func (f *fleet) heal(e *engine) {
 			}
 		}
 		return true
-	}, 10*time.Second, 20*time.Millisecond, "an endpoint stays marked as failed")
+	}, patience, 20*time.Millisecond, "an endpoint stays marked as failed")
 }
 
 // Without a pair that works there is an answer all the same: an error, in OpenAI's shape.
 func TestSGLangWithoutPrefill(t *testing.T) {
-	f := start(t, options{dialect: "sglang", pool: "  prefillTimeout: {base: 1s}\n"})
+	f := start(t, options{dialect: "sglang", pool: "  prefillTimeout: {base: 30s}\n"})
 	for _, p := range f.prefills {
 		f.inject(p, `{"mode":"status","status":500}`)
 	}
@@ -200,6 +275,7 @@ func TestSGLangRefusals(t *testing.T) {
 
 // A client that leaves takes both legs with it: P waits for D, D for P, and neither hears of the other's end.
 func TestSGLangClientLeaves(t *testing.T) {
+	t.Parallel()
 	for name, rule := range map[string]string{"while prefill is slow": "prefill", "while decode is slow": "decode"} {
 		for _, replicas := range []int{1, 2} {
 			t.Run(fmt.Sprintf("%s, %d replicas", name, replicas), func(t *testing.T) {
@@ -209,7 +285,7 @@ func TestSGLangClientLeaves(t *testing.T) {
 					engines = f.decodes
 				}
 				for _, e := range engines {
-					f.inject(e, `{"mode":"slow","delay":"3s"}`)
+					f.inject(e, `{"mode":"slow","delay":"15s"}`)
 				}
 				var all sync.WaitGroup
 				for i := range 6 {
@@ -231,7 +307,7 @@ func TestSGLangClientLeaves(t *testing.T) {
 						held += metric(t, "http://"+e.addr, "enginesim_blocks_held") + metric(t, "http://"+e.addr, "vllm:num_requests_running")
 					}
 					return held == 0
-				}, 5*time.Second, 20*time.Millisecond, "a leg is still under way")
+				}, patience, 20*time.Millisecond, "a leg is still under way")
 			})
 		}
 	}
@@ -239,6 +315,7 @@ func TestSGLangClientLeaves(t *testing.T) {
 
 // A replica that dies cuts no answer: neither one that has begun nor one that has not.
 func TestSGLangReplicaDies(t *testing.T) {
+	t.Parallel()
 	f := start(t, options{dialect: "sglang", replicas: 2, engineArgs: []string{"--decode-step", "40ms", "--prefill-speed", "200"}})
 	var all sync.WaitGroup
 	errs := make(chan error, 64)

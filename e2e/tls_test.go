@@ -23,6 +23,7 @@ import (
 // Envoy and Tandem speak TLS to each other where they are told to, and a certificate that changes on disk is taken in
 // without a restart.
 func TestTLSBetweenEnvoyAndTandem(t *testing.T) {
+	t.Parallel()
 	dir := t.TempDir()
 	cert, key := filepath.Join(dir, "cert.pem"), filepath.Join(dir, "key.pem")
 	selfSigned(t, cert, key, 1)
@@ -39,7 +40,7 @@ func TestTLSBetweenEnvoyAndTandem(t *testing.T) {
 	selfSigned(t, cert, key, 2)
 	future := time.Now().Add(2 * time.Second)
 	require.NoError(t, os.Chtimes(cert, future, future))
-	require.Eventually(t, func() bool { return serial(t, address) == 2 }, 10*time.Second, 100*time.Millisecond)
+	require.Eventually(t, func() bool { return serial(t, address) == 2 }, patience, 100*time.Millisecond)
 	require.Equal(t, 200, f.post(apis[0].path, apis[0].body).status)
 }
 

@@ -1,6 +1,9 @@
 package e2e
 
 import (
+	"fmt"
+	"io"
+	"net/http"
 	"os"
 	"slices"
 	"strings"
@@ -12,6 +15,7 @@ import (
 
 // One trace holds a request's two hops: the client's span, Envoy's, Tandem's three, and what the engines are told to join.
 func TestOneTraceOverBothHops(t *testing.T) {
+	t.Parallel()
 	c := startCollector(t)
 	f := start(t, options{top: "tracing: {endpoint: \"" + c.addr + "\", sampleRatio: 0}\n"})
 	const trace, client = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -24,6 +28,11 @@ func TestOneTraceOverBothHops(t *testing.T) {
 		}
 	})
 
+	p, d := f.hops("not-a-uuid")
+	joins := func(hop seen) string { // the span that the engine's own would hang below
+		require.Len(t, hop.Headers["Traceparent"], 1, hop.Leg)
+		return strings.Split(hop.Headers["Traceparent"][0], "-")[2]
+	}
 	named := func(name string) func(span) bool { return func(s span) bool { return s.name == name } }
 	var spans []span
 	byID := map[string]span{}
@@ -33,45 +42,142 @@ func TestOneTraceOverBothHops(t *testing.T) {
 			byID[s.id] = s
 		}
 		return slices.ContainsFunc(spans, named("tandem decide")) && slices.ContainsFunc(spans, named("tandem prefill answer")) &&
-			slices.ContainsFunc(spans, named("tandem hand over")) &&
+			slices.ContainsFunc(spans, named("tandem hand over")) && byID[joins(p)].id != "" && byID[joins(d)].id != "" &&
 			!slices.ContainsFunc(spans, func(s span) bool { return s.parent != client && byID[s.parent].id == "" })
 	}
-	require.Eventually(t, whole, 30*time.Second, 50*time.Millisecond, "the spans of Tandem and of Envoy")
+	require.Eventually(t, whole, patience, 50*time.Millisecond, "the spans of Tandem and of Envoy")
 	decide := spans[slices.IndexFunc(spans, named("tandem decide"))]
 	require.Equal(t, "tandem", decide.service)
 	require.Equal(t, "envoy", byID[decide.parent].service, "the decision hangs below Envoy's request")
 	require.Contains(t, decide.attributes["tandem.route"], "split")
 	require.Contains(t, decide.attributes, "tandem.prefill.cost.work")
 
-	p, d := f.hops("not-a-uuid")
 	for _, hop := range []seen{p, d} {
-		require.Len(t, hop.Headers["Traceparent"], 1, hop.Leg)
 		parts := strings.Split(hop.Headers["Traceparent"][0], "-")
 		require.Equal(t, trace, parts[1])
 		require.Equal(t, "01", parts[3], hop.Leg)
-		require.Contains(t, byID, parts[2], "the engine's span would hang in the air")
 		require.Empty(t, hop.Headers["X-Tandem-Traceparent"])
 	}
-	require.Equal(t, "envoy", byID[strings.Split(p.Headers["Traceparent"][0], "-")[2]].service, "of the prefill leg's listener")
-	require.Equal(t, "tandem hand over", byID[strings.Split(d.Headers["Traceparent"][0], "-")[2]].name)
+	require.Equal(t, "envoy", byID[joins(p)].service, "of the prefill leg's listener")
+	require.Equal(t, "tandem hand over", byID[joins(d)].name)
+	exemplars := f.openMetrics()
+	for _, name := range []string{"tandem_hop_duration_seconds", "tandem_hop_first_byte_seconds", "tandem_request_duration_seconds", "tandem_request_first_byte_seconds", "tandem_ext_proc_duration_seconds"} {
+		require.Regexp(t, `(?m)^`+name+`_bucket\{.*\} \d+ # \{trace_id="`+trace+`"\}`, exemplars)
+	}
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	require.Len(t, c.spans, len(spans), "the other request is not traced: no client asked, and sampleRatio is 0")
+	for _, s := range c.spans {
+		require.Equal(t, trace, s.trace, "the other request is not traced: no client asked, and sampleRatio is 0")
+	}
+}
+
+// One trace holds both legs where they run at once: the decision with what it weighed, P's answer, the watch over D.
+func TestOneTraceOverLegsAtOnce(t *testing.T) {
+	t.Parallel()
+	c := startCollector(t)
+	top := "tracing: {endpoint: \"" + c.addr + "\", sampleRatio: 0}\n"
+	atOnce := []string{"sglang", "mooncake", "nixl-push", "moriio"}
+	f := start(t, options{top: top, mix: atOnce, prefills: len(atOnce), decodes: len(atOnce)})
+	for i, dialect := range atOnce {
+		body := strings.Replace(pairBody, `"tiny"`, `"`+dialect+`"`, 1)
+		require.Equal(t, 200, f.post("/v1/chat/completions", body).status) // the first leg of some tells who P is
+		f.sendTraced(i, body)
+	}
+	for i, dialect := range atOnce {
+		t.Run(dialect, func(t *testing.T) { f.oneTraceOfAPair(t, c, i) })
+	}
+	t.Run("p2p-nccl", func(t *testing.T) {
+		f := start(t, options{top: top, dialect: "p2p-nccl", prefills: 1, decodes: 1})
+		require.Eventually(t, func() bool { return f.post("/v1/chat/completions", pairBody).status == 200 }, patience, 50*time.Millisecond, "engines do not register")
+		f.sendTraced(len(atOnce), pairBody)
+		f.oneTraceOfAPair(t, c, len(atOnce))
+	})
+}
+
+const clientsSpan = "b7ad6b7169203331"
+
+func traceOf(n int) (trace, requestID string) {
+	return fmt.Sprintf("0af7651916cd43dd8448eb211c8031%02x", n), fmt.Sprint("traced-", n)
+}
+
+func (f *fleet) sendTraced(n int, body string) {
+	f.t.Helper()
+	trace, id := traceOf(n)
+	got := f.post("/v1/chat/completions", body, "x-request-id", id, "traceparent", "00-"+trace+"-"+clientsSpan+"-01")
+	require.Equal(f.t, 200, got.status, got.body)
+}
+
+// oneTraceOfAPair looks at what of such a request has reached the collector and the engines.
+func (f *fleet) oneTraceOfAPair(t *testing.T, c *collector, n int) {
+	t.Helper()
+	trace, _ := traceOf(n)
+	byName, byID := map[string]span{}, map[string]span{}
+	joined := func(engines []*engine) (parents []string) { // the spans that the engines' own would hang below
+		for _, hop := range f.requests("", engines...) {
+			if parts := strings.Split(strings.Join(hop.Headers["Traceparent"], ""), "-"); len(parts) == 4 && parts[1] == trace {
+				require.Equal(t, "01", parts[3], hop.Leg)
+				parents = append(parents, parts[2])
+			}
+		}
+		return parents
+	}
+	require.Eventually(t, func() bool {
+		for _, s := range c.of(trace) {
+			byName[s.name], byID[s.id] = s, s
+		}
+		for _, s := range byID {
+			if s.parent != clientsSpan && byID[s.parent].id == "" {
+				return false // hangs in the air: Envoy sends every 5 s
+			}
+		}
+		for _, parent := range joined(f.engines()) {
+			if byID[parent].id == "" {
+				return false
+			}
+		}
+		return byName["tandem decide"].id != "" && byName["tandem prefill answer"].id != "" && byName["tandem decode leg"].id != ""
+	}, patience, 50*time.Millisecond, "the spans of Tandem and of Envoy")
+	t.Cleanup(func() {
+		for _, s := range c.of(trace) {
+			t.Logf("%-8s %-40s %s <- %s", s.service, s.name, s.id, s.parent)
+		}
+	})
+	decide := byName["tandem decide"]
+	require.Contains(t, decide.attributes["tandem.route"], "pair")
+	require.Contains(t, decide.attributes, "tandem.prefill.cost.work")
+	for _, leg := range []string{"tandem prefill answer", "tandem decode leg"} {
+		require.Contains(t, byName[leg].attributes["tandem.result"], "ok", leg)
+		above := []string{}
+		for up := byID[byName[leg].parent]; up.id != ""; up = byID[up.parent] {
+			require.True(t, up.service == "envoy" || up.id == decide.id, up.name)
+			above = append(above, up.name)
+		}
+		if leg == "tandem decode leg" {
+			require.Contains(t, above, "tandem decide")
+		} else {
+			require.Contains(t, above, "mirror", "Envoy's span of the copy comes between, which is not below the decision")
+		}
+		require.Equal(t, "ingress", above[len(above)-1], "%s leads up to the request", leg)
+	}
+	require.Len(t, joined(f.prefills), 1)
+	require.Len(t, joined(f.decodes), 1)
 }
 
 // Without Envoy's part Tandem carries the trace by itself.
 func TestATraceWithoutEnvoysPart(t *testing.T) {
+	t.Parallel()
 	c := startCollector(t)
 	f := start(t, options{top: "tracing: {endpoint: \"" + c.addr + "\"}\n", untracedEnvoy: true})
 	require.Equal(t, 200, f.post("/v1/chat/completions", apis[0].body, "x-request-id", "rooted-here").status)
 	p, d := f.hops("rooted-here")
 	trace := strings.Split(p.Headers["Traceparent"][0], "-")[1]
 	require.Equal(t, trace, strings.Split(d.Headers["Traceparent"][0], "-")[1], "both engines join one trace")
-	require.Eventually(t, func() bool { return len(c.of(trace)) == 2 }, 20*time.Second, 50*time.Millisecond, "decide and hand over")
+	require.Eventually(t, func() bool { return len(c.of(trace)) == 2 }, patience, 50*time.Millisecond, "decide and hand over")
 }
 
 // Logs have the request's id, and never a word of its prompt, whatever becomes of it.
 func TestLogsAndSpansHoldNoPrompt(t *testing.T) {
+	t.Parallel()
 	c := startCollector(t)
 	f := start(t, options{top: "tracing: {endpoint: \"" + c.addr + "\"}\n", serveArgs: []string{"-log", "debug", "-log-format", "json"}})
 	f.lenient = true
@@ -90,7 +196,7 @@ func TestLogsAndSpansHoldNoPrompt(t *testing.T) {
 	require.Eventually(t, func() bool {
 		log, err := os.ReadFile(f.tandems[0].log)
 		return err == nil && strings.Contains(string(log), `"msg":"pass ended","request_id":"quiet-failing"`)
-	}, 10*time.Second, 20*time.Millisecond)
+	}, patience, 20*time.Millisecond)
 	log, err := os.ReadFile(f.tandems[0].log)
 	require.NoError(t, err)
 	require.NotContains(t, string(log), secret)
@@ -99,6 +205,7 @@ func TestLogsAndSpansHoldNoPrompt(t *testing.T) {
 			require.Contains(t, line, `"request_id":"`, line)
 		}
 	}
+	soon(t, "spans come", func() bool { c.mu.Lock(); defer c.mu.Unlock(); return len(c.spans) > 0 })
 	f.tandems[0].stop(os.Interrupt) // which sends what spans are left
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -108,4 +215,19 @@ func TestLogsAndSpansHoldNoPrompt(t *testing.T) {
 			require.NotContains(t, value, secret, "%s %s", s.name, key)
 		}
 	}
+}
+
+// openMetrics is what a scraper gets that asks for exemplars.
+func (f *fleet) openMetrics() string {
+	f.t.Helper()
+	r, err := http.NewRequestWithContext(f.t.Context(), http.MethodGet, f.admins[0]+"/metrics", nil)
+	require.NoError(f.t, err)
+	r.Header.Set("Accept", "application/openmetrics-text; version=1.0.0")
+	resp, err := client.Do(r)
+	require.NoError(f.t, err)
+	defer resp.Body.Close()
+	text, err := io.ReadAll(resp.Body)
+	require.NoError(f.t, err)
+	require.Contains(f.t, resp.Header.Get("Content-Type"), "openmetrics")
+	return string(text)
 }

@@ -49,7 +49,11 @@ type bootstrap struct {
 	IdleTimeout   string
 	MaxRedirects  int
 	Pairs         bool     // there is a pool whose legs run at once
+	Encodes       bool     // there is a pool with an encode stage
+	Answers       bool     // there is a pool with answers that are rewritten
 	TicketTTL     string   // no prefill takes longer
+	Explains      bool     // decisions, to operators
+	Metadata      bool     // decisions are said in dynamic metadata
 	Tracing       *tracing // nil: no spans
 }
 
@@ -78,9 +82,18 @@ func (b bootstrap) LegSchemes() []scheme { return append(slices.Clone(b.Schemes[
 // loop is a cluster that leads to an internal listener.
 type loop struct{ Cluster, Listener string }
 
-// PairLoops are the ways to the legs of a pair.
-func (bootstrap) PairLoops() []loop {
-	return []loop{{"tandem-decode-loop", "decode-leg"}, {"tandem-mirror-loop", "prefill-mirror"}}
+// Loops are the ways to the legs' listeners, beside the prefill leg's, which is always there.
+func (b bootstrap) Loops() (out []loop) {
+	if b.Pairs {
+		out = append(out, loop{"tandem-decode-loop", "decode-leg"}, loop{"tandem-mirror-loop", "prefill-mirror"})
+	}
+	if b.Encodes {
+		out = append(out, loop{"tandem-encode-loop", "encode-leg"})
+	}
+	if b.Answers {
+		out = append(out, loop{"tandem-answer-loop", "answer-leg"})
+	}
+	return out
 }
 
 // AfterMaxBody is the first length that is too long to be split (Envoy's ranges exclude their end).
@@ -112,10 +125,12 @@ func gather(c *configv1.Config) (*bootstrap, error) {
 	b := &bootstrap{
 		MaxBodyBytes: e.GetMaxBodyBytes(), BufferBytes: e.GetMaxBodyBytes() + bufferMargin,
 		BufferedFrom: bufferedFrom, Mode: e.GetBodyMode(), MaxRedirects: MaxRedirects,
-		IdleTimeout: seconds(e.GetDecodeIdleTimeout()), Schemes: schemes(c),
+		IdleTimeout: seconds(e.GetDecodeIdleTimeout()),
 		EndpointTLS: newClientTLS(e.GetEndpointTls(), false),
-		Pairs:       slices.ContainsFunc(c.GetPools(), configv1.Concurrent), TicketTTL: seconds(c.GetTickets().GetTtl()),
+		Explains:    c.GetAdmin().GetTokenFile() != "", Metadata: c.GetExtProc().GetDecisionMetadata(),
+		TicketTTL: seconds(c.GetTickets().GetTtl()),
 	}
+	b.serve(c.GetPools())
 	if b.Mode == "buffered" {
 		b.BufferedFrom = 0
 	}
@@ -147,13 +162,35 @@ func gather(c *configv1.Config) (*bootstrap, error) {
 	return b, nil
 }
 
+// serve sets what depends on the pools.
+func (b *bootstrap) serve(pools []*configv1.Pool) {
+	b.Schemes = schemes(pools)
+	b.Pairs = slices.ContainsFunc(pools, configv1.Concurrent)
+	b.Encodes = slices.ContainsFunc(pools, configv1.Encodes)
+	b.Answers = slices.ContainsFunc(pools, configv1.RewritesAnswers)
+}
+
+// Parts names what pools need of the bootstrap beyond what every bootstrap has: clusters for a scheme, listeners of legs. An Envoy
+// whose bootstrap was made for other pools may lack some.
+func Parts(pools []*configv1.Pool) (out []string) {
+	var b bootstrap
+	b.serve(pools)
+	for _, s := range b.Schemes[1:] {
+		out = append(out, "clusters for "+s.Name)
+	}
+	for _, l := range b.Loops() {
+		out = append(out, "listener "+l.Listener)
+	}
+	return out
+}
+
 func seconds(duration string) string {
 	return strconv.FormatFloat(configv1.Duration(duration).Seconds(), 'f', -1, 64) + "s"
 }
 
-func schemes(c *configv1.Config) []scheme {
+func schemes(pools []*configv1.Pool) []scheme {
 	out := []scheme{{"http", ""}}
-	for _, p := range c.GetPools() {
+	for _, p := range pools {
 		all := p.GetDiscovery().Schemes()
 		for _, e := range p.GetEndpoints() {
 			all = append(all, e.GetScheme())

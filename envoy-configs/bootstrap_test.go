@@ -59,24 +59,30 @@ pools:
 func TestEnvoyTakes(t *testing.T) {
 	ca := writeCertificate(t)
 	for name, text := range map[string]string{
-		"least":                pool,
-		"traces":               `tracing: {endpoint: "127.0.0.1:4317", sampleRatio: 0.01}` + pool,
-		"traces, by name":      `tracing: {endpoint: "collector.svc:4317"}` + pool,
-		"IPv6":                 `envoy: {listen: "[::1]:8080", admin: "[::1]:9901", extProcs: ["[::1]:9002"], replans: ["[::1]:9003"]}` + pool,
-		"everywhere":           `{extProc: {listen: "[::]:9002"}, replan: {listen: 0.0.0.0:9003}, envoy: {listen: "[::]:8080"}, pools: [{name: a, kvTransfer: none, endpoints: [{address: "x:1"}]}]}`,
-		"by name":              `envoy: {extProcs: ["tandem.svc:9002"]}` + pool,
-		"by name and number":   `{envoy: {extProcs: ["10.0.0.1:9002", "b.svc:9002"]}, tickets: {keyFile: k}` + flow(),
-		"three replicas":       `{envoy: {extProcs: ["10.0.0.1:9002", "10.0.0.2:9002", "10.0.0.3:9002"], replans: ["10.0.0.9:1"]}, tickets: {keyFile: k}` + flow(),
-		"one replan of two":    `{envoy: {extProcs: ["10.0.0.1:9002", "10.0.0.1:9012"]}, tickets: {keyFile: k}` + flow(),
-		"duplex":               "envoy: {bodyMode: duplex}" + pool,
-		"buffered":             "envoy: {bodyMode: buffered, maxBodyBytes: 1048576, decodeIdleTimeout: 90s}" + pool,
-		"https and h2c":        strings.Replace(strings.Replace(pool, "role: prefill", "role: prefill, scheme: https", 1), "role: decode", "role: decode, scheme: h2c", 1),
-		"https, verified":      "envoy: {endpointTls: {caFile: " + ca + ", serverName: engines.example}}" + strings.Replace(pool, "role: decode", "role: decode, scheme: https", 1),
-		"pairs":                strings.Replace(pool, "nixl", "sglang", 1),
-		"pairs, https and h2c": strings.Replace(strings.Replace(strings.Replace(pool, "nixl", "sglang", 1), "role: prefill", "role: prefill, scheme: https", 1), "role: decode", "role: decode, scheme: h2c", 1),
-		"pairs, two replicas":  `{envoy: {extProcs: ["10.0.0.1:9002", "10.0.0.2:9002"]}, tickets: {keyFile: k}` + strings.Replace(flow(), "nixl", "sglang", 1),
-		"TLS, unverified":      "extProc: {tls: {certFile: c, keyFile: k}}" + pool,
-		"mutual TLS, verified": "{extProc: {tls: {certFile: c, keyFile: k, clientCaFile: a}}, envoy: {extProcTls: {caFile: " + ca + ", certFile: " + ca + ", keyFile: " + ca + "}}" + flow(),
+		"least":                   pool,
+		"traces":                  `tracing: {endpoint: "127.0.0.1:4317", sampleRatio: 0.01}` + pool,
+		"traces, by name":         `tracing: {endpoint: "collector.svc:4317"}` + pool,
+		"explained":               "{extProc: {decisionMetadata: true}, admin: {tokenFile: t}" + flow(),
+		"IPv6":                    `envoy: {listen: "[::1]:8080", admin: "[::1]:9901", extProcs: ["[::1]:9002"], replans: ["[::1]:9003"]}` + pool,
+		"everywhere":              `{extProc: {listen: "[::]:9002"}, replan: {listen: 0.0.0.0:9003}, envoy: {listen: "[::]:8080"}, pools: [{name: a, kvTransfer: none, endpoints: [{address: "x:1"}]}]}`,
+		"by name":                 `envoy: {extProcs: ["tandem.svc:9002"]}` + pool,
+		"by name and number":      `{envoy: {extProcs: ["10.0.0.1:9002", "b.svc:9002"]}, tickets: {keyFile: k}` + flow(),
+		"three replicas":          `{envoy: {extProcs: ["10.0.0.1:9002", "10.0.0.2:9002", "10.0.0.3:9002"], replans: ["10.0.0.9:1"]}, tickets: {keyFile: k}` + flow(),
+		"one replan of two":       `{envoy: {extProcs: ["10.0.0.1:9002", "10.0.0.1:9012"]}, tickets: {keyFile: k}` + flow(),
+		"duplex":                  "envoy: {bodyMode: duplex}" + pool,
+		"buffered":                "envoy: {bodyMode: buffered, maxBodyBytes: 1048576, decodeIdleTimeout: 90s}" + pool,
+		"https and h2c":           strings.Replace(strings.Replace(pool, "role: prefill", "role: prefill, scheme: https", 1), "role: decode", "role: decode, scheme: h2c", 1),
+		"https, verified":         "envoy: {endpointTls: {caFile: " + ca + ", serverName: engines.example}}" + strings.Replace(pool, "role: decode", "role: decode, scheme: https", 1),
+		"pairs, traced":           `tracing: {endpoint: "127.0.0.1:4317"}` + strings.Replace(pool, "nixl", "sglang", 1),
+		"pairs":                   strings.Replace(pool, "nixl", "sglang", 1),
+		"pairs, https and h2c":    strings.Replace(strings.Replace(strings.Replace(pool, "nixl", "sglang", 1), "role: prefill", "role: prefill, scheme: https", 1), "role: decode", "role: decode, scheme: h2c", 1),
+		"pairs, two replicas":     `{envoy: {extProcs: ["10.0.0.1:9002", "10.0.0.2:9002"]}, tickets: {keyFile: k}` + strings.Replace(flow(), "nixl", "sglang", 1),
+		"TLS, unverified":         "extProc: {tls: {certFile: c, keyFile: k}}" + pool,
+		"mutual TLS, verified":    "{extProc: {tls: {certFile: c, keyFile: k, clientCaFile: a}}, envoy: {extProcTls: {caFile: " + ca + ", certFile: " + ca + ", keyFile: " + ca + "}}" + flow(),
+		"prefill's cached tokens": strings.Replace(pool, "kvTransfer: nixl", "kvTransfer: nixl\n  cachedTokens: prefill", 1),
+		"an encode stage":         strings.Replace(pool, "nixl", "nixl\n  encode: {}", 1) + "  - {address: 127.0.0.1:8301, role: encode, scheme: h2c}\n",
+		"encode, two, traced":     `{tracing: {endpoint: "127.0.0.1:4317"}, envoy: {extProcs: ["10.0.0.1:9002", "10.0.0.2:9002"]}, tickets: {keyFile: k}` + strings.Replace(flow(), "nixl", "nixl, encode: {}", 1),
+		"answers rewritten":       strings.Replace(pool, "nixl", "lmcache\n  lmcache: {retFirstToken: true}", 1),
 	} {
 		t.Run(name, func(t *testing.T) {
 			c, _, err := configv1.Parse([]byte(text))
@@ -86,6 +92,16 @@ func TestEnvoyTakes(t *testing.T) {
 			require.NotContains(t, string(got), "no value")
 			validate(t, got)
 		})
+	}
+}
+
+// What Envoy Gateway's resources have no routes for is refused, not left out.
+func TestEnvoyGatewayRefuses(t *testing.T) {
+	for setting, why := range map[string]string{"encode: {}": "no route to encode endpoints", "cachedTokens: prefill": "have answers rewritten"} {
+		c, _, err := configv1.Parse([]byte(strings.Replace(pool, "kvTransfer: nixl", "kvTransfer: nixl\n  "+setting, 1)))
+		require.NoError(t, err)
+		_, err = EnvoyGateway(c, GatewayOptions{})
+		require.ErrorContains(t, err, why)
 	}
 }
 

@@ -3,9 +3,10 @@ package envoyconfigs
 import (
 	"bytes"
 	_ "embed"
-	"errors"
 	"fmt"
+	"maps"
 	"net/netip"
+	"slices"
 	"strings"
 	"text/template"
 
@@ -19,22 +20,26 @@ var gatewayTemplate string
 
 // GatewayOptions are what Envoy Gateway's resources need beside a Tandem configuration.
 type GatewayOptions struct {
-	Namespace  string // of all of them; default "default"
-	Name       string // of the Gateway, the HTTPRoute and the policies; default "tandem"
-	Class      string // of the Gateway; default "eg"
-	Standalone bool   // Envoy Gateway runs without a cluster and starts Envoy itself (provider Host)
+	Namespace  string   // of all of them; default "default"
+	Name       string   // of the Gateway, the HTTPRoute and the policies; default "tandem"
+	Class      string   // of the Gateway; default "eg"
+	Standalone bool     // Envoy Gateway runs without a cluster and starts Envoy itself (provider Host)
+	Upstream   Upstream // how Envoy gets to endpoints; default OriginalDst
 }
 
 // gatewayResources is what the template is filled with.
 type gatewayResources struct {
 	GatewayOptions
-	Port     int
-	ExtProcs []gatewayHost
-	Replans  []gatewayHost
-	Rules    []gatewayRule
-	Patches  string // a YAML list
-	Bytes    int64
-	Idle     string
+	Port      int
+	ExtProcs  []gatewayHost
+	Replans   []gatewayHost
+	Endpoints []endpointSet // with OverrideHost
+	Rules     []gatewayRule
+	Patches   string // a YAML list
+	Bytes     int64
+	Idle      string
+
+	known map[string]knownCluster // by the cluster that is replaced
 }
 
 // gatewayHost is one endpoint of a Backend.
@@ -48,20 +53,27 @@ type gatewayHost struct {
 type gatewayRule struct {
 	Leg, Scheme string // headers to match; "": any
 	Timeout     string
-	route       map[string]any // patched fields of the route's action, by name
+	Refs        []backendRef // what it leads to by itself; none: the replan port
+	name        string       // of the bootstrap's route whose action this rule gets; "": it keeps Envoy Gateway's
+}
+
+// backendRef is a Backend, or a port of a Service.
+type backendRef struct {
+	Backend, Service string
+	Port             int32
 }
 
 // EnvoyGateway renders the resources with which Envoy Gateway 1.9 makes both hops: the documented API where it suffices, and
-// an EnvoyPatchPolicy for the rest. The patches' clusters and the prefill leg's listener are those of [Bootstrap], so the
-// two never differ.
+// an EnvoyPatchPolicy for the rest. The patches' clusters, the legs' listeners and what the routes do are those of
+// [Bootstrap], so the two never differ.
 func EnvoyGateway(c *configv1.Config, o GatewayOptions) ([]byte, error) {
-	if c.GetExtProc().Encrypted() {
-		return nil, errors.New("extProc.tls: the resources for Envoy Gateway reach the external processor in plaintext; leave extProc.tls out, or encrypt between pods with the mesh")
-	}
 	for _, p := range c.GetPools() {
-		if configv1.Concurrent(p) {
-			return nil, fmt.Errorf("pool %s: with kvTransfer %s both legs run at once, "+
-				"for which the resources for Envoy Gateway have no routes; run an Envoy of your own with what `tandem envoy` prints", p.GetName(), p.GetKvTransfer())
+		if configv1.Encodes(p) {
+			return nil, fmt.Errorf("pool %s: the resources for Envoy Gateway have no route to encode endpoints; leave encode out, or run an Envoy of your own with what `tandem envoy` prints", p.GetName())
+		}
+		if configv1.RewritesAnswers(p) && !configv1.Concurrent(p) { // where both legs run at once a leg's own listener leads there
+			return nil, fmt.Errorf("pool %s: lmcache.retFirstToken, nixl.bidirectional and cachedTokens have answers rewritten, "+
+				"for which the resources for Envoy Gateway have no routes; leave it out, or run an Envoy of your own with what `tandem envoy` prints", p.GetName())
 		}
 	}
 	or(&o.Namespace, "default")
@@ -74,6 +86,20 @@ func EnvoyGateway(c *configv1.Config, o GatewayOptions) ([]byte, error) {
 	g := gatewayResources{
 		GatewayOptions: o, Port: b.Listen.Port, Bytes: b.BufferBytes, Idle: b.IdleTimeout,
 		ExtProcs: gatewayHosts(b.ExtProcs), Replans: gatewayHosts(b.Replans), Rules: gatewayRules(b),
+	}
+	switch o.Upstream {
+	case OriginalDst, "":
+	case OverrideHost:
+		if g.Endpoints, err = endpointSets(c, o, b.Schemes); err != nil {
+			return nil, err
+		}
+		g.knownClusters(b)
+	default:
+		return nil, fmt.Errorf("--upstream %q: it is %s or %s", o.Upstream, OriginalDst, OverrideHost)
+	}
+	g.Rules = append(g.Rules, gatewayRule{Timeout: "0s"})
+	if len(g.Rules) > maxRules {
+		return nil, fmt.Errorf("%d rules are more than an HTTPRoute may have (%d): use fewer schemes, or --upstream original-dst", len(g.Rules), maxRules)
 	}
 	patches, err := g.patches(c)
 	if err != nil {
@@ -110,22 +136,8 @@ func gatewayHosts(h hosts) []gatewayHost {
 	return out
 }
 
-// gatewayRules are those of every leg and scheme, and last the one for a request that was not decided yet.
+// gatewayRules are those of every leg and scheme.
 func gatewayRules(b *bootstrap) []gatewayRule {
-	redirect := map[string]any{
-		"max_internal_redirects": b.MaxRedirects, "redirect_response_codes": []int{307},
-		"response_headers_to_copy": []string{"x-tandem-ticket"}, "allow_cross_scheme_redirect": true,
-	}
-	retry := func(perTry string) map[string]any {
-		r := map[string]any{
-			"retry_on": "connect-failure,refused-stream,reset,5xx,retriable-status-codes", "retriable_status_codes": []int{408, 425, 429},
-			"num_retries": 1, "retry_back_off": map[string]any{"base_interval": "0.001s", "max_interval": "0.002s"},
-		}
-		if perTry != "" {
-			r["per_try_timeout"] = perTry
-		}
-		return r
-	}
 	var rules []gatewayRule
 	for _, s := range b.LegSchemes() {
 		name := s.Name
@@ -133,22 +145,15 @@ func gatewayRules(b *bootstrap) []gatewayRule {
 			name = ""
 		}
 		rules = append(rules,
-			gatewayRule{Leg: "prefill", Scheme: name, Timeout: "600s", route: map[string]any{
-				"cluster": "tandem-prefill" + s.Suffix, "internal_redirect_policy": redirect, "retry_policy": retry(prefillPerTry),
-			}},
-			gatewayRule{Leg: "decode", Scheme: name, Timeout: "0s", route: map[string]any{
-				"cluster": "tandem-decode" + s.Suffix, "internal_redirect_policy": redirect, "retry_policy": retry(""), "idle_timeout": b.IdleTimeout,
-			}},
-			gatewayRule{Leg: "pass", Scheme: name, Timeout: "0s", route: map[string]any{
-				"cluster": "tandem-pod" + s.Suffix, "idle_timeout": b.IdleTimeout,
-			}})
+			gatewayRule{Leg: "prefill", Scheme: name, Timeout: "0s", name: "prefill" + s.Suffix},
+			gatewayRule{Leg: "decode", Scheme: name, Timeout: "0s", name: "decode" + s.Suffix},
+			gatewayRule{Leg: "pass", Scheme: name, Timeout: "0s", name: "pass" + s.Suffix})
 	}
-	return append(rules, gatewayRule{Timeout: "0s"})
+	if b.Pairs {
+		rules = append(rules, gatewayRule{Leg: "pair", Timeout: "0s", name: "pair"})
+	}
+	return rules
 }
-
-// prefillPerTry is the time limit of a prefill under Envoy Gateway. The server's own limit, by the prompt's length, goes with
-// a header that Envoy Gateway's ext_proc filter may not set (mutation_rules has no field in EnvoyExtensionPolicy).
-const prefillPerTry = "120s"
 
 const typePrefix = "type.googleapis.com/envoy.config."
 
@@ -181,61 +186,135 @@ func (g *gatewayResources) patches(c *configv1.Config) ([]patch, error) {
 		return nil, fmt.Errorf("reading the bootstrap: %w", err)
 	}
 	listener := g.Namespace + "/" + g.Name + "/http"
-	out := g.routePatches(listener)
+	var out []patch
+	var localReplies any
 	for _, l := range bootstrap.Static.Listeners {
 		name, _ := l["name"].(string)
-		if name == "prefill-leg" {
+		if _, leg := l["internal_listener"]; leg {
 			out = append(out, patch{typePrefix + "listener.v3.Listener", name, operation{Op: "add", Value: l}})
 			continue
 		}
-		for _, log := range accessLogs(l) {
-			out = append(out, patch{typePrefix + "listener.v3.Listener", listener, operation{
-				Op: "add", JSONPath: `$..filters[?@.name=="envoy.filters.network.http_connection_manager"].typed_config`, Path: "/access_log/-", Value: log,
-			}})
+		hcm := connectionManager(l)
+		localReplies = hcm["local_reply_config"]
+		routes, err := g.routePatches(listener, hcm)
+		if err != nil {
+			return nil, err
 		}
+		out = append(out, routes...)
+		out = append(out, g.listenerPatches(listener, hcm)...)
 	}
 	for _, cluster := range bootstrap.Static.Clusters {
 		name, _ := cluster["name"].(string)
+		if k, ok := g.known[name]; ok {
+			known, err := k.patches(cluster, localReplies)
+			if err != nil {
+				return nil, err
+			}
+			out = append(out, known...)
+			continue
+		}
 		out = append(out, patch{typePrefix + "cluster.v3.Cluster", name, operation{Op: "add", Value: cluster}})
 	}
 	return out, nil
 }
 
-// accessLogs are those of a listener's connection manager.
-func accessLogs(listener map[string]any) []any {
+// connectionManager is the configuration of a listener's HTTP connection manager.
+func connectionManager(listener map[string]any) map[string]any {
 	chains, _ := listener["filter_chains"].([]any)
 	for _, chain := range chains {
 		filters, _ := chain.(map[string]any)["filters"].([]any)
 		for _, f := range filters {
-			config, _ := f.(map[string]any)["typed_config"].(map[string]any)
-			if logs, ok := config["access_log"].([]any); ok {
-				return logs
+			if config, ok := f.(map[string]any)["typed_config"].(map[string]any); ok {
+				return config
 			}
 		}
 	}
 	return nil
 }
 
-func (g *gatewayResources) routePatches(listener string) []patch {
+// listenerPatches give Envoy Gateway's listener what its policies cannot: room for tickets that carry KV parameters, the log of
+// how each pass ended, errors in OpenAI's shape, an end for redirects that Envoy could not follow; and to its ext_proc filter
+// the bootstrap's settings, of which EnvoyExtensionPolicy knows neither the headers that may be set (a prefill's time limit is
+// one) nor how to try another replica.
+func (g *gatewayResources) listenerPatches(listener string, hcm map[string]any) []patch {
+	const manager = `$..filters[?@.name=="envoy.filters.network.http_connection_manager"].typed_config`
+	var out []patch
+	do := func(op, at, path string, value any) {
+		out = append(out, patch{typePrefix + "listener.v3.Listener", listener, operation{Op: op, JSONPath: at, Path: path, Value: value}})
+	}
+	do("add", manager, "/max_request_headers_kb", hcm["max_request_headers_kb"])
+	do("add", manager, "/local_reply_config", hcm["local_reply_config"])
+	logs, _ := hcm["access_log"].([]any)
+	for _, log := range logs {
+		do("add", manager, "/access_log/-", log)
+	}
+	filters, _ := hcm["http_filters"].([]any)
+	for _, f := range filters {
+		switch filter, _ := f.(map[string]any); filter["name"] {
+		case "envoy.filters.http.ext_proc":
+			// Its name has the policy's kind in the middle, in a cluster, and nothing there in standalone mode.
+			at := fmt.Sprintf(`$..http_filters[?match(@.name, "envoy.filters.http.ext_proc/.*/%s/%s/extproc/0")]`, g.Namespace, g.Name)
+			do("replace", at, "/typed_config", filter["typed_config"])
+		case "envoy.filters.http.lua":
+			do("add", manager, "/http_filters/0", filter) // first, and so the last to see an answer
+		}
+	}
+	return out
+}
+
+// routePatches give the routes of rules the actions of the bootstrap's routes. How long a request may take says the HTTPRoute.
+func (g *gatewayResources) routePatches(listener string, hcm map[string]any) ([]patch, error) {
+	routes := routesByName(hcm)
 	var out []patch
 	for i, rule := range g.Rules {
+		if rule.name == "" {
+			continue
+		}
 		add := func(op, path string, value any) {
 			out = append(out, patch{typePrefix + "route.v3.RouteConfiguration", listener, operation{
 				Op: op, Path: path, Value: value,
 				JSONPath: fmt.Sprintf(`$.virtual_hosts[*].routes[?match(@.name, "httproute/%s/%s/rule/%d/.*")]`, g.Namespace, g.Name, i),
 			}})
 		}
-		for _, field := range []string{"cluster", "internal_redirect_policy", "retry_policy", "idle_timeout"} {
-			if value, ok := rule.route[field]; ok {
-				op := "add"
-				if field == "cluster" {
-					op = "replace"
-				}
-				add(op, "/route/"+field, value)
+		action, ok := routes[rule.name]["route"].(map[string]any)
+		if !ok {
+			return nil, fmt.Errorf("the bootstrap has no route %s", rule.name)
+		}
+		add("replace", "/route/cluster", action["cluster"])
+		for _, field := range slices.Sorted(maps.Keys(action)) {
+			if field != "cluster" && field != "timeout" {
+				add("add", "/route/"+field, action[field])
 			}
 		}
-		if rule.Leg != "" {
-			add("add", "/response_headers_to_remove", []string{"x-tandem-ticket", "x-tandem-leg"}) // a redirect still gets the ticket
+		filters, _ := routes[rule.name]["typed_per_filter_config"].(map[string]any)
+		for _, name := range slices.Sorted(maps.Keys(filters)) {
+			add("add", "/typed_per_filter_config/"+name, filters[name])
+		}
+		add("add", "/request_headers_to_remove", []string{"x-tandem-leg"}) // or the next pass would begin here
+		add("add", "/response_headers_to_remove", notForClients(hcm))      // a redirect still gets them
+	}
+	return out, nil
+}
+
+// notForClients are the headers that the bootstrap's main listener takes off answers.
+func notForClients(hcm map[string]any) any {
+	config, _ := hcm["route_config"].(map[string]any)
+	hosts, _ := config["virtual_hosts"].([]any)
+	host, _ := hosts[0].(map[string]any)
+	return host["response_headers_to_remove"]
+}
+
+// routesByName are the routes of a connection manager.
+func routesByName(hcm map[string]any) map[string]map[string]any {
+	out := map[string]map[string]any{}
+	config, _ := hcm["route_config"].(map[string]any)
+	hosts, _ := config["virtual_hosts"].([]any)
+	for _, host := range hosts {
+		routes, _ := host.(map[string]any)["routes"].([]any)
+		for _, r := range routes {
+			route, _ := r.(map[string]any)
+			name, _ := route["name"].(string)
+			out[name] = route
 		}
 	}
 	return out

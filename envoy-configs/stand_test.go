@@ -69,7 +69,7 @@ type call struct {
 
 func newStand(t *testing.T, config string, options ...grpc.ServerOption) *stand {
 	s := &stand{client: &http.Client{
-		Timeout:       20 * time.Second,
+		Timeout:       time.Minute,
 		CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse },
 	}}
 	s.prefill, s.decode = s.engine(t, "P"), s.engine(t, "D")
@@ -127,7 +127,7 @@ func startEnvoy(t *testing.T, bootstrap []byte, admin string) {
 		}
 		defer r.Body.Close()
 		return r.StatusCode == 200
-	}, 20*time.Second, 50*time.Millisecond)
+	}, time.Minute, 50*time.Millisecond)
 }
 
 func (s *stand) engine(t *testing.T, name string) *httptest.Server {

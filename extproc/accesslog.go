@@ -33,6 +33,7 @@ const logNameMirror = "tandem-prefill-mirror"
 type logEntry struct {
 	requestID, ticket []byte
 	clientID          []byte // of a mirrored leg: the request id as the client knows it
+	traceparent       []byte // where the configuration has tracing
 	details           []byte // response_code_details
 	status            int    // 0: no answer was sent
 	start             time.Time
@@ -138,6 +139,8 @@ func (b *logBatch) readRequest(c *cursor, end int, e *logEntry) {
 					e.ticket = c.text(&b.arena, mapEnd)
 				case number == 2 && wire == wireBytes && string(name) == headerClientID:
 					e.clientID = c.text(&b.arena, mapEnd)
+				case number == 2 && wire == wireBytes && string(name) == headerTraceparent:
+					e.traceparent = c.text(&b.arena, mapEnd)
 				default:
 					c.skip(wire, mapEnd)
 				}
@@ -243,6 +246,12 @@ func (s *Server) hopEnded(e *logEntry) {
 		s.Log.DebugContext(ctx, "pass ended", "request_id", string(e.requestID), "stage", t.Stage.String(), "status", e.status, "details", string(e.details),
 			"duration", e.duration, "first_byte", e.firstByte, "client_gone", e.clientGone)
 	}
+	if t.Stage == kvtransfer.PrefillLeg && !redirected { // P's answer may have been carried into a pass 2 of which Envoy took nothing in
+		s.releasePass(string(e.requestID), t.Redirects+1)
+		if e.clientGone && s.bookedHere(t, string(e.requestID)) && !s.State.Spend(t.ID) {
+			t.Stage, t.Redirects = kvtransfer.HandOver, t.Redirects+1
+		}
+	}
 	mine := s.release(t) || s.bookedHere(t, string(e.requestID))
 	if pair := t.Stage == kvtransfer.PairLegs || t.Stage == kvtransfer.Failed; pair && (redirected || e.clientGone) {
 		s.pairs.giveUp(t.ID) // of legs that run at once: nobody waits for P's any more
@@ -250,7 +259,7 @@ func (s *Server) hopEnded(e *logEntry) {
 	if redirected {
 		return
 	}
-	if t.Stage == kvtransfer.HandOver || t.Stage == kvtransfer.Failed {
+	if t.Stage.Redirects() {
 		s.releasePass(string(e.requestID), t.Redirects)
 	}
 	var took, first time.Duration
@@ -292,7 +301,7 @@ func (s *Server) releaseWherever(t *kvtransfer.Ticket, i int) {
 // or because the next pass began.
 func (s *Server) bookedHere(t *kvtransfer.Ticket, requestID string) bool {
 	pass := t.Redirects
-	if t.Stage == kvtransfer.HandOver || t.Stage == kvtransfer.Failed {
+	if t.Stage.Redirects() {
 		pass-- // it was the pass before that booked
 	}
 	return t.Reservations[1] == uint64(s.reservationID(requestID, pass, kvstate.RoleDecode))

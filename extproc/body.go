@@ -30,6 +30,9 @@ func (b *bodyBuffer) grow(n int) {
 	}
 }
 
+// reset empties the buffer and keeps its memory.
+func (b *bodyBuffer) reset() { b.data = b.data[:0] }
+
 // read appends the cursor's bytes up to end.
 func (b *bodyBuffer) read(c *cursor, end int) {
 	b.grow(end - c.pos)

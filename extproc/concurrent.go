@@ -66,7 +66,9 @@ func (x *exchange) concurrent(pool *kvstate.Pool, policy Policy, a attempt) (rou
 		}
 	}
 	x.picker.Policy = policy.place()
-	choice, err := x.picker.Pick(&picker.Request{PromptTokens: tokens, Blocks: len(x.hashes), Model: x.req.Model(), Excluded: a.excluded, Rand: random()}, &x.view)
+	choice, err := x.picker.Pick(&picker.Request{
+		PromptTokens: tokens, Blocks: len(x.hashes), Model: x.req.Model(), Labels: x.labels(&policy), Excluded: a.excluded, Rand: random(),
+	}, &x.view)
 	if err != nil {
 		return route{}, noEndpoint(pool, err)
 	}
@@ -110,19 +112,14 @@ func (x *exchange) refusePair(a attempt) error {
 func (x *exchange) pairUp(pool *kvstate.Pool, policy Policy, tokens int64, a *attempt) (route, error) {
 	dialect := policy.Concurrent
 	x.s.State.View(pool, x.hashes, &x.view)
-	if !dialect.DecodesAlone() { // engines are started for one leg or for none
-		x.view.Endpoints = slices.DeleteFunc(x.view.Endpoints, func(c kvstate.Candidate) bool { return c.Endpoint.Role == kvstate.RoleBoth })
+	c, ok, err := x.pickPair(pool, &policy, tokens, a)
+	if err != nil {
+		return route{}, err
 	}
-	if x.picker.Policy = policy.place(); !dialect.DecodesAlone() {
-		x.picker.Split = picker.SplitAlways
-	}
-	c, ok := x.pickPair(tokens, a.excluded)
 	if !ok {
-		switch a.why = "no_prefill"; {
-		case len(a.excluded) > 0:
+		a.why = x.whyUnpaired()
+		if len(a.excluded) > 0 {
 			a.why = "prefill_failed"
-		case x.view.Prefills():
-			a.why = "cheaper"
 		}
 		return route{}, nil
 	}
@@ -133,7 +130,8 @@ func (x *exchange) pairUp(pool *kvstate.Pool, policy Policy, tokens int64, a *at
 		legs.DecodePeer = policy.Peers.Known(d.Endpoint.Addr)
 	}
 	x.patch.Reset(&x.req)
-	told, err := dialect.Plan(&x.req, &x.patch, &legs)
+	var told kvtransfer.Told
+	told, err = dialect.Plan(&x.req, &x.patch, &legs)
 	if errors.Is(err, kvtransfer.ErrUnknownPeer) {
 		a.why = "unknown_peer"
 		if policy.Dialect == nil || a.redirects+2 >= x.s.MaxRedirects {
@@ -148,6 +146,7 @@ func (x *exchange) pairUp(pool *kvstate.Pool, policy Policy, tokens int64, a *at
 	if err != nil {
 		return route{}, err
 	}
+	x.setPriority(&policy)
 	edits := x.patch.Edits()
 	x.undo = edits.Inverse(x.undo[:0], x.body.bytes())
 	if x.undo.Size() > kvtransfer.MaxUndoBytes {
@@ -162,7 +161,7 @@ func (x *exchange) pairUp(pool *kvstate.Pool, policy Policy, tokens int64, a *at
 		ID: legs.ID, Stage: kvtransfer.PairLegs, Expires: time.Now().Add(x.s.TicketTTL), Started: a.started,
 		Pool: pool.Spec.Name, Prefill: p.Endpoint.Addr, Decode: d.Endpoint.Addr, Split: true,
 		Redirects: a.redirects, Prefills: a.prefills + 1, Excluded: a.excluded,
-		Undo: x.undo, BodyBytes: edits.Len(x.body.len()), PromptTokens: tokens, Params: told.Decode,
+		Undo: x.undo, BodyBytes: edits.Len(x.body.len()), PromptTokens: tokens, Params: told.Decode, Prompt: x.lastBlock(),
 	}
 	r.booked[0] = x.reserve(p.Endpoint, kvstate.RolePrefill, a.redirects, c.PrefillBooking())
 	r.booked[1] = x.reserve(d.Endpoint, kvstate.RoleDecode, a.redirects, c.DecodeBooking())
@@ -172,32 +171,26 @@ func (x *exchange) pairUp(pool *kvstate.Pool, policy Policy, tokens int64, a *at
 	return x.seal(r, &t)
 }
 
-// maxTries is how often one endpoint may fail a request: where there is no other, a second try meets one that came back.
-const maxTries = 2
-
-func failedBefore(excluded []string, addr string) (times int) {
-	for _, e := range excluded {
-		if e == addr {
-			times++
-		}
-	}
-	return times
-}
-
 // pickPair chooses a pair of the view. Endpoints that failed the request are taken where there is no other, but not
 // oftener than maxTries.
-func (x *exchange) pickPair(tokens int64, excluded []string) (picker.Choice, bool) {
-	r := picker.Request{PromptTokens: tokens, Blocks: len(x.hashes), Model: x.req.Model(), Split: true, Excluded: excluded, Rand: random()}
-	c, err := x.picker.Pick(&r, &x.view)
-	if err == nil && c.Prefill >= 0 {
-		return c, true
+func (x *exchange) pickPair(pool *kvstate.Pool, policy *Policy, tokens int64, a *attempt) (c picker.Choice, ok bool, err error) {
+	r := picker.Request{PromptTokens: tokens, Blocks: len(x.hashes), Model: x.req.Model(), Split: true, Excluded: a.excluded, Rand: random()}
+	if err := x.aim(pool, policy, &r); err != nil {
+		return c, false, err
 	}
-	r.Excluded = slices.DeleteFunc(slices.Clone(excluded), func(addr string) bool { return failedBefore(excluded, addr) < maxTries })
-	if len(r.Excluded) == len(excluded) {
-		return c, false
+	c, err = x.choose(pool, policy, &r, a)
+	if err == nil && c.Prefill >= 0 {
+		return c, true, nil
+	}
+	if err != nil && !errors.Is(err, picker.ErrNoEndpoint) {
+		return c, false, err
+	}
+	r.Excluded = slices.DeleteFunc(slices.Clone(a.excluded), func(addr string) bool { return failures(a.excluded, addr) < maxTries })
+	if len(r.Excluded) == len(a.excluded) {
+		return c, false, nil
 	}
 	c, err = x.picker.Pick(&r, &x.view)
-	return c, err == nil && c.Prefill >= 0
+	return c, err == nil && c.Prefill >= 0, nil
 }
 
 // setPairHeaders writes what the two legs need beside what every route has, or removes what an earlier pass left.
@@ -214,7 +207,7 @@ func (x *exchange) setPairHeaders(p *pairRoute) {
 		if len(x.msg.headers.clientID) == 0 {
 			return
 		}
-		for _, name := range [...]string{headerPrefillEndpoint, headerPrefillScheme, headerMirror, headerClientID, headerLegID, headerPrefillRank, headerDecodeRank} {
+		for _, name := range [...]string{headerPrefillEndpoint, headerPrefillScheme, headerMirror, headerClientID, headerLegID, headerPrefillRank, headerDecodeRank, headerAnswer} {
 			h.drop(name)
 		}
 		return
@@ -230,4 +223,9 @@ func (x *exchange) setPairHeaders(p *pairRoute) {
 	set(headerLegID, p.told.RequestID)
 	set(headerPrefillRank, p.told.PrefillRank)
 	set(headerDecodeRank, p.told.DecodeRank)
+	joined := ""
+	if p.told.Joined {
+		joined = "joined"
+	}
+	set(headerAnswer, joined)
 }

@@ -51,8 +51,11 @@ func (s *stand) leg(role string) *leg {
 }
 
 // decode begins the decode leg, and gives the body that D gets.
-func (q *request) decode(s *stand) (l *leg, body string) {
-	l = s.leg(roleDecodeLeg)
+func (q *request) decode(s *stand) (l *leg, body string) { return q.through(s, roleDecodeLeg) }
+
+// through begins a leg whose filter rewrites the body, and gives what the engine gets.
+func (q *request) through(s *stand, role string) (l *leg, body string) {
+	l = s.leg(role)
 	headers, parts := q.messages()
 	require.NoError(l.t, l.stream.Send(headers))
 	for _, m := range parts {

@@ -25,6 +25,7 @@ func (x *exchange) decodeLeg() error {
 	if err != nil {
 		return err
 	}
+	x.spanPairLeg(spanDecodeLeg, t)
 	p := x.s.pairs.enter(t.ID)
 	defer x.s.pairs.leave(t.ID)
 	if err = x.serveDecode(t, p); err != nil {
@@ -121,6 +122,8 @@ func (x *exchange) watch(t *kvtransfer.Ticket, p *pair) error {
 		case <-p.ended:
 			switch {
 			case p.verdict.ok:
+				x.spanLegEnded("ok", 0)
+				x.holds(t)
 				return x.letGo(held)
 			case clientsFault(p.verdict.status):
 				return x.answerFor(p.verdict)
@@ -138,6 +141,19 @@ func (x *exchange) watch(t *kvtransfer.Ticket, p *pair) error {
 	}
 }
 
+// holds notes that D has the prompt by now, for the next turn: P has done its part, so its KV is there or on its way.
+func (x *exchange) holds(t *kvtransfer.Ticket) {
+	pool := x.s.State.Pool(t.Pool)
+	if pool == nil {
+		return
+	}
+	if x.recall(pool, t); len(x.hashes) > 0 {
+		if d := pool.Endpoint(t.Decode); d != nil {
+			x.s.State.Routed(pool, d, x.hashes)
+		}
+	}
+}
+
 // afterPrefillOf holds D's leg back until P has done its part, and then lets it go its way.
 func (x *exchange) afterPrefillOf(t *kvtransfer.Ticket, p *pair, edits openai.Edits) error {
 	limit := x.prefillLimit(t)
@@ -147,6 +163,8 @@ func (x *exchange) afterPrefillOf(t *kvtransfer.Ticket, p *pair, edits openai.Ed
 	case <-p.ended:
 		switch {
 		case p.verdict.ok:
+			x.spanLegEnded("ok", 0)
+			x.holds(t)
 			return x.answerBody(edits)
 		case clientsFault(p.verdict.status):
 			return x.answerFor(p.verdict)
@@ -172,7 +190,7 @@ func (x *exchange) holdAnswer(t *kvtransfer.Ticket, p *pair, limit time.Duration
 		return false, errors.New("a decode leg went on without an answer")
 	}
 	code, _ := strconv.Atoi(string(x.msg.headers.status))
-	if code >= 500 {
+	if code >= 500 && len(x.msg.headers.final) == 0 {
 		cause := kvtransfer.CauseDecode
 		select {
 		case <-p.ended:
@@ -186,6 +204,7 @@ func (x *exchange) holdAnswer(t *kvtransfer.Ticket, p *pair, limit time.Duration
 	}
 	if code >= 400 {
 		x.s.pairs.giveUp(t.ID)
+		x.spanLegEnded("refused", code)
 		return false, x.send(&reply{phase: phaseResponseHeaders})
 	}
 	return true, x.send(&reply{patience: limit + time.Second})
@@ -219,11 +238,13 @@ func (x *exchange) receiveLater() <-chan *received {
 
 // take makes a message that was read beside the handler the current one. What came with the request stays.
 func (x *exchange) take(r *received) {
-	x.msg.phase, x.msg.endOfStream, x.msg.headers.status = r.phase, r.endOfStream, r.headers.status
+	x.msg.phase, x.msg.endOfStream = r.phase, r.endOfStream
+	x.msg.headers.status, x.msg.headers.final = r.headers.status, r.headers.final
 }
 
 // answerFor answers with what P found wrong with the request.
 func (x *exchange) answerFor(v outcome) error {
+	x.spanLegEnded("refused", 0)
 	i := &immediate{status: v.status, body: v.answer, details: detailsPrefix + "_prefill_refused"}
 	if len(i.body) == 0 {
 		e := openai.Error{Status: v.status, Type: "invalid_request_error", Code: "prefill_refused", Message: "the prefill endpoint refused this request"}
@@ -238,10 +259,12 @@ func (x *exchange) planAgain(t *kvtransfer.Ticket, cause string) error {
 	next := *t // its id stays: it names the leg that may still run
 	next.Stage, next.Params, next.Cause = kvtransfer.Failed, nil, cause
 	next.Redirects++
+	x.spanLegEnded("failed", 0)
+	x.spanCause(cause)
 	failed := t.Prefill
 	if cause == kvtransfer.CauseDecode {
 		failed = t.Decode
-		x.s.metrics.hop(t.Pool, "decode", t.Decode, "failed", time.Since(x.s.sealedAt(t)))
+		x.s.metrics.hop(t.Pool, "decode", t.Decode, "failed", time.Since(x.s.sealedAt(t)), x.traced)
 	}
 	next.Excluded = append(next.Excluded, failed)
 	if pool := x.s.State.Pool(t.Pool); pool != nil {

@@ -3,10 +3,8 @@ package extproc
 import (
 	"bytes"
 	"context"
-	"crypto/tls"
 	"errors"
 	"fmt"
-	"io"
 	"net/http"
 	"strconv"
 	"time"
@@ -14,6 +12,7 @@ import (
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/openai"
 	"tandem/kvstate"
+	"tandem/kvstate/enginehttp"
 	"tandem/picker"
 )
 
@@ -23,21 +22,13 @@ const maxDirectCalls = 1024
 // directCalls makes the prefill hop where Envoy cannot.
 type directCalls struct {
 	places chan struct{}
-	client map[string]*http.Client // by scheme
+	client *enginehttp.Client
 }
 
 func newDirectCalls() *directCalls {
-	client := func(t *http.Transport) *http.Client {
-		t.MaxIdleConnsPerHost, t.IdleConnTimeout, t.MaxResponseHeaderBytes, t.DisableCompression = 64, time.Minute, 64<<10, true
-		return &http.Client{Transport: t, CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse }}
-	}
-	h2c := &http.Transport{Protocols: new(http.Protocols)}
-	h2c.Protocols.SetUnencryptedHTTP2(true)
-	return &directCalls{places: make(chan struct{}, maxDirectCalls), client: map[string]*http.Client{
-		"": client(&http.Transport{}), "http": client(&http.Transport{}), "h2c": client(h2c),
-		// As Envoy does by default: engines' certificates are their own.
-		"https": client(&http.Transport{TLSClientConfig: &tls.Config{InsecureSkipVerify: true}}), //nolint:gosec // see above
-	}}
+	return &directCalls{places: make(chan struct{}, maxDirectCalls), client: enginehttp.New(0, func(t *http.Transport) {
+		t.MaxIdleConnsPerHost, t.IdleConnTimeout, t.DisableCompression = 64, time.Minute, true
+	})}
 }
 
 // prefillDirectly has P compute the prompt, and gives the edits that turn the client's body into D's. Where a prefill
@@ -72,7 +63,7 @@ func (x *exchange) prefillDirectly(pool *kvstate.Pool, policy Policy, c picker.C
 			return nil, nil
 		}
 		again, err := x.picker.Pick(&picker.Request{
-			PromptTokens: tokens, Blocks: len(x.hashes), Model: x.req.Model(), Split: true, Excluded: a.excluded, Rand: random(),
+			PromptTokens: tokens, Blocks: len(x.hashes), Model: x.req.Model(), Labels: x.labels(&policy), Split: true, Excluded: a.excluded, Rand: random(),
 		}, &x.view)
 		if err != nil || again.Prefill < 0 || x.view.Endpoints[again.Prefill].Endpoint.Group != x.view.Endpoints[c.Decode].Endpoint.Group {
 			return nil, nil
@@ -86,9 +77,10 @@ func (x *exchange) prefillDirectly(pool *kvstate.Pool, policy Policy, c picker.C
 func (x *exchange) callPrefill(pool *kvstate.Pool, policy Policy, c picker.Choice, tokens int64, model string) (openai.Edits, error) {
 	p, d, before := x.view.Endpoints[c.Prefill].Endpoint, x.view.Endpoints[c.Decode].Endpoint, x.view.Endpoints[c.Prefill].PromptTokens
 	booked := x.s.State.ReserveAs(0, p, c.PrefillBooking(), sourceOf(x.stream.Context()))
+	x.landed()
 	defer x.s.State.Release(booked)
 	x.s.State.Routed(pool, p, x.hashes)
-	x.setPair(newTicketID(), kvtransfer.Side{Addr: p.Addr, Transfer: p.Transfer}, kvtransfer.Side{Addr: d.Addr, Transfer: d.Transfer})
+	x.setPair(newTicketID(), sideOf(p), sideOf(d))
 	x.setSource(policy, c.Prefill)
 	x.patch.Reset(&x.req)
 	policy.Dialect.Prefill(&x.req, &x.patch, &x.pair)
@@ -101,7 +93,7 @@ func (x *exchange) callPrefill(pool *kvstate.Pool, policy Policy, c picker.Choic
 	began := time.Now()
 	status, body, err := x.post(ctx, p, edits.Apply(nil, x.body.bytes()))
 	took := time.Since(began)
-	x.s.metrics.hop(pool.Spec.Name, "prefill", p.Addr, directResult(status, err), took)
+	x.s.metrics.hop(pool.Spec.Name, "prefill", p.Addr, directResult(status, err), took, x.traced)
 	switch {
 	case x.stream.Context().Err() != nil:
 		return nil, x.stream.Context().Err()
@@ -137,29 +129,16 @@ func (x *exchange) callPrefill(pool *kvstate.Pool, policy Policy, c picker.Choic
 
 // post sends a body to an endpoint on the client's own path and reads the answer.
 func (x *exchange) post(ctx context.Context, e *kvstate.Endpoint, body []byte) (status int, answer []byte, err error) {
-	scheme := "http"
-	if e.Scheme == "https" {
-		scheme = e.Scheme
-	}
 	h := &x.msg.headers
-	r, err := http.NewRequestWithContext(ctx, http.MethodPost, scheme+"://"+e.Addr+string(h.path), bytes.NewReader(body))
-	if err != nil {
-		return 0, nil, err
-	}
-	r.Header.Set("Content-Type", contentTypeJSON)
-	r.Header.Set(headerRequestID, x.requestID)
+	header := http.Header{http.CanonicalHeaderKey(headerRequestID): {x.requestID}}
 	if len(h.authorization) > 0 {
-		r.Header.Set("Authorization", string(h.authorization))
+		header.Set("Authorization", string(h.authorization))
 	}
-	resp, err := x.s.direct.client[e.Scheme].Do(r)
+	resp, err := x.s.direct.client.Post(ctx, e, string(h.path), body, header) //nolint:bodyclose // ReadAll closes it
 	if err != nil {
 		return 0, nil, err
 	}
-	defer resp.Body.Close()
-	answer, err = io.ReadAll(io.LimitReader(resp.Body, maxAnswer+1))
-	if err == nil && len(answer) > maxAnswer {
-		err = fmt.Errorf("an answer of more than %d bytes", maxAnswer)
-	}
+	answer, err = enginehttp.ReadAll(resp, maxAnswer)
 	return resp.StatusCode, answer, err
 }
 

@@ -2,6 +2,7 @@ package extproc
 
 import (
 	"context"
+	"encoding/base64"
 	"errors"
 	"io"
 	"log/slog"
@@ -118,13 +119,13 @@ func splitting() Policy {
 	return Policy{Split: true, PrefillTimeout: 30 * time.Second}.withDefaults()
 }
 
-var rolesOf = map[byte]kvstate.Role{'p': kvstate.RolePrefill, 'd': kvstate.RoleDecode, 'b': kvstate.RoleBoth}
+var rolesOf = map[byte]kvstate.Role{'p': kvstate.RolePrefill, 'd': kvstate.RoleDecode, 'b': kvstate.RoleBoth, 'e': kvstate.RoleEncode}
 
 func roleOf(name string) kvstate.Role { return rolesOf[name[0]] }
 
 // addressOf is where an endpoint of a test is: p1 10.0.1.1:8000, d2 10.0.2.2:8000, b3 10.0.3.3:8000.
 func addressOf(name string) string {
-	return "10.0." + strconv.Itoa(strings.IndexByte("pdb", name[0])+1) + "." + name[1:] + ":8000"
+	return "10.0." + strconv.Itoa(strings.IndexByte("pdbe", name[0])+1) + "." + name[1:] + ":8000"
 }
 
 // request is one client request as Envoy holds it between the passes.
@@ -138,8 +139,9 @@ type request struct {
 	mode     filterv3.ProcessingMode_BodySendMode
 	piece    int // bytes of a body message in duplex mode
 
-	first []byte // what the client sent
-	taken string // the ticket that the last 307 carried
+	first   []byte // what the client sent
+	taken   string // the ticket that the last 307 carried
+	carried string // prefill's answer that came with it, base64
 }
 
 // newRequest is a POST of a JSON body in duplex mode.
@@ -402,6 +404,12 @@ func (q *request) prefillLeg(a answer) *verdict {
 	return v
 }
 
+// carry is P's answer on its way without the leg's filter: a redirect with pass 1's own ticket, and the answer as it is.
+func (q *request) carry(body []byte) {
+	require.NotEmpty(q.s.t, q.headers[headerCarry], "pass 1 did not say so")
+	q.taken, q.carried = q.headers[headerTicket], base64.StdEncoding.EncodeToString(body)
+}
+
 // replan is the second try of a hop, at the replan port.
 func (q *request) replan() *httptest.ResponseRecorder {
 	r := httptest.NewRequest(q.headers[":method"], "http://"+q.headers[":authority"]+q.headers[":path"], strings.NewReader(string(q.body)))
@@ -418,6 +426,10 @@ func (q *request) replan() *httptest.ResponseRecorder {
 func (q *request) follow() {
 	require.NotEmpty(q.s.t, q.taken, "there is no redirect to follow")
 	q.headers[headerTicket], q.taken = q.taken, ""
+	delete(q.headers, headerPrefilled) // a redirect copies what it has of these headers, and removes what it has not
+	if q.carried != "" {
+		q.headers[headerPrefilled], q.carried = q.carried, ""
+	}
 	delete(q.headers, headerLeg) // the routes' request_headers_to_remove
 	q.headers["x-envoy-original-url"] = "http://" + q.headers[":authority"] + q.headers[":path"]
 	q.s.log(q.entry(307, "internal_redirect"))

@@ -2,38 +2,125 @@ package extproc
 
 import (
 	"context"
+	"encoding/binary"
+	"encoding/json"
 	"fmt"
 	"log/slog"
+	"math"
+	"slices"
+	"strconv"
 	"strings"
+	"time"
 
 	"tandem/kvstate"
 	"tandem/picker"
 )
 
+// Explanation is a decision with all that was weighed, and what waits beside it.
+type Explanation struct {
+	picker.Explanation
+	Waiting   int     `json:"waiting,omitempty"`   // requests that wait in this replica for endpoints of the pool
+	Longest   float64 `json:"longest,omitempty"`   // s that one of them has waited
+	Elsewhere int     `json:"elsewhere,omitempty"` // requests that wait in other replicas, as far as this one knows
+}
+
 // Explain says how a request of so many prompt tokens, of which nobody holds any, would be placed in a pool now: every
 // endpoint with what it would cost, or why it is left out. Nothing is booked.
-func (s *Server) Explain(poolName string, promptTokens int64) (picker.Explanation, error) {
+func (s *Server) Explain(poolName string, promptTokens int64) (Explanation, error) {
 	pool := s.State.Pool(poolName)
 	if pool == nil && poolName == "" {
 		pool = s.State.PoolFor("")
 	}
 	if pool == nil {
-		return picker.Explanation{}, fmt.Errorf("there is no pool %q", poolName)
+		return Explanation{}, fmt.Errorf("there is no pool %q", poolName)
 	}
 	policy, _ := s.policy(pool.Spec.Name)
 	k := picker.Picker{Policy: policy.place()}
 	var v kvstate.View
 	s.State.View(pool, nil, &v)
-	return k.Explain(&picker.Request{PromptTokens: promptTokens, Split: policy.Dialect != nil && policy.Split, Rand: random()}, &v), nil
+	e := Explanation{Explanation: k.Explain(&picker.Request{PromptTokens: promptTokens, Split: policy.Dialect != nil && policy.Split, Rand: random()}, &v)}
+	if policy.room != nil {
+		e.Waiting, e.Elsewhere, e.Longest = policy.room.waits(time.Now())
+	}
+	return e, nil
 }
 
-// explain logs everything that was weighed for a decision, where debug logs are on.
+// explain says all that was weighed for a decision: in the log where debug logs are on, and to an operator who asks for it.
 func (x *exchange) explain(pool *kvstate.Pool, r *picker.Request) {
-	if !x.s.Log.Enabled(context.Background(), slog.LevelDebug) {
+	asked := len(x.msg.headers.explain) > 0 && x.s.Operator != nil && x.s.Operator(x.msg.headers.explain)
+	debug := x.s.Log.Enabled(context.Background(), slog.LevelDebug)
+	if !asked && !debug {
 		return
 	}
-	e, parts := x.picker.Explain(r, &x.view), strings.Builder{}
-	e.Print(&parts)
-	x.s.Log.Debug("decision", "request_id", x.requestID, "pool", pool.Spec.Name, "prefill", e.Prefill, "decode", e.Decode,
-		"price", e.Price, "load", e.Load, "weighed", parts.String())
+	e := x.picker.Explain(r, &x.view)
+	if debug {
+		parts := strings.Builder{}
+		e.Print(&parts)
+		x.s.Log.Debug("decision", "request_id", x.requestID, "pool", pool.Spec.Name, "prefill", e.Prefill, "decode", e.Decode,
+			"price", e.Price, "load", e.Load, "waited", x.waited, "waited_for", x.stoodBy.endpoint, "behind", x.stoodBy.here, "behind_elsewhere", x.stoodBy.elsewhere, "weighed", parts.String())
+	}
+	if asked {
+		x.explanation = explanation(pool.Spec.Name, x.waited, x.stoodBy, &e)
+	}
+}
+
+// maxExplanation bounds the explanation of a header, in bytes; Envoy takes some 58 KiB of headers in all.
+const maxExplanation = 8 << 10
+
+// explanation is a decision as a header shows it: JSON, with as many of the endpoints as there is room for, those chosen first.
+func explanation(pool string, waited time.Duration, by stoodBy, e *picker.Explanation) []byte {
+	chosen := func(w picker.Weighed) int {
+		if w.Endpoint == e.Prefill || w.Endpoint == e.Decode {
+			return 0
+		}
+		return 1
+	}
+	slices.SortStableFunc(e.Candidates, func(a, b picker.Weighed) int { return chosen(a) - chosen(b) })
+	for {
+		text, err := json.Marshal(struct {
+			Pool            string  `json:"pool"`
+			Waited          float64 `json:"waited"` // s
+			WaitedFor       string  `json:"waited_for,omitempty"`
+			Behind          int     `json:"behind,omitempty"`
+			BehindElsewhere int     `json:"behind_elsewhere,omitempty"`
+			*picker.Explanation
+		}{pool, waited.Seconds(), by.endpoint, by.here, by.elsewhere, e})
+		switch {
+		case err != nil: // a price that is no number: there is no endpoint
+			return []byte(`{"pool":` + strconv.Quote(pool) + `,"refused":` + strconv.Quote(e.Refused) + `}`)
+		case len(text) <= maxExplanation || len(e.Candidates) == 0:
+			return text
+		}
+		e.Candidates = e.Candidates[:len(e.Candidates)/2]
+	}
+}
+
+// namespaceDecision is the namespace of the dynamic metadata that decisions are said in, for Envoy's access logs.
+const namespaceDecision = "tandem"
+
+// decisionMetadata is a decision as dynamic metadata: {"tandem": {"pool": ..., ...}}. What is empty is left out.
+func (x *exchange) decisionMetadata(pool, route, reason, prefill, decode string, tokens int64) []byte {
+	var fields []byte
+	for _, f := range [...]struct{ name, value string }{
+		{"pool", pool}, {"route", route}, {"reason", reason}, {"prefill", prefill}, {"decode", decode},
+	} {
+		if f.value != "" {
+			fields = appendField(fields, f.name, appendText(nil, 3, f.value)) // Value{3: string_value}
+		}
+	}
+	for _, f := range [...]struct {
+		name  string
+		value float64
+	}{{"prompt_tokens", float64(tokens)}, {"price", x.price}, {"waited", x.waited.Seconds()}} {
+		if f.value != 0 {
+			number := binary.LittleEndian.AppendUint64(appendTag(nil, 2, wireI64), math.Float64bits(f.value)) // Value{2: number_value}
+			fields = appendField(fields, f.name, number)
+		}
+	}
+	return appendField(nil, namespaceDecision, appendText(nil, 5, fields)) // Value{5: struct_value}
+}
+
+// appendField appends Struct{1: fields{1: name, 2: value}}.
+func appendField(b []byte, name string, value []byte) []byte {
+	return appendText(b, 1, appendText(appendText(nil, 1, name), 2, value))
 }

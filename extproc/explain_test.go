@@ -2,10 +2,15 @@ package extproc
 
 import (
 	"bytes"
+	"encoding/json"
+	"fmt"
 	"log/slog"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/require"
+	"google.golang.org/protobuf/proto"
+	"google.golang.org/protobuf/types/known/structpb"
 
 	"tandem/kvstate"
 	"tandem/picker"
@@ -40,4 +45,68 @@ func TestExplain(t *testing.T) {
 	x.explain(state.Pool("chat"), &picker.Request{PromptTokens: 4000, Split: true})
 	require.Contains(t, log.String(), "p1: prefill 265 = queue 0.0 + work 265")
 	require.Contains(t, log.String(), "p2: out, failed")
+}
+
+// An operator who shows the token gets the decision in a header; nobody else does, and the token goes no further.
+func TestExplanationForAnOperator(t *testing.T) {
+	s := newStand(t, Options{Operator: func(token []byte) bool { return string(token) == "secret" }})
+	s.pool("chat", splitting(), "p1", "p2", "d1")
+	for token, shown := range map[string]bool{"secret": true, "guess": false, "": false} {
+		q := s.newRequest("/v1/chat/completions", "r1", chatBody)
+		if token != "" {
+			q.headers[headerExplain] = token
+		}
+		require.Zero(t, q.pass().status())
+		require.NotContains(t, q.headers, headerExplain)
+		text, ok := q.headers[headerExplanation]
+		require.Equal(t, shown, ok)
+		if shown {
+			var e struct {
+				Pool, Prefill, Decode string
+				Candidates            []picker.Weighed
+			}
+			require.NoError(t, json.Unmarshal([]byte(text), &e))
+			require.Equal(t, "chat", e.Pool)
+			require.Equal(t, addressOf("d1"), e.Decode)
+			require.Len(t, e.Candidates, 3)
+			require.Positive(t, e.Candidates[0].Prefill.Work)
+		}
+		s.server.releasePass("r1", 0)
+	}
+}
+
+// A large fleet's explanation fits a header: those chosen stand first, and some others.
+func TestExplanationFitsAHeader(t *testing.T) {
+	e := picker.Explanation{Prefill: "10.0.1.9:8000", Decode: "10.0.2.8:8000"}
+	for i := range 500 {
+		e.Candidates = append(e.Candidates, picker.Weighed{Endpoint: fmt.Sprintf("10.0.%d.%d:8000", 1+i%2, i/2), Role: "prefill", Prefill: &picker.PrefillPrice{Queue: 1.0 / 3, Work: 2.0 / 3}})
+	}
+	text := explanation("chat", time.Second, stoodBy{endpoint: "10.0.1.9:8000", here: 3, elsewhere: 2}, &e)
+	require.LessOrEqual(t, len(text), maxExplanation)
+	require.Greater(t, len(text), maxExplanation/4)
+	var got struct {
+		Waited     float64
+		Candidates []picker.Weighed
+	}
+	require.NoError(t, json.Unmarshal(text, &got))
+	require.InDelta(t, 1, got.Waited, 0)
+	require.ElementsMatch(t, []string{e.Prefill, e.Decode}, []string{got.Candidates[0].Endpoint, got.Candidates[1].Endpoint})
+}
+
+// Decisions in dynamic metadata, as Envoy reads them.
+func TestDecisionMetadata(t *testing.T) {
+	x := exchange{s: &Server{}, price: .25, waited: 1500 * time.Millisecond}
+	var got structpb.Struct
+	require.NoError(t, proto.Unmarshal(x.decisionMetadata("chat", "split", "", "10.0.1.1:8000", "10.0.2.1:8000", 4000), &got))
+	require.Equal(t, map[string]any{"tandem": map[string]any{
+		"pool": "chat", "route": "split", "prefill": "10.0.1.1:8000", "decode": "10.0.2.1:8000", "prompt_tokens": 4000., "price": .25, "waited": 1.5,
+	}}, got.AsMap())
+
+	s := newStand(t, Options{DecisionMetadata: true, Picker: &PickerOptions{}})
+	policy := splitting()
+	policy.Handoff = HandoffSidecar
+	s.pool("chat", policy, "p1", "d1")
+	g := s.ask(hello, nil)
+	require.Equal(t, addressOf("d1"), g.destination(), "beside the protocol's own")
+	require.Equal(t, addressOf("p1"), g.metadata.GetFields()["tandem"].GetStructValue().GetFields()["prefill"].GetStringValue())
 }

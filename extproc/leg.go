@@ -40,21 +40,39 @@ func (x *exchange) prefillLeg() error {
 	code, _ := strconv.Atoi(string(x.msg.headers.status))
 	x.observe(t)
 	if clientsFault(code) {
-		x.s.metrics.prefillEnded(t, code, "refused", time.Since(x.s.sealedAt(t)))
+		x.s.metrics.prefillEnded(t, code, "refused", time.Since(x.s.sealedAt(t)), x.traced)
 		x.s.release(t)
+		x.dropCarried()
 		return x.passAnswer()
 	}
 	if err := x.receiveAnswer(); err != nil {
 		return err
 	}
 	x.did(workReceive)
-	took := time.Since(x.s.sealedAt(t))
-	next, final := x.afterPrefill(t, code)
+	next, final := x.settlePrefill(t, code, x.body.bytes(), x.msg.over)
 	if final != nil {
-		x.s.metrics.prefillEnded(t, code, "ok", took)
-		x.s.recent.change(x.requestID, func(trace *Trace) { trace.PrefillTime, trace.Decode = took, "" })
 		x.s.release(t)
 		return x.answerClient(t, final)
+	}
+	x.did(workDecide)
+	gone := x.stream.Context().Err() // Envoy let go while P's answer waited here
+	err = x.redirect(next, location(x.msg.attributes.authority, x.msg.attributes.path))
+	x.did(workAnswer)
+	if next.Stage == kvtransfer.HandOver && (gone != nil || err != nil) {
+		x.s.stranded(next, x.requestID, "client_gone")
+	}
+	return err
+}
+
+// settlePrefill settles a prefill leg that has ended with P's answer: what was booked for it, what is counted of it, and the way on.
+// final is the client's answer, if P's is all there is to say.
+func (x *exchange) settlePrefill(t *kvtransfer.Ticket, code int, answer []byte, over bool) (next *kvtransfer.Ticket, final []byte) {
+	took := time.Since(x.s.sealedAt(t))
+	next, final = x.afterPrefill(t, code, answer, over)
+	if final != nil {
+		x.s.metrics.prefillEnded(t, code, "ok", took, x.traced)
+		x.s.recent.change(x.requestID, func(trace *Trace) { trace.PrefillTime, trace.Decode = took, "" })
+		return nil, final
 	}
 	if next.Stage == kvtransfer.HandOver {
 		x.awaitKV(t)
@@ -67,17 +85,10 @@ func (x *exchange) prefillLeg() error {
 	} else {
 		x.s.State.Complete(kvstate.ReservationID(t.Reservations[0]))
 	}
-	x.s.metrics.prefillEnded(t, code, result, took)
+	x.s.metrics.prefillEnded(t, code, result, took, x.traced)
 	x.s.recent.change(x.requestID, func(trace *Trace) { trace.PrefillTime = took })
 	x.spanPrefilled(code, next)
-	x.did(workDecide)
-	gone := x.stream.Context().Err() // Envoy let go while P's answer waited here
-	err = x.redirect(next)
-	x.did(workAnswer)
-	if next.Stage == kvtransfer.HandOver && (gone != nil || err != nil) {
-		x.s.stranded(next, x.requestID, "client_gone")
-	}
-	return err
+	return next, nil
 }
 
 // observe notes what P says about its load along with its answer.
@@ -105,7 +116,7 @@ func clientsFault(code int) bool {
 
 // passAnswer lets P's answer through to the client, byte for byte.
 func (x *exchange) passAnswer() error {
-	if err := x.send(&reply{phase: phaseResponseHeaders}); err != nil {
+	if err := x.send(&reply{phase: phaseResponseHeaders, headers: &x.headers}); err != nil {
 		return err
 	}
 	for !x.msg.endOfStream {
@@ -130,15 +141,23 @@ func (x *exchange) passAnswer() error {
 	return nil
 }
 
-// receiveAnswer reads P's answer to its end.
+// dropCarried takes off what the leg's route puts on each of its answers, in case it is carried: a client must not see the ticket.
+func (x *exchange) dropCarried() {
+	x.headers.drop(headerTicket)
+	x.headers.drop(headerCarry)
+}
+
+// receiveAnswer reads an engine's answer to its end. msg.over says that it is not all in x.body: it is too long or, if x.noMemory says
+// so too, there is no memory for it now.
 func (x *exchange) receiveAnswer() error {
-	x.msg.body, x.msg.bodyLimit, x.msg.over = &x.body, maxAnswer, false
+	x.msg.body, x.msg.bodyLimit, x.msg.over, x.noMemory = &x.body, maxAnswer, false, false
 	for !x.msg.endOfStream {
 		if err := x.receive(); err != nil {
 			return err
 		}
 		if x.hold() != nil {
-			x.msg.over = true // no memory for it now: as if it had been too long
+			x.noMemory = x.noMemory || !x.msg.over
+			x.msg.over = true
 		}
 	}
 	return nil
@@ -146,18 +165,19 @@ func (x *exchange) receiveAnswer() error {
 
 // afterPrefill makes the ticket that the redirect carries: KV parameters in hand, or what went wrong. final, where P's
 // answer is all there is to say, is the client's.
-func (x *exchange) afterPrefill(t *kvtransfer.Ticket, code int) (_ *kvtransfer.Ticket, final []byte) {
+func (x *exchange) afterPrefill(t *kvtransfer.Ticket, code int, answer []byte, over bool) (_ *kvtransfer.Ticket, final []byte) {
 	next := *t
 	next.ID = newTicketID()
 	next.Redirects++
+	next.Learn = kvtransfer.Learn{}
 	pool := x.s.State.Pool(t.Pool)
 	policy, _ := x.s.policy(t.Pool)
-	if code != 200 || x.msg.over || policy.Dialect == nil {
+	if code != 200 || over || policy.Dialect == nil {
 		x.prefillFailed(pool, &next, code)
 		return &next, nil
 	}
 	x.setPair(t.ID, x.side(pool, t.Prefill), x.side(pool, t.Decode))
-	got, err := policy.Dialect.ReadAnswer(x.body.bytes(), &x.pair)
+	got, err := policy.Dialect.ReadAnswer(answer, &x.pair)
 	if err == nil && got.Final != nil && t.Stream {
 		var cannot error
 		if got.Final, cannot = openai.OneShot(got.Final, t.StreamUsage); cannot != nil {
@@ -173,12 +193,12 @@ func (x *exchange) afterPrefill(t *kvtransfer.Ticket, code int) (_ *kvtransfer.T
 		x.s.Log.Info("KV parameters not handed on: decode computes the prompt", "request_id", x.requestID, "endpoint", t.Prefill, "why", got.Unused)
 	}
 	if policy.Concurrent != nil { // P was not known well enough for both legs at once
-		_, peer, _ := policy.Concurrent.ReadAnswer(x.body.bytes(), nil)
+		_, peer, _ := policy.Concurrent.ReadAnswer(answer, nil)
 		policy.learnPeer(t.Prefill, peer)
 	}
 	if pool != nil {
 		x.markGood(pool, t.Prefill)
-		x.learn(pool, t.Prefill, &got)
+		x.learn(pool, t, &got)
 		if got.PromptTokens > 0 {
 			pool.ObservePrompt(int64(t.BodyBytes), got.PromptTokens)
 			pool.ObservePrefill(got.PromptTokens-max(got.CachedTokens, 0), time.Since(x.s.sealedAt(t)))
@@ -193,13 +213,14 @@ func (x *exchange) afterPrefill(t *kvtransfer.Ticket, code int) (_ *kvtransfer.T
 			trace.PromptTokens = got.PromptTokens
 		}
 	})
-	next.Stage, next.Params = kvtransfer.HandOver, got.Params
+	next.Stage, next.Params, next.Cached = kvtransfer.HandOver, got.Params, got.CachedTokens+1
 	return &next, got.Final
 }
 
 // answerClient answers the client in P's place.
 func (x *exchange) answerClient(t *kvtransfer.Ticket, body []byte) error {
 	x.headers.drop("content-length")
+	x.dropCarried()
 	if t.Stream {
 		x.headers.add("content-type", []byte("text/event-stream; charset=utf-8"))
 	}
@@ -224,6 +245,10 @@ func (x *exchange) answerClient(t *kvtransfer.Ticket, body []byte) error {
 // prefillFailed makes next the ticket of a request whose prefill is lost.
 func (x *exchange) prefillFailed(pool *kvstate.Pool, next *kvtransfer.Ticket, code int) {
 	next.Stage, next.Params = kvtransfer.Failed, nil
+	if next.Turn.Told { // it may as well be the decode endpoint that P was to fetch from
+		x.s.turnFailed(next, x.requestID, code)
+		return
+	}
 	next.Cause = kvtransfer.CausePrefill
 	next.Excluded = append(next.Excluded, next.Prefill)
 	if pool != nil && code >= 500 {
@@ -246,14 +271,14 @@ func (x *exchange) markGood(pool *kvstate.Pool, addr string) {
 // redirect ends the leg with a 307 that Envoy follows, with the ticket it carries along. It is an answer of its own, in one
 // message, and not P's with other headers: Envoy follows a redirect as soon as it sees the headers and cuts what has more to
 // come, so a body, be it empty, would cost the internal connection each time.
-func (x *exchange) redirect(t *kvtransfer.Ticket) error {
+func (x *exchange) redirect(t *kvtransfer.Ticket, to []byte) error {
 	sealed, err := x.sealHandOver(t)
 	if err != nil {
 		return err
 	}
 	x.s.metrics.ticketBytes.Observe(float64(len(sealed)))
 	i := &immediate{status: 307, details: detailsPrefix + "_redirect"}
-	i.headers.add("location", location(x.msg.attributes.authority, x.msg.attributes.path))
+	i.headers.add("location", to)
 	i.headers.add(headerTicket, sealed)
 	return x.send(&reply{immediate: i})
 }

@@ -41,6 +41,10 @@ type headers struct {
 	authority, clientID                         []byte // of legs that run at once
 	load                                        []byte // what P says about itself (ORCA)
 	objective, selection, authorization         []byte // endpoint picker and direct prefill alone
+	fairness, ttft, tpot                        []byte // what the request wants, where the pool listens
+	explain                                     []byte // an operator's token
+	final                                       []byte // of an answer: not to be tried elsewhere
+	prefilled                                   []byte // P's answer, where it was short enough to come by itself
 
 	names  []string // more headers to read: those that name sessions
 	values [][]byte // theirs
@@ -78,6 +82,8 @@ func (h *headers) slot(name []byte) *[]byte {
 		return &h.requestID
 	case headerTicket:
 		return &h.ticket
+	case headerPrefilled:
+		return &h.prefilled
 	case "upgrade":
 		return &h.upgrade
 	case headerTraceparent:
@@ -96,6 +102,16 @@ func (h *headers) slot(name []byte) *[]byte {
 		return &h.objective
 	case headerTestSelection:
 		return &h.selection
+	case headerFairness, "x-gateway-inference-fairness-id":
+		return &h.fairness
+	case headerTTFT:
+		return &h.ttft
+	case headerTPOT:
+		return &h.tpot
+	case headerExplain:
+		return &h.explain
+	case headerFinal:
+		return &h.final
 	}
 	for i, n := range h.names {
 		if n == string(name) {

@@ -25,10 +25,14 @@ type Metrics struct {
 	stranded      *prometheus.CounterVec   // pool, endpoint, reason
 	cleanups      *prometheus.CounterVec   // pool, result
 	promptTokens  *prometheus.CounterVec   // pool, source
+	tokensLearned *prometheus.CounterVec   // pool, source
+	turns         *prometheus.CounterVec   // pool, what
 	expected      expectations
 	process       *prometheus.HistogramVec // role; seconds
-	work          [4][works]prometheus.Observer
+	work          [6][works]prometheus.Observer
 	ticketBytes   prometheus.Histogram
+	queued        *prometheus.GaugeVec     // pool
+	waits         *prometheus.HistogramVec // pool, end; seconds
 	forgedTickets prometheus.Counter
 	controlFields prometheus.Counter
 
@@ -68,8 +72,12 @@ func NewMetrics(r prometheus.Registerer, state *kvstate.State) *Metrics {
 		stranded: counter("tandem_handovers_stranded_total",
 			"Hand-overs that no decode endpoint fetched, or perhaps none: the prefill endpoint holds their blocks until its lease ends.",
 			"pool", "endpoint", "reason"),
-		cleanups:     counter("tandem_cleanup_decodes_total", "Stranded hand-overs of pools that want them fetched (strandedBlocks: cleanupDecode), by what came of it.", "pool", "result"),
-		promptTokens: counter("tandem_prompt_tokens_total", "Prompt tokens of split requests as prefill reports them, by source (cached, computed).", "pool", "source"),
+		cleanups:      counter("tandem_cleanup_decodes_total", "Stranded hand-overs of pools that want them fetched (strandedBlocks: cleanupDecode), by what came of it.", "pool", "result"),
+		promptTokens:  counter("tandem_prompt_tokens_total", "Prompt tokens of split requests as prefill reports them, by source (cached, computed).", "pool", "source"),
+		tokensLearned: counter("tandem_prompt_tokens_learned_total", "Token ids of prompts that were learned, to match KV events with, by source (prefill, tokenizer).", "pool", "source"),
+		turns: counter("tandem_turns_total",
+			"Turns of conversations whose blocks decode keeps for the next one: kept, unusable, no_room; at the next, told (to prefill), failed, or why prefill was not told.",
+			"pool", "what"),
 		expected: expectations{
 			cached: counter("tandem_cached_tokens_compared_total",
 				"Prompt tokens of split requests in the prefix cache of their prefill endpoint, by what says so: as expected when it was chosen, as measured by it.",
@@ -82,11 +90,14 @@ func NewMetrics(r prometheus.Registerer, state *kvstate.State) *Metrics {
 		process: histogram("tandem_ext_proc_duration_seconds", "Time of one ext_proc stream, waiting for the body included.", work, "role"),
 		ticketBytes: prometheus.NewHistogram(histogramOpts("tandem_ticket_bytes", "Size of the tickets that carry KV parameters, as header values.",
 			prometheus.ExponentialBuckets(256, 2, 9))),
+		queued: prometheus.NewGaugeVec(prometheus.GaugeOpts{Name: "tandem_queue_requests", Help: "Requests that wait in this replica for endpoints (late binding)."}, []string{"pool"}),
+		waits: histogram("tandem_queue_wait_seconds",
+			"Time that requests waited for endpoints, of those that did, by how it ended (bound, expired, pushed, shed, client_gone).", hops, "pool", "end"),
 		forgedTickets: prometheus.NewCounter(prometheus.CounterOpts{Name: "tandem_tickets_refused_total", Help: "Tickets that were not ours, not for that request, or not for that door."}),
 		controlFields: prometheus.NewCounter(prometheus.CounterOpts{Name: "tandem_control_fields_cut_total", Help: "Requests from which members were cut that are not a client's to send."}),
 	}
 	m.observeWork(histogram("tandem_ext_proc_phase_seconds", "Time of one phase of an ext_proc stream: receive (waiting for Envoy and the client), scan, decide, answer.", work, "role", "phase"))
-	r.MustRegister(m.ticketBytes, m.forgedTickets, m.controlFields, newStateCollector(state),
+	r.MustRegister(m.queued, m.ticketBytes, m.forgedTickets, m.controlFields, newStateCollector(state),
 		prometheus.NewGaugeFunc(prometheus.GaugeOpts{Name: "tandem_reservations", Help: "Reservations that are held now."},
 			func() float64 { return float64(state.Reservations()) }))
 	return m
@@ -101,9 +112,14 @@ func histogramOpts(name, help string, buckets []float64) prometheus.HistogramOpt
 	}
 }
 
+// waitEnded counts one request that waited for its endpoints.
+func (m *Metrics) waitEnded(pool, end string, took time.Duration) {
+	m.waits.WithLabelValues(pool, end).Observe(took.Seconds())
+}
+
 // processed counts one stream that came to its end: how long it was open, and how long of that it was worked on.
-func (m *Metrics) processed(role string, d, busy time.Duration) {
-	m.process.WithLabelValues(role).Observe(d.Seconds())
+func (m *Metrics) processed(role string, d, busy time.Duration, of exemplar) {
+	observe(m.process.WithLabelValues(role), d, of)
 	if role == "main" {
 		m.live.decisions.observe(busy)
 	}
@@ -125,8 +141,8 @@ func (m *Metrics) replanned(t *kvtransfer.Ticket) {
 }
 
 // prefillEnded counts P's answer, or what came in its place.
-func (m *Metrics) prefillEnded(t *kvtransfer.Ticket, code int, result string, took time.Duration) {
-	m.hop(t.Pool, "prefill", t.Prefill, result, took)
+func (m *Metrics) prefillEnded(t *kvtransfer.Ticket, code int, result string, took time.Duration, of exemplar) {
+	m.hop(t.Pool, "prefill", t.Prefill, result, took, of)
 	if result == "ok" {
 		m.live.prefill.observe(took)
 	}
@@ -149,8 +165,8 @@ func (m *Metrics) prefillLate(t *kvtransfer.Ticket) {
 }
 
 // prefillCut counts a prefill that was ended because nobody waited for it any more.
-func (m *Metrics) prefillCut(t *kvtransfer.Ticket, took time.Duration) {
-	m.hop(t.Pool, "prefill", t.Prefill, "client_gone", took)
+func (m *Metrics) prefillCut(t *kvtransfer.Ticket, took time.Duration, of exemplar) {
+	m.hop(t.Pool, "prefill", t.Prefill, "client_gone", took, of)
 }
 
 func (m *Metrics) prompt(pool string, h kvtransfer.Answer) {
@@ -164,30 +180,33 @@ func (m *Metrics) prompt(pool string, h kvtransfer.Answer) {
 }
 
 // hop counts one hop: how it ended (ok, refused, failed, client_gone) and how long it took.
-func (m *Metrics) hop(pool, hop, endpoint, result string, took time.Duration) {
-	m.hops.WithLabelValues(pool, hop, endpoint, result).Observe(took.Seconds())
+func (m *Metrics) hop(pool, hop, endpoint, result string, took time.Duration, of exemplar) {
+	observe(m.hops.WithLabelValues(pool, hop, endpoint, result), took, of)
 }
 
 // requestEnded counts the end of a request as Envoy logs it. What a prefill leg ended in was counted there.
 func (m *Metrics) requestEnded(t *kvtransfer.Ticket, e *logEntry, took, first time.Duration) {
+	of := exemplarIn(e.traceparent)
 	switch {
 	case t.Stage == kvtransfer.DecodeLeg, t.Stage == kvtransfer.PairLegs:
-		m.hop(t.Pool, "decode", t.Decode, endedAs(e), took)
+		m.hop(t.Pool, "decode", t.Decode, endedAs(e), took, of)
 		if first > 0 {
-			m.firstByte.WithLabelValues(t.Pool, "decode", t.Decode).Observe(first.Seconds())
+			observe(m.firstByte.WithLabelValues(t.Pool, "decode", t.Decode), first, of)
 		}
 	case t.Stage == kvtransfer.PrefillLeg && e.clientGone:
-		m.hop(t.Pool, "prefill", t.Prefill, "client_gone", e.duration)
+		m.hop(t.Pool, "prefill", t.Prefill, "client_gone", e.duration, of)
+	case t.Stage == kvtransfer.EncodeLeg && e.clientGone:
+		m.hop(t.Pool, "encode", t.Decode, "client_gone", e.duration, of)
 	}
 	route := "one_hop"
 	if t.Split {
 		route = "split"
 	}
 	result := endedAs(e)
-	m.whole.WithLabelValues(t.Pool, route, result).Observe(e.duration.Seconds())
+	observe(m.whole.WithLabelValues(t.Pool, route, result), e.duration, of)
 	m.live.ended(result)
 	if e.firstByte > 0 && result == "ok" {
-		m.wholeFirst.WithLabelValues(t.Pool, route).Observe(e.firstByte.Seconds())
+		observe(m.wholeFirst.WithLabelValues(t.Pool, route), e.firstByte, of)
 		m.live.firstByte.observe(e.firstByte)
 	}
 }

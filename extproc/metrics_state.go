@@ -14,6 +14,7 @@ import (
 type stateCollector struct {
 	state                *kvstate.State
 	up, requests, tokens *prometheus.Desc
+	elsewhere            *prometheus.Desc
 }
 
 func newStateCollector(state *kvstate.State) *stateCollector {
@@ -23,12 +24,14 @@ func newStateCollector(state *kvstate.State) *stateCollector {
 		up:       prometheus.NewDesc("tandem_endpoint_up", "Whether an endpoint is in use (1) or left out because it failed (0).", endpoint, nil),
 		requests: prometheus.NewDesc("tandem_endpoint_requests", "Requests booked on an endpoint now.", endpoint, nil),
 		tokens:   prometheus.NewDesc("tandem_endpoint_prompt_tokens", "Prompt tokens of the requests booked on an endpoint now.", endpoint, nil),
+		elsewhere: prometheus.NewDesc("tandem_queue_requests_elsewhere",
+			"Requests that wait in other replicas, as far as this one is told: it lets them go before its own that stand behind them.", []string{"pool"}, nil),
 	}
 }
 
 // Describe is of prometheus.Collector.
 func (c *stateCollector) Describe(out chan<- *prometheus.Desc) {
-	for _, d := range []*prometheus.Desc{c.up, c.requests, c.tokens} {
+	for _, d := range []*prometheus.Desc{c.up, c.requests, c.tokens, c.elsewhere} {
 		out <- d
 	}
 }
@@ -39,6 +42,9 @@ func (c *stateCollector) Collect(out chan<- prometheus.Metric) {
 		out <- prometheus.MustNewConstMetric(d, prometheus.GaugeValue, v, labels...)
 	}
 	for _, p := range c.state.Pools() {
+		if c.state.Shares() {
+			gauge(c.elsewhere, float64(p.WaitElsewhere()), p.Spec.Name)
+		}
 		for _, e := range p.Endpoints() {
 			up := 1.
 			if e.Failed() {

@@ -10,7 +10,9 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/testutil"
+	dto "github.com/prometheus/client_model/go"
 	"github.com/stretchr/testify/require"
+	sdktrace "go.opentelemetry.io/otel/sdk/trace"
 
 	"tandem/extproc/kvtransfer"
 	"tandem/kvstate"
@@ -60,7 +62,7 @@ func TestARequestIsCounted(t *testing.T) {
 	q.follow()
 	require.Zero(t, q.pass().status())
 	s.log(q.entry(200, "via_upstream"))
-	require.Eventually(t, func() bool { return s.server.metrics.Totals().OK == 1 }, 5*time.Second, time.Millisecond)
+	require.Eventually(t, func() bool { return s.server.metrics.Totals().OK == 1 }, 30*time.Second, time.Millisecond)
 
 	m := s.server.metrics
 	require.InDelta(t, 1, testutil.ToFloat64(m.requests.WithLabelValues("chat", "split", "")), 0)
@@ -86,6 +88,55 @@ tandem_reservations 0
 	require.Positive(t, totals.Decisions.Quantile(.5))
 }
 
+// TestTimesLeadToTraces: a scraper that asks for OpenMetrics finds, in the buckets, requests to look at.
+func TestTimesLeadToTraces(t *testing.T) {
+	s := newStand(t, Options{Log: slog.New(slog.DiscardHandler), Tracer: sdktrace.NewTracerProvider().Tracer("test")})
+	s.pool("chat", splitting(), "p1", "d1")
+	q := s.newRequest("/v1/chat/completions", "req-1", chatBody)
+	q.headers[headerTraceparent] = clientsSpan
+	first := q.pass()
+	require.Zero(t, first.status())
+	require.Equal(t, 307, q.prefillLeg(answer{status: 200, body: prefilled(params(4))}).status())
+	q.follow()
+	require.Zero(t, q.pass().status())
+	e := q.entry(200, "via_upstream")
+	e.Request.RequestHeaders[headerTraceparent] = first.set[headerTraceparent]
+	s.log(e)
+	require.Eventually(t, func() bool { return s.server.metrics.Totals().OK == 1 }, 30*time.Second, time.Millisecond)
+
+	families, err := s.registry.Gather()
+	require.NoError(t, err)
+	var led []string
+	for _, family := range families {
+		if slices.ContainsFunc(family.GetMetric(), func(m *dto.Metric) bool {
+			return slices.ContainsFunc(m.GetHistogram().GetBucket(), func(b *dto.Bucket) bool {
+				of := b.GetExemplar().GetLabel()
+				return len(of) == 1 && of[0].GetName() == "trace_id" && of[0].GetValue() == traceID
+			})
+		}) {
+			led = append(led, family.GetName())
+		}
+	}
+	require.Equal(t, []string{"tandem_ext_proc_duration_seconds", "tandem_ext_proc_phase_seconds", "tandem_hop_duration_seconds", "tandem_request_duration_seconds"}, led)
+}
+
+func TestExemplarsAreOfSampledTraces(t *testing.T) {
+	require.Equal(t, exemplar{"trace_id": traceID}, exemplarIn([]byte(clientsSpan)))
+	for _, not := range []string{"", "00", notSampled, clientsSpan + "-more", strings.Replace(clientsSpan, "0af7", "zzzz", 1), "00-" + strings.Repeat("0", 32) + "-b7ad6b7169203331-01"} {
+		require.Nil(t, exemplarIn([]byte(not)), not)
+	}
+}
+
+// Without a trace an exemplar is not even thought of.
+func TestNoTraceNoExemplarAlloc(t *testing.T) {
+	if raceDetector {
+		t.Skip("the race detector makes pools forget on purpose")
+	}
+	h := prometheus.NewHistogram(histogramOpts("h", "help", []float64{1}))
+	observe(h, time.Second, nil)
+	require.Zero(t, testing.AllocsPerRun(100, func() { observe(h, time.Second, exemplarIn(nil)) }))
+}
+
 // TestSeriesOfEndpointsThatLeftAreDropped, or a fleet of pods would leave more of them each day.
 func TestSeriesOfEndpointsThatLeftAreDropped(t *testing.T) {
 	state := kvstate.New(kvstate.Options{})
@@ -94,8 +145,8 @@ func TestSeriesOfEndpointsThatLeftAreDropped(t *testing.T) {
 	stays, leaves := kvstate.EndpointSpec{Addr: "10.0.0.1:1", Role: kvstate.RolePrefill}, kvstate.EndpointSpec{Addr: "10.0.0.2:1", Role: kvstate.RoleDecode}
 	state.SetPool(spec, []kvstate.EndpointSpec{stays, leaves})
 	for _, e := range []string{stays.Addr, leaves.Addr} {
-		m.hop("chat", "prefill", e, "ok", time.Second)
-		m.prefillEnded(&kvtransfer.Ticket{Pool: "chat", Prefill: e}, 999, "failed", time.Second)
+		m.hop("chat", "prefill", e, "ok", time.Second, nil)
+		m.prefillEnded(&kvtransfer.Ticket{Pool: "chat", Prefill: e}, 999, "failed", time.Second, nil)
 	}
 	now := time.Unix(0, 0)
 	m.prune(state, now)

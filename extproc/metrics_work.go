@@ -20,7 +20,7 @@ const (
 )
 
 func (m *Metrics) observeWork(h *prometheus.HistogramVec) {
-	for i, role := range [...]string{"main", rolePrefillLeg, roleDecodeLeg, roleMirror} {
+	for i, role := range [...]string{"main", rolePrefillLeg, roleDecodeLeg, roleMirror, roleAnswerLeg, roleEncodeLeg} {
 		for w, name := range [...]string{"receive", "scan", "decide", "answer"} {
 			m.work[i][w] = h.WithLabelValues(role, name)
 		}
@@ -32,7 +32,7 @@ func (x *exchange) did(w work) {
 	now := time.Now()
 	took := now.Sub(x.since)
 	x.since = now
-	x.s.metrics.work[x.role][w].Observe(took.Seconds())
+	observe(x.s.metrics.work[x.role][w], took, x.traced)
 	if w != workReceive {
 		x.busy += took
 	}

@@ -20,11 +20,14 @@ func (x *exchange) mirroredLeg() error {
 	var err error
 	if x.msg.phase == phaseRequestHeaders {
 		if t, err = x.openLeg(); err == nil {
+			x.spanPairLeg(spanPrefillAnswer, t)
 			err = x.untilAnswer(t)
 		}
 	} else {
 		a := &x.msg.attributes
-		t, err = x.openPairTicket(a.ticket, a.clientID)
+		if t, err = x.openPairTicket(a.ticket, a.clientID); err == nil {
+			x.spanPairLeg(spanPrefillAnswer, t)
+		}
 	}
 	if err != nil {
 		return err
@@ -62,7 +65,8 @@ func (x *exchange) untilAnswer(t *kvtransfer.Ticket) error {
 	case <-p.over:
 	}
 	x.s.State.Release(kvstate.ReservationID(t.Reservations[0]))
-	x.s.metrics.prefillCut(t, time.Since(x.s.sealedAt(t)))
+	x.s.metrics.prefillCut(t, time.Since(x.s.sealedAt(t)), x.traced)
+	x.spanLegEnded("client_gone", 0)
 	return errors.Join(errAnswered, x.send(&reply{immediate: &immediate{status: 503, details: detailsPrefix + "_given_up"}}))
 }
 
@@ -89,7 +93,8 @@ func (x *exchange) judge(t *kvtransfer.Ticket, code int) outcome {
 		v.ok, result = true, "ok"
 		x.prefilled(pool, t, got)
 	}
-	x.s.metrics.prefillEnded(t, code, result, took)
+	x.s.metrics.prefillEnded(t, code, result, took, x.traced)
+	x.spanLegEnded(result, code)
 	x.s.recent.change(x.requestID, func(trace *Trace) { trace.PrefillTime = took })
 	return v
 }
@@ -107,6 +112,12 @@ const maxRefusal = 64 << 10
 // prefilled takes in what a good answer tells.
 func (x *exchange) prefilled(pool *kvstate.Pool, t *kvtransfer.Ticket, got kvtransfer.Answer) {
 	x.s.metrics.prompt(t.Pool, got)
+	x.spanAnswered(got)
+	if got.Joined != nil {
+		if err := x.s.State.PutHandOverAs(t.ID, got.Joined); err != nil {
+			x.s.Log.Warn("no room for prefill's log probabilities: the client gets decode's alone", "request_id", x.requestID, "err", err)
+		}
+	}
 	if pool == nil {
 		return
 	}

@@ -5,22 +5,25 @@ import (
 	"time"
 
 	"tandem/extproc/kvtransfer"
-	"tandem/extproc/openai"
 	"tandem/kvstate"
 )
 
 // This file is what some dialects want beyond bodies: both sides of a pair, room in D's buffer, word that KV has arrived,
 // and whoever has the prompt's beginning.
 
-// peer is what is known of the endpoint at an address, which may have left the pool.
+// sideOf is what a dialect is told of an endpoint.
+func sideOf(e *kvstate.Endpoint) kvtransfer.Side {
+	return kvtransfer.Side{Addr: e.Addr, Transfer: e.Transfer}
+}
+
+// side is what is known of the endpoint at an address, which may have left the pool.
 func (x *exchange) side(pool *kvstate.Pool, addr string) kvtransfer.Side {
-	p := kvtransfer.Side{Addr: addr}
 	if pool != nil {
 		if e := pool.Endpoint(addr); e != nil {
-			p.Transfer = e.Transfer
+			return sideOf(e)
 		}
 	}
-	return p
+	return kvtransfer.Side{Addr: addr}
 }
 
 // setPair fills x.pair, which lives in the exchange so that dialects may keep a pointer to it on their stack.
@@ -52,23 +55,6 @@ func (x *exchange) awaitKV(t *kvtransfer.Ticket) {
 	}
 }
 
-// pullPrefix lets a lone decode endpoint fetch the prompt's beginning, where its dialect can and another endpoint has it.
-func (x *exchange) pullPrefix(policy Policy, attempt [16]byte, decode int) (edits, undo openai.Edits) {
-	puller, ok := policy.Dialect.(kvtransfer.PrefixPuller)
-	if !ok {
-		return nil, nil
-	}
-	x.setPair(attempt, kvtransfer.Side{}, kvtransfer.Side{})
-	if x.setSource(policy, decode); x.pair.Source == nil {
-		return nil, nil
-	}
-	x.patch.Reset(&x.req)
-	puller.Pull(&x.patch, &x.pair)
-	edits = x.patch.Edits()
-	x.undo = edits.Inverse(x.undo[:0], x.body.bytes())
-	return edits, x.undo
-}
-
 // pullBlocks is from how many blocks of difference on (of blockBytes each, some 1,000 tokens in all) a prefix is fetched
 // from another endpoint.
 const pullBlocks = 8
@@ -85,7 +71,7 @@ func (x *exchange) setSource(policy Policy, computes int) {
 		c := &x.view.Endpoints[i]
 		if c.Hit > most && c.Usable && c.Endpoint.Role&kvstate.RolePrefill != 0 && c.Endpoint.Group == own.Endpoint.Group {
 			most = c.Hit
-			x.source = kvtransfer.Side{Addr: c.Endpoint.Addr, Transfer: c.Endpoint.Transfer}
+			x.source = sideOf(c.Endpoint)
 			x.pair.Source = &x.source
 		}
 	}

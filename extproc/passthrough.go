@@ -51,7 +51,7 @@ func (x *exchange) passThrough() (route, error) {
 	x.s.State.View(pool, nil, &x.view)
 	policy, _ := x.s.policy(pool.Spec.Name)
 	x.picker.Policy = policy.place()
-	choice, err := x.picker.Pick(&picker.Request{PromptTokens: tokens, Rand: random()}, &x.view)
+	choice, err := x.picker.Pick(&picker.Request{PromptTokens: tokens, Model: model, Labels: x.labels(&policy), Rand: random()}, &x.view)
 	if err != nil {
 		return route{}, noEndpoint(pool, err)
 	}
@@ -114,7 +114,7 @@ func (x *exchange) toHolder(pool *kvstate.Pool, e *kvstate.Endpoint) (route, err
 		x.s.State.View(pool, nil, &x.view)
 		policy, _ := x.s.policy(pool.Spec.Name)
 		x.picker.Policy = policy.place()
-		choice, err := x.picker.Pick(&picker.Request{PromptTokens: tokens, Rand: random()}, &x.view)
+		choice, err := x.picker.Pick(&picker.Request{PromptTokens: tokens, Model: x.req.Model(), Labels: x.labels(&policy), Rand: random()}, &x.view)
 		if err != nil {
 			return route{}, noEndpoint(pool, err)
 		}

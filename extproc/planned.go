@@ -36,21 +36,30 @@ func (x *exchange) planned(pool *kvstate.Pool, route, reason string, prefill, de
 	if prefill != nil {
 		p = prefill.Addr
 	}
+	if x.s.DecisionMetadata {
+		x.decision = x.decisionMetadata(pool.Spec.Name, route, reason, p, decode.Addr, tokens)
+	}
 	var weighed []Weighed
 	if two := prefill != nil; (two || route == "decode_alone") && (x.span != nil || x.s.recent.wantsWeighed(time.Now())) {
 		weighed = x.weigh(two, tokens)
 	}
 	x.s.recent.planned(x.requestID, pool.Spec.Name, route, reason, p, decode.Addr, tokens, weighed)
+	if x.waited > 0 {
+		x.s.recent.change(x.requestID, func(trace *Trace) {
+			trace.Waited, trace.WaitedFor = x.waited, x.stoodBy.endpoint
+			trace.Behind, trace.Elsewhere = x.stoodBy.here, x.stoodBy.elsewhere
+		})
+	}
 	x.spanPlanned(pool, route, reason, prefill, decode, tokens, weighed)
 	if ctx := x.stream.Context(); x.s.Log.Enabled(ctx, slog.LevelDebug) {
 		x.s.Log.DebugContext(ctx, "planned", "request_id", x.requestID, "pool", pool.Spec.Name, "route", route, "reason", reason,
-			"prefill", p, "decode", decode.Addr, "prompt_tokens", tokens, "body_bytes", x.body.len())
+			"prefill", p, "decode", decode.Addr, "prompt_tokens", tokens, "body_bytes", x.body.len(), "waited", x.waited)
 	}
 }
 
 // weigh shows the view's endpoints as the picker priced them, at most maxWeighed.
 func (x *exchange) weigh(split bool, tokens int64) []Weighed {
-	all := x.picker.Explain(&picker.Request{PromptTokens: tokens, Blocks: len(x.hashes), Model: x.req.Model(), Split: split}, &x.view).Candidates
+	all := x.picker.Explain(&picker.Request{PromptTokens: tokens, Blocks: len(x.hashes), Model: x.req.Model(), Labels: x.wanted, Split: split}, &x.view).Candidates
 	out := make([]Weighed, 0, min(len(all), maxWeighed))
 	for _, c := range all[:cap(out)] {
 		w := Weighed{Endpoint: c.Endpoint, Role: c.Role, Out: c.Out != "", Hit: c.Hit}

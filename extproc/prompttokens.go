@@ -1,7 +1,7 @@
 package extproc
 
 import (
-	"sync"
+	"slices"
 	"time"
 
 	"tandem/extproc/kvtransfer"
@@ -63,9 +63,29 @@ func (x *exchange) countTokens(pool *kvstate.Pool, policy *Policy, estimate int6
 	return tokens
 }
 
+// hitsNow fills in what the endpoints of a view hold by now of a prompt of so many tokens, as countTokens has it.
+func (x *exchange) hitsNow(pool *kvstate.Pool, v *kvstate.View, tokens int64) {
+	x.s.State.Hits(pool, x.hashes, v)
+	sizes := pool.TokenBlockSizes()
+	if len(sizes) == 0 || x.known.TextBlocks == 0 {
+		return
+	}
+	pool.TrustEngines(x.hashes, x.known.TextBlocks, v)
+	prompt := x.tokenPrompt(pool)
+	prompt.IDs = x.ids
+	for _, size := range sizes {
+		if x.req.PromptIDs() != nil {
+			x.tokenHashes = prompt.Blocks(x.tokenHashes[:0], size)
+			pool.TokenHits(x.tokenHashes, size, int64(len(x.ids)), len(x.hashes), v)
+		} else {
+			pool.TokenHits(x.known.Blocks(size), size, tokens, len(x.hashes), v)
+		}
+	}
+}
+
 func (x *exchange) tokenPrompt(pool *kvstate.Pool) kvstate.TokenPrompt {
 	salt, _ := x.req.String(openai.FieldCacheSalt)
-	return kvstate.TokenPrompt{LoRA: pool.LoRA(x.req.Model()), Salt: salt}
+	return kvstate.TokenPrompt{LoRA: pool.LoRA(x.req.Model()), Salt: kvstate.SaltKey(salt)}
 }
 
 // tokenize asks for the tokens of a prompt of which less than half is known, and waits for them no longer than the pool's
@@ -78,8 +98,13 @@ func (x *exchange) tokenize(pool *kvstate.Pool, policy *Policy) {
 	if body == nil {
 		return
 	}
-	note := x.note(pool)
-	done := x.s.Tokenizer.Tokenize(pool, x.hashes[len(x.hashes)-1], path, body, func(ids []uint32) { note.learn(pool, ids) })
+	text, size, prompt := slices.Clone(x.hashes), x.req.PromptBytes(), x.tokenPrompt(pool)
+	counted := x.s.metrics.tokensLearned.WithLabelValues(pool.Spec.Name, "tokenizer")
+	done := x.s.Tokenizer.Tokenize(pool, text[len(text)-1], path, body, func(ids []uint32) {
+		prompt.IDs = ids
+		counted.Add(float64(len(ids)))
+		x.s.State.LearnTokens(pool, text, blockBytes, size, &prompt)
+	})
 	if done == nil || policy.TokenBudget <= 0 {
 		return
 	}
@@ -134,19 +159,6 @@ func (x *exchange) tokenizeBody(source TokenSource) (path string, body []byte) {
 	return "/tokenize", append(body, '}')
 }
 
-// promptNote is what is remembered of a prompt that went to prefill, for when its answer says what it was in tokens.
-type promptNote struct {
-	hashes   []uint64 // nil: its tokens are known
-	bytes    int
-	prompt   kvstate.TokenPrompt
-	promised int64 // tokens that the endpoint was thought to hold
-}
-
-// note is what can be learned about the prompt.
-func (x *exchange) note(pool *kvstate.Pool) promptNote {
-	return promptNote{hashes: append([]uint64(nil), x.hashes...), bytes: x.req.PromptBytes(), prompt: x.tokenPrompt(pool)}
-}
-
 // learns reports whether prefill is to be asked for the prompt's token ids: where events tell of tokens and not all of these
 // are known. vLLM answers them from 0.10.2 on, for chat and completions; before, and elsewhere, the member is ignored.
 func (x *exchange) learns(policy Policy) bool {
@@ -154,61 +166,36 @@ func (x *exchange) learns(policy Policy) bool {
 	return policy.LearnTokens && x.known.TextBlocks < len(x.hashes) && (api == openai.Chat || api == openai.Completions)
 }
 
+// lastBlock is what a ticket says of the prompt, for whichever replica goes on with it: not the hashes of its blocks, which
+// would not fit, but the last of them. The others are in the index ([kvstate.Pool.TextOf]), since the prompt is routed.
+func (x *exchange) lastBlock() uint64 {
+	if len(x.hashes) == 0 {
+		return 0
+	}
+	return x.hashes[len(x.hashes)-1]
+}
+
+// toLearn is what the ticket of a prefill leg says beside that, where the prompt's tokens are to be learned from P's answer.
+func (x *exchange) toLearn(pool *kvstate.Pool) kvtransfer.Learn {
+	prompt := x.tokenPrompt(pool)
+	return kvtransfer.Learn{Bytes: x.req.PromptBytes(), LoRA: prompt.LoRA, Salt: prompt.Salt}
+}
+
 // learn takes what P's answer says about the prompt: its token ids, and how much of it P held.
-func (x *exchange) learn(pool *kvstate.Pool, prefill string, got *kvtransfer.Answer) {
-	note, ok := x.s.notes.take(x.requestID)
-	if !ok {
+func (x *exchange) learn(pool *kvstate.Pool, t *kvtransfer.Ticket, got *kvtransfer.Answer) {
+	if e := pool.Endpoint(t.Prefill); e != nil && got.CachedTokens >= 0 {
+		x.s.State.Prefilled(e, t.ExpectedCached, got.CachedTokens)
+	}
+	if t.Learn.Bytes == 0 || got.PromptIDs == nil {
 		return
 	}
-	if e := pool.Endpoint(prefill); e != nil && got.CachedTokens >= 0 {
-		x.s.State.Prefilled(e, note.promised, got.CachedTokens)
-	}
-	if note.hashes == nil || got.PromptIDs == nil {
+	text := pool.TextOf(nil, t.Prompt, maxBlocks)
+	if text == nil {
 		return
 	}
 	if ids, ok := openai.TokenIDs(x.ids[:0], got.PromptIDs); ok {
 		x.ids = ids
-		note.learn(pool, ids)
+		x.s.metrics.tokensLearned.WithLabelValues(pool.Spec.Name, "prefill").Add(float64(len(ids)))
+		x.s.State.LearnTokens(pool, text, blockBytes, t.Learn.Bytes, &kvstate.TokenPrompt{IDs: ids, LoRA: t.Learn.LoRA, Salt: t.Learn.Salt})
 	}
-}
-
-func (n *promptNote) learn(pool *kvstate.Pool, ids []uint32) {
-	n.prompt.IDs = ids
-	pool.LearnTokens(n.hashes, blockBytes, n.bytes, &n.prompt)
-}
-
-// promptNotes are the notes of the requests that are at prefill endpoints. They stay in this replica: where another one sees
-// the answer nothing is learned from it. The oldest go first.
-type promptNotes struct {
-	mu   sync.Mutex
-	ring []string
-	next int
-	of   map[string]promptNote // by request id
-}
-
-const maxPromptNotes = 4096
-
-func newPromptNotes() *promptNotes {
-	return &promptNotes{of: map[string]promptNote{}}
-}
-
-func (p *promptNotes) put(id string, n promptNote) {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	if len(p.ring) < maxPromptNotes {
-		p.ring = append(p.ring, id)
-	} else {
-		delete(p.of, p.ring[p.next])
-		p.ring[p.next] = id
-		p.next = (p.next + 1) % maxPromptNotes
-	}
-	p.of[id] = n
-}
-
-func (p *promptNotes) take(id string) (promptNote, bool) {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	n, ok := p.of[id]
-	delete(p.of, id)
-	return n, ok
 }

@@ -17,9 +17,13 @@ type Trace struct {
 	PromptTokens int64         `json:"prompt_tokens"` // as P counted them, else estimated
 	CachedTokens int64         `json:"cached_tokens"` // of those, found in P's prefix cache; -1: not known
 	Replans      int           `json:"replans"`
-	PrefillTime  time.Duration `json:"prefill_ns"` // of the pass that ended with P's answer
-	DecodeTime   time.Duration `json:"decode_ns"`  // of the last pass
-	Status       int           `json:"status"`     // what the client got; 0: not known yet
+	PrefillTime  time.Duration `json:"prefill_ns"`                 // of the pass that ended with P's answer
+	DecodeTime   time.Duration `json:"decode_ns"`                  // of the last pass
+	Status       int           `json:"status"`                     // what the client got; 0: not known yet
+	Waited       time.Duration `json:"waited_ns,omitempty"`        // for its endpoints, in pass 1
+	WaitedFor    string        `json:"waited_for,omitempty"`       // prefill endpoint that had too much to do when it came
+	Behind       int           `json:"behind,omitempty"`           // requests that waited before it then, in this replica
+	Elsewhere    int           `json:"behind_elsewhere,omitempty"` // and in others
 	Started      time.Time     `json:"started"`
 	Weighed      []Weighed     `json:"weighed,omitempty"` // of the last pass planned; kept of a few requests a second
 }

@@ -2,7 +2,10 @@ package extproc
 
 import (
 	"bytes"
+	"slices"
 	"strconv"
+
+	"tandem/extproc/openai"
 )
 
 // replacer gives answers the model name back that the client asked for: `"model":"x"` and `"model": "x"`, as engines write
@@ -64,4 +67,31 @@ func (r *replacer) beginning(text []byte) int {
 		}
 	}
 	return 0
+}
+
+// rewriteModel sends the request to another model, where the cluster wants that.
+func (x *exchange) rewriteModel(p *picked) {
+	asked := x.req.Model()
+	if asked == "" || x.body.len() == 0 {
+		return
+	}
+	p.rewritten = x.s.State.Rewritten(p.pool.Spec.Name, asked, random())
+	if p.rewritten == "" || p.rewritten == asked {
+		p.rewritten = ""
+		return
+	}
+	p.asked = asked
+	x.patch.Reset(&x.req)
+	x.patch.Set("model", openai.FieldModel, strconv.AppendQuote(nil, p.rewritten))
+	p.edits = slices.Clone(x.patch.Edits())
+}
+
+// merge joins two lists of edits of one body in their order. They do not overlap: what a only inserts stands first.
+func merge(a, b openai.Edits) openai.Edits {
+	if len(a) == 0 {
+		return b
+	}
+	out := append(slices.Clone(a), b...)
+	slices.SortStableFunc(out, func(a, b openai.Edit) int { return a.Start - b.Start })
+	return out
 }

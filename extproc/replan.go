@@ -1,6 +1,7 @@
 package extproc
 
 import (
+	"cmp"
 	"io"
 	"net/http"
 	"time"
@@ -20,23 +21,32 @@ func (s *Server) Replan() http.Handler {
 		t, err := s.keys().Open(r.Header.Get(headerTicket), id, time.Now())
 		if t == nil || t.Redirects+1 >= s.MaxRedirects {
 			s.Log.Warn("replan refused", "request_id", id, "err", err)
+			if t != nil {
+				w.Header().Set(headerFinal, "true") // another replica would say the same: Envoy is not to ask it
+			}
 			s.refuseReplan(w, openai.Unavailable("endpoint_failed", "the endpoint failed and there is no other way to answer", time.Second))
 			return
 		}
 		next := *t
-		if next.Stage, next.Params = kvtransfer.Failed, nil; t.Stage != kvtransfer.PairLegs {
+		if next.Stage, next.Params, next.Path = kvtransfer.Failed, nil, ""; t.Stage != kvtransfer.PairLegs {
 			next.ID = newTicketID() // that of an attempt with both legs at once goes on: it names the leg that may still run
 		}
 		next.Redirects++
 		hop, failed := "decode", t.Decode
 		next.Cause = kvtransfer.CauseDecode
-		if t.Stage == kvtransfer.PrefillLeg {
+		switch t.Stage {
+		case kvtransfer.PrefillLeg:
 			hop, failed, next.Cause = "prefill", t.Prefill, kvtransfer.CausePrefill
+		case kvtransfer.EncodeLeg:
+			hop, next.Cause = "encode", kvtransfer.CauseEncode
 		}
 		took := time.Since(s.sealedAt(t))
-		s.metrics.hop(t.Pool, hop, failed, "failed", took)
+		s.metrics.hop(t.Pool, hop, failed, "failed", took, nil)
 		if hop == "decode" && t.Split {
 			s.metrics.stranded.WithLabelValues(t.Pool, t.Prefill, "decode_failed").Inc() // or fetched: who failed does not say
+		}
+		if t.Stage == kvtransfer.PrefillLeg && t.Turn.Told {
+			s.turnFailed(&next, id, 0)
 		}
 		next.Excluded = append(next.Excluded, failed)
 		if pool := s.State.Pool(t.Pool); pool != nil {
@@ -50,23 +60,31 @@ func (s *Server) Replan() http.Handler {
 			s.refuseReplan(w, openai.Internal())
 			return
 		}
-		w.Header().Set("location", string(location([]byte(r.Host), []byte(r.URL.RequestURI()))))
+		w.Header().Set("location", string(location([]byte(r.Host), []byte(cmp.Or(t.Path, r.URL.RequestURI())))))
 		w.Header().Set(headerTicket, string(sealed))
 		w.WriteHeader(http.StatusTemporaryRedirect)
 	})
 }
 
-// markFailed leaves out an endpoint that failed a hop. One that was cut off by the hop's time limit hangs.
+// markFailed leaves out an endpoint that failed a hop. One that was cut off by the hop's time limit hangs; but a P that was to fetch
+// a turn may have waited for the endpoint that kept it.
 func (s *Server) markFailed(e *kvstate.Endpoint, t *kvtransfer.Ticket, took time.Duration) {
 	policy, _ := s.policy(t.Pool)
 	limit := policy.PrefillTimeout
-	if t.Stage == kvtransfer.DecodeLeg {
+	switch t.Stage {
+	case kvtransfer.DecodeLeg:
 		limit = policy.StreamStart
+		if policy.WholeAnswer > 0 {
+			limit = min(limit, policy.WholeAnswer)
+		}
+	case kvtransfer.EncodeLeg:
+		limit = policy.EncodeTimeout
 	}
-	if took >= limit {
-		s.State.MarkHung(e)
-	} else {
+	switch {
+	case took < limit:
 		s.State.MarkFailed(e)
+	case t.Stage != kvtransfer.PrefillLeg || !t.Turn.Told:
+		s.State.MarkHung(e)
 	}
 }
 

@@ -1,6 +1,7 @@
 package extproc
 
 import (
+	"cmp"
 	"errors"
 	"io"
 	"strconv"
@@ -20,11 +21,13 @@ type route struct {
 	ticket   []byte        // sealed; nil: the hop needs none
 	edits    openai.Edits  // of the body as it lies in exchange.body
 	perTry   time.Duration // time limit of the prefill hop
+	path     string        // of the leg, where it is not the client's
 	booked   [2]kvstate.ReservationID
 	pair     *pairRoute // of the leg "pair"
+	carry    bool       // of the leg "prefill": a short answer comes by itself (carried.go)
 
 	handoff Handoff
-	prefill *kvstate.Endpoint // for the sidecar beside endpoint
+	orders  sidecarOrders // with handoff sidecar
 }
 
 // route is the main role: it serves pass 1 and pass 2 of a request.
@@ -108,10 +111,12 @@ func (x *exchange) decide() (route, error) {
 // openTicket opens the ticket of pass 2. Envoy takes every ticket off a request that comes in, so one that is here came
 // with a redirect, and the body with it is a leg's. If it cannot be read (another key, another release, or an Envoy that
 // lets clients' tickets in), nobody knows what the client's body was: the request ends here. Tickets that go out with a
-// leg, where engines see them, do not open this door either. An expired ticket comes with its error.
+// leg, where engines see them, do not open this door either, but for pass 1's together with P's answer (carried.go). An expired
+// ticket comes with its error.
 func (x *exchange) openTicket() (*kvtransfer.Ticket, error) {
 	t, err := x.s.keys().Open(string(x.msg.headers.ticket), x.requestID, time.Now())
-	if t != nil && (t.Stage == kvtransfer.HandOver || t.Stage == kvtransfer.Failed) {
+	carried := len(x.msg.headers.prefilled) > 0
+	if t != nil && (t.Stage.Redirects() || carried && t.Stage == kvtransfer.PrefillLeg) {
 		return t, err
 	}
 	x.s.metrics.forgedTickets.Inc()
@@ -160,7 +165,7 @@ func (x *exchange) receiveBody(limit int) error {
 // answer tells Envoy the route and sends the body on.
 func (x *exchange) answer(r route) error {
 	x.setHeaders(r)
-	return x.answerBody(r.edits)
+	return x.sendOn(r.edits, x.decision)
 }
 
 // answerBody sends the headers as they are set, and the body, edited, on.
@@ -204,6 +209,9 @@ func (x *exchange) setHeaders(r route) {
 	h := &x.headers
 	h.add(headerEndpoint, []byte(r.endpoint.Addr))
 	h.add(headerLeg, []byte(r.leg))
+	if r.path != "" {
+		h.add(":path", []byte(r.path))
+	}
 	if x.newID {
 		h.add(headerRequestID, []byte(x.requestID))
 	}
@@ -219,14 +227,36 @@ func (x *exchange) setHeaders(r route) {
 	} else {
 		h.drop(headerPerTry)
 	}
+	if r.carry {
+		h.add(headerCarry, location(x.msg.headers.authority, []byte(cmp.Or(r.path, string(x.msg.headers.path)))))
+	} else {
+		h.drop(headerCarry)
+	}
+	if len(x.msg.headers.prefilled) > 0 {
+		h.drop(headerPrefilled)
+		h.drop(kvstate.ORCAHeader)
+	}
 	x.setTrace()
+	if r.leg != legEncode { // the pass behind it decides
+		x.setExplanation()
+	}
 	x.setPairHeaders(r.pair)
 	if r.handoff == HandoffSidecar {
-		h.sidecar(r.prefill)
+		h.sidecar(r.orders)
 	}
 	if s := r.endpoint.Scheme; s != "" && s != "http" {
 		h.add(headerScheme, []byte(s))
 	} else {
 		h.drop(headerScheme)
+	}
+}
+
+// setExplanation has the answer explain the decision, where an operator asked; the operator's token goes no further.
+func (x *exchange) setExplanation() {
+	if len(x.msg.headers.explain) > 0 {
+		x.headers.drop(headerExplain)
+	}
+	if x.explanation != nil {
+		x.headers.add(headerExplanation, x.explanation)
 	}
 }

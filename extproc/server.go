@@ -39,6 +39,9 @@ type Options struct {
 	HandOverTTL    time.Duration // how long KV parameters are good for after P's answer; default 20 s, below vLLM's 30 s lease
 	MaxRedirects   int           // Envoy's max_internal_redirects; the server's own budget ends below; default 8
 
+	DecisionMetadata bool                    // say every decision in dynamic metadata too
+	Operator         func(token []byte) bool // who may have decisions explained in a header; nil: nobody
+
 	Picker *PickerOptions // not nil: serve the Endpoint Picker protocol in place of the main role
 }
 
@@ -55,13 +58,22 @@ type Policy struct {
 	AttemptsTime    time.Duration // after this, counted from when the request came, no other endpoint is tried; default 1 m
 	PrefillTimeout  time.Duration // time limit of the prefill hop: this ...
 	PerToken        time.Duration // ... and this for every token of the prompt and of what is before it, until the speed is known
+	EncodeTimeout   time.Duration // time limit of the encode hop; 0: media are encoded by whoever prefills
 	Session         SessionKey
 	LearnTokens     bool          // ask prefill for the prompt's token ids, which KV events are matched with
 	Tokens          TokenSource   // who else is asked for them
 	TokenBudget     time.Duration // how long a request waits for that; 0: not at all
+	PrefillCached   bool          // clients are told what prefill had in its cache, not decode
 	CleanupDecode   bool          // have stranded hand-overs fetched by a decode endpoint
 	Handoff         Handoff       // who makes the second hop
 	StreamStart     time.Duration // how long a streamed answer may take to begin, beside PerToken where D computes the prompt; default 1 m
+	WholeAnswer     time.Duration // how long an answer that is not streamed may take, beside the same; 0: as long as Envoy lets it
+	Waiting         Waiting       // with Place.Late, or where objectives have requests wait
+	Objectives      Objectives
+	LabelHeader     string         // a request header that says which labels its endpoints must bear; "": none does
+	Priorities      EnginePriority // how engines are told of a request's place among others
+
+	room *waitingRoom // nil: requests do not wait
 }
 
 func (p Policy) withDefaults() Policy {
@@ -69,16 +81,6 @@ func (p Policy) withDefaults() Policy {
 	orDefault(&p.AttemptsTime, time.Minute)
 	orDefault(&p.StreamStart, time.Minute)
 	return p
-}
-
-// place is how the pool's requests are placed.
-func (p *Policy) place() picker.Policy {
-	if p.Place.Model != (picker.Model{}) {
-		return p.Place
-	}
-	always := picker.DefaultPolicy()
-	always.Split = picker.SplitAlways
-	return always
 }
 
 // OnFailure says what follows a failed prefill.
@@ -102,7 +104,6 @@ type Server struct {
 	cleanups  chan cleanup
 	recent    *recent
 	pairs     *pairs
-	notes     *promptNotes
 	seed      uint64 // of reservation ids
 	held      atomic.Int64
 	direct    *directCalls
@@ -122,7 +123,7 @@ func New(o Options, m *Metrics) *Server {
 	}
 	s := &Server{
 		Options: o, metrics: m, started: time.Now(), draining: make(chan struct{}), cleanups: make(chan cleanup, maxCleanups),
-		recent: newRecent(), pairs: newPairs(), notes: newPromptNotes(), seed: random(),
+		recent: newRecent(), pairs: newPairs(), seed: random(),
 	}
 	s.direct = newDirectCalls()
 	s.Apply(o.Live)
@@ -168,7 +169,8 @@ type exchange struct {
 	stream grpc.ServerStream
 	msg    message
 	body   bodyBuffer // the body as received, then as the client sent it
-	held   int64      // bytes counted for it
+	held   int64      // bytes counted for it ...
+	beside int64      // ... and of them, those of what is kept beside it
 	spare  bodyBuffer // the next body while it is made
 	other  bool       // the body is not the one that Envoy has: control members were cut, or a leg's edits undone
 
@@ -188,18 +190,30 @@ type exchange struct {
 	requestID string
 	bookedAs  string // the request id as Envoy has it, and logs it, until it has taken the first answer in
 	session   uint64 // hash of its name; 0: none
-	newID     bool   // the client's request id was absent or unfit
-	headers   headerEdits
-	pieces    pieces
-	timer     *time.Timer
-	role      uint8         // 0: main, 1: prefill leg
-	began     time.Time     // the stream
-	since     time.Time     // when the phase of work began that is under way (did)
-	busy      time.Duration // time of all phases but those of waiting
-	span      trace.Span    // nil: not traced
-	goesOn    carrier       // the trace context that the request goes on with, where Envoy has none of its own
-	sending   sync.Mutex    // between the body's deadline and the handler
-	answered  bool
+	waits     waiter
+	waited    time.Duration // for its endpoints
+	stoodBy   stoodBy       // what it waited for
+	priority  int32         // of the request
+	wanted    []string      // labels of its endpoints
+	work      time.Duration // of its prefill, as the model has it
+	price     float64       // of the choice, s
+
+	explanation []byte // for a header; nil: nobody asked who may
+	decision    []byte // dynamic metadata; nil: none
+	newID       bool   // the client's request id was absent or unfit
+	headers     headerEdits
+	pieces      pieces
+	timer       *time.Timer
+	role        uint8         // 0: main, 1: prefill leg
+	began       time.Time     // the stream
+	noMemory    bool          // for what receiveAnswer was to read
+	since       time.Time     // when the phase of work began that is under way (did)
+	busy        time.Duration // time of all phases but those of waiting
+	span        trace.Span    // nil: not traced
+	traced      exemplar      // of the span; nil: not traced
+	goesOn      carrier       // the trace context that the request goes on with, where Envoy has none of its own
+	sending     sync.Mutex    // between the body's deadline and the handler
+	answered    bool
 }
 
 // process serves one ext_proc stream.
@@ -221,6 +235,10 @@ func (s *Server) process(stream grpc.ServerStream) error {
 		role, serve, x.role = roleDecodeLeg, x.decodeLeg, 2
 	case roleMirror:
 		role, serve, x.role = roleMirror, x.mirroredLeg, 3
+	case roleAnswerLeg:
+		role, serve, x.role = roleAnswerLeg, x.answerLeg, 4
+	case roleEncodeLeg:
+		role, serve, x.role = roleEncodeLeg, x.encodeLeg, 5
 	default:
 		if s.Picker != nil {
 			role, serve = "endpoint-picker", x.serveAsPicker
@@ -229,7 +247,7 @@ func (s *Server) process(stream grpc.ServerStream) error {
 	err := serve()
 	x.endSpan(err)
 	if err == nil {
-		s.metrics.processed(role, x.since.Sub(x.began), x.busy)
+		s.metrics.processed(role, x.since.Sub(x.began), x.busy, x.traced)
 		return nil
 	}
 	if errors.Is(err, errAnswered) {
@@ -261,16 +279,18 @@ func (s *Server) refuse(x *exchange, role string, err error) error {
 		e = openai.Internal()
 	}
 	s.metrics.refused(e)
-	return x.sendError(e)
+	return x.sendError(e, role == roleAnswerLeg)
 }
 
 // release makes the exchange ready for the next stream.
 func (x *exchange) release() {
 	x.stopBodyTime()
+	x.landed()
+	x.waits, x.waited, x.stoodBy = waiter{hits: x.waits.hits[:0]}, 0, stoodBy{}
 	x.body.free()
 	x.spare.free()
 	x.s.held.Add(-x.held)
-	x.held = 0
+	x.held, x.beside = 0, 0
 	arena := x.msg.arena[:0]
 	if cap(arena) > 64<<10 {
 		arena = nil
@@ -284,23 +304,13 @@ func (x *exchange) release() {
 		x.params = nil
 	}
 	x.requestID, x.bookedAs, x.newID, x.other, x.session = "", "", false, false, 0
-	x.goesOn = carrier{}
+	x.goesOn, x.traced, x.known = carrier{}, nil, kvstate.KnownTokens{}
+	x.price, x.explanation, x.decision, x.wanted = 0, nil, nil, nil
 	x.s.exchanges.Put(x)
 }
 
 // receive reads the next message.
 func (x *exchange) receive() error { return x.stream.RecvMsg(&x.msg) }
-
-// hold counts the body's memory against what all streams together may hold.
-func (x *exchange) hold() error {
-	n := int64(x.body.len())
-	if x.s.held.Add(n-x.held) > int64(x.s.HeldBytes) {
-		x.held = n
-		return openai.Unavailable("server_busy", "too many large requests are under way; try again", time.Second)
-	}
-	x.held = n
-	return nil
-}
 
 // send writes one reply, unless the deadline has already answered.
 func (x *exchange) send(r *reply) error {
@@ -313,8 +323,9 @@ func (x *exchange) send(r *reply) error {
 	return x.stream.SendMsg(r)
 }
 
-// sendError answers with an error of OpenAI's shape and ends the exchange.
-func (x *exchange) sendError(e *openai.Error) error {
+// sendError answers with an error of OpenAI's shape and ends the exchange. With final, Envoy is not to try another endpoint: the one
+// that has answered is not at fault.
+func (x *exchange) sendError(e *openai.Error, final bool) error {
 	i := &immediate{status: e.Status, body: e.JSON(), details: detailsPrefix + "_" + e.Code}
 	i.headers.add("content-type", []byte(contentTypeJSON))
 	if e.RetryAfter > 0 {
@@ -322,6 +333,9 @@ func (x *exchange) sendError(e *openai.Error) error {
 	}
 	if x.s.Picker != nil {
 		i.dropped(e)
+	}
+	if final {
+		i.headers.add(headerFinal, []byte("true"))
 	}
 	if x.requestID != "" {
 		i.headers.add(headerRequestID, []byte(x.requestID))

@@ -16,7 +16,7 @@ type SessionKey struct {
 	Body   string // a top member that is a string
 }
 
-// sessionHeaders are the headers that some pool's sessions are named by. Which pool a request is for is known only when its
+// sessionHeaders are the headers that some pool's sessions are named by, or that say which labels to look for. Which pool a request is for is known only when its
 // body is, so all of them are kept until then.
 func sessionHeaders(pools map[string]Policy) (names []string) {
 	for _, p := range pools {
@@ -25,6 +25,9 @@ func sessionHeaders(pools map[string]Policy) (names []string) {
 		}
 		if p.Session.Cookie != "" {
 			names = append(names, "cookie")
+		}
+		if p.LabelHeader != "" {
+			names = append(names, p.LabelHeader)
 		}
 	}
 	return names

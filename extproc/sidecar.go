@@ -1,6 +1,7 @@
 package extproc
 
 import (
+	"strings"
 	"time"
 
 	"tandem/extproc/kvtransfer"
@@ -20,7 +21,7 @@ const (
 )
 
 // Headers that llm-d's routing sidecar takes orders from (llm-d-router, pkg/common/routing/common.go): a client's never pass.
-// Of encoders, cache sources and data-parallel ranks Tandem orders none, so those are only ever removed.
+// Data-parallel ranks are endpoints here, so that one is only ever removed.
 const (
 	headerPrefiller    = "x-prefiller-host-port"
 	headerEncoders     = "x-encoder-hosts-ports"
@@ -28,23 +29,57 @@ const (
 	headerDataParallel = "x-data-parallel-host-port"
 )
 
-// sidecar tells the one beside D where the prompt is to be computed; nil: D alone.
-func (h *headerEdits) sidecar(prefill *kvstate.Endpoint) {
-	if prefill != nil {
-		h.add(headerPrefiller, []byte(prefill.Addr))
-	} else {
-		h.drop(headerPrefiller)
+// sidecarOrders are what the sidecar beside D is told, as addresses; "" is nothing.
+type sidecarOrders struct {
+	prefill  string // where the prompt is to be computed; "": at D alone
+	encoders string // that may encode the request's media, joined by commas: the sidecar spreads the parts over them
+	source   string // who has most of the prompt's beginning, for a dialect that fetches prefixes
+}
+
+// orders are what a request of the view is told, whose prompt the endpoint at computes computes.
+func (x *exchange) orders(policy *Policy, computes int, prefill *kvstate.Endpoint) (o sidecarOrders) {
+	if policy.Handoff != HandoffSidecar {
+		return o
 	}
-	h.drop(headerEncoders)
-	h.drop(headerCacheSource)
-	h.drop(headerDataParallel)
+	if prefill != nil {
+		o.prefill = prefill.Addr
+	}
+	if policy.EncodeTimeout > 0 && x.req.HasMedia() {
+		var encoders []string
+		for i := range x.view.Endpoints {
+			if c := &x.view.Endpoints[i]; encodes(c) {
+				encoders = append(encoders, c.Endpoint.Addr)
+			}
+		}
+		o.encoders = strings.Join(encoders, ",")
+	}
+	x.pair.Source = nil
+	if x.setSource(*policy, computes); x.pair.Source != nil {
+		o.source = x.pair.Source.Addr
+	}
+	return o
+}
+
+// sidecar gives the one beside D its orders, and takes away what others have ordered.
+func (h *headerEdits) sidecar(o sidecarOrders) {
+	for _, order := range [...]struct{ header, value string }{
+		{headerPrefiller, o.prefill}, {headerEncoders, o.encoders}, {headerCacheSource, o.source}, {headerDataParallel, ""},
+	} {
+		if order.value != "" {
+			h.add(order.header, []byte(order.value))
+		} else {
+			h.drop(order.header)
+		}
+	}
 }
 
 // handOver plans the hop to P of a request whose second hop is not Envoy's. prefill is where the sidecar is to have the
 // prompt computed; edits are those of the client's body for D. model is the name that P is to be asked for, "" the client's.
 func (x *exchange) handOver(pool *kvstate.Pool, policy Policy, c picker.Choice, tokens int64, model string, a *attempt) (prefill *kvstate.Endpoint, edits openai.Edits, err error) {
 	if policy.Handoff == HandoffSidecar {
-		return x.view.Endpoints[c.Prefill].Endpoint, nil, nil
+		prefill = x.view.Endpoints[c.Prefill].Endpoint
+		x.s.State.Routed(pool, prefill, x.hashes)
+		return prefill, nil, nil
 	}
 	edits, err = x.prefillDirectly(pool, policy, c, tokens, model, a)
 	return nil, edits, err
@@ -61,8 +96,8 @@ func (x *exchange) oneHop(pool *kvstate.Pool, policy Policy, c picker.Choice, to
 	if prefill == nil && edits == nil {
 		kind, c.Prefill = "decode_alone", -1
 	}
-	r := route{leg: legDecode, endpoint: d, edits: edits, prefill: prefill, handoff: policy.Handoff}
-	r.perTry = streamStart(policy, x.req.True(openai.FieldStream), policy.PrefillTimeout+pool.PrefillTime(tokens, policy.PerToken))
+	r := route{leg: legDecode, endpoint: d, edits: edits, handoff: policy.Handoff, orders: x.orders(&policy, computes(c), prefill)}
+	r.perTry = answerStart(policy, x.req.True(openai.FieldStream), policy.PrefillTimeout+pool.PrefillTime(tokens, policy.PerToken))
 	if a.redirects+1 >= x.s.MaxRedirects || x.body.len() > x.s.SplitBodyBytes {
 		r.leg = legPass
 	}
@@ -76,4 +111,12 @@ func (x *exchange) oneHop(pool *kvstate.Pool, policy Policy, c picker.Choice, to
 		Redirects: a.redirects, Prefills: a.prefills, Excluded: a.excluded,
 		Undo: edits.Inverse(nil, x.body.bytes()), BodyBytes: edits.Len(x.body.len()), PromptTokens: tokens,
 	})
+}
+
+// computes is the endpoint of a choice that computes the prompt.
+func computes(c picker.Choice) int {
+	if c.Prefill >= 0 {
+		return c.Prefill
+	}
+	return c.Decode
 }

@@ -4,13 +4,13 @@ import (
 	"bytes"
 	"context"
 	"crypto/rand"
-	"crypto/tls"
 	"io"
 	"net/http"
 	"time"
 
 	"tandem/extproc/kvtransfer"
 	"tandem/kvstate"
+	"tandem/kvstate/enginehttp"
 )
 
 // A hand-over is stranded when its client left between the hops: the prefill endpoint keeps the blocks for a decode that
@@ -65,11 +65,8 @@ func (s *Server) stranded(t *kvtransfer.Ticket, requestID, why string) {
 
 // cleanUp works off the stranded hand-overs until ctx ends.
 func (s *Server) cleanUp(ctx context.Context) {
-	client := &http.Client{Timeout: cleanupTimeout, Transport: &http.Transport{
-		MaxIdleConnsPerHost: 1, IdleConnTimeout: time.Second,
-		TLSClientConfig: &tls.Config{InsecureSkipVerify: true}, //nolint:gosec // as Envoy's, which verifies only where told to; nothing secret goes over it
-	}}
-	defer client.CloseIdleConnections()
+	client := enginehttp.New(cleanupTimeout, func(t *http.Transport) { t.MaxIdleConnsPerHost, t.IdleConnTimeout = 1, time.Second })
+	defer client.CloseIdle()
 	for {
 		select {
 		case <-ctx.Done():
@@ -84,26 +81,17 @@ func (s *Server) cleanUp(ctx context.Context) {
 // takes what it lacks from the end) and tells the prefill endpoint that it has what it wanted, which frees them all. The
 // block is not that prompt's KV: so one token is made of it, which nobody is shown, and a salt of its own keeps it out of the
 // decode endpoint's prefix cache.
-func (s *Server) fetchStranded(ctx context.Context, client *http.Client, c cleanup) {
+func (s *Server) fetchStranded(ctx context.Context, client *enginehttp.Client, c cleanup) {
 	salt := rand.Text()
 	body := append([]byte(`{"prompt":"a","max_tokens":1,"cache_salt":"`+salt+`",`), c.dialect.DecodeMember(nil, c.params)...)
 	body = append(body, '}')
-	scheme := "http"
-	if c.decode.Scheme == "https" {
-		scheme = "https"
-	}
-	req, err := http.NewRequestWithContext(ctx, http.MethodPost, scheme+"://"+c.decode.Addr+"/v1/completions", bytes.NewReader(body))
+	resp, err := client.Post(ctx, c.decode, "/v1/completions", body, http.Header{http.CanonicalHeaderKey(headerRequestID): {c.requestID}})
 	result := "failed"
 	if err == nil {
-		req.Header.Set("content-type", contentTypeJSON)
-		req.Header.Set(headerRequestID, c.requestID)
-		var resp *http.Response
-		if resp, err = client.Do(req); err == nil {
-			_, _ = io.CopyN(io.Discard, resp.Body, maxCleanupBytes)
-			_ = resp.Body.Close()
-			if resp.StatusCode == http.StatusOK {
-				result = "ok"
-			}
+		_, _ = io.CopyN(io.Discard, resp.Body, maxCleanupBytes)
+		_ = resp.Body.Close()
+		if resp.StatusCode == http.StatusOK {
+			result = "ok"
 		}
 	}
 	s.metrics.cleanups.WithLabelValues(c.pool, result).Inc()

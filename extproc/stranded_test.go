@@ -58,7 +58,7 @@ func TestCleanupDecode(t *testing.T) {
 
 			require.Eventually(t, func() bool {
 				return testutil.ToFloat64(s.server.metrics.stranded.WithLabelValues("chat", addressOf("p1"), "client_gone")) == 1
-			}, 5*time.Second, time.Millisecond)
+			}, 30*time.Second, time.Millisecond)
 			if !c.cleanup {
 				require.Empty(t, calls)
 				require.True(t, s.state.Spend(hanging.ID), "left as it was")
@@ -66,7 +66,7 @@ func TestCleanupDecode(t *testing.T) {
 			}
 			require.Eventually(t, func() bool {
 				return testutil.ToFloat64(s.server.metrics.cleanups.WithLabelValues("chat", c.result)) == 1
-			}, 5*time.Second, time.Millisecond)
+			}, 30*time.Second, time.Millisecond)
 			got := <-calls
 			require.Equal(t, "/v1/completions", got.path)
 			require.Equal(t, "r1", got.id)

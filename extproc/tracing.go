@@ -2,6 +2,7 @@ package extproc
 
 import (
 	"errors"
+	"io"
 	"strings"
 
 	"go.opentelemetry.io/otel/attribute"
@@ -15,7 +16,8 @@ import (
 	"tandem/kvstate"
 )
 
-// One span for each meeting with the server (decide, prefill answer, hand over, replan). Its parent is what Envoy names in
+// One span for each meeting with the server (decide, prefill answer, hand over, replan; of pairs: decide, prefill answer,
+// decode leg). Its parent is what Envoy names in
 // the stream's metadata, where Envoy traces, else the client's traceparent, if any. The request goes on with the span's own
 // context in its traceparent, so that what comes behind it (Envoy's spans of the prefill leg, engines, pass 2) joins; Envoy
 // leaves that header alone (envoy-configs: no_context_propagation). Without a Tracer none of this is called.
@@ -30,7 +32,9 @@ const (
 	spanDecide        = "tandem decide"
 	spanPrefillAnswer = "tandem prefill answer"
 	spanHandOver      = "tandem hand over"
+	spanDecodeLeg     = "tandem decode leg"
 	spanReplan        = "tandem replan"
+	spanEncodeLeg     = "tandem encode leg"
 )
 
 const headerTraceparent, headerTracestate = "traceparent", "tracestate"
@@ -68,7 +72,7 @@ func (x *exchange) startSpan(name string, orphan bool) {
 	ctx := x.stream.Context()
 	in := carrier{first(metadata.ValueFromIncomingContext(ctx, headerTraceparent)), first(metadata.ValueFromIncomingContext(ctx, headerTracestate))}
 	byEnvoy := in.traceparent != ""
-	if !byEnvoy || len(x.msg.headers.ticket) > 0 {
+	if pass2 := x.role == 0 && len(x.msg.headers.ticket) > 0; pass2 || !byEnvoy {
 		in = carrier{string(x.msg.headers.traceparent), string(x.msg.headers.tracestate)}
 	}
 	parent := propagation.TraceContext{}.Extract(ctx, &in)
@@ -78,7 +82,7 @@ func (x *exchange) startSpan(name string, orphan bool) {
 	ctx, span := x.s.Tracer.Start(parent, name, trace.WithTimestamp(x.began), trace.WithSpanKind(trace.SpanKindServer),
 		trace.WithAttributes(attribute.String("tandem.request_id", x.requestID)))
 	if span.IsRecording() {
-		x.span = span
+		x.span, x.traced = span, exemplarOf(span)
 	}
 	if orphan { // in the main role, where the request can still be changed
 		propagation.TraceContext{}.Inject(ctx, &x.goesOn)
@@ -110,6 +114,9 @@ func (x *exchange) endSpan(err error) {
 	}
 	if err != nil && !errors.Is(err, errAnswered) {
 		code := "internal_error"
+		if errors.Is(err, io.EOF) || x.stream.Context().Err() != nil {
+			code = "client_gone"
+		}
 		if e, ok := errors.AsType[*openai.Error](err); ok {
 			code = e.Code
 		}
@@ -133,6 +140,9 @@ func (x *exchange) spanPlanned(pool *kvstate.Pool, route, reason string, prefill
 	)
 	if reason != "" {
 		x.span.SetAttributes(attribute.String("tandem.reason", reason))
+	}
+	if x.waited > 0 {
+		x.span.SetAttributes(attribute.Float64("tandem.waited_seconds", x.waited.Seconds()))
 	}
 	if prefill != nil {
 		x.span.SetAttributes(attribute.String("tandem.prefill.endpoint", prefill.Addr))
@@ -162,7 +172,14 @@ func (x *exchange) spanTicket(t *kvtransfer.Ticket) {
 	x.span.SetAttributes(attribute.String("tandem.pool", t.Pool), attribute.String("tandem.prefill.endpoint", t.Prefill), attribute.Int("tandem.redirects", t.Redirects))
 	if t.Stage == kvtransfer.Failed {
 		x.span.SetName(spanReplan)
-		x.span.SetAttributes(attribute.String("tandem.cause", t.Cause))
+		x.spanCause(t.Cause)
+	}
+}
+
+// spanCause notes why the request is planned again.
+func (x *exchange) spanCause(cause string) {
+	if x.span != nil {
+		x.span.SetAttributes(attribute.String("tandem.cause", cause))
 	}
 }
 
@@ -185,4 +202,41 @@ func (x *exchange) spanHandOver(d *kvstate.Endpoint, withParams bool) {
 	}
 	x.span.SetName(spanHandOver)
 	x.span.SetAttributes(attribute.String("tandem.decode.endpoint", d.Addr), attribute.Bool("tandem.kv_params", withParams))
+}
+
+// spanPairLeg begins the span of one of two legs that run at once.
+func (x *exchange) spanPairLeg(name string, t *kvtransfer.Ticket) {
+	x.startSpan(name, false)
+	x.spanTicket(t)
+	if x.span != nil {
+		x.span.SetAttributes(attribute.String("tandem.decode.endpoint", t.Decode), attribute.Int64("gen_ai.usage.input_tokens", t.PromptTokens))
+	}
+}
+
+// spanLegEnded notes how such a leg ended, in the words of the metric tandem_hop_duration_seconds: for the decode leg, how
+// P's part of it did. status is the engine's, 0 where none came.
+func (x *exchange) spanLegEnded(result string, status int) {
+	if x.span == nil {
+		return
+	}
+	x.span.SetAttributes(attribute.String("tandem.result", result))
+	if status != 0 {
+		x.span.SetAttributes(attribute.Int("http.response.status_code", status))
+	}
+	if result == "failed" {
+		x.span.SetStatus(otelcodes.Error, "leg failed")
+	}
+}
+
+// spanAnswered notes what P's good answer says of the prompt.
+func (x *exchange) spanAnswered(got kvtransfer.Answer) {
+	if x.span == nil {
+		return
+	}
+	if got.PromptTokens > 0 {
+		x.span.SetAttributes(attribute.Int64("gen_ai.usage.input_tokens", got.PromptTokens))
+	}
+	if got.CachedTokens >= 0 {
+		x.span.SetAttributes(attribute.Int64("tandem.cached_tokens", got.CachedTokens))
+	}
 }

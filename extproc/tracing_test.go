@@ -4,9 +4,11 @@ import (
 	"context"
 	"strings"
 	"testing"
+	"testing/synctest"
 
 	"github.com/stretchr/testify/require"
 	"go.opentelemetry.io/otel/attribute"
+	"go.opentelemetry.io/otel/codes"
 	sdktrace "go.opentelemetry.io/otel/sdk/trace"
 	"go.opentelemetry.io/otel/sdk/trace/tracetest"
 	"google.golang.org/grpc/metadata"
@@ -23,7 +25,7 @@ const (
 func traced(t *testing.T) (*course, *tracetest.InMemoryExporter) {
 	spans := tracetest.NewInMemoryExporter()
 	provider := sdktrace.NewTracerProvider(sdktrace.WithSyncer(spans))
-	c := newCourse(t, 100, bodyFullDuplex)
+	c := newCourse(t, 100, bodyFullDuplex, false)
 	c.s.Tracer = provider.Tracer("test")
 	return c, spans
 }
@@ -128,4 +130,76 @@ func TestCarrierIsOfTwoHeaders(t *testing.T) {
 	c.Set("baggage", "c")
 	require.Equal(t, "a b ", strings.Join([]string{c.Get("traceparent"), c.Get("tracestate"), c.Get("baggage")}, " "))
 	require.Len(t, c.Keys(), 2)
+}
+
+// tracedPairs is a server with a tracer and a pool whose legs run at once.
+func tracedPairs(t *testing.T, dialect string) (*stand, *tracetest.InMemoryExporter) {
+	spans := tracetest.NewInMemoryExporter()
+	s := pairStand(t, dialect, "p1", "d1")
+	s.server.Tracer = sdktrace.NewTracerProvider(sdktrace.WithSyncer(spans)).Tracer("test")
+	return s, spans
+}
+
+// Legs that run at once are of one trace too: below the decision, whose prices it shows, by the header that it wrote.
+func TestSpansOfLegsAtOnce(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		s, spans := tracedPairs(t, "sglang")
+		q, v := pass1(s, "traced")
+		q.headers[headerTraceparent] = v.set[headerTraceparent]
+		d, _ := q.decode(s)
+		p := q.mirror(s)
+		d.answer(200, "")
+		d.receive()
+		p.answer(200, goodPrefill)
+		p.receive()
+		d.receive()
+		d.ended()
+		s.log(q.entry(200, "via_upstream"))
+		synctest.Wait()
+
+		by := map[string]tracetest.SpanStub{}
+		for _, span := range spans.GetSpans() {
+			by[span.Name] = span
+		}
+		require.Len(t, by, 3)
+		decide := by[spanDecide]
+		attributes := attributesIn(decide)
+		require.Equal(t, "pair", attributes["tandem.route"].AsString())
+		require.Contains(t, attributes, "tandem.prefill.cost.work")
+		require.Contains(t, attributes, "tandem.decode.cost.step")
+		for _, name := range []string{spanPrefillAnswer, spanDecodeLeg} {
+			require.Equal(t, decide.SpanContext.SpanID(), by[name].Parent.SpanID(), name)
+			require.Equal(t, "ok", attributesIn(by[name])["tandem.result"].AsString(), name)
+			require.Equal(t, addressOf("d1"), attributesIn(by[name])["tandem.decode.endpoint"].AsString(), name)
+		}
+		require.EqualValues(t, 12, attributesIn(by[spanPrefillAnswer])["gen_ai.usage.input_tokens"].AsInt64())
+	})
+}
+
+// A prefill leg that fails ends both spans as errors, and pass 2 is one more, with the cause.
+func TestSpansOfLegsThatFail(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		s, spans := tracedPairs(t, "sglang")
+		q, v := pass1(s, "traced")
+		q.headers[headerTraceparent] = v.set[headerTraceparent]
+		d, _ := q.decode(s)
+		q.mirror(s).answer(500, "oops")
+		d.redirected(q)
+		q.pass()
+		s.log(q.entry(0, "downstream_remote_disconnect"))
+		synctest.Wait()
+		var failed, all []string
+		for _, span := range spans.GetSpans() {
+			all = append(all, span.Name)
+			require.Equal(t, spans.GetSpans()[0].SpanContext.TraceID(), span.SpanContext.TraceID(), span.Name)
+			if span.Status.Code == codes.Error {
+				failed = append(failed, span.Name)
+			}
+			if span.Name == spanReplan || span.Name == spanDecodeLeg {
+				require.Equal(t, "prefill", attributesIn(span)["tandem.cause"].AsString(), span.Name)
+			}
+		}
+		require.ElementsMatch(t, []string{spanPrefillAnswer, spanDecodeLeg}, failed)
+		require.Contains(t, all, spanReplan)
+	})
 }

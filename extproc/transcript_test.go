@@ -38,7 +38,8 @@ var update = flag.Bool("update", false, "rewrite the transcripts in testdata")
 //	request METHOD PATH [HEADER=VALUE...] [mode=duplex|buffered|none] [piece=N] [trailers] [empty]
 //	body TEXT | body long N | body undo N     (chat with N bytes of text, completion with so many that a prefill leg must not see)
 //	pass                      pass 1, or pass 2 after a redirect
-//	answer STATUS [blocks=N | random=N | params=JSON | TEXT] [piece=N] [empty] [trailers]     P's answer
+//	answer STATUS [blocks=N | random=N | params=JSON | TEXT] [piece=N] [empty] [trailers]     P's answer, through the leg's filter
+//	answer 200 carried ...    the same without the filter: Envoy redirects with it by itself
 //	replan                    the hop's second try, at the replan port
 //	leave N                   the client is gone after N messages of the body
 //	ticket keep|again|flip|borrow|none     of the redirect: remember it, use that one, break it, another request's, a redirect without
@@ -66,19 +67,20 @@ func TestTranscripts(t *testing.T) {
 
 // player runs one transcript.
 type player struct {
-	t       *testing.T
-	out     bytes.Buffer
-	s       *stand
-	o       Options
-	spec    kvstate.PoolSpec
-	eps     []kvstate.EndpointSpec
-	loads   []kvstate.ReservationID
-	q       *request
-	n       int
-	kept    string
-	notices string // when LMCache's notice comes
-	body0   []byte // of the leg that the kept ticket came from
-	ended   bool
+	t          *testing.T
+	out        bytes.Buffer
+	s          *stand
+	o          Options
+	spec       kvstate.PoolSpec
+	eps        []kvstate.EndpointSpec
+	loads      []kvstate.ReservationID
+	q          *request
+	n          int
+	kept       string
+	keptAnswer string
+	notices    string // when LMCache's notice comes
+	body0      []byte // of the leg that the kept ticket came from
+	ended      bool
 }
 
 func (p *player) play(text []byte) []byte {
@@ -459,7 +461,7 @@ func short(b []byte) string {
 }
 
 func (p *player) answer(words []string, line string) {
-	a := answer{status: p.number(words[0])}
+	a, carried := answer{status: p.number(words[0])}, false
 	text := strings.TrimPrefix(line, "answer "+words[0])
 	for _, w := range words[1:] {
 		key, value, _ := strings.Cut(w, "=")
@@ -477,6 +479,8 @@ func (p *player) answer(words []string, line string) {
 			a.bodyless = true
 		case "trailers":
 			a.trailers = true
+		case "carried":
+			carried = true
 		default:
 			known = false
 		}
@@ -486,6 +490,10 @@ func (p *player) answer(words []string, line string) {
 	}
 	if a.body == nil {
 		a.body = []byte(strings.TrimSpace(text))
+	}
+	if carried {
+		p.q.carry(a.body)
+		return
 	}
 	began := time.Now()
 	v := p.q.prefillLeg(a)
@@ -520,9 +528,9 @@ func (p *player) replan() {
 func (p *player) ticket(what string) {
 	switch what {
 	case "keep":
-		p.kept, p.body0 = p.q.taken, p.q.body
+		p.kept, p.keptAnswer, p.body0 = p.q.taken, p.q.carried, p.q.body
 	case "again":
-		p.q.taken, p.q.body = p.kept, p.body0
+		p.q.taken, p.q.carried, p.q.body = p.kept, p.keptAnswer, p.body0
 	case "flip":
 		b := []byte(p.q.taken)
 		b[len(b)/2] ^= 1

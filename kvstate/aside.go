@@ -103,7 +103,7 @@ func (f *Feed) adopt(key, hash uint64, id uint32) {
 	}
 }
 
-// unlead sets everything aside that follows a block which is about to go. Engines evict the end of a prefix before its
+// unlead sets everything aside that follows a block which is about to go; what of it is in doubt goes. Engines evict the end of a prefix before its
 // beginning, so this is rare; it visits all that the feed holds.
 func (f *Feed) unlead(top uint32) {
 	below := map[uint32]bool{0: false, top: true}
@@ -125,13 +125,16 @@ func (f *Feed) unlead(top uint32) {
 		key uint64
 		id  uint32
 		a   asideBlock
+
+		doubted bool
 	}
 	var all []leaving
 	f.keys.each(func(key uint64, id uint32) {
 		if state, held := f.x.stateOf(f.m, id); held && id != top && follows(id) {
 			n := f.x.store.at(id)
 			parent := f.x.store.at(uint32(n.rest.Load() >> 32))
-			all = append(all, leaving{key, id, asideBlock{parent: parent.hash.Load(), hash: n.hash.Load(), media: state & stateMedia, hashed: true}})
+			a := asideBlock{parent: parent.hash.Load(), hash: n.hash.Load(), media: state & stateMedia, hashed: true}
+			all = append(all, leaving{key, id, a, f.inDoubt(state)})
 		}
 	})
 	for _, l := range all {
@@ -141,6 +144,8 @@ func (f *Feed) unlead(top uint32) {
 		if _, held := f.x.stateOf(f.m, l.id); held {
 			f.x.unhold(f.m, l.id) // its parent may have gone just before: unhold counts nothing then
 		}
-		f.wait(l.key, l.a)
+		if !l.doubted {
+			f.wait(l.key, l.a)
+		}
 	}
 }

@@ -10,7 +10,7 @@ import (
 // Booking is what a request will cost the endpoint it is booked on.
 type Booking struct {
 	// For is the leg: RolePrefill stands in the endpoint's queue of prefills until it is released, RoleDecode is an answer
-	// that runs, RoleBoth an answer whose prompt the endpoint computes itself.
+	// that runs, RoleBoth an answer whose prompt the endpoint computes itself, RoleEncode media that it encodes.
 	For          Role
 	PromptTokens int64         // whose KV the endpoint will hold
 	Uncached     int64         // of those, what the endpoint has to compute
@@ -99,11 +99,11 @@ func (q *prefillQueue) ahead(now int64) time.Duration {
 // localWork is the prefill that an endpoint which decodes does by itself. Nobody tells when such a prefill ends, so it is
 // taken to be worked off at the endpoint's speed, one after the other.
 type localWork struct {
-	mu     sync.Mutex
-	recent decayed
 	until  atomic.Int64 // when all of it will be done, Unix ns
 	share  atomic.Uint64
 	at     atomic.Int64
+	mu     sync.Mutex
+	recent decayed
 }
 
 // localWindow is how far back the share of an endpoint's time that goes into local prefills looks.

@@ -61,6 +61,7 @@ type Feed struct {
 	byKey    map[uint64][]uint64 // set aside, by the engine's hash of the block before
 	byHash   map[uint64][]uint64 // set aside, by our hash of it
 	size     int                 // tokens in a block
+	doubted  time.Time           // since when some of it may be gone; zero: it is certain
 	stats    FeedStats
 	shown    atomic.Pointer[FeedStats]
 }
@@ -148,13 +149,17 @@ func (f *Feed) Apply(events []BlockEvent) {
 			f.x.clear(f.m)
 		}
 	}
+	f.show()
+}
+
+func (f *Feed) show() {
 	stats := f.stats
 	stats.Held, stats.Aside = f.m.held+len(f.aside), len(f.aside)
 	f.shown.Store(&stats)
 }
 
 func (f *Feed) forget() {
-	f.keys = keyTable{}
+	f.keys, f.doubted = keyTable{}, time.Time{}
 	f.aside, f.byKey, f.byHash = nil, nil, nil
 }
 
@@ -185,22 +190,22 @@ func (f *Feed) stored(e *BlockEvent) {
 		keys, blocks = keys[:room], blocks[:room]
 	}
 	if f.m.current+len(keys) > f.m.limit/2 {
-		f.x.turn(f.m)
+		f.turn()
 		f.m.began = time.Now()
 	}
 	parent, hasParent := e.Parent, e.HasParent
 	var id uint32
 	hash := e.Root
 	if hasParent {
-		id, hash = f.held(parent)
+		id, hash = f.parent(parent, e.media())
 	}
 	for i, key := range keys {
 		if hasParent && id == 0 {
 			f.setAside(key, parent, blocks[i], e.media())
-			id, hash = f.held(key) // it may have been there before
+			id, hash = f.parent(key, e.media()) // it may have been there before
 		} else if own := ChainTokenBlock(hash, blocks[i]); f.renamed(key, own, id) {
 			f.setAside(key, parent, blocks[i], e.media())
-			id, hash = f.held(key)
+			id, hash = f.parent(key, e.media())
 		} else {
 			hash = own
 			id = f.hold(key, hash, id, e.media())
@@ -208,6 +213,13 @@ func (f *Feed) stored(e *BlockEvent) {
 		}
 		parent, hasParent = key, true
 	}
+}
+
+// parent is the block that the engine calls key, behind which it stores others in a tier.
+func (f *Feed) parent(key uint64, media uint32) (id uint32, hash uint64) {
+	id, hash = f.held(key)
+	f.vouch(id, media)
+	return id, hash
 }
 
 // held is the block that the engine calls key, with our hash of it; 0 if no prefix leads to it.
@@ -263,6 +275,9 @@ func (f *Feed) hold(key, hash uint64, parent, media uint32) uint32 {
 			media |= a.media
 			f.dropAside(key, a)
 		}
+	}
+	if f.Doubtful() {
+		f.vouch(f.x.store.find(hash, parent), media)
 	}
 	id := f.x.hold(f.m, hash, parent, media)
 	f.keys.put(key, id)

@@ -11,14 +11,15 @@ import (
 // Role is what an endpoint may do; a bit set.
 type Role uint8
 
-// The roles. RoleBoth serves either leg.
+// The roles. RoleBoth serves either leg; RoleEncode makes embeddings of images, audio and video, and nothing else.
 const (
 	RolePrefill Role = 1 << iota
 	RoleDecode
+	RoleEncode
 	RoleBoth = RolePrefill | RoleDecode
 )
 
-// ParseRole reads a role's name: prefill, decode or both.
+// ParseRole reads a role's name: prefill, decode, both or encode.
 func ParseRole(s string) (Role, error) {
 	switch s {
 	case "prefill":
@@ -27,8 +28,10 @@ func ParseRole(s string) (Role, error) {
 		return RoleDecode, nil
 	case "both":
 		return RoleBoth, nil
+	case "encode":
+		return RoleEncode, nil
 	}
-	return 0, fmt.Errorf("%q is not a role: one of prefill, decode, both", s)
+	return 0, fmt.Errorf("%q is not a role: one of prefill, decode, both, encode", s)
 }
 
 func (r Role) String() string {
@@ -39,6 +42,8 @@ func (r Role) String() string {
 		return "decode"
 	case RoleBoth:
 		return "both"
+	case RoleEncode:
+		return "encode"
 	}
 	return "none"
 }
@@ -52,8 +57,11 @@ type EndpointSpec struct {
 	Group  string // endpoints with a group only pair within it
 	Weight int    // how fast it is taken to be, in per cent of others; 0 is 100
 	Zone   string // where it runs; "": not known. Transfers within a zone are taken for faster than those between two
+	Node   string // the machine it runs on; "": that of its IP address. Transfers within one are taken for faster still
 	Engine string // release and model revision; those of a pair are equal where both are known
 	Layout string // of its KV (tensor parallelism, type, block size), if the dialect needs it equal on both sides
+	LoRAs  string // adapters that it is configured to hold, comma between them; what it says itself counts beside them
+	Labels string // name=value, comma between them: what requests may ask for
 
 	Drained    bool // no new work
 	EventsPort int  // where it publishes its KV events; 0: where its pool says
@@ -62,6 +70,22 @@ type EndpointSpec struct {
 
 	// Draining: it finishes what it has, the KV blocks it holds for others included, and gets nothing new.
 	Draining bool
+}
+
+// HasLoRA reports whether the endpoint is configured to hold an adapter.
+func (e *EndpointSpec) HasLoRA(name string) bool { return has(e.LoRAs, name) }
+
+// HasLabel reports whether the endpoint bears a label, name=value.
+func (e *EndpointSpec) HasLabel(label string) bool { return has(e.Labels, label) }
+
+// has reports whether one of the parts of a comma list is name.
+func has(list, name string) bool {
+	for part, rest := "", list; rest != ""; {
+		if part, rest, _ = strings.Cut(rest, ","); part == name {
+			return true
+		}
+	}
+	return false
 }
 
 // Transfer is what is configured of an endpoint's side of KV transfer. What is zero is as the engine has it by default,
@@ -89,32 +113,32 @@ type Endpoint struct {
 	*live
 }
 
-// live is what is known of an address while it stays in its pool, whatever else is said about it.
+// live is what is known of an address while it stays in its pool, whatever else is said about it. What every view reads stands
+// first: of a thousand endpoints it comes from memory each time.
 type live struct {
-	routed *member                 // of the pool's prefix index: what was routed here
-	own    []int32                 // its slot
-	feeds  atomic.Pointer[[]int32] // slots of the KV event feeds
-	heard  atomic.Bool             // they have told of blocks
-	fresh  atomic.Pointer[fresh]   // what was routed here moments ago; nil: there is no feed
-
-	requests atomic.Int64 // reservations held
-	tokens   atomic.Int64 // prompt tokens of those
-
-	othersRequests atomic.Int64 // held by other replicas
-	othersTokens   atomic.Int64
-	signals        atomic.Pointer[Signals]
-
 	failed atomic.Bool
 	hung   atomic.Bool  // and it took its time to
 	paused atomic.Bool  // by an operator
 	weight atomic.Int32 // likewise; 0: the spec's
-	models atomic.Pointer[[]string]
-	room   room
 
-	queue      prefillQueue
-	local      localWork
-	pace       atomic.Pointer[speed] // replaced, never changed; nil: nothing observed
-	load       *workload             // of the pool
+	requests atomic.Int64           // reservations held
+	tokens   atomic.Int64           // prompt tokens of those
+	others   atomic.Pointer[Others] // what other replicas have booked; nil: nothing
+	signals  atomic.Pointer[Signals]
+	pace     atomic.Pointer[speed]     // replaced, never changed; nil: nothing observed
+	moves    atomic.Pointer[transfers] // likewise
+	own      [1]int32                  // slot of routed
+	queue    prefillQueue
+	local    localWork
+
+	routed *member                 // of the pool's prefix index: what was routed here
+	feeds  atomic.Pointer[[]int32] // slots of the KV event feeds
+	heard  atomic.Bool             // they have told of blocks
+	fresh  atomic.Pointer[fresh]   // what was routed here moments ago; nil: there is no feed
+
+	models     atomic.Pointer[[]string]
+	room       room
+	load       *workload // of the pool
 	stepTokens int64
 }
 
@@ -139,10 +163,7 @@ func (l *live) speedNow() float64 {
 	if l.load == nil {
 		return 1
 	}
-	l.load.mu.Lock()
-	fleet := l.load.speed.ratio(1)
-	l.load.mu.Unlock()
-	return l.speedWithin(fleet)
+	return l.speedWithin(l.load.fleetSpeed())
 }
 
 func (l *live) speedWithin(fleet float64) float64 {
@@ -186,11 +207,16 @@ type Pool struct {
 	Spec      PoolSpec
 	endpoints []*Endpoint
 	index     *prefixIndex
-	ratio     *tokenRatio
-	pace      *prefillPace
+	ratio     *fadingRatio
+	pace      *fadingRatio
 	tokens    *tokenMemory
 	load      *workload
+	waits     *waitBoard
 	paused    *atomic.Bool // by an operator
+	groups    []int32      // as [View.Groups]
+	uniform   bool         // as [View.Uniform]
+
+	neighbours [][]int32 // as [View.Neighbours]
 }
 
 // Endpoints are the pool's endpoints, in the order configured but that those of a group stand together. Do not modify.
@@ -222,15 +248,15 @@ func (s *State) SetPool(spec PoolSpec, eps []EndpointSpec) {
 	leaving := map[string]*Endpoint{}
 	if i >= 0 {
 		next.index, next.ratio, next.pace, next.tokens, next.load = pools[i].index, pools[i].ratio, pools[i].pace, pools[i].tokens, pools[i].load
-		next.paused = pools[i].paused
+		next.paused, next.waits = pools[i].paused, pools[i].waits
 		for _, e := range pools[i].endpoints {
 			leaving[e.Addr] = e
 		}
 		pools[i] = next
 	} else {
 		next.index, next.ratio = newPrefixIndex(s.o.indexLimits()), newTokenRatio()
-		next.pace, next.tokens = &prefillPace{}, newTokenMemory(s.o.MaxTokenBytes)
-		next.load, next.paused = newWorkload(), &atomic.Bool{}
+		next.pace, next.tokens = &fadingRatio{}, newTokenMemory(s.o.MaxTokenBytes)
+		next.load, next.paused, next.waits = newWorkload(), &atomic.Bool{}, newWaitBoard()
 		pools = append(pools, next)
 	}
 	seen := make(map[string]bool, len(eps))
@@ -244,6 +270,14 @@ func (s *State) SetPool(spec PoolSpec, eps []EndpointSpec) {
 		}
 	}
 	slices.SortStableFunc(next.endpoints, func(a, b *Endpoint) int { return strings.Compare(a.Group, b.Group) })
+	for i, e := range next.endpoints {
+		if i+1 == len(next.endpoints) || next.endpoints[i+1].Group != e.Group {
+			next.groups = append(next.groups, int32(i+1))
+		}
+	}
+	next.uniform = !slices.ContainsFunc(next.endpoints, func(e *Endpoint) bool { return e.Engine+e.Layout+e.Zone != "" })
+	next.neighbours = neighbours(next.endpoints)
+	next.load.setZones(next.endpoints)
 	for _, e := range leaving {
 		next.index.leave(e.routed)
 		if f := e.fresh.Swap(nil); f != nil {
@@ -262,7 +296,7 @@ func (p *Pool) endpoint(ep EndpointSpec, old *Endpoint) *Endpoint {
 		m := p.index.join(nil)
 		step := p.Spec.StepTokens
 		setDefault(&step, defaultStepTokens)
-		return &Endpoint{ep, &live{routed: m, own: []int32{int32(m.slot)}, load: p.load, stepTokens: step}}
+		return &Endpoint{ep, &live{routed: m, own: [1]int32{int32(m.slot)}, load: p.load, stepTokens: step}}
 	case old.EndpointSpec == ep:
 		return old
 	}

@@ -1,7 +1,7 @@
 package kvstate
 
 // routedSlots are an endpoint's slots in the prefix index for what was routed to it.
-func routedSlots(e *Endpoint) []int32 { return e.own }
+func routedSlots(e *Endpoint) []int32 { return e.own[:] }
 
 // feedSlots are its slots for what its engine said that it holds.
 func feedSlots(e *Endpoint) []int32 {

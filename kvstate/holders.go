@@ -265,43 +265,28 @@ func (s *setStore) dropDense(at, head uint32, slot int) uint32 {
 	return isSet | list
 }
 
-// count is how many hold a block, as a reader sees it.
-func (r *reading) count(holders uint32) uint32 {
-	if holders&isSet == 0 {
-		return min(holders, 1)
-	}
-	return r.word(holders&^isSet) & countOf
-}
-
-func (r *reading) word(at uint32) uint32 {
+// setAt is the set at an address and what comes behind it, as a reader sees it: nothing, where it is newer than the reading.
+// A set that is given to another block meanwhile is nonsense, which the caller finds out.
+func (r *reading) setAt(at uint32) []atomic.Uint32 {
 	if int(at/chunkWords) >= len(r.sets) {
-		return 0
+		return nil
 	}
-	return r.sets[at/chunkWords][at%chunkWords].Load()
+	return r.sets[at/chunkWords][at%chunkWords:]
 }
 
-// members sets the bit of everyone in holders who has one in mask; a set that is given to another block meanwhile is
-// nonsense, which the caller finds out.
-func (r *reading) members(holders uint32, mask []uint64) {
+// among sets the bit in mask of everyone in holders, which are one or a list, who has one there.
+func among(holders uint32, set []atomic.Uint32, mask []uint64) {
 	if holders&isSet == 0 {
 		setBit(mask, int(holders>>stateBits)-1)
 		return
 	}
-	at := holders &^ isSet
-	head := r.word(at)
-	if head&isDense == 0 {
-		for i := uint32(1); i <= min(head&countOf, chunkWords); i++ {
-			setBit(mask, int(r.word(at+i)>>stateBits)-1)
-		}
-		return
-	}
-	for g := range min(int(r.word(at+1)), len(mask)*2) {
-		mask[g/2] |= uint64(r.word(at+2+uint32(g))) << (g % 2 * 32)
+	for i := range set {
+		setBit(mask, int(set[i].Load()>>stateBits)-1)
 	}
 }
 
 func setBit(mask []uint64, i int) {
-	if i >= 0 && i/64 < len(mask) {
-		mask[i/64] |= 1 << (i % 64)
+	if w := uint(i) / 64; w < uint(len(mask)) { // nobody is -1, and so beyond any mask
+		mask[w] |= 1 << (uint(i) % 64)
 	}
 }

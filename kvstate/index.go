@@ -33,6 +33,7 @@ type prefixIndex struct {
 	writing sync.Mutex
 	members []*member // by slot; nil: free
 	limits  indexLimits
+	slots   atomic.Int32 // ever given out
 	queue   routedQueue
 	sizes   atomic.Pointer[[]int]             // tokens in a block, of the feeds there are
 	loras   atomic.Pointer[map[string]string] // adapters that feeds have named
@@ -91,6 +92,7 @@ func (x *prefixIndex) admit(m *member) *member {
 	}
 	if m.slot == len(x.members) {
 		x.members = append(x.members, nil)
+		x.slots.Store(int32(len(x.members)))
 		x.store.sets.groups = 1 << bits.Len(uint(m.slot/32)) // doubling, or every set would be moved for every 32 endpoints
 	}
 	x.members[m.slot] = m
@@ -215,6 +217,12 @@ func (x *prefixIndex) unlock() {
 			return
 		}
 	}
+}
+
+// settle returns when all is written that was queued before.
+func (x *prefixIndex) settle() {
+	x.writing.Lock()
+	x.unlock()
 }
 
 // routedQueue holds prompts that were routed while somebody else was writing.

@@ -3,6 +3,7 @@ package kvstate
 import (
 	"fmt"
 	"math/rand/v2"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -82,7 +83,7 @@ func indexProgram(t *testing.T, room int, next func(n int) int, steps int) {
 	var all []endpoint
 	join := func() {
 		m := x.join(nil)
-		all = append(all, endpoint{&Endpoint{EndpointSpec{}, &live{routed: m, own: []int32{int32(m.slot)}}}, newTwin(room)})
+		all = append(all, endpoint{&Endpoint{EndpointSpec{}, &live{routed: m, own: [1]int32{int32(m.slot)}}}, newTwin(room)})
 	}
 	prompt := func() []uint64 {
 		path := make([]byte, 1+next(24))
@@ -118,10 +119,53 @@ func indexProgram(t *testing.T, room int, next func(n int) int, steps int) {
 			require.Equal(t, len(m.slow.now), m.e.routed.current)
 		}
 	}
+	requireTallies(t, x)
 	for _, m := range all {
 		x.leave(m.e.routed)
 	}
 	require.Zero(t, x.store.blocks, "what nobody holds is forgotten")
+}
+
+// requireTallies holds the tally of every block to who holds it.
+func requireTallies(t *testing.T, x *prefixIndex) {
+	for id := uint32(1); id < x.store.used; id++ {
+		var want uint32
+		for slot := range x.members {
+			if _, ok := x.store.sets.state(uint32(x.store.at(id).rest.Load()), slot); ok {
+				want = (want + 1<<16) ^ uint32(slot)
+			}
+		}
+		require.Equal(t, want, x.store.tally(id).Load(), "block %d", id)
+	}
+}
+
+// A long prompt, in rows or scattered, that endpoints hold to different lengths, some of them to the same, and of which not
+// all are asked for.
+func TestLookupOfLongPrompts(t *testing.T) {
+	for seed := range uint64(60) {
+		r := rand.New(rand.NewPCG(seed, 3))
+		blocks, endpoints := 1+r.IntN(600), 1+r.IntN(90)
+		lengths := make([]int, endpoints)
+		for i := range lengths {
+			lengths[i] = r.IntN(blocks + 1)
+			if spread := []int{1, 3, 20}[seed%3]; r.IntN(2) > 0 {
+				lengths[i] -= lengths[i] % spread
+			}
+		}
+		scene := newScene
+		if seed%2 == 0 {
+			scene = scatter
+		}
+		s := scene(endpoints, 0, blocks, func(i int) int { return lengths[i] })
+		requireTallies(t, s.x)
+		asked := s.prompt[:1+r.IntN(blocks)]
+		left := r.IntN(endpoints)
+		s.v.Endpoints = append(s.v.Endpoints[:left], s.v.Endpoints[left+1:]...)
+		s.lookup(asked)
+		for i, length := range append(lengths[:left], lengths[left+1:]...) {
+			require.Equal(t, min(length, len(asked)), s.v.Endpoints[i].Hit, "seed %d, endpoint %d", seed, i)
+		}
+	}
 }
 
 func TestIndexAgainstTwin(t *testing.T) {
@@ -262,7 +306,7 @@ func TestIndexUnderConcurrency(t *testing.T) {
 	var eps []*Endpoint
 	for range 40 {
 		m := x.join(nil)
-		eps = append(eps, &Endpoint{EndpointSpec{}, &live{routed: m, own: []int32{int32(m.slot)}}})
+		eps = append(eps, &Endpoint{EndpointSpec{}, &live{routed: m, own: [1]int32{int32(m.slot)}}})
 	}
 	x.add(eps[0].routed, long(100, 0, 7))
 	var writers, readers sync.WaitGroup
@@ -280,6 +324,15 @@ func TestIndexUnderConcurrency(t *testing.T) {
 			m := x.join(nil)
 			x.add(m, long(60, 30, 3))
 			x.leave(m)
+		}
+	})
+	readers.Go(func() { // snapshots are made
+		for range 100 {
+			(&Pool{index: x}).EachBlock(eps[3], func(_ uint64, hashes []uint64) {
+				if len(hashes) == 0 || slices.Contains(hashes, 0) {
+					t.Errorf("a part of %d blocks, or one of them is none", len(hashes))
+				}
+			})
 		}
 	})
 	for range 4 {

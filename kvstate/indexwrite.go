@@ -54,11 +54,8 @@ func (x *prefixIndex) stateOf(m *member, id uint32) (state uint32, ok bool) {
 }
 
 func (x *prefixIndex) setState(m *member, id, state uint32) {
-	n := x.store.at(id)
-	rest := n.rest.Load()
-	if holders := x.store.sets.put(uint32(rest), m.slot, state); holders != uint32(rest) {
-		n.rest.Store(rest&^(1<<32-1) | uint64(holders))
-	}
+	holders := uint32(x.store.at(id).rest.Load())
+	x.store.setHolders(id, x.store.sets.put(holders, m.slot, state))
 }
 
 // hold notes that a member holds the block with that hash, in the tiers of media too. parent is the block before it, which
@@ -76,6 +73,9 @@ func (x *prefixIndex) hold(m *member, hash uint64, parent, media uint32) (id uin
 		return id
 	}
 	m.current++
+	if !ok {
+		x.store.joining(id, m.slot)
+	}
 	x.setState(m, id, state&^stateParity|m.parity|media)
 	if !ok {
 		m.held++
@@ -97,14 +97,12 @@ func (x *prefixIndex) countKid(m *member, parent uint32) {
 
 // unhold forgets that a member holds a block; the block too, if it was the last to. It returns the block before it.
 func (x *prefixIndex) unhold(m *member, id uint32) (parent uint32) {
-	n := x.store.at(id)
-	rest := n.rest.Load()
-	parent = uint32(rest >> 32)
+	parent = uint32(x.store.at(id).rest.Load() >> 32)
 	state, _ := x.stateOf(m, id)
 	if m.held--; state&stateParity == m.parity {
 		m.current--
 	}
-	x.dropHolder(m, id, n, rest)
+	x.dropHolder(m, id)
 	if parent != 0 {
 		if state, ok := x.stateOf(m, parent); ok && state>>kidsShift > 0 && state>>kidsShift < kidsMax {
 			x.setState(m, parent, state-1<<kidsShift)
@@ -113,12 +111,13 @@ func (x *prefixIndex) unhold(m *member, id uint32) (parent uint32) {
 	return parent
 }
 
-func (x *prefixIndex) dropHolder(m *member, id uint32, n *block, rest uint64) {
-	holders := x.store.sets.drop(uint32(rest), m.slot)
+func (x *prefixIndex) dropHolder(m *member, id uint32) {
+	holders := x.store.sets.drop(uint32(x.store.at(id).rest.Load()), m.slot)
 	if holders == 0 {
 		x.store.remove(id)
-	} else if holders != uint32(rest) {
-		n.rest.Store(rest&^(1<<32-1) | uint64(holders))
+	} else {
+		x.store.setHolders(id, holders)
+		x.store.left(id, m.slot)
 	}
 }
 
@@ -150,9 +149,8 @@ func (x *prefixIndex) turn(m *member) {
 // clear forgets all blocks of a member.
 func (x *prefixIndex) clear(m *member) {
 	m.each(func(id uint32) {
-		n := x.store.at(id)
 		if _, ok := x.stateOf(m, id); ok {
-			x.dropHolder(m, id, n, n.rest.Load())
+			x.dropHolder(m, id)
 		}
 	})
 	m.list, m.held, m.current = nil, 0, 0

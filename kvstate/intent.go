@@ -24,12 +24,12 @@ type RewriteTarget struct {
 // SetIntents notes what the cluster wants of a pool's requests. in must not change any more; nil forgets it.
 func (s *State) SetIntents(pool string, in *Intents) { s.intents.Store(pool, in) }
 
-// Priority is that of an objective in a pool; 0 for one that nobody knows.
-func (s *State) Priority(pool, objective string) int32 {
+// Priority is that of an objective in a pool; 0 for one that the cluster does not know.
+func (s *State) Priority(pool, objective string) (priority int32, known bool) {
 	if in := s.intentsOf(pool); in != nil {
-		return in.Objectives[objective]
+		priority, known = in.Objectives[objective]
 	}
-	return 0
+	return priority, known
 }
 
 // Rewritten is the model that a request of a pool goes to instead of the one it asks for, "" if it stays. The first rewrite

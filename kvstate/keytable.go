@@ -2,42 +2,48 @@ package kvstate
 
 import "math/bits"
 
-// keyTable maps the engine's name of a block (its hash) to our number of it: linear probing, 12 bytes a slot, seven to nine
-// tenths full.
+// keyTable maps the engine's name of a block (its hash) to our number of it: linear probing, 12 bytes a slot, 91 to 93 per
+// cent full while it grows. Keys are mixed, and stand in their order: so one that is not there is missed as soon as a larger
+// one is met, and a larger table, which is filled in one pass, costs little enough to grow in small steps.
 type keyTable struct {
-	keys []uint64 // 0: empty
-	ids  []uint32
-	n    int
+	keys  []uint64 // mixed; 0: empty
+	ids   []uint32
+	homes int // slots where keys belong; some more behind take what the last of these have no room for
+	n     int
 }
 
-// zeroKey stands for the key 0, which some simulator may well use.
-const zeroKey = 0x2545f4914f6cdd1d
+const (
+	// zeroKey stands for the key 0, which some simulator may well use.
+	zeroKey = 0x2545f4914f6cdd1d
 
-func (t *keyTable) home(key uint64) int {
-	hi, _ := bits.Mul64(key*0x9e3779b97f4a7c15, uint64(len(t.keys)))
+	keyMix   = 0x9e3779b97f4a7c15
+	keyUnmix = 0xf1de83e19937733d // keyMix * keyUnmix = 1
+
+	keyTail = 64 // slots behind the homes
+)
+
+func mixedKey(key uint64) uint64 {
+	if key == 0 {
+		key = zeroKey
+	}
+	return key * keyMix
+}
+
+func (t *keyTable) home(mixed uint64) int {
+	hi, _ := bits.Mul64(mixed, uint64(t.homes))
 	return int(hi)
 }
 
-func (t *keyTable) slot(key uint64) (int, bool) {
-	if len(t.keys) == 0 {
-		return 0, false
+// slot is where a key is, or else where it is to stand.
+func (t *keyTable) slot(mixed uint64) (i int, found bool) {
+	for i = t.home(mixed); i < len(t.keys) && t.keys[i]-1 < mixed-1; { // 0, an empty one, is the largest then
+		i++
 	}
-	i := t.home(key)
-	for t.keys[i] != 0 && t.keys[i] != key {
-		i = next(i, len(t.keys))
-	}
-	return i, t.keys[i] == key
-}
-
-func notZero(key uint64) uint64 {
-	if key == 0 {
-		return zeroKey
-	}
-	return key
+	return i, i < len(t.keys) && t.keys[i] == mixed
 }
 
 func (t *keyTable) get(key uint64) (id uint32, ok bool) {
-	i, ok := t.slot(notZero(key))
+	i, ok := t.slot(mixedKey(key))
 	if !ok {
 		return 0, false
 	}
@@ -45,74 +51,98 @@ func (t *keyTable) get(key uint64) (id uint32, ok bool) {
 }
 
 func (t *keyTable) put(key uint64, id uint32) {
-	key = notZero(key)
-	i, ok := t.slot(key)
-	if !ok {
-		if (t.n+1)*10 > len(t.keys)*9 {
-			t.resize(t.n + t.n/4 + 8)
-			i, _ = t.slot(key)
-		}
-		t.keys[i] = key
-		t.n++
+	mixed := mixedKey(key)
+	i, ok := t.slot(mixed)
+	if ok {
+		t.ids[i] = id
+		return
 	}
-	t.ids[i] = id
+	if (t.n+1)*100 > t.homes*93 {
+		t.resize(t.n+t.n/10+8, keyTail)
+		i, _ = t.slot(mixed)
+	}
+	end := t.empty(i)
+	for end == len(t.keys) {
+		t.resize(t.homes, 2*(len(t.keys)-t.homes))
+		i, _ = t.slot(mixed)
+		end = t.empty(i)
+	}
+	copy(t.keys[i+1:end+1], t.keys[i:end])
+	copy(t.ids[i+1:end+1], t.ids[i:end])
+	t.keys[i], t.ids[i] = mixed, id
+	t.n++
 }
 
-func (t *keyTable) resize(slots int) {
+// empty is the first empty slot from i on.
+func (t *keyTable) empty(i int) int {
+	for i < len(t.keys) && t.keys[i] != 0 {
+		i++
+	}
+	return i
+}
+
+// resize gives the table other numbers of slots; of those behind the homes it takes more if it must.
+func (t *keyTable) resize(homes, tail int) {
 	old := *t
-	t.keys, t.ids = make([]uint64, slots), make([]uint32, slots)
-	for i, key := range old.keys {
-		if key != 0 {
-			to, _ := t.slot(key)
-			t.keys[to], t.ids[to] = key, old.ids[i]
+	t.homes, t.keys, t.ids = homes, make([]uint64, homes+tail), make([]uint32, homes+tail)
+	at := 0
+	for i, mixed := range old.keys {
+		if mixed == 0 {
+			continue
 		}
+		if at = max(at, t.home(mixed)); at == len(t.keys) {
+			*t = old
+			t.resize(homes, 2*tail)
+			return
+		}
+		t.keys[at], t.ids[at] = mixed, old.ids[i]
+		at++
 	}
 }
 
-// remove takes a key out and moves later ones of its run back, so that no tombstones are needed.
+// remove takes a key out and moves later ones back that are not at home, so that no tombstones are needed.
 func (t *keyTable) remove(key uint64) {
-	i, ok := t.slot(notZero(key))
+	i, ok := t.slot(mixedKey(key))
 	if !ok {
 		return
 	}
 	t.n--
-	size := len(t.keys)
-	for j := next(i, size); t.keys[j] != 0; j = next(j, size) {
-		if home := t.home(t.keys[j]); (j-home+size)%size >= (j-i+size)%size {
-			t.keys[i], t.ids[i] = t.keys[j], t.ids[j]
-			i = j
-		}
+	end := i + 1
+	for end < len(t.keys) && t.keys[end] != 0 && t.home(t.keys[end]) < end {
+		end++
 	}
-	t.keys[i] = 0
-	if size > 64 && t.n*4 < size {
-		t.resize(t.n + t.n/4 + 8)
+	copy(t.keys[i:], t.keys[i+1:end])
+	copy(t.ids[i:], t.ids[i+1:end])
+	t.keys[end-1] = 0
+	if t.homes > 64 && t.n*2 < t.homes {
+		t.resize(t.n+t.n/4+8, keyTail)
 	}
 }
 
 func (t *keyTable) each(f func(key uint64, id uint32)) {
-	for i, key := range t.keys {
-		if key != 0 {
-			f(key, t.ids[i])
+	for i, mixed := range t.keys {
+		if mixed != 0 {
+			f(mixed*keyUnmix, t.ids[i])
 		}
 	}
 }
 
 // keep drops entries whose block is not held any more.
 func (t *keyTable) keep(held func(id uint32) bool) {
-	kept := keyTable{}
-	t.each(func(key uint64, id uint32) {
-		if held(id) {
-			kept.put(key, id)
+	for i, mixed := range t.keys {
+		if mixed != 0 && !held(t.ids[i]) {
+			t.keys[i] = 0
+			t.n--
 		}
-	})
-	*t = kept
+	}
+	t.resize(t.n+t.n/10+8, keyTail)
 }
 
 // removeID takes the key of a block out. It looks at all of them.
 func (t *keyTable) removeID(id uint32) {
-	for i, key := range t.keys {
-		if key != 0 && t.ids[i] == id {
-			t.remove(key)
+	for i, mixed := range t.keys {
+		if mixed != 0 && t.ids[i] == id {
+			t.remove(mixed * keyUnmix)
 			return
 		}
 	}

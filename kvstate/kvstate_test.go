@@ -5,6 +5,7 @@ import (
 	"encoding/binary"
 	"fmt"
 	"math/rand/v2"
+	"slices"
 	"sync"
 	"testing"
 	"testing/synctest"
@@ -34,7 +35,7 @@ func TestRoles(t *testing.T) {
 		require.Equal(t, name, r.String())
 	}
 	_, err := ParseRole("prefil")
-	require.EqualError(t, err, `"prefil" is not a role: one of prefill, decode, both`)
+	require.EqualError(t, err, `"prefil" is not a role: one of prefill, decode, both, encode`)
 	require.Equal(t, "none", Role(0).String())
 }
 
@@ -112,7 +113,7 @@ func TestSetPool(t *testing.T) {
 	var v View
 	s.View(p, prompt, &v)
 	for i, kept := range []bool{true, false, true} {
-		want := Candidate{Endpoint: p.Endpoints()[i], Usable: true, Weight: 100, Speed: 1}
+		want := Candidate{Endpoint: p.Endpoints()[i], Usable: true, Weight: 100, Speed: 1, Transfer: 1}
 		if kept {
 			want.Requests, want.PromptTokens, want.Hit = 1, 10, 8
 		}
@@ -391,4 +392,28 @@ func BenchmarkReserve(b *testing.B) {
 			s.Release(s.Reserve(e, answer(10)))
 		}
 	})
+}
+
+// Endpoints of a group stand together in a view, whoever is taken out of it.
+func TestGroupAt(t *testing.T) {
+	s := New(Options{})
+	var eps []EndpointSpec
+	for i, group := range []string{"b", "", "a", "b", "a", "b"} {
+		eps = append(eps, EndpointSpec{Addr: fmt.Sprint(i), Role: RoleBoth, Group: group})
+	}
+	s.SetPool(PoolSpec{Name: "p"}, eps)
+	var v View
+	s.View(s.Pool("p"), nil, &v)
+	groups := func() (all [][2]int) {
+		for i := range v.Endpoints {
+			from, to := v.GroupAt(i)
+			all = append(all, [2]int{from, to})
+		}
+		return all
+	}
+	require.Equal(t, [][2]int{{0, 1}, {1, 3}, {1, 3}, {3, 6}, {3, 6}, {3, 6}}, groups())
+	v.Endpoints = slices.Delete(v.Endpoints, 2, 4)
+	require.Equal(t, [][2]int{{0, 1}, {1, 2}, {2, 4}, {2, 4}}, groups())
+	v.Grouped = false
+	require.Equal(t, [][2]int{{0, 4}, {0, 4}, {0, 4}, {0, 4}}, groups())
 }

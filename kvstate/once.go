@@ -69,7 +69,8 @@ var ErrNoRoom = errors.New("kvstate: no room for another hand-over")
 // maxHandOvers bounds their number, for small ones that would cost more than their bytes say.
 const maxHandOvers = 1 << 16
 
-// handOverStore keeps KV transfer parameters that are too large for a header, for the moment between two hops.
+// handOverStore keeps KV transfer parameters: those that are too large for a header, for the moment between two hops, or those
+// of a conversation's last turn (turns.go).
 type handOverStore struct {
 	mu    *sync.Mutex
 	max   int
@@ -96,16 +97,34 @@ func (s *State) PutHandOver(params []byte) (ref [16]byte, err error) {
 	return ref, err
 }
 
+// PutHandOverAs is PutHandOver under a reference that whoever takes it knows already.
+func (s *State) PutHandOverAs(ref [16]byte, params []byte) error {
+	err := s.handOvers.putAs(ref, params)
+	if err == nil && s.peers != nil {
+		s.peers.PutHandOver(ref, params)
+	}
+	return err
+}
+
 func (h *handOverStore) put(params []byte) (ref [16]byte, err error) {
+	_, _ = rand.Read(ref[:]) // never fails (crypto/rand)
+	return ref, h.putAs(ref, params)
+}
+
+func (h *handOverStore) putAs(ref [16]byte, params []byte) error { return h.putFor(ref, params, h.ttl) }
+
+func (h *handOverStore) putFor(ref [16]byte, params []byte, ttl time.Duration) error {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	if len(params) > h.max-h.bytes || len(h.held) >= maxHandOvers {
-		return ref, ErrNoRoom
+		return ErrNoRoom
 	}
-	_, _ = rand.Read(ref[:]) // never fails (crypto/rand)
-	h.held[ref] = handOver{append([]byte(nil), params...), time.Now().Add(h.ttl)}
+	if before, ok := h.held[ref]; ok {
+		h.bytes -= len(before.params)
+	}
+	h.held[ref] = handOver{append([]byte(nil), params...), time.Now().Add(ttl)}
 	h.bytes += len(params)
-	return ref, nil
+	return nil
 }
 
 // TakeHandOver returns what is kept under ref, once. What is not here may have been kept by another replica.

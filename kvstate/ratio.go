@@ -5,65 +5,56 @@ import (
 	"time"
 )
 
-// tokenRatio learns how many bytes of a body make a token, as a ratio of decayed sums: large prompts count for what they
-// are, and small ones do not distort it.
-type tokenRatio struct {
-	bytes, tokens atomic.Int64
+// fadingRatio is a ratio of sums in which what was seen long ago counts little: large samples count for what they are, and small
+// ones do not distort it.
+type fadingRatio struct{ above, below atomic.Int64 }
+
+// add takes a sample. Where the lower sum is beyond limit both are halved; two who race there halve twice, which the ratio
+// survives.
+func (d *fadingRatio) add(above, below, limit int64) {
+	d.above.Add(above)
+	if d.below.Add(below) > limit {
+		d.above.Store(d.above.Load() / 2)
+		d.below.Store(d.below.Load() / 2)
+	}
 }
 
-// The start: 4 bytes a token, with the weight of a medium prompt. Beyond ratioCap tokens both sums are halved.
+// The start of bytes per token: 4, with the weight of a medium prompt; and the tokens beyond which old ones are forgotten.
 const (
 	priorTokens = 1000
 	ratioCap    = 1 << 22
 )
 
-func newTokenRatio() *tokenRatio {
-	r := &tokenRatio{}
-	r.bytes.Store(4 * priorTokens)
-	r.tokens.Store(priorTokens)
+func newTokenRatio() *fadingRatio {
+	r := &fadingRatio{}
+	r.add(4*priorTokens, priorTokens, ratioCap)
 	return r
 }
 
 // ObservePrompt tells the pool how many tokens an engine counted for a body of that many bytes.
 func (p *Pool) ObservePrompt(bytes, tokens int64) {
-	if bytes <= 0 || tokens <= 0 || tokens > bytes*4 {
-		return
-	}
-	p.ratio.bytes.Add(bytes)
-	if p.ratio.tokens.Add(tokens) > ratioCap { // two who race here halve twice, which the ratio survives
-		p.ratio.bytes.Store(p.ratio.bytes.Load() / 2)
-		p.ratio.tokens.Store(p.ratio.tokens.Load() / 2)
+	if bytes > 0 && tokens > 0 && tokens <= bytes*4 {
+		p.ratio.add(bytes, tokens, ratioCap)
 	}
 }
 
 // PromptTokens estimates the tokens of a body of that many bytes: between 1 and 16 bytes make one.
 func (p *Pool) PromptTokens(bytes int) int64 {
-	b, t := p.ratio.bytes.Load(), p.ratio.tokens.Load()
-	n := int64(float64(bytes) * float64(t) / float64(b))
+	n := int64(float64(bytes) * float64(p.ratio.below.Load()) / float64(p.ratio.above.Load()))
 	return max(min(n, int64(bytes)), int64(bytes)/16, 1)
 }
 
-// prefillPace learns how long the pool's prefill endpoints take for a token, queue included, as a ratio of decayed sums.
-type prefillPace struct {
-	nanos, tokens atomic.Int64
-}
-
-// paceTokens is how many tokens are seen before the pace counts, and paceCap where both sums are halved.
+// paceTokens is how many tokens are seen before the pace of prefill counts, and paceCap where old ones are forgotten.
 const (
 	paceTokens = 1 << 14
 	paceCap    = 1 << 20
 	paceMargin = 4 // times the mean: a limit that cuts off a healthy endpoint costs more than one that waits for a dead one
 )
 
-// ObservePrefill tells the pool how long a prefill hop over that many tokens took.
+// ObservePrefill tells the pool how long a prefill hop over that many tokens took, queue included.
 func (p *Pool) ObservePrefill(tokens int64, took time.Duration) {
-	if tokens <= 0 || took <= 0 {
-		return
-	}
-	p.pace.nanos.Add(int64(took))
-	if p.pace.tokens.Add(tokens) > paceCap {
-		p.pace.tokens.Store(p.pace.tokens.Load() / 2)
-		p.pace.nanos.Store(p.pace.nanos.Load() / 2)
+	if tokens > 0 && took > 0 {
+		p.pace.add(int64(took), tokens, paceCap)
 	}
 }
 
@@ -71,8 +62,8 @@ func (p *Pool) ObservePrefill(tokens int64, took time.Duration) {
 // says otherwise, but then no less than a quarter of it and no more than sixteen times.
 func (p *Pool) PrefillTime(tokens int64, perToken time.Duration) time.Duration {
 	pace := perToken
-	if seen := p.pace.tokens.Load(); seen >= paceTokens {
-		pace = time.Duration(paceMargin * p.pace.nanos.Load() / seen)
+	if seen := p.pace.below.Load(); seen >= paceTokens {
+		pace = time.Duration(paceMargin * p.pace.above.Load() / seen)
 		pace = max(min(pace, 16*perToken), perToken/4)
 	}
 	return time.Duration(max(tokens, 0)) * pace

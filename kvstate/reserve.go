@@ -127,6 +127,7 @@ func (s *State) unbook(id ReservationID, r reservation, done bool) {
 		r.on.room.give(r.room)
 	}
 	s.changed()
+	defer r.on.load.freedSome() // when the numbers say so
 	switch r.leg {
 	case RolePrefill:
 		job, busy := r.on.queue.remove(id, r.on.stepTokens, now)

@@ -8,6 +8,7 @@ type Signals struct {
 	Waiting  int64     // requests that are not
 	KVUsage  float64   // of the KV cache: 0 empty, 1 full
 	KVTokens int64     // capacity of the KV cache, in tokens
+	Moved    Moved     // KV that it fetched; only ever more, until it starts anew
 	At       time.Time // when it said so; zero: never
 }
 
@@ -50,7 +51,15 @@ func (s *State) ApplyObserved(e *Endpoint, g Signals) bool {
 				next = g.over(*known)
 			}
 		}
+		if next.Moved == (Moved{}) && known != nil {
+			next.Moved = known.Moved
+		}
 		if e.signals.CompareAndSwap(known, &next) {
+			if known != nil && e.Role&RoleDecode != 0 {
+				if d, ok := next.Moved.since(known.Moved); ok {
+					e.learnMoved(d, e.Transfer.TP, s.o.Now().UnixNano())
+				}
+			}
 			return true
 		}
 	}

@@ -67,6 +67,7 @@ type State struct {
 	booked    atomic.Int64
 	spent     spentSet
 	handOvers handOverStore
+	turns     handOverStore // what conversations' last turns left; empty where there are other replicas
 	sessions  *sessionSet
 	peers     Peers    // nil: there are none
 	intents   sync.Map // pool name to *Intents; there are few, and they seldom change
@@ -81,6 +82,7 @@ func New(o Options) *State {
 	}
 	s.spent = newSpentSet(s.o.MaxSpent, s.o.SpentTTL)
 	s.handOvers = newHandOverStore(s.o.MaxHandOverBytes, s.o.HandOverTTL)
+	s.turns = newHandOverStore(maxTurnBytes, 0)
 	s.sessions = newSessionSet(s.o.MaxSessions, s.o.SessionTTL)
 	return s
 }
@@ -102,6 +104,7 @@ func (s *State) Run(ctx context.Context) {
 func (s *State) sweep(now time.Time) {
 	s.sweepReservations(now)
 	s.handOvers.sweep(now)
+	s.turns.sweep(now)
 	s.spent.sweep(now)
 	for _, p := range s.Pools() {
 		p.index.sweep(now)

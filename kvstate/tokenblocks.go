@@ -25,6 +25,14 @@ func FoldExtraKey(extra uint64, key []byte) uint64 {
 	return bits.RotateLeft64(extra, 17)*0x9E3779B185EBCA87 + xxhash.Sum64(key) | 1
 }
 
+// SaltKey is what a request's cache_salt is as an extra key of its first block; 0 for none.
+func SaltKey(salt string) uint64 {
+	if salt == "" {
+		return 0
+	}
+	return FoldExtraKey(0, []byte(salt))
+}
+
 // ChainTokenBlock is the hash of a block and everything before it, from that of the block before and [TokenBlock].
 func ChainTokenBlock(parent, block uint64) uint64 {
 	return (bits.RotateLeft64(parent, 27) ^ block) * 0xff51afd7ed558ccd
@@ -34,7 +42,7 @@ func ChainTokenBlock(parent, block uint64) uint64 {
 type TokenPrompt struct {
 	IDs  []uint32
 	LoRA string // the adapter's name, "" for the base model
-	Salt string // the request's cache_salt
+	Salt uint64 // SaltKey of the request's cache_salt
 }
 
 // Blocks appends the hashes of the prompt's full blocks of blockSize tokens to dst.
@@ -42,10 +50,7 @@ func (p *TokenPrompt) Blocks(dst []uint64, blockSize int) []uint64 {
 	if blockSize <= 0 {
 		return dst
 	}
-	var extra uint64
-	if p.Salt != "" {
-		extra = FoldExtraKey(0, []byte(p.Salt))
-	}
+	extra := p.Salt
 	var room [1024]byte
 	bytes, h := room[:0], TokenRoot(p.LoRA, blockSize)
 	for ids := p.IDs; len(ids) >= blockSize; ids = ids[blockSize:] {

@@ -35,14 +35,14 @@ func TestTokensAreLearnedTurnByTurn(t *testing.T) {
 	require.Zero(t, p.KnownTokens(first))
 
 	turn1 := TokenPrompt{IDs: ids(640, 0)} // 4.5 text blocks of 512 bytes
-	p.LearnTokens(first, 512, 4*512+256, &turn1)
+	s.LearnTokens(p, first, 512, 4*512+256, &turn1)
 	known := p.KnownTokens(second)
 	require.Equal(t, []int{4, 640 * 8 / 9}, []int{known.TextBlocks, known.Tokens})
 	require.Equal(t, turn1.Blocks(nil, 16)[:640*8/9/16], known.Blocks(16))
 	require.Empty(t, known.Blocks(32), "no engine has blocks of 32")
 
 	turn2 := TokenPrompt{IDs: ids(640+1000, 0)}
-	p.LearnTokens(second, 512, 10*512, &turn2)
+	s.LearnTokens(p, second, 512, 10*512, &turn2)
 	require.Equal(t, 640*8/9, p.KnownTokens(first).Tokens, "what was exact stays so")
 	require.Equal(t, 1640, p.KnownTokens(second).Tokens)
 
@@ -71,11 +71,67 @@ func unchain(parent, hash uint64) uint64 {
 	return hash*inverse ^ (parent<<27 | parent>>37)
 }
 
+// toldOf is another replica: it hears what is learned, and nothing else.
+type toldOf struct {
+	Peers
+	learned []LearnedTokens
+}
+
+func (*toldOf) Changed()                           {}
+func (*toldOf) Routed(*Pool, *Endpoint, []uint64)  {}
+func (o *toldOf) Learned(_ *Pool, l LearnedTokens) { o.learned = append(o.learned, l) }
+func (o *toldOf) hashes(i int) (n int) {
+	for _, b := range o.learned[i].Blocks {
+		n += len(b.Hashes)
+	}
+	return n
+}
+
+// What one replica learns of a conversation the others know too, told in as many hashes as a turn is new, as far as they know
+// the text.
+func TestLearnedTokensAreTold(t *testing.T) {
+	told := &toldOf{}
+	s, p, _ := eventPool(Options{})
+	s.Share(told)
+	first, second := long(4, 0, 1), long(10, 4, 2)
+	second = append(append([]uint64(nil), first...), second[4:]...)
+	turn1, turn2 := TokenPrompt{IDs: ids(640, 0)}, TokenPrompt{IDs: ids(640+1000, 0)}
+	require.Nil(t, p.TextOf(nil, first[3], 100), "nobody routed it")
+	s.LearnTokens(p, first, 512, 4*512+256, &turn1)
+	s.LearnTokens(p, second, 512, 10*512, &turn2)
+	s.LearnTokens(p, second, 512, 10*512, &turn2)
+	require.Len(t, told.learned, 2, "what is known is not told again")
+	require.Equal(t, []int{40, 102 - 40*8/9 + 1}, []int{told.hashes(0), told.hashes(1)})
+
+	other, q, _ := eventPool(Options{})
+	other.ApplyLearned(q, &told.learned[0])
+	require.Zero(t, q.KnownTokens(first), "it does not know the text")
+	other.ApplyRouted(q, q.Endpoints()[0], second)
+	require.Equal(t, first, q.TextOf(nil, first[3], 100))
+	require.Nil(t, q.TextOf(nil, second[9], 9), "more than asked for")
+	other.ApplyLearned(q, &told.learned[1])
+	require.Zero(t, q.KnownTokens(second), "it does not know what came before")
+	for range 2 {
+		other.ApplyLearned(q, &told.learned[0])
+		other.ApplyLearned(q, &told.learned[1])
+		for _, text := range [][]uint64{first, second} {
+			require.Equal(t, p.KnownTokens(text).Tokens, q.KnownTokens(text).Tokens)
+			require.Equal(t, p.KnownTokens(text).Blocks(16), q.KnownTokens(text).Blocks(16))
+		}
+	}
+	for _, bad := range []LearnedTokens{
+		{}, {Prompt: first[3], BlockBytes: 512, Bytes: 1, Tokens: -1},
+		{Prompt: second[9], BlockBytes: 512, Bytes: 1 << 30, Tokens: 1 << 30, Blocks: []LearnedBlocks{{}, {Size: 16, From: 1 << 30, Hashes: first}, {Size: -1, Hashes: first}, {Size: 16, From: -1, Hashes: first}}},
+	} {
+		other.ApplyLearned(q, &bad)
+	}
+}
+
 func TestTokenMemoryIsBounded(t *testing.T) {
-	_, p, _ := eventPool(Options{MaxTokenBytes: 100_000})
+	s, p, _ := eventPool(Options{MaxTokenBytes: 100_000})
 	prompts := func(i int) []uint64 { return chain(1, 2, 3, byte(i), byte(i>>8), 4, 5, 6) }
 	for i := range 1000 {
-		p.LearnTokens(prompts(i), 512, 8*512, &TokenPrompt{IDs: ids(1000, uint32(i))})
+		s.LearnTokens(p, prompts(i), 512, 8*512, &TokenPrompt{IDs: ids(1000, uint32(i))})
 		require.Equal(t, 8, p.KnownTokens(prompts(i)).TextBlocks)
 		require.LessOrEqual(t, p.tokens.bytes, 100_000)
 		require.LessOrEqual(t, len(p.tokens.at), 8*len(p.tokens.order))
@@ -87,7 +143,7 @@ func TestTokensAreNotLearnedForNothing(t *testing.T) {
 	s := New(Options{})
 	s.SetPool(PoolSpec{Name: "p"}, pd(1, 0))
 	p := s.Pool("p")
-	p.LearnTokens(long(4, 0, 1), 512, 2048, &TokenPrompt{IDs: ids(100, 0)})
+	s.LearnTokens(p, long(4, 0, 1), 512, 2048, &TokenPrompt{IDs: ids(100, 0)})
 	require.Zero(t, p.KnownTokens(long(4, 0, 1)), "no engine publishes events")
 
 	p.tokens.mu.Lock() // somebody is learning
@@ -125,7 +181,7 @@ func TestEnginesAreTrusted(t *testing.T) {
 		require.Equal(t, 8, hit(), "guessed: the engine cannot have told yet")
 		<-time.After(2 * freshTTL)
 		require.Equal(t, 8, hit(), "nor can it be asked, for nobody knows the tokens")
-		p.LearnTokens(text, 512, 8*512, &prompt)
+		s.LearnTokens(p, text, 512, 8*512, &prompt)
 		require.Zero(t, hit(), "it holds nothing of it")
 
 		e := BlockEvent{Kind: BlocksStored, Root: TokenRoot("", 16), BlockSize: 16}

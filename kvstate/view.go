@@ -1,13 +1,20 @@
 package kvstate
 
-import "time"
+import (
+	"slices"
+	"time"
+)
 
 // View is what a decision is made from: a copy of the numbers at one moment. Reusing one costs no allocation.
 type View struct {
 	Endpoints []Candidate // in the pool's order
 	Grouped   bool        // endpoints of one group stand next to each other; so they do in all views of a State
+	Groups    []int32     // where each group of the pool ends; see GroupAt. Not to be changed
+	Uniform   bool        // within a group only roles tell endpoints apart: no engine, layout or zone is known
 	Load      Utilisation // of the pool
-	scratch   lookup
+
+	Neighbours [][]int32 // of the pool's endpoints, as [View.Beside] has them; nil: there are none
+	scratch    lookup
 }
 
 // Candidate is one endpoint as a decision sees it.
@@ -27,6 +34,8 @@ type Candidate struct {
 	Local time.Duration // work not done yet on prompts that an endpoint which decodes computes itself
 	Share float64       // 0 to 1: of its time that such work lately took
 	Speed float64       // learned: a factor on the cost model's prefill times, 1 as modelled; 0: not known
+
+	Transfer float64 // learned: a factor on the cost model's times of KV transfers to it, 1 as modelled; 0: not known
 }
 
 // View fills v with the pool's endpoints as they are now. hashes are the prompt's blocks, none if hits do not matter.
@@ -38,17 +47,27 @@ type Candidate struct {
 // to be fetched.
 func (s *State) View(p *Pool, hashes []uint64, v *View) {
 	now := s.o.Now()
-	v.Endpoints, v.Grouped = v.Endpoints[:0], true
-	prefills, decodes := p.legs()
-	v.Load = p.load.utilisation(prefills, decodes, now)
+	v.Grouped, v.Groups, v.Uniform, v.Neighbours = true, p.groups, p.uniform, p.neighbours
+	v.Endpoints = slices.Grow(v.Endpoints[:0], len(p.endpoints))[:len(p.endpoints)]
 	nano := now.UnixNano()
+	fleet, moves := p.load.fleetSpeeds(nano)
 	var usable Role
-	for _, e := range p.endpoints {
-		v.Endpoints = append(v.Endpoints, e.candidate(nano, v.Load.Speed))
-		if v.Endpoints[len(v.Endpoints)-1].Usable {
-			usable |= e.Role
+	prefills, decodes := 0, 0
+	for i, e := range p.endpoints {
+		c := &v.Endpoints[i]
+		e.fill(c, nano, fleet, moves)
+		if !c.Usable {
+			continue
+		}
+		usable |= e.Role
+		if e.Role&RolePrefill != 0 {
+			prefills++
+		}
+		if e.Role&RoleDecode != 0 {
+			decodes++
 		}
 	}
+	v.Load = p.load.utilisation(prefills, decodes, now)
 	if usable != RoleBoth {
 		for i := range v.Endpoints {
 			if c := &v.Endpoints[i]; c.Endpoint.Role&^usable != 0 && !c.Endpoint.Paused() && !c.Endpoint.Draining && (c.Endpoint.Role != RolePrefill || !c.Endpoint.hung.Load()) {
@@ -61,6 +80,34 @@ func (s *State) View(p *Pool, hashes []uint64, v *View) {
 	}
 }
 
+// Copy makes v a view of the same moment as another one.
+func (v *View) Copy(of *View) {
+	v.Endpoints = append(v.Endpoints[:0], of.Endpoints...)
+	v.Grouped, v.Groups, v.Uniform, v.Load, v.Neighbours = of.Grouped, of.Groups, of.Uniform, of.Load, of.Neighbours
+}
+
+// GroupAt is where the group of the endpoint in a place begins and ends, in a view that is Grouped; in another, all are one.
+func (v *View) GroupAt(place int) (from, to int) {
+	if !v.Grouped {
+		return 0, len(v.Endpoints)
+	}
+	if n := len(v.Groups); n > 0 && int(v.Groups[n-1]) == len(v.Endpoints) {
+		i, _ := slices.BinarySearch(v.Groups, int32(place+1))
+		if i > 0 {
+			from = int(v.Groups[i-1])
+		}
+		return from, int(v.Groups[i])
+	}
+	group := v.Endpoints[place].Endpoint.Group // some of the pool's endpoints were taken out of the view
+	for from = place; from > 0 && v.Endpoints[from-1].Endpoint.Group == group; {
+		from--
+	}
+	for to = place + 1; to < len(v.Endpoints) && v.Endpoints[to].Endpoint.Group == group; {
+		to++
+	}
+	return from, to
+}
+
 // Hits fills in the hits of another prompt, into a view that stays as it is.
 func (s *State) Hits(p *Pool, hashes []uint64, v *View) {
 	for i := range v.Endpoints {
@@ -71,26 +118,22 @@ func (s *State) Hits(p *Pool, hashes []uint64, v *View) {
 	}
 }
 
-// othersPerToken is how long a prompt token takes that another replica has booked on a prefill endpoint; replicas tell each
-// other tokens, not times.
-const othersPerToken = time.Second / 16000
-
-// candidate is the endpoint as it is now.
-func (e *Endpoint) candidate(now int64, fleet float64) Candidate {
-	c := Candidate{
-		Endpoint: e, Usable: !e.failed.Load() && !e.Paused() && !e.Draining, Weight: e.Weight(),
-		Requests:     e.requests.Load() + e.othersRequests.Load(),
-		PromptTokens: e.tokens.Load() + e.othersTokens.Load(),
-		Jobs:         e.queue.n.Load(), Queue: e.queue.ahead(now), Speed: e.speedWithin(fleet),
-	}
+// fill makes c the endpoint as it is now. It writes field by field: to copy what was just written takes longer than that.
+func (e *Endpoint) fill(c *Candidate, now int64, fleet, moves float64) {
+	c.Endpoint, c.Hit, c.Session = e, 0, 0
+	c.Usable = !e.failed.Load() && !e.Paused() && !e.Draining
+	c.Weight = e.Weight()
+	c.Requests, c.PromptTokens = e.requests.Load(), e.tokens.Load()
+	c.Jobs, c.Queue = e.queue.n.Load(), e.queue.ahead(now)
+	c.Speed, c.Transfer = e.speedWithin(fleet), e.transferWithin(moves, now)
 	c.Local, c.Share = e.local.ahead(now)
-	if others := e.othersTokens.Load(); others > 0 && e.Role == RolePrefill {
-		c.Queue += time.Duration(float64(others) * float64(othersPerToken) * fleet)
+	if others := e.others.Load(); others != nil {
+		others.addTo(c, now)
 	}
+	c.Trust = 0
 	if c.Signals = e.signals.Load(); c.Signals != nil {
 		c.Trust = c.Signals.Trust(time.Unix(0, now))
 	}
-	return c
 }
 
 // Prefills reports whether any endpoint of the view can prefill now.
@@ -101,22 +144,6 @@ func (v *View) Prefills() bool {
 		}
 	}
 	return false
-}
-
-// legs counts the endpoints that can serve either leg, without those that failed or are paused or draining.
-func (p *Pool) legs() (prefills, decodes int) {
-	for _, e := range p.endpoints {
-		if e.failed.Load() || e.Paused() || e.Draining {
-			continue
-		}
-		if e.Role&RolePrefill != 0 {
-			prefills++
-		}
-		if e.Role&RoleDecode != 0 {
-			decodes++
-		}
-	}
-	return prefills, decodes
 }
 
 // Routed notes that an endpoint will hold the prompt's blocks: it was just sent the prompt. Bursts of requests with one

@@ -2,6 +2,7 @@ package kvstate
 
 import (
 	"math"
+	"slices"
 	"sync"
 	"time"
 )
@@ -15,6 +16,12 @@ type workload struct {
 	local   decayed   // and on endpoints that decode, for prompts of their own
 	work    mean      // of a prefill, seconds
 	speed   speed
+	moves   transfers
+	freed   chan struct{} // holds a token when a booking has ended since it was taken
+
+	othersPrefill, othersLocal float64 // seconds of work a second that other replicas book
+	movedBytes, movedTokens    float64 // of KV transfers
+	zoned                      bool    // endpoints run in several zones
 }
 
 // loadWindow is how far back a pool's utilisation looks.
@@ -28,9 +35,26 @@ type Utilisation struct {
 	Local   float64       // 0 to 1: of the endpoints that decode, for prompts they compute themselves
 	Work    time.Duration // mean of a prefill, at the endpoints' speed
 	Speed   float64       // of the fleet, as observed over modelled time; 1: as the cost model has it
+
+	TokenBytes float64 // of KV for one token, as observed; 0: not known
 }
 
-func newWorkload() *workload { return &workload{} }
+func newWorkload() *workload { return &workload{freed: make(chan struct{}, 1)} }
+
+// freedSome notes that a booking has ended.
+func (w *workload) freedSome() {
+	if w == nil {
+		return
+	}
+	select {
+	case w.freed <- struct{}{}:
+	default: // nobody has looked since the last one
+	}
+}
+
+// Freed gets a value when a booking of the pool has ended here, or others who wait at other replicas have become others, since the
+// last value was taken. It is for one reader.
+func (p *Pool) Freed() <-chan struct{} { return p.load.freed }
 
 // booked counts a prefill.
 func (w *workload) booked(b Booking, work time.Duration, now time.Time) {
@@ -47,21 +71,47 @@ func (w *workload) booked(b Booking, work time.Duration, now time.Time) {
 	w.work.add(work.Seconds())
 }
 
-// utilisation is the state of things over so many endpoints of either kind. In its first minutes a sum that looks back
-// one minute has not seen one yet.
+// rates are the seconds of work booked a second, on endpoints that prefill and on endpoints that decode. In the first minutes
+// a sum that looks back one minute has not seen one yet. w.mu is held.
+func (w *workload) rates(now time.Time) (prefill, local float64) {
+	if w.since.IsZero() {
+		return 0, 0
+	}
+	seen := loadWindow.Seconds() * (1 - math.Exp(-max(now.Sub(w.since), time.Second).Seconds()/loadWindow.Seconds()))
+	return w.prefill.value(loadWindow, now) / seen, w.local.value(loadWindow, now) / seen
+}
+
+// fleetSpeed is [Utilisation.Speed].
+func (w *workload) fleetSpeed() float64 {
+	prefill, _ := w.fleetSpeeds(0)
+	return prefill
+}
+
+// fleetSpeeds are [Utilisation.Speed] and the pool's own [Candidate.Transfer].
+func (w *workload) fleetSpeeds(now int64) (prefill, transfer float64) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return w.speed.ratio(1), w.moves.ratio(1, now)
+}
+
+// setZones notes whether endpoints run in several zones.
+func (w *workload) setZones(all []*Endpoint) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.zoned = slices.ContainsFunc(all, func(e *Endpoint) bool { return e.Zone != all[0].Zone })
+}
+
+// utilisation is the state of things over so many endpoints of either kind, with what all replicas book.
 func (w *workload) utilisation(prefills, decodes int, now time.Time) Utilisation {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	u := Utilisation{Prefills: prefills, Decodes: decodes, Work: time.Duration(w.work.value * float64(time.Second)), Speed: w.speed.ratio(1)}
-	if w.since.IsZero() {
-		return u
+	prefill, local := w.rates(now)
+	return Utilisation{
+		Prefills: prefills, Decodes: decodes, Work: time.Duration(w.work.value * float64(time.Second)), Speed: w.speed.ratio(1),
+		TokenBytes: w.tokenBytes(),
+		Prefill:    min((prefill+w.othersPrefill)/float64(max(prefills, 1)), 1),
+		Local:      min((local+w.othersLocal)/float64(max(decodes, 1)), 1),
 	}
-	seen := 1 - math.Exp(-max(now.Sub(w.since), time.Second).Seconds()/loadWindow.Seconds())
-	share := func(d *decayed, n int) float64 {
-		return min(d.value(loadWindow, now)/loadWindow.Seconds()/seen/float64(max(n, 1)), 1)
-	}
-	u.Prefill, u.Local = share(&w.prefill, prefills), share(&w.local, decodes)
-	return u
 }
 
 // mean is an average in which a new value weighs one in a hundred, and the first hundred weigh alike.

@@ -16,6 +16,7 @@ type Explanation struct {
 	Refused     string    `json:"refused,omitempty"` // why nothing was chosen
 	Load        float64   `json:"load"`              // utilisation of the endpoints that prefill, 0 to 1
 	SecondCosts float64   `json:"second_costs"`      // what a second of prefill costs everybody else at that load
+	TokenBytes  float64   `json:"token_bytes"`       // of KV for one token: what is moved
 	Candidates  []Weighed `json:"candidates"`        // in the view's order
 }
 
@@ -27,7 +28,8 @@ type Weighed struct {
 	Out      string        `json:"out,omitempty"` // why it was left out: failed, paused, failed_request, model
 	Hit      int           `json:"hit_blocks"`
 	Prefill  *PrefillPrice `json:"prefill,omitempty"`
-	Transfer float64       `json:"transfer,omitempty"` // to it, from within its zone
+	Transfer float64       `json:"transfer,omitempty"`         // to it, from within its zone
+	Learned  float64       `json:"transfer_learned,omitempty"` // how many times the modelled time transfers to it take; absent: as modelled
 	Decode   *DecodePrice  `json:"decode_leg,omitempty"`
 	Alone    *AlonePrice   `json:"alone,omitempty"`
 	Busy     bool          `json:"busy,omitempty"` // its answers would suffer more from decode alone than they may
@@ -38,7 +40,7 @@ func (k *Picker) Explain(r *Request, v *kvstate.View) Explanation {
 	c, err := k.Pick(r, v)
 	prefills, decodes := k.survey(r, v)
 	t := k.terms(r, v, prefills, decodes)
-	e := Explanation{Load: v.Load.Prefill, SecondCosts: t.others}
+	e := Explanation{Load: v.Load.Prefill, SecondCosts: t.others, TokenBytes: t.moveToken * k.Model.Bandwidth}
 	if err != nil {
 		e.Refused = err.Error()
 	} else {
@@ -59,13 +61,16 @@ func (k *Picker) weigh(r *Request, t *terms, c *kvstate.Candidate) Weighed {
 		return w
 	}
 	if c.Endpoint.Role&kvstate.RolePrefill != 0 {
-		p := t.prefill(c)
-		w.Prefill = &p
+		w.Prefill = &PrefillPrice{}
+		t.prefill(c, w.Prefill)
 	}
 	if c.Endpoint.Role&kvstate.RoleDecode != 0 {
-		d := t.decode(c)
-		a, allowed := t.alone(c)
-		w.Decode, w.Transfer, w.Alone, w.Busy = &d, t.transfer(c, true), &a, !allowed
+		if c.Transfer != 1 {
+			w.Learned = c.Transfer
+		}
+		w.Decode, w.Transfer, w.Alone = &DecodePrice{}, t.transfer(c, true), &AlonePrice{}
+		t.decode(c, w.Decode)
+		w.Busy = !t.alone(c, w.Alone)
 	}
 	return w
 }

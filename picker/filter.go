@@ -12,6 +12,8 @@ const (
 	outPaused   = "paused"         // by its configuration or by an operator
 	outExcluded = "failed_request" // it failed this request
 	outModel    = "model"          // others say that they serve the model, it says that it does not
+	outLoRA     = "lora"           // others are configured to hold the adapter, it is not
+	outLabels   = "labels"         // it does not bear those that the request asks for
 )
 
 // why says for what reason an endpoint is left out; "" if it is not.
@@ -23,27 +25,54 @@ func (k *Picker) why(r *Request, c *kvstate.Candidate) string {
 		return outFailed
 	case len(r.Excluded) > 0 && slices.Contains(r.Excluded, c.Endpoint.Addr):
 		return outExcluded
-	case k.told && !serves(c, r.Model):
+	case k.told && !k.placed && !serves(c, r.Model):
 		return outModel
+	}
+	return k.lacks(r, c)
+}
+
+// lacks says what an endpoint would have to have to serve the request at all, whatever happens to the others; "" if it has.
+func (k *Picker) lacks(r *Request, c *kvstate.Candidate) string {
+	if k.placed && !c.Endpoint.HasLoRA(r.Model) && !says(c, r.Model) {
+		return outLoRA
+	}
+	if !bears(c, r.Labels) {
+		return outLabels
 	}
 	return ""
 }
 
-// serves reports whether an endpoint said that it serves a model or an adapter. One that was not asked yet may.
-func serves(c *kvstate.Candidate, model string) bool {
-	ids := c.Endpoint.Models()
-	return len(ids) == 0 || slices.Contains(ids, model)
+// says reports whether an endpoint said that it serves a model or an adapter.
+func says(c *kvstate.Candidate, model string) bool {
+	return slices.Contains(c.Endpoint.Models(), model)
 }
 
-// survey counts the endpoints that can serve either leg, and notes whether any of them said that it serves the model:
-// where none did, what they say is no reason to refuse all.
+// serves is says, but one that was not asked yet may.
+func serves(c *kvstate.Candidate, model string) bool {
+	return len(c.Endpoint.Models()) == 0 || says(c, model)
+}
+
+// bears reports whether an endpoint has all of the labels.
+func bears(c *kvstate.Candidate, labels []string) bool {
+	for _, l := range labels {
+		if !c.Endpoint.HasLabel(l) {
+			return false
+		}
+	}
+	return true
+}
+
+// survey counts the endpoints that can serve either leg, and notes whether any of them said that it serves the model, or is
+// configured to hold it as an adapter: where none did, what they say is no reason to refuse all.
 func (k *Picker) survey(r *Request, v *kvstate.View) (prefills, decodes int) {
-	k.told = false
+	k.told, k.partly, k.placed = false, false, false
 	if v.Load.Prefills+v.Load.Decodes > 0 && r.Model == "" {
 		return v.Load.Prefills, v.Load.Decodes
 	}
 	for i := range v.Endpoints {
 		c := &v.Endpoints[i]
+		k.placed = k.placed || r.Model != "" && c.Endpoint.HasLoRA(r.Model)
+		k.partly = k.partly || r.Model != "" && !serves(c, r.Model)
 		if !c.Usable {
 			continue
 		}
@@ -53,8 +82,8 @@ func (k *Picker) survey(r *Request, v *kvstate.View) (prefills, decodes int) {
 		if c.Endpoint.Role&kvstate.RoleDecode != 0 {
 			decodes++
 		}
-		if r.Model != "" && !k.told {
-			k.told = slices.Contains(c.Endpoint.Models(), r.Model)
+		if r.Model != "" {
+			k.told = k.told || says(c, r.Model)
 		}
 	}
 	return prefills, decodes

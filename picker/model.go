@@ -1,6 +1,10 @@
 package picker
 
-import "math"
+import (
+	"math"
+
+	"tandem/kvstate"
+)
 
 // Model is what work costs on the engines of a pool: seconds for tokens. Its prefill times are corrected by what is
 // learned of each endpoint (kvstate.Candidate.Speed), so it is the shape that matters most. [DefaultModel] has the figures
@@ -19,6 +23,7 @@ type Model struct {
 
 	TokenBytes  float64 // of KV for one token
 	Bandwidth   float64 // of a transfer within a zone, or where zones are not known, bytes/s
+	NodeGain    float64 // how many times faster one within a machine is; at least 1
 	ZoneGap     float64 // how many times slower one between two zones is; at least 1
 	TransferLag float64 // of a transfer, however short, s
 }
@@ -28,7 +33,7 @@ func DefaultModel() Model {
 	return Model{
 		PrefillStep: 0.005, PrefillToken: 1.0 / 16000, PrefillContext: 1.3e-9, StepTokens: 8192,
 		DecodeStep: 0.012, DecodeAnswer: 0.0001, DecodeToken: 2e-8, KVTokens: 1e6, MaxAnswers: 256,
-		TokenBytes: 160e3, Bandwidth: 25e9, ZoneGap: 10, TransferLag: 0.010,
+		TokenBytes: kvstate.TokenBytes, Bandwidth: kvstate.TransferBandwidth, NodeGain: 2, ZoneGap: 10, TransferLag: kvstate.TransferLag.Seconds(),
 	}
 }
 
@@ -43,15 +48,6 @@ func (m *Model) steps(tokens float64) float64 { return math.Ceil(tokens / m.Step
 // decode is the time of one step of a batch of so many answers with so much KV: every one of them gets one token.
 func (m *Model) decode(answers, kv float64) float64 {
 	return m.DecodeStep + m.DecodeAnswer*answers + m.DecodeToken*kv
-}
-
-// transfer is the time to bring the KV of so many tokens to the other endpoint.
-func (m *Model) transfer(tokens float64, near bool) float64 {
-	seconds := tokens * m.TokenBytes / m.Bandwidth
-	if !near {
-		seconds *= m.ZoneGap
-	}
-	return m.TransferLag + seconds
 }
 
 // FullStep is the time of one full prefill step: how much work an endpoint should have ahead so as not to run dry.

@@ -14,9 +14,7 @@ func (k *Picker) pair(r *Request, v *kvstate.View, t *terms) Choice {
 	total := grown(&k.total, n)
 	best := math.Inf(1)
 	for from, to := 0, 0; from < n; from = to {
-		for to = from + 1; to < n && (!v.Grouped || v.Endpoints[to].Endpoint.Group == v.Endpoints[from].Endpoint.Group); {
-			to++
-		}
+		_, to = v.GroupAt(from)
 		best = min(best, k.group(v, t, from, to))
 	}
 	tie := tie{at: -1, limit: best + sameTime, chance: r.Rand}
@@ -36,7 +34,7 @@ func (k *Picker) pair(r *Request, v *kvstate.View, t *terms) Choice {
 // each P costs with its cheapest D, and returns the least of these.
 func (k *Picker) group(v *kvstate.View, t *terms, from, to int) float64 {
 	k.kinds, k.zones = append(k.kinds[:0], kind{group: v.Endpoints[from].Endpoint.Group}), append(k.zones[:0], "")
-	for i := from; i < to; i++ {
+	for i := from; i < to && !(v.Uniform && v.Grouped); i++ {
 		e, p := &v.Endpoints[i].Endpoint.EndpointSpec, &k.prices[i]
 		p.kind, p.zone = 0, 0
 		if !v.Grouped || e.Engine != "" || e.Layout != "" || e.Zone != "" { // mostly nothing is known that tells them apart
@@ -48,7 +46,7 @@ func (k *Picker) group(v *kvstate.View, t *terms, from, to int) float64 {
 	for p := from; p < to; p++ {
 		k.total[p] = math.Inf(1)
 		if price := k.prices[p].prefill; price < math.Inf(1) {
-			k.total[p] = price + k.cheapest(p)
+			k.total[p] = price + min(k.cheapest(p), k.beside(v, t, p))
 			best = min(best, k.total[p])
 		}
 	}

@@ -15,7 +15,14 @@ type Request struct {
 	Model        string   // as the client named it; "": any
 	Split        bool     // may be split over two endpoints
 	Excluded     []string // addresses that failed this request
+	Labels       []string // that its endpoints must bear, as name=value
 	Rand         uint64   // decides between equals
+
+	Targets
+	Waited   float64 // of the time for them, s
+	Miss     Miss    // what becomes of it where they cannot be met
+	Priority int32   // in a [Queue]: higher ones go first, those below 0 give way
+	Flow     uint64  // in a [Queue]: whose it is, for those who share it to get the same; 0: nobody's in particular
 }
 
 // Choice is a decision, as positions in the view.
@@ -27,6 +34,13 @@ type Choice struct {
 	Uncached     int64   // tokens that the endpoint which prefills has to compute
 	Work         float64 // of that, seconds as the model has them
 	Price        float64 // of the choice, seconds
+	Choosy       bool    // not every endpoint serves the model
+	Named        bool    // nor need one that comes: who chooses again has to name it again
+
+	// Of requests with targets, seconds:
+	FirstToken float64 // until the first token, from now
+	TokenTime  float64 // from one to the next
+	Hold       bool    // the targets are not met now, the request wants to wait for that ([MissWait]), and it may come
 }
 
 // PrefillBooking is what to book on the prefill endpoint.
@@ -73,6 +87,9 @@ func DefaultPolicy() Policy {
 type Picker struct {
 	Policy
 	told     bool     // some endpoint said that it serves the request's model
+	partly   bool     // some endpoint said that it does not
+	placed   bool     // some endpoint is configured to hold it, as an adapter
+	hurry    bool     // the times that this request has targets for count, and nothing else
 	prices   []prices // by position
 	total    []float64
 	kinds    []kind
@@ -93,7 +110,18 @@ const sameTime = 0.001
 
 // Pick chooses the endpoints of a request. Without a prefill endpoint that fits, decode works alone; without a decode
 // endpoint it is [ErrNoEndpoint]. Endpoints that failed this request are taken only when there is no other to decode.
+// With targets that nothing meets it may be [ErrMissed].
 func (k *Picker) Pick(r *Request, v *kvstate.View) (Choice, error) {
+	c, err := k.pick(r, v)
+	if err == nil && r.Targets != (Targets{}) {
+		c, err = k.towards(r, v, c)
+	}
+	c.Choosy, c.Named = k.told && k.partly || k.placed, k.told || k.placed
+	return c, err
+}
+
+// pick is Pick by price alone.
+func (k *Picker) pick(r *Request, v *kvstate.View) (Choice, error) {
 	t := k.weighAll(r, v)
 	pair := none()
 	if r.Split && k.Split != SplitNever {
@@ -111,7 +139,7 @@ func (k *Picker) Pick(r *Request, v *kvstate.View) (Choice, error) {
 	case pair.Prefill >= 0 && (alone.Decode < 0 || alone.Uncached >= k.MinPrefillTokens && alone.Price >= pair.Price):
 		return pair, nil
 	case alone.Decode < 0:
-		k.weighDesperate(v, &t)
+		k.weighDesperate(r, v, &t)
 		alone = k.alone(r, v, &t, true)
 	}
 	if alone.Decode < 0 {
@@ -126,7 +154,7 @@ func (k *Picker) PickDecode(r *Request, v *kvstate.View, prefill int) (int, erro
 	t := k.weighAll(r, v)
 	d := k.partner(r, v, &t, prefill)
 	if d < 0 {
-		k.weighDesperate(v, &t)
+		k.weighDesperate(r, v, &t)
 		d = k.partner(r, v, &t, prefill)
 	}
 	if d < 0 {
@@ -147,36 +175,43 @@ func (k *Picker) weighAll(r *Request, v *kvstate.View) terms {
 }
 
 func (k *Picker) reweigh(r *Request, v *kvstate.View, t *terms) {
-	simple := len(r.Excluded) == 0 && !k.told
-	nothing := prices{prefill: math.Inf(1), decode: math.Inf(1), alone: math.Inf(1)}
+	simple := len(r.Excluded) == 0 && !k.told && !k.placed && len(r.Labels) == 0
+	inf := math.Inf(1)
 	all := grown(&k.prices, len(v.Endpoints))
 	for i := range v.Endpoints {
-		c := &v.Endpoints[i]
-		all[i] = nothing
+		c, p := &v.Endpoints[i], &all[i]
+		p.prefill, p.decode, p.alone, p.near, p.busy, p.kind, p.zone = inf, inf, inf, 0, false, 0, 0
 		if simple && c.Usable || k.why(r, c) == "" {
-			t.weigh(c, &all[i])
+			t.weigh(c, p)
 		}
 	}
 }
 
-// weighDesperate prices for decode also those that failed this request or do not say that they serve its model.
-func (k *Picker) weighDesperate(v *kvstate.View, t *terms) {
+// weighDesperate prices for decode also those that failed this request or do not say that they serve its model. Those
+// that lack what it needs stay out.
+func (k *Picker) weighDesperate(r *Request, v *kvstate.View, t *terms) {
 	for i := range v.Endpoints {
-		if c, p := &v.Endpoints[i], &k.prices[i]; c.Usable && math.IsInf(p.decode, 1) {
+		if c, p := &v.Endpoints[i], &k.prices[i]; c.Usable && math.IsInf(p.decode, 1) && k.lacks(r, c) == "" {
 			t.weigh(c, p)
 		}
 	}
 }
 
 func (t *terms) weigh(c *kvstate.Candidate, p *prices) {
-	if c.Endpoint.Role&kvstate.RolePrefill != 0 {
-		p.prefill = t.prefill(c).sum()
+	role := c.Endpoint.Role
+	if role&kvstate.RolePrefill != 0 {
+		var price PrefillPrice
+		t.prefill(c, &price)
+		p.prefill = price.sum()
 	}
-	if c.Endpoint.Role&kvstate.RoleDecode != 0 {
-		p.decode = t.decode(c).sum()
+	if role&kvstate.RoleDecode != 0 {
+		var price DecodePrice
+		t.decode(c, &price)
+		p.decode = price.sum()
 		if !t.always {
-			alone, allowed := t.alone(c)
-			p.alone, p.busy = alone.sum(), !allowed
+			var price AlonePrice
+			p.busy = !t.alone(c, &price)
+			p.alone = price.sum()
 		}
 	}
 }
@@ -205,21 +240,34 @@ func (k *Picker) alone(r *Request, v *kvstate.View, t *terms, noOther bool) Choi
 func (k *Picker) partner(r *Request, v *kvstate.View, t *terms, prefill int) int {
 	var from kind
 	zone := ""
+	first, end := 0, len(v.Endpoints)
 	if prefill >= 0 {
 		from, zone = kindOf(&v.Endpoints[prefill]), v.Endpoints[prefill].Endpoint.Zone
+		first, end = v.GroupAt(prefill)
 	}
 	best := math.Inf(1)
 	total := grown(&k.total, len(v.Endpoints))
-	for d := range v.Endpoints {
+	for d := range total {
 		total[d] = math.Inf(1)
-		if c := &v.Endpoints[d]; k.prices[d].decode < math.Inf(1) && d != prefill && (prefill < 0 || from.pairsWith(c)) {
-			total[d] = k.prices[d].near
-			if near := agree(zone, c.Endpoint.Zone); !near || total[d] == 0 {
-				total[d] = k.prices[d].decode + t.transfer(c, near)
-			}
-			best = min(best, total[d])
-		}
 	}
+	for d := first; d < end; d++ {
+		p := &k.prices[d]
+		if p.decode == math.Inf(1) || d == prefill {
+			continue
+		}
+		c, near := &v.Endpoints[d], true
+		if !v.Uniform || !v.Grouped {
+			if prefill >= 0 && !from.pairsWith(c) {
+				continue
+			}
+			near = agree(zone, c.Endpoint.Zone)
+		}
+		if total[d] = p.near; !near || p.near == 0 {
+			total[d] = p.decode + t.transfer(c, near)
+		}
+		best = min(best, total[d])
+	}
+	best = min(best, k.besideEach(v, t, prefill, total))
 	tie := tie{at: -1, limit: best + sameTime, chance: r.Rand >> 32}
 	for d, price := range total {
 		if price <= tie.limit {

@@ -14,6 +14,24 @@ import (
 	"tandem/kvstate"
 )
 
+// neighbours are those of a view, by hand.
+func neighbours(v *kvstate.View) [][]int32 {
+	out := make([][]int32, len(v.Endpoints))
+	for p := range v.Endpoints {
+		for d := range v.Endpoints {
+			if v.Endpoints[d].Endpoint.Role&kvstate.RoleDecode != 0 && p != d && sameNode(v, p, d) {
+				out[p] = append(out[p], int32(d))
+			}
+		}
+	}
+	return out
+}
+
+func sameNode(v *kvstate.View, p, d int) bool {
+	a, b := v.Endpoints[p].Endpoint.Node, v.Endpoints[d].Endpoint.Node
+	return a == b && a != ""
+}
+
 // randomCase makes a small fleet with many ties, and a request.
 func randomCase(r *rand.Rand) (*Request, *kvstate.View, Policy) {
 	v := &kvstate.View{}
@@ -24,15 +42,17 @@ func randomCase(r *rand.Rand) (*Request, *kvstate.View, Policy) {
 		}
 		return []string{"", prefix + "a", prefix + "b"}[r.IntN(3)]
 	}
+	groups := [][]string{{""}, {"a", "a", "b"}}[r.IntN(2)]
 	for i := range r.IntN(9) {
 		c := kvstate.Candidate{
 			Endpoint: &kvstate.Endpoint{EndpointSpec: kvstate.EndpointSpec{
-				Addr: fmt.Sprint("10.0.0.", i, ":80"), Role: kvstate.Role(1 + r.IntN(3)), Group: string(rune('a' + r.IntN(3)/2)), Zone: name("z"),
+				Addr: fmt.Sprint("10.0.0.", i, ":80"), Role: kvstate.Role(1 + r.IntN(3)), Group: groups[r.IntN(len(groups))], Zone: name("z"),
 			}},
 			Usable: r.IntN(6) > 0, PromptTokens: 500 * r.Int64N(4), Hit: r.IntN(5),
 		}
 		if odd == 2 {
 			c.Endpoint.Engine, c.Endpoint.Layout = name("e"), name("l")
+			c.Transfer = []float64{0, 1, 5}[r.IntN(3)]
 			c.Share, c.Speed = float64(r.IntN(2))*.6, []float64{0, 1, 3}[r.IntN(3)]
 		}
 		if c.Endpoint.Role&kvstate.RolePrefill != 0 {
@@ -44,9 +64,14 @@ func randomCase(r *rand.Rand) (*Request, *kvstate.View, Policy) {
 			c.PromptTokens += int64(r.IntN(8)/7) * 990_000
 		}
 		c.Requests = c.Jobs + r.Int64N(3)
+		if odd > 0 {
+			c.Endpoint.Node = []string{"", "na", "nb"}[(odd*i+len(groups))%3]
+		}
 		v.Endpoints = append(v.Endpoints, c)
 	}
+	v.Neighbours = neighbours(v)
 	v.Load = kvstate.Utilisation{Prefill: []float64{0, .5, .8, 1}[r.IntN(4)], Local: []float64{0, .3}[r.IntN(2)], Work: time.Duration(r.IntN(2)) * 300 * time.Millisecond}
+	v.Load.TokenBytes = []float64{0, 0, 2e6}[r.IntN(3)]
 	q := &Request{PromptTokens: []int64{0, 20, 1000, 2000, 30_000}[r.IntN(5)], Blocks: 4 * r.IntN(2), Split: r.IntN(4) > 0}
 	for _, c := range v.Endpoints {
 		if r.IntN(5) == 0 {
@@ -91,6 +116,13 @@ func TestPickAgainstTwin(t *testing.T) {
 		r, v, policy := randomCase(rand.New(rand.NewPCG(seed, 7)))
 		if seed%2 == 0 {
 			group(v)
+			if seed%4 == 0 {
+				v.Groups = groupEnds(v)
+			}
+			v.Neighbours = neighbours(v)
+			v.Uniform = !slices.ContainsFunc(v.Endpoints, func(c kvstate.Candidate) bool {
+				return c.Endpoint.Engine+c.Endpoint.Layout+c.Endpoint.Zone != ""
+			})
 		}
 		want := sorted((&twin{r, v, policy}).pick())
 		got := winners(t, &Picker{Policy: policy}, r, v, 40*max(len(want), 1))
@@ -122,6 +154,16 @@ func group(v *kvstate.View) {
 	v.Grouped = true
 }
 
+// groupEnds are the groups of a view whose endpoints are grouped.
+func groupEnds(v *kvstate.View) (ends []int32) {
+	for i := range v.Endpoints {
+		if i+1 == len(v.Endpoints) || v.Endpoints[i+1].Endpoint.Group != v.Endpoints[i].Endpoint.Group {
+			ends = append(ends, int32(i+1))
+		}
+	}
+	return ends
+}
+
 // What must not matter does not: the order of endpoints, and how those fare who were not chosen anyway.
 func TestPickRelations(t *testing.T) {
 	for seed := range uint64(400) {
@@ -145,7 +187,7 @@ func TestPickRelations(t *testing.T) {
 		}
 		pick := func(v *kvstate.View) []string { return names(winners(t, k, r, v, 300), v) }
 		changed := func(change func(i int, c *kvstate.Candidate)) *kvstate.View {
-			next := &kvstate.View{Endpoints: slices.Clone(v.Endpoints), Load: v.Load}
+			next := &kvstate.View{Endpoints: slices.Clone(v.Endpoints), Load: v.Load, Neighbours: v.Neighbours}
 			for i := range next.Endpoints {
 				change(i, &next.Endpoints[i])
 			}
@@ -158,6 +200,7 @@ func TestPickRelations(t *testing.T) {
 		random.Shuffle(len(shuffled.Endpoints), func(i, j int) {
 			shuffled.Endpoints[i], shuffled.Endpoints[j] = shuffled.Endpoints[j], shuffled.Endpoints[i]
 		})
+		shuffled.Neighbours = neighbours(shuffled)
 		require.Equal(t, names(before, v), pick(shuffled), "seed %d: the order of endpoints", seed)
 		require.Equal(t, names(before, v), pick(changed(func(i int, c *kvstate.Candidate) {
 			if !chosen(i) {
@@ -213,6 +256,18 @@ func TestPickDecode(t *testing.T) {
 	d, err = k.PickDecode(&Request{}, v, -1)
 	require.NoError(t, err, "where P is not known any more, the group is not either")
 	require.Contains(t, []int{5, 7}, d)
+
+	v = fleet(8, 2)
+	group(v)
+	v.Groups, v.Uniform = groupEnds(v), true
+	require.Equal(t, []int32{4, 8}, v.Groups)
+	for chance := range uint64(20) {
+		for prefill, want := range map[int][]int{0: {2, 3}, 5: {6, 7}} {
+			d, err = k.PickDecode(&Request{Rand: chance << 40}, v, prefill)
+			require.NoError(t, err)
+			require.Contains(t, want, d, "of the group that begins where the other ends")
+		}
+	}
 }
 
 // always is a picker that splits everything.
@@ -240,7 +295,7 @@ func fleet(n, groups int) *kvstate.View {
 func TestPickAllocates(t *testing.T) {
 	for _, groups := range []int{1, 16} {
 		for _, split := range []Split{SplitAlways, SplitAuto, SplitNever} {
-			v, k := loaded(64, groups), &Picker{Policy: DefaultPolicy()}
+			v, k := loadedFleet(64, groups), &Picker{Policy: DefaultPolicy()}
 			k.Split = split
 			r := &Request{PromptTokens: 1000, Blocks: 10, Split: true, Excluded: []string{"10.0.0.3:8000"}}
 			require.Zero(t, testing.AllocsPerRun(100, func() {
@@ -262,8 +317,8 @@ func TestPickAllocates(t *testing.T) {
 	}))
 }
 
-// loaded is a fleet at work.
-func loaded(n, groups int) *kvstate.View {
+// loadedFleet is a fleet at work.
+func loadedFleet(n, groups int) *kvstate.View {
 	v, random := fleet(n, groups), rand.New(rand.NewPCG(1, 1))
 	group(v)
 	for i := range v.Endpoints {
@@ -273,65 +328,4 @@ func loaded(n, groups int) *kvstate.View {
 	}
 	v.Load = kvstate.Utilisation{Prefill: .7, Work: 300 * time.Millisecond, Speed: 1}
 	return v
-}
-
-func BenchmarkPick(b *testing.B) {
-	for _, n := range []int{64, 1024} {
-		for _, groups := range []int{1, n / 4} {
-			for load, v := range map[string]*kvstate.View{"idle": fleet(n, groups), "loaded": loaded(n, groups)} {
-				b.Run(fmt.Sprintf("%d/groups=%d/%s", n, groups, load), func(b *testing.B) {
-					group(v)
-					k := &Picker{Policy: DefaultPolicy()}
-					r := &Request{PromptTokens: 55000, Blocks: 10, Split: true}
-					b.ReportAllocs()
-					for b.Loop() {
-						r.Rand += 0x9e3779b97f4a7c15
-						if _, err := k.Pick(r, v); err != nil {
-							b.Fatal(err)
-						}
-					}
-				})
-			}
-		}
-	}
-}
-
-// BenchmarkViewAndPick is the whole decision: the view of a fleet under load, its prefix index included, and the pick.
-func BenchmarkViewAndPick(b *testing.B) {
-	for _, size := range []struct{ endpoints, blocks int }{{64, 430}, {1024, 8192}} {
-		b.Run(fmt.Sprintf("%d/blocks=%d", size.endpoints, size.blocks), func(b *testing.B) {
-			s, random := kvstate.New(kvstate.Options{}), rand.New(rand.NewPCG(1, 1))
-			var eps []kvstate.EndpointSpec
-			for _, c := range fleet(size.endpoints, 1).Endpoints {
-				eps = append(eps, c.Endpoint.EndpointSpec)
-			}
-			s.SetPool(kvstate.PoolSpec{Name: "p", Models: []string{"*"}}, eps)
-			p := s.Pool("p")
-			prompts := make([][]uint64, 64) // a quarter is common to all
-			for i := range prompts {
-				prompts[i] = make([]uint64, size.blocks)
-				for k := range prompts[i] {
-					if prompts[i][k] = uint64(k+1) * 0x9e3779b97f4a7c15; k >= size.blocks/4 {
-						prompts[i][k] += uint64(i+1) << 20
-					}
-				}
-			}
-			for i, e := range p.Endpoints() {
-				s.Reserve(e, kvstate.Booking{For: e.Role, PromptTokens: 5000, Uncached: 5000, Work: time.Duration(random.IntN(3000)) * time.Millisecond})
-				s.Routed(p, e, prompts[i%len(prompts)])
-			}
-			var v kvstate.View
-			k := &Picker{Policy: DefaultPolicy()}
-			r := &Request{PromptTokens: int64(128 * size.blocks), Blocks: size.blocks, Split: true}
-			s.View(p, prompts[0], &v)
-			b.ReportAllocs()
-			for i := 0; b.Loop(); i++ {
-				r.Rand += 0x9e3779b97f4a7c15
-				s.View(p, prompts[i%len(prompts)], &v)
-				if _, err := k.Pick(r, &v); err != nil {
-					b.Fatal(err)
-				}
-			}
-		})
-	}
 }

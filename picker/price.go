@@ -21,18 +21,21 @@ const (
 
 // terms are what the prices of one decision have in common.
 type terms struct {
-	m        *Model
-	tokens   float64 // of the prompt
-	perBlock float64 // tokens that one block of the hit stands for
-	out      float64 // tokens expected in the answer
-	others   float64 // what a second of prefill costs everybody else, in seconds
-	local    float64 // the same among endpoints that prefill for themselves
-	fleet    float64 // learned speed of the fleet
-	jobs     float64 // weight of a job that waits before
-	jobCap   float64 // seconds that one such job's price is capped at
-	tpot     float64 // target, s
-	fullStep float64 // of the model
-	always   bool    // split if it can be: what decode alone costs does not matter
+	m         *Model
+	tokens    float64 // of the prompt
+	perBlock  float64 // tokens that one block of the hit stands for
+	out       float64 // tokens expected in the answer
+	others    float64 // what a second of prefill costs everybody else, in seconds
+	local     float64 // the same among endpoints that prefill for themselves
+	fleet     float64 // learned speed of the fleet
+	jobs      float64 // weight of a job that waits before
+	jobCap    float64 // seconds that one such job's price is capped at
+	tpot      float64 // target, s
+	fullStep  float64 // of the model
+	answer    float64 // weight of the answer beside its first token
+	moveToken float64 // of a token's KV within a zone, as modelled, s
+	always    bool    // split if it can be: what decode alone costs does not matter
+	hurry     bool    // what others lose does not matter
 }
 
 func (k *Picker) terms(r *Request, v *kvstate.View, prefills, decodes int) terms {
@@ -46,11 +49,26 @@ func (k *Picker) terms(r *Request, v *kvstate.View, prefills, decodes int) terms
 	if t.out <= 0 {
 		t.out = usualAnswer
 	}
+	bytes := t.m.TokenBytes
+	if v.Load.TokenBytes > 0 {
+		bytes = v.Load.TokenBytes
+	}
+	t.moveToken = bytes / t.m.Bandwidth
 	t.others = othersPrice(v.Load.Prefill, prefills)
 	t.local = othersPrice(v.Load.Local, decodes)
 	t.jobs, t.jobCap = 1, seconds(v.Load.Work)
 	if k.Late {
 		t.jobs, t.jobCap = 0.5, math.Inf(1)
+	}
+	if r.TPOT > 0 {
+		t.tpot = r.TPOT
+	}
+	t.answer = answerWeight
+	if t.hurry = k.hurry; t.hurry { // what this request waits, whatever that costs others
+		t.others, t.local, t.jobs, t.answer = 0, 0, 0, 0
+		if r.TPOT > 0 {
+			t.answer = 1
+		}
 	}
 	return t
 }
@@ -78,7 +96,7 @@ type PrefillPrice struct {
 	Session float64 `json:"session,omitempty"` // below 0: it served the request's session last
 }
 
-func (p PrefillPrice) sum() float64 { return p.Queue + p.Work + p.Others + p.Jobs + p.Session }
+func (p *PrefillPrice) sum() float64 { return p.Queue + p.Work + p.Others + p.Jobs + p.Session }
 
 // sessionTokens is how much more work an endpoint may have than another, and yet be taken because it served the session last.
 // It is less than a prompt of a few pages: what a session really has there, its prefix, has a price already.
@@ -86,29 +104,33 @@ const sessionTokens = 512
 
 // session is what it is worth that an endpoint served that part of the session last, in seconds, below 0.
 func (t *terms) session(c *kvstate.Candidate, part kvstate.Role) float64 {
-	if c.Session&part == 0 {
+	if c.Session&part == 0 || t.hurry {
 		return 0
 	}
 	return -t.m.prefill(sessionTokens, 0) * t.fleet
 }
 
-func (t *terms) prefill(c *kvstate.Candidate) PrefillPrice {
+// prefill prices prefill on one endpoint. Like the other prices it is filled in and not returned, for a copy of what was just
+// written waits until all of it is.
+func (t *terms) prefill(c *kvstate.Candidate, p *PrefillPrice) {
 	uncached, cached := t.split(c)
 	work := t.m.prefill(uncached, cached)
-	w := weight(c)
+	slow := slowness(c)
 	usual := work * t.fleet // what others lose goes by the fleet's speed: by its own, slow endpoints would idle
-	return PrefillPrice{
-		Queue: seconds(c.Queue) / w, Work: work * speed(c, t.fleet) / w, Others: t.others * usual,
-		Jobs: t.jobs * float64(c.Jobs) * min(usual, t.jobCap) / w, Session: t.session(c, kvstate.RolePrefill),
-	}
+	p.Queue = seconds(c.Queue) * slow
+	p.Work = work * speed(c, t.fleet) * slow
+	p.Others = t.others * usual
+	p.Jobs = t.jobs * float64(c.Jobs) * min(usual, t.jobCap) * slow
+	p.Session = t.session(c, kvstate.RolePrefill)
 }
 
-// weight is how fast an endpoint is taken to be beside what was learned of it; 1 is neutral.
-func weight(c *kvstate.Candidate) float64 {
-	if c.Weight <= 0 {
+// slowness is how slow an endpoint is taken to be beside what was learned of it, one over its weight; 1 is neutral. To multiply
+// by it is exact where it is 1, and takes a tenth of the time of dividing by the weight.
+func slowness(c *kvstate.Candidate) float64 {
+	if c.Weight <= 0 || c.Weight == 100 {
 		return 1
 	}
-	return float64(c.Weight) / 100
+	return 100 / float64(c.Weight)
 }
 
 // seconds is a time.Duration as seconds; its own method divides integers, which costs more than all else here.
@@ -130,7 +152,7 @@ type DecodePrice struct {
 	Session float64 `json:"session,omitempty"` // as PrefillPrice
 }
 
-func (p DecodePrice) sum() float64 { return p.Step + p.Answer + p.Overflow + p.Session }
+func (p *DecodePrice) sum() float64 { return p.Step + p.Answer + p.Overflow + p.Session }
 
 // batch is what runs on an endpoint that decodes: answers, their KV with the part of them that is written already, and
 // the KV once the request has joined them.
@@ -142,24 +164,47 @@ func (t *terms) batch(c *kvstate.Candidate) (answers, kv float64) {
 // step is how long the endpoint's decode steps are once the request has joined them. One of half the weight is taken to have
 // twice as much in each, so that where there is much it gets half as much.
 func (t *terms) step(c *kvstate.Candidate, answers, kv float64) float64 {
-	w := weight(c)
-	return t.m.decode((answers+1)/w, kv/w)
+	slow := slowness(c)
+	return t.m.decode((answers+1)*slow, kv*slow)
 }
 
-func (t *terms) decode(c *kvstate.Candidate) DecodePrice {
+func (t *terms) decode(c *kvstate.Candidate, p *DecodePrice) {
 	answers, kv := t.batch(c)
 	step := t.step(c, answers, kv)
-	p := DecodePrice{Step: step, Answer: answerWeight * t.out * step, Session: t.session(c, kvstate.RoleDecode)}
-	if over := kv - t.m.KVTokens; over > 0 {
-		p.Overflow = over / kv * t.out * step * 2
-	}
-	return p
+	p.Step = step
+	p.Answer = t.answer * t.out * step
+	p.Overflow = t.overflow(kv, step)
+	p.Session = t.session(c, kvstate.RoleDecode)
 }
 
-// transfer is the time to bring to d what it does not hold.
+// overflow is what waits, or is thrown out, where so much KV does not fit.
+func (t *terms) overflow(kv, step float64) float64 {
+	over := kv - t.m.KVTokens
+	if over <= 0 {
+		return 0
+	}
+	return over / kv * t.out * step * 2
+}
+
+// transfer is the time to bring to d what it does not hold, from near or from another zone.
 func (t *terms) transfer(d *kvstate.Candidate, near bool) float64 {
+	if near {
+		return t.moves(d, 1)
+	}
+	return t.moves(d, t.m.ZoneGap)
+}
+
+// transferWithin is transfer where both endpoints run on one machine.
+func (t *terms) transferWithin(d *kvstate.Candidate) float64 { return t.moves(d, 1/t.m.NodeGain) }
+
+// moves is the time of a transfer to d that is so many times as far as within a zone, with what was learned of those to it.
+func (t *terms) moves(d *kvstate.Candidate, far float64) float64 {
 	uncached, _ := t.split(d)
-	return t.m.transfer(uncached, near)
+	seconds := t.m.TransferLag + uncached*t.moveToken*far
+	if d.Transfer > 0 {
+		seconds *= d.Transfer
+	}
+	return seconds
 }
 
 // AlonePrice is what it costs to do both on one endpoint, in seconds.
@@ -174,17 +219,17 @@ type AlonePrice struct {
 	Session float64 `json:"session,omitempty"` // as PrefillPrice
 }
 
-func (p AlonePrice) sum() float64 {
+func (p *AlonePrice) sum() float64 {
 	return p.Queue + p.Work + p.Others + p.Answers + p.Decode + p.Overflow + p.Session
 }
 
 // alone prices both on one endpoint. allowed is false where its running answers would suffer more than they may.
-func (t *terms) alone(c *kvstate.Candidate) (p AlonePrice, allowed bool) {
+func (t *terms) alone(c *kvstate.Candidate, p *AlonePrice) (allowed bool) {
 	uncached, cached := t.split(c)
 	answers, kv := t.batch(c)
-	w := weight(c)
+	slow := slowness(c)
 	step := t.step(c, answers, kv)
-	work, pace, steps := t.m.prefill(uncached, cached), speed(c, t.fleet)/w, t.m.steps(uncached)
+	work, pace, steps := t.m.prefill(uncached, cached), speed(c, t.fleet)*slow, t.m.steps(uncached)
 	// Its chunks ride in the steps that decode makes anyway; without any they make their own.
 	longer := (work - t.m.PrefillStep*steps) * pace
 	own := work * pace
@@ -192,14 +237,16 @@ func (t *terms) alone(c *kvstate.Candidate) (p AlonePrice, allowed bool) {
 		own = longer + steps*step
 	}
 	fill := max(answers/t.m.MaxAnswers, kv/t.m.KVTokens)
-	allowed = fill <= maxFill && (t.tpot <= 0 || step/max(1-c.Share, 0.01) <= tpotMargin*t.tpot)
-	queue := (seconds(c.Local) + seconds(c.Queue)) / w
-	p = AlonePrice{
-		Queue: queue * (1 + localSteps*step/t.fullStep), Work: own, Others: t.local * work * t.fleet,
-		Answers: max(answers, 1) * longer / max(1-fill, 1-maxFill), Decode: answerWeight * t.out * step, Session: t.session(c, kvstate.RoleBoth),
+	queue := (seconds(c.Local) + seconds(c.Queue)) * slow
+	p.Queue = queue * (1 + localSteps*step/t.fullStep)
+	p.Work = own
+	p.Others = t.local * work * t.fleet
+	p.Answers = max(answers, 1) * longer / max(1-fill, 1-maxFill)
+	p.Decode = t.answer * t.out * step
+	p.Overflow = t.overflow(kv, step)
+	p.Session = t.session(c, kvstate.RoleBoth)
+	if t.hurry {
+		p.Answers, p.Decode = 0, p.Decode+step
 	}
-	if over := kv - t.m.KVTokens; over > 0 {
-		p.Overflow = over / kv * t.out * step * 2
-	}
-	return p, allowed
+	return fill <= maxFill && (t.tpot <= 0 || step/max(1-c.Share, 0.01) <= tpotMargin*t.tpot)
 }

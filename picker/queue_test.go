@@ -76,10 +76,10 @@ func TestQueueShortestFirst(t *testing.T) {
 	require.Len(t, r.sent, 2)
 
 	r.queue[0] = 400 * time.Millisecond
-	q.Dispatch(k, r, r.enough)
+	q.Dispatch(k, r, 0, r.enough)
 	require.Equal(t, []uint64{1, 2, 4}, r.sent, "the shortest, and with it the endpoint has enough again")
 	r.queue[0], r.queue[1] = 0, 0
-	q.Dispatch(k, r, r.enough)
+	q.Dispatch(k, r, 0, r.enough)
 	require.Equal(t, []uint64{1, 2, 4, 5, 3}, r.sent)
 	require.Zero(t, q.Len())
 }
@@ -113,7 +113,7 @@ func TestQueueBounds(t *testing.T) {
 	require.True(t, r.arrive(q, k, 4, 1000, 7))
 	r.queue[0] = 0
 	for q.Len() > 0 {
-		q.Dispatch(k, r, r.enough)
+		q.Dispatch(k, r, 0, r.enough)
 		r.queue[0] = 0
 	}
 	require.Equal(t, []uint64{0, 2, 4}, r.sent)
@@ -154,7 +154,7 @@ func TestQueueAtRandom(t *testing.T) {
 			for i := range r.queue {
 				r.queue[i] = max(r.queue[i]-kvstate.Seconds(step), 0)
 			}
-			q.Dispatch(k, r, r.enough)
+			q.Dispatch(k, r, 0, r.enough)
 			if q.Len() > 0 {
 				for i := range r.queue {
 					require.GreaterOrEqual(t, r.queue[i].Seconds(), r.enough, "seed %d: %d wait beside endpoint %d", seed, q.Len(), i)
@@ -178,7 +178,7 @@ func TestQueueAlloc(t *testing.T) {
 		r.arrive(q, k, id, 1000+int64(id), 0)
 	}
 	r.quiet = true
-	require.Zero(t, testing.AllocsPerRun(50, func() { q.Dispatch(k, r, r.enough) }))
+	require.Zero(t, testing.AllocsPerRun(50, func() { q.Dispatch(k, r, 0, r.enough) }))
 }
 
 func BenchmarkDispatch(b *testing.B) {
@@ -193,6 +193,6 @@ func BenchmarkDispatch(b *testing.B) {
 	b.ReportAllocs()
 	for b.Loop() {
 		r.queue[0] = 0
-		q.Dispatch(k, r, r.enough)
+		q.Dispatch(k, r, 0, r.enough)
 	}
 }

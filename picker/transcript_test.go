@@ -23,10 +23,11 @@ var update = flag.Bool("update", false, "rewrite the transcripts in testdata")
 // TestTranscripts runs testdata/*.txt, which read as fleets in, choices out:
 //
 //	endpoint NAME prefill|decode|both [answers=REQUESTS/TOKENS] [queue=JOBS/DURATION] [local=DURATION] [share=X] [speed=X]
-//	         [hit=BLOCKS] [group=NAME] [zone=NAME] [engine=NAME] [layout=NAME] [out]
+//	         [hit=BLOCKS] [group=NAME] [zone=NAME] [engine=NAME] [layout=NAME] [loras=NAME,NAME] [labels=NAME=VALUE,...] [out]
 //	fleet [load=X] [work=DURATION] [local=X]    (utilisation of prefill, mean prefill, utilisation by local prefills)
 //	policy [split=always|auto|never] [min=TOKENS] [tpot=DURATION] [late]        (holds until the next)
-//	pick [tokens=N] [blocks=N] [answer=N] [unsplit] [excluded=NAME,NAME]
+//	pick [tokens=N] [blocks=N] [answer=N] [unsplit] [excluded=NAME,NAME] [model=NAME] [labels=NAME=VALUE,...]
+//	     [ttft=DURATION] [tpot=DURATION] [waited=DURATION] [miss=wait|shed]
 //	explain ...                (pick, with what was weighed, in milliseconds)
 //	decode NAME ...            (PickDecode for the prompt that NAME has computed; "-" for none)
 //	> what came out; several where chance decides between equals
@@ -67,6 +68,7 @@ func play(t *testing.T, text []byte) []byte {
 			v = kvstate.View{}
 		case words[0] == "endpoint":
 			v.Endpoints = append(v.Endpoints, candidate(t, words[1:]))
+			v.Neighbours = neighbours(&v)
 		case words[0] == "fleet":
 			v.Load = utilisation(t, words[1:])
 		case words[0] == "policy":
@@ -120,10 +122,17 @@ func choice(v *kvstate.View, c Choice, err error) string {
 	if err != nil {
 		return err.Error()
 	}
-	if c.Prefill < 0 {
-		return v.Endpoints[c.Decode].Endpoint.Name + " alone"
+	times := ""
+	if c.FirstToken > 0 {
+		times = fmt.Sprintf(", first token in %.0f ms, then one each %.1f ms", c.FirstToken*1000, c.TokenTime*1000)
 	}
-	return v.Endpoints[c.Prefill].Endpoint.Name + " -> " + v.Endpoints[c.Decode].Endpoint.Name
+	if c.Hold {
+		times += ", may wait"
+	}
+	if c.Prefill < 0 {
+		return v.Endpoints[c.Decode].Endpoint.Name + " alone" + times
+	}
+	return v.Endpoints[c.Prefill].Endpoint.Name + " -> " + v.Endpoints[c.Decode].Endpoint.Name + times
 }
 
 func candidate(t *testing.T, words []string) kvstate.Candidate {
@@ -147,8 +156,12 @@ func candidate(t *testing.T, words []string) kvstate.Candidate {
 			c.Share = float(t, value)
 		case "speed":
 			c.Speed = float(t, value)
+		case "transfer":
+			c.Transfer = float(t, value)
 		case "zone":
 			e.Zone = value
+		case "node":
+			e.Node = value
 		case "engine":
 			e.Engine = value
 		case "layout":
@@ -157,6 +170,10 @@ func candidate(t *testing.T, words []string) kvstate.Candidate {
 			c.Hit = int(number(t, value))
 		case "group":
 			e.Group = value
+		case "loras":
+			e.LoRAs = value
+		case "labels":
+			e.Labels = value
 		case "out":
 			c.Usable = false
 		default:
@@ -181,6 +198,18 @@ func request(t *testing.T, words []string) *Request {
 			r.Split = false
 		case "excluded":
 			r.Excluded = strings.Split(value, ",")
+		case "model":
+			r.Model = value
+		case "labels":
+			r.Labels = strings.Split(value, ",")
+		case "ttft":
+			r.TTFT = duration(t, value).Seconds()
+		case "tpot":
+			r.TPOT = duration(t, value).Seconds()
+		case "waited":
+			r.Waited = duration(t, value).Seconds()
+		case "miss":
+			r.Miss = map[string]Miss{"wait": MissWait, "shed": MissShed}[value]
 		default:
 			t.Fatalf("cannot read %q", w)
 		}
@@ -203,6 +232,8 @@ func utilisation(t *testing.T, words []string) (u kvstate.Utilisation) {
 			u.Local = float(t, value)
 		case "work":
 			u.Work = duration(t, value)
+		case "tokenbytes":
+			u.TokenBytes = float(t, value)
 		default:
 			t.Fatalf("cannot read %q", w)
 		}

@@ -120,12 +120,22 @@ func (w *twin) costD(i int) float64 {
 }
 
 func (w *twin) transfer(p, d int) float64 {
-	m := w.p.Model
-	t := (w.tokens() - w.cached(d)) * m.TokenBytes / m.Bandwidth
+	m, learned := w.p.Model, w.v.Endpoints[d].Transfer
+	bytes := m.TokenBytes
+	if w.v.Load.TokenBytes > 0 {
+		bytes = w.v.Load.TokenBytes
+	}
+	if learned <= 0 {
+		learned = 1
+	}
+	t := (w.tokens() - w.cached(d)) * bytes / m.Bandwidth
+	if w.v.Neighbours != nil && sameNode(w.v, p, d) {
+		return learned * (m.TransferLag + t/m.NodeGain)
+	}
 	if a, b := w.v.Endpoints[p].Endpoint.Zone, w.v.Endpoints[d].Endpoint.Zone; a != b && a != "" && b != "" {
 		t *= m.ZoneGap
 	}
-	return m.TransferLag + t
+	return learned * (m.TransferLag + t)
 }
 
 func (w *twin) compatible(p, d int) bool {

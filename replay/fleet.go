@@ -21,7 +21,9 @@ type job struct {
 	firstAt, endAt float64
 	hits           []int32 // blocks of the prompt on each endpoint, as last asked
 	lookedAt       float64
-	uncached       int // as the policy had it when it bound the request
+	told           []int32 // hits, as other replicas were told while it waits
+	arrived, work  float64 // in the queue: when, and what it is there, seconds
+	uncached       int     // as the policy had it when it bound the request
 }
 
 // fleet is the engines, and what is on its way to them.

@@ -19,7 +19,8 @@ type prefiller struct {
 	running bool
 	chunks  []int // of the step that runs, for the first jobs of the queue
 
-	computed, cached int // tokens, in all
+	computed, cached int     // tokens, in all
+	worked           float64 // s
 }
 
 func newPrefiller(c *clock, m picker.Model, done func(*job)) *prefiller {
@@ -65,6 +66,7 @@ func (p *prefiller) step() {
 		took += chunkTime(&p.model, n, j.computed)
 		p.chunks = append(p.chunks, n)
 	}
+	p.worked += took
 	p.after(took, p.end)
 }
 

@@ -87,7 +87,8 @@ func TestEveryPolicyServesAll(t *testing.T) {
 	}
 }
 
-// Replicas that share within milliseconds decide as one would, as far as ties go; without sharing they do worse.
+// Replicas that share within milliseconds decide as one would, as far as ties go, also which of those who wait at all of them
+// is next; without sharing they do worse.
 func TestReplicas(t *testing.T) {
 	c := DefaultConfig()
 	c.Prefill, c.Decode, c.Late, c.Split = 8, 8, false, picker.SplitAlways
@@ -100,9 +101,15 @@ func TestReplicas(t *testing.T) {
 		require.NoError(t, err)
 		return r.TTFT.Mean
 	}
+	for _, late := range []bool{false, true} {
+		c.Late = late
+		alone := play(1, 0)
+		require.InEpsilon(t, alone, play(4, .005), .05, "late: %v", late)
+		require.Greater(t, play(4, -1), 1.2*alone)
+	}
+	c.Late, c.Routed = true, true
 	alone := play(1, 0)
-	require.InEpsilon(t, alone, play(4, .005), .05)
-	require.Greater(t, play(4, -1), 1.2*alone)
+	require.InEpsilon(t, alone, play(4, .005), .1, "without engines' events")
 }
 
 func TestLoadIsWhatWasAskedFor(t *testing.T) {
@@ -280,4 +287,29 @@ func TestSuiteTables(t *testing.T) {
 	require.NotContains(t, out.String(), "NaN")
 	require.Contains(t, out.String(), "| agent 2+2 |")
 	require.Contains(t, out.String(), "| 80 % |")
+}
+
+// Nobody waits longer than the server would have it wait: a long prompt that short ones go before is bound after that time.
+func TestWaitEnds(t *testing.T) {
+	requests := []Request{{Input: 100_000, Output: 1}, {Arrival: 0.1, Input: 110_000, Output: 1}}
+	for i := range 600 {
+		requests = append(requests, Request{Arrival: 0.2 + 0.06*float64(i), Input: 1000, Output: 1})
+	}
+	longest := func(wait float64) float64 {
+		r := one(t, "tandem", func(c *Config) { c.MaxWait = wait }, requests...)
+		return r.ttft[len(r.ttft)-1]
+	}
+	first := longest(1)
+	require.Less(t, first, 35.0) // the one before it, its own work, and a second
+	require.Greater(t, longest(math.Inf(1)), first+10)
+}
+
+// Where more come than may wait, the first makes room.
+func TestFullQueue(t *testing.T) {
+	requests := make([]Request, 5000)
+	for i := range requests {
+		requests[i] = Request{Arrival: 1e-6 * float64(i), Input: 200, Output: 1}
+	}
+	r := one(t, "tandem", func(c *Config) { c.MaxWait = math.Inf(1) }, requests...)
+	require.Equal(t, len(requests), r.Requests)
 }

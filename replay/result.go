@@ -20,6 +20,7 @@ type Result struct {
 
 	EndToEnd Spread  `json:"-"` // from arrival to the last token
 	Alone    float64 `json:"-"` // share of requests that decode served alone
+	Demand   float64 `json:"-"` // time that prefill endpoints were at work over the time in which requests came; above 1: they fell behind
 	Span     float64 `json:"-"` // seconds of virtual time until all had ended
 	ttft     []float64
 }
@@ -48,6 +49,9 @@ func newResult(name string, f *fleet, jobs []job, c Config) *Result {
 	n := float64(len(jobs))
 	r.Goodput, r.Alone = float64(good)/n, float64(alone)/n
 	r.HitShare, r.MaxMeanLoad = f.shares()
+	for _, p := range f.prefills {
+		r.Demand += p.worked / (jobs[len(jobs)-1].Arrival * float64(len(f.prefills)))
+	}
 	return r
 }
 

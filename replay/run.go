@@ -17,7 +17,8 @@ type Config struct {
 	Engine          picker.Model // what work costs the engines. KVTokens may be infinite: caches that never forget
 	Seed            uint64
 
-	Late     bool         // Tandem's own: requests wait until an endpoint is free
+	Late     bool         // Tandem's own: requests wait until an endpoint is free ...
+	MaxWait  float64      // ... but no longer than so many seconds; may be infinite
 	Split    picker.Split // Tandem's own: when a request is split
 	Replicas int          // Tandem's own: so many take turns; 0: one
 	Sharing  float64      // Tandem's own: after so many seconds replicas know of each other's decisions; negative: never
@@ -31,7 +32,7 @@ type Config struct {
 
 // DefaultConfig is a fleet of four and four.
 func DefaultConfig() Config {
-	return Config{Prefill: 4, Decode: 4, Engine: picker.DefaultModel(), Seed: 1, Late: true, Split: picker.SplitAuto, TTFT: 5, TPOT: 0.050}
+	return Config{Prefill: 4, Decode: 4, Engine: picker.DefaultModel(), Seed: 1, Late: true, MaxWait: picker.MaxWait, Split: picker.SplitAuto, TTFT: 5, TPOT: 0.050}
 }
 
 // Policies are the names that [Run] takes.

@@ -135,6 +135,10 @@ func (s *played) play(ctx context.Context, sc scenario, load float64, seed uint6
 	if err != nil {
 		return err
 	}
+	_, decode, err := Load(t, c)
+	if err != nil {
+		return err
+	}
 	for _, who := range contenders {
 		c.Late, c.Split = who.late, who.split
 		r, err := Run(ctx, t, who.policy, c)
@@ -142,6 +146,7 @@ func (s *played) play(ctx context.Context, sc scenario, load float64, seed uint6
 			return err
 		}
 		r.ttft = nil
+		r.Demand = max(r.Demand, decode)
 		s.mu.Lock()
 		k := key(sc, load, who)
 		s.results[k] = append(s.results[k], r)
@@ -165,6 +170,7 @@ func meanTTFT(r *Result) float64 { return r.TTFT.Mean }
 func p99TTFT(r *Result) float64  { return r.TTFT.P99 }
 func endToEnd(r *Result) float64 { return r.EndToEnd.Mean }
 func goodput(r *Result) float64  { return r.Goodput }
+func demand(r *Result) float64   { return r.Demand }
 
 // best is the rival that has the least mean time to the first token in a scenario, in hindsight.
 func (s *played) best(sc scenario, load float64) contender {
@@ -239,14 +245,17 @@ func (s *played) printLoads(w io.Writer) {
 	fmt.Fprintln(w)
 }
 
-// printCapacity is the highest load at which goodput is .9: between the loads that were played, by a straight line.
+// printCapacity is the highest load at which goodput is .9, and the load at which there is no time left: between the loads that
+// were played, by a straight line.
 func (s *played) printCapacity(w io.Writer) {
 	all := append(rivals(), ours()...)
-	fmt.Fprintf(w, "Highest load with a goodput of .9 (first token within 5 s, a token each 50 ms); >: more than was played, <: less.\n\n| trace, fleet | best other |")
+	fmt.Fprintf(w, "Highest load with a goodput of .9 (first token within 5 s, a token each 50 ms), and the load at which "+
+		"the busier side is at work all the time with late binding's hits; >: more than was played, <: less.\n\n"+
+		"| trace, fleet | best other |")
 	for _, c := range ours() {
 		fmt.Fprintf(w, " %s |", c.name)
 	}
-	fmt.Fprintf(w, "\n|---|---|")
+	fmt.Fprintf(w, " no time left |\n|---|---|---|")
 	for range ours() {
 		fmt.Fprint(w, "---|")
 	}
@@ -262,7 +271,7 @@ func (s *played) printCapacity(w io.Writer) {
 		for _, c := range ours() {
 			fmt.Fprintf(w, " %s |", s.shownLoad(s.capacity(sc, c)))
 		}
-		fmt.Fprintln(w)
+		fmt.Fprintf(w, " %s |\n", s.shownLoad(s.saturation(sc)))
 	}
 	fmt.Fprintln(w)
 }
@@ -279,16 +288,28 @@ func (s *played) shownLoad(load float64) string {
 
 func (s *played) capacity(sc scenario, c contender) float64 {
 	const enough = .9
+	return s.crossing(func(load float64) float64 { return enough - s.over(sc, load, c, goodput) })
+}
+
+// saturation is the load at which prefill with the hits of late binding, or decode, takes all the time there is.
+func (s *played) saturation(sc scenario) float64 {
+	late := ours()[1]
+	return s.crossing(func(load float64) float64 { return s.over(sc, load, late, demand) - 1 })
+}
+
+// crossing is the first load at which what rises with the load is above 0; the last one that was played if it never is, and 0 if
+// it always is.
+func (s *played) crossing(rises func(load float64) float64) float64 {
 	before, at := 0.0, 0.0
 	for i, load := range s.loads {
-		g := s.over(sc, load, c, goodput)
-		if g < enough {
+		now := rises(load)
+		if now > 0 {
 			if i == 0 {
 				return 0
 			}
-			return at + (load-at)*(before-enough)/(before-g)
+			return at + (load-at)*before/(before-now)
 		}
-		before, at = g, load
+		before, at = now, load
 	}
 	return at
 }

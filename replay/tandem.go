@@ -28,6 +28,7 @@ type replica struct {
 	picker   picker.Picker
 	queue    picker.Queue
 	waiting  map[uint64]*job
+	others   map[uint64]*heard // that wait at other replicas
 	view     kvstate.View
 	request  picker.Request
 	ticking  bool
@@ -52,7 +53,7 @@ func newTandem(f *fleet, c Config) *tandem {
 }
 
 func (t *tandem) newReplica(number int) *replica {
-	r := &replica{tandem: t, number: number, waiting: map[uint64]*job{}, position: map[*kvstate.Endpoint]int{}}
+	r := &replica{tandem: t, number: number, waiting: map[uint64]*job{}, others: map[uint64]*heard{}, position: map[*kvstate.Endpoint]int{}}
 	blocks := capacity(t.config.Engine)
 	if blocks == 0 {
 		blocks = 1 << 28
@@ -79,7 +80,6 @@ func (t *tandem) newReplica(number int) *replica {
 	r.picker.Policy = picker.DefaultPolicy()
 	r.picker.Late, r.picker.Split = t.config.Late, t.config.Split
 	r.picker.Model.KVTokens = t.config.Engine.KVTokens // an engine tells how much it holds, and nothing else of this
-	r.queue.Max = math.MaxInt
 	r.tick = func() { r.ticking = false; r.dispatch() }
 	return r
 }
@@ -93,8 +93,35 @@ func (t *tandem) arrive(j *job) {
 		return
 	}
 	r.waiting[j.id] = j
-	r.queue.Arrive(&r.picker, r, j.id, t.now, r.picker.Model.FullStep())
+	enough := r.picker.Model.FullStep()
+	if !r.queue.Arrive(&r.picker, r, j.id, t.now, enough) { // as the server: the first makes room
+		first, _ := r.queue.First()
+		r.expire(first)
+		r.queue.Arrive(&r.picker, r, j.id, t.now, enough)
+	}
+	if r.waiting[j.id] != nil {
+		j.arrived, j.work = t.now, r.picker.Work(&r.request, &r.view)
+		r.tellWaits(j, &r.view)
+		if !math.IsInf(t.config.MaxWait, 1) {
+			r.after(t.config.MaxWait, func() { r.expire(j.id) })
+		}
+	}
 	r.wake()
+}
+
+// expire binds a request whatever waits before it, if it still waits.
+func (r *replica) expire(id uint64) {
+	j := r.waiting[id]
+	if j == nil {
+		return
+	}
+	r.queue.Remove(id)
+	delete(r.waiting, id)
+	j.lookedAt = -1
+	v := r.Fleet()
+	c, err := r.picker.Pick(r.look(j, v), v)
+	r.send(j, c, err)
+	r.tell(func(other *replica) { other.gone(id, false) })
 }
 
 // Fleet serves the queue.
@@ -104,7 +131,18 @@ func (r *replica) Fleet() *kvstate.View {
 }
 
 // Look serves the queue.
-func (r *replica) Look(id uint64, v *kvstate.View) *picker.Request { return r.look(r.waiting[id], v) }
+func (r *replica) Look(id uint64, v *kvstate.View) *picker.Request {
+	q := &r.request
+	if j := r.waiting[id]; j != nil {
+		if q = r.look(j, v); j.told != nil {
+			r.tellWaits(j, v)
+		}
+	} else {
+		r.others[id].look(q, v)
+	}
+	q.Rand = picker.Chance(id) // the same at all replicas
+	return q
+}
 
 // look is the picker's request for a job, with its hits in the view.
 func (r *replica) look(j *job, v *kvstate.View) *picker.Request {
@@ -141,10 +179,11 @@ func (r *replica) Send(id uint64, _ *picker.Request, _ *kvstate.View, c picker.C
 	j := r.waiting[id]
 	delete(r.waiting, id)
 	r.send(j, c, err)
+	r.tell(func(other *replica) { other.gone(id, true) })
 }
 
 func (r *replica) dispatch() {
-	r.queue.Dispatch(&r.picker, r, r.picker.Model.FullStep())
+	r.queue.Dispatch(&r.picker, r, r.now, r.picker.Model.FullStep())
 	r.wake()
 }
 

@@ -16,7 +16,8 @@ grep -rHoE --include='*_test.go' --exclude-dir='.[a-z]*' '^func Fuzz[A-Za-z0-9_]
   [ -d "$found/$module/${dir#./}/$target" ] || continue
   mkdir -p "$dir/testdata/fuzz/$target"
   room=$((KEEP - $(find "$dir/testdata/fuzz/$target" -type f | wc -l)))
-  find "$found/$module/${dir#./}/$target" -type f -size -8k -printf '%s %p\n' | sort -n | awk '{print $2}' | while read -r input; do
+  mapfile -t inputs < <(find "$found/$module/${dir#./}/$target" -type f -size -8k -printf '%s %p\n' | sort -n | cut -d ' ' -f 2-)
+  for input in "${inputs[@]}"; do
     [ "$room" -gt 0 ] || break
     kept=$dir/testdata/fuzz/$target/$(basename "$input")
     [ -e "$kept" ] || { cp "$input" "$kept"; room=$((room - 1)); }

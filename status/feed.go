@@ -30,6 +30,7 @@ type Pool struct {
 	Name        string     `json:"name"`
 	Models      []string   `json:"models"`
 	IndexBlocks int        `json:"index_blocks"`
+	TokenBytes  float64    `json:"kv_bytes_per_token,omitempty"` // learned
 	Endpoints   []Endpoint `json:"endpoints"`
 }
 
@@ -42,8 +43,9 @@ type Endpoint struct {
 	Up       bool    `json:"up"`
 	Requests int64   `json:"requests"`
 	Tokens   int64   `json:"prompt_tokens"`
-	Hops     int     `json:"hops"`      // of the latest requests
-	HitShare float64 `json:"hit_share"` // cached of prompt tokens in those, 0 to 1; -1: not known
+	Hops     int     `json:"hops"`                                // of the latest requests
+	HitShare float64 `json:"hit_share"`                           // cached of prompt tokens in those, 0 to 1; -1: not known
+	Transfer float64 `json:"transfer_bytes_per_second,omitempty"` // KV that comes to it, learned
 }
 
 // Flow is how many of the latest requests went from one endpoint to another. Prefill is "" where decode worked alone.
@@ -191,13 +193,13 @@ func (f *Feed) Status(since int64) Status {
 }
 
 func (f *Feed) pool(p *kvstate.Pool, recent []extproc.Trace) Pool {
-	out := Pool{Name: p.Spec.Name, Models: f.source.State.Models(p), IndexBlocks: p.IndexStats().Blocks, Endpoints: []Endpoint{}}
+	out := Pool{Name: p.Spec.Name, Models: f.source.State.Models(p), IndexBlocks: p.IndexStats().Blocks, TokenBytes: p.TokenBytes(), Endpoints: []Endpoint{}}
 	if slices.Contains(p.Spec.Models, "*") && len(out.Models) == 0 {
 		out.Models = []string{"*"}
 	}
 	for _, e := range p.Endpoints() {
 		requests, tokens := e.Load()
-		shown := Endpoint{Name: e.Name, Address: e.Addr, Role: e.Role.String(), Group: e.Group, Up: !e.Failed(), Requests: requests, Tokens: tokens, HitShare: -1}
+		shown := Endpoint{Name: e.Name, Address: e.Addr, Role: e.Role.String(), Group: e.Group, Up: !e.Failed(), Requests: requests, Tokens: tokens, HitShare: -1, Transfer: f.source.State.Bandwidth(p, e)}
 		if shown.Name == "" {
 			shown.Name = e.Addr
 		}

@@ -39,9 +39,12 @@ func Print(w io.Writer, s *Status) {
 func printPool(w io.Writer, p *Pool) {
 	fmt.Fprintf(w, "\npool %s (%s), prefix index %d blocks\n", plain(p.Name), plain(strings.Join(p.Models, ", ")), p.IndexBlocks)
 	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
-	fmt.Fprintln(t, "  endpoint\trole\thealth\trequests\tprompt tokens\tlately\tcache hits")
+	fmt.Fprintln(t, "  endpoint\trole\thealth\trequests\tprompt tokens\tlately\tcache hits\tKV comes at")
 	for _, e := range p.Endpoints {
-		health, hits, group := "up", "-", ""
+		health, hits, group, transfer := "up", "-", "", "-"
+		if e.Transfer > 0 {
+			transfer = fmt.Sprintf("%.2g GB/s", e.Transfer/1e9)
+		}
 		if !e.Up {
 			health = "OUT"
 		}
@@ -51,7 +54,7 @@ func printPool(w io.Writer, p *Pool) {
 		if e.Group != "" {
 			group = " (" + e.Group + ")"
 		}
-		fmt.Fprintf(t, "  %s%s\t%s\t%s\t%d\t%d\t%d\t%s\n", plain(e.Name), plain(group), e.Role, health, e.Requests, e.Tokens, e.Hops, hits)
+		fmt.Fprintf(t, "  %s%s\t%s\t%s\t%d\t%d\t%d\t%s\t%s\n", plain(e.Name), plain(group), e.Role, health, e.Requests, e.Tokens, e.Hops, hits, transfer)
 	}
 	_ = t.Flush()
 }

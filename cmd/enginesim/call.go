@@ -72,6 +72,10 @@ func (s *sim) serveCall(w http.ResponseWriter, r *http.Request, a api) {
 	if c.inject(s.fail.take(leg, r.URL.Path, req.stream)) {
 		return
 	}
+	if bad == nil && s.cfg.role == roleEncode {
+		c.encode()
+		return
+	}
 	if bad == nil {
 		bad = c.check(leg)
 	}
@@ -102,7 +106,7 @@ func (c *call) check(leg string) *apiError {
 	if bad := c.req.continued(c.s.responses); bad != nil {
 		return bad
 	}
-	c.req.keepIDs = c.s.events != nil
+	c.req.keepIDs = c.s.events != nil || c.fetchesTurn() || c.s.cfg.connector == connectorLMCache || isTrue(c.req.raw("return_logprob"))
 	prompts, bad := c.req.render(c.s.cfg.blockSize)
 	if bad != nil {
 		return bad
@@ -113,6 +117,9 @@ func (c *call) check(leg string) *apiError {
 	}
 	c.rec.set(func() { c.rec.PromptTokens = tokens })
 	if bad := c.req.checkLength(prompts, c.s.cfg); bad != nil {
+		return bad
+	}
+	if bad := c.takeEncodings(); bad != nil {
 		return bad
 	}
 	if c.s.roomed() {
@@ -159,18 +166,18 @@ func (c *call) checkProtocol() *apiError {
 	switch kv := &c.req.kv; {
 	case kv.broken != nil:
 		v = kv.broken
+	case c.s.cfg.connector == connectorLMCache && c.s.cfg.role == roleDecode && kv.present && kv.spec == nil:
+		v = &violation{"params_on_decode", "kv_transfer_params of no use to the engine that receives"}
 	case kv.spec != nil && c.s.cfg.role == roleDecode:
 		v = &violation{"spec_on_decode", "disagg_spec is for the engine that pushes"}
-	case kv.staleOnP:
-		v = &violation{"stale_blocks_on_prefill", "do_remote_decode with remote_block_ids: the prefill engine would read from elsewhere"}
+	case c.turnBreach() != nil:
+		v = c.turnBreach()
 	case (kv.remoteDecode || kv.remotePrefill || kv.spec != nil) && c.xid == "":
 		v = &violation{"missing_request_id", "a leg with kv_transfer_params needs an x-request-id"}
 	default:
 		return nil
 	}
-	c.s.violate(v, c.xid)
-	c.rec.set(func() { c.rec.Violation = v.kind })
-	return asAPIError(v)
+	return c.breached(v)
 }
 
 // serve runs the call and answers it.
@@ -328,7 +335,7 @@ func (c *call) usage() usage {
 		case q.external == 0:
 			u.cached += q.local(blockSize)
 			u.created += (len(q.p.full) - q.grant.hits) * blockSize
-		case c.req.kv.cachedOnP >= 0:
+		case c.req.kv.present && c.req.kv.cachedOnP >= 0:
 			u.cached += int(c.req.kv.cachedOnP)
 		default:
 			u.cached += q.p.n

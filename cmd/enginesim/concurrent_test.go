@@ -85,8 +85,8 @@ func TestSGLangWaits(t *testing.T) {
 	}
 	// D leaves before P has computed: P is not told, and goes on waiting.
 	p, d, room = roomPair(t, "1s")
-	p.fail.add([]failRule{{Mode: failSlow, delay: 200 * time.Millisecond}})
-	ctx, cancel := context.WithTimeout(t.Context(), 100*time.Millisecond)
+	p.fail.add([]failRule{{Mode: failSlow, delay: 3 * time.Second}})
+	ctx, cancel := context.WithTimeout(t.Context(), 200*time.Millisecond)
 	defer cancel()
 	var legs sync.WaitGroup
 	legs.Go(func() { require.Equal(t, 500, p.post(t, chatPath, "", chat("x y z", room(9))).status) })
@@ -131,7 +131,7 @@ func TestMooncake(t *testing.T) {
 
 // NIXL push: D's blocks are its own again only when P has sent, also where the client has left.
 func TestNIXLPush(t *testing.T) {
-	args := []string{"-connector", "nixl-push", "-transfer-timeout", "10s", "-lease", "1s"}
+	args := []string{"-connector", "nixl-push", "-transfer-timeout", "30s", "-lease", "4s"}
 	p, d := startEngine(t, append(args, "-role", "prefill")...), startEngine(t, append(args, "-role", "decode")...)
 	host, port, _ := strings.Cut(p.side.Addr().String(), ":")
 	from := fmt.Sprintf(`"max_tokens":8,"kv_transfer_params":{"do_remote_prefill":true,"remote_engine_id":%q,"remote_host":%q,"remote_port":%s,"tp_size":1,"remote_request_id":"any","remote_block_ids":[]}`,

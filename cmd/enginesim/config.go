@@ -22,6 +22,7 @@ type config struct {
 	models          []string
 	connector       connector
 	bootstrap       string        // host:port of the bootstrap server, of a prefill engine that has one
+	transferRate    float64       // bytes/s of KV fetched; 0: as fast as it comes
 	transferTimeout time.Duration // how long legs that run at once wait for each other
 	dpSize          int
 	heartbeat       time.Duration
@@ -55,6 +56,8 @@ type config struct {
 	pdBuffer        int // tokens
 	pdTimeout       time.Duration
 	store           string // side channel of the engine that has the store
+	bidirectional   bool   // nixl: answers are kept for their conversation's next turn
+	decoderTTL      time.Duration
 }
 
 type role string
@@ -63,6 +66,7 @@ const (
 	rolePrefill role = "prefill"
 	roleDecode  role = "decode"
 	roleBoth    role = "both"
+	roleEncode  role = "encode"
 )
 
 func (c *config) name() string { return string(c.role) + "@" + c.listen }
@@ -77,7 +81,7 @@ func parseFlags(args []string, stderr io.Writer) (*config, error) {
 	f.StringVar(&c.sideChannel, "side-channel", "", "KV side-channel `address` (default: the HTTP port + 1000)")
 	f.StringVar(&c.advertiseHost, "advertise-host", "", "remote_host in hand-overs (default: the side channel's host)")
 	f.StringVar(&c.engineID, "engine-id", "", "engine `id` (default: random)")
-	f.StringVar(&roleName, "role", "both", "prefill (kv_producer), decode (kv_consumer) or both (kv_both)")
+	f.StringVar(&roleName, "role", "both", "prefill (kv_producer), decode (kv_consumer), both (kv_both) or encode (ec_producer)")
 	f.Func("model", "served model `name`, repeatable: all names are the same model (default tiny)", func(v string) error {
 		c.models = append(c.models, v)
 		return nil
@@ -91,6 +95,8 @@ func parseFlags(args []string, stderr io.Writer) (*config, error) {
 	f.DurationVar(&c.kvDelay, "kv-delay", 0, "lmcache: push so long after the prompt is computed; below 0: before the answer")
 	f.IntVar(&c.pdBuffer, "pd-buffer", 0, "lmcache: `tokens` that a decode engine's buffer holds; 0: endless")
 	f.DurationVar(&c.pdTimeout, "pd-allocation-timeout", 5*time.Second, "lmcache: how long an allocation waits for room")
+	f.BoolVar(&c.bidirectional, "bidirectional", false, "nixl: bidirectional_kv_xfer, on prefill and decode engines (turns.go)")
+	f.DurationVar(&c.decoderTTL, "decoder-ttl", 480*time.Second, "how long a decode engine keeps an answer's blocks (decoder_kv_blocks_ttl)")
 	f.StringVar(&c.store, "store", "", "shared: side-channel `address` of the engine that keeps the store; empty: this one does")
 	f.StringVar(&c.bootstrap, "bootstrap", "127.0.0.1:8998", "`address` of the bootstrap server (sglang and mooncake, role prefill)")
 	f.DurationVar(&c.transferTimeout, "transfer-timeout", 300*time.Second, "how long legs that run at once wait for each other")
@@ -102,6 +108,7 @@ func parseFlags(args []string, stderr io.Writer) (*config, error) {
 	f.IntVar(&c.maxModelLen, "max-model-len", 5_000_000, "longest prompt and answer together, tokens (a token is four bytes)")
 	f.DurationVar(&c.lease, "lease", 30*time.Second, "how long a prefill engine keeps blocks (kv_lease_duration)")
 	f.Float64Var(&c.prefillSpeed, "prefill-speed", 0, "tokens/s of prefill, one prompt after another; 0: instantaneous")
+	f.Float64Var(&c.transferRate, "transfer-rate", 0, "nixl: bytes/s at which KV is fetched (a token has 512); 0: as fast as it comes")
 	f.DurationVar(&c.decodeStep, "decode-step", 0, "time of a decode step, in which every running answer gets one token; 0: instantaneous")
 	f.StringVar(&policy, "kv-load-failure", "fail", "kv_load_failure_policy: fail or recompute")
 	f.DurationVar(&c.loadTimeout, "load-timeout", 5*time.Second, "what a dead side channel costs")
@@ -137,8 +144,10 @@ func (c *config) settle(roleName, connectorName, policy, fail string) error {
 		c.role = roleDecode
 	case "both", "kv_both":
 		c.role = roleBoth
+	case "encode", "ec_producer":
+		c.role = roleEncode
 	default:
-		errs = append(errs, fmt.Errorf("-role %q: not one of prefill, decode, both", roleName))
+		errs = append(errs, fmt.Errorf("-role %q: not one of prefill, decode, both, encode", roleName))
 	}
 	if c.connector = connector(connectorName); !c.connector.known() {
 		errs = append(errs, fmt.Errorf("-connector %q: not one of %v", connectorName, connectors()))

@@ -81,7 +81,7 @@ func (c *call) lookUp(q *sequence) error {
 	var err error
 	switch s.cfg.connector {
 	case connectorLMCache:
-		found, err = s.buffer.take(c.xid, q.p.full)
+		found, err = s.buffer.take(c.xid, q.p)
 	case connectorShared:
 		found = s.store.has(q.p.full)
 	}

@@ -5,8 +5,10 @@ import (
 	"encoding/json"
 	"fmt"
 	"net"
+	"net/http"
 	"strconv"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -59,7 +61,7 @@ func TestNeuronHandsTheWholeAnswerOn(t *testing.T) {
 }
 
 func TestOffload(t *testing.T) {
-	p, d := startEngine(t, "-role", "prefill", "-connector", "offload", "-lease", "300ms"), startEngine(t, "-role", "decode", "-connector", "offload", "-load-timeout", "50ms")
+	p, d := startEngine(t, "-role", "prefill", "-connector", "offload", "-lease", "4s"), startEngine(t, "-role", "decode", "-connector", "offload", "-load-timeout", "3s")
 	decoder := func(id string) string {
 		return fmt.Sprintf(`"kv_transfer_params":{"remote_decoder":{"kv_request_id":%q}}`, id)
 	}
@@ -204,7 +206,7 @@ func (e *engine) noticed(t *testing.T, notices chan string) string {
 }
 
 func TestLMCache(t *testing.T) {
-	p, d, spec, notices := lmcachePair(t, "-lease", "300ms")
+	p, d, spec, notices := lmcachePair(t, "-lease", "4s")
 	want := reference(t, d, `"max_tokens":9`)
 	require.Equal(t, 200, p.post(t, chatPath, "r1", chat(manyBlocks, oneToken, spec("id-1"))).status)
 	require.Equal(t, "\x82\xa4type\xaaProxyNotif\xa6req_id\xa4id-1", p.noticed(t, notices))
@@ -226,8 +228,35 @@ func TestLMCache(t *testing.T) {
 	require.EqualValues(t, 1, d.violations("other_prompt"))
 	require.Equal(t, 500, d.post(t, chatPath, "r4", chat("x", spec("id-4"))).status)
 	require.EqualValues(t, 1, d.violations("spec_on_decode"))
-	require.Equal(t, 500, p.post(t, chatPath, "r5", chat("x", oneToken, strings.Replace(spec("id-5"), `"disagg_spec"`, `"ret_first_tok":false,"disagg_spec"`, 1))).status)
-	require.EqualValues(t, 1, p.violations("first_token_asked"))
+	require.Equal(t, 500, d.post(t, chatPath, "r6", chat("x", `"kv_transfer_params":{"first_tok":1}`)).status)
+	require.EqualValues(t, 1, d.violations("params_on_decode"))
+}
+
+// ret_first_tok: P answers its token, and D writes the rest behind it: the same text as one engine's. Another token there is a
+// violation.
+func TestLMCacheFirstToken(t *testing.T) {
+	p, d, spec, notices := lmcachePair(t)
+	want := reference(t, d, `"max_tokens":9`).content()
+	ask := func(id, prompt string) (text, ids, first string) {
+		t.Helper()
+		got := p.post(t, chatPath, id, chat(prompt, oneToken, `"return_token_ids":true`, strings.Replace(spec(id), `"disagg_spec"`, `"ret_first_tok":false,"disagg_spec"`, 1)))
+		require.Equal(t, 200, got.status)
+		p.noticed(t, notices)
+		return got.content(), string(get(got.body, "prompt_token_ids")), string(get(get(got.body, "kv_transfer_params"), "first_tok"))
+	}
+	text, ids, first := ask("r1", manyBlocks)
+	require.Equal(t, want[:len(text)], text)
+	rest := func(id, ids, first string) reply {
+		return d.post(t, "/v1/completions", id, `{"model":"tiny","prompt":`+strings.TrimSuffix(ids, "]")+","+first+`],"max_tokens":8,"messages":[]}`)
+	}
+	got := rest("r1", ids, first)
+	require.Equal(t, 200, got.status, got)
+	require.Equal(t, want, text+got.str("choices", "0", "text"))
+	require.Positive(t, d.metrics.external.Load())
+
+	_, ids, _ = ask("r2", "Another. "+manyBlocks)
+	require.Equal(t, 500, rest("r2", ids, "7").status)
+	require.EqualValues(t, 1, d.violations("other_first_token"))
 }
 
 func TestLMCacheNoticesAsConfigured(t *testing.T) {
@@ -275,4 +304,38 @@ func TestLMCacheBufferDeadlock(t *testing.T) {
 	go func() { freed <- d.buffer.alloc("a", "a", 16) }()
 	d.buffer.drop("b", d.buffer.arrived["b"])
 	require.NoError(t, <-freed)
+}
+
+// Generation first: P waits in its scheduler until D is there, under an id that is both legs' own.
+func TestTRTLLMGenerationFirst(t *testing.T) {
+	p := startEngine(t, "-role", "prefill", "-connector", "trtllm", "-transfer-timeout", "400ms")
+	d := startEngine(t, "-role", "decode", "-connector", "trtllm", "-transfer-timeout", "400ms")
+	want := reference(t, d, `"max_tokens":9`).content()
+	const id = "4611686018427387905"
+	context := func(id string) string {
+		return chat(manyBlocks, `"max_tokens":9`, `"disaggregated_params":{"request_type":"context_only","disagg_request_id":`+id+`,"schedule_style":1}`)
+	}
+	generation := func(contextID, id, endpoint string) string {
+		return chat(manyBlocks, `"max_tokens":9`, `"disaggregated_params":{"request_type":"generation_only","disagg_request_id":`+id+`,"ctx_request_id":`+contextID+
+			`,"schedule_style":1,"ctx_info_endpoint":"`+endpoint+`"}`)
+	}
+	endpoint := "tcp://" + p.side.Addr().String()
+	require.Contains(t, p.get(t, "/server_info").String(), endpoint)
+	var first reply
+	var leg sync.WaitGroup
+	leg.Go(func() { first, _ = p.do(http.MethodPost, chatPath, "r1", context(id)) })
+	got := d.post(t, chatPath, "r1", generation(id, id, endpoint))
+	require.Equal(t, 200, got.status, got)
+	require.Equal(t, want, got.content())
+	leg.Wait()
+	require.Equal(t, 200, first.status, first)
+	require.Positive(t, d.metrics.external.Load())
+
+	require.Equal(t, 500, p.post(t, chatPath, "r2", context("4611686018427387906")).status, "a P whose D does not come")
+	p.quiet(t)
+	d.quiet(t)
+	for _, body := range []string{generation(id, "4611686018427387907", endpoint), generation(id, id, ""), generation(id, id, "10.0.0.1:1")} {
+		require.Equal(t, 500, d.post(t, chatPath, "r3", body).status)
+	}
+	require.EqualValues(t, 3, d.violations("incomplete_params"))
 }

@@ -29,7 +29,8 @@
 //  5. nixl.go, ledger.go and sidechannel.go are the hand-over. P keeps a finished prefill leg's blocks under a lease
 //     and answers kv_transfer_params; D asks P's side channel for them and says what it believes they hold; P checks,
 //     hands over, and frees. connector.go reads the other connectors' members, and each of them is a file: offload.go,
-//     trtllm.go, store.go (shared), lmcache.go; neuron is NIXL's parameters under another key.
+//     trtllm.go, store.go (shared), lmcache.go (ret_first_tok too) and notices.go; neuron is NIXL's parameters under another key.
+//     turns.go is NIXL in both directions (-bidirectional): a decode engine keeps an answer for the conversation's next turn.
 //  6. output.go plans the answer; openai_*.go, anthropic.go and generate_api.go write it, sse.go sends streams.
 //
 // # Dialects whose legs run at once
@@ -66,12 +67,19 @@
 //	other_prompt             the blocks hold the KV of another prompt
 //	request_id_mismatch      the two legs' x-request-id differ
 //	missing_request_id       a leg with kv_transfer_params and no x-request-id
-//	stale_blocks_on_prefill  do_remote_decode together with remote_block_ids
+//	stale_blocks_on_prefill  do_remote_decode together with remote_block_ids, where -bidirectional is not set
+//	turn_not_longer          a prompt that ends where the blocks kept of an earlier answer do
+//	wrong_way                blocks kept for a prefill engine, read by a decode engine, or the other way round
 //	incomplete_params        parameters without what the other side needs (offload, trtllm)
 //	forbidden_keys           remote_prefiller with another key of the P2P tier
 //	bad_disagg_id            a disagg_request_id that is no integer from 2^42 on
 //	first_token_asked        ret_first_tok, of which nobody delivers the token
 //	spec_on_decode           disagg_spec at an engine that does not push
+//	nothing_to_encode        a request without media at an encode engine
+//	not_for_encode           text, a stream or KV parameters there
+//	foreign_encoding         ec_transfer_params that tell of media which the prompt does not have
+//	unknown_encoding         ... of what the encode engine does not have, or not any more
+//	altered_params           ... that are not as the encode engine wrote them
 //	buffer_exhausted         prompts waited for each other's part of LMCache's buffer
 //
 // With --faithful they are vLLM's own 200, and the text is wrong exactly where the KV was. A duplicate key at the top
@@ -86,6 +94,9 @@
 //	-connector lmcache   disagg_spec: P pushes to D's ports (-lmcache-init-port, -lmcache-alloc-port, one for each -tp) and
 //	                     notices at -proxy, as -notices and -kv-delay say; -pd-buffer bounds what waits at D
 //
+// -role encode is an engine that makes embeddings of media alone and answers ec_transfer_params (encode.go); any other fetches
+// what these tell of, once, and encodes the rest of a chat's media by itself: encoded and encoded_here in /sim/requests.
+//
 // A spec that lacks a member, or a port for a rank, ends a prefill engine, as in LMCache. They were made after LMCache
 // 0.5.6, vLLM 0.33.0 and TensorRT-LLM of 2026 as read, and not recorded from running ones.
 //
@@ -96,7 +107,7 @@
 // With --kv-events the prefix cache's blocks are published as vLLM publishes them: stored, removed, all cleared, in three
 // frames over ZeroMQ, numbered for each process; --kv-events-replay gives out the last of them again. Maps as vLLM 0.24 and
 // later, or arrays with --kv-events-arrays. A block is called by its cache key. POST /sim/kv-events {"lose":n} loses the
-// next n batches on their way.
+// next n batches on their way. enginesim_kv_events_subscribers is how many are connected.
 //
 // # What tests and benchmarks use
 //

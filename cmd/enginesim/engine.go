@@ -19,6 +19,8 @@ type sequence struct {
 	wrong    bool // its KV is not that of its prompt
 	out      output
 	handOver []byte // kv_transfer_params of the answer, nil for none
+	turn     bool   // external is of the prompt's beginning alone (turns.go)
+	kept     bool   // the blocks are with the ledger already
 	room     roomParams
 }
 
@@ -33,7 +35,10 @@ func (c *call) prepare(prompts []*prompt) {
 	for i, p := range prompts {
 		for choice := range int(c.req.n) {
 			room := c.s.cfg.maxModelLen - p.n
-			q := &sequence{p: p, index: i, choice: choice, out: c.req.answer(p.digest, choice, room)}
+			q := &sequence{p: p, index: i, choice: choice, out: c.req.answer(p.digest, choice, room, 0)}
+			if digest, ok := c.continues(p); ok {
+				q.out = c.req.answer(digest, choice, room, 1)
+			}
 			if c.req.kv.context {
 				q.stopAfterContext()
 			}
@@ -68,6 +73,11 @@ func (c *call) generate(ctx context.Context, emit func(step int) error) error {
 		}
 		s.metrics.running.Add(1)
 		running = true
+	}
+	if c.fetchesTurn() {
+		if err := c.fetchTurn(ctx); err != nil {
+			return c.abandon(err)
+		}
 	}
 	if c.req.kv.source != "" {
 		c.pullPrefix(ctx)
@@ -107,6 +117,8 @@ func (c *call) fill(ctx context.Context) error {
 		return c.putKV(ctx)
 	}
 	switch {
+	case c.req.kv.genFirst && c.req.kv.context:
+		return c.sendContext(ctx)
 	case !c.s.roomed():
 		return c.prefill(ctx)
 	case c.s.cfg.role == rolePrefill:
@@ -181,6 +193,9 @@ func (c *call) load(ctx context.Context) error {
 	if s.cfg.pushes() {
 		return c.await(ctx)
 	}
+	if c.req.kv.genFirst {
+		return c.receiveContext(ctx)
+	}
 	for _, q := range c.seqs {
 		actual, err := s.fetchKV(ctx, c.xid, &c.req.kv, q.p, q.grant.hits)
 		if wrong := (*violation)(nil); errors.As(err, &wrong) && wrong.kind == "other_prompt" && c.req.throwsAway() {
@@ -220,7 +235,7 @@ func (q *sequence) corrupt(req *request, from int, got []uint64, maxLen int) {
 	}
 	planned := q.out.n
 	q.wrong = true
-	q.out = req.answer(digest, q.choice, maxLen-q.p.n)
+	q.out = req.answer(digest, q.choice, maxLen-q.p.n, 0)
 	if q.out.n > planned { // there are blocks for no more
 		q.out.n = planned
 		if q.out.literal {
@@ -235,8 +250,11 @@ func (c *call) prefill(ctx context.Context) error {
 	compute := 0
 	for _, q := range c.seqs {
 		s.metrics.localHit.Add(int64(q.local(s.cfg.blockSize)))
-		if q.external == 0 {
+		switch {
+		case q.external == 0:
 			compute += q.p.n - q.local(s.cfg.blockSize)
+		case q.turn:
+			compute += q.p.n - q.local(s.cfg.blockSize) - q.external
 		}
 	}
 	s.metrics.localCompute.Add(int64(compute))
@@ -246,7 +264,7 @@ func (c *call) prefill(ctx context.Context) error {
 		}
 	}
 	for _, q := range c.seqs {
-		if q.external == 0 {
+		if q.external == 0 || q.turn {
 			s.pool.write(&q.grant, q.p, q.grant.hits, nil)
 		}
 		if s.cfg.faithful && !q.wrong {
@@ -322,6 +340,11 @@ func (c *call) decode(ctx context.Context, emit func(step int) error) error {
 				return err
 			}
 		}
+		if step == steps-1 && c.keepsTurns() { // the last event tells of it
+			for _, q := range c.seqs {
+				c.keepTurn(q)
+			}
+		}
 		if err := emit(step); err != nil {
 			return err
 		}
@@ -336,7 +359,11 @@ func (c *call) decode(ctx context.Context, emit func(step int) error) error {
 func (c *call) complete() {
 	s := c.s
 	for _, q := range c.seqs {
-		c.writeAnswer(q)
+		if c.keepsTurns() {
+			c.keepTurn(q)
+		} else {
+			c.writeAnswer(q)
+		}
 		s.metrics.generated.Add(int64(q.out.n))
 		s.metrics.promptTokens.Observe(float64(q.p.n))
 		s.metrics.genTokens.Observe(float64(q.out.n))
@@ -345,10 +372,13 @@ func (c *call) complete() {
 			reason = "stop"
 		}
 		s.metrics.finished.add(reason, 1)
+		if q.kept {
+			continue
+		}
 		used := blocksFor(q.computed(), s.cfg.blockSize)
 		s.pool.free(q.grant.blocks[used:]) // fewer tokens than planned
 		blocks := q.grant.blocks[:used]
-		if !c.req.kv.remoteDecode || c.req.kv.context && q.over() {
+		if !c.req.kv.remoteDecode || c.req.kv.genFirst || c.req.kv.context && q.over() {
 			s.pool.free(blocks)
 			continue
 		}
@@ -405,13 +435,13 @@ func (c *call) internalID(q *sequence) string {
 	return id
 }
 
-// writeAnswer caches the blocks that the generated tokens filled.
+// writeAnswer caches the blocks that the generated tokens filled, and, where the answer is kept, notes what the last one holds.
 func (c *call) writeAnswer(q *sequence) {
 	if q.out.n < 2 || q.wrong {
 		return
 	}
 	blockSize := c.s.cfg.blockSize
-	if q.computed()/blockSize == len(q.p.full) {
+	if q.computed()/blockSize == len(q.p.full) && !c.keepsTurns() {
 		return
 	}
 	t := resume(q.p, blockSize)
@@ -419,6 +449,9 @@ func (c *call) writeAnswer(q *sequence) {
 		t.token(tokenID([]byte(q.out.token(i))))
 	}
 	t.p.tail = 0
+	if c.keepsTurns() {
+		t.finish("")
+	}
 	c.s.pool.write(&q.grant, &t.p, len(q.p.full), nil)
 }
 

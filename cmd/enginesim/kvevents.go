@@ -11,11 +11,13 @@ import (
 	"math"
 	"net"
 	"net/http"
+	"slices"
 	"strings"
 	"sync"
 	"time"
 
 	"github.com/go-zeromq/zmq4"
+	"github.com/go-zeromq/zmq4/security/null"
 )
 
 // kvEvents publishes what the prefix cache stores and evicts, as vLLM does (vllm/distributed/kv_events.py): a PUB socket
@@ -31,6 +33,7 @@ type kvEvents struct {
 	lose   int         // batches still to be lost: kept, but not published
 	wake   chan struct{}
 	pub    zmq4.Socket
+	subs   subscribers
 	replay zmq4.Socket
 	stop   context.CancelFunc
 	done   sync.WaitGroup
@@ -49,10 +52,12 @@ func startKVEvents(cfg *config) (*kvEvents, error) {
 	ctx, stop := context.WithCancel(context.Background())
 	quiet := zmq4.WithLogger(stdlog.New(io.Discard, "", 0))
 	e := &kvEvents{cfg: cfg, wake: make(chan struct{}, 1), stop: stop}
-	e.pub = zmq4.NewPub(ctx, quiet, zmq4.WithDialerMaxRetries(-1), zmq4.WithAutomaticReconnect(true))
 	// As vLLM: an endpoint with a wildcard is bound, one that names a host is connected to.
+	bound := strings.Contains(cfg.events, "*") || strings.Contains(cfg.events, "::")
+	// One that is bound and reconnects would connect to itself when a subscriber leaves.
+	e.pub = zmq4.NewPub(ctx, quiet, zmq4.WithSecurity(&e.subs), zmq4.WithDialerMaxRetries(-1), zmq4.WithAutomaticReconnect(!bound))
 	var err error
-	if strings.Contains(cfg.events, "*") || strings.Contains(cfg.events, "::") {
+	if bound {
 		err = e.pub.Listen(wildcard(cfg, cfg.events))
 	} else {
 		e.done.Go(func() { _ = e.pub.Dial(cfg.events) })
@@ -69,6 +74,41 @@ func startKVEvents(cfg *config) (*kvEvents, error) {
 	}
 	e.done.Go(func() { e.publish(ctx) })
 	return e, nil
+}
+
+// subscribers counts the connections of the PUB socket, which does not tell: each of them begins with a handshake. There is
+// no security in it.
+type subscribers struct {
+	mu    sync.Mutex
+	conns []*zmq4.Conn
+}
+
+func (s *subscribers) Type() zmq4.SecurityType { return zmq4.NullSecurity }
+
+func (s *subscribers) Encrypt(w io.Writer, b []byte) (int, error) { return w.Write(b) }
+
+func (s *subscribers) Decrypt(w io.Writer, b []byte) (int, error) { return w.Write(b) }
+
+// Handshake implements [zmq4.Security].
+func (s *subscribers) Handshake(c *zmq4.Conn, server bool) error {
+	if err := null.Security().Handshake(c, server); err != nil {
+		return err
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.conns = append(s.conns, c)
+	return nil
+}
+
+// count is how many there are now.
+func (s *subscribers) count() int {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.conns = slices.DeleteFunc(s.conns, func(c *zmq4.Conn) bool {
+		_, err := c.Write(nil) // it notes that it is closed when it is used
+		return err != nil
+	})
+	return len(s.conns)
 }
 
 // wildcard puts the host on which the engine listens in the place of "*": the simulator opens nothing to the world that it

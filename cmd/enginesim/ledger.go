@@ -37,6 +37,7 @@ type handOver struct {
 	xid     string // x-request-id of the leg
 	blocks  []int32
 	tokens  int
+	turn    bool // of an answer, for the conversation's next turn (turns.go)
 	expires time.Time
 	timer   *time.Timer
 }
@@ -52,11 +53,16 @@ func newLedger(p *pool, lease time.Duration) *ledger {
 
 // keep puts a finished request's blocks under a lease. The ledger owns the blocks from now on.
 func (l *ledger) keep(id, xid string, blocks []int32, tokens int) {
-	h := &handOver{id: id, xid: xid, blocks: blocks, tokens: tokens}
+	l.keepFor(id, xid, blocks, tokens, l.lease, false)
+}
+
+// keepFor is keep for another time than a lease.
+func (l *ledger) keepFor(id, xid string, blocks []int32, tokens int, d time.Duration, turn bool) {
+	h := &handOver{id: id, xid: xid, blocks: blocks, tokens: tokens, turn: turn}
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	h.expires = time.Now().Add(l.lease)
-	h.timer = time.AfterFunc(l.lease, func() { l.expire(id) })
+	h.expires = time.Now().Add(d)
+	h.timer = time.AfterFunc(d, func() { l.expire(id) })
 	l.live[id] = h
 	l.given.Add(1)
 	l.held.Add(int64(len(blocks)))
@@ -91,7 +97,7 @@ func (l *ledger) extend(id string) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	h := l.live[id]
-	if h == nil {
+	if h == nil || h.turn { // nothing renews what is kept for a next turn
 		return
 	}
 	if until := time.Now().Add(l.lease * 2 / 3); until.After(h.expires) {
@@ -147,7 +153,8 @@ type pullRequest struct {
 	requestID string
 	xid       string
 	blockSize int
-	tokens    int      // of its prompt
+	tokens    int      // of its prompt, or of its beginning that was kept of an earlier answer
+	turn      bool     // the latter
 	ids       []int32  // blocks to read, in order
 	want      []uint64 // content of each block of its prompt
 }
@@ -223,7 +230,9 @@ func judge(h *handOver, outcome string, req *pullRequest, actual []uint64) viola
 		return violation{"foreign_blocks", "these are not the blocks of " + req.requestID}
 	case !slices.Equal(actual, req.want):
 		return violation{"other_prompt", fmt.Sprintf("the KV is of another prompt: %d tokens on the prefill engine, %d here", h.tokens, req.tokens)}
-	case h.xid != req.xid:
+	case h.turn != req.turn:
+		return violation{"wrong_way", "the blocks of " + req.requestID + " were kept for an engine of the other role"}
+	case h.xid != req.xid && !h.turn:
 		return violation{"request_id_mismatch", fmt.Sprintf("x-request-id was %q on the prefill leg and is %q here", h.xid, req.xid)}
 	}
 	return violation{}

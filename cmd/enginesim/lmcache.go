@@ -10,8 +10,6 @@ import (
 	"strconv"
 	"sync"
 	"time"
-
-	"github.com/go-zeromq/zmq4"
 )
 
 // LMCache's PD backend (enable_pd): a prefill engine allocates in the buffer of the decode engine that disagg_spec names,
@@ -51,9 +49,7 @@ func parseDisaggSpec(raw []byte) (kv kvParams) {
 			kv.fatal = "KeyError: " + name + " (disagg_spec)"
 		}
 	}
-	if get(raw, "ret_first_tok") != nil {
-		kv.broken = &violation{"first_token_asked", "ret_first_tok is there, and nobody delivers the token"}
-	}
+	kv.firstToken = get(raw, "ret_first_tok") != nil // its presence counts, false is no less
 	return kv
 }
 
@@ -93,9 +89,18 @@ type buffer struct {
 type arrival struct {
 	xid    string
 	blocks []uint64
+	prompt pushedPrompt
 	ranks  int
 	room   int // blocks allocated, of one rank
 	timer  *time.Timer
+}
+
+// pushedPrompt is what a receiver is told of a prompt beside its blocks, so that it can say what is wrong with a request for
+// them: its length, and the token that P has answered to be put behind it.
+type pushedPrompt struct {
+	n     int
+	first uint32
+	has   bool // there is such a token
 }
 
 func newBuffer(s *sim) *buffer {
@@ -162,17 +167,19 @@ func (b *buffer) alloc(reqID, xid string, n int) error {
 	}
 }
 
-func (b *buffer) push(reqID, xid string, blocks []uint64) {
+func (b *buffer) push(reqID, xid string, blocks []uint64, p pushedPrompt) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	a := b.arrival(reqID, xid)
-	a.blocks = blocks
+	a.blocks, a.prompt = blocks, p
 	a.ranks++
 }
 
 // take hands a prompt's blocks over, if they are all there. What arrived under the request's own id and is of another
 // prompt is a violation: P and D tokenised differently.
-func (b *buffer) take(xid string, want []uint64) (bool, error) {
+//
+// A prompt with one token more must be that prompt with the token that P answered. (LMCache's proxy sends D so.)
+func (b *buffer) take(xid string, p *prompt) (bool, error) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	for reqID, a := range b.arrived {
@@ -180,6 +187,13 @@ func (b *buffer) take(xid string, want []uint64) (bool, error) {
 			continue
 		}
 		b.remove(reqID, a)
+		want := p.full
+		if a.prompt.has && p.n == a.prompt.n+1 {
+			if p.ids[len(p.ids)-1] != a.prompt.first {
+				return false, &violation{"other_first_token", "the token behind the prompt is not the one that P answered"}
+			}
+			want = want[:min(len(want), len(a.blocks))]
+		}
 		if slices.Equal(a.blocks, want) {
 			return true, nil
 		}
@@ -254,10 +268,11 @@ func (s *sim) serveReceiver(conn net.Conn, frame []byte, rank int) bool {
 		}
 	case opPush:
 		blocks := r.words()
+		p := pushedPrompt{n: int(r.uint()), first: uint32(r.uint()), has: r.uint() == 1}
 		if r.err != nil {
 			return false
 		}
-		s.buffer.push(reqID, xid, blocks)
+		s.buffer.push(reqID, xid, blocks, p)
 	default:
 		return false
 	}
@@ -269,12 +284,18 @@ func (s *sim) serveReceiver(conn net.Conn, frame []byte, rank int) bool {
 // -kv-delay below zero).
 func (c *call) pushKV() {
 	s, spec := c.s, c.req.kv.spec
-	blocks := c.seqs[0].p.full
+	q := c.seqs[0]
+	pushed := pushedPrompt{n: q.p.n}
+	if c.req.kv.firstToken {
+		pushed.first, pushed.has = tokenID([]byte(q.out.token(0))), true
+		q.handOver = strconv.AppendUint([]byte(`{"first_tok":`), uint64(pushed.first), 10)
+		q.handOver = append(q.handOver, '}')
+	}
 	push := func() {
 		var ranks sync.WaitGroup
 		for rank := range s.cfg.tp {
 			ranks.Go(func() {
-				if err := s.pushRank(spec, rank, c.xid, blocks); err != nil {
+				if err := s.pushRank(spec, rank, c.xid, q.p.full, pushed); err != nil {
 					s.metrics.failedTransfers.Add(1)
 					s.logf("pushing KV of %q to rank %d: %v", spec.reqID, rank, err) // logged only, as LMCache does
 					return
@@ -295,7 +316,7 @@ func (c *call) pushKV() {
 }
 
 // pushRank is one rank's part. Peers keep no connections here: a receiver may be gone at any time.
-func (s *sim) pushRank(spec *disaggSpec, rank int, xid string, blocks []uint64) error {
+func (s *sim) pushRank(spec *disaggSpec, rank int, xid string, blocks []uint64, p pushedPrompt) error {
 	ctx, cancel := context.WithTimeout(context.Background(), s.cfg.pdTimeout+s.cfg.loadTimeout)
 	defer cancel()
 	at := func(ports []int64) string { return net.JoinHostPort(spec.host, strconv.FormatInt(ports[rank], 10)) }
@@ -318,70 +339,27 @@ func (s *sim) pushRank(spec *disaggSpec, rank int, xid string, blocks []uint64) 
 			return err
 		}
 	}
-	return ask(at(spec.init), opPush, func(w *wireWriter) { w.words(blocks) })
-}
-
-// notifier is the PUSH socket of LMCache's proxy notices.
-type notifier struct {
-	mu     sync.Mutex
-	socket zmq4.Socket
-}
-
-// notify tells the router, as -notices says.
-func (s *sim) notify(reqID string) {
-	if s.cfg.proxy == "" || s.cfg.notices == "never" {
-		return
-	}
-	messages := [][]byte{notice("ProxyNotif", reqID)}
-	switch s.cfg.notices {
-	case "twice":
-		messages = append(messages, messages[0])
-	case "old": // LMCache 0.3.5
-		messages[0] = notice("NixlProxyNotif", reqID)
-	case "noisy":
-		messages = append([][]byte{notice("AllocRequest", reqID), []byte("\xc1"), {}}, messages...)
-	}
-	n := &s.notifier
-	n.mu.Lock()
-	defer n.mu.Unlock()
-	for attempt := range 2 { // the router may have been started anew
-		if n.socket == nil {
-			n.socket = zmq4.NewPush(context.Background(), zmq4.WithDialerMaxRetries(0), zmq4.WithTimeout(time.Second))
-			if err := n.socket.Dial("tcp://" + s.cfg.proxy); err != nil {
-				s.logf("the router takes no notices: %v", err)
-				_ = n.socket.Close()
-				n.socket = nil
-				return
-			}
-		}
-		err := error(nil)
-		for _, m := range messages {
-			err = errors.Join(err, n.socket.Send(zmq4.NewMsg(m)))
-		}
-		if err == nil {
-			return
-		}
-		_ = n.socket.Close()
-		n.socket = nil
-		if attempt == 1 {
-			s.logf("a notice was lost: %v", err)
-		}
-	}
-}
-
-// notice is msgspec's msgpack of a tagged struct with one field.
-func notice(kind, reqID string) []byte {
-	return packText([]byte{0x82}, "type", kind, "req_id", reqID)
-}
-
-func packText(b []byte, texts ...string) []byte {
-	for _, t := range texts {
-		if len(t) < 32 {
-			b = append(b, 0xa0|byte(len(t)))
+	return ask(at(spec.init), opPush, func(w *wireWriter) {
+		w.words(blocks)
+		w.uint(uint64(p.n))
+		w.uint(uint64(p.first))
+		if p.has {
+			w.uint(1)
 		} else {
-			b = append(b, 0xd9, byte(len(t)))
+			w.uint(0)
 		}
-		b = append(b, t...)
+	})
+}
+
+// continues is the digest of the prompt whose answer a completion of token ids goes on with, where the last of them is the
+// first token of that answer: P has answered that one already. The text that follows is then the one that P's prompt alone
+// would have led to, so that a token lost or doubled between the engines shows.
+func (c *call) continues(p *prompt) (digest uint64, ok bool) {
+	if c.s.cfg.connector != connectorLMCache || c.s.cfg.role == rolePrefill || c.req.api != apiCompletions || len(p.ids) < 2 {
+		return 0, false
 	}
-	return b
+	t := newTokenizer(c.s.cfg.blockSize, false)
+	t.tokens(p.ids[:len(p.ids)-1])
+	before := output{digest: t.finish("").digest}
+	return before.digest, tokenID([]byte(before.token(0))) == p.ids[len(p.ids)-1]
 }

@@ -236,6 +236,9 @@ func (s *sim) collectNIXL(c *collector) {
 func (s *sim) collectOurs(c *collector) {
 	m := s.metrics
 	c.gauge("enginesim_blocks_held", "KV blocks handed over and neither fetched, released nor expired, or waiting for the other leg.", float64(s.held()))
+	if s.events != nil {
+		c.gauge("enginesim_kv_events_subscribers", "Connections to the socket that publishes KV events.", float64(s.events.subs.count()))
+	}
 	const over = "KV hand-overs of the prefill side by how they ended; given counts them all."
 	c.counter("enginesim_handovers_total", over, s.ledger.given.Load(), "outcome", "given")
 	c.counter("enginesim_handovers_total", over, s.ledger.fetched.Load(), "outcome", "fetched")
@@ -257,9 +260,9 @@ func (s *sim) collectOurs(c *collector) {
 	c.counter("enginesim_aborted_total", "Requests whose client left before the answer was complete.", m.aborted.Load())
 }
 
-// held is how many blocks wait for a decode leg, here or in this engine's buffer.
+// held is how many blocks wait for a decode leg, here or in this engine's buffer, and embeddings for a prefill.
 func (s *sim) held() int64 {
-	n := s.ledger.held.Load()
+	n := s.ledger.held.Load() + s.encodings.held()
 	if s.buffer != nil {
 		n += int64(s.buffer.held())
 	}

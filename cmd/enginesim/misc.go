@@ -284,6 +284,7 @@ func (s *sim) serveReset(w http.ResponseWriter, _ *http.Request) {
 	if s.buffer != nil {
 		s.buffer.reset()
 	}
+	s.encodings.reset()
 	s.pool.resetPrefixCache()
 	m := s.metrics
 	for _, c := range []*counters{&m.violations, &m.roleMismatch, &m.requests, &m.injected} {

@@ -20,21 +20,24 @@ type kvParams struct {
 	requestID     string
 	host          string
 	port          int
-	cachedOnP     int64    // remote_prefill_cached_tokens, -1 when absent
-	promptIDs     []uint32 // prompt_token_ids: use these instead of tokenising (0.32 and later)
-	incomplete    string   // a member without which the engine parks the request for ever
-	fatal         string   // what in them kills the engine, "" when nothing
-	transfer      string   // transfer_id (Mooncake)
-	bootstrap     string   // remote_bootstrap_addr (Mooncake)
-	parked        string   // why the engine waits for KV that nobody will send, "" when it does not
-	staleOnP      bool     // do_remote_decode with remote_block_ids: P would read from somebody else
+	cachedOnP     int64      // remote_prefill_cached_tokens, -1 when absent
+	promptIDs     []uint32   // prompt_token_ids: use these instead of tokenising (0.32 and later)
+	turn          turnSource // of do_remote_decode with remote_block_ids (turns.go)
+	incomplete    string     // a member without which the engine parks the request for ever
+	fatal         string     // what in them kills the engine, "" when nothing
+	transfer      string     // transfer_id (Mooncake)
+	bootstrap     string     // remote_bootstrap_addr (Mooncake)
+	parked        string     // why the engine waits for KV that nobody will send, "" when it does not
+	staleOnP      bool       // do_remote_decode with remote_block_ids: P would read from somebody else, or, of an earlier answer, is to
 
-	keepAs  string      // the name under which P keeps the KV; "": one of its own
-	missOK  bool        // what D does not find it computes
-	context bool        // of a context server (trtllm.go)
-	spec    *disaggSpec // lmcache.go
-	source  string      // whom to ask for the prompt's beginning (offload.go)
-	broken  *violation  // parameters that break their protocol
+	keepAs     string      // the name under which P keeps the KV; "": one of its own
+	missOK     bool        // what D does not find it computes
+	context    bool        // of a context server (trtllm.go)
+	spec       *disaggSpec // lmcache.go
+	genFirst   bool        // both legs at once (trtllm.go)
+	firstToken bool        // ret_first_tok: P answers the token that it made
+	source     string      // whom to ask for the prompt's beginning (offload.go)
+	broken     *violation  // parameters that break their protocol
 }
 
 // parseKVParams reads valid JSON. A value that is neither object nor null is the caller's to refuse.
@@ -43,7 +46,7 @@ func parseKVParams(raw []byte) (kv kvParams) {
 		return kv
 	}
 	kv.present, kv.cachedOnP = true, -1
-	var ids, port, promptIDs []byte
+	var ids, port, promptIDs, tokens []byte
 	eachMember(raw, func(key, val []byte) {
 		switch string(key) {
 		case "do_remote_decode":
@@ -66,10 +69,13 @@ func parseKVParams(raw []byte) (kv kvParams) {
 			}
 		case "prompt_token_ids":
 			promptIDs = val
+		case "remote_num_tokens":
+			tokens = val
 		}
 	})
 	if kv.remoteDecode && !kv.remotePrefill && truthy(ids) {
 		kv.staleOnP = true
+		kv.parseTurn(ids, port, tokens)
 	}
 	if isArray(promptIDs) {
 		kv.promptIDs, _ = tokenIDs(promptIDs)
@@ -154,8 +160,13 @@ func tokenIDs(raw []byte) (ids []uint32, ok bool) {
 // appendHandOver is the kv_transfer_params that a prefill engine answers with, in the key order of 0.32. cached < 0
 // leaves remote_prefill_cached_tokens out, as vLLM does when the request outlived its prefill step.
 func (s *sim) appendHandOver(dst []byte, requestID string, blocks []int32, tokens, cached int) []byte {
+	return s.appendParams(dst, `{"do_remote_prefill":true,"do_remote_decode":false,"remote_block_ids":[[`, requestID, blocks, tokens, "null", cached)
+}
+
+// appendParams is kv_transfer_params of either side, as they begin, and with remote_blocks_expiry_time.
+func (s *sim) appendParams(dst []byte, head, requestID string, blocks []int32, tokens int, expires string, cached int) []byte {
 	dst = slices.Grow(dst, 512+8*len(blocks))
-	dst = append(dst, `{"do_remote_prefill":true,"do_remote_decode":false,"remote_block_ids":[[`...)
+	dst = append(dst, head...)
 	for i, id := range blocks {
 		if i > 0 {
 			dst = append(dst, ',')
@@ -172,7 +183,7 @@ func (s *sim) appendHandOver(dst []byte, requestID string, blocks []int32, token
 	dst = strconv.AppendInt(dst, int64(s.sidePort), 10)
 	dst = append(dst, `,"tp_size":1,"dcp_size":1,"pp_size":1,"remote_num_tokens":`...)
 	dst = strconv.AppendInt(dst, int64(tokens), 10)
-	dst = append(dst, `,"remote_blocks_expiry_time":null,"transfer_mode":"pull"`...)
+	dst = append(dst, `,"remote_blocks_expiry_time":`+expires+`,"transfer_mode":"pull"`...)
 	if cached >= 0 {
 		dst = append(dst, `,"remote_prefill_cached_tokens":`...)
 		dst = strconv.AppendInt(dst, int64(cached), 10)
@@ -191,13 +202,18 @@ func (v *violation) Error() string { return "enginesim violation " + v.kind + ":
 // prompt really held (nil when all is right). The error is errLoadFailed where vLLM's transfer fails, a *violation where vLLM would not notice
 // (and the simulator is strict), or the context's.
 func (s *sim) fetchKV(ctx context.Context, xid string, kv *kvParams, p *prompt, hits int) ([]uint64, error) {
+	return s.fetch(ctx, xid, kv, p, hits, false)
+}
+
+// fetch is fetchKV, also of what a decode engine has kept of an earlier answer (turn).
+func (s *sim) fetch(ctx context.Context, xid string, kv *kvParams, p *prompt, hits int, turn bool) ([]uint64, error) {
 	need := blocksFor(p.n, s.cfg.blockSize)
 	if kv.engineID == s.engineID && kv.engineID != "" {
 		return nil, fmt.Errorf("%w: the parameters name this very engine", errLoadFailed)
 	}
 	req := pullRequest{
 		engineID: kv.engineID, requestID: kv.requestID, xid: xid, blockSize: s.cfg.blockSize,
-		tokens: p.n, ids: kv.blockIDs, want: make([]uint64, need),
+		tokens: p.n, turn: turn, ids: kv.blockIDs, want: make([]uint64, need),
 	}
 	for i := range req.want {
 		req.want[i] = p.content(i)
@@ -218,6 +234,9 @@ func (s *sim) fetchKV(ctx context.Context, xid string, kv *kvParams, p *prompt, 
 		s.metrics.failedTransfers.Add(1)
 		return nil, fmt.Errorf("%w: %s", errLoadFailed, answer.refused)
 	}
+	if err := s.transfer(ctx, need-hits); err != nil {
+		return nil, err
+	}
 	s.metrics.transferred(need-hits, s.cfg.blockSize, time.Since(started))
 	if kv.missOK && slices.Contains([]string{"expired", "released", "unknown_request"}, answer.violation.kind) {
 		return nil, fmt.Errorf("%w: %w", errLoadFailed, &answer.violation)
@@ -226,4 +245,20 @@ func (s *sim) fetchKV(ctx context.Context, xid string, kv *kvParams, p *prompt, 
 		return nil, &answer.violation
 	}
 	return answer.actual, nil
+}
+
+// transfer takes the time that so many blocks need at the configured rate.
+func (s *sim) transfer(ctx context.Context, blocks int) error {
+	if s.cfg.transferRate <= 0 {
+		return nil
+	}
+	seconds := float64(blocks*s.cfg.blockSize*kvBytesPerToken) / s.cfg.transferRate
+	t := time.NewTimer(time.Duration(seconds * float64(time.Second)))
+	defer t.Stop()
+	select {
+	case <-t.C:
+		return nil
+	case <-ctx.Done():
+		return fmt.Errorf("%w: %w", errLoadFailed, context.Cause(ctx))
+	}
 }

@@ -297,7 +297,7 @@ func TestRefusedDecodeReleases(t *testing.T) {
 
 // TestHeartbeat: a decode leg that waits for room keeps the prefill engine's lease alive.
 func TestHeartbeat(t *testing.T) {
-	const lease = "1s"
+	const lease = "4s"
 	p := startEngine(t, "-role", "prefill", "-lease", lease)
 	d := startEngine(t, "-role", "decode", "-lease", lease, "-blocks", "40")
 	busy := grab(t, d.pool, promptOf(strings.Repeat("busy", 600), ""), 1)
@@ -308,7 +308,7 @@ func TestHeartbeat(t *testing.T) {
 		answered <- r
 	}()
 	require.Eventually(t, func() bool { return d.state().Waiting == 1 }, patience, time.Millisecond)
-	time.Sleep(1500 * time.Millisecond)
+	time.Sleep(6 * time.Second)
 	require.Positive(t, p.ledger.held.Load())
 	d.pool.free(busy.blocks)
 	require.Equal(t, 200, (<-answered).status)

@@ -192,6 +192,7 @@ func (chatAPI) token(c *call, dst []byte, q *sequence, i int) []byte {
 	if !c.req.includeUsage {
 		dst = append(dst, `,"system_fingerprint":"`+fingerprint+`"`...)
 	}
+	dst = c.appendTurnEvent(dst, q)
 	return append(dst, "}\n\n"...)
 }
 

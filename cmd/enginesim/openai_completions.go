@@ -100,9 +100,15 @@ func (completionsAPI) token(c *call, dst []byte, q *sequence, i int) []byte {
 		dst = appendRaw(dst, "stop_reason", []byte(q.out.stopReason))
 	}
 	dst = c.appendTokenIDs(dst, q, i, i+1)
+	if i == 0 && c.req.returnIDs {
+		dst = appendIDs(appendKey(dst, "prompt_token_ids"), q.p.ids)
+	}
 	dst = append(dst, "}]"...)
 	if i == q.out.n-1 && !c.req.includeUsage {
 		dst = append(dst, `,"system_fingerprint":"`+fingerprint+`"`...)
+	}
+	if i == q.out.n-1 {
+		dst = c.appendTurnEvent(dst, q)
 	}
 	return append(dst, "}\n\n"...)
 }

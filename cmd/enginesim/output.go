@@ -9,6 +9,7 @@ import (
 // prompt, so that a single wrong block shows.
 type output struct {
 	digest     uint64
+	given      int    // tokens of the answer that another engine has given already
 	n          int    // tokens
 	finish     string // stop, length, tool_calls
 	stopReason string // JSON: null, or the stop string or token that ended it
@@ -29,10 +30,11 @@ func mixChoice(digest uint64, choice int) uint64 {
 	return mix(digest^k0, uint64(choice)^k1)
 }
 
-// answer plans choice number "choice" of a prompt whose KV hashes to digest. room is what max_model_len leaves.
-func (q *request) answer(digest uint64, choice, room int) output {
-	o := output{digest: mixChoice(digest, choice), finish: "length", stopReason: "null"}
-	natural := shortestAnswer + int(mix(o.digest, k2)%(longestAnswer-shortestAnswer+1))
+// answer plans choice number "choice" of a prompt whose KV hashes to digest, from its token number given on. room is what
+// max_model_len leaves.
+func (q *request) answer(digest uint64, choice, room, given int) output {
+	o := output{digest: mixChoice(digest, choice), given: given, finish: "length", stopReason: "null"}
+	natural := shortestAnswer + int(mix(o.digest, k2)%(longestAnswer-shortestAnswer+1)) - given
 	switch {
 	case q.maxTokens >= 0:
 		o.n = int(q.maxTokens)
@@ -65,7 +67,7 @@ func (o *output) token(i int) string {
 	if o.literal {
 		return o.text[min(len(o.text), i*tokenBytes):min(len(o.text), (i+1)*tokenBytes)]
 	}
-	x := mix(o.digest^k2, uint64(i+1)*k1)
+	x := mix(o.digest^k2, uint64(i+o.given+1)*k1)
 	if x%53 == 0 {
 		return oddTokens[(x>>8)%uint64(len(oddTokens))]
 	}

@@ -37,6 +37,8 @@ type record struct {
 	CachedTokens     int                 `json:"cached_tokens"`   // from this engine's own prefix cache
 	ExternalTokens   int                 `json:"external_tokens"` // fetched from another engine
 	CompletionTokens int                 `json:"completion_tokens"`
+	Encoded          int                 `json:"encoded,omitempty"`      // media whose embeddings came from an encode engine
+	EncodedHere      int                 `json:"encoded_here,omitempty"` // ... and those that this engine made
 	AnswerBytes      int                 `json:"answer_bytes"`
 	FirstByteMillis  float64             `json:"first_byte_ms"`
 	Millis           float64             `json:"ms"`

@@ -18,8 +18,8 @@ type rendezvous struct {
 
 	mu    sync.Mutex
 	rooms map[string]*room
-	past  map[string]bool
-	order []string // ring of keys in past
+	past  map[string]bool // keys that P has closed, and whether D had come
+	order []string        // ring of keys in past
 	next  int
 }
 
@@ -40,8 +40,8 @@ func newRendezvous() *rendezvous {
 }
 
 // at finds or makes the room of a key. The lock is held.
-func (v *rendezvous) at(key string) (*room, error) {
-	if v.past[key] {
+func (v *rendezvous) at(key string, used bool) (*room, error) {
+	if used {
 		return nil, &violation{"key_reused", "the room or transfer id " + key + " was used before"}
 	}
 	r := v.rooms[key]
@@ -56,7 +56,8 @@ func (v *rendezvous) at(key string) (*room, error) {
 func (v *rendezvous) enter(key string) (*room, error) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
-	r, err := v.at(key)
+	_, used := v.past[key]
+	r, err := v.at(key, used)
 	if err == nil && r.offered {
 		return nil, &violation{"key_reused", "the room or transfer id " + key + " is in use on this prefill engine"}
 	}
@@ -67,11 +68,11 @@ func (v *rendezvous) enter(key string) (*room, error) {
 	return r, err
 }
 
-// meet is D's side.
+// meet is D's side. Where P was cut before D came, as both are when their client leaves, D is no second one: it waits for nobody.
 func (v *rendezvous) meet(key string, want joinRequest) (*room, error) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
-	r, err := v.at(key)
+	r, err := v.at(key, v.past[key])
 	if err == nil && r.joined {
 		return nil, &violation{"key_reused", "the room or transfer id " + key + " is in use by another decode"}
 	}
@@ -86,11 +87,12 @@ func (v *rendezvous) meet(key string, want joinRequest) (*room, error) {
 func (v *rendezvous) close(key string) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
+	r := v.rooms[key]
 	delete(v.rooms, key)
 	delete(v.past, v.order[v.next])
 	v.order[v.next] = key
 	v.next = (v.next + 1) % len(v.order)
-	v.past[key] = true
+	v.past[key] = r != nil && r.joined
 }
 
 // joinRequest is what D says of itself: what it believes the prompt's blocks hold.

@@ -33,6 +33,7 @@ type sim struct {
 	ledger      *ledger
 	rooms       *rendezvous
 	store       *store
+	encodings   *encodings
 	buffer      *buffer // nil but on decode engines with the connector lmcache
 	receivers   []net.Listener
 	notifier    notifier
@@ -101,7 +102,7 @@ func start(cfg *config, log io.Writer) (*sim, error) {
 		s.engineID = s.random.uuid()
 	}
 	s.ledger, s.rooms, s.inbox, s.stopped = newLedger(s.pool, cfg.lease), newRendezvous(), newInbox(), make(chan struct{})
-	s.store = newStore(s, cfg.store)
+	s.store, s.encodings = newStore(s, cfg.store), newEncodings(cfg.lease)
 	s.mux = s.routes()
 	var err error
 	if s.side, err = net.Listen("tcp", cfg.sideChannel); err != nil {
@@ -302,10 +303,14 @@ func (s *sim) routes() *http.ServeMux {
 		mux.HandleFunc("POST /generate", func(w http.ResponseWriter, r *http.Request) { s.serveCall(w, r, apiSGLang) })
 		mux.HandleFunc("GET /server_info", func(w http.ResponseWriter, _ *http.Request) { s.serveInfo(w) })
 	}
+	if s.cfg.connector == connectorTRTLLM {
+		mux.HandleFunc("GET /server_info", func(w http.ResponseWriter, _ *http.Request) { s.serveContextInfo(w) })
+	}
 	mux.HandleFunc("GET /v1/responses/{id}", s.recorded(s.serveStored))
 	mux.HandleFunc("POST /v1/embeddings", s.recorded(s.serveEmbeddings))
 	mux.HandleFunc("POST /v1/audio/transcriptions", s.recorded(s.serveAudio))
 	mux.HandleFunc("POST /tokenize", s.recorded(s.serveTokenize))
+	mux.HandleFunc("POST /v1/chat/completions/render", s.recorded(s.serveRender))
 	mux.HandleFunc("POST /detokenize", s.recorded(s.serveDetokenize))
 	mux.HandleFunc("POST /reset_prefix_cache", s.recorded(func(w http.ResponseWriter, _ *http.Request, _ []byte) {
 		writeRaw(w, http.StatusOK, fmt.Appendf(nil, `{"success":%t}`, s.pool.resetPrefixCache()))
@@ -320,6 +325,7 @@ func (s *sim) routes() *http.ServeMux {
 	mux.HandleFunc("POST /sim/reset", s.serveReset)
 	mux.HandleFunc("/sim/fail", s.serveFail)
 	mux.HandleFunc("POST /sim/kv-events", s.serveLose)
+	mux.HandleFunc("POST /sim/encodings/{hash}", s.serveEncoding)
 	mux.HandleFunc("/", s.recorded(s.serveUnknown))
 	return mux
 }

@@ -37,7 +37,33 @@ func (c *call) appendMeta(dst []byte, q *sequence, tokens int, text string) []by
 	dst = appendInt(dst, "prompt_tokens", int64(q.p.n))
 	dst = appendInt(dst, "completion_tokens", int64(tokens))
 	dst = appendInt(dst, "cached_tokens", int64(q.local(c.s.cfg.blockSize)))
+	if isTrue(c.req.raw("return_logprob")) {
+		dst = c.appendMetaLogprobs(dst, q, tokens)
+	}
 	return append(dst, '}')
+}
+
+// appendMetaLogprobs writes what return_logprob asks for. The prompt's are those of the engine that computed it: a decode
+// engine has none (mini_lb.py puts prefill's in front).
+func (c *call) appendMetaLogprobs(dst []byte, q *sequence, tokens int) []byte {
+	list := func(key string, ids []uint32) {
+		dst = append(append(append(dst, `,"`...), key...), `":[`...)
+		for i, id := range ids {
+			if i > 0 {
+				dst = append(dst, ',')
+			}
+			dst = append(dst, "[-0.5,"...)
+			dst = append(strconv.AppendUint(dst, uint64(id), 10), ",null]"...)
+		}
+		dst = append(dst, ']')
+	}
+	prompt := q.p.ids
+	if c.s.cfg.role == roleDecode {
+		prompt = nil
+	}
+	list("input_token_logprobs", prompt)
+	list("output_token_logprobs", q.out.tokenIDs(0, tokens))
+	return dst
 }
 
 func (sglangAPI) begin(_ *call, dst []byte) []byte { return dst }

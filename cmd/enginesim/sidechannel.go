@@ -91,6 +91,11 @@ func (req *pullRequest) encode(w *wireWriter) {
 	w.string(req.xid)
 	w.uint(uint64(req.blockSize))
 	w.uint(uint64(req.tokens))
+	turn := uint64(0)
+	if req.turn {
+		turn = 1
+	}
+	w.uint(turn)
 	w.uint(uint64(len(req.ids)))
 	for _, id := range req.ids {
 		w.uint(uint64(uint32(id)))
@@ -102,6 +107,7 @@ func (req *pullRequest) decode(r *wireReader) {
 	req.xid = r.string()
 	req.blockSize = int(r.uint())
 	req.tokens = int(r.uint())
+	req.turn = r.uint() == 1
 	n := r.uint()
 	if n > uint64(len(r.b)) {
 		r.err = errWire

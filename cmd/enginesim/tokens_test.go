@@ -85,7 +85,7 @@ func TestResume(t *testing.T) {
 		a := newTokenizer(16, false)
 		a.piece([]byte(strings.Repeat("abcd", n+1)))
 		p := a.finish("salt")
-		out := q.answer(p.digest, 0, 1000)
+		out := q.answer(p.digest, 0, 1000, 0)
 		ext := resume(p, 16)
 		for i := range out.n {
 			ext.token(tokenID([]byte(out.token(i))))
@@ -122,7 +122,7 @@ func TestEveryTokenCounts(t *testing.T) {
 func TestAnswer(t *testing.T) {
 	const digest = 42
 	answer := func(q request, choice, room int) *output {
-		o := q.answer(digest, choice, room)
+		o := q.answer(digest, choice, room, 0)
 		return &o
 	}
 	base := answer(request{maxTokens: 64}, 0, 1000)
@@ -149,7 +149,7 @@ func TestAnswer(t *testing.T) {
 		joined += cut.token(i)
 	}
 	require.Equal(t, cut.whole(), joined)
-	kept := (&request{maxTokens: 64, stop: []string{stop}, includeStop: true}).answer(digest, 0, 1000)
+	kept := (&request{maxTokens: 64, stop: []string{stop}, includeStop: true}).answer(digest, 0, 1000, 0)
 	require.True(t, strings.HasSuffix(kept.whole(), stop))
 
 	id := tokenID([]byte(base.token(7)))

@@ -36,9 +36,9 @@ func (f *fleet) newSource(ctx context.Context, p *configv1.Pool, log *slog.Logge
 		s.Resolve(ctx)
 		return s, nil
 	case d.GetKubernetes() != nil:
-		return f.kubernetes(spec, d.GetKubernetes(), log)
+		return f.kubernetes(spec, d.GetKubernetes(), discovery.NewFacts(sameRelease(p.GetKvTransfer()), log), log)
 	case d.GetInferencePool() != nil:
-		return f.inferencePool(spec, d.GetInferencePool(), log)
+		return f.inferencePool(spec, d.GetInferencePool(), discovery.NewFacts(sameRelease(p.GetKvTransfer()), log), log)
 	}
 	return nil, errors.New("discovery names no source")
 }
@@ -50,12 +50,12 @@ func dnsNames(configured []*configv1.NameDiscovery) ([]discovery.Name, error) {
 		if err != nil {
 			return nil, err
 		}
-		names = append(names, discovery.Name{Host: n.GetName(), Port: int(n.GetPort()), Role: role, Scheme: n.GetScheme(), Group: n.GetGroup()})
+		names = append(names, discovery.Name{Host: n.GetName(), Port: int(n.GetPort()), Role: role, Scheme: n.GetScheme(), Group: n.GetGroup(), Zone: n.GetZone()})
 	}
 	return names, nil
 }
 
-func (f *fleet) kubernetes(spec kvstate.PoolSpec, k *configv1.KubernetesDiscovery, log *slog.Logger) (source, error) {
+func (f *fleet) kubernetes(spec kvstate.PoolSpec, k *configv1.KubernetesDiscovery, facts *discovery.Facts, log *slog.Logger) (source, error) {
 	cluster, err := discovery.Connect()
 	if err != nil {
 		return nil, fmt.Errorf("the cluster: %w", err)
@@ -69,11 +69,12 @@ func (f *fleet) kubernetes(spec kvstate.PoolSpec, k *configv1.KubernetesDiscover
 		pods.Ports = append(pods.Ports, int(port))
 	}
 	s := discovery.NewKubernetes(f.state, spec, cluster, pods, log)
+	s.Ask(facts)
 	f.synced = append(f.synced, s.Synced())
 	return s, nil
 }
 
-func (f *fleet) inferencePool(spec kvstate.PoolSpec, i *configv1.InferencePoolDiscovery, log *slog.Logger) (source, error) {
+func (f *fleet) inferencePool(spec kvstate.PoolSpec, i *configv1.InferencePoolDiscovery, facts *discovery.Facts, log *slog.Logger) (source, error) {
 	cluster, err := discovery.Connect()
 	if err != nil {
 		return nil, fmt.Errorf("the cluster: %w", err)
@@ -84,6 +85,7 @@ func (f *fleet) inferencePool(spec kvstate.PoolSpec, i *configv1.InferencePoolDi
 	}
 	ref := discovery.PoolRef{Namespace: cmp.Or(i.GetNamespace(), ownNamespace()), Name: i.GetName(), Labels: labels}
 	s := discovery.NewInferencePool(f.state, spec, cluster, ref, log)
+	s.Ask(facts)
 	f.synced = append(f.synced, s.Synced())
 	if i.GetIntents() == "watch" {
 		f.sources = append(f.sources, discovery.NewIntents(f.state, spec.Name, cluster, ref, log))
@@ -98,6 +100,7 @@ func podLabels(c *configv1.PodLabels) (discovery.Labels, error) {
 		return l, err
 	}
 	l.Role, l.Group, l.Port = cmp.Or(c.GetRoleLabel(), l.Role), cmp.Or(c.GetGroupLabel(), l.Group), cmp.Or(c.GetPortLabel(), l.Port)
+	l.Zone, l.Keep = c.GetZoneLabel(), c.GetKeep()
 	for _, values := range []struct {
 		configured []string
 		values     *[]string

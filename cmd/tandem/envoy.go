@@ -21,8 +21,13 @@ func envoy(args []string, stdout, stderr io.Writer) error {
 	flags.StringVar(&o.Name, "name", "tandem", "of the resources for Envoy Gateway")
 	flags.StringVar(&o.Class, "class", "eg", "GatewayClass of the resources for Envoy Gateway")
 	flags.BoolVar(&o.Standalone, "standalone", false, "Envoy Gateway runs without a cluster and starts Envoy itself")
+	upstream := flags.String("upstream", string(envoyconfigs.OriginalDst), "how Envoy Gateway's Envoy gets to endpoints: original-dst (any address), or override-host (those that Envoy Gateway knows)")
 	if err := flags.Parse(args); err != nil {
 		return err
+	}
+	o.Upstream = envoyconfigs.Upstream(*upstream)
+	if *whose == "envoy" && o.Upstream != envoyconfigs.OriginalDst {
+		return fmt.Errorf("--upstream %s: only Envoy Gateway knows endpoints (--for envoy-gateway)", *upstream)
 	}
 	config, _, err := configv1.Load(*file)
 	if err != nil {

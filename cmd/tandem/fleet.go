@@ -66,15 +66,17 @@ func newFleet(ctx context.Context, config *configv1.Config, log *slog.Logger) (*
 	}
 	f.pools.set(ctx, next)
 	f.prober = discovery.NewProber(f.state, log)
-	if f.store, err = newStore(ctx, config.GetState().GetRedis(), f.state, log); err != nil {
+	if f.store, err = newStore(config.GetState().GetRedis(), f.state, log); err != nil {
 		return nil, err
 	}
 	owns := func(*kvstate.Pool, *kvstate.Endpoint) bool { return true }
+	events := kvevents.Options{State: f.state, Log: log, Pools: eventSources(config)}
 	if f.store != nil {
-		owns = f.store.Owns
+		owns, events.Relay = f.store.Owns, f.store
 	}
 	f.scraper = scrape.New(f.state, owns, log)
-	f.events = kvevents.NewCollector(kvevents.Options{State: f.state, Log: log, Pools: eventSources(config), Owns: owns})
+	f.events = kvevents.NewCollector(events)
+	f.join(ctx, log)
 	if slices.ContainsFunc(config.GetPools(), (*configv1.Pool).TakesNotices) {
 		f.board = notices.NewBoard(0, 0)
 	}
@@ -112,8 +114,9 @@ func dialect(p *configv1.Pool, board *notices.Board) (kvtransfer.Dialect, error)
 	}
 	o := kvtransfer.Options{
 		Name: p.GetKvTransfer(), Members: p.GetMembers(), ReuseTokenIDs: p.GetNixl().GetReuseTokenIds(),
+		Bidirectional: p.GetNixl().GetBidirectional(), TurnTTL: configv1.Duration(p.GetNixl().GetTurnTtl()),
 		Key: p.GetOrchestrated().GetKey(), Params: p.GetOrchestrated().GetHandOver() == "params",
-		NoticeTimeout: configv1.Duration(p.GetLmcache().GetNoticeTimeout()),
+		NoticeTimeout: configv1.Duration(p.GetLmcache().GetNoticeTimeout()), RetFirstToken: p.GetLmcache().GetRetFirstToken(),
 	}
 	if p.TakesNotices() {
 		o.Arrivals = board
@@ -175,6 +178,8 @@ func serverOptions(config *configv1.Config, f *fleet, log *slog.Logger) (extproc
 		MaxRedirects:   envoyconfigs.MaxRedirects,
 		Tokenizer:      tokenize.New(log),
 		TicketTTL:      configv1.Duration(config.GetTickets().GetTtl()),
+
+		DecisionMetadata: config.GetExtProc().GetDecisionMetadata(), Operator: operatorToken(config.GetAdmin().GetTokenFile()),
 	}
 	if e := config.GetExtProc(); e.GetProtocol() == configv1.ProtocolEndpointPicker {
 		o.Picker = &extproc.PickerOptions{
@@ -250,9 +255,12 @@ func policyOf(p *configv1.Pool, board *notices.Board, log *slog.Logger) (policy 
 		Split:           p.GetSplit() != "never",
 		RefuseLong:      p.GetLongPrompts() == "refuse",
 		PrefillAttempts: int(p.GetPrefillAttempts()),
+		PrefillCached:   p.GetCachedTokens() == "prefill",
 		CleanupDecode:   p.GetStrandedBlocks() == "cleanupDecode",
 		AttemptsTime:    configv1.Duration(p.GetAttemptsTime()),
 		StreamStart:     configv1.Duration(p.GetStreamStartTimeout()),
+		WholeAnswer:     configv1.Duration(p.GetAnswerTimeout()),
+		EncodeTimeout:   configv1.Duration(p.GetEncode().GetTimeout()),
 		PrefillTimeout:  configv1.Duration(p.GetPrefillTimeout().GetBase()),
 		Place:           placement(p),
 		PerToken:        configv1.Duration(p.GetPrefillTimeout().GetPerToken()),
@@ -267,6 +275,7 @@ func policyOf(p *configv1.Pool, board *notices.Board, log *slog.Logger) (policy 
 		}
 	}
 	policy.Session = extproc.SessionKey{Header: p.GetSession().GetHeader(), Cookie: p.GetSession().GetCookie(), Body: p.GetSession().GetBody()}
+	setObjectives(&policy, p)
 	switch p.GetOnPrefillFailure() {
 	case "decodeAlone":
 		policy.OnFailure = extproc.DecodeAlone
@@ -284,6 +293,8 @@ func policyOf(p *configv1.Pool, board *notices.Board, log *slog.Logger) (policy 
 	switch {
 	case name == "nixl-push": // one leg after the other where the engine is not known yet
 		policy.Dialect, err = kvtransfer.New(kvtransfer.Options{Name: "nixl"})
+	case name == "trtllm-generation-first": // context first, where an engine does not say where its endpoint is
+		policy.Dialect, err = kvtransfer.New(kvtransfer.Options{Name: "trtllm"})
 	case name == "moriio-read":
 		policy.Dialect = kvtransfer.NewMoRIIORead(decodeSizes(p))
 	case policy.Concurrent == nil:
@@ -317,8 +328,13 @@ func writeState(w http.ResponseWriter, state *kvstate.State) {
 		Address  string `json:"address"`
 		Role     string `json:"role"`
 		Group    string `json:"group,omitempty"`
+		Zone     string `json:"zone,omitempty"`
+		Node     string `json:"node,omitempty"`
+		LoRAs    string `json:"loras,omitempty"`
+		Labels   string `json:"labels,omitempty"`
 		Failed   bool   `json:"failed"`
 		Paused   bool   `json:"paused"`
+		Draining bool   `json:"draining,omitempty"` // its pod is on its way out
 		Weight   int    `json:"weight"`
 		Requests int64  `json:"requests"`
 		Tokens   int64  `json:"prompt_tokens"`
@@ -340,9 +356,9 @@ func writeState(w http.ResponseWriter, state *kvstate.State) {
 		shown := pool{Name: p.Spec.Name, Models: state.Models(p), Paused: p.Paused(), Blocks: p.Blocks()}
 		for _, e := range p.Endpoints() {
 			requests, tokens := e.Load()
-			others, _ := e.Others()
+			others := e.Others().Requests
 			shown.Endpoints = append(shown.Endpoints, endpoint{
-				e.Name, e.Addr, e.Role.String(), e.Group, e.Failed(), e.Paused(), e.Weight(), requests, tokens, others, engineSaid(e.Signals()),
+				e.Name, e.Addr, e.Role.String(), e.Group, e.Zone, e.Node, e.LoRAs, e.Labels, e.Failed(), e.Paused(), e.Draining, e.Weight(), requests, tokens, others, engineSaid(e.Signals()),
 			})
 		}
 		out.Pools = append(out.Pools, shown)

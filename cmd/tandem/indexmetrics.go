@@ -14,8 +14,9 @@ type indexMetrics struct {
 	state  *kvstate.State
 	events *kvevents.Collector
 
-	blocks, entries                              *prometheus.Desc
-	connected, lag, held, aside                  *prometheus.Desc
+	blocks, entries, prompts                     *prometheus.Desc
+	connected, here, lag, held, aside            *prometheus.Desc
+	relayed, missed                              *prometheus.Desc
 	batches, gaps, lost, restarts, bad, unusable *prometheus.Desc
 }
 
@@ -28,11 +29,15 @@ func newIndexMetrics(state *kvstate.State, events *kvevents.Collector) *indexMet
 		state: state, events: events,
 		blocks:    pool("tandem_index_blocks", "Different blocks in the prefix index."),
 		entries:   pool("tandem_index_entries", "Blocks in the prefix index, counted once for each endpoint that holds them."),
-		connected: feed("tandem_kv_events_connected", "1 while the publisher of an endpoint's KV events is connected."),
+		prompts:   pool("tandem_index_prompts", "Prompts whose tokens are known, so that they can be matched with KV events."),
+		connected: feed("tandem_kv_events_connected", "1 while what an endpoint's publisher of KV events says reaches this replica: over its own connection, or from the replica that collects it."),
+		here:      feed("tandem_kv_events_collected_here", "1 while the publisher is connected to this replica, which tells the others."),
+		relayed:   feed("tandem_kv_events_relayed_total", "Times that batches came from the replica that collects them."),
+		missed:    feed("tandem_kv_events_missed_total", "Times that batches of the replica that collects them were missed, so that all of it had to be asked for."),
 		lag:       feed("tandem_kv_events_lag_seconds", "From the engine's clock to the index, of the last batch of KV events."),
 		held:      feed("tandem_kv_events_blocks", "Blocks that the engine said it holds."),
 		aside:     feed("tandem_kv_events_blocks_aside", "Of those, blocks to which no known prefix leads: one before them was lost or evicted."),
-		batches:   feed("tandem_kv_events_batches_total", "Batches of KV events taken."),
+		batches:   feed("tandem_kv_events_batches_total", "Batches of KV events taken from the engine."),
 		gaps:      feed("tandem_kv_events_gaps_total", "Times that batches were missing."),
 		lost:      feed("tandem_kv_events_lost_total", "Times that missing batches could not be had again, and all that was known of the engine's cache was forgotten."),
 		restarts:  feed("tandem_kv_events_restarts_total", "Restarts of the engine, as its numbers show."),
@@ -53,14 +58,14 @@ func (m *indexMetrics) Collect(out chan<- prometheus.Metric) {
 		stats := p.IndexStats()
 		send(m.blocks, prometheus.GaugeValue, float64(stats.Blocks), p.Spec.Name)
 		send(m.entries, prometheus.GaugeValue, float64(stats.Entries), p.Spec.Name)
+		send(m.prompts, prometheus.GaugeValue, float64(p.KnownPrompts()), p.Spec.Name)
 	}
 	for _, s := range m.events.Stats() {
 		labels := []string{s.Pool, s.Endpoint, strconv.Itoa(s.Rank)}
-		connected := 0.0
-		if s.Connected {
-			connected = 1
-		}
-		send(m.connected, prometheus.GaugeValue, connected, labels...)
+		send(m.connected, prometheus.GaugeValue, oneIf(s.Known), labels...)
+		send(m.here, prometheus.GaugeValue, oneIf(s.Connected), labels...)
+		send(m.relayed, prometheus.CounterValue, float64(s.Relayed), labels...)
+		send(m.missed, prometheus.CounterValue, float64(s.Missed), labels...)
 		send(m.lag, prometheus.GaugeValue, s.Lag.Seconds(), labels...)
 		send(m.held, prometheus.GaugeValue, float64(s.Feed.Held), labels...)
 		send(m.aside, prometheus.GaugeValue, float64(s.Feed.Aside), labels...)
@@ -71,4 +76,11 @@ func (m *indexMetrics) Collect(out chan<- prometheus.Metric) {
 		send(m.bad, prometheus.CounterValue, float64(s.Malformed), labels...)
 		send(m.unusable, prometheus.CounterValue, float64(s.Feed.Unusable), labels...)
 	}
+}
+
+func oneIf(is bool) float64 {
+	if is {
+		return 1
+	}
+	return 0
 }

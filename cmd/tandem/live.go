@@ -1,12 +1,11 @@
 package main
 
 import (
+	"cmp"
 	"context"
-	"crypto/tls"
 	"encoding/json"
 	"errors"
 	"fmt"
-	"io"
 	"log/slog"
 	"net"
 	"net/http"
@@ -16,6 +15,8 @@ import (
 	"sync"
 	"time"
 
+	"tandem/kvstate"
+	"tandem/kvstate/enginehttp"
 	configv1 "tandem/protos/config/v1"
 )
 
@@ -31,10 +32,7 @@ type finding struct {
 // checkLive asks the engines for what the configuration says of them: whether they are there, which release they are, and
 // whether the ports are open that other engines will connect to. Findings come in the configuration's order.
 func checkLive(ctx context.Context, config *configv1.Config) []finding {
-	client := &http.Client{Timeout: liveTimeout, Transport: &http.Transport{
-		DisableKeepAlives: true,
-		TLSClientConfig:   &tls.Config{InsecureSkipVerify: true}, //nolint:gosec // nothing is sent, and a version learnt
-	}}
+	client := enginehttp.New(liveTimeout, func(t *http.Transport) { t.DisableKeepAlives = true })
 	var out []finding
 	for i, p := range config.GetPools() {
 		path := fmt.Sprintf("pools[%d].endpoints", i)
@@ -76,24 +74,21 @@ type engineAnswer struct {
 	findings []finding
 }
 
-func askEngine(ctx context.Context, client *http.Client, at string, p *configv1.Pool, e *configv1.Endpoint) (a engineAnswer) {
-	if e.GetScheme() == "h2c" {
-		return a // by prior knowledge alone: Envoy speaks it, this client does not
-	}
+func askEngine(ctx context.Context, client *enginehttp.Client, at string, p *configv1.Pool, e *configv1.Endpoint) (a engineAnswer) {
 	say := func(field, format string, args ...any) {
 		a.findings = append(a.findings, finding{text: at + field + ": " + fmt.Sprintf(format, args...)})
 	}
-	base := e.GetScheme() + "://" + e.GetAddress()
-	if status, _, err := getSmall(ctx, client, base+"/health"); err != nil || status >= http.StatusInternalServerError {
+	engine := &kvstate.Endpoint{EndpointSpec: kvstate.EndpointSpec{Addr: e.GetAddress(), Scheme: e.GetScheme()}}
+	if status, _, err := getSmall(ctx, client, engine, "/health"); err != nil || status >= http.StatusInternalServerError {
 		why := "status " + strconv.Itoa(status)
 		if err != nil {
 			why = err.Error()
 		}
-		say(".address", "GET %s/health: %s; start the engine, or correct the address or the scheme", base, why)
+		say(".address", "GET %s://%s/health: %s; start the engine, or correct the address or the scheme", e.GetScheme(), e.GetAddress(), why)
 		a.findings[0].down = true
 		return a
 	}
-	if status, body, err := getSmall(ctx, client, base+"/version"); err == nil && status == http.StatusOK {
+	if status, body, err := getSmall(ctx, client, engine, "/version"); err == nil && status == http.StatusOK {
 		var v struct{ Version string }
 		if json.Unmarshal(body, &v) == nil {
 			a.version = v.Version
@@ -113,6 +108,9 @@ func askEngine(ctx context.Context, client *http.Client, at string, p *configv1.
 	return a
 }
 
+// defaultBootstrapPort is SGLang's --disaggregation-bootstrap-port and VLLM_MOONCAKE_BOOTSTRAP_PORT where neither is set.
+const defaultBootstrapPort = 8998
+
 // transferPort is where other engines reach an endpoint for KV.
 type transferPort struct{ field, addr string }
 
@@ -129,6 +127,9 @@ func transferPorts(p *configv1.Pool, e *configv1.Endpoint) (out []transferPort) 
 	add(".lmcache.initPort", e.GetLmcache().GetInitPort(), max(e.GetTransfer().GetTensorParallelSize(), 1))
 	add(".lmcache.allocPort", e.GetLmcache().GetAllocPort(), max(e.GetTransfer().GetTensorParallelSize(), 1))
 	add(".lmcache.queryPort", e.GetLmcache().GetQueryPort(), max(e.GetTransfer().GetTensorParallelSize(), 1))
+	if k := p.GetKvTransfer(); (k == "sglang" || k == "mooncake") && e.GetRole() != "decode" {
+		add(".transfer.bootstrapPort", cmp.Or(e.GetTransfer().GetBootstrapPort(), defaultBootstrapPort), 1)
+	}
 	if p.GetKvTransfer() != "none" {
 		add(".transfer.p2pPort", e.GetTransfer().GetP2PPort(), 1)
 	}
@@ -157,16 +158,12 @@ func disagreement(path string, p *configv1.Pool, answers []engineAnswer, j int) 
 }
 
 // getSmall reads an answer of at most 64 KiB.
-func getSmall(ctx context.Context, client *http.Client, url string) (status int, body []byte, err error) {
-	req, err := http.NewRequestWithContext(ctx, http.MethodGet, url, nil)
-	if err != nil {
-		return 0, nil, err
-	}
-	resp, err := client.Do(req)
+func getSmall(ctx context.Context, client *enginehttp.Client, e *kvstate.Endpoint, path string) (status int, body []byte, err error) {
+	resp, err := client.Get(ctx, e, path)
 	if err != nil {
 		return 0, nil, err
 	}
 	defer resp.Body.Close()
-	body, err = io.ReadAll(io.LimitReader(resp.Body, 64<<10))
+	body, err = enginehttp.ReadAll(resp, 64<<10)
 	return resp.StatusCode, body, err
 }

@@ -26,6 +26,19 @@ func engineOf(t *testing.T, release string) (addr string) {
 	return strings.TrimPrefix(s.URL, "http://")
 }
 
+// h2cEngine is an engine that speaks HTTP/2 by prior knowledge and nothing else.
+func h2cEngine(t *testing.T) (addr string) {
+	t.Helper()
+	mux := http.NewServeMux()
+	mux.HandleFunc("/health", func(http.ResponseWriter, *http.Request) {})
+	s := httptest.NewUnstartedServer(mux)
+	s.Config.Protocols = new(http.Protocols)
+	s.Config.Protocols.SetUnencryptedHTTP2(true)
+	s.Start()
+	t.Cleanup(s.Close)
+	return strings.TrimPrefix(s.URL, "http://")
+}
+
 func live(t *testing.T, yaml string) (out []string) {
 	t.Helper()
 	c, _, err := configv1.Parse([]byte(yaml))
@@ -58,7 +71,21 @@ func TestCheckLive(t *testing.T) {
 	require.Contains(t, down[0], "pools[0].endpoints[1].address: GET http://"+gone+"/health: ")
 	require.Contains(t, down[0], "start the engine, or correct the address or the scheme")
 
+	// An engine behind h2c is asked in h2c: one that speaks nothing else answers.
+	for scheme, engine := range map[string]string{"h2c": h2cEngine(t), "http": a} {
+		found := live(t, fmt.Sprintf("pools: [{name: x, kvTransfer: none, endpoints: [{address: %q, scheme: %s}]}]", engine, scheme))
+		require.Empty(t, found, scheme)
+	}
+	wrong := live(t, fmt.Sprintf("pools: [{name: x, kvTransfer: none, endpoints: [{address: %q, scheme: h2c}]}]", a))
+	require.Len(t, wrong, 1)
+	require.Contains(t, wrong[0], "GET h2c://"+a+"/health: ")
+
 	_, port, _ := net.SplitHostPort(gone)
+	for dialect, at := range map[string]string{"sglang": "pools[0].endpoints[0].transfer.bootstrapPort: " + gone, "mooncake": "pools[0].endpoints[0].transfer.bootstrapPort: " + gone} {
+		found := live(t, fmt.Sprintf("pools: [{name: x, kvTransfer: %s, endpoints: [{role: prefill, address: %q, transfer: {bootstrapPort: %s}}, {role: decode, address: %q}]}]", dialect, a, port, silent))
+		require.Len(t, found, 1, dialect)
+		require.Contains(t, found[0], at+" is not open: ")
+	}
 	ports := live(t, fmt.Sprintf("pools: [{name: x, kvTransfer: lmcache, endpoints: [{role: prefill, address: %q}, {role: decode, address: %q, lmcache: {initPort: %s, allocPort: %s}}]}]",
 		a, b, strings.TrimPrefix(a, "127.0.0.1:"), port))
 	require.Len(t, ports, 1)

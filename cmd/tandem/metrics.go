@@ -21,3 +21,14 @@ func newRegistry() *prometheus.Registry {
 	r.MustRegister(build)
 	return r
 }
+
+// register adds what the fleet knows of engines, replicas and Redis.
+func (f *fleet) register(r prometheus.Registerer) {
+	r.MustRegister(newSignals(f.state, f.scraper), newIndexMetrics(f.state, f.events))
+	if f.store != nil {
+		registerStore(r, f.store)
+	}
+	if f.board != nil {
+		registerNotices(r, f.board)
+	}
+}

@@ -12,6 +12,7 @@ import (
 	"net/http"
 	"os"
 	"strings"
+	"sync"
 	"time"
 
 	"tandem/kvstate"
@@ -63,8 +64,7 @@ func (o *orders) allowed(next http.HandlerFunc) http.HandlerFunc {
 			return
 		}
 		scheme, token, _ := strings.Cut(r.Header.Get("Authorization"), " ")
-		got, right := sha256.Sum256([]byte(strings.TrimSpace(token))), sha256.Sum256([]byte(want))
-		if subtle.ConstantTimeCompare(got[:], right[:]) != 1 || !strings.EqualFold(scheme, "bearer") {
+		if !sameToken(strings.TrimSpace(token), want) || !strings.EqualFold(scheme, "bearer") {
 			o.log.Warn("order refused", "path", r.URL.Path, "from", r.RemoteAddr, "err", "wrong token")
 			w.Header().Set("WWW-Authenticate", "Bearer")
 			answerError(w, http.StatusUnauthorized, "the token is missing or wrong (Authorization: Bearer TOKEN)")
@@ -75,12 +75,39 @@ func (o *orders) allowed(next http.HandlerFunc) http.HandlerFunc {
 	}
 }
 
+func sameToken(a, b string) bool {
+	x, y := sha256.Sum256([]byte(a)), sha256.Sum256([]byte(b))
+	return subtle.ConstantTimeCompare(x[:], y[:]) == 1
+}
+
+// operatorToken says whether a request bears the operator's token; nil where there is none. Anybody may send a wrong one, so
+// the file is read once a second at most.
+func operatorToken(file string) func([]byte) bool {
+	if file == "" {
+		return nil
+	}
+	var mu sync.Mutex
+	var read time.Time
+	var token string
+	return func(got []byte) bool {
+		mu.Lock()
+		defer mu.Unlock()
+		if now := time.Now(); now.Sub(read) > time.Second {
+			read = now
+			token, _ = readToken(file)
+		}
+		return token != "" && sameToken(string(got), token)
+	}
+}
+
 // token reads the file for every order: orders are rare, and a token that was changed counts at once.
-func (o *orders) token() (string, error) {
-	if o.tokenFile == "" {
+func (o *orders) token() (string, error) { return readToken(o.tokenFile) }
+
+func readToken(file string) (string, error) {
+	if file == "" {
 		return "", errors.New("admin.tokenFile is not set")
 	}
-	f, err := os.Open(o.tokenFile)
+	f, err := os.Open(file)
 	if err != nil {
 		return "", fmt.Errorf("admin.tokenFile: %w", err)
 	}

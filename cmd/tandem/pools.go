@@ -37,7 +37,7 @@ func poolSpecs(config *configv1.Config) (out []poolSpec, err error) {
 			next.endpoints = append(next.endpoints, kvstate.EndpointSpec{
 				Name: e.GetAddress(), Scheme: e.GetScheme(), Role: role, Group: p.PairsAs(e), Transfer: transferOf(e),
 				EventsPort: int(e.GetKvEventsPort()), ReplayPort: int(e.GetKvReplayPort()),
-				Weight: int(e.GetWeight()), Drained: e.GetWeight() == 0,
+				Weight: int(e.GetWeight()), Drained: e.GetWeight() == 0, Zone: e.GetZone(), Node: e.GetNode(), LoRAs: listed(e.GetLoras()), Labels: listed(e.GetLabels()),
 			})
 		}
 		out = append(out, next)

@@ -21,9 +21,8 @@ import (
 // joinTime is how long a replica that starts waits to hear what the others know.
 const joinTime = 2 * time.Second
 
-// newStore connects the state with other replicas, if the configuration names a Redis; else it is nil. It waits until this
-// replica knows what they know, but not for long: without Redis it starts all the same.
-func newStore(ctx context.Context, r *configv1.Redis, state *kvstate.State, log *slog.Logger) (*redisstore.Store, error) {
+// newStore connects the state with other replicas, if the configuration names a Redis; else it is nil.
+func newStore(r *configv1.Redis, state *kvstate.State, log *slog.Logger) (*redisstore.Store, error) {
 	if r == nil {
 		return nil, nil
 	}
@@ -43,10 +42,19 @@ func newStore(ctx context.Context, r *configv1.Redis, state *kvstate.State, log 
 		return nil, fmt.Errorf("state.redis: %w", err)
 	}
 	state.Share(store)
-	if err := store.Join(ctx, joinTime); err != nil {
+	return store, nil
+}
+
+// join waits until this replica knows what the others know, but not for long: without Redis it starts all the same.
+func (f *fleet) join(ctx context.Context, log *slog.Logger) {
+	if f.store == nil {
+		return
+	}
+	f.events.Look() // others may tell of publishers at once
+	f.store.Follow(f.events)
+	if err := f.store.Join(ctx, joinTime); err != nil {
 		log.Warn("starting without redis", "err", err)
 	}
-	return store, nil
 }
 
 func redisTLS(t *configv1.RedisTls) (*tls.Config, error) {
@@ -109,7 +117,7 @@ func registerStore(r prometheus.Registerer, store *redisstore.Store) {
 		return 0
 	})
 	gauge("tandem_replicas", "Replicas that this one knows to live, itself included.", func() float64 { return float64(store.Replicas()) })
-	gauge("tandem_redis_lag_seconds", "How long the last batch of another replica took from Redis to here.", func() float64 { return float64(store.Stats().LagMicros) / 1e6 })
+	r.MustRegister(lagCollector{store, prometheus.NewDesc("tandem_redis_lag_seconds", "How long prompts that another replica routed took to be known here.", nil, nil)})
 	counter("tandem_redis_commands_total", "Commands sent to Redis.", func(s redisstore.Stats) int64 { return s.Commands })
 	counter("tandem_redis_errors_total", "Commands that failed or came too late.", func(s redisstore.Stats) int64 { return s.Errors })
 	counter("tandem_redis_sent_bytes_total", "Bytes sent to Redis.", func(s redisstore.Stats) int64 { return s.BytesSent })
@@ -117,8 +125,26 @@ func registerStore(r prometheus.Registerer, store *redisstore.Store) {
 	counter("tandem_redis_batches_sent_total", "Batches told to other replicas.", func(s redisstore.Stats) int64 { return s.BatchesSent })
 	counter("tandem_redis_batches_received_total", "Batches heard of other replicas.", func(s redisstore.Stats) int64 { return s.BatchesRead })
 	counter("tandem_redis_gaps_total", "Times that batches of another replica were missed, so that a snapshot was asked for.", func(s redisstore.Stats) int64 { return s.Gaps })
+	counter("tandem_redis_kv_events_dropped_total", "Times that a publisher's KV events found no room to be told to others.", func(s redisstore.Stats) int64 { return s.Uncollected })
 	counter("tandem_redis_dropped_total", "Routed prompts that found no room while Redis did not answer; a snapshot tells them later.", func(s redisstore.Stats) int64 { return s.Dropped })
 	counter("tandem_redis_unknown_endpoints_total", "Parts of batches about endpoints that this replica does not have.", func(s redisstore.Stats) int64 { return s.Unknown })
 	counter("tandem_redis_snapshots_total", "Snapshots written.", func(s redisstore.Stats) int64 { return s.Snapshots })
 	counter("tandem_tickets_spent_alone_total", "Tickets spent by this replica's own memory, because Redis did not answer in 5 ms.", func(s redisstore.Stats) int64 { return s.SpendUnknown })
+}
+
+// lagCollector shows redisstore's histogram, which counts without knowing of Prometheus.
+type lagCollector struct {
+	store *redisstore.Store
+	desc  *prometheus.Desc
+}
+
+func (c lagCollector) Describe(to chan<- *prometheus.Desc) { to <- c.desc }
+
+func (c lagCollector) Collect(to chan<- prometheus.Metric) {
+	lag := c.store.Stats().Lag
+	buckets := make(map[float64]uint64, len(lag.Buckets))
+	for i, n := range lag.Buckets {
+		buckets[redisstore.LagBucket(i).Seconds()] = n
+	}
+	to <- prometheus.MustNewConstHistogram(c.desc, lag.Count, lag.Seconds, buckets)
 }

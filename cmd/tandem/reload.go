@@ -12,6 +12,7 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus"
 
+	envoyconfigs "tandem/envoy-configs"
 	"tandem/extproc"
 	"tandem/extproc/kvtransfer"
 	configv1 "tandem/protos/config/v1"
@@ -146,8 +147,8 @@ func (r *reloader) apply(ctx context.Context) ([]configv1.Change, error) {
 	}
 	changes := configv1.Difference(r.config, next)
 	r.say(changes, keys.ID() != live.Keys.ID())
-	if missing := newSchemes(r.config, next); len(missing) > 0 {
-		r.log.Warn("endpoints have a scheme that the Envoy bootstrap of the configuration before has no cluster for: write it anew (tandem envoy)", "schemes", missing)
+	if missing := newParts(r.config, next); len(missing) > 0 {
+		r.log.Warn("the Envoy bootstrap of the configuration before lacks what pools need now: write it anew (tandem envoy)", "missing", missing)
 	}
 
 	// Every pool that a request can find must have a policy: the old ones stay until nobody finds their pools any more.
@@ -193,24 +194,8 @@ func (r *reloader) say(changes []configv1.Change, keys bool) {
 // maxLogged bounds the lines about one change.
 const maxLogged = 100
 
-// newSchemes are those of next's endpoints that no endpoint had before.
-func newSchemes(before, next *configv1.Config) (out []string) {
-	known := schemesOf(before)
-	for _, s := range schemesOf(next) {
-		if s != "http" && !slices.Contains(known, s) {
-			out = append(out, s)
-		}
-	}
-	return out
-}
-
-func schemesOf(c *configv1.Config) (out []string) {
-	for _, p := range c.GetPools() {
-		for _, e := range p.GetEndpoints() {
-			if !slices.Contains(out, e.GetScheme()) {
-				out = append(out, e.GetScheme())
-			}
-		}
-	}
-	return out
+// newParts are what next's pools need of Envoy's bootstrap and the pools before did not.
+func newParts(before, next *configv1.Config) []string {
+	known := envoyconfigs.Parts(before.GetPools())
+	return slices.DeleteFunc(envoyconfigs.Parts(next.GetPools()), func(part string) bool { return slices.Contains(known, part) })
 }

@@ -103,12 +103,36 @@ func TestReloadWhenFilesChange(t *testing.T) {
 	defer func() { stop(); <-done }()
 
 	r.write(strings.Replace(twoPools, "name: b", "name: c", 1))
-	require.Eventually(t, func() bool { return r.fleet.state.Pool("c") != nil }, 10*time.Second, 10*time.Millisecond)
+	require.Eventually(t, func() bool { return r.fleet.state.Pool("c") != nil }, 30*time.Second, 10*time.Millisecond)
 	r.write(strings.Replace(twoPools, "name: b", "name: dd", 1))
-	require.Eventually(t, func() bool { return r.fleet.state.Pool("dd") != nil }, 10*time.Second, 10*time.Millisecond)
+	require.Eventually(t, func() bool { return r.fleet.state.Pool("dd") != nil }, 30*time.Second, 10*time.Millisecond)
 	r.write(twoPools)
 	now <- os.Interrupt
-	require.Eventually(t, func() bool { return r.fleet.state.Pool("b") != nil }, 10*time.Second, 5*time.Millisecond)
+	require.Eventually(t, func() bool { return r.fleet.state.Pool("b") != nil }, 30*time.Second, 5*time.Millisecond)
+}
+
+// Envoy is not told of pools: what they need of its bootstrap and it was made without is said.
+func TestReloadSaysWhatTheBootstrapLacks(t *testing.T) {
+	r := startReloading(t)
+	for _, c := range []struct{ pools, lacks string }{
+		{strings.Replace(twoPools, "name: b", "name: c", 1), ""},
+		{strings.Replace(twoPools, `"10.0.0.3:1"`, `"10.0.0.3:1", scheme: h2c`, 1), "clusters for h2c"},
+		{strings.Replace(twoPools, "kvTransfer: nixl, ", "kvTransfer: sglang, ", 1), "listener decode-leg listener prefill-mirror listener answer-leg"},
+		{strings.Replace(twoPools, "kvTransfer: nixl, ", "kvTransfer: sglang, ", 1), ""},
+		{twoPools, ""},
+		{strings.Replace(twoPools, "kvTransfer: nixl, ", "kvTransfer: nixl, cachedTokens: prefill, ", 1), "listener answer-leg"},
+		{twoPools, ""},
+	} {
+		r.said.Reset()
+		r.write(c.pools)
+		_, err := r.reload(t.Context())
+		require.NoError(t, err)
+		if c.lacks == "" {
+			require.NotContains(t, r.said.String(), "bootstrap")
+		} else {
+			require.Contains(t, r.said.String(), `missing="[`+c.lacks+`]"`)
+		}
+	}
 }
 
 // What a pool's dialect has learned of its engines stays while the dialect does.

@@ -10,6 +10,7 @@ import (
 	"math"
 	"os"
 	"strings"
+	"time"
 
 	"tandem/picker"
 	"tandem/replay"
@@ -30,6 +31,7 @@ func replayTrace(ctx context.Context, args []string, stdout, stderr io.Writer) e
 	load := flags.Float64("load", 0, "set the rate by the fleet's `load` instead: 1 is where it saturates if all its caches were one")
 	flags.Float64Var(&c.Engine.KVTokens, "kv-tokens", c.Engine.KVTokens, "KV `tokens` that an endpoint holds; 0: caches never forget")
 	immediate := flags.Bool("immediate", false, "tandem binds requests when they arrive, instead of when an endpoint is free")
+	wait := flags.Duration("max-wait", time.Duration(picker.MaxWait*float64(time.Second)), "the longest `time` that requests wait with tandem for their endpoint; 0: without end")
 	split := flags.String("split", "auto", "when tandem splits a request: always, auto or never")
 	flags.BoolVar(&c.Routed, "routed-index", false, "tandem knows of caches by what it routed, not by the engines' events")
 	flags.IntVar(&c.Replicas, "replicas", 1, "`number` of tandems that take turns")
@@ -49,6 +51,9 @@ func replayTrace(ctx context.Context, args []string, stdout, stderr io.Writer) e
 		return replay.Suite(ctx, *suite, stdout, stderr)
 	}
 	c.Late, c.Sharing = !*immediate, sharing.Seconds()
+	if c.MaxWait = wait.Seconds(); c.MaxWait <= 0 {
+		c.MaxWait = math.Inf(1)
+	}
 	if c.Engine.KVTokens <= 0 {
 		c.Engine.KVTokens = math.Inf(1)
 	}

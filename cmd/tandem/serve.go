@@ -19,7 +19,6 @@ import (
 	"google.golang.org/grpc"
 
 	"tandem/extproc"
-	"tandem/kvstate/notices"
 	configv1 "tandem/protos/config/v1"
 	"tandem/status"
 )
@@ -90,19 +89,13 @@ type settings struct {
 }
 
 // runServer wires the parts together and runs them until ctx ends or one of them fails.
-//
-//nolint:funlen // what is wired stands in one place, in the order in which it starts and stops
 func runServer(ctx context.Context, file string, config *configv1.Config, set settings, log *slog.Logger) error {
 	registry := newRegistry()
 	fleet, err := newFleet(ctx, config, log)
 	if err != nil {
 		return err
 	}
-	registry.MustRegister(newSignals(fleet.state, fleet.scraper))
-	if fleet.store != nil {
-		registerStore(registry, fleet.store)
-	}
-	registry.MustRegister(newIndexMetrics(fleet.state, fleet.events))
+	fleet.register(registry)
 	options, err := serverOptions(config, fleet, log)
 	if err != nil {
 		return err
@@ -126,7 +119,6 @@ func runServer(ctx context.Context, file string, config *configv1.Config, set se
 	}
 	addresses := []string{config.GetExtProc().GetListen(), config.GetReplan().GetListen(), config.GetAdmin().GetListen()}
 	if fleet.board != nil {
-		registerNotices(registry, fleet.board)
 		addresses = append(addresses, config.GetNotices().GetListen())
 	}
 	listeners, err := listen(ctx, addresses...)
@@ -149,7 +141,7 @@ func runServer(ctx context.Context, file string, config *configv1.Config, set se
 	group.Go(func() error { return fleet.watch(background) })
 	group.Go(func() error { feed.Run(background); return nil })
 	if fleet.board != nil {
-		group.Go(func() error { return notices.Serve(background, listeners[3], fleet.board, log) })
+		group.Go(func() error { return fleet.takeNotices(background, listeners[3], log) })
 	}
 	hangup := make(chan os.Signal, 1)
 	signal.Notify(hangup, syscall.SIGHUP)
@@ -167,17 +159,23 @@ func runServer(ctx context.Context, file string, config *configv1.Config, set se
 	health.SetReady(false)
 	log.Info("draining", "linger", set.linger, "deadline", drainTime)
 	time.Sleep(set.linger) //nolint:forbidigo // until every Envoy has seen that this replica is not ready
-	server.Drain()
-	stopGRPC(grpcServer)
-	closing, cancel := context.WithTimeout(background, time.Second)
-	defer cancel()
-	_ = replan.Shutdown(closing)
-	_ = admin.Shutdown(closing)
+	drain(server, grpcServer, replan, admin)
 	stop()
 	if err := group.Wait(); err != nil && !errors.Is(err, context.Canceled) {
 		return err
 	}
 	return nil
+}
+
+// drain lets what runs end, with a deadline each.
+func drain(server *extproc.Server, grpcServer *grpc.Server, ports ...*http.Server) {
+	server.Drain()
+	stopGRPC(grpcServer)
+	ctx, cancel := context.WithTimeout(context.Background(), time.Second)
+	defer cancel()
+	for _, s := range ports {
+		_ = s.Shutdown(ctx)
+	}
 }
 
 // replanPort is the replan handler, and readiness for Envoy's health checks: a second try has no third, so none should come

@@ -14,6 +14,7 @@ type signals struct {
 	state                                 *kvstate.State
 	scraper                               *scrape.Scraper
 	running, waiting, usage, age, scrapes *prometheus.Desc
+	bandwidth, tokenBytes                 *prometheus.Desc
 }
 
 func newSignals(state *kvstate.State, scraper *scrape.Scraper) *signals {
@@ -21,19 +22,21 @@ func newSignals(state *kvstate.State, scraper *scrape.Scraper) *signals {
 		return prometheus.NewDesc(name, help, []string{"pool", "endpoint"}, nil)
 	}
 	return &signals{
-		state:   state,
-		scraper: scraper,
-		scrapes: prometheus.NewDesc("tandem_scrapes_total", "Times that this replica asked an engine for its metrics, by whether it told its load (ok, failed).", []string{"result"}, nil),
-		running: gauge("tandem_engine_running", "Requests that the engine says are running. Absent: it does not say."),
-		waiting: gauge("tandem_engine_waiting", "Requests that the engine says are waiting. Absent: it does not say."),
-		usage:   gauge("tandem_engine_kv_usage", "Share of the KV cache that the engine says is in use, 0 to 1. Absent: it does not say."),
-		age:     gauge("tandem_engine_signals_age_seconds", "How old what the engine says is. Absent: it never said anything."),
+		state:      state,
+		scraper:    scraper,
+		scrapes:    prometheus.NewDesc("tandem_scrapes_total", "Times that this replica asked an engine for its metrics, by whether it told its load (ok, failed).", []string{"result"}, nil),
+		running:    gauge("tandem_engine_running", "Requests that the engine says are running. Absent: it does not say."),
+		waiting:    gauge("tandem_engine_waiting", "Requests that the engine says are waiting. Absent: it does not say."),
+		usage:      gauge("tandem_engine_kv_usage", "Share of the KV cache that the engine says is in use, 0 to 1. Absent: it does not say."),
+		bandwidth:  gauge("tandem_engine_transfer_bytes_per_second", "How fast KV comes to the endpoint, learned from what its engine says of transfers. Absent: not learned."),
+		tokenBytes: prometheus.NewDesc("tandem_kv_bytes_per_token", "KV of a token, learned from what engines say of transfers. Absent: not learned.", []string{"pool"}, nil),
+		age:        gauge("tandem_engine_signals_age_seconds", "How old what the engine says is. Absent: it never said anything."),
 	}
 }
 
 // Describe implements [prometheus.Collector].
 func (s *signals) Describe(out chan<- *prometheus.Desc) {
-	for _, d := range []*prometheus.Desc{s.running, s.waiting, s.usage, s.age, s.scrapes} {
+	for _, d := range []*prometheus.Desc{s.running, s.waiting, s.usage, s.age, s.scrapes, s.bandwidth, s.tokenBytes} {
 		out <- d
 	}
 }
@@ -45,6 +48,9 @@ func (s *signals) Collect(out chan<- prometheus.Metric) {
 	out <- prometheus.MustNewConstMetric(s.scrapes, prometheus.CounterValue, float64(failed), "failed")
 	now := time.Now()
 	for _, p := range s.state.Pools() {
+		if bytes := p.TokenBytes(); bytes > 0 {
+			out <- prometheus.MustNewConstMetric(s.tokenBytes, prometheus.GaugeValue, bytes, p.Spec.Name)
+		}
 		for _, e := range p.Endpoints() {
 			g := e.Signals()
 			if g == nil {
@@ -58,6 +64,9 @@ func (s *signals) Collect(out chan<- prometheus.Metric) {
 			show(s.running, float64(g.Running))
 			show(s.waiting, float64(g.Waiting))
 			show(s.usage, g.KVUsage)
+			if bandwidth := s.state.Bandwidth(p, e); bandwidth > 0 {
+				show(s.bandwidth, bandwidth)
+			}
 			show(s.age, max(now.Sub(g.At).Seconds(), 0))
 		}
 	}

@@ -72,7 +72,7 @@ func parse(args []string, stderr io.Writer) (options, error) {
 	var shapes, clients, env, vllm, sglang string
 	f := flag.NewFlagSet("bench", flag.ContinueOnError)
 	f.SetOutput(stderr)
-	f.StringVar(&shapes, "shapes", "json1k,json220k,json1m,sse256", "`list` of request shapes; sse256 is a token each 5 ms, sse256burst (not in the default) all at once")
+	f.StringVar(&shapes, "shapes", "json1k,json220k,json1m,sse256", "`list` of request shapes; sse256 and sse1024 (not in the default) are a token each 5 ms, sse256burst (neither) all at once")
 	f.StringVar(&clients, "clients", "1,16", "`list` of how many clients send at the same time")
 	f.IntVar(&o.rounds, "rounds", 15, "rounds of each shape, number of clients, and stack")
 	f.IntVar(&o.requests, "requests", 0, "requests in a round; 0: about a second's worth")

@@ -6,6 +6,8 @@ import (
 	"os/exec"
 	"path/filepath"
 	"strings"
+
+	"tandem/e2e/process"
 )
 
 // A peer is another router in its P/D mode, over the same simulated engines. It has neither Envoy nor our ticket: its
@@ -45,7 +47,7 @@ func (l *lab) startPeer(ctx context.Context, bin string, p peer) error {
 				return err
 			}
 		}
-		ports, err := freePorts(3)
+		ports, err := process.FreePorts(3)
 		if err != nil {
 			return err
 		}
@@ -56,11 +58,11 @@ func (l *lab) startPeer(ctx context.Context, bin string, p peer) error {
 		args := append(append([]string{}, p.args...), prefill...)
 		args = append(args, "--decode", "http://"+engines.decode, "--host", "127.0.0.1", "--port", port(ports[0]),
 			"--policy", "round_robin", "--prometheus-port", port(ports[1]))
-		router, err := l.run(p.name+"-"+model, nil, p.binary, args...)
+		router, err := l.Start(p.name+"-"+model, nil, p.binary, args...)
 		if err != nil {
 			return err
 		}
-		if err := l.wait(ctx, router, "http://"+ports[0]+"/health"); err != nil {
+		if err := router.Wait(ctx, "http://"+ports[0]+"/health"); err != nil {
 			return err
 		}
 		s.addrs[model] = ports[0]

@@ -131,12 +131,12 @@ func (r *report) hold(sh shape, clients int, ours, floor []round) {
 func (r *report) memory(stacks []*stack) {
 	for _, s := range stacks {
 		if len(s.routers) > 0 {
-			r.peaks = append(r.peaks, fmt.Sprintf("%s: %d (one of its two)", s.name, s.routers[0].peakMemory()>>20))
+			r.peaks = append(r.peaks, fmt.Sprintf("%s: %d (one of its two)", s.name, s.routers[0].Peak()>>20))
 			continue
 		}
-		text := fmt.Sprintf("%s: Envoy %d", s.name, s.envoy.peakMemory()>>20)
+		text := fmt.Sprintf("%s: Envoy %d", s.name, s.envoy.Peak()>>20)
 		if s.tandem != nil {
-			text += fmt.Sprintf(", Tandem %d", s.tandem.peakMemory()>>20)
+			text += fmt.Sprintf(", Tandem %d", s.tandem.Peak()>>20)
 		}
 		r.peaks = append(r.peaks, text)
 	}

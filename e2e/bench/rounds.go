@@ -72,7 +72,7 @@ func (l *lab) round(ctx context.Context, s *stack, sh shape, b *body, clients, n
 		return r, err
 	}
 	time.Sleep(settleTime)
-	envoy, err := s.envoy.cpu()
+	envoy, err := s.envoy.CPU()
 	if err != nil {
 		return r, err
 	}
@@ -84,7 +84,7 @@ func (l *lab) round(ctx context.Context, s *stack, sh shape, b *body, clients, n
 		return r, err
 	}
 	time.Sleep(settleTime)
-	envoyNow, err := s.envoy.cpu()
+	envoyNow, err := s.envoy.CPU()
 	if err != nil {
 		return r, err
 	}

@@ -17,14 +17,15 @@ type shape struct {
 	requests    int // in a round: about a second's worth for 16 clients
 }
 
-// allShapes are the shapes there are. A stream whose tokens all come at once travels in a few large pieces, as none of a
-// real engine does; it is there to show the difference.
+// allShapes are the shapes there are. The longer stream is there to tell what a token costs from what a request costs. A stream
+// whose tokens all come at once travels in a few large pieces, as none of a real engine does; it is there to show the difference.
 func allShapes() []shape {
 	return []shape{
 		{"json1k", "1 KB JSON", instant, 1 << 10, 16, false, 500},
 		{"json220k", "220 KB JSON", instant, 220 << 10, 16, false, 100},
 		{"json1m", "1 MB JSON", instant, 1 << 20, 16, false, 40},
 		{"sse256", "256-token SSE", paced, 1 << 10, 256, true, 32},
+		{"sse1024", "1,024-token SSE", paced, 1 << 10, 1024, true, 32},
 		{"sse256burst", "256-token SSE at once", instant, 1 << 10, 256, true, 300},
 	}
 }

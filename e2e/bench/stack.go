@@ -5,17 +5,14 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"net"
-	"net/http"
 	"os"
 	"os/exec"
 	"path/filepath"
-	"slices"
 	"strconv"
 	"strings"
-	"syscall"
 	"time"
-	"unsafe"
+
+	"tandem/e2e/process"
 )
 
 // Names of the two pairs of engines, which are names of models too.
@@ -41,34 +38,26 @@ type variant struct {
 // stack is one thing measured: an Envoy and, unless it is the floor, a Tandem.
 type stack struct {
 	name          string
-	addr          string            // where clients connect
-	addrs         map[string]string // the same by model, of a peer
-	routers       []*process        // of a peer
-	admin         string            // Tandem's
-	envoy, tandem *process
+	addr          string             // where clients connect
+	addrs         map[string]string  // the same by model, of a peer
+	routers       []*process.Process // of a peer
+	admin         string             // Tandem's
+	envoy, tandem *process.Process
 	pairs         map[string]pair
 }
 
 // lab is everything that runs.
 type lab struct {
-	log       io.Writer
-	dir       string
+	log io.Writer
+	process.Group
 	envoyPath string
-	processes []*process
 	pairs     map[string]pair
 	stacks    []*stack // the floor first
 }
 
-// process is a child. It ends with the lab, and if this program is killed, with that.
-type process struct {
-	cmd   *exec.Cmd
-	log   string
-	ended chan struct{}
-}
-
 // start builds the binaries and starts engines, floor and variants.
 func (l *lab) start(ctx context.Context, o options) (err error) {
-	if l.dir, err = os.MkdirTemp("", "tandem-bench-"); err != nil {
+	if l.Dir, err = os.MkdirTemp("", "tandem-bench-"); err != nil {
 		return err
 	}
 	if l.envoyPath, err = findEnvoy(o.envoy); err != nil {
@@ -120,7 +109,7 @@ func (l *lab) build(ctx context.Context, bin string) (string, error) {
 	if bin != "" {
 		return bin, nil
 	}
-	bin = filepath.Join(l.dir, "bin")
+	bin = filepath.Join(l.Dir, "bin")
 	cmd := exec.CommandContext(ctx, "go", "build", "-trimpath", "-o", bin+"/", "./cmd/tandem", "./cmd/enginesim")
 	cmd.Env = append(os.Environ(), "CGO_ENABLED=0")
 	if out, err := cmd.CombinedOutput(); err != nil {
@@ -131,7 +120,7 @@ func (l *lab) build(ctx context.Context, bin string) (string, error) {
 
 // startPair starts a prefill and a decode engine of a model.
 func (l *lab) startPair(ctx context.Context, bin, model, name, connector string) (p pair, err error) {
-	ports, err := freePorts(4)
+	ports, err := process.FreePorts(4)
 	if err != nil {
 		return p, err
 	}
@@ -141,11 +130,11 @@ func (l *lab) startPair(ctx context.Context, bin, model, name, connector string)
 		if model == paced && role == "decode" {
 			args = append(args, "--decode-step", tokenTime)
 		}
-		e, err := l.run(name+"-"+model+"-"+role, nil, filepath.Join(bin, "enginesim"), args...)
+		e, err := l.Start(name+"-"+model+"-"+role, nil, filepath.Join(bin, "enginesim"), args...)
 		if err != nil {
 			return p, err
 		}
-		if err := l.wait(ctx, e, "http://"+ports[i]+"/health"); err != nil {
+		if err := e.Wait(ctx, "http://"+ports[i]+"/health"); err != nil {
 			return p, err
 		}
 	}
@@ -175,7 +164,7 @@ static_resources:
 `
 
 func (l *lab) startFloor(ctx context.Context, o options) error {
-	ports, err := freePorts(2)
+	ports, err := process.FreePorts(2)
 	if err != nil {
 		return err
 	}
@@ -186,7 +175,7 @@ func (l *lab) startFloor(ctx context.Context, o options) error {
 }
 
 func (l *lab) startTandem(ctx context.Context, o options, v variant) error {
-	ports, err := freePorts(5)
+	ports, err := process.FreePorts(5)
 	if err != nil {
 		return err
 	}
@@ -197,15 +186,15 @@ func (l *lab) startTandem(ctx context.Context, o options, v variant) error {
 		fmt.Fprintf(&config, "- name: %s\n  models: [%s]\n  kvTransfer: nixl\n  split: always\n  endpoints: [{address: %q, role: prefill}, {address: %q, role: decode}]\n",
 			name, name, p.prefill, p.decode)
 	}
-	file := filepath.Join(l.dir, v.name+".yaml")
+	file := filepath.Join(l.Dir, v.name+".yaml")
 	if err := os.WriteFile(file, []byte(config.String()), 0o600); err != nil {
 		return err
 	}
 	s := &stack{name: v.name, addr: ports[0], admin: "http://" + ports[4], pairs: l.pairs}
-	if s.tandem, err = l.run(v.name+"-tandem", v.env, v.binary, "serve", "-f", file); err != nil {
+	if s.tandem, err = l.Start(v.name+"-tandem", v.env, v.binary, "serve", "-f", file); err != nil {
 		return err
 	}
-	if err := l.wait(ctx, s.tandem, s.admin+"/readyz"); err != nil {
+	if err := s.tandem.Wait(ctx, s.admin+"/readyz"); err != nil {
 		return err
 	}
 	bootstrap, err := exec.CommandContext(ctx, v.binary, "envoy", "-f", file).Output()
@@ -216,88 +205,26 @@ func (l *lab) startTandem(ctx context.Context, o options, v variant) error {
 		return err
 	}
 	l.stacks = append(l.stacks, s)
-	return l.wait(ctx, s.envoy, "http://"+s.addr+"/v1/models")
+	return s.envoy.Wait(ctx, "http://"+s.addr+"/v1/models")
 }
 
-func (l *lab) startEnvoy(ctx context.Context, o options, name string, bootstrap []byte, admin string) (*process, error) {
-	file := filepath.Join(l.dir, name+"-envoy.yaml")
+func (l *lab) startEnvoy(ctx context.Context, o options, name string, bootstrap []byte, admin string) (*process.Process, error) {
+	file := filepath.Join(l.Dir, name+"-envoy.yaml")
 	if err := os.WriteFile(file, bootstrap, 0o600); err != nil {
 		return nil, err
 	}
-	p, err := l.run(name+"-envoy", nil, l.envoyPath, "-c", file, "-l", "warning", "--use-dynamic-base-id", "--concurrency", strconv.Itoa(o.workers))
+	p, err := l.Start(name+"-envoy", nil, l.envoyPath, "-c", file, "-l", "warning", "--use-dynamic-base-id", "--concurrency", strconv.Itoa(o.workers))
 	if err != nil {
 		return nil, err
 	}
-	return p, l.wait(ctx, p, "http://"+admin+"/ready")
+	return p, p.Wait(ctx, "http://"+admin+"/ready")
 }
 
-// run starts a program.
-func (l *lab) run(name string, env []string, path string, args ...string) (*process, error) {
-	p := &process{cmd: exec.Command(path, args...), log: filepath.Join(l.dir, name+".log"), ended: make(chan struct{})}
-	log, err := os.Create(p.log)
-	if err != nil {
-		return nil, err
-	}
-	defer log.Close()
-	p.cmd.Env = append(os.Environ(), env...)
-	p.cmd.Stdout, p.cmd.Stderr = log, log
-	p.cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL, Setpgid: true}
-	if err := p.cmd.Start(); err != nil {
-		return nil, fmt.Errorf("starting %s: %w", name, err)
-	}
-	l.processes = append(l.processes, p)
-	go func() { _ = p.cmd.Wait(); close(p.ended) }()
-	return p, nil
-}
-
-// wait waits until url answers 200.
-func (l *lab) wait(ctx context.Context, p *process, url string) error {
-	ctx, cancel := context.WithTimeout(ctx, 30*time.Second)
-	defer cancel()
-	for {
-		if get(ctx, url) == nil {
-			return nil
-		}
-		select {
-		case <-p.ended:
-			text, _ := os.ReadFile(p.log)
-			return fmt.Errorf("%s ended: %.2000s", p.cmd.Path, text)
-		case <-ctx.Done():
-			return fmt.Errorf("%s does not answer: %w", url, ctx.Err())
-		case <-time.After(10 * time.Millisecond):
-		}
-	}
-}
-
-func get(ctx context.Context, url string) error {
-	req, err := http.NewRequestWithContext(ctx, http.MethodGet, url, nil)
-	if err != nil {
-		return err
-	}
-	resp, err := http.DefaultClient.Do(req)
-	if err != nil {
-		return err
-	}
-	defer resp.Body.Close()
-	if _, _ = io.Copy(io.Discard, resp.Body); resp.StatusCode != http.StatusOK {
-		return errors.New(resp.Status)
-	}
-	return nil
-}
-
-// stop ends everything, in the order opposite to its start, and removes what it wrote.
+// stop ends everything, and removes what it wrote.
 func (l *lab) stop() {
-	for _, p := range slices.Backward(l.processes) {
-		_ = p.cmd.Process.Signal(syscall.SIGTERM)
-		select {
-		case <-p.ended:
-		case <-time.After(2 * time.Second):
-			_ = p.cmd.Process.Kill()
-			<-p.ended
-		}
-	}
-	if l.dir != "" {
-		_ = os.RemoveAll(l.dir)
+	l.Stop()
+	if l.Dir != "" {
+		_ = os.RemoveAll(l.Dir)
 	}
 }
 
@@ -311,40 +238,12 @@ func (l *lab) versions(ctx context.Context) string {
 	return "Envoy of unknown version"
 }
 
-// freePorts are addresses on 127.0.0.1 that nobody listens on now.
-func freePorts(n int) (out []string, err error) {
-	for range n {
-		l, err := net.Listen("tcp", "127.0.0.1:0")
-		if err != nil {
-			return nil, fmt.Errorf("looking for free ports: %w", err)
-		}
-		defer l.Close()
-		out = append(out, l.Addr().String())
-	}
-	return out, nil
-}
-
 func port(addr string) string { return addr[strings.LastIndexByte(addr, ':')+1:] }
 
-// cpu is the CPU time that the process has used, user and system, all threads, ended ones included: its CPU-time clock
-// (clock_getcpuclockid(3)), which counts nanoseconds where /proc/PID/stat counts ticks of 10 ms.
-func (p *process) cpu() (time.Duration, error) {
-	if p == nil {
-		return 0, nil
-	}
-	const processClock, scheduler = 0, 2 // of the clock id: all threads; user and system
-	clock := int32(^p.cmd.Process.Pid<<3 | processClock | scheduler)
-	var t syscall.Timespec
-	if _, _, errno := syscall.Syscall(syscall.SYS_CLOCK_GETTIME, uintptr(clock), uintptr(unsafe.Pointer(&t)), 0); errno != 0 {
-		return 0, fmt.Errorf("reading the CPU clock of %s: %w", p.cmd.Path, errno)
-	}
-	return time.Duration(t.Nano()), nil
-}
-
 // cpuOf is the CPU time of several processes.
-func cpuOf(processes ...*process) (sum time.Duration, err error) {
+func cpuOf(processes ...*process.Process) (sum time.Duration, err error) {
 	for _, p := range processes {
-		used, err := p.cpu()
+		used, err := p.CPU()
 		if err != nil {
 			return 0, err
 		}
@@ -359,16 +258,4 @@ func (s *stack) address(model string) string {
 		return a
 	}
 	return s.addr
-}
-
-// peakMemory is the most memory that the process has had resident, in bytes; 0 if the kernel does not say.
-func (p *process) peakMemory() int64 {
-	text, _ := os.ReadFile(fmt.Sprintf("/proc/%d/status", p.cmd.Process.Pid))
-	for line := range strings.Lines(string(text)) {
-		if fields := strings.Fields(line); len(fields) == 3 && fields[0] == "VmHWM:" {
-			kb, _ := strconv.ParseInt(fields[1], 10, 64)
-			return kb << 10
-		}
-	}
-	return 0
 }

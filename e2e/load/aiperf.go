@@ -21,7 +21,7 @@ const (
 
 // aiperf runs aiperf on a case with streaming.
 func (o *options) aiperf(ctx context.Context, s *stand, c testCase, r *result) error {
-	dir := filepath.Join(s.dir, "aiperf")
+	dir := filepath.Join(s.Dir, "aiperf")
 	if err := os.RemoveAll(dir); err != nil {
 		return err
 	}

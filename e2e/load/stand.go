@@ -4,36 +4,25 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io"
-	"net"
-	"net/http"
 	"os"
 	"os/exec"
 	"path/filepath"
 	"regexp"
-	"slices"
 	"strconv"
 	"strings"
-	"syscall"
 	"time"
-	"unsafe"
+
+	"tandem/e2e/process"
 )
 
 // stand is everything that runs: engines, replicas of Tandem, one Envoy.
 type stand struct {
 	endpoints, replicas int
 	paced               bool // decode engines take their time for every token
-	dir                 string
-	url                 string
-	engines, tandems    []*process
-	envoy               *process
-}
-
-// process is a child. It ends with the stand, and if this program is killed, with that.
-type process struct {
-	cmd   *exec.Cmd
-	log   string
-	ended chan struct{}
+	process.Group
+	url              string
+	engines, tandems []*process.Process
+	envoy            *process.Process
 }
 
 // startStand starts engines, replicas and Envoy.
@@ -46,19 +35,19 @@ func (o *options) startStand(ctx context.Context, c testCase) (s *stand, err err
 			s = nil
 		}
 	}()
-	if s.dir, err = os.MkdirTemp("", "tandem-load-"); err != nil {
+	if s.Dir, err = os.MkdirTemp("", "tandem-load-"); err != nil {
 		return s, err
 	}
 	lines, err := s.startEngines(ctx, o)
 	if err != nil {
 		return s, err
 	}
-	p, err := freePorts(2 + 3*replicas)
+	p, err := process.FreePorts(2 + 3*replicas)
 	if err != nil {
 		return s, err
 	}
 	s.url = "http://" + p[0]
-	key := filepath.Join(s.dir, "ticket.key")
+	key := filepath.Join(s.Dir, "ticket.key")
 	if err := os.WriteFile(key, []byte(strings.Repeat("0123456789abcdef", 4)+"\n"), 0o600); err != nil {
 		return s, err
 	}
@@ -68,16 +57,16 @@ func (o *options) startStand(ctx context.Context, c testCase) (s *stand, err err
 		if err != nil {
 			return s, err
 		}
-		config = filepath.Join(s.dir, fmt.Sprintf("tandem-%d.yaml", i))
+		config = filepath.Join(s.Dir, fmt.Sprintf("tandem-%d.yaml", i))
 		if err := os.WriteFile(config, []byte(text), 0o600); err != nil {
 			return s, err
 		}
-		t, err := s.run(fmt.Sprintf("tandem-%d", i), o.tandem, "serve", "-f", config, "-log", "warn")
+		t, err := s.Start(fmt.Sprintf("tandem-%d", i), nil, o.tandem, "serve", "-f", config, "-log", "warn")
 		if err != nil {
 			return s, err
 		}
 		s.tandems = append(s.tandems, t)
-		if err := wait(ctx, t, "http://"+p[2+2*replicas+i]+"/readyz"); err != nil {
+		if err := t.Wait(ctx, "http://"+p[2+2*replicas+i]+"/readyz"); err != nil {
 			return s, err
 		}
 	}
@@ -86,7 +75,7 @@ func (o *options) startStand(ctx context.Context, c testCase) (s *stand, err err
 
 // startEngines starts them, and returns their lines of the configuration.
 func (s *stand) startEngines(ctx context.Context, o *options) (lines string, err error) {
-	p, err := freePorts(2 * s.endpoints)
+	p, err := process.FreePorts(2 * s.endpoints)
 	if err != nil {
 		return "", err
 	}
@@ -98,7 +87,7 @@ func (s *stand) startEngines(ctx context.Context, o *options) (lines string, err
 				step = "5ms"
 			}
 		}
-		e, err := s.run(fmt.Sprintf("engine-%d", i), o.enginesim, "--listen", p[2*i], "--side-channel", p[2*i+1],
+		e, err := s.Start(fmt.Sprintf("engine-%d", i), nil, o.enginesim, "--listen", p[2*i], "--side-channel", p[2*i+1],
 			"--role", role, "--model", "tiny", "--record=false", "--keep-alive", "1m", "--decode-step", step)
 		if err != nil {
 			return "", err
@@ -107,7 +96,7 @@ func (s *stand) startEngines(ctx context.Context, o *options) (lines string, err
 		lines += fmt.Sprintf("  - {address: %q, role: %s}\n", p[2*i], role)
 	}
 	for i, e := range s.engines {
-		if err := wait(ctx, e, "http://"+p[2*i]+"/health"); err != nil {
+		if err := e.Wait(ctx, "http://"+p[2*i]+"/health"); err != nil {
 			return "", err
 		}
 	}
@@ -151,34 +140,18 @@ func (s *stand) startEnvoy(ctx context.Context, o *options, config, admin string
 	if err != nil {
 		return fmt.Errorf("tandem envoy: %w", err)
 	}
-	file := filepath.Join(s.dir, "envoy.yaml")
+	file := filepath.Join(s.Dir, "envoy.yaml")
 	if err := os.WriteFile(file, bootstrap, 0o600); err != nil {
 		return err
 	}
-	s.envoy, err = s.run("envoy", o.envoy, "-c", file, "-l", "warning", "--use-dynamic-base-id", "--concurrency", strconv.Itoa(o.workers))
+	s.envoy, err = s.Start("envoy", nil, o.envoy, "-c", file, "-l", "warning", "--use-dynamic-base-id", "--concurrency", strconv.Itoa(o.workers))
 	if err != nil {
 		return err
 	}
-	if err := wait(ctx, s.envoy, "http://"+admin+"/ready"); err != nil {
+	if err := s.envoy.Wait(ctx, "http://"+admin+"/ready"); err != nil {
 		return err
 	}
-	return wait(ctx, s.envoy, s.url+"/v1/models")
-}
-
-func (s *stand) run(name, path string, args ...string) (*process, error) {
-	p := &process{cmd: exec.Command(path, args...), log: filepath.Join(s.dir, name+".log"), ended: make(chan struct{})}
-	log, err := os.Create(p.log)
-	if err != nil {
-		return nil, err
-	}
-	defer log.Close()
-	p.cmd.Stdout, p.cmd.Stderr = log, log
-	p.cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL, Setpgid: true}
-	if err := p.cmd.Start(); err != nil {
-		return nil, fmt.Errorf("starting %s: %w", name, err)
-	}
-	go func() { _ = p.cmd.Wait(); close(p.ended) }()
-	return p, nil
+	return s.envoy.Wait(ctx, s.url+"/v1/models")
 }
 
 // stop ends everything and removes what it wrote.
@@ -186,62 +159,8 @@ func (s *stand) stop() {
 	if s == nil {
 		return
 	}
-	all := append(append(slices.Clone(s.engines), s.tandems...), s.envoy)
-	for _, p := range slices.Backward(all) {
-		if p != nil {
-			_ = p.cmd.Process.Kill()
-			<-p.ended
-		}
-	}
-	_ = os.RemoveAll(s.dir)
-}
-
-// wait waits until url answers 200.
-func wait(ctx context.Context, p *process, url string) error {
-	ctx, cancel := context.WithTimeout(ctx, time.Minute)
-	defer cancel()
-	for {
-		if get(ctx, url) == nil {
-			return nil
-		}
-		select {
-		case <-p.ended:
-			text, _ := os.ReadFile(p.log)
-			return fmt.Errorf("%s ended: %.2000s", p.cmd.Path, text)
-		case <-ctx.Done():
-			return fmt.Errorf("%s does not answer: %w", url, ctx.Err())
-		case <-time.After(20 * time.Millisecond):
-		}
-	}
-}
-
-func get(ctx context.Context, url string) error {
-	req, err := http.NewRequestWithContext(ctx, http.MethodGet, url, nil)
-	if err != nil {
-		return err
-	}
-	resp, err := http.DefaultClient.Do(req)
-	if err != nil {
-		return err
-	}
-	defer resp.Body.Close()
-	if _, _ = io.Copy(io.Discard, resp.Body); resp.StatusCode != http.StatusOK {
-		return errors.New(resp.Status)
-	}
-	return nil
-}
-
-// freePorts are addresses on 127.0.0.1 that nobody listens on now.
-func freePorts(n int) (out []string, err error) {
-	for range n {
-		l, err := net.Listen("tcp", "127.0.0.1:0")
-		if err != nil {
-			return nil, fmt.Errorf("looking for free ports: %w", err)
-		}
-		defer l.Close()
-		out = append(out, l.Addr().String())
-	}
-	return out, nil
+	s.Stop()
+	_ = os.RemoveAll(s.Dir)
 }
 
 // usage is what the processes have used: CPU time so far, resident memory now.
@@ -251,16 +170,16 @@ type usage struct {
 }
 
 func (s *stand) usage() (u usage, err error) {
-	add := func(to *time.Duration, p *process) {
-		d, cpuErr := p.cpu()
+	add := func(to *time.Duration, p *process.Process) {
+		d, cpuErr := p.CPU()
 		*to += d
 		err = errors.Join(err, cpuErr)
 	}
 	add(&u.envoy, s.envoy)
-	u.envoyMemory = s.envoy.resident()
+	u.envoyMemory = s.envoy.Resident()
 	for _, t := range s.tandems {
 		add(&u.tandem, t)
-		u.tandemBytes += t.resident()
+		u.tandemBytes += t.Resident()
 	}
 	for _, e := range s.engines {
 		add(&u.engines, e)
@@ -327,25 +246,4 @@ func between(samples []timedUsage, from, to time.Time) (before, after usage) {
 		}
 	}
 	return before, after
-}
-
-// cpu is the CPU time that the process has used (clock_getcpuclockid(3)): all threads, user and system.
-func (p *process) cpu() (time.Duration, error) {
-	clock := int32(^p.cmd.Process.Pid<<3 | 2)
-	var t syscall.Timespec
-	if _, _, errno := syscall.Syscall(syscall.SYS_CLOCK_GETTIME, uintptr(clock), uintptr(unsafe.Pointer(&t)), 0); errno != 0 {
-		text, _ := os.ReadFile(p.log)
-		return 0, fmt.Errorf("reading the CPU clock of %s: %w: %.500s", p.cmd.Path, errno, text)
-	}
-	return time.Duration(t.Nano()), nil
-}
-
-// resident is the memory that the process has resident, in bytes.
-func (p *process) resident() int64 {
-	text, _ := os.ReadFile(fmt.Sprintf("/proc/%d/statm", p.cmd.Process.Pid))
-	if fields := strings.Fields(string(text)); len(fields) > 1 {
-		pages, _ := strconv.ParseInt(fields[1], 10, 64)
-		return pages * int64(os.Getpagesize())
-	}
-	return 0
 }

@@ -7,6 +7,9 @@
 // model is small and random, but its greedy text hangs on every token of the prompt, so KV that was lost, stale or another
 // request's shows as other text. What the engines' own metrics say tells whether P/D took place at all.
 //
+// Three more runs have engines of their own: NIXL in both directions (TestRealTurns), and NIXL push and Mooncake, whose legs run at once
+// (TestRealPairs; mooncake.sh).
+//
 // It needs the build tag vllm, bin/tandem, and an Envoy ($ENVOY, PATH, or .tools/bin/envoy): make e2e-vllm. Like all of e2e it
 // imports no package of ours.
 package vllm

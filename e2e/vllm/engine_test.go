@@ -107,5 +107,5 @@ func requireAlive(t *testing.T, engines []engine) {
 	}
 	require.Eventually(t, func() bool {
 		return total(t, engines, "vllm:num_requests_running")+total(t, engines, "vllm:num_requests_waiting") == 0
-	}, 10*time.Second, 100*time.Millisecond, "requests still run")
+	}, 30*time.Second, 100*time.Millisecond, "requests still run")
 }

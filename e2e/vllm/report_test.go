@@ -44,8 +44,8 @@ func (s *suite) versions(t *testing.T) string {
 	defer func() { _ = answer.Body.Close() }()
 	var version struct{ Version string }
 	require.NoError(t, json.NewDecoder(answer.Body).Decode(&version))
-	return fmt.Sprintf("%s: vLLM %s on CPU, %d prefill and %d decode engines with NIXL, and one without KV transfer as the reference",
-		time.Now().UTC().Format(time.DateOnly), version.Version, len(s.prefill), len(s.decode))
+	return fmt.Sprintf("%s: vLLM %s on CPU, kvTransfer %s, %d prefill and %d decode engines, and one without KV transfer as the reference",
+		time.Now().UTC().Format(time.DateOnly), version.Version, dialect(), len(s.prefill), len(s.decode))
 }
 
 func percentiles(d []time.Duration) string {

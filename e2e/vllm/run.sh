@@ -9,6 +9,7 @@
 #              CONNECTOR    NixlConnector (default), NixlPushConnector or MooncakeConnector: with these, go test -run
 #                           TestRealPairs. Mooncake listens on all addresses, so run it in a network namespace of its own
 #                           (mooncake.sh), with mooncake-transfer-engine-non-cuda in PYTHONPATH
+#              BIDIRECTIONAL  not empty: the engines hand KV over both ways, and keep answers for 40 s; go test -run TestRealTurns
 #              ENGINES      how many of each role; default 2
 #              PORT         engines listen on PORT+1, +2 (prefill), +101, +102 (decode), +201 (reference), and NIXL's side
 #                           channels 1000 above; default 28100
@@ -47,7 +48,12 @@ engine() {
   pids[$name]=$!
 }
 
-transfer() { echo "{\"kv_connector\":\"${CONNECTOR:-NixlConnector}\",\"kv_role\":\"$1\",\"kv_buffer_device\":\"cpu\"}"; }
+extra=
+if [ -n "${BIDIRECTIONAL:-}" ]; then
+  extra=',"kv_connector_extra_config":{"bidirectional_kv_xfer":true,"decoder_kv_blocks_ttl":40}'
+  export TANDEM_VLLM_BIDIRECTIONAL=1
+fi
+transfer() { echo "{\"kv_connector\":\"${CONNECTOR:-NixlConnector}\",\"kv_role\":\"$1\",\"kv_buffer_device\":\"cpu\"$extra}"; }
 
 # stop_all asks politely, once, and after 10 s not.
 stop_all() {

@@ -27,6 +27,8 @@ type stack struct {
 	prefill   []engine
 	decode    []engine
 	reference engine
+
+	prefillDoors, decodeDoors doors // nil: Envoy goes to the engines themselves
 }
 
 // engines are all that take part in P/D.
@@ -35,11 +37,28 @@ func (s *stack) engines() []engine { return append(append([]engine{}, s.prefill.
 // newStack starts Tandem and Envoy, and stops them with the test. Their logs are shown if it failed.
 func newStack(t *testing.T) *stack {
 	t.Helper()
-	s := &stack{
+	return startStack(t, runningEngines(t))
+}
+
+// newStackBehindDoors is newStack with a door before each engine.
+func newStackBehindDoors(t *testing.T) *stack {
+	t.Helper()
+	s := runningEngines(t)
+	s.prefillDoors, s.decodeDoors = newDoors(t, s.prefill), newDoors(t, s.decode)
+	return startStack(t, s)
+}
+
+func runningEngines(t *testing.T) *stack {
+	t.Helper()
+	return &stack{
 		prefill:   enginesFrom(t, "TANDEM_VLLM_PREFILL"),
 		decode:    enginesFrom(t, "TANDEM_VLLM_DECODE"),
 		reference: enginesFrom(t, "TANDEM_VLLM_REFERENCE")[0],
 	}
+}
+
+func startStack(t *testing.T, s *stack) *stack {
+	t.Helper()
 	root, err := filepath.Abs("../..")
 	require.NoError(t, err)
 	tandem, envoy := filepath.Join(root, "bin/tandem"), findEnvoy(t, root)
@@ -74,15 +93,31 @@ pools:
   models: ["*"]
   kvTransfer: %s
   split: always
-  endpoints:
-`, ports[0], ports[1], ports[2], ports[3], ports[4], dialect())
-	for _, e := range s.prefill {
-		fmt.Fprintf(&b, "  - {address: %q, role: prefill%s}\n", e.addr, bootstrap(e))
+%s  endpoints:
+`, ports[0], ports[1], ports[2], ports[3], ports[4], dialect(), turnsConfig())
+	for i, e := range s.prefill {
+		fmt.Fprintf(&b, "  - {address: %q, role: prefill%s}\n", s.prefillDoors.before(i, e), bootstrap(e))
 	}
-	for _, e := range s.decode {
-		fmt.Fprintf(&b, "  - {address: %q, role: decode}\n", e.addr)
+	for i, e := range s.decode {
+		fmt.Fprintf(&b, "  - {address: %q, role: decode}\n", s.decodeDoors.before(i, e))
 	}
 	return b.String()
+}
+
+// turnsConfig is what a pool of engines needs that keep answers. They keep them for longer (run.sh).
+func turnsConfig() string {
+	if !bidirectional() {
+		return ""
+	}
+	return "  session: {header: x-session}\n  nixl: {bidirectional: true, reuseTokenIds: true, turnTtl: 30s}\n"
+}
+
+// before is where an engine is reached: at its door, if it has one.
+func (d doors) before(i int, e engine) string {
+	if d == nil {
+		return e.addr
+	}
+	return d[i].addr
 }
 
 // bootstrap is where run.sh put the bootstrap server of a Mooncake engine.

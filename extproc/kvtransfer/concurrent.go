@@ -49,6 +49,8 @@ type Told struct {
 	Decode []byte
 	// RequestID is the x-request-id of both legs where the engines find each other by it; "": the client's own.
 	RequestID string
+	// Joined says that a part of P's answer belongs into the client's (Answer.Joined).
+	Joined bool
 	// PrefillRank and DecodeRank are the x-data-parallel-rank of the legs, "" for none.
 	PrefillRank, DecodeRank string
 }
@@ -66,6 +68,8 @@ func NewConcurrent(name string) Concurrent {
 		return newMoRIIO()
 	case "p2p-nccl":
 		return newP2PNCCL()
+	case "trtllm-generation-first":
+		return newTRTLLMFirst()
 	default:
 		return nil
 	}

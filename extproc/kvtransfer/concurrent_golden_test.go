@@ -19,7 +19,7 @@ import (
 // client sent, what was learnt of P before, and what P answered; what both legs are sent, and what Tandem makes of P's
 // answer, is checked, or rewritten with -update. The attempt is always the same one, so rooms and transfer ids are too.
 func TestConcurrentGolden(t *testing.T) {
-	for _, dialect := range []string{"sglang", "mooncake", "nixl-push", "moriio", "p2p-nccl"} {
+	for _, dialect := range []string{"sglang", "mooncake", "nixl-push", "moriio", "p2p-nccl", "trtllm-generation-first"} {
 		files, err := filepath.Glob("testdata/" + dialect + "/*.txtar")
 		require.NoError(t, err)
 		require.NotEmpty(t, files, dialect)
@@ -56,7 +56,7 @@ func atOnce(t *testing.T, d Concurrent, a *txtar.Archive) *txtar.Archive {
 		legs.Peer = p
 	}
 	got := &txtar.Archive{Comment: a.Comment}
-	for _, name := range []string{"request", "bootstrap query", "earlier answer"} {
+	for _, name := range []string{"request", "bootstrap query", "server info", "earlier answer"} {
 		if text := section(a, name); text != nil {
 			got.Files = append(got.Files, txtar.File{Name: name, Data: text})
 		}
@@ -88,6 +88,13 @@ func atOnce(t *testing.T, d Concurrent, a *txtar.Archive) *txtar.Archive {
 	}
 	if answer := section(a, "prefill answer"); answer != nil {
 		got.Files = append(got.Files, txtar.File{Name: "prefill answer", Data: answer}, txtar.File{Name: "verdict", Data: []byte(judged(d, answer, told))})
+		if decode := section(a, "decode answer"); told.Joined {
+			read, _, err := d.ReadAnswer(answer, told.Decode)
+			require.NoError(t, err)
+			joined, err := openai.InputLogprobs{Prefill: read.Joined}.Whole(nil, decode)
+			require.NoError(t, err)
+			got.Files = append(got.Files, txtar.File{Name: "decode answer", Data: decode}, txtar.File{Name: "answer", Data: joined})
+		}
 	}
 	return got
 }
@@ -115,6 +122,10 @@ func transferWord(t *testing.T, legs *Legs, w string) {
 // learnt is what was known of P before the request.
 func learnt(t *testing.T, d Concurrent, a *txtar.Archive) (peer Peer) {
 	var err error
+	if info := section(a, "server info"); info != nil {
+		peer, err = readServerInfo(info)
+		require.NoError(t, err)
+	}
 	if query := section(a, "bootstrap query"); query != nil {
 		peer, err = readQuery(query)
 		require.NoError(t, err)
@@ -244,5 +255,25 @@ func FuzzReadPushPeer(f *testing.F) {
 			require.NotEmpty(t, last.EngineID)
 			require.Positive(t, last.Port)
 		}
+	})
+}
+
+// FuzzServerInfo: whatever a context server says of itself, what D is told is JSON.
+func FuzzServerInfo(f *testing.F) {
+	f.Add([]byte(`{"disaggregated_params":{"ctx_dp_rank":0,"ctx_info_endpoint":["tcp://10.0.0.5:5000"]}}`))
+	f.Add([]byte(`{"disaggregated_params":{"ctx_dp_rank":-7,"ctx_info_endpoint":"a\"\u0001"}}`))
+	f.Fuzz(func(t *testing.T, info []byte) {
+		peer, err := readServerInfo(info)
+		if err != nil || peer.Ranks == nil {
+			return
+		}
+		var r openai.Request
+		var p openai.Patch
+		require.NoError(t, r.Scan(openai.Chat, []byte(`{"messages":[]}`), openai.Limits{}))
+		p.Reset(&r)
+		told, err := newTRTLLMFirst().Plan(&r, &p, &Legs{ID: goldenID, Prefill: &kvstate.Endpoint{}, Peer: peer})
+		require.NoError(t, err)
+		requireScans(t, openai.Chat, []byte("{"+string(told.Decode)+"}"))
+		requireScans(t, openai.Chat, p.Edits().Apply(nil, []byte(`{"messages":[]}`)))
 	})
 }

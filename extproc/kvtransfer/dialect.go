@@ -9,6 +9,8 @@
 // A [Concurrent] is the same for engines that need both legs at once (sglang.go, mooncake.go, nixlpush.go, moriio.go,
 // p2pnccl.go); what such a dialect has to know of an engine beforehand, [Peers] learn.
 //
+// A [Turn] is what a D has kept of an answer, for the P of the conversation's next (turn.go).
+//
 // A [Ticket] is the state of one request between its passes through Envoy. It travels with the request, in a header,
 // sealed under [Keys] that all replicas share: so any replica serves any pass, and none remembers requests. pack.go makes
 // the long lists of block ids in it small enough for a header.
@@ -34,7 +36,7 @@ import (
 
 // Dialect is one engine's way of handing a prompt's KV cache over from P to D in two hops, one after the other.
 // Implementations are immutable and safe for concurrent use. What only some dialects need is an interface of its
-// own: [Pusher].
+// own: [Pusher], [PrefixPuller], [TokenAsker], [Continuer], [TurnKeeper].
 type Dialect interface {
 	// Name is what the configuration calls it (kvTransfer).
 	Name() string
@@ -60,6 +62,12 @@ type Pusher interface {
 	Patience() time.Duration
 }
 
+// Carrier is a dialect whose P's answer is nothing but what ReadAnswer reads of it: it is never the client's, and nobody waits for the KV.
+type Carrier interface {
+	// Carries marks it.
+	Carries()
+}
+
 // PrefixPuller is a dialect whose engines fetch a prompt's beginning from whoever has it.
 type PrefixPuller interface {
 	// Pull plans what the only hop's body differs in from the client's, to fetch from pair.Source, which is not nil. p was
@@ -78,7 +86,9 @@ type Pair struct {
 	RequestID       string   // x-request-id, the same on both legs and in every attempt
 	Attempt         [16]byte // random; new for every attempt
 	Prefill, Decode Side
-	Source          *Side // has more of the prompt's beginning than the engine that is to compute it; nil: nobody has
+	Source          *Side  // has more of the prompt's beginning than the engine that is to compute it; nil: nobody has
+	Turn            *Turn  // what the conversation's last answer left, with which the prompt begins; nil: nothing that could be used
+	TurnIDs         []byte // with Turn, the prompt's token ids, a JSON array; nil: the body has them
 }
 
 // Side is one side of a pair.
@@ -110,6 +120,8 @@ type Answer struct {
 	Final        []byte
 	PromptTokens int64 // -1: P did not say
 	CachedTokens int64 // of the prompt, found in P's prefix cache; -1: P did not say
+	// Joined is what D's answer lacks for the client, as [openai.ReadInputLogprobs] gives it; nil: nothing.
+	Joined []byte
 	// PromptIDs are the prompt's token ids, a JSON array as it stands in P's answer; nil: P did not say.
 	PromptIDs []byte
 }
@@ -122,10 +134,13 @@ type Options struct {
 	Name    string   // kvTransfer
 	Members []string // of multi
 
-	ReuseTokenIDs bool // of nixl: D is sent P's token ids (vLLM 0.32 and newer)
+	ReuseTokenIDs bool          // of nixl: D is sent P's token ids (vLLM 0.32 and newer)
+	Bidirectional bool          // of nixl: D keeps answers for the next turn, and P fetches them (vLLM 0.21 and newer)
+	TurnTTL       time.Duration // with Bidirectional; 0: DefaultTurnTTL
 
 	Arrivals      Arrivals      // of lmcache; nil: its engines send no notices
 	NoticeTimeout time.Duration // of lmcache; 0: DefaultNoticeTimeout
+	RetFirstToken bool          // of lmcache: P's first token is delivered, and D goes on behind it
 
 	Key    string // of orchestrated; "": DefaultOrchestratedKey
 	Params bool   // of orchestrated: hand on P's kv_transfer_params, not the whole answer
@@ -140,10 +155,17 @@ func Names() []string {
 func New(o Options) (Dialect, error) {
 	switch o.Name {
 	case "lmcache":
-		return newLMCache(o.Arrivals, o.NoticeTimeout), nil
+		d := newLMCache(o.Arrivals, o.NoticeTimeout)
+		if o.RetFirstToken {
+			return lmcacheFirst{d}, nil
+		}
+		return d, nil
 	case "multi":
 		return newMulti(o.Members)
 	case "nixl":
+		if o.Bidirectional {
+			return newNIXLTurns(o.ReuseTokenIDs, o.TurnTTL), nil
+		}
 		return newNIXL(o.ReuseTokenIDs), nil
 	case "mooncake-0.13":
 		return mooncakePull{newNIXL(false)}, nil

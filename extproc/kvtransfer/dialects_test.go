@@ -31,8 +31,8 @@ func FuzzAnswers(f *testing.F) {
 	f.Add([]byte(`{"object":"chat.completion","choices":[{"disaggregated_params":{"ctx_request_id":7,"a\"\u0001":1}}],"prompt_token_ids_b64":"AQ=="}`))
 	pair := &Pair{Attempt: testAttempt, Prefill: Side{Addr: "10.0.0.5:8000"}, Decode: Side{Addr: "10.0.0.6:8000"}}
 	f.Fuzz(func(t *testing.T, answer []byte) {
-		for _, name := range Names() {
-			d, err := New(Options{Name: name, Members: []string{"nixl", "offload"}})
+		for i, name := range append(Names(), "lmcache") {
+			d, err := New(Options{Name: name, Members: []string{"nixl", "offload"}, RetFirstToken: i == len(Names())})
 			require.NoError(t, err)
 			a, err := d.ReadAnswer(answer, pair)
 			if err != nil {
@@ -49,7 +49,9 @@ func FuzzAnswers(f *testing.F) {
 				require.NotContains(t, top, "disaggregated_params")
 				require.NotContains(t, top, "prompt_token_ids")
 			}
-			if a.Params != nil {
+			if c, ok := d.(Continuer); ok && a.Params != nil {
+				requireContinues(t, c, a.Params)
+			} else if a.Params != nil {
 				require.LessOrEqual(t, len(a.Params), MaxParamsBytes+256)
 				body := append(append(d.DecodeMember([]byte{'{'}, a.Params), ','), `"model":"m"}`...)
 				var r openai.Request
@@ -57,6 +59,23 @@ func FuzzAnswers(f *testing.F) {
 			}
 		}
 	})
+}
+
+// requireContinues: what was handed over makes a body that scans, and an answer that is JSON.
+func requireContinues(t *testing.T, c Continuer, params []byte) {
+	var r openai.Request
+	var p openai.Patch
+	request := []byte(`{"model":"m","messages":[],"max_tokens":9}`)
+	require.NoError(t, r.Scan(openai.Chat, request, openai.Limits{}))
+	p.Reset(&r)
+	answer, err := c.Continue(&r, &p, params)
+	require.NoError(t, err)
+	requireScans(t, openai.Completions, p.Edits().Apply(nil, request))
+	to, err := ReadContinuation(answer)
+	require.NoError(t, err)
+	whole, err := to.Whole(nil, []byte(`{"object":"text_completion","choices":[{"index":0,"text":" b"}]}`))
+	require.NoError(t, err)
+	require.True(t, json.Valid(whole), "%q", whole)
 }
 
 // arrivals is a board of notices that came already.

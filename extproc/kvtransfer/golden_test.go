@@ -2,6 +2,8 @@ package kvtransfer
 
 import (
 	"bytes"
+	"encoding/json"
+	"errors"
 	"flag"
 	"os"
 	"path/filepath"
@@ -24,7 +26,9 @@ var update = flag.Bool("update", false, "rewrite the golden files")
 //
 // The first line of a file is the request and its circumstances: POST path, prefill at address, and then, as far as the
 // dialect minds, decode at address, tp=N, release=X, init=, alloc=, query=, p2p=PORT, source=ADDRESS, host=HOST, members=A+B, key=NAME,
-// params=yes, ids=reuse.
+// params=yes, ids=reuse, first=yes. Where D goes on behind P's first token, "decode answer" and "decode answer, streamed" are what it says, and
+// the client's answer is made of them. With turns=kept "last answer" is what D answered in the conversation's last turn and "prompt ids"
+// what the prompt's are; of "decode answer" the client's is made, and "kept" is for the next turn.
 func TestGolden(t *testing.T) {
 	files, err := filepath.Glob("testdata/*/*.txtar")
 	require.NoError(t, err)
@@ -100,6 +104,10 @@ func circumstances(t *testing.T, dialect, line string) (path string, o Options, 
 			o.Key = value
 		case "ids":
 			o.ReuseTokenIDs = value == "reuse"
+		case "turns":
+			o.Bidirectional = value == "kept"
+		case "first":
+			o.RetFirstToken = value == "yes"
 		case "params":
 			o.Params = value == "yes"
 		default:
@@ -130,10 +138,15 @@ func twoHops(t *testing.T, name string, a *txtar.Archive) *txtar.Archive {
 	require.Equal(t, name, dialect.Name())
 	require.True(t, dialect.Speaks(api))
 
+	got := &txtar.Archive{Comment: a.Comment}
+	if last := section(a, "last answer"); last != nil {
+		ids := section(a, "prompt ids")
+		got.Files = append(got.Files, txtar.File{Name: "last answer", Data: last}, txtar.File{Name: "prompt ids", Data: ids})
+		tellTurn(t, dialect.(TurnKeeper), api, last, ids, pair)
+	}
 	prefill, undo := prefillBody(t, dialect, api, request, pair)
-	got := &txtar.Archive{Comment: a.Comment, Files: []txtar.File{
-		{Name: "request", Data: request}, {Name: "prefill request", Data: prefill}, {Name: "prefill answer", Data: answer},
-	}}
+	got.Files = append(got.Files, txtar.File{Name: "request", Data: request}, txtar.File{Name: "prefill request", Data: prefill},
+		txtar.File{Name: "prefill answer", Data: answer})
 	add := func(name string, data []byte) { got.Files = append(got.Files, txtar.File{Name: name, Data: data}) }
 	read, err := dialect.ReadAnswer(answer, pair)
 	switch {
@@ -153,12 +166,110 @@ func twoHops(t *testing.T, name string, a *txtar.Archive) *txtar.Archive {
 			add("not handed on", []byte(read.Unused))
 		}
 		add("decode request", request)
+	case continues(dialect):
+		continued(t, dialect.(Continuer), api, request, read.Params, a, add)
 	default:
 		decode := decodeBody(dialect, prefill, undo, read.Params)
 		add("decode request", decode)
 		requireScans(t, api, decode)
 	}
+	if keeper, ok := dialect.(TurnKeeper); ok {
+		keepTurn(t, keeper, pair, a, add)
+	}
 	return got
+}
+
+// tellTurn has P told of the last turn, where the prompt goes on behind it.
+func tellTurn(t *testing.T, d TurnKeeper, api openai.API, last, ids []byte, pair *Pair) {
+	kept, _, err := heard(d, pair, last, false)
+	require.NoError(t, err)
+	text, err := kept.Marshal()
+	require.NoError(t, err)
+	kept, err = UnmarshalTurn(text)
+	require.NoError(t, err)
+	prompt, ok := openai.TokenIDs(nil, ids)
+	require.True(t, ok)
+	if d.Takes(api, api == openai.Completions) && kept.Begins(prompt) {
+		pair.Turn, pair.TurnIDs = kept, ids
+	}
+}
+
+// heard is what is kept of D's answer, and the client's.
+func heard(d TurnKeeper, pair *Pair, answer []byte, stream bool) (turn *Turn, clients []byte, err error) {
+	a := openai.TurnAnswer{Kept: func(params []byte, ids []uint32) { turn, err = d.ReadTurn(params, ids, &pair.Decode) }}
+	if !stream {
+		out, fault := a.Whole(nil, answer)
+		return turn, out, errors.Join(err, fault)
+	}
+	var events openai.Events
+	each := func(event []byte) { clients = a.Event(clients, event) }
+	fault := events.Feed(answer, each)
+	events.End(each)
+	return turn, clients, errors.Join(err, fault)
+}
+
+// keepTurn adds what is made of D's answer.
+func keepTurn(t *testing.T, d TurnKeeper, pair *Pair, a *txtar.Archive, add func(string, []byte)) {
+	for _, name := range []string{"decode answer", "decode answer, streamed"} {
+		data := section(a, name)
+		if data == nil {
+			continue
+		}
+		add(name, data)
+		turn, clients, err := heard(d, pair, data, strings.HasSuffix(name, "streamed"))
+		add(strings.TrimPrefix(name, "decode "), bytes.TrimSuffix(clients, []byte("\n")))
+		switch {
+		case err != nil:
+			add("not kept", []byte(err.Error()))
+		case turn == nil:
+			add("not kept", []byte("the answer does not say where its KV is"))
+		default:
+			text, err := turn.Marshal()
+			require.NoError(t, err)
+			add("kept", text)
+		}
+	}
+}
+
+func continues(d Dialect) bool {
+	_, ok := d.(Continuer)
+	return ok
+}
+
+// continued adds what D is sent to go on behind P's first token, what it answers, and what the client gets of that.
+func continued(t *testing.T, d Continuer, api openai.API, request, params []byte, a *txtar.Archive, add func(string, []byte)) {
+	var r openai.Request
+	var p openai.Patch
+	require.NoError(t, r.Scan(api, request, openai.Limits{}))
+	p.Reset(&r)
+	answer, err := d.Continue(&r, &p, params)
+	require.NoError(t, err)
+	edits := p.Edits()
+	require.NoError(t, edits.Check(len(request)))
+	decode := edits.Apply(nil, request)
+	requireScans(t, openai.Completions, decode)
+	require.Equal(t, string(request), string(edits.Inverse(nil, request).Apply(nil, decode)), "undo gives the client's bytes")
+	add("decode request", decode)
+	if whole := section(a, "decode answer"); whole != nil {
+		add("decode answer", whole)
+		c, err := ReadContinuation(answer)
+		require.NoError(t, err)
+		got, err := c.Whole(nil, whole)
+		require.NoError(t, err)
+		require.True(t, json.Valid(got), "%s", got)
+		add("answer", got)
+	}
+	if stream := section(a, "decode answer, streamed"); stream != nil {
+		add("decode answer, streamed", stream)
+		c, err := ReadContinuation(answer)
+		require.NoError(t, err)
+		got := c.Begin(nil)
+		var events openai.Events
+		each := func(event []byte) { got = c.Event(got, event) }
+		require.NoError(t, events.Feed(stream, each))
+		events.End(each)
+		add("answer, streamed", bytes.TrimSuffix(got, []byte("\n")))
+	}
 }
 
 // prefillBody is the prefill leg's body of a request, and what undoes it.

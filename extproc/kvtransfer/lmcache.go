@@ -16,7 +16,7 @@ import (
 // and reasoning are parsed as ever, and a lost notice costs nothing but time.
 //
 // LMCache's own proxy sends both legs token ids by /v1/completions, and D the first token that P sampled (ret_first_tok).
-// That saves D one step and costs the client everything that /v1/chat/completions does beyond text; it is not done here.
+// That saves D one step and costs the client what /v1/chat/completions does beyond text: lmcacheFirst, where a pool wants it.
 //
 // Read from examples/disagg_prefill/disagg_proxy_server.py, lmcache/v1/storage_backend/pd_backend.py and
 // lmcache/integration/vllm/vllm_v1_adapter.py of LMCache 0.5.6, and nixl_connector_v3.py of 0.3.5 (disagg_spec is new
@@ -58,8 +58,14 @@ func (lmcache) Name() string { return "lmcache" }
 func (d lmcache) Prefill(r *openai.Request, p *openai.Patch, pair *Pair) {
 	d.plan(r, p)
 	var room [256]byte
+	spec := d.spec(append(room[:0], `{"disagg_spec":`...), pair)
+	p.Set("kv_transfer_params", openai.FieldKVTransferParams, append(spec, '}'))
+}
+
+// spec appends disagg_spec.
+func (lmcache) spec(spec []byte, pair *Pair) []byte {
 	to := &pair.Decode.Transfer
-	spec := append(room[:0], `{"disagg_spec":{"req_id":"`...)
+	spec = append(spec, `{"req_id":"`...)
 	spec = hex.AppendEncode(spec, pair.Attempt[:])
 	spec = strconv.AppendQuote(append(spec, `","receiver_host":`...), pair.Decode.host())
 	spec = appendPorts(append(spec, `,"receiver_init_port":`...), to.LMCacheInitPort, lmcacheInitPort, to.TP)
@@ -67,7 +73,7 @@ func (d lmcache) Prefill(r *openai.Request, p *openai.Patch, pair *Pair) {
 	if to.LMCacheQueryPort != 0 { // read with pd_bidirectional alone (0.4)
 		spec = appendPorts(append(spec, `,"receiver_query_port":`...), to.LMCacheQueryPort, 0, to.TP)
 	}
-	p.Set("kv_transfer_params", openai.FieldKVTransferParams, append(spec, "}}"...))
+	return append(spec, '}')
 }
 
 // appendPorts appends a list with one port for each rank.

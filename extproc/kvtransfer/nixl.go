@@ -30,6 +30,9 @@ func newNIXL(reuseIDs bool) nixl {
 	return nixl{oneToken: newOneToken(), ask: []byte("{" + nixlAsk + "}"), yes: []byte("true"), reuseIDs: reuseIDs}
 }
 
+// Carries implements [Carrier].
+func (nixl) Carries() {}
+
 func (nixl) Name() string { return "nixl" }
 
 func (d nixl) Prefill(r *openai.Request, p *openai.Patch, _ *Pair) {

@@ -6,7 +6,9 @@ import (
 	"fmt"
 	"math"
 	"net/netip"
+	"strconv"
 	"strings"
+	"unicode/utf8"
 )
 
 // MaxParamsBytes bounds a hand-over: some 500,000 block ids.
@@ -31,14 +33,23 @@ type pull struct {
 	host                    []byte
 	hostAt                  int // where host starts in raw
 	numTokens, cachedTokens []byte
+	expires                 bool // it says until when the blocks are kept
+	turn                    bool // it is of D, about an answer that it keeps (turn.go): the two do_ members are the other way round
+	groups, blocks          int  // lists of block ids, and ids in them
 }
 
 // readPull checks what D depends on. vLLM 0.32.0 as run: a lone do_remote_prefill, string ids or missing members kill the
 // decode engine, at once or when its client leaves; wrong numbers make it read another request's blocks.
-func readPull(raw []byte) (pull, error) {
-	p := pull{raw: raw}
+func readPull(raw []byte) (pull, error) { return readParams(raw, false) }
+
+// readParams is readPull, also of the object of a D that keeps an answer.
+func readParams(raw []byte, turn bool) (pull, error) {
+	p := pull{raw: raw, turn: turn}
 	if len(raw) > MaxParamsBytes {
 		return p, fmt.Errorf("%d bytes, more than %d", len(raw), MaxParamsBytes)
+	}
+	if !utf8.Valid(raw) { // D would refuse the client's whole body
+		return p, errNotJSON
 	}
 	var seen pullMembers
 	c := cursor{b: raw}
@@ -48,7 +59,10 @@ func readPull(raw []byte) (pull, error) {
 	if c.i != len(raw) {
 		return p, fmt.Errorf("at byte %d: %w", c.i, errNotJSON)
 	}
-	return p, seen.missing()
+	if turn && seen&memberDecode == 0 {
+		return p, errors.New("do_remote_decode is missing")
+	}
+	return p, (seen &^ memberDecode).missing()
 }
 
 // pullMembers are the members that must be there, as bits.
@@ -61,7 +75,8 @@ const (
 	memberRequest
 	memberHost
 	memberPort
-	allMembers = 1<<iota - 1
+	memberDecode // of a turn alone
+	allMembers   = memberDecode - 1
 )
 
 // missing names the first that is not there; remote_request_id last, since it alone has an excuse.
@@ -83,11 +98,14 @@ func (p *pull) member(seen *pullMembers, key, value []byte, at int) error {
 	var err error
 	switch string(key) {
 	case "do_remote_prefill":
-		if is = memberPrefill; string(value) != "true" {
-			err = refuse(key, value, "true")
+		is, err = memberPrefill, p.flag(key, value, !p.turn)
+	case "do_remote_decode":
+		if p.turn {
+			is, err = memberDecode, p.flag(key, value, true)
 		}
 	case "remote_block_ids":
-		if is, err = memberBlocks, checkBlockIDs(value); err != nil && !errors.Is(err, errNoBlocks) {
+		is = memberBlocks
+		if p.groups, p.blocks, err = checkBlockIDs(value); err != nil && !errors.Is(err, errNoBlocks) {
 			err = fmt.Errorf("remote_block_ids: %w", err)
 		}
 	case "remote_engine_id":
@@ -101,6 +119,8 @@ func (p *pull) member(seen *pullMembers, key, value []byte, at int) error {
 		if is = memberPort; !isPort(value) {
 			err = refuse(key, value, "an integer from 1 to 65535")
 		}
+	case "remote_blocks_expiry_time":
+		p.expires = string(value) != "null"
 	case "remote_num_tokens":
 		p.numTokens = value
 	case "remote_prefill_cached_tokens":
@@ -111,6 +131,13 @@ func (p *pull) member(seen *pullMembers, key, value []byte, at int) error {
 	}
 	*seen |= is
 	return err
+}
+
+func (*pull) flag(key, value []byte, want bool) error {
+	if text := strconv.FormatBool(want); string(value) != text {
+		return refuse(key, value, text)
+	}
+	return nil
 }
 
 // refuse says what a member should have been. What it was is quoted and short: it goes into logs.
@@ -153,32 +180,34 @@ func digits(b []byte, i int) (n int64, end int) {
 // checkBlockIDs accepts a list of block ids (to 0.17) or a list of such lists, one for each KV cache group (from 0.18),
 // with at least one id in all. vLLM's block tables are int32, so ids are from 0 to 2^31-1; a negative one would count
 // from the end.
-func checkBlockIDs(value []byte) error {
+func checkBlockIDs(value []byte) (groups, ids int, err error) {
 	c := cursor{b: value}
 	if !c.take('[') {
-		return errors.New("not a list")
+		return 0, 0, errors.New("not a list")
 	}
 	c.space()
 	nested := c.at('[')
-	ids := 0
 	for first := true; ; first = false {
 		more, err := c.next(first, ']')
 		if err != nil {
-			return err
+			return groups, ids, err
 		}
 		if !more {
 			break
 		}
 		n, err := c.element(nested)
 		if err != nil {
-			return err
+			return groups, ids, err
 		}
-		ids += n
+		groups, ids = groups+1, ids+n
+	}
+	if !nested {
+		groups = 1
 	}
 	if ids == 0 {
-		return errNoBlocks
+		return groups, 0, errNoBlocks
 	}
-	return nil
+	return groups, ids, nil
 }
 
 // element reads a block id, or a list of them, and says how many they are.

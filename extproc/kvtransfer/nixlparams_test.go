@@ -283,12 +283,21 @@ func FuzzReadAnswer(f *testing.F) {
 			return
 		}
 		require.True(t, json.Valid(a.Params))
-		require.True(t, plainReadPull(a.Params), "%s", a.Params)
+		if twinJudges(string(a.Params)) {
+			require.True(t, plainReadPull(a.Params), "%s", a.Params)
+		}
 	})
 }
 
-// FuzzParams: what readPull takes and refuses, of all that is JSON, is what its twin does. Objects that have a member of
-// no interest twice are left out: the twin refuses them.
+// twinJudges reports whether the twin has a say: it refuses objects that have a member of no interest twice, and reads what is
+// no UTF-8.
+func twinJudges(params string) bool {
+	var members map[string]json.RawMessage
+	return json.Valid([]byte(params)) && json.Unmarshal([]byte(params), &members) == nil && len(members) == plainCountMembers([]byte(params)) &&
+		strings.TrimSpace(params) == params && !strings.ContainsRune(params, '\ufffd')
+}
+
+// FuzzParams: what readPull takes and refuses, of all that is JSON, is what its twin does.
 func FuzzParams(f *testing.F) {
 	f.Add(goodParams("", ""))
 	for _, c := range [][2]string{
@@ -298,12 +307,9 @@ func FuzzParams(f *testing.F) {
 	}
 	f.Fuzz(func(t *testing.T, params string) {
 		_, err := readPull([]byte(params)) // must not panic, valid or not
-		var members map[string]json.RawMessage
-		if !json.Valid([]byte(params)) || json.Unmarshal([]byte(params), &members) != nil || len(members) != plainCountMembers([]byte(params)) ||
-			strings.TrimSpace(params) != params || strings.ContainsRune(params, '\ufffd') {
-			return
+		if twinJudges(params) {
+			require.Equal(t, plainReadPull([]byte(params)), err == nil, "%s: %v", params, err)
 		}
-		require.Equal(t, plainReadPull([]byte(params)), err == nil, "%s: %v", params, err)
 	})
 }
 

@@ -21,6 +21,9 @@ const p2pPort = 5710
 
 func newOffload() offload { return offload{newOneToken()} }
 
+// Carries implements [Carrier].
+func (offload) Carries() {}
+
 func (offload) Name() string { return "offload" }
 
 func (d offload) Prefill(r *openai.Request, p *openai.Patch, pair *Pair) {

@@ -22,9 +22,9 @@ type Peer struct{ Ranks []Rank }
 
 // Rank is one engine core.
 type Rank struct {
-	EngineID string // random, and new with every start; "": not known
+	EngineID string // random, and new with every start; of TensorRT-LLM its info endpoint; "": not known
 	Host     string // of the side channel (NIXL push)
-	Port     int
+	Port     int    // likewise; of TensorRT-LLM the rank itself, -1 where it says none
 	TP, PP   int
 }
 
@@ -70,6 +70,8 @@ func NewPeers(dialect string, log *slog.Logger) *Peers {
 		return newPeers(queryBootstrap, log)
 	case "nixl-push":
 		return newPeers(nil, log)
+	case "trtllm-generation-first":
+		return newPeers(queryServerInfo, log)
 	case "p2p-nccl":
 		p := newPeers(nil, log)
 		p.registers = true

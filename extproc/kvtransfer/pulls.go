@@ -16,6 +16,9 @@ import (
 // Read from vllm/distributed/kv_transfer/kv_connector/v1/mooncake_connector.py of vLLM 0.13.0 and 0.14.1.
 type mooncakePull struct{ nixl nixl }
 
+// Carries implements [Carrier].
+func (mooncakePull) Carries() {}
+
 func (mooncakePull) Name() string { return "mooncake-0.13" }
 func (d mooncakePull) Prefill(r *openai.Request, p *openai.Patch, pair *Pair) {
 	d.nixl.Prefill(r, p, pair)
@@ -42,6 +45,9 @@ type moriioRead struct {
 // NewMoRIIORead makes the dialect for decode engines of so many tensor- and data-parallel ranks.
 func NewMoRIIORead(tp, dp int) Dialect { return moriioRead{newNIXL(false), max(tp, 1), max(dp, 1)} }
 
+// Carries implements [Carrier].
+func (moriioRead) Carries() {}
+
 func (moriioRead) Name() string                             { return "moriio-read" }
 func (d moriioRead) DecodeMember(dst, params []byte) []byte { return d.nixl.DecodeMember(dst, params) }
 
@@ -66,9 +72,12 @@ type pullMember struct {
 	is   func(value []byte) bool
 }
 
-func isTrue(value []byte) bool     { return string(value) == "true" }
-func isText(value []byte) bool     { return checkText(nil, value) == nil }
-func isBlockIDs(value []byte) bool { return checkBlockIDs(value) == nil }
+func isTrue(value []byte) bool { return string(value) == "true" }
+func isText(value []byte) bool { return checkText(nil, value) == nil }
+func isBlockIDs(value []byte) bool {
+	_, _, err := checkBlockIDs(value)
+	return err == nil
+}
 
 // readPullAnswer reads P's answer with status 200: its object, checked, verbatim but for an address that is only good on
 // P's machine.

@@ -82,7 +82,7 @@ func (d sglang) Plan(r *openai.Request, p *openai.Patch, l *Legs) (Told, error) 
 		p.Set("stream", openai.FieldStream, d.no)
 	}
 	p.Delete(openai.FieldStreamOptions)
-	return Told{}, nil
+	return Told{Joined: r.API() == openai.SGLangGenerate && r.Wants(openai.FieldReturnLogprob)}, nil
 }
 
 // repeated is a value, or a list of n of it.
@@ -113,15 +113,16 @@ func appendRooms(dst []byte, random *rand.PCG, n int, list bool) []byte {
 	return dst
 }
 
-// ReadAnswer reads what P says about tokens. Its answer is otherwise of no use, but comes only when the blocks are D's:
-// the request stays with P until its transfer is done (disaggregation/prefill.py, process_disagg_prefill_inflight_queue).
+// ReadAnswer reads what P says about tokens, and the prompt's log probabilities, which D does not have. Its answer is otherwise
+// of no use, but comes only when the blocks are D's: the request stays with P until its transfer is done (disaggregation/prefill.py, process_disagg_prefill_inflight_queue).
 func (sglang) ReadAnswer(body, _ []byte) (Answer, Peer, error) {
+	joined := openai.ReadInputLogprobs(body)
 	if len(body) > 0 && body[0] == '[' && json.Valid(body) {
-		return Answer{PromptTokens: -1, CachedTokens: -1}, Peer{}, nil // /generate of a batch
+		return Answer{PromptTokens: -1, CachedTokens: -1, Joined: joined}, Peer{}, nil // /generate of a batch
 	}
 	scanned, err := openai.ScanAnswer(body)
 	if err != nil {
 		return Answer{}, Peer{}, errors.Join(ErrParams, err)
 	}
-	return Answer{PromptTokens: scanned.PromptTokens, CachedTokens: scanned.CachedTokens}, Peer{}, nil
+	return Answer{PromptTokens: scanned.PromptTokens, CachedTokens: scanned.CachedTokens, Joined: joined}, Peer{}, nil
 }

@@ -16,6 +16,9 @@ type shared struct{ oneToken }
 
 func newShared() shared { return shared{newOneToken()} }
 
+// Carries implements [Carrier].
+func (shared) Carries() {}
+
 func (shared) Name() string { return "shared" }
 
 func (d shared) Prefill(r *openai.Request, p *openai.Patch, _ *Pair) { d.plan(r, p) }

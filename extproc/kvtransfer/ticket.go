@@ -18,7 +18,12 @@ const (
 	DecodeLeg  Stage = 3 // the ticket goes out with the decode leg, or the only hop: engines see it
 	Failed     Stage = 4 // a hop failed: pass 2 plans again
 	PairLegs   Stage = 5 // the ticket goes out with both legs at once: engines see it
+	EncodeLeg  Stage = 6 // the ticket goes out with the encode leg, before all others, to Decode: engines see it
+	Encoded    Stage = 7 // that is done: the ticket carries what prefill is to be told of it
 )
+
+// Redirects reports whether tickets of the stage come with a redirect, and so open pass 2.
+func (s Stage) Redirects() bool { return s == HandOver || s == Failed || s == Encoded }
 
 func (s Stage) String() string {
 	switch s {
@@ -32,6 +37,10 @@ func (s Stage) String() string {
 		return "failed"
 	case PairLegs:
 		return "pair_legs"
+	case EncodeLeg:
+		return "encode_leg"
+	case Encoded:
+		return "encoded"
 	default:
 		return fmt.Sprintf("stage_%d", uint8(s))
 	}
@@ -40,6 +49,8 @@ func (s Stage) String() string {
 // Causes of a failed hop (Ticket.Cause), also label values of metrics.
 const (
 	CausePrefill = "prefill" // the prefill leg failed, or its answer could not be used
+	CauseTurn    = "turn"    // a prefill leg that was to fetch the conversation's last turn failed: the request goes on as if none were kept
+	CauseEncode  = "encode"  // the encode leg failed: prefill encodes by itself
 	CauseDecode  = "decode"  // the decode leg failed before it answered: its KV parameters count as spent
 )
 
@@ -79,8 +90,29 @@ type Ticket struct {
 	ExpectedCached  int64         // of those, expected in P's prefix cache when it was chosen
 	ExpectedPrefill time.Duration // how long the prefill leg was expected to take, in microseconds; 0: not known
 	Session         uint64        // hash of its name; 0: none
-	Params          []byte        // of the hand-over, for D
+	Model           string        // where endpoints of the pool say what they serve
+	Prompt          uint64        // hash of its last text block, by which the prefix index knows the others; 0: it has no whole one
+	Learn           Learn         // of a prefill leg
+	Params          []byte        // of the hand-over, for D, or of what was encoded, for P; with a decode leg whose answer is rewritten: how
 	ParamsRef       [16]byte      // the name under which Params are kept where no header holds them
+	Cached          int64         // of the prompt, found in P's prefix cache, plus one; 0: P did not say
+	Path            string        // the client's, where that of the leg is another; "": it is not
+	Turn            TurnLeg       // where D keeps answers for the next turn
+}
+
+// TurnLeg is what a request has to do with the turns of its conversation, where D keeps their blocks (turn.go).
+type TurnLeg struct {
+	Conversation [16]byte // the name under which what D keeps is kept; zero: it is not
+	OwnIDs       bool     // the client asked for token ids itself
+	Told         bool     // of a prefill leg: P was told of the last turn
+	Answers      bool     // of a decode leg: D's answer says what it keeps
+}
+
+// Learn is what whoever sees P's answer needs to learn a prompt's tokens from it: what was planned elsewhere included.
+type Learn struct {
+	Bytes int    // of its text; 0: nothing is to be learned
+	LoRA  string // the adapter, "": none
+	Salt  uint64 // kvstate.SaltKey of its cache salt
 }
 
 // Errors of Keys.Open.

@@ -34,8 +34,19 @@ const (
 	fieldStream             protowire.Number = 20
 	fieldStreamUsage        protowire.Number = 21
 	fieldSession            protowire.Number = 22
+	fieldPath               protowire.Number = 23
+	fieldCached             protowire.Number = 24
 	fieldExpectedCached     protowire.Number = 30
 	fieldExpectedPrefill    protowire.Number = 31
+	fieldModel              protowire.Number = 40
+	fieldPrompt             protowire.Number = 32
+	fieldLearnBytes         protowire.Number = 33
+	fieldLearnLoRA          protowire.Number = 34
+	fieldLearnSalt          protowire.Number = 35
+	fieldConversation       protowire.Number = 60
+	fieldOwnIDs             protowire.Number = 61
+	fieldTurnTold           protowire.Number = 62
+	fieldTurnAnswers        protowire.Number = 63
 
 	fieldEditStart protowire.Number = 1
 	fieldEditEnd   protowire.Number = 2
@@ -81,7 +92,19 @@ func appendTicket(b []byte, t *Ticket) []byte {
 		b = appendBytes(b, fieldParamsRef, t.ParamsRef[:])
 	}
 	b = appendFixed(b, fieldSession, t.Session)
-	return b
+	b = appendText(b, fieldPath, t.Path)
+	b = appendNumber(b, fieldCached, uint64(t.Cached))
+	b = appendFixed(b, fieldPrompt, t.Prompt)
+	b = appendNumber(b, fieldLearnBytes, uint64(t.Learn.Bytes))
+	b = appendText(b, fieldLearnLoRA, t.Learn.LoRA)
+	b = appendFixed(b, fieldLearnSalt, t.Learn.Salt)
+	if t.Turn.Conversation != ([16]byte{}) {
+		b = appendBytes(b, fieldConversation, t.Turn.Conversation[:])
+	}
+	b = appendNumber(b, fieldOwnIDs, protowire.EncodeBool(t.Turn.OwnIDs))
+	b = appendNumber(b, fieldTurnTold, protowire.EncodeBool(t.Turn.Told))
+	b = appendNumber(b, fieldTurnAnswers, protowire.EncodeBool(t.Turn.Answers))
+	return appendText(b, fieldModel, t.Model)
 }
 
 // appendParams appends the field that comes last; packed is what pack made of Params.
@@ -186,6 +209,10 @@ func parseTicket(t *Ticket, b []byte) error {
 				t.Reservations[1] = number
 			case fieldSession:
 				t.Session = number
+			case fieldPrompt:
+				t.Prompt = number
+			case fieldLearnSalt:
+				t.Learn.Salt = number
 			}
 			return nil
 		case protowire.BytesType:
@@ -200,7 +227,7 @@ func parseTicket(t *Ticket, b []byte) error {
 	if err != nil {
 		return err
 	}
-	if t.Stage < PrefillLeg || t.Stage > PairLegs {
+	if t.Stage < PrefillLeg || t.Stage > Encoded {
 		return fmt.Errorf("the stage is %d", t.Stage)
 	}
 	if t.BodyBytes > 0 {
@@ -212,11 +239,11 @@ func parseTicket(t *Ticket, b []byte) error {
 func (t *Ticket) setNumber(f protowire.Number, v uint64) error {
 	limit := uint64(1<<63 - 1)
 	switch f {
-	case fieldStage, fieldSplit, fieldStream, fieldStreamUsage:
+	case fieldStage, fieldSplit, fieldStream, fieldStreamUsage, fieldOwnIDs, fieldTurnTold, fieldTurnAnswers:
 		limit = 255
 	case fieldRedirects, fieldPrefills:
 		limit = maxCount
-	case fieldBodyBytes, fieldPromptTokens, fieldExpectedCached, fieldExpectedPrefill:
+	case fieldBodyBytes, fieldPromptTokens, fieldCached, fieldExpectedCached, fieldExpectedPrefill, fieldLearnBytes:
 		limit = maxLength
 	}
 	if v > limit {
@@ -235,6 +262,12 @@ func (t *Ticket) setNumber(f protowire.Number, v uint64) error {
 		t.Stream = v != 0
 	case fieldStreamUsage:
 		t.StreamUsage = v != 0
+	case fieldOwnIDs:
+		t.Turn.OwnIDs = v != 0
+	case fieldTurnTold:
+		t.Turn.Told = v != 0
+	case fieldTurnAnswers:
+		t.Turn.Answers = v != 0
 	case fieldRedirects:
 		t.Redirects = int(v)
 	case fieldPrefills:
@@ -243,10 +276,14 @@ func (t *Ticket) setNumber(f protowire.Number, v uint64) error {
 		t.BodyBytes = int(v)
 	case fieldPromptTokens:
 		t.PromptTokens = int64(v)
+	case fieldCached:
+		t.Cached = int64(v)
 	case fieldExpectedCached:
 		t.ExpectedCached = int64(v)
 	case fieldExpectedPrefill:
 		t.ExpectedPrefill = time.Duration(v) * time.Microsecond
+	case fieldLearnBytes:
+		t.Learn.Bytes = int(v)
 	}
 	return nil
 }
@@ -268,8 +305,16 @@ func (t *Ticket) setText(f protowire.Number, v []byte) error {
 		t.Excluded = append(t.Excluded, string(v))
 	case fieldCause:
 		t.Cause = string(v)
+	case fieldModel:
+		t.Model = string(v)
+	case fieldLearnLoRA:
+		t.Learn.LoRA = string(v)
+	case fieldPath:
+		t.Path = string(v)
 	case fieldParamsRef:
 		return set16(&t.ParamsRef, v)
+	case fieldConversation:
+		return set16(&t.Turn.Conversation, v)
 	case fieldPackedParams:
 		params, err := unpack(nil, v, MaxParamsBytes)
 		t.Params = params

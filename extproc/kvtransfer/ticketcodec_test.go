@@ -19,8 +19,10 @@ func plainMessage(t *Ticket) *ticketv1.Ticket {
 	m := &ticketv1.Ticket{
 		Id: t.ID[:], Stage: ticketv1.Ticket_Stage(t.Stage), Pool: t.Pool, Prefill: t.Prefill, Decode: t.Decode,
 		PrefillReservation: t.Reservations[0], DecodeReservation: t.Reservations[1], Split: t.Split, Stream: t.Stream, StreamUsage: t.StreamUsage, Redirects: uint32(t.Redirects), Prefills: uint32(t.Prefills),
-		Excluded: t.Excluded, Cause: t.Cause, BodyBytes: uint64(t.BodyBytes), PromptTokens: t.PromptTokens, Session: t.Session,
+		Excluded: t.Excluded, Cause: t.Cause, BodyBytes: uint64(t.BodyBytes), PromptTokens: t.PromptTokens, Session: t.Session, Path: t.Path, CachedPlusOne: t.Cached,
 		ExpectedCachedTokens: t.ExpectedCached, ExpectedPrefillUs: t.ExpectedPrefill.Microseconds(),
+		Prompt: t.Prompt, LearnBytes: uint64(t.Learn.Bytes), LearnLora: t.Learn.LoRA, LearnSalt: t.Learn.Salt,
+		OwnIds: t.Turn.OwnIDs, TurnTold: t.Turn.Told, TurnAnswers: t.Turn.Answers, Model: t.Model,
 	}
 	if !t.Expires.IsZero() {
 		m.ExpiresUnixMs = t.Expires.UnixMilli()
@@ -30,6 +32,9 @@ func plainMessage(t *Ticket) *ticketv1.Ticket {
 	}
 	for _, e := range t.Undo {
 		m.Undo = append(m.Undo, &ticketv1.Edit{Start: uint64(e.Start), End: uint64(e.End), Text: e.New})
+	}
+	if t.Turn.Conversation != ([16]byte{}) {
+		m.Conversation = t.Turn.Conversation[:]
 	}
 	if t.ParamsRef != ([16]byte{}) {
 		m.ParamsRef = t.ParamsRef[:]
@@ -41,7 +46,7 @@ func plainMessage(t *Ticket) *ticketv1.Ticket {
 }
 
 func randomTicket(rng *rand.Rand) *Ticket {
-	t := &Ticket{Stage: Stage(1 + rng.IntN(5)), Expires: now.Add(time.Duration(rng.IntN(1e6)) * time.Millisecond), Split: rng.IntN(2) == 0, Stream: rng.IntN(2) == 0, StreamUsage: rng.IntN(2) == 0}
+	t := &Ticket{Stage: Stage(1 + rng.IntN(7)), Expires: now.Add(time.Duration(rng.IntN(1e6)) * time.Millisecond), Split: rng.IntN(2) == 0, Stream: rng.IntN(2) == 0, StreamUsage: rng.IntN(2) == 0}
 	if rng.IntN(2) == 0 {
 		t.ID, t.Started, t.Pool, t.Prefill = [16]byte{byte(rng.Uint32())}, now, "pool", "[::1]:8000"
 	}
@@ -63,7 +68,9 @@ func randomTicket(rng *rand.Rand) *Ticket {
 	}
 	t.BodyBytes = at
 	if rng.IntN(2) == 0 {
-		t.Session = rng.Uint64()
+		t.Session, t.Model, t.Path, t.Cached = rng.Uint64(), "sql-adapter", "/v1/chat/completions", rng.Int64N(1<<30)
+		t.Prompt, t.Learn = rng.Uint64(), Learn{Bytes: rng.IntN(1 << 20), LoRA: "adapter", Salt: rng.Uint64()}
+		t.Turn = TurnLeg{Conversation: [16]byte{byte(rng.IntN(256)), 1}, OwnIDs: rng.IntN(2) == 0, Told: rng.IntN(2) == 0, Answers: rng.IntN(2) == 0}
 		t.Cause, t.PromptTokens, t.ParamsRef = CausePrefill, rng.Int64N(1<<30), [16]byte{3}
 		t.Params = []byte(goodParams("remote_block_ids", "["+blockIDs(randomIDs(1+rng.IntN(100), 1<<30), ",")+"]"))
 	}

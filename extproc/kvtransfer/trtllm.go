@@ -35,11 +35,11 @@ func (d trtllm) Prefill(_ *openai.Request, p *openai.Patch, pair *Pair) {
 	p.Delete(openai.FieldStreamOptions)
 	var room [96]byte
 	ask := append(room[:0], `{"request_type":"context_only","disagg_request_id":`...)
-	p.Set("disaggregated_params", openai.FieldDisaggregatedParams, append(strconv.AppendUint(ask, disaggRequestID(pair), 10), '}'))
+	p.Set("disaggregated_params", openai.FieldDisaggregatedParams, append(strconv.AppendUint(ask, disaggRequestID(pair.Attempt), 10), '}'))
 }
 
 // disaggRequestID is unique and from 2^62 on: below 2^42 the engine takes it for one of its own.
-func disaggRequestID(pair *Pair) uint64 { return binary.BigEndian.Uint64(pair.Attempt[:])>>2 | 1<<62 }
+func disaggRequestID(attempt [16]byte) uint64 { return binary.BigEndian.Uint64(attempt[:8])>>2 | 1<<62 }
 
 // ReadAnswer takes what D needs from P's only choice, or finds that the answer is over already.
 func (trtllm) ReadAnswer(body []byte, pair *Pair) (Answer, error) {
@@ -57,7 +57,7 @@ func (trtllm) ReadAnswer(body []byte, pair *Pair) (Answer, error) {
 		a.Final = c.final()
 		return a, nil
 	}
-	if a.Params, err = c.forDecode(disaggRequestID(pair)); err != nil {
+	if a.Params, err = c.forDecode(disaggRequestID(pair.Attempt)); err != nil {
 		return Answer{}, fmt.Errorf("disaggregated_params of P's answer: %w: %w", ErrParams, err)
 	}
 	return a, nil

@@ -11,6 +11,7 @@ type Answer struct {
 	PromptTokens int64  // -1: not said
 	CachedTokens int64  // of the prompt's, those that the prefix cache had; -1: not said
 	PromptIDs    []byte // prompt_token_ids, an array as it stands in the answer; nil: absent or null. Refers to the answer
+	Encoded      []byte // ec_transfer_params of an encode endpoint, likewise
 }
 
 // ScanAnswer reads an engine's JSON answer to any of the APIs. It validates all of it.
@@ -25,6 +26,8 @@ func ScanAnswer(body []byte) (Answer, error) {
 		switch {
 		case m.field == FieldKVTransferParams && present(d.text(m)):
 			a.Params = d.text(m)
+		case string(d.key(m)) == "ec_transfer_params" && present(d.text(m)):
+			a.Encoded = d.text(m)
 		case string(d.key(m)) == "usage":
 			a.readUsage(d.text(m))
 		case string(d.key(m)) == "meta_info": // SGLang's /generate

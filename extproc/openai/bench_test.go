@@ -185,3 +185,19 @@ func BenchmarkEncodingJSON(b *testing.B) {
 		}
 	})
 }
+
+// BenchmarkContinuation is one event of a chat that decode goes on with as a completion.
+func BenchmarkContinuation(b *testing.B) {
+	c := newContinuation(true)
+	event := []byte(`data: {"id":"y","object":"text_completion","created":1,"model":"m","choices":[{"index":0,"text":" b","logprobs":null,"finish_reason":null}]}` + "\n\n")
+	var events Events
+	out := make([]byte, 0, 4096)
+	each := func(event []byte) { out = c.Event(out[:0], event) }
+	b.SetBytes(int64(len(event)))
+	b.ReportAllocs()
+	for b.Loop() {
+		if err := events.Feed(event, each); err != nil {
+			b.Fatal(err)
+		}
+	}
+}

@@ -22,7 +22,8 @@
 //
 // The files: api.go (which requests are read), fields.go (which members), lex.go (JSON below the members), scan.go (the
 // members), request.go (what a scanned body says), control.go (what a client must not say), split.go (what must stay with
-// one engine), prompt.go (prefix hashes), edits.go and patch.go (changes), answer.go (engines' answers), errors.go and
+// one engine), prompt.go (prefix hashes), edits.go and patch.go (changes), answer.go (engines' answers), encode.go (what encode
+// endpoints are sent), errors.go and
 // headers.go (what clients are told). Nothing here knows Envoy, endpoints or a KV transfer dialect.
 //
 // Where this differs from what engines accept: Python's json takes NaN and Infinity, UTF-16 and UTF-32, a repeated key

@@ -80,6 +80,12 @@ func Overloaded(message string, retryAfter time.Duration) *Error {
 	return &Error{Status: 429, Type: "rate_limit_error", Code: "overloaded", Message: message, RetryAfter: retryAfter}
 }
 
+// TargetMissed is a 429 for a request whose targets no endpoint can keep to now.
+func TargetMissed(retryAfter time.Duration) *Error {
+	return &Error{Status: 429, Type: "rate_limit_error", Code: "target_missed", RetryAfter: retryAfter,
+		Message: "no endpoint can answer this request within the time that it wants; try again, or ask for more time"}
+}
+
 // NotServed is a 404 for a path that is not a client's business.
 func NotServed() *Error {
 	return &Error{Status: 404, Type: "invalid_request_error", Code: "path_not_served", Message: "this path is not served here"}

@@ -55,9 +55,10 @@ const (
 	FieldBootstrapRoom
 	FieldDisaggregatedParams
 	FieldReturnLogprob // SGLang
-	fieldControl       // any other member that a client must not send
-	fieldVLLMXArgs     // vllm_xargs: becomes extra_args in vLLM
-	fieldExtraArgs     // extra_args of sampling_params
+	FieldPriority
+	fieldControl   // any other member that a client must not send
+	fieldVLLMXArgs // vllm_xargs: becomes extra_args in vLLM
+	fieldExtraArgs // extra_args of sampling_params
 	numFields
 )
 
@@ -144,6 +145,8 @@ func fieldOf(key []byte) Field { //nolint:funlen // one line a name
 		return FieldDocuments
 	case "cache_salt":
 		return FieldCacheSalt
+	case "priority":
+		return FieldPriority
 	case "return_token_ids":
 		return FieldReturnTokenIDs
 	case "kv_transfer_params":

@@ -1,6 +1,9 @@
 package openai
 
-import "iter"
+import (
+	"encoding/json"
+	"iter"
+)
 
 // elements goes through the values of an array that a scan has validated. Anything else has none.
 func elements(array []byte) iter.Seq[[]byte] {
@@ -43,4 +46,20 @@ func skipComma(b []byte, i int) int {
 		i = skipSpace(b, i+1)
 	}
 	return i
+}
+
+// topValue is the value of the top member with this name, nil if there is none. Names with escapes are not found.
+func (d *document) topValue(name string) []byte {
+	for i := range d.members[scopeTop] {
+		if m := &d.members[scopeTop][i]; string(d.key(m)) == name {
+			return d.text(m)
+		}
+	}
+	return nil
+}
+
+// appendQuoted appends a key that pairs has unescaped as a JSON string.
+func appendQuoted(dst, key []byte) []byte {
+	quoted, _ := json.Marshal(string(key)) // a string always can
+	return append(dst, quoted...)
 }

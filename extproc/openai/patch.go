@@ -39,6 +39,7 @@ const (
 	keep action = iota
 	replace
 	cut
+	rename
 )
 
 // insert is a member to put in.
@@ -65,6 +66,18 @@ func (c *changes) reset(members int) {
 // no escapes, and f its field.
 func (p *Patch) Set(key string, f Field, value []byte) {
 	p.set(&p.top, scopeTop, key, f, value)
+}
+
+// Insert puts a top-level member in front although there may be one of that name, which then has to be renamed.
+func (p *Patch) Insert(key string, value []byte) { p.set(&p.top, scopeTop, key, fieldUnknown, value) }
+
+// Rename gives a top-level member another name, plain enough to need no escapes, if it is there; its value stays as it is.
+func (p *Patch) Rename(f Field, key string) {
+	if i := p.position(scopeTop, f); i >= 0 {
+		start := len(p.text)
+		p.text = append(p.text, key...)
+		p.top.of[i] = change{rename, start, len(p.text)}
+	}
 }
 
 // Delete removes a top-level member, if it is there.
@@ -147,6 +160,8 @@ func (p *Patch) appendEdits(edits Edits, c *changes, s scope, open int) Edits {
 		switch value := p.text[x.start:x.end:x.end]; {
 		case x.what == replace && !bytes.Equal(value, p.r.text(m)):
 			edits = append(edits, Edit{Start: int(m.value), End: int(m.valueEnd), New: value})
+		case x.what == rename:
+			edits = append(edits, Edit{Start: int(m.key) + 1, End: int(m.keyEnd) - 1, New: value})
 		case x.what == keep && s == scopeTop && m.field == FieldSamplingParams && p.r.body[m.value] == '{':
 			edits = p.appendEdits(edits, &p.sampling, scopeSampling, int(m.value))
 		}

@@ -68,6 +68,29 @@ func (r *Request) PromptIDs() []byte {
 	return raw
 }
 
+// PromptIsAll reports whether the prompt's member is all that the engine makes the prompt of: a chat of text alone, and nothing that
+// cuts the prompt.
+func (r *Request) PromptIsAll() bool {
+	for i := range r.members[scopeTop] {
+		if m := &r.members[scopeTop][i]; string(r.key(m)) == "truncate_prompt_tokens" && present(r.text(m)) {
+			return false
+		}
+	}
+	for message := range elements(r.Raw(FieldMessages)) {
+		for key, content := range pairs(message) {
+			if string(key) != "content" {
+				continue
+			}
+			for part := range elements(content) {
+				if part[0] != '"' && !isText(part) {
+					return false
+				}
+			}
+		}
+	}
+	return true
+}
+
 // PromptHash appends the hashes of the prompt's leading blocks to dst: each stands for its block and everything before
 // it. Blocks are blockBytes of the prompt member's raw bytes, full ones only, at most maxBlocks of them. What a chat
 // template renders in front, or what keeps caches apart (model, tools, system, salt, ...), is in every hash.

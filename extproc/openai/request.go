@@ -169,6 +169,9 @@ func integer(raw []byte) (int64, bool) {
 // True reports whether the member is literally true.
 func (r *Request) True(f Field) bool { return string(r.Raw(f)) == "true" }
 
+// Wants reports whether the member asks for something: it is there, and neither null nor false.
+func (r *Request) Wants(f Field) bool { return wanted(r.Raw(f)) }
+
 // present reports whether there is a value, and not null, which engines take for none.
 func present(raw []byte) bool { return raw != nil && string(raw) != "null" }
 

@@ -20,6 +20,7 @@ type Name struct {
 	Role   kvstate.Role
 	Scheme string
 	Group  string
+	Zone   string
 }
 
 // DNS is a pool whose endpoints are what names stand for: those of headless services, mostly. Names are looked up every
@@ -60,7 +61,7 @@ func (d *DNS) Run(ctx context.Context) {
 func (d *DNS) Resolve(ctx context.Context) {
 	d.configured = nil
 	for _, n := range d.names {
-		e := kvstate.EndpointSpec{Role: n.Role, Scheme: n.Scheme, Group: n.Group}
+		e := kvstate.EndpointSpec{Role: n.Role, Scheme: n.Scheme, Group: n.Group, Zone: n.Zone}
 		if n.Port != 0 {
 			e.Name = net.JoinHostPort(n.Host, strconv.Itoa(n.Port))
 			d.configured = append(d.configured, e)

@@ -9,6 +9,7 @@ import (
 	"log/slog"
 	"net"
 	"os"
+	"strings"
 	"time"
 
 	"sigs.k8s.io/yaml"
@@ -27,7 +28,7 @@ const maxEndpointsFile = 4 << 20
 //
 //	endpoints:
 //	- {address: 10.0.1.1:8000, role: prefill, group: a}
-//	- {address: 10.0.2.1:8000, role: decode, group: a}
+//	- {address: 10.0.2.1:8000, role: decode, group: a, zone: eu-1a, loras: [sql], labels: [tier=gold]}
 //
 // Addresses are ip:port, [ip]:port or name:port; names are resolved, and watched, as configured ones are. A file that
 // cannot be read changes nothing.
@@ -107,9 +108,13 @@ func readAtMost(path string, limit int64) ([]byte, error) {
 func ParseEndpoints(text []byte, scheme string) ([]kvstate.EndpointSpec, error) {
 	var file struct {
 		Endpoints []struct {
-			Address string `json:"address"`
-			Role    string `json:"role"`
-			Group   string `json:"group"`
+			Address string   `json:"address"`
+			Role    string   `json:"role"`
+			Group   string   `json:"group"`
+			Zone    string   `json:"zone"`
+			Node    string   `json:"node"`
+			LoRAs   []string `json:"loras"`
+			Labels  []string `json:"labels"`
 		} `json:"endpoints"`
 	}
 	if err := yaml.UnmarshalStrict(text, &file); err != nil {
@@ -130,7 +135,10 @@ func ParseEndpoints(text []byte, scheme string) ([]kvstate.EndpointSpec, error) 
 				return nil, fmt.Errorf("endpoints[%d].role: %w", i, err)
 			}
 		}
-		out = append(out, kvstate.EndpointSpec{Name: e.Address, Scheme: scheme, Role: role, Group: e.Group})
+		out = append(out, kvstate.EndpointSpec{
+			Name: e.Address, Scheme: scheme, Role: role, Group: e.Group, Zone: e.Zone, Node: e.Node,
+			LoRAs: strings.Join(e.LoRAs, ","), Labels: strings.Join(e.Labels, ","),
+		})
 	}
 	return out, nil
 }

@@ -62,7 +62,7 @@ func (i *InferencePool) Run(ctx context.Context) {
 	defer watched.stop()
 	for {
 		i.follow(ctx, informer.Lister(), &watched)
-		if !next(ctx, changed) {
+		if !next(ctx, changed, 0) {
 			return
 		}
 	}
@@ -74,6 +74,7 @@ func (i *InferencePool) follow(ctx context.Context, lister cache.GenericLister, 
 	if err != nil { // the lister's only error: there is none of that name
 		i.log.Warn("no such InferencePool", "pool", i.spec.Name, "name", i.ref.Namespace+"/"+i.ref.Name)
 		watched.stop()
+		clear(i.left)
 		i.write(nil)
 		i.once.Do(func() { close(i.synced) })
 		return

@@ -57,7 +57,7 @@ func (i *Intents) Run(ctx context.Context) {
 		listers = append(listers, informer.Lister())
 	}
 	factory.Start(ctx.Done())
-	for next(ctx, changed) {
+	for next(ctx, changed, 0) {
 		i.state.SetIntents(i.pool, readIntents(i.ref.Name, all(listers[0]), all(listers[1])))
 	}
 }

@@ -41,9 +41,9 @@ func TestIntents(t *testing.T) {
 	s.SetIntents("p", readIntents("llm",
 		[]*unstructured.Unstructured{intentObject(t, batch), intentObject(t, foreign), intentObject(t, unset)},
 		[]*unstructured.Unstructured{intentObject(t, younger), intentObject(t, older)}))
-	require.EqualValues(t, -1, s.Priority("p", "batch"))
-	require.Zero(t, s.Priority("p", "gold"), "another pool's")
-	require.Zero(t, s.Priority("p", "plain"))
+	require.EqualValues(t, -1, priorityOf(s, "batch"))
+	require.Zero(t, priorityOf(s, "gold"), "another pool's")
+	require.Zero(t, priorityOf(s, "plain"))
 	shares := map[string]int{}
 	for i := range uint64(100) {
 		shares[s.Rewritten("p", "m", i)]++
@@ -51,6 +51,11 @@ func TestIntents(t *testing.T) {
 	require.Equal(t, map[string]int{"m-1": 75, "m-2": 25}, shares)
 	require.Equal(t, "any", s.Rewritten("p", "x", 7))
 	require.Empty(t, s.Rewritten("q", "m", 0), "a pool of which nothing is wanted")
+}
+
+func priorityOf(s *kvstate.State, objective string) int32 {
+	p, _ := s.Priority("p", objective)
+	return p
 }
 
 func TestIntentsAreWatched(t *testing.T) {
@@ -67,10 +72,10 @@ func TestIntentsAreWatched(t *testing.T) {
 		}()
 		later := func() { time.Sleep(time.Second); synctest.Wait() }
 		later()
-		require.EqualValues(t, -1, s.Priority("p", "batch"))
+		require.EqualValues(t, -1, priorityOf(s, "batch"))
 		require.NoError(t, client.Resource(objectives()).Namespace("llm").Delete(ctx, "batch", metav1.DeleteOptions{}))
 		later()
-		require.Zero(t, s.Priority("p", "batch"))
+		require.Zero(t, priorityOf(s, "batch"))
 		stop()
 		<-ended
 	})

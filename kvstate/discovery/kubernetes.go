@@ -63,16 +63,21 @@ type Kubernetes struct {
 	target
 	cluster Cluster
 	pods    Pods
+	facts   *Facts // nil: engines are not asked
+	left    departures
 	synced  chan struct{}
 	once    sync.Once
 }
 
 // NewKubernetes makes the source of one pool, which is there and empty until Run has seen the cluster.
 func NewKubernetes(state *kvstate.State, spec kvstate.PoolSpec, cluster Cluster, pods Pods, log *slog.Logger) *Kubernetes {
-	k := &Kubernetes{target: target{state: state, spec: spec, log: log}, cluster: cluster, pods: pods, synced: make(chan struct{})}
+	k := &Kubernetes{target: target{state: state, spec: spec, log: log}, cluster: cluster, pods: pods, left: departures{}, synced: make(chan struct{})}
 	k.state.SetPool(spec, nil)
 	return k
 }
+
+// Ask takes from engines what labels do not say of them. Before Run.
+func (k *Kubernetes) Ask(facts *Facts) { k.facts = facts }
 
 // Synced is closed when the pool was first written from what the cluster says.
 func (k *Kubernetes) Synced() <-chan struct{} { return k.synced }
@@ -104,11 +109,14 @@ func (k *Kubernetes) watchPods(ctx context.Context, pods Pods) {
 	}
 	for {
 		all, err := informer.Lister().Pods(pods.Namespace).List(selector)
+		var again time.Duration
 		if err == nil {
-			k.write(pool.endpoints(all))
+			endpoints := k.facts.fill(ctx, pool.endpoints(all), pods.Labels.Default, changed)
+			endpoints, again = k.left.keep(k.current, endpoints, time.Now())
+			k.write(endpoints)
 			k.once.Do(func() { close(k.synced) })
 		}
-		if !next(ctx, changed) {
+		if !next(ctx, changed, again) {
 			return
 		}
 	}
@@ -133,11 +141,18 @@ func watchChanges(_ context.Context, informer cache.SharedIndexInformer, log *sl
 	return err
 }
 
-// next waits for a change, and a little longer for those that come with it; false when ctx ends.
-func next(ctx context.Context, changed <-chan struct{}) bool {
+// next waits for a change, and a little longer for those that come with it, or until so long has passed, if that is not 0;
+// false when ctx ends.
+func next(ctx context.Context, changed <-chan struct{}, at time.Duration) bool {
+	var passed <-chan time.Time
+	if at > 0 {
+		passed = time.After(at)
+	}
 	select {
 	case <-ctx.Done():
 		return false
+	case <-passed:
+		return true
 	case <-changed:
 	}
 	select {

@@ -60,12 +60,13 @@ func TestPodsBecomeEndpoints(t *testing.T) {
 			pod("b", "10.0.0.2", l{"llm-d.ai/role": "decode"}),
 			pod("d", "10.0.0.4", l{"llm-d.ai/role": "prefill-decode"}),
 			pod("e", "10.0.0.5", nil),
+			pod("k", "10.0.0.9", l{"llm-d.ai/role": "encode"}),
 			unready(pod("f", "10.0.0.6", l{"llm-d.ai/role": "decode"})),
 			leaving(pod("g", "10.0.0.7", l{"llm-d.ai/role": "decode"})),
 			phase(leaving(pod("h", "10.0.0.8", nil)), corev1.PodSucceeded),
 			phase(pod("i", "", nil), corev1.PodPending),
 			pod("j", "", nil),
-		}, []string{"prefill 10.0.0.1:8000", "decode 10.0.0.2:8000", "both 10.0.0.3:8000", "both 10.0.0.4:8000", "decode 10.0.0.5:8000", "decode 10.0.0.7:8000 draining"}},
+		}, []string{"prefill 10.0.0.1:8000", "decode 10.0.0.2:8000", "both 10.0.0.3:8000", "both 10.0.0.4:8000", "decode 10.0.0.5:8000", "decode 10.0.0.7:8000 draining", "encode 10.0.0.9:8000"}},
 		{"aibrix", []*corev1.Pod{
 			pod("a", "10.0.0.1", l{"role-name": "prefill", "roleset-name": "x", "model.aibrix.ai/port": "9000"}),
 			pod("b", "10.0.0.2", l{"role-name": "decode", "roleset-name": "x", "model.aibrix.ai/port": "none"}),
@@ -84,7 +85,7 @@ func TestPodsBecomeEndpoints(t *testing.T) {
 			labels, err := Conventions(c.convention)
 			require.NoError(t, err)
 			p := podPool{ports: []int{8000}, labels: labels}
-			require.Equal(t, c.want, lines(p.endpoints(c.pods)))
+			require.Equal(t, c.want, lines((*Facts)(nil).fill(t.Context(), p.endpoints(c.pods), labels.Default, nil)))
 		})
 	}
 	_, err := Conventions("dynamo")
@@ -154,7 +155,16 @@ func TestKubernetes(t *testing.T) {
 		_, err = pods.Update(ctx, unready(pod("c", "10.0.0.3", d)), metav1.UpdateOptions{})
 		require.NoError(t, err)
 		later()
+		require.Equal(t, []string{"prefill 10.0.0.1:8000", "prefill 10.0.0.1:8001", "decode 10.0.0.3:8000 draining", "decode 10.0.0.3:8001 draining"}, shown(s),
+			"one is gone for good, the other may still be fetched from")
+		time.Sleep(lingerFor - 2*time.Second)
+		require.Len(t, shown(s), 4)
+		time.Sleep(2 * time.Second)
 		require.Equal(t, []string{"prefill 10.0.0.1:8000", "prefill 10.0.0.1:8001"}, shown(s))
+		_, err = pods.Update(ctx, pod("c", "10.0.0.3", d), metav1.UpdateOptions{})
+		require.NoError(t, err)
+		later()
+		require.Contains(t, shown(s), "decode 10.0.0.3:8000", "ready again")
 		require.True(t, s.Release(booked), "what runs on a pod that left ends as usual")
 		stop()
 		<-ended
@@ -201,7 +211,9 @@ func TestInferencePool(t *testing.T) {
 		change(inferencePoolObject("vllm", 8000, 8001))
 		require.Equal(t, []string{"decode 10.0.0.1:8000", "decode 10.0.0.1:8001"}, shown(s), "another rank")
 		change(inferencePoolObject("sglang", 8000))
-		require.Equal(t, []string{"decode 10.0.0.2:8000"}, shown(s), "another selector")
+		require.Equal(t, []string{"decode 10.0.0.2:8000", "decode 10.0.0.1:8000 draining", "decode 10.0.0.1:8001 draining"}, shown(s), "another selector")
+		time.Sleep(lingerFor)
+		require.Equal(t, []string{"decode 10.0.0.2:8000"}, shown(s))
 		change(inferencePoolObject("sglang", 99999))
 		require.Equal(t, []string{"decode 10.0.0.2:8000"}, shown(s), "what makes no sense changes nothing")
 		require.NoError(t, pools.Delete(ctx, "llm", metav1.DeleteOptions{}))

@@ -23,7 +23,7 @@ type podPool struct {
 }
 
 // endpoints are those of the pods that are ready, and of those that are on their way out and still answer. They stand in
-// the pods' order of names, so that one state of the cluster is one list.
+// the pods' order of names, so that one state of the cluster is one list. Role is 0 where no label says one.
 func (p *podPool) endpoints(pods []*corev1.Pod) []kvstate.EndpointSpec {
 	slices.SortFunc(pods, func(a, b *corev1.Pod) int {
 		return cmp.Or(cmp.Compare(a.Namespace, b.Namespace), cmp.Compare(a.Name, b.Name))
@@ -31,14 +31,15 @@ func (p *podPool) endpoints(pods []*corev1.Pod) []kvstate.EndpointSpec {
 	var out []kvstate.EndpointSpec
 	for _, pod := range pods {
 		ip, err := netip.ParseAddr(pod.Status.PodIP)
-		role := p.labels.role(pod.Labels)
-		if err != nil || role == 0 || !serves(pod) {
+		role, said := p.labels.role(pod.Labels)
+		if err != nil || said && role == 0 || !serves(pod) {
 			continue
 		}
 		for _, port := range p.portsOf(pod) {
 			out = append(out, kvstate.EndpointSpec{
 				Name: pod.Namespace + "/" + pod.Name, Addr: net.JoinHostPort(ip.Unmap().String(), strconv.Itoa(port)),
-				Scheme: p.scheme, Role: role, Group: pod.Labels[p.labels.Group], Draining: pod.DeletionTimestamp != nil,
+				Scheme: p.scheme, Role: role, Group: pod.Labels[p.labels.Group], Zone: pod.Labels[p.labels.Zone],
+				Node: pod.Spec.NodeName, Labels: p.labels.kept(pod.Labels), Draining: pod.DeletionTimestamp != nil,
 			})
 		}
 	}

@@ -2,10 +2,8 @@ package discovery
 
 import (
 	"context"
-	"crypto/tls"
 	"encoding/json"
 	"fmt"
-	"io"
 	"log/slog"
 	"math/rand/v2"
 	"net/http"
@@ -13,6 +11,7 @@ import (
 	"time"
 
 	"tandem/kvstate"
+	"tandem/kvstate/enginehttp"
 )
 
 // How often endpoints are asked, and how long they may take.
@@ -29,7 +28,7 @@ const (
 type Prober struct {
 	state  *kvstate.State
 	log    *slog.Logger
-	client map[string]*http.Client // by scheme
+	client *enginehttp.Client
 
 	mu    sync.Mutex
 	asked map[*kvstate.Endpoint]time.Time // for models
@@ -38,26 +37,12 @@ type Prober struct {
 
 // NewProber makes a prober of all endpoints of a state.
 func NewProber(state *kvstate.State, log *slog.Logger) *Prober {
-	h2c := &http.Transport{Protocols: new(http.Protocols)}
-	h2c.Protocols.SetUnencryptedHTTP2(true)
-	client := func(t *http.Transport) *http.Client {
-		t.IdleConnTimeout, t.DisableKeepAlives, t.MaxResponseHeaderBytes = time.Second, true, 64<<10
-		return &http.Client{Transport: t, Timeout: probeTimeout, CheckRedirect: stay}
-	}
 	return &Prober{
 		state: state, log: log,
-		client: map[string]*http.Client{
-			"http": client(&http.Transport{}),
-			"h2c":  client(h2c),
-			// Engines' certificates are their own; a probe learns no secret and tells none.
-			"https": client(&http.Transport{TLSClientConfig: &tls.Config{InsecureSkipVerify: true}}), //nolint:gosec // see above
-		},
-		asked: map[*kvstate.Endpoint]time.Time{}, busy: map[*kvstate.Endpoint]bool{},
+		client: enginehttp.New(probeTimeout, func(t *http.Transport) { t.IdleConnTimeout, t.DisableKeepAlives = time.Second, true }),
+		asked:  map[*kvstate.Endpoint]time.Time{}, busy: map[*kvstate.Endpoint]bool{},
 	}
 }
-
-// stay keeps a probe from following an endpoint's redirect to somewhere else.
-func stay(*http.Request, []*http.Request) error { return http.ErrUseLastResponse }
 
 // Run probes until ctx ends. Each endpoint has at most one probe under way.
 func (p *Prober) Run(ctx context.Context) {
@@ -134,7 +119,7 @@ func (p *Prober) forget(seen map[*kvstate.Endpoint]bool) {
 // probeHealth asks whether an endpoint is back. vLLM answers 503 while its engine is dead (api_server.py); any answer
 // below 500 is one of a living server, also of one that knows no /health.
 func (p *Prober) probeHealth(ctx context.Context, e *kvstate.Endpoint) {
-	status, _, err := p.get(ctx, e, "/health", 0)
+	status, _, err := p.get(ctx, e, "/health", maxModels)
 	if err == nil && status < http.StatusInternalServerError && p.state.MarkGood(e) {
 		p.log.Info("endpoint is back", "endpoint", e.Addr)
 	}
@@ -171,26 +156,14 @@ func (p *Prober) askModels(ctx context.Context, e *kvstate.Endpoint) {
 	p.mu.Unlock()
 }
 
-// get fetches a path and reads at most limit bytes of the answer.
+// get fetches a path; an answer of more than limit bytes is an error.
 func (p *Prober) get(ctx context.Context, e *kvstate.Endpoint, path string, limit int64) (status int, body []byte, err error) {
-	scheme, client := "http", p.client[e.Scheme]
-	if e.Scheme == "https" {
-		scheme = "https"
-	}
-	if client == nil {
-		client = p.client["http"]
-	}
-	req, err := http.NewRequestWithContext(ctx, http.MethodGet, scheme+"://"+e.Addr+path, nil)
+	resp, err := p.client.Get(ctx, e, path) //nolint:bodyclose // ReadAll closes it
 	if err != nil {
-		return 0, nil, fmt.Errorf("asking %s: %w", e.Addr, err)
+		return 0, nil, err
 	}
-	resp, err := client.Do(req)
-	if err != nil {
+	if body, err = enginehttp.ReadAll(resp, limit); err != nil {
 		return 0, nil, fmt.Errorf("asking %s: %w", e.Addr, err)
-	}
-	defer resp.Body.Close()
-	if body, err = io.ReadAll(io.LimitReader(resp.Body, limit)); err != nil {
-		return 0, nil, fmt.Errorf("reading what %s answered: %w", e.Addr, err)
 	}
 	return resp.StatusCode, body, nil
 }

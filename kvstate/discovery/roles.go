@@ -3,6 +3,7 @@ package discovery
 import (
 	"fmt"
 	"slices"
+	"strings"
 
 	"tandem/kvstate"
 )
@@ -15,8 +16,11 @@ type Labels struct {
 	Both    []string // ... and both
 	Group   string   // the label whose value is the group; "": no groups
 	Port    string   // the label that holds the engine's port; "": the configured ports
+	Zone    string   // the label whose value is the zone; "": zones are not known
+	Keep    []string // labels that the endpoint bears too, for requests to ask for
 
-	// Default is the role of pods whose label is missing or says something else. 0: such pods are left out.
+	// Default is the role of pods whose label is missing, unless their engine says one, or says something else. 0: such pods
+	// are left out.
 	Default kvstate.Role
 }
 
@@ -45,17 +49,31 @@ func Conventions(name string) (Labels, error) {
 	return l, nil
 }
 
-// role reads a pod's role; 0 for a pod that has none.
-func (l *Labels) role(labels map[string]string) kvstate.Role {
-	value, ok := labels[l.Role]
-	switch {
-	case !ok || l.Role == "":
-	case slices.Contains(l.Prefill, value):
-		return kvstate.RolePrefill
-	case slices.Contains(l.Decode, value):
-		return kvstate.RoleDecode
-	case slices.Contains(l.Both, value):
-		return kvstate.RoleBoth
+// kept are those of a pod's labels that its endpoints bear, as an endpoint has them.
+func (l *Labels) kept(labels map[string]string) string {
+	var out []string
+	for _, name := range l.Keep {
+		if value := labels[name]; value != "" {
+			out = append(out, name+"="+value)
+		}
 	}
-	return l.Default
+	return strings.Join(out, ",")
+}
+
+// role reads a pod's role; 0 for a pod that has none. said is false where there is no label to say it.
+func (l *Labels) role(labels map[string]string) (role kvstate.Role, said bool) {
+	value, said := labels[l.Role]
+	switch {
+	case !said || l.Role == "":
+		return 0, false
+	case slices.Contains(l.Prefill, value):
+		return kvstate.RolePrefill, true
+	case slices.Contains(l.Decode, value):
+		return kvstate.RoleDecode, true
+	case slices.Contains(l.Both, value):
+		return kvstate.RoleBoth, true
+	case value == "encode": // as llm-d has it; elsewhere nobody calls another engine so
+		return kvstate.RoleEncode, true
+	}
+	return l.Default, true
 }

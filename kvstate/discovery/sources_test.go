@@ -14,6 +14,7 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
+	corev1 "k8s.io/api/core/v1"
 
 	"tandem/kvstate"
 )
@@ -27,7 +28,7 @@ func TestEndpointsFile(t *testing.T) {
 		{"endpoint: []", `unknown field "endpoint"`},
 		{"endpoints: [{address: 10.0.0.1}]", `endpoints[0].address: "10.0.0.1" is not ip:port`},
 		{"endpoints: [{address: ':80'}]", `endpoints[0].address: ":80" is not ip:port`},
-		{"endpoints: [{address: 'a:1', role: encode}]", `endpoints[0].role: "encode" is not a role`},
+		{"endpoints: [{address: 'a:1', role: encoder}]", `endpoints[0].role: "encoder" is not a role`},
 		{"endpoints: [{address: 'a:1', rank: 1}]", `unknown field "rank"`},
 	} {
 		eps, err := ParseEndpoints([]byte(c.text), "h2c")
@@ -146,4 +147,25 @@ func TestDNS(t *testing.T) {
 		require.NotContains(t, d.known, "d-0.svc", "pods' names are not kept for ever")
 		stop()
 	})
+}
+
+// What tells endpoints apart beside their roles: zones, adapters, labels.
+func TestWhereAndWhat(t *testing.T) {
+	eps, err := ParseEndpoints([]byte(`endpoints: [{address: "10.0.0.1:1", role: decode, zone: eu-1a, loras: [sql, chat], labels: [gpu=h200, tier=gold]}]`), "http")
+	require.NoError(t, err)
+	require.Equal(t, []kvstate.EndpointSpec{{Name: "10.0.0.1:1", Scheme: "http", Role: kvstate.RoleDecode, Zone: "eu-1a", LoRAs: "sql,chat", Labels: "gpu=h200,tier=gold"}}, eps)
+	require.True(t, eps[0].HasLoRA("chat"))
+	require.False(t, eps[0].HasLoRA("sq"))
+	require.False(t, eps[0].HasLoRA(""))
+
+	labels, err := Conventions("llm-d")
+	require.NoError(t, err)
+	labels.Zone, labels.Keep = "topology.kubernetes.io/zone", []string{"gpu", "tier"}
+	p := podPool{ports: []int{8000}, labels: labels}
+	pods := []*corev1.Pod{pod("a", "10.0.0.1", map[string]string{"topology.kubernetes.io/zone": "eu-1b", "gpu": "h100", "app": "vllm"}), pod("b", "10.0.0.2", nil)}
+	found := p.endpoints(pods)
+	require.Equal(t, "eu-1b", found[0].Zone)
+	require.True(t, found[0].HasLabel("gpu=h100"))
+	require.False(t, found[0].HasLabel("app=vllm"), "not one that was asked for")
+	require.Empty(t, found[1].Zone+found[1].Labels)
 }

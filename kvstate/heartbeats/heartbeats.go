@@ -14,12 +14,14 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"net"
 	"net/netip"
 	"sync"
 	"time"
 
-	"github.com/go-zeromq/zmq4"
 	"github.com/vmihailenco/msgpack/v5"
+
+	"tandem/kvstate/zmtp"
 )
 
 // Beat is one engine's registration.
@@ -43,39 +45,34 @@ type Listener struct {
 	gone func(http string)
 	log  *slog.Logger
 
+	telling sync.Mutex // held while came is called
+
 	mu   sync.Mutex
 	last map[string]time.Time // by HTTP address
 }
 
-// New makes a listener. came is called for every beat, gone once for an engine that has stopped; neither may block.
+// New makes a listener. came is called for every beat, one at a time, gone once for an engine that has stopped; neither may block.
 func New(came func(Beat), gone func(http string), log *slog.Logger) *Listener {
 	return &Listener{came: came, gone: gone, log: log, last: map[string]time.Time{}}
 }
 
 // Run listens on ip:port until ctx ends. An error means that the address cannot be listened on.
 func (l *Listener) Run(ctx context.Context, addr string) error {
-	socket := zmq4.NewRouter(ctx)
-	defer socket.Close()
-	if err := socket.Listen("tcp://" + addr); err != nil {
+	var listen net.ListenConfig
+	socket, err := listen.Listen(ctx, "tcp", addr)
+	if err != nil {
 		return fmt.Errorf("listening for engines on %s: %w", addr, err)
 	}
 	var sweeping sync.WaitGroup
 	defer sweeping.Wait()
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
 	sweeping.Go(func() { l.sweepUntil(ctx) })
-	for {
-		msg, err := socket.Recv()
-		if ctx.Err() != nil {
-			return nil
-		}
-		if err != nil {
-			l.log.Debug("a connection to the registration socket broke", "err", err)
-			continue
-		}
-		if len(msg.Frames) == 0 {
-			continue
-		}
-		l.take(msg.Frames[len(msg.Frames)-1])
+	server := zmtp.Server{Kind: zmtp.Router, Log: l.log, Receive: func(_ string, frames [][]byte) { l.take(frames[len(frames)-1]) }}
+	if err := server.Serve(ctx, socket); err != nil {
+		return fmt.Errorf("receiving registrations: %w", err)
 	}
+	return nil
 }
 
 // take takes one message in. What is not understood is left out: other messages than beats may come.
@@ -99,6 +96,8 @@ func (l *Listener) take(frame []byte) {
 	case !known:
 		l.log.Info("engine registered", "type", b.Type, "http", b.HTTP, "zmq", b.ZMQ)
 	}
+	l.telling.Lock() // connections are read at the same time
+	defer l.telling.Unlock()
 	l.came(b)
 }
 

@@ -58,7 +58,7 @@ func TestEnginesRegister(t *testing.T) {
 
 	engine := zmq4.NewDealer(ctx, zmq4.WithID(zmq4.SocketIdentity("10.0.1.2:21001")), zmq4.WithAutomaticReconnect(true))
 	defer engine.Close()
-	require.Eventually(t, func() bool { return engine.Dial("tcp://"+addr) == nil }, 5*time.Second, 10*time.Millisecond)
+	require.Eventually(t, func() bool { return engine.Dial("tcp://"+addr) == nil }, 30*time.Second, 10*time.Millisecond)
 	frame, err := hex.DecodeString(golden)
 	require.NoError(t, err)
 	require.NoError(t, engine.Send(zmq4.NewMsg([]byte("not msgpack"))))
@@ -66,7 +66,7 @@ func TestEnginesRegister(t *testing.T) {
 	select {
 	case b := <-beats:
 		require.Equal(t, "10.0.1.2:20001", b.HTTP)
-	case <-time.After(5 * time.Second):
+	case <-time.After(30 * time.Second):
 		require.Fail(t, "no beat arrived")
 	}
 	cancel()

@@ -96,6 +96,7 @@ func BenchmarkApply(b *testing.B) {
 					n++
 				}
 				b.ReportMetric(float64(n)*float64(per)/(cpu()-began)/1e6, "Mblocks/cpu-s")
+				b.ReportMetric(float64(len(payloads[0]))/float64(per), "B/block")
 			})
 		}
 	}

@@ -97,7 +97,7 @@ func known(s *kvstate.State) (blocks []int) {
 
 func eventually(t *testing.T, s *kvstate.State, want ...int) {
 	t.Helper()
-	require.EventuallyWithT(t, func(c *assert.CollectT) { require.Equal(c, want, known(s)) }, 10*time.Second, 10*time.Millisecond)
+	require.EventuallyWithT(t, func(c *assert.CollectT) { require.Equal(c, want, known(s)) }, 30*time.Second, 10*time.Millisecond)
 }
 
 func run(t *testing.T, s *kvstate.State, source Source) *Collector {
@@ -110,7 +110,7 @@ func run(t *testing.T, s *kvstate.State, source Source) *Collector {
 		select {
 		case err := <-ended:
 			require.NoError(t, err)
-		case <-time.After(5 * time.Second):
+		case <-time.After(30 * time.Second):
 			t.Error("the collector does not end")
 		}
 	})
@@ -119,7 +119,7 @@ func run(t *testing.T, s *kvstate.State, source Source) *Collector {
 
 func connected(t *testing.T, c *Collector) {
 	t.Helper()
-	require.Eventually(t, func() bool { s := c.Stats(); return len(s) == 1 && s[0].Connected }, 10*time.Second, 5*time.Millisecond)
+	require.Eventually(t, func() bool { s := c.Stats(); return len(s) == 1 && s[0].Connected }, 30*time.Second, 5*time.Millisecond)
 }
 
 func TestCollectorConnects(t *testing.T) {
@@ -133,7 +133,7 @@ func TestCollectorConnects(t *testing.T) {
 		c := run(t, s, Source{Topic: "kv@"})
 		eventually(t, s, 0)
 		connected(t, c)
-		require.Eventually(t, func() bool { p.store(1, true); return len(known(s)) == 2 }, 10*time.Second, 50*time.Millisecond, "the subscription takes a moment")
+		require.Eventually(t, func() bool { p.store(1, true); return len(known(s)) == 2 }, 30*time.Second, 50*time.Millisecond, "the subscription takes a moment")
 		p.store(2, false) // lost
 		p.store(3, true)
 		eventually(t, s, 0, 1, 2, 3)
@@ -143,7 +143,7 @@ func TestCollectorConnects(t *testing.T) {
 
 		s.SetPool(kvstate.PoolSpec{Name: "p"}, []kvstate.EndpointSpec{{Name: "other", Addr: "127.0.0.1:8101", Role: kvstate.RoleBoth, EventsPort: 1}})
 		eventually(t, s)
-		require.Eventually(t, func() bool { s := c.Stats(); return len(s) == 1 && s[0].Endpoint == "127.0.0.1:8101" }, 5*time.Second, 10*time.Millisecond)
+		require.Eventually(t, func() bool { s := c.Stats(); return len(s) == 1 && s[0].Endpoint == "127.0.0.1:8101" }, 30*time.Second, 10*time.Millisecond)
 	}
 }
 
@@ -163,7 +163,7 @@ func TestCollectorListens(t *testing.T) {
 	c := run(t, s, Source{Listen: addr, Port: 1})
 	p.store(0, false)
 	require.NoError(t, p.pub.Dial("tcp://"+addr))
-	require.Eventually(t, func() bool { p.store(1, true); return len(known(s)) == 2 }, 10*time.Second, 50*time.Millisecond)
+	require.Eventually(t, func() bool { p.store(1, true); return len(known(s)) == 2 }, 30*time.Second, 50*time.Millisecond)
 	for _, one := range c.Stats() {
 		require.Equal(t, one.Endpoint == "127.0.0.1:8100", one.Connected, "by its topic it is the first of the two")
 	}
@@ -186,10 +186,10 @@ func TestCollectorAndStrangers(t *testing.T) {
 		"negative":              append(append([]byte(nil), greeting...), 6, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff),
 	} {
 		var nc net.Conn
-		require.Eventually(t, func() bool { nc, err = net.Dial("tcp", addr); return err == nil }, 5*time.Second, 10*time.Millisecond)
+		require.Eventually(t, func() bool { nc, err = net.Dial("tcp", addr); return err == nil }, 30*time.Second, 10*time.Millisecond)
 		_, err = nc.Write(text)
 		require.NoError(t, err)
-		require.NoError(t, nc.SetReadDeadline(time.Now().Add(10*time.Second)))
+		require.NoError(t, nc.SetReadDeadline(time.Now().Add(30*time.Second)))
 		_, err = io.Copy(io.Discard, nc)
 		var timeout net.Error
 		require.False(t, errors.As(err, &timeout) && timeout.Timeout(), "%s: not hung up on", name)

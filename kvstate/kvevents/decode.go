@@ -74,6 +74,7 @@ type rawEvent struct {
 	hashes    int // offsets in the payload; 0: absent
 	parent    int
 	tokens    int
+	read      bool // the tokens, into Decoder.ids
 	blockSize int
 	loraID    int
 	medium    int
@@ -149,7 +150,7 @@ func (d *Decoder) event(c *cursor) {
 		}
 		e.kind, _ = c.text()
 		for i := 1; i < n && !c.bad; i++ {
-			c.note(e.field(i))
+			d.note(c, &e, e.field(i))
 		}
 	} else {
 		for n := c.table(); n > 0 && !c.bad; n-- {
@@ -157,7 +158,7 @@ func (d *Decoder) event(c *cursor) {
 			if string(key) == "type" {
 				e.kind, _ = c.text()
 			} else {
-				c.note(e.named(key))
+				d.note(c, &e, e.named(key))
 			}
 		}
 	}
@@ -180,11 +181,19 @@ func (d *Decoder) event(c *cursor) {
 	}
 }
 
-// note remembers where a field is and passes over it.
-func (c *cursor) note(field *int) {
-	if field != nil && !c.null() {
-		*field = c.at
-	} else if field != nil {
+// note remembers where a field is and passes over it. Token ids, which are most of a payload, are read at once.
+func (d *Decoder) note(c *cursor, e *rawEvent, field *int) {
+	if field == nil {
+		c.skip()
+		return
+	}
+	if c.null() {
+		return
+	}
+	*field = c.at
+	if field == &e.tokens && string(e.kind) == "BlockStored" {
+		d.ids = c.tokens(d.ids[:0])
+		e.read = true
 		return
 	}
 	c.skip()
@@ -210,10 +219,12 @@ func (d *Decoder) stored(c *cursor, e *rawEvent) bool {
 		out.BlockSize = int(int32(s.integer()))
 		f.bad = f.bad || s.bad
 	}
-	d.ids = d.ids[:0]
-	if e.tokens != 0 {
+	switch {
+	case e.tokens == 0:
+		d.ids = d.ids[:0]
+	case !e.read: // they came before the event's type
 		t := c.field(e.tokens)
-		d.ids = t.tokens(d.ids)
+		d.ids = t.tokens(d.ids[:0])
 		f.bad = f.bad || t.bad
 	}
 	if c.bad = c.bad || f.bad; c.bad {

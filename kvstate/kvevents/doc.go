@@ -14,6 +14,7 @@
 //  3. conn.go speaks ZeroMQ, with deadlines and bounds: one connection for each publisher, to an engine that binds its
 //     socket, or accepted from one that connects (listen.go).
 //  4. collector.go has one publisher followed for each endpoint and data-parallel rank of a pool, for as long as it is there.
-//  5. enginehash.go computes the engines' own hashes. The index needs none of it, since events carry token ids; the tests
+//  5. follow.go shares that work with other replicas, where there are some: one listens and tells the others.
+//  6. enginehash.go computes the engines' own hashes. The index needs none of it, since events carry token ids; the tests
 //     hold it against the engines, and with it a shared store can be asked by the engine's own name of a block.
 package kvevents

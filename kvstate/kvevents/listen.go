@@ -170,19 +170,12 @@ func (c *Collector) whose(pool string, frames [][]byte, from net.Addr) *subscrip
 
 // await follows a publisher that connects to us, until ctx ends.
 func (s *subscription) await(ctx context.Context) {
-	since := time.Now()
-	tick := time.NewTicker(staleAfter / 4)
-	defer tick.Stop()
 	for {
 		select {
 		case <-ctx.Done():
 			return
-		case <-tick.C:
-			s.down(nil, since)
 		case a := <-s.accepted:
-			err := s.serve(ctx, a.c, a.first)
-			since = time.Now()
-			s.down(err, since)
+			_ = s.serve(ctx, a.c, a.first)
 		}
 	}
 }

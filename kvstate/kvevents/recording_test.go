@@ -57,7 +57,7 @@ func prompt(t *testing.T, name string) kvstate.TokenPrompt {
 	if len(r.Response.Tokens) == 0 {
 		require.NoError(t, json.Unmarshal(r.Request.Body.Prompt, &r.Response.Tokens))
 	}
-	return kvstate.TokenPrompt{IDs: r.Response.Tokens, Salt: r.Request.Body.Salt}
+	return kvstate.TokenPrompt{IDs: r.Response.Tokens, Salt: kvstate.SaltKey(r.Request.Body.Salt)}
 }
 
 // engineIndex is a pool with one engine, for tests.
@@ -113,7 +113,7 @@ func TestRecordedVLLM(t *testing.T) {
 		} {
 			p := prompt(t, file)
 			require.Equal(t, want, x.hit(p, 32), "%s after %s", file, name)
-			p.Salt = "another tenant's"
+			p.Salt = kvstate.SaltKey("another tenant's")
 			require.Zero(t, x.hit(p, 32), "%s after %s", file, name)
 		}
 		require.Zero(t, x.feed.Stats().Aside)
@@ -221,7 +221,7 @@ func eachStored(t *testing.T, payload []byte, f func(parent uint64, hasParent bo
 			if name, _ := c.text(); string(name) == "type" {
 				e.kind, _ = c.text()
 			} else {
-				c.note(e.named(name))
+				new(Decoder).note(&c, &e, e.named(name))
 			}
 		}
 		require.False(t, c.bad)

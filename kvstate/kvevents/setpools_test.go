@@ -19,7 +19,7 @@ func TestSetPools(t *testing.T) {
 	addr := l.Addr().String()
 	require.NoError(t, l.Close())
 	listens := func() bool {
-		c, err := (&net.Dialer{Timeout: time.Second}).DialContext(t.Context(), "tcp", addr)
+		c, err := (&net.Dialer{Timeout: 30 * time.Second}).DialContext(t.Context(), "tcp", addr)
 		if err == nil {
 			_ = c.Close()
 		}
@@ -31,10 +31,10 @@ func TestSetPools(t *testing.T) {
 	go func() { done <- c.Run(ctx) }()
 	require.False(t, listens())
 	c.SetPools(map[string]Source{"a": {Listen: addr}})
-	require.Eventually(t, listens, 10*time.Second, 10*time.Millisecond)
+	require.Eventually(t, listens, 30*time.Second, 10*time.Millisecond)
 	c.SetPools(map[string]Source{"b": {Listen: addr, Ranks: 2}})
 	c.SetPools(nil)
-	require.Eventually(t, func() bool { return !listens() }, 10*time.Second, 10*time.Millisecond)
+	require.Eventually(t, func() bool { return !listens() }, 30*time.Second, 10*time.Millisecond)
 	stop()
 	require.NoError(t, <-done)
 }

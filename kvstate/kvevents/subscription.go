@@ -6,6 +6,7 @@ import (
 	"math/rand/v2"
 	"net"
 	"strconv"
+	"sync"
 	"sync/atomic"
 	"time"
 
@@ -21,9 +22,18 @@ type subscription struct {
 	publisher  Publisher
 	stream     stream
 	log        *slog.Logger
-	stop       context.CancelFunc
-	up         atomic.Bool
+	up         atomic.Bool    // the publisher is connected to this replica
 	accepted   chan *accepted // connections that the publisher opened; see listen.go
+
+	// Guarded by the stream's lock.
+	follower follower
+	opened   time.Time
+	since    time.Time // when it was connected last
+	heard    time.Time // when somebody listened last
+
+	// Of the collector's goroutine.
+	stop  context.CancelFunc // of the listening
+	ended chan struct{}      // closed when it has ended
 }
 
 // Between two tries to connect, and how long a publisher may be away before what it said is void: by then its engine is
@@ -37,8 +47,11 @@ const (
 func newSubscription(t target, source Source, p Publisher, log *slog.Logger) *subscription {
 	s := &subscription{
 		target: t, topic: source.Topic, publisher: p, accepted: make(chan *accepted),
-		log: log.With("pool", t.pool, "endpoint", t.endpoint.Addr, "rank", t.rank),
+		log:    log.With("pool", t.pool, "endpoint", t.endpoint.Addr, "rank", t.rank),
+		opened: time.Now(), stop: func() {}, ended: make(chan struct{}),
 	}
+	close(s.ended)
+	s.heard = s.opened
 	s.stream.sink = p
 	events, replayed := source.Port, source.ReplayPort
 	if t.endpoint.EventsPort != 0 {
@@ -61,39 +74,69 @@ func (s *subscription) ask(ctx context.Context) replay {
 	}
 }
 
+// listen follows the publisher in a goroutine, until ctx ends or s.stop is called.
+func (s *subscription) listen(ctx context.Context, running *sync.WaitGroup, follow func(context.Context)) {
+	before := s.ended
+	ctx, s.stop = context.WithCancel(ctx)
+	ended := make(chan struct{})
+	s.ended = ended
+	running.Go(func() {
+		defer close(ended)
+		<-before
+		s.stream.mu.Lock()
+		s.stream.deaf = !s.follower.listening
+		s.stream.mu.Unlock()
+		follow(ctx)
+	})
+}
+
 // connect follows a publisher that binds its socket, until ctx ends.
 func (s *subscription) connect(ctx context.Context) {
-	retry, since := firstRetry, time.Now()
-	for ctx.Err() == nil {
+	for retry := firstRetry; ctx.Err() == nil; retry = min(2*retry, lastRetry) {
 		c, err := dial(ctx, s.eventsAddr, zmq4.Sub)
 		if err == nil {
 			err = s.serve(ctx, c, nil)
-			retry, since = firstRetry, time.Now()
+			retry = firstRetry
 		}
-		s.down(err, since)
+		if ctx.Err() != nil {
+			return
+		}
+		s.log.Debug("KV events: no connection", "err", err)
 		select {
 		case <-ctx.Done():
 		case <-time.After(retry/2 + rand.N(retry)):
 		}
-		retry = min(2*retry, lastRetry)
 	}
 }
 
-// down notes that the publisher is away.
-func (s *subscription) down(err error, since time.Time) {
-	if s.up.Swap(false) {
-		s.log.Warn("KV events: the connection is lost", "err", err)
-	} else {
-		s.log.Debug("KV events: no connection", "err", err)
+// begin notes that the publisher is connected, unless it need not be any more.
+func (s *subscription) begin() bool {
+	s.stream.mu.Lock()
+	defer s.stream.mu.Unlock()
+	if s.stream.deaf {
+		return false
 	}
-	if s.stream.known && time.Since(since) > staleAfter {
-		s.log.Warn("KV events: the publisher stays away; what it said is forgotten")
+	if s.follower.loading { // a part, of which nobody knows any more what has become
 		s.stream.forget()
+	}
+	s.follower.lacks, s.follower.loading = false, false
+	s.since = time.Now()
+	s.up.Store(true)
+	return true
+}
+
+// end notes that the publisher is away.
+func (s *subscription) end(ctx context.Context, err error) {
+	s.stream.mu.Lock()
+	defer s.stream.mu.Unlock()
+	if s.up.Swap(false) && ctx.Err() == nil {
+		s.heard = time.Now()
+		s.log.Warn("KV events: the connection is lost", "err", err)
 	}
 }
 
 // serve takes what comes over a connection until that ends. first is a message that came already.
-func (s *subscription) serve(ctx context.Context, c *conn, first [][]byte) error {
+func (s *subscription) serve(ctx context.Context, c *conn, first [][]byte) (err error) {
 	defer c.close()
 	defer context.AfterFunc(ctx, c.close)()
 	if first == nil {
@@ -101,12 +144,14 @@ func (s *subscription) serve(ctx context.Context, c *conn, first [][]byte) error
 			return err
 		}
 	}
+	if !s.begin() {
+		return context.Canceled
+	}
+	defer func() { s.end(ctx, err) }()
+	s.log.Info("KV events: connected", "from", c.net.RemoteAddr().String())
 	ask := s.ask(ctx)
 	if err := s.stream.connected(ask); err != nil {
 		s.log.Debug("KV events: what was said before now cannot be had", "err", err)
-	}
-	if !s.up.Swap(true) {
-		s.log.Info("KV events: connected", "from", c.net.RemoteAddr().String())
 	}
 	for frames := first; ; {
 		if frames != nil {
@@ -116,7 +161,6 @@ func (s *subscription) serve(ctx context.Context, c *conn, first [][]byte) error
 				s.stream.count.malformed.Add(1)
 			}
 		}
-		var err error
 		if frames, err = c.read(); err != nil {
 			return err
 		}

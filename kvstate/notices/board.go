@@ -32,7 +32,8 @@ type aged struct {
 
 // Counts say what became of notices and waits.
 type Counts struct {
-	Received uint64 // notices
+	Received uint64 // notices that came here
+	Told     uint64 // and those that other replicas told
 	Ignored  uint64 // messages that were none
 	Unwanted uint64 // ids that nobody waited for in time, or that gave way to newer ones
 	First    uint64 // waits that found the notice there
@@ -51,13 +52,24 @@ func NewBoard(ttl time.Duration, limit int) *Board {
 	return &Board{ttl: ttl, max: limit, ids: map[string]*pending{}}
 }
 
-// Arrived is one notice for an id. Where several replicas of Tandem run, a notice that reaches one is told to all of them
-// through this method. One notice too many does nothing, so being told twice by the same rank can wake a wait early, and
-// costs what a missing one costs: D computes.
+// Arrived is one notice for an id. One notice too many does nothing, so being told twice by the same rank can wake a wait
+// early, and costs what a missing one costs: D computes.
 func (b *Board) Arrived(id string) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	b.count.Received++
+	b.arrived(id)
+}
+
+// Told is Arrived for a notice that another replica received: engines push at one of them, and the leg may wait at any.
+func (b *Board) Told(id string) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.count.Told++
+	b.arrived(id)
+}
+
+func (b *Board) arrived(id string) {
 	p := b.pending(id)
 	p.notices++
 	if p.want > 0 && p.notices == p.want {

@@ -135,14 +135,14 @@ func TestServe(t *testing.T) {
 	ctx, cancel := context.WithCancel(context.Background())
 	b := NewBoard(0, 0)
 	ended := make(chan error, 1)
-	go func() { ended <- Serve(ctx, l, b, slog.New(slog.DiscardHandler)) }()
+	go func() { ended <- Serve(ctx, l, b, nil, slog.New(slog.DiscardHandler)) }()
 	push := zmq4.NewPush(ctx)
 	defer push.Close()
 	require.NoError(t, push.Dial("tcp://"+l.Addr().String()))
 	for _, m := range []any{"hello", map[string]any{"type": "AllocRequest"}, map[string]any{"type": "ProxyNotif", "req_id": "a"}} {
 		require.NoError(t, push.Send(zmq4.NewMsg(pack(t, m))))
 	}
-	waiting, stop := context.WithTimeout(ctx, 20*time.Second)
+	waiting, stop := context.WithTimeout(ctx, time.Minute)
 	defer stop()
 	require.True(t, b.Wait(waiting, "a", 1))
 	require.EqualValues(t, 2, b.Counts().Ignored)

@@ -9,8 +9,9 @@ import (
 	"tandem/kvstate/zmtp"
 )
 
-// Serve receives notices on l, a PULL socket that engines push at, until ctx ends.
-func Serve(ctx context.Context, l net.Listener, b *Board, log *slog.Logger) error {
+// Serve receives notices on l, a PULL socket that engines push at, until ctx ends. tell is called with each, for other
+// replicas of Tandem, where the leg may be that waits for it; nil: there are none.
+func Serve(ctx context.Context, l net.Listener, b *Board, tell func(id string), log *slog.Logger) error {
 	s := zmtp.Server{Kind: zmtp.Pull, Log: log, Receive: func(_ string, frames [][]byte) {
 		if len(frames) != 1 {
 			b.Ignored()
@@ -23,6 +24,9 @@ func Serve(ctx context.Context, l net.Listener, b *Board, log *slog.Logger) erro
 			return
 		}
 		b.Arrived(id)
+		if tell != nil {
+			tell(id)
+		}
 	}}
 	if err := s.Serve(ctx, l); err != nil {
 		return fmt.Errorf("receiving notices: %w", err)

@@ -17,25 +17,29 @@ func (p *sharer) apply(b *statev1.Batch, id streamID) {
 	age := p.s.clock.age(id, now)
 	c := &p.s.counters
 	c.batchesRead.Add(1)
-	c.lagMicroseconds.Store(age.Microseconds())
+	if len(b.GetBlocks()) > 0 {
+		c.lag.note(age + time.Duration(min(b.GetWaitedUs(), uint64(maxWork)))*time.Microsecond)
+	}
 	if m := p.meet(b, age); m != nil {
 		if m.seq != 0 && b.GetSeq() > m.seq+1 {
 			c.gaps.Add(1)
 			p.ask()
 		}
 		m.seq = b.GetSeq()
-		p.applyLoads(m, b)
+		p.noteCollector(m, b)
+		p.applyLoads(m, b, now.Add(-age))
+		p.applyWaits(pool, b, now.Add(-age))
 	}
 	endpoints := p.endpoints(pool, b.GetAddresses())
-	at := func(i uint32) *kvstate.Endpoint {
-		if int(i) < len(endpoints) {
-			return endpoints[i]
-		}
-		return nil
-	}
+	at := known(endpoints)
 	for _, blocks := range b.GetBlocks() {
 		if e := at(blocks.GetAddress()); e != nil {
 			p.applyBlocks(pool, e, blocks)
+		}
+		for _, also := range blocks.GetAlso() {
+			if e := at(also); e != nil {
+				p.applyBlocks(pool, e, blocks)
+			}
 		}
 	}
 	for _, h := range b.GetHealth() {
@@ -51,8 +55,16 @@ func (p *sharer) apply(b *statev1.Batch, id streamID) {
 	for _, session := range b.GetSessions() {
 		p.s.state.ApplyStick(pool, session.GetKey(), at(session.GetPrefill()-1), at(session.GetDecode()-1))
 	}
+	for _, t := range b.GetTokens() {
+		p.s.state.ApplyLearned(pool, learnedOf(t))
+	}
 	for _, id := range b.GetReleased() {
 		p.s.state.Release(kvstate.ReservationID(id))
+	}
+	p.takeCollected(pool, b.GetReplica(), b.GetCollected(), at)
+	p.lacking(b)
+	if n := b.GetContents(); n != nil && len(p.contents) < maxContents {
+		p.contents = append(p.contents, n)
 	}
 	if b.GetHello() && p.leads(b.GetReplica()) {
 		p.wantSnapshot(false)
@@ -85,25 +97,63 @@ func (p *sharer) endpoint(pool *kvstate.Pool, addr string) *kvstate.Endpoint {
 	return p.byAddr[addr]
 }
 
-// maxLoad is more than anybody books.
-const maxLoad = 1 << 40
+// The most that a batch can say is booked: more than anybody books.
+const (
+	maxLoad = 1 << 40
+	maxWork = int64(24 * time.Hour / time.Microsecond)
+)
 
-func (p *sharer) applyLoads(m *member, b *statev1.Batch) {
+// applyLoads notes what a replica had booked when it made the batch, at the time at.
+func (p *sharer) applyLoads(m *member, b *statev1.Batch, at time.Time) {
+	if m.prefillRate != b.GetPrefillRate() || m.localRate != b.GetLocalRate() {
+		m.prefillRate, m.localRate = b.GetPrefillRate(), b.GetLocalRate()
+		p.setRates()
+	}
 	named := make(map[string]bool, len(b.GetLoads()))
 	for _, l := range b.GetLoads() {
 		if i := int(l.GetAddress()); i < len(b.GetAddresses()) {
 			addr := b.GetAddresses()[i]
 			named[addr] = true
-			p.set(m, addr, load{min(max(l.GetRequests(), 0), maxLoad), min(max(l.GetPromptTokens(), 0), maxLoad)})
+			p.set(m, addr, bookedOf(l, at))
 		}
 	}
 	if b.GetComplete() {
 		for addr := range m.loads {
 			if !named[addr] {
-				p.set(m, addr, load{})
+				p.set(m, addr, kvstate.Booked{})
 			}
 		}
 	}
+}
+
+// bookedOf is what a batch made at the time at says is booked.
+func bookedOf(l *statev1.Load, at time.Time) kvstate.Booked {
+	count := func(n int64) int64 { return min(max(n, 0), maxLoad) }
+	micros := func(n int64) time.Duration { return time.Duration(min(max(n, 0), maxWork)) * time.Microsecond }
+	b := kvstate.Booked{
+		Requests: count(l.GetRequests()), PromptTokens: count(l.GetPromptTokens()),
+		Jobs: count(l.GetJobs()), Work: micros(l.GetWorkUs()), Lead: micros(min(l.GetLeadUs(), l.GetWorkUs())),
+	}
+	if b.Jobs > 0 {
+		b.Since = at.Add(-micros(l.GetLeadAgeUs()))
+	}
+	if l.GetLocalUs() > 0 {
+		b.LocalUntil = at.Add(micros(l.GetLocalUs()))
+	}
+	return b
+}
+
+// maxPrompt is more than a prompt has of bytes or tokens.
+const maxPrompt = 1 << 30
+
+func learnedOf(t *statev1.Tokens) *kvstate.LearnedTokens {
+	out := &kvstate.LearnedTokens{
+		Prompt: t.GetPrompt(), BlockBytes: int(t.GetBlockBytes()), Bytes: int(min(t.GetBytes(), maxPrompt)), Tokens: int(min(t.GetTokens(), maxPrompt)),
+	}
+	for _, b := range t.GetBlocks() {
+		out.Blocks = append(out.Blocks, kvstate.LearnedBlocks{Size: int(b.GetSize()), From: int(b.GetFrom()), Hashes: b.GetHashes()})
+	}
+	return out
 }
 
 func (p *sharer) applyBlocks(pool *kvstate.Pool, e *kvstate.Endpoint, b *statev1.Blocks) {
@@ -124,6 +174,10 @@ func (p *sharer) applyHealth(e *kvstate.Endpoint, failed bool) {
 func (p *sharer) applySignals(e *kvstate.Endpoint, g *statev1.Signals, at time.Time) {
 	if p.s.state.ApplyObserved(e, kvstate.Signals{
 		Running: g.GetRunning(), Waiting: g.GetWaiting(), KVUsage: fromPPM(g.GetKvUsagePpm()), KVTokens: g.GetKvTokens(), At: at,
+		Moved: kvstate.Moved{
+			Transfers: int64(g.GetTransfers()), Bytes: int64(g.GetTransferBytes()), Tokens: int64(g.GetTransferTokens()),
+			Time: time.Duration(g.GetTransferUs()) * time.Microsecond,
+		},
 	}) {
 		t := p.told[e.Addr]
 		t.signals = at

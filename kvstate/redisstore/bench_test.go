@@ -16,6 +16,8 @@ func total(replicas []*replica) (sum Stats) {
 		sum.BytesRead += s.BytesRead
 		sum.BatchesSent += s.BatchesSent
 		sum.BatchesRead += s.BatchesRead
+		sum.Snapshots += s.Snapshots
+		sum.Gaps += s.Gaps
 	}
 	return sum
 }
@@ -32,6 +34,7 @@ func BenchmarkShared(b *testing.B) {
 				replicas = append(replicas, join(b, Options{URL: "redis://" + r.addr, Lease: 3 * time.Second}, 16))
 			}
 			eventually(b, "all know each other", func() bool { return replicas[0].store.Replicas() == n && replicas[n-1].store.Replicas() == n })
+			time.Sleep(7 * time.Second) // those who came ask for snapshots until two leases later
 			began, before := time.Now(), total(replicas)
 			time.Sleep(3 * time.Second)
 			idle, seconds := total(replicas), time.Since(began).Seconds()
@@ -52,6 +55,8 @@ func BenchmarkShared(b *testing.B) {
 			b.ReportMetric(perRequest(func(s Stats) int64 { return s.BytesRead }), "read-B/request")
 			b.ReportMetric(float64(idle.Commands-before.Commands)/seconds/float64(n), "idle-commands/s/replica")
 			b.ReportMetric(float64(idle.BytesSent+idle.BytesRead-before.BytesSent-before.BytesRead)/seconds/float64(n), "idle-B/s/replica")
+			b.ReportMetric(float64(end.Snapshots-start.Snapshots), "snapshots")
+			b.ReportMetric(float64(end.Gaps-start.Gaps), "gaps")
 			b.ReportMetric(0, "ns/op")
 		})
 	}
@@ -59,9 +64,10 @@ func BenchmarkShared(b *testing.B) {
 
 func route(at *replica, i int) {
 	p, d := at.e(i%16), at.e((i+5)%16)
-	first := at.state.Reserve(p, kvstate.Booking{For: kvstate.RoleDecode, PromptTokens: 12800})
+	first := at.state.Reserve(p, kvstate.Booking{For: kvstate.RolePrefill, PromptTokens: 12800, Uncached: 12800, Work: time.Second})
 	second := at.state.Reserve(d, kvstate.Booking{For: kvstate.RoleDecode, PromptTokens: 12800})
 	at.state.Routed(at.pool, p, prompt(i, 100))
+	at.state.Routed(at.pool, d, prompt(i, 100))
 	at.state.Release(first)
 	at.state.Spend([16]byte{1, byte(i), byte(i >> 8), byte(i >> 16)})
 	at.state.Release(second)

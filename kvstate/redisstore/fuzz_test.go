@@ -7,6 +7,7 @@ import (
 	"github.com/stretchr/testify/require"
 	"google.golang.org/protobuf/proto"
 
+	"tandem/kvstate"
 	statev1 "tandem/protos/state/v1"
 )
 
@@ -18,18 +19,28 @@ func FuzzTakeIn(f *testing.F) {
 		Loads:  []*statev1.Load{{Address: 0, Requests: 2, PromptTokens: -5}, {Address: 2, Requests: 1 << 62}, {Address: 7}},
 		Health: []*statev1.Health{{Address: 1, Failed: true}}, Signals: []*statev1.Signals{{Address: 0, Running: -1}},
 		Sessions: []*statev1.Session{{Key: 1, Prefill: 1, Decode: 9}}, Released: []uint64{1},
+		Waits: []*statev1.Waits{{Id: 3, WaitedUs: 1 << 63, PromptTokens: -1, HeldAt: []uint32{0, 9, 1}, Held: []int64{-1, 5}}}, WaitsOver: []uint64{4}, WaitsAll: true,
+		Collects: true, Lacks: []uint32{0, 9}, Contents: &statev1.SnapshotNotice{Id: 2, Chunks: 1 << 31, Position: "2-0"},
+		Collected: []*statev1.Collected{
+			{Address: 1, Next: 3, Anew: true, Epoch: 5, Events: appendEvents(nil, []kvstate.BlockEvent{{Kind: kvstate.BlocksStored, Keys: []uint64{1}, Blocks: []uint64{2}, BlockSize: 16}})},
+			{Address: 9, Rank: 1 << 31, Part: true, More: true}, {Address: 1, From: 3, Next: 3, Events: []byte("x")},
+		},
 		Snapshot: &statev1.SnapshotNotice{Id: 1, Chunks: 1 << 31, Position: "1-x", Everyone: true},
 	})
 	require.NoError(f, err)
 	f.Add("1700000000000-0", whole)
 	f.Add("x", []byte("\xff"))
 	r := apart(f, Options{URL: "redis://127.0.0.1:1"}, 2)
+	r.store.Follow(taker{feed: r.pool.Feed(r.e(0))})
 	f.Fuzz(func(t *testing.T, id string, b []byte) {
 		r.p.takeIn(&redis.XMessage{ID: id, Values: map[string]any{batchField: string(b)}})
 		_ = r.p.loadChunk(r.pool, string(b))
 		for i := range 2 {
-			requests, tokens := r.e(i).Others()
+			requests, tokens := r.e(i).Others().Requests, r.e(i).Others().PromptTokens
 			require.True(t, requests >= 0 && tokens >= 0)
+		}
+		for _, w := range r.heard() {
+			require.True(t, w.Work >= 0 && w.PromptTokens > 0 && len(w.Held) <= kvstate.MaxHeld)
 		}
 		if parsed, err := parseStreamID(id); err == nil {
 			_ = parsed.String()

@@ -4,6 +4,8 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
+	"slices"
 	"sync"
 	"time"
 
@@ -77,24 +79,28 @@ func (p *sharer) warmUp(ctx context.Context) error {
 	var err error
 	for {
 		p.loadNoticed(ctx)
+		p.loadContents(ctx)
 		p.mu.Lock()
 		warm := !p.sync.wanted && p.notice == nil
 		p.mu.Unlock()
+		warm = warm && !p.isLacking()
 		if warm {
 			return nil
 		}
-		if ctx.Err() != nil {
-			return err // late is not wrong: it is loaded when it comes
-		}
-		if err = p.receive(ctx, 50*time.Millisecond); err != nil {
+		failed := p.receive(ctx, 50*time.Millisecond)
+		if failed != nil {
 			wait(ctx, retryAfter)
 		}
+		if ctx.Err() != nil {
+			return err // late is not wrong: it is loaded when it comes. Nor is Redis, whose answer the end of the time cut short
+		}
+		err = failed
 	}
 }
 
 // joinOnce finds the place in the stream from which to read: it says hello, which has a place itself, and reads from one
-// lease before that, where every living replica has spoken. If none has, nobody will answer, and the last snapshot is taken
-// with all that came after it.
+// lease before that, where every living replica has spoken. If none has, or but to say hello, nobody will answer yet, and the
+// last snapshot is taken with all that came after it.
 func (p *sharer) joinOnce(ctx context.Context) error {
 	p.mu.Lock()
 	joined := p.joined
@@ -109,6 +115,7 @@ func (p *sharer) joinOnce(ctx context.Context) error {
 	lease := uint64(p.s.o.Lease.Milliseconds())
 	p.mu.Lock()
 	p.position = streamID{ms: said.ms - min(said.ms, lease)}
+	p.sync = hello{wanted: true, said: said, at: time.Now(), tries: 1} // the answer may be among what is read now
 	p.mu.Unlock()
 	for reached := (streamID{}); reached.compare(said) < 0; {
 		if err := p.receive(ctx, 0); err != nil {
@@ -122,7 +129,7 @@ func (p *sharer) joinOnce(ctx context.Context) error {
 		p.mu.Unlock()
 	}
 	p.mu.Lock()
-	alone := len(p.members) == 0
+	alone := !slices.ContainsFunc(slices.Collect(maps.Values(p.members)), func(m *member) bool { return !m.starting })
 	p.mu.Unlock()
 	if alone {
 		if err := p.inherit(ctx); err != nil {
@@ -132,7 +139,7 @@ func (p *sharer) joinOnce(ctx context.Context) error {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.joined = true
-	p.sync = hello{wanted: !alone, said: said, at: time.Now(), tries: 1}
+	p.sync.wanted = p.sync.wanted && !alone
 	return nil
 }
 
@@ -141,12 +148,14 @@ func (p *sharer) greet(ctx context.Context) (streamID, error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	b := &statev1.Batch{Replica: p.s.replica, Seq: p.seq + 1, LeaseMs: uint32(p.s.o.Lease.Milliseconds()), Hello: true}
+	p.lackAll(b)
 	text, err := proto.Marshal(b)
 	if err != nil {
 		return streamID{}, err
 	}
 	ctx, cancel := context.WithTimeout(ctx, besidePath)
 	defer cancel()
+	sent := time.Now()
 	reply, err := p.s.client.XAdd(ctx, &redis.XAddArgs{
 		Stream: p.keys.stream(), MaxLen: streamLength, Approx: true, Values: []any{batchField, text},
 	}).Result()
@@ -156,7 +165,7 @@ func (p *sharer) greet(ctx context.Context) (streamID, error) {
 	p.seq++
 	id, err := parseStreamID(reply)
 	if err == nil {
-		p.s.clock.set(id, time.Now())
+		p.s.clock.set(id, sent, time.Now())
 	}
 	return id, err
 }

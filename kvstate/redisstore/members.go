@@ -14,7 +14,11 @@ import (
 type member struct {
 	seq     uint64
 	expires time.Time
-	loads   map[string]load // by address
+	loads   map[string]kvstate.Booked // by address
+
+	prefillRate, localRate uint32 // as statev1.Batch has them
+	collects               bool   // KV events
+	starting               bool   // it has only said hello so far: it answers nobody yet, and who starts does not wait for it
 }
 
 // meet notes that a replica has spoken, some time ago. nil: its lease has ended since, so that what it says about itself is
@@ -27,13 +31,16 @@ func (p *sharer) meet(b *statev1.Batch, age time.Duration) *member {
 		return nil
 	}
 	if m == nil {
-		m = &member{loads: map[string]load{}}
+		m = &member{loads: map[string]kvstate.Booked{}, starting: true}
 		p.members[b.GetReplica()] = m
 		p.count()
+		p.s.log.Info("a replica is there", "pool", p.pool, "replica", b.GetReplica(), "replicas", len(p.members)+1)
+	}
+	if m.starting && !(b.GetHello() && b.GetSeq() == 1) {
+		m.starting = false
 		if p.joined && b.GetReplica() < p.s.replica {
 			p.ask() // it was there before, but not seen: it may know what this one does not
 		}
-		p.s.log.Info("a replica is there", "pool", p.pool, "replica", b.GetReplica(), "replicas", len(p.members)+1)
 	}
 	m.expires = time.Now().Add(left)
 	return m
@@ -50,7 +57,11 @@ func (p *sharer) forget(replica uint64) {
 	}
 	delete(p.members, replica)
 	for addr := range m.loads {
-		p.set(m, addr, load{})
+		p.set(m, addr, kvstate.Booked{})
+	}
+	p.setRates()
+	if pool := p.s.state.Pool(p.pool); pool != nil {
+		pool.ApplyWaits(replica, nil, nil, nil, true)
 	}
 	p.count()
 	p.s.log.Info("a replica is gone", "pool", p.pool, "replica", replica, "replicas", len(p.members)+1)
@@ -65,27 +76,45 @@ func (p *sharer) expire(now time.Time) {
 	}
 }
 
-// set notes what a member has booked on an endpoint now.
-func (p *sharer) set(m *member, addr string, next load) {
-	before := m.loads[addr]
-	if next == (load{}) {
+// set notes what a member has booked on an endpoint now, and tells the endpoint what all of them have.
+func (p *sharer) set(m *member, addr string, next kvstate.Booked) {
+	if next == (kvstate.Booked{}) {
 		delete(m.loads, addr)
 	} else {
 		m.loads[addr] = next
 	}
-	total := p.totals[addr]
-	total.requests += next.requests - before.requests
-	total.tokens += next.tokens - before.tokens
-	if total == (load{}) {
-		delete(p.totals, addr)
-	} else {
-		p.totals[addr] = total
+	pool := p.s.state.Pool(p.pool)
+	if pool == nil {
+		return
 	}
-	if pool := p.s.state.Pool(p.pool); pool != nil {
-		if e := p.endpoint(pool, addr); e != nil {
-			e.SetOthers(total.requests, total.tokens)
+	e := p.endpoint(pool, addr)
+	if e == nil {
+		return
+	}
+	all := kvstate.Others{At: time.Now()}
+	if next != (kvstate.Booked{}) {
+		all.Add(&next)
+	}
+	for _, other := range p.members {
+		if l, ok := other.loads[addr]; ok && other != m {
+			all.Add(&l)
 		}
 	}
+	e.SetOthers(all)
+}
+
+// setRates tells the pool how much prefill the members book.
+func (p *sharer) setRates() {
+	pool := p.s.state.Pool(p.pool)
+	if pool == nil {
+		return
+	}
+	var prefill, local float64
+	for _, m := range p.members {
+		prefill += float64(m.prefillRate)
+		local += float64(m.localRate)
+	}
+	pool.SetOthersRates(prefill/1e6, local/1e6)
 }
 
 // count makes the list of the living anew.
@@ -96,6 +125,8 @@ func (p *sharer) count() {
 	}
 	slices.Sort(ids)
 	p.ids.Store(&ids)
+	collectors := slices.DeleteFunc(slices.Clone(ids), func(id uint64) bool { m := p.members[id]; return m != nil && !m.collects })
+	p.collectors.Store(&collectors)
 }
 
 // leads reports whether this replica is the one that writes snapshots: the oldest but for the one that asks.
@@ -108,7 +139,7 @@ func (p *sharer) leads(asking uint64) bool {
 	return false
 }
 
-// Owns reports whether this replica is the one to collect an endpoint's metrics and events. All replicas that know of each
+// Owns reports whether this replica is the one to collect an endpoint's metrics. All replicas that know of each
 // other come to the same answer, each by itself: the one whose hash together with the address is highest. When a replica
 // dies, its endpoints have a new collector as soon as its lease ends; without Redis each collects all.
 func (s *Store) Owns(pool *kvstate.Pool, e *kvstate.Endpoint) bool {
@@ -116,9 +147,13 @@ func (s *Store) Owns(pool *kvstate.Pool, e *kvstate.Endpoint) bool {
 	if p == nil {
 		return true
 	}
-	ids := *p.ids.Load()
+	return s.ownerAmong(*p.ids.Load(), e) == s.replica
+}
+
+// ownerAmong is the one of those replicas, ours among them, whose an endpoint is.
+func (s *Store) ownerAmong(ids []uint64, e *kvstate.Endpoint) uint64 {
 	if len(ids) == 1 {
-		return true
+		return s.replica
 	}
 	at := xxhash.Sum64String(e.Addr)
 	owner, highest := uint64(0), uint64(0)
@@ -130,5 +165,5 @@ func (s *Store) Owns(pool *kvstate.Pool, e *kvstate.Endpoint) bool {
 			owner, highest = id, h
 		}
 	}
-	return owner == s.replica
+	return owner
 }

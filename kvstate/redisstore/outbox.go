@@ -13,16 +13,24 @@ import (
 // is told later, by a snapshot for everyone.
 type outbox struct {
 	blocks   []blocks
+	since    time.Time // of the first of them
 	sessions []stuck
 	released []uint64
+	learned  []kvstate.LearnedTokens
 	notice   *statev1.SnapshotNotice
+	contents *statev1.SnapshotNotice
 	hello    bool
 	bytes    int
 	lossy    bool
+
+	collected      []*collected // bounded by themselves, and never told by that snapshot
+	collectedAt    map[collectedAt]int
+	collectedBytes int
 }
 
 type blocks struct {
 	addr   string
+	also   []string // other endpoints that were sent the same prompt
 	kind   statev1.Blocks_Kind
 	hashes []uint64
 }
@@ -38,7 +46,8 @@ const maxOutbox = 4 << 20
 const itemBytes = 64 // about what an item takes beside its hashes
 
 func (o *outbox) empty() bool {
-	return len(o.blocks) == 0 && len(o.sessions) == 0 && len(o.released) == 0 && o.notice == nil && !o.hello
+	return len(o.blocks) == 0 && len(o.sessions) == 0 && len(o.released) == 0 && len(o.learned) == 0 && len(o.collected) == 0 &&
+		o.notice == nil && o.contents == nil && !o.hello
 }
 
 func (o *outbox) room(bytes int) bool {
@@ -50,15 +59,36 @@ func (o *outbox) room(bytes int) bool {
 	return true
 }
 
-// giveBack puts what could not be sent before what came since, and returns how many routed prompts found no room.
+// again adds an endpoint to the prompt noted last, if it is the same one.
+func (o *outbox) again(addr string, kind statev1.Blocks_Kind, hashes []uint64) bool {
+	if len(o.blocks) == 0 {
+		return false
+	}
+	last := &o.blocks[len(o.blocks)-1]
+	if last.kind != kind || !slices.Equal(last.hashes, hashes) {
+		return false
+	}
+	last.also = append(last.also, addr)
+	return true
+}
+
+// giveBack puts what could not be sent before what came since, and returns how many routed prompts found no room. What was
+// collected is given back by itself.
 func (o *outbox) giveBack(unsent *outbox) (dropped int) {
+	if o.contents == nil {
+		o.contents = unsent.contents
+	}
 	if o.bytes+unsent.bytes > maxOutbox {
 		o.lossy = true
 		return len(unsent.blocks)
 	}
 	o.blocks = append(unsent.blocks, o.blocks...)
+	if len(unsent.blocks) > 0 {
+		o.since = unsent.since
+	}
 	o.sessions = append(unsent.sessions, o.sessions...)
 	o.released = append(unsent.released, o.released...)
+	o.learned = append(unsent.learned, o.learned...)
 	o.bytes += unsent.bytes
 	o.lossy = o.lossy || unsent.lossy
 	o.hello = o.hello || unsent.hello
@@ -89,9 +119,14 @@ func (s *Store) tell(pool *kvstate.Pool, e *kvstate.Endpoint, kind statev1.Block
 		return
 	}
 	p.outMu.Lock()
-	if p.out.room(itemBytes + 8*len(hashes)) {
-		p.out.blocks = append(p.out.blocks, blocks{e.Addr, kind, slices.Clone(hashes)})
-	} else {
+	switch {
+	case p.out.again(e.Addr, kind, hashes): // the other endpoint of a pair
+	case p.out.room(itemBytes + 8*len(hashes)):
+		if len(p.out.blocks) == 0 {
+			p.out.since = time.Now()
+		}
+		p.out.blocks = append(p.out.blocks, blocks{addr: e.Addr, kind: kind, hashes: slices.Clone(hashes)})
+	default:
 		s.counters.dropped.Add(1)
 	}
 	p.outMu.Unlock()
@@ -107,6 +142,25 @@ func (s *Store) Released(pool *kvstate.Pool, id kvstate.ReservationID) {
 	p.outMu.Lock()
 	if p.out.room(8) {
 		p.out.released = append(p.out.released, uint64(id))
+	}
+	p.outMu.Unlock()
+	s.Changed()
+}
+
+// Learned implements [kvstate.Peers]. What finds no room is not told: prefill will say it again.
+func (s *Store) Learned(pool *kvstate.Pool, l kvstate.LearnedTokens) {
+	p := s.sharer(pool.Spec.Name)
+	if p == nil {
+		return
+	}
+	bytes := itemBytes
+	for _, b := range l.Blocks {
+		bytes += 8 * len(b.Hashes)
+	}
+	p.outMu.Lock()
+	if p.out.bytes+bytes <= maxOutbox/2 {
+		p.out.bytes += bytes
+		p.out.learned = append(p.out.learned, l)
 	}
 	p.outMu.Unlock()
 	s.Changed()
@@ -144,7 +198,7 @@ func (p *sharer) take() outbox {
 
 // told is what others know of an endpoint, from here or from elsewhere, so that it need not be said again.
 type told struct {
-	load    load
+	load    kvstate.Booked
 	failed  bool
 	signals time.Time
 }
@@ -155,18 +209,33 @@ type told struct {
 func (p *sharer) batchOf(out *outbox, complete bool, now time.Time) (b *statev1.Batch, before map[string]told) {
 	b = &statev1.Batch{
 		Replica: p.s.replica, LeaseMs: uint32(p.s.o.Lease.Milliseconds()), Complete: complete,
-		Hello: out.hello, Snapshot: out.notice, Released: out.released,
+		Hello: out.hello, Snapshot: out.notice, Contents: out.contents, Released: out.released,
 	}
 	t := addressTable{batch: &b.Addresses, at: map[string]uint32{}}
 	for i := range out.blocks {
 		item := &out.blocks[i]
-		b.Blocks = append(b.Blocks, &statev1.Blocks{Address: t.position(item.addr), Kind: item.kind, Hashes: item.hashes})
+		told := &statev1.Blocks{Address: t.position(item.addr), Kind: item.kind, Hashes: item.hashes}
+		for _, addr := range item.also {
+			told.Also = append(told.Also, t.position(addr))
+		}
+		b.Blocks = append(b.Blocks, told)
+	}
+	if len(out.blocks) > 0 {
+		b.WaitedUs = uint64(max(now.Sub(out.since), 0).Microseconds())
 	}
 	for _, item := range out.sessions {
 		b.Sessions = append(b.Sessions, t.session(item))
 	}
+	for i := range out.learned {
+		b.Tokens = append(b.Tokens, tokensOf(&out.learned[i]))
+	}
 	before = map[string]told{}
-	if pool := p.s.state.Pool(p.pool); pool != nil {
+	pool := p.s.state.Pool(p.pool)
+	p.tellCollected(b, out, &t, pool)
+	if pool != nil {
+		prefill, local := pool.PrefillRates(now)
+		b.PrefillRate, b.LocalRate = toMicros(prefill), toMicros(local)
+		p.tellWaits(b, &t, pool, complete, now)
 		for _, e := range pool.Endpoints() {
 			known := p.told[e.Addr]
 			if next := p.tellEndpoint(b, &t, e, known, complete, now); next != known {
@@ -174,7 +243,7 @@ func (p *sharer) batchOf(out *outbox, complete bool, now time.Time) (b *statev1.
 			}
 		}
 	}
-	if out.empty() && !complete && len(b.Addresses) == 0 {
+	if out.empty() && !complete && len(b.Addresses) == 0 && len(b.Waits)+len(b.WaitsOver)+len(b.WaitsSent) == 0 && !b.WaitsAll {
 		return nil, nil
 	}
 	return b, before
@@ -183,10 +252,8 @@ func (p *sharer) batchOf(out *outbox, complete bool, now time.Time) (b *statev1.
 // tellEndpoint adds what is new about an endpoint to what is known, and returns what is known then.
 func (p *sharer) tellEndpoint(b *statev1.Batch, t *addressTable, e *kvstate.Endpoint, known told, complete bool, now time.Time) (next told) {
 	next = known
-	var l load
-	l.requests, l.tokens = e.Load()
-	if l != known.load || complete && l != (load{}) {
-		b.Loads = append(b.Loads, &statev1.Load{Address: t.position(e.Addr), Requests: l.requests, PromptTokens: l.tokens})
+	if l := e.Booked(now); l != known.load || complete && l != (kvstate.Booked{}) {
+		b.Loads = append(b.Loads, loadOf(t.position(e.Addr), &l, now))
 		next.load = l
 	}
 	if failed := e.Failed(); failed != known.failed {
@@ -197,11 +264,39 @@ func (p *sharer) tellEndpoint(b *statev1.Batch, t *addressTable, e *kvstate.Endp
 		b.Signals = append(b.Signals, &statev1.Signals{
 			Address: t.position(e.Addr), Running: g.Running, Waiting: g.Waiting, KvTokens: g.KVTokens,
 			KvUsagePpm: toPPM(g.KVUsage), AgeMs: uint32(min(max(now.Sub(g.At).Milliseconds(), 0), math.MaxUint32)),
+			Transfers: uint64(g.Moved.Transfers), TransferBytes: uint64(g.Moved.Bytes), TransferUs: uint64(g.Moved.Time.Microseconds()),
+			TransferTokens: uint64(g.Moved.Tokens),
 		})
 		next.signals = g.At
 	}
 	return next
 }
+
+func tokensOf(l *kvstate.LearnedTokens) *statev1.Tokens {
+	out := &statev1.Tokens{Prompt: l.Prompt, BlockBytes: uint32(l.BlockBytes), Bytes: uint64(l.Bytes), Tokens: uint64(l.Tokens)}
+	for _, b := range l.Blocks {
+		out.Blocks = append(out.Blocks, &statev1.TokenBlocks{Size: uint32(b.Size), From: uint32(b.From), Hashes: b.Hashes})
+	}
+	return out
+}
+
+// loadOf tells what is booked: times as what they are from now.
+func loadOf(address uint32, l *kvstate.Booked, now time.Time) *statev1.Load {
+	out := &statev1.Load{
+		Address: address, Requests: l.Requests, PromptTokens: l.PromptTokens,
+		Jobs: l.Jobs, WorkUs: l.Work.Microseconds(), LeadUs: l.Lead.Microseconds(),
+	}
+	if l.Jobs > 0 {
+		out.LeadAgeUs = min(max(now.Sub(l.Since), 0), l.Lead).Microseconds()
+	}
+	if !l.LocalUntil.IsZero() {
+		out.LocalUs = max(l.LocalUntil.Sub(now), 0).Microseconds()
+	}
+	return out
+}
+
+// toMicros is a rate in millionths, as batches have it.
+func toMicros(v float64) uint32 { return uint32(min(max(v*1e6, 0), math.MaxUint32)) }
 
 func toPPM(v float64) int64 {
 	if v < 0 {

@@ -26,6 +26,7 @@ func (s *Store) read(ctx context.Context, p *sharer) {
 		p.askDue(time.Now())
 		p.mu.Unlock()
 		p.loadNoticed(ctx)
+		p.loadContents(ctx)
 		if err != nil && ctx.Err() == nil {
 			s.log.Debug("reading from redis", "pool", p.pool, "err", err)
 			wait(ctx, retryAfter)

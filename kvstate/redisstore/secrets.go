@@ -41,13 +41,25 @@ func (s *Store) Secrets(ctx context.Context, use func(seal [32]byte, open ...[32
 	return k, k.take(k.own, nil)
 }
 
-// secretsEvery is how often keys are looked at: for so long the others cannot open what was sealed with a key of their own.
-const secretsEvery = time.Second
+const (
+	// secretsEvery is how often keys are looked at: for so long the others cannot open what was sealed with a key of their own.
+	secretsEvery = time.Second
+	// secretsSoon is how often while this replica has never heard of the others' keys: every request that comes by two replicas fails
+	// as long.
+	secretsSoon = 50 * time.Millisecond
+)
 
 // Run keeps the keys in step with the others' until ctx ends.
 func (k *Secrets) Run(ctx context.Context) {
-	for wait(ctx, secretsEvery) {
-		if err := k.sync(ctx); err != nil && ctx.Err() == nil {
+	every := secretsEvery
+	if k.alone {
+		every = secretsSoon
+	}
+	for wait(ctx, every) {
+		err := k.sync(ctx)
+		if err == nil {
+			every = secretsEvery
+		} else if ctx.Err() == nil {
 			k.s.log.Debug("sharing the keys of tickets", "err", err)
 		}
 	}

@@ -37,11 +37,19 @@ func agree(t *testing.T, o Options) (a, b *replica) {
 		ticket++
 		return a.state.Spend([16]byte{ticket}) && !b.state.Spend([16]byte{ticket})
 	})
-	ref, err := a.state.PutHandOver([]byte("params"))
-	require.NoError(t, err)
-	eventually(t, "hand-overs are found", func() bool { _, ok := b.state.TakeHandOver(ref); return ok })
+	eventually(t, "hand-overs are found", func() bool {
+		ref, err := a.state.PutHandOver([]byte("params"))
+		require.NoError(t, err)
+		_, ok := b.state.TakeHandOver(ref)
+		return ok
+	})
+	eventually(t, "turns are taken", func() bool {
+		require.NoError(t, a.state.KeepTurn([16]byte{9}, []byte("turn"), time.Minute))
+		turn, ok := b.state.TakeTurn([16]byte{9})
+		return ok && string(turn) == "turn"
+	})
 	var sealA, sealB [32]byte
-	_, err = a.store.Secrets(context.Background(), func(seal [32]byte, _ ...[32]byte) error { sealA = seal; return nil })
+	_, err := a.store.Secrets(context.Background(), func(seal [32]byte, _ ...[32]byte) error { sealA = seal; return nil })
 	require.NoError(t, err)
 	_, err = b.store.Secrets(context.Background(), func(seal [32]byte, _ ...[32]byte) error { sealB = seal; return nil })
 	require.NoError(t, err)

@@ -64,16 +64,24 @@ func (s *Store) writeSnapshots(ctx context.Context, p *sharer) {
 				continue
 			}
 		}
-		p.tryWrite(ctx, everyone)
+		written := p.tryWrite(ctx, everyone)
 		wait(ctx, snapshotAtMost)
+		if !written && everyone { // who asks for one asks again; what found no room in the outbox nobody knows to ask for
+			p.wantSnapshot(true)
+		}
 	}
 }
 
-func (p *sharer) tryWrite(ctx context.Context, everyone bool) {
-	if err := p.writeSnapshot(ctx, everyone); err != nil && ctx.Err() == nil {
+func (p *sharer) tryWrite(ctx context.Context, everyone bool) (written bool) {
+	err := p.writeSnapshot(ctx, everyone)
+	if err != nil && !errors.Is(err, errNotJoined) && ctx.Err() == nil {
 		p.s.log.Warn("a snapshot was not written", "pool", p.pool, "err", err)
 	}
+	return err == nil
 }
+
+// errNotJoined: this replica knows less than what is there, so far.
+var errNotJoined = errors.New("the stream is not read yet")
 
 // writeSnapshot writes what this replica knows and has it told where.
 func (p *sharer) writeSnapshot(ctx context.Context, everyone bool) error {
@@ -84,8 +92,8 @@ func (p *sharer) writeSnapshot(ctx context.Context, everyone bool) error {
 	p.mu.Lock()
 	position, joined := p.position, p.joined
 	p.mu.Unlock()
-	if !joined { // it knows less than what is there
-		return nil
+	if !joined {
+		return errNotJoined
 	}
 	last, err := p.lastSnapshot(ctx)
 	if err != nil {
@@ -130,9 +138,7 @@ func (p *sharer) announce(ctx context.Context, last, n *statev1.SnapshotNotice) 
 	}
 	pipe := p.s.client.Pipeline()
 	pipe.Set(ctx, p.keys.snapshot(), text, snapshotTTL)
-	for i := range min(int(last.GetPreviousChunks()), maxChunks) {
-		pipe.Unlink(ctx, p.keys.chunk(last.GetPrevious(), i))
-	}
+	p.unlinkPrevious(ctx, pipe, last)
 	if _, err := pipe.Exec(ctx); err != nil {
 		return fmt.Errorf("writing the notice of a snapshot: %w", err)
 	}
@@ -142,6 +148,13 @@ func (p *sharer) announce(ctx context.Context, last, n *statev1.SnapshotNotice) 
 	p.outMu.Unlock()
 	p.s.Changed()
 	return nil
+}
+
+// unlinkPrevious drops the chunks of what was written before last.
+func (p *sharer) unlinkPrevious(ctx context.Context, c redis.Cmdable, last *statev1.SnapshotNotice) {
+	for i := range min(int(last.GetPreviousChunks()), maxChunks) {
+		c.Unlink(ctx, p.keys.chunk(last.GetPrevious(), i))
+	}
 }
 
 // chunkWriter writes a snapshot in parts. After an error it does nothing more.
@@ -251,6 +264,7 @@ func (p *sharer) load(ctx context.Context, n *statev1.SnapshotNotice) error {
 	}
 	began := time.Now()
 	chunks := min(int(n.GetChunks()), maxChunks)
+	pool.MakeRoom(chunks * chunkBlocks)
 	for from := 0; from < chunks; from += chunksAtOnce {
 		var keys []string
 		for i := from; i < min(from+chunksAtOnce, chunks); i++ {
@@ -282,12 +296,7 @@ func (p *sharer) loadChunk(pool *kvstate.Pool, text string) error {
 	p.mu.Lock()
 	endpoints := p.endpoints(pool, chunk.GetAddresses())
 	p.mu.Unlock()
-	at := func(i uint32) *kvstate.Endpoint {
-		if int(i) < len(endpoints) {
-			return endpoints[i]
-		}
-		return nil
-	}
+	at := known(endpoints)
 	for _, b := range chunk.GetBlocks() {
 		if e := at(b.GetAddress()); e != nil {
 			pool.LoadBlocks(e, b.GetParent(), b.GetHashes())
@@ -298,6 +307,7 @@ func (p *sharer) loadChunk(pool *kvstate.Pool, text string) error {
 	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
+	p.takeCollected(pool, 0, chunk.GetCollected(), at)
 	for _, h := range chunk.GetHealth() {
 		if e := at(h.GetAddress()); e != nil {
 			p.applyHealth(e, h.GetFailed())

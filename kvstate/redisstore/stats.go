@@ -5,6 +5,7 @@ import (
 	"errors"
 	"net"
 	"sync/atomic"
+	"time"
 
 	"github.com/redis/go-redis/v9"
 )
@@ -18,17 +19,64 @@ type Stats struct {
 	BatchesRead  int64 // of other replicas
 	Errors       int64 // commands that failed or came too late
 	Dropped      int64 // routed prompts that were not told one by one, for want of room
+	Uncollected  int64 // times that KV events of a publisher were not told for want of room
 	Gaps         int64 // times that batches of another replica were missed
 	Unknown      int64 // parts of batches about endpoints that are not known here
 	Snapshots    int64 // written
 	SpendUnknown int64 // tickets that were spent without Redis
-	LagMicros    int64 // that the last batch took from its sender's Redis time to here; microseconds, about
+	Lag          Lag
+}
+
+// Lag is how long batches with prompts that other replicas routed took, from when the first of them was routed there until
+// all are known here. It goes by Redis's clock, so it is right to some milliseconds whatever the clocks of the hosts say.
+type Lag struct {
+	Count   uint64
+	Seconds float64           // in all
+	Buckets [len(lags)]uint64 // how many took no longer than [LagBucket] says
+}
+
+// lags are the bounds of the buckets of Lag.
+var lags = [...]time.Duration{
+	time.Millisecond, 2 * time.Millisecond, 5 * time.Millisecond, 10 * time.Millisecond, 20 * time.Millisecond, 50 * time.Millisecond,
+	100 * time.Millisecond, 200 * time.Millisecond, 500 * time.Millisecond, time.Second, 5 * time.Second,
+}
+
+// LagBucket is the upper bound of Lag.Buckets[i].
+func LagBucket(i int) time.Duration { return lags[i] }
+
+// lag is Lag while it is counted.
+type lag struct {
+	count, micros atomic.Int64
+	buckets       [len(lags)]atomic.Int64
+}
+
+func (l *lag) note(d time.Duration) {
+	l.count.Add(1)
+	l.micros.Add(d.Microseconds())
+	for i := range lags {
+		if d <= lags[i] {
+			l.buckets[i].Add(1)
+			return
+		}
+	}
+}
+
+func (l *lag) read() (out Lag) {
+	out.Seconds = float64(l.micros.Load()) / 1e6
+	sum := uint64(0)
+	for i := range l.buckets {
+		sum += uint64(l.buckets[i].Load())
+		out.Buckets[i] = sum
+	}
+	out.Count = max(uint64(l.count.Load()), sum)
+	return out
 }
 
 // counters are Stats while they are counted.
 type counters struct {
-	commands, bytesSent, bytesRead, batchesSent, batchesRead, errors atomic.Int64
-	dropped, gaps, unknown, snapshots, spendUnknown, lagMicroseconds atomic.Int64
+	commands, bytesSent, bytesRead, batchesSent, batchesRead, errors  atomic.Int64
+	dropped, gaps, unknown, snapshots, spendUnknown, collectedDropped atomic.Int64
+	lag                                                               lag
 }
 
 // Stats is what was counted so far.
@@ -38,7 +86,7 @@ func (s *Store) Stats() Stats {
 		Commands: c.commands.Load(), BytesSent: c.bytesSent.Load(), BytesRead: c.bytesRead.Load(),
 		BatchesSent: c.batchesSent.Load(), BatchesRead: c.batchesRead.Load(), Errors: c.errors.Load(),
 		Dropped: c.dropped.Load(), Gaps: c.gaps.Load(), Unknown: c.unknown.Load(), Snapshots: c.snapshots.Load(),
-		SpendUnknown: c.spendUnknown.Load(), LagMicros: c.lagMicroseconds.Load(),
+		SpendUnknown: c.spendUnknown.Load(), Uncollected: c.collectedDropped.Load(), Lag: c.lag.read(),
 	}
 }
 

@@ -25,11 +25,13 @@ type Store struct {
 	counters counters
 	link     link
 	clock    clock
+	follower kvstate.EventFollower // nil: KV events are not shared
 
 	dirty atomic.Bool
 	wake  chan struct{} // something is to be told
 
 	questions chan question // of requests
+	notices   chan string   // to be told
 
 	mu      sync.RWMutex
 	sharers map[string]*sharer // by pool
@@ -42,7 +44,7 @@ func New(o Options, state *kvstate.State) (*Store, error) {
 	o.setDefaults()
 	s := &Store{
 		o: o, state: state, log: o.Log, replica: newReplica(time.Now()),
-		wake: make(chan struct{}, 1), questions: make(chan question, askers*askAtOnce), sharers: map[string]*sharer{},
+		wake: make(chan struct{}, 1), questions: make(chan question, askers*askAtOnce), notices: make(chan string, noticesWaiting), sharers: map[string]*sharer{},
 	}
 	s.link.since = time.Now()
 	var err error
@@ -65,6 +67,7 @@ func (s *Store) Run(ctx context.Context) {
 	for _, p := range s.pools() {
 		running.Go(func() { s.read(ctx, p) })
 		running.Go(func() { s.writeSnapshots(ctx, p) })
+		running.Go(func() { s.writeContents(ctx, p) })
 	}
 	for range askers {
 		running.Go(func() { s.askAll(ctx) })
@@ -107,29 +110,35 @@ type sharer struct {
 	seq      uint64          // of the last batch sent
 	told     map[string]told // by address: what others know, from here or from elsewhere
 	members  map[uint64]*member
-	totals   map[string]load // by address: what the members have booked
-	position streamID        // of the last entry read
+	waits    map[uint64]uint64 // who waits here, as others were told: by id, what kvstate.Waits.Told was then
+	position streamID          // of the last entry read
 	joined   bool
 	sync     hello
-	notice   *statev1.SnapshotNotice // of a snapshot that is to be loaded
-	known    *kvstate.Pool           // that byAddr is of
-	byAddr   map[string]*kvstate.Endpoint
 
-	ids      atomic.Pointer[[]uint64] // of the living replicas, ours among them, sorted
-	snapshot chan bool                // asks for one to be written; true: for everyone
+	waitsLost bool                    // others may not have heard who waits: tell them all
+	notice    *statev1.SnapshotNotice // of a snapshot that is to be loaded
+	known     *kvstate.Pool           // that byAddr is of
+	byAddr    map[string]*kvstate.Endpoint
+	events    eventReader
+	lacks     []string                  // addresses of whose KV events others have missed some
+	contents  []*statev1.SnapshotNotice // of what this replica may have missed
+	written   *statev1.SnapshotNotice   // of what others had missed
+
+	ids         atomic.Pointer[[]uint64] // of the living replicas, ours among them, sorted
+	collectors  atomic.Pointer[[]uint64] // of those that collect KV events, ours among them
+	snapshot    chan bool                // asks for one to be written; true: for everyone
+	contentsDue chan struct{}            // likewise for lacks
 }
 
 func newSharer(s *Store, pool string) *sharer {
 	p := &sharer{
 		s: s, pool: pool, keys: s.o.poolKeys(pool), told: map[string]told{}, members: map[uint64]*member{},
-		totals: map[string]load{}, snapshot: make(chan bool, 1),
+		snapshot: make(chan bool, 1), contentsDue: make(chan struct{}, 1),
 	}
 	p.ids.Store(&[]uint64{s.replica})
+	p.collectors.Store(&[]uint64{s.replica})
 	return p
 }
-
-// load is what is booked on an endpoint.
-type load struct{ requests, tokens int64 }
 
 // link is whether Redis answers.
 type link struct {

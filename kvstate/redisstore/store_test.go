@@ -2,17 +2,22 @@ package redisstore
 
 import (
 	"context"
+	"math"
+	"os"
 	"slices"
+	"sync"
+	"sync/atomic"
 	"syscall"
 	"testing"
 	"time"
 
+	"github.com/redis/go-redis/v9"
 	"github.com/stretchr/testify/require"
 
 	"tandem/kvstate"
 )
 
-// What one replica routes, every other knows within 100 ms. (Mostly it takes 5 ms.)
+// What one replica routes, every other knows: within 100 ms, where the machine has time. (Mostly it takes 5 ms.)
 func TestRoutedPrefixesAreKnownEverywhere(t *testing.T) {
 	r := startRedis(t)
 	a, b, c := join(t, redisURL(r), 4), join(t, redisURL(r), 4), join(t, redisURL(r), 4)
@@ -24,33 +29,100 @@ func TestRoutedPrefixesAreKnownEverywhere(t *testing.T) {
 	}
 	slices.Sort(took)
 	t.Logf("known elsewhere after: median %v, slowest %v", took[25], took[49])
-	require.Less(t, took[45], 100*time.Millisecond)
+	speed(t, took[45], 100*time.Millisecond, "known elsewhere, 90 of 100")
 }
 
-// Bookings of all replicas count for each, those of one that was killed for as long as its lease, and of one that was stopped
-// no longer at all.
-func TestBookingsHoldForALease(t *testing.T) {
+// A prompt goes to the two endpoints of a pair; its hashes are told once.
+func TestPairsAreToldOnce(t *testing.T) {
+	a, b := apart(t, Options{URL: "redis://127.0.0.1:1"}, 4), apart(t, Options{URL: "redis://127.0.0.1:1"}, 4)
+	hashes, other := prompt(1, 20), prompt(2, 20)
+	a.state.Routed(a.pool, a.e(0), hashes)
+	a.state.Routed(a.pool, a.e(2), hashes)
+	a.state.Routed(a.pool, a.e(3), other)
+	e, err := a.p.entry(false, false)
+	require.NoError(t, err)
+	require.Less(t, len(e.bytes), 2*8*20+200)
+	b.p.takeIn(&redis.XMessage{ID: "1-1", Values: map[string]any{batchField: string(e.bytes)}})
+	require.Equal(t, []int{20, 0, 20, 0}, []int{b.hit(0, hashes), b.hit(1, hashes), b.hit(2, hashes), b.hit(3, hashes)})
+	require.Equal(t, []int{0, 20}, []int{b.hit(0, other), b.hit(3, other)})
+}
+
+// Bookings of all replicas count for each, and those of one that was stopped no longer at all: here its lease is longer than the
+// test waits.
+func TestBookingsAreShared(t *testing.T) {
 	r := startRedis(t)
-	a, b, c := join(t, redisURL(r), 4), join(t, redisURL(r), 4), join(t, redisURL(r), 4)
+	long := redisURL(r)
+	long.Lease = maxLease
+	a, b, c := join(t, long, 4), join(t, long, 4), join(t, long, 4)
 	id := a.state.Reserve(a.e(0), kvstate.Booking{For: kvstate.RoleDecode, PromptTokens: 1000})
 	b.state.Reserve(b.e(0), kvstate.Booking{For: kvstate.RoleDecode, PromptTokens: 100})
 	eventually(t, "the bookings are known", func() bool { return a.booked(0) == 2 && b.booked(0) == 2 && c.booked(0) == 2 })
-	requests, tokens := c.e(0).Others()
-	require.Equal(t, []int64{2, 1100}, []int64{requests, tokens})
+	others := c.e(0).Others()
+	require.Equal(t, []int64{2, 1100}, []int64{others.Requests, others.PromptTokens})
 	a.state.Release(id)
 	eventually(t, "the release is known", func() bool { return c.booked(0) == 1 && b.booked(0) == 1 && a.booked(0) == 1 })
 	a.state.Reserve(a.e(1), kvstate.Booking{For: kvstate.RoleDecode, PromptTokens: 10})
 	eventually(t, "the booking is known", func() bool { return c.booked(1) == 1 })
 	require.Equal(t, 3, c.store.Replicas())
+	a.stop()
+	took := eventually(t, "what the stopped one had booked is void", func() bool { return c.booked(1) == 0 })
+	speed(t, took, 300*time.Millisecond, "void at once")
+	require.Equal(t, 2, c.store.Replicas())
+	require.Equal(t, int64(1), c.booked(0))
+}
 
+// Those of one that was killed count for as long as its lease.
+func TestBookingsHoldForALease(t *testing.T) {
+	r := startRedis(t)
+	a, b, c := join(t, briefly(r), 2), join(t, briefly(r), 2), join(t, briefly(r), 2)
+	a.state.Reserve(a.e(1), kvstate.Booking{For: kvstate.RoleDecode, PromptTokens: 10})
+	b.state.Reserve(b.e(0), kvstate.Booking{For: kvstate.RoleDecode, PromptTokens: 10})
+	eventually(t, "the bookings are known", func() bool { return c.booked(0) == 1 && c.booked(1) == 1 })
 	b.kill()
 	took := eventually(t, "what the killed one had booked is void", func() bool { return c.booked(0) == 0 && a.booked(0) == 0 })
-	require.Less(t, took, 2*testLease)
-	require.Equal(t, int64(1), c.booked(1))
-	a.stop()
-	took = eventually(t, "what the stopped one had booked is void", func() bool { return c.booked(1) == 0 })
-	require.Less(t, took, testLease/2)
-	require.Equal(t, 1, c.store.Replicas())
+	speed(t, took, 2*brief, "void with the lease")
+	eventually(t, "what the living one has booked is not", func() bool { return c.booked(1) == 1 })
+}
+
+// What one replica has in a prefill endpoint's queue is as long for all, and gets shorter for all while the engine works on
+// it; and how busy the fleet is, on which it depends how much a prefix that is held is worth, is the same for all.
+func TestWorkIsShared(t *testing.T) {
+	r := startRedis(t)
+	a, b, c := join(t, redisURL(r), 4), join(t, redisURL(r), 4), join(t, redisURL(r), 4)
+	const work, paused = 200 * time.Second, 50. // what may have been done of it, in seconds, when a busy machine looks
+	prefill := kvstate.Booking{For: kvstate.RolePrefill, PromptTokens: 5000, Uncached: 5000, Work: work}
+	id := a.state.Reserve(a.e(0), prefill)
+	b.state.Reserve(b.e(0), prefill)
+	a.state.Reserve(a.e(1), kvstate.Booking{For: kvstate.RoleBoth, PromptTokens: 5000, Uncached: 5000, Work: work})
+	see := func(r *replica) *kvstate.View {
+		var v kvstate.View
+		r.state.View(r.pool, nil, &v)
+		return &v
+	}
+	for _, r := range []*replica{a, b, c} {
+		eventually(t, "the work is known", func() bool { v := see(r); return v.Endpoints[0].Jobs == 2 && v.Endpoints[1].Local > 0 })
+		v := see(r)
+		require.InDelta(t, 2*work.Seconds(), v.Endpoints[0].Queue.Seconds(), paused)
+		require.InDelta(t, work.Seconds(), v.Endpoints[1].Local.Seconds(), paused)
+	}
+	began := time.Now()
+	before := see(c)
+	eventually(t, "both are under way", func() bool {
+		now := see(c)
+		return now.Endpoints[0].Queue < before.Endpoints[0].Queue-500*time.Millisecond && now.Endpoints[1].Local < before.Endpoints[1].Local-250*time.Millisecond
+	})
+	require.Greater(t, time.Since(began), 200*time.Millisecond, "and no faster than time goes")
+	eventually(t, "all are as busy", func() bool {
+		busy := []kvstate.Utilisation{see(a).Load, see(b).Load, see(c).Load}
+		return busy[0].Prefill > 0 && math.Abs(busy[0].Prefill-busy[1].Prefill) < .05 && math.Abs(busy[0].Prefill-busy[2].Prefill) < .05 &&
+			busy[0].Local > 0 && math.Abs(busy[0].Local-busy[2].Local) < .05
+	})
+
+	a.state.Complete(id)
+	eventually(t, "the release is known", func() bool { return see(c).Endpoints[0].Jobs == 1 })
+	require.InDelta(t, work.Seconds(), see(c).Endpoints[0].Queue.Seconds(), 2*paused)
+	b.kill()
+	eventually(t, "what the killed one had booked is void", func() bool { v := see(c).Endpoints[0]; return v.Jobs == 0 && v.Queue == 0 })
 }
 
 // Who fails a request of one replica is left out by all, until one of them sees that it is back.
@@ -64,7 +136,7 @@ func TestFailuresAreShared(t *testing.T) {
 	c := apart(t, redisURL(r), 2)
 	a.state.MarkFailed(a.e(0))
 	eventually(t, "the failure is known", func() bool { return b.e(0).Failed() })
-	require.NoError(t, c.store.Join(context.Background(), 2*time.Second))
+	require.NoError(t, c.store.Join(context.Background(), patience))
 	require.True(t, c.e(0).Failed(), "a replica that comes later knows it too")
 	require.False(t, c.e(1).Failed())
 }
@@ -73,13 +145,14 @@ func TestFailuresAreShared(t *testing.T) {
 func TestSignalsAreShared(t *testing.T) {
 	r := startRedis(t)
 	a, b := join(t, redisURL(r), 2), join(t, redisURL(r), 2)
-	at := time.Now().Add(-2 * time.Second)
-	a.state.Observe(a.e(0), kvstate.Signals{Running: 3, Waiting: 5, KVUsage: .25, KVTokens: -1, At: at})
+	at := time.Now().Add(-2 * time.Minute)
+	moved := kvstate.Moved{Transfers: 7, Bytes: 1 << 50, Time: time.Hour, Tokens: 9000}
+	a.state.Observe(a.e(0), kvstate.Signals{Running: 3, Waiting: 5, KVUsage: .25, KVTokens: -1, Moved: moved, At: at})
 	eventually(t, "the signals are known", func() bool { return b.e(0).Signals() != nil })
 	got := *b.e(0).Signals()
-	require.WithinDuration(t, at, got.At, 100*time.Millisecond)
+	require.WithinDuration(t, at, got.At, time.Minute, "its age comes along; what the way took is lost")
 	got.At = time.Time{}
-	require.Equal(t, kvstate.Signals{Running: 3, Waiting: 5, KVUsage: .25, KVTokens: -1}, got)
+	require.Equal(t, kvstate.Signals{Running: 3, Waiting: 5, KVUsage: .25, KVTokens: -1, Moved: moved}, got)
 	require.Nil(t, b.e(1).Signals())
 }
 
@@ -115,7 +188,10 @@ func TestTicketsAreSpentOnce(t *testing.T) {
 	}
 	unknown := a.store.Stats().SpendUnknown + b.store.Stats().SpendUnknown
 	require.LessOrEqual(t, twice, unknown)
-	require.Less(t, unknown, int64(50))
+	t.Logf("%d of 300 decided without Redis", unknown)
+	if os.Getenv("TANDEM_SPEED") != "" {
+		require.Less(t, unknown, int64(50))
+	}
 }
 
 // Where Redis is frozen a request waits for some milliseconds, and soon not at all.
@@ -132,9 +208,8 @@ func TestSpendingDoesNotWaitForAFrozenRedis(t *testing.T) {
 		took := time.Since(began)
 		all, worst = all+took, max(worst, took)
 	}
-	t.Logf("200 tickets in %v, the slowest %v", all, worst)
-	require.Less(t, worst, 60*time.Millisecond)
-	require.Less(t, all, 500*time.Millisecond)
+	speed(t, worst, 60*time.Millisecond, "the slowest ticket")
+	speed(t, all, 500*time.Millisecond, "200 tickets")
 	eventually(t, "the store says so", func() bool { _, up := a.store.Status(); return !up })
 	text, _ := a.store.Status()
 	require.Contains(t, text, "redis: not in use")
@@ -144,13 +219,64 @@ func TestHandOversAreFoundByAll(t *testing.T) {
 	r := startRedis(t)
 	a, b := join(t, redisURL(r), 1), join(t, redisURL(r), 1)
 	params := make([]byte, 1<<20)
-	ref, err := a.state.PutHandOver(params)
-	require.NoError(t, err)
-	got, ok := b.state.TakeHandOver(ref)
-	require.True(t, ok)
-	require.Equal(t, params, got)
-	_, ok = b.state.TakeHandOver([16]byte{1})
+	eventually(t, "Redis takes it and gives it in the 50 ms that it has for either", func() bool {
+		ref, err := a.state.PutHandOver(params)
+		require.NoError(t, err)
+		got, ok := b.state.TakeHandOver(ref)
+		if ok {
+			require.Equal(t, params, got)
+		}
+		return ok
+	})
+	_, ok := b.state.TakeHandOver([16]byte{1})
 	require.False(t, ok)
+}
+
+// What a conversation's last turn left goes to one replica, once, whoever asks; the latest is what it gets; and none keeps a copy.
+func TestTurnsAreTakenOnce(t *testing.T) {
+	r := startRedis(t)
+	a, b := join(t, redisURL(r), 1), join(t, redisURL(r), 1)
+	conversation := [16]byte{1, 2, 3}
+	_, ok := b.state.TakeTurn(conversation)
+	require.False(t, ok)
+	// Redis has 50 ms for each of these; on a busy machine it takes a few tries until it is in time for all.
+	eventually(t, "one of them gets the latest", func() bool {
+		conversation[3]++
+		require.NoError(t, a.state.KeepTurn(conversation, []byte("first"), time.Minute))
+		require.NoError(t, a.state.KeepTurn(conversation, []byte("second"), time.Minute))
+		var taken, latest atomic.Int32
+		var replicas sync.WaitGroup
+		for i := range 8 {
+			replicas.Go(func() {
+				if turn, ok := []*replica{a, b}[i%2].state.TakeTurn(conversation); ok {
+					taken.Add(1)
+					if string(turn) == "second" {
+						latest.Add(1)
+					}
+				}
+			})
+		}
+		replicas.Wait()
+		require.LessOrEqual(t, taken.Load(), int32(1))
+		return latest.Load() == 1
+	})
+
+	eventually(t, "what has no room takes the place of what was kept", func() bool {
+		require.NoError(t, a.state.KeepTurn(conversation, []byte("third"), time.Minute))
+		require.ErrorIs(t, b.state.KeepTurn(conversation, make([]byte, kvstate.MaxTurnBytes+1), time.Minute), kvstate.ErrNoRoom)
+		_, ok := a.state.TakeTurn(conversation)
+		return !ok
+	})
+
+	require.NoError(t, a.state.KeepTurn(conversation, []byte("fourth"), 50*time.Millisecond))
+	time.Sleep(100 * time.Millisecond) // on Redis' clock, which is this one
+	_, ok = b.state.TakeTurn(conversation)
+	require.False(t, ok, "its time is over")
+	for _, ttl := range []time.Duration{0, -time.Second} { // which Redis would keep for ever
+		require.NoError(t, a.state.KeepTurn(conversation, []byte("fifth"), ttl))
+		_, ok = b.state.TakeTurn(conversation)
+		require.False(t, ok, "its time was over before it was kept")
+	}
 }
 
 // A batch for which Redis has no room, or an entry that is no batch, harms nobody.

@@ -35,11 +35,15 @@ func (id streamID) compare(other streamID) int {
 }
 
 // clock is Redis's, as far as our own entries tell: their ids are the server's time. Only ages are taken from it.
-type clock struct{ ahead atomic.Int64 } // milliseconds that it is ahead of ours, and the time a reply takes
+type clock struct{ ahead atomic.Int64 } // microseconds that it is ahead of ours
 
-func (c *clock) set(id streamID, now time.Time) { c.ahead.Store(int64(id.ms) - now.UnixMilli()) }
+// set notes when an entry of ours came in: some time between when it was sent and when the reply was there. The id has whole
+// milliseconds, so half of one is added.
+func (c *clock) set(id streamID, sent, replied time.Time) {
+	c.ahead.Store(int64(id.ms)*1000 + 500 - (sent.UnixMicro()+replied.UnixMicro())/2)
+}
 
 // age is how long ago an entry came in, by Redis's clock.
 func (c *clock) age(id streamID, now time.Time) time.Duration {
-	return max(0, time.Duration(now.UnixMilli()+c.ahead.Load()-int64(id.ms))*time.Millisecond)
+	return max(0, time.Duration(now.UnixMicro()+c.ahead.Load()-int64(id.ms)*1000-500)*time.Microsecond)
 }

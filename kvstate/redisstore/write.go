@@ -10,10 +10,12 @@ import (
 	"google.golang.org/protobuf/proto"
 )
 
-// collectFor is how long what happens is collected before it is told, beatsPerLease how often within a lease all bookings
+// gatherFor is how long what happens is collected before it is told: what a request does to the state when it is planned goes
+// into one batch. restFor is how long nothing more is told after that, beatsPerLease how often within a lease all bookings
 // are told, and retryAfter how long a failed write is not tried again.
 const (
-	collectFor    = 3 * time.Millisecond
+	gatherFor     = time.Millisecond
+	restFor       = 2 * time.Millisecond
 	beatsPerLease = 3
 	retryAfter    = 100 * time.Millisecond
 )
@@ -23,7 +25,7 @@ func (s *Store) write(ctx context.Context) {
 	beat := time.NewTicker(s.o.Lease / beatsPerLease)
 	defer beat.Stop()
 	for complete := true; ; {
-		pause := collectFor
+		pause := restFor
 		if err := s.flush(ctx, complete, false); err != nil {
 			pause = retryAfter
 		}
@@ -36,7 +38,7 @@ func (s *Store) write(ctx context.Context) {
 		case <-beat.C:
 			complete = true
 		case <-s.wake:
-			continue
+			wait(ctx, gatherFor)
 		}
 		if ctx.Err() != nil {
 			break
@@ -79,9 +81,10 @@ func (s *Store) flush(ctx context.Context, complete, leaving bool) error {
 	if len(entries) == 0 {
 		return nil
 	}
+	sent := time.Now()
 	_, err := pipe.Exec(ctx)
 	for _, e := range entries {
-		if failed := e.settle(); failed != nil {
+		if failed := e.settle(sent); failed != nil {
 			err = failed
 		}
 	}
@@ -123,6 +126,9 @@ func (p *sharer) entry(complete, leaving bool) (*entry, error) {
 	if complete {
 		p.expire(time.Now())
 		p.prune()
+		if pool := p.s.state.Pool(p.pool); pool != nil && p.s.follower != nil {
+			p.s.follower.SayWhatIsCollected(pool)
+		}
 	}
 	e := &entry{p: p, out: p.take()}
 	b, before := p.batchOf(&e.out, complete, time.Now())
@@ -150,9 +156,13 @@ func (e *entry) add(ctx context.Context, pipe redis.Pipeliner, complete bool) {
 	}
 }
 
-// settle takes the reply in. What was not taken is told again; if Redis took it after all, others hear it twice, which does
+// clockBehind is how much lower than what was read last the id of an entry of ours must be to tell that another server gave
+// it, in milliseconds. Others' later entries are often read before the reply to ours is, but not so much later.
+const clockBehind = uint64(2 * besidePath / time.Millisecond)
+
+// settle takes the reply in to what was sent at a time. What was not taken is told again; if Redis took it after all, others hear it twice, which does
 // no harm.
-func (e *entry) settle() error {
+func (e *entry) settle(sent time.Time) error {
 	p := e.p
 	text, err := e.reply.Result()
 	var id streamID
@@ -163,18 +173,20 @@ func (e *entry) settle() error {
 	defer p.mu.Unlock()
 	if err != nil {
 		maps.Copy(p.told, e.before)
+		p.waitsLost = true
 		p.outMu.Lock()
 		p.s.counters.dropped.Add(int64(p.out.giveBack(&e.out)))
+		p.s.counters.collectedDropped.Add(int64(p.out.giveBackCollected(&e.out)))
 		p.outMu.Unlock()
 		return fmt.Errorf("writing to Redis: %w", err)
 	}
 	p.seq++
 	p.s.counters.batchesSent.Add(1)
-	p.s.clock.set(id, time.Now())
+	p.s.clock.set(id, sent, time.Now())
 	if e.out.hello {
 		p.sync.said = id
 	}
-	if p.joined && id.compare(p.position) < 0 { // another server, whose clock is behind: go on from here
+	if p.joined && id.ms+clockBehind < p.position.ms { // another server, whose clock is behind: go on from here
 		p.position = id
 		p.ask()
 	}

@@ -3,6 +3,7 @@ package scrape
 import (
 	"bytes"
 	"math"
+	"time"
 
 	"tandem/kvstate"
 )
@@ -14,8 +15,8 @@ func Read(page []byte) (engine string, s kvstate.Signals, ok bool) {
 		if !bytes.Contains(page, []byte("\n"+e.prefix)) && !bytes.HasPrefix(page, []byte(e.prefix)) {
 			continue
 		}
-		r := reading{ranks: map[string]bool{}, running: -1, waiting: -1, usage: -1, tokens: -1, blocks: -1, blockTokens: -1}
-		each(page, e.prefix, func(s sample) { e.take(&r, s) })
+		r := reading{running: -1, waiting: -1, usage: -1, tokens: -1, blocks: -1, blockTokens: -1}
+		each(page, e.prefix, e.letters, func(s sample) { e.take(&r, s) })
 		if s, ok := r.signals(); ok {
 			return e.name, s, true
 		}
@@ -23,16 +24,16 @@ func Read(page []byte) (engine string, s kvstate.Signals, ok bool) {
 	return "", kvstate.UnknownSignals(), false
 }
 
-// engine is one that we know the metrics of.
+// engine is one that we know the metrics of. What take reads begins with the prefix and one of the letters.
 type engine struct {
-	name, prefix string
-	take         func(*reading, sample)
+	name, prefix, letters string
+	take                  func(*reading, sample)
 }
 
 func engines() []engine {
 	return []engine{
-		{"vllm", "vllm:", (*reading).vllm}, {"sglang", "sglang:", (*reading).sglang},
-		{"trtllm", "trtllm_", (*reading).trtllm}, {"triton", "nv_trt_llm_", (*reading).triton},
+		{"vllm", "vllm:", "nkgcp", (*reading).vllm}, {"sglang", "sglang:", "ntmpc", (*reading).sglang},
+		{"trtllm", "trtllm_", "nk", (*reading).trtllm}, {"triton", "nv_trt_llm_", "rk", (*reading).triton},
 	}
 }
 
@@ -43,7 +44,11 @@ type reading struct {
 	tokens              float64 // capacity, summed
 	blocks, blockTokens float64 // the same as a product, for engines that say it so
 	ranks               map[string]bool
+	moved               moved
 }
+
+// moved is the KV that the engine fetched since it started.
+type moved struct{ transfers, bytes, seconds, tokens float64 }
 
 // add sums; a value that is no count says nothing.
 func add(sum *float64, v float64) {
@@ -52,8 +57,8 @@ func add(sum *float64, v float64) {
 	}
 }
 
-// maxCount is more than any engine counts.
-const maxCount = 1 << 40
+// maxCount is more than any engine counts; bytes of KV that it fetched in years of 25 GB/s are below it.
+const maxCount = 1 << 62
 
 func most(highest *float64, v float64) {
 	if v >= 0 && v <= 1.5 { // engines overshoot a little; what is far above 1 is something else
@@ -66,10 +71,14 @@ func (r *reading) signals() (kvstate.Signals, bool) {
 		add(&r.tokens, r.blocks*r.blockTokens)
 	}
 	s := kvstate.Signals{Running: count(r.running), Waiting: count(r.waiting), KVUsage: r.usage, KVTokens: count(r.tokens)}
+	s.Moved = kvstate.Moved{
+		Transfers: count(r.moved.transfers), Bytes: count(r.moved.bytes), Time: time.Duration(count(r.moved.seconds * float64(time.Second))), Tokens: count(r.moved.tokens),
+	}
 	return s, s.Running >= 0 || s.Waiting >= 0 || s.KVUsage >= 0
 }
 
-func count(v float64) int64 { return int64(math.Round(v)) }
+// count is a sum as a number; what is beyond all counting stays within an int64.
+func count(v float64) int64 { return int64(math.Round(min(v, maxCount))) }
 
 // vllm reads vllm/v1/metrics/loggers.py of vLLM 0.9 to 0.33; the usage had another name until 0.11, and none but that before
 // 0.9.2. With several engines behind one server (label engine) each has its series.
@@ -86,6 +95,16 @@ func (r *reading) vllm(s sample) {
 			add(&r.tokens, tokens)
 		} else if blocks, size := s.number("num_gpu_blocks"), s.number("block_size"); blocks > 0 && size > 0 {
 			add(&r.tokens, blocks*size)
+		}
+	case "vllm:nixl_xfer_time_seconds_count": // KV fetched from others; all ranks' transfers together
+		add(&r.moved.transfers, s.value())
+	case "vllm:nixl_xfer_time_seconds_sum":
+		add(&r.moved.seconds, s.value())
+	case "vllm:nixl_bytes_transferred_sum":
+		add(&r.moved.bytes, s.value())
+	case "vllm:prompt_tokens_by_source_total":
+		if s.label("source") == "external_kv_transfer" {
+			add(&r.moved.tokens, s.value())
 		}
 	}
 }
@@ -124,6 +143,9 @@ func (r *reading) counts(s sample) bool {
 	key := string(s.name) + "\x00" + s.label("dp_rank")
 	if tp != "" && tp != "0" || pp != "" && pp != "0" || r.ranks[key] {
 		return false
+	}
+	if r.ranks == nil {
+		r.ranks = map[string]bool{}
 	}
 	r.ranks[key] = true
 	return true

@@ -3,11 +3,12 @@ package scrape
 import (
 	"bytes"
 	"strconv"
+	"strings"
 )
 
-// A page of vLLM 0.32 is 54 KB, of which five lines matter here. The usual parser (expfmt) builds all of it, and takes a
+// A page of vLLM 0.32 is 54 KB, of which four lines matter here. The usual parser (expfmt) builds all of it, and takes a
 // hundred times as long; at 100 endpoints that would be most of a core. So lines are only looked at until it is clear that
-// they are none of those five.
+// they are none of those four, which their first letter mostly says.
 
 // sample is one line of a page in Prometheus's text format: name{label="value",...} value [timestamp].
 type sample struct {
@@ -15,8 +16,8 @@ type sample struct {
 	rest []byte // unread
 }
 
-// each calls f with the lines whose names begin with prefix.
-func each(page []byte, prefix string, f func(s sample)) {
+// each calls f with the lines whose names are a prefix and one of those letters, and whatever follows.
+func each(page []byte, prefix, letters string, f func(s sample)) {
 	for len(page) > 0 {
 		line := page
 		if end := bytes.IndexByte(page, '\n'); end >= 0 {
@@ -24,7 +25,7 @@ func each(page []byte, prefix string, f func(s sample)) {
 		} else {
 			page = nil
 		}
-		if len(line) <= len(prefix) || string(line[:len(prefix)]) != prefix {
+		if len(line) <= len(prefix) || string(line[:len(prefix)]) != prefix || strings.IndexByte(letters, line[len(prefix)]) < 0 {
 			continue
 		}
 		for i := len(prefix); i < len(line); i++ {

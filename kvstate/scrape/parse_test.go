@@ -6,6 +6,7 @@ import (
 	"strconv"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/require"
 
@@ -39,6 +40,22 @@ vllm:kv_cache_usage_perc{engine="1",model_name="m"} 0.5
 vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="1000"} 1.0
 vllm:cache_config_info{block_size="16",engine="1",num_gpu_blocks="1000"} 1.0
 `, "vllm", kvstate.Signals{Running: 7, Waiting: 2, KVUsage: .5, KVTokens: 32000}},
+		"vLLM, a decode engine with NIXL, two ranks of data": {`
+vllm:num_requests_running{engine="0",model_name="m"} 1.0
+vllm:num_requests_waiting{engine="0",model_name="m"} 0.0
+vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.0
+vllm:prompt_tokens_by_source_total{engine="0",model_name="m",source="local_compute"} 12.0
+vllm:prompt_tokens_by_source_total{engine="0",model_name="m",source="external_kv_transfer"} 7000.0
+vllm:prompt_tokens_by_source_total{engine="1",model_name="m",source="external_kv_transfer"} 500.0
+vllm:nixl_xfer_time_seconds_bucket{engine="0",le="0.005",model_name="m"} 3.0
+vllm:nixl_xfer_time_seconds_count{engine="0",model_name="m"} 5.0
+vllm:nixl_xfer_time_seconds_sum{engine="0",model_name="m"} 0.25
+vllm:nixl_xfer_time_seconds_count{engine="1",model_name="m"} 1.0
+vllm:nixl_xfer_time_seconds_sum{engine="1",model_name="m"} 0.125
+vllm:nixl_bytes_transferred_count{engine="0",model_name="m"} 5.0
+vllm:nixl_bytes_transferred_sum{engine="0",model_name="m"} 1.2e+12
+vllm:nixl_bytes_transferred_sum{engine="1",model_name="m"} 16384.0
+`, "vllm", kvstate.Signals{Running: 1, KVTokens: -1, Moved: kvstate.Moved{Transfers: 6, Bytes: 1_200_000_016_384, Time: 375 * time.Millisecond, Tokens: 7500}}},
 		"vLLM before 0.9.2": {`vllm:num_requests_running{model_name="m"} 1.0
 vllm:num_requests_waiting{model_name="m"} 5.0
 vllm:gpu_cache_usage_perc{model_name="m"} 0.75
@@ -130,7 +147,7 @@ func FuzzParse(f *testing.F) {
 			return
 		}
 		found := 0
-		each([]byte(line), "vllm:", func(s sample) {
+		each([]byte(line), "vllm:", name[len("vllm:"):], func(s sample) {
 			found++
 			gotLabels, gotValue, ok := s.split()
 			require.True(t, ok)

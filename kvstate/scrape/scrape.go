@@ -3,29 +3,36 @@ package scrape
 import (
 	"bytes"
 	"context"
-	"crypto/tls"
 	"errors"
 	"fmt"
 	"io"
 	"log/slog"
-	"math/rand/v2"
 	"net/http"
 	"sync"
 	"sync/atomic"
 	"time"
 
 	"tandem/kvstate"
+	"tandem/kvstate/enginehttp"
 )
 
-// How often an endpoint is asked, how long it may take, and how many are asked at a time. Who has nothing to say is asked
-// seldom.
+// How often an endpoint is asked, how long it may take, and how many are asked at a time; besides, as many of those that did not
+// tell when they were asked last, so that no number of engines that hang keeps others from being heard. Who has nothing to say is
+// asked seldom.
 const (
 	askEvery   = 2 * time.Second
 	askTimeout = 800 * time.Millisecond
-	silentFor  = 15 * time.Second
+	silentFor  = 16 * time.Second
 	askAtOnce  = 16
-	lookEvery  = 50 * time.Millisecond
 	maxPage    = 8 << 20 // bytes of a page that are read
+)
+
+// Time is counted in ticks here, since half of what it costs to ask somebody is to be woken for it. Those who are due in the
+// same tick are asked together, and new endpoints are dealt out to the ticks in turn: a hundred are eight groups of a dozen,
+// which is a millisecond or two of work at a time.
+const (
+	tick       = 250 * time.Millisecond
+	lookSeldom = 2 // ticks between two looks for endpoints that have come or gone, where nobody is due
 )
 
 // paths are where engines keep their metrics: trtllm-serve has statistics in JSON at the first one.
@@ -38,19 +45,24 @@ type Scraper struct {
 	state  *kvstate.State
 	owns   func(*kvstate.Pool, *kvstate.Endpoint) bool
 	log    *slog.Logger
-	client map[string]*http.Client // by scheme
-	pages  sync.Pool               // *bytes.Buffer
+	client *enginehttp.Client
+	pages  sync.Pool // *bytes.Buffer
 
 	answered, failed atomic.Int64
 
+	free, aside chan struct{} // a token for each that is being asked; aside: of those that told nothing last
+
 	mu      sync.Mutex
 	targets map[*kvstate.Endpoint]*target
-	free    chan struct{} // a token for each that may be asked
+	begun   time.Time
+	rounds  int // so far
+	dealt   int // endpoints that were new, so far
 }
 
 // target is what is known of asking an endpoint.
 type target struct {
-	due    time.Time
+	due    int // tick
+	round  int // in which it was an endpoint still
 	busy   bool
 	path   int // of paths
 	misses int // in a row
@@ -59,93 +71,92 @@ type target struct {
 
 // New makes a scraper of those endpoints of a state that owns says are this replica's.
 func New(state *kvstate.State, owns func(*kvstate.Pool, *kvstate.Endpoint) bool, log *slog.Logger) *Scraper {
-	h2c := &http.Transport{Protocols: new(http.Protocols)}
-	h2c.Protocols.SetUnencryptedHTTP2(true)
-	client := func(t *http.Transport) *http.Client {
-		t.MaxIdleConnsPerHost, t.IdleConnTimeout, t.DisableCompression = 1, 30*time.Second, true // to inflate costs more than to read
-		return &http.Client{Transport: t, Timeout: askTimeout, CheckRedirect: stay}
-	}
 	return &Scraper{
 		state: state, owns: owns, log: log,
-		client: map[string]*http.Client{
-			"http": client(&http.Transport{}),
-			"h2c":  client(h2c),
-			// Engines' certificates are their own; the request holds no secret.
-			"https": client(&http.Transport{TLSClientConfig: &tls.Config{InsecureSkipVerify: true}}), //nolint:gosec // see above
-		},
+		client: enginehttp.New(askTimeout, func(t *http.Transport) {
+			t.MaxIdleConnsPerHost, t.IdleConnTimeout, t.DisableCompression = 1, 30*time.Second, true // to inflate costs more than to read
+		}),
 		pages:   sync.Pool{New: func() any { return new(bytes.Buffer) }},
-		targets: map[*kvstate.Endpoint]*target{}, free: make(chan struct{}, askAtOnce),
+		targets: map[*kvstate.Endpoint]*target{}, begun: time.Now(),
+		free: make(chan struct{}, askAtOnce), aside: make(chan struct{}, askAtOnce),
 	}
 }
 
 // Counts are how many times endpoints were asked by this replica, and told their load or did not.
 func (s *Scraper) Counts() (answered, failed int64) { return s.answered.Load(), s.failed.Load() }
 
-func stay(*http.Request, []*http.Request) error { return http.ErrUseLastResponse }
-
-// Run asks until ctx ends.
+// Run asks until ctx ends. It wakes when somebody is due, since to wake is what an idle server costs most.
 func (s *Scraper) Run(ctx context.Context) {
 	var asking sync.WaitGroup
 	defer asking.Wait()
-	look := time.NewTicker(lookEvery)
+	look := time.NewTimer(0)
 	defer look.Stop()
 	for {
 		select {
 		case <-ctx.Done():
 			return
 		case now := <-look.C:
-			s.round(ctx, now, &asking)
+			next := s.round(ctx, int(now.Sub(s.begun)/tick), &asking)
+			look.Reset(time.Until(s.begun.Add(time.Duration(next) * tick)))
 		}
 	}
 }
 
-// round asks who is due, as far as there is room; the others are due in the next.
-func (s *Scraper) round(ctx context.Context, now time.Time, asking *sync.WaitGroup) {
-	seen := make(map[*kvstate.Endpoint]bool)
+// round asks who is due at a tick, and says in which it wants to be called again.
+func (s *Scraper) round(ctx context.Context, now int, asking *sync.WaitGroup) (next int) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.rounds++
+	next = now + lookSeldom
 	for _, pool := range s.state.Pools() {
 		for _, e := range pool.Endpoints() {
 			if !s.owns(pool, e) {
 				continue
 			}
-			seen[e] = true
-			t := s.claim(e, now)
-			if t == nil {
-				continue
+			t := s.target(e, now)
+			if t.due <= now && !t.busy {
+				const every = int(askEvery / tick)
+				t.due += ((now-t.due)/every + 1) * every // who was late stays in its group, else one long pause would make all groups one
+				t.busy = true
+				turn := s.free
+				if t.misses > 0 {
+					turn = s.aside
+				}
+				asking.Go(func() { s.wait(ctx, e, t, turn) })
 			}
-			asking.Go(func() {
-				defer func() { <-s.free }()
-				s.ask(ctx, e, t)
-			})
+			if t.due > now { // else it is being asked still
+				next = min(next, t.due)
+			}
 		}
 	}
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	for e := range s.targets {
-		if !seen[e] {
+	for e, t := range s.targets {
+		if t.round != s.rounds {
 			delete(s.targets, e)
 		}
 	}
+	return next
 }
 
-// claim is the endpoint's target if it is to be asked now.
-func (s *Scraper) claim(e *kvstate.Endpoint, now time.Time) *target {
-	s.mu.Lock()
-	defer s.mu.Unlock()
+// target is the endpoint's, called with mu held.
+func (s *Scraper) target(e *kvstate.Endpoint, now int) *target {
 	t := s.targets[e]
 	if t == nil {
-		t = &target{due: now.Add(rand.N(askEvery))} // not all at once
+		t = &target{due: now + s.dealt%int(askEvery/tick)} // not all at once
 		s.targets[e] = t
+		s.dealt++
 	}
-	if t.busy || now.Before(t.due) {
-		return nil
-	}
-	select {
-	case s.free <- struct{}{}:
-	default:
-		return nil
-	}
-	t.busy = true
+	t.round = s.rounds
 	return t
+}
+
+// wait asks an endpoint when it is its turn.
+func (s *Scraper) wait(ctx context.Context, e *kvstate.Endpoint, t *target, turn chan struct{}) {
+	select {
+	case turn <- struct{}{}:
+		s.ask(ctx, e, t)
+		<-turn
+	case <-ctx.Done():
+	}
 }
 
 // ask asks one endpoint, and settles when it is asked again.
@@ -158,7 +169,7 @@ func (s *Scraper) ask(ctx context.Context, e *kvstate.Endpoint, t *target) {
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	t.busy, t.due = false, time.Now().Add(askEvery)
+	t.busy = false
 	if err == nil {
 		if t.misses = 0; t.engine != engine {
 			t.engine = engine
@@ -171,7 +182,7 @@ func (s *Scraper) ask(ctx context.Context, e *kvstate.Endpoint, t *target) {
 	if errors.Is(err, errNotHere) {
 		t.path = 1 - t.path
 		if t.misses > pathCount {
-			t.due = t.due.Add(silentFor)
+			t.due += int(silentFor / tick)
 		}
 	}
 }
@@ -202,20 +213,9 @@ func (s *Scraper) scrape(ctx context.Context, e *kvstate.Endpoint, path int) (en
 }
 
 func (s *Scraper) get(ctx context.Context, e *kvstate.Endpoint, path string, page *bytes.Buffer) (status int, err error) {
-	scheme, client := "http", s.client[e.Scheme]
-	if e.Scheme == "https" {
-		scheme = "https"
-	}
-	if client == nil {
-		client = s.client["http"]
-	}
-	req, err := http.NewRequestWithContext(ctx, http.MethodGet, scheme+"://"+e.Addr+path, nil)
+	resp, err := s.client.Get(ctx, e, path)
 	if err != nil {
-		return 0, fmt.Errorf("asking %s: %w", e.Addr, err)
-	}
-	resp, err := client.Do(req)
-	if err != nil {
-		return 0, fmt.Errorf("asking %s: %w", e.Addr, err)
+		return 0, err
 	}
 	defer resp.Body.Close()
 	if n := resp.ContentLength; n > 0 && n < maxPage {

@@ -6,11 +6,9 @@ package tokenize
 import (
 	"bytes"
 	"context"
-	"crypto/tls"
 	"encoding/json"
 	"errors"
 	"fmt"
-	"io"
 	"log/slog"
 	"math/rand/v2"
 	"net/http"
@@ -18,6 +16,7 @@ import (
 	"time"
 
 	"tandem/kvstate"
+	"tandem/kvstate/enginehttp"
 )
 
 // Bounds of what is asked.
@@ -32,7 +31,7 @@ const (
 // Tokenizer asks engines for token ids. It is safe for concurrent use.
 type Tokenizer struct {
 	log    *slog.Logger
-	client map[string]*http.Client // by scheme
+	client *enginehttp.Client
 
 	mu      sync.Mutex
 	asking  map[uint64]chan struct{} // by prompt
@@ -41,19 +40,9 @@ type Tokenizer struct {
 
 // New returns a tokenizer that asks nobody yet.
 func New(log *slog.Logger) *Tokenizer {
-	h2c := &http.Transport{Protocols: new(http.Protocols)}
-	h2c.Protocols.SetUnencryptedHTTP2(true)
-	client := func(t *http.Transport) *http.Client {
-		t.MaxIdleConnsPerHost, t.IdleConnTimeout, t.MaxResponseHeaderBytes = 1, 4*time.Second, 64<<10
-		return &http.Client{Transport: t, CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse }}
-	}
 	return &Tokenizer{
 		log: log, asking: map[uint64]chan struct{}{}, resting: map[string]time.Time{},
-		client: map[string]*http.Client{
-			"http": client(&http.Transport{}), "h2c": client(h2c),
-			// Engines' certificates are their own, as for probes.
-			"https": client(&http.Transport{TLSClientConfig: &tls.Config{InsecureSkipVerify: true}}), //nolint:gosec // see above
-		},
+		client: enginehttp.New(deadline, func(t *http.Transport) { t.MaxIdleConnsPerHost, t.IdleConnTimeout = 1, 4*time.Second }),
 	}
 }
 
@@ -129,34 +118,19 @@ func first(requests, _ int64) int64 { return requests }
 var errRefused = errors.New("refused")
 
 func (t *Tokenizer) ask(e *kvstate.Endpoint, path string, body []byte) ([]uint32, error) {
-	ctx, cancel := context.WithTimeout(context.Background(), deadline)
-	defer cancel()
-	scheme, host := e.Scheme, "http://"
-	switch scheme {
-	case "":
-		scheme = "http"
-	case "https":
-		host = "https://"
-	}
-	req, err := http.NewRequestWithContext(ctx, http.MethodPost, host+e.Addr+path, bytes.NewReader(body))
+	resp, err := t.client.Post(context.Background(), e, path, body, nil) //nolint:bodyclose // ReadAll closes it
 	if err != nil {
 		return nil, err
 	}
-	req.Header.Set("Content-Type", "application/json")
-	resp, err := t.client[scheme].Do(req)
+	text, err := enginehttp.ReadAll(resp, maxAnswer)
 	if err != nil {
 		return nil, err
 	}
-	defer resp.Body.Close()
 	if resp.StatusCode == http.StatusNotFound || resp.StatusCode == http.StatusMethodNotAllowed || resp.StatusCode == http.StatusNotImplemented {
 		return nil, fmt.Errorf("%w: status %d", errRefused, resp.StatusCode)
 	}
 	if resp.StatusCode != http.StatusOK {
 		return nil, fmt.Errorf("status %d", resp.StatusCode)
-	}
-	text, err := io.ReadAll(io.LimitReader(resp.Body, maxAnswer))
-	if err != nil {
-		return nil, err
 	}
 	return readIDs(text)
 }

@@ -254,8 +254,11 @@ type ExtProc struct {
 	Protocol string `protobuf:"bytes,10,opt,name=protocol,proto3" json:"protocol,omitempty"`
 	// With protocol endpointPicker.
 	EndpointPicker *EndpointPicker `protobuf:"bytes,11,opt,name=endpoint_picker,json=endpointPicker,proto3" json:"endpoint_picker,omitempty"`
-	unknownFields  protoimpl.UnknownFields
-	sizeCache      protoimpl.SizeCache
+	// Decisions are said in dynamic metadata too, for Envoy's access logs: %DYNAMIC_METADATA(tandem:prefill)%, and pool, route,
+	// reason, decode, prompt_tokens, price, waited. Default false.
+	DecisionMetadata bool `protobuf:"varint,50,opt,name=decision_metadata,json=decisionMetadata,proto3" json:"decision_metadata,omitempty"`
+	unknownFields    protoimpl.UnknownFields
+	sizeCache        protoimpl.SizeCache
 }
 
 func (x *ExtProc) Reset() {
@@ -321,6 +324,13 @@ func (x *ExtProc) GetEndpointPicker() *EndpointPicker {
 		return x.EndpointPicker
 	}
 	return nil
+}
+
+func (x *ExtProc) GetDecisionMetadata() bool {
+	if x != nil {
+		return x.DecisionMetadata
+	}
+	return false
 }
 
 type EndpointPicker struct {
@@ -512,7 +522,8 @@ type Admin struct {
 	// HTTP. Default 127.0.0.1:9090.
 	Listen string `protobuf:"bytes,1,opt,name=listen,proto3" json:"listen,omitempty"`
 	// A file with the token that operators' orders (POST /api/..., docs/operations.md) must bear: one line of at least 16
-	// characters, read for every order. Absent: no orders are taken.
+	// characters, read for every order. With it in the header tandem-explain, a request's answer explains its decision in
+	// x-tandem-explain. Absent: no orders are taken, and nothing is explained to clients.
 	TokenFile     string `protobuf:"bytes,2,opt,name=token_file,json=tokenFile,proto3" json:"token_file,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1047,7 +1058,7 @@ type Pool struct {
 	// Names that requests ask for; "*" takes any. Default ["*"].
 	Models []string `protobuf:"bytes,2,rep,name=models,proto3" json:"models,omitempty"`
 	// The engines' KV transfer dialect: lmcache, mooncake, mooncake-0.13, moriio, moriio-read, multi, nixl, nixl-push, offload, orchestrated, p2p-nccl, sglang,
-	// shared, trtllm, or none for engines that do both by themselves. docs/protocols.md says which engine speaks which. Required.
+	// shared, trtllm, trtllm-generation-first, or none for engines that do both by themselves. docs/protocols.md says which engine speaks which. Required.
 	KvTransfer string `protobuf:"bytes,3,opt,name=kv_transfer,json=kvTransfer,proto3" json:"kv_transfer,omitempty"`
 	// always: every request that may be split is; never: none; auto: those for which two hops cost less than decode alone, by
 	// the price that docs/decision.md explains. Default auto.
@@ -1069,8 +1080,12 @@ type Pool struct {
 	AttemptsTime string `protobuf:"bytes,10,opt,name=attempts_time,json=attemptsTime,proto3" json:"attempts_time,omitempty"`
 	// How long a streamed answer may take to begin: until its status comes, which engines send before the first token. Where
 	// decode computes the prompt itself, prefillTimeout.perToken comes on top. Then another endpoint is tried. Answers that
-	// are not streamed have no such limit, but envoy.decodeIdleTimeout. Default 1m.
+	// are not streamed show nothing until they are complete: answerTimeout is for them. Default 1m.
 	StreamStartTimeout string `protobuf:"bytes,11,opt,name=stream_start_timeout,json=streamStartTimeout,proto3" json:"stream_start_timeout,omitempty"`
+	// How long an answer that is not streamed may take, beside what decode may have to compute of the prompt; then another endpoint
+	// is tried. It has to be above the longest answer that is right: one that is cut off is begun anew. Default none: the limit is
+	// envoy.decodeIdleTimeout, after which the client gets 504.
+	AnswerTimeout string `protobuf:"bytes,55,opt,name=answer_timeout,json=answerTimeout,proto3" json:"answer_timeout,omitempty"`
 	// What becomes of KV blocks whose client left between the hops. lease: the prefill endpoint frees them when its lease ends
 	// (vLLM from 0.22: 30 s). cleanupDecode: a decode endpoint is told to fetch them, with a prompt of one token whose answer is
 	// thrown away; for releases that keep them for minutes (vLLM 0.12 to 0.21). Default lease.
@@ -1092,13 +1107,35 @@ type Pool struct {
 	KvEvents *KvEvents `protobuf:"bytes,25,opt,name=kv_events,json=kvEvents,proto3" json:"kv_events,omitempty"`
 	// With split auto: a prompt of which decode would have fewer tokens than this to compute is never split. Default 0.
 	MinPrefillTokens int64 `protobuf:"varint,40,opt,name=min_prefill_tokens,json=minPrefillTokens,proto3" json:"min_prefill_tokens,omitempty"`
+	// Whose count of cached tokens clients are told (usage.prompt_tokens_details.cached_tokens, of chats, completions and responses): decode,
+	// which counts what came from prefill, so mostly all of the prompt; or prefill, which says what needed no computing. vLLM
+	// from 0.31 tells prefill's by itself, with NIXL. With prefill, answers to split requests that have usage come through the
+	// external processor. Not with a kvTransfer whose legs run at once, and with handoff envoy alone. Default decode.
+	CachedTokens string `protobuf:"bytes,41,opt,name=cached_tokens,json=cachedTokens,proto3" json:"cached_tokens,omitempty"`
 	// Where endpoints come from that are not listed. In place of endpoints.
 	Discovery *Discovery `protobuf:"bytes,30,opt,name=discovery,proto3" json:"discovery,omitempty"`
 	// Who makes the second hop. envoy: Envoy itself. sidecar: llm-d's routing sidecar beside each decode engine, which is told
 	// the prefill endpoint in x-prefiller-host-port; endpoints that decode are then the sidecars. direct: this server calls the
 	// prefill endpoint before it answers Envoy. The last two are for gateways that cannot make two hops; neither can with a
 	// kvTransfer whose legs run at once, nor direct with lmcache. Default envoy; sidecar where extProc.protocol is endpointPicker.
-	Handoff       string `protobuf:"bytes,31,opt,name=handoff,proto3" json:"handoff,omitempty"`
+	Handoff string `protobuf:"bytes,31,opt,name=handoff,proto3" json:"handoff,omitempty"`
+	// When requests get their endpoints. immediate: at once. late: they wait here until an endpoint has less than about a step
+	// of work ahead (half a second), shortest first, age counting; nothing is sent to engines meanwhile. Default immediate.
+	Binding string `protobuf:"bytes,50,opt,name=binding,proto3" json:"binding,omitempty"`
+	// With binding late, or objectives.onMiss queue.
+	Queue *Queue `protobuf:"bytes,51,opt,name=queue,proto3" json:"queue,omitempty"`
+	// What requests want, and what becomes of it. Absent: all want the same.
+	Objectives *Objectives `protobuf:"bytes,52,opt,name=objectives,proto3" json:"objectives,omitempty"`
+	// Which engines are told of a request's place among others, in the body's member priority: vllm (started with
+	// --scheduling-policy priority), sglang (--enable-priority-scheduling), or none. Default none.
+	EnginePriority string `protobuf:"bytes,53,opt,name=engine_priority,json=enginePriority,proto3" json:"engine_priority,omitempty"`
+	// Chats with images, audio or video go to an endpoint with the role encode first, which makes embeddings of them (EPD). Absent:
+	// whoever computes the prompt does that. Not with a kvTransfer whose legs run at once, nor with handoff direct; with sidecar the
+	// encoders are named to the sidecar (x-encoder-hosts-ports), which makes the hop.
+	Encode *Encode `protobuf:"bytes,60,opt,name=encode,proto3" json:"encode,omitempty"`
+	// A request header that says which labels (endpoints[].labels) its endpoints must have, as name=value, comma between them.
+	// Absent: none does. Whoever may set it chooses engines.
+	LabelHeader   string `protobuf:"bytes,54,opt,name=label_header,json=labelHeader,proto3" json:"label_header,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1210,6 +1247,13 @@ func (x *Pool) GetStreamStartTimeout() string {
 	return ""
 }
 
+func (x *Pool) GetAnswerTimeout() string {
+	if x != nil {
+		return x.AnswerTimeout
+	}
+	return ""
+}
+
 func (x *Pool) GetStrandedBlocks() string {
 	if x != nil {
 		return x.StrandedBlocks
@@ -1273,6 +1317,13 @@ func (x *Pool) GetMinPrefillTokens() int64 {
 	return 0
 }
 
+func (x *Pool) GetCachedTokens() string {
+	if x != nil {
+		return x.CachedTokens
+	}
+	return ""
+}
+
 func (x *Pool) GetDiscovery() *Discovery {
 	if x != nil {
 		return x.Discovery
@@ -1287,6 +1338,297 @@ func (x *Pool) GetHandoff() string {
 	return ""
 }
 
+func (x *Pool) GetBinding() string {
+	if x != nil {
+		return x.Binding
+	}
+	return ""
+}
+
+func (x *Pool) GetQueue() *Queue {
+	if x != nil {
+		return x.Queue
+	}
+	return nil
+}
+
+func (x *Pool) GetObjectives() *Objectives {
+	if x != nil {
+		return x.Objectives
+	}
+	return nil
+}
+
+func (x *Pool) GetEnginePriority() string {
+	if x != nil {
+		return x.EnginePriority
+	}
+	return ""
+}
+
+func (x *Pool) GetEncode() *Encode {
+	if x != nil {
+		return x.Encode
+	}
+	return nil
+}
+
+func (x *Pool) GetLabelHeader() string {
+	if x != nil {
+		return x.LabelHeader
+	}
+	return ""
+}
+
+type Encode struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// How long an encode endpoint may take; then whoever computes the prompt encodes. Default: 30s.
+	Timeout       string `protobuf:"bytes,1,opt,name=timeout,proto3" json:"timeout,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Encode) Reset() {
+	*x = Encode{}
+	mi := &file_config_v1_config_proto_msgTypes[15]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Encode) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Encode) ProtoMessage() {}
+
+func (x *Encode) ProtoReflect() protoreflect.Message {
+	mi := &file_config_v1_config_proto_msgTypes[15]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Encode.ProtoReflect.Descriptor instead.
+func (*Encode) Descriptor() ([]byte, []int) {
+	return file_config_v1_config_proto_rawDescGZIP(), []int{15}
+}
+
+func (x *Encode) GetTimeout() string {
+	if x != nil {
+		return x.Timeout
+	}
+	return ""
+}
+
+type Queue struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// So long a request waits; then it is bound whatever waits before it, or refused (429) if its priority is below 0.
+	// At most 20s where envoy.bodyMode is not duplex, since Envoy waits no longer for a buffered body. Default 20s.
+	MaxWait string `protobuf:"bytes,1,opt,name=max_wait,json=maxWait,proto3" json:"max_wait,omitempty"`
+	// So many may wait, in each replica; then the last of those with a priority below 0 is refused (429), or the first bound
+	// before its time. Default 4096.
+	MaxWaiting    int32 `protobuf:"varint,2,opt,name=max_waiting,json=maxWaiting,proto3" json:"max_waiting,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Queue) Reset() {
+	*x = Queue{}
+	mi := &file_config_v1_config_proto_msgTypes[16]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Queue) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Queue) ProtoMessage() {}
+
+func (x *Queue) ProtoReflect() protoreflect.Message {
+	mi := &file_config_v1_config_proto_msgTypes[16]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Queue.ProtoReflect.Descriptor instead.
+func (*Queue) Descriptor() ([]byte, []int) {
+	return file_config_v1_config_proto_rawDescGZIP(), []int{16}
+}
+
+func (x *Queue) GetMaxWait() string {
+	if x != nil {
+		return x.MaxWait
+	}
+	return ""
+}
+
+func (x *Queue) GetMaxWaiting() int32 {
+	if x != nil {
+		return x.MaxWaiting
+	}
+	return 0
+}
+
+type Objectives struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Requests say what they want: x-llm-d-inference-objective names one of named, or an InferenceObjective;
+	// x-llm-d-slo-ttft-ms and x-llm-d-slo-tpot-ms are times in milliseconds; x-llm-d-inference-fairness-id says whose it is, and
+	// these share the queue evenly. Only where clients may be trusted with that, or a gateway before sets these headers.
+	// Default false; with extProc.protocol endpointPicker they always count.
+	FromHeaders bool `protobuf:"varint,1,opt,name=from_headers,json=fromHeaders,proto3" json:"from_headers,omitempty"`
+	// Of requests that name none of them.
+	Default *Objective `protobuf:"bytes,2,opt,name=default,proto3" json:"default,omitempty"`
+	// What requests may name.
+	Named []*Objective `protobuf:"bytes,3,rep,name=named,proto3" json:"named,omitempty"`
+	// What becomes of a request whose times no endpoint can keep to now. goOn: it goes where its first token comes soonest;
+	// queue: it waits until one can, where waiting helps at all; shed: it is refused (429, with Retry-After). Default goOn.
+	OnMiss        string `protobuf:"bytes,4,opt,name=on_miss,json=onMiss,proto3" json:"on_miss,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Objectives) Reset() {
+	*x = Objectives{}
+	mi := &file_config_v1_config_proto_msgTypes[17]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Objectives) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Objectives) ProtoMessage() {}
+
+func (x *Objectives) ProtoReflect() protoreflect.Message {
+	mi := &file_config_v1_config_proto_msgTypes[17]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Objectives.ProtoReflect.Descriptor instead.
+func (*Objectives) Descriptor() ([]byte, []int) {
+	return file_config_v1_config_proto_rawDescGZIP(), []int{17}
+}
+
+func (x *Objectives) GetFromHeaders() bool {
+	if x != nil {
+		return x.FromHeaders
+	}
+	return false
+}
+
+func (x *Objectives) GetDefault() *Objective {
+	if x != nil {
+		return x.Default
+	}
+	return nil
+}
+
+func (x *Objectives) GetNamed() []*Objective {
+	if x != nil {
+		return x.Named
+	}
+	return nil
+}
+
+func (x *Objectives) GetOnMiss() string {
+	if x != nil {
+		return x.OnMiss
+	}
+	return ""
+}
+
+type Objective struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// As requests name it. Required but in default.
+	Name string `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
+	// Higher goes first; below 0: refused where there is too much to do. Default 0.
+	Priority int32 `protobuf:"varint,2,opt,name=priority,proto3" json:"priority,omitempty"`
+	// From the request's arrival to its first token. Absent: any time.
+	Ttft string `protobuf:"bytes,3,opt,name=ttft,proto3" json:"ttft,omitempty"`
+	// Between two tokens. Absent: any time.
+	Tpot          string `protobuf:"bytes,4,opt,name=tpot,proto3" json:"tpot,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Objective) Reset() {
+	*x = Objective{}
+	mi := &file_config_v1_config_proto_msgTypes[18]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Objective) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Objective) ProtoMessage() {}
+
+func (x *Objective) ProtoReflect() protoreflect.Message {
+	mi := &file_config_v1_config_proto_msgTypes[18]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Objective.ProtoReflect.Descriptor instead.
+func (*Objective) Descriptor() ([]byte, []int) {
+	return file_config_v1_config_proto_rawDescGZIP(), []int{18}
+}
+
+func (x *Objective) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+func (x *Objective) GetPriority() int32 {
+	if x != nil {
+		return x.Priority
+	}
+	return 0
+}
+
+func (x *Objective) GetTtft() string {
+	if x != nil {
+		return x.Ttft
+	}
+	return ""
+}
+
+func (x *Objective) GetTpot() string {
+	if x != nil {
+		return x.Tpot
+	}
+	return ""
+}
+
 type Registration struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// ip:port; on an address that only the engines reach, for whoever reaches it can name an engine's address. Required.
@@ -1297,7 +1639,7 @@ type Registration struct {
 
 func (x *Registration) Reset() {
 	*x = Registration{}
-	mi := &file_config_v1_config_proto_msgTypes[15]
+	mi := &file_config_v1_config_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1309,7 +1651,7 @@ func (x *Registration) String() string {
 func (*Registration) ProtoMessage() {}
 
 func (x *Registration) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[15]
+	mi := &file_config_v1_config_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1322,7 +1664,7 @@ func (x *Registration) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Registration.ProtoReflect.Descriptor instead.
 func (*Registration) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{15}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *Registration) GetListen() string {
@@ -1347,7 +1689,7 @@ type SessionKey struct {
 
 func (x *SessionKey) Reset() {
 	*x = SessionKey{}
-	mi := &file_config_v1_config_proto_msgTypes[16]
+	mi := &file_config_v1_config_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1359,7 +1701,7 @@ func (x *SessionKey) String() string {
 func (*SessionKey) ProtoMessage() {}
 
 func (x *SessionKey) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[16]
+	mi := &file_config_v1_config_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1372,7 +1714,7 @@ func (x *SessionKey) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SessionKey.ProtoReflect.Descriptor instead.
 func (*SessionKey) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{16}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *SessionKey) GetHeader() string {
@@ -1401,13 +1743,22 @@ type NIXL struct {
 	// Chats: decode is sent the token ids that prefill made of the messages, so that a chat template which prints the time, or
 	// the like, does not make them differ. Needs vLLM 0.32 or newer on both sides. Default false.
 	ReuseTokenIds bool `protobuf:"varint,1,opt,name=reuse_token_ids,json=reuseTokenIds,proto3" json:"reuse_token_ids,omitempty"`
+	// The engines run with bidirectional_kv_xfer (vLLM 0.21 or newer on both sides): decode keeps an answer's blocks, and prefill fetches
+	// them in the conversation's next turn, where session names it and its prompt, by token ids, is known to go on where that answer ended:
+	// prompts that are token ids (completions), and with reuseTokenIds chats of text, which an engine then renders first
+	// (--enable-scale-out). Answers to split requests come through the external processor, which takes out what the client is not to
+	// see. With handoff envoy alone. Set it wherever the engines do so, for else clients are told of blocks. Default false.
+	Bidirectional bool `protobuf:"varint,2,opt,name=bidirectional,proto3" json:"bidirectional,omitempty"`
+	// How long such an answer is good for: less than the engines' decoder_kv_blocks_ttl (480s). Engines before 0.26 do not tell prefill
+	// until when decode keeps it: then the prefill leg's whole time limit has to fit in what is left. Default 450s.
+	TurnTtl       string `protobuf:"bytes,3,opt,name=turn_ttl,json=turnTtl,proto3" json:"turn_ttl,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *NIXL) Reset() {
 	*x = NIXL{}
-	mi := &file_config_v1_config_proto_msgTypes[17]
+	mi := &file_config_v1_config_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1419,7 +1770,7 @@ func (x *NIXL) String() string {
 func (*NIXL) ProtoMessage() {}
 
 func (x *NIXL) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[17]
+	mi := &file_config_v1_config_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1432,7 +1783,7 @@ func (x *NIXL) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use NIXL.ProtoReflect.Descriptor instead.
 func (*NIXL) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{17}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *NIXL) GetReuseTokenIds() bool {
@@ -1442,20 +1793,39 @@ func (x *NIXL) GetReuseTokenIds() bool {
 	return false
 }
 
+func (x *NIXL) GetBidirectional() bool {
+	if x != nil {
+		return x.Bidirectional
+	}
+	return false
+}
+
+func (x *NIXL) GetTurnTtl() string {
+	if x != nil {
+		return x.TurnTtl
+	}
+	return ""
+}
+
 type LMCache struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// How long a prefill engine's notice is waited for after its answer; then decode computes what it lacks. Also how long a
 	// prompt waits for room in a receiver's buffer. At most 25s. Default 10s.
 	NoticeTimeout string `protobuf:"bytes,1,opt,name=notice_timeout,json=noticeTimeout,proto3" json:"notice_timeout,omitempty"`
 	// The engines send no notices (pd_skip_proxy_notification): decode goes on when prefill has answered. Default false.
-	SkipNotices   bool `protobuf:"varint,2,opt,name=skip_notices,json=skipNotices,proto3" json:"skip_notices,omitempty"`
+	SkipNotices bool `protobuf:"varint,2,opt,name=skip_notices,json=skipNotices,proto3" json:"skip_notices,omitempty"`
+	// Prefill's first token goes to the client, and decode goes on behind it, as LMCache's own proxy has it (ret_first_tok):
+	// decode saves a step, and is sent token ids over /v1/completions. What that cannot answer (tools, grammars, stop strings,
+	// log probabilities, penalties, seeds, media) goes the other way. Such an answer comes through the external processor. With
+	// handoff envoy alone. Default false.
+	RetFirstToken bool `protobuf:"varint,3,opt,name=ret_first_token,json=retFirstToken,proto3" json:"ret_first_token,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *LMCache) Reset() {
 	*x = LMCache{}
-	mi := &file_config_v1_config_proto_msgTypes[18]
+	mi := &file_config_v1_config_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1467,7 +1837,7 @@ func (x *LMCache) String() string {
 func (*LMCache) ProtoMessage() {}
 
 func (x *LMCache) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[18]
+	mi := &file_config_v1_config_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1480,7 +1850,7 @@ func (x *LMCache) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LMCache.ProtoReflect.Descriptor instead.
 func (*LMCache) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{18}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *LMCache) GetNoticeTimeout() string {
@@ -1493,6 +1863,13 @@ func (x *LMCache) GetNoticeTimeout() string {
 func (x *LMCache) GetSkipNotices() bool {
 	if x != nil {
 		return x.SkipNotices
+	}
+	return false
+}
+
+func (x *LMCache) GetRetFirstToken() bool {
+	if x != nil {
+		return x.RetFirstToken
 	}
 	return false
 }
@@ -1511,7 +1888,7 @@ type Orchestrated struct {
 
 func (x *Orchestrated) Reset() {
 	*x = Orchestrated{}
-	mi := &file_config_v1_config_proto_msgTypes[19]
+	mi := &file_config_v1_config_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1523,7 +1900,7 @@ func (x *Orchestrated) String() string {
 func (*Orchestrated) ProtoMessage() {}
 
 func (x *Orchestrated) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[19]
+	mi := &file_config_v1_config_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1536,7 +1913,7 @@ func (x *Orchestrated) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Orchestrated.ProtoReflect.Descriptor instead.
 func (*Orchestrated) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{19}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *Orchestrated) GetKey() string {
@@ -1553,13 +1930,14 @@ func (x *Orchestrated) GetHandOver() string {
 	return ""
 }
 
-// KV events come over ZeroMQ, from vLLM and SGLang (--kv-events-config there). They are followed for every endpoint.
+// KV events come over ZeroMQ, from vLLM and SGLang (--kv-events-config there). They are followed for every endpoint;
+// of replicas that share a Redis, by one of them for all.
 type KvEvents struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Where the engine publishes, as its data-parallel rank 0; rank r has the port + r. Default: 5557.
 	Port int32 `protobuf:"varint,1,opt,name=port,proto3" json:"port,omitempty"`
 	// Where it gives out old events again (replay_endpoint), counted likewise. Absent: when events are lost, Tandem forgets
-	// what the endpoint holds.
+	// what the endpoint holds, or keeps it in doubt for ten minutes where one replica has taken over from another.
 	ReplayPort int32 `protobuf:"varint,2,opt,name=replay_port,json=replayPort,proto3" json:"replay_port,omitempty"`
 	// Data-parallel ranks behind each endpoint. Default: 1.
 	Ranks int32 `protobuf:"varint,3,opt,name=ranks,proto3" json:"ranks,omitempty"`
@@ -1580,7 +1958,7 @@ type KvEvents struct {
 
 func (x *KvEvents) Reset() {
 	*x = KvEvents{}
-	mi := &file_config_v1_config_proto_msgTypes[20]
+	mi := &file_config_v1_config_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1592,7 +1970,7 @@ func (x *KvEvents) String() string {
 func (*KvEvents) ProtoMessage() {}
 
 func (x *KvEvents) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[20]
+	mi := &file_config_v1_config_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1605,7 +1983,7 @@ func (x *KvEvents) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use KvEvents.ProtoReflect.Descriptor instead.
 func (*KvEvents) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{20}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *KvEvents) GetPort() int32 {
@@ -1674,7 +2052,7 @@ type Discovery struct {
 
 func (x *Discovery) Reset() {
 	*x = Discovery{}
-	mi := &file_config_v1_config_proto_msgTypes[21]
+	mi := &file_config_v1_config_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1686,7 +2064,7 @@ func (x *Discovery) String() string {
 func (*Discovery) ProtoMessage() {}
 
 func (x *Discovery) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[21]
+	mi := &file_config_v1_config_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1699,7 +2077,7 @@ func (x *Discovery) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Discovery.ProtoReflect.Descriptor instead.
 func (*Discovery) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{21}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *Discovery) GetFile() *FileDiscovery {
@@ -1732,7 +2110,7 @@ func (x *Discovery) GetInferencePool() *InferencePoolDiscovery {
 
 type FileDiscovery struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// YAML or JSON with a list `endpoints` of {address, role, group}; looked at every second. Required.
+	// YAML or JSON with a list `endpoints` of {address, role, group, zone, node, loras, labels}; looked at every second. Required.
 	Path string `protobuf:"bytes,1,opt,name=path,proto3" json:"path,omitempty"`
 	// http, https or h2c, of all its endpoints. Default http.
 	Scheme        string `protobuf:"bytes,2,opt,name=scheme,proto3" json:"scheme,omitempty"`
@@ -1742,7 +2120,7 @@ type FileDiscovery struct {
 
 func (x *FileDiscovery) Reset() {
 	*x = FileDiscovery{}
-	mi := &file_config_v1_config_proto_msgTypes[22]
+	mi := &file_config_v1_config_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1754,7 +2132,7 @@ func (x *FileDiscovery) String() string {
 func (*FileDiscovery) ProtoMessage() {}
 
 func (x *FileDiscovery) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[22]
+	mi := &file_config_v1_config_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1767,7 +2145,7 @@ func (x *FileDiscovery) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use FileDiscovery.ProtoReflect.Descriptor instead.
 func (*FileDiscovery) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{22}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *FileDiscovery) GetPath() string {
@@ -1795,14 +2173,16 @@ type NameDiscovery struct {
 	// http, https or h2c. Default http.
 	Scheme string `protobuf:"bytes,4,opt,name=scheme,proto3" json:"scheme,omitempty"`
 	// Endpoints with a group only pair within it.
-	Group         string `protobuf:"bytes,5,opt,name=group,proto3" json:"group,omitempty"`
+	Group string `protobuf:"bytes,5,opt,name=group,proto3" json:"group,omitempty"`
+	// Where they run: transfers within a zone are taken for faster than those between two.
+	Zone          string `protobuf:"bytes,50,opt,name=zone,proto3" json:"zone,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *NameDiscovery) Reset() {
 	*x = NameDiscovery{}
-	mi := &file_config_v1_config_proto_msgTypes[23]
+	mi := &file_config_v1_config_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1814,7 +2194,7 @@ func (x *NameDiscovery) String() string {
 func (*NameDiscovery) ProtoMessage() {}
 
 func (x *NameDiscovery) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[23]
+	mi := &file_config_v1_config_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1827,7 +2207,7 @@ func (x *NameDiscovery) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use NameDiscovery.ProtoReflect.Descriptor instead.
 func (*NameDiscovery) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{23}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *NameDiscovery) GetName() string {
@@ -1865,6 +2245,13 @@ func (x *NameDiscovery) GetGroup() string {
 	return ""
 }
 
+func (x *NameDiscovery) GetZone() string {
+	if x != nil {
+		return x.Zone
+	}
+	return ""
+}
+
 type KubernetesDiscovery struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Default: the namespace that the server runs in.
@@ -1883,7 +2270,7 @@ type KubernetesDiscovery struct {
 
 func (x *KubernetesDiscovery) Reset() {
 	*x = KubernetesDiscovery{}
-	mi := &file_config_v1_config_proto_msgTypes[24]
+	mi := &file_config_v1_config_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1895,7 +2282,7 @@ func (x *KubernetesDiscovery) String() string {
 func (*KubernetesDiscovery) ProtoMessage() {}
 
 func (x *KubernetesDiscovery) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[24]
+	mi := &file_config_v1_config_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1908,7 +2295,7 @@ func (x *KubernetesDiscovery) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use KubernetesDiscovery.ProtoReflect.Descriptor instead.
 func (*KubernetesDiscovery) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{24}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *KubernetesDiscovery) GetNamespace() string {
@@ -1963,7 +2350,7 @@ type InferencePoolDiscovery struct {
 
 func (x *InferencePoolDiscovery) Reset() {
 	*x = InferencePoolDiscovery{}
-	mi := &file_config_v1_config_proto_msgTypes[25]
+	mi := &file_config_v1_config_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1975,7 +2362,7 @@ func (x *InferencePoolDiscovery) String() string {
 func (*InferencePoolDiscovery) ProtoMessage() {}
 
 func (x *InferencePoolDiscovery) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[25]
+	mi := &file_config_v1_config_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1988,7 +2375,7 @@ func (x *InferencePoolDiscovery) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use InferencePoolDiscovery.ProtoReflect.Descriptor instead.
 func (*InferencePoolDiscovery) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{25}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *InferencePoolDiscovery) GetNamespace() string {
@@ -2036,15 +2423,20 @@ type PodLabels struct {
 	GroupLabel string `protobuf:"bytes,6,opt,name=group_label,json=groupLabel,proto3" json:"group_label,omitempty"`
 	// The label that holds the engine's port.
 	PortLabel string `protobuf:"bytes,7,opt,name=port_label,json=portLabel,proto3" json:"port_label,omitempty"`
-	// Role of pods whose label is missing or has another value: prefill, decode, both, or none, which leaves them out.
-	DefaultRole   string `protobuf:"bytes,8,opt,name=default_role,json=defaultRole,proto3" json:"default_role,omitempty"`
+	// Role of pods whose label is missing, unless their engine says one (SGLang), or has another value: prefill, decode, both, or
+	// none, which leaves them out.
+	DefaultRole string `protobuf:"bytes,8,opt,name=default_role,json=defaultRole,proto3" json:"default_role,omitempty"`
+	// The label whose value is the zone. Default topology.kubernetes.io/zone, which Kubernetes sets from the node's (1.35).
+	ZoneLabel string `protobuf:"bytes,50,opt,name=zone_label,json=zoneLabel,proto3" json:"zone_label,omitempty"`
+	// Labels of pods that are labels of their endpoints (pools[].labelHeader).
+	Keep          []string `protobuf:"bytes,51,rep,name=keep,proto3" json:"keep,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *PodLabels) Reset() {
 	*x = PodLabels{}
-	mi := &file_config_v1_config_proto_msgTypes[26]
+	mi := &file_config_v1_config_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2056,7 +2448,7 @@ func (x *PodLabels) String() string {
 func (*PodLabels) ProtoMessage() {}
 
 func (x *PodLabels) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[26]
+	mi := &file_config_v1_config_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2069,7 +2461,7 @@ func (x *PodLabels) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PodLabels.ProtoReflect.Descriptor instead.
 func (*PodLabels) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{26}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *PodLabels) GetConvention() string {
@@ -2128,6 +2520,20 @@ func (x *PodLabels) GetDefaultRole() string {
 	return ""
 }
 
+func (x *PodLabels) GetZoneLabel() string {
+	if x != nil {
+		return x.ZoneLabel
+	}
+	return ""
+}
+
+func (x *PodLabels) GetKeep() []string {
+	if x != nil {
+		return x.Keep
+	}
+	return nil
+}
+
 type PrefillTimeout struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// For any prompt, however short. Default 10s.
@@ -2141,7 +2547,7 @@ type PrefillTimeout struct {
 
 func (x *PrefillTimeout) Reset() {
 	*x = PrefillTimeout{}
-	mi := &file_config_v1_config_proto_msgTypes[27]
+	mi := &file_config_v1_config_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2153,7 +2559,7 @@ func (x *PrefillTimeout) String() string {
 func (*PrefillTimeout) ProtoMessage() {}
 
 func (x *PrefillTimeout) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[27]
+	mi := &file_config_v1_config_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2166,7 +2572,7 @@ func (x *PrefillTimeout) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PrefillTimeout.ProtoReflect.Descriptor instead.
 func (*PrefillTimeout) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{27}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *PrefillTimeout) GetBase() string {
@@ -2187,7 +2593,8 @@ type Endpoint struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// ip:port, [ip]:port or name:port. Required, unique in the file. Names are resolved, and watched, by Tandem.
 	Address string `protobuf:"bytes,1,opt,name=address,proto3" json:"address,omitempty"`
-	// prefill, decode or both. Required; in a pool without KV transfer the default is both.
+	// prefill, decode or both; encode for engines that make embeddings of media alone (pools[].encode). Required; in a pool without
+	// KV transfer the default is both.
 	Role string `protobuf:"bytes,2,opt,name=role,proto3" json:"role,omitempty"`
 	// http, https or h2c. Default http.
 	Scheme string `protobuf:"bytes,3,opt,name=scheme,proto3" json:"scheme,omitempty"`
@@ -2206,14 +2613,24 @@ type Endpoint struct {
 	KvReplayPort int32 `protobuf:"varint,16,opt,name=kv_replay_port,json=kvReplayPort,proto3" json:"kv_replay_port,omitempty"`
 	// How fast it is taken to be, in per cent: at 50 it counts as half as fast as others, and gets about half of their work where
 	// there is much. 0: no new work; what runs there ends as usual. At most 10000. Default 100.
-	Weight        *int32 `protobuf:"varint,21,opt,name=weight,proto3,oneof" json:"weight,omitempty"`
+	Weight *int32 `protobuf:"varint,21,opt,name=weight,proto3,oneof" json:"weight,omitempty"`
+	// Where it runs. Transfers within a zone are taken for faster than those between two; absent: not known, taken for near.
+	Zone string `protobuf:"bytes,50,opt,name=zone,proto3" json:"zone,omitempty"`
+	// Names of LoRA adapters that it holds. Requests for an adapter that some endpoint of the pool is said to hold go only to
+	// those that are, or that say so themselves (GET /v1/models). Absent: what it says itself.
+	Loras []string `protobuf:"bytes,51,rep,name=loras,proto3" json:"loras,omitempty"`
+	// name=value, for pools[].labelHeader.
+	Labels []string `protobuf:"bytes,52,rep,name=labels,proto3" json:"labels,omitempty"`
+	// The machine it runs on, by any name: transfers within a machine are taken for faster than those within a zone. Absent: what
+	// has one IP address runs on one machine.
+	Node          string `protobuf:"bytes,53,opt,name=node,proto3" json:"node,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Endpoint) Reset() {
 	*x = Endpoint{}
-	mi := &file_config_v1_config_proto_msgTypes[28]
+	mi := &file_config_v1_config_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2225,7 +2642,7 @@ func (x *Endpoint) String() string {
 func (*Endpoint) ProtoMessage() {}
 
 func (x *Endpoint) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[28]
+	mi := &file_config_v1_config_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2238,7 +2655,7 @@ func (x *Endpoint) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Endpoint.ProtoReflect.Descriptor instead.
 func (*Endpoint) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{28}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{32}
 }
 
 func (x *Endpoint) GetAddress() string {
@@ -2311,6 +2728,34 @@ func (x *Endpoint) GetWeight() int32 {
 	return 0
 }
 
+func (x *Endpoint) GetZone() string {
+	if x != nil {
+		return x.Zone
+	}
+	return ""
+}
+
+func (x *Endpoint) GetLoras() []string {
+	if x != nil {
+		return x.Loras
+	}
+	return nil
+}
+
+func (x *Endpoint) GetLabels() []string {
+	if x != nil {
+		return x.Labels
+	}
+	return nil
+}
+
+func (x *Endpoint) GetNode() string {
+	if x != nil {
+		return x.Node
+	}
+	return ""
+}
+
 // What engines are told of each other where Tandem has to tell them.
 type Transfer struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -2340,7 +2785,7 @@ type Transfer struct {
 
 func (x *Transfer) Reset() {
 	*x = Transfer{}
-	mi := &file_config_v1_config_proto_msgTypes[29]
+	mi := &file_config_v1_config_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2352,7 +2797,7 @@ func (x *Transfer) String() string {
 func (*Transfer) ProtoMessage() {}
 
 func (x *Transfer) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[29]
+	mi := &file_config_v1_config_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2365,7 +2810,7 @@ func (x *Transfer) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Transfer.ProtoReflect.Descriptor instead.
 func (*Transfer) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{29}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{33}
 }
 
 func (x *Transfer) GetHost() string {
@@ -2442,7 +2887,7 @@ type LMCacheReceiver struct {
 
 func (x *LMCacheReceiver) Reset() {
 	*x = LMCacheReceiver{}
-	mi := &file_config_v1_config_proto_msgTypes[30]
+	mi := &file_config_v1_config_proto_msgTypes[34]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2454,7 +2899,7 @@ func (x *LMCacheReceiver) String() string {
 func (*LMCacheReceiver) ProtoMessage() {}
 
 func (x *LMCacheReceiver) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[30]
+	mi := &file_config_v1_config_proto_msgTypes[34]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2467,7 +2912,7 @@ func (x *LMCacheReceiver) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LMCacheReceiver.ProtoReflect.Descriptor instead.
 func (*LMCacheReceiver) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{30}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{34}
 }
 
 func (x *LMCacheReceiver) GetInitPort() int32 {
@@ -2518,14 +2963,15 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\fsample_ratio\x18\x02 \x01(\x01H\x00R\vsampleRatio\x88\x01\x01B\x0f\n" +
 	"\r_sample_ratio\"!\n" +
 	"\aNotices\x12\x16\n" +
-	"\x06listen\x18\x01 \x01(\tR\x06listen\"\xdd\x01\n" +
+	"\x06listen\x18\x01 \x01(\tR\x06listen\"\x8a\x02\n" +
 	"\aExtProc\x12\x16\n" +
 	"\x06listen\x18\x01 \x01(\tR\x06listen\x12'\n" +
 	"\x03tls\x18\x02 \x01(\v2\x15.tandem.config.v1.TlsR\x03tls\x12*\n" +
 	"\x11max_message_bytes\x18\x03 \x01(\x03R\x0fmaxMessageBytes\x12\x1a\n" +
 	"\bprotocol\x18\n" +
 	" \x01(\tR\bprotocol\x12I\n" +
-	"\x0fendpoint_picker\x18\v \x01(\v2 .tandem.config.v1.EndpointPickerR\x0eendpointPicker\"q\n" +
+	"\x0fendpoint_picker\x18\v \x01(\v2 .tandem.config.v1.EndpointPickerR\x0eendpointPicker\x12+\n" +
+	"\x11decision_metadata\x182 \x01(\bR\x10decisionMetadata\"q\n" +
 	"\x0eEndpointPicker\x12\x1c\n" +
 	"\tfallbacks\x18\x01 \x01(\x05R\tfallbacks\x12\x1c\n" +
 	"\tresponses\x18\x02 \x01(\tR\tresponses\x12#\n" +
@@ -2579,7 +3025,8 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\bkey_file\x18\x04 \x01(\tR\akeyFile\"6\n" +
 	"\aTickets\x12\x19\n" +
 	"\bkey_file\x18\x01 \x01(\tR\akeyFile\x12\x10\n" +
-	"\x03ttl\x18\x02 \x01(\tR\x03ttl\"\xe1\a\n" +
+	"\x03ttl\x18\x02 \x01(\tR\x03ttl\"\xb2\n" +
+	"\n" +
 	"\x04Pool\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x16\n" +
 	"\x06models\x18\x02 \x03(\tR\x06models\x12\x1f\n" +
@@ -2593,7 +3040,8 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\tendpoints\x18\t \x03(\v2\x1a.tandem.config.v1.EndpointR\tendpoints\x12#\n" +
 	"\rattempts_time\x18\n" +
 	" \x01(\tR\fattemptsTime\x120\n" +
-	"\x14stream_start_timeout\x18\v \x01(\tR\x12streamStartTimeout\x12'\n" +
+	"\x14stream_start_timeout\x18\v \x01(\tR\x12streamStartTimeout\x12%\n" +
+	"\x0eanswer_timeout\x187 \x01(\tR\ranswerTimeout\x12'\n" +
 	"\x0fstranded_blocks\x18\f \x01(\tR\x0estrandedBlocks\x126\n" +
 	"\asession\x18\r \x01(\v2\x1c.tandem.config.v1.SessionKeyR\asession\x12B\n" +
 	"\fregistration\x18\x18 \x01(\v2\x1e.tandem.config.v1.RegistrationR\fregistration\x123\n" +
@@ -2602,21 +3050,50 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\amembers\x18\x16 \x03(\tR\amembers\x12*\n" +
 	"\x04nixl\x18\x17 \x01(\v2\x16.tandem.config.v1.NIXLR\x04nixl\x127\n" +
 	"\tkv_events\x18\x19 \x01(\v2\x1a.tandem.config.v1.KvEventsR\bkvEvents\x12,\n" +
-	"\x12min_prefill_tokens\x18( \x01(\x03R\x10minPrefillTokens\x129\n" +
+	"\x12min_prefill_tokens\x18( \x01(\x03R\x10minPrefillTokens\x12#\n" +
+	"\rcached_tokens\x18) \x01(\tR\fcachedTokens\x129\n" +
 	"\tdiscovery\x18\x1e \x01(\v2\x1b.tandem.config.v1.DiscoveryR\tdiscovery\x12\x18\n" +
-	"\ahandoff\x18\x1f \x01(\tR\ahandoff\"&\n" +
+	"\ahandoff\x18\x1f \x01(\tR\ahandoff\x12\x18\n" +
+	"\abinding\x182 \x01(\tR\abinding\x12-\n" +
+	"\x05queue\x183 \x01(\v2\x17.tandem.config.v1.QueueR\x05queue\x12<\n" +
+	"\n" +
+	"objectives\x184 \x01(\v2\x1c.tandem.config.v1.ObjectivesR\n" +
+	"objectives\x12'\n" +
+	"\x0fengine_priority\x185 \x01(\tR\x0eenginePriority\x120\n" +
+	"\x06encode\x18< \x01(\v2\x18.tandem.config.v1.EncodeR\x06encode\x12!\n" +
+	"\flabel_header\x186 \x01(\tR\vlabelHeader\"\"\n" +
+	"\x06Encode\x12\x18\n" +
+	"\atimeout\x18\x01 \x01(\tR\atimeout\"C\n" +
+	"\x05Queue\x12\x19\n" +
+	"\bmax_wait\x18\x01 \x01(\tR\amaxWait\x12\x1f\n" +
+	"\vmax_waiting\x18\x02 \x01(\x05R\n" +
+	"maxWaiting\"\xb2\x01\n" +
+	"\n" +
+	"Objectives\x12!\n" +
+	"\ffrom_headers\x18\x01 \x01(\bR\vfromHeaders\x125\n" +
+	"\adefault\x18\x02 \x01(\v2\x1b.tandem.config.v1.ObjectiveR\adefault\x121\n" +
+	"\x05named\x18\x03 \x03(\v2\x1b.tandem.config.v1.ObjectiveR\x05named\x12\x17\n" +
+	"\aon_miss\x18\x04 \x01(\tR\x06onMiss\"c\n" +
+	"\tObjective\x12\x12\n" +
+	"\x04name\x18\x01 \x01(\tR\x04name\x12\x1a\n" +
+	"\bpriority\x18\x02 \x01(\x05R\bpriority\x12\x12\n" +
+	"\x04ttft\x18\x03 \x01(\tR\x04ttft\x12\x12\n" +
+	"\x04tpot\x18\x04 \x01(\tR\x04tpot\"&\n" +
 	"\fRegistration\x12\x16\n" +
 	"\x06listen\x18\x01 \x01(\tR\x06listen\"P\n" +
 	"\n" +
 	"SessionKey\x12\x16\n" +
 	"\x06header\x18\x01 \x01(\tR\x06header\x12\x16\n" +
 	"\x06cookie\x18\x02 \x01(\tR\x06cookie\x12\x12\n" +
-	"\x04body\x18\x03 \x01(\tR\x04body\".\n" +
+	"\x04body\x18\x03 \x01(\tR\x04body\"o\n" +
 	"\x04NIXL\x12&\n" +
-	"\x0freuse_token_ids\x18\x01 \x01(\bR\rreuseTokenIds\"S\n" +
+	"\x0freuse_token_ids\x18\x01 \x01(\bR\rreuseTokenIds\x12$\n" +
+	"\rbidirectional\x18\x02 \x01(\bR\rbidirectional\x12\x19\n" +
+	"\bturn_ttl\x18\x03 \x01(\tR\aturnTtl\"{\n" +
 	"\aLMCache\x12%\n" +
 	"\x0enotice_timeout\x18\x01 \x01(\tR\rnoticeTimeout\x12!\n" +
-	"\fskip_notices\x18\x02 \x01(\bR\vskipNotices\"=\n" +
+	"\fskip_notices\x18\x02 \x01(\bR\vskipNotices\x12&\n" +
+	"\x0fret_first_token\x18\x03 \x01(\bR\rretFirstToken\"=\n" +
 	"\fOrchestrated\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x1b\n" +
 	"\thand_over\x18\x02 \x01(\tR\bhandOver\"\xbe\x01\n" +
@@ -2638,13 +3115,14 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\x0einference_pool\x18\x04 \x01(\v2(.tandem.config.v1.InferencePoolDiscoveryR\rinferencePool\";\n" +
 	"\rFileDiscovery\x12\x12\n" +
 	"\x04path\x18\x01 \x01(\tR\x04path\x12\x16\n" +
-	"\x06scheme\x18\x02 \x01(\tR\x06scheme\"y\n" +
+	"\x06scheme\x18\x02 \x01(\tR\x06scheme\"\x8d\x01\n" +
 	"\rNameDiscovery\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x12\n" +
 	"\x04port\x18\x02 \x01(\x05R\x04port\x12\x12\n" +
 	"\x04role\x18\x03 \x01(\tR\x04role\x12\x16\n" +
 	"\x06scheme\x18\x04 \x01(\tR\x06scheme\x12\x14\n" +
-	"\x05group\x18\x05 \x01(\tR\x05group\"\xb2\x01\n" +
+	"\x05group\x18\x05 \x01(\tR\x05group\x12\x12\n" +
+	"\x04zone\x182 \x01(\tR\x04zone\"\xb2\x01\n" +
 	"\x13KubernetesDiscovery\x12\x1c\n" +
 	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x1a\n" +
 	"\bselector\x18\x02 \x01(\tR\bselector\x12\x14\n" +
@@ -2655,7 +3133,7 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x123\n" +
 	"\x06labels\x18\x03 \x01(\v2\x1b.tandem.config.v1.PodLabelsR\x06labels\x12\x18\n" +
-	"\aintents\x18\x04 \x01(\tR\aintents\"\xf3\x01\n" +
+	"\aintents\x18\x04 \x01(\tR\aintents\"\xa6\x02\n" +
 	"\tPodLabels\x12\x1e\n" +
 	"\n" +
 	"convention\x18\x01 \x01(\tR\n" +
@@ -2669,10 +3147,13 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"groupLabel\x12\x1d\n" +
 	"\n" +
 	"port_label\x18\a \x01(\tR\tportLabel\x12!\n" +
-	"\fdefault_role\x18\b \x01(\tR\vdefaultRole\"A\n" +
+	"\fdefault_role\x18\b \x01(\tR\vdefaultRole\x12\x1d\n" +
+	"\n" +
+	"zone_label\x182 \x01(\tR\tzoneLabel\x12\x12\n" +
+	"\x04keep\x183 \x03(\tR\x04keep\"A\n" +
 	"\x0ePrefillTimeout\x12\x12\n" +
 	"\x04base\x18\x01 \x01(\tR\x04base\x12\x1b\n" +
-	"\tper_token\x18\x02 \x01(\tR\bperToken\"\xe9\x02\n" +
+	"\tper_token\x18\x02 \x01(\tR\bperToken\"\xbf\x03\n" +
 	"\bEndpoint\x12\x18\n" +
 	"\aaddress\x18\x01 \x01(\tR\aaddress\x12\x12\n" +
 	"\x04role\x18\x02 \x01(\tR\x04role\x12\x16\n" +
@@ -2684,7 +3165,11 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\almcache\x18\r \x01(\v2!.tandem.config.v1.LMCacheReceiverR\almcache\x12$\n" +
 	"\x0ekv_events_port\x18\x0f \x01(\x05R\fkvEventsPort\x12$\n" +
 	"\x0ekv_replay_port\x18\x10 \x01(\x05R\fkvReplayPort\x12\x1b\n" +
-	"\x06weight\x18\x15 \x01(\x05H\x00R\x06weight\x88\x01\x01B\t\n" +
+	"\x06weight\x18\x15 \x01(\x05H\x00R\x06weight\x88\x01\x01\x12\x12\n" +
+	"\x04zone\x182 \x01(\tR\x04zone\x12\x14\n" +
+	"\x05loras\x183 \x03(\tR\x05loras\x12\x16\n" +
+	"\x06labels\x184 \x03(\tR\x06labels\x12\x12\n" +
+	"\x04node\x185 \x01(\tR\x04nodeB\t\n" +
 	"\a_weight\"\xa1\x02\n" +
 	"\bTransfer\x12\x12\n" +
 	"\x04host\x18\x01 \x01(\tR\x04host\x12%\n" +
@@ -2716,7 +3201,7 @@ func file_config_v1_config_proto_rawDescGZIP() []byte {
 	return file_config_v1_config_proto_rawDescData
 }
 
-var file_config_v1_config_proto_msgTypes = make([]protoimpl.MessageInfo, 31)
+var file_config_v1_config_proto_msgTypes = make([]protoimpl.MessageInfo, 35)
 var file_config_v1_config_proto_goTypes = []any{
 	(*Config)(nil),                 // 0: tandem.config.v1.Config
 	(*Tracing)(nil),                // 1: tandem.config.v1.Tracing
@@ -2733,22 +3218,26 @@ var file_config_v1_config_proto_goTypes = []any{
 	(*RedisTls)(nil),               // 12: tandem.config.v1.RedisTls
 	(*Tickets)(nil),                // 13: tandem.config.v1.Tickets
 	(*Pool)(nil),                   // 14: tandem.config.v1.Pool
-	(*Registration)(nil),           // 15: tandem.config.v1.Registration
-	(*SessionKey)(nil),             // 16: tandem.config.v1.SessionKey
-	(*NIXL)(nil),                   // 17: tandem.config.v1.NIXL
-	(*LMCache)(nil),                // 18: tandem.config.v1.LMCache
-	(*Orchestrated)(nil),           // 19: tandem.config.v1.Orchestrated
-	(*KvEvents)(nil),               // 20: tandem.config.v1.KvEvents
-	(*Discovery)(nil),              // 21: tandem.config.v1.Discovery
-	(*FileDiscovery)(nil),          // 22: tandem.config.v1.FileDiscovery
-	(*NameDiscovery)(nil),          // 23: tandem.config.v1.NameDiscovery
-	(*KubernetesDiscovery)(nil),    // 24: tandem.config.v1.KubernetesDiscovery
-	(*InferencePoolDiscovery)(nil), // 25: tandem.config.v1.InferencePoolDiscovery
-	(*PodLabels)(nil),              // 26: tandem.config.v1.PodLabels
-	(*PrefillTimeout)(nil),         // 27: tandem.config.v1.PrefillTimeout
-	(*Endpoint)(nil),               // 28: tandem.config.v1.Endpoint
-	(*Transfer)(nil),               // 29: tandem.config.v1.Transfer
-	(*LMCacheReceiver)(nil),        // 30: tandem.config.v1.LMCacheReceiver
+	(*Encode)(nil),                 // 15: tandem.config.v1.Encode
+	(*Queue)(nil),                  // 16: tandem.config.v1.Queue
+	(*Objectives)(nil),             // 17: tandem.config.v1.Objectives
+	(*Objective)(nil),              // 18: tandem.config.v1.Objective
+	(*Registration)(nil),           // 19: tandem.config.v1.Registration
+	(*SessionKey)(nil),             // 20: tandem.config.v1.SessionKey
+	(*NIXL)(nil),                   // 21: tandem.config.v1.NIXL
+	(*LMCache)(nil),                // 22: tandem.config.v1.LMCache
+	(*Orchestrated)(nil),           // 23: tandem.config.v1.Orchestrated
+	(*KvEvents)(nil),               // 24: tandem.config.v1.KvEvents
+	(*Discovery)(nil),              // 25: tandem.config.v1.Discovery
+	(*FileDiscovery)(nil),          // 26: tandem.config.v1.FileDiscovery
+	(*NameDiscovery)(nil),          // 27: tandem.config.v1.NameDiscovery
+	(*KubernetesDiscovery)(nil),    // 28: tandem.config.v1.KubernetesDiscovery
+	(*InferencePoolDiscovery)(nil), // 29: tandem.config.v1.InferencePoolDiscovery
+	(*PodLabels)(nil),              // 30: tandem.config.v1.PodLabels
+	(*PrefillTimeout)(nil),         // 31: tandem.config.v1.PrefillTimeout
+	(*Endpoint)(nil),               // 32: tandem.config.v1.Endpoint
+	(*Transfer)(nil),               // 33: tandem.config.v1.Transfer
+	(*LMCacheReceiver)(nil),        // 34: tandem.config.v1.LMCacheReceiver
 }
 var file_config_v1_config_proto_depIdxs = []int32{
 	3,  // 0: tandem.config.v1.Config.ext_proc:type_name -> tandem.config.v1.ExtProc
@@ -2766,28 +3255,33 @@ var file_config_v1_config_proto_depIdxs = []int32{
 	9,  // 12: tandem.config.v1.Envoy.endpoint_tls:type_name -> tandem.config.v1.ClientTls
 	11, // 13: tandem.config.v1.State.redis:type_name -> tandem.config.v1.Redis
 	12, // 14: tandem.config.v1.Redis.tls:type_name -> tandem.config.v1.RedisTls
-	27, // 15: tandem.config.v1.Pool.prefill_timeout:type_name -> tandem.config.v1.PrefillTimeout
-	28, // 16: tandem.config.v1.Pool.endpoints:type_name -> tandem.config.v1.Endpoint
-	16, // 17: tandem.config.v1.Pool.session:type_name -> tandem.config.v1.SessionKey
-	15, // 18: tandem.config.v1.Pool.registration:type_name -> tandem.config.v1.Registration
-	18, // 19: tandem.config.v1.Pool.lmcache:type_name -> tandem.config.v1.LMCache
-	19, // 20: tandem.config.v1.Pool.orchestrated:type_name -> tandem.config.v1.Orchestrated
-	17, // 21: tandem.config.v1.Pool.nixl:type_name -> tandem.config.v1.NIXL
-	20, // 22: tandem.config.v1.Pool.kv_events:type_name -> tandem.config.v1.KvEvents
-	21, // 23: tandem.config.v1.Pool.discovery:type_name -> tandem.config.v1.Discovery
-	22, // 24: tandem.config.v1.Discovery.file:type_name -> tandem.config.v1.FileDiscovery
-	23, // 25: tandem.config.v1.Discovery.dns:type_name -> tandem.config.v1.NameDiscovery
-	24, // 26: tandem.config.v1.Discovery.kubernetes:type_name -> tandem.config.v1.KubernetesDiscovery
-	25, // 27: tandem.config.v1.Discovery.inference_pool:type_name -> tandem.config.v1.InferencePoolDiscovery
-	26, // 28: tandem.config.v1.KubernetesDiscovery.labels:type_name -> tandem.config.v1.PodLabels
-	26, // 29: tandem.config.v1.InferencePoolDiscovery.labels:type_name -> tandem.config.v1.PodLabels
-	29, // 30: tandem.config.v1.Endpoint.transfer:type_name -> tandem.config.v1.Transfer
-	30, // 31: tandem.config.v1.Endpoint.lmcache:type_name -> tandem.config.v1.LMCacheReceiver
-	32, // [32:32] is the sub-list for method output_type
-	32, // [32:32] is the sub-list for method input_type
-	32, // [32:32] is the sub-list for extension type_name
-	32, // [32:32] is the sub-list for extension extendee
-	0,  // [0:32] is the sub-list for field type_name
+	31, // 15: tandem.config.v1.Pool.prefill_timeout:type_name -> tandem.config.v1.PrefillTimeout
+	32, // 16: tandem.config.v1.Pool.endpoints:type_name -> tandem.config.v1.Endpoint
+	20, // 17: tandem.config.v1.Pool.session:type_name -> tandem.config.v1.SessionKey
+	19, // 18: tandem.config.v1.Pool.registration:type_name -> tandem.config.v1.Registration
+	22, // 19: tandem.config.v1.Pool.lmcache:type_name -> tandem.config.v1.LMCache
+	23, // 20: tandem.config.v1.Pool.orchestrated:type_name -> tandem.config.v1.Orchestrated
+	21, // 21: tandem.config.v1.Pool.nixl:type_name -> tandem.config.v1.NIXL
+	24, // 22: tandem.config.v1.Pool.kv_events:type_name -> tandem.config.v1.KvEvents
+	25, // 23: tandem.config.v1.Pool.discovery:type_name -> tandem.config.v1.Discovery
+	16, // 24: tandem.config.v1.Pool.queue:type_name -> tandem.config.v1.Queue
+	17, // 25: tandem.config.v1.Pool.objectives:type_name -> tandem.config.v1.Objectives
+	15, // 26: tandem.config.v1.Pool.encode:type_name -> tandem.config.v1.Encode
+	18, // 27: tandem.config.v1.Objectives.default:type_name -> tandem.config.v1.Objective
+	18, // 28: tandem.config.v1.Objectives.named:type_name -> tandem.config.v1.Objective
+	26, // 29: tandem.config.v1.Discovery.file:type_name -> tandem.config.v1.FileDiscovery
+	27, // 30: tandem.config.v1.Discovery.dns:type_name -> tandem.config.v1.NameDiscovery
+	28, // 31: tandem.config.v1.Discovery.kubernetes:type_name -> tandem.config.v1.KubernetesDiscovery
+	29, // 32: tandem.config.v1.Discovery.inference_pool:type_name -> tandem.config.v1.InferencePoolDiscovery
+	30, // 33: tandem.config.v1.KubernetesDiscovery.labels:type_name -> tandem.config.v1.PodLabels
+	30, // 34: tandem.config.v1.InferencePoolDiscovery.labels:type_name -> tandem.config.v1.PodLabels
+	33, // 35: tandem.config.v1.Endpoint.transfer:type_name -> tandem.config.v1.Transfer
+	34, // 36: tandem.config.v1.Endpoint.lmcache:type_name -> tandem.config.v1.LMCacheReceiver
+	37, // [37:37] is the sub-list for method output_type
+	37, // [37:37] is the sub-list for method input_type
+	37, // [37:37] is the sub-list for extension type_name
+	37, // [37:37] is the sub-list for extension extendee
+	0,  // [0:37] is the sub-list for field type_name
 }
 
 func init() { file_config_v1_config_proto_init() }
@@ -2796,14 +3290,14 @@ func file_config_v1_config_proto_init() {
 		return
 	}
 	file_config_v1_config_proto_msgTypes[1].OneofWrappers = []any{}
-	file_config_v1_config_proto_msgTypes[28].OneofWrappers = []any{}
+	file_config_v1_config_proto_msgTypes[32].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_config_v1_config_proto_rawDesc), len(file_config_v1_config_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   31,
+			NumMessages:   35,
 			NumExtensions: 0,
 			NumServices:   0,
 		},

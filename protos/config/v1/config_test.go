@@ -117,8 +117,8 @@ func TestMistakes(t *testing.T) {
 		"broken YAML":          {"pools: [", []string{"not readable as YAML: line 1: did not find expected node content"}},
 		"keys twice": {"admin: {}\nadmin: {}\nreplan: {}\nreplan: {}\n" + least, []string{
 			`not readable as YAML: line 2: key "admin" already set in map`, `not readable as YAML: line 4: key "replan" already set in map`}},
-		"role misspelt":       {edited("role: prefill", "role: prefil"), []string{`pools[0].endpoints[0].role: "prefil" is not a role: one of prefill, decode, both`}},
-		"role missing":        {edited(", role: decode", ""), []string{"pools[0].endpoints: none of them decodes: at least one needs the role decode or both", "pools[0].endpoints[1].role: is missing: one of prefill, decode, both"}},
+		"role misspelt":       {edited("role: prefill", "role: prefil"), []string{`pools[0].endpoints[0].role: "prefil" is not a role: one of prefill, decode, both, encode`}},
+		"role missing":        {edited(", role: decode", ""), []string{"pools[0].endpoints: none of them decodes: at least one needs the role decode or both", "pools[0].endpoints[1].role: is missing: one of prefill, decode, both, encode"}},
 		"unknown field":       {"extproc: {}\n" + least, []string{"extproc: unknown field; did you mean extProc?"}},
 		"unknown deep field":  {edited("role: prefill", "role: prefill, adress: x"), []string{"pools[0].endpoints[0].adress: unknown field; did you mean address?"}},
 		"far from all fields": {"zzzzzzzzzzzz: 1\n" + least, []string{"zzzzzzzzzzzz: unknown field; known here: extProc, replan, admin, envoy, state, tickets, pools, notices, tracing"}},
@@ -128,8 +128,10 @@ func TestMistakes(t *testing.T) {
 		"both":                {edited("kvTransfer: nixl", "kvTransfer: nixl\n  discovery: {file: {path: x}}"), []string{"pools[0].endpoints: stand beside discovery: list endpoints or have them found"}},
 		"pushes, direct":      {edited("kvTransfer: nixl", "kvTransfer: lmcache\n  handoff: direct"), []string{"pools[0].handoff: is direct, but lmcache's prefill endpoint sends the KV to a decode endpoint that waits for it: envoy"}},
 		"at once, direct":     {edited("kvTransfer: nixl", "kvTransfer: mooncake\n  handoff: direct"), []string{"pools[0].handoff: is direct, but with kvTransfer mooncake both legs run at once, which takes an Envoy that makes both: envoy"}},
-		"misspelt dialect":    {edited("nixl", "nxil"), []string{`pools[0].kvTransfer: "nxil" is not one of lmcache, mooncake, mooncake-0.13, moriio, moriio-read, multi, nixl, nixl-push, offload, orchestrated, p2p-nccl, sglang, shared, trtllm, none (nixl?)`}},
-		"no dialect":          {edited("  kvTransfer: nixl\n", ""), []string{"pools[0].kvTransfer: is missing: one of lmcache, mooncake, mooncake-0.13, moriio, moriio-read, multi, nixl, nixl-push, offload, orchestrated, p2p-nccl, sglang, shared, trtllm, none; none is for engines that prefill and decode by themselves"}},
+		"encode, at once":     {edited("kvTransfer: nixl", "kvTransfer: mooncake\n  encode: {timeout: never}"), []string{"pools[0].encode: takes legs that follow each other, not kvTransfer mooncake: remove it", `pools[0].encode.timeout: "never" is not a duration such as 300s, 5m or 250ms`}},
+		"encode, direct":      {edited("kvTransfer: nixl", "kvTransfer: nixl\n  handoff: direct\n  encode: {}"), []string{"pools[0].encode: takes handoff envoy or sidecar, not direct: Envoy or the sidecar makes the hop to the encode endpoint"}},
+		"misspelt dialect":    {edited("nixl", "nxil"), []string{`pools[0].kvTransfer: "nxil" is not one of lmcache, mooncake, mooncake-0.13, moriio, moriio-read, multi, nixl, nixl-push, offload, orchestrated, p2p-nccl, sglang, shared, trtllm, trtllm-generation-first, none (nixl?)`}},
+		"no dialect":          {edited("  kvTransfer: nixl\n", ""), []string{"pools[0].kvTransfer: is missing: one of lmcache, mooncake, mooncake-0.13, moriio, moriio-read, multi, nixl, nixl-push, offload, orchestrated, p2p-nccl, sglang, shared, trtllm, trtllm-generation-first, none; none is for engines that prefill and decode by themselves"}},
 		"no name":             {edited("name: chat", "models: [a]"), []string{"pools[0].name: is missing: what metrics and logs will call the pool"}},
 		"name is a number":    {edited("name: chat", "name: 7"), []string{"pools[0].name: must be text, is the number 7: put it in quotes"}},
 		"empty list item":     {edited("name: chat", "name: chat\n  models: [~]"), []string{"pools[0].models[0]: is empty"}},
@@ -232,6 +234,10 @@ func TestWarnings(t *testing.T) {
 		"mutual TLS": {"extProc: {tls: {certFile: c, keyFile: k, clientCaFile: a}}\n" + least, []string{
 			"envoy.extProcTls.certFile: is missing: extProc.tls.clientCaFile makes the server refuse an Envoy without a certificate",
 			"envoy.extProcTls.caFile: is missing: Envoy will take any certificate of the external processor"}},
+		"encode, alone": {edited("kvTransfer: nixl", "kvTransfer: nixl\n  encode: {}"), []string{"pools[0].encode: has no effect: no endpoint has the role encode"}},
+		"encode, unasked": {least + "  - {address: e.svc:8000, role: encode}\n", []string{
+			"pools[0].endpoints[2].role: is encode, which has no effect without the pool's encode: set that too, {} is enough"}},
+		"encode":             {edited("kvTransfer: nixl", "kvTransfer: lmcache\n  encode: {timeout: 3s}") + "  - {address: e.svc:8000, role: encode}\n", nil},
 		"replicas and redis": {"state: {redis: {url: \"redis://x/0\"}}\nenvoy: {extProcs: [\"a:1\", \"b:1\"]}\n" + least, nil},
 	} {
 		t.Run(name, func(t *testing.T) {

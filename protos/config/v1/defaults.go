@@ -103,6 +103,9 @@ func setPoolDefaults(p *Pool) {
 		or(&p.KvEvents.Tokens, "learned")
 		or(&p.KvEvents.TokenBudget, "0s")
 	}
+	if p.Encode != nil {
+		or(&p.Encode.Timeout, "30s")
+	}
 	for _, e := range p.Endpoints {
 		or(&e.Scheme, "http")
 		if e.Weight == nil {
@@ -113,6 +116,7 @@ func setPoolDefaults(p *Pool) {
 		}
 	}
 	setDialectDefaults(p)
+	setObjectiveDefaults(p)
 }
 
 func setDialectDefaults(p *Pool) {
@@ -126,12 +130,12 @@ func setDialectDefaults(p *Pool) {
 		or(&p.Orchestrated.HandOver, "answer")
 	}
 	for _, e := range p.Endpoints {
-		if p.KvTransfer == "lmcache" && e.Role != "prefill" {
+		if p.KvTransfer == "lmcache" && e.decodes() {
 			sub(&e.Lmcache)
 			or(&e.Lmcache.InitPort, 7300)
 			or(&e.Lmcache.AllocPort, 7400)
 		}
-		if p.usesP2P() && e.Role != "decode" {
+		if p.usesP2P() && e.prefills() {
 			sub(&e.Transfer)
 			or(&e.Transfer.P2PPort, 5710)
 		}

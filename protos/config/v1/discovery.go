@@ -8,6 +8,9 @@ import (
 // maxPorts is how many targetPorts an InferencePool may have (inference.networking.k8s.io/v1).
 const maxPorts = 8
 
+// zoneLabel is Kubernetes' well-known label.
+const zoneLabel = "topology.kubernetes.io/zone"
+
 func setDiscoveryDefaults(d *Discovery) {
 	if d == nil {
 		return
@@ -23,10 +26,12 @@ func setDiscoveryDefaults(d *Discovery) {
 		or(&k.Scheme, "http")
 		sub(&k.Labels)
 		or(&k.Labels.Convention, "llm-d")
+		or(&k.Labels.ZoneLabel, zoneLabel)
 	}
 	if i := d.InferencePool; i != nil {
 		sub(&i.Labels)
 		or(&i.Labels.Convention, "llm-d")
+		or(&i.Labels.ZoneLabel, zoneLabel)
 		or(&i.Intents, "none")
 	}
 }

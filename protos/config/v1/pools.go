@@ -21,12 +21,16 @@ func (v *validator) pool(path string, p *Pool) {
 	v.oneOf(path+".split", p.Split, "always", "auto", "never")
 	v.oneOf(path+".longPrompts", p.LongPrompts, "decodeAlone", "refuse")
 	v.oneOf(path+".onPrefillFailure", p.OnPrefillFailure, "otherPrefill", "decodeAlone", "fail")
+	v.cachedTokens(path+".cachedTokens", p)
 	v.oneOf(path+".strandedBlocks", p.StrandedBlocks, "lease", "cleanupDecode")
 	if p.PrefillAttempts < 1 || p.PrefillAttempts > 5 {
 		v.m.add(path+".prefillAttempts", "%d is not between 1 and 5", p.PrefillAttempts)
 	}
 	v.duration(path+".attemptsTime", p.AttemptsTime, time.Millisecond)
 	v.duration(path+".streamStartTimeout", p.StreamStartTimeout, time.Millisecond)
+	if p.AnswerTimeout != "" {
+		v.duration(path+".answerTimeout", p.AnswerTimeout, time.Millisecond)
+	}
 	switch {
 	case p.MinPrefillTokens < 0:
 		v.m.add(path+".minPrefillTokens", "%d is negative", p.MinPrefillTokens)
@@ -37,13 +41,52 @@ func (v *validator) pool(path string, p *Pool) {
 	v.duration(path+".prefillTimeout.perToken", p.PrefillTimeout.PerToken, 0)
 	v.session(path+".session", p.Session)
 	v.handoff(path, p)
+	v.objectives(path, p)
 	if p.Discovery != nil {
 		v.discovery(path, p)
 	} else {
 		v.endpointsOf(path, p)
 	}
 	v.concurrent(path, p)
+	v.encode(path, p)
 	v.kvEvents(path, p)
+}
+
+// Encodes reports whether the pool has an encode stage.
+func Encodes(p *Pool) bool { return p.GetEncode() != nil }
+
+// encode refuses an encode stage where the leg behind it could not be planned, and warns of endpoints without one.
+func (v *validator) encode(path string, p *Pool) {
+	i := slices.IndexFunc(p.Endpoints, func(e *Endpoint) bool { return e.Role == "encode" })
+	switch {
+	case p.Encode == nil && i >= 0:
+		v.warn(fmt.Sprintf("%s.endpoints[%d].role", path, i), "is encode, which has no effect without the pool's encode: set that too, {} is enough")
+	case p.Encode == nil:
+	case Concurrent(p):
+		v.m.add(path+".encode", "takes legs that follow each other, not kvTransfer %s: remove it", p.KvTransfer)
+	case p.Handoff == "direct":
+		v.m.add(path+".encode", "takes handoff envoy or sidecar, not %s: Envoy or the sidecar makes the hop to the encode endpoint", p.Handoff)
+	case i < 0 && p.Discovery == nil:
+		v.warn(path+".encode", "has no effect: no endpoint has the role encode")
+	}
+	if p.Encode != nil {
+		v.duration(path+".encode.timeout", p.Encode.Timeout, time.Millisecond)
+	}
+}
+
+func (e *Endpoint) prefills() bool { return e.GetRole() == "prefill" || e.GetRole() == "both" }
+func (e *Endpoint) decodes() bool  { return e.GetRole() == "decode" || e.GetRole() == "both" }
+
+func (v *validator) cachedTokens(path string, p *Pool) {
+	switch {
+	case p.CachedTokens == "":
+	case p.CachedTokens != "prefill":
+		v.oneOf(path, p.CachedTokens, "decode", "prefill")
+	case Concurrent(p) || p.KvTransfer == "none":
+		v.m.add(path, "is prefill, which takes legs that follow each other, not kvTransfer %s: decode", p.KvTransfer)
+	case p.Handoff != "envoy":
+		v.m.add(path, "is prefill, which takes handoff envoy, not %s: answers come through the external processor there", p.Handoff)
+	}
 }
 
 // handoff refuses to leave the second hop to somebody who cannot make it.
@@ -110,7 +153,7 @@ func (v *validator) modelsOf(path string, p *Pool) {
 
 // concurrentDialects are those whose legs run at once.
 func concurrentDialects() []string {
-	return []string{"mooncake", "moriio", "nixl-push", "p2p-nccl", "sglang"}
+	return []string{"mooncake", "moriio", "nixl-push", "p2p-nccl", "sglang", "trtllm-generation-first"}
 }
 
 // Concurrent reports whether both legs of a pool's requests run at once.
@@ -120,8 +163,8 @@ func (v *validator) endpointsOf(path string, p *Pool) {
 	decodes, prefills := false, false
 	for i, e := range p.Endpoints {
 		v.endpoint(fmt.Sprintf("%s.endpoints[%d]", path, i), e)
-		decodes = decodes || e.Role == "decode" || e.Role == "both"
-		prefills = prefills || e.Role == "prefill" || e.Role == "both"
+		decodes = decodes || e.decodes()
+		prefills = prefills || e.prefills()
 	}
 	switch {
 	case len(p.Endpoints) == 0:
@@ -145,11 +188,13 @@ func (v *validator) endpoint(path string, e *Endpoint) {
 		v.notOurs(path+".address", added)
 	}
 	if e.Role == "" {
-		v.m.add(path+".role", "is missing: one of prefill, decode, both")
-	} else if r := e.Role; r != "prefill" && r != "decode" && r != "both" {
-		v.m.add(path+".role", "%.40q is not a role: one of prefill, decode, both", r)
+		v.m.add(path+".role", "is missing: one of prefill, decode, both, encode")
+	} else if r := e.Role; !e.prefills() && !e.decodes() && r != "encode" {
+		v.m.add(path+".role", "%.40q is not a role: one of prefill, decode, both, encode", r)
 	}
 	v.oneOf(path+".scheme", e.Scheme, "http", "https", "h2c")
+	v.commaFree(path+".loras", e.Loras)
+	v.labels(path+".labels", e.Labels)
 	if w := e.GetWeight(); w < 0 || w > 10_000 {
 		v.m.add(path+".weight", "%d is not between 0 and 10000", w)
 	}
@@ -171,7 +216,7 @@ func (v *validator) notOurs(path string, e seenAddress) {
 func (v *validator) groups(path string, p *Pool) {
 	for i, e := range p.Endpoints {
 		pairs := e.Role != "prefill" || slices.ContainsFunc(p.Endpoints, func(o *Endpoint) bool {
-			return o.Role != "prefill" && p.PairsAs(o) == p.PairsAs(e)
+			return o.decodes() && p.PairsAs(o) == p.PairsAs(e)
 		})
 		if !pairs {
 			v.warn(fmt.Sprintf("%s[%d]", path, i), "no endpoint that decodes pairs with it (%s), so it will never be used", p.pairing(e))

@@ -66,7 +66,7 @@ func checkValue(m *Mistakes, path string, value any, field protoreflect.FieldDes
 
 // durations are the fields that a number without a unit is likely to be put into.
 func durations() []string {
-	return []string{"ttl", "base", "perToken", "decodeIdleTimeout", "attemptsTime", "streamStartTimeout", "lease", "noticeTimeout", "tokenBudget"}
+	return []string{"ttl", "base", "perToken", "decodeIdleTimeout", "attemptsTime", "streamStartTimeout", "answerTimeout", "lease", "noticeTimeout", "tokenBudget", "maxWait", "ttft", "tpot"}
 }
 
 func checkText(m *Mistakes, path string, value any, field string) {

@@ -59,6 +59,7 @@ func (v *validator) dialect(path string, p *Pool) {
 	}
 	v.onlyWith(path+".lmcache", p.Lmcache != nil, p, "lmcache")
 	v.onlyWith(path+".nixl", p.Nixl != nil, p, "nixl")
+	v.bidirectional(path, p)
 	v.onlyWith(path+".orchestrated", p.Orchestrated != nil, p, "orchestrated")
 	v.onlyWith(path+".members", len(p.Members) > 0, p, "multi")
 	switch p.KvTransfer {
@@ -66,6 +67,9 @@ func (v *validator) dialect(path string, p *Pool) {
 		v.duration(path+".lmcache.noticeTimeout", p.Lmcache.NoticeTimeout, time.Millisecond)
 		if d := Duration(p.Lmcache.NoticeTimeout); d > longestNotice {
 			v.m.add(path+".lmcache.noticeTimeout", "%s is more than %s: Envoy gives up on the external processor after 30s", d, longestNotice)
+		}
+		if p.Lmcache.RetFirstToken && p.Handoff != "envoy" {
+			v.m.add(path+".lmcache.retFirstToken", "needs handoff envoy, not %s: prefill's token is put in front of decode's answer there", p.Handoff)
 		}
 	case "orchestrated":
 		v.oneOf(path+".orchestrated.handOver", p.Orchestrated.HandOver, "answer", "params")
@@ -78,7 +82,39 @@ func (v *validator) dialect(path string, p *Pool) {
 	v.transfers(path, p)
 }
 
-const longestNotice = 25 * time.Second
+// bidirectional checks the reuse of turns.
+func (v *validator) bidirectional(path string, p *Pool) {
+	n := p.Nixl
+	if at := path + ".nixl.turnTtl"; n.GetTurnTtl() != "" {
+		v.duration(at, n.TurnTtl, time.Second)
+		switch d := Duration(n.TurnTtl); {
+		case !n.Bidirectional:
+			v.warn(at, "has no effect without nixl.bidirectional")
+		case d >= decoderTTL:
+			v.warn(at, "%s is not below %s, for which engines keep answers unless their decoder_kv_blocks_ttl says otherwise: "+
+				"prefill would be sent for blocks that are another prompt's by then", d, decoderTTL)
+		}
+	}
+	if !n.GetBidirectional() {
+		return
+	}
+	if p.Handoff != "envoy" {
+		v.m.add(path+".nixl.bidirectional", "needs handoff envoy, not %s: what decode keeps is taken out of its answer there", p.Handoff)
+	}
+	if s := p.Session; s.GetHeader() == "" && s.GetCookie() == "" && s.GetBody() == "" {
+		v.warn(path+".nixl.bidirectional", "finds no conversation without the pool's session: answers are cleaned, and no turn is reused")
+	}
+}
+
+// RewritesAnswers reports whether the pool has answers that come through the external processor.
+func RewritesAnswers(p *Pool) bool {
+	return p.GetLmcache().GetRetFirstToken() || p.GetNixl().GetBidirectional() || p.GetCachedTokens() == "prefill" || p.GetKvTransfer() == "sglang"
+}
+
+const (
+	longestNotice = 25 * time.Second
+	decoderTTL    = 480 * time.Second // vLLM's decoder_kv_blocks_ttl, if it is not set
+)
 
 var (
 	orchestratedKey = regexp.MustCompile(`^disagg_[A-Za-z0-9_]{1,57}$`)
@@ -119,6 +155,8 @@ func (v *validator) transfers(path string, p *Pool) {
 			v.m.add(at+".release", "is missing, and %s.endpoints[%d] has one: endpoints pair by release, so give it to all of the pool or to none", path, withRelease)
 		case p.Nixl.GetReuseTokenIds() && older(e.Release, 32):
 			v.m.add(at+".release", "%s does not take prefill's token ids: nixl.reuseTokenIds needs vLLM 0.32 or newer on both sides", e.Release)
+		case p.Nixl.GetBidirectional() && older(e.Release, 21):
+			v.m.add(at+".release", "%s keeps no answers for the next turn: nixl.bidirectional needs vLLM 0.21 or newer on both sides", e.Release)
 		case p.usesP2P() && older(e.Release, 25):
 			v.m.add(at+".release", "%s has no P2P tier: kvTransfer %s needs vLLM 0.25 or newer on both sides", e.Release, p.KvTransfer)
 		}
@@ -208,9 +246,9 @@ func (v *validator) notices(c *Config) {
 		v.warn("notices", "has no effect: no pool has kvTransfer lmcache with notices")
 		return
 	}
-	if len(c.Envoy.ExtProcs) > 1 {
-		v.warn("notices", "a notice reaches one replica, and prefill legs at the others wait noticeTimeout in vain: set lmcache.skipNotices "+
-			"(pd_skip_proxy_notification of the engines) where several replicas serve one Envoy")
+	if len(c.Envoy.ExtProcs) > 1 && c.GetState().GetRedis() == nil {
+		v.warn("notices", "a notice reaches one replica, and prefill legs at the others wait noticeTimeout in vain: share it through state.redis, or set lmcache.skipNotices "+
+			"(pd_skip_proxy_notification of the engines)")
 	}
 	host, _, _ := net.SplitHostPort(c.Notices.Listen)
 	if !loopback(host) {
@@ -219,7 +257,7 @@ func (v *validator) notices(c *Config) {
 	for _, p := range c.Pools {
 		for _, e := range p.Endpoints {
 			at, _, _ := net.SplitHostPort(e.Address)
-			if p.TakesNotices() && e.Role != "decode" && !loopback(at) {
+			if p.TakesNotices() && e.prefills() && !loopback(at) {
 				v.warn("notices.listen", "%s is not reached from other machines, such as %s: set an address that is pd_proxy_host of the engines", c.Notices.Listen, e.Address)
 				return
 			}

@@ -10,7 +10,7 @@ import (
 
 // validate judges the values of a configuration whose shape is right and whose defaults are filled in.
 func validate(m *Mistakes, c *Config) (warnings []string) {
-	v := validator{m: m, models: map[string]string{}}
+	v := validator{m: m, models: map[string]string{}, bodyMode: c.Envoy.BodyMode}
 	v.listeners(c)
 	v.extProc(c)
 	v.envoy(c)
@@ -36,6 +36,7 @@ type validator struct {
 	endpoints []seenAddress
 	models    map[string]string // model to the path of its pool
 	names     []string
+	bodyMode  string // of Envoy
 }
 
 func (v *validator) warn(path, format string, args ...any) {

@@ -78,7 +78,7 @@ func (x Blocks_Kind) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use Blocks_Kind.Descriptor instead.
 func (Blocks_Kind) EnumDescriptor() ([]byte, []int) {
-	return file_state_v1_state_proto_rawDescGZIP(), []int{1, 0}
+	return file_state_v1_state_proto_rawDescGZIP(), []int{3, 0}
 }
 
 // What one replica has to say about one pool: an entry of the pool's stream. Everything in it may be applied twice, and but
@@ -107,7 +107,33 @@ type Batch struct {
 	Signals   []*Signals `protobuf:"bytes,12,rep,name=signals,proto3" json:"signals,omitempty"`
 	Sessions  []*Session `protobuf:"bytes,13,rep,name=sessions,proto3" json:"sessions,omitempty"`
 	// Reservations that the sender knows to be over, and did not make itself.
-	Released      []uint64 `protobuf:"fixed64,14,rep,packed,name=released,proto3" json:"released,omitempty"`
+	Released []uint64 `protobuf:"fixed64,14,rep,packed,name=released,proto3" json:"released,omitempty"`
+	// How much prefill the sender books, in microseconds of engine time a second: on endpoints that prefill, and on endpoints
+	// that decode, for prompts that they compute themselves.
+	PrefillRate uint32 `protobuf:"varint,15,opt,name=prefill_rate,json=prefillRate,proto3" json:"prefill_rate,omitempty"`
+	LocalRate   uint32 `protobuf:"varint,16,opt,name=local_rate,json=localRate,proto3" json:"local_rate,omitempty"`
+	// How long the first of the blocks in it have waited to be told; microseconds.
+	WaitedUs uint64 `protobuf:"varint,17,opt,name=waited_us,json=waitedUs,proto3" json:"waited_us,omitempty"`
+	// What the sender has learned of prompts.
+	Tokens []*Tokens `protobuf:"bytes,18,rep,name=tokens,proto3" json:"tokens,omitempty"`
+	// In complete batches and those that say hello: the sender takes its part in listening to KV events, and takes what others
+	// tell of them.
+	Collects bool `protobuf:"varint,19,opt,name=collects,proto3" json:"collects,omitempty"`
+	// What the sender has collected of KV events.
+	Collected []*Collected `protobuf:"bytes,20,rep,name=collected,proto3" json:"collected,omitempty"`
+	// Positions in addresses: endpoints of whose KV events the sender has missed some. Whoever listens to them is to write what
+	// it knows of them, and to tell where.
+	Lacks []uint32 `protobuf:"varint,21,rep,packed,name=lacks,proto3" json:"lacks,omitempty"`
+	// That was written.
+	Contents *SnapshotNotice `protobuf:"bytes,22,opt,name=contents,proto3" json:"contents,omitempty"`
+	// Requests that wait at the sender for endpoints, those in front of its queue: who began to, and of whom something is told
+	// anew; and the ids of those who wait no more.
+	Waits     []*Waits `protobuf:"bytes,40,rep,name=waits,proto3" json:"waits,omitempty"`
+	WaitsOver []uint64 `protobuf:"fixed64,41,rep,packed,name=waits_over,json=waitsOver,proto3" json:"waits_over,omitempty"`
+	// waits are all of them; others do not wait there any more.
+	WaitsAll bool `protobuf:"varint,42,opt,name=waits_all,json=waitsAll,proto3" json:"waits_all,omitempty"`
+	// Ids of those who wait no more because it was their turn: what they are for counts as their flow's share, and of no others.
+	WaitsSent     []uint64 `protobuf:"fixed64,43,rep,packed,name=waits_sent,json=waitsSent,proto3" json:"waits_sent,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -240,6 +266,328 @@ func (x *Batch) GetReleased() []uint64 {
 	return nil
 }
 
+func (x *Batch) GetPrefillRate() uint32 {
+	if x != nil {
+		return x.PrefillRate
+	}
+	return 0
+}
+
+func (x *Batch) GetLocalRate() uint32 {
+	if x != nil {
+		return x.LocalRate
+	}
+	return 0
+}
+
+func (x *Batch) GetWaitedUs() uint64 {
+	if x != nil {
+		return x.WaitedUs
+	}
+	return 0
+}
+
+func (x *Batch) GetTokens() []*Tokens {
+	if x != nil {
+		return x.Tokens
+	}
+	return nil
+}
+
+func (x *Batch) GetCollects() bool {
+	if x != nil {
+		return x.Collects
+	}
+	return false
+}
+
+func (x *Batch) GetCollected() []*Collected {
+	if x != nil {
+		return x.Collected
+	}
+	return nil
+}
+
+func (x *Batch) GetLacks() []uint32 {
+	if x != nil {
+		return x.Lacks
+	}
+	return nil
+}
+
+func (x *Batch) GetContents() *SnapshotNotice {
+	if x != nil {
+		return x.Contents
+	}
+	return nil
+}
+
+func (x *Batch) GetWaits() []*Waits {
+	if x != nil {
+		return x.Waits
+	}
+	return nil
+}
+
+func (x *Batch) GetWaitsOver() []uint64 {
+	if x != nil {
+		return x.WaitsOver
+	}
+	return nil
+}
+
+func (x *Batch) GetWaitsAll() bool {
+	if x != nil {
+		return x.WaitsAll
+	}
+	return false
+}
+
+func (x *Batch) GetWaitsSent() []uint64 {
+	if x != nil {
+		return x.WaitsSent
+	}
+	return nil
+}
+
+// A request that waits for endpoints: the replicas that know of it let it go before their own that stand behind it.
+type Waits struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	Id    uint64                 `protobuf:"fixed64,1,opt,name=id,proto3" json:"id,omitempty"`
+	// For how long it had waited when the batch was made, and how much work it is where that is least; microseconds.
+	WaitedUs     uint64 `protobuf:"varint,2,opt,name=waited_us,json=waitedUs,proto3" json:"waited_us,omitempty"`
+	WorkUs       uint64 `protobuf:"varint,3,opt,name=work_us,json=workUs,proto3" json:"work_us,omitempty"`
+	Priority     int32  `protobuf:"zigzag32,4,opt,name=priority,proto3" json:"priority,omitempty"`
+	Flow         uint64 `protobuf:"fixed64,5,opt,name=flow,proto3" json:"flow,omitempty"`
+	PromptTokens int64  `protobuf:"varint,6,opt,name=prompt_tokens,json=promptTokens,proto3" json:"prompt_tokens,omitempty"`
+	// Endpoints that hold most of its prompt, as positions in addresses, and how many tokens of it each holds.
+	HeldAt        []uint32 `protobuf:"varint,7,rep,packed,name=held_at,json=heldAt,proto3" json:"held_at,omitempty"`
+	Held          []int64  `protobuf:"varint,8,rep,packed,name=held,proto3" json:"held,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Waits) Reset() {
+	*x = Waits{}
+	mi := &file_state_v1_state_proto_msgTypes[1]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Waits) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Waits) ProtoMessage() {}
+
+func (x *Waits) ProtoReflect() protoreflect.Message {
+	mi := &file_state_v1_state_proto_msgTypes[1]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Waits.ProtoReflect.Descriptor instead.
+func (*Waits) Descriptor() ([]byte, []int) {
+	return file_state_v1_state_proto_rawDescGZIP(), []int{1}
+}
+
+func (x *Waits) GetId() uint64 {
+	if x != nil {
+		return x.Id
+	}
+	return 0
+}
+
+func (x *Waits) GetWaitedUs() uint64 {
+	if x != nil {
+		return x.WaitedUs
+	}
+	return 0
+}
+
+func (x *Waits) GetWorkUs() uint64 {
+	if x != nil {
+		return x.WorkUs
+	}
+	return 0
+}
+
+func (x *Waits) GetPriority() int32 {
+	if x != nil {
+		return x.Priority
+	}
+	return 0
+}
+
+func (x *Waits) GetFlow() uint64 {
+	if x != nil {
+		return x.Flow
+	}
+	return 0
+}
+
+func (x *Waits) GetPromptTokens() int64 {
+	if x != nil {
+		return x.PromptTokens
+	}
+	return 0
+}
+
+func (x *Waits) GetHeldAt() []uint32 {
+	if x != nil {
+		return x.HeldAt
+	}
+	return nil
+}
+
+func (x *Waits) GetHeld() []int64 {
+	if x != nil {
+		return x.Held
+	}
+	return nil
+}
+
+// What the sender was told by one publisher of KV events, or, in a snapshot, all that it knows of one.
+type Collected struct {
+	state   protoimpl.MessageState `protogen:"open.v1"`
+	Address uint32                 `protobuf:"varint,1,opt,name=address,proto3" json:"address,omitempty"`
+	// Data-parallel rank.
+	Rank uint32 `protobuf:"varint,2,opt,name=rank,proto3" json:"rank,omitempty"`
+	// The publisher's batches that are in it: from the first number up to, but not including, the next one. None: the sender
+	// listens, and is there.
+	From uint64 `protobuf:"varint,3,opt,name=from,proto3" json:"from,omitempty"`
+	Next uint64 `protobuf:"varint,4,opt,name=next,proto3" json:"next,omitempty"`
+	// Of the last of them, in seconds since 1970, by the engine's clock.
+	Time float64 `protobuf:"fixed64,5,opt,name=time,proto3" json:"time,omitempty"`
+	// All that was said before is void.
+	Anew bool `protobuf:"varint,6,opt,name=anew,proto3" json:"anew,omitempty"`
+	// Some batches before the last one were lost, and what is known from before may be wrong.
+	Doubt bool `protobuf:"varint,7,opt,name=doubt,proto3" json:"doubt,omitempty"`
+	// Of a snapshot: part of it, which more follow.
+	Part bool `protobuf:"varint,8,opt,name=part,proto3" json:"part,omitempty"`
+	More bool `protobuf:"varint,9,opt,name=more,proto3" json:"more,omitempty"`
+	// Runs of blocks, packed (kvstate/redisstore/events.go).
+	Events []byte `protobuf:"bytes,10,opt,name=events,proto3" json:"events,omitempty"`
+	// Drawn by the sender when all before was void last, or heard from who had listened before it. Who knows another one has
+	// missed something.
+	Epoch         uint64 `protobuf:"fixed64,11,opt,name=epoch,proto3" json:"epoch,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Collected) Reset() {
+	*x = Collected{}
+	mi := &file_state_v1_state_proto_msgTypes[2]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Collected) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Collected) ProtoMessage() {}
+
+func (x *Collected) ProtoReflect() protoreflect.Message {
+	mi := &file_state_v1_state_proto_msgTypes[2]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Collected.ProtoReflect.Descriptor instead.
+func (*Collected) Descriptor() ([]byte, []int) {
+	return file_state_v1_state_proto_rawDescGZIP(), []int{2}
+}
+
+func (x *Collected) GetAddress() uint32 {
+	if x != nil {
+		return x.Address
+	}
+	return 0
+}
+
+func (x *Collected) GetRank() uint32 {
+	if x != nil {
+		return x.Rank
+	}
+	return 0
+}
+
+func (x *Collected) GetFrom() uint64 {
+	if x != nil {
+		return x.From
+	}
+	return 0
+}
+
+func (x *Collected) GetNext() uint64 {
+	if x != nil {
+		return x.Next
+	}
+	return 0
+}
+
+func (x *Collected) GetTime() float64 {
+	if x != nil {
+		return x.Time
+	}
+	return 0
+}
+
+func (x *Collected) GetAnew() bool {
+	if x != nil {
+		return x.Anew
+	}
+	return false
+}
+
+func (x *Collected) GetDoubt() bool {
+	if x != nil {
+		return x.Doubt
+	}
+	return false
+}
+
+func (x *Collected) GetPart() bool {
+	if x != nil {
+		return x.Part
+	}
+	return false
+}
+
+func (x *Collected) GetMore() bool {
+	if x != nil {
+		return x.More
+	}
+	return false
+}
+
+func (x *Collected) GetEvents() []byte {
+	if x != nil {
+		return x.Events
+	}
+	return nil
+}
+
+func (x *Collected) GetEpoch() uint64 {
+	if x != nil {
+		return x.Epoch
+	}
+	return 0
+}
+
 // Blocks of the prefix cache that an endpoint holds, or does not hold any more.
 type Blocks struct {
 	state   protoimpl.MessageState `protogen:"open.v1"`
@@ -248,14 +596,16 @@ type Blocks struct {
 	// Keys of the prefix index.
 	Hashes []uint64 `protobuf:"fixed64,3,rep,packed,name=hashes,proto3" json:"hashes,omitempty"`
 	// In a snapshot: the block before the first of them; 0: a prompt begins with it.
-	Parent        uint64 `protobuf:"fixed64,4,opt,name=parent,proto3" json:"parent,omitempty"`
+	Parent uint64 `protobuf:"fixed64,4,opt,name=parent,proto3" json:"parent,omitempty"`
+	// Other endpoints of which the same is true: a prompt goes to two, and its hashes are most of a batch.
+	Also          []uint32 `protobuf:"varint,5,rep,packed,name=also,proto3" json:"also,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Blocks) Reset() {
 	*x = Blocks{}
-	mi := &file_state_v1_state_proto_msgTypes[1]
+	mi := &file_state_v1_state_proto_msgTypes[3]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -267,7 +617,7 @@ func (x *Blocks) String() string {
 func (*Blocks) ProtoMessage() {}
 
 func (x *Blocks) ProtoReflect() protoreflect.Message {
-	mi := &file_state_v1_state_proto_msgTypes[1]
+	mi := &file_state_v1_state_proto_msgTypes[3]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -280,7 +630,7 @@ func (x *Blocks) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Blocks.ProtoReflect.Descriptor instead.
 func (*Blocks) Descriptor() ([]byte, []int) {
-	return file_state_v1_state_proto_rawDescGZIP(), []int{1}
+	return file_state_v1_state_proto_rawDescGZIP(), []int{3}
 }
 
 func (x *Blocks) GetAddress() uint32 {
@@ -311,19 +661,174 @@ func (x *Blocks) GetParent() uint64 {
 	return 0
 }
 
+func (x *Blocks) GetAlso() []uint32 {
+	if x != nil {
+		return x.Also
+	}
+	return nil
+}
+
+// The tokens of a prompt whose text blocks others know, since it was routed.
+type Tokens struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Hash of its last text block.
+	Prompt uint64 `protobuf:"fixed64,1,opt,name=prompt,proto3" json:"prompt,omitempty"`
+	// Bytes in each of its text blocks and in all of it, and tokens in all of it.
+	BlockBytes    uint32         `protobuf:"varint,2,opt,name=block_bytes,json=blockBytes,proto3" json:"block_bytes,omitempty"`
+	Bytes         uint64         `protobuf:"varint,3,opt,name=bytes,proto3" json:"bytes,omitempty"`
+	Tokens        uint64         `protobuf:"varint,4,opt,name=tokens,proto3" json:"tokens,omitempty"`
+	Blocks        []*TokenBlocks `protobuf:"bytes,5,rep,name=blocks,proto3" json:"blocks,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Tokens) Reset() {
+	*x = Tokens{}
+	mi := &file_state_v1_state_proto_msgTypes[4]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Tokens) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Tokens) ProtoMessage() {}
+
+func (x *Tokens) ProtoReflect() protoreflect.Message {
+	mi := &file_state_v1_state_proto_msgTypes[4]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Tokens.ProtoReflect.Descriptor instead.
+func (*Tokens) Descriptor() ([]byte, []int) {
+	return file_state_v1_state_proto_rawDescGZIP(), []int{4}
+}
+
+func (x *Tokens) GetPrompt() uint64 {
+	if x != nil {
+		return x.Prompt
+	}
+	return 0
+}
+
+func (x *Tokens) GetBlockBytes() uint32 {
+	if x != nil {
+		return x.BlockBytes
+	}
+	return 0
+}
+
+func (x *Tokens) GetBytes() uint64 {
+	if x != nil {
+		return x.Bytes
+	}
+	return 0
+}
+
+func (x *Tokens) GetTokens() uint64 {
+	if x != nil {
+		return x.Tokens
+	}
+	return 0
+}
+
+func (x *Tokens) GetBlocks() []*TokenBlocks {
+	if x != nil {
+		return x.Blocks
+	}
+	return nil
+}
+
+// The hashes of a prompt's token blocks of one size from one on. That one is known already, unless it is the first.
+type TokenBlocks struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Size          uint32                 `protobuf:"varint,1,opt,name=size,proto3" json:"size,omitempty"`
+	From          uint32                 `protobuf:"varint,2,opt,name=from,proto3" json:"from,omitempty"`
+	Hashes        []uint64               `protobuf:"fixed64,3,rep,packed,name=hashes,proto3" json:"hashes,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *TokenBlocks) Reset() {
+	*x = TokenBlocks{}
+	mi := &file_state_v1_state_proto_msgTypes[5]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *TokenBlocks) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*TokenBlocks) ProtoMessage() {}
+
+func (x *TokenBlocks) ProtoReflect() protoreflect.Message {
+	mi := &file_state_v1_state_proto_msgTypes[5]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use TokenBlocks.ProtoReflect.Descriptor instead.
+func (*TokenBlocks) Descriptor() ([]byte, []int) {
+	return file_state_v1_state_proto_rawDescGZIP(), []int{5}
+}
+
+func (x *TokenBlocks) GetSize() uint32 {
+	if x != nil {
+		return x.Size
+	}
+	return 0
+}
+
+func (x *TokenBlocks) GetFrom() uint32 {
+	if x != nil {
+		return x.From
+	}
+	return 0
+}
+
+func (x *TokenBlocks) GetHashes() []uint64 {
+	if x != nil {
+		return x.Hashes
+	}
+	return nil
+}
+
 // What the sender has booked on an endpoint: not a change, but all of it.
 type Load struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Address       uint32                 `protobuf:"varint,1,opt,name=address,proto3" json:"address,omitempty"`
-	Requests      int64                  `protobuf:"varint,2,opt,name=requests,proto3" json:"requests,omitempty"`
-	PromptTokens  int64                  `protobuf:"varint,3,opt,name=prompt_tokens,json=promptTokens,proto3" json:"prompt_tokens,omitempty"`
+	state        protoimpl.MessageState `protogen:"open.v1"`
+	Address      uint32                 `protobuf:"varint,1,opt,name=address,proto3" json:"address,omitempty"`
+	Requests     int64                  `protobuf:"varint,2,opt,name=requests,proto3" json:"requests,omitempty"`
+	PromptTokens int64                  `protobuf:"varint,3,opt,name=prompt_tokens,json=promptTokens,proto3" json:"prompt_tokens,omitempty"`
+	// Of the requests, prefills that wait or are under way, and the work they are; microseconds.
+	Jobs   int64 `protobuf:"varint,4,opt,name=jobs,proto3" json:"jobs,omitempty"`
+	WorkUs int64 `protobuf:"varint,5,opt,name=work_us,json=workUs,proto3" json:"work_us,omitempty"`
+	// Of that work, what the engine is at work on, and for how long it was when the batch was made.
+	LeadUs    int64 `protobuf:"varint,6,opt,name=lead_us,json=leadUs,proto3" json:"lead_us,omitempty"`
+	LeadAgeUs int64 `protobuf:"varint,7,opt,name=lead_age_us,json=leadAgeUs,proto3" json:"lead_age_us,omitempty"`
+	// Work that the endpoint, which decodes, has left to do on prompts that it computes itself.
+	LocalUs       int64 `protobuf:"varint,8,opt,name=local_us,json=localUs,proto3" json:"local_us,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Load) Reset() {
 	*x = Load{}
-	mi := &file_state_v1_state_proto_msgTypes[2]
+	mi := &file_state_v1_state_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -335,7 +840,7 @@ func (x *Load) String() string {
 func (*Load) ProtoMessage() {}
 
 func (x *Load) ProtoReflect() protoreflect.Message {
-	mi := &file_state_v1_state_proto_msgTypes[2]
+	mi := &file_state_v1_state_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -348,7 +853,7 @@ func (x *Load) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Load.ProtoReflect.Descriptor instead.
 func (*Load) Descriptor() ([]byte, []int) {
-	return file_state_v1_state_proto_rawDescGZIP(), []int{2}
+	return file_state_v1_state_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *Load) GetAddress() uint32 {
@@ -372,6 +877,41 @@ func (x *Load) GetPromptTokens() int64 {
 	return 0
 }
 
+func (x *Load) GetJobs() int64 {
+	if x != nil {
+		return x.Jobs
+	}
+	return 0
+}
+
+func (x *Load) GetWorkUs() int64 {
+	if x != nil {
+		return x.WorkUs
+	}
+	return 0
+}
+
+func (x *Load) GetLeadUs() int64 {
+	if x != nil {
+		return x.LeadUs
+	}
+	return 0
+}
+
+func (x *Load) GetLeadAgeUs() int64 {
+	if x != nil {
+		return x.LeadAgeUs
+	}
+	return 0
+}
+
+func (x *Load) GetLocalUs() int64 {
+	if x != nil {
+		return x.LocalUs
+	}
+	return 0
+}
+
 // Whether the endpoint is left out, since the sender has just seen it fail or come back.
 type Health struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
@@ -383,7 +923,7 @@ type Health struct {
 
 func (x *Health) Reset() {
 	*x = Health{}
-	mi := &file_state_v1_state_proto_msgTypes[3]
+	mi := &file_state_v1_state_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -395,7 +935,7 @@ func (x *Health) String() string {
 func (*Health) ProtoMessage() {}
 
 func (x *Health) ProtoReflect() protoreflect.Message {
-	mi := &file_state_v1_state_proto_msgTypes[3]
+	mi := &file_state_v1_state_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -408,7 +948,7 @@ func (x *Health) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Health.ProtoReflect.Descriptor instead.
 func (*Health) Descriptor() ([]byte, []int) {
-	return file_state_v1_state_proto_rawDescGZIP(), []int{3}
+	return file_state_v1_state_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *Health) GetAddress() uint32 {
@@ -436,14 +976,20 @@ type Signals struct {
 	// Capacity of the KV cache.
 	KvTokens int64 `protobuf:"zigzag64,5,opt,name=kv_tokens,json=kvTokens,proto3" json:"kv_tokens,omitempty"`
 	// How old this was when the batch was made; milliseconds.
-	AgeMs         uint32 `protobuf:"varint,6,opt,name=age_ms,json=ageMs,proto3" json:"age_ms,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	AgeMs uint32 `protobuf:"varint,6,opt,name=age_ms,json=ageMs,proto3" json:"age_ms,omitempty"`
+	// KV that the engine fetched from others since it started, 0 where it does not say: transfers, their bytes, their time in
+	// microseconds, and the tokens of prompts that came so.
+	Transfers      uint64 `protobuf:"varint,7,opt,name=transfers,proto3" json:"transfers,omitempty"`
+	TransferBytes  uint64 `protobuf:"varint,8,opt,name=transfer_bytes,json=transferBytes,proto3" json:"transfer_bytes,omitempty"`
+	TransferUs     uint64 `protobuf:"varint,9,opt,name=transfer_us,json=transferUs,proto3" json:"transfer_us,omitempty"`
+	TransferTokens uint64 `protobuf:"varint,10,opt,name=transfer_tokens,json=transferTokens,proto3" json:"transfer_tokens,omitempty"`
+	unknownFields  protoimpl.UnknownFields
+	sizeCache      protoimpl.SizeCache
 }
 
 func (x *Signals) Reset() {
 	*x = Signals{}
-	mi := &file_state_v1_state_proto_msgTypes[4]
+	mi := &file_state_v1_state_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -455,7 +1001,7 @@ func (x *Signals) String() string {
 func (*Signals) ProtoMessage() {}
 
 func (x *Signals) ProtoReflect() protoreflect.Message {
-	mi := &file_state_v1_state_proto_msgTypes[4]
+	mi := &file_state_v1_state_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -468,7 +1014,7 @@ func (x *Signals) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Signals.ProtoReflect.Descriptor instead.
 func (*Signals) Descriptor() ([]byte, []int) {
-	return file_state_v1_state_proto_rawDescGZIP(), []int{4}
+	return file_state_v1_state_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *Signals) GetAddress() uint32 {
@@ -513,6 +1059,34 @@ func (x *Signals) GetAgeMs() uint32 {
 	return 0
 }
 
+func (x *Signals) GetTransfers() uint64 {
+	if x != nil {
+		return x.Transfers
+	}
+	return 0
+}
+
+func (x *Signals) GetTransferBytes() uint64 {
+	if x != nil {
+		return x.TransferBytes
+	}
+	return 0
+}
+
+func (x *Signals) GetTransferUs() uint64 {
+	if x != nil {
+		return x.TransferUs
+	}
+	return 0
+}
+
+func (x *Signals) GetTransferTokens() uint64 {
+	if x != nil {
+		return x.TransferTokens
+	}
+	return 0
+}
+
 // Where a session was served last: positions in addresses, and one more; 0: nowhere.
 type Session struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -526,7 +1100,7 @@ type Session struct {
 
 func (x *Session) Reset() {
 	*x = Session{}
-	mi := &file_state_v1_state_proto_msgTypes[5]
+	mi := &file_state_v1_state_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -538,7 +1112,7 @@ func (x *Session) String() string {
 func (*Session) ProtoMessage() {}
 
 func (x *Session) ProtoReflect() protoreflect.Message {
-	mi := &file_state_v1_state_proto_msgTypes[5]
+	mi := &file_state_v1_state_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -551,7 +1125,7 @@ func (x *Session) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Session.ProtoReflect.Descriptor instead.
 func (*Session) Descriptor() ([]byte, []int) {
-	return file_state_v1_state_proto_rawDescGZIP(), []int{5}
+	return file_state_v1_state_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *Session) GetKey() uint64 {
@@ -594,7 +1168,7 @@ type SnapshotNotice struct {
 
 func (x *SnapshotNotice) Reset() {
 	*x = SnapshotNotice{}
-	mi := &file_state_v1_state_proto_msgTypes[6]
+	mi := &file_state_v1_state_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -606,7 +1180,7 @@ func (x *SnapshotNotice) String() string {
 func (*SnapshotNotice) ProtoMessage() {}
 
 func (x *SnapshotNotice) ProtoReflect() protoreflect.Message {
-	mi := &file_state_v1_state_proto_msgTypes[6]
+	mi := &file_state_v1_state_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -619,7 +1193,7 @@ func (x *SnapshotNotice) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SnapshotNotice.ProtoReflect.Descriptor instead.
 func (*SnapshotNotice) Descriptor() ([]byte, []int) {
-	return file_state_v1_state_proto_rawDescGZIP(), []int{6}
+	return file_state_v1_state_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *SnapshotNotice) GetId() uint64 {
@@ -671,13 +1245,14 @@ type SnapshotChunk struct {
 	Blocks        []*Blocks              `protobuf:"bytes,2,rep,name=blocks,proto3" json:"blocks,omitempty"`
 	Health        []*Health              `protobuf:"bytes,3,rep,name=health,proto3" json:"health,omitempty"`
 	Sessions      []*Session             `protobuf:"bytes,4,rep,name=sessions,proto3" json:"sessions,omitempty"`
+	Collected     []*Collected           `protobuf:"bytes,5,rep,name=collected,proto3" json:"collected,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *SnapshotChunk) Reset() {
 	*x = SnapshotChunk{}
-	mi := &file_state_v1_state_proto_msgTypes[7]
+	mi := &file_state_v1_state_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -689,7 +1264,7 @@ func (x *SnapshotChunk) String() string {
 func (*SnapshotChunk) ProtoMessage() {}
 
 func (x *SnapshotChunk) ProtoReflect() protoreflect.Message {
-	mi := &file_state_v1_state_proto_msgTypes[7]
+	mi := &file_state_v1_state_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -702,7 +1277,7 @@ func (x *SnapshotChunk) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SnapshotChunk.ProtoReflect.Descriptor instead.
 func (*SnapshotChunk) Descriptor() ([]byte, []int) {
-	return file_state_v1_state_proto_rawDescGZIP(), []int{7}
+	return file_state_v1_state_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *SnapshotChunk) GetAddresses() []string {
@@ -733,11 +1308,18 @@ func (x *SnapshotChunk) GetSessions() []*Session {
 	return nil
 }
 
+func (x *SnapshotChunk) GetCollected() []*Collected {
+	if x != nil {
+		return x.Collected
+	}
+	return nil
+}
+
 var File_state_v1_state_proto protoreflect.FileDescriptor
 
 const file_state_v1_state_proto_rawDesc = "" +
 	"\n" +
-	"\x14state/v1/state.proto\x12\x0ftandem.state.v1\"\x8a\x04\n" +
+	"\x14state/v1/state.proto\x12\x0ftandem.state.v1\"\xcc\a\n" +
 	"\x05Batch\x12\x18\n" +
 	"\areplica\x18\x01 \x01(\x06R\areplica\x12\x10\n" +
 	"\x03seq\x18\x02 \x01(\x04R\x03seq\x12\x19\n" +
@@ -753,25 +1335,79 @@ const file_state_v1_state_proto_rawDesc = "" +
 	"\x06health\x18\v \x03(\v2\x17.tandem.state.v1.HealthR\x06health\x122\n" +
 	"\asignals\x18\f \x03(\v2\x18.tandem.state.v1.SignalsR\asignals\x124\n" +
 	"\bsessions\x18\r \x03(\v2\x18.tandem.state.v1.SessionR\bsessions\x12\x1a\n" +
-	"\breleased\x18\x0e \x03(\x06R\breleased\"\xe8\x01\n" +
+	"\breleased\x18\x0e \x03(\x06R\breleased\x12!\n" +
+	"\fprefill_rate\x18\x0f \x01(\rR\vprefillRate\x12\x1d\n" +
+	"\n" +
+	"local_rate\x18\x10 \x01(\rR\tlocalRate\x12\x1b\n" +
+	"\twaited_us\x18\x11 \x01(\x04R\bwaitedUs\x12/\n" +
+	"\x06tokens\x18\x12 \x03(\v2\x17.tandem.state.v1.TokensR\x06tokens\x12\x1a\n" +
+	"\bcollects\x18\x13 \x01(\bR\bcollects\x128\n" +
+	"\tcollected\x18\x14 \x03(\v2\x1a.tandem.state.v1.CollectedR\tcollected\x12\x14\n" +
+	"\x05lacks\x18\x15 \x03(\rR\x05lacks\x12;\n" +
+	"\bcontents\x18\x16 \x01(\v2\x1f.tandem.state.v1.SnapshotNoticeR\bcontents\x12,\n" +
+	"\x05waits\x18( \x03(\v2\x16.tandem.state.v1.WaitsR\x05waits\x12\x1d\n" +
+	"\n" +
+	"waits_over\x18) \x03(\x06R\twaitsOver\x12\x1b\n" +
+	"\twaits_all\x18* \x01(\bR\bwaitsAll\x12\x1d\n" +
+	"\n" +
+	"waits_sent\x18+ \x03(\x06R\twaitsSent\"\xcf\x01\n" +
+	"\x05Waits\x12\x0e\n" +
+	"\x02id\x18\x01 \x01(\x06R\x02id\x12\x1b\n" +
+	"\twaited_us\x18\x02 \x01(\x04R\bwaitedUs\x12\x17\n" +
+	"\awork_us\x18\x03 \x01(\x04R\x06workUs\x12\x1a\n" +
+	"\bpriority\x18\x04 \x01(\x11R\bpriority\x12\x12\n" +
+	"\x04flow\x18\x05 \x01(\x06R\x04flow\x12#\n" +
+	"\rprompt_tokens\x18\x06 \x01(\x03R\fpromptTokens\x12\x17\n" +
+	"\aheld_at\x18\a \x03(\rR\x06heldAt\x12\x12\n" +
+	"\x04held\x18\b \x03(\x03R\x04held\"\xf5\x01\n" +
+	"\tCollected\x12\x18\n" +
+	"\aaddress\x18\x01 \x01(\rR\aaddress\x12\x12\n" +
+	"\x04rank\x18\x02 \x01(\rR\x04rank\x12\x12\n" +
+	"\x04from\x18\x03 \x01(\x04R\x04from\x12\x12\n" +
+	"\x04next\x18\x04 \x01(\x04R\x04next\x12\x12\n" +
+	"\x04time\x18\x05 \x01(\x01R\x04time\x12\x12\n" +
+	"\x04anew\x18\x06 \x01(\bR\x04anew\x12\x14\n" +
+	"\x05doubt\x18\a \x01(\bR\x05doubt\x12\x12\n" +
+	"\x04part\x18\b \x01(\bR\x04part\x12\x12\n" +
+	"\x04more\x18\t \x01(\bR\x04more\x12\x16\n" +
+	"\x06events\x18\n" +
+	" \x01(\fR\x06events\x12\x14\n" +
+	"\x05epoch\x18\v \x01(\x06R\x05epoch\"\xfc\x01\n" +
 	"\x06Blocks\x12\x18\n" +
 	"\aaddress\x18\x01 \x01(\rR\aaddress\x120\n" +
 	"\x04kind\x18\x02 \x01(\x0e2\x1c.tandem.state.v1.Blocks.KindR\x04kind\x12\x16\n" +
 	"\x06hashes\x18\x03 \x03(\x06R\x06hashes\x12\x16\n" +
-	"\x06parent\x18\x04 \x01(\x06R\x06parent\"b\n" +
+	"\x06parent\x18\x04 \x01(\x06R\x06parent\x12\x12\n" +
+	"\x04also\x18\x05 \x03(\rR\x04also\"b\n" +
 	"\x04Kind\x12\x14\n" +
 	"\x10KIND_UNSPECIFIED\x10\x00\x12\x0f\n" +
 	"\vKIND_ROUTED\x10\x01\x12\x0f\n" +
 	"\vKIND_STORED\x10\x02\x12\x10\n" +
 	"\fKIND_REMOVED\x10\x03\x12\x10\n" +
-	"\fKIND_CLEARED\x10\x04\"a\n" +
+	"\fKIND_CLEARED\x10\x04\"\xa5\x01\n" +
+	"\x06Tokens\x12\x16\n" +
+	"\x06prompt\x18\x01 \x01(\x06R\x06prompt\x12\x1f\n" +
+	"\vblock_bytes\x18\x02 \x01(\rR\n" +
+	"blockBytes\x12\x14\n" +
+	"\x05bytes\x18\x03 \x01(\x04R\x05bytes\x12\x16\n" +
+	"\x06tokens\x18\x04 \x01(\x04R\x06tokens\x124\n" +
+	"\x06blocks\x18\x05 \x03(\v2\x1c.tandem.state.v1.TokenBlocksR\x06blocks\"M\n" +
+	"\vTokenBlocks\x12\x12\n" +
+	"\x04size\x18\x01 \x01(\rR\x04size\x12\x12\n" +
+	"\x04from\x18\x02 \x01(\rR\x04from\x12\x16\n" +
+	"\x06hashes\x18\x03 \x03(\x06R\x06hashes\"\xe2\x01\n" +
 	"\x04Load\x12\x18\n" +
 	"\aaddress\x18\x01 \x01(\rR\aaddress\x12\x1a\n" +
 	"\brequests\x18\x02 \x01(\x03R\brequests\x12#\n" +
-	"\rprompt_tokens\x18\x03 \x01(\x03R\fpromptTokens\":\n" +
+	"\rprompt_tokens\x18\x03 \x01(\x03R\fpromptTokens\x12\x12\n" +
+	"\x04jobs\x18\x04 \x01(\x03R\x04jobs\x12\x17\n" +
+	"\awork_us\x18\x05 \x01(\x03R\x06workUs\x12\x17\n" +
+	"\alead_us\x18\x06 \x01(\x03R\x06leadUs\x12\x1e\n" +
+	"\vlead_age_us\x18\a \x01(\x03R\tleadAgeUs\x12\x19\n" +
+	"\blocal_us\x18\b \x01(\x03R\alocalUs\":\n" +
 	"\x06Health\x12\x18\n" +
 	"\aaddress\x18\x01 \x01(\rR\aaddress\x12\x16\n" +
-	"\x06failed\x18\x02 \x01(\bR\x06failed\"\xad\x01\n" +
+	"\x06failed\x18\x02 \x01(\bR\x06failed\"\xbc\x02\n" +
 	"\aSignals\x12\x18\n" +
 	"\aaddress\x18\x01 \x01(\rR\aaddress\x12\x18\n" +
 	"\arunning\x18\x02 \x01(\x12R\arunning\x12\x18\n" +
@@ -779,7 +1415,13 @@ const file_state_v1_state_proto_rawDesc = "" +
 	"\fkv_usage_ppm\x18\x04 \x01(\x12R\n" +
 	"kvUsagePpm\x12\x1b\n" +
 	"\tkv_tokens\x18\x05 \x01(\x12R\bkvTokens\x12\x15\n" +
-	"\x06age_ms\x18\x06 \x01(\rR\x05ageMs\"M\n" +
+	"\x06age_ms\x18\x06 \x01(\rR\x05ageMs\x12\x1c\n" +
+	"\ttransfers\x18\a \x01(\x04R\ttransfers\x12%\n" +
+	"\x0etransfer_bytes\x18\b \x01(\x04R\rtransferBytes\x12\x1f\n" +
+	"\vtransfer_us\x18\t \x01(\x04R\n" +
+	"transferUs\x12'\n" +
+	"\x0ftransfer_tokens\x18\n" +
+	" \x01(\x04R\x0etransferTokens\"M\n" +
 	"\aSession\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\x06R\x03key\x12\x18\n" +
 	"\aprefill\x18\x02 \x01(\rR\aprefill\x12\x16\n" +
@@ -790,12 +1432,13 @@ const file_state_v1_state_proto_rawDesc = "" +
 	"\bposition\x18\x03 \x01(\tR\bposition\x12\x1a\n" +
 	"\beveryone\x18\x04 \x01(\bR\beveryone\x12\x1a\n" +
 	"\bprevious\x18\x05 \x01(\x06R\bprevious\x12'\n" +
-	"\x0fprevious_chunks\x18\x06 \x01(\rR\x0epreviousChunks\"\xc5\x01\n" +
+	"\x0fprevious_chunks\x18\x06 \x01(\rR\x0epreviousChunks\"\xff\x01\n" +
 	"\rSnapshotChunk\x12\x1c\n" +
 	"\taddresses\x18\x01 \x03(\tR\taddresses\x12/\n" +
 	"\x06blocks\x18\x02 \x03(\v2\x17.tandem.state.v1.BlocksR\x06blocks\x12/\n" +
 	"\x06health\x18\x03 \x03(\v2\x17.tandem.state.v1.HealthR\x06health\x124\n" +
-	"\bsessions\x18\x04 \x03(\v2\x18.tandem.state.v1.SessionR\bsessionsB Z\x1etandem/protos/state/v1;statev1b\x06proto3"
+	"\bsessions\x18\x04 \x03(\v2\x18.tandem.state.v1.SessionR\bsessions\x128\n" +
+	"\tcollected\x18\x05 \x03(\v2\x1a.tandem.state.v1.CollectedR\tcollectedB Z\x1etandem/protos/state/v1;statev1b\x06proto3"
 
 var (
 	file_state_v1_state_proto_rawDescOnce sync.Once
@@ -810,34 +1453,44 @@ func file_state_v1_state_proto_rawDescGZIP() []byte {
 }
 
 var file_state_v1_state_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_state_v1_state_proto_msgTypes = make([]protoimpl.MessageInfo, 8)
+var file_state_v1_state_proto_msgTypes = make([]protoimpl.MessageInfo, 12)
 var file_state_v1_state_proto_goTypes = []any{
 	(Blocks_Kind)(0),       // 0: tandem.state.v1.Blocks.Kind
 	(*Batch)(nil),          // 1: tandem.state.v1.Batch
-	(*Blocks)(nil),         // 2: tandem.state.v1.Blocks
-	(*Load)(nil),           // 3: tandem.state.v1.Load
-	(*Health)(nil),         // 4: tandem.state.v1.Health
-	(*Signals)(nil),        // 5: tandem.state.v1.Signals
-	(*Session)(nil),        // 6: tandem.state.v1.Session
-	(*SnapshotNotice)(nil), // 7: tandem.state.v1.SnapshotNotice
-	(*SnapshotChunk)(nil),  // 8: tandem.state.v1.SnapshotChunk
+	(*Waits)(nil),          // 2: tandem.state.v1.Waits
+	(*Collected)(nil),      // 3: tandem.state.v1.Collected
+	(*Blocks)(nil),         // 4: tandem.state.v1.Blocks
+	(*Tokens)(nil),         // 5: tandem.state.v1.Tokens
+	(*TokenBlocks)(nil),    // 6: tandem.state.v1.TokenBlocks
+	(*Load)(nil),           // 7: tandem.state.v1.Load
+	(*Health)(nil),         // 8: tandem.state.v1.Health
+	(*Signals)(nil),        // 9: tandem.state.v1.Signals
+	(*Session)(nil),        // 10: tandem.state.v1.Session
+	(*SnapshotNotice)(nil), // 11: tandem.state.v1.SnapshotNotice
+	(*SnapshotChunk)(nil),  // 12: tandem.state.v1.SnapshotChunk
 }
 var file_state_v1_state_proto_depIdxs = []int32{
-	7,  // 0: tandem.state.v1.Batch.snapshot:type_name -> tandem.state.v1.SnapshotNotice
-	2,  // 1: tandem.state.v1.Batch.blocks:type_name -> tandem.state.v1.Blocks
-	3,  // 2: tandem.state.v1.Batch.loads:type_name -> tandem.state.v1.Load
-	4,  // 3: tandem.state.v1.Batch.health:type_name -> tandem.state.v1.Health
-	5,  // 4: tandem.state.v1.Batch.signals:type_name -> tandem.state.v1.Signals
-	6,  // 5: tandem.state.v1.Batch.sessions:type_name -> tandem.state.v1.Session
-	0,  // 6: tandem.state.v1.Blocks.kind:type_name -> tandem.state.v1.Blocks.Kind
-	2,  // 7: tandem.state.v1.SnapshotChunk.blocks:type_name -> tandem.state.v1.Blocks
-	4,  // 8: tandem.state.v1.SnapshotChunk.health:type_name -> tandem.state.v1.Health
-	6,  // 9: tandem.state.v1.SnapshotChunk.sessions:type_name -> tandem.state.v1.Session
-	10, // [10:10] is the sub-list for method output_type
-	10, // [10:10] is the sub-list for method input_type
-	10, // [10:10] is the sub-list for extension type_name
-	10, // [10:10] is the sub-list for extension extendee
-	0,  // [0:10] is the sub-list for field type_name
+	11, // 0: tandem.state.v1.Batch.snapshot:type_name -> tandem.state.v1.SnapshotNotice
+	4,  // 1: tandem.state.v1.Batch.blocks:type_name -> tandem.state.v1.Blocks
+	7,  // 2: tandem.state.v1.Batch.loads:type_name -> tandem.state.v1.Load
+	8,  // 3: tandem.state.v1.Batch.health:type_name -> tandem.state.v1.Health
+	9,  // 4: tandem.state.v1.Batch.signals:type_name -> tandem.state.v1.Signals
+	10, // 5: tandem.state.v1.Batch.sessions:type_name -> tandem.state.v1.Session
+	5,  // 6: tandem.state.v1.Batch.tokens:type_name -> tandem.state.v1.Tokens
+	3,  // 7: tandem.state.v1.Batch.collected:type_name -> tandem.state.v1.Collected
+	11, // 8: tandem.state.v1.Batch.contents:type_name -> tandem.state.v1.SnapshotNotice
+	2,  // 9: tandem.state.v1.Batch.waits:type_name -> tandem.state.v1.Waits
+	0,  // 10: tandem.state.v1.Blocks.kind:type_name -> tandem.state.v1.Blocks.Kind
+	6,  // 11: tandem.state.v1.Tokens.blocks:type_name -> tandem.state.v1.TokenBlocks
+	4,  // 12: tandem.state.v1.SnapshotChunk.blocks:type_name -> tandem.state.v1.Blocks
+	8,  // 13: tandem.state.v1.SnapshotChunk.health:type_name -> tandem.state.v1.Health
+	10, // 14: tandem.state.v1.SnapshotChunk.sessions:type_name -> tandem.state.v1.Session
+	3,  // 15: tandem.state.v1.SnapshotChunk.collected:type_name -> tandem.state.v1.Collected
+	16, // [16:16] is the sub-list for method output_type
+	16, // [16:16] is the sub-list for method input_type
+	16, // [16:16] is the sub-list for extension type_name
+	16, // [16:16] is the sub-list for extension extendee
+	0,  // [0:16] is the sub-list for field type_name
 }
 
 func init() { file_state_v1_state_proto_init() }
@@ -851,7 +1504,7 @@ func file_state_v1_state_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_state_v1_state_proto_rawDesc), len(file_state_v1_state_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   8,
+			NumMessages:   12,
 			NumExtensions: 0,
 			NumServices:   0,
 		},

@@ -37,6 +37,8 @@ const (
 	Ticket_STAGE_DECODE_LEG  Ticket_Stage = 3 // goes out with the decode leg, or with the only hop of a request that is not split
 	Ticket_STAGE_FAILED      Ticket_Stage = 4 // a hop failed: plan again
 	Ticket_STAGE_PAIR_LEGS   Ticket_Stage = 5 // goes out with both legs at once
+	Ticket_STAGE_ENCODE_LEG  Ticket_Stage = 6 // goes out with the encode leg; decode is its endpoint
+	Ticket_STAGE_ENCODED     Ticket_Stage = 7 // encoding done: what prefill is told of it is with it, where KV parameters are otherwise
 )
 
 // Enum value maps for Ticket_Stage.
@@ -48,6 +50,8 @@ var (
 		3: "STAGE_DECODE_LEG",
 		4: "STAGE_FAILED",
 		5: "STAGE_PAIR_LEGS",
+		6: "STAGE_ENCODE_LEG",
+		7: "STAGE_ENCODED",
 	}
 	Ticket_Stage_value = map[string]int32{
 		"STAGE_UNSPECIFIED": 0,
@@ -56,6 +60,8 @@ var (
 		"STAGE_DECODE_LEG":  3,
 		"STAGE_FAILED":      4,
 		"STAGE_PAIR_LEGS":   5,
+		"STAGE_ENCODE_LEG":  6,
+		"STAGE_ENCODED":     7,
 	}
 )
 
@@ -127,12 +133,32 @@ type Ticket struct {
 	StreamUsage bool `protobuf:"varint,21,opt,name=stream_usage,json=streamUsage,proto3" json:"stream_usage,omitempty"`
 	// Hash of the name of the session; 0: it has none.
 	Session uint64 `protobuf:"fixed64,22,opt,name=session,proto3" json:"session,omitempty"`
+	// The client's path, where the leg's is another; empty: it is not.
+	Path string `protobuf:"bytes,23,opt,name=path,proto3" json:"path,omitempty"`
+	// Tokens of the prompt that the prefill endpoint found in its cache, plus one; 0: it did not say.
+	CachedPlusOne int64 `protobuf:"varint,24,opt,name=cached_plus_one,json=cachedPlusOne,proto3" json:"cached_plus_one,omitempty"`
 	// What was foreseen of the prefill leg when its endpoint was chosen, to be compared with what came: tokens of the prompt in
 	// its prefix cache, and its time; 0: not known.
 	ExpectedCachedTokens int64 `protobuf:"varint,30,opt,name=expected_cached_tokens,json=expectedCachedTokens,proto3" json:"expected_cached_tokens,omitempty"`
 	ExpectedPrefillUs    int64 `protobuf:"varint,31,opt,name=expected_prefill_us,json=expectedPrefillUs,proto3" json:"expected_prefill_us,omitempty"`
-	unknownFields        protoimpl.UnknownFields
-	sizeCache            protoimpl.SizeCache
+	// The model that was asked for, where endpoints of the pool say what they serve.
+	Model string `protobuf:"bytes,40,opt,name=model,proto3" json:"model,omitempty"`
+	// Hash of the prompt's last text block, by which the prefix index knows the others; 0: it has no whole one.
+	Prompt uint64 `protobuf:"fixed64,32,opt,name=prompt,proto3" json:"prompt,omitempty"`
+	// With a prefill leg whose answer is to say the prompt's token ids: what whoever sees it needs to learn from them. The length
+	// of the prompt's text in bytes, 0: nothing is to be learned; the LoRA adapter; and the key that stands for its cache salt.
+	LearnBytes uint64 `protobuf:"varint,33,opt,name=learn_bytes,json=learnBytes,proto3" json:"learn_bytes,omitempty"`
+	LearnLora  string `protobuf:"bytes,34,opt,name=learn_lora,json=learnLora,proto3" json:"learn_lora,omitempty"`
+	LearnSalt  uint64 `protobuf:"fixed64,35,opt,name=learn_salt,json=learnSalt,proto3" json:"learn_salt,omitempty"`
+	// Where decode endpoints keep answers for their conversation's next turn. The name under which what they say of it is kept, 16
+	// bytes, empty: it is not; whether the client asked for token ids itself; of a prefill leg, whether its endpoint was told of the
+	// last turn; of a decode leg, whether its answer says what is kept.
+	Conversation  []byte `protobuf:"bytes,60,opt,name=conversation,proto3" json:"conversation,omitempty"`
+	OwnIds        bool   `protobuf:"varint,61,opt,name=own_ids,json=ownIds,proto3" json:"own_ids,omitempty"`
+	TurnTold      bool   `protobuf:"varint,62,opt,name=turn_told,json=turnTold,proto3" json:"turn_told,omitempty"`
+	TurnAnswers   bool   `protobuf:"varint,63,opt,name=turn_answers,json=turnAnswers,proto3" json:"turn_answers,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Ticket) Reset() {
@@ -319,6 +345,20 @@ func (x *Ticket) GetSession() uint64 {
 	return 0
 }
 
+func (x *Ticket) GetPath() string {
+	if x != nil {
+		return x.Path
+	}
+	return ""
+}
+
+func (x *Ticket) GetCachedPlusOne() int64 {
+	if x != nil {
+		return x.CachedPlusOne
+	}
+	return 0
+}
+
 func (x *Ticket) GetExpectedCachedTokens() int64 {
 	if x != nil {
 		return x.ExpectedCachedTokens
@@ -331,6 +371,69 @@ func (x *Ticket) GetExpectedPrefillUs() int64 {
 		return x.ExpectedPrefillUs
 	}
 	return 0
+}
+
+func (x *Ticket) GetModel() string {
+	if x != nil {
+		return x.Model
+	}
+	return ""
+}
+
+func (x *Ticket) GetPrompt() uint64 {
+	if x != nil {
+		return x.Prompt
+	}
+	return 0
+}
+
+func (x *Ticket) GetLearnBytes() uint64 {
+	if x != nil {
+		return x.LearnBytes
+	}
+	return 0
+}
+
+func (x *Ticket) GetLearnLora() string {
+	if x != nil {
+		return x.LearnLora
+	}
+	return ""
+}
+
+func (x *Ticket) GetLearnSalt() uint64 {
+	if x != nil {
+		return x.LearnSalt
+	}
+	return 0
+}
+
+func (x *Ticket) GetConversation() []byte {
+	if x != nil {
+		return x.Conversation
+	}
+	return nil
+}
+
+func (x *Ticket) GetOwnIds() bool {
+	if x != nil {
+		return x.OwnIds
+	}
+	return false
+}
+
+func (x *Ticket) GetTurnTold() bool {
+	if x != nil {
+		return x.TurnTold
+	}
+	return false
+}
+
+func (x *Ticket) GetTurnAnswers() bool {
+	if x != nil {
+		return x.TurnAnswers
+	}
+	return false
 }
 
 // body[start:end] becomes text.
@@ -398,7 +501,8 @@ var File_ticket_v1_ticket_proto protoreflect.FileDescriptor
 
 const file_ticket_v1_ticket_proto_rawDesc = "" +
 	"\n" +
-	"\x16ticket/v1/ticket.proto\x12\x10tandem.ticket.v1\"\xbf\a\n" +
+	"\x16ticket/v1/ticket.proto\x12\x10tandem.ticket.v1\"\xae\n" +
+	"\n" +
 	"\x06Ticket\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\fR\x02id\x124\n" +
 	"\x05stage\x18\x02 \x01(\x0e2\x1e.tandem.ticket.v1.Ticket.StageR\x05stage\x12&\n" +
@@ -424,16 +528,32 @@ const file_ticket_v1_ticket_proto_rawDesc = "" +
 	"\rpacked_params\x18\x13 \x01(\fR\fpackedParams\x12\x16\n" +
 	"\x06stream\x18\x14 \x01(\bR\x06stream\x12!\n" +
 	"\fstream_usage\x18\x15 \x01(\bR\vstreamUsage\x12\x18\n" +
-	"\asession\x18\x16 \x01(\x06R\asession\x124\n" +
+	"\asession\x18\x16 \x01(\x06R\asession\x12\x12\n" +
+	"\x04path\x18\x17 \x01(\tR\x04path\x12&\n" +
+	"\x0fcached_plus_one\x18\x18 \x01(\x03R\rcachedPlusOne\x124\n" +
 	"\x16expected_cached_tokens\x18\x1e \x01(\x03R\x14expectedCachedTokens\x12.\n" +
-	"\x13expected_prefill_us\x18\x1f \x01(\x03R\x11expectedPrefillUs\"\x87\x01\n" +
+	"\x13expected_prefill_us\x18\x1f \x01(\x03R\x11expectedPrefillUs\x12\x14\n" +
+	"\x05model\x18( \x01(\tR\x05model\x12\x16\n" +
+	"\x06prompt\x18  \x01(\x06R\x06prompt\x12\x1f\n" +
+	"\vlearn_bytes\x18! \x01(\x04R\n" +
+	"learnBytes\x12\x1d\n" +
+	"\n" +
+	"learn_lora\x18\" \x01(\tR\tlearnLora\x12\x1d\n" +
+	"\n" +
+	"learn_salt\x18# \x01(\x06R\tlearnSalt\x12\"\n" +
+	"\fconversation\x18< \x01(\fR\fconversation\x12\x17\n" +
+	"\aown_ids\x18= \x01(\bR\x06ownIds\x12\x1b\n" +
+	"\tturn_told\x18> \x01(\bR\bturnTold\x12!\n" +
+	"\fturn_answers\x18? \x01(\bR\vturnAnswers\"\xb0\x01\n" +
 	"\x05Stage\x12\x15\n" +
 	"\x11STAGE_UNSPECIFIED\x10\x00\x12\x15\n" +
 	"\x11STAGE_PREFILL_LEG\x10\x01\x12\x13\n" +
 	"\x0fSTAGE_HAND_OVER\x10\x02\x12\x14\n" +
 	"\x10STAGE_DECODE_LEG\x10\x03\x12\x10\n" +
 	"\fSTAGE_FAILED\x10\x04\x12\x13\n" +
-	"\x0fSTAGE_PAIR_LEGS\x10\x05\"B\n" +
+	"\x0fSTAGE_PAIR_LEGS\x10\x05\x12\x14\n" +
+	"\x10STAGE_ENCODE_LEG\x10\x06\x12\x11\n" +
+	"\rSTAGE_ENCODED\x10\a\"B\n" +
 	"\x04Edit\x12\x14\n" +
 	"\x05start\x18\x01 \x01(\x04R\x05start\x12\x10\n" +
 	"\x03end\x18\x02 \x01(\x04R\x03end\x12\x12\n" +

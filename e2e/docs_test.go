@@ -1,0 +1,295 @@
+package e2e
+
+import (
+	"fmt"
+	"maps"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+)
+
+// Every command in README, CONTRIBUTING and docs/ is one of these. A command that is in none of the lists fails the test, and
+// so does an entry that no page has any more:
+//
+//   - those of documentedRun are run, in this order, in a directory that holds the README's tandem.yaml;
+//   - of `make` the target must exist, and of `go test` and `go run` the packages and what -run and -bench name;
+//   - those of documentedElsewhere are not run here, for the reason that stands beside them.
+//
+// documentedRun: servers stay up until the test ends, which is what the commands after them need.
+var documentedRun = []string{
+	"openssl rand -hex 32 > ticket.key && chmod 600 ticket.key",
+	"openssl rand -hex 32 > admin.token",
+	"tandem serve -f tandem.yaml --check",
+	"tandem envoy -f tandem.yaml > envoy.yaml",
+	"tandem serve -f tandem.yaml",
+	"envoy -c envoy.yaml",
+	`curl http://127.0.0.1:8080/v1/chat/completions -H 'content-type: application/json' -d '{"model":"MODEL","messages":[{"role":"user","content":"Hello"}],"max_tokens":16}'`,
+	"curl 'http://127.0.0.1:9090/debug/requests?n=1'",
+	"curl http://ENDPOINT/health",
+	"tandem status -f tandem.yaml",
+	`curl -X POST -H "Authorization: Bearer $(cat admin.token)" 'http://127.0.0.1:9090/api/pools/chat/endpoints/10.0.0.1:8000/drain?timeout=5m'`,
+	"tandem envoy -f deploy/envoy-gateway/tandem.yaml --for envoy-gateway | kubectl apply -f -",
+}
+
+var documentedElsewhere = map[string]string{
+	"kubectl create secret generic tandem-ticket --from-literal=ticket.key=$(openssl rand -hex 32)":                "a cluster",
+	"kubectl apply -k deploy/kustomize/base":                                                                       "a cluster; go test ./deploy holds what it applies to the schemas",
+	"docker compose -f deploy/observability/compose.yaml up":                                                       "a container engine; go test ./docs holds the file to its schema",
+	`vllm serve MODEL --port 8000 --kv-transfer-config '{"kv_connector":"NixlConnector","kv_role":"kv_producer"}'`: "a GPU; make e2e-vllm runs it on CPU",
+	"e2e/vllm/run.sh go test -tags vllm -count 1 -run TestRealTurns -v ./e2e/vllm":                                 "5.5 GiB of vLLM, and minutes",
+	"kubectl get envoypatchpolicy":                                                                                 "a cluster",
+	"docker load":                                                                                                  "a container engine; TANDEM_OCI=1 go test ./deploy unpacks and runs the archive",
+	`curl -si http://127.0.0.1:8080/v1/chat/completions -H "tandem-explain: $(cat admin.token)" -H 'content-type: application/json' -d @request.json | grep -i x-tandem-explain`: "TestSheddingAndExplaining",
+	"tandem demo --stay":                   "waits for Ctrl-C; TestDemo runs it without --stay",
+	"go test ./docs -update":               "writes to the tree",
+	"go test ./picker -update":             "writes to the tree",
+	"go test ./extproc/kvtransfer -update": "writes to the tree",
+}
+
+// makeTargets that pages name, and why they are not run here: they are what runs these tests, or take long.
+var makeTargets = map[string]string{
+	"build": "the tests build the same", "tools": "brought the Envoy of this test", "test": "runs this test", "demo": "TestDemo",
+	"bench": "minutes", "bench-peers": "minutes, and PyPI", "replay": "minutes", "load": "minutes", "soak": "20 minutes", "speed": "minutes, and an idle machine", "idle": "minutes",
+	"fuzz": "minutes", "lint": "minutes, the first time", "generate": "writes to the tree", "observability": "a module of its own; in CI",
+	"deploy-check": "minutes, the first time", "e2e-gateway": "root, and 3 GB", "e2e-vllm": "5.5 GiB", "e2e-vllm-pairs": "5.5 GiB", "e2e-kube": "minutes, and 10 GB of builds", "e2e-failures": "minutes",
+}
+
+// documentedCommand begins with a program that pages tell to run, or with variables for it.
+var documentedCommand = regexp.MustCompile(`^(?:[A-Z_0-9]+=\S+ )*(make|go|curl|kubectl|docker|openssl|vllm|helm|(?:bin/)?tandem|(?:\.tools/bin/)?envoy|e2e/vllm/run\.sh) `)
+
+// documented are the commands of a page: the indented blocks, and of running text what begins with a program that is
+// never but a command.
+func documented(t *testing.T, page string) (out []string) {
+	t.Helper()
+	text, err := os.ReadFile(page)
+	require.NoError(t, err)
+	joined := strings.ReplaceAll(string(text), " \\\n", " ") // a line that goes on
+	fenced := regexp.MustCompile("(?s)```.*?```").ReplaceAllString(joined, "")
+	var lines []string
+	for line := range strings.Lines(fenced) {
+		if command, ok := strings.CutPrefix(line, "    "); ok {
+			lines = append(lines, strings.Split(strings.TrimPrefix(command, "$ "), " && make ")...)
+		}
+	}
+	for _, m := range regexp.MustCompile("`((?:[A-Z_0-9]+=\\S+ )*(?:make|go|openssl|kubectl|docker|curl|bin/tandem) [^`]+)`").FindAllStringSubmatch(fenced, -1) {
+		lines = append(lines, m[1])
+	}
+	for _, line := range lines {
+		line, _, _ = strings.Cut(strings.TrimSpace(line), "  #")
+		line = strings.TrimSuffix(strings.Join(strings.Fields(line), " "), " &")
+		line = strings.ReplaceAll(line, `\|`, "|") // in a table
+		if !documentedCommand.MatchString(line + " ") {
+			continue
+		}
+		line = strings.TrimPrefix(strings.TrimPrefix(line, "bin/"), ".tools/bin/")
+		if strings.Contains(line, "e2e/vllm/run.sh") || strings.Contains(line, "vllm serve") {
+			line = regexp.MustCompile(`^(?:[A-Z_0-9]+=\S+ )*`).ReplaceAllString(line, "")
+		}
+		out = append(out, line)
+	}
+	return out
+}
+
+func TestDocumentedCommands(t *testing.T) {
+	t.Parallel()
+	found := map[string]string{}
+	pages := []string{"../README.md", "../CONTRIBUTING.md"}
+	for _, pattern := range []string{"../docs/*.md", "../docs/adr/*.md"} {
+		more, err := filepath.Glob(pattern)
+		require.NoError(t, err)
+		pages = append(pages, more...)
+	}
+	for _, page := range pages {
+		for _, command := range documented(t, page) {
+			found[command] = page
+		}
+	}
+	require.Greater(t, len(found), 40, "commands are not found any more")
+	targets := map[string]bool{}
+	for command, page := range found {
+		_, elsewhere := documentedElsewhere[command]
+		program := regexp.MustCompile(`^(?:[A-Z_0-9]+=\S+ )*(\S+) ?(.*)`).FindStringSubmatch(command)
+		switch {
+		case elsewhere || slices.Contains(documentedRun, command):
+		case program[1] == "make":
+			makes, _, _ := strings.Cut(program[2], " && ")
+			for target := range strings.FieldsSeq(makes) {
+				if strings.Contains(target, "=") {
+					continue // a variable
+				}
+				targets[target] = true
+				if makeTargets[target] == "" {
+					t.Errorf("%s: `%s`: add the target to makeTargets with the reason why it is not run here", page, command)
+				}
+			}
+		case program[1] == "go":
+			checkGo(t, page, program[2])
+		default:
+			t.Errorf("%s: `%s` is run by no test: add it to documentedRun, or to documentedElsewhere with the reason", page, command)
+		}
+	}
+	makefile, err := os.ReadFile("../Makefile")
+	require.NoError(t, err)
+	for _, target := range slices.Sorted(maps.Keys(makeTargets)) {
+		require.True(t, targets[target], "no page has `make %s` any more", target)
+		require.Regexp(t, `(?m)^`+target+`:`, string(makefile))
+		t.Logf("not run here: make %s (%s)", target, makeTargets[target])
+	}
+	for _, command := range slices.Sorted(maps.Keys(documentedElsewhere)) {
+		require.Contains(t, found, command, "no page has it any more")
+		t.Logf("not run here: %s (%s)", command, documentedElsewhere[command])
+	}
+	for _, command := range documentedRun {
+		require.Contains(t, found, command, "no page has it any more")
+	}
+	runDocumented(t)
+}
+
+// checkGo holds a go command to what there is: packages, tests, benchmarks. `make test` and `make bench` run them.
+func checkGo(t *testing.T, page, args string) {
+	t.Helper()
+	words := regexp.MustCompile(`'[^']*'|\S+`).FindAllString(args, -1)
+	var functions []string
+	for _, w := range words {
+		if !strings.HasPrefix(w, "./") {
+			continue
+		}
+		dir, all := strings.CutSuffix(filepath.Join("..", w), "/...")
+		err := filepath.WalkDir(dir, func(file string, entry os.DirEntry, err error) error {
+			if err != nil {
+				return err
+			}
+			if entry.IsDir() && file != dir && !all {
+				return filepath.SkipDir
+			}
+			if strings.HasSuffix(file, "_test.go") {
+				functions = append(functions, functionsOf(t, file)...)
+			}
+			return nil
+		})
+		require.NoError(t, err, "%s: go %s", page, args)
+	}
+	for i, w := range words[:len(words)-1] {
+		if w != "-run" && w != "-bench" {
+			continue
+		}
+		pattern := strings.Trim(words[i+1], "'")
+		if pattern == "^$" {
+			continue
+		}
+		for alternative := range strings.SplitSeq(pattern, "|") {
+			named := regexp.MustCompile(alternative)
+			if !slices.ContainsFunc(functions, named.MatchString) {
+				t.Errorf("%s: go %s: nothing is called %s", page, args, alternative)
+			}
+		}
+	}
+}
+
+func functionsOf(t *testing.T, file string) (names []string) {
+	t.Helper()
+	text, err := os.ReadFile(file)
+	require.NoError(t, err)
+	for _, m := range regexp.MustCompile(`(?m)^func (\w+)\(`).FindAllStringSubmatch(string(text), -1) {
+		names = append(names, m[1])
+	}
+	return names
+}
+
+// runDocumented takes the README at its word: its configuration, with the addresses of simulators, and the commands in turn.
+func runDocumented(t *testing.T) {
+	t.Helper()
+	envoy := tool(t, "ENVOY", "envoy", ".tools/bin/envoy")
+	bin, err := binaries()
+	require.NoError(t, err)
+	dir, f := t.TempDir(), &fleet{t: t}
+	for from, to := range map[string]string{filepath.Join(bin, "tandem"): "tandem", envoy: "envoy"} {
+		require.NoError(t, os.Symlink(from, filepath.Join(dir, to)))
+	}
+	deploy, err := filepath.Abs("../deploy")
+	require.NoError(t, err)
+	require.NoError(t, os.Symlink(deploy, filepath.Join(dir, "deploy")))
+
+	readme, err := os.ReadFile("../README.md")
+	require.NoError(t, err)
+	config := regexp.MustCompile("(?s)```yaml\n(.*?)```").FindStringSubmatch(string(readme))[1]
+	free := ports(t, 13)
+	listen, admin := free[0], free[1]
+	config = strings.Replace(config, "envoy: {listen: 0.0.0.0:8080}", fmt.Sprintf("envoy: {listen: %q, admin: %q}", listen, free[2]), 1)
+	require.Contains(t, config, listen)
+	var prefill string
+	for i, role := range []string{"prefill", "prefill", "decode", "decode"} {
+		addr := free[5+2*i]
+		shown := regexp.MustCompile(`address: (10\.0\.\d\.\d:8000), role: ` + role).FindStringSubmatch(config)
+		require.NotNil(t, shown, "the README's engines")
+		config = strings.Replace(config, shown[1], addr, 1)
+		p := startProcess(t, dir, fmt.Sprint("engine-", i), filepath.Join(bin, "enginesim"), "--listen", addr, "--side-channel", free[6+2*i], "--role", role, "--model", "tiny")
+		f.waitFor(p, "http://"+addr+"/health")
+		if role == "prefill" {
+			prefill = addr
+		}
+	}
+	config += fmt.Sprintf("extProc: {listen: %q}\nreplan: {listen: %q}\nadmin: {listen: %q, tokenFile: %q}\ntickets: {keyFile: %q}\n",
+		free[3], free[4], admin, filepath.Join(dir, "admin.token"), filepath.Join(dir, "ticket.key"))
+	require.NoError(t, os.WriteFile(filepath.Join(dir, "tandem.yaml"), []byte(config), 0o600))
+
+	here := strings.NewReplacer("127.0.0.1:8080", listen, "127.0.0.1:9090", admin, "10.0.0.1:8000", prefill, "ENDPOINT", prefill, "MODEL", "tiny",
+		" | kubectl apply -f -", " > resources.yaml", "curl ", "curl -sS --fail-with-body ")
+	shell := func(command string) (path string, args []string) {
+		return "/bin/bash", []string{"-c", "cd " + dir + " && PATH=" + dir + ":$PATH && " + command}
+	}
+	for _, command := range documentedRun {
+		path, args := shell(here.Replace(command))
+		switch command {
+		case "tandem serve -f tandem.yaml":
+			args[1] = strings.Replace(args[1], "&& tandem", "&& exec tandem", 1)
+			f.waitFor(startProcess(t, dir, "tandem", path, args...), "http://"+admin+"/readyz")
+		case "envoy -c envoy.yaml":
+			args[1] = strings.Replace(args[1], "&& envoy", "&& exec envoy", 1)
+			f.waitFor(startProcess(t, dir, "envoy", path, args...), "http://"+free[2]+"/ready")
+			require.Eventually(t, func() bool { return f.answers("http://" + listen + "/v1/models") }, patience, 20*time.Millisecond, "Envoy asks Tandem for readiness")
+		default:
+			cmd := exec.Command(path, args...)
+			cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
+			out, err := cmd.CombinedOutput()
+			require.NoError(t, err, "%s\n%s", command, out)
+			t.Logf("%s\n%.300s", command, out)
+		}
+	}
+	shownMistakes(t, bin, dir)
+}
+
+// answers reports whether there is a 200.
+func (f *fleet) answers(url string) bool {
+	resp, err := client.Get(url)
+	if err != nil {
+		return false
+	}
+	defer resp.Body.Close()
+	return resp.StatusCode == 200
+}
+
+// shownMistakes holds the mistakes that configuration.md shows to what the program says of such a file.
+func shownMistakes(t *testing.T, bin, dir string) {
+	t.Helper()
+	page, err := os.ReadFile("../docs/configuration.md")
+	require.NoError(t, err)
+	_, shown, ok := strings.Cut(string(page), "    $ tandem serve -f tandem.yaml --check\n")
+	require.True(t, ok)
+	shown, _, _ = strings.Cut(shown, "\n\n")
+	wrong := `pools: [{name: chat, kvTransfer: nxil, endpoints: [{address: "10.0.0.1:8000", role: prefil}]}]`
+	require.NoError(t, os.WriteFile(filepath.Join(dir, "tandem.yaml"), []byte(wrong), 0o600))
+	cmd := exec.Command(filepath.Join(bin, "tandem"), "serve", "-f", "tandem.yaml", "--check")
+	cmd.Dir = dir
+	out, err := cmd.CombinedOutput()
+	require.Error(t, err)
+	require.Equal(t, regexp.MustCompile(`(?m)^    `).ReplaceAllString(shown, ""), strings.TrimSpace(string(out)))
+}

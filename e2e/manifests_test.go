@@ -1,0 +1,88 @@
+package e2e
+
+import (
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+)
+
+// install everything that the manifests speak of.
+func (c *cluster) installAll() {
+	c.t.Helper()
+	for _, release := range []struct{ module, pattern string }{ // as in deploy/crd_test.go
+		{"sigs.k8s.io/gateway-api@v1.6.1", "config/crd/standard/*.yaml"},
+		{"sigs.k8s.io/gateway-api-inference-extension@v1.5.0", "config/crd/bases/*.yaml"},
+		{"github.com/envoyproxy/gateway@v1.9.1", "charts/gateway-helm/charts/crds/crds/generated/*.yaml"},
+		{"istio.io/api@v1.29.0", "kubernetes/customresourcedefinitions.gen.yaml"},
+		{"github.com/prometheus-operator/prometheus-operator@v0.85.0", "example/prometheus-operator-crd/*servicemonitors.yaml"},
+	} {
+		c.install(crds(c.t, release.module, release.pattern)...)
+	}
+}
+
+// rendered are all manifests as files, and as kustomize and Helm make them, by what they are.
+func rendered(t *testing.T) map[string]string {
+	t.Helper()
+	out := map[string]string{}
+	for _, pattern := range []string{"envoy-gateway/[or]*.yaml", "inference-extension/*.yaml", "examples/*.yaml"} {
+		files, err := filepath.Glob(filepath.Join("../deploy", pattern))
+		require.NoError(t, err)
+		for _, file := range files {
+			out[strings.TrimPrefix(file, "../")] = printed(t, "cat", file)
+		}
+	}
+	for _, dir := range []string{"base", "overlays/endpoint-picker", "overlays/monitoring"} {
+		out["kustomize build deploy/kustomize/"+dir] = printed(t, kubeTool(t, "kustomize"), "build", "../deploy/kustomize/"+dir)
+	}
+	everything := "autoscaling.enabled=true,autoscaling.reservations=2000,serviceMonitor.enabled=true,networkPolicy.enabled=true,config.extProc.protocol=endpointPicker,inferencePool.enabled=true"
+	for _, set := range []string{"", everything} {
+		out["helm template deploy/helm/tandem --set "+set] = printed(t, kubeTool(t, "helm"), "template", "router", "../deploy/helm/tandem", "--namespace", namespace, "--kube-version", "1.36", "--set", set)
+	}
+	return out
+}
+
+func printed(t *testing.T, name string, args ...string) string {
+	t.Helper()
+	text, err := exec.Command(name, args...).Output()
+	require.NoError(t, err, "%s %v", name, args)
+	return string(text)
+}
+
+// Every manifest is taken by a real API server with the real CRDs, their CEL rules included, as a dry run; what is broken is
+// refused.
+func TestKubeManifests(t *testing.T) {
+	c := startCluster(t)
+	c.installAll()
+	checked := 0
+	manifests := rendered(t)
+	for name, text := range manifests {
+		for _, doc := range documents(text) {
+			status, answer := c.create(doc, "&dryRun=All")
+			// 409: startCluster has created it, so that it was taken before
+			require.True(t, status < 300 || status == 409, "%s: status %d: %.900s\n%s", name, status, answer, doc)
+			checked++
+		}
+	}
+	t.Logf("%d objects of %d manifests are taken", checked, len(manifests))
+
+	resources := manifests["deploy/envoy-gateway/resources.yaml"]
+	pool := manifests["deploy/inference-extension/inferencepool.yaml"]
+	for _, b := range []struct{ manifest, old, broken, want string }{
+		{resources, "failOpen: false", "failOpen: true", "FullDuplexStreamed"}, // a CEL rule
+		{resources, "failOpen: false", "failOpn: false", "unknown field"},
+		{resources, "bufferLimit: \"", "bufferLimit: \"many ", "bufferLimit"},
+		{pool, "targetPorts: [{number: 8000}]", "targetPorts: [{number: 8000}, {number: 8000}]", "unique"}, // another
+		{pool, ", port: {number: 9002}", "", "port"},                                                       // and another
+	} {
+		require.Contains(t, b.manifest, b.old)
+		refused := slices.ContainsFunc(documents(strings.Replace(b.manifest, b.old, b.broken, 1)), func(doc string) bool {
+			status, answer := c.create(doc, "&dryRun=All")
+			return status >= 400 && strings.Contains(answer, b.want)
+		})
+		require.True(t, refused, "%q is not refused", b.broken)
+	}
+}

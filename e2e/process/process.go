@@ -1,0 +1,158 @@
+// Package process starts the programs that a measurement needs (engines, Envoy, Tandem, peers) and tells what they use. A child ends
+// with the program that started it, also when that is killed: it is told so by the kernel (PR_SET_PDEATHSIG), which counts the thread
+// that started it, so a main that starts children keeps its thread (runtime.LockOSThread). Linux only.
+package process
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"syscall"
+	"time"
+	"unsafe"
+)
+
+const (
+	startTime = time.Minute     // within which a program that was started answers
+	stopTime  = 2 * time.Second // after which one that was asked to end is killed
+)
+
+// Process is a child.
+type Process struct {
+	cmd   *exec.Cmd
+	log   string
+	ended chan struct{}
+}
+
+// Group are the children of one measurement, in the order of their start.
+type Group struct {
+	Dir       string // where their logs go, as NAME.log
+	processes []*Process
+}
+
+// Start starts a program with more environment than this one's, as NAME=VALUE.
+func (g *Group) Start(name string, env []string, path string, args ...string) (*Process, error) {
+	p := &Process{cmd: exec.Command(path, args...), log: filepath.Join(g.Dir, name+".log"), ended: make(chan struct{})}
+	log, err := os.Create(p.log)
+	if err != nil {
+		return nil, fmt.Errorf("starting %s: %w", name, err)
+	}
+	defer log.Close()
+	p.cmd.Env = append(os.Environ(), env...)
+	p.cmd.Stdout, p.cmd.Stderr = log, log
+	p.cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL, Setpgid: true}
+	if err := p.cmd.Start(); err != nil {
+		return nil, fmt.Errorf("starting %s: %w", name, err)
+	}
+	g.processes = append(g.processes, p)
+	go func() { _ = p.cmd.Wait(); close(p.ended) }()
+	return p, nil
+}
+
+// Stop ends all of them, in the order opposite to their start.
+func (g *Group) Stop() {
+	for _, p := range slices.Backward(g.processes) {
+		_ = p.cmd.Process.Signal(syscall.SIGTERM)
+		select {
+		case <-p.ended:
+		case <-time.After(stopTime):
+			_ = p.cmd.Process.Kill()
+			<-p.ended
+		}
+	}
+}
+
+// Wait waits until url answers 200. The error says what the program wrote, if it has ended instead.
+func (p *Process) Wait(ctx context.Context, url string) error {
+	ctx, cancel := context.WithTimeout(ctx, startTime)
+	defer cancel()
+	for {
+		err := get(ctx, url)
+		if err == nil {
+			return nil
+		}
+		select {
+		case <-p.ended:
+			return fmt.Errorf("%s ended: %.2000s", p.cmd.Path, p.output())
+		case <-ctx.Done():
+			return fmt.Errorf("%s does not answer: %w", url, err)
+		case <-time.After(10 * time.Millisecond):
+		}
+	}
+}
+
+func (p *Process) output() []byte {
+	text, _ := os.ReadFile(p.log)
+	return text
+}
+
+func get(ctx context.Context, url string) error {
+	req, err := http.NewRequestWithContext(ctx, http.MethodGet, url, nil)
+	if err != nil {
+		return err
+	}
+	resp, err := http.DefaultClient.Do(req)
+	if err != nil {
+		return err
+	}
+	defer resp.Body.Close()
+	if _, _ = io.Copy(io.Discard, resp.Body); resp.StatusCode != http.StatusOK {
+		return errors.New(resp.Status)
+	}
+	return nil
+}
+
+// CPU is the CPU time that the process has used, user and system, all threads, ended ones included: its CPU-time clock
+// (clock_getcpuclockid(3)), which counts nanoseconds where /proc/PID/stat counts ticks of 10 ms. That of nil, which was never started, is none.
+func (p *Process) CPU() (time.Duration, error) {
+	if p == nil {
+		return 0, nil
+	}
+	const processClock, scheduler = 0, 2 // of the clock id: all threads; user and system
+	clock := int32(^p.cmd.Process.Pid<<3 | processClock | scheduler)
+	var t syscall.Timespec
+	if _, _, errno := syscall.Syscall(syscall.SYS_CLOCK_GETTIME, uintptr(clock), uintptr(unsafe.Pointer(&t)), 0); errno != 0 {
+		return 0, fmt.Errorf("reading the CPU clock of %s: %w: %.500s", p.cmd.Path, errno, p.output())
+	}
+	return time.Duration(t.Nano()), nil
+}
+
+// Resident is the memory that the process has resident now, in bytes; 0 if the kernel does not say.
+func (p *Process) Resident() int64 { return p.memory("VmRSS:") }
+
+// Peak is the most memory that the process had resident, in bytes; 0 if the kernel does not say.
+func (p *Process) Peak() int64 { return p.memory("VmHWM:") }
+
+// memory is a line of /proc/PID/status (proc_pid_status(5)).
+func (p *Process) memory(name string) int64 {
+	text, _ := os.ReadFile(fmt.Sprintf("/proc/%d/status", p.cmd.Process.Pid))
+	for line := range strings.Lines(string(text)) {
+		if fields := strings.Fields(line); len(fields) == 3 && fields[0] == name {
+			kb, _ := strconv.ParseInt(fields[1], 10, 64)
+			return kb << 10
+		}
+	}
+	return 0
+}
+
+// FreePorts are n addresses on 127.0.0.1 that nobody listens on now.
+func FreePorts(n int) (out []string, err error) {
+	for range n {
+		l, err := net.Listen("tcp", "127.0.0.1:0")
+		if err != nil {
+			return nil, fmt.Errorf("looking for free ports: %w", err)
+		}
+		defer l.Close()
+		out = append(out, l.Addr().String())
+	}
+	return out, nil
+}

@@ -1,0 +1,61 @@
+package process
+
+import (
+	"net/http"
+	"net/http/httptest"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+)
+
+func TestProcess(t *testing.T) {
+	g := Group{Dir: t.TempDir()}
+	t.Cleanup(g.Stop)
+	_, err := g.Start("none", nil, "/there/is/none")
+	require.ErrorContains(t, err, "starting none")
+
+	p, err := g.Start("busy", []string{"TURNS=20000"}, "sh", "-c", "i=0; while [ $i -lt $TURNS ]; do i=$((i+1)); done; exec sleep 1000")
+	require.NoError(t, err)
+	require.Eventually(t, func() bool {
+		used, err := p.CPU()
+		return err == nil && used > 0
+	}, 30*time.Second, time.Millisecond)
+	require.Positive(t, p.Resident())
+	require.GreaterOrEqual(t, p.Peak(), p.Resident())
+
+	var none *Process
+	used, err := none.CPU()
+	require.NoError(t, err)
+	require.Zero(t, used)
+
+	began := time.Now()
+	g.Stop()
+	require.Less(t, time.Since(began), 500*time.Second, "it was ended, and not waited for")
+	_, err = p.CPU()
+	require.ErrorContains(t, err, "CPU clock of")
+}
+
+// Who waits for a program that ends instead is told what that said.
+func TestWait(t *testing.T) {
+	g := Group{Dir: t.TempDir()}
+	t.Cleanup(g.Stop)
+	p, err := g.Start("fails", nil, "sh", "-c", "echo no such flag; exit 1")
+	require.NoError(t, err)
+	ports, err := FreePorts(2)
+	require.NoError(t, err)
+	require.NotEqual(t, ports[0], ports[1])
+	require.ErrorContains(t, p.Wait(t.Context(), "http://"+ports[0]), "no such flag")
+
+	p, err = g.Start("serves", nil, "sleep", "1000")
+	require.NoError(t, err)
+	asked := 0
+	s := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		if asked++; asked < 3 {
+			w.WriteHeader(http.StatusServiceUnavailable)
+		}
+	}))
+	defer s.Close()
+	require.NoError(t, p.Wait(t.Context(), s.URL))
+	require.Equal(t, 3, asked)
+}

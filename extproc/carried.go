@@ -1,0 +1,35 @@
+package extproc
+
+import (
+	"encoding/base64"
+
+	"tandem/extproc/kvtransfer"
+)
+
+// A short answer of P's is carried: where pass 1 says so (headerCarry), Envoy makes the redirect of it by itself, with the answer
+// in a header, and pass 2 reads it there. That saves a request the prefill leg's stream and the sealing of a second ticket. What
+// is longer than the configuration's limit, and whatever is not a 200, passes the leg's filter (leg.go).
+
+// carries reports whether P's answer may come by itself: not where somebody has to wait for the KV or P may have the last word,
+// where a hand-over whose client left has to be cleaned up, and not of a traced request, whose hop has a span of its own.
+func (x *exchange) carries(policy *Policy) bool {
+	return mayCarry(policy) && !policy.CleanupDecode && x.span == nil
+}
+
+// mayCarry is what has to hold of the pool's dialect, in pass 1 and in pass 2.
+func mayCarry(policy *Policy) bool {
+	_, carries := policy.Dialect.(kvtransfer.Carrier)
+	return carries && policy.Concurrent == nil
+}
+
+// carried makes of P's answer, which came with pass 1's ticket, what the leg's filter makes of a longer one. The ticket's name
+// stays: it is good for one pass 2.
+func (x *exchange) carried(t *kvtransfer.Ticket) *kvtransfer.Ticket {
+	x.observe(t)
+	policy, _ := x.s.policy(t.Pool)
+	answer := x.msg.headers.prefilled
+	n, err := base64.StdEncoding.Decode(answer, answer)                              // in place: what is written lies before what is read next
+	next, _ := x.settlePrefill(t, 200, answer[:n], err != nil || !mayCarry(&policy)) // the configuration may have changed since pass 1
+	next.ID = t.ID
+	return next
+}

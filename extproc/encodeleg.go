@@ -1,0 +1,156 @@
+package extproc
+
+import (
+	"errors"
+	"fmt"
+	"strconv"
+	"time"
+
+	"tandem/extproc/kvtransfer"
+	"tandem/extproc/openai"
+	"tandem/kvstate"
+)
+
+// An encode stage (EPD): a pool may have endpoints that do nothing but make embeddings of images, audio and video. A chat
+// with such parts goes to one of them first, by the route encode, as it came: the filter of the listener encode-leg makes of
+// it what such an engine is sent, and of the engine's answer a redirect. What comes back in pass 2 is the client's own body,
+// with no undo however long it is, and the ticket has what prefill is to be told (ec_transfer_params). The media stay in the
+// body, so an engine that is told nothing, or not of all, encodes by itself: a failed encode leg costs its time alone.
+
+// encodeFirst plans the encode leg. A route without leg means that there is none.
+func (x *exchange) encodeFirst(pool *kvstate.Pool, policy *Policy, a *attempt) (route, error) {
+	if policy.EncodeTimeout <= 0 || policy.Handoff != HandoffEnvoy || a.redirects > 0 || x.s.MaxRedirects < minEncodeRedirects || x.body.len() > x.s.SplitBodyBytes || !x.req.HasMedia() {
+		return route{}, nil
+	}
+	e := x.pickEncode(pool)
+	if e == nil {
+		return route{}, nil
+	}
+	r := route{leg: legEncode, endpoint: e, perTry: policy.EncodeTimeout}
+	tokens := pool.PromptTokens(x.body.len())
+	r.booked[1] = x.reserve(e, kvstate.RoleDecode, 0, kvstate.Booking{For: kvstate.RoleEncode, PromptTokens: tokens})
+	return x.seal(r, &kvtransfer.Ticket{
+		ID: newTicketID(), Stage: kvtransfer.EncodeLeg, Expires: time.Now().Add(x.s.TicketTTL), Started: a.started,
+		Pool: pool.Spec.Name, Decode: e.Addr, Reservations: [2]uint64{0, uint64(r.booked[1])},
+		BodyBytes: x.body.len(), PromptTokens: tokens,
+	})
+}
+
+// minEncodeRedirects are those that an encode leg takes, and a split request behind it where decode fails once.
+const minEncodeRedirects = 4
+
+// encodes reports whether media can be encoded there now.
+func encodes(c *kvstate.Candidate) bool {
+	return c.Endpoint.Role&kvstate.RoleEncode != 0 && c.Usable && !c.Endpoint.Failed()
+}
+
+// pickEncode is the encode endpoint with the fewest requests; nil if there is none that works.
+func (x *exchange) pickEncode(pool *kvstate.Pool) *kvstate.Endpoint {
+	x.s.State.View(pool, nil, &x.view)
+	all := x.view.Endpoints
+	var best *kvstate.Candidate
+	for i, from := 0, int(random()%uint64(max(len(all), 1))); i < len(all); i++ {
+		c := &all[(from+i)%len(all)]
+		if encodes(c) && (best == nil || c.Requests < best.Requests) {
+			best = c
+		}
+	}
+	if best == nil {
+		return nil
+	}
+	return best.Endpoint
+}
+
+// encodeLeg serves the encode leg's filter: the body becomes the engine's, and its answer a redirect.
+func (x *exchange) encodeLeg() error {
+	t, err := x.openEncodeLeg()
+	if err != nil {
+		return err
+	}
+	x.startSpan(spanEncodeLeg, false)
+	x.spanTicket(t)
+	if err := x.receiveBody(x.s.MaxBodyBytes); err != nil {
+		return err
+	}
+	if x.body.len() != t.BodyBytes {
+		return fmt.Errorf("the body of an encode leg has %d bytes, %d were sent", x.body.len(), t.BodyBytes)
+	}
+	if err := x.req.Scan(openai.Chat, x.body.bytes(), openai.Limits{}); err != nil {
+		return err
+	}
+	x.did(workScan)
+	x.spare.grow(x.body.len() + 256)
+	x.spare.data = x.req.AppendEncode(x.spare.data[:0])
+	x.swapBody()
+	if err := x.answerBody(nil); err != nil {
+		return err
+	}
+	x.did(workAnswer)
+	if err := x.receive(); err != nil {
+		return err
+	}
+	if x.msg.phase != phaseResponseHeaders {
+		return errors.New("an encode leg went on without an answer")
+	}
+	code, _ := strconv.Atoi(string(x.msg.headers.status))
+	if err := x.receiveAnswer(); err != nil {
+		return err
+	}
+	x.did(workReceive)
+	x.s.State.Release(kvstate.ReservationID(t.Reservations[1]))
+	h := &x.msg.headers // still the request's, but for the status
+	err = x.redirect(x.afterEncode(t, code), location(h.authority, h.path))
+	x.did(workAnswer)
+	return err
+}
+
+// openEncodeLeg opens the ticket that the leg's request bears.
+func (x *exchange) openEncodeLeg() (*kvtransfer.Ticket, error) {
+	if err := x.receive(); err != nil {
+		return nil, err
+	}
+	if x.msg.phase != phaseRequestHeaders {
+		return nil, errors.New("the first message of an encode leg was not request headers")
+	}
+	h := &x.msg.headers
+	x.requestID = string(h.requestID)
+	t, err := x.s.keys().Open(string(h.ticket), x.requestID, time.Now())
+	if err == nil && t.Stage != kvtransfer.EncodeLeg {
+		err = fmt.Errorf("it is of stage %v", t.Stage)
+	}
+	if err != nil {
+		x.s.metrics.forgedTickets.Inc()
+		return nil, fmt.Errorf("opening the ticket of an encode leg: %w", err)
+	}
+	return t, nil
+}
+
+// afterEncode makes the ticket that the redirect carries: what prefill is told, or that it has to do everything.
+func (x *exchange) afterEncode(t *kvtransfer.Ticket, code int) *kvtransfer.Ticket {
+	next := *t
+	next.ID = newTicketID()
+	next.Redirects++
+	next.Stage, next.Cause = kvtransfer.Failed, kvtransfer.CauseEncode
+	took, result := time.Since(x.s.sealedAt(t)), "failed"
+	pool := x.s.State.Pool(t.Pool)
+	switch {
+	case clientsFault(code): // prefill will say so, in words about the client's own body
+		result = "refused"
+	case code == 200 && !x.msg.over:
+		params, err := kvtransfer.ReadEncoded(x.body.bytes())
+		if err != nil {
+			x.s.Log.Warn("an encode endpoint's answer is of no use: prefill encodes", "request_id", x.requestID, "endpoint", t.Decode, "err", err)
+			break
+		}
+		next.Stage, next.Cause, next.Params, result = kvtransfer.Encoded, "", params, "ok"
+		next.Expires = time.Now().Add(x.s.HandOverTTL)
+		if pool != nil {
+			x.markGood(pool, t.Decode)
+		}
+	case code >= 500 && pool != nil:
+		x.markFailed(pool, t.Decode)
+	}
+	x.s.metrics.hop(t.Pool, "encode", t.Decode, result, took, x.traced)
+	x.spanLegEnded(result, code)
+	return &next
+}

@@ -1,0 +1,193 @@
+package extproc
+
+import (
+	"bytes"
+	"context"
+	"io"
+	"net/http"
+	"net/http/httptest"
+	"strings"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"tandem/extproc/kvtransfer"
+	"tandem/kvstate"
+)
+
+// Hand-overs that Envoy does not make: by llm-d's routing sidecar, or by a call of the server itself.
+
+// handoff: sidecar. D's sidecar is told of P in one authoritative value, and the body stays the client's.
+func TestSidecarIsToldOfPrefill(t *testing.T) {
+	s := pickerStand(t, PickerOptions{}, "p1", "d1")
+	g := s.ask(hello, nil, "x-prefiller-host-port", "6.6.6.6:1")
+	require.Equal(t, addressOf("d1"), g.destination())
+	require.Equal(t, addressOf("p1"), g.set["x-prefiller-host-port"])
+	require.NotContains(t, g.removed, "x-prefiller-host-port")
+	require.Equal(t, hello, string(g.body))
+	two := s.ask(strings.Replace(hello, `"max_tokens"`, `"n":2,"max_tokens"`, 1), nil)
+	require.Empty(t, two.set["x-prefiller-host-port"], "what cannot be split is decoded alone")
+}
+
+// And of encoders where the request has media, and of who holds most of the prompt's beginning where the dialect fetches it.
+func TestSidecarIsToldOfEncodersAndSources(t *testing.T) {
+	s := newStand(t, Options{Picker: &PickerOptions{}})
+	policy := splitting()
+	dialect, err := kvtransfer.New(kvtransfer.Options{Name: "offload"})
+	require.NoError(t, err)
+	policy.Handoff, policy.EncodeTimeout, policy.Dialect = HandoffSidecar, time.Second, dialect
+	s.pool("chat", policy, "p1", "p2", "d1", "e1", "e2")
+	plain := s.ask(hello, nil, "x-encoder-hosts-ports", "6.6.6.6:1", "x-kv-cache-source-host-port", "6.6.6.6:1")
+	require.Subset(t, plain.removed, []string{"x-encoder-hosts-ports", "x-kv-cache-source-host-port"})
+	long := strings.Repeat("all is well. ", 1000)
+	media := `{"model":"m","messages":[{"role":"user","content":[{"type":"image_url","image_url":{"url":"data:,x"}},{"type":"text","text":"` + long + `"}]}],"max_tokens":5}`
+	first := s.ask(media, nil)
+	require.Equal(t, []string{addressOf("e1"), addressOf("e2")}, strings.Split(first.set["x-encoder-hosts-ports"], ","))
+	held := first.set["x-prefiller-host-port"]
+	s.state.Reserve(s.state.Pool("chat").Endpoint(held), kvstate.Booking{For: kvstate.RolePrefill, PromptTokens: 1 << 20, Uncached: 1 << 20, Work: time.Minute})
+	second := s.ask(media, nil)
+	require.NotEqual(t, held, second.set["x-prefiller-host-port"])
+	require.Equal(t, held, second.set["x-kv-cache-source-host-port"])
+}
+
+// prefiller stands in for a vLLM prefill engine: status, then body of each answer.
+func prefiller(t *testing.T, serve http.HandlerFunc) *kvstate.EndpointSpec {
+	server := httptest.NewServer(serve)
+	t.Cleanup(server.Close)
+	addr := server.Listener.Addr().String()
+	return &kvstate.EndpointSpec{Name: addr, Addr: addr, Role: kvstate.RolePrefill}
+}
+
+const kvAnswer = `{"id":"x","choices":[],"usage":{"prompt_tokens":9},"kv_transfer_params":{"do_remote_prefill":true,"do_remote_decode":false,` +
+	`"remote_block_ids":[1,2],"remote_engine_id":"e","remote_host":"10.0.1.1","remote_port":5600,"tp_size":1,"remote_request_id":"r"}}`
+
+// handoff: direct. The server asks P itself; P's parameters go to D with the client's own body.
+func TestDirectPrefill(t *testing.T) {
+	directly := func(policy Policy, p ...*kvstate.EndpointSpec) *stand {
+		s := newStand(t, Options{Picker: &PickerOptions{WatchBody: true}})
+		policy.Handoff = HandoffDirect
+		s.pool("chat", policy, "d1")
+		eps := []kvstate.EndpointSpec{{Name: "d1", Addr: addressOf("d1"), Role: kvstate.RoleDecode}}
+		for _, e := range p {
+			eps = append(eps, *e)
+		}
+		s.state.SetPool(kvstate.PoolSpec{Name: "chat", Models: []string{"*"}}, eps)
+		return s
+	}
+	good := func(w http.ResponseWriter, r *http.Request) {
+		body, _ := io.ReadAll(r.Body)
+		if !bytes.Contains(body, []byte(`"max_tokens":1}`)) || r.URL.Path != "/v1/chat/completions" || r.Header.Get("Authorization") != "Bearer k" {
+			t.Errorf("prefill was asked %s %q %s", r.URL.Path, r.Header.Get("Authorization"), body)
+		}
+		_, _ = io.WriteString(w, kvAnswer)
+	}
+	t.Run("hands over", func(t *testing.T) {
+		s := directly(splitting(), prefiller(t, good))
+		g := s.ask(hello, nil, "authorization", "Bearer k")
+		require.Equal(t, addressOf("d1"), g.destination())
+		require.Empty(t, g.set["x-prefiller-host-port"])
+		member, rest, ok := strings.Cut(string(g.body), `,"model"`)
+		require.True(t, ok, string(g.body))
+		require.Contains(t, member, `"remote_engine_id":"e"`)
+		require.Equal(t, hello, `{"model"`+rest)
+		require.Equal(t, 1, s.state.Reservations(), "P's is released")
+	})
+	t.Run("another prefill, then decode alone", func(t *testing.T) {
+		var asked atomic.Int32
+		bad := func(w http.ResponseWriter, _ *http.Request) { asked.Add(1); w.WriteHeader(500) }
+		s := directly(splitting(), prefiller(t, bad), prefiller(t, bad))
+		g := s.ask(hello, nil)
+		require.Equal(t, hello, string(g.body))
+		require.EqualValues(t, 2, asked.Load())
+		require.Equal(t, 1, s.state.Reservations())
+	})
+	t.Run("fails where the pool says so", func(t *testing.T) {
+		policy := splitting()
+		policy.OnFailure = Fail
+		s := directly(policy, prefiller(t, func(w http.ResponseWriter, _ *http.Request) { w.WriteHeader(500) }))
+		require.EqualValues(t, 503, s.ask(hello, nil).refused.GetStatus().GetCode())
+		require.Eventually(t, func() bool { return s.state.Reservations() == 0 }, 30*time.Second, time.Millisecond)
+	})
+	t.Run("the client's fault is the client's answer", func(t *testing.T) {
+		s := directly(splitting(), prefiller(t, func(w http.ResponseWriter, _ *http.Request) {
+			w.WriteHeader(400)
+			_, _ = io.WriteString(w, "max_tokens\nis too large")
+		}))
+		g := s.ask(hello, nil)
+		require.EqualValues(t, 400, g.refused.GetStatus().GetCode())
+		require.Contains(t, string(g.refused.GetBody()), "max_tokens is too large")
+	})
+	t.Run("a client that leaves ends the prefill", func(t *testing.T) {
+		begun, ended := make(chan struct{}), make(chan struct{})
+		s := directly(splitting(), prefiller(t, func(_ http.ResponseWriter, r *http.Request) {
+			_, _ = io.Copy(io.Discard, r.Body)
+			close(begun)
+			<-r.Context().Done()
+			close(ended)
+		}))
+		ctx, leave := context.WithCancel(t.Context())
+		stream, err := s.ext.Process(ctx)
+		require.NoError(t, err)
+		q := s.newRequest("/v1/chat/completions", "r-2", hello)
+		headers, body := q.messages()
+		require.NoError(t, stream.Send(headers))
+		require.NoError(t, stream.Send(body[0]))
+		<-begun
+		leave()
+		<-ended
+		require.Eventually(t, func() bool { return s.state.Reservations() == 0 }, 30*time.Second, time.Millisecond)
+	})
+	t.Run("bounded", func(t *testing.T) {
+		s := directly(splitting(), prefiller(t, good))
+		for range maxDirectCalls {
+			s.server.direct.places <- struct{}{}
+		}
+		require.Equal(t, hello, string(s.ask(hello, nil).body))
+	})
+}
+
+// Pools with another hand-over behind an Envoy of our own: one hop to D, which is planned again from the client's own body
+// when it fails outright.
+func TestHandoffsBehindOurEnvoy(t *testing.T) {
+	t.Run("sidecar", func(t *testing.T) {
+		s := newStand(t, Options{})
+		policy := splitting()
+		policy.Handoff = HandoffSidecar
+		s.pool("chat", policy, "p1", "d1", "d2")
+		q := s.newRequest("/v1/chat/completions", "r-1", hello)
+		v := q.pass()
+		first := v.set[headerEndpoint]
+		require.Equal(t, legDecode, v.set[headerLeg])
+		require.Equal(t, addressOf("p1"), v.set[headerPrefiller])
+		require.Equal(t, hello, string(v.body))
+		require.Equal(t, 307, q.replan().Code)
+		q.follow()
+		v = q.pass()
+		require.NotEqual(t, first, v.set[headerEndpoint], "another D")
+		require.Equal(t, hello, string(v.body))
+		s.log(q.entry(200, "via_upstream"))
+		require.Eventually(t, func() bool { return s.state.Reservations() == 0 }, 30*time.Second, time.Millisecond)
+	})
+	t.Run("direct", func(t *testing.T) {
+		p := prefiller(t, func(w http.ResponseWriter, _ *http.Request) { _, _ = io.WriteString(w, kvAnswer) })
+		s := newStand(t, Options{})
+		policy := splitting()
+		policy.Handoff = HandoffDirect
+		s.pool("chat", policy)
+		s.state.SetPool(kvstate.PoolSpec{Name: "chat", Models: []string{"*"}}, []kvstate.EndpointSpec{*p,
+			{Name: "d1", Addr: addressOf("d1"), Role: kvstate.RoleDecode}, {Name: "d2", Addr: addressOf("d2"), Role: kvstate.RoleDecode}})
+		q := s.newRequest("/v1/chat/completions", "r-1", hello)
+		v := q.pass()
+		require.Equal(t, legDecode, v.set[headerLeg])
+		require.Empty(t, v.set[headerPrefiller])
+		require.Contains(t, string(v.body), `"remote_engine_id":"e"`)
+		require.Equal(t, 307, q.replan().Code)
+		q.follow()
+		v = q.pass()
+		require.Equal(t, 1, strings.Count(string(v.body), "remote_engine_id"), "parameters of its own, those of the first try are spent")
+		s.log(q.entry(200, "via_upstream"))
+		require.Eventually(t, func() bool { return s.state.Reservations() == 0 }, 30*time.Second, time.Millisecond)
+	})
+}

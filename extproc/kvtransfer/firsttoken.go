@@ -1,0 +1,270 @@
+package kvtransfer
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"strconv"
+
+	"tandem/extproc/openai"
+)
+
+// Continuer is a dialect whose D may be asked to go on behind P's first token, over /v1/completions whatever the client's
+// API is. What D answers then is the rest of the client's answer.
+type Continuer interface {
+	// Continue plans what D's body differs in from the client's, which is r's and p was Reset to, and says how the client's
+	// answer is made of D's: [ReadContinuation] reads it, where the answer comes by. params is Answer.Params.
+	Continue(r *openai.Request, p *openai.Patch, params []byte) (answer []byte, err error)
+}
+
+// lmcacheFirst is lmcache as LMCache's own proxy speaks it (ret_first_tok): P answers the token that it sampled
+// (kv_transfer_params.first_tok), D is sent the prompt's token ids with that one behind them and computes nothing but
+// the answer's rest, and the client is given P's token by the router.
+//
+// LMCache's proxy asks /tokenize for the ids, and sends P them too, over /v1/completions. P is sent the client's own body
+// here, and asked for the ids (return_token_ids, vLLM 0.10.2): they are what P's own template made of tools and all, without
+// a request more. D takes a chat's messages beside prompt for members that it does not know.
+//
+// A request of which D could not write the rest that way goes as with lmcache, and so does one whose first token is no
+// text that a client could be shown: a part of a character, reasoning, a call.
+type lmcacheFirst struct{ lmcache }
+
+// Prefill keeps the client's stops: what ends the answer at its first token is the answer's end.
+func (d lmcacheFirst) Prefill(r *openai.Request, p *openai.Patch, pair *Pair) {
+	if r.Uncontinuable() != "" {
+		d.lmcache.Prefill(r, p, pair)
+		return
+	}
+	p.Set("max_tokens", openai.FieldMaxTokens, d.one)
+	d.replace(r, p, "max_completion_tokens", openai.FieldMaxCompletionTokens, d.one)
+	if n, ok := r.Int(openai.FieldMinTokens); ok && n > 1 {
+		p.Set("min_tokens", openai.FieldMinTokens, d.one)
+	}
+	p.Set("stream", openai.FieldStream, d.no)
+	p.Delete(openai.FieldStreamOptions)
+	p.Set("return_token_ids", openai.FieldReturnTokenIDs, []byte("true"))
+	spec := d.spec(append(make([]byte, 0, 256), `{"ret_first_tok":true,"disagg_spec":`...), pair)
+	p.Set("kv_transfer_params", openai.FieldKVTransferParams, append(spec, '}'))
+}
+
+// ReadAnswer makes Params of what D and the client are to be given. Without a first token the answer is one to lmcache's
+// own prefill leg.
+func (d lmcacheFirst) ReadAnswer(body []byte, _ *Pair) (Answer, error) {
+	scanned, err := openai.ScanAnswer(body)
+	if err != nil {
+		return Answer{}, fmt.Errorf("reading P's answer: %w", err)
+	}
+	a := Answer{PromptTokens: scanned.PromptTokens, CachedTokens: scanned.CachedTokens, PromptIDs: scanned.PromptIDs}
+	token := firstToken(scanned.Params)
+	if token == nil {
+		return a, nil
+	}
+	var first firstAnswer
+	switch err := first.read(body); {
+	case err != nil:
+		a.Unused = err.Error()
+	case first.finish == `"stop"`:
+		a.Final = first.final()
+	case first.finish != `"length"`:
+		a.Unused = "P finished for " + first.finish
+	case !tokenIDs(scanned.PromptIDs):
+		a.Unused = "P did not answer the prompt's token ids"
+	case len(scanned.PromptIDs)+len(first.text)+len(first.id) > MaxParamsBytes/2:
+		a.Unused = "the prompt's token ids are too long"
+	default:
+		a.Params = first.params(scanned.PromptIDs, token, a.CachedTokens)
+	}
+	return a, nil
+}
+
+// firstToken is P's token id, nil where it was not asked for one, or does not know of that.
+func firstToken(params []byte) (id []byte) {
+	c := cursor{b: params}
+	_ = c.object(func(key, value []byte, _ int) error {
+		if string(key) == "first_tok" {
+			if _, err := strconv.ParseUint(string(value), 10, 32); err == nil {
+				id = value
+			}
+		}
+		return nil
+	})
+	return id
+}
+
+// firstAnswer is what is read of P's answer: JSON text within it.
+type firstAnswer struct {
+	body, choice   []byte
+	choiceAt       int
+	id, created    []byte
+	model          []byte
+	text           []byte // of the token
+	finish         string
+	reasons, calls bool
+}
+
+var errNoText = errors.New("the first token is no text by itself")
+
+func (f *firstAnswer) read(body []byte) error {
+	f.body = body
+	var choices []byte
+	var choicesAt int
+	c := cursor{b: body, i: skipSpace(body)}
+	err := c.object(func(key, value []byte, at int) error {
+		switch string(key) {
+		case "id":
+			f.id = value
+		case "created":
+			f.created = value
+		case "model":
+			f.model = value
+		case "choices":
+			choices, choicesAt = value, at
+		}
+		return nil
+	})
+	if err != nil {
+		return err
+	}
+	if f.choice, f.choiceAt, err = onlyElement(choices); err != nil {
+		return fmt.Errorf("choices: %w", err)
+	}
+	f.choiceAt += choicesAt
+	choice := cursor{b: f.choice}
+	err = choice.object(func(key, value []byte, _ int) error {
+		switch string(key) {
+		case "finish_reason":
+			f.finish = string(value)
+		case "text":
+			f.text = value
+		case "message":
+			return f.readMessage(value)
+		}
+		return nil
+	})
+	switch {
+	case err != nil:
+		return err
+	case f.finish == `"stop"`:
+		return nil
+	case len(f.id) == 0 || f.id[0] != '"' || len(f.created) == 0 || len(f.created) > 20:
+		return errors.New("an answer without id or time")
+	case len(f.text) <= 2 || f.text[0] != '"' || bytes.Contains(f.text, []byte("\uFFFD")) || bytes.Contains(bytes.ToLower(f.text), []byte(`\ufffd`)):
+		return errNoText
+	case f.reasons || f.calls:
+		return errNoText
+	}
+	return nil
+}
+
+func (f *firstAnswer) readMessage(message []byte) error {
+	c := cursor{b: message}
+	return c.object(func(key, value []byte, _ int) error {
+		said := string(value) != "null" && string(value) != `""` && string(value) != "[]"
+		switch string(key) {
+		case "content":
+			f.text = value
+		case "reasoning", "reasoning_content":
+			f.reasons = f.reasons || said
+		case "tool_calls", "function_call":
+			f.calls = f.calls || said
+		}
+		return nil
+	})
+}
+
+// params writes what is handed over: the continuation, and D's prompt in front.
+func (f *firstAnswer) params(ids, token []byte, cached int64) []byte {
+	out := append(make([]byte, 0, len(ids)+len(token)+len(f.text)+len(f.id)+128), `{"prompt":`...)
+	out = append(out, bytes.TrimRight(ids[:len(ids)-1], " \t\r\n")...)
+	out = append(append(append(out, ','), token...), "],"...)
+	rest := appendContinuation(nil, &openai.Continuation{ID: f.id, Created: f.created, Model: f.model, Text: f.text, Cached: cached})
+	return append(out, rest[1:]...)
+}
+
+// final is P's answer without what was asked for beside the client's request.
+func (f *firstAnswer) final() []byte {
+	choice := without(f.choice, "prompt_token_ids", "token_ids")
+	end := f.choiceAt + len(f.choice)
+	whole := append(append(append([]byte(nil), f.body[:f.choiceAt]...), choice...), f.body[end:]...)
+	return without(whole, "prompt_token_ids", "kv_transfer_params")
+}
+
+// DecodeMember is not called: D goes on, or is sent no parameters.
+func (lmcacheFirst) DecodeMember(dst, _ []byte) []byte { return dst }
+
+// Continue gives D the ids as its prompt. A completion's own prompt stays under a name that engines do not know, so that
+// undoing it takes no room in a ticket. The limits are less by the token that P made; a chat's is null where there is
+// none, since a completion's would be 16.
+func (lmcacheFirst) Continue(r *openai.Request, p *openai.Patch, params []byte) (answer []byte, err error) {
+	to, ids, err := readContinuation(params)
+	if err != nil {
+		return nil, err
+	}
+	limit, ok := r.TokenLimit()
+	if !ok || limit == 1 || !tokenIDs(ids) {
+		return nil, errNotContinuation
+	}
+	p.Rename(openai.FieldPrompt, "prompt_of_client")
+	p.Insert("prompt", ids)
+	left := []byte("null")
+	if limit > 0 {
+		left = strconv.AppendInt(nil, limit-1, 10)
+	}
+	p.Set("max_tokens", openai.FieldMaxTokens, left)
+	to.Chat = r.API() == openai.Chat
+	if to.Chat && r.Has(openai.FieldMaxCompletionTokens) {
+		p.Set("max_completion_tokens", openai.FieldMaxCompletionTokens, left)
+	}
+	if n, ok := r.Int(openai.FieldMinTokens); ok && n > 0 {
+		p.Set("min_tokens", openai.FieldMinTokens, strconv.AppendInt(nil, n-1, 10))
+	}
+	return appendContinuation(nil, to), nil
+}
+
+var errNotContinuation = fmt.Errorf("%w: not those of a first token", ErrParams)
+
+// appendContinuation appends what follows the prompt in Params, or all of what a ticket carries of them.
+func appendContinuation(dst []byte, c *openai.Continuation) []byte {
+	dst = append(append(dst, `{"chat":`...), strconv.FormatBool(c.Chat)...)
+	dst = append(append(dst, `,"id":`...), c.ID...)
+	dst = append(append(dst, `,"created":`...), c.Created...)
+	if c.Model != nil {
+		dst = append(append(dst, `,"model":`...), c.Model...)
+	}
+	dst = append(append(dst, `,"text":`...), c.Text...)
+	return append(strconv.AppendInt(append(dst, `,"cached":`...), c.Cached, 10), '}')
+}
+
+// ReadContinuation reads what a ticket carries to where D's answer comes by.
+func ReadContinuation(answer []byte) (*openai.Continuation, error) {
+	c, _, err := readContinuation(answer)
+	return c, err
+}
+
+func readContinuation(b []byte) (to *openai.Continuation, prompt []byte, err error) {
+	to = &openai.Continuation{Cached: -1}
+	c := cursor{b: b}
+	err = c.object(func(key, value []byte, _ int) error {
+		switch string(key) {
+		case "prompt":
+			prompt = value
+		case "chat":
+			to.Chat = string(value) == "true"
+		case "id":
+			to.ID = value
+		case "created":
+			to.Created = value
+		case "model":
+			to.Model = value
+		case "text":
+			to.Text = value
+		case "cached":
+			to.Cached, _ = strconv.ParseInt(string(value), 10, 64)
+		}
+		return nil
+	})
+	if err != nil || len(to.ID) < 2 || len(to.Created) == 0 || len(to.Text) < 2 {
+		return nil, nil, errors.Join(errNotContinuation, err)
+	}
+	return to, prompt, nil
+}

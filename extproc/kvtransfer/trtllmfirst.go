@@ -1,0 +1,122 @@
+package kvtransfer
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+
+	"tandem/extproc/openai"
+	"tandem/kvstate"
+)
+
+// trtllmFirst is TensorRT-LLM's disaggregated_params, generation first (schedule_style 1): both servers are sent the request
+// with one id. D sets memory aside and goes to P's info endpoint, P computes once D is there, and writes. P waits for D in
+// its scheduler, so D's leg must not wait for P's. Where the endpoint is comes from P's GET /server_info; a P that has none
+// (the C++ transceiver, older releases) is asked first, as trtllm.
+//
+// A P that finishes early has D's blocks written all the same, and D finds the end by itself [by reading].
+//
+// Read from tensorrt_llm/serve/openai_disagg_service.py (_get_gen_request), tensorrt_llm/disaggregated_params.py
+// (DisaggScheduleStyle) and the Python transceiver's get_disaggregated_params (2026), and AIBrix pd/engine/trtllm.go.
+type trtllmFirst struct{ no []byte }
+
+func newTRTLLMFirst() trtllmFirst { return trtllmFirst{[]byte("false")} }
+
+func (trtllmFirst) Name() string       { return "trtllm-generation-first" }
+func (trtllmFirst) DecodesAlone() bool { return true }
+func (trtllmFirst) PrefillFirst() bool { return false }
+
+// CancelsPrefill is true: a P whose D does not come holds its blocks, and its place in the scheduler, until its transfer timeout.
+func (trtllmFirst) CancelsPrefill() bool { return true }
+
+// Unpairable: the two APIs that take disaggregated_params, with one choice.
+func (trtllmFirst) Unpairable(r *openai.Request) string {
+	if a := r.API(); a != openai.Chat && a != openai.Completions {
+		return "api_not_spoken"
+	}
+	return r.Unsplittable()
+}
+
+// Plan gives both legs the id, and D P's info endpoint. ctx_dp_rank is left out where P does not say one (attention
+// data parallelism): D then asks all of P's ranks.
+func (d trtllmFirst) Plan(r *openai.Request, p *openai.Patch, l *Legs) (Told, error) {
+	rank, ok := l.rank()
+	if !ok {
+		return Told{}, ErrUnknownPeer
+	}
+	endpoint, err := json.Marshal(rank.EngineID)
+	if err != nil {
+		return Told{}, fmt.Errorf("the info endpoint of %s: %w", l.Prefill.Addr, err)
+	}
+	id := disaggRequestID(l.ID)
+	if r.True(openai.FieldStream) {
+		p.Set("stream", openai.FieldStream, d.no)
+	}
+	p.Delete(openai.FieldStreamOptions)
+	p.Set("disaggregated_params", openai.FieldDisaggregatedParams,
+		fmt.Appendf(nil, `{"request_type":"context_only","disagg_request_id":%d,"schedule_style":1}`, id))
+	decode := fmt.Appendf(nil, `"disaggregated_params":{"request_type":"generation_only","disagg_request_id":%d,"ctx_request_id":%d,"schedule_style":1,"ctx_info_endpoint":%s`, id, id, endpoint)
+	if rank.Port >= 0 {
+		decode = fmt.Appendf(decode, `,"ctx_dp_rank":%d`, rank.Port)
+	}
+	return Told{Decode: append(decode, '}')}, nil
+}
+
+// ReadAnswer: P's answer says that it has sent. What else is in it D does not need.
+func (trtllmFirst) ReadAnswer(body, _ []byte) (Answer, Peer, error) {
+	a, _, err := usage(body)
+	if err != nil {
+		return Answer{}, Peer{}, errors.Join(ErrParams, err)
+	}
+	var c contextAnswer
+	if err := c.read(body); err != nil {
+		return Answer{}, Peer{}, errors.Join(ErrParams, err)
+	}
+	return a, Peer{}, nil
+}
+
+// queryServerInfo asks P where its info endpoint is. Of a P that has none nothing is known.
+func queryServerInfo(ctx context.Context, e *kvstate.Endpoint) (Peer, error) {
+	scheme := "http"
+	if e.Scheme == "https" {
+		scheme = e.Scheme
+	}
+	body, err := get(ctx, scheme+"://"+e.Addr+"/server_info")
+	if err != nil {
+		return Peer{}, err
+	}
+	return readServerInfo(body)
+}
+
+// readServerInfo reads {"disaggregated_params":{"ctx_dp_rank":0,"ctx_info_endpoint":["tcp://..."]}}; the endpoint may be a
+// text by itself, and either may be null.
+func readServerInfo(body []byte) (Peer, error) {
+	var said struct {
+		Params *struct {
+			Rank     *int            `json:"ctx_dp_rank"`
+			Endpoint json.RawMessage `json:"ctx_info_endpoint"`
+		} `json:"disaggregated_params"`
+	}
+	if err := json.Unmarshal(body, &said); err != nil {
+		return Peer{}, fmt.Errorf("a context server's /server_info: %w", err)
+	}
+	if said.Params == nil {
+		return Peer{}, nil
+	}
+	var endpoints []string
+	var endpoint string
+	if json.Unmarshal(said.Params.Endpoint, &endpoints) == nil && len(endpoints) > 0 {
+		endpoint = endpoints[0]
+	} else {
+		_ = json.Unmarshal(said.Params.Endpoint, &endpoint) // null, or of a kind to come: none
+	}
+	if endpoint == "" || len(endpoint) > 1024 {
+		return Peer{}, nil
+	}
+	rank := Rank{EngineID: endpoint, Port: -1}
+	if r := said.Params.Rank; r != nil && *r >= 0 && *r < maxRanks {
+		rank.Port = *r
+	}
+	return Peer{[]Rank{rank}}, nil
+}

@@ -1,0 +1,385 @@
+package extproc
+
+import (
+	"context"
+	"fmt"
+	"math/rand/v2"
+	"strings"
+	"sync"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus/testutil"
+	"github.com/stretchr/testify/require"
+	"google.golang.org/protobuf/types/known/structpb"
+
+	"tandem/kvstate"
+	"tandem/picker"
+)
+
+// late is the policy of a pool whose requests wait.
+func late(w Waiting) Policy {
+	p := splitting()
+	p.Place.Late, p.Waiting = true, w
+	return p
+}
+
+// crowd are requests of one test that run at the same time.
+type crowd struct {
+	*stand
+	group sync.WaitGroup
+	mu    sync.Mutex
+	order []string // in which they were bound
+	ended map[string]*verdict
+	after map[string]time.Duration
+	leave map[string]context.CancelFunc
+}
+
+func newCrowd(s *stand) *crowd {
+	return &crowd{stand: s, ended: map[string]*verdict{}, after: map[string]time.Duration{}, leave: map[string]context.CancelFunc{}}
+}
+
+// send begins a request with a prompt of about so many tokens, and returns when it is bound or waits.
+func (c *crowd) send(id string, tokens int, headers ...string) {
+	q := c.newRequest("/v1/chat/completions", id, strings.Replace(chatBody, "hi", id+filler(4*tokens), 1))
+	for i := 0; i < len(headers); i += 2 {
+		q.headers[headers[i]] = headers[i+1]
+	}
+	began := time.Now()
+	c.group.Go(func() {
+		v := q.pass()
+		c.mu.Lock()
+		defer c.mu.Unlock()
+		if v.immediate == nil {
+			c.order = append(c.order, id)
+		}
+		c.ended[id], c.after[id] = v, time.Since(began)
+	})
+	synctest.Wait()
+}
+
+// sendAndLeave begins a request whose client leaves when the function returned is called.
+func (c *crowd) sendAndLeave(id string, tokens int) (leave func()) {
+	q := c.newRequest("/v1/chat/completions", id, strings.Replace(chatBody, "hi", id+filler(4*tokens), 1))
+	ctx, cancel := context.WithCancel(c.t.Context())
+	stream, err := c.ext.Process(ctx)
+	require.NoError(c.t, err)
+	headers, body := q.messages()
+	require.NoError(c.t, stream.Send(headers))
+	for _, m := range body {
+		require.NoError(c.t, stream.Send(m))
+	}
+	synctest.Wait()
+	return func() { cancel(); synctest.Wait() }
+}
+
+// done ends both hops of a request that was bound, a moment later.
+func (c *crowd) done(id string) {
+	time.Sleep(2 * waitPause)
+	c.server.releasePass(id, 0)
+	synctest.Wait()
+}
+
+func (c *crowd) waiting() int {
+	return int(testutil.ToFloat64(c.server.metrics.queued.WithLabelValues("chat")))
+}
+
+// busy books work on an endpoint that ends with the function returned.
+func (s *stand) busy(name string, work time.Duration) (end func()) {
+	e := s.state.Pool("chat").Endpoint(addressOf(name))
+	id := s.state.Reserve(e, kvstate.Booking{For: kvstate.RolePrefill, PromptTokens: 1000, Uncached: 1000, Work: work})
+	return func() { s.state.Release(id); synctest.Wait() }
+}
+
+// A request waits while every prefill endpoint has a step of work ahead, with its body counted and nothing booked. When one
+// is free, the shortest is bound, and counts before it has booked.
+func TestRequestsAreBoundLate(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		s := newStand(t, Options{})
+		s.pool("chat", late(Waiting{}), "p1", "d1")
+		c := newCrowd(s)
+		c.send("first", 16_000)
+		require.Equal(t, []string{"first"}, c.order, "nothing is ahead of it")
+		require.Zero(t, c.after["first"])
+		booked := s.state.Reservations()
+		c.send("long", 16_000)
+		c.send("short", 2000)
+		c.send("middling", 9000)
+		require.Equal(t, []string{"first"}, c.order)
+		require.Equal(t, 3, c.waiting())
+		require.Equal(t, booked, s.state.Reservations())
+		require.InDelta(t, 4*27_000, s.server.held.Load(), 1000)
+
+		c.done("first")
+		require.ElementsMatch(t, []string{"first", "short", "middling"}, c.order, "less than half a second of work, and one more on top")
+		require.Less(t, c.after["short"], waitTick, "woken by the end of the first, and not by the tick")
+		c.done("short")
+		c.done("middling")
+		require.Len(t, c.order, 4)
+		c.done("long")
+		c.group.Wait()
+		time.Sleep(2 * waitTick)
+		require.Zero(t, c.waiting())
+		require.Zero(t, s.server.held.Load())
+		require.Zero(t, s.state.Reservations())
+	})
+}
+
+// A request that waited is bound as any other: pass 2 follows, and both hops end.
+func TestARequestThatWaitedGoesOn(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		s := newStand(t, Options{})
+		s.pool("chat", late(Waiting{}), "p1", "d1")
+		end := s.busy("p1", time.Minute)
+		q := s.newRequest("/v1/chat/completions", "r1", chatBody)
+		time.AfterFunc(3*time.Second, end)
+		began := time.Now()
+		require.Zero(t, q.pass().status())
+		require.Equal(t, 3*time.Second, time.Since(began).Truncate(waitTick))
+		require.Equal(t, addressOf("p1"), q.headers[headerEndpoint])
+		q.prefillLeg(answer{status: 200, body: prefilled(params(3))})
+		q.follow()
+		require.Zero(t, q.pass().status())
+		require.Equal(t, addressOf("d1"), q.headers[headerEndpoint])
+		s.log(q.entry(200, "via_upstream"))
+		require.Zero(t, s.state.Reservations())
+		trace := s.server.Recent(1)[0]
+		require.Equal(t, 3*time.Second, trace.Waited.Truncate(waitTick))
+		time.Sleep(2 * waitTick)
+	})
+}
+
+// Nobody waits for ever, nor for a client that has left, nor where there is no room for it, nor when the server ends.
+func TestWaitingEnds(t *testing.T) {
+	for name, tt := range map[string]func(t *testing.T, c *crowd){
+		"when its time is over": func(t *testing.T, c *crowd) {
+			c.send("a", 1000)
+			time.Sleep(5 * time.Second)
+			synctest.Wait()
+			require.Equal(t, 5*time.Second, c.after["a"], "bound to an endpoint that is busy")
+		},
+		"when the client leaves": func(t *testing.T, c *crowd) {
+			leave := c.sendAndLeave("a", 1000)
+			require.Equal(t, 1, c.waiting())
+			leave()
+			require.Empty(t, c.order)
+		},
+		"when there is no room": func(t *testing.T, c *crowd) {
+			c.send("a", 3000)
+			c.send("b", 2000)
+			require.Equal(t, 2, c.waiting())
+			c.send("c", 1000)
+			require.Equal(t, []string{"b"}, c.order, "the first in the queue is bound, not who came last")
+			c.done("b")
+			time.Sleep(5 * time.Second)
+		},
+		"when there is no memory": func(t *testing.T, c *crowd) {
+			c.send("a", 1000)
+			require.Equal(t, 1, c.waiting())
+			c.server.held.Add(900_000)
+			time.Sleep(waitTick)
+			synctest.Wait()
+			require.Equal(t, []string{"a"}, c.order)
+			c.send("b", 1000)
+			require.Equal(t, []string{"a", "b"}, c.order)
+			c.server.held.Add(-900_000)
+		},
+		"when the server ends": func(t *testing.T, c *crowd) {
+			c.send("a", 1000)
+			c.server.Drain()
+			synctest.Wait()
+			require.Equal(t, []string{"a"}, c.order)
+		},
+		"when the pool is gone": func(t *testing.T, c *crowd) {
+			c.send("a", 1000)
+			c.state.RemovePool("chat")
+			time.Sleep(5 * time.Second)
+			synctest.Wait()
+			require.Equal(t, []string{"a"}, c.order, "as what was let in is")
+		},
+		"when binding is immediate": func(t *testing.T, c *crowd) {
+			c.send("a", 1000)
+			live := c.server.Live()
+			policy := live.Pools["chat"]
+			policy.Place.Late = false
+			c.policy("chat", policy)
+			c.send("b", 1000)
+			require.Equal(t, []string{"b"}, c.order)
+			time.Sleep(5 * time.Second)
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				s := newStand(t, Options{HeldBytes: 1_000_000})
+				s.pool("chat", late(Waiting{MaxTime: 5 * time.Second, Max: 2}), "p1", "d1")
+				end := s.busy("p1", time.Hour)
+				c := newCrowd(s)
+				tt(t, c)
+				end()
+				c.group.Wait()
+				for id := range c.ended {
+					require.Nil(t, c.ended[id].immediate, id)
+					c.server.releasePass(id, 0)
+				}
+				time.Sleep(2 * waitTick) // for the queue's goroutine to see that nobody waits
+				synctest.Wait()
+				require.Zero(t, c.waiting())
+				require.Zero(t, s.server.held.Load())
+				require.Zero(t, s.state.Reservations())
+			})
+		})
+	}
+}
+
+// Other endpoints may come while requests wait, and theirs may go.
+func TestWaitingSeesTheFleetAsItIs(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		s := newStand(t, Options{})
+		s.pool("chat", late(Waiting{}), "p1", "d1")
+		s.busy("p1", time.Hour)
+		c := newCrowd(s)
+		c.send("a", 1000)
+		require.Empty(t, c.order)
+		var eps []kvstate.EndpointSpec
+		for _, e := range []string{"p0", "p2", "d0", "d1"} {
+			eps = append(eps, kvstate.EndpointSpec{Name: e, Addr: addressOf(e), Role: roleOf(e)})
+		}
+		s.state.SetPool(kvstate.PoolSpec{Name: "chat", Models: []string{"*"}}, eps)
+		time.Sleep(waitTick)
+		synctest.Wait()
+		require.Equal(t, []string{"a"}, c.order)
+		require.Contains(t, []string{addressOf("p0"), addressOf("p2")}, c.ended["a"].set[headerEndpoint])
+		time.Sleep(2 * waitTick)
+	})
+}
+
+// What other replicas have booked counts, and what they have no more is seen with the next tick.
+func TestWaitingSeesOtherReplicas(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		s := newStand(t, Options{})
+		s.pool("chat", late(Waiting{}), "p1", "d1")
+		p := s.state.Pool("chat").Endpoint(addressOf("p1"))
+		p.SetOthers(kvstate.Others{Requests: 1, PromptTokens: 50_000, Jobs: 1, Queue: 4 * time.Second, At: time.Now()})
+		c := newCrowd(s)
+		c.send("a", 1000)
+		require.Equal(t, 1, c.waiting())
+		time.Sleep(time.Second)
+		p.SetOthers(kvstate.Others{Requests: 1, PromptTokens: 100, Jobs: 1, Queue: 5 * time.Millisecond, At: time.Now()})
+		time.Sleep(waitTick)
+		synctest.Wait()
+		require.Equal(t, []string{"a"}, c.order)
+		decisions := s.server.metrics.Totals().Decisions
+		require.Less(t, decisions.Quantile(1), 100*time.Millisecond, "waiting is no part of deciding")
+		time.Sleep(2 * waitTick)
+	})
+}
+
+// Whatever comes and leaves: every request that stays is bound once, and nothing is left behind.
+func TestWaitingAtRandom(t *testing.T) {
+	for seed := range uint64(5) {
+		synctest.Test(t, func(t *testing.T) {
+			random := rand.New(rand.NewPCG(seed, 3))
+			s := newStand(t, Options{HeldBytes: 3_000_000})
+			s.pool("chat", late(Waiting{MaxTime: 3 * time.Second, Max: 30}), "p1", "p2", "d1", "d2")
+			var all sync.WaitGroup
+			for i := range 150 {
+				id := fmt.Sprint("r", i)
+				q := s.newRequest("/v1/chat/completions", id, strings.Replace(chatBody, "hi", id+filler(random.IntN(30_000)), 1))
+				leaves, work := time.Duration(-1), time.Duration(random.IntN(300))*time.Millisecond
+				if random.IntN(4) == 0 {
+					leaves = time.Duration(random.IntN(2000)) * time.Millisecond
+				}
+				all.Go(func() {
+					if leaves >= 0 {
+						q.leave(99, func() { time.Sleep(leaves) })
+						s.server.releasePass(id, 0)
+						return
+					}
+					v := q.pass()
+					if v.immediate != nil {
+						require.Contains(t, string(v.immediate.GetBody()), "server_busy")
+						return
+					}
+					time.Sleep(work)
+					s.server.releasePass(id, 0)
+				})
+				time.Sleep(time.Duration(random.IntN(30)) * time.Millisecond)
+			}
+			all.Wait()
+			time.Sleep(time.Second)
+			synctest.Wait()
+			require.Zero(t, testutil.ToFloat64(s.server.metrics.queued.WithLabelValues("chat")))
+			require.Zero(t, s.server.held.Load())
+			require.Zero(t, s.state.Reservations())
+			require.Empty(t, s.server.live.Load().Pools["chat"].room.landing)
+		})
+	}
+}
+
+// Where nothing is to wait for, late binding costs no memory; where it is off, it is not noticed at all.
+func TestChoosingAlloc(t *testing.T) {
+	if raceDetector {
+		t.Skip("the race detector allocates on its own")
+	}
+	for name, policy := range map[string]Policy{"off": splitting(), "on": late(Waiting{})} {
+		t.Run(name, func(t *testing.T) {
+			s := newStand(t, Options{})
+			s.pool("chat", policy, "p1", "p2", "d1", "d2")
+			x := s.server.exchanges.Get().(*exchange)
+			x.stream, x.began = &wire{ctx: t.Context()}, time.Now()
+			pool := s.state.Pool("chat")
+			inForce, _ := s.server.policy("chat")
+			require.Equal(t, name == "on", inForce.room != nil)
+			r, a := picker.Request{PromptTokens: 4000, Split: true}, attempt{}
+			require.Zero(t, testing.AllocsPerRun(100, func() {
+				s.state.View(pool, nil, &x.view)
+				c, err := x.choose(pool, &inForce, &r, &a)
+				if err != nil || c.Prefill < 0 {
+					t.Fatal(c, err)
+				}
+				x.landed()
+			}))
+		})
+	}
+}
+
+// Both legs at once, and the Endpoint Picker protocol, wait alike; a gateway's subset is not waited for.
+func TestOtherWaysAreBoundLateToo(t *testing.T) {
+	t.Run("both legs at once", func(t *testing.T) {
+		synctest.Test(t, func(t *testing.T) {
+			s := pairStand(t, "sglang", "p1", "d1", "b1")
+			policy := s.server.Live().Pools["chat"]
+			policy.Place.Late = true
+			s.policy("chat", policy)
+			end := s.busy("p1", time.Hour)
+			c := newCrowd(s)
+			c.send("a", 1000)
+			require.Equal(t, 1, c.waiting(), "the one that does both is no P here, though it is idle")
+			time.Sleep(time.Second)
+			end()
+			c.group.Wait()
+			require.Equal(t, addressOf("p1"), c.ended["a"].set[headerPrefillEndpoint])
+			require.Equal(t, addressOf("d1"), c.ended["a"].set[headerEndpoint])
+			c.done("a")
+			time.Sleep(2 * waitTick)
+			require.Zero(t, s.state.Reservations())
+		})
+	})
+	t.Run("endpoint picker", func(t *testing.T) {
+		synctest.Test(t, func(t *testing.T) {
+			s := newStand(t, Options{Picker: &PickerOptions{}})
+			policy := late(Waiting{})
+			policy.Handoff = HandoffSidecar
+			s.pool("chat", policy, "p1", "d1", "d2")
+			end := s.busy("p1", time.Hour)
+			time.AfterFunc(time.Second, end)
+			began := time.Now()
+			require.Equal(t, addressOf("d2"), s.ask(hello, map[string]*structpb.Struct{namespaceSubset: object(t, `{"x-gateway-destination-endpoint-subset":["10.0.2.2:8000"]}`)}).destination())
+			require.Zero(t, time.Since(began))
+			require.NotEmpty(t, s.ask(hello, nil).destination())
+			require.Equal(t, time.Second, time.Since(began).Truncate(waitTick))
+			time.Sleep(2 * waitTick)
+		})
+	})
+}

@@ -1,0 +1,65 @@
+package openai
+
+// HasMedia reports whether a chat has parts that an encode endpoint makes embeddings of: images, audio, video.
+func (r *Request) HasMedia() bool {
+	if r.api != Chat {
+		return false
+	}
+	for range r.media() {
+		return true
+	}
+	return false
+}
+
+// AppendEncode appends to dst what an encode endpoint is sent of a chat: one message of a user with its media, in their
+// order and byte for byte, and what engines compute a part's hash from beside it. No text, and no limit of tokens: such an
+// engine generates nothing (vLLM 0.33.0, examples/disaggregated/disaggregated_encoder/disagg_epd_proxy.py).
+func (r *Request) AppendEncode(dst []byte) []byte {
+	dst = append(dst, '{')
+	for _, name := range [...]string{"model", "mm_processor_kwargs", "media_io_kwargs", "priority", "session_id"} {
+		if value := r.topValue(name); present(value) {
+			dst = append(append(append(dst, '"'), name...), `":`...)
+			dst = append(append(dst, value...), ',')
+		}
+	}
+	dst = append(dst, `"stream":false,"messages":[{"role":"user","content":[`...)
+	first := true
+	for part := range r.media() {
+		if !first {
+			dst = append(dst, ',')
+		}
+		dst, first = append(dst, part...), false
+	}
+	return append(dst, `]}]}`...)
+}
+
+// media goes through the parts of a chat's messages that are images, audio or video.
+func (r *Request) media() func(yield func(part []byte) bool) {
+	return func(yield func([]byte) bool) {
+		for message := range elements(r.Raw(FieldMessages)) {
+			for key, content := range pairs(message) {
+				if string(key) != "content" {
+					continue
+				}
+				for part := range elements(content) {
+					if isMedia(part) && !yield(part) {
+						return
+					}
+				}
+			}
+		}
+	}
+}
+
+func isMedia(part []byte) bool {
+	for key, value := range pairs(part) {
+		if string(key) == "type" {
+			switch string(value) {
+			case `"image_url"`, `"audio_url"`, `"video_url"`, `"input_audio"`:
+				return true
+			}
+			return false
+		}
+	}
+	return false
+}

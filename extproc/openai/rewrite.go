@@ -1,0 +1,278 @@
+package openai
+
+import (
+	"bytes"
+	"errors"
+	"strconv"
+)
+
+// Rewriter makes a client's answer of an engine's, where the two differ. It is for one answer, and for one goroutine.
+type Rewriter interface {
+	// Begin appends what goes before the first event of a stream.
+	Begin(dst []byte) []byte
+	// Whole appends the client's answer to dst, made of one that is not streamed.
+	Whole(dst, answer []byte) ([]byte, error)
+	// Event appends what the client is sent for one event of a stream, with the empty line behind it.
+	Event(dst, event []byte) []byte
+}
+
+// Both is one rewriter behind another.
+type Both struct{ First, Second Rewriter }
+
+// Begin implements [Rewriter].
+func (b Both) Begin(dst []byte) []byte { return b.Second.Begin(b.First.Begin(dst)) }
+
+// Whole implements [Rewriter].
+func (b Both) Whole(dst, answer []byte) ([]byte, error) {
+	first, err := b.First.Whole(nil, answer)
+	if err != nil {
+		return dst, err
+	}
+	return b.Second.Whole(dst, first)
+}
+
+// Event implements [Rewriter].
+func (b Both) Event(dst, event []byte) []byte {
+	first := bytes.TrimRight(b.First.Event(nil, event), "\n")
+	if len(first) == 0 {
+		return dst
+	}
+	return b.Second.Event(dst, first)
+}
+
+// eventObject is an event's data if that is a JSON object, else nil.
+func eventObject(event []byte) []byte {
+	data := EventData(nil, event)
+	if len(data) == 0 || data[0] != '{' || !valid(data) {
+		return nil
+	}
+	return data
+}
+
+// valid reports whether b is one JSON value.
+func valid(b []byte) bool {
+	end, f := skipValue(b, skipSpace(b, 0), maxNesting)
+	return f == noFault && skipSpace(b, end) == len(b)
+}
+
+// appendEvent appends an event with other data. Its other fields stay.
+func appendEvent(dst, event, data []byte) []byte {
+	done := false
+	for len(event) > 0 {
+		line := event
+		if end := bytes.IndexAny(event, "\r\n"); end >= 0 {
+			line, event = event[:end], event[end+1:]
+		} else {
+			event = nil
+		}
+		switch {
+		case len(line) == 0:
+			continue
+		case !bytes.HasPrefix(line, []byte("data:")):
+			dst = append(dst, line...)
+		case done:
+			continue
+		default:
+			dst, done = append(append(dst, "data: "...), data...), true
+		}
+		dst = append(dst, '\n')
+	}
+	return append(dst, '\n')
+}
+
+// CachedTokens tells the client how many tokens of the prompt prefill found in its cache. Decode's own count is of what came
+// from prefill, mostly all of the prompt. Where an answer has no such count, none is put in.
+type CachedTokens struct{ N int64 }
+
+// Begin implements [Rewriter].
+func (CachedTokens) Begin(dst []byte) []byte { return dst }
+
+// Whole implements [Rewriter].
+func (c CachedTokens) Whole(dst, answer []byte) ([]byte, error) {
+	if !valid(answer) {
+		return dst, errors.New("decode's answer is not JSON")
+	}
+	return c.appendObject(dst, answer[skipSpace(answer, 0):]), nil
+}
+
+// Event implements [Rewriter].
+func (c CachedTokens) Event(dst, event []byte) []byte {
+	data := eventObject(event)
+	if data == nil || !bytes.Contains(data, []byte("cached_tokens")) {
+		return append(append(dst, event...), "\n\n"...)
+	}
+	return appendEvent(dst, event, c.appendObject(nil, data))
+}
+
+// appendObject appends an object with the count in its usage, or in that of the response in it (response.completed).
+func (c CachedTokens) appendObject(dst, object []byte) []byte {
+	if len(object) == 0 || object[0] != '{' {
+		return append(dst, object...)
+	}
+	return appendMembers(dst, object, func(key string, value []byte) []byte {
+		switch key {
+		case "response", "usage", "prompt_tokens_details", "input_tokens_details":
+			return c.appendObject(nil, value)
+		case "cached_tokens":
+			if _, ok := integer(value); ok {
+				return strconv.AppendInt(nil, c.N, 10)
+			}
+		}
+		return value
+	})
+}
+
+// InputLogprobs puts the log probabilities of the prompt, which prefill has, in front of decode's in answers to SGLang's
+// /generate: meta_info.input_token_logprobs of the answer, of each of a batch, and of each event (sgl-project/sglang,
+// srt/disaggregation/mini_lb.py, 0.4.9.post6).
+type InputLogprobs struct {
+	Prefill []byte // [ReadInputLogprobs]; nil: not known
+}
+
+// inputLogprobs is the member's name.
+const inputLogprobs = "input_token_logprobs"
+
+// ReadInputLogprobs takes the log probabilities of the prompt out of prefill's answer: a list with one list for each answer of a
+// batch; nil where there are none.
+func ReadInputLogprobs(answer []byte) []byte {
+	if !bytes.Contains(answer, []byte(inputLogprobs)) || !valid(answer) {
+		return nil
+	}
+	out, found := []byte{'['}, false
+	add := func(one []byte) {
+		if len(out) > 1 {
+			out = append(out, ',')
+		}
+		list := metaLogprobs(one)
+		found = found || list != nil
+		if list == nil {
+			list = []byte("[]")
+		}
+		out = append(out, list...)
+	}
+	answer = answer[skipSpace(answer, 0):]
+	if answer[0] == '[' {
+		for one := range elements(answer) {
+			add(one)
+		}
+	} else {
+		add(answer)
+	}
+	if !found {
+		return nil
+	}
+	return append(out, ']')
+}
+
+// metaLogprobs is meta_info.input_token_logprobs of one answer, nil if that is no list.
+func metaLogprobs(answer []byte) (list []byte) {
+	for key, meta := range pairs(answer) {
+		if string(key) != "meta_info" {
+			continue
+		}
+		for key, value := range pairs(meta) {
+			if string(key) == inputLogprobs && value[0] == '[' {
+				list = value
+			}
+		}
+	}
+	return list
+}
+
+// Begin implements [Rewriter].
+func (InputLogprobs) Begin(dst []byte) []byte { return dst }
+
+// Whole implements [Rewriter].
+func (l InputLogprobs) Whole(dst, answer []byte) ([]byte, error) {
+	if !valid(answer) {
+		return dst, errors.New("decode's answer is not JSON")
+	}
+	answer = answer[skipSpace(answer, 0):]
+	if answer[0] != '[' {
+		return l.appendAnswer(dst, answer, 0), nil
+	}
+	dst = append(dst, '[')
+	i := 0
+	for one := range elements(answer) {
+		if i > 0 {
+			dst = append(dst, ',')
+		}
+		dst = l.appendAnswer(dst, one, i)
+		i++
+	}
+	return append(dst, ']'), nil
+}
+
+// Event implements [Rewriter]. Events of a batch say which answer they are of.
+func (l InputLogprobs) Event(dst, event []byte) []byte {
+	data := eventObject(event)
+	if data == nil {
+		return append(append(dst, event...), "\n\n"...)
+	}
+	index := int64(0)
+	for key, value := range pairs(data) {
+		if string(key) == "index" {
+			index, _ = integer(value)
+		}
+	}
+	return appendEvent(dst, event, l.appendAnswer(nil, data, int(index)))
+}
+
+// appendAnswer appends answer i with both engines' lists as one.
+func (l InputLogprobs) appendAnswer(dst, answer []byte, i int) []byte {
+	prefill := l.of(i)
+	if prefill == nil || answer[0] != '{' {
+		return append(dst, answer...)
+	}
+	return appendMembers(dst, answer, func(key string, value []byte) []byte {
+		if key != "meta_info" || value[0] != '{' {
+			return value
+		}
+		there := false
+		meta := appendMembers(nil, value, func(key string, value []byte) []byte {
+			if key != inputLogprobs {
+				return value
+			}
+			there = true
+			return joinLists(prefill, value)
+		})
+		if !there {
+			meta = appendMember(meta[:len(meta)-1], inputLogprobs, prefill)
+		}
+		return meta
+	})
+}
+
+// of is prefill's list for answer i.
+func (l InputLogprobs) of(i int) []byte {
+	n := 0
+	for list := range elements(l.Prefill) {
+		if n == i {
+			return list
+		}
+		n++
+	}
+	return nil
+}
+
+// appendMember puts a member at the end of an object whose closing brace was taken off.
+func appendMember(object []byte, key string, value []byte) []byte {
+	if len(object) > 1 {
+		object = append(object, ',')
+	}
+	object = append(append(append(object, '"'), key...), `":`...)
+	return append(append(object, value...), '}')
+}
+
+// joinLists is one list of two; what is no list is none.
+func joinLists(a, b []byte) []byte {
+	empty := func(list []byte) bool { return len(list) < 2 || list[0] != '[' || list[skipSpace(list, 1)] == ']' }
+	switch {
+	case empty(b):
+		return a
+	case empty(a):
+		return b
+	}
+	out := append(append([]byte(nil), a[:len(a)-1]...), ',')
+	return append(out, b[1:]...)
+}

@@ -1,0 +1,96 @@
+package openai
+
+import (
+	"bytes"
+	"errors"
+)
+
+// Events cuts a stream of server-sent events (text/event-stream, WHATWG HTML 9.2) into events, however its bytes were cut
+// on the way: an event may come in pieces, several may come at once, and lines may end in LF, CR LF or CR. The zero value
+// is ready. It is for one stream.
+type Events struct {
+	held []byte // of the event that is not complete yet
+	next int    // how far held was looked at
+	line int    // where the line begins that next is in
+	cr   bool   // the byte before next was a CR: an LF now belongs to it
+}
+
+// maxEvent bounds what is held of an event whose end has not come, in bytes.
+const maxEvent = 8 << 20
+
+// keepHeld is how large a buffer, in bytes, lives on when the event that needed it has gone on: a stream may last for minutes.
+const keepHeld = 64 << 10
+
+// ErrEventTooLong ends a stream with an event of more than 8 MiB.
+var ErrEventTooLong = errors.New("a server-sent event of more than 8 MiB")
+
+// Feed takes the stream's next bytes and calls each with every event that they complete: its lines as they came, without
+// the empty one behind them. The event is each's until it returns.
+func (e *Events) Feed(chunk []byte, each func(event []byte)) error {
+	e.held = append(e.held, chunk...)
+	b, start := e.held, 0
+	for ; e.next < len(b); e.next++ {
+		c := b[e.next]
+		if c == '\n' && e.cr { // the second half of a line end
+			e.cr = false
+			if e.line = e.next + 1; start == e.next {
+				start = e.line
+			}
+			continue
+		}
+		if e.cr = c == '\r'; c != '\n' && c != '\r' {
+			continue
+		}
+		if e.line == e.next { // an empty line: the event is complete
+			if event := bytes.TrimRight(b[start:e.next], "\r\n"); len(event) > 0 {
+				each(event)
+			}
+			start = e.next + 1
+		}
+		e.line = e.next + 1
+	}
+	if start > 0 {
+		if rest := b[start:]; cap(b) > keepHeld && len(rest) <= keepHeld {
+			e.held = bytes.Clone(rest) // nil of none
+		} else {
+			e.held = append(b[:0], rest...)
+		}
+		e.next, e.line = e.next-start, e.line-start
+	}
+	if len(e.held) > maxEvent {
+		return ErrEventTooLong
+	}
+	return nil
+}
+
+// End calls each with what came behind the last empty line, if anything did: some servers leave the last one out.
+func (e *Events) End(each func(event []byte)) {
+	if event := bytes.TrimRight(e.held, "\r\n"); len(event) > 0 {
+		each(event)
+	}
+	*e = Events{}
+}
+
+// EventData appends the data of an event to dst: its data lines, with LF between them.
+func EventData(dst, event []byte) []byte {
+	first := true
+	for len(event) > 0 {
+		end := bytes.IndexAny(event, "\r\n")
+		line := event
+		if end < 0 {
+			event = nil
+		} else {
+			line, event = event[:end], event[end+1:]
+		}
+		data, ok := bytes.CutPrefix(line, []byte("data:"))
+		if !ok {
+			continue
+		}
+		if !first {
+			dst = append(dst, '\n')
+		}
+		first = false
+		dst = append(dst, bytes.TrimPrefix(data, []byte(" "))...)
+	}
+	return dst
+}

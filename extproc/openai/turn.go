@@ -1,0 +1,226 @@
+package openai
+
+import "errors"
+
+// TurnAnswer takes out of decode's answer what its engine says for the conversation's next turn, where engines hand KV over both
+// ways (vLLM's NIXL, bidirectional): kv_transfer_params, which name internal hosts and blocks, and the token ids that these are
+// good for, if it was not the client who asked for them.
+//
+// An answer that is not streamed has them at its top, and the ids of prompt and answer (return_token_ids, vLLM 0.10.2) at its top
+// or in its only choice. A stream has the prompt's ids in its first event, the answer's in each, and from vLLM 0.33 the parameters
+// in the one that says why it ended. It is for one answer, and for one goroutine.
+type TurnAnswer struct {
+	// OwnIDs says that the client asked for token ids, which it then gets.
+	OwnIDs bool
+	// Kept is called when the answer has said all that there is to know: the parameters, as JSON text, and the ids of prompt and
+	// answer. It is not called where something of that is missing. nil: nobody wants to know.
+	Kept func(params []byte, ids []uint32)
+	// Room is told how much memory the ids take from now on, in bytes; where it is false nothing is kept. nil: there is room.
+	Room func(bytes int) bool
+
+	params []byte
+	ids    []uint32
+	prompt bool // ids begin with the prompt's
+	broken bool // what the ids are of is not clear
+}
+
+// maxTurnTokens bounds the ids of an answer that are remembered.
+const maxTurnTokens = 4 << 20
+
+// Begin implements [Rewriter].
+func (*TurnAnswer) Begin(dst []byte) []byte { return dst }
+
+// Whole implements [Rewriter].
+func (a *TurnAnswer) Whole(dst, answer []byte) ([]byte, error) {
+	if !valid(answer) {
+		return dst, errors.New("decode's answer is not JSON")
+	}
+	answer = answer[skipSpace(answer, 0):]
+	a.read(answer)
+	a.tell()
+	return a.appendTop(dst, answer, false), nil
+}
+
+// Event implements [Rewriter].
+func (a *TurnAnswer) Event(dst, event []byte) []byte {
+	data := eventObject(event)
+	if data == nil {
+		return append(append(dst, event...), "\n\n"...)
+	}
+	a.read(data)
+	a.tell()
+	if !a.OwnIDs && a.Kept != nil && saysNothing(data) {
+		return dst
+	}
+	return appendEvent(dst, event, a.appendTop(nil, data, true))
+}
+
+// tell passes on what was kept, once that is known.
+func (a *TurnAnswer) tell() {
+	if a.params != nil && a.prompt && !a.broken && a.Kept != nil {
+		a.Kept(a.params, a.ids)
+		a.Kept = nil
+		a.drop()
+	}
+	a.params = nil
+}
+
+// read takes what an answer, or an event of one, says: the prompt's ids before the answer's, in whichever order they stand.
+func (a *TurnAnswer) read(object []byte) {
+	if a.Kept == nil {
+		return
+	}
+	var choices []byte
+	for key, value := range pairs(object) {
+		switch string(key) {
+		case "kv_transfer_params":
+			if value[0] == '{' {
+				a.params = append([]byte(nil), value...)
+			}
+		case "prompt_token_ids":
+			a.add(value, true)
+		case "choices":
+			choices = value
+		}
+	}
+	n := 0
+	for choice := range elements(choices) {
+		if n++; n > 1 {
+			a.broken = true
+			return
+		}
+		var made []byte
+		for key, value := range pairs(choice) {
+			switch string(key) {
+			case "prompt_token_ids":
+				a.add(value, true)
+			case "token_ids":
+				made = value
+			}
+		}
+		a.add(made, false)
+	}
+}
+
+// add appends token ids; null and none are none.
+func (a *TurnAnswer) add(ids []byte, prompt bool) {
+	if !present(ids) || a.broken {
+		return
+	}
+	if prompt == a.prompt || prompt && len(a.ids) > 0 { // the prompt's come once, and first
+		a.broken = a.broken || prompt || !a.prompt
+	}
+	a.prompt = a.prompt || prompt
+	before := cap(a.ids)
+	var ok bool
+	a.ids, ok = TokenIDs(a.ids, ids)
+	if !ok || len(a.ids) > maxTurnTokens || cap(a.ids) != before && a.Room != nil && !a.Room(4*cap(a.ids)) {
+		a.broken = true
+	}
+	if a.broken {
+		a.drop()
+	}
+}
+
+// drop lets go of the ids.
+func (a *TurnAnswer) drop() {
+	if a.ids = nil; a.Room != nil {
+		a.Room(0)
+	}
+}
+
+// appendTop appends an answer, or an event's object, without what is not the client's.
+func (a *TurnAnswer) appendTop(dst, object []byte, event bool) []byte {
+	if len(object) == 0 || object[0] != '{' {
+		return append(dst, object...)
+	}
+	dst = append(dst, '{')
+	first := true
+	for key, value := range pairs(object) {
+		switch string(key) {
+		case "kv_transfer_params":
+			if event {
+				continue
+			}
+			value = null
+		case "prompt_token_ids":
+			value = a.orNull(value)
+		case "choices":
+			value = a.choices(value)
+		case "response": // of the last event of /v1/responses
+			value = a.appendTop(nil, value, false)
+		}
+		if !first {
+			dst = append(dst, ',')
+		}
+		first = false
+		dst = append(append(appendQuoted(dst, key), ':'), value...)
+	}
+	return append(dst, '}')
+}
+
+var null = []byte("null")
+
+func (a *TurnAnswer) orNull(value []byte) []byte {
+	if a.OwnIDs {
+		return value
+	}
+	return null
+}
+
+func (a *TurnAnswer) choices(list []byte) []byte {
+	if a.OwnIDs || len(list) == 0 || list[0] != '[' {
+		return list
+	}
+	dst := []byte{'['}
+	for choice := range elements(list) {
+		if len(dst) > 1 {
+			dst = append(dst, ',')
+		}
+		if choice[0] != '{' {
+			dst = append(dst, choice...)
+			continue
+		}
+		dst = appendMembers(dst, choice, func(key string, value []byte) []byte {
+			if key == "token_ids" || key == "prompt_token_ids" {
+				return null
+			}
+			return value
+		})
+	}
+	return append(dst, ']')
+}
+
+// saysNothing reports whether a chat's event is one that vLLM sends for its token ids alone: those of a token that is no text yet.
+func saysNothing(chunk []byte) bool {
+	deltas := 0
+	for key, value := range pairs(chunk) {
+		switch string(key) {
+		case "usage":
+			if present(value) {
+				return false
+			}
+		case "prompt_token_ids":
+			if present(value) {
+				return false
+			}
+		case "choices":
+			for choice := range elements(value) {
+				for key, value := range pairs(choice) {
+					switch string(key) {
+					case "delta":
+						if len(value) < 2 || value[0] != '{' || value[skipSpace(value, 1)] != '}' {
+							return false
+						}
+						deltas++
+					case "finish_reason", "logprobs":
+						if present(value) {
+							return false
+						}
+					}
+				}
+			}
+		}
+	}
+	return deltas > 0
+}

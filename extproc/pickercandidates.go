@@ -1,0 +1,83 @@
+package extproc
+
+import (
+	"net"
+	"slices"
+	"strings"
+	"time"
+
+	"tandem/extproc/openai"
+	"tandem/kvstate"
+	"tandem/picker"
+)
+
+// What of a pool the endpoint picker may choose from, and what it tells the gateway beside its choice.
+
+// allow takes out of the view what the gateway's subset, or a conformance test, does not name. Prefill endpoints stay when
+// the subset is of endpoints that decode: the gateway never connects to them.
+func (x *exchange) allow() {
+	hint := &x.msg.hints
+	subset, limited := hint.subset, hint.hasSubset
+	if s := x.msg.headers.selection; x.s.Picker.Conformance && len(s) > 0 {
+		subset, limited = addresses(nil, string(s)), true
+	}
+	if !limited {
+		return
+	}
+	x.view.Endpoints = slices.DeleteFunc(x.view.Endpoints, func(c kvstate.Candidate) bool {
+		return c.Endpoint.Role&kvstate.RoleDecode != 0 && !named(subset, c.Endpoint.Addr)
+	})
+}
+
+// toHolderOf leaves nothing in the view but the endpoint that holds the stored response which the request goes on from. A
+// response that is stored from here on is found again only where one endpoint decodes, or by the gateway's own session
+// affinity: in this protocol its id is the engine's.
+func (x *exchange) toHolderOf(pool *kvstate.Pool, a *attempt) error {
+	if a.why == "pass_through" {
+		return nil
+	}
+	holder, stored := x.holder(pool)
+	a.alone = a.alone || stored
+	if holder == nil {
+		return nil
+	}
+	x.view.Endpoints = slices.DeleteFunc(x.view.Endpoints, func(c kvstate.Candidate) bool { return c.Endpoint != holder })
+	if len(x.view.Endpoints) == 0 {
+		return openai.Unavailable("no_endpoint", "the endpoint that holds this response is not among those allowed", time.Second)
+	}
+	return nil
+}
+
+// named reports whether a subset names an endpoint, by its address or by its host alone; one of IPv6 with brackets or without.
+func named(subset []string, addr string) bool {
+	host, _, _ := net.SplitHostPort(addr)
+	return slices.ContainsFunc(subset, func(s string) bool { return s == addr || strings.Trim(s, "[]") == host })
+}
+
+// shed refuses a request of negative priority when the pool is full.
+func (x *exchange) shed(r *picker.Request) error {
+	if r.Priority >= 0 {
+		return nil
+	}
+	for _, c := range x.view.Endpoints {
+		if c.Usable && c.Endpoint.Role&kvstate.RoleDecode != 0 && c.Requests < int64(x.s.Picker.ShedRequests) {
+			return nil
+		}
+	}
+	return overloaded()
+}
+
+// withFallbacks is the list of endpoints for the gateway: the picked one, then those that would have been picked without it.
+func (x *exchange) withFallbacks(r *picker.Request, c picker.Choice) string {
+	list := []string{x.view.Endpoints[c.Decode].Endpoint.Addr}
+	others := *r
+	for range x.s.Picker.Fallbacks {
+		others.Excluded = append(others.Excluded, list[len(list)-1])
+		i, err := x.picker.PickDecode(&others, &x.view, c.Prefill)
+		if err != nil || slices.Contains(list, x.view.Endpoints[i].Endpoint.Addr) {
+			break
+		}
+		list = append(list, x.view.Endpoints[i].Endpoint.Addr)
+	}
+	return strings.Join(list, ",")
+}

@@ -1,0 +1,134 @@
+package extproc
+
+import (
+	"fmt"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"tandem/extproc/openai"
+	"tandem/kvstate"
+)
+
+// Who is taken to hold a prompt: P from the moment that it is sent it, and the D that pass 2 chooses. What pass 1 had in mind for
+// decode is only that.
+func TestRoutedToTheDecodeThatAnswers(t *testing.T) {
+	s := newStand(t, Options{})
+	s.pool("chat", splitting(), "p1", "d1", "d2")
+	pool := s.state.Pool("chat")
+	body := conversation("")
+	hashes := textBlocks(t, body)
+	holders := func() []string { return s.holders(hashes) }
+	q := s.newRequest("/v1/chat/completions", "r-1", body)
+	v := q.pass()
+	require.Equal(t, legPrefill, v.set[headerLeg])
+	require.Equal(t, []string{addressOf("p1")}, holders(), "who decodes is not settled")
+	inMind := s.ticket(v.set[headerTicket], "r-1").Decode
+	s.state.MarkFailed(pool.Endpoint(inMind))
+	q.prefillLeg(answer{status: 200, body: prefilled(params(4))})
+	q.follow()
+	v = q.pass()
+	require.Equal(t, legDecode, v.set[headerLeg])
+	require.NotEqual(t, inMind, v.set[headerEndpoint])
+	require.Equal(t, []string{addressOf("p1"), v.set[headerEndpoint]}, holders())
+}
+
+// conversation is a chat request whose prompt is eight blocks, and what more is given.
+func conversation(more string) string {
+	return `{"model":"m","max_tokens":9,"messages":[{"role":"user","content":"` + filler(8*blockBytes) + more + `"}]}`
+}
+
+func textBlocks(t *testing.T, body string) []uint64 {
+	t.Helper()
+	var r openai.Request
+	require.NoError(t, r.Scan(openai.Chat, []byte(body), openai.Limits{}))
+	hashes := r.PromptHash(nil, blockBytes, maxBlocks)
+	require.NotEmpty(t, hashes)
+	return hashes
+}
+
+// holders are the endpoints of the pool chat that are taken to hold all of a prompt.
+func (s *stand) holders(hashes []uint64) (addrs []string) {
+	var v kvstate.View
+	s.state.View(s.state.Pool("chat"), hashes, &v)
+	for _, c := range v.Endpoints {
+		if c.Hit == len(hashes) {
+			addrs = append(addrs, c.Endpoint.Addr)
+		}
+	}
+	return addrs
+}
+
+// The D of the turn before is chosen again in pass 2, since it has most of the KV, unless it has much more to do than others.
+func TestPassTwoKnowsWhatDecodeHolds(t *testing.T) {
+	s := newStand(t, Options{})
+	s.pool("chat", splitting(), "p1", "d1", "d2", "d3", "d4")
+	pool := s.state.Pool("chat")
+	turn := func(id, body string) string {
+		q := s.newRequest("/v1/chat/completions", id, body)
+		require.Equal(t, legPrefill, q.pass().set[headerLeg])
+		q.prefillLeg(answer{status: 200, body: prefilled(params(4))})
+		q.follow()
+		v := q.pass()
+		require.Equal(t, legDecode, v.set[headerLeg])
+		s.server.releasePass(id, 0)
+		s.server.releasePass(id, 1)
+		return v.set[headerEndpoint]
+	}
+	first := turn("r-1", conversation(""))
+	for i := range 8 { // by chance it would be one time in 65,536
+		require.Equal(t, first, turn(fmt.Sprint("later-", i), conversation(filler((i+1)*blockBytes))))
+	}
+	for range 100 {
+		s.state.Reserve(pool.Endpoint(first), kvstate.Booking{For: kvstate.RoleDecode, PromptTokens: 4000})
+	}
+	require.NotEqual(t, first, turn("crowded", conversation("")))
+}
+
+// An endpoint that comes between the passes and does not serve the model is not the D, idle as it is.
+func TestPassTwoMindsTheModelOfWhoCame(t *testing.T) {
+	s := newStand(t, Options{})
+	s.pool("chat", splitting(), "p1", "d1")
+	tell := func(name, model string) {
+		s.state.SetModels(s.state.Pool("chat").Endpoint(addressOf(name)), []string{model})
+	}
+	q := s.newRequest("/v1/chat/completions", "r", conversation(""))
+	tell("p1", "m")
+	tell("d1", "m")
+	q.pass()
+	q.prefillLeg(answer{status: 200, body: prefilled(params(4))})
+	s.pool("chat", splitting(), "p1", "d1", "d2")
+	tell("d2", "another")
+	for range 100 {
+		s.state.Reserve(s.state.Pool("chat").Endpoint(addressOf("d1")), kvstate.Booking{For: kvstate.RoleDecode, PromptTokens: 4000})
+	}
+	q.follow()
+	require.Equal(t, addressOf("d1"), q.pass().set[headerEndpoint])
+}
+
+// Where both legs run at once D has the prompt once P has done its part, and not where P has failed.
+func TestPairsAreRoutedToBoth(t *testing.T) {
+	for name, good := range map[string]bool{"goes well": true, "P fails": false} {
+		t.Run(name, func(t *testing.T) {
+			inBubble(t, []string{"p1", "d1", "d2"}, func(t *testing.T, s *stand) {
+				hashes := textBlocks(t, conversation(""))
+				q := s.newRequest("/v1/chat/completions", "both", conversation(""))
+				v := q.pass()
+				require.Equal(t, legPair, v.set[headerLeg])
+				d, _ := q.decode(s)
+				require.Equal(t, []string{addressOf("p1")}, s.holders(hashes))
+				if good {
+					q.mirror(s).answer(200, goodPrefill)
+					d.ended()
+					require.Equal(t, []string{addressOf("p1"), v.set[headerEndpoint]}, s.holders(hashes))
+					s.log(q.entry(200, "via_upstream"))
+					return
+				}
+				q.mirror(s).answer(500, "oops")
+				d.redirected(q)
+				require.Equal(t, []string{addressOf("p1")}, s.holders(hashes))
+				s.server.releasePass("both", 0)
+			})
+		})
+	}
+}

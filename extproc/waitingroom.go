@@ -1,0 +1,129 @@
+package extproc
+
+import (
+	"time"
+
+	"tandem/kvstate"
+	"tandem/picker"
+)
+
+// This file is what a waiting room does for picker.Queue: the fleet as it is, with what was just sent; what it is to one
+// request; and handing over a choice.
+
+// settle gives a request its choice, and the view that it was made on.
+func (w *waitingRoom) settle(r *waiter, v *kvstate.View, c picker.Choice, err error) {
+	r.settled, r.choice, r.err = true, c, err
+	if own := &r.x.view; own != v {
+		w.takeBack(r)
+		own.Copy(v)
+	}
+	if err != nil {
+		return
+	}
+	r.decode, r.lands = v.Endpoints[c.Decode].Endpoint, w
+	at := c.Decode
+	if c.Prefill >= 0 {
+		at = c.Prefill
+		r.prefill = v.Endpoints[at].Endpoint
+	}
+	r.work = kvstate.Seconds(c.Work * max(v.Endpoints[at].Speed, 0.1))
+	w.landing = append(w.landing, r)
+}
+
+// land takes a request off the list of those who have not booked yet.
+func (w *waitingRoom) land(r *waiter) {
+	for i, l := range w.landing {
+		if l == r {
+			w.landing = append(w.landing[:i], w.landing[i+1:]...)
+			break
+		}
+	}
+	r.lands = nil
+}
+
+// Fleet is of picker.Room.
+func (w *waitingRoom) Fleet() *kvstate.View {
+	v := &w.view
+	if w.arriving != nil {
+		v = &w.arriving.x.view
+	}
+	w.fill(v)
+	return v
+}
+
+// fill makes v the fleet as it is now, with what was just sent.
+func (w *waitingRoom) fill(v *kvstate.View) {
+	w.s.State.View(w.pool, nil, v)
+	w.usable = w.usable[:0]
+	for i := range v.Endpoints {
+		w.usable = append(w.usable, v.Endpoints[i].Usable)
+	}
+	for _, l := range w.landing {
+		for i := range v.Endpoints {
+			c := &v.Endpoints[i]
+			if l.prefill != nil && c.Endpoint.Addr == l.prefill.Addr {
+				c.Requests, c.PromptTokens = c.Requests+1, c.PromptTokens+l.choice.Uncached
+				c.Jobs, c.Queue = c.Jobs+1, c.Queue+l.work
+			}
+			if c.Endpoint.Addr == l.decode.Addr {
+				c.Requests, c.PromptTokens = c.Requests+1, c.PromptTokens+l.choice.PromptTokens
+				if l.prefill == nil {
+					c.Local += l.work
+				}
+			}
+		}
+	}
+}
+
+// Look is of picker.Room.
+func (w *waitingRoom) Look(id uint64, v *kvstate.View) *picker.Request {
+	if a := w.arriving; a != nil && a.id == id {
+		return w.look(a, v)
+	}
+	if r := w.waiters[id]; r != nil {
+		return w.look(r, v)
+	}
+	return w.lookElsewhere(id, v)
+}
+
+// look fills into a view what it is to one request.
+func (w *waitingRoom) look(r *waiter, v *kvstate.View) *picker.Request {
+	now := time.Now()
+	if r.hitsOf != w.pool || now.Sub(r.hitsAt) > keepHits {
+		r.x.hitsNow(w.pool, v, r.request.PromptTokens)
+		r.hits = r.hits[:0]
+		for i := range v.Endpoints {
+			r.hits = append(r.hits, int32(v.Endpoints[i].Hit))
+		}
+		r.hitsOf, r.hitsAt = w.pool, now
+		if r.told {
+			w.tell(r)
+		}
+	}
+	for i := range v.Endpoints {
+		c := &v.Endpoints[i]
+		c.Hit, c.Session = int(r.hits[i]), 0
+		c.Usable = w.usable[i] && !(w.pairs && c.Endpoint.Role == kvstate.RoleBoth)
+	}
+	if r.x.session != 0 {
+		w.s.State.MarkSession(w.pool, r.x.session, v)
+	}
+	r.request.Waited, r.request.Rand = now.Sub(r.x.began).Seconds(), picker.Chance(r.id)
+	return &r.request
+}
+
+// Send is of picker.Room.
+func (w *waitingRoom) Send(id uint64, _ *picker.Request, v *kvstate.View, c picker.Choice, err error) {
+	if a := w.arriving; a != nil && a.id == id {
+		w.settle(a, v, c, err)
+		return
+	}
+	r := w.waiters[id]
+	w.forget(r)
+	w.settle(r, v, c, err)
+	end := waitBound
+	if err != nil {
+		end = waitShed
+	}
+	r.finish(end)
+}

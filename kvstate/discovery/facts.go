@@ -1,0 +1,203 @@
+package discovery
+
+import (
+	"cmp"
+	"context"
+	"encoding/json"
+	"fmt"
+	"log/slog"
+	"maps"
+	"net/http"
+	"strings"
+	"sync"
+	"time"
+
+	"tandem/kvstate"
+	"tandem/kvstate/enginehttp"
+)
+
+// askAgainEvery is how often an engine that does not answer is asked about itself.
+const askAgainEvery = 10 * time.Second
+
+// maxAsked bounds the engines that are asked at the same time: a cluster may show a thousand at once.
+const maxAsked = 32
+
+// Facts are what the engines of discovered pods say of themselves, where the cluster's labels do not: vLLM's /version, and
+// SGLang's /server_info (0.5.23) with version, disaggregation_mode and disaggregation_bootstrap_port. Each engine is asked
+// once, and until it has answered: what runs in a pod stays what it is.
+type Facts struct {
+	client      *enginehttp.Client
+	sameRelease bool // engines of two releases do not take each other's KV, so they are not paired
+	log         *slog.Logger
+	places      chan struct{}
+
+	mu      sync.Mutex
+	engines map[string]*fact // by pod and address
+	learnt  chan<- struct{}  // told when something is new
+}
+
+// fact is what one engine says.
+type fact struct {
+	asked     bool // it was, and answered or did not
+	answered  bool
+	wanted    bool         // it is still among the endpoints
+	release   string       // "": it does not say
+	role      kvstate.Role // 0: it does not say
+	bootstrap uint16       // 0: likewise
+}
+
+// NewFacts asks engines for themselves. sameRelease says that those of two releases must not be paired.
+func NewFacts(sameRelease bool, log *slog.Logger) *Facts {
+	client := enginehttp.New(probeTimeout, func(t *http.Transport) { t.DisableKeepAlives = true })
+	return &Facts{
+		client: client, sameRelease: sameRelease, log: log,
+		places: make(chan struct{}, maxAsked), engines: map[string]*fact{},
+	}
+}
+
+// fill puts what is known into endpoints, and starts to ask those of which nothing is; learnt is told when there is more.
+// Role 0 is that of a pod without a label for it: it takes what its engine says, else otherwise, and is left out until the
+// engine was asked. Engines that are not among specs are forgotten. nil facts know nothing.
+func (f *Facts) fill(ctx context.Context, specs []kvstate.EndpointSpec, otherwise kvstate.Role, learnt chan<- struct{}) (out []kvstate.EndpointSpec) {
+	nothing := &fact{asked: true}
+	if f != nil {
+		f.mu.Lock()
+		defer f.mu.Unlock()
+		f.learnt = learnt
+		for _, known := range f.engines {
+			known.wanted = false
+		}
+	}
+	for _, e := range specs {
+		known := nothing
+		if f != nil {
+			known = f.of(ctx, e)
+			if f.sameRelease {
+				e.Engine = known.release
+			}
+		}
+		if e.Role == 0 && known.asked {
+			e.Role = cmp.Or(known.role, otherwise)
+		}
+		e.Transfer.Release, e.Transfer.BootstrapPort = known.release, known.bootstrap
+		if e.Role != 0 {
+			out = append(out, e)
+		}
+	}
+	if f != nil {
+		maps.DeleteFunc(f.engines, func(_ string, known *fact) bool { return !known.wanted })
+	}
+	return out
+}
+
+// of is what is known of an engine. One that is new begins to be asked.
+func (f *Facts) of(ctx context.Context, e kvstate.EndpointSpec) *fact {
+	key := e.Name + " " + e.Addr
+	known := f.engines[key]
+	if known == nil {
+		known = &fact{}
+		f.engines[key] = known
+		go f.ask(ctx, known, &kvstate.Endpoint{EndpointSpec: e})
+	}
+	known.wanted = true
+	return known
+}
+
+// ask asks one engine until it answers, or nobody wants to know any more.
+func (f *Facts) ask(ctx context.Context, known *fact, e *kvstate.Endpoint) {
+	for {
+		select {
+		case f.places <- struct{}{}:
+		case <-ctx.Done():
+			f.forget(known)
+			return
+		}
+		said, err := f.question(ctx, e)
+		<-f.places
+		if !f.note(ctx, known, said, err) {
+			return
+		}
+		f.log.Debug("an engine does not say what it is", "endpoint", e.Addr, "err", err)
+		select {
+		case <-time.After(askAgainEvery):
+		case <-ctx.Done():
+			f.forget(known)
+			return
+		}
+	}
+}
+
+// note takes an answer in and reports whether to ask again.
+func (f *Facts) note(ctx context.Context, known *fact, said fact, err error) bool {
+	if ctx.Err() != nil {
+		f.forget(known)
+		return false
+	}
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	news := !known.asked
+	known.asked = true
+	if err == nil {
+		known.answered, known.release, known.role, known.bootstrap = true, said.release, said.role, said.bootstrap
+		news = true
+	}
+	if news {
+		f.tell()
+	}
+	return err != nil && known.wanted
+}
+
+// tell makes the watch that runs now look at its endpoints again. The lock is held.
+func (f *Facts) tell() {
+	select {
+	case f.learnt <- struct{}{}:
+	default: // it was told already
+	}
+}
+
+// forget lets an engine that was not heard when its watch ended be asked anew, by the watch that came after.
+func (f *Facts) forget(known *fact) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	maps.DeleteFunc(f.engines, func(_ string, other *fact) bool { return other == known && !known.answered })
+	f.tell()
+}
+
+// question asks once. An engine that knows neither path says nothing of itself, which is an answer.
+func (f *Facts) question(ctx context.Context, e *kvstate.Endpoint) (said fact, err error) {
+	var info struct {
+		Version   string `json:"version"`
+		Mode      string `json:"disaggregation_mode"`
+		Bootstrap uint16 `json:"disaggregation_bootstrap_port"`
+	}
+	for _, path := range []string{"/version", "/server_info"} {
+		resp, err := f.client.Get(ctx, e, path) //nolint:bodyclose // ReadAll does
+		if err != nil {
+			return fact{}, err
+		}
+		body, err := enginehttp.ReadAll(resp, maxModels)
+		switch {
+		case err != nil:
+			return fact{}, fmt.Errorf("asking %s for %s: %w", e.Addr, path, err)
+		case resp.StatusCode >= http.StatusInternalServerError:
+			return fact{}, fmt.Errorf("asking %s for %s: status %d", e.Addr, path, resp.StatusCode)
+		case resp.StatusCode != http.StatusOK:
+			continue
+		}
+		if err := json.Unmarshal(body, &info); err != nil {
+			return fact{}, fmt.Errorf("asking %s for %s: %w", e.Addr, path, err)
+		}
+		break
+	}
+	said.release, _, _ = strings.Cut(info.Version, "+") // builds of one release for different CUDA are alike
+	said.bootstrap = info.Bootstrap
+	switch info.Mode {
+	case "prefill":
+		said.role = kvstate.RolePrefill
+	case "decode":
+		said.role = kvstate.RoleDecode
+	case "null":
+		said.role = kvstate.RoleBoth
+	}
+	return said, nil
+}

@@ -1,0 +1,104 @@
+// Package enginehttp is how Tandem itself talks to engines over HTTP, beside the requests that Envoy carries: probes, metrics,
+// token ids, cleanup decodes, and the prefill hop where no Envoy can make it. It knows an endpoint's scheme, follows no
+// redirect to somewhere else, and leaves deadlines and what is sent to its callers.
+package enginehttp
+
+import (
+	"bytes"
+	"context"
+	"crypto/tls"
+	"fmt"
+	"io"
+	"maps"
+	"net/http"
+	"time"
+
+	"tandem/kvstate"
+)
+
+// maxHeaders bounds the headers of an answer, in bytes.
+const maxHeaders = 64 << 10
+
+// Client speaks HTTP/1, HTTP/2 without TLS (scheme h2c) and TLS. It is safe for concurrent use.
+type Client struct{ plain, h2c, secure *http.Client }
+
+// New returns a client whose calls take at most timeout, 0 meaning as long as their contexts; tune sets what is the caller's
+// to say of the connections.
+func New(timeout time.Duration, tune func(*http.Transport)) *Client {
+	client := func(t *http.Transport) *http.Client {
+		t.MaxResponseHeaderBytes = maxHeaders
+		tune(t)
+		return over(t, timeout)
+	}
+	h2c := &http.Transport{Protocols: new(http.Protocols)}
+	h2c.Protocols.SetUnencryptedHTTP2(true)
+	return &Client{
+		plain: client(&http.Transport{}),
+		h2c:   client(h2c),
+		// As Envoy does by default: engines' certificates are their own.
+		secure: client(&http.Transport{TLSClientConfig: &tls.Config{InsecureSkipVerify: true}}), //nolint:gosec // see above
+	}
+}
+
+// Over returns a client that reaches every endpoint through t, for tests without a network.
+func Over(t http.RoundTripper, timeout time.Duration) *Client {
+	c := over(t, timeout)
+	return &Client{c, c, c}
+}
+
+func over(t http.RoundTripper, timeout time.Duration) *http.Client {
+	return &http.Client{Transport: t, Timeout: timeout, CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse }}
+}
+
+// CloseIdle closes the connections that are not in use.
+func (c *Client) CloseIdle() {
+	for _, one := range []*http.Client{c.plain, c.h2c, c.secure} {
+		one.CloseIdleConnections()
+	}
+}
+
+// Get asks an endpoint for a path.
+func (c *Client) Get(ctx context.Context, e *kvstate.Endpoint, path string) (*http.Response, error) {
+	return c.do(ctx, e, http.MethodGet, path, nil, nil)
+}
+
+// Post sends JSON to a path of an endpoint. More headers may be given.
+func (c *Client) Post(ctx context.Context, e *kvstate.Endpoint, path string, body []byte, header http.Header) (*http.Response, error) {
+	return c.do(ctx, e, http.MethodPost, path, body, header)
+}
+
+func (c *Client) do(ctx context.Context, e *kvstate.Endpoint, method, path string, body []byte, header http.Header) (*http.Response, error) {
+	scheme, client := "http", c.plain
+	switch e.Scheme {
+	case "https":
+		scheme, client = "https", c.secure
+	case "h2c":
+		client = c.h2c
+	}
+	r, err := http.NewRequestWithContext(ctx, method, scheme+"://"+e.Addr+path, bytes.NewReader(body))
+	if err != nil {
+		return nil, fmt.Errorf("asking %s: %w", e.Addr, err)
+	}
+	maps.Copy(r.Header, header)
+	if method == http.MethodPost {
+		r.Header.Set("Content-Type", "application/json")
+	}
+	resp, err := client.Do(r)
+	if err != nil {
+		return nil, fmt.Errorf("asking %s: %w", e.Addr, err)
+	}
+	return resp, nil
+}
+
+// ReadAll reads an answer of at most limit bytes and closes it; a longer one is an error.
+func ReadAll(resp *http.Response, limit int64) ([]byte, error) {
+	defer resp.Body.Close()
+	body, err := io.ReadAll(io.LimitReader(resp.Body, limit+1))
+	if err != nil {
+		return nil, fmt.Errorf("reading an answer: %w", err)
+	}
+	if int64(len(body)) > limit {
+		return nil, fmt.Errorf("an answer of more than %d bytes", limit)
+	}
+	return body, nil
+}

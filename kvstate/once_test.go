@@ -1,0 +1,21 @@
+package kvstate
+
+import (
+	"testing"
+
+	"github.com/stretchr/testify/require"
+)
+
+// Under a reference that others know, the last one counts, and its memory is counted once.
+func TestPutHandOverAs(t *testing.T) {
+	s := New(Options{})
+	ref := [16]byte{1}
+	require.NoError(t, s.PutHandOverAs(ref, []byte("first")))
+	require.NoError(t, s.PutHandOverAs(ref, []byte("second one")))
+	got, ok := s.TakeHandOver(ref)
+	require.True(t, ok)
+	require.Equal(t, "second one", string(got))
+	_, ok = s.TakeHandOver(ref)
+	require.False(t, ok)
+	require.Zero(t, s.handOvers.bytes)
+}

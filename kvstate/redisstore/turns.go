@@ -1,0 +1,47 @@
+package redisstore
+
+import (
+	"context"
+	"encoding/hex"
+	"errors"
+	"time"
+
+	"github.com/redis/go-redis/v9"
+)
+
+func (o *Options) turnKey(conversation [16]byte) string {
+	return o.KeyPrefix + ":" + version + ":turn:" + hex.EncodeToString(conversation[:])
+}
+
+// KeepTurn implements [kvstate.Peers]. What Redis does not take now is not kept at all, and the next turn is computed; so is
+// what was kept before, if that cannot be deleted: it is still good for one use. Nothing is kept whose time is over: for go-redis a
+// ttl of 0 or less is none at all.
+func (s *Store) KeepTurn(conversation [16]byte, turn []byte, ttl time.Duration) {
+	if ttl < time.Millisecond || !s.link.mayAsk() {
+		return
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), handOverTime)
+	defer cancel()
+	if err := s.client.Set(ctx, s.o.turnKey(conversation), turn, ttl).Err(); err != nil {
+		s.link.asked(err)
+		s.log.Warn("a turn of a conversation is not kept", "bytes", len(turn), "err", err)
+	}
+}
+
+// takenTTL is how long it shows that a turn was taken, as an empty text.
+const takenTTL = time.Second
+
+// TakeTurn implements [kvstate.Peers]: one SET GET (Redis 6.2) leaves nothing in its place, so that of all replicas one gets it. Where
+// the answer does not come in time it counts as taken.
+func (s *Store) TakeTurn(conversation [16]byte) ([]byte, bool) {
+	if !s.link.mayAsk() {
+		return nil, false
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), handOverTime)
+	defer cancel()
+	turn, err := s.client.SetArgs(ctx, s.o.turnKey(conversation), "", redis.SetArgs{Get: true, TTL: takenTTL}).Result()
+	if err != nil && !errors.Is(err, redis.Nil) {
+		s.link.asked(err)
+	}
+	return []byte(turn), err == nil && turn != ""
+}

@@ -1,0 +1,75 @@
+package redisstore
+
+import (
+	"time"
+
+	"tandem/kvstate"
+	statev1 "tandem/protos/state/v1"
+)
+
+// Who waits for endpoints (late binding) is told as it changes, and in full with every complete batch: those in front of the
+// queue, of each some 50 bytes. So what is lost on the way is repaired within a second, as bookings are, and with a replica's
+// lease what waited there is forgotten.
+
+// tellWaits adds to a batch what is new about those who wait here; with complete, all of them. sharer.mu is held.
+func (p *sharer) tellWaits(b *statev1.Batch, t *addressTable, pool *kvstate.Pool, complete bool, now time.Time) {
+	here := pool.Waits()
+	b.WaitsSent = pool.WaitsSent()
+	b.WaitsAll, p.waitsLost = complete || p.waitsLost, false
+	if len(here)+len(p.waits) == 0 {
+		return
+	}
+	waiting := make(map[uint64]uint64, len(here))
+	for i := range here {
+		w := &here[i]
+		waiting[w.ID] = w.Told
+		if b.WaitsAll || p.waits[w.ID] != w.Told {
+			b.Waits = append(b.Waits, waitsOf(w, t, now))
+		}
+	}
+	for id := range p.waits {
+		if _, still := waiting[id]; !still && !b.WaitsAll {
+			b.WaitsOver = append(b.WaitsOver, id)
+		}
+	}
+	p.waits = waiting
+}
+
+func waitsOf(w *kvstate.Waits, t *addressTable, now time.Time) *statev1.Waits {
+	out := &statev1.Waits{
+		Id: w.ID, WaitedUs: uint64(max(now.Sub(w.Arrived), 0).Microseconds()), WorkUs: uint64(max(w.Work, 0).Microseconds()),
+		Priority: w.Priority, Flow: w.Flow, PromptTokens: w.PromptTokens,
+	}
+	for _, h := range w.Held {
+		out.HeldAt, out.Held = append(out.HeldAt, t.position(h.Addr)), append(out.Held, h.Tokens)
+	}
+	return out
+}
+
+// applyWaits takes in what a replica said at the time at about those who wait there. sharer.mu is held.
+func (p *sharer) applyWaits(pool *kvstate.Pool, b *statev1.Batch, at time.Time) {
+	if len(b.GetWaits()) == 0 && len(b.GetWaitsOver())+len(b.GetWaitsSent()) == 0 && !b.GetWaitsAll() {
+		return
+	}
+	said := make([]kvstate.Waits, 0, min(len(b.GetWaits()), kvstate.MaxWaitsTold))
+	for _, w := range b.GetWaits()[:cap(said)] {
+		if w.GetId() != 0 {
+			said = append(said, readWaits(w, b.GetAddresses(), at))
+		}
+	}
+	pool.ApplyWaits(b.GetReplica(), said, b.GetWaitsOver(), b.GetWaitsSent(), b.GetWaitsAll())
+}
+
+func readWaits(w *statev1.Waits, addresses []string, at time.Time) kvstate.Waits {
+	micros := func(n uint64) time.Duration { return time.Duration(min(n, uint64(maxWork))) * time.Microsecond }
+	out := kvstate.Waits{
+		ID: w.GetId(), Arrived: at.Add(-micros(w.GetWaitedUs())), Work: micros(w.GetWorkUs()),
+		Priority: w.GetPriority(), Flow: w.GetFlow(), PromptTokens: min(max(w.GetPromptTokens(), 1), maxPrompt),
+	}
+	for i, position := range w.GetHeldAt() {
+		if i < len(w.GetHeld()) && i < kvstate.MaxHeld && int(position) < len(addresses) {
+			out.Held = append(out.Held, kvstate.Held{Addr: addresses[position], Tokens: min(max(w.GetHeld()[i], 0), out.PromptTokens)})
+		}
+	}
+	return out
+}

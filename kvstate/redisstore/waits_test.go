@@ -1,0 +1,153 @@
+package redisstore
+
+import (
+	"slices"
+	"testing"
+	"time"
+
+	"github.com/redis/go-redis/v9"
+	"github.com/stretchr/testify/require"
+	"google.golang.org/protobuf/encoding/protowire"
+	"google.golang.org/protobuf/proto"
+
+	"tandem/kvstate"
+	statev1 "tandem/protos/state/v1"
+)
+
+// heard are the requests that a replica knows to wait elsewhere, by id.
+func (r *replica) heard() map[uint64]kvstate.Waits {
+	known, changes := map[uint64]kvstate.Waits{}, uint64(0)
+	r.pool.WaitsElsewhere(known, &changes, func(*kvstate.Waits) {}, func(uint64, bool) {})
+	return known
+}
+
+// Who waits at one replica all know, within some milliseconds, with what endpoints hold of the prompt; and a booking is known before
+// the request that it is for waits no more.
+func TestWhoWaitsIsKnownEverywhere(t *testing.T) {
+	r := startRedis(t)
+	a, b, c := join(t, redisURL(r), 4), join(t, redisURL(r), 4), join(t, redisURL(r), 4)
+	arrived := time.Now().Add(-2 * time.Minute)
+	w := kvstate.Waits{
+		ID: 5, Arrived: arrived, Work: 300 * time.Millisecond, Priority: -2, Flow: 9, PromptTokens: 4000,
+		Held: []kvstate.Held{{Addr: addr(1), Tokens: 3000}, {Addr: addr(0), Tokens: 10}},
+	}
+	a.state.Wait(a.pool, w)
+	b.state.Wait(b.pool, kvstate.Waits{ID: 6, Arrived: arrived, PromptTokens: 1})
+	took := eventually(t, "both are known", func() bool { return len(c.heard()) == 2 && len(b.heard()) == 1 && len(a.heard()) == 1 })
+	speed(t, took, 100*time.Millisecond, "known elsewhere")
+	got := c.heard()[5]
+	require.WithinDuration(t, arrived, got.Arrived, time.Minute, "its age comes along; what the way took is lost")
+	require.NotZero(t, got.Replica)
+	got.Arrived, got.Replica, got.Told = w.Arrived, 0, 0
+	require.Equal(t, w, got)
+
+	w.Held = nil
+	a.state.Wait(a.pool, w)
+	eventually(t, "what has changed is known", func() bool { return c.heard()[5].Held == nil })
+	a.state.Reserve(a.e(0), kvstate.Booking{For: kvstate.RolePrefill, PromptTokens: 4000, Uncached: 4000, Work: time.Second})
+	a.state.WaitOver(a.pool, 5, true)
+	eventually(t, "it waits no more", func() bool { _, waits := c.heard()[5]; return !waits })
+	require.Equal(t, int64(1), c.booked(0))
+	require.Len(t, c.heard(), 1)
+}
+
+// Who waits is said again and again, which changes nothing; and what waited at a replica that was killed is forgotten with its lease.
+func TestWhoWaitedAtAKilledReplica(t *testing.T) {
+	r := startRedis(t)
+	b, c := join(t, briefly(r), 1), join(t, briefly(r), 1)
+	b.state.Wait(b.pool, kvstate.Waits{ID: 6, Arrived: time.Now(), PromptTokens: 1})
+	eventually(t, "it is known", func() bool { return len(c.heard()) == 1 })
+	said := b.store.Stats().BatchesSent
+	eventually(t, "it is said again", func() bool { return b.store.Stats().BatchesSent > said+5 })
+	eventually(t, "it waits", func() bool { return len(c.heard()) == 1 })
+	b.kill()
+	took := eventually(t, "who waited at the killed one is forgotten", func() bool { return len(c.heard()) == 0 })
+	speed(t, took, 2*brief, "forgotten with the lease")
+}
+
+// What was lost on the way is said again in full.
+func TestWhoWaitsIsRepaired(t *testing.T) {
+	a, b := apart(t, Options{URL: "redis://127.0.0.1:1"}, 2), apart(t, Options{URL: "redis://127.0.0.1:1"}, 2)
+	seq := 0
+	deliver := func(complete bool) {
+		e, err := a.p.entry(complete, false)
+		require.NoError(t, err)
+		require.NotNil(t, e)
+		seq++
+		b.p.takeIn(&redis.XMessage{ID: streamID{ms: uint64(time.Now().UnixMilli()), n: uint64(seq)}.String(), Values: map[string]any{batchField: string(e.bytes)}})
+	}
+	ids := func() (out []uint64) {
+		for id := range b.heard() {
+			out = append(out, id)
+		}
+		slices.Sort(out)
+		return out
+	}
+	a.state.Wait(a.pool, kvstate.Waits{ID: 1})
+	deliver(false)
+	require.Equal(t, []uint64{1}, ids())
+	a.state.WaitOver(a.pool, 1, true)
+	a.state.Wait(a.pool, kvstate.Waits{ID: 2})
+	_, err := a.p.entry(false, false) // nobody reads this one
+	require.NoError(t, err)
+	a.state.Wait(a.pool, kvstate.Waits{ID: 3})
+	deliver(false)
+	require.Equal(t, []uint64{1, 3}, ids())
+	deliver(true)
+	require.Equal(t, []uint64{2, 3}, ids())
+
+	a.state.WaitOver(a.pool, 2, true)
+	_, err = a.p.entry(false, false) // nor this one
+	require.NoError(t, err)
+	a.p.waitsLost = true // as after a write that failed
+	deliver(false)
+	require.Equal(t, []uint64{3}, ids())
+	a.state.WaitOver(a.pool, 3, true)
+	_, err = a.p.entry(false, false)
+	require.NoError(t, err)
+	deliver(true)
+	require.Empty(t, ids(), "nobody waits any more, which is said too")
+}
+
+// Who was sent is told apart from who only stopped waiting, also where all that wait are said.
+func TestWhoWasSentIsKnown(t *testing.T) {
+	a, b := apart(t, Options{URL: "redis://127.0.0.1:1"}, 1), apart(t, Options{URL: "redis://127.0.0.1:1"}, 1)
+	over := map[uint64]bool{}
+	known, changes, seq := map[uint64]kvstate.Waits{}, uint64(0), 0
+	deliver := func(complete bool) {
+		e, err := a.p.entry(complete, false)
+		require.NoError(t, err)
+		require.NotNil(t, e)
+		seq++
+		b.p.takeIn(&redis.XMessage{ID: streamID{ms: uint64(time.Now().UnixMilli()), n: uint64(seq)}.String(), Values: map[string]any{batchField: string(e.bytes)}})
+		b.pool.WaitsElsewhere(known, &changes, func(*kvstate.Waits) {}, func(id uint64, sent bool) { over[id] = sent })
+	}
+	for id := range uint64(4) {
+		a.state.Wait(a.pool, kvstate.Waits{ID: id + 1})
+	}
+	deliver(false)
+	require.Len(t, known, 4)
+	a.state.WaitOver(a.pool, 1, true)
+	a.state.WaitOver(a.pool, 2, false)
+	deliver(false)
+	require.Equal(t, map[uint64]bool{1: true, 2: false}, over)
+	a.state.WaitOver(a.pool, 3, true)
+	a.state.WaitOver(a.pool, 4, false)
+	deliver(true)
+	require.Equal(t, map[uint64]bool{1: true, 2: false, 3: true, 4: false}, over)
+	require.Empty(t, a.pool.WaitsSent(), "told once")
+}
+
+// A release to come may say more of who waits; it is skipped, and what is known of it is used.
+func TestWhoWaitsOfAReleaseToCome(t *testing.T) {
+	r := apart(t, Options{URL: "redis://127.0.0.1:1"}, 1)
+	waits, err := proto.Marshal(&statev1.Waits{Id: 3, PromptTokens: 7, HeldAt: []uint32{0, 9}, Held: []int64{100, 1, 1}})
+	require.NoError(t, err)
+	waits = protowire.AppendString(protowire.AppendTag(waits, 60, protowire.BytesType), "more")
+	b, err := proto.Marshal(&statev1.Batch{Replica: 9, Seq: 1, LeaseMs: 1000, Addresses: []string{addr(0)}})
+	require.NoError(t, err)
+	b = protowire.AppendBytes(protowire.AppendTag(b, 40, protowire.BytesType), waits)
+	b = protowire.AppendVarint(protowire.AppendTag(b, 60, protowire.VarintType), 1)
+	r.p.takeIn(&redis.XMessage{ID: streamID{ms: uint64(time.Now().UnixMilli())}.String(), Values: map[string]any{batchField: string(b)}})
+	require.Equal(t, []kvstate.Held{{Addr: addr(0), Tokens: 7}}, r.heard()[3].Held, "no more than there is of the prompt, where it is known")
+}

@@ -1,0 +1,125 @@
+package picker
+
+import (
+	"fmt"
+	"math/rand/v2"
+	"os"
+	"testing"
+	"time"
+
+	"tandem/kvstate"
+)
+
+// pickCase is one decision, to be timed again and again.
+type pickCase struct {
+	name   string
+	decide func() error
+}
+
+// pickCases are picks alone, over fleets of so many endpoints.
+func pickCases(endpoints int) (all []pickCase) {
+	for _, groups := range []int{1, endpoints / 4} {
+		for _, loaded := range []bool{false, true} {
+			name, v := "idle", fleet(endpoints, groups)
+			if loaded {
+				name, v = "loaded", loadedFleet(endpoints, groups)
+			}
+			group(v)
+			v.Groups, v.Uniform = groupEnds(v), true
+			k := &Picker{Policy: DefaultPolicy()}
+			r := &Request{PromptTokens: 55000, Blocks: 10, Split: true}
+			all = append(all, pickCase{fmt.Sprintf("%d/groups=%d/%s", endpoints, groups, name), func() error {
+				r.Rand += 0x9e3779b97f4a7c15
+				_, err := k.Pick(r, v)
+				return err
+			}})
+		}
+	}
+	return all
+}
+
+// wholeCases are whole decisions: the view of a fleet under load, its prefix index included, and the pick.
+func wholeCases() (all []pickCase) {
+	for _, c := range []struct {
+		endpoints, blocks int
+		lengths           string // to which the endpoints hold prompts of which a quarter is common to all
+	}{{64, 430, "whole"}, {1024, 8192, "whole"}, {1024, 8192, "different"}} {
+		s, random := kvstate.New(kvstate.Options{}), rand.New(rand.NewPCG(1, 1))
+		var eps []kvstate.EndpointSpec
+		for _, c := range fleet(c.endpoints, 1).Endpoints {
+			eps = append(eps, c.Endpoint.EndpointSpec)
+		}
+		s.SetPool(kvstate.PoolSpec{Name: "p", Models: []string{"*"}}, eps)
+		p := s.Pool("p")
+		prompts := make([][]uint64, 64)
+		for i := range prompts {
+			prompts[i] = make([]uint64, c.blocks)
+			for k := range prompts[i] {
+				if prompts[i][k] = uint64(k+1) * 0x9e3779b97f4a7c15; k >= c.blocks/4 {
+					prompts[i][k] += uint64(i+1) << 20
+				}
+			}
+		}
+		order := random.Perm(c.endpoints)
+		for i, e := range p.Endpoints() {
+			s.Reserve(e, kvstate.Booking{For: e.Role, PromptTokens: 5000, Uncached: 5000, Work: time.Duration(random.IntN(3000)) * time.Millisecond})
+			if c.lengths == "whole" {
+				s.Routed(p, e, prompts[i%len(prompts)])
+			} else {
+				s.Routed(p, e, prompts[0][:(order[i]+1)*c.blocks/c.endpoints])
+			}
+		}
+		if c.lengths == "different" {
+			prompts = prompts[:1]
+		}
+		var v kvstate.View
+		k := &Picker{Policy: DefaultPolicy()}
+		r := &Request{PromptTokens: int64(128 * c.blocks), Blocks: c.blocks, Split: true}
+		i := 0
+		view := func() { s.View(p, prompts[i%len(prompts)], &v) }
+		name := fmt.Sprintf("%d/blocks=%d/%s", c.endpoints, c.blocks, c.lengths)
+		view()
+		all = append(all,
+			pickCase{name + "/view", func() error { i++; view(); return nil }},
+			pickCase{name + "/view+pick", func() error {
+				i++
+				r.Rand += 0x9e3779b97f4a7c15
+				view()
+				_, err := k.Pick(r, &v)
+				return err
+			}})
+	}
+	return all
+}
+
+func BenchmarkPick(b *testing.B) {
+	for _, c := range append(append(pickCases(64), pickCases(1024)...), wholeCases()...) {
+		b.Run(c.name, func(b *testing.B) {
+			b.ReportAllocs()
+			for b.Loop() {
+				if err := c.decide(); err != nil {
+					b.Fatal(err)
+				}
+			}
+		})
+	}
+}
+
+// TestPickLeast prints the least time of many decisions, which says more than a mean where the machine does other work too:
+// TANDEM_SCALING=1 go test ./picker -run PickLeast -v
+func TestPickLeast(t *testing.T) {
+	if os.Getenv("TANDEM_SCALING") == "" {
+		t.Skip("set TANDEM_SCALING")
+	}
+	for _, c := range append(append(pickCases(64), pickCases(1024)...), wholeCases()...) {
+		least := time.Hour
+		for range 3000 {
+			began := time.Now()
+			if err := c.decide(); err != nil {
+				t.Fatal(err)
+			}
+			least = min(least, time.Since(began))
+		}
+		t.Logf("%-45s %v", c.name, least)
+	}
+}

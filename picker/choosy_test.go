@@ -1,0 +1,36 @@
+package picker
+
+import (
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"tandem/kvstate"
+)
+
+// A model that all endpoints say they serve is nothing to be choosy about; one that some of them do not is.
+func TestChoosy(t *testing.T) {
+	s := kvstate.New(kvstate.Options{})
+	s.SetPool(kvstate.PoolSpec{Name: "chat", Models: []string{"*"}}, []kvstate.EndpointSpec{
+		{Addr: "p", Role: kvstate.RolePrefill}, {Addr: "d1", Role: kvstate.RoleDecode}, {Addr: "d2", Role: kvstate.RoleDecode},
+	})
+	p := s.Pool("chat")
+	pick := func() Choice {
+		var v kvstate.View
+		s.View(p, nil, &v)
+		k := Picker{Policy: DefaultPolicy()}
+		c, err := k.Pick(&Request{PromptTokens: 1000, Model: "tiny", Split: true}, &v)
+		require.NoError(t, err)
+		return c
+	}
+	c := pick()
+	require.False(t, c.Choosy || c.Named, "nobody was asked yet")
+	for _, e := range p.Endpoints() {
+		s.SetModels(e, []string{"tiny"})
+		c = pick()
+		require.False(t, c.Choosy, e.Addr)
+		require.True(t, c.Named, "of one that comes it is not known")
+	}
+	s.SetModels(p.Endpoint("d2"), []string{"other"})
+	require.True(t, pick().Choosy)
+}

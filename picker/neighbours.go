@@ -1,0 +1,50 @@
+package picker
+
+import (
+	"math"
+	"slices"
+
+	"tandem/kvstate"
+)
+
+// Endpoints on one machine hand KV over faster than the network does. Few do, so this stands beside the search of pairs by zone
+// (pair.go): a P's own neighbours are looked at one by one.
+
+// beside is the least price of a D on the machine of p, transfer included; infinite if there is none.
+func (k *Picker) beside(v *kvstate.View, t *terms, p int) float64 {
+	best := math.Inf(1)
+	for _, d := range v.Beside(p) {
+		best = min(best, k.priceBeside(v, t, p, int(d)))
+	}
+	return best
+}
+
+// besideEach lowers in total, by position, what those that decode on the machine of p cost, and returns the least of them.
+func (k *Picker) besideEach(v *kvstate.View, t *terms, p int, total []float64) float64 {
+	best := math.Inf(1)
+	if p < 0 {
+		return best
+	}
+	for _, d := range v.Beside(p) {
+		total[d] = min(total[d], k.priceBeside(v, t, p, int(d)))
+		best = min(best, total[d])
+	}
+	return best
+}
+
+func (k *Picker) priceBeside(v *kvstate.View, t *terms, p, d int) float64 {
+	price, c := k.prices[d].decode, &v.Endpoints[d]
+	if from := kindOf(&v.Endpoints[p]); math.IsInf(price, 1) || !from.pairsWith(c) {
+		return math.Inf(1)
+	}
+	return price + t.transferWithin(c)
+}
+
+// transferBetween is the time to bring to d what it does not hold, from p; both are positions in the view.
+func (t *terms) transferBetween(v *kvstate.View, p, d int) float64 {
+	c := &v.Endpoints[d]
+	if slices.Contains(v.Beside(p), int32(d)) {
+		return t.transferWithin(c)
+	}
+	return t.transfer(c, agree(v.Endpoints[p].Endpoint.Zone, c.Endpoint.Zone))
+}

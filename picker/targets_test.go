@@ -1,0 +1,72 @@
+package picker
+
+import (
+	"math/rand/v2"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"tandem/kvstate"
+)
+
+// allowed are all choices that a request may be given, by brute force.
+func (w *twin) allowed() (out []Choice) {
+	for p := range w.v.Endpoints {
+		for d := range w.v.Endpoints {
+			if w.r.Split && w.p.Split != SplitNever && w.ok(p, kvstate.RolePrefill, false) && w.ok(d, kvstate.RoleDecode, false) && w.compatible(p, d) {
+				out = append(out, Choice{Prefill: p, Decode: d})
+			}
+		}
+	}
+	if len(out) > 0 && w.p.Split == SplitAlways {
+		return out
+	}
+	paired := len(out) > 0
+	for d := range w.v.Endpoints {
+		if _, ok := w.alone(d, paired); ok && w.ok(d, kvstate.RoleDecode, false) {
+			out = append(out, Choice{Prefill: -1, Decode: d})
+		}
+	}
+	return out
+}
+
+// Whatever the fleet: where any choice meets the time to the first token, one that does is taken, and where none does the
+// request is treated as it wants; one without targets is placed as before.
+func TestTargetsAgainstTwin(t *testing.T) {
+	met, missed := 0, 0
+	for seed := range uint64(3000) {
+		random := rand.New(rand.NewPCG(seed, 11))
+		r, v, policy := randomCase(random)
+		policy.MinPrefillTokens, policy.TPOT = 0, 0
+		k := &Picker{Policy: policy}
+		if _, err := k.Pick(r, v); err != nil {
+			continue
+		}
+		choices := (&twin{r, v, policy}).allowed()
+		if len(choices) == 0 { // only those that failed the request are left
+			continue
+		}
+		r.TTFT, r.Waited, r.Miss = .02+random.Float64()*2, float64(random.IntN(2))*.1, MissShed
+		meets, nearly := false, false
+		for _, c := range choices {
+			k.estimate(r, v, &c)
+			meets = meets || r.Waited+c.FirstToken <= r.TTFT-sameTime
+			nearly = nearly || r.Waited+c.FirstToken <= r.TTFT
+		}
+		c, err := k.Pick(r, v)
+		switch {
+		case meets:
+			met++
+			require.NoError(t, err, "seed %d", seed)
+			require.LessOrEqual(t, r.Waited+c.FirstToken, r.TTFT, "seed %d", seed)
+		case !nearly:
+			missed++
+			require.ErrorIs(t, err, ErrMissed, "seed %d", seed)
+			r.Miss = MissGoOn
+			_, err = k.Pick(r, v)
+			require.NoError(t, err)
+		}
+	}
+	require.Greater(t, met, 500)
+	require.Greater(t, missed, 500)
+}

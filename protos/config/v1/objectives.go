@@ -1,0 +1,100 @@
+package configv1
+
+import (
+	"fmt"
+	"slices"
+	"strings"
+	"time"
+)
+
+// maxBufferedWait is how long a request may wait whose body Envoy has buffered: its message_timeout is 30 s.
+const maxBufferedWait = 20 * time.Second
+
+// Waits reports whether the pool's requests may have to wait for their endpoints.
+func (p *Pool) Waits() bool {
+	return p.GetBinding() == "late" || p.GetObjectives().GetOnMiss() == "queue"
+}
+
+func setObjectiveDefaults(p *Pool) {
+	or(&p.Binding, "immediate")
+	or(&p.EnginePriority, "none")
+	if p.Objectives != nil {
+		or(&p.Objectives.OnMiss, "goOn")
+	}
+	if p.Waits() {
+		sub(&p.Queue)
+	}
+	if p.Queue != nil {
+		or(&p.Queue.MaxWait, "20s")
+		or(&p.Queue.MaxWaiting, 4096)
+	}
+}
+
+// objectives checks how requests wait, and what they may want.
+func (v *validator) objectives(path string, p *Pool) {
+	v.oneOf(path+".binding", p.Binding, "immediate", "late")
+	v.oneOf(path+".enginePriority", p.EnginePriority, "none", "vllm", "sglang")
+	if p.Binding == "late" && (p.KvTransfer == "none" || p.Split == "never") {
+		v.warn(path+".binding", "has no effect: requests wait for prefill endpoints, and nothing is split here")
+	}
+	if q := p.Queue; q != nil {
+		if !p.Waits() {
+			v.warn(path+".queue", "has no effect: requests wait with binding late, or with objectives.onMiss queue")
+		}
+		v.duration(path+".queue.maxWait", q.MaxWait, time.Millisecond)
+		if v.bodyMode != "duplex" && Duration(q.MaxWait) > maxBufferedWait {
+			v.m.add(path+".queue.maxWait", "is above %s, and envoy.bodyMode %s: Envoy waits no longer for what becomes of a buffered body", maxBufferedWait, v.bodyMode)
+		}
+		if q.MaxWaiting < 1 || q.MaxWaiting > 1<<16 {
+			v.m.add(path+".queue.maxWaiting", "%d is not between 1 and %d", q.MaxWaiting, 1<<16)
+		}
+	}
+	o := p.Objectives
+	if o == nil {
+		return
+	}
+	v.oneOf(path+".objectives.onMiss", o.OnMiss, "goOn", "queue", "shed")
+	if o.Default != nil {
+		v.objective(path+".objectives.default", o.Default)
+		if o.Default.Name != "" {
+			v.m.add(path+".objectives.default.name", "%.100q: requests that get the default name none", o.Default.Name)
+		}
+	}
+	var names []string
+	for i, n := range o.Named {
+		at := fmt.Sprintf("%s.objectives.named[%d]", path, i)
+		v.needed(at+".name", n.Name, "what requests call it")
+		if n.Name != "" && slices.Contains(names, n.Name) {
+			v.m.add(at+".name", "%.100q is there twice", n.Name)
+		}
+		names = append(names, n.Name)
+		v.objective(at, n)
+	}
+}
+
+func (v *validator) objective(path string, o *Objective) {
+	if o.Ttft != "" {
+		v.duration(path+".ttft", o.Ttft, time.Millisecond)
+	}
+	if o.Tpot != "" {
+		v.duration(path+".tpot", o.Tpot, time.Millisecond)
+	}
+}
+
+// commaFree checks names that are kept with commas between them.
+func (v *validator) commaFree(path string, names []string) {
+	for i, name := range names {
+		if name == "" || strings.ContainsAny(name, ", ") {
+			v.m.add(fmt.Sprintf("%s[%d]", path, i), "%.100q is empty, or has a comma or a space in it", name)
+		}
+	}
+}
+
+func (v *validator) labels(path string, labels []string) {
+	v.commaFree(path, labels)
+	for i, l := range labels {
+		if name, value, ok := strings.Cut(l, "="); l != "" && (!ok || name == "" || value == "") {
+			v.m.add(fmt.Sprintf("%s[%d]", path, i), "%.100q is not name=value", l)
+		}
+	}
+}
