@@ -34,9 +34,9 @@ demo: tools build ## everything on this machine: simulated engines, Tandem, Envo
 test: tools ## go vet and all tests, those with a real Envoy included
 	$(GO) vet ./...
 	@[ -n "$(RACE)" ] || echo 'no C compiler: testing without the race detector' >&2
-	TANDEM_REQUIRE_TOOLS=1 $(GO) test $(RACE) -parallel $(PARALLEL) -timeout $(TEST_TIMEOUT) $(TESTFLAGS) ./...
-	@# the race detector makes allocations of its own, so the budgets are skipped under it
-	$(if $(RACE),$(GO) test -run Alloc $(TESTFLAGS) ./extproc/... ./picker/... ./kvstate/...)
+	TANDEM_REQUIRE_TOOLS=1 GO=$(GO) ./scripts/test.sh $(RACE) -parallel $(PARALLEL) -timeout $(TEST_TIMEOUT) $(TESTFLAGS)
+	@# budgets of allocations are not held under the race detector (package internal/budget)
+	$(if $(RACE),$(GO) test -run Alloc $(TESTFLAGS) ./cmd/enginesim ./extproc/... ./internal/... ./kvstate/... ./picker/...)
 	@for t in kustomize helm; do [ -x "$${TANDEM_KUBE_BIN:-$$HOME/.cache/tandem/bin}/$$t" ] || echo "skipped: what $$t renders (make deploy-check)"; done
 	@echo 'skipped, for they take long or large programs: make e2e-gateway, make e2e-kube, make e2e-failures, make e2e-vllm'
 

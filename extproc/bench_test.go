@@ -17,6 +17,7 @@ import (
 
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/openai"
+	"tandem/internal/budget"
 	"tandem/kvstate"
 )
 
@@ -231,16 +232,11 @@ func BenchmarkRequest(b *testing.B) {
 }
 
 func TestARequestKeepsItsAllocationBudget(t *testing.T) {
-	if raceDetector {
-		t.Skip("the race detector makes pools forget on purpose")
-	}
 	defer debug.SetGCPercent(debug.SetGCPercent(-1)) // which empties pools
 	for _, tt := range courses {
 		t.Run(tt.name, func(t *testing.T) {
 			c := newCourse(t, tt.size, tt.mode, tt.carried)
-			got := testing.AllocsPerRun(50, func() { c.run(t) })
-			t.Logf("%v allocations", got)
-			require.LessOrEqual(t, got, tt.allocs)
+			budget.Allocs(t, 50, tt.allocs, func() { c.run(t) })
 			require.Zero(t, c.s.State.Reservations())
 			require.Zero(t, c.s.held.Load())
 		})

@@ -14,6 +14,7 @@ import (
 	"github.com/stretchr/testify/require"
 	"google.golang.org/protobuf/types/known/structpb"
 
+	"tandem/internal/budget"
 	"tandem/kvstate"
 	"tandem/picker"
 )
@@ -319,9 +320,6 @@ func TestWaitingAtRandom(t *testing.T) {
 
 // Where nothing is to wait for, late binding costs no memory; where it is off, it is not noticed at all.
 func TestChoosingAlloc(t *testing.T) {
-	if raceDetector {
-		t.Skip("the race detector allocates on its own")
-	}
 	for name, policy := range map[string]Policy{"off": splitting(), "on": late(Waiting{})} {
 		t.Run(name, func(t *testing.T) {
 			s := newStand(t, Options{})
@@ -332,14 +330,14 @@ func TestChoosingAlloc(t *testing.T) {
 			inForce, _ := s.server.policy("chat")
 			require.Equal(t, name == "on", inForce.room != nil)
 			r, a := picker.Request{PromptTokens: 4000, Split: true}, attempt{}
-			require.Zero(t, testing.AllocsPerRun(100, func() {
+			budget.Allocs(t, 100, 0, func() {
 				s.state.View(pool, nil, &x.view)
 				c, err := x.choose(pool, &inForce, &r, &a)
 				if err != nil || c.Prefill < 0 {
 					t.Fatal(c, err)
 				}
 				x.landed()
-			}))
+			})
 		})
 	}
 }

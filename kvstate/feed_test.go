@@ -6,6 +6,8 @@ import (
 	"slices"
 	"testing"
 
+	"tandem/internal/budget"
+
 	"github.com/stretchr/testify/require"
 )
 
@@ -183,7 +185,7 @@ func feedProgram(t *testing.T, next func(n int) int, steps, compareEvery int) {
 
 func TestFeedAgainstTwin(t *testing.T) {
 	steps := 1_000_000
-	if testing.Short() || raceDetector {
+	if testing.Short() || budget.Race {
 		steps = 30_000
 	}
 	feedProgram(t, rand.New(rand.NewPCG(1, 2)).IntN, steps, 97)

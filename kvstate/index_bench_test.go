@@ -10,6 +10,8 @@ import (
 	"testing"
 	"time"
 
+	"tandem/internal/budget"
+
 	"github.com/stretchr/testify/require"
 )
 
@@ -34,9 +36,6 @@ func fleetOf(n int) (*State, *Pool) {
 }
 
 func TestViewAllocates(t *testing.T) {
-	if raceDetector {
-		t.Skip("the race detector allocates")
-	}
 	for _, n := range []int{64, 512} {
 		s, p := fleetOf(n)
 		hashes := long(430, 100, 3)
@@ -44,8 +43,8 @@ func TestViewAllocates(t *testing.T) {
 		s.View(p, hashes, &v)
 		require.Equal(t, 100, v.Endpoints[1].Hit)
 		require.Equal(t, 430, v.Endpoints[3].Hit)
-		require.Zero(t, testing.AllocsPerRun(100, func() { s.View(p, hashes, &v) }))
-		require.Zero(t, testing.AllocsPerRun(100, func() { s.Routed(p, p.endpoints[3], hashes) }))
+		budget.Allocs(t, 100, 0, func() { s.View(p, hashes, &v) })
+		budget.Allocs(t, 100, 0, func() { s.Routed(p, p.endpoints[3], hashes) })
 	}
 }
 
@@ -138,16 +137,13 @@ func depths(distinct int) func(int) int {
 }
 
 func TestLookupAllocates(t *testing.T) {
-	if raceDetector {
-		t.Skip("the race detector allocates")
-	}
 	for _, distinct := range []int{64, 1024} {
 		s := newScene(1024, 0, 8192, depths(distinct))
 		s.lookup(s.prompt)
 		for i := range 1024 {
 			require.Equal(t, depths(distinct)(i), s.v.Endpoints[i].Hit)
 		}
-		require.Zero(t, testing.AllocsPerRun(20, func() { s.lookup(s.prompt) }))
+		budget.Allocs(t, 20, 0, func() { s.lookup(s.prompt) })
 	}
 }
 

@@ -10,6 +10,8 @@ import (
 	"testing/synctest"
 	"time"
 
+	"tandem/internal/budget"
+
 	"github.com/stretchr/testify/require"
 )
 
@@ -170,7 +172,7 @@ func TestLookupOfLongPrompts(t *testing.T) {
 
 func TestIndexAgainstTwin(t *testing.T) {
 	seeds := uint64(20)
-	if testing.Short() || raceDetector {
+	if testing.Short() || budget.Race {
 		seeds = 4
 	}
 	for seed := range seeds {

@@ -6,6 +6,8 @@ import (
 	"testing"
 	"unsafe"
 
+	"tandem/internal/budget"
+
 	"github.com/stretchr/testify/require"
 )
 
@@ -59,7 +61,7 @@ func TestKeyTableAgainstMap(t *testing.T) {
 
 // A block that one feed holds takes at most bytesPerEntry, also when its tables have just grown.
 func TestIndexAllocatesItsBudget(t *testing.T) {
-	if raceDetector {
+	if budget.Race {
 		t.Skip("a million blocks in one goroutine: minutes under the race detector, which finds nothing there")
 	}
 	s := New(Options{MaxIndexBytes: 1 << 40, FeedBlocks: 1 << 30})

@@ -11,6 +11,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"tandem/internal/budget"
 	"tandem/kvstate"
 )
 
@@ -298,7 +299,7 @@ func TestPickAllocates(t *testing.T) {
 			v, k := loadedFleet(64, groups), &Picker{Policy: DefaultPolicy()}
 			k.Split = split
 			r := &Request{PromptTokens: 1000, Blocks: 10, Split: true, Excluded: []string{"10.0.0.3:8000"}}
-			require.Zero(t, testing.AllocsPerRun(100, func() {
+			budget.Allocs(t, 100, 0, func() {
 				r.Rand++
 				if _, err := k.Pick(r, v); err != nil {
 					t.Error(err)
@@ -306,15 +307,15 @@ func TestPickAllocates(t *testing.T) {
 				if _, err := k.PickDecode(r, v, 1); err != nil {
 					t.Error(err)
 				}
-			}))
+			})
 		}
 	}
 	r, none, k := &Request{Split: true}, &kvstate.View{}, always()
-	require.Zero(t, testing.AllocsPerRun(100, func() {
+	budget.Allocs(t, 100, 0, func() {
 		if _, err := k.Pick(r, none); !errors.Is(err, ErrNoEndpoint) {
 			t.Error(err)
 		}
-	}))
+	})
 }
 
 // loadedFleet is a fleet at work.

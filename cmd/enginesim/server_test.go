@@ -20,6 +20,8 @@ import (
 	"testing/synctest"
 	"time"
 
+	"tandem/internal/budget"
+
 	"github.com/stretchr/testify/require"
 )
 
@@ -311,7 +313,7 @@ func TestH2CAndLargeBodies(t *testing.T) {
 	p, d := startEngine(t, "-blocks", "140000"), startEngine(t, "-blocks", "140000")
 	h2 := h2cClient()
 	size := 8 << 20
-	if underRace {
+	if budget.Race {
 		size = 1 << 20
 	}
 	prompt := strings.Repeat("0123456789abcde ", size/16)

@@ -6,6 +6,8 @@ import (
 	"strings"
 	"testing"
 
+	"tandem/internal/budget"
+
 	"github.com/stretchr/testify/require"
 )
 
@@ -202,5 +204,5 @@ func TestRenderAllocates(t *testing.T) {
 	body := []byte(chat(strings.Repeat("Some ordinary text. ", 11000)))
 	q, bad := parseRequest(apiChat, body, nil, connectorNIXL, false)
 	require.Nil(t, bad)
-	require.LessOrEqual(t, testing.AllocsPerRun(10, func() { _, _ = q.render(16) }), 12.0)
+	budget.Allocs(t, 10, 12, func() { _, _ = q.render(16) })
 }

@@ -16,6 +16,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"tandem/extproc/openai"
+	"tandem/internal/budget"
 	"tandem/kvstate"
 )
 
@@ -348,15 +349,12 @@ func TestPrefillOverwrites(t *testing.T) {
 
 // TestPrefillAllocs: no dialect allocates for the prefill leg.
 func TestPrefillAllocs(t *testing.T) {
-	if raceDetector {
-		t.Skip("no budgets under the race detector")
-	}
 	body := []byte(`{"model":"m","messages":[{"role":"user","content":"Hi"}],"max_tokens":300,"stop":["x"],"stream":true}`)
 	var r openai.Request
 	var p openai.Patch
 	require.NoError(t, r.Scan(openai.Chat, body, openai.Limits{}))
 	pair := &Pair{Prefill: Side{Addr: "10.0.0.5:8000"}, Decode: Side{Addr: "10.0.0.6:8000"}}
-	budget := map[string]float64{"lmcache": 1, "moriio-read": 3} // the receiver's host, and the transfer id, as text
+	allowed := map[string]float64{"lmcache": 1, "moriio-read": 3} // the receiver's host, and the transfer id, as text
 	for _, name := range Names() {
 		d := every(t, name)
 		patch := func() {
@@ -367,6 +365,6 @@ func TestPrefillAllocs(t *testing.T) {
 			}
 		}
 		patch()
-		require.LessOrEqual(t, testing.AllocsPerRun(100, patch), budget[name], name)
+		budget.Allocs(t, 100, allowed[name], patch, name)
 	}
 }

@@ -3,6 +3,8 @@ package openai
 import (
 	"testing"
 
+	"tandem/internal/budget"
+
 	"github.com/stretchr/testify/require"
 )
 
@@ -32,7 +34,7 @@ func TestAllocations(t *testing.T) {
 		}
 		pass()
 		require.Empty(t, reason)
-		require.Zero(t, testing.AllocsPerRun(20, pass), name)
+		budget.Allocs(t, 20, 0, pass, name)
 	}
 }
 
@@ -54,16 +56,16 @@ func TestAllocationsOfGenerate(t *testing.T) {
 	}
 	pass()
 	require.Len(t, edits, 3)
-	require.Zero(t, testing.AllocsPerRun(20, pass))
+	budget.Allocs(t, 20, 0, pass)
 }
 
 // TestAllocationsOfPaths: what is asked of every request before its body is there.
 func TestAllocationsOfPaths(t *testing.T) {
-	require.Zero(t, testing.AllocsPerRun(20, func() {
+	budget.Allocs(t, 20, 0, func() {
 		if Classify("POST", "/v1/chat/completions?x=y") != Chat || !RequestID("abc") || CheckHeaders("application/json", "") != nil {
 			panic("wrong")
 		}
-	}))
+	})
 }
 
 // One event of a chat costs few allocations: thousands come by each second.
@@ -72,5 +74,5 @@ func TestContinuationAllocs(t *testing.T) {
 	event := []byte(`data: {"id":"y","object":"text_completion","created":1,"model":"m","choices":[{"index":0,"text":" b","logprobs":null,"finish_reason":null}]}`)
 	out := make([]byte, 0, 4096)
 	c.Event(out, event)
-	require.LessOrEqual(t, testing.AllocsPerRun(100, func() { c.Event(out[:0], event) }), 13.0) // 10, and 13 under the race detector
+	budget.Allocs(t, 100, 10, func() { c.Event(out[:0], event) })
 }

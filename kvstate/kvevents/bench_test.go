@@ -5,6 +5,7 @@ import (
 	"syscall"
 	"testing"
 
+	"tandem/internal/budget"
 	"tandem/kvstate"
 )
 
@@ -122,15 +123,10 @@ func BenchmarkDecode(b *testing.B) {
 }
 
 func TestDecodeAllocates(t *testing.T) {
-	if raceDetector {
-		t.Skip("the race detector allocates")
-	}
 	payloads, _ := busy(true, 2, 64, 16)
 	var d Decoder
 	var batch Batch
-	if n := testing.AllocsPerRun(100, func() { batch, _ = d.Batch(payloads[0]) }); n > 0 {
-		t.Errorf("%v allocations a batch of %d events", n, len(batch.Events))
-	}
+	budget.Allocs(t, 100, 0, func() { batch, _ = d.Batch(payloads[0]) })
 	if len(batch.Events) != 65 || batch.Events[0].Kind != kvstate.BlocksStored {
 		t.Errorf("decoded %d events", len(batch.Events))
 	}

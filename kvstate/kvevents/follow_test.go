@@ -9,6 +9,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"tandem/internal/budget"
 	"tandem/kvstate"
 )
 
@@ -157,7 +158,7 @@ func crewProgram(t *testing.T, next func(int) int, steps int) {
 
 func TestCrewAgainstEngine(t *testing.T) {
 	seeds := uint64(60)
-	if testing.Short() || raceDetector {
+	if testing.Short() || budget.Race {
 		seeds = 8
 	}
 	for seed := range seeds {
@@ -211,7 +212,7 @@ func TestAPartIsForgotten(t *testing.T) {
 // engine does not hold, however often that happens, what engine and replicas do meanwhile, and in whatever order it evicts.
 func TestCrewWithoutReplayPromisesNothingForEver(t *testing.T) {
 	seeds := uint64(20)
-	if testing.Short() || raceDetector {
+	if testing.Short() || budget.Race {
 		seeds = 4
 	}
 	kept := 0

@@ -7,6 +7,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"tandem/internal/budget"
 	"tandem/kvstate"
 )
 
@@ -214,7 +215,7 @@ func streamProgram(t *testing.T, next func(n int) int, steps int) {
 
 func TestStreamAgainstEngine(t *testing.T) {
 	seeds := uint64(150)
-	if testing.Short() || raceDetector {
+	if testing.Short() || budget.Race {
 		seeds = 15
 	}
 	for seed := range seeds {

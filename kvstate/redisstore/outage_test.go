@@ -9,6 +9,7 @@ import (
 	"github.com/redis/go-redis/v9"
 	"github.com/stretchr/testify/require"
 
+	"tandem/internal/budget"
 	"tandem/kvstate"
 )
 
@@ -75,7 +76,7 @@ func TestWarmStart(t *testing.T) {
 	r := startRedis(t)
 	a := join(t, redisURL(r), 8)
 	prompts := 1000
-	if underRace {
+	if budget.Race {
 		prompts = 100
 	}
 	for i := range prompts {
@@ -247,7 +248,7 @@ func TestStartWithoutRedis(t *testing.T) {
 
 // What finds no room while Redis is away is told as a snapshot when it is back.
 func TestMoreThanTheOutboxHolds(t *testing.T) {
-	if underRace {
+	if budget.Race {
 		t.Skip("600,000 blocks take a minute under the race detector")
 	}
 	r := startRedis(t)

@@ -21,6 +21,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"tandem/internal/budget"
 	"tandem/kvstate"
 	"tandem/kvstate/enginehttp"
 )
@@ -227,7 +228,7 @@ func TestGroupsOutliveAPause(t *testing.T) {
 
 // A hundred endpoints with pages like vLLM's, each asked every 2 s, cost under 2 % of a core.
 func TestHundredEndpoints(t *testing.T) {
-	if os.Getenv("TANDEM_SPEED") == "" || underRace {
+	if os.Getenv("TANDEM_SPEED") == "" || budget.Race {
 		t.Skip("measures CPU time: make speed")
 	}
 	l, err := net.Listen("tcp", "127.0.0.1:0")

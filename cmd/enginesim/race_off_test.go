@@ -1,6 +1,0 @@
-//go:build !race
-
-package main
-
-// underRace shrinks what the race detector makes slow.
-const underRace = false

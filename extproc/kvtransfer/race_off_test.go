@@ -1,5 +1,0 @@
-//go:build !race
-
-package kvtransfer
-
-const raceDetector = false

@@ -1,5 +1,0 @@
-//go:build !race
-
-package kvstate
-
-const raceDetector = false

@@ -1,6 +1,0 @@
-//go:build race
-
-package scrape
-
-// underRace says that times mean nothing here.
-const underRace = true

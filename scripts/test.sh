@@ -1,0 +1,21 @@
+#!/bin/bash
+# go test with the flags given, over all packages. A test that fails is run once more by itself, and if it passes then it is reported as
+# FLAKY, at the end, with its output above: a bug to mend, but no reason to refuse a change that has nothing to do with it
+# (docs/adr/0018). Not after a data race, a panic or a third failure: those fail at once.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+gotestsum=gotest.tools/gotestsum@v1.13.0
+go=${GO:-go}
+if ! "$go" run "$gotestsum" --version >/dev/null 2>&1; then
+  echo 'test.sh: gotestsum cannot be had: no test is run twice' >&2
+  exec "$go" test "$@" ./...
+fi
+format=pkgname
+case " $* " in *" -v "*) format=standard-verbose ;; esac
+report=$(mktemp)
+trap 'rm -f "$report"' EXIT
+rc=0
+"$go" run "$gotestsum" --format "$format" --hide-summary skipped --rerun-fails=1 --rerun-fails-max-failures=2 --rerun-fails-run-root-test \
+  --rerun-fails-abort-on-data-race --rerun-fails-report "$report" --packages ./... -- "$@" || rc=$?
+if [ -s "$report" ]; then sed "s/^/$([ $rc = 0 ] && echo FLAKY || echo 'run twice'): /" "$report"; fi
+exit $rc
