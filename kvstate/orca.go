@@ -25,6 +25,10 @@ func ParseORCA(value []byte) (s Signals, ok bool) {
 	format, rest, _ := bytes.Cut(bytes.TrimSpace(value), []byte(" "))
 	switch string(format) {
 	case "JSON":
+		if fast := UnknownSignals(); fast.flat(rest) {
+			s = fast
+			break
+		}
 		var load struct {
 			Named map[string]float64 `json:"named_metrics"`
 		}
@@ -32,24 +36,64 @@ func ParseORCA(value []byte) (s Signals, ok bool) {
 			return s, false
 		}
 		for name, v := range load.Named {
-			s.named(name, v)
+			s.named([]byte(name), v)
 		}
 	case "TEXT":
 		for item := range bytes.SplitSeq(rest, []byte(",")) {
 			name, text, _ := bytes.Cut(bytes.TrimSpace(item), []byte("="))
 			if v, err := strconv.ParseFloat(string(text), 64); err == nil {
-				s.named(string(bytes.TrimPrefix(name, []byte("named_metrics."))), v)
+				s.named(bytes.TrimPrefix(name, []byte("named_metrics.")), v)
 			}
 		}
 	}
 	return s, s.KVUsage >= 0 || s.Waiting >= 0
 }
 
-func (g *Signals) named(name string, v float64) {
-	switch {
-	case name == "kv_cache_usage_perc" && v >= 0 && v <= 1:
-		g.KVUsage = v
-	case name == "num_requests_waiting" && v >= 0 && v < 1<<32:
-		g.Waiting = int64(v)
+// flat reads the object that vLLM writes, without memory of its own, because each answer to a short prompt waits for it. It is
+// false for any other JSON, which may say the same in another way.
+func (g *Signals) flat(text []byte) bool {
+	text, ok := bytes.CutPrefix(text, []byte(`{"named_metrics":`))
+	text, all := bytes.CutSuffix(text, []byte(`}}`))
+	if text = bytes.TrimLeft(text, " "); !ok || !all || len(text) == 0 || text[0] != '{' {
+		return false
 	}
+	for item := range bytes.SplitSeq(text[1:], []byte(",")) {
+		name, number, _ := bytes.Cut(bytes.TrimLeft(item, " "), []byte(":"))
+		number = bytes.TrimLeft(number, " ")
+		if len(name) < 2 || name[0] != '"' || name[len(name)-1] != '"' || !only(name[1:len(name)-1], "abcdefghijklmnopqrstuvwxyz_") || !plain(number) {
+			return false
+		}
+		v, err := strconv.ParseFloat(string(number), 64)
+		if err != nil || !g.named(name[1:len(name)-1], v) {
+			return false
+		}
+	}
+	return true
+}
+
+// plain says that text is a JSON number without sign and exponent.
+func plain(text []byte) bool {
+	whole, fraction, point := bytes.Cut(text, []byte("."))
+	return only(whole, "0123456789") && (len(whole) == 1 || whole[0] != '0') && (!point || only(fraction, "0123456789"))
+}
+
+func only(text []byte, chars string) bool { return len(text) > 0 && len(bytes.Trim(text, chars)) == 0 }
+
+// named takes a figure, if it is one of ours; false where it cannot be one.
+func (g *Signals) named(name []byte, v float64) bool {
+	switch string(name) {
+	case "kv_cache_usage_perc":
+		if v >= 0 && v <= 1 {
+			g.KVUsage = v
+			return true
+		}
+		return false
+	case "num_requests_waiting":
+		if v >= 0 && v < 1<<32 {
+			g.Waiting = int64(v)
+			return true
+		}
+		return false
+	}
+	return true
 }

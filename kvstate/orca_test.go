@@ -1,8 +1,12 @@
 package kvstate
 
 import (
+	"bytes"
+	"encoding/json"
 	"testing"
 	"time"
+
+	"tandem/internal/budget"
 
 	"github.com/stretchr/testify/require"
 )
@@ -25,12 +29,33 @@ func TestParseORCA(t *testing.T) {
 
 func FuzzParseORCA(f *testing.F) {
 	f.Add([]byte(`JSON {"named_metrics":{"kv_cache_usage_perc":0.12}}`))
+	f.Add([]byte(`JSON {"named_metrics": {"other": 1, "num_requests_waiting": 2.0}}`))
 	f.Add([]byte(`TEXT named_metrics.num_requests_waiting=3.0`))
 	f.Fuzz(func(t *testing.T, value []byte) {
 		s, ok := ParseORCA(value)
 		require.Equal(t, ok, s.KVUsage >= 0 || s.Waiting >= 0)
 		require.True(t, s.KVUsage <= 1 && s.Waiting < 1<<32)
+		rest, isJSON := bytes.CutPrefix(value, []byte("JSON "))
+		if fast := UnknownSignals(); isJSON && fast.flat(rest) { // as encoding/json has it
+			var load struct {
+				Named map[string]float64 `json:"named_metrics"`
+			}
+			require.NoError(t, json.Unmarshal(rest, &load))
+			slow := UnknownSignals()
+			for name, v := range load.Named {
+				require.True(t, slow.named([]byte(name), v))
+			}
+			require.Equal(t, slow, fast)
+		}
 	})
+}
+
+// An answer's header is read in its request's path.
+func TestParseORCAAllocs(t *testing.T) {
+	for _, text := range []string{`JSON {"named_metrics":{"kv_cache_usage_perc":0.12,"num_requests_waiting":3.0}}`, `JSON {"named_metrics": {"kv_cache_usage_perc": 0.12, "num_requests_waiting": 3.0}}`} {
+		value := []byte(text)
+		budget.Allocs(t, 100, 0, func() { ParseORCA(value) })
+	}
 }
 
 // Signals are worth less and less; what one source does not say another has said before, for as long as that is not too old.
