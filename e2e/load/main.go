@@ -58,7 +58,7 @@ func run(ctx context.Context, args []string, log io.Writer) error {
 	var o options
 	f := flag.NewFlagSet("load", flag.ContinueOnError)
 	f.SetOutput(log)
-	f.BoolVar(&o.full, "full", os.Getenv("LOAD") == "full", "all sizes, clients, endpoints and replicas (an hour and more) instead of a few minutes' worth")
+	f.BoolVar(&o.full, "full", os.Getenv("LOAD") == "full", "all sizes, clients, endpoints and replicas (ten minutes and more) instead of a few minutes' worth")
 	f.StringVar(&o.out, "out", ".cache/load", "`directory` of the report")
 	f.StringVar(&o.only, "only", "", "run only the cases whose name contains this `text`")
 	f.DurationVar(&o.time, "time", 5*time.Second, "how long each case is measured")
