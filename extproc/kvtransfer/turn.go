@@ -140,6 +140,9 @@ func withTokenIDs(params []byte, ids []byte) []byte {
 // ReadTurn implements [TurnKeeper].
 func (nixlTurns) ReadTurn(params []byte, tokens []uint32, decode *Side) (*Turn, error) {
 	kept, err := readKept(params)
+	if err == nil && !json.Valid(params) { // members that nobody here asks for
+		err = errNotJSON
+	}
 	if err != nil {
 		return nil, fmt.Errorf("kv_transfer_params of D's answer: %w: %w", ErrParams, err)
 	}
