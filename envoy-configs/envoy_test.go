@@ -55,6 +55,7 @@ func TestEnvoy(t *testing.T) {
 	t.Run("how bodies come", s.testModes)
 	t.Run("paths", s.testPaths)
 	t.Run("replan", s.testReplan)
+	t.Run("early answers", s.testEarlyAnswers)
 	t.Run("circle", s.testCircle)
 	t.Run("immediate", s.testImmediate)
 	t.Run("local replies", s.testLocalReplies)
@@ -73,6 +74,7 @@ func (s *stand) testTwoHops(t *testing.T) {
 	require.NotContains(t, passes[1].Headers, "x-tandem-leg", "pass 1's route is forgotten")
 	require.Len(t, calls, 2)
 	require.Equal(t, []string{"P", " {}"}, []string{calls[0].Engine, calls[0].Body})
+	require.Equal(t, "3", calls[0].Header.Get("content-length"), "the leg had the whole body before it asked P")
 	require.Equal(t, []string{"D", "  {}"}, []string{calls[1].Engine, calls[1].Body}, "pass 2 begins with the body of pass 1")
 	for _, c := range calls {
 		require.Equal(t, "mine-1", c.Header.Get("x-request-id"))
@@ -174,6 +176,23 @@ func (s *stand) testReplan(t *testing.T) {
 	require.Len(t, passes, 3)
 	require.True(t, strings.HasPrefix(passes[1].Headers["x-tandem-ticket"], "back out"))
 	require.Equal(t, "replanned after out", passes[2].Headers["x-tandem-ticket"])
+}
+
+// Envoy follows no redirect of a request that has not gone out in full. Where the router says the last piece of a body late, a hop
+// may have failed by then.
+func (s *stand) testEarlyAnswers(t *testing.T) {
+	for query, passes := range map[string]int{"dead+late": 3, "early+late": 2} {
+		t.Run(query, func(t *testing.T) {
+			body := io.MultiReader(bytes.NewReader(make([]byte, 130000))) // of no length, and so in pieces
+			got := s.post(t, "/v1/chat/completions?"+query, "application/json", body)
+			require.Equal(t, 200, got.Status, got.Body)
+			require.Equal(t, `{"engine":"D"}`, got.Body)
+			seen, calls := s.take()
+			require.Len(t, seen, passes)
+			require.Equal(t, "FULL_DUPLEX_STREAMED", seen[0].Mode)
+			require.Len(t, calls[len(calls)-1].Body, 130000+passes)
+		})
+	}
 }
 
 func (s *stand) testCircle(t *testing.T) {

@@ -40,6 +40,8 @@ import (
 //	immediate the answer is what follows, status 503
 //	broken    the stream fails
 //	circle    every prefill answer is a redirect to another prefill
+//	early     P fails before it has read the body
+//	...+late  the last piece of each body is held back for a while, or until nobody waits for it
 type stand struct {
 	pb.UnimplementedExternalProcessorServer
 	URL             string
@@ -132,6 +134,11 @@ func startEnvoy(t *testing.T, bootstrap []byte, admin string) {
 
 func (s *stand) engine(t *testing.T, name string) *httptest.Server {
 	e := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if name == "P" && strings.HasPrefix(r.URL.RawQuery, "early") {
+			w.Header().Set("connection", "close") // or net/http reads on before it answers
+			w.WriteHeader(http.StatusInternalServerError)
+			return
+		}
 		body, _ := io.ReadAll(r.Body)
 		s.mu.Lock()
 		s.calls = append(s.calls, call{name, r.Header, r.URL.Path, string(body)})
@@ -173,6 +180,7 @@ func (s *stand) Process(stream pb.ExternalProcessor_ProcessServer) error {
 	h := plain(m.GetRequestHeaders().GetHeaders())
 	pass := seen{Headers: h, Mode: m.GetProtocolConfig().GetRequestBodyMode().String(), Body: -1}
 	_, query, _ := strings.Cut(h[":path"], "?")
+	query, late := strings.CutSuffix(query, "+late")
 	switch {
 	case query == "broken":
 		return errors.New("broken")
@@ -194,7 +202,7 @@ func (s *stand) Process(stream pb.ExternalProcessor_ProcessServer) error {
 	}
 	pass.Body, pass.Pieces = len(body), pieces
 	s.note(pass)
-	return answerBody(stream, pass.Mode, body, route(s, h, query, fmt.Sprint(len(body)+1)))
+	return answerBody(stream, pass.Mode, body, route(s, h, query, fmt.Sprint(len(body)+1)), late)
 }
 
 func (s *stand) note(p seen) {
@@ -219,7 +227,7 @@ func receiveBody(stream pb.ExternalProcessor_ProcessServer) (body []byte, pieces
 }
 
 // answerBody sends a body on with a space in front of it.
-func answerBody(stream pb.ExternalProcessor_ProcessServer, mode string, body []byte, headers *pb.HeaderMutation) error {
+func answerBody(stream pb.ExternalProcessor_ProcessServer, mode string, body []byte, headers *pb.HeaderMutation, late bool) error {
 	body = append([]byte(" "), body...)
 	if mode == "BUFFERED" {
 		headers.SetHeaders = append(headers.SetHeaders, header("content-length", fmt.Sprint(len(body))))
@@ -231,6 +239,12 @@ func answerBody(stream pb.ExternalProcessor_ProcessServer, mode string, body []b
 	}
 	for len(body) > 0 {
 		n := min(62000, len(body))
+		if late && n == len(body) {
+			select {
+			case <-time.After(300 * time.Millisecond):
+			case <-stream.Context().Done(): // the client has an answer
+			}
+		}
 		err := stream.Send(&pb.ProcessingResponse{Response: &pb.ProcessingResponse_RequestBody{RequestBody: &pb.BodyResponse{Response: &pb.CommonResponse{
 			BodyMutation: &pb.BodyMutation{Mutation: &pb.BodyMutation_StreamedResponse{StreamedResponse: &pb.StreamedBodyResponse{Body: body[:n], EndOfStream: n == len(body)}}}}}}})
 		if err != nil {

@@ -40,6 +40,8 @@ type logEntry struct {
 	duration          time.Duration // from start, which is that of the request's first pass
 	firstByte         time.Duration // from start to the first byte of the endpoint's answer; 0: none came
 	clientGone        bool          // response flag DC or DR
+	unfollowed        []byte        // the answer was a redirect that Envoy did not follow: what its script says of that
+	sent, sentHeaders uint64        // bytes to the endpoint, by the last try
 }
 
 func (b *logBatch) unmarshal(data mem.BufferSlice) error {
@@ -97,7 +99,8 @@ func (b *logBatch) readEntry(c *cursor, end int, e *logEntry) {
 	}
 }
 
-// readCommon reads AccessLogCommon{5: start_time, 9: time_to_first_upstream_rx_byte, 16: response_flags, 23: duration}.
+// readCommon reads AccessLogCommon{5: start_time, 9: time_to_first_upstream_rx_byte, 16: response_flags, 22: map<string, string>
+// custom_tags, 23: duration, 31: upstream_wire_bytes_sent}.
 func (b *logBatch) readCommon(c *cursor, end int, e *logEntry) {
 	for number, wire := c.field(end); number != 0; number, wire = c.field(end) {
 		switch {
@@ -107,6 +110,15 @@ func (b *logBatch) readCommon(c *cursor, end int, e *logEntry) {
 			e.firstByte = readDuration(c, c.length(end))
 		case number == 23 && wire == wireBytes:
 			e.duration = readDuration(c, c.length(end))
+		case number == 22 && wire == wireBytes:
+			b.readPair(c, c.length(end), func(name []byte) *[]byte {
+				if string(name) == tagUnfollowed {
+					return &e.unfollowed
+				}
+				return nil
+			})
+		case number == 31 && wire == wireVarint:
+			e.sent = c.varint()
 		case number == 16 && wire == wireBytes:
 			flagsEnd := c.length(end)
 			for number, wire := c.field(flagsEnd); number != 0; number, wire = c.field(flagsEnd) {
@@ -122,29 +134,41 @@ func (b *logBatch) readCommon(c *cursor, end int, e *logEntry) {
 	}
 }
 
-// readRequest reads HTTPRequestProperties{9: request_id, 13: map<string, string> request_headers}.
+// readRequest reads HTTPRequestProperties{9: request_id, 13: map<string, string> request_headers, 14: upstream_header_bytes_sent}.
 func (b *logBatch) readRequest(c *cursor, end int, e *logEntry) {
 	for number, wire := c.field(end); number != 0; number, wire = c.field(end) {
 		switch {
 		case number == 9 && wire == wireBytes:
 			e.requestID = c.text(&b.arena, end)
 		case number == 13 && wire == wireBytes:
-			mapEnd := c.length(end)
-			var name []byte
-			for number, wire := c.field(mapEnd); number != 0; number, wire = c.field(mapEnd) {
-				switch {
-				case number == 1 && wire == wireBytes:
-					name = c.text(&b.arena, mapEnd)
-				case number == 2 && wire == wireBytes && string(name) == headerTicket:
-					e.ticket = c.text(&b.arena, mapEnd)
-				case number == 2 && wire == wireBytes && string(name) == headerClientID:
-					e.clientID = c.text(&b.arena, mapEnd)
-				case number == 2 && wire == wireBytes && string(name) == headerTraceparent:
-					e.traceparent = c.text(&b.arena, mapEnd)
-				default:
-					c.skip(wire, mapEnd)
+			b.readPair(c, c.length(end), func(name []byte) *[]byte {
+				switch string(name) {
+				case headerTicket:
+					return &e.ticket
+				case headerClientID:
+					return &e.clientID
+				case headerTraceparent:
+					return &e.traceparent
 				}
-			}
+				return nil
+			})
+		case number == 14 && wire == wireVarint:
+			e.sentHeaders = c.varint()
+		default:
+			c.skip(wire, end)
+		}
+	}
+}
+
+// readPair reads one entry of a map<string, string> to where its name belongs; nil: nowhere.
+func (b *logBatch) readPair(c *cursor, end int, place func(name []byte) *[]byte) {
+	var to *[]byte
+	for number, wire := c.field(end); number != 0; number, wire = c.field(end) {
+		switch {
+		case number == 1 && wire == wireBytes:
+			to = place(c.text(&b.arena, end))
+		case number == 2 && wire == wireBytes && to != nil:
+			*to = c.text(&b.arena, end)
 		default:
 			c.skip(wire, end)
 		}
@@ -258,6 +282,9 @@ func (s *Server) hopEnded(e *logEntry) {
 	}
 	if redirected {
 		return
+	}
+	if len(e.unfollowed) > 0 {
+		s.unfollowed(t, e, mine)
 	}
 	if t.Stage.Redirects() {
 		s.releasePass(string(e.requestID), t.Redirects)

@@ -245,8 +245,10 @@ func TestLogBatchReadsEntries(t *testing.T) {
 						Duration:                  durationpb.New(1500 * time.Millisecond),
 						TimeToFirstUpstreamRxByte: durationpb.New(20 * time.Millisecond),
 						ResponseFlags:             &logdatav3.ResponseFlags{DownstreamConnectionTermination: true},
+						CustomTags:                map[string]string{"other": "x", tagUnfollowed: "redirect"},
+						UpstreamWireBytesSent:     1 << 40,
 					},
-					Request: &logdatav3.HTTPRequestProperties{RequestId: "id", RequestHeaders: map[string]string{"x-other": "1", headerTicket: "T"}},
+					Request: &logdatav3.HTTPRequestProperties{RequestId: "id", RequestHeaders: map[string]string{"x-other": "1", headerTicket: "T"}, UpstreamHeaderBytesSent: 300},
 					Response: &logdatav3.HTTPResponseProperties{ResponseCode: wrapperspb.UInt32(307),
 						ResponseCodeDetails: "internal_redirect"},
 				},
@@ -265,8 +267,11 @@ func TestLogBatchReadsEntries(t *testing.T) {
 	require.Equal(t, 1500*time.Millisecond, e.duration)
 	require.Equal(t, 20*time.Millisecond, e.firstByte)
 	require.True(t, e.clientGone)
+	require.Equal(t, "redirect", string(e.unfollowed))
+	require.Equal(t, []uint64{1 << 40, 300}, []uint64{e.sent, e.sentHeaders})
 	require.Equal(t, "id2", string(b.entries[1].requestID))
 	require.Empty(t, b.entries[1].ticket)
+	require.Empty(t, b.entries[1].unfollowed)
 }
 
 func FuzzLogBatch(f *testing.F) {

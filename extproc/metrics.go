@@ -34,6 +34,7 @@ type Metrics struct {
 	queued        *prometheus.GaugeVec     // pool
 	waits         *prometheus.HistogramVec // pool, end; seconds
 	forgedTickets prometheus.Counter
+	unfollowed    *prometheus.CounterVec // reason
 	controlFields prometheus.Counter
 
 	live      live
@@ -78,6 +79,8 @@ func NewMetrics(r prometheus.Registerer, state *kvstate.State) *Metrics {
 		turns: counter("tandem_turns_total",
 			"Turns of conversations whose blocks decode keeps for the next one: kept, unusable, no_room; at the next, told (to prefill), failed, or why prefill was not told.",
 			"pool", "what"),
+		unfollowed: counter("tandem_redirects_unfollowed_total",
+			"Redirects that Envoy did not follow, so that the client was told attempts_exhausted, by reason (incomplete, not_kept, too_many, no_location).", "reason"),
 		expected: expectations{
 			cached: counter("tandem_cached_tokens_compared_total",
 				"Prompt tokens of split requests in the prefix cache of their prefill endpoint, by what says so: as expected when it was chosen, as measured by it.",

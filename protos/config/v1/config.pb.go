@@ -589,7 +589,8 @@ type Envoy struct {
 	// How bodies come to the external processor: duplex (FULL_DUPLEX_STREAMED), buffered (BUFFERED), or auto: buffered from
 	// 64 KiB on. They cost the same within noise (docs/benchmarks.md). A body whose length is not announced comes duplex
 	// always. While a buffered body is being answered, a replica that is killed takes that request with it; duplex goes on
-	// with another one. Engines see a content-length with buffered bodies, chunked encoding with duplex ones. Default duplex.
+	// with another one. Decode engines see a content-length with buffered bodies, chunked encoding with duplex ones; prefill
+	// engines a content-length, but where both legs run at once. Default duplex.
 	BodyMode string `protobuf:"bytes,6,opt,name=body_mode,json=bodyMode,proto3" json:"body_mode,omitempty"`
 	// How long an endpoint may be silent while it answers. An answer that is not streamed is silent until it is complete, so
 	// this bounds its time too. Default 30m.
