@@ -93,7 +93,7 @@ func TestSGLangWaits(t *testing.T) {
 	p.quiet(t)
 }
 
-// leftWaiting sends a request whose client leaves as soon as it waits.
+// leftWaiting sends a request whose client leaves as soon as it waits for the other leg.
 func (e *engine) leftWaiting(t *testing.T, id, body string) {
 	t.Helper()
 	ctx, leave := context.WithCancel(t.Context())
@@ -104,7 +104,7 @@ func (e *engine) leftWaiting(t *testing.T, id, body string) {
 	req.Header.Set("X-Request-Id", id)
 	failed := make(chan error, 1)
 	go func() { _, err := client.Do(req); failed <- err }()
-	require.Eventually(t, func() bool { return e.state().Waiting == 1 }, patience, time.Millisecond)
+	require.Eventually(t, func() bool { return e.rooms.held.Load() > 0 }, patience, time.Millisecond)
 	leave()
 	require.ErrorIs(t, <-failed, context.Canceled)
 }
