@@ -25,9 +25,9 @@ var arrows = map[string][]string{
 	"kvstate":                     {},
 	"kvstate/enginehttp":          {"kvstate"},
 	"kvstate/discovery":           {"kvstate", "kvstate/enginehttp"},
-	"kvstate/kvevents":            {"kvstate", "kvstate/redisstore"}, // the last in tests
-	"kvstate/heartbeats":          {"kvstate/zmtp"},
-	"kvstate/redisstore":          {"kvstate", "protos/state/v1"},
+	"kvstate/kvevents":            {"kvstate", "kvstate/redisstore", "e2e/loopback"}, // the last two in tests
+	"kvstate/heartbeats":          {"kvstate/zmtp", "e2e/loopback"},                  // the last in tests
+	"kvstate/redisstore":          {"kvstate", "protos/state/v1", "e2e/loopback"},    // the last in tests
 	"kvstate/scrape":              {"kvstate", "kvstate/enginehttp"},
 	"kvstate/zmtp":                {},
 	"kvstate/notices":             {"kvstate/zmtp"},
@@ -40,19 +40,20 @@ var arrows = map[string][]string{
 	"protos/config/v1":            {},
 	"protos/state/v1":             {},
 	"protos/ticket/v1":            {},
-	"envoy-configs":               {"protos/config/v1"},
-	"cmd/tandem":                  {"extproc", "extproc/kvtransfer", "kvstate", "kvstate/discovery", "kvstate/enginehttp", "kvstate/heartbeats", "kvstate/kvevents", "kvstate/notices", "kvstate/redisstore", "kvstate/scrape", "kvstate/tokenize", "picker", "replay", "status", "envoy-configs", "protos/config/v1"},
-	"cmd/enginesim":               {}, // the engines of the tests: what it shared with the product it could not catch
-	"e2e":                         {}, // black box
+	"envoy-configs":               {"protos/config/v1", "e2e/loopback"},                                                                                                                                                                                                                                                                // the last in tests
+	"cmd/tandem":                  {"extproc", "extproc/kvtransfer", "kvstate", "kvstate/discovery", "kvstate/enginehttp", "kvstate/heartbeats", "kvstate/kvevents", "kvstate/notices", "kvstate/redisstore", "kvstate/scrape", "kvstate/tokenize", "picker", "replay", "status", "envoy-configs", "protos/config/v1", "e2e/loopback"}, // the last in tests
+	"cmd/enginesim":               {},                                                                                                                                                                                                                                                                                                  // the engines of the tests: what it shared with the product it could not catch
+	"e2e":                         {"e2e/loopback"},                                                                                                                                                                                                                                                                                    // black box
 	"e2e/bench":                   {"e2e/process"},
 	"e2e/load":                    {"e2e/process"},
+	"e2e/loopback":                {}, // for tests
 	"e2e/process":                 {},
 	"e2e/vllm":                    {},
 	"status":                      {"extproc", "kvstate"},
-	"deploy/observability/promql": {},                                         // a module of its own: Prometheus' parsers
-	"deploy":                      {"envoy-configs", "protos/config/v1"},      // tests alone
-	"docs":                        {"extproc", "kvstate", "protos/config/v1"}, // tests that hold the documents to the code
-	"internal/budget":             {},                                         // for the tests of all
+	"deploy/observability/promql": {},                                                    // a module of its own: Prometheus' parsers
+	"deploy":                      {"envoy-configs", "protos/config/v1", "e2e/loopback"}, // tests alone
+	"docs":                        {"extproc", "kvstate", "protos/config/v1"},            // tests that hold the documents to the code
+	"internal/budget":             {},                                                    // for the tests of all
 	".":                           {},
 }
 

@@ -56,9 +56,17 @@ func moduleDir(t *testing.T, module string) string {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), 5*time.Minute)
 	defer cancel()
-	cmd := exec.CommandContext(ctx, "go", "mod", "download", "-json", module)
-	cmd.Dir = t.TempDir() // outside of our module
-	text, err := cmd.Output()
+	dir := t.TempDir() // outside of our module
+	download := func() ([]byte, error) {
+		cmd := exec.CommandContext(ctx, "go", "mod", "download", "-json", module)
+		cmd.Dir = dir
+		return cmd.Output()
+	}
+	text, err := download()
+	for tries := 1; err != nil && tries < 4 && os.Getenv("TANDEM_REQUIRE_TOOLS") != ""; tries++ { // a proxy that hiccups is no fault of the manifests
+		<-time.After(time.Duration(tries) * 3 * time.Second)
+		text, err = download()
+	}
 	var got struct{ Dir, Error string }
 	if err == nil {
 		err = json.Unmarshal(text, &got)

@@ -9,7 +9,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"net"
 	"net/http"
 	"os"
 	"os/exec"
@@ -20,6 +19,8 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
+
+	"tandem/e2e/loopback"
 )
 
 // descriptor points to a blob of an OCI image layout.
@@ -140,13 +141,7 @@ func runImage(t *testing.T, program []byte, command []string) {
 	require.NoError(t, os.Chmod(filepath.Dir(root), 0o755))
 	require.NoError(t, os.MkdirAll(filepath.Join(root, "etc/tandem"), 0o755))
 	require.NoError(t, os.WriteFile(filepath.Join(root, "tandem"), program, 0o755))
-	var addrs [3]string
-	for i := range addrs {
-		l, err := net.Listen("tcp", "127.0.0.1:0")
-		require.NoError(t, err)
-		addrs[i] = l.Addr().String()
-		require.NoError(t, l.Close())
-	}
+	addrs := loopback.Addresses(t, 3)
 	config := fmt.Sprintf("extProc: {listen: %q}\nreplan: {listen: %q}\nadmin: {listen: %q}\n%s", addrs[0], addrs[1], addrs[2],
 		"pools: [{name: a, kvTransfer: none, endpoints: [{address: \"127.0.0.1:1\"}]}]\n")
 	require.NoError(t, os.WriteFile(filepath.Join(root, "etc/tandem/tandem.yaml"), []byte(config), 0o644))

@@ -36,10 +36,10 @@ func chaosFleet(t *testing.T) *fleet {
 // client sees an error that a healthy endpoint could have spared it. What it could not: an answer whose first byte the
 // client had when the engine that wrote it died.
 //
-// TANDEM_CHAOS is the number of requests, 600 if it is not set; TANDEM_CHAOS_SEED repeats the order in which engines die.
+// TANDEM_CHAOS is the number of requests, 600 if it is not set; TANDEM_CHAOS_SEED makes another order in which engines die.
 func TestChaos(t *testing.T) {
 	requests := fromEnv("TANDEM_CHAOS", 600)
-	seed := uint64(fromEnv("TANDEM_CHAOS_SEED", int(time.Now().UnixNano()&0xffffff)))
+	seed := uint64(fromEnv("TANDEM_CHAOS_SEED", 1))
 	f := chaosFleet(t)
 	bin, err := binaries()
 	require.NoError(t, err)

@@ -270,12 +270,7 @@ func (s *stage) fail(args []string) {
 	text, err := json.Marshal(rule)
 	require.NoError(s.t, err)
 	for _, e := range on {
-		s.f.inject(e, string(text))
-	}
-	if args[1] == "refuse" {
-		require.Eventually(s.t, func() bool {
-			return !slices.ContainsFunc(on, s.reachable)
-		}, patience, time.Millisecond)
+		s.f.breaks(e, string(text))
 	}
 }
 

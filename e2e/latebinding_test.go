@@ -16,7 +16,8 @@ import (
 // That the order also holds between the two is not asserted: who is late by more than 150 ms is not waited for, and a busy machine is.
 // How often it happened is logged.
 func TestTwoReplicasBindLate(t *testing.T) {
-	const n = 6
+	const n = 6 // and more, where chance sends all of these to one replica
+	priority := func(i int) int { return min(i*3/n, 2) }
 	r := startRedis(t)
 	f := start(t, options{
 		replicas: 2, prefills: 1, decodes: 1, top: r.yaml(), madeKeys: true, engineArgs: []string{"--prefill-speed", "16000"}, envoyFields: ", bodyMode: duplex",
@@ -26,7 +27,7 @@ func TestTwoReplicasBindLate(t *testing.T) {
 	queued := func(replica int, elsewhere string) float64 {
 		return metric(t, f.admins[replica], "tandem_queue_requests"+elsewhere)
 	}
-	answers := make(chan answer, n+1)
+	answers := make(chan answer, 100)
 	send := func(id, objective string, tokens int) {
 		go func() {
 			answers <- f.post("/v1/chat/completions", question(id, tokens), "x-request-id", id, "x-llm-d-inference-objective", objective)
@@ -37,15 +38,16 @@ func TestTwoReplicasBindLate(t *testing.T) {
 	for replica := range f.admins {
 		require.Eventually(t, func() bool {
 			return metric(t, f.admins[replica], "tandem_reservations") > 0 || f.known(replica).others() > 0
-		}, 30*time.Second, 5*time.Millisecond)
+		}, patience, 5*time.Millisecond)
 	}
-	where, before := map[string]int{}, [2]float64{}
-	for i := range n { // the least important first
-		id := fmt.Sprintf("waits-%d", i)
-		send(id, fmt.Sprintf("p%d", i*3/n), 20_000)
+	where, before, sent := map[string]int{}, [2]float64{}, 0
+	for ; sent < n || before[0] == 0 || before[1] == 0; sent++ { // the least important first
+		require.Less(t, sent, 60, "all come to one replica")
+		id := fmt.Sprintf("waits-%d", sent)
+		send(id, fmt.Sprintf("p%d", priority(sent)), 20_000)
 		require.Eventually(t, func() bool {
 			now := [2]float64{queued(0, ""), queued(1, "")}
-			if now[0]+now[1] != float64(i+1) {
+			if now[0]+now[1] != float64(sent+1) {
 				return false
 			}
 			if now[1] > before[1] {
@@ -53,13 +55,11 @@ func TestTwoReplicasBindLate(t *testing.T) {
 			}
 			before = now
 			return true
-		}, 30*time.Second, 5*time.Millisecond)
+		}, patience, 5*time.Millisecond)
 	}
-	require.Positive(t, before[0], "both have some")
-	require.Positive(t, before[1])
-	require.Eventually(t, func() bool { return queued(0, "_elsewhere") == before[1] && queued(1, "_elsewhere") == before[0] }, 30*time.Second, 5*time.Millisecond)
+	require.Eventually(t, func() bool { return queued(0, "_elsewhere") == before[1] && queued(1, "_elsewhere") == before[0] }, patience, 5*time.Millisecond)
 	require.NoError(t, f.prefills[0].cmd.Process.Signal(syscall.SIGCONT))
-	for range n + 1 {
+	for range sent + 1 {
 		a := <-answers
 		require.Equal(t, 200, a.status, "%.300s", a.body)
 	}
@@ -71,24 +71,24 @@ func TestTwoReplicasBindLate(t *testing.T) {
 		if _, err := fmt.Sscanf(s.RequestID, "waits-%d", &i); err != nil {
 			continue
 		}
-		priority := i * 3 / n
-		require.LessOrEqual(t, priority, last[where[s.RequestID]], "%s of replica %d", s.RequestID, where[s.RequestID])
-		last[where[s.RequestID]] = priority
-		if priority > worst {
+		own := priority(i)
+		require.LessOrEqual(t, own, last[where[s.RequestID]], "%s of replica %d", s.RequestID, where[s.RequestID])
+		last[where[s.RequestID]] = own
+		if own > worst {
 			swapped++
 		}
-		worst = min(worst, priority)
+		worst = min(worst, own)
 	}
 	require.Zero(t, min(last[0], last[1]))
-	t.Logf("%d of %d went behind one of the other replica that is less important", swapped, n)
+	t.Logf("%d of %d went behind one of the other replica that is less important", swapped, sent)
 	bound := 0.0
 	for replica, admin := range f.admins {
 		bound += metric(t, admin, "tandem_queue_wait_seconds_count", `end="bound"`)
-		require.Eventually(t, func() bool { return queued(replica, "") == 0 && queued(replica, "_elsewhere") == 0 }, 30*time.Second, 10*time.Millisecond)
+		require.Eventually(t, func() bool { return queued(replica, "") == 0 && queued(replica, "_elsewhere") == 0 }, patience, 10*time.Millisecond)
 	}
-	require.InDelta(t, n, bound, 0, "all in their turn")
+	require.InDelta(t, sent, bound, 0, "all in their turn")
 	for replica := range f.admins {
-		require.Eventually(t, func() bool { return f.known(replica).others() == 0 }, 30*time.Second, 10*time.Millisecond)
+		require.Eventually(t, func() bool { return f.known(replica).others() == 0 }, patience, 10*time.Millisecond)
 	}
 }
 
@@ -102,7 +102,7 @@ func TestSlowTransfersAreLearned(t *testing.T) {
 	}})
 	slow, fast := f.decodes[0].addr, f.decodes[1].addr
 	ask := func(id string) (decode string) {
-		require.Eventually(t, func() bool { return metric(t, f.admins[0], "tandem_reservations") == 0 }, 30*time.Second, 5*time.Millisecond)
+		require.Eventually(t, func() bool { return metric(t, f.admins[0], "tandem_reservations") == 0 }, patience, 5*time.Millisecond)
 		a := f.post("/v1/chat/completions", question(id, 2000), "x-request-id", id)
 		require.Equal(t, 200, a.status, "%.300s", a.body)
 		_, d := f.hops(id)

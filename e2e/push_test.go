@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"net/http"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -20,9 +21,7 @@ func TestPushPairs(t *testing.T) {
 		for _, shape := range []struct{ prefills, decodes int }{{2, 2}, {3, 1}} {
 			t.Run(fmt.Sprintf("%s %dP%dD", dialect, shape.prefills, shape.decodes), func(t *testing.T) {
 				f := start(t, options{dialect: dialect, prefills: shape.prefills, decodes: shape.decodes})
-				for range 4 * shape.prefills { // push: until every P has answered once, which is how it becomes known
-					require.Equal(t, 200, f.post("/v1/chat/completions", pairBody).status)
-				}
+				f.knowsPrefills()
 				for _, api := range apis {
 					for _, stream := range []bool{false, true} {
 						t.Run(fmt.Sprintf("%s stream=%t", api.name, stream), func(t *testing.T) {
@@ -55,6 +54,15 @@ func TestPushPairs(t *testing.T) {
 				require.Positive(t, metric(t, f.admins[0], "tandem_decisions_total", `route="pair"`))
 			})
 		}
+	}
+}
+
+// knowsPrefills sends requests until every P has answered one, which is how it becomes known to who has it push.
+func (f *fleet) knowsPrefills() {
+	f.t.Helper()
+	for i := 0; slices.ContainsFunc(f.prefills, func(p *engine) bool { return len(f.requests("", p)) == 0 }); i++ {
+		require.Less(f.t, i, 200, "an endpoint is never asked")
+		require.Equal(f.t, 200, f.post("/v1/chat/completions", strings.Replace(pairBody, "A prompt", fmt.Sprintf("Prompt %d", i), 1)).status)
 	}
 }
 
@@ -102,10 +110,7 @@ func TestPushFailures(t *testing.T) {
 						if failure.leg == "decode" {
 							bad = f.decodes[0]
 						}
-						f.inject(bad, failure.rule)
-						if strings.Contains(failure.rule, "refuse") {
-							require.Eventually(t, func() bool { return !healthy(bad) }, patience, 5*time.Millisecond)
-						}
+						f.breaks(bad, failure.rule)
 						for range 8 {
 							got := f.post("/v1/chat/completions", body)
 							require.Equal(t, 200, got.status, got.body)
@@ -125,23 +130,28 @@ func TestPushClientLeaves(t *testing.T) {
 	for _, dialect := range []string{"mooncake", "nixl-push", "moriio"} {
 		t.Run(dialect, func(t *testing.T) {
 			f := start(t, options{dialect: dialect, engineArgs: []string{"--lease", "10s"}})
-			for range 16 { // P that is not known yet has its leg alone, which ends with its client
-				require.Equal(t, 200, f.post("/v1/chat/completions", pairBody).status)
-			}
+			f.knowsPrefills() // one that is not known yet has its leg alone, which ends with its client
 			for _, p := range f.prefills {
 				f.inject(p, `{"mode":"slow","delay":"5s"}`)
 			}
 			var all sync.WaitGroup
 			for i := range 6 {
 				all.Go(func() {
-					ctx, cancel := context.WithTimeout(t.Context(), time.Duration(100+100*i)*time.Millisecond)
-					defer cancel()
-					body := pairBody
+					ctx, leave := context.WithCancel(t.Context())
+					defer leave()
+					body, id, ended := pairBody, fmt.Sprintf("leaves-%d", i), make(chan error, 1)
 					if i%2 == 0 {
 						body = streamed(body)
 					}
-					_, err := f.try(ctx, http.MethodPost, "/v1/chat/completions", body)
-					require.ErrorIs(t, err, context.DeadlineExceeded)
+					go func() {
+						_, err := f.try(ctx, http.MethodPost, "/v1/chat/completions", body, "x-request-id", id)
+						ended <- err
+					}()
+					soon(t, "its prefill is under way", func() bool {
+						return slices.ContainsFunc(f.requests("", f.prefills...), func(s seen) bool { return strings.HasPrefix(s.RequestID, id) && s.Body != "" })
+					})
+					leave()
+					require.ErrorIs(t, <-ended, context.Canceled)
 				})
 			}
 			all.Wait()

@@ -133,7 +133,8 @@ func TestKilledReplicasBookingsEndWithItsLease(t *testing.T) {
 	f.allReplicas(2)
 	ctx, leave := context.WithCancel(t.Context())
 	var answers sync.WaitGroup
-	for i := range 12 { // each of them takes minutes, if nobody leaves
+	const streams = 16 // each of them takes minutes, if nobody leaves; chance gives each replica some
+	for i := range streams {
 		req, err := http.NewRequestWithContext(ctx, http.MethodPost, f.url+"/v1/completions", strings.NewReader(fmt.Sprintf(`{"model":"tiny","prompt":"long answer %d","ignore_eos":true,"max_tokens":10000,"stream":true}`, i)))
 		require.NoError(t, err)
 		req.Header.Set("Content-Type", "application/json")
@@ -151,7 +152,7 @@ func TestKilledReplicasBookingsEndWithItsLease(t *testing.T) {
 	}
 	require.Eventually(t, func() bool {
 		a, b := f.known(0), f.known(1)
-		return a.Reservations+b.Reservations == 12 && a.Reservations > 0 && a.others() == b.Reservations && b.others() == a.Reservations
+		return a.Reservations+b.Reservations == streams && a.Reservations > 0 && a.others() == b.Reservations && b.others() == a.Reservations
 	}, patience, 5*time.Millisecond, "each knows what the other has booked")
 	f.tandems[0].stop(syscall.SIGKILL)
 	began := time.Now()
@@ -347,7 +348,8 @@ func TestEnginesAreAskedByOneReplica(t *testing.T) {
 	}
 	began := time.Now() // where the machine stands still, the rate is lower than it seems to be
 	before := asked()
-	soon(t, "each is asked three times", func() bool { return asked() >= before+3*float64(len(f.engines())) })
+	// Six times: that two replicas asked would be seen, and a second for which the machine looked away at the beginning is not taken for it.
+	soon(t, "each is asked six times", func() bool { return asked() >= before+6*float64(len(f.engines())) })
 	rate := (asked() - before) / time.Since(began).Seconds() / float64(len(f.engines()))
 	t.Logf("each engine is asked %.2f times a second", rate)
 	require.Less(t, rate, .8, "one replica, every 2 s")

@@ -338,9 +338,9 @@ func TestTurnsOverReplicas(t *testing.T) {
 	}
 	talks.Wait()
 	require.InDelta(t, 18, f.turns("kept"), 0)
-	if missed := sum(t, f, "tandem_redis_errors_total"); missed == 0 {
+	if missed := sum(t, f, "tandem_redis_errors_total") + sum(t, f, "tandem_tickets_spent_alone_total"); missed == 0 {
 		require.InDelta(t, 12, f.turns("told"), 0)
-	} else { // what Redis has no 50 ms for is not kept, or not told
+	} else { // what Redis has no 50 ms for is not kept, or not told; nor what comes while it is left alone for that
 		require.Positive(t, f.turns("told"), "Redis was late %v times", missed)
 		require.LessOrEqual(t, f.turns("told"), 12.)
 	}
@@ -365,11 +365,11 @@ func TestTurnsOfAnswersTooLong(t *testing.T) {
 		require.Zero(t, metric(t, admin, "tandem_replans_total"))
 	}
 	seen := map[string]bool{}
-	for i := range 8 {
+	for i := 0; len(seen) < 2; i++ {
+		require.Less(t, i, 100, "one is left out")
 		a := ask("tiny", 4*i)
 		require.Equal(t, 200, f.post(a.path, a.body, "x-request-id", a.id).status)
 		_, d := f.hops(a.id)
 		seen[d.Engine] = true
 	}
-	require.Len(t, seen, 2, "none is left out")
 }

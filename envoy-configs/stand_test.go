@@ -26,6 +26,7 @@ import (
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/metadata"
 
+	"tandem/e2e/loopback"
 	configv1 "tandem/protos/config/v1"
 )
 
@@ -84,7 +85,8 @@ func newStand(t *testing.T, config string, options ...grpc.ServerOption) *stand 
 	go func() { _ = server.Serve(listener) }()
 	t.Cleanup(server.Stop)
 
-	address, admin := freeAddress(t), freeAddress(t)
+	free := loopback.Addresses(t, 2)
+	address, admin := free[0], free[1]
 	config = strings.NewReplacer("$LISTEN", address, "$ADMIN", admin, "$EXTPROC", listener.Addr().String(),
 		"$REPLAN", replan.Listener.Addr().String()).Replace(config)
 	c, _, err := configv1.Parse([]byte(config))
@@ -94,13 +96,6 @@ func newStand(t *testing.T, config string, options ...grpc.ServerOption) *stand 
 	startEnvoy(t, bootstrap, admin)
 	s.URL = "http://" + address
 	return s
-}
-
-func freeAddress(t *testing.T) string {
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	require.NoError(t, err)
-	defer l.Close()
-	return l.Addr().String()
 }
 
 // startEnvoy runs the real Envoy until the test ends, and shows its log if that failed.

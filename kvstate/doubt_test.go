@@ -9,7 +9,9 @@ import (
 )
 
 // What is in doubt is kept for a while; what the engine stores again, or stores something behind, is kept for good.
-func TestDoubt(t *testing.T) {
+func TestDoubt(t *testing.T) { synctest.Test(t, testDoubt) } // in a time that does not go on by itself
+
+func testDoubt(t *testing.T) {
 	f, hit := lone(t, Options{})
 	a, b, c := sequenceOf(1, []byte{1, 1, 1}), sequenceOf(1, []byte{2, 2, 2}), sequenceOf(1, []byte{3, 3, 3, 3})
 	f.Apply([]BlockEvent{storedFrom(a, 0, 3, false), storedFrom(b, 0, 3, false), storedFrom(c, 0, 3, false)})

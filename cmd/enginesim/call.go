@@ -186,6 +186,7 @@ func (c *call) serve() {
 	switch {
 	case kv.fatal != "":
 		c.refuse(engineDead())
+		_ = http.NewResponseController(c.w).Flush() // the client has its 500 before the engine goes
 		c.s.die(kv.fatal)
 		return
 	case kv.parked != "":

@@ -33,7 +33,7 @@ func both(t *testing.T, p, d *engine, path, id, prefill, decode string) (fromP, 
 }
 
 func TestSGLangRooms(t *testing.T) {
-	p, d, room := roomPair(t, "5s")
+	p, d, room := roomPair(t, "5m")
 	whole := startEngine(t, "-connector", "sglang")
 	body := chat("meet me in the room, please", `"max_tokens":8`)
 	roomed := chat("meet me in the room, please", `"max_tokens":8`, room(1<<62))
@@ -86,22 +86,35 @@ func TestSGLangWaits(t *testing.T) {
 	// D leaves before P has computed: P is not told, and goes on waiting.
 	p, d, room = roomPair(t, "1s")
 	p.fail.add([]failRule{{Mode: failSlow, delay: 3 * time.Second}})
-	ctx, cancel := context.WithTimeout(t.Context(), 200*time.Millisecond)
-	defer cancel()
 	var legs sync.WaitGroup
 	legs.Go(func() { require.Equal(t, 500, p.post(t, chatPath, "", chat("x y z", room(9))).status) })
-	req, err := http.NewRequestWithContext(ctx, http.MethodPost, d.url+chatPath, strings.NewReader(chat("x y z", room(9))))
-	require.NoError(t, err)
-	req.Header.Set("Content-Type", "application/json")
-	_, err = client.Do(req)
-	require.Error(t, err)
+	d.leftWaiting(t, "", chat("x y z", room(9)))
 	legs.Wait()
 	p.quiet(t)
 }
 
+// leftWaiting sends a request whose client leaves as soon as it waits for the other leg.
+func (e *engine) leftWaiting(t *testing.T, id, body string) {
+	t.Helper()
+	ctx, leave := context.WithCancel(t.Context())
+	defer leave()
+	req, err := http.NewRequestWithContext(ctx, http.MethodPost, e.url+chatPath, strings.NewReader(body))
+	require.NoError(t, err)
+	req.Header.Set("Content-Type", "application/json")
+	req.Header.Set("X-Request-Id", id)
+	failed := make(chan error, 1)
+	go func() { _, err := client.Do(req); failed <- err }()
+	require.Eventually(t, func() bool { return e.rooms.held.Load() > 0 }, patience, time.Millisecond)
+	leave()
+	require.ErrorIs(t, <-failed, context.Canceled)
+}
+
 func TestMooncake(t *testing.T) {
-	args := []string{"-connector", "mooncake", "-transfer-timeout", "1s", "-bootstrap", "127.0.0.1:0"}
-	p, d := startEngine(t, append(args, "-role", "prefill")...), startEngine(t, append(args, "-role", "decode")...)
+	pair := func(timeout string) (p, d *engine) {
+		args := []string{"-connector", "mooncake", "-transfer-timeout", timeout, "-bootstrap", "127.0.0.1:0"}
+		return startEngine(t, append(args, "-role", "prefill")...), startEngine(t, append(args, "-role", "decode")...)
+	}
+	p, d := pair("5m")
 	ask := func(id string) string {
 		return `"max_tokens":1,"kv_transfer_params":{"do_remote_decode":true,"do_remote_prefill":false,"transfer_id":"` + id + `"}`
 	}
@@ -115,6 +128,11 @@ func TestMooncake(t *testing.T) {
 	require.Equal(t, alone, fromD.content())
 	p.quiet(t)
 	d.quiet(t)
+	t.Run("the wrong role dies", func(t *testing.T) {
+		require.Equal(t, 500, d.post(t, chatPath, "m3", chat("x", ask("t3"))).status)
+		<-d.died
+	})
+	p, d = pair("500ms")
 	t.Run("a leg that ends for another reason than length is cancelled", func(t *testing.T) {
 		stops := strings.Replace(ask("t2"), `"max_tokens":1,`, "", 1) // the text ends before
 		fromP, fromD := both(t, p, d, chatPath, "m2", chat("ends", stops), chat("ends", from("t2")))
@@ -123,15 +141,11 @@ func TestMooncake(t *testing.T) {
 		p.quiet(t)
 		d.quiet(t)
 	})
-	t.Run("the wrong role dies", func(t *testing.T) {
-		require.Equal(t, 500, d.post(t, chatPath, "m3", chat("x", ask("t3"))).status)
-		<-d.died
-	})
 }
 
 // NIXL push: D's blocks are its own again only when P has sent, also where the client has left.
 func TestNIXLPush(t *testing.T) {
-	args := []string{"-connector", "nixl-push", "-transfer-timeout", "30s", "-lease", "4s"}
+	args := []string{"-connector", "nixl-push", "-transfer-timeout", "5m", "-lease", "5m"}
 	p, d := startEngine(t, append(args, "-role", "prefill")...), startEngine(t, append(args, "-role", "decode")...)
 	host, port, _ := strings.Cut(p.side.Addr().String(), ":")
 	from := fmt.Sprintf(`"max_tokens":8,"kv_transfer_params":{"do_remote_prefill":true,"remote_engine_id":%q,"remote_host":%q,"remote_port":%s,"tp_size":1,"remote_request_id":"any","remote_block_ids":[]}`,
@@ -141,14 +155,7 @@ func TestNIXLPush(t *testing.T) {
 	require.Contains(t, string(fromP.params()), `"transfer_mode":"push"`)
 	require.Equal(t, alone, fromD.content())
 
-	ctx, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond)
-	defer cancel()
-	req, err := http.NewRequestWithContext(ctx, http.MethodPost, d.url+chatPath, strings.NewReader(chat("left behind", from)))
-	require.NoError(t, err)
-	req.Header.Set("Content-Type", "application/json")
-	req.Header.Set("X-Request-Id", "push-2")
-	_, err = client.Do(req)
-	require.Error(t, err)
+	d.leftWaiting(t, "push-2", chat("left behind", from))
 	require.Eventually(t, func() bool { return d.metrics.aborted.Load() == 1 }, patience, time.Millisecond)
 	require.Positive(t, d.rooms.held.Load(), "the client has left, the blocks are still taken")
 	require.Equal(t, 200, p.post(t, chatPath, "push-2", chat("left behind", prefillMembers)).status)

@@ -21,15 +21,6 @@ var manyBlocks = strings.Repeat("How are the KV blocks moved? ", 40)
 
 const oneToken = `"max_tokens":1,"min_tokens":1,"stream":false`
 
-// port is a free one on 127.0.0.1.
-func port(t testing.TB) int {
-	t.Helper()
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	require.NoError(t, err)
-	defer l.Close()
-	return l.Addr().(*net.TCPAddr).Port
-}
-
 // reference is what an engine says to the prompt without any transfer.
 func reference(t testing.TB, d *engine, members ...string) reply {
 	t.Helper()
@@ -61,7 +52,7 @@ func TestNeuronHandsTheWholeAnswerOn(t *testing.T) {
 }
 
 func TestOffload(t *testing.T) {
-	p, d := startEngine(t, "-role", "prefill", "-connector", "offload", "-lease", "4s"), startEngine(t, "-role", "decode", "-connector", "offload", "-load-timeout", "3s")
+	p, d := startEngine(t, "-role", "prefill", "-connector", "offload"), startEngine(t, "-role", "decode", "-connector", "offload", "-load-timeout", "30s")
 	decoder := func(id string) string {
 		return fmt.Sprintf(`"kv_transfer_params":{"remote_decoder":{"kv_request_id":%q}}`, id)
 	}
@@ -85,9 +76,11 @@ func TestOffload(t *testing.T) {
 	require.Equal(t, want.content(), got.content())
 	require.Positive(t, fresh.metrics.external.Load(), "the beginning came from P's cache")
 
-	require.Equal(t, 200, p.post(t, chatPath, "r3", chat(manyBlocks, oneToken, decoder("k3"))).status)
-	require.Positive(t, p.state().BlocksHeld)
-	p.quiet(t) // D never came: the parked blocks go with their time
+	short := startEngine(t, "-role", "prefill", "-connector", "offload", "-lease", "50ms")
+	require.Equal(t, 200, short.post(t, chatPath, "r3", chat(manyBlocks, oneToken, decoder("k3"))).status)
+	short.quiet(t) // D never came: the parked blocks go with their time
+	require.EqualValues(t, 1, short.ledger.expired.Load())
+	p.quiet(t)
 	d.quiet(t)
 
 	for name, params := range map[string]string{
@@ -185,10 +178,11 @@ func lmcachePair(t *testing.T, more ...string) (p, d *engine, spec func(reqID st
 			notices <- string(m.Bytes())
 		}
 	}()
-	init, alloc := port(t), port(t)
 	args := append([]string{"-connector", "lmcache", "-proxy", pull.Addr().String()}, more...)
 	p = startEngine(t, append(args, "-role", "prefill")...)
-	d = startEngine(t, append(args, "-role", "decode", "-lmcache-init-port", strconv.Itoa(init), "-lmcache-alloc-port", strconv.Itoa(alloc))...)
+	d = startEngine(t, append(args, "-role", "decode", "-lmcache-init-port", "0", "-lmcache-alloc-port", "0")...)
+	port := func(i int) int { return d.receivers[i].Addr().(*net.TCPAddr).Port }
+	init, alloc := port(0), port(1)
 	return p, d, func(reqID string) string {
 		return fmt.Sprintf(`"kv_transfer_params":{"disagg_spec":{"req_id":%q,"receiver_host":"127.0.0.1","receiver_init_port":[%d],"receiver_alloc_port":[%d]}}`, reqID, init, alloc)
 	}, notices
@@ -206,7 +200,7 @@ func (e *engine) noticed(t *testing.T, notices chan string) string {
 }
 
 func TestLMCache(t *testing.T) {
-	p, d, spec, notices := lmcachePair(t, "-lease", "4s")
+	p, d, spec, notices := lmcachePair(t)
 	want := reference(t, d, `"max_tokens":9`)
 	require.Equal(t, 200, p.post(t, chatPath, "r1", chat(manyBlocks, oneToken, spec("id-1"))).status)
 	require.Equal(t, "\x82\xa4type\xaaProxyNotif\xa6req_id\xa4id-1", p.noticed(t, notices))
@@ -216,12 +210,6 @@ func TestLMCache(t *testing.T) {
 	require.Positive(t, d.metrics.external.Load())
 	require.Zero(t, d.state().BlocksHeld)
 
-	require.Equal(t, 200, p.post(t, chatPath, "r2", chat(manyBlocks, oneToken, spec("id-2"))).status)
-	p.noticed(t, notices)
-	require.Positive(t, d.state().BlocksHeld)
-	d.quiet(t) // nobody came for it
-	p.quiet(t)
-
 	require.Equal(t, 200, p.post(t, chatPath, "r3", chat(manyBlocks, oneToken, spec("id-3"))).status)
 	p.noticed(t, notices)
 	require.Equal(t, 500, d.post(t, chatPath, "r3", chat(manyBlocks+"?", `"max_tokens":9`)).status)
@@ -230,6 +218,12 @@ func TestLMCache(t *testing.T) {
 	require.EqualValues(t, 1, d.violations("spec_on_decode"))
 	require.Equal(t, 500, d.post(t, chatPath, "r6", chat("x", `"kv_transfer_params":{"first_tok":1}`)).status)
 	require.EqualValues(t, 1, d.violations("params_on_decode"))
+
+	p, d, spec, notices = lmcachePair(t, "-lease", "50ms")
+	require.Equal(t, 200, p.post(t, chatPath, "r2", chat(manyBlocks, oneToken, spec("id-2"))).status)
+	p.noticed(t, notices)
+	d.quiet(t) // nobody came for it
+	p.quiet(t)
 }
 
 // ret_first_tok: P answers its token, and D writes the rest behind it: the same text as one engine's. Another token there is a
@@ -294,13 +288,13 @@ func TestLMCacheDiesOfHalfASpec(t *testing.T) {
 
 // Prompts that each have a part of the buffer wait for each other: this is what a router's turns prevent.
 func TestLMCacheBufferDeadlock(t *testing.T) {
-	d := startEngine(t, "-role", "decode", "-connector", "lmcache", "-pd-buffer", "1024", "-pd-allocation-timeout", "50ms",
-		"-lmcache-init-port", strconv.Itoa(port(t)), "-lmcache-alloc-port", strconv.Itoa(port(t)))
+	d := startEngine(t, "-role", "decode", "-connector", "lmcache", "-pd-buffer", "1024", "-pd-allocation-timeout", "50ms", "-lmcache-init-port", "0", "-lmcache-alloc-port", "0")
 	require.NoError(t, d.buffer.alloc("a", "a", 40))
 	require.NoError(t, d.buffer.alloc("b", "b", 24))
 	require.Error(t, d.buffer.alloc("a", "a", 16))
 	require.EqualValues(t, 1, d.violations("buffer_exhausted"))
-	freed := make(chan error)
+	d.buffer.timeout = time.Hour
+	freed := make(chan error, 1)
 	go func() { freed <- d.buffer.alloc("a", "a", 16) }()
 	d.buffer.drop("b", d.buffer.arrived["b"])
 	require.NoError(t, <-freed)
@@ -308,8 +302,7 @@ func TestLMCacheBufferDeadlock(t *testing.T) {
 
 // Generation first: P waits in its scheduler until D is there, under an id that is both legs' own.
 func TestTRTLLMGenerationFirst(t *testing.T) {
-	p := startEngine(t, "-role", "prefill", "-connector", "trtllm", "-transfer-timeout", "400ms")
-	d := startEngine(t, "-role", "decode", "-connector", "trtllm", "-transfer-timeout", "400ms")
+	p, d := startEngine(t, "-role", "prefill", "-connector", "trtllm"), startEngine(t, "-role", "decode", "-connector", "trtllm")
 	want := reference(t, d, `"max_tokens":9`).content()
 	const id = "4611686018427387905"
 	context := func(id string) string {
@@ -331,7 +324,9 @@ func TestTRTLLMGenerationFirst(t *testing.T) {
 	require.Equal(t, 200, first.status, first)
 	require.Positive(t, d.metrics.external.Load())
 
-	require.Equal(t, 500, p.post(t, chatPath, "r2", context("4611686018427387906")).status, "a P whose D does not come")
+	left := startEngine(t, "-role", "prefill", "-connector", "trtllm", "-transfer-timeout", "50ms")
+	require.Equal(t, 500, left.post(t, chatPath, "r2", context("4611686018427387906")).status, "a P whose D does not come")
+	left.quiet(t)
 	p.quiet(t)
 	d.quiet(t)
 	for _, body := range []string{generation(id, "4611686018427387907", endpoint), generation(id, id, ""), generation(id, id, "10.0.0.1:1")} {

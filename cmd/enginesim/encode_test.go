@@ -21,7 +21,7 @@ func pictures(text string, urls []string, members ...string) string {
 }
 
 func TestEncode(t *testing.T) {
-	e, p := startEngine(t, "-role", "encode", "-lease", "4s"), startEngine(t, "-role", "both")
+	e, p := startEngine(t, "-role", "encode"), startEngine(t, "-role", "both")
 	encoded := func(urls ...string) string {
 		t.Helper()
 		got := e.post(t, chatPath, "e", pictures("", urls))
@@ -45,8 +45,10 @@ func TestEncode(t *testing.T) {
 	got = p.post(t, chatPath, "r2", pictures("What?", []string{"a", "b"}, encoded("b")))
 	require.Equal(t, plain.content(), got.content())
 	require.Equal(t, []int{1, 1}, []int{last().Encoded, last().EncodedHere}, "what is not told of is encoded here")
-	require.Equal(t, 200, e.post(t, chatPath, "e", pictures("", []string{"never fetched"})).status)
 	e.quiet(t)
+	short := startEngine(t, "-role", "encode", "-lease", "50ms")
+	require.Equal(t, 200, short.post(t, chatPath, "e", pictures("", []string{"never fetched"})).status)
+	short.quiet(t)
 	p.quiet(t)
 
 	for kind, body := range map[string]string{

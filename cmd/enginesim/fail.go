@@ -164,19 +164,18 @@ func (f *failures) list() []failRule {
 
 // serveFail is /sim/fail: POST adds a rule (or a list), GET lists, DELETE clears.
 func (s *sim) serveFail(w http.ResponseWriter, r *http.Request) {
+	var rules []failRule
 	switch r.Method {
 	case http.MethodPost:
 		body, err := io.ReadAll(io.LimitReader(r.Body, 1<<20))
 		if err == nil {
-			var rules []failRule
-			if rules, err = parseFailRules(body); err == nil {
-				s.addFailures(rules)
-			}
+			rules, err = parseFailRules(body)
 		}
 		if err != nil {
 			http.Error(w, err.Error(), http.StatusBadRequest)
 			return
 		}
+		s.fail.add(slices.DeleteFunc(slices.Clone(rules), failRule.atOnce))
 	case http.MethodDelete:
 		s.fail.clear()
 	case http.MethodGet:
@@ -184,11 +183,24 @@ func (s *sim) serveFail(w http.ResponseWriter, r *http.Request) {
 		http.Error(w, "POST, GET or DELETE", http.StatusMethodNotAllowed)
 		return
 	}
-	writeJSONValue(w, s.fail.list())
+	text, _ := json.Marshal(s.fail.list())
+	w.Header().Set("Content-Type", "application/json")
+	writeWith(w, http.StatusOK, text)
+	_ = http.NewResponseController(w).Flush() // who asks has its answer before the port closes
+	s.strike(rules)
 }
 
-// addFailures puts rules in force; refuse and die act at once.
+// addFailures puts rules in force.
 func (s *sim) addFailures(rules []failRule) {
+	s.fail.add(slices.DeleteFunc(slices.Clone(rules), failRule.atOnce))
+	s.strike(rules)
+}
+
+// atOnce says of a rule that it waits for no request.
+func (r failRule) atOnce() bool { return r.Mode == failRefuse || r.Mode == failDie }
+
+// strike does what rules have done at once.
+func (s *sim) strike(rules []failRule) {
 	for _, r := range rules {
 		switch r.Mode {
 		case failRefuse:
@@ -197,8 +209,6 @@ func (s *sim) addFailures(rules []failRule) {
 		case failDie:
 			s.metrics.injected.add(r.Mode, 1)
 			s.die("told to by POST /sim/fail")
-		default:
-			s.fail.add([]failRule{r})
 		}
 	}
 }

@@ -141,11 +141,10 @@ func TestFailHang(t *testing.T) {
 
 func TestFailRefuse(t *testing.T) {
 	e := startEngine(t)
-	e.failWith(t, `{"mode":"refuse","delay":"3s"}`)
-	require.Eventually(t, func() bool {
-		_, err := e.do(http.MethodGet, "/health", "", "")
+	require.Eventually(t, func() bool { // a machine that looks away misses it, and tries again
+		_, err := e.do(http.MethodPost, "/sim/fail", "", `{"mode":"refuse","delay":"1s"}`)
 		return err != nil && strings.Contains(err.Error(), "refused")
-	}, patience, time.Millisecond)
+	}, patience, 50*time.Millisecond)
 	require.Eventually(t, func() bool {
 		r, err := e.do(http.MethodGet, "/health", "", "")
 		return err == nil && r.status == 200
@@ -162,7 +161,7 @@ func TestFailDie(t *testing.T) {
 
 // TestPrefillEngineGone: a decode engine whose prefill engine is gone fails as with a dead port, after the timeout.
 func TestPrefillEngineGone(t *testing.T) {
-	p, d := startEngine(t, "-role", "prefill"), startEngine(t, "-role", "decode", "-load-timeout", "3s")
+	p, d := startEngine(t, "-role", "prefill"), startEngine(t, "-role", "decode", "-load-timeout", "5s")
 	for i := range 2 { // the second finds a connection from the first, closed
 		params := p.prefill(t, fmt.Sprint(i), longPrompt)
 		if i == 1 {

@@ -297,9 +297,8 @@ func TestRefusedDecodeReleases(t *testing.T) {
 
 // TestHeartbeat: a decode leg that waits for room keeps the prefill engine's lease alive.
 func TestHeartbeat(t *testing.T) {
-	const lease = "4s"
-	p := startEngine(t, "-role", "prefill", "-lease", lease)
-	d := startEngine(t, "-role", "decode", "-lease", lease, "-blocks", "40")
+	p := startEngine(t, "-role", "prefill", "-lease", "9s")
+	d := startEngine(t, "-role", "decode", "-lease", "600ms", "-blocks", "40") // and six beats in that time
 	busy := grab(t, d.pool, promptOf(strings.Repeat("busy", 600), ""), 1)
 	params := p.prefill(t, "r", longPrompt)
 	answered := make(chan reply, 1)
@@ -308,8 +307,16 @@ func TestHeartbeat(t *testing.T) {
 		answered <- r
 	}()
 	require.Eventually(t, func() bool { return d.state().Waiting == 1 }, patience, time.Millisecond)
-	time.Sleep(6 * time.Second)
-	require.Positive(t, p.ledger.held.Load())
+	expires := func() (at time.Time) {
+		p.ledger.mu.Lock()
+		defer p.ledger.mu.Unlock()
+		for _, h := range p.ledger.live {
+			at = h.expires
+		}
+		return at
+	}
+	first := expires()
+	require.Eventually(t, func() bool { return expires().After(first) }, patience, 10*time.Millisecond)
 	d.pool.free(busy.blocks)
 	require.Equal(t, 200, (<-answered).status)
 	p.quiet(t)

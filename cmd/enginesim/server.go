@@ -150,7 +150,7 @@ func (s *sim) openWeb() error {
 	protocols.SetHTTP1(true)
 	protocols.SetUnencryptedHTTP2(true)
 	web := &http.Server{
-		Handler: s, Protocols: &protocols, IdleTimeout: s.cfg.keepAlive, ReadHeaderTimeout: 10 * time.Second,
+		Handler: s, Protocols: &protocols, IdleTimeout: s.cfg.keepAlive, ReadHeaderTimeout: time.Minute,
 		HTTP2: &http.HTTP2Config{MaxConcurrentStreams: 4096, MaxReceiveBufferPerConnection: 16 << 20, MaxReceiveBufferPerStream: 4 << 20},
 	}
 	s.mu.Lock()

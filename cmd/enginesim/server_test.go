@@ -310,7 +310,7 @@ func TestWaitingForBlocks(t *testing.T) {
 }
 
 func TestH2CAndLargeBodies(t *testing.T) {
-	p, d := startEngine(t, "-blocks", "140000"), startEngine(t, "-blocks", "140000")
+	p, d := startEngine(t, "-blocks", "140000"), startEngine(t, "-blocks", "140000", "-load-timeout", "5m")
 	h2 := h2cClient()
 	size := 8 << 20
 	if budget.Race {
@@ -362,8 +362,8 @@ func TestCutBody(t *testing.T) {
 func TestMixedLoad(t *testing.T) {
 	var ps, ds []*engine
 	for range 2 {
-		ps = append(ps, startEngine(t, "-role", "prefill"))
-		ds = append(ds, startEngine(t, "-role", "decode"))
+		ps = append(ps, startEngine(t, "-role", "prefill", "-lease", "5m"))
+		ds = append(ds, startEngine(t, "-role", "decode", "-load-timeout", "5m")) // a busy machine takes seconds for all of them
 	}
 	reference := startEngine(t)
 	together(t, 200, func(i int) error {

@@ -252,7 +252,7 @@ func (s *sim) openBootstrap() error {
 	if s.cfg.connector == connectorMooncake {
 		handler = s.mooncakeBootstrap()
 	}
-	s.bootstrap = &http.Server{Handler: handler, ReadHeaderTimeout: 10 * time.Second}
+	s.bootstrap = &http.Server{Handler: handler, ReadHeaderTimeout: time.Minute}
 	s.bootstrapAddr = l.Addr().String()
 	go func() { _ = s.bootstrap.Serve(l) }()
 	return nil

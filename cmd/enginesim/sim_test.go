@@ -94,7 +94,7 @@ func (r reply) params() json.RawMessage {
 	return v.Params
 }
 
-var client = &http.Client{Timeout: time.Minute, Transport: &http.Transport{MaxIdleConnsPerHost: 512}}
+var client = &http.Client{Timeout: 5 * time.Minute, Transport: &http.Transport{MaxIdleConnsPerHost: 512}}
 
 func (e *engine) do(method, path, id, body string) (reply, error) {
 	req, err := http.NewRequest(method, e.url+path, strings.NewReader(body))

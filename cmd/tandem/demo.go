@@ -194,7 +194,7 @@ func (d *demonstration) stop() {
 }
 
 func (d *demonstration) wait(ctx context.Context, url string) error {
-	deadline := time.Now().Add(20 * time.Second)
+	deadline := time.Now().Add(time.Minute)
 	for {
 		_, status, err := d.get(ctx, url)
 		if err == nil && status == http.StatusOK {
@@ -308,7 +308,7 @@ func (d *demonstration) send(ctx context.Context, id string, r demoRequest) (str
 
 // trace waits for Tandem to have seen the end of a request.
 func (d *demonstration) trace(ctx context.Context, id string) (extproc.Trace, error) {
-	deadline := time.Now().Add(5 * time.Second)
+	deadline := time.Now().Add(30 * time.Second)
 	for {
 		body, _, err := d.get(ctx, d.admin+"/debug/requests?n=20")
 		if err != nil {

@@ -10,6 +10,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"tandem/e2e/loopback"
 	configv1 "tandem/protos/config/v1"
 )
 
@@ -51,10 +52,7 @@ func live(t *testing.T, yaml string) (out []string) {
 
 func TestCheckLive(t *testing.T) {
 	a, b, silent := engineOf(t, "0.32.0"), engineOf(t, "0.31.0"), engineOf(t, "")
-	closed, err := net.Listen("tcp", "127.0.0.1:0")
-	require.NoError(t, err)
-	gone := closed.Addr().String()
-	require.NoError(t, closed.Close())
+	gone := loopback.Addresses(t, 1)[0]
 	pool := func(dialect, first, second string) string {
 		return fmt.Sprintf("pools: [{name: x, kvTransfer: %s, endpoints: [{role: prefill, address: %q}, {role: decode, address: %q}]}]", dialect, first, second)
 	}

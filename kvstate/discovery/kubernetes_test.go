@@ -131,6 +131,7 @@ func TestKubernetes(t *testing.T) {
 		ended := make(chan struct{})
 		go func() { k.Run(ctx); close(ended) }()
 		<-k.Synced()
+		synctest.Wait() // until it watches, too: client-go's fake tells nobody of what was before
 		require.Equal(t, []string{"prefill 10.0.0.1:8000", "prefill 10.0.0.1:8001", "decode 10.0.0.2:8000", "decode 10.0.0.2:8001"}, shown(s))
 
 		pods := client.CoreV1().Pods("llm")
@@ -198,6 +199,7 @@ func TestInferencePool(t *testing.T) {
 		ended := make(chan struct{})
 		go func() { source.Run(ctx); close(ended) }()
 		<-source.Synced()
+		synctest.Wait()
 		require.Equal(t, []string{"decode 10.0.0.1:8000"}, shown(s))
 		require.Equal(t, "h2c", s.Pool("p").Endpoints()[0].Scheme)
 

@@ -105,7 +105,9 @@ func TestProbeHealth(t *testing.T) {
 		e.status.Store(status)
 		s, endpoint := e.start(t, "")
 		s.MarkFailed(endpoint)
-		NewProber(s, quiet()).probeHealth(t.Context(), endpoint)
+		p := NewProber(s, quiet())
+		p.client = enginehttp.New(time.Minute, func(t *http.Transport) { t.DisableKeepAlives = true })
+		p.probeHealth(t.Context(), endpoint)
 		require.Equal(t, back, !endpoint.Failed(), "status %d", status)
 		require.Zero(t, e.models.Load(), "redirects are not followed")
 	}

@@ -4,7 +4,6 @@ import (
 	"context"
 	"encoding/hex"
 	"log/slog"
-	"net"
 	"net/netip"
 	"slices"
 	"sync"
@@ -14,6 +13,8 @@ import (
 
 	"github.com/go-zeromq/zmq4"
 	"github.com/stretchr/testify/require"
+
+	"tandem/e2e/loopback"
 )
 
 // golden is a beat as vLLM 0.22.1's P2pNcclEngine packs it (msgpack.dumps of the dictionary).
@@ -46,10 +47,7 @@ func FuzzRead(f *testing.F) {
 
 // A DEALER of the real library registers at the real socket.
 func TestEnginesRegister(t *testing.T) {
-	free, err := net.Listen("tcp", "127.0.0.1:0")
-	require.NoError(t, err)
-	addr := free.Addr().String()
-	require.NoError(t, free.Close())
+	addr := loopback.Addresses(t, 1)[0]
 	ctx, cancel := context.WithCancel(t.Context())
 	beats := make(chan Beat, 10)
 	l := New(func(b Beat) { beats <- b }, func(string) {}, slog.New(slog.DiscardHandler))

@@ -16,6 +16,7 @@ import (
 	"github.com/stretchr/testify/assert" //nolint:depguard // the type that EventuallyWithT gives
 	"github.com/stretchr/testify/require"
 
+	"tandem/e2e/loopback"
 	"tandem/kvstate"
 )
 
@@ -133,7 +134,8 @@ func TestCollectorConnects(t *testing.T) {
 		c := run(t, s, Source{Topic: "kv@"})
 		eventually(t, s, 0)
 		connected(t, c)
-		require.Eventually(t, func() bool { p.store(1, true); return len(known(s)) == 2 }, 30*time.Second, 50*time.Millisecond, "the subscription takes a moment")
+		soon(t, "it has subscribed: what is published before is a gap", func() bool { return len(p.pub.(zmq4.Topics).Topics()) > 0 })
+		require.Eventually(t, func() bool { p.store(1, true); return len(known(s)) == 2 }, 30*time.Second, 50*time.Millisecond)
 		p.store(2, false) // lost
 		p.store(3, true)
 		eventually(t, s, 0, 1, 2, 3)
@@ -149,11 +151,7 @@ func TestCollectorConnects(t *testing.T) {
 
 // An engine whose publisher connects, because its endpoint names a host.
 func TestCollectorListens(t *testing.T) {
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	require.NoError(t, err)
-	addr := l.Addr().String()
-	require.NoError(t, l.Close())
-
+	addr := loopback.Addresses(t, 1)[0]
 	p := newPublisher(t, true)
 	s := kvstate.New(kvstate.Options{})
 	s.SetPool(kvstate.PoolSpec{Name: "p"}, []kvstate.EndpointSpec{
@@ -171,10 +169,7 @@ func TestCollectorListens(t *testing.T) {
 
 // What is no publisher costs no more than its connection.
 func TestCollectorAndStrangers(t *testing.T) {
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	require.NoError(t, err)
-	addr := l.Addr().String()
-	require.NoError(t, l.Close())
+	addr := loopback.Addresses(t, 1)[0]
 	s := kvstate.New(kvstate.Options{})
 	s.SetPool(kvstate.PoolSpec{Name: "p"}, []kvstate.EndpointSpec{{Name: "e", Addr: "127.0.0.1:8100", Role: kvstate.RoleBoth}})
 	run(t, s, Source{Listen: addr})
@@ -186,6 +181,7 @@ func TestCollectorAndStrangers(t *testing.T) {
 		"negative":              append(append([]byte(nil), greeting...), 6, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff),
 	} {
 		var nc net.Conn
+		var err error
 		require.Eventually(t, func() bool { nc, err = net.Dial("tcp", addr); return err == nil }, 30*time.Second, 10*time.Millisecond)
 		_, err = nc.Write(text)
 		require.NoError(t, err)

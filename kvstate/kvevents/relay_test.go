@@ -15,6 +15,7 @@ import (
 	"github.com/go-zeromq/zmq4"
 	"github.com/stretchr/testify/require"
 
+	"tandem/e2e/loopback"
 	"tandem/kvstate"
 	"tandem/kvstate/redisstore"
 )
@@ -36,10 +37,7 @@ func startRedis(t *testing.T) *redisServer {
 		require.Empty(t, os.Getenv("TANDEM_REQUIRE_TOOLS"), "redis-server is missing: run scripts/tools.sh, or set REDIS_SERVER")
 		t.Skip("redis-server is missing: run scripts/tools.sh, or set REDIS_SERVER")
 	}
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	require.NoError(t, err)
-	require.NoError(t, l.Close())
-	r := &redisServer{t: t, addr: l.Addr().String()}
+	r := &redisServer{t: t, addr: loopback.Addresses(t, 1)[0]}
 	r.start(path)
 	t.Cleanup(r.kill)
 	return r
@@ -84,7 +82,7 @@ type sharing struct {
 // one that no such pause outlives.
 const (
 	brief  = 600 * time.Millisecond
-	steady = 3 * time.Second
+	steady = 8 * time.Second
 )
 
 func (r *redisServer) join(lease time.Duration, source Source, endpoints ...kvstate.EndpointSpec) *sharing {
@@ -339,13 +337,9 @@ func TestAnEngineThatConnectsIsKnownToAll(t *testing.T) {
 	endpoint := kvstate.EndpointSpec{Name: "e", Addr: "127.0.0.1:8100", Role: kvstate.RoleBoth, EventsPort: 1, ReplayPort: port(t, p.router)}
 	next := rand.New(rand.NewPCG(5, 6)).IntN
 	var replicas []*sharing
-	var addrs []string
-	for range 3 {
-		l, err := net.Listen("tcp", "127.0.0.1:0")
-		require.NoError(t, err)
-		require.NoError(t, l.Close())
-		addrs = append(addrs, l.Addr().String())
-		replicas = append(replicas, r.join(steady, Source{Listen: l.Addr().String()}, endpoint))
+	addrs := loopback.Addresses(t, 3)
+	for _, addr := range addrs {
+		replicas = append(replicas, r.join(steady, Source{Listen: addr}, endpoint))
 	}
 	dial := func(i int) {
 		soon(t, "it listens", func() bool { return p.pub.Dial("tcp://"+addrs[i]) == nil })

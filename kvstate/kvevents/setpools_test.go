@@ -9,15 +9,13 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"tandem/e2e/loopback"
 	"tandem/kvstate"
 )
 
 // Where a pool listens may change while the collector runs.
 func TestSetPools(t *testing.T) {
-	l, err := new(net.ListenConfig).Listen(t.Context(), "tcp", "127.0.0.1:0")
-	require.NoError(t, err)
-	addr := l.Addr().String()
-	require.NoError(t, l.Close())
+	addr := loopback.Addresses(t, 1)[0]
 	listens := func() bool {
 		c, err := (&net.Dialer{Timeout: 30 * time.Second}).DialContext(t.Context(), "tcp", addr)
 		if err == nil {

@@ -2,6 +2,7 @@ package redisstore
 
 import (
 	"context"
+	"encoding/binary"
 	"fmt"
 	"log/slog"
 	"net"
@@ -17,6 +18,7 @@ import (
 	"github.com/redis/go-redis/v9"
 	"github.com/stretchr/testify/require"
 
+	"tandem/e2e/loopback"
 	"tandem/kvstate"
 )
 
@@ -54,11 +56,7 @@ func program(t testing.TB) string {
 
 func startRedis(t testing.TB, args ...string) *server {
 	t.Helper()
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	require.NoError(t, err)
-	addr := l.Addr().String()
-	require.NoError(t, l.Close())
-	s := &server{t: t, addr: addr, dir: t.TempDir(), args: args}
+	s := &server{t: t, addr: loopback.Addresses(t, 1)[0], dir: t.TempDir(), args: args}
 	s.start()
 	t.Cleanup(s.kill)
 	return s
@@ -95,7 +93,7 @@ func (s *server) kill() {
 func (s *server) signal(sig os.Signal) { require.NoError(s.t, s.cmd.Process.Signal(sig)) }
 
 func (s *server) client() *redis.Client {
-	return redis.NewClient(&redis.Options{Addr: s.addr, MaxRetries: -1})
+	return redis.NewClient(&redis.Options{Addr: s.addr, MaxRetries: -1, DialTimeout: patience, ReadTimeout: patience, WriteTimeout: patience})
 }
 
 func (s *server) do(args ...any) {
@@ -138,11 +136,11 @@ func speed(t testing.TB, took, limit time.Duration, what string) {
 // addresses of the test's endpoints.
 func addr(i int) string { return fmt.Sprintf("10.0.%d.%d:8000", i/250, i%250+1) }
 
-// join makes a replica with n endpoints and has it join the others.
+// join makes a replica with n endpoints and has it join the others, however often it takes until Redis is in time for that.
 func join(t testing.TB, o Options, n int) *replica {
 	t.Helper()
 	r := apart(t, o, n)
-	_ = r.store.Join(context.Background(), patience)
+	eventually(t, "it joins", func() bool { return r.store.Join(context.Background(), patience) == nil })
 	r.run()
 	return r
 }
@@ -194,6 +192,27 @@ func (r *replica) booked(i int) int64 {
 	var v kvstate.View
 	r.state.View(r.pool, nil, &v)
 	return v.Endpoints[i].Requests
+}
+
+// toldOf waits until what a replica has routed to endpoint i of n lies in the stream, for whoever reads it.
+func (r *replica) toldOf(s *server, i, n int, hashes []uint64) {
+	r.t.Helper()
+	c := s.client()
+	defer c.Close()
+	eventually(r.t, "it is told", func() bool {
+		reader := apart(r.t, Options{URL: "redis://127.0.0.1:1"}, n)
+		defer reader.store.Close()
+		for _, m := range c.XRange(context.Background(), r.p.keys.stream(), "-", "+").Val() {
+			reader.p.takeIn(&m)
+		}
+		return reader.hit(i, hashes) == len(hashes)
+	})
+}
+
+// ticketOf is a ticket of its own for every n.
+func ticketOf(n uint64) (ticket [16]byte) {
+	binary.BigEndian.PutUint64(ticket[8:], n)
+	return ticket
 }
 
 // prompt is the blocks of a prompt of its own.

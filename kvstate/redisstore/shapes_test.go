@@ -14,14 +14,14 @@ import (
 	"net"
 	"os"
 	"path/filepath"
-	"strconv"
 	"strings"
 	"testing"
 	"time"
 
-	"tandem/kvstate"
-
 	"github.com/stretchr/testify/require"
+
+	"tandem/e2e/loopback"
+	"tandem/kvstate"
 )
 
 // agree has two replicas do everything that needs Redis.
@@ -32,10 +32,10 @@ func agree(t *testing.T, o Options) (a, b *replica) {
 	a.state.Routed(a.pool, a.e(1), hashes)
 	a.state.Reserve(a.e(0), kvstate.Booking{For: kvstate.RoleDecode, PromptTokens: 5})
 	eventually(t, "prefix and booking are known", func() bool { return b.hit(1, hashes) == 40 && b.booked(0) == 1 })
-	ticket := byte(0)
+	ticket := uint64(0)
 	eventually(t, "tickets are spent for all", func() bool {
 		ticket++
-		return a.state.Spend([16]byte{ticket}) && !b.state.Spend([16]byte{ticket})
+		return a.state.Spend(ticketOf(ticket)) && !b.state.Spend(ticketOf(ticket))
 	})
 	eventually(t, "hand-overs are found", func() bool {
 		ref, err := a.state.PutHandOver([]byte("params"))
@@ -48,12 +48,14 @@ func agree(t *testing.T, o Options) (a, b *replica) {
 		turn, ok := b.state.TakeTurn([16]byte{9})
 		return ok && string(turn) == "turn"
 	})
-	var sealA, sealB [32]byte
-	_, err := a.store.Secrets(context.Background(), func(seal [32]byte, _ ...[32]byte) error { sealA = seal; return nil })
-	require.NoError(t, err)
-	_, err = b.store.Secrets(context.Background(), func(seal [32]byte, _ ...[32]byte) error { sealB = seal; return nil })
-	require.NoError(t, err)
-	require.Equal(t, sealA, sealB)
+	eventually(t, "keys are everybody's", func() bool {
+		var sealA, sealB [32]byte
+		_, err := a.store.Secrets(context.Background(), func(seal [32]byte, _ ...[32]byte) error { sealA = seal; return nil })
+		require.NoError(t, err)
+		_, err = b.store.Secrets(context.Background(), func(seal [32]byte, _ ...[32]byte) error { sealB = seal; return nil })
+		require.NoError(t, err)
+		return sealA == sealB
+	})
 	c := join(t, o, 2)
 	require.Equal(t, 40, c.hit(1, hashes), "a late comer is warm")
 	return a, b
@@ -63,17 +65,21 @@ func agree(t *testing.T, o Options) (a, b *replica) {
 func startCluster(t *testing.T, replicas int) []*server {
 	t.Helper()
 	var nodes []*server
-	for range 3 + replicas {
-		nodes = append(nodes, startRedis(t, "--cluster-enabled", "yes", "--cluster-node-timeout", "1000", "--cluster-require-full-coverage", "no"))
+	var buses []string
+	for _, addr := range loopback.Addresses(t, 3+replicas) {
+		_, bus, err := net.SplitHostPort(addr)
+		require.NoError(t, err)
+		buses = append(buses, bus)
+		nodes = append(nodes, startRedis(t, "--cluster-enabled", "yes", "--cluster-port", bus, "--cluster-node-timeout", "1000", "--cluster-require-full-coverage", "no"))
 	}
 	for i, n := range nodes[:3] {
 		n.do("CLUSTER", "ADDSLOTSRANGE", i*16384/3, (i+1)*16384/3-1)
 		n.do("CLUSTER", "SET-CONFIG-EPOCH", i+1)
 	}
-	for _, n := range nodes[1:] {
+	for i, n := range nodes[1:] {
 		_, port, err := net.SplitHostPort(n.addr)
 		require.NoError(t, err)
-		nodes[0].do("CLUSTER", "MEET", "127.0.0.1", port)
+		nodes[0].do("CLUSTER", "MEET", "127.0.0.1", port, buses[i+1])
 	}
 	info := func(n *server) string {
 		c := n.client()
@@ -172,26 +178,25 @@ func TestSentinel(t *testing.T) {
 func TestTLSAndACL(t *testing.T) {
 	dir := t.TempDir()
 	pool := certificate(t, dir)
-	l, err := net.Listen("tcp", "127.0.0.1:0")
+	encrypted := loopback.Addresses(t, 1)[0]
+	_, port, err := net.SplitHostPort(encrypted)
 	require.NoError(t, err)
-	encrypted := l.Addr().(*net.TCPAddr).Port
-	require.NoError(t, l.Close())
-	r := startRedis(t, "--tls-port", strconv.Itoa(encrypted), "--tls-cert-file", dir+"/cert.pem", "--tls-key-file", dir+"/key.pem", "--tls-auth-clients", "no")
+	r := startRedis(t, "--tls-port", port, "--tls-cert-file", dir+"/cert.pem", "--tls-key-file", dir+"/key.pem", "--tls-auth-clients", "no")
 	r.do(append([]any{"ACL", "SETUSER", "tandem", "on", ">s3cret", "resetkeys", "~tandem:*"}, strings2any(ACL())...)...)
 	password := filepath.Join(dir, "password")
 	require.NoError(t, os.WriteFile(password, []byte("s3cret\n"), 0o600))
 	o := Options{
-		URL: fmt.Sprintf("rediss://tandem@127.0.0.1:%d/0", encrypted), PasswordFile: password,
+		URL: fmt.Sprintf("rediss://tandem@%s/0", encrypted), PasswordFile: password,
 		TLS: &tls.Config{MinVersion: tls.VersionTLS12, RootCAs: pool},
 	}
 	agree(t, o)
 
 	o.TLS = nil
 	c := apart(t, o, 1)
-	require.ErrorContains(t, c.store.Join(context.Background(), time.Second), "certificate", "not signed by an authority that the system knows")
+	require.ErrorContains(t, c.store.Join(context.Background(), patience), "certificate", "not signed by an authority that the system knows")
 	o.TLS, o.PasswordFile = &tls.Config{MinVersion: tls.VersionTLS12, RootCAs: pool}, filepath.Join(dir, "cert.pem")
 	c = apart(t, o, 1)
-	require.ErrorContains(t, c.store.Join(context.Background(), time.Second), "WRONGPASS")
+	require.ErrorContains(t, c.store.Join(context.Background(), patience), "WRONGPASS")
 }
 
 func strings2any(in []string) (out []any) {

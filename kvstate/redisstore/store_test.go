@@ -109,9 +109,9 @@ func TestWorkIsShared(t *testing.T) {
 	before := see(c)
 	eventually(t, "both are under way", func() bool {
 		now := see(c)
-		return now.Endpoints[0].Queue < before.Endpoints[0].Queue-500*time.Millisecond && now.Endpoints[1].Local < before.Endpoints[1].Local-250*time.Millisecond
+		return now.Endpoints[0].Queue < before.Endpoints[0].Queue-2*time.Second && now.Endpoints[1].Local < before.Endpoints[1].Local-time.Second
 	})
-	require.Greater(t, time.Since(began), 200*time.Millisecond, "and no faster than time goes")
+	require.Greater(t, time.Since(began), 200*time.Millisecond, "and no faster than time goes, but for what is thought of Redis' clock")
 	eventually(t, "all are as busy", func() bool {
 		busy := []kvstate.Utilisation{see(a).Load, see(b).Load, see(c).Load}
 		return busy[0].Prefill > 0 && math.Abs(busy[0].Prefill-busy[1].Prefill) < .05 && math.Abs(busy[0].Prefill-busy[2].Prefill) < .05 &&
@@ -136,7 +136,7 @@ func TestFailuresAreShared(t *testing.T) {
 	c := apart(t, redisURL(r), 2)
 	a.state.MarkFailed(a.e(0))
 	eventually(t, "the failure is known", func() bool { return b.e(0).Failed() })
-	require.NoError(t, c.store.Join(context.Background(), patience))
+	eventually(t, "it joins", func() bool { return c.store.Join(context.Background(), patience) == nil })
 	require.True(t, c.e(0).Failed(), "a replica that comes later knows it too")
 	require.False(t, c.e(1).Failed())
 }
@@ -236,12 +236,12 @@ func TestHandOversAreFoundByAll(t *testing.T) {
 func TestTurnsAreTakenOnce(t *testing.T) {
 	r := startRedis(t)
 	a, b := join(t, redisURL(r), 1), join(t, redisURL(r), 1)
-	conversation := [16]byte{1, 2, 3}
+	conversation := ticketOf(0)
 	_, ok := b.state.TakeTurn(conversation)
 	require.False(t, ok)
 	// Redis has 50 ms for each of these; on a busy machine it takes a few tries until it is in time for all.
 	eventually(t, "one of them gets the latest", func() bool {
-		conversation[3]++
+		conversation[0]++
 		require.NoError(t, a.state.KeepTurn(conversation, []byte("first"), time.Minute))
 		require.NoError(t, a.state.KeepTurn(conversation, []byte("second"), time.Minute))
 		var taken, latest atomic.Int32
@@ -268,8 +268,11 @@ func TestTurnsAreTakenOnce(t *testing.T) {
 		return !ok
 	})
 
+	conversation = [16]byte{1: 1}
 	require.NoError(t, a.state.KeepTurn(conversation, []byte("fourth"), 50*time.Millisecond))
-	time.Sleep(100 * time.Millisecond) // on Redis' clock, which is this one
+	c := r.client()
+	defer c.Close()
+	eventually(t, "its time is over", func() bool { return c.Exists(context.Background(), a.store.o.turnKey(conversation)).Val() == 0 })
 	_, ok = b.state.TakeTurn(conversation)
 	require.False(t, ok, "its time is over")
 	for _, ttl := range []time.Duration{0, -time.Second} { // which Redis would keep for ever

@@ -14,6 +14,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"tandem/kvstate"
+	"tandem/kvstate/enginehttp"
 )
 
 func poolOf(t *testing.T, handler http.HandlerFunc) *kvstate.Pool {
@@ -27,6 +28,13 @@ func poolOf(t *testing.T, handler http.HandlerFunc) *kvstate.Pool {
 }
 
 func silent() *slog.Logger { return slog.New(slog.DiscardHandler) }
+
+// patient is a tokenizer that gives an engine more time than a machine stands still for.
+func patient() *Tokenizer {
+	tok := New(silent())
+	tok.client = enginehttp.New(time.Minute, func(*http.Transport) {})
+	return tok
+}
 
 func wait(t *testing.T, done <-chan struct{}) {
 	t.Helper()
@@ -46,10 +54,7 @@ func TestTokenize(t *testing.T) {
 		_, _ = io.WriteString(w, `{"count":3,"max_model_len":2048,"tokens":[1,2,300000],"token_strs":null}`)
 	})
 	var got []uint32
-	for tries := 0; got == nil; tries++ { // an engine has 2 s
-		require.Less(t, tries, 10)
-		wait(t, New(silent()).Tokenize(pool, 1, "/tokenize", []byte(`{"prompt":"x"}`), func(ids []uint32) { got = ids }))
-	}
+	wait(t, patient().Tokenize(pool, 1, "/tokenize", []byte(`{"prompt":"x"}`), func(ids []uint32) { got = ids }))
 	require.Equal(t, []uint32{1, 2, 300000}, got)
 	require.Equal(t, []string{"/tokenize", `{"prompt":"x"}`}, []string{path, body})
 }
@@ -66,7 +71,7 @@ func TestTokenizeIsBounded(t *testing.T) {
 		}
 		_, _ = io.WriteString(w, `{"tokens":[1]}`)
 	})
-	tok := New(silent())
+	tok := patient()
 	nothing := func([]uint32) {}
 	first := tok.Tokenize(pool, 1, "/tokenize", nil, nothing)
 	require.Equal(t, first, tok.Tokenize(pool, 1, "/tokenize", nil, nothing))
@@ -83,7 +88,7 @@ func TestTokenizeIsBounded(t *testing.T) {
 func TestTokenizeRests(t *testing.T) {
 	status := http.StatusInternalServerError
 	pool := poolOf(t, func(w http.ResponseWriter, _ *http.Request) { w.WriteHeader(status) })
-	tok := New(silent())
+	tok := patient()
 	never := func([]uint32) { t.Error("learned from an error") }
 	wait(t, tok.Tokenize(pool, 1, "/tokenize", nil, never))
 	status = http.StatusNotFound

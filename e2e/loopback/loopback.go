@@ -1,0 +1,53 @@
+// Package loopback gives tests addresses on 127.0.0.1 that are theirs for as long as they run. A port that the kernel chose, and that was
+// let go for a server to take, may be somebody else's before that listens: the tests of several packages run at once.
+//
+// Ports are taken from below those that Linux gives to connections (32768 and up). They are given out in blocks. Whoever listens at a
+// block's first port owns the block: so tests that run at once, in this process or another, never get the same ones.
+package loopback
+
+import (
+	"fmt"
+	"math/rand/v2"
+	"net"
+	"strconv"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+)
+
+const (
+	firstBlock = 10_000
+	blockSize  = 64
+	blocks     = 350
+)
+
+// Addresses takes n free ones, for as long as the test runs.
+func Addresses(t testing.TB, n int) (addrs []string) {
+	t.Helper()
+	for at, tries := rand.IntN(blocks), 0; len(addrs) < n; at, tries = at+1, tries+1 {
+		require.Less(t, tries, 3*blocks, "no free ports")
+		first := firstBlock + at%blocks*blockSize
+		owner, err := net.Listen("tcp", address(first))
+		if err != nil {
+			continue
+		}
+		t.Cleanup(func() { _ = owner.Close() })
+		for port := first + 1; port < first+blockSize && len(addrs) < n; port++ {
+			if isFree(port) {
+				addrs = append(addrs, address(port))
+			}
+		}
+	}
+	return addrs
+}
+
+func address(port int) string { return net.JoinHostPort("127.0.0.1", strconv.Itoa(port)) }
+
+// isFree reports whether nobody listens at a port, on any address.
+func isFree(port int) bool {
+	l, err := net.Listen("tcp", fmt.Sprintf(":%d", port))
+	if err == nil {
+		_ = l.Close()
+	}
+	return err == nil
+}
