@@ -65,10 +65,10 @@ func (s *stage) alone() string {
 		if !e.running() {
 			continue
 		}
-		r := send(context.Background(), "http://"+e.addr, "alone", strings.Replace(s.play.body, `"stream":true`, `"stream":false`, 1))
-		<-r.done
-		text, complete := r.text()
-		require.True(s.t, complete, r.body.String())
+		ctx, cancel := context.WithTimeout(context.Background(), patience)
+		defer cancel()
+		text, complete := whole(ctx, "http://"+e.addr, s.play.body)
+		require.True(s.t, complete, "%s does not answer", e.addr)
 		return text
 	}
 	return ""

@@ -58,7 +58,8 @@ func TestParseORCAAllocs(t *testing.T) {
 	}
 }
 
-// Signals are worth less and less; what one source does not say another has said before, for as long as that is not too old.
+// Signals are worth less and less; what one source does not say another has said before, for as long as that is not too old. How much
+// KV there is room for is no matter of age.
 func TestSignalsAge(t *testing.T) {
 	s := New(Options{})
 	s.SetPool(PoolSpec{Name: "p"}, []EndpointSpec{{Addr: "a", Role: RoleBoth}})
@@ -72,6 +73,13 @@ func TestSignalsAge(t *testing.T) {
 	require.Equal(t, Signals{Running: 4, Waiting: 7, KVUsage: .5, KVTokens: 1000, At: at.Add(time.Second)}, *e.Signals())
 	s.Observe(e, Signals{Running: 9, Waiting: 9, KVUsage: .9, KVTokens: 9, At: at})
 	require.Equal(t, int64(4), e.Signals().Running, "old news")
+	room := func() int64 {
+		var v View
+		s.View(s.Pool("p"), nil, &v)
+		return v.Endpoints[0].KVTokens
+	}
+	require.EqualValues(t, 1000, room())
 	s.Observe(e, Signals{Running: -1, Waiting: 2, KVUsage: -1, KVTokens: -1, At: at.Add(time.Minute)})
 	require.Equal(t, Signals{Running: -1, Waiting: 2, KVUsage: -1, KVTokens: -1, At: at.Add(time.Minute)}, *e.Signals())
+	require.Zero(t, room(), "it does not say")
 }

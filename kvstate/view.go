@@ -28,6 +28,7 @@ type Candidate struct {
 	Session      Role     // what of the request's session it served last
 	Signals      *Signals // what the engine itself said last; nil: nothing. Not to be changed
 	Trust        float64  // how much that is worth by now: 1 fresh, 0 nothing
+	KVTokens     int64    // that its KV cache holds, as the engine says; 0: it does not. Not a matter of trust: it stays as it is
 
 	Jobs  int64         // of those requests, prefills that wait or are under way
 	Queue time.Duration // work of those jobs that is not done yet
@@ -130,9 +131,9 @@ func (e *Endpoint) fill(c *Candidate, now int64, fleet, moves float64) {
 	if others := e.others.Load(); others != nil {
 		others.addTo(c, now)
 	}
-	c.Trust = 0
+	c.Trust, c.KVTokens = 0, 0
 	if c.Signals = e.signals.Load(); c.Signals != nil {
-		c.Trust = c.Signals.Trust(time.Unix(0, now))
+		c.Trust, c.KVTokens = c.Signals.Trust(time.Unix(0, now)), max(c.Signals.KVTokens, 0)
 	}
 }
 

@@ -18,7 +18,7 @@ type Model struct {
 	DecodeStep   float64 // of one engine step that decodes, s
 	DecodeAnswer float64 // and for each answer in its batch, s
 	DecodeToken  float64 // and for each token of KV it reads, s
-	KVTokens     float64 // that the KV cache of one endpoint holds
+	KVTokens     float64 // that the KV cache of one endpoint holds which does not say so itself
 	MaxAnswers   float64 // in one batch (vLLM: max_num_seqs)
 
 	TokenBytes  float64 // of KV for one token

@@ -63,6 +63,7 @@ func randomCase(r *rand.Rand) (*Request, *kvstate.View, Policy) {
 		if c.Endpoint.Role&kvstate.RoleDecode != 0 {
 			c.Local = time.Duration(r.IntN(2)) * 100 * time.Millisecond
 			c.PromptTokens += int64(r.IntN(8)/7) * 990_000
+			c.KVTokens = []int64{0, 0, 1200, 40_000, 3_000_000}[r.IntN(5)]
 		}
 		c.Requests = c.Jobs + r.Int64N(3)
 		if odd > 0 {

@@ -173,13 +173,21 @@ func (t *terms) decode(c *kvstate.Candidate, p *DecodePrice) {
 	step := t.step(c, answers, kv)
 	p.Step = step
 	p.Answer = t.answer * t.out * step
-	p.Overflow = t.overflow(kv, step)
+	p.Overflow = t.overflow(kv, t.room(c), step)
 	p.Session = t.session(c, kvstate.RoleDecode)
 }
 
+// room is how many tokens' KV the endpoint has room for: as its engine says, or as the model has it.
+func (t *terms) room(c *kvstate.Candidate) float64 {
+	if c.KVTokens > 0 {
+		return float64(c.KVTokens)
+	}
+	return t.m.KVTokens
+}
+
 // overflow is what waits, or is thrown out, where so much KV does not fit.
-func (t *terms) overflow(kv, step float64) float64 {
-	over := kv - t.m.KVTokens
+func (t *terms) overflow(kv, room, step float64) float64 {
+	over := kv - room
 	if over <= 0 {
 		return 0
 	}
@@ -236,14 +244,15 @@ func (t *terms) alone(c *kvstate.Candidate, p *AlonePrice) (allowed bool) {
 	if answers > 0 {
 		own = longer + steps*step
 	}
-	fill := max(answers/t.m.MaxAnswers, kv/t.m.KVTokens)
+	room := t.room(c)
+	fill := max(answers/t.m.MaxAnswers, kv/room)
 	queue := (seconds(c.Local) + seconds(c.Queue)) * slow
 	p.Queue = queue * (1 + localSteps*step/t.fullStep)
 	p.Work = own
 	p.Others = t.local * work * t.fleet
 	p.Answers = max(answers, 1) * longer / max(1-fill, 1-maxFill)
 	p.Decode = t.answer * t.out * step
-	p.Overflow = t.overflow(kv, step)
+	p.Overflow = t.overflow(kv, room, step)
 	p.Session = t.session(c, kvstate.RoleBoth)
 	if t.hurry {
 		p.Answers, p.Decode = 0, p.Decode+step

@@ -22,7 +22,7 @@ var update = flag.Bool("update", false, "rewrite the transcripts in testdata")
 
 // TestTranscripts runs testdata/*.txt, which read as fleets in, choices out:
 //
-//	endpoint NAME prefill|decode|both [answers=REQUESTS/TOKENS] [queue=JOBS/DURATION] [local=DURATION] [share=X] [speed=X]
+//	endpoint NAME prefill|decode|both [answers=REQUESTS/TOKENS] [kv=TOKENS that it has room for] [queue=JOBS/DURATION] [local=DURATION] [share=X] [speed=X]
 //	         [hit=BLOCKS] [group=NAME] [zone=NAME] [engine=NAME] [layout=NAME] [loras=NAME,NAME] [labels=NAME=VALUE,...] [out]
 //	fleet [load=X] [work=DURATION] [local=X]    (utilisation of prefill, mean prefill, utilisation by local prefills)
 //	policy [split=always|auto|never] [min=TOKENS] [tpot=DURATION] [late]        (holds until the next)
@@ -150,6 +150,8 @@ func candidate(t *testing.T, words []string) kvstate.Candidate {
 			jobs, work, _ := strings.Cut(value, "/")
 			c.Jobs, c.Queue = number(t, jobs), duration(t, work)
 			c.Requests += c.Jobs
+		case "kv":
+			c.KVTokens = number(t, value)
 		case "local":
 			c.Local = duration(t, value)
 		case "share":

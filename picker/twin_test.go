@@ -103,13 +103,20 @@ func (w *twin) out() float64 {
 	return 256
 }
 
+func (w *twin) room(i int) float64 {
+	if n := w.v.Endpoints[i].KVTokens; n > 0 {
+		return float64(n)
+	}
+	return w.p.Model.KVTokens
+}
+
 func (w *twin) step(i int) (n, kv, step, overflow float64) {
 	c, m := &w.v.Endpoints[i], w.p.Model
 	n = float64(c.Requests - c.Jobs)
 	kv = float64(c.PromptTokens) + n*w.out()/2 + w.tokens() + w.out()/2
 	step = m.DecodeStep + (m.DecodeAnswer*(n+1)+m.DecodeToken*kv)/w.weight(i)
-	if kv > m.KVTokens {
-		overflow = (kv - m.KVTokens) / kv * w.out() * step * 2
+	if room := w.room(i); kv > room {
+		overflow = (kv - room) / kv * w.out() * step * 2
 	}
 	return n, kv, step, overflow
 }
@@ -147,7 +154,7 @@ func (w *twin) compatible(p, d int) bool {
 func (w *twin) alone(d int, guarded bool) (price float64, ok bool) {
 	c, m := &w.v.Endpoints[d], w.p.Model
 	n, kv, step, overflow := w.step(d)
-	fill := max(n/m.MaxAnswers, kv/m.KVTokens)
+	fill := max(n/m.MaxAnswers, kv/w.room(d))
 	if guarded && (fill > .5 || w.p.TPOT > 0 && step/max(1-c.Share, .01) > .9*w.p.TPOT) {
 		return 0, false
 	}

@@ -32,7 +32,7 @@ type Prober struct {
 
 	mu    sync.Mutex
 	asked map[*kvstate.Endpoint]time.Time // for models
-	busy  map[*kvstate.Endpoint]bool
+	busy  map[*kvstate.Endpoint]bool      // likewise, now
 }
 
 // NewProber makes a prober of all endpoints of a state.
@@ -44,7 +44,8 @@ func NewProber(state *kvstate.State, log *slog.Logger) *Prober {
 	}
 }
 
-// Run probes until ctx ends. Each endpoint has at most one probe under way.
+// Run probes until ctx ends. One that hangs keeps no other from beginning: an endpoint that is left out is asked at least once a
+// second, and since each has a second to be answered at most three are under way.
 func (p *Prober) Run(ctx context.Context) {
 	var probes sync.WaitGroup
 	defer probes.Wait()
@@ -65,19 +66,15 @@ func (p *Prober) round(ctx context.Context, probes *sync.WaitGroup) {
 	for _, pool := range p.state.Pools() {
 		for _, e := range pool.Endpoints() {
 			seen[e] = true
-			health, models := e.Failed(), p.modelsDue(e, now)
-			if (!health && !models) || !p.claim(e) {
-				continue
-			}
-			probes.Go(func() {
-				defer p.unclaim(e)
-				if health {
-					p.probeHealth(ctx, e)
-				}
-				if models && !e.Failed() {
+			switch {
+			case e.Failed():
+				probes.Go(func() { p.probeHealth(ctx, e) })
+			case p.modelsDue(e, now) && p.claim(e):
+				probes.Go(func() {
+					defer p.unclaim(e)
 					p.askModels(ctx, e)
-				}
-			})
+				})
+			}
 		}
 	}
 	p.forget(seen)

@@ -165,7 +165,7 @@ func TestProbeIntervals(t *testing.T) {
 		hung := asked["hangs:1/health"]
 		require.Less(t, hung[0], time.Second)
 		for i := range hung[1:] {
-			require.LessOrEqual(t, hung[i+1]-hung[i], 2*time.Second, "a second to answer, and at most one more")
+			require.LessOrEqual(t, hung[i+1]-hung[i], time.Second)
 		}
 		require.Empty(t, asked["well:1/health"])
 		require.Len(t, asked["well:1/v1/models"], 2, "known: every minute")
