@@ -48,7 +48,7 @@ var documentedElsewhere = map[string]string{
 	"kubectl get envoypatchpolicy":                                                                                 "a cluster",
 	"docker load":                                                                                                  "a container engine; TANDEM_OCI=1 go test ./deploy unpacks and runs the archive",
 	`curl -si http://127.0.0.1:8080/v1/chat/completions -H "tandem-explain: $(cat admin.token)" -H 'content-type: application/json' -d @request.json | grep -i x-tandem-explain`: "TestSheddingAndExplaining",
-	"tandem demo --stay":                   "waits for Ctrl-C; TestDemo runs it without --stay",
+	"tandem demo --stay":                   "waits for Ctrl-C; TestDemoInterrupted",
 	"go test ./docs -update":               "writes to the tree",
 	"go test ./picker -update":             "writes to the tree",
 	"go test ./extproc/kvtransfer -update": "writes to the tree",

@@ -8,6 +8,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
 	"sync"
 	"syscall"
@@ -164,7 +165,48 @@ func TestDemo(t *testing.T) {
 	out, err := cmd.CombinedOutput()
 	require.NoError(t, err, "%s", out)
 	require.Contains(t, string(out), "All ledgers balance.")
-	soon(t, "nothing is left running", func() bool { left, _ := exec.Command("pgrep", "-f", dir).Output(); return len(left) == 0 })
+	soon(t, "nothing is left running", func() bool { return len(withTMPDIR(t, dir)) == 0 })
+}
+
+// withTMPDIR are the processes with that directory in their environment, which children take over: the engines' command lines
+// do not name it.
+func withTMPDIR(t *testing.T, dir string) (left []string) {
+	t.Helper()
+	files, err := filepath.Glob("/proc/[0-9]*/environ")
+	require.NoError(t, err)
+	for _, file := range files {
+		if env, err := os.ReadFile(file); err == nil && slices.Contains(strings.Split(string(env), "\x00"), "TMPDIR="+dir) {
+			left = append(left, file)
+		}
+	}
+	return left
+}
+
+// Ctrl-C, which a terminal sends to the whole process group, leaves nothing running either.
+func TestDemoInterrupted(t *testing.T) {
+	t.Parallel()
+	envoy := tool(t, "ENVOY", "envoy", ".tools/bin/envoy")
+	bin, err := binaries()
+	require.NoError(t, err)
+	cmd := exec.Command(filepath.Join(bin, "tandem"), "demo", "--stay", "-envoy", envoy)
+	dir := t.TempDir()
+	cmd.Env = append(os.Environ(), "TMPDIR="+dir)
+	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGKILL}
+	out, err := cmd.StdoutPipe()
+	require.NoError(t, err)
+	require.NoError(t, cmd.Start())
+	shown := ""
+	for lines := bufio.NewScanner(out); !strings.Contains(shown, "Ctrl-C ends everything") && lines.Scan(); {
+		shown += lines.Text() + "\n"
+	}
+	require.Contains(t, shown, "Ctrl-C ends everything")
+	require.Greater(t, len(withTMPDIR(t, dir)), 6, "itself, four engines, Tandem and Envoy")
+	require.NoError(t, syscall.Kill(-cmd.Process.Pid, syscall.SIGINT))
+	require.NoError(t, cmd.Wait())
+	soon(t, "nothing is left running", func() bool { return len(withTMPDIR(t, dir)) == 0 })
+	left, err := os.ReadDir(dir)
+	require.NoError(t, err)
+	require.Empty(t, left, "its files are gone")
 }
 
 // A short answer of prefill's comes to Tandem with pass 2, over no stream of its own; a long one, and one that is none, over the leg's.

@@ -167,7 +167,15 @@ func TestPushClientLeaves(t *testing.T) {
 // P2P-NCCL: engines register, the request id names both, and decode begins when prefill has sent.
 func TestP2PNCCL(t *testing.T) {
 	t.Parallel()
-	f := start(t, options{dialect: "p2p-nccl", prefills: 2, decodes: 2})
+	for _, shape := range []struct{ prefills, decodes int }{{2, 2}, {3, 1}} {
+		t.Run(fmt.Sprintf("%dP%dD", shape.prefills, shape.decodes), func(t *testing.T) {
+			t.Parallel() // mostly waits
+			p2pNCCL(t, start(t, options{dialect: "p2p-nccl", prefills: shape.prefills, decodes: shape.decodes}))
+		})
+	}
+}
+
+func p2pNCCL(t *testing.T, f *fleet) {
 	require.Eventually(t, func() bool {
 		return f.post("/v1/completions", `{"model":"tiny","prompt":"are you there","max_tokens":1}`).status == 200
 	}, patience, 50*time.Millisecond, "engines do not register")
@@ -202,7 +210,7 @@ func TestP2PNCCL(t *testing.T) {
 		f.heal(f.prefills[0])
 	})
 	t.Run("decode fails", func(t *testing.T) {
-		f.inject(f.decodes[0], `{"mode":"status","status":500}`)
+		f.inject(f.decodes[0], `{"mode":"status","status":500,"count":1}`)
 		for range 6 {
 			got := f.post("/v1/chat/completions", pairBody)
 			require.Equal(t, 200, got.status, got.body)
@@ -228,29 +236,43 @@ func TestP2PNCCL(t *testing.T) {
 func TestOtherPulls(t *testing.T) {
 	t.Parallel()
 	for _, dialect := range []string{"mooncake-0.13", "moriio-read"} {
-		t.Run(dialect, func(t *testing.T) {
-			f := start(t, options{dialect: dialect, prefills: 3, decodes: 1, engineArgs: []string{"--transfer-timeout", "30s"}})
-			for _, api := range apis {
-				if dialect == "mooncake-0.13" && api.name == "responses" { // whose id is the engine's own: it stays with one
-					require.Equal(t, 200, f.post(api.path, api.body, "x-request-id", "whole").status)
-					require.Empty(t, f.requests("whole", f.prefills...))
-					continue
-				}
-				for _, stream := range []bool{false, true} {
-					body, id := api.body, fmt.Sprintf("pull-%s-%t", api.name, stream)
-					if stream {
-						body = streamed(body)
-					}
-					got := f.post(api.path, body, "x-request-id", id)
+		for _, shape := range []struct{ prefills, decodes int }{{2, 2}, {3, 1}} {
+			t.Run(fmt.Sprintf("%s %dP%dD", dialect, shape.prefills, shape.decodes), func(t *testing.T) {
+				t.Parallel() // mostly waits
+				f := start(t, options{dialect: dialect, prefills: shape.prefills, decodes: shape.decodes, engineArgs: []string{"--transfer-timeout", "10s"}})
+				f.pulls(t, dialect)
+				f.inject(f.prefills[0], `{"mode":"status","status":500,"count":3}`)
+				f.inject(f.decodes[0], `{"mode":"reset-before-headers","leg":"decode","count":1}`)
+				for range 6 {
+					got := f.post("/v1/chat/completions", pairBody)
 					require.Equal(t, 200, got.status, got.body)
-					_, d := f.hops(id)
-					require.Positive(t, d.ExternalTokens, id)
 				}
+				f.survivesLeaving()
+			})
+		}
+	}
+}
+
+// pulls sends a request of every API, streamed and not, and holds it to its two hops.
+func (f *fleet) pulls(t *testing.T, dialect string) {
+	for _, api := range apis {
+		if dialect == "mooncake-0.13" && api.name == "responses" { // whose id is the engine's own: it stays with one
+			require.Equal(t, 200, f.post(api.path, api.body, "x-request-id", "whole").status)
+			require.Empty(t, f.requests("whole", f.prefills...))
+			continue
+		}
+		for _, stream := range []bool{false, true} {
+			body, id := api.body, fmt.Sprintf("pull-%s-%t", api.name, stream)
+			if stream {
+				body = streamed(body)
 			}
-			f.inject(f.prefills[0], `{"mode":"status","status":500}`)
-			for range 6 {
-				require.Equal(t, 200, f.post("/v1/chat/completions", pairBody).status)
+			got := f.post(api.path, body, "x-request-id", id)
+			require.Equal(t, 200, got.status, got.body)
+			_, d := f.hops(id)
+			require.Positive(t, d.ExternalTokens, id)
+			if !stream {
+				require.Equal(t, alone(t, f, api.path, body), text(t, got.body))
 			}
-		})
+		}
 	}
 }

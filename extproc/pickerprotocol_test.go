@@ -7,6 +7,7 @@ import (
 	"testing"
 	"time"
 
+	filterv3 "github.com/envoyproxy/go-control-plane/envoy/extensions/filters/http/ext_proc/v3"
 	"github.com/stretchr/testify/require"
 	"google.golang.org/protobuf/types/known/structpb"
 
@@ -40,6 +41,24 @@ func TestPickerHeaderOnly(t *testing.T) {
 	require.Equal(t, addressOf("d1"), g.destination())
 	client, _ := g.answer(addressOf("d1"), 200, false, `{"data":[]}`)
 	require.Equal(t, `{"data":[]}`, client)
+}
+
+// Row: a gateway that buffers bodies, and one that sends none, are told the same.
+func TestPickerBodyModes(t *testing.T) {
+	for mode, tokens := range map[filterv3.ProcessingMode_BodySendMode]string{filterv3.ProcessingMode_BUFFERED: "with its body", filterv3.ProcessingMode_NONE: "without"} {
+		t.Run(mode.String()+", "+tokens, func(t *testing.T) {
+			s := pickerStand(t, PickerOptions{}, "d1")
+			q := s.newRequest("/v1/chat/completions", "r-1", hello)
+			q.mode = mode
+			if mode == filterv3.ProcessingMode_NONE {
+				q.bodyless = true
+			}
+			v := q.pass()
+			require.Nil(t, v.immediate, "%v", v.immediate)
+			require.Equal(t, addressOf("d1"), v.set["x-gateway-destination-endpoint"])
+			require.True(t, v.clear)
+		})
+	}
 }
 
 // Row: the subset that the gateway allows, in both encodings; present and empty, or none of the pool: 503.

@@ -157,7 +157,7 @@ func TestNIXLPush(t *testing.T) {
 
 	d.leftWaiting(t, "push-2", chat("left behind", from))
 	require.Eventually(t, func() bool { return d.metrics.aborted.Load() == 1 }, patience, time.Millisecond)
-	require.Positive(t, d.rooms.held.Load(), "the client has left, the blocks are still taken")
+	require.Positive(t, d.state().BlocksHeld, "the client has left, the blocks are still taken")
 	require.Equal(t, 200, p.post(t, chatPath, "push-2", chat("left behind", prefillMembers)).status)
 	d.quiet(t)
 	p.quiet(t)

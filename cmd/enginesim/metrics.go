@@ -260,9 +260,9 @@ func (s *sim) collectOurs(c *collector) {
 	c.counter("enginesim_aborted_total", "Requests whose client left before the answer was complete.", m.aborted.Load())
 }
 
-// held is how many blocks wait for a decode leg, here or in this engine's buffer, and embeddings for a prefill.
+// held is how many blocks wait for the other leg, here or in this engine's buffer, and embeddings for a prefill.
 func (s *sim) held() int64 {
-	n := s.ledger.held.Load() + s.encodings.held()
+	n := s.ledger.held.Load() + s.rooms.held.Load() + s.encodings.held()
 	if s.buffer != nil {
 		n += int64(s.buffer.held())
 	}

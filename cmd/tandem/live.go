@@ -88,15 +88,12 @@ func askEngine(ctx context.Context, client *enginehttp.Client, at string, p *con
 		a.findings[0].down = true
 		return a
 	}
-	if status, body, err := getSmall(ctx, client, engine, "/version"); err == nil && status == http.StatusOK {
-		var v struct{ Version string }
-		if json.Unmarshal(body, &v) == nil {
-			a.version = v.Version
-		}
+	info := readInfo(ctx, client, engine)
+	a.version = release(info.Version)
+	if r := release(e.GetRelease()); r != "" && a.version != "" && r != a.version {
+		say(".release", "is %s here, and the engine says %s: correct it", e.GetRelease(), info.Version)
 	}
-	if r := strings.TrimPrefix(e.GetRelease(), "v"); r != "" && a.version != "" && r != a.version {
-		say(".release", "is %s here, and the engine says %s: correct it", e.GetRelease(), a.version)
-	}
+	checkSGLang(p, e, info, say)
 	for _, port := range transferPorts(p, e) {
 		conn, err := (&net.Dialer{Timeout: liveTimeout}).DialContext(ctx, "tcp", port.addr)
 		if err != nil {
@@ -106,6 +103,47 @@ func askEngine(ctx context.Context, client *enginehttp.Client, at string, p *con
 		_ = conn.Close()
 	}
 	return a
+}
+
+// engineInfo is what engines tell of themselves: vLLM at /version, SGLang at /server_info.
+type engineInfo struct {
+	Version   string `json:"version"`
+	Mode      string `json:"disaggregation_mode"` // SGLang: prefill, decode, null; "": another engine
+	Bootstrap int32  `json:"disaggregation_bootstrap_port"`
+}
+
+func readInfo(ctx context.Context, client *enginehttp.Client, engine *kvstate.Endpoint) (info engineInfo) {
+	for _, path := range []string{"/version", "/server_info"} {
+		if status, body, err := getSmall(ctx, client, engine, path); err == nil && status == http.StatusOK {
+			if json.Unmarshal(body, &info) != nil {
+				return engineInfo{} // it says nothing that can be read
+			}
+			break
+		}
+	}
+	return info
+}
+
+// release is a version without what does not count: a v before it, and the build behind it (0.32.0+cu129).
+func release(version string) string {
+	version, _, _ = strings.Cut(strings.TrimPrefix(version, "v"), "+")
+	return version
+}
+
+// checkSGLang holds a pool's dialect, and an endpoint's role and bootstrap port, to what an SGLang server says of itself.
+func checkSGLang(p *configv1.Pool, e *configv1.Endpoint, info engineInfo, say func(field, format string, args ...any)) {
+	if info.Mode == "" {
+		return
+	}
+	switch dialect := p.GetKvTransfer(); {
+	case dialect != "sglang" && info.Mode != "null":
+		say(".address", "the engine is an SGLang of the mode %s, and the pool's kvTransfer is %s: set that to sglang, or correct the address", info.Mode, dialect)
+	case dialect != "sglang":
+	case e.GetRole() != map[string]string{"null": "both"}[info.Mode] && e.GetRole() != info.Mode:
+		say(".role", "is %s here, and the engine runs with --disaggregation-mode %s: correct the role, or start the engine otherwise", e.GetRole(), info.Mode)
+	case info.Mode == "prefill" && info.Bootstrap > 0 && info.Bootstrap != cmp.Or(e.GetTransfer().GetBootstrapPort(), defaultBootstrapPort):
+		say(".transfer.bootstrapPort", "is %d here, and the engine says %d: correct it", cmp.Or(e.GetTransfer().GetBootstrapPort(), defaultBootstrapPort), info.Bootstrap)
+	}
 }
 
 // defaultBootstrapPort is SGLang's --disaggregation-bootstrap-port and VLLM_MOONCAKE_BOOTSTRAP_PORT where neither is set.
@@ -127,7 +165,8 @@ func transferPorts(p *configv1.Pool, e *configv1.Endpoint) (out []transferPort) 
 	add(".lmcache.initPort", e.GetLmcache().GetInitPort(), max(e.GetTransfer().GetTensorParallelSize(), 1))
 	add(".lmcache.allocPort", e.GetLmcache().GetAllocPort(), max(e.GetTransfer().GetTensorParallelSize(), 1))
 	add(".lmcache.queryPort", e.GetLmcache().GetQueryPort(), max(e.GetTransfer().GetTensorParallelSize(), 1))
-	if k := p.GetKvTransfer(); (k == "sglang" || k == "mooncake") && e.GetRole() != "decode" {
+	// An SGLang server with the role both was started for neither leg, and opens no bootstrap port.
+	if k, role := p.GetKvTransfer(), e.GetRole(); k == "sglang" && role == "prefill" || k == "mooncake" && role != "decode" {
 		add(".transfer.bootstrapPort", cmp.Or(e.GetTransfer().GetBootstrapPort(), defaultBootstrapPort), 1)
 	}
 	if p.GetKvTransfer() != "none" {

@@ -89,3 +89,56 @@ func TestCheckLive(t *testing.T) {
 	require.Len(t, ports, 1)
 	require.Contains(t, ports[0], "pools[0].endpoints[1].lmcache.allocPort: "+gone+" is not open: ")
 }
+
+// sglangOf is an SGLang server that says how it was started.
+func sglangOf(t *testing.T, mode string, bootstrap int) (addr string) {
+	t.Helper()
+	mux := http.NewServeMux()
+	mux.HandleFunc("/health", func(http.ResponseWriter, *http.Request) {})
+	mux.HandleFunc("/server_info", func(w http.ResponseWriter, _ *http.Request) {
+		fmt.Fprintf(w, `{"version":"0.5.23","disaggregation_mode":%q,"disaggregation_bootstrap_port":%d}`, mode, bootstrap)
+	})
+	s := httptest.NewServer(mux)
+	t.Cleanup(s.Close)
+	return strings.TrimPrefix(s.URL, "http://")
+}
+
+// What SGLang says of itself is held to the pool's dialect, and to the endpoint's role, port and release.
+func TestCheckSGLang(t *testing.T) {
+	open, err := net.Listen("tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	defer open.Close()
+	port := open.Addr().(*net.TCPAddr).Port
+	pool := func(dialect, first, more, second string) string {
+		return fmt.Sprintf("pools: [{name: x, kvTransfer: %s, endpoints: [{role: prefill, address: %q%s}, {role: decode, address: %q}]}]", dialect, first, more, second)
+	}
+	bootstrap := fmt.Sprintf(", transfer: {bootstrapPort: %d}", port)
+	p, d := sglangOf(t, "prefill", port), sglangOf(t, "decode", 8998)
+	require.Empty(t, live(t, pool("sglang", p, bootstrap, d)))
+	require.Equal(t, []string{
+		"pools[0].endpoints[0].role: is prefill here, and the engine runs with --disaggregation-mode decode: correct the role, or start the engine otherwise",
+		"pools[0].endpoints[1].role: is decode here, and the engine runs with --disaggregation-mode prefill: correct the role, or start the engine otherwise",
+	}, live(t, pool("sglang", d, bootstrap, p)))
+	require.Equal(t, []string{
+		fmt.Sprintf("pools[0].endpoints[0].transfer.bootstrapPort: is %d here, and the engine says %d: correct it", port, port+1),
+		"pools[0].endpoints[1].role: is decode here, and the engine runs with --disaggregation-mode null: correct the role, or start the engine otherwise",
+	}, live(t, pool("sglang", sglangOf(t, "prefill", port+1), bootstrap, sglangOf(t, "null", 8998))))
+	require.Equal(t, []string{
+		"pools[0].endpoints[0].address: the engine is an SGLang of the mode prefill, and the pool's kvTransfer is nixl: set that to sglang, or correct the address",
+		"pools[0].endpoints[1].address: the engine is an SGLang of the mode decode, and the pool's kvTransfer is nixl: set that to sglang, or correct the address",
+	}, live(t, pool("nixl", p, "", d)))
+	whole := sglangOf(t, "null", 0)
+	require.Empty(t, live(t, fmt.Sprintf("pools: [{name: x, kvTransfer: none, endpoints: [{address: %q}]}]", whole)))
+	require.Empty(t, live(t, fmt.Sprintf("pools: [{name: x, kvTransfer: sglang, endpoints: [{role: prefill, address: %q%s}, {role: decode, address: %q}, {role: both, address: %q}]}]", p, bootstrap, d, whole)),
+		"a server that was started for neither leg")
+	require.Equal(t, []string{"pools[0].endpoints[0].release: is 0.5.16 here, and the engine says 0.5.23: correct it"},
+		live(t, fmt.Sprintf("pools: [{name: x, kvTransfer: sglang, endpoints: [{role: prefill, address: %q, release: 0.5.16%s}, {role: decode, address: %q, release: 0.5.23}]}]", p, bootstrap, d)))
+}
+
+// Builds of one release for different hardware are one release, here as in discovery.
+func TestCheckLiveBuilds(t *testing.T) {
+	a, b := engineOf(t, "0.32.0+cpu"), engineOf(t, "0.32.0+cu129")
+	for _, release := range []string{"", ", release: 0.32.0", ", release: v0.32.0"} {
+		require.Empty(t, live(t, fmt.Sprintf("pools: [{name: x, kvTransfer: nixl, endpoints: [{role: prefill, address: %q%s}, {role: decode, address: %q%s}]}]", a, release, b, release)))
+	}
+}

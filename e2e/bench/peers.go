@@ -15,8 +15,8 @@ import (
 //
 //   - vllm-router (PyPI): `--vllm-pd-disaggregation --kv-connector nixl`, one hop after the other, as we do.
 //   - sglang-router (PyPI): `--pd-disaggregation`, which sends both hops at the same time. Its engines answer without KV
-//     transfer (enginesim --connector none), because the simulators speak no SGLang here: the prefill side computes the
-//     whole answer too, which costs the router a little for reading it.
+//     transfer (enginesim --connector none), as when docs/benchmarks.md was measured: the prefill side computes the whole
+//     answer too, which costs the router a little for reading it. enginesim speaks SGLang since then (--connector sglang).
 //
 // A peer serves one model, so there are two processes of each: for the engines that answer at once, and for the paced ones.
 type peer struct {
