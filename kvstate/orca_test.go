@@ -70,7 +70,7 @@ func TestSignalsAge(t *testing.T) {
 		require.InDelta(t, trust, e.Signals().Trust(at.Add(age)), 1e-9, age)
 	}
 	s.Observe(e, Signals{Running: -1, Waiting: 7, KVUsage: -1, KVTokens: -1, At: at.Add(time.Second)})
-	require.Equal(t, Signals{Running: 4, Waiting: 7, KVUsage: .5, KVTokens: 1000, At: at.Add(time.Second)}, *e.Signals())
+	require.Equal(t, Signals{Running: 4, Waiting: 7, KVUsage: .5, KVTokens: 1000, At: at.Add(time.Second), unbooked: 5}, *e.Signals())
 	s.Observe(e, Signals{Running: 9, Waiting: 9, KVUsage: .9, KVTokens: 9, At: at})
 	require.Equal(t, int64(4), e.Signals().Running, "old news")
 	room := func() int64 {
@@ -82,4 +82,54 @@ func TestSignalsAge(t *testing.T) {
 	s.Observe(e, Signals{Running: -1, Waiting: 2, KVUsage: -1, KVTokens: -1, At: at.Add(time.Minute)})
 	require.Equal(t, Signals{Running: -1, Waiting: 2, KVUsage: -1, KVTokens: -1, At: at.Add(time.Minute)}, *e.Signals())
 	require.Zero(t, room(), "it does not say")
+}
+
+// What an engine has that nobody here has booked counts, if two looks say so, as far as they are trusted.
+func TestElsewhere(t *testing.T) {
+	now := time.Unix(1000, 0)
+	s := New(Options{Now: func() time.Time { return now }})
+	s.SetPool(PoolSpec{Name: "p"}, []EndpointSpec{{Addr: "p", Role: RolePrefill}, {Addr: "d", Role: RoleDecode}})
+	pool := s.Pool("p")
+	p, d := pool.Endpoints()[0], pool.Endpoints()[1]
+	look := func(running, waiting int64) {
+		now = now.Add(time.Second)
+		for _, e := range pool.Endpoints() {
+			s.Observe(e, Signals{Running: running, Waiting: waiting, KVUsage: -1, KVTokens: -1, At: now})
+		}
+	}
+	view := func() [2]Candidate {
+		var v View
+		s.View(pool, nil, &v)
+		return [2]Candidate(v.Endpoints)
+	}
+	booked := s.Reserve(d, Booking{For: RoleDecode, PromptTokens: 300})
+	look(5, 2)
+	require.Equal(t, int64(1), view()[1].Requests, "one look may have met requests on their way")
+	look(4, 2)
+	c := view()
+	require.Equal(t, []int64{6, 6 * 300}, []int64{c[1].Requests, c[1].PromptTokens}, "five more, as long as the one that is booked")
+	require.Zero(t, c[1].Jobs)
+	require.Equal(t, []int64{6, 6, 6 * elsewhereTokens}, []int64{c[0].Requests, c[0].Jobs, c[0].PromptTokens})
+	require.Zero(t, c[0].Queue, "nobody knows how long they take, so nobody waits for them")
+
+	s.Observe(d, Signals{Running: -1, Waiting: 2, KVUsage: .5, KVTokens: -1, At: now.Add(time.Millisecond)})
+	require.Equal(t, int64(6), view()[1].Requests, "an answer's header does not say")
+	d.SetOthers(Others{Requests: 3})
+	look(4, 2)
+	require.Equal(t, int64(1+3+2), view()[1].Requests, "three of them are another replica's")
+	look(1, 0)
+	require.Equal(t, int64(1+3), view()[1].Requests)
+	s.Release(booked)
+
+	look(9, 0)
+	look(9, 0)
+	require.Equal(t, int64(9), view()[0].Requests)
+	now = now.Add((signalsFresh + signalsDead) / 2)
+	require.InDelta(t, 4.5, view()[0].Requests, .6)
+	now = now.Add(time.Hour)
+	require.Zero(t, view()[0].Requests)
+	look(9, 0)
+	require.Zero(t, view()[0].Requests, "what was known is too old to agree")
+	s.ApplyObserved(p, Signals{Running: 9, KVUsage: -1, KVTokens: -1, Elsewhere: 7, At: now.Add(time.Second)})
+	require.Equal(t, int64(7), view()[0].Requests, "as another replica has it")
 }

@@ -22,7 +22,7 @@ type Candidate struct {
 	Endpoint     *Endpoint
 	Usable       bool     // not left out for having failed, nor by an operator
 	Weight       int      // how fast it is taken to be, in per cent; 0 is 100
-	Requests     int64    // booked, by all replicas
+	Requests     int64    // booked, by all replicas, and what came another way ([Signals.Elsewhere])
 	PromptTokens int64    // of those
 	Hit          int      // leading blocks of the prompt that it holds
 	Session      Role     // what of the request's session it served last
@@ -134,6 +134,7 @@ func (e *Endpoint) fill(c *Candidate, now int64, fleet, moves float64) {
 	c.Trust, c.KVTokens = 0, 0
 	if c.Signals = e.signals.Load(); c.Signals != nil {
 		c.Trust, c.KVTokens = c.Signals.Trust(time.Unix(0, now)), max(c.Signals.KVTokens, 0)
+		c.Signals.addTo(c)
 	}
 }
 

@@ -305,12 +305,13 @@ func policyOf(p *configv1.Pool, board *notices.Board, log *slog.Logger) (policy 
 
 // said is what an engine says about itself, as shown.
 type said struct {
-	Running  int64   `json:"running"` // -1 here and below: it does not say
-	Waiting  int64   `json:"waiting"`
-	KVUsage  float64 `json:"kv_usage"`
-	KVTokens int64   `json:"kv_tokens"`
-	Age      float64 `json:"age_seconds"`
-	Trust    float64 `json:"trust"`
+	Running   int64   `json:"running"` // -1 here and below: it does not say
+	Waiting   int64   `json:"waiting"`
+	Elsewhere int64   `json:"elsewhere"` // of those, what no replica booked
+	KVUsage   float64 `json:"kv_usage"`
+	KVTokens  int64   `json:"kv_tokens"`
+	Age       float64 `json:"age_seconds"`
+	Trust     float64 `json:"trust"`
 }
 
 func engineSaid(g *kvstate.Signals) *said {
@@ -318,7 +319,7 @@ func engineSaid(g *kvstate.Signals) *said {
 		return nil
 	}
 	now := time.Now()
-	return &said{g.Running, g.Waiting, g.KVUsage, g.KVTokens, now.Sub(g.At).Seconds(), g.Trust(now)}
+	return &said{g.Running, g.Waiting, g.Elsewhere, g.KVUsage, g.KVTokens, now.Sub(g.At).Seconds(), g.Trust(now)}
 }
 
 // writeState shows pools and endpoints as JSON, for people and tests.

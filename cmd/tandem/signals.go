@@ -11,10 +11,10 @@ import (
 
 // signals shows what engines say about their load as gauges: what a decision was made from, and how old it was.
 type signals struct {
-	state                                 *kvstate.State
-	scraper                               *scrape.Scraper
-	running, waiting, usage, age, scrapes *prometheus.Desc
-	bandwidth, tokenBytes                 *prometheus.Desc
+	state                                            *kvstate.State
+	scraper                                          *scrape.Scraper
+	running, waiting, elsewhere, usage, age, scrapes *prometheus.Desc
+	bandwidth, tokenBytes                            *prometheus.Desc
 }
 
 func newSignals(state *kvstate.State, scraper *scrape.Scraper) *signals {
@@ -27,6 +27,7 @@ func newSignals(state *kvstate.State, scraper *scrape.Scraper) *signals {
 		scrapes:    prometheus.NewDesc("tandem_scrapes_total", "Times that this replica asked an engine for its metrics, by whether it told its load (ok, failed).", []string{"result"}, nil),
 		running:    gauge("tandem_engine_running", "Requests that the engine says are running. Absent: it does not say."),
 		waiting:    gauge("tandem_engine_waiting", "Requests that the engine says are waiting. Absent: it does not say."),
+		elsewhere:  gauge("tandem_engine_requests_elsewhere", "Requests that the engine runs or holds waiting and no replica booked, in its last two looks: the decision counts them. Absent: it does not say."),
 		usage:      gauge("tandem_engine_kv_usage", "Share of the KV cache that the engine says is in use, 0 to 1. Absent: it does not say."),
 		bandwidth:  gauge("tandem_engine_transfer_bytes_per_second", "How fast KV comes to the endpoint, learned from what its engine says of transfers. Absent: not learned."),
 		tokenBytes: prometheus.NewDesc("tandem_kv_bytes_per_token", "KV of a token, learned from what engines say of transfers. Absent: not learned.", []string{"pool"}, nil),
@@ -36,7 +37,7 @@ func newSignals(state *kvstate.State, scraper *scrape.Scraper) *signals {
 
 // Describe implements [prometheus.Collector].
 func (s *signals) Describe(out chan<- *prometheus.Desc) {
-	for _, d := range []*prometheus.Desc{s.running, s.waiting, s.usage, s.age, s.scrapes, s.bandwidth, s.tokenBytes} {
+	for _, d := range []*prometheus.Desc{s.running, s.waiting, s.elsewhere, s.usage, s.age, s.scrapes, s.bandwidth, s.tokenBytes} {
 		out <- d
 	}
 }
@@ -63,6 +64,9 @@ func (s *signals) Collect(out chan<- prometheus.Metric) {
 			}
 			show(s.running, float64(g.Running))
 			show(s.waiting, float64(g.Waiting))
+			if g.Running >= 0 && g.Waiting >= 0 {
+				show(s.elsewhere, float64(g.Elsewhere))
+			}
 			show(s.usage, g.KVUsage)
 			if bandwidth := s.state.Bandwidth(p, e); bandwidth > 0 {
 				show(s.bandwidth, bandwidth)

@@ -173,7 +173,7 @@ func (p *sharer) applyHealth(e *kvstate.Endpoint, failed bool) {
 
 func (p *sharer) applySignals(e *kvstate.Endpoint, g *statev1.Signals, at time.Time) {
 	if p.s.state.ApplyObserved(e, kvstate.Signals{
-		Running: g.GetRunning(), Waiting: g.GetWaiting(), KVUsage: fromPPM(g.GetKvUsagePpm()), KVTokens: g.GetKvTokens(), At: at,
+		Running: g.GetRunning(), Waiting: g.GetWaiting(), KVUsage: fromPPM(g.GetKvUsagePpm()), KVTokens: g.GetKvTokens(), At: at, Elsewhere: max(g.GetElsewhere(), 0),
 		Moved: kvstate.Moved{
 			Transfers: int64(g.GetTransfers()), Bytes: int64(g.GetTransferBytes()), Tokens: int64(g.GetTransferTokens()),
 			Time: time.Duration(g.GetTransferUs()) * time.Microsecond,

@@ -265,7 +265,7 @@ func (p *sharer) tellEndpoint(b *statev1.Batch, t *addressTable, e *kvstate.Endp
 			Address: t.position(e.Addr), Running: g.Running, Waiting: g.Waiting, KvTokens: g.KVTokens,
 			KvUsagePpm: toPPM(g.KVUsage), AgeMs: uint32(min(max(now.Sub(g.At).Milliseconds(), 0), math.MaxUint32)),
 			Transfers: uint64(g.Moved.Transfers), TransferBytes: uint64(g.Moved.Bytes), TransferUs: uint64(g.Moved.Time.Microseconds()),
-			TransferTokens: uint64(g.Moved.Tokens),
+			TransferTokens: uint64(g.Moved.Tokens), Elsewhere: g.Elsewhere,
 		})
 		next.signals = g.At
 	}

@@ -154,6 +154,10 @@ func TestSignalsAreShared(t *testing.T) {
 	got.At = time.Time{}
 	require.Equal(t, kvstate.Signals{Running: 3, Waiting: 5, KVUsage: .25, KVTokens: -1, Moved: moved}, got)
 	require.Nil(t, b.e(1).Signals())
+
+	// The second of two looks says what came another way; nobody but who looked can tell.
+	a.state.Observe(a.e(0), kvstate.Signals{Running: 3, Waiting: 4, KVUsage: .25, KVTokens: -1, At: at.Add(time.Second)})
+	eventually(t, "what came another way is known", func() bool { return b.e(0).Signals().Elsewhere == 7 })
 }
 
 func TestSessionsAreShared(t *testing.T) {

@@ -983,8 +983,10 @@ type Signals struct {
 	TransferBytes  uint64 `protobuf:"varint,8,opt,name=transfer_bytes,json=transferBytes,proto3" json:"transfer_bytes,omitempty"`
 	TransferUs     uint64 `protobuf:"varint,9,opt,name=transfer_us,json=transferUs,proto3" json:"transfer_us,omitempty"`
 	TransferTokens uint64 `protobuf:"varint,10,opt,name=transfer_tokens,json=transferTokens,proto3" json:"transfer_tokens,omitempty"`
-	unknownFields  protoimpl.UnknownFields
-	sizeCache      protoimpl.SizeCache
+	// Of running and waiting, those that no replica had booked.
+	Elsewhere     int64 `protobuf:"zigzag64,11,opt,name=elsewhere,proto3" json:"elsewhere,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Signals) Reset() {
@@ -1083,6 +1085,13 @@ func (x *Signals) GetTransferUs() uint64 {
 func (x *Signals) GetTransferTokens() uint64 {
 	if x != nil {
 		return x.TransferTokens
+	}
+	return 0
+}
+
+func (x *Signals) GetElsewhere() int64 {
+	if x != nil {
+		return x.Elsewhere
 	}
 	return 0
 }
@@ -1407,7 +1416,7 @@ const file_state_v1_state_proto_rawDesc = "" +
 	"\blocal_us\x18\b \x01(\x03R\alocalUs\":\n" +
 	"\x06Health\x12\x18\n" +
 	"\aaddress\x18\x01 \x01(\rR\aaddress\x12\x16\n" +
-	"\x06failed\x18\x02 \x01(\bR\x06failed\"\xbc\x02\n" +
+	"\x06failed\x18\x02 \x01(\bR\x06failed\"\xda\x02\n" +
 	"\aSignals\x12\x18\n" +
 	"\aaddress\x18\x01 \x01(\rR\aaddress\x12\x18\n" +
 	"\arunning\x18\x02 \x01(\x12R\arunning\x12\x18\n" +
@@ -1421,7 +1430,8 @@ const file_state_v1_state_proto_rawDesc = "" +
 	"\vtransfer_us\x18\t \x01(\x04R\n" +
 	"transferUs\x12'\n" +
 	"\x0ftransfer_tokens\x18\n" +
-	" \x01(\x04R\x0etransferTokens\"M\n" +
+	" \x01(\x04R\x0etransferTokens\x12\x1c\n" +
+	"\telsewhere\x18\v \x01(\x12R\telsewhere\"M\n" +
 	"\aSession\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\x06R\x03key\x12\x18\n" +
 	"\aprefill\x18\x02 \x01(\rR\aprefill\x12\x16\n" +
