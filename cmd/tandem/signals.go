@@ -27,7 +27,7 @@ func newSignals(state *kvstate.State, scraper *scrape.Scraper) *signals {
 		scrapes:    prometheus.NewDesc("tandem_scrapes_total", "Times that this replica asked an engine for its metrics, by whether it told its load (ok, failed).", []string{"result"}, nil),
 		running:    gauge("tandem_engine_running", "Requests that the engine says are running. Absent: it does not say."),
 		waiting:    gauge("tandem_engine_waiting", "Requests that the engine says are waiting. Absent: it does not say."),
-		elsewhere:  gauge("tandem_engine_requests_elsewhere", "Requests that the engine runs or holds waiting and no replica booked, in its last two looks: the decision counts them. Absent: it does not say."),
+		elsewhere:  gauge("tandem_engine_requests_elsewhere", "Requests that the engine says run or wait and no replica booked, in two looks: the decision counts them. Absent: it does not say."),
 		usage:      gauge("tandem_engine_kv_usage", "Share of the KV cache that the engine says is in use, 0 to 1. Absent: it does not say."),
 		bandwidth:  gauge("tandem_engine_transfer_bytes_per_second", "How fast KV comes to the endpoint, learned from what its engine says of transfers. Absent: not learned."),
 		tokenBytes: prometheus.NewDesc("tandem_kv_bytes_per_token", "KV of a token, learned from what engines say of transfers. Absent: not learned.", []string{"pool"}, nil),
