@@ -26,9 +26,11 @@ import (
 	"google.golang.org/grpc/credentials/insecure"
 	"google.golang.org/grpc/metadata"
 	"google.golang.org/grpc/test/bufconn"
+
 	"google.golang.org/protobuf/types/known/durationpb"
 	"google.golang.org/protobuf/types/known/timestamppb"
 	"google.golang.org/protobuf/types/known/wrapperspb"
+	"tandem/internal/rpc"
 
 	"tandem/extproc/kvtransfer"
 	"tandem/kvstate"
@@ -42,7 +44,7 @@ type stand struct {
 	t      *testing.T
 	state  *kvstate.State
 	server *Server
-	grpc   *grpc.Server
+	grpc   *rpc.Server
 	conn   *grpc.ClientConn
 	ext    extprocv3.ExternalProcessorClient
 	logs   logv3.AccessLogServiceClient
@@ -68,7 +70,7 @@ func newStand(t *testing.T, o Options) *stand {
 	}
 	s.registry = prometheus.NewRegistry()
 	s.server = New(o, NewMetrics(s.registry, s.state))
-	s.grpc = grpc.NewServer(Codec(), grpc.MaxRecvMsgSize(64<<20), grpc.MaxSendMsgSize(64<<20), grpc.InitialWindowSize(16<<20), grpc.InitialConnWindowSize(64<<20))
+	s.grpc = rpc.New(rpc.Options{Codec: Codec(), Pool: BufferPool(), MaxMessage: 64 << 20, Inline: Inline})
 	s.server.Register(s.grpc)
 	go s.server.Run(t.Context())
 	listener := bufconn.Listen(1 << 20)

@@ -13,6 +13,7 @@ import (
 	"go.opentelemetry.io/otel/trace"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/encoding"
 	"google.golang.org/grpc/metadata"
 	"google.golang.org/grpc/status"
 
@@ -139,8 +140,12 @@ func orDefault[T comparable](v *T, d T) {
 	}
 }
 
-// Codec is the option that a gRPC server serving this package must be made with.
-func Codec() grpc.ServerOption { return grpc.ForceServerCodecV2(newCodec()) }
+// Codec is what a gRPC server serving this package must read and write messages with.
+func Codec() encoding.CodecV2 { return newCodec() }
+
+// Inline reports whether a method ("/service/method") may run on the goroutine that reads the connection: it is quick, and says when
+// it is about to wait (mayWait).
+func Inline(method string) bool { return method == "/"+ServiceName+"/Process" }
 
 // Register adds the external processor and the access log service to a gRPC server made with [Codec].
 func (s *Server) Register(r grpc.ServiceRegistrar) {
@@ -311,6 +316,14 @@ func (x *exchange) release() {
 
 // receive reads the next message.
 func (x *exchange) receive() error { return x.stream.RecvMsg(&x.msg) }
+
+// mayWait says that the handler is about to wait for something other than its stream, or to work for long, so that a server that runs
+// handlers on the goroutine that reads their connection (internal/rpc) has another one read it meanwhile.
+func (x *exchange) mayWait() {
+	if s, ok := x.stream.(interface{ MayWait() }); ok {
+		s.MayWait()
+	}
+}
 
 // send writes one reply, unless the deadline has already answered.
 func (x *exchange) send(r *reply) error {

@@ -6,33 +6,19 @@ import (
 	"errors"
 	"fmt"
 	"os"
-	"runtime"
 	"sync"
 	"time"
 
-	"google.golang.org/grpc"
-	"google.golang.org/grpc/credentials"
-	"google.golang.org/grpc/experimental"
-	"google.golang.org/grpc/keepalive"
-
 	"tandem/extproc"
+	"tandem/internal/rpc"
 	configv1 "tandem/protos/config/v1"
 )
 
 // newGRPC makes the server that Envoy talks to.
-func newGRPC(config *configv1.Config, server *extproc.Server, health *extproc.Health) (*grpc.Server, error) {
-	limit := int(config.GetExtProc().GetMaxMessageBytes())
-	options := []grpc.ServerOption{
-		extproc.Codec(), experimental.BufferPool(extproc.BufferPool()),
-		grpc.MaxRecvMsgSize(limit), grpc.MaxSendMsgSize(limit),
-		grpc.MaxConcurrentStreams(1 << 20), // Envoy's circuit breakers bound them
-		// A stream is short and its stack grows to the same size each time: goroutines that are kept have grown (0.87 of the CPU).
-		// Streams beyond them get goroutines of their own.
-		grpc.NumStreamWorkers(uint32(8 * runtime.GOMAXPROCS(0))),
-		// Whole prompts go both ways; a window below their size costs a round trip for each of its fillings.
-		grpc.InitialWindowSize(16 << 20), grpc.InitialConnWindowSize(64 << 20),
-		grpc.KeepaliveParams(keepalive.ServerParameters{Time: 30 * time.Second, Timeout: 10 * time.Second}),
-		grpc.KeepaliveEnforcementPolicy(keepalive.EnforcementPolicy{MinTime: 5 * time.Second, PermitWithoutStream: true}),
+func newGRPC(config *configv1.Config, server *extproc.Server, health *extproc.Health) (*rpc.Server, error) {
+	o := rpc.Options{
+		Codec: extproc.Codec(), Pool: extproc.BufferPool(), MaxMessage: int(config.GetExtProc().GetMaxMessageBytes()),
+		Inline: extproc.Inline,
 	}
 	switch t := config.GetExtProc().GetTls(); t.GetMode() {
 	case "files":
@@ -40,15 +26,15 @@ func newGRPC(config *configv1.Config, server *extproc.Server, health *extproc.He
 		if err != nil {
 			return nil, err
 		}
-		options = append(options, grpc.Creds(credentials.NewTLS(files.config())))
+		o.TLS = files.config()
 	case "selfSigned":
 		c, err := selfSigned()
 		if err != nil {
 			return nil, fmt.Errorf("extProc.tls: %w", err)
 		}
-		options = append(options, grpc.Creds(credentials.NewTLS(c)))
+		o.TLS = c
 	}
-	s := grpc.NewServer(options...)
+	s := rpc.New(o)
 	server.Register(s)
 	health.Register(s)
 	return s, nil

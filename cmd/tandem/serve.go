@@ -16,9 +16,9 @@ import (
 	"time"
 
 	"golang.org/x/sync/errgroup"
-	"google.golang.org/grpc"
 
 	"tandem/extproc"
+	"tandem/internal/rpc"
 	configv1 "tandem/protos/config/v1"
 	"tandem/status"
 )
@@ -168,7 +168,7 @@ func runServer(ctx context.Context, file string, config *configv1.Config, set se
 }
 
 // drain lets what runs end, with a deadline each.
-func drain(server *extproc.Server, grpcServer *grpc.Server, ports ...*http.Server) {
+func drain(server *extproc.Server, grpcServer *rpc.Server, ports ...*http.Server) {
 	server.Drain()
 	stopGRPC(grpcServer)
 	ctx, cancel := context.WithTimeout(context.Background(), time.Second)
@@ -215,7 +215,7 @@ func listen(ctx context.Context, addresses ...string) ([]net.Listener, error) {
 }
 
 // stopGRPC lets running streams end, but not for longer than drainTime. Access log streams have no end of their own.
-func stopGRPC(s *grpc.Server) {
+func stopGRPC(s *rpc.Server) {
 	stopped := make(chan struct{})
 	go func() { s.GracefulStop(); close(stopped) }()
 	select {
