@@ -126,6 +126,7 @@ func (x *exchange) pairUp(pool *kvstate.Pool, policy Policy, tokens int64, a *at
 	p, d := x.view.Endpoints[c.Prefill], x.view.Endpoints[c.Decode]
 	legs := kvtransfer.Legs{ID: newTicketID(), RequestID: x.requestID, Prefill: p.Endpoint, Decode: d.Endpoint}
 	if policy.Peers != nil {
+		x.mayWait() // an engine may have to be asked who it is
 		legs.Peer, _ = policy.Peers.Lookup(x.stream.Context(), p.Endpoint)
 		legs.DecodePeer = policy.Peers.Known(d.Endpoint.Addr)
 	}

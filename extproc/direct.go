@@ -42,6 +42,7 @@ func (x *exchange) prefillDirectly(pool *kvstate.Pool, policy Policy, c picker.C
 		a.why = "direct_calls_spent"
 		return nil, nil
 	}
+	x.mayWait()
 	for {
 		p := x.view.Endpoints[c.Prefill]
 		edits, err := x.callPrefill(pool, policy, c, tokens, model)

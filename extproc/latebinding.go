@@ -263,6 +263,7 @@ func (w *waitingRoom) push() {
 
 // wait returns when a request is settled.
 func (w *waitingRoom) wait(r *waiter) {
+	r.x.mayWait()
 	w.mu.Lock()
 	limit := w.maxTime
 	w.mu.Unlock()

@@ -59,6 +59,7 @@ func (x *exchange) prefillLeg() error {
 	err = x.redirect(next, location(x.msg.attributes.authority, x.msg.attributes.path))
 	x.did(workAnswer)
 	if next.Stage == kvtransfer.HandOver && (gone != nil || err != nil) {
+		x.mayAskOthers()
 		x.s.stranded(next, x.requestID, "client_gone")
 	}
 	return err
@@ -291,6 +292,7 @@ func (x *exchange) sealHandOver(t *kvtransfer.Ticket) ([]byte, error) {
 			return sealed, err
 		}
 	}
+	x.mayAskOthers()
 	var err error
 	if t.ParamsRef, err = x.s.State.PutHandOver(t.Params); err != nil {
 		x.s.Log.Warn("hand-over too large for a header and no room to keep it: decode computes the prompt", "request_id", x.requestID, "err", err)

@@ -36,6 +36,7 @@ func (x *exchange) reserveRoom(d *kvstate.Endpoint, redirects int, b kvstate.Boo
 	if b.PromptTokens > room {
 		return 0, "buffer_too_small"
 	}
+	x.mayWait()
 	ctx, cancel := context.WithTimeout(x.stream.Context(), patience)
 	defer cancel()
 	id, ok := x.s.State.ReserveRoom(ctx, x.s.reservationID(x.bookedAs, redirects, kvstate.RoleDecode), d, b, room, sourceOf(x.stream.Context()))
@@ -50,7 +51,11 @@ func (x *exchange) reserveRoom(d *kvstate.Endpoint, redirects int, b kvstate.Boo
 func (x *exchange) awaitKV(t *kvtransfer.Ticket) {
 	policy, _ := x.s.policy(t.Pool)
 	pusher, ok := policy.Dialect.(kvtransfer.Pusher)
-	if ok && !pusher.Await(x.stream.Context(), &x.pair) && x.stream.Context().Err() == nil {
+	if !ok {
+		return
+	}
+	x.mayWait()
+	if !pusher.Await(x.stream.Context(), &x.pair) && x.stream.Context().Err() == nil {
 		x.s.Log.Warn("no word that the KV is with decode: it computes what it lacks", "request_id", x.requestID, "prefill", t.Prefill, "decode", t.Decode)
 	}
 }

@@ -29,7 +29,7 @@ func (x *exchange) resume(t *kvtransfer.Ticket, ticketErr error) (route, error) 
 	}
 	x.s.releasePass(x.requestID, t.Redirects) // of a stream that Envoy gave up on and tries again
 	pool := x.s.State.Pool(t.Pool)            // gone where the configuration changed between the hops
-	if t.Stage == kvtransfer.HandOver && ticketErr == nil && pool != nil && x.s.State.Spend(t.ID) {
+	if t.Stage == kvtransfer.HandOver && ticketErr == nil && pool != nil && x.spend(t) {
 		return x.decode(pool, t)
 	}
 	x.s.release(t)
@@ -38,7 +38,7 @@ func (x *exchange) resume(t *kvtransfer.Ticket, ticketErr error) (route, error) 
 		decodeFailed: t.Cause == kvtransfer.CauseDecode, turnFailed: t.Cause == kvtransfer.CauseTurn,
 	}
 	if t.Stage == kvtransfer.Encoded {
-		if ticketErr == nil && x.s.State.Spend(t.ID) {
+		if ticketErr == nil && x.spend(t) {
 			a.encoded = x.handedOver(t)
 		}
 		return x.again(t, a)
@@ -50,6 +50,7 @@ func (x *exchange) resume(t *kvtransfer.Ticket, ticketErr error) (route, error) 
 			t.Cause = "hand_over_expired"
 		case pool == nil:
 			t.Cause = "pool_gone"
+			x.mayAskOthers()
 			x.s.stranded(t, x.requestID, t.Cause)
 		}
 	}
@@ -130,7 +131,7 @@ func (x *exchange) handedOver(t *kvtransfer.Ticket) []byte {
 	if t.ParamsRef == ([16]byte{}) {
 		return t.Params
 	}
-	if kept, ok := x.s.State.TakeHandOver(t.ParamsRef); ok {
+	if kept, ok := x.takeHandOver(t); ok {
 		return kept
 	}
 	return nil

@@ -108,6 +108,7 @@ func (x *exchange) tokenize(pool *kvstate.Pool, policy *Policy) {
 	if done == nil || policy.TokenBudget <= 0 {
 		return
 	}
+	x.mayWait()
 	budget := time.NewTimer(policy.TokenBudget)
 	defer budget.Stop()
 	select {

@@ -249,6 +249,9 @@ func (s *Server) process(stream grpc.ServerStream) error {
 			role, serve = "endpoint-picker", x.serveAsPicker
 		}
 	}
+	if role != "main" && role != rolePrefillLeg {
+		x.mayWait() // for the other leg, or for as long as the request takes
+	}
 	err := serve()
 	x.endSpan(err)
 	if err == nil {
@@ -323,6 +326,25 @@ func (x *exchange) mayWait() {
 	if s, ok := x.stream.(interface{ MayWait() }); ok {
 		s.MayWait()
 	}
+}
+
+// mayAskOthers says so where other replicas may have to be asked.
+func (x *exchange) mayAskOthers() {
+	if x.s.State.Shared() {
+		x.mayWait()
+	}
+}
+
+// spend is [kvstate.State.Spend] of a ticket.
+func (x *exchange) spend(t *kvtransfer.Ticket) bool {
+	x.mayAskOthers()
+	return x.s.State.Spend(t.ID)
+}
+
+// takeHandOver is [kvstate.State.TakeHandOver] of what a ticket refers to.
+func (x *exchange) takeHandOver(t *kvtransfer.Ticket) ([]byte, bool) {
+	x.mayAskOthers()
+	return x.s.State.TakeHandOver(t.ParamsRef)
 }
 
 // send writes one reply, unless the deadline has already answered.

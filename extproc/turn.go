@@ -146,6 +146,7 @@ func (x *exchange) renderIDs(pool *kvstate.Pool) bool {
 	if done == nil {
 		return false
 	}
+	x.mayWait()
 	patience := time.NewTimer(turnPatience)
 	defer patience.Stop()
 	select {

@@ -71,10 +71,13 @@ func (g *Signals) flat(text []byte) bool {
 	return true
 }
 
-// plain says that text is a JSON number without sign and exponent.
+// plain says that text is a JSON number without sign. A cache that is hardly used has an exponent: 6.1e-05.
 func plain(text []byte) bool {
-	whole, fraction, point := bytes.Cut(text, []byte("."))
-	return only(whole, "0123456789") && (len(whole) == 1 || whole[0] != '0') && (!point || only(fraction, "0123456789"))
+	const digits = "0123456789"
+	number, exponent, e := bytes.Cut(text, []byte("e"))
+	whole, fraction, point := bytes.Cut(number, []byte("."))
+	exponent = bytes.TrimPrefix(exponent, []byte("-"))
+	return only(whole, digits) && (len(whole) == 1 || whole[0] != '0') && (!point || only(fraction, digits)) && (!e || only(exponent, digits))
 }
 
 func only(text []byte, chars string) bool { return len(text) > 0 && len(bytes.Trim(text, chars)) == 0 }

@@ -46,6 +46,9 @@ func (s *State) ReleaseWherever(p *Pool, id ReservationID) {
 	}
 }
 
+// Shared reports whether there are other replicas, so that [State.Spend], [State.TakeHandOver] and [State.PutHandOver] may wait for Redis.
+func (s *State) Shared() bool { return s.peers != nil }
+
 // ApplyRouted is [State.Routed] by another replica.
 func (s *State) ApplyRouted(p *Pool, e *Endpoint, hashes []uint64) { p.index.add(e.routed, hashes) }
 

@@ -76,7 +76,7 @@ func (c *conn) read() error {
 // sleepWell keeps the frame with which Envoy, as any gRPC client, gives up a stream that is over already from waking the server for
 // itself: where no stream is open, less than it and a byte is nothing that anybody waits for, and is read with what comes next.
 func (c *conn) sleepWell() {
-	if c.out.copies { // TLS: a record has other sizes
+	if c.s.o.TLS != nil { // a record has other sizes
 		return
 	}
 	least := 1
