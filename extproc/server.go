@@ -102,6 +102,7 @@ type Server struct {
 	exchanges sync.Pool
 	draining  chan struct{}
 	cleanups  chan cleanup
+	handed    handedOut
 	recent    *recent
 	pairs     *pairs
 	seed      uint64 // of reservation ids
@@ -391,6 +392,7 @@ func (s *Server) Run(ctx context.Context) {
 	for range cleanupWorkers {
 		workers.Go(func() { s.cleanUp(ctx) })
 	}
+	workers.Go(func() { s.handed.sweep(ctx) })
 	workers.Go(func() { s.metrics.pruneSeries(ctx, s.State) })
 	s.State.Run(ctx)
 }
