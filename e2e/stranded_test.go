@@ -39,6 +39,14 @@ func (f *fleet) held() (ids []string, given int) {
 	return ids, given
 }
 
+// sum is a metric of all replicas.
+func (f *fleet) sum(name string, labels ...string) (n float64) {
+	for _, admin := range f.admins {
+		n += metric(f.t, admin, name, labels...)
+	}
+	return n
+}
+
 // cleanedUp waits until every hand-over that was stranded, and whose parameters were known, has met its cleanup, and returns how many
 // cleanups there were.
 func (f *fleet) cleanedUp() int {
@@ -48,18 +56,18 @@ func (f *fleet) cleanedUp() int {
 				return false
 			}
 		}
-		return metric(f.t, f.admins[0], "tandem_reservations") == 0
+		return f.sum("tandem_reservations") == 0
 	})
 	n := 0.0
 	soon(f.t, "everything stranded is cleaned up", func() bool {
-		stranded := metric(f.t, f.admins[0], "tandem_handovers_stranded_total")
+		stranded := f.sum("tandem_handovers_stranded_total")
 		for _, reason := range []string{"answer_cut", "decode_failed"} { // of which nothing is known, or nothing for certain
-			stranded -= metric(f.t, f.admins[0], "tandem_handovers_stranded_total", `reason="`+reason+`"`)
+			stranded -= f.sum("tandem_handovers_stranded_total", `reason="`+reason+`"`)
 		}
-		n = metric(f.t, f.admins[0], "tandem_cleanup_decodes_total")
+		n = f.sum("tandem_cleanup_decodes_total")
 		return n >= stranded
 	})
-	require.InDelta(f.t, n, metric(f.t, f.admins[0], "tandem_cleanup_decodes_total", `result="ok"`), 0)
+	require.InDelta(f.t, n, f.sum("tandem_cleanup_decodes_total", `result="ok"`), 0)
 	return int(n)
 }
 
@@ -86,9 +94,17 @@ func (f *fleet) decodeLegs() (legs map[string][]seen, cleanups int) {
 // (docs/operations.md, TandemHandoversStranded): P's answer never came to Tandem whole, because Envoy had cut the leg; or D had the
 // request, and gave it up before its scheduler knew.
 func TestNoBlocksAreStranded(t *testing.T) {
-	t.Parallel()
+	for _, replicas := range []int{1, 2} { // two that share nothing: one of them acts
+		t.Run(fmt.Sprintf("replicas %d", replicas), func(t *testing.T) {
+			t.Parallel()
+			leaveAtAnyMoment(t, replicas)
+		})
+	}
+}
+
+func leaveAtAnyMoment(t *testing.T, replicas int) {
 	const clients, each = 16, 60
-	f := start(t, cleaning(options{prefills: 2, decodes: 2, engineArgs: []string{"--prefill-speed", "20000", "--decode-step", "2ms"}}))
+	f := start(t, cleaning(options{replicas: replicas, prefills: 2, decodes: 2, engineArgs: []string{"--prefill-speed", "20000", "--decode-step", "2ms"}}))
 	f.lenient = true // this test holds the engines to account
 	var all sync.WaitGroup
 	for c := range clients {
@@ -104,11 +120,13 @@ func TestNoBlocksAreStranded(t *testing.T) {
 	all.Wait()
 	n := f.cleanedUp()
 
-	log, err := os.ReadFile(f.tandems[0].log)
-	require.NoError(t, err)
 	cut := map[string]bool{} // left while Envoy waited for P, or for what becomes of P's answer
-	for _, m := range regexp.MustCompile(`msg="pass ended" request_id=(\S+) stage=prefill_leg .*client_gone=true`).FindAllStringSubmatch(string(log), -1) {
-		cut[m[1]] = true
+	for _, tandem := range f.tandems {
+		log, err := os.ReadFile(tandem.log)
+		require.NoError(t, err)
+		for _, m := range regexp.MustCompile(`msg="pass ended" request_id=(\S+) stage=prefill_leg .*client_gone=true`).FindAllStringSubmatch(string(log), -1) {
+			cut[m[1]] = true
+		}
 	}
 	legs, cleanups := f.decodeLegs()
 	require.Equal(t, n, cleanups, "what is counted is what engines saw")
@@ -127,7 +145,7 @@ func TestNoBlocksAreStranded(t *testing.T) {
 	for id, l := range legs {
 		require.Len(t, l, 1, "%s: parameters went out more than once", id)
 	}
-	require.LessOrEqual(t, float64(unknown), metric(t, f.admins[0], "tandem_hop_duration_seconds_count", `hop="prefill"`, `result="client_gone"`))
+	require.LessOrEqual(t, float64(unknown), f.sum("tandem_hop_duration_seconds_count", `hop="prefill"`, `result="client_gone"`))
 	t.Logf("%d requests, %d hand-overs: %d cleaned up; held: %d whose parameters nobody knows, %d that D dropped", clients*each, given, n, unknown, dropped)
 }
 
@@ -166,7 +184,7 @@ func TestBlocksOfADecodeNotReached(t *testing.T) {
 		require.Equal(t, 200, a.status)
 	}
 	soon(t, "the end is told", func() bool {
-		return metric(t, f.admins[0], "tandem_handovers_stranded_total", `reason="client_gone"`) == 1
+		return f.sum("tandem_handovers_stranded_total", `reason="client_gone"`) == 1
 	})
 	require.Equal(t, 1, f.cleanedUp())
 	_, cleanups := f.decodeLegs()

@@ -146,7 +146,7 @@ func TestHandOversThatNobodyGot(t *testing.T) {
 			e.Response.ResponseCode.Value = 503
 			s.log(e)
 		}, "", ""},
-		"prefill answered too late": {func(s *stand, q *request) { q.replan() }, "replanned", "ok"},
+		"prefill answered too late": {func(_ *stand, q *request) { q.replan() }, "replanned", "ok"},
 		"no decode endpoint any more": {func(s *stand, q *request) {
 			s.state.SetPool(kvstate.PoolSpec{Name: "chat", Models: []string{"*"}}, []kvstate.EndpointSpec{{Name: "p1", Addr: addressOf("p1"), Role: kvstate.RolePrefill}})
 			q.follow()
@@ -189,4 +189,19 @@ func TestHandOversThatNobodyGot(t *testing.T) {
 			require.Zero(t, s.server.handed.bytes)
 		})
 	}
+}
+
+// An answer of prefill's that breaks off names nothing that could be cleaned up, and is counted.
+func TestAnswerCut(t *testing.T) {
+	s := newStand(t, Options{})
+	s.pool("chat", splitting(), "p1", "d1")
+	q := s.newRequest("/v1/chat/completions", "r1", chatBody)
+	q.goOn(q.pass())
+	q.prefillLeg(answer{status: 200, body: prefilled(params(2)), piece: 20, cut: true})
+	require.Eventually(t, func() bool {
+		return testutil.ToFloat64(s.server.metrics.stranded.WithLabelValues("chat", addressOf("p1"), "answer_cut")) == 1
+	}, 30*time.Second, time.Millisecond)
+	s.log(q.entry(0, "downstream_remote_disconnect"))
+	require.Zero(t, testutil.CollectAndCount(s.server.metrics.cleanups))
+	require.Zero(t, s.state.Reservations())
 }
