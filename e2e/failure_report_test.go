@@ -208,7 +208,7 @@ func (s *stage) quiet() string {
 		for _, e := range s.f.engines() {
 			if e.running() {
 				left = append(left, leftAt("http://"+e.addr, map[string]string{
-					"enginesim_blocks_held": "blocks held", "vllm:num_requests_running": "running", "enginesim_violations_total": "VIOLATIONS",
+					"enginesim_blocks_held": "blocks held", "vllm:num_requests_running": "running", "vllm:num_requests_waiting": "waiting", "enginesim_violations_total": "VIOLATIONS",
 				})...)
 			}
 		}

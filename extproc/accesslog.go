@@ -5,6 +5,7 @@ import (
 	"errors"
 	"io"
 	"log/slog"
+	"strings"
 	"time"
 
 	"github.com/cespare/xxhash/v2"
@@ -26,8 +27,14 @@ type logBatch struct {
 	arena   []byte
 }
 
-// logNameMirror is the log_name of the mirrored prefill leg's listener; that of the main listener is another.
-const logNameMirror = "tandem-prefill-mirror"
+// Names of logs that are not the main listener's: that of the mirrored prefill leg's, and that of tries which reached nobody.
+const (
+	logNameMirror    = "tandem-prefill-mirror"
+	logNameUnreached = "tandem-unreached"
+)
+
+// clusterPod is what the names of the clusters begin with that go to an endpoint itself.
+const clusterPod = "tandem-pod"
 
 // logEntry is one HTTPAccessLogEntry of the main listener.
 type logEntry struct {
@@ -42,7 +49,14 @@ type logEntry struct {
 	clientGone        bool          // response flag DC or DR
 	unfollowed        []byte        // the answer was a redirect that Envoy did not follow: what its script says of that
 	sent, sentHeaders uint64        // bytes to the endpoint, by the last try
+	tries             uint64
+	began             bool // the last try had a connection, and something was written to it
+	pod               bool // the last try was one at an endpoint, not at the replan port or an internal listener
 }
+
+// asked reports whether an endpoint may have got anything of the pass. A try that waits for a connection has begun nothing and sent
+// nothing (Envoy 1.40); of tries before the last an entry does not tell, so a second one counts.
+func (e *logEntry) asked() bool { return e.tries > 1 || e.began || e.sent > 0 }
 
 func (b *logBatch) unmarshal(data mem.BufferSlice) error {
 	c := newCursor(data)
@@ -99,15 +113,25 @@ func (b *logBatch) readEntry(c *cursor, end int, e *logEntry) {
 	}
 }
 
-// readCommon reads AccessLogCommon{5: start_time, 9: time_to_first_upstream_rx_byte, 16: response_flags, 22: map<string, string>
-// custom_tags, 23: duration, 31: upstream_wire_bytes_sent}.
+// readCommon reads AccessLogCommon{5: start_time, 7: time_to_first_upstream_tx_byte, 9: time_to_first_upstream_rx_byte, 15:
+// upstream_cluster, 16: response_flags, 22: map<string, string> custom_tags, 23: duration, 24: upstream_request_attempt_count,
+// 31: upstream_wire_bytes_sent}.
 func (b *logBatch) readCommon(c *cursor, end int, e *logEntry) {
 	for number, wire := c.field(end); number != 0; number, wire = c.field(end) {
 		switch {
 		case number == 5 && wire == wireBytes:
 			e.start = time.Unix(0, 0).Add(readDuration(c, c.length(end))) // a Timestamp has a Duration's fields
+		case number == 7 && wire == wireBytes:
+			e.began = true
+			c.skip(wire, end)
 		case number == 9 && wire == wireBytes:
 			e.firstByte = readDuration(c, c.length(end))
+		case number == 15 && wire == wireBytes:
+			mark := len(b.arena)
+			e.pod = strings.HasPrefix(string(c.text(&b.arena, end)), clusterPod)
+			b.arena = b.arena[:mark] // the name is not needed again
+		case number == 24 && wire == wireVarint:
+			e.tries = c.varint()
 		case number == 23 && wire == wireBytes:
 			e.duration = readDuration(c, c.length(end))
 		case number == 22 && wire == wireBytes:
@@ -236,9 +260,12 @@ func (s *Server) readAccessLogs(stream grpc.ServerStream) error {
 			return err
 		}
 		for i := range batch.entries {
-			if batch.name == logNameMirror {
+			switch batch.name {
+			case logNameMirror:
 				s.mirrorEnded(&batch.entries[i])
-			} else {
+			case logNameUnreached:
+				s.decodeUnreached(&batch.entries[i])
+			default:
 				s.hopEnded(&batch.entries[i])
 			}
 		}
@@ -268,7 +295,10 @@ func (s *Server) hopEnded(e *logEntry) {
 	}
 	if ctx := context.Background(); s.Log.Enabled(ctx, slog.LevelDebug) {
 		s.Log.DebugContext(ctx, "pass ended", "request_id", string(e.requestID), "stage", t.Stage.String(), "status", e.status, "details", string(e.details),
-			"duration", e.duration, "first_byte", e.firstByte, "client_gone", e.clientGone)
+			"duration", e.duration, "first_byte", e.firstByte, "client_gone", e.clientGone, "tries", e.tries, "asked", e.asked())
+	}
+	if !redirected {
+		s.handOverEnded(t, e)
 	}
 	if t.Stage == kvtransfer.PrefillLeg && !redirected { // P's answer may have been carried into a pass 2 of which Envoy took nothing in
 		s.releasePass(string(e.requestID), t.Redirects+1)
@@ -299,8 +329,8 @@ func (s *Server) hopEnded(e *logEntry) {
 	}
 	if mine { // every replica sees every entry: the one that booked the hop counts it
 		s.metrics.requestEnded(t, e, took, first)
-		if t.Stage == kvtransfer.HandOver && e.clientGone {
-			s.stranded(t, string(e.requestID), "client_gone")
+		if policy, _ := s.policy(t.Pool); t.Stage == kvtransfer.HandOver && e.clientGone && !policy.CleanupDecode {
+			s.metrics.stranded.WithLabelValues(t.Pool, t.Prefill, strandedClientGone).Inc()
 		}
 	}
 	s.recent.change(string(e.requestID), func(trace *Trace) { trace.DecodeTime, trace.Status = took, e.status })

@@ -27,7 +27,8 @@
 // waitingroom.go how it waits for its endpoints; continue.go and answerleg.go are what becomes of an answer that two engines
 // give; turn.go is what D keeps of an answer for the conversation's next turn; encodeleg.go is the leg before the others, of chats
 // with media; leg.go is the prefill leg, carried.go what comes without it, pair.go what some dialects want of both; concurrent.go, decodeleg.go, mirroredleg.go and
-// pairs.go are both legs at once; replan.go and accesslog.go are the other two doors, unfollowed.go what the second tells of redirects that came to nothing; explain.go says why a request went
+// pairs.go are both legs at once; replan.go and accesslog.go are the other two doors, unfollowed.go what the second tells of redirects that came to nothing, handed.go and
+// stranded.go what of KV that nobody got; explain.go says why a request went
 // where it went.
 package extproc
 

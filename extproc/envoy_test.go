@@ -355,6 +355,7 @@ type answer struct {
 	piece    int // of the body; 0: all in one
 	bodyless bool
 	trailers bool
+	cut      bool // after the first piece
 }
 
 // prefillLeg takes P's answer through the leg's filter.
@@ -382,6 +383,10 @@ func (q *request) prefillLeg(a answer) *verdict {
 			ResponseBody: &extprocv3.HttpBody{Body: rest[:n], EndOfStream: last && !a.trailers},
 		}}) != nil {
 			break
+		}
+		if a.cut {
+			require.Eventually(t, func() bool { return q.s.server.held.Load() > 0 }, 30*time.Second, time.Millisecond)
+			return nil
 		}
 		if rest = rest[n:]; last {
 			break
@@ -456,9 +461,15 @@ func (q *request) entry(status int, details string) *logdatav3.HTTPAccessLogEntr
 // log sends access log entries and waits until they are read.
 func (s *stand) log(entries ...*logdatav3.HTTPAccessLogEntry) {
 	s.t.Helper()
+	s.logAs("tandem", entries...)
+}
+
+// logAs is log, of another log than the main listener's.
+func (s *stand) logAs(name string, entries ...*logdatav3.HTTPAccessLogEntry) {
+	s.t.Helper()
 	stream, err := s.logs.StreamAccessLogs(s.t.Context())
 	require.NoError(s.t, err)
-	require.NoError(s.t, stream.Send(&logv3.StreamAccessLogsMessage{LogEntries: &logv3.StreamAccessLogsMessage_HttpLogs{
+	require.NoError(s.t, stream.Send(&logv3.StreamAccessLogsMessage{Identifier: &logv3.StreamAccessLogsMessage_Identifier{LogName: name}, LogEntries: &logv3.StreamAccessLogsMessage_HttpLogs{
 		HttpLogs: &logv3.StreamAccessLogsMessage_HTTPAccessLogEntries{LogEntry: entries},
 	}}))
 	_, err = stream.CloseAndRecv()

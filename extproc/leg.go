@@ -46,6 +46,7 @@ func (x *exchange) prefillLeg() error {
 		return x.passAnswer()
 	}
 	if err := x.receiveAnswer(); err != nil {
+		x.answerCut(t, code)
 		return err
 	}
 	x.did(workReceive)
@@ -54,15 +55,25 @@ func (x *exchange) prefillLeg() error {
 		x.s.release(t)
 		return x.answerClient(t, final)
 	}
+	if next.Stage == kvtransfer.HandOver { // before it is sent: the end of the request may be told at any moment after
+		x.s.keep(next, next.Params, next.Decode, false)
+	}
 	x.did(workDecide)
 	gone := x.stream.Context().Err() // Envoy let go while P's answer waited here
 	err = x.redirect(next, location(x.msg.attributes.authority, x.msg.attributes.path))
 	x.did(workAnswer)
 	if next.Stage == kvtransfer.HandOver && (gone != nil || err != nil) {
 		x.mayAskOthers()
-		x.s.stranded(next, x.requestID, "client_gone")
+		x.s.stranded(next, x.requestID, strandedClientGone)
 	}
 	return err
+}
+
+// answerCut counts an answer of P's whose rest will not come: P has finished, and what it keeps nobody can name.
+func (x *exchange) answerCut(t *kvtransfer.Ticket, code int) {
+	if policy, _ := x.s.policy(t.Pool); code == 200 && policy.Dialect != nil {
+		x.s.metrics.stranded.WithLabelValues(t.Pool, t.Prefill, strandedAnswerCut).Inc()
+	}
 }
 
 // settlePrefill settles a prefill leg that has ended with P's answer: what was booked for it, what is counted of it, and the way on.
@@ -167,8 +178,7 @@ func (x *exchange) receiveAnswer() error {
 // afterPrefill makes the ticket that the redirect carries: KV parameters in hand, or what went wrong. final, where P's
 // answer is all there is to say, is the client's.
 func (x *exchange) afterPrefill(t *kvtransfer.Ticket, code int, answer []byte, over bool) (_ *kvtransfer.Ticket, final []byte) {
-	next := *t
-	next.ID = newTicketID()
+	next := *t // its name too: whoever else reads this answer hands over the same
 	next.Redirects++
 	next.Learn = kvtransfer.Learn{}
 	pool := x.s.State.Pool(t.Pool)
@@ -245,7 +255,7 @@ func (x *exchange) answerClient(t *kvtransfer.Ticket, body []byte) error {
 
 // prefillFailed makes next the ticket of a request whose prefill is lost.
 func (x *exchange) prefillFailed(pool *kvstate.Pool, next *kvtransfer.Ticket, code int) {
-	next.Stage, next.Params = kvtransfer.Failed, nil
+	next.ID, next.Stage, next.Params = newTicketID(), kvtransfer.Failed, nil
 	if next.Turn.Told { // it may as well be the decode endpoint that P was to fetch from
 		x.s.turnFailed(next, x.requestID, code)
 		return

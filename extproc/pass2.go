@@ -48,6 +48,7 @@ func (x *exchange) resume(t *kvtransfer.Ticket, ticketErr error) (route, error) 
 		switch {
 		case ticketErr != nil:
 			t.Cause = "hand_over_expired"
+			x.s.stranded(t, x.requestID, t.Cause)
 		case pool == nil:
 			t.Cause = "pool_gone"
 			x.mayAskOthers()
@@ -116,8 +117,9 @@ func (x *exchange) decode(pool *kvstate.Pool, t *kvtransfer.Ticket) (route, erro
 	x.stick(pool, t.Session, nil, d)
 	x.s.recent.change(x.requestID, func(trace *Trace) { trace.Decode = d.Addr })
 	x.spanHandOver(d, paired && params != nil)
+	x.s.keep(t, params, d.Addr, true)
 	return x.seal(r, &kvtransfer.Ticket{
-		ID: newTicketID(), Stage: kvtransfer.DecodeLeg, Expires: time.Now().Add(x.s.TicketTTL), Started: t.Started,
+		ID: t.ID, Stage: kvtransfer.DecodeLeg, Expires: time.Now().Add(x.s.TicketTTL), Started: t.Started,
 		Pool: t.Pool, Prefill: t.Prefill, Decode: d.Addr, Reservations: [2]uint64{0, uint64(r.booked[1])}, Split: true,
 		Redirects: t.Redirects, Prefills: t.Prefills, Excluded: t.Excluded,
 		Undo: undo, BodyBytes: r.edits.Len(x.body.len()), PromptTokens: t.PromptTokens,

@@ -40,10 +40,13 @@ func (s *Server) Replan() http.Handler {
 		case kvtransfer.EncodeLeg:
 			hop, next.Cause = "encode", kvtransfer.CauseEncode
 		}
+		if t.Stage == kvtransfer.PrefillLeg { // P has answered after all, and its answer came too late to be followed
+			s.strandedHanded(t.ID, id, strandedReplanned)
+		}
 		took := time.Since(s.sealedAt(t))
 		s.metrics.hop(t.Pool, hop, failed, "failed", took, nil)
 		if hop == "decode" && t.Split {
-			s.metrics.stranded.WithLabelValues(t.Pool, t.Prefill, "decode_failed").Inc() // or fetched: who failed does not say
+			s.metrics.stranded.WithLabelValues(t.Pool, t.Prefill, strandedDecodeFailed).Inc() // or fetched: who failed does not say
 		}
 		if t.Stage == kvtransfer.PrefillLeg && t.Turn.Told {
 			s.turnFailed(&next, id, 0)

@@ -103,6 +103,7 @@ type Server struct {
 	exchanges sync.Pool
 	draining  chan struct{}
 	cleanups  chan cleanup
+	handed    handedOut
 	recent    *recent
 	pairs     *pairs
 	seed      uint64 // of reservation ids

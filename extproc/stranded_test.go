@@ -9,6 +9,7 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus/testutil"
 	"github.com/stretchr/testify/require"
+	"google.golang.org/protobuf/types/known/durationpb"
 
 	"tandem/extproc/kvtransfer"
 	"tandem/kvstate"
@@ -76,4 +77,131 @@ func TestCleanupDecode(t *testing.T) {
 			require.Empty(t, calls)
 		})
 	}
+}
+
+// What has left the server's hands is cleaned up if the access log says that no decode endpoint can have got it, whatever became of the
+// ticket; once; and never if one may have.
+func TestHandOversThatNobodyGot(t *testing.T) {
+	const gone = "downstream_remote_disconnect"
+	for name, c := range map[string]struct {
+		end    func(s *stand, q *request)
+		reason string // "": it is not known to be stranded
+		result string // "": there is no cleanup
+	}{
+		"the 307 was not followed": {func(s *stand, q *request) {
+			e := q.entry(0, gone)
+			e.CommonProperties.UpstreamRequestAttemptCount, e.CommonProperties.UpstreamWireBytesSent = 1, 500 // to the leg's listener
+			s.log(e, e)
+		}, "client_gone", "ok"},
+		"pass 2 did not begin": {func(s *stand, q *request) { q.follow(); s.log(q.entry(0, gone)) }, "client_gone", "ok"},
+		"pass 2's answer was not taken in": {func(s *stand, q *request) {
+			q.follow()
+			e := q.entry(0, gone)
+			q.pass()
+			s.log(e)
+			s.log(e)
+		}, "client_gone", "ok"},
+		"no connection yet": {func(s *stand, q *request) {
+			q.follow()
+			q.pass()
+			e := q.entry(0, gone)
+			e.CommonProperties.UpstreamRequestAttemptCount = 1
+			s.log(e)
+		}, "client_gone", "ok"},
+		"a connection": {func(s *stand, q *request) {
+			q.follow()
+			q.pass()
+			e := q.entry(0, gone)
+			e.CommonProperties.UpstreamRequestAttemptCount, e.CommonProperties.TimeToFirstUpstreamTxByte = 1, durationpb.New(time.Millisecond)
+			s.log(e)
+		}, "", ""},
+		"bytes went out": {func(s *stand, q *request) {
+			q.follow()
+			q.pass()
+			e := q.entry(0, gone)
+			e.CommonProperties.UpstreamRequestAttemptCount, e.CommonProperties.UpstreamWireBytesSent = 1, 1
+			s.log(e)
+		}, "", ""},
+		"a second try": {func(s *stand, q *request) {
+			q.follow()
+			q.pass()
+			e := q.entry(0, gone)
+			e.CommonProperties.UpstreamRequestAttemptCount = 2
+			s.log(e)
+		}, "", ""},
+		"decode refused, replanned": {func(s *stand, q *request) {
+			q.follow()
+			q.pass()
+			e := q.entry(0, "")
+			e.CommonProperties.UpstreamRequestAttemptCount, e.CommonProperties.UpstreamCluster = 1, "tandem-pod-h2c"
+			s.logAs(logNameUnreached, e, e)
+			q.replan()
+		}, "decode_failed", "ok"},
+		"the replan port refused": {func(s *stand, q *request) {
+			q.follow()
+			q.pass()
+			e := q.entry(0, "")
+			e.CommonProperties.UpstreamRequestAttemptCount, e.CommonProperties.UpstreamCluster = 2, "tandem-replan"
+			s.logAs(logNameUnreached, e)
+			e.Response.ResponseCode.Value = 503
+			s.log(e)
+		}, "", ""},
+		"prefill answered too late": {func(_ *stand, q *request) { q.replan() }, "replanned", "ok"},
+		"no decode endpoint any more": {func(s *stand, q *request) {
+			s.state.SetPool(kvstate.PoolSpec{Name: "chat", Models: []string{"*"}}, []kvstate.EndpointSpec{{Name: "p1", Addr: addressOf("p1"), Role: kvstate.RolePrefill}})
+			q.follow()
+			require.Equal(s.t, 503, q.pass().status())
+			s.log(q.entry(503, "tandem_no_endpoint"))
+		}, "no_decode", "no_endpoint"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			calls := make(chan string, 4)
+			engine := httptest.NewServer(http.HandlerFunc(func(_ http.ResponseWriter, r *http.Request) { calls <- r.Header.Get(headerRequestID) }))
+			defer engine.Close()
+			s := newStand(t, Options{})
+			policy := splitting()
+			policy.CleanupDecode = true
+			s.pool("chat", policy)
+			s.state.SetPool(kvstate.PoolSpec{Name: "chat", Models: []string{"*"}}, []kvstate.EndpointSpec{
+				{Name: "p1", Addr: addressOf("p1"), Role: kvstate.RolePrefill},
+				{Name: "d1", Addr: engine.Listener.Addr().String(), Role: kvstate.RoleDecode},
+			})
+			q := s.newRequest("/v1/chat/completions", "r1", chatBody)
+			q.goOn(q.pass())
+			q.prefillLeg(answer{status: 200, body: prefilled(params(2))})
+			c.end(s, q)
+			m := s.server.metrics
+			if c.result != "" {
+				require.Eventually(t, func() bool { return testutil.ToFloat64(m.cleanups.WithLabelValues("chat", c.result)) == 1 }, 30*time.Second, time.Millisecond)
+			} else {
+				require.Zero(t, testutil.CollectAndCount(m.cleanups))
+			}
+			if c.reason != "" {
+				require.InDelta(t, 1, testutil.ToFloat64(m.stranded.WithLabelValues("chat", addressOf("p1"), c.reason)), 0)
+			} else {
+				require.Zero(t, testutil.CollectAndCount(m.stranded))
+			}
+			if c.result == "ok" {
+				require.Equal(t, "r1", <-calls)
+			}
+			require.Empty(t, calls)
+			require.Empty(t, s.server.handed.kept)
+			require.Zero(t, s.server.handed.bytes)
+		})
+	}
+}
+
+// An answer of prefill's that breaks off names nothing that could be cleaned up, and is counted.
+func TestAnswerCut(t *testing.T) {
+	s := newStand(t, Options{})
+	s.pool("chat", splitting(), "p1", "d1")
+	q := s.newRequest("/v1/chat/completions", "r1", chatBody)
+	q.goOn(q.pass())
+	q.prefillLeg(answer{status: 200, body: prefilled(params(2)), piece: 20, cut: true})
+	require.Eventually(t, func() bool {
+		return testutil.ToFloat64(s.server.metrics.stranded.WithLabelValues("chat", addressOf("p1"), "answer_cut")) == 1
+	}, 30*time.Second, time.Millisecond)
+	s.log(q.entry(0, "downstream_remote_disconnect"))
+	require.Zero(t, testutil.CollectAndCount(s.server.metrics.cleanups))
+	require.Zero(t, s.state.Reservations())
 }

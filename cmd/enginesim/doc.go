@@ -116,6 +116,9 @@
 //	POST   /sim/reset            forget all of that, the prefix cache and the failure rules
 //	POST   /sim/fail             inject a failure; GET lists the rules, DELETE clears them
 //
+// A decode leg whose client leaves: P is told at once where the leg waited to be scheduled, and with the end of the transfer where that
+// had begun, as vLLM does; P is told nothing where the leg was given up before the engine knew of it.
+//
 // A failure rule, also taken by --fail (one, or a list):
 //
 //	{"mode":"status","status":503,"leg":"prefill","count":2,"retry_after":1}

@@ -52,6 +52,10 @@ func (c *call) prepare(prompts []*prompt) {
 func (c *call) generate(ctx context.Context, emit func(step int) error) error {
 	s := c.s
 	started := time.Now()
+	if err := ctx.Err(); err != nil { // vLLM's API server gives such a request up before its scheduler hears of it, and tells P nothing
+		c.fetched = true
+		return c.abandon(err)
+	}
 	if err := c.admit(ctx); err != nil {
 		return c.abandon(err)
 	}
@@ -197,10 +201,7 @@ func (c *call) load(ctx context.Context) error {
 		return c.receiveContext(ctx)
 	}
 	for _, q := range c.seqs {
-		actual, err := s.fetchKV(ctx, c.xid, &c.req.kv, q.p, q.grant.hits)
-		if wrong := (*violation)(nil); errors.As(err, &wrong) && wrong.kind == "other_prompt" && c.req.throwsAway() {
-			err = nil // as vLLM does: it reads, and tells P that it has read
-		}
+		actual, err := c.fetchScheduled(ctx, q)
 		c.fetched = true
 		if errors.Is(err, errLoadFailed) {
 			s.logf("%v (x-request-id %q)", err, c.xid)
@@ -219,7 +220,7 @@ func (c *call) load(ctx context.Context) error {
 			q.corrupt(c.req, q.grant.hits, actual[q.grant.hits:], s.cfg.maxModelLen)
 		}
 	}
-	return nil
+	return ctx.Err()
 }
 
 // corrupt makes the answer one of the KV that was really there: block i of got is that of the sequence's block from+i.
@@ -477,8 +478,8 @@ func (c *call) abandon(err error) error {
 	return err
 }
 
-// releaseRemote tells the prefill engine that its blocks will not be fetched. vLLM does so from 0.21 on when it
-// refuses a decode leg, or loses it before the transfer.
+// releaseRemote tells the prefill engine that its blocks will not be fetched. vLLM does so when a decode leg is aborted while it
+// waits to be scheduled (request_finished of nixl_connector.py, with do_remote_prefill still set), and from 0.21 on when it refuses one.
 func (c *call) releaseRemote() {
 	kv := &c.req.kv
 	if c.s.cfg.pushes() || !kv.remotePrefill || c.fetched || kv.fatal != "" || kv.incomplete != "" {

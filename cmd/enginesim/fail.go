@@ -250,6 +250,8 @@ func (c *call) inject(rule *failRule) (done bool) {
 	case failSlow:
 		select {
 		case <-ctx.Done():
+			c.rec.setAborted()
+			return true
 		case <-time.After(rule.delay):
 		}
 	}

@@ -135,6 +135,17 @@ func (l *ledger) releaseAll() {
 	}
 }
 
+// heldFor are the x-request-ids of the hand-overs that are held.
+func (l *ledger) heldFor() (ids []string) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for _, h := range l.live {
+		ids = append(ids, h.xid)
+	}
+	slices.Sort(ids)
+	return ids
+}
+
 // forget clears the memory of the past and the counts, but not what is held.
 func (l *ledger) forget() {
 	l.mu.Lock()

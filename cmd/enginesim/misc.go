@@ -241,6 +241,7 @@ type state struct {
 	ViolationsBy    map[string]int64 `json:"violations_by,omitempty"`
 	FailedTransfers int64            `json:"failed_transfers"`
 	ExternalTokens  int64            `json:"external_tokens"`
+	HeldFor         []string         `json:"held_for,omitempty"` // x-request-ids of hand-overs that are held
 }
 
 func (s *sim) state() state {
@@ -255,7 +256,7 @@ func (s *sim) state() state {
 		Blocks:  all, BlocksUsed: used, BlocksHeld: s.held(),
 		Given: s.ledger.given.Load(), Fetched: s.ledger.fetched.Load(), Released: s.ledger.freed.Load(),
 		Expired: s.ledger.expired.Load(), FailedTransfers: m.failedTransfers.Load(), ExternalTokens: m.external.Load(),
-		ViolationsBy: map[string]int64{},
+		ViolationsBy: map[string]int64{}, HeldFor: s.ledger.heldFor(),
 	}
 	m.violations.each(func(kind string, n int64) {
 		st.Violations += n

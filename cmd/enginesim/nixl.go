@@ -247,6 +247,36 @@ func (s *sim) fetch(ctx context.Context, xid string, kv *kvParams, p *prompt, hi
 	return answer.actual, nil
 }
 
+// fetchScheduled is fetchKV, which goes on when the client leaves, as in vLLM: what is scheduled is read to its end, P is told, and
+// until then the blocks that it is read into are not free.
+func (c *call) fetchScheduled(ctx context.Context, q *sequence) ([]uint64, error) {
+	var actual []uint64
+	var err error
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		actual, err = c.s.fetchKV(context.WithoutCancel(ctx), c.xid, &c.req.kv, q.p, q.grant.hits)
+		if wrong := (*violation)(nil); errors.As(err, &wrong) && wrong.kind == "other_prompt" && c.req.throwsAway() {
+			err = nil // as vLLM does: it reads, and tells P that it has read
+		}
+	}()
+	select {
+	case <-done:
+		return actual, err
+	case <-ctx.Done():
+	}
+	blocks := q.grant.blocks
+	q.grant.blocks = nil
+	go func() {
+		<-done
+		c.s.pool.free(blocks)
+		if v, ok := errors.AsType[*violation](err); ok {
+			c.s.violate(v, c.xid)
+		}
+	}()
+	return nil, ctx.Err()
+}
+
 // transfer takes the time that so many blocks need at the configured rate.
 func (s *sim) transfer(ctx context.Context, blocks int) error {
 	if s.cfg.transferRate <= 0 {

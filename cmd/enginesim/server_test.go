@@ -217,7 +217,7 @@ func TestAborts(t *testing.T) {
 		{"streaming", chat("x", `"max_tokens":50000,"stream":true`), []string{"-decode-step", "1ms"}, func(e *engine) bool { return e.state().Running == 1 }},
 		{"decoding", chat("x", `"max_tokens":50000`), []string{"-decode-step", "1ms"}, func(e *engine) bool { return e.state().Running == 1 }},
 		{"prefilling", chat(longPrompt), []string{"-prefill-speed", "1"}, func(e *engine) bool { return e.state().Running == 1 }},
-		{"loading", chat(longPrompt, decodeMembers(edit(t, params, map[string]string{"remote_port": "1"}))), []string{"-load-timeout", "1m"}, func(e *engine) bool { return e.state().Waiting == 1 }},
+		{"loading", chat(longPrompt, decodeMembers(edit(t, params, map[string]string{"remote_port": "1"}))), []string{"-load-timeout", "5s"}, func(e *engine) bool { return e.state().Waiting == 1 }},
 	}
 	for _, test := range tests {
 		t.Run(test.name, func(t *testing.T) {

@@ -64,7 +64,7 @@ const MaxHeaderBytes = 40 << 10
 
 // Ticket is the state of one request between its passes. The zero value of a field means there is none.
 type Ticket struct {
-	ID      [16]byte // random; new for every ticket. A hand-over is spent under it
+	ID      [16]byte // random. A hand-over is spent under it; it bears that of its prefill leg, and its decode leg that of both
 	Stage   Stage
 	Expires time.Time // in milliseconds
 	Started time.Time // when the request came in, in microseconds
