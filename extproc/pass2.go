@@ -48,6 +48,7 @@ func (x *exchange) resume(t *kvtransfer.Ticket, ticketErr error) (route, error) 
 		switch {
 		case ticketErr != nil:
 			t.Cause = "hand_over_expired"
+			x.mayAskOthers()
 			x.s.stranded(t, x.requestID, t.Cause)
 		case pool == nil:
 			t.Cause = "pool_gone"
