@@ -68,6 +68,7 @@ func (x *exchange) lastTurn(pool *kvstate.Pool, conversation [16]byte, prefill *
 	if conversation == ([16]byte{}) {
 		return nil, nil
 	}
+	x.mayAskOthers()
 	text, ok := x.s.State.TakeTurn(conversation)
 	if !ok {
 		return nil, nil
@@ -215,6 +216,7 @@ func (x *exchange) keepTurn(t *kvtransfer.Ticket, params []byte, ids []uint32) {
 		x.s.Log.Info("what decode keeps for the next turn is of no use", "request_id", x.requestID, "endpoint", t.Decode, "err", err)
 		return
 	}
+	x.mayAskOthers()
 	if err := x.s.State.KeepTurn(t.Turn.Conversation, text, keeper.TurnTTL()); err != nil {
 		counted.WithLabelValues(turnNoRoom).Inc()
 		return
