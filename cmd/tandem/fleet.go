@@ -320,7 +320,7 @@ func engineSaid(g *kvstate.Signals) *said {
 		return nil
 	}
 	now := time.Now()
-	return &said{g.Running, g.Waiting, g.Elsewhere, g.KVUsage, g.KVTokens, now.Sub(g.At).Seconds(), g.Trust(now)}
+	return &said{g.Running, g.Waiting, g.Elsewhere, g.KVUsage, g.KVTokens, g.Age(now).Seconds(), g.Trust(now)}
 }
 
 // writeState shows pools and endpoints as JSON, for people and tests.
