@@ -243,6 +243,7 @@ func TestWaitingEnds(t *testing.T) {
 			c.send("b", 1000)
 			require.Equal(t, []string{"b"}, c.order)
 			time.Sleep(5 * time.Second)
+			synctest.Wait()
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
