@@ -355,15 +355,19 @@ func TestEnginesAreAskedByOneReplica(t *testing.T) {
 	require.Less(t, rate, .8, "one replica, every 2 s")
 
 	// P's answer tells more than the scrape before it.
-	newest := func() float64 {
-		least := 1e9
-		for _, e := range f.prefills {
-			least = min(least, metric(t, f.admins[1], "tandem_engine_signals_age_seconds", e.addr))
-		}
-		return least
-	}
 	require.Eventually(t, func() bool {
-		a := f.post("/v1/chat/completions", chat("a prompt"))
-		return a.status == 200 && newest() < .1
+		type endpoint struct {
+			Engine struct {
+				Age  float64 `json:"age_seconds"`
+				News float64 `json:"news_seconds"`
+			}
+		}
+		var state struct {
+			Pools []struct{ Endpoints []endpoint }
+		}
+		if f.post("/v1/chat/completions", chat("a prompt")).status != 200 || getJSON(f.admins[1]+"/debug/state", &state) != nil {
+			return false
+		}
+		return slices.ContainsFunc(state.Pools[0].Endpoints, func(e endpoint) bool { return e.Engine.News < e.Engine.Age-.5 })
 	}, patience, time.Millisecond)
 }

@@ -80,6 +80,7 @@ const (
 	roleMirror      = "prefill-mirror"
 	roleAnswerLeg   = "answer-leg"
 	roleEncodeLeg   = "encode-leg"
+	rolePicker      = "endpoint-picker" // of metrics alone: the server is one for all streams, or for none
 	detailsPrefix   = "tandem"
 	contentTypeJSON = "application/json"
 )

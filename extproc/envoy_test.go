@@ -141,9 +141,10 @@ type request struct {
 	mode     filterv3.ProcessingMode_BodySendMode
 	piece    int // bytes of a body message in duplex mode
 
-	first   []byte // what the client sent
-	taken   string // the ticket that the last 307 carried
-	carried string // prefill's answer that came with it, base64
+	first     []byte        // what the client sent
+	firstByte time.Duration // after which the endpoint's answer began; 0: it did not
+	taken     string        // the ticket that the last 307 carried
+	carried   string        // prefill's answer that came with it, base64
 }
 
 // newRequest is a POST of a JSON body in duplex mode.
@@ -451,6 +452,9 @@ func (q *request) entry(status int, details string) *logdatav3.HTTPAccessLogEntr
 	}
 	if ticket := q.headers[headerTicket]; ticket != "" {
 		e.Request.RequestHeaders = map[string]string{headerTicket: ticket}
+	}
+	if q.firstByte > 0 {
+		e.CommonProperties.TimeToFirstUpstreamRxByte = durationpb.New(q.firstByte)
 	}
 	if status == 0 {
 		e.CommonProperties.ResponseFlags = &logdatav3.ResponseFlags{DownstreamConnectionTermination: true}

@@ -86,6 +86,26 @@ func (c *crowd) waiting() int {
 	return int(testutil.ToFloat64(c.server.metrics.queued.WithLabelValues("chat")))
 }
 
+// timed is what a histogram shows, by its labels' values: how many, and how long in all.
+func (s *stand) timed(name string) map[string]string {
+	s.t.Helper()
+	families, err := s.registry.Gather()
+	require.NoError(s.t, err)
+	out := map[string]string{}
+	for _, f := range families {
+		for _, m := range f.GetMetric() {
+			var labels []string
+			for _, l := range m.GetLabel() {
+				labels = append(labels, l.GetValue())
+			}
+			if n := m.GetHistogram().GetSampleCount(); f.GetName() == name && n > 0 {
+				out[strings.Join(labels, " ")] = fmt.Sprintf("%d, %v", n, kvstate.Seconds(m.GetHistogram().GetSampleSum()).Round(time.Millisecond))
+			}
+		}
+	}
+	return out
+}
+
 // busy books work on an endpoint that ends with the function returned.
 func (s *stand) busy(name string, work time.Duration) (end func()) {
 	e := s.state.Pool("chat").Endpoint(addressOf(name))
@@ -147,12 +167,27 @@ func TestARequestThatWaitedGoesOn(t *testing.T) {
 		require.Zero(t, s.state.Reservations())
 		trace := s.server.Recent(1)[0]
 		require.Equal(t, 3*time.Second, trace.Waited.Truncate(waitTick))
+		waited := trace.Waited.Round(time.Millisecond).String()
+		require.Equal(t, map[string]string{"bound chat": "1, " + waited}, s.timed("tandem_queue_wait_seconds"))
+		require.Equal(t, map[string]string{"main": "2, " + waited, "prefill-leg": "1, 0s"}, s.timed("tandem_ext_proc_duration_seconds"), "it was open while it waited")
+		for work, took := range s.timed("tandem_ext_proc_phase_seconds") {
+			require.Regexp(t, ", 0s$", took, "%s: to wait is no work", work)
+		}
 		time.Sleep(2 * waitTick)
 	})
 }
 
 // Nobody waits for ever, nor for a client that has left, nor where there is no room for it, nor when the server ends.
 func TestWaitingEnds(t *testing.T) {
+	ends := map[string]map[string]string{ // what tandem_queue_wait_seconds shows then
+		"when its time is over":     {"expired chat": "1, 5s"},
+		"when the client leaves":    {"client_gone chat": "1, 0s"},
+		"when there is no room":     {"expired chat": "2, 10s", "pushed chat": "1, 0s"},
+		"when there is no memory":   {"pushed chat": "1, 20ms"},
+		"when the server ends":      {"pushed chat": "1, 0s"},
+		"when the pool is gone":     {"expired chat": "1, 5s"},
+		"when binding is immediate": {"expired chat": "1, 5s"},
+	}
 	for name, tt := range map[string]func(t *testing.T, c *crowd){
 		"when its time is over": func(t *testing.T, c *crowd) {
 			c.send("a", 1000)
@@ -208,6 +243,7 @@ func TestWaitingEnds(t *testing.T) {
 			c.send("b", 1000)
 			require.Equal(t, []string{"b"}, c.order)
 			time.Sleep(5 * time.Second)
+			synctest.Wait()
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -228,6 +264,7 @@ func TestWaitingEnds(t *testing.T) {
 				require.Zero(t, c.waiting())
 				require.Zero(t, s.server.held.Load())
 				require.Zero(t, s.state.Reservations())
+				require.Equal(t, ends[name], s.timed("tandem_queue_wait_seconds"))
 			})
 		})
 	}

@@ -123,7 +123,7 @@ func (m *Metrics) waitEnded(pool, end string, took time.Duration) {
 // processed counts one stream that came to its end: how long it was open, and how long of that it was worked on.
 func (m *Metrics) processed(role string, d, busy time.Duration, of exemplar) {
 	observe(m.process.WithLabelValues(role), d, of)
-	if role == "main" {
+	if role == "main" || role == rolePicker {
 		m.live.decisions.observe(busy)
 	}
 }
@@ -165,11 +165,6 @@ func statusLabel(code int) string {
 // prefillLate counts a prefill whose time is up. The hop itself is counted when it ends.
 func (m *Metrics) prefillLate(t *kvtransfer.Ticket) {
 	m.prefillErrors.WithLabelValues(t.Pool, t.Prefill, "504").Inc()
-}
-
-// prefillCut counts a prefill that was ended because nobody waited for it any more.
-func (m *Metrics) prefillCut(t *kvtransfer.Ticket, took time.Duration, of exemplar) {
-	m.hop(t.Pool, "prefill", t.Prefill, "client_gone", took, of)
 }
 
 func (m *Metrics) prompt(pool string, h kvtransfer.Answer) {
@@ -214,11 +209,23 @@ func (m *Metrics) requestEnded(t *kvtransfer.Ticket, e *logEntry, took, first ti
 	}
 }
 
+// brokeOff reports whether an answer ended before it was whole. Its status went out long before; Envoy (1.40) says it in the details:
+// the endpoint's connection broke, or a time limit was over.
+func (e *logEntry) brokeOff() bool {
+	for _, why := range [...]string{"upstream_reset_after_response_started", "stream_idle_timeout", "upstream_per_try_idle_timeout", "response_timeout",
+		"max_duration_timeout", "upstream_max_stream_duration_reached"} {
+		if len(e.details) >= len(why) && string(e.details[:len(why)]) == why { // Envoy may add more in braces
+			return true
+		}
+	}
+	return false
+}
+
 func endedAs(e *logEntry) string {
 	switch {
 	case e.clientGone:
 		return "client_gone"
-	case e.status >= 500 || e.status == 0:
+	case e.status >= 500 || e.status == 0 || e.brokeOff():
 		return "failed"
 	case e.status >= 400:
 		return "refused"

@@ -65,8 +65,12 @@ func (x *exchange) untilAnswer(t *kvtransfer.Ticket) error {
 	case <-p.over:
 	}
 	x.s.State.Release(kvstate.ReservationID(t.Reservations[0]))
-	x.s.metrics.prefillCut(t, time.Since(x.s.sealedAt(t)), x.traced)
-	x.spanLegEnded("client_gone", 0)
+	took, result := time.Since(x.s.sealedAt(t)), "client_gone"
+	if took >= x.prefillLimit(t) { // it is P that was too slow
+		result = "failed"
+	}
+	x.s.metrics.hop(t.Pool, "prefill", t.Prefill, result, took, x.traced)
+	x.spanLegEnded(result, 0)
 	return errors.Join(errAnswered, x.send(&reply{immediate: &immediate{status: 503, details: detailsPrefix + "_given_up"}}))
 }
 

@@ -57,7 +57,7 @@ func (x *exchange) serveAsPicker() error {
 	if err := x.sendOn(p.edits, append(destination(p.list), x.decision...)); err != nil {
 		return err
 	}
-	x.s.metrics.processed("endpoint-picker", time.Since(began), x.busy, nil)
+	x.s.metrics.processed(rolePicker, time.Since(began), x.busy, nil)
 	_ = x.followAnswer(&p) // however it ends: what it says is said
 	return errAnswered
 }

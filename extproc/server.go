@@ -247,7 +247,7 @@ func (s *Server) process(stream grpc.ServerStream) error {
 		role, serve, x.role = roleEncodeLeg, x.encodeLeg, 5
 	default:
 		if s.Picker != nil {
-			role, serve = "endpoint-picker", x.serveAsPicker
+			role, serve = rolePicker, x.serveAsPicker
 		}
 	}
 	if role != "main" && role != rolePrefillLeg {

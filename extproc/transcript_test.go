@@ -45,7 +45,10 @@ var update = flag.Bool("update", false, "rewrite the transcripts in testdata")
 //	ticket keep|again|flip|borrow|none     of the redirect: remember it, use that one, break it, another request's, a redirect without
 //	forget                    the KV parameters that are kept for the redirect's ticket
 //	wait DURATION
-//	done STATUS | gone        the end, as Envoy logs it
+//	byte                      the first of the endpoint's answer, as Envoy will log it
+//	done STATUS [DETAILS] | gone   the end, as Envoy logs it
+//	quiet                     from here on what Envoy is told is not shown
+//	counts                    what was counted since the last of these (counts_test.go)
 func TestTranscripts(t *testing.T) {
 	files, err := filepath.Glob("testdata/*.txt")
 	require.NoError(t, err)
@@ -81,6 +84,9 @@ type player struct {
 	notices    string // when LMCache's notice comes
 	body0      []byte // of the leg that the kept ticket came from
 	ended      bool
+	quiet      bool
+	names      []string              // of all endpoints there were
+	counted    map[string][2]float64 // by the last `counts`
 }
 
 func (p *player) play(text []byte) []byte {
@@ -172,8 +178,15 @@ func (p *player) do(words []string, line string) {
 		d, err := time.ParseDuration(words[1])
 		require.NoError(p.t, err)
 		time.Sleep(d)
+	case "byte":
+		p.q.firstByte = time.Since(p.q.started)
+	case "quiet":
+		p.quiet = true
+	case "counts":
+		synctest.Wait()
+		p.counts()
 	case "done":
-		p.s.log(p.q.entry(p.number(words[1]), "via_upstream"))
+		p.s.log(p.q.entry(p.number(words[1]), append(words, "via_upstream")[2]))
 		p.ended = true
 	case "gone":
 		p.s.log(p.q.entry(0, "downstream_remote_disconnect"))
@@ -274,6 +287,7 @@ func (p *player) pool(words []string) {
 		}
 	}
 	p.s.pool(words[0], policy, names...)
+	p.names = append(p.names, names...)
 	if models != nil {
 		var eps []kvstate.EndpointSpec
 		for _, e := range p.s.state.Pool(words[0]).Endpoints() {
@@ -344,7 +358,7 @@ func (p *player) pass() {
 	v := p.q.pass()
 	p.sayVerdict(v)
 	switch {
-	case v.immediate != nil:
+	case v.immediate != nil, p.quiet:
 	case p.q.mode == filterv3.ProcessingMode_NONE || p.q.bodyless:
 	case !v.changed:
 		p.say("body as it came")
@@ -356,6 +370,9 @@ func (p *player) pass() {
 }
 
 func (p *player) sayVerdict(v *verdict) {
+	if p.quiet {
+		return
+	}
 	if v.immediate != nil {
 		for _, h := range v.immediate.GetHeaders().GetSetHeaders() {
 			value := plainID(string(h.GetHeader().GetRawValue()))
@@ -501,6 +518,9 @@ func (p *player) answer(words []string, line string) {
 		p.say("after %v", took)
 	}
 	p.sayVerdict(v)
+	if p.quiet {
+		return
+	}
 	if v.immediate == nil && v.set[":status"] == "" && !bytes.Equal(a.body, v.body) {
 		p.say("the client's answer: %q", v.body)
 	} else if v.immediate == nil && v.set[":status"] == "" {
@@ -511,6 +531,9 @@ func (p *player) answer(words []string, line string) {
 
 func (p *player) replan() {
 	w := p.q.replan()
+	if p.quiet {
+		return
+	}
 	p.say("%d", w.Code)
 	for _, name := range []string{"location", "retry-after", "content-type"} {
 		if v := w.Header().Get(name); v != "" {

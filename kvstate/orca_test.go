@@ -70,7 +70,7 @@ func TestSignalsAge(t *testing.T) {
 		require.InDelta(t, trust, e.Signals().Trust(at.Add(age)), 1e-9, age)
 	}
 	s.Observe(e, Signals{Running: -1, Waiting: 7, KVUsage: -1, KVTokens: -1, At: at.Add(time.Second)})
-	require.Equal(t, Signals{Running: 4, Waiting: 7, KVUsage: .5, KVTokens: 1000, At: at.Add(time.Second), unbooked: 5}, *e.Signals())
+	require.Equal(t, Signals{Running: 4, Waiting: 7, KVUsage: .5, KVTokens: 1000, At: at.Add(time.Second), Looked: at, unbooked: 5}, *e.Signals())
 	s.Observe(e, Signals{Running: 9, Waiting: 9, KVUsage: .9, KVTokens: 9, At: at})
 	require.Equal(t, int64(4), e.Signals().Running, "old news")
 	room := func() int64 {
@@ -82,6 +82,44 @@ func TestSignalsAge(t *testing.T) {
 	s.Observe(e, Signals{Running: -1, Waiting: 2, KVUsage: -1, KVTokens: -1, At: at.Add(time.Minute)})
 	require.Equal(t, Signals{Running: -1, Waiting: 2, KVUsage: -1, KVTokens: -1, At: at.Add(time.Minute)}, *e.Signals())
 	require.Zero(t, room(), "it does not say")
+}
+
+// Answers' headers, which tell how many wait, say nothing of what only the metrics tell: that is as old as the last look, however many
+// answers come, is trusted so, and is forgotten.
+func TestHeadersKeepNoLookFresh(t *testing.T) {
+	start := time.Unix(1000, 0)
+	now := start
+	s := New(Options{Now: func() time.Time { return now }})
+	s.SetPool(PoolSpec{Name: "p"}, []EndpointSpec{{Addr: "d", Role: RoleDecode}})
+	e := s.Pool("p").Endpoints()[0]
+	header := Signals{Running: -1, Waiting: 2, KVUsage: .5, KVTokens: -1}
+	requests := func() int64 {
+		var v View
+		s.View(s.Pool("p"), nil, &v)
+		return v.Endpoints[0].Requests
+	}
+	for range 2 {
+		now = now.Add(time.Second)
+		s.Observe(e, Signals{Running: 8, Waiting: 0, KVUsage: .1, KVTokens: 1000, At: now})
+	}
+	looked := now
+	require.EqualValues(t, 8, requests())
+	for ; now.Sub(looked) < signalsDead; now = now.Add(time.Second / 4) {
+		header.At = now
+		s.Observe(e, header)
+		require.Equal(t, now.Sub(looked), e.Signals().Age(now))
+		require.InDelta(t, 8*min(1, 1-float64(now.Sub(looked)-signalsFresh)/float64(signalsDead-signalsFresh)), requests(), .51, now.Sub(looked))
+	}
+	header.At = now
+	s.Observe(e, header)
+	require.Equal(t, header, *e.Signals(), "no look in all that time")
+	require.Zero(t, e.Signals().Age(now))
+
+	// A look takes a while to arrive. It is news though answers came meanwhile, and these know better who waits.
+	s.Observe(e, Signals{Running: 5, Waiting: 9, KVUsage: .9, KVTokens: 1000, At: now.Add(-time.Second)})
+	require.Equal(t, Signals{Running: 5, Waiting: 2, KVUsage: .5, KVTokens: 1000, At: now, Looked: now.Add(-time.Second), unbooked: 14}, *e.Signals())
+	s.Observe(e, Signals{Running: 6, Waiting: 9, KVUsage: .9, KVTokens: 1000, At: now.Add(-2 * time.Second)})
+	require.EqualValues(t, 5, e.Signals().Running, "old news")
 }
 
 // What an engine has that nobody here has booked counts, if two looks say so, as far as they are trusted.

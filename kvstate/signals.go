@@ -12,7 +12,11 @@ type Signals struct {
 	KVUsage  float64   // of the KV cache: 0 empty, 1 full
 	KVTokens int64     // capacity of the KV cache, in tokens
 	Moved    Moved     // KV that it fetched; only ever more, until it starts anew
-	At       time.Time // when it said so; zero: never
+	At       time.Time // when it said anything of this; zero: never
+
+	// Looked is when its metrics were seen, which tell all of this; zero: never, or too long ago. Headers of answers may come all
+	// the time and tell Waiting and KVUsage alone, so Running, KVTokens and Elsewhere are no newer than that look.
+	Looked time.Time
 
 	// Elsewhere is how many of Running and Waiting no replica had booked, in this look at all of the engine and in the one before: requests
 	// that came another way. What is on its way between a booking and an engine is counted by one of two looks, not by both.
@@ -34,24 +38,26 @@ func (g *Signals) Trust(now time.Time) float64 {
 	if g == nil {
 		return 0
 	}
-	age := now.Sub(g.At)
-	return min(1, max(0, float64(signalsDead-age)/float64(signalsDead-signalsFresh)))
+	return min(1, max(0, float64(signalsDead-g.Age(now))/float64(signalsDead-signalsFresh)))
+}
+
+// Age is how old the oldest of the figures is.
+func (g *Signals) Age(now time.Time) time.Duration {
+	if g.Looked.IsZero() {
+		return now.Sub(g.At)
+	}
+	return now.Sub(g.Looked)
 }
 
 // Observe notes what an endpoint says about its load. What is -1 in g stays as it was, except that a figure older than
-// signals live is forgotten. Older news than what is known already are dropped.
+// signals live is forgotten. Older news than what is known already are dropped. Signals that say Running are a look at its metrics.
 func (s *State) Observe(e *Endpoint, g Signals) {
-	look := func(known *Signals) (elsewhere, unbooked int64) {
-		switch unbooked := e.unbooked(&g); {
-		case known == nil:
-			return 0, max(unbooked, 0)
-		case unbooked < 0:
-			return known.Elsewhere, known.unbooked
-		default:
-			return min(unbooked, known.unbooked), unbooked
+	if s.observed(e, g, func(before *Signals) (elsewhere, unbooked int64) {
+		if unbooked = max(e.unbooked(&g), 0); before != nil {
+			elsewhere = min(unbooked, before.unbooked)
 		}
-	}
-	if s.observed(e, g, look) {
+		return elsewhere, unbooked
+	}) {
 		s.changed()
 	}
 }
@@ -61,23 +67,16 @@ func (s *State) ApplyObserved(e *Endpoint, g Signals) bool {
 	return s.observed(e, g, func(*Signals) (elsewhere, unbooked int64) { return g.Elsewhere, g.Elsewhere })
 }
 
-// observed notes signals. look says how many requests came another way, given what was known if that is not too old.
-func (s *State) observed(e *Endpoint, g Signals, look func(known *Signals) (elsewhere, unbooked int64)) bool {
+// observed notes signals. count says how many requests a look finds that came another way, given the look before if that is not too old.
+func (s *State) observed(e *Endpoint, g Signals, count func(before *Signals) (elsewhere, unbooked int64)) bool {
+	if g.Running >= 0 && g.Looked.IsZero() {
+		g.Looked = g.At
+	}
 	for {
 		known := e.signals.Load()
-		next := g
-		var recent *Signals
-		if known != nil {
-			if !g.At.After(known.At) {
-				return false
-			}
-			if g.At.Sub(known.At) < signalsDead {
-				next, recent = g.over(*known), known
-			}
-		}
-		next.Elsewhere, next.unbooked = look(recent)
-		if next.Moved == (Moved{}) && known != nil {
-			next.Moved = known.Moved
+		next, news := g.onto(known, count)
+		if !news {
+			return false
 		}
 		if e.signals.CompareAndSwap(known, &next) {
 			if known != nil && e.Role&RoleDecode != 0 {
@@ -88,6 +87,48 @@ func (s *State) observed(e *Endpoint, g Signals, look func(known *Signals) (else
 			return true
 		}
 	}
+}
+
+// onto is what is known when g comes to it, and whether g is news. A look and a header are news each by its own date: a look takes
+// a while to arrive, in which there may have been answers.
+func (g *Signals) onto(known *Signals, count func(before *Signals) (elsewhere, unbooked int64)) (next Signals, news bool) {
+	if next = UnknownSignals(); known != nil {
+		next = *known
+	}
+	newer, look := g.At.After(next.At), g.Looked.After(next.Looked)
+	if !newer && !look {
+		return next, false
+	}
+	if newer {
+		stale := g.At.Sub(next.At) >= signalsDead
+		next.Waiting, next.KVUsage = over(g.Waiting, next.Waiting, stale), over(g.KVUsage, next.KVUsage, stale)
+		next.At = g.At
+	} else {
+		next.Waiting, next.KVUsage = over(next.Waiting, g.Waiting, false), over(next.KVUsage, g.KVUsage, false)
+	}
+	switch {
+	case look:
+		stale, before := g.Looked.Sub(next.Looked) >= signalsDead, known
+		if stale {
+			before = nil
+		}
+		next.Elsewhere, next.unbooked = count(before)
+		next.Running, next.KVTokens, next.Looked = g.Running, over(g.KVTokens, next.KVTokens, stale), g.Looked
+	case next.At.Sub(next.Looked) >= signalsDead: // answers came, and no look
+		next.Running, next.KVTokens, next.Elsewhere, next.unbooked, next.Looked = -1, g.KVTokens, 0, 0, time.Time{}
+	}
+	if g.Moved != (Moved{}) {
+		next.Moved = g.Moved
+	}
+	return next, true
+}
+
+// over is a figure, or the old one where it is not said, if that is not stale.
+func over[T int64 | float64](figure, old T, stale bool) T {
+	if figure < 0 && !stale {
+		return old
+	}
+	return figure
 }
 
 // unbooked is how many requests an engine has that no replica booked; -1 where it does not say.
@@ -118,23 +159,6 @@ func (g *Signals) addTo(c *Candidate) {
 }
 
 const elsewhereTokens = 1000
-
-// over is g, and old where g says nothing.
-func (g Signals) over(old Signals) Signals {
-	if g.Running < 0 {
-		g.Running = old.Running
-	}
-	if g.Waiting < 0 {
-		g.Waiting = old.Waiting
-	}
-	if g.KVUsage < 0 {
-		g.KVUsage = old.KVUsage
-	}
-	if g.KVTokens < 0 {
-		g.KVTokens = old.KVTokens
-	}
-	return g
-}
 
 // Signals is what the endpoint said last, nil if it never said anything. Not to be changed.
 func (e *Endpoint) Signals() *Signals { return e.signals.Load() }

@@ -311,7 +311,8 @@ type said struct {
 	Elsewhere int64   `json:"elsewhere"` // of those, what no replica booked
 	KVUsage   float64 `json:"kv_usage"`
 	KVTokens  int64   `json:"kv_tokens"`
-	Age       float64 `json:"age_seconds"`
+	Age       float64 `json:"age_seconds"`  // of the oldest of these
+	News      float64 `json:"news_seconds"` // of the newest, which may have come with an answer
 	Trust     float64 `json:"trust"`
 }
 
@@ -320,7 +321,7 @@ func engineSaid(g *kvstate.Signals) *said {
 		return nil
 	}
 	now := time.Now()
-	return &said{g.Running, g.Waiting, g.Elsewhere, g.KVUsage, g.KVTokens, now.Sub(g.At).Seconds(), g.Trust(now)}
+	return &said{g.Running, g.Waiting, g.Elsewhere, g.KVUsage, g.KVTokens, g.Age(now).Seconds(), now.Sub(g.At).Seconds(), g.Trust(now)}
 }
 
 // writeState shows pools and endpoints as JSON, for people and tests.

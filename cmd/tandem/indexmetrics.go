@@ -51,31 +51,39 @@ func (m *indexMetrics) Describe(out chan<- *prometheus.Desc) { prometheus.Descri
 
 // Collect implements [prometheus.Collector].
 func (m *indexMetrics) Collect(out chan<- prometheus.Metric) {
-	send := func(d *prometheus.Desc, kind prometheus.ValueType, value float64, labels ...string) {
-		out <- prometheus.MustNewConstMetric(d, kind, value, labels...)
-	}
 	for _, p := range m.state.Pools() {
 		stats := p.IndexStats()
-		send(m.blocks, prometheus.GaugeValue, float64(stats.Blocks), p.Spec.Name)
-		send(m.entries, prometheus.GaugeValue, float64(stats.Entries), p.Spec.Name)
-		send(m.prompts, prometheus.GaugeValue, float64(p.KnownPrompts()), p.Spec.Name)
+		send(out, m.blocks, prometheus.GaugeValue, float64(stats.Blocks), p.Spec.Name)
+		send(out, m.entries, prometheus.GaugeValue, float64(stats.Entries), p.Spec.Name)
+		send(out, m.prompts, prometheus.GaugeValue, float64(p.KnownPrompts()), p.Spec.Name)
 	}
 	for _, s := range m.events.Stats() {
-		labels := []string{s.Pool, s.Endpoint, strconv.Itoa(s.Rank)}
-		send(m.connected, prometheus.GaugeValue, oneIf(s.Known), labels...)
-		send(m.here, prometheus.GaugeValue, oneIf(s.Connected), labels...)
-		send(m.relayed, prometheus.CounterValue, float64(s.Relayed), labels...)
-		send(m.missed, prometheus.CounterValue, float64(s.Missed), labels...)
-		send(m.lag, prometheus.GaugeValue, s.Lag.Seconds(), labels...)
-		send(m.held, prometheus.GaugeValue, float64(s.Feed.Held), labels...)
-		send(m.aside, prometheus.GaugeValue, float64(s.Feed.Aside), labels...)
-		send(m.batches, prometheus.CounterValue, float64(s.Batches), labels...)
-		send(m.gaps, prometheus.CounterValue, float64(s.Gaps), labels...)
-		send(m.lost, prometheus.CounterValue, float64(s.Lost), labels...)
-		send(m.restarts, prometheus.CounterValue, float64(s.Restarts), labels...)
-		send(m.bad, prometheus.CounterValue, float64(s.Malformed), labels...)
-		send(m.unusable, prometheus.CounterValue, float64(s.Feed.Unusable), labels...)
+		m.feed(out, &s)
 	}
+}
+
+// feed shows what is counted of one publisher of KV events.
+func (m *indexMetrics) feed(out chan<- prometheus.Metric, s *kvevents.Stats) {
+	labels := []string{s.Pool, s.Endpoint, strconv.Itoa(s.Rank)}
+	gauge := func(d *prometheus.Desc, v float64) { send(out, d, prometheus.GaugeValue, v, labels...) }
+	counter := func(d *prometheus.Desc, n uint64) { send(out, d, prometheus.CounterValue, float64(n), labels...) }
+	gauge(m.connected, oneIf(s.Known))
+	gauge(m.here, oneIf(s.Connected))
+	gauge(m.lag, s.Lag.Seconds())
+	gauge(m.held, float64(s.Feed.Held))
+	gauge(m.aside, float64(s.Feed.Aside))
+	counter(m.relayed, s.Relayed)
+	counter(m.missed, s.Missed)
+	counter(m.batches, s.Batches)
+	counter(m.gaps, s.Gaps)
+	counter(m.lost, s.Lost)
+	counter(m.restarts, s.Restarts)
+	counter(m.bad, s.Malformed)
+	counter(m.unusable, s.Feed.Unusable)
+}
+
+func send(out chan<- prometheus.Metric, d *prometheus.Desc, kind prometheus.ValueType, value float64, labels ...string) {
+	out <- prometheus.MustNewConstMetric(d, kind, value, labels...)
 }
 
 func oneIf(is bool) float64 {

@@ -104,9 +104,6 @@ func ticketKeys(ctx context.Context, config *configv1.Config, store *redisstore.
 
 // registerStore shows what passes between this replica and Redis.
 func registerStore(r prometheus.Registerer, store *redisstore.Store) {
-	counter := func(name, help string, value func(redisstore.Stats) int64) {
-		r.MustRegister(prometheus.NewCounterFunc(prometheus.CounterOpts{Name: name, Help: help}, func() float64 { return float64(value(store.Stats())) }))
-	}
 	gauge := func(name, help string, value func() float64) {
 		r.MustRegister(prometheus.NewGaugeFunc(prometheus.GaugeOpts{Name: name, Help: help}, value))
 	}
@@ -118,18 +115,32 @@ func registerStore(r prometheus.Registerer, store *redisstore.Store) {
 	})
 	gauge("tandem_replicas", "Replicas that this one knows to live, itself included.", func() float64 { return float64(store.Replicas()) })
 	r.MustRegister(lagCollector{store, prometheus.NewDesc("tandem_redis_lag_seconds", "How long prompts that another replica routed took to be known here.", nil, nil)})
-	counter("tandem_redis_commands_total", "Commands sent to Redis.", func(s redisstore.Stats) int64 { return s.Commands })
-	counter("tandem_redis_errors_total", "Commands that failed or came too late.", func(s redisstore.Stats) int64 { return s.Errors })
-	counter("tandem_redis_sent_bytes_total", "Bytes sent to Redis.", func(s redisstore.Stats) int64 { return s.BytesSent })
-	counter("tandem_redis_received_bytes_total", "Bytes received from Redis.", func(s redisstore.Stats) int64 { return s.BytesRead })
-	counter("tandem_redis_batches_sent_total", "Batches told to other replicas.", func(s redisstore.Stats) int64 { return s.BatchesSent })
-	counter("tandem_redis_batches_received_total", "Batches heard of other replicas.", func(s redisstore.Stats) int64 { return s.BatchesRead })
-	counter("tandem_redis_gaps_total", "Times that batches of another replica were missed, so that a snapshot was asked for.", func(s redisstore.Stats) int64 { return s.Gaps })
-	counter("tandem_redis_kv_events_dropped_total", "Times that a publisher's KV events found no room to be told to others.", func(s redisstore.Stats) int64 { return s.Uncollected })
-	counter("tandem_redis_dropped_total", "Routed prompts that found no room while Redis did not answer; a snapshot tells them later.", func(s redisstore.Stats) int64 { return s.Dropped })
-	counter("tandem_redis_unknown_endpoints_total", "Parts of batches about endpoints that this replica does not have.", func(s redisstore.Stats) int64 { return s.Unknown })
-	counter("tandem_redis_snapshots_total", "Snapshots written.", func(s redisstore.Stats) int64 { return s.Snapshots })
-	counter("tandem_tickets_spent_alone_total", "Tickets spent by this replica's own memory, because Redis did not answer in 5 ms.", func(s redisstore.Stats) int64 { return s.SpendUnknown })
+	for _, c := range storeCounters() {
+		r.MustRegister(prometheus.NewCounterFunc(prometheus.CounterOpts{Name: c.name, Help: c.help}, func() float64 { return float64(c.value(store.Stats())) }))
+	}
+}
+
+// storeCounter is a counter of redisstore's.
+type storeCounter struct {
+	name, help string
+	value      func(redisstore.Stats) int64
+}
+
+func storeCounters() []storeCounter {
+	return []storeCounter{
+		{"tandem_redis_commands_total", "Commands sent to Redis.", func(s redisstore.Stats) int64 { return s.Commands }},
+		{"tandem_redis_errors_total", "Commands that failed or came too late.", func(s redisstore.Stats) int64 { return s.Errors }},
+		{"tandem_redis_sent_bytes_total", "Bytes sent to Redis.", func(s redisstore.Stats) int64 { return s.BytesSent }},
+		{"tandem_redis_received_bytes_total", "Bytes received from Redis.", func(s redisstore.Stats) int64 { return s.BytesRead }},
+		{"tandem_redis_batches_sent_total", "Batches told to other replicas.", func(s redisstore.Stats) int64 { return s.BatchesSent }},
+		{"tandem_redis_batches_received_total", "Batches heard of other replicas.", func(s redisstore.Stats) int64 { return s.BatchesRead }},
+		{"tandem_redis_gaps_total", "Times that batches of another replica were missed, so that a snapshot was asked for.", func(s redisstore.Stats) int64 { return s.Gaps }},
+		{"tandem_redis_kv_events_dropped_total", "Times that a publisher's KV events found no room to be told to others.", func(s redisstore.Stats) int64 { return s.Uncollected }},
+		{"tandem_redis_dropped_total", "Routed prompts that found no room while Redis did not answer; a snapshot tells them later.", func(s redisstore.Stats) int64 { return s.Dropped }},
+		{"tandem_redis_unknown_endpoints_total", "Parts of batches about endpoints that this replica does not have.", func(s redisstore.Stats) int64 { return s.Unknown }},
+		{"tandem_redis_snapshots_total", "Snapshots written.", func(s redisstore.Stats) int64 { return s.Snapshots }},
+		{"tandem_tickets_spent_alone_total", "Tickets spent by this replica's own memory, because Redis did not answer in 5 ms.", func(s redisstore.Stats) int64 { return s.SpendUnknown }},
+	}
 }
 
 // lagCollector shows redisstore's histogram, which counts without knowing of Prometheus.
@@ -141,10 +152,13 @@ type lagCollector struct {
 func (c lagCollector) Describe(to chan<- *prometheus.Desc) { to <- c.desc }
 
 func (c lagCollector) Collect(to chan<- prometheus.Metric) {
-	lag := c.store.Stats().Lag
+	to <- lagHistogram(c.desc, c.store.Stats().Lag)
+}
+
+func lagHistogram(desc *prometheus.Desc, lag redisstore.Lag) prometheus.Metric {
 	buckets := make(map[float64]uint64, len(lag.Buckets))
 	for i, n := range lag.Buckets {
 		buckets[redisstore.LagBucket(i).Seconds()] = n
 	}
-	to <- prometheus.MustNewConstHistogram(c.desc, lag.Count, lag.Seconds, buckets)
+	return prometheus.MustNewConstHistogram(desc, lag.Count, lag.Seconds, buckets)
 }

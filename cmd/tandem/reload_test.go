@@ -23,6 +23,7 @@ type reloading struct {
 	t           *testing.T
 	fleet       *fleet
 	said        bytes.Buffer
+	registry    *prometheus.Registry
 	config, key string
 }
 
@@ -45,8 +46,8 @@ func startReloading(t *testing.T) *reloading {
 	require.NoError(t, err)
 	options, err := serverOptions(config, r.fleet, log)
 	require.NoError(t, err)
-	registry := prometheus.NewRegistry()
-	r.reloader = newReloader(r.config, config, r.fleet, extproc.New(options, extproc.NewMetrics(registry, r.fleet.state)), registry, log)
+	r.registry = prometheus.NewRegistry()
+	r.reloader = newReloader(r.config, config, r.fleet, extproc.New(options, extproc.NewMetrics(r.registry, r.fleet.state)), r.registry, log)
 	return r
 }
 

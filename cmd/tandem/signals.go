@@ -31,7 +31,7 @@ func newSignals(state *kvstate.State, scraper *scrape.Scraper) *signals {
 		usage:      gauge("tandem_engine_kv_usage", "Share of the KV cache that the engine says is in use, 0 to 1. Absent: it does not say."),
 		bandwidth:  gauge("tandem_engine_transfer_bytes_per_second", "How fast KV comes to the endpoint, learned from what its engine says of transfers. Absent: not learned."),
 		tokenBytes: prometheus.NewDesc("tandem_kv_bytes_per_token", "KV of a token, learned from what engines say of transfers. Absent: not learned.", []string{"pool"}, nil),
-		age:        gauge("tandem_engine_signals_age_seconds", "How old what the engine says is. Absent: it never said anything."),
+		age:        gauge("tandem_engine_signals_age_seconds", "How old the oldest of what the engine says is. Absent: it never said anything."),
 	}
 }
 
@@ -71,7 +71,7 @@ func (s *signals) Collect(out chan<- prometheus.Metric) {
 			if bandwidth := s.state.Bandwidth(p, e); bandwidth > 0 {
 				show(s.bandwidth, bandwidth)
 			}
-			show(s.age, max(now.Sub(g.At).Seconds(), 0))
+			show(s.age, max(g.Age(now).Seconds(), 0))
 		}
 	}
 }

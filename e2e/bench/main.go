@@ -22,7 +22,7 @@
 // The output is Markdown. The program imports nothing of Tandem: it knows the binaries and the configuration file.
 //
 // Files: stack.go starts what is measured, client.go is the client, shapes.go the requests, rounds.go the measuring,
-// report.go the tables, peers.go other routers.
+// report.go the tables, ledgers.go what the engines' books say in the end, peers.go other routers.
 package main
 
 import (
@@ -167,7 +167,12 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 		}
 	}
 	r.memory(l.stacks)
+	ledgers, err := l.ledgers(ctx, o)
+	if err != nil {
+		return err
+	}
 	r.write(stdout)
+	fmt.Fprintf(stdout, "\n%s\n", ledgers)
 	return nil
 }
 

@@ -14,9 +14,8 @@ import (
 // process is all there is between client and engines, so its CPU stands in the column of the router alone.
 //
 //   - vllm-router (PyPI): `--vllm-pd-disaggregation --kv-connector nixl`, one hop after the other, as we do.
-//   - sglang-router (PyPI): `--pd-disaggregation`, which sends both hops at the same time. Its engines answer without KV
-//     transfer (enginesim --connector none), as when docs/benchmarks.md was measured: the prefill side computes the whole
-//     answer too, which costs the router a little for reading it. enginesim speaks SGLang since then (--connector sglang).
+//   - sglang-router (PyPI): `--pd-disaggregation`, which sends both hops at the same time, to engines that speak SGLang: both are told one
+//     room, D asks P's bootstrap port where to go, and P answers with one token.
 //
 // A peer serves one model, so there are two processes of each: for the engines that answer at once, and for the paced ones.
 type peer struct {
@@ -31,7 +30,7 @@ func peersOf(vllm, sglang string) (out []peer) {
 		out = append(out, peer{"vllm-router", vllm, "nixl", []string{"--vllm-pd-disaggregation", "--kv-connector", "nixl", "--log-level", "error"}})
 	}
 	if sglang != "" {
-		out = append(out, peer{"sglang-router", sglang, "none", []string{"launch", "--pd-disaggregation", "--log-level", "error"}})
+		out = append(out, peer{"sglang-router", sglang, "sglang", []string{"launch", "--pd-disaggregation", "--log-level", "error"}})
 	}
 	return out
 }
@@ -43,17 +42,17 @@ func (l *lab) startPeer(ctx context.Context, bin string, p peer) error {
 		engines := l.pairs[model]
 		if p.connector != "nixl" {
 			var err error
-			if engines, err = l.startPair(ctx, bin, model, p.name, p.connector); err != nil {
+			if engines, err = l.startPair(ctx, bin, model, p.name+"-"+model, p.connector); err != nil {
 				return err
 			}
 		}
-		ports, err := process.FreePorts(3)
+		ports, err := process.FreePorts(2)
 		if err != nil {
 			return err
 		}
 		prefill := []string{"--prefill", "http://" + engines.prefill}
 		if p.connector != "nixl" {
-			prefill = append(prefill, port(ports[2])) // SGLang's bootstrap port, which nobody opens here
+			prefill = append(prefill, port(engines.bootstrap))
 		}
 		args := append(append([]string{}, p.args...), prefill...)
 		args = append(args, "--decode", "http://"+engines.decode, "--host", "127.0.0.1", "--port", port(ports[0]),

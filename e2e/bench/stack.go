@@ -25,8 +25,8 @@ const (
 	floorName = "floor"
 )
 
-// pair is a prefill and a decode engine.
-type pair struct{ prefill, decode string }
+// pair is a prefill and a decode engine. bootstrap is where engines of SGLang ask the prefill one for its ranks.
+type pair struct{ prefill, decode, bootstrap string }
 
 // variant is a Tandem as it is to be run.
 type variant struct {
@@ -52,6 +52,7 @@ type lab struct {
 	process.Group
 	envoyPath string
 	pairs     map[string]pair
+	engines   []engine // of all pairs, prefill and decode by turns
 	stacks    []*stack // the floor first
 }
 
@@ -69,7 +70,7 @@ func (l *lab) start(ctx context.Context, o options) (err error) {
 	}
 	l.pairs = map[string]pair{}
 	for _, name := range []string{instant, paced} {
-		if l.pairs[name], err = l.startPair(ctx, bin, name, name, "nixl"); err != nil {
+		if l.pairs[name], err = l.startPair(ctx, bin, name, "nixl-"+name, "nixl"); err != nil {
 			return err
 		}
 	}
@@ -120,23 +121,24 @@ func (l *lab) build(ctx context.Context, bin string) (string, error) {
 
 // startPair starts a prefill and a decode engine of a model.
 func (l *lab) startPair(ctx context.Context, bin, model, name, connector string) (p pair, err error) {
-	ports, err := process.FreePorts(4)
+	ports, err := process.FreePorts(5)
 	if err != nil {
 		return p, err
 	}
-	p = pair{ports[0], ports[1]}
+	p = pair{ports[0], ports[1], ports[4]}
 	for i, role := range []string{"prefill", "decode"} {
-		args := []string{"--listen", ports[i], "--side-channel", ports[i+2], "--role", role, "--model", model, "--connector", connector, "--record=false", "--keep-alive", "1m"}
+		args := []string{"--listen", ports[i], "--side-channel", ports[i+2], "--role", role, "--model", model, "--connector", connector, "--bootstrap", p.bootstrap, "--record=false", "--keep-alive", "1m"}
 		if model == paced && role == "decode" {
 			args = append(args, "--decode-step", tokenTime)
 		}
-		e, err := l.Start(name+"-"+model+"-"+role, nil, filepath.Join(bin, "enginesim"), args...)
+		e, err := l.Start(name+"-"+role, nil, filepath.Join(bin, "enginesim"), args...)
 		if err != nil {
 			return p, err
 		}
 		if err := e.Wait(ctx, "http://"+ports[i]+"/health"); err != nil {
 			return p, err
 		}
+		l.engines = append(l.engines, engine{name, model, ports[i]})
 	}
 	return p, nil
 }

@@ -172,15 +172,26 @@ func (p *sharer) applyHealth(e *kvstate.Endpoint, failed bool) {
 }
 
 func (p *sharer) applySignals(e *kvstate.Endpoint, g *statev1.Signals, at time.Time) {
+	var looked time.Time
+	if g.GetRunning() >= 0 {
+		looked = at.Add(-time.Duration(g.GetLookOlderMs()) * time.Millisecond)
+	}
 	if p.s.state.ApplyObserved(e, kvstate.Signals{
-		Running: g.GetRunning(), Waiting: g.GetWaiting(), KVUsage: fromPPM(g.GetKvUsagePpm()), KVTokens: g.GetKvTokens(), At: at, Elsewhere: max(g.GetElsewhere(), 0),
+		Running: g.GetRunning(), Waiting: g.GetWaiting(), KVUsage: fromPPM(g.GetKvUsagePpm()), KVTokens: g.GetKvTokens(), At: at, Looked: looked, Elsewhere: max(g.GetElsewhere(), 0),
 		Moved: kvstate.Moved{
 			Transfers: int64(g.GetTransfers()), Bytes: int64(g.GetTransferBytes()), Tokens: int64(g.GetTransferTokens()),
 			Time: time.Duration(g.GetTransferUs()) * time.Microsecond,
 		},
 	}) {
 		t := p.told[e.Addr]
-		t.signals = at
+		t.signals, t.looked = later(t.signals, at), later(t.looked, looked)
 		p.told[e.Addr] = t
 	}
+}
+
+func later(a, b time.Time) time.Time {
+	if b.After(a) {
+		return b
+	}
+	return a
 }

@@ -200,7 +200,8 @@ func (p *sharer) take() outbox {
 type told struct {
 	load    kvstate.Booked
 	failed  bool
-	signals time.Time
+	signals time.Time // and when its metrics were looked at
+	looked  time.Time
 }
 
 // batchOf makes the batch that tells what is in the outbox and what has changed since the last one; with complete, all that
@@ -260,17 +261,28 @@ func (p *sharer) tellEndpoint(b *statev1.Batch, t *addressTable, e *kvstate.Endp
 		b.Health = append(b.Health, &statev1.Health{Address: t.position(e.Addr), Failed: failed})
 		next.failed = failed
 	}
-	if g := e.Signals(); g != nil && g.At.After(known.signals) {
-		b.Signals = append(b.Signals, &statev1.Signals{
-			Address: t.position(e.Addr), Running: g.Running, Waiting: g.Waiting, KvTokens: g.KVTokens,
-			KvUsagePpm: toPPM(g.KVUsage), AgeMs: uint32(min(max(now.Sub(g.At).Milliseconds(), 0), math.MaxUint32)),
-			Transfers: uint64(g.Moved.Transfers), TransferBytes: uint64(g.Moved.Bytes), TransferUs: uint64(g.Moved.Time.Microseconds()),
-			TransferTokens: uint64(g.Moved.Tokens), Elsewhere: g.Elsewhere,
-		})
-		next.signals = g.At
+	if g := e.Signals(); g != nil && (g.At.After(known.signals) || g.Looked.After(known.looked)) {
+		b.Signals = append(b.Signals, signalsOf(t.position(e.Addr), g, known.looked, now))
+		next.signals, next.looked = g.At, g.Looked
 	}
 	return next
 }
+
+// signalsOf tells signals. A look that others know by now is not told again: they would take it for a later one, by what the way took.
+func signalsOf(address uint32, g *kvstate.Signals, looked, now time.Time) *statev1.Signals {
+	out := &statev1.Signals{
+		Address: address, Running: -1, Waiting: g.Waiting, KvTokens: -1, KvUsagePpm: toPPM(g.KVUsage), AgeMs: millis(now.Sub(g.At)), Elsewhere: g.Elsewhere,
+	}
+	if g.Looked.After(looked) {
+		out.Running, out.KvTokens, out.LookOlderMs = g.Running, g.KVTokens, millis(g.At.Sub(g.Looked))
+		out.Transfers, out.TransferBytes = uint64(g.Moved.Transfers), uint64(g.Moved.Bytes)
+		out.TransferUs, out.TransferTokens = uint64(g.Moved.Time.Microseconds()), uint64(g.Moved.Tokens)
+	}
+	return out
+}
+
+// millis are milliseconds; none where the clock went back.
+func millis(d time.Duration) uint32 { return uint32(min(max(d.Milliseconds(), 0), math.MaxUint32)) }
 
 func tokensOf(l *kvstate.LearnedTokens) *statev1.Tokens {
 	out := &statev1.Tokens{Prompt: l.Prompt, BlockBytes: uint32(l.BlockBytes), Bytes: uint64(l.Bytes), Tokens: uint64(l.Tokens)}

@@ -151,13 +151,28 @@ func TestSignalsAreShared(t *testing.T) {
 	eventually(t, "the signals are known", func() bool { return b.e(0).Signals() != nil })
 	got := *b.e(0).Signals()
 	require.WithinDuration(t, at, got.At, time.Minute, "its age comes along; what the way took is lost")
-	got.At = time.Time{}
+	require.Equal(t, got.At, got.Looked)
+	got.At, got.Looked = time.Time{}, time.Time{}
 	require.Equal(t, kvstate.Signals{Running: 3, Waiting: 5, KVUsage: .25, KVTokens: -1, Moved: moved}, got)
 	require.Nil(t, b.e(1).Signals())
 
 	// The second of two looks says what came another way; nobody but who looked can tell.
 	a.state.Observe(a.e(0), kvstate.Signals{Running: 3, Waiting: 4, KVUsage: .25, KVTokens: -1, At: at.Add(time.Second)})
 	eventually(t, "what came another way is known", func() bool { return b.e(0).Signals().Elsewhere == 7 })
+
+	// An answer's header is told for what it is: the look before it stays as old as it was, at whoever hears of it.
+	looked := b.e(0).Signals().Looked
+	for i := range 3 {
+		b.state.Observe(b.e(0), kvstate.Signals{Running: -1, Waiting: int64(6 + i), KVUsage: .5, KVTokens: -1, At: at.Add(time.Duration(2+i) * time.Second)})
+		eventually(t, "the header is known", func() bool { return a.e(0).Signals().Waiting == int64(6+i) })
+	}
+	require.Equal(t, at.Add(time.Second), a.e(0).Signals().Looked, "its own look")
+	a.state.Observe(a.e(0), kvstate.Signals{Running: 4, Waiting: 0, KVUsage: .25, KVTokens: -1, At: at.Add(3 * time.Second)})
+	eventually(t, "a look is news, whatever headers came since", func() bool { return b.e(0).Signals().Running == 4 })
+	g := b.e(0).Signals()
+	require.EqualValues(t, 8, g.Waiting)
+	require.WithinDuration(t, looked.Add(2*time.Second), g.Looked, time.Minute)
+	require.True(t, g.At.After(g.Looked))
 }
 
 func TestSessionsAreShared(t *testing.T) {

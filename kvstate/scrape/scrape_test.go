@@ -60,7 +60,7 @@ func run(t *testing.T, s *Scraper) {
 // another replica asks.
 func TestScraper(t *testing.T) {
 	var silent atomic.Bool
-	var asked, refused atomic.Int64
+	var asked, told, refused, lost atomic.Int64
 	vllm := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if silent.Load() {
 			refused.Add(1)
@@ -68,15 +68,18 @@ func TestScraper(t *testing.T) {
 			return
 		}
 		assertPath(t, "/metrics", r)
+		told.Add(1)
 		fmt.Fprint(w, "vllm:num_requests_running{engine=\"0\"} 3.0\nvllm:num_requests_waiting{engine=\"0\"} 1.0\n")
 	}))
 	defer vllm.Close()
 	trtllm := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if r.URL.Path == "/metrics" {
+			lost.Add(1)
 			fmt.Fprint(w, `[{"iter":1}]`)
 			return
 		}
 		assertPath(t, "/prometheus/metrics", r)
+		told.Add(1)
 		fmt.Fprint(w, "trtllm_num_requests_running 5\n")
 	}))
 	defer trtllm.Close()
@@ -86,7 +89,8 @@ func TestScraper(t *testing.T) {
 
 	state, pool := fleet(at(vllm), at(trtllm), at(others))
 	e := func(s *httptest.Server) *kvstate.Endpoint { return pool.Endpoint(at(s)) }
-	run(t, New(state, func(_ *kvstate.Pool, e *kvstate.Endpoint) bool { return e.Addr != at(others) }, slog.New(slog.DiscardHandler)))
+	scraper := New(state, func(_ *kvstate.Pool, e *kvstate.Endpoint) bool { return e.Addr != at(others) }, slog.New(slog.DiscardHandler))
+	run(t, scraper)
 	require.Eventually(t, func() bool { return e(vllm).Signals() != nil && e(trtllm).Signals() != nil }, 30*time.Second, 10*time.Millisecond)
 	require.Equal(t, int64(3), e(vllm).Signals().Running)
 	require.Equal(t, int64(5), e(trtllm).Signals().Running)
@@ -103,6 +107,10 @@ func TestScraper(t *testing.T) {
 	require.Equal(t, last, e(vllm).Signals().At, "it has said nothing since")
 	require.Equal(t, int64(3), e(vllm).Signals().Running, "what it said stays, and ages")
 	require.Zero(t, asked.Load())
+	require.Eventually(t, func() bool {
+		ok, failed := scraper.Counts()
+		return ok == told.Load() && failed == refused.Load()+lost.Load() && ok > 2 && failed > 1
+	}, 30*time.Second, time.Millisecond, "what came of each time that somebody was asked")
 }
 
 type roundTrip func(*http.Request) (*http.Response, error)

@@ -984,7 +984,10 @@ type Signals struct {
 	TransferUs     uint64 `protobuf:"varint,9,opt,name=transfer_us,json=transferUs,proto3" json:"transfer_us,omitempty"`
 	TransferTokens uint64 `protobuf:"varint,10,opt,name=transfer_tokens,json=transferTokens,proto3" json:"transfer_tokens,omitempty"`
 	// Of running and waiting, those that no replica had booked.
-	Elsewhere     int64 `protobuf:"zigzag64,11,opt,name=elsewhere,proto3" json:"elsewhere,omitempty"`
+	Elsewhere int64 `protobuf:"zigzag64,11,opt,name=elsewhere,proto3" json:"elsewhere,omitempty"`
+	// How much older than the rest the look at the engine's metrics is that running, kv_tokens, transfers and elsewhere are of. Without
+	// running there was none that is to be told; milliseconds.
+	LookOlderMs   uint32 `protobuf:"varint,12,opt,name=look_older_ms,json=lookOlderMs,proto3" json:"look_older_ms,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1092,6 +1095,13 @@ func (x *Signals) GetTransferTokens() uint64 {
 func (x *Signals) GetElsewhere() int64 {
 	if x != nil {
 		return x.Elsewhere
+	}
+	return 0
+}
+
+func (x *Signals) GetLookOlderMs() uint32 {
+	if x != nil {
+		return x.LookOlderMs
 	}
 	return 0
 }
@@ -1416,7 +1426,7 @@ const file_state_v1_state_proto_rawDesc = "" +
 	"\blocal_us\x18\b \x01(\x03R\alocalUs\":\n" +
 	"\x06Health\x12\x18\n" +
 	"\aaddress\x18\x01 \x01(\rR\aaddress\x12\x16\n" +
-	"\x06failed\x18\x02 \x01(\bR\x06failed\"\xda\x02\n" +
+	"\x06failed\x18\x02 \x01(\bR\x06failed\"\xfe\x02\n" +
 	"\aSignals\x12\x18\n" +
 	"\aaddress\x18\x01 \x01(\rR\aaddress\x12\x18\n" +
 	"\arunning\x18\x02 \x01(\x12R\arunning\x12\x18\n" +
@@ -1431,7 +1441,8 @@ const file_state_v1_state_proto_rawDesc = "" +
 	"transferUs\x12'\n" +
 	"\x0ftransfer_tokens\x18\n" +
 	" \x01(\x04R\x0etransferTokens\x12\x1c\n" +
-	"\telsewhere\x18\v \x01(\x12R\telsewhere\"M\n" +
+	"\telsewhere\x18\v \x01(\x12R\telsewhere\x12\"\n" +
+	"\rlook_older_ms\x18\f \x01(\rR\vlookOlderMs\"M\n" +
 	"\aSession\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\x06R\x03key\x12\x18\n" +
 	"\aprefill\x18\x02 \x01(\rR\aprefill\x12\x16\n" +
