@@ -11,6 +11,8 @@ import (
 	"github.com/prometheus/client_golang/prometheus/testutil"
 	dto "github.com/prometheus/client_model/go"
 	"github.com/stretchr/testify/require"
+
+	"tandem/kvstate"
 )
 
 // counts shows in a transcript what an operator would scrape: of counters and histograms what came since the last look, of gauges what they
@@ -209,13 +211,15 @@ func TestStrandedHandOversAreCounted(t *testing.T) {
 			q.pass()
 			require.Equal(t, 307, q.prefillLeg(answer{status: 200, body: prefilled(params(2))}).status())
 			q.follow()
-			s.state.MarkFailed(s.state.Pool("chat").Endpoint(addressOf("d1")))
+			s.state.SetPool(s.state.Pool("chat").Spec, []kvstate.EndpointSpec{{Name: "p1", Addr: addressOf("p1"), Role: kvstate.RolePrefill}})
 			s.log(q.entry(0, "downstream_remote_disconnect"))
+			synctest.Wait()
 		}
 		strand("r1")
 		require.InDelta(t, 1, testutil.ToFloat64(s.server.metrics.cleanups.WithLabelValues("chat", "no_endpoint")), 0)
 		require.InDelta(t, 1, testutil.ToFloat64(s.server.metrics.stranded.WithLabelValues("chat", addressOf("p1"), "client_gone")), 0)
 
+		s.pool("chat", policy, "p1", "d1")
 		q := s.newRequest("/v1/chat/completions", "r2", chatBody)
 		q.pass()
 		q.prefillLeg(answer{status: 200, body: prefilled(params(2))})
