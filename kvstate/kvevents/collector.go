@@ -47,6 +47,7 @@ type Collector struct {
 	active    map[target]*subscription
 	at        map[place]*subscription // the same
 	listening map[string]*listening   // by pool
+	changed   chan struct{}           // SetPools was called
 	closing   sync.WaitGroup
 }
 
@@ -73,7 +74,7 @@ func NewCollector(o Options) *Collector {
 	if o.Open == nil {
 		o.Open = func(p *kvstate.Pool, e *kvstate.Endpoint, _ int) Publisher { return p.Feed(e) }
 	}
-	return &Collector{o: o, sources: o.Pools, active: map[target]*subscription{}, at: map[place]*subscription{}, listening: map[string]*listening{}}
+	return &Collector{o: o, sources: o.Pools, active: map[target]*subscription{}, at: map[place]*subscription{}, listening: map[string]*listening{}, changed: make(chan struct{}, 1)}
 }
 
 // SetPools changes where the pools publish. What is the same for a pool goes on.
@@ -81,9 +82,13 @@ func (c *Collector) SetPools(sources map[string]Source) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.sources = sources
+	select {
+	case c.changed <- struct{}{}:
+	default:
+	}
 }
 
-// lookEvery is how often the pools' endpoints are compared with those that are followed.
+// lookEvery is how often the pools' endpoints are compared with those that are followed, where any are to be.
 const lookEvery = 250 * time.Millisecond
 
 // Run follows publishers until ctx ends. An address that cannot be listened on is an error at the start; one that is set later
@@ -105,12 +110,24 @@ func (c *Collector) Run(ctx context.Context) error {
 			said = err.Error()
 			c.o.Log.Error("KV events", "err", err)
 		}
+		next := tick.C
+		if c.atRest() {
+			next = nil
+		}
 		select {
 		case <-ctx.Done():
 			return nil
-		case <-tick.C:
+		case <-next:
+		case <-c.changed:
 		}
 	}
+}
+
+// atRest reports whether there is nothing to follow before [Collector.SetPools] says so.
+func (c *Collector) atRest() bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return len(c.sources) == 0 && len(c.active) == 0 && len(c.listening) == 0
 }
 
 // end forgets all publishers when the listening to them has ended.
