@@ -18,7 +18,7 @@
 // (https://github.com/grpc/grpc/blob/master/doc/PROTOCOL-HTTP2.md). Messages are never compressed.
 //
 // Files: rpc.go the server, conn.go a connection and its leader, frames.go what the peer sends, headers.go the
-// headers in it, stream.go one stream, out.go what is written.
+// headers in it, stream.go one stream, message.go its messages, out.go what is written, encode.go headers that are written.
 package rpc
 
 import (
