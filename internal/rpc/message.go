@@ -126,7 +126,10 @@ func (st *stream) RecvMsg(m any) error {
 		st.wait(&st.reader)
 	}
 	pieces, owed := st.messages[0].pieces, st.messages[0].owed
-	st.messages = st.messages[1:]
+	if st.messages = st.messages[1:]; len(st.messages) == 0 { // what has come of the next one is all that the peer can get credit for
+		owed += st.under.owed
+		st.under.owed = 0
+	}
 	st.creditFor(owed)
 	credited := owed > 0 && st.taken == 0
 	c.mu.Unlock()

@@ -48,17 +48,14 @@ const canceled = codes.Canceled
 func (st *stream) serve() {
 	c, m := st.conn, st.method
 	c.mu.Lock()
-	if st.ended { // before its turn came
-		c.handlers--
-		st.forget()
-		c.mu.Unlock()
-		return
-	}
+	ended := st.ended
 	c.mu.Unlock()
 	var err error
-	if m.stream != nil {
+	switch {
+	case ended: // before its turn came
+	case m.stream != nil:
 		err = m.stream(m.impl, st)
-	} else {
+	default:
 		err = st.unary()
 	}
 	c.mu.Lock()
@@ -112,6 +109,7 @@ func (st *stream) end(code codes.Code) {
 	st.wake(&st.reader)
 	st.wake(&st.writer)
 	if !st.running {
+		st.conn.handlers--
 		st.forget()
 	}
 }
@@ -140,9 +138,10 @@ func (st *stream) wake(who *chan struct{}) {
 
 // wait waits until it is woken. conn.mu is held before and after, and not meanwhile.
 func (st *stream) wait(who *chan struct{}) {
-	ch := make(chan struct{})
-	*who = ch
-	c := st.conn
+	if *who == nil {
+		*who = make(chan struct{})
+	}
+	ch, c := *who, st.conn
 	c.mu.Unlock()
 	st.MayWait()
 	c.flush() // what was sent before
