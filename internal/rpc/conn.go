@@ -29,15 +29,17 @@ type conn struct {
 	writing   bool     // somebody is at it, and will write what is added meanwhile
 	streams   map[uint32]*stream
 	lastID    uint32               // of the peer's streams
-	handlers  int                  // that have not returned, of streams that may have ended before
+	handlers  int                  // that have not returned or not begun, of streams that may have ended before
 	window    int64                // bytes the peer takes
 	peer      settings             // the peer's
 	waiting   map[*stream]struct{} // for the window
+	up        bool                 // the handshake is done
 	dead      bool
 	leaving   leaving
 	pinged    bool // the peer owes an answer
 	lastHeard time.Time
 	watch     *time.Timer
+	written   sync.Cond // a write has ended
 }
 
 // settings are those of the peer's that matter here.
@@ -53,13 +55,19 @@ const (
 	staying leaving = iota
 	warned          // said that the end is near; what the peer has sent before it heard that is still served
 	closed          // said which stream was the last
+	hungUp          // and all streams have ended: nothing more is written
 )
 
 const preface = http2.ClientPreface
 
+// firstWindow is what either side may send before it hears of another window (RFC 9113, 6.9.2).
+const firstWindow = 1<<16 - 1
+
 func newConn(s *Server, nc net.Conn) *conn {
-	return &conn{s: s, nc: nc, streams: map[uint32]*stream{}, waiting: map[*stream]struct{}{}, window: 1<<16 - 1,
-		peer: settings{streamWindow: 1<<16 - 1, frame: minFrame}, lastHeard: time.Now()}
+	c := &conn{s: s, nc: nc, streams: map[uint32]*stream{}, waiting: map[*stream]struct{}{}, window: firstWindow,
+		peer: settings{streamWindow: firstWindow, frame: minFrame}, lastHeard: time.Now()}
+	c.written.L = &c.mu
+	return c
 }
 
 // handshake does what comes before the first frame.
@@ -79,7 +87,6 @@ func (c *conn) handshake() error {
 			return errors.New("rpc: the peer did not choose h2 by ALPN")
 		}
 		from.AuthInfo = credentials.TLSInfo{State: state, CommonAuthInfo: credentials.CommonAuthInfo{SecurityLevel: credentials.PrivacyAndIntegrity}}
-		c.out.copies, c.spare.copies = true, true
 	}
 	var hello [len(preface)]byte
 	if _, err := io.ReadFull(c.nc, hello[:]); err != nil {
@@ -88,21 +95,25 @@ func (c *conn) handshake() error {
 	if string(hello[:]) != preface {
 		return errors.New("rpc: the peer does not speak HTTP/2")
 	}
-	_ = c.nc.SetDeadline(time.Time{})
-	c.reading = reading{buf: make([]byte, readBuffer), base: peer.NewContext(context.Background(), &from), credit: c.s.o.ConnWindow}
+	c.reading = reading{buf: make([]byte, readBuffer), base: peer.NewContext(context.Background(), &from), credit: c.s.o.ConnWindow, wakeAt: 1}
 	c.headers.decoder = hpack.NewDecoder(4096, c.headers.field)
 	c.headers.decoder.SetMaxStringLength(maxHeaderList)
 	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.up = true
+	_ = c.nc.SetDeadline(time.Time{})
+	c.out.copies, c.spare.copies = c.s.o.TLS != nil, c.s.o.TLS != nil
 	c.out.frame(frameSettings, 0, 0, 4*6)
 	c.out.setting(http2.SettingMaxConcurrentStreams, c.s.o.MaxStreams)
 	c.out.setting(http2.SettingInitialWindowSize, uint32(c.s.o.StreamWindow))
 	c.out.setting(http2.SettingMaxHeaderListSize, maxHeaderList)
 	c.out.setting(http2.SettingMaxFrameSize, minFrame)
-	c.out.windowUpdate(0, uint32(c.s.o.ConnWindow)-(1<<16-1))
+	if more := c.s.o.ConnWindow - firstWindow; more > 0 {
+		c.out.windowUpdate(0, uint32(more))
+	}
 	if !c.dead {
 		c.watch = time.AfterFunc(quietTime, c.look)
 	}
-	c.mu.Unlock()
 	return nil
 }
 
@@ -120,7 +131,7 @@ func (c *conn) lead() {
 			}
 			st.inline.Store(true)
 			st.serve()
-			if !st.inline.Load() {
+			if !st.inline.CompareAndSwap(true, false) { // from here on nobody can hand on what is not the stream's any more
 				return // who leads now goes on with c.ready
 			}
 			if c.next%flushEvery == 0 {
@@ -131,6 +142,9 @@ func (c *conn) lead() {
 		c.flush()
 		if err := c.read(); err != nil {
 			c.fail()
+			for _, st := range c.ready { // of frames before the one that was wrong
+				st.serve()
+			}
 			return
 		}
 	}
@@ -201,6 +215,11 @@ func (c *conn) goodbye() {
 		c.mu.Unlock()
 		return
 	}
+	if !c.up { // and has nothing to lose; whoever serves it says goodbye
+		_ = c.nc.SetDeadline(time.Now().Add(goAwayTime))
+		c.mu.Unlock()
+		return
+	}
 	c.leaving = warned
 	c.out.goAway(1<<31-1, http2.ErrCodeNo)
 	c.out.ping(false, farewell)
@@ -224,4 +243,21 @@ func (c *conn) lastWord() {
 }
 
 // over reports whether a graceful end is complete. c.mu is held.
-func (c *conn) over() bool { return c.leaving == closed && len(c.streams) == 0 && c.handlers == 0 }
+func (c *conn) over() bool { return c.leaving == closed && c.handlers == 0 }
+
+// hangUp ends a connection after the last word. What the peer still sends is read for a moment, until it hangs up too: the
+// system resets a connection that is closed with something unread, and what was written last might never arrive.
+func (c *conn) hangUp() {
+	c.mu.Lock()
+	again := c.dead || c.leaving == hungUp
+	c.leaving = hungUp
+	c.mu.Unlock()
+	if again {
+		return
+	}
+	if w, ok := c.nc.(interface{ CloseWrite() error }); !ok || w.CloseWrite() != nil {
+		c.fail()
+		return
+	}
+	_ = c.nc.SetReadDeadline(time.Now().Add(goAwayTime))
+}

@@ -13,7 +13,7 @@ const (
 	frameHead  = 9
 	readBuffer = 8 * minFrame
 
-	// What a peer may make the server say before it reads any of it.
+	// What a peer may make the server say and not read, before it is not listened to either.
 	maxControl = 256 << 10
 
 	frameData     = http2.FrameData
@@ -32,7 +32,7 @@ type reading struct {
 	continued  uint32 // the stream whose header block goes on; 0: none does
 	credit     int32  // bytes the peer may still send in the connection
 	firstFrame bool   // has been seen
-	wakeAt     int    // bytes that wake the reader; 0: as the system has it
+	wakeAt     int    // bytes that wake the reader
 }
 
 // read reads once and takes in all frames that are complete.
@@ -43,7 +43,7 @@ func (c *conn) read() error {
 		c.to = copy(c.buf, c.buf[c.from:c.to])
 		c.from = 0
 	}
-	c.sleepWell()
+	c.settle()
 	n, err := c.nc.Read(c.buf[c.to:])
 	if n == 0 && err != nil {
 		return err
@@ -67,21 +67,19 @@ func (c *conn) read() error {
 			return c.broken(code)
 		}
 	}
-	if c.out.control > maxControl {
-		return c.broken(http2.ErrCodeEnhanceYourCalm)
-	}
 	return nil
 }
 
-// sleepWell keeps the frame with which Envoy, as any gRPC client, gives up a stream that is over already from waking the server for
+// settle prepares for a read. It waits while the peer does not read the answers to what it has sent already, which somebody is about
+// to write, and keeps the frame with which Envoy, as any gRPC client, gives up a stream that is over already from waking the server for
 // itself: where no stream is open, less than it and a byte is nothing that anybody waits for, and is read with what comes next.
-func (c *conn) sleepWell() {
-	if c.s.o.TLS != nil { // a record has other sizes
-		return
-	}
+func (c *conn) settle() {
 	least := 1
 	c.mu.Lock()
-	if len(c.streams) == 0 && c.leaving == staying && c.from == c.to {
+	for c.out.control > maxControl && c.writing && !c.dead {
+		c.written.Wait()
+	}
+	if len(c.streams) == 0 && c.leaving == staying && c.from == c.to && c.firstFrame && !c.out.copies { // TLS: a record has other sizes
 		least = frameHead + 4 + 1
 	}
 	c.mu.Unlock()
@@ -209,7 +207,7 @@ func (c *conn) data(flags http2.Flags, id uint32, p []byte) http2.ErrCode {
 }
 
 // offer has a stream run that has something to read, and was not run before: at once if all that has come of it is complete, so that
-// its handler does not begin to wait at once.
+// its handler does not begin to wait at once. A large message is not waited for: the peer might need the handler's credit to go on.
 func (c *conn) offer(st *stream) {
 	if st.running {
 		if len(st.messages) > 0 {
@@ -217,7 +215,7 @@ func (c *conn) offer(st *stream) {
 		}
 		return
 	}
-	if (len(st.messages) > 0 && st.partial == 0 || st.halfClosed) && !st.ended {
+	if !st.ended && (st.halfClosed || len(st.messages) > 0 && (st.partial == 0 || st.partial > firstPiece || st.credit <= c.s.o.StreamWindow/2)) {
 		c.start(st)
 	}
 }
@@ -225,7 +223,6 @@ func (c *conn) offer(st *stream) {
 // start has a stream's handler run.
 func (c *conn) start(st *stream) {
 	st.running = true
-	c.handlers++
 	if st.method.inline {
 		c.ready = append(c.ready, st)
 	} else {

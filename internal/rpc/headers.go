@@ -96,7 +96,7 @@ func (c *conn) begin(id uint32, block []byte) http2.ErrCode {
 		return c.trailers(id)
 	}
 	c.lastID = id
-	if c.dead || c.leaving == closed { // it was told; it may send this stream elsewhere
+	if c.dead || c.leaving >= closed { // it was told; it may send this stream elsewhere
 		c.out.reset(id, http2.ErrCodeRefusedStream)
 		return http2.ErrCodeNo
 	}
@@ -122,6 +122,7 @@ func (c *conn) begin(id uint32, block []byte) http2.ErrCode {
 			break
 		}
 		c.streams[id] = st
+		c.handlers++
 		if set.timeout > 0 {
 			st.deadline, st.timer = time.Now().Add(set.timeout), time.AfterFunc(set.timeout, st.expire)
 		}
@@ -144,12 +145,14 @@ func (c *conn) begin(id uint32, block []byte) http2.ErrCode {
 // trailers are a second header block of a stream, which can only be its end.
 func (c *conn) trailers(id uint32) http2.ErrCode {
 	st := c.streams[id]
-	switch {
+	switch pseudo := slices.ContainsFunc(c.headers.fields, hpack.HeaderField.IsPseudo); {
+	case st == nil && pseudo: // a request, not trailers
+		return http2.ErrCodeStreamClosed
 	case st == nil:
 		c.out.reset(id, http2.ErrCodeStreamClosed)
 	case st.halfClosed:
 		c.refuse(id, http2.ErrCodeStreamClosed)
-	case !c.headers.ends:
+	case !c.headers.ends || pseudo:
 		c.refuse(id, http2.ErrCodeProtocol)
 	default:
 		st.halfClose()
@@ -175,11 +178,12 @@ func (h *headers) set(base context.Context) *fieldSet {
 func newFieldSet(fields []hpack.HeaderField, base context.Context) *fieldSet {
 	s := &fieldSet{fields: fields, refuse: 415}
 	md := metadata.MD{}
-	pseudo := map[string]string{}
+	pseudo, regular, timeoutOK := map[string]string{}, false, true
 	for _, f := range fields {
+		regular = regular || !f.IsPseudo()
 		switch {
 		case f.IsPseudo():
-			if _, twice := pseudo[f.Name]; twice || len(md) > 0 || !slices.Contains([]string{":method", ":scheme", ":path", ":authority"}, f.Name) {
+			if _, twice := pseudo[f.Name]; twice || regular || !slices.Contains([]string{":method", ":scheme", ":path", ":authority"}, f.Name) {
 				s.wrong = true
 			}
 			pseudo[f.Name] = f.Value
@@ -192,10 +196,7 @@ func newFieldSet(fields []hpack.HeaderField, base context.Context) *fieldSet {
 			}
 			md.Append(f.Name, f.Value)
 		case f.Name == "grpc-timeout":
-			var ok bool
-			if s.timeout, ok = parseTimeout(f.Value); !ok {
-				s.refuse = 400
-			}
+			s.timeout, timeoutOK = parseTimeout(f.Value)
 		case strings.HasSuffix(f.Name, "-bin"):
 			// Nobody reads such here; what they hold would have to be decoded.
 		default:
@@ -205,8 +206,11 @@ func newFieldSet(fields []hpack.HeaderField, base context.Context) *fieldSet {
 	if pseudo[":method"] == "" || pseudo[":path"] == "" || pseudo[":scheme"] == "" {
 		s.wrong = true
 	}
-	if s.refuse != 400 && pseudo[":method"] != "POST" {
+	switch {
+	case pseudo[":method"] != "POST":
 		s.refuse = 405
+	case !timeoutOK && s.refuse == 0:
+		s.refuse = 400
 	}
 	if a := pseudo[":authority"]; a != "" {
 		md.Set(":authority", a)

@@ -117,11 +117,14 @@ func (o *outgoing) drop() {
 // flush writes what there is to write, unless somebody is doing so already. What they find added they write too.
 func (c *conn) flush() {
 	c.mu.Lock()
+	if c.leaving == hungUp && !c.writing {
+		c.out.drop()
+	}
 	if c.writing || c.dead || c.out.empty() {
 		over := c.over() && !c.writing
 		c.mu.Unlock()
 		if over {
-			c.fail()
+			c.hangUp()
 		}
 		return
 	}
@@ -134,6 +137,7 @@ func (c *conn) flush() {
 		err = now.write(nc)
 		c.mu.Lock()
 		c.spare = now
+		c.written.Broadcast()
 	}
 	c.writing = false
 	if c.dead {
@@ -141,7 +145,10 @@ func (c *conn) flush() {
 	}
 	over := c.over()
 	c.mu.Unlock()
-	if err != nil || over {
+	switch {
+	case err != nil:
 		c.fail()
+	case over:
+		c.hangUp()
 	}
 }

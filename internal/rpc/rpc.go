@@ -18,7 +18,7 @@
 // (https://github.com/grpc/grpc/blob/master/doc/PROTOCOL-HTTP2.md). Messages are never compressed.
 //
 // Files: rpc.go the server, conn.go a connection and its leader, frames.go what the peer sends, headers.go the
-// headers in it, stream.go one stream, out.go what is written.
+// headers in it, stream.go one stream, message.go its messages, out.go what is written, encode.go headers that are written.
 package rpc
 
 import (
@@ -40,9 +40,9 @@ type Options struct {
 	Pool         Pool                     // of the memory that messages are received in
 	MaxMessage   int                      // bytes of one message, either way; default 4 MiB
 	TLS          *tls.Config              // nil: plaintext, HTTP/2 by prior knowledge
-	StreamWindow int32                    // bytes a peer may send of a stream before its handler takes them; default 16 MiB
-	ConnWindow   int32                    // bytes on their way in one connection; default 64 MiB
-	MaxStreams   uint32                   // handlers at a time in one connection; default 1 << 20
+	StreamWindow int32                    // bytes a peer may send of a stream before its handler takes them; default 16 MiB, at least 65535
+	ConnWindow   int32                    // bytes on their way in one connection; default 64 MiB, at least 65535
+	MaxStreams   uint32                   // streams at a time in one connection, and handlers that have not returned; default 1 << 20
 	Inline       func(method string) bool // methods ("/service/method") that the leader runs itself; nil: none
 }
 
@@ -57,7 +57,7 @@ const (
 	quietTime     = 30 * time.Second // after which a connection is asked whether it lives
 	answerTime    = 10 * time.Second // for its answer
 	handshakeTime = 10 * time.Second // for TLS and the preface
-	goAwayTime    = time.Second      // between the two words of goodbye, where the peer does not answer the ping in between
+	goAwayTime    = time.Second      // between the words of goodbye, where the peer does not answer
 )
 
 // Server serves gRPC. Register everything before Serve.
@@ -91,6 +91,7 @@ func New(o Options) *Server {
 	orDefault(&o.StreamWindow, 16<<20)
 	orDefault(&o.ConnWindow, 64<<20)
 	orDefault(&o.MaxStreams, 1<<20)
+	o.StreamWindow, o.ConnWindow = max(o.StreamWindow, firstWindow), max(o.ConnWindow, firstWindow) // a peer may use these before it hears of others
 	s := &Server{o: o, methods: map[string]*method{}, listeners: map[net.Listener]struct{}{}, conns: map[*conn]struct{}{},
 		tasks: make(chan task), done: make(chan struct{})}
 	s.gone.L = &s.mu
@@ -168,6 +169,12 @@ func (s *Server) serve(nc net.Conn) {
 	if err := c.handshake(); err != nil {
 		c.fail()
 		return
+	}
+	s.mu.Lock()
+	stopping := s.stopping
+	s.mu.Unlock()
+	if stopping { // since, and GracefulStop found it too new to be told
+		c.goodbye()
 	}
 	s.work(task{conn: c})
 }
