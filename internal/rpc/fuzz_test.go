@@ -42,12 +42,12 @@ func (f *fed) Write(p []byte) (int, error) {
 	}
 }
 
-func (f *fed) Close() error                     { close(f.closed); return nil }
-func (*fed) LocalAddr() net.Addr                { return &net.TCPAddr{} }
-func (*fed) RemoteAddr() net.Addr               { return &net.TCPAddr{} }
-func (*fed) SetDeadline(time.Time) error        { return nil }
-func (*fed) SetReadDeadline(t time.Time) error  { return nil }
-func (*fed) SetWriteDeadline(t time.Time) error { return nil }
+func (f *fed) Close() error                   { close(f.closed); return nil }
+func (*fed) LocalAddr() net.Addr              { return &net.TCPAddr{} }
+func (*fed) RemoteAddr() net.Addr             { return &net.TCPAddr{} }
+func (*fed) SetDeadline(time.Time) error      { return nil }
+func (*fed) SetReadDeadline(time.Time) error  { return nil }
+func (*fed) SetWriteDeadline(time.Time) error { return nil }
 
 // FuzzConn says anything after the preface: nothing panics, hangs, or is left over. Of the two arguments the first is how many bytes come at a
 // time (0: all). The seeds are the transcripts.

@@ -84,7 +84,6 @@ func (p *counted) requireComplete(t testing.TB) {
 type service struct {
 	release  chan struct{} // ends the waits of `wait`
 	stubborn chan struct{} // and of `stubborn`
-	stray    sync.WaitGroup
 }
 
 func receive(st grpc.ServerStream) (string, error) {

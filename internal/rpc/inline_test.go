@@ -172,7 +172,7 @@ func TestInlineReadyWhenThePeerIsWrong(t *testing.T) {
 
 // A stream with a large message is no work for who reads the connection.
 func TestInlineHeavy(t *testing.T) {
-	bubble(t, Options{}, func(t *testing.T, s *stand, p *rawPeer) {
+	bubble(t, Options{}, func(t *testing.T, _ *stand, p *rawPeer) {
 		p.say("HEADERS 1 /t/collect")
 		p.say("DATA 1 x*200000 END")
 		synctest.Wait()
@@ -182,7 +182,7 @@ func TestInlineHeavy(t *testing.T) {
 
 // Handlers count until they return: who resets its streams does not get to have more of them run.
 func TestMaxStreams(t *testing.T) {
-	bubble(t, Options{MaxStreams: 2}, func(t *testing.T, _ *stand, p *rawPeer) {
+	bubble(t, Options{MaxStreams: 2}, func(_ *testing.T, _ *stand, p *rawPeer) {
 		p.play(`
 HEADERS 1 /t/echo
 HEADERS 3 /t/echo

@@ -116,7 +116,7 @@ ANSWER farewell
 // A stream that is reset before its handler's turn came is the last to end, too.
 func TestGracefulStopEndsAfterReset(t *testing.T) {
 	for _, method := range []string{"/t/wait", "/t/beside"} {
-		bubble(t, Options{}, func(t *testing.T, s *stand, p *rawPeer) {
+		bubble(t, Options{}, func(_ *testing.T, s *stand, p *rawPeer) {
 			stopped := s.stopping()
 			synctest.Wait()
 			p.heard()
