@@ -159,6 +159,13 @@ func (*service) collect(st grpc.ServerStream) error {
 	}
 }
 
+// late waits before it collects.
+func (v *service) late(st grpc.ServerStream) error {
+	mayWait(st)
+	<-v.release
+	return v.collect(st)
+}
+
 // push answers 3x100 with three messages of 100 bytes.
 func (*service) push(st grpc.ServerStream) error {
 	s, err := receive(st)
@@ -217,7 +224,7 @@ func (v *service) register(s grpc.ServiceRegistrar) {
 			return &s, nil
 		}}}}
 	for name, f := range map[string]func(grpc.ServerStream) error{"echo": v.echo, "once": v.once, "wait": v.wait, "collect": v.collect,
-		"push": v.push, "who": v.who, "stubborn": v.stuck, "mix": v.mix, "fails": v.fails, "meta": v.meta, "beside": v.echo} {
+		"push": v.push, "who": v.who, "stubborn": v.stuck, "mix": v.mix, "late": v.late, "fails": v.fails, "meta": v.meta, "beside": v.echo} {
 		d.Streams = append(d.Streams, grpc.StreamDesc{StreamName: name, ServerStreams: true, ClientStreams: true,
 			Handler: func(_ any, st grpc.ServerStream) error { return f(st) }})
 	}

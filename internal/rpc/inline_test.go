@@ -130,19 +130,24 @@ func TestInlineHandsOnWhatIsReady(t *testing.T) {
 }
 
 // A small message before one that is larger than the window: the peer gets the credit without which it could not go on, whether the handler
-// has begun to wait for the second or was not started before the first part of it came.
+// has begun to wait for the second, or was not started before the first part of it came, or reads nothing before the window is full.
 func TestInlineSmallBeforeLarge(t *testing.T) {
-	for _, together := range []bool{false, true} {
-		bubble(t, Options{StreamWindow: firstWindow}, func(t *testing.T, _ *stand, p *rawPeer) {
-			p.say("HEADERS 1 /t/collect")
+	for _, how := range []string{"waits", "starts", "late"} {
+		bubble(t, Options{StreamWindow: firstWindow}, func(t *testing.T, s *stand, p *rawPeer) {
+			p.say("HEADERS 1 " + map[bool]string{true: "/t/late", false: "/t/collect"}[how == "late"])
 			left, credit := append(message("x"), message(strings.Repeat("y", 200_000))...), firstWindow
 			for len(left) > 0 {
 				n := min(len(left), credit, minFrame)
-				if !together && credit == firstWindow {
+				if how == "waits" && credit == firstWindow {
 					n = len(message("x"))
 				}
-				require.Positive(t, n, "stuck")
-				require.NoError(t, p.fr.WriteData(1, n == len(left), left[:n]))
+				if n == 0 && how == "late" {
+					close(s.service.release)
+					how = "released"
+				} else {
+					require.Positive(t, n, "stuck")
+					require.NoError(t, p.fr.WriteData(1, n == len(left), left[:n]))
+				}
 				left, credit = left[n:], credit-n
 				synctest.Wait()
 				for _, line := range p.heard() {
@@ -227,6 +232,7 @@ func TestPeerThatDoesNotRead(t *testing.T) {
 			p := &rawPeer{t: t, nc: nc}
 			_, _ = nc.Write([]byte("PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"))
 			_, _ = nc.Write(p.bytesOf("SETTINGS\nHEADERS 1 /t/beside\nDATA 1 x*60000\nWINDOW 0 1000000\nWINDOW 1 1000000\nDATA 1 x*60000"))
+			time.Sleep(time.Millisecond) // until the handler cannot write any more
 			ping := p.bytesOf("PING")
 			for {
 				if _, err := nc.Write(ping); err != nil {
