@@ -140,6 +140,7 @@ func TestStop(t *testing.T) {
 		requireOpen(t, stopped)
 		s.Stop()
 		<-stopped
+		synctest.Wait()
 		require.Zero(t, s.idle.Load())
 	})
 }
