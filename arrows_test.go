@@ -35,15 +35,15 @@ var arrows = map[string][]string{
 	"picker":                      {"kvstate"},
 	"replay":                      {"kvstate", "picker"},
 	"extproc/openai":              {},
-	"extproc/kvtransfer":          {"extproc/openai", "kvstate", "protos/ticket/v1"}, // the last in tests
-	"extproc":                     {"extproc/openai", "extproc/kvtransfer", "kvstate", "kvstate/enginehttp", "picker"},
+	"extproc/kvtransfer":          {"extproc/openai", "kvstate", "protos/ticket/v1"},                                                   // the last in tests
+	"extproc":                     {"extproc/openai", "extproc/kvtransfer", "kvstate", "kvstate/enginehttp", "picker", "internal/rpc"}, // the last in tests
 	"protos/config/v1":            {},
 	"protos/state/v1":             {},
 	"protos/ticket/v1":            {},
-	"envoy-configs":               {"protos/config/v1", "e2e/loopback"},                                                                                                                                                                                                                                                                // the last in tests
-	"cmd/tandem":                  {"extproc", "extproc/kvtransfer", "kvstate", "kvstate/discovery", "kvstate/enginehttp", "kvstate/heartbeats", "kvstate/kvevents", "kvstate/notices", "kvstate/redisstore", "kvstate/scrape", "kvstate/tokenize", "picker", "replay", "status", "envoy-configs", "protos/config/v1", "e2e/loopback"}, // the last in tests
-	"cmd/enginesim":               {},                                                                                                                                                                                                                                                                                                  // the engines of the tests: what it shared with the product it could not catch
-	"e2e":                         {"e2e/loopback"},                                                                                                                                                                                                                                                                                    // black box
+	"envoy-configs":               {"protos/config/v1", "e2e/loopback"},                                                                                                                                                                                                                                                                                // the last in tests
+	"cmd/tandem":                  {"extproc", "extproc/kvtransfer", "kvstate", "kvstate/discovery", "kvstate/enginehttp", "kvstate/heartbeats", "kvstate/kvevents", "kvstate/notices", "kvstate/redisstore", "kvstate/scrape", "kvstate/tokenize", "picker", "replay", "status", "envoy-configs", "protos/config/v1", "internal/rpc", "e2e/loopback"}, // the last in tests
+	"cmd/enginesim":               {},                                                                                                                                                                                                                                                                                                                  // the engines of the tests: what it shared with the product it could not catch
+	"e2e":                         {"e2e/loopback"},                                                                                                                                                                                                                                                                                                    // black box
 	"e2e/bench":                   {"e2e/process"},
 	"e2e/load":                    {"e2e/process"},
 	"e2e/loopback":                {}, // for tests
@@ -54,6 +54,7 @@ var arrows = map[string][]string{
 	"deploy":                      {"envoy-configs", "protos/config/v1", "e2e/loopback"}, // tests alone
 	"docs":                        {"extproc", "kvstate", "protos/config/v1"},            // tests that hold the documents to the code
 	"internal/budget":             {},                                                    // for the tests of all
+	"internal/rpc":                {},                                                    // knows gRPC, not Envoy
 	".":                           {},
 }
 
@@ -62,7 +63,7 @@ var guarded = map[string][]string{
 	"github.com/envoyproxy/":     {"extproc", "envoy-configs (test)"},
 	"k8s.io/":                    {"kvstate/discovery", "deploy (test)"},
 	"go.opentelemetry.io/":       {"extproc", "cmd/tandem", "e2e"},
-	"google.golang.org/grpc":     {"extproc", "cmd/tandem", "e2e", "e2e/bench", "envoy-configs (test)"},
+	"google.golang.org/grpc":     {"extproc", "internal/rpc", "cmd/tandem", "e2e", "e2e/bench", "envoy-configs (test)"},
 	"github.com/prometheus/":     {"extproc", "cmd/tandem", "cmd/enginesim", "e2e", "e2e/bench", "deploy/observability/promql"},
 	"github.com/redis/":          {"kvstate/redisstore"},
 	"github.com/go-zeromq/":      {"kvstate/kvevents", "kvstate/heartbeats (test)", "kvstate/zmtp (test)", "kvstate/notices (test)", "cmd/enginesim"},

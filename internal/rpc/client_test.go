@@ -34,6 +34,7 @@ type client struct {
 	*stand
 	t    testing.TB
 	conn *grpc.ClientConn
+	addr string
 }
 
 // newClient starts a server and connects to it. At the test's end the server must have nothing left of it.
@@ -54,7 +55,7 @@ func newClient(t testing.TB, o Options, more ...grpc.DialOption) *client {
 		require.Eventually(t, func() bool { return s.idle.Load() == 0 }, 10*time.Second, time.Millisecond)
 		s.pool.requireComplete(t)
 	})
-	return &client{s, t, conn}
+	return &client{s, t, conn, l.Addr().String()}
 }
 
 func (c *client) stream(ctx context.Context, method string, more ...grpc.CallOption) grpc.ClientStream {
@@ -131,6 +132,7 @@ func TestClientCalls(t *testing.T) {
 	require.Equal(t, "100% so: é", status.Convert(err).Message())
 
 	st = c.stream(metadata.AppendToOutgoingContext(ctx, "in", "a", "in", "b"), "/t/meta")
+	require.NoError(t, st.CloseSend())
 	header, err := st.Header()
 	require.NoError(t, err)
 	require.Equal(t, []string{"a", "b"}, header["h"])
@@ -234,17 +236,11 @@ func TestClientTLS(t *testing.T) {
 	require.Equal(t, codes.OK, codeAfter(t, st))
 
 	// Neither who does not speak h2 gets in nor who is not known.
-	c.mu.Lock()
-	var addr string
-	for l := range c.listeners {
-		addr = l.Addr().String()
-	}
-	c.mu.Unlock()
 	for _, wrong := range []*tls.Config{
 		{RootCAs: pool, ServerName: "server", Certificates: clientTLS.Certificates},
 		{RootCAs: pool, ServerName: "server", NextProtos: []string{"h2"}},
 	} {
-		nc, err := tls.Dial("tcp", addr, wrong)
+		nc, err := tls.Dial("tcp", c.addr, wrong)
 		if err == nil {
 			_, err = nc.Read(make([]byte, 1))
 		}
@@ -279,4 +275,36 @@ func certificate(t *testing.T, name string, parent *x509.Certificate, parentKey 
 	c, err = x509.ParseCertificate(raw)
 	require.NoError(t, err)
 	return c, key
+}
+
+// However a peer cuts what it says, and however little of it comes alone, it is answered: nobody waits for bytes that the system keeps back (SO_RCVLOWAT).
+func TestDribble(t *testing.T) {
+	c := newClient(t, Options{})
+	nc, err := net.Dial("tcp", c.addr)
+	require.NoError(t, err)
+	defer nc.Close()
+	require.NoError(t, nc.(*net.TCPConn).SetNoDelay(true))
+	p := newRawPeer(t, nc)
+	answered := func(last string) {
+		t.Helper()
+		require.Eventually(t, func() bool {
+			p.mu.Lock()
+			defer p.mu.Unlock()
+			return len(p.said) > 0 && p.said[len(p.said)-1] == last
+		}, 10*time.Second, time.Millisecond, last)
+		p.heard()
+	}
+	p.say("SETTINGS") // the shortest frame there is
+	answered("SETTINGS ACK")
+	for i := range 3 {
+		id := 2*i + 1
+		for _, b := range p.bytesOf(fmt.Sprintf("HEADERS %d /t/once\nDATA %d x END", id, id)) {
+			_, err := nc.Write([]byte{b})
+			require.NoError(t, err)
+		}
+		answered(fmt.Sprintf("HEADERS %d grpc-status=0 END", id))
+		p.say(fmt.Sprintf("RST %d", id)) // nobody waits for what follows from it
+	}
+	p.say("PING")
+	answered("PING pingping ACK")
 }

@@ -79,7 +79,7 @@ func (c *conn) handshake() error {
 		c.mu.Lock()
 		c.nc = t
 		c.mu.Unlock()
-		if err := t.Handshake(); err != nil {
+		if err := t.HandshakeContext(context.Background()); err != nil {
 			return err
 		}
 		state := t.ConnectionState()

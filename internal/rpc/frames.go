@@ -73,6 +73,7 @@ func (c *conn) read() error {
 // settle prepares for a read. It waits while the peer does not read the answers to what it has sent already, which somebody is about
 // to write, and keeps the frame with which Envoy, as any gRPC client, gives up a stream that is over already from waking the server for
 // itself: where no stream is open, less than it and a byte is nothing that anybody waits for, and is read with what comes next.
+// (A call's headers have six fields at least, and so more.)
 func (c *conn) settle() {
 	least := 1
 	c.mu.Lock()

@@ -82,8 +82,8 @@ func (p *counted) requireComplete(t testing.TB) {
 
 // service is what the tests call: /t/NAME.
 type service struct {
-	release chan struct{} // ends the waits of `wait` and of `wait2`
-	stray   sync.WaitGroup
+	release  chan struct{} // ends the waits of `wait`
+	stubborn chan struct{} // and of `stubborn`
 }
 
 func receive(st grpc.ServerStream) (string, error) {
@@ -137,6 +137,13 @@ func (v *service) wait(st grpc.ServerStream) error {
 	}
 }
 
+// stuck waits, whatever becomes of its stream.
+func (v *service) stuck(st grpc.ServerStream) error {
+	mayWait(st)
+	<-v.stubborn
+	return nil
+}
+
 // collect answers all messages with their number and length.
 func (*service) collect(st grpc.ServerStream) error {
 	n, sum := 0, 0
@@ -152,6 +159,13 @@ func (*service) collect(st grpc.ServerStream) error {
 	}
 }
 
+// late waits before it collects.
+func (v *service) late(st grpc.ServerStream) error {
+	mayWait(st)
+	<-v.release
+	return v.collect(st)
+}
+
 // push answers 3x100 with three messages of 100 bytes.
 func (*service) push(st grpc.ServerStream) error {
 	s, err := receive(st)
@@ -159,8 +173,8 @@ func (*service) push(st grpc.ServerStream) error {
 		return err
 	}
 	var n, size int
-	if _, err := fmt.Sscanf(s, "%dx%d", &n, &size); err != nil {
-		return status.Error(codes.InvalidArgument, err.Error())
+	if _, err := fmt.Sscanf(s, "%dx%d", &n, &size); err != nil || n < 0 || size < 0 || size > 16<<20 {
+		return status.Error(codes.InvalidArgument, "no numbers")
 	}
 	for range n {
 		if err := send(st, strings.Repeat("p", size)); err != nil {
@@ -199,8 +213,8 @@ func (*service) meta(st grpc.ServerStream) error {
 	return nil
 }
 
-func (v *service) register(s *Server) {
-	d := &grpc.ServiceDesc{ServiceName: "t", Methods: []grpc.MethodDesc{{MethodName: "say",
+func (v *service) register(s grpc.ServiceRegistrar) {
+	d := &grpc.ServiceDesc{ServiceName: "t", HandlerType: (*any)(nil), Methods: []grpc.MethodDesc{{MethodName: "say",
 		Handler: func(_ any, _ context.Context, dec func(any) error, _ grpc.UnaryServerInterceptor) (any, error) {
 			var s string
 			if err := dec(&s); err != nil {
@@ -210,7 +224,7 @@ func (v *service) register(s *Server) {
 			return &s, nil
 		}}}}
 	for name, f := range map[string]func(grpc.ServerStream) error{"echo": v.echo, "once": v.once, "wait": v.wait, "collect": v.collect,
-		"push": v.push, "who": v.who, "fails": v.fails, "meta": v.meta, "beside": v.echo} {
+		"push": v.push, "who": v.who, "stubborn": v.stuck, "mix": v.mix, "late": v.late, "fails": v.fails, "meta": v.meta, "beside": v.echo} {
 		d.Streams = append(d.Streams, grpc.StreamDesc{StreamName: name, ServerStreams: true, ClientStreams: true,
 			Handler: func(_ any, st grpc.ServerStream) error { return f(st) }})
 	}

@@ -168,14 +168,14 @@ func (h *headers) set(base context.Context) *fieldSet {
 			return k
 		}
 	}
-	s := newFieldSet(slices.Clone(h.fields), base)
+	s := newFieldSet(base, slices.Clone(h.fields))
 	h.known[h.oldest] = s
 	h.oldest = (h.oldest + 1) % len(h.known)
 	return s
 }
 
 // newFieldSet reads headers. Source of what a gRPC call is: PROTOCOL-HTTP2.md, Requests.
-func newFieldSet(fields []hpack.HeaderField, base context.Context) *fieldSet {
+func newFieldSet(base context.Context, fields []hpack.HeaderField) *fieldSet {
 	s := &fieldSet{fields: fields, refuse: 415}
 	md := metadata.MD{}
 	pseudo, regular, timeoutOK := map[string]string{}, false, true
@@ -230,8 +230,8 @@ func parseTimeout(text string) (time.Duration, bool) {
 	if err != nil || !ok {
 		return 0, false
 	}
-	if d := time.Duration(n); d <= (1<<63-1)/unit {
-		return max(d*unit, 1), true
+	if int64(n) > (1<<63-1)/int64(unit) {
+		return 1<<63 - 1, true
 	}
-	return 1<<63 - 1, true
+	return max(time.Duration(int64(n)*int64(unit)), 1), true
 }

@@ -230,6 +230,19 @@ func (p *rawPeer) say(line string) {
 	require.NoError(p.t, err, line)
 }
 
+// bytesOf are lines of a transcript as they go over the wire. The headers of a connection come from one call of it, or all from say.
+func (p *rawPeer) bytesOf(lines string) []byte {
+	var b bytes.Buffer
+	q := &rawPeer{t: p.t, fr: http2.NewFramer(&b, nil)}
+	q.enc, q.fr.AllowIllegalWrites = hpack.NewEncoder(&q.block), true
+	for line := range strings.Lines(lines) {
+		if strings.TrimSpace(line) != "" {
+			q.say(line)
+		}
+	}
+	return b.Bytes()
+}
+
 // play plays a transcript: what is said is sent together, and then all that comes is what `<` lines say it is.
 func (p *rawPeer) play(transcript string) {
 	var want []string

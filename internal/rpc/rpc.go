@@ -11,7 +11,7 @@
 //   - [grpc.ServerStream.RecvMsg] does that where the next message is not there yet, SendMsg where a window is full;
 //   - a handler that is about to wait for something else says so: its stream has a method MayWait().
 //
-// Only methods named in [Options.Inline] are run that way; all others have goroutines of their own from the start. So have
+// Only methods named in [Options.Inline] are run that way, from their first message on; all others have goroutines of their own from the start. So have
 // streams with a large message, whose work is better done beside the others'.
 //
 // Sources: RFC 9113 (HTTP/2), RFC 7541 (HPACK, golang.org/x/net/http2/hpack), gRPC over HTTP/2
@@ -190,7 +190,7 @@ func (s *Server) left(c *conn) {
 // GracefulStop accepts nothing more, tells every peer so, and returns when all streams have ended, or Stop was called.
 func (s *Server) GracefulStop() {
 	for _, c := range s.refuse() {
-		c.goodbye()
+		go c.goodbye() // one whose peer does not read keeps no other waiting
 	}
 	s.mu.Lock()
 	for len(s.conns) > 0 {
