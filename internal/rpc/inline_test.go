@@ -208,6 +208,7 @@ DATA 3 a END
 		p.play(hello + `
 HEADERS 1 /t/stubborn END
 HEADERS 3 /t/stubborn END
+PASS 1ms
 RST 1
 RST 3
 HEADERS 5 /t/once END
