@@ -214,6 +214,7 @@ RST 3
 HEADERS 5 /t/once END
 < RST 5 REFUSED_STREAM`)
 		close(running)
+		synctest.Wait()
 		p.play(`
 HEADERS 7 /t/collect END
 < HEADERS 7 status=200
