@@ -208,11 +208,13 @@ DATA 3 a END
 		p.play(hello + `
 HEADERS 1 /t/stubborn END
 HEADERS 3 /t/stubborn END
+PASS 1ms
 RST 1
 RST 3
 HEADERS 5 /t/once END
 < RST 5 REFUSED_STREAM`)
 		close(running)
+		synctest.Wait()
 		p.play(`
 HEADERS 7 /t/collect END
 < HEADERS 7 status=200

@@ -224,6 +224,7 @@ func (p *rawPeer) say(line string) {
 		d, perr := time.ParseDuration(w[1])
 		require.NoError(p.t, perr)
 		time.Sleep(d)
+		synctest.Wait()
 	default:
 		require.Fail(p.t, "no such line", line)
 	}
@@ -243,7 +244,7 @@ func (p *rawPeer) bytesOf(lines string) []byte {
 	return b.Bytes()
 }
 
-// play plays a transcript: what is said is sent together, and then all that comes is what `<` lines say it is.
+// play plays a transcript: what comes after all that is said is what the `<` lines after it say.
 func (p *rawPeer) play(transcript string) {
 	var want []string
 	check := func() {

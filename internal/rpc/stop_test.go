@@ -88,16 +88,16 @@ func TestGracefulStopDuringHandshake(t *testing.T) {
 SETTINGS
 HEADERS 1 /t/once
 DATA 1 x END
-ANSWER farewell
 < SETTINGS
 < WINDOW 0 67043329
 < GOAWAY 2147483647 NO_ERROR
 < PING farewell
 < SETTINGS ACK
-< GOAWAY 1 NO_ERROR
 < HEADERS 1 status=200
 < DATA 1 re x
 < HEADERS 1 grpc-status=0 END
+ANSWER farewell
+< GOAWAY 1 NO_ERROR
 < HANGS UP`)
 		<-stopped
 		s.end(t)

@@ -5,8 +5,8 @@ import (
 	"testing/synctest"
 )
 
-// transcripts are conversations with the server, frame by frame. `<` is what it answers; lines without are the peer's. What the peer
-// says between two answers goes together, as far as the network is concerned.
+// transcripts are conversations with the server, frame by frame. `<` is what it answers; lines without are the peer's. Between
+// two answers the peer waits for nothing.
 var transcripts = []struct{ name, text string }{
 	// One stream.
 	{"a call: headers, one message, the answer and its end; the half of the peer is closed, so nothing is reset", `
