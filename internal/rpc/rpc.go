@@ -42,7 +42,7 @@ type Options struct {
 	TLS          *tls.Config              // nil: plaintext, HTTP/2 by prior knowledge
 	StreamWindow int32                    // bytes a peer may send of a stream before its handler takes them; default 16 MiB, at least 65535
 	ConnWindow   int32                    // bytes on their way in one connection; default 64 MiB, at least 65535
-	MaxStreams   uint32                   // streams at a time in one connection, and handlers that have not returned; default 1 << 20
+	MaxStreams   uint32                   // streams at a time in one connection, and handlers that have not returned; default 1 << 16, beyond which Envoy opens another connection
 	Inline       func(method string) bool // methods ("/service/method") that the leader runs itself; nil: none
 }
 
@@ -90,7 +90,7 @@ func New(o Options) *Server {
 	orDefault(&o.MaxMessage, 4<<20)
 	orDefault(&o.StreamWindow, 16<<20)
 	orDefault(&o.ConnWindow, 64<<20)
-	orDefault(&o.MaxStreams, 1<<20)
+	orDefault(&o.MaxStreams, 1<<16)
 	o.StreamWindow, o.ConnWindow = max(o.StreamWindow, firstWindow), max(o.ConnWindow, firstWindow) // a peer may use these before it hears of others
 	s := &Server{o: o, methods: map[string]*method{}, listeners: map[net.Listener]struct{}{}, conns: map[*conn]struct{}{},
 		tasks: make(chan task), done: make(chan struct{})}
