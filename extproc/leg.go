@@ -55,14 +55,17 @@ func (x *exchange) prefillLeg() error {
 		x.s.release(t)
 		return x.answerClient(t, final)
 	}
-	if next.Stage == kvtransfer.HandOver { // before it is sent: the end of the request may be told at any moment after
-		x.s.keep(next, next.Params, next.Decode, false)
+	cleansUp := x.s.cleansUp(t.Pool)
+	if next.Stage == kvtransfer.HandOver && cleansUp { // before it is sent: the end of the request may be told at any moment after
+		x.mayAskOthers()
+		x.s.keep(next, x.requestID, next.Params, next.Decode, false)
 	}
 	x.did(workDecide)
 	gone := x.stream.Context().Err() // Envoy let go while P's answer waited here
 	err = x.redirect(next, location(x.msg.attributes.authority, x.msg.attributes.path))
 	x.did(workAnswer)
-	if next.Stage == kvtransfer.HandOver && (gone != nil || err != nil) {
+	// Where the pool cleans up the request's end tells: Envoy may ask another replica, if it was this one's connection that broke.
+	if next.Stage == kvtransfer.HandOver && (gone != nil || err != nil) && !cleansUp {
 		x.mayAskOthers()
 		x.s.stranded(next, x.requestID, strandedClientGone)
 	}
