@@ -18,8 +18,10 @@ type handed struct {
 	expires         time.Time
 	unreached       bool // decode was tried, and there was no connection
 
-	// The prefill leg's pass was over before P's answer was noted here, and why nobody follows it: all else is not known yet. "": it is not over.
+	// The prefill leg's pass was over before P's answer was noted here, or before it was sure that no other replica has read it (sure), and
+	// why nobody follows it. "": it is not over.
 	over string
+	sure bool
 
 	// Which of this server's doings put it here. Every replica sees every access log entry, and one only may act on it: the one that read
 	// P's answer as long as Envoy has not taken pass 2's decision in, from then on the one that decided.
@@ -53,14 +55,35 @@ func (s *Server) keep(t *kvtransfer.Ticket, requestID string, params []byte, dec
 	if params == nil || !s.cleansUp(t.Pool) {
 		return
 	}
-	if h := s.handed.keep(t, params, decode, decided); h != nil {
+	s.over(t.ID, requestID, s.handed.keep(t, params, decode, decided, s.State.Shared()))
+}
+
+// over cleans up what belongs to a request that was over before; nil: it was not.
+func (s *Server) over(id [16]byte, requestID string, h *handed) {
+	if h != nil {
 		s.metrics.stranded.WithLabelValues(h.pool, h.prefill, h.over).Inc()
-		s.cleanUpLater(t.ID, requestID, h)
+		s.cleanUpLater(id, requestID, h)
 	}
 }
 
+// sure notes that no other replica has read the answer that a hand-over is from. It gives back, and forgets, what belongs to a request
+// that is over.
+func (o *handedOut) sure(id [16]byte) *handed {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	h := o.kept[id]
+	if h == nil {
+		return nil
+	}
+	if h.sure = true; h.over == "" {
+		return nil
+	}
+	o.forget(id, h)
+	return h
+}
+
 // keep gives back, and forgets, what belongs to a request that is over.
-func (o *handedOut) keep(t *kvtransfer.Ticket, params []byte, decode string, decided bool) (over *handed) {
+func (o *handedOut) keep(t *kvtransfer.Ticket, params []byte, decode string, decided, sure bool) (over *handed) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	h := o.kept[t.ID]
@@ -77,8 +100,8 @@ func (o *handedOut) keep(t *kvtransfer.Ticket, params []byte, decode string, dec
 			o.bytes += len(params)
 		}
 	}
-	h.decode, h.read, h.decided = decode, h.read || !decided, h.decided || decided
-	if h.over != "" {
+	h.decode, h.read, h.decided, h.sure = decode, h.read || !decided, h.decided || decided, h.sure || sure
+	if h.over != "" && h.sure {
 		o.forget(t.ID, h)
 		return h
 	}
@@ -108,7 +131,7 @@ func (o *handedOut) forget(id [16]byte, h *handed) {
 }
 
 // takeOver is take, at the end of the prefill leg's pass, of which nothing was followed. Access log entries come by a stream of
-// their own: where P's answer is not noted yet, that its request is over is kept for whoever comes with it.
+// their own: where P's answer is not noted yet, or not for sure, that its request is over is kept for whoever comes with that.
 func (o *handedOut) takeOver(id [16]byte, why string, expires time.Time) *handed {
 	o.mu.Lock()
 	defer o.mu.Unlock()
@@ -116,9 +139,11 @@ func (o *handedOut) takeOver(id [16]byte, why string, expires time.Time) *handed
 	switch {
 	case h == nil && len(o.kept) < maxHanded/2: // of what may never come not too many
 		o.put(id, &handed{over: why, expires: expires})
-	case h != nil && h.over == "":
+	case h != nil && h.over == "" && h.sure:
 		o.forget(id, h)
 		return h
+	case h != nil:
+		h.over = why
 	}
 	return nil
 }
@@ -159,10 +184,10 @@ func (s *Server) handOverEnded(t *kvtransfer.Ticket, e *logEntry) {
 		why = strandedClientGone
 	}
 	var h *handed
-	unused, alone := false, true
+	unused := false
 	switch t.Stage {
 	case kvtransfer.PrefillLeg: // what was made of P's answer Envoy did not take in
-		h, alone = s.takeUnfollowed(t, id, why)
+		h = s.takeUnfollowed(t, why)
 		unused = h != nil && h.read
 	case kvtransfer.HandOver: // pass 2 did not decide, or Envoy did not take it in
 		h = s.handed.take(t.ID)
@@ -178,24 +203,17 @@ func (s *Server) handOverEnded(t *kvtransfer.Ticket, e *logEntry) {
 		return
 	}
 	s.metrics.stranded.WithLabelValues(h.pool, h.prefill, why).Inc()
-	if !alone {
-		s.metrics.cleanups.WithLabelValues(h.pool, cleanupUnsure).Inc()
-		return
-	}
 	s.cleanUpLater(t.ID, id, h)
 }
 
 // takeUnfollowed takes what was read of a prefill leg whose pass is over and was not followed by another. Where the connection to
-// a replica breaks Envoy asks another, so two may have read the same answer, and nothing tells them apart. Then Redis says who cleans up, or,
-// where there is none, only that replica may which planned the pass (alone).
-func (s *Server) takeUnfollowed(t *kvtransfer.Ticket, requestID, why string) (h *handed, alone bool) {
+// a replica breaks Envoy asks another, so two may have read the same answer, and nothing in the entry tells them apart. Redis does; where
+// there is none, only a replica acts whose stream Envoy ended, and no broken connection: Envoy has asked nobody after it.
+func (s *Server) takeUnfollowed(t *kvtransfer.Ticket, why string) *handed {
 	if !s.cleansUp(t.Pool) {
-		return nil, false
+		return nil
 	}
-	if s.State.Shared() || s.bookedHere(t, requestID) {
-		return s.handed.takeOver(t.ID, why, time.Now().Add(s.HandOverTTL)), true
-	}
-	return s.handed.take(t.ID), false
+	return s.handed.takeOver(t.ID, why, time.Now().Add(s.HandOverTTL))
 }
 
 // decodeUnreached is told of a try that never got a connection, by its access log entry. If it was the decode leg's, the request

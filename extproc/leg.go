@@ -3,10 +3,13 @@ package extproc
 import (
 	"errors"
 	"fmt"
+	"io"
 	"strconv"
 	"time"
 
+	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/mem"
+	"google.golang.org/grpc/status"
 
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/openai"
@@ -69,7 +72,19 @@ func (x *exchange) prefillLeg() error {
 		x.mayAskOthers()
 		x.s.stranded(next, x.requestID, strandedClientGone)
 	}
+	if next.Stage == kvtransfer.HandOver && cleansUp && !x.s.State.Shared() && (err == nil || x.stream.Context().Err() != nil) && x.endedByEnvoy() {
+		x.s.over(next.ID, x.requestID, x.s.handed.sure(next.ID))
+	}
 	return err
+}
+
+// endedByEnvoy waits for the stream's end, and reports whether it was Envoy's doing, not that of a connection that broke.
+func (x *exchange) endedByEnvoy() bool {
+	for {
+		if err := x.receive(); err != nil {
+			return errors.Is(err, io.EOF) || status.Code(err) == codes.Canceled
+		}
+	}
 }
 
 // answerCut counts an answer of P's whose rest will not come: P has finished, and what it keeps nobody can name.

@@ -65,7 +65,7 @@ func (s *Server) stranded(t *kvtransfer.Ticket, requestID, why string) {
 
 // strandedUnfollowed is stranded, of a prefill leg whose answer came too late to be followed, if it came. t is the leg's ticket.
 func (s *Server) strandedUnfollowed(t *kvtransfer.Ticket, requestID, why string) {
-	if h, alone := s.takeUnfollowed(t, requestID, why); alone && h != nil && h.read && s.State.Spend(t.ID) {
+	if h := s.takeUnfollowed(t, why); h != nil && h.read && s.State.Spend(t.ID) {
 		s.metrics.stranded.WithLabelValues(h.pool, h.prefill, why).Inc()
 		s.cleanUpLater(t.ID, requestID, h)
 	}

@@ -1091,8 +1091,8 @@ type Pool struct {
 	// 30 s). cleanupDecode, for releases that keep them for minutes (vLLM 0.12 to 0.21): where Envoy's access log shows that no decode
 	// endpoint can have got a request's KV parameters (its client left before, or decode refused the connection), a decode endpoint is
 	// told to fetch the blocks, with a prompt of one token whose answer is thrown away. Write the bootstrap again after a change. Still
-	// held until the engine's own time is over: blocks of an answer that did not come whole, of a decode that was asked and gave up,
-	// and with several replicas and no state.redis some of those whose client left. Default lease.
+	// held until the engine's own time is over: blocks of an answer that did not come whole, and of a decode that was asked and gave up.
+	// Default lease.
 	StrandedBlocks string `protobuf:"bytes,12,opt,name=stranded_blocks,json=strandedBlocks,proto3" json:"stranded_blocks,omitempty"`
 	// How requests of one session are told; they go to the endpoints that served it last, unless those are busier or failed.
 	// Absent: by nothing; a prompt's own prefix finds its endpoint in any case.
