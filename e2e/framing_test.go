@@ -99,7 +99,7 @@ func requireWhole(t *testing.T, seen []seen, hops int, note string) {
 	require.Len(t, seen, hops)
 	for _, s := range seen {
 		require.True(t, json.Valid([]byte(s.Body)), s.Body)
-		require.Equal(t, s.BodyBytes, len(s.Body))
+		require.Len(t, s.Body, s.BodyBytes)
 		require.NotContains(t, s.Headers, "X-Override-Port")
 		require.Equal(t, note, strings.Join(s.Headers["X-Note"], ","))
 	}

@@ -26,13 +26,12 @@ import (
 	"google.golang.org/grpc/credentials/insecure"
 	"google.golang.org/grpc/metadata"
 	"google.golang.org/grpc/test/bufconn"
-
 	"google.golang.org/protobuf/types/known/durationpb"
 	"google.golang.org/protobuf/types/known/timestamppb"
 	"google.golang.org/protobuf/types/known/wrapperspb"
-	"tandem/internal/rpc"
 
 	"tandem/extproc/kvtransfer"
+	"tandem/internal/rpc"
 	"tandem/kvstate"
 )
 

@@ -198,7 +198,7 @@ func requireNoneKept(t *testing.T, s *stand) {
 	s.server.handed.mu.Lock()
 	defer s.server.handed.mu.Unlock()
 	for _, h := range s.server.handed.kept {
-		require.Equal(t, "", h.pool)
+		require.Empty(t, h.pool)
 	}
 	require.Zero(t, s.server.handed.bytes)
 }
