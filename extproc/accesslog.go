@@ -302,7 +302,7 @@ func (s *Server) hopEnded(e *logEntry) {
 	}
 	if t.Stage == kvtransfer.PrefillLeg && !redirected { // P's answer may have been carried into a pass 2 of which Envoy took nothing in
 		s.releasePass(string(e.requestID), t.Redirects+1)
-		if e.clientGone && s.bookedHere(t, string(e.requestID)) && !s.State.Spend(t.ID) {
+		if e.clientGone && s.bookedHere(t, string(e.requestID)) && !s.State.Spend(carriedID(t.ID)) {
 			t.Stage, t.Redirects = kvtransfer.HandOver, t.Redirects+1
 		}
 	}

@@ -22,14 +22,21 @@ func mayCarry(policy *Policy) bool {
 	return carries && policy.Concurrent == nil
 }
 
-// carried makes of P's answer, which came with pass 1's ticket, what the leg's filter makes of a longer one. The ticket's name
-// stays: it is good for one pass 2.
+// carried makes of P's answer, which came with pass 1's ticket, what the leg's filter makes of a longer one. The hand-over's
+// name is made of the ticket's: it is good for one pass 2.
 func (x *exchange) carried(t *kvtransfer.Ticket) *kvtransfer.Ticket {
 	x.observe(t)
 	policy, _ := x.s.policy(t.Pool)
 	answer := x.msg.headers.prefilled
 	n, err := base64.StdEncoding.Decode(answer, answer)                              // in place: what is written lies before what is read next
 	next, _ := x.settlePrefill(t, 200, answer[:n], err != nil || !mayCarry(&policy)) // the configuration may have changed since pass 1
-	next.ID = t.ID
+	next.ID = carriedID(t.ID)
 	return next
+}
+
+// carriedID is the name of a hand-over that is carried, by the prefill leg's ticket. It differs from the name of one that a leg's filter
+// makes, so that whether it is spent says that pass 2 began with a carried one.
+func carriedID(id [16]byte) [16]byte {
+	id[0] ^= 0x40
+	return id
 }

@@ -44,6 +44,7 @@ type stand struct {
 	state  *kvstate.State
 	server *Server
 	grpc   *rpc.Server
+	dial   func() (client *grpc.ClientConn, sever func()) // a connection of its own
 	conn   *grpc.ClientConn
 	ext    extprocv3.ExternalProcessorClient
 	logs   logv3.AccessLogServiceClient
@@ -76,12 +77,20 @@ func newStand(t *testing.T, o Options) *stand {
 	go func() { _ = s.grpc.Serve(listener) }()
 	t.Cleanup(s.grpc.Stop)
 
-	conn, err := grpc.NewClient("passthrough:///tandem",
-		grpc.WithContextDialer(func(ctx context.Context, _ string) (net.Conn, error) { return listener.DialContext(ctx) }),
-		grpc.WithTransportCredentials(insecure.NewCredentials()),
-		grpc.WithDefaultCallOptions(grpc.MaxCallRecvMsgSize(64<<20), grpc.MaxCallSendMsgSize(64<<20)))
-	require.NoError(t, err)
-	t.Cleanup(func() { _ = conn.Close() })
+	s.dial = func() (client *grpc.ClientConn, sever func()) {
+		var wire net.Conn
+		conn, err := grpc.NewClient("passthrough:///tandem",
+			grpc.WithContextDialer(func(ctx context.Context, _ string) (_ net.Conn, err error) {
+				wire, err = listener.DialContext(ctx)
+				return wire, err
+			}),
+			grpc.WithTransportCredentials(insecure.NewCredentials()),
+			grpc.WithDefaultCallOptions(grpc.MaxCallRecvMsgSize(64<<20), grpc.MaxCallSendMsgSize(64<<20)))
+		require.NoError(t, err)
+		t.Cleanup(func() { _ = conn.Close() })
+		return conn, func() { _ = wire.Close() }
+	}
+	conn, _ := s.dial()
 	s.conn = conn
 	s.ext, s.logs = extprocv3.NewExternalProcessorClient(conn), logv3.NewAccessLogServiceClient(conn)
 	return s
@@ -138,7 +147,8 @@ type request struct {
 	bodyless bool // end of stream with the headers
 	trailers bool
 	mode     filterv3.ProcessingMode_BodySendMode
-	piece    int // bytes of a body message in duplex mode
+	piece    int  // bytes of a body message in duplex mode
+	breaks   bool // the connection on which the leg's filter is asked, once it has answered
 
 	first     []byte        // what the client sent
 	firstByte time.Duration // after which the endpoint's answer began; 0: it did not
@@ -362,8 +372,16 @@ type answer struct {
 func (q *request) prefillLeg(a answer) *verdict {
 	t := q.s.t
 	ctx, cancel := context.WithCancel(metadata.AppendToOutgoingContext(t.Context(), "x-tandem-role", "prefill-leg"))
-	defer cancel()
-	stream, err := q.s.ext.Process(ctx)
+	ext := q.s.ext
+	if q.breaks {
+		conn, sever := q.s.dial()
+		defer sever()
+		ext = extprocv3.NewExternalProcessorClient(conn)
+		t.Cleanup(cancel) // not before the connection
+	} else {
+		defer cancel()
+	}
+	stream, err := ext.Process(ctx)
 	require.NoError(t, err)
 	require.NoError(t, stream.Send(&extprocv3.ProcessingRequest{
 		Request: &extprocv3.ProcessingRequest_ResponseHeaders{ResponseHeaders: &extprocv3.HttpHeaders{

@@ -3,10 +3,13 @@ package extproc
 import (
 	"errors"
 	"fmt"
+	"io"
 	"strconv"
 	"time"
 
+	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/mem"
+	"google.golang.org/grpc/status"
 
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/openai"
@@ -55,18 +58,33 @@ func (x *exchange) prefillLeg() error {
 		x.s.release(t)
 		return x.answerClient(t, final)
 	}
-	if next.Stage == kvtransfer.HandOver { // before it is sent: the end of the request may be told at any moment after
-		x.s.keep(next, next.Params, next.Decode, false)
+	cleansUp := x.s.cleansUp(t.Pool)
+	if next.Stage == kvtransfer.HandOver && cleansUp { // before it is sent: the end of the request may be told at any moment after
+		x.mayAskOthers()
+		x.s.keep(next, x.requestID, next.Params, next.Decode, false)
 	}
 	x.did(workDecide)
 	gone := x.stream.Context().Err() // Envoy let go while P's answer waited here
 	err = x.redirect(next, location(x.msg.attributes.authority, x.msg.attributes.path))
 	x.did(workAnswer)
-	if next.Stage == kvtransfer.HandOver && (gone != nil || err != nil) {
+	// Where the pool cleans up the request's end tells: Envoy may ask another replica, if it was this one's connection that broke.
+	if next.Stage == kvtransfer.HandOver && (gone != nil || err != nil) && !cleansUp {
 		x.mayAskOthers()
 		x.s.stranded(next, x.requestID, strandedClientGone)
 	}
+	if next.Stage == kvtransfer.HandOver && cleansUp && !x.s.State.Shared() && (err == nil || x.stream.Context().Err() != nil) && x.endedByEnvoy() {
+		x.s.over(next.ID, x.requestID, x.s.handed.sure(next.ID))
+	}
 	return err
+}
+
+// endedByEnvoy waits for the stream's end, and reports whether it was Envoy's doing, not that of a connection that broke.
+func (x *exchange) endedByEnvoy() bool {
+	for {
+		if err := x.receive(); err != nil {
+			return errors.Is(err, io.EOF) || status.Code(err) == codes.Canceled
+		}
+	}
 }
 
 // answerCut counts an answer of P's whose rest will not come: P has finished, and what it keeps nobody can name.

@@ -41,7 +41,7 @@ func (s *Server) Replan() http.Handler {
 			hop, next.Cause = "encode", kvtransfer.CauseEncode
 		}
 		if t.Stage == kvtransfer.PrefillLeg { // P has answered after all, and its answer came too late to be followed
-			s.strandedHanded(t.ID, id, strandedReplanned)
+			s.strandedUnfollowed(t, id, strandedReplanned)
 		}
 		took := time.Since(s.sealedAt(t))
 		s.metrics.hop(t.Pool, hop, failed, "failed", took, nil)

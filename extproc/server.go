@@ -103,6 +103,7 @@ type Server struct {
 	exchanges sync.Pool
 	draining  chan struct{}
 	cleanups  chan cleanup
+	cleaning  atomic.Int64 // bytes of parameters in cleanups
 	handed    handedOut
 	recent    *recent
 	pairs     *pairs

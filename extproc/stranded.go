@@ -33,9 +33,13 @@ const (
 
 // cleanup is one hand-over to be fetched and thrown away.
 type cleanup struct {
+	id        [16]byte // of the hand-over's ticket
 	requestID string
 	handed    *handed
 }
+
+// cleanupUnsure is a result: another replica may have done it, and cannot be asked.
+const cleanupUnsure = "unsure"
 
 // Bounds: what does not fit is left to the engine's own time limit.
 const (
@@ -59,32 +63,41 @@ func (s *Server) stranded(t *kvtransfer.Ticket, requestID, why string) {
 	}
 }
 
-// strandedHanded is stranded, of what is known by its name alone.
-func (s *Server) strandedHanded(id [16]byte, requestID, why string) {
-	if h := s.handed.take(id); h != nil && h.read && s.State.Spend(id) {
+// strandedUnfollowed is stranded, of a prefill leg whose answer came too late to be followed, if it came. t is the leg's ticket.
+func (s *Server) strandedUnfollowed(t *kvtransfer.Ticket, requestID, why string) {
+	if h := s.takeUnfollowed(t, why); h != nil && h.read && s.State.Spend(t.ID) {
 		s.metrics.stranded.WithLabelValues(h.pool, h.prefill, why).Inc()
-		s.cleanUpLater(id, requestID, h)
+		s.cleanUpLater(t.ID, requestID, h)
 	}
 }
 
-// cleanUpLater has a hand-over fetched and thrown away, once whoever asks. Its ticket may be spent, but no decode endpoint was asked and
-// none will be.
+// cleanUpLater has a hand-over fetched and thrown away. Its ticket may be spent, but no decode endpoint was asked and none will be.
 func (s *Server) cleanUpLater(id [16]byte, requestID string, h *handed) {
 	s.State.Spend(id)
-	id[0] ^= 0x80 // what a cleanup spends is another name
-	if !s.State.Spend(id) {
-		return
-	}
 	result := "no_room"
 	if h.params != nil {
-		select {
-		case s.cleanups <- cleanup{requestID, h}:
-			return
-		default:
-			result = "too_many"
+		result = "too_many"
+		if s.cleaning.Add(int64(len(h.params))) <= maxHandedBytes {
+			select {
+			case s.cleanups <- cleanup{id, requestID, h}:
+				return
+			default:
+			}
 		}
+		s.cleaning.Add(-int64(len(h.params)))
 	}
 	s.metrics.cleanups.WithLabelValues(h.pool, result).Inc()
+}
+
+// ours reports whether this server is the one to clean up. What a cleanup spends is a name of its own, and where there are others to
+// ask, they must have answered: a ticket that is spent twice may cost one request its KV, a cleanup that is done twice may cost another its text.
+func (s *Server) ours(c cleanup) bool {
+	c.id[0] ^= 0x80
+	first, known := s.State.SpendSurely(c.id)
+	if !known {
+		s.metrics.cleanups.WithLabelValues(c.handed.pool, cleanupUnsure).Inc()
+	}
+	return first && known
 }
 
 // cleanUp works off the stranded hand-overs until ctx ends.
@@ -109,6 +122,10 @@ func (s *Server) cleanUp(ctx context.Context) {
 // decode endpoint's prefix cache. An endpoint that could not be connected to has got nothing, so another is asked.
 func (s *Server) fetchStranded(ctx context.Context, client *enginehttp.Client, c cleanup) {
 	h := c.handed
+	defer s.cleaning.Add(-int64(len(h.params)))
+	if !s.ours(c) {
+		return
+	}
 	policy, _ := s.policy(h.pool)
 	pool := s.State.Pool(h.pool)
 	result, decode := "no_endpoint", ""

@@ -2,6 +2,7 @@ package extproc
 
 import (
 	"io"
+	"maps"
 	"net/http"
 	"net/http/httptest"
 	"testing"
@@ -185,8 +186,197 @@ func TestHandOversThatNobodyGot(t *testing.T) {
 				require.Equal(t, "r1", <-calls)
 			}
 			require.Empty(t, calls)
-			require.Empty(t, s.server.handed.kept)
-			require.Zero(t, s.server.handed.bytes)
+			requireNoneKept(t, s)
+		})
+	}
+}
+
+// requireNoneKept: notes of requests that are over may stay, they keep nothing.
+func requireNoneKept(t *testing.T, s *stand) {
+	t.Helper()
+	requireIdle(t, s)
+	s.server.handed.mu.Lock()
+	defer s.server.handed.mu.Unlock()
+	for _, h := range s.server.handed.kept {
+		require.Empty(t, h.pool)
+	}
+	require.Zero(t, s.server.handed.bytes)
+}
+
+// requireIdle waits until no cleanup waits or is under way.
+func requireIdle(t *testing.T, s *stand) {
+	t.Helper()
+	require.Eventually(t, func() bool { return s.server.cleaning.Load() == 0 }, 30*time.Second, time.Millisecond)
+}
+
+// cleaners are replicas that know of each other only by the tickets' keys, with a pool that cleans up at a decode endpoint which tells calls.
+func cleaners(t *testing.T, n int) (replicas []*stand, calls chan string) {
+	t.Helper()
+	keys, err := kvtransfer.GenerateKeys()
+	require.NoError(t, err)
+	calls = make(chan string, 16)
+	engine := httptest.NewServer(http.HandlerFunc(func(_ http.ResponseWriter, r *http.Request) { calls <- r.Header.Get(headerRequestID) }))
+	t.Cleanup(engine.Close)
+	for range n {
+		s := newStand(t, Options{Live: Live{Keys: keys}})
+		policy := splitting()
+		policy.CleanupDecode = true
+		s.pool("chat", policy)
+		s.state.SetPool(kvstate.PoolSpec{Name: "chat", Models: []string{"*"}}, []kvstate.EndpointSpec{
+			{Name: "p1", Addr: addressOf("p1"), Role: kvstate.RolePrefill},
+			{Name: "d1", Addr: engine.Listener.Addr().String(), Role: kvstate.RoleDecode},
+		})
+		replicas = append(replicas, s)
+	}
+	return replicas, calls
+}
+
+// settled waits until so many cleanups have ended, of all replicas, and checks that the endpoint saw no other.
+func settled(t *testing.T, replicas []*stand, calls chan string, n int) {
+	t.Helper()
+	require.Eventually(t, func() bool {
+		ok := 0.0
+		for _, s := range replicas {
+			ok += testutil.ToFloat64(s.server.metrics.cleanups.WithLabelValues("chat", "ok"))
+		}
+		return int(ok) == n
+	}, 30*time.Second, time.Millisecond)
+	for _, s := range replicas {
+		requireIdle(t, s)
+	}
+	require.Len(t, calls, n)
+}
+
+// Access log entries come by a stream of their own. One that is there before P's answer is noted is not forgotten.
+func TestTheEndIsToldBeforeTheAnswer(t *testing.T) {
+	r, calls := cleaners(t, 1)
+	s := r[0]
+	q := s.newRequest("/v1/chat/completions", "r1", chatBody)
+	q.goOn(q.pass())
+	s.log(q.entry(0, "downstream_remote_disconnect"))
+	q.prefillLeg(answer{status: 200, body: prefilled(params(2))})
+	settled(t, r, calls, 1)
+	require.InDelta(t, 1, testutil.ToFloat64(s.server.metrics.stranded.WithLabelValues("chat", addressOf("p1"), "client_gone")), 0)
+
+	q = s.newRequest("/v1/chat/completions", "r2", chatBody)
+	q.goOn(q.pass())
+	late := *q
+	q.replan()
+	late.prefillLeg(answer{status: 200, body: prefilled(params(2))})
+	settled(t, r, calls, 2)
+	requireNoneKept(t, s)
+	require.InDelta(t, 1, testutil.ToFloat64(s.server.metrics.stranded.WithLabelValues("chat", addressOf("p1"), "replanned")), 0)
+}
+
+// Where the connection to a replica breaks Envoy asks another, so two may have had the same hand-over in hands. Both see the end; one cleans up.
+func TestOneOfSeveralCleansUp(t *testing.T) {
+	const gone = "downstream_remote_disconnect"
+	for name, end := range map[string]func(a, b *request){
+		"the answer was read twice, and not followed": func(a, b *request) {
+			a.breaks = true
+			a.prefillLeg(answer{status: 200, body: prefilled(params(2))})
+			b.prefillLeg(answer{status: 200, body: prefilled(params(2))})
+			e := a.entry(0, gone)
+			a.s.log(e)
+			b.s.log(e)
+		},
+		"the answer was read twice, and pass 2 did not begin": func(a, b *request) {
+			a.prefillLeg(answer{status: 200, body: prefilled(params(2))})
+			b.s.server.HandOverTTL += time.Second // as if it came later
+			b.prefillLeg(answer{status: 200, body: prefilled(params(2))})
+			b.follow()
+			e := b.entry(0, gone)
+			a.s.log(e)
+			b.s.log(e)
+		},
+		"two decided": func(a, b *request) {
+			a.prefillLeg(answer{status: 200, body: prefilled(params(2))})
+			a.follow()
+			b.headers = maps.Clone(a.headers)
+			b.body = a.body
+			a.pass()
+			b.pass()
+			e := b.entry(0, gone)
+			a.s.log(e)
+			b.s.log(e)
+		},
+		"two decided, and decode was not reached": func(a, b *request) {
+			a.prefillLeg(answer{status: 200, body: prefilled(params(2))})
+			a.follow()
+			b.headers = maps.Clone(a.headers)
+			b.body = a.body
+			a.pass()
+			b.pass()
+			e := b.entry(0, "")
+			e.CommonProperties.UpstreamRequestAttemptCount, e.CommonProperties.UpstreamCluster = 1, "tandem-pod"
+			a.s.logAs(logNameUnreached, e)
+			b.s.logAs(logNameUnreached, e)
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			r, calls := cleaners(t, 2)
+			a := r[0].newRequest("/v1/chat/completions", "r1", chatBody)
+			a.goOn(a.pass())
+			b := *a
+			b.s = r[1]
+			b.headers = maps.Clone(a.headers)
+			end(a, &b)
+			settled(t, r, calls, 1)
+			if requireNoneKept(t, b.s); !a.breaks { // of what is not sure nothing is forgotten before its time
+				requireNoneKept(t, a.s)
+			}
+		})
+	}
+}
+
+// Where other replicas cannot be asked nobody cleans up.
+func TestNoCleanupWithoutTheOthersWord(t *testing.T) {
+	r, calls := cleaners(t, 1)
+	s := r[0]
+	s.state.Share(deaf{})
+	q := s.newRequest("/v1/chat/completions", "r1", chatBody)
+	q.goOn(q.pass())
+	q.prefillLeg(answer{status: 200, body: prefilled(params(2))})
+	s.log(q.entry(0, "downstream_remote_disconnect"))
+	require.Eventually(t, func() bool {
+		return testutil.ToFloat64(s.server.metrics.cleanups.WithLabelValues("chat", "unsure")) == 1
+	}, 30*time.Second, time.Millisecond)
+	settled(t, r, calls, 0)
+}
+
+// What waits for its cleanup is bounded in bytes too.
+func TestCleanupsAreBounded(t *testing.T) {
+	r, calls := cleaners(t, 1)
+	s := r[0]
+	s.server.cleaning.Store(maxHandedBytes)
+	q := s.newRequest("/v1/chat/completions", "r1", chatBody)
+	q.goOn(q.pass())
+	q.prefillLeg(answer{status: 200, body: prefilled(params(2))})
+	s.log(q.entry(0, "downstream_remote_disconnect"))
+	require.InDelta(t, 1, testutil.ToFloat64(s.server.metrics.cleanups.WithLabelValues("chat", "too_many")), 0)
+	s.server.cleaning.Add(-maxHandedBytes)
+	settled(t, r, calls, 0)
+}
+
+// A hand-over whose client left while P's answer waited is counted by the leg that read it, and not again at the request's end, in whatever
+// order the two come.
+func TestStrandedIsCountedOnce(t *testing.T) {
+	for _, first := range []string{"leg", "log"} {
+		t.Run(first, func(t *testing.T) {
+			s := newStand(t, Options{})
+			s.pool("chat", splitting(), "p1", "d1")
+			q := s.newRequest("/v1/chat/completions", "r1", chatBody)
+			q.goOn(q.pass())
+			q.prefillLeg(answer{status: 200, body: prefilled(params(2))})
+			next := s.ticket(q.taken, "r1")
+			if first == "leg" {
+				s.server.stranded(next, "r1", strandedClientGone) // as the leg does when Envoy has let go of it
+			}
+			s.log(q.entry(0, "downstream_remote_disconnect"))
+			if first == "log" {
+				s.server.stranded(next, "r1", strandedClientGone)
+			}
+			require.InDelta(t, 1, testutil.ToFloat64(s.server.metrics.stranded.WithLabelValues("chat", addressOf("p1"), "client_gone")), 0)
 		})
 	}
 }

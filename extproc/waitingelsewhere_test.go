@@ -21,7 +21,7 @@ func (deaf) Routed(*kvstate.Pool, *kvstate.Endpoint, []uint64)                 {
 func (deaf) Released(*kvstate.Pool, kvstate.ReservationID)                     {}
 func (deaf) Learned(*kvstate.Pool, kvstate.LearnedTokens)                      {}
 func (deaf) Stuck(*kvstate.Pool, uint64, *kvstate.Endpoint, *kvstate.Endpoint) {}
-func (deaf) Spend([16]byte) (first, known bool)                                { return true, false }
+func (deaf) Spend([16]byte, bool) (first, known bool)                          { return true, false }
 func (deaf) PutHandOver([16]byte, []byte)                                      {}
 func (deaf) TakeHandOver([16]byte) (params []byte, ok bool)                    { return nil, false }
 func (deaf) KeepTurn([16]byte, []byte, time.Duration)                          {}

@@ -30,11 +30,23 @@ func (s *State) Spend(ticket [16]byte) bool {
 		return false
 	}
 	if s.peers != nil {
-		if first, known := s.peers.Spend(ticket); known {
+		if first, known := s.peers.Spend(ticket, false); known {
 			return first
 		}
 	}
 	return true
+}
+
+// SpendSurely is Spend for those that nobody waits for: other replicas are given more time to answer, and known is whether they have.
+// Without others it always is.
+func (s *State) SpendSurely(ticket [16]byte) (first, known bool) {
+	if !s.spent.spend(ticket) {
+		return false, true
+	}
+	if s.peers != nil {
+		return s.peers.Spend(ticket, true)
+	}
+	return true, true
 }
 
 func (p *spentSet) spend(ticket [16]byte) bool {

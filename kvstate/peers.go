@@ -17,8 +17,9 @@ type Peers interface {
 	// Stuck says where a session was served; either may be nil.
 	Stuck(p *Pool, session uint64, prefill, decode *Endpoint)
 
-	// Spend notes that a ticket is used. first is whether nobody had; it means nothing unless known.
-	Spend(ticket [16]byte) (first, known bool)
+	// Spend notes that a ticket is used. first is whether nobody had; it means nothing unless known. patient is whether no request waits
+	// for the answer.
+	Spend(ticket [16]byte, patient bool) (first, known bool)
 	// PutHandOver keeps params where every replica finds them.
 	PutHandOver(ref [16]byte, params []byte)
 	// TakeHandOver returns what a replica has put there.

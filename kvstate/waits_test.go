@@ -83,7 +83,7 @@ func (*deaf) Routed(*Pool, *Endpoint, []uint64)             {}
 func (*deaf) Released(*Pool, ReservationID)                 {}
 func (*deaf) Learned(*Pool, LearnedTokens)                  {}
 func (*deaf) Stuck(*Pool, uint64, *Endpoint, *Endpoint)     {}
-func (*deaf) Spend([16]byte) (first, known bool)            { return true, false }
+func (*deaf) Spend([16]byte, bool) (first, known bool)      { return true, false }
 func (*deaf) PutHandOver([16]byte, []byte)                  {}
 func (*deaf) TakeHandOver([16]byte) (params []byte, _ bool) { return nil, false }
 func (*deaf) KeepTurn([16]byte, []byte, time.Duration)      {}

@@ -11,7 +11,6 @@ import (
 
 	"golang.org/x/net/http2"
 	"golang.org/x/net/http2/hpack"
-	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/credentials"
 	"google.golang.org/grpc/peer"
 )
@@ -162,7 +161,7 @@ func (c *conn) fail() {
 	}
 	c.dead = true
 	for _, st := range c.streams {
-		st.end(codes.Canceled)
+		st.end(lost) // not by the peer's will: it may ask somebody else
 	}
 	clear(c.streams)
 	if c.watch != nil {

@@ -143,11 +143,12 @@ func (c *conn) frame(kind http2.FrameType, flags http2.Flags, id uint32, p []byt
 func (c *conn) refuse(id uint32, code http2.ErrCode) {
 	c.out.reset(id, code)
 	if st := c.streams[id]; st != nil {
+		st.end(lost)
 		c.drop(st)
 	}
 }
 
-// drop ends a stream that the peer has given up, or that was reset.
+// drop ends a stream that the peer has given up.
 func (c *conn) drop(st *stream) {
 	st.end(canceled)
 	delete(c.streams, st.id)

@@ -42,7 +42,11 @@ type stream struct {
 	trailer    metadata.MD
 }
 
-const canceled = codes.Canceled
+// How streams end: by the peer's will, or otherwise.
+const (
+	canceled = codes.Canceled
+	lost     = codes.Unavailable
+)
 
 // serve runs the handler.
 func (st *stream) serve() {
@@ -168,8 +172,11 @@ func (st *stream) halfClose() {
 
 // err is why the stream has ended.
 func (st *stream) err() error {
-	if st.code == codes.DeadlineExceeded {
+	switch st.code {
+	case codes.DeadlineExceeded:
 		return status.FromContextError(context.DeadlineExceeded).Err()
+	case lost:
+		return status.Error(lost, "the connection ended")
 	}
 	return status.FromContextError(context.Canceled).Err()
 }

@@ -24,12 +24,16 @@ const (
 )
 
 // Spend implements [kvstate.Peers]: one SET NX, with a deadline.
-func (s *Store) Spend(ticket [16]byte) (first, known bool) {
+func (s *Store) Spend(ticket [16]byte, patient bool) (first, known bool) {
 	if s.link.mayAsk() {
 		q := question{ticket, make(chan spent, 1)}
 		select {
 		case s.questions <- q:
-			if a, ok := s.await(q); ok {
+			within := onPath
+			if patient {
+				within = besidePath
+			}
+			if a, ok := s.await(q, within); ok {
 				return a.first, a.known
 			}
 		default: // more wait than Redis can answer in time
@@ -39,9 +43,9 @@ func (s *Store) Spend(ticket [16]byte) (first, known bool) {
 	return false, false
 }
 
-// await waits for the answer, for as long as a request may.
-func (s *Store) await(q question) (spent, bool) {
-	t := time.NewTimer(onPath)
+// await waits for the answer, for as long as whoever asks may.
+func (s *Store) await(q question, within time.Duration) (spent, bool) {
+	t := time.NewTimer(within)
 	defer t.Stop()
 	select {
 	case a := <-q.answer:

@@ -1087,9 +1087,12 @@ type Pool struct {
 	// is tried. It has to be above the longest answer that is right: one that is cut off is begun anew. Default none: the limit is
 	// envoy.decodeIdleTimeout, after which the client gets 504.
 	AnswerTimeout string `protobuf:"bytes,55,opt,name=answer_timeout,json=answerTimeout,proto3" json:"answer_timeout,omitempty"`
-	// What becomes of KV blocks whose client left between the hops. lease: the prefill endpoint frees them when its lease ends
-	// (vLLM from 0.22: 30 s). cleanupDecode: a decode endpoint is told to fetch them, with a prompt of one token whose answer is
-	// thrown away; for releases that keep them for minutes (vLLM 0.12 to 0.21). Default lease.
+	// What becomes of KV blocks that no decode fetches. lease: the prefill endpoint frees them when its lease ends (vLLM from 0.22:
+	// 30 s). cleanupDecode, for releases that keep them for minutes (vLLM 0.12 to 0.21): where Envoy's access log shows that no decode
+	// endpoint can have got a request's KV parameters (its client left before, or decode refused the connection), a decode endpoint is
+	// told to fetch the blocks, with a prompt of one token whose answer is thrown away. Write the bootstrap again after a change. Still
+	// held until the engine's own time is over: blocks of an answer that did not come whole, and of a decode that was asked and gave up.
+	// Default lease.
 	StrandedBlocks string `protobuf:"bytes,12,opt,name=stranded_blocks,json=strandedBlocks,proto3" json:"stranded_blocks,omitempty"`
 	// How requests of one session are told; they go to the endpoints that served it last, unless those are busier or failed.
 	// Absent: by nothing; a prompt's own prefix finds its endpoint in any case.
