@@ -61,8 +61,7 @@ func (s *Server) keep(t *kvtransfer.Ticket, requestID string, params []byte, dec
 // over cleans up what belongs to a request that was over before; nil: it was not.
 func (s *Server) over(id [16]byte, requestID string, h *handed) {
 	if h != nil {
-		s.metrics.stranded.WithLabelValues(h.pool, h.prefill, h.over).Inc()
-		s.cleanUpLater(id, requestID, h)
+		s.strandedHanded(id, requestID, h, h.over)
 	}
 }
 
@@ -199,11 +198,9 @@ func (s *Server) handOverEnded(t *kvtransfer.Ticket, e *logEntry) {
 			h.unreached = e.tries > 0
 		}
 	}
-	if !unused {
-		return
+	if unused {
+		s.strandedHanded(t.ID, id, h, why)
 	}
-	s.metrics.stranded.WithLabelValues(h.pool, h.prefill, why).Inc()
-	s.cleanUpLater(t.ID, id, h)
 }
 
 // takeUnfollowed takes what was read of a prefill leg whose pass is over and was not followed by another. Where the connection to

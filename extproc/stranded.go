@@ -66,9 +66,14 @@ func (s *Server) stranded(t *kvtransfer.Ticket, requestID, why string) {
 // strandedUnfollowed is stranded, of a prefill leg whose answer came too late to be followed, if it came. t is the leg's ticket.
 func (s *Server) strandedUnfollowed(t *kvtransfer.Ticket, requestID, why string) {
 	if h := s.takeUnfollowed(t, why); h != nil && h.read && s.State.Spend(t.ID) {
-		s.metrics.stranded.WithLabelValues(h.pool, h.prefill, why).Inc()
-		s.cleanUpLater(t.ID, requestID, h)
+		s.strandedHanded(t.ID, requestID, h, why)
 	}
+}
+
+// strandedHanded is stranded, of what was kept and is not any more.
+func (s *Server) strandedHanded(id [16]byte, requestID string, h *handed, why string) {
+	s.metrics.stranded.WithLabelValues(h.pool, h.prefill, why).Inc()
+	s.cleanUpLater(id, requestID, h)
 }
 
 // cleanUpLater has a hand-over fetched and thrown away. Its ticket may be spent, but no decode endpoint was asked and none will be.

@@ -32,24 +32,19 @@ import (
 
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/encoding"
+	"google.golang.org/grpc/mem"
 )
 
 // Options are what a server is made with. Zero values take the defaults named.
 type Options struct {
 	Codec        encoding.CodecV2         // of all messages; it must not keep what it is given to read
-	Pool         Pool                     // of the memory that messages are received in
+	Pool         mem.BufferPool           // of the memory that messages are received in
 	MaxMessage   int                      // bytes of one message, either way; default 4 MiB
 	TLS          *tls.Config              // nil: plaintext, HTTP/2 by prior knowledge
 	StreamWindow int32                    // bytes a peer may send of a stream before its handler takes them; default 16 MiB, at least 65535
 	ConnWindow   int32                    // bytes on their way in one connection; default 64 MiB, at least 65535
 	MaxStreams   uint32                   // streams at a time in one connection, and handlers that have not returned; default 1 << 16, beyond which Envoy opens another connection
 	Inline       func(method string) bool // methods ("/service/method") that the leader runs itself; nil: none
-}
-
-// Pool is where buffers come from and go to (as [google.golang.org/grpc/mem.BufferPool]).
-type Pool interface {
-	Get(length int) *[]byte
-	Put(*[]byte)
 }
 
 // How long a peer may take. Source of the first two: what cmd/tandem told grpc-go's keepalive.
