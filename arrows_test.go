@@ -23,7 +23,7 @@ const module = "tandem"
 // nothing points back. A new package needs a row.
 var arrows = map[string][]string{
 	"kvstate":                     {},
-	"kvstate/enginehttp":          {"kvstate"},
+	"kvstate/enginehttp":          {"kvstate", "internal/rawconn"},
 	"kvstate/discovery":           {"kvstate", "kvstate/enginehttp"},
 	"kvstate/kvevents":            {"kvstate", "kvstate/redisstore", "e2e/loopback"}, // the last two in tests
 	"kvstate/heartbeats":          {"kvstate/zmtp", "e2e/loopback"},                  // the last in tests
@@ -54,7 +54,8 @@ var arrows = map[string][]string{
 	"deploy":                      {"envoy-configs", "protos/config/v1", "e2e/loopback"}, // tests alone
 	"docs":                        {"extproc", "kvstate", "protos/config/v1"},            // tests that hold the documents to the code
 	"internal/budget":             {},                                                    // for the tests of all
-	"internal/rpc":                {},                                                    // knows gRPC, not Envoy
+	"internal/rpc":                {"internal/rawconn"},                                  // knows gRPC, not Envoy
+	"internal/rawconn":            {},
 	".":                           {},
 }
 

@@ -10,12 +10,12 @@
 //
 // Measured is the CPU time of the Envoy and of the Tandem process per request, with the kernel's own clock of a process
 // (nanoseconds, all threads), and the time from a request's first byte to its answer's last. Rounds of all stacks are
-// interleaved, because a machine is never as fast as it was a minute ago; a ratio is the median of the ratios within
-// rounds. Compare figures of one run only.
+// interleaved, because a machine is never as fast as it was a minute ago, and where tokens take their time all stacks have
+// their rounds at once; a ratio is the median of the ratios within rounds. Compare figures of one run only.
 //
 // More stacks than two can run side by side, which is how settings and patches are compared:
 //
-//	go run ./e2e/bench -variant 'gogc: GOGC=400' -variant 'duplex: body=duplex' -variant 'patched: bin=/tmp/tandem'
+//	go run ./e2e/bench -variant 'gogc: GOGC=400' -variant 'buffered: body=buffered' -variant 'patched: bin=/tmp/tandem'
 //
 // So can other routers in their P/D modes (-vllm-router, -sglang-router; `make bench-peers` installs them).
 //
@@ -78,7 +78,7 @@ func parse(args []string, stderr io.Writer) (options, error) {
 	f.IntVar(&o.requests, "requests", 0, "requests in a round; 0: about a second's worth")
 	f.IntVar(&o.workers, "workers", 2, "Envoy's --concurrency, for every stack")
 	f.BoolVar(&o.fresh, "fresh", false, "every prompt is new from its first word on; else only its end is, as in a conversation")
-	f.StringVar(&base.bodyMode, "body-mode", "auto", "envoy.bodyMode of Tandem's configuration: auto, buffered or duplex")
+	f.StringVar(&base.bodyMode, "body-mode", "duplex", "envoy.bodyMode of Tandem's configuration: auto, buffered or duplex")
 	f.StringVar(&env, "tandem-env", "", "more environment for tandem, as `NAME=VALUE ...`")
 	f.StringVar(&base.binary, "tandem", "", "tandem `binary` (default: the one built)")
 	f.Func("variant", "one more stack of Tandem, as `name: SETTING ...`; a setting is body=MODE, bin=FILE, or environment", func(v string) error {

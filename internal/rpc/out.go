@@ -6,6 +6,8 @@ import (
 
 	"golang.org/x/net/http2"
 	"google.golang.org/grpc/mem"
+
+	"tandem/internal/rawconn"
 )
 
 // outgoing is what is to be written: bytes, and parts of messages that are not copied.
@@ -92,6 +94,9 @@ func (o *outgoing) write(nc net.Conn) error {
 		return err
 	}
 	o.seal()
+	if w, ok := nc.(rawconn.Buffers); ok {
+		return w.WriteBuffers(o.parts)
+	}
 	rest := o.parts // WriteTo moves it
 	_, err := rest.WriteTo(nc)
 	return err

@@ -33,6 +33,8 @@ import (
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/encoding"
 	"google.golang.org/grpc/mem"
+
+	"tandem/internal/rawconn"
 )
 
 // Options are what a server is made with. Zero values take the defaults named.
@@ -152,7 +154,7 @@ func (s *Server) Serve(l net.Listener) error {
 
 // serve takes a connection in and leads it first.
 func (s *Server) serve(nc net.Conn) {
-	c := newConn(s, nc)
+	c := newConn(s, rawconn.New(nc))
 	s.mu.Lock()
 	if s.stopping {
 		s.mu.Unlock()

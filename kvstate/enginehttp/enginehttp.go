@@ -10,9 +10,11 @@ import (
 	"fmt"
 	"io"
 	"maps"
+	"net"
 	"net/http"
 	"time"
 
+	"tandem/internal/rawconn"
 	"tandem/kvstate"
 )
 
@@ -25,8 +27,9 @@ type Client struct{ plain, h2c, secure *http.Client }
 // New returns a client whose calls take at most timeout, 0 meaning as long as their contexts; tune sets what is the caller's
 // to say of the connections.
 func New(timeout time.Duration, tune func(*http.Transport)) *Client {
+	dial := rawconn.Dial(&net.Dialer{Timeout: 30 * time.Second, KeepAlive: 30 * time.Second})
 	client := func(t *http.Transport) *http.Client {
-		t.MaxResponseHeaderBytes = maxHeaders
+		t.MaxResponseHeaderBytes, t.DialContext = maxHeaders, dial
 		tune(t)
 		return over(t, timeout)
 	}

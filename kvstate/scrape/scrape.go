@@ -28,11 +28,12 @@ const (
 )
 
 // Time is counted in ticks here, since half of what it costs to ask somebody is to be woken for it. Those who are due in the
-// same tick are asked together, and new endpoints are dealt out to the ticks in turn: a hundred are eight groups of a dozen,
-// which is a millisecond or two of work at a time.
+// same tick are asked together, and new endpoints are dealt out to the ticks by fours: four are one group, a hundred are eight groups of
+// a dozen, which is a millisecond or two of work at a time.
 const (
 	tick       = 250 * time.Millisecond
-	lookSeldom = 2 // ticks between two looks for endpoints that have come or gone, where nobody is due
+	byFours    = 4
+	lookSeldom = 4 // ticks between two looks for endpoints that have come or gone, where nobody is due
 )
 
 // paths are where engines keep their metrics: trtllm-serve has statistics in JSON at the first one.
@@ -141,7 +142,7 @@ func (s *Scraper) round(ctx context.Context, now int, asking *sync.WaitGroup) (n
 func (s *Scraper) target(e *kvstate.Endpoint, now int) *target {
 	t := s.targets[e]
 	if t == nil {
-		t = &target{due: now + s.dealt%int(askEvery/tick)} // not all at once
+		t = &target{due: now + s.dealt/byFours%int(askEvery/tick)} // not all at once
 		s.targets[e] = t
 		s.dealt++
 	}
