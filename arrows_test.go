@@ -47,8 +47,8 @@ var arrows = map[string][]string{
 	"e2e/bench":                   {"e2e/process"},
 	"e2e/load":                    {"e2e/process"},
 	"e2e/loopback":                {}, // for tests
-	"e2e/process":                 {},
-	"e2e/vllm":                    {},
+	"e2e/process":                 {"e2e/loopback"},
+	"e2e/vllm":                    {"e2e/loopback"},
 	"status":                      {"extproc", "kvstate"},
 	"deploy/observability/promql": {},                                                    // a module of its own: Prometheus' parsers
 	"deploy":                      {"envoy-configs", "protos/config/v1", "e2e/loopback"}, // tests alone

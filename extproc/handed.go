@@ -46,16 +46,17 @@ const (
 // cleansUp reports whether a pool's stranded hand-overs are fetched.
 func (s *Server) cleansUp(pool string) bool {
 	policy, _ := s.policy(pool)
-	return policy.CleanupDecode && policy.Dialect != nil
+	return policy.cleansUp()
 }
 
-// keep notes that a hand-over with these parameters is about to leave this server: with P's answer read, or in pass 2 (decided). If the
-// request is over already, it is cleaned up.
+func (p *Policy) cleansUp() bool { return p.CleanupDecode && p.Dialect != nil }
+
+// keep notes that a hand-over with these parameters, of a pool that cleans up, is about to leave this server: with P's answer read, or in
+// pass 2 (decided). If the request is over already, it is cleaned up.
 func (s *Server) keep(t *kvtransfer.Ticket, requestID string, params []byte, decode string, decided bool) {
-	if params == nil || !s.cleansUp(t.Pool) {
-		return
+	if params != nil {
+		s.over(t.ID, requestID, s.handed.keep(t, params, decode, decided, s.State.Shared()))
 	}
-	s.over(t.ID, requestID, s.handed.keep(t, params, decode, decided, s.State.Shared()))
 }
 
 // over cleans up what belongs to a request that was over before; nil: it was not.

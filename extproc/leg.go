@@ -58,21 +58,29 @@ func (x *exchange) prefillLeg() error {
 		x.s.release(t)
 		return x.answerClient(t, final)
 	}
-	cleansUp := x.s.cleansUp(t.Pool)
-	if next.Stage == kvtransfer.HandOver && cleansUp { // before it is sent: the end of the request may be told at any moment after
-		x.mayAskOthers()
-		x.s.keep(next, x.requestID, next.Params, next.Decode, false)
+	if next.Stage == kvtransfer.HandOver && x.s.cleansUp(t.Pool) {
+		return x.handOverKept(next)
 	}
 	x.did(workDecide)
 	gone := x.stream.Context().Err() // Envoy let go while P's answer waited here
 	err = x.redirect(next, location(x.msg.attributes.authority, x.msg.attributes.path))
 	x.did(workAnswer)
-	// Where the pool cleans up the request's end tells: Envoy may ask another replica, if it was this one's connection that broke.
-	if next.Stage == kvtransfer.HandOver && (gone != nil || err != nil) && !cleansUp {
+	if next.Stage == kvtransfer.HandOver && (gone != nil || err != nil) {
 		x.mayAskOthers()
 		x.s.stranded(next, x.requestID, strandedClientGone)
 	}
-	if next.Stage == kvtransfer.HandOver && cleansUp && !x.s.State.Shared() && (err == nil || x.stream.Context().Err() != nil) && x.endedByEnvoy() {
+	return err
+}
+
+// handOverKept sends a hand-over on where the pool cleans up. What became of it the end of the request tells, not that of this stream: Envoy
+// may ask another replica, if it was this one's connection that broke.
+func (x *exchange) handOverKept(next *kvtransfer.Ticket) error {
+	x.mayAskOthers()
+	x.s.keep(next, x.requestID, next.Params, next.Decode, false) // before it is sent: the end of the request may be told at any moment after
+	x.did(workDecide)
+	err := x.redirect(next, location(x.msg.attributes.authority, x.msg.attributes.path))
+	x.did(workAnswer)
+	if !x.s.State.Shared() && (err == nil || x.stream.Context().Err() != nil) && x.endedByEnvoy() {
 		x.s.over(next.ID, x.requestID, x.s.handed.sure(next.ID))
 	}
 	return err

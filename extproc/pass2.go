@@ -118,7 +118,9 @@ func (x *exchange) decode(pool *kvstate.Pool, t *kvtransfer.Ticket) (route, erro
 	x.stick(pool, t.Session, nil, d)
 	x.s.recent.change(x.requestID, func(trace *Trace) { trace.Decode = d.Addr })
 	x.spanHandOver(d, paired && params != nil)
-	x.s.keep(t, x.requestID, params, d.Addr, true)
+	if policy.cleansUp() {
+		x.s.keep(t, x.requestID, params, d.Addr, true)
+	}
 	return x.seal(r, &kvtransfer.Ticket{
 		ID: t.ID, Stage: kvtransfer.DecodeLeg, Expires: time.Now().Add(x.s.TicketTTL), Started: t.Started,
 		Pool: t.Pool, Prefill: t.Prefill, Decode: d.Addr, Reservations: [2]uint64{0, uint64(r.booked[1])}, Split: true,

@@ -112,6 +112,20 @@ func TestReplicas(t *testing.T) {
 	require.InEpsilon(t, alone, play(4, .005), .1, "without engines' events")
 }
 
+// Chance gives hits away, the more the hotter.
+func TestTemperature(t *testing.T) {
+	tr, c := small(t, "agent", .5)
+	play := func(temperature float64) float64 {
+		c.Temperature = temperature
+		r, err := Run(t.Context(), tr, "tandem", c)
+		require.NoError(t, err)
+		return r.HitShare
+	}
+	cheapest, warm, hot := play(0), play(1), play(100)
+	require.Greater(t, cheapest, warm)
+	require.Greater(t, warm, hot)
+}
+
 func TestLoadIsWhatWasAskedFor(t *testing.T) {
 	for _, trace := range []string{"mooncake", "agent"} {
 		c := DefaultConfig()
@@ -170,6 +184,7 @@ func TestConfigErrors(t *testing.T) {
 	tr, good := small(t, "agent", .5)
 	for _, change := range []func(*Config){
 		func(c *Config) { c.Prefill = 0 }, func(c *Config) { c.Decode = -1 }, func(c *Config) { c.Replicas = 65 }, func(c *Config) { c.TPOT = 0 },
+		func(c *Config) { c.Temperature = -1 },
 	} {
 		c := good
 		change(&c)

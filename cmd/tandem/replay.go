@@ -33,6 +33,7 @@ func replayTrace(ctx context.Context, args []string, stdout, stderr io.Writer) e
 	immediate := flags.Bool("immediate", false, "tandem binds requests when they arrive, instead of when an endpoint is free")
 	wait := flags.Duration("max-wait", time.Duration(picker.MaxWait*float64(time.Second)), "the longest `time` that requests wait with tandem for their endpoint; 0: without end")
 	split := flags.String("split", "auto", "when tandem splits a request: always, auto or never")
+	temperature := flags.Duration("temperature", 0, "`price` that makes an endpoint e times as seldom tandem's choice; 0: it takes the cheapest")
 	flags.BoolVar(&c.Routed, "routed-index", false, "tandem knows of caches by what it routed, not by the engines' events")
 	flags.IntVar(&c.Replicas, "replicas", 1, "`number` of tandems that take turns")
 	sharing := flags.Duration("sharing", 0, "`time` until they know of each other's decisions; negative: never")
@@ -50,7 +51,7 @@ func replayTrace(ctx context.Context, args []string, stdout, stderr io.Writer) e
 	if *suite != "" {
 		return replay.Suite(ctx, *suite, stdout, stderr)
 	}
-	c.Late, c.Sharing = !*immediate, sharing.Seconds()
+	c.Late, c.Sharing, c.Temperature = !*immediate, sharing.Seconds(), temperature.Seconds()
 	if c.MaxWait = wait.Seconds(); c.MaxWait <= 0 {
 		c.MaxWait = math.Inf(1)
 	}

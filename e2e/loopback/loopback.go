@@ -1,11 +1,12 @@
-// Package loopback gives tests addresses on 127.0.0.1 that are theirs for as long as they run. A port that the kernel chose, and that was
-// let go for a server to take, may be somebody else's before that listens: the tests of several packages run at once.
+// Package loopback gives tests and measurements addresses on 127.0.0.1 that are theirs for as long as they run. A port that the kernel
+// chose, and that was let go for a server to take, may be somebody else's before that listens: the tests of several packages run at once.
 //
 // Ports are taken from below those that Linux gives to connections (32768 and up). They are given out in blocks. Whoever listens at a
 // block's first port owns the block: so tests that run at once, in this process or another, never get the same ones.
 package loopback
 
 import (
+	"errors"
 	"fmt"
 	"math/rand/v2"
 	"net"
@@ -22,23 +23,40 @@ const (
 )
 
 // Addresses takes n free ones, for as long as the test runs.
-func Addresses(t testing.TB, n int) (addrs []string) {
+func Addresses(t testing.TB, n int) []string {
 	t.Helper()
+	addrs, letGo, err := Take(n)
+	require.NoError(t, err)
+	t.Cleanup(letGo)
+	return addrs
+}
+
+// Take takes n free ones, until letGo is called. Who drops letGo has them until the next garbage collection.
+func Take(n int) (addrs []string, letGo func(), err error) {
+	var owners []net.Listener
+	letGo = func() {
+		for _, owner := range owners {
+			_ = owner.Close()
+		}
+	}
 	for at, tries := rand.IntN(blocks), 0; len(addrs) < n; at, tries = at+1, tries+1 {
-		require.Less(t, tries, 3*blocks, "no free ports")
+		if tries == 3*blocks {
+			letGo()
+			return nil, nil, errors.New("no free ports")
+		}
 		first := firstBlock + at%blocks*blockSize
 		owner, err := net.Listen("tcp", address(first))
 		if err != nil {
 			continue
 		}
-		t.Cleanup(func() { _ = owner.Close() })
+		owners = append(owners, owner)
 		for port := first + 1; port < first+blockSize && len(addrs) < n; port++ {
 			if isFree(port) {
 				addrs = append(addrs, address(port))
 			}
 		}
 	}
-	return addrs
+	return addrs, letGo, nil
 }
 
 func address(port int) string { return net.JoinHostPort("127.0.0.1", strconv.Itoa(port)) }

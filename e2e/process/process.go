@@ -8,7 +8,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"net"
 	"net/http"
 	"os"
 	"os/exec"
@@ -19,6 +18,8 @@ import (
 	"syscall"
 	"time"
 	"unsafe"
+
+	"tandem/e2e/loopback"
 )
 
 const (
@@ -144,15 +145,15 @@ func (p *Process) memory(name string) int64 {
 	return 0
 }
 
-// FreePorts are n addresses on 127.0.0.1 that nobody listens on now.
-func FreePorts(n int) (out []string, err error) {
-	for range n {
-		l, err := net.Listen("tcp", "127.0.0.1:0")
-		if err != nil {
-			return nil, fmt.Errorf("looking for free ports: %w", err)
-		}
-		defer l.Close()
-		out = append(out, l.Addr().String())
+// FreePorts are n addresses on 127.0.0.1 that nobody listens on, for this process's children until it ends.
+func FreePorts(n int) ([]string, error) {
+	addrs, letGo, err := loopback.Take(n)
+	if err != nil {
+		return nil, err
 	}
-	return out, nil
+	go func() {
+		defer letGo()
+		select {}
+	}()
+	return addrs, nil
 }

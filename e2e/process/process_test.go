@@ -3,6 +3,7 @@ package process
 import (
 	"net/http"
 	"net/http/httptest"
+	"runtime"
 	"testing"
 	"time"
 
@@ -61,4 +62,18 @@ func TestWait(t *testing.T) {
 	defer s.Close()
 	require.NoError(t, p.Wait(t.Context(), s.URL))
 	require.Equal(t, 3, asked)
+}
+
+// Ports stay whose they are, though nothing listens there yet.
+func TestFreePorts(t *testing.T) {
+	given := map[string]bool{}
+	for range 40 {
+		ports, err := FreePorts(2)
+		require.NoError(t, err)
+		for _, p := range ports {
+			require.NotContains(t, given, p)
+			given[p] = true
+		}
+		runtime.GC() // what nobody refers to is closed
+	}
 }

@@ -18,6 +18,8 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
+
+	"tandem/e2e/loopback"
 )
 
 // stack is Envoy and Tandem in front of running engines.
@@ -197,17 +199,11 @@ func enginesFrom(t *testing.T, variable string) []engine {
 	return out
 }
 
-// freePorts are free now; nothing holds them until the caller does.
 func freePorts(t *testing.T, n int) []string {
 	t.Helper()
-	var out []string
-	for range n {
-		l, err := net.Listen("tcp", "127.0.0.1:0")
-		require.NoError(t, err)
-		defer func() { _ = l.Close() }()
-		_, port, err := net.SplitHostPort(l.Addr().String())
-		require.NoError(t, err)
-		out = append(out, port)
+	out := loopback.Addresses(t, n)
+	for i, addr := range out {
+		_, out[i], _ = net.SplitHostPort(addr)
 	}
 	return out
 }
