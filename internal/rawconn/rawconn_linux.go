@@ -1,6 +1,7 @@
 package rawconn
 
 import (
+	"errors"
 	"io"
 	"net"
 	"os"
@@ -9,27 +10,39 @@ import (
 	"unsafe"
 )
 
-// conn is a TCP connection.
+// conn is a connection over a socket.
 type conn struct {
-	*net.TCPConn
+	net.Conn
 	raw syscall.RawConn
 	in  reading
 	out writing
 }
 
-// New returns a connection that reads and writes raw, or the connection as it is where that cannot be.
+// New returns a connection that reads and writes raw, or the connection as it is where it is none over a socket (as TLS is not:
+// that goes over a raw one). All else is nc's own.
 func New(nc net.Conn) net.Conn {
-	tcp, ok := nc.(*net.TCPConn)
+	socket, ok := nc.(syscall.Conn)
 	if !ok {
 		return nc
 	}
-	raw, err := tcp.SyscallConn()
+	raw, err := socket.SyscallConn()
 	if err != nil {
 		return nc
 	}
-	c := &conn{TCPConn: tcp, raw: raw}
+	c := &conn{Conn: nc, raw: raw}
 	c.in.try, c.out.try = c.in.read, c.out.write // once, and not with every call
 	return c
+}
+
+// SyscallConn implements [syscall.Conn].
+func (c *conn) SyscallConn() (syscall.RawConn, error) { return c.raw, nil }
+
+// CloseWrite tells the peer that no more comes, as [net.TCPConn.CloseWrite] does.
+func (c *conn) CloseWrite() error {
+	if w, ok := c.Conn.(interface{ CloseWrite() error }); ok {
+		return w.CloseWrite()
+	}
+	return errors.ErrUnsupported
 }
 
 // failed makes an error look as the net package's does. One of the raw connection itself does already.

@@ -8,6 +8,7 @@ import (
 	"math/rand/v2"
 	"net"
 	"os"
+	"runtime"
 	"sync"
 	"syscall"
 	"testing"
@@ -32,6 +33,13 @@ func pair(t testing.TB) (raw net.Conn, plain *net.TCPConn) {
 	return raw, other.(*net.TCPConn)
 }
 
+// small gives a connection a small buffer for what it writes.
+func small(t *testing.T, nc net.Conn) {
+	socket, err := nc.(syscall.Conn).SyscallConn()
+	require.NoError(t, err)
+	require.NoError(t, socket.Control(func(fd uintptr) { _ = syscall.SetsockoptInt(int(fd), syscall.SOL_SOCKET, syscall.SO_SNDBUF, 16<<10) }))
+}
+
 // pieces cuts data at random, with empty pieces among them.
 func pieces(r *rand.Rand, data []byte, most int) (cut net.Buffers) {
 	for len(data) > 0 {
@@ -47,7 +55,7 @@ func TestBothWays(t *testing.T) {
 	for name, most := range map[string]int{"more pieces than a call takes": 64, "pieces larger than the socket's buffer": 1 << 20} {
 		t.Run(name, func(t *testing.T) {
 			raw, plain := pair(t)
-			require.NoError(t, raw.(interface{ SetWriteBuffer(int) error }).SetWriteBuffer(16<<10))
+			small(t, raw)
 			r := rand.New(rand.NewPCG(1, 2))
 			data := make([]byte, size)
 			for i := range data {
@@ -187,8 +195,30 @@ func TestGoesOn(t *testing.T) {
 	require.Equal(t, "hello", string(got[:n]))
 }
 
-// What is no TCP connection stays what it is.
+// owned is a connection with methods of its own, like that of extproc's Sources.
+type owned struct {
+	*net.TCPConn
+	closed bool
+}
+
+func (o *owned) Close() error {
+	o.closed = true
+	return o.TCPConn.Close()
+}
+
+// What somebody has made of a connection is raw too, and stays what it is otherwise; what is no socket stays what it is.
 func TestOthers(t *testing.T) {
+	_, plain := pair(t)
+	o := &owned{TCPConn: plain}
+	raw := New(o)
+	if runtime.GOOS == "linux" {
+		require.Implements(t, (*Buffers)(nil), raw)
+	}
+	require.Implements(t, (*syscall.Conn)(nil), raw)
+	require.NoError(t, raw.(interface{ CloseWrite() error }).CloseWrite())
+	require.NoError(t, raw.Close())
+	require.True(t, o.closed)
+
 	a, b := net.Pipe()
 	defer a.Close()
 	defer b.Close()
