@@ -277,6 +277,40 @@ func TestFeedUnknownParents(t *testing.T) {
 	require.Equal(t, []string{"0 of 2, 2 aside", "0 of 4, 4 aside", "1 of 5, 4 aside", "6 of 6, 0 aside", "2 of 5, 3 aside", "6 of 6, 0 aside"}, got)
 }
 
+// What a feed cannot take is counted by blocks: what is more than all its room, what waits for lost parents beyond the room for
+// that, and copies of what it never heard of.
+func TestFeedCountsWhatItCannotTake(t *testing.T) {
+	s := New(Options{FeedBlocks: 100})
+	s.SetPool(PoolSpec{Name: "p"}, pd(1, 0))
+	p := s.Pool("p")
+	numbered := func(from, n int) (out []uint64) {
+		for i := range n {
+			out = append(out, uint64(from+i))
+		}
+		return out
+	}
+	for what, c := range map[string]struct {
+		event BlockEvent
+		want  FeedStats
+	}{
+		"all has room":           {BlockEvent{Keys: numbered(1, 50), Blocks: numbered(1001, 50)}, FeedStats{Stored: 50, Held: 50}},
+		"more than all its room": {BlockEvent{Keys: numbered(1, 53), Blocks: numbered(1001, 53)}, FeedStats{Stored: 53, Held: 50, Unusable: 3}},
+		"copies of unknown ones": {BlockEvent{Keys: numbered(1, 4), Host: true}, FeedStats{Stored: 4, Unusable: 4}},
+		"behind a lost one":      {BlockEvent{Keys: numbered(1, 50), Blocks: numbered(1001, 50), HasParent: true, Parent: 9999}, FeedStats{Stored: 50, Held: 50, Aside: 50}},
+	} {
+		f := p.Feed(p.Endpoints()[0])
+		c.event.Kind, c.event.Root, c.event.BlockSize = BlocksStored, TokenRoot("", 16), 16
+		f.Apply([]BlockEvent{c.event})
+		require.Equal(t, c.want, f.Stats(), what)
+		f.Close()
+	}
+	f := p.Feed(p.Endpoints()[0])
+	for i := range 70 { // 64 may wait
+		f.Apply([]BlockEvent{{Kind: BlocksStored, Keys: numbered(1+i, 1), Blocks: numbered(1001+i, 1), Root: TokenRoot("", 16), BlockSize: 16, HasParent: true, Parent: uint64(5000 + i)}})
+	}
+	require.Equal(t, FeedStats{Stored: 70, Held: 64, Aside: 64, Unusable: 6}, f.Stats())
+}
+
 func TestTokenBlocks(t *testing.T) {
 	ids := make([]uint32, 40)
 	for i := range ids {

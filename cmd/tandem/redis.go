@@ -129,17 +129,18 @@ type storeCounter struct {
 func storeCounters() []storeCounter {
 	return []storeCounter{
 		{"tandem_redis_commands_total", "Commands sent to Redis.", func(s redisstore.Stats) int64 { return s.Commands }},
-		{"tandem_redis_errors_total", "Commands that failed or came too late.", func(s redisstore.Stats) int64 { return s.Errors }},
+		{"tandem_redis_errors_total", "Of the commands, those that failed or came too late.", func(s redisstore.Stats) int64 { return s.Errors }},
 		{"tandem_redis_sent_bytes_total", "Bytes sent to Redis.", func(s redisstore.Stats) int64 { return s.BytesSent }},
 		{"tandem_redis_received_bytes_total", "Bytes received from Redis.", func(s redisstore.Stats) int64 { return s.BytesRead }},
 		{"tandem_redis_batches_sent_total", "Batches told to other replicas.", func(s redisstore.Stats) int64 { return s.BatchesSent }},
 		{"tandem_redis_batches_received_total", "Batches heard of other replicas.", func(s redisstore.Stats) int64 { return s.BatchesRead }},
 		{"tandem_redis_gaps_total", "Times that batches of another replica were missed, so that a snapshot was asked for.", func(s redisstore.Stats) int64 { return s.Gaps }},
 		{"tandem_redis_kv_events_dropped_total", "Times that a publisher's KV events found no room to be told to others.", func(s redisstore.Stats) int64 { return s.Uncollected }},
+		{"tandem_redis_notices_dropped_total", "LMCache's notices that other replicas were not told of: Redis did not take them, or too many waited.", func(s redisstore.Stats) int64 { return s.Untold }},
 		{"tandem_redis_dropped_total", "Routed prompts that found no room while Redis did not answer; a snapshot tells them later.", func(s redisstore.Stats) int64 { return s.Dropped }},
-		{"tandem_redis_unknown_endpoints_total", "Parts of batches about endpoints that this replica does not have.", func(s redisstore.Stats) int64 { return s.Unknown }},
-		{"tandem_redis_snapshots_total", "Snapshots written.", func(s redisstore.Stats) int64 { return s.Snapshots }},
-		{"tandem_tickets_spent_alone_total", "Tickets spent by this replica's own memory, because Redis did not answer in 5 ms.", func(s redisstore.Stats) int64 { return s.SpendUnknown }},
+		{"tandem_redis_unknown_endpoints_total", "Endpoints named in what other replicas say that this replica does not have, each time.", func(s redisstore.Stats) int64 { return s.Unknown }},
+		{"tandem_redis_snapshots_total", "Snapshots written, and what was written of KV events for replicas that lacked some.", func(s redisstore.Stats) int64 { return s.Snapshots }},
+		{"tandem_tickets_spent_alone_total", "Tickets spent by this replica's own memory: Redis did not answer in time, or had just failed to.", func(s redisstore.Stats) int64 { return s.SpendUnknown }},
 	}
 }
 

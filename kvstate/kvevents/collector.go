@@ -292,16 +292,16 @@ type Stats struct {
 	Rank           int
 	Connected      bool          // to this replica
 	Known          bool          // what it says is known here, from itself or from another replica
-	Lag            time.Duration // from the engine's clock to ours, of the last batch
+	Lag            time.Duration // from the engine's clock to ours, of the last batch that came as it was published
 	Batches        uint64
 	Events         uint64
 	Malformed      uint64 // payloads that were no batch
-	Gaps           uint64 // numbers missing
+	Gaps           uint64 // times that batches were missing
 	Recovered      uint64 // gaps that a replay closed
 	Lost           uint64 // times that events were lost and the publisher's blocks forgotten
 	Restarts       uint64 // of the engine
-	Relayed        uint64 // times that batches came from another replica
-	Missed         uint64 // times that they did not
+	Relayed        uint64 // times that batches came from another replica as it took them
+	Missed         uint64 // times that they did not, and what is lacking was asked for
 	Feed           kvstate.FeedStats
 }
 

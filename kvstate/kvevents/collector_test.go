@@ -137,10 +137,11 @@ func TestCollectorConnects(t *testing.T) {
 		soon(t, "it has subscribed: what is published before is a gap", func() bool { return len(p.pub.(zmq4.Topics).Topics()) > 0 })
 		require.Eventually(t, func() bool { p.store(1, true); return len(known(s)) == 2 }, 30*time.Second, 50*time.Millisecond)
 		p.store(2, false) // lost
+		require.NoError(t, p.pub.Send(zmq4.NewMsgFrom([]byte("kv@127.0.0.1:8100@m"), []byte("no number, no payload"))))
 		p.store(3, true)
 		eventually(t, s, 0, 1, 2, 3)
 		stats := c.Stats()[0]
-		require.Equal(t, []uint64{1, 1, 0, 0}, []uint64{stats.Gaps, stats.Recovered, stats.Lost, stats.Restarts})
+		require.Equal(t, []uint64{1, 1, 0, 0, 1}, []uint64{stats.Gaps, stats.Recovered, stats.Lost, stats.Restarts, stats.Malformed})
 		require.Equal(t, 4, stats.Feed.Held)
 
 		s.SetPool(kvstate.PoolSpec{Name: "p"}, []kvstate.EndpointSpec{{Name: "other", Addr: "127.0.0.1:8101", Role: kvstate.RoleBoth, EventsPort: 1}})

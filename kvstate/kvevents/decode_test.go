@@ -3,6 +3,7 @@ package kvevents
 import (
 	"encoding/hex"
 	"fmt"
+	"math"
 	"strings"
 	"testing"
 
@@ -65,6 +66,8 @@ func pack(v any) []byte {
 		return append([]byte{0xcf}, be(uint64(v), 8)...)
 	case uint64:
 		return append([]byte{0xcf}, be(v, 8)...)
+	case float64:
+		return append([]byte{0xcb}, be(math.Float64bits(v), 8)...)
 	case string:
 		return append(append([]byte{0xdb}, be(uint64(len(v)), 4)...), v...)
 	case []byte:

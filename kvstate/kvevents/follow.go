@@ -63,7 +63,7 @@ func (s *subscription) takeTo(c *kvstate.Collected) {
 	t.known, t.learned, t.next, t.last, t.epoch = c.Next > 0, true, c.Next, c.Time, c.Epoch
 	t.void, t.hole = false, nil
 	s.follower.lacks, s.follower.loading = false, false
-	if len(c.Events) > 0 {
+	if len(c.Events) > 0 && !c.Part {
 		t.took(c.Time)
 		t.count.relayed.Add(1)
 	}

@@ -57,23 +57,30 @@ func (s *stream) connected(ask replay) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.known && s.next > 0 {
-		same := false // the engine is the one that we know
+		kept, same, on := false, false, false // the last batch that we know is kept; it is the same one; there are later ones
 		from, last := s.next-1, s.last
 		err := s.asking(ask, from, func(seq uint64, payload []byte) {
 			if seq == from {
 				batch, err := s.decoder.Batch(payload)
-				same = err == nil && batch.Time == last
-			} else if same {
+				kept, same = true, err == nil && batch.Time == last
+				return
+			}
+			if on = true; same {
 				s.replayed(seq, payload)
 			}
 		})
 		if errors.Is(err, errNoReplay) {
 			return nil // the next number will tell
 		}
-		if same || err != nil {
+		if same || err != nil || s.deaf { // deaf: what came was not looked at
 			return err
 		}
-		s.count.restarts.Add(1)
+		if on && !kept { // it has gone on for longer than it keeps batches
+			s.count.gaps.Add(1)
+			s.count.lost.Add(1)
+		} else {
+			s.count.restarts.Add(1)
+		}
 		s.forget()
 	}
 	err := s.asking(ask, 0, s.replayed)
@@ -117,6 +124,7 @@ func (s *stream) live(seq uint64, payload []byte, ask replay) {
 	if s.deaf {
 		return
 	}
+	before := s.last
 	if s.known && seq < s.next {
 		batch, err := s.decoder.Batch(payload)
 		if err != nil {
@@ -140,6 +148,9 @@ func (s *stream) live(seq uint64, payload []byte, ask replay) {
 	}
 	if seq == s.next && !s.deaf {
 		s.apply(seq, payload)
+	}
+	if s.last != before && !s.deaf {
+		s.took(s.last)
 	}
 }
 
@@ -204,11 +215,10 @@ func (s *stream) apply(seq uint64, payload []byte) {
 	s.sink.Apply(batch.Events)
 	s.count.batches.Add(1)
 	s.count.events.Add(uint64(len(batch.Events)))
-	s.took(batch.Time)
 	s.say(kvstate.Collected{From: seq, Next: seq + 1, Time: batch.Time, Events: batch.Events})
 }
 
-// took notes how old a batch was when it was taken.
+// took notes how old the last batch was when it was taken, if it came as it was published: one that was asked for is as old as it is.
 func (s *stream) took(at float64) { s.lag.Store(int64(time.Since(time.UnixMicro(int64(at * 1e6))))) }
 
 // say tells others what was taken, and what has become of all before.

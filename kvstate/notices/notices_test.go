@@ -108,6 +108,16 @@ func TestBoard(t *testing.T) {
 		require.Zero(t, b.Held(), "what nobody wants is forgotten")
 		require.Empty(t, b.order)
 		require.Equal(t, Counts{Received: 7, Unwanted: 1, First: 2, Woken: 2, Missed: 1}, b.Counts())
+
+		b.Told("elsewhere") // received by another replica
+		require.True(t, wait("elsewhere", 1))
+		time.AfterFunc(time.Second, func() { b.Told("elsewhere, during") })
+		require.True(t, wait("elsewhere, during", 1))
+		b.Told("nobody's")
+		b.Told("nobody's")
+		b.Ignored()
+		time.Sleep(2 * time.Minute)
+		require.Equal(t, Counts{Received: 7, Told: 4, Ignored: 1, Unwanted: 2, First: 3, Woken: 3, Missed: 1}, b.Counts(), "an id that nobody wants counts once")
 	})
 }
 
@@ -125,6 +135,8 @@ func TestBoardIsBounded(t *testing.T) {
 		b.Arrived("mine")
 		require.True(t, <-done)
 		require.LessOrEqual(t, len(b.order), 100)
+		require.Equal(t, Counts{Received: 10_001, Unwanted: 9_900, Woken: 1}, b.Counts())
+		require.Equal(t, 100, b.Held())
 	})
 }
 
@@ -135,17 +147,25 @@ func TestServe(t *testing.T) {
 	ctx, cancel := context.WithCancel(context.Background())
 	b := NewBoard(0, 0)
 	ended := make(chan error, 1)
-	go func() { ended <- Serve(ctx, l, b, nil, slog.New(slog.DiscardHandler)) }()
+	var told []string // to other replicas
+	go func() {
+		ended <- Serve(ctx, l, b, func(id string) { told = append(told, id) }, slog.New(slog.DiscardHandler))
+	}()
 	push := zmq4.NewPush(ctx)
 	defer push.Close()
 	require.NoError(t, push.Dial("tcp://"+l.Addr().String()))
+	require.NoError(t, push.Send(zmq4.NewMsgFrom(pack(t, map[string]any{"type": "ProxyNotif", "req_id": "b"}), []byte("another frame"))))
 	for _, m := range []any{"hello", map[string]any{"type": "AllocRequest"}, map[string]any{"type": "ProxyNotif", "req_id": "a"}} {
 		require.NoError(t, push.Send(zmq4.NewMsg(pack(t, m))))
 	}
 	waiting, stop := context.WithTimeout(ctx, time.Minute)
 	defer stop()
 	require.True(t, b.Wait(waiting, "a", 1))
-	require.EqualValues(t, 2, b.Counts().Ignored)
 	cancel()
 	require.NoError(t, <-ended)
+	counts := b.Counts()
+	require.EqualValues(t, 1, counts.First+counts.Woken) // whichever came first
+	counts.First, counts.Woken = 0, 0
+	require.Equal(t, Counts{Received: 1, Ignored: 3}, counts)
+	require.Equal(t, []string{"a"}, told)
 }

@@ -17,7 +17,7 @@ func (p *sharer) apply(b *statev1.Batch, id streamID) {
 	age := p.s.clock.age(id, now)
 	c := &p.s.counters
 	c.batchesRead.Add(1)
-	if len(b.GetBlocks()) > 0 {
+	if len(b.GetBlocks()) > 0 && id.compare(p.began) > 0 {
 		c.lag.note(age + time.Duration(min(b.GetWaitedUs(), uint64(maxWork)))*time.Microsecond)
 	}
 	if m := p.meet(b, age); m != nil {

@@ -114,7 +114,7 @@ func (p *sharer) joinOnce(ctx context.Context) error {
 	}
 	lease := uint64(p.s.o.Lease.Milliseconds())
 	p.mu.Lock()
-	p.position = streamID{ms: said.ms - min(said.ms, lease)}
+	p.position, p.began = streamID{ms: said.ms - min(said.ms, lease)}, said
 	p.sync = hello{wanted: true, said: said, at: time.Now(), tries: 1} // the answer may be among what is read now
 	p.mu.Unlock()
 	for reached := (streamID{}); reached.compare(said) < 0; {
@@ -163,6 +163,7 @@ func (p *sharer) greet(ctx context.Context) (streamID, error) {
 		return streamID{}, err
 	}
 	p.seq++
+	p.s.counters.batchesSent.Add(1)
 	id, err := parseStreamID(reply)
 	if err == nil {
 		p.s.clock.set(id, sent, time.Now())

@@ -33,7 +33,7 @@ func (s *Store) TellNotice(id string) {
 	select {
 	case s.notices <- id:
 	default:
-		s.counters.dropped.Add(1)
+		s.counters.untold.Add(1)
 	}
 }
 
@@ -67,9 +67,11 @@ func (s *Store) tellNotices(ctx context.Context) {
 			}
 		}
 		if !s.link.isUp() {
+			s.counters.untold.Add(int64(len(ids)))
 			continue
 		}
 		if _, err := s.sendNotices(ctx, ids); err != nil {
+			s.counters.untold.Add(int64(len(ids)))
 			s.log.Debug("notices are not told to other replicas", "notices", len(ids), "err", err)
 		}
 	}

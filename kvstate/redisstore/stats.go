@@ -17,18 +17,19 @@ type Stats struct {
 	BytesRead    int64
 	BatchesSent  int64
 	BatchesRead  int64 // of other replicas
-	Errors       int64 // commands that failed or came too late
+	Errors       int64 // of the commands, those that failed or came too late
 	Dropped      int64 // routed prompts that were not told one by one, for want of room
 	Uncollected  int64 // times that KV events of a publisher were not told for want of room
+	Untold       int64 // notices of engines that other replicas were not told of
 	Gaps         int64 // times that batches of another replica were missed
-	Unknown      int64 // parts of batches about endpoints that are not known here
-	Snapshots    int64 // written
+	Unknown      int64 // endpoints named in batches and snapshots that are not known here
+	Snapshots    int64 // written, and what was written of KV events for those who lacked some
 	SpendUnknown int64 // tickets that were spent without Redis
 	Lag          Lag
 }
 
 // Lag is how long batches with prompts that other replicas routed took, from when the first of them was routed there until
-// all are known here. It goes by Redis's clock, so it is right to some milliseconds whatever the clocks of the hosts say.
+// all are known here; not those of before this replica said hello. It goes by Redis's clock, so it is right to some milliseconds whatever the clocks of the hosts say.
 type Lag struct {
 	Count   uint64
 	Seconds float64           // in all
@@ -76,6 +77,7 @@ func (l *lag) read() (out Lag) {
 type counters struct {
 	commands, bytesSent, bytesRead, batchesSent, batchesRead, errors  atomic.Int64
 	dropped, gaps, unknown, snapshots, spendUnknown, collectedDropped atomic.Int64
+	untold                                                            atomic.Int64
 	lag                                                               lag
 }
 
@@ -86,7 +88,7 @@ func (s *Store) Stats() Stats {
 		Commands: c.commands.Load(), BytesSent: c.bytesSent.Load(), BytesRead: c.bytesRead.Load(),
 		BatchesSent: c.batchesSent.Load(), BatchesRead: c.batchesRead.Load(), Errors: c.errors.Load(),
 		Dropped: c.dropped.Load(), Gaps: c.gaps.Load(), Unknown: c.unknown.Load(), Snapshots: c.snapshots.Load(),
-		SpendUnknown: c.spendUnknown.Load(), Uncollected: c.collectedDropped.Load(), Lag: c.lag.read(),
+		SpendUnknown: c.spendUnknown.Load(), Uncollected: c.collectedDropped.Load(), Untold: c.untold.Load(), Lag: c.lag.read(),
 	}
 }
 
@@ -126,7 +128,9 @@ func (h counting) ProcessPipelineHook(next redis.ProcessPipelineHook) redis.Proc
 	return func(ctx context.Context, cmds []redis.Cmder) error {
 		h.c.commands.Add(int64(len(cmds)))
 		err := next(ctx, cmds)
-		h.failed(err)
+		for _, cmd := range cmds { // err is the first that one of them has, and "there is none" is one
+			h.failed(cmd.Err())
+		}
 		return err
 	}
 }

@@ -112,6 +112,7 @@ type sharer struct {
 	members  map[uint64]*member
 	waits    map[uint64]uint64 // who waits here, as others were told: by id, what kvstate.Waits.Told was then
 	position streamID          // of the last entry read
+	began    streamID          // of our first hello: what lies before was not on its way to us
 	joined   bool
 	sync     hello
 

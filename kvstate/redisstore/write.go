@@ -187,7 +187,7 @@ func (e *entry) settle(sent time.Time) error {
 		p.sync.said = id
 	}
 	if p.joined && id.ms+clockBehind < p.position.ms { // another server, whose clock is behind: go on from here
-		p.position = id
+		p.position, p.began = id, id
 		p.ask()
 	}
 	p.tellRest()
