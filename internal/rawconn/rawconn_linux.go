@@ -83,6 +83,7 @@ func (c *conn) Read(p []byte) (int, error) {
 
 func (r *reading) read(fd uintptr) bool {
 	n, errno := call(syscall.SYS_READ, fd, unsafe.Pointer(unsafe.SliceData(r.p)), len(r.p))
+	hasRead(fd, r.p[:max(n, 0)])
 	if errno == syscall.EAGAIN {
 		return false
 	}
@@ -148,6 +149,7 @@ func (c *conn) write() (left int, err error) {
 const maxIovecs = 1024
 
 func (w *writing) write(fd uintptr) bool {
+	willWrite(fd)
 	for len(w.left) > 0 {
 		n, errno := call(syscall.SYS_WRITEV, fd, unsafe.Pointer(unsafe.SliceData(w.left)), min(len(w.left), maxIovecs))
 		switch errno {

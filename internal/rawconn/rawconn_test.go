@@ -137,17 +137,17 @@ func TestEnds(t *testing.T) {
 			}
 			return err
 		}, is: syscall.EPIPE},
-		"closed by ourselves while we read": {do: func(raw net.Conn, plain *net.TCPConn) error {
+		"closed by ourselves while we read": {do: func(raw net.Conn, _ *net.TCPConn) error {
 			time.AfterFunc(time.Millisecond, func() { _ = raw.Close() })
 			_, err := raw.Read(make([]byte, 1))
 			return err
 		}, is: net.ErrClosed},
-		"closed by ourselves before we write": {do: func(raw net.Conn, plain *net.TCPConn) error {
+		"closed by ourselves before we write": {do: func(raw net.Conn, _ *net.TCPConn) error {
 			_ = raw.Close()
 			_, err := raw.Write(make([]byte, 1))
 			return err
 		}, is: net.ErrClosed},
-		"nothing comes in time": {do: func(raw net.Conn, plain *net.TCPConn) error {
+		"nothing comes in time": {do: func(raw net.Conn, _ *net.TCPConn) error {
 			_ = raw.SetReadDeadline(time.Now().Add(time.Millisecond))
 			_, err := raw.Read(make([]byte, 1))
 			return err
