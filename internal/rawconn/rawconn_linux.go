@@ -1,7 +1,6 @@
 package rawconn
 
 import (
-	"errors"
 	"io"
 	"net"
 	"os"
@@ -10,39 +9,34 @@ import (
 	"unsafe"
 )
 
-// conn is a connection over a socket.
-type conn struct {
+// socket is a [*net.TCPConn], or what embeds one to say more of it or to hear of its end.
+type socket interface {
 	net.Conn
+	syscall.Conn
+	CloseWrite() error
+}
+
+type conn struct {
+	socket
 	raw syscall.RawConn
 	in  reading
 	out writing
 }
 
-// New returns a connection that reads and writes raw, or the connection as it is where it is none over a socket (as TLS is not:
-// that goes over a raw one). All else is nc's own.
+// New returns a connection that reads and writes raw, or the connection as it is where that cannot be (as with TLS, which goes over a
+// raw one). Of what embeds a TCP connection, Read and Write are not called any more, and everything else is.
 func New(nc net.Conn) net.Conn {
-	socket, ok := nc.(syscall.Conn)
+	tcp, ok := nc.(socket)
 	if !ok {
 		return nc
 	}
-	raw, err := socket.SyscallConn()
+	raw, err := tcp.SyscallConn()
 	if err != nil {
 		return nc
 	}
-	c := &conn{Conn: nc, raw: raw}
+	c := &conn{socket: tcp, raw: raw}
 	c.in.try, c.out.try = c.in.read, c.out.write // once, and not with every call
 	return c
-}
-
-// SyscallConn implements [syscall.Conn].
-func (c *conn) SyscallConn() (syscall.RawConn, error) { return c.raw, nil }
-
-// CloseWrite tells the peer that no more comes, as [net.TCPConn.CloseWrite] does.
-func (c *conn) CloseWrite() error {
-	if w, ok := c.Conn.(interface{ CloseWrite() error }); ok {
-		return w.CloseWrite()
-	}
-	return errors.ErrUnsupported
 }
 
 // failed makes an error look as the net package's does. One of the raw connection itself does already.
@@ -125,7 +119,9 @@ func (c *conn) WriteBuffers(pieces net.Buffers) error {
 
 func (w *writing) add(p []byte) {
 	if len(p) > 0 {
-		w.iovecs = append(w.iovecs, syscall.Iovec{Base: unsafe.SliceData(p), Len: uint64(len(p))})
+		v := syscall.Iovec{Base: unsafe.SliceData(p)}
+		v.SetLen(len(p)) // whose type is the architecture's
+		w.iovecs = append(w.iovecs, v)
 	}
 }
 
@@ -154,7 +150,7 @@ func (w *writing) write(fd uintptr) bool {
 		n, errno := call(syscall.SYS_WRITEV, fd, unsafe.Pointer(unsafe.SliceData(w.left)), min(len(w.left), maxIovecs))
 		switch errno {
 		case 0:
-			w.wrote(uint64(n))
+			w.wrote(n)
 		case syscall.EAGAIN:
 			return false
 		default:
@@ -166,15 +162,15 @@ func (w *writing) write(fd uintptr) bool {
 }
 
 // wrote takes n bytes off what is left.
-func (w *writing) wrote(n uint64) {
-	for len(w.left) > 0 && n >= w.left[0].Len {
-		n -= w.left[0].Len
+func (w *writing) wrote(n int) {
+	for len(w.left) > 0 && n >= int(w.left[0].Len) {
+		n -= int(w.left[0].Len)
 		w.left = w.left[1:]
 	}
 	if n > 0 {
 		first := &w.left[0]
 		first.Base = (*byte)(unsafe.Add(unsafe.Pointer(first.Base), n))
-		first.Len -= n
+		first.SetLen(int(first.Len) - n)
 	}
 }
 
