@@ -151,7 +151,7 @@ func FreePorts(n int) ([]string, error) {
 	if err != nil {
 		return nil, err
 	}
-	go func() {
+	go func() { // keeps what holds the ports reachable: Go closes listeners that are not
 		defer letGo()
 		select {}
 	}()

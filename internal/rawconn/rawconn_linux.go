@@ -16,6 +16,7 @@ type socket interface {
 	CloseWrite() error
 }
 
+// conn is a socket whose reads and writes are raw; one goroutine at a time reads, and one writes.
 type conn struct {
 	socket
 	raw syscall.RawConn

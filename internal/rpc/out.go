@@ -97,7 +97,7 @@ func (o *outgoing) write(nc net.Conn) error {
 	if w, ok := nc.(rawconn.Buffers); ok {
 		return w.WriteBuffers(o.parts)
 	}
-	rest := o.parts // WriteTo moves it
+	rest := o.parts // where there are no raw connections; WriteTo moves it
 	_, err := rest.WriteTo(nc)
 	return err
 }
