@@ -58,6 +58,7 @@ type options struct {
 	clients    []int
 	rounds     int
 	requests   int
+	tokenTime  time.Duration
 	workers    int
 	fresh      bool
 	envoy, bin string
@@ -72,7 +73,8 @@ func parse(args []string, stderr io.Writer) (options, error) {
 	var shapes, clients, env, vllm, sglang string
 	f := flag.NewFlagSet("bench", flag.ContinueOnError)
 	f.SetOutput(stderr)
-	f.StringVar(&shapes, "shapes", "json1k,json220k,json1m,sse256", "`list` of request shapes; sse256 and sse1024 (not in the default) are a token each 5 ms, sse256burst (neither) all at once")
+	f.StringVar(&shapes, "shapes", "json1k,json220k,json1m,sse256", "`list` of request shapes; sse256 and sse1024 (not in the default) are a token each -token-time, sse256burst (neither) all at once")
+	f.DurationVar(&o.tokenTime, "token-time", 5*time.Millisecond, "how long a token takes in streams: 5 ms is a fast engine's; with less than 1 ms stacks have their rounds in turn")
 	f.StringVar(&clients, "clients", "1,16", "`list` of how many clients send at the same time")
 	f.IntVar(&o.rounds, "rounds", 15, "rounds of each shape, number of clients, and stack")
 	f.IntVar(&o.requests, "requests", 0, "requests in a round; 0: about a second's worth")
@@ -114,8 +116,8 @@ func parse(args []string, stderr io.Writer) (options, error) {
 		}
 		o.clients = append(o.clients, n)
 	}
-	if o.rounds < 1 || o.workers < 1 || o.requests < 0 {
-		return o, errors.New("-rounds, -workers and -requests are numbers of things")
+	if o.rounds < 1 || o.workers < 1 || o.requests < 0 || o.tokenTime <= 0 {
+		return o, errors.New("-rounds, -workers and -requests are numbers of things, -token-time a time")
 	}
 	return o, nil
 }
@@ -149,7 +151,7 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	if err != nil {
 		return err
 	}
-	l := &lab{log: stderr}
+	l := &lab{log: stderr, tokenTime: o.tokenTime}
 	defer l.stop()
 	if err := l.start(ctx, o); err != nil {
 		return err

@@ -50,7 +50,7 @@ func (l *lab) measure(ctx context.Context, o options, sh shape, clients int) ([]
 	results := make([][]round, len(l.stacks))
 	for i := range o.rounds {
 		order := inTurn
-		if sh.model == paced {
+		if sh.model == paced && o.tokenTime >= time.Millisecond { // with less there is no time left that the others could have
 			order = together
 		}
 		err := order(len(l.stacks), i, func(at int) error {

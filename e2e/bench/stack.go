@@ -18,9 +18,7 @@ import (
 // Names of the two pairs of engines, which are names of models too.
 const (
 	instant = "instant" // answers at once
-	paced   = "paced"   // a token each tokenTime
-
-	tokenTime = "5ms" // a fast engine's, and long enough that each token travels by itself
+	paced   = "paced"   // a token each -token-time
 
 	floorName = "floor"
 )
@@ -51,6 +49,7 @@ type lab struct {
 	log io.Writer
 	process.Group
 	envoyPath string
+	tokenTime time.Duration // of paced engines
 	pairs     map[string]pair
 	engines   []engine // of all pairs, prefill and decode by turns
 	stacks    []*stack // the floor first
@@ -129,7 +128,7 @@ func (l *lab) startPair(ctx context.Context, bin, model, name, connector string)
 	for i, role := range []string{"prefill", "decode"} {
 		args := []string{"--listen", ports[i], "--side-channel", ports[i+2], "--role", role, "--model", model, "--connector", connector, "--bootstrap", p.bootstrap, "--record=false", "--keep-alive", "1m"}
 		if model == paced && role == "decode" {
-			args = append(args, "--decode-step", tokenTime)
+			args = append(args, "--decode-step", l.tokenTime.String())
 		}
 		e, err := l.Start(name+"-"+role, nil, filepath.Join(bin, "enginesim"), args...)
 		if err != nil {
