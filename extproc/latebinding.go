@@ -55,7 +55,7 @@ type waitingRoom struct {
 	usable   []bool // of the endpoints of the view filled last, before a request has its say
 	waiters  map[uint64]*waiter
 	arriving *waiter   // asks to come in; not one of waiters yet
-	landing  []*waiter // were sent and have not booked yet: they count as if they had
+	landing  []*waiter // were sent and have not booked yet: they count as if they had, on D too until they have
 	spare    [][]kvstate.Candidate
 	lastID   uint64
 	running  bool

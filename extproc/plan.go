@@ -230,12 +230,14 @@ func (x *exchange) prefill(pool *kvstate.Pool, policy Policy, c picker.Choice, t
 		return route{}, "undo_too_large", nil
 	}
 	pusher, pushes := policy.Dialect.(kvtransfer.Pusher)
+	decodes := c.DecodeBooking()
+	decodes.Coming = !pushes // pass 2 chooses D again, and books it when there is an answer to write
 	if room := d.Endpoint.Transfer.BufferTokens; pushes && room > 0 {
-		if r.booked[1], why = x.reserveRoom(d.Endpoint, a.redirects, c.DecodeBooking(), room, pusher.Patience()); why != "" {
+		if r.booked[1], why = x.reserveRoom(d.Endpoint, a.redirects, decodes, room, pusher.Patience()); why != "" {
 			return route{}, why, nil
 		}
 	} else {
-		r.booked[1] = x.reserve(d.Endpoint, kvstate.RoleDecode, a.redirects, c.DecodeBooking())
+		r.booked[1] = x.reserve(d.Endpoint, kvstate.RoleDecode, a.redirects, decodes)
 	}
 	t := kvtransfer.Ticket{
 		ID: x.pair.Attempt, Stage: kvtransfer.PrefillLeg, Expires: time.Now().Add(x.s.TicketTTL), Started: a.started,

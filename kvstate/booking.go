@@ -15,6 +15,16 @@ type Booking struct {
 	PromptTokens int64         // whose KV the endpoint will hold
 	Uncached     int64         // of those, what the endpoint has to compute
 	Work         time.Duration // of computing them, as the cost model has it; the endpoint's learned speed comes on top
+	// Coming: it may never come to this endpoint, and not before its prompt is computed elsewhere. It is held, and counts nowhere.
+	Coming bool
+}
+
+// counts is how many requests of so many tokens the booking is to the endpoint.
+func (b *Booking) counts() (requests, tokens int64) {
+	if b.Coming {
+		return 0, 0
+	}
+	return 1, b.PromptTokens
 }
 
 // prefillQueue is what is booked on an endpoint for prefill, in the order in which engines serve it: first come, first

@@ -126,6 +126,25 @@ func TestWorkOnDecodeEndpointsDrainsByItself(t *testing.T) {
 	require.Less(t, c.Share, .01)
 }
 
+// What is only coming is held as any other booking, and counts nowhere: neither for views nor for other replicas.
+func TestWhatIsComingCountsNowhere(t *testing.T) {
+	s, pool, now := clocked()
+	d := pool.Endpoints()[1]
+	coming := s.Reserve(d, Booking{For: RoleDecode, PromptTokens: 1000, Coming: true})
+	there := s.Reserve(d, Booking{For: RoleDecode, PromptTokens: 100})
+	_, c, _ := see(s, pool)
+	require.Equal(t, []int64{1, 100}, []int64{c.Requests, c.PromptTokens})
+	require.Equal(t, Booked{Requests: 1, PromptTokens: 100}, d.Booked(*now))
+	require.Equal(t, 2, s.Reservations())
+	require.True(t, s.Release(coming))
+	require.False(t, s.Release(coming))
+	require.True(t, s.Release(there))
+	_, c, _ = see(s, pool)
+	require.Zero(t, c.Requests)
+	require.Zero(t, c.PromptTokens)
+	require.Zero(t, s.Reservations())
+}
+
 // Utilisation is the work of the last minute over the endpoints' time, from the first minute on.
 func TestUtilisation(t *testing.T) {
 	s, pool, now := clocked()

@@ -21,6 +21,7 @@ type bookingShard struct {
 type reservation struct {
 	on      *live // not the endpoint: what is said about that may change
 	leg     Role
+	counted int64 // requests: 0 or 1
 	tokens  int64
 	work    time.Duration // at the endpoint's speed
 	room    int64         // of the endpoint's buffer, in tokens
@@ -36,7 +37,7 @@ type Source struct{ gone atomic.Bool }
 // Gone releases, within a second, what was booked for the source.
 func (s *Source) Gone() { s.gone.Store(true) }
 
-// Reserve books a request on an endpoint: from now on views count it. The caller passes the id on to whoever learns how
+// Reserve books a request on an endpoint: from now on views count it, unless it is [Booking.Coming]. The caller passes the id on to whoever learns how
 // the hop ended. It returns 0, and books nothing, when MaxReservations are held: choosing blindly is better than
 // refusing.
 func (s *State) Reserve(e *Endpoint, b Booking) ReservationID {
@@ -60,9 +61,10 @@ func (s *State) reserve(id ReservationID, e *Endpoint, b Booking, room int64, fr
 	}
 	now := s.o.Now()
 	work := time.Duration(float64(b.Work) * e.speedNow())
-	r := reservation{on: e.live, leg: b.For, tokens: b.PromptTokens, work: work, room: room, from: from, expires: now.Add(s.o.ReservationTTL)}
-	e.requests.Add(1)
-	e.tokens.Add(b.PromptTokens)
+	r := reservation{on: e.live, leg: b.For, work: work, room: room, from: from, expires: now.Add(s.o.ReservationTTL)}
+	r.counted, r.tokens = b.counts()
+	e.requests.Add(r.counted)
+	e.tokens.Add(r.tokens)
 	if b.For == RoleBoth {
 		r.until = e.local.add(work, now)
 	}
@@ -120,7 +122,7 @@ func (s *State) end(id ReservationID, done bool) bool {
 
 func (s *State) unbook(id ReservationID, r reservation, done bool) {
 	now := s.o.Now()
-	r.on.requests.Add(-1)
+	r.on.requests.Add(-r.counted)
 	r.on.tokens.Add(-r.tokens)
 	s.booked.Add(-1)
 	if r.room > 0 {

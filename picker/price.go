@@ -250,12 +250,13 @@ func (t *terms) alone(c *kvstate.Candidate, p *AlonePrice) (allowed bool) {
 	p.Queue = queue * (1 + localSteps*step/t.fullStep)
 	p.Work = own
 	p.Others = t.local * work * t.fleet
-	p.Answers = max(answers, 1) * longer / max(1-fill, 1-maxFill)
+	left := max(1-c.Share, 0.01) // of the endpoint's time, for answers: what keeps them there lets more run, so more lose
+	p.Answers = max(answers, 1) * longer / max(1-fill, 1-maxFill) / left
 	p.Decode = t.answer * t.out * step
 	p.Overflow = t.overflow(kv, room, step)
 	p.Session = t.session(c, kvstate.RoleBoth)
 	if t.hurry {
 		p.Answers, p.Decode = 0, p.Decode+step
 	}
-	return fill <= maxFill && (t.tpot <= 0 || step/max(1-c.Share, 0.01) <= tpotMargin*t.tpot)
+	return fill <= maxFill && (t.tpot <= 0 || step/left <= tpotMargin*t.tpot)
 }

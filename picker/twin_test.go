@@ -167,7 +167,7 @@ func (w *twin) alone(d int, guarded bool) (price float64, ok bool) {
 	if n > 0 {
 		own = longer + steps*step
 	}
-	return queue + own + w.phi(w.v.Load.Local, kvstate.RoleDecode)*e*w.fleet() + max(n, 1)*longer/max(1-fill, .5) + .1*w.out()*step + overflow, true
+	return queue + own + w.phi(w.v.Load.Local, kvstate.RoleDecode)*e*w.fleet() + max(n, 1)*longer/max(1-fill, .5)/max(1-c.Share, .01) + .1*w.out()*step + overflow, true
 }
 
 // pick is every choice that Pick may make.

@@ -112,6 +112,32 @@ func TestReplicas(t *testing.T) {
 	require.InEpsilon(t, alone, play(4, .005), .1, "without engines' events")
 }
 
+// However long the queues of prefill are, a decode endpoint is taken to have to do what it has: else long queues would keep it
+// from helping out.
+func TestQueuesOfPrefillFillNoDecode(t *testing.T) {
+	tr, c := small(t, "agent", 1.1)
+	c.Late = false
+	f := newFleet(c, rand.New(rand.NewPCG(c.Seed, 3)))
+	p := newTandem(f, c)
+	f.policy = p
+	jobs := make([]job, len(tr.Requests))
+	for i := range jobs {
+		jobs[i] = job{Request: &tr.Requests[i], id: uint64(i), prefill: -1, decode: -1}
+		f.after(tr.Requests[i].Arrival, func() { p.arrive(&jobs[i]) })
+	}
+	longest := 0
+	for f.step() && f.ended < len(jobs) {
+		for _, d := range f.prefills {
+			longest = max(longest, len(d.queue))
+		}
+		v := p.replicas[0].Fleet()
+		for i, d := range f.decodes {
+			require.EqualValues(t, len(d.arrived)+d.held, v.Endpoints[c.Prefill+i].Requests)
+		}
+	}
+	require.Greater(t, longest, 10)
+}
+
 // Chance gives hits away, the more the hotter.
 func TestTemperature(t *testing.T) {
 	tr, c := small(t, "agent", .5)

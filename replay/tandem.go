@@ -203,12 +203,13 @@ func (r *replica) send(j *job, c picker.Choice, err error) {
 	b := &bookings{replica: r}
 	r.bookings[j.id] = b
 	prefill, d := -1, r.view.Endpoints[c.Decode].Endpoint
-	if c.Prefill >= 0 {
+	if c.Prefill < 0 {
+		b.decode = r.book(d, c.DecodeBooking(), j.Blocks)
+	} else { // D is chosen again, and counts the request then
 		p := r.view.Endpoints[c.Prefill].Endpoint
 		prefill = r.position[p]
 		b.prefill = r.book(p, c.PrefillBooking(), j.Blocks)
 	}
-	b.decode = r.book(d, c.DecodeBooking(), j.Blocks)
 	r.bind(j, prefill, r.position[d])
 }
 
@@ -253,7 +254,6 @@ func (t *tandem) prefilled(j *job) int {
 	b := t.bookings[j.id]
 	r := b.replica
 	r.release(b.prefill, true)
-	r.release(b.decode, false)
 	v := r.Fleet()
 	j.lookedAt = -1
 	request := r.look(j, v)
