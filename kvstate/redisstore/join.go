@@ -145,6 +145,8 @@ func (p *sharer) joinOnce(ctx context.Context) error {
 
 // greet adds a batch that says hello and nothing else.
 func (p *sharer) greet(ctx context.Context) (streamID, error) {
+	p.s.sending.RLock()
+	defer p.s.sending.RUnlock()
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	b := &statev1.Batch{Replica: p.s.replica, Seq: p.seq + 1, LeaseMs: uint32(p.s.o.Lease.Milliseconds()), Hello: true}

@@ -63,6 +63,8 @@ func wait(ctx context.Context, d time.Duration) bool {
 
 // flush tells what there is to tell of all pools, in one round trip. It fails if Redis does.
 func (s *Store) flush(ctx context.Context, complete, leaving bool) error {
+	s.sending.Lock() // or greet would give the same number
+	defer s.sending.Unlock()
 	s.dirty.Store(false) // before looking: what changes from now on is told next time
 	ctx, cancel := context.WithTimeout(ctx, besidePath)
 	defer cancel()
