@@ -294,8 +294,9 @@ func (p *sharer) loadChunk(pool *kvstate.Pool, text string) error {
 		return fmt.Errorf("reading a snapshot: %w", err)
 	}
 	p.mu.Lock()
-	endpoints := p.endpoints(pool, chunk.GetAddresses())
+	endpoints, unknown := p.endpoints(pool, chunk.GetAddresses())
 	p.mu.Unlock()
+	p.s.counters.unknown.Add(unknown)
 	at := known(endpoints)
 	for _, b := range chunk.GetBlocks() {
 		if e := at(b.GetAddress()); e != nil {
