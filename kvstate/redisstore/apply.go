@@ -17,7 +17,8 @@ func (p *sharer) apply(b *statev1.Batch, id streamID) {
 	age := p.s.clock.age(id, now)
 	c := &p.s.counters
 	c.batchesRead.Add(1)
-	if len(b.GetBlocks()) > 0 && id.compare(p.began) > 0 {
+	before := id.compare(p.began) <= 0 // it was not on its way to us
+	if len(b.GetBlocks()) > 0 && !before {
 		c.lag.note(age + time.Duration(min(b.GetWaitedUs(), uint64(maxWork)))*time.Microsecond)
 	}
 	if m := p.meet(b, age); m != nil {
@@ -62,7 +63,7 @@ func (p *sharer) apply(b *statev1.Batch, id streamID) {
 	for _, id := range b.GetReleased() {
 		p.s.state.Release(kvstate.ReservationID(id))
 	}
-	p.takeCollected(pool, b.GetReplica(), b.GetCollected(), at)
+	p.takeCollected(pool, b.GetReplica(), b.GetCollected(), at, before)
 	p.lacking(b)
 	if n := b.GetContents(); n != nil && len(p.contents) < maxContents {
 		p.contents = append(p.contents, n)

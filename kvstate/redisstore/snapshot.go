@@ -308,7 +308,7 @@ func (p *sharer) loadChunk(pool *kvstate.Pool, text string) error {
 	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	p.takeCollected(pool, 0, chunk.GetCollected(), at)
+	p.takeCollected(pool, 0, chunk.GetCollected(), at, true)
 	for _, h := range chunk.GetHealth() {
 		if e := at(h.GetAddress()); e != nil {
 			p.applyHealth(e, h.GetFailed())
