@@ -3,6 +3,7 @@ package redisstore
 import (
 	"context"
 	"errors"
+	"sync"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -17,10 +18,12 @@ import (
 
 // taking is a Redis that does nothing but take what it is told, or fail, so that a test has a time of its own (synctest).
 type taking struct {
+	mu     sync.Mutex
 	told   []*statev1.Batch
 	reply  string // the id of an entry; "": what the time makes it
 	fails  error
-	refuse int // how often it failed
+	refuse int   // how often it failed
+	ended  error // of a command whose time was over before it was sent
 }
 
 // takingOf puts one in the place of a replica's.
@@ -37,8 +40,9 @@ func (t *taking) ProcessHook(redis.ProcessHook) redis.ProcessHook {
 }
 
 func (t *taking) ProcessPipelineHook(redis.ProcessPipelineHook) redis.ProcessPipelineHook {
-	return func(_ context.Context, cmds []redis.Cmder) error {
-		var first error
+	return func(ctx context.Context, cmds []redis.Cmder) error {
+		first := ctx.Err()
+		t.ended = first
 		for _, cmd := range cmds {
 			if err := t.take(cmd); first == nil {
 				first = err
@@ -48,7 +52,16 @@ func (t *taking) ProcessPipelineHook(redis.ProcessPipelineHook) redis.ProcessPip
 	}
 }
 
+// failing has all commands fail from now on, or none.
+func (t *taking) failing(err error) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.fails = err
+}
+
 func (t *taking) take(cmd redis.Cmder) error {
+	t.mu.Lock()
+	defer t.mu.Unlock()
 	if t.fails != nil {
 		cmd.SetErr(t.fails)
 		t.refuse++
@@ -100,7 +113,7 @@ func TestWhenItIsTold(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				r := lonely(t, 2)
 				x := takingOf(r)
-				x.fails = c.fails
+				x.failing(c.fails)
 				ctx, cancel := context.WithCancel(t.Context())
 				done := make(chan struct{})
 				go func() { defer close(done); r.store.write(ctx) }()
@@ -139,12 +152,12 @@ func TestWhatWaitedSaysForHowLong(t *testing.T) {
 		x := takingOf(r)
 		r.state.Routed(r.pool, r.e(0), prompt(1, 2))
 		time.Sleep(30 * time.Millisecond)
-		x.fails = errGone
+		x.failing(errGone)
 		require.ErrorIs(t, r.flush(false), errGone)
 		time.Sleep(5 * time.Millisecond)
 		r.state.Routed(r.pool, r.e(0), prompt(2, 2))
 		time.Sleep(2 * time.Millisecond)
-		x.fails = nil
+		x.failing(nil)
 		require.NoError(t, r.flush(false))
 		require.EqualValues(t, 37_000, x.last().GetWaitedUs())
 		r.state.Routed(r.pool, r.e(0), prompt(3, 2))
@@ -176,7 +189,7 @@ func TestWhatWasNotTakenIsToldAgain(t *testing.T) {
 	r.p.sayHello()
 	r.p.out.notice, r.p.out.contents = &statev1.SnapshotNotice{Id: 31}, &statev1.SnapshotNotice{Id: 41}
 	collect(5)
-	for _, fail := range []func(){func() { x.fails = errGone }, func() { x.fails, x.reply = nil, "no id" }} {
+	for _, fail := range []func(){func() { x.failing(errGone) }, func() { x.failing(nil); x.reply = "no id" }} {
 		fail()
 		require.Error(t, r.flush(false))
 		_, up := r.store.Status()
@@ -224,12 +237,26 @@ func TestWhatFoundNoRoomIsInASnapshot(t *testing.T) {
 	x := takingOf(r)
 	r.store.Routed(r.pool, r.e(0), make([]uint64, maxOutbox/8))
 	r.state.Routed(r.pool, r.e(0), prompt(1, 2))
-	x.fails = errGone
+	x.failing(errGone)
 	require.Error(t, r.flush(false))
 	require.Empty(t, r.p.snapshot)
-	x.fails = nil
+	x.failing(nil)
 	require.NoError(t, r.flush(false))
 	require.True(t, <-r.p.snapshot)
 	require.NoError(t, r.flush(true))
 	require.Empty(t, r.p.snapshot, "once")
+}
+
+// The end does not cut short what is on its way.
+func TestWhatIsOnItsWayAtTheEndIsTold(t *testing.T) {
+	r := lonely(t, 1)
+	x := takingOf(r)
+	ended, cancel := context.WithCancel(t.Context())
+	cancel()
+	r.store.write(ended)
+	require.Len(t, x.told, 2, "what there was at the start, and goodbye")
+	require.True(t, x.last().GetLeaving())
+	require.NoError(t, x.ended)
+	_, up := r.store.Status()
+	require.True(t, up)
 }
