@@ -1,0 +1,123 @@
+package redisstore
+
+import (
+	"context"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"tandem/kvstate"
+)
+
+// A snapshot has all that is not said again: which blocks endpoints hold, where sessions are, and who has failed. It is read in as many
+// parts as it has.
+func TestWhatIsInASnapshot(t *testing.T) {
+	r := startRedis(t)
+	a, b := apart(t, redisURL(r), 3), apart(t, redisURL(r), 3)
+	defer a.store.Close()
+	defer b.store.Close()
+	const prompts = 2*chunkBlocks/1000 + 1 // three parts, of which two are read at once
+	for i := range prompts {
+		a.state.ApplyRouted(a.pool, a.e(i%3), prompt(i, 1000))
+	}
+	a.state.ApplyStick(a.pool, 71, a.e(0), a.e(2))
+	a.state.ApplyStick(a.pool, 72, nil, a.e(1))
+	a.state.ApplyStick(a.pool, 73, a.e(1), nil)
+	a.state.ApplyFailed(a.e(1), true)
+	ctx := context.Background()
+	require.ErrorIs(t, a.p.writeSnapshot(ctx, false), errNotJoined, "it knows less than what is there")
+	eventually(t, "it joins", func() bool { return a.p.joinOnce(ctx) == nil })
+	eventually(t, "it is written", func() bool { return a.p.writeSnapshot(ctx, false) == nil })
+	n, err := b.p.lastSnapshot(ctx)
+	require.NoError(t, err)
+	require.EqualValues(t, 3, n.GetChunks())
+	require.Equal(t, a.p.position.String(), n.GetPosition())
+	eventually(t, "it is loaded", func() bool { return b.p.load(ctx, n) == nil })
+	for i := range prompts {
+		require.Equal(t, 1000, b.hit(i%3, prompt(i, 1000)))
+	}
+	for session, want := range map[uint64][]kvstate.Role{71: {kvstate.RolePrefill, 0, kvstate.RoleDecode}, 72: {0, kvstate.RoleDecode, 0}, 73: {0, kvstate.RolePrefill, 0}, 74: {0, 0, 0}} {
+		var v kvstate.View
+		b.state.View(b.pool, nil, &v)
+		b.state.MarkSession(b.pool, session, &v)
+		require.Equal(t, want, []kvstate.Role{v.Endpoints[0].Session, v.Endpoints[1].Session, v.Endpoints[2].Session}, session)
+	}
+	require.Equal(t, []bool{false, true, false}, []bool{b.e(0).Failed(), b.e(1).Failed(), b.e(2).Failed()})
+	require.True(t, b.p.told[addr(1)].failed, "it need not be told again")
+
+	// The parts of the one before the last are kept for those who are still reading them, those of the one before that are not.
+	c := r.client()
+	defer c.Close()
+	left := func() int64 { return c.DBSize(ctx).Val() - 2 } // but for the stream and the notice
+	for range 3 {
+		eventually(t, "the next one is written", func() bool { return a.p.writeSnapshot(ctx, true) == nil })
+		require.EqualValues(t, 6, left())
+	}
+	last, err := b.p.lastSnapshot(ctx)
+	require.NoError(t, err)
+	require.True(t, last.GetEveryone())
+	r.do("DEL", a.p.keys.chunk(last.GetId(), 2))
+	require.ErrorContains(t, b.p.load(ctx, last), "a part of it is gone")
+}
+
+// Snapshots are written when they are wanted, one a while, and by the oldest replica each minute. One that is for everyone is tried until
+// it is written: nobody knows to ask for it again.
+func TestWhenSnapshotsAreWritten(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		r := lonely(t, 1)
+		x := takingOf(r)
+		r.p.joined = true
+		ctx, cancel := context.WithCancel(t.Context())
+		done := make(chan struct{})
+		go func() { defer close(done); r.store.writeSnapshots(ctx, r.p) }()
+		written := func() int { synctest.Wait(); return int(r.store.Stats().Snapshots) }
+		refused := func() int { synctest.Wait(); return x.refuse }
+		everyone := func() bool { return r.p.out.notice.GetEveryone() }
+
+		r.p.wantSnapshot(false)
+		require.Equal(t, 1, written())
+		require.False(t, everyone())
+		r.p.wantSnapshot(false)
+		r.p.wantSnapshot(true) // one does for both
+		r.p.wantSnapshot(false)
+		require.Equal(t, 1, written(), "not so soon")
+		time.Sleep(snapshotAtMost)
+		require.Equal(t, 2, written())
+		require.True(t, everyone())
+		time.Sleep(snapshotAtMost)
+		require.Equal(t, 2, written())
+
+		x.failing(errGone)
+		r.p.wantSnapshot(false)
+		time.Sleep(4 * snapshotAtMost)
+		require.Equal(t, 1, refused(), "who asked for it asks again")
+		r.p.wantSnapshot(true)
+		time.Sleep(4*snapshotAtMost - time.Millisecond)
+		require.Equal(t, 1+4, refused())
+		x.failing(nil)
+		time.Sleep(snapshotAtMost)
+		require.Equal(t, 3, written())
+		require.True(t, everyone())
+
+		for _, c := range []struct {
+			up, leads bool
+			written   int
+		}{{true, true, 1}, {false, true, 0}, {true, false, 0}, {true, true, 1}} {
+			before := written()
+			ids := []uint64{r.store.replica}
+			if !c.leads {
+				ids = []uint64{1, r.store.replica}
+			}
+			r.p.ids.Store(&ids)
+			r.store.link.result(map[bool]error{false: errGone}[c.up])
+			time.Sleep(snapshotEvery)
+			require.Equal(t, c.written, written()-before, c)
+		}
+		before := written()
+		cancel()
+		<-done
+		require.Equal(t, before+1, written(), "for who comes next")
+	})
+}
