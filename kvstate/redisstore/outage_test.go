@@ -354,6 +354,11 @@ func TestSecretsAreEverybodys(t *testing.T) {
 	r.start()
 	eventually(t, "redis is back", func() bool { return ka.sync(ctx) == nil && kc.sync(ctx) == nil })
 	require.Equal(t, ring{ofA.seal, [][32]byte{own}}, ofC)
+	client := r.client()
+	defer client.Close()
+	require.Greater(t, client.PTTL(ctx, ka.s.o.openKey()).Val(), secretsTTL-patience)
+	r.do("PEXPIRE", ka.s.o.sealKey(), patience.Milliseconds())
 	inStep()
+	require.Greater(t, client.PTTL(ctx, ka.s.o.sealKey()).Val(), secretsTTL-patience, "as long as somebody uses it")
 	require.Equal(t, ofC, ofA, "what it has sealed meanwhile opens everywhere")
 }

@@ -3,6 +3,8 @@ package redisstore
 import (
 	"context"
 	"errors"
+	"fmt"
+	"slices"
 	"sync"
 	"testing"
 	"testing/synctest"
@@ -16,9 +18,10 @@ import (
 	statev1 "tandem/protos/state/v1"
 )
 
-// taking is a Redis that does nothing but take what it is told, or fail, so that a test has a time of its own (synctest).
+// taking is a Redis that does little but take what it is told, or fail, so that a test has a time of its own (synctest).
 type taking struct {
 	mu     sync.Mutex
+	kept   map[string]any // by key
 	told   []*statev1.Batch
 	reply  string // the id of an entry; "": what the time makes it
 	fails  error
@@ -28,7 +31,7 @@ type taking struct {
 
 // takingOf puts one in the place of a replica's.
 func takingOf(r *replica) *taking {
-	t := &taking{}
+	t := &taking{kept: map[string]any{}}
 	r.store.client.AddHook(t)
 	return t
 }
@@ -67,16 +70,27 @@ func (t *taking) take(cmd redis.Cmder) error {
 		t.refuse++
 		return t.fails
 	}
-	if added, ok := cmd.(*redis.StringCmd); ok && cmd.Name() == "xadd" {
-		b, args := &statev1.Batch{}, cmd.Args()
+	args := cmd.Args()
+	switch cmd.Name() {
+	case "set":
+		if key := args[1].(string); t.kept[key] == nil || !slices.Contains(args, any("nx")) {
+			t.kept[key] = args[2]
+		}
+	case "get":
+		if v := t.kept[args[1].(string)]; v != nil {
+			cmd.(*redis.StringCmd).SetVal(fmt.Sprintf("%s", v))
+		}
+	case "xadd":
+		b := &statev1.Batch{}
 		if err := proto.Unmarshal(args[len(args)-1].([]byte), b); err != nil {
 			return err
 		}
 		t.told = append(t.told, b)
-		added.SetVal(t.reply)
-		if t.reply == "" {
-			added.SetVal(streamID{ms: uint64(time.Now().UnixMilli()), n: uint64(len(t.told))}.String())
+		id := t.reply
+		if id == "" {
+			id = streamID{ms: uint64(time.Now().UnixMilli()), n: uint64(len(t.told))}.String()
 		}
+		cmd.(*redis.StringCmd).SetVal(id)
 	}
 	return nil
 }
