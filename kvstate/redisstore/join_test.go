@@ -103,7 +103,7 @@ func TestRedisGoesWhileWaitingForAnAnswer(t *testing.T) {
 		x.failing(errGone)
 		r.p.joined, r.p.sync = true, hello{wanted: true}
 		require.ErrorIs(t, r.store.Join(t.Context(), 10*retryAfter-time.Millisecond), errGone)
-		require.Equal(t, 10, x.refuse)
+		require.Equal(t, 10, x.refused())
 	})
 }
 

@@ -73,8 +73,12 @@ func TestWhenSnapshotsAreWritten(t *testing.T) {
 		done := make(chan struct{})
 		go func() { defer close(done); r.store.writeSnapshots(ctx, r.p) }()
 		written := func() int { synctest.Wait(); return int(r.store.Stats().Snapshots) }
-		refused := func() int { synctest.Wait(); return x.refuse }
-		everyone := func() bool { return r.p.out.notice.GetEveryone() }
+		refused := func() int { synctest.Wait(); return x.refused() }
+		everyone := func() bool {
+			r.p.outMu.Lock()
+			defer r.p.outMu.Unlock()
+			return r.p.out.notice.GetEveryone()
+		}
 
 		r.p.wantSnapshot(false)
 		require.Equal(t, 1, written())

@@ -62,6 +62,12 @@ func (t *taking) failing(err error) {
 	t.fails = err
 }
 
+func (t *taking) refused() int {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return t.refuse
+}
+
 func (t *taking) take(cmd redis.Cmder) error {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -77,9 +83,12 @@ func (t *taking) take(cmd redis.Cmder) error {
 			t.kept[key] = args[2]
 		}
 	case "get":
-		if v := t.kept[args[1].(string)]; v != nil {
-			cmd.(*redis.StringCmd).SetVal(fmt.Sprintf("%s", v))
+		v := t.kept[args[1].(string)]
+		if v == nil {
+			cmd.SetErr(redis.Nil)
+			return redis.Nil
 		}
+		cmd.(*redis.StringCmd).SetVal(fmt.Sprintf("%s", v))
 	case "xadd":
 		b := &statev1.Batch{}
 		if err := proto.Unmarshal(args[len(args)-1].([]byte), b); err != nil {
@@ -149,7 +158,7 @@ func TestWhenItIsTold(t *testing.T) {
 					complete, blocks = append(complete, b.GetComplete()), blocks+len(b.GetBlocks())
 				}
 				require.Equal(t, c.complete, complete)
-				require.Equal(t, c.refused, x.refuse)
+				require.Equal(t, c.refused, x.refused())
 				if c.fails == nil {
 					require.Equal(t, 4, blocks)
 					require.True(t, x.last().GetLeaving())
