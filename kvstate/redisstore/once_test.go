@@ -51,7 +51,7 @@ func TestRequestsLeaveAFailingRedisAlone(t *testing.T) {
 	for name, ask := range map[string]func(s *Store){
 		"a ticket": func(s *Store) {
 			q := question{ticketOf(1), make(chan spent, 1)}
-			s.askRedis(context.Background(), []question{q})
+			s.askRedis(context.Background(), append([]question(nil), q))
 			<-q.answer
 		},
 		"a hand-over is put":   func(s *Store) { s.PutHandOver(ticketOf(1), []byte("x")) },
@@ -73,7 +73,7 @@ func TestRequestsLeaveAFailingRedisAlone(t *testing.T) {
 			for i := range pathMisses {
 				require.True(t, r.store.link.mayAsk(), name)
 				ask(r.store)
-				require.EqualValues(t, i+1, x.refused(), name)
+				require.Equal(t, i+1, x.refused(), name)
 			}
 			require.False(t, r.store.link.mayAsk(), name)
 		})
