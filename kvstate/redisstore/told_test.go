@@ -283,3 +283,47 @@ func TestWhatIsOnItsWayAtTheEndIsTold(t *testing.T) {
 	_, up := r.store.Status()
 	require.True(t, up)
 }
+
+// Whatever there is to tell is told, if there is nothing else; and a second time only when it has changed.
+func TestEachThingIsToldByItself(t *testing.T) {
+	for name, happens := range map[string]func(r *replica){
+		"a prompt":                 func(r *replica) { r.state.Routed(r.pool, r.e(0), prompt(1, 1)) },
+		"a session":                func(r *replica) { r.state.Stick(r.pool, 1, r.e(0), nil) },
+		"a release":                func(r *replica) { r.store.Released(r.pool, 1) },
+		"what was learned":         func(r *replica) { r.store.Learned(r.pool, kvstate.LearnedTokens{Prompt: 1}) },
+		"what was collected":       func(r *replica) { r.store.TellCollected(r.pool, &kvstate.Collected{Endpoint: r.e(0)}) },
+		"where a snapshot is":      func(r *replica) { r.p.out.notice = &statev1.SnapshotNotice{Id: 1}; r.store.Changed() },
+		"where what is lacking is": func(r *replica) { r.p.out.contents = &statev1.SnapshotNotice{Id: 1}; r.store.Changed() },
+		"hello":                    func(r *replica) { r.p.sayHello() },
+		"a booking":                func(r *replica) { r.state.Reserve(r.e(0), kvstate.Booking{For: kvstate.RoleDecode, PromptTokens: 1}) },
+		"a failure":                func(r *replica) { r.state.MarkFailed(r.e(0)) },
+		"signals":                  func(r *replica) { r.state.Observe(r.e(0), kvstate.Signals{Running: 1, At: time.Now()}) },
+		"who waits":                func(r *replica) { r.state.Wait(r.pool, kvstate.Waits{ID: 1}) },
+	} {
+		r := lonely(t, 1)
+		x := takingOf(r)
+		r.p.collectors.Store(&[]uint64{r.store.replica, r.store.replica + 1})
+		require.NoError(t, r.flush(true))
+		require.NoError(t, r.flush(false))
+		require.Len(t, x.told, 1, name)
+		happens(r)
+		require.True(t, r.store.dirty.Load(), "%s: it is woken", name)
+		require.NoError(t, r.flush(false))
+		require.Len(t, x.told, 2, name)
+		require.NoError(t, r.flush(false))
+		require.Len(t, x.told, 2, name)
+	}
+}
+
+// What was learned of prompts takes no more than half of the room: it will be learned again.
+func TestWhatWasLearnedHasHalfTheRoom(t *testing.T) {
+	r := lonely(t, 1)
+	for i, blocks := range []int{maxOutbox / 8 / 4, maxOutbox / 8 / 4, 1} {
+		r.store.Learned(r.pool, kvstate.LearnedTokens{Prompt: uint64(i), Blocks: []kvstate.LearnedBlocks{{Size: 16, Hashes: make([]uint64, blocks)}}})
+	}
+	x := takingOf(r)
+	require.NoError(t, r.flush(false))
+	require.Len(t, x.last().GetTokens(), 2)
+	require.Equal(t, []uint64{0, 2}, []uint64{x.last().GetTokens()[0].GetPrompt(), x.last().GetTokens()[1].GetPrompt()})
+	require.False(t, r.p.out.lossy, "no snapshot has it")
+}
