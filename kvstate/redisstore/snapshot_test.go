@@ -9,6 +9,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"tandem/kvstate"
+	statev1 "tandem/protos/state/v1"
 )
 
 // A snapshot has all that is not said again: which blocks endpoints hold, where sessions are, and who has failed. It is read in as many
@@ -124,4 +125,41 @@ func TestWhenSnapshotsAreWritten(t *testing.T) {
 		<-done
 		require.Equal(t, before+1, written(), "for who comes next")
 	})
+}
+
+// A snapshot is for who asked before it was made, or for everyone. What cannot be loaded is asked for again, a lease later.
+func TestWhoseSnapshotItIs(t *testing.T) {
+	said := streamID{ms: 5, n: 1}
+	for name, c := range map[string]struct {
+		asked        hello
+		position     string
+		everyone     bool
+		taken, wants bool
+	}{
+		"asked for":              {hello{wanted: true, said: said}, "5-1", false, true, false},
+		"made before":            {hello{wanted: true, said: said}, "5-0", false, false, true},
+		"made before, for all":   {hello{wanted: true, said: said}, "5-0", true, true, true},
+		"hello is not out yet":   {hello{wanted: true}, "5-1", false, false, true},
+		"not asked for":          {hello{said: said}, "5-1", false, false, false},
+		"not asked for, for all": {hello{said: said}, "5-1", true, true, false},
+		"made nobody knows when": {hello{wanted: true, said: said}, "x", false, false, true},
+	} {
+		r := lonely(t, 1)
+		x := takingOf(r)
+		r.p.sync = c.asked
+		r.p.noticed(&statev1.SnapshotNotice{Id: 3, Chunks: 1, Position: c.position, Everyone: c.everyone})
+		require.Equal(t, []bool{c.taken, c.wants}, []bool{r.p.notice != nil, r.p.sync.wanted}, name)
+		if !c.taken {
+			continue
+		}
+		x.failing(errGone)
+		r.p.loadNoticed(t.Context())
+		require.Nil(t, r.p.notice, name)
+		require.True(t, r.p.sync.wanted, name)
+		r.p.members[7] = &member{}
+		r.p.askDue(time.Now())
+		require.False(t, r.p.out.hello, name)
+		r.p.askDue(time.Now().Add(r.store.o.Lease))
+		require.True(t, r.p.out.hello, name)
+	}
 }
