@@ -101,15 +101,22 @@ func requireError(t *testing.T, got answer, code string) {
 	require.Contains(t, got.header.Get("content-type"), "application/json")
 }
 
-// raw sends bytes as they are and reads the answer that comes back.
-func raw(t *testing.T, f *fleet, request string) string {
+// sendRaw sends bytes as they are over a connection of their own.
+func sendRaw(t *testing.T, f *fleet, request string) net.Conn {
 	t.Helper()
 	conn, err := net.Dial("tcp", strings.TrimPrefix(f.url, "http://"))
 	require.NoError(t, err)
-	defer conn.Close()
 	require.NoError(t, conn.SetDeadline(time.Now().Add(patience)))
 	_, err = io.WriteString(conn, request)
 	require.NoError(t, err)
+	return conn
+}
+
+// raw sends bytes as they are and reads the answer that comes back.
+func raw(t *testing.T, f *fleet, request string) string {
+	t.Helper()
+	conn := sendRaw(t, f, request)
+	defer conn.Close()
 	resp, err := http.ReadResponse(bufio.NewReader(conn), nil)
 	require.NoError(t, err)
 	defer resp.Body.Close()

@@ -108,12 +108,8 @@ func requireWhole(t *testing.T, seen []seen, hops int, note string) {
 // exchange sends bytes as they are, and returns all that comes until the connection ends.
 func exchange(t *testing.T, f *fleet, request string) string {
 	t.Helper()
-	conn, err := net.Dial("tcp", strings.TrimPrefix(f.url, "http://"))
-	require.NoError(t, err)
+	conn := sendRaw(t, f, request)
 	defer conn.Close()
-	require.NoError(t, conn.SetDeadline(time.Now().Add(patience)))
-	_, err = io.WriteString(conn, request)
-	require.NoError(t, err)
 	got, _ := io.ReadAll(conn) // Envoy resets a connection of which it has not read all
 	return string(got)
 }

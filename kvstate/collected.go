@@ -14,6 +14,7 @@ type Collected struct {
 	Epoch      uint64  // drawn anew with each Reset, so that who has missed one sees that; 0: nothing was said yet
 	Time       float64 // of the last of those batches: seconds since 1970, by the engine's clock
 	Reset      bool    // all that was said before is void, or not known
+	Old        bool    // the last of them did not come as it was published: it was asked for, or is told again
 	Doubt      bool    // some batches before the last one were lost for good: see [Feed.Doubt]
 	// Part: of all that the publisher's feed holds now, for who lacks that; Reset is set in the first part, and More in all
 	// but the last one.

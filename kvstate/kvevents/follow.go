@@ -64,7 +64,9 @@ func (s *subscription) takeTo(c *kvstate.Collected) {
 	t.void, t.hole = false, nil
 	s.follower.lacks, s.follower.loading = false, false
 	if len(c.Events) > 0 && !c.Part {
-		t.took(c.Time)
+		if !c.Old {
+			t.took(c.Time)
+		}
 		t.count.relayed.Add(1)
 	}
 	select {

@@ -114,7 +114,7 @@ func (s *stream) replayed(seq uint64, payload []byte) {
 		s.count.lost.Add(1)
 		s.clear()
 	}
-	s.apply(seq, payload)
+	s.apply(seq, payload, true)
 }
 
 // live takes a batch as it is published.
@@ -147,7 +147,7 @@ func (s *stream) live(seq uint64, payload []byte, ask replay) {
 		s.close(seq, ask)
 	}
 	if seq == s.next && !s.deaf {
-		s.apply(seq, payload)
+		s.apply(seq, payload, false)
 	}
 	if s.last != before && !s.deaf {
 		s.took(s.last)
@@ -202,7 +202,8 @@ func (s *stream) awaitRelay(seq uint64) {
 	}
 }
 
-func (s *stream) apply(seq uint64, payload []byte) {
+// apply takes a batch; an old one did not come as it was published.
+func (s *stream) apply(seq uint64, payload []byte, old bool) {
 	s.known, s.learned, s.next = true, false, seq+1
 	batch, err := s.decoder.Batch(payload)
 	if err != nil { // what it said is lost
@@ -215,7 +216,7 @@ func (s *stream) apply(seq uint64, payload []byte) {
 	s.sink.Apply(batch.Events)
 	s.count.batches.Add(1)
 	s.count.events.Add(uint64(len(batch.Events)))
-	s.say(kvstate.Collected{From: seq, Next: seq + 1, Time: batch.Time, Events: batch.Events})
+	s.say(kvstate.Collected{From: seq, Next: seq + 1, Time: batch.Time, Events: batch.Events, Old: old})
 }
 
 // took notes how old the last batch was when it was taken, if it came as it was published: one that was asked for is as old as it is.

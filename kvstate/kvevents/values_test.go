@@ -59,7 +59,7 @@ func (x *counted) listens() {
 // told is what another replica says: blocks that the engine stored, from one number on to another.
 func (x *counted) told(said kvstate.Collected, blocks ...uint64) {
 	age := 2 * time.Second
-	if said.Part { // of all that it knows
+	if said.Part || said.Old { // of all that it knows, or what it has asked for
 		age = time.Hour
 	}
 	said.Endpoint, said.Epoch, said.Time = x.p.Endpoints()[0], 7, float64(time.Now().Add(-age).UnixMicro())/1e6
@@ -150,7 +150,8 @@ func TestWhatIsCountedOfKVEvents(t *testing.T) {
 			x.told(kvstate.Collected{Part: true, Reset: true, More: true, Next: 6}, 1, 2, 3, 4)
 			x.told(kvstate.Collected{Part: true, Next: 6}, 5, 6)
 		}, elsewhere(Stats{Lag: 2 * time.Second, Feed: held(6)})},
-		{"it says no more", func(*counted) { time.Sleep(4 * time.Second) }, Stats{Lag: 2 * time.Second, Feed: held(6)}},
+		{"it asked for what it had missed", func(x *counted) { x.told(kvstate.Collected{Old: true, From: 6, Next: 7}, 7) }, elsewhere(Stats{Relayed: 1, Lag: 2 * time.Second, Feed: held(7)})},
+		{"it says no more", func(*counted) { time.Sleep(4 * time.Second) }, Stats{Lag: 2 * time.Second, Feed: held(7)}},
 		{"it says that it forgot all", func(x *counted) { x.told(kvstate.Collected{Reset: true, Next: 1}) }, elsewhere(Stats{Lag: 2 * time.Second})},
 		{"it says that it began anew", func(x *counted) { x.told(kvstate.Collected{Reset: true, Next: 1}, 8) }, elsewhere(Stats{Relayed: 1, Lag: 2 * time.Second, Feed: held(1)})},
 	}
@@ -165,4 +166,19 @@ func TestWhatIsCountedOfKVEvents(t *testing.T) {
 			time.Sleep(time.Millisecond)
 		}
 	})
+}
+
+// Others are told which batches did not come as they were published, so that the age of those is not taken for a lag there either.
+func TestWhatWasAskedForIsToldAsOld(t *testing.T) {
+	x := newCounted(t)
+	var old []bool
+	x.s.stream.tell = func(said kvstate.Collected) { old = append(old, said.Old) }
+	x.publish(0, time.Hour)
+	x.listens()
+	require.Equal(t, []bool{true}, old, "from before it listened")
+	x.live(1, 0)
+	require.Equal(t, []bool{true, false}, old)
+	x.publish(2, 0)
+	x.live(3, 0)
+	require.Equal(t, []bool{true, false, true, true}, old, "one had been missed; the engine says both again")
 }

@@ -17,7 +17,8 @@ func (p *sharer) apply(b *statev1.Batch, id streamID) {
 	age := p.s.clock.age(id, now)
 	c := &p.s.counters
 	c.batchesRead.Add(1)
-	if len(b.GetBlocks()) > 0 && id.compare(p.began) > 0 {
+	before := id.compare(p.began) <= 0 // it was not on its way to us
+	if len(b.GetBlocks()) > 0 && !before {
 		c.lag.note(age + time.Duration(min(b.GetWaitedUs(), uint64(maxWork)))*time.Microsecond)
 	}
 	if m := p.meet(b, age); m != nil {
@@ -30,7 +31,8 @@ func (p *sharer) apply(b *statev1.Batch, id streamID) {
 		p.applyLoads(m, b, now.Add(-age))
 		p.applyWaits(pool, b, now.Add(-age))
 	}
-	endpoints := p.endpoints(pool, b.GetAddresses())
+	endpoints, unknown := p.endpoints(pool, b.GetAddresses())
+	c.unknown.Add(unknown)
 	at := known(endpoints)
 	for _, blocks := range b.GetBlocks() {
 		if e := at(blocks.GetAddress()); e != nil {
@@ -61,7 +63,7 @@ func (p *sharer) apply(b *statev1.Batch, id streamID) {
 	for _, id := range b.GetReleased() {
 		p.s.state.Release(kvstate.ReservationID(id))
 	}
-	p.takeCollected(pool, b.GetReplica(), b.GetCollected(), at)
+	p.takeCollected(pool, b.GetReplica(), b.GetCollected(), at, before)
 	p.lacking(b)
 	if n := b.GetContents(); n != nil && len(p.contents) < maxContents {
 		p.contents = append(p.contents, n)
@@ -75,15 +77,15 @@ func (p *sharer) apply(b *statev1.Batch, id streamID) {
 }
 
 // endpoints are those at the addresses of a batch; nil where none is known here, which is so while a name resolves to
-// different addresses here and there, or replicas have different configurations.
-func (p *sharer) endpoints(pool *kvstate.Pool, addresses []string) []*kvstate.Endpoint {
-	out := make([]*kvstate.Endpoint, len(addresses))
+// different addresses here and there, or replicas have different configurations; and how many those are.
+func (p *sharer) endpoints(pool *kvstate.Pool, addresses []string) (out []*kvstate.Endpoint, unknown int64) {
+	out = make([]*kvstate.Endpoint, len(addresses))
 	for i, a := range addresses {
 		if out[i] = p.endpoint(pool, a); out[i] == nil {
-			p.s.counters.unknown.Add(1)
+			unknown++
 		}
 	}
-	return out
+	return out, unknown
 }
 
 // endpoint finds one of the pool's endpoints. sharer.mu is held.

@@ -62,11 +62,15 @@ func (o *outbox) collect(c *kvstate.Collected) {
 		told := o.collected[i]
 		before := len(told.Events)
 		told.Events, told.Next, told.Time = appendEvents(told.Events, c.Events), c.Next, c.Time
+		if c.Next > c.From { // else it says no more than that it listens
+			told.Old = c.Old
+		}
 		o.collectedBytes += len(told.Events) - before
 		return
 	}
 	told := &collected{addr: c.Endpoint.Addr, rank: c.Rank, Collected: statev1.Collected{
-		Rank: uint32(c.Rank), From: c.From, Next: c.Next, Epoch: c.Epoch, Time: c.Time, Anew: c.Reset, Doubt: c.Doubt, Events: appendEvents(nil, c.Events),
+		Rank: uint32(c.Rank), From: c.From, Next: c.Next, Epoch: c.Epoch, Time: c.Time, Anew: c.Reset, Doubt: c.Doubt, Old: c.Old,
+		Events: appendEvents(nil, c.Events),
 	}}
 	if o.collectedAt == nil {
 		o.collectedAt = map[collectedAt]int{}
@@ -126,8 +130,9 @@ func (p *sharer) lackAll(b *statev1.Batch) {
 	}
 }
 
-// takeCollected takes in what another replica, the teller, has collected. sharer.mu is held.
-func (p *sharer) takeCollected(pool *kvstate.Pool, teller uint64, all []*statev1.Collected, at func(uint32) *kvstate.Endpoint) {
+// takeCollected takes in what another replica, the teller, has collected; old: it is read again, or was said before this replica was
+// there. sharer.mu is held.
+func (p *sharer) takeCollected(pool *kvstate.Pool, teller uint64, all []*statev1.Collected, at func(uint32) *kvstate.Endpoint, old bool) {
 	if p.s.follower == nil {
 		return
 	}
@@ -142,7 +147,7 @@ func (p *sharer) takeCollected(pool *kvstate.Pool, teller uint64, all []*statev1
 		}
 		p.s.follower.TakeCollected(pool, &kvstate.Collected{
 			Endpoint: e, Rank: int(c.GetRank()), Events: events, From: c.GetFrom(), Next: c.GetNext(), Epoch: c.GetEpoch(), Time: c.GetTime(),
-			Reset: c.GetAnew(), Doubt: c.GetDoubt(), Part: c.GetPart(), More: c.GetMore(),
+			Reset: c.GetAnew(), Doubt: c.GetDoubt(), Part: c.GetPart(), More: c.GetMore(), Old: old || c.GetOld(),
 			Heir: p.s.ownerAmong(*p.collectors.Load(), e) == teller,
 		})
 	}

@@ -179,7 +179,8 @@ func (p *sharer) retake(m *redis.XMessage) {
 	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	p.takeCollected(pool, b.GetReplica(), b.GetCollected(), known(p.endpoints(pool, b.GetAddresses())))
+	endpoints, _ := p.endpoints(pool, b.GetAddresses()) // those that are not known were counted when it was read first
+	p.takeCollected(pool, b.GetReplica(), b.GetCollected(), known(endpoints), true)
 }
 
 // known gives endpoints by their position in a message, nil for those that are not known here.

@@ -198,3 +198,50 @@ func TestCatchingUpWithoutAStream(t *testing.T) {
 	a.p.position = streamID{ms: 2}
 	require.NoError(t, a.p.catchUp(t.Context(), streamID{ms: 1}))
 }
+
+// How old the last batch is that is told says something of how late it came, unless it was asked for; or unless it is read once more,
+// or was said before this replica was there.
+func TestWhatIsOldIsTold(t *testing.T) {
+	a := apart(t, Options{URL: "redis://127.0.0.1:1"}, 1)
+	two := []uint64{a.store.replica, 1}
+	a.p.collectors.Store(&two)
+	gone := []kvstate.BlockEvent{{Kind: kvstate.BlocksRemoved, Keys: []uint64{1}}}
+	asked, published := kvstate.Collected{Old: true, Events: gone, Next: 1}, kvstate.Collected{Events: gone, Next: 1}
+	var listens kvstate.Collected // and says nothing else
+	for name, c := range map[string]struct {
+		said []kvstate.Collected
+		old  bool
+	}{
+		"published":                              {said: []kvstate.Collected{published}},
+		"asked for":                              {said: []kvstate.Collected{asked}, old: true},
+		"asked for, then published":              {said: []kvstate.Collected{asked, published}},
+		"published, then asked for":              {said: []kvstate.Collected{published, asked}, old: true},
+		"asked for, and it says that it listens": {said: []kvstate.Collected{asked, listens}, old: true},
+		"it says that it listens, asked for":     {said: []kvstate.Collected{listens, asked}, old: true},
+	} {
+		from := uint64(5)
+		for _, said := range c.said {
+			said.Endpoint, said.From, said.Next = a.e(0), from, from+said.Next
+			from = said.Next
+			a.store.TellCollected(a.pool, &said)
+		}
+		e, err := a.p.entry(false, false)
+		require.NoError(t, err)
+		b, old := apart(t, Options{URL: "redis://127.0.0.1:1"}, 1), []bool{}
+		b.store.Follow(olds{old: &old})
+		b.p.began = streamID{ms: 5}
+		values := map[string]any{batchField: string(e.bytes)}
+		b.p.takeIn(&redis.XMessage{ID: "6-1", Values: values})
+		b.p.retake(&redis.XMessage{ID: "6-1", Values: values})
+		b.p.takeIn(&redis.XMessage{ID: "4-1", Values: values})
+		require.Equal(t, []bool{c.old, true, true}, old, name)
+	}
+}
+
+// olds is a follower that notes what is old of what it takes.
+type olds struct {
+	taker
+	old *[]bool
+}
+
+func (o olds) TakeCollected(_ *kvstate.Pool, c *kvstate.Collected) { *o.old = append(*o.old, c.Old) }

@@ -117,16 +117,8 @@ func (p *sharer) joinOnce(ctx context.Context) error {
 	p.position, p.began = streamID{ms: said.ms - min(said.ms, lease)}, said
 	p.sync = hello{wanted: true, said: said, at: time.Now(), tries: 1} // the answer may be among what is read now
 	p.mu.Unlock()
-	for reached := (streamID{}); reached.compare(said) < 0; {
-		if err := p.receive(ctx, 0); err != nil {
-			return fmt.Errorf("reading the stream: %w", err)
-		}
-		p.mu.Lock()
-		if p.position == reached { // the stream was cut or emptied meanwhile
-			p.position = said
-		}
-		reached = p.position
-		p.mu.Unlock()
+	if err := p.readTo(ctx, said); err != nil {
+		return err
 	}
 	p.mu.Lock()
 	alone := !slices.ContainsFunc(slices.Collect(maps.Values(p.members)), func(m *member) bool { return !m.starting })
@@ -134,6 +126,9 @@ func (p *sharer) joinOnce(ctx context.Context) error {
 	if alone {
 		if err := p.inherit(ctx); err != nil {
 			p.s.log.Warn("starting without what earlier replicas knew", "pool", p.pool, "err", err)
+		}
+		if err := p.readTo(ctx, said); err != nil { // what came after the snapshot
+			return err
 		}
 	}
 	p.mu.Lock()
@@ -143,8 +138,30 @@ func (p *sharer) joinOnce(ctx context.Context) error {
 	return nil
 }
 
+// readTo takes in what lies between where the stream has been read and a place in it.
+func (p *sharer) readTo(ctx context.Context, end streamID) error {
+	for {
+		p.mu.Lock()
+		before := p.position
+		p.mu.Unlock()
+		if before.compare(end) >= 0 {
+			return nil
+		}
+		if err := p.receive(ctx, 0); err != nil {
+			return fmt.Errorf("reading the stream: %w", err)
+		}
+		p.mu.Lock()
+		if p.position == before { // the stream was cut or emptied meanwhile
+			p.position = end
+		}
+		p.mu.Unlock()
+	}
+}
+
 // greet adds a batch that says hello and nothing else.
 func (p *sharer) greet(ctx context.Context) (streamID, error) {
+	p.s.sending.RLock()
+	defer p.s.sending.RUnlock()
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	b := &statev1.Batch{Replica: p.s.replica, Seq: p.seq + 1, LeaseMs: uint32(p.s.o.Lease.Milliseconds()), Hello: true}

@@ -49,8 +49,7 @@ func TestWhoStartsAloneInherits(t *testing.T) {
 	r := startRedis(t)
 	a := join(t, redisURL(r), 2)
 	first, second := prompt(1, 300), prompt(2, 50)
-	a.state.Routed(a.pool, a.e(0), first)
-	a.toldOf(r, 0, 2, first)
+	a.state.ApplyRouted(a.pool, a.e(0), first) // known to it, told to nobody
 	a.stop()
 
 	b := join(t, briefly(r), 2)
@@ -61,7 +60,9 @@ func TestWhoStartsAloneInherits(t *testing.T) {
 	b.kill()
 	time.Sleep(brief + 50*time.Millisecond) // nobody lives any more, as far as Redis knows
 
-	c := join(t, redisURL(r), 2)
+	c := apart(t, briefly(r), 2)
+	defer c.store.Close()
+	eventually(t, "it joins", func() bool { return c.store.Join(context.Background(), patience) == nil })
 	require.Equal(t, 300, c.hit(0, first), "from the snapshot")
 	require.Equal(t, 50, c.hit(1, second), "from what came after it")
 	require.Zero(t, c.booked(0), "whoever booked it is gone")
@@ -353,6 +354,11 @@ func TestSecretsAreEverybodys(t *testing.T) {
 	r.start()
 	eventually(t, "redis is back", func() bool { return ka.sync(ctx) == nil && kc.sync(ctx) == nil })
 	require.Equal(t, ring{ofA.seal, [][32]byte{own}}, ofC)
+	client := r.client()
+	defer client.Close()
+	require.Greater(t, client.PTTL(ctx, ka.s.o.openKey()).Val(), secretsTTL-patience)
+	r.do("PEXPIRE", ka.s.o.sealKey(), patience.Milliseconds())
 	inStep()
+	require.Greater(t, client.PTTL(ctx, ka.s.o.sealKey()).Val(), secretsTTL-patience, "as long as somebody uses it")
 	require.Equal(t, ofC, ofA, "what it has sealed meanwhile opens everywhere")
 }

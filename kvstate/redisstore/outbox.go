@@ -31,7 +31,6 @@ type outbox struct {
 type blocks struct {
 	addr   string
 	also   []string // other endpoints that were sent the same prompt
-	kind   statev1.Blocks_Kind
 	hashes []uint64
 }
 
@@ -60,12 +59,12 @@ func (o *outbox) room(bytes int) bool {
 }
 
 // again adds an endpoint to the prompt noted last, if it is the same one.
-func (o *outbox) again(addr string, kind statev1.Blocks_Kind, hashes []uint64) bool {
+func (o *outbox) again(addr string, hashes []uint64) bool {
 	if len(o.blocks) == 0 {
 		return false
 	}
 	last := &o.blocks[len(o.blocks)-1]
-	if last.kind != kind || !slices.Equal(last.hashes, hashes) {
+	if !slices.Equal(last.hashes, hashes) {
 		return false
 	}
 	last.also = append(last.also, addr)
@@ -110,22 +109,18 @@ func (s *Store) Changed() {
 
 // Routed implements [kvstate.Peers].
 func (s *Store) Routed(pool *kvstate.Pool, e *kvstate.Endpoint, hashes []uint64) {
-	s.tell(pool, e, statev1.Blocks_KIND_ROUTED, hashes)
-}
-
-func (s *Store) tell(pool *kvstate.Pool, e *kvstate.Endpoint, kind statev1.Blocks_Kind, hashes []uint64) {
 	p := s.sharer(pool.Spec.Name)
-	if p == nil || len(hashes) == 0 && kind != statev1.Blocks_KIND_CLEARED {
+	if p == nil || len(hashes) == 0 {
 		return
 	}
 	p.outMu.Lock()
 	switch {
-	case p.out.again(e.Addr, kind, hashes): // the other endpoint of a pair
+	case p.out.again(e.Addr, hashes): // the other endpoint of a pair
 	case p.out.room(itemBytes + 8*len(hashes)):
 		if len(p.out.blocks) == 0 {
 			p.out.since = time.Now()
 		}
-		p.out.blocks = append(p.out.blocks, blocks{addr: e.Addr, kind: kind, hashes: slices.Clone(hashes)})
+		p.out.blocks = append(p.out.blocks, blocks{addr: e.Addr, hashes: slices.Clone(hashes)})
 	default:
 		s.counters.dropped.Add(1)
 	}
@@ -215,7 +210,7 @@ func (p *sharer) batchOf(out *outbox, complete bool, now time.Time) (b *statev1.
 	t := addressTable{batch: &b.Addresses, at: map[string]uint32{}}
 	for i := range out.blocks {
 		item := &out.blocks[i]
-		told := &statev1.Blocks{Address: t.position(item.addr), Kind: item.kind, Hashes: item.hashes}
+		told := &statev1.Blocks{Address: t.position(item.addr), Kind: statev1.Blocks_KIND_ROUTED, Hashes: item.hashes}
 		for _, addr := range item.also {
 			told.Also = append(told.Also, t.position(addr))
 		}

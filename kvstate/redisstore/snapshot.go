@@ -294,8 +294,9 @@ func (p *sharer) loadChunk(pool *kvstate.Pool, text string) error {
 		return fmt.Errorf("reading a snapshot: %w", err)
 	}
 	p.mu.Lock()
-	endpoints := p.endpoints(pool, chunk.GetAddresses())
+	endpoints, unknown := p.endpoints(pool, chunk.GetAddresses())
 	p.mu.Unlock()
+	p.s.counters.unknown.Add(unknown)
 	at := known(endpoints)
 	for _, b := range chunk.GetBlocks() {
 		if e := at(b.GetAddress()); e != nil {
@@ -307,7 +308,7 @@ func (p *sharer) loadChunk(pool *kvstate.Pool, text string) error {
 	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	p.takeCollected(pool, 0, chunk.GetCollected(), at)
+	p.takeCollected(pool, 0, chunk.GetCollected(), at, true)
 	for _, h := range chunk.GetHealth() {
 		if e := at(h.GetAddress()); e != nil {
 			p.applyHealth(e, h.GetFailed())

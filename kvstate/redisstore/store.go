@@ -27,8 +27,9 @@ type Store struct {
 	clock    clock
 	follower kvstate.EventFollower // nil: KV events are not shared
 
-	dirty atomic.Bool
-	wake  chan struct{} // something is to be told
+	dirty   atomic.Bool
+	wake    chan struct{} // something is to be told
+	sending sync.RWMutex  // a batch has its number and is on its way: of any pool, or, for reading, a hello of one
 
 	questions chan question // of requests
 	notices   chan string   // to be told

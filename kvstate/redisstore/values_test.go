@@ -100,6 +100,7 @@ func TestWhatIsCountedOfRedis(t *testing.T) {
 			{"a hello, which names all endpoints", none, func(x *counted) { _, _ = x.a.p.greet(context.Background()); x.read(x.b) }, Stats{Commands: 1, BatchesSent: 1}, Stats{Commands: 1, BatchesRead: 1, Unknown: 1}},
 			{"of an endpoint that the other one lacks", none, func(x *counted) { x.routed(2, 3); x.tell(false); x.read(x.b) }, Stats{Commands: 1, BatchesSent: 1},
 				Stats{Commands: 1, BatchesRead: 1, Unknown: 1, Lag: Lag{Count: 1}}},
+			{"all that is read once more, for KV events", none, func(x *counted) { _ = x.b.p.catchUp(context.Background(), streamID{}) }, Stats{}, Stats{Commands: 1}},
 			{"batches are missed", none, func(x *counted) { x.a.p.seq += 5; x.tell(true); x.read(x.b) }, Stats{Commands: 2, BatchesSent: 1}, Stats{Commands: 1, BatchesRead: 1, Gaps: 1}},
 			{"a snapshot", func(x *counted) { x.r.do("FLUSHALL") }, func(x *counted) { x.a.p.tryWrite(context.Background(), false) }, Stats{Commands: 3, Snapshots: 1}, Stats{}},
 			{"what another one lacks", func(x *counted) { x.a.p.written = nil }, func(x *counted) { _ = x.a.p.writeContentsOf(context.Background(), x.a.pool, []string{addr(0)}) },

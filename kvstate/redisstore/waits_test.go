@@ -151,3 +151,25 @@ func TestWhoWaitsOfAReleaseToCome(t *testing.T) {
 	r.p.takeIn(&redis.XMessage{ID: streamID{ms: uint64(time.Now().UnixMilli())}.String(), Values: map[string]any{batchField: string(b)}})
 	require.Equal(t, []kvstate.Held{{Addr: addr(0), Tokens: 7}}, r.heard()[3].Held, "no more than there is of the prompt, where it is known")
 }
+
+// What cannot be read of what is held of a prompt is left out, and so is more of it than anybody tells.
+func TestWhatIsHeldOfAPrompt(t *testing.T) {
+	at, tokens := make([]uint32, kvstate.MaxHeld+1), make([]int64, kvstate.MaxHeld+1)
+	for name, c := range map[string]struct {
+		at     []uint32
+		tokens []int64
+		want   []int64
+	}{
+		"of an address, and of none": {[]uint32{0, 1, 2}, []int64{5, 6, 7}, []int64{5, 6}},
+		"of more than there is":      {[]uint32{0, 1}, []int64{-5, 60}, []int64{0, 10}},
+		"more addresses than tokens": {[]uint32{0, 1}, []int64{5}, []int64{5}},
+		"more tokens than addresses": {[]uint32{0}, []int64{5, 6}, []int64{5}},
+		"too much":                   {at, tokens, make([]int64, kvstate.MaxHeld)},
+	} {
+		var got []int64
+		for _, h := range readWaits(&statev1.Waits{PromptTokens: 10, HeldAt: c.at, Held: c.tokens}, []string{"a", "b"}, time.Now()).Held {
+			got = append(got, h.Tokens)
+		}
+		require.Equal(t, c.want, got, name)
+	}
+}

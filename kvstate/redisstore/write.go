@@ -44,9 +44,7 @@ func (s *Store) write(ctx context.Context) {
 			break
 		}
 	}
-	bye, cancel := context.WithTimeout(context.WithoutCancel(ctx), besidePath)
-	defer cancel()
-	_ = s.flush(bye, true, true)
+	_ = s.flush(ctx, true, true)
 }
 
 // wait is false if ctx ended first.
@@ -61,10 +59,13 @@ func wait(ctx context.Context, d time.Duration) bool {
 	}
 }
 
-// flush tells what there is to tell of all pools, in one round trip. It fails if Redis does.
+// flush tells what there is to tell of all pools, in one round trip. It fails if Redis does, and is not cut short by the end of ctx,
+// which is no fault of Redis's: the last snapshot is only written to one that answers.
 func (s *Store) flush(ctx context.Context, complete, leaving bool) error {
+	s.sending.Lock() // or greet would give the same number
+	defer s.sending.Unlock()
 	s.dirty.Store(false) // before looking: what changes from now on is told next time
-	ctx, cancel := context.WithTimeout(ctx, besidePath)
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), besidePath)
 	defer cancel()
 	var entries []*entry
 	pipe := s.client.Pipeline()
@@ -87,9 +88,6 @@ func (s *Store) flush(ctx context.Context, complete, leaving bool) error {
 		if failed := e.settle(sent); failed != nil {
 			err = failed
 		}
-	}
-	if ctx.Err() != nil && err == nil {
-		err = ctx.Err()
 	}
 	s.linked(err)
 	return err

@@ -476,7 +476,9 @@ type Collected struct {
 	Events []byte `protobuf:"bytes,10,opt,name=events,proto3" json:"events,omitempty"`
 	// Drawn by the sender when all before was void last, or heard from who had listened before it. Who knows another one has
 	// missed something.
-	Epoch         uint64 `protobuf:"fixed64,11,opt,name=epoch,proto3" json:"epoch,omitempty"`
+	Epoch uint64 `protobuf:"fixed64,11,opt,name=epoch,proto3" json:"epoch,omitempty"`
+	// The last of them did not come as it was published: it was asked for. Its age says nothing of how late anything is.
+	Old           bool `protobuf:"varint,12,opt,name=old,proto3" json:"old,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -586,6 +588,13 @@ func (x *Collected) GetEpoch() uint64 {
 		return x.Epoch
 	}
 	return 0
+}
+
+func (x *Collected) GetOld() bool {
+	if x != nil {
+		return x.Old
+	}
+	return false
 }
 
 // Blocks of the prefix cache that an endpoint holds, or does not hold any more.
@@ -1378,7 +1387,7 @@ const file_state_v1_state_proto_rawDesc = "" +
 	"\x04flow\x18\x05 \x01(\x06R\x04flow\x12#\n" +
 	"\rprompt_tokens\x18\x06 \x01(\x03R\fpromptTokens\x12\x17\n" +
 	"\aheld_at\x18\a \x03(\rR\x06heldAt\x12\x12\n" +
-	"\x04held\x18\b \x03(\x03R\x04held\"\xf5\x01\n" +
+	"\x04held\x18\b \x03(\x03R\x04held\"\x87\x02\n" +
 	"\tCollected\x12\x18\n" +
 	"\aaddress\x18\x01 \x01(\rR\aaddress\x12\x12\n" +
 	"\x04rank\x18\x02 \x01(\rR\x04rank\x12\x12\n" +
@@ -1391,7 +1400,8 @@ const file_state_v1_state_proto_rawDesc = "" +
 	"\x04more\x18\t \x01(\bR\x04more\x12\x16\n" +
 	"\x06events\x18\n" +
 	" \x01(\fR\x06events\x12\x14\n" +
-	"\x05epoch\x18\v \x01(\x06R\x05epoch\"\xfc\x01\n" +
+	"\x05epoch\x18\v \x01(\x06R\x05epoch\x12\x10\n" +
+	"\x03old\x18\f \x01(\bR\x03old\"\xfc\x01\n" +
 	"\x06Blocks\x12\x18\n" +
 	"\aaddress\x18\x01 \x01(\rR\aaddress\x120\n" +
 	"\x04kind\x18\x02 \x01(\x0e2\x1c.tandem.state.v1.Blocks.KindR\x04kind\x12\x16\n" +

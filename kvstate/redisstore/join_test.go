@@ -1,0 +1,206 @@
+package redisstore
+
+import (
+	"context"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/redis/go-redis/v9"
+	"github.com/stretchr/testify/require"
+	"google.golang.org/protobuf/proto"
+
+	"tandem/kvstate"
+	statev1 "tandem/protos/state/v1"
+)
+
+// Where Redis comes back to a replica that has not joined yet, what it has to tell and its hello go out at the same time. Each has a
+// number of its own and none is left out, or others would take that for a gap.
+func TestNumbersAreGivenOnce(t *testing.T) {
+	r := startRedis(t)
+	c := r.client()
+	defer c.Close()
+	ctx := context.Background()
+	var numbers, want []uint64
+	eventually(t, "Redis is in time for all", func() bool {
+		r.do("FLUSHALL")
+		a := apart(t, redisURL(r), 2)
+		defer a.store.Close()
+		var late atomic.Int32
+		for range 50 {
+			var both sync.WaitGroup
+			for _, tell := range []func() error{
+				func() error { _, err := a.p.greet(ctx); return err },
+				func() error { return a.store.flush(ctx, true, false) },
+			} {
+				both.Go(func() {
+					if tell() != nil {
+						late.Add(1)
+					}
+				})
+			}
+			both.Wait()
+		}
+		numbers, want = nil, nil
+		for i, m := range c.XRange(ctx, a.p.keys.stream(), "-", "+").Val() {
+			var b statev1.Batch
+			require.NoError(t, proto.Unmarshal([]byte(m.Values[batchField].(string)), &b))
+			numbers, want = append(numbers, b.GetSeq()), append(want, uint64(i)+1)
+		}
+		return late.Load() == 0
+	})
+	require.Len(t, numbers, 100)
+	require.Equal(t, want, numbers)
+}
+
+// Who wants a snapshot says hello, and again each lease, as long as there is somebody to answer: three times.
+func TestWhoAsksAgain(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		r := lonely(t, 1)
+		lease := r.store.o.Lease
+		said := func(do func()) bool {
+			r.p.mu.Lock()
+			defer r.p.mu.Unlock()
+			do()
+			hello := r.p.out.hello
+			r.p.out.hello = false
+			require.Equal(t, hello, r.store.dirty.Swap(false), "who has something to say is woken")
+			return hello
+		}
+		due := func() { r.p.askDue(time.Now()) }
+		require.False(t, said(r.p.ask), "nobody is there")
+		require.False(t, r.p.sync.wanted)
+		r.p.members[1] = &member{}
+		for range 2 {
+			require.True(t, said(r.p.ask))
+			require.False(t, said(r.p.ask), "it has asked")
+			for range helloTries - 1 {
+				require.False(t, said(due))
+				time.Sleep(lease)
+				require.True(t, said(due))
+			}
+			require.True(t, r.p.sync.wanted)
+			time.Sleep(lease)
+			require.False(t, said(due), "nobody answers")
+			require.False(t, r.p.sync.wanted)
+		}
+		require.True(t, said(r.p.ask))
+		r.p.sync.wanted = false // as when it is answered
+		time.Sleep(lease / 2)
+		require.False(t, said(r.p.ask), "it has asked just now")
+		time.Sleep(lease / 2)
+		require.True(t, said(due))
+	})
+}
+
+// While a replica that starts waits for an answer Redis may go: it is asked ten times a second, and that is said in the end.
+func TestRedisGoesWhileWaitingForAnAnswer(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		r := lonely(t, 1)
+		x := takingOf(r)
+		x.failing(errGone)
+		r.p.joined, r.p.sync = true, hello{wanted: true}
+		require.ErrorIs(t, r.store.Join(t.Context(), 10*retryAfter-time.Millisecond), errGone)
+		require.Equal(t, 10, x.refused())
+	})
+}
+
+// Who starts reads what was said within the last lease: all that live have spoken since, and what others said is in a snapshot.
+func TestWhoJoinsReadsOneLease(t *testing.T) {
+	r := startRedis(t)
+	a := apart(t, redisURL(r), 1)
+	defer a.store.Close()
+	text, err := proto.Marshal(&statev1.Batch{Replica: 7, Seq: 1, LeaseMs: 1000})
+	require.NoError(t, err)
+	now := time.Now()
+	for _, ago := range []time.Duration{time.Hour, 0} {
+		r.do("XADD", a.p.keys.stream(), streamID{ms: uint64(now.Add(-ago).UnixMilli())}.String(), batchField, string(text))
+	}
+	require.NoError(t, a.p.joinOnce(t.Context()))
+	require.EqualValues(t, 1, a.store.Stats().BatchesRead)
+}
+
+// How far Redis's clock is from ours is known from the first reply on, and from each that follows.
+func TestRedisClock(t *testing.T) {
+	r := startRedis(t)
+	a := apart(t, redisURL(r), 1)
+	defer a.store.Close()
+	ahead := streamID{ms: uint64(time.Now().Add(time.Hour).UnixMilli())} // numbers never go back, so it is as if its clock were
+	r.do("XADD", a.p.keys.stream(), ahead.String(), "x", "x")
+	known := func() bool {
+		d := time.Duration(a.store.clock.ahead.Load()) * time.Microsecond
+		return d > time.Hour-patience && d <= time.Hour+patience
+	}
+	require.False(t, known())
+	eventually(t, "it says hello", func() bool { _, err := a.p.greet(context.Background()); return err == nil })
+	require.True(t, known())
+	a.store.clock.ahead.Store(0)
+	eventually(t, "it tells", func() bool { return a.flush(true) == nil })
+	require.True(t, known())
+}
+
+// emptying is a Redis that is emptied after every hello.
+type emptying struct {
+	taking
+	empty func()
+}
+
+func (e *emptying) ProcessHook(next redis.ProcessHook) redis.ProcessHook {
+	return func(ctx context.Context, cmd redis.Cmder) error {
+		err := next(ctx, cmd)
+		if cmd.Name() == "xadd" {
+			e.empty()
+		}
+		return err
+	}
+}
+
+// The stream may be emptied while a replica joins: then there is nothing to read.
+func TestEmptiedWhileJoining(t *testing.T) {
+	r := startRedis(t)
+	a := apart(t, redisURL(r), 1)
+	defer a.store.Close()
+	a.store.client.AddHook(&emptying{empty: func() { r.do("FLUSHALL") }})
+	ctx, cancel := context.WithTimeout(t.Context(), patience)
+	defer cancel()
+	require.NoError(t, a.p.joinOnce(ctx))
+	require.True(t, a.p.joined)
+}
+
+// lacking is a follower that knows nothing of what engines say until it is told all of it.
+type lacking struct {
+	taker
+	lacks *atomic.Bool
+}
+
+func (l lacking) Lacks(*kvstate.Pool) []string {
+	if l.lacks.Load() {
+		return []string{addr(0)}
+	}
+	return nil
+}
+
+func (l lacking) TakeCollected(_ *kvstate.Pool, c *kvstate.Collected) {
+	if c.Part {
+		l.lacks.Store(false)
+	}
+}
+
+// Who starts waits for what others know of KV events, too.
+func TestLateComersKnowWhatEnginesSaid(t *testing.T) {
+	r := startRedis(t)
+	a, b := apart(t, redisURL(r), 1), apart(t, redisURL(r), 1)
+	defer b.store.Close()
+	a.store.Follow(contented{})
+	eventually(t, "it joins", func() bool { return a.store.Join(context.Background(), patience) == nil })
+	a.run()
+	said := a.store.Stats().BatchesSent
+	eventually(t, "it has said that it is there", func() bool { return a.store.Stats().BatchesSent > said })
+	var lacks atomic.Bool
+	lacks.Store(true)
+	b.store.Follow(lacking{lacks: &lacks})
+	eventually(t, "it joins", func() bool { return b.store.Join(context.Background(), patience) == nil })
+	require.False(t, lacks.Load())
+}

@@ -1,0 +1,329 @@
+package redisstore
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"sync"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/redis/go-redis/v9"
+	"github.com/stretchr/testify/require"
+	"google.golang.org/protobuf/proto"
+
+	"tandem/kvstate"
+	statev1 "tandem/protos/state/v1"
+)
+
+// taking is a Redis that does little but take what it is told, or fail, so that a test has a time of its own (synctest).
+type taking struct {
+	mu     sync.Mutex
+	kept   map[string]any // by key
+	told   []*statev1.Batch
+	reply  string // the id of an entry; "": what the time makes it
+	fails  error
+	refuse int   // how often it failed
+	ended  error // of a command whose time was over before it was sent
+}
+
+// takingOf puts one in the place of a replica's.
+func takingOf(r *replica) *taking {
+	t := &taking{kept: map[string]any{}}
+	r.store.client.AddHook(t)
+	return t
+}
+
+func (t *taking) DialHook(next redis.DialHook) redis.DialHook { return next }
+
+func (t *taking) ProcessHook(redis.ProcessHook) redis.ProcessHook {
+	return func(_ context.Context, cmd redis.Cmder) error { return t.take(cmd) }
+}
+
+func (t *taking) ProcessPipelineHook(redis.ProcessPipelineHook) redis.ProcessPipelineHook {
+	return func(ctx context.Context, cmds []redis.Cmder) error {
+		first := ctx.Err()
+		t.ended = first
+		for _, cmd := range cmds {
+			if err := t.take(cmd); first == nil {
+				first = err
+			}
+		}
+		return first
+	}
+}
+
+// failing has all commands fail from now on, or none.
+func (t *taking) failing(err error) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.fails = err
+}
+
+func (t *taking) refused() int {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return t.refuse
+}
+
+func (t *taking) take(cmd redis.Cmder) error {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.fails != nil {
+		cmd.SetErr(t.fails)
+		t.refuse++
+		return t.fails
+	}
+	args := cmd.Args()
+	switch cmd.Name() {
+	case "set":
+		if key := args[1].(string); t.kept[key] == nil || !slices.Contains(args, any("nx")) {
+			t.kept[key] = args[2]
+		}
+	case "get":
+		v := t.kept[args[1].(string)]
+		if v == nil {
+			cmd.SetErr(redis.Nil)
+			return redis.Nil
+		}
+		cmd.(*redis.StringCmd).SetVal(fmt.Sprintf("%s", v))
+	case "xadd":
+		b := &statev1.Batch{}
+		if err := proto.Unmarshal(args[len(args)-1].([]byte), b); err != nil {
+			return err
+		}
+		t.told = append(t.told, b)
+		id := t.reply
+		if id == "" {
+			id = streamID{ms: uint64(time.Now().UnixMilli()), n: uint64(len(t.told))}.String()
+		}
+		cmd.(*redis.StringCmd).SetVal(id)
+	}
+	return nil
+}
+
+// last is what was told last.
+func (t *taking) last() *statev1.Batch { return t.told[len(t.told)-1] }
+
+var errGone = errors.New("redis is gone")
+
+// lonely is a replica that no Redis answers but the one that a test puts in its place.
+func lonely(t *testing.T, endpoints int) *replica {
+	r := apart(t, Options{URL: "redis://127.0.0.1:1"}, endpoints)
+	t.Cleanup(func() { _ = r.store.Close() })
+	return r
+}
+
+func (r *replica) flush(complete bool) error {
+	return r.store.flush(context.Background(), complete, false)
+}
+
+// What a request does to the state goes out as one batch, and then it rests; where Redis fails it is left alone for longer. All is
+// said at the start, with each heartbeat, and at the end.
+func TestWhenItIsTold(t *testing.T) {
+	for name, c := range map[string]struct {
+		fails    error
+		complete []bool // what is told, as far as it is
+		refused  int
+	}{
+		"redis is there": {nil, []bool{true, false, false, true, true, true}, 0},
+		// Two commands each time that all is said, else one; tried again with what comes after retryAfter, with beats, and at the end.
+		"redis is gone": {errGone, nil, 2 + 1 + 2 + 2 + 2},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				r := lonely(t, 2)
+				x := takingOf(r)
+				x.failing(c.fails)
+				ctx, cancel := context.WithCancel(t.Context())
+				done := make(chan struct{})
+				go func() { defer close(done); r.store.write(ctx) }()
+				time.Sleep(50 * time.Millisecond)
+				routed := func(n int) { r.state.Routed(r.pool, r.e(0), prompt(n, 2)) }
+				routed(1)
+				time.Sleep(gatherFor / 2)
+				routed(2) // with the first
+				time.Sleep(gatherFor)
+				routed(3) // while it rests
+				time.Sleep(restFor)
+				routed(4) // with the third
+				time.Sleep(2 * r.store.o.Lease / beatsPerLease)
+				cancel()
+				<-done
+				var complete []bool
+				blocks := 0
+				for _, b := range x.told {
+					complete, blocks = append(complete, b.GetComplete()), blocks+len(b.GetBlocks())
+				}
+				require.Equal(t, c.complete, complete)
+				require.Equal(t, c.refused, x.refused())
+				if c.fails == nil {
+					require.Equal(t, 4, blocks)
+					require.True(t, x.last().GetLeaving())
+				}
+			})
+		})
+	}
+}
+
+// How long the first of what is told together has waited goes with it: that is part of how late others hear of it.
+func TestWhatWaitedSaysForHowLong(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		r := lonely(t, 2)
+		x := takingOf(r)
+		r.state.Routed(r.pool, r.e(0), prompt(1, 2))
+		time.Sleep(30 * time.Millisecond)
+		x.failing(errGone)
+		require.ErrorIs(t, r.flush(false), errGone)
+		time.Sleep(5 * time.Millisecond)
+		r.state.Routed(r.pool, r.e(0), prompt(2, 2))
+		time.Sleep(2 * time.Millisecond)
+		x.failing(nil)
+		require.NoError(t, r.flush(false))
+		require.EqualValues(t, 37_000, x.last().GetWaitedUs())
+		r.state.Routed(r.pool, r.e(0), prompt(3, 2))
+		time.Sleep(time.Millisecond)
+		require.NoError(t, r.flush(false))
+		require.EqualValues(t, 1000, x.last().GetWaitedUs())
+	})
+}
+
+// What Redis did not take is told again with the next batch, whatever it is, and before what came since.
+func TestWhatWasNotTakenIsToldAgain(t *testing.T) {
+	r := lonely(t, 2)
+	x := takingOf(r)
+	two := []uint64{r.store.replica, 1}
+	r.p.collectors.Store(&two)
+	require.NoError(t, r.flush(true))
+	gone := []kvstate.BlockEvent{{Kind: kvstate.BlocksRemoved, Keys: []uint64{1}}}
+	collect := func(from uint64) {
+		r.store.TellCollected(r.pool, &kvstate.Collected{Endpoint: r.e(0), From: from, Next: from + 1, Events: gone, Reset: true})
+	}
+	r.state.Routed(r.pool, r.e(0), prompt(1, 2))
+	r.state.Stick(r.pool, 7, r.e(0), r.e(1))
+	r.state.Reserve(r.e(0), kvstate.Booking{For: kvstate.RoleDecode, PromptTokens: 10})
+	r.state.MarkFailed(r.e(1))
+	r.state.Observe(r.e(0), kvstate.Signals{Running: 3, At: time.Now()})
+	r.state.Wait(r.pool, kvstate.Waits{ID: 5})
+	r.store.Released(r.pool, 11)
+	r.store.Learned(r.pool, kvstate.LearnedTokens{Prompt: 21})
+	r.p.sayHello()
+	r.p.out.notice, r.p.out.contents = &statev1.SnapshotNotice{Id: 31}, &statev1.SnapshotNotice{Id: 41}
+	collect(5)
+	for _, fail := range []func(){func() { x.failing(errGone) }, func() { x.failing(nil); x.reply = "no id" }} {
+		fail()
+		require.Error(t, r.flush(false))
+		_, up := r.store.Status()
+		require.False(t, up)
+	}
+	x.reply = ""
+	collect(6)
+	r.state.Routed(r.pool, r.e(1), prompt(2, 2))
+	r.store.Released(r.pool, 12)
+	r.store.Learned(r.pool, kvstate.LearnedTokens{Prompt: 22})
+	r.state.Stick(r.pool, 8, r.e(0), nil)
+	require.NoError(t, r.flush(false))
+	b := x.last()
+	require.EqualValues(t, 2, b.GetSeq(), "what was not taken has no number")
+	require.Len(t, b.GetBlocks(), 2)
+	require.Equal(t, prompt(1, 2), b.GetBlocks()[0].GetHashes())
+	require.Equal(t, []uint64{7, 8}, []uint64{b.GetSessions()[0].GetKey(), b.GetSessions()[1].GetKey()})
+	require.Equal(t, []uint64{11, 12}, b.GetReleased())
+	require.Equal(t, []uint64{21, 22}, []uint64{b.GetTokens()[0].GetPrompt(), b.GetTokens()[1].GetPrompt()})
+	require.Equal(t, []uint64{5, 6}, []uint64{b.GetCollected()[0].GetFrom(), b.GetCollected()[1].GetFrom()})
+	require.Equal(t, []int{1, 1, 1}, []int{len(b.GetLoads()), len(b.GetHealth()), len(b.GetSignals())})
+	require.True(t, b.GetWaitsAll())
+	require.True(t, b.GetHello())
+	require.Equal(t, []uint64{31, 41}, []uint64{b.GetSnapshot().GetId(), b.GetContents().GetId()})
+
+	require.NoError(t, r.flush(false))
+	require.Same(t, b, x.last(), "and once")
+	r.state.Wait(r.pool, kvstate.Waits{ID: 6})
+	require.NoError(t, r.flush(false))
+	require.False(t, x.last().GetWaitsAll())
+}
+
+// Where others were told of a newer snapshot meanwhile, that is the one.
+func TestTheNewerNoticeIsTold(t *testing.T) {
+	unsent := outbox{notice: &statev1.SnapshotNotice{Id: 1}, contents: &statev1.SnapshotNotice{Id: 2}, lossy: true}
+	o := outbox{notice: &statev1.SnapshotNotice{Id: 3}, contents: &statev1.SnapshotNotice{Id: 4}}
+	require.Zero(t, o.giveBack(&unsent))
+	require.Equal(t, []uint64{3, 4}, []uint64{o.notice.GetId(), o.contents.GetId()})
+	require.True(t, o.lossy, "what found no room finds none later")
+}
+
+// What found no room is told by a snapshot for everyone, once there is somebody to tell.
+func TestWhatFoundNoRoomIsInASnapshot(t *testing.T) {
+	r := lonely(t, 1)
+	x := takingOf(r)
+	r.store.Routed(r.pool, r.e(0), make([]uint64, maxOutbox/8))
+	r.state.Routed(r.pool, r.e(0), prompt(1, 2))
+	x.failing(errGone)
+	require.Error(t, r.flush(false))
+	require.Empty(t, r.p.snapshot)
+	x.failing(nil)
+	require.NoError(t, r.flush(false))
+	require.True(t, <-r.p.snapshot)
+	require.NoError(t, r.flush(true))
+	require.Empty(t, r.p.snapshot, "once")
+}
+
+// The end does not cut short what is on its way.
+func TestWhatIsOnItsWayAtTheEndIsTold(t *testing.T) {
+	r := lonely(t, 1)
+	x := takingOf(r)
+	ended, cancel := context.WithCancel(t.Context())
+	cancel()
+	r.store.write(ended)
+	require.Len(t, x.told, 2, "what there was at the start, and goodbye")
+	require.True(t, x.last().GetLeaving())
+	require.NoError(t, x.ended)
+	_, up := r.store.Status()
+	require.True(t, up)
+}
+
+// Whatever there is to tell is told, if there is nothing else; and a second time only when it has changed.
+func TestEachThingIsToldByItself(t *testing.T) {
+	for name, happens := range map[string]func(r *replica){
+		"a prompt":                 func(r *replica) { r.state.Routed(r.pool, r.e(0), prompt(1, 1)) },
+		"a session":                func(r *replica) { r.state.Stick(r.pool, 1, r.e(0), nil) },
+		"a release":                func(r *replica) { r.store.Released(r.pool, 1) },
+		"what was learned":         func(r *replica) { r.store.Learned(r.pool, kvstate.LearnedTokens{Prompt: 1}) },
+		"what was collected":       func(r *replica) { r.store.TellCollected(r.pool, &kvstate.Collected{Endpoint: r.e(0)}) },
+		"where a snapshot is":      func(r *replica) { r.p.out.notice = &statev1.SnapshotNotice{Id: 1}; r.store.Changed() },
+		"where what is lacking is": func(r *replica) { r.p.out.contents = &statev1.SnapshotNotice{Id: 1}; r.store.Changed() },
+		"hello":                    func(r *replica) { r.p.sayHello() },
+		"a booking":                func(r *replica) { r.state.Reserve(r.e(0), kvstate.Booking{For: kvstate.RoleDecode, PromptTokens: 1}) },
+		"a failure":                func(r *replica) { r.state.MarkFailed(r.e(0)) },
+		"signals":                  func(r *replica) { r.state.Observe(r.e(0), kvstate.Signals{Running: 1, At: time.Now()}) },
+		"who waits":                func(r *replica) { r.state.Wait(r.pool, kvstate.Waits{ID: 1}) },
+	} {
+		r := lonely(t, 1)
+		x := takingOf(r)
+		r.p.collectors.Store(&[]uint64{r.store.replica, r.store.replica + 1})
+		require.NoError(t, r.flush(true))
+		require.NoError(t, r.flush(false))
+		require.Len(t, x.told, 1, name)
+		happens(r)
+		require.True(t, r.store.dirty.Load(), "%s: it is woken", name)
+		require.NoError(t, r.flush(false))
+		require.Len(t, x.told, 2, name)
+		require.NoError(t, r.flush(false))
+		require.Len(t, x.told, 2, name)
+	}
+}
+
+// What was learned of prompts takes no more than half of the room: it will be learned again.
+func TestWhatWasLearnedHasHalfTheRoom(t *testing.T) {
+	r := lonely(t, 1)
+	for i, blocks := range []int{maxOutbox / 8 / 4, maxOutbox / 8 / 4, 1} {
+		r.store.Learned(r.pool, kvstate.LearnedTokens{Prompt: uint64(i), Blocks: []kvstate.LearnedBlocks{{Size: 16, Hashes: make([]uint64, blocks)}}})
+	}
+	x := takingOf(r)
+	require.NoError(t, r.flush(false))
+	require.Len(t, x.last().GetTokens(), 2)
+	require.Equal(t, []uint64{0, 2}, []uint64{x.last().GetTokens()[0].GetPrompt(), x.last().GetTokens()[1].GetPrompt()})
+	require.False(t, r.p.out.lossy, "no snapshot has it")
+}
