@@ -6,7 +6,6 @@ import (
 	"syscall"
 	"testing"
 
-	"github.com/redis/go-redis/v9"
 	"github.com/stretchr/testify/require"
 	"google.golang.org/protobuf/proto"
 
@@ -138,7 +137,7 @@ func BenchmarkRelay(b *testing.B) {
 		to.store.Follow(taker{feed: to.pool.Feed(to.e(0))})
 		n, began := 0, cpu()
 		for b.Loop() {
-			to.p.takeIn(&redis.XMessage{ID: "1-1", Values: map[string]any{batchField: entries[n%len(entries)]}})
+			to.p.takeIn(message("1-1", entries[n%len(entries)]))
 			n++
 		}
 		perBlock(b, n, cpu()-began)
@@ -230,10 +229,9 @@ func TestWhatIsOldIsTold(t *testing.T) {
 		b, old := apart(t, Options{URL: "redis://127.0.0.1:1"}, 1), []bool{}
 		b.store.Follow(olds{old: &old})
 		b.p.began = streamID{ms: 5}
-		values := map[string]any{batchField: string(e.bytes)}
-		b.p.takeIn(&redis.XMessage{ID: "6-1", Values: values})
-		b.p.retake(&redis.XMessage{ID: "6-1", Values: values})
-		b.p.takeIn(&redis.XMessage{ID: "4-1", Values: values})
+		b.p.takeIn(message("6-1", string(e.bytes)))
+		b.p.retake(message("6-1", string(e.bytes)))
+		b.p.takeIn(message("4-1", string(e.bytes)))
 		require.Equal(t, []bool{c.old, true, true}, old, name)
 	}
 }

@@ -3,7 +3,6 @@ package redisstore
 import (
 	"testing"
 
-	"github.com/redis/go-redis/v9"
 	"github.com/stretchr/testify/require"
 	"google.golang.org/protobuf/proto"
 
@@ -33,7 +32,7 @@ func FuzzTakeIn(f *testing.F) {
 	r := apart(f, Options{URL: "redis://127.0.0.1:1"}, 2)
 	r.store.Follow(taker{feed: r.pool.Feed(r.e(0))})
 	f.Fuzz(func(t *testing.T, id string, b []byte) {
-		r.p.takeIn(&redis.XMessage{ID: id, Values: map[string]any{batchField: string(b)}})
+		r.p.takeIn(message(id, string(b)))
 		_ = r.p.loadChunk(r.pool, string(b))
 		for i := range 2 {
 			requests, tokens := r.e(i).Others().Requests, r.e(i).Others().PromptTokens

@@ -194,13 +194,13 @@ func TestLateComersKnowWhatEnginesSaid(t *testing.T) {
 	a, b := apart(t, redisURL(r), 1), apart(t, redisURL(r), 1)
 	defer b.store.Close()
 	a.store.Follow(contented{})
-	eventually(t, "it joins", func() bool { return a.store.Join(context.Background(), patience) == nil })
+	a.joins()
 	a.run()
 	said := a.store.Stats().BatchesSent
 	eventually(t, "it has said that it is there", func() bool { return a.store.Stats().BatchesSent > said })
 	var lacks atomic.Bool
 	lacks.Store(true)
 	b.store.Follow(lacking{lacks: &lacks})
-	eventually(t, "it joins", func() bool { return b.store.Join(context.Background(), patience) == nil })
+	b.joins()
 	require.False(t, lacks.Load())
 }

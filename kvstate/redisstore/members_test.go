@@ -4,7 +4,6 @@ import (
 	"testing"
 	"time"
 
-	"github.com/redis/go-redis/v9"
 	"github.com/stretchr/testify/require"
 	"google.golang.org/protobuf/proto"
 
@@ -18,7 +17,7 @@ func (r *replica) hears(b *statev1.Batch) {
 	b.LeaseMs = uint32(maxLease.Milliseconds())
 	text, err := proto.Marshal(b)
 	require.NoError(r.t, err)
-	r.p.takeIn(&redis.XMessage{ID: streamID{ms: uint64(time.Now().UnixMilli())}.String(), Values: map[string]any{batchField: string(text)}})
+	r.p.takeIn(message(streamID{ms: uint64(time.Now().UnixMilli())}.String(), string(text)))
 }
 
 // What others book is the sum of what each said last, on each endpoint and of the fleet, and of those that are gone nothing.

@@ -26,7 +26,7 @@ func TestLateComersAreWarm(t *testing.T) {
 	eventually(t, "the others have said that they are there", func() bool { return a.store.Stats().BatchesSent > said })
 	c := apart(t, redisURL(r), 4)
 	began := time.Now()
-	eventually(t, "it joins", func() bool { return c.store.Join(context.Background(), patience) == nil })
+	c.joins()
 	t.Logf("joined in %v", time.Since(began))
 	require.Equal(t, 300, c.hit(0, first))
 	require.Equal(t, 50, c.hit(3, second))
@@ -62,7 +62,7 @@ func TestWhoStartsAloneInherits(t *testing.T) {
 
 	c := apart(t, briefly(r), 2)
 	defer c.store.Close()
-	eventually(t, "it joins", func() bool { return c.store.Join(context.Background(), patience) == nil })
+	c.joins()
 	require.Equal(t, 300, c.hit(0, first), "from the snapshot")
 	require.Equal(t, 50, c.hit(1, second), "from what came after it")
 	require.Zero(t, c.booked(0), "whoever booked it is gone")
@@ -86,7 +86,7 @@ func TestWarmStart(t *testing.T) {
 	require.Greater(t, a.pool.Blocks(), 990*prompts)
 	b := apart(t, redisURL(r), 8)
 	began, before := time.Now(), cpuTime(t)
-	eventually(t, "it joins", func() bool { return b.store.Join(context.Background(), patience) == nil })
+	b.joins()
 	took, busy := time.Since(began), cpuTime(t)-before
 	require.Equal(t, 1000, b.hit((prompts-1)%8, prompt(prompts-1, 1000)))
 	require.Equal(t, a.pool.Blocks(), b.pool.Blocks())
@@ -168,7 +168,7 @@ func TestNobodyAnswersInTime(t *testing.T) {
 	o := redisURL(r)
 	o.Lease = 30 * time.Second
 	a, b := apart(t, o, 2), apart(t, o, 2)
-	eventually(t, "it is there", func() bool { return b.store.flush(context.Background(), true, false) == nil })
+	eventually(t, "it is there", func() bool { return b.flush(true) == nil })
 	eventually(t, "no failure", func() bool {
 		err := a.store.Join(context.Background(), 2*time.Second)
 		_, up := a.store.Status()

@@ -29,9 +29,7 @@ func TestReadingWithoutRedis(t *testing.T) {
 			defer r.p.outMu.Unlock()
 			return r.p.out.hello
 		}
-		ctx, cancel := context.WithCancel(t.Context())
-		done := make(chan struct{})
-		go func() { defer close(done); r.store.read(ctx, r.p) }()
+		stop := during(t.Context(), func(ctx context.Context) { r.store.read(ctx, r.p) })
 		time.Sleep(10*retryAfter - time.Millisecond)
 		synctest.Wait()
 		require.Equal(t, 10, x.refused())
@@ -39,8 +37,7 @@ func TestReadingWithoutRedis(t *testing.T) {
 		require.False(t, asked())
 		time.Sleep(r.store.o.Lease)
 		require.True(t, asked())
-		cancel()
-		<-done
+		stop()
 	})
 }
 

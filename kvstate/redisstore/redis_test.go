@@ -136,13 +136,19 @@ func speed(t testing.TB, took, limit time.Duration, what string) {
 // addresses of the test's endpoints.
 func addr(i int) string { return fmt.Sprintf("10.0.%d.%d:8000", i/250, i%250+1) }
 
-// join makes a replica with n endpoints and has it join the others, however often it takes until Redis is in time for that.
+// join makes a replica with n endpoints, has it join the others, and runs it.
 func join(t testing.TB, o Options, n int) *replica {
 	t.Helper()
 	r := apart(t, o, n)
-	eventually(t, "it joins", func() bool { return r.store.Join(context.Background(), patience) == nil })
+	r.joins()
 	r.run()
 	return r
+}
+
+// joins has a replica join the others, however often it takes until Redis is in time for that.
+func (r *replica) joins() {
+	r.t.Helper()
+	eventually(r.t, "it joins", func() bool { return r.store.Join(context.Background(), patience) == nil })
 }
 
 // apart makes a replica that knows nobody yet.
@@ -170,13 +176,24 @@ func apart(t testing.TB, o Options, n int) *replica {
 }
 
 func (r *replica) run() {
-	ctx, cancel := context.WithCancel(context.Background())
-	ended := make(chan struct{})
-	go func() { defer close(ended); r.store.Run(ctx) }()
+	end := during(context.Background(), r.store.Run)
 	var once sync.Once
-	r.stop = func() { once.Do(func() { cancel(); <-ended; _ = r.store.Close() }) }
-	r.kill = func() { once.Do(func() { _ = r.store.Close(); cancel(); <-ended }) }
+	r.stop = func() { once.Do(func() { end(); _ = r.store.Close() }) }
+	r.kill = func() { once.Do(func() { _ = r.store.Close(); end() }) }
 	r.t.Cleanup(r.stop)
+}
+
+// during does something until it is told to stop, which waits for its end.
+func during(ctx context.Context, do func(context.Context)) (stop func()) {
+	ctx, cancel := context.WithCancel(ctx)
+	ended := make(chan struct{})
+	go func() { defer close(ended); do(ctx) }()
+	return func() { cancel(); <-ended }
+}
+
+// message is an entry of the stream with a batch in it, as it is read.
+func message(id, batch string) *redis.XMessage {
+	return &redis.XMessage{ID: id, Values: map[string]any{batchField: batch}}
 }
 
 func (r *replica) e(i int) *kvstate.Endpoint { return r.pool.Endpoint(addr(i)) }

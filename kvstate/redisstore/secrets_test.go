@@ -2,7 +2,6 @@ package redisstore
 
 import (
 	"bytes"
-	"context"
 	"encoding/hex"
 	"slices"
 	"strings"
@@ -28,11 +27,9 @@ func TestHowOftenKeysAreLookedAt(t *testing.T) {
 				r := lonely(t, 1)
 				x := takingOf(r)
 				x.failing(c.atTheStart)
-				ctx, cancel := context.WithCancel(t.Context())
-				k, err := r.store.Secrets(ctx, func([32]byte, ...[32]byte) error { return nil })
+				k, err := r.store.Secrets(t.Context(), func([32]byte, ...[32]byte) error { return nil })
 				require.NoError(t, err)
-				done := make(chan struct{})
-				go func() { defer close(done); k.Run(ctx) }()
+				stop := during(t.Context(), k.Run)
 				looked := func(in time.Duration) int {
 					before := r.store.Stats().Commands
 					time.Sleep(in)
@@ -44,8 +41,7 @@ func TestHowOftenKeysAreLookedAt(t *testing.T) {
 				require.Equal(t, 5, looked(5*secretsEvery))
 				x.failing(errGone)
 				require.Equal(t, 5, looked(5*secretsEvery), "it has heard of them")
-				cancel()
-				<-done
+				stop()
 			})
 		})
 	}

@@ -70,9 +70,7 @@ func TestWhenSnapshotsAreWritten(t *testing.T) {
 		r := lonely(t, 1)
 		x := takingOf(r)
 		r.p.joined = true
-		ctx, cancel := context.WithCancel(t.Context())
-		done := make(chan struct{})
-		go func() { defer close(done); r.store.writeSnapshots(ctx, r.p) }()
+		stop := during(t.Context(), func(ctx context.Context) { r.store.writeSnapshots(ctx, r.p) })
 		written := func() int { synctest.Wait(); return int(r.store.Stats().Snapshots) }
 		refused := func() int { synctest.Wait(); return x.refused() }
 		everyone := func() bool {
@@ -121,8 +119,7 @@ func TestWhenSnapshotsAreWritten(t *testing.T) {
 			require.Equal(t, c.written, written()-before, c)
 		}
 		before := written()
-		cancel()
-		<-done
+		stop()
 		require.Equal(t, before+1, written(), "for who comes next")
 	})
 }

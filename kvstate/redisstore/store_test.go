@@ -11,7 +11,6 @@ import (
 	"testing"
 	"time"
 
-	"github.com/redis/go-redis/v9"
 	"github.com/stretchr/testify/require"
 
 	"tandem/kvstate"
@@ -42,7 +41,7 @@ func TestPairsAreToldOnce(t *testing.T) {
 	e, err := a.p.entry(false, false)
 	require.NoError(t, err)
 	require.Less(t, len(e.bytes), 2*8*20+200)
-	b.p.takeIn(&redis.XMessage{ID: "1-1", Values: map[string]any{batchField: string(e.bytes)}})
+	b.p.takeIn(message("1-1", string(e.bytes)))
 	require.Equal(t, []int{20, 0, 20, 0}, []int{b.hit(0, hashes), b.hit(1, hashes), b.hit(2, hashes), b.hit(3, hashes)})
 	require.Equal(t, []int{0, 20}, []int{b.hit(0, other), b.hit(3, other)})
 }
@@ -136,7 +135,7 @@ func TestFailuresAreShared(t *testing.T) {
 	c := apart(t, redisURL(r), 2)
 	a.state.MarkFailed(a.e(0))
 	eventually(t, "the failure is known", func() bool { return b.e(0).Failed() })
-	eventually(t, "it joins", func() bool { return c.store.Join(context.Background(), patience) == nil })
+	c.joins()
 	require.True(t, c.e(0).Failed(), "a replica that comes later knows it too")
 	require.False(t, c.e(1).Failed())
 }

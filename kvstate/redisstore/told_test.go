@@ -137,9 +137,7 @@ func TestWhenItIsTold(t *testing.T) {
 				r := lonely(t, 2)
 				x := takingOf(r)
 				x.failing(c.fails)
-				ctx, cancel := context.WithCancel(t.Context())
-				done := make(chan struct{})
-				go func() { defer close(done); r.store.write(ctx) }()
+				stop := during(t.Context(), r.store.write)
 				time.Sleep(50 * time.Millisecond)
 				routed := func(n int) { r.state.Routed(r.pool, r.e(0), prompt(n, 2)) }
 				routed(1)
@@ -150,8 +148,7 @@ func TestWhenItIsTold(t *testing.T) {
 				time.Sleep(restFor)
 				routed(4) // with the third
 				time.Sleep(2 * r.store.o.Lease / beatsPerLease)
-				cancel()
-				<-done
+				stop()
 				var complete []bool
 				blocks := 0
 				for _, b := range x.told {

@@ -38,7 +38,7 @@ func (x *counted) routed(i, blocks int) {
 	x.a.state.Routed(x.a.pool, x.a.e(i), prompt(x.prompts, blocks))
 }
 
-func (x *counted) tell(complete bool) { _ = x.a.store.flush(context.Background(), complete, false) }
+func (x *counted) tell(complete bool) { _ = x.a.flush(complete) }
 func (x *counted) read(of *replica)   { _ = of.p.receive(context.Background(), 0) }
 func (x *counted) spend()             { x.prompts++; x.a.store.Spend(ticketOf(uint64(x.prompts)), true) }
 
@@ -258,7 +258,7 @@ func TestLagIsCounted(t *testing.T) {
 		b.Replica, b.Seq, b.LeaseMs, b.Addresses = 7, uint64(i)+1, 60_000, []string{addr(0)}
 		text, err := proto.Marshal(b)
 		require.NoError(t, err)
-		r.p.takeIn(&redis.XMessage{ID: id.String(), Values: map[string]any{batchField: string(text)}})
+		r.p.takeIn(message(id.String(), string(text)))
 	}
 	require.Equal(t, Stats{BatchesRead: 5, Lag: Lag{Count: 3, Seconds: 9.1015, Buckets: [len(lags)]uint64{0, 1, 1, 1, 1, 1, 2, 2, 2, 2, 2}}}, r.store.Stats())
 }
@@ -267,7 +267,7 @@ func TestLagIsCounted(t *testing.T) {
 func TestWhatWasSaidBeforeIsNotLate(t *testing.T) {
 	x := newCounted(t)
 	x.routed(0, 3)
-	eventually(t, "it is told", func() bool { return x.a.store.flush(context.Background(), true, false) == nil })
+	eventually(t, "it is told", func() bool { return x.a.flush(true) == nil })
 	c := apart(t, x.a.store.o, 2)
 	defer c.store.Close()
 	eventually(t, "it joins", func() bool { return c.p.joinOnce(context.Background()) == nil })
@@ -275,7 +275,7 @@ func TestWhatWasSaidBeforeIsNotLate(t *testing.T) {
 	require.Equal(t, 3, c.hit(0, prompt(1, 3)))
 	require.Zero(t, c.store.Stats().Lag.Count)
 	x.routed(0, 3)
-	eventually(t, "it is told", func() bool { return x.a.store.flush(context.Background(), true, false) == nil })
+	eventually(t, "it is told", func() bool { return x.a.flush(true) == nil })
 	eventually(t, "it is heard", func() bool { x.read(c); return c.hit(0, prompt(2, 3)) == 3 })
 	require.EqualValues(t, 1, c.store.Stats().Lag.Count)
 }

@@ -5,7 +5,6 @@ import (
 	"testing"
 	"time"
 
-	"github.com/redis/go-redis/v9"
 	"github.com/stretchr/testify/require"
 	"google.golang.org/protobuf/encoding/protowire"
 	"google.golang.org/protobuf/proto"
@@ -74,7 +73,7 @@ func TestWhoWaitsIsRepaired(t *testing.T) {
 		require.NoError(t, err)
 		require.NotNil(t, e)
 		seq++
-		b.p.takeIn(&redis.XMessage{ID: streamID{ms: uint64(time.Now().UnixMilli()), n: uint64(seq)}.String(), Values: map[string]any{batchField: string(e.bytes)}})
+		b.p.takeIn(message(streamID{ms: uint64(time.Now().UnixMilli()), n: uint64(seq)}.String(), string(e.bytes)))
 	}
 	ids := func() (out []uint64) {
 		for id := range b.heard() {
@@ -119,7 +118,7 @@ func TestWhoWasSentIsKnown(t *testing.T) {
 		require.NoError(t, err)
 		require.NotNil(t, e)
 		seq++
-		b.p.takeIn(&redis.XMessage{ID: streamID{ms: uint64(time.Now().UnixMilli()), n: uint64(seq)}.String(), Values: map[string]any{batchField: string(e.bytes)}})
+		b.p.takeIn(message(streamID{ms: uint64(time.Now().UnixMilli()), n: uint64(seq)}.String(), string(e.bytes)))
 		b.pool.WaitsElsewhere(known, &changes, func(*kvstate.Waits) {}, func(id uint64, sent bool) { over[id] = sent })
 	}
 	for id := range uint64(4) {
@@ -148,7 +147,7 @@ func TestWhoWaitsOfAReleaseToCome(t *testing.T) {
 	require.NoError(t, err)
 	b = protowire.AppendBytes(protowire.AppendTag(b, 40, protowire.BytesType), waits)
 	b = protowire.AppendVarint(protowire.AppendTag(b, 60, protowire.VarintType), 1)
-	r.p.takeIn(&redis.XMessage{ID: streamID{ms: uint64(time.Now().UnixMilli())}.String(), Values: map[string]any{batchField: string(b)}})
+	r.p.takeIn(message(streamID{ms: uint64(time.Now().UnixMilli())}.String(), string(b)))
 	require.Equal(t, []kvstate.Held{{Addr: addr(0), Tokens: 7}}, r.heard()[3].Held, "no more than there is of the prompt, where it is known")
 }
 
