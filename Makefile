@@ -3,10 +3,11 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help build tools demo test speed e2e-failures bench bench-peers replay load idle soak fuzz observability lint vuln generate deploy-check e2e-gateway e2e-kube e2e-vllm e2e-vllm-pairs clean
+.PHONY: site workflows release help build tools demo test speed e2e-failures bench bench-peers replay load idle soak fuzz observability lint vuln generate deploy-check e2e-gateway e2e-kube e2e-vllm e2e-vllm-pairs e2e-sglang e2e-oracles clean
 
 GO ?= go
 GOLANGCI_LINT := github.com/golangci/golangci-lint/v2/cmd/golangci-lint@v2.15.0
+ACTIONLINT := github.com/rhysd/actionlint/cmd/actionlint@v1.7.12
 GOVULNCHECK := golang.org/x/vuln/cmd/govulncheck@v1.8.0
 FUZZTIME ?= 30s
 TEST_TIMEOUT ?= 19m
@@ -23,7 +24,7 @@ help: ## show the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "%-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 build: ## bin/tandem and bin/enginesim
-	CGO_ENABLED=0 $(GO) build -trimpath -o bin/ ./cmd/tandem ./cmd/enginesim
+	CGO_ENABLED=0 $(GO) build -trimpath -ldflags "-X main.builtAs=$$(scripts/version.sh)" -o bin/ ./cmd/tandem ./cmd/enginesim
 
 tools: ## Envoy and the openai client into .tools/, redis-server from Debian (once)
 	./scripts/tools.sh
@@ -38,14 +39,17 @@ test: tools ## go vet and all tests, those with a real Envoy included
 	@# budgets of allocations are not held under the race detector (package internal/budget)
 	$(if $(RACE),$(GO) test -run Alloc $(TESTFLAGS) ./cmd/enginesim ./extproc/... ./internal/... ./kvstate/... ./picker/...)
 	@for t in kustomize helm; do [ -x "$${TANDEM_KUBE_BIN:-$$HOME/.cache/tandem/bin}/$$t" ] || echo "skipped: what $$t renders (make deploy-check)"; done
-	@echo 'skipped, for they take long or large programs: make e2e-gateway, make e2e-kube, make e2e-failures, make e2e-vllm'
+	@echo 'skipped, for they take long or large programs: make e2e-gateway, make e2e-kube, make e2e-failures, make e2e-vllm, make e2e-sglang, make e2e-oracles'
 
 bench: tools build ## Go benchmarks, then Tandem beside plain Envoy in one run
 	$(GO) test -run '^$$' -bench . -benchmem ./...
 	$(GO) run ./e2e/bench
 
 e2e-failures: tools ## the failure matrix, 10,000 requests while engines die, and long outages of Redis, with a real Envoy (8 minutes)
-	TANDEM_REQUIRE_TOOLS=1 TANDEM_FAILURES=1 TANDEM_CHAOS=$${TANDEM_CHAOS:-10000} $(GO) test -count 1 -parallel 8 -timeout $(TEST_TIMEOUT) -run 'TestFailures|TestChaos|TestCostOf|TestRedisOutages|TestSlowRedis|TestRedisFailover' -v ./e2e
+	TANDEM_REQUIRE_TOOLS=1 TANDEM_FAILURES=1 TANDEM_CHAOS=$${TANDEM_CHAOS:-10000} $(GO) test -count 1 -parallel 8 -timeout $(TEST_TIMEOUT) -run 'TestFailures|KVLoadFails|TestSGLangFailures|TestAHungReplica|TestChaos|TestCostOf|TestRedisOutages|TestSlowRedis|TestRedisFailover' -v ./e2e
+
+attack: tools ## attacks on the gRPC port, 6 s each, while clients come through Envoy: the table of docs/security.md (3 minutes)
+	ulimit -n $$(ulimit -Hn); TANDEM_ATTACK=1 TANDEM_REQUIRE_TOOLS=1 $(GO) test -count 1 -timeout 30m -run 'TestAttacks' -v ./e2e
 
 speed: tools ## what is claimed of how soon replicas know something, and the like; on a machine that is idle (3 minutes)
 	TANDEM_SPEED=1 TANDEM_REQUIRE_TOOLS=1 $(GO) test -count 1 -p 1 -parallel 1 -v -run $(SPEED) ./kvstate/redisstore ./kvstate/scrape ./e2e
@@ -73,8 +77,14 @@ fuzz: ## every FuzzXxx for FUZZTIME (30s); what it finds new is kept in testdata
 observability: ## alerts and dashboard against Prometheus' own parsers (a module of its own)
 	cd deploy/observability/promql && $(GO) test -count 1 ./... # what it reads lies outside of its module, so go would not see a change
 
-lint: ## golangci-lint, built from source the first time (minutes, then cached)
+lint: workflows ## golangci-lint, built from source the first time (minutes, then cached), and workflows
 	$(GO) run $(GOLANGCI_LINT) run ./...
+
+workflows: ## actionlint over .github/workflows
+	$(GO) run $(ACTIONLINT)
+
+release: ## archives of both programs for amd64 and arm64 into dist/, with checksums
+	scripts/release.sh dist
 
 vuln: ## known vulnerabilities in what is used; asks vuln.go.dev, or $GOVULNDB
 	$(GO) run $(GOVULNCHECK) ./...
@@ -107,5 +117,17 @@ e2e-vllm-pairs: tools build ## of that, the dialects whose legs run at once: NIX
 	CONNECTOR=NixlPushConnector e2e/vllm/run.sh $(GO) test -tags vllm -count 1 -timeout 30m -run TestRealPairs -v ./e2e/vllm
 	@if [ "$$(id -u)" = 0 ]; then e2e/vllm/mooncake.sh; else echo 'skipped, for it takes root: e2e/vllm/mooncake.sh'; fi
 
+site: ## docs/ as a searchable site in .cache/site, with mkdocs from PyPI; open .cache/site/index.html
+	./scripts/tools.sh site
+	.tools/site/bin/mkdocs build --quiet
+
+e2e-sglang: tools build ## against real SGLang on CPU, 2 prefill and 2 decode with NIXL: 6.7 GiB into ~/.cache/tandem once, 9 GiB of memory, 10 minutes on idle cores
+	e2e/sglang/install.sh
+	e2e/sglang/run.sh $(GO) test -tags sglang -count 1 -timeout 40m -v ./e2e/sglang
+
+e2e-oracles: ## the engines' own parsers and connectors read what Tandem sends, and refuse it with a name changed (7 GiB once, then a minute)
+	e2e/oracles/install.sh
+	e2e/oracles/run.sh
+
 clean: ## what was built; .tools/ and Go's own caches stay
-	rm -rf bin .cache
+	rm -rf bin dist .cache

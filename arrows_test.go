@@ -22,54 +22,59 @@ const module = "tandem"
 // arrows is what each package may import of ours: what writes state lives under kvstate, what reads it stands above, and
 // nothing points back. A new package needs a row.
 var arrows = map[string][]string{
-	"kvstate":                     {},
-	"kvstate/enginehttp":          {"kvstate", "internal/rawconn"},
-	"kvstate/discovery":           {"kvstate", "kvstate/enginehttp"},
-	"kvstate/kvevents":            {"kvstate", "kvstate/redisstore", "e2e/loopback"}, // the last two in tests
-	"kvstate/heartbeats":          {"kvstate/zmtp", "e2e/loopback"},                  // the last in tests
-	"kvstate/redisstore":          {"kvstate", "protos/state/v1", "e2e/loopback"},    // the last in tests
-	"kvstate/scrape":              {"kvstate", "kvstate/enginehttp"},
-	"kvstate/zmtp":                {},
+	"kvstate":                     {"kvstate/prefixindex"},
+	"kvstate/prefixindex":         {},
+	"kvstate/enginehttp":          {"kvstate"},
+	"kvstate/discovery":           {"internal/guard", "kvstate", "kvstate/enginehttp"},
+	"kvstate/kvevents":            {"internal/guard", "kvstate", "kvstate/prefixindex", "kvstate/redisstore", "e2e/loopback"}, // the last two in tests
+	"kvstate/heartbeats":          {"kvstate/zmtp", "e2e/loopback"},                                                           // the last in tests
+	"kvstate/redisstore":          {"internal/guard", "kvstate", "kvstate/prefixindex", "protos/state/v1", "e2e/loopback"},    // the last in tests
+	"kvstate/scrape":              {"internal/guard", "kvstate", "kvstate/enginehttp"},
+	"kvstate/zmtp":                {"internal/guard"},
 	"kvstate/notices":             {"kvstate/zmtp"},
 	"kvstate/tokenize":            {"kvstate", "kvstate/enginehttp"},
 	"picker":                      {"kvstate"},
 	"replay":                      {"kvstate", "picker"},
 	"extproc/openai":              {},
-	"extproc/kvtransfer":          {"extproc/openai", "kvstate", "protos/ticket/v1"},                                                   // the last in tests
-	"extproc":                     {"extproc/openai", "extproc/kvtransfer", "kvstate", "kvstate/enginehttp", "picker", "internal/rpc"}, // the last in tests
+	"extproc/telemetry":           {"extproc/envoywire", "extproc/kvtransfer", "extproc/openai", "kvstate"},
+	"extproc/envoywire":           {"extproc/openai"},
+	"extproc/kvtransfer":          {"extproc/openai", "kvstate", "protos/ticket/v1"}, // the last in tests
+	"extproc":                     {"extproc/telemetry", "internal/guard", "extproc/envoywire", "extproc/openai", "extproc/kvtransfer", "kvstate", "kvstate/prefixindex", "kvstate/enginehttp", "picker", "internal/memory"},
 	"protos/config/v1":            {},
 	"protos/state/v1":             {},
 	"protos/ticket/v1":            {},
-	"envoy-configs":               {"protos/config/v1", "e2e/loopback"},                                                                                                                                                                                                                                                                                // the last in tests
-	"cmd/tandem":                  {"extproc", "extproc/kvtransfer", "kvstate", "kvstate/discovery", "kvstate/enginehttp", "kvstate/heartbeats", "kvstate/kvevents", "kvstate/notices", "kvstate/redisstore", "kvstate/scrape", "kvstate/tokenize", "picker", "replay", "status", "envoy-configs", "protos/config/v1", "internal/rpc", "e2e/loopback"}, // the last in tests
-	"cmd/enginesim":               {},                                                                                                                                                                                                                                                                                                                  // the engines of the tests: what it shared with the product it could not catch
-	"e2e":                         {"e2e/loopback"},                                                                                                                                                                                                                                                                                                    // black box
+	"envoy-configs":               {"protos/config/v1", "e2e/loopback"},                                                                                                                                                                                                                                                                                                                                                                        // the last in tests
+	"cmd/tandem":                  {"internal/guard", "extproc", "extproc/telemetry", "extproc/kvtransfer", "kvstate", "kvstate/prefixindex", "kvstate/discovery", "kvstate/enginehttp", "kvstate/heartbeats", "kvstate/kvevents", "kvstate/notices", "kvstate/redisstore", "kvstate/scrape", "kvstate/tokenize", "picker", "replay", "status", "envoy-configs", "protos/config/v1", "internal/grpcserver", "internal/memory", "e2e/loopback"}, // the last in tests
+	"cmd/enginesim":               {},                                                                                                                                                                                                                                                                                                                                                                                                          // the engines of the tests: what it shared with the product it could not catch
+	"e2e":                         {"e2e/loopback"},                                                                                                                                                                                                                                                                                                                                                                                            // black box
 	"e2e/bench":                   {"e2e/process"},
 	"e2e/load":                    {"e2e/process"},
 	"e2e/loopback":                {}, // for tests
 	"e2e/process":                 {"e2e/loopback"},
 	"e2e/vllm":                    {"e2e/loopback"},
-	"status":                      {"extproc", "kvstate"},
-	"deploy/observability/promql": {},                                                    // a module of its own: Prometheus' parsers
-	"deploy":                      {"envoy-configs", "protos/config/v1", "e2e/loopback"}, // tests alone
-	"docs":                        {"extproc", "kvstate", "protos/config/v1"},            // tests that hold the documents to the code
-	"internal/budget":             {},                                                    // for the tests of all
-	"internal/rpc":                {"internal/rawconn"},                                  // knows gRPC, not Envoy
-	"internal/rawconn":            {},
+	"e2e/sglang":                  {"e2e/loopback"},
+	"status":                      {"extproc/telemetry", "extproc", "kvstate", "picker"},
+	"deploy/observability/promql": {},                                                              // a module of its own: Prometheus' parsers
+	"deploy":                      {"envoy-configs", "protos/config/v1", "e2e/loopback"},           // tests alone
+	"docs":                        {"extproc/telemetry", "extproc", "kvstate", "protos/config/v1"}, // tests that hold the documents to the code
+	"internal/grpcserver":         {"internal/memory"},                                             // knows gRPC, not Envoy
+	"internal/memory":             {},
+	"internal/guard":              {},
+	"internal/budget":             {}, // for the tests of all
 	".":                           {},
 }
 
 // guarded are modules that only some packages may see, tests included.
 var guarded = map[string][]string{
-	"github.com/envoyproxy/":     {"extproc", "envoy-configs (test)"},
+	"github.com/envoyproxy/":     {"extproc", "extproc/envoywire (test)", "envoy-configs (test)"},
 	"k8s.io/":                    {"kvstate/discovery", "deploy (test)"},
-	"go.opentelemetry.io/":       {"extproc", "cmd/tandem", "e2e"},
-	"google.golang.org/grpc":     {"extproc", "internal/rpc", "cmd/tandem", "e2e", "e2e/bench", "envoy-configs (test)"},
-	"github.com/prometheus/":     {"extproc", "cmd/tandem", "cmd/enginesim", "e2e", "e2e/bench", "deploy/observability/promql"},
+	"go.opentelemetry.io/":       {"extproc", "extproc/telemetry", "cmd/tandem", "e2e"},
+	"google.golang.org/grpc":     {"extproc/telemetry", "extproc", "extproc/envoywire", "internal/grpcserver", "cmd/tandem", "e2e", "e2e/bench", "envoy-configs (test)"},
+	"github.com/prometheus/":     {"extproc (test)", "extproc/telemetry", "cmd/tandem", "cmd/enginesim", "e2e", "e2e/bench", "deploy/observability/promql"},
 	"github.com/redis/":          {"kvstate/redisstore"},
 	"github.com/go-zeromq/":      {"kvstate/kvevents", "kvstate/heartbeats (test)", "kvstate/zmtp (test)", "kvstate/notices (test)", "cmd/enginesim"},
 	"sigs.k8s.io/":               {"protos/config/v1", "kvstate/discovery", "envoy-configs", "deploy (test)", "docs (test)"},
-	"google.golang.org/protobuf": {"cmd/tandem", "kvstate/redisstore", "protos/state/v1", "extproc", "extproc/kvtransfer", "protos/config/v1", "protos/ticket/v1", "envoy-configs (test)", "docs (test)"},
+	"google.golang.org/protobuf": {"cmd/tandem", "kvstate/redisstore", "protos/state/v1", "extproc (test)", "extproc/envoywire (test)", "extproc/kvtransfer", "protos/config/v1", "protos/ticket/v1", "envoy-configs (test)", "docs (test)"},
 }
 
 // pure is all that the decision may need of the world: no clock, no lock, no I/O, no chance of its own.

@@ -7,6 +7,7 @@ set -euo pipefail
 out=$(realpath -m "${1:?the archive to write}"); shift
 archs=("$@"); [ ${#archs[@]} -gt 0 ] || archs=(amd64 arm64)
 cd "$(dirname "$0")/.."
+version=$(scripts/version.sh)
 work=$(mktemp -d); trap 'rm -rf "$work"' EXIT
 blobs=$work/blobs/sha256; mkdir -p "$blobs"
 
@@ -16,10 +17,11 @@ blob() { local d; d=$(sha256sum "$1" | cut -d' ' -f1); echo "sha256:$d $(stat -c
 manifests=()
 for arch in "${archs[@]}"; do
   root=$work/root-$arch; mkdir -p "$root/etc/tandem"
-  CGO_ENABLED=0 GOOS=linux GOARCH=$arch go build -trimpath -ldflags "-s -w" -o "$root/tandem" ./cmd/tandem
+  CGO_ENABLED=0 GOOS=linux GOARCH=$arch go build -trimpath -ldflags "-s -w -X main.builtAs=$version" -o "$root/tandem" ./cmd/tandem
+  cp LICENSE NOTICE "$root/"
   tar --sort=name --owner=0 --group=0 --numeric-owner --mtime=@0 -C "$root" -cf "$work/layer" .
   read -r layer layer_size < <(blob "$work/layer")
-  printf '{"architecture":"%s","os":"linux","config":{"User":"65532:65532","Entrypoint":["/tandem"],"Cmd":["serve","-f","/etc/tandem/tandem.yaml"],"ExposedPorts":{"9002/tcp":{},"9003/tcp":{},"9090/tcp":{}}},"rootfs":{"type":"layers","diff_ids":["%s"]}}' "$arch" "$layer" > "$work/config"
+  printf '{"architecture":"%s","os":"linux","config":{"User":"65532:65532","Entrypoint":["/tandem"],"Cmd":["serve","-f","/etc/tandem/tandem.yaml"],"ExposedPorts":{"9002/tcp":{},"9003/tcp":{},"9090/tcp":{}},"Labels":{"org.opencontainers.image.title":"tandem","org.opencontainers.image.version":"%s","org.opencontainers.image.licenses":"Apache-2.0"}},"rootfs":{"type":"layers","diff_ids":["%s"]}}' "$arch" "$version" "$layer" > "$work/config"
   read -r config config_size < <(blob "$work/config")
   printf '{"schemaVersion":2,"mediaType":"application/vnd.oci.image.manifest.v1+json","config":{"mediaType":"application/vnd.oci.image.config.v1+json","digest":"%s","size":%d},"layers":[{"mediaType":"application/vnd.oci.image.layer.v1.tar","digest":"%s","size":%d}]}' "$config" "$config_size" "$layer" "$layer_size" > "$work/manifest"
   read -r manifest manifest_size < <(blob "$work/manifest")

@@ -14,6 +14,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"runtime"
+	"strings"
 	"syscall"
 	"testing"
 	"time"
@@ -103,6 +104,7 @@ func checkImage(t *testing.T, layout archive, image descriptor, machine elf.Mach
 		Config       struct {
 			User            string
 			Entrypoint, Cmd []string
+			Labels          map[string]string
 		}
 		RootFS struct {
 			DiffIDs []string `json:"diff_ids"`
@@ -112,6 +114,8 @@ func checkImage(t *testing.T, layout archive, image descriptor, machine elf.Mach
 	require.Equal(t, image.Platform.Architecture, config.Architecture)
 	require.Equal(t, "65532:65532", config.Config.User)
 	require.Equal(t, []string{"/tandem"}, config.Config.Entrypoint)
+	version := strings.TrimSpace(output(t, "../scripts/version.sh"))
+	require.Equal(t, version, config.Config.Labels["org.opencontainers.image.version"])
 	require.Equal(t, []string{manifest.Layers[0].Digest}, config.RootFS.DiffIDs, "the layer is not compressed")
 
 	root, headers := files(t, layout.blob(t, manifest.Layers[0]))
@@ -121,10 +125,11 @@ func checkImage(t *testing.T, layout archive, image descriptor, machine elf.Mach
 		require.Zero(t, h.Uid+h.Gid, "%s: the container's user owns nothing", h.Name)
 		names = append(names, h.Name)
 	}
-	require.Equal(t, []string{"./", "./etc/", "./etc/tandem/", "./tandem"}, names)
+	require.Equal(t, []string{"./", "./LICENSE", "./NOTICE", "./etc/", "./etc/tandem/", "./tandem"}, names)
 	program, err := elf.NewFile(bytes.NewReader(root["./tandem"]))
 	require.NoError(t, err)
 	require.Equal(t, machine, program.Machine)
+	require.Contains(t, string(root["./tandem"]), version, "the program knows its release")
 	libraries, err := program.ImportedLibraries()
 	require.NoError(t, err)
 	require.Empty(t, libraries)

@@ -74,7 +74,7 @@ func translate(t *testing.T, resources string) []byte {
 	extProc := object{"name": "envoy.filters.http.ext_proc//default/tandem/extproc/0", "typed_config": object{}}
 	hcm := object{
 		"@type":       "type.googleapis.com/envoy.extensions.filters.network.http_connection_manager.v3.HttpConnectionManager",
-		"stat_prefix": "http", "access_log": []any{},
+		"stat_prefix": "http", "access_log": []any{}, "common_http_protocol_options": object{"headers_with_underscores_action": "REJECT_REQUEST"},
 		"http_filters": []any{extProc, object{"name": "envoy.filters.http.router", "typed_config": object{"@type": "type.googleapis.com/envoy.extensions.filters.http.router.v3.Router"}}},
 		"route_config": object{"virtual_hosts": []any{object{"name": "all", "domains": []any{"*"}, "routes": routes}}},
 	}

@@ -14,6 +14,7 @@ import (
 	"regexp"
 	"strings"
 	"testing"
+	"unicode"
 
 	"github.com/stretchr/testify/require"
 	"google.golang.org/protobuf/reflect/protoreflect"
@@ -46,17 +47,35 @@ func TestConfigurationReference(t *testing.T) {
 	require.Equal(t, want, text, "run go test ./docs -update")
 }
 
-// least shows the defaults: it holds what is required and no more.
-const least = `{pools: [{name: x, kvTransfer: nixl, endpoints: [{address: "10.0.0.1:1", role: prefill}, {address: "10.0.0.2:1", role: decode}]}]}`
-
 // reference is a table for every message of the configuration.
 func reference(t *testing.T) string {
 	t.Helper()
-	c, _, err := configv1.Parse([]byte(least))
-	require.NoError(t, err)
+	c := &configv1.Config{}
+	fill(c.ProtoReflect())
+	for _, dialect := range []string{"nixl", "lmcache", "orchestrated", "offload"} { // some defaults are those of a dialect
+		c.Pools[0].KvTransfer, c.Pools[0].Endpoints[0].Role = dialect, "both"
+		configv1.SetDefaults(c)
+	}
+	c.Pools[0].KvTransfer, c.Pools[0].Endpoints[0].Role = "", ""
 	w := writer{comments: comments(read(t, "../protos/config/v1/config.proto"))}
 	w.children("", c.ProtoReflect())
+	require.NotContains(t, w.out.String(), "` |  |", "a field without a default")
 	return w.out.String()
+}
+
+// fill makes every message there is within m, each list with one.
+func fill(m protoreflect.Message) {
+	fields := m.Descriptor().Fields()
+	for i := range fields.Len() {
+		f := fields.Get(i)
+		switch {
+		case f.Kind() != protoreflect.MessageKind:
+		case f.IsList():
+			fill(m.Mutable(f).List().AppendMutable().Message())
+		default:
+			fill(m.Mutable(f).Message())
+		}
+	}
 }
 
 // comments are those of fields, by message and field name, and of messages, by message name.
@@ -140,12 +159,14 @@ func (w *writer) section(path, about string, m protoreflect.Message) {
 // describe takes a field's comment apart: what it says of the default goes into that column, unless the code knows.
 func (w *writer) describe(f protoreflect.FieldDescriptor, m protoreflect.Message) (meaning, byDefault string) {
 	var kept []string
+	stated := ""
 	for _, s := range strings.SplitAfter(w.comment(f), ". ") {
 		s = strings.TrimSpace(s)
 		switch {
 		case strings.HasPrefix(s, "Default: "):
 			byDefault = strings.TrimSuffix(strings.TrimPrefix(s, "Default: "), ".")
-		case strings.HasPrefix(s, "Default"):
+		case strings.HasPrefix(s, "Default "):
+			stated = strings.TrimSuffix(strings.TrimPrefix(s, "Default "), ".")
 		case s == "Required.":
 			byDefault = "required"
 		case strings.HasPrefix(s, "Required"):
@@ -155,18 +176,23 @@ func (w *writer) describe(f protoreflect.FieldDescriptor, m protoreflect.Message
 			kept = append(kept, s)
 		}
 	}
-	if byDefault == "" {
+	switch {
+	case byDefault != "":
+	case stated != "" && !m.Has(f):
+		byDefault = stated
+	default:
 		byDefault = valueOf(f, m)
 	}
-	return strings.ReplaceAll(strings.Join(kept, " "), "|", `\|`), byDefault
+	return strings.ReplaceAll(strings.Join(kept, " "), "|", `\|`), strings.ReplaceAll(byDefault, "|", `\|`)
 }
 
-// valueOf is what the code fills in.
+// valueOf is what the code fills in, or what holds where it fills in nothing.
 func valueOf(f protoreflect.FieldDescriptor, m protoreflect.Message) string {
-	if !m.IsValid() || !m.Has(f) {
-		return ""
-	}
-	if !f.IsList() {
+	switch {
+	case f.IsList() && m.Get(f).List().Len() == 0, f.Kind() == protoreflect.StringKind && !m.Has(f),
+		strings.HasSuffix(f.JSONName(), "Port") && m.Get(f).Int() == 0:
+		return "none"
+	case !f.IsList():
 		return fmt.Sprintf("`%v`", m.Get(f))
 	}
 	var items []string
@@ -207,7 +233,7 @@ func TestOperationsKnowsAll(t *testing.T) {
 func pages(t *testing.T) []string {
 	t.Helper()
 	out := []string{"../README.md", "../CHANGELOG.md", "../CONTRIBUTING.md"}
-	for _, pattern := range []string{"*.md", "adr/*.md"} {
+	for _, pattern := range []string{"*.md", "*/*.md", "../SECURITY.md", "../CODE_OF_CONDUCT.md"} {
 		files, err := filepath.Glob(pattern)
 		require.NoError(t, err)
 		out = append(out, files...)
@@ -226,18 +252,52 @@ func TestConfigurationsShownAreValid(t *testing.T) {
 	}
 }
 
+// Links within the repository lead to files that exist, and to headings that they have.
 func TestLinksLeadSomewhere(t *testing.T) {
-	link := regexp.MustCompile(`\]\(([^)#\s]+)(?:#[^)]*)?\)|src="([^"]+)"`)
+	link := regexp.MustCompile(`\]\(([^)#\s]*)(?:#([^)]*))?\)|src="([^"]+)"`)
 	for _, page := range pages(t) {
-		for _, m := range link.FindAllStringSubmatch(read(t, page), -1) {
-			target := m[1] + m[2]
+		text := regexp.MustCompile("(?s)```.*?```|`[^`\n]+`").ReplaceAllString(read(t, page), "")
+		for _, m := range link.FindAllStringSubmatch(text, -1) {
+			target := m[1] + m[3]
 			if strings.Contains(target, "://") {
 				continue
 			}
-			_, err := os.Stat(filepath.Join(filepath.Dir(page), target))
+			target = filepath.Join(filepath.Dir(page), target)
+			if m[1]+m[3] == "" {
+				target = page
+			}
+			_, err := os.Stat(target)
 			require.NoError(t, err, "%s links to %s", page, target)
+			if m[2] != "" {
+				require.Contains(t, anchors(read(t, target)), m[2], "%s links to a heading that %s has not", page, target)
+			}
 		}
 	}
+}
+
+// anchors are those of a page's headings, as GitHub and the site make them.
+func anchors(text string) (out []string) {
+	text = regexp.MustCompile("(?ms)^```.*?^```").ReplaceAllString(text, "")
+	seen := map[string]int{}
+	for _, m := range regexp.MustCompile(`(?m)^#{1,6} +(.+?) *$`).FindAllStringSubmatch(text, -1) {
+		heading := regexp.MustCompile(`\[([^\]]*)\]\([^)]*\)`).ReplaceAllString(m[1], "$1")
+		slug := strings.Map(func(r rune) rune {
+			switch {
+			case r == ' ':
+				return '-'
+			case r == '-' || r == '_' || unicode.IsLetter(r) || unicode.IsDigit(r):
+				return unicode.ToLower(r)
+			}
+			return -1
+		}, heading)
+		if n := seen[slug]; n > 0 {
+			out = append(out, fmt.Sprintf("%s-%d", slug, n))
+		} else {
+			out = append(out, slug)
+		}
+		seen[slug]++
+	}
+	return out
 }
 
 // The dialect and the term of the price that CONTRIBUTING shows compile in the places where it says that they belong.

@@ -190,6 +190,7 @@ func TestGroupsAreNeverMixed(t *testing.T) {
 - name: chat
   kvTransfer: nixl
   split: always
+  decodeAlone: fallback
   binding: late
   endpoints:
   - {address: %P, role: prefill, group: a}

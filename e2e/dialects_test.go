@@ -322,7 +322,7 @@ func TestMixedPools(t *testing.T) {
 	var engines []func(string, int, func() string) ([]string, string)
 	for _, k := range all {
 		engines = append(engines, k.setUp(options{}, notices, k.name).engine)
-		o.pools += fmt.Sprintf("- {name: %s, models: [%s], kvTransfer: %s, split: always%s, endpoints: [{role: prefill, address: %%P}, {role: decode, address: %%D}]}\n", k.name, k.name, k.kv, k.pool)
+		o.pools += fmt.Sprintf("- {name: %s, models: [%s], kvTransfer: %s, split: always, decodeAlone: fallback%s, endpoints: [{role: prefill, address: %%P}, {role: decode, address: %%D}]}\n", k.name, k.name, k.kv, k.pool)
 	}
 	o.engine = func(role string, i int, free func() string) ([]string, string) {
 		args, fields := engines[i%n](role, i, free)

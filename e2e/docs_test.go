@@ -27,16 +27,30 @@ import (
 var documentedRun = []string{
 	"openssl rand -hex 32 > ticket.key && chmod 600 ticket.key",
 	"openssl rand -hex 32 > admin.token",
+	"openssl rand -hex 32",
 	"tandem serve -f tandem.yaml --check",
 	"tandem envoy -f tandem.yaml > envoy.yaml",
 	"tandem serve -f tandem.yaml",
 	"envoy -c envoy.yaml",
 	`curl http://127.0.0.1:8080/v1/chat/completions -H 'content-type: application/json' -d '{"model":"MODEL","messages":[{"role":"user","content":"Hello"}],"max_tokens":16}'`,
-	"curl 'http://127.0.0.1:9090/debug/requests?n=1'",
+	`curl http://127.0.0.1:8080/v1/chat/completions -H 'content-type: application/json' -d "{\"model\":\"MODEL\",\"messages\":[{\"role\":\"user\",\"content\":\"$(seq -s ' ' 1 9000)\"}],\"max_tokens\":16}"`,
 	"curl http://ENDPOINT/health",
 	"tandem status -f tandem.yaml",
+	"tandem requests -f tandem.yaml",
+	"tandem explain -f tandem.yaml --tokens 8000",
+	"tandem weights -f tandem.yaml",
+	"tandem weights chat 10.0.0.1:8000 50 -f tandem.yaml",
 	`curl -X POST -H "Authorization: Bearer $(cat admin.token)" 'http://127.0.0.1:9090/api/pools/chat/endpoints/10.0.0.1:8000/drain?timeout=5m'`,
+	"tandem drain chat 10.0.0.1:8000 -f tandem.yaml --timeout 5m",
+	"tandem resume chat 10.0.0.1:8000 -f tandem.yaml",
 	"tandem envoy -f deploy/envoy-gateway/tandem.yaml --for envoy-gateway | kubectl apply -f -",
+}
+
+// documentedShows is what pages say that a command shows.
+var documentedShows = map[string]string{
+	"tandem requests -f tandem.yaml":              `(?s)split +127.*decode_alone \(cheaper\) +-`,
+	"tandem explain -f tandem.yaml --tokens 8000": `^Split: \S+ computes the prompt, \S+ answers: .* cheaper than decode alone`,
+	"tandem status -f tandem.yaml":                `(?s)^Tandem .*ready.*prefill +up`,
 }
 
 var documentedElsewhere = map[string]string{
@@ -48,7 +62,14 @@ var documentedElsewhere = map[string]string{
 	"kubectl get envoypatchpolicy":                                                                                 "a cluster",
 	"docker load":                                                                                                  "a container engine; TANDEM_OCI=1 go test ./deploy unpacks and runs the archive",
 	`curl -si http://127.0.0.1:8080/v1/chat/completions -H "tandem-explain: $(cat admin.token)" -H 'content-type: application/json' -d @request.json | grep -i x-tandem-explain`: "TestSheddingAndExplaining",
+	"enginesim --listen 127.0.0.1:8101 --role prefill --model tiny --prefill-speed 20000 --decode-step 20ms":                                                                     "runDocumented starts the same at free ports",
+	"enginesim --listen 127.0.0.1:8102 --role prefill --model tiny --prefill-speed 20000 --decode-step 20ms":                                                                     "likewise",
+	"enginesim --listen 127.0.0.1:8201 --role decode --model tiny --prefill-speed 20000 --decode-step 20ms":                                                                      "likewise",
+	"enginesim --listen 127.0.0.1:8202 --role decode --model tiny --prefill-speed 20000 --decode-step 20ms":                                                                      "likewise",
+	"go test ./cmd/tandem -run TestCommandReference -update":                                                                                                                     "writes to the tree",
+	"tandem status -f tandem.yaml --watch": "runs until Ctrl-C; TestStatusInATerminal",
 	"tandem demo --stay":                   "waits for Ctrl-C; TestDemoInterrupted",
+	"go test . -run TestNotice -update":    "writes to the tree",
 	"go test ./docs -update":               "writes to the tree",
 	"go test ./picker -update":             "writes to the tree",
 	"go test ./extproc/kvtransfer -update": "writes to the tree",
@@ -57,13 +78,13 @@ var documentedElsewhere = map[string]string{
 // makeTargets that pages name, and why they are not run here: they are what runs these tests, or take long.
 var makeTargets = map[string]string{
 	"build": "the tests build the same", "tools": "brought the Envoy of this test", "test": "runs this test", "demo": "TestDemo",
-	"bench": "minutes", "bench-peers": "minutes, and PyPI", "replay": "minutes", "load": "minutes", "soak": "20 minutes", "speed": "minutes, and an idle machine", "idle": "minutes",
-	"fuzz": "minutes", "lint": "minutes, the first time", "generate": "writes to the tree", "observability": "a module of its own; in CI",
-	"deploy-check": "minutes, the first time", "e2e-gateway": "root, and 3 GB", "e2e-vllm": "5.5 GiB", "e2e-vllm-pairs": "5.5 GiB", "e2e-kube": "minutes, and 10 GB of builds", "e2e-failures": "minutes",
+	"bench": "minutes", "attack": "minutes", "bench-peers": "minutes, and PyPI", "replay": "minutes", "load": "minutes", "soak": "20 minutes", "speed": "minutes, and an idle machine", "idle": "minutes",
+	"fuzz": "minutes", "lint": "minutes, the first time", "generate": "writes to the tree", "workflows": "part of make lint", "site": "minutes, and PyPI", "release": "go test ./deploy builds the same", "observability": "a module of its own; in CI",
+	"deploy-check": "minutes, the first time", "e2e-gateway": "root, and 3 GB", "e2e-vllm": "5.5 GiB", "e2e-vllm-pairs": "5.5 GiB", "e2e-sglang": "6.7 GiB", "e2e-oracles": "7 GiB", "e2e-kube": "minutes, and 10 GB of builds", "e2e-failures": "minutes",
 }
 
 // documentedCommand begins with a program that pages tell to run, or with variables for it.
-var documentedCommand = regexp.MustCompile(`^(?:[A-Z_0-9]+=\S+ )*(make|go|curl|kubectl|docker|openssl|vllm|helm|(?:bin/)?tandem|(?:\.tools/bin/)?envoy|e2e/vllm/run\.sh) `)
+var documentedCommand = regexp.MustCompile(`^(?:[A-Z_0-9]+=\S+ )*(make|go|curl|kubectl|docker|openssl|vllm|helm|(?:bin/)?tandem|(?:bin/)?enginesim|(?:\.tools/bin/)?envoy|e2e/vllm/run\.sh) `)
 
 // documented are the commands of a page: the indented blocks, and of running text what begins with a program that is
 // never but a command.
@@ -102,7 +123,7 @@ func TestDocumentedCommands(t *testing.T) {
 	t.Parallel()
 	found := map[string]string{}
 	pages := []string{"../README.md", "../CONTRIBUTING.md"}
-	for _, pattern := range []string{"../docs/*.md", "../docs/adr/*.md"} {
+	for _, pattern := range []string{"../docs/*.md", "../docs/*/*.md"} {
 		more, err := filepath.Glob(pattern)
 		require.NoError(t, err)
 		pages = append(pages, more...)
@@ -231,7 +252,7 @@ func runDocumented(t *testing.T) {
 		shown := regexp.MustCompile(`address: (10\.0\.\d\.\d:8000), role: ` + role).FindStringSubmatch(config)
 		require.NotNil(t, shown, "the README's engines")
 		config = strings.Replace(config, shown[1], addr, 1)
-		p := startProcess(t, dir, fmt.Sprint("engine-", i), filepath.Join(bin, "enginesim"), "--listen", addr, "--side-channel", free[6+2*i], "--role", role, "--model", "tiny")
+		p := startProcess(t, dir, fmt.Sprint("engine-", i), filepath.Join(bin, "enginesim"), "--listen", addr, "--side-channel", free[6+2*i], "--role", role, "--model", "tiny", "--prefill-speed", "20000", "--decode-step", "20ms")
 		f.waitFor(p, "http://"+addr+"/health")
 		if role == "prefill" {
 			prefill = addr
@@ -262,6 +283,9 @@ func runDocumented(t *testing.T) {
 			out, err := cmd.CombinedOutput()
 			require.NoError(t, err, "%s\n%s", command, out)
 			t.Logf("%s\n%.300s", command, out)
+			if shown, ok := documentedShows[command]; ok {
+				require.Regexp(t, shown, string(out), command)
+			}
 		}
 	}
 	shownMistakes(t, bin, dir)

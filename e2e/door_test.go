@@ -30,6 +30,7 @@ func TestRefusals(t *testing.T) {
   models: [tiny]
   kvTransfer: nixl
   split: always
+  decodeAlone: fallback
   longPrompts: refuse
   endpoints:
   - {address: %P, role: prefill}

@@ -31,7 +31,7 @@ func (s *stage) hold(args []string) {
 		}
 		select {
 		case <-s.play.answer.done:
-		case <-time.After(3 * time.Second): // the other replica would have answered
+		case <-time.After(300 * time.Millisecond): // the other replica would have answered, and Envoy has not given this one up yet
 			return
 		}
 		resume(s, []string{"tandem"})

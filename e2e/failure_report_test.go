@@ -156,7 +156,7 @@ func (s *stage) leftOut() string {
 		if int64(len(text)) < from {
 			from = 0
 		}
-		for _, m := range regexp.MustCompile(`endpoint is back" endpoint=(\S+)`).FindAllSubmatch(text[from:], -1) {
+		for _, m := range regexp.MustCompile(`endpoint is back" endpoint=(\S+) role=\S+ cause=check`).FindAllSubmatch(text[from:], -1) {
 			for _, e := range s.f.engines() {
 				if e.addr == string(m[1]) {
 					names[s.name(e)] = true

@@ -300,7 +300,7 @@ func (f *fleet) yaml(o options, listen, envoyAdmin string, extProcs, replans []s
 		if len(o.mix) == 1 {
 			name, models = "chat", "*"
 		}
-		fmt.Fprintf(&b, "- name: %s\n  models: [%q]\n  kvTransfer: %s\n  split: always\n%s", name, models, dialect, o.pool)
+		fmt.Fprintf(&b, "- name: %s\n  models: [%q]\n  kvTransfer: %s\n  split: always\n  decodeAlone: fallback\n%s", name, models, dialect, o.pool)
 		if dialect == "p2p-nccl" {
 			fmt.Fprintf(&b, "  registration: {listen: %q}\n", f.registration)
 		}
@@ -346,6 +346,12 @@ func quoted(in []string) (out []string) {
 }
 
 func (f *fleet) startTandem(i int, file, admin string) {
+	f.launchTandem(i, file, admin)
+	f.waitFor(f.tandems[i], admin+"/readyz")
+}
+
+// launchTandem starts replica i, which need not get ready.
+func (f *fleet) launchTandem(i int, file, admin string) {
 	bin, _ := binaries()
 	p := startProcess(f.t, f.dir, "tandem-"+strconv.Itoa(i), filepath.Join(bin, "tandem"), append([]string{"serve", "-f", file}, f.serveArgs...)...)
 	if i < len(f.tandems) {
@@ -353,7 +359,6 @@ func (f *fleet) startTandem(i int, file, admin string) {
 	} else {
 		f.tandems, f.admins = append(f.tandems, p), append(f.admins, admin)
 	}
-	f.waitFor(p, admin+"/readyz")
 }
 
 func (f *fleet) startEnvoy(bin, path string, o options) {
@@ -485,6 +490,7 @@ type seen struct {
 	Engine           string
 	Method           string              `json:"method"`
 	Path             string              `json:"path"`
+	Host             string              `json:"host"`
 	Headers          map[string][]string `json:"headers"`
 	RequestID        string              `json:"request_id"`
 	Body             string              `json:"body"`

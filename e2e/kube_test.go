@@ -23,7 +23,7 @@ func (k *kubelet) start(discovery string, o options, labels ...string) (prefill,
 		k.fleet = f
 		prefill, decode = k.run("prefill-0", "prefill", labels...), k.run("decode-0", "decode", labels...)
 	}
-	o.pools = "pools:\n- name: chat\n  kvTransfer: nixl\n  split: always\n" + o.pool + "  discovery:\n    " + discovery + "\n"
+	o.pools = "pools:\n- name: chat\n  kvTransfer: nixl\n  split: always\n  decodeAlone: fallback\n" + o.pool + "  discovery:\n    " + discovery + "\n"
 	start(k.t, o)
 	return prefill, decode
 }

@@ -172,14 +172,6 @@ func TestLMCacheFirstToken(t *testing.T) {
 		require.NotContains(t, p.Body, "ret_first_tok")
 		require.Positive(t, d.ExternalTokens)
 	}
-	// A D that fails: the request begins anew as the chat that it was, at the completions' path or not.
-	f.inject(f.decodes[0], `{"mode":"status","status":500,"leg":"any","count":1,"path":"/v1/completions"}`)
-	again := ask("tiny", 300)
-	answered := f.post(again.path, again.body, "x-request-id", again.id)
-	require.Equal(t, 200, answered.status, answered.body)
-	require.Contains(t, answered.body, `"object":"chat.completion"`)
-	require.Equal(t, f.want(again, f.decodes[0]), answered.text(t))
-
 	// An answer that its first token ends.
 	a := ask("tiny", 200)
 	token := []byte(f.want(a, f.decodes[0])[:4])
@@ -190,4 +182,12 @@ func TestLMCacheFirstToken(t *testing.T) {
 	require.NotContains(t, got.body, "first_tok")
 	require.NotContains(t, got.body, "prompt_token_ids\":[")
 	require.Empty(t, f.requests(a.id, f.decodes...))
+
+	// A D that fails: the request begins anew as the chat that it was, at the completions' path or not.
+	f.inject(f.decodes[0], `{"mode":"status","status":500,"leg":"any","count":1,"path":"/v1/completions"}`)
+	again := ask("tiny", 300)
+	answered := f.post(again.path, again.body, "x-request-id", again.id)
+	require.Equal(t, 200, answered.status, answered.body)
+	require.Contains(t, answered.body, `"object":"chat.completion"`)
+	require.Equal(t, f.want(again, f.decodes[0]), answered.text(t))
 }

@@ -58,8 +58,11 @@ func TestManyAtOnce(t *testing.T) {
 // layout here has to survive it, also with the next Envoy.
 func TestLargeBodiesUnderLoad(t *testing.T) {
 	f := start(t, options{pool: "  prefillTimeout: {base: 60s}\n", engineArgs: []string{"--record=false"}})
-	for _, load := range []struct{ size, clients, requests int }{
-		{4_000_000, 8, 24}, {1_000_000, 16, 64}, {220_000, 64, 256},
+	for _, load := range []struct {
+		size, clients, requests int
+		leaves                  int // one client in so many leaves while its request is under way; 0: none does
+	}{
+		{4_000_000, 8, 24, 0}, {1_000_000, 16, 64, 0}, {220_000, 64, 256, 0}, {700_000, 20, 160, 3},
 	} {
 		body := fmt.Sprintf(`{"model":"tiny","max_tokens":2,"messages":[{"role":"user","content":%q}]}`, strings.Repeat("0123456789", load.size/10))
 		work := make(chan int)
@@ -67,7 +70,16 @@ func TestLargeBodiesUnderLoad(t *testing.T) {
 		for range load.clients {
 			wg.Go(func() {
 				for i := range work {
-					got, err := f.try(context.Background(), http.MethodPost, "/v1/chat/completions", body)
+					ctx, cancel := context.Background(), func() {}
+					if load.leaves > 0 && i%load.leaves == 0 {
+						ctx, cancel = context.WithTimeout(ctx, time.Duration(i%40)*time.Millisecond)
+					}
+					got, err := f.try(ctx, http.MethodPost, "/v1/chat/completions", body)
+					left := ctx.Err() != nil
+					cancel()
+					if left {
+						continue
+					}
 					if err != nil || got.status != 200 {
 						t.Errorf("%d bytes, request %d: %v, status %d: %.200s", load.size, i, err, got.status, got.body)
 					}
@@ -80,7 +92,26 @@ func TestLargeBodiesUnderLoad(t *testing.T) {
 		close(work)
 		wg.Wait()
 		require.True(t, f.envoy.running(), "Envoy has died at %d bytes", load.size)
+		require.True(t, f.tandems[0].running(), "Tandem has died at %d bytes", load.size)
 	}
+	soon(t, "all memory is given back", func() bool { return metric(t, f.admins[0], "tandem_held_bytes") == 0 })
+	// A client that left between the hops leaves its blocks to the lease.
+	f.lenient = metric(t, f.admins[0], "tandem_handovers_stranded_total") > 0
+}
+
+// What does not fit a connection's share of the memory budget is refused with 503, and only that.
+func TestABodyWithoutMemoryIsRefused(t *testing.T) {
+	t.Setenv("GOMEMLIMIT", "80MiB") // a budget of 40 MiB, 10 for each connection
+	f := start(t, options{prefills: 1, decodes: 1})
+	require.InDelta(t, 40<<20, metric(t, f.admins[0], "tandem_held_bytes_limit"), 0)
+	for range 3 {
+		got := f.post("/v1/chat/completions", chat(strings.Repeat("0123456789", 1_300_000)))
+		require.Equal(t, 503, got.status, got.body)
+		require.Contains(t, got.body, `"code":"server_busy"`)
+		require.Equal(t, "1", got.header.Get("retry-after"))
+		require.Equal(t, 200, f.post("/v1/chat/completions", chat(strings.Repeat("0123456789", 100_000))).status)
+	}
+	soon(t, "all memory is given back", func() bool { return metric(t, f.admins[0], "tandem_held_bytes") == 0 })
 }
 
 // A server that is killed while an answer streams costs the answer nothing: no stream of its own holds it.

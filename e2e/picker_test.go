@@ -239,7 +239,7 @@ func TestSidecarHandoff(t *testing.T) {
 	}, patience, 20*time.Millisecond)
 	f := start(t, options{
 		prefills: 1, extProcFields: ", protocol: endpointPicker", bootstrap: gatewayTo(sidecar),
-		pools: "pools:\n- name: chat\n  kvTransfer: nixl\n  split: always\n  handoff: sidecar\n  endpoints:\n  - {address: %P, role: prefill}\n  - {address: \"" + sidecar + "\", role: decode}\n",
+		pools: "pools:\n- name: chat\n  kvTransfer: nixl\n  split: always\n  decodeAlone: fallback\n  handoff: sidecar\n  endpoints:\n  - {address: %P, role: prefill}\n  - {address: \"" + sidecar + "\", role: decode}\n",
 	})
 	for i := range 5 {
 		id := fmt.Sprintf("sidecar-%d", i)

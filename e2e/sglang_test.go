@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"net/http"
+	"strconv"
 	"strings"
 	"sync"
 	"testing"
@@ -25,8 +26,6 @@ var sglangAPIs = []struct{ name, path, body string }{
 	{"generate ids", "/generate", `{"input_ids":[1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,17],"sampling_params":{"max_new_tokens":12}}`},
 	{"generate batch", "/generate", `{"text":["one prompt","and another","and a third"],"sampling_params":{"max_new_tokens":5}}`},
 	{"completions batch", "/v1/completions", `{"model":"tiny","prompt":["one prompt","and another"],"max_tokens":5}`},
-	{"several choices", "/v1/chat/completions", `{"model":"tiny","messages":[{"role":"user","content":"x y z"}],"max_tokens":5,"n":3}`},
-	{"batch of choices", "/v1/completions", `{"model":"tiny","prompt":["one prompt","and another"],"max_tokens":5,"n":2}`},
 	{"responses", "/v1/responses", `{"model":"tiny","input":"Both at once, please.","max_output_tokens":12}`},
 	{"messages", "/v1/messages", `{"model":"tiny","max_tokens":12,"messages":[{"role":"user","content":"Both at once, please."}]}`},
 }
@@ -174,12 +173,16 @@ func TestSGLangFailures(t *testing.T) {
 	for _, replicas := range []int{1, 2} { // with two, the legs of a request are often served by different ones
 		t.Run(fmt.Sprintf("%d replicas", replicas), func(t *testing.T) {
 			t.Parallel() // mostly waits
-			sglangFailures(t, start(t, options{dialect: "sglang", replicas: replicas, pool: "  prefillTimeout: {base: 4s}\n"}))
+			sglangFailures(t, replicas)
 		})
 	}
 }
 
-func sglangFailures(t *testing.T, f *fleet) {
+func sglangFailures(t *testing.T, replicas int) {
+	fleet := func() *fleet {
+		return start(t, options{dialect: "sglang", replicas: replicas, pool: "  prefillTimeout: {base: 4s}\n"})
+	}
+	f := fleet()
 	replans := func(leg string) (sum float64) {
 		for _, admin := range f.admins {
 			sum += metric(t, admin, "tandem_replans_total", `cause="`+leg+`"`)
@@ -198,6 +201,7 @@ func sglangFailures(t *testing.T, f *fleet) {
 					body = streamed(body)
 				}
 				if failure.leg == "decode" {
+					f = fleet() // pairs that failed before are avoided
 					bad = f.decodes[0]
 				}
 				before := replans(failure.leg)
@@ -277,15 +281,79 @@ func TestSGLangWithoutPrefill(t *testing.T) {
 	require.Contains(t, got.body, `"endpoint_failed"`)
 }
 
-// What an engine finds wrong with a request is the client's answer, whichever engine finds it first.
+// What an engine finds wrong with a request is the client's answer, whichever engine finds it first. What the engine shows of
+// the request is the client's own.
 func TestSGLangRefusals(t *testing.T) {
-	f := start(t, options{dialect: "sglang"})
-	for range 10 {
-		got := f.post("/v1/chat/completions", `{"model":"tiny","messages":[],"max_tokens":3}`)
-		require.Equal(t, 400, got.status, got.body)
-		require.Contains(t, got.body, "BadRequest")
+	for name, slow := range map[string]string{"either": "", "decode first": "prefill", "prefill first": "decode"} {
+		t.Run(name, func(t *testing.T) {
+			f := start(t, options{dialect: "sglang"})
+			for _, e := range f.engines() {
+				if e.role == slow {
+					f.inject(e, `{"mode":"slow","delay":"500ms"}`)
+				}
+			}
+			for i := range 10 {
+				body := `{"model":"tiny","max_tokens":3}`
+				if i%2 == 1 {
+					body = streamed(body)
+				}
+				got := f.post("/v1/chat/completions", body)
+				require.Equal(t, 400, got.status, got.body)
+				require.Contains(t, got.body, "BadRequest")
+				require.Contains(t, got.body, `'model': 'tiny', 'max_tokens': 3}`)
+				require.NotContains(t, got.body, "bootstrap")
+				require.Equal(t, strconv.Itoa(len(got.body)), got.header.Get("content-length"))
+			}
+			require.Zero(t, metric(t, f.admins[0], "tandem_replans_total"))
+		})
 	}
-	require.Zero(t, metric(t, f.admins[0], "tandem_replans_total"))
+}
+
+// Several choices of one prompt have one room on real engines, so that decode waits in vain: only an engine that does both
+// answers them.
+func TestSGLangChoices(t *testing.T) {
+	requests := map[string]string{
+		`{"model":"tiny","messages":[{"role":"user","content":"x y z"}],"max_tokens":5,"n":3}`: "/v1/chat/completions",
+		`{"model":"tiny","prompt":["one prompt","and another"],"max_tokens":5,"n":2}`:          "/v1/completions",
+		`{"text":"one prompt","sampling_params":{"max_new_tokens":5,"n":2}}`:                   "/generate",
+	}
+	f := start(t, options{dialect: "sglang", engine: func(role string, i int, free func() string) ([]string, string) {
+		args := []string{"--connector", "sglang", "--transfer-timeout", "20s"}
+		if i == 3 {
+			return append(args, "--role", "both"), ""
+		}
+		if role == "prefill" {
+			bootstrap := free()
+			return append(args, "--bootstrap", bootstrap), ", transfer: {bootstrapPort: " + portOf(bootstrap) + "}"
+		}
+		return args, ""
+	}, pools: `pools:
+- name: chat
+  models: ["*"]
+  kvTransfer: sglang
+  split: always
+  decodeAlone: fallback
+  endpoints:
+  - {address: %P, role: prefill}
+  - {address: %P, role: prefill}
+  - {address: %D, role: decode}
+  - {address: %D, role: both}
+`})
+	for body, path := range requests {
+		for _, b := range []string{body, streamed(body)} {
+			id := fmt.Sprintf("choices-%d", len(b))
+			got := f.post(path, b, "x-request-id", id)
+			require.Equal(t, 200, got.status, got.body)
+			require.Len(t, f.requests(id, f.engines()...), 1)
+			require.Len(t, f.requests(id, f.decodes[1]), 1, "the one that does both")
+		}
+	}
+	f = start(t, options{dialect: "sglang"})
+	for body, path := range requests {
+		got := f.post(path, body)
+		require.Equal(t, 400, got.status, got.body)
+		require.Contains(t, got.body, "several_choices")
+	}
 }
 
 // A client that leaves takes both legs with it: P waits for D, D for P, and neither hears of the other's end.

@@ -160,7 +160,7 @@ func TestBlocksOfADecodeNotReached(t *testing.T) {
 		require.NoError(t, err)
 		return strings.ReplaceAll(string(text), "connect_timeout: 1s", "connect_timeout: 300s")
 	}, pools: fmt.Sprintf(`pools:
-- {name: chat, models: ["*"], kvTransfer: nixl, split: always, strandedBlocks: cleanupDecode, endpoints: [{address: %%P, role: prefill}, {address: %%D, role: decode}, {address: %q, role: decode}]}
+- {name: chat, models: ["*"], kvTransfer: nixl, split: always, decodeAlone: fallback, strandedBlocks: cleanupDecode, endpoints: [{address: %%P, role: prefill}, {address: %%D, role: decode}, {address: %q, role: decode}]}
 `, deaf(t))}))
 	for i := 0; ; i++ {
 		require.Less(t, i, 100, "no request came to the endpoint that hangs")

@@ -33,7 +33,7 @@ func refuser(t *testing.T) string {
 func TestRefusalsBeforeTheBodyIsThere(t *testing.T) {
 	t.Parallel()
 	f := start(t, options{decodes: 1, engineArgs: []string{"--record=false"}, pools: fmt.Sprintf(`pools:
-- {name: chat, models: ["*"], kvTransfer: nixl, split: always, endpoints: [{address: %q, role: prefill}, {address: %%D, role: decode}]}
+- {name: chat, models: ["*"], kvTransfer: nixl, split: always, decodeAlone: fallback, endpoints: [{address: %q, role: prefill}, {address: %%D, role: decode}]}
 `, refuser(t))})
 	for i := range 20 {
 		got := f.post("/v1/chat/completions", question(strconv.Itoa(i), 1_000_000)) // 4 MB: one in ten failed before the leg waited

@@ -30,8 +30,12 @@ const MaxRedirects = 8
 // bufferMargin is what a body may grow by on its way: the prefill leg's edits, and the KV parameters on the decode leg.
 const bufferMargin = 8 << 20
 
-// bufferedFrom is the body length from which bodyMode auto means BUFFERED (docs/adr/0005).
-const bufferedFrom = 64 << 10
+// bufferedFrom is the body length from which bodyMode auto means BUFFERED (docs/adr/0005). With several replicas it is less: Envoy
+// (1.40) keeps 64 KiB of a gRPC stream for a retry, headers and ticket included.
+const (
+	bufferedFrom        = 64 << 10
+	bufferedFromSeveral = 24 << 10
+)
 
 // bootstrap is what the template is filled with.
 type bootstrap struct {
@@ -132,9 +136,6 @@ func gather(c *configv1.Config) (*bootstrap, error) {
 		TicketTTL: seconds(c.GetTickets().GetTtl()),
 	}
 	b.serve(c.GetPools())
-	if b.Mode == "buffered" {
-		b.BufferedFrom = 0
-	}
 	if c.GetExtProc().Encrypted() || e.GetExtProcTls() != nil {
 		b.TLS = newClientTLS(e.GetExtProcTls(), true)
 	}
@@ -147,6 +148,12 @@ func gather(c *configv1.Config) (*bootstrap, error) {
 	}
 	if b.ExtProcs, err = reachable("tandem-extproc", e.GetExtProcs()); err != nil {
 		return nil, err
+	}
+	switch {
+	case b.Mode == "buffered":
+		b.BufferedFrom = 0
+	case b.Several():
+		b.BufferedFrom = bufferedFromSeveral
 	}
 	if b.Replans, err = reachable("tandem-replan", e.GetReplans()); err != nil {
 		return nil, err

@@ -66,7 +66,9 @@ func (s *stand) testTwoHops(t *testing.T) {
 	require.Equal(t, 200, got.Status)
 	require.Equal(t, `{"engine":"D"}`, got.Body)
 	require.Equal(t, "mine-1", got.Header.Get("x-request-id"))
-	require.Empty(t, got.Header.Get("x-tandem-ticket"))
+	for name := range got.Header {
+		require.False(t, strings.HasPrefix(name, "X-Tandem-") || name == "X-Gateway-Destination-Endpoint", name)
+	}
 	require.Empty(t, got.Header.Get("x-envoy-upstream-service-time"))
 	passes, calls := s.take()
 	require.Len(t, passes, 2)
@@ -89,10 +91,13 @@ func (s *stand) testTwoHops(t *testing.T) {
 func (s *stand) testForged(t *testing.T) {
 	got := s.post(t, "/v1/chat/completions", "application/json", strings.NewReader("{}"), "x-tandem-ticket", "forged", "x-tandem-leg", "pass",
 		"x-tandem-body-bytes", "100000", "x-tandem-scheme", "https", "x-gateway-destination-endpoint", "127.0.0.1:1", "x-envoy-max-retries", "9",
-		"x-envoy-upstream-rq-timeout-ms", "1", "x-envoy-original-url", "x", "x-envoy-anything", "x")
+		"x-envoy-upstream-rq-timeout-ms", "1", "x-envoy-original-url", "x", "x-envoy-anything", "x", "x-tandem-reservation", "forged")
 	require.Equal(t, `{"engine":"D"}`, got.Body)
 	passes, _ := s.take()
 	require.Len(t, passes, 2)
+	require.Len(t, passes[0].Headers["x-tandem-reservation"], len("2f3e4d5c-0000-4000-8000-0123456789ab"), "Envoy's own name for the request")
+	require.Equal(t, passes[0].Headers["x-tandem-reservation"], passes[1].Headers["x-tandem-reservation"])
+	delete(passes[0].Headers, "x-tandem-reservation")
 	for name := range passes[0].Headers {
 		require.False(t, strings.HasPrefix(name, "x-tandem-") || name == "x-gateway-destination-endpoint", name)
 		require.False(t, strings.HasPrefix(name, "x-envoy-") && name != "x-envoy-external-address" && name != "x-envoy-internal", name)

@@ -243,12 +243,14 @@ func (g *gatewayResources) listenerPatches(listener string, hcm map[string]any) 
 		out = append(out, patch{typePrefix + "listener.v3.Listener", listener, operation{Op: op, JSONPath: at, Path: path, Value: value}})
 	}
 	do("add", manager, "/max_request_headers_kb", hcm["max_request_headers_kb"])
+	do("add", manager, "/common_http_protocol_options/max_headers_count", 160)
 	do("add", manager, "/local_reply_config", hcm["local_reply_config"])
 	logs, _ := hcm["access_log"].([]any)
 	for _, log := range logs {
 		do("add", manager, "/access_log/-", log)
 	}
 	filters, _ := hcm["http_filters"].([]any)
+	var hygiene map[string]any
 	for _, f := range filters {
 		switch filter, _ := f.(map[string]any); filter["name"] {
 		case "envoy.filters.http.ext_proc":
@@ -256,9 +258,12 @@ func (g *gatewayResources) listenerPatches(listener string, hcm map[string]any) 
 			at := fmt.Sprintf(`$..http_filters[?match(@.name, "envoy.filters.http.ext_proc/.*/%s/%s/extproc/0")]`, g.Namespace, g.Name)
 			do("replace", at, "/typed_config", filter["typed_config"])
 		case "envoy.filters.http.lua":
-			do("add", manager, "/http_filters/0", filter) // first, and so the last to see an answer
+			do("add", manager, "/http_filters/0", filter) // before the other filters, and so behind them for an answer
+		case "envoy.filters.http.header_mutation/tandem":
+			hygiene = filter
 		}
 	}
+	do("add", manager, "/http_filters/0", hygiene) // the first, and so the last to see an answer
 	return out
 }
 

@@ -139,6 +139,8 @@ func (s *stand) engine(t *testing.T, name string) *httptest.Server {
 		s.calls = append(s.calls, call{name, r.Header, r.URL.Path, string(body)})
 		s.mu.Unlock()
 		w.Header().Set("x-tandem-ticket", "an engine's own")
+		w.Header().Set("x-tandem-internal", "an engine's own")
+		w.Header().Set("x-gateway-destination-endpoint", "10.0.0.7:8000")
 		w.Header().Set("x-envoy-upstream-service-time", "1")
 		fmt.Fprintf(w, `{"engine":%q}`, name)
 	}))
@@ -298,7 +300,7 @@ func (s *stand) leg(stream pb.ExternalProcessor_ProcessServer) error {
 		}
 		ended = b.GetResponseBody().GetEndOfStream()
 	}
-	headers := mutation(map[string]string{":status": "307", "location": "http://" + values["request.host"] + values["request.path"],
+	headers := mutation(map[string]string{":status": "307", "location": "http://tandem" + values["request.path"],
 		"x-tandem-ticket": "back " + values["request.headers['x-tandem-ticket']"] + " " + values["request.headers['x-request-id']"] + strings.Repeat("x", 40<<10)})
 	headers.RemoveHeaders = []string{"content-length"}
 	reply := &pb.ProcessingResponse{Response: &pb.ProcessingResponse_ResponseHeaders{ResponseHeaders: &pb.HeadersResponse{Response: &pb.CommonResponse{HeaderMutation: headers}}}}

@@ -12,6 +12,7 @@ import (
 	"github.com/stretchr/testify/require"
 	"google.golang.org/protobuf/types/known/structpb"
 
+	"tandem/extproc/envoywire"
 	"tandem/extproc/kvtransfer"
 )
 
@@ -33,7 +34,7 @@ func (s *stand) throughAnswerLeg(t *kvtransfer.Ticket, status, contentType, body
 	s.t.Helper()
 	sealed, err := s.server.keys().Seal(nil, t, "r1")
 	require.NoError(s.t, err)
-	l := s.leg(roleAnswerLeg)
+	l := s.leg(envoywire.RoleAnswerLeg)
 	attributes, err := structpb.NewStruct(map[string]any{"request.headers['x-tandem-ticket']": string(sealed), "request.headers['x-request-id']": "r1"})
 	require.NoError(s.t, err)
 	send := func(m *extprocv3.ProcessingRequest) {
@@ -69,7 +70,7 @@ func (s *stand) throughAnswerLeg(t *kvtransfer.Ticket, status, contentType, body
 			i := r.GetImmediateResponse()
 			got.status = int(i.GetStatus().GetCode())
 			for _, h := range i.GetHeaders().GetSetHeaders() {
-				got.final = got.final || h.GetHeader().GetKey() == headerFinal && string(h.GetHeader().GetRawValue()) == "true"
+				got.final = got.final || h.GetHeader().GetKey() == envoywire.HeaderFinal && string(h.GetHeader().GetRawValue()) == "true"
 			}
 			var e struct{ Error struct{ Code string } }
 			require.NoError(s.t, json.Unmarshal(i.GetBody(), &e))
@@ -84,7 +85,7 @@ func (s *stand) throughAnswerLeg(t *kvtransfer.Ticket, status, contentType, body
 			part := r.GetResponseBody().GetResponse().GetBodyMutation().GetStreamedResponse()
 			require.NotNil(s.t, part, "%v", r)
 			require.False(s.t, got.ended)
-			require.LessOrEqual(s.t, len(part.GetBody()), maxPiece)
+			require.LessOrEqual(s.t, len(part.GetBody()), envoywire.MaxPiece)
 			got.body, got.ended = got.body+string(part.GetBody()), part.GetEndOfStream()
 			if got.ended {
 				return got

@@ -12,8 +12,8 @@ import (
 
 // carries reports whether P's answer may come by itself: not where somebody has to wait for the KV or P may have the last word,
 // where a hand-over whose client left has to be cleaned up, and not of a traced request, whose hop has a span of its own.
-func (x *exchange) carries(policy *Policy) bool {
-	return mayCarry(policy) && !policy.CleanupDecode && x.span == nil
+func (x firstPass) carries(policy *Policy) bool {
+	return mayCarry(policy) && !policy.CleanupDecode && !x.Recording()
 }
 
 // mayCarry is what has to hold of the pool's dialect, in pass 1 and in pass 2.
@@ -24,12 +24,12 @@ func mayCarry(policy *Policy) bool {
 
 // carried makes of P's answer, which came with pass 1's ticket, what the leg's filter makes of a longer one. The hand-over's
 // name is made of the ticket's: it is good for one pass 2.
-func (x *exchange) carried(t *kvtransfer.Ticket) *kvtransfer.Ticket {
-	x.observe(t)
+func (x nextPass) carried(t *kvtransfer.Ticket) *kvtransfer.Ticket {
+	x.prefilled.observe(t)
 	policy, _ := x.s.policy(t.Pool)
-	answer := x.msg.headers.prefilled
-	n, err := base64.StdEncoding.Decode(answer, answer)                              // in place: what is written lies before what is read next
-	next, _ := x.settlePrefill(t, 200, answer[:n], err != nil || !mayCarry(&policy)) // the configuration may have changed since pass 1
+	answer := x.msg.Headers.Prefilled
+	n, err := base64.StdEncoding.Decode(answer, answer)                                        // in place: what is written lies before what is read next
+	next, _ := x.prefilled.settlePrefill(t, 200, answer[:n], err != nil || !mayCarry(&policy)) // the configuration may have changed since pass 1
 	next.ID = carriedID(t.ID)
 	return next
 }

@@ -6,6 +6,7 @@ import (
 	"slices"
 	"time"
 
+	"tandem/extproc/envoywire"
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/openai"
 	"tandem/kvstate"
@@ -27,7 +28,7 @@ type pairRoute struct {
 }
 
 // isSGLang reports whether POST /generate, which names no model, is SGLang's here.
-func (x *exchange) isSGLang() bool {
+func (x mainRole) isSGLang() bool {
 	pool := x.s.State.PoolFor("")
 	if pool == nil {
 		return false
@@ -37,9 +38,9 @@ func (x *exchange) isSGLang() bool {
 }
 
 // concurrent plans a request to a pool whose legs run at once.
-func (x *exchange) concurrent(pool *kvstate.Pool, policy Policy, a attempt) (route, error) {
+func (x firstPass) concurrent(pool *kvstate.Pool, policy Policy, a attempt) (route, error) {
 	dialect := policy.Concurrent
-	if x.body.len() > x.s.SplitBodyBytes && policy.RefuseLong {
+	if x.body.Len() > x.s.SplitBodyBytes && policy.RefuseLong {
 		return route{}, openai.TooLarge(x.s.SplitBodyBytes)
 	}
 	if why := x.whyNoPair(policy, a); why != "" && !a.alone {
@@ -51,7 +52,10 @@ func (x *exchange) concurrent(pool *kvstate.Pool, policy Policy, a attempt) (rou
 		}
 	}
 	x.hashes = x.req.PromptHash(x.hashes[:0], blockBytes, maxBlocks)
-	tokens := pool.PromptTokens(x.body.len())
+	if a.redirects == 0 {
+		x.s.State.Asked(pool, x.hashes)
+	}
+	tokens := pool.PromptTokens(x.body.Len())
 	if !a.alone {
 		r, err := x.pairUp(pool, policy, tokens, &a)
 		if r.leg != "" || err != nil {
@@ -67,10 +71,10 @@ func (x *exchange) concurrent(pool *kvstate.Pool, policy Policy, a attempt) (rou
 	}
 	x.picker.Policy = policy.place()
 	choice, err := x.picker.Pick(&picker.Request{
-		PromptTokens: tokens, Blocks: len(x.hashes), Model: x.req.Model(), Labels: x.labels(&policy), Excluded: a.excluded, Rand: random(),
+		PromptTokens: tokens, Blocks: len(x.hashes), Model: x.req.Model(), Labels: x.labelsOf(&policy), Excluded: a.excluded, Rand: random(),
 	}, &x.view)
 	if err != nil {
-		return route{}, noEndpoint(pool, err)
+		return route{}, noEndpoint(pool, policy.Source, err)
 	}
 	if err := a.exhausted(policy, x.view.Endpoints[choice.Decode].Endpoint.Addr); err != nil {
 		return route{}, err
@@ -79,11 +83,11 @@ func (x *exchange) concurrent(pool *kvstate.Pool, policy Policy, a attempt) (rou
 }
 
 // whyNoPair says why a request does not go over two legs, "" if it may.
-func (x *exchange) whyNoPair(policy Policy, a attempt) string {
+func (x firstPass) whyNoPair(policy Policy, a attempt) string {
 	switch {
 	case !policy.Split:
 		return "policy"
-	case x.body.len() > x.s.SplitBodyBytes:
+	case x.body.Len() > x.s.SplitBodyBytes:
 		return "body_too_long"
 	case a.redirects+1 >= x.s.MaxRedirects: // a leg that fails needs one
 		return "redirects_spent"
@@ -94,7 +98,7 @@ func (x *exchange) whyNoPair(policy Policy, a attempt) string {
 }
 
 // refusePair is what a client is told whose request no pair can answer, and no engine alone.
-func (x *exchange) refusePair(a attempt) error {
+func (x firstPass) refusePair(a attempt) error {
 	switch a.why {
 	case "body_too_long":
 		return openai.TooLarge(x.s.SplitBodyBytes)
@@ -109,7 +113,7 @@ func (x *exchange) refusePair(a attempt) error {
 
 // pairUp plans both legs. A route without leg means that there is no pair, or that undoing P's leg would take more than a
 // ticket holds; a.why says which.
-func (x *exchange) pairUp(pool *kvstate.Pool, policy Policy, tokens int64, a *attempt) (route, error) {
+func (x firstPass) pairUp(pool *kvstate.Pool, policy Policy, tokens int64, a *attempt) (route, error) {
 	dialect := policy.Concurrent
 	x.s.State.View(pool, x.hashes, &x.view)
 	c, ok, err := x.pickPair(pool, &policy, tokens, a)
@@ -126,7 +130,6 @@ func (x *exchange) pairUp(pool *kvstate.Pool, policy Policy, tokens int64, a *at
 	p, d := x.view.Endpoints[c.Prefill], x.view.Endpoints[c.Decode]
 	legs := kvtransfer.Legs{ID: newTicketID(), RequestID: x.requestID, Prefill: p.Endpoint, Decode: d.Endpoint}
 	if policy.Peers != nil {
-		x.mayWait() // an engine may have to be asked who it is
 		legs.Peer, _ = policy.Peers.Lookup(x.stream.Context(), p.Endpoint)
 		legs.DecodePeer = policy.Peers.Known(d.Endpoint.Addr)
 	}
@@ -149,21 +152,23 @@ func (x *exchange) pairUp(pool *kvstate.Pool, policy Policy, tokens int64, a *at
 	}
 	x.setPriority(&policy)
 	edits := x.patch.Edits()
-	x.undo = edits.Inverse(x.undo[:0], x.body.bytes())
+	x.undo = edits.Inverse(x.undo[:0], x.body.Bytes())
 	if x.undo.Size() > kvtransfer.MaxUndoBytes {
 		a.why = "undo_too_large"
 		return route{}, nil
 	}
-	r := route{leg: legPair, endpoint: d.Endpoint, edits: edits, pair: &pairRoute{p.Endpoint, mirrorKeep, told}}
+	r := route{leg: envoywire.LegPair, endpoint: d.Endpoint, edits: edits, pair: &pairRoute{p.Endpoint, envoywire.MirrorKeep, told}}
 	if dialect.CancelsPrefill() {
-		r.pair.mirror = mirrorCancel
+		r.pair.mirror = envoywire.MirrorCancel
 	}
 	t := kvtransfer.Ticket{
 		ID: legs.ID, Stage: kvtransfer.PairLegs, Expires: time.Now().Add(x.s.TicketTTL), Started: a.started,
 		Pool: pool.Spec.Name, Prefill: p.Endpoint.Addr, Decode: d.Endpoint.Addr, Split: true,
 		Redirects: a.redirects, Prefills: a.prefills + 1, Excluded: a.excluded,
-		Undo: x.undo, BodyBytes: edits.Len(x.body.len()), PromptTokens: tokens, Params: told.Decode, Prompt: x.lastBlock(),
+		Undo: x.undo, BodyBytes: edits.Len(x.body.Len()), PromptTokens: tokens, Params: told.Decode, Prompt: x.lastBlock(),
+		Loads: true, LeastBytes: policy.leastBytes(x.req.API(), x.requestID, x.req.True(openai.FieldStream) && !told.Joined),
 	}
+	x.s.State.ClaimLoad(pool, p.Endpoint.Addr, d.Endpoint.Addr, t.ID)
 	r.booked[0] = x.reserve(p.Endpoint, kvstate.RolePrefill, a.redirects, c.PrefillBooking())
 	r.booked[1] = x.reserve(d.Endpoint, kvstate.RoleDecode, a.redirects, c.DecodeBooking())
 	t.Reservations = [2]uint64{uint64(r.booked[0]), uint64(r.booked[1])}
@@ -174,12 +179,12 @@ func (x *exchange) pairUp(pool *kvstate.Pool, policy Policy, tokens int64, a *at
 
 // pickPair chooses a pair of the view. Endpoints that failed the request are taken where there is no other, but not
 // oftener than maxTries.
-func (x *exchange) pickPair(pool *kvstate.Pool, policy *Policy, tokens int64, a *attempt) (c picker.Choice, ok bool, err error) {
+func (x firstPass) pickPair(pool *kvstate.Pool, policy *Policy, tokens int64, a *attempt) (c picker.Choice, ok bool, err error) {
 	r := picker.Request{PromptTokens: tokens, Blocks: len(x.hashes), Model: x.req.Model(), Split: true, Excluded: a.excluded, Rand: random()}
 	if err := x.aim(pool, policy, &r); err != nil {
 		return c, false, err
 	}
-	c, err = x.choose(pool, policy, &r, a)
+	c, err = x.chooseOther(pool, policy, &r, a)
 	if err == nil && c.Prefill >= 0 {
 		return c, true, nil
 	}
@@ -195,21 +200,24 @@ func (x *exchange) pickPair(pool *kvstate.Pool, policy *Policy, tokens int64, a 
 }
 
 // setPairHeaders writes what the two legs need beside what every route has, or removes what an earlier pass left.
-func (x *exchange) setPairHeaders(p *pairRoute) {
+func (x mainRole) setPairHeaders(p *pairRoute) {
 	h := &x.headers
 	set := func(name, value string) {
 		if value != "" {
-			h.add(name, []byte(value))
-		} else if len(x.msg.headers.clientID) > 0 {
-			h.drop(name)
+			h.Set(name, []byte(value))
+		} else if len(x.msg.Headers.ClientID) > 0 {
+			h.Remove(name)
 		}
 	}
 	if p == nil {
-		if len(x.msg.headers.clientID) == 0 {
+		if len(x.msg.Headers.ClientID) == 0 {
 			return
 		}
-		for _, name := range [...]string{headerPrefillEndpoint, headerPrefillScheme, headerMirror, headerClientID, headerLegID, headerPrefillRank, headerDecodeRank, headerAnswer} {
-			h.drop(name)
+		for _, name := range [...]string{
+			envoywire.HeaderPrefillEndpoint, envoywire.HeaderPrefillScheme, envoywire.HeaderMirror, envoywire.HeaderClientID,
+			envoywire.HeaderLegID, envoywire.HeaderPrefillRank, envoywire.HeaderDecodeRank, envoywire.HeaderAnswer,
+		} {
+			h.Remove(name)
 		}
 		return
 	}
@@ -217,16 +225,16 @@ func (x *exchange) setPairHeaders(p *pairRoute) {
 	if scheme == "http" {
 		scheme = ""
 	}
-	set(headerPrefillEndpoint, p.prefill.Addr)
-	set(headerPrefillScheme, scheme)
-	set(headerMirror, p.mirror)
-	set(headerClientID, x.requestID)
-	set(headerLegID, p.told.RequestID)
-	set(headerPrefillRank, p.told.PrefillRank)
-	set(headerDecodeRank, p.told.DecodeRank)
+	set(envoywire.HeaderPrefillEndpoint, p.prefill.Addr)
+	set(envoywire.HeaderPrefillScheme, scheme)
+	set(envoywire.HeaderMirror, p.mirror)
+	set(envoywire.HeaderClientID, x.requestID)
+	set(envoywire.HeaderLegID, p.told.RequestID)
+	set(envoywire.HeaderPrefillRank, p.told.PrefillRank)
+	set(envoywire.HeaderDecodeRank, p.told.DecodeRank)
 	joined := ""
 	if p.told.Joined {
 		joined = "joined"
 	}
-	set(headerAnswer, joined)
+	set(envoywire.HeaderAnswer, joined)
 }

@@ -17,6 +17,7 @@ import (
 	"github.com/stretchr/testify/require"
 	"google.golang.org/grpc/metadata"
 
+	"tandem/extproc/envoywire"
 	"tandem/extproc/kvtransfer"
 	"tandem/kvstate"
 )
@@ -51,7 +52,9 @@ func (s *stand) leg(role string) *leg {
 }
 
 // decode begins the decode leg, and gives the body that D gets.
-func (q *request) decode(s *stand) (l *leg, body string) { return q.through(s, roleDecodeLeg) }
+func (q *request) decode(s *stand) (l *leg, body string) {
+	return q.through(s, envoywire.RoleDecodeLeg)
+}
 
 // through begins a leg whose filter rewrites the body, and gives what the engine gets.
 func (q *request) through(s *stand, role string) (l *leg, body string) {
@@ -69,7 +72,7 @@ func (q *request) through(s *stand, role string) (l *leg, body string) {
 
 // mirror begins the mirrored leg.
 func (q *request) mirror(s *stand) *leg {
-	l := s.leg(roleMirror)
+	l := s.leg(envoywire.RoleMirror)
 	q.mode = filterv3.ProcessingMode_NONE
 	headers, _ := q.messages()
 	q.mode = filterv3.ProcessingMode_FULL_DUPLEX_STREAMED
@@ -113,7 +116,7 @@ func (l *leg) redirected(q *request) {
 	require.NotNil(l.t, i)
 	require.EqualValues(l.t, 307, i.GetStatus().GetCode())
 	for _, h := range i.GetHeaders().GetSetHeaders() {
-		if h.GetHeader().GetKey() == headerTicket {
+		if h.GetHeader().GetKey() == envoywire.HeaderTicket {
 			q.taken = string(h.GetHeader().GetRawValue())
 		}
 	}
@@ -144,7 +147,7 @@ func inBubble(t *testing.T, endpoints []string, test func(t *testing.T, s *stand
 		test(t, s)
 		synctest.Wait()
 		require.Zero(t, s.state.Reservations(), "something stays booked")
-		require.Zero(t, s.server.held.Load())
+		require.Zero(t, s.server.Memory.Load())
 	})
 }
 
@@ -153,10 +156,10 @@ var twoAndTwo = []string{"p1", "p2", "d1", "d2"}
 func TestPairGoesWell(t *testing.T) {
 	inBubble(t, twoAndTwo, func(t *testing.T, s *stand) {
 		q, v := pass1(s, "well")
-		require.Equal(t, legPair, v.set[headerLeg])
-		require.Equal(t, mirrorCancel, v.set[headerMirror])
-		require.Equal(t, "well", v.set[headerClientID])
-		require.NotEmpty(t, v.set[headerPrefillEndpoint])
+		require.Equal(t, envoywire.LegPair, v.set[envoywire.HeaderLeg])
+		require.Equal(t, envoywire.MirrorCancel, v.set[envoywire.HeaderMirror])
+		require.Equal(t, "well", v.set[envoywire.HeaderClientID])
+		require.NotEmpty(t, v.set[envoywire.HeaderPrefillEndpoint])
 		d, body := q.decode(s)
 		require.Equal(t, room(t, string(q.body)), room(t, body), "one room")
 		require.Contains(t, body, `"model":"m","messages":[],"stream":true,"max_tokens":9}`)
@@ -197,8 +200,8 @@ func TestPairPrefillFails(t *testing.T) {
 				q.mirror(s).answer(answer.status, answer.body)
 				d.redirected(q)
 				second := q.pass()
-				require.Equal(t, legPair, second.set[headerLeg])
-				require.NotEqual(t, first.set[headerPrefillEndpoint], second.set[headerPrefillEndpoint], "another P")
+				require.Equal(t, envoywire.LegPair, second.set[envoywire.HeaderLeg])
+				require.NotEqual(t, first.set[envoywire.HeaderPrefillEndpoint], second.set[envoywire.HeaderPrefillEndpoint], "another P")
 				require.NotEqual(t, room(t, body), room(t, string(q.body)), "another room")
 				d, _ = q.decode(s)
 				q.mirror(s).answer(200, goodPrefill)
@@ -245,7 +248,7 @@ func TestPairDecodeFails(t *testing.T) {
 		d.redirected(q)
 		require.EqualValues(t, 503, p.receive().GetImmediateResponse().GetStatus().GetCode(), "cut")
 		second := q.pass()
-		require.NotEqual(t, first.set[headerEndpoint], second.set[headerEndpoint], "another D")
+		require.NotEqual(t, first.set[envoywire.HeaderEndpoint], second.set[envoywire.HeaderEndpoint], "another D")
 		s.log(q.entry(0, "downstream_remote_disconnect"))
 	})
 }
@@ -315,9 +318,9 @@ func (s *stand) logMirror(q *request, status int) {
 	require.NoError(s.t, err)
 	e := q.entry(status, "via_upstream")
 	e.Request.RequestId = "another"
-	e.Request.RequestHeaders[headerClientID] = q.headers[headerClientID]
+	e.Request.RequestHeaders[envoywire.HeaderClientID] = q.headers[envoywire.HeaderClientID]
 	require.NoError(s.t, stream.Send(&logv3.StreamAccessLogsMessage{
-		Identifier: &logv3.StreamAccessLogsMessage_Identifier{LogName: logNameMirror},
+		Identifier: &logv3.StreamAccessLogsMessage_Identifier{LogName: envoywire.LogNameMirror},
 		LogEntries: &logv3.StreamAccessLogsMessage_HttpLogs{HttpLogs: &logv3.StreamAccessLogsMessage_HTTPAccessLogEntries{LogEntry: []*logdatav3.HTTPAccessLogEntry{e}}},
 	}))
 	_, err = stream.CloseAndRecv()
@@ -330,8 +333,8 @@ func TestPairAlternatives(t *testing.T) {
 		s := pairStand(t, "sglang", "p1", "d1", "b1")
 		q := s.newRequest("/v1/responses", "stored", `{"model":"m","input":"x","store":true}`)
 		v := q.pass()
-		require.Equal(t, addressOf("b1"), v.set[headerEndpoint])
-		require.Equal(t, legDecode, v.set[headerLeg])
+		require.Equal(t, addressOf("b1"), v.set[envoywire.HeaderEndpoint])
+		require.Equal(t, envoywire.LegDecode, v.set[envoywire.HeaderLeg])
 		s.log(q.entry(200, "via_upstream"))
 
 		s = pairStand(t, "sglang", "p1", "d1")
@@ -343,7 +346,7 @@ func TestPairAlternatives(t *testing.T) {
 		}
 		s = pairStand(t, "mooncake", "p1", "d1") // whose P is not known: D does it alone
 		q, v = pass1(s, "unknown")
-		require.Equal(t, legDecode, v.set[headerLeg])
+		require.Equal(t, envoywire.LegDecode, v.set[envoywire.HeaderLeg])
 		s.log(q.entry(200, "via_upstream"))
 	})
 }
@@ -355,10 +358,10 @@ func TestPairForeignTickets(t *testing.T) {
 		sealed, err := s.server.keys().Seal(nil, &kvtransfer.Ticket{Stage: kvtransfer.DecodeLeg, Expires: time.Now().Add(time.Minute)}, "x")
 		require.NoError(t, err)
 		for _, ticket := range []string{"", "forged", string(sealed)} {
-			for _, role := range []string{roleDecodeLeg, roleMirror} {
+			for _, role := range []string{envoywire.RoleDecodeLeg, envoywire.RoleMirror} {
 				l := s.leg(role)
 				require.NoError(t, l.stream.Send(&extprocv3.ProcessingRequest{Request: &extprocv3.ProcessingRequest_RequestHeaders{
-					RequestHeaders: &extprocv3.HttpHeaders{Headers: headerMap(headerTicket, ticket, headerClientID, "x")},
+					RequestHeaders: &extprocv3.HttpHeaders{Headers: headerMap(envoywire.HeaderTicket, ticket, envoywire.HeaderClientID, "x")},
 				}}))
 				require.EqualValues(t, 500, l.receive().GetImmediateResponse().GetStatus().GetCode(), "%s with %q", role, ticket)
 			}

@@ -1,6 +1,9 @@
 package extproc
 
 import (
+	"bytes"
+
+	"tandem/extproc/envoywire"
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/openai"
 )
@@ -8,24 +11,21 @@ import (
 // completionsPath is where D goes on with what P began, whatever the client's API is.
 const completionsPath = "/v1/completions"
 
-// maxKeptPath bounds the client's path where a ticket has to keep it.
-const maxKeptPath = 1024
-
 // continueAt makes D's leg one that goes on behind P's first token, and says how the client's answer is made of D's. Where
 // that cannot be, r stays as it is: D is sent the client's own body, and writes all of the answer.
 //
 // The body in x.body is P's, and the client's afterwards: what D is sent differs from that in little.
-func (x *exchange) continueAt(r *route, t *kvtransfer.Ticket, c kvtransfer.Continuer, params []byte) (answer []byte, undo openai.Edits) {
-	h := &x.msg.headers
-	if t.Redirects+1 >= x.s.MaxRedirects || len(h.path) > maxKeptPath {
+func (x nextPass) continueAt(r *route, t *kvtransfer.Ticket, c kvtransfer.Continuer, params []byte) (answer []byte, undo openai.Edits) {
+	h := &x.msg.Headers
+	if t.Redirects+1 >= x.s.MaxRedirects {
 		return nil, nil
 	}
-	x.spare.grow(t.Undo.Len(x.body.len()))
-	x.spare.data = t.Undo.Apply(x.spare.data[:0], x.body.bytes())
+	x.spare.Grow(t.Undo.Len(x.body.Len()))
+	x.spare.Data = t.Undo.Apply(x.spare.Data[:0], x.body.Bytes())
 	x.swapBody()
 	r.edits = nil
-	api := openai.Classify(string(h.method), string(h.path))
-	err := x.req.Scan(api, x.body.bytes(), openai.Limits{})
+	api := openai.Classify(string(h.Method), string(h.Path))
+	err := x.req.Scan(api, x.body.Bytes(), openai.Limits{})
 	if err == nil {
 		x.patch.Reset(&x.req)
 		answer, err = c.Continue(&x.req, &x.patch, params)
@@ -35,32 +35,32 @@ func (x *exchange) continueAt(r *route, t *kvtransfer.Ticket, c kvtransfer.Conti
 		return nil, nil
 	}
 	edits := x.patch.Edits()
-	x.undo = edits.Inverse(x.undo[:0], x.body.bytes())
+	x.undo = edits.Inverse(x.undo[:0], x.body.Bytes())
 	if x.undo.Size() > kvtransfer.MaxUndoBytes {
 		return nil, nil
 	}
-	r.leg, r.edits = legAnswer, edits
+	r.leg, r.edits = envoywire.LegAnswer, edits
 	if api != openai.Completions {
 		r.path = completionsPath
 	}
 	return answer, x.undo
 }
 
-// clientPath is what a route's ticket has to keep of the client's path: all of it where the leg has another.
-func (x *exchange) clientPath(r *route) string {
-	if r.path == "" {
+// clientPath returns the path for a ticket: the client's where the leg has another (leg) or the redirect leaves a query out, else "".
+func (x *planning) clientPath(leg string) string {
+	if leg == "" && bytes.IndexByte(x.msg.Headers.Path, '?') < 0 {
 		return ""
 	}
-	return string(x.msg.headers.path)
+	return string(x.msg.Headers.Path)
 }
 
 // tellCached has the client told what P had in its cache, where the pool wants that and the answer says such a thing. It
 // returns what the ticket has to keep for it.
-func (x *exchange) tellCached(r *route, t *kvtransfer.Ticket, policy *Policy) (cached int64) {
-	if !policy.PrefillCached || t.Cached == 0 || r.leg != legDecode && r.leg != legAnswer {
+func (x nextPass) tellCached(r *route, t *kvtransfer.Ticket, policy *Policy) (cached int64) {
+	if !policy.PrefillCached || t.Cached == 0 || r.leg != envoywire.LegDecode && r.leg != envoywire.LegAnswer {
 		return 0
 	}
-	switch openai.Classify(string(x.msg.headers.method), string(x.msg.headers.path)) {
+	switch openai.Classify(string(x.msg.Headers.Method), string(x.msg.Headers.Path)) {
 	case openai.Chat, openai.Completions:
 		if t.Stream && !t.StreamUsage {
 			return 0
@@ -69,6 +69,6 @@ func (x *exchange) tellCached(r *route, t *kvtransfer.Ticket, policy *Policy) (c
 	default:
 		return 0
 	}
-	r.leg = legAnswer
+	r.leg = envoywire.LegAnswer
 	return t.Cached
 }

@@ -7,11 +7,19 @@ import (
 	"strconv"
 	"time"
 
+	"tandem/extproc/envoywire"
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/openai"
+	"tandem/extproc/telemetry"
 )
 
-// decodeLeg serves the decode leg's filter where both legs run at once: the body becomes D's, and then the stream watches
+// pairLeg is what the handlers of two legs share that run at once.
+type pairLeg struct{ handler }
+
+// decodeLeg handles the filter of the decode leg.
+type decodeLeg struct{ pairLeg }
+
+// serve serves the decode leg's filter where both legs run at once: the body becomes D's, and then the stream watches
 // over D until P has done its part. From there on D can do the rest alone, and the stream ends, so that no answer hangs on
 // this replica. While P is at work
 //
@@ -20,12 +28,12 @@ import (
 //   - P's failure, or its time running out, cuts D and plans anew: an answer of 307 with a ticket;
 //   - so does D's;
 //   - a client that leaves, or a D that refuses, ends P's leg too where the dialect wants that.
-func (x *exchange) decodeLeg() error {
+func (x decodeLeg) serve() error {
 	t, err := x.openLeg()
 	if err != nil {
 		return err
 	}
-	x.spanPairLeg(spanDecodeLeg, t)
+	x.spanPairLeg(telemetry.SpanDecodeLeg, t)
 	p := x.s.pairs.enter(t.ID)
 	defer x.s.pairs.leave(t.ID)
 	if err = x.serveDecode(t, p); err != nil {
@@ -34,7 +42,7 @@ func (x *exchange) decodeLeg() error {
 	return err
 }
 
-func (x *exchange) serveDecode(t *kvtransfer.Ticket, p *pair) error {
+func (x decodeLeg) serveDecode(t *kvtransfer.Ticket, p *pair) error {
 	if err := x.receiveBody(x.s.MaxBodyBytes + kvtransfer.MaxUndoBytes + maxDecodeMember); err != nil {
 		return err
 	}
@@ -53,28 +61,28 @@ func (x *exchange) serveDecode(t *kvtransfer.Ticket, p *pair) error {
 }
 
 // openLeg opens the ticket of a leg whose request headers come first.
-func (x *exchange) openLeg() (*kvtransfer.Ticket, error) {
-	if x.msg.phase == phaseNone {
+func (x pairLeg) openLeg() (*kvtransfer.Ticket, error) {
+	if x.msg.Phase == envoywire.PhaseNone {
 		if err := x.receive(); err != nil {
 			return nil, err
 		}
 	}
-	if x.msg.phase != phaseRequestHeaders {
+	if x.msg.Phase != envoywire.PhaseRequestHeaders {
 		return nil, errors.New("the first message of a leg was not request headers")
 	}
-	h := &x.msg.headers
-	return x.openPairTicket(h.ticket, h.clientID)
+	h := &x.msg.Headers
+	return x.openPairTicket(h.Ticket, h.ClientID)
 }
 
-func (x *exchange) openPairTicket(ticket, requestID []byte) (*kvtransfer.Ticket, error) {
+func (x pairLeg) openPairTicket(ticket, requestID []byte) (*kvtransfer.Ticket, error) {
 	x.requestID = string(requestID)
 	t, err := x.s.keys().Open(string(ticket), x.requestID, time.Now())
 	if err != nil {
-		x.s.metrics.forgedTickets.Inc()
+		x.s.metrics.TicketRefused()
 		return nil, fmt.Errorf("opening the ticket of a leg: %w", err)
 	}
 	if t.Stage != kvtransfer.PairLegs {
-		x.s.metrics.forgedTickets.Inc()
+		x.s.metrics.TicketRefused()
 		return nil, fmt.Errorf("one of two legs came with a ticket of stage %v", t.Stage)
 	}
 	return t, nil
@@ -82,17 +90,19 @@ func (x *exchange) openPairTicket(ticket, requestID []byte) (*kvtransfer.Ticket,
 
 // decodeBody plans how P's body becomes D's: what was changed for P is undone, and D's own members take the place of P's,
 // or those stay where they are meant for both.
-func (x *exchange) decodeBody(t *kvtransfer.Ticket) (openai.Edits, error) {
-	if x.body.len() != t.BodyBytes {
-		return nil, fmt.Errorf("the body of a decode leg has %d bytes, %d were sent", x.body.len(), t.BodyBytes)
+func (x decodeLeg) decodeBody(t *kvtransfer.Ticket) (openai.Edits, error) {
+	if x.body.Len() != t.BodyBytes {
+		return nil, fmt.Errorf("the body of a decode leg has %d bytes, %d were sent", x.body.Len(), t.BodyBytes)
 	}
-	if err := t.Undo.Check(x.body.len()); err != nil {
+	if err := t.Undo.Check(x.body.Len()); err != nil {
 		return nil, fmt.Errorf("undoing a leg's edits: %w", err)
 	}
-	if len(t.Undo) == 0 {
+	switch {
+	case t.Params != nil && len(t.Params) == 0:
+		return t.Undo, nil // the client's own
+	case len(t.Undo) == 0:
 		return nil, errors.New("the undo of a prefill leg is empty")
-	}
-	if t.Params == nil {
+	case t.Params == nil:
 		return t.Undo[1:], nil
 	}
 	edits := t.Undo
@@ -101,7 +111,7 @@ func (x *exchange) decodeBody(t *kvtransfer.Ticket) (openai.Edits, error) {
 }
 
 // watch waits for P's verdict. What it returns nil on, Envoy carries on with by itself.
-func (x *exchange) watch(t *kvtransfer.Ticket, p *pair) error {
+func (x decodeLeg) watch(t *kvtransfer.Ticket, p *pair) error {
 	received := x.receiveLater() // at most one message comes: D's headers
 	limit := x.prefillLimit(t)
 	timer := time.NewTimer(limit)
@@ -122,7 +132,7 @@ func (x *exchange) watch(t *kvtransfer.Ticket, p *pair) error {
 		case <-p.ended:
 			switch {
 			case p.verdict.ok:
-				x.spanLegEnded("ok", 0)
+				x.SpanLegEnded("ok", 0)
 				x.holds(t)
 				return x.letGo(held)
 			case clientsFault(p.verdict.status):
@@ -130,7 +140,7 @@ func (x *exchange) watch(t *kvtransfer.Ticket, p *pair) error {
 			}
 			return x.planAgain(t, kvtransfer.CausePrefill)
 		case <-timer.C:
-			x.s.metrics.prefillLate(t)
+			x.s.metrics.PrefillLate(t)
 			x.s.pairs.giveUp(t.ID)
 			return x.planAgain(t, kvtransfer.CausePrefill)
 		case <-x.s.draining:
@@ -142,20 +152,19 @@ func (x *exchange) watch(t *kvtransfer.Ticket, p *pair) error {
 }
 
 // holds notes that D has the prompt by now, for the next turn: P has done its part, so its KV is there or on its way.
-func (x *exchange) holds(t *kvtransfer.Ticket) {
+func (x decodeLeg) holds(t *kvtransfer.Ticket) {
 	pool := x.s.State.Pool(t.Pool)
 	if pool == nil {
 		return
 	}
-	if x.recall(pool, t); len(x.hashes) > 0 {
-		if d := pool.Endpoint(t.Decode); d != nil {
-			x.s.State.Routed(pool, d, x.hashes)
-		}
+	d := pool.Endpoint(t.Decode)
+	if hashes := pool.TextOf(nil, t.Prompt, maxBlocks); d != nil && len(hashes) > 0 {
+		x.s.State.Routed(pool, d, hashes)
 	}
 }
 
 // afterPrefillOf holds D's leg back until P has done its part, and then lets it go its way.
-func (x *exchange) afterPrefillOf(t *kvtransfer.Ticket, p *pair, edits openai.Edits) error {
+func (x decodeLeg) afterPrefillOf(t *kvtransfer.Ticket, p *pair, edits openai.Edits) error {
 	limit := x.prefillLimit(t)
 	timer := time.NewTimer(limit)
 	defer timer.Stop()
@@ -163,14 +172,14 @@ func (x *exchange) afterPrefillOf(t *kvtransfer.Ticket, p *pair, edits openai.Ed
 	case <-p.ended:
 		switch {
 		case p.verdict.ok:
-			x.spanLegEnded("ok", 0)
+			x.SpanLegEnded("ok", 0)
 			x.holds(t)
 			return x.answerBody(edits)
 		case clientsFault(p.verdict.status):
 			return x.answerFor(p.verdict)
 		}
 	case <-timer.C:
-		x.s.metrics.prefillLate(t)
+		x.s.metrics.PrefillLate(t)
 		x.s.pairs.giveUp(t.ID)
 	case <-x.stream.Context().Done():
 		return io.EOF
@@ -179,96 +188,71 @@ func (x *exchange) afterPrefillOf(t *kvtransfer.Ticket, p *pair, edits openai.Ed
 }
 
 // prefillLimit is how long P may take.
-func (x *exchange) prefillLimit(t *kvtransfer.Ticket) time.Duration {
+func (x pairLeg) prefillLimit(t *kvtransfer.Ticket) time.Duration {
 	policy, _ := x.s.policy(t.Pool)
 	return policy.PrefillTimeout + time.Duration(t.PromptTokens)*policy.PerToken
 }
 
 // holdAnswer looks at D's headers, which came before P's verdict. Good ones are held, and Envoy is told to be patient.
-func (x *exchange) holdAnswer(t *kvtransfer.Ticket, p *pair, limit time.Duration) (held bool, err error) {
-	if x.msg.phase != phaseResponseHeaders {
+func (x decodeLeg) holdAnswer(t *kvtransfer.Ticket, p *pair, limit time.Duration) (held bool, err error) {
+	if x.msg.Phase != envoywire.PhaseResponseHeaders {
 		return false, errors.New("a decode leg went on without an answer")
 	}
-	code, _ := strconv.Atoi(string(x.msg.headers.status))
-	if code >= 500 && len(x.msg.headers.final) == 0 {
+	code, _ := strconv.Atoi(string(x.msg.Headers.Status))
+	if code >= 500 && len(x.msg.Headers.Final) == 0 {
 		cause := kvtransfer.CauseDecode
-		select {
-		case <-p.ended:
-			if !p.verdict.ok {
-				cause = kvtransfer.CausePrefill // D failed for want of P
-			}
-		default:
+		if p.prefillFailed(x.stream.Context()) {
+			cause = kvtransfer.CausePrefill // D failed for want of P
 		}
 		x.s.pairs.giveUp(t.ID)
 		return false, x.planAgain(t, cause)
 	}
 	if code >= 400 {
 		x.s.pairs.giveUp(t.ID)
-		x.spanLegEnded("refused", code)
-		return false, x.send(&reply{phase: phaseResponseHeaders})
+		x.SpanLegEnded("refused", code)
+		return false, x.send(&envoywire.Reply{Phase: envoywire.PhaseResponseHeaders}) // its body loses what Tandem told D in a script of this listener
 	}
-	return true, x.send(&reply{patience: limit + time.Second})
+	return true, x.send(&envoywire.Reply{Patience: limit + time.Second})
 }
 
 // letGo lets D's answer through if it is held, and ends the stream in peace, which Envoy takes for leave to carry on.
-func (x *exchange) letGo(held bool) error {
+func (x decodeLeg) letGo(held bool) error {
 	if !held {
 		return nil
 	}
-	return x.send(&reply{phase: phaseResponseHeaders})
-}
-
-// received is a message that was read beside the handler.
-type received struct {
-	message
-	err error
-}
-
-// receiveLater reads the next message in a goroutine, which ends with the stream. The message has memory of its own: the
-// exchange may serve another stream by the time it comes.
-func (x *exchange) receiveLater() <-chan *received {
-	stream, out := x.stream, make(chan *received, 1)
-	go func() {
-		r := new(received)
-		r.err = stream.RecvMsg(&r.message)
-		out <- r
-	}()
-	return out
-}
-
-// take makes a message that was read beside the handler the current one. What came with the request stays.
-func (x *exchange) take(r *received) {
-	x.msg.phase, x.msg.endOfStream = r.phase, r.endOfStream
-	x.msg.headers.status, x.msg.headers.final = r.headers.status, r.headers.final
+	return x.send(&envoywire.Reply{Phase: envoywire.PhaseResponseHeaders})
 }
 
 // answerFor answers with what P found wrong with the request.
-func (x *exchange) answerFor(v outcome) error {
-	x.spanLegEnded("refused", 0)
-	i := &immediate{status: v.status, body: v.answer, details: detailsPrefix + "_prefill_refused"}
-	if len(i.body) == 0 {
+func (x decodeLeg) answerFor(v outcome) error {
+	x.SpanLegEnded("refused", 0)
+	i := &envoywire.Immediate{Status: v.status, Body: v.answer, Details: envoywire.DetailsPrefix + "_prefill_refused"}
+	if len(i.Body) == 0 {
 		e := openai.Error{Status: v.status, Type: "invalid_request_error", Code: "prefill_refused", Message: "the prefill endpoint refused this request"}
-		i.body = e.JSON()
+		i.Body = e.JSON()
 	}
-	i.headers.add("content-type", []byte(contentTypeJSON))
-	return x.send(&reply{immediate: i})
+	i.Headers.Set("content-type", []byte(envoywire.ContentTypeJSON))
+	return x.send(&envoywire.Reply{Immediate: i})
 }
 
 // planAgain cuts D with a redirect to pass 2, which plans another attempt.
-func (x *exchange) planAgain(t *kvtransfer.Ticket, cause string) error {
+func (x decodeLeg) planAgain(t *kvtransfer.Ticket, cause string) error {
 	next := *t // its id stays: it names the leg that may still run
 	next.Stage, next.Params, next.Cause = kvtransfer.Failed, nil, cause
 	next.Redirects++
-	x.spanLegEnded("failed", 0)
-	x.spanCause(cause)
+	x.SpanLegEnded("failed", 0)
+	x.SpanCause(cause)
 	failed := t.Prefill
 	if cause == kvtransfer.CauseDecode {
 		failed = t.Decode
-		x.s.metrics.hop(t.Pool, "decode", t.Decode, "failed", time.Since(x.s.sealedAt(t)), x.traced)
+		x.s.metrics.HopEnded(t.Pool, "decode", t.Decode, "failed", time.Since(x.s.sealedAt(t)), x.Exemplar)
 	}
 	next.Excluded = append(next.Excluded, failed)
-	if pool := x.s.State.Pool(t.Pool); pool != nil {
-		x.markFailed(pool, failed)
+	if cause != kvtransfer.CauseDecode || !x.s.loadLegFailed(t) {
+		next.Loads = false
+		if pool := x.s.State.Pool(t.Pool); pool != nil {
+			x.markFailed(pool, failed)
+		}
 	}
 	policy, _ := x.s.policy(t.Pool)
 	if peers := policy.Peers; peers != nil {
@@ -278,9 +262,9 @@ func (x *exchange) planAgain(t *kvtransfer.Ticket, cause string) error {
 	if err != nil {
 		return fmt.Errorf("sealing the ticket of a failed pair: %w", err)
 	}
-	h := &x.msg.headers
-	i := &immediate{status: 307, details: detailsPrefix + "_plan_again"}
-	i.headers.add("location", location(h.authority, h.path))
-	i.headers.add(headerTicket, sealed)
-	return x.send(&reply{immediate: i})
+	h := &x.msg.Headers
+	i := &envoywire.Immediate{Status: 307, Details: envoywire.DetailsPrefix + "_plan_again"}
+	i.Headers.Set("location", location(h.Path))
+	i.Headers.Set(envoywire.HeaderTicket, sealed)
+	return x.send(&envoywire.Reply{Immediate: i})
 }

@@ -9,6 +9,7 @@ import (
 	"strconv"
 	"time"
 
+	"tandem/extproc/envoywire"
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/openai"
 	"tandem/kvstate"
@@ -34,7 +35,7 @@ func newDirectCalls() *directCalls {
 // prefillDirectly has P compute the prompt, and gives the edits that turn the client's body into D's. Where a prefill
 // fails another is tried, as the pool's policy says; no edits mean that D computes the prompt itself. The call ends with
 // the stream: a client that leaves ends its prefill.
-func (x *exchange) prefillDirectly(pool *kvstate.Pool, policy Policy, c picker.Choice, tokens int64, model string, a *attempt) (openai.Edits, error) {
+func (x firstPass) prefillDirectly(pool *kvstate.Pool, policy Policy, c picker.Choice, tokens int64, model string, a *attempt) (openai.Edits, error) {
 	select {
 	case x.s.direct.places <- struct{}{}:
 		defer func() { <-x.s.direct.places }()
@@ -42,7 +43,6 @@ func (x *exchange) prefillDirectly(pool *kvstate.Pool, policy Policy, c picker.C
 		a.why = "direct_calls_spent"
 		return nil, nil
 	}
-	x.mayWait()
 	for {
 		p := x.view.Endpoints[c.Prefill]
 		edits, err := x.callPrefill(pool, policy, c, tokens, model)
@@ -64,7 +64,7 @@ func (x *exchange) prefillDirectly(pool *kvstate.Pool, policy Policy, c picker.C
 			return nil, nil
 		}
 		again, err := x.picker.Pick(&picker.Request{
-			PromptTokens: tokens, Blocks: len(x.hashes), Model: x.req.Model(), Labels: x.labels(&policy), Split: true, Excluded: a.excluded, Rand: random(),
+			PromptTokens: tokens, Blocks: len(x.hashes), Model: x.req.Model(), Labels: x.labelsOf(&policy), Split: true, Excluded: a.excluded, Rand: random(),
 		}, &x.view)
 		if err != nil || again.Prefill < 0 || x.view.Endpoints[again.Prefill].Endpoint.Group != x.view.Endpoints[c.Decode].Endpoint.Group {
 			return nil, nil
@@ -75,13 +75,13 @@ func (x *exchange) prefillDirectly(pool *kvstate.Pool, policy Policy, c picker.C
 }
 
 // callPrefill is one prefill leg, from the booking to the parameters. An error that wraps *openai.Error is the client's.
-func (x *exchange) callPrefill(pool *kvstate.Pool, policy Policy, c picker.Choice, tokens int64, model string) (openai.Edits, error) {
+func (x firstPass) callPrefill(pool *kvstate.Pool, policy Policy, c picker.Choice, tokens int64, model string) (openai.Edits, error) {
 	p, d, before := x.view.Endpoints[c.Prefill].Endpoint, x.view.Endpoints[c.Decode].Endpoint, x.view.Endpoints[c.Prefill].PromptTokens
 	booked := x.s.State.ReserveAs(0, p, c.PrefillBooking(), sourceOf(x.stream.Context()))
 	x.landed()
 	defer x.s.State.Release(booked)
 	x.s.State.Routed(pool, p, x.hashes)
-	x.setPair(newTicketID(), sideOf(p), sideOf(d))
+	x.pair = pairOf(x.requestID, newTicketID(), sideOf(p), sideOf(d))
 	x.setSource(policy, c.Prefill)
 	x.patch.Reset(&x.req)
 	policy.Dialect.Prefill(&x.req, &x.patch, &x.pair)
@@ -92,9 +92,9 @@ func (x *exchange) callPrefill(pool *kvstate.Pool, policy Policy, c picker.Choic
 	ctx, cancel := context.WithTimeout(x.stream.Context(), policy.PrefillTimeout+pool.PrefillTime(tokens+before, policy.PerToken))
 	defer cancel()
 	began := time.Now()
-	status, body, err := x.post(ctx, p, edits.Apply(nil, x.body.bytes()))
+	status, body, err := x.post(ctx, p, edits.Apply(nil, x.body.Bytes()))
 	took := time.Since(began)
-	x.s.metrics.hop(pool.Spec.Name, "prefill", p.Addr, directResult(status, err), took, x.traced)
+	x.s.metrics.HopEnded(pool.Spec.Name, "prefill", p.Addr, directResult(status, err), took, x.Exemplar)
 	switch {
 	case x.stream.Context().Err() != nil:
 		return nil, x.stream.Context().Err()
@@ -115,27 +115,27 @@ func (x *exchange) callPrefill(pool *kvstate.Pool, policy Policy, c picker.Choic
 	}
 	x.s.State.Complete(booked)
 	x.s.State.MarkGood(p)
-	x.s.metrics.prompt(pool.Spec.Name, got)
+	x.s.metrics.Prompt(pool.Spec.Name, got)
 	if got.PromptTokens > 0 {
-		pool.ObservePrompt(int64(edits.Len(x.body.len())), got.PromptTokens)
+		pool.ObservePrompt(int64(edits.Len(x.body.Len())), got.PromptTokens)
 		pool.ObservePrefill(got.PromptTokens-max(got.CachedTokens, 0), took)
 	}
 	if got.Params == nil {
 		return openai.Edits{}, nil
 	}
 	member := append(policy.Dialect.DecodeMember(nil, got.Params), ',')
-	at := bytes.IndexByte(x.body.bytes(), '{') + 1 // a body that P answered with 200 is not an empty object, so the comma belongs
+	at := bytes.IndexByte(x.body.Bytes(), '{') + 1 // a body that P answered with 200 is not an empty object, so the comma belongs
 	return openai.Edits{{Start: at, End: at, New: member}}, nil
 }
 
 // post sends a body to an endpoint on the client's own path and reads the answer.
-func (x *exchange) post(ctx context.Context, e *kvstate.Endpoint, body []byte) (status int, answer []byte, err error) {
-	h := &x.msg.headers
-	header := http.Header{http.CanonicalHeaderKey(headerRequestID): {x.requestID}}
-	if len(h.authorization) > 0 {
-		header.Set("Authorization", string(h.authorization))
+func (x firstPass) post(ctx context.Context, e *kvstate.Endpoint, body []byte) (status int, answer []byte, err error) {
+	h := &x.msg.Headers
+	header := http.Header{http.CanonicalHeaderKey(envoywire.HeaderRequestID): {x.requestID}}
+	if len(h.Authorization) > 0 {
+		header.Set("Authorization", string(h.Authorization))
 	}
-	resp, err := x.s.direct.client.Post(ctx, e, string(h.path), body, header) //nolint:bodyclose // ReadAll closes it
+	resp, err := x.s.direct.client.Post(ctx, e, string(h.Path), body, header) //nolint:bodyclose // ReadAll closes it
 	if err != nil {
 		return 0, nil, err
 	}

@@ -1,4 +1,5 @@
-// Package extproc is the Envoy edge of Tandem, and the only package that knows Envoy's messages.
+// Package extproc is the Envoy edge of Tandem. With envoywire, which encodes Envoy's messages, it is the only package that
+// knows Envoy.
 //
 // Envoy carries every byte of every request; this server speaks when a decision is due. One request over two hops
 // meets it three times, on three gRPC streams of one service, told apart by the initial metadata x-tandem-role:
@@ -22,65 +23,15 @@
 // of it to the prefill endpoint, each through an internal listener whose filter is a role of its own here (decode-leg,
 // prefill-mirror). concurrent.go tells it. A chat with media may have a leg before all these (encode-leg): encodeleg.go.
 //
-// Files: message.go, reply.go, wire.go and codec.go are the messages; server.go is the service, live.go what of it may
-// change while it runs; route.go and plan.go are pass 1, pass2.go is pass 2; objectives.go is what a request wants, latebinding.go and
-// waitingroom.go how it waits for its endpoints; continue.go and answerleg.go are what becomes of an answer that two engines
-// give; turn.go is what D keeps of an answer for the conversation's next turn; encodeleg.go is the leg before the others, of chats
-// with media; leg.go is the prefill leg, carried.go what comes without it, pair.go what some dialects want of both; concurrent.go, decodeleg.go, mirroredleg.go and
-// pairs.go are both legs at once; replan.go and accesslog.go are the other two doors, unfollowed.go what the second tells of redirects that came to nothing, handed.go and
-// stranded.go what of KV that nobody got; explain.go says why a request went
-// where it went.
+// Each filter role has a handler type, with a [stream] (I/O only) and a telemetry.Meter; [scratch] holds the memory of all:
+//
+//   - mainRole (route.go): firstPass (plan.go, concurrent.go, encodeleg.go, passthrough.go) plans a request from its body,
+//     nextPass (pass2.go, continue.go) goes on by the ticket of a leg. Both work on a planning (planning.go): read, decide,
+//     reserve.
+//   - prefillLeg (leg.go): prefillAnswer settles P's answer, which pass 2 does as well for inline ones (carried.go).
+//   - decodeLeg, mirroredLeg: both legs at once; pairs.go is where they meet.
+//   - answerLeg, encodeLeg, and endpointPicker (pickerprotocol.go).
+//
+// Beside the streams: replan.go and accesslog.go; latebinding.go and waitingroom.go, in which requests wait for endpoints;
+// handed.go and stranded.go, which free KV that nobody fetched; live.go, the settings that may change.
 package extproc
-
-// Header names that Tandem and Envoy's configuration agree on (package envoyconfigs writes the other side).
-const (
-	headerEndpoint   = "x-gateway-destination-endpoint"         // ip:port; ORIGINAL_DST clusters connect there
-	headerLeg        = "x-tandem-leg"                           // which route: one of the leg constants
-	headerTicket     = "x-tandem-ticket"                        // sealed state of the request
-	headerScheme     = "x-tandem-scheme"                        // https or h2c; absent: http
-	headerBodyBytes  = "x-tandem-body-bytes"                    // length of the body as rewritten
-	headerPerTry     = "x-envoy-upstream-rq-per-try-timeout-ms" // time limit of the prefill hop
-	headerCarry      = "x-tandem-carry"                         // of a prefill leg: where a short answer is to go by itself
-	headerPrefilled  = "x-tandem-prefilled"                     // of pass 2: prefill's answer, base64
-	headerRequestID  = "x-request-id"
-	headerRetryAfter = "retry-after"
-	headerFinal      = "x-envoy-ratelimited" // of an answer: Envoy does not try again, whatever the status
-
-	// What a request wants, under the names of llm-d (llm-d-router, docs/metrics and headers); counted where a pool takes them.
-	headerFairness = "x-llm-d-inference-fairness-id" // whose it is: flows share a pool's queue evenly
-	headerTTFT     = "x-llm-d-slo-ttft-ms"
-	headerTPOT     = "x-llm-d-slo-tpot-ms"
-
-	headerExplain     = "tandem-explain"   // of a request: an operator's token, who wants the decision explained
-	headerExplanation = "x-tandem-explain" // of the request from then on, and of its answer: the explanation
-
-	// Of requests whose legs run at once. They are set together, and removed together.
-	headerPrefillEndpoint = "x-tandem-prefill-endpoint" // ip:port of the mirrored leg
-	headerPrefillScheme   = "x-tandem-prefill-scheme"   // as headerScheme
-	headerMirror          = "x-tandem-mirror"           // what becomes of the mirrored leg: mirrorCancel or mirrorKeep
-	headerClientID        = "x-tandem-request-id"       // the client's request id: the legs' own may be another
-	headerLegID           = "x-tandem-leg-id"           // the x-request-id of both legs, where it is not the client's
-	headerPrefillRank     = "x-tandem-prefill-rank"     // x-data-parallel-rank of the leg
-	headerDecodeRank      = "x-tandem-decode-rank"
-	headerAnswer          = "x-tandem-answer" // the decode leg goes through answer-leg: its answer is joined with prefill's
-
-	mirrorCancel = "cancel" // Tandem cuts the leg when nobody waits for its blocks any more
-	mirrorKeep   = "keep"   // the leg runs to its end, and is sent again where it failed
-
-	legPrefill = "prefill" // prefill-leg listener first, replan port second; redirects are followed
-	legDecode  = "decode"  // the endpoint first, replan port second; redirects are followed
-	legPass    = "pass"    // the endpoint, and what it says is what the client gets
-	legAnswer  = "answer"  // as decode, through the answer-leg listener, where the answer is rewritten
-	legEncode  = "encode"  // encode-leg listener first, replan port second; redirects are followed
-	legPair    = "pair"    // both legs at once: decode-leg listener, and a copy to the prefill-mirror listener
-
-	metadataRole    = "x-tandem-role"
-	rolePrefillLeg  = "prefill-leg"
-	roleDecodeLeg   = "decode-leg"
-	roleMirror      = "prefill-mirror"
-	roleAnswerLeg   = "answer-leg"
-	roleEncodeLeg   = "encode-leg"
-	rolePicker      = "endpoint-picker" // of metrics alone: the server is one for all streams, or for none
-	detailsPrefix   = "tandem"
-	contentTypeJSON = "application/json"
-)

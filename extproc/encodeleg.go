@@ -6,8 +6,10 @@ import (
 	"strconv"
 	"time"
 
+	"tandem/extproc/envoywire"
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/openai"
+	"tandem/extproc/telemetry"
 	"tandem/kvstate"
 )
 
@@ -18,21 +20,21 @@ import (
 // body, so an engine that is told nothing, or not of all, encodes by itself: a failed encode leg costs its time alone.
 
 // encodeFirst plans the encode leg. A route without leg means that there is none.
-func (x *exchange) encodeFirst(pool *kvstate.Pool, policy *Policy, a *attempt) (route, error) {
-	if policy.EncodeTimeout <= 0 || policy.Handoff != HandoffEnvoy || a.redirects > 0 || x.s.MaxRedirects < minEncodeRedirects || x.body.len() > x.s.SplitBodyBytes || !x.req.HasMedia() {
+func (x firstPass) encodeFirst(pool *kvstate.Pool, policy *Policy, a *attempt) (route, error) {
+	if policy.EncodeTimeout <= 0 || policy.Handoff != HandoffEnvoy || a.redirects > 0 || x.s.MaxRedirects < minEncodeRedirects || x.body.Len() > x.s.SplitBodyBytes || !x.req.HasMedia() {
 		return route{}, nil
 	}
 	e := x.pickEncode(pool)
 	if e == nil {
 		return route{}, nil
 	}
-	r := route{leg: legEncode, endpoint: e, perTry: policy.EncodeTimeout}
-	tokens := pool.PromptTokens(x.body.len())
+	r := route{leg: envoywire.LegEncode, endpoint: e, perTry: policy.EncodeTimeout}
+	tokens := pool.PromptTokens(x.body.Len())
 	r.booked[1] = x.reserve(e, kvstate.RoleDecode, 0, kvstate.Booking{For: kvstate.RoleEncode, PromptTokens: tokens})
 	return x.seal(r, &kvtransfer.Ticket{
 		ID: newTicketID(), Stage: kvtransfer.EncodeLeg, Expires: time.Now().Add(x.s.TicketTTL), Started: a.started,
 		Pool: pool.Spec.Name, Decode: e.Addr, Reservations: [2]uint64{0, uint64(r.booked[1])},
-		BodyBytes: x.body.len(), PromptTokens: tokens,
+		BodyBytes: x.body.Len(), PromptTokens: tokens,
 	})
 }
 
@@ -45,7 +47,7 @@ func encodes(c *kvstate.Candidate) bool {
 }
 
 // pickEncode is the encode endpoint with the fewest requests; nil if there is none that works.
-func (x *exchange) pickEncode(pool *kvstate.Pool) *kvstate.Endpoint {
+func (x firstPass) pickEncode(pool *kvstate.Pool) *kvstate.Endpoint {
 	x.s.State.View(pool, nil, &x.view)
 	all := x.view.Endpoints
 	var best *kvstate.Candidate
@@ -61,72 +63,78 @@ func (x *exchange) pickEncode(pool *kvstate.Pool) *kvstate.Endpoint {
 	return best.Endpoint
 }
 
-// encodeLeg serves the encode leg's filter: the body becomes the engine's, and its answer a redirect.
-func (x *exchange) encodeLeg() error {
+// encodeLeg handles the filter of the encode leg.
+type encodeLeg struct {
+	handler
+	req *openai.Request
+}
+
+// serve serves the encode leg's filter: the body becomes the engine's, and its answer a redirect.
+func (x encodeLeg) serve() error {
 	t, err := x.openEncodeLeg()
 	if err != nil {
 		return err
 	}
-	x.startSpan(spanEncodeLeg, false)
-	x.spanTicket(t)
+	x.startSpan(telemetry.SpanEncodeLeg, false)
+	x.SpanTicket(t)
 	if err := x.receiveBody(x.s.MaxBodyBytes); err != nil {
 		return err
 	}
-	if x.body.len() != t.BodyBytes {
-		return fmt.Errorf("the body of an encode leg has %d bytes, %d were sent", x.body.len(), t.BodyBytes)
+	if x.body.Len() != t.BodyBytes {
+		return fmt.Errorf("the body of an encode leg has %d bytes, %d were sent", x.body.Len(), t.BodyBytes)
 	}
-	if err := x.req.Scan(openai.Chat, x.body.bytes(), openai.Limits{}); err != nil {
+	if err := x.req.Scan(openai.Chat, x.body.Bytes(), openai.Limits{}); err != nil {
 		return err
 	}
-	x.did(workScan)
-	x.spare.grow(x.body.len() + 256)
-	x.spare.data = x.req.AppendEncode(x.spare.data[:0])
+	x.EndPhase(telemetry.PhaseScan)
+	x.spare.Grow(x.body.Len() + 256)
+	x.spare.Data = x.req.AppendEncode(x.spare.Data[:0])
 	x.swapBody()
 	if err := x.answerBody(nil); err != nil {
 		return err
 	}
-	x.did(workAnswer)
+	x.EndPhase(telemetry.PhaseAnswer)
 	if err := x.receive(); err != nil {
 		return err
 	}
-	if x.msg.phase != phaseResponseHeaders {
+	if x.msg.Phase != envoywire.PhaseResponseHeaders {
 		return errors.New("an encode leg went on without an answer")
 	}
-	code, _ := strconv.Atoi(string(x.msg.headers.status))
+	code, _ := strconv.Atoi(string(x.msg.Headers.Status))
 	if err := x.receiveAnswer(); err != nil {
 		return err
 	}
-	x.did(workReceive)
+	x.EndPhase(telemetry.PhaseReceive)
 	x.s.State.Release(kvstate.ReservationID(t.Reservations[1]))
-	h := &x.msg.headers // still the request's, but for the status
-	err = x.redirect(x.afterEncode(t, code), location(h.authority, h.path))
-	x.did(workAnswer)
+	h := &x.msg.Headers // still the request's, but for the status
+	err = x.redirect(x.afterEncode(t, code), location(h.Path))
+	x.EndPhase(telemetry.PhaseAnswer)
 	return err
 }
 
 // openEncodeLeg opens the ticket that the leg's request bears.
-func (x *exchange) openEncodeLeg() (*kvtransfer.Ticket, error) {
+func (x encodeLeg) openEncodeLeg() (*kvtransfer.Ticket, error) {
 	if err := x.receive(); err != nil {
 		return nil, err
 	}
-	if x.msg.phase != phaseRequestHeaders {
+	if x.msg.Phase != envoywire.PhaseRequestHeaders {
 		return nil, errors.New("the first message of an encode leg was not request headers")
 	}
-	h := &x.msg.headers
-	x.requestID = string(h.requestID)
-	t, err := x.s.keys().Open(string(h.ticket), x.requestID, time.Now())
+	h := &x.msg.Headers
+	x.requestID = string(h.RequestID)
+	t, err := x.s.keys().Open(string(h.Ticket), x.requestID, time.Now())
 	if err == nil && t.Stage != kvtransfer.EncodeLeg {
 		err = fmt.Errorf("it is of stage %v", t.Stage)
 	}
 	if err != nil {
-		x.s.metrics.forgedTickets.Inc()
+		x.s.metrics.TicketRefused()
 		return nil, fmt.Errorf("opening the ticket of an encode leg: %w", err)
 	}
 	return t, nil
 }
 
 // afterEncode makes the ticket that the redirect carries: what prefill is told, or that it has to do everything.
-func (x *exchange) afterEncode(t *kvtransfer.Ticket, code int) *kvtransfer.Ticket {
+func (x encodeLeg) afterEncode(t *kvtransfer.Ticket, code int) *kvtransfer.Ticket {
 	next := *t
 	next.ID = newTicketID()
 	next.Redirects++
@@ -136,8 +144,8 @@ func (x *exchange) afterEncode(t *kvtransfer.Ticket, code int) *kvtransfer.Ticke
 	switch {
 	case clientsFault(code): // prefill will say so, in words about the client's own body
 		result = "refused"
-	case code == 200 && !x.msg.over:
-		params, err := kvtransfer.ReadEncoded(x.body.bytes())
+	case code == 200 && !x.msg.Over:
+		params, err := kvtransfer.ReadEncoded(x.body.Bytes())
 		if err != nil {
 			x.s.Log.Warn("an encode endpoint's answer is of no use: prefill encodes", "request_id", x.requestID, "endpoint", t.Decode, "err", err)
 			break
@@ -150,7 +158,7 @@ func (x *exchange) afterEncode(t *kvtransfer.Ticket, code int) *kvtransfer.Ticke
 	case code >= 500 && pool != nil:
 		x.markFailed(pool, t.Decode)
 	}
-	x.s.metrics.hop(t.Pool, "encode", t.Decode, result, took, x.traced)
-	x.spanLegEnded(result, code)
+	x.s.metrics.HopEnded(t.Pool, "encode", t.Decode, result, took, x.Exemplar)
+	x.SpanLegEnded(result, code)
 	return &next
 }

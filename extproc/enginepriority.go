@@ -29,13 +29,13 @@ const (
 // setPriority puts the request's place among others into the leg's body, as a change of x.patch. vLLM is told its priority
 // and, within one, the key by which it stands in the queue: a second of work yields to five of age. SGLang interrupts what
 // runs for what is only a little more urgent (--priority-scheduling-preemption-threshold), so it is told the priority alone.
-func (x *exchange) setPriority(policy *Policy) {
+func (x *planning) setPriority(policy *Policy) {
 	value := int64(x.priority)
 	switch policy.Priorities {
 	case NoEnginePriority:
 		return
 	case VLLMPriority:
-		place := x.began.UnixMilli()/5 + x.work.Milliseconds()
+		place := x.Began.UnixMilli()/5 + x.work.Milliseconds()
 		value = place - min(max(value, -maxClass), maxClass)*classStep
 	case SGLangPriority:
 	}
@@ -43,10 +43,10 @@ func (x *exchange) setPriority(policy *Policy) {
 }
 
 // aloneEdits are what is changed of the body for an endpoint that does both, and their undo.
-func (x *exchange) aloneEdits(policy Policy, id [16]byte, decode int, a *attempt) (edits, undo openai.Edits) {
+func (x firstPass) aloneEdits(policy Policy, id [16]byte, decode int, a *attempt) (edits, undo openai.Edits) {
 	puller, pulls := policy.Dialect.(kvtransfer.PrefixPuller)
 	if pulls {
-		x.setPair(id, kvtransfer.Side{}, kvtransfer.Side{})
+		x.pair = pairOf(x.requestID, id, kvtransfer.Side{}, kvtransfer.Side{})
 		x.setSource(policy, decode)
 		pulls = x.pair.Source != nil
 	}
@@ -60,6 +60,6 @@ func (x *exchange) aloneEdits(policy Policy, id [16]byte, decode int, a *attempt
 	x.tellEncoded(a)
 	x.setPriority(&policy)
 	edits = x.patch.Edits()
-	x.undo = edits.Inverse(x.undo[:0], x.body.bytes())
+	x.undo = edits.Inverse(x.undo[:0], x.body.Bytes())
 	return edits, x.undo
 }

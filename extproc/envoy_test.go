@@ -30,8 +30,9 @@ import (
 	"google.golang.org/protobuf/types/known/timestamppb"
 	"google.golang.org/protobuf/types/known/wrapperspb"
 
+	"tandem/extproc/envoywire"
 	"tandem/extproc/kvtransfer"
-	"tandem/internal/rpc"
+	"tandem/extproc/telemetry"
 	"tandem/kvstate"
 )
 
@@ -43,7 +44,7 @@ type stand struct {
 	t      *testing.T
 	state  *kvstate.State
 	server *Server
-	grpc   *rpc.Server
+	grpc   *grpc.Server
 	dial   func() (client *grpc.ClientConn, sever func()) // a connection of its own
 	conn   *grpc.ClientConn
 	ext    extprocv3.ExternalProcessorClient
@@ -69,12 +70,13 @@ func newStand(t *testing.T, o Options) *stand {
 		o.Log = slog.New(slog.NewTextHandler(t.Output(), nil))
 	}
 	s.registry = prometheus.NewRegistry()
-	s.server = New(o, NewMetrics(s.registry, s.state))
-	s.grpc = rpc.New(rpc.Options{Codec: Codec(), Pool: BufferPool(), MaxMessage: 64 << 20, Inline: Inline})
+	s.server = New(o, telemetry.NewMetrics(s.registry, s.state))
+	s.grpc = grpc.NewServer(grpc.ForceServerCodecV2(Codec()), grpc.MaxRecvMsgSize(64<<20), grpc.MaxSendMsgSize(64<<20),
+		grpc.InitialWindowSize(16<<20), grpc.InitialConnWindowSize(64<<20))
 	s.server.Register(s.grpc)
 	go s.server.Run(t.Context())
 	listener := bufconn.Listen(1 << 20)
-	go func() { _ = s.grpc.Serve(listener) }()
+	go func() { _ = s.grpc.Serve(Sources(listener)) }()
 	t.Cleanup(s.grpc.Stop)
 
 	s.dial = func() (client *grpc.ClientConn, sever func()) {
@@ -387,8 +389,8 @@ func (q *request) prefillLeg(a answer) *verdict {
 		Request: &extprocv3.ProcessingRequest_ResponseHeaders{ResponseHeaders: &extprocv3.HttpHeaders{
 			Headers: headerMap(":status", strconv.Itoa(a.status), "content-type", "application/json", "content-length", strconv.Itoa(len(a.body))), EndOfStream: a.bodyless,
 		}},
-		Attributes: attributesOf("request.headers['x-tandem-ticket']", q.headers[headerTicket], "request.headers['x-request-id']", q.headers[headerRequestID],
-			"request.path", q.headers[":path"], "request.host", q.headers[":authority"], "upstream.address", q.headers[headerEndpoint]),
+		Attributes: attributesOf("request.headers['x-tandem-ticket']", q.headers[envoywire.HeaderTicket], "request.headers['x-request-id']", q.headers[envoywire.HeaderRequestID],
+			"request.path", q.headers[":path"], "upstream.address", q.headers[envoywire.HeaderEndpoint]),
 		ProtocolConfig: &extprocv3.ProtocolConfiguration{ResponseBodyMode: filterv3.ProcessingMode_FULL_DUPLEX_STREAMED},
 	}))
 	if a.piece == 0 {
@@ -403,7 +405,7 @@ func (q *request) prefillLeg(a answer) *verdict {
 			break
 		}
 		if a.cut {
-			require.Eventually(t, func() bool { return q.s.server.held.Load() > 0 }, 30*time.Second, time.Millisecond)
+			require.Eventually(t, func() bool { return q.s.server.Memory.Load() > 0 }, 30*time.Second, time.Millisecond)
 			return nil
 		}
 		if rest = rest[n:]; last {
@@ -422,7 +424,7 @@ func (q *request) prefillLeg(a answer) *verdict {
 	}
 	q.taken = ""
 	for _, h := range v.immediate.GetHeaders().GetSetHeaders() {
-		if h.GetHeader().GetKey() == headerTicket {
+		if h.GetHeader().GetKey() == envoywire.HeaderTicket {
 			q.taken = string(h.GetHeader().GetRawValue())
 		}
 	}
@@ -431,18 +433,18 @@ func (q *request) prefillLeg(a answer) *verdict {
 
 // carry is P's answer on its way without the leg's filter: a redirect with pass 1's own ticket, and the answer as it is.
 func (q *request) carry(body []byte) {
-	require.NotEmpty(q.s.t, q.headers[headerCarry], "pass 1 did not say so")
-	q.taken, q.carried = q.headers[headerTicket], base64.StdEncoding.EncodeToString(body)
+	require.NotEmpty(q.s.t, q.headers[envoywire.HeaderCarry], "pass 1 did not say so")
+	q.taken, q.carried = q.headers[envoywire.HeaderTicket], base64.StdEncoding.EncodeToString(body)
 }
 
 // replan is the second try of a hop, at the replan port.
 func (q *request) replan() *httptest.ResponseRecorder {
 	r := httptest.NewRequest(q.headers[":method"], "http://"+q.headers[":authority"]+q.headers[":path"], strings.NewReader(string(q.body)))
-	r.Header.Set("x-request-id", q.headers[headerRequestID])
-	r.Header.Set(headerTicket, q.headers[headerTicket])
+	r.Header.Set("x-request-id", q.headers[envoywire.HeaderRequestID])
+	r.Header.Set(envoywire.HeaderTicket, q.headers[envoywire.HeaderTicket])
 	w := httptest.NewRecorder()
 	q.s.server.Replan().ServeHTTP(w, r)
-	q.taken = w.Header().Get(headerTicket)
+	q.taken = w.Header().Get(envoywire.HeaderTicket)
 	return w
 }
 
@@ -450,12 +452,12 @@ func (q *request) replan() *httptest.ResponseRecorder {
 // pass that ended is logged with that ticket.
 func (q *request) follow() {
 	require.NotEmpty(q.s.t, q.taken, "there is no redirect to follow")
-	q.headers[headerTicket], q.taken = q.taken, ""
-	delete(q.headers, headerPrefilled) // a redirect copies what it has of these headers, and removes what it has not
+	q.headers[envoywire.HeaderTicket], q.taken = q.taken, ""
+	delete(q.headers, envoywire.HeaderPrefilled) // a redirect copies what it has of these headers, and removes what it has not
 	if q.carried != "" {
-		q.headers[headerPrefilled], q.carried = q.carried, ""
+		q.headers[envoywire.HeaderPrefilled], q.carried = q.carried, ""
 	}
-	delete(q.headers, headerLeg) // the routes' request_headers_to_remove
+	delete(q.headers, envoywire.HeaderLeg) // the routes' request_headers_to_remove
 	q.headers["x-envoy-original-url"] = "http://" + q.headers[":authority"] + q.headers[":path"]
 	q.s.log(q.entry(307, "internal_redirect"))
 }
@@ -464,11 +466,11 @@ func (q *request) follow() {
 func (q *request) entry(status int, details string) *logdatav3.HTTPAccessLogEntry {
 	e := &logdatav3.HTTPAccessLogEntry{
 		CommonProperties: &logdatav3.AccessLogCommon{StartTime: timestamppb.New(q.started), Duration: durationpb.New(time.Since(q.started))},
-		Request:          &logdatav3.HTTPRequestProperties{RequestId: q.headers[headerRequestID]},
-		Response:         &logdatav3.HTTPResponseProperties{ResponseCode: wrapperspb.UInt32(uint32(status)), ResponseCodeDetails: details},
+		Request:          &logdatav3.HTTPRequestProperties{RequestId: q.headers[envoywire.HeaderRequestID]},
+		Response:         &logdatav3.HTTPResponseProperties{ResponseCode: wrapperspb.UInt32(uint32(status)), ResponseCodeDetails: details, ResponseBodyBytes: 4000},
 	}
-	if ticket := q.headers[headerTicket]; ticket != "" {
-		e.Request.RequestHeaders = map[string]string{headerTicket: ticket}
+	if ticket := q.headers[envoywire.HeaderTicket]; ticket != "" {
+		e.Request.RequestHeaders = map[string]string{envoywire.HeaderTicket: ticket}
 	}
 	if q.firstByte > 0 {
 		e.CommonProperties.TimeToFirstUpstreamRxByte = durationpb.New(q.firstByte)

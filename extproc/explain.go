@@ -2,16 +2,16 @@ package extproc
 
 import (
 	"context"
-	"encoding/binary"
 	"encoding/json"
 	"fmt"
 	"log/slog"
-	"math"
 	"slices"
 	"strconv"
 	"strings"
 	"time"
 
+	"tandem/extproc/envoywire"
+	"tandem/extproc/telemetry"
 	"tandem/kvstate"
 	"tandem/picker"
 )
@@ -46,8 +46,8 @@ func (s *Server) Explain(poolName string, promptTokens int64) (Explanation, erro
 }
 
 // explain says all that was weighed for a decision: in the log where debug logs are on, and to an operator who asks for it.
-func (x *exchange) explain(pool *kvstate.Pool, r *picker.Request) {
-	asked := len(x.msg.headers.explain) > 0 && x.s.Operator != nil && x.s.Operator(x.msg.headers.explain)
+func (x *planning) explain(pool *kvstate.Pool, r *picker.Request) {
+	asked := len(x.msg.Headers.Explain) > 0 && x.s.Operator != nil && x.s.Operator(x.msg.Headers.Explain)
 	debug := x.s.Log.Enabled(context.Background(), slog.LevelDebug)
 	if !asked && !debug {
 		return
@@ -98,29 +98,12 @@ func explanation(pool string, waited time.Duration, by stoodBy, e *picker.Explan
 // namespaceDecision is the namespace of the dynamic metadata that decisions are said in, for Envoy's access logs.
 const namespaceDecision = "tandem"
 
-// decisionMetadata is a decision as dynamic metadata: {"tandem": {"pool": ..., ...}}. What is empty is left out.
-func (x *exchange) decisionMetadata(pool, route, reason, prefill, decode string, tokens int64) []byte {
-	var fields []byte
-	for _, f := range [...]struct{ name, value string }{
-		{"pool", pool}, {"route", route}, {"reason", reason}, {"prefill", prefill}, {"decode", decode},
-	} {
-		if f.value != "" {
-			fields = appendField(fields, f.name, appendText(nil, 3, f.value)) // Value{3: string_value}
-		}
-	}
-	for _, f := range [...]struct {
-		name  string
-		value float64
-	}{{"prompt_tokens", float64(tokens)}, {"price", x.price}, {"waited", x.waited.Seconds()}} {
-		if f.value != 0 {
-			number := binary.LittleEndian.AppendUint64(appendTag(nil, 2, wireI64), math.Float64bits(f.value)) // Value{2: number_value}
-			fields = appendField(fields, f.name, number)
-		}
-	}
-	return appendField(nil, namespaceDecision, appendText(nil, 5, fields)) // Value{5: struct_value}
-}
-
-// appendField appends Struct{1: fields{1: name, 2: value}}.
-func appendField(b []byte, name string, value []byte) []byte {
-	return appendText(b, 1, appendText(appendText(nil, 1, name), 2, value))
+// decisionMetadata is a decision as dynamic metadata: {"tandem": {"pool": ..., ...}}. Empty fields are left out.
+func (x *planning) decisionMetadata(p *telemetry.Planned) []byte {
+	return envoywire.Metadata(namespaceDecision,
+		envoywire.MetadataField{Name: "pool", Text: p.Pool}, envoywire.MetadataField{Name: "route", Text: p.Route},
+		envoywire.MetadataField{Name: "reason", Text: p.Reason}, envoywire.MetadataField{Name: "prefill", Text: p.Prefill},
+		envoywire.MetadataField{Name: "decode", Text: p.Decode},
+		envoywire.MetadataField{Name: "prompt_tokens", Number: float64(p.PromptTokens)},
+		envoywire.MetadataField{Name: "price", Number: x.price}, envoywire.MetadataField{Name: "waited", Number: p.Waited.Seconds()})
 }

@@ -12,6 +12,8 @@ import (
 	"google.golang.org/protobuf/proto"
 	"google.golang.org/protobuf/types/known/structpb"
 
+	"tandem/extproc/envoywire"
+	"tandem/extproc/telemetry"
 	"tandem/kvstate"
 	"tandem/picker"
 )
@@ -39,7 +41,8 @@ func TestExplain(t *testing.T) {
 	_, err = s.Explain("other", 1)
 	require.EqualError(t, err, `there is no pool "other"`)
 
-	x := &exchange{s: s, requestID: "r1"}
+	x := &newScratch(s).request
+	x.requestID = "r1"
 	x.picker.Policy = picker.DefaultPolicy()
 	state.View(state.Pool("chat"), nil, &x.view)
 	x.explain(state.Pool("chat"), &picker.Request{PromptTokens: 4000, Split: true})
@@ -54,11 +57,11 @@ func TestExplanationForAnOperator(t *testing.T) {
 	for token, shown := range map[string]bool{"secret": true, "guess": false, "": false} {
 		q := s.newRequest("/v1/chat/completions", "r1", chatBody)
 		if token != "" {
-			q.headers[headerExplain] = token
+			q.headers[envoywire.HeaderExplain] = token
 		}
 		require.Zero(t, q.pass().status())
-		require.NotContains(t, q.headers, headerExplain)
-		text, ok := q.headers[headerExplanation]
+		require.NotContains(t, q.headers, envoywire.HeaderExplain)
+		text, ok := q.headers[envoywire.HeaderExplanation]
 		require.Equal(t, shown, ok)
 		if shown {
 			var e struct {
@@ -95,9 +98,11 @@ func TestExplanationFitsAHeader(t *testing.T) {
 
 // Decisions in dynamic metadata, as Envoy reads them.
 func TestDecisionMetadata(t *testing.T) {
-	x := exchange{s: &Server{}, price: .25, waited: 1500 * time.Millisecond}
+	x := planning{price: .25}
 	var got structpb.Struct
-	require.NoError(t, proto.Unmarshal(x.decisionMetadata("chat", "split", "", "10.0.1.1:8000", "10.0.2.1:8000", 4000), &got))
+	require.NoError(t, proto.Unmarshal(x.decisionMetadata(&telemetry.Planned{
+		Pool: "chat", Route: "split", Prefill: "10.0.1.1:8000", Decode: "10.0.2.1:8000", PromptTokens: 4000, Waited: 1500 * time.Millisecond,
+	}), &got))
 	require.Equal(t, map[string]any{"tandem": map[string]any{
 		"pool": "chat", "route": "split", "prefill": "10.0.1.1:8000", "decode": "10.0.2.1:8000", "prompt_tokens": 4000., "price": .25, "waited": 1.5,
 	}}, got.AsMap())

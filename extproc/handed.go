@@ -5,6 +5,7 @@ import (
 	"sync"
 	"time"
 
+	"tandem/extproc/envoywire"
 	"tandem/extproc/kvtransfer"
 )
 
@@ -178,9 +179,9 @@ func (o *handedOut) sweep() {
 
 // handOverEnded is told of the end of every request, by its access log entry, and cleans up where the hand-over it had came to no decode
 // endpoint. t is the ticket that the request ended with.
-func (s *Server) handOverEnded(t *kvtransfer.Ticket, e *logEntry) {
-	id, why := string(e.requestID), strandedNoDecode
-	if e.clientGone {
+func (s *Server) handOverEnded(t *kvtransfer.Ticket, e *envoywire.LogEntry) {
+	id, why := string(e.RequestID), strandedNoDecode
+	if e.ClientGone {
 		why = strandedClientGone
 	}
 	var h *handed
@@ -191,12 +192,12 @@ func (s *Server) handOverEnded(t *kvtransfer.Ticket, e *logEntry) {
 		unused = h != nil && h.read
 	case kvtransfer.HandOver: // pass 2 did not decide, or Envoy did not take it in
 		h = s.handed.take(t.ID)
-		unused = h != nil && h.read && !e.asked() && h.expires.UnixMilli() == t.Expires.UnixMilli() // this server's, where another read P's answer too
+		unused = h != nil && h.read && !e.Asked() && h.expires.UnixMilli() == t.Expires.UnixMilli() // this server's, where another read P's answer too
 	case kvtransfer.DecodeLeg:
 		h = s.handed.take(t.ID)
-		unused = h != nil && h.decided && !e.asked() && s.bookedHere(t, id) // likewise: the decision that Envoy took in
+		unused = h != nil && h.decided && !e.Asked() && s.bookedHere(t, reservedAs(e)) // likewise: the decision that Envoy took in
 		if unused {
-			h.unreached = e.tries > 0
+			h.unreached = e.Tries > 0
 		}
 	}
 	if unused {
@@ -216,13 +217,13 @@ func (s *Server) takeUnfollowed(t *kvtransfer.Ticket, why string) *handed {
 
 // decodeUnreached is told of a try that never got a connection, by its access log entry. If it was the decode leg's, the request
 // goes on without the parameters, which are as good as ever: those are cleaned up.
-func (s *Server) decodeUnreached(e *logEntry) {
-	id := string(e.requestID)
-	t, _ := s.keys().Open(string(e.ticket), id, time.Now())
-	if t == nil || t.Stage != kvtransfer.DecodeLeg || !e.pod || e.began || e.sent > 0 {
+func (s *Server) decodeUnreached(e *envoywire.LogEntry) {
+	id := string(e.RequestID)
+	t, _ := s.keys().Open(string(e.Ticket), id, time.Now())
+	if t == nil || t.Stage != kvtransfer.DecodeLeg || !e.Pod || e.Began || e.Sent > 0 {
 		return
 	}
-	if h := s.handed.take(t.ID); h != nil && h.decided && s.bookedHere(t, id) {
+	if h := s.handed.take(t.ID); h != nil && h.decided && s.bookedHere(t, reservedAs(e)) {
 		h.unreached = true
 		s.cleanUpLater(t.ID, id, h)
 	}

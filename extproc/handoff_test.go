@@ -13,6 +13,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"tandem/extproc/envoywire"
 	"tandem/extproc/kvtransfer"
 	"tandem/kvstate"
 )
@@ -158,14 +159,14 @@ func TestHandoffsBehindOurEnvoy(t *testing.T) {
 		s.pool("chat", policy, "p1", "d1", "d2")
 		q := s.newRequest("/v1/chat/completions", "r-1", hello)
 		v := q.pass()
-		first := v.set[headerEndpoint]
-		require.Equal(t, legDecode, v.set[headerLeg])
+		first := v.set[envoywire.HeaderEndpoint]
+		require.Equal(t, envoywire.LegDecode, v.set[envoywire.HeaderLeg])
 		require.Equal(t, addressOf("p1"), v.set[headerPrefiller])
 		require.Equal(t, hello, string(v.body))
 		require.Equal(t, 307, q.replan().Code)
 		q.follow()
 		v = q.pass()
-		require.NotEqual(t, first, v.set[headerEndpoint], "another D")
+		require.NotEqual(t, first, v.set[envoywire.HeaderEndpoint], "another D")
 		require.Equal(t, hello, string(v.body))
 		s.log(q.entry(200, "via_upstream"))
 		require.Eventually(t, func() bool { return s.state.Reservations() == 0 }, 30*time.Second, time.Millisecond)
@@ -180,7 +181,7 @@ func TestHandoffsBehindOurEnvoy(t *testing.T) {
 			{Name: "d1", Addr: addressOf("d1"), Role: kvstate.RoleDecode}, {Name: "d2", Addr: addressOf("d2"), Role: kvstate.RoleDecode}})
 		q := s.newRequest("/v1/chat/completions", "r-1", hello)
 		v := q.pass()
-		require.Equal(t, legDecode, v.set[headerLeg])
+		require.Equal(t, envoywire.LegDecode, v.set[envoywire.HeaderLeg])
 		require.Empty(t, v.set[headerPrefiller])
 		require.Contains(t, string(v.body), `"remote_engine_id":"e"`)
 		require.Equal(t, 307, q.replan().Code)

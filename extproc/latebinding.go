@@ -68,9 +68,9 @@ type waitingRoom struct {
 	held        []kvstate.Held
 }
 
-// waiter is one request. It lives in its exchange, which does nothing but wait meanwhile.
+// waiter is one request. It lives in its stream's memory, which does nothing but wait meanwhile.
 type waiter struct {
-	x       *exchange
+	x       *planning
 	id      uint64
 	pool    *kvstate.Pool // that it came for
 	request picker.Request
@@ -121,13 +121,13 @@ func (w *waitingRoom) set(p *Policy) {
 
 // choose picks the endpoints of a request, in x.view: at once or, where its pool has requests wait, when it is time. A view
 // that does not have all of the pool's endpoints is such that it cannot be filled again: then it is at once.
-func (x *exchange) choose(pool *kvstate.Pool, policy *Policy, r *picker.Request, a *attempt) (picker.Choice, error) {
+func (x *planning) choose(pool *kvstate.Pool, policy *Policy, r *picker.Request, a *attempt) (picker.Choice, error) {
 	c, err := x.chooseNow(pool, policy, r, a)
 	x.priority, x.work, x.price = r.Priority, kvstate.Seconds(c.Work), c.Price
 	return c, missed(r, &c, err)
 }
 
-func (x *exchange) chooseNow(pool *kvstate.Pool, policy *Policy, r *picker.Request, a *attempt) (picker.Choice, error) {
+func (x *planning) chooseNow(pool *kvstate.Pool, policy *Policy, r *picker.Request, a *attempt) (picker.Choice, error) {
 	x.picker.Policy = policy.place()
 	if policy.room == nil || a.redirects > 0 || len(x.view.Endpoints) != len(pool.Endpoints()) {
 		if r.Miss == picker.MissWait {
@@ -147,8 +147,8 @@ func (x *exchange) chooseNow(pool *kvstate.Pool, policy *Policy, r *picker.Reque
 	if policy.room.enter(w) {
 		policy.room.wait(w)
 		x.waited, x.stoodBy = time.Since(w.came), w.stoodBy
-		x.since = x.since.Add(x.waited) // no part of deciding
-		x.s.metrics.waitEnded(policy.room.name, w.end, x.waited)
+		x.LeaveOut(x.waited) // no part of deciding
+		x.s.metrics.WaitEnded(policy.room.name, w.end, x.waited)
 	}
 	*r = w.request
 	return w.choice, w.err
@@ -156,7 +156,7 @@ func (x *exchange) chooseNow(pool *kvstate.Pool, policy *Policy, r *picker.Reque
 
 // landed says that what the request was sent for is booked, or never will be. Other replicas hear only then that it does not
 // wait any more: between the two they would take the endpoint for free.
-func (x *exchange) landed() {
+func (x *planning) landed() {
 	if w := &x.waits; w.told {
 		w.told = false
 		x.s.State.WaitOver(w.pool, w.id, w.end == waitBound && w.err == nil)
@@ -197,7 +197,7 @@ func (w *waitingRoom) enter(r *waiter) bool {
 	w.standBy(r)
 	w.tell(r)
 	w.putAside(r)
-	w.s.metrics.queued.WithLabelValues(w.name).Inc()
+	w.s.metrics.QueueChanged(w.name, 1)
 	if !w.running {
 		w.running = true
 		go w.run()
@@ -263,7 +263,6 @@ func (w *waitingRoom) push() {
 
 // wait returns when a request is settled.
 func (w *waitingRoom) wait(r *waiter) {
-	r.x.mayWait()
 	w.mu.Lock()
 	limit := w.maxTime
 	w.mu.Unlock()
@@ -310,7 +309,7 @@ func (w *waitingRoom) remove(r *waiter) {
 
 func (w *waitingRoom) forget(r *waiter) {
 	delete(w.waiters, r.id)
-	w.s.metrics.queued.WithLabelValues(w.name).Dec()
+	w.s.metrics.QueueChanged(w.name, -1)
 }
 
 // finish lets the request's own goroutine go on.

@@ -10,10 +10,10 @@ import (
 	"testing/synctest"
 	"time"
 
-	"github.com/prometheus/client_golang/prometheus/testutil"
 	"github.com/stretchr/testify/require"
 	"google.golang.org/protobuf/types/known/structpb"
 
+	"tandem/extproc/envoywire"
 	"tandem/internal/budget"
 	"tandem/kvstate"
 	"tandem/picker"
@@ -83,7 +83,7 @@ func (c *crowd) done(id string) {
 }
 
 func (c *crowd) waiting() int {
-	return int(testutil.ToFloat64(c.server.metrics.queued.WithLabelValues("chat")))
+	return int(c.count("tandem_queue_requests", "chat"))
 }
 
 // timed is what a histogram shows, by its labels' values: how many, and how long in all.
@@ -130,7 +130,7 @@ func TestRequestsAreBoundLate(t *testing.T) {
 		require.Equal(t, []string{"first"}, c.order)
 		require.Equal(t, 3, c.waiting())
 		require.Equal(t, booked, s.state.Reservations())
-		require.InDelta(t, 4*27_000, s.server.held.Load(), 1000)
+		require.InDelta(t, 4*27_000, s.server.Memory.Load(), 1000)
 
 		c.done("first")
 		require.ElementsMatch(t, []string{"first", "short", "middling"}, c.order, "less than half a second of work, and one more on top")
@@ -142,7 +142,7 @@ func TestRequestsAreBoundLate(t *testing.T) {
 		c.group.Wait()
 		time.Sleep(2 * waitTick)
 		require.Zero(t, c.waiting())
-		require.Zero(t, s.server.held.Load())
+		require.Zero(t, s.server.Memory.Load())
 		require.Zero(t, s.state.Reservations())
 	})
 }
@@ -158,11 +158,11 @@ func TestARequestThatWaitedGoesOn(t *testing.T) {
 		began := time.Now()
 		require.Zero(t, q.pass().status())
 		require.Equal(t, 3*time.Second, time.Since(began).Truncate(waitTick))
-		require.Equal(t, addressOf("p1"), q.headers[headerEndpoint])
+		require.Equal(t, addressOf("p1"), q.headers[envoywire.HeaderEndpoint])
 		q.prefillLeg(answer{status: 200, body: prefilled(params(3))})
 		q.follow()
 		require.Zero(t, q.pass().status())
-		require.Equal(t, addressOf("d1"), q.headers[headerEndpoint])
+		require.Equal(t, addressOf("d1"), q.headers[envoywire.HeaderEndpoint])
 		s.log(q.entry(200, "via_upstream"))
 		require.Zero(t, s.state.Reservations())
 		trace := s.server.Recent(1)[0]
@@ -213,13 +213,13 @@ func TestWaitingEnds(t *testing.T) {
 		"when there is no memory": func(t *testing.T, c *crowd) {
 			c.send("a", 1000)
 			require.Equal(t, 1, c.waiting())
-			c.server.held.Add(900_000)
+			c.server.Memory.Add(900_000)
 			time.Sleep(waitTick)
 			synctest.Wait()
 			require.Equal(t, []string{"a"}, c.order)
 			c.send("b", 1000)
 			require.Equal(t, []string{"a", "b"}, c.order)
-			c.server.held.Add(-900_000)
+			c.server.Memory.Add(-900_000)
 		},
 		"when the server ends": func(t *testing.T, c *crowd) {
 			c.send("a", 1000)
@@ -262,7 +262,7 @@ func TestWaitingEnds(t *testing.T) {
 				time.Sleep(2 * waitTick) // for the queue's goroutine to see that nobody waits
 				synctest.Wait()
 				require.Zero(t, c.waiting())
-				require.Zero(t, s.server.held.Load())
+				require.Zero(t, s.server.Memory.Load())
 				require.Zero(t, s.state.Reservations())
 				require.Equal(t, ends[name], s.timed("tandem_queue_wait_seconds"))
 			})
@@ -287,7 +287,7 @@ func TestWaitingSeesTheFleetAsItIs(t *testing.T) {
 		time.Sleep(waitTick)
 		synctest.Wait()
 		require.Equal(t, []string{"a"}, c.order)
-		require.Contains(t, []string{addressOf("p0"), addressOf("p2")}, c.ended["a"].set[headerEndpoint])
+		require.Contains(t, []string{addressOf("p0"), addressOf("p2")}, c.ended["a"].set[envoywire.HeaderEndpoint])
 		time.Sleep(2 * waitTick)
 	})
 }
@@ -347,8 +347,8 @@ func TestWaitingAtRandom(t *testing.T) {
 			all.Wait()
 			time.Sleep(time.Second)
 			synctest.Wait()
-			require.Zero(t, testutil.ToFloat64(s.server.metrics.queued.WithLabelValues("chat")))
-			require.Zero(t, s.server.held.Load())
+			require.Zero(t, s.count("tandem_queue_requests", "chat"))
+			require.Zero(t, s.server.Memory.Load())
 			require.Zero(t, s.state.Reservations())
 			require.Empty(t, s.server.live.Load().Pools["chat"].room.landing)
 		})
@@ -361,8 +361,8 @@ func TestChoosingAlloc(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			s := newStand(t, Options{})
 			s.pool("chat", policy, "p1", "p2", "d1", "d2")
-			x := s.server.exchanges.Get().(*exchange)
-			x.stream, x.began = &wire{ctx: t.Context()}, time.Now()
+			x := &newScratch(s.server).request
+			x.grpc, x.Began = &wire{ctx: t.Context()}, time.Now()
 			pool := s.state.Pool("chat")
 			inForce, _ := s.server.policy("chat")
 			require.Equal(t, name == "on", inForce.room != nil)
@@ -394,8 +394,8 @@ func TestOtherWaysAreBoundLateToo(t *testing.T) {
 			time.Sleep(time.Second)
 			end()
 			c.group.Wait()
-			require.Equal(t, addressOf("p1"), c.ended["a"].set[headerPrefillEndpoint])
-			require.Equal(t, addressOf("d1"), c.ended["a"].set[headerEndpoint])
+			require.Equal(t, addressOf("p1"), c.ended["a"].set[envoywire.HeaderPrefillEndpoint])
+			require.Equal(t, addressOf("d1"), c.ended["a"].set[envoywire.HeaderEndpoint])
 			c.done("a")
 			time.Sleep(2 * waitTick)
 			require.Zero(t, s.state.Reservations())
@@ -410,7 +410,7 @@ func TestOtherWaysAreBoundLateToo(t *testing.T) {
 			end := s.busy("p1", time.Hour)
 			time.AfterFunc(time.Second, end)
 			began := time.Now()
-			require.Equal(t, addressOf("d2"), s.ask(hello, map[string]*structpb.Struct{namespaceSubset: object(t, `{"x-gateway-destination-endpoint-subset":["10.0.2.2:8000"]}`)}).destination())
+			require.Equal(t, addressOf("d2"), s.ask(hello, map[string]*structpb.Struct{envoywire.NamespaceSubset: object(t, `{"x-gateway-destination-endpoint-subset":["10.0.2.2:8000"]}`)}).destination())
 			require.Zero(t, time.Since(began))
 			require.NotEmpty(t, s.ask(hello, nil).destination())
 			require.Equal(t, time.Second, time.Since(began).Truncate(waitTick))

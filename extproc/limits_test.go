@@ -20,6 +20,7 @@ import (
 	"google.golang.org/grpc/mem"
 	"google.golang.org/grpc/status"
 
+	"tandem/extproc/envoywire"
 	"tandem/extproc/openai"
 )
 
@@ -62,7 +63,7 @@ func TestABodyThatDoesNotArriveIsA408(t *testing.T) {
 				require.Equal(t, time.Minute, time.Since(began))
 				cancel() // as Envoy does with an immediate response in hand
 				synctest.Wait()
-				require.Zero(t, s.server.held.Load())
+				require.Zero(t, s.server.Memory.Load())
 				require.Zero(t, s.state.Reservations())
 			})
 		})
@@ -112,7 +113,7 @@ func TestBodiesOfAllStreamsShareABudget(t *testing.T) {
 		ctx, cancel := context.WithCancel(t.Context())
 		_, _ = first.open(ctx, 1)
 		synctest.Wait()
-		require.Equal(t, int64(29_000), s.server.held.Load())
+		require.Equal(t, int64(29_000), s.server.Memory.Load())
 
 		second := s.newRequest("/v1/chat/completions", "r2", body)
 		v := second.pass()
@@ -122,7 +123,7 @@ func TestBodiesOfAllStreamsShareABudget(t *testing.T) {
 
 		cancel()
 		synctest.Wait()
-		require.Zero(t, s.server.held.Load())
+		require.Zero(t, s.server.Memory.Load())
 		require.Zero(t, s.newRequest("/v1/chat/completions", "r3", body).pass().status(), "there is room again")
 	})
 }
@@ -224,7 +225,7 @@ func TestManyRequestsAtOnceLeaveNothing(t *testing.T) {
 		}
 		all.Wait()
 		require.Zero(t, s.state.Reservations())
-		require.Zero(t, s.server.held.Load())
+		require.Zero(t, s.server.Memory.Load())
 	})
 }
 
@@ -244,8 +245,8 @@ func (q *request) live(r *rand.Rand) (int, string) {
 		if v.status() != 0 {
 			return v.status(), "tandem"
 		}
-		leg := v.set[headerLeg]
-		if leg != legPrefill {
+		leg := v.set[envoywire.HeaderLeg]
+		if leg != envoywire.LegPrefill {
 			body := string(q.body)
 			if i := strings.Index(body, `"model"`); i > 1 {
 				body = "{" + body[i:]
@@ -253,9 +254,9 @@ func (q *request) live(r *rand.Rand) (int, string) {
 			require.Equal(q.s.t, string(q.first), body)
 		}
 		switch {
-		case leg == legPass, leg == legDecode && r.IntN(4) > 0:
+		case leg == envoywire.LegPass, leg == envoywire.LegDecode && r.IntN(4) > 0:
 			return 200, "via_upstream"
-		case leg == legDecode || r.IntN(5) == 0:
+		case leg == envoywire.LegDecode || r.IntN(5) == 0:
 			if w := q.replan(); w.Code != 307 {
 				return w.Code, "via_upstream"
 			}
@@ -278,12 +279,12 @@ func TestReplanReadsTheBodyFirst(t *testing.T) {
 	r, err := http.NewRequestWithContext(t.Context(), http.MethodPost, port.URL+"/v1/chat/completions?a=b", body)
 	require.NoError(t, err)
 	r.Header.Set("x-request-id", "r1")
-	r.Header.Set(headerTicket, q.headers[headerTicket])
+	r.Header.Set(envoywire.HeaderTicket, q.headers[envoywire.HeaderTicket])
 	w, err := http.DefaultTransport.RoundTrip(r)
 	require.NoError(t, err)
 	defer func() { _ = w.Body.Close() }()
 	require.Equal(t, 307, w.StatusCode)
-	require.Equal(t, port.URL+"/v1/chat/completions?a=b", w.Header.Get("location"))
+	require.Equal(t, "http://tandem/v1/chat/completions", w.Header.Get("location"), "the ticket has the rest")
 	require.Zero(t, body.Len())
 	s.log(q.entry(502, ""))
 	require.Zero(t, s.state.Reservations())
@@ -303,18 +304,18 @@ func TestPiecesAreTheEditedBody(t *testing.T) {
 		}
 		want := edits.Apply(nil, body)
 
-		var b bodyBuffer
-		b.grow(len(body))
-		b.data = append(b.data, body...)
-		var p pieces
-		p.cut(&b, edits)
-		require.Equal(t, len(want), p.total)
-		shared := b.share()
-		require.Equal(t, string(want), string(p.whole(shared).Materialize()))
+		var b envoywire.Body
+		b.Grow(len(body))
+		b.Data = append(b.Data, body...)
+		var p envoywire.Pieces
+		p.Cut(&b, edits)
+		require.Equal(t, len(want), p.Total)
+		shared := b.Share()
+		require.Equal(t, string(want), string(p.Whole(shared).Materialize()))
 		var got []byte
 		ends := 0
-		require.NoError(t, p.each(shared, func(parts mem.BufferSlice, last bool) error {
-			require.LessOrEqual(t, parts.Len(), maxPiece)
+		require.NoError(t, p.Each(shared, func(parts mem.BufferSlice, last bool) error {
+			require.LessOrEqual(t, parts.Len(), envoywire.MaxPiece)
 			require.Zero(t, ends, "the last is the last")
 			got = append(got, parts.Materialize()...)
 			parts.Free()

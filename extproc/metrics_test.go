@@ -2,53 +2,18 @@ package extproc
 
 import (
 	"log/slog"
-	"math/rand/v2"
 	"slices"
 	"strings"
 	"testing"
 	"time"
 
-	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/testutil"
 	dto "github.com/prometheus/client_model/go"
 	"github.com/stretchr/testify/require"
 	sdktrace "go.opentelemetry.io/otel/sdk/trace"
 
-	"tandem/extproc/kvtransfer"
-	"tandem/internal/budget"
-	"tandem/kvstate"
+	"tandem/extproc/envoywire"
 )
-
-func TestDurationsAreCountedInQuartersOfOctaves(t *testing.T) {
-	for i := range durationBuckets {
-		top := bucketTop(i)
-		require.Equal(t, i, bucketOf(top-1), "just below %v", top)
-		require.Equal(t, min(i+1, durationBuckets-1), bucketOf(top), "from %v on", top)
-	}
-	require.Zero(t, bucketOf(-time.Second))
-	require.Equal(t, durationBuckets-1, bucketOf(24*time.Hour))
-}
-
-func TestQuantilesAreAtMostAQuarterTooLong(t *testing.T) {
-	rng := rand.New(rand.NewPCG(1, 2))
-	var h liveDurations
-	var all []time.Duration
-	for range 10_000 {
-		d := time.Duration(rng.ExpFloat64() * float64(80*time.Millisecond))
-		all = append(all, d)
-		h.observe(d)
-	}
-	slices.Sort(all)
-	counted := h.load()
-	for _, q := range []float64{.5, .9, .99, 1} {
-		exact, got := all[int(q*float64(len(all)))-1], counted.Quantile(q)
-		require.GreaterOrEqual(t, got, exact, "q %v", q)
-		require.LessOrEqual(t, got, exact*5/4+time.Nanosecond, "q %v", q)
-	}
-	require.Zero(t, new(Durations).Quantile(.5))
-	half := counted.Since(&counted)
-	require.Zero(t, half.Quantile(.99), "nothing came since")
-}
 
 // TestARequestIsCounted takes one request through both hops and reads what an operator would scrape.
 func TestARequestIsCounted(t *testing.T) {
@@ -66,11 +31,14 @@ func TestARequestIsCounted(t *testing.T) {
 	require.Eventually(t, func() bool { return s.server.metrics.Totals().OK == 1 }, 30*time.Second, time.Millisecond)
 
 	m := s.server.metrics
-	require.InDelta(t, 1, testutil.ToFloat64(m.requests.WithLabelValues("chat", "split", "")), 0)
-	require.Positive(t, testutil.ToFloat64(m.expected.time.WithLabelValues("chat", "expected")))
-	require.Positive(t, testutil.ToFloat64(m.expected.time.WithLabelValues("chat", "measured")))
-	require.Equal(t, 1, testutil.CollectAndCount(m.expected.ratio))
-	require.Equal(t, 1, testutil.CollectAndCount(m.whole))
+	require.InDelta(t, 1, s.count("tandem_decisions_total", "chat", "split"), 0)
+	require.Positive(t, s.count("tandem_prefill_seconds_compared_total", "chat", "expected"))
+	require.Positive(t, s.count("tandem_prefill_seconds_compared_total", "chat", "measured"))
+	for _, name := range []string{"tandem_prefill_time_ratio", "tandem_request_duration_seconds"} {
+		n, err := testutil.GatherAndCount(registry, name)
+		require.NoError(t, err)
+		require.Equal(t, 1, n, name)
+	}
 	require.NoError(t, testutil.GatherAndCompare(registry, strings.NewReader(`
 # HELP tandem_endpoint_up Whether an endpoint is in use (1) or left out because it failed (0).
 # TYPE tandem_endpoint_up gauge
@@ -94,14 +62,14 @@ func TestTimesLeadToTraces(t *testing.T) {
 	s := newStand(t, Options{Log: slog.New(slog.DiscardHandler), Tracer: sdktrace.NewTracerProvider().Tracer("test")})
 	s.pool("chat", splitting(), "p1", "d1")
 	q := s.newRequest("/v1/chat/completions", "req-1", chatBody)
-	q.headers[headerTraceparent] = clientsSpan
+	q.headers[envoywire.HeaderTraceparent] = clientsSpan
 	first := q.pass()
 	require.Zero(t, first.status())
 	require.Equal(t, 307, q.prefillLeg(answer{status: 200, body: prefilled(params(4))}).status())
 	q.follow()
 	require.Zero(t, q.pass().status())
 	e := q.entry(200, "via_upstream")
-	e.Request.RequestHeaders[headerTraceparent] = first.set[headerTraceparent]
+	e.Request.RequestHeaders[envoywire.HeaderTraceparent] = first.set[envoywire.HeaderTraceparent]
 	s.log(e)
 	require.Eventually(t, func() bool { return s.server.metrics.Totals().OK == 1 }, 30*time.Second, time.Millisecond)
 
@@ -119,42 +87,4 @@ func TestTimesLeadToTraces(t *testing.T) {
 		}
 	}
 	require.Equal(t, []string{"tandem_ext_proc_duration_seconds", "tandem_ext_proc_phase_seconds", "tandem_hop_duration_seconds", "tandem_request_duration_seconds"}, led)
-}
-
-func TestExemplarsAreOfSampledTraces(t *testing.T) {
-	require.Equal(t, exemplar{"trace_id": traceID}, exemplarIn([]byte(clientsSpan)))
-	for _, not := range []string{"", "00", notSampled, clientsSpan + "-more", strings.Replace(clientsSpan, "0af7", "zzzz", 1), "00-" + strings.Repeat("0", 32) + "-b7ad6b7169203331-01"} {
-		require.Nil(t, exemplarIn([]byte(not)), not)
-	}
-}
-
-// Without a trace an exemplar is not even thought of.
-func TestNoTraceNoExemplarAlloc(t *testing.T) {
-	h := prometheus.NewHistogram(histogramOpts("h", "help", []float64{1}))
-	observe(h, time.Second, nil)
-	budget.Allocs(t, 100, 0, func() { observe(h, time.Second, exemplarIn(nil)) })
-}
-
-// TestSeriesOfEndpointsThatLeftAreDropped, or a fleet of pods would leave more of them each day.
-func TestSeriesOfEndpointsThatLeftAreDropped(t *testing.T) {
-	state := kvstate.New(kvstate.Options{})
-	m := NewMetrics(prometheus.NewRegistry(), state)
-	spec := kvstate.PoolSpec{Name: "chat"}
-	stays, leaves := kvstate.EndpointSpec{Addr: "10.0.0.1:1", Role: kvstate.RolePrefill}, kvstate.EndpointSpec{Addr: "10.0.0.2:1", Role: kvstate.RoleDecode}
-	state.SetPool(spec, []kvstate.EndpointSpec{stays, leaves})
-	for _, e := range []string{stays.Addr, leaves.Addr} {
-		m.hop("chat", "prefill", e, "ok", time.Second, nil)
-		m.prefillEnded(&kvtransfer.Ticket{Pool: "chat", Prefill: e}, 999, "failed", time.Second, nil)
-	}
-	now := time.Unix(0, 0)
-	m.prune(state, now)
-	state.SetPool(spec, []kvstate.EndpointSpec{stays})
-	m.prune(state, now.Add(keepSeries/2))
-	require.Equal(t, 4, testutil.CollectAndCount(m.hops), "its last requests may still end")
-	m.prune(state, now.Add(keepSeries))
-	require.Equal(t, 2, testutil.CollectAndCount(m.hops))
-	require.Equal(t, 1, testutil.CollectAndCount(m.prefillErrors))
-	require.InDelta(t, 1, testutil.ToFloat64(m.prefillErrors.WithLabelValues("chat", stays.Addr, "other")), 0, "an engine does not make labels")
-	m.prune(state, now.Add(9*keepSeries))
-	require.Equal(t, 2, testutil.CollectAndCount(m.hops), "what stays, stays")
 }

@@ -5,37 +5,43 @@ import (
 	"strconv"
 	"time"
 
+	"tandem/extproc/envoywire"
 	"tandem/extproc/kvtransfer"
+	"tandem/extproc/openai"
+	"tandem/extproc/telemetry"
 	"tandem/kvstate"
 )
 
-// mirroredLeg serves the filter of the mirrored prefill leg. Envoy has forgotten the leg once it is sent, so this is where
+// mirroredLeg handles the filter of the mirrored prefill leg.
+type mirroredLeg struct{ pairLeg }
+
+// serve serves the filter of the mirrored prefill leg. Envoy has forgotten the leg once it is sent, so this is where
 // it is seen how P fares, and where the leg is cut when nobody waits for it, if the dialect wants that: then the stream is
 // open from the start and its first message is request headers; else it begins with P's answer.
-func (x *exchange) mirroredLeg() error {
+func (x mirroredLeg) serve() error {
 	if err := x.receive(); err != nil {
 		return err
 	}
 	var t *kvtransfer.Ticket
 	var err error
-	if x.msg.phase == phaseRequestHeaders {
+	if x.msg.Phase == envoywire.PhaseRequestHeaders {
 		if t, err = x.openLeg(); err == nil {
-			x.spanPairLeg(spanPrefillAnswer, t)
+			x.spanPairLeg(telemetry.SpanPrefillAnswer, t)
 			err = x.untilAnswer(t)
 		}
 	} else {
-		a := &x.msg.attributes
-		if t, err = x.openPairTicket(a.ticket, a.clientID); err == nil {
-			x.spanPairLeg(spanPrefillAnswer, t)
+		a := &x.msg.Attributes
+		if t, err = x.openPairTicket(a.Ticket, a.ClientID); err == nil {
+			x.spanPairLeg(telemetry.SpanPrefillAnswer, t)
 		}
 	}
 	if err != nil {
 		return err
 	}
-	if x.msg.phase != phaseResponseHeaders {
+	if x.msg.Phase != envoywire.PhaseResponseHeaders {
 		return errors.New("a mirrored leg went on without an answer")
 	}
-	code, _ := strconv.Atoi(string(x.msg.headers.status))
+	code, _ := strconv.Atoi(string(x.msg.Headers.Status))
 	if err := x.receiveAnswer(); err != nil {
 		return err
 	}
@@ -46,10 +52,10 @@ func (x *exchange) mirroredLeg() error {
 }
 
 // untilAnswer lets the leg begin, and waits for P's headers. Where nobody waits for the leg any more, it is cut.
-func (x *exchange) untilAnswer(t *kvtransfer.Ticket) error {
+func (x mirroredLeg) untilAnswer(t *kvtransfer.Ticket) error {
 	p := x.s.pairs.enter(t.ID)
 	defer x.s.pairs.leave(t.ID)
-	if err := x.send(&reply{phase: phaseRequestHeaders}); err != nil {
+	if err := x.send(&envoywire.Reply{Phase: envoywire.PhaseRequestHeaders}); err != nil {
 		return err
 	}
 	select {
@@ -69,13 +75,13 @@ func (x *exchange) untilAnswer(t *kvtransfer.Ticket) error {
 	if took >= x.prefillLimit(t) { // it is P that was too slow
 		result = "failed"
 	}
-	x.s.metrics.hop(t.Pool, "prefill", t.Prefill, result, took, x.traced)
-	x.spanLegEnded(result, 0)
-	return errors.Join(errAnswered, x.send(&reply{immediate: &immediate{status: 503, details: detailsPrefix + "_given_up"}}))
+	x.s.metrics.HopEnded(t.Pool, "prefill", t.Prefill, result, took, x.Exemplar)
+	x.SpanLegEnded(result, 0)
+	return errors.Join(errAnswered, x.send(&envoywire.Reply{Immediate: &envoywire.Immediate{Status: 503, Details: envoywire.DetailsPrefix + "_given_up"}}))
 }
 
 // judge says what P's answer is worth, counts it, and learns from it. The answer is in x.body.
-func (x *exchange) judge(t *kvtransfer.Ticket, code int) outcome {
+func (x mirroredLeg) judge(t *kvtransfer.Ticket, code int) outcome {
 	v := outcome{status: code}
 	took := time.Since(x.s.sealedAt(t))
 	pool := x.s.State.Pool(t.Pool)
@@ -84,11 +90,11 @@ func (x *exchange) judge(t *kvtransfer.Ticket, code int) outcome {
 	switch {
 	case clientsFault(code):
 		result = "refused"
-		if x.body.len() <= maxRefusal {
-			v.answer = append([]byte(nil), x.body.bytes()...)
+		if x.body.Len() <= maxRefusal {
+			v.answer = openai.CutEcho(nil, x.body.Bytes())
 		}
-	case code == 200 && !x.msg.over && policy.Concurrent != nil:
-		got, peer, err := policy.Concurrent.ReadAnswer(x.body.bytes(), t.Params)
+	case code == 200 && !x.msg.Over && policy.Concurrent != nil:
+		got, peer, err := policy.Concurrent.ReadAnswer(x.body.Bytes(), t.Params)
 		policy.learnPeer(t.Prefill, peer)
 		if err != nil {
 			x.s.Log.Warn("prefill answered, but not as one that has sent its KV", "request_id", x.requestID, "endpoint", t.Prefill, "err", err)
@@ -97,9 +103,9 @@ func (x *exchange) judge(t *kvtransfer.Ticket, code int) outcome {
 		v.ok, result = true, "ok"
 		x.prefilled(pool, t, got)
 	}
-	x.s.metrics.prefillEnded(t, code, result, took, x.traced)
-	x.spanLegEnded(result, code)
-	x.s.recent.change(x.requestID, func(trace *Trace) { trace.PrefillTime = took })
+	x.s.metrics.PrefillEnded(t, code, result, took, x.Exemplar)
+	x.SpanLegEnded(result, code)
+	x.s.recent.Change(x.requestID, func(trace *telemetry.Trace) { trace.PrefillTime = took })
 	return v
 }
 
@@ -114,9 +120,9 @@ func (p Policy) learnPeer(addr string, said kvtransfer.Peer) {
 const maxRefusal = 64 << 10
 
 // prefilled takes in what a good answer tells.
-func (x *exchange) prefilled(pool *kvstate.Pool, t *kvtransfer.Ticket, got kvtransfer.Answer) {
-	x.s.metrics.prompt(t.Pool, got)
-	x.spanAnswered(got)
+func (x mirroredLeg) prefilled(pool *kvstate.Pool, t *kvtransfer.Ticket, got kvtransfer.Answer) {
+	x.s.metrics.Prompt(t.Pool, got)
+	x.SpanAnswered(got)
 	if got.Joined != nil {
 		if err := x.s.State.PutHandOverAs(t.ID, got.Joined); err != nil {
 			x.s.Log.Warn("no room for prefill's log probabilities: the client gets decode's alone", "request_id", x.requestID, "err", err)
@@ -129,7 +135,7 @@ func (x *exchange) prefilled(pool *kvstate.Pool, t *kvtransfer.Ticket, got kvtra
 	if got.PromptTokens > 0 {
 		pool.ObservePrompt(int64(t.BodyBytes), got.PromptTokens)
 	}
-	x.s.recent.change(x.requestID, func(trace *Trace) {
+	x.s.recent.Change(x.requestID, func(trace *telemetry.Trace) {
 		trace.CachedTokens = got.CachedTokens
 		if got.PromptTokens > 0 {
 			trace.PromptTokens = got.PromptTokens
@@ -139,30 +145,30 @@ func (x *exchange) prefilled(pool *kvstate.Pool, t *kvtransfer.Ticket, got kvtra
 
 // dropAnswer ends the leg without P's answer, which nobody reads. Its status is what Envoy's access log tells the other
 // replicas, so an answer that is not good for anything gets one that says so.
-func (x *exchange) dropAnswer(code int, v outcome) error {
+func (x mirroredLeg) dropAnswer(code int, v outcome) error {
 	if code < 300 && !v.ok {
-		x.headers.add(":status", []byte("502"))
+		x.headers.Set(":status", []byte("502"))
 	}
-	x.headers.drop("content-length")
-	bare := x.msg.phase == phaseResponseHeaders // the answer had no body
-	if err := x.send(&reply{phase: phaseResponseHeaders, headers: &x.headers}); err != nil || bare {
+	x.headers.Remove("content-length")
+	bare := x.msg.Phase == envoywire.PhaseResponseHeaders // the answer had no body
+	if err := x.send(&envoywire.Reply{Phase: envoywire.PhaseResponseHeaders, Headers: &x.headers}); err != nil || bare {
 		return err
 	}
-	if x.msg.phase == phaseResponseTrailers {
-		return x.send(&reply{phase: phaseResponseTrailers})
+	if x.msg.Phase == envoywire.PhaseResponseTrailers {
+		return x.send(&envoywire.Reply{Phase: envoywire.PhaseResponseTrailers})
 	}
-	return x.send(&reply{phase: phaseResponseBody, kind: bodyStreamed62, end: true})
+	return x.send(&envoywire.Reply{Phase: envoywire.PhaseResponseBody, Kind: envoywire.StreamBody, End: true})
 }
 
 // mirrorEnded settles a mirrored leg as Envoy logs it, to every replica: the one that booked it releases it, the one that
 // watches over D hears how it ended.
-func (s *Server) mirrorEnded(e *logEntry) {
-	t, err := s.keys().Open(string(e.ticket), string(e.clientID), time.Now())
+func (s *Server) mirrorEnded(e *envoywire.LogEntry) {
+	t, err := s.keys().Open(string(e.Ticket), string(e.ClientID), time.Now())
 	if t == nil {
-		s.metrics.forgedTickets.Inc()
-		s.Log.Debug("access log entry of a leg with a ticket that is not ours", "request_id", string(e.clientID), "err", err)
+		s.metrics.TicketRefused()
+		s.Log.Debug("access log entry of a leg with a ticket that is not ours", "request_id", string(e.ClientID), "err", err)
 		return
 	}
 	s.State.Release(kvstate.ReservationID(t.Reservations[0]))
-	s.pairs.tell(t.ID, outcome{status: e.status, ok: e.status == 200})
+	s.pairs.tell(t.ID, outcome{status: e.Status, ok: e.Status == 200})
 }

@@ -8,6 +8,7 @@ import (
 
 	"github.com/cespare/xxhash/v2"
 
+	"tandem/extproc/envoywire"
 	"tandem/extproc/openai"
 	"tandem/kvstate"
 	"tandem/picker"
@@ -34,39 +35,39 @@ type Objective struct {
 const longestTarget = time.Hour
 
 // aim fills in what a request wants.
-func (x *exchange) aim(pool *kvstate.Pool, policy *Policy, r *picker.Request) error {
+func (x *planning) aim(pool *kvstate.Pool, policy *Policy, r *picker.Request) error {
 	o := &policy.Objectives
-	h := &x.msg.headers
+	h := &x.msg.Headers
 	want := o.Default
 	headers := o.FromHeaders || x.s.Picker != nil
-	if headers && len(h.objective) > 0 {
-		want = o.named(string(h.objective), want)
-		if p, known := x.s.State.Priority(pool.Spec.Name, string(h.objective)); known {
+	if headers && len(h.Objective) > 0 {
+		want = o.named(string(h.Objective), want)
+		if p, known := x.s.State.Priority(pool.Spec.Name, string(h.Objective)); known {
 			want.Priority = p
 		}
 	}
 	r.Priority, r.Miss = want.Priority, o.Miss
 	r.Targets = picker.Targets{TTFT: want.TTFT.Seconds(), TPOT: want.TPOT.Seconds()}
-	x.wanted = x.labels(policy)
-	r.Labels = x.wanted
+	x.labels = x.labelsOf(policy)
+	r.Labels = x.labels
 	if !headers {
 		return nil
 	}
-	if len(h.fairness) > 0 {
-		r.Flow = xxhash.Sum64(h.fairness) | 1
+	if len(h.Fairness) > 0 {
+		r.Flow = xxhash.Sum64(h.Fairness) | 1
 	}
-	if err := target(h.ttft, headerTTFT, &r.TTFT); err != nil {
+	if err := target(h.TTFT, envoywire.HeaderTTFT, &r.TTFT); err != nil {
 		return err
 	}
-	return target(h.tpot, headerTPOT, &r.TPOT)
+	return target(h.TPOT, envoywire.HeaderTPOT, &r.TPOT)
 }
 
-// labels are those that the request's endpoints must bear.
-func (x *exchange) labels(policy *Policy) []string {
+// labelsOf are those that the request's endpoints must bear.
+func (x *planning) labelsOf(policy *Policy) []string {
 	if policy.LabelHeader == "" {
 		return nil
 	}
-	return addresses(nil, string(x.msg.headers.extra(policy.LabelHeader)))
+	return envoywire.Addresses(nil, string(x.msg.Headers.Extra(policy.LabelHeader)))
 }
 
 // named is the objective of a name; one that nobody knows is the default one.
@@ -110,7 +111,7 @@ func missed(r *picker.Request, c *picker.Choice, err error) error {
 }
 
 // namedModel is the model that pass 2 has to name again; "" where no endpoint says what it serves.
-func (x *exchange) namedModel(c *picker.Choice) string {
+func (x *planning) namedModel(c *picker.Choice) string {
 	if c.Named {
 		return x.req.Model()
 	}

@@ -10,6 +10,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"tandem/extproc/envoywire"
 	"tandem/kvstate"
 	"tandem/picker"
 )
@@ -41,9 +42,9 @@ func TestTargetsShed(t *testing.T) {
 		end := s.busy("p1", 7*time.Second)
 		c := newCrowd(s)
 		c.send("a", 1000)
-		c.send("b", 1000, headerTTFT, "2000")
+		c.send("b", 1000, envoywire.HeaderTTFT, "2000")
 		c.send("c", 1000, "x-llm-d-inference-objective", "gold")
-		c.send("d", 1000, headerTTFT, "20000", headerTPOT, "50.5")
+		c.send("d", 1000, envoywire.HeaderTTFT, "20000", envoywire.HeaderTPOT, "50.5")
 		c.group.Wait()
 		require.ElementsMatch(t, []string{"a", "d"}, c.order)
 		for id, after := range map[string]string{"b": "6", "c": "7"} {
@@ -69,13 +70,13 @@ func TestTargetsWait(t *testing.T) {
 		s.pool("chat", wishing(picker.MissWait), "p1", "d1")
 		s.busy("p1", 7*time.Second) // front of the queue: it is worked off as time goes by
 		c := newCrowd(s)
-		c.send("a", 1000, headerTTFT, "9000")
+		c.send("a", 1000, envoywire.HeaderTTFT, "9000")
 		require.Equal(t, []string{"a"}, c.order, "seven seconds and its own")
 		c.done("a")
-		c.send("b", 1000, headerTPOT, "1")
+		c.send("b", 1000, envoywire.HeaderTPOT, "1")
 		require.Equal(t, []string{"a", "b"}, c.order, "not even an idle endpoint makes a token a millisecond")
 		c.done("b")
-		c.send("c", 1000, headerTTFT, "5000")
+		c.send("c", 1000, envoywire.HeaderTTFT, "5000")
 		c.send("d", 1000)
 		require.Equal(t, []string{"a", "b", "d"}, c.order)
 		c.done("d")
@@ -93,7 +94,7 @@ func TestTargetsCountOnlyWhereThePoolListens(t *testing.T) {
 	s := newStand(t, Options{})
 	policy := wishing(picker.MissShed)
 	s.pool("chat", policy, "p1", "d1")
-	for header, value := range map[string]string{headerTTFT: "soon", headerTPOT: "-1"} {
+	for header, value := range map[string]string{envoywire.HeaderTTFT: "soon", envoywire.HeaderTPOT: "-1"} {
 		for _, bad := range []string{value, "NaN", "1e300", "0"} {
 			q := s.newRequest("/v1/chat/completions", "r1", chatBody)
 			q.headers[header] = bad
@@ -106,7 +107,7 @@ func TestTargetsCountOnlyWhereThePoolListens(t *testing.T) {
 	policy.Dialect = s.server.Live().Pools["chat"].Dialect
 	s.policy("chat", policy)
 	q := s.newRequest("/v1/chat/completions", "r1", chatBody)
-	q.headers[headerTTFT], q.headers["x-llm-d-inference-objective"] = "soon", "gold"
+	q.headers[envoywire.HeaderTTFT], q.headers["x-llm-d-inference-objective"] = "soon", "gold"
 	require.Zero(t, q.pass().status())
 }
 
@@ -196,11 +197,11 @@ func TestAdaptersAndLabelsOnBothLegs(t *testing.T) {
 			q := s.newRequest("/v1/chat/completions", "r1", strings.Replace(chatBody, `"m"`, `"`+tt.model+`"`, 1))
 			q.headers["x-engine-labels"] = tt.labels
 			require.Zero(t, q.pass().status())
-			require.Equal(t, addressOf(tt.prefill), q.headers[headerEndpoint])
+			require.Equal(t, addressOf(tt.prefill), q.headers[envoywire.HeaderEndpoint])
 			q.prefillLeg(answer{status: 200, body: prefilled(params(3))})
 			q.follow()
 			require.Zero(t, q.pass().status())
-			require.Equal(t, addressOf(tt.decode), q.headers[headerEndpoint])
+			require.Equal(t, addressOf(tt.decode), q.headers[envoywire.HeaderEndpoint])
 			s.log(q.entry(200, "via_upstream"))
 		}
 	}

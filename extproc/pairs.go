@@ -1,6 +1,7 @@
 package extproc
 
 import (
+	"context"
 	"sync"
 	"time"
 )
@@ -30,6 +31,23 @@ type outcome struct {
 	status int    // of the answer; 0: none came
 	ok     bool   // D has its blocks
 	answer []byte // where the status is the client's fault: what P said
+}
+
+// verdictWait is how long a failed D waits for the verdict on P: when P dies, D often fails first. Other replicas learn the
+// verdict from Envoy's access log, which is sent every 0.2 s.
+const verdictWait = 500 * time.Millisecond
+
+// prefillFailed reports whether P has failed, or does so within verdictWait.
+func (p *pair) prefillFailed(ctx context.Context) bool {
+	wait := time.NewTimer(verdictWait)
+	defer wait.Stop()
+	select {
+	case <-p.ended:
+		return !p.verdict.ok
+	case <-wait.C:
+	case <-ctx.Done():
+	}
+	return false
 }
 
 type idlePair struct {

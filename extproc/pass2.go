@@ -6,30 +6,39 @@ import (
 	"slices"
 	"time"
 
+	"tandem/extproc/envoywire"
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/openai"
+	"tandem/extproc/telemetry"
 	"tandem/kvstate"
 	"tandem/picker"
 )
 
+// nextPass goes on with a request whose leg has ended, by its ticket.
+type nextPass struct {
+	*planning
+	prefilled *prefillAnswer
+}
+
 // resume is pass 2: the body is the one a leg was sent, and the ticket says what to do with it.
-func (x *exchange) resume(t *kvtransfer.Ticket, ticketErr error) (route, error) {
+func (x nextPass) resume(t *kvtransfer.Ticket, ticketErr error) (route, error) {
 	if err := x.receiveBody(x.s.MaxBodyBytes + kvtransfer.MaxUndoBytes + maxDecodeMember); err != nil {
 		return route{}, err
 	}
-	if x.body.len() != t.BodyBytes {
-		return route{}, fmt.Errorf("the body of pass 2 has %d bytes, its leg was sent %d", x.body.len(), t.BodyBytes)
+	if x.body.Len() != t.BodyBytes {
+		return route{}, fmt.Errorf("the body of pass 2 has %d bytes, its leg was sent %d", x.body.Len(), t.BodyBytes)
 	}
-	if err := t.Undo.Check(x.body.len()); err != nil {
+	if err := t.Undo.Check(x.body.Len()); err != nil {
 		return route{}, fmt.Errorf("undoing a leg's edits: %w", err)
 	}
-	x.spanTicket(t)
+	x.restoreTarget(t)
+	x.SpanTicket(t)
 	if t.Stage == kvtransfer.PrefillLeg {
 		t = x.carried(t)
 	}
-	x.s.releasePass(x.requestID, t.Redirects) // of a stream that Envoy gave up on and tries again
-	pool := x.s.State.Pool(t.Pool)            // gone where the configuration changed between the hops
-	if t.Stage == kvtransfer.HandOver && ticketErr == nil && pool != nil && x.spend(t) {
+	x.s.releasePass(x.reservedAs, t.Redirects) // of a stream that Envoy gave up on and tries again
+	pool := x.s.State.Pool(t.Pool)             // gone where the configuration changed between the hops
+	if t.Stage == kvtransfer.HandOver && ticketErr == nil && pool != nil && x.s.State.Spend(t.ID) {
 		return x.decode(pool, t)
 	}
 	x.s.release(t)
@@ -37,8 +46,14 @@ func (x *exchange) resume(t *kvtransfer.Ticket, ticketErr error) (route, error) 
 		redirects: t.Redirects, prefills: t.Prefills, started: t.Started, excluded: t.Excluded,
 		decodeFailed: t.Cause == kvtransfer.CauseDecode, turnFailed: t.Cause == kvtransfer.CauseTurn,
 	}
+	if a.decodeFailed && t.Loads {
+		a.pairFailed = [2]string{t.Prefill, t.Decode}
+		if pool != nil {
+			x.s.State.LoadFailed(pool, t.Prefill, t.Decode) // another replica may have seen it
+		}
+	}
 	if t.Stage == kvtransfer.Encoded {
-		if ticketErr == nil && x.spend(t) {
+		if ticketErr == nil && x.s.State.Spend(t.ID) {
 			a.encoded = x.handedOver(t)
 		}
 		return x.again(t, a)
@@ -48,15 +63,13 @@ func (x *exchange) resume(t *kvtransfer.Ticket, ticketErr error) (route, error) 
 		switch {
 		case ticketErr != nil:
 			t.Cause = "hand_over_expired"
-			x.mayAskOthers()
 			x.s.stranded(t, x.requestID, t.Cause)
 		case pool == nil:
 			t.Cause = "pool_gone"
-			x.mayAskOthers()
 			x.s.stranded(t, x.requestID, t.Cause)
 		}
 	}
-	x.s.metrics.replanned(t)
+	x.s.metrics.Replanned(t)
 	if t.Split && t.Cause != kvtransfer.CauseDecode && t.Cause != kvtransfer.CauseTurn {
 		policy, _ := x.s.policy(t.Pool)
 		switch policy.OnFailure {
@@ -69,31 +82,39 @@ func (x *exchange) resume(t *kvtransfer.Ticket, ticketErr error) (route, error) 
 	return x.again(t, a)
 }
 
+// restoreTarget replaces the host and path of the redirect with the client's.
+func (x nextPass) restoreTarget(t *kvtransfer.Ticket) {
+	x.msg.Headers.Authority = []byte(t.Authority)
+	if t.Path != "" {
+		x.msg.Headers.Path = []byte(t.Path)
+	}
+}
+
 // again plans a request anew after a hop of it failed.
-func (x *exchange) again(t *kvtransfer.Ticket, a attempt) (route, error) {
-	x.spare.grow(t.Undo.Len(x.body.len()))
-	x.spare.data = t.Undo.Apply(x.spare.data[:0], x.body.bytes())
+func (x nextPass) again(t *kvtransfer.Ticket, a attempt) (route, error) {
+	x.spare.Grow(t.Undo.Len(x.body.Len()))
+	x.spare.Data = t.Undo.Apply(x.spare.Data[:0], x.body.Bytes())
 	x.swapBody()
-	h := &x.msg.headers
-	return x.plan(openai.Classify(string(h.method), string(h.path)), a)
+	h := &x.msg.Headers
+	return firstPass{x.planning}.plan(openai.Classify(string(h.Method), string(h.Path)), a)
 }
 
 // decode writes the decode leg with the KV parameters that prefill answered. D is chosen again: the load has changed
 // since pass 1, and pull dialects allow it.
-func (x *exchange) decode(pool *kvstate.Pool, t *kvtransfer.Ticket) (route, error) {
+func (x nextPass) decode(pool *kvstate.Pool, t *kvtransfer.Ticket) (route, error) {
 	params := x.handedOver(t)
 	x.s.State.Release(kvstate.ReservationID(t.Reservations[0])) // the prefill leg did that, if it is not ours
 	x.s.releaseWherever(t, 1)
 	x.recall(pool, t)
 	d, paired, err := x.pickDecode(pool, t)
+	policy, _ := x.s.policy(t.Pool)
 	if err != nil {
-		return route{}, noEndpoint(pool, err)
+		return route{}, noEndpoint(pool, policy.Source, err)
 	}
 	if !paired {
 		params = nil
 	}
-	policy, _ := x.s.policy(t.Pool)
-	r := route{leg: legDecode, endpoint: d, edits: t.Undo, perTry: answerStart(policy, t.Stream, pool.PrefillTime(t.PromptTokens, policy.PerToken))}
+	r := route{leg: envoywire.LegDecode, endpoint: d, edits: t.Undo, perTry: answerStart(policy, t.Stream, pool.PrefillTime(t.PromptTokens, policy.PerToken))}
 	var undo openai.Edits
 	var answer []byte
 	var turn kvtransfer.TurnLeg
@@ -108,7 +129,7 @@ func (x *exchange) decode(pool *kvstate.Pool, t *kvtransfer.Ticket) (route, erro
 		}
 	}
 	if t.Redirects+1 >= x.s.MaxRedirects {
-		r.leg = legPass
+		r.leg = envoywire.LegPass
 	}
 	cached := x.tellCached(&r, t, &policy)
 	r.booked[1] = x.reserve(d, kvstate.RoleDecode, t.Redirects, decoding(t.PromptTokens))
@@ -116,8 +137,8 @@ func (x *exchange) decode(pool *kvstate.Pool, t *kvtransfer.Ticket) (route, erro
 		x.s.State.Routed(pool, d, x.hashes)
 	}
 	x.stick(pool, t.Session, nil, d)
-	x.s.recent.change(x.requestID, func(trace *Trace) { trace.Decode = d.Addr })
-	x.spanHandOver(d, paired && params != nil)
+	x.s.recent.Change(x.requestID, func(trace *telemetry.Trace) { trace.Decode = d.Addr })
+	x.SpanHandOver(d, paired && params != nil)
 	if policy.cleansUp() {
 		x.s.keep(t, x.requestID, params, d.Addr, true)
 	}
@@ -125,57 +146,23 @@ func (x *exchange) decode(pool *kvstate.Pool, t *kvtransfer.Ticket) (route, erro
 		ID: t.ID, Stage: kvtransfer.DecodeLeg, Expires: time.Now().Add(x.s.TicketTTL), Started: t.Started,
 		Pool: t.Pool, Prefill: t.Prefill, Decode: d.Addr, Reservations: [2]uint64{0, uint64(r.booked[1])}, Split: true,
 		Redirects: t.Redirects, Prefills: t.Prefills, Excluded: t.Excluded,
-		Undo: undo, BodyBytes: r.edits.Len(x.body.len()), PromptTokens: t.PromptTokens,
-		Params: answer, Path: x.clientPath(&r), Cached: cached, Turn: turn,
+		Undo: undo, BodyBytes: r.edits.Len(x.body.Len()), PromptTokens: t.PromptTokens,
+		Params: answer, Cached: cached, Turn: turn,
+		Loads: params != nil, LeastBytes: policy.leastBytes(x.clientAPI(), x.requestID, t.Stream && r.leg != envoywire.LegAnswer),
 	})
-}
-
-// handedOver are the parameters that a ticket carries or refers to; nil if there are none, or they are gone: then the engine
-// that they are for computes by itself.
-func (x *exchange) handedOver(t *kvtransfer.Ticket) []byte {
-	if t.ParamsRef == ([16]byte{}) {
-		return t.Params
-	}
-	if kept, ok := x.takeHandOver(t); ok {
-		return kept
-	}
-	return nil
-}
-
-// recall finds the text blocks of a ticket's prompt, whose last it names. There are none where the prompt was routed by a replica
-// that this one does not hear.
-func (x *exchange) recall(pool *kvstate.Pool, t *kvtransfer.Ticket) {
-	x.hashes = x.hashes[:0]
-	if text := pool.TextOf(x.hashes, t.Prompt, maxBlocks); text != nil {
-		x.hashes = text
-	}
-}
-
-// toldHits raises hits to what engines said that they hold of a prompt of so many tokens, as countTokens does in pass 1, which
-// has the request's text.
-func (x *exchange) toldHits(pool *kvstate.Pool, tokens int64) {
-	sizes := pool.TokenBlockSizes()
-	if len(sizes) == 0 || len(x.hashes) == 0 {
-		return
-	}
-	known := pool.KnownTokens(x.hashes)
-	if known.TextBlocks == 0 {
-		return
-	}
-	pool.TrustEngines(x.hashes, known.TextBlocks, &x.view)
-	for _, size := range sizes {
-		pool.TokenHits(known.Blocks(size), size, tokens, len(x.hashes), &x.view)
-	}
 }
 
 // pickDecode chooses D among those that may pair with the prefill endpoint that holds the blocks, by the price that pass 1 has
 // for them: what of the prompt (x.hashes) a D holds from an earlier turn need not be moved. Where it left the pool
 // between the hops, or everything that pairs with it did, any other will do (paired is false), which must not be told of
 // the blocks. What P pushed lies with the D of pass 1 and nowhere else.
-func (x *exchange) pickDecode(pool *kvstate.Pool, t *kvtransfer.Ticket) (d *kvstate.Endpoint, paired bool, err error) {
+func (x nextPass) pickDecode(pool *kvstate.Pool, t *kvtransfer.Ticket) (d *kvstate.Endpoint, paired bool, err error) {
 	policy, _ := x.s.policy(t.Pool)
 	_, pushed := policy.Dialect.(kvtransfer.Pusher)
 	if d := pool.Endpoint(t.Decode); pushed && d != nil && !d.Failed() {
+		return d, true, nil
+	}
+	if d := pool.Endpoint(t.Decode); d != nil && !d.Failed() && pool.LoadTrial(t.Prefill, t.Decode, t.ID) {
 		return d, true, nil
 	}
 	x.s.State.View(pool, x.hashes, &x.view)
@@ -183,7 +170,7 @@ func (x *exchange) pickDecode(pool *kvstate.Pool, t *kvtransfer.Ticket) (d *kvst
 	if t.Session != 0 {
 		x.s.State.MarkSession(pool, t.Session, &x.view)
 	}
-	r := picker.Request{PromptTokens: t.PromptTokens, Blocks: len(x.hashes), Model: t.Model, Labels: x.labels(&policy), Excluded: t.Excluded, Rand: random()}
+	r := picker.Request{PromptTokens: t.PromptTokens, Blocks: len(x.hashes), Model: t.Model, Labels: x.labelsOf(&policy), Excluded: t.Excluded, Rand: random()}
 	prefill := slices.IndexFunc(x.view.Endpoints, func(c kvstate.Candidate) bool { return c.Endpoint.Addr == t.Prefill })
 	x.picker.Policy = policy.place()
 	i, err := x.picker.PickDecode(&r, &x.view, prefill)
@@ -203,13 +190,13 @@ const maxDecodeMember = 8 << 20
 // decodeEdits turns the undo of a prefill body into the edits that make the decode body, and gives the undo of those. What
 // D is told stands right after the opening brace, where the undo's first edit mostly is too, and more behind it, with a comma at its
 // end. A body that P answered with 200 is not an empty object, so a comma always follows.
-func (x *exchange) decodeEdits(undo openai.Edits, dialect kvtransfer.Dialect, params, more []byte) (edits, back openai.Edits, err error) {
+func (x nextPass) decodeEdits(undo openai.Edits, dialect kvtransfer.Dialect, params, more []byte) (edits, back openai.Edits, err error) {
 	x.params = append(append(dialect.DecodeMember(x.params[:0], params), ','), more...)
 	n := len(x.params)
 	if n > maxDecodeMember {
 		return nil, nil, fmt.Errorf("a decode member of %d bytes", n)
 	}
-	front := bytes.IndexByte(x.body.bytes(), '{') + 1
+	front := bytes.IndexByte(x.body.Bytes(), '{') + 1
 	if len(undo) > 0 && undo[0].Start == front {
 		x.params = append(x.params, undo[0].New...)
 		edits = slices.Clone(undo)

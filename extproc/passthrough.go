@@ -1,7 +1,6 @@
 package extproc
 
 import (
-	"errors"
 	"fmt"
 	"slices"
 	"strconv"
@@ -10,6 +9,7 @@ import (
 
 	"github.com/cespare/xxhash/v2"
 
+	"tandem/extproc/envoywire"
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/openai"
 	"tandem/kvstate"
@@ -18,12 +18,15 @@ import (
 
 // passThrough routes what is not split by nature (tokenize, embeddings, uploads, health, a stored response) in one hop,
 // its body untouched.
-func (x *exchange) passThrough() (route, error) {
-	h := &x.msg.headers
-	if operatorPath(string(h.path)) {
+func (x firstPass) passThrough() (route, error) {
+	h := &x.msg.Headers
+	if !x.s.served(string(h.Method), string(h.Path)) {
 		return route{}, openai.NotServed()
 	}
-	if x.msg.mode.request != bodyNone {
+	if err := x.checkBody(); err != nil {
+		return route{}, err
+	}
+	if x.msg.Mode.Request != envoywire.ModeNone {
 		if err := x.receiveBody(x.s.MaxBodyBytes); err != nil {
 			return route{}, err
 		}
@@ -32,9 +35,9 @@ func (x *exchange) passThrough() (route, error) {
 	if err != nil {
 		return route{}, err
 	}
-	if id, ok := storedResponse(string(h.path)); ok {
-		if pool, e := x.findHolder(id); e != nil {
-			return x.pass(pool, e, pool.PromptTokens(x.body.len()), "stored_response")
+	if id, ok := storedResponse(string(h.Path)); ok {
+		if pool, e := x.findHolder(id); e != nil && x.serves(pool) {
+			return x.pass(pool, e, pool.PromptTokens(x.body.Len()), "stored_response")
 		}
 	}
 	pool := x.s.State.PoolFor(model)
@@ -44,49 +47,38 @@ func (x *exchange) passThrough() (route, error) {
 	if pool == nil {
 		return route{}, openai.Unavailable("no_pool", "no pool is configured", time.Second)
 	}
+	if !x.serves(pool) {
+		return route{}, openai.NotServed()
+	}
 	if err := closed(pool); err != nil {
 		return route{}, err
 	}
-	tokens := pool.PromptTokens(x.body.len())
+	tokens := pool.PromptTokens(x.body.Len())
 	x.s.State.View(pool, nil, &x.view)
 	policy, _ := x.s.policy(pool.Spec.Name)
 	x.picker.Policy = policy.place()
-	choice, err := x.picker.Pick(&picker.Request{PromptTokens: tokens, Model: model, Labels: x.labels(&policy), Rand: random()}, &x.view)
+	choice, err := x.picker.Pick(&picker.Request{PromptTokens: tokens, Model: model, Labels: x.labelsOf(&policy), Rand: random()}, &x.view)
 	if err != nil {
-		return route{}, noEndpoint(pool, err)
+		return route{}, noEndpoint(pool, policy.Source, err)
 	}
 	return x.pass(pool, x.view.Endpoints[choice.Decode].Endpoint, tokens, "pass_through")
 }
 
-// scanOther reads a JSON body of an API that is not otherwise understood, for its model and for members that are not a
-// client's to send: engines take chat requests on more paths than the well-known ones. JSON that readers could
-// understand differently is refused; JSON that is no object has neither model nor members, and is the engine's to judge.
-func (x *exchange) scanOther() (model string, err error) {
-	kind, _, _ := strings.Cut(string(x.msg.headers.contentType), ";")
-	if x.body.len() == 0 || !strings.EqualFold(strings.TrimSpace(kind), "application/json") {
-		return "", nil
-	}
-	// Engines look at the media type alone: vLLM 0.32.0 reads {"do_remote_prefill":true} with charset=latin1, or any other
-	// parameter, on /invocations, and dies of it.
-	if err := openai.CheckHeaders(string(x.msg.headers.contentType), ""); err != nil {
-		return "", err
-	}
-	err = x.scan(openai.PassThrough)
-	if e := (*openai.Error)(nil); errors.As(err, &e) && e.Code == "invalid_body" {
-		return "", nil
-	}
-	return x.req.Model(), err
+// serves reports whether the pool's engines may be asked for the request's path.
+func (x firstPass) serves(pool *kvstate.Pool) bool {
+	policy, _ := x.s.policy(pool.Spec.Name)
+	return policy.Paths.Allow(string(x.msg.Headers.Method), string(x.msg.Headers.Path))
 }
 
 // pass is the route of one hop straight to an endpoint, with neither retry nor redirect.
-func (x *exchange) pass(pool *kvstate.Pool, e *kvstate.Endpoint, tokens int64, kind string) (route, error) {
+func (x firstPass) pass(pool *kvstate.Pool, e *kvstate.Endpoint, tokens int64, kind string) (route, error) {
 	x.planned(pool, kind, "", nil, e, tokens)
-	r := route{leg: legPass, endpoint: e}
+	r := route{leg: envoywire.LegPass, endpoint: e}
 	r.booked[1] = x.reserve(e, kvstate.RoleDecode, 0, decoding(tokens))
 	return x.seal(r, &kvtransfer.Ticket{
 		ID: newTicketID(), Stage: kvtransfer.DecodeLeg, Expires: time.Now().Add(x.s.TicketTTL), Started: time.Now(),
 		Pool: pool.Spec.Name, Decode: e.Addr, Reservations: [2]uint64{0, uint64(r.booked[1])},
-		BodyBytes: x.body.len(), PromptTokens: tokens,
+		BodyBytes: x.body.Len(), PromptTokens: tokens,
 	})
 }
 
@@ -95,7 +87,7 @@ func (x *exchange) pass(pool *kvstate.Pool, e *kvstate.Endpoint, tokens int64, k
 // so Tandem names the endpoint in it, and every replica finds it again without remembering anything.
 
 // holder finds the endpoint a request to the Responses API is bound to. stored is false where there is no such bond.
-func (x *exchange) holder(pool *kvstate.Pool) (e *kvstate.Endpoint, stored bool) {
+func (x *planning) holder(pool *kvstate.Pool) (e *kvstate.Endpoint, stored bool) {
 	if x.req.API() != openai.Responses {
 		return nil, false
 	}
@@ -108,15 +100,15 @@ func (x *exchange) holder(pool *kvstate.Pool) (e *kvstate.Endpoint, stored bool)
 }
 
 // toHolder routes a request to the endpoint that holds, or from now on will hold, its response.
-func (x *exchange) toHolder(pool *kvstate.Pool, e *kvstate.Endpoint) (route, error) {
-	tokens := pool.PromptTokens(x.body.len())
+func (x firstPass) toHolder(pool *kvstate.Pool, e *kvstate.Endpoint) (route, error) {
+	tokens := pool.PromptTokens(x.body.Len())
 	if e == nil {
 		x.s.State.View(pool, nil, &x.view)
 		policy, _ := x.s.policy(pool.Spec.Name)
 		x.picker.Policy = policy.place()
-		choice, err := x.picker.Pick(&picker.Request{PromptTokens: tokens, Model: x.req.Model(), Labels: x.labels(&policy), Rand: random()}, &x.view)
+		choice, err := x.picker.Pick(&picker.Request{PromptTokens: tokens, Model: x.req.Model(), Labels: x.labelsOf(&policy), Rand: random()}, &x.view)
 		if err != nil {
-			return route{}, noEndpoint(pool, err)
+			return route{}, noEndpoint(pool, policy.Source, err)
 		}
 		e = x.view.Endpoints[choice.Decode].Endpoint
 	}
@@ -152,7 +144,7 @@ func holderOf(pool *kvstate.Pool, id string) *kvstate.Endpoint {
 	return all[i]
 }
 
-func (x *exchange) findHolder(id string) (*kvstate.Pool, *kvstate.Endpoint) {
+func (x firstPass) findHolder(id string) (*kvstate.Pool, *kvstate.Endpoint) {
 	for _, pool := range x.s.State.Pools() {
 		if e := holderOf(pool, id); e != nil {
 			return pool, e
@@ -174,16 +166,16 @@ func storedResponse(path string) (id string, ok bool) {
 }
 
 // listModels answers GET /v1/models with the union over all pools.
-func (x *exchange) listModels() error {
+func (x mainRole) listModels() error {
 	var ids []string
 	for _, pool := range x.s.State.Pools() {
 		ids = append(ids, x.s.State.Models(pool)...)
 	}
 	slices.Sort(ids)
-	i := &immediate{status: 200, body: openai.ModelList(slices.Compact(ids), x.s.started.Unix()), details: detailsPrefix + "_models"}
-	i.headers.add("content-type", []byte(contentTypeJSON))
-	i.headers.add(headerRequestID, []byte(x.requestID))
-	if err := x.send(&reply{immediate: i}); err != nil {
+	i := &envoywire.Immediate{Status: 200, Body: openai.ModelList(slices.Compact(ids), x.s.started.Unix()), Details: envoywire.DetailsPrefix + "_models"}
+	i.Headers.Set("content-type", []byte(envoywire.ContentTypeJSON))
+	i.Headers.Set(envoywire.HeaderRequestID, []byte(x.requestID))
+	if err := x.send(&envoywire.Reply{Immediate: i}); err != nil {
 		return err
 	}
 	return errAnswered

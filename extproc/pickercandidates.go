@@ -6,6 +6,7 @@ import (
 	"strings"
 	"time"
 
+	"tandem/extproc/envoywire"
 	"tandem/extproc/openai"
 	"tandem/kvstate"
 	"tandem/picker"
@@ -15,11 +16,11 @@ import (
 
 // allow takes out of the view what the gateway's subset, or a conformance test, does not name. Prefill endpoints stay when
 // the subset is of endpoints that decode: the gateway never connects to them.
-func (x *exchange) allow() {
-	hint := &x.msg.hints
-	subset, limited := hint.subset, hint.hasSubset
-	if s := x.msg.headers.selection; x.s.Picker.Conformance && len(s) > 0 {
-		subset, limited = addresses(nil, string(s)), true
+func (x endpointPicker) allow() {
+	hint := &x.msg.Hints
+	subset, limited := hint.Subset, hint.HasSubset
+	if s := x.msg.Headers.Selection; x.s.Picker.Conformance && len(s) > 0 {
+		subset, limited = envoywire.Addresses(nil, string(s)), true
 	}
 	if !limited {
 		return
@@ -32,7 +33,7 @@ func (x *exchange) allow() {
 // toHolderOf leaves nothing in the view but the endpoint that holds the stored response which the request goes on from. A
 // response that is stored from here on is found again only where one endpoint decodes, or by the gateway's own session
 // affinity: in this protocol its id is the engine's.
-func (x *exchange) toHolderOf(pool *kvstate.Pool, a *attempt) error {
+func (x endpointPicker) toHolderOf(pool *kvstate.Pool, a *attempt) error {
 	if a.why == "pass_through" {
 		return nil
 	}
@@ -55,7 +56,7 @@ func named(subset []string, addr string) bool {
 }
 
 // shed refuses a request of negative priority when the pool is full.
-func (x *exchange) shed(r *picker.Request) error {
+func (x endpointPicker) shed(r *picker.Request) error {
 	if r.Priority >= 0 {
 		return nil
 	}
@@ -68,7 +69,7 @@ func (x *exchange) shed(r *picker.Request) error {
 }
 
 // withFallbacks is the list of endpoints for the gateway: the picked one, then those that would have been picked without it.
-func (x *exchange) withFallbacks(r *picker.Request, c picker.Choice) string {
+func (x endpointPicker) withFallbacks(r *picker.Request, c picker.Choice) string {
 	list := []string{x.view.Endpoints[c.Decode].Endpoint.Addr}
 	others := *r
 	for range x.s.Picker.Fallbacks {

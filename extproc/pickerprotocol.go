@@ -1,9 +1,11 @@
 package extproc
 
 import (
+	"cmp"
 	"errors"
 	"time"
 
+	"tandem/extproc/envoywire"
 	"tandem/extproc/openai"
 	"tandem/kvstate"
 	"tandem/picker"
@@ -30,14 +32,17 @@ type picked struct {
 	asked     string
 }
 
-// serveAsPicker serves one request of a gateway that knows nothing of Tandem but the Endpoint Picker protocol: one pass, in
+// endpointPicker handles streams of gateways that speak the Endpoint Picker protocol.
+type endpointPicker struct{ firstPass }
+
+// serve serves one request of a gateway that knows nothing of Tandem but the Endpoint Picker protocol: one pass, in
 // which the destination is said in a header and in dynamic metadata, and then the answer, of which the server wants to know
 // who gave it and when it ended. What is booked is released with the stream, however that ends.
-func (x *exchange) serveAsPicker() error {
+func (x endpointPicker) serve() error {
 	if err := x.receive(); err != nil {
 		return err
 	}
-	if x.msg.phase != phaseRequestHeaders {
+	if x.msg.Phase != envoywire.PhaseRequestHeaders {
 		return errors.New("the first message of a stream was not request headers")
 	}
 	began := time.Now()
@@ -48,34 +53,35 @@ func (x *exchange) serveAsPicker() error {
 		return err
 	}
 	h := &x.headers
-	h.add(headerEndpoint, []byte(p.list))
+	h.Set(envoywire.HeaderEndpoint, []byte(p.list))
 	if x.newID {
-		h.add(headerRequestID, []byte(x.requestID))
+		h.Set(envoywire.HeaderRequestID, []byte(x.requestID))
 	}
-	h.sidecar(p.orders)
+	setSidecar(h, p.orders)
 	x.setExplanation()
-	if err := x.sendOn(p.edits, append(destination(p.list), x.decision...)); err != nil {
+	if err := x.sendOn(p.edits, append(envoywire.Destination(p.list), x.decision...)); err != nil {
 		return err
 	}
-	x.s.metrics.processed(rolePicker, time.Since(began), x.busy, nil)
+	x.s.metrics.Processed(envoywire.RolePicker, time.Since(began), x.Busy, nil)
 	_ = x.followAnswer(&p) // however it ends: what it says is said
 	return errAnswered
 }
 
 // pick chooses where a request goes.
-func (x *exchange) pick() (picked, error) {
-	h := &x.msg.headers
-	if len(h.upgrade) > 0 {
+func (x endpointPicker) pick() (picked, error) {
+	h := &x.msg.Headers
+	if len(h.Upgrade) > 0 {
 		return picked{}, openai.BadRequest("upgrade_not_supported", "", "protocol upgrades are not supported here")
 	}
-	if operatorPath(string(h.path)) {
+	h.Path, _ = x.s.withoutPrefix(h.Path) // for the decision alone: the gateway rewrites paths itself
+	api := openai.Classify(string(h.Method), string(h.Path))
+	if (api == openai.PassThrough || api == openai.SGLangGenerate) && !x.s.served(string(h.Method), string(h.Path)) {
 		return picked{}, openai.NotServed()
 	}
-	api := openai.Classify(string(h.method), string(h.path))
-	if x.msg.endOfStream || api == openai.PassThrough || api == openai.Models {
+	if x.msg.EndOfStream || api == openai.PassThrough || api == openai.Models {
 		return x.pickOther()
 	}
-	if err := openai.CheckHeaders(string(h.contentType), string(h.contentEncoding)); err != nil {
+	if err := openai.CheckHeaders(string(h.ContentType), string(h.ContentEncoding)); err != nil {
 		return picked{}, err
 	}
 	if err := x.receiveBody(x.s.MaxBodyBytes); err != nil {
@@ -97,7 +103,10 @@ func (x *exchange) pick() (picked, error) {
 }
 
 // pickOther chooses for what is not understood, or has no body: any endpoint that decodes.
-func (x *exchange) pickOther() (picked, error) {
+func (x endpointPicker) pickOther() (picked, error) {
+	if err := x.checkBody(); err != nil {
+		return picked{}, err
+	}
 	if err := x.receiveBody(x.s.MaxBodyBytes); err != nil {
 		return picked{}, err
 	}
@@ -118,10 +127,11 @@ func (x *exchange) pickOther() (picked, error) {
 }
 
 // pickSplit chooses among those that the gateway allows.
-func (x *exchange) pickSplit(pool *kvstate.Pool, policy Policy, a *attempt) (picked, error) {
-	p := picked{pool: pool, tokens: pool.PromptTokens(x.body.len())}
+func (x endpointPicker) pickSplit(pool *kvstate.Pool, policy Policy, a *attempt) (picked, error) {
+	p := picked{pool: pool, tokens: pool.PromptTokens(x.body.Len())}
 	if a.why != "pass_through" {
 		x.hashes = x.req.PromptHash(x.hashes[:0], blockBytes, maxBlocks)
+		x.s.State.Asked(pool, x.hashes)
 	}
 	x.s.State.View(pool, x.hashes, &x.view)
 	if x.session = x.sessionOf(policy.Session); x.session != 0 {
@@ -143,7 +153,12 @@ func (x *exchange) pickSplit(pool *kvstate.Pool, policy Policy, a *attempt) (pic
 	choice, err := x.choose(pool, &policy, &request, a)
 	x.explain(pool, &request)
 	if err != nil {
-		return p, noEndpoint(pool, err)
+		return p, noEndpoint(pool, policy.Source, err)
+	}
+	if choice.Prefill < 0 {
+		if err := policy.refusesAlone(pool, cmp.Or(a.why, x.whyUnpaired())); err != nil {
+			return p, err
+		}
 	}
 	d := x.view.Endpoints[choice.Decode].Endpoint
 	p.endpoint = d
@@ -175,11 +190,11 @@ func (x *exchange) pickSplit(pool *kvstate.Pool, policy Policy, a *attempt) (pic
 }
 
 // dropped says in the Inference Extension's words why a request was not served.
-func (i *immediate) dropped(e *openai.Error) {
+func dropped(i *envoywire.Immediate, e *openai.Error) {
 	switch e.Status {
 	case 429:
-		i.headers.add(headerDropped, []byte(reasonSaturated))
+		i.Headers.Set(envoywire.HeaderDropped, []byte(envoywire.ReasonSaturated))
 	case 503:
-		i.headers.add(headerDropped, []byte(reasonNoEndpoints))
+		i.Headers.Set(envoywire.HeaderDropped, []byte(envoywire.ReasonNoEndpoints))
 	}
 }

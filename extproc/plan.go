@@ -2,13 +2,14 @@ package extproc
 
 import (
 	"crypto/rand"
-	"errors"
 	"fmt"
 	"slices"
 	"time"
 
+	"tandem/extproc/envoywire"
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/openai"
+	"tandem/extproc/telemetry"
 	"tandem/kvstate"
 	"tandem/picker"
 )
@@ -29,8 +30,9 @@ type attempt struct {
 	alone     bool     // do not split, whatever the policy
 	why       string   // of alone
 
-	decodeFailed bool // the hop that failed last was to decode
-	turnFailed   bool // it was a prefill leg that was to fetch the last turn
+	pairFailed   [2]string // addresses of the pair that failed last, where it is not known which of the two it was
+	decodeFailed bool      // the hop that failed last was to decode
+	turnFailed   bool      // it was a prefill leg that was to fetch the last turn
 }
 
 // late reports whether the time for further attempts is over. What a failed prefill needs is not another attempt but the
@@ -39,13 +41,19 @@ func (a *attempt) late(policy Policy) bool {
 	return time.Since(a.started) > policy.AttemptsTime
 }
 
+// firstPass plans a request from its body alone: pass 1 and, where a hop failed, another attempt.
+type firstPass struct{ *planning }
+
 // first plans pass 1 of a request to one of the APIs that can be split.
-func (x *exchange) first(api openai.API) (route, error) {
-	h := &x.msg.headers
-	if err := openai.CheckHeaders(string(h.contentType), string(h.contentEncoding)); err != nil {
+func (x firstPass) first(api openai.API) (route, error) {
+	h := &x.msg.Headers
+	if err := openai.CheckHeaders(string(h.ContentType), string(h.ContentEncoding)); err != nil {
 		return route{}, err
 	}
-	if x.msg.endOfStream {
+	if err := fitsRedirect(h); err != nil {
+		return route{}, err
+	}
+	if x.msg.EndOfStream {
 		return route{}, openai.BadRequest("empty_body", "", "the request has no body; a JSON object is expected")
 	}
 	if err := x.receiveBody(x.s.MaxBodyBytes); err != nil {
@@ -56,11 +64,11 @@ func (x *exchange) first(api openai.API) (route, error) {
 
 // plan scans the body, picks and books the endpoints, and writes the leg that comes next. The body in x.body is the
 // client's.
-func (x *exchange) plan(api openai.API, a attempt) (route, error) {
+func (x firstPass) plan(api openai.API, a attempt) (route, error) {
 	if err := x.scan(api); err != nil {
 		return route{}, err
 	}
-	x.did(workScan)
+	x.EndPhase(telemetry.PhaseScan)
 	pool := x.s.State.PoolFor(x.req.Model())
 	if pool == nil {
 		return route{}, openai.ModelNotFound(x.req.Model())
@@ -87,21 +95,27 @@ func (x *exchange) plan(api openai.API, a attempt) (route, error) {
 		return x.toHolder(pool, holder)
 	}
 	x.hashes = x.req.PromptHash(x.hashes[:0], blockBytes, maxBlocks)
+	if a.redirects == 0 {
+		x.s.State.Asked(pool, x.hashes)
+	}
 	x.s.State.View(pool, x.hashes, &x.view)
 	if x.session = x.sessionOf(policy.Session); x.session != 0 {
 		x.s.State.MarkSession(pool, x.session, &x.view)
 	}
-	tokens := x.countTokens(pool, &policy, pool.PromptTokens(x.body.len()))
+	tokens := x.countTokens(pool, &policy, pool.PromptTokens(x.body.Len()))
 	request := picker.Request{
 		PromptTokens: tokens, Blocks: len(x.hashes), Model: x.req.Model(), Split: !a.alone, Excluded: a.excluded, Rand: random(),
 	}
 	if err := x.aim(pool, &policy, &request); err != nil {
 		return route{}, err
 	}
-	choice, err := x.choose(pool, &policy, &request, &a)
+	choice, err := x.chooseOther(pool, &policy, &request, &a)
+	if err != nil && x.view.ForgetFaults() { // all pairs are avoided: one that may fail again is better than none
+		choice, err = x.choose(pool, &policy, &request, &a)
+	}
 	x.explain(pool, &request)
 	if err != nil {
-		return route{}, noEndpoint(pool, err)
+		return route{}, noEndpoint(pool, policy.Source, err)
 	}
 	if err := a.exhausted(policy, x.view.Endpoints[choice.Decode].Endpoint.Addr); err != nil {
 		return route{}, err
@@ -119,14 +133,6 @@ func (x *exchange) plan(api openai.API, a attempt) (route, error) {
 		a.why = x.whyUnpaired()
 	}
 	return x.decodeAlone(pool, policy, choice, tokens, a)
-}
-
-// whyUnpaired is why the picker chose no pair.
-func (x *exchange) whyUnpaired() string {
-	if x.view.Prefills() {
-		return "cheaper"
-	}
-	return "no_prefill"
 }
 
 // exhausted is why a request is not sent to one more decode endpoint; nil if it is.
@@ -154,60 +160,10 @@ func failures(excluded []string, addr string) (times int) {
 	return times
 }
 
-// scan reads the body and, in the rare case that it carries members which are not the client's to send, cuts them.
-func (x *exchange) scan(api openai.API) error {
-	if err := x.req.Scan(api, x.body.bytes(), openai.Limits{}); err != nil {
-		return err
-	}
-	if !x.req.HasControl() {
-		return nil
-	}
-	x.s.metrics.controlFields.Inc()
-	x.spare.grow(x.body.len())
-	x.spare.data = x.req.Clean(x.spare.data[:0])
-	x.swapBody()
-	return x.req.Scan(api, x.body.bytes(), openai.Limits{})
-}
-
-// swapBody makes spare the body.
-func (x *exchange) swapBody() {
-	x.body, x.spare = x.spare, x.body
-	x.spare.free()
-	x.other = true
-}
-
-// whetherToSplit notes in a why the request is not split, if it is not.
-func (x *exchange) whetherToSplit(a *attempt, policy Policy) error {
-	switch {
-	case x.body.len() > x.s.SplitBodyBytes && policy.RefuseLong:
-		return openai.TooLarge(x.s.SplitBodyBytes)
-	case a.alone:
-	case policy.Dialect == nil:
-		a.alone, a.why = true, "no_kv_transfer"
-	case !policy.Split:
-		a.alone, a.why = true, "policy"
-	case x.body.len() > x.s.SplitBodyBytes:
-		a.alone, a.why = true, "body_too_long"
-	case a.redirects+2 >= x.s.MaxRedirects: // the hand-over, and a decode that fails, need one each
-		a.alone, a.why = true, "redirects_spent"
-	case a.prefills >= policy.PrefillAttempts:
-		a.alone, a.why = true, "attempts_spent"
-	case a.prefills > 0 && a.late(policy):
-		a.alone, a.why = true, "time_spent"
-	case !policy.Dialect.Speaks(x.req.API()):
-		a.alone, a.why = true, "api_not_spoken"
-	default:
-		if why := x.req.Unsplittable(); why != "" {
-			a.alone, a.why = true, why
-		}
-	}
-	return nil
-}
-
 // prefill writes the prefill leg, or says why there is none.
-func (x *exchange) prefill(pool *kvstate.Pool, policy Policy, c picker.Choice, tokens int64, a attempt) (r route, why string, err error) {
+func (x firstPass) prefill(pool *kvstate.Pool, policy Policy, c picker.Choice, tokens int64, a attempt) (r route, why string, err error) {
 	p, d := x.view.Endpoints[c.Prefill], x.view.Endpoints[c.Decode]
-	x.setPair(newTicketID(), sideOf(p.Endpoint), sideOf(d.Endpoint))
+	x.pair = pairOf(x.requestID, newTicketID(), sideOf(p.Endpoint), sideOf(d.Endpoint))
 	x.setSource(policy, c.Prefill)
 	perTry := policy.PrefillTimeout + pool.PrefillTime(tokens+p.PromptTokens, policy.PerToken)
 	var turn kvtransfer.TurnLeg
@@ -225,7 +181,7 @@ func (x *exchange) prefill(pool *kvstate.Pool, policy Policy, c picker.Choice, t
 	}
 	x.setPriority(&policy)
 	edits := x.patch.Edits()
-	x.undo = edits.Inverse(x.undo[:0], x.body.bytes())
+	x.undo = edits.Inverse(x.undo[:0], x.body.Bytes())
 	if x.undo.Size() > kvtransfer.MaxUndoBytes {
 		return route{}, "undo_too_large", nil
 	}
@@ -243,16 +199,17 @@ func (x *exchange) prefill(pool *kvstate.Pool, policy Policy, c picker.Choice, t
 		ID: x.pair.Attempt, Stage: kvtransfer.PrefillLeg, Expires: time.Now().Add(x.s.TicketTTL), Started: a.started,
 		Pool: pool.Spec.Name, Prefill: p.Endpoint.Addr, Decode: d.Endpoint.Addr, Split: true,
 		Redirects: a.redirects, Prefills: a.prefills + 1, Excluded: a.excluded,
-		Undo: x.undo, BodyBytes: edits.Len(x.body.len()), PromptTokens: tokens,
+		Undo: x.undo, BodyBytes: edits.Len(x.body.Len()), PromptTokens: tokens,
 		Stream: x.req.True(openai.FieldStream), StreamUsage: x.req.WantsUsage(), Session: x.session,
 		ExpectedCached: tokens - c.Uncached, ExpectedPrefill: expectedPrefill(c, &p), Model: x.namedModel(&c), Prompt: x.lastBlock(),
 		Turn: turn,
 	}
-	r.leg, r.endpoint, r.edits, r.carry = legPrefill, p.Endpoint, edits, x.carries(&policy)
+	r.leg, r.endpoint, r.edits, r.carry = envoywire.LegPrefill, p.Endpoint, edits, x.carries(&policy)
 	r.perTry = perTry
 	if pushes {
 		r.perTry += pusher.Patience() // the leg answers when the KV is with D
 	}
+	x.s.State.ClaimLoad(pool, p.Endpoint.Addr, d.Endpoint.Addr, t.ID)
 	r.booked[0] = x.reserve(p.Endpoint, kvstate.RolePrefill, a.redirects, c.PrefillBooking())
 	t.Reservations = [2]uint64{uint64(r.booked[0]), uint64(r.booked[1])}
 	x.s.State.Routed(pool, p.Endpoint, x.hashes) // not D: pass 2 may take another
@@ -266,16 +223,19 @@ func (x *exchange) prefill(pool *kvstate.Pool, policy Policy, c picker.Choice, t
 }
 
 // decodeAlone writes the one hop that answers the whole request.
-func (x *exchange) decodeAlone(pool *kvstate.Pool, policy Policy, c picker.Choice, tokens int64, a attempt) (route, error) {
+func (x firstPass) decodeAlone(pool *kvstate.Pool, policy Policy, c picker.Choice, tokens int64, a attempt) (route, error) {
+	if err := policy.refusesAlone(pool, a.why); err != nil {
+		return route{}, err
+	}
 	d := x.view.Endpoints[c.Decode]
-	r := route{leg: legDecode, endpoint: d.Endpoint, perTry: answerStart(policy, x.req.True(openai.FieldStream), pool.PrefillTime(tokens+d.PromptTokens, policy.PerToken))}
-	if a.redirects+1 >= x.s.MaxRedirects || x.body.len() > x.s.SplitBodyBytes {
-		r.leg = legPass // Envoy could not follow one more redirect, or could not replay the body
+	r := route{leg: envoywire.LegDecode, endpoint: d.Endpoint, perTry: answerStart(policy, x.req.True(openai.FieldStream), pool.PrefillTime(tokens+d.PromptTokens, policy.PerToken))}
+	if a.redirects+1 >= x.s.MaxRedirects || x.body.Len() > x.s.SplitBodyBytes {
+		r.leg = envoywire.LegPass // Envoy could not follow one more redirect, or could not replay the body
 	}
 	c.Prefill = -1
 	id := newTicketID()
 	var undo openai.Edits
-	if r.leg == legDecode {
+	if r.leg == envoywire.LegDecode {
 		r.edits, undo = x.aloneEdits(policy, id, c.Decode, &a)
 	}
 	r.booked[1] = x.reserve(d.Endpoint, kvstate.RoleDecode, a.redirects, c.DecodeBooking())
@@ -286,7 +246,8 @@ func (x *exchange) decodeAlone(pool *kvstate.Pool, policy Policy, c picker.Choic
 		ID: id, Stage: kvtransfer.DecodeLeg, Expires: time.Now().Add(x.s.TicketTTL), Started: a.started,
 		Pool: pool.Spec.Name, Decode: d.Endpoint.Addr, Reservations: [2]uint64{0, uint64(r.booked[1])},
 		Redirects: a.redirects, Prefills: a.prefills, Excluded: a.excluded,
-		Undo: undo, BodyBytes: r.edits.Len(x.body.len()), PromptTokens: tokens,
+		Undo: undo, BodyBytes: r.edits.Len(x.body.Len()), PromptTokens: tokens,
+		LeastBytes: policy.leastBytes(x.req.API(), x.requestID, x.req.True(openai.FieldStream)),
 	})
 }
 
@@ -304,19 +265,10 @@ func answerStart(policy Policy, stream bool, computing time.Duration) time.Durat
 }
 
 // tellEncoded tells whoever computes the prompt of its media that were encoded.
-func (x *exchange) tellEncoded(a *attempt) {
+func (x *planning) tellEncoded(a *attempt) {
 	if a.encoded != nil {
 		x.patch.Insert(kvtransfer.EncodedMember, a.encoded) // the client's own, if there was one, was cut
 	}
-}
-
-// reserve books an endpoint for this pass.
-func (x *exchange) reserve(e *kvstate.Endpoint, role kvstate.Role, redirects int, b kvstate.Booking) kvstate.ReservationID {
-	id := x.s.State.ReserveAs(x.s.reservationID(x.bookedAs, redirects, role), e, b, sourceOf(x.stream.Context()))
-	if b.For&kvstate.RolePrefill != 0 {
-		x.landed()
-	}
-	return id
 }
 
 // decoding is what an answer to so many tokens is booked as.
@@ -324,28 +276,7 @@ func decoding(tokens int64) kvstate.Booking {
 	return kvstate.Booking{For: kvstate.RoleDecode, PromptTokens: tokens}
 }
 
-// seal puts the ticket on the route. What was booked for a route that cannot be taken is released.
-func (x *exchange) seal(r route, t *kvtransfer.Ticket) (route, error) {
-	ticket, err := x.s.keys().Seal(make([]byte, 0, 512), t, x.requestID)
-	if err != nil {
-		for _, id := range r.booked {
-			x.s.State.Release(id)
-		}
-		return route{}, fmt.Errorf("sealing the ticket of a %s leg: %w", r.leg, err)
-	}
-	r.ticket = ticket
-	return r, nil
-}
-
 func newTicketID() (id [16]byte) {
 	_, _ = rand.Read(id[:]) // never fails (crypto/rand)
 	return id
-}
-
-// noEndpoint turns the picker's refusal into what the client is told.
-func noEndpoint(pool *kvstate.Pool, err error) error {
-	if errors.Is(err, picker.ErrNoEndpoint) {
-		return openai.Unavailable("no_endpoint", "no endpoint of pool "+pool.Spec.Name+" can take this request now", time.Second)
-	}
-	return fmt.Errorf("picking endpoints in pool %q: %w", pool.Spec.Name, err)
 }

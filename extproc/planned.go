@@ -5,82 +5,71 @@ import (
 	"slices"
 	"time"
 
+	"tandem/extproc/telemetry"
 	"tandem/kvstate"
 	"tandem/picker"
 )
 
-// Part is one summand of a price, in PriceUnit.
-type Part struct {
-	Name  string  `json:"name"`
-	Value float64 `json:"value"`
-}
-
-// PriceUnit is what prices and their parts are counted in.
-const PriceUnit = "s"
-
-// Weighed is one endpoint in a decision, with what its price was made of (PriceUnit).
-type Weighed struct {
-	Endpoint string `json:"endpoint"`
-	Role     string `json:"role"`
-	Out      bool   `json:"out,omitempty"` // left out: it failed
-	Hit      int    `json:"hit_blocks"`    // leading blocks of the prompt that it holds
-	Prefill  []Part `json:"prefill,omitempty"`
-	Decode   []Part `json:"decode,omitempty"`
-}
-
-// planned tells all who watch what a pass was planned as: metrics, the latest requests, the trace, the log. prefill is nil
-// where one endpoint does both, reason "" where nothing else could have been wanted.
-func (x *exchange) planned(pool *kvstate.Pool, route, reason string, prefill, decode *kvstate.Endpoint, tokens int64) {
-	x.s.metrics.decided(pool, route, reason)
-	p := ""
+// planned reports the plan of a pass to metrics, recent requests, the trace and the log. prefill is nil where one endpoint
+// does both; reason is "" where nothing else could have been wanted.
+func (x *planning) planned(pool *kvstate.Pool, route, reason string, prefill, decode *kvstate.Endpoint, tokens int64) {
+	x.s.metrics.Decided(pool, route, reason)
+	p := telemetry.Planned{
+		RequestID: x.requestID, Pool: pool.Spec.Name, Route: route, Reason: reason, Decode: decode.Addr, PromptTokens: tokens,
+		BodyBytes: x.body.Len(), PromptBlocks: len(x.hashes), Candidates: len(x.view.Endpoints),
+		Waited: x.waited, WaitedFor: x.stoodBy.endpoint, Behind: x.stoodBy.here, BehindElsewhere: x.stoodBy.elsewhere,
+	}
 	if prefill != nil {
-		p = prefill.Addr
+		p.Prefill = prefill.Addr
 	}
 	if x.s.DecisionMetadata {
-		x.decision = x.decisionMetadata(pool.Spec.Name, route, reason, p, decode.Addr, tokens)
+		x.decision = x.decisionMetadata(&p)
 	}
-	var weighed []Weighed
-	if two := prefill != nil; (two || route == "decode_alone") && (x.span != nil || x.s.recent.wantsWeighed(time.Now())) {
-		weighed = x.weigh(two, tokens)
+	two := prefill != nil
+	if (two || route == "decode_alone") && (x.Recording() || x.s.recent.WantsWeighed(time.Now())) {
+		p.Weighed = x.weigh(two, tokens)
 	}
-	x.s.recent.planned(x.requestID, pool.Spec.Name, route, reason, p, decode.Addr, tokens, weighed)
-	if x.waited > 0 {
-		x.s.recent.change(x.requestID, func(trace *Trace) {
-			trace.Waited, trace.WaitedFor = x.waited, x.stoodBy.endpoint
-			trace.Behind, trace.Elsewhere = x.stoodBy.here, x.stoodBy.elsewhere
-		})
-	}
-	x.spanPlanned(pool, route, reason, prefill, decode, tokens, weighed)
+	x.s.recent.Planned(&p)
+	x.SpanPlanned(&p)
 	if ctx := x.stream.Context(); x.s.Log.Enabled(ctx, slog.LevelDebug) {
-		x.s.Log.DebugContext(ctx, "planned", "request_id", x.requestID, "pool", pool.Spec.Name, "route", route, "reason", reason,
-			"prefill", p, "decode", decode.Addr, "prompt_tokens", tokens, "body_bytes", x.body.len(), "waited", x.waited)
+		x.s.Log.DebugContext(ctx, "planned", "request_id", p.RequestID, "pool", p.Pool, "route", route, "reason", reason,
+			"prefill", p.Prefill, "decode", p.Decode, "prompt_tokens", tokens, "body_bytes", p.BodyBytes, "waited", p.Waited)
 	}
 }
 
 // weigh shows the view's endpoints as the picker priced them, at most maxWeighed.
-func (x *exchange) weigh(split bool, tokens int64) []Weighed {
-	all := x.picker.Explain(&picker.Request{PromptTokens: tokens, Blocks: len(x.hashes), Model: x.req.Model(), Labels: x.wanted, Split: split}, &x.view).Candidates
-	out := make([]Weighed, 0, min(len(all), maxWeighed))
+func (x *planning) weigh(split bool, tokens int64) []telemetry.Weighed {
+	all := x.picker.Explain(&picker.Request{PromptTokens: tokens, Blocks: len(x.hashes), Model: x.req.Model(), Labels: x.labels, Split: split}, &x.view).Candidates
+	out := make([]telemetry.Weighed, 0, min(len(all), maxWeighed))
 	for _, c := range all[:cap(out)] {
-		w := Weighed{Endpoint: c.Endpoint, Role: c.Role, Out: c.Out != "", Hit: c.Hit}
+		w := telemetry.Weighed{Endpoint: c.Endpoint, Role: c.Role, Out: c.Out != "", Hit: c.Hit}
 		if p := c.Prefill; p != nil && split {
-			w.Prefill = parts(Part{"queue", p.Queue}, Part{"work", p.Work}, Part{"others", p.Others}, Part{"jobs", p.Jobs}, Part{"session", p.Session})
+			w.Prefill = parts([]telemetry.Part{
+				{Name: "queue", Value: p.Queue}, {Name: "work", Value: p.Work}, {Name: "others", Value: p.Others},
+				{Name: "jobs", Value: p.Jobs}, {Name: "session", Value: p.Session},
+			})
 		}
 		if d := c.Decode; d != nil && split {
-			w.Decode = parts(Part{"transfer", c.Transfer}, Part{"step", d.Step}, Part{"answer", d.Answer}, Part{"overflow", d.Overflow}, Part{"session", d.Session})
+			w.Decode = parts([]telemetry.Part{
+				{Name: "transfer", Value: c.Transfer}, {Name: "step", Value: d.Step}, {Name: "answer", Value: d.Answer},
+				{Name: "overflow", Value: d.Overflow}, {Name: "session", Value: d.Session},
+			})
 		}
 		if a := c.Alone; a != nil && !split {
-			w.Decode = parts(Part{"queue", a.Queue}, Part{"work", a.Work}, Part{"others", a.Others}, Part{"answers", a.Answers},
-				Part{"decode", a.Decode}, Part{"overflow", a.Overflow}, Part{"session", a.Session})
+			w.Decode = parts([]telemetry.Part{
+				{Name: "queue", Value: a.Queue}, {Name: "work", Value: a.Work}, {Name: "others", Value: a.Others},
+				{Name: "answers", Value: a.Answers}, {Name: "decode", Value: a.Decode}, {Name: "overflow", Value: a.Overflow},
+				{Name: "session", Value: a.Session},
+			})
 		}
 		out = append(out, w)
 	}
 	return out
 }
 
-// parts leaves out what is nothing.
-func parts(all ...Part) []Part {
-	return slices.DeleteFunc(all, func(p Part) bool { return p.Value == 0 })
+// parts leaves out parts that are zero.
+func parts(all []telemetry.Part) []telemetry.Part {
+	return slices.DeleteFunc(all, func(p telemetry.Part) bool { return p.Value == 0 })
 }
 
 // expectedPrefill is how long the prefill leg should take: what is before it on P, and its own work at P's speed.

@@ -7,6 +7,7 @@ import (
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/openai"
 	"tandem/kvstate"
+	"tandem/kvstate/prefixindex"
 )
 
 // Tokenizer has prompts tokenized beside the request, by engines. [tandem/kvstate/tokenize] is one.
@@ -28,8 +29,8 @@ const (
 
 // countTokens raises hits to what engines said that they hold, as far as the prompt's tokens are known, and returns the
 // prompt's length in tokens, better than estimate where they are.
-func (x *exchange) countTokens(pool *kvstate.Pool, policy *Policy, estimate int64) int64 {
-	x.known = kvstate.KnownTokens{}
+func (x *planning) countTokens(pool *kvstate.Pool, policy *Policy, estimate int64) int64 {
+	x.known = prefixindex.KnownTokens{}
 	sizes := pool.TokenBlockSizes()
 	if len(sizes) == 0 || len(x.hashes) == 0 {
 		return estimate
@@ -64,7 +65,7 @@ func (x *exchange) countTokens(pool *kvstate.Pool, policy *Policy, estimate int6
 }
 
 // hitsNow fills in what the endpoints of a view hold by now of a prompt of so many tokens, as countTokens has it.
-func (x *exchange) hitsNow(pool *kvstate.Pool, v *kvstate.View, tokens int64) {
+func (x *planning) hitsNow(pool *kvstate.Pool, v *kvstate.View, tokens int64) {
 	x.s.State.Hits(pool, x.hashes, v)
 	sizes := pool.TokenBlockSizes()
 	if len(sizes) == 0 || x.known.TextBlocks == 0 {
@@ -83,14 +84,14 @@ func (x *exchange) hitsNow(pool *kvstate.Pool, v *kvstate.View, tokens int64) {
 	}
 }
 
-func (x *exchange) tokenPrompt(pool *kvstate.Pool) kvstate.TokenPrompt {
+func (x *planning) tokenPrompt(pool *kvstate.Pool) prefixindex.TokenPrompt {
 	salt, _ := x.req.String(openai.FieldCacheSalt)
-	return kvstate.TokenPrompt{LoRA: pool.LoRA(x.req.Model()), Salt: kvstate.SaltKey(salt)}
+	return prefixindex.TokenPrompt{LoRA: pool.LoRA(x.req.Model()), Salt: prefixindex.SaltKey(salt)}
 }
 
 // tokenize asks for the tokens of a prompt of which less than half is known, and waits for them no longer than the pool's
 // budget: what comes later is known to the next request.
-func (x *exchange) tokenize(pool *kvstate.Pool, policy *Policy) {
+func (x *planning) tokenize(pool *kvstate.Pool, policy *Policy) {
 	if policy.Tokens == LearnedTokens || x.s.Tokenizer == nil || 2*x.known.TextBlocks >= len(x.hashes) {
 		return
 	}
@@ -99,16 +100,15 @@ func (x *exchange) tokenize(pool *kvstate.Pool, policy *Policy) {
 		return
 	}
 	text, size, prompt := slices.Clone(x.hashes), x.req.PromptBytes(), x.tokenPrompt(pool)
-	counted := x.s.metrics.tokensLearned.WithLabelValues(pool.Spec.Name, "tokenizer")
+	metrics := x.s.metrics
 	done := x.s.Tokenizer.Tokenize(pool, text[len(text)-1], path, body, func(ids []uint32) {
 		prompt.IDs = ids
-		counted.Add(float64(len(ids)))
-		x.s.State.LearnTokens(pool, text, blockBytes, size, &prompt)
+		metrics.Learned(pool.Spec.Name, "tokenizer", len(ids))
+		x.s.State.LearnTokens(pool, prefixindex.TextPrompt{Blocks: text, BlockBytes: blockBytes, Bytes: size}, &prompt)
 	})
 	if done == nil || policy.TokenBudget <= 0 {
 		return
 	}
-	x.mayWait()
 	budget := time.NewTimer(policy.TokenBudget)
 	defer budget.Stop()
 	select {
@@ -120,14 +120,14 @@ func (x *exchange) tokenize(pool *kvstate.Pool, policy *Policy) {
 }
 
 // tokenizeBody is what to ask. /tokenize of vLLM and SGLang takes what makes the prompt, render the client's body as it is.
-func (x *exchange) tokenizeBody(source TokenSource) (path string, body []byte) {
+func (x *planning) tokenizeBody(source TokenSource) (path string, body []byte) {
 	api := x.req.API()
 	if source == RenderTokens {
 		switch api {
 		case openai.Chat:
-			return "/v1/chat/completions/render", append([]byte(nil), x.body.bytes()...)
+			return "/v1/chat/completions/render", append([]byte(nil), x.body.Bytes()...)
 		case openai.Completions:
-			return "/v1/completions/render", append([]byte(nil), x.body.bytes()...)
+			return "/v1/completions/render", append([]byte(nil), x.body.Bytes()...)
 		default:
 			return "", nil
 		}
@@ -162,14 +162,14 @@ func (x *exchange) tokenizeBody(source TokenSource) (path string, body []byte) {
 
 // learns reports whether prefill is to be asked for the prompt's token ids: where events tell of tokens and not all of these
 // are known. vLLM answers them from 0.10.2 on, for chat and completions; before, and elsewhere, the member is ignored.
-func (x *exchange) learns(policy Policy) bool {
+func (x *planning) learns(policy Policy) bool {
 	api := x.req.API()
 	return policy.LearnTokens && x.known.TextBlocks < len(x.hashes) && (api == openai.Chat || api == openai.Completions)
 }
 
 // lastBlock is what a ticket says of the prompt, for whichever replica goes on with it: not the hashes of its blocks, which
 // would not fit, but the last of them. The others are in the index ([kvstate.Pool.TextOf]), since the prompt is routed.
-func (x *exchange) lastBlock() uint64 {
+func (x *planning) lastBlock() uint64 {
 	if len(x.hashes) == 0 {
 		return 0
 	}
@@ -177,13 +177,13 @@ func (x *exchange) lastBlock() uint64 {
 }
 
 // toLearn is what the ticket of a prefill leg says beside that, where the prompt's tokens are to be learned from P's answer.
-func (x *exchange) toLearn(pool *kvstate.Pool) kvtransfer.Learn {
+func (x *planning) toLearn(pool *kvstate.Pool) kvtransfer.Learn {
 	prompt := x.tokenPrompt(pool)
 	return kvtransfer.Learn{Bytes: x.req.PromptBytes(), LoRA: prompt.LoRA, Salt: prompt.Salt}
 }
 
 // learn takes what P's answer says about the prompt: its token ids, and how much of it P held.
-func (x *exchange) learn(pool *kvstate.Pool, t *kvtransfer.Ticket, got *kvtransfer.Answer) {
+func (x *prefillAnswer) learn(pool *kvstate.Pool, t *kvtransfer.Ticket, got *kvtransfer.Answer) {
 	if e := pool.Endpoint(t.Prefill); e != nil && got.CachedTokens >= 0 {
 		x.s.State.Prefilled(e, t.ExpectedCached, got.CachedTokens)
 	}
@@ -196,7 +196,8 @@ func (x *exchange) learn(pool *kvstate.Pool, t *kvtransfer.Ticket, got *kvtransf
 	}
 	if ids, ok := openai.TokenIDs(x.ids[:0], got.PromptIDs); ok {
 		x.ids = ids
-		x.s.metrics.tokensLearned.WithLabelValues(pool.Spec.Name, "prefill").Add(float64(len(ids)))
-		x.s.State.LearnTokens(pool, text, blockBytes, t.Learn.Bytes, &kvstate.TokenPrompt{IDs: ids, LoRA: t.Learn.LoRA, Salt: t.Learn.Salt})
+		x.s.metrics.Learned(pool.Spec.Name, "prefill", len(ids))
+		learned := prefixindex.TextPrompt{Blocks: text, BlockBytes: blockBytes, Bytes: t.Learn.Bytes}
+		x.s.State.LearnTokens(pool, learned, &prefixindex.TokenPrompt{IDs: ids, LoRA: t.Learn.LoRA, Salt: t.Learn.Salt})
 	}
 }

@@ -70,9 +70,9 @@ func (r *replacer) beginning(text []byte) int {
 }
 
 // rewriteModel sends the request to another model, where the cluster wants that.
-func (x *exchange) rewriteModel(p *picked) {
+func (x endpointPicker) rewriteModel(p *picked) {
 	asked := x.req.Model()
-	if asked == "" || x.body.len() == 0 {
+	if asked == "" || x.body.Len() == 0 {
 		return
 	}
 	p.rewritten = x.s.State.Rewritten(p.pool.Spec.Name, asked, random())

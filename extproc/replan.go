@@ -4,8 +4,10 @@ import (
 	"cmp"
 	"io"
 	"net/http"
+	"strconv"
 	"time"
 
+	"tandem/extproc/envoywire"
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/openai"
 	"tandem/kvstate"
@@ -17,18 +19,22 @@ import (
 func (s *Server) Replan() http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		defer discard(r.Body, int64(s.MaxBodyBytes+maxDecodeMember))
-		id := r.Header.Get(headerRequestID)
-		t, err := s.keys().Open(r.Header.Get(headerTicket), id, time.Now())
+		id := r.Header.Get(envoywire.HeaderRequestID)
+		t, err := s.keys().Open(r.Header.Get(envoywire.HeaderTicket), id, time.Now())
+		if r.Header.Get(envoywire.HeaderRestart) != "" && (t != nil || r.Header.Get(envoywire.HeaderTicket) == "") {
+			s.restart(w, r, t)
+			return
+		}
 		if t == nil || t.Redirects+1 >= s.MaxRedirects {
 			s.Log.Warn("replan refused", "request_id", id, "err", err)
 			if t != nil {
-				w.Header().Set(headerFinal, "true") // another replica would say the same: Envoy is not to ask it
+				w.Header().Set(envoywire.HeaderFinal, "true") // another replica would say the same: Envoy is not to ask it
 			}
 			s.refuseReplan(w, openai.Unavailable("endpoint_failed", "the endpoint failed and there is no other way to answer", time.Second))
 			return
 		}
 		next := *t
-		if next.Stage, next.Params, next.Path = kvtransfer.Failed, nil, ""; t.Stage != kvtransfer.PairLegs {
+		if next.Stage, next.Params = kvtransfer.Failed, nil; t.Stage != kvtransfer.PairLegs {
 			next.ID = newTicketID() // that of an attempt with both legs at once goes on: it names the leg that may still run
 		}
 		next.Redirects++
@@ -39,22 +45,31 @@ func (s *Server) Replan() http.Handler {
 			hop, failed, next.Cause = "prefill", t.Prefill, kvtransfer.CausePrefill
 		case kvtransfer.EncodeLeg:
 			hop, next.Cause = "encode", kvtransfer.CauseEncode
+		case kvtransfer.PairLegs:
+			p := s.pairs.enter(t.ID)
+			if p.prefillFailed(r.Context()) {
+				hop, failed, next.Cause = "prefill", t.Prefill, kvtransfer.CausePrefill
+			}
+			s.pairs.leave(t.ID)
 		}
 		if t.Stage == kvtransfer.PrefillLeg { // P has answered after all, and its answer came too late to be followed
 			s.strandedUnfollowed(t, id, strandedReplanned)
 		}
 		took := time.Since(s.sealedAt(t))
-		s.metrics.hop(t.Pool, hop, failed, "failed", took, nil)
+		s.metrics.HopEnded(t.Pool, hop, failed, "failed", took, nil)
 		if hop == "decode" && t.Split {
-			s.metrics.stranded.WithLabelValues(t.Pool, t.Prefill, strandedDecodeFailed).Inc() // or fetched: who failed does not say
+			s.metrics.Orphaned(t.Pool, t.Prefill, strandedDecodeFailed) // or fetched: who failed does not say
 		}
 		if t.Stage == kvtransfer.PrefillLeg && t.Turn.Told {
 			s.turnFailed(&next, id, 0)
 		}
 		next.Excluded = append(next.Excluded, failed)
-		if pool := s.State.Pool(t.Pool); pool != nil {
-			if e := pool.Endpoint(failed); e != nil {
-				s.markFailed(e, t, took)
+		if hop != "decode" || took >= s.limit(t) || !s.loadLegFailed(t) {
+			next.Loads = false
+			if pool := s.State.Pool(t.Pool); pool != nil {
+				if e := pool.Endpoint(failed); e != nil {
+					s.markFailed(e, t, took)
+				}
 			}
 		}
 		sealed, err := s.keys().Seal(nil, &next, id)
@@ -63,42 +78,84 @@ func (s *Server) Replan() http.Handler {
 			s.refuseReplan(w, openai.Internal())
 			return
 		}
-		w.Header().Set("location", string(location([]byte(r.Host), []byte(cmp.Or(t.Path, r.URL.RequestURI())))))
-		w.Header().Set(headerTicket, string(sealed))
+		w.Header().Set("location", string(location([]byte(cmp.Or(t.Path, r.URL.RequestURI())))))
+		w.Header().Set(envoywire.HeaderTicket, string(sealed))
 		w.WriteHeader(http.StatusTemporaryRedirect)
 	})
+}
+
+// restart answers a request that no replica decided, because the one that had its body died or hung: 307, so that the pass is
+// repeated at another replica. t is the ticket that the pass began with; nil: it was pass 1. A pass is restarted once: a request
+// that makes replicas fail goes to two of them at most.
+func (s *Server) restart(w http.ResponseWriter, r *http.Request, t *kvtransfer.Ticket) {
+	id := r.Header.Get(envoywire.HeaderRequestID)
+	size, _ := io.Copy(io.Discard, io.LimitReader(r.Body, int64(s.MaxBodyBytes+maxDecodeMember)))
+	if t == nil {
+		t = &kvtransfer.Ticket{
+			ID: newTicketID(), Stage: kvtransfer.Failed, Expires: time.Now().Add(s.TicketTTL), Started: time.Now(),
+			BodyBytes: int(size), Authority: r.Host, Path: r.URL.RequestURI(),
+		}
+	}
+	if t.Cause == kvtransfer.CauseRouter || t.Redirects+1 >= s.MaxRedirects {
+		w.Header().Set(envoywire.HeaderFinal, "true")
+		s.refuseReplan(w, openai.Unavailable("router_failed", "the router failed twice to decide this request", time.Second))
+		return
+	}
+	s.Log.Warn("a replica failed while it decided a request; another one is asked", "request_id", id)
+	next := *t
+	next.Cause = kvtransfer.CauseRouter
+	next.Redirects++
+	sealed, err := s.keys().Seal(nil, &next, id)
+	if err != nil {
+		s.Log.Error("sealing the ticket of a restart", "request_id", id, "err", err)
+		s.refuseReplan(w, openai.Internal())
+		return
+	}
+	h := w.Header()
+	h.Set("location", string(location([]byte(r.URL.RequestURI()))))
+	h.Set(envoywire.HeaderTicket, string(sealed))
+	for _, name := range []string{envoywire.HeaderPrefilled, envoywire.HeaderLoad} { // a redirect takes off what its answer lacks
+		if v := r.Header.Get(name); v != "" {
+			h.Set(name, v)
+		}
+	}
+	w.WriteHeader(http.StatusTemporaryRedirect)
 }
 
 // markFailed leaves out an endpoint that failed a hop. One that was cut off by the hop's time limit hangs; but a P that was to fetch
 // a turn may have waited for the endpoint that kept it.
 func (s *Server) markFailed(e *kvstate.Endpoint, t *kvtransfer.Ticket, took time.Duration) {
-	policy, _ := s.policy(t.Pool)
-	limit := policy.PrefillTimeout
-	switch t.Stage {
-	case kvtransfer.DecodeLeg:
-		limit = policy.StreamStart
-		if policy.WholeAnswer > 0 {
-			limit = min(limit, policy.WholeAnswer)
-		}
-	case kvtransfer.EncodeLeg:
-		limit = policy.EncodeTimeout
-	}
 	switch {
-	case took < limit:
+	case took < s.limit(t):
 		s.State.MarkFailed(e)
 	case t.Stage != kvtransfer.PrefillLeg || !t.Turn.Told:
 		s.State.MarkHung(e)
 	}
 }
 
+// limit is the least time limit of a leg.
+func (s *Server) limit(t *kvtransfer.Ticket) time.Duration {
+	policy, _ := s.policy(t.Pool)
+	switch t.Stage {
+	case kvtransfer.DecodeLeg:
+		if policy.WholeAnswer > 0 {
+			return min(policy.StreamStart, policy.WholeAnswer)
+		}
+		return policy.StreamStart
+	case kvtransfer.EncodeLeg:
+		return policy.EncodeTimeout
+	}
+	return policy.PrefillTimeout
+}
+
 // discard reads what is left of a body: Envoy follows a redirect only once the request was sent in full.
 func discard(body io.Reader, limit int64) { _, _ = io.CopyN(io.Discard, body, limit) }
 
 func (s *Server) refuseReplan(w http.ResponseWriter, e *openai.Error) {
-	s.metrics.refused(e)
-	w.Header().Set("content-type", contentTypeJSON)
+	s.metrics.Refused(e)
+	w.Header().Set("content-type", envoywire.ContentTypeJSON)
 	if e.RetryAfter > 0 {
-		w.Header().Set(headerRetryAfter, string(itoa(int(e.RetryAfter.Seconds()))))
+		w.Header().Set(envoywire.HeaderRetryAfter, strconv.Itoa(int(e.RetryAfter.Seconds())))
 	}
 	w.WriteHeader(e.Status)
 	_, _ = w.Write(e.JSON())

@@ -6,6 +6,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"tandem/extproc/envoywire"
 	"tandem/extproc/openai"
 	"tandem/kvstate"
 )
@@ -21,16 +22,40 @@ func TestRoutedToTheDecodeThatAnswers(t *testing.T) {
 	holders := func() []string { return s.holders(hashes) }
 	q := s.newRequest("/v1/chat/completions", "r-1", body)
 	v := q.pass()
-	require.Equal(t, legPrefill, v.set[headerLeg])
+	require.Equal(t, envoywire.LegPrefill, v.set[envoywire.HeaderLeg])
 	require.Equal(t, []string{addressOf("p1")}, holders(), "who decodes is not settled")
-	inMind := s.ticket(v.set[headerTicket], "r-1").Decode
+	inMind := s.ticket(v.set[envoywire.HeaderTicket], "r-1").Decode
 	s.state.MarkFailed(pool.Endpoint(inMind))
 	q.prefillLeg(answer{status: 200, body: prefilled(params(4))})
 	q.follow()
 	v = q.pass()
-	require.Equal(t, legDecode, v.set[headerLeg])
-	require.NotEqual(t, inMind, v.set[headerEndpoint])
-	require.Equal(t, []string{addressOf("p1"), v.set[headerEndpoint]}, holders())
+	require.Equal(t, envoywire.LegDecode, v.set[envoywire.HeaderLeg])
+	require.NotEqual(t, inMind, v.set[envoywire.HeaderEndpoint])
+	require.Equal(t, []string{addressOf("p1"), v.set[envoywire.HeaderEndpoint]}, holders())
+}
+
+// A request counts once as a use of its prompt, however often it is planned.
+func TestRequestsAreCountedOnce(t *testing.T) {
+	s := newStand(t, Options{})
+	s.pool("chat", splitting(), "p1", "p2", "d1")
+	body := conversation("")
+	hashes := textBlocks(t, body)
+	uses := func() float32 {
+		var v kvstate.View
+		s.state.View(s.state.Pool("chat"), hashes, &v)
+		if len(v.Uses) == 0 {
+			return 0
+		}
+		return v.Uses[0].Uses
+	}
+	q := s.newRequest("/v1/chat/completions", "r-1", body)
+	q.pass()
+	q.prefillLeg(answer{status: 500})
+	q.follow()
+	q.pass()
+	require.Zero(t, uses(), "one request shares nothing")
+	s.newRequest("/v1/chat/completions", "r-2", body).pass()
+	require.Greater(t, uses(), float32(1.5))
 }
 
 // conversation is a chat request whose prompt is eight blocks, and what more is given.
@@ -66,14 +91,14 @@ func TestPassTwoKnowsWhatDecodeHolds(t *testing.T) {
 	pool := s.state.Pool("chat")
 	turn := func(id, body string) string {
 		q := s.newRequest("/v1/chat/completions", id, body)
-		require.Equal(t, legPrefill, q.pass().set[headerLeg])
+		require.Equal(t, envoywire.LegPrefill, q.pass().set[envoywire.HeaderLeg])
 		q.prefillLeg(answer{status: 200, body: prefilled(params(4))})
 		q.follow()
 		v := q.pass()
-		require.Equal(t, legDecode, v.set[headerLeg])
+		require.Equal(t, envoywire.LegDecode, v.set[envoywire.HeaderLeg])
 		s.server.releasePass(id, 0)
 		s.server.releasePass(id, 1)
-		return v.set[headerEndpoint]
+		return v.set[envoywire.HeaderEndpoint]
 	}
 	first := turn("r-1", conversation(""))
 	for i := range 8 { // by chance it would be one time in 65,536
@@ -103,7 +128,7 @@ func TestPassTwoMindsTheModelOfWhoCame(t *testing.T) {
 		s.state.Reserve(s.state.Pool("chat").Endpoint(addressOf("d1")), kvstate.Booking{For: kvstate.RoleDecode, PromptTokens: 4000})
 	}
 	q.follow()
-	require.Equal(t, addressOf("d1"), q.pass().set[headerEndpoint])
+	require.Equal(t, addressOf("d1"), q.pass().set[envoywire.HeaderEndpoint])
 }
 
 // Where both legs run at once D has the prompt once P has done its part, and not where P has failed.
@@ -114,13 +139,13 @@ func TestPairsAreRoutedToBoth(t *testing.T) {
 				hashes := textBlocks(t, conversation(""))
 				q := s.newRequest("/v1/chat/completions", "both", conversation(""))
 				v := q.pass()
-				require.Equal(t, legPair, v.set[headerLeg])
+				require.Equal(t, envoywire.LegPair, v.set[envoywire.HeaderLeg])
 				d, _ := q.decode(s)
 				require.Equal(t, []string{addressOf("p1")}, s.holders(hashes))
 				if good {
 					q.mirror(s).answer(200, goodPrefill)
 					d.ended()
-					require.Equal(t, []string{addressOf("p1"), v.set[headerEndpoint]}, s.holders(hashes))
+					require.Equal(t, []string{addressOf("p1"), v.set[envoywire.HeaderEndpoint]}, s.holders(hashes))
 					s.log(q.entry(200, "via_upstream"))
 					return
 				}

@@ -14,11 +14,16 @@ import (
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/encoding"
+	"google.golang.org/grpc/mem"
 	"google.golang.org/grpc/metadata"
 	"google.golang.org/grpc/status"
 
+	"tandem/extproc/envoywire"
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/openai"
+	"tandem/extproc/telemetry"
+	"tandem/internal/guard"
+	"tandem/internal/memory"
 	"tandem/kvstate"
 	"tandem/picker"
 )
@@ -32,16 +37,21 @@ type Options struct {
 
 	Tokenizer Tokenizer // for pools whose tokens are not learned alone; may be nil
 
-	SplitBodyBytes int           // larger bodies are never split, because Envoy could not replay them; default 16 MiB
-	MaxBodyBytes   int           // larger bodies are refused with 413; default 4 x SplitBodyBytes
-	HeldBytes      int           // of bodies in memory at one time, over all streams; more is refused with 503; default 1 GiB
-	BodyTimeout    time.Duration // how long a request's body may take to arrive; default 5 m
-	TicketTTL      time.Duration // how long a leg's ticket is good for; default 10 m
-	HandOverTTL    time.Duration // how long KV parameters are good for after P's answer; default 20 s, below vLLM's 30 s lease
-	MaxRedirects   int           // Envoy's max_internal_redirects; the server's own budget ends below; default 8
+	SplitBodyBytes int            // larger bodies are never split, because Envoy could not replay them; default 16 MiB
+	MaxBodyBytes   int            // larger bodies are refused with 413; default 4 x SplitBodyBytes
+	HeldBytes      int            // of bodies in memory at one time, over all streams; more is refused with 503; default 1 GiB
+	Memory         *memory.Budget // the same, shared with others that count what they hold; nil: one of HeldBytes
+	BodyTimeout    time.Duration  // how long a request's body may take to arrive; default 5 m
+	TicketTTL      time.Duration  // how long a leg's ticket is good for; default 10 m
+	HandOverTTL    time.Duration  // how long KV parameters are good for after P's answer; default 20 s, below vLLM's 30 s lease
+	MaxRedirects   int            // Envoy's max_internal_redirects; the server's own budget ends below; default 8
 
 	DecisionMetadata bool                    // say every decision in dynamic metadata too
 	Operator         func(token []byte) bool // who may have decisions explained in a header; nil: nobody
+
+	Check func(*kvstate.Endpoint) // asks an endpoint soon how it is, and marks it as failed if it is not well; nil: it is marked at once
+
+	PathPrefixes []string // that gateways in front add to paths
 
 	Picker *PickerOptions // not nil: serve the Endpoint Picker protocol in place of the main role
 }
@@ -55,6 +65,8 @@ type Policy struct {
 	Place           picker.Policy // of what may be split; without a model: the default one, and all is split
 	RefuseLong      bool          // bodies over SplitBodyBytes get 413 instead of decode alone
 	OnFailure       OnFailure     // of a prefill
+	Alone           Alone         // whether requests that can be split may be decoded alone
+	Source          string        // where endpoints come from, for messages; default: a list of endpoints
 	PrefillAttempts int           // at most, over all passes; default 3
 	AttemptsTime    time.Duration // after this, counted from when the request came, no other endpoint is tried; default 1 m
 	PrefillTimeout  time.Duration // time limit of the prefill hop: this ...
@@ -71,6 +83,7 @@ type Policy struct {
 	WholeAnswer     time.Duration // how long an answer that is not streamed may take, beside the same; 0: as long as Envoy lets it
 	Waiting         Waiting       // with Place.Late, or where objectives have requests wait
 	Objectives      Objectives
+	Paths           *Paths         // what clients may ask for beside the APIs; default: the paths of clients of all engines
 	LabelHeader     string         // a request header that says which labels its endpoints must bear; "": none does
 	Priorities      EnginePriority // how engines are told of a request's place among others
 
@@ -78,6 +91,9 @@ type Policy struct {
 }
 
 func (p Policy) withDefaults() Policy {
+	if p.Paths == nil {
+		p.Paths, _ = NewPaths("any", nil) // no paths to refuse
+	}
 	orDefault(&p.PrefillAttempts, 3)
 	orDefault(&p.AttemptsTime, time.Minute)
 	orDefault(&p.StreamStart, time.Minute)
@@ -97,26 +113,29 @@ const (
 // Server answers Envoy. It is safe for concurrent use.
 type Server struct {
 	Options
-	live      atomic.Pointer[inForce]
-	metrics   *Metrics
-	started   time.Time
-	exchanges sync.Pool
-	draining  chan struct{}
-	cleanups  chan cleanup
-	cleaning  atomic.Int64 // bytes of parameters in cleanups
-	handed    handedOut
-	recent    *recent
-	pairs     *pairs
-	seed      uint64 // of reservation ids
-	held      atomic.Int64
-	direct    *directCalls
+	live     atomic.Pointer[inForce]
+	metrics  *telemetry.Metrics
+	started  time.Time
+	scratch  sync.Pool // of *scratch
+	draining chan struct{}
+	cleanups chan cleanup
+	cleaning atomic.Int64 // bytes of parameters in cleanups
+	handed   handedOut
+	recent   *telemetry.Recent
+	pairs    *pairs
+	seed     uint64 // of reservation ids
+	direct   *directCalls
+	guard    *guard.Guard
 }
 
 // New returns a server over the options' state. It starts nothing.
-func New(o Options, m *Metrics) *Server {
+func New(o Options, m *telemetry.Metrics) *Server {
 	orDefault(&o.SplitBodyBytes, 16<<20)
 	orDefault(&o.MaxBodyBytes, 4*o.SplitBodyBytes)
 	orDefault(&o.HeldBytes, 1<<30)
+	if o.Memory == nil {
+		o.Memory = memory.New(int64(o.HeldBytes))
+	}
 	orDefault(&o.BodyTimeout, 5*time.Minute)
 	orDefault(&o.TicketTTL, 10*time.Minute)
 	orDefault(&o.HandOverTTL, 20*time.Second)
@@ -126,12 +145,12 @@ func New(o Options, m *Metrics) *Server {
 	}
 	s := &Server{
 		Options: o, metrics: m, started: time.Now(), draining: make(chan struct{}), cleanups: make(chan cleanup, maxCleanups),
-		recent: newRecent(), pairs: newPairs(), seed: random(),
+		recent: telemetry.NewRecent(), pairs: newPairs(), seed: random(), guard: guard.New(o.Log, m.Panicked),
 	}
 	s.direct = newDirectCalls()
 	s.Apply(o.Live)
 	s.Options.Live = Live{} // nobody is to read what it was once
-	s.exchanges.New = func() any { return &exchange{s: s} }
+	s.scratch.New = func() any { return newScratch(s) }
 	return s
 }
 
@@ -142,12 +161,11 @@ func orDefault[T comparable](v *T, d T) {
 	}
 }
 
-// Codec is what a gRPC server serving this package must read and write messages with.
-func Codec() encoding.CodecV2 { return newCodec() }
+// Codec returns the codec of the gRPC server that serves this package.
+func Codec() encoding.CodecV2 { return envoywire.NewCodec() }
 
-// Inline reports whether a method ("/service/method") may run on the goroutine that reads the connection: it is quick, and says when
-// it is about to wait (mayWait).
-func Inline(method string) bool { return method == "/"+ServiceName+"/Process" }
+// BufferPool returns the pool that this gRPC server should read into.
+func BufferPool() mem.BufferPool { return envoywire.BufferPool() }
 
 // Register adds the external processor and the access log service to a gRPC server made with [Codec].
 func (s *Server) Register(r grpc.ServiceRegistrar) {
@@ -159,7 +177,7 @@ func (s *Server) Register(r grpc.ServiceRegistrar) {
 		Metadata: "envoy/service/ext_proc/v3/external_processor.proto",
 	}, nil)
 	r.RegisterService(&grpc.ServiceDesc{
-		ServiceName: "envoy.service.accesslog.v3.AccessLogService",
+		ServiceName: accessLogService,
 		HandlerType: (*any)(nil),
 		Streams: []grpc.StreamDesc{{StreamName: "StreamAccessLogs", ClientStreams: true,
 			Handler: func(_ any, stream grpc.ServerStream) error { return s.streamAccessLogs(stream) }}},
@@ -170,247 +188,140 @@ func (s *Server) Register(r grpc.ServiceRegistrar) {
 // ServiceName is the external processor's full gRPC name, which health checks ask for.
 const ServiceName = "envoy.service.ext_proc.v3.ExternalProcessor"
 
-// exchange is one ext_proc stream and everything it needs, reused by later streams.
-type exchange struct {
-	s      *Server
-	stream grpc.ServerStream
-	msg    message
-	body   bodyBuffer // the body as received, then as the client sent it
-	held   int64      // bytes counted for it ...
-	beside int64      // ... and of them, those of what is kept beside it
-	spare  bodyBuffer // the next body while it is made
-	other  bool       // the body is not the one that Envoy has: control members were cut, or a leg's edits undone
+const accessLogService = "envoy.service.accesslog.v3.AccessLogService"
 
-	req         openai.Request
-	patch       openai.Patch
-	undo        openai.Edits
-	view        kvstate.View
-	picker      picker.Picker
-	hashes      []uint64
-	known       kvstate.KnownTokens // of the prompt
-	ids         []uint32            // scratch for token ids
-	tokenHashes []uint64            // scratch for their blocks
-	params      []byte              // scratch for the decode member
-	pair        kvtransfer.Pair
-	source      kvtransfer.Side // that pair.Source points at
+// Streaming methods of the services, which may be limited apart. Envoy has one access log stream for each worker and log.
+const (
+	ProcessMethod   = "/" + ServiceName + "/Process"
+	AccessLogMethod = "/" + accessLogService + "/StreamAccessLogs"
+)
 
-	requestID string
-	bookedAs  string // the request id as Envoy has it, and logs it, until it has taken the first answer in
-	session   uint64 // hash of its name; 0: none
-	waits     waiter
-	waited    time.Duration // for its endpoints
-	stoodBy   stoodBy       // what it waited for
-	priority  int32         // of the request
-	wanted    []string      // labels of its endpoints
-	work      time.Duration // of its prefill, as the model has it
-	price     float64       // of the choice, s
+// scratch is the memory of one stream, reused by later ones.
+type scratch struct {
+	stream    stream
+	telemetry telemetry.Meter
+	request   planning
+	prefill   prefillAnswer
+	spoiled   bool // a panic may have left anything in it
+}
 
-	explanation []byte // for a header; nil: nobody asked who may
-	decision    []byte // dynamic metadata; nil: none
-	newID       bool   // the client's request id was absent or unfit
-	headers     headerEdits
-	pieces      pieces
-	timer       *time.Timer
-	role        uint8         // 0: main, 1: prefill leg
-	began       time.Time     // the stream
-	noMemory    bool          // for what receiveAnswer was to read
-	since       time.Time     // when the phase of work began that is under way (did)
-	busy        time.Duration // time of all phases but those of waiting
-	span        trace.Span    // nil: not traced
-	traced      exemplar      // of the span; nil: not traced
-	goesOn      carrier       // the trace context that the request goes on with, where Envoy has none of its own
-	sending     sync.Mutex    // between the body's deadline and the handler
-	answered    bool
+func newScratch(s *Server) *scratch {
+	m := &scratch{stream: stream{s: s}, telemetry: telemetry.Meter{Metrics: s.metrics}}
+	shared := handler{&m.stream, &m.telemetry}
+	m.request.handler, m.prefill.handler = shared, shared
+	return m
 }
 
 // process serves one ext_proc stream.
-func (s *Server) process(stream grpc.ServerStream) error {
-	x := s.exchanges.Get().(*exchange)
-	x.sending.Lock() // a deadline of the stream before may just be finding out that it came too late
-	x.stream, x.answered = stream, false
-	x.msg.headers.names = s.live.Load().names
-	x.sending.Unlock()
-	defer x.release()
+func (s *Server) process(grpcStream grpc.ServerStream) error {
+	m := s.scratch.Get().(*scratch)
+	x := &m.stream
+	x.begin(grpcStream, s.live.Load().names)
+	defer m.release()
 
-	x.began = time.Now()
-	x.since, x.busy, x.role = x.began, 0, 0
-	role, serve := "main", x.route
-	switch filterRole(stream.Context()) {
-	case rolePrefillLeg:
-		role, serve, x.role = rolePrefillLeg, x.prefillLeg, 1
-	case roleDecodeLeg:
-		role, serve, x.role = roleDecodeLeg, x.decodeLeg, 2
-	case roleMirror:
-		role, serve, x.role = roleMirror, x.mirroredLeg, 3
-	case roleAnswerLeg:
-		role, serve, x.role = roleAnswerLeg, x.answerLeg, 4
-	case roleEncodeLeg:
-		role, serve, x.role = roleEncodeLeg, x.encodeLeg, 5
-	default:
-		if s.Picker != nil {
-			role, serve = rolePicker, x.serveAsPicker
-		}
-	}
-	if role != "main" && role != rolePrefillLeg {
-		x.mayWait() // for the other leg, or for as long as the request takes
-	}
-	err := serve()
-	x.endSpan(err)
+	role := s.roleOf(grpcStream.Context())
+	m.telemetry.Begin(role, s.Tracer)
+	err := m.serveGuarded(role)
+	m.telemetry.EndSpan(errorCode(err, grpcStream.Context().Err() != nil))
 	if err == nil {
-		s.metrics.processed(role, x.since.Sub(x.began), x.busy, x.traced)
+		m.telemetry.Processed(role)
 		return nil
 	}
 	if errors.Is(err, errAnswered) {
 		return nil
 	}
-	if errors.Is(err, io.EOF) || status.Code(err) == codes.Canceled || stream.Context().Err() != nil {
+	if errors.Is(err, io.EOF) || status.Code(err) == codes.Canceled || grpcStream.Context().Err() != nil {
 		return nil // Envoy let go before a decision was due: the client left, or the hop failed outright
 	}
 	return s.refuse(x, role, err)
 }
 
-// errAnswered ends an exchange whose answer was already given.
-var errAnswered = errors.New("answered")
+// serveGuarded serves the stream. A panic becomes the error of this stream, whose memory is not used again.
+func (m *scratch) serveGuarded(role string) (err error) {
+	defer func() {
+		if v := recover(); v != nil {
+			m.spoiled = true
+			err = m.stream.s.guard.Caught("ext_proc "+role, v)
+		}
+	}()
+	return m.serve(role)
+}
 
-// filterRole is which of Envoy's filters a stream comes from; "" is the main listener's.
-func filterRole(ctx context.Context) string {
-	values := metadata.ValueFromIncomingContext(ctx, metadataRole) // copies this value alone
-	if len(values) == 0 {
+// serve has the handler of a filter role serve the stream.
+func (m *scratch) serve(role string) error {
+	shared := m.request.handler
+	switch role {
+	case envoywire.RolePrefillLeg:
+		return prefillLeg{&m.prefill}.serve()
+	case envoywire.RoleDecodeLeg:
+		return decodeLeg{pairLeg{shared}}.serve()
+	case envoywire.RoleMirror:
+		return mirroredLeg{pairLeg{shared}}.serve()
+	case envoywire.RoleAnswerLeg:
+		return answerLeg{pairLeg{shared}}.serve()
+	case envoywire.RoleEncodeLeg:
+		return encodeLeg{shared, &m.request.req}.serve()
+	case envoywire.RolePicker:
+		return endpointPicker{firstPass{&m.request}}.serve()
+	}
+	return mainRole{&m.request, &m.prefill}.serve()
+}
+
+// errorCode returns the code of the error that a client gets, "" where it gets none; gone: its stream ended before.
+func errorCode(err error, gone bool) string {
+	if err == nil || errors.Is(err, errAnswered) {
 		return ""
 	}
-	return values[0]
+	if e, ok := errors.AsType[*openai.Error](err); ok {
+		return e.Code
+	}
+	if gone || errors.Is(err, io.EOF) {
+		return "client_gone"
+	}
+	return "internal_error"
+}
+
+// errAnswered ends a stream whose answer was already given.
+var errAnswered = errors.New("answered")
+
+// roleOf returns the role of the filter that a stream comes from.
+func (s *Server) roleOf(ctx context.Context) string {
+	role := envoywire.RoleMain
+	if values := metadata.ValueFromIncomingContext(ctx, envoywire.MetadataRole); len(values) > 0 { // copies this value alone
+		role = values[0]
+	}
+	switch role {
+	case envoywire.RolePrefillLeg, envoywire.RoleDecodeLeg, envoywire.RoleMirror, envoywire.RoleAnswerLeg, envoywire.RoleEncodeLeg:
+		return role
+	}
+	if s.Picker != nil {
+		return envoywire.RolePicker
+	}
+	return envoywire.RoleMain
 }
 
 // refuse turns an error into the answer the client gets.
-func (s *Server) refuse(x *exchange, role string, err error) error {
+func (s *Server) refuse(x *stream, role string, err error) error {
 	var e *openai.Error
 	if !errors.As(err, &e) {
 		s.Log.Error("request failed", "role", role, "request_id", x.requestID, "err", err)
 		e = openai.Internal()
 	}
-	s.metrics.refused(e)
-	return x.sendError(e, role == roleAnswerLeg)
+	s.metrics.Refused(e)
+	return x.sendError(e, role == envoywire.RoleAnswerLeg)
 }
 
-// release makes the exchange ready for the next stream.
-func (x *exchange) release() {
-	x.stopBodyTime()
-	x.landed()
-	x.waits, x.waited, x.stoodBy = waiter{hits: x.waits.hits[:0]}, 0, stoodBy{}
-	x.body.free()
-	x.spare.free()
-	x.s.held.Add(-x.held)
-	x.held, x.beside = 0, 0
-	arena := x.msg.arena[:0]
-	if cap(arena) > 64<<10 {
-		arena = nil
+// release makes the memory ready for the next stream.
+func (m *scratch) release() {
+	m.stream.stopBodyTime()
+	m.request.landed()
+	m.request.reset()
+	m.prefill.reset()
+	m.telemetry.Reset()
+	m.stream.reset()
+	if !m.spoiled {
+		m.stream.s.scratch.Put(m)
 	}
-	x.msg = message{arena: arena}
-	x.headers.reset()
-	x.req.Reset()
-	clear(x.undo) // refers to the body
-	x.pair, x.source = kvtransfer.Pair{}, kvtransfer.Side{}
-	if cap(x.params) > 64<<10 {
-		x.params = nil
-	}
-	x.requestID, x.bookedAs, x.newID, x.other, x.session = "", "", false, false, 0
-	x.goesOn, x.traced, x.known = carrier{}, nil, kvstate.KnownTokens{}
-	x.price, x.explanation, x.decision, x.wanted = 0, nil, nil, nil
-	x.s.exchanges.Put(x)
-}
-
-// receive reads the next message.
-func (x *exchange) receive() error { return x.stream.RecvMsg(&x.msg) }
-
-// mayWait says that the handler is about to wait for something other than its stream, or to work for long, so that a server that runs
-// handlers on the goroutine that reads their connection (internal/rpc) has another one read it meanwhile.
-func (x *exchange) mayWait() {
-	if s, ok := x.stream.(interface{ MayWait() }); ok {
-		s.MayWait()
-	}
-}
-
-// mayAskOthers says so where other replicas may have to be asked.
-func (x *exchange) mayAskOthers() {
-	if x.s.State.Shared() {
-		x.mayWait()
-	}
-}
-
-// spend is [kvstate.State.Spend] of a ticket.
-func (x *exchange) spend(t *kvtransfer.Ticket) bool {
-	x.mayAskOthers()
-	return x.s.State.Spend(t.ID)
-}
-
-// takeHandOver is [kvstate.State.TakeHandOver] of what a ticket refers to.
-func (x *exchange) takeHandOver(t *kvtransfer.Ticket) ([]byte, bool) {
-	x.mayAskOthers()
-	return x.s.State.TakeHandOver(t.ParamsRef)
-}
-
-// send writes one reply, unless the deadline has already answered.
-func (x *exchange) send(r *reply) error {
-	x.sending.Lock()
-	defer x.sending.Unlock()
-	if x.answered {
-		r.parts.Free()
-		return io.EOF
-	}
-	return x.stream.SendMsg(r)
-}
-
-// sendError answers with an error of OpenAI's shape and ends the exchange. With final, Envoy is not to try another endpoint: the one
-// that has answered is not at fault.
-func (x *exchange) sendError(e *openai.Error, final bool) error {
-	i := &immediate{status: e.Status, body: e.JSON(), details: detailsPrefix + "_" + e.Code}
-	i.headers.add("content-type", []byte(contentTypeJSON))
-	if e.RetryAfter > 0 {
-		i.headers.add(headerRetryAfter, itoa(int((e.RetryAfter+time.Second-1)/time.Second)))
-	}
-	if x.s.Picker != nil {
-		i.dropped(e)
-	}
-	if final {
-		i.headers.add(headerFinal, []byte("true"))
-	}
-	if x.requestID != "" {
-		i.headers.add(headerRequestID, []byte(x.requestID))
-	}
-	return x.send(&reply{immediate: i})
-}
-
-// limitBodyTime makes the exchange end with a 408 if the body is not complete in time. The stream's handler is blocked
-// in receive then; the answer makes Envoy end the stream, which wakes it.
-func (x *exchange) limitBodyTime() {
-	stream, requestID := x.stream, x.requestID
-	x.sending.Lock()
-	defer x.sending.Unlock()
-	x.timer = time.AfterFunc(x.s.BodyTimeout, func() {
-		x.sending.Lock()
-		defer x.sending.Unlock()
-		if x.timer == nil || x.answered || x.stream != stream {
-			return
-		}
-		x.answered = true
-		e := openai.Timeout()
-		x.s.metrics.refused(e)
-		i := &immediate{status: e.Status, body: e.JSON(), details: detailsPrefix + "_" + e.Code}
-		i.headers.add("content-type", []byte(contentTypeJSON))
-		i.headers.add(headerRequestID, []byte(requestID))
-		_ = stream.SendMsg(&reply{immediate: i})
-	})
-}
-
-// stopBodyTime ends the deadline: what is sent from here on is the answer.
-func (x *exchange) stopBodyTime() {
-	if x.timer == nil {
-		return
-	}
-	x.timer.Stop()
-	x.sending.Lock()
-	x.timer = nil // a deadline that is just firing sees this and does nothing
-	x.sending.Unlock()
 }
 
 // random is where the picker's ties are broken.
@@ -426,8 +337,11 @@ func (s *Server) Run(ctx context.Context) {
 	var workers sync.WaitGroup
 	defer workers.Wait()
 	for range cleanupWorkers {
-		workers.Go(func() { s.cleanUp(ctx) })
+		workers.Go(func() { guard.Keep(ctx, "clean-up", func() { s.cleanUp(ctx) }) })
 	}
-	workers.Go(func() { s.metrics.pruneSeries(ctx, s.State) })
+	workers.Go(func() { s.metrics.PruneSeries(ctx, s.State) })
 	s.State.Run(ctx)
 }
+
+// Recent returns the traces of the latest requests, newest first, at most n.
+func (s *Server) Recent(n int) []telemetry.Trace { return s.recent.Latest(n) }

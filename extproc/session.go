@@ -35,15 +35,15 @@ func sessionHeaders(pools map[string]Policy) (names []string) {
 
 // sessionOf is the hash of the name of the request's session, 0 if it has none. The kind of name is part of it: what one
 // client calls itself in a header is nobody's cookie.
-func (x *exchange) sessionOf(k SessionKey) uint64 {
+func (x *planning) sessionOf(k SessionKey) uint64 {
 	if k == (SessionKey{}) {
 		return 0
 	}
-	h := &x.msg.headers
-	if v := h.extra(k.Header); k.Header != "" && len(v) > 0 {
+	h := &x.msg.Headers
+	if v := h.Extra(k.Header); k.Header != "" && len(v) > 0 {
 		return sessionHash('h', v)
 	}
-	if v := cookie(h.extra("cookie"), k.Cookie); k.Cookie != "" && len(v) > 0 {
+	if v := cookie(h.Extra("cookie"), k.Cookie); k.Cookie != "" && len(v) > 0 {
 		return sessionHash('c', v)
 	}
 	if v := x.req.Text(k.Body); k.Body != "" && len(v) > 0 {
@@ -73,7 +73,7 @@ func cookie(header []byte, name string) []byte {
 }
 
 // stick notes where the request's session is served.
-func (x *exchange) stick(pool *kvstate.Pool, session uint64, prefill, decode *kvstate.Endpoint) {
+func (x *planning) stick(pool *kvstate.Pool, session uint64, prefill, decode *kvstate.Endpoint) {
 	if session != 0 {
 		x.s.State.Stick(pool, session, prefill, decode)
 	}

@@ -10,11 +10,11 @@ import (
 
 func TestSessionOf(t *testing.T) {
 	names := func(k SessionKey, header, cookies, body string) uint64 {
-		x := exchange{s: &Server{}}
-		x.msg.headers.names = sessionHeaders(map[string]Policy{"p": {Session: k}})
+		x := newScratch(&Server{}).request
+		x.msg.Headers.Names = sessionHeaders(map[string]Policy{"p": {Session: k}})
 		set := func(name, value string) {
-			if slot := x.msg.headers.slot([]byte(name)); slot != nil && value != "" {
-				*slot = []byte(value)
+			if value != "" {
+				x.msg.Headers.Set(name, []byte(value))
 			}
 		}
 		set("x-session", header)

@@ -4,6 +4,7 @@ import (
 	"strings"
 	"time"
 
+	"tandem/extproc/envoywire"
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/openai"
 	"tandem/kvstate"
@@ -37,7 +38,7 @@ type sidecarOrders struct {
 }
 
 // orders are what a request of the view is told, whose prompt the endpoint at computes computes.
-func (x *exchange) orders(policy *Policy, computes int, prefill *kvstate.Endpoint) (o sidecarOrders) {
+func (x firstPass) orders(policy *Policy, computes int, prefill *kvstate.Endpoint) (o sidecarOrders) {
 	if policy.Handoff != HandoffSidecar {
 		return o
 	}
@@ -60,22 +61,22 @@ func (x *exchange) orders(policy *Policy, computes int, prefill *kvstate.Endpoin
 	return o
 }
 
-// sidecar gives the one beside D its orders, and takes away what others have ordered.
-func (h *headerEdits) sidecar(o sidecarOrders) {
+// setSidecar sets the headers for the sidecar, and removes those that the client sent.
+func setSidecar(h *envoywire.HeaderEdits, o sidecarOrders) {
 	for _, order := range [...]struct{ header, value string }{
 		{headerPrefiller, o.prefill}, {headerEncoders, o.encoders}, {headerCacheSource, o.source}, {headerDataParallel, ""},
 	} {
 		if order.value != "" {
-			h.add(order.header, []byte(order.value))
+			h.Set(order.header, []byte(order.value))
 		} else {
-			h.drop(order.header)
+			h.Remove(order.header)
 		}
 	}
 }
 
 // handOver plans the hop to P of a request whose second hop is not Envoy's. prefill is where the sidecar is to have the
 // prompt computed; edits are those of the client's body for D. model is the name that P is to be asked for, "" the client's.
-func (x *exchange) handOver(pool *kvstate.Pool, policy Policy, c picker.Choice, tokens int64, model string, a *attempt) (prefill *kvstate.Endpoint, edits openai.Edits, err error) {
+func (x firstPass) handOver(pool *kvstate.Pool, policy Policy, c picker.Choice, tokens int64, model string, a *attempt) (prefill *kvstate.Endpoint, edits openai.Edits, err error) {
 	if policy.Handoff == HandoffSidecar {
 		prefill = x.view.Endpoints[c.Prefill].Endpoint
 		x.s.State.Routed(pool, prefill, x.hashes)
@@ -86,7 +87,7 @@ func (x *exchange) handOver(pool *kvstate.Pool, policy Policy, c picker.Choice, 
 }
 
 // oneHop writes the one hop of a split request whose prefill Envoy has nothing to do with.
-func (x *exchange) oneHop(pool *kvstate.Pool, policy Policy, c picker.Choice, tokens int64, a attempt) (route, error) {
+func (x firstPass) oneHop(pool *kvstate.Pool, policy Policy, c picker.Choice, tokens int64, a attempt) (route, error) {
 	prefill, edits, err := x.handOver(pool, policy, c, tokens, "", &a)
 	if err != nil {
 		return route{}, err
@@ -96,10 +97,10 @@ func (x *exchange) oneHop(pool *kvstate.Pool, policy Policy, c picker.Choice, to
 	if prefill == nil && edits == nil {
 		kind, c.Prefill = "decode_alone", -1
 	}
-	r := route{leg: legDecode, endpoint: d, edits: edits, handoff: policy.Handoff, orders: x.orders(&policy, computes(c), prefill)}
+	r := route{leg: envoywire.LegDecode, endpoint: d, edits: edits, handoff: policy.Handoff, orders: x.orders(&policy, computes(c), prefill)}
 	r.perTry = answerStart(policy, x.req.True(openai.FieldStream), policy.PrefillTimeout+pool.PrefillTime(tokens, policy.PerToken))
-	if a.redirects+1 >= x.s.MaxRedirects || x.body.len() > x.s.SplitBodyBytes {
-		r.leg = legPass
+	if a.redirects+1 >= x.s.MaxRedirects || x.body.Len() > x.s.SplitBodyBytes {
+		r.leg = envoywire.LegPass
 	}
 	r.booked[1] = x.reserve(d, kvstate.RoleDecode, a.redirects, c.DecodeBooking())
 	x.s.State.Routed(pool, d, x.hashes)
@@ -109,7 +110,7 @@ func (x *exchange) oneHop(pool *kvstate.Pool, policy Policy, c picker.Choice, to
 		ID: newTicketID(), Stage: kvtransfer.DecodeLeg, Expires: time.Now().Add(x.s.TicketTTL), Started: a.started,
 		Pool: pool.Spec.Name, Decode: d.Addr, Reservations: [2]uint64{0, uint64(r.booked[1])},
 		Redirects: a.redirects, Prefills: a.prefills, Excluded: a.excluded,
-		Undo: edits.Inverse(nil, x.body.bytes()), BodyBytes: edits.Len(x.body.len()), PromptTokens: tokens,
+		Undo: edits.Inverse(nil, x.body.Bytes()), BodyBytes: edits.Len(x.body.Len()), PromptTokens: tokens,
 	})
 }
 

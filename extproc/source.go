@@ -22,15 +22,17 @@ type sources struct{ net.Listener }
 
 func (l sources) Accept() (net.Conn, error) {
 	c, err := l.Listener.Accept()
-	if t, ok := c.(*net.TCPConn); ok && err == nil {
-		return &sourceConn{TCPConn: t, addr: sourceAddr{Addr: t.RemoteAddr()}}, nil
+	if err != nil {
+		return nil, err
 	}
-	return c, err
+	return &sourceConn{Conn: c, addr: sourceAddr{Addr: c.RemoteAddr()}}, nil
 }
 
+// sourceConn is a connection whose remote address carries its source. The gRPC server closes a connection before it cancels the
+// connection's streams, so a handler whose stream was canceled can tell by the source whether the connection is still there.
 type sourceConn struct {
-	*net.TCPConn // and not a net.Conn: gRPC looks for its SyscallConn
-	addr         sourceAddr
+	net.Conn
+	addr sourceAddr
 }
 
 type sourceAddr struct {
@@ -42,7 +44,7 @@ func (c *sourceConn) RemoteAddr() net.Addr { return &c.addr }
 
 func (c *sourceConn) Close() error {
 	c.addr.source.Gone()
-	return c.TCPConn.Close()
+	return c.Conn.Close()
 }
 
 // sourceOf is the connection that a stream came over; nil where the server's listener is not of [Sources].

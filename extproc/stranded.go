@@ -10,6 +10,7 @@ import (
 	"slices"
 	"time"
 
+	"tandem/extproc/envoywire"
 	"tandem/extproc/kvtransfer"
 	"tandem/kvstate"
 	"tandem/kvstate/enginehttp"
@@ -57,7 +58,7 @@ func (s *Server) stranded(t *kvtransfer.Ticket, requestID, why string) {
 	if !s.State.Spend(t.ID) {
 		return
 	}
-	s.metrics.stranded.WithLabelValues(t.Pool, t.Prefill, why).Inc()
+	s.metrics.Orphaned(t.Pool, t.Prefill, why)
 	if h := s.handed.take(t.ID); h != nil {
 		s.cleanUpLater(t.ID, requestID, h)
 	}
@@ -72,7 +73,7 @@ func (s *Server) strandedUnfollowed(t *kvtransfer.Ticket, requestID, why string)
 
 // strandedHanded is stranded, of what was kept and is not any more.
 func (s *Server) strandedHanded(id [16]byte, requestID string, h *handed, why string) {
-	s.metrics.stranded.WithLabelValues(h.pool, h.prefill, why).Inc()
+	s.metrics.Orphaned(h.pool, h.prefill, why)
 	s.cleanUpLater(id, requestID, h)
 }
 
@@ -91,7 +92,7 @@ func (s *Server) cleanUpLater(id [16]byte, requestID string, h *handed) {
 		}
 		s.cleaning.Add(-int64(len(h.params)))
 	}
-	s.metrics.cleanups.WithLabelValues(h.pool, result).Inc()
+	s.metrics.Reclaimed(h.pool, result)
 }
 
 // ours reports whether this server is the one to clean up. What a cleanup spends is a name of its own, and where there are others to
@@ -100,7 +101,7 @@ func (s *Server) ours(c cleanup) bool {
 	c.id[0] ^= 0x80
 	first, known := s.State.SpendSurely(c.id)
 	if !known {
-		s.metrics.cleanups.WithLabelValues(c.handed.pool, cleanupUnsure).Inc()
+		s.metrics.Reclaimed(c.handed.pool, cleanupUnsure)
 	}
 	return first && known
 }
@@ -150,14 +151,14 @@ func (s *Server) fetchStranded(ctx context.Context, client *enginehttp.Client, c
 			break
 		}
 	}
-	s.metrics.cleanups.WithLabelValues(h.pool, result).Inc()
+	s.metrics.Reclaimed(h.pool, result)
 	s.Log.Info("cleanup decode for a stranded hand-over", "request_id", c.requestID, "prefill", h.prefill, "decode", decode, "result", result, "err", err)
 }
 
 func (s *Server) askCleaner(ctx context.Context, client *enginehttp.Client, policy *Policy, d *kvstate.Endpoint, c cleanup) (result string, err error) {
 	body := append([]byte(`{"prompt":"a","max_tokens":1,"cache_salt":"`+rand.Text()+`",`), policy.Dialect.DecodeMember(nil, c.handed.params)...)
 	body = append(body, '}')
-	resp, err := client.Post(ctx, d, "/v1/completions", body, http.Header{http.CanonicalHeaderKey(headerRequestID): {c.requestID}})
+	resp, err := client.Post(ctx, d, "/v1/completions", body, http.Header{http.CanonicalHeaderKey(envoywire.HeaderRequestID): {c.requestID}})
 	if err != nil {
 		return "failed", err
 	}

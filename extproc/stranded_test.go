@@ -8,10 +8,10 @@ import (
 	"testing"
 	"time"
 
-	"github.com/prometheus/client_golang/prometheus/testutil"
 	"github.com/stretchr/testify/require"
 	"google.golang.org/protobuf/types/known/durationpb"
 
+	"tandem/extproc/envoywire"
 	"tandem/extproc/kvtransfer"
 	"tandem/kvstate"
 )
@@ -36,7 +36,7 @@ func TestCleanupDecode(t *testing.T) {
 			calls := make(chan call, 4)
 			engine := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 				body, _ := io.ReadAll(r.Body)
-				calls <- call{r.URL.Path, r.Header.Get(headerRequestID), string(body)}
+				calls <- call{r.URL.Path, r.Header.Get(envoywire.HeaderRequestID), string(body)}
 				w.WriteHeader(c.status)
 			}))
 			defer engine.Close()
@@ -54,12 +54,12 @@ func TestCleanupDecode(t *testing.T) {
 			given := randomParams(c.blocks)
 			q.prefillLeg(answer{status: 200, body: prefilled(given)})
 			q.follow()
-			hanging := s.ticket(q.headers[headerTicket], "r1")
+			hanging := s.ticket(q.headers[envoywire.HeaderTicket], "r1")
 			require.Equal(t, kvtransfer.HandOver, hanging.Stage)
 			s.log(q.entry(0, "downstream_remote_disconnect"))
 
 			require.Eventually(t, func() bool {
-				return testutil.ToFloat64(s.server.metrics.stranded.WithLabelValues("chat", addressOf("p1"), "client_gone")) == 1
+				return s.count("tandem_handovers_stranded_total", "chat", addressOf("p1"), "client_gone") == 1
 			}, 30*time.Second, time.Millisecond)
 			if !c.cleanup {
 				require.Empty(t, calls)
@@ -67,7 +67,7 @@ func TestCleanupDecode(t *testing.T) {
 				return
 			}
 			require.Eventually(t, func() bool {
-				return testutil.ToFloat64(s.server.metrics.cleanups.WithLabelValues("chat", c.result)) == 1
+				return s.count("tandem_cleanup_decodes_total", "chat", c.result) == 1
 			}, 30*time.Second, time.Millisecond)
 			got := <-calls
 			require.Equal(t, "/v1/completions", got.path)
@@ -135,7 +135,7 @@ func TestHandOversThatNobodyGot(t *testing.T) {
 			q.pass()
 			e := q.entry(0, "")
 			e.CommonProperties.UpstreamRequestAttemptCount, e.CommonProperties.UpstreamCluster = 1, "tandem-pod-h2c"
-			s.logAs(logNameUnreached, e, e)
+			s.logAs(envoywire.LogNameUnreached, e, e)
 			q.replan()
 		}, "decode_failed", "ok"},
 		"the replan port refused": {func(s *stand, q *request) {
@@ -143,7 +143,7 @@ func TestHandOversThatNobodyGot(t *testing.T) {
 			q.pass()
 			e := q.entry(0, "")
 			e.CommonProperties.UpstreamRequestAttemptCount, e.CommonProperties.UpstreamCluster = 2, "tandem-replan"
-			s.logAs(logNameUnreached, e)
+			s.logAs(envoywire.LogNameUnreached, e)
 			e.Response.ResponseCode.Value = 503
 			s.log(e)
 		}, "", ""},
@@ -157,7 +157,7 @@ func TestHandOversThatNobodyGot(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			calls := make(chan string, 4)
-			engine := httptest.NewServer(http.HandlerFunc(func(_ http.ResponseWriter, r *http.Request) { calls <- r.Header.Get(headerRequestID) }))
+			engine := httptest.NewServer(http.HandlerFunc(func(_ http.ResponseWriter, r *http.Request) { calls <- r.Header.Get(envoywire.HeaderRequestID) }))
 			defer engine.Close()
 			s := newStand(t, Options{})
 			policy := splitting()
@@ -171,16 +171,15 @@ func TestHandOversThatNobodyGot(t *testing.T) {
 			q.goOn(q.pass())
 			q.prefillLeg(answer{status: 200, body: prefilled(params(2))})
 			c.end(s, q)
-			m := s.server.metrics
 			if c.result != "" {
-				require.Eventually(t, func() bool { return testutil.ToFloat64(m.cleanups.WithLabelValues("chat", c.result)) == 1 }, 30*time.Second, time.Millisecond)
+				require.Eventually(t, func() bool { return s.count("tandem_cleanup_decodes_total", "chat", c.result) == 1 }, 30*time.Second, time.Millisecond)
 			} else {
-				require.Zero(t, testutil.CollectAndCount(m.cleanups))
+				require.Zero(t, s.count("tandem_cleanup_decodes_total"))
 			}
 			if c.reason != "" {
-				require.InDelta(t, 1, testutil.ToFloat64(m.stranded.WithLabelValues("chat", addressOf("p1"), c.reason)), 0)
+				require.InDelta(t, 1, s.count("tandem_handovers_stranded_total", "chat", addressOf("p1"), c.reason), 0)
 			} else {
-				require.Zero(t, testutil.CollectAndCount(m.stranded))
+				require.Zero(t, s.count("tandem_handovers_stranded_total"))
 			}
 			if c.result == "ok" {
 				require.Equal(t, "r1", <-calls)
@@ -215,7 +214,7 @@ func cleaners(t *testing.T, n int) (replicas []*stand, calls chan string) {
 	keys, err := kvtransfer.GenerateKeys()
 	require.NoError(t, err)
 	calls = make(chan string, 16)
-	engine := httptest.NewServer(http.HandlerFunc(func(_ http.ResponseWriter, r *http.Request) { calls <- r.Header.Get(headerRequestID) }))
+	engine := httptest.NewServer(http.HandlerFunc(func(_ http.ResponseWriter, r *http.Request) { calls <- r.Header.Get(envoywire.HeaderRequestID) }))
 	t.Cleanup(engine.Close)
 	for range n {
 		s := newStand(t, Options{Live: Live{Keys: keys}})
@@ -237,7 +236,7 @@ func settled(t *testing.T, replicas []*stand, calls chan string, n int) {
 	require.Eventually(t, func() bool {
 		ok := 0.0
 		for _, s := range replicas {
-			ok += testutil.ToFloat64(s.server.metrics.cleanups.WithLabelValues("chat", "ok"))
+			ok += s.count("tandem_cleanup_decodes_total", "chat", "ok")
 		}
 		return int(ok) == n
 	}, 30*time.Second, time.Millisecond)
@@ -256,7 +255,7 @@ func TestTheEndIsToldBeforeTheAnswer(t *testing.T) {
 	s.log(q.entry(0, "downstream_remote_disconnect"))
 	q.prefillLeg(answer{status: 200, body: prefilled(params(2))})
 	settled(t, r, calls, 1)
-	require.InDelta(t, 1, testutil.ToFloat64(s.server.metrics.stranded.WithLabelValues("chat", addressOf("p1"), "client_gone")), 0)
+	require.InDelta(t, 1, s.count("tandem_handovers_stranded_total", "chat", addressOf("p1"), "client_gone"), 0)
 
 	q = s.newRequest("/v1/chat/completions", "r2", chatBody)
 	q.goOn(q.pass())
@@ -265,7 +264,7 @@ func TestTheEndIsToldBeforeTheAnswer(t *testing.T) {
 	late.prefillLeg(answer{status: 200, body: prefilled(params(2))})
 	settled(t, r, calls, 2)
 	requireNoneKept(t, s)
-	require.InDelta(t, 1, testutil.ToFloat64(s.server.metrics.stranded.WithLabelValues("chat", addressOf("p1"), "replanned")), 0)
+	require.InDelta(t, 1, s.count("tandem_handovers_stranded_total", "chat", addressOf("p1"), "replanned"), 0)
 }
 
 // Where the connection to a replica breaks Envoy asks another, so two may have had the same hand-over in hands. Both see the end; one cleans up.
@@ -309,8 +308,8 @@ func TestOneOfSeveralCleansUp(t *testing.T) {
 			b.pass()
 			e := b.entry(0, "")
 			e.CommonProperties.UpstreamRequestAttemptCount, e.CommonProperties.UpstreamCluster = 1, "tandem-pod"
-			a.s.logAs(logNameUnreached, e)
-			b.s.logAs(logNameUnreached, e)
+			a.s.logAs(envoywire.LogNameUnreached, e)
+			b.s.logAs(envoywire.LogNameUnreached, e)
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -339,7 +338,7 @@ func TestNoCleanupWithoutTheOthersWord(t *testing.T) {
 	q.prefillLeg(answer{status: 200, body: prefilled(params(2))})
 	s.log(q.entry(0, "downstream_remote_disconnect"))
 	require.Eventually(t, func() bool {
-		return testutil.ToFloat64(s.server.metrics.cleanups.WithLabelValues("chat", "unsure")) == 1
+		return s.count("tandem_cleanup_decodes_total", "chat", "unsure") == 1
 	}, 30*time.Second, time.Millisecond)
 	settled(t, r, calls, 0)
 }
@@ -354,7 +353,7 @@ func TestCleanupsAreBounded(t *testing.T) {
 	q.prefillLeg(answer{status: 200, body: prefilled(params(2))})
 	s.log(q.entry(0, "downstream_remote_disconnect"))
 	require.Eventually(t, func() bool { // the leg's stream may end after the log has come
-		return testutil.ToFloat64(s.server.metrics.cleanups.WithLabelValues("chat", "too_many")) == 1
+		return s.count("tandem_cleanup_decodes_total", "chat", "too_many") == 1
 	}, 30*time.Second, time.Millisecond)
 	s.server.cleaning.Add(-maxHandedBytes)
 	settled(t, r, calls, 0)
@@ -378,7 +377,7 @@ func TestStrandedIsCountedOnce(t *testing.T) {
 			if first == "log" {
 				s.server.stranded(next, "r1", strandedClientGone)
 			}
-			require.InDelta(t, 1, testutil.ToFloat64(s.server.metrics.stranded.WithLabelValues("chat", addressOf("p1"), "client_gone")), 0)
+			require.InDelta(t, 1, s.count("tandem_handovers_stranded_total", "chat", addressOf("p1"), "client_gone"), 0)
 		})
 	}
 }
@@ -391,9 +390,9 @@ func TestAnswerCut(t *testing.T) {
 	q.goOn(q.pass())
 	q.prefillLeg(answer{status: 200, body: prefilled(params(2)), piece: 20, cut: true})
 	require.Eventually(t, func() bool {
-		return testutil.ToFloat64(s.server.metrics.stranded.WithLabelValues("chat", addressOf("p1"), "answer_cut")) == 1
+		return s.count("tandem_handovers_stranded_total", "chat", addressOf("p1"), "answer_cut") == 1
 	}, 30*time.Second, time.Millisecond)
 	s.log(q.entry(0, "downstream_remote_disconnect"))
-	require.Zero(t, testutil.CollectAndCount(s.server.metrics.cleanups))
+	require.Zero(t, s.count("tandem_cleanup_decodes_total"))
 	require.Zero(t, s.state.Reservations())
 }

@@ -2,10 +2,11 @@ package extproc
 
 import (
 	"context"
-	"strings"
 	"testing"
 	"testing/synctest"
 
+	"tandem/extproc/envoywire"
+	"tandem/extproc/telemetry"
 	"tandem/internal/budget"
 
 	"github.com/stretchr/testify/require"
@@ -27,7 +28,7 @@ const (
 func traced(t *testing.T) (*course, *tracetest.InMemoryExporter) {
 	spans := tracetest.NewInMemoryExporter()
 	provider := sdktrace.NewTracerProvider(sdktrace.WithSyncer(spans))
-	c := newCourse(t, 100, bodyFullDuplex, false)
+	c := newCourse(t, 100, envoywire.ModeFullDuplex, false)
 	c.s.Tracer = provider.Tracer("test")
 	return c, spans
 }
@@ -43,15 +44,15 @@ func attributesIn(s tracetest.SpanStub) map[string]attribute.Value {
 // Where Envoy traces, what it says in the stream's metadata is the parent.
 func TestSpansJoinEnvoys(t *testing.T) {
 	c, spans := traced(t)
-	md := metadata.Pairs(headerTraceparent, envoysSpan)
+	md := metadata.Pairs(envoywire.HeaderTraceparent, envoysSpan)
 	c.main.ctx = metadata.NewIncomingContext(t.Context(), md) //nolint:fatcontext // a stream has its context
-	c.leg.ctx = metadata.NewIncomingContext(t.Context(), metadata.Join(md, metadata.Pairs(metadataRole, rolePrefillLeg)))
-	c.headers = appendHeader(c.headers, headerTraceparent, []byte(clientsSpan))
+	c.leg.ctx = metadata.NewIncomingContext(t.Context(), metadata.Join(md, metadata.Pairs(envoywire.MetadataRole, envoywire.RolePrefillLeg)))
+	c.headers = appendHeader(c.headers, envoywire.HeaderTraceparent, []byte(clientsSpan))
 	c.run(t)
 
 	got := spans.GetSpans()
 	require.Len(t, got, 3)
-	for i, name := range []string{spanDecide, spanPrefillAnswer, spanHandOver} {
+	for i, name := range []string{telemetry.SpanDecide, telemetry.SpanPrefillAnswer, telemetry.SpanHandOver} {
 		require.Equal(t, name, got[i].Name)
 		require.Equal(t, traceID, got[i].SpanContext.TraceID().String())
 	}
@@ -70,7 +71,7 @@ func TestSpansJoinEnvoys(t *testing.T) {
 // Where Envoy does not, the client's traceparent is, and engines and pass 2 get the span's own.
 func TestSpansJoinTheClients(t *testing.T) {
 	c, spans := traced(t)
-	c.headers = appendHeader(c.headers, headerTraceparent, []byte(clientsSpan))
+	c.headers = appendHeader(c.headers, envoywire.HeaderTraceparent, []byte(clientsSpan))
 	require.NoError(t, c.s.process(c.begin(nil, c.client)))
 	got := spans.GetSpans()
 	require.Len(t, got, 1)
@@ -90,7 +91,7 @@ func TestATraceBeginsHereWhereNobodyBeganOne(t *testing.T) {
 // A trace that somebody decided against is not begun anew.
 func TestNotSampledStaysSo(t *testing.T) {
 	c, spans := traced(t)
-	c.main.ctx = metadata.NewIncomingContext(t.Context(), metadata.Pairs(headerTraceparent, notSampled)) //nolint:fatcontext // a stream has its context
+	c.main.ctx = metadata.NewIncomingContext(t.Context(), metadata.Pairs(envoywire.HeaderTraceparent, notSampled)) //nolint:fatcontext // a stream has its context
 	c.run(t)
 	require.Empty(t, spans.GetSpans(), "and the prefill leg begins none by itself")
 }
@@ -110,25 +111,17 @@ func TestARefusalIsAnErrorOfTheSpan(t *testing.T) {
 
 // Without a tracer a traceparent costs nothing but its bytes in the arena.
 func TestTracingOffAllocatesNothing(t *testing.T) {
-	x := &exchange{s: &Server{}, stream: &wire{ctx: context.Background()}}
-	x.msg.headers.traceparent = []byte(clientsSpan)
+	x := newScratch(&Server{}).request
+	x.grpc = &wire{ctx: context.Background()}
+	x.msg.Headers.Traceparent = []byte(clientsSpan)
 	budget.Allocs(t, 100, 0, func() {
-		x.startSpan(spanDecide, true)
-		x.spanTicket(nil)
-		x.spanPrefilled(200, nil)
-		x.endSpan(nil)
+		x.startSpan(telemetry.SpanDecide, true)
+		x.SpanTicket(nil)
+		x.SpanPrefilled(200, nil)
+		x.EndSpan("")
 	})
-	require.Empty(t, x.goesOn.traceparent)
-	require.Nil(t, x.span)
-}
-
-func TestCarrierIsOfTwoHeaders(t *testing.T) {
-	var c carrier
-	c.Set("traceparent", "a")
-	c.Set("tracestate", "b")
-	c.Set("baggage", "c")
-	require.Equal(t, "a b ", strings.Join([]string{c.Get("traceparent"), c.Get("tracestate"), c.Get("baggage")}, " "))
-	require.Len(t, c.Keys(), 2)
+	require.Empty(t, x.Next.Traceparent)
+	require.False(t, x.Recording())
 }
 
 // tracedPairs is a server with a tracer and a pool whose legs run at once.
@@ -144,7 +137,7 @@ func TestSpansOfLegsAtOnce(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s, spans := tracedPairs(t, "sglang")
 		q, v := pass1(s, "traced")
-		q.headers[headerTraceparent] = v.set[headerTraceparent]
+		q.headers[envoywire.HeaderTraceparent] = v.set[envoywire.HeaderTraceparent]
 		d, _ := q.decode(s)
 		p := q.mirror(s)
 		d.answer(200, "")
@@ -161,17 +154,17 @@ func TestSpansOfLegsAtOnce(t *testing.T) {
 			by[span.Name] = span
 		}
 		require.Len(t, by, 3)
-		decide := by[spanDecide]
+		decide := by[telemetry.SpanDecide]
 		attributes := attributesIn(decide)
 		require.Equal(t, "pair", attributes["tandem.route"].AsString())
 		require.Contains(t, attributes, "tandem.prefill.cost.work")
 		require.Contains(t, attributes, "tandem.decode.cost.step")
-		for _, name := range []string{spanPrefillAnswer, spanDecodeLeg} {
+		for _, name := range []string{telemetry.SpanPrefillAnswer, telemetry.SpanDecodeLeg} {
 			require.Equal(t, decide.SpanContext.SpanID(), by[name].Parent.SpanID(), name)
 			require.Equal(t, "ok", attributesIn(by[name])["tandem.result"].AsString(), name)
 			require.Equal(t, addressOf("d1"), attributesIn(by[name])["tandem.decode.endpoint"].AsString(), name)
 		}
-		require.EqualValues(t, 12, attributesIn(by[spanPrefillAnswer])["gen_ai.usage.input_tokens"].AsInt64())
+		require.EqualValues(t, 12, attributesIn(by[telemetry.SpanPrefillAnswer])["gen_ai.usage.input_tokens"].AsInt64())
 	})
 }
 
@@ -180,7 +173,7 @@ func TestSpansOfLegsThatFail(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s, spans := tracedPairs(t, "sglang")
 		q, v := pass1(s, "traced")
-		q.headers[headerTraceparent] = v.set[headerTraceparent]
+		q.headers[envoywire.HeaderTraceparent] = v.set[envoywire.HeaderTraceparent]
 		d, _ := q.decode(s)
 		q.mirror(s).answer(500, "oops")
 		d.redirected(q)
@@ -194,11 +187,11 @@ func TestSpansOfLegsThatFail(t *testing.T) {
 			if span.Status.Code == codes.Error {
 				failed = append(failed, span.Name)
 			}
-			if span.Name == spanReplan || span.Name == spanDecodeLeg {
+			if span.Name == telemetry.SpanReplan || span.Name == telemetry.SpanDecodeLeg {
 				require.Equal(t, "prefill", attributesIn(span)["tandem.cause"].AsString(), span.Name)
 			}
 		}
-		require.ElementsMatch(t, []string{spanPrefillAnswer, spanDecodeLeg}, failed)
-		require.Contains(t, all, spanReplan)
+		require.ElementsMatch(t, []string{telemetry.SpanPrefillAnswer, telemetry.SpanDecodeLeg}, failed)
+		require.Contains(t, all, telemetry.SpanReplan)
 	})
 }

@@ -19,6 +19,7 @@ import (
 	filterv3 "github.com/envoyproxy/go-control-plane/envoy/extensions/filters/http/ext_proc/v3"
 	"github.com/stretchr/testify/require"
 
+	"tandem/extproc/envoywire"
 	"tandem/extproc/kvtransfer"
 	"tandem/kvstate"
 )
@@ -123,7 +124,7 @@ func (p *player) settle() {
 		p.t.Log(p.out.String())
 	}
 	require.Equal(p.t, len(p.loads), p.s.state.Reservations(), "request %d leaves something booked", p.n)
-	require.Zero(p.t, p.s.server.held.Load(), "request %d leaves bytes counted", p.n)
+	require.Zero(p.t, p.s.server.Memory.Load(), "request %d leaves bytes counted", p.n)
 	p.q, p.ended = nil, false
 }
 
@@ -172,7 +173,7 @@ func (p *player) do(words []string, line string) {
 	case "ticket":
 		p.ticket(words[1])
 	case "forget":
-		_, ok := p.s.state.TakeHandOver(p.s.ticket(p.q.taken, p.q.headers[headerRequestID]).ParamsRef)
+		_, ok := p.s.state.TakeHandOver(p.s.ticket(p.q.taken, p.q.headers[envoywire.HeaderRequestID]).ParamsRef)
 		require.True(p.t, ok)
 	case "wait":
 		d, err := time.ParseDuration(words[1])
@@ -376,7 +377,7 @@ func (p *player) sayVerdict(v *verdict) {
 	if v.immediate != nil {
 		for _, h := range v.immediate.GetHeaders().GetSetHeaders() {
 			value := plainID(string(h.GetHeader().GetRawValue()))
-			if h.GetHeader().GetKey() == headerTicket {
+			if h.GetHeader().GetKey() == envoywire.HeaderTicket {
 				value = p.describe(string(h.GetHeader().GetRawValue()))
 			}
 			p.say("%s: %s", h.GetHeader().GetKey(), value)
@@ -386,7 +387,7 @@ func (p *player) sayVerdict(v *verdict) {
 	}
 	for _, name := range v.sortedSets() {
 		value := plainID(v.set[name])
-		if name == headerTicket {
+		if name == envoywire.HeaderTicket {
 			value = p.describe(v.set[name])
 		}
 		p.say("%s: %s", name, value)
@@ -431,7 +432,7 @@ func plainID(s string) string {
 
 // describe says what a ticket holds.
 func (p *player) describe(sealed string) string {
-	t := p.s.ticket(sealed, p.q.headers[headerRequestID])
+	t := p.s.ticket(sealed, p.q.headers[envoywire.HeaderRequestID])
 	var b strings.Builder
 	fmt.Fprintf(&b, "%s, pool %s", t.Stage, t.Pool)
 	if t.Split {
@@ -541,7 +542,7 @@ func (p *player) replan() {
 		}
 	}
 	if p.q.taken != "" {
-		p.say("%s: %s", headerTicket, p.describe(p.q.taken))
+		p.say("%s: %s", envoywire.HeaderTicket, p.describe(p.q.taken))
 	}
 	if w.Body.Len() > 0 {
 		p.say("%s", w.Body)
@@ -559,9 +560,9 @@ func (p *player) ticket(what string) {
 		b[len(b)/2] ^= 1
 		p.q.taken = string(b)
 	case "none":
-		p.q.taken = p.q.headers[headerTicket] // a redirect of the engine's own: the request keeps the leg's ticket
+		p.q.taken = p.q.headers[envoywire.HeaderTicket] // a redirect of the engine's own: the request keeps the leg's ticket
 	case "borrow":
-		p.q.headers[headerTicket] = p.kept
+		p.q.headers[envoywire.HeaderTicket] = p.kept
 	default:
 		require.Fail(p.t, "unknown", "ticket %s", what)
 	}

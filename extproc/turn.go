@@ -8,6 +8,7 @@ import (
 	"strconv"
 	"time"
 
+	"tandem/extproc/envoywire"
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/openai"
 	"tandem/kvstate"
@@ -40,7 +41,7 @@ const turnPatience = 500 * time.Millisecond
 // ids; zero where its turns are not. Model and salt are part of it, as they are of what KV is: the same tokens under another adapter
 // have other blocks, and another salt's are another tenant's. Of media the ids say nothing but that there are some, so a chat with any is
 // of no conversation.
-func (x *exchange) conversation(pool *kvstate.Pool, policy *Policy) (name [16]byte, ownIDs bool) {
+func (x firstPass) conversation(pool *kvstate.Pool, policy *Policy) (name [16]byte, ownIDs bool) {
 	keeper, ok := policy.Dialect.(kvtransfer.TurnKeeper)
 	if !ok || x.session == 0 || policy.Handoff != HandoffEnvoy || !keeper.Takes(x.req.API(), x.req.PromptIDs() != nil) || !x.req.PromptIsAll() {
 		return name, false
@@ -64,11 +65,10 @@ func (x *exchange) conversation(pool *kvstate.Pool, policy *Policy) (name [16]by
 
 // lastTurn is what P, an endpoint of the view, can be told of the conversation's last turn, where its leg may take so long; nil:
 // nothing. The ids are the prompt's, as JSON text, where P has to be told of them too.
-func (x *exchange) lastTurn(pool *kvstate.Pool, conversation [16]byte, prefill *kvstate.Endpoint, limit time.Duration) (*kvtransfer.Turn, []byte) {
+func (x firstPass) lastTurn(pool *kvstate.Pool, conversation [16]byte, prefill *kvstate.Endpoint, limit time.Duration) (*kvtransfer.Turn, []byte) {
 	if conversation == ([16]byte{}) {
 		return nil, nil
 	}
-	x.mayAskOthers()
 	text, ok := x.s.State.TakeTurn(conversation)
 	if !ok {
 		return nil, nil
@@ -103,7 +103,7 @@ func (x *exchange) lastTurn(pool *kvstate.Pool, conversation [16]byte, prefill *
 		x.turnLost(pool, turnOtherPrompt, nil)
 		return nil, nil
 	}
-	x.s.metrics.turns.WithLabelValues(pool.Spec.Name, turnTold).Inc()
+	x.s.metrics.Turn(pool.Spec.Name, turnTold)
 	if inBody {
 		return turn, nil
 	}
@@ -111,8 +111,8 @@ func (x *exchange) lastTurn(pool *kvstate.Pool, conversation [16]byte, prefill *
 }
 
 // turnLost counts a turn that P is not told of.
-func (x *exchange) turnLost(pool *kvstate.Pool, why string, err error) {
-	x.s.metrics.turns.WithLabelValues(pool.Spec.Name, why).Inc()
+func (x firstPass) turnLost(pool *kvstate.Pool, why string, err error) {
+	x.s.metrics.Turn(pool.Spec.Name, why)
 	if err != nil {
 		x.s.Log.Warn("what was kept of a conversation's last turn is of no use", "request_id", x.requestID, "err", err)
 	}
@@ -123,7 +123,7 @@ func (x *exchange) turnLost(pool *kvstate.Pool, why string, err error) {
 func (s *Server) turnFailed(next *kvtransfer.Ticket, requestID string, status int) {
 	next.Cause, next.Turn.Told = kvtransfer.CauseTurn, false
 	next.Prefills = max(next.Prefills-1, 0)
-	s.metrics.turns.WithLabelValues(next.Pool, turnFailed).Inc()
+	s.metrics.Turn(next.Pool, turnFailed)
 	s.Log.Warn("a prefill that was to fetch the conversation's last turn failed: again without", "request_id", requestID, "endpoint", next.Prefill, "status", status)
 }
 
@@ -134,7 +134,7 @@ func sameEngines(a, b *kvstate.Endpoint) bool {
 }
 
 // renderIDs has an engine say what the chat's token ids are, from the very body, into x.ids.
-func (x *exchange) renderIDs(pool *kvstate.Pool) bool {
+func (x firstPass) renderIDs(pool *kvstate.Pool) bool {
 	if x.s.Tokenizer == nil {
 		return false
 	}
@@ -147,7 +147,6 @@ func (x *exchange) renderIDs(pool *kvstate.Pool) bool {
 	if done == nil {
 		return false
 	}
-	x.mayWait()
 	patience := time.NewTimer(turnPatience)
 	defer patience.Stop()
 	select {
@@ -172,11 +171,11 @@ func appendIDs(dst []byte, ids []uint32) []byte {
 }
 
 // tellTurn has D's answer come by where it says what D keeps, if it may say that at all, and D asked for what that is good for.
-func (x *exchange) tellTurn(r *route, t *kvtransfer.Ticket, policy *Policy, told bool) (turn kvtransfer.TurnLeg, more []byte) {
-	if _, keeps := policy.Dialect.(kvtransfer.TurnKeeper); !keeps || !told || r.leg == legPass {
+func (x nextPass) tellTurn(r *route, t *kvtransfer.Ticket, policy *Policy, told bool) (turn kvtransfer.TurnLeg, more []byte) {
+	if _, keeps := policy.Dialect.(kvtransfer.TurnKeeper); !keeps || !told || r.leg == envoywire.LegPass {
 		return turn, nil
 	}
-	r.leg = legAnswer
+	r.leg = envoywire.LegAnswer
 	turn = kvtransfer.TurnLeg{Answers: true, Conversation: t.Turn.Conversation, OwnIDs: t.Turn.OwnIDs}
 	if turn.Conversation != ([16]byte{}) && !turn.OwnIDs {
 		more = []byte(`"return_token_ids":true,`)
@@ -185,7 +184,7 @@ func (x *exchange) tellTurn(r *route, t *kvtransfer.Ticket, policy *Policy, told
 }
 
 // turnAnswer takes what D keeps out of its answer.
-func (x *exchange) turnAnswer(t *kvtransfer.Ticket) openai.Rewriter {
+func (x answerLeg) turnAnswer(t *kvtransfer.Ticket) openai.Rewriter {
 	a := &openai.TurnAnswer{OwnIDs: t.Turn.OwnIDs || t.Turn.Conversation == ([16]byte{})}
 	if t.Turn.Conversation != ([16]byte{}) {
 		a.Kept = func(params []byte, ids []uint32) { x.keepTurn(t, params, ids) }
@@ -197,14 +196,13 @@ func (x *exchange) turnAnswer(t *kvtransfer.Ticket) openai.Rewriter {
 	return a
 }
 
-func (x *exchange) keepTurn(t *kvtransfer.Ticket, params []byte, ids []uint32) {
+func (x answerLeg) keepTurn(t *kvtransfer.Ticket, params []byte, ids []uint32) {
 	policy, _ := x.s.policy(t.Pool)
 	keeper, ok := policy.Dialect.(kvtransfer.TurnKeeper)
 	pool := x.s.State.Pool(t.Pool)
 	if !ok || pool == nil {
 		return // the configuration has changed
 	}
-	counted := x.s.metrics.turns.MustCurryWith(map[string]string{"pool": t.Pool})
 	side := x.side(pool, t.Decode)
 	turn, err := keeper.ReadTurn(params, ids, &side)
 	var text []byte
@@ -212,16 +210,15 @@ func (x *exchange) keepTurn(t *kvtransfer.Ticket, params []byte, ids []uint32) {
 		text, err = writeTurn(turn, time.Now().Add(keeper.TurnTTL()))
 	}
 	if err != nil {
-		counted.WithLabelValues(turnUnusable).Inc()
+		x.s.metrics.Turn(t.Pool, turnUnusable)
 		x.s.Log.Info("what decode keeps for the next turn is of no use", "request_id", x.requestID, "endpoint", t.Decode, "err", err)
 		return
 	}
-	x.mayAskOthers()
 	if err := x.s.State.KeepTurn(t.Turn.Conversation, text, keeper.TurnTTL()); err != nil {
-		counted.WithLabelValues(turnNoRoom).Inc()
+		x.s.metrics.Turn(t.Pool, turnNoRoom)
 		return
 	}
-	counted.WithLabelValues(turnKept).Inc()
+	x.s.metrics.Turn(t.Pool, turnKept)
 }
 
 // keptTurn is a turn as it is kept.

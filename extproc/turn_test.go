@@ -7,9 +7,9 @@ import (
 	"testing/synctest"
 	"time"
 
-	"github.com/prometheus/client_golang/prometheus/testutil"
 	"github.com/stretchr/testify/require"
 
+	"tandem/extproc/envoywire"
 	"tandem/extproc/kvtransfer"
 )
 
@@ -40,7 +40,7 @@ func ids(n int) string {
 func (s *stand) secondTurn() *request {
 	s.t.Helper()
 	q := s.secondTurnAfter(keptObject)
-	require.True(s.t, s.ticket(q.headers[headerTicket], "r2").Turn.Told)
+	require.True(s.t, s.ticket(q.headers[envoywire.HeaderTicket], "r2").Turn.Told)
 	require.Contains(s.t, string(q.body), `"remote_block_ids":[[1,2,3]]`)
 	return q
 }
@@ -52,11 +52,11 @@ func (s *stand) secondTurnAfter(object string) *request {
 		q := s.newRequest("/v1/completions", id, `{"model":"m","prompt":[`+ids(n)+`],"max_tokens":20,"return_token_ids":true}`)
 		q.headers["x-session"] = "s"
 		q.pass()
-		require.Equal(s.t, legPrefill, q.headers[headerLeg])
+		require.Equal(s.t, envoywire.LegPrefill, q.headers[envoywire.HeaderLeg])
 		return q
 	}
 	first := turn("r1", 20)
-	told := s.ticket(first.headers[headerTicket], "r1").Turn
+	told := s.ticket(first.headers[envoywire.HeaderTicket], "r1").Turn
 	require.NotZero(s.t, told.Conversation)
 	require.False(s.t, told.Told)
 	s.throughAnswerLeg(&kvtransfer.Ticket{
@@ -64,7 +64,7 @@ func (s *stand) secondTurnAfter(object string) *request {
 		Turn: kvtransfer.TurnLeg{Answers: true, Conversation: told.Conversation, OwnIDs: true},
 	}, "200", "application/json", `{"choices":[{"index":0,"text":"x","prompt_token_ids":[`+ids(20)+`],"token_ids":[`+ids(40)[len(ids(20))+1:]+`]}],`+
 		`"kv_transfer_params":`+object+`}`, 1<<20, false)
-	require.InDelta(s.t, 1, testutil.ToFloat64(s.server.metrics.turns.WithLabelValues("chat", turnKept)), 0)
+	require.InDelta(s.t, 1, s.count("tandem_turns_total", "chat", turnKept), 0)
 	return turn("r2", 60)
 }
 
@@ -88,8 +88,8 @@ func TestTurnThatMayExpire(t *testing.T) {
 				p.Dialect = dialect
 			}), "p1", "d1")
 			q := s.secondTurnAfter(c.object)
-			require.Equal(t, c.told, s.ticket(q.headers[headerTicket], "r2").Turn.Told)
-			unusable := testutil.ToFloat64(s.server.metrics.turns.WithLabelValues("chat", turnUnusable))
+			require.Equal(t, c.told, s.ticket(q.headers[envoywire.HeaderTicket], "r2").Turn.Told)
+			unusable := s.count("tandem_turns_total", "chat", turnUnusable)
 			require.Equal(t, c.told, unusable == 0)
 		})
 	}
@@ -110,17 +110,17 @@ func TestTurnThatCannotBeFetched(t *testing.T) {
 			q.prefillLeg(answer{status: 500, body: []byte(`{}`)})
 			q.follow()
 			q.pass()
-			require.Equal(t, legPrefill, q.headers[headerLeg])
-			require.Equal(t, addressOf("p1"), q.headers[headerEndpoint])
+			require.Equal(t, envoywire.LegPrefill, q.headers[envoywire.HeaderLeg])
+			require.Equal(t, addressOf("p1"), q.headers[envoywire.HeaderEndpoint])
 			require.Contains(t, string(q.body), `"remote_block_ids":null`)
-			again := s.ticket(q.headers[headerTicket], "r2")
+			again := s.ticket(q.headers[envoywire.HeaderTicket], "r2")
 			require.False(t, again.Turn.Told)
 			require.Equal(t, 1, again.Prefills)
 			require.Empty(t, again.Excluded)
 			for what, n := range map[string]float64{turnTold: 1, turnFailed: 1} {
-				require.InDelta(t, n, testutil.ToFloat64(s.server.metrics.turns.WithLabelValues("chat", what)), 0, what)
+				require.InDelta(t, n, s.count("tandem_turns_total", "chat", what), 0, what)
 			}
-			require.InDelta(t, 1, testutil.ToFloat64(s.server.metrics.replans.WithLabelValues("chat", kvtransfer.CauseTurn)), 0)
+			require.InDelta(t, 1, s.count("tandem_replans_total", "chat", kvtransfer.CauseTurn), 0)
 
 			q.prefillLeg(answer{status: 500, body: []byte(`{}`)}) // and this time it is P's failure
 			require.Equal(t, kvtransfer.CausePrefill, s.ticket(q.taken, "r2").Cause)
@@ -140,13 +140,13 @@ func TestTurnThatTakesTooLong(t *testing.T) {
 				q.follow()
 				q.pass()
 			}
-			at := s.ticket(q.headers[headerTicket], "r2").Prefill
+			at := s.ticket(q.headers[envoywire.HeaderTicket], "r2").Prefill
 			time.Sleep(40 * time.Second)
 			require.Equal(t, 307, q.replan().Code)
 			next := s.ticket(q.taken, "r2")
 			require.Equal(t, []string{at}, next.Excluded, name)
 			require.Equal(t, !told, s.state.Pool("chat").Endpoint(at).Failed(), name)
-			require.InDelta(t, 1, testutil.ToFloat64(s.server.metrics.turns.WithLabelValues("chat", turnFailed)), 0, name)
+			require.InDelta(t, 1, s.count("tandem_turns_total", "chat", turnFailed), 0, name)
 			want := kvtransfer.CausePrefill
 			if told {
 				want = kvtransfer.CauseTurn
@@ -174,7 +174,7 @@ func TestTurnOfNoMemory(t *testing.T) {
 	require.True(t, got.ended)
 	require.Equal(t, 300, strings.Count(got.body, `"text":"x"`))
 	for _, what := range []string{turnKept, turnUnusable, turnNoRoom} {
-		require.Zero(t, testutil.ToFloat64(s.server.metrics.turns.WithLabelValues("chat", what)))
+		require.Zero(t, s.count("tandem_turns_total", "chat", what))
 	}
-	require.Eventually(t, func() bool { return s.server.held.Load() == 0 }, 30*time.Second, time.Millisecond)
+	require.Eventually(t, func() bool { return s.server.Memory.Load() == 0 }, 30*time.Second, time.Millisecond)
 }

@@ -6,7 +6,8 @@ import (
 	"log/slog"
 	"testing"
 
-	"github.com/prometheus/client_golang/prometheus/testutil"
+	"tandem/extproc/envoywire"
+
 	"github.com/stretchr/testify/require"
 )
 
@@ -21,7 +22,7 @@ func TestUnfollowedRedirectsSayWhy(t *testing.T) {
 		"incomplete":  {tag: "redirect", missing: 1},
 		"not_kept":    {tag: "redirect"},
 		"too_many":    {tag: "redirect", redirects: 8},
-		"no_location": {tag: unfollowedLocation},
+		"no_location": {tag: envoywire.UnfollowedLocation},
 		"":            {}, // any other 503
 	} {
 		t.Run(why, func(t *testing.T) {
@@ -30,27 +31,27 @@ func TestUnfollowedRedirectsSayWhy(t *testing.T) {
 			s.pool("chat", splitting(), "p1", "d1")
 			q := s.newRequest("/v1/chat/completions", "r1", chatBody)
 			q.goOn(q.pass())
-			ticket := s.ticket(q.headers[headerTicket], "r1")
+			ticket := s.ticket(q.headers[envoywire.HeaderTicket], "r1")
 			if given.redirects > 0 {
 				ticket.Redirects = given.redirects
 				sealed, err := s.server.keys().Seal(nil, ticket, "r1")
 				require.NoError(t, err)
-				q.headers[headerTicket] = string(sealed)
+				q.headers[envoywire.HeaderTicket] = string(sealed)
 			}
 			e := q.entry(503, "via_upstream")
 			e.Request.UpstreamHeaderBytesSent = 300
 			e.CommonProperties.UpstreamWireBytesSent = uint64(300 + ticket.BodyBytes - given.missing)
 			if given.tag != "" {
-				e.CommonProperties.CustomTags = map[string]string{tagUnfollowed: given.tag}
+				e.CommonProperties.CustomTags = map[string]string{envoywire.TagUnfollowed: given.tag}
 			}
 			s.log(e)
 			require.Zero(t, s.state.Reservations())
 			if why == "" {
-				require.Zero(t, testutil.CollectAndCount(s.server.metrics.unfollowed))
+				require.Zero(t, s.count("tandem_redirects_unfollowed_total"))
 				require.Empty(t, log.String())
 				return
 			}
-			require.InDelta(t, 1, testutil.ToFloat64(s.server.metrics.unfollowed.WithLabelValues(why)), 0)
+			require.InDelta(t, 1, s.count("tandem_redirects_unfollowed_total", why), 0)
 			require.Contains(t, log.String(), fmt.Sprintf(`level=WARN msg="Envoy did not follow a redirect" request_id=r1 reason=%s stage=`, why))
 		})
 	}

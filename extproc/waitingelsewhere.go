@@ -70,6 +70,7 @@ func (w *waitingRoom) lookElsewhere(id uint64, v *kvstate.View) *picker.Request 
 		c.Hit, c.Session = 0, 0
 		c.Usable = w.usable[i] && !(w.pairs && c.Endpoint.Role == kvstate.RoleBoth)
 	}
+	v.Uses = v.Uses[:0] // not shared: a miss of theirs has its full price here
 	for _, h := range o.Held {
 		if i, ok := w.positions[h.Addr]; ok {
 			v.Endpoints[i].Hit = int(h.Tokens)

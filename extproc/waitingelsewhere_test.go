@@ -10,7 +10,9 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"tandem/extproc/openai"
+	"tandem/extproc/telemetry"
 	"tandem/kvstate"
+	"tandem/kvstate/prefixindex"
 )
 
 // deaf are other replicas that are told and say nothing.
@@ -19,7 +21,7 @@ type deaf struct{}
 func (deaf) Changed()                                                          {}
 func (deaf) Routed(*kvstate.Pool, *kvstate.Endpoint, []uint64)                 {}
 func (deaf) Released(*kvstate.Pool, kvstate.ReservationID)                     {}
-func (deaf) Learned(*kvstate.Pool, kvstate.LearnedTokens)                      {}
+func (deaf) Learned(*kvstate.Pool, prefixindex.LearnedTokens)                  {}
 func (deaf) Stuck(*kvstate.Pool, uint64, *kvstate.Endpoint, *kvstate.Endpoint) {}
 func (deaf) Spend([16]byte, bool) (first, known bool)                          { return true, false }
 func (deaf) PutHandOver([16]byte, []byte)                                      {}
@@ -168,7 +170,7 @@ func TestRequestsStandBehindThoseOfOtherReplicas(t *testing.T) {
 func waitElsewhere(t *testing.T, state *kvstate.State) int {
 	t.Helper()
 	r := prometheus.NewPedanticRegistry()
-	r.MustRegister(newStateCollector(state))
+	telemetry.NewMetrics(r, state)
 	all, err := r.Gather()
 	require.NoError(t, err)
 	for _, f := range all {

@@ -105,10 +105,11 @@ func (w *waitingRoom) look(r *waiter, v *kvstate.View) *picker.Request {
 		c.Hit, c.Session = int(r.hits[i]), 0
 		c.Usable = w.usable[i] && !(w.pairs && c.Endpoint.Role == kvstate.RoleBoth)
 	}
+	w.s.State.FindUses(w.pool, r.x.hashes, v)
 	if r.x.session != 0 {
 		w.s.State.MarkSession(w.pool, r.x.session, v)
 	}
-	r.request.Waited, r.request.Rand = now.Sub(r.x.began).Seconds(), picker.Chance(r.id)
+	r.request.Waited, r.request.Rand = now.Sub(r.x.Began).Seconds(), picker.Chance(r.id)
 	return &r.request
 }
 

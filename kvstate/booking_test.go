@@ -198,15 +198,62 @@ func TestSpeedNeedsEvidence(t *testing.T) {
 	require.InDelta(t, 1, p.Speed, .03, "ten times the model for one small job is noise")
 	for range 100 {
 		id := s.Reserve(e, prefillOf(1, 1000))
-		*now = now.Add(time.Hour)
+		*now = now.Add(20 * time.Second)
 		s.Complete(id)
 	}
 	p, _, _ = see(s, pool)
 	require.InDelta(t, 10, p.Speed, 0, "within bounds")
 	id = s.Reserve(e, prefillOf(1, 1000))
-	*now = now.Add(time.Hour)
+	*now = now.Add(20 * time.Second)
 	s.Release(id)
 	require.InDelta(t, 10, p.Speed, 0, "a prefill that failed says nothing")
+}
+
+// Prompts of 200 tokens show an endpoint's speed as large ones do: the start fades with the observations, or it would weigh
+// more than all of them for ever.
+func TestSpeedIsLearnedFromShortPrompts(t *testing.T) {
+	for _, truth := range []float64{.25, .5, 1, 2, 4} {
+		s, pool, now := clocked()
+		e, random := pool.Endpoints()[0], rand.New(rand.NewPCG(1, 1))
+		for range 100 {
+			work := .005 + .0125
+			id := s.Reserve(e, prefillOf(work, 200))
+			*now = now.Add(Seconds(work * truth * (.9 + .2*random.Float64())))
+			s.Complete(id)
+		}
+		p, _, load := see(s, pool)
+		require.InEpsilon(t, truth, p.Speed, .15)
+		require.InEpsilon(t, truth, load.Speed, .15)
+	}
+}
+
+// One prefill that stood still for a minute is forgotten after some more, and what nobody has seen for ten minutes holds no
+// longer: an endpoint that was slow once is tried again.
+func TestSpeedForgets(t *testing.T) {
+	s, pool, now := clocked()
+	e := pool.Endpoints()[0]
+	prefill := func(took float64) float64 {
+		id := s.Reserve(e, prefillOf(.1, 1600))
+		*now = now.Add(Seconds(took))
+		s.Complete(id)
+		p, _, _ := see(s, pool)
+		return p.Speed
+	}
+	for range 100 {
+		prefill(.1)
+	}
+	require.Less(t, prefill(60), 2.)
+	for range 50 {
+		prefill(.1)
+	}
+	require.InDelta(t, 1, prefill(.1), .25)
+	for range 100 {
+		prefill(.4)
+	}
+	require.InEpsilon(t, 4, prefill(.4), .15)
+	*now = now.Add(11 * time.Minute)
+	p, _, _ := see(s, pool)
+	require.InDelta(t, 1, p.Speed, 0)
 }
 
 // The clock is the process's own unless another is given.

@@ -1,6 +1,10 @@
 package kvstate
 
-import "time"
+import (
+	"time"
+
+	"tandem/kvstate/prefixindex"
+)
 
 // Collected is what one replica, which listens to a publisher of KV events, tells the others of it, so that none of them
 // has to. The numbers are those that the publisher gives its batches.
@@ -9,13 +13,13 @@ type Collected struct {
 	Rank     int
 	// Events are those of the batches From up to, but not including, Next. Where the two are equal there are none: the
 	// teller says that it listens, and how far it is. Good until the callee returns.
-	Events     []BlockEvent
+	Events     []prefixindex.BlockEvent
 	From, Next uint64
 	Epoch      uint64  // drawn anew with each Reset, so that who has missed one sees that; 0: nothing was said yet
 	Time       float64 // of the last of those batches: seconds since 1970, by the engine's clock
 	Reset      bool    // all that was said before is void, or not known
 	Old        bool    // the last of them did not come as it was published: it was asked for, or is told again
-	Doubt      bool    // some batches before the last one were lost for good: see [Feed.Doubt]
+	Doubt      bool    // some batches before the last one were lost for good: see [prefixindex.Feed.Suspect]
 	// Part: of all that the publisher's feed holds now, for who lacks that; Reset is set in the first part, and More in all
 	// but the last one.
 	Part, More bool

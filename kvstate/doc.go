@@ -5,8 +5,8 @@
 // what was decided; and it gives the booking back. All else (discovery, probes, other replicas) writes beside it. In
 // memory the state is complete by itself; it is the default store, not a fake.
 //
-// The prefix index (index.go tells how it works) has two sources: what was routed where, a guess, and the KV events of
-// engines ([Feed]), the truth. Events speak of token blocks; what is known of a prompt's tokens ([Pool.KnownTokens]) joins
+// The prefix index (package prefixindex) has two sources: what was routed where, a guess, and the KV events of
+// engines ([Pool.Feed]), exact. Events speak of token blocks; what is known of a prompt's tokens ([Pool.KnownTokens]) joins
 // the two ([Pool.TrustEngines], [Pool.TokenHits]).
 //
 // Everything has a bound or a time to live: reservations that nobody releases expire, the prefix index forgets by

@@ -6,6 +6,8 @@ import (
 	"strings"
 	"sync/atomic"
 	"time"
+
+	"tandem/kvstate/prefixindex"
 )
 
 // Role is what an endpoint may do; a bit set.
@@ -127,15 +129,11 @@ type live struct {
 	signals  atomic.Pointer[Signals]
 	pace     atomic.Pointer[speed]     // replaced, never changed; nil: nothing observed
 	moves    atomic.Pointer[transfers] // likewise
-	own      [1]int32                  // slot of routed
+	blocks   prefixindex.Owner         // held, or thought to be, as the pool's prefix index has them
 	queue    prefillQueue
 	local    localWork
 
-	routed *member                 // of the pool's prefix index: what was routed here
-	feeds  atomic.Pointer[[]int32] // slots of the KV event feeds
-	heard  atomic.Bool             // they have told of blocks
-	fresh  atomic.Pointer[fresh]   // what was routed here moments ago; nil: there is no feed
-
+	loads      atomic.Pointer[LoadFaults] // nil: none
 	models     atomic.Pointer[[]string]
 	room       room
 	load       *workload // of the pool
@@ -143,7 +141,7 @@ type live struct {
 }
 
 // learn notes that the endpoint was at work for so long on jobs that the model has at so much.
-func (l *live) learn(busy, modelled time.Duration) {
+func (l *live) learn(busy, modelled time.Duration, now int64) {
 	if modelled <= 0 || l.load == nil {
 		return
 	}
@@ -153,22 +151,23 @@ func (l *live) learn(busy, modelled time.Duration) {
 	if old := l.pace.Load(); old != nil {
 		next = *old
 	}
-	next.add(busy, modelled)
+	next.add(busy, modelled, l.load.speed.ratio(1, now), now)
 	l.pace.Store(&next)
-	l.load.speed.add(busy, modelled)
+	l.load.speed.add(busy, modelled, 1, now)
 }
 
-// speedNow is the endpoint's learned speed: a factor on the cost model's times.
-func (l *live) speedNow() float64 {
+// speedAt is the endpoint's learned speed: a factor on the cost model's times.
+func (l *live) speedAt(now int64) float64 {
 	if l.load == nil {
 		return 1
 	}
-	return l.speedWithin(l.load.fleetSpeed())
+	fleet, _ := l.load.fleetSpeeds(now)
+	return l.speedWithin(fleet, now)
 }
 
-func (l *live) speedWithin(fleet float64) float64 {
+func (l *live) speedWithin(fleet float64, now int64) float64 {
 	if pace := l.pace.Load(); pace != nil {
-		return pace.within(fleet)
+		return pace.within(fleet, now)
 	}
 	return fleet
 }
@@ -206,12 +205,14 @@ const defaultStepTokens = 8192
 type Pool struct {
 	Spec      PoolSpec
 	endpoints []*Endpoint
-	index     *prefixIndex
+	index     *prefixindex.Index
 	ratio     *fadingRatio
 	pace      *fadingRatio
-	tokens    *tokenMemory
+	tokens    *prefixindex.TokenMemory
+	uses      *prefixindex.Uses // of prompts that were sent to endpoints which prefill
 	load      *workload
 	waits     *waitBoard
+	loads     *loadPairs
 	paused    *atomic.Bool // by an operator
 	groups    []int32      // as [View.Groups]
 	uniform   bool         // as [View.Uniform]
@@ -247,16 +248,19 @@ func (s *State) SetPool(spec PoolSpec, eps []EndpointSpec) {
 	next := &Pool{Spec: spec}
 	leaving := map[string]*Endpoint{}
 	if i >= 0 {
+		next.uses = pools[i].uses
 		next.index, next.ratio, next.pace, next.tokens, next.load = pools[i].index, pools[i].ratio, pools[i].pace, pools[i].tokens, pools[i].load
-		next.paused, next.waits = pools[i].paused, pools[i].waits
+		next.paused, next.waits, next.loads = pools[i].paused, pools[i].waits, pools[i].loads
 		for _, e := range pools[i].endpoints {
 			leaving[e.Addr] = e
 		}
 		pools[i] = next
 	} else {
-		next.index, next.ratio = newPrefixIndex(s.o.indexLimits()), newTokenRatio()
-		next.pace, next.tokens = &fadingRatio{}, newTokenMemory(s.o.MaxTokenBytes)
+		next.uses = prefixindex.NewUses(s.o.Now())
+		next.index, next.ratio = prefixindex.New(s.o.indexLimits()), newTokenRatio()
+		next.pace, next.tokens = &fadingRatio{}, prefixindex.NewTokenMemory(s.o.MaxTokenBytes)
 		next.load, next.paused, next.waits = newWorkload(), &atomic.Bool{}, newWaitBoard()
+		next.loads = newLoadPairs()
 		pools = append(pools, next)
 	}
 	seen := make(map[string]bool, len(eps))
@@ -278,13 +282,11 @@ func (s *State) SetPool(spec PoolSpec, eps []EndpointSpec) {
 	next.uniform = !slices.ContainsFunc(next.endpoints, func(e *Endpoint) bool { return e.Engine+e.Layout+e.Zone != "" })
 	next.neighbours = neighbours(next.endpoints)
 	next.load.setZones(next.endpoints)
-	for _, e := range leaving {
-		next.index.leave(e.routed)
-		if f := e.fresh.Swap(nil); f != nil {
-			next.index.leave(f.m)
-		}
+	for addr, e := range leaving {
+		next.loads.forget(addr)
+		e.blocks.Leave()
 	}
-	next.index.resize()
+	next.index.Resize()
 	s.pools.Store(&pools)
 }
 
@@ -293,10 +295,10 @@ func (s *State) SetPool(spec PoolSpec, eps []EndpointSpec) {
 func (p *Pool) endpoint(ep EndpointSpec, old *Endpoint) *Endpoint {
 	switch {
 	case old == nil:
-		m := p.index.join(nil)
-		step := p.Spec.StepTokens
-		setDefault(&step, defaultStepTokens)
-		return &Endpoint{ep, &live{routed: m, own: [1]int32{int32(m.slot)}, load: p.load, stepTokens: step}}
+		l := &live{load: p.load, stepTokens: p.Spec.StepTokens}
+		setDefault(&l.stepTokens, defaultStepTokens)
+		p.index.Join(&l.blocks)
+		return &Endpoint{ep, l}
 	case old.EndpointSpec == ep:
 		return old
 	}

@@ -1,6 +1,10 @@
 package kvstate
 
-import "time"
+import (
+	"time"
+
+	"tandem/kvstate/prefixindex"
+)
 
 // Peers are the other replicas, as a State reaches them (package redisstore). Its first half is told what others should
 // know; these calls come from the request path, so they copy what they need and return. Its second half asks what only all
@@ -13,7 +17,7 @@ type Peers interface {
 	// Released says that a reservation that another replica made is over.
 	Released(p *Pool, id ReservationID)
 	// Learned says what the tokens of a prompt are. l is the callee's.
-	Learned(p *Pool, l LearnedTokens)
+	Learned(p *Pool, l prefixindex.LearnedTokens)
 	// Stuck says where a session was served; either may be nil.
 	Stuck(p *Pool, session uint64, prefill, decode *Endpoint)
 
@@ -51,10 +55,19 @@ func (s *State) ReleaseWherever(p *Pool, id ReservationID) {
 func (s *State) Shared() bool { return s.peers != nil }
 
 // ApplyRouted is [State.Routed] by another replica.
-func (s *State) ApplyRouted(p *Pool, e *Endpoint, hashes []uint64) { p.index.add(e.routed, hashes) }
+func (s *State) ApplyRouted(p *Pool, e *Endpoint, hashes []uint64) {
+	e.blocks.Add(hashes)
+	if e.Role&RolePrefill != 0 {
+		p.uses.Note(hashes, s.o.Now())
+	}
+}
 
 // ApplyFailed is [State.MarkFailed] or [State.MarkGood] by another replica.
-func (s *State) ApplyFailed(e *Endpoint, failed bool) { e.failed.Store(failed) }
+func (s *State) ApplyFailed(e *Endpoint, failed bool) {
+	if e.failed.CompareAndSwap(!failed, failed) {
+		s.healthChanged(e, !failed, CauseReplica)
+	}
+}
 
 // Booked is what a replica has booked on an endpoint, as far as others need it to decide as it does.
 type Booked struct {

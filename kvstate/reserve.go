@@ -37,6 +37,9 @@ type Source struct{ gone atomic.Bool }
 // Gone releases, within a second, what was booked for the source.
 func (s *Source) Gone() { s.gone.Store(true) }
 
+// IsGone reports whether Gone was called.
+func (s *Source) IsGone() bool { return s.gone.Load() }
+
 // Reserve books a request on an endpoint: from now on views count it, unless it is [Booking.Coming]. The caller passes the id on to whoever learns how
 // the hop ended. It returns 0, and books nothing, when MaxReservations are held: choosing blindly is better than
 // refusing.
@@ -60,7 +63,7 @@ func (s *State) reserve(id ReservationID, e *Endpoint, b Booking, room int64, fr
 		id = randomID()
 	}
 	now := s.o.Now()
-	work := time.Duration(float64(b.Work) * e.speedNow())
+	work := time.Duration(float64(b.Work) * e.speedAt(now.UnixNano()))
 	r := reservation{on: e.live, leg: b.For, work: work, room: room, from: from, expires: now.Add(s.o.ReservationTTL)}
 	r.counted, r.tokens = b.counts()
 	e.requests.Add(r.counted)
@@ -134,7 +137,7 @@ func (s *State) unbook(id ReservationID, r reservation, done bool) {
 	case RolePrefill:
 		job, busy := r.on.queue.remove(id, r.on.stepTokens, now)
 		if done {
-			r.on.learn(busy, job.model)
+			r.on.learn(busy, job.model, now.UnixNano())
 		}
 	case RoleBoth:
 		r.on.local.cancel(r.work, r.until, now)

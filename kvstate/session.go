@@ -104,3 +104,23 @@ func (s *State) MarkSession(p *Pool, name uint64, v *View) {
 		}
 	}
 }
+
+// EachSession calls f for every session of the pool whose endpoints are still in it. Decisions that note a session wait.
+func (s *State) EachSession(p *Pool, f func(name uint64, prefill, decode *Endpoint)) {
+	byLive := make(map[*live]*Endpoint, len(p.endpoints))
+	for _, e := range p.endpoints {
+		byLive[e.live] = e
+	}
+	s.sessions.mu.RLock()
+	defer s.sessions.mu.RUnlock()
+	for _, generation := range []map[sessionKey]session{s.sessions.old, s.sessions.now} {
+		for k, at := range generation {
+			if k.pool != p.Spec.Name {
+				continue
+			}
+			if prefill, decode := byLive[at.prefill], byLive[at.decode]; prefill != nil || decode != nil {
+				f(k.name, prefill, decode)
+			}
+		}
+	}
+}

@@ -5,6 +5,8 @@ import (
 	"sync"
 	"sync/atomic"
 	"time"
+
+	"tandem/kvstate/prefixindex"
 )
 
 // Options bound the state. Zero values take the defaults.
@@ -24,6 +26,9 @@ type Options struct {
 	MaxSessions      int           // default 256 Ki (about 100 bytes each)
 
 	Now func() time.Time // the clock of bookings; default time.Now. A replay runs in a time of its own
+
+	// HealthChanged is called when an endpoint is left out or taken in again, with the cause; it must not block. May be nil.
+	HealthChanged func(e *Endpoint, good bool, cause HealthCause)
 }
 
 func (o Options) withDefaults() Options {
@@ -46,8 +51,8 @@ func (o Options) withDefaults() Options {
 	return o
 }
 
-func (o Options) indexLimits() indexLimits {
-	return indexLimits{maxBytes: o.MaxIndexBytes, endpointBlocks: o.EndpointBlocks, feedBlocks: o.FeedBlocks, ttl: o.RoutedTTL}
+func (o Options) indexLimits() prefixindex.Limits {
+	return prefixindex.Limits{MaxBytes: o.MaxIndexBytes, RoutedBlocks: o.EndpointBlocks, FeedBlocks: o.FeedBlocks, TTL: o.RoutedTTL}
 }
 
 func setDefault[T int | int64 | time.Duration](v *T, d T) {
@@ -107,7 +112,8 @@ func (s *State) sweep(now time.Time) {
 	s.turns.sweep(now)
 	s.spent.sweep(now)
 	for _, p := range s.Pools() {
-		p.index.sweep(now)
+		p.index.Sweep(now)
+		p.sweepLoads(s.o.Now())
 	}
 	s.sessions.sweep(now)
 }

@@ -3,6 +3,8 @@ package kvstate
 import (
 	"slices"
 	"time"
+
+	"tandem/kvstate/prefixindex"
 )
 
 // View is what a decision is made from: a copy of the numbers at one moment. Reusing one costs no allocation.
@@ -13,8 +15,10 @@ type View struct {
 	Uniform   bool        // within a group only roles tell endpoints apart: no engine, layout or zone is known
 	Load      Utilisation // of the pool
 
+	Uses []UseStep // how popular the prompt's blocks are among prefills; none if only this prompt has them
+
 	Neighbours [][]int32 // of the pool's endpoints, as [View.Beside] has them; nil: there are none
-	scratch    lookup
+	lookup     prefixindex.Lookup
 }
 
 // Candidate is one endpoint as a decision sees it.
@@ -37,6 +41,8 @@ type Candidate struct {
 	Speed float64       // learned: a factor on the cost model's prefill times, 1 as modelled; 0: not known
 
 	Transfer float64 // learned: a factor on the cost model's times of KV transfers to it, 1 as modelled; 0: not known
+
+	Faults *LoadFaults // of its KV loads with other endpoints; nil: none
 }
 
 // View fills v with the pool's endpoints as they are now. hashes are the prompt's blocks, none if hits do not matter.
@@ -76,8 +82,10 @@ func (s *State) View(p *Pool, hashes []uint64, v *View) {
 			}
 		}
 	}
+	v.Uses = v.Uses[:0]
 	if len(hashes) > 0 {
-		p.index.hits(hashes, v, 1, 1, routedSlots)
+		p.noteHits(hashes, v, 1, 1, (*prefixindex.Owner).Routed)
+		s.FindUses(p, hashes, v)
 	}
 }
 
@@ -85,6 +93,7 @@ func (s *State) View(p *Pool, hashes []uint64, v *View) {
 func (v *View) Copy(of *View) {
 	v.Endpoints = append(v.Endpoints[:0], of.Endpoints...)
 	v.Grouped, v.Groups, v.Uniform, v.Load, v.Neighbours = of.Grouped, of.Groups, of.Uniform, of.Load, of.Neighbours
+	v.Uses = append(v.Uses[:0], of.Uses...)
 }
 
 // GroupAt is where the group of the endpoint in a place begins and ends, in a view that is Grouped; in another, all are one.
@@ -114,8 +123,10 @@ func (s *State) Hits(p *Pool, hashes []uint64, v *View) {
 	for i := range v.Endpoints {
 		v.Endpoints[i].Hit = 0
 	}
+	v.Uses = v.Uses[:0]
 	if len(hashes) > 0 {
-		p.index.hits(hashes, v, 1, 1, routedSlots)
+		p.noteHits(hashes, v, 1, 1, (*prefixindex.Owner).Routed)
+		s.FindUses(p, hashes, v)
 	}
 }
 
@@ -126,8 +137,9 @@ func (e *Endpoint) fill(c *Candidate, now int64, fleet, moves float64) {
 	c.Weight = e.Weight()
 	c.Requests, c.PromptTokens = e.requests.Load(), e.tokens.Load()
 	c.Jobs, c.Queue = e.queue.n.Load(), e.queue.ahead(now)
-	c.Speed, c.Transfer = e.speedWithin(fleet), e.transferWithin(moves, now)
+	c.Speed, c.Transfer = e.speedWithin(fleet, now), e.transferWithin(moves, now)
 	c.Local, c.Share = e.local.ahead(now)
+	c.Faults = e.loads.Load()
 	if others := e.others.Load(); others != nil {
 		others.addTo(c, now)
 	}
@@ -151,35 +163,62 @@ func (v *View) Prefills() bool {
 // Routed notes that an endpoint will hold the prompt's blocks: it was just sent the prompt. Bursts of requests with one
 // prefix find it at once; should the engine not keep the blocks, the entry is forgotten with its generation.
 func (s *State) Routed(p *Pool, e *Endpoint, hashes []uint64) {
-	p.index.add(e.routed, hashes)
-	if f := e.fresh.Load(); f != nil {
-		p.index.add(f.m, hashes)
-	}
+	e.blocks.Add(hashes)
+	e.blocks.AddFresh(hashes)
 	if s.peers != nil {
 		s.peers.Routed(p, e, hashes)
 	}
 }
 
+// HealthCause is how a change of an endpoint's health was noticed.
+type HealthCause string
+
+// The causes.
+const (
+	CauseRequest   HealthCause = "request"    // a request failed there
+	CauseTimeLimit HealthCause = "time_limit" // it did not answer a request in time
+	CauseCheck     HealthCause = "check"      // it did not answer a health check, or answers one again
+	CauseAnswer    HealthCause = "answer"     // it answered a request
+	CauseReplica   HealthCause = "replica"    // another replica noticed
+)
+
 // MarkFailed leaves an endpoint out from now on; true if it was not already.
-func (s *State) MarkFailed(e *Endpoint) bool { return s.markFailed(e, false) }
+func (s *State) MarkFailed(e *Endpoint) bool { return s.markFailed(e, false, CauseRequest) }
 
 // MarkHung is MarkFailed for an endpoint that did not answer in time, rather than fail at once.
-func (s *State) MarkHung(e *Endpoint) bool { return s.markFailed(e, true) }
+func (s *State) MarkHung(e *Endpoint) bool { return s.markFailed(e, true, CauseTimeLimit) }
 
-func (s *State) markFailed(e *Endpoint, hung bool) bool {
+// MarkUnhealthy is MarkFailed for an endpoint that failed a health check.
+func (s *State) MarkUnhealthy(e *Endpoint) bool { return s.markFailed(e, false, CauseCheck) }
+
+func (s *State) markFailed(e *Endpoint, hung bool, cause HealthCause) bool {
 	e.hung.Store(hung)
 	marked := e.failed.CompareAndSwap(false, true)
 	if marked {
 		s.changed()
+		s.healthChanged(e, false, cause)
 	}
 	return marked
 }
 
-// MarkGood takes an endpoint in again; true if it was out.
-func (s *State) MarkGood(e *Endpoint) bool {
+func (s *State) healthChanged(e *Endpoint, good bool, cause HealthCause) {
+	if s.o.HealthChanged != nil {
+		s.o.HealthChanged(e, good, cause)
+	}
+}
+
+// MarkGood takes an endpoint in again that answered a request; true if it was out.
+func (s *State) MarkGood(e *Endpoint) bool { return s.markGood(e, CauseAnswer) }
+
+// MarkHealthy is MarkGood for an endpoint that answered a health check.
+func (s *State) MarkHealthy(e *Endpoint) bool { return s.markGood(e, CauseCheck) }
+
+func (s *State) markGood(e *Endpoint, cause HealthCause) bool {
 	marked := e.failed.Load() && e.failed.CompareAndSwap(true, false)
 	if marked {
+		s.forgetLoads(e)
 		s.changed()
+		s.healthChanged(e, true, cause)
 	}
 	return marked
 }

@@ -4,6 +4,8 @@ import (
 	"testing"
 	"time"
 
+	"tandem/kvstate/prefixindex"
+
 	"github.com/stretchr/testify/require"
 )
 
@@ -81,7 +83,7 @@ type deaf struct{ changed int }
 func (d *deaf) Changed()                                    { d.changed++ }
 func (*deaf) Routed(*Pool, *Endpoint, []uint64)             {}
 func (*deaf) Released(*Pool, ReservationID)                 {}
-func (*deaf) Learned(*Pool, LearnedTokens)                  {}
+func (*deaf) Learned(*Pool, prefixindex.LearnedTokens)      {}
 func (*deaf) Stuck(*Pool, uint64, *Endpoint, *Endpoint)     {}
 func (*deaf) Spend([16]byte, bool) (first, known bool)      { return true, false }
 func (*deaf) PutHandOver([16]byte, []byte)                  {}

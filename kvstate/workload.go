@@ -81,17 +81,11 @@ func (w *workload) rates(now time.Time) (prefill, local float64) {
 	return w.prefill.value(loadWindow, now) / seen, w.local.value(loadWindow, now) / seen
 }
 
-// fleetSpeed is [Utilisation.Speed].
-func (w *workload) fleetSpeed() float64 {
-	prefill, _ := w.fleetSpeeds(0)
-	return prefill
-}
-
 // fleetSpeeds are [Utilisation.Speed] and the pool's own [Candidate.Transfer].
 func (w *workload) fleetSpeeds(now int64) (prefill, transfer float64) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	return w.speed.ratio(1), w.moves.ratio(1, now)
+	return w.speed.ratio(1, now), w.moves.ratio(1, now)
 }
 
 // setZones notes whether endpoints run in several zones.
@@ -107,7 +101,7 @@ func (w *workload) utilisation(prefills, decodes int, now time.Time) Utilisation
 	defer w.mu.Unlock()
 	prefill, local := w.rates(now)
 	return Utilisation{
-		Prefills: prefills, Decodes: decodes, Work: time.Duration(w.work.value * float64(time.Second)), Speed: w.speed.ratio(1),
+		Prefills: prefills, Decodes: decodes, Work: time.Duration(w.work.value * float64(time.Second)), Speed: w.speed.ratio(1, now.UnixNano()),
 		TokenBytes: w.tokenBytes(),
 		Prefill:    min((prefill+w.othersPrefill)/float64(max(prefills, 1)), 1),
 		Local:      min((local+w.othersLocal)/float64(max(decodes, 1)), 1),
@@ -130,30 +124,47 @@ func (m *mean) add(x float64) {
 // of any other, and never be found out.
 type speed struct {
 	observed, modelled float64 // seconds, decayed by observation
+	faded              float64 // 0 to 1: of the start, which fades, or short jobs would never outweigh it
+	at                 int64   // ns since 1970: of the last observation
 }
 
 const (
-	speedDecay = 0.97 // an observation weighs half as much after 23 more
-	speedPrior = 2.0  // seconds of the model that the start counts for
-	speedBound = 10.0 // nothing is taken for more than ten times faster or slower than the model
-	speedNoise = 1.25 // endpoints that differ less from their fleet are taken for equal
+	speedDecay = 0.97             // an observation weighs half as much after 23 more
+	speedPrior = 2.0              // seconds of the model that the start counts for ...
+	priorDecay = 0.95             // ... less with each observation: it fades faster than they do
+	speedBound = 10.0             // nothing is taken for more than ten times faster or slower than the model
+	speedNoise = 1.25             // endpoints that differ less from their fleet are taken for equal
+	speedLeap  = 4.0              // one observation counts for at most so many times what is known ...
+	speedStep  = 0.5              // ... of its work or of a full step's, seconds: the first of a batch that ends has all of its time
+	speedKept  = 10 * time.Minute // observations hold for so long after the last one
 )
 
-func (s *speed) add(observed, modelled time.Duration) {
-	s.observed = s.observed*speedDecay + observed.Seconds()
-	s.modelled = s.modelled*speedDecay + modelled.Seconds()
+func (s *speed) add(observed, modelled time.Duration, prior float64, now int64) {
+	known := s.ratio(prior, now)
+	if now-s.at > int64(speedKept) {
+		*s = speed{}
+	}
+	model := modelled.Seconds()
+	seen := min(observed.Seconds(), speedLeap*known*max(model, speedStep))
+	s.observed, s.modelled = s.observed*speedDecay+seen, s.modelled*speedDecay+model
+	s.faded, s.at = 1-(1-s.faded)*priorDecay, now
 }
 
-// ratio is observed over modelled time, as long as little was observed close to prior. An endpoint's prior is its fleet's
-// ratio, so that one which was never used does not look faster than its neighbours.
-func (s *speed) ratio(prior float64) float64 {
-	r := (s.observed + speedPrior*prior) / (s.modelled + speedPrior)
+// ratio is observed over modelled time, as long as little was observed close to prior, and prior again after some time without
+// an observation. An endpoint's prior is its fleet's ratio, so that one which was never used does not look faster than its
+// neighbours.
+func (s *speed) ratio(prior float64, now int64) float64 {
+	if now-s.at > int64(speedKept) {
+		return prior
+	}
+	weight := speedPrior * (1 - s.faded)
+	r := (s.observed + weight*prior) / (s.modelled + weight)
 	return min(max(r, 1/speedBound), speedBound)
 }
 
 // within is an endpoint's ratio in a fleet: the fleet's own unless it clearly differs.
-func (s *speed) within(fleet float64) float64 {
-	r := s.ratio(fleet)
+func (s *speed) within(fleet float64, now int64) float64 {
+	r := s.ratio(fleet, now)
 	if r < fleet*speedNoise && r > fleet/speedNoise {
 		return fleet
 	}

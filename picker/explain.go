@@ -110,3 +110,18 @@ func ms(seconds float64) string {
 	}
 	return fmt.Sprintf("%.0f", math.Round(seconds*1000))
 }
+
+// Totals are the sums of the endpoint's prices, as far as it has them: to prefill the prompt, to take its KV and decode, and to do both
+// alone.
+func (w *Weighed) Totals() (prefill, decode, alone float64) {
+	if w.Prefill != nil {
+		prefill = w.Prefill.sum()
+	}
+	if w.Decode != nil {
+		decode = w.Transfer + w.Decode.sum()
+	}
+	if w.Alone != nil {
+		alone = w.Alone.sum()
+	}
+	return prefill, decode, alone
+}

@@ -42,6 +42,11 @@ func (m *Model) prefill(uncached, cached float64) float64 {
 	return m.PrefillStep*m.steps(uncached) + m.PrefillToken*uncached + m.PrefillContext*uncached*(cached+uncached/2)
 }
 
+// between is the part of a prefill's time that the tokens from one place of the prompt to another take.
+func (m *Model) between(from, to float64) float64 {
+	return m.PrefillToken*(to-from) + m.PrefillContext*(to-from)*(from+to)/2
+}
+
 // steps is in how many engine steps so many tokens are computed.
 func (m *Model) steps(tokens float64) float64 { return math.Ceil(tokens / m.StepTokens) }
 

@@ -46,7 +46,13 @@ func (k *Picker) group(v *kvstate.View, t *terms, from, to int) float64 {
 	for p := from; p < to; p++ {
 		k.total[p] = math.Inf(1)
 		if price := k.prices[p].prefill; price < math.Inf(1) {
-			k.total[p] = price + min(k.cheapest(p), k.beside(v, t, p))
+			var partner float64
+			if f := v.Endpoints[p].Faults; f == nil || len(f.Decodes) == 0 {
+				partner = min(k.cheapest(p), k.beside(v, t, p))
+			} else { // one of the partners is none: few endpoints have such
+				partner = k.partnersOf(v, t, p, grown(&k.of, len(v.Endpoints)))
+			}
+			k.total[p] = price + partner
 			best = min(best, k.total[p])
 		}
 	}
@@ -109,6 +115,9 @@ func (k *Picker) findPartners(v *kvstate.View, t *terms, from, to int) {
 			continue
 		}
 		c := &v.Endpoints[d]
+		if c.Faults.Bars(kvstate.RoleDecode) {
+			continue
+		}
 		row := table[int(price.kind)*width:][:width]
 		near := price.decode + t.transfer(c, true)
 		price.near = near

@@ -93,8 +93,10 @@ type Picker struct {
 	hurry    bool     // the times that this request has targets for count, and nothing else
 	prices   []prices // by position
 	total    []float64
+	of       []float64 // of one endpoint's partners
 	kinds    []kind
 	zones    []string
+	shared   []sharedPart
 	partners []partners // by kind, and in it by zone, then those of all zones far and near
 }
 
@@ -171,6 +173,7 @@ func (k *Picker) weighAll(r *Request, v *kvstate.View) terms {
 	prefills, decodes := k.survey(r, v)
 	t := k.terms(r, v, prefills, decodes)
 	t.always = r.Split && k.Split == SplitAlways
+	k.share(&t, v)
 	k.reweigh(r, v, &t)
 	return t
 }
@@ -223,6 +226,9 @@ func (t *terms) weigh(c *kvstate.Candidate, p *prices) {
 		var price PrefillPrice
 		t.prefill(c, &price)
 		p.prefill = price.sum()
+		if c.Faults.Bars(kvstate.RolePrefill) {
+			p.prefill = math.Inf(1) // nobody can load its KV
+		}
 	}
 	if role&kvstate.RoleDecode != 0 {
 		var price DecodePrice
@@ -258,6 +264,19 @@ func (k *Picker) alone(r *Request, v *kvstate.View, t *terms, noOther bool) Choi
 
 // partner chooses the decode endpoint that goes with prefill.
 func (k *Picker) partner(r *Request, v *kvstate.View, t *terms, prefill int) int {
+	total := grown(&k.total, len(v.Endpoints))
+	best := k.partnersOf(v, t, prefill, total)
+	tie := tie{at: -1, limit: best + sameTime, chance: r.Rand >> 32}
+	for d, price := range total {
+		if price <= tie.limit {
+			tie.offer(d, price, v.Endpoints[d].Hit)
+		}
+	}
+	return tie.at
+}
+
+// partnersOf fills in what each decode endpoint costs that may go with prefill, by position, and returns the least.
+func (k *Picker) partnersOf(v *kvstate.View, t *terms, prefill int, total []float64) float64 {
 	var from kind
 	zone := ""
 	first, end := 0, len(v.Endpoints)
@@ -266,13 +285,12 @@ func (k *Picker) partner(r *Request, v *kvstate.View, t *terms, prefill int) int
 		first, end = v.GroupAt(prefill)
 	}
 	best := math.Inf(1)
-	total := grown(&k.total, len(v.Endpoints))
 	for d := range total {
 		total[d] = math.Inf(1)
 	}
 	for d := first; d < end; d++ {
 		p := &k.prices[d]
-		if p.decode == math.Inf(1) || d == prefill {
+		if p.decode == math.Inf(1) || d == prefill || !loads(v, prefill, d) {
 			continue
 		}
 		c, near := &v.Endpoints[d], true
@@ -287,14 +305,7 @@ func (k *Picker) partner(r *Request, v *kvstate.View, t *terms, prefill int) int
 		}
 		best = min(best, total[d])
 	}
-	best = min(best, k.besideEach(v, t, prefill, total))
-	tie := tie{at: -1, limit: best + sameTime, chance: r.Rand >> 32}
-	for d, price := range total {
-		if price <= tie.limit {
-			tie.offer(d, price, v.Endpoints[d].Hit)
-		}
-	}
-	return tie.at
+	return min(best, k.besideEach(v, t, prefill, total))
 }
 
 // choice fills in what a decision means for the endpoints it is about.

@@ -71,9 +71,17 @@ func randomCase(r *rand.Rand) (*Request, *kvstate.View, Policy) {
 		}
 		v.Endpoints = append(v.Endpoints, c)
 	}
+	if r.IntN(3) == 0 {
+		for i := range v.Endpoints {
+			v.Endpoints[i].Faults = randomFaults(r, v)
+		}
+	}
 	v.Neighbours = neighbours(v)
 	v.Load = kvstate.Utilisation{Prefill: []float64{0, .5, .8, 1}[r.IntN(4)], Local: []float64{0, .3}[r.IntN(2)], Work: time.Duration(r.IntN(2)) * 300 * time.Millisecond}
 	v.Load.TokenBytes = []float64{0, 0, 2e6}[r.IntN(3)]
+	for blocks := 1 + r.IntN(3); blocks < 5 && r.IntN(2) > 0; blocks += 1 + r.IntN(2) {
+		v.Uses = append(v.Uses, kvstate.UseStep{Blocks: int32(blocks), Uses: float32(1000 / blocks)})
+	}
 	q := &Request{PromptTokens: []int64{0, 20, 1000, 2000, 30_000}[r.IntN(5)], Blocks: 4 * r.IntN(2), Split: r.IntN(4) > 0}
 	for _, c := range v.Endpoints {
 		if r.IntN(5) == 0 {
@@ -84,6 +92,23 @@ func randomCase(r *rand.Rand) (*Request, *kvstate.View, Policy) {
 	policy.Split, policy.Late = Split(r.IntN(3)), r.IntN(2) == 0
 	policy.MinPrefillTokens = int64(r.IntN(2)) * 500
 	return q, v, policy
+}
+
+// randomFaults are failed loads of an endpoint of the view; mostly none.
+func randomFaults(r *rand.Rand, v *kvstate.View) *kvstate.LoadFaults {
+	if r.IntN(2) == 0 {
+		return nil
+	}
+	f := &kvstate.LoadFaults{}
+	for i := range v.Endpoints {
+		if r.IntN(4) == 0 {
+			f.Decodes = append(f.Decodes, v.Endpoints[i].Endpoint.Addr)
+		}
+	}
+	if r.IntN(6) == 0 {
+		f.Parts = kvstate.Role(1 + r.IntN(3))
+	}
+	return f
 }
 
 // winners is what Pick answers, over many values of chance.

@@ -22,20 +22,21 @@ const (
 // terms are what the prices of one decision have in common.
 type terms struct {
 	m         *Model
-	tokens    float64 // of the prompt
-	perBlock  float64 // tokens that one block of the hit stands for
-	out       float64 // tokens expected in the answer
-	others    float64 // what a second of prefill costs everybody else, in seconds
-	local     float64 // the same among endpoints that prefill for themselves
-	fleet     float64 // learned speed of the fleet
-	jobs      float64 // weight of a job that waits before
-	jobCap    float64 // seconds that one such job's price is capped at
-	tpot      float64 // target, s
-	fullStep  float64 // of the model
-	answer    float64 // weight of the answer beside its first token
-	moveToken float64 // of a token's KV within a zone, as modelled, s
-	always    bool    // split if it can be: what decode alone costs does not matter
-	hurry     bool    // what others lose does not matter
+	tokens    float64      // of the prompt
+	perBlock  float64      // tokens that one block of the hit stands for
+	out       float64      // tokens expected in the answer
+	others    float64      // what a second of prefill costs everybody else, in seconds
+	local     float64      // the same among endpoints that prefill for themselves
+	fleet     float64      // learned speed of the fleet
+	jobs      float64      // weight of a job that waits before
+	jobCap    float64      // seconds that one such job's price is capped at
+	tpot      float64      // target, s
+	fullStep  float64      // of the model
+	answer    float64      // weight of the answer beside its first token
+	moveToken float64      // of a token's KV within a zone, as modelled, s
+	always    bool         // split if it can be: what decode alone costs does not matter
+	hurry     bool         // what others lose does not matter
+	shared    []sharedPart // of the prompt, first to last
 }
 
 func (k *Picker) terms(r *Request, v *kvstate.View, prefills, decodes int) terms {
@@ -119,7 +120,7 @@ func (t *terms) prefill(c *kvstate.Candidate, p *PrefillPrice) {
 	usual := work * t.fleet // what others lose goes by the fleet's speed: by its own, slow endpoints would idle
 	p.Queue = seconds(c.Queue) * slow
 	p.Work = work * speed(c, t.fleet) * slow
-	p.Others = t.others * usual
+	p.Others = t.others * (usual - t.paid(cached)*t.fleet)
 	p.Jobs = t.jobs * float64(c.Jobs) * min(usual, t.jobCap) * slow
 	p.Session = t.session(c, kvstate.RolePrefill)
 }

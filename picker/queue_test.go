@@ -13,7 +13,7 @@ import (
 
 // room is a fleet of prefill endpoints whose queues are what was sent to them.
 type room struct {
-	t       *testing.T
+	t       testing.TB
 	enough  float64
 	tokens  map[uint64]int64
 	queue   []time.Duration
@@ -23,7 +23,7 @@ type room struct {
 	quiet   bool // counts nothing: for measuring allocations
 }
 
-func newRoom(t *testing.T, prefills int) *room {
+func newRoom(t testing.TB, prefills int) *room {
 	return &room{t: t, enough: 0.5, tokens: map[uint64]int64{}, queue: make([]time.Duration, prefills)}
 }
 
@@ -183,7 +183,7 @@ func TestQueueAlloc(t *testing.T) {
 }
 
 func BenchmarkDispatch(b *testing.B) {
-	k, q, r := late(), &Queue{}, newRoom(nil, 32)
+	k, q, r := late(), &Queue{}, newRoom(b, 32)
 	for i := range r.queue {
 		r.queue[i] = time.Minute
 	}

@@ -25,6 +25,7 @@ var update = flag.Bool("update", false, "rewrite the transcripts in testdata")
 //	endpoint NAME prefill|decode|both [answers=REQUESTS/TOKENS] [kv=TOKENS that it has room for] [queue=JOBS/DURATION] [local=DURATION] [share=X] [speed=X]
 //	         [hit=BLOCKS] [group=NAME] [zone=NAME] [engine=NAME] [layout=NAME] [loras=NAME,NAME] [labels=NAME=VALUE,...] [out]
 //	fleet [load=X] [work=DURATION] [local=X]    (utilisation of prefill, mean prefill, utilisation by local prefills)
+//	uses BLOCKS=N ...    (so many blocks of the prompt were in N recent prompts)
 //	policy [split=always|auto|never] [min=TOKENS] [tpot=DURATION] [late]        (holds until the next)
 //	pick [tokens=N] [blocks=N] [answer=N] [unsplit] [excluded=NAME,NAME] [model=NAME] [labels=NAME=VALUE,...]
 //	     [ttft=DURATION] [tpot=DURATION] [waited=DURATION] [miss=wait|shed]
@@ -71,6 +72,13 @@ func play(t *testing.T, text []byte) []byte {
 			v.Neighbours = neighbours(&v)
 		case words[0] == "fleet":
 			v.Load = utilisation(t, words[1:])
+		case words[0] == "uses":
+			for _, word := range words[1:] {
+				var u kvstate.UseStep
+				_, err := fmt.Sscanf(word, "%d=%g", &u.Blocks, &u.Uses)
+				require.NoError(t, err)
+				v.Uses = append(v.Uses, u)
+			}
 		case words[0] == "policy":
 			k.Policy = policy(t, words[1:])
 		case words[0] == "pick" || words[0] == "explain":
@@ -178,6 +186,13 @@ func candidate(t *testing.T, words []string) kvstate.Candidate {
 			e.Labels = value
 		case "out":
 			c.Usable = false
+		case "unloadable": // by these decode endpoints, or at all
+			c.Faults = &kvstate.LoadFaults{}
+			if value == "" {
+				c.Faults.Parts = role
+			} else {
+				c.Faults.Decodes = strings.Split(value, ",")
+			}
 		default:
 			t.Fatalf("cannot read %q", w)
 		}

@@ -86,7 +86,40 @@ func (w *twin) costP(i int) float64 {
 	if w.p.Late {
 		beta, limit = .5, math.Inf(1)
 	}
-	return (c.Queue.Seconds()+e*w.speed(i)+beta*float64(c.Jobs)*min(usual, limit))/w.weight(i) + w.phi(w.v.Load.Prefill, kvstate.RolePrefill)*usual
+	return (c.Queue.Seconds()+e*w.speed(i)+beta*float64(c.Jobs)*min(usual, limit))/w.weight(i) + w.phi(w.v.Load.Prefill, kvstate.RolePrefill)*(usual-w.paid(i)*w.fleet())
+}
+
+// paid is what other uses pay of a miss on endpoint i, block by block.
+func (w *twin) paid(i int) float64 {
+	m, sum, from := w.p.Model, 0.0, w.cached(i)
+	work := func(x float64) float64 { return m.PrefillToken*x + m.PrefillContext*x*x/2 }
+	for block := w.v.Endpoints[i].Hit; block < w.r.Blocks; block++ {
+		to := min(float64(w.r.PromptTokens)*float64(block+1)/float64(w.r.Blocks), w.tokens()-1)
+		if payers := w.payers(block); payers > 1 && to > from {
+			sum += (work(to) - work(from)) * (1 - 1/payers)
+		}
+		from = max(from, to)
+	}
+	return sum
+}
+
+// payers are the uses of a copy of a block that would wait for each other without another copy.
+func (w *twin) payers(block int) float64 {
+	for _, u := range w.v.Uses {
+		if block >= int(u.Blocks) {
+			continue
+		}
+		holders := 0.0
+		for _, c := range w.v.Endpoints {
+			if c.Usable && c.Endpoint.Role&kvstate.RolePrefill != 0 && c.Hit >= int(u.Blocks) {
+				holders++
+			}
+		}
+		each := float64(u.Uses) / max(holders, 1)
+		busy := min(each*w.v.Load.Work.Seconds()/60, 1)
+		return each * busy * busy
+	}
+	return 0
 }
 
 func (w *twin) weight(i int) float64 {
@@ -148,7 +181,16 @@ func (w *twin) transfer(p, d int) float64 {
 func (w *twin) compatible(p, d int) bool {
 	a, b := w.v.Endpoints[p].Endpoint, w.v.Endpoints[d].Endpoint
 	same := func(x, y string) bool { return x == y || x == "" || y == "" }
-	return p != d && a.Group == b.Group && same(a.Engine, b.Engine) && same(a.Layout, b.Layout)
+	return p != d && a.Group == b.Group && same(a.Engine, b.Engine) && same(a.Layout, b.Layout) && w.loads(p, d)
+}
+
+// loads reports whether no failed load keeps a pair apart.
+func (w *twin) loads(p, d int) bool {
+	at, to := w.v.Endpoints[p].Faults, w.v.Endpoints[d].Faults
+	if to != nil && to.Parts&kvstate.RoleDecode != 0 {
+		return false
+	}
+	return at == nil || at.Parts&kvstate.RolePrefill == 0 && !slices.Contains(at.Decodes, w.v.Endpoints[d].Endpoint.Addr)
 }
 
 func (w *twin) alone(d int, guarded bool) (price float64, ok bool) {

@@ -5,7 +5,13 @@ import (
 	"math"
 	"math/rand/v2"
 	"slices"
+	"strings"
 )
+
+// Kinds are the names that [Generate] takes.
+func Kinds() []string {
+	return []string{"conversation", "agent", "mixed", "hot", "zipf", "apps", "rag"}
+}
 
 // Generate makes a trace of n requests up. The names:
 //
@@ -14,6 +20,10 @@ import (
 //	agent          programs that call tools: a handful of long instructions, many turns with short answers, seconds apart,
 //	               each adding what a tool said
 //	mixed          both in equal parts, and single prompts with nothing in common, of very different length
+//	hot            single prompts, nine in ten behind one system prompt of 32k tokens
+//	zipf           single prompts behind one of 40 prefixes of 2k to 32k tokens, the k-th as frequent as 1/k
+//	apps           single prompts of ten applications with 16k tokens of instructions each
+//	rag            questions about 400 documents of 1k to 16k tokens, the k-th as frequent as 1/k
 //
 // They arrive at so many requests a second. People and tools do not think faster when there are more of them: a higher
 // rate means more sessions at a time.
@@ -25,10 +35,18 @@ func Generate(name string, n int, rate float64, seed uint64) (*Trace, error) {
 		sessions = []func(){g.conversation}
 	case "agent":
 		sessions = []func(){g.agent}
+	case "hot":
+		sessions = []func(){g.hot}
+	case "zipf":
+		sessions = []func(){g.zipf}
+	case "apps":
+		sessions = []func(){g.app}
+	case "rag":
+		sessions = []func(){g.document}
 	case "mixed":
 		sessions = []func(){g.conversation, g.agent, g.single, g.single, g.single, g.single}
 	default:
-		return nil, fmt.Errorf("%q is not a trace that can be made up: one of conversation, agent, mixed", name)
+		return nil, fmt.Errorf("%q is not a trace that can be made up: one of %s", name, strings.Join(Kinds(), ", "))
 	}
 	if n < 1 || n > 1<<22 || !(rate > 0) || math.IsInf(rate, 1) {
 		return nil, fmt.Errorf("a trace of %d requests, %v a second", n, rate)
@@ -145,4 +163,57 @@ func (g *generator) single() {
 	var h history
 	g.grow(&h, min(g.about(1500, 1.4), longest))
 	g.ask(&h, g.start, min(g.about(200, .9), 2000))
+}
+
+// hot is a single prompt, nine in ten behind one long system prompt.
+func (g *generator) hot() {
+	h := history{}
+	if g.random.Float64() < .9 {
+		h = shared(8, 64*BlockTokens)
+	}
+	g.question(&h)
+}
+
+// question ends a single prompt and asks it.
+func (g *generator) question(h *history) {
+	g.grow(h, min(g.about(1000, 1), longest/4))
+	g.ask(h, g.start, min(g.about(60, .8), 2000))
+}
+
+// zipf is a single prompt behind one of 40 prefixes of 2k to 32k tokens; the k-th is as frequent as 1/k.
+func (g *generator) zipf() {
+	k := g.ranked(40)
+	h := shared(100+k, int(4+(k*37)%61)*BlockTokens)
+	g.question(&h)
+}
+
+// app is a single prompt of one of ten applications with 16k tokens of instructions each.
+func (g *generator) app() {
+	h := shared(200+g.random.Uint64N(10), 32*BlockTokens)
+	g.question(&h)
+}
+
+// document is a question about one of 400 documents of 1k to 16k tokens behind instructions that all share; some are asked
+// about much more often than others.
+func (g *generator) document() {
+	k := g.ranked(400)
+	h := shared(300, 2*BlockTokens)
+	h.blocks = append(h.blocks, shared(1000+k, int(2+(k*29)%31)*BlockTokens).blocks...)
+	h.tokens = len(h.blocks) * BlockTokens
+	g.question(&h)
+}
+
+// ranked draws one of n, the k-th as often as 1/(k+1).
+func (g *generator) ranked(n int) uint64 {
+	sum := 0.0
+	for k := range n {
+		sum += 1 / float64(k+1)
+	}
+	x := g.random.Float64() * sum
+	for k := range n {
+		if x -= 1 / float64(k+1); x <= 0 {
+			return uint64(k)
+		}
+	}
+	return uint64(n - 1)
 }

@@ -20,7 +20,7 @@ var mooncakeTrace []byte
 // Open reads the trace in a file (.gz: compressed), or the public one that is built in (mooncake), or makes one up if name
 // is that of a kind that [Generate] knows.
 func Open(name string, requests int, seed uint64) (*Trace, error) {
-	if slices.Contains([]string{"conversation", "agent", "mixed"}, name) {
+	if slices.Contains(Kinds(), name) {
 		return Generate(name, requests, usualRate, seed)
 	}
 	if name == "mooncake" {
@@ -32,7 +32,7 @@ func Open(name string, requests int, seed uint64) (*Trace, error) {
 	}
 	file, err := os.Open(name)
 	if err != nil {
-		return nil, fmt.Errorf("opening the trace (a file, or one of mooncake, conversation, agent, mixed): %w", err)
+		return nil, fmt.Errorf("opening the trace (a file, or one of mooncake, %s): %w", strings.Join(Kinds(), ", "), err)
 	}
 	defer file.Close()
 	var r io.Reader = file

@@ -31,6 +31,14 @@ func (p *peer) arrive(j *job) {
 		p.booked, p.tokens, p.work = make([]int, n), make([]int, n), make([]float64, n)
 		p.answers, p.kv = make([]int, m), make([]int, m)
 	}
+	if b, ok := p.choose.(interface{ alone(*job) (int, bool) }); ok {
+		if d, alone := b.alone(j); alone {
+			p.answers[d]++
+			p.kv[d] += j.Input
+			p.bind(j, -1, d)
+			return
+		}
+	}
 	at := p.choose.prefill(j)
 	j.uncached = j.Input - min(p.hit(at, j)*BlockTokens, j.Input-1)
 	j.decode = -1
@@ -67,6 +75,11 @@ func (p *peer) done(j *job) {
 
 // hit is how many leading blocks of the prompt a prefill endpoint holds, or will when what is on its way has been done.
 func (p *peer) hit(at int, j *job) int { return p.index[at].hit(j.Blocks) }
+
+// decodeMatch is what a decode endpoint holds as a share of the prompt.
+func (p *peer) decodeMatch(at int, j *job) float64 {
+	return float64(p.decodes[at].cache.peek(j.Blocks)) / float64(max(len(j.Blocks), 1))
+}
 
 // match is hit as a share of the prompt.
 func (p *peer) match(at int, j *job) float64 {

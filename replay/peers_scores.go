@@ -64,17 +64,21 @@ func (d *dynamo) decode(j *job) int {
 
 func (d *dynamo) late() bool { return true }
 
-// smg is the SGLang gateway's cache_aware policy for prefill, with the thresholds of its command line, and power of two for
-// decode. (model_gateway/src/policies/cache_aware.rs.)
-type smg struct{ *peer }
+// smg is the SGLang gateway's cache_aware policy for prefill, with the thresholds of its command line (64, 1.5, .3) or of
+// its library (32, 1.1, .5), and power of two for decode. (model_gateway/src/policies/cache_aware.rs.)
+type smg struct {
+	*peer
+	spread      int
+	ratio, hits float64
+}
 
 func (s *smg) prefill(j *job) int {
 	least, most := slices.Min(s.booked), slices.Max(s.booked)
-	if most-least > 64 && float64(most) > 1.5*float64(least) {
+	if most-least > s.spread && float64(most) > s.ratio*float64(least) {
 		return s.leastBooked()
 	}
 	best := s.argmin(len(s.prefills), func(i int) float64 { return -float64(s.hit(i, j)) + float64(s.booked[i])/1e6 })
-	if s.match(best, j) > 0.3 {
+	if s.match(best, j) > s.hits {
 		return best
 	}
 	return s.leastBooked()

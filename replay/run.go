@@ -38,7 +38,22 @@ func DefaultConfig() Config {
 
 // Policies are the names that [Run] takes.
 func Policies() []string {
-	return []string{"tandem", "random", "round-robin", "least-requests", "longest-prefix", "llm-d", "dynamo", "smg", "aibrix", "mooncake"}
+	names := []string{"tandem", "random", "round-robin", "longest-prefix"}
+	return append(append(names, twoHops()...), mayBypass()...)
+}
+
+// twoHops are the peers that split every request.
+func twoHops() []string {
+	return []string{
+		"least-requests", "power-of-two", "llm-d", "llm-d-in-flight", "dynamo", "smg", "smg-32", "aibrix", "mooncake", "trtllm", "production-stack",
+	}
+}
+
+// mayBypass are the peers that let decode compute short prompts itself, with thresholds.
+func mayBypass() []string {
+	return []string{
+		"llm-d-in-flight/512", "llm-d-in-flight/2048", "llm-d-in-flight/8192", "dynamo/2048", "trtllm/2048", "vllm-router/256",
+	}
 }
 
 // newPolicy is the policy of that name.
@@ -47,29 +62,57 @@ func newPolicy(name string, f *fleet, c Config) (policy, error) {
 		return newTandem(f, c), nil
 	}
 	p := &peer{fleet: f}
-	switch name {
-	case "random":
-		p.choose = &randomly{p}
-	case "round-robin":
-		p.choose = &roundRobin{peer: p}
-	case "least-requests":
-		p.choose = &leastRequests{p}
-	case "longest-prefix":
-		p.choose = &longestPrefix{p}
-	case "llm-d":
-		p.choose = &llmd{p}
-	case "dynamo":
-		p.choose = &dynamo{p}
-	case "smg":
-		p.choose = &smg{p}
-	case "aibrix":
-		p.choose = &aibrix{p}
-	case "mooncake":
-		p.choose = &mooncake{p}
-	default:
+	if p.choose = newChooser(name, p); p.choose == nil {
 		return nil, fmt.Errorf("%q is not a policy: one of %v", name, Policies())
 	}
 	return p, nil
+}
+
+// newChooser is a peer's formula by name; nil if there is none.
+func newChooser(name string, p *peer) chooser {
+	switch name {
+	case "random":
+		return &randomly{p}
+	case "round-robin":
+		return &roundRobin{peer: p}
+	case "longest-prefix":
+		return &longestPrefix{p}
+	case "least-requests":
+		return &leastRequests{p}
+	case "power-of-two":
+		return &powerOfTwo{p}
+	case "llm-d":
+		return &llmd{p}
+	case "llm-d-in-flight":
+		return &inFlight{p}
+	case "dynamo":
+		return &dynamo{p}
+	case "smg":
+		return &smg{p, 64, 1.5, 0.3}
+	case "smg-32":
+		return &smg{p, 32, 1.1, 0.5}
+	case "aibrix":
+		return &aibrix{p}
+	case "mooncake":
+		return &mooncake{p}
+	case "trtllm":
+		return &trtllm{p}
+	case "production-stack":
+		return &loadAware{p}
+	case "llm-d-in-flight/512":
+		return newBypass(p, &inFlight{p}, 512)
+	case "llm-d-in-flight/2048":
+		return newBypass(p, &inFlight{p}, 2048)
+	case "llm-d-in-flight/8192":
+		return newBypass(p, &inFlight{p}, 8192)
+	case "dynamo/2048":
+		return newDynamoBypass(p)
+	case "trtllm/2048":
+		return newTRTBypass(p, 2048)
+	case "vllm-router/256": // its own policy is a token cost, as Dynamo's (vllm-project/router, pull request 130)
+		return newBypass(p, &dynamo{p}, 257)
+	}
+	return nil
 }
 
 // Check says what is wrong with a configuration.

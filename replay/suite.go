@@ -1,6 +1,7 @@
 package replay
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"io"
@@ -36,13 +37,21 @@ type contender struct {
 	split        picker.Split
 }
 
-// rivals are the policies that Tandem is compared with; those that never win (random, longest prefix) are left out.
-func rivals() (out []contender) {
-	for _, name := range []string{"least-requests", "llm-d", "dynamo", "smg", "aibrix", "mooncake"} {
+// rivals are the policies that a setting of Tandem's is compared with: like with like, so those that may decode alone only where
+// Tandem may. Policies that never win (random, longest prefix) are left out.
+func rivals(split picker.Split) (out []contender) {
+	names := twoHops()
+	if split == picker.SplitAuto {
+		names = append(names, mayBypass()...)
+	}
+	for _, name := range names {
 		out = append(out, contender{name: name, policy: name})
 	}
 	return out
 }
+
+// everybody is all rivals and Tandem's own settings.
+func everybody() []contender { return append(rivals(picker.SplitAuto), ours()...) }
 
 // ours are Tandem's settings: pairs bound at once, pairs bound late, and decode alone by price as well.
 func ours() []contender {
@@ -70,13 +79,19 @@ func newPlan(size string) (plan, error) {
 		}
 	}
 	all = append(all, scenario{trace: "mooncake", prefill: 32, decode: 32})
+	var popular []scenario
+	for _, trace := range []string{"hot", "zipf", "apps", "rag"} {
+		popular = append(popular, scenario{trace: trace, prefill: 4, decode: 4}, scenario{trace: trace, prefill: 8, decode: 8})
+	}
 	switch size {
 	case "full":
 		return plan{all, []float64{.2, .5, .8, 1.1}, []uint64{1, 2, 3}, 4000}, nil
+	case "shared":
+		return plan{popular, []float64{.5, .8, .95}, []uint64{1, 2, 3}, 3000}, nil
 	case "quick":
 		return plan{[]scenario{all[1], all[4], all[7], all[10]}, []float64{.5, .8}, []uint64{1}, 3000}, nil
 	}
-	return plan{}, fmt.Errorf("-suite: %q is not quick or full", size)
+	return plan{}, fmt.Errorf("-suite: %q is not quick, shared or full", size)
 }
 
 // played are the results of a suite, by scenario, load and contender: one for each seed.
@@ -92,7 +107,8 @@ func key(s scenario, load float64, c contender) string {
 	return fmt.Sprintf("%v|%v|%s", s, load, c.name)
 }
 
-// Suite plays the scenarios of docs/benchmarks.md and prints its tables: quick takes a minute, full half an hour of one core.
+// Suite plays the scenarios of docs/benchmarks.md and prints its tables: quick takes a minute, shared (prefixes that many
+// prompts have) three, full half an hour of one core.
 // When it is interrupted it shows the seeds that it had played.
 func Suite(ctx context.Context, size string, stdout, stderr io.Writer) error {
 	p, err := newPlan(size)
@@ -100,7 +116,7 @@ func Suite(ctx context.Context, size string, stdout, stderr io.Writer) error {
 		return err
 	}
 	s := &played{plan: p, results: map[string][]*Result{}}
-	contenders := append(rivals(), ours()...)
+	contenders := everybody()
 	of := len(p.scenarios) * len(p.loads) * len(p.seeds) * len(contenders)
 	bar := NewBar(stderr, "suite")
 	for _, seed := range p.seeds { // one after the other, so that the results of one key are in the order of seeds
@@ -121,6 +137,9 @@ func Suite(ctx context.Context, size string, stdout, stderr io.Writer) error {
 		s.complete++
 	}
 	s.print(stdout)
+	if size == "shared" {
+		return nil
+	}
 	return s.extras(ctx, stdout)
 }
 
@@ -172,53 +191,69 @@ func endToEnd(r *Result) float64 { return r.EndToEnd.Mean }
 func goodput(r *Result) float64  { return r.Goodput }
 func demand(r *Result) float64   { return r.Demand }
 
-// best is the rival that has the least mean time to the first token in a scenario, in hindsight.
-func (s *played) best(sc scenario, load float64) contender {
-	return slices.MinFunc(rivals(), func(a, b contender) int {
-		if s.over(sc, load, a, meanTTFT) < s.over(sc, load, b, meanTTFT) {
-			return -1
-		}
-		return 1
+// best is the rival of a setting that has the least mean time to the first token in a scenario, in hindsight.
+func (s *played) best(sc scenario, load float64, split picker.Split) contender {
+	return slices.MinFunc(rivals(split), func(a, b contender) int {
+		return cmp.Compare(s.over(sc, load, a, meanTTFT), s.over(sc, load, b, meanTTFT))
 	})
 }
 
 func (s *played) print(w io.Writer) {
 	s.printScenarios(w)
 	s.printLoads(w)
+	s.printWorst(w)
 	s.printCapacity(w)
 }
 
-// printScenarios is mean (and p99) TTFT of everybody at 80 % load.
+// printScenarios is mean (and p99) TTFT of the best rivals and of Tandem's settings, at each load.
 func (s *played) printScenarios(w io.Writer) {
-	const load = .8
-	all := append(rivals(), ours()...)
-	fmt.Fprintf(w, "Mean TTFT in seconds (p99) at %.0f %% load, mean of %d seeds; the best other policy in bold.\n\n| trace, fleet |", 100*load, s.complete)
-	for _, c := range all {
+	fmt.Fprintf(w, "Mean TTFT in seconds (p99), mean of %d seeds. The best other policy that splits every request, "+
+		"and the best one that may decode alone.\n\n| trace, fleet, load | best that splits | best that may decode alone |", s.complete)
+	for _, c := range ours() {
 		fmt.Fprintf(w, " %s |", c.name)
 	}
-	fmt.Fprintf(w, "\n|---|")
-	for range all {
-		fmt.Fprint(w, "---|")
+	fmt.Fprintf(w, "\n|---|---|---|---|---|---|---|\n")
+	for _, sc := range s.scenarios {
+		for _, load := range s.loads {
+			fmt.Fprintf(w, "| %v, %.0f %% |", sc, 100*load)
+			for _, split := range []picker.Split{picker.SplitAlways, picker.SplitAuto} {
+				best := s.best(sc, load, split)
+				fmt.Fprintf(w, " %s %s |", best.name, s.cell(sc, load, best))
+			}
+			for _, c := range ours() {
+				fmt.Fprintf(w, " %s |", s.cell(sc, load, c))
+			}
+			fmt.Fprintln(w)
+		}
 	}
 	fmt.Fprintln(w)
-	for _, sc := range s.scenarios {
-		fmt.Fprintf(w, "| %v |", sc)
-		best := s.best(sc, load)
-		for _, c := range all {
-			cell := fmt.Sprintf("%.3g (%.3g)", s.over(sc, load, c, meanTTFT), s.over(sc, load, c, p99TTFT))
-			if c.name == best.name {
-				cell = "**" + cell + "**"
+}
+
+func (s *played) cell(sc scenario, load float64, c contender) string {
+	return fmt.Sprintf("%.3g (%.3g)", s.over(sc, load, c, meanTTFT), s.over(sc, load, c, p99TTFT))
+}
+
+// printWorst is every scenario in which a rival is more than 3 % better than a setting of Tandem's.
+func (s *played) printWorst(w io.Writer) {
+	fmt.Fprintf(w, "Where another policy has a mean TTFT more than 3 %% shorter.\n\n| setting | trace, fleet, load | other policy | its mean TTFT | ours | ratio |\n|---|---|---|---|---|---|\n")
+	for _, c := range ours() {
+		for _, sc := range s.scenarios {
+			for _, load := range s.loads {
+				best := s.best(sc, load, c.split)
+				his, mine := s.over(sc, load, best, meanTTFT), s.over(sc, load, c, meanTTFT)
+				if mine > 1.03*his {
+					fmt.Fprintf(w, "| %s | %v, %.0f %% | %s | %.3g | %.3g | %.2f |\n", c.name, sc, 100*load, best.name, his, mine, mine/his)
+				}
 			}
-			fmt.Fprintf(w, " %s |", cell)
 		}
-		fmt.Fprintln(w)
 	}
 	fmt.Fprintln(w)
 }
 
 // printLoads is Tandem against the best rival of each scenario, by load.
 func (s *played) printLoads(w io.Writer) {
-	fmt.Fprintf(w, "Against the best other policy of each scenario: mean TTFT as a ratio (geometric mean / worst scenario), p99 TTFT and mean end-to-end time (geometric mean / worst).\n\n| load |")
+	fmt.Fprintf(w, "Against the best other policy of each scenario (auto: also those that may decode alone): mean TTFT "+
+		"as a ratio (geometric mean / worst scenario), p99 TTFT and mean end-to-end time (geometric mean / worst).\n\n| load |")
 	for _, c := range ours() {
 		fmt.Fprintf(w, " %s: mean | p99 | end to end |", c.name)
 	}
@@ -233,7 +268,7 @@ func (s *played) printLoads(w io.Writer) {
 			for _, what := range []func(*Result) float64{meanTTFT, p99TTFT, endToEnd} {
 				product, worst := 0.0, 0.0
 				for _, sc := range s.scenarios {
-					ratio := s.over(sc, load, c, what) / s.over(sc, load, s.best(sc, load), what)
+					ratio := s.over(sc, load, c, what) / s.over(sc, load, s.best(sc, load, c.split), what)
 					product += math.Log(ratio)
 					worst = max(worst, ratio)
 				}
@@ -248,7 +283,6 @@ func (s *played) printLoads(w io.Writer) {
 // printCapacity is the highest load at which goodput is .9, and the load at which there is no time left: between the loads that
 // were played, by a straight line.
 func (s *played) printCapacity(w io.Writer) {
-	all := append(rivals(), ours()...)
 	fmt.Fprintf(w, "Highest load with a goodput of .9 (first token within 5 s, a token each 50 ms), and the load at which "+
 		"the busier side is at work all the time with late binding's hits; >: more than was played, <: less.\n\n"+
 		"| trace, fleet | best other |")
@@ -262,7 +296,7 @@ func (s *played) printCapacity(w io.Writer) {
 	fmt.Fprintln(w)
 	for _, sc := range s.scenarios {
 		best, name := 0.0, ""
-		for _, c := range all[:len(rivals())] {
+		for _, c := range rivals(picker.SplitAuto) {
 			if load := s.capacity(sc, c); load > best {
 				best, name = load, c.name
 			}

@@ -86,6 +86,7 @@ func (t *tandem) newReplica(number int) *replica {
 
 func (t *tandem) arrive(j *job) {
 	r := t.replicas[j.id%uint64(len(t.replicas))]
+	r.state.Asked(r.pool, j.Blocks)
 	if !t.config.Late {
 		v := r.Fleet()
 		c, err := r.picker.Pick(r.look(j, v), v)
@@ -157,6 +158,7 @@ func (r *replica) look(j *job, v *kvstate.View) *picker.Request {
 	for i := range v.Endpoints {
 		v.Endpoints[i].Hit = int(j.hits[i])
 	}
+	r.state.FindUses(r.pool, j.Blocks, v)
 	return &r.request
 }
 

@@ -47,4 +47,5 @@ func (h *heard) look(q *picker.Request, v *kvstate.View) {
 	for i := range v.Endpoints {
 		v.Endpoints[i].Hit = int(h.hits[i])
 	}
+	v.Uses = v.Uses[:0]
 }

@@ -45,6 +45,7 @@ pools:
   models: [tiny]
   kvTransfer: nixl
   split: always
+  decodeAlone: fallback
   prefillTimeout: {base: 1s}
   endpoints:
   - {address: 127.0.0.1:8101, role: prefill}
@@ -55,6 +56,7 @@ pools:
   models: [pair]
   kvTransfer: sglang
   split: always
+  decodeAlone: fallback
   endpoints:
   - {address: 127.0.0.1:8301, role: prefill, transfer: {bootstrapPort: 8998}}
   - {address: 127.0.0.1:8401, role: decode}

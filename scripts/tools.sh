@@ -5,7 +5,7 @@
 # and, as root on Debian, redis-server from the distribution, unless there is one ($REDIS_SERVER, PATH). Where it cannot, it says so; the tests
 # that need it then fail in `make test`, and are skipped in a plain `go test`.
 # "tools.sh dev" adds protoc (grpcio-tools), for `make generate`; "tools.sh load" aiperf, for `make load`, and says if h2load is
-# missing; "tools.sh peers" vllm-router and sglang-router, for `make bench-peers`. Repeated calls do nothing.
+# missing; "tools.sh site" mkdocs, for `make site`; "tools.sh peers" vllm-router and sglang-router, for `make bench-peers`. Repeated calls do nothing.
 set -eu
 cd "$(dirname "$0")/.."
 envoy_version=1.40.0
@@ -52,6 +52,13 @@ load)
   fi
   command -v h2load >/dev/null || { [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get install -qqy nghttp2-client >/dev/null; } ||
     echo "tools.sh: h2load is missing (Debian: apt-get install nghttp2-client): no plain HTTP" >&2
+  ;;
+site)
+  if [ ! -e .tools/.stamp-site ]; then
+    python3 -m venv .tools/site
+    .tools/site/bin/pip install -q --disable-pip-version-check mkdocs-material==9.6.23
+    touch .tools/.stamp-site
+  fi
   ;;
 peers)
   if [ ! -e .tools/.stamp-peers ]; then

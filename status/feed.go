@@ -7,22 +7,22 @@ import (
 	"sync"
 	"time"
 
-	"tandem/extproc"
+	"tandem/extproc/telemetry"
 	"tandem/kvstate"
 )
 
 // Status is what there is to see of one replica. Times of points are milliseconds.
 type Status struct {
-	Version      string          `json:"version"`
-	Started      time.Time       `json:"started"`
-	Now          time.Time       `json:"now"`
-	Ready        bool            `json:"ready"`
-	Reservations int             `json:"reservations"`
-	Pools        []Pool          `json:"pools"`
-	Flow         []Flow          `json:"flow"`   // of the last minute, among the latest requests
-	Minute       Point           `json:"minute"` // rates and percentiles of the last minute
-	Points       []Point         `json:"points"` // one a second, oldest first
-	Recent       []extproc.Trace `json:"recent"` // newest first
+	Version      string            `json:"version"`
+	Started      time.Time         `json:"started"`
+	Now          time.Time         `json:"now"`
+	Ready        bool              `json:"ready"`
+	Reservations int               `json:"reservations"`
+	Pools        []Pool            `json:"pools"`
+	Flow         []Flow            `json:"flow"`   // of the last minute, among the latest requests
+	Minute       Point             `json:"minute"` // rates and percentiles of the last minute
+	Points       []Point           `json:"points"` // one a second, oldest first
+	Recent       []telemetry.Trace `json:"recent"` // newest first
 }
 
 // Pool is one pool.
@@ -41,6 +41,7 @@ type Endpoint struct {
 	Role     string  `json:"role"`
 	Group    string  `json:"group,omitempty"`
 	Up       bool    `json:"up"`
+	State    string  `json:"state"` // up; stale: its engine has not said anything lately; out: it failed; paused; draining: its pod is on its way out
 	Requests int64   `json:"requests"`
 	Tokens   int64   `json:"prompt_tokens"`
 	Hops     int     `json:"hops"`                                // of the latest requests
@@ -83,8 +84,8 @@ type Point struct {
 type Source struct {
 	Version string
 	State   *kvstate.State
-	Totals  func() extproc.Totals
-	Recent  func(n int) []extproc.Trace
+	Totals  func() telemetry.Totals
+	Recent  func(n int) []telemetry.Trace
 	Ready   func() bool
 }
 
@@ -103,14 +104,14 @@ type Feed struct {
 	started time.Time
 
 	mu     sync.Mutex
-	points []Point          // oldest first, at most keptPoints
-	totals []extproc.Totals // oldest first, at most keptTotals
+	points []Point            // oldest first, at most keptPoints
+	totals []telemetry.Totals // oldest first, at most keptTotals
 	n      int64
 }
 
 // NewFeed returns a feed that starts from now. It starts nothing.
 func NewFeed(s Source) *Feed {
-	return &Feed{source: s, started: time.Now(), totals: []extproc.Totals{s.Totals()}}
+	return &Feed{source: s, started: time.Now(), totals: []telemetry.Totals{s.Totals()}}
 }
 
 // Run takes a point every second until ctx ends.
@@ -148,7 +149,7 @@ func dropOver[T any](s []T, n int) []T {
 }
 
 // between are the rates from one count to another, so many seconds later.
-func between(a, b *extproc.Totals, seconds float64) Point {
+func between(a, b *telemetry.Totals, seconds float64) Point {
 	rate := func(a, b uint64) float64 { return float64(b-a) / seconds }
 	return Point{
 		Split: rate(a.Split, b.Split), Alone: rate(a.Alone, b.Alone), Pass: rate(a.Pass, b.Pass),
@@ -158,8 +159,8 @@ func between(a, b *extproc.Totals, seconds float64) Point {
 	}
 }
 
-func (p *Point) percentiles(a, b *extproc.Totals) {
-	set := func(at50, at99 *float64, a, b *extproc.Durations) {
+func (p *Point) percentiles(a, b *telemetry.Totals) {
+	set := func(at50, at99 *float64, a, b *telemetry.Durations) {
 		h := b.Since(a)
 		*at50, *at99 = milliseconds(h.Quantile(.5)), milliseconds(h.Quantile(.99))
 	}
@@ -192,14 +193,17 @@ func (f *Feed) Status(since int64) Status {
 	return s
 }
 
-func (f *Feed) pool(p *kvstate.Pool, recent []extproc.Trace) Pool {
+func (f *Feed) pool(p *kvstate.Pool, recent []telemetry.Trace) Pool {
 	out := Pool{Name: p.Spec.Name, Models: f.source.State.Models(p), IndexBlocks: p.IndexStats().Blocks, TokenBytes: p.TokenBytes(), Endpoints: []Endpoint{}}
 	if slices.Contains(p.Spec.Models, "*") && len(out.Models) == 0 {
 		out.Models = []string{"*"}
 	}
 	for _, e := range p.Endpoints() {
 		requests, tokens := e.Load()
-		shown := Endpoint{Name: e.Name, Address: e.Addr, Role: e.Role.String(), Group: e.Group, Up: !e.Failed(), Requests: requests, Tokens: tokens, HitShare: -1, Transfer: f.source.State.Bandwidth(p, e)}
+		shown := Endpoint{
+			Name: e.Name, Address: e.Addr, Role: e.Role.String(), Group: e.Group,
+			Up: !e.Failed(), State: stateOf(e, time.Now()), Requests: requests, Tokens: tokens, HitShare: -1, Transfer: f.source.State.Bandwidth(p, e),
+		}
 		if shown.Name == "" {
 			shown.Name = e.Addr
 		}
@@ -209,8 +213,26 @@ func (f *Feed) pool(p *kvstate.Pool, recent []extproc.Trace) Pool {
 	return out
 }
 
+// staleAfter is the age from which what an engine says counts less in decisions.
+const staleAfter = 5 * time.Second
+
+func stateOf(e *kvstate.Endpoint, now time.Time) string {
+	g := e.Signals()
+	switch {
+	case e.Failed():
+		return "out"
+	case e.Draining:
+		return "draining"
+	case e.Paused():
+		return "paused"
+	case g != nil && g.Age(now) > staleAfter:
+		return "stale"
+	}
+	return "up"
+}
+
 // seenIn takes in what the latest requests say of the endpoint.
-func (e *Endpoint) seenIn(recent []extproc.Trace) {
+func (e *Endpoint) seenIn(recent []telemetry.Trace) {
 	var prompt, cached int64
 	for i := range recent {
 		t := &recent[i]
@@ -228,7 +250,7 @@ func (e *Endpoint) seenIn(recent []extproc.Trace) {
 }
 
 // flow counts pairs among the latest requests.
-func flow(recent []extproc.Trace, since time.Time) []Flow {
+func flow(recent []telemetry.Trace, since time.Time) []Flow {
 	counts := map[Flow]int{}
 	for _, t := range recent {
 		if t.Started.After(since) && (t.Prefill != "" || t.Route == "decode_alone") {

@@ -9,7 +9,7 @@ import (
 	"time"
 	"unicode"
 
-	"tandem/extproc"
+	"tandem/extproc/telemetry"
 )
 
 // Print writes a status for a terminal: what the page shows, in lines.
@@ -41,11 +41,11 @@ func printPool(w io.Writer, p *Pool) {
 	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
 	fmt.Fprintln(t, "  endpoint\trole\thealth\trequests\tprompt tokens\tlately\tcache hits\tKV comes at")
 	for _, e := range p.Endpoints {
-		health, hits, group, transfer := "up", "-", "", "-"
+		health, hits, group, transfer := e.State, "-", "", "-"
 		if e.Transfer > 0 {
-			transfer = fmt.Sprintf("%.2g GB/s", e.Transfer/1e9)
+			transfer = perSecond(e.Transfer)
 		}
-		if !e.Up {
+		if health == "out" {
 			health = "OUT"
 		}
 		if e.HitShare >= 0 {
@@ -74,14 +74,19 @@ func printFlow(w io.Writer, flow []Flow) {
 // terminalRecent is how many of the latest requests fit a terminal beside the rest.
 const terminalRecent = 10
 
-func printRecent(w io.Writer, recent []extproc.Trace) {
+func printRecent(w io.Writer, recent []telemetry.Trace) {
 	if len(recent) == 0 {
 		return
 	}
 	fmt.Fprintln(w, "\nlatest requests")
+	PrintRequests(w, recent[:min(len(recent), terminalRecent)])
+}
+
+// PrintRequests writes a table of requests for a terminal.
+func PrintRequests(w io.Writer, recent []telemetry.Trace) {
 	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
 	fmt.Fprintln(t, "  status\troute\tprefill\tdecode\ttokens\tcached\thop 1\thop 2\trequest id")
-	for _, r := range recent[:min(len(recent), terminalRecent)] {
+	for _, r := range recent {
 		status, cached := "...", "-"
 		if r.Status > 0 {
 			status = fmt.Sprint(r.Status)
@@ -131,6 +136,19 @@ func millis(v float64) string {
 		return fmt.Sprintf("%.1f ms", v)
 	}
 	return fmt.Sprintf("%.0f us", v*1000)
+}
+
+// perSecond is a rate of bytes as people say it: two digits, never an exponent.
+func perSecond(bytes float64) string {
+	units := []string{"B/s", "KB/s", "MB/s", "GB/s", "TB/s"}
+	i := 0
+	for ; bytes >= 999.5 && i < len(units)-1; i++ {
+		bytes /= 1000
+	}
+	if bytes < 9.95 {
+		return fmt.Sprintf("%.1f %s", bytes, units[i])
+	}
+	return fmt.Sprintf("%.0f %s", bytes, units[i])
 }
 
 // spark draws the last forty points as blocks of eight heights.

@@ -16,14 +16,14 @@ import (
 
 	"github.com/stretchr/testify/require"
 
-	"tandem/extproc"
+	"tandem/extproc/telemetry"
 	"tandem/kvstate"
 )
 
 var update = flag.Bool("update", false, "rewrite testdata/status.txt")
 
 // fleet is a source with two pools and some requests.
-func fleet(totals func() extproc.Totals) Source {
+func fleet(totals func() telemetry.Totals) Source {
 	state := kvstate.New(kvstate.Options{})
 	state.SetPool(kvstate.PoolSpec{Name: "chat", Models: []string{"*"}}, []kvstate.EndpointSpec{
 		{Name: "p1", Addr: "10.0.1.1:8000", Role: kvstate.RolePrefill, Group: "rack-a"}, {Name: "d1", Addr: "10.0.2.1:8000", Role: kvstate.RoleDecode, Group: "rack-a"},
@@ -34,20 +34,20 @@ func fleet(totals func() extproc.Totals) Source {
 	state.Routed(chat, chat.Endpoints()[0], []uint64{1, 2, 3})
 	state.MarkFailed(state.Pool("small").Endpoints()[0])
 	now := time.Now()
-	recent := []extproc.Trace{
+	recent := []telemetry.Trace{
 		{RequestID: "req-2", Pool: "chat", Route: "split", Prefill: "10.0.1.1:8000", Decode: "10.0.2.1:8000", PromptTokens: 100, CachedTokens: 25, PrefillTime: 12 * time.Millisecond, DecodeTime: 2 * time.Second, Status: 200, Started: now},
 		{RequestID: "req-1", Pool: "chat", Route: "decode_alone", Reason: "no_prefill", Decode: "10.0.2.1:8000", PromptTokens: 50, CachedTokens: -1, Started: now},
 		{RequestID: "req-0\x1b]0;", Pool: "chat", Route: "split", Prefill: "10.0.1.1:8000", Decode: "10.0.2.1:8000", PromptTokens: 100, CachedTokens: 50, Status: 503, Started: now.Add(-time.Hour)},
 	}
 	return Source{Version: "v1", State: state, Totals: totals, Ready: func() bool { return true },
-		Recent: func(n int) []extproc.Trace { return recent[:min(n, len(recent))] }}
+		Recent: func(n int) []telemetry.Trace { return recent[:min(n, len(recent))] }}
 }
 
 func TestFeed(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var mu sync.Mutex
-		var totals extproc.Totals
-		f := NewFeed(fleet(func() extproc.Totals { mu.Lock(); defer mu.Unlock(); return totals }))
+		var totals telemetry.Totals
+		f := NewFeed(fleet(func() telemetry.Totals { mu.Lock(); defer mu.Unlock(); return totals }))
 		go f.Run(t.Context())
 		synctest.Wait()
 		for range 20 {
@@ -79,10 +79,10 @@ func TestFeed(t *testing.T) {
 }
 
 func TestPrint(t *testing.T) {
-	var totals extproc.Totals
+	var totals telemetry.Totals
 	var out bytes.Buffer
 	synctest.Test(t, func(*testing.T) { // at a time of its own
-		f := NewFeed(fleet(func() extproc.Totals { return totals }))
+		f := NewFeed(fleet(func() telemetry.Totals { return totals }))
 		for i := range 45 {
 			totals.OK += uint64(i % 9)
 			totals.CachedTokens += 30
@@ -104,8 +104,8 @@ func TestPrint(t *testing.T) {
 }
 
 func TestHandler(t *testing.T) {
-	var totals extproc.Totals
-	h := Handler(NewFeed(fleet(func() extproc.Totals { return totals })))
+	var totals telemetry.Totals
+	h := Handler(NewFeed(fleet(func() telemetry.Totals { return totals })))
 	get := func(path string) *httptest.ResponseRecorder {
 		w := httptest.NewRecorder()
 		h.ServeHTTP(w, httptest.NewRequest(http.MethodGet, path, nil))
@@ -134,4 +134,21 @@ func TestPageIsSelfContained(t *testing.T) {
 		require.NotRegexp(t, `https?://|@import|url\(`, plain, file)
 		require.NotRegexp(t, `innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(`, plain, file)
 	}
+}
+
+// An endpoint whose engine fell silent is not shown as up.
+func TestStates(t *testing.T) {
+	s := kvstate.New(kvstate.Options{})
+	s.SetPool(kvstate.PoolSpec{Name: "chat"}, []kvstate.EndpointSpec{{Addr: "10.0.0.1:1", Role: kvstate.RoleBoth}})
+	e := s.Pool("chat").Endpoint("10.0.0.1:1")
+	now := time.Now()
+	require.Equal(t, "up", stateOf(e, now), "it never said anything")
+	s.Observe(e, kvstate.Signals{Running: 1, Waiting: 0, KVUsage: .5, KVTokens: -1, At: now})
+	require.Equal(t, "up", stateOf(e, now.Add(staleAfter)))
+	require.Equal(t, "stale", stateOf(e, now.Add(staleAfter+time.Second)))
+	_, err := s.SetOrder("chat", e.Addr, func(o *kvstate.Order) { o.Paused = true })
+	require.NoError(t, err)
+	require.Equal(t, "paused", stateOf(e, now))
+	s.MarkFailed(e)
+	require.Equal(t, "out", stateOf(e, now))
 }

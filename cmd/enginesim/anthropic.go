@@ -49,17 +49,20 @@ func (u usage) appendAnthropic(dst []byte) []byte {
 	return append(appendInt(dst, "cache_read_input_tokens", int64(u.cached)), '}')
 }
 
-func (messagesAPI) begin(c *call, dst []byte) []byte {
-	u := c.usage()
-	u.completion = 0
-	dst = event(dst, "message_start", func(dst []byte) []byte {
+func (messagesAPI) open(c *call, dst []byte) []byte {
+	return event(dst, "message_start", func(dst []byte) []byte {
 		dst = append(dst, `{"type":"message_start","message":{"id":`...)
 		dst = appendQuoted(dst, c.id)
 		dst = append(dst, `,"type":"message","role":"assistant","content":[]`...)
 		dst = appendStr(dst, "model", c.modelName())
 		dst = append(dst, `,"stop_reason":null,"stop_sequence":null,"usage":`...)
-		return append(u.appendAnthropic(dst), "}}"...)
+		dst = append(dst, `{"input_tokens":`...)
+		dst = strconv.AppendInt(dst, int64(c.usage().prompt), 10)
+		return append(dst, `,"output_tokens":0}}}`...)
 	})
+}
+
+func (messagesAPI) begin(c *call, dst []byte) []byte {
 	q := c.seqs[0]
 	return event(dst, "content_block_start", func(dst []byte) []byte {
 		dst = append(dst, `{"type":"content_block_start","index":0,"content_block":`...)
@@ -97,6 +100,15 @@ func (messagesAPI) end(c *call, dst []byte) []byte {
 	return event(dst, "message_stop", func(dst []byte) []byte { return append(dst, `{"type":"message_stop"}`...) })
 }
 
+// fail writes an error event. A failed KV load reaches vLLM's converter as a chunk that it cannot parse, and what it reports is that.
 func (messagesAPI) fail(_ *call, dst []byte, e *apiError) []byte {
+	if e.load {
+		const missing = `\n  Field required [type=missing, input_value={'error': {'message': 'In...am': None, 'code': 500}}, input_type=dict]` +
+			`\n    For further information visit https://errors.pydantic.dev/2.14/v/missing`
+		const message = `2 validation errors for ChatCompletionStreamResponse\nmodel` + missing + `\nchoices` + missing
+		return event(dst, "error", func(dst []byte) []byte {
+			return append(dst, `{"type":"error","error":{"type":"internal_error","message":"`+message+`"}}`...)
+		})
+	}
 	return event(dst, "error", func(dst []byte) []byte { return append(dst, e.json(apiMessages)...) })
 }

@@ -55,14 +55,16 @@ func TestSGLangRooms(t *testing.T) {
 	})
 	for name, members := range map[string]string{
 		"no room": `"max_tokens":1`, "a float": `"bootstrap_host":"h","bootstrap_room":1.5`, "64 bits": `"bootstrap_host":"h","bootstrap_room":9223372036854775808`,
-		"no host": `"bootstrap_room":1`, "too few": `"n":2,"bootstrap_host":[],"bootstrap_port":[],"bootstrap_room":[]`,
-		"one room twice": `"n":2,"bootstrap_host":"h","bootstrap_room":[3]`,
+		"no host": `"bootstrap_room":1`, "too few": `"bootstrap_host":[],"bootstrap_port":[],"bootstrap_room":[]`,
 	} {
 		t.Run(name, func(t *testing.T) {
 			require.Equal(t, 400, p.post(t, chatPath, "", chat("x", members)).status)
 			require.Equal(t, 400, d.post(t, chatPath, "", chat("x", members)).status)
 		})
 	}
+	t.Run("one room twice", func(t *testing.T) {
+		require.Equal(t, 400, p.post(t, "/v1/completions", "", `{"model":"tiny","prompt":["a","b"],"bootstrap_host":"h","bootstrap_room":[3,3]}`).status)
+	})
 	t.Run("bootstrap", func(t *testing.T) {
 		for query, status := range map[string]int{"": 400, "prefill_dp_rank=-1&prefill_cp_rank=-1&target_tp_rank=-1&target_pp_rank=-1": 200,
 			"prefill_dp_rank=7&prefill_cp_rank=0&target_tp_rank=0&target_pp_rank=0": 404} {
@@ -72,6 +74,20 @@ func TestSGLangRooms(t *testing.T) {
 			require.Equal(t, status, resp.StatusCode, query)
 		}
 	})
+}
+
+// Several choices of one prompt have one room, whatever they are sent: P answers, D waits in vain.
+func TestSGLangChoices(t *testing.T) {
+	p, d, room := roomPair(t, "300ms")
+	for name, members := range map[string]string{"one room": room(5), "a list of rooms": strings.Replace(room(7), ":7", ":[7,8]", 1)} {
+		began := time.Now()
+		fromP, fromD := both(t, p, d, chatPath, "", chat("two of one", `"n":2`, members), chat("two of one", `"n":2`, members))
+		require.Equal(t, 200, fromP.status, "%s: %v", name, fromP)
+		require.Equal(t, 500, fromD.status, "%s: %v", name, fromD)
+		require.GreaterOrEqual(t, time.Since(began), 300*time.Millisecond)
+	}
+	p.quiet(t)
+	d.quiet(t)
 }
 
 // Each leg waits for the other as long as it may, and holds its blocks meanwhile.

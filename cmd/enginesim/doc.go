@@ -125,7 +125,8 @@
 //
 // mode: status, reset-before-headers, reset-mid-body, hang, slow (delay "1s"), garbage-body, empty-params,
 // null-params, malformed-params (params: the value to answer with), stream-reset-after (events: whole events to let
-// out, half of another follows), refuse (delay: how long the port stays closed), die. leg: prefill, decode, plain,
+// out, half of another follows), refuse (delay: how long the port stays closed), die, unreachable (the side channel: no other
+// engine can load this one's KV). leg: prefill, decode, plain,
 // any. path: one path only. count: how often, 0 until cleared. skip: how many to let through first. A failure strikes
 // before the engine sees the request, so that what P holds for a failed decode leg stays held until its lease is over;
 // a spoilt hand-over frees its blocks.

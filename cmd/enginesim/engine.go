@@ -125,6 +125,8 @@ func (c *call) fill(ctx context.Context) error {
 		return c.sendContext(ctx)
 	case !c.s.roomed():
 		return c.prefill(ctx)
+	case c.req.n > 1:
+		return c.shareRoom(ctx)
 	case c.s.cfg.role == rolePrefill:
 		return c.sendRooms(ctx)
 	}

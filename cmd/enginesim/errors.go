@@ -1,6 +1,7 @@
 package main
 
 import (
+	"bytes"
 	"errors"
 	"fmt"
 	"net/http"
@@ -13,6 +14,7 @@ type apiError struct {
 	typ     string
 	param   string // "" is null
 	message string
+	load    bool // in a stream: the KV load failed
 }
 
 func (e *apiError) Error() string { return e.message }
@@ -36,6 +38,78 @@ func badParam(param, value, format string, args ...any) *apiError {
 // pydantic is a type error found before vLLM's own code sees the request.
 func pydantic(kind, loc, msg string, input []byte) *apiError {
 	return badRequest("1 validation error:\n  {'type': '%s', 'loc': 'body.%s', 'msg': '%s', 'input': %s}", kind, loc, msg, pyRepr(input))
+}
+
+// missing is pydantic's error for a member that is not there: it shows the whole body, as Python writes it (SGLang 0.5.23; vLLM
+// did so before it began to sum up what it shows).
+func missing(name string, members []member) *apiError {
+	echo := []byte{'{'}
+	for i, m := range members {
+		if i > 0 {
+			echo = append(echo, ", "...)
+		}
+		echo = appendPython(append(appendPythonText(echo, m.key), ": "...), m.raw)
+	}
+	return badRequest("1 validation error:\n  {'type': 'missing', 'loc': ('body', '%s'), 'msg': 'Field required', 'input': %s}}", name, echo)
+}
+
+// appendPython writes a JSON value as Python's repr does.
+func appendPython(dst, raw []byte) []byte {
+	first := true
+	comma := func() {
+		if !first {
+			dst = append(dst, ", "...)
+		}
+		first = false
+	}
+	switch raw[0] {
+	case '{':
+		dst = append(dst, '{')
+		eachMember(raw, func(key, value []byte) {
+			comma()
+			dst = appendPython(append(appendPythonText(dst, key), ": "...), value)
+		})
+		return append(dst, '}')
+	case '[':
+		dst = append(dst, '[')
+		eachElement(raw, func(value []byte) bool {
+			comma()
+			dst = appendPython(dst, value)
+			return true
+		})
+		return append(dst, ']')
+	case '"':
+		return appendPythonText(dst, unquote(raw))
+	case 't':
+		return append(dst, "True"...)
+	case 'f':
+		return append(dst, "False"...)
+	case 'n':
+		return append(dst, "None"...)
+	}
+	return append(dst, raw...)
+}
+
+// appendPythonText writes a string: in double quotes where it has single ones and no double ones.
+func appendPythonText(dst, text []byte) []byte {
+	quote := byte('\'')
+	if bytes.IndexByte(text, '\'') >= 0 && bytes.IndexByte(text, '"') < 0 {
+		quote = '"'
+	}
+	dst = append(dst, quote)
+	for _, c := range text {
+		switch {
+		case c == quote || c == '\\':
+			dst = append(dst, '\\', c)
+		case c == '\n':
+			dst = append(dst, `\n`...)
+		case c < ' ':
+			dst = fmt.Appendf(dst, `\x%02x`, c)
+		default:
+			dst = append(dst, c)
+		}
+	}
+	return append(dst, quote)
 }
 
 func pyRepr(raw []byte) string {

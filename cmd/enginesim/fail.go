@@ -27,7 +27,7 @@ type failRule struct {
 	delay time.Duration
 }
 
-// The modes. All but refuse and die wait for a request that matches.
+// The modes. All but refuse, die and unreachable wait for a request that matches.
 const (
 	failStatus      = "status"               // answer an error at once
 	failEarlyReset  = "reset-before-headers" // reset the connection instead of answering
@@ -41,11 +41,12 @@ const (
 	failStreamReset = "stream-reset-after"   // reset a stream after so many events
 	failRefuse      = "refuse"               // at once: close the HTTP port for a while
 	failDie         = "die"                  // at once: exit as a crashed engine does
+	failUnreachable = "unreachable"          // until cleared: other engines cannot connect to the KV side channel
 )
 
 var failModes = []string{
 	failStatus, failEarlyReset, failMidReset, failHang, failSlow, failGarbage, failEmptyParams, failNullParams,
-	failBadParams, failStreamReset, failRefuse, failDie,
+	failBadParams, failStreamReset, failRefuse, failDie, failUnreachable,
 }
 
 // legs are what a request can be to the protocol.
@@ -96,6 +97,8 @@ func newFailures(rules []failRule) *failures {
 // cuts a stream wants a stream.
 func (r *failRule) suits(leg, path string, stream bool) bool {
 	switch r.Mode {
+	case failUnreachable:
+		return false
 	case failEmptyParams, failNullParams, failBadParams:
 		if leg != "prefill" {
 			return false
@@ -144,6 +147,13 @@ func (f *failures) clear() {
 	f.rules = nil
 	close(f.cleared)
 	f.cleared = make(chan struct{})
+}
+
+// unreachable reports whether other engines are kept from the side channel.
+func (f *failures) unreachable() bool {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return slices.ContainsFunc(f.rules, func(r *failRule) bool { return r.Mode == failUnreachable })
 }
 
 func (f *failures) untilCleared() <-chan struct{} {

@@ -23,6 +23,8 @@ func (generateAPI) whole(c *call) []byte {
 	return append(appendRaw(dst, "kv_transfer_params", c.handOver()), '}')
 }
 
+func (generateAPI) open(_ *call, dst []byte) []byte { return dst }
+
 func (generateAPI) begin(_ *call, dst []byte) []byte { return dst }
 
 func (generateAPI) token(c *call, dst []byte, q *sequence, i int) []byte {

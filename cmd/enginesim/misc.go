@@ -271,7 +271,7 @@ func (s *sim) serveState(w http.ResponseWriter, _ *http.Request) { writeJSONValu
 
 // serveInfo is SGLang's /server_info, as far as a router looks at it.
 func (s *sim) serveInfo(w http.ResponseWriter) {
-	writeJSONValue(w, map[string]any{"disaggregation_mode": map[role]string{rolePrefill: "prefill", roleDecode: "decode", roleBoth: "null"}[s.cfg.role],
+	writeJSONValue(w, map[string]any{"disaggregation_mode": s.disaggregationMode(),
 		"dp_size": s.cfg.dpSize, "served_model_name": s.cfg.models[0], "version": "0.5.23"})
 }
 

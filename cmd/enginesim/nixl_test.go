@@ -227,7 +227,7 @@ func TestDecodeLegFailures(t *testing.T) {
 			require.JSONEq(t, `{"error":{"message":"Internal server error","type":"InternalServerError","param":null,"code":500}}`, r.String())
 			r = fail.post(t, chatPath, "r", chat(longPrompt, `"max_tokens":8,"stream":true`, decodeMembers(params)))
 			require.Equal(t, 200, r.status, "a stream has its 200 before the transfer starts")
-			require.Contains(t, r.String(), `data: {"error":{"message":"Internal server error"`)
+			require.Contains(t, r.String(), `data: {"error": {"message": "Internal server error"`)
 
 			r = recompute.post(t, chatPath, "r", chat(longPrompt, `"max_tokens":8`, decodeMembers(params)))
 			require.Equal(t, 200, r.status)

@@ -156,7 +156,9 @@ func (u usage) appendOpenAI(dst []byte, created, streamed bool) []byte {
 	return append(dst, `,"multimodal_tokens":null},"completion_tokens_details":null}`...)
 }
 
-func (chatAPI) begin(c *call, dst []byte) []byte {
+func (chatAPI) begin(_ *call, dst []byte) []byte { return dst }
+
+func (chatAPI) open(c *call, dst []byte) []byte {
 	for _, q := range c.seqs {
 		dst = c.appendHead(append(dst, "data: "...), "chat.completion.chunk")
 		dst = append(dst, `,"choices":[{"index":`...)

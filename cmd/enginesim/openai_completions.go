@@ -79,6 +79,8 @@ func (c *call) appendLogprobs(dst []byte, q *sequence, from, to int) []byte {
 	return append(dst, '}')
 }
 
+func (completionsAPI) open(_ *call, dst []byte) []byte { return dst }
+
 func (completionsAPI) begin(_ *call, dst []byte) []byte { return dst }
 
 func (completionsAPI) token(c *call, dst []byte, q *sequence, i int) []byte {

@@ -152,11 +152,15 @@ func (a *responsesAPI) event(dst []byte, name string, rest func(dst []byte) []by
 	})
 }
 
-func (a *responsesAPI) begin(c *call, dst []byte) []byte {
-	q := c.seqs[0]
+func (a *responsesAPI) open(c *call, dst []byte) []byte {
 	for _, name := range []string{"response.created", "response.in_progress"} {
 		dst = a.event(dst, name, func(dst []byte) []byte { return c.appendResponse(appendKey(dst, "response"), false) })
 	}
+	return dst
+}
+
+func (a *responsesAPI) begin(c *call, dst []byte) []byte {
+	q := c.seqs[0]
 	dst = a.event(dst, "response.output_item.added", func(dst []byte) []byte {
 		dst = append(dst, `,"output_index":0,"item":`...)
 		return c.appendOutputItem(dst, q, false)
@@ -213,4 +217,10 @@ func (a *responsesAPI) end(c *call, dst []byte) []byte {
 	return a.event(dst, name, func(dst []byte) []byte { return c.appendResponse(appendKey(dst, "response"), true) })
 }
 
-func (a *responsesAPI) fail(_ *call, dst []byte, e *apiError) []byte { return failEvent(dst, e) }
+// fail writes an error event. After a failed KV load vLLM 0.32 ends such a stream without a word.
+func (a *responsesAPI) fail(_ *call, dst []byte, e *apiError) []byte {
+	if e.load {
+		return dst
+	}
+	return failEvent(dst, e)
+}

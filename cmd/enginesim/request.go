@@ -195,6 +195,12 @@ func (q *request) readLimits() *apiError {
 		if !ok {
 			return pydantic("int_type", f.name, "Input should be a valid integer", raw)
 		}
+		switch {
+		case n < 0 && f.into == &q.maxTokens:
+			return badRequest("max_tokens must be at least 1, got %d.", n)
+		case n < 0 && f.into == &q.minTokens:
+			return badRequest("min_tokens must be greater than or equal to 0, got %d.", n)
+		}
 		*f.into = n
 	}
 	q.readStops(from)
@@ -266,7 +272,7 @@ func (q *request) checkCommon() *apiError {
 		}
 	}
 	if isNull(q.raw(required)) {
-		return pydantic("missing", required, "Field required", []byte("None"))
+		return missing(required, q.members)
 	}
 	return nil
 }

@@ -302,6 +302,7 @@ func (s *sim) routes() *http.ServeMux {
 	if s.cfg.connector == connectorSGLang {
 		mux.HandleFunc("POST /generate", func(w http.ResponseWriter, r *http.Request) { s.serveCall(w, r, apiSGLang) })
 		mux.HandleFunc("GET /server_info", func(w http.ResponseWriter, _ *http.Request) { s.serveInfo(w) })
+		mux.HandleFunc("GET /v1/loads", s.recorded(s.serveLoads))
 	}
 	if s.cfg.connector == connectorTRTLLM {
 		mux.HandleFunc("GET /server_info", func(w http.ResponseWriter, _ *http.Request) { s.serveContextInfo(w) })

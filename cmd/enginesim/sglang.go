@@ -29,27 +29,23 @@ type roomParams struct {
 
 func (r roomParams) key() string { return strconv.FormatUint(r.room, 10) }
 
-// readRooms reads a request's rooms, one for each of n sequences in the order of GenerateReqInput: prompts, and lists
-// again for every parallel sample (srt/managers/io_struct.py, _normalize_bootstrap_params).
+// readRooms reads a request's rooms, one for each prompt (srt/managers/io_struct.py, _normalize_bootstrap_params).
 func (q *request) readRooms(prompts int) ([]roomParams, *apiError) {
 	hosts, ports, rooms := q.raw("bootstrap_host"), q.raw("bootstrap_port"), q.raw("bootstrap_room")
 	if isNull(rooms) {
 		return nil, badRequest("Disaggregated request received without bootstrap room id. Disaggregated Server requires bootstrap room.")
 	}
-	n := prompts * int(q.n)
-	out := make([]roomParams, n)
+	out := make([]roomParams, prompts)
 	for i := range out {
-		// Sequence i is choice i%n of prompt i/n; the engine's own order is prompt by prompt within each choice.
-		at := i%int(q.n)*prompts + i/int(q.n)
 		r := &out[i]
-		host, err := element(hosts, at, int(q.n), "bootstrap_host")
+		host, err := element(hosts, i, "bootstrap_host")
 		if err != nil {
 			return nil, err
 		}
 		if r.host = string(text(host)); r.host == "" {
 			return nil, badRequest("bootstrap_host must be a string, not %s", pyRepr(host))
 		}
-		port, err := element(ports, at, int(q.n), "bootstrap_port")
+		port, err := element(ports, i, "bootstrap_port")
 		if err != nil {
 			return nil, err
 		}
@@ -60,7 +56,7 @@ func (q *request) readRooms(prompts int) ([]roomParams, *apiError) {
 			}
 			r.port = int(p)
 		}
-		room, err := element(rooms, at, int(q.n), "bootstrap_room")
+		room, err := element(rooms, i, "bootstrap_room")
 		if err != nil {
 			return nil, err
 		}
@@ -70,23 +66,23 @@ func (q *request) readRooms(prompts int) ([]roomParams, *apiError) {
 		}
 		r.room = uint64(number)
 		if !isArray(rooms) {
-			r.room += uint64(at)
+			r.room += uint64(i)
 		}
 	}
 	return out, nil
 }
 
-// element is a scalar, or what a list has at i when it is repeated n times, once for every parallel sample.
-func element(raw []byte, i, n int, name string) ([]byte, *apiError) {
+// element is a scalar, or what a list has at i.
+func element(raw []byte, i int, name string) ([]byte, *apiError) {
 	if !isArray(raw) {
 		return raw, nil
 	}
 	var list [][]byte
 	eachElement(raw, func(e []byte) bool { list = append(list, e); return true })
-	if i >= len(list)*n {
+	if i >= len(list) {
 		return nil, badRequest("%s has %d elements, too few", name, len(list))
 	}
-	return list[i%len(list)], nil
+	return list[i], nil
 }
 
 // roomed reports whether this engine does one leg of two.
@@ -100,14 +96,34 @@ func (c *call) checkRooms(prompts int) *apiError {
 		return bad
 	}
 	seen := map[uint64]bool{}
-	for i, q := range c.seqs {
-		q.room = rooms[i]
-		if seen[q.room.room] {
-			return badRequest("enginesim: the room %d is there twice in one batch", q.room.room)
+	for _, r := range rooms {
+		if seen[r.room] {
+			return badRequest("enginesim: the room %d is there twice in one batch", r.room)
 		}
-		seen[q.room.room] = true
+		seen[r.room] = true
+	}
+	for _, q := range c.seqs {
+		q.room = rooms[q.index]
 	}
 	return nil
+}
+
+// shareRoom is what becomes of several choices of a prompt, which all have the room of the first (srt/managers/
+// tokenizer_manager.py, _handle_batch_request): P computes and answers, D waits for KV that nobody sends (run on 0.5.23).
+func (c *call) shareRoom(ctx context.Context) error {
+	if c.s.cfg.role == rolePrefill {
+		return c.prefill(ctx)
+	}
+	held := c.hold()
+	defer c.s.rooms.held.Add(-held)
+	timeout := time.NewTimer(c.s.cfg.transferTimeout)
+	defer timeout.Stop()
+	select {
+	case <-timeout.C:
+		return errTransferTimeout
+	case <-ctx.Done():
+		return ctx.Err()
+	}
 }
 
 // receiveRooms is D's part of a call: all of its sequences get their KV.
@@ -240,6 +256,23 @@ func (s *sim) bootstrapServer() http.Handler {
 		}
 	})
 	return mux
+}
+
+// serveLoads is GET /v1/loads, which has taken the place of /get_load (srt/entrypoints/v1_loads.py, 0.5.23).
+func (s *sim) serveLoads(w http.ResponseWriter, _ *http.Request, _ []byte) {
+	m := s.metrics
+	writeJSONValue(w, map[string]any{"version": "0.5.23", "loads": []any{map[string]any{
+		"dp_rank": 0, "num_running_reqs": m.running.Load(), "num_waiting_reqs": m.waitingCapacity.Load() + m.waitingDeferred.Load(),
+		"token_usage": s.pool.usage(), "disaggregation": map[string]any{"mode": s.disaggregationMode()},
+	}}})
+}
+
+// disaggregationMode is --disaggregation-mode.
+func (s *sim) disaggregationMode() string {
+	if s.cfg.role == roleBoth {
+		return "null"
+	}
+	return string(s.cfg.role)
 }
 
 // openBootstrap opens P's bootstrap port.

@@ -66,6 +66,8 @@ func (c *call) appendMetaLogprobs(dst []byte, q *sequence, tokens int) []byte {
 	return dst
 }
 
+func (sglangAPI) open(_ *call, dst []byte) []byte { return dst }
+
 func (sglangAPI) begin(_ *call, dst []byte) []byte { return dst }
 
 // token writes an event; SGLang's texts are cumulative.

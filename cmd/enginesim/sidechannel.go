@@ -163,7 +163,7 @@ func (s *sim) serveSide(conn net.Conn) {
 	in := bufio.NewReaderSize(conn, 64<<10)
 	for {
 		frame, err := readFrame(in)
-		if err != nil || len(frame) == 0 {
+		if err != nil || len(frame) == 0 || s.fail.unreachable() {
 			return
 		}
 		r := wireReader{b: frame[1:]}

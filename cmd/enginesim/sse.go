@@ -1,6 +1,7 @@
 package main
 
 import (
+	"errors"
 	"net/http"
 	"strconv"
 )
@@ -8,8 +9,9 @@ import (
 // answerer writes one API's answers: as one JSON body, or as the events of a stream.
 type answerer interface {
 	whole(c *call) []byte
-	// begin appends the events before the first token, token those of token i of a sequence, end those after the last
-	// one, fail those that tell of an error after the 200.
+	// open appends the events that come first, also where the KV load then fails. begin appends the other events before the first
+	// token, token those of token i of a sequence, end those after the last one, fail those of an error after the 200.
+	open(c *call, dst []byte) []byte
 	begin(c *call, dst []byte) []byte
 	token(c *call, dst []byte, q *sequence, i int) []byte
 	end(c *call, dst []byte) []byte
@@ -45,8 +47,21 @@ func (c *call) serveStream() {
 	if err := st.control.Flush(); err != nil {
 		return
 	}
+	opened := false
+	open := func() {
+		if !opened {
+			st.buf = out.open(c, st.buf)
+		}
+		opened = true
+	}
+	if c.req.api == apiResponses { // vLLM creates the response before the engine has the request
+		if open(); st.flush() != nil {
+			return
+		}
+	}
 	err := c.generate(c.r.Context(), func(step int) error {
 		if step == 0 {
+			open()
 			st.buf = out.begin(c, st.buf)
 		}
 		for _, q := range c.seqs {
@@ -72,7 +87,10 @@ func (c *call) serveStream() {
 	case c.r.Context().Err() != nil:
 		return
 	default:
-		st.buf = out.fail(c, st.buf, asAPIError(err))
+		open()
+		e := asAPIError(err)
+		e.load = errors.Is(err, errLoadFailed)
+		st.buf = out.fail(c, st.buf, e)
 	}
 	if _ = st.flush(); st.cut {
 		c.reset()
@@ -126,11 +144,13 @@ func (st *stream) cutAt() int {
 
 const done = "data: [DONE]\n\n"
 
-// failEvent is how vLLM's OpenAI APIs tell of an error after the 200.
+// failEvent is the event of an error after the 200 in vLLM's OpenAI APIs, with the blanks of Python's json.dumps.
 func failEvent(dst []byte, e *apiError) []byte {
-	dst = append(dst, "data: "...)
-	dst = append(dst, e.json(apiChat)...)
-	return append(dst, "\n\n"+done...)
+	dst = append(dst, `data: {"error": {"message": `...)
+	dst = append(appendQuoted(dst, e.message), `, "type": `...)
+	dst = append(appendQuoted(dst, e.typ), `, "param": null, "code": `...)
+	dst = strconv.AppendInt(dst, int64(e.status), 10)
+	return append(dst, "}}\n\n"+done...)
 }
 
 // event appends a named event.

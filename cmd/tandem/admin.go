@@ -2,6 +2,7 @@ package main
 
 import (
 	"encoding/json"
+	"fmt"
 	"net/http"
 	"net/http/pprof"
 	"strconv"
@@ -18,16 +19,20 @@ import (
 func newAdmin(registry *prometheus.Registry, health *extproc.Health, server *extproc.Server, fleet *fleet, orders *orders, page http.Handler) http.Handler {
 	mux := http.NewServeMux()
 	mux.HandleFunc("GET /healthz", func(w http.ResponseWriter, _ *http.Request) { _, _ = w.Write([]byte("ok\n")) })
-	mux.HandleFunc("GET /readyz", ready(health, fleet.store))
+	mux.HandleFunc("GET /readyz", ready(health, fleet.store, fleet.keyCheck))
 	mux.Handle("GET /metrics", promhttp.HandlerFor(registry, promhttp.HandlerOpts{EnableOpenMetrics: true}))
 	mux.HandleFunc("GET /debug/pprof/", pprof.Index)
 	mux.HandleFunc("GET /debug/pprof/profile", pprof.Profile)
 	mux.HandleFunc("GET /debug/pprof/trace", pprof.Trace)
 	mux.HandleFunc("GET /debug/state", func(w http.ResponseWriter, _ *http.Request) { writeState(w, fleet.state) })
 	mux.HandleFunc("GET /debug/requests", func(w http.ResponseWriter, r *http.Request) {
-		n, err := strconv.Atoi(r.URL.Query().Get("n"))
-		if err != nil {
-			n = 20
+		n := 20
+		if text := r.URL.Query().Get("n"); text != "" {
+			var err error
+			if n, err = strconv.Atoi(text); err != nil || n < 1 {
+				http.Error(w, "n is how many requests to show: 1 or more", http.StatusBadRequest)
+				return
+			}
 		}
 		writeJSON(w, server.Recent(n))
 	})
@@ -49,18 +54,23 @@ func newAdmin(registry *prometheus.Registry, health *extproc.Health, server *ext
 	return mux
 }
 
-// ready is readiness; store may be nil.
-func ready(health *extproc.Health, store *redisstore.Store) http.HandlerFunc {
+// ready is readiness, in words too; store may be nil.
+func ready(health *extproc.Health, store *redisstore.Store, keys func() redisstore.KeyCheck) http.HandlerFunc {
 	return func(w http.ResponseWriter, _ *http.Request) {
+		text, check := "", keys()
+		if n := len(check.Differ); n > 0 {
+			text = fmt.Sprintf("tickets: the keys are not those of %d other replicas: give all of them the same tickets.keyFile\n", n)
+		}
 		if !health.Ready() {
-			http.Error(w, "not ready", http.StatusServiceUnavailable)
+			http.Error(w, "not ready\n"+text, http.StatusServiceUnavailable)
 			return
 		}
-		_, _ = w.Write([]byte("ok\n"))
+		text = "ok\n" + text
 		if store != nil { // for people: a replica without Redis is as ready as one with
-			text, _ := store.Status()
-			_, _ = w.Write([]byte(text + "\n"))
+			status, _ := store.Status()
+			text += status + "\n"
 		}
+		_, _ = w.Write([]byte(text))
 	}
 }
 

@@ -4,7 +4,6 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
-	"flag"
 	"fmt"
 	"io"
 	"net"
@@ -18,34 +17,45 @@ import (
 	"syscall"
 	"time"
 
-	"tandem/extproc"
+	"tandem/extproc/telemetry"
+
+	"github.com/spf13/cobra"
 )
 
-// demo brings up two prefill and two decode simulators, Tandem and Envoy on this machine, sends real requests through
-// them and shows what happened to each.
-func demo(ctx context.Context, args []string, stdout, stderr io.Writer) error {
-	flags := flag.NewFlagSet("tandem demo", flag.ContinueOnError)
-	flags.SetOutput(stderr)
-	envoyPath := flags.String("envoy", "", "Envoy `binary` (default: $ENVOY, envoy on PATH, .tools/bin/envoy)")
-	simPath := flags.String("enginesim", "", "enginesim `binary` (default: beside tandem, or on PATH)")
-	listen := flags.String("listen", "127.0.0.1:0", "`address` for clients; port 0 takes a free one")
-	stay := flags.Bool("stay", false, "after the requests, keep everything running until Ctrl-C")
-	if err := flags.Parse(args); err != nil {
-		return err
+// newDemo is `tandem demo`: it brings up two prefill and two decode simulators, Tandem and Envoy on this machine, sends real
+// requests through them and shows what happened to each.
+func newDemo() *cobra.Command {
+	var envoyPath, simPath, listen string
+	var stay bool
+	c := &cobra.Command{
+		Use: "demo", Short: "Bring everything up on this machine and send real requests", Args: cobra.NoArgs,
+		RunE: func(c *cobra.Command, _ []string) error {
+			return demo(c.Context(), envoyPath, simPath, listen, stay, c.OutOrStdout())
+		},
 	}
+	f := c.Flags()
+	f.StringVar(&envoyPath, "envoy", "", "Envoy `BINARY` (default: $ENVOY, envoy on PATH, .tools/bin/envoy)")
+	f.StringVar(&simPath, "enginesim", "", "enginesim `BINARY` (default: beside tandem, or on PATH)")
+	f.StringVar(&listen, "listen", "127.0.0.1:0", "`ADDRESS` for clients; port 0 takes a free one")
+	f.BoolVar(&stay, "stay", false, "after the requests, keep everything running until Ctrl-C")
+	return c
+}
+
+func demo(ctx context.Context, envoyPath, simPath, listen string, stay bool, stdout io.Writer) error {
 	d := &demonstration{out: stdout, http: &http.Client{Timeout: time.Minute}}
 	defer d.stop()
-	if err := d.find(*envoyPath, *simPath); err != nil {
+	if err := d.find(envoyPath, simPath); err != nil {
 		return err
 	}
-	if err := d.start(ctx, *listen); err != nil {
+	if err := d.start(ctx, listen); err != nil {
 		return err
 	}
 	if err := d.show(ctx); err != nil {
 		return err
 	}
-	if *stay {
-		fmt.Fprintf(stdout, "\nStill running: OpenAI API at %s/v1, metrics at %s/metrics. Ctrl-C ends everything.\n", d.url, d.admin)
+	if stay {
+		fmt.Fprintf(stdout, "\nStill running: OpenAI API at %s/v1, page and metrics at %s. In another terminal:\n\n"+
+			"  %s status --admin %s\n\nCtrl-C ends everything.\n", d.url, d.admin, d.self, strings.TrimPrefix(d.admin, "http://"))
 		<-ctx.Done()
 	}
 	return nil
@@ -116,7 +126,8 @@ func (d *demonstration) start(ctx context.Context, listen string) (err error) {
 	}
 	config := filepath.Join(d.dir, "tandem.yaml")
 	text := fmt.Sprintf("extProc: {listen: %q}\nreplan: {listen: %q}\nadmin: {listen: %q}\nenvoy: {listen: %q, admin: %q}\n"+
-		"pools:\n- name: demo\n  kvTransfer: nixl\n  split: always # auto would keep prompts as short as most of these on decode\n  endpoints:\n%s", p[8], p[9], p[10], listen, p[11], endpoints.String())
+		"pools:\n- name: demo\n  kvTransfer: nixl\n  split: always # auto would keep prompts as short as most of these on decode\n"+
+		"  decodeAlone: fallback\n  endpoints:\n%s", p[8], p[9], p[10], listen, p[11], endpoints.String())
 	if err := os.WriteFile(config, []byte(text), 0o600); err != nil {
 		return err
 	}
@@ -307,16 +318,16 @@ func (d *demonstration) send(ctx context.Context, id string, r demoRequest) (str
 }
 
 // trace waits for Tandem to have seen the end of a request.
-func (d *demonstration) trace(ctx context.Context, id string) (extproc.Trace, error) {
+func (d *demonstration) trace(ctx context.Context, id string) (telemetry.Trace, error) {
 	deadline := time.Now().Add(30 * time.Second)
 	for {
 		body, _, err := d.get(ctx, d.admin+"/debug/requests?n=20")
 		if err != nil {
-			return extproc.Trace{}, err
+			return telemetry.Trace{}, err
 		}
-		var all []extproc.Trace
+		var all []telemetry.Trace
 		if err := json.Unmarshal(body, &all); err != nil {
-			return extproc.Trace{}, fmt.Errorf("reading Tandem's traces: %w", err)
+			return telemetry.Trace{}, fmt.Errorf("reading Tandem's traces: %w", err)
 		}
 		for _, t := range all {
 			if t.RequestID == id && t.Status != 0 {
@@ -324,11 +335,11 @@ func (d *demonstration) trace(ctx context.Context, id string) (extproc.Trace, er
 			}
 		}
 		if time.Now().After(deadline) {
-			return extproc.Trace{}, errors.New("Tandem did not see the request end") //nolint:staticcheck // a name
+			return telemetry.Trace{}, errors.New("Tandem did not see the request end") //nolint:staticcheck // a name
 		}
 		select {
 		case <-ctx.Done():
-			return extproc.Trace{}, ctx.Err()
+			return telemetry.Trace{}, ctx.Err()
 		case <-time.After(10 * time.Millisecond):
 		}
 	}

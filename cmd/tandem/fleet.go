@@ -7,6 +7,7 @@ import (
 	"log/slog"
 	"net/http"
 	"slices"
+	"strings"
 	"time"
 
 	"golang.org/x/sync/errgroup"
@@ -15,6 +16,7 @@ import (
 	envoyconfigs "tandem/envoy-configs"
 	"tandem/extproc"
 	"tandem/extproc/kvtransfer"
+	"tandem/internal/guard"
 	"tandem/kvstate"
 	"tandem/kvstate/discovery"
 	"tandem/kvstate/kvevents"
@@ -32,6 +34,7 @@ type fleet struct {
 	pools   *poolSources
 	sources []source          // of pools that are discovered; they stay as they are until a restart
 	synced  []<-chan struct{} // closed when a source that takes its time has written its pool
+	joined  chan struct{}     // closed when all have, and what other replicas know was taken in
 
 	discovered map[string]*configv1.Discovery
 	prober     *discovery.Prober
@@ -39,14 +42,19 @@ type fleet struct {
 	scraper    *scrape.Scraper
 	store      *redisstore.Store // nil: there is no Redis
 	keys       *kvtransfer.Keys
+	health     *healthLog
 	keeping    func(context.Context) // keeps the keys in step; nil: nothing does
 	board      *notices.Board        // nil: no pool takes notices
 	events     *kvevents.Collector
+
+	keysChanged chan struct{} // the ticket keys, or those of other replicas
 }
 
 // newFleet fills the state with the configured pools. Names are resolved before it returns, where they can be.
 func newFleet(ctx context.Context, config *configv1.Config, log *slog.Logger) (*fleet, error) {
-	f := &fleet{state: kvstate.New(kvstate.Options{}), discovered: map[string]*configv1.Discovery{}}
+	health := newHealthLog(log)
+	f := &fleet{state: kvstate.New(kvstate.Options{HealthChanged: health.changed}), health: health,
+		joined: make(chan struct{}), keysChanged: make(chan struct{}, 1), discovered: map[string]*configv1.Discovery{}}
 	f.pools, f.peers = newPoolSources(f.state, log), newPeerSources(f.state, log)
 	for _, p := range config.GetPools() {
 		if p.GetDiscovery() == nil {
@@ -76,12 +84,24 @@ func newFleet(ctx context.Context, config *configv1.Config, log *slog.Logger) (*
 	}
 	f.scraper = scrape.New(f.state, owns, log)
 	f.events = kvevents.NewCollector(events)
-	f.join(ctx, log)
+	if len(f.synced) == 0 { // else no endpoints are known yet that blocks could be of
+		f.join(ctx, log)
+	}
 	if slices.ContainsFunc(config.GetPools(), (*configv1.Pool).TakesNotices) {
 		f.board = notices.NewBoard(0, 0)
 	}
-	f.keys, f.keeping, err = ticketKeys(ctx, config, f.store, log)
-	return f, err
+	if f.keys, f.keeping, err = ticketKeys(ctx, config, f.store, log); err != nil {
+		return nil, err
+	}
+	if f.store != nil {
+		f.store.CompareKeys(f.keys.Fingerprints, func() {
+			select {
+			case f.keysChanged <- struct{}{}:
+			default:
+			}
+		})
+	}
+	return f, nil
 }
 
 // decodeSizes are the tensor- and data-parallel sizes of a pool's decode engines, which are all the same.
@@ -142,23 +162,21 @@ func eventSources(config *configv1.Config) map[string]kvevents.Source {
 }
 
 // watch keeps the state up to date until ctx ends.
-func (f *fleet) watch(ctx context.Context) error {
+func (f *fleet) watch(ctx context.Context, log *slog.Logger) error {
 	group, ctx := errgroup.WithContext(ctx)
-	group.Go(func() error { f.pools.run(ctx); return nil })
+	group.Go(func() error { guard.Keep(ctx, "discovery", func() { f.pools.run(ctx) }); return nil })
 	for _, s := range f.sources {
-		group.Go(func() error { s.Run(ctx); return nil })
+		group.Go(func() error { guard.Keep(ctx, "discovery", func() { s.Run(ctx) }); return nil })
 	}
-	group.Go(func() error { f.prober.Run(ctx); return nil })
+	group.Go(func() error { guard.Keep(ctx, "probes", func() { f.prober.Run(ctx) }); return nil })
 	group.Go(func() error { return f.peers.run(ctx) })
-	group.Go(func() error { f.scraper.Run(ctx); return nil })
-	if f.store != nil {
-		group.Go(func() error { f.store.Run(ctx); return nil })
-	}
+	group.Go(func() error { guard.Keep(ctx, "engine metrics", func() { f.scraper.Run(ctx) }); return nil })
+	group.Go(func() error { f.share(ctx, log); return nil })
 	if f.keeping != nil {
 		group.Go(func() error { f.keeping(ctx); return nil })
 	}
 	if f.board != nil {
-		group.Go(func() error { f.board.Run(ctx); return nil })
+		group.Go(func() error { guard.Keep(ctx, "notices", func() { f.board.Run(ctx) }); return nil })
 	}
 	group.Go(func() error { return f.events.Run(ctx) })
 	return group.Wait()
@@ -172,11 +190,12 @@ func serverOptions(config *configv1.Config, f *fleet, log *slog.Logger) (extproc
 	}
 	f.peers.set(config, live.Pools)
 	o := extproc.Options{
-		State: f.state, Log: log, Live: live,
+		State: f.state, Log: log, Live: live, PathPrefixes: config.GetEnvoy().GetPathPrefixes(),
 		SplitBodyBytes: int(config.GetEnvoy().GetMaxBodyBytes()),
 		MaxBodyBytes:   int(4 * config.GetEnvoy().GetMaxBodyBytes()),
 		MaxRedirects:   envoyconfigs.MaxRedirects,
 		Tokenizer:      tokenize.New(log),
+		Check:          f.prober.Check,
 		TicketTTL:      configv1.Duration(config.GetTickets().GetTtl()),
 
 		DecisionMetadata: config.GetExtProc().GetDecisionMetadata(), Operator: operatorToken(config.GetAdmin().GetTokenFile()),
@@ -247,7 +266,30 @@ func placement(p *configv1.Pool) picker.Policy {
 	case "never":
 		place.Split = picker.SplitNever
 	}
+	if p.GetDecodeAlone() != "byCost" && place.Split == picker.SplitAuto {
+		place.Split = picker.SplitAlways
+	}
 	return place
+}
+
+// sourceOf names where a pool's endpoints come from.
+func sourceOf(p *configv1.Pool) string {
+	d := p.GetDiscovery()
+	switch {
+	case d.GetFile() != nil:
+		return "discovery.file " + d.GetFile().GetPath()
+	case d.GetKubernetes() != nil:
+		return fmt.Sprintf("discovery.kubernetes with the selector %q", d.GetKubernetes().GetSelector())
+	case d.GetInferencePool() != nil:
+		return "discovery.inferencePool " + d.GetInferencePool().GetName()
+	case len(d.GetDns()) > 0:
+		var names []string
+		for _, n := range d.GetDns() {
+			names = append(names, n.GetName())
+		}
+		return "discovery.dns " + strings.Join(names, ", ")
+	}
+	return "endpoints"
 }
 
 // policyOf is what the server is told of a pool.
@@ -264,6 +306,7 @@ func policyOf(p *configv1.Pool, board *notices.Board, log *slog.Logger) (policy 
 		EncodeTimeout:   configv1.Duration(p.GetEncode().GetTimeout()),
 		PrefillTimeout:  configv1.Duration(p.GetPrefillTimeout().GetBase()),
 		Place:           placement(p),
+		Source:          sourceOf(p),
 		PerToken:        configv1.Duration(p.GetPrefillTimeout().GetPerToken()),
 	}
 	if e := p.GetKvEvents(); e != nil {
@@ -275,6 +318,9 @@ func policyOf(p *configv1.Pool, board *notices.Board, log *slog.Logger) (policy 
 			policy.Tokens = extproc.RenderTokens
 		}
 	}
+	if policy.Paths, err = extproc.NewPaths(p.GetEngine(), p.GetPaths()); err != nil {
+		return policy, fmt.Errorf("paths: %w", err)
+	}
 	policy.Session = extproc.SessionKey{Header: p.GetSession().GetHeader(), Cookie: p.GetSession().GetCookie(), Body: p.GetSession().GetBody()}
 	setObjectives(&policy, p)
 	switch p.GetOnPrefillFailure() {
@@ -282,6 +328,12 @@ func policyOf(p *configv1.Pool, board *notices.Board, log *slog.Logger) (policy 
 		policy.OnFailure = extproc.DecodeAlone
 	case "fail":
 		policy.OnFailure = extproc.Fail
+	}
+	switch p.GetDecodeAlone() {
+	case "never":
+		policy.Alone = extproc.AloneNever
+	case "fallback":
+		policy.Alone = extproc.AloneFallback
 	}
 	switch p.GetHandoff() {
 	case "sidecar":
@@ -343,6 +395,10 @@ func writeState(w http.ResponseWriter, state *kvstate.State) {
 		Tokens   int64  `json:"prompt_tokens"`
 		Others   int64  `json:"others_requests,omitempty"` // booked by other replicas
 		Engine   *said  `json:"engine,omitempty"`
+
+		// What KV loads it is left out of because they failed: as prefill by these decode endpoints, or this part of every pair.
+		UnloadableBy []string `json:"unloadable_by,omitempty"`
+		NoPairs      string   `json:"no_pairs,omitempty"`
 	}
 	type pool struct {
 		Name      string     `json:"name"`
@@ -360,9 +416,16 @@ func writeState(w http.ResponseWriter, state *kvstate.State) {
 		for _, e := range p.Endpoints() {
 			requests, tokens := e.Load()
 			others := e.Others().Requests
-			shown.Endpoints = append(shown.Endpoints, endpoint{
+			one := endpoint{
 				e.Name, e.Addr, e.Role.String(), e.Group, e.Zone, e.Node, e.LoRAs, e.Labels, e.Failed(), e.Paused(), e.Draining, e.Weight(), requests, tokens, others, engineSaid(e.Signals()),
-			})
+				nil, "",
+			}
+			if f := e.LoadFaults(); f != nil {
+				if one.UnloadableBy = f.Decodes; f.Parts != 0 {
+					one.NoPairs = f.Parts.String()
+				}
+			}
+			shown.Endpoints = append(shown.Endpoints, one)
 		}
 		out.Pools = append(out.Pools, shown)
 	}

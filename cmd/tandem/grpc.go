@@ -5,20 +5,38 @@ import (
 	"crypto/x509"
 	"errors"
 	"fmt"
+	"math"
 	"os"
+	"runtime/debug"
 	"sync"
 	"time"
 
 	"tandem/extproc"
-	"tandem/internal/rpc"
+	"tandem/internal/grpcserver"
+	"tandem/internal/memory"
 	configv1 "tandem/protos/config/v1"
 )
 
+// Streams at one time, over all connections. An Envoy has an access log stream for each worker and log.
+const (
+	maxProcessStreams   = 1 << 16
+	maxAccessLogStreams = 4096
+)
+
+// newBudget returns the budget of everything that is received and not handled: 1 GiB, or half of GOMEMLIMIT where that is less.
+func newBudget() *memory.Budget {
+	limit := int64(1 << 30)
+	if total := debug.SetMemoryLimit(-1); total != math.MaxInt64 {
+		limit = min(limit, total/2)
+	}
+	return memory.New(limit)
+}
+
 // newGRPC makes the server that Envoy talks to.
-func newGRPC(config *configv1.Config, server *extproc.Server, health *extproc.Health) (*rpc.Server, error) {
-	o := rpc.Options{
-		Codec: extproc.Codec(), Pool: extproc.BufferPool(), MaxMessage: int(config.GetExtProc().GetMaxMessageBytes()),
-		Inline: extproc.Inline,
+func newGRPC(config *configv1.Config, server *extproc.Server, health *extproc.Health) (*grpcserver.Server, error) {
+	o := grpcserver.Options{
+		Codec: extproc.Codec(), Pool: extproc.BufferPool(), MaxMessage: int(config.GetExtProc().GetMaxMessageBytes()), Memory: server.Memory,
+		MethodStreams: map[string]int{extproc.ProcessMethod: maxProcessStreams, extproc.AccessLogMethod: maxAccessLogStreams},
 	}
 	switch t := config.GetExtProc().GetTls(); t.GetMode() {
 	case "files":
@@ -34,7 +52,7 @@ func newGRPC(config *configv1.Config, server *extproc.Server, health *extproc.He
 		}
 		o.TLS = c
 	}
-	s := rpc.New(o)
+	s := grpcserver.New(o)
 	server.Register(s)
 	health.Register(s)
 	return s, nil

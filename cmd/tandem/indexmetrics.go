@@ -71,7 +71,7 @@ func (m *indexMetrics) feed(out chan<- prometheus.Metric, s *kvevents.Stats) {
 	gauge(m.here, oneIf(s.Connected))
 	gauge(m.lag, s.Lag.Seconds())
 	gauge(m.held, float64(s.Feed.Held))
-	gauge(m.aside, float64(s.Feed.Aside))
+	gauge(m.aside, float64(s.Feed.Orphans))
 	counter(m.relayed, s.Relayed)
 	counter(m.missed, s.Missed)
 	counter(m.batches, s.Batches)

@@ -3,80 +3,106 @@
 //	tandem serve -f FILE             run the server; changes of the file are taken up, on SIGHUP at once
 //	tandem serve -f FILE --check     validate the configuration and exit; with --live also ask the engines
 //	tandem envoy -f FILE             print the Envoy bootstrap that belongs to the configuration
-//	tandem status [--watch]          what a running replica does: endpoints, flow, rates, the latest decisions
+//	tandem status | requests | explain            what a running replica does, and would decide
+//	tandem drain | pause | resume | weights       orders to a running replica
 //	tandem demo                      bring everything up on this machine and send real requests
 //	tandem replay --trace FILE       play a trace against modelled engines under several routing policies
-//	tandem version
+//
+// A file of this package for each of them; `tandem COMMAND --help` lists the flags.
 package main
 
 import (
+	"cmp"
 	"context"
-	"errors"
-	"flag"
 	"fmt"
 	"io"
 	"os"
 	"os/signal"
 	"runtime/debug"
+	"strings"
 	"syscall"
+
+	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
 )
 
 func main() {
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGINT, syscall.SIGTERM)
 	defer stop()
 	if err := run(ctx, os.Args[1:], os.Stdout, os.Stderr); err != nil {
-		if !errors.Is(err, flag.ErrHelp) {
-			fmt.Fprintln(os.Stderr, "tandem:", err)
-		}
+		fmt.Fprintln(os.Stderr, "tandem:", err)
 		stop()
 		os.Exit(1)
 	}
 }
 
-const usage = `usage: tandem serve -f FILE [--check [--live]]
-       tandem envoy -f FILE
-       tandem status [-f FILE | -admin ADDRESS] [--watch] [--json]
-       tandem demo [-h]
-       tandem replay --trace FILE --policy NAME,... --prefill X --decode Y [--json] [-h]
-       tandem version
-`
-
+// run runs the command line; what it prints for people who asked goes to stdout, everything else to stderr.
 func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
-	if len(args) == 0 {
-		fmt.Fprint(stderr, usage)
-		return errors.New("no command given")
+	root := &cobra.Command{
+		Use:           "tandem",
+		Short:         "Routes LLM requests over disaggregated prefill and decode, as an external processor of Envoy",
+		Version:       version(),
+		SilenceUsage:  true, // an error says what is wrong; --help says the rest
+		SilenceErrors: true, // main prints them
 	}
-	switch args[0] {
-	case "serve":
-		return serve(ctx, args[1:], stderr)
-	case "envoy":
-		return envoy(args[1:], stdout, stderr)
-	case "status":
-		return showStatus(ctx, args[1:], stdout, stderr)
-	case "demo":
-		return demo(ctx, args[1:], stdout, stderr)
-	case "replay":
-		return replayTrace(ctx, args[1:], stdout, stderr)
-	case "version":
-		fmt.Fprintln(stdout, "tandem", version())
-		return nil
-	case "-h", "--help", "help":
-		fmt.Fprint(stdout, usage)
-		return nil
+	root.SetVersionTemplate("tandem {{.Version}}\n")
+	root.SetFlagErrorFunc(func(c *cobra.Command, err error) error {
+		return fmt.Errorf("%w (%s --help lists the flags)", err, c.CommandPath())
+	})
+	root.AddGroup(&cobra.Group{ID: "run", Title: "Run:"}, &cobra.Group{ID: "watch", Title: "Look at a running replica:"},
+		&cobra.Group{ID: "order", Title: "Change a running replica:"}, &cobra.Group{ID: "try", Title: "Try out:"})
+	add := func(group string, commands ...*cobra.Command) {
+		for _, c := range commands {
+			c.GroupID = group
+			root.AddCommand(c)
+		}
 	}
-	fmt.Fprint(stderr, usage)
-	return fmt.Errorf("unknown command %q", args[0])
+	add("run", newServe(), newEnvoy())
+	add("watch", newStatus(), newRequests(), newExplain())
+	add("order", newDrain(), newPause(true), newPause(false), newWeights())
+	add("try", newDemo(), newReplay())
+	root.AddCommand(&cobra.Command{Use: "version", Short: "Print the version", Args: cobra.NoArgs, Run: func(c *cobra.Command, _ []string) {
+		fmt.Fprintln(c.OutOrStdout(), "tandem", version())
+	}})
+	root.SetArgs(doubleDashes(root, args))
+	root.SetOut(stdout)
+	root.SetErr(stderr)
+	return root.ExecuteContext(ctx)
 }
 
-// version is what the Go toolchain stamped into the binary.
+// doubleDashes turns -name into --name where a command has such a flag: earlier releases took both.
+func doubleDashes(root *cobra.Command, args []string) []string {
+	known := map[string]bool{}
+	for _, c := range root.Commands() {
+		c.Flags().VisitAll(func(f *pflag.Flag) { known[f.Name] = true })
+	}
+	out := make([]string, 0, len(args))
+	for i, arg := range args {
+		if arg == "--" {
+			return append(out, args[i:]...)
+		}
+		name, _, _ := strings.Cut(strings.TrimPrefix(arg, "-"), "=")
+		if strings.HasPrefix(arg, "-") && len(name) > 1 && known[name] {
+			arg = "-" + arg
+		}
+		out = append(out, arg)
+	}
+	return out
+}
+
+// builtAs is set by the linker: -ldflags "-X main.builtAs=$(scripts/version.sh)".
+var builtAs string
+
+// version is what the linker set, or what the Go toolchain stamped into the binary; the commit, unless the release names it; and
+// Go's version.
 func version() string {
 	info, ok := debug.ReadBuildInfo()
 	if !ok {
-		return "(unknown)"
+		return cmp.Or(builtAs, "(unknown)")
 	}
-	v := info.Main.Version
+	v := cmp.Or(builtAs, info.Main.Version)
 	for _, s := range info.Settings {
-		if s.Key == "vcs.revision" && len(s.Value) >= 12 {
+		if s.Key == "vcs.revision" && len(s.Value) >= 12 && !strings.Contains(v, s.Value[:12]) {
 			v += " " + s.Value[:12]
 		}
 	}

@@ -5,6 +5,8 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/collectors"
+
+	"tandem/internal/memory"
 )
 
 // newRegistry is where every part registers what it counts: extproc by itself, and what lives under kvstate, which knows no
@@ -22,9 +24,18 @@ func newRegistry() *prometheus.Registry {
 	return r
 }
 
+// registerMemory adds how much of the budget is taken.
+func registerMemory(r prometheus.Registerer, b *memory.Budget) {
+	gauge := func(name, help string, value func() int64) {
+		r.MustRegister(prometheus.NewGaugeFunc(prometheus.GaugeOpts{Name: name, Help: help}, func() float64 { return float64(value()) }))
+	}
+	gauge("tandem_held_bytes", "Bytes of messages and bodies in memory: received and not handled, kept, or not yet written.", b.Load)
+	gauge("tandem_held_bytes_limit", "Bytes beyond which requests are refused.", b.Limit)
+}
+
 // register adds what the fleet knows of engines, replicas and Redis.
 func (f *fleet) register(r prometheus.Registerer) {
-	r.MustRegister(newSignals(f.state, f.scraper), newIndexMetrics(f.state, f.events))
+	r.MustRegister(newSignals(f.state, f.scraper), newIndexMetrics(f.state, f.events), f.health.changes)
 	if f.store != nil {
 		registerStore(r, f.store)
 	}

@@ -18,6 +18,7 @@ import (
 	"tandem/kvstate"
 	"tandem/kvstate/kvevents"
 	"tandem/kvstate/notices"
+	"tandem/kvstate/prefixindex"
 	"tandem/kvstate/redisstore"
 	"tandem/kvstate/scrape"
 )
@@ -104,7 +105,7 @@ func TestEachFigureOfKVEventsIsShown(t *testing.T) {
 	m := newIndexMetrics(kvstate.New(kvstate.Options{}), nil)
 	s := kvevents.Stats{
 		Pool: "chat", Endpoint: "e", Rank: 3, Connected: false, Known: true, Lag: 1500 * time.Millisecond, Batches: 11, Events: 12, Malformed: 13, Gaps: 14,
-		Recovered: 15, Lost: 16, Restarts: 17, Relayed: 18, Missed: 19, Feed: kvstate.FeedStats{Stored: 20, Removed: 21, Clears: 22, Unusable: 23, Held: 24, Aside: 25},
+		Recovered: 15, Lost: 16, Restarts: 17, Relayed: 18, Missed: 19, Feed: prefixindex.FeedStats{Stored: 20, Removed: 21, Clears: 22, Unusable: 23, Held: 24, Orphans: 25},
 	}
 	require.Equal(t, map[string]float64{
 		"tandem_kv_events_connected e chat 3": 1, "tandem_kv_events_collected_here e chat 3": 0, "tandem_kv_events_lag_seconds e chat 3": 1.5,

@@ -13,6 +13,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 
 	"tandem/extproc/kvtransfer"
+	"tandem/internal/guard"
 	"tandem/kvstate"
 	"tandem/kvstate/redisstore"
 	configv1 "tandem/protos/config/v1"
@@ -54,6 +55,54 @@ func (f *fleet) join(ctx context.Context, log *slog.Logger) {
 	f.store.Follow(f.events)
 	if err := f.store.Join(ctx, joinTime); err != nil {
 		log.Warn("starting without redis", "err", err)
+	}
+}
+
+// keepReady says that requests are welcome, unless this replica's ticket keys differ from those of the others and it is the one to
+// yield: what one replica seals the other could not open, and every request that comes by both would fail.
+func (f *fleet) keepReady(ctx context.Context, set func(ready bool), log *slog.Logger) {
+	select {
+	case <-f.joined:
+	case <-ctx.Done():
+		return
+	}
+	differ := 0
+	for ctx.Err() == nil {
+		check := f.keyCheck()
+		if n := len(check.Differ); n > differ {
+			log.Error("ticket keys differ from those of other replicas: requests that come by both fail", "replicas", n, "takes_requests", !check.Yields)
+		} else if n == 0 && differ > 0 {
+			log.Info("ticket keys are those of all replicas again")
+		}
+		differ = len(check.Differ)
+		set(!check.Yields)
+		select {
+		case <-ctx.Done():
+		case <-f.keysChanged:
+		}
+	}
+}
+
+// keyCheck compares the ticket keys with those of the other replicas; without Redis there is nobody to compare with.
+func (f *fleet) keyCheck() redisstore.KeyCheck {
+	if f.store == nil {
+		return redisstore.KeyCheck{}
+	}
+	return f.store.KeyCheck()
+}
+
+// share joins the other replicas once the endpoints are known, if that is still to be done, and keeps in step with them until ctx
+// ends.
+func (f *fleet) share(ctx context.Context, log *slog.Logger) {
+	if !f.waitSynced(ctx) {
+		return
+	}
+	if len(f.synced) > 0 {
+		f.join(ctx, log)
+	}
+	close(f.joined)
+	if f.store != nil {
+		guard.Keep(ctx, "Redis", func() { f.store.Run(ctx) })
 	}
 }
 
@@ -113,6 +162,8 @@ func registerStore(r prometheus.Registerer, store *redisstore.Store) {
 		}
 		return 0
 	})
+	gauge("tandem_ticket_keys_differ", "Other replicas whose ticket keys do not go with this one's: requests that come by both fail.",
+		func() float64 { return float64(len(store.KeyCheck().Differ)) })
 	gauge("tandem_replicas", "Replicas that this one knows to live, itself included.", func() float64 { return float64(store.Replicas()) })
 	r.MustRegister(lagCollector{store, prometheus.NewDesc("tandem_redis_lag_seconds", "How long prompts that another replica routed took to be known here.", nil, nil)})
 	for _, c := range storeCounters() {

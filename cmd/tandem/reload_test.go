@@ -14,6 +14,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"tandem/extproc"
+	"tandem/extproc/telemetry"
 	configv1 "tandem/protos/config/v1"
 )
 
@@ -47,7 +48,7 @@ func startReloading(t *testing.T) *reloading {
 	options, err := serverOptions(config, r.fleet, log)
 	require.NoError(t, err)
 	r.registry = prometheus.NewRegistry()
-	r.reloader = newReloader(r.config, config, r.fleet, extproc.New(options, extproc.NewMetrics(r.registry, r.fleet.state)), r.registry, log)
+	r.reloader = newReloader(r.config, config, r.fleet, extproc.New(options, telemetry.NewMetrics(r.registry, r.fleet.state)), r.registry, log)
 	return r
 }
 

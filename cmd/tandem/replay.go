@@ -4,7 +4,6 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
-	"flag"
 	"fmt"
 	"io"
 	"math"
@@ -12,61 +11,78 @@ import (
 	"strings"
 	"time"
 
+	"github.com/spf13/cobra"
+
 	"tandem/picker"
 	"tandem/replay"
 )
 
+// newReplay is `tandem replay`.
+func newReplay() *cobra.Command {
+	o := replayOptions{Config: replay.DefaultConfig()}
+	c := &cobra.Command{
+		Use: "replay", Short: "Play a trace against modelled engines under several routing policies", Args: cobra.NoArgs,
+		RunE: func(c *cobra.Command, _ []string) error {
+			return replayTrace(c.Context(), o, c.OutOrStdout(), c.ErrOrStderr())
+		},
+	}
+	f := c.Flags()
+	f.StringVar(&o.trace, "trace", "mooncake", "`FILE` in Mooncake's format (.gz: compressed), mooncake for the public one, or one that is made up: "+strings.Join(replay.Kinds(), ", "))
+	f.StringVar(&o.policies, "policy", strings.Join(replay.Policies(), ","), "`NAMES`, separated by commas")
+	f.IntVar(&o.Prefill, "prefill", o.Prefill, "`ENDPOINTS` that prefill")
+	f.IntVar(&o.Decode, "decode", o.Decode, "`ENDPOINTS` that decode")
+	f.Uint64Var(&o.Seed, "seed", o.Seed, "of all chance")
+	f.IntVar(&o.requests, "requests", 12000, "`NUMBER` of a trace that is made up")
+	f.Float64Var(&o.rate, "rate", 1, "arrivals `TIMES` as fast")
+	f.Float64Var(&o.load, "load", 0, "set the rate by the fleet's `LOAD` instead: 1 is where it saturates if all its caches were one")
+	f.Float64Var(&o.Engine.KVTokens, "kv-tokens", o.Engine.KVTokens, "KV `TOKENS` that an endpoint holds; 0: caches never forget")
+	f.BoolVar(&o.immediate, "immediate", false, "tandem binds requests when they arrive, instead of when an endpoint is free")
+	f.DurationVar(&o.wait, "max-wait", time.Duration(picker.MaxWait*float64(time.Second)), "the longest `TIME` that requests wait with tandem for their endpoint; 0: without end")
+	f.StringVar(&o.split, "split", "auto", "when tandem splits a request: always, auto or never")
+	f.DurationVar(&o.temperature, "temperature", 0, "`PRICE` that makes an endpoint e times as seldom tandem's choice; 0: it takes the cheapest")
+	f.BoolVar(&o.Routed, "routed-index", false, "tandem knows of caches by what it routed, not by the engines' events")
+	f.IntVar(&o.Replicas, "replicas", 1, "`NUMBER` of tandems that take turns")
+	f.DurationVar(&o.sharing, "sharing", 0, "`TIME` until they know of each other's decisions; negative: never")
+	f.Float64Var(&o.TTFT, "ttft", o.TTFT, "target of goodput: `SECONDS` to the first token")
+	f.Float64Var(&o.TPOT, "tpot", o.TPOT, "target of goodput: `SECONDS` between tokens")
+	f.BoolVar(&o.asJSON, "json", false, "one JSON object a policy and line, and nothing else, to standard output")
+	f.StringVar(&o.html, "html", "", "write the report to `FILE`; - for none (default tandem-replay.html, none with --json)")
+	f.StringVar(&o.suite, "suite", "", "play the scenarios of docs/benchmarks.md instead, and print its tables: quick, shared (prefixes that many prompts have) or full")
+	return c
+}
+
+// replayOptions are the command's flags.
+type replayOptions struct {
+	replay.Config
+	trace, policies, split, html, suite string
+	requests                            int
+	rate, load                          float64
+	immediate, asJSON                   bool
+	wait, temperature, sharing          time.Duration
+}
+
 // replayTrace plays a trace against a model of the engines under several policies.
-func replayTrace(ctx context.Context, args []string, stdout, stderr io.Writer) error {
-	c := replay.DefaultConfig()
-	flags := flag.NewFlagSet("tandem replay", flag.ContinueOnError)
-	flags.SetOutput(stderr)
-	trace := flags.String("trace", "mooncake", "`FILE` in Mooncake's format (.gz: compressed), mooncake for the public one, or conversation, agent, mixed to make one up")
-	policies := flags.String("policy", strings.Join(replay.Policies(), ","), "`names`, separated by commas")
-	flags.IntVar(&c.Prefill, "prefill", c.Prefill, "`endpoints` that prefill")
-	flags.IntVar(&c.Decode, "decode", c.Decode, "`endpoints` that decode")
-	flags.Uint64Var(&c.Seed, "seed", c.Seed, "of all chance")
-	requests := flags.Int("requests", 12000, "`number` of a trace that is made up")
-	rate := flags.Float64("rate", 1, "arrivals `times` as fast")
-	load := flags.Float64("load", 0, "set the rate by the fleet's `load` instead: 1 is where it saturates if all its caches were one")
-	flags.Float64Var(&c.Engine.KVTokens, "kv-tokens", c.Engine.KVTokens, "KV `tokens` that an endpoint holds; 0: caches never forget")
-	immediate := flags.Bool("immediate", false, "tandem binds requests when they arrive, instead of when an endpoint is free")
-	wait := flags.Duration("max-wait", time.Duration(picker.MaxWait*float64(time.Second)), "the longest `time` that requests wait with tandem for their endpoint; 0: without end")
-	split := flags.String("split", "auto", "when tandem splits a request: always, auto or never")
-	temperature := flags.Duration("temperature", 0, "`price` that makes an endpoint e times as seldom tandem's choice; 0: it takes the cheapest")
-	flags.BoolVar(&c.Routed, "routed-index", false, "tandem knows of caches by what it routed, not by the engines' events")
-	flags.IntVar(&c.Replicas, "replicas", 1, "`number` of tandems that take turns")
-	sharing := flags.Duration("sharing", 0, "`time` until they know of each other's decisions; negative: never")
-	flags.Float64Var(&c.TTFT, "ttft", c.TTFT, "target of goodput: `seconds` to the first token")
-	flags.Float64Var(&c.TPOT, "tpot", c.TPOT, "target of goodput: `seconds` between tokens")
-	asJSON := flags.Bool("json", false, "one JSON object a policy and line, and nothing else, to standard output")
-	html := flags.String("html", "", "write the report to `FILE`; - for none (default tandem-replay.html, none with -json)")
-	suite := flags.String("suite", "", "play the scenarios of docs/benchmarks.md instead, and print its tables: quick or full")
-	if err := flags.Parse(args); err != nil {
-		return err
+func replayTrace(ctx context.Context, o replayOptions, stdout, stderr io.Writer) error {
+	c := o.Config
+	if o.suite != "" {
+		return replay.Suite(ctx, o.suite, stdout, stderr)
 	}
-	if flags.NArg() > 0 {
-		return fmt.Errorf("unexpected argument %q", flags.Arg(0))
-	}
-	if *suite != "" {
-		return replay.Suite(ctx, *suite, stdout, stderr)
-	}
-	c.Late, c.Sharing, c.Temperature = !*immediate, sharing.Seconds(), temperature.Seconds()
-	if c.MaxWait = wait.Seconds(); c.MaxWait <= 0 {
+	c.Late, c.Sharing, c.Temperature = !o.immediate, o.sharing.Seconds(), o.temperature.Seconds()
+	if c.MaxWait = o.wait.Seconds(); c.MaxWait <= 0 {
 		c.MaxWait = math.Inf(1)
 	}
 	if c.Engine.KVTokens <= 0 {
 		c.Engine.KVTokens = math.Inf(1)
 	}
 	var ok bool
-	if c.Split, ok = map[string]picker.Split{"always": picker.SplitAlways, "auto": picker.SplitAuto, "never": picker.SplitNever}[*split]; !ok {
-		return fmt.Errorf("-split: %q is not always, auto or never", *split)
+	if c.Split, ok = map[string]picker.Split{"always": picker.SplitAlways, "auto": picker.SplitAuto, "never": picker.SplitNever}[o.split]; !ok {
+		return fmt.Errorf("--split: %q is not always, auto or never", o.split)
 	}
-	names := strings.Split(*policies, ",")
+	names := strings.Split(o.policies, ",")
 	if err := replay.CheckPolicies(names); err != nil {
 		return err
 	}
-	t, err := replay.Prepare(*trace, *requests, *rate, *load, c)
+	t, err := replay.Prepare(o.trace, o.requests, o.rate, o.load, c)
 	if err != nil {
 		return err
 	}
@@ -74,7 +90,7 @@ func replayTrace(ctx context.Context, args []string, stdout, stderr io.Writer) e
 	if err != nil {
 		return err
 	}
-	if *asJSON {
+	if o.asJSON {
 		enc := json.NewEncoder(stdout)
 		for _, r := range results {
 			if err := enc.Encode(r); err != nil {
@@ -84,7 +100,7 @@ func replayTrace(ctx context.Context, args []string, stdout, stderr io.Writer) e
 	} else {
 		replay.Print(stdout, results)
 	}
-	return writeReport(*html, *asJSON, t, c, results, stderr)
+	return writeReport(o.html, o.asJSON, t, c, results, stderr)
 }
 
 // writeReport writes the HTML page where it is wanted.

@@ -3,7 +3,6 @@ package main
 import (
 	"context"
 	"errors"
-	"flag"
 	"fmt"
 	"io"
 	"log/slog"
@@ -15,33 +14,69 @@ import (
 	"syscall"
 	"time"
 
+	"github.com/spf13/cobra"
 	"golang.org/x/sync/errgroup"
 
 	"tandem/extproc"
-	"tandem/internal/rpc"
+	"tandem/extproc/telemetry"
+	"tandem/internal/grpcserver"
+	"tandem/internal/guard"
+	"tandem/kvstate/redisstore"
 	configv1 "tandem/protos/config/v1"
 	"tandem/status"
 )
 
-// serve runs the server until ctx ends, then lets streams finish.
-func serve(ctx context.Context, args []string, stderr io.Writer) error {
-	flags := flag.NewFlagSet("tandem serve", flag.ContinueOnError)
-	flags.SetOutput(stderr)
-	file := flags.String("f", "", "configuration `file` (YAML)")
-	check := flags.Bool("check", false, "validate the configuration and exit")
-	live := flags.Bool("live", false, "with --check: also ask the engines whether they are what the configuration says")
-	linger := flags.Duration("linger", 0, "after SIGTERM, go on accepting for so long while not ready: `time` for health checks to notice")
-	conformance := flags.Bool("conformance", false, "honour the test headers of the Inference Extension's conformance suite: never in production")
-	level := flags.String("log", "info", "lowest `level` logged: debug, info, warn, error")
-	format := flags.String("log-format", "text", "`format` of the log: text or json, one object a line")
-	if err := flags.Parse(args); err != nil {
-		return err
+// newServe is `tandem serve`.
+func newServe() *cobra.Command {
+	var file, level, format string
+	var check, live bool
+	var set settings
+	c := &cobra.Command{
+		Use: "serve -f FILE", Short: "Run the server, or check its configuration", Args: cobra.NoArgs,
+		Long: "Run the server until SIGTERM, then let streams finish. Changes of the file take effect while it runs.\n" +
+			"With --check, validate the configuration, say everything that is wrong with it, and exit.",
+		RunE: func(c *cobra.Command, _ []string) error {
+			to := c.ErrOrStderr()
+			if !check {
+				lines := newLogWriter(to)
+				defer lines.close()
+				to = lines
+			}
+			log, err := logger(to, level, format)
+			if err != nil {
+				return err
+			}
+			return serve(c.Context(), file, check, live, set, c.ErrOrStderr(), log)
+		},
 	}
-	log, err := logger(stderr, *level, *format)
-	if err != nil {
-		return err
+	f := c.Flags()
+	f.StringVarP(&file, "file", "f", "", "configuration `FILE` (YAML)")
+	f.BoolVar(&check, "check", false, "validate the configuration and exit")
+	f.BoolVar(&live, "live", false, "with --check: also ask the engines whether they are what the configuration says")
+	f.DurationVar(&set.linger, "linger", 0, "after SIGTERM, go on accepting for so long while not ready: `TIME` for health checks to notice")
+	f.BoolVar(&set.conformance, "conformance", false, "honour the test headers of the Inference Extension's conformance suite: never in production")
+	f.StringVar(&level, "log", "info", "lowest `LEVEL` logged: debug, info, warn, error")
+	f.StringVar(&format, "log-format", "text", "`FORMAT` of the log: text or json, one object a line")
+	required(c, "file")
+	return c
+}
+
+// required makes flags of a command mandatory.
+func required(c *cobra.Command, names ...string) {
+	for _, name := range names {
+		if err := c.MarkFlagRequired(name); err != nil {
+			panic(err) // the name of a flag above
+		}
 	}
-	config, warnings, err := configv1.Load(*file)
+}
+
+// serve checks the configuration, or runs the server until ctx ends and lets streams finish.
+func serve(ctx context.Context, file string, check, live bool, set settings, stderr io.Writer, log *slog.Logger) error {
+	var also []func(*configv1.Config) configv1.Mistakes
+	if check {
+		also = append(also, checkFiles)
+	}
+	config, warnings, err := configv1.Load(file, also...)
 	if err != nil {
 		return err
 	}
@@ -51,22 +86,22 @@ func serve(ctx context.Context, args []string, stderr io.Writer) error {
 	if os.Getenv("GOGC") == "" {
 		debug.SetGCPercent(400) // what lives is small and what passes through is large; GOGC and GOMEMLIMIT still rule
 	}
-	if *check {
-		if *live {
+	if check {
+		if live {
 			if err := reportLive(ctx, config); err != nil {
-				return fmt.Errorf("%s:\n%w", *file, err)
+				return fmt.Errorf("%s:\n%w", file, err)
 			}
 		}
-		fmt.Fprintf(stderr, "%s: valid\n", *file)
+		fmt.Fprintf(stderr, "%s: valid\n", file)
 		return nil
 	}
-	return runServer(ctx, *file, config, settings{*linger, *conformance}, log)
+	return runServer(ctx, file, config, set, log)
 }
 
 func logger(w io.Writer, level, format string) (*slog.Logger, error) {
 	var l slog.Level
 	if err := l.UnmarshalText([]byte(level)); err != nil {
-		return nil, fmt.Errorf("-log: %w", err)
+		return nil, fmt.Errorf("--log: %w", err)
 	}
 	o := &slog.HandlerOptions{Level: l}
 	switch format {
@@ -75,7 +110,7 @@ func logger(w io.Writer, level, format string) (*slog.Logger, error) {
 	case "json":
 		return slog.New(slog.NewJSONHandler(w, o)), nil
 	}
-	return nil, fmt.Errorf("-log-format: %q is not one of text, json", format)
+	return nil, fmt.Errorf("--log-format: %q is not one of text, json", format)
 }
 
 // drainTime is how long running ext_proc streams may take to finish after SIGTERM. They are short: none of them is kept
@@ -109,8 +144,11 @@ func runServer(ctx context.Context, file string, config *configv1.Config, set se
 	}
 	defer spans.close()
 	options.Tracer = spans.tracer()
-	metrics := extproc.NewMetrics(registry, fleet.state)
+	options.Memory = newBudget()
+	registerMemory(registry, options.Memory)
+	metrics := telemetry.NewMetrics(registry, fleet.state)
 	server := extproc.New(options, metrics)
+	keep := guard.New(log, metrics.Panicked)
 	health := extproc.NewHealth()
 	feed := status.NewFeed(status.Source{Version: version(), State: fleet.state, Totals: metrics.Totals, Recent: server.Recent, Ready: health.Ready})
 	grpcServer, err := newGRPC(config, server, health)
@@ -127,18 +165,18 @@ func runServer(ctx context.Context, file string, config *configv1.Config, set se
 	}
 	reload := newReloader(file, config, fleet, server, registry, log)
 	operator := &orders{tokenFile: config.GetAdmin().GetTokenFile(), state: fleet.state, reload: reload.reload, log: log}
-	replan := &http.Server{Handler: replanPort(server, health), ReadHeaderTimeout: 10 * time.Second, MaxHeaderBytes: 256 << 10}
-	admin := &http.Server{Handler: newAdmin(registry, health, server, fleet, operator, status.Handler(feed)), ReadHeaderTimeout: 10 * time.Second}
+	replan := &http.Server{Handler: keep.HTTP("replan", replanPort(server, health)), ReadHeaderTimeout: 10 * time.Second, MaxHeaderBytes: 256 << 10, Protocols: cleartext()}
+	admin := &http.Server{Handler: keep.HTTP("admin", newAdmin(registry, health, server, fleet, operator, status.Handler(feed))), ReadHeaderTimeout: 10 * time.Second}
 
 	group, running := errgroup.WithContext(ctx)
 	group.Go(func() error { return grpcServer.Serve(extproc.Sources(listeners[0])) })
 	group.Go(func() error { return serveHTTP(replan, listeners[1]) })
 	group.Go(func() error { return serveHTTP(admin, listeners[2]) })
-	background, stop := context.WithCancel(context.WithoutCancel(ctx))
+	background, stop := context.WithCancel(guard.With(context.WithoutCancel(ctx), keep))
 	defer stop()
 	group.Go(func() error { warnLive(background, config, log); return nil })
 	group.Go(func() error { server.Run(background); return nil })
-	group.Go(func() error { return fleet.watch(background) })
+	group.Go(func() error { return fleet.watch(background, log) })
 	group.Go(func() error { feed.Run(background); return nil })
 	if fleet.board != nil {
 		group.Go(func() error { return fleet.takeNotices(background, listeners[3], log) })
@@ -148,14 +186,15 @@ func runServer(ctx context.Context, file string, config *configv1.Config, set se
 	defer signal.Stop(hangup)
 	group.Go(func() error { reload.run(background, hangup); return nil })
 	log.Info("serving", "ext_proc", config.GetExtProc().GetListen(), "pools", len(config.GetPools()), "version", version())
+	kept := make(chan struct{})
 	group.Go(func() error {
-		if fleet.waitSynced(running) {
-			health.SetReady(true)
-		}
+		defer close(kept)
+		fleet.keepReady(running, health.SetReady, log)
 		return nil
 	})
 
 	<-running.Done()
+	<-kept // or it could say once more that requests are welcome
 	health.SetReady(false)
 	log.Info("draining", "linger", set.linger, "deadline", drainTime)
 	time.Sleep(set.linger) //nolint:forbidigo // until every Envoy has seen that this replica is not ready
@@ -168,7 +207,7 @@ func runServer(ctx context.Context, file string, config *configv1.Config, set se
 }
 
 // drain lets what runs end, with a deadline each.
-func drain(server *extproc.Server, grpcServer *rpc.Server, ports ...*http.Server) {
+func drain(server *extproc.Server, grpcServer *grpcserver.Server, ports ...*http.Server) {
 	server.Drain()
 	stopGRPC(grpcServer)
 	ctx, cancel := context.WithTimeout(context.Background(), time.Second)
@@ -181,7 +220,7 @@ func drain(server *extproc.Server, grpcServer *rpc.Server, ports ...*http.Server
 // replanPort is the replan handler, and readiness for Envoy's health checks: a second try has no third, so none should come
 // to a replica that is about to leave.
 func replanPort(server *extproc.Server, health *extproc.Health) http.Handler {
-	replan, ready := server.Replan(), ready(health, nil)
+	replan, ready := server.Replan(), ready(health, nil, func() redisstore.KeyCheck { return redisstore.KeyCheck{} })
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { // no ServeMux: it redirects paths that it finds unclean
 		if r.Method == http.MethodGet && r.URL.Path == "/readyz" {
 			ready(w, r)
@@ -189,6 +228,14 @@ func replanPort(server *extproc.Server, health *extproc.Health) http.Handler {
 		}
 		replan.ServeHTTP(w, r)
 	})
+}
+
+// cleartext are HTTP/1.1 and HTTP/2 without TLS. Several replicas are spoken to in HTTP/2, whose pings tell Envoy of one that hangs.
+func cleartext() *http.Protocols {
+	p := new(http.Protocols)
+	p.SetHTTP1(true)
+	p.SetUnencryptedHTTP2(true)
+	return p
 }
 
 func serveHTTP(s *http.Server, l net.Listener) error {
@@ -215,7 +262,7 @@ func listen(ctx context.Context, addresses ...string) ([]net.Listener, error) {
 }
 
 // stopGRPC lets running streams end, but not for longer than drainTime. Access log streams have no end of their own.
-func stopGRPC(s *rpc.Server) {
+func stopGRPC(s *grpcserver.Server) {
 	stopped := make(chan struct{})
 	go func() { s.GracefulStop(); close(stopped) }()
 	select {

@@ -2,47 +2,64 @@ package main
 
 import (
 	"context"
-	"encoding/json"
-	"errors"
-	"flag"
 	"fmt"
 	"io"
-	"net"
-	"net/http"
 	"strings"
 	"time"
 
-	configv1 "tandem/protos/config/v1"
+	"github.com/spf13/cobra"
+
 	"tandem/status"
 )
 
-// showStatus prints what a running replica does, once or, with --watch, until ctx ends.
-func showStatus(ctx context.Context, args []string, stdout, stderr io.Writer) error {
-	flags := flag.NewFlagSet("tandem status", flag.ContinueOnError)
-	flags.SetOutput(stderr)
-	file := flags.String("f", "", "configuration `file` (YAML), for the address of the admin port")
-	address := flags.String("admin", "127.0.0.1:9090", "admin port of the replica: `address`")
-	watch := flags.Bool("watch", false, "keep it fresh, once a second, until Ctrl-C")
-	asJSON := flags.Bool("json", false, "print the JSON that the page is drawn from")
-	if err := flags.Parse(args); err != nil {
+// newStatus is `tandem status`.
+func newStatus() *cobra.Command {
+	var a adminClient
+	var watch, asJSON bool
+	c := &cobra.Command{
+		Use: "status", Short: "Show endpoints, flow, rates and the latest requests", Args: cobra.NoArgs,
+		RunE: func(c *cobra.Command, _ []string) error {
+			if asJSON {
+				a.output = "json"
+			}
+			if watch {
+				return watchStatus(c.Context(), &a, c.OutOrStdout())
+			}
+			return a.printStatus(c.Context(), c.OutOrStdout(), c.OutOrStdout())
+		},
+	}
+	a.register(c)
+	c.Flags().BoolVar(&watch, "watch", false, "show it again once a second, until Ctrl-C")
+	c.Flags().BoolVar(&asJSON, "json", false, "the same as --output json")
+	return c
+}
+
+// printStatus writes the status to w, coloured if the command's output is a terminal.
+func (a *adminClient) printStatus(ctx context.Context, w, output io.Writer) error {
+	answer, err := a.get(ctx, "/status.json")
+	if err != nil {
 		return err
 	}
-	if *file != "" {
-		config, _, err := configv1.Load(*file)
-		if err != nil {
-			return err
-		}
-		*address = onLoopback(config.GetAdmin().GetListen())
+	var s status.Status
+	var text strings.Builder
+	if err := a.show(&text, answer, &s, func(w io.Writer) { status.Print(w, &s) }); err != nil {
+		return err
 	}
-	url := "http://" + *address + "/status.json"
-	if !*watch {
-		return printStatus(ctx, url, *asJSON, stdout)
+	screen := text.String()
+	if a.output != "json" {
+		screen = coloured(output, screen)
 	}
+	_, err = io.WriteString(w, screen)
+	return err
+}
+
+// watchStatus shows the status again and again until ctx ends.
+func watchStatus(ctx context.Context, a *adminClient, stdout io.Writer) error {
 	tick := time.NewTicker(time.Second)
 	defer tick.Stop()
 	for {
 		var screen strings.Builder
-		if err := printStatus(ctx, url, *asJSON, &screen); err != nil {
+		if err := a.printStatus(ctx, &screen, stdout); err != nil {
 			if ctx.Err() != nil {
 				return nil
 			}
@@ -55,44 +72,4 @@ func showStatus(ctx context.Context, args []string, stdout, stderr io.Writer) er
 		case <-tick.C:
 		}
 	}
-}
-
-// onLoopback is where an address is reached from this machine that listens on every interface.
-func onLoopback(listen string) string {
-	host, port, err := net.SplitHostPort(listen)
-	if ip := net.ParseIP(host); err == nil && ip != nil && ip.IsUnspecified() {
-		return net.JoinHostPort("127.0.0.1", port)
-	}
-	return listen
-}
-
-// maxStatus bounds what is read of a replica's answer: ten minutes of points are some 300 KB.
-const maxStatus = 16 << 20
-
-func printStatus(ctx context.Context, url string, asJSON bool, w io.Writer) error {
-	ctx, cancel := context.WithTimeout(ctx, 5*time.Second)
-	defer cancel()
-	req, err := http.NewRequestWithContext(ctx, http.MethodGet, url, nil)
-	if err != nil {
-		return err
-	}
-	resp, err := http.DefaultClient.Do(req)
-	if err != nil {
-		return fmt.Errorf("asking the replica (is it running, is -admin right?): %w", err)
-	}
-	defer func() { _ = resp.Body.Close() }()
-	if resp.StatusCode != http.StatusOK {
-		return errors.New("asking the replica: " + resp.Status)
-	}
-	body := io.LimitReader(resp.Body, maxStatus)
-	if asJSON {
-		_, err := io.Copy(w, body)
-		return err
-	}
-	var s status.Status
-	if err := json.NewDecoder(body).Decode(&s); err != nil {
-		return fmt.Errorf("reading the replica's answer: %w", err)
-	}
-	status.Print(w, &s)
-	return nil
 }

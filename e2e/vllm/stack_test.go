@@ -95,6 +95,7 @@ pools:
   models: ["*"]
   kvTransfer: %s
   split: always
+  decodeAlone: fallback
 %s  endpoints:
 `, ports[0], ports[1], ports[2], ports[3], ports[4], dialect(), turnsConfig())
 	for i, e := range s.prefill {

@@ -25,8 +25,8 @@ type Concurrent interface {
 	// Unpairable says why a request cannot go over two legs, "" if it can. The reasons are label values.
 	Unpairable(r *openai.Request) string
 	// Plan plans what P's body differs in from the client's, which is r's and p was Reset to, and says what else the legs
-	// are told. At least one member is put in, so the first of the patch's edits is the insertion right after the opening
-	// brace. It may not wait. [ErrUnknownPeer] means that what the legs must be told of P is not known yet.
+	// are told. Unless D is sent the client's own body at least one member is put in, so the first of the patch's edits is the
+	// insertion right after the opening brace. It may not wait. [ErrUnknownPeer] means that what the legs must be told of P is not known yet.
 	Plan(r *openai.Request, p *openai.Patch, l *Legs) (Told, error)
 	// ReadAnswer reads P's answer with status 200. told is what D was told ([Told].Decode). An error means that P does not
 	// do what D was told it would, so that D waits in vain. The Peer is what P said of itself.
@@ -45,7 +45,7 @@ type Legs struct {
 // Told is what the legs are told beside P's body.
 type Told struct {
 	// Decode are the members that D's body has beside the client's own, without a comma behind. nil: those that P's body
-	// begins with.
+	// begins with; empty: none, D's body is the client's own.
 	Decode []byte
 	// RequestID is the x-request-id of both legs where the engines find each other by it; "": the client's own.
 	RequestID string

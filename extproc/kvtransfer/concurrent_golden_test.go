@@ -140,10 +140,13 @@ func learnt(t *testing.T, d Concurrent, a *txtar.Archive) (peer Peer) {
 // legBodies are both bodies as they leave Envoy: P's by the plan, D's by its undo, as decode-leg's filter makes it.
 func legBodies(t *testing.T, request []byte, edits openai.Edits, told Told) (prefill, decode []byte) {
 	require.NoError(t, edits.Check(len(request)))
-	require.Equal(t, edits[0].Start, edits[0].End, "the first edit is an insertion")
 	prefill = edits.Apply(nil, request)
 	undo := edits.Inverse(nil, request)
 	require.Equal(t, string(request), string(undo.Apply(nil, prefill)), "undo gives the client's bytes")
+	if told.Decode != nil && len(told.Decode) == 0 {
+		return prefill, request
+	}
+	require.Equal(t, edits[0].Start, edits[0].End, "the first edit is an insertion")
 	if told.Decode == nil {
 		return prefill, undo[1:].Apply(nil, prefill)
 	}
@@ -182,7 +185,7 @@ func judged(d Concurrent, answer []byte, told Told) string {
 	return text
 }
 
-// TestRooms: 63 bits, never twice, and room to count on from each.
+// TestRooms: 63 bits, never twice.
 func TestRooms(t *testing.T) {
 	seen := map[string]bool{}
 	for range 2000 {
@@ -208,7 +211,6 @@ func TestRooms(t *testing.T) {
 			_, err := fmt.Sscan(room, &n)
 			require.NoError(t, err)
 			require.GreaterOrEqual(t, n, int64(0))
-			require.Positive(t, n+maxRooms, "an engine may count on")
 		}
 	}
 	require.Len(t, seen, 6000)
@@ -217,7 +219,7 @@ func TestRooms(t *testing.T) {
 func TestBatchTooLarge(t *testing.T) {
 	for body, ok := range map[string]bool{
 		`{"prompt":[]}`: true, // no list of prompts: the engine's to judge
-		`{"prompt":[` + strings.Repeat(`"a",`, maxRooms) + `"a"]}`: false, `{"prompt":"x","n":1000000}`: false, `{"prompt":"x","n":1000}`: true,
+		`{"prompt":[` + strings.Repeat(`"a",`, maxRooms) + `"a"]}`: false, `{"prompt":[` + strings.Repeat(`"a",`, maxRooms-1) + `"a"]}`: true,
 	} {
 		var r openai.Request
 		var p openai.Patch

@@ -151,6 +151,15 @@ func Names() []string {
 	return []string{"lmcache", "mooncake-0.13", "moriio-read", "multi", "nixl", "offload", "orchestrated", "shared", "trtllm"}
 }
 
+// OfVLLM reports whether a dialect is one of vLLM's, so that the shapes of the answers are known.
+func OfVLLM(name string) bool {
+	switch name {
+	case "lmcache", "mooncake-0.13", "moriio-read", "multi", "nixl", "offload", "mooncake", "nixl-push", "moriio", "p2p-nccl":
+		return true
+	}
+	return false
+}
+
 // New makes the dialect that the configuration names. "none" has no dialect and is refused like any unknown name.
 func New(o Options) (Dialect, error) {
 	switch o.Name {

@@ -35,13 +35,15 @@ func (d lmcacheFirst) Prefill(r *openai.Request, p *openai.Patch, pair *Pair) {
 		d.lmcache.Prefill(r, p, pair)
 		return
 	}
-	p.Set("max_tokens", openai.FieldMaxTokens, d.one)
-	d.replace(r, p, "max_completion_tokens", openai.FieldMaxCompletionTokens, d.one)
+	d.limit(r, p, "max_tokens", openai.FieldMaxTokens)
+	d.limitOwn(r, p, "max_completion_tokens", openai.FieldMaxCompletionTokens)
 	if n, ok := r.Int(openai.FieldMinTokens); ok && n > 1 {
 		p.Set("min_tokens", openai.FieldMinTokens, d.one)
 	}
 	p.Set("stream", openai.FieldStream, d.no)
-	p.Delete(openai.FieldStreamOptions)
+	if r.True(openai.FieldStream) {
+		p.Delete(openai.FieldStreamOptions)
+	}
 	p.Set("return_token_ids", openai.FieldReturnTokenIDs, []byte("true"))
 	spec := d.spec(append(make([]byte, 0, 256), `{"ret_first_tok":true,"disagg_spec":`...), pair)
 	p.Set("kv_transfer_params", openai.FieldKVTransferParams, append(spec, '}'))

@@ -8,6 +8,7 @@ import (
 	"crypto/rand"
 	"crypto/sha256"
 	"encoding/base64"
+	"encoding/binary"
 	"encoding/hex"
 	"errors"
 	"fmt"
@@ -27,8 +28,9 @@ type Keys struct {
 
 // key is what is derived from 32 secret bytes.
 type key struct {
-	id   [4]byte
-	aead cipher.AEAD
+	id          [4]byte
+	fingerprint uint64
+	aead        cipher.AEAD
 }
 
 // NewKeys makes Keys that seal under primary and open what primary or one of the older keys sealed.
@@ -70,6 +72,17 @@ func (k *Keys) ID() string {
 	return string(id[1:])
 }
 
+// Fingerprints tells keys apart for other replicas, first the one that seals. They are derived from the keys as those of tickets are,
+// and tell nothing about them.
+func (k *Keys) Fingerprints() []uint64 {
+	ring := *k.ring.Load()
+	out := make([]uint64, len(ring))
+	for i := range ring {
+		out[i] = ring[i].fingerprint
+	}
+	return out
+}
+
 func newKey(secret [32]byte) (key, error) {
 	if bytes.Count(secret[:], secret[:1]) == len(secret) {
 		return key{}, errors.New("the same byte 32 times is no secret")
@@ -80,6 +93,10 @@ func newKey(secret [32]byte) (key, error) {
 	id, err := derive("key id", 4)
 	if err != nil {
 		return key{}, fmt.Errorf("deriving its id: %w", err)
+	}
+	fingerprint, err := derive("fingerprint", 8)
+	if err != nil {
+		return key{}, fmt.Errorf("deriving its fingerprint: %w", err)
 	}
 	sealing, err := derive("seal", 32)
 	if err != nil {
@@ -93,7 +110,7 @@ func newKey(secret [32]byte) (key, error) {
 	if err != nil {
 		return key{}, fmt.Errorf("setting up GCM: %w", err)
 	}
-	return key{id: [4]byte(id), aead: aead}, nil
+	return key{id: [4]byte(id), fingerprint: binary.BigEndian.Uint64(fingerprint), aead: aead}, nil
 }
 
 // ReadKeyFile reads keys from a file: one to a line, 32 bytes as 64 hex digits or base64, '#' before comments. The first

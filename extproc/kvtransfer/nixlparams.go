@@ -238,7 +238,7 @@ func (c *cursor) blockID() error {
 	return nil
 }
 
-// repairHost gives the object with an address that D can reach: what is configured of P (transferHost), or else the one
+// repairHost gives the object with an address that D can reach: what is configured of P (transfer.host), or else the one
 // that P was reached at where it answers one that is good on its own machine alone. An engine whose
 // VLLM_NIXL_SIDE_CHANNEL_HOST was left alone answers localhost, which on D's machine is D. Any other address is the
 // operator's choice, and stays. So does everything when P itself is on a loopback: then D is there too.

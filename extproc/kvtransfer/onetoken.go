@@ -1,6 +1,11 @@
 package kvtransfer
 
-import "tandem/extproc/openai"
+import (
+	"math"
+	"strconv"
+
+	"tandem/extproc/openai"
+)
 
 // oneToken is what vLLM's dialects have in common on the prefill leg: P is asked for one token, which is thrown away. D
 // computes it again, so its answer is complete and its limits stay the client's.
@@ -17,34 +22,44 @@ func newOneToken() oneToken {
 	return oneToken{one: []byte("1"), no: []byte("false"), tokens: []byte(`"tokens"`)}
 }
 
-// plan plans the limits of a prefill leg.
+// plan plans the limits of a prefill leg. What no engine accepts stays as the client wrote it, so that P refuses the request before it
+// works for it, and not D afterwards: counts out of range, log probabilities, and stream options without a stream.
 func (d oneToken) plan(r *openai.Request, p *openai.Patch) {
 	switch r.API() {
 	case openai.Generate:
 		d.generate(r, p)
 	case openai.Chat:
-		p.Set("max_tokens", openai.FieldMaxTokens, d.one)
-		p.Set("max_completion_tokens", openai.FieldMaxCompletionTokens, d.one)
-		p.Set("min_tokens", openai.FieldMinTokens, d.one)
-		p.Set("n", openai.FieldN, d.one)
+		d.limit(r, p, "max_tokens", openai.FieldMaxTokens)
+		if r.Wants(openai.FieldMaxCompletionTokens) || !outOfRange(r.Raw(openai.FieldMaxTokens), openai.FieldMaxTokens) {
+			d.limit(r, p, "max_completion_tokens", openai.FieldMaxCompletionTokens) // it wins over max_tokens
+		}
+		d.limit(r, p, "min_tokens", openai.FieldMinTokens)
+		d.limit(r, p, "n", openai.FieldN)
 	case openai.Completions:
-		p.Set("max_tokens", openai.FieldMaxTokens, d.one)
-		p.Set("min_tokens", openai.FieldMinTokens, d.one)
-		p.Set("n", openai.FieldN, d.one)
-		d.replace(r, p, "max_completion_tokens", openai.FieldMaxCompletionTokens, d.one)
+		d.limit(r, p, "max_tokens", openai.FieldMaxTokens)
+		d.limit(r, p, "min_tokens", openai.FieldMinTokens)
+		d.limit(r, p, "n", openai.FieldN)
+		d.limitOwn(r, p, "max_completion_tokens", openai.FieldMaxCompletionTokens)
 	case openai.Responses:
-		p.Set("max_output_tokens", openai.FieldMaxOutputTokens, d.one)
-		d.replace(r, p, "max_tokens", openai.FieldMaxTokens, d.one)
-		d.replace(r, p, "min_tokens", openai.FieldMinTokens, d.one)
+		d.limit(r, p, "max_output_tokens", openai.FieldMaxOutputTokens)
+		d.limitOwn(r, p, "max_tokens", openai.FieldMaxTokens)
+		d.limitOwn(r, p, "min_tokens", openai.FieldMinTokens)
 	case openai.Messages:
-		p.Set("max_tokens", openai.FieldMaxTokens, d.one)
-		d.replace(r, p, "min_tokens", openai.FieldMinTokens, d.one)
+		d.limit(r, p, "max_tokens", openai.FieldMaxTokens)
+		d.limitOwn(r, p, "min_tokens", openai.FieldMinTokens)
 	}
+	d.unstream(r, p)
+}
+
+// unstream asks for the answer in one piece, and cuts what P must not stop by.
+func (d oneToken) unstream(r *openai.Request, p *openai.Patch) {
 	p.Set("stream", openai.FieldStream, d.no)
+	if r.True(openai.FieldStream) {
+		p.Delete(openai.FieldStreamOptions)
+	}
 	for _, f := range [...]openai.Field{
-		openai.FieldStreamOptions, openai.FieldMinCompletionTokens,
-		openai.FieldStop, openai.FieldStopTokenIDs, openai.FieldStopSequences, openai.FieldIncludeStop,
-		openai.FieldBestOf, openai.FieldLogprobs, openai.FieldTopLogprobs,
+		openai.FieldMinCompletionTokens,
+		openai.FieldStop, openai.FieldStopTokenIDs, openai.FieldStopSequences, openai.FieldIncludeStop, openai.FieldBestOf,
 	} {
 		p.Delete(f)
 	}
@@ -53,23 +68,47 @@ func (d oneToken) plan(r *openai.Request, p *openai.Patch) {
 // generate is plan for /inference/v1/generate (0.12), which has its limits in sampling_params. output_mode (0.33) decides
 // what kind of answer there is, and kv_transfer_params come with tokens.
 func (d oneToken) generate(r *openai.Request, p *openai.Patch) {
-	p.SetSampling("max_tokens", openai.FieldMaxTokens, d.one)
-	p.SetSampling("min_tokens", openai.FieldMinTokens, d.one)
-	p.SetSampling("n", openai.FieldN, d.one)
-	for _, f := range [...]openai.Field{
-		openai.FieldStop, openai.FieldStopTokenIDs, openai.FieldIncludeStop,
-		openai.FieldBestOf, openai.FieldLogprobs, openai.FieldTopLogprobs,
-	} {
+	for _, limit := range [...]struct {
+		key   string
+		field openai.Field
+	}{{"max_tokens", openai.FieldMaxTokens}, {"min_tokens", openai.FieldMinTokens}, {"n", openai.FieldN}} {
+		if !outOfRange(r.Sampling(limit.field), limit.field) {
+			p.SetSampling(limit.key, limit.field, d.one)
+		}
+	}
+	for _, f := range [...]openai.Field{openai.FieldStop, openai.FieldStopTokenIDs, openai.FieldIncludeStop, openai.FieldBestOf} {
 		p.DeleteSampling(f)
 	}
-	d.replace(r, p, "output_mode", openai.FieldOutputMode, d.tokens)
+	if r.Has(openai.FieldOutputMode) {
+		p.Set("output_mode", openai.FieldOutputMode, d.tokens)
+	}
 }
 
-// replace sets a member only where the client has it: the path need not know it.
-func (oneToken) replace(r *openai.Request, p *openai.Patch, key string, f openai.Field, value []byte) {
-	if r.Has(f) {
-		p.Set(key, f, value)
+// limit sets a count to one, unless no engine accepts the client's.
+func (d oneToken) limit(r *openai.Request, p *openai.Patch, key string, f openai.Field) {
+	if !outOfRange(r.Raw(f), f) {
+		p.Set(key, f, d.one)
 	}
+}
+
+// limitOwn is limit where the client has the count: the path need not know it.
+func (d oneToken) limitOwn(r *openai.Request, p *openai.Patch, key string, f openai.Field) {
+	if r.Has(f) {
+		d.limit(r, p, key, f)
+	}
+}
+
+// outOfRange reports whether every engine refuses a count: it is no whole number, or below the least.
+func outOfRange(raw []byte, f openai.Field) bool {
+	if len(raw) == 0 || string(raw) == "null" {
+		return false
+	}
+	least := 1.0
+	if f == openai.FieldMinTokens {
+		least = 0
+	}
+	n, err := strconv.ParseFloat(string(raw), 64) // engines take 5.0 too
+	return err != nil || n < least || n != math.Trunc(n)
 }
 
 // Speaks: vLLM's engines take kv_transfer_params on all APIs.

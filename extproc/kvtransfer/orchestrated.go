@@ -42,8 +42,14 @@ func (orchestrated) Speaks(api openai.API) bool {
 	return api == openai.Chat || api == openai.Completions
 }
 
+// Prefill adds max_tokens and stream, which every engine knows; other limits are changed only where the client has them, as
+// the orchestrators do it: an engine that is not known here may refuse what it does not know.
 func (d orchestrated) Prefill(r *openai.Request, p *openai.Patch, _ *Pair) {
-	d.plan(r, p)
+	p.Set("max_tokens", openai.FieldMaxTokens, d.one) // whatever the client's is: some engine may take -1 for endless
+	d.limitOwn(r, p, "max_completion_tokens", openai.FieldMaxCompletionTokens)
+	d.limitOwn(r, p, "min_tokens", openai.FieldMinTokens)
+	d.limitOwn(r, p, "n", openai.FieldN)
+	d.unstream(r, p)
 	if d.params {
 		p.Set("kv_transfer_params", openai.FieldKVTransferParams, d.ask)
 	}

@@ -23,9 +23,9 @@ import (
 //
 // KV is kept under the engine's own request id. From 0.14 that has a random tail of its own on each engine, so those need
 // VLLM_DISABLE_REQUEST_ID_RANDOMIZATION=1 (which exists from 0.17).
-type p2pNCCL struct{ nixl nixl }
+type p2pNCCL struct{ oneToken }
 
-func newP2PNCCL() p2pNCCL { return p2pNCCL{newNIXL(false)} }
+func newP2PNCCL() p2pNCCL { return p2pNCCL{newOneToken()} }
 
 func (p2pNCCL) Name() string         { return "p2p-nccl" }
 func (p2pNCCL) DecodesAlone() bool   { return false }
@@ -51,9 +51,8 @@ func (d p2pNCCL) Plan(r *openai.Request, p *openai.Patch, l *Legs) (Told, error)
 	if err != nil {
 		return Told{}, err
 	}
-	d.nixl.Prefill(r, p, nil)
-	p.Set("kv_transfer_params", openai.FieldKVTransferParams, []byte("null")) // which it does not read
-	return Told{Decode: []byte(`"kv_transfer_params":null`), RequestID: "___prefill_addr_" + from + "___decode_addr_" + to + transferID("_", l.ID)}, nil
+	d.plan(r, p)
+	return Told{Decode: []byte{}, RequestID: "___prefill_addr_" + from + "___decode_addr_" + to + transferID("_", l.ID)}, nil
 }
 
 // zmqAddress is where an engine's KV socket listens: as the engine itself registered, else as configured.

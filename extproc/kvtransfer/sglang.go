@@ -30,10 +30,15 @@ func (sglang) DecodesAlone() bool   { return false }
 func (sglang) CancelsPrefill() bool { return true }
 func (sglang) PrefillFirst() bool   { return false }
 
-// Unpairable: the engine takes batches and several choices over two legs, so only what no SGLang server knows remains.
+// Unpairable: a list of prompts goes over two legs, several choices of one prompt do not. The engine sends a warm-up
+// request and then every choice with the room of the first (managers/tokenizer_manager.py, _handle_batch_request), so P
+// answers and D waits until its timeout of 300 s, with one room as with a list of rooms (run on 0.5.23).
 func (sglang) Unpairable(r *openai.Request) string {
 	if r.API() == openai.Generate {
 		return "other_engine"
+	}
+	if r.SeveralChoices() {
+		return "several_choices"
 	}
 	if r.API() == openai.Responses {
 		switch why := r.Unsplittable(); why {
@@ -47,22 +52,12 @@ func (sglang) Unpairable(r *openai.Request) string {
 // maxRooms bounds the lists of a batch.
 const maxRooms = 1 << 14
 
-// roomGap is a bit that no room has: it keeps rooms far enough below 2^63 for an engine to count on from one.
-const roomGap = 1 << 19
-
 // Plan puts the room into both bodies; D's keeps the client's stream. P makes one token of its own accord
 // (disaggregation/prefill.py), and must not stream: the status of a streamed answer says nothing about what follows.
 //
-// A batch has a list of rooms, one for each prompt, or for each of several choices of one prompt, as the gateway sends
-// it. A batch with several choices has one room: the engine counts on from it (io_struct.py: room + i), where it would
-// use a list's rooms several times.
+// A batch has a list of rooms, one for each prompt, as the gateway sends it.
 func (d sglang) Plan(r *openai.Request, p *openai.Patch, l *Legs) (Told, error) {
 	rooms, list := r.Prompts()
-	if n := r.Choices(); n > 1 {
-		if list = !list; list {
-			rooms = int(min(n, maxRooms+1))
-		}
-	}
 	switch {
 	case !list:
 		rooms = 1
@@ -105,7 +100,7 @@ func appendRooms(dst []byte, random *rand.PCG, n int, list bool) []byte {
 		if list {
 			dst = append(dst, "[,"[min(i, 1)])
 		}
-		dst = strconv.AppendUint(dst, random.Uint64()>>1&^roomGap, 10)
+		dst = strconv.AppendUint(dst, random.Uint64()>>1, 10)
 	}
 	if list {
 		dst = append(dst, ']')

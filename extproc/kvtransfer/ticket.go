@@ -50,6 +50,7 @@ func (s Stage) String() string {
 const (
 	CausePrefill = "prefill" // the prefill leg failed, or its answer could not be used
 	CauseTurn    = "turn"    // a prefill leg that was to fetch the conversation's last turn failed: the request goes on as if none were kept
+	CauseRouter  = "router"  // a replica failed while it decided a pass, which is repeated
 	CauseEncode  = "encode"  // the encode leg failed: prefill encodes by itself
 	CauseDecode  = "decode"  // the decode leg failed before it answered: its KV parameters count as spent
 )
@@ -96,8 +97,11 @@ type Ticket struct {
 	Params          []byte        // of the hand-over, for D, or of what was encoded, for P; with a decode leg whose answer is rewritten: how
 	ParamsRef       [16]byte      // the name under which Params are kept where no header holds them
 	Cached          int64         // of the prompt, found in P's prefix cache, plus one; 0: P did not say
-	Path            string        // the client's, where that of the leg is another; "": it is not
+	Path            string        // the client's, where that of the leg or of the redirect is another; "": it is not
+	Authority       string        // the client's Host; "": not known
 	Turn            TurnLeg       // where D keeps answers for the next turn
+	Loads           bool          // of a decode leg: D was told to load KV of Prefill
+	LeastBytes      int           // that a complete answer of a decode leg has; 0: not known, or it is not streamed
 }
 
 // TurnLeg is what a request has to do with the turns of its conversation, where D keeps their blocks (turn.go).

@@ -47,6 +47,9 @@ const (
 	fieldOwnIDs             protowire.Number = 61
 	fieldTurnTold           protowire.Number = 62
 	fieldTurnAnswers        protowire.Number = 63
+	fieldLoads              protowire.Number = 64
+	fieldLeastBytes         protowire.Number = 65
+	fieldAuthority          protowire.Number = 70
 
 	fieldEditStart protowire.Number = 1
 	fieldEditEnd   protowire.Number = 2
@@ -104,6 +107,9 @@ func appendTicket(b []byte, t *Ticket) []byte {
 	b = appendNumber(b, fieldOwnIDs, protowire.EncodeBool(t.Turn.OwnIDs))
 	b = appendNumber(b, fieldTurnTold, protowire.EncodeBool(t.Turn.Told))
 	b = appendNumber(b, fieldTurnAnswers, protowire.EncodeBool(t.Turn.Answers))
+	b = appendNumber(b, fieldLoads, protowire.EncodeBool(t.Loads))
+	b = appendNumber(b, fieldLeastBytes, uint64(t.LeastBytes))
+	b = appendText(b, fieldAuthority, t.Authority)
 	return appendText(b, fieldModel, t.Model)
 }
 
@@ -239,9 +245,9 @@ func parseTicket(t *Ticket, b []byte) error {
 func (t *Ticket) setNumber(f protowire.Number, v uint64) error {
 	limit := uint64(1<<63 - 1)
 	switch f {
-	case fieldStage, fieldSplit, fieldStream, fieldStreamUsage, fieldOwnIDs, fieldTurnTold, fieldTurnAnswers:
+	case fieldStage, fieldSplit, fieldStream, fieldStreamUsage, fieldOwnIDs, fieldTurnTold, fieldTurnAnswers, fieldLoads:
 		limit = 255
-	case fieldRedirects, fieldPrefills:
+	case fieldRedirects, fieldPrefills, fieldLeastBytes:
 		limit = maxCount
 	case fieldBodyBytes, fieldPromptTokens, fieldCached, fieldExpectedCached, fieldExpectedPrefill, fieldLearnBytes:
 		limit = maxLength
@@ -268,6 +274,10 @@ func (t *Ticket) setNumber(f protowire.Number, v uint64) error {
 		t.Turn.Told = v != 0
 	case fieldTurnAnswers:
 		t.Turn.Answers = v != 0
+	case fieldLoads:
+		t.Loads = v != 0
+	case fieldLeastBytes:
+		t.LeastBytes = int(v)
 	case fieldRedirects:
 		t.Redirects = int(v)
 	case fieldPrefills:
@@ -311,12 +321,14 @@ func (t *Ticket) setText(f protowire.Number, v []byte) error {
 		t.Learn.LoRA = string(v)
 	case fieldPath:
 		t.Path = string(v)
+	case fieldAuthority:
+		t.Authority = string(v)
 	case fieldParamsRef:
 		return set16(&t.ParamsRef, v)
 	case fieldConversation:
 		return set16(&t.Turn.Conversation, v)
 	case fieldPackedParams:
-		params, err := unpack(nil, v, MaxParamsBytes)
+		params, err := unpack([]byte{}, v, MaxParamsBytes) // none is not nil
 		t.Params = params
 		return err
 	}

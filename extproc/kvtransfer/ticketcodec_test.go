@@ -19,10 +19,11 @@ func plainMessage(t *Ticket) *ticketv1.Ticket {
 	m := &ticketv1.Ticket{
 		Id: t.ID[:], Stage: ticketv1.Ticket_Stage(t.Stage), Pool: t.Pool, Prefill: t.Prefill, Decode: t.Decode,
 		PrefillReservation: t.Reservations[0], DecodeReservation: t.Reservations[1], Split: t.Split, Stream: t.Stream, StreamUsage: t.StreamUsage, Redirects: uint32(t.Redirects), Prefills: uint32(t.Prefills),
-		Excluded: t.Excluded, Cause: t.Cause, BodyBytes: uint64(t.BodyBytes), PromptTokens: t.PromptTokens, Session: t.Session, Path: t.Path, CachedPlusOne: t.Cached,
+		Excluded: t.Excluded, Cause: t.Cause, BodyBytes: uint64(t.BodyBytes), PromptTokens: t.PromptTokens, Session: t.Session, Path: t.Path, Authority: t.Authority, CachedPlusOne: t.Cached,
 		ExpectedCachedTokens: t.ExpectedCached, ExpectedPrefillUs: t.ExpectedPrefill.Microseconds(),
 		Prompt: t.Prompt, LearnBytes: uint64(t.Learn.Bytes), LearnLora: t.Learn.LoRA, LearnSalt: t.Learn.Salt,
 		OwnIds: t.Turn.OwnIDs, TurnTold: t.Turn.Told, TurnAnswers: t.Turn.Answers, Model: t.Model,
+		Loads: t.Loads, LeastBytes: uint32(t.LeastBytes),
 	}
 	if !t.Expires.IsZero() {
 		m.ExpiresUnixMs = t.Expires.UnixMilli()
@@ -68,9 +69,11 @@ func randomTicket(rng *rand.Rand) *Ticket {
 	}
 	t.BodyBytes = at
 	if rng.IntN(2) == 0 {
+		t.Authority = "my_service:8080"
 		t.Session, t.Model, t.Path, t.Cached = rng.Uint64(), "sql-adapter", "/v1/chat/completions", rng.Int64N(1<<30)
 		t.Prompt, t.Learn = rng.Uint64(), Learn{Bytes: rng.IntN(1 << 20), LoRA: "adapter", Salt: rng.Uint64()}
 		t.Turn = TurnLeg{Conversation: [16]byte{byte(rng.IntN(256)), 1}, OwnIDs: rng.IntN(2) == 0, Told: rng.IntN(2) == 0, Answers: rng.IntN(2) == 0}
+		t.Loads, t.LeastBytes = rng.IntN(2) == 0, rng.IntN(4096)
 		t.Cause, t.PromptTokens, t.ParamsRef = CausePrefill, rng.Int64N(1<<30), [16]byte{3}
 		t.Params = []byte(goodParams("remote_block_ids", "["+blockIDs(randomIDs(1+rng.IntN(100), 1<<30), ",")+"]"))
 	}
@@ -127,4 +130,16 @@ func FuzzTicketMessage(f *testing.F) {
 			require.Equal(t, string(e.Text), string(got.Undo[i].New))
 		}
 	})
+}
+
+// No parameters for D are another thing than none said: then D's body is the client's own.
+func TestEmptyParams(t *testing.T) {
+	keys := newKeys(t, 1)
+	for _, params := range [][]byte{nil, {}} {
+		sealed, err := keys.Seal(nil, &Ticket{Stage: PairLegs, Expires: time.Now().Add(time.Minute), Params: params}, "id")
+		require.NoError(t, err)
+		got, err := keys.Open(string(sealed), "id", time.Now())
+		require.NoError(t, err)
+		require.Equal(t, params, got.Params)
+	}
 }

@@ -75,6 +75,7 @@ type contextAnswer struct {
 	choiceAt                 int // where choice starts in body
 	object, finish           []byte
 	params                   []byte // disaggregated_params
+	usage                    []byte
 	tokenIDs, tokenIDsBase64 []byte // prompt_token_ids; newer servers answer them packed, where that is set
 }
 
@@ -90,6 +91,8 @@ func (c *contextAnswer) read(body []byte) error {
 			c.object = value
 		case "choices":
 			choices, choicesAt = value, at
+		case "usage":
+			c.usage = value
 		case "prompt_token_ids":
 			c.tokenIDs = value
 		case "prompt_token_ids_b64":
@@ -159,6 +162,10 @@ func (c *contextAnswer) forDecode(id uint64) ([]byte, error) {
 		switch string(key) {
 		case "request_type":
 			return nil
+		case "ctx_usage": // P's usage, for a D that knows the member: releases refuse those that they do not
+			if string(value) == "null" && len(c.usage) > 0 {
+				value = c.usage
+			}
 		case "ctx_request_id":
 			contextID = value
 		case "disagg_request_id":

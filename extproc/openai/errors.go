@@ -65,6 +65,11 @@ func TooLarge(limit int) *Error {
 		Message: fmt.Sprintf("the request body is larger than %d bytes", limit)}
 }
 
+// HeadersTooLarge is a 414 or a 431 for what comes before the body.
+func HeadersTooLarge(status int, code, message string) *Error {
+	return &Error{Status: status, Type: "invalid_request_error", Code: code, Message: message}
+}
+
 // Timeout is a 408 for a body that did not arrive in time.
 func Timeout() *Error {
 	return &Error{Status: 408, Type: "invalid_request_error", Code: "body_timeout", Message: "the request body did not arrive in time"}

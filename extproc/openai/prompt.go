@@ -43,19 +43,6 @@ func (r *Request) Prompts() (n int, list bool) {
 	return n, true
 }
 
-// Choices is how many answers each prompt is to have; 1 where the body does not say, 0 where it says what is no number.
-func (r *Request) Choices() int64 {
-	raw := r.limit(FieldN)
-	if !present(raw) {
-		return 1
-	}
-	n, ok := integer(raw)
-	if !ok || n < 0 {
-		return 0
-	}
-	return n
-}
-
 // PromptBytes is the length of the prompt as it stands in the body, 0 where there is none.
 func (r *Request) PromptBytes() int { return len(r.prompt()) }
 

@@ -31,6 +31,22 @@ func (r *Request) Unsplittable() (reason string) {
 	return ""
 }
 
+// SeveralChoices reports whether the body asks for anything but one answer to each prompt, or may do so. SGLang's
+// /generate also takes a list of sampling_params, one for each prompt.
+func (r *Request) SeveralChoices() bool {
+	if several(r.limit(FieldN)) {
+		return true
+	}
+	for params := range elements(r.Raw(FieldSamplingParams)) {
+		for key, value := range pairs(params) {
+			if string(key) == "n" && several(value) {
+				return true
+			}
+		}
+	}
+	return false
+}
+
 // limit is a member that lies in sampling_params where the API has those.
 func (r *Request) limit(f Field) []byte {
 	if r.api == Generate || r.api == SGLangGenerate {

@@ -12,6 +12,7 @@ import (
 	"sync"
 	"time"
 
+	"tandem/internal/guard"
 	"tandem/kvstate"
 	"tandem/kvstate/enginehttp"
 )
@@ -112,7 +113,7 @@ func (f *Facts) ask(ctx context.Context, known *fact, e *kvstate.Endpoint) {
 			f.forget(known)
 			return
 		}
-		said, err := f.question(ctx, e)
+		said, err := guard.Try(ctx, "engine facts", func() (fact, error) { return f.question(ctx, e) })
 		<-f.places
 		if !f.note(ctx, known, said, err) {
 			return

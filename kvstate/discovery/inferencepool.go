@@ -16,6 +16,7 @@ import (
 	"k8s.io/client-go/dynamic/dynamicinformer"
 	"k8s.io/client-go/tools/cache"
 
+	"tandem/internal/guard"
 	"tandem/kvstate"
 )
 
@@ -102,7 +103,7 @@ func (w *podWatch) follow(ctx context.Context, pods Pods) {
 	w.stop()
 	ctx, cancel := context.WithCancel(ctx)
 	done := make(chan struct{})
-	go func() { w.source.watchPods(ctx, pods); close(done) }()
+	go func() { guard.Keep(ctx, "pods", func() { w.source.watchPods(ctx, pods) }); close(done) }()
 	w.pods, w.end = pods, func() { cancel(); <-done }
 }
 

@@ -10,6 +10,7 @@ import (
 	"sync"
 	"time"
 
+	"tandem/internal/guard"
 	"tandem/kvstate"
 	"tandem/kvstate/enginehttp"
 )
@@ -33,6 +34,9 @@ type Prober struct {
 	mu    sync.Mutex
 	asked map[*kvstate.Endpoint]time.Time // for models
 	busy  map[*kvstate.Endpoint]bool      // likewise, now
+	check map[*kvstate.Endpoint]bool      // is checked now
+
+	checks chan *kvstate.Endpoint
 }
 
 // NewProber makes a prober of all endpoints of a state.
@@ -41,6 +45,7 @@ func NewProber(state *kvstate.State, log *slog.Logger) *Prober {
 		state: state, log: log,
 		client: enginehttp.New(probeTimeout, func(t *http.Transport) { t.IdleConnTimeout, t.DisableKeepAlives = time.Second, true }),
 		asked:  map[*kvstate.Endpoint]time.Time{}, busy: map[*kvstate.Endpoint]bool{},
+		check: map[*kvstate.Endpoint]bool{}, checks: make(chan *kvstate.Endpoint, maxChecks),
 	}
 }
 
@@ -54,11 +59,52 @@ func (p *Prober) Run(ctx context.Context) {
 		if !p.round(ctx, &probes) {
 			pause += probeFailedEvery * 4 / 5 // in all, less than the second that one which fails now may have to wait
 		}
+		if !p.wait(ctx, pause, &probes) {
+			return
+		}
+	}
+}
+
+// wait starts the checks that are asked for until a pause is over; false when ctx has ended.
+func (p *Prober) wait(ctx context.Context, pause time.Duration, probes *sync.WaitGroup) bool {
+	over := time.NewTimer(pause)
+	defer over.Stop()
+	for {
 		select {
 		case <-ctx.Done():
-			return
-		case <-time.After(pause):
+			return false
+		case <-over.C:
+			return true
+		case e := <-p.checks:
+			probes.Go(func() { p.checkHealth(ctx, e) })
 		}
+	}
+}
+
+// maxChecks is how many checks may wait to begin; the request that asks for one more tries its luck.
+const maxChecks = 256
+
+// Check asks an endpoint now how it is, and marks it as failed if it does not answer or answers that it is not well. It does not wait.
+func (p *Prober) Check(e *kvstate.Endpoint) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.check[e] || e.Failed() {
+		return
+	}
+	select {
+	case p.checks <- e:
+		p.check[e] = true
+	default:
+	}
+}
+
+func (p *Prober) checkHealth(ctx context.Context, e *kvstate.Endpoint) {
+	status, _, err := p.get(ctx, e, "/health", maxModels)
+	p.mu.Lock()
+	delete(p.check, e)
+	p.mu.Unlock()
+	if (err != nil || status >= http.StatusInternalServerError) && ctx.Err() == nil && p.state.MarkUnhealthy(e) {
+		p.log.Debug("health check failed", "endpoint", e.Addr, "status", status, "err", err)
 	}
 }
 
@@ -72,10 +118,14 @@ func (p *Prober) round(ctx context.Context, probes *sync.WaitGroup) (failed bool
 			switch {
 			case e.Failed():
 				failed = true
-				probes.Go(func() { p.probeHealth(ctx, e) })
+				probes.Go(func() {
+					defer guard.Recover(ctx, "probes")
+					p.probeHealth(ctx, e)
+				})
 			case p.modelsDue(e, now) && p.claim(e):
 				probes.Go(func() {
 					defer p.unclaim(e)
+					defer guard.Recover(ctx, "probes")
 					p.askModels(ctx, e)
 				})
 			}
@@ -122,8 +172,8 @@ func (p *Prober) forget(seen map[*kvstate.Endpoint]bool) {
 // below 500 is one of a living server, also of one that knows no /health.
 func (p *Prober) probeHealth(ctx context.Context, e *kvstate.Endpoint) {
 	status, _, err := p.get(ctx, e, "/health", maxModels)
-	if err == nil && status < http.StatusInternalServerError && p.state.MarkGood(e) {
-		p.log.Info("endpoint is back", "endpoint", e.Addr)
+	if err == nil && status < http.StatusInternalServerError {
+		p.state.MarkHealthy(e)
 	}
 }
 

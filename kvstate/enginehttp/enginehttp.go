@@ -10,11 +10,9 @@ import (
 	"fmt"
 	"io"
 	"maps"
-	"net"
 	"net/http"
 	"time"
 
-	"tandem/internal/rawconn"
 	"tandem/kvstate"
 )
 
@@ -27,9 +25,8 @@ type Client struct{ plain, h2c, secure *http.Client }
 // New returns a client whose calls take at most timeout, 0 meaning as long as their contexts; tune sets what is the caller's
 // to say of the connections.
 func New(timeout time.Duration, tune func(*http.Transport)) *Client {
-	dial := rawconn.Dial(new(net.Dialer)) // as a transport that has no dialer: how long it may take is for the callers to say
 	client := func(t *http.Transport) *http.Client {
-		t.MaxResponseHeaderBytes, t.DialContext = maxHeaders, dial
+		t.MaxResponseHeaderBytes = maxHeaders
 		tune(t)
 		return over(t, timeout)
 	}

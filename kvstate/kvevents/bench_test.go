@@ -6,7 +6,7 @@ import (
 	"testing"
 
 	"tandem/internal/budget"
-	"tandem/kvstate"
+	"tandem/kvstate/prefixindex"
 )
 
 // busy makes batches as a full engine sends them: a prompt's new blocks stored, as many old ones removed.
@@ -127,7 +127,7 @@ func TestDecodeAllocates(t *testing.T) {
 	var d Decoder
 	var batch Batch
 	budget.Allocs(t, 100, 0, func() { batch, _ = d.Batch(payloads[0]) })
-	if len(batch.Events) != 65 || batch.Events[0].Kind != kvstate.BlocksStored {
+	if len(batch.Events) != 65 || batch.Events[0].Kind != prefixindex.BlocksStored {
 		t.Errorf("decoded %d events", len(batch.Events))
 	}
 }

@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"tandem/kvstate"
+	"tandem/kvstate/prefixindex"
 )
 
 // Source is where the engines of a pool publish their KV events. vLLM: --kv-events-config, SGLang: --kv-events-config.
@@ -22,9 +23,9 @@ type Source struct {
 // Publisher is where the events of one publisher go.
 type Publisher interface {
 	Sink
-	Contents() *kvstate.FeedContents
-	Doubtful() bool
-	Settle(now time.Time)
+	Snapshot() *prefixindex.FeedSnapshot
+	HasSuspects() bool
+	ExpireSuspects(now time.Time)
 	Close()
 }
 
@@ -302,7 +303,7 @@ type Stats struct {
 	Restarts       uint64 // of the engine
 	Relayed        uint64 // times that batches came from another replica as it took them
 	Missed         uint64 // times that they did not, and what is lacking was asked for
-	Feed           kvstate.FeedStats
+	Feed           prefixindex.FeedStats
 }
 
 // Stats are the numbers of all publishers that are followed.
@@ -322,7 +323,7 @@ func (c *Collector) Stats() []Stats {
 			Recovered: n.recovered.Load(), Lost: n.lost.Load(), Restarts: n.restarts.Load(),
 			Relayed: n.relayed.Load(), Missed: n.missed.Load(), Known: s.isKnown(lease, time.Now()),
 		}
-		if feed, ok := s.publisher.(interface{ Stats() kvstate.FeedStats }); ok {
+		if feed, ok := s.publisher.(interface{ Stats() prefixindex.FeedStats }); ok {
 			one.Feed = feed.Stats()
 		}
 		out = append(out, one)

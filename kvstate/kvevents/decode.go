@@ -8,7 +8,7 @@ import (
 
 	"github.com/cespare/xxhash/v2"
 
-	"tandem/kvstate"
+	"tandem/kvstate/prefixindex"
 )
 
 // ErrMalformed says that a payload is no batch of KV events.
@@ -17,7 +17,7 @@ var ErrMalformed = errors.New("kvevents: not a batch of KV events")
 // Decoder reads batches of events. Its zero value is ready; it keeps what it learned about an engine's groups of KV cache,
 // so each publisher has one of its own. It is used by one goroutine at a time.
 type Decoder struct {
-	events []kvstate.BlockEvent
+	events []prefixindex.BlockEvent
 	words  []uint64 // keys and blocks of the events
 	ids    []byte   // the token ids of one event
 	extras []uint64 // the extra keys of one event's blocks
@@ -36,7 +36,7 @@ type DecoderStats struct {
 type Batch struct {
 	Time   float64 // seconds since 1970, by the engine's clock
 	Rank   int     // data-parallel rank, -1 if not said
-	Events []kvstate.BlockEvent
+	Events []prefixindex.BlockEvent
 }
 
 // Batch reads a payload: [ts, [event...], rank], the same in every release. Events are arrays that begin with their type
@@ -173,7 +173,7 @@ func (d *Decoder) event(c *cursor) {
 	case "BlockRemoved":
 		ok = d.removed(c, &e)
 	case "AllBlocksCleared":
-		d.events = append(d.events, kvstate.BlockEvent{Kind: kvstate.AllBlocksCleared})
+		d.events = append(d.events, prefixindex.BlockEvent{Kind: prefixindex.AllBlocksCleared})
 		ok = true
 	}
 	if !ok {
@@ -206,7 +206,7 @@ func (d *Decoder) stored(c *cursor, e *rawEvent) bool {
 	if e.hashes == 0 || !d.counts(c, e, true) {
 		return false
 	}
-	out := kvstate.BlockEvent{Kind: kvstate.BlocksStored, Host: host(c, e)}
+	out := prefixindex.BlockEvent{Kind: prefixindex.BlocksStored, Host: host(c, e)}
 	f := c.field(e.hashes)
 	out.Keys = d.keys(&f)
 	if e.parent != 0 {
@@ -242,19 +242,19 @@ func (d *Decoder) stored(c *cursor, e *rawEvent) bool {
 }
 
 // blocks works out our hashes of the blocks of a stored event.
-func (d *Decoder) blocks(c *cursor, e *rawEvent, out *kvstate.BlockEvent) {
+func (d *Decoder) blocks(c *cursor, e *rawEvent, out *prefixindex.BlockEvent) {
 	lora := d.lora(c, e)
 	d.readExtras(c, e, lora, len(out.Keys))
 	if e.salt != 0 && !out.HasParent && len(d.extras) > 0 {
 		if s := c.field(e.salt); s.isText() {
 			salt, _ := s.text()
-			d.extras[0] = kvstate.FoldExtraKey(d.extras[0], salt)
+			d.extras[0] = prefixindex.FoldExtraKey(d.extras[0], salt)
 		}
 	}
-	out.Root, out.LoRA = kvstate.TokenRoot(string(lora), out.BlockSize), lora
+	out.Root, out.LoRA = prefixindex.TokenRoot(string(lora), out.BlockSize), lora
 	from := len(d.words)
 	for i := range out.Keys {
-		d.words = append(d.words, kvstate.TokenBlock(d.ids[i*out.BlockSize*4:(i+1)*out.BlockSize*4], d.extras[i]))
+		d.words = append(d.words, prefixindex.TokenBlock(d.ids[i*out.BlockSize*4:(i+1)*out.BlockSize*4], d.extras[i]))
 	}
 	out.Blocks = d.words[from:len(d.words):len(d.words)]
 }
@@ -292,12 +292,12 @@ func (d *Decoder) readExtras(c *cursor, e *rawEvent, lora []byte, blocks int) {
 			from := f.at
 			if f.isText() {
 				if s, text := f.text(); !text || !bytes.Equal(s, lora) || len(lora) == 0 {
-					extra = kvstate.FoldExtraKey(extra, s)
+					extra = prefixindex.FoldExtraKey(extra, s)
 				}
 				continue
 			}
 			f.skip()
-			extra = kvstate.FoldExtraKey(extra, f.b[from:f.at])
+			extra = prefixindex.FoldExtraKey(extra, f.b[from:f.at])
 		}
 		if i < blocks {
 			d.extras[i] = extra
@@ -313,7 +313,7 @@ func (d *Decoder) removed(c *cursor, e *rawEvent) bool {
 	f := c.field(e.hashes)
 	keys := d.keys(&f)
 	c.bad = c.bad || f.bad
-	d.events = append(d.events, kvstate.BlockEvent{Kind: kvstate.BlocksRemoved, Keys: keys, Host: host(c, e)})
+	d.events = append(d.events, prefixindex.BlockEvent{Kind: prefixindex.BlocksRemoved, Keys: keys, Host: host(c, e)})
 	return true
 }
 

@@ -9,7 +9,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
-	"tandem/kvstate"
+	"tandem/kvstate/prefixindex"
 )
 
 func unhex(t testing.TB, s string) []byte {
@@ -34,24 +34,24 @@ func golden(t testing.TB, s string) []byte {
 }
 
 func block1234() []uint64 {
-	return []uint64{kvstate.TokenBlock([]byte{1, 0, 0, 0, 2, 0, 0, 0, 3, 0, 0, 0, 4, 0, 0, 0}, 0)}
+	return []uint64{prefixindex.TokenBlock([]byte{1, 0, 0, 0, 2, 0, 0, 0, 3, 0, 0, 0, 4, 0, 0, 0}, 0)}
 }
 
 func TestDecodeGolden(t *testing.T) {
-	stored := kvstate.BlockEvent{Kind: kvstate.BlocksStored, Keys: []uint64{0x1122334455667788}, Blocks: block1234(), Root: kvstate.TokenRoot("", 4), BlockSize: 4}
-	removed := kvstate.BlockEvent{Kind: kvstate.BlocksRemoved, Keys: []uint64{0x1122334455667788}}
-	cleared := kvstate.BlockEvent{Kind: kvstate.AllBlocksCleared}
+	stored := prefixindex.BlockEvent{Kind: prefixindex.BlocksStored, Keys: []uint64{0x1122334455667788}, Blocks: block1234(), Root: prefixindex.TokenRoot("", 4), BlockSize: 4}
+	removed := prefixindex.BlockEvent{Kind: prefixindex.BlocksRemoved, Keys: []uint64{0x1122334455667788}}
+	cleared := prefixindex.BlockEvent{Kind: prefixindex.AllBlocksCleared}
 	for _, text := range []string{goldenArray, goldenMap} {
 		var d Decoder
 		batch, err := d.Batch(golden(t, text))
 		require.NoError(t, err)
-		require.Equal(t, Batch{Time: 1700000000.5, Rank: 0, Events: []kvstate.BlockEvent{stored, removed, cleared}}, batch)
+		require.Equal(t, Batch{Time: 1700000000.5, Rank: 0, Events: []prefixindex.BlockEvent{stored, removed, cleared}}, batch)
 	}
 	stored.Keys, removed.Keys = []uint64{5}, []uint64{5}
 	var d Decoder
 	batch, err := d.Batch(golden(t, golden092))
 	require.NoError(t, err)
-	require.Equal(t, Batch{Time: 1700000000.5, Rank: -1, Events: []kvstate.BlockEvent{stored, removed}}, batch)
+	require.Equal(t, Batch{Time: 1700000000.5, Rank: -1, Events: []prefixindex.BlockEvent{stored, removed}}, batch)
 }
 
 // pack writes MessagePack, as plainly as can be.
@@ -107,49 +107,49 @@ func be(v uint64, n int) []byte {
 	return out
 }
 
-func decode(t *testing.T, d *Decoder, events ...any) []kvstate.BlockEvent {
+func decode(t *testing.T, d *Decoder, events ...any) []prefixindex.BlockEvent {
 	t.Helper()
 	batch, err := d.Batch(pack([]any{1, events, nil}))
 	require.NoError(t, err)
-	return append([]kvstate.BlockEvent(nil), batch.Events...)
+	return append([]prefixindex.BlockEvent(nil), batch.Events...)
 }
 
 func TestDecodeVariants(t *testing.T) {
 	one := []int{1, 2, 3, 4}
-	salted := kvstate.TokenBlock([]byte{1, 0, 0, 0, 2, 0, 0, 0, 3, 0, 0, 0, 4, 0, 0, 0}, kvstate.FoldExtraKey(0, []byte("salt")))
-	stored := func(change func(*kvstate.BlockEvent)) []kvstate.BlockEvent {
-		e := kvstate.BlockEvent{Kind: kvstate.BlocksStored, Keys: []uint64{7}, Blocks: block1234(), Root: kvstate.TokenRoot("", 4), BlockSize: 4}
+	salted := prefixindex.TokenBlock([]byte{1, 0, 0, 0, 2, 0, 0, 0, 3, 0, 0, 0, 4, 0, 0, 0}, prefixindex.FoldExtraKey(0, []byte("salt")))
+	stored := func(change func(*prefixindex.BlockEvent)) []prefixindex.BlockEvent {
+		e := prefixindex.BlockEvent{Kind: prefixindex.BlocksStored, Keys: []uint64{7}, Blocks: block1234(), Root: prefixindex.TokenRoot("", 4), BlockSize: 4}
 		if change != nil {
 			change(&e)
 		}
-		return []kvstate.BlockEvent{e}
+		return []prefixindex.BlockEvent{e}
 	}
 	digest := append(make([]byte, 24), 0, 0, 0, 0, 0, 0, 0, 7)
 	for _, c := range []struct {
 		name  string
 		event any
-		want  []kvstate.BlockEvent
+		want  []prefixindex.BlockEvent
 	}{
 		{"a digest for a name: its last eight bytes", []any{"BlockStored", []any{digest}, nil, one, 4, nil}, stored(nil)},
 		{"negative names, as SGLang has them", []any{"BlockStored", []any{-2}, -3, one, 4, nil},
-			stored(func(e *kvstate.BlockEvent) { e.Keys[0], e.Parent, e.HasParent = 1<<64-2, 1<<64-3, true })},
-		{"parent 0 is a parent", []any{"BlockStored", []any{7}, 0, one, 4, nil}, stored(func(e *kvstate.BlockEvent) { e.HasParent = true })},
+			stored(func(e *prefixindex.BlockEvent) { e.Keys[0], e.Parent, e.HasParent = 1<<64-2, 1<<64-3, true })},
+		{"parent 0 is a parent", []any{"BlockStored", []any{7}, 0, one, 4, nil}, stored(func(e *prefixindex.BlockEvent) { e.HasParent = true })},
 		{"more fields than we know", []any{"BlockStored", []any{7}, nil, one, 4, nil, "GPU", nil, nil, nil, nil, nil, 1, "x", []any{fields{"a", 1}}}, stored(nil)},
-		{"CPU tier", []any{"BlockStored", []any{7}, nil, one, 4, nil, "CPU"}, stored(func(e *kvstate.BlockEvent) { e.Host = true })},
+		{"CPU tier", []any{"BlockStored", []any{7}, nil, one, 4, nil, "CPU"}, stored(func(e *prefixindex.BlockEvent) { e.Host = true })},
 		{"CPU tier of older releases: names only", []any{"BlockStored", []any{7}, nil, []int{}, 0, nil, "CPU"},
-			[]kvstate.BlockEvent{{Kind: kvstate.BlocksStored, Keys: []uint64{7}, Host: true}}},
+			[]prefixindex.BlockEvent{{Kind: prefixindex.BlocksStored, Keys: []uint64{7}, Host: true}}},
 		{"SGLang's disk", fields{"type", "BlockRemoved", "block_hashes", []any{7}, "medium", "DISK"},
-			[]kvstate.BlockEvent{{Kind: kvstate.BlocksRemoved, Keys: []uint64{7}, Host: true}}},
+			[]prefixindex.BlockEvent{{Kind: prefixindex.BlocksRemoved, Keys: []uint64{7}, Host: true}}},
 		{"an adapter by name", fields{"type", "BlockStored", "block_hashes", []any{7}, "token_ids", one, "block_size", 4, "lora_id", 3, "lora_name", "sql", "extra_keys", []any{[]any{"sql"}}},
-			stored(func(e *kvstate.BlockEvent) { e.Root, e.LoRA = kvstate.TokenRoot("sql", 4), []byte("sql") })},
+			stored(func(e *prefixindex.BlockEvent) { e.Root, e.LoRA = prefixindex.TokenRoot("sql", 4), []byte("sql") })},
 		{"an adapter by number is none that a request can name", []any{"BlockStored", []any{7}, nil, one, 4, 3},
-			stored(func(e *kvstate.BlockEvent) {
-				e.Root, e.LoRA = kvstate.TokenRoot("\x00lora_id 3", 4), []byte("\x00lora_id 3")
+			stored(func(e *prefixindex.BlockEvent) {
+				e.Root, e.LoRA = prefixindex.TokenRoot("\x00lora_id 3", 4), []byte("\x00lora_id 3")
 			})},
 		{"vLLM's cache salt", fields{"block_hashes", []any{7}, "type", "BlockStored", "token_ids", one, "block_size", 4, "extra_keys", []any{[]any{"salt"}}},
-			stored(func(e *kvstate.BlockEvent) { e.Blocks[0] = salted })},
+			stored(func(e *prefixindex.BlockEvent) { e.Blocks[0] = salted })},
 		{"SGLang's cache salt", fields{"type", "BlockStored", "block_hashes", []any{7}, "token_ids", one, "block_size", 4, "cache_salt", "salt"},
-			stored(func(e *kvstate.BlockEvent) { e.Blocks[0] = salted })},
+			stored(func(e *prefixindex.BlockEvent) { e.Blocks[0] = salted })},
 		{"blocks that the tokens do not make up (hybrid models)", []any{"BlockStored", []any{7}, nil, []int{1, 2, 3, 4, 5, 6, 7, 8}, 4, nil}, nil},
 		{"a sliding window", fields{"type", "BlockStored", "block_hashes", []any{7}, "token_ids", one, "block_size", 4, "group_idx", 1, "kv_cache_spec_kind", "sliding_window"}, nil},
 		{"a kind of event from the future", fields{"type", "BlockMoved", "block_hashes", []any{7}}, nil},
@@ -201,7 +201,7 @@ func FuzzDecode(f *testing.F) {
 			return
 		}
 		for _, e := range batch.Events {
-			if e.Kind == kvstate.BlocksStored && len(e.Blocks) > 0 {
+			if e.Kind == prefixindex.BlocksStored && len(e.Blocks) > 0 {
 				require.Len(t, e.Blocks, len(e.Keys))
 				require.Positive(t, e.BlockSize)
 			}

@@ -1,7 +1,7 @@
 // Package kvevents follows what engines say about their KV caches and tells the prefix index: vLLM and SGLang publish, over
 // ZeroMQ, which blocks they store and which they evict. With that the index knows instead of guessing.
 //
-//	engine PUB --(topic, sequence number, MessagePack)--> subscription -> Decoder -> stream -> kvstate.Feed
+//	engine PUB --(topic, sequence number, MessagePack)--> subscription -> Decoder -> stream -> prefixindex.Feed
 //	engine ROUTER <--(from which number)-- replay --(batches)--------------------^
 //
 // Duties, and where they are done:

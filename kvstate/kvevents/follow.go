@@ -4,6 +4,7 @@ import (
 	"time"
 
 	"tandem/kvstate"
+	"tandem/kvstate/prefixindex"
 )
 
 // Several replicas share the work (docs/adr/0008): one listens to a publisher and tells the others what it said, already
@@ -50,7 +51,7 @@ func (s *subscription) take(c *kvstate.Collected, now time.Time) {
 		s.miss(now)
 	case c.Next > t.next: // again what is known does no harm
 		if c.Doubt {
-			t.sink.Doubt()
+			t.sink.Suspect()
 		}
 		s.takeTo(c)
 	}
@@ -94,7 +95,7 @@ func (s *subscription) load(c *kvstate.Collected, now time.Time) {
 		return
 	}
 	if c.Doubt {
-		defer s.stream.sink.Doubt()
+		defer s.stream.sink.Suspect()
 	}
 	s.takeTo(c)
 }
@@ -124,12 +125,12 @@ func (s *subscription) contents(each func(*kvstate.Collected) error) (err error)
 		t.mu.Unlock()
 		return nil
 	}
-	held, doubt := s.publisher.Contents(), s.publisher.Doubtful()
+	held, doubt := s.publisher.Snapshot(), s.publisher.HasSuspects()
 	c := kvstate.Collected{Endpoint: s.target.endpoint, Rank: s.target.rank, Next: t.next, Epoch: t.epoch, Time: t.last, Reset: true, Part: true, More: true, Doubt: doubt}
 	t.mu.Unlock()
 	var words []uint64
 	blocks := 0
-	held.Each(func(e *kvstate.BlockEvent) {
+	held.Each(func(e *prefixindex.BlockEvent) {
 		own := *e
 		words = append(words, e.Keys...)
 		own.Keys = words[len(words)-len(e.Keys):]
@@ -197,7 +198,7 @@ func (s *subscription) settle(now time.Time) {
 	t := &s.stream
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	s.publisher.Settle(now)
+	s.publisher.ExpireSuspects(now)
 	if s.up.Load() {
 		s.heard = now
 		return

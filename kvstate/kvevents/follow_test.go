@@ -11,6 +11,7 @@ import (
 
 	"tandem/internal/budget"
 	"tandem/kvstate"
+	"tandem/kvstate/prefixindex"
 )
 
 // crew are replicas that follow one engine without a network in between: what each tells lies in the others' boxes until
@@ -48,7 +49,7 @@ func newCrew(e *engine, n int, ask replay) *crew {
 }
 
 // copied are events that do not change when their decoder goes on.
-func copied(events []kvstate.BlockEvent) (out []kvstate.BlockEvent) {
+func copied(events []prefixindex.BlockEvent) (out []prefixindex.BlockEvent) {
 	for _, e := range events {
 		e.Keys, e.Blocks, e.LoRA = slices.Clone(e.Keys), slices.Clone(e.Blocks), slices.Clone(e.LoRA)
 		out = append(out, e)
@@ -202,7 +203,7 @@ func TestAPartIsForgotten(t *testing.T) {
 			if !other.up.Load() {
 				c.heartbeat(t, listener)
 				all, loaded := listener.x.feed.Stats(), other.x.feed.Stats()
-				require.Equal(t, all.Held-all.Aside, loaded.Held-loaded.Aside, "and is loaded another time")
+				require.Equal(t, all.Held-all.Orphans, loaded.Held-loaded.Orphans, "and is loaded another time")
 			}
 		})
 	}
@@ -246,8 +247,8 @@ func TestCrewWithoutReplayPromisesNothingForEver(t *testing.T) {
 			c.heartbeat(t, at)
 			for i, m := range c.replicas {
 				require.Equal(t, at.stream.next, m.stream.next)
-				m.x.feed.Settle(time.Now().Add(time.Hour))
-				require.False(t, m.x.feed.Doubtful())
+				m.x.feed.ExpireSuspects(time.Now().Add(time.Hour))
+				require.False(t, m.x.feed.HasSuspects())
 				for _, ids := range prompts() {
 					got := m.x.hit(tokenPrompt(ids), engineBlock)
 					require.LessOrEqual(t, got, e.hit(ids), "seed %d: replica %d promises what is gone", seed, i)
@@ -306,7 +307,7 @@ func TestTheHeirIsKilledAtOnce(t *testing.T) {
 	require.Equal(t, listen, m.next(true, false, time.Second, time.Now().Add(time.Minute)))
 	c.listen(m)
 	publish()
-	require.True(t, m.x.feed.Doubtful())
+	require.True(t, m.x.feed.HasSuspects())
 	require.Greater(t, m.x.feed.Stats().Held, 5)
 	require.Zero(t, m.stream.count.lost.Load())
 }

@@ -13,6 +13,8 @@ import (
 	"time"
 
 	"github.com/go-zeromq/zmq4"
+
+	"tandem/internal/guard"
 )
 
 // A publisher whose endpoint in --kv-events-config names a host connects, and we bind the socket. Who it is follows from its
@@ -85,6 +87,7 @@ func (c *Collector) listen(ctx context.Context, pool string, source Source, runn
 			}
 			running.Go(func() {
 				defer open.Add(-1)
+				defer guard.Recover(ctx, "KV events")
 				c.accept(ctx, pool, source.Topic, nc)
 			})
 		}

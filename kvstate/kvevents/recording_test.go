@@ -10,6 +10,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"tandem/kvstate"
+	"tandem/kvstate/prefixindex"
 )
 
 // recording reads the messages of testdata/name: what a real engine sent, frame by frame.
@@ -38,7 +39,7 @@ func recording(t testing.TB, name string) (messages [][][]byte) {
 }
 
 // prompt reads the token ids of a recorded request: from the engine's answer, or from the request itself.
-func prompt(t *testing.T, name string) kvstate.TokenPrompt {
+func prompt(t *testing.T, name string) prefixindex.TokenPrompt {
 	t.Helper()
 	text, err := os.ReadFile("testdata/" + name)
 	require.NoError(t, err)
@@ -57,14 +58,14 @@ func prompt(t *testing.T, name string) kvstate.TokenPrompt {
 	if len(r.Response.Tokens) == 0 {
 		require.NoError(t, json.Unmarshal(r.Request.Body.Prompt, &r.Response.Tokens))
 	}
-	return kvstate.TokenPrompt{IDs: r.Response.Tokens, Salt: kvstate.SaltKey(r.Request.Body.Salt)}
+	return prefixindex.TokenPrompt{IDs: r.Response.Tokens, Salt: prefixindex.SaltKey(r.Request.Body.Salt)}
 }
 
 // engineIndex is a pool with one engine, for tests.
 type engineIndex struct {
 	state *kvstate.State
 	pool  *kvstate.Pool
-	feed  *kvstate.Feed
+	feed  *prefixindex.Feed
 }
 
 func newEngineIndex() engineIndex {
@@ -75,11 +76,11 @@ func newEngineIndex() engineIndex {
 }
 
 // hit is how many leading blocks of the prompt the engine holds, as the index knows it.
-func (x engineIndex) hit(p kvstate.TokenPrompt, blockSize int) int {
+func (x engineIndex) hit(p prefixindex.TokenPrompt, blockSize int) int {
 	return hitIn(x.state, x.pool, p, blockSize)
 }
 
-func hitIn(s *kvstate.State, pool *kvstate.Pool, p kvstate.TokenPrompt, blockSize int) int {
+func hitIn(s *kvstate.State, pool *kvstate.Pool, p prefixindex.TokenPrompt, blockSize int) int {
 	var v kvstate.View
 	hashes := p.Blocks(nil, blockSize)
 	s.View(pool, nil, &v)
@@ -113,10 +114,10 @@ func TestRecordedVLLM(t *testing.T) {
 		} {
 			p := prompt(t, file)
 			require.Equal(t, want, x.hit(p, 32), "%s after %s", file, name)
-			p.Salt = kvstate.SaltKey("another tenant's")
+			p.Salt = prefixindex.SaltKey("another tenant's")
 			require.Zero(t, x.hit(p, 32), "%s after %s", file, name)
 		}
-		require.Zero(t, x.feed.Stats().Aside)
+		require.Zero(t, x.feed.Stats().Orphans)
 		require.Zero(t, s.count.malformed.Load())
 		require.Zero(t, s.decoder.Stats.Ignored)
 	}
@@ -136,7 +137,7 @@ func TestRecordedEviction(t *testing.T) {
 		require.NoError(t, err)
 		for _, e := range batch.Events {
 			for _, key := range e.Keys {
-				if e.Kind == kvstate.BlocksStored {
+				if e.Kind == prefixindex.BlocksStored {
 					held[key] = true
 				} else {
 					delete(held, key)
@@ -147,7 +148,7 @@ func TestRecordedEviction(t *testing.T) {
 	}
 	stats := x.feed.Stats()
 	require.Positive(t, stats.Removed)
-	require.Zero(t, stats.Aside, "vLLM evicts the end of a prompt before its beginning")
+	require.Zero(t, stats.Orphans, "vLLM evicts the end of a prompt before its beginning")
 }
 
 // Two engines, prefill and decode: the decode engine tells of the blocks that it was sent, too.
@@ -167,7 +168,7 @@ func TestRecordedPrefillAndDecode(t *testing.T) {
 	require.Equal(t, 3, indexes["kv@127.0.0.1:8101@tiny"].hit(chat, 32))
 	require.Equal(t, 3, indexes["kv@127.0.0.1:8201@tiny"].hit(chat, 32))
 	for _, x := range indexes {
-		require.Zero(t, x.feed.Stats().Aside)
+		require.Zero(t, x.feed.Stats().Orphans)
 	}
 }
 
@@ -179,7 +180,7 @@ func TestRecordedSimulator(t *testing.T) {
 		_, seq, payload, _ := batchOf(frames)
 		s.live(seq, payload, noReplay)
 	}
-	require.Equal(t, kvstate.FeedStats{Stored: 1, Held: 1}, x.feed.Stats())
+	require.Equal(t, prefixindex.FeedStats{Stored: 1, Held: 1}, x.feed.Stats())
 }
 
 // vLLM's own hashes follow from the token ids: the server of these recordings ran with sha256_cbor and PYTHONHASHSEED=0.

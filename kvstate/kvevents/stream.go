@@ -8,13 +8,14 @@ import (
 	"time"
 
 	"tandem/kvstate"
+	"tandem/kvstate/prefixindex"
 )
 
-// Sink takes what one publisher says, in order. A [kvstate.Feed] is one.
+// Sink takes what one publisher says, in order. A [prefixindex.Feed] is one.
 type Sink interface {
-	Apply(events []kvstate.BlockEvent)
-	Clear() // all that was said is void
-	Doubt() // some of it may be, and cannot be asked for again
+	Apply(events []prefixindex.BlockEvent)
+	Clear()   // all that was said is void
+	Suspect() // some of it may be, and cannot be asked for again
 }
 
 // replay asks a publisher for its batches from a sequence number on and calls each for them, oldest first. It is an error
@@ -167,7 +168,7 @@ func (s *stream) close(seq uint64, ask replay) {
 	case (err == nil || learned) && s.next >= seq:
 		s.count.recovered.Add(1)
 	case learned: // while one replica took over from another: a few seconds' worth
-		s.sink.Doubt()
+		s.sink.Suspect()
 		from := s.next
 		s.hole, s.next = &from, seq
 	default:

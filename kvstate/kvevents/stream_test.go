@@ -8,7 +8,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"tandem/internal/budget"
-	"tandem/kvstate"
+	"tandem/kvstate/prefixindex"
 )
 
 // engine is a publisher as one would write it without thinking of speed: a cache, numbered batches, and the last of them
@@ -150,8 +150,8 @@ func (e *engine) hit(ids []int) int {
 	return n
 }
 
-func tokenPrompt(ids []int) kvstate.TokenPrompt {
-	var p kvstate.TokenPrompt
+func tokenPrompt(ids []int) prefixindex.TokenPrompt {
+	var p prefixindex.TokenPrompt
 	for _, id := range ids {
 		p.IDs = append(p.IDs, uint32(id))
 	}

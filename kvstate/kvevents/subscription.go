@@ -11,6 +11,8 @@ import (
 	"time"
 
 	"github.com/go-zeromq/zmq4"
+
+	"tandem/internal/guard"
 )
 
 // subscription follows one publisher over any number of connections.
@@ -86,7 +88,7 @@ func (s *subscription) listen(ctx context.Context, running *sync.WaitGroup, foll
 		s.stream.mu.Lock()
 		s.stream.deaf = !s.follower.listening
 		s.stream.mu.Unlock()
-		follow(ctx)
+		guard.Keep(ctx, "KV events", func() { follow(ctx) })
 	})
 }
 

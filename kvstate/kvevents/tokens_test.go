@@ -8,7 +8,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
-	"tandem/kvstate"
+	"tandem/kvstate/prefixindex"
 )
 
 // slowTokens is cursor.tokens without a thought of speed.
@@ -63,5 +63,5 @@ func TestTokensBeforeTheirType(t *testing.T) {
 		fields{"token_ids", []any{1, 2, 3, 4}, "block_size", 4, "type", "BlockStored", "block_hashes", []any{7}},
 		fields{"block_hashes", []any{8}, "block_size", 4, "type", "BlockStored"}) // and the tokens of one are not the next one's
 	require.Equal(t, block1234(), events[0].Blocks)
-	require.Equal(t, kvstate.BlockEvent{Kind: kvstate.BlocksStored, Keys: []uint64{8}, BlockSize: 4}, events[1])
+	require.Equal(t, prefixindex.BlockEvent{Kind: prefixindex.BlocksStored, Keys: []uint64{8}, BlockSize: 4}, events[1])
 }

@@ -8,6 +8,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"tandem/kvstate"
+	"tandem/kvstate/prefixindex"
 )
 
 // counted is a replica that follows one engine, with neither a network nor other replicas but what a test says of them.
@@ -64,7 +65,7 @@ func (x *counted) told(said kvstate.Collected, blocks ...uint64) {
 	}
 	said.Endpoint, said.Epoch, said.Time = x.p.Endpoints()[0], 7, float64(time.Now().Add(-age).UnixMicro())/1e6
 	for _, b := range blocks {
-		said.Events = append(said.Events, kvstate.BlockEvent{Kind: kvstate.BlocksStored, Keys: []uint64{b}, Blocks: []uint64{b}, Root: kvstate.TokenRoot("", 16), BlockSize: 16})
+		said.Events = append(said.Events, prefixindex.BlockEvent{Kind: prefixindex.BlocksStored, Keys: []uint64{b}, Blocks: []uint64{b}, Root: prefixindex.TokenRoot("", 16), BlockSize: 16})
 	}
 	x.c.TakeCollected(x.p, &said)
 }
@@ -80,7 +81,7 @@ func (x *counted) since(before Stats) (all, change Stats) {
 		Batches: all.Batches - before.Batches, Events: all.Events - before.Events, Malformed: all.Malformed - before.Malformed, Gaps: all.Gaps - before.Gaps,
 		Recovered: all.Recovered - before.Recovered, Lost: all.Lost - before.Lost, Restarts: all.Restarts - before.Restarts,
 		Relayed: all.Relayed - before.Relayed, Missed: all.Missed - before.Missed,
-		Feed: kvstate.FeedStats{Held: all.Feed.Held, Aside: all.Feed.Aside, Unusable: all.Feed.Unusable - before.Feed.Unusable},
+		Feed: prefixindex.FeedStats{Held: all.Feed.Held, Orphans: all.Feed.Orphans, Unusable: all.Feed.Unusable - before.Feed.Unusable},
 	}
 	return all, change
 }
@@ -90,7 +91,7 @@ func TestWhatIsCountedOfKVEvents(t *testing.T) {
 	const lag = 1500 * time.Millisecond
 	here := func(s Stats) Stats { s.Connected, s.Known = true, true; return s }
 	elsewhere := func(s Stats) Stats { s.Known = true; return s }
-	held := func(n int) kvstate.FeedStats { return kvstate.FeedStats{Held: n} }
+	held := func(n int) prefixindex.FeedStats { return prefixindex.FeedStats{Held: n} }
 	steps := []struct {
 		what string
 		do   func(x *counted)
@@ -115,7 +116,7 @@ func TestWhatIsCountedOfKVEvents(t *testing.T) {
 		{"a copy of a block never heard of", func(x *counted) {
 			k := x.say(fields{"type", "BlockStored", "block_hashes", []any{99}, "medium", "CPU"}, 0)
 			x.s.stream.live(k.seq, k.payload, x.e.replay)
-		}, here(Stats{Batches: 1, Events: 1, Feed: kvstate.FeedStats{Held: 1, Unusable: 1}})},
+		}, here(Stats{Batches: 1, Events: 1, Feed: prefixindex.FeedStats{Held: 1, Unusable: 1}})},
 		{"the connection is lost", func(x *counted) { x.s.end(t.Context(), nil) }, Stats{Feed: held(1)}},
 		{"and made again: nothing came meanwhile", func(x *counted) { x.listens() }, here(Stats{Feed: held(1)})},
 		{"again: one batch came", func(x *counted) { x.publish(8, 0); x.listens() }, here(Stats{Batches: 1, Events: 1, Feed: held(2)})},

@@ -4,6 +4,7 @@ import (
 	"time"
 
 	"tandem/kvstate"
+	"tandem/kvstate/prefixindex"
 	statev1 "tandem/protos/state/v1"
 )
 
@@ -21,13 +22,18 @@ func (p *sharer) apply(b *statev1.Batch, id streamID) {
 	if len(b.GetBlocks()) > 0 && !before {
 		c.lag.note(age + time.Duration(min(b.GetWaitedUs(), uint64(maxWork)))*time.Microsecond)
 	}
-	if m := p.meet(b, age); m != nil {
+	m := p.meet(b, age)
+	if m != nil {
 		if m.seq != 0 && b.GetSeq() > m.seq+1 {
 			c.gaps.Add(1)
 			p.ask()
+			if p.sync.said != (streamID{}) && id.compare(p.sync.said) > 0 {
+				p.sync.said = id // an answer that was made before does not fill the gap
+			}
 		}
 		m.seq = b.GetSeq()
 		p.noteCollector(m, b)
+		p.noteFingerprints(m, b)
 		p.applyLoads(m, b, now.Add(-age))
 		p.applyWaits(pool, b, now.Add(-age))
 	}
@@ -64,15 +70,20 @@ func (p *sharer) apply(b *statev1.Batch, id streamID) {
 		p.s.state.Release(kvstate.ReservationID(id))
 	}
 	p.takeCollected(pool, b.GetReplica(), b.GetCollected(), at, before)
-	p.lacking(b)
+	if m != nil { // else nobody waits for it any more
+		p.lacking(b)
+	}
 	if n := b.GetContents(); n != nil && len(p.contents) < maxContents {
 		p.contents = append(p.contents, n)
 	}
-	if b.GetHello() && p.leads(b.GetReplica()) {
+	if m != nil && b.GetHello() && p.leads(b.GetReplica()) {
 		p.wantSnapshot(false)
 	}
 	if n := b.GetSnapshot(); n != nil {
-		p.noticed(n)
+		p.unsaved = 0
+		if !before { // else it is loaded already, or was replaced since
+			p.noticed(n)
+		}
 	}
 }
 
@@ -148,12 +159,12 @@ func bookedOf(l *statev1.Load, at time.Time) kvstate.Booked {
 // maxPrompt is more than a prompt has of bytes or tokens.
 const maxPrompt = 1 << 30
 
-func learnedOf(t *statev1.Tokens) *kvstate.LearnedTokens {
-	out := &kvstate.LearnedTokens{
+func learnedOf(t *statev1.Tokens) *prefixindex.LearnedTokens {
+	out := &prefixindex.LearnedTokens{
 		Prompt: t.GetPrompt(), BlockBytes: int(t.GetBlockBytes()), Bytes: int(min(t.GetBytes(), maxPrompt)), Tokens: int(min(t.GetTokens(), maxPrompt)),
 	}
 	for _, b := range t.GetBlocks() {
-		out.Blocks = append(out.Blocks, kvstate.LearnedBlocks{Size: int(b.GetSize()), From: int(b.GetFrom()), Hashes: b.GetHashes()})
+		out.Blocks = append(out.Blocks, prefixindex.LearnedBlocks{Size: int(b.GetSize()), From: int(b.GetFrom()), Hashes: b.GetHashes()})
 	}
 	return out
 }

@@ -19,7 +19,8 @@
 //     numbering, says hello; the oldest replica writes what it knows as a snapshot, and tells where.
 //  5. At once (once.go). Tickets are spent by one SET NX with a deadline of 5 ms; hand-overs are keys with a time to live.
 //  6. Notices that KV has arrived (notices.go) go from the replica that engines tell to all of them.
-//  7. Keys of tickets (secrets.go), where no file holds them: the first replica's is everybody's.
+//  7. Keys of tickets (secrets.go), where no file holds them: the first replica's is everybody's. Wherever they come from, replicas
+//     compare fingerprints of them (fingerprints.go).
 //
 // Without Redis (not reachable, frozen, refusing writes, at any time, also at start) every replica goes on with what it
 // knows and collects all signals by itself; [Store.Status] says so. What it routes meanwhile is kept, within bounds, and

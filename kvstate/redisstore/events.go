@@ -4,7 +4,7 @@ import (
 	"encoding/binary"
 	"errors"
 
-	"tandem/kvstate"
+	"tandem/kvstate/prefixindex"
 )
 
 // KV events as they are told: runs of blocks, packed. A block that is stored takes 16 bytes, the engine's name of it and its
@@ -33,7 +33,7 @@ const (
 )
 
 // appendEvents appends events, packed.
-func appendEvents(dst []byte, events []kvstate.BlockEvent) []byte {
+func appendEvents(dst []byte, events []prefixindex.BlockEvent) []byte {
 	size, last, goesOn := -1, uint64(0), false
 	for i := range events {
 		e := &events[i]
@@ -41,10 +41,10 @@ func appendEvents(dst []byte, events []kvstate.BlockEvent) []byte {
 		if e.Host {
 			head |= flagHost
 		}
-		stored := e.Kind == kvstate.BlocksStored && len(e.Blocks) == len(e.Keys)
+		stored := e.Kind == prefixindex.BlocksStored && len(e.Blocks) == len(e.Keys)
 		switch {
 		case !stored:
-			if e.Kind == kvstate.BlocksStored {
+			if e.Kind == prefixindex.BlocksStored {
 				head |= flagCopied
 			}
 			dst = binary.AppendUvarint(append(dst, head), uint64(len(e.Keys)))
@@ -92,7 +92,7 @@ func appendWords(dst []byte, words []uint64) []byte {
 
 // eventReader unpacks events into memory that is used again.
 type eventReader struct {
-	events []kvstate.BlockEvent
+	events []prefixindex.BlockEvent
 	words  []uint64
 	b      []byte
 	bad    bool
@@ -104,7 +104,7 @@ var errPacked = errors.New("redisstore: not packed events")
 const maxPackedBlock = 1 << 20
 
 // read unpacks events. They are good until the next call.
-func (r *eventReader) read(packed []byte) ([]kvstate.BlockEvent, error) {
+func (r *eventReader) read(packed []byte) ([]prefixindex.BlockEvent, error) {
 	r.events, r.words, r.b, r.bad = r.events[:0], r.words[:0], packed, false
 	if need := len(packed) / 8; cap(r.words) < need { // so that it does not move
 		r.words = make([]uint64, 0, need)
@@ -114,17 +114,17 @@ func (r *eventReader) read(packed []byte) ([]kvstate.BlockEvent, error) {
 		head := r.b[0]
 		r.b = r.b[1:]
 		n := r.uvarint(uint64(len(r.b)) / 8)
-		e := kvstate.BlockEvent{Host: head&flagHost != 0}
+		e := prefixindex.BlockEvent{Host: head&flagHost != 0}
 		switch head & runKind {
 		case runStored:
-			e.Kind = kvstate.BlocksStored
+			e.Kind = prefixindex.BlocksStored
 			if head&flagCopied == 0 {
 				r.stored(&e, head, &size, last)
 			}
 		case runRemoved:
-			e.Kind = kvstate.BlocksRemoved
+			e.Kind = prefixindex.BlocksRemoved
 		case runCleared:
-			e.Kind = kvstate.AllBlocksCleared
+			e.Kind = prefixindex.AllBlocksCleared
 		default:
 			r.bad = true
 		}
@@ -132,7 +132,7 @@ func (r *eventReader) read(packed []byte) ([]kvstate.BlockEvent, error) {
 			r.bad = true
 		}
 		e.Keys = r.take(n)
-		if e.Kind == kvstate.BlocksStored && head&flagCopied == 0 {
+		if e.Kind == prefixindex.BlocksStored && head&flagCopied == 0 {
 			if e.Blocks = r.take(n); n > 0 && !r.bad {
 				last = e.Keys[n-1]
 			}
@@ -146,7 +146,7 @@ func (r *eventReader) read(packed []byte) ([]kvstate.BlockEvent, error) {
 }
 
 // stored reads what a run of stored blocks has before their names.
-func (r *eventReader) stored(e *kvstate.BlockEvent, head byte, size *int, last uint64) {
+func (r *eventReader) stored(e *prefixindex.BlockEvent, head byte, size *int, last uint64) {
 	if head&flagSize == 0 {
 		*size = int(r.uvarint(maxPackedBlock))
 	}
@@ -161,7 +161,7 @@ func (r *eventReader) stored(e *kvstate.BlockEvent, head byte, size *int, last u
 			e.Parent, e.HasParent = binary.LittleEndian.Uint64(parent), true
 		}
 	}
-	e.Root = kvstate.TokenRoot(string(e.LoRA), e.BlockSize)
+	e.Root = prefixindex.TokenRoot(string(e.LoRA), e.BlockSize)
 }
 
 func (r *eventReader) uvarint(most uint64) uint64 {

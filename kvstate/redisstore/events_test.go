@@ -10,30 +10,31 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	"tandem/kvstate"
+	"tandem/kvstate/prefixindex"
 	statev1 "tandem/protos/state/v1"
 )
 
 // What is packed is read as it was, in the fewest bytes that there can be but for a head or two.
 func TestPackedEvents(t *testing.T) {
 	words := func(n ...uint64) []uint64 { return n }
-	root := kvstate.TokenRoot("", 16)
+	root := prefixindex.TokenRoot("", 16)
 	for name, c := range map[string]struct {
-		events []kvstate.BlockEvent
+		events []prefixindex.BlockEvent
 		bytes  int
 	}{
 		"nothing":         {nil, 0},
-		"a prompt begins": {[]kvstate.BlockEvent{{Kind: kvstate.BlocksStored, Keys: words(1, 2), Blocks: words(3, 4), BlockSize: 16, Root: root}}, 3 + 32},
-		"and goes on": {[]kvstate.BlockEvent{
-			{Kind: kvstate.BlocksStored, Keys: words(1, 2), Blocks: words(3, 4), BlockSize: 16, Root: root},
-			{Kind: kvstate.BlocksStored, Keys: words(5), Blocks: words(6), BlockSize: 16, Root: root, Parent: 2, HasParent: true},
+		"a prompt begins": {[]prefixindex.BlockEvent{{Kind: prefixindex.BlocksStored, Keys: words(1, 2), Blocks: words(3, 4), BlockSize: 16, Root: root}}, 3 + 32},
+		"and goes on": {[]prefixindex.BlockEvent{
+			{Kind: prefixindex.BlocksStored, Keys: words(1, 2), Blocks: words(3, 4), BlockSize: 16, Root: root},
+			{Kind: prefixindex.BlocksStored, Keys: words(5), Blocks: words(6), BlockSize: 16, Root: root, Parent: 2, HasParent: true},
 		}, 3 + 32 + 2 + 16},
-		"behind another": {[]kvstate.BlockEvent{{Kind: kvstate.BlocksStored, Keys: words(1), Blocks: words(3), BlockSize: 16, Root: root, Parent: 9, HasParent: true, Host: true}}, 3 + 8 + 16},
-		"an adapter": {[]kvstate.BlockEvent{
-			{Kind: kvstate.BlocksStored, Keys: words(1), Blocks: words(3), BlockSize: 16, Root: kvstate.TokenRoot("sql", 16), LoRA: []byte("sql")},
+		"behind another": {[]prefixindex.BlockEvent{{Kind: prefixindex.BlocksStored, Keys: words(1), Blocks: words(3), BlockSize: 16, Root: root, Parent: 9, HasParent: true, Host: true}}, 3 + 8 + 16},
+		"an adapter": {[]prefixindex.BlockEvent{
+			{Kind: prefixindex.BlocksStored, Keys: words(1), Blocks: words(3), BlockSize: 16, Root: prefixindex.TokenRoot("sql", 16), LoRA: []byte("sql")},
 		}, 3 + 4 + 16},
-		"copied to another tier": {[]kvstate.BlockEvent{{Kind: kvstate.BlocksStored, Keys: words(1, 2, 3), Host: true}}, 2 + 24},
-		"removed":                {[]kvstate.BlockEvent{{Kind: kvstate.BlocksRemoved, Keys: words(1)}, {Kind: kvstate.BlocksRemoved, Keys: words(2), Host: true}}, 2 * (2 + 8)},
-		"cleared":                {[]kvstate.BlockEvent{{Kind: kvstate.AllBlocksCleared}}, 2},
+		"copied to another tier": {[]prefixindex.BlockEvent{{Kind: prefixindex.BlocksStored, Keys: words(1, 2, 3), Host: true}}, 2 + 24},
+		"removed":                {[]prefixindex.BlockEvent{{Kind: prefixindex.BlocksRemoved, Keys: words(1)}, {Kind: prefixindex.BlocksRemoved, Keys: words(2), Host: true}}, 2 * (2 + 8)},
+		"cleared":                {[]prefixindex.BlockEvent{{Kind: prefixindex.AllBlocksCleared}}, 2},
 	} {
 		packed := appendEvents(nil, c.events)
 		require.Len(t, packed, c.bytes, name)
@@ -51,9 +52,9 @@ func TestPackedEvents(t *testing.T) {
 
 // Whatever was packed by whom: it is read without panic, and what is read is packed as the same again.
 func FuzzPackedEvents(f *testing.F) {
-	f.Add(appendEvents(nil, []kvstate.BlockEvent{
-		{Kind: kvstate.BlocksStored, Keys: []uint64{1, 2}, Blocks: []uint64{3, 4}, BlockSize: 16, Parent: 7, HasParent: true, LoRA: []byte("x")},
-		{Kind: kvstate.BlocksRemoved, Keys: []uint64{1}}, {Kind: kvstate.AllBlocksCleared},
+	f.Add(appendEvents(nil, []prefixindex.BlockEvent{
+		{Kind: prefixindex.BlocksStored, Keys: []uint64{1, 2}, Blocks: []uint64{3, 4}, BlockSize: 16, Parent: 7, HasParent: true, LoRA: []byte("x")},
+		{Kind: prefixindex.BlocksRemoved, Keys: []uint64{1}}, {Kind: prefixindex.AllBlocksCleared},
 	}))
 	f.Fuzz(func(t *testing.T, packed []byte) {
 		var r, again eventReader
@@ -71,11 +72,11 @@ func FuzzPackedEvents(f *testing.F) {
 }
 
 // busy is what a full engine says in a batch: a prompt's new blocks stored, as many old ones removed, one by one.
-func busy(n, blocks int) []kvstate.BlockEvent {
-	e := kvstate.BlockEvent{Kind: kvstate.BlocksStored, BlockSize: 16, Root: kvstate.TokenRoot("", 16), Keys: prompt(2*n, blocks), Blocks: prompt(2*n+1, blocks)}
-	events := []kvstate.BlockEvent{e}
+func busy(n, blocks int) []prefixindex.BlockEvent {
+	e := prefixindex.BlockEvent{Kind: prefixindex.BlocksStored, BlockSize: 16, Root: prefixindex.TokenRoot("", 16), Keys: prompt(2*n, blocks), Blocks: prompt(2*n+1, blocks)}
+	events := []prefixindex.BlockEvent{e}
 	for _, key := range slices.Backward(prompt(2*((n+512)%1024), blocks)) { // the end of a prompt goes first
-		events = append(events, kvstate.BlockEvent{Kind: kvstate.BlocksRemoved, Keys: []uint64{key}})
+		events = append(events, prefixindex.BlockEvent{Kind: prefixindex.BlocksRemoved, Keys: []uint64{key}})
 	}
 	return events
 }
@@ -89,7 +90,7 @@ func cpu() float64 {
 // taker is a feed that takes what it is told.
 type taker struct {
 	kvstate.EventFollower
-	feed *kvstate.Feed
+	feed *prefixindex.Feed
 }
 
 func (t taker) TakeCollected(_ *kvstate.Pool, c *kvstate.Collected) { t.feed.Apply(c.Events) }
@@ -102,7 +103,7 @@ func (taker) SayWhatIsCollected(*kvstate.Pool)                      {}
 // listen oneself.
 func BenchmarkRelay(b *testing.B) {
 	const blocks = 64
-	var batches [][]kvstate.BlockEvent
+	var batches [][]prefixindex.BlockEvent
 	for n := range 1024 {
 		batches = append(batches, busy(n, blocks))
 	}
@@ -153,7 +154,7 @@ func TestCollectedIsToldTogether(t *testing.T) {
 		o.Endpoint, o.From, o.Next = a.e(1), from, next
 		a.store.TellCollected(a.pool, &o)
 	}
-	one := []kvstate.BlockEvent{{Kind: kvstate.BlocksRemoved, Keys: []uint64{1}}}
+	one := []prefixindex.BlockEvent{{Kind: prefixindex.BlocksRemoved, Keys: []uint64{1}}}
 	tell(5, 6, kvstate.Collected{Events: one, Time: 1})
 	tell(6, 7, kvstate.Collected{Events: one, Time: 2})
 	tell(7, 7, kvstate.Collected{Time: 2}) // it listens: known by what it has told
@@ -177,7 +178,7 @@ func TestCollectedIsToldTogether(t *testing.T) {
 	tell(10, 11, kvstate.Collected{Events: one, Time: 6})
 	require.Len(t, a.p.out.collected, 3)
 	require.Equal(t, uint64(11), a.p.out.collected[2].GetNext())
-	big := []kvstate.BlockEvent{{Kind: kvstate.BlocksRemoved, Keys: prompt(1, maxCollected/8)}}
+	big := []prefixindex.BlockEvent{{Kind: prefixindex.BlocksRemoved, Keys: prompt(1, maxCollected/8)}}
 	tell(11, 12, kvstate.Collected{Events: big, Time: 7})
 	require.Empty(t, a.p.out.collected)
 	require.Equal(t, int64(3), a.store.Stats().Uncollected)
@@ -204,7 +205,7 @@ func TestWhatIsOldIsTold(t *testing.T) {
 	a := apart(t, Options{URL: "redis://127.0.0.1:1"}, 1)
 	two := []uint64{a.store.replica, 1}
 	a.p.collectors.Store(&two)
-	gone := []kvstate.BlockEvent{{Kind: kvstate.BlocksRemoved, Keys: []uint64{1}}}
+	gone := []prefixindex.BlockEvent{{Kind: prefixindex.BlocksRemoved, Keys: []uint64{1}}}
 	asked, published := kvstate.Collected{Old: true, Events: gone, Next: 1}, kvstate.Collected{Events: gone, Next: 1}
 	var listens kvstate.Collected // and says nothing else
 	for name, c := range map[string]struct {

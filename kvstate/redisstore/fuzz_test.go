@@ -7,6 +7,7 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	"tandem/kvstate"
+	"tandem/kvstate/prefixindex"
 	statev1 "tandem/protos/state/v1"
 )
 
@@ -21,7 +22,7 @@ func FuzzTakeIn(f *testing.F) {
 		Waits: []*statev1.Waits{{Id: 3, WaitedUs: 1 << 63, PromptTokens: -1, HeldAt: []uint32{0, 9, 1}, Held: []int64{-1, 5}}}, WaitsOver: []uint64{4}, WaitsAll: true,
 		Collects: true, Lacks: []uint32{0, 9}, Contents: &statev1.SnapshotNotice{Id: 2, Chunks: 1 << 31, Position: "2-0"},
 		Collected: []*statev1.Collected{
-			{Address: 1, Next: 3, Anew: true, Epoch: 5, Events: appendEvents(nil, []kvstate.BlockEvent{{Kind: kvstate.BlocksStored, Keys: []uint64{1}, Blocks: []uint64{2}, BlockSize: 16}})},
+			{Address: 1, Next: 3, Anew: true, Epoch: 5, Events: appendEvents(nil, []prefixindex.BlockEvent{{Kind: prefixindex.BlocksStored, Keys: []uint64{1}, Blocks: []uint64{2}, BlockSize: 16}})},
 			{Address: 9, Rank: 1 << 31, Part: true, More: true}, {Address: 1, From: 3, Next: 3, Events: []byte("x")},
 		},
 		Snapshot: &statev1.SnapshotNotice{Id: 1, Chunks: 1 << 31, Position: "1-x", Everyone: true},

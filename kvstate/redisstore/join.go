@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"maps"
+	"math"
 	"slices"
 	"sync"
 	"time"
@@ -54,8 +55,8 @@ func (p *sharer) sayHello() {
 	p.s.Changed()
 }
 
-// Join takes in what the others know, before this replica decides anything: it returns when that is done, when it has taken
-// too long, or when Redis does not answer. The rest is up to [Store.Run], so an error is for the log.
+// Join takes in what Redis holds and what the others know, before this replica decides anything: it returns when that is done, when
+// it has taken too long, or when Redis does not answer. The rest is up to [Store.Run], so an error is for the log.
 func (s *Store) Join(ctx context.Context, limit time.Duration) error {
 	ctx, cancel := context.WithTimeout(ctx, limit)
 	defer cancel()
@@ -71,7 +72,7 @@ func (s *Store) Join(ctx context.Context, limit time.Duration) error {
 	return err
 }
 
-// warmUp joins and waits for the snapshot that the others were asked for.
+// warmUp joins. Where Redis does not hold all that was published, it waits for the snapshot that the others were asked for.
 func (p *sharer) warmUp(ctx context.Context) error {
 	if err := p.joinOnce(ctx); err != nil {
 		return err
@@ -81,7 +82,7 @@ func (p *sharer) warmUp(ctx context.Context) error {
 		p.loadNoticed(ctx)
 		p.loadContents(ctx)
 		p.mu.Lock()
-		warm := !p.sync.wanted && p.notice == nil
+		warm := (!p.sync.wanted || p.gapless) && p.notice == nil
 		p.mu.Unlock()
 		warm = warm && !p.isLacking()
 		if warm {
@@ -98,9 +99,8 @@ func (p *sharer) warmUp(ctx context.Context) error {
 	}
 }
 
-// joinOnce finds the place in the stream from which to read: it says hello, which has a place itself, and reads from one
-// lease before that, where every living replica has spoken. If none has, or but to say hello, nobody will answer yet, and the
-// last snapshot is taken with all that came after it.
+// joinOnce takes in what Redis holds: the last snapshot, and the stream from there up to this replica's hello. It never relies on
+// another replica: the one that seems to live may be this one's own former self, killed a moment ago.
 func (p *sharer) joinOnce(ctx context.Context) error {
 	p.mu.Lock()
 	joined := p.joined
@@ -112,30 +112,78 @@ func (p *sharer) joinOnce(ctx context.Context) error {
 	if err != nil {
 		return fmt.Errorf("saying hello: %w", err)
 	}
-	lease := uint64(p.s.o.Lease.Milliseconds())
 	p.mu.Lock()
-	p.position, p.began = streamID{ms: said.ms - min(said.ms, lease)}, said
+	p.began = said
 	p.sync = hello{wanted: true, said: said, at: time.Now(), tries: 1} // the answer may be among what is read now
 	p.mu.Unlock()
-	if err := p.readTo(ctx, said); err != nil {
+	gapless, err := p.loadStored(ctx, said)
+	if err != nil {
 		return err
 	}
 	p.mu.Lock()
-	alone := !slices.ContainsFunc(slices.Collect(maps.Values(p.members)), func(m *member) bool { return !m.starting })
-	p.mu.Unlock()
-	if alone {
-		if err := p.inherit(ctx); err != nil {
-			p.s.log.Warn("starting without what earlier replicas knew", "pool", p.pool, "err", err)
-		}
-		if err := p.readTo(ctx, said); err != nil { // what came after the snapshot
-			return err
-		}
-	}
-	p.mu.Lock()
 	defer p.mu.Unlock()
-	p.joined = true
+	alone := !slices.ContainsFunc(slices.Collect(maps.Values(p.members)), func(m *member) bool { return !m.starting })
+	p.joined, p.gapless = true, gapless
 	p.sync.wanted = p.sync.wanted && !alone
 	return nil
+}
+
+// loadStored loads the last snapshot and reads the stream from its position, or from the beginning if there is none, up to end. At
+// least one lease is read: every living replica has published within it. gapless: nothing was cut from the stream that the
+// snapshot lacks.
+func (p *sharer) loadStored(ctx context.Context, end streamID) (gapless bool, err error) {
+	n, err := p.lastSnapshot(ctx)
+	if err != nil {
+		return false, err
+	}
+	lease := uint64(p.s.o.Lease.Milliseconds())
+	from := streamID{}
+	if n != nil {
+		from, err = parseStreamID(n.GetPosition())
+		if err == nil {
+			err = p.load(ctx, n)
+		}
+		if err != nil {
+			p.s.log.Warn("the last snapshot was not loaded: starting with what the stream holds", "pool", p.pool, "err", err)
+			n, from = nil, streamID{}
+		}
+	}
+	first, fresh, err := p.firstEntry(ctx)
+	if err != nil {
+		return false, err
+	}
+	if n != nil {
+		gapless = first.compare(from) <= 0
+		if recent := (streamID{ms: end.ms - min(end.ms, lease)}); recent.compare(from) < 0 {
+			from = recent
+		}
+	} else {
+		gapless = fresh
+	}
+	p.mu.Lock()
+	p.position = from
+	p.mu.Unlock()
+	return gapless, p.readTo(ctx, end)
+}
+
+// firstEntry returns the id of the stream's first entry. fresh: the stream begins with another replica's first hello, so that nothing
+// came before it.
+func (p *sharer) firstEntry(ctx context.Context) (id streamID, fresh bool, err error) {
+	streams, err := p.s.client.XRead(ctx, &redis.XReadArgs{Streams: []string{p.keys.stream(), "0"}, Count: 1, Block: -1}).Result()
+	if errors.Is(err, redis.Nil) { // emptied since the hello
+		return streamID{ms: math.MaxUint64}, false, nil
+	}
+	if err != nil {
+		return streamID{}, false, fmt.Errorf("reading the beginning of the stream: %w", err)
+	}
+	m := &streams[0].Messages[0]
+	if id, err = parseStreamID(m.ID); err != nil {
+		return streamID{}, false, err
+	}
+	var b statev1.Batch
+	text, _ := m.Values[batchField].(string)
+	fresh = proto.Unmarshal([]byte(text), &b) == nil && b.GetHello() && b.GetSeq() == 1 && b.GetReplica() != p.s.replica
+	return id, fresh, nil
 }
 
 // readTo takes in what lies between where the stream has been read and a place in it.
@@ -186,21 +234,4 @@ func (p *sharer) greet(ctx context.Context) (streamID, error) {
 		p.s.clock.set(id, sent, time.Now())
 	}
 	return id, err
-}
-
-// inherit takes the last snapshot of replicas that are gone, if there is one, and goes back to where it was made.
-func (p *sharer) inherit(ctx context.Context) error {
-	n, err := p.lastSnapshot(ctx)
-	if err != nil || n == nil {
-		return err
-	}
-	if err := p.load(ctx, n); err != nil {
-		return err
-	}
-	if id, err := parseStreamID(n.GetPosition()); err == nil {
-		p.mu.Lock()
-		p.position = id
-		p.mu.Unlock()
-	}
-	return nil
 }

@@ -2,6 +2,8 @@ package redisstore
 
 import (
 	"context"
+	"maps"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -95,6 +97,29 @@ func TestWhoAsksAgain(t *testing.T) {
 	})
 }
 
+// A gap that shows while an answer is awaited is not filled by that answer, if it was made before.
+func TestGapWhileAnAnswerIsAwaited(t *testing.T) {
+	r := lonely(t, 1)
+	said, gap := streamID{ms: 5, n: 1}, streamID{ms: 7}
+	publish := func(id streamID, b *statev1.Batch) {
+		b.Replica, b.LeaseMs = 7, uint32(maxLease.Milliseconds())
+		text, err := proto.Marshal(b)
+		require.NoError(t, err)
+		r.p.takeIn(message(id.String(), string(text)))
+	}
+	now := uint64(time.Now().UnixMilli())
+	said.ms, gap.ms = said.ms+now, gap.ms+now
+	r.p.joined, r.p.sync = true, hello{wanted: true, said: said, at: time.Now(), tries: 1}
+	publish(streamID{ms: now + 6}, &statev1.Batch{Seq: 1})
+	publish(gap, &statev1.Batch{Seq: 3})
+	publish(streamID{ms: now + 8}, &statev1.Batch{Seq: 4, Snapshot: &statev1.SnapshotNotice{Position: streamID{ms: now + 6}.String()}})
+	require.Nil(t, r.p.notice)
+	require.True(t, r.p.sync.wanted)
+	publish(streamID{ms: now + 9}, &statev1.Batch{Seq: 5, Snapshot: &statev1.SnapshotNotice{Position: gap.String()}})
+	require.NotNil(t, r.p.notice)
+	require.False(t, r.p.sync.wanted)
+}
+
 // While a replica that starts waits for an answer Redis may go: it is asked ten times a second, and that is said in the end.
 func TestRedisGoesWhileWaitingForAnAnswer(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
@@ -107,19 +132,118 @@ func TestRedisGoesWhileWaitingForAnAnswer(t *testing.T) {
 	})
 }
 
-// Who starts reads what was said within the last lease: all that live have spoken since, and what others said is in a snapshot.
-func TestWhoJoinsReadsOneLease(t *testing.T) {
-	r := startRedis(t)
-	a := apart(t, redisURL(r), 1)
-	defer a.store.Close()
+// Who starts reads the stream from the last snapshot on, and at least one lease of it: all that live have published since. Without a
+// snapshot it reads all of it.
+func TestHowMuchIsReadAtTheStart(t *testing.T) {
 	text, err := proto.Marshal(&statev1.Batch{Replica: 7, Seq: 1, LeaseMs: 1000})
 	require.NoError(t, err)
-	now := time.Now()
-	for _, ago := range []time.Duration{time.Hour, 0} {
-		r.do("XADD", a.p.keys.stream(), streamID{ms: uint64(now.Add(-ago).UnixMilli())}.String(), batchField, string(text))
+	for name, c := range map[string]struct {
+		snapshot time.Duration // how long ago
+		read     int64
+	}{"no snapshot": {0, 3}, "an old one": {30 * time.Minute, 2}, "a new one": {time.Millisecond, 1}} {
+		t.Run(name, func(t *testing.T) {
+			r := startRedis(t)
+			a := apart(t, redisURL(r), 1)
+			defer a.store.Close()
+			now := time.Now()
+			for _, ago := range []time.Duration{time.Hour, 20 * time.Minute, a.store.o.Lease / 2} {
+				r.do("XADD", a.p.keys.stream(), streamID{ms: uint64(now.Add(-ago).UnixMilli())}.String(), batchField, string(text))
+			}
+			if c.snapshot > 0 {
+				notice, err := proto.Marshal(&statev1.SnapshotNotice{Position: streamID{ms: uint64(now.Add(-c.snapshot).UnixMilli())}.String()})
+				require.NoError(t, err)
+				r.do("SET", a.p.keys.snapshot(), string(notice))
+			}
+			require.NoError(t, a.p.joinOnce(t.Context()))
+			require.Equal(t, c.read, a.store.Stats().BatchesRead)
+		})
 	}
-	require.NoError(t, a.p.joinOnce(t.Context()))
-	require.EqualValues(t, 1, a.store.Stats().BatchesRead)
+}
+
+// After any kill a replica is ready with what Redis holds, at once: those that seem to live may be its own former self, which nobody
+// outlives for a lease. (Here the lease is longer than the test waits.)
+func TestWarmStartAfterKills(t *testing.T) {
+	early, late := prompt(1, 30), prompt(2, 30)
+	for name, c := range map[string]struct {
+		replicas int
+		snapshot bool
+	}{
+		"one, before the first snapshot": {1, false},
+		"one":                            {1, true},
+		"all, before the first snapshot": {2, false},
+		"all":                            {2, true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			r := startRedis(t)
+			o := redisURL(r)
+			o.Lease = maxLease
+			var all []*replica
+			for range c.replicas {
+				all = append(all, join(t, o, 2))
+			}
+			a := all[0]
+			a.state.Routed(a.pool, a.e(0), early)
+			a.toldOf(r, 0, 2, early)
+			eventually(t, "it has read that", func() bool { a.p.mu.Lock(); defer a.p.mu.Unlock(); return a.p.position != streamID{} })
+			if c.snapshot {
+				eventually(t, "a snapshot is written", func() bool { return a.p.writeSnapshot(t.Context(), false) == nil })
+			} else {
+				r.do("DEL", a.p.keys.snapshot())
+			}
+			a.state.Routed(a.pool, a.e(1), late)
+			a.toldOf(r, 1, 2, late)
+			for _, one := range all {
+				one.kill()
+			}
+			for range c.replicas {
+				b := apart(t, o, 2)
+				began := time.Now()
+				eventually(t, "it joins", func() bool { return b.p.warmUp(t.Context()) == nil })
+				require.Equal(t, []int{30, 30}, []int{b.hit(0, early), b.hit(1, late)})
+				speed(t, time.Since(began), time.Second, "ready")
+				b.run()
+			}
+		})
+	}
+}
+
+// Where the stream has been cut since the last snapshot, or emptied, others are waited for: Redis does not hold all that they know.
+func TestWhatRedisLacks(t *testing.T) {
+	at := func(ms uint64) string { return streamID{ms: ms}.String() }
+	batch := func(b *statev1.Batch) string {
+		text, err := proto.Marshal(b)
+		require.NoError(t, err)
+		return string(text)
+	}
+	for name, c := range map[string]struct {
+		snapshot uint64 // position
+		entries  map[uint64]*statev1.Batch
+		gapless  bool
+	}{
+		"nothing":                         {0, nil, false},
+		"all since the first replica":     {0, map[uint64]*statev1.Batch{1000: {Replica: 7, Seq: 1, Hello: true}, 1001: {Replica: 7, Seq: 2}}, true},
+		"emptied, no snapshot since":      {0, map[uint64]*statev1.Batch{1000: {Replica: 7, Seq: 20}}, false},
+		"emptied, someone asked since":    {0, map[uint64]*statev1.Batch{1000: {Replica: 7, Seq: 20, Hello: true}}, false},
+		"a snapshot and all since":        {1000, map[uint64]*statev1.Batch{1000: {Replica: 7, Seq: 9}, 1001: {Replica: 7, Seq: 10}}, true},
+		"a snapshot, and cut since":       {1000, map[uint64]*statev1.Batch{1001: {Replica: 7, Seq: 10}}, false},
+		"a snapshot, and nothing besides": {1000, nil, false},
+	} {
+		t.Run(name, func(t *testing.T) {
+			r := startRedis(t)
+			a := apart(t, redisURL(r), 1)
+			defer a.store.Close()
+			for _, ms := range slices.Sorted(maps.Keys(c.entries)) {
+				r.do("XADD", a.p.keys.stream(), at(ms), batchField, batch(c.entries[ms]))
+			}
+			if c.snapshot > 0 {
+				text, err := proto.Marshal(&statev1.SnapshotNotice{Position: at(c.snapshot)})
+				require.NoError(t, err)
+				r.do("SET", a.p.keys.snapshot(), string(text))
+			}
+			require.NoError(t, a.p.joinOnce(t.Context()))
+			require.Equal(t, c.gapless, a.p.gapless)
+		})
+	}
 }
 
 // How far Redis's clock is from ours is known from the first reply on, and from each that follows.

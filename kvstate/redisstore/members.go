@@ -16,9 +16,10 @@ type member struct {
 	expires time.Time
 	loads   map[string]kvstate.Booked // by address
 
-	prefillRate, localRate uint32 // as statev1.Batch has them
-	collects               bool   // KV events
-	starting               bool   // it has only said hello so far: it answers nobody yet, and who starts does not wait for it
+	prefillRate, localRate uint32   // as statev1.Batch has them
+	collects               bool     // KV events
+	ticketKeys             []uint64 // fingerprints, first that of the key that seals; none: it publishes none
+	starting               bool     // it has only said hello so far: it answers nobody yet, and who starts does not wait for it
 }
 
 // meet notes that a replica has spoken, some time ago. nil: its lease has ended since, so that what it says about itself is
@@ -60,6 +61,7 @@ func (p *sharer) forget(replica uint64) {
 		p.set(m, addr, kvstate.Booked{})
 	}
 	p.setRates()
+	p.s.keysMayDiffer()
 	if pool := p.s.state.Pool(p.pool); pool != nil {
 		pool.ApplyWaits(replica, nil, nil, nil, true)
 	}

@@ -84,6 +84,7 @@ func TestWarmStart(t *testing.T) {
 		a.state.ApplyRouted(a.pool, a.e(i%8), prompt(i, 1000))
 	}
 	require.Greater(t, a.pool.Blocks(), 990*prompts)
+	r.do("XTRIM", a.p.keys.stream(), "MAXLEN", "1") // so that it waits for the other's snapshot
 	b := apart(t, redisURL(r), 8)
 	began, before := time.Now(), cpuTime(t)
 	b.joins()
@@ -221,6 +222,8 @@ func TestTheAnswerComesWhileTheStreamIsRead(t *testing.T) {
 	}
 	_, err := pipe.Exec(context.Background())
 	require.NoError(t, err)
+	held := c.XLen(context.Background(), a.p.keys.stream()).Val()
+	require.NoError(t, c.XTrimMaxLen(context.Background(), a.p.keys.stream(), held-1).Err(), "the beginning is gone, so that it waits for the other")
 	took := eventually(t, "it joins", func() bool { return b.store.Join(context.Background(), patience) == nil })
 	require.Less(t, took, patience/2, "without waiting for another answer")
 	require.Equal(t, 20, b.hit(0, hashes))

@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"tandem/kvstate"
+	"tandem/kvstate/prefixindex"
 	statev1 "tandem/protos/state/v1"
 )
 
@@ -16,7 +17,7 @@ type outbox struct {
 	since    time.Time // of the first of them
 	sessions []stuck
 	released []uint64
-	learned  []kvstate.LearnedTokens
+	learned  []prefixindex.LearnedTokens
 	notice   *statev1.SnapshotNotice
 	contents *statev1.SnapshotNotice
 	hello    bool
@@ -143,7 +144,7 @@ func (s *Store) Released(pool *kvstate.Pool, id kvstate.ReservationID) {
 }
 
 // Learned implements [kvstate.Peers]. What finds no room is not told: prefill will say it again.
-func (s *Store) Learned(pool *kvstate.Pool, l kvstate.LearnedTokens) {
+func (s *Store) Learned(pool *kvstate.Pool, l prefixindex.LearnedTokens) {
 	p := s.sharer(pool.Spec.Name)
 	if p == nil {
 		return
@@ -228,6 +229,7 @@ func (p *sharer) batchOf(out *outbox, complete bool, now time.Time) (b *statev1.
 	before = map[string]told{}
 	pool := p.s.state.Pool(p.pool)
 	p.tellCollected(b, out, &t, pool)
+	p.addFingerprints(b)
 	if pool != nil {
 		prefill, local := pool.PrefillRates(now)
 		b.PrefillRate, b.LocalRate = toMicros(prefill), toMicros(local)
@@ -239,7 +241,7 @@ func (p *sharer) batchOf(out *outbox, complete bool, now time.Time) (b *statev1.
 			}
 		}
 	}
-	if out.empty() && !complete && len(b.Addresses) == 0 && len(b.Waits)+len(b.WaitsOver)+len(b.WaitsSent) == 0 && !b.WaitsAll {
+	if out.empty() && !complete && len(b.Addresses)+len(b.TicketKeys) == 0 && len(b.Waits)+len(b.WaitsOver)+len(b.WaitsSent) == 0 && !b.WaitsAll {
 		return nil, nil
 	}
 	return b, before
@@ -279,7 +281,7 @@ func signalsOf(address uint32, g *kvstate.Signals, looked, now time.Time) *state
 // millis are milliseconds; none where the clock went back.
 func millis(d time.Duration) uint32 { return uint32(min(max(d.Milliseconds(), 0), math.MaxUint32)) }
 
-func tokensOf(l *kvstate.LearnedTokens) *statev1.Tokens {
+func tokensOf(l *prefixindex.LearnedTokens) *statev1.Tokens {
 	out := &statev1.Tokens{Prompt: l.Prompt, BlockBytes: uint32(l.BlockBytes), Bytes: uint64(l.Bytes), Tokens: uint64(l.Tokens)}
 	for _, b := range l.Blocks {
 		out.Blocks = append(out.Blocks, &statev1.TokenBlocks{Size: uint32(b.Size), From: uint32(b.From), Hashes: b.Hashes})

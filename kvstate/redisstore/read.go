@@ -74,8 +74,13 @@ func (p *sharer) takeIn(m *redis.XMessage) {
 	defer p.mu.Unlock()
 	if id.compare(p.position) > 0 {
 		p.position = id
+		p.unsaved++
 	}
 	if err == nil && b.GetReplica() != 0 && b.GetReplica() != p.s.replica {
 		p.apply(&b, id)
+	}
+	if p.unsaved >= streamLength/2 && p.leads(0) && time.Since(p.saved) >= snapshotSoonest {
+		p.saved = time.Now() // or every entry to come asks for it again
+		p.wantSnapshot(false)
 	}
 }

@@ -10,6 +10,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"tandem/kvstate"
+	"tandem/kvstate/prefixindex"
 	statev1 "tandem/protos/state/v1"
 )
 
@@ -66,12 +67,12 @@ func TestWhatIsToldIsKnown(t *testing.T) {
 		x := takingOf(a)
 		for _, r := range []*replica{a, b} {
 			f := r.pool.Feed(r.e(0)) // an engine with blocks of 16 tokens
-			f.Apply([]kvstate.BlockEvent{{Kind: kvstate.BlocksStored, Keys: []uint64{1}, Blocks: []uint64{1}, Root: kvstate.TokenRoot("", 16), BlockSize: 16}})
+			f.Apply([]prefixindex.BlockEvent{{Kind: prefixindex.BlocksStored, Keys: []uint64{1}, Blocks: []uint64{1}, Root: prefixindex.TokenRoot("", 16), BlockSize: 16}})
 		}
 		text := prompt(1, 4)
 		a.state.Routed(a.pool, a.e(0), text)
 		ids := make([]uint32, 640)
-		a.state.LearnTokens(a.pool, text, 512, 4*512, &kvstate.TokenPrompt{IDs: ids})
+		a.state.LearnTokens(a.pool, prefixindex.TextPrompt{Blocks: text, BlockBytes: 512, Bytes: 4 * 512}, &prefixindex.TokenPrompt{IDs: ids})
 		held := b.state.Reserve(b.e(1), kvstate.Booking{For: kvstate.RoleDecode, PromptTokens: 10})
 		a.state.ReleaseWherever(a.pool, held) // its answer came by here
 		a.state.Reserve(a.e(0), kvstate.Booking{For: kvstate.RolePrefill, PromptTokens: 5000, Uncached: 5000, Work: 20 * time.Second})

@@ -13,14 +13,16 @@ import (
 	statev1 "tandem/protos/state/v1"
 )
 
-// How often the oldest replica writes a snapshot without being asked, for those who start when all are gone; how soon after
-// one the next may follow; and how many blocks and sessions make a chunk, about 512 KiB.
+// How often the oldest replica writes a snapshot without being asked, for those who start when all are gone; how often at most
+// because the stream would otherwise cut entries that no snapshot has; how soon after one the next may follow; and how many
+// blocks and sessions make a chunk, about 512 KiB.
 const (
-	snapshotEvery  = time.Minute
-	snapshotAtMost = 500 * time.Millisecond
-	chunkBlocks    = 1 << 16
-	chunkSessions  = 1 << 14
-	chunksAtOnce   = 2 // 1 MiB has to come within besidePath
+	snapshotEvery   = time.Minute
+	snapshotSoonest = 10 * time.Second
+	snapshotAtMost  = 500 * time.Millisecond
+	chunkBlocks     = 1 << 16
+	chunkSessions   = 1 << 14
+	chunksAtOnce    = 2 // 1 MiB has to come within besidePath
 )
 
 // maxChunks bounds what a notice can make a replica read: 64 Mi blocks.
@@ -143,6 +145,9 @@ func (p *sharer) announce(ctx context.Context, last, n *statev1.SnapshotNotice) 
 		return fmt.Errorf("writing the notice of a snapshot: %w", err)
 	}
 	p.s.counters.snapshots.Add(1)
+	p.mu.Lock()
+	p.unsaved = 0
+	p.mu.Unlock()
 	p.outMu.Lock()
 	p.out.notice = n
 	p.outMu.Unlock()
@@ -264,7 +269,7 @@ func (p *sharer) load(ctx context.Context, n *statev1.SnapshotNotice) error {
 	}
 	began := time.Now()
 	chunks := min(int(n.GetChunks()), maxChunks)
-	pool.MakeRoom(chunks * chunkBlocks)
+	pool.ReserveBlocks(chunks * chunkBlocks)
 	for from := 0; from < chunks; from += chunksAtOnce {
 		var keys []string
 		for i := from; i < min(from+chunksAtOnce, chunks); i++ {

@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
+	"google.golang.org/protobuf/proto"
 
 	"tandem/kvstate"
 	statev1 "tandem/protos/state/v1"
@@ -159,4 +160,39 @@ func TestWhoseSnapshotItIs(t *testing.T) {
 		r.p.askDue(time.Now().Add(r.store.o.Lease))
 		require.True(t, r.p.out.hello, name)
 	}
+}
+
+// A snapshot is written before the stream cuts what none has, but not all the time.
+func TestSnapshotBeforeTheStreamIsCut(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		r := lonely(t, 1)
+		n := uint64(0)
+		receives := func(entries int) (wanted bool) {
+			for range entries {
+				n++
+				r.p.takeIn(message(streamID{ms: n}.String(), ""))
+			}
+			select {
+			case <-r.p.snapshot:
+				return true
+			default:
+				return false
+			}
+		}
+		require.False(t, receives(streamLength/2-1))
+		require.True(t, receives(1))
+		require.False(t, receives(1), "it was asked for")
+		time.Sleep(snapshotSoonest)
+		require.True(t, receives(1), "none was written")
+		text, err := proto.Marshal(&statev1.Batch{Replica: 7, LeaseMs: 1, Snapshot: &statev1.SnapshotNotice{Position: "1-0"}})
+		require.NoError(t, err)
+		n++
+		r.p.takeIn(message(streamID{ms: n}.String(), string(text)))
+		time.Sleep(snapshotSoonest)
+		require.False(t, receives(streamLength/2-1), "another replica wrote one")
+		require.True(t, receives(1))
+		r.p.ids.Store(&[]uint64{1, r.store.replica})
+		time.Sleep(snapshotSoonest)
+		require.False(t, receives(1), "the oldest writes them")
+	})
 }

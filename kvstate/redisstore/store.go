@@ -11,6 +11,7 @@ import (
 
 	"github.com/redis/go-redis/v9"
 
+	"tandem/internal/guard"
 	"tandem/kvstate"
 	statev1 "tandem/protos/state/v1"
 )
@@ -24,8 +25,12 @@ type Store struct {
 	client   redis.UniversalClient
 	counters counters
 	link     link
+	answered atomic.Bool // Redis has answered before
 	clock    clock
 	follower kvstate.EventFollower // nil: KV events are not shared
+
+	fingerprints func() []uint64 // of this replica's ticket keys; nil: they are not compared
+	keysChanged  func()
 
 	dirty   atomic.Bool
 	wake    chan struct{} // something is to be told
@@ -66,12 +71,12 @@ func (s *Store) Close() error { return s.client.Close() }
 func (s *Store) Run(ctx context.Context) {
 	var running sync.WaitGroup
 	for _, p := range s.pools() {
-		running.Go(func() { s.read(ctx, p) })
-		running.Go(func() { s.writeSnapshots(ctx, p) })
+		running.Go(func() { guard.Keep(ctx, "Redis", func() { s.read(ctx, p) }) })
+		running.Go(func() { guard.Keep(ctx, "Redis", func() { s.writeSnapshots(ctx, p) }) })
 		running.Go(func() { s.writeContents(ctx, p) })
 	}
 	for range askers {
-		running.Go(func() { s.askAll(ctx) })
+		running.Go(func() { guard.Keep(ctx, "Redis", func() { s.askAll(ctx) }) })
 	}
 	s.write(ctx)
 	running.Wait()
@@ -115,8 +120,12 @@ type sharer struct {
 	position streamID          // of the last entry read
 	began    streamID          // of our first hello: what lies before was not on its way to us
 	joined   bool
+	gapless  bool      // Redis held all that was published before we joined: no need to wait for an answer to our hello
+	unsaved  int       // entries read since the last snapshot was announced
+	saved    time.Time // when a snapshot was last wanted because of them
 	sync     hello
 
+	published []uint64                // fingerprints of our ticket keys, as others know them
 	waitsLost bool                    // others may not have heard who waits: tell them all
 	notice    *statev1.SnapshotNotice // of a snapshot that is to be loaded
 	known     *kvstate.Pool           // that byAddr is of

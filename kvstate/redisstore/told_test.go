@@ -15,6 +15,7 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	"tandem/kvstate"
+	"tandem/kvstate/prefixindex"
 	statev1 "tandem/protos/state/v1"
 )
 
@@ -194,7 +195,7 @@ func TestWhatWasNotTakenIsToldAgain(t *testing.T) {
 	two := []uint64{r.store.replica, 1}
 	r.p.collectors.Store(&two)
 	require.NoError(t, r.flush(true))
-	gone := []kvstate.BlockEvent{{Kind: kvstate.BlocksRemoved, Keys: []uint64{1}}}
+	gone := []prefixindex.BlockEvent{{Kind: prefixindex.BlocksRemoved, Keys: []uint64{1}}}
 	collect := func(from uint64) {
 		r.store.TellCollected(r.pool, &kvstate.Collected{Endpoint: r.e(0), From: from, Next: from + 1, Events: gone, Reset: true})
 	}
@@ -205,7 +206,7 @@ func TestWhatWasNotTakenIsToldAgain(t *testing.T) {
 	r.state.Observe(r.e(0), kvstate.Signals{Running: 3, At: time.Now()})
 	r.state.Wait(r.pool, kvstate.Waits{ID: 5})
 	r.store.Released(r.pool, 11)
-	r.store.Learned(r.pool, kvstate.LearnedTokens{Prompt: 21})
+	r.store.Learned(r.pool, prefixindex.LearnedTokens{Prompt: 21})
 	r.p.sayHello()
 	r.p.out.notice, r.p.out.contents = &statev1.SnapshotNotice{Id: 31}, &statev1.SnapshotNotice{Id: 41}
 	collect(5)
@@ -219,7 +220,7 @@ func TestWhatWasNotTakenIsToldAgain(t *testing.T) {
 	collect(6)
 	r.state.Routed(r.pool, r.e(1), prompt(2, 2))
 	r.store.Released(r.pool, 12)
-	r.store.Learned(r.pool, kvstate.LearnedTokens{Prompt: 22})
+	r.store.Learned(r.pool, prefixindex.LearnedTokens{Prompt: 22})
 	r.state.Stick(r.pool, 8, r.e(0), nil)
 	require.NoError(t, r.flush(false))
 	b := x.last()
@@ -287,7 +288,7 @@ func TestEachThingIsToldByItself(t *testing.T) {
 		"a prompt":                 func(r *replica) { r.state.Routed(r.pool, r.e(0), prompt(1, 1)) },
 		"a session":                func(r *replica) { r.state.Stick(r.pool, 1, r.e(0), nil) },
 		"a release":                func(r *replica) { r.store.Released(r.pool, 1) },
-		"what was learned":         func(r *replica) { r.store.Learned(r.pool, kvstate.LearnedTokens{Prompt: 1}) },
+		"what was learned":         func(r *replica) { r.store.Learned(r.pool, prefixindex.LearnedTokens{Prompt: 1}) },
 		"what was collected":       func(r *replica) { r.store.TellCollected(r.pool, &kvstate.Collected{Endpoint: r.e(0)}) },
 		"where a snapshot is":      func(r *replica) { r.p.out.notice = &statev1.SnapshotNotice{Id: 1}; r.store.Changed() },
 		"where what is lacking is": func(r *replica) { r.p.out.contents = &statev1.SnapshotNotice{Id: 1}; r.store.Changed() },
@@ -316,7 +317,7 @@ func TestEachThingIsToldByItself(t *testing.T) {
 func TestWhatWasLearnedHasHalfTheRoom(t *testing.T) {
 	r := lonely(t, 1)
 	for i, blocks := range []int{maxOutbox / 8 / 4, maxOutbox / 8 / 4, 1} {
-		r.store.Learned(r.pool, kvstate.LearnedTokens{Prompt: uint64(i), Blocks: []kvstate.LearnedBlocks{{Size: 16, Hashes: make([]uint64, blocks)}}})
+		r.store.Learned(r.pool, prefixindex.LearnedTokens{Prompt: uint64(i), Blocks: []prefixindex.LearnedBlocks{{Size: 16, Hashes: make([]uint64, blocks)}}})
 	}
 	x := takingOf(r)
 	require.NoError(t, r.flush(false))

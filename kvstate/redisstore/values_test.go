@@ -12,6 +12,7 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	"tandem/kvstate"
+	"tandem/kvstate/prefixindex"
 	statev1 "tandem/protos/state/v1"
 )
 
@@ -61,14 +62,14 @@ func (x *counted) notice(n int) {
 func (x *counted) collects(blocks int) {
 	two := []uint64{x.a.store.replica, 1}
 	x.a.p.collectors.Store(&two)
-	x.a.store.TellCollected(x.a.pool, &kvstate.Collected{Endpoint: x.a.e(0), From: 1, Next: 2, Events: []kvstate.BlockEvent{{Kind: kvstate.BlocksRemoved, Keys: prompt(1, blocks)}}})
+	x.a.store.TellCollected(x.a.pool, &kvstate.Collected{Endpoint: x.a.e(0), From: 1, Next: 2, Events: []prefixindex.BlockEvent{{Kind: prefixindex.BlocksRemoved, Keys: prompt(1, blocks)}}})
 }
 
 // contented is a follower that knows a block of each endpoint.
 type contented struct{ taker }
 
 func (contented) Contents(p *kvstate.Pool, addr string, each func(*kvstate.Collected) error) error {
-	return each(&kvstate.Collected{Endpoint: p.Endpoint(addr), Reset: true, Part: true, Next: 1, Events: []kvstate.BlockEvent{{Kind: kvstate.BlocksRemoved, Keys: prompt(1, 1)}}})
+	return each(&kvstate.Collected{Endpoint: p.Endpoint(addr), Reset: true, Part: true, Next: 1, Events: []prefixindex.BlockEvent{{Kind: prefixindex.BlocksRemoved, Keys: prompt(1, 1)}}})
 }
 
 // Each thing that passes between replicas and Redis counts as what it is, and as nothing else. A step that Redis was late for, which

@@ -103,6 +103,16 @@ func (s *Store) linked(err error) {
 	}
 	if err == nil {
 		s.log.Info("redis answers")
+		if !s.answered.Swap(true) {
+			return
+		}
+		s.mu.RLock()
+		defer s.mu.RUnlock()
+		for _, p := range s.sharers { // it may have come back empty
+			if p.leads(0) {
+				p.wantSnapshot(false)
+			}
+		}
 		return
 	}
 	s.log.Warn("redis is not in use: going on with what this replica knows itself", "err", err)
@@ -171,7 +181,7 @@ func (e *entry) settle(sent time.Time) error {
 	defer p.mu.Unlock()
 	if err != nil {
 		maps.Copy(p.told, e.before)
-		p.waitsLost = true
+		p.waitsLost, p.published = true, nil
 		p.outMu.Lock()
 		p.s.counters.dropped.Add(int64(p.out.giveBack(&e.out)))
 		p.s.counters.collectedDropped.Add(int64(p.out.giveBackCollected(&e.out)))

@@ -12,6 +12,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"tandem/internal/guard"
 	"tandem/kvstate"
 	"tandem/kvstate/enginehttp"
 )
@@ -162,7 +163,7 @@ func (s *Scraper) wait(ctx context.Context, e *kvstate.Endpoint, t *target, turn
 
 // ask asks one endpoint, and settles when it is asked again.
 func (s *Scraper) ask(ctx context.Context, e *kvstate.Endpoint, t *target) {
-	engine, err := s.scrape(ctx, e, t.path)
+	engine, err := guard.Try(ctx, "engine metrics", func() (string, error) { return s.scrape(ctx, e, t.path) })
 	if err == nil {
 		s.answered.Add(1)
 	} else {

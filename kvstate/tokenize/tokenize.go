@@ -1,6 +1,6 @@
 // Package tokenize has engines tokenize prompts, beside the requests and never in their way: a few at a time, each with a
-// deadline, for an engine that is to tokenize is also one that is to compute. An engine that cannot is left alone for a
-// while.
+// deadline, for an engine that is to tokenize is also one that is to compute. An engine that lacks the route is left alone for
+// a while.
 package tokenize
 
 import (
@@ -10,6 +10,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"maps"
 	"math/rand/v2"
 	"net/http"
 	"sync"
@@ -23,7 +24,7 @@ import (
 const (
 	atOnce    = 8               // questions under way, over all pools
 	deadline  = 2 * time.Second // of a question
-	restAfter = time.Minute     // an engine that answered other than 200
+	restAfter = time.Minute     // an engine that lacks the route
 	maxAnswer = 64 << 20        // bytes
 	maxAsked  = 16 << 20        // bytes of a prompt
 )
@@ -35,13 +36,16 @@ type Tokenizer struct {
 
 	mu      sync.Mutex
 	asking  map[uint64]chan struct{} // by prompt
-	resting map[string]time.Time     // until when, by pool
+	resting map[routeOf]time.Time    // until when
 }
+
+// routeOf is a route of one engine.
+type routeOf struct{ addr, path string }
 
 // New returns a tokenizer that asks nobody yet.
 func New(log *slog.Logger) *Tokenizer {
 	return &Tokenizer{
-		log: log, asking: map[uint64]chan struct{}{}, resting: map[string]time.Time{},
+		log: log, asking: map[uint64]chan struct{}{}, resting: map[routeOf]time.Time{},
 		client: enginehttp.New(deadline, func(t *http.Transport) { t.MaxIdleConnsPerHost, t.IdleConnTimeout = 1, 4*time.Second }),
 	}
 }
@@ -49,8 +53,7 @@ func New(log *slog.Logger) *Tokenizer {
 // Tokenize has an endpoint of the pool answer body at path, and calls learned with the token ids if that works out. The
 // channel is closed when it is over; nil means that it was not asked.
 func (t *Tokenizer) Tokenize(pool *kvstate.Pool, key uint64, path string, body []byte, learned func(ids []uint32)) <-chan struct{} {
-	endpoint := choose(pool)
-	if endpoint == nil || len(body) > maxAsked {
+	if len(body) > maxAsked {
 		return nil
 	}
 	t.mu.Lock()
@@ -58,7 +61,11 @@ func (t *Tokenizer) Tokenize(pool *kvstate.Pool, key uint64, path string, body [
 	if done := t.asking[key]; done != nil {
 		return done
 	}
-	if len(t.asking) >= atOnce || time.Now().Before(t.resting[pool.Spec.Name]) {
+	if len(t.asking) >= atOnce {
+		return nil
+	}
+	endpoint := t.choose(pool, path)
+	if endpoint == nil {
 		return nil
 	}
 	done := make(chan struct{})
@@ -68,8 +75,8 @@ func (t *Tokenizer) Tokenize(pool *kvstate.Pool, key uint64, path string, body [
 		ids, err := t.ask(endpoint, path, body)
 		if err != nil {
 			t.log.Debug("tokenizing", "endpoint", endpoint.Addr, "path", path, "err", err)
-			if errors.Is(err, errRefused) {
-				t.rest(pool.Spec.Name)
+			if errors.Is(err, errNoRoute) {
+				t.rest(endpoint.Addr, path)
 			}
 			return
 		}
@@ -85,20 +92,23 @@ func (t *Tokenizer) over(key uint64, done chan struct{}) {
 	close(done)
 }
 
-func (t *Tokenizer) rest(pool string) {
+// rest leaves a route of one engine alone for a while.
+func (t *Tokenizer) rest(addr, path string) {
+	now := time.Now()
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	t.resting[pool] = time.Now().Add(restAfter)
-	t.log.Warn("an engine does not tokenize; asking none of the pool for a while", "pool", pool, "for", restAfter)
+	maps.DeleteFunc(t.resting, func(_ routeOf, until time.Time) bool { return now.After(until) })
+	t.resting[routeOf{addr, path}] = now.Add(restAfter)
+	t.log.Warn("an engine has no route to tokenize by; not asking it for a while", "endpoint", addr, "path", path, "for", restAfter)
 }
 
-// choose takes the less loaded of two endpoints at random.
-func choose(pool *kvstate.Pool) *kvstate.Endpoint {
+// choose takes the less loaded of two endpoints at random, of those that have not failed and are not known to lack the route.
+func (t *Tokenizer) choose(pool *kvstate.Pool, path string) *kvstate.Endpoint {
 	var best *kvstate.Endpoint
-	all := pool.Endpoints()
-	for range min(2, len(all)) {
-		e := all[rand.IntN(len(all))]
-		if e.Failed() {
+	now, all := time.Now(), pool.Endpoints()
+	for _, i := range rand.Perm(len(all)) {
+		e := all[i]
+		if e.Failed() || now.Before(t.resting[routeOf{e.Addr, path}]) {
 			continue
 		}
 		if best == nil {
@@ -108,14 +118,15 @@ func choose(pool *kvstate.Pool) *kvstate.Endpoint {
 		if requests, _ := e.Load(); requests < first(best.Load()) {
 			best = e
 		}
+		break
 	}
 	return best
 }
 
 func first(requests, _ int64) int64 { return requests }
 
-// errRefused says that an engine does not know the question, or not this one.
-var errRefused = errors.New("refused")
+// errNoRoute means that an engine lacks the path itself, for every request.
+var errNoRoute = errors.New("no such route")
 
 func (t *Tokenizer) ask(e *kvstate.Endpoint, path string, body []byte) ([]uint32, error) {
 	resp, err := t.client.Post(context.Background(), e, path, body, nil) //nolint:bodyclose // ReadAll closes it
@@ -126,13 +137,31 @@ func (t *Tokenizer) ask(e *kvstate.Endpoint, path string, body []byte) ([]uint32
 	if err != nil {
 		return nil, err
 	}
-	if resp.StatusCode == http.StatusNotFound || resp.StatusCode == http.StatusMethodNotAllowed || resp.StatusCode == http.StatusNotImplemented {
-		return nil, fmt.Errorf("%w: status %d", errRefused, resp.StatusCode)
+	if lacksRoute(resp.StatusCode, text) {
+		return nil, fmt.Errorf("%w: status %d", errNoRoute, resp.StatusCode)
 	}
 	if resp.StatusCode != http.StatusOK {
 		return nil, fmt.Errorf("status %d", resp.StatusCode)
 	}
 	return readIDs(text)
+}
+
+// lacksRoute reports whether an answer means that the engine lacks the route, not that it refuses this request. An
+// unknown model is a 404 too, and any client can name one: vLLM 0.32.0 answers {"error": {"type": "NotFoundError", ...}}, releases
+// before 0.11 the same without the outer object, while a missing route is FastAPI's {"detail": "Not Found"}, or a proxy's page.
+func lacksRoute(status int, text []byte) bool {
+	switch status {
+	case http.StatusMethodNotAllowed:
+		return true
+	case http.StatusNotFound:
+	default:
+		return false
+	}
+	var answer struct {
+		Error json.RawMessage `json:"error"`
+		Type  string          `json:"type"`
+	}
+	return json.Unmarshal(text, &answer) != nil || len(answer.Error) == 0 && answer.Type == ""
 }
 
 // readIDs reads an answer: of /tokenize {"tokens": [...]} (vLLM, SGLang), of render {"token_ids": [...]}, or for completions a

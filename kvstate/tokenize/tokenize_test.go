@@ -84,18 +84,58 @@ func TestTokenizeIsBounded(t *testing.T) {
 	require.LessOrEqual(t, asked.Load(), int32(atOnce))
 }
 
-// An engine that has no such path is left alone for a while; one that fails is not.
+// An engine that has no such route is left alone for a while: that engine, and that route. One that fails, or refuses a request, is not.
 func TestTokenizeRests(t *testing.T) {
-	status := http.StatusInternalServerError
-	pool := poolOf(t, func(w http.ResponseWriter, _ *http.Request) { w.WriteHeader(status) })
+	recorded, err := os.ReadFile("testdata/vllm-0.32.0-unknown-model.json")
+	require.NoError(t, err)
+	for name, c := range map[string]struct {
+		status int
+		body   string
+		rests  bool
+	}{
+		"failed":                           {http.StatusInternalServerError, "", false},
+		"unknown model":                    {http.StatusNotFound, string(recorded), false},
+		"unknown model, before vLLM 0.11":  {http.StatusNotFound, `{"object":"error","message":"The model ` + "`x`" + ` does not exist.","type":"NotFoundError","param":null,"code":404}`, false},
+		"not implemented for this request": {http.StatusNotImplemented, `{"error":{"message":"x","type":"NotImplementedError","param":null,"code":501}}`, false},
+		"no route":                         {http.StatusNotFound, `{"detail":"Not Found"}`, true},
+		"no route behind a proxy":          {http.StatusNotFound, `<html>404</html>`, true},
+		"no such method":                   {http.StatusMethodNotAllowed, `{"detail":"Method Not Allowed"}`, true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			pool := poolOf(t, func(w http.ResponseWriter, _ *http.Request) {
+				w.WriteHeader(c.status)
+				_, _ = io.WriteString(w, c.body)
+			})
+			tok := patient()
+			never := func([]uint32) { t.Error("learned from an error") }
+			wait(t, tok.Tokenize(pool, 1, "/tokenize", nil, never))
+			again := tok.Tokenize(pool, 1, "/tokenize", nil, never)
+			require.Equal(t, c.rests, again == nil)
+			if !c.rests {
+				wait(t, again)
+				return
+			}
+			wait(t, tok.Tokenize(pool, 1, "/v1/completions/render", nil, never))
+			addr := pool.Endpoints()[0].Addr
+			tok.resting[routeOf{addr, "/tokenize"}] = time.Now().Add(-time.Second)
+			wait(t, tok.Tokenize(pool, 1, "/tokenize", nil, never))
+		})
+	}
+}
+
+// Where one engine of a pool lacks the route, the others are asked.
+func TestOthersTokenize(t *testing.T) {
+	lacks := poolOf(t, func(w http.ResponseWriter, _ *http.Request) { w.WriteHeader(http.StatusNotFound) }).Endpoints()[0].Addr
+	has := poolOf(t, func(w http.ResponseWriter, _ *http.Request) { _, _ = io.WriteString(w, `{"tokens":[1]}`) }).Endpoints()[0].Addr
+	s := kvstate.New(kvstate.Options{})
+	s.SetPool(kvstate.PoolSpec{Name: "p"}, []kvstate.EndpointSpec{{Name: lacks, Addr: lacks, Role: kvstate.RoleBoth}, {Name: has, Addr: has, Role: kvstate.RoleBoth}})
 	tok := patient()
-	never := func([]uint32) { t.Error("learned from an error") }
-	wait(t, tok.Tokenize(pool, 1, "/tokenize", nil, never))
-	status = http.StatusNotFound
-	wait(t, tok.Tokenize(pool, 1, "/tokenize", nil, never))
-	require.Nil(t, tok.Tokenize(pool, 1, "/tokenize", nil, never))
-	tok.resting["p"] = time.Now().Add(-time.Second)
-	wait(t, tok.Tokenize(pool, 1, "/tokenize", nil, never))
+	tok.rest(lacks, "/tokenize")
+	for range 20 {
+		var got []uint32
+		wait(t, tok.Tokenize(s.Pool("p"), 1, "/tokenize", nil, func(ids []uint32) { got = ids }))
+		require.Equal(t, []uint32{1}, got)
+	}
 }
 
 func TestReadIDs(t *testing.T) {

@@ -11,6 +11,8 @@ import (
 	"slices"
 	"sync"
 	"time"
+
+	"tandem/internal/guard"
 )
 
 // Kind is what a receiving socket is.
@@ -76,6 +78,7 @@ func (s *Server) Serve(ctx context.Context, l net.Listener) error {
 		}
 		running.Go(func() {
 			defer func() { <-room }()
+			defer guard.Recover(ctx, "ZeroMQ")
 			s.serveConn(ctx, conn)
 		})
 	}

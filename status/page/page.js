@@ -125,7 +125,7 @@ function pools(status) {
     const table = el('table', {}, row('th', ['endpoint', 'role', 'health', 'requests', 'prompt tokens', ['lately'], ['cache hits']]));
     for (const e of p.endpoints) {
       const css = e.role === 'prefill' ? 'c-prefill' : 'c-decode';
-      table.append(row('td', [e.name + (e.group ? ' (' + e.group + ')' : ''), el('span', { class: css }, e.role), el('span', { class: 'pill ' + (e.up ? 'good' : 'bad') }, e.up ? 'up' : 'out'),
+      table.append(row('td', [e.name + (e.group ? ' (' + e.group + ')' : ''), el('span', { class: css }, e.role), el('span', { class: 'pill ' + ({ up: 'good', out: 'bad' }[e.state] || 'warn') }, e.state),
         bar(e.requests, most, css), bar(e.prompt_tokens, tokens, css), [count(e.hops)], [e.hit_share < 0 ? '–' : percent(e.hit_share)]]));
     }
     return el('div', {}, el('h3', {}, p.name + ' ', el('small', {}, `${p.models.join(', ')} · prefix index ${count(p.index_blocks)} blocks`)), el('div', { class: 'table' }, table));

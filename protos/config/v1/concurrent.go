@@ -77,15 +77,15 @@ func (v *validator) p2pNCCL(path string, p *Pool) {
 	}
 }
 
-// sameSizes: MoRIIO tells each leg how many ranks the other one has, and D is another one for every request.
+// sameSizes: MoRIIO's rank n of prefill writes to rank n of decode.
 func (v *validator) sameSizes(path string, p *Pool) {
-	var first *Endpoint
+	size := func(e *Endpoint) int32 { return max(e.GetTransfer().GetTensorParallelSize(), 1) }
 	for i, e := range p.Endpoints {
-		if first == nil {
-			first = e
-		}
-		if max(e.Transfer.GetTensorParallelSize(), 1) != max(first.Transfer.GetTensorParallelSize(), 1) {
-			v.warn(fmt.Sprintf("%s.endpoints[%d].transfer.tensorParallelSize", path, i), "differs from that of endpoints[0]: MoRIIO maps ranks one to one")
+		other := slices.IndexFunc(p.Endpoints[:i], func(o *Endpoint) bool { return p.PairsAs(o) == p.PairsAs(e) && size(o) != size(e) })
+		if other >= 0 {
+			v.m.add(fmt.Sprintf("%s.endpoints[%d].transfer.tensorParallelSize", path, i), "is %d, and that of endpoints[%d] is %d: "+
+				"MoRIIO maps ranks one to one, so give engines of another size a group of their own",
+				size(e), other, size(p.Endpoints[other]))
 		}
 	}
 }

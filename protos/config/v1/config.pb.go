@@ -587,10 +587,11 @@ type Envoy struct {
 	// Replan ports of the same replicas. Default: the hosts of extProcs with the port of replan.listen.
 	Replans []string `protobuf:"bytes,5,rep,name=replans,proto3" json:"replans,omitempty"`
 	// How bodies come to the external processor: duplex (FULL_DUPLEX_STREAMED), buffered (BUFFERED), or auto: buffered from
-	// 64 KiB on. They cost the same within noise (docs/benchmarks.md). A body whose length is not announced comes duplex
-	// always. While a buffered body is being answered, a replica that is killed takes that request with it; duplex goes on
-	// with another one. Decode engines see a content-length with buffered bodies, chunked encoding with duplex ones; prefill
-	// engines a content-length, but where both legs run at once. Default duplex.
+	// 64 KiB on, with several replicas from 24 KiB on. They cost the same within noise (docs/benchmarks.md). A body whose
+	// length is not announced comes duplex always. If a replica hangs or dies, Envoy asks another one about a buffered body,
+	// and about a duplex one up to 64 KiB. Decode engines see a content-length with buffered bodies, chunked encoding with
+	// duplex ones; prefill engines a content-length, but where both legs run at once. Default: auto with several replicas,
+	// else duplex; duplex too where a queue.maxWait is above 20s.
 	BodyMode string `protobuf:"bytes,6,opt,name=body_mode,json=bodyMode,proto3" json:"body_mode,omitempty"`
 	// How long an endpoint may be silent while it answers. An answer that is not streamed is silent until it is complete, so
 	// this bounds its time too. Default 30m.
@@ -598,7 +599,10 @@ type Envoy struct {
 	// How Envoy reaches an external processor that has extProc.tls. Absent: encrypted, the certificate not verified.
 	ExtProcTls *ClientTls `protobuf:"bytes,8,opt,name=ext_proc_tls,json=extProcTls,proto3" json:"ext_proc_tls,omitempty"`
 	// How Envoy reaches endpoints with the scheme https. Absent: encrypted, certificates not verified.
-	EndpointTls   *ClientTls `protobuf:"bytes,9,opt,name=endpoint_tls,json=endpointTls,proto3" json:"endpoint_tls,omitempty"`
+	EndpointTls *ClientTls `protobuf:"bytes,9,opt,name=endpoint_tls,json=endpointTls,proto3" json:"endpoint_tls,omitempty"`
+	// Prefixes that gateways in front add to paths, such as /llm. They are taken off: engines see paths without them. Paths
+	// without a prefix are served too.
+	PathPrefixes  []string `protobuf:"bytes,10,rep,name=path_prefixes,json=pathPrefixes,proto3" json:"path_prefixes,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -692,6 +696,13 @@ func (x *Envoy) GetExtProcTls() *ClientTls {
 func (x *Envoy) GetEndpointTls() *ClientTls {
 	if x != nil {
 		return x.EndpointTls
+	}
+	return nil
+}
+
+func (x *Envoy) GetPathPrefixes() []string {
+	if x != nil {
+		return x.PathPrefixes
 	}
 	return nil
 }
@@ -1061,6 +1072,12 @@ type Pool struct {
 	// The engines' KV transfer dialect: lmcache, mooncake, mooncake-0.13, moriio, moriio-read, multi, nixl, nixl-push, offload, orchestrated, p2p-nccl, sglang,
 	// shared, trtllm, trtllm-generation-first, or none for engines that do both by themselves. docs/protocols.md says which engine speaks which. Required.
 	KvTransfer string `protobuf:"bytes,3,opt,name=kv_transfer,json=kvTransfer,proto3" json:"kv_transfer,omitempty"`
+	// Kind of the engines, which says what paths of theirs are for clients: vllm, sglang, trtllm, or any (those of all). Default:
+	// sglang and trtllm with a kvTransfer of that engine, any with none, shared, offload, multi and orchestrated, else vllm.
+	Engine string `protobuf:"bytes,70,opt,name=engine,proto3" json:"engine,omitempty"`
+	// More methods and paths that clients may ask the engines for; * is any one segment: "POST /v1/things/*". Bodies have to be
+	// application/json, which is looked at, or multipart/form-data. Default none.
+	Paths []string `protobuf:"bytes,71,rep,name=paths,proto3" json:"paths,omitempty"`
 	// always: every request that may be split is; never: none; auto: those for which two hops cost less than decode alone, by
 	// the price that docs/decision.md explains. Default auto.
 	Split string `protobuf:"bytes,4,opt,name=split,proto3" json:"split,omitempty"`
@@ -1070,6 +1087,11 @@ type Pool struct {
 	// What follows a failed prefill: otherPrefill (while there is one, then decode alone), decodeAlone, or fail (503).
 	// Default otherPrefill.
 	OnPrefillFailure string `protobuf:"bytes,6,opt,name=on_prefill_failure,json=onPrefillFailure,proto3" json:"on_prefill_failure,omitempty"`
+	// Whether a request that can be split may be decoded alone. never: it gets 503 where no prefill endpoint can take it; fallback:
+	// only then; byCost: also where it costs less (split auto). Requests that cannot be split are decoded alone always. With
+	// onPrefillFailure fail none follows a failed or missing prefill. Default: byCost with split auto; with split always never, or fallback
+	// with onPrefillFailure decodeAlone.
+	DecodeAlone string `protobuf:"bytes,72,opt,name=decode_alone,json=decodeAlone,proto3" json:"decode_alone,omitempty"`
 	// At most so many prefill legs for one request. Default 3.
 	PrefillAttempts int32 `protobuf:"varint,7,opt,name=prefill_attempts,json=prefillAttempts,proto3" json:"prefill_attempts,omitempty"`
 	// How long a prefill may take.
@@ -1198,6 +1220,20 @@ func (x *Pool) GetKvTransfer() string {
 	return ""
 }
 
+func (x *Pool) GetEngine() string {
+	if x != nil {
+		return x.Engine
+	}
+	return ""
+}
+
+func (x *Pool) GetPaths() []string {
+	if x != nil {
+		return x.Paths
+	}
+	return nil
+}
+
 func (x *Pool) GetSplit() string {
 	if x != nil {
 		return x.Split
@@ -1215,6 +1251,13 @@ func (x *Pool) GetLongPrompts() string {
 func (x *Pool) GetOnPrefillFailure() string {
 	if x != nil {
 		return x.OnPrefillFailure
+	}
+	return ""
+}
+
+func (x *Pool) GetDecodeAlone() string {
+	if x != nil {
+		return x.DecodeAlone
 	}
 	return ""
 }
@@ -3001,7 +3044,7 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\x05Admin\x12\x16\n" +
 	"\x06listen\x18\x01 \x01(\tR\x06listen\x12\x1d\n" +
 	"\n" +
-	"token_file\x18\x02 \x01(\tR\ttokenFile\"\xde\x02\n" +
+	"token_file\x18\x02 \x01(\tR\ttokenFile\"\x83\x03\n" +
 	"\x05Envoy\x12\x16\n" +
 	"\x06listen\x18\x01 \x01(\tR\x06listen\x12\x14\n" +
 	"\x05admin\x18\x02 \x01(\tR\x05admin\x12$\n" +
@@ -3012,7 +3055,9 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\x13decode_idle_timeout\x18\a \x01(\tR\x11decodeIdleTimeout\x12=\n" +
 	"\fext_proc_tls\x18\b \x01(\v2\x1b.tandem.config.v1.ClientTlsR\n" +
 	"extProcTls\x12>\n" +
-	"\fendpoint_tls\x18\t \x01(\v2\x1b.tandem.config.v1.ClientTlsR\vendpointTls\"}\n" +
+	"\fendpoint_tls\x18\t \x01(\v2\x1b.tandem.config.v1.ClientTlsR\vendpointTls\x12#\n" +
+	"\rpath_prefixes\x18\n" +
+	" \x03(\tR\fpathPrefixes\"}\n" +
 	"\tClientTls\x12\x17\n" +
 	"\aca_file\x18\x01 \x01(\tR\x06caFile\x12\x1f\n" +
 	"\vserver_name\x18\x02 \x01(\tR\n" +
@@ -3039,16 +3084,18 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\bkey_file\x18\x04 \x01(\tR\akeyFile\"6\n" +
 	"\aTickets\x12\x19\n" +
 	"\bkey_file\x18\x01 \x01(\tR\akeyFile\x12\x10\n" +
-	"\x03ttl\x18\x02 \x01(\tR\x03ttl\"\xd4\n" +
-	"\n" +
+	"\x03ttl\x18\x02 \x01(\tR\x03ttl\"\xa5\v\n" +
 	"\x04Pool\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x16\n" +
 	"\x06models\x18\x02 \x03(\tR\x06models\x12\x1f\n" +
 	"\vkv_transfer\x18\x03 \x01(\tR\n" +
-	"kvTransfer\x12\x14\n" +
+	"kvTransfer\x12\x16\n" +
+	"\x06engine\x18F \x01(\tR\x06engine\x12\x14\n" +
+	"\x05paths\x18G \x03(\tR\x05paths\x12\x14\n" +
 	"\x05split\x18\x04 \x01(\tR\x05split\x12!\n" +
 	"\flong_prompts\x18\x05 \x01(\tR\vlongPrompts\x12,\n" +
-	"\x12on_prefill_failure\x18\x06 \x01(\tR\x10onPrefillFailure\x12)\n" +
+	"\x12on_prefill_failure\x18\x06 \x01(\tR\x10onPrefillFailure\x12!\n" +
+	"\fdecode_alone\x18H \x01(\tR\vdecodeAlone\x12)\n" +
 	"\x10prefill_attempts\x18\a \x01(\x05R\x0fprefillAttempts\x12I\n" +
 	"\x0fprefill_timeout\x18\b \x01(\v2 .tandem.config.v1.PrefillTimeoutR\x0eprefillTimeout\x128\n" +
 	"\tendpoints\x18\t \x03(\v2\x1a.tandem.config.v1.EndpointR\tendpoints\x12#\n" +

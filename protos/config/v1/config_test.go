@@ -117,7 +117,7 @@ func TestMistakes(t *testing.T) {
 		"broken YAML":          {"pools: [", []string{"not readable as YAML: line 1: did not find expected node content"}},
 		"keys twice": {"admin: {}\nadmin: {}\nreplan: {}\nreplan: {}\n" + least, []string{
 			`not readable as YAML: line 2: key "admin" already set in map`, `not readable as YAML: line 4: key "replan" already set in map`}},
-		"role misspelt":       {edited("role: prefill", "role: prefil"), []string{`pools[0].endpoints[0].role: "prefil" is not a role: one of prefill, decode, both, encode`}},
+		"role misspelt":       {edited("role: prefill", "role: prefil"), []string{`pools[0].endpoints[0].role: "prefil" is not a role: one of prefill, decode, both, encode (prefill?)`}},
 		"role missing":        {edited(", role: decode", ""), []string{"pools[0].endpoints: none of them decodes: at least one needs the role decode or both", "pools[0].endpoints[1].role: is missing: one of prefill, decode, both, encode"}},
 		"unknown field":       {"extproc: {}\n" + least, []string{"extproc: unknown field; did you mean extProc?"}},
 		"unknown deep field":  {edited("role: prefill", "role: prefill, adress: x"), []string{"pools[0].endpoints[0].adress: unknown field; did you mean address?"}},
@@ -125,7 +125,7 @@ func TestMistakes(t *testing.T) {
 		"proto's spelling":    {"ext_proc: {}\n" + least, []string{"ext_proc: unknown field; did you mean extProc?"}},
 		"a name of two lines": {"\"a\\nb\": 1\n" + least, []string{`"a\nb": unknown field; known here: extProc, replan, admin, envoy, state, tickets, pools, notices, tracing`}},
 		"temperature":         {edited("kvTransfer: nixl", "kvTransfer: nixl\n  temperature: warm"), []string{`pools[0].temperature: "warm" is not a duration such as 300s, 5m or 250ms`}},
-		"discovery":           {edited("kvTransfer: nixl", "kvTransfer: nixl\n  discovery: {dns: x}"), []string{`pools[0].discovery.dns: must be a list, is the text "x"`}},
+		"discovery":           {edited("kvTransfer: nixl", "kvTransfer: nixl\n  discovery: {dns: x}"), []string{`pools[0].discovery.dns: must be a list, is the text "x"`, "pools[0].endpoints: stand beside discovery: list endpoints or have them found"}},
 		"both":                {edited("kvTransfer: nixl", "kvTransfer: nixl\n  discovery: {file: {path: x}}"), []string{"pools[0].endpoints: stand beside discovery: list endpoints or have them found"}},
 		"pushes, direct":      {edited("kvTransfer: nixl", "kvTransfer: lmcache\n  handoff: direct"), []string{"pools[0].handoff: is direct, but lmcache's prefill endpoint sends the KV to a decode endpoint that waits for it: envoy"}},
 		"at once, direct":     {edited("kvTransfer: nixl", "kvTransfer: mooncake\n  handoff: direct"), []string{"pools[0].handoff: is direct, but with kvTransfer mooncake both legs run at once, which takes an Envoy that makes both: envoy"}},
@@ -140,13 +140,28 @@ func TestMistakes(t *testing.T) {
 		"empty pool":          {"pools: [~]", []string{"pools[0]: must be a mapping, is empty"}},
 		"text for a list":     {"pools: a", []string{`pools: must be a list, is the text "a"`}},
 		"text for a mapping":  {"envoy: a\n" + least, []string{`envoy: must be a mapping, is the text "a"`}},
-		"text for a number":   {"envoy: {maxBodyBytes: 16MiB}\n" + least, []string{`envoy.maxBodyBytes: must be a whole number, is the text "16MiB"`}},
-		"half a byte":         {"envoy: {maxBodyBytes: 4096.5}\n" + least, []string{"envoy.maxBodyBytes: must be a whole number between -9223372036854775808 and 9223372036854775807, is 4096.5"}},
-		"over int32":          {edited("name: chat", "name: chat\n  prefillAttempts: 3000000000"), []string{"pools[0].prefillAttempts: must be a whole number between -2147483648 and 2147483647, is 3000000000"}},
-		"time without unit":   {"envoy: {decodeIdleTimeout: 300}\n" + least, []string{"envoy.decodeIdleTimeout: must have a unit, is 300: 300s for seconds, 300ms for milliseconds"}},
-		"time as text":        {"tickets: {ttl: \"300\"}\n" + least, []string{`tickets.ttl: "300" is not a duration such as 300s, 5m or 250ms`}},
-		"time too long":       {"tickets: {ttl: 25h}\n" + least, []string{`tickets.ttl: 25h is not between 1s and 24h0m0s`}},
-		"address twice":       {edited("engine.svc:8000", "127.0.0.1:08101"), []string{"pools[0].endpoints[1].address: 127.0.0.1:08101 is already pools[0].endpoints[0].address"}},
+		"text for a number":   {edited("role: prefill", "role: prefill, weight: full"), []string{`pools[0].endpoints[0].weight: must be a whole number, is the text "full"`}},
+		"text for a size":     {"envoy: {maxBodyBytes: 16 apples}\n" + least, []string{`envoy.maxBodyBytes: "16 apples" is not a size such as 16Mi, 512Ki or 16777216`}},
+		"a size too large":    {"envoy: {maxBodyBytes: 9999999999Gi}\n" + least, []string{`envoy.maxBodyBytes: "9999999999Gi" is not a size such as 16Mi, 512Ki or 16777216`}},
+		"a variable":          {"state: {redis: {url: \"redis://:${PASSWORD}@x\"}}\n" + least, []string{"state.redis.url: ${PASSWORD} is not replaced here: write the value, fill the file in before (envsubst), or use the setting that names a file where it is a secret"}},
+		"an engine's words": {strings.Replace(edited("kvTransfer: nixl", "kvTransfer: NixlConnector"), "role: prefill", "role: kv_producer", 1), []string{
+			`pools[0].endpoints[0].role: "kv_producer" is not a role: one of prefill, decode, both, encode (prefill?)`,
+			`pools[0].kvTransfer: "NixlConnector" is not one of ` + strings.Join(dialects(), ", ") + ` (nixl?)`}},
+		"everything at once": {"admin: {listen: 9090, tokenFle: x}\nenvoy: {maxBodyBytes: 1}\ntracing: 7\npools:\n- {name: a, name: b, kvTransfer: nxil, endpoints: [{address: x, role: 1}, {address: \"d:1\", role: decode}]}\n", []string{
+			`not readable as YAML: line 5: key "name" already set in map`,
+			"admin.listen: must be text, is the number 9090: put it in quotes",
+			"admin.tokenFle: unknown field; did you mean tokenFile?",
+			"envoy.maxBodyBytes: 1 is not between 1024 and 134217728",
+			`pools[0].endpoints[0].address: "x" is not an address: ip:port, [ip]:port or name:port`,
+			"pools[0].endpoints[0].role: must be text, is the number 1: put it in quotes",
+			`pools[0].kvTransfer: "nxil" is not one of ` + strings.Join(dialects(), ", ") + ` (nixl?)`,
+			"tracing: must be a mapping, is the number 7"}},
+		"half a byte":       {"envoy: {maxBodyBytes: 4096.5}\n" + least, []string{"envoy.maxBodyBytes: must be a whole number between -9223372036854775808 and 9223372036854775807, is 4096.5"}},
+		"over int32":        {edited("name: chat", "name: chat\n  prefillAttempts: 3000000000"), []string{"pools[0].prefillAttempts: must be a whole number between -2147483648 and 2147483647, is 3000000000"}},
+		"time without unit": {"envoy: {decodeIdleTimeout: 300}\n" + least, []string{"envoy.decodeIdleTimeout: must have a unit, is 300: 300s for seconds, 300ms for milliseconds"}},
+		"time as text":      {"tickets: {ttl: \"300\"}\n" + least, []string{`tickets.ttl: "300" is not a duration such as 300s, 5m or 250ms`}},
+		"time too long":     {"tickets: {ttl: 25h}\n" + least, []string{`tickets.ttl: 25h is not between 1s and 24h0m0s`}},
+		"address twice":     {edited("engine.svc:8000", "127.0.0.1:08101"), []string{"pools[0].endpoints[1].address: 127.0.0.1:08101 is already pools[0].endpoints[0].address"}},
 		"address without port": {edited("engine.svc:8000", "engine.svc"), []string{
 			`pools[0].endpoints[1].address: "engine.svc" is not an address: ip:port, [ip]:port or name:port`}},
 		"address with scheme": {edited("engine.svc:8000", `"http://engine:8000"`), []string{
@@ -177,7 +192,7 @@ func TestMistakes(t *testing.T) {
 			"state.redis.sentinelMaster: has no effect unless mode is sentinel", "state.redis.tls: has no effect with redis://: write rediss://",
 			"state.redis.tls.keyFile: certFile and keyFile belong together: set both or none"}},
 		"redis, one of many": {"state: {redis: {url: \"redis://x\", nodes: [\"y:1\"]}}\n" + least, []string{"state.redis.nodes: a single Redis has one node, that of the url: set mode to cluster or sentinel"}},
-		"redis, no master":   {"state: {redis: {url: \"redis://x\", mode: sentinel, lease: 3}}\n" + least, []string{"state.redis.lease: must have a unit, is 3: 3s for seconds, 3ms for milliseconds"}},
+		"redis, no master":   {"state: {redis: {url: \"redis://x\", mode: sentinel, lease: 3}}\n" + least, []string{"state.redis.lease: must have a unit, is 3: 3s for seconds, 3ms for milliseconds", "state.redis.sentinelMaster: is missing: what the Sentinels call the master"}},
 		"session of nothing": {least + "  session: {}\n", []string{"pools[0].session: names nothing: set header, cookie or body"}},
 		"body mode":          {"envoy: {bodyMode: stream}\n" + least, []string{`envoy.bodyMode: "stream" is not one of auto, duplex, buffered`}},
 	} {
@@ -350,4 +365,23 @@ func TestKVEvents(t *testing.T) {
 		_, _, err := Parse([]byte(text))
 		require.ErrorContains(t, err, want)
 	}
+}
+
+// Sizes may have units, and what a caller finds stands among the mistakes.
+func TestSizes(t *testing.T) {
+	for size, want := range map[string]int64{"16Mi": 16 << 20, "512KiB": 512 << 10, "\"2M\"": 2e6, "4096": 4096, "64k": 64e3} {
+		c, _, err := Parse([]byte("envoy: {maxBodyBytes: " + size + "}\n" + least))
+		require.NoError(t, err, size)
+		require.Equal(t, want, c.Envoy.MaxBodyBytes)
+	}
+	_, _, err := Parse([]byte("envoy: {listen: x}\n"+least), func(c *Config) Mistakes { return Mistakes{{"admin.tokenFile", "for " + c.Admin.Listen}} })
+	require.EqualError(t, err, "admin.tokenFile: for 127.0.0.1:9090\nenvoy.listen: \"x\" is not an address: ip:port, [ip]:port or name:port")
+}
+
+// A pool that splits nothing uses no prefill endpoint.
+func TestIdleRoles(t *testing.T) {
+	_, warnings, err := Parse([]byte(strings.Replace(least, "kvTransfer: nixl", "kvTransfer: none", 1)))
+	require.NoError(t, err)
+	require.Len(t, warnings, 1)
+	require.Contains(t, warnings[0], "pools[0].endpoints[0].role: is prefill, and nothing is sent there")
 }

@@ -2,11 +2,12 @@ package configv1
 
 import (
 	"net"
+	"net/netip"
 	"slices"
 )
 
-// setDefaults fills in what a configuration leaves out. The values are those of config.proto's comments.
-func setDefaults(c *Config) {
+// SetDefaults fills in what a configuration leaves out, as [Load] does. The values are those of config.proto's comments.
+func SetDefaults(c *Config) {
 	sub(&c.ExtProc)
 	sub(&c.Replan)
 	sub(&c.Admin)
@@ -51,7 +52,7 @@ func setEnvoyDefaults(c *Config) {
 	or(&e.Listen, "127.0.0.1:8080")
 	or(&e.Admin, "127.0.0.1:9901")
 	or(&e.MaxBodyBytes, 16<<20)
-	or(&e.BodyMode, "duplex")
+	or(&e.BodyMode, bodyMode(c))
 	or(&e.DecodeIdleTimeout, "30m")
 	if len(e.ExtProcs) == 0 {
 		e.ExtProcs = []string{c.ExtProc.Listen}
@@ -62,6 +63,29 @@ func setEnvoyDefaults(c *Config) {
 	if len(e.Replans) == 0 {
 		e.Replans = besides(e.ExtProcs, c.Replan.Listen)
 	}
+}
+
+// bodyMode is the default of envoy.bodyMode. With several replicas Envoy buffers long bodies, because it can then ask another
+// replica where one fails; but it does not wait for such a body as long as a queue may make it wait.
+func bodyMode(c *Config) string {
+	long := func(p *Pool) bool { return Duration(p.GetQueue().GetMaxWait()) > maxBufferedWait }
+	if !several(c.Envoy.ExtProcs) || slices.ContainsFunc(c.Pools, long) {
+		return "duplex"
+	}
+	return "auto"
+}
+
+// several reports whether addresses may lead to more than one replica; a name may stand for many.
+func several(extProcs []string) bool {
+	if len(extProcs) != 1 {
+		return len(extProcs) > 1
+	}
+	host, _, err := net.SplitHostPort(extProcs[0])
+	if err != nil {
+		return false // validate reports it
+	}
+	_, err = netip.ParseAddr(host)
+	return err != nil
 }
 
 // besides are the replan ports of replicas of which only the other port is known: they listen alike.
@@ -80,16 +104,42 @@ func besides(extProcs []string, replan string) (replans []string) {
 	return replans
 }
 
+// decodeAlone is the default of a pool's decodeAlone.
+func decodeAlone(p *Pool) string {
+	switch {
+	case p.Split != "always":
+		return "byCost"
+	case p.OnPrefillFailure == "decodeAlone":
+		return "fallback"
+	}
+	return "never"
+}
+
+// engineOf is the kind of engine that speaks a dialect.
+func engineOf(kvTransfer string) string {
+	switch kvTransfer {
+	case "sglang":
+		return "sglang"
+	case "trtllm", "trtllm-generation-first":
+		return "trtllm"
+	case "none", "shared", "offload", "multi", "orchestrated":
+		return "any"
+	}
+	return "vllm"
+}
+
 func setPoolDefaults(p *Pool) {
 	if len(p.Models) == 0 {
 		p.Models = []string{"*"}
 	}
 	or(&p.Split, "auto")
+	or(&p.Engine, engineOf(p.KvTransfer))
 	if p.KvTransfer == "sglang" || p.KvTransfer == "p2p-nccl" { // where decode cannot work alone
 		or(&p.LongPrompts, "refuse")
 	}
 	or(&p.LongPrompts, "decodeAlone")
 	or(&p.OnPrefillFailure, "otherPrefill")
+	or(&p.DecodeAlone, decodeAlone(p))
 	or(&p.PrefillAttempts, 3)
 	or(&p.StrandedBlocks, "lease")
 	or(&p.AttemptsTime, "1m")

@@ -14,8 +14,9 @@ import (
 )
 
 // Load reads a configuration file. Warnings name what is accepted but has no effect, or probably not the one meant. An
-// error is [Mistakes] or says why the file cannot be read.
-func Load(path string) (c *Config, warnings []string, err error) {
+// error is [Mistakes] or says why the file cannot be read. What is found by also, which sees what could be read, stands
+// among the mistakes.
+func Load(path string, also ...func(*Config) Mistakes) (c *Config, warnings []string, err error) {
 	if path == "" {
 		return nil, nil, errors.New("no configuration file given (-f FILE)")
 	}
@@ -23,7 +24,7 @@ func Load(path string) (c *Config, warnings []string, err error) {
 	if err != nil {
 		return nil, nil, fmt.Errorf("reading the configuration: %w", err)
 	}
-	c, warnings, err = Parse(text)
+	c, warnings, err = Parse(text, also...)
 	if err != nil {
 		return nil, nil, fmt.Errorf("%s:\n%w", path, err)
 	}
@@ -31,12 +32,16 @@ func Load(path string) (c *Config, warnings []string, err error) {
 }
 
 // Parse reads a configuration from YAML text, with defaults filled in. An error is [Mistakes].
-func Parse(text []byte) (c *Config, warnings []string, err error) {
+func Parse(text []byte, also ...func(*Config) Mistakes) (c *Config, warnings []string, err error) {
 	var m Mistakes
-	c = m.read(text)
-	if len(m) == 0 {
-		setDefaults(c)
-		warnings = validate(&m, c)
+	if c = m.read(text); c != nil {
+		var more Mistakes
+		SetDefaults(c)
+		warnings = validate(&more, c)
+		for _, check := range also {
+			more = append(more, check(c)...)
+		}
+		m = append(m, m.unrelated(more)...)
 	}
 	if len(m) > 0 {
 		slices.SortStableFunc(m, func(a, b Mistake) int { return comparePaths(a.Path, b.Path) })
@@ -45,31 +50,35 @@ func Parse(text []byte) (c *Config, warnings []string, err error) {
 	return c, warnings, nil
 }
 
-// read turns the text into a message, if its shape is right.
+// read turns the text into a message, without what is wrong in its shape; nil if there is nothing to read.
 func (m *Mistakes) read(text []byte) *Config {
-	c := &Config{}
 	asJSON, err := yaml.YAMLToJSONStrict(text)
 	if err != nil {
 		m.unreadable(err)
-		return c
+		if asJSON, err = yaml.YAMLToJSON(text); err != nil { // with duplicate keys the rest can still be judged
+			return nil
+		}
 	}
 	d := json.NewDecoder(bytes.NewReader(asJSON))
 	d.UseNumber() // a number must come through as it was written
 	var tree any
 	if err := d.Decode(&tree); err != nil {
 		m.unreadable(err)
-		return c
+		return nil
 	}
-	if object, ok := tree.(map[string]any); ok {
-		checkShape(m, "", object, c.ProtoReflect().Descriptor())
-	} else {
+	c := &Config{}
+	object, ok := tree.(map[string]any)
+	if !ok {
 		m.add("", "the file must hold a mapping, with extProc, envoy, pools and so on; it holds %s", kindOf(tree))
+		return nil
 	}
-	if len(*m) > 0 {
-		return c
+	checkShape(m, "", object, c.ProtoReflect().Descriptor())
+	if asJSON, err = json.Marshal(object); err == nil {
+		err = protojson.Unmarshal(asJSON, c)
 	}
-	if err := protojson.Unmarshal(asJSON, c); err != nil {
+	if err != nil {
 		m.add("", "%v", err)
+		return nil
 	}
 	return c
 }

@@ -3,6 +3,7 @@ package configv1
 import (
 	"cmp"
 	"fmt"
+	"slices"
 	"strconv"
 	"strings"
 )
@@ -34,6 +35,20 @@ func (m Mistakes) Error() string {
 
 func (m *Mistakes) add(path, format string, args ...any) {
 	*m = append(*m, Mistake{path, fmt.Sprintf(format, args...)})
+}
+
+// unrelated are those of more that do not follow from one of m: what was taken out of the tree is missing there, and in
+// what holds it.
+func (m Mistakes) unrelated(more Mistakes) (out Mistakes) {
+	below := func(a, b string) bool {
+		return b != "" && (a == b || strings.HasPrefix(a, b+".") || strings.HasPrefix(a, b+"["))
+	}
+	for _, candidate := range more {
+		if !slices.ContainsFunc(m, func(s Mistake) bool { return below(candidate.Path, s.Path) || below(s.Path, candidate.Path) }) {
+			out = append(out, candidate)
+		}
+	}
+	return out
 }
 
 // comparePaths orders paths as one reads them: pools[2] before pools[10].

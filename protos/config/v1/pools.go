@@ -1,9 +1,11 @@
 package configv1
 
 import (
+	"cmp"
 	"fmt"
 	"net"
 	"net/netip"
+	"regexp"
 	"slices"
 	"time"
 )
@@ -18,8 +20,23 @@ func (v *validator) pool(path string, p *Pool) {
 	v.names = append(v.names, p.Name)
 	v.modelsOf(path, p)
 	v.dialect(path, p)
+	v.oneOf(path+".engine", p.Engine, "any", "sglang", "trtllm", "vllm")
+	for i, allowed := range p.Paths {
+		if !clientPath.MatchString(allowed) {
+			v.m.add(fmt.Sprintf("%s.paths[%d]", path, i), "%.100q is not a method and a path, such as \"POST /v1/things/*\"", allowed)
+		}
+	}
 	v.oneOf(path+".split", p.Split, "always", "auto", "never")
 	v.oneOf(path+".longPrompts", p.LongPrompts, "decodeAlone", "refuse")
+	v.oneOf(path+".decodeAlone", p.DecodeAlone, "never", "fallback", "byCost")
+	switch {
+	case p.DecodeAlone == "never" && p.OnPrefillFailure == "decodeAlone":
+		v.m.add(path+".decodeAlone", "is never, and onPrefillFailure decodeAlone: one of them has to be another")
+	case p.DecodeAlone == "never" && p.Split == "never":
+		v.m.add(path+".decodeAlone", "is never, and split too: no request could be answered")
+	case p.DecodeAlone == "byCost" && p.Split == "always":
+		v.m.add(path+".decodeAlone", "is byCost, and split always: costs are compared with split auto")
+	}
 	v.oneOf(path+".onPrefillFailure", p.OnPrefillFailure, "otherPrefill", "decodeAlone", "fail")
 	v.cachedTokens(path+".cachedTokens", p)
 	v.oneOf(path+".strandedBlocks", p.StrandedBlocks, "lease", "cleanupDecode")
@@ -174,7 +191,9 @@ func (v *validator) endpointsOf(path string, p *Pool) {
 		v.m.add(path+".endpoints", "is missing: at least one endpoint is needed, or discovery")
 	case !decodes:
 		v.m.add(path+".endpoints", "none of them decodes: at least one needs the role decode or both")
-	case p.KvTransfer == "none" || p.Split == "never":
+	case p.KvTransfer == "none":
+		v.idleRoles(path+".endpoints", p)
+	case p.Split == "never":
 	case !prefills && p.Split == "always":
 		v.m.add(path+".endpoints", "none of them prefills, but split is always: at least one needs the role prefill or both")
 	case !prefills:
@@ -193,7 +212,11 @@ func (v *validator) endpoint(path string, e *Endpoint) {
 	if e.Role == "" {
 		v.m.add(path+".role", "is missing: one of prefill, decode, both, encode")
 	} else if r := e.Role; !e.prefills() && !e.decodes() && r != "encode" {
-		v.m.add(path+".role", "%.40q is not a role: one of prefill, decode, both, encode", r)
+		near := cmp.Or(engineWord(r), nearest(r, []string{"prefill", "decode", "both", "encode"}))
+		if near != "" {
+			near = " (" + near + "?)"
+		}
+		v.m.add(path+".role", "%.40q is not a role: one of prefill, decode, both, encode%s", r, near)
 	}
 	v.oneOf(path+".scheme", e.Scheme, "http", "https", "h2c")
 	v.commaFree(path+".loras", e.Loras)
@@ -216,12 +239,25 @@ func (v *validator) notOurs(path string, e seenAddress) {
 }
 
 // groups warns of prefill endpoints that no decode endpoint pairs with.
+// idleRoles warns of endpoints that a pool which splits nothing sends nothing to.
+func (v *validator) idleRoles(path string, p *Pool) {
+	for i, e := range p.Endpoints {
+		if e.Role == "prefill" {
+			v.warn(fmt.Sprintf("%s[%d].role", path, i), "is prefill, and nothing is sent there, since kvTransfer none splits nothing: set kvTransfer to what the engines use, or the role to both")
+		}
+	}
+}
+
 func (v *validator) groups(path string, p *Pool) {
 	for i, e := range p.Endpoints {
 		pairs := e.Role != "prefill" || slices.ContainsFunc(p.Endpoints, func(o *Endpoint) bool {
 			return o.decodes() && p.PairsAs(o) == p.PairsAs(e)
 		})
-		if !pairs {
+		same := func(o *Endpoint) bool { return o.decodes() && o.Group == e.Group && o.Release == e.Release }
+		if !pairs && slices.ContainsFunc(p.Endpoints, same) {
+			v.m.add(fmt.Sprintf("%s[%d].transfer.tensorParallelSize", path, i), "is %d, and no endpoint of its group that decodes has the same: LMCache pushes from rank to rank of the same number",
+				max(e.GetTransfer().GetTensorParallelSize(), 1))
+		} else if !pairs {
 			v.warn(fmt.Sprintf("%s[%d]", path, i), "no endpoint that decodes pairs with it (%s), so it will never be used", p.pairing(e))
 		}
 	}
@@ -237,3 +273,9 @@ func (v *validator) tlsToEndpoints(c *Config) {
 		}
 	}
 }
+
+// clientPath is a method and a path of plain segments; * stands for any one.
+var clientPath = regexp.MustCompile(`^[A-Z]+ (/[A-Za-z0-9._~:@!$&'()+,=*-]+)+$`)
+
+// pathPrefix is what a gateway may put in front of a path.
+var pathPrefix = regexp.MustCompile(`^(/[A-Za-z0-9._~-]+)+$`)

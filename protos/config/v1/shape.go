@@ -4,64 +4,107 @@ import (
 	"encoding/json"
 	"fmt"
 	"math"
+	"regexp"
 	"slices"
+	"strconv"
 	"strings"
 
 	"google.golang.org/protobuf/reflect/protoreflect"
 )
 
 // checkShape holds a tree of JSON values against a message: names and kinds. What is empty in YAML counts as left out,
-// but not in a list.
+// but not in a list. What is wrong is taken out of the tree, so that the rest can be judged too; sizes become numbers.
 func checkShape(m *Mistakes, path string, object map[string]any, d protoreflect.MessageDescriptor) {
 	for name, value := range object {
 		at := join(path, name)
 		field := d.Fields().ByJSONName(name)
+		ok := false
 		switch {
 		case field == nil:
 			m.add(at, "unknown field%s", suggestion(name, d))
 		case value == nil:
 		case !field.IsList():
-			checkValue(m, at, value, field)
+			object[name], ok = checkValue(m, at, value, field)
 		default:
-			checkList(m, at, value, field)
+			ok = checkList(m, at, value, field)
+		}
+		if !ok {
+			delete(object, name)
 		}
 	}
 }
 
-func checkList(m *Mistakes, path string, value any, field protoreflect.FieldDescriptor) {
+func checkList(m *Mistakes, path string, value any, field protoreflect.FieldDescriptor) bool {
 	list, ok := value.([]any)
 	if !ok {
 		m.add(path, "must be a list, is %s", kindOf(value))
-		return
+		return false
 	}
-	for i, item := range list {
-		checkValue(m, fmt.Sprintf("%s[%d]", path, i), item, field)
+	for i, item := range list { // an item that is wrong stays, as an empty one: the others keep their places
+		if list[i], ok = checkValue(m, fmt.Sprintf("%s[%d]", path, i), item, field); ok {
+			continue
+		}
+		switch field.Kind() {
+		case protoreflect.MessageKind:
+			list[i] = map[string]any{}
+		case protoreflect.StringKind:
+			list[i] = ""
+		case protoreflect.BoolKind:
+			list[i] = false
+		default:
+			list[i] = json.Number("0")
+		}
 	}
+	return true
 }
 
-func checkValue(m *Mistakes, path string, value any, field protoreflect.FieldDescriptor) {
+// checkValue returns the value as it is to be read; false if it is wrong.
+func checkValue(m *Mistakes, path string, value any, field protoreflect.FieldDescriptor) (any, bool) {
 	switch field.Kind() {
 	case protoreflect.MessageKind:
-		if object, ok := value.(map[string]any); ok {
+		object, ok := value.(map[string]any)
+		if ok {
 			checkShape(m, path, object, field.Message())
 		} else {
 			m.add(path, "must be a mapping, is %s", kindOf(value))
 		}
+		return value, ok
 	case protoreflect.StringKind:
-		checkText(m, path, value, field.JSONName())
+		return value, checkText(m, path, value, field.JSONName())
 	case protoreflect.DoubleKind:
-		if _, ok := value.(json.Number); !ok {
+		_, ok := value.(json.Number)
+		if !ok {
 			m.add(path, "must be a number, is %s", kindOf(value))
 		}
+		return value, ok
 	case protoreflect.BoolKind:
-		if _, ok := value.(bool); !ok {
+		_, ok := value.(bool)
+		if !ok {
 			m.add(path, "must be true or false, is %s", kindOf(value))
 		}
+		return value, ok
 	case protoreflect.Int32Kind:
-		checkWhole(m, path, value, math.MinInt32, math.MaxInt32)
+		return value, checkWhole(m, path, value, math.MinInt32, math.MaxInt32)
 	default: // int64; config.proto has no other kinds, a test says
-		checkWhole(m, path, value, math.MinInt64, math.MaxInt64)
+		if text, ok := value.(string); ok && strings.HasSuffix(field.JSONName(), "Bytes") {
+			return checkSize(m, path, text)
+		}
+		return value, checkWhole(m, path, value, math.MinInt64, math.MaxInt64)
 	}
+}
+
+// checkSize reads a size with a unit as Kubernetes writes it: 16Mi, 512Ki, 1G.
+func checkSize(m *Mistakes, path, text string) (any, bool) {
+	digits := strings.TrimRight(text, "kKMGiB")
+	factor, ok := map[string]int64{
+		"": 1, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30,
+	}[strings.TrimSuffix(text[len(digits):], "B")]
+	n, err := strconv.ParseInt(digits, 10, 64)
+	if !ok || err != nil || n < 0 || n > math.MaxInt64/factor {
+		m.add(path, "%.40q is not a size such as 16Mi, 512Ki or 16777216", text)
+		return nil, false
+	}
+	return json.Number(strconv.FormatInt(n*factor, 10)), true
 }
 
 // durations are the fields that a number without a unit is likely to be put into.
@@ -69,10 +112,16 @@ func durations() []string {
 	return []string{"ttl", "base", "perToken", "decodeIdleTimeout", "attemptsTime", "streamStartTimeout", "answerTimeout", "lease", "noticeTimeout", "tokenBudget", "maxWait", "ttft", "tpot"}
 }
 
-func checkText(m *Mistakes, path string, value any, field string) {
-	_, ok := value.(string)
+// variable is what a shell or a template would replace.
+var variable = regexp.MustCompile(`\$\{[A-Za-z_][A-Za-z0-9_]*\}`)
+
+func checkText(m *Mistakes, path string, value any, field string) bool {
+	text, ok := value.(string)
 	number, isNumber := value.(json.Number)
 	switch {
+	case ok && variable.MatchString(text):
+		m.add(path, "%.60s is not replaced here: write the value, fill the file in before (envsubst), or use the setting that names a file where it is a secret", variable.FindString(text))
+		return false
 	case ok:
 	case isNumber && slices.Contains(durations(), field):
 		m.add(path, "must have a unit, is %s: %ss for seconds, %sms for milliseconds", number, number, number)
@@ -81,15 +130,20 @@ func checkText(m *Mistakes, path string, value any, field string) {
 	default:
 		m.add(path, "must be text, is %s: put it in quotes", kindOf(value))
 	}
+	return ok
 }
 
-func checkWhole(m *Mistakes, path string, value any, least, most int64) {
+func checkWhole(m *Mistakes, path string, value any, least, most int64) bool {
 	number, ok := value.(json.Number)
 	if !ok {
 		m.add(path, "must be a whole number, is %s", kindOf(value))
-	} else if n, err := number.Int64(); err != nil || n < least || n > most {
+		return false
+	}
+	n, err := number.Int64()
+	if ok = err == nil && n >= least && n <= most; !ok {
 		m.add(path, "must be a whole number between %d and %d, is %s", least, most, number)
 	}
+	return ok
 }
 
 func kindOf(v any) string {

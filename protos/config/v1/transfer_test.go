@@ -35,6 +35,10 @@ func TestDialectDefaults(t *testing.T) {
 		c, warnings, err := Parse([]byte(pool(dialect, more, "", "")))
 		require.NoError(t, err, dialect)
 		p := c.Pools[0]
+		if dialect == "none" {
+			require.Len(t, warnings, 1, "its prefill endpoint has nothing to do")
+			continue
+		}
 		if dialect != "lmcache" {
 			require.Empty(t, warnings, dialect)
 			require.Nil(t, c.Notices)
@@ -122,8 +126,6 @@ func TestIncompatibleEndpoints(t *testing.T) {
 			"pools[0].nixl.turnTtl: 8m0s is not below 8m0s, for which engines keep answers unless their decoder_kv_blocks_ttl says otherwise: " +
 				"prefill would be sent for blocks that are another prompt's by then"},
 		"a time for no turns": {pool("nixl", "nixl: {turnTtl: 60s}", "", ""), "pools[0].nixl.turnTtl: has no effect without nixl.bidirectional"},
-		"ranks": {"notices: {listen: \"0.0.0.0:7500\"}\n" + pool("lmcache", "", ", transfer: {tensorParallelSize: 2}", ""),
-			`pools[0].endpoints[0]: no endpoint that decodes pairs with it (group "", tensorParallelSize 2), so it will never be used`},
 		"replicas": {"notices: {listen: \"0.0.0.0:7500\"}\ntickets: {keyFile: k}\nenvoy: {extProcs: [\"a:1\", \"b:1\"]}\n" + pool("lmcache", "", "", ""),
 			"notices: a notice reaches one replica, and prefill legs at the others wait noticeTimeout in vain: share it through state.redis, or set lmcache.skipNotices (pd_skip_proxy_notification of the engines)"},
 		"no notices": {"notices: {}\n" + pool("nixl", "", "", ""), "notices: has no effect: no pool has kvTransfer lmcache with notices"},
@@ -134,6 +136,8 @@ func TestIncompatibleEndpoints(t *testing.T) {
 			require.Equal(t, []string{tt.want}, warnings)
 		})
 	}
+	_, _, err := Parse([]byte("notices: {listen: \"0.0.0.0:7500\"}\n" + pool("lmcache", "", ", transfer: {tensorParallelSize: 2}", "")))
+	require.EqualError(t, err, "pools[0].endpoints[0].transfer.tensorParallelSize: is 2, and no endpoint of its group that decodes has the same: LMCache pushes from rank to rank of the same number")
 	c, _, err := Parse([]byte(pool("nixl", "", ", transfer: {tensorParallelSize: 2}, release: v0.32.0, group: a", ", transfer: {tensorParallelSize: 8}, release: v0.32.0, group: a")))
 	require.NoError(t, err)
 	p := c.Pools[0]

@@ -96,6 +96,11 @@ func (v *validator) envoy(c *Config) {
 	if e.MaxBodyBytes < 1<<10 || e.MaxBodyBytes > 128<<20 {
 		v.m.add("envoy.maxBodyBytes", "%d is not between %d and %d", e.MaxBodyBytes, 1<<10, 128<<20)
 	}
+	for i, prefix := range e.PathPrefixes {
+		if !pathPrefix.MatchString(prefix) {
+			v.m.add(fmt.Sprintf("envoy.pathPrefixes[%d]", i), "%.100q is not a path without a slash at its end, such as /llm", prefix)
+		}
+	}
 	v.oneOf("envoy.bodyMode", e.BodyMode, "auto", "duplex", "buffered")
 	v.duration("envoy.decodeIdleTimeout", e.DecodeIdleTimeout, time.Second)
 	v.clientTLS("envoy.endpointTls", e.EndpointTls)
@@ -130,11 +135,26 @@ func (v *validator) oneOf(path, value string, allowed ...string) {
 	if slices.Contains(allowed, value) {
 		return
 	}
-	near := nearest(value, allowed)
+	near := engineWord(value)
+	if !slices.Contains(allowed, near) {
+		near = nearest(value, allowed)
+	}
 	if near != "" {
 		near = " (" + near + "?)"
 	}
 	v.m.add(path, "%.40q is not one of %s%s", value, strings.Join(allowed, ", "), near)
+}
+
+// engineWord translates what engines call a connector or a role, as it stands in their flags; "" where it is no such word.
+func engineWord(value string) string {
+	return map[string]string{
+		"nixlconnector": "nixl", "nixlpushconnector": "nixl-push", "mooncakeconnector": "mooncake", "moriioconnector": "moriio",
+		"p2pncclconnector": "p2p-nccl", "lmcacheconnectorv1": "lmcache", "lmcacheconnector": "lmcache", "lmcachempconnector": "lmcache",
+		"multiconnector": "multi", "offloadingconnector": "offload", "mooncakestoreconnector": "shared", "sharedstorageconnector": "shared",
+		"exampleconnector": "shared", "hf3fskvconnector": "shared", "flexkvconnectorv1": "shared", "tensorrt-llm": "trtllm", "vllm": "nixl",
+		"kv_producer": "prefill", "ec_producer": "encode", "kv_consumer": "decode", "kv_both": "both",
+		"prefiller": "prefill", "decoder": "decode", "prefill-decode": "both",
+	}[strings.ToLower(value)]
 }
 
 // longest is the longest duration that a setting may have.

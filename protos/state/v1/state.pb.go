@@ -126,6 +126,8 @@ type Batch struct {
 	Lacks []uint32 `protobuf:"varint,21,rep,packed,name=lacks,proto3" json:"lacks,omitempty"`
 	// That was written.
 	Contents *SnapshotNotice `protobuf:"bytes,22,opt,name=contents,proto3" json:"contents,omitempty"`
+	// In complete batches, and when they change: fingerprints of the sender's ticket keys, first that of the key that seals.
+	TicketKeys []uint64 `protobuf:"fixed64,23,rep,packed,name=ticket_keys,json=ticketKeys,proto3" json:"ticket_keys,omitempty"`
 	// Requests that wait at the sender for endpoints, those in front of its queue: who began to, and of whom something is told
 	// anew; and the ids of those who wait no more.
 	Waits     []*Waits `protobuf:"bytes,40,rep,name=waits,proto3" json:"waits,omitempty"`
@@ -318,6 +320,13 @@ func (x *Batch) GetLacks() []uint32 {
 func (x *Batch) GetContents() *SnapshotNotice {
 	if x != nil {
 		return x.Contents
+	}
+	return nil
+}
+
+func (x *Batch) GetTicketKeys() []uint64 {
+	if x != nil {
+		return x.TicketKeys
 	}
 	return nil
 }
@@ -1347,7 +1356,7 @@ var File_state_v1_state_proto protoreflect.FileDescriptor
 
 const file_state_v1_state_proto_rawDesc = "" +
 	"\n" +
-	"\x14state/v1/state.proto\x12\x0ftandem.state.v1\"\xcc\a\n" +
+	"\x14state/v1/state.proto\x12\x0ftandem.state.v1\"\xed\a\n" +
 	"\x05Batch\x12\x18\n" +
 	"\areplica\x18\x01 \x01(\x06R\areplica\x12\x10\n" +
 	"\x03seq\x18\x02 \x01(\x04R\x03seq\x12\x19\n" +
@@ -1372,7 +1381,9 @@ const file_state_v1_state_proto_rawDesc = "" +
 	"\bcollects\x18\x13 \x01(\bR\bcollects\x128\n" +
 	"\tcollected\x18\x14 \x03(\v2\x1a.tandem.state.v1.CollectedR\tcollected\x12\x14\n" +
 	"\x05lacks\x18\x15 \x03(\rR\x05lacks\x12;\n" +
-	"\bcontents\x18\x16 \x01(\v2\x1f.tandem.state.v1.SnapshotNoticeR\bcontents\x12,\n" +
+	"\bcontents\x18\x16 \x01(\v2\x1f.tandem.state.v1.SnapshotNoticeR\bcontents\x12\x1f\n" +
+	"\vticket_keys\x18\x17 \x03(\x06R\n" +
+	"ticketKeys\x12,\n" +
 	"\x05waits\x18( \x03(\v2\x16.tandem.state.v1.WaitsR\x05waits\x12\x1d\n" +
 	"\n" +
 	"waits_over\x18) \x03(\x06R\twaitsOver\x12\x1b\n" +

@@ -133,7 +133,7 @@ type Ticket struct {
 	StreamUsage bool `protobuf:"varint,21,opt,name=stream_usage,json=streamUsage,proto3" json:"stream_usage,omitempty"`
 	// Hash of the name of the session; 0: it has none.
 	Session uint64 `protobuf:"fixed64,22,opt,name=session,proto3" json:"session,omitempty"`
-	// The client's path, where the leg's is another; empty: it is not.
+	// The client's path and query, where those of the leg or of the redirect are others; empty: they are not.
 	Path string `protobuf:"bytes,23,opt,name=path,proto3" json:"path,omitempty"`
 	// Tokens of the prompt that the prefill endpoint found in its cache, plus one; 0: it did not say.
 	CachedPlusOne int64 `protobuf:"varint,24,opt,name=cached_plus_one,json=cachedPlusOne,proto3" json:"cached_plus_one,omitempty"`
@@ -153,10 +153,16 @@ type Ticket struct {
 	// Where decode endpoints keep answers for their conversation's next turn. The name under which what they say of it is kept, 16
 	// bytes, empty: it is not; whether the client asked for token ids itself; of a prefill leg, whether its endpoint was told of the
 	// last turn; of a decode leg, whether its answer says what is kept.
-	Conversation  []byte `protobuf:"bytes,60,opt,name=conversation,proto3" json:"conversation,omitempty"`
-	OwnIds        bool   `protobuf:"varint,61,opt,name=own_ids,json=ownIds,proto3" json:"own_ids,omitempty"`
-	TurnTold      bool   `protobuf:"varint,62,opt,name=turn_told,json=turnTold,proto3" json:"turn_told,omitempty"`
-	TurnAnswers   bool   `protobuf:"varint,63,opt,name=turn_answers,json=turnAnswers,proto3" json:"turn_answers,omitempty"`
+	Conversation []byte `protobuf:"bytes,60,opt,name=conversation,proto3" json:"conversation,omitempty"`
+	OwnIds       bool   `protobuf:"varint,61,opt,name=own_ids,json=ownIds,proto3" json:"own_ids,omitempty"`
+	TurnTold     bool   `protobuf:"varint,62,opt,name=turn_told,json=turnTold,proto3" json:"turn_told,omitempty"`
+	TurnAnswers  bool   `protobuf:"varint,63,opt,name=turn_answers,json=turnAnswers,proto3" json:"turn_answers,omitempty"`
+	// With a decode leg: its endpoint was told to load KV of the prefill endpoint; and the least bytes that a complete answer of it
+	// has, 0: not known, or not streamed.
+	Loads      bool   `protobuf:"varint,64,opt,name=loads,proto3" json:"loads,omitempty"`
+	LeastBytes uint32 `protobuf:"varint,65,opt,name=least_bytes,json=leastBytes,proto3" json:"least_bytes,omitempty"`
+	// The client's Host: a redirect leads to a constant one.
+	Authority     string `protobuf:"bytes,70,opt,name=authority,proto3" json:"authority,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -436,6 +442,27 @@ func (x *Ticket) GetTurnAnswers() bool {
 	return false
 }
 
+func (x *Ticket) GetLoads() bool {
+	if x != nil {
+		return x.Loads
+	}
+	return false
+}
+
+func (x *Ticket) GetLeastBytes() uint32 {
+	if x != nil {
+		return x.LeastBytes
+	}
+	return 0
+}
+
+func (x *Ticket) GetAuthority() string {
+	if x != nil {
+		return x.Authority
+	}
+	return ""
+}
+
 // body[start:end] becomes text.
 type Edit struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
@@ -501,8 +528,7 @@ var File_ticket_v1_ticket_proto protoreflect.FileDescriptor
 
 const file_ticket_v1_ticket_proto_rawDesc = "" +
 	"\n" +
-	"\x16ticket/v1/ticket.proto\x12\x10tandem.ticket.v1\"\xae\n" +
-	"\n" +
+	"\x16ticket/v1/ticket.proto\x12\x10tandem.ticket.v1\"\x83\v\n" +
 	"\x06Ticket\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\fR\x02id\x124\n" +
 	"\x05stage\x18\x02 \x01(\x0e2\x1e.tandem.ticket.v1.Ticket.StageR\x05stage\x12&\n" +
@@ -544,7 +570,11 @@ const file_ticket_v1_ticket_proto_rawDesc = "" +
 	"\fconversation\x18< \x01(\fR\fconversation\x12\x17\n" +
 	"\aown_ids\x18= \x01(\bR\x06ownIds\x12\x1b\n" +
 	"\tturn_told\x18> \x01(\bR\bturnTold\x12!\n" +
-	"\fturn_answers\x18? \x01(\bR\vturnAnswers\"\xb0\x01\n" +
+	"\fturn_answers\x18? \x01(\bR\vturnAnswers\x12\x14\n" +
+	"\x05loads\x18@ \x01(\bR\x05loads\x12\x1f\n" +
+	"\vleast_bytes\x18A \x01(\rR\n" +
+	"leastBytes\x12\x1c\n" +
+	"\tauthority\x18F \x01(\tR\tauthority\"\xb0\x01\n" +
 	"\x05Stage\x12\x15\n" +
 	"\x11STAGE_UNSPECIFIED\x10\x00\x12\x15\n" +
 	"\x11STAGE_PREFILL_LEG\x10\x01\x12\x13\n" +

@@ -1,0 +1,166 @@
+package main
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"os"
+	"strings"
+	"time"
+
+	"github.com/spf13/cobra"
+	"golang.org/x/term"
+
+	configv1 "tandem/protos/config/v1"
+)
+
+// adminClient talks to the admin port of a running replica.
+type adminClient struct {
+	file, address, tokenFile, output string // flags
+}
+
+// register adds the flags by which a command finds a replica and prints what it answers.
+func (a *adminClient) register(c *cobra.Command) {
+	f := c.Flags()
+	f.StringVarP(&a.file, "file", "f", "", "configuration `FILE` (YAML), for the address and the token of the admin port")
+	f.StringVar(&a.address, "admin", "127.0.0.1:9090", "admin port of the replica: `ADDRESS`")
+	f.StringVar(&a.tokenFile, "token-file", "", "`FILE` with the operator's token (admin.tokenFile)")
+	f.StringVarP(&a.output, "output", "o", "table", "`FORMAT`: table or json")
+	c.PreRunE = func(c *cobra.Command, _ []string) error { return a.settle(c) }
+}
+
+// settle takes values that no flag sets from the configuration.
+func (a *adminClient) settle(c *cobra.Command) error {
+	if a.output != "table" && a.output != "json" {
+		return fmt.Errorf("--output: %q is not table or json", a.output)
+	}
+	if a.file == "" {
+		return nil
+	}
+	config, _, err := configv1.Load(a.file)
+	if err != nil {
+		return err
+	}
+	if !c.Flags().Changed("admin") {
+		a.address = onLoopback(config.GetAdmin().GetListen())
+	}
+	if a.tokenFile == "" {
+		a.tokenFile = config.GetAdmin().GetTokenFile()
+	}
+	return nil
+}
+
+// onLoopback is where an address is reached from this machine that listens on every interface.
+func onLoopback(listen string) string {
+	host, port, err := net.SplitHostPort(listen)
+	if ip := net.ParseIP(host); err == nil && (host == "" || ip != nil && ip.IsUnspecified()) {
+		return net.JoinHostPort("127.0.0.1", port)
+	}
+	return listen
+}
+
+const (
+	maxAnswer    = 16 << 20 // of what is read of a replica's answer: ten minutes of points are some 300 KB
+	answerWithin = 5 * time.Second
+)
+
+// get reads a page of the replica's admin port.
+func (a *adminClient) get(ctx context.Context, path string) ([]byte, error) {
+	ctx, cancel := context.WithTimeout(ctx, answerWithin)
+	defer cancel()
+	_, text, err := a.do(ctx, http.MethodGet, path, nil)
+	return text, err
+}
+
+// order sends an order, which needs the operator's token, and returns the status with the answer.
+func (a *adminClient) order(ctx context.Context, method, path string, body any, wait time.Duration) (int, []byte, error) {
+	ctx, cancel := context.WithTimeout(ctx, wait+answerWithin)
+	defer cancel()
+	if a.tokenFile == "" {
+		return 0, nil, errors.New("an order needs the operator's token: --token-file FILE, or -f FILE with admin.tokenFile")
+	}
+	return a.do(ctx, method, path, body)
+}
+
+func (a *adminClient) do(ctx context.Context, method, path string, body any) (int, []byte, error) {
+	var text []byte
+	if body != nil {
+		var err error
+		if text, err = json.Marshal(body); err != nil {
+			return 0, nil, err
+		}
+	}
+	req, err := http.NewRequestWithContext(ctx, method, "http://"+a.address+path, bytes.NewReader(text))
+	if err != nil {
+		return 0, nil, fmt.Errorf("--admin: %w", err)
+	}
+	if a.tokenFile != "" && method != http.MethodGet {
+		token, err := readToken(a.tokenFile)
+		if err != nil {
+			return 0, nil, fmt.Errorf("reading the token: %w", err)
+		}
+		req.Header.Set("Authorization", "Bearer "+token)
+	}
+	resp, err := http.DefaultClient.Do(req)
+	if err != nil {
+		return 0, nil, fmt.Errorf("asking the replica (is it running, is --admin right?): %w", err)
+	}
+	defer func() { _ = resp.Body.Close() }()
+	answer, err := io.ReadAll(io.LimitReader(resp.Body, maxAnswer))
+	if err != nil {
+		return 0, nil, fmt.Errorf("reading the replica's answer: %w", err)
+	}
+	if resp.StatusCode >= http.StatusMultipleChoices {
+		var refused struct{ Error struct{ Message string } }
+		if json.Unmarshal(answer, &refused) != nil || refused.Error.Message == "" {
+			refused.Error.Message = strings.TrimSpace(string(answer))
+		}
+		return resp.StatusCode, nil, fmt.Errorf("the replica refuses (%s): %.500s", resp.Status, refused.Error.Message)
+	}
+	return resp.StatusCode, answer, nil
+}
+
+// show prints an answer: as it came, or as a table.
+func (a *adminClient) show(w io.Writer, answer []byte, into any, table func(io.Writer)) error {
+	if a.output == "json" {
+		_, err := w.Write(answer)
+		return err
+	}
+	if err := json.Unmarshal(answer, into); err != nil {
+		return fmt.Errorf("reading the replica's answer: %w", err)
+	}
+	var text bytes.Buffer
+	table(&text)
+	_, err := io.WriteString(w, coloured(w, text.String()))
+	return err
+}
+
+// coloured paints what needs attention red and headings bold, on a terminal that has not been asked for plain text (NO_COLOR).
+func coloured(w io.Writer, text string) string {
+	f, ok := w.(*os.File)
+	if !ok || !term.IsTerminal(int(f.Fd())) || os.Getenv("NO_COLOR") != "" || os.Getenv("TERM") == "dumb" {
+		return text
+	}
+	return paint(text)
+}
+
+func paint(text string) string {
+	const red, bold, plain = "\x1b[31m", "\x1b[1m", "\x1b[0m"
+	var out strings.Builder
+	for line := range strings.Lines(text) {
+		body, end := strings.TrimSuffix(line, "\n"), line[len(strings.TrimSuffix(line, "\n")):]
+		switch {
+		case strings.Contains(body, "  OUT ") || strings.Contains(body, "NOT READY") || strings.HasPrefix(body, "  5"):
+			body = red + body + plain
+		case body != "" && !strings.HasPrefix(body, " "):
+			body = bold + body + plain
+		}
+		out.WriteString(body + end)
+	}
+	return out.String()
+}

@@ -1,0 +1,44 @@
+package main
+
+import (
+	"errors"
+	"os"
+	"strings"
+
+	"tandem/extproc/kvtransfer"
+	configv1 "tandem/protos/config/v1"
+)
+
+// checkFiles reads the files that a configuration names for the server itself, as the server would.
+func checkFiles(config *configv1.Config) (m configv1.Mistakes) {
+	add := func(path string, err error) {
+		if err != nil {
+			m = append(m, configv1.Mistake{Path: path, Remedy: strings.TrimPrefix(err.Error(), path+": ")})
+		}
+	}
+	if file := config.GetTickets().GetKeyFile(); file != "" {
+		_, _, err := kvtransfer.ReadKeyFile(file)
+		add("tickets.keyFile", err)
+	}
+	if file := config.GetAdmin().GetTokenFile(); file != "" {
+		_, err := readToken(file)
+		add("admin.tokenFile", err)
+	}
+	if t := config.GetExtProc().GetTls(); t.GetMode() == "files" && t.GetCertFile() != "" && t.GetKeyFile() != "" {
+		_, err := newTLSFiles(t)
+		add("extProc.tls", err)
+	}
+	r := config.GetState().GetRedis()
+	if file := r.GetPasswordFile(); file != "" {
+		text, err := os.ReadFile(file)
+		if err == nil && len(text) == 0 {
+			err = errors.New(file + " is empty")
+		}
+		add("state.redis.passwordFile", err)
+	}
+	if t := r.GetTls(); t != nil && (t.GetCertFile() == "") == (t.GetKeyFile() == "") {
+		_, err := redisTLS(t)
+		add("state.redis.tls", err)
+	}
+	return m
+}

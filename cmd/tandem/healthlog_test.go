@@ -1,0 +1,46 @@
+package main
+
+import (
+	"bytes"
+	"log/slog"
+	"strings"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"tandem/kvstate"
+)
+
+// Each change is logged and counted once, with its cause.
+func TestHealthChangesAreToldOnce(t *testing.T) {
+	var text bytes.Buffer
+	h := newHealthLog(slog.New(slog.NewTextHandler(&text, &slog.HandlerOptions{ReplaceAttr: func(_ []string, a slog.Attr) slog.Attr {
+		if a.Key == slog.TimeKey {
+			return slog.Attr{}
+		}
+		return a
+	}})))
+	s := kvstate.New(kvstate.Options{HealthChanged: h.changed})
+	s.SetPool(kvstate.PoolSpec{Name: "chat"}, []kvstate.EndpointSpec{{Addr: "10.0.0.1:80", Role: kvstate.RolePrefill}})
+	e := s.Pool("chat").Endpoint("10.0.0.1:80")
+	for range 3 {
+		s.MarkFailed(e)
+		s.MarkHung(e)
+		s.ApplyFailed(e, true)
+	}
+	s.MarkGood(e)
+	s.MarkGood(e)
+	s.MarkHung(e)
+	s.ApplyFailed(e, false)
+	s.MarkUnhealthy(e)
+	require.Equal(t, []string{
+		`level=WARN msg="endpoint is out" endpoint=10.0.0.1:80 role=prefill cause=request`,
+		`level=INFO msg="endpoint is back" endpoint=10.0.0.1:80 role=prefill cause=answer`,
+		`level=WARN msg="endpoint is out" endpoint=10.0.0.1:80 role=prefill cause=time_limit`,
+		`level=INFO msg="endpoint is back" endpoint=10.0.0.1:80 role=prefill cause=replica`,
+		`level=WARN msg="endpoint is out" endpoint=10.0.0.1:80 role=prefill cause=check`,
+	}, strings.Split(strings.TrimSpace(text.String()), "\n"))
+	r := newRegistry()
+	r.MustRegister(h.changes)
+	require.InDelta(t, 1, values(t, r)["tandem_endpoint_health_changes_total time_limit 10.0.0.1:80 out"], 0)
+}

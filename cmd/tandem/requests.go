@@ -1,0 +1,34 @@
+package main
+
+import (
+	"fmt"
+	"io"
+
+	"github.com/spf13/cobra"
+
+	"tandem/extproc/telemetry"
+	"tandem/status"
+)
+
+// newRequests is `tandem requests`.
+func newRequests() *cobra.Command {
+	var a adminClient
+	var n int
+	c := &cobra.Command{
+		Use: "requests", Short: "List the latest requests: where each went, and why it was not split", Args: cobra.NoArgs,
+		RunE: func(c *cobra.Command, _ []string) error {
+			if n < 1 {
+				return fmt.Errorf("--number: %d is not a number of requests", n)
+			}
+			answer, err := a.get(c.Context(), fmt.Sprint("/debug/requests?n=", n))
+			if err != nil {
+				return err
+			}
+			var recent []telemetry.Trace
+			return a.show(c.OutOrStdout(), answer, &recent, func(w io.Writer) { status.PrintRequests(w, recent) })
+		},
+	}
+	a.register(c)
+	c.Flags().IntVarP(&n, "number", "n", 20, "at most so `MANY`")
+	return c
+}

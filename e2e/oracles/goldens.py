@@ -1,0 +1,86 @@
+"""Reads the goldens of extproc/kvtransfer/testdata: the bytes that Tandem sends, as its own tests hold them."""
+import json
+import pathlib
+import re
+
+
+def read(path: pathlib.Path) -> dict:
+    """A txtar file: its first line as path, and each of its files by name."""
+    first, rest = path.read_text().split("\n", 1)
+    parts = re.split(r"^-- (.+) --$", rest, flags=re.M)
+    out = {name: text.strip() for name, text in zip(parts[1::2], parts[2::2])}
+    out["path"] = re.match(r"POST ([^,\s]+)", first).group(1)
+    out["first"] = first
+    out["name"] = f"{path.parent.name}/{path.stem}"
+    return out
+
+
+def of(testdata: str, dialect: str) -> list:
+    files = sorted(pathlib.Path(testdata, dialect).glob("*.txtar"))
+    if not files:
+        raise SystemExit(f"no goldens of {dialect} in {testdata}")
+    return [read(f) for f in files]
+
+
+def body(golden: dict, leg: str):
+    """A leg's body as the engine's JSON parser has it, None where the golden has no such leg."""
+    text = golden.get(leg + " request")
+    return json.loads(text) if text else None
+
+
+def rename(value, name: str):
+    """value with every member called name called otherwise, at any depth."""
+    if isinstance(value, dict):
+        return {(k + "_renamed" if k == name else k): rename(v, name) for k, v in value.items()}
+    if isinstance(value, list):
+        return [rename(v, name) for v in value]
+    return value
+
+
+class Judgement:
+    """Runs oracles over goldens: each must accept what Tandem sends, and none may accept it with one name changed."""
+
+    def __init__(self, testdata: str):
+        self.testdata, self.rows, self.wrong = testdata, [], []
+
+    def dialect(self, name: str, release: str, judge: str, check, names: dict, skip=()):
+        """check(golden, leg, body) raises where the engine would not understand the body. names are, for each leg, the members that
+        the engine cannot do without; a tuple are members of which one is enough."""
+        accepted = caught = 0
+        for golden in of(self.testdata, name):
+            if golden["name"].split("/")[1] in skip:
+                continue
+            for leg, must in names.items():
+                sent = body(golden, leg)
+                if sent is None:
+                    continue
+                try:
+                    if check(golden, leg, sent) is False:
+                        continue  # a leg without parameters: D computes the prompt
+                    accepted += 1
+                except Exception as e:  # noqa: BLE001 - whatever the engine raises
+                    self.wrong.append(f"{golden['name']}, {leg}: {type(e).__name__}: {e}")
+                    continue
+                for member in must:
+                    changed = json.loads(json.dumps(sent))
+                    for one in member if isinstance(member, tuple) else (member,):
+                        changed = rename(changed, one)
+                    if changed == sent:
+                        continue
+                    try:
+                        noticed = check(golden, leg, changed) is False
+                    except Exception:  # noqa: BLE001
+                        noticed = True
+                    if noticed:
+                        caught += 1
+                        continue
+                    self.wrong.append(f"{golden['name']}, {leg}: nobody noticed that {member} was renamed")
+        if not accepted or not caught:
+            self.wrong.append(f"{name}: no golden was judged, or no change noticed")
+        self.rows.append(f"| `{name}` | {judge} | {release} | {accepted} | {caught} |")
+
+    def end(self):
+        print("\n".join(self.rows))
+        for line in self.wrong:
+            print("WRONG", line)
+        raise SystemExit(1 if self.wrong else 0)

@@ -1,0 +1,184 @@
+//go:build sglang
+
+package sglang
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"fmt"
+	"net"
+	"net/http"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"tandem/e2e/loopback"
+)
+
+// stack is Envoy and Tandem in front of running servers.
+type stack struct {
+	front, admin    string
+	prefill, decode []string
+	reference       string
+}
+
+func servers(t *testing.T, variable string) []string {
+	t.Helper()
+	value := os.Getenv(variable)
+	require.NotEmpty(t, value, "%s: run these tests through run.sh", variable)
+	return strings.Split(value, ",")
+}
+
+// newStack starts Tandem and Envoy, and stops them with the test. With whole the pool has a server that does both.
+func newStack(t *testing.T, whole bool) *stack {
+	t.Helper()
+	s := &stack{prefill: servers(t, "TANDEM_SGLANG_PREFILL"), decode: servers(t, "TANDEM_SGLANG_DECODE"), reference: servers(t, "TANDEM_SGLANG_REFERENCE")[0]}
+	root, err := filepath.Abs("../..")
+	require.NoError(t, err)
+	addrs := loopback.Addresses(t, 5)
+	s.admin, s.front = addrs[2], addrs[3]
+	dir := t.TempDir()
+	config := filepath.Join(dir, "tandem.yaml")
+	require.NoError(t, os.WriteFile(config, []byte(s.config(t, addrs, whole)), 0o600))
+	tandem := filepath.Join(root, "bin/tandem")
+	start(t, dir, tandem, "serve", "-f", config)
+	bootstrap, err := exec.CommandContext(t.Context(), tandem, "envoy", "-f", config).Output()
+	require.NoError(t, err, "tandem envoy")
+	file := filepath.Join(dir, "envoy.yaml")
+	require.NoError(t, os.WriteFile(file, bootstrap, 0o600))
+	start(t, dir, envoy(t, root), "-c", file, "--log-level", "warning", "--use-dynamic-base-id")
+	require.Eventually(t, func() bool { return ok(s.admin, "/readyz") && ok(s.front, "/v1/models") }, time.Minute, 100*time.Millisecond)
+	return s
+}
+
+func (s *stack) config(t *testing.T, addrs []string, whole bool) string {
+	t.Helper()
+	var b strings.Builder
+	fmt.Fprintf(&b, `extProc: {listen: %q}
+replan:  {listen: %q}
+admin:   {listen: %q}
+envoy:   {listen: %q, admin: %q}
+pools:
+- name: tiny
+  models: ["*"]
+  kvTransfer: sglang
+  split: always
+  prefillTimeout: {base: 2m} # of servers that share two cores with whatever else runs here
+  endpoints:
+`, addrs[0], addrs[1], addrs[2], addrs[3], addrs[4])
+	for _, p := range s.prefill {
+		_, port, err := net.SplitHostPort(p)
+		require.NoError(t, err)
+		n, err := strconv.Atoi(port)
+		require.NoError(t, err)
+		fmt.Fprintf(&b, "  - {address: %q, role: prefill, transfer: {bootstrapPort: %d}}\n", p, n+1000)
+	}
+	for _, d := range s.decode {
+		fmt.Fprintf(&b, "  - {address: %q, role: decode}\n", d)
+	}
+	if whole {
+		fmt.Fprintf(&b, "  - {address: %q, role: both}\n", s.reference)
+	}
+	return b.String()
+}
+
+// start runs a program until the test ends; then it must leave within 30 s of SIGTERM, with exit status 0.
+func start(t *testing.T, dir, program string, args ...string) {
+	t.Helper()
+	var log bytes.Buffer
+	cmd := exec.CommandContext(context.WithoutCancel(t.Context()), program, args...)
+	cmd.Dir, cmd.Stdout, cmd.Stderr = dir, &log, &log
+	require.NoError(t, cmd.Start(), program)
+	t.Cleanup(func() {
+		_ = cmd.Process.Signal(syscall.SIGTERM)
+		kill := time.AfterFunc(30*time.Second, func() { _ = cmd.Process.Kill() })
+		err := cmd.Wait()
+		kill.Stop()
+		if err != nil {
+			t.Errorf("%s: %v", program, err)
+		}
+		if t.Failed() {
+			t.Logf("%s:\n%s", program, lastLines(log.String(), 60))
+		}
+	})
+}
+
+func lastLines(s string, n int) string {
+	lines := strings.Split(strings.TrimSpace(s), "\n")
+	return strings.Join(lines[max(0, len(lines)-n):], "\n")
+}
+
+func ok(addr, path string) bool {
+	answer, err := http.Get("http://" + addr + path)
+	if err != nil {
+		return false
+	}
+	_ = answer.Body.Close()
+	return answer.StatusCode == http.StatusOK
+}
+
+func envoy(t *testing.T, root string) string {
+	t.Helper()
+	if path := os.Getenv("ENVOY"); path != "" {
+		return path
+	}
+	if path, err := exec.LookPath("envoy"); err == nil {
+		return path
+	}
+	path := filepath.Join(root, ".tools/bin/envoy")
+	require.FileExists(t, path, "make tools")
+	return path
+}
+
+// load is what GET /v1/loads says of one server.
+type load struct {
+	Running        int `json:"num_running_reqs"`
+	Waiting        int `json:"num_waiting_reqs"`
+	Disaggregation struct {
+		Bootstrap int `json:"prefill_bootstrap_queue_reqs"`
+		Inflight  int `json:"prefill_inflight_queue_reqs"`
+		Prealloc  int `json:"decode_prealloc_queue_reqs"`
+		Transfer  int `json:"decode_transfer_queue_reqs"`
+	}
+}
+
+func (l load) all() int {
+	d := l.Disaggregation
+	return l.Running + l.Waiting + d.Bootstrap + d.Inflight + d.Prealloc + d.Transfer
+}
+
+func loadOf(addr string) (load, error) {
+	answer, err := http.Get("http://" + addr + "/v1/loads")
+	if err != nil {
+		return load{}, err
+	}
+	defer func() { _ = answer.Body.Close() }()
+	var v struct{ Loads []load }
+	if err := json.NewDecoder(answer.Body).Decode(&v); err != nil || len(v.Loads) == 0 {
+		return load{}, fmt.Errorf("/v1/loads of %s: %d loads: %w", addr, len(v.Loads), err)
+	}
+	return v.Loads[0], nil
+}
+
+// idle waits until no server has a request, in any queue, and says how long that took.
+func (s *stack) idle(t *testing.T, servers ...string) time.Duration {
+	t.Helper()
+	began := time.Now()
+	require.Eventually(t, func() bool {
+		for _, addr := range servers {
+			if l, err := loadOf(addr); err != nil || l.all() > 0 {
+				return false
+			}
+		}
+		return true
+	}, 2*time.Minute, 200*time.Millisecond, "requests are left in a server")
+	return time.Since(began)
+}

@@ -1,0 +1,268 @@
+package envoywire
+
+import (
+	"strings"
+	"time"
+
+	"google.golang.org/grpc/mem"
+)
+
+// TagUnfollowed tags the entry of a redirect that Envoy did not follow. UnfollowedLocation is its value if the redirect
+// had no usable location.
+const (
+	TagUnfollowed      = "unfollowed"
+	UnfollowedLocation = "location"
+)
+
+// LogBatch is one StreamAccessLogsMessage, reduced to the fields that Tandem uses.
+type LogBatch struct {
+	Name    string // log_name of the stream, from its first message
+	Entries []LogEntry
+	arena   []byte
+}
+
+// Names of the logs beside the main listener's: the one of mirrored prefill legs, and the one of tries that never got a
+// connection.
+const (
+	LogNameMirror    = "tandem-prefill-mirror"
+	LogNameUnreached = "tandem-unreached"
+)
+
+// clusterPod is the prefix of the names of clusters that lead to an endpoint itself.
+const clusterPod = "tandem-pod"
+
+// LogEntry is one HTTPAccessLogEntry of the main listener.
+type LogEntry struct {
+	RequestID, Ticket []byte
+	Reservation       []byte // Envoy's own name for the request
+	ClientID          []byte // of a mirrored leg: the request id as the client knows it
+	Traceparent       []byte // where the configuration has tracing
+	Details           []byte // response_code_details
+	Status            int    // 0: no answer was sent
+	Start             time.Time
+	Duration          time.Duration // from start, which is that of the request's first pass
+	FirstByte         time.Duration // from start to the first byte of the endpoint's answer; 0: none came
+	ClientGone        bool          // response flag DC or DR
+	Unfollowed        []byte        // the answer was a redirect that Envoy did not follow: what its script says of that
+	Sent, SentHeaders uint64        // bytes to the endpoint, by the last try
+	Body              uint64        // bytes of the answer's body that went to the client
+	Tries             uint64
+	Began             bool // the last try had a connection, and something was written to it
+	Pod               bool // the last try was one at an endpoint, not at the replan port or an internal listener
+}
+
+// Asked reports whether an endpoint may have got anything of the pass. A try that waits for a connection has begun
+// nothing and sent nothing (Envoy 1.40); of tries before the last an entry does not tell, so a second one counts.
+func (e *LogEntry) Asked() bool { return e.Tries > 1 || e.Began || e.Sent > 0 }
+
+// maxKeptBatch is the largest arena that is used for another batch, in bytes.
+const maxKeptBatch = 1 << 20
+
+// Unmarshal decodes a message. It reuses the memory of the message before, whose entries become invalid.
+func (b *LogBatch) Unmarshal(data mem.BufferSlice) error {
+	c := newCursor(data)
+	if cap(b.arena) > maxKeptBatch {
+		b.arena = nil
+	}
+	b.Entries, b.arena = b.Entries[:0], b.arena[:0]
+	for number, wire := c.field(c.end); number != 0; number, wire = c.field(c.end) {
+		if number == 1 && wire == wireBytes {
+			b.readIdentifier(&c, c.length(c.end))
+			continue
+		}
+		if number != 2 || wire != wireBytes { // http_logs
+			c.skip(wire, c.end)
+			continue
+		}
+		end := c.length(c.end)
+		for number, wire := c.field(end); number != 0; number, wire = c.field(end) {
+			if number == 1 && wire == wireBytes {
+				b.Entries = append(b.Entries, LogEntry{})
+				b.readEntry(&c, c.length(end), &b.Entries[len(b.Entries)-1])
+			} else {
+				c.skip(wire, end)
+			}
+		}
+	}
+	return c.finish()
+}
+
+// readIdentifier reads Identifier{2: log_name}.
+func (b *LogBatch) readIdentifier(c *cursor, end int) {
+	for number, wire := c.field(end); number != 0; number, wire = c.field(end) {
+		if number == 2 && wire == wireBytes {
+			b.Name = string(c.text(&b.arena, end))
+		} else {
+			c.skip(wire, end)
+		}
+	}
+}
+
+func (b *LogBatch) readEntry(c *cursor, end int, e *LogEntry) {
+	for number, wire := c.field(end); number != 0; number, wire = c.field(end) {
+		if wire != wireBytes {
+			c.skip(wire, end)
+			continue
+		}
+		switch number {
+		case 1:
+			b.readCommon(c, c.length(end), e)
+		case 3:
+			b.readRequest(c, c.length(end), e)
+		case 4:
+			b.readResponse(c, c.length(end), e)
+		default:
+			c.skip(wire, end)
+		}
+	}
+}
+
+// readCommon reads AccessLogCommon{5: start_time, 7: time_to_first_upstream_tx_byte, 9: time_to_first_upstream_rx_byte,
+// 15: upstream_cluster, 16: response_flags, 22: map<string, string> custom_tags, 23: duration, 24:
+// upstream_request_attempt_count, 31: upstream_wire_bytes_sent}.
+func (b *LogBatch) readCommon(c *cursor, end int, e *LogEntry) {
+	for number, wire := c.field(end); number != 0; number, wire = c.field(end) {
+		switch {
+		case number == 5 && wire == wireBytes:
+			e.Start = time.Unix(0, 0).Add(readDuration(c, c.length(end))) // a Timestamp has a Duration's fields
+		case number == 7 && wire == wireBytes:
+			e.Began = true
+			c.skip(wire, end)
+		case number == 9 && wire == wireBytes:
+			e.FirstByte = readDuration(c, c.length(end))
+		case number == 15 && wire == wireBytes:
+			mark := len(b.arena)
+			e.Pod = strings.HasPrefix(string(c.text(&b.arena, end)), clusterPod)
+			b.arena = b.arena[:mark] // the name is not needed again
+		case number == 24 && wire == wireVarint:
+			e.Tries = c.varint()
+		case number == 23 && wire == wireBytes:
+			e.Duration = readDuration(c, c.length(end))
+		case number == 22 && wire == wireBytes:
+			b.readPair(c, c.length(end), func(name []byte) *[]byte {
+				if string(name) == TagUnfollowed {
+					return &e.Unfollowed
+				}
+				return nil
+			})
+		case number == 31 && wire == wireVarint:
+			e.Sent = c.varint()
+		case number == 16 && wire == wireBytes:
+			flagsEnd := c.length(end)
+			for number, wire := c.field(flagsEnd); number != 0; number, wire = c.field(flagsEnd) {
+				// 15: downstream connection termination, 28: downstream remote reset
+				if (number == 15 || number == 28) && wire == wireVarint {
+					e.ClientGone = c.varint() != 0 || e.ClientGone
+				} else {
+					c.skip(wire, flagsEnd)
+				}
+			}
+		default:
+			c.skip(wire, end)
+		}
+	}
+}
+
+// readRequest reads HTTPRequestProperties{9: request_id, 13: map<string, string> request_headers, 14:
+// upstream_header_bytes_sent}.
+func (b *LogBatch) readRequest(c *cursor, end int, e *LogEntry) {
+	for number, wire := c.field(end); number != 0; number, wire = c.field(end) {
+		switch {
+		case number == 9 && wire == wireBytes:
+			e.RequestID = c.text(&b.arena, end)
+		case number == 13 && wire == wireBytes:
+			b.readPair(c, c.length(end), func(name []byte) *[]byte {
+				switch string(name) {
+				case HeaderTicket:
+					return &e.Ticket
+				case HeaderReservation:
+					return &e.Reservation
+				case HeaderClientID:
+					return &e.ClientID
+				case HeaderTraceparent:
+					return &e.Traceparent
+				}
+				return nil
+			})
+		case number == 14 && wire == wireVarint:
+			e.SentHeaders = c.varint()
+		default:
+			c.skip(wire, end)
+		}
+	}
+}
+
+// readPair reads one entry of a map<string, string> to where its name belongs; nil: nowhere.
+func (b *LogBatch) readPair(c *cursor, end int, place func(name []byte) *[]byte) {
+	var to *[]byte
+	for number, wire := c.field(end); number != 0; number, wire = c.field(end) {
+		switch {
+		case number == 1 && wire == wireBytes:
+			to = place(c.text(&b.arena, end))
+		case number == 2 && wire == wireBytes && to != nil:
+			*to = c.text(&b.arena, end)
+		default:
+			c.skip(wire, end)
+		}
+	}
+}
+
+// readResponse reads HTTPResponseProperties{1: UInt32Value response_code, 3: response_body_bytes, 6: response_code_details}.
+func (b *LogBatch) readResponse(c *cursor, end int, e *LogEntry) {
+	for number, wire := c.field(end); number != 0; number, wire = c.field(end) {
+		switch {
+		case number == 1 && wire == wireBytes:
+			valueEnd := c.length(end)
+			for number, wire := c.field(valueEnd); number != 0; number, wire = c.field(valueEnd) {
+				if number == 1 && wire == wireVarint {
+					e.Status = int(c.varint())
+				} else {
+					c.skip(wire, valueEnd)
+				}
+			}
+		case number == 3 && wire == wireVarint:
+			e.Body = c.varint()
+		case number == 6 && wire == wireBytes:
+			e.Details = c.text(&b.arena, end)
+		default:
+			c.skip(wire, end)
+		}
+	}
+}
+
+// readDuration reads google.protobuf.Duration{1: seconds, 2: nanos}.
+func readDuration(c *cursor, end int) time.Duration {
+	var d time.Duration
+	for number, wire := c.field(end); number != 0; number, wire = c.field(end) {
+		switch {
+		case number == 1 && wire == wireVarint:
+			d += time.Duration(c.varint()) * time.Second
+		case number == 2 && wire == wireVarint:
+			d += time.Duration(c.varint())
+		default:
+			c.skip(wire, end)
+		}
+	}
+	return d
+}
+
+// BrokeOff reports whether an answer ended before it was whole. Its status went out long before; Envoy (1.40) says it
+// in the details: the endpoint's connection broke, or a time limit was over.
+func (e *LogEntry) BrokeOff() bool {
+	for _, why := range [...]string{
+		"upstream_reset_after_response_started", "stream_idle_timeout",
+		"upstream_per_try_idle_timeout", "response_timeout",
+		"max_duration_timeout", "upstream_max_stream_duration_reached",
+	} {
+		if len(e.Details) >= len(why) && string(e.Details[:len(why)]) == why { // Envoy may add more in braces
+			return true
+		}
+	}
+	return false
+}
+
+// TooShort reports whether an answer is a stream that its engine ended before it was complete: it has fewer bytes than any
+// complete one. So ends what fails after the status was sent, a KV load above all.
+func (e *LogEntry) TooShort(leastBytes int) bool {
+	return e.Status == 200 && e.Body < uint64(leastBytes) && !e.ClientGone && !e.BrokeOff()
+}

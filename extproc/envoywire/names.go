@@ -1,0 +1,82 @@
+package envoywire
+
+// Header names that Tandem and Envoy's configuration agree on. Package envoyconfigs writes the other side.
+const (
+	HeaderEndpoint    = "x-gateway-destination-endpoint"         // ip:port; ORIGINAL_DST clusters connect there
+	HeaderLeg         = "x-tandem-leg"                           // which route: one of the leg constants
+	HeaderTicket      = "x-tandem-ticket"                        // sealed state of the request
+	HeaderScheme      = "x-tandem-scheme"                        // https or h2c; absent: http
+	HeaderBodyBytes   = "x-tandem-body-bytes"                    // length of the body as rewritten
+	HeaderPerTry      = "x-envoy-upstream-rq-per-try-timeout-ms" // time limit of the prefill hop
+	HeaderCarry       = "x-tandem-carry"                         // prefill leg: redirect target of an inline answer
+	HeaderPrefilled   = "x-tandem-prefilled"                     // of pass 2: prefill's answer, base64
+	HeaderRequestID   = "x-request-id"
+	HeaderReservation = "x-tandem-reservation" // Envoy's own name for the request, under which it is booked
+	HeaderRetryAfter  = "retry-after"
+	HeaderRestart     = "x-tandem-restart"    // on the way to the replan port: no replica decided this pass
+	HeaderFinal       = "x-envoy-ratelimited" // of an answer: Envoy does not try again, whatever the status
+
+	// Inference objectives, named as in llm-d (llm-d-router, docs/metrics and headers). Used where the pool allows it.
+	headerFairness = "x-llm-d-inference-fairness-id" // whose it is: flows share a pool's queue evenly
+	HeaderTTFT     = "x-llm-d-slo-ttft-ms"
+	HeaderTPOT     = "x-llm-d-slo-tpot-ms"
+
+	HeaderExplain     = "tandem-explain"   // of a request: an operator's token, who wants the decision explained
+	HeaderExplanation = "x-tandem-explain" // of the request from then on, and of its answer: the explanation
+
+	// HeaderPrefillEndpoint and the headers below it belong to requests whose legs run at once. They are set and
+	// removed together.
+	HeaderPrefillEndpoint = "x-tandem-prefill-endpoint" // ip:port of the mirrored leg
+	HeaderPrefillScheme   = "x-tandem-prefill-scheme"   // as HeaderScheme
+	HeaderMirror          = "x-tandem-mirror"           // whether the mirrored leg may be cut: MirrorCancel or MirrorKeep
+	HeaderClientID        = "x-tandem-request-id"       // the client's request id: the legs' own may be another
+	HeaderLegID           = "x-tandem-leg-id"           // the x-request-id of both legs, where it is not the client's
+	HeaderPrefillRank     = "x-tandem-prefill-rank"     // x-data-parallel-rank of the leg
+	HeaderDecodeRank      = "x-tandem-decode-rank"
+	HeaderAnswer          = "x-tandem-answer" // the decode leg goes through answer-leg, which joins its answer with P's
+
+	MirrorCancel = "cancel" // Tandem cuts the leg when nobody waits for its blocks any more
+	MirrorKeep   = "keep"   // the leg runs to its end, and is sent again where it failed
+
+	LegPrefill = "prefill" // prefill-leg listener first, replan port second; redirects are followed
+	LegDecode  = "decode"  // the endpoint first, replan port second; redirects are followed
+	LegPass    = "pass"    // the endpoint, and what it says is what the client gets
+	LegAnswer  = "answer"  // as decode, through the answer-leg listener, where the answer is rewritten
+	LegEncode  = "encode"  // encode-leg listener first, replan port second; redirects are followed
+	LegPair    = "pair"    // both legs at once: decode-leg listener, and a copy to the prefill-mirror listener
+
+	MetadataRole    = "x-tandem-role"
+	RoleMain        = "main" // in metrics; its filter sends no role
+	RolePrefillLeg  = "prefill-leg"
+	RoleDecodeLeg   = "decode-leg"
+	RoleMirror      = "prefill-mirror"
+	RoleAnswerLeg   = "answer-leg"
+	RoleEncodeLeg   = "encode-leg"
+	RolePicker      = "endpoint-picker" // of metrics alone: the server is one for all streams, or for none
+	DetailsPrefix   = "tandem"
+	ContentTypeJSON = "application/json"
+)
+
+// Names of the Endpoint Picker protocol (gateway-api-inference-extension, docs/proposals/004-endpoint-picker-protocol,
+// v1.0.0).
+const (
+	namespaceLB         = "envoy.lb"
+	NamespaceSubset     = "envoy.lb.subset_hint"
+	keySubset           = "x-gateway-destination-endpoint-subset"
+	keyServed           = "x-gateway-destination-endpoint-served"
+	ReasonNoEndpoints   = "rejected-no-endpoints"
+	ReasonSaturated     = "rejected-saturated"
+	HeaderDropped       = "x-llm-d-request-dropped-reason"
+	maxSubset           = 4096                                 // endpoints that a hint may name
+	HeaderTestSelected  = "x-conformance-test-served-endpoint" // what the conformance suite reads of an answer
+	headerTestSelection = "test-epp-endpoint-selection"        // ... and sets on a request
+)
+
+// The headers of the W3C trace context.
+const (
+	HeaderTraceparent = "traceparent"
+	HeaderTracestate  = "tracestate"
+)
+
+// HeaderLoad is where an engine reports its load along with an answer (ORCA).
+const HeaderLoad = "endpoint-load-metrics"

@@ -1,0 +1,134 @@
+package extproc
+
+import (
+	"errors"
+	"strconv"
+
+	"tandem/extproc/envoywire"
+	"tandem/extproc/kvtransfer"
+	"tandem/extproc/openai"
+	"tandem/extproc/telemetry"
+	"tandem/kvstate"
+)
+
+// handler is what the handlers of all filter roles share: the stream, and its telemetry.
+type handler struct {
+	*stream
+	*telemetry.Meter
+}
+
+// receiveBody reads the body to its end into x.body, at most limit bytes.
+func (x handler) receiveBody(limit int) error {
+	defer x.EndPhase(telemetry.PhaseReceive)
+	if x.msg.EndOfStream {
+		return nil
+	}
+	if x.msg.Mode.Known && x.msg.Mode.Request == envoywire.ModeNone {
+		return errors.New("Envoy does not send this request's body (request_body_mode NONE): the route is not one that `tandem envoy` writes") //nolint:staticcheck // a name
+	}
+	if x.msg.Mode.Request == envoywire.ModeBuffered {
+		// Envoy sends a buffered body only after the headers are answered; what is decided goes with the body's answer.
+		if err := x.send(&envoywire.Reply{Phase: envoywire.PhaseRequestHeaders}); err != nil {
+			return err
+		}
+	}
+	x.msg.Body, x.msg.BodyLimit, x.msg.Over = &x.body, limit, false
+	if n, err := strconv.Atoi(string(x.msg.Headers.ContentLength)); err == nil && n > 0 && n <= limit {
+		x.body.Grow(min(n, 1<<20) + 1024) // room for what is put in; a false length costs at most this
+	}
+	x.limitBodyTime()
+	defer x.stopBodyTime()
+	for !x.msg.EndOfStream {
+		if err := x.receive(); err != nil {
+			return err
+		}
+		if x.msg.Over {
+			return openai.TooLarge(limit) // at once: the rest may be endless
+		}
+		if err := x.hold(); err != nil {
+			return err
+		}
+		if x.msg.Mode.Request == envoywire.ModeBuffered && x.msg.Phase == envoywire.PhaseRequestBody {
+			return nil // the whole body is in one message, also where trailers follow, which then has no end of stream
+		}
+	}
+	return nil
+}
+
+// startSpan begins the span of this stream. orphan says whether it may have no parent, where Envoy does not trace.
+func (x handler) startSpan(name string, orphan bool) {
+	x.Meter.StartSpan(x.Context(), name, orphan, &x.msg.Headers, x.requestID)
+}
+
+// spanPairLeg begins the span of one of two legs that run at once.
+func (x handler) spanPairLeg(name string, t *kvtransfer.Ticket) {
+	x.startSpan(name, false)
+	x.SpanTicket(t)
+	x.SpanPair(t)
+}
+
+// redirect ends the leg with a 307 that Envoy follows, with the ticket it carries along. It is an answer of its own, in one
+// message, and not P's with other headers: Envoy follows a redirect as soon as it sees the headers and cuts what has more to
+// come, so a body, be it empty, would cost the internal connection each time.
+func (x handler) redirect(t *kvtransfer.Ticket, to []byte) error {
+	sealed, err := x.sealHandOver(t)
+	if err != nil {
+		return err
+	}
+	x.s.metrics.TicketSealed(len(sealed))
+	i := &envoywire.Immediate{Status: 307, Details: envoywire.DetailsPrefix + "_redirect"}
+	i.Headers.Set("location", to)
+	i.Headers.Set(envoywire.HeaderTicket, sealed)
+	return x.send(&envoywire.Reply{Immediate: i})
+}
+
+// sealHandOver seals the ticket; KV parameters that no header holds are kept here, and the ticket refers to them.
+func (x handler) sealHandOver(t *kvtransfer.Ticket) ([]byte, error) {
+	if len(t.Params) <= maxHeaderParams {
+		sealed, err := x.s.keys().Seal(nil, t, x.requestID)
+		if err != nil || len(sealed) <= kvtransfer.MaxHeaderBytes {
+			return sealed, err
+		}
+	}
+	var err error
+	if t.ParamsRef, err = x.s.State.PutHandOver(t.Params); err != nil {
+		x.s.Log.Warn("hand-over too large for a header and no room to keep it: decode computes the prompt", "request_id", x.requestID, "err", err)
+		t.ParamsRef = [16]byte{}
+	}
+	t.Params = nil
+	return x.s.keys().Seal(nil, t, x.requestID)
+}
+
+// handedOver are the parameters that a ticket carries or refers to; nil if there are none, or they are gone: then the engine
+// that they are for computes by itself.
+func (x handler) handedOver(t *kvtransfer.Ticket) []byte {
+	if t.ParamsRef == ([16]byte{}) {
+		return t.Params
+	}
+	if kept, ok := x.s.State.TakeHandOver(t.ParamsRef); ok {
+		return kept
+	}
+	return nil
+}
+
+// side is what is known of the endpoint at an address, which may have left the pool.
+func (x handler) side(pool *kvstate.Pool, addr string) kvtransfer.Side {
+	if pool != nil {
+		if e := pool.Endpoint(addr); e != nil {
+			return sideOf(e)
+		}
+	}
+	return kvtransfer.Side{Addr: addr}
+}
+
+func (x handler) markFailed(pool *kvstate.Pool, addr string) {
+	if e := pool.Endpoint(addr); e != nil {
+		x.s.State.MarkFailed(e)
+	}
+}
+
+func (x handler) markGood(pool *kvstate.Pool, addr string) {
+	if e := pool.Endpoint(addr); e != nil {
+		x.s.State.MarkGood(e)
+	}
+}

@@ -1,0 +1,106 @@
+package extproc
+
+import (
+	"context"
+	"log/slog"
+
+	"tandem/extproc/envoywire"
+	"tandem/extproc/kvtransfer"
+	"tandem/extproc/openai"
+	"tandem/extproc/telemetry"
+	"tandem/kvstate"
+	"tandem/picker"
+)
+
+// How a failed KV load was seen: label values of a metric.
+const (
+	loadStream = "stream" // a stream that is shorter than any complete one
+	loadAnswer = "answer" // decode answered 5xx, or not at all
+)
+
+// vllmEngines reports whether a pool's engines are vLLM, by its dialect.
+func (p *Policy) vllmEngines() bool {
+	switch {
+	case p.Concurrent != nil:
+		return kvtransfer.OfVLLM(p.Concurrent.Name())
+	case p.Dialect != nil:
+		return kvtransfer.OfVLLM(p.Dialect.Name())
+	}
+	return false
+}
+
+// leastBytes is how many bytes the answer to a stream has at least.
+func (p *Policy) leastBytes(api openai.API, requestID string, stream bool) int {
+	if !stream {
+		return 0
+	}
+	return openai.LeastStream(api, requestID, p.vllmEngines())
+}
+
+// loadEnded records, at the end of a decode leg, whether its KV load worked.
+func (s *Server) loadEnded(t *kvtransfer.Ticket, e *envoywire.LogEntry) {
+	pool := s.State.Pool(t.Pool)
+	switch {
+	case !t.Loads || pool == nil || t.Stage != kvtransfer.DecodeLeg && t.Stage != kvtransfer.PairLegs:
+	case e.TooShort(t.LeastBytes):
+		s.loadFailed(pool, t.Prefill, t.Decode, loadStream)
+	case telemetry.EndedAs(t, e) == "ok":
+		s.State.LoadGood(pool, t.Prefill, t.Decode)
+	}
+}
+
+// loadFailed notes that decode could not load prefill's KV.
+func (s *Server) loadFailed(pool *kvstate.Pool, prefill, decode, seen string) {
+	s.metrics.LoadFailed(pool.Spec.Name, prefill, seen)
+	if !s.State.LoadFailed(pool, prefill, decode) {
+		return
+	}
+	if e := pool.Endpoint(prefill); e != nil && s.Check != nil {
+		s.Check(e) // one that has died and is back is another process: its failed loads are forgotten then
+	}
+	s.Log.LogAttrs(context.Background(), slog.LevelWarn, "decode could not load the KV of prefill: the pair is avoided for a while",
+		slog.String("prefill", prefill), slog.String("decode", decode), slog.String("seen", seen))
+}
+
+// loadLegFailed notes that a decode leg failed before it answered. With KV to load that may be the fault of either endpoint, or of what is
+// between them: the decode endpoint is checked before it is left out. It reports whether the leg had KV to load.
+func (s *Server) loadLegFailed(t *kvtransfer.Ticket) bool {
+	pool := s.State.Pool(t.Pool)
+	if !t.Loads || pool == nil || s.Check == nil {
+		return false
+	}
+	s.loadFailed(pool, t.Prefill, t.Decode, loadAnswer)
+	if e := pool.Endpoint(t.Decode); e != nil {
+		s.Check(e)
+	}
+	return true
+}
+
+// clientAPI is the API of a request in pass 2.
+func (x *planning) clientAPI() openai.API {
+	return openai.Classify(string(x.msg.Headers.Method), string(x.msg.Headers.Path))
+}
+
+// chooseOther is choose with regard to failed KV loads. A request that is not streamed may try an avoided pair again. A request
+// whose last pair failed excludes that pair's decode endpoint and gets a pair without either endpoint, else, after the first
+// failure, one with another prefill endpoint, else one with another decode endpoint.
+func (x *planning) chooseOther(pool *kvstate.Pool, policy *Policy, r *picker.Request, a *attempt) (picker.Choice, error) {
+	if !x.req.True(openai.FieldStream) {
+		x.view.AllowTrials()
+	}
+	if a.pairFailed == ([2]string{}) || !r.Split {
+		return x.choose(pool, policy, r, a)
+	}
+	excluded, prefill := r.Excluded, a.pairFailed[0]
+	tries := [][]string{append([]string{prefill}, excluded...)}
+	if len(excluded) == 1 {
+		tries = append(tries, []string{prefill})
+	}
+	for _, r.Excluded = range tries {
+		if c, err := x.choose(pool, policy, r, a); err == nil && c.Prefill >= 0 {
+			return c, nil
+		}
+	}
+	r.Excluded = excluded
+	return x.choose(pool, policy, r, a)
+}

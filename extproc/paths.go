@@ -1,0 +1,164 @@
+package extproc
+
+import (
+	"fmt"
+	"net/url"
+	"slices"
+	"strings"
+
+	"tandem/extproc/envoywire"
+	"tandem/extproc/openai"
+)
+
+// Paths is the allowlist of a pool: methods and paths that clients may use on its engines, in addition to the APIs that are split.
+// Engines have more: what stops, empties or changes an engine, or shows what others do on it. Operators reach engines directly.
+type Paths struct {
+	exact    map[string][]string // methods by path
+	patterns []pattern
+}
+
+// pattern is a path with segments that may be anything.
+type pattern struct {
+	segments []string // "*": any name
+	methods  []string
+}
+
+// Paths of clients, by engine, read from the route tables of vLLM 0.32 and SGLang 0.5.15 and from trtllm-serve. They leave out
+// whatever steers an engine, and SGLang's /vertex_generate, whose "parameters" may have any member of a request.
+const (
+	openAIPaths = `
+GET /health /ping /version /v1/models/* /v1/responses/*
+POST /ping /v1/embeddings /v1/responses/*/cancel /v1/messages/count_tokens /v1/audio/transcriptions /v1/audio/translations
+POST /v1/images/generations /v1/images/edits /v1/audio/speech /v1/moderations
+DELETE /v1/responses/*`
+	vllmPaths = `
+GET /tokenizer_info
+POST /tokenize /detokenize /pooling /classify /score /v1/score /generative_scoring /rerank /v1/rerank /v2/rerank /v2/embed /invocations
+POST /v1/chat/completions/batch /v1/chat/completions/render /v1/chat/completions/derender /v1/completions/render /v1/completions/derender
+POST /v1/messages/render /v1/responses/render /cohere/v2/chat`
+	sglangPaths = `
+GET /health_generate /get_model_info /model_info
+POST /generate /encode /classify /v1/classify /tokenize /v1/tokenize /detokenize /v1/detokenize /v1/score /v1/rerank /invocations
+POST /parse_function_call /separate_reasoning`
+)
+
+// Engines are the kinds of engines that have an allowlist of their own; "any" has the paths of all.
+func Engines() []string { return []string{"any", "sglang", "trtllm", "vllm"} }
+
+// NewPaths returns the allowlist for a kind of engine, with more paths as the configuration writes them: "POST /v1/things/*".
+func NewPaths(engine string, more []string) (*Paths, error) {
+	p := &Paths{exact: map[string][]string{}}
+	tables := openAIPaths
+	if engine == "vllm" || engine == "any" {
+		tables += vllmPaths
+	}
+	if engine == "sglang" || engine == "any" {
+		tables += sglangPaths
+	}
+	for line := range strings.Lines(tables) {
+		words := strings.Fields(line)
+		for i := 1; i < len(words); i++ {
+			p.add(words[0], words[i])
+		}
+	}
+	for _, entry := range more {
+		method, path, ok := strings.Cut(entry, " ")
+		if !ok || method == "" || method != strings.ToUpper(method) || !canonical(path) {
+			return nil, fmt.Errorf("%q is not a method and a path such as %q", entry, "POST /v1/things/*")
+		}
+		p.add(method, path)
+	}
+	return p, nil
+}
+
+func (p *Paths) add(method, path string) {
+	if !strings.Contains(path, "*") {
+		p.exact[path] = append(p.exact[path], method)
+		return
+	}
+	p.patterns = append(p.patterns, pattern{strings.Split(path, "/"), []string{method}})
+}
+
+// Allow reports whether clients may ask for a path by a method. Percent-escapes are undone once, since engines do that before they
+// route; a path that is not plain after that (a double slash, a dot segment, an escape in an escape) is nobody's. Case counts.
+func (p *Paths) Allow(method, path string) bool {
+	path = plainPath(path)
+	if !canonical(path) {
+		return false
+	}
+	allows := func(methods []string) bool {
+		return slices.Contains(methods, method) || method == "OPTIONS" || method == "HEAD" && slices.Contains(methods, "GET")
+	}
+	if methods, ok := p.exact[path]; ok {
+		return allows(methods)
+	}
+	segments := strings.Split(path, "/")
+	return slices.ContainsFunc(p.patterns, func(t pattern) bool { return t.match(segments) && allows(t.methods) })
+}
+
+func (t pattern) match(segments []string) bool {
+	return slices.EqualFunc(t.segments, segments, func(want, got string) bool { return want == got || want == "*" && got != "" })
+}
+
+// plainPath is a path without query and escapes.
+func plainPath(path string) string {
+	path, _, _ = strings.Cut(path, "?")
+	if strings.IndexByte(path, '%') >= 0 {
+		if plain, err := url.PathUnescape(path); err == nil {
+			return plain
+		}
+	}
+	return path
+}
+
+// canonical reports whether a path is spelled in the one way that all readers understand alike.
+func canonical(path string) bool {
+	if !strings.HasPrefix(path, "/") || strings.ContainsAny(path, "%\\;?#") || strings.ContainsFunc(path, func(r rune) bool { return r <= ' ' || r == 0x7f }) {
+		return false
+	}
+	for segment := range strings.SplitSeq(path[1:], "/") {
+		if segment == "" && path != "/" || segment == "." || segment == ".." {
+			return false
+		}
+	}
+	return true
+}
+
+// withoutPrefix takes the prefix off that a gateway in front adds to paths (envoy.pathPrefixes); ok is false if there is none.
+func (s *Server) withoutPrefix(path []byte) (rest []byte, ok bool) {
+	for _, prefix := range s.PathPrefixes {
+		if len(path) > len(prefix) && path[len(prefix)] == '/' && string(path[:len(prefix)]) == prefix {
+			return path[len(prefix):], true
+		}
+	}
+	return path, false
+}
+
+// served reports whether any pool serves a path.
+func (s *Server) served(method, path string) bool {
+	for _, policy := range s.live.Load().Pools {
+		if policy.Paths.Allow(method, path) {
+			return true
+		}
+	}
+	return false
+}
+
+// checkBody refuses a body that an engine might read as JSON though Tandem does not: only application/json is looked at, and forms are
+// JSON to nobody.
+func (x *planning) checkBody() error {
+	if x.msg.EndOfStream {
+		return nil
+	}
+	kind, _, _ := strings.Cut(string(x.msg.Headers.ContentType), ";")
+	switch strings.ToLower(strings.TrimSpace(kind)) {
+	case "application/json":
+		if x.msg.Mode.Request == envoywire.ModeNone {
+			return openai.UnsupportedMediaType("a JSON body did not come to the router") // Envoy's routes are not those of `tandem envoy`
+		}
+		return openai.CheckHeaders(string(x.msg.Headers.ContentType), string(x.msg.Headers.ContentEncoding))
+	case "multipart/form-data":
+		return nil
+	}
+	return openai.UnsupportedMediaType("content-type must be application/json or multipart/form-data on this path")
+}

@@ -1,0 +1,241 @@
+package extproc
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"strings"
+	"time"
+
+	"tandem/extproc/kvtransfer"
+	"tandem/extproc/openai"
+	"tandem/kvstate"
+	"tandem/kvstate/prefixindex"
+	"tandem/picker"
+)
+
+// planning is one pass of a request that is being planned: the scanned body, the fleet as it was read for it, and what was chosen. Passes read,
+// decide and reserve in this order. The memory is reused by later streams.
+type planning struct {
+	handler
+	prompt
+	queued
+
+	req    openai.Request
+	patch  openai.Patch
+	undo   openai.Edits
+	params []byte // scratch for the decode member
+	pair   kvtransfer.Pair
+	source kvtransfer.Side // pair.Source points at it
+
+	view   kvstate.View
+	picker picker.Picker
+
+	reservedAs string   // see reservationKey
+	newID      bool     // the client's request id was absent or unfit
+	stripped   bool     // a gateway's prefix was taken off the path
+	session    uint64   // hash of its name; 0: none
+	labels     []string // of its endpoints
+
+	priority int32
+	work     time.Duration // of its prefill, as the model has it
+	price    float64       // of the choice, s
+
+	explanation []byte // for a header; nil: no operator asked
+	decision    []byte // dynamic metadata; nil: none
+}
+
+// maxKeptParams is the largest scratch for decode members that is kept for the next stream, in bytes.
+const maxKeptParams = 64 << 10
+
+// reset forgets the request; its memory stays.
+func (x *planning) reset() {
+	x.waits, x.waited, x.stoodBy = waiter{hits: x.waits.hits[:0]}, 0, stoodBy{}
+	x.req.Reset()
+	clear(x.undo) // refers to the body
+	x.pair, x.source = kvtransfer.Pair{}, kvtransfer.Side{}
+	if cap(x.params) > maxKeptParams {
+		x.params = nil
+	}
+	x.reservedAs, x.newID, x.stripped, x.session, x.labels = "", false, false, 0, nil
+	x.known = prefixindex.KnownTokens{}
+	x.price, x.explanation, x.decision = 0, nil, nil
+}
+
+// prompt is what is known of a request's prompt.
+type prompt struct {
+	hashes      []uint64                // of its text blocks
+	known       prefixindex.KnownTokens // of its tokens
+	ids         []uint32                // scratch for token ids
+	tokenHashes []uint64                // scratch for the blocks of these
+}
+
+// queued is how a request waited for its endpoints.
+type queued struct {
+	waits   waiter
+	waited  time.Duration
+	stoodBy stoodBy // what it waited for
+}
+
+// identify settles the request id: the client's own if it is fit to be passed around and logged, else a new one.
+func (x *planning) identify() {
+	id := string(x.msg.Headers.RequestID)
+	x.reservedAs = reservationKey(x.msg.Headers.Reservation, x.msg.Headers.RequestID)
+	if openai.RequestID(id) {
+		x.requestID = id
+		return
+	}
+	x.requestID, x.newID = newRequestID(), true
+}
+
+// scan reads the body and, in the rare case that it carries members which are not the client's to send, cuts them.
+func (x *planning) scan(api openai.API) error {
+	if err := x.req.Scan(api, x.body.Bytes(), openai.Limits{}); err != nil {
+		return err
+	}
+	if !x.req.HasControl() {
+		return nil
+	}
+	x.s.metrics.ControlFieldsCut()
+	x.spare.Grow(x.body.Len())
+	x.spare.Data = x.req.Clean(x.spare.Data[:0])
+	x.swapBody()
+	return x.req.Scan(api, x.body.Bytes(), openai.Limits{})
+}
+
+// scanOther reads a JSON body of an API that is not otherwise understood, for its model and for members that are not a
+// client's to send: engines take chat requests on more paths than the well-known ones. JSON that readers could
+// understand differently is refused; JSON that is no object has neither model nor members, and is the engine's to judge.
+func (x *planning) scanOther() (model string, err error) {
+	kind, _, _ := strings.Cut(string(x.msg.Headers.ContentType), ";")
+	if x.body.Len() == 0 || !strings.EqualFold(strings.TrimSpace(kind), "application/json") {
+		return "", nil
+	}
+	// Engines look at the media type alone: vLLM 0.32.0 reads {"do_remote_prefill":true} with charset=latin1, or any other
+	// parameter, on /invocations, and dies of it.
+	if err := openai.CheckHeaders(string(x.msg.Headers.ContentType), ""); err != nil {
+		return "", err
+	}
+	err = x.scan(openai.PassThrough)
+	if e := (*openai.Error)(nil); errors.As(err, &e) && e.Code == "invalid_body" {
+		return "", nil
+	}
+	return x.req.Model(), err
+}
+
+// whetherToSplit notes in a why the request is not split, if it is not.
+func (x *planning) whetherToSplit(a *attempt, policy Policy) error {
+	switch {
+	case x.body.Len() > x.s.SplitBodyBytes && policy.RefuseLong:
+		return openai.TooLarge(x.s.SplitBodyBytes)
+	case a.alone:
+	case policy.Dialect == nil:
+		a.alone, a.why = true, "no_kv_transfer"
+	case !policy.Split:
+		a.alone, a.why = true, "policy"
+	case x.body.Len() > x.s.SplitBodyBytes:
+		a.alone, a.why = true, "body_too_long"
+	case a.redirects+2 >= x.s.MaxRedirects: // the hand-over, and a decode that fails, need one each
+		a.alone, a.why = true, "redirects_spent"
+	case a.prefills >= policy.PrefillAttempts:
+		a.alone, a.why = true, "attempts_spent"
+	case a.prefills > 0 && a.late(policy):
+		a.alone, a.why = true, "time_spent"
+	case !policy.Dialect.Speaks(x.req.API()):
+		a.alone, a.why = true, "api_not_spoken"
+	default:
+		if why := x.req.Unsplittable(); why != "" {
+			a.alone, a.why = true, why
+		}
+	}
+	return nil
+}
+
+// whyUnpaired is why the picker chose no pair.
+func (x *planning) whyUnpaired() string {
+	if x.view.Prefills() {
+		return "cheaper"
+	}
+	return "no_prefill"
+}
+
+// setSource names in x.pair the endpoint that has most of the prompt's beginning, if it is worth more than what the one
+// that computes has itself, and if the dialect can make use of it.
+func (x *planning) setSource(policy Policy, computes int) {
+	if _, ok := policy.Dialect.(kvtransfer.PrefixPuller); !ok {
+		return
+	}
+	own := &x.view.Endpoints[computes]
+	most := own.Hit + pullBlocks - 1
+	for i := range x.view.Endpoints {
+		c := &x.view.Endpoints[i]
+		if c.Hit > most && c.Usable && c.Endpoint.Role&kvstate.RolePrefill != 0 && c.Endpoint.Group == own.Endpoint.Group {
+			most = c.Hit
+			x.source = sideOf(c.Endpoint)
+			x.pair.Source = &x.source
+		}
+	}
+}
+
+// reserve books an endpoint for this pass.
+func (x *planning) reserve(e *kvstate.Endpoint, role kvstate.Role, redirects int, b kvstate.Booking) kvstate.ReservationID {
+	id := x.s.State.ReserveAs(x.s.reservationID(x.reservedAs, redirects, role), e, b, sourceOf(x.stream.Context()))
+	if b.For&kvstate.RolePrefill != 0 {
+		x.landed()
+	}
+	return id
+}
+
+// reserveRoom books D when its buffer has room for what P will push, or says why it has none. Meanwhile nothing is sent.
+func (x *planning) reserveRoom(d *kvstate.Endpoint, redirects int, b kvstate.Booking, room int64, patience time.Duration) (id kvstate.ReservationID, why string) {
+	if b.PromptTokens > room {
+		return 0, "buffer_too_small"
+	}
+	ctx, cancel := context.WithTimeout(x.stream.Context(), patience)
+	defer cancel()
+	id, ok := x.s.State.ReserveRoom(ctx, x.s.reservationID(x.reservedAs, redirects, kvstate.RoleDecode), d, b, room, sourceOf(x.stream.Context()))
+	if !ok {
+		return 0, "buffer_full"
+	}
+	return id, ""
+}
+
+// seal puts the ticket on the route. What was booked for a route that cannot be taken is released.
+func (x *planning) seal(r route, t *kvtransfer.Ticket) (route, error) {
+	t.Authority, t.Path = string(x.msg.Headers.Authority), x.clientPath(r.path)
+	ticket, err := x.s.keys().Seal(make([]byte, 0, 512), t, x.requestID)
+	if err != nil {
+		for _, id := range r.booked {
+			x.s.State.Release(id)
+		}
+		return route{}, fmt.Errorf("sealing the ticket of a %s leg: %w", r.leg, err)
+	}
+	r.ticket = ticket
+	return r, nil
+}
+
+// recall finds the text blocks of a ticket's prompt, whose last it names. There are none where the prompt was routed by a replica
+// that this one does not hear.
+func (x *planning) recall(pool *kvstate.Pool, t *kvtransfer.Ticket) {
+	x.hashes = x.hashes[:0]
+	if text := pool.TextOf(x.hashes, t.Prompt, maxBlocks); text != nil {
+		x.hashes = text
+	}
+}
+
+// toldHits raises hits to what engines said that they hold of a prompt of so many tokens, as countTokens does in pass 1, which
+// has the request's text.
+func (x *planning) toldHits(pool *kvstate.Pool, tokens int64) {
+	sizes := pool.TokenBlockSizes()
+	if len(sizes) == 0 || len(x.hashes) == 0 {
+		return
+	}
+	known := pool.KnownTokens(x.hashes)
+	if known.TextBlocks == 0 {
+		return
+	}
+	pool.TrustEngines(x.hashes, known.TextBlocks, &x.view)
+	for _, size := range sizes {
+		pool.TokenHits(known.Blocks(size), size, tokens, len(x.hashes), &x.view)
+	}
+}

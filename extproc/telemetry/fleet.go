@@ -1,0 +1,114 @@
+package telemetry
+
+import (
+	"context"
+	"sync"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+
+	"tandem/kvstate"
+)
+
+// stateCollector shows the fleet as it is when it is scraped: an endpoint that left has no series left.
+type stateCollector struct {
+	state                *kvstate.State
+	up, requests, tokens *prometheus.Desc
+	elsewhere            *prometheus.Desc
+}
+
+func newStateCollector(state *kvstate.State) *stateCollector {
+	endpoint := []string{"pool", "endpoint", "role"}
+	return &stateCollector{
+		state:    state,
+		up:       prometheus.NewDesc("tandem_endpoint_up", "Whether an endpoint is in use (1) or left out because it failed (0).", endpoint, nil),
+		requests: prometheus.NewDesc("tandem_endpoint_requests", "Requests booked on an endpoint now.", endpoint, nil),
+		tokens:   prometheus.NewDesc("tandem_endpoint_prompt_tokens", "Prompt tokens of the requests booked on an endpoint now.", endpoint, nil),
+		elsewhere: prometheus.NewDesc("tandem_queue_requests_elsewhere",
+			"Requests that wait in other replicas, as far as this one is told: it lets them go before its own that stand behind them.", []string{"pool"}, nil),
+	}
+}
+
+// Describe is of prometheus.Collector.
+func (c *stateCollector) Describe(out chan<- *prometheus.Desc) {
+	for _, d := range []*prometheus.Desc{c.up, c.requests, c.tokens, c.elsewhere} {
+		out <- d
+	}
+}
+
+// Collect is of prometheus.Collector.
+func (c *stateCollector) Collect(out chan<- prometheus.Metric) {
+	gauge := func(d *prometheus.Desc, v float64, labels ...string) {
+		out <- prometheus.MustNewConstMetric(d, prometheus.GaugeValue, v, labels...)
+	}
+	for _, p := range c.state.Pools() {
+		if c.state.Shares() {
+			gauge(c.elsewhere, float64(p.WaitElsewhere()), p.Spec.Name)
+		}
+		for _, e := range p.Endpoints() {
+			up := 1.
+			if e.Failed() {
+				up = 0
+			}
+			requests, tokens := e.Load()
+			gauge(c.up, up, p.Spec.Name, e.Addr, e.Role.String())
+			gauge(c.requests, float64(requests), p.Spec.Name, e.Addr, e.Role.String())
+			gauge(c.tokens, float64(tokens), p.Spec.Name, e.Addr, e.Role.String())
+		}
+	}
+}
+
+// departed remembers which endpoints have series, so that those of endpoints that left are dropped in the end. Pods
+// come and go with new addresses; without this every one of them would be scraped for ever.
+type departed struct {
+	mu   sync.Mutex
+	seen map[string]time.Time // by address: when it was last part of a pool
+}
+
+// Series of an endpoint stay for keepSeries after it left, so that the last of them is scraped, and long answers end.
+const (
+	keepSeries   = time.Hour
+	pruneEvery   = time.Minute
+	maxDepartees = 1 << 16
+)
+
+// prune drops the series of endpoints that left long ago.
+func (m *Metrics) prune(state *kvstate.State, now time.Time) {
+	d := &m.endpoints
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if d.seen == nil {
+		d.seen = map[string]time.Time{}
+	}
+	for _, p := range state.Pools() {
+		for _, e := range p.Endpoints() {
+			d.seen[e.Addr] = now
+		}
+	}
+	for addr, last := range d.seen {
+		if now.Equal(last) || (now.Sub(last) < keepSeries && len(d.seen) <= maxDepartees) {
+			continue
+		}
+		delete(d.seen, addr)
+		of := prometheus.Labels{"endpoint": addr}
+		m.hops.DeletePartialMatch(of)
+		m.firstByte.DeletePartialMatch(of)
+		m.prefillErrors.DeletePartialMatch(of)
+		m.stranded.DeletePartialMatch(of)
+		m.loadFailures.DeletePartialMatch(of)
+	}
+}
+
+// PruneSeries does so until ctx ends.
+func (m *Metrics) PruneSeries(ctx context.Context, state *kvstate.State) {
+	t := time.NewTicker(pruneEvery)
+	defer t.Stop()
+	for {
+		m.prune(state, time.Now())
+		select {
+		case <-ctx.Done():
+			return
+		case <-t.C:
+		}
+	}
+}

@@ -1,0 +1,103 @@
+package telemetry
+
+import (
+	"slices"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"go.opentelemetry.io/otel/trace"
+
+	"tandem/extproc/envoywire"
+	"tandem/extproc/kvtransfer"
+)
+
+// work is a phase of an ext_proc stream.
+type work uint8
+
+// The phases of an ext_proc stream.
+const (
+	PhaseReceive work = iota // waiting for Envoy, and with it for the client or for P
+	PhaseScan                // the body
+	PhaseDecide              // view, pick, booking, the leg's body, the ticket
+	PhaseAnswer              // handing the reply to gRPC, flow control included
+	works
+)
+
+// workRoles are the roles whose phases are measured.
+var workRoles = [...]string{
+	envoywire.RoleMain, envoywire.RolePrefillLeg, envoywire.RoleDecodeLeg, envoywire.RoleMirror, envoywire.RoleAnswerLeg, envoywire.RoleEncodeLeg,
+}
+
+func (m *Metrics) observeWork(h *prometheus.HistogramVec) {
+	for i, role := range workRoles {
+		for w, name := range [...]string{"receive", "scan", "decide", "answer"} {
+			m.work[i][w] = h.WithLabelValues(role, name)
+		}
+	}
+}
+
+// Meter measures one stream: its phases, and its span where it is traced.
+type Meter struct {
+	Metrics  *Metrics
+	tracer   trace.Tracer // nil: no traces
+	role     int          // position in workRoles
+	Began    time.Time    // the stream
+	since    time.Time    // the phase that is under way
+	Busy     time.Duration
+	span     trace.Span // nil: not traced
+	Exemplar exemplar   // of the span; nil: not traced
+	Next     carrier    // the trace context that the request goes on with, where Envoy has none of its own
+}
+
+// Begin starts another stream; tracer is nil where there are no traces.
+func (x *Meter) Begin(role string, tracer trace.Tracer) {
+	x.tracer = tracer
+	x.Began = time.Now()
+	x.since, x.Busy = x.Began, 0
+	x.role = max(slices.Index(workRoles[:], role), 0)
+}
+
+// Reset forgets the stream.
+func (x *Meter) Reset() { x.Next, x.Exemplar = carrier{}, nil }
+
+// Recording reports whether the stream is traced.
+func (x *Meter) Recording() bool { return x.span != nil }
+
+// LeaveOut leaves so much time out of the phase that is under way.
+func (x *Meter) LeaveOut(d time.Duration) { x.since = x.since.Add(d) }
+
+// Processed counts the stream.
+func (x *Meter) Processed(role string) {
+	x.Metrics.Processed(role, x.since.Sub(x.Began), x.Busy, x.Exemplar)
+}
+
+// EndPhase ends a phase of the stream: the next one begins now.
+func (x *Meter) EndPhase(w work) {
+	now := time.Now()
+	took := now.Sub(x.since)
+	x.since = now
+	observe(x.Metrics.work[x.role][w], took, x.Exemplar)
+	if w != PhaseReceive {
+		x.Busy += took
+	}
+}
+
+// expectations are what was foreseen of prefill hops, beside what came: the numbers to watch when decisions look wrong.
+type expectations struct {
+	cached *prometheus.CounterVec   // pool, as; tokens
+	time   *prometheus.CounterVec   // pool, as; seconds
+	ratio  *prometheus.HistogramVec // pool
+}
+
+// Compare counts one prefill hop that ended well.
+func (m *Metrics) Compare(t *kvtransfer.Ticket, got kvtransfer.Answer, took time.Duration) {
+	if got.PromptTokens > 0 && got.CachedTokens >= 0 {
+		m.expected.cached.WithLabelValues(t.Pool, "expected").Add(float64(t.ExpectedCached))
+		m.expected.cached.WithLabelValues(t.Pool, "measured").Add(float64(got.CachedTokens))
+	}
+	if t.ExpectedPrefill > 0 && took > 0 {
+		m.expected.time.WithLabelValues(t.Pool, "expected").Add(t.ExpectedPrefill.Seconds())
+		m.expected.time.WithLabelValues(t.Pool, "measured").Add(took.Seconds())
+		m.expected.ratio.WithLabelValues(t.Pool).Observe(took.Seconds() / t.ExpectedPrefill.Seconds())
+	}
+}

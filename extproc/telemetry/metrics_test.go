@@ -1,0 +1,102 @@
+package telemetry
+
+import (
+	"math/rand/v2"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/testutil"
+	"github.com/stretchr/testify/require"
+
+	"tandem/extproc/kvtransfer"
+	"tandem/internal/budget"
+	"tandem/kvstate"
+)
+
+func TestDurationsAreCountedInQuartersOfOctaves(t *testing.T) {
+	for i := range durationBuckets {
+		top := bucketTop(i)
+		require.Equal(t, i, bucketOf(top-1), "just below %v", top)
+		require.Equal(t, min(i+1, durationBuckets-1), bucketOf(top), "from %v on", top)
+	}
+	require.Zero(t, bucketOf(-time.Second))
+	require.Equal(t, durationBuckets-1, bucketOf(24*time.Hour))
+}
+
+func TestQuantilesAreAtMostAQuarterTooLong(t *testing.T) {
+	rng := rand.New(rand.NewPCG(1, 2))
+	var h liveDurations
+	var all []time.Duration
+	for range 10_000 {
+		d := time.Duration(rng.ExpFloat64() * float64(80*time.Millisecond))
+		all = append(all, d)
+		h.observe(d)
+	}
+	slices.Sort(all)
+	counted := h.load()
+	for _, q := range []float64{.5, .9, .99, 1} {
+		exact, got := all[int(q*float64(len(all)))-1], counted.Quantile(q)
+		require.GreaterOrEqual(t, got, exact, "q %v", q)
+		require.LessOrEqual(t, got, exact*5/4+time.Nanosecond, "q %v", q)
+	}
+	require.Zero(t, new(Durations).Quantile(.5))
+	half := counted.Since(&counted)
+	require.Zero(t, half.Quantile(.99), "nothing came since")
+}
+
+func TestExemplarsAreOfSampledTraces(t *testing.T) {
+	require.Equal(t, exemplar{"trace_id": traceID}, exemplarIn([]byte(clientsSpan)))
+	for _, not := range []string{"", "00", notSampled, clientsSpan + "-more", strings.Replace(clientsSpan, "0af7", "zzzz", 1), "00-" + strings.Repeat("0", 32) + "-b7ad6b7169203331-01"} {
+		require.Nil(t, exemplarIn([]byte(not)), not)
+	}
+}
+
+// Without a trace an exemplar is not even thought of.
+func TestNoTraceNoExemplarAlloc(t *testing.T) {
+	h := prometheus.NewHistogram(histogramOpts("h", "help", []float64{1}))
+	observe(h, time.Second, nil)
+	budget.Allocs(t, 100, 0, func() { observe(h, time.Second, exemplarIn(nil)) })
+}
+
+// TestSeriesOfEndpointsThatLeftAreDropped, or a fleet of pods would leave more of them each day.
+func TestSeriesOfEndpointsThatLeftAreDropped(t *testing.T) {
+	state := kvstate.New(kvstate.Options{})
+	m := NewMetrics(prometheus.NewRegistry(), state)
+	spec := kvstate.PoolSpec{Name: "chat"}
+	stays, leaves := kvstate.EndpointSpec{Addr: "10.0.0.1:1", Role: kvstate.RolePrefill}, kvstate.EndpointSpec{Addr: "10.0.0.2:1", Role: kvstate.RoleDecode}
+	state.SetPool(spec, []kvstate.EndpointSpec{stays, leaves})
+	for _, e := range []string{stays.Addr, leaves.Addr} {
+		m.HopEnded("chat", "prefill", e, "ok", time.Second, nil)
+		m.PrefillEnded(&kvtransfer.Ticket{Pool: "chat", Prefill: e}, 999, "failed", time.Second, nil)
+	}
+	now := time.Unix(0, 0)
+	m.prune(state, now)
+	state.SetPool(spec, []kvstate.EndpointSpec{stays})
+	m.prune(state, now.Add(keepSeries/2))
+	require.Equal(t, 4, testutil.CollectAndCount(m.hops), "its last requests may still end")
+	m.prune(state, now.Add(keepSeries))
+	require.Equal(t, 2, testutil.CollectAndCount(m.hops))
+	require.Equal(t, 1, testutil.CollectAndCount(m.prefillErrors))
+	require.InDelta(t, 1, testutil.ToFloat64(m.prefillErrors.WithLabelValues("chat", stays.Addr, "other")), 0, "an engine does not make labels")
+	m.prune(state, now.Add(9*keepSeries))
+	require.Equal(t, 2, testutil.CollectAndCount(m.hops), "what stays, stays")
+}
+
+func TestCarrierIsOfTwoHeaders(t *testing.T) {
+	var c carrier
+	c.Set("traceparent", "a")
+	c.Set("tracestate", "b")
+	c.Set("baggage", "c")
+	require.Equal(t, "a b ", strings.Join([]string{c.Get("traceparent"), c.Get("tracestate"), c.Get("baggage")}, " "))
+	require.Len(t, c.Keys(), 2)
+}
+
+// A trace context of the W3C's examples, and one that is not sampled.
+const (
+	traceID     = "0af7651916cd43dd8448eb211c80319c"
+	clientsSpan = "00-" + traceID + "-b7ad6b7169203331-01"
+	notSampled  = "00-" + traceID + "-00f067aa0ba902b7-00"
+)

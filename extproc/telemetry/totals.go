@@ -1,0 +1,128 @@
+package telemetry
+
+import (
+	"math"
+	"math/bits"
+	"sync/atomic"
+	"time"
+)
+
+// Totals are counts since the server started, small enough to be taken every second: what the page and `tandem status`
+// draw is the difference of two of them.
+type Totals struct {
+	Split, Alone, Pass            uint64 // passes routed: two hops, one hop of what could be split, one hop of the rest
+	Refused, Replans              uint64
+	OK, Rejected, Failed, Gone    uint64 // requests ended: answered, 4xx of an engine, failed, the client left
+	CachedTokens, ComputedTokens  uint64 // of prompts of split requests
+	FirstByte, Prefill, Decisions Durations
+}
+
+// Durations is a histogram of times with four buckets to an octave, from 16 us on.
+type Durations [durationBuckets]uint64
+
+const durationBuckets = 104 // up to 16 us * 2^26, which is 18 minutes
+
+// bucketOf is the bucket of a time: octave, and quarter of it.
+func bucketOf(d time.Duration) int {
+	n := uint64(max(d, 0)) >> 12 // 4096 ns: four of them are the first octave's base
+	if n < 4 {
+		return 0
+	}
+	octave := bits.Len64(n) - 3 // 0 for 4 to 7
+	quarter := int(n>>octave) & 3
+	return min(octave*4+quarter, durationBuckets-1)
+}
+
+// bucketTop is the time at which bucket i ends.
+func bucketTop(i int) time.Duration {
+	return time.Duration(4+i%4+1) << (12 + i/4)
+}
+
+// Quantile is the time that a share q of all stayed below, at most 25 % too long; 0 where there were none.
+func (h *Durations) Quantile(q float64) time.Duration {
+	var n uint64
+	for _, c := range h {
+		n += c
+	}
+	if n == 0 {
+		return 0
+	}
+	rank := uint64(math.Ceil(q * float64(n)))
+	for i, c := range h {
+		if c >= rank {
+			return bucketTop(i)
+		}
+		rank -= c
+	}
+	return bucketTop(durationBuckets - 1)
+}
+
+// Since is what came after an earlier count.
+func (h *Durations) Since(earlier *Durations) (out Durations) {
+	for i := range h {
+		out[i] = h[i] - earlier[i]
+	}
+	return out
+}
+
+// Add takes another histogram's counts in.
+func (h *Durations) Add(other *Durations) {
+	for i := range h {
+		h[i] += other[i]
+	}
+}
+
+// live is what Totals are read from.
+type live struct {
+	split, alone, pass            atomic.Uint64
+	refused, replans              atomic.Uint64
+	ok, rejected, failed, gone    atomic.Uint64
+	cachedTokens, computedTokens  atomic.Uint64
+	firstByte, prefill, decisions liveDurations
+}
+
+type liveDurations [durationBuckets]atomic.Uint64
+
+func (h *liveDurations) observe(d time.Duration) { h[bucketOf(d)].Add(1) }
+
+func (h *liveDurations) load() (out Durations) {
+	for i := range h {
+		out[i] = h[i].Load()
+	}
+	return out
+}
+
+func (l *live) decided(route string) {
+	switch route {
+	case "split", "pair":
+		l.split.Add(1)
+	case "decode_alone":
+		l.alone.Add(1)
+	default:
+		l.pass.Add(1)
+	}
+}
+
+func (l *live) ended(result string) {
+	switch result {
+	case "ok":
+		l.ok.Add(1)
+	case "refused":
+		l.rejected.Add(1)
+	case "failed":
+		l.failed.Add(1)
+	default:
+		l.gone.Add(1)
+	}
+}
+
+// Totals are the counts as they are now.
+func (m *Metrics) Totals() Totals {
+	l := &m.live
+	return Totals{
+		Split: l.split.Load(), Alone: l.alone.Load(), Pass: l.pass.Load(), Refused: l.refused.Load(), Replans: l.replans.Load(),
+		OK: l.ok.Load(), Rejected: l.rejected.Load(), Failed: l.failed.Load(), Gone: l.gone.Load(),
+		CachedTokens: l.cachedTokens.Load(), ComputedTokens: l.computedTokens.Load(),
+		FirstByte: l.firstByte.load(), Prefill: l.prefill.load(), Decisions: l.decisions.load(),
+	}
+}

@@ -1,7 +1,0 @@
-//go:build !race
-
-package rawconn
-
-func willWrite(uintptr) {}
-
-func hasRead(uintptr, []byte) {}

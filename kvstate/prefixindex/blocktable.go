@@ -1,0 +1,156 @@
+package prefixindex
+
+import (
+	"math/bits"
+	"sync/atomic"
+)
+
+// blockTable finds numbers by hash: open addressing in groups of eight slots. Entries never move, so readers cannot miss one
+// that stays.
+type blockTable struct{ groups []tableGroup }
+
+// tableGroup has a control byte for each slot: 0 empty, 1 deleted, else 0x80 and seven bits of the hash. The numbers stand
+// beside them, where one access to memory mostly brings both.
+type tableGroup struct {
+	control atomic.Uint64
+	ids     [groupSlots]atomic.Uint32
+}
+
+const (
+	groupSlots = 8
+
+	lsb = 0x0101010101010101
+	msb = 0x8080808080808080
+)
+
+func newBlockTable(groups int) *blockTable { return &blockTable{make([]tableGroup, groups)} }
+
+// room is how many slots may be taken: with more, searches become long.
+func (t *blockTable) capacity() int { return len(t.groups) * (groupSlots - 1) }
+
+// rebuild makes a table that is four fifths full: a larger one, or one as large where the old one has deleted slots. To grow
+// by more would be less work and take more than bytesPerEntry.
+func (b *blockStore) rebuild(old *blockTable) *blockTable {
+	return b.move(old, max(len(old.groups), (b.blocks+1)*5/(4*groupSlots)+1))
+}
+
+// reserve makes room in the table for so many blocks in all, which is less work at once than step by step.
+func (b *blockStore) reserve(blocks int) {
+	if old := b.table.Load(); blocks > old.capacity() {
+		b.move(old, blocks/(groupSlots-1)+1)
+	}
+}
+
+// move makes another table. Readers go on with the old one.
+func (b *blockStore) move(old *blockTable, groups int) *blockTable {
+	t := newBlockTable(groups)
+	for i := range old.groups {
+		g := &old.groups[i]
+		for m := g.control.Load() & msb; m != 0; m &= m - 1 {
+			id := g.ids[bits.TrailingZeros64(m)/8].Load()
+			t.insert(b.at(id).hash.Load(), id)
+		}
+	}
+	b.deleted = 0
+	b.table.Store(t)
+	return t
+}
+
+// place is the group in which a search begins, and the control byte.
+func place(hash uint64, groups int) (group int, control uint64) {
+	hi, _ := bits.Mul64(hash*0x9e3779b97f4a7c15, uint64(groups))
+	return int(hi), (hash^hash>>32)&0x7f | 0x80
+}
+
+// matching has the high bit of each byte of w that may equal control; lowest set bit first, false ones are rare.
+func matching(w, control uint64) uint64 {
+	x := w ^ control*lsb
+	return (x - lsb) &^ x & msb
+}
+
+func (t *blockTable) insert(hash uint64, id uint32) (reused bool) {
+	i, control := place(hash, len(t.groups))
+	for ; ; i = next(i, len(t.groups)) {
+		g := &t.groups[i]
+		w := g.control.Load()
+		if m := ^w & msb; m != 0 {
+			shift := bits.TrailingZeros64(m) - 7
+			g.ids[shift/8].Store(id)
+			g.control.Store(w&^(0xff<<shift) | control<<shift)
+			return w>>shift&0xff == 1
+		}
+	}
+}
+
+func (t *blockTable) remove(hash uint64, id uint32) (leftMark bool) {
+	i, control := place(hash, len(t.groups))
+	for range t.groups {
+		g := &t.groups[i]
+		w := g.control.Load()
+		for m := matching(w, control); m != 0; m &= m - 1 {
+			shift := bits.TrailingZeros64(m) - 7
+			if g.ids[shift/8].Load() != id {
+				continue
+			}
+			mark := uint64(1)
+			if matching(w, 0) != 0 { // no search goes on behind a group that has an empty slot
+				mark = 0
+			}
+			g.control.Store(w&^(0xff<<shift) | mark<<shift)
+			return mark == 1
+		}
+		if matching(w, 0) != 0 {
+			return false
+		}
+		i = next(i, len(t.groups))
+	}
+	return false
+}
+
+func next(g, groups int) int {
+	if g++; g == groups {
+		return 0
+	}
+	return g
+}
+
+// find is the number of the block with that hash, 0 if there is none. guess is tried first.
+func (r *reading) find(hash uint64, guess uint32) uint32 {
+	if n := r.at(guess); guess != 0 && n != nil && n.hash.Load() == hash {
+		return guess
+	}
+	i, control := place(hash, len(r.table))
+	for range r.table {
+		g := &r.table[i]
+		w := g.control.Load()
+		for m := matching(w, control); m != 0; m &= m - 1 {
+			id := g.ids[bits.TrailingZeros64(m)/8].Load()
+			if n := r.at(id); n != nil && n.hash.Load() == hash {
+				return id
+			}
+		}
+		if matching(w, 0) != 0 {
+			return 0
+		}
+		i = next(i, len(r.table))
+	}
+	return 0
+}
+
+// findAtOnce is how many blocks findAll finds at most.
+const findAtOnce = 16
+
+// findAll is find for several blocks. It asks for the memory of each step for all of them before it takes the next, so that
+// where that memory is far they wait for it together.
+func (r *reading) findAll(hashes []uint64, ids *[findAtOnce]uint32) {
+	for k, hash := range hashes {
+		i, control := place(hash, len(r.table))
+		g := &r.table[i]
+		ids[k] = g.ids[bits.TrailingZeros64(matching(g.control.Load(), control)|1<<63)/8].Load()
+	}
+	for k, hash := range hashes {
+		if n := r.at(ids[k]); n == nil || n.hash.Load() != hash {
+			ids[k] = r.find(hash, 0)
+		}
+	}
+}

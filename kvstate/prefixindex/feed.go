@@ -1,0 +1,302 @@
+package prefixindex
+
+import (
+	"slices"
+	"sync/atomic"
+	"time"
+)
+
+// BlockEvent is a change of an engine's KV cache, as package kvevents reads it from the wire.
+type BlockEvent struct {
+	Kind EventKind
+	// Keys are the engine's own hashes of the blocks; stored ones follow each other in a prompt.
+	Keys []uint64
+	// Host: not in GPU memory but in CPU memory, on disk, or further away.
+	Host bool
+
+	// For BlocksStored: the engine's hash of the block before the first; the content of each block (TokenBlock), none if the
+	// engine does not report it, as for blocks that move between tiers; the root of the prompt (TokenRoot); and the tokens
+	// in a block.
+	Parent    uint64
+	HasParent bool
+	Blocks    []uint64
+	Root      uint64
+	BlockSize int
+	LoRA      []byte // the adapter in Root, nil for the base model; read at once
+}
+
+// EventKind is the kind of a BlockEvent.
+type EventKind uint8
+
+// The kinds of events.
+const (
+	BlocksStored EventKind = iota + 1
+	BlocksRemoved
+	AllBlocksCleared
+)
+
+// FeedStats are a feed's numbers.
+type FeedStats struct {
+	Stored, Removed uint64 // blocks, ever
+	Clears          uint64
+	Unusable        uint64 // blocks stored that could not be recorded: copies of unknown blocks, or no capacity left
+	Held            int    // blocks now, orphans included
+	Orphans         int    // blocks now whose predecessor is unknown or gone
+}
+
+// Feed takes the KV events of one publisher: an engine, or one data-parallel rank of it. A stored block counts as held when
+// all blocks before it are; until then it is an orphan: under the hash of the block before it, or, if that was never seen
+// (its event was lost), under the engine's name for it.
+//
+// A block that is stored twice is held once, whatever the engine counts: the first removal takes both copies. A miss costs
+// some computing, a false hit costs a place in the wrong queue.
+//
+// Methods may be called by one goroutine at a time.
+type Feed struct {
+	x            *Index
+	m            *member
+	owner        *Owner
+	keys         keyTable // blocks held, by the engine's hash
+	orphans      map[uint64]orphan
+	byKey        map[uint64][]uint64 // orphans, by the engine's hash of the block before
+	byHash       map[uint64][]uint64 // orphans, by our hash of the block before
+	size         int                 // tokens in a block
+	suspectSince time.Time           // since when some blocks may be gone; zero: none is suspect
+	stats        FeedStats
+	shown        atomic.Pointer[FeedStats]
+}
+
+// Close forgets the feed's blocks.
+func (f *Feed) Close() {
+	f.owner.changeFeeds(func(slots []int32) []int32 {
+		return slices.DeleteFunc(slots, func(s int32) bool { return s == int32(f.m.slot) })
+	})
+	if len(*f.owner.feeds.Load()) == 0 {
+		f.owner.reported.Store(false)
+		f.owner.leaveFresh()
+	}
+	f.x.leave(f.m)
+	f.shown.Store(&FeedStats{})
+	f.x.noteSizes()
+}
+
+// Stats are the feed's numbers as of the last batch. They may be asked for at any time.
+func (f *Feed) Stats() FeedStats { return *f.shown.Load() }
+
+// Clear forgets all blocks: the engine has restarted, or events were lost for good.
+func (f *Feed) Clear() { f.Apply([]BlockEvent{{Kind: AllBlocksCleared}}) }
+
+// blocksAtOnce is how many blocks are written before the lock is offered to others.
+const blocksAtOnce = 256
+
+// Apply records events, in the order in which the engine sent them.
+func (f *Feed) Apply(events []BlockEvent) {
+	f.x.writing.Lock()
+	defer f.x.unlock()
+	if f.m.gone {
+		return
+	}
+	written := 0
+	for i := range events {
+		e := &events[i]
+		if written += len(e.Keys); written > blocksAtOnce {
+			f.x.unlock()
+			f.x.writing.Lock()
+			written = 0
+			if f.m.gone {
+				return
+			}
+		}
+		switch e.Kind {
+		case BlocksStored:
+			f.stored(e)
+		case BlocksRemoved:
+			f.removed(e)
+		case AllBlocksCleared:
+			f.stats.Clears++
+			f.x.clear(f.m)
+		}
+	}
+	f.show()
+}
+
+func (f *Feed) show() {
+	stats := f.stats
+	stats.Held, stats.Orphans = f.m.held+len(f.orphans), len(f.orphans)
+	f.shown.Store(&stats)
+}
+
+func (f *Feed) forget() {
+	f.keys, f.suspectSince = keyTable{}, time.Time{}
+	f.orphans, f.byKey, f.byHash = nil, nil, nil
+}
+
+func (e *BlockEvent) media() uint32 {
+	if e.Host {
+		return stateHost
+	}
+	return stateGPU
+}
+
+func (f *Feed) stored(e *BlockEvent) {
+	f.stats.Stored += uint64(len(e.Keys))
+	f.owner.reported.Store(true)
+	if len(e.Blocks) != len(e.Keys) {
+		f.copied(e)
+		return
+	}
+	if len(e.LoRA) > 0 {
+		f.x.noteLoRA(e.LoRA)
+	}
+	if e.BlockSize != f.size {
+		f.size = e.BlockSize
+		f.x.noteSizesLocked()
+	}
+	keys, blocks := e.Keys, e.Blocks
+	if room := f.m.limit / 2; len(keys) > room {
+		f.stats.Unusable += uint64(len(keys) - room)
+		keys, blocks = keys[:room], blocks[:room]
+	}
+	if f.m.current+len(keys) > f.m.limit/2 {
+		f.nextGeneration()
+		f.m.began = time.Now()
+	}
+	parent, hasParent := e.Parent, e.HasParent
+	var id uint32
+	hash := e.Root
+	if hasParent {
+		id, hash = f.parent(parent, e.media())
+	}
+	for i, key := range keys {
+		if hasParent && id == 0 {
+			f.addOrphan(key, parent, blocks[i], e.media())
+			id, hash = f.parent(key, e.media()) // it may have been there before
+		} else if own := ChainTokenBlock(hash, blocks[i]); f.renamed(key, own, id) {
+			f.addOrphan(key, parent, blocks[i], e.media())
+			id, hash = f.parent(key, e.media())
+		} else {
+			hash = own
+			id = f.hold(key, hash, id, e.media())
+			f.attach(key, hash, id)
+		}
+		parent, hasParent = key, true
+	}
+}
+
+// parent is the block that the engine calls key and stores others behind, in a tier.
+func (f *Feed) parent(key uint64, media uint32) (id uint32, hash uint64) {
+	id, hash = f.held(key)
+	f.confirm(id, media)
+	return id, hash
+}
+
+// held is the block that the engine calls key, with our hash of it; 0 if it is not held.
+func (f *Feed) held(key uint64) (id uint32, hash uint64) {
+	if id, ok := f.keys.get(key); ok {
+		if _, ok := f.x.stateOf(f.m, id); ok {
+			return id, f.x.store.at(id).hash.Load()
+		}
+	}
+	return 0, 0
+}
+
+// copied notes that known blocks have reached another tier. Older engines report only their hashes.
+func (f *Feed) copied(e *BlockEvent) {
+	for _, key := range e.Keys {
+		if id, ok := f.keys.get(key); ok {
+			if state, held := f.x.stateOf(f.m, id); held {
+				f.x.setState(f.m, id, state|e.media())
+				continue
+			}
+		}
+		if a, ok := f.orphans[key]; ok {
+			a.media |= e.media()
+			f.orphans[key] = a
+			continue
+		}
+		f.stats.Unusable++
+	}
+}
+
+// renamed releases a block that had this name, or forgets the other name of this block: engines whose hashes are small
+// numbers reuse them. It reports whether that took the parent of the block that is about to be stored.
+func (f *Feed) renamed(key, hash uint64, parent uint32) (orphaned bool) {
+	if old, ok := f.keys.get(key); ok && f.x.store.at(old).hash.Load() != hash {
+		f.keys.remove(key)
+		f.release(old)
+	} else if id := f.x.store.find(hash, parent); !ok && id != 0 {
+		if _, held := f.x.stateOf(f.m, id); held { // the newest name counts
+			f.keys.removeID(id)
+		}
+	}
+	if parent == 0 {
+		return false
+	}
+	_, held := f.x.stateOf(f.m, parent)
+	return !held
+}
+
+// hold notes a block whose predecessors are held.
+func (f *Feed) hold(key, hash uint64, parent, media uint32) uint32 {
+	if len(f.orphans) > 0 {
+		if a, ok := f.orphans[key]; ok {
+			media |= a.media
+			f.dropOrphan(key, a)
+		}
+	}
+	if f.HasSuspects() {
+		f.confirm(f.x.store.find(hash, parent), media)
+	}
+	id := f.x.hold(f.m, hash, parent, media)
+	f.keys.put(key, id)
+	return id
+}
+
+// removed takes blocks at the end of a prefix before their predecessors, in whichever order the engine names them.
+func (f *Feed) removed(e *BlockEvent) {
+	f.stats.Removed += uint64(len(e.Keys))
+	if len(e.Keys) > 1 {
+		for _, v := range slices.Backward(e.Keys) {
+			f.remove(v, e.media(), false)
+		}
+		for _, key := range e.Keys {
+			f.remove(key, e.media(), false)
+		}
+	}
+	for _, key := range e.Keys {
+		f.remove(key, e.media(), true)
+	}
+}
+
+// remove takes a block from a tier. A block with followers only goes if it must.
+func (f *Feed) remove(key uint64, media uint32, must bool) {
+	if id, ok := f.keys.get(key); ok {
+		state, held := f.x.stateOf(f.m, id)
+		if left := state &^ media; held && left&stateMedia != 0 {
+			if left != state {
+				f.x.setState(f.m, id, left)
+			}
+		} else if must || state>>kidsShift == 0 {
+			f.keys.remove(key)
+			f.release(id)
+		}
+	} else if a, ok := f.orphans[key]; ok {
+		if a.media &^= media; a.media != 0 {
+			f.orphans[key] = a
+		} else {
+			f.dropOrphan(key, a)
+		}
+	}
+}
+
+// release forgets a block; its followers become orphans.
+func (f *Feed) release(id uint32) {
+	state, held := f.x.stateOf(f.m, id)
+	if !held {
+		return
+	}
+	if state>>kidsShift > 0 {
+		f.detach(id)
+	}
+	f.x.unhold(f.m, id)
+}

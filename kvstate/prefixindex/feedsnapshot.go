@@ -1,0 +1,144 @@
+package prefixindex
+
+import (
+	"math/bits"
+	"slices"
+	"sort"
+)
+
+// FeedSnapshot is a copy of what a feed held at a moment, for a replica that has to catch up.
+type FeedSnapshot struct {
+	blocks  []heldBlock // by id
+	orphans []namedOrphan
+	loras   []string
+	size    int
+}
+
+type heldBlock struct {
+	key, hash         uint64
+	id, parent, media uint32
+}
+
+type namedOrphan struct {
+	key uint64
+	orphan
+}
+
+// Snapshot copies what the feed holds. The index is locked for a part at a time: only others' blocks change meanwhile.
+func (f *Feed) Snapshot() *FeedSnapshot {
+	c := &FeedSnapshot{blocks: make([]heldBlock, 0, f.keys.n), size: f.size}
+	f.x.writing.Lock()
+	f.keys.each(func(key uint64, id uint32) {
+		if len(c.blocks)%blocksAtOnce == blocksAtOnce-1 {
+			f.x.unlock()
+			f.x.writing.Lock()
+		}
+		if state, held := f.x.stateOf(f.m, id); held {
+			n := f.x.store.at(id)
+			c.blocks = append(c.blocks, heldBlock{key, n.hash.Load(), id, uint32(n.rest.Load() >> 32), state & stateMedia})
+		}
+	})
+	f.x.unlock()
+	for key, a := range f.orphans {
+		if !a.hashed {
+			c.orphans = append(c.orphans, namedOrphan{key, a})
+		}
+	}
+	if known := f.x.loras.Load(); known != nil {
+		for name := range *known {
+			c.loras = append(c.loras, name)
+		}
+	}
+	return c
+}
+
+// Each calls f with events that make a new feed hold the same: each block after its predecessors. An event is good until the
+// next. Orphans behind a block that the engine has evicted are left out: if it computes that one again, a feed made of these
+// events learns of them when the engine stores them again.
+func (c *FeedSnapshot) Each(f func(*BlockEvent)) {
+	for _, name := range c.loras {
+		f(&BlockEvent{Kind: BlocksStored, LoRA: []byte(name), BlockSize: c.size})
+	}
+	slices.SortFunc(c.blocks, func(a, b heldBlock) int { return int(a.id) - int(b.id) }) // mostly in the order of prompts
+	r := runs{c: c, f: f}
+	sent := make([]bool, len(c.blocks))
+	var path []int
+	for i := range c.blocks {
+		path = path[:0]
+		for at := i; at >= 0 && !sent[at]; at = c.parentOf(at) {
+			sent[at] = true
+			path = append(path, at)
+		}
+		for _, at := range slices.Backward(path) {
+			r.add(at)
+		}
+	}
+	r.end()
+	for _, a := range c.orphans {
+		emitStored(f, &BlockEvent{Keys: []uint64{a.key}, Blocks: []uint64{a.hash}, Parent: a.parent, HasParent: true, BlockSize: c.size}, a.media)
+	}
+}
+
+// parentOf is where the block before one is; -1: nowhere.
+func (c *FeedSnapshot) parentOf(at int) int {
+	parent := c.blocks[at].parent
+	if at > 0 && c.blocks[at-1].id == parent {
+		return at - 1
+	}
+	i := sort.Search(len(c.blocks), func(i int) bool { return c.blocks[i].id >= parent })
+	if parent == 0 || i == len(c.blocks) || c.blocks[i].id != parent {
+		return -1
+	}
+	return i
+}
+
+// runs puts blocks that follow each other into one event.
+type runs struct {
+	c     *FeedSnapshot
+	f     func(*BlockEvent)
+	e     BlockEvent
+	last  uint32 // the block at its end
+	media uint32
+}
+
+const runAtMost = 1 << 12 // blocks
+
+func (r *runs) add(at int) {
+	b := &r.c.blocks[at]
+	parent := r.c.parentOf(at)
+	if len(r.e.Keys) == 0 || b.parent != r.last || b.media != r.media || len(r.e.Keys) == runAtMost {
+		r.end()
+		r.media = b.media
+		r.e = BlockEvent{Keys: r.e.Keys[:0], Blocks: r.e.Blocks[:0], BlockSize: r.c.size, Root: TokenRoot("", r.c.size)}
+		if parent >= 0 {
+			r.e.Parent, r.e.HasParent = r.c.blocks[parent].key, true
+		}
+	}
+	before := r.e.Root // any root does: the event makes our hash with it
+	if parent >= 0 {
+		before = r.c.blocks[parent].hash
+	}
+	r.e.Keys, r.e.Blocks = append(r.e.Keys, b.key), append(r.e.Blocks, unchainTokenBlock(before, b.hash))
+	r.last = b.id
+}
+
+func (r *runs) end() {
+	if len(r.e.Keys) > 0 {
+		emitStored(r.f, &r.e, r.media)
+	}
+	r.e.Keys, r.e.Blocks = r.e.Keys[:0], r.e.Blocks[:0]
+}
+
+// emitStored emits blocks that are stored in one tier or in both.
+func emitStored(f func(*BlockEvent), e *BlockEvent, media uint32) {
+	e.Kind, e.Host = BlocksStored, media == stateHost
+	f(e)
+	if media == stateMedia {
+		f(&BlockEvent{Kind: BlocksStored, Keys: e.Keys, Host: true})
+	}
+}
+
+// unchainTokenBlock is the [TokenBlock] from which [ChainTokenBlock] makes hash.
+func unchainTokenBlock(parent, hash uint64) uint64 {
+	return hash*0x4f74430c22a54005 ^ bits.RotateLeft64(parent, 27)
+}

@@ -1,0 +1,92 @@
+package redisstore
+
+import (
+	"maps"
+	"slices"
+
+	statev1 "tandem/protos/state/v1"
+)
+
+// Replicas whose ticket keys differ refuse each other's tickets, so that about half of all requests fail behind two of them. Each
+// publishes fingerprints of its keys, never a key, and compares those of the others with its own.
+
+// KeyCheck is how a replica's ticket keys compare with those of the others.
+type KeyCheck struct {
+	Differ []uint64 // living replicas that cannot open this one's tickets, or whose tickets this one cannot open; sorted
+	Yields bool     // this replica is of the smaller group, or the younger of two as large, and should take no requests
+}
+
+// CompareKeys has fingerprints of this replica's ticket keys published and compared. fingerprints returns them, first that of the key
+// that seals; changed is called when what [Store.KeyCheck] returns may be another, and must not block. To be called before [Store.Run].
+func (s *Store) CompareKeys(fingerprints func() []uint64, changed func()) {
+	s.fingerprints, s.keysChanged = fingerprints, changed
+}
+
+// maxFingerprints bounds the keys that another replica can claim to have.
+const maxFingerprints = 2 * maxOpen
+
+// addFingerprints adds the fingerprints to a batch that is complete, and to the first one after a change. sharer.mu is held.
+func (p *sharer) addFingerprints(b *statev1.Batch) {
+	if p.s.fingerprints == nil {
+		return
+	}
+	now := p.s.fingerprints()
+	changed := !slices.Equal(now, p.published)
+	if b.GetComplete() || changed {
+		b.TicketKeys, p.published = now, now
+	}
+	if changed {
+		p.s.keysMayDiffer()
+	}
+}
+
+// noteFingerprints notes the fingerprints of another replica's keys. sharer.mu is held.
+func (p *sharer) noteFingerprints(m *member, b *statev1.Batch) {
+	if keys := b.GetTicketKeys(); len(keys) > 0 && len(keys) <= maxFingerprints && !slices.Equal(keys, m.ticketKeys) {
+		m.ticketKeys = keys
+		p.s.keysMayDiffer()
+	}
+}
+
+func (s *Store) keysMayDiffer() {
+	if s.keysChanged != nil {
+		s.keysChanged()
+	}
+}
+
+// KeyCheck compares this replica's ticket keys with those of all living replicas that publish theirs.
+func (s *Store) KeyCheck() KeyCheck {
+	if s.fingerprints == nil {
+		return KeyCheck{}
+	}
+	s.mu.RLock()
+	all := slices.Collect(maps.Values(s.sharers))
+	s.mu.RUnlock()
+	others := map[uint64][]uint64{}
+	for _, p := range all {
+		p.mu.Lock()
+		for id, m := range p.members {
+			if len(m.ticketKeys) > 0 {
+				others[id] = m.ticketKeys
+			}
+		}
+		p.mu.Unlock()
+	}
+	return compareKeys(s.replica, s.fingerprints(), others)
+}
+
+// compareKeys finds the replicas whose keys do not work with this one's. Two replicas can if each opens what the other seals.
+func compareKeys(replica uint64, own []uint64, others map[uint64][]uint64) (c KeyCheck) {
+	same, oldest := 1, replica
+	for id, keys := range others {
+		oldest = min(oldest, id)
+		if slices.Contains(keys, own[0]) && slices.Contains(own, keys[0]) {
+			same++
+		} else {
+			c.Differ = append(c.Differ, id)
+		}
+	}
+	slices.Sort(c.Differ)
+	c.Yields = len(c.Differ) > same || len(c.Differ) == same && slices.Contains(c.Differ, oldest)
+	return c
+}

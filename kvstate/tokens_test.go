@@ -1,0 +1,177 @@
+package kvstate
+
+import (
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"tandem/kvstate/prefixindex"
+
+	"github.com/stretchr/testify/require"
+)
+
+// eventPool is a pool with one engine that told of blocks of 16 tokens.
+func eventPool(o Options) (*State, *Pool, *prefixindex.Feed) {
+	s := New(o)
+	s.SetPool(PoolSpec{Name: "p"}, pd(1, 0))
+	p := s.Pool("p")
+	f := p.Feed(p.Endpoints()[0])
+	f.Apply([]prefixindex.BlockEvent{{Kind: prefixindex.BlocksStored, Keys: []uint64{1}, Blocks: []uint64{1}, Root: prefixindex.TokenRoot("", 16), BlockSize: 16}})
+	return s, p, f
+}
+
+// text is a prompt as text, in blocks of 512 bytes.
+func text(blocks []uint64, bytes int) prefixindex.TextPrompt {
+	return prefixindex.TextPrompt{Blocks: blocks, BlockBytes: 512, Bytes: bytes}
+}
+
+func ids(n int, from uint32) []uint32 {
+	out := make([]uint32, n)
+	for i := range out {
+		out[i] = from + uint32(i)
+	}
+	return out
+}
+
+// A conversation grows: what is known of a turn's tokens is known of the next turn, whose text begins with the same bytes.
+func TestTokensAreLearnedTurnByTurn(t *testing.T) {
+	s, p, f := eventPool(Options{})
+	first, second := long(4, 0, 1), long(10, 4, 2)
+	second = append(append([]uint64(nil), first...), second[4:]...)
+	require.Zero(t, p.KnownTokens(first))
+
+	turn1 := prefixindex.TokenPrompt{IDs: ids(640, 0)} // 4.5 text blocks of 512 bytes
+	s.LearnTokens(p, text(first, 4*512+256), &turn1)
+	known := p.KnownTokens(second)
+	require.Equal(t, []int{4, 640 * 8 / 9}, []int{known.TextBlocks, known.Tokens})
+	require.Equal(t, turn1.Blocks(nil, 16)[:640*8/9/16], known.Blocks(16))
+	require.Empty(t, known.Blocks(32), "no engine has blocks of 32")
+
+	turn2 := prefixindex.TokenPrompt{IDs: ids(640+1000, 0)}
+	s.LearnTokens(p, text(second, 10*512), &turn2)
+	require.Equal(t, 640*8/9, p.KnownTokens(first).Tokens, "what was exact stays so")
+	require.Equal(t, 1640, p.KnownTokens(second).Tokens)
+
+	// The engine holds the first turn: 40 blocks of 16 tokens.
+	blocks := turn1.Blocks(nil, 16)
+	e := prefixindex.BlockEvent{Kind: prefixindex.BlocksStored, Root: prefixindex.TokenRoot("", 16), BlockSize: 16}
+	h := e.Root
+	for i, b := range blocks {
+		e.Keys, e.Blocks = append(e.Keys, uint64(i+100)), append(e.Blocks, unchain(h, b))
+		h = b
+	}
+	f.Apply([]prefixindex.BlockEvent{e})
+	var v View
+	s.View(p, second, &v)
+	require.Zero(t, v.Endpoints[0].Hit)
+	p.TokenHits(p.KnownTokens(second).Blocks(16), 16, 1640, len(second), &v)
+	require.Equal(t, 640*10/1640, v.Endpoints[0].Hit, "in text blocks")
+}
+
+// unchain is the block that makes hash of parent.
+func unchain(parent, hash uint64) uint64 {
+	inverse := uint64(1)
+	for range 6 { // Newton
+		inverse *= 2 - 0xff51afd7ed558ccd*inverse
+	}
+	return hash*inverse ^ (parent<<27 | parent>>37)
+}
+
+// toldOf is another replica: it hears what is learned, and nothing else.
+type toldOf struct {
+	Peers
+	learned []prefixindex.LearnedTokens
+}
+
+func (*toldOf) Changed()                                       {}
+func (*toldOf) Routed(*Pool, *Endpoint, []uint64)              {}
+func (o *toldOf) Learned(_ *Pool, l prefixindex.LearnedTokens) { o.learned = append(o.learned, l) }
+func (o *toldOf) hashes(i int) (n int) {
+	for _, b := range o.learned[i].Blocks {
+		n += len(b.Hashes)
+	}
+	return n
+}
+
+// What one replica learns of a conversation the others know too, told in as many hashes as a turn is new, as far as they know
+// the text.
+func TestLearnedTokensAreTold(t *testing.T) {
+	told := &toldOf{}
+	s, p, _ := eventPool(Options{})
+	s.Share(told)
+	first, second := long(4, 0, 1), long(10, 4, 2)
+	second = append(append([]uint64(nil), first...), second[4:]...)
+	turn1, turn2 := prefixindex.TokenPrompt{IDs: ids(640, 0)}, prefixindex.TokenPrompt{IDs: ids(640+1000, 0)}
+	require.Nil(t, p.TextOf(nil, first[3], 100), "nobody routed it")
+	s.LearnTokens(p, text(first, 4*512+256), &turn1)
+	s.LearnTokens(p, text(second, 10*512), &turn2)
+	s.LearnTokens(p, text(second, 10*512), &turn2)
+	require.Len(t, told.learned, 2, "what is known is not told again")
+	require.Equal(t, []int{40, 102 - 40*8/9 + 1}, []int{told.hashes(0), told.hashes(1)})
+
+	other, q, _ := eventPool(Options{})
+	other.ApplyLearned(q, &told.learned[0])
+	require.Zero(t, q.KnownTokens(first), "it does not know the text")
+	other.ApplyRouted(q, q.Endpoints()[0], second)
+	require.Equal(t, first, q.TextOf(nil, first[3], 100))
+	require.Nil(t, q.TextOf(nil, second[9], 9), "more than asked for")
+	other.ApplyLearned(q, &told.learned[1])
+	require.Zero(t, q.KnownTokens(second), "it does not know what came before")
+	for range 2 {
+		other.ApplyLearned(q, &told.learned[0])
+		other.ApplyLearned(q, &told.learned[1])
+		for _, text := range [][]uint64{first, second} {
+			require.Equal(t, p.KnownTokens(text).Tokens, q.KnownTokens(text).Tokens)
+			require.Equal(t, p.KnownTokens(text).Blocks(16), q.KnownTokens(text).Blocks(16))
+		}
+	}
+	for _, bad := range []prefixindex.LearnedTokens{
+		{}, {Prompt: first[3], BlockBytes: 512, Bytes: 1, Tokens: -1},
+		{Prompt: second[9], BlockBytes: 512, Bytes: 1 << 30, Tokens: 1 << 30, Blocks: []prefixindex.LearnedBlocks{{}, {Size: 16, From: 1 << 30, Hashes: first}, {Size: -1, Hashes: first}, {Size: 16, From: -1, Hashes: first}}},
+	} {
+		other.ApplyLearned(q, &bad)
+	}
+}
+
+func TestTokensAreNotLearnedForNothing(t *testing.T) {
+	s := New(Options{})
+	s.SetPool(PoolSpec{Name: "p"}, pd(1, 0))
+	p := s.Pool("p")
+	s.LearnTokens(p, text(long(4, 0, 1), 2048), &prefixindex.TokenPrompt{IDs: ids(100, 0)})
+	require.Zero(t, p.KnownTokens(long(4, 0, 1)), "no engine publishes events")
+}
+
+// Where the engine tells what it holds, its word counts for more than what was routed there, but for what was just routed.
+func TestEnginesAreTrusted(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		s, p, f := eventPool(Options{})
+		go s.Run(t.Context())
+		blocks, prompt := long(8, 0, 1), prefixindex.TokenPrompt{IDs: ids(256, 0)}
+		hit := func() int {
+			var v View
+			s.View(p, blocks, &v)
+			known := p.KnownTokens(blocks)
+			p.TrustEngines(blocks, known.TextBlocks, &v)
+			p.TokenHits(known.Blocks(16), 16, 256, len(blocks), &v)
+			return v.Endpoints[0].Hit
+		}
+		s.Routed(p, p.Endpoints()[0], blocks)
+		require.Equal(t, 8, hit(), "guessed: the engine cannot have told yet")
+		<-time.After(40 * time.Second)
+		require.Equal(t, 8, hit(), "nor can it be asked, for nobody knows the tokens")
+		s.LearnTokens(p, text(blocks, 8*512), &prompt)
+		require.Zero(t, hit(), "it holds nothing of it")
+
+		e := prefixindex.BlockEvent{Kind: prefixindex.BlocksStored, Root: prefixindex.TokenRoot("", 16), BlockSize: 16}
+		h := e.Root
+		for i, b := range prompt.Blocks(nil, 16)[:4] {
+			e.Keys, e.Blocks = append(e.Keys, uint64(i+100)), append(e.Blocks, unchain(h, b))
+			h = b
+		}
+		f.Apply([]prefixindex.BlockEvent{e})
+		require.Equal(t, 2, hit(), "4 of 16 token blocks are 2 of 8 text blocks")
+		f.Close()
+		require.Equal(t, 8, hit(), "without its word the guess is all there is")
+		require.Equal(t, 1, p.IndexStats().Members)
+	})
+}

@@ -1,0 +1,120 @@
+package replay
+
+import (
+	"math"
+	"slices"
+)
+
+// inFlight is llm-d's scheduler with 2 x prefix + 1 x requests in flight, which it counts itself and so knows at once.
+// (llm-d-router v0.10: prefix-cache-scorer, active-request-scorer.)
+type inFlight struct{ *peer }
+
+func (l *inFlight) score(match float64, count int, all []int) float64 {
+	most := slices.Max(all)
+	return 2*match + float64(most-count)/float64(max(most, 1))
+}
+
+func (l *inFlight) prefill(j *job) int {
+	return l.argmin(len(l.prefills), func(i int) float64 { return -l.score(l.match(i, j), l.booked[i], l.booked) })
+}
+
+func (l *inFlight) decode(j *job) int {
+	return l.argmin(len(l.decodes), func(i int) float64 { return -l.score(l.decodeMatch(i, j), l.answers[i], l.answers) })
+}
+
+func (l *inFlight) late() bool { return false }
+
+// trtllm is TensorRT-LLM's KvCacheAwareRouter on both legs: matched share less a 64th for each request there.
+// (tensorrt_llm/serve/router.py.)
+type trtllm struct{ *peer }
+
+func (t *trtllm) prefill(j *job) int {
+	return t.argmin(len(t.prefills), func(i int) float64 { return float64(t.booked[i])/64 - t.match(i, j) })
+}
+
+func (t *trtllm) decode(j *job) int {
+	return t.argmin(len(t.decodes), func(i int) float64 { return float64(t.answers[i])/64 - t.decodeMatch(i, j) })
+}
+
+func (t *trtllm) late() bool { return false }
+
+// loadAware is production-stack's loadaware routing on both legs: matched share less how far the load is above the mean, as a
+// share of the mean. (vllm-project/production-stack, pull request 1035; beta 1.)
+type loadAware struct{ *peer }
+
+func (l *loadAware) prefill(j *job) int {
+	return l.argmin(len(l.prefills), func(i int) float64 { return excess(l.booked, i) - l.match(i, j) })
+}
+
+func (l *loadAware) decode(j *job) int {
+	return l.argmin(len(l.decodes), func(i int) float64 { return excess(l.answers, i) - l.decodeMatch(i, j) })
+}
+
+func (l *loadAware) late() bool { return false }
+
+func excess(load []int, i int) float64 {
+	sum := 0
+	for _, n := range load {
+		sum += n
+	}
+	mean := float64(sum) / float64(len(load))
+	return (float64(load[i]) - mean) / math.Max(1, mean)
+}
+
+// powerOfTwo is the less loaded of two taken at random, on both legs (SMG's and vllm-router's power_of_two).
+type powerOfTwo struct{ *peer }
+
+func (p *powerOfTwo) prefill(*job) int {
+	a, b := p.random.IntN(len(p.prefills)), p.random.IntN(len(p.prefills))
+	if p.booked[b] < p.booked[a] {
+		return b
+	}
+	return a
+}
+
+func (p *powerOfTwo) decode(*job) int { return p.twoChoices() }
+func (p *powerOfTwo) late() bool      { return false }
+
+// bypass is another policy that lets decode compute a prompt itself if its own endpoint lacks few enough of its tokens. The
+// decode endpoint is chosen first.
+type bypass struct {
+	*peer
+	chooser
+	tokens  int     // fewer than so many are computed there
+	share   float64 // if they are also less than this share of the prompt
+	anyHit  bool    // and if something of it is there
+	through func(j *job) int
+}
+
+func (b *bypass) alone(j *job) (decode int, ok bool) {
+	d := b.through(j)
+	hit := min(b.decodes[d].cache.peek(j.Blocks)*BlockTokens, j.Input-1)
+	missing := j.Input - hit
+	return d, missing < b.tokens && float64(missing) < b.share*float64(j.Input) && (hit > 0 || !b.anyHit)
+}
+
+// newBypass is llm-d's prefix-based-pd-decider (nonCachedTokens; llm-d-router v0.10) over a policy.
+func newBypass(p *peer, c chooser, tokens int) *bypass {
+	return &bypass{peer: p, chooser: c, tokens: tokens, share: math.Inf(1), through: c.decode}
+}
+
+// newDynamoBypass is Dynamo's conditional disaggregation with isl_bounding: effective ISL below 2,048 and below .7 of the prompt on
+// the decode worker that its router chooses by KV overlap. (Dynamo's docs, router-conditional-disagg-config.)
+func newDynamoBypass(p *peer) *bypass {
+	b := &bypass{peer: p, chooser: &dynamo{p}, tokens: 2048, share: 0.7}
+	b.through = func(j *job) int {
+		return p.argmin(len(p.decodes), func(i int) float64 {
+			credit := min(p.decodes[i].cache.peek(j.Blocks)*BlockTokens, j.Input-1)
+			return float64(p.kv[i] + j.Input + j.Input - credit)
+		})
+	}
+	return b
+}
+
+// newTRTBypass is TensorRT-LLM's conditional disaggregation: something of the prompt is there, and no more than so many tokens are
+// missing. (tensorrt_llm/serve: max_local_prefill_length.)
+func newTRTBypass(p *peer, tokens int) *bypass {
+	b := newBypass(p, &trtllm{p}, tokens+1)
+	b.anyHit = true
+	return b
+}

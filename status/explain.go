@@ -1,0 +1,102 @@
+package status
+
+import (
+	"cmp"
+	"fmt"
+	"io"
+	"math"
+	"text/tabwriter"
+
+	"tandem/extproc"
+	"tandem/picker"
+)
+
+// PrintExplanation writes a decision for a terminal: one sentence, then what each endpoint would cost.
+func PrintExplanation(w io.Writer, e *extproc.Explanation) {
+	fmt.Fprintf(w, "%s\n", Sentence(&e.Explanation))
+	if e.Waiting > 0 || e.Elsewhere > 0 {
+		fmt.Fprintf(w, "%d requests wait here and %d in other replicas, the longest for %s.\n", e.Waiting, e.Elsewhere, millis(e.Longest*1000))
+	}
+	fmt.Fprintf(w, "Prefill endpoints are %.0f %% busy.\n\n", 100*e.Load)
+	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
+	fmt.Fprintln(t, "  endpoint\trole\tcached blocks\tprefill\ttransfer and decode\tdecode alone\tnote") //nolint:dupword // two columns
+	for i := range e.Candidates {
+		c := &e.Candidates[i]
+		prefill, decode, alone := c.Totals()
+		note := ""
+		switch {
+		case c.Out != "":
+			note = "left out: " + c.Out
+		case c.Busy:
+			note = "no decode alone here: its answers would suffer"
+		case c.Endpoint == e.Prefill || c.Endpoint == e.Decode:
+			note = "chosen"
+		}
+		fmt.Fprintf(t, "  %s\t%s\t%d\t%s\t%s\t%s\t%s\n", plain(cmp.Or(c.Name, c.Endpoint)), c.Role, c.Hit,
+			price(c.Prefill != nil, prefill), price(c.Decode != nil, decode), price(c.Alone != nil, alone), note)
+	}
+	_ = t.Flush()
+}
+
+func price(has bool, seconds float64) string {
+	if !has {
+		return "-"
+	}
+	return millis(max(seconds, 0) * 1000)
+}
+
+// Sentence says what was decided, and by how much it is cheaper than the other way.
+func Sentence(e *picker.Explanation) string {
+	if e.Refused != "" {
+		return "No endpoint can take the request: " + e.Refused + "."
+	}
+	pair, alone := ways(e)
+	name := func(address string) string {
+		for _, c := range e.Candidates {
+			if c.Endpoint == address {
+				return plain(cmp.Or(c.Name, c.Endpoint))
+			}
+		}
+		return plain(address)
+	}
+	if e.Prefill == "" {
+		s := "Decode alone on " + name(e.Decode)
+		if math.IsInf(pair, 1) {
+			return s + ": no prefill endpoint can take the request, or the pool does not split."
+		}
+		return s + compared(pair-e.Price, "splitting it")
+	}
+	s := fmt.Sprintf("Split: %s computes the prompt, %s answers", name(e.Prefill), name(e.Decode))
+	if math.IsInf(alone, 1) {
+		return s + ": no decode endpoint can take it alone."
+	}
+	return s + compared(alone-e.Price, "decode alone")
+}
+
+// compared ends a sentence with what the other way would cost more, in seconds.
+func compared(more float64, other string) string {
+	if more >= 0 {
+		return fmt.Sprintf(": %s cheaper than %s.", millis(more*1000), other)
+	}
+	return fmt.Sprintf(", though %s would be %s cheaper: the pool asks for it, or endpoints have no capacity left.", other, millis(-more*1000))
+}
+
+// ways are the least prices of a pair and of decode alone; infinite where there is none.
+func ways(e *picker.Explanation) (pair, alone float64) {
+	prefill, decode := math.Inf(1), math.Inf(1)
+	alone = math.Inf(1)
+	for i := range e.Candidates {
+		c := &e.Candidates[i]
+		p, d, a := c.Totals()
+		if c.Prefill != nil {
+			prefill = min(prefill, p)
+		}
+		if c.Decode != nil {
+			decode = min(decode, d)
+		}
+		if c.Alone != nil && !c.Busy {
+			alone = min(alone, a)
+		}
+	}
+	return prefill + decode, alone
+}

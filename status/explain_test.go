@@ -1,0 +1,43 @@
+package status
+
+import (
+	"strings"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"tandem/extproc"
+	"tandem/picker"
+)
+
+func TestPrintExplanation(t *testing.T) {
+	p1 := picker.Weighed{Endpoint: "10.0.1.1:8000", Name: "p1", Role: "prefill", Hit: 3, Prefill: &picker.PrefillPrice{Queue: .5, Work: .5}}
+	p2 := picker.Weighed{Endpoint: "10.0.1.2:8000", Role: "prefill", Out: "failed"}
+	d1 := picker.Weighed{Endpoint: "10.0.2.1:8000", Name: "d1", Role: "decode", Transfer: .1, Decode: &picker.DecodePrice{Step: .02}, Alone: &picker.AlonePrice{Work: 2}}
+	e := extproc.Explanation{Waiting: 2, Longest: 1.5, Explanation: picker.Explanation{
+		Prefill: p1.Endpoint, Decode: d1.Endpoint, Price: 1.12, Load: .4, Candidates: []picker.Weighed{p1, p2, d1}}}
+	var text strings.Builder
+	PrintExplanation(&text, &e)
+	require.Equal(t, `Split: p1 computes the prompt, d1 answers: 880 ms cheaper than decode alone.
+2 requests wait here and 0 in other replicas, the longest for 1.5 s.
+Prefill endpoints are 40 % busy.
+
+  endpoint       role     cached blocks  prefill  transfer and decode  decode alone  note
+  p1             prefill  3              1.0 s    -                    -             chosen
+  10.0.1.2:8000  prefill  0              -        -                    -             left out: failed
+  d1             decode   0              -        120 ms               2.0 s         chosen
+`, text.String())
+
+	e.Prefill, e.Price = "", 2
+	require.Equal(t, "Decode alone on d1, though splitting it would be 880 ms cheaper: the pool asks for it, or endpoints have no capacity left.", Sentence(&e.Explanation))
+	e.Candidates = []picker.Weighed{p2, d1}
+	require.Equal(t, "Decode alone on d1: no prefill endpoint can take the request, or the pool does not split.", Sentence(&e.Explanation))
+	e.Refused = "no endpoint"
+	require.Equal(t, "No endpoint can take the request: no endpoint.", Sentence(&e.Explanation))
+}
+
+func TestPerSecond(t *testing.T) {
+	for bytes, want := range map[float64]string{1.3e11: "130 GB/s", 2.5e9: "2.5 GB/s", 999.7e6: "1.0 GB/s", 512: "512 B/s", 9.96e3: "10 KB/s", 5e15: "5000 TB/s"} {
+		require.Equal(t, want, perSecond(bytes))
+	}
+}
