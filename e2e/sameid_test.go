@@ -74,9 +74,15 @@ func TestReplicasWithDifferentKeys(t *testing.T) {
 			text, err := readURL(f.envoyURL + "/clusters")
 			return err == nil && strings.Count(text, "/failed_active_hc") == 2 // of ext_proc and of the replan port
 		})
-		for i := range 20 {
-			require.Equal(t, 200, f.post("/v1/chat/completions", chat(fmt.Sprintf("%s %d", what, i))).status)
-		}
+		// Envoy's workers learn what its main thread knows a moment later.
+		soon(t, "no request fails", func() bool {
+			for i := range 20 {
+				if f.post("/v1/chat/completions", chat(fmt.Sprintf("%s %d", what, i))).status != 200 {
+					return false
+				}
+			}
+			return true
+		})
 	}
 	write(1, "fedcba9876543210")
 	differ("a key changes")

@@ -110,7 +110,8 @@ func TestWorkIsShared(t *testing.T) {
 		now := see(c)
 		return now.Endpoints[0].Queue < before.Endpoints[0].Queue-2*time.Second && now.Endpoints[1].Local < before.Endpoints[1].Local-time.Second
 	})
-	require.Greater(t, time.Since(began), 200*time.Millisecond, "and no faster than time goes, but for what is thought of Redis' clock")
+	done := before.Endpoints[0].Queue - see(c).Endpoints[0].Queue
+	require.Less(t, done.Seconds(), time.Since(began).Seconds()+paused, "work is done no faster than time goes, but for errors about Redis' clock")
 	eventually(t, "all are as busy", func() bool {
 		busy := []kvstate.Utilisation{see(a).Load, see(b).Load, see(c).Load}
 		return busy[0].Prefill > 0 && math.Abs(busy[0].Prefill-busy[1].Prefill) < .05 && math.Abs(busy[0].Prefill-busy[2].Prefill) < .05 &&
