@@ -15,6 +15,8 @@ import (
 	"testing"
 
 	"github.com/stretchr/testify/require"
+
+	"tandem/extproc/kvtransfer"
 )
 
 const module = "tandem"
@@ -40,7 +42,7 @@ var arrows = map[string][]string{
 	"extproc/envoywire":           {"extproc/openai"},
 	"extproc/kvtransfer":          {"extproc/openai", "kvstate", "protos/ticket/v1"}, // the last in tests
 	"extproc":                     {"extproc/telemetry", "internal/guard", "extproc/envoywire", "extproc/openai", "extproc/kvtransfer", "kvstate", "kvstate/prefixindex", "kvstate/enginehttp", "picker", "internal/memory"},
-	"protos/config/v1":            {},
+	"protos/config/v1":            {"extproc/kvtransfer", "kvstate"}, // the dialects validate
 	"protos/state/v1":             {},
 	"protos/ticket/v1":            {},
 	"envoy-configs":               {"protos/config/v1", "e2e/loopback"},                                                                                                                                                                                                                                                                                                                                                                        // the last in tests
@@ -60,8 +62,8 @@ var arrows = map[string][]string{
 	"internal/grpcserver":         {"internal/memory"},                                             // knows gRPC, not Envoy
 	"internal/memory":             {},
 	"internal/guard":              {},
-	"internal/budget":             {}, // for the tests of all
-	".":                           {},
+	"internal/budget":             {},                     // for the tests of all
+	".":                           {"extproc/kvtransfer"}, // the names of the dialects
 }
 
 // guarded are modules that only some packages may see, tests included.
@@ -171,6 +173,53 @@ func TestTheDecisionIsPure(t *testing.T) {
 				require.Contains(t, pure, p, "%s imports %s", s.file, p)
 			}
 		}
+	}
+}
+
+// dialectsMayBeNamed are the packages in which a dialect's name may stand: its own, the configuration, and the simulator. Tests and
+// what they are made of (e2e) do not count.
+var dialectsMayBeNamed = []string{"extproc/kvtransfer", "protos/config/v1", "cmd/enginesim", "e2e"}
+
+// otherWords are names that mean something else in a file.
+var otherWords = map[string]string{
+	"extproc/paths.go sglang":          "an engine, by its paths",
+	"extproc/paths.go trtllm":          "an engine, by its paths",
+	"kvstate/scrape/engines.go sglang": "an engine, by its metrics",
+	"kvstate/scrape/engines.go trtllm": "an engine, by its metrics",
+	"cmd/tandem/objectives.go sglang":  "an engine, by its scheduler's priorities",
+	"cmd/tandem/replay.go mooncake":    "a trace",
+	"replay/run.go mooncake":           "a peer's policy",
+	"replay/run.go trtllm":             "a peer's policy",
+	"replay/open.go mooncake":          "a trace",
+	"replay/suite.go mooncake":         "a trace",
+	"replay/suite.go shared":           "a size of fleets",
+	"replay/suite_extras.go mooncake":  "a trace",
+}
+
+// TestDialectsAreNamedInTheirRoom: whoever must know what a dialect does asks kvtransfer.Dialect, and not its name.
+func TestDialectsAreNamedInTheirRoom(t *testing.T) {
+	seen := map[string]bool{}
+	for _, s := range sources(t) {
+		if s.test || slices.ContainsFunc(dialectsMayBeNamed, func(dir string) bool { return s.dir == dir || strings.HasPrefix(s.dir, dir+"/") }) {
+			continue
+		}
+		ast.Inspect(s.ast, func(n ast.Node) bool {
+			literal, ok := n.(*ast.BasicLit)
+			if !ok || literal.Kind != token.STRING {
+				return true
+			}
+			text, err := strconv.Unquote(literal.Value)
+			require.NoError(t, err)
+			if slices.Contains(kvtransfer.Names(), text) {
+				place := s.file + " " + text
+				seen[place] = true
+				require.Contains(t, otherWords, place, "ask kvtransfer.Dialect what it does, or say what else the word means")
+			}
+			return true
+		})
+	}
+	for place := range otherWords {
+		require.True(t, seen[place], "%s: an exception for what is not there", place)
 	}
 }
 

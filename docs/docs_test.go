@@ -6,6 +6,7 @@
 package docs
 
 import (
+	"encoding/json"
 	"flag"
 	"fmt"
 	"os"
@@ -300,22 +301,43 @@ func anchors(text string) (out []string) {
 	return out
 }
 
-// The dialect and the term of the price that CONTRIBUTING shows compile in the places where it says that they belong.
-func TestWorkedExamplesCompile(t *testing.T) {
-	for _, example := range []struct{ dir, begins, before string }{
-		{"../extproc/kvtransfer", "// handle is", "package kvtransfer\n\nimport (\n\t\"fmt\"\n\n\t\"tandem/extproc/openai\"\n)\n\nvar _ Dialect = newHandle()\n\n"},
-		{"../picker", "const fullFrom", "package picker\n\nimport \"tandem/kvstate\"\n\n"},
+// The worked examples of CONTRIBUTING compile where it says that they belong. The dialect needs its file and one word in
+// makers: with these the tests over all dialects pass, the configuration's among them.
+func TestWorkedExamples(t *testing.T) {
+	const dialect = "../extproc/kvtransfer/dialect.go"
+	listed := strings.Replace(read(t, dialect), "\t\tlmcacheDialect,", "\t\thandleDialect, lmcacheDialect,", 1)
+	require.NotEqual(t, read(t, dialect), listed)
+	for _, example := range []struct {
+		file, begins, before string
+		more                 map[string]string // files that change
+		check                []string
+	}{
+		{
+			"../extproc/kvtransfer/worked.go", "// handle is", "package kvtransfer\n\nimport (\n\t\"fmt\"\n\n\t\"tandem/extproc/openai\"\n)\n\n", map[string]string{dialect: listed},
+			[]string{"test", "-count=1", "-run", "TestNew|TestPrefillEmptyObject|TestDialectDefaults", "../extproc/kvtransfer", "../protos/config/v1"},
+		},
+		{"../picker/worked.go", "const fullFrom", "package picker\n\nimport \"tandem/kvstate\"\n\n", nil, []string{"build", "../picker"}},
 	} {
 		_, shown, ok := strings.Cut(read(t, "../CONTRIBUTING.md"), example.begins)
 		require.True(t, ok, example.begins)
 		shown, _, _ = strings.Cut(shown, "```")
-		source := filepath.Join(t.TempDir(), "worked.go")
-		require.NoError(t, os.WriteFile(source, []byte(example.before+example.begins+shown), 0o600))
-		place, err := filepath.Abs(filepath.Join(example.dir, "worked.go"))
+		overlay := map[string]string{}
+		put := func(file, text string) {
+			place, err := filepath.Abs(file)
+			require.NoError(t, err)
+			overlay[place] = filepath.Join(t.TempDir(), "overlaid.go")
+			require.NoError(t, os.WriteFile(overlay[place], []byte(text), 0o600))
+		}
+		put(example.file, example.before+example.begins+shown)
+		for file, text := range example.more {
+			put(file, text)
+		}
+		list, err := json.Marshal(map[string]any{"Replace": overlay})
 		require.NoError(t, err)
-		overlay := filepath.Join(t.TempDir(), "overlay.json")
-		require.NoError(t, os.WriteFile(overlay, fmt.Appendf(nil, `{"Replace":{%q:%q}}`, place, source), 0o600))
-		out, err := exec.Command("go", "build", "-overlay", overlay, example.dir).CombinedOutput()
+		path := filepath.Join(t.TempDir(), "overlay.json")
+		require.NoError(t, os.WriteFile(path, list, 0o600))
+		args := append([]string{example.check[0], "-overlay", path}, example.check[1:]...)
+		out, err := exec.Command("go", args...).CombinedOutput()
 		require.NoError(t, err, "%s", out)
 	}
 }

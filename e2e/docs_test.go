@@ -309,7 +309,7 @@ func shownMistakes(t *testing.T, bin, dir string) {
 	_, shown, ok := strings.Cut(string(page), "    $ tandem serve -f tandem.yaml --check\n")
 	require.True(t, ok)
 	shown, _, _ = strings.Cut(shown, "\n\n")
-	wrong := `pools: [{name: chat, kvTransfer: nxil, endpoints: [{address: "10.0.0.1:8000", role: prefil}]}]`
+	wrong := `pools: [{name: chat, kvTransfer: nixl, split: allways, endpoints: [{address: "10.0.0.1:8000", role: prefil}]}]`
 	require.NoError(t, os.WriteFile(filepath.Join(dir, "tandem.yaml"), []byte(wrong), 0o600))
 	cmd := exec.Command(filepath.Join(bin, "tandem"), "serve", "-f", "tandem.yaml", "--check")
 	cmd.Dir = dir

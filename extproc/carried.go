@@ -17,10 +17,7 @@ func (x firstPass) carries(policy *Policy) bool {
 }
 
 // mayCarry is what has to hold of the pool's dialect, in pass 1 and in pass 2.
-func mayCarry(policy *Policy) bool {
-	_, carries := policy.Dialect.(kvtransfer.Carrier)
-	return carries && policy.Concurrent == nil
-}
+func mayCarry(policy *Policy) bool { return policy.Dialect.Inline }
 
 // carried makes of P's answer, which came with pass 1's ticket, what the leg's filter makes of a longer one. The hand-over's
 // name is made of the ticket's: it is good for one pass 2.

@@ -34,19 +34,19 @@ func (x mainRole) isSGLang() bool {
 		return false
 	}
 	policy, _ := x.s.policy(pool.Spec.Name)
-	return policy.Concurrent != nil && policy.Concurrent.Name() == "sglang"
+	return policy.Dialect.Concurrent != nil && policy.Dialect.Concurrent.OwnGenerate
 }
 
 // concurrent plans a request to a pool whose legs run at once.
 func (x firstPass) concurrent(pool *kvstate.Pool, policy Policy, a attempt) (route, error) {
-	dialect := policy.Concurrent
+	dialect := policy.Dialect.Concurrent
 	if x.body.Len() > x.s.SplitBodyBytes && policy.RefuseLong {
 		return route{}, openai.TooLarge(x.s.SplitBodyBytes)
 	}
 	if why := x.whyNoPair(policy, a); why != "" && !a.alone {
 		a.alone, a.why = true, why
 	}
-	if dialect.DecodesAlone() {
+	if dialect.DecodesAlone {
 		if holder, stored := x.holder(pool); stored {
 			return x.toHolder(pool, holder)
 		}
@@ -63,7 +63,7 @@ func (x firstPass) concurrent(pool *kvstate.Pool, policy Policy, a attempt) (rou
 		}
 	}
 	x.s.State.View(pool, x.hashes, &x.view)
-	if !dialect.DecodesAlone() { // then only an engine that was not started for one leg can
+	if !dialect.DecodesAlone { // then only an engine that was not started for one leg can
 		x.view.Endpoints = slices.DeleteFunc(x.view.Endpoints, func(c kvstate.Candidate) bool { return c.Endpoint.Role != kvstate.RoleBoth })
 		if len(x.view.Endpoints) == 0 {
 			return route{}, x.refusePair(a)
@@ -94,7 +94,7 @@ func (x firstPass) whyNoPair(policy Policy, a attempt) string {
 	case a.prefills >= cmp.Or(policy.PrefillAttempts, 3):
 		return "attempts_spent"
 	}
-	return policy.Concurrent.Unpairable(&x.req)
+	return policy.Dialect.Concurrent.Unpairable(&x.req)
 }
 
 // refusePair is what a client is told whose request no pair can answer, and no engine alone.
@@ -114,7 +114,7 @@ func (x firstPass) refusePair(a attempt) error {
 // pairUp plans both legs. A route without leg means that there is no pair, or that undoing P's leg would take more than a
 // ticket holds; a.why says which.
 func (x firstPass) pairUp(pool *kvstate.Pool, policy Policy, tokens int64, a *attempt) (route, error) {
-	dialect := policy.Concurrent
+	dialect := policy.Dialect.Concurrent
 	x.s.State.View(pool, x.hashes, &x.view)
 	c, ok, err := x.pickPair(pool, &policy, tokens, a)
 	if err != nil {
@@ -138,7 +138,7 @@ func (x firstPass) pairUp(pool *kvstate.Pool, policy Policy, tokens int64, a *at
 	told, err = dialect.Plan(&x.req, &x.patch, &legs)
 	if errors.Is(err, kvtransfer.ErrUnknownPeer) {
 		a.why = "unknown_peer"
-		if policy.Dialect == nil || a.redirects+2 >= x.s.MaxRedirects {
+		if policy.Dialect.Prefill == nil || a.redirects+2 >= x.s.MaxRedirects {
 			return route{}, nil
 		}
 		r, why, err := x.prefill(pool, policy, c, tokens, *a) // one leg after the other, which tells who P is
@@ -158,7 +158,7 @@ func (x firstPass) pairUp(pool *kvstate.Pool, policy Policy, tokens int64, a *at
 		return route{}, nil
 	}
 	r := route{leg: envoywire.LegPair, endpoint: d.Endpoint, edits: edits, pair: &pairRoute{p.Endpoint, envoywire.MirrorKeep, told}}
-	if dialect.CancelsPrefill() {
+	if dialect.CancelsPrefill {
 		r.pair.mirror = envoywire.MirrorCancel
 	}
 	t := kvtransfer.Ticket{

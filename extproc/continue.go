@@ -15,7 +15,7 @@ const completionsPath = "/v1/completions"
 // that cannot be, r stays as it is: D is sent the client's own body, and writes all of the answer.
 //
 // The body in x.body is P's, and the client's afterwards: what D is sent differs from that in little.
-func (x nextPass) continueAt(r *route, t *kvtransfer.Ticket, c kvtransfer.Continuer, params []byte) (answer []byte, undo openai.Edits) {
+func (x nextPass) continueAt(r *route, t *kvtransfer.Ticket, dialect *kvtransfer.Dialect, params []byte) (answer []byte, undo openai.Edits) {
 	h := &x.msg.Headers
 	if t.Redirects+1 >= x.s.MaxRedirects {
 		return nil, nil
@@ -28,7 +28,7 @@ func (x nextPass) continueAt(r *route, t *kvtransfer.Ticket, c kvtransfer.Contin
 	err := x.req.Scan(api, x.body.Bytes(), openai.Limits{})
 	if err == nil {
 		x.patch.Reset(&x.req)
-		answer, err = c.Continue(&x.req, &x.patch, params)
+		answer, err = dialect.Continue(&x.req, &x.patch, params)
 	}
 	if err != nil {
 		x.s.Log.Warn("decode cannot go on behind prefill's token: it computes the prompt", "request_id", x.requestID, "err", err)

@@ -51,7 +51,7 @@ func (x decodeLeg) serveDecode(t *kvtransfer.Ticket, p *pair) error {
 		return err
 	}
 	policy, _ := x.s.policy(t.Pool)
-	if c := policy.Concurrent; c != nil && c.PrefillFirst() {
+	if c := policy.Dialect.Concurrent; c != nil && c.PrefillFirst {
 		return x.afterPrefillOf(t, p, edits)
 	}
 	if err := x.answerBody(edits); err != nil {

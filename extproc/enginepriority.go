@@ -44,7 +44,7 @@ func (x *planning) setPriority(policy *Policy) {
 
 // aloneEdits are what is changed of the body for an endpoint that does both, and their undo.
 func (x firstPass) aloneEdits(policy Policy, id [16]byte, decode int, a *attempt) (edits, undo openai.Edits) {
-	puller, pulls := policy.Dialect.(kvtransfer.PrefixPuller)
+	pulls := policy.Dialect.Pull != nil
 	if pulls {
 		x.pair = pairOf(x.requestID, id, kvtransfer.Side{}, kvtransfer.Side{})
 		x.setSource(policy, decode)
@@ -55,7 +55,7 @@ func (x firstPass) aloneEdits(policy Policy, id [16]byte, decode int, a *attempt
 	}
 	x.patch.Reset(&x.req)
 	if pulls {
-		puller.Pull(&x.patch, &x.pair)
+		policy.Dialect.Pull(&x.patch, &x.pair)
 	}
 	x.tellEncoded(a)
 	x.setPriority(&policy)

@@ -113,7 +113,7 @@ func (s *stand) policy(name string, policy Policy) {
 // pool adds a pool of NIXL endpoints, "p..." for prefill, "d..." for decode and "b..." for both: p1 is 10.0.1.1:8000.
 func (s *stand) pool(name string, policy Policy, endpoints ...string) {
 	s.t.Helper()
-	if policy.Dialect == nil {
+	if policy.Dialect.Name == "" {
 		dialect, err := kvtransfer.New(kvtransfer.Options{Name: "nixl"})
 		require.NoError(s.t, err)
 		policy.Dialect = dialect

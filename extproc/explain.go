@@ -38,7 +38,7 @@ func (s *Server) Explain(poolName string, promptTokens int64) (Explanation, erro
 	k := picker.Picker{Policy: policy.place()}
 	var v kvstate.View
 	s.State.View(pool, nil, &v)
-	e := Explanation{Explanation: k.Explain(&picker.Request{PromptTokens: promptTokens, Split: policy.Dialect != nil && policy.Split, Rand: random()}, &v)}
+	e := Explanation{Explanation: k.Explain(&picker.Request{PromptTokens: promptTokens, Split: policy.Dialect.Prefill != nil && policy.Split, Rand: random()}, &v)}
 	if policy.room != nil {
 		e.Waiting, e.Elsewhere, e.Longest = policy.room.waits(time.Now())
 	}

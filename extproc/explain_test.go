@@ -28,7 +28,7 @@ func TestExplain(t *testing.T) {
 	})
 	state.MarkFailed(state.Pool("chat").Endpoint("10.0.1.2:8000"))
 	var log bytes.Buffer
-	s := New(Options{State: state, Live: Live{Pools: map[string]Policy{"chat": {Split: true, Dialect: nil}}}, Log: slog.New(slog.NewTextHandler(&log, &slog.HandlerOptions{Level: slog.LevelDebug}))}, nil)
+	s := New(Options{State: state, Live: Live{Pools: map[string]Policy{"chat": {Split: true}}}, Log: slog.New(slog.NewTextHandler(&log, &slog.HandlerOptions{Level: slog.LevelDebug}))}, nil)
 
 	e, err := s.Explain("", 4000)
 	require.NoError(t, err)

@@ -50,7 +50,7 @@ func (s *Server) cleansUp(pool string) bool {
 	return policy.cleansUp()
 }
 
-func (p *Policy) cleansUp() bool { return p.CleanupDecode && p.Dialect != nil }
+func (p *Policy) cleansUp() bool { return p.CleanupDecode && p.Dialect.Prefill != nil }
 
 // keep notes that a hand-over with these parameters, of a pool that cleans up, is about to leave this server: with P's answer read, or in
 // pass 2 (decided). If the request is over already, it is cleaned up.

@@ -115,7 +115,7 @@ func (w *waitingRoom) set(p *Policy) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	w.maxTime, w.queue.Max, w.picker.Policy = p.Waiting.MaxTime, p.Waiting.Max, p.place()
-	w.pairs = p.pairsOnly()
+	w.pairs = p.Dialect.PairsOnly()
 	orDefault(&w.maxTime, kvstate.Seconds(picker.MaxWait))
 }
 
@@ -133,7 +133,7 @@ func (x *planning) chooseNow(pool *kvstate.Pool, policy *Policy, r *picker.Reque
 		if r.Miss == picker.MissWait {
 			r.Miss = picker.MissGoOn
 		}
-		if policy.pairsOnly() {
+		if policy.Dialect.PairsOnly() {
 			x.view.Endpoints = slices.DeleteFunc(x.view.Endpoints, func(c kvstate.Candidate) bool { return c.Endpoint.Role == kvstate.RoleBoth })
 		}
 		return x.picker.Pick(r, &x.view)

@@ -117,7 +117,7 @@ func (x prefillLeg) endedByEnvoy() bool {
 
 // answerCut counts an answer of P's whose rest will not come: P has finished, and what it keeps nobody can name.
 func (x prefillLeg) answerCut(t *kvtransfer.Ticket, code int) {
-	if policy, _ := x.s.policy(t.Pool); code == 200 && policy.Dialect != nil {
+	if policy, _ := x.s.policy(t.Pool); code == 200 && policy.Dialect.Prefill != nil {
 		x.s.metrics.Orphaned(t.Pool, t.Prefill, strandedAnswerCut)
 	}
 }
@@ -198,7 +198,7 @@ func (x *prefillAnswer) afterPrefill(t *kvtransfer.Ticket, code int, answer []by
 	next.Learn = kvtransfer.Learn{}
 	pool := x.s.State.Pool(t.Pool)
 	policy, _ := x.s.policy(t.Pool)
-	if code != 200 || over || policy.Dialect == nil {
+	if code != 200 || over || policy.Dialect.Prefill == nil {
 		x.prefillFailed(pool, &next, code)
 		return &next, nil
 	}
@@ -218,8 +218,8 @@ func (x *prefillAnswer) afterPrefill(t *kvtransfer.Ticket, code int, answer []by
 	if got.Unused != "" {
 		x.s.Log.Info("KV parameters not handed on: decode computes the prompt", "request_id", x.requestID, "endpoint", t.Prefill, "why", got.Unused)
 	}
-	if policy.Concurrent != nil { // P was not known well enough for both legs at once
-		_, peer, _ := policy.Concurrent.ReadAnswer(answer, nil)
+	if c := policy.Dialect.Concurrent; c != nil { // P was not known well enough for both legs at once
+		_, peer, _ := c.ReadAnswer(answer, nil)
 		policy.learnPeer(t.Prefill, peer)
 	}
 	if pool != nil {

@@ -72,9 +72,6 @@ func closed(p *kvstate.Pool) error {
 // waits reports whether the pool's requests may have to wait.
 func (p *Policy) waits() bool { return p.Place.Late || p.Objectives.Miss == picker.MissWait }
 
-// pairsOnly reports whether the pool's engines are started for one leg or for none.
-func (p *Policy) pairsOnly() bool { return p.Concurrent != nil && !p.Concurrent.DecodesAlone() }
-
 // place is how the pool's requests are placed.
 func (p *Policy) place() picker.Policy {
 	place := p.Place
@@ -82,7 +79,7 @@ func (p *Policy) place() picker.Policy {
 		place = picker.DefaultPolicy()
 		place.Split, place.Late = picker.SplitAlways, p.Place.Late
 	}
-	if p.pairsOnly() {
+	if p.Dialect.PairsOnly() {
 		place.Split = picker.SplitAlways
 	}
 	return place

@@ -18,23 +18,12 @@ const (
 	loadAnswer = "answer" // decode answered 5xx, or not at all
 )
 
-// vllmEngines reports whether a pool's engines are vLLM, by its dialect.
-func (p *Policy) vllmEngines() bool {
-	switch {
-	case p.Concurrent != nil:
-		return kvtransfer.OfVLLM(p.Concurrent.Name())
-	case p.Dialect != nil:
-		return kvtransfer.OfVLLM(p.Dialect.Name())
-	}
-	return false
-}
-
 // leastBytes is how many bytes the answer to a stream has at least.
 func (p *Policy) leastBytes(api openai.API, requestID string, stream bool) int {
 	if !stream {
 		return 0
 	}
-	return openai.LeastStream(api, requestID, p.vllmEngines())
+	return openai.LeastStream(api, requestID, p.Dialect.VLLM)
 }
 
 // loadEnded records, at the end of a decode leg, whether its KV load worked.

@@ -93,8 +93,8 @@ func (x mirroredLeg) judge(t *kvtransfer.Ticket, code int) outcome {
 		if x.body.Len() <= maxRefusal {
 			v.answer = openai.CutEcho(nil, x.body.Bytes())
 		}
-	case code == 200 && !x.msg.Over && policy.Concurrent != nil:
-		got, peer, err := policy.Concurrent.ReadAnswer(x.body.Bytes(), t.Params)
+	case code == 200 && !x.msg.Over && policy.Dialect.Concurrent != nil:
+		got, peer, err := policy.Dialect.Concurrent.ReadAnswer(x.body.Bytes(), t.Params)
 		policy.learnPeer(t.Prefill, peer)
 		if err != nil {
 			x.s.Log.Warn("prefill answered, but not as one that has sent its KV", "request_id", x.requestID, "endpoint", t.Prefill, "err", err)

@@ -17,11 +17,11 @@ func sideOf(e *kvstate.Endpoint) kvtransfer.Side {
 // what it lacks.
 func (x *prefillAnswer) awaitKV(t *kvtransfer.Ticket) {
 	policy, _ := x.s.policy(t.Pool)
-	pusher, ok := policy.Dialect.(kvtransfer.Pusher)
-	if !ok {
+	push := policy.Dialect.Push
+	if push == nil {
 		return
 	}
-	if !pusher.Await(x.stream.Context(), &x.pair) && x.stream.Context().Err() == nil {
+	if !push.Await(x.stream.Context(), &x.pair) && x.stream.Context().Err() == nil {
 		x.s.Log.Warn("no word that the KV is with decode: it computes what it lacks", "request_id", x.requestID, "prefill", t.Prefill, "decode", t.Decode)
 	}
 }

@@ -10,18 +10,13 @@ import (
 	"tandem/extproc/openai"
 )
 
-// broken is a dialect that panics.
-type broken struct{ kvtransfer.Dialect }
-
-func (broken) Prefill(*openai.Request, *openai.Patch, *kvtransfer.Pair) { panic("broken") }
-
 // A panic while a request is decided is that request's 500. The replica goes on, and the panic is counted.
 func TestAPanicCostsOneRequest(t *testing.T) {
 	s := newStand(t, Options{})
 	s.pool("chat", splitting(), "p1", "d1")
 	policy := s.server.Live().Pools["chat"]
 	good := policy.Dialect
-	policy.Dialect = broken{good}
+	policy.Dialect.Prefill = func(*openai.Request, *openai.Patch, *kvtransfer.Pair) { panic("broken") }
 	s.policy("chat", policy)
 	for range 3 {
 		q := s.newRequest("/v1/chat/completions", "r1", chatBody)

@@ -118,12 +118,12 @@ func (x nextPass) decode(pool *kvstate.Pool, t *kvtransfer.Ticket) (route, error
 	var undo openai.Edits
 	var answer []byte
 	var turn kvtransfer.TurnLeg
-	if c, ok := policy.Dialect.(kvtransfer.Continuer); ok && params != nil {
-		answer, undo = x.continueAt(&r, t, c, params)
-	} else if params != nil && policy.Dialect != nil {
+	if params != nil && policy.Dialect.Continue != nil {
+		answer, undo = x.continueAt(&r, t, &policy.Dialect, params)
+	} else if params != nil && policy.Dialect.DecodeMember != nil {
 		var more []byte
 		turn, more = x.tellTurn(&r, t, &policy, paired)
-		r.edits, undo, err = x.decodeEdits(t.Undo, policy.Dialect, params, more)
+		r.edits, undo, err = x.decodeEdits(t.Undo, &policy.Dialect, params, more)
 		if err != nil {
 			return route{}, err
 		}
@@ -158,7 +158,7 @@ func (x nextPass) decode(pool *kvstate.Pool, t *kvtransfer.Ticket) (route, error
 // the blocks. What P pushed lies with the D of pass 1 and nowhere else.
 func (x nextPass) pickDecode(pool *kvstate.Pool, t *kvtransfer.Ticket) (d *kvstate.Endpoint, paired bool, err error) {
 	policy, _ := x.s.policy(t.Pool)
-	_, pushed := policy.Dialect.(kvtransfer.Pusher)
+	pushed := policy.Dialect.Push != nil
 	if d := pool.Endpoint(t.Decode); pushed && d != nil && !d.Failed() {
 		return d, true, nil
 	}
@@ -190,7 +190,7 @@ const maxDecodeMember = 8 << 20
 // decodeEdits turns the undo of a prefill body into the edits that make the decode body, and gives the undo of those. What
 // D is told stands right after the opening brace, where the undo's first edit mostly is too, and more behind it, with a comma at its
 // end. A body that P answered with 200 is not an empty object, so a comma always follows.
-func (x nextPass) decodeEdits(undo openai.Edits, dialect kvtransfer.Dialect, params, more []byte) (edits, back openai.Edits, err error) {
+func (x nextPass) decodeEdits(undo openai.Edits, dialect *kvtransfer.Dialect, params, more []byte) (edits, back openai.Edits, err error) {
 	x.params = append(append(dialect.DecodeMember(x.params[:0], params), ','), more...)
 	n := len(x.params)
 	if n > maxDecodeMember {

@@ -82,7 +82,7 @@ func (x firstPass) plan(api openai.API, a attempt) (route, error) {
 	if !ok {
 		return route{}, fmt.Errorf("pool %q has no policy", pool.Spec.Name)
 	}
-	if policy.Concurrent != nil {
+	if policy.Dialect.Concurrent != nil {
 		return x.concurrent(pool, policy, a)
 	}
 	if err := x.whetherToSplit(&a, policy); err != nil {
@@ -176,7 +176,7 @@ func (x firstPass) prefill(pool *kvstate.Pool, policy Policy, c picker.Choice, t
 	policy.Dialect.Prefill(&x.req, &x.patch, &x.pair)
 	x.tellEncoded(&a)
 	learn := x.learns(policy)
-	if asks, ok := policy.Dialect.(kvtransfer.TokenAsker); learn && !(ok && asks.AsksTokenIDs(x.req.API())) {
+	if learn && !slices.Contains(policy.Dialect.TokenIDs, x.req.API()) {
 		x.patch.Set("return_token_ids", openai.FieldReturnTokenIDs, []byte("true"))
 	}
 	x.setPriority(&policy)
@@ -185,11 +185,11 @@ func (x firstPass) prefill(pool *kvstate.Pool, policy Policy, c picker.Choice, t
 	if x.undo.Size() > kvtransfer.MaxUndoBytes {
 		return route{}, "undo_too_large", nil
 	}
-	pusher, pushes := policy.Dialect.(kvtransfer.Pusher)
+	push := policy.Dialect.Push
 	decodes := c.DecodeBooking()
-	decodes.Coming = !pushes // pass 2 chooses D again, and books it when there is an answer to write
-	if room := d.Endpoint.Transfer.BufferTokens; pushes && room > 0 {
-		if r.booked[1], why = x.reserveRoom(d.Endpoint, a.redirects, decodes, room, pusher.Patience()); why != "" {
+	decodes.Coming = push == nil // pass 2 chooses D again, and books it when there is an answer to write
+	if room := d.Endpoint.Transfer.BufferTokens; push != nil && room > 0 {
+		if r.booked[1], why = x.reserveRoom(d.Endpoint, a.redirects, decodes, room, push.Patience); why != "" {
 			return route{}, why, nil
 		}
 	} else {
@@ -206,8 +206,8 @@ func (x firstPass) prefill(pool *kvstate.Pool, policy Policy, c picker.Choice, t
 	}
 	r.leg, r.endpoint, r.edits, r.carry = envoywire.LegPrefill, p.Endpoint, edits, x.carries(&policy)
 	r.perTry = perTry
-	if pushes {
-		r.perTry += pusher.Patience() // the leg answers when the KV is with D
+	if push != nil {
+		r.perTry += push.Patience // the leg answers when the KV is with D
 	}
 	x.s.State.ClaimLoad(pool, p.Endpoint.Addr, d.Endpoint.Addr, t.ID)
 	r.booked[0] = x.reserve(p.Endpoint, kvstate.RolePrefill, a.redirects, c.PrefillBooking())

@@ -129,7 +129,7 @@ func (x *planning) whetherToSplit(a *attempt, policy Policy) error {
 	case x.body.Len() > x.s.SplitBodyBytes && policy.RefuseLong:
 		return openai.TooLarge(x.s.SplitBodyBytes)
 	case a.alone:
-	case policy.Dialect == nil:
+	case policy.Dialect.Prefill == nil:
 		a.alone, a.why = true, "no_kv_transfer"
 	case !policy.Split:
 		a.alone, a.why = true, "policy"
@@ -162,7 +162,7 @@ func (x *planning) whyUnpaired() string {
 // setSource names in x.pair the endpoint that has most of the prompt's beginning, if it is worth more than what the one
 // that computes has itself, and if the dialect can make use of it.
 func (x *planning) setSource(policy Policy, computes int) {
-	if _, ok := policy.Dialect.(kvtransfer.PrefixPuller); !ok {
+	if policy.Dialect.Pull == nil {
 		return
 	}
 	own := &x.view.Endpoints[computes]

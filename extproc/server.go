@@ -58,9 +58,8 @@ type Options struct {
 
 // Policy is what a pool wants done with its requests.
 type Policy struct {
-	Dialect         kvtransfer.Dialect    // nil: one hop for everything, unless there is
-	Concurrent      kvtransfer.Concurrent // the dialect, where both legs run at once
-	Peers           *kvtransfer.Peers     // who the prefill engines are; nil: the dialect does not need to know
+	Dialect         kvtransfer.Dialect // the zero value: one hop for everything
+	Peers           *kvtransfer.Peers  // the prefill engines that are known; nil: the dialect does not need to know them
 	Split           bool
 	Place           picker.Policy // of what may be split; without a model: the default one, and all is split
 	RefuseLong      bool          // bodies over SplitBodyBytes get 413 instead of decode alone

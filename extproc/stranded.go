@@ -173,10 +173,10 @@ func (s *Server) askCleaner(ctx context.Context, client *enginehttp.Client, poli
 // cleaner chooses the endpoint of a cleanup: any that the prefill endpoint may pair with, the one that the request did not reach only
 // where there is no other, or, where the blocks were pushed, the one that has them. nil: there is none.
 func (s *Server) cleaner(policy *Policy, pool *kvstate.Pool, h *handed, tried []string) *kvstate.Endpoint {
-	if pool == nil || policy.Dialect == nil {
+	if pool == nil || policy.Dialect.DecodeMember == nil {
 		return nil
 	}
-	if _, pushed := policy.Dialect.(kvtransfer.Pusher); pushed {
+	if policy.Dialect.Push != nil {
 		if d := pool.Endpoint(h.decode); d != nil && !d.Failed() && len(tried) == 0 {
 			return d
 		}

@@ -297,7 +297,7 @@ func (p *player) pool(words []string) {
 		p.s.state.SetPool(kvstate.PoolSpec{Name: words[0], Models: models}, eps)
 	}
 	if !transfer {
-		policy.Dialect = nil
+		policy.Dialect = kvtransfer.Dialect{}
 		p.s.policy(words[0], policy)
 	}
 	p.spec = p.s.state.Pool(words[0]).Spec

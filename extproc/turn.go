@@ -14,7 +14,7 @@ import (
 	"tandem/kvstate"
 )
 
-// This file is the reuse of D's blocks in a conversation's next turn, where the pool's dialect is a [kvtransfer.TurnKeeper]: D's
+// This file is the reuse of D's blocks in a conversation's next turn, where the pool's dialect has [kvtransfer.Turns]: D's
 // answer comes through answer-leg, where what it says of its blocks is taken out and kept under the conversation's name
 // (docs/adr/0016); the next turn's prefill leg takes it from there, once, and tells P, if its prompt is known to begin with the
 // tokens of these blocks. Whatever is missing or unclear on that way costs the reuse and nothing else.
@@ -42,8 +42,8 @@ const turnPatience = 500 * time.Millisecond
 // have other blocks, and another salt's are another tenant's. Of media the ids say nothing but that there are some, so a chat with any is
 // of no conversation.
 func (x firstPass) conversation(pool *kvstate.Pool, policy *Policy) (name [16]byte, ownIDs bool) {
-	keeper, ok := policy.Dialect.(kvtransfer.TurnKeeper)
-	if !ok || x.session == 0 || policy.Handoff != HandoffEnvoy || !keeper.Takes(x.req.API(), x.req.PromptIDs() != nil) || !x.req.PromptIsAll() {
+	turns := policy.Dialect.Turns
+	if turns == nil || x.session == 0 || policy.Handoff != HandoffEnvoy || !turns.Takes(x.req.API(), x.req.PromptIDs() != nil) || !x.req.PromptIsAll() {
 		return name, false
 	}
 	ownIDs = x.req.True(openai.FieldReturnTokenIDs)
@@ -172,7 +172,7 @@ func appendIDs(dst []byte, ids []uint32) []byte {
 
 // tellTurn has D's answer come by where it says what D keeps, if it may say that at all, and D asked for what that is good for.
 func (x nextPass) tellTurn(r *route, t *kvtransfer.Ticket, policy *Policy, told bool) (turn kvtransfer.TurnLeg, more []byte) {
-	if _, keeps := policy.Dialect.(kvtransfer.TurnKeeper); !keeps || !told || r.leg == envoywire.LegPass {
+	if policy.Dialect.Turns == nil || !told || r.leg == envoywire.LegPass {
 		return turn, nil
 	}
 	r.leg = envoywire.LegAnswer
@@ -198,23 +198,23 @@ func (x answerLeg) turnAnswer(t *kvtransfer.Ticket) openai.Rewriter {
 
 func (x answerLeg) keepTurn(t *kvtransfer.Ticket, params []byte, ids []uint32) {
 	policy, _ := x.s.policy(t.Pool)
-	keeper, ok := policy.Dialect.(kvtransfer.TurnKeeper)
+	turns := policy.Dialect.Turns
 	pool := x.s.State.Pool(t.Pool)
-	if !ok || pool == nil {
+	if turns == nil || pool == nil {
 		return // the configuration has changed
 	}
 	side := x.side(pool, t.Decode)
-	turn, err := keeper.ReadTurn(params, ids, &side)
+	turn, err := turns.Read(params, ids, &side)
 	var text []byte
 	if err == nil {
-		text, err = writeTurn(turn, time.Now().Add(keeper.TurnTTL()))
+		text, err = writeTurn(turn, time.Now().Add(turns.TTL))
 	}
 	if err != nil {
 		x.s.metrics.Turn(t.Pool, turnUnusable)
 		x.s.Log.Info("what decode keeps for the next turn is of no use", "request_id", x.requestID, "endpoint", t.Decode, "err", err)
 		return
 	}
-	if err := x.s.State.KeepTurn(t.Turn.Conversation, text, keeper.TurnTTL()); err != nil {
+	if err := x.s.State.KeepTurn(t.Turn.Conversation, text, turns.TTL); err != nil {
 		x.s.metrics.Turn(t.Pool, turnNoRoom)
 		return
 	}

@@ -36,9 +36,9 @@ func (f *fleet) newSource(ctx context.Context, p *configv1.Pool, log *slog.Logge
 		s.Resolve(ctx)
 		return s, nil
 	case d.GetKubernetes() != nil:
-		return f.kubernetes(spec, d.GetKubernetes(), discovery.NewFacts(sameRelease(p.GetKvTransfer()), log), log)
+		return f.kubernetes(spec, d.GetKubernetes(), discovery.NewFacts(p.Dialect().SameRelease, log), log)
 	case d.GetInferencePool() != nil:
-		return f.inferencePool(spec, d.GetInferencePool(), discovery.NewFacts(sameRelease(p.GetKvTransfer()), log), log)
+		return f.inferencePool(spec, d.GetInferencePool(), discovery.NewFacts(p.Dialect().SameRelease, log), log)
 	}
 	return nil, errors.New("discovery names no source")
 }

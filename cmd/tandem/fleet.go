@@ -104,48 +104,16 @@ func newFleet(ctx context.Context, config *configv1.Config, log *slog.Logger) (*
 	return f, nil
 }
 
-// decodeSizes are the tensor- and data-parallel sizes of a pool's decode engines, which are all the same.
-func decodeSizes(p *configv1.Pool) (tp, dp int) {
-	for _, e := range p.GetEndpoints() {
-		if t := e.GetTransfer(); e.GetRole() != "prefill" {
-			tp, dp = max(tp, int(t.GetTensorParallelSize())), max(dp, int(t.GetDataParallelSize()))
-		}
-	}
-	return tp, dp
-}
-
-// transferOf is what is configured of an endpoint's side of KV transfer.
-func transferOf(e *configv1.Endpoint) kvstate.Transfer {
-	port := func(n int32) uint16 { return uint16(n) }
-	t, r := e.GetTransfer(), e.GetLmcache()
-	return kvstate.Transfer{
-		Host: t.GetHost(), Release: e.GetRelease(), TP: int(t.GetTensorParallelSize()), DP: int(t.GetDataParallelSize()),
-		BootstrapPort: port(t.GetBootstrapPort()), KVPort: port(t.GetKvPort()),
-		HandshakePort: port(t.GetHandshakePort()), NotifyPort: port(t.GetNotifyPort()), P2PPort: int(t.GetP2PPort()),
-		LMCacheInitPort: int(r.GetInitPort()), LMCacheAllocPort: int(r.GetAllocPort()), LMCacheQueryPort: int(r.GetQueryPort()),
-		BufferTokens: r.GetBufferTokens(),
-	}
-}
-
-// dialect is what the pool's engines speak; nil if they do both by themselves.
+// dialect returns how the pool's engines transfer KV, the zero value if they do not.
 func dialect(p *configv1.Pool, board *notices.Board) (kvtransfer.Dialect, error) {
 	if p.GetKvTransfer() == "none" {
-		return nil, nil //nolint:nilnil // Policy.Dialect says what nil means
+		return kvtransfer.Dialect{}, nil
 	}
-	o := kvtransfer.Options{
-		Name: p.GetKvTransfer(), Members: p.GetMembers(), ReuseTokenIDs: p.GetNixl().GetReuseTokenIds(),
-		Bidirectional: p.GetNixl().GetBidirectional(), TurnTTL: configv1.Duration(p.GetNixl().GetTurnTtl()),
-		Key: p.GetOrchestrated().GetKey(), Params: p.GetOrchestrated().GetHandOver() == "params",
-		NoticeTimeout: configv1.Duration(p.GetLmcache().GetNoticeTimeout()), RetFirstToken: p.GetLmcache().GetRetFirstToken(),
-	}
+	o := p.DialectOptions()
 	if p.TakesNotices() {
 		o.Arrivals = board
 	}
-	d, err := kvtransfer.New(o)
-	if err != nil {
-		return nil, err
-	}
-	return d, nil
+	return kvtransfer.New(o)
 }
 
 // eventSources says where the pools publish KV events.
@@ -341,17 +309,9 @@ func policyOf(p *configv1.Pool, board *notices.Board, log *slog.Logger) (policy 
 	case "direct":
 		policy.Handoff = extproc.HandoffDirect
 	}
-	name := p.GetKvTransfer()
-	policy.Concurrent, policy.Peers = kvtransfer.NewConcurrent(name), kvtransfer.NewPeers(name, log)
-	switch {
-	case name == "nixl-push": // one leg after the other where the engine is not known yet
-		policy.Dialect, err = kvtransfer.New(kvtransfer.Options{Name: "nixl"})
-	case name == "trtllm-generation-first": // context first, where an engine does not say where its endpoint is
-		policy.Dialect, err = kvtransfer.New(kvtransfer.Options{Name: "trtllm"})
-	case name == "moriio-read":
-		policy.Dialect = kvtransfer.NewMoRIIORead(decodeSizes(p))
-	case policy.Concurrent == nil:
-		policy.Dialect, err = dialect(p, board)
+	policy.Dialect, err = dialect(p, board)
+	if c := policy.Dialect.Concurrent; c != nil {
+		policy.Peers = c.Peers.NewPeers(log)
 	}
 	return policy, err
 }

@@ -11,19 +11,21 @@ import (
 	configv1 "tandem/protos/config/v1"
 )
 
-// Every dialect there is can be configured, with nothing but addresses and roles (and multi's members).
+// Every dialect there is can be configured, with nothing but addresses and roles (and what multi and p2p-nccl need).
 func TestEveryDialectCanBeConfigured(t *testing.T) {
 	for _, name := range kvtransfer.Names() {
 		more := ""
-		if name == "multi" {
+		switch name {
+		case "multi":
 			more = "members: [nixl, offload], "
+		case "p2p-nccl":
+			more = `registration: {listen: "127.0.0.1:3"}, `
 		}
 		c, _, err := configv1.Parse(fmt.Appendf(nil, `pools: [{name: a, kvTransfer: %s, %sendpoints: [{address: "127.0.0.1:1", role: prefill}, {address: "127.0.0.1:2", role: decode}]}]`, name, more))
 		require.NoError(t, err, name)
 		d, err := dialect(c.GetPools()[0], notices.NewBoard(0, 0))
 		require.NoError(t, err, name)
-		require.Equal(t, name, d.Name())
-		_, pushes := d.(kvtransfer.Pusher)
-		require.Equal(t, name == "lmcache", pushes)
+		require.Equal(t, name, d.Name)
+		require.Equal(t, name == "lmcache", d.Push != nil)
 	}
 }

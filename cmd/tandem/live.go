@@ -9,12 +9,12 @@ import (
 	"log/slog"
 	"net"
 	"net/http"
-	"slices"
 	"strconv"
 	"strings"
 	"sync"
 	"time"
 
+	"tandem/extproc/kvtransfer"
 	"tandem/kvstate"
 	"tandem/kvstate/enginehttp"
 	configv1 "tandem/protos/config/v1"
@@ -135,19 +135,17 @@ func checkSGLang(p *configv1.Pool, e *configv1.Endpoint, info engineInfo, say fu
 	if info.Mode == "" {
 		return
 	}
-	switch dialect := p.GetKvTransfer(); {
-	case dialect != "sglang" && info.Mode != "null":
-		say(".address", "the engine is an SGLang of the mode %s, and the pool's kvTransfer is %s: set that to sglang, or correct the address", info.Mode, dialect)
-	case dialect != "sglang":
+	d := p.Dialect()
+	switch sglang := d.Engine == kvtransfer.EngineSGLang; {
+	case !sglang && info.Mode != "null":
+		say(".address", "the engine is an SGLang of the mode %s, and the pool's kvTransfer is %s: set that to sglang, or correct the address", info.Mode, p.GetKvTransfer())
+	case !sglang:
 	case e.GetRole() != map[string]string{"null": "both"}[info.Mode] && e.GetRole() != info.Mode:
 		say(".role", "is %s here, and the engine runs with --disaggregation-mode %s: correct the role, or start the engine otherwise", e.GetRole(), info.Mode)
-	case info.Mode == "prefill" && info.Bootstrap > 0 && info.Bootstrap != cmp.Or(e.GetTransfer().GetBootstrapPort(), defaultBootstrapPort):
-		say(".transfer.bootstrapPort", "is %d here, and the engine says %d: correct it", cmp.Or(e.GetTransfer().GetBootstrapPort(), defaultBootstrapPort), info.Bootstrap)
+	case info.Mode == "prefill" && info.Bootstrap > 0 && info.Bootstrap != cmp.Or(e.GetTransfer().GetBootstrapPort(), kvtransfer.DefaultBootstrapPort):
+		say(".transfer.bootstrapPort", "is %d here, and the engine says %d: correct it", cmp.Or(e.GetTransfer().GetBootstrapPort(), kvtransfer.DefaultBootstrapPort), info.Bootstrap)
 	}
 }
-
-// defaultBootstrapPort is SGLang's --disaggregation-bootstrap-port and VLLM_MOONCAKE_BOOTSTRAP_PORT where neither is set.
-const defaultBootstrapPort = 8998
 
 // transferPort is where other engines reach an endpoint for KV.
 type transferPort struct{ field, addr string }
@@ -157,33 +155,27 @@ func transferPorts(p *configv1.Pool, e *configv1.Endpoint) (out []transferPort) 
 	if h := e.GetTransfer().GetHost(); h != "" {
 		host = h
 	}
-	add := func(field string, first, n int32) {
-		for port := first; first > 0 && port < first+n; port++ {
-			out = append(out, transferPort{field, net.JoinHostPort(host, strconv.Itoa(int(port)))})
+	d := p.Dialect()
+	role, err := kvstate.ParseRole(e.GetRole())
+	if err != nil {
+		return nil
+	}
+	for _, port := range d.PortsOf(role) {
+		first, n := cmp.Or(e.Port(port.Name), int32(port.Default)), int32(1)
+		if port.Ranks {
+			n = max(e.GetTransfer().GetTensorParallelSize(), 1)
+		}
+		for number := first; port.Open && first > 0 && number < first+n; number++ {
+			out = append(out, transferPort{"." + port.Name, net.JoinHostPort(host, strconv.Itoa(int(number)))})
 		}
 	}
-	add(".lmcache.initPort", e.GetLmcache().GetInitPort(), max(e.GetTransfer().GetTensorParallelSize(), 1))
-	add(".lmcache.allocPort", e.GetLmcache().GetAllocPort(), max(e.GetTransfer().GetTensorParallelSize(), 1))
-	add(".lmcache.queryPort", e.GetLmcache().GetQueryPort(), max(e.GetTransfer().GetTensorParallelSize(), 1))
-	// An SGLang server with the role both was started for neither leg, and opens no bootstrap port.
-	if k, role := p.GetKvTransfer(), e.GetRole(); k == "sglang" && role == "prefill" || k == "mooncake" && role != "decode" {
-		add(".transfer.bootstrapPort", cmp.Or(e.GetTransfer().GetBootstrapPort(), defaultBootstrapPort), 1)
-	}
-	if p.GetKvTransfer() != "none" {
-		add(".transfer.p2pPort", e.GetTransfer().GetP2PPort(), 1)
-	}
 	return out
-}
-
-// sameRelease are the dialects whose engines refuse each other's KV, or read it wrongly, across releases.
-func sameRelease(dialect string) bool {
-	return slices.Contains([]string{"nixl", "offload", "multi"}, dialect)
 }
 
 // disagreement says that endpoint j runs another release than one before it that it may be paired with.
 func disagreement(path string, p *configv1.Pool, answers []engineAnswer, j int) []finding {
 	e, mine := p.GetEndpoints()[j], answers[j].version
-	if !sameRelease(p.GetKvTransfer()) || mine == "" {
+	if !p.Dialect().SameRelease || mine == "" {
 		return nil
 	}
 	for i, other := range p.GetEndpoints()[:j] {

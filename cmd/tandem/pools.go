@@ -35,7 +35,7 @@ func poolSpecs(config *configv1.Config) (out []poolSpec, err error) {
 				return nil, fmt.Errorf("pool %s: %w", p.GetName(), err)
 			}
 			next.endpoints = append(next.endpoints, kvstate.EndpointSpec{
-				Name: e.GetAddress(), Scheme: e.GetScheme(), Role: role, Group: p.PairsAs(e), Transfer: transferOf(e),
+				Name: e.GetAddress(), Scheme: e.GetScheme(), Role: role, Group: p.PairsAs(e), Transfer: configv1.TransferOf(e),
 				EventsPort: int(e.GetKvEventsPort()), ReplayPort: int(e.GetKvReplayPort()),
 				Weight: int(e.GetWeight()), Drained: e.GetWeight() == 0, Zone: e.GetZone(), Node: e.GetNode(), LoRAs: listed(e.GetLoras()), Labels: listed(e.GetLabels()),
 			})

@@ -9,28 +9,26 @@ import (
 	"tandem/kvstate"
 )
 
-// Concurrent is a way of handing a prompt's KV cache over in which both legs run at once: P sends, D receives, and each
-// needs the other. Envoy sends the request to D and a copy of it to P (docs/adr/0010). Implementations are safe for
-// concurrent use.
-type Concurrent interface {
-	// Name is what the configuration calls it (kvTransfer).
-	Name() string
-	// DecodesAlone reports whether an endpoint that decodes can answer a request without a P.
-	DecodesAlone() bool
+// Concurrent is the part of a dialect in which both legs run at once: P sends, D receives, and each needs the other. Envoy
+// sends the request to D and a copy of it to P (docs/adr/0010).
+type Concurrent struct {
+	DecodesAlone bool // an endpoint that decodes can answer a request without a P
 	// CancelsPrefill says what becomes of P's leg when nobody waits for its blocks any more: true, it is cut, and P frees
 	// them; false, it runs to its end, because D frees what it reserved only when P has sent.
-	CancelsPrefill() bool
-	// PrefillFirst holds D's leg back until P has answered: D would do nothing but wait, at the expense of others.
-	PrefillFirst() bool
+	CancelsPrefill bool
+	PrefillFirst   bool // D's leg is held back until P has answered: D would only wait, at the expense of others
+	JoinsAnswers   bool // a part of P's answer may belong into the client's
+	OwnGenerate    bool // POST /generate, which names no model, is an API of its engines
 	// Unpairable says why a request cannot go over two legs, "" if it can. The reasons are label values.
-	Unpairable(r *openai.Request) string
-	// Plan plans what P's body differs in from the client's, which is r's and p was Reset to, and says what else the legs
-	// are told. Unless D is sent the client's own body at least one member is put in, so the first of the patch's edits is the
-	// insertion right after the opening brace. It may not wait. [ErrUnknownPeer] means that what the legs must be told of P is not known yet.
-	Plan(r *openai.Request, p *openai.Patch, l *Legs) (Told, error)
-	// ReadAnswer reads P's answer with status 200. told is what D was told ([Told].Decode). An error means that P does not
-	// do what D was told it would, so that D waits in vain. The Peer is what P said of itself.
-	ReadAnswer(body, told []byte) (Answer, Peer, error)
+	Unpairable func(r *openai.Request) string
+	// Plan plans how P's body differs from the client's, which is r's and p was Reset to, and returns what else the legs
+	// need. Unless D is sent the client's own body at least one member is put in, so the first of the patch's edits is the
+	// insertion right after the opening brace. It may not wait. [ErrUnknownPeer] means that P's engine is not known yet.
+	Plan func(r *openai.Request, p *openai.Patch, l *Legs) (Told, error)
+	// ReadAnswer reads P's answer with status 200. told is [Told].Decode. An error means that P does not do what D was told
+	// it would, so that D waits in vain. The Peer is what P said of itself.
+	ReadAnswer func(body, told []byte) (Answer, Peer, error)
+	Peers      *PeerSource // how prefill engines become known; nil: they need not be
 }
 
 // Legs is one attempt to answer a request with two legs at once.
@@ -53,26 +51,6 @@ type Told struct {
 	Joined bool
 	// PrefillRank and DecodeRank are the x-data-parallel-rank of the legs, "" for none.
 	PrefillRank, DecodeRank string
-}
-
-// NewConcurrent makes the dialect that the configuration names, nil if it names none that runs both legs at once.
-func NewConcurrent(name string) Concurrent {
-	switch name {
-	case "sglang":
-		return newSGLang()
-	case "mooncake":
-		return newMooncake()
-	case "nixl-push":
-		return newNIXLPush()
-	case "moriio":
-		return newMoRIIO()
-	case "p2p-nccl":
-		return newP2PNCCL()
-	case "trtllm-generation-first":
-		return newTRTLLMFirst()
-	default:
-		return nil
-	}
 }
 
 // bareHost is where the other leg's engine reaches an endpoint: as configured, or where Envoy reaches it.

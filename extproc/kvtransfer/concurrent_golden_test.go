@@ -19,7 +19,11 @@ import (
 // client sent, what was learnt of P before, and what P answered; what both legs are sent, and what Tandem makes of P's
 // answer, is checked, or rewritten with -update. The attempt is always the same one, so rooms and transfer ids are too.
 func TestConcurrentGolden(t *testing.T) {
-	for _, dialect := range []string{"sglang", "mooncake", "nixl-push", "moriio", "p2p-nccl", "trtllm-generation-first"} {
+	for _, d := range All() {
+		if d.Concurrent == nil {
+			continue
+		}
+		dialect := d.Name
 		files, err := filepath.Glob("testdata/" + dialect + "/*.txtar")
 		require.NoError(t, err)
 		require.NotEmpty(t, files, dialect)
@@ -27,7 +31,7 @@ func TestConcurrentGolden(t *testing.T) {
 			t.Run(dialect+"/"+strings.TrimSuffix(filepath.Base(file), ".txtar"), func(t *testing.T) {
 				archive, err := txtar.ParseFile(file)
 				require.NoError(t, err)
-				got := atOnce(t, NewConcurrent(dialect), archive)
+				got := atOnce(t, d.Concurrent, archive)
 				if *update {
 					require.NoError(t, os.WriteFile(file, txtar.Format(got), 0o644))
 					return
@@ -42,7 +46,7 @@ func TestConcurrentGolden(t *testing.T) {
 var goldenID = [16]byte{1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16}
 
 // atOnce gives the archive as it should be. Its first line: POST path, prefill at address[, key=value of transfer]...
-func atOnce(t *testing.T, d Concurrent, a *txtar.Archive) *txtar.Archive {
+func atOnce(t *testing.T, d *Concurrent, a *txtar.Archive) *txtar.Archive {
 	first, _, _ := strings.Cut(string(a.Comment), "\n")
 	words := strings.Split(first, ", ")
 	path, ok := strings.CutPrefix(words[0], "POST ")
@@ -120,7 +124,7 @@ func transferWord(t *testing.T, legs *Legs, w string) {
 }
 
 // learnt is what was known of P before the request.
-func learnt(t *testing.T, d Concurrent, a *txtar.Archive) (peer Peer) {
+func learnt(t *testing.T, d *Concurrent, a *txtar.Archive) (peer Peer) {
 	var err error
 	if info := section(a, "server info"); info != nil {
 		peer, err = readServerInfo(info)
@@ -173,7 +177,7 @@ func toldHeaders(told Told) string {
 	return strings.Join(lines, "\n")
 }
 
-func judged(d Concurrent, answer []byte, told Told) string {
+func judged(d *Concurrent, answer []byte, told Told) string {
 	got, peer, err := d.ReadAnswer(answer, told.Decode)
 	if err != nil {
 		return "D is cut, and the request planned again: " + err.Error()

@@ -1,13 +1,14 @@
 // Package kvtransfer knows how engines hand the KV cache of a prompt from a prefill endpoint to a decode endpoint, and
 // keeps what a request needs to go on between the two hops.
 //
-// A [Dialect] is one engine's way of saying it: what the prefill leg's body differs in from the client's, what to read of
-// P's answer, and what D is told beside the client's own body. Each is one file (nixl.go, lmcache.go, ...), and every member it writes or
-// reads cites the engine release it was read from. Bodies are never modelled: a dialect plans edits of bytes
-// ([openai.Patch]) and hands P's object on verbatim ([Answer]).
+// A [Dialect] is a value that holds all of one engine's way to do that: how the prefill leg's body differs from the
+// client's, what to read of P's answer, and which members D's body has beside the client's own. Each is one file (nixl.go,
+// lmcache.go, ...) and one line of makers (dialect.go), and every member it writes or reads cites the engine release it was
+// read from. Bodies are never modelled: a dialect plans edits of bytes ([openai.Patch]) and hands P's object on verbatim
+// ([Answer]).
 //
-// A [Concurrent] is the same for engines that need both legs at once (sglang.go, mooncake.go, nixlpush.go, moriio.go,
-// p2pnccl.go); what such a dialect has to know of an engine beforehand, [Peers] learn.
+// [Concurrent] is the part for engines that need both legs at once (sglang.go, mooncake.go, nixlpush.go, moriio.go,
+// p2pnccl.go); what such a dialect must know of an engine beforehand, [Peers] learn.
 //
 // A [Turn] is what a D has kept of an answer, for the P of the conversation's next (turn.go).
 //
@@ -27,6 +28,7 @@ import (
 	"fmt"
 	"net"
 	"net/netip"
+	"slices"
 	"strings"
 	"time"
 
@@ -34,52 +36,116 @@ import (
 	"tandem/kvstate"
 )
 
-// Dialect is one engine's way of handing a prompt's KV cache over from P to D in two hops, one after the other.
-// Implementations are immutable and safe for concurrent use. What only some dialects need is an interface of its
-// own: [Pusher], [PrefixPuller], [TokenAsker], [Continuer], [TurnKeeper].
-type Dialect interface {
-	// Name is what the configuration calls it (kvTransfer).
-	Name() string
-	// Speaks reports whether requests to an API can be split in this dialect.
-	Speaks(api openai.API) bool
-	// Prefill plans what the prefill leg's body differs in from the client's. p was Reset to r.
-	Prefill(r *openai.Request, p *openai.Patch, pair *Pair)
+// Dialect is how one engine hands a prompt's KV cache over from P to D. All that Tandem knows of it stands here: a nil
+// part means that the dialect does not do that, and the zero value is the dialect of engines that prefill and decode by
+// themselves. A Dialect is immutable, and its functions are safe for concurrent use.
+type Dialect struct {
+	Name   string // in the configuration (kvTransfer)
+	Engine string // whose paths clients may ask for, unless the configuration says otherwise: one of the Engine constants
+	VLLM   bool   // its engines are vLLM, so the shapes of their answers are known
+
+	// Two hops, one after the other. APIs are the ones whose requests can be split; nil: all.
+	APIs []openai.API
+	// Prefill plans how the prefill leg's body differs from the client's. p was Reset to r. nil: the legs never follow each other.
+	Prefill func(r *openai.Request, p *openai.Patch, pair *Pair)
 	// ReadAnswer reads P's answer with status 200. An error means that P cannot be understood: nothing of the answer may be
 	// sent to D. It wraps [ErrParams] if the answer is JSON.
-	ReadAnswer(body []byte, pair *Pair) (Answer, error)
-	// DecodeMember appends to dst what D is told beside the client's body: members to stand right after the opening brace,
-	// without the comma behind. params is Answer.Params, not nil.
-	DecodeMember(dst []byte, params []byte) []byte
+	ReadAnswer func(body []byte, pair *Pair) (Answer, error)
+	// DecodeMember appends to dst the members that D's body has beside the client's own: they stand right after the opening
+	// brace, and the last one is without its comma. params is Answer.Params, not nil.
+	DecodeMember func(dst, params []byte) []byte
+	Inline       bool         // P's answer can travel in a header: it is never the client's, and nobody waits for the KV
+	TokenIDs     []openai.API // for which Prefill itself asks P for the prompt's token ids
+
+	Push  *Push  // P writes into the memory of the D that it was told of
+	Turns *Turns // D keeps an answer's blocks for the conversation's next turn
+	// Pull plans how the only hop's body differs from the client's, so that the engine fetches the prompt's beginning from
+	// pair.Source, which is not nil. p was Reset to the request.
+	Pull func(p *openai.Patch, pair *Pair)
+	// Continue plans how D's body differs from the client's where D goes on behind P's first token, over /v1/completions
+	// whatever the client's API is: D's answer is then the rest of the client's. p was Reset to r, the client's request;
+	// params is Answer.Params. [ReadContinuation] reads the result where D's answer is rewritten.
+	Continue func(r *openai.Request, p *openai.Patch, params []byte) (answer []byte, err error)
+
+	Concurrent *Concurrent // both legs run at once; Prefill, if not nil, is for a P that is not known yet
+
+	// What the configuration has to know.
+	Ports       []Port // that an endpoint says of itself
+	RankToRank  bool   // tensor-parallel rank n of P sends to rank n of D: only endpoints with as many ranks are a pair
+	SameRelease bool   // engines of different releases refuse each other's KV, or read it wrongly
+	// Validate returns what cannot work, beyond what holds of every pool.
+	Validate func(f *Fleet) []Problem
 }
 
-// Pusher is a dialect whose P writes into the memory of the D that it was told of. So pass 2 goes to the D of pass 1, and
-// P may have answered before its KV is there.
-type Pusher interface {
-	// Await waits until the KV of an answered prefill leg is with D, and is false where it is not known to be: D then
+// The engines that a dialect belongs to.
+const (
+	EngineAny    = "any"
+	EngineVLLM   = "vllm"
+	EngineSGLang = "sglang"
+	EngineTRTLLM = "trtllm"
+)
+
+// Push is how P writes into the memory of the D that it was told of. Pass 2 goes to the D of pass 1, and P may have
+// answered before its KV is there.
+type Push struct {
+	// Await waits until the KV of an answered prefill leg is with D, and is false if it is not known to be: D then
 	// computes what it lacks. It returns at once when ctx ends.
-	Await(ctx context.Context, pair *Pair) bool
-	// Patience is the longest that Await takes.
-	Patience() time.Duration
+	Await    func(ctx context.Context, pair *Pair) bool
+	Patience time.Duration // the longest that Await takes
 }
 
-// Carrier is a dialect whose P's answer is nothing but what ReadAnswer reads of it: it is never the client's, and nobody waits for the KV.
-type Carrier interface {
-	// Carries marks it.
-	Carries()
+// Port is one that an endpoint says of itself for the dialect.
+type Port struct {
+	Name    string       // of the setting, below the endpoint's
+	Default uint16       // the engine's own; 0: none
+	Roles   kvstate.Role // of the endpoints that have it
+	Ranks   bool         // tensor-parallel rank n has the port n above it
+	Open    bool         // it accepts TCP connections as soon as the engine runs
 }
 
-// PrefixPuller is a dialect whose engines fetch a prompt's beginning from whoever has it.
-type PrefixPuller interface {
-	// Pull plans what the only hop's body differs in from the client's, to fetch from pair.Source, which is not nil. p was
-	// Reset to the request.
-	Pull(p *openai.Patch, pair *Pair)
+// PortsOf returns the ports of an endpoint with the role. Where decode cannot work alone, an engine with both roles was
+// started for neither leg and has none.
+func (d *Dialect) PortsOf(role kvstate.Role) (ports []Port) {
+	if role == kvstate.RoleBoth && d.PairsOnly() {
+		return nil
+	}
+	for _, p := range d.Ports {
+		if p.Roles&role != 0 {
+			ports = append(ports, p)
+		}
+	}
+	return ports
 }
 
-// TokenAsker is a dialect that may ask P for the prompt's token ids by itself.
-type TokenAsker interface {
-	// AsksTokenIDs reports whether it does, of requests to that API.
-	AsksTokenIDs(a openai.API) bool
+// PairsOnly reports whether an engine that was started for one leg cannot answer a request without the other.
+func (d *Dialect) PairsOnly() bool { return d.Concurrent != nil && !d.Concurrent.DecodesAlone }
+
+// Registers reports whether the engines announce themselves.
+func (d *Dialect) Registers() bool {
+	return d.Concurrent != nil && d.Concurrent.Peers != nil && d.Concurrent.Peers.Registers
 }
+
+// Speaks reports whether requests to an API can be split into two hops, one after the other.
+func (d *Dialect) Speaks(api openai.API) bool {
+	return d.Prefill != nil && (d.APIs == nil || slices.Contains(d.APIs, api))
+}
+
+// Fleet is what a dialect may judge of a pool as it is configured.
+type Fleet struct {
+	Discovered bool // the endpoints are discovered, so none is known yet
+	Registered bool // the engines register
+	Endpoints  []Member
+}
+
+// Member is a configured endpoint.
+type Member struct {
+	Role     string
+	Pairs    string // only endpoints with the same text are a pair
+	Transfer kvstate.Transfer
+}
+
+// Problem is a fault of the configuration.
+type Problem struct{ Path, Text string } // Path is below the pool's
 
 // Pair is one attempt at a prefill leg: who takes part in it, and what it is called.
 type Pair struct {
@@ -144,51 +210,53 @@ type Options struct {
 
 	Key    string // of orchestrated; "": DefaultOrchestratedKey
 	Params bool   // of orchestrated: hand on P's kv_transfer_params, not the whole answer
+
+	DecodeTP, DecodeDP int // of moriio-read: ranks of the decode endpoints; 0: one
 }
 
-// Names are the dialects there are.
-func Names() []string {
-	return []string{"lmcache", "mooncake-0.13", "moriio-read", "multi", "nixl", "offload", "orchestrated", "shared", "trtllm"}
-}
-
-// OfVLLM reports whether a dialect is one of vLLM's, so that the shapes of the answers are known.
-func OfVLLM(name string) bool {
-	switch name {
-	case "lmcache", "mooncake-0.13", "moriio-read", "multi", "nixl", "offload", "mooncake", "nixl-push", "moriio", "p2p-nccl":
-		return true
+// makers are all dialects there are, one for each file.
+func makers() []func(*Options) (Dialect, error) {
+	return []func(*Options) (Dialect, error){
+		lmcacheDialect, mooncakeDialect, mooncakePullDialect, moriioDialect, moriioReadDialect, multiDialect, nixlDialect, nixlPushDialect,
+		offloadDialect, orchestratedDialect, p2pNCCLDialect, sglangDialect, sharedDialect, trtllmDialect, trtllmFirstDialect,
 	}
-	return false
 }
 
-// New makes the dialect that the configuration names. "none" has no dialect and is refused like any unknown name.
+// All returns the dialects without settings, in the order of their names.
+func All() []Dialect {
+	var all []Dialect
+	for _, dialect := range makers() {
+		d, _ := dialect(&Options{}) // multi asks for members, which change nothing of what is static
+		all = append(all, d)
+	}
+	slices.SortFunc(all, func(a, b Dialect) int { return strings.Compare(a.Name, b.Name) })
+	return all
+}
+
+// Names returns the names of all dialects, in order.
+func Names() (names []string) {
+	for _, d := range All() {
+		names = append(names, d.Name)
+	}
+	return names
+}
+
+// Named returns a dialect without settings, the zero value if there is none of that name.
+func Named(name string) Dialect {
+	for _, d := range All() {
+		if d.Name == name {
+			return d
+		}
+	}
+	return Dialect{}
+}
+
+// New returns the dialect that the configuration names. "none" is no dialect, and refused like any unknown name.
 func New(o Options) (Dialect, error) {
-	switch o.Name {
-	case "lmcache":
-		d := newLMCache(o.Arrivals, o.NoticeTimeout)
-		if o.RetFirstToken {
-			return lmcacheFirst{d}, nil
+	for _, dialect := range makers() {
+		if d, err := dialect(&o); d.Name == o.Name {
+			return d, err
 		}
-		return d, nil
-	case "multi":
-		return newMulti(o.Members)
-	case "nixl":
-		if o.Bidirectional {
-			return newNIXLTurns(o.ReuseTokenIDs, o.TurnTTL), nil
-		}
-		return newNIXL(o.ReuseTokenIDs), nil
-	case "mooncake-0.13":
-		return mooncakePull{newNIXL(false)}, nil
-	case "moriio-read":
-		return NewMoRIIORead(1, 1), nil
-	case "offload":
-		return newOffload(), nil
-	case "orchestrated":
-		return newOrchestrated(o.Key, o.Params), nil
-	case "shared":
-		return newShared(), nil
-	case "trtllm":
-		return newTRTLLM(), nil
-	default:
-		return nil, fmt.Errorf("KV transfer %.40q is not known: it is one of %s", o.Name, strings.Join(Names(), ", "))
 	}
+	return Dialect{}, fmt.Errorf("KV transfer %.40q is not known: it is one of %s", o.Name, strings.Join(Names(), ", "))
 }

@@ -31,8 +31,8 @@ func FuzzAnswers(f *testing.F) {
 	f.Add([]byte(`{"object":"chat.completion","choices":[{"disaggregated_params":{"ctx_request_id":7,"a\"\u0001":1}}],"prompt_token_ids_b64":"AQ=="}`))
 	pair := &Pair{Attempt: testAttempt, Prefill: Side{Addr: "10.0.0.5:8000"}, Decode: Side{Addr: "10.0.0.6:8000"}}
 	f.Fuzz(func(t *testing.T, answer []byte) {
-		for i, name := range append(Names(), "lmcache") {
-			d, err := New(Options{Name: name, Members: []string{"nixl", "offload"}, RetFirstToken: i == len(Names())})
+		for i, name := range append(sequential(), "lmcache") {
+			d, err := New(Options{Name: name, Members: []string{"nixl", "offload"}, RetFirstToken: i == len(sequential())})
 			require.NoError(t, err)
 			a, err := d.ReadAnswer(answer, pair)
 			if err != nil {
@@ -49,8 +49,8 @@ func FuzzAnswers(f *testing.F) {
 				require.NotContains(t, top, "disaggregated_params")
 				require.NotContains(t, top, "prompt_token_ids")
 			}
-			if c, ok := d.(Continuer); ok && a.Params != nil {
-				requireContinues(t, c, a.Params)
+			if d.Continue != nil && a.Params != nil {
+				requireContinues(t, d, a.Params)
 			} else if a.Params != nil {
 				require.LessOrEqual(t, len(a.Params), MaxParamsBytes+256)
 				body := append(append(d.DecodeMember([]byte{'{'}, a.Params), ','), `"model":"m"}`...)
@@ -62,13 +62,13 @@ func FuzzAnswers(f *testing.F) {
 }
 
 // requireContinues: what was handed over makes a body that scans, and an answer that is JSON.
-func requireContinues(t *testing.T, c Continuer, params []byte) {
+func requireContinues(t *testing.T, d Dialect, params []byte) {
 	var r openai.Request
 	var p openai.Patch
 	request := []byte(`{"model":"m","messages":[],"max_tokens":9}`)
 	require.NoError(t, r.Scan(openai.Chat, request, openai.Limits{}))
 	p.Reset(&r)
-	answer, err := c.Continue(&r, &p, params)
+	answer, err := d.Continue(&r, &p, params)
 	require.NoError(t, err)
 	requireScans(t, openai.Completions, p.Edits().Apply(nil, request))
 	to, err := ReadContinuation(answer)
@@ -99,7 +99,7 @@ func TestLMCacheAwaits(t *testing.T) {
 			d, err := New(Options{Name: "lmcache", Arrivals: a, NoticeTimeout: 3 * time.Second})
 			require.NoError(t, err)
 			began := time.Now()
-			ok := d.(Pusher).Await(t.Context(), &Pair{Attempt: testAttempt, Decode: Side{Transfer: kvstate.Transfer{TP: tp}}})
+			ok := d.Push.Await(t.Context(), &Pair{Attempt: testAttempt, Decode: Side{Transfer: kvstate.Transfer{TP: tp}}})
 			return ok, time.Since(began)
 		}
 		ok, took := await(&arrivals{strings.Repeat("0123456789abcdef", 2), 2}, 2)

@@ -9,14 +9,6 @@ import (
 	"tandem/extproc/openai"
 )
 
-// Continuer is a dialect whose D may be asked to go on behind P's first token, over /v1/completions whatever the client's
-// API is. What D answers then is the rest of the client's answer.
-type Continuer interface {
-	// Continue plans what D's body differs in from the client's, which is r's and p was Reset to, and says how the client's
-	// answer is made of D's: [ReadContinuation] reads it, where the answer comes by. params is Answer.Params.
-	Continue(r *openai.Request, p *openai.Patch, params []byte) (answer []byte, err error)
-}
-
 // lmcacheFirst is lmcache as LMCache's own proxy speaks it (ret_first_tok): P answers the token that it sampled
 // (kv_transfer_params.first_tok), D is sent the prompt's token ids with that one behind them and computes nothing but
 // the answer's rest, and the client is given P's token by the router.
@@ -190,9 +182,6 @@ func (f *firstAnswer) final() []byte {
 	whole := append(append(append([]byte(nil), f.body[:f.choiceAt]...), choice...), f.body[end:]...)
 	return without(whole, "prompt_token_ids", "kv_transfer_params")
 }
-
-// DecodeMember is not called: D goes on, or is sent no parameters.
-func (lmcacheFirst) DecodeMember(dst, _ []byte) []byte { return dst }
 
 // Continue gives D the ids as its prompt. A completion's own prompt stays under a name that engines do not know, so that
 // undoing it takes no room in a ticket. The limits are less by the token that P made; a chat's is null where there is

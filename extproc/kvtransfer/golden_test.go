@@ -36,7 +36,7 @@ func TestGolden(t *testing.T) {
 	seen := map[string]bool{}
 	for _, file := range files {
 		dir := filepath.Base(filepath.Dir(file))
-		if NewConcurrent(dir) != nil {
+		if Named(dir).Concurrent != nil {
 			continue // TestConcurrentGolden
 		}
 		seen[dir] = true
@@ -51,7 +51,7 @@ func TestGolden(t *testing.T) {
 			require.Equal(t, string(txtar.Format(archive)), string(txtar.Format(got)))
 		})
 	}
-	for _, name := range Names() {
+	for _, name := range sequential() {
 		require.True(t, seen[name], "no golden file of %s", name)
 	}
 }
@@ -136,14 +136,14 @@ func twoHops(t *testing.T, name string, a *txtar.Archive) *txtar.Archive {
 	require.NotEqual(t, openai.PassThrough, api)
 	dialect, err := New(options)
 	require.NoError(t, err)
-	require.Equal(t, name, dialect.Name())
+	require.Equal(t, name, dialect.Name)
 	require.True(t, dialect.Speaks(api))
 
 	got := &txtar.Archive{Comment: a.Comment}
 	if last := section(a, "last answer"); last != nil {
 		ids := section(a, "prompt ids")
 		got.Files = append(got.Files, txtar.File{Name: "last answer", Data: last}, txtar.File{Name: "prompt ids", Data: ids})
-		tellTurn(t, dialect.(TurnKeeper), api, last, ids, pair)
+		tellTurn(t, dialect.Turns, api, last, ids, pair)
 	}
 	prefill, undo := prefillBody(t, dialect, api, request, pair)
 	got.Files = append(got.Files, txtar.File{Name: "request", Data: request}, txtar.File{Name: "prefill request", Data: prefill},
@@ -167,21 +167,21 @@ func twoHops(t *testing.T, name string, a *txtar.Archive) *txtar.Archive {
 			add("not handed on", []byte(read.Unused))
 		}
 		add("decode request", request)
-	case continues(dialect):
-		continued(t, dialect.(Continuer), api, request, read.Params, a, add)
+	case dialect.Continue != nil:
+		continued(t, dialect, api, request, read.Params, a, add)
 	default:
 		decode := decodeBody(dialect, prefill, undo, read.Params)
 		add("decode request", decode)
 		requireScans(t, api, decode)
 	}
-	if keeper, ok := dialect.(TurnKeeper); ok {
+	if keeper := dialect.Turns; keeper != nil {
 		keepTurn(t, keeper, pair, a, add)
 	}
 	return got
 }
 
 // tellTurn has P told of the last turn, where the prompt goes on behind it.
-func tellTurn(t *testing.T, d TurnKeeper, api openai.API, last, ids []byte, pair *Pair) {
+func tellTurn(t *testing.T, d *Turns, api openai.API, last, ids []byte, pair *Pair) {
 	kept, _, err := heard(d, pair, last, false)
 	require.NoError(t, err)
 	text, err := kept.Marshal()
@@ -196,8 +196,8 @@ func tellTurn(t *testing.T, d TurnKeeper, api openai.API, last, ids []byte, pair
 }
 
 // heard is what is kept of D's answer, and the client's.
-func heard(d TurnKeeper, pair *Pair, answer []byte, stream bool) (turn *Turn, clients []byte, err error) {
-	a := openai.TurnAnswer{Kept: func(params []byte, ids []uint32) { turn, err = d.ReadTurn(params, ids, &pair.Decode) }}
+func heard(d *Turns, pair *Pair, answer []byte, stream bool) (turn *Turn, clients []byte, err error) {
+	a := openai.TurnAnswer{Kept: func(params []byte, ids []uint32) { turn, err = d.Read(params, ids, &pair.Decode) }}
 	if !stream {
 		out, fault := a.Whole(nil, answer)
 		return turn, out, errors.Join(err, fault)
@@ -210,7 +210,7 @@ func heard(d TurnKeeper, pair *Pair, answer []byte, stream bool) (turn *Turn, cl
 }
 
 // keepTurn adds what is made of D's answer.
-func keepTurn(t *testing.T, d TurnKeeper, pair *Pair, a *txtar.Archive, add func(string, []byte)) {
+func keepTurn(t *testing.T, d *Turns, pair *Pair, a *txtar.Archive, add func(string, []byte)) {
 	for _, name := range []string{"decode answer", "decode answer, streamed"} {
 		data := section(a, name)
 		if data == nil {
@@ -232,13 +232,8 @@ func keepTurn(t *testing.T, d TurnKeeper, pair *Pair, a *txtar.Archive, add func
 	}
 }
 
-func continues(d Dialect) bool {
-	_, ok := d.(Continuer)
-	return ok
-}
-
 // continued adds what D is sent to go on behind P's first token, what it answers, and what the client gets of that.
-func continued(t *testing.T, d Continuer, api openai.API, request, params []byte, a *txtar.Archive, add func(string, []byte)) {
+func continued(t *testing.T, d Dialect, api openai.API, request, params []byte, a *txtar.Archive, add func(string, []byte)) {
 	var r openai.Request
 	var p openai.Patch
 	require.NoError(t, r.Scan(api, request, openai.Limits{}))
@@ -304,9 +299,9 @@ func requireScans(t *testing.T, api openai.API, body []byte) {
 
 func TestNew(t *testing.T) {
 	for _, name := range Names() {
-		require.Equal(t, name, every(t, name).Name())
+		require.Equal(t, name, every(t, name).Name)
 	}
-	for _, name := range []string{"", "none", "NIXL", "mooncake"} {
+	for _, name := range []string{"", "none", "NIXL"} {
 		_, err := New(Options{Name: name})
 		require.ErrorContains(t, err, "one of "+strings.Join(Names(), ", "), name)
 	}
@@ -325,9 +320,19 @@ func every(t *testing.T, name string) Dialect {
 	return d
 }
 
+// sequential returns the names of the dialects whose legs only ever follow each other.
+func sequential() (names []string) {
+	for _, d := range All() {
+		if d.Concurrent == nil {
+			names = append(names, d.Name)
+		}
+	}
+	return names
+}
+
 // TestPrefillEmptyObject: the smallest body there is gets its members and loses them again.
 func TestPrefillEmptyObject(t *testing.T) {
-	for _, name := range Names() {
+	for _, name := range sequential() {
 		d := every(t, name)
 		for _, api := range []openai.API{openai.Chat, openai.Completions, openai.Responses, openai.Messages, openai.Generate} {
 			if d.Speaks(api) {
@@ -355,7 +360,7 @@ func TestPrefillAllocs(t *testing.T) {
 	require.NoError(t, r.Scan(openai.Chat, body, openai.Limits{}))
 	pair := &Pair{Prefill: Side{Addr: "10.0.0.5:8000"}, Decode: Side{Addr: "10.0.0.6:8000"}}
 	allowed := map[string]float64{"lmcache": 1, "moriio-read": 3} // the receiver's host, and the transfer id, as text
-	for _, name := range Names() {
+	for _, name := range sequential() {
 		d := every(t, name)
 		patch := func() {
 			p.Reset(&r)

@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"tandem/extproc/openai"
+	"tandem/kvstate"
 )
 
 // lmcache is LMCache's PD backend (LMCacheConnectorV1, enable_pd, over NIXL): P pushes the prompt's KV into the buffer of
@@ -51,7 +52,22 @@ func newLMCache(arrivals Arrivals, patience time.Duration) lmcache {
 	return lmcache{newOneToken(), arrivals, patience}
 }
 
-func (lmcache) Name() string { return "lmcache" }
+func lmcacheDialect(o *Options) (Dialect, error) {
+	d := newLMCache(o.Arrivals, o.NoticeTimeout)
+	decodes := func(name string, byDefault uint16) Port {
+		return Port{Name: "lmcache." + name, Default: byDefault, Roles: kvstate.RoleDecode, Ranks: true, Open: true}
+	}
+	out := Dialect{
+		Name: "lmcache", Engine: EngineVLLM, VLLM: true, RankToRank: true,
+		Ports:   []Port{decodes("initPort", lmcacheInitPort), decodes("allocPort", lmcacheAllocPort), decodes("queryPort", 0)},
+		Prefill: d.Prefill, ReadAnswer: d.ReadAnswer, Push: &Push{Await: d.Await, Patience: d.Patience()},
+	}
+	if o.RetFirstToken {
+		first := lmcacheFirst{d}
+		out.Prefill, out.ReadAnswer, out.Continue = first.Prefill, first.ReadAnswer, first.Continue
+	}
+	return out, nil
+}
 
 // Prefill names D's receiver. All four members are read without a default: one that is missing is an exception in P's
 // scheduler. ret_first_tok must not even be there: its presence counts.
@@ -99,9 +115,6 @@ func (lmcache) ReadAnswer(body []byte, _ *Pair) (Answer, error) {
 	}
 	return a, nil
 }
-
-// DecodeMember is not called: D is sent no parameters.
-func (lmcache) DecodeMember(dst, _ []byte) []byte { return dst }
 
 // Await waits for the notice of each of P's ranks. Writes are under way after P's answer in newer releases (async
 // backend), and may be over before it.

@@ -22,15 +22,22 @@ type mooncake struct{ nixl nixl }
 
 func newMooncake() mooncake { return mooncake{newNIXL(false)} }
 
-func (mooncake) Name() string       { return "mooncake" }
-func (mooncake) DecodesAlone() bool { return true }
-func (mooncake) PrefillFirst() bool { return false }
+// mooncakeDialect does not cancel P's leg: D frees the blocks of a request whose client has left only when P has sent them.
+// Cutting P's leg left 488 of a D's 511 blocks held for good (10 aborts, vLLM 0.32.0).
+func mooncakeDialect(*Options) (Dialect, error) {
+	d := newMooncake()
+	return Dialect{
+		Name: "mooncake", Engine: EngineVLLM, VLLM: true, Ports: bootstrapPorts(),
+		Concurrent: &Concurrent{
+			DecodesAlone: true, Unpairable: vllmUnpairable, Plan: d.Plan, ReadAnswer: d.ReadAnswer, Peers: &PeerSource{Ask: queryBootstrap},
+		},
+	}, nil
+}
 
-// CancelsPrefill is false: D frees the blocks of a request whose client has left only when P has sent them. Cutting P's
-// leg left 488 of a D's 511 blocks held for good (10 aborts, vLLM 0.32.0).
-func (mooncake) CancelsPrefill() bool { return false }
-
-func (mooncake) Unpairable(r *openai.Request) string { return vllmUnpairable(r) }
+// bootstrapPorts are those of SGLang and Mooncake: HTTP, of an endpoint that prefills.
+func bootstrapPorts() []Port {
+	return []Port{{Name: "transfer.bootstrapPort", Default: DefaultBootstrapPort, Roles: kvstate.RolePrefill, Open: true}}
+}
 
 // vllmUnpairable: what one vLLM engine has to do whole, and what is no vLLM API.
 func vllmUnpairable(r *openai.Request) string {
@@ -91,7 +98,7 @@ func (l *Legs) rankHeader() string {
 
 // bootstrapURL is P's bootstrap server, with the scheme: D puts /query behind it.
 func bootstrapURL(e *kvstate.Endpoint) string {
-	return "http://" + host(e) + ":" + strconv.Itoa(int(port(e.Transfer.BootstrapPort, defaultBootstrapPort)))
+	return "http://" + host(e) + ":" + strconv.Itoa(int(port(e.Transfer.BootstrapPort, DefaultBootstrapPort)))
 }
 
 // ReadAnswer checks that P has finished as one that will send: a choice that ended for anything but its length means that

@@ -2,6 +2,7 @@ package kvtransfer
 
 import (
 	"fmt"
+	"slices"
 	"strconv"
 
 	"tandem/extproc/openai"
@@ -25,15 +26,35 @@ const (
 	defaultNotifyPort    = 61005
 )
 
-func (moriio) Name() string       { return "moriio" }
-func (moriio) DecodesAlone() bool { return true }
-func (moriio) PrefillFirst() bool { return false }
+// moriioDialect does not cancel P's leg, like vLLM's other dialects in which P sends: D sets blocks aside for what P writes,
+// and gives up on them only after 60 to 120 s.
+func moriioDialect(*Options) (Dialect, error) {
+	d := newMoRIIO()
+	return Dialect{
+		Name: "moriio", Engine: EngineVLLM, VLLM: true, Ports: moriioPorts(), Validate: sameSizes,
+		Concurrent: &Concurrent{DecodesAlone: true, Unpairable: vllmUnpairable, Plan: d.Plan, ReadAnswer: d.ReadAnswer},
+	}, nil
+}
 
-// CancelsPrefill is false, as with vLLM's other dialects in which P sends: D sets blocks aside for what P writes, and
-// gives up on them only after 60 to 120 s.
-func (moriio) CancelsPrefill() bool { return false }
+func moriioPorts() []Port {
+	return []Port{
+		{Name: "transfer.handshakePort", Default: defaultHandshakePort, Roles: kvstate.RoleBoth},
+		{Name: "transfer.notifyPort", Default: defaultNotifyPort, Roles: kvstate.RoleBoth},
+	}
+}
 
-func (moriio) Unpairable(r *openai.Request) string { return vllmUnpairable(r) }
+// sameSizes: rank n of prefill writes to rank n of decode.
+func sameSizes(f *Fleet) (problems []Problem) {
+	size := func(m Member) int { return max(m.Transfer.TP, 1) }
+	for i, e := range f.Endpoints {
+		other := slices.IndexFunc(f.Endpoints[:i], func(o Member) bool { return o.Pairs == e.Pairs && size(o) != size(e) })
+		if other >= 0 {
+			problems = append(problems, Problem{fmt.Sprintf("endpoints[%d].transfer.tensorParallelSize", i), fmt.Sprintf("is %d, and that of endpoints[%d] is %d: "+
+				"MoRIIO maps ranks one to one, so give engines of another size a group of their own", size(e), other, size(f.Endpoints[other]))})
+		}
+	}
+	return problems
+}
 
 // Plan tells each leg of the other. The sizes are those of the other leg: without remote_tp_size every writer would take
 // D's rank 0, and the text would be wrong. With data-parallel ranks both legs carry P's, as x-data-parallel-rank. The id

@@ -38,7 +38,17 @@ func newMulti(members []string) (multi, error) {
 	return d, nil
 }
 
-func (multi) Name() string { return "multi" }
+func multiDialect(o *Options) (Dialect, error) {
+	d, err := newMulti(o.Members)
+	out := Dialect{
+		Name: "multi", Engine: EngineAny, VLLM: true, SameRelease: true,
+		Prefill: d.Prefill, ReadAnswer: d.ReadAnswer, DecodeMember: d.DecodeMember,
+	}
+	if d.offload {
+		out.Ports = p2pPorts()
+	}
+	return out, err
+}
 
 func (d multi) Prefill(r *openai.Request, p *openai.Patch, pair *Pair) {
 	d.plan(r, p)

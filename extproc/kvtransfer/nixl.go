@@ -1,6 +1,7 @@
 package kvtransfer
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"strconv"
@@ -30,21 +31,33 @@ func newNIXL(reuseIDs bool) nixl {
 	return nixl{oneToken: newOneToken(), ask: []byte("{" + nixlAsk + "}"), yes: []byte("true"), reuseIDs: reuseIDs}
 }
 
-// Carries implements [Carrier].
-func (nixl) Carries() {}
+func nixlDialect(o *Options) (Dialect, error) {
+	d := newNIXL(o.ReuseTokenIDs)
+	out := d.dialect()
+	if o.ReuseTokenIDs {
+		out.TokenIDs = []openai.API{openai.Chat}
+	}
+	if o.Bidirectional {
+		d := nixlTurns{d}
+		out.Prefill, out.Turns = d.Prefill, &Turns{TTL: cmp.Or(max(o.TurnTTL, 0), DefaultTurnTTL), Takes: d.Takes, Read: d.ReadTurn}
+	}
+	return out, nil
+}
 
-func (nixl) Name() string { return "nixl" }
+func (d nixl) dialect() Dialect {
+	return Dialect{
+		Name: "nixl", Engine: EngineVLLM, VLLM: true, SameRelease: true,
+		Inline: true, Prefill: d.Prefill, ReadAnswer: d.ReadAnswer, DecodeMember: d.DecodeMember,
+	}
+}
 
 func (d nixl) Prefill(r *openai.Request, p *openai.Patch, _ *Pair) {
 	d.plan(r, p)
 	p.Set("kv_transfer_params", openai.FieldKVTransferParams, d.ask)
-	if d.AsksTokenIDs(r.API()) {
+	if d.reuseIDs && r.API() == openai.Chat {
 		p.Set("return_token_ids", openai.FieldReturnTokenIDs, d.yes)
 	}
 }
-
-// AsksTokenIDs reports whether P is asked for the prompt's token ids.
-func (d nixl) AsksTokenIDs(a openai.API) bool { return d.reuseIDs && a == openai.Chat }
 
 // ReadAnswer takes kv_transfer_params from P's answer. null or none is no error: the prompt ended in a state that keeps
 // no blocks, or P has no connector.

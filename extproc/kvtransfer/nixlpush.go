@@ -25,13 +25,16 @@ type nixlPush struct{ nixl nixl }
 
 func newNIXLPush() nixlPush { return nixlPush{newNIXL(false)} }
 
-func (nixlPush) Name() string       { return "nixl-push" }
-func (nixlPush) DecodesAlone() bool { return true }
-func (nixlPush) PrefillFirst() bool { return false }
-
-// CancelsPrefill is false for the reason that mooncake has: 488 of 511 blocks held for good after 10 aborts (0.32.0).
-// Where P failed and lives, the same leg sent again with the same x-request-id released them.
-func (nixlPush) CancelsPrefill() bool { return false }
+// nixlPushDialect is nixl for a P that is not known yet. It does not cancel P's leg, for the reason that mooncake has: 488 of
+// 511 blocks held for good after 10 aborts (0.32.0). Where P failed and lives, the same leg sent again with the same
+// x-request-id released them.
+func nixlPushDialect(*Options) (Dialect, error) {
+	d := newNIXLPush()
+	out := d.nixl.dialect()
+	out.Name, out.SameRelease, out.Inline = "nixl-push", false, false
+	out.Concurrent = &Concurrent{DecodesAlone: true, Unpairable: d.Unpairable, Plan: d.Plan, ReadAnswer: d.ReadAnswer, Peers: &PeerSource{}}
+	return out, nil
+}
 
 // Unpairable: responses take the engine's id from the body's request_id, which has to be the attempt's own.
 func (nixlPush) Unpairable(r *openai.Request) string {

@@ -6,6 +6,7 @@ import (
 	"strconv"
 
 	"tandem/extproc/openai"
+	"tandem/kvstate"
 )
 
 // offload is vLLM's OffloadingConnector with the P2P tier (TieringOffloadingSpec, 0.25 and later): P parks the prompt's
@@ -21,10 +22,18 @@ const p2pPort = 5710
 
 func newOffload() offload { return offload{newOneToken()} }
 
-// Carries implements [Carrier].
-func (offload) Carries() {}
+// p2pPorts are those of the tier.
+func p2pPorts() []Port {
+	return []Port{{Name: "transfer.p2pPort", Default: p2pPort, Roles: kvstate.RolePrefill, Open: true}}
+}
 
-func (offload) Name() string { return "offload" }
+func offloadDialect(*Options) (Dialect, error) {
+	d := newOffload()
+	return Dialect{
+		Name: "offload", Engine: EngineAny, VLLM: true, SameRelease: true, Ports: p2pPorts(),
+		Inline: true, Prefill: d.Prefill, ReadAnswer: d.ReadAnswer, DecodeMember: d.DecodeMember, Pull: d.Pull,
+	}, nil
+}
 
 func (d offload) Prefill(r *openai.Request, p *openai.Patch, pair *Pair) {
 	d.plan(r, p)

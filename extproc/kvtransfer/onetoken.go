@@ -111,9 +111,6 @@ func outOfRange(raw []byte, f openai.Field) bool {
 	return err != nil || n < least || n != math.Trunc(n)
 }
 
-// Speaks: vLLM's engines take kv_transfer_params on all APIs.
-func (oneToken) Speaks(openai.API) bool { return true }
-
 // usage reads what P's answer says about tokens, and its kv_transfer_params.
 func usage(body []byte) (Answer, []byte, error) {
 	scanned, err := openai.ScanAnswer(body)

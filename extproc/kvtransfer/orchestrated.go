@@ -35,11 +35,12 @@ func newOrchestrated(key string, params bool) orchestrated {
 	return orchestrated{oneToken: newOneToken(), key: `"` + key + `":`, params: params, ask: []byte("{" + nixlAsk + "}")}
 }
 
-func (orchestrated) Name() string { return "orchestrated" }
-
-// Speaks: the two that those engines are asked by.
-func (orchestrated) Speaks(api openai.API) bool {
-	return api == openai.Chat || api == openai.Completions
+func orchestratedDialect(o *Options) (Dialect, error) {
+	d := newOrchestrated(o.Key, o.Params)
+	return Dialect{
+		Name: "orchestrated", Engine: EngineAny, APIs: []openai.API{openai.Chat, openai.Completions}, // by which those engines are asked
+		Prefill: d.Prefill, ReadAnswer: d.ReadAnswer, DecodeMember: d.DecodeMember,
+	}, nil
 }
 
 // Prefill adds max_tokens and stream, which every engine knows; other limits are changed only where the client has them, as

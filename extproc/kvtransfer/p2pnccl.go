@@ -27,10 +27,34 @@ type p2pNCCL struct{ oneToken }
 
 func newP2PNCCL() p2pNCCL { return p2pNCCL{newOneToken()} }
 
-func (p2pNCCL) Name() string         { return "p2p-nccl" }
-func (p2pNCCL) DecodesAlone() bool   { return false }
-func (p2pNCCL) CancelsPrefill() bool { return true } // D has not begun
-func (p2pNCCL) PrefillFirst() bool   { return true }
+// p2pNCCLDialect cancels P's leg: D has not begun.
+func p2pNCCLDialect(*Options) (Dialect, error) {
+	d := newP2PNCCL()
+	return Dialect{
+		Name: "p2p-nccl", Engine: EngineVLLM, VLLM: true, Ports: []Port{{Name: "transfer.kvPort", Roles: kvstate.RoleBoth}}, Validate: d.Validate,
+		Concurrent: &Concurrent{
+			CancelsPrefill: true, PrefillFirst: true, Unpairable: d.Unpairable, Plan: d.Plan, ReadAnswer: d.ReadAnswer, Peers: &PeerSource{Registers: true},
+		},
+	}, nil
+}
+
+// Validate: the engines find each other by addresses that are configured, or registered.
+func (p2pNCCL) Validate(f *Fleet) (problems []Problem) {
+	if f.Registered {
+		return nil
+	}
+	if f.Discovered {
+		problems = append(problems, Problem{"registration", "is missing: of endpoints that are found nobody says the kv_port; " +
+			"set registration.listen to what the engines have as proxy_ip and proxy_port"})
+	}
+	for i, e := range f.Endpoints {
+		if e.Role != "both" && e.Transfer.KVPort == 0 {
+			problems = append(problems, Problem{fmt.Sprintf("endpoints[%d].transfer.kvPort", i), "is missing: the engine's kv_port, " +
+				"or set registration.listen of the pool to what the engines have as proxy_ip and proxy_port"})
+		}
+	}
+	return problems
+}
 
 // Unpairable: the id of a response is the body's own, which no engine finds an address in.
 func (p2pNCCL) Unpairable(r *openai.Request) string {

@@ -38,9 +38,8 @@ func (p Peer) with(i int, r Rank) Peer {
 
 // Peers remembers what was learnt of prefill engines, by address. It is safe for concurrent use.
 type Peers struct {
-	ask       func(ctx context.Context, e *kvstate.Endpoint) (Peer, error) // nil: nobody is asked
-	registers bool                                                         // engines say by themselves who they are, and when they are gone
-	log       *slog.Logger
+	PeerSource
+	log *slog.Logger
 
 	mu    sync.Mutex
 	known map[string]Peer
@@ -59,33 +58,25 @@ const (
 	maxPeerBytes = 1 << 20
 )
 
-func newPeers(ask func(context.Context, *kvstate.Endpoint) (Peer, error), log *slog.Logger) *Peers {
-	return &Peers{ask: ask, log: log, known: map[string]Peer{}, asked: map[string]*question{}}
+// PeerSource is how the engines of a dialect become known, beside by their answers.
+type PeerSource struct {
+	Ask       func(ctx context.Context, e *kvstate.Endpoint) (Peer, error) // nil: nobody is asked
+	Registers bool                                                         // engines announce themselves, and are gone when they stop
 }
 
-// NewPeers makes the memory that a dialect needs, nil for one that needs none.
-func NewPeers(dialect string, log *slog.Logger) *Peers {
-	switch dialect {
-	case "mooncake":
-		return newPeers(queryBootstrap, log)
-	case "nixl-push":
-		return newPeers(nil, log)
-	case "trtllm-generation-first":
-		return newPeers(queryServerInfo, log)
-	case "p2p-nccl":
-		p := newPeers(nil, log)
-		p.registers = true
-		return p
-	default:
+// NewPeers returns an empty memory for engines that become known like this, nil where they need not.
+func (s *PeerSource) NewPeers(log *slog.Logger) *Peers {
+	if s == nil {
 		return nil
 	}
+	return &Peers{PeerSource: *s, log: log, known: map[string]Peer{}, asked: map[string]*question{}}
 }
 
 // Lookup is what is known of an endpoint. One that nobody has asked yet is asked now, and waited for, but not long.
 func (p *Peers) Lookup(ctx context.Context, e *kvstate.Endpoint) (Peer, bool) {
 	p.mu.Lock()
 	peer, ok := p.known[e.Addr]
-	if ok || p.ask == nil {
+	if ok || p.Ask == nil {
 		p.mu.Unlock()
 		return peer, ok
 	}
@@ -122,7 +113,7 @@ func (p *Peers) start(ctx context.Context, e *kvstate.Endpoint) *question {
 	go func() {
 		ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), askTimeout)
 		defer cancel()
-		peer, err := p.ask(ctx, e)
+		peer, err := p.Ask(ctx, e)
 		p.mu.Lock()
 		defer p.mu.Unlock()
 		defer close(q.done)
@@ -150,7 +141,7 @@ func (p *Peers) Learn(addr string, said Peer) {
 
 // Failed drops what is known of an endpoint that failed a request: it may come back as another engine.
 func (p *Peers) Failed(addr string) {
-	if !p.registers {
+	if !p.Registers {
 		p.Forget(addr)
 	}
 }
@@ -186,7 +177,7 @@ func (p *Peers) round(ctx context.Context, pool *kvstate.Pool) {
 		}
 	}
 	for _, e := range pool.Endpoints() {
-		if p.ask != nil && e.Role&kvstate.RolePrefill != 0 && !e.Failed() {
+		if p.Ask != nil && e.Role&kvstate.RolePrefill != 0 && !e.Failed() {
 			p.start(ctx, e)
 		}
 	}

@@ -16,19 +16,14 @@ import (
 // Read from vllm/distributed/kv_transfer/kv_connector/v1/mooncake_connector.py of vLLM 0.13.0 and 0.14.1.
 type mooncakePull struct{ nixl nixl }
 
-// Carries implements [Carrier].
-func (mooncakePull) Carries() {}
-
-func (mooncakePull) Name() string { return "mooncake-0.13" }
-func (d mooncakePull) Prefill(r *openai.Request, p *openai.Patch, pair *Pair) {
-	d.nixl.Prefill(r, p, pair)
+// mooncakePullDialect leaves out responses: the engine's id of one is not made of x-request-id.
+func mooncakePullDialect(*Options) (Dialect, error) {
+	d := mooncakePull{newNIXL(false)}
+	return Dialect{
+		Name: "mooncake-0.13", Engine: EngineVLLM, VLLM: true, APIs: []openai.API{openai.Chat, openai.Completions, openai.Messages, openai.Generate},
+		Inline: true, Prefill: d.nixl.Prefill, ReadAnswer: d.ReadAnswer, DecodeMember: d.nixl.DecodeMember,
+	}, nil
 }
-func (d mooncakePull) DecodeMember(dst, params []byte) []byte {
-	return d.nixl.DecodeMember(dst, params)
-}
-
-// Speaks leaves out responses: the engine's id of one is not made of x-request-id.
-func (d mooncakePull) Speaks(a openai.API) bool { return a != openai.Responses && d.nixl.Speaks(a) }
 
 func (mooncakePull) ReadAnswer(body []byte, pair *Pair) (Answer, error) {
 	return readPullAnswer(body, &pair.Prefill, []pullMember{{"do_remote_prefill", isTrue}, {"remote_host", isText}, {"remote_port", isPort}})
@@ -42,16 +37,13 @@ type moriioRead struct {
 	tp, dp int // of the decode engines
 }
 
-// NewMoRIIORead makes the dialect for decode engines of so many tensor- and data-parallel ranks.
-func NewMoRIIORead(tp, dp int) Dialect { return moriioRead{newNIXL(false), max(tp, 1), max(dp, 1)} }
-
-// Carries implements [Carrier].
-func (moriioRead) Carries() {}
-
-func (moriioRead) Name() string                             { return "moriio-read" }
-func (d moriioRead) DecodeMember(dst, params []byte) []byte { return d.nixl.DecodeMember(dst, params) }
-
-func (d moriioRead) Speaks(a openai.API) bool { return d.nixl.Speaks(a) }
+func moriioReadDialect(o *Options) (Dialect, error) {
+	d := moriioRead{newNIXL(false), max(o.DecodeTP, 1), max(o.DecodeDP, 1)}
+	return Dialect{
+		Name: "moriio-read", Engine: EngineVLLM, VLLM: true, Ports: moriioPorts(), Validate: sameSizes,
+		Inline: true, Prefill: d.Prefill, ReadAnswer: d.ReadAnswer, DecodeMember: d.nixl.DecodeMember,
+	}, nil
+}
 
 func (d moriioRead) Prefill(r *openai.Request, p *openai.Patch, pair *Pair) {
 	d.nixl.Prefill(r, p, pair)

@@ -14,7 +14,8 @@ const moriioAnswer = `{"do_remote_prefill":true,"do_remote_decode":false,"remote
 	`"remote_handshake_port":6301,"remote_notify_port":61005,"remote_dp_rank":0,"remote_dp_size":1,"remote_dp_size_local":1,"tp_size":8,"transfer_id":"tx-1"}`
 
 func TestMoRIIORead(t *testing.T) {
-	d := NewMoRIIORead(8, 2)
+	d, err := New(Options{Name: "moriio-read", DecodeTP: 8, DecodeDP: 2})
+	require.NoError(t, err)
 	prefill, undo := prefillBody(t, d, openai.Chat, []byte(`{"model":"m","messages":[],"max_tokens":50}`), &Pair{Attempt: testAttempt})
 	require.Contains(t, string(prefill), `"remote_dp_size":2,"remote_tp_size":8`)
 	require.Contains(t, string(prefill), `"transfer_id":"tx-`)
@@ -31,7 +32,7 @@ func TestPullsRefused(t *testing.T) {
 	for name, good := range map[string]string{"moriio-read": moriioAnswer, "mooncake-0.13": `{"do_remote_prefill":true,"remote_host":"h","remote_port":1}`} {
 		d, err := New(Options{Name: name})
 		require.NoError(t, err)
-		require.Equal(t, name, d.Name())
+		require.Equal(t, name, d.Name)
 		for _, change := range [][2]string{
 			{`"do_remote_prefill":true`, `"do_remote_prefill":false`}, {`"do_remote_prefill":true,`, ``}, {`"do_remote_prefill":true`, `"do_remote_prefill":true,"do_remote_prefill":true`},
 			{`"remote_host":"`, `"remote_host":1,"x":"`}, {`"remote_host"`, `"host"`}, {`[7,8,9]`, `[]`}, {`[7,8,9]`, `["a"]`}, {`"remote_port":1`, `"remote_port":0`},

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"math/rand/v2"
+	"slices"
 	"strconv"
 
 	"tandem/extproc/openai"
@@ -22,13 +23,30 @@ type sglang struct{ no []byte }
 
 func newSGLang() sglang { return sglang{no: []byte("false")} }
 
-// defaultBootstrapPort is --disaggregation-bootstrap-port, and VLLM_MOONCAKE_BOOTSTRAP_PORT.
-const defaultBootstrapPort = 8998
+// DefaultBootstrapPort is --disaggregation-bootstrap-port, and VLLM_MOONCAKE_BOOTSTRAP_PORT.
+const DefaultBootstrapPort = 8998
 
-func (sglang) Name() string         { return "sglang" }
-func (sglang) DecodesAlone() bool   { return false }
-func (sglang) CancelsPrefill() bool { return true }
-func (sglang) PrefillFirst() bool   { return false }
+func sglangDialect(*Options) (Dialect, error) {
+	d := newSGLang()
+	return Dialect{
+		Name: "sglang", Engine: EngineSGLang, Ports: bootstrapPorts(), Validate: d.Validate,
+		Concurrent: &Concurrent{
+			CancelsPrefill: true, JoinsAnswers: true, OwnGenerate: true, Unpairable: d.Unpairable, Plan: d.Plan, ReadAnswer: d.ReadAnswer,
+		},
+	}, nil
+}
+
+// Validate: an engine is started for one leg, or for none, and neither leg can do anything alone.
+func (sglang) Validate(f *Fleet) []Problem {
+	has := func(role string) bool {
+		return slices.ContainsFunc(f.Endpoints, func(m Member) bool { return m.Role == role })
+	}
+	if has("both") || len(f.Endpoints) == 0 || has("prefill") && has("decode") {
+		return nil
+	}
+	return []Problem{{"endpoints", "an SGLang engine that decodes cannot prefill: " +
+		"this needs endpoints of both roles, prefill and decode, or some with the role both (started without --disaggregation-mode)"}}
+}
 
 // Unpairable: a list of prompts goes over two legs, several choices of one prompt do not. The engine sends a warm-up
 // request and then every choice with the room of the first (managers/tokenizer_manager.py, _handle_batch_request), so P
@@ -68,7 +86,7 @@ func (d sglang) Plan(r *openai.Request, p *openai.Patch, l *Legs) (Told, error) 
 	if err != nil {
 		return Told{}, fmt.Errorf("bootstrap host of %s: %w", l.Prefill.Addr, err)
 	}
-	number := strconv.AppendUint(nil, uint64(port(l.Prefill.Transfer.BootstrapPort, defaultBootstrapPort)), 10)
+	number := strconv.AppendUint(nil, uint64(port(l.Prefill.Transfer.BootstrapPort, DefaultBootstrapPort)), 10)
 	random := rand.NewPCG(binary.LittleEndian.Uint64(l.ID[:8]), binary.LittleEndian.Uint64(l.ID[8:]))
 	p.Set("bootstrap_host", openai.FieldBootstrapHost, repeated(name, rooms, list))
 	p.Set("bootstrap_port", openai.FieldBootstrapPort, repeated(number, rooms, list))

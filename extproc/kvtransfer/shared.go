@@ -16,10 +16,10 @@ type shared struct{ oneToken }
 
 func newShared() shared { return shared{newOneToken()} }
 
-// Carries implements [Carrier].
-func (shared) Carries() {}
-
-func (shared) Name() string { return "shared" }
+func sharedDialect(*Options) (Dialect, error) {
+	d := newShared()
+	return Dialect{Name: "shared", Engine: EngineAny, Inline: true, Prefill: d.Prefill, ReadAnswer: d.ReadAnswer}, nil
+}
 
 func (d shared) Prefill(r *openai.Request, p *openai.Patch, _ *Pair) { d.plan(r, p) }
 
@@ -31,6 +31,3 @@ func (shared) ReadAnswer(body []byte, _ *Pair) (Answer, error) {
 	}
 	return a, nil
 }
-
-// DecodeMember is not called: there are no parameters.
-func (shared) DecodeMember(dst, _ []byte) []byte { return dst }

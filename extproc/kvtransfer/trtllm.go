@@ -25,10 +25,13 @@ type trtllm struct{ no []byte }
 
 func newTRTLLM() trtllm { return trtllm{[]byte("false")} }
 
-func (trtllm) Name() string { return "trtllm" }
-
-// Speaks: the two that take disaggregated_params.
-func (trtllm) Speaks(api openai.API) bool { return api == openai.Chat || api == openai.Completions }
+func trtllmDialect(*Options) (Dialect, error) {
+	d := newTRTLLM()
+	return Dialect{
+		Name: "trtllm", Engine: EngineTRTLLM, APIs: []openai.API{openai.Chat, openai.Completions}, // which take disaggregated_params
+		Prefill: d.Prefill, ReadAnswer: d.ReadAnswer, DecodeMember: d.DecodeMember,
+	}, nil
+}
 
 func (d trtllm) Prefill(_ *openai.Request, p *openai.Patch, pair *Pair) {
 	p.Set("stream", openai.FieldStream, d.no)

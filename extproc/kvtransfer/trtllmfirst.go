@@ -23,12 +23,17 @@ type trtllmFirst struct{ no []byte }
 
 func newTRTLLMFirst() trtllmFirst { return trtllmFirst{[]byte("false")} }
 
-func (trtllmFirst) Name() string       { return "trtllm-generation-first" }
-func (trtllmFirst) DecodesAlone() bool { return true }
-func (trtllmFirst) PrefillFirst() bool { return false }
-
-// CancelsPrefill is true: a P whose D does not come holds its blocks, and its place in the scheduler, until its transfer timeout.
-func (trtllmFirst) CancelsPrefill() bool { return true }
+// trtllmFirstDialect is trtllm for a P that names no info endpoint. It cancels P's leg: a P whose D does not come holds its
+// blocks, and its place in the scheduler, until its transfer timeout.
+func trtllmFirstDialect(o *Options) (Dialect, error) {
+	d := newTRTLLMFirst()
+	out, err := trtllmDialect(o)
+	out.Name = "trtllm-generation-first"
+	out.Concurrent = &Concurrent{
+		DecodesAlone: true, CancelsPrefill: true, Unpairable: d.Unpairable, Plan: d.Plan, ReadAnswer: d.ReadAnswer, Peers: &PeerSource{Ask: queryServerInfo},
+	}
+	return out, err
+}
 
 // Unpairable: the two APIs that take disaggregated_params, with one choice.
 func (trtllmFirst) Unpairable(r *openai.Request) string {

@@ -11,19 +11,18 @@ import (
 	"tandem/extproc/openai"
 )
 
-// TurnKeeper is a dialect whose D keeps an answer's blocks, prompt and answer, for the conversation's next turn, and says where
-// they are: P then fetches them ([Pair].Turn) and computes what lies behind.
+// Turns is how a D keeps an answer's blocks, prompt and answer, for the conversation's next turn, and says where they are:
+// P then fetches them ([Pair].Turn) and computes what lies behind.
 //
 // Engines read blocks by number and never ask what they hold. So P is told of them only where the ids of its own prompt are known
 // and begin with those of the blocks ([Turn].Begins), and it is made to compute just these ids.
-type TurnKeeper interface {
-	// ReadTurn checks what D, which is decode, said beside its answer; tokens are the ids of prompt and answer.
-	ReadTurn(params []byte, tokens []uint32, decode *Side) (*Turn, error)
-	// TurnTTL is how long a turn is good for. D keeps the blocks for longer.
-	TurnTTL() time.Duration
+type Turns struct {
+	// Read checks what D, which is decode, said beside its answer; tokens are the ids of prompt and answer.
+	Read func(params []byte, tokens []uint32, decode *Side) (*Turn, error)
+	TTL  time.Duration // how long a turn is good for. D keeps the blocks for longer
 	// Takes reports whether a request to that API, whose prompt has come as token ids or not, may be a turn: P can be told of one before
 	// it, and D says its tokens.
-	Takes(a openai.API, ids bool) bool
+	Takes func(a openai.API, ids bool) bool
 }
 
 // Turn is what a conversation's last answer left on the decode endpoint that gave it.
@@ -97,22 +96,9 @@ func sumOf(ids []uint32) (sum [sha256.Size]byte) {
 const DefaultTurnTTL = 450 * time.Second
 
 // nixlTurns is nixl with engines that were started with bidirectional_kv_xfer (vLLM 0.21; nixl/pull_scheduler.py).
-type nixlTurns struct {
-	nixl
-	ttl time.Duration
-}
+type nixlTurns struct{ nixl }
 
-func newNIXLTurns(reuseIDs bool, ttl time.Duration) nixlTurns {
-	if ttl <= 0 {
-		ttl = DefaultTurnTTL
-	}
-	return nixlTurns{newNIXL(reuseIDs), ttl}
-}
-
-// TurnTTL implements [TurnKeeper].
-func (d nixlTurns) TurnTTL() time.Duration { return d.ttl }
-
-// Takes implements [TurnKeeper]. Where ids take a chat's template's place (from 0.32) they are what P computes; before, nobody
+// Takes: where ids take a chat's template's place (from 0.32) they are what P computes; before, nobody
 // knows what it will. A completion of ids is those ids. The other APIs say no token ids.
 func (d nixlTurns) Takes(a openai.API, ids bool) bool {
 	return a == openai.Completions && ids || a == openai.Chat && d.reuseIDs
@@ -137,7 +123,7 @@ func withTokenIDs(params []byte, ids []byte) []byte {
 	return append(append(append(open, `,"prompt_token_ids":`...), ids...), '}')
 }
 
-// ReadTurn implements [TurnKeeper].
+// ReadTurn checks the object that D answered.
 func (nixlTurns) ReadTurn(params []byte, tokens []uint32, decode *Side) (*Turn, error) {
 	kept, err := readKept(params)
 	if err == nil && !json.Valid(params) { // members that nobody here asks for

@@ -18,10 +18,10 @@ import (
 const keptObject = `{"do_remote_prefill":false,"do_remote_decode":true,"remote_block_ids":[[1,2,3]],"remote_engine_id":"e","remote_request_id":"r",` +
 	`"remote_host":"10.0.0.6","remote_port":5600,"tp_size":1,"remote_num_tokens":40}`
 
-func turnDialect(t *testing.T) TurnKeeper {
+func turnDialect(t *testing.T) *Turns {
 	d, err := New(Options{Name: "nixl", Bidirectional: true})
 	require.NoError(t, err)
-	return d.(TurnKeeper)
+	return d.Turns
 }
 
 func count40() (ids []uint32) {
@@ -34,7 +34,7 @@ func count40() (ids []uint32) {
 // TestReadTurn: an object that is not perfectly understood is not kept, for P would load other blocks by it.
 func TestReadTurn(t *testing.T) {
 	d := turnDialect(t)
-	_, err := d.ReadTurn([]byte(keptObject), count40(), &Side{Addr: "10.0.0.6:8000"})
+	_, err := d.Read([]byte(keptObject), count40(), &Side{Addr: "10.0.0.6:8000"})
 	require.NoError(t, err)
 	for name, c := range map[string]struct{ from, to, want string }{
 		"of a prefill endpoint":      {`"do_remote_prefill":false`, `"do_remote_prefill":true`, "do_remote_prefill is"},
@@ -59,7 +59,7 @@ func TestReadTurn(t *testing.T) {
 	} {
 		object := strings.Replace(keptObject, c.from, c.to, 1)
 		require.NotEqual(t, keptObject, object, name)
-		_, err := d.ReadTurn([]byte(object), count40(), &Side{Addr: "10.0.0.6:8000"})
+		_, err := d.Read([]byte(object), count40(), &Side{Addr: "10.0.0.6:8000"})
 		require.ErrorIs(t, err, ErrParams, name)
 		require.ErrorContains(t, err, c.want, name)
 	}
@@ -69,11 +69,11 @@ func TestReadTurn(t *testing.T) {
 func TestTurnHost(t *testing.T) {
 	d := turnDialect(t)
 	for host, want := range map[string]string{"10.9.9.9": "10.9.9.9", "localhost": "10.0.0.6", "127.0.0.1": "10.0.0.6", "0.0.0.0": "10.0.0.6"} {
-		turn, err := d.ReadTurn([]byte(strings.Replace(keptObject, "10.0.0.6", host, 1)), count40(), &Side{Addr: "10.0.0.6:8000"})
+		turn, err := d.Read([]byte(strings.Replace(keptObject, "10.0.0.6", host, 1)), count40(), &Side{Addr: "10.0.0.6:8000"})
 		require.NoError(t, err)
 		require.Contains(t, string(turn.Params), `"remote_host":"`+want+`"`, host)
 	}
-	turn, err := d.ReadTurn([]byte(keptObject), count40(), &Side{Addr: "10.0.0.6:8000", Transfer: kvstate.Transfer{Host: "kv.d"}})
+	turn, err := d.Read([]byte(keptObject), count40(), &Side{Addr: "10.0.0.6:8000", Transfer: kvstate.Transfer{Host: "kv.d"}})
 	require.NoError(t, err)
 	require.Contains(t, string(turn.Params), `"remote_host":"kv.d"`)
 }
@@ -102,7 +102,7 @@ func TestTurnBegins(t *testing.T) {
 
 // TestUnmarshalTurn: what comes back from where it was kept is as it was, and whatever else lies there is refused.
 func TestUnmarshalTurn(t *testing.T) {
-	turn, err := turnDialect(t).ReadTurn([]byte(keptObject), count40(), &Side{Addr: "10.0.0.6:8000"})
+	turn, err := turnDialect(t).Read([]byte(keptObject), count40(), &Side{Addr: "10.0.0.6:8000"})
 	require.NoError(t, err)
 	text, err := turn.Marshal()
 	require.NoError(t, err)
@@ -132,7 +132,7 @@ func TestTurnsTaken(t *testing.T) {
 		require.NoError(t, err)
 		for i, a := range all {
 			for _, ids := range []bool{false, true} {
-				if d.(TurnKeeper).Takes(a, ids) {
+				if d.Turns.Takes(a, ids) {
 					out = append(out, map[bool]string{true: "ids", false: "text"}[ids]+[]string{" chat", " completions", "", "", ""}[i])
 				}
 			}
@@ -141,10 +141,10 @@ func TestTurnsTaken(t *testing.T) {
 	}
 	require.Equal(t, []string{"ids completions"}, takes(Options{}))
 	require.Equal(t, []string{"text chat", "ids chat", "ids completions"}, takes(Options{ReuseTokenIDs: true}))
-	require.Equal(t, 450*time.Second, turnDialect(t).TurnTTL())
+	require.Equal(t, 450*time.Second, turnDialect(t).TTL)
 	d, err := New(Options{Name: "nixl", Bidirectional: true, TurnTTL: time.Minute})
 	require.NoError(t, err)
-	require.Equal(t, time.Minute, d.(TurnKeeper).TurnTTL())
+	require.Equal(t, time.Minute, d.Turns.TTL)
 }
 
 // FuzzReadTurn: what is kept is an object that says what it is, with a count that the ids have, and reads back the same.

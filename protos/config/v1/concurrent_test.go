@@ -22,7 +22,7 @@ func TestConcurrentPools(t *testing.T) {
 		"moriio too":                 {pool(`kvTransfer: moriio, endpoints: ` + endpoints), "", ""},
 		"p2p-nccl, registered":       {pool(`kvTransfer: p2p-nccl, registration: {listen: "10.0.0.9:30001"}, endpoints: ` + endpoints), "", ""},
 		"p2p-nccl without addresses": {pool(`kvTransfer: p2p-nccl, endpoints: ` + endpoints), "pools[0].endpoints[0].transfer.kvPort: is missing", ""},
-		"p2p-nccl decodes alone":     {pool(`kvTransfer: p2p-nccl, onPrefillFailure: decodeAlone, registration: {listen: "10.0.0.9:30001"}, endpoints: ` + endpoints), "P2P-NCCL cannot decode without a prefill", ""},
+		"p2p-nccl decodes alone":     {pool(`kvTransfer: p2p-nccl, onPrefillFailure: decodeAlone, registration: {listen: "10.0.0.9:30001"}, endpoints: ` + endpoints), "with kvTransfer p2p-nccl decode cannot work without a prefill", ""},
 		"a registration for nothing": {pool(`kvTransfer: nixl, registration: {listen: "10.0.0.9:30001"}, endpoints: ` + endpoints), "", "registration: has no effect"},
 		"no such size":               {pool(`kvTransfer: moriio, endpoints: ` + strings.Replace(endpoints, "role: decode", "role: decode, transfer: {tensorParallelSize: -1}", 1)), "tensorParallelSize: -1 is not between", ""},
 		"sizes that differ":          {pool(`kvTransfer: moriio, endpoints: ` + strings.Replace(endpoints, "role: decode", "role: decode, transfer: {tensorParallelSize: 8}", 1)), "pools[0].endpoints[1].transfer.tensorParallelSize: is 8, and that of endpoints[0] is 1", ""},
@@ -30,13 +30,13 @@ func TestConcurrentPools(t *testing.T) {
 		"whole servers only":         {pool(`kvTransfer: sglang, endpoints: [{address: "10.0.0.1:1", role: both}]`), "", ""},
 		"decode without prefill":     {pool(`kvTransfer: sglang, endpoints: [{address: "10.0.0.2:1", role: decode}]`), "pools[0].endpoints: an SGLang engine that decodes cannot prefill", ""},
 		"never split":                {pool(`kvTransfer: sglang, split: never, endpoints: ` + endpoints), "pools[0].split: never leaves only endpoints with the role both", ""},
-		"decode alone":               {pool(`kvTransfer: sglang, onPrefillFailure: decodeAlone, endpoints: ` + endpoints), "pools[0].onPrefillFailure: SGLang cannot decode without a prefill", ""},
+		"decode alone":               {pool(`kvTransfer: sglang, onPrefillFailure: decodeAlone, endpoints: ` + endpoints), "pools[0].onPrefillFailure: with kvTransfer sglang decode cannot work without a prefill", ""},
 		"long prompts":               {pool(`kvTransfer: sglang, longPrompts: decodeAlone, endpoints: ` + endpoints), "", "pools[0].longPrompts: bodies over envoy.maxBodyBytes will be refused"},
 		"a port":                     {pool(`kvTransfer: sglang, endpoints: ` + strings.Replace(endpoints, "role: prefill", "role: prefill, transfer: {bootstrapPort: 65536}", 1)), "pools[0].endpoints[0].transfer.bootstrapPort: 65536 is not a port", ""},
 		"a host":                     {pool(`kvTransfer: sglang, endpoints: ` + strings.Replace(endpoints, "role: prefill", `role: prefill, transfer: {host: "[fd00::1]"}`, 1)), `pools[0].endpoints[0].transfer.host: "[fd00::1]" is no host`, ""},
 		"a host that is none":        {pool(`kvTransfer: mooncake, endpoints: ` + strings.Replace(endpoints, "role: prefill", `role: prefill, transfer: {host: "0.0.0.0"}`, 1)), "0.0.0.0 is where an engine listens", ""},
-		"a port of decode":           {pool(`kvTransfer: mooncake, endpoints: ` + strings.Replace(endpoints, "role: decode", "role: decode, transfer: {bootstrapPort: 1}", 1)), "", "has no effect on an endpoint that only decodes"},
-		"transfer where it does not": {pool(`kvTransfer: nixl, endpoints: ` + strings.Replace(endpoints, "role: prefill", "role: prefill, transfer: {bootstrapPort: 1}", 1)), "", "have no effect with kvTransfer nixl"},
+		"a port of decode":           {pool(`kvTransfer: mooncake, endpoints: ` + strings.Replace(endpoints, "role: decode", "role: decode, transfer: {bootstrapPort: 1}", 1)), "", "bootstrapPort: has no effect on an endpoint with the role decode"},
+		"transfer where it does not": {pool(`kvTransfer: nixl, endpoints: ` + strings.Replace(endpoints, "role: prefill", "role: prefill, transfer: {bootstrapPort: 1}", 1)), "", "bootstrapPort: has no effect with kvTransfer nixl"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			_, warnings, err := Parse([]byte(tt.text))

@@ -1069,8 +1069,7 @@ type Pool struct {
 	Name string `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
 	// Names that requests ask for; "*" takes any. Default ["*"].
 	Models []string `protobuf:"bytes,2,rep,name=models,proto3" json:"models,omitempty"`
-	// The engines' KV transfer dialect: lmcache, mooncake, mooncake-0.13, moriio, moriio-read, multi, nixl, nixl-push, offload, orchestrated, p2p-nccl, sglang,
-	// shared, trtllm, trtllm-generation-first, or none for engines that do both by themselves. docs/protocols.md says which engine speaks which. Required.
+	// The engines' KV transfer dialect, as docs/protocols.md names it, or none for engines that do both by themselves. Required.
 	KvTransfer string `protobuf:"bytes,3,opt,name=kv_transfer,json=kvTransfer,proto3" json:"kv_transfer,omitempty"`
 	// Kind of the engines, which says what paths of theirs are for clients: vllm, sglang, trtllm, or any (those of all). Default:
 	// sglang and trtllm with a kvTransfer of that engine, any with none, shared, offload, multi and orchestrated, else vllm.

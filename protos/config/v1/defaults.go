@@ -1,9 +1,12 @@
 package configv1
 
 import (
+	"cmp"
 	"net"
 	"net/netip"
 	"slices"
+
+	"tandem/extproc/kvtransfer"
 )
 
 // SetDefaults fills in what a configuration leaves out, as [Load] does. The values are those of config.proto's comments.
@@ -44,7 +47,7 @@ func SetDefaults(c *Config) {
 
 // TakesNotices reports whether the pool's engines say when KV has arrived.
 func (p *Pool) TakesNotices() bool {
-	return p.GetKvTransfer() == "lmcache" && !p.GetLmcache().GetSkipNotices()
+	return p.Dialect().Push != nil && !p.GetLmcache().GetSkipNotices()
 }
 
 func setEnvoyDefaults(c *Config) {
@@ -115,26 +118,14 @@ func decodeAlone(p *Pool) string {
 	return "never"
 }
 
-// engineOf is the kind of engine that speaks a dialect.
-func engineOf(kvTransfer string) string {
-	switch kvTransfer {
-	case "sglang":
-		return "sglang"
-	case "trtllm", "trtllm-generation-first":
-		return "trtllm"
-	case "none", "shared", "offload", "multi", "orchestrated":
-		return "any"
-	}
-	return "vllm"
-}
-
 func setPoolDefaults(p *Pool) {
 	if len(p.Models) == 0 {
 		p.Models = []string{"*"}
 	}
 	or(&p.Split, "auto")
-	or(&p.Engine, engineOf(p.KvTransfer))
-	if p.KvTransfer == "sglang" || p.KvTransfer == "p2p-nccl" { // where decode cannot work alone
+	d := p.Dialect()
+	or(&p.Engine, cmp.Or(d.Engine, kvtransfer.EngineAny))
+	if d.PairsOnly() {
 		or(&p.LongPrompts, "refuse")
 	}
 	or(&p.LongPrompts, "decodeAlone")

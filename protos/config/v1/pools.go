@@ -67,7 +67,7 @@ func (v *validator) pool(path string, p *Pool) {
 	} else {
 		v.endpointsOf(path, p)
 	}
-	v.concurrent(path, p)
+	v.transferring(path, p)
 	v.encode(path, p)
 	v.kvEvents(path, p)
 }
@@ -117,8 +117,8 @@ func (v *validator) handoff(path string, p *Pool) {
 	case p.Handoff == "envoy":
 	case Concurrent(p):
 		v.m.add(path, "is %s, but with kvTransfer %s both legs run at once, which takes an Envoy that makes both: envoy", p.Handoff, p.KvTransfer)
-	case p.Handoff == "direct" && p.KvTransfer == "lmcache":
-		v.m.add(path, "is direct, but lmcache's prefill endpoint sends the KV to a decode endpoint that waits for it: envoy")
+	case p.Handoff == "direct" && p.Dialect().Push != nil:
+		v.m.add(path, "is direct, but %s's prefill endpoint sends the KV to a decode endpoint that waits for it: envoy", p.KvTransfer)
 	}
 }
 
@@ -171,13 +171,8 @@ func (v *validator) modelsOf(path string, p *Pool) {
 	}
 }
 
-// concurrentDialects are those whose legs run at once.
-func concurrentDialects() []string {
-	return []string{"mooncake", "moriio", "nixl-push", "p2p-nccl", "sglang", "trtllm-generation-first"}
-}
-
 // Concurrent reports whether both legs of a pool's requests run at once.
-func Concurrent(p *Pool) bool { return slices.Contains(concurrentDialects(), p.GetKvTransfer()) }
+func Concurrent(p *Pool) bool { return p.Dialect().Concurrent != nil }
 
 func (v *validator) endpointsOf(path string, p *Pool) {
 	decodes, prefills := false, false

@@ -9,18 +9,13 @@ import (
 	"strconv"
 	"strings"
 	"time"
-)
 
-// dialects are what kvTransfer may be.
-func dialects() []string {
-	all := append([]string{"lmcache", "mooncake-0.13", "moriio-read", "multi", "nixl", "offload", "orchestrated", "shared", "trtllm"}, concurrentDialects()...)
-	slices.Sort(all)
-	return append(all, "none")
-}
+	"tandem/extproc/kvtransfer"
+)
 
 // usesP2P reports whether the pool's engines have vLLM's P2P offload tier.
 func (p *Pool) usesP2P() bool {
-	return p.KvTransfer == "offload" || p.KvTransfer == "multi" && slices.Contains(p.Members, "offload")
+	return slices.ContainsFunc(p.Dialect().Ports, func(port kvtransfer.Port) bool { return port.Name == "transfer.p2pPort" })
 }
 
 // PairsAs is what two endpoints of the pool must have in common to be a pair: their group, the engine's release, and where
@@ -30,7 +25,7 @@ func (p *Pool) PairsAs(e *Endpoint) string {
 	if e.Release != "" {
 		as += " " + e.Release
 	}
-	if p.KvTransfer == "lmcache" && e.GetTransfer().GetTensorParallelSize() > 1 {
+	if e.GetTransfer().GetTensorParallelSize() > 1 && p.Dialect().RankToRank {
 		as += " tp" + strconv.Itoa(int(e.GetTransfer().GetTensorParallelSize()))
 	}
 	return strings.TrimPrefix(as, " ")
@@ -42,7 +37,7 @@ func (p *Pool) pairing(e *Endpoint) string {
 	if e.Release != "" {
 		text += ", release " + e.Release
 	}
-	if p.KvTransfer == "lmcache" {
+	if p.Dialect().RankToRank {
 		text += ", tensorParallelSize " + strconv.Itoa(int(max(e.GetTransfer().GetTensorParallelSize(), 1)))
 	}
 	return text
@@ -108,7 +103,8 @@ func (v *validator) bidirectional(path string, p *Pool) {
 
 // RewritesAnswers reports whether the pool has answers that come through the external processor.
 func RewritesAnswers(p *Pool) bool {
-	return p.GetLmcache().GetRetFirstToken() || p.GetNixl().GetBidirectional() || p.GetCachedTokens() == "prefill" || p.GetKvTransfer() == "sglang"
+	d := p.Dialect()
+	return d.Continue != nil || d.Turns != nil || p.GetCachedTokens() == "prefill" || d.Concurrent != nil && d.Concurrent.JoinsAnswers
 }
 
 const (

@@ -1,0 +1,68 @@
+package configv1
+
+import (
+	"tandem/extproc/kvtransfer"
+	"tandem/kvstate"
+)
+
+// dialects are what kvTransfer may be.
+func dialects() []string { return append(kvtransfer.Names(), "none") }
+
+// Dialect returns how the pool's engines transfer KV: the zero value for none, and for a name that is not known.
+func (p *Pool) Dialect() kvtransfer.Dialect {
+	d, _ := kvtransfer.New(p.DialectOptions()) // what is wrong with the options is reported where it stands in the configuration
+	return d
+}
+
+// DialectOptions returns the settings of the pool's dialect.
+func (p *Pool) DialectOptions() kvtransfer.Options {
+	o := kvtransfer.Options{
+		Name: p.GetKvTransfer(), Members: p.GetMembers(), ReuseTokenIDs: p.GetNixl().GetReuseTokenIds(),
+		Bidirectional: p.GetNixl().GetBidirectional(), TurnTTL: Duration(p.GetNixl().GetTurnTtl()),
+		Key: p.GetOrchestrated().GetKey(), Params: p.GetOrchestrated().GetHandOver() == "params",
+		NoticeTimeout: Duration(p.GetLmcache().GetNoticeTimeout()), RetFirstToken: p.GetLmcache().GetRetFirstToken(),
+	}
+	for _, e := range p.GetEndpoints() {
+		if t := e.GetTransfer(); e.GetRole() != "prefill" {
+			o.DecodeTP, o.DecodeDP = max(o.DecodeTP, int(t.GetTensorParallelSize())), max(o.DecodeDP, int(t.GetDataParallelSize()))
+		}
+	}
+	return o
+}
+
+// TransferOf returns what is configured of an endpoint's side of KV transfer.
+func TransferOf(e *Endpoint) kvstate.Transfer {
+	port := func(n int32) uint16 { return uint16(n) }
+	t, r := e.GetTransfer(), e.GetLmcache()
+	return kvstate.Transfer{
+		Host: t.GetHost(), Release: e.GetRelease(), TP: int(t.GetTensorParallelSize()), DP: int(t.GetDataParallelSize()),
+		BootstrapPort: port(t.GetBootstrapPort()), KVPort: port(t.GetKvPort()),
+		HandshakePort: port(t.GetHandshakePort()), NotifyPort: port(t.GetNotifyPort()), P2PPort: int(t.GetP2PPort()),
+		LMCacheInitPort: int(r.GetInitPort()), LMCacheAllocPort: int(r.GetAllocPort()), LMCacheQueryPort: int(r.GetQueryPort()),
+		BufferTokens: r.GetBufferTokens(),
+	}
+}
+
+// Port returns the port of a setting below the endpoint's ([kvtransfer.Port]), 0 if it is not set.
+func (e *Endpoint) Port(setting string) int32 {
+	t, r := e.GetTransfer(), e.GetLmcache()
+	switch setting {
+	case "transfer.bootstrapPort":
+		return t.GetBootstrapPort()
+	case "transfer.kvPort":
+		return t.GetKvPort()
+	case "transfer.handshakePort":
+		return t.GetHandshakePort()
+	case "transfer.notifyPort":
+		return t.GetNotifyPort()
+	case "transfer.p2pPort":
+		return t.GetP2PPort()
+	case "lmcache.initPort":
+		return r.GetInitPort()
+	case "lmcache.allocPort":
+		return r.GetAllocPort()
+	case "lmcache.queryPort":
+		return r.GetQueryPort()
+	}
+	return 0
+}
