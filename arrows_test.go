@@ -41,7 +41,8 @@ var arrows = map[string][]string{
 	"extproc/telemetry":           {"extproc/envoywire", "extproc/kvtransfer", "extproc/openai", "kvstate"},
 	"extproc/envoywire":           {"extproc/openai"},
 	"extproc/kvtransfer":          {"extproc/openai", "kvstate", "protos/ticket/v1"}, // the last in tests
-	"extproc":                     {"extproc/telemetry", "internal/guard", "extproc/envoywire", "extproc/openai", "extproc/kvtransfer", "kvstate", "kvstate/prefixindex", "kvstate/enginehttp", "picker", "internal/memory"},
+	"extproc/reclaim":             {"extproc/kvtransfer", "internal/guard", "kvstate", "kvstate/enginehttp", "picker"},
+	"extproc":                     {"extproc/reclaim", "extproc/telemetry", "internal/guard", "extproc/envoywire", "extproc/openai", "extproc/kvtransfer", "kvstate", "kvstate/prefixindex", "kvstate/enginehttp", "picker", "internal/memory"},
 	"protos/config/v1":            {"extproc/kvtransfer", "kvstate"}, // the dialects validate
 	"protos/state/v1":             {},
 	"protos/ticket/v1":            {},

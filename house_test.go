@@ -38,7 +38,6 @@ var larger = map[string]struct {
 	"e2e/load.result: fields":             {30, "one field for each figure of the report"},
 	"envoy-configs.bootstrap: fields":     {30, "the data of one template"},
 	"extproc.Policy: fields":              {40, "a pool's settings as configured"},
-	"extproc.Server: methods":             {70, "what the access log and the clean-up do is to move to a package of its own (reclaim)"},
 	"extproc.planning: fields":            {30, "still plans inside extproc: a package plan of values is to follow"},
 	"extproc.waiter: fields":              {30, "the admission queue, which is to move to the picker"},
 	"extproc.waitingRoom: fields":         {30, "the admission queue, which is to move to the picker"},

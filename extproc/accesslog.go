@@ -12,6 +12,7 @@ import (
 
 	"tandem/extproc/envoywire"
 	"tandem/extproc/kvtransfer"
+	"tandem/extproc/reclaim"
 	"tandem/extproc/telemetry"
 	"tandem/internal/guard"
 	"tandem/kvstate"
@@ -53,7 +54,7 @@ func (s *Server) readAccessLogs(stream grpc.ServerStream) error {
 			case envoywire.LogNameMirror:
 				s.mirrorEnded(&batch.Entries[i])
 			case envoywire.LogNameUnreached:
-				s.decodeUnreached(&batch.Entries[i])
+				s.notConnected(&batch.Entries[i])
 			default:
 				s.hopEnded(&batch.Entries[i])
 			}
@@ -84,7 +85,7 @@ func (s *Server) hopEnded(e *envoywire.LogEntry) {
 			"duration", e.Duration, "first_byte", e.FirstByte, "client_gone", e.ClientGone, "tries", e.Tries, "asked", e.Asked())
 	}
 	if !redirected {
-		s.handOverEnded(t, e)
+		s.reclaim.Ended(t, s.endOf(t, e))
 		s.loadEnded(t, e)
 	} else if t.Stage == kvtransfer.Failed && t.Cause == kvtransfer.CauseDecode && t.Loads {
 		if pool := s.State.Pool(t.Pool); pool != nil { // another replica may have planned again
@@ -105,7 +106,7 @@ func (s *Server) hopEnded(e *envoywire.LogEntry) {
 		return
 	}
 	if len(e.Unfollowed) > 0 {
-		s.unfollowed(t, e, mine)
+		s.notFollowed(t, e, mine)
 	}
 	if t.Stage.Redirects() {
 		s.releasePass(reservedAs(e), t.Redirects)
@@ -121,10 +122,25 @@ func (s *Server) hopEnded(e *envoywire.LogEntry) {
 	if mine { // every replica sees every entry: the one that booked the hop counts it
 		s.metrics.RequestEnded(t, e, took, first)
 		if policy, _ := s.policy(t.Pool); t.Stage == kvtransfer.HandOver && e.ClientGone && !policy.CleanupDecode {
-			s.metrics.Orphaned(t.Pool, t.Prefill, strandedClientGone)
+			s.metrics.Orphaned(t.Pool, t.Prefill, reclaim.ClientGone)
 		}
 	}
 	s.recent.Change(string(e.RequestID), func(trace *telemetry.Trace) { trace.DecodeTime, trace.Status = took, e.Status })
+}
+
+// endOf returns what the reclaimer has to know of an access log entry.
+func (s *Server) endOf(t *kvtransfer.Ticket, e *envoywire.LogEntry) *reclaim.End {
+	return &reclaim.End{
+		RequestID: string(e.RequestID), ClientGone: e.ClientGone, Asked: e.Asked(), Tried: e.Tries > 0, BookedHere: s.bookedHere(t, reservedAs(e)),
+	}
+}
+
+// notConnected handles the access log entry of a try that never got a connection.
+func (s *Server) notConnected(e *envoywire.LogEntry) {
+	t, _ := s.keys().Open(string(e.Ticket), string(e.RequestID), time.Now())
+	if t != nil && t.Stage == kvtransfer.DecodeLeg && e.Pod && !e.Began && e.Sent == 0 {
+		s.reclaim.NotConnected(t, s.endOf(t, e))
+	}
 }
 
 // release gives back what a ticket says is booked. mine is whether this replica had booked any of it.

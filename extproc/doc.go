@@ -33,5 +33,5 @@
 //   - answerLeg, encodeLeg, and endpointPicker (pickerprotocol.go).
 //
 // Beside the streams: replan.go and accesslog.go; latebinding.go and waitingroom.go, in which requests wait for endpoints;
-// handed.go and stranded.go, which free KV that nobody fetched; live.go, the settings that may change.
+// live.go, the settings that may change.
 package extproc

@@ -15,6 +15,7 @@ import (
 	"tandem/extproc/envoywire"
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/openai"
+	"tandem/extproc/reclaim"
 	"tandem/extproc/telemetry"
 	"tandem/kvstate"
 )
@@ -73,28 +74,28 @@ func (x prefillLeg) serve() error {
 		x.s.release(t)
 		return x.answerClient(t, final)
 	}
-	if next.Stage == kvtransfer.HandOver && x.s.cleansUp(t.Pool) {
-		return x.handOverKept(next)
+	if next.Stage == kvtransfer.HandOver && x.s.reclaim.Enabled(t.Pool) {
+		return x.handOverRecorded(next)
 	}
 	x.EndPhase(telemetry.PhaseDecide)
 	gone := x.stream.Context().Err() // Envoy let go while P's answer waited here
 	err = x.redirect(next, location(x.msg.Attributes.Path))
 	x.EndPhase(telemetry.PhaseAnswer)
 	if next.Stage == kvtransfer.HandOver && (gone != nil || err != nil) {
-		x.s.stranded(next, x.requestID, strandedClientGone)
+		x.s.reclaim.Orphaned(next, x.requestID, reclaim.ClientGone)
 	}
 	return err
 }
 
-// handOverKept sends a hand-over on where the pool cleans up. What became of it the end of the request tells, not that of this stream: Envoy
-// may ask another replica, if it was this one's connection that broke.
-func (x prefillLeg) handOverKept(next *kvtransfer.Ticket) error {
-	x.s.keep(next, x.requestID, next.Params, next.Decode, false) // before it is sent: the end of the request may be told at any moment after
+// handOverRecorded sends a hand-over on if the pool reclaims orphaned ones. The end of the request decides what became of it, not
+// that of this stream: Envoy may ask another replica, if it was this one's connection that broke.
+func (x prefillLeg) handOverRecorded(next *kvtransfer.Ticket) error {
+	x.s.reclaim.Record(next, x.requestID, next.Params, next.Decode, false) // before it is sent: the access log may report the end of the request at any moment after
 	x.EndPhase(telemetry.PhaseDecide)
 	err := x.redirect(next, location(x.msg.Attributes.Path))
 	x.EndPhase(telemetry.PhaseAnswer)
 	if !x.s.State.Shared() && (err == nil || x.stream.Context().Err() != nil) && x.endedByEnvoy() {
-		x.s.over(next.ID, x.requestID, x.s.handed.sure(next.ID))
+		x.s.reclaim.Confirm(next.ID, x.requestID)
 	}
 	return err
 }
@@ -118,7 +119,7 @@ func (x prefillLeg) endedByEnvoy() bool {
 // answerCut counts an answer of P's whose rest will not come: P has finished, and what it keeps nobody can name.
 func (x prefillLeg) answerCut(t *kvtransfer.Ticket, code int) {
 	if policy, _ := x.s.policy(t.Pool); code == 200 && policy.Dialect.Prefill != nil {
-		x.s.metrics.Orphaned(t.Pool, t.Prefill, strandedAnswerCut)
+		x.s.metrics.Orphaned(t.Pool, t.Prefill, reclaim.AnswerCut)
 	}
 }
 

@@ -63,10 +63,10 @@ func (x nextPass) resume(t *kvtransfer.Ticket, ticketErr error) (route, error) {
 		switch {
 		case ticketErr != nil:
 			t.Cause = "hand_over_expired"
-			x.s.stranded(t, x.requestID, t.Cause)
+			x.s.reclaim.Orphaned(t, x.requestID, t.Cause)
 		case pool == nil:
 			t.Cause = "pool_gone"
-			x.s.stranded(t, x.requestID, t.Cause)
+			x.s.reclaim.Orphaned(t, x.requestID, t.Cause)
 		}
 	}
 	x.s.metrics.Replanned(t)
@@ -139,8 +139,8 @@ func (x nextPass) decode(pool *kvstate.Pool, t *kvtransfer.Ticket) (route, error
 	x.stick(pool, t.Session, nil, d)
 	x.s.recent.Change(x.requestID, func(trace *telemetry.Trace) { trace.Decode = d.Addr })
 	x.SpanHandOver(d, paired && params != nil)
-	if policy.cleansUp() {
-		x.s.keep(t, x.requestID, params, d.Addr, true)
+	if x.s.reclaim.Enabled(t.Pool) {
+		x.s.reclaim.Record(t, x.requestID, params, d.Addr, true)
 	}
 	return x.seal(r, &kvtransfer.Ticket{
 		ID: t.ID, Stage: kvtransfer.DecodeLeg, Expires: time.Now().Add(x.s.TicketTTL), Started: t.Started,

@@ -10,6 +10,7 @@ import (
 	"tandem/extproc/envoywire"
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/openai"
+	"tandem/extproc/reclaim"
 	"tandem/kvstate"
 )
 
@@ -53,12 +54,12 @@ func (s *Server) Replan() http.Handler {
 			s.pairs.leave(t.ID)
 		}
 		if t.Stage == kvtransfer.PrefillLeg { // P has answered after all, and its answer came too late to be followed
-			s.strandedUnfollowed(t, id, strandedReplanned)
+			s.reclaim.NotFollowed(t, id, reclaim.Replanned)
 		}
 		took := time.Since(s.sealedAt(t))
 		s.metrics.HopEnded(t.Pool, hop, failed, "failed", took, nil)
 		if hop == "decode" && t.Split {
-			s.metrics.Orphaned(t.Pool, t.Prefill, strandedDecodeFailed) // or fetched: who failed does not say
+			s.metrics.Orphaned(t.Pool, t.Prefill, reclaim.DecodeFailed) // or fetched: who failed does not say
 		}
 		if t.Stage == kvtransfer.PrefillLeg && t.Turn.Told {
 			s.turnFailed(&next, id, 0)

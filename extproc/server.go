@@ -21,6 +21,7 @@ import (
 	"tandem/extproc/envoywire"
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/openai"
+	"tandem/extproc/reclaim"
 	"tandem/extproc/telemetry"
 	"tandem/internal/guard"
 	"tandem/internal/memory"
@@ -76,7 +77,7 @@ type Policy struct {
 	Tokens          TokenSource   // who else is asked for them
 	TokenBudget     time.Duration // how long a request waits for that; 0: not at all
 	PrefillCached   bool          // clients are told what prefill had in its cache, not decode
-	CleanupDecode   bool          // have stranded hand-overs fetched by a decode endpoint
+	CleanupDecode   bool          // have orphaned hand-overs fetched by a decode endpoint
 	Handoff         Handoff       // who makes the second hop
 	StreamStart     time.Duration // how long a streamed answer may take to begin, beside PerToken where D computes the prompt; default 1 m
 	WholeAnswer     time.Duration // how long an answer that is not streamed may take, beside the same; 0: as long as Envoy lets it
@@ -117,9 +118,7 @@ type Server struct {
 	started  time.Time
 	scratch  sync.Pool // of *scratch
 	draining chan struct{}
-	cleanups chan cleanup
-	cleaning atomic.Int64 // bytes of parameters in cleanups
-	handed   handedOut
+	reclaim  *reclaim.Reclaimer
 	recent   *telemetry.Recent
 	pairs    *pairs
 	seed     uint64 // of reservation ids
@@ -143,10 +142,14 @@ func New(o Options, m *telemetry.Metrics) *Server {
 		o.Log = slog.New(slog.DiscardHandler)
 	}
 	s := &Server{
-		Options: o, metrics: m, started: time.Now(), draining: make(chan struct{}), cleanups: make(chan cleanup, maxCleanups),
+		Options: o, metrics: m, started: time.Now(), draining: make(chan struct{}),
 		recent: telemetry.NewRecent(), pairs: newPairs(), seed: random(), guard: guard.New(o.Log, m.Panicked),
 	}
 	s.direct = newDirectCalls()
+	s.reclaim = reclaim.New(reclaim.Options{State: o.State, Log: o.Log, Observer: m, TTL: o.HandOverTTL, Policy: func(pool string) reclaim.Policy {
+		policy, _ := s.policy(pool)
+		return reclaim.Policy{Cleanup: policy.CleanupDecode, Dialect: policy.Dialect, Place: policy.place()}
+	}})
 	s.Apply(o.Live)
 	s.Options.Live = Live{} // nobody is to read what it was once
 	s.scratch.New = func() any { return newScratch(s) }
@@ -330,14 +333,12 @@ func random() uint64 { return rand.Uint64() }
 // server.
 func (s *Server) Drain() { close(s.draining) }
 
-// Run does the server's regular work until ctx ends: expired reservations, tickets and hand-overs are swept, stranded ones
-// cleaned up.
+// Run does the server's regular work until ctx ends: expired reservations, tickets and hand-overs are swept, orphaned ones
+// reclaimed.
 func (s *Server) Run(ctx context.Context) {
 	var workers sync.WaitGroup
 	defer workers.Wait()
-	for range cleanupWorkers {
-		workers.Go(func() { guard.Keep(ctx, "clean-up", func() { s.cleanUp(ctx) }) })
-	}
+	workers.Go(func() { s.reclaim.Run(ctx) })
 	workers.Go(func() { s.metrics.PruneSeries(ctx, s.State) })
 	s.State.Run(ctx)
 }

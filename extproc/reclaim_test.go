@@ -13,6 +13,7 @@ import (
 
 	"tandem/extproc/envoywire"
 	"tandem/extproc/kvtransfer"
+	"tandem/extproc/reclaim"
 	"tandem/kvstate"
 )
 
@@ -185,27 +186,23 @@ func TestHandOversThatNobodyGot(t *testing.T) {
 				require.Equal(t, "r1", <-calls)
 			}
 			require.Empty(t, calls)
-			requireNoneKept(t, s)
+			requireNoneRecorded(t, s)
 		})
 	}
 }
 
-// requireNoneKept: notes of requests that are over may stay, they keep nothing.
-func requireNoneKept(t *testing.T, s *stand) {
+// requireNoneRecorded waits until no cleanup is under way and checks that no parameters are recorded.
+func requireNoneRecorded(t *testing.T, s *stand) {
 	t.Helper()
 	requireIdle(t, s)
-	s.server.handed.mu.Lock()
-	defer s.server.handed.mu.Unlock()
-	for _, h := range s.server.handed.kept {
-		require.Empty(t, h.pool)
-	}
-	require.Zero(t, s.server.handed.bytes)
+	recorded, _ := s.server.reclaim.Held()
+	require.Zero(t, recorded)
 }
 
-// requireIdle waits until no cleanup waits or is under way.
+// requireIdle waits until no cleanup is queued or under way.
 func requireIdle(t *testing.T, s *stand) {
 	t.Helper()
-	require.Eventually(t, func() bool { return s.server.cleaning.Load() == 0 }, 30*time.Second, time.Millisecond)
+	require.Eventually(t, func() bool { _, queued := s.server.reclaim.Held(); return queued == 0 }, 30*time.Second, time.Millisecond)
 }
 
 // cleaners are replicas that know of each other only by the tickets' keys, with a pool that cleans up at a decode endpoint which tells calls.
@@ -263,7 +260,7 @@ func TestTheEndIsToldBeforeTheAnswer(t *testing.T) {
 	q.replan()
 	late.prefillLeg(answer{status: 200, body: prefilled(params(2))})
 	settled(t, r, calls, 2)
-	requireNoneKept(t, s)
+	requireNoneRecorded(t, s)
 	require.InDelta(t, 1, s.count("tandem_handovers_stranded_total", "chat", addressOf("p1"), "replanned"), 0)
 }
 
@@ -321,8 +318,8 @@ func TestOneOfSeveralCleansUp(t *testing.T) {
 			b.headers = maps.Clone(a.headers)
 			end(a, &b)
 			settled(t, r, calls, 1)
-			if requireNoneKept(t, b.s); !a.breaks { // of what is not sure nothing is forgotten before its time
-				requireNoneKept(t, a.s)
+			if requireNoneRecorded(t, b.s); !a.breaks { // of what is not sure nothing is forgotten before its time
+				requireNoneRecorded(t, a.s)
 			}
 		})
 	}
@@ -343,22 +340,6 @@ func TestNoCleanupWithoutTheOthersWord(t *testing.T) {
 	settled(t, r, calls, 0)
 }
 
-// What waits for its cleanup is bounded in bytes too.
-func TestCleanupsAreBounded(t *testing.T) {
-	r, calls := cleaners(t, 1)
-	s := r[0]
-	s.server.cleaning.Store(maxHandedBytes)
-	q := s.newRequest("/v1/chat/completions", "r1", chatBody)
-	q.goOn(q.pass())
-	q.prefillLeg(answer{status: 200, body: prefilled(params(2))})
-	s.log(q.entry(0, "downstream_remote_disconnect"))
-	require.Eventually(t, func() bool { // the leg's stream may end after the log has come
-		return s.count("tandem_cleanup_decodes_total", "chat", "too_many") == 1
-	}, 30*time.Second, time.Millisecond)
-	s.server.cleaning.Add(-maxHandedBytes)
-	settled(t, r, calls, 0)
-}
-
 // A hand-over whose client left while P's answer waited is counted by the leg that read it, and not again at the request's end, in whatever
 // order the two come.
 func TestStrandedIsCountedOnce(t *testing.T) {
@@ -371,11 +352,11 @@ func TestStrandedIsCountedOnce(t *testing.T) {
 			q.prefillLeg(answer{status: 200, body: prefilled(params(2))})
 			next := s.ticket(q.taken, "r1")
 			if first == "leg" {
-				s.server.stranded(next, "r1", strandedClientGone) // as the leg does when Envoy has let go of it
+				s.server.reclaim.Orphaned(next, "r1", reclaim.ClientGone) // as the leg does when Envoy has let go of it
 			}
 			s.log(q.entry(0, "downstream_remote_disconnect"))
 			if first == "log" {
-				s.server.stranded(next, "r1", strandedClientGone)
+				s.server.reclaim.Orphaned(next, "r1", reclaim.ClientGone)
 			}
 			require.InDelta(t, 1, s.count("tandem_handovers_stranded_total", "chat", addressOf("p1"), "client_gone"), 0)
 		})

@@ -1,0 +1,350 @@
+// Package reclaim frees the KV blocks of orphaned hand-overs. A hand-over is orphaned when the decode it was for never
+// comes: the client disconnected between the hops, or the request went on without it. The prefill endpoint keeps the blocks
+// until its lease ends (vLLM from 0.22: 30 s) or, in older releases, a timeout of minutes does (0.12 to 0.21: 480 s). If the
+// pool is configured so (strandedBlocks: cleanupDecode), a decode endpoint fetches them, which is all that makes such a
+// release free them. Never if a decode endpoint may have received the parameters: then it notifies P itself, and the same
+// parameters a second time can return another request's text.
+//
+//  1. [Reclaimer.Record] keeps the parameters when P's answer is read, and again when pass 2 decides (records.go).
+//  2. [Reclaimer.Ended], [Reclaimer.NotConnected] and [Reclaimer.NotFollowed] take the record when the request is over, by its access log
+//     entry, and find out whether this replica is the one to act.
+//  3. [Reclaimer.Run] sends the cleanup decodes.
+package reclaim
+
+import (
+	"context"
+	"crypto/rand"
+	"errors"
+	"io"
+	"log/slog"
+	randv2 "math/rand/v2"
+	"net"
+	"net/http"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"tandem/extproc/kvtransfer"
+	"tandem/internal/guard"
+	"tandem/kvstate"
+	"tandem/kvstate/enginehttp"
+	"tandem/picker"
+)
+
+// Why a hand-over was orphaned: label values of a metric. Beside these there are the causes of a replan that is no fault of
+// an endpoint's.
+const (
+	ClientGone   = "client_gone"   // between the hops
+	NoDecode     = "no_decode"     // the request ended with an error before a decode endpoint was asked
+	Replanned    = "replanned"     // P answered so late that another endpoint had been asked
+	DecodeFailed = "decode_failed" // perhaps after it fetched
+	AnswerCut    = "answer_cut"    // P's answer was cut off: its parameters are not known
+)
+
+// Observer counts what becomes of hand-overs.
+type Observer interface {
+	Orphaned(pool, prefill, why string)
+	Reclaimed(pool, result string)
+}
+
+// Policy is what a pool's configuration says about orphaned hand-overs.
+type Policy struct {
+	Cleanup bool // a decode endpoint fetches them
+	Dialect kvtransfer.Dialect
+	Place   picker.Policy
+}
+
+// Enabled reports whether the pool's orphaned hand-overs are fetched.
+func (p *Policy) Enabled() bool { return p.Cleanup && p.Dialect.Prefill != nil }
+
+// Options are what a [Reclaimer] needs.
+type Options struct {
+	State    *kvstate.State
+	Log      *slog.Logger
+	Observer Observer
+	Policy   func(pool string) Policy
+	TTL      time.Duration // of KV parameters, from P's answer on
+}
+
+// Reclaimer keeps the records of hand-overs and sends the cleanup decodes. It is safe for concurrent use.
+type Reclaimer struct {
+	Options
+	records records
+	queue   chan cleanup
+	queued  atomic.Int64 // bytes of parameters in queue
+}
+
+// New returns a Reclaimer without records.
+func New(o Options) *Reclaimer { return &Reclaimer{Options: o, queue: make(chan cleanup, maxCleanups)} }
+
+// cleanup is one hand-over to be fetched and discarded.
+type cleanup struct {
+	id        [16]byte // of the hand-over's ticket
+	requestID string
+	record    *record
+}
+
+// unsure is a result: another replica may have done it, and cannot be asked.
+const unsure = "unsure"
+
+// Limits: what exceeds them is left to the engine's own time limit.
+const (
+	maxCleanups     = 256
+	workers         = 4
+	cleanupTimeout  = 10 * time.Second
+	dialTimeout     = 2 * time.Second
+	maxCleanupBytes = 1 << 20 // of an answer, which nobody reads
+	maxTries        = 3       // endpoints, of which all but the last refused the connection
+)
+
+// Enabled reports whether a pool's orphaned hand-overs are fetched.
+func (r *Reclaimer) Enabled(pool string) bool {
+	policy := r.Policy(pool)
+	return policy.Enabled()
+}
+
+// Held returns the bytes of parameters in records and in cleanups.
+func (r *Reclaimer) Held() (recorded, queued int64) {
+	r.records.mu.Lock()
+	defer r.records.mu.Unlock()
+	return int64(r.records.bytes), r.queued.Load()
+}
+
+// Record keeps the parameters of a hand-over that is about to leave this replica: with P's answer read, or in pass 2
+// (decided). If the request is over already, it is reclaimed.
+func (r *Reclaimer) Record(t *kvtransfer.Ticket, requestID string, params []byte, decode string, decided bool) {
+	if params != nil {
+		r.reclaimOver(t.ID, requestID, r.records.add(t, params, decode, decided, r.State.Shared()))
+	}
+}
+
+// Confirm notes that no other replica has read the answer that a recorded hand-over is from.
+func (r *Reclaimer) Confirm(id [16]byte, requestID string) {
+	r.reclaimOver(id, requestID, r.records.confirm(id))
+}
+
+// reclaimOver reclaims a hand-over whose request was over before; nil: it was not.
+func (r *Reclaimer) reclaimOver(id [16]byte, requestID string, h *record) {
+	if h != nil {
+		r.orphaned(id, requestID, h, h.over)
+	}
+}
+
+// Orphaned notes that no decode will fetch the hand-over of a ticket, and why, unless pass 2 has opened the ticket. The
+// ticket is spent: the request cannot go on with these parameters any more.
+func (r *Reclaimer) Orphaned(t *kvtransfer.Ticket, requestID, why string) {
+	if !r.State.Spend(t.ID) {
+		return
+	}
+	r.Observer.Orphaned(t.Pool, t.Prefill, why)
+	if h := r.records.take(t.ID); h != nil {
+		r.enqueue(t.ID, requestID, h)
+	}
+}
+
+// NotFollowed is Orphaned for a prefill leg whose answer came too late to be followed, if it came. t is the leg's ticket.
+func (r *Reclaimer) NotFollowed(t *kvtransfer.Ticket, requestID, why string) {
+	if h := r.takeNotFollowed(t, why); h != nil && h.read && r.State.Spend(t.ID) {
+		r.orphaned(t.ID, requestID, h, why)
+	}
+}
+
+// takeNotFollowed takes the record of a prefill leg whose pass is over and was not followed by another. Where the connection
+// to a replica breaks Envoy asks another, so two may have read the same answer, and nothing in the entry tells them apart.
+// Redis does; without Redis only a replica acts whose stream Envoy ended, and no broken connection: Envoy has asked nobody
+// after it.
+func (r *Reclaimer) takeNotFollowed(t *kvtransfer.Ticket, why string) *record {
+	if !r.Enabled(t.Pool) {
+		return nil
+	}
+	return r.records.end(t.ID, why, time.Now().Add(r.TTL))
+}
+
+// End is the end of a request, or of a try, as the access log reports it.
+type End struct {
+	RequestID  string
+	ClientGone bool
+	Asked      bool // an endpoint may have received the request
+	Tried      bool // an endpoint was tried
+	BookedHere bool // this replica booked the pass
+}
+
+// Ended reclaims the hand-over of a request that is over, if no decode endpoint received it. t is the ticket that the request
+// ended with.
+func (r *Reclaimer) Ended(t *kvtransfer.Ticket, e *End) {
+	why := NoDecode
+	if e.ClientGone {
+		why = ClientGone
+	}
+	var h *record
+	unused := false
+	switch t.Stage {
+	case kvtransfer.PrefillLeg: // Envoy did not take the answer that was made of P's
+		h = r.takeNotFollowed(t, why)
+		unused = h != nil && h.read
+	case kvtransfer.HandOver: // pass 2 did not decide, or Envoy did not take its decision
+		h = r.records.take(t.ID)
+		unused = h != nil && h.read && !e.Asked && h.expires.UnixMilli() == t.Expires.UnixMilli() // this replica's, if another read P's answer too
+	case kvtransfer.DecodeLeg:
+		h = r.records.take(t.ID)
+		unused = h != nil && h.decided && !e.Asked && e.BookedHere // likewise: the decision that Envoy took
+		if unused {
+			h.unreached = e.Tried
+		}
+	}
+	if unused {
+		r.orphaned(t.ID, e.RequestID, h, why)
+	}
+}
+
+// NotConnected reclaims the hand-over of a decode leg whose endpoint refused the connection: the request goes on without the
+// parameters, which are still good.
+func (r *Reclaimer) NotConnected(t *kvtransfer.Ticket, e *End) {
+	if h := r.records.take(t.ID); h != nil && h.decided && e.BookedHere {
+		h.unreached = true
+		r.enqueue(t.ID, e.RequestID, h)
+	}
+}
+
+func (r *Reclaimer) orphaned(id [16]byte, requestID string, h *record, why string) {
+	r.Observer.Orphaned(h.pool, h.prefill, why)
+	r.enqueue(id, requestID, h)
+}
+
+// enqueue has a hand-over fetched and discarded. Its ticket may be spent, but no decode endpoint was asked and none will be.
+func (r *Reclaimer) enqueue(id [16]byte, requestID string, h *record) {
+	r.State.Spend(id)
+	result := "no_room"
+	if h.params != nil {
+		result = "too_many"
+		if r.queued.Add(int64(len(h.params))) <= maxRecordBytes {
+			select {
+			case r.queue <- cleanup{id, requestID, h}:
+				return
+			default:
+			}
+		}
+		r.queued.Add(-int64(len(h.params)))
+	}
+	r.Observer.Reclaimed(h.pool, result)
+}
+
+// ours reports whether this replica is the one to send a cleanup. The cleanup spends an id of its own, and other replicas
+// must have confirmed it: a ticket that is spent twice may cost one request its KV, a cleanup that is sent twice may cost
+// another its text.
+func (r *Reclaimer) ours(c cleanup) bool {
+	c.id[0] ^= 0x80
+	first, known := r.State.SpendSurely(c.id)
+	if !known {
+		r.Observer.Reclaimed(c.record.pool, unsure)
+	}
+	return first && known
+}
+
+// Run sends the cleanup decodes until ctx ends.
+func (r *Reclaimer) Run(ctx context.Context) {
+	var running sync.WaitGroup
+	defer running.Wait()
+	for range workers {
+		running.Go(func() { guard.Keep(ctx, "clean-up", func() { r.work(ctx) }) })
+	}
+}
+
+func (r *Reclaimer) work(ctx context.Context) {
+	client := enginehttp.New(cleanupTimeout, func(t *http.Transport) {
+		t.MaxIdleConnsPerHost, t.IdleConnTimeout, t.DialContext = 1, time.Second, (&net.Dialer{Timeout: dialTimeout}).DialContext
+	})
+	defer client.CloseIdle()
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case c := <-r.queue:
+			r.fetch(ctx, client, c)
+		}
+	}
+}
+
+// fetch sends the cleanup decode. Its prompt is one token, so the decode endpoint reads one block (the last: vLLM reads
+// missing blocks from the end) and notifies the prefill endpoint that it is done, which frees them all. The block is not that
+// prompt's KV: the one token that is generated from it is discarded, and a salt of its own keeps it out of the decode
+// endpoint's prefix cache. An endpoint that refused the connection has received nothing, so another one is asked.
+func (r *Reclaimer) fetch(ctx context.Context, client *enginehttp.Client, c cleanup) {
+	h := c.record
+	defer r.queued.Add(-int64(len(h.params)))
+	if !r.ours(c) {
+		return
+	}
+	policy := r.Policy(h.pool)
+	pool := r.State.Pool(h.pool)
+	result, decode := "no_endpoint", ""
+	var err error
+	var tried []string
+	for range maxTries {
+		if time.Now().After(h.expires) {
+			result = "too_late"
+			break
+		}
+		d := r.pick(&policy, pool, h, tried)
+		if d == nil {
+			break
+		}
+		decode, tried = d.Addr, append(tried, d.Addr)
+		if result, err = r.ask(ctx, client, &policy, d, c); !refused(err) {
+			break
+		}
+	}
+	r.Observer.Reclaimed(h.pool, result)
+	r.Log.Info("cleanup decode for an orphaned hand-over", "request_id", c.requestID, "prefill", h.prefill, "decode", decode, "result", result, "err", err)
+}
+
+func (r *Reclaimer) ask(ctx context.Context, client *enginehttp.Client, policy *Policy, d *kvstate.Endpoint, c cleanup) (result string, err error) {
+	body := append([]byte(`{"prompt":"a","max_tokens":1,"cache_salt":"`+rand.Text()+`",`), policy.Dialect.DecodeMember(nil, c.record.params)...)
+	body = append(body, '}')
+	resp, err := client.Post(ctx, d, "/v1/completions", body, http.Header{"X-Request-Id": {c.requestID}})
+	if err != nil {
+		return "failed", err
+	}
+	_, _ = io.CopyN(io.Discard, resp.Body, maxCleanupBytes)
+	_ = resp.Body.Close()
+	if resp.StatusCode != http.StatusOK {
+		return "failed", nil
+	}
+	return "ok", nil
+}
+
+// pick chooses the endpoint of a cleanup: any that the prefill endpoint may pair with, the one that the request did not reach
+// only if there is no other, or, if the blocks were pushed, the one that has them. nil: there is none.
+func (r *Reclaimer) pick(policy *Policy, pool *kvstate.Pool, h *record, tried []string) *kvstate.Endpoint {
+	if pool == nil || policy.Dialect.DecodeMember == nil {
+		return nil
+	}
+	if policy.Dialect.Push != nil {
+		if d := pool.Endpoint(h.decode); d != nil && !d.Failed() && len(tried) == 0 {
+			return d
+		}
+		return nil
+	}
+	var v kvstate.View
+	r.State.View(pool, nil, &v)
+	prefill := slices.IndexFunc(v.Endpoints, func(c kvstate.Candidate) bool { return c.Endpoint.Addr == h.prefill })
+	if prefill < 0 {
+		return nil // it has left, and its blocks with it
+	}
+	choose := picker.Picker{Policy: policy.Place}
+	if h.unreached {
+		tried = append(slices.Clip(tried), h.decode)
+	}
+	i, err := choose.PickDecode(&picker.Request{PromptTokens: 1, Model: h.model, Excluded: tried, Rand: randv2.Uint64()}, &v, prefill)
+	if err != nil {
+		return nil
+	}
+	return v.Endpoints[i].Endpoint
+}
+
+// refused reports whether a call failed before there was a connection.
+func refused(err error) bool {
+	var op *net.OpError
+	return errors.As(err, &op) && op.Op == "dial"
+}

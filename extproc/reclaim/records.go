@@ -1,0 +1,153 @@
+package reclaim
+
+import (
+	"bytes"
+	"sync"
+	"time"
+
+	"tandem/extproc/kvtransfer"
+)
+
+// record is one hand-over of a pool that cleans up (strandedBlocks: cleanupDecode), kept under its name from P's answer until
+// the request is over: by then its ticket is spent and its parameters are with Envoy, and only the access log says whether
+// they were ever sent to a decode endpoint.
+type record struct {
+	pool, model     string
+	prefill, decode string // addresses; decode is the one that was chosen last
+	params          []byte // nil: they exceeded the limit
+	expires         time.Time
+	unreached       bool // decode was tried, and there was no connection
+
+	// The prefill leg's pass was over before P's answer was recorded, or before it was certain that no other replica has
+	// read it (sure), and why no pass followed. "": it is not over.
+	over string
+	sure bool
+
+	// What this replica did with it. Every replica sees every access log entry, and only one may act on it: the one that read
+	// P's answer as long as Envoy has not taken pass 2's decision, from then on the one that decided.
+	read, decided bool
+}
+
+// records are the hand-overs of requests that are not over, bounded in number and bytes.
+type records struct {
+	mu    sync.Mutex
+	bytes int
+	kept  map[[16]byte]*record
+
+	sweeping bool // a timer runs
+}
+
+const (
+	maxRecords     = 1 << 16
+	maxRecordBytes = 64 << 20
+	sweepInterval  = time.Second
+)
+
+// confirm notes that no other replica has read the answer that a hand-over is from. It returns and removes the record of a
+// request that is over.
+func (o *records) confirm(id [16]byte) *record {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	h := o.kept[id]
+	if h == nil {
+		return nil
+	}
+	if h.sure = true; h.over == "" {
+		return nil
+	}
+	o.remove(id, h)
+	return h
+}
+
+// add records a hand-over. It returns and removes the record of a request that is over.
+func (o *records) add(t *kvtransfer.Ticket, params []byte, decode string, decided, sure bool) (over *record) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	h := o.kept[t.ID]
+	if h == nil {
+		h = &record{}
+		if !o.put(t.ID, h) {
+			return nil
+		}
+	}
+	if h.pool == "" {
+		h.pool, h.model, h.prefill, h.expires = t.Pool, t.Model, t.Prefill, t.Expires
+		if o.bytes+len(params) <= maxRecordBytes {
+			h.params = bytes.Clone(params)
+			o.bytes += len(params)
+		}
+	}
+	h.decode, h.read, h.decided, h.sure = decode, h.read || !decided, h.decided || decided, h.sure || sure
+	if h.over != "" && h.sure {
+		o.remove(t.ID, h)
+		return h
+	}
+	return nil
+}
+
+// put stores a record and reports whether the limit allowed it. The caller holds the lock.
+func (o *records) put(id [16]byte, h *record) bool {
+	if len(o.kept) >= maxRecords {
+		return false
+	}
+	if o.kept == nil {
+		o.kept = map[[16]byte]*record{}
+	}
+	o.kept[id] = h
+	if !o.sweeping {
+		o.sweeping = true
+		time.AfterFunc(sweepInterval, o.sweep)
+	}
+	return true
+}
+
+// remove is called with the lock held.
+func (o *records) remove(id [16]byte, h *record) {
+	delete(o.kept, id)
+	o.bytes -= len(h.params)
+}
+
+// end is take at the end of a prefill leg's pass that no other pass followed. Access log entries arrive on a stream of their
+// own: if P's answer is not recorded yet, or another replica may have read it, the reason is recorded for add and confirm.
+func (o *records) end(id [16]byte, why string, expires time.Time) *record {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	h := o.kept[id]
+	switch {
+	case h == nil && len(o.kept) < maxRecords/2: // an answer may never come: half of the limit for these
+		o.put(id, &record{over: why, expires: expires})
+	case h != nil && h.over == "" && h.sure:
+		o.remove(id, h)
+		return h
+	case h != nil:
+		h.over = why
+	}
+	return nil
+}
+
+// take returns and removes a record, nil if there is none.
+func (o *records) take(id [16]byte) *record {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	h := o.kept[id]
+	if h == nil || h.over != "" {
+		return nil
+	}
+	o.remove(id, h)
+	return h
+}
+
+// sweep removes expired records: after that time no decode endpoint may be asked. It runs again as long as there are records.
+func (o *records) sweep() {
+	now := time.Now()
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	for id, h := range o.kept {
+		if now.After(h.expires) {
+			o.remove(id, h)
+		}
+	}
+	if o.sweeping = len(o.kept) > 0; o.sweeping {
+		time.AfterFunc(sweepInterval, o.sweep)
+	}
+}
