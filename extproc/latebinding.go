@@ -122,8 +122,9 @@ func (w *waitingRoom) set(p *Policy) {
 // choose picks the endpoints of a request, in x.view: at once or, where its pool has requests wait, when it is time. A view
 // that does not have all of the pool's endpoints is such that it cannot be filled again: then it is at once.
 func (x *planning) choose(pool *kvstate.Pool, policy *Policy, r *picker.Request, a *attempt) (picker.Choice, error) {
+	r.MinAnswer, r.MaxAnswer = x.req.AnswerTokens()
 	c, err := x.chooseNow(pool, policy, r, a)
-	x.priority, x.work, x.price = r.Priority, kvstate.Seconds(c.Work), c.Price
+	x.priority, x.foreseen = r.Priority, foreseen{kvstate.Seconds(c.Work), c.Price, kvstate.Seconds(c.PrefillTime), kvstate.Seconds(c.FirstToken)}
 	return c, missed(r, &c, err)
 }
 

@@ -171,6 +171,7 @@ func (x nextPass) pickDecode(pool *kvstate.Pool, t *kvtransfer.Ticket) (d *kvsta
 		x.s.State.MarkSession(pool, t.Session, &x.view)
 	}
 	r := picker.Request{PromptTokens: t.PromptTokens, Blocks: len(x.hashes), Model: t.Model, Labels: x.labelsOf(&policy), Excluded: t.Excluded, Rand: random()}
+	r.MinAnswer, r.MaxAnswer = t.AnswerTokens, t.AnswerTokens
 	prefill := slices.IndexFunc(x.view.Endpoints, func(c kvstate.Candidate) bool { return c.Endpoint.Addr == t.Prefill })
 	x.picker.Policy = policy.place()
 	i, err := x.picker.PickDecode(&r, &x.view, prefill)

@@ -201,7 +201,7 @@ func (x firstPass) prefill(pool *kvstate.Pool, policy Policy, c picker.Choice, t
 		Redirects: a.redirects, Prefills: a.prefills + 1, Excluded: a.excluded,
 		Undo: x.undo, BodyBytes: edits.Len(x.body.Len()), PromptTokens: tokens,
 		Stream: x.req.True(openai.FieldStream), StreamUsage: x.req.WantsUsage(), Session: x.session,
-		ExpectedCached: tokens - c.Uncached, ExpectedPrefill: expectedPrefill(c, &p), Model: x.namedModel(&c), Prompt: x.lastBlock(),
+		ExpectedCached: tokens - c.Uncached, ExpectedPrefill: kvstate.Seconds(c.PrefillTime).Truncate(time.Microsecond), AnswerTokens: c.AnswerTokens, Model: x.namedModel(&c), Prompt: x.lastBlock(),
 		Turn: turn,
 	}
 	r.leg, r.endpoint, r.edits, r.carry = envoywire.LegPrefill, p.Endpoint, edits, x.carries(&policy)

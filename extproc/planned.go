@@ -17,7 +17,7 @@ func (x *planning) planned(pool *kvstate.Pool, route, reason string, prefill, de
 	p := telemetry.Planned{
 		RequestID: x.requestID, Pool: pool.Spec.Name, Route: route, Reason: reason, Decode: decode.Addr, PromptTokens: tokens,
 		BodyBytes: x.body.Len(), PromptBlocks: len(x.hashes), Candidates: len(x.view.Endpoints),
-		Waited: x.waited, WaitedFor: x.stoodBy.endpoint, Behind: x.stoodBy.here, BehindElsewhere: x.stoodBy.elsewhere,
+		Foreseen: telemetry.Foreseen{ExpectedPrefill: x.prefilled, ExpectedFirst: x.firstToken}, Waited: x.waited, WaitedFor: x.stoodBy.endpoint, Behind: x.stoodBy.here, BehindElsewhere: x.stoodBy.elsewhere,
 	}
 	if prefill != nil {
 		p.Prefill = prefill.Addr
@@ -70,15 +70,6 @@ func (x *planning) weigh(split bool, tokens int64) []telemetry.Weighed {
 // parts leaves out parts that are zero.
 func parts(all []telemetry.Part) []telemetry.Part {
 	return slices.DeleteFunc(all, func(p telemetry.Part) bool { return p.Value == 0 })
-}
-
-// expectedPrefill is how long the prefill leg should take: what is before it on P, and its own work at P's speed.
-func expectedPrefill(c picker.Choice, p *kvstate.Candidate) time.Duration {
-	speed := p.Speed
-	if speed <= 0 {
-		speed = 1
-	}
-	return p.Queue + time.Duration(c.Work*speed*float64(time.Second))
 }
 
 // maxWeighed bounds what is shown of a large fleet.

@@ -38,8 +38,7 @@ type planning struct {
 	labels     []string // of its endpoints
 
 	priority int32
-	work     time.Duration // of its prefill, as the model has it
-	price    float64       // of the choice, s
+	foreseen
 
 	explanation []byte // for a header; nil: no operator asked
 	decision    []byte // dynamic metadata; nil: none
@@ -59,7 +58,7 @@ func (x *planning) reset() {
 	}
 	x.reservedAs, x.newID, x.stripped, x.session, x.labels = "", false, false, 0, nil
 	x.known = prefixindex.KnownTokens{}
-	x.price, x.explanation, x.decision = 0, nil, nil
+	x.foreseen, x.explanation, x.decision = foreseen{}, nil, nil
 }
 
 // prompt is what is known of a request's prompt.
@@ -68,6 +67,14 @@ type prompt struct {
 	known       prefixindex.KnownTokens // of its tokens
 	ids         []uint32                // scratch for token ids
 	tokenHashes []uint64                // scratch for the blocks of these
+}
+
+// foreseen is what a choice will cost and take, as estimated.
+type foreseen struct {
+	work       time.Duration // of the prefill, as the model has it
+	price      float64       // s
+	prefilled  time.Duration // until the prefill endpoint has answered; 0: there is none
+	firstToken time.Duration // until the first token
 }
 
 // queued is how a request waited for its endpoints.

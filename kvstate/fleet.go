@@ -128,6 +128,7 @@ type live struct {
 	others   atomic.Pointer[Others] // what other replicas have booked; nil: nothing
 	signals  atomic.Pointer[Signals]
 	pace     atomic.Pointer[speed]     // replaced, never changed; nil: nothing observed
+	steps    atomic.Pointer[speed]     // likewise, of decode steps
 	moves    atomic.Pointer[transfers] // likewise
 	blocks   prefixindex.Owner         // held, or thought to be, as the pool's prefix index has them
 	queue    prefillQueue
@@ -161,7 +162,7 @@ func (l *live) speedAt(now int64) float64 {
 	if l.load == nil {
 		return 1
 	}
-	fleet, _ := l.load.fleetSpeeds(now)
+	fleet, _, _ := l.load.fleetSpeeds(now)
 	return l.speedWithin(fleet, now)
 }
 

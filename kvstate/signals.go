@@ -12,6 +12,7 @@ type Signals struct {
 	KVUsage  float64   // of the KV cache: 0 empty, 1 full
 	KVTokens int64     // capacity of the KV cache, in tokens
 	Moved    Moved     // KV that it fetched; only ever more, until it starts anew
+	Written  Written   // likewise, answers
 	At       time.Time // when it said anything of this; zero: never
 
 	// Looked is when its metrics were seen, which tell all of this; zero: never, or too long ago. Headers of answers may come all
@@ -83,6 +84,9 @@ func (s *State) observed(e *Endpoint, g Signals, count func(before *Signals) (el
 				if d, ok := next.Moved.since(known.Moved); ok {
 					e.learnMoved(d, e.Transfer.TP, s.o.Now().UnixNano())
 				}
+				if d, ok := next.Written.since(known.Written); ok {
+					e.learnWritten(d, known, &next)
+				}
 			}
 			return true
 		}
@@ -119,6 +123,9 @@ func (g *Signals) onto(known *Signals, count func(before *Signals) (elsewhere, u
 	}
 	if g.Moved != (Moved{}) {
 		next.Moved = g.Moved
+	}
+	if g.Written != (Written{}) {
+		next.Written = g.Written
 	}
 	return next, true
 }

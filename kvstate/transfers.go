@@ -137,7 +137,7 @@ func (s *State) Bandwidth(p *Pool, e *Endpoint) float64 {
 	if m == nil || now-m.at > int64(transferKept) {
 		return 0
 	}
-	_, pool := p.load.fleetSpeeds(now)
+	_, pool, _ := p.load.fleetSpeeds(now)
 	return TransferBandwidth / m.within(pool, now)
 }
 

@@ -41,6 +41,7 @@ type Candidate struct {
 	Speed float64       // learned: a factor on the cost model's prefill times, 1 as modelled; 0: not known
 
 	Transfer float64 // learned: a factor on the cost model's times of KV transfers to it, 1 as modelled; 0: not known
+	Step     float64 // learned: a factor on the cost model's times of decode steps, 1 as modelled; 0: not known
 
 	Faults *LoadFaults // of its KV loads with other endpoints; nil: none
 }
@@ -57,12 +58,12 @@ func (s *State) View(p *Pool, hashes []uint64, v *View) {
 	v.Grouped, v.Groups, v.Uniform, v.Neighbours = true, p.groups, p.uniform, p.neighbours
 	v.Endpoints = slices.Grow(v.Endpoints[:0], len(p.endpoints))[:len(p.endpoints)]
 	nano := now.UnixNano()
-	fleet, moves := p.load.fleetSpeeds(nano)
+	fleet, moves, steps := p.load.fleetSpeeds(nano)
 	var usable Role
 	prefills, decodes := 0, 0
 	for i, e := range p.endpoints {
 		c := &v.Endpoints[i]
-		e.fill(c, nano, fleet, moves)
+		e.fill(c, nano, fleet, moves, steps)
 		if !c.Usable {
 			continue
 		}
@@ -131,13 +132,13 @@ func (s *State) Hits(p *Pool, hashes []uint64, v *View) {
 }
 
 // fill makes c the endpoint as it is now. It writes field by field: to copy what was just written takes longer than that.
-func (e *Endpoint) fill(c *Candidate, now int64, fleet, moves float64) {
+func (e *Endpoint) fill(c *Candidate, now int64, fleet, moves, steps float64) {
 	c.Endpoint, c.Hit, c.Session = e, 0, 0
 	c.Usable = !e.failed.Load() && !e.Paused() && !e.Draining
 	c.Weight = e.Weight()
 	c.Requests, c.PromptTokens = e.requests.Load(), e.tokens.Load()
 	c.Jobs, c.Queue = e.queue.n.Load(), e.queue.ahead(now)
-	c.Speed, c.Transfer = e.speedWithin(fleet, now), e.transferWithin(moves, now)
+	c.Speed, c.Transfer, c.Step = e.speedWithin(fleet, now), e.transferWithin(moves, now), e.stepWithin(steps, now)
 	c.Local, c.Share = e.local.ahead(now)
 	c.Faults = e.loads.Load()
 	if others := e.others.Load(); others != nil {

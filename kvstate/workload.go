@@ -16,7 +16,9 @@ type workload struct {
 	local   decayed   // and on endpoints that decode, for prompts of their own
 	work    mean      // of a prefill, seconds
 	speed   speed
+	steps   speed // of decode
 	moves   transfers
+	answers answers
 	freed   chan struct{} // holds a token when a booking has ended since it was taken
 
 	othersPrefill, othersLocal float64 // seconds of work a second that other replicas book
@@ -37,6 +39,7 @@ type Utilisation struct {
 	Speed   float64       // of the fleet, as observed over modelled time; 1: as the cost model has it
 
 	TokenBytes float64 // of KV for one token, as observed; 0: not known
+	Answer     float64 // tokens of an answer in the mean, as observed; 0: not known
 }
 
 func newWorkload() *workload { return &workload{freed: make(chan struct{}, 1)} }
@@ -81,11 +84,11 @@ func (w *workload) rates(now time.Time) (prefill, local float64) {
 	return w.prefill.value(loadWindow, now) / seen, w.local.value(loadWindow, now) / seen
 }
 
-// fleetSpeeds are [Utilisation.Speed] and the pool's own [Candidate.Transfer].
-func (w *workload) fleetSpeeds(now int64) (prefill, transfer float64) {
+// fleetSpeeds are [Utilisation.Speed] and the pool's own [Candidate.Transfer] and [Candidate.Step].
+func (w *workload) fleetSpeeds(now int64) (prefill, transfer, step float64) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	return w.speed.ratio(1, now), w.moves.ratio(1, now)
+	return w.speed.ratio(1, now), w.moves.ratio(1, now), w.steps.ratio(1, now)
 }
 
 // setZones notes whether endpoints run in several zones.
@@ -102,9 +105,9 @@ func (w *workload) utilisation(prefills, decodes int, now time.Time) Utilisation
 	prefill, local := w.rates(now)
 	return Utilisation{
 		Prefills: prefills, Decodes: decodes, Work: time.Duration(w.work.value * float64(time.Second)), Speed: w.speed.ratio(1, now.UnixNano()),
-		TokenBytes: w.tokenBytes(),
-		Prefill:    min((prefill+w.othersPrefill)/float64(max(prefills, 1)), 1),
-		Local:      min((local+w.othersLocal)/float64(max(decodes, 1)), 1),
+		TokenBytes: w.tokenBytes(), Answer: w.answers.mean(),
+		Prefill: min((prefill+w.othersPrefill)/float64(max(prefills, 1)), 1),
+		Local:   min((local+w.othersLocal)/float64(max(decodes, 1)), 1),
 	}
 }
 

@@ -13,11 +13,15 @@ type Explanation struct {
 	Prefill     string    `json:"prefill,omitempty"` // address; "": decode alone
 	Decode      string    `json:"decode,omitempty"`
 	Price       float64   `json:"price"`
-	Refused     string    `json:"refused,omitempty"` // why nothing was chosen
-	Load        float64   `json:"load"`              // utilisation of the endpoints that prefill, 0 to 1
-	SecondCosts float64   `json:"second_costs"`      // what a second of prefill costs everybody else at that load
-	TokenBytes  float64   `json:"token_bytes"`       // of KV for one token: what is moved
-	Candidates  []Weighed `json:"candidates"`        // in the view's order
+	Refused     string    `json:"refused,omitempty"`      // why nothing was chosen
+	Load        float64   `json:"load"`                   // utilisation of the endpoints that prefill, 0 to 1
+	SecondCosts float64   `json:"second_costs"`           // what a second of prefill costs everybody else at that load
+	TokenBytes  float64   `json:"token_bytes"`            // of KV for one token: what is moved
+	Answer      float64   `json:"answer_tokens"`          // expected in the answer
+	PrefillTime float64   `json:"prefill_time,omitempty"` // estimated, s: until the prefill endpoint has answered
+	FirstToken  float64   `json:"first_token"`            // estimated, s
+	TokenTime   float64   `json:"token_time"`             // from one to the next, s
+	Candidates  []Weighed `json:"candidates"`             // in the view's order
 }
 
 // Weighed is one endpoint in a decision.
@@ -27,6 +31,8 @@ type Weighed struct {
 	Role     string        `json:"role"`
 	Out      string        `json:"out,omitempty"` // why it was left out: failed, paused, failed_request, model
 	Hit      int           `json:"hit_blocks"`
+	Speed    float64       `json:"prefill_learned,omitempty"` // how many times the modelled time prefills there take; absent: as modelled
+	Step     float64       `json:"decode_learned,omitempty"`  // and its decode steps
 	Prefill  *PrefillPrice `json:"prefill,omitempty"`
 	Transfer float64       `json:"transfer,omitempty"`         // to it, from within its zone
 	Learned  float64       `json:"transfer_learned,omitempty"` // how many times the modelled time transfers to it take; absent: as modelled
@@ -40,10 +46,11 @@ func (k *Picker) Explain(r *Request, v *kvstate.View) Explanation {
 	c, err := k.Pick(r, v)
 	prefills, decodes := k.survey(r, v)
 	t := k.terms(r, v, prefills, decodes)
-	e := Explanation{Load: v.Load.Prefill, SecondCosts: t.others, TokenBytes: t.moveToken * k.Model.Bandwidth}
+	e := Explanation{Load: v.Load.Prefill, SecondCosts: t.others, TokenBytes: t.moveToken * k.Model.Bandwidth, Answer: t.out}
 	if err != nil {
 		e.Refused = err.Error()
 	} else {
+		e.PrefillTime, e.FirstToken, e.TokenTime = c.PrefillTime, c.FirstToken, c.TokenTime
 		e.Price, e.Decode = c.Price, v.Endpoints[c.Decode].Endpoint.Addr
 		if c.Prefill >= 0 {
 			e.Prefill = v.Endpoints[c.Prefill].Endpoint.Addr
@@ -61,18 +68,24 @@ func (k *Picker) weigh(r *Request, t *terms, c *kvstate.Candidate) Weighed {
 		return w
 	}
 	if c.Endpoint.Role&kvstate.RolePrefill != 0 {
-		w.Prefill = &PrefillPrice{}
+		w.Prefill, w.Speed = &PrefillPrice{}, learned(c.Speed)
 		t.prefill(c, w.Prefill)
 	}
 	if c.Endpoint.Role&kvstate.RoleDecode != 0 {
-		if c.Transfer != 1 {
-			w.Learned = c.Transfer
-		}
+		w.Learned, w.Step = learned(c.Transfer), learned(c.Step)
 		w.Decode, w.Transfer, w.Alone = &DecodePrice{}, t.transfer(c, true), &AlonePrice{}
 		t.decode(c, w.Decode)
 		w.Busy = !t.alone(c, w.Alone)
 	}
 	return w
+}
+
+// learned is a factor of what is learned, 0 where that is as modelled.
+func learned(factor float64) float64 {
+	if factor == 1 {
+		return 0
+	}
+	return factor
 }
 
 // Print writes an explanation for people, prices in milliseconds.

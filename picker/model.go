@@ -7,7 +7,7 @@ import (
 )
 
 // Model is what work costs on the engines of a pool: seconds for tokens. Its prefill times are corrected by what is
-// learned of each endpoint (kvstate.Candidate.Speed), so it is the shape that matters most. [DefaultModel] has the figures
+// learned of each endpoint (kvstate.Candidate.Speed, Transfer and Step), so it is the shape that matters most. [DefaultModel] has the figures
 // of a 70B-class model on eight H100s; they are those of docs/decision.md.
 type Model struct {
 	PrefillStep    float64 // of one engine step that prefills, s
@@ -32,7 +32,7 @@ type Model struct {
 func DefaultModel() Model {
 	return Model{
 		PrefillStep: 0.005, PrefillToken: 1.0 / 16000, PrefillContext: 1.3e-9, StepTokens: 8192,
-		DecodeStep: 0.012, DecodeAnswer: 0.0001, DecodeToken: 2e-8, KVTokens: 1e6, MaxAnswers: 256,
+		DecodeStep: kvstate.DecodeStep, DecodeAnswer: kvstate.DecodeAnswer, DecodeToken: kvstate.DecodeToken, KVTokens: 1e6, MaxAnswers: 256,
 		TokenBytes: kvstate.TokenBytes, Bandwidth: kvstate.TransferBandwidth, NodeGain: 2, ZoneGap: 10, TransferLag: kvstate.TransferLag.Seconds(),
 	}
 }

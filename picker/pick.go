@@ -11,7 +11,8 @@ import (
 type Request struct {
 	PromptTokens int64    // estimated
 	Blocks       int      // of the prompt, the unit of a candidate's Hit; 0: unknown
-	AnswerTokens int64    // expected; 0: not known
+	MinAnswer    int64    // tokens that the answer has at least
+	MaxAnswer    int64    // and at most; 0: not known
 	Model        string   // as the client named it; "": any
 	Split        bool     // may be split over two endpoints
 	Excluded     []string // addresses that failed this request
@@ -31,16 +32,19 @@ type Choice struct {
 	Decode  int
 
 	PromptTokens int64
+	AnswerTokens int64   // expected
 	Uncached     int64   // tokens that the endpoint which prefills has to compute
 	Work         float64 // of that, seconds as the model has them
 	Price        float64 // of the choice, seconds
 	Choosy       bool    // not every endpoint serves the model
 	Named        bool    // nor need one that comes: who chooses again has to name it again
 
-	// Of requests with targets, seconds:
-	FirstToken float64 // until the first token, from now
-	TokenTime  float64 // from one to the next
-	Hold       bool    // the targets are not met now, the request wants to wait for that ([MissWait]), and it may come
+	// Estimated, seconds:
+	PrefillTime float64 // until the prefill endpoint has answered, from now
+	FirstToken  float64 // until the first token
+	TokenTime   float64 // from one to the next
+
+	Hold bool // of a request with targets: the targets are not met now, the request wants to wait for that ([MissWait]), and it may come
 }
 
 // PrefillBooking is what to book on the prefill endpoint.
@@ -116,7 +120,7 @@ const sameTime = 0.001
 // With targets that nothing meets it may be [ErrMissed].
 func (k *Picker) Pick(r *Request, v *kvstate.View) (Choice, error) {
 	c, err := k.pick(r, v)
-	if err == nil && r.Targets != (Targets{}) {
+	if err == nil {
 		c, err = k.towards(r, v, c)
 	}
 	c.Choosy, c.Named = k.told && k.partly || k.placed, k.told || k.placed
@@ -316,7 +320,7 @@ func (k *Picker) choice(t *terms, v *kvstate.View, prefill, decode int, price fl
 	}
 	uncached, cached := t.split(&v.Endpoints[at])
 	return Choice{
-		Prefill: prefill, Decode: decode, PromptTokens: int64(t.tokens),
+		Prefill: prefill, Decode: decode, PromptTokens: int64(t.tokens), AnswerTokens: int64(t.out),
 		Uncached: int64(math.Ceil(uncached)), Work: k.Model.prefill(uncached, cached), Price: price,
 	}
 }

@@ -53,7 +53,7 @@ func randomCase(r *rand.Rand) (*Request, *kvstate.View, Policy) {
 		}
 		if odd == 2 {
 			c.Endpoint.Engine, c.Endpoint.Layout = name("e"), name("l")
-			c.Transfer = []float64{0, 1, 5}[r.IntN(3)]
+			c.Transfer, c.Step = []float64{0, 1, 5}[r.IntN(3)], []float64{0, 1, .5, 3}[r.IntN(4)]
 			c.Share, c.Speed = float64(r.IntN(2))*.6, []float64{0, 1, 3}[r.IntN(3)]
 		}
 		if c.Endpoint.Role&kvstate.RolePrefill != 0 {
@@ -79,10 +79,12 @@ func randomCase(r *rand.Rand) (*Request, *kvstate.View, Policy) {
 	v.Neighbours = neighbours(v)
 	v.Load = kvstate.Utilisation{Prefill: []float64{0, .5, .8, 1}[r.IntN(4)], Local: []float64{0, .3}[r.IntN(2)], Work: time.Duration(r.IntN(2)) * 300 * time.Millisecond}
 	v.Load.TokenBytes = []float64{0, 0, 2e6}[r.IntN(3)]
+	v.Load.Answer = []float64{0, 0, 20, 4000}[r.IntN(4)]
 	for blocks := 1 + r.IntN(3); blocks < 5 && r.IntN(2) > 0; blocks += 1 + r.IntN(2) {
 		v.Uses = append(v.Uses, kvstate.UseStep{Blocks: int32(blocks), Uses: float32(1000 / blocks)})
 	}
 	q := &Request{PromptTokens: []int64{0, 20, 1000, 2000, 30_000}[r.IntN(5)], Blocks: 4 * r.IntN(2), Split: r.IntN(4) > 0}
+	q.MinAnswer, q.MaxAnswer = int64(r.IntN(2))*30, []int64{0, 0, 100, 10_000}[r.IntN(4)]
 	for _, c := range v.Endpoints {
 		if r.IntN(5) == 0 {
 			q.Excluded = append(q.Excluded, c.Endpoint.Addr)
@@ -214,7 +216,7 @@ func TestPickRelations(t *testing.T) {
 		}
 		pick := func(v *kvstate.View) []string { return names(winners(t, k, r, v, 300), v) }
 		changed := func(change func(i int, c *kvstate.Candidate)) *kvstate.View {
-			next := &kvstate.View{Endpoints: slices.Clone(v.Endpoints), Load: v.Load, Neighbours: v.Neighbours}
+			next := &kvstate.View{Endpoints: slices.Clone(v.Endpoints), Load: v.Load, Uses: v.Uses, Neighbours: v.Neighbours}
 			for i := range next.Endpoints {
 				change(i, &next.Endpoints[i])
 			}

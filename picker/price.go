@@ -15,7 +15,7 @@ const (
 	answerWeight = 0.1  // of the whole answer's time beside the first token's
 	maxFill      = 0.5  // a decode endpoint fuller than this computes no prompt
 	tpotMargin   = 0.9  // nor does one whose answers would take more than this part of the target for each token
-	usualAnswer  = 256. // tokens expected in an answer of which nothing is known
+	usualAnswer  = 256. // tokens expected in an answer of a pool of which nothing is known
 	localSteps   = 1.0  // how many decode steps each step of a local prefill is delayed by
 )
 
@@ -25,6 +25,7 @@ type terms struct {
 	tokens    float64      // of the prompt
 	perBlock  float64      // tokens that one block of the hit stands for
 	out       float64      // tokens expected in the answer
+	mean      float64      // and in the answers that run
 	others    float64      // what a second of prefill costs everybody else, in seconds
 	local     float64      // the same among endpoints that prefill for themselves
 	fleet     float64      // learned speed of the fleet
@@ -40,16 +41,17 @@ type terms struct {
 }
 
 func (k *Picker) terms(r *Request, v *kvstate.View, prefills, decodes int) terms {
-	t := terms{m: &k.Model, tokens: max(float64(r.PromptTokens), 1), out: float64(r.AnswerTokens), fleet: v.Load.Speed, tpot: k.TPOT, fullStep: k.Model.FullStep()}
+	t := terms{m: &k.Model, tokens: max(float64(r.PromptTokens), 1), mean: usualAnswer, fleet: v.Load.Speed, tpot: k.TPOT, fullStep: k.Model.FullStep()}
 	if t.fleet <= 0 {
 		t.fleet = 1
 	}
 	if r.Blocks > 0 {
 		t.perBlock = t.tokens / float64(r.Blocks)
 	}
-	if t.out <= 0 {
-		t.out = usualAnswer
+	if v.Load.Answer > 0 {
+		t.mean = v.Load.Answer
 	}
+	t.out = expected(r, t.mean)
 	bytes := t.m.TokenBytes
 	if v.Load.TokenBytes > 0 {
 		bytes = v.Load.TokenBytes
@@ -72,6 +74,14 @@ func (k *Picker) terms(r *Request, v *kvstate.View, prefills, decodes int) terms
 		}
 	}
 	return t
+}
+
+// expected is how many tokens the answer is taken to have: the pool's mean, within what the request allows.
+func expected(r *Request, mean float64) float64 {
+	if r.MaxAnswer > 0 {
+		mean = min(mean, float64(r.MaxAnswer))
+	}
+	return max(mean, float64(r.MinAnswer))
 }
 
 // othersPrice is what a second of work costs everybody else where so many endpoints are at work that part of their time.
@@ -159,14 +169,18 @@ func (p *DecodePrice) sum() float64 { return p.Step + p.Answer + p.Overflow + p.
 // the KV once the request has joined them.
 func (t *terms) batch(c *kvstate.Candidate) (answers, kv float64) {
 	answers = float64(c.Requests - c.Jobs)
-	return answers, float64(c.PromptTokens) + answers*t.out/2 + t.tokens + t.out/2
+	return answers, float64(c.PromptTokens) + answers*t.mean/2 + t.tokens + t.out/2
 }
 
 // step is how long the endpoint's decode steps are once the request has joined them. One of half the weight is taken to have
 // twice as much in each, so that where there is much it gets half as much.
 func (t *terms) step(c *kvstate.Candidate, answers, kv float64) float64 {
 	slow := slowness(c)
-	return t.m.decode((answers+1)*slow, kv*slow)
+	step := t.m.decode((answers+1)*slow, kv*slow)
+	if c.Step > 0 {
+		step *= c.Step
+	}
+	return step
 }
 
 func (t *terms) decode(c *kvstate.Candidate, p *DecodePrice) {

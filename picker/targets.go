@@ -30,7 +30,7 @@ func (c *Choice) meets(r *Request) bool {
 	return (r.TTFT <= 0 || r.Waited+c.FirstToken <= r.TTFT) && (r.TPOT <= 0 || c.TokenTime <= r.TPOT)
 }
 
-// towards sees to a request's targets. Where the choice that is cheapest for all misses them, the one that is soonest for
+// towards estimates a choice's times, and sees to a request's targets. Where the choice that is cheapest for all misses them, the one that is soonest for
 // this request is taken, and where that misses them too the request's own word decides.
 func (k *Picker) towards(r *Request, v *kvstate.View, c Choice) (Choice, error) {
 	idle := k.estimate(r, v, &c)
@@ -75,7 +75,8 @@ func (k *Picker) estimate(r *Request, v *kvstate.View, c *Choice) (idle Choice) 
 	var cost PrefillPrice
 	t.prefill(p, &cost)
 	transfer := t.transferBetween(v, c.Prefill, c.Decode)
-	c.FirstToken = cost.Queue + cost.Work + transfer + decode.Step + decode.Overflow
+	c.PrefillTime = cost.Queue + cost.Work
+	c.FirstToken = c.PrefillTime + transfer + decode.Step + decode.Overflow
 	idle.FirstToken = cost.Work + transfer + idle.TokenTime
 	return idle
 }

@@ -93,6 +93,9 @@ func play(t *testing.T, text []byte) []byte {
 			answer(&out, func(chance uint64) string {
 				r.Rand = chance
 				c, err := k.Pick(r, &v)
+				if r.Targets == (Targets{}) {
+					c.FirstToken = 0 // for those who ask for it
+				}
 				return choice(&v, c, err)
 			})
 		case words[0] == "decode":
@@ -168,6 +171,8 @@ func candidate(t *testing.T, words []string) kvstate.Candidate {
 			c.Speed = float(t, value)
 		case "transfer":
 			c.Transfer = float(t, value)
+		case "step":
+			c.Step = float(t, value)
 		case "zone":
 			e.Zone = value
 		case "node":
@@ -210,7 +215,10 @@ func request(t *testing.T, words []string) *Request {
 		case "blocks":
 			r.Blocks = int(number(t, value))
 		case "answer":
-			r.AnswerTokens = number(t, value)
+			r.MinAnswer = number(t, value)
+			r.MaxAnswer = r.MinAnswer
+		case "most":
+			r.MaxAnswer = number(t, value)
 		case "unsplit":
 			r.Split = false
 		case "excluded":
@@ -251,6 +259,8 @@ func utilisation(t *testing.T, words []string) (u kvstate.Utilisation) {
 			u.Work = duration(t, value)
 		case "tokenbytes":
 			u.TokenBytes = float(t, value)
+		case "answer":
+			u.Answer = float(t, value)
 		default:
 			t.Fatalf("cannot read %q", w)
 		}

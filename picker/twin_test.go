@@ -130,8 +130,19 @@ func (w *twin) weight(i int) float64 {
 }
 
 func (w *twin) out() float64 {
-	if w.r.AnswerTokens > 0 {
-		return float64(w.r.AnswerTokens)
+	out := w.mean()
+	if w.r.MaxAnswer > 0 && out > float64(w.r.MaxAnswer) {
+		out = float64(w.r.MaxAnswer)
+	}
+	if out < float64(w.r.MinAnswer) {
+		out = float64(w.r.MinAnswer)
+	}
+	return out
+}
+
+func (w *twin) mean() float64 {
+	if w.v.Load.Answer > 0 {
+		return w.v.Load.Answer
 	}
 	return 256
 }
@@ -146,8 +157,11 @@ func (w *twin) room(i int) float64 {
 func (w *twin) step(i int) (n, kv, step, overflow float64) {
 	c, m := &w.v.Endpoints[i], w.p.Model
 	n = float64(c.Requests - c.Jobs)
-	kv = float64(c.PromptTokens) + n*w.out()/2 + w.tokens() + w.out()/2
+	kv = float64(c.PromptTokens) + n*w.mean()/2 + w.tokens() + w.out()/2
 	step = m.DecodeStep + (m.DecodeAnswer*(n+1)+m.DecodeToken*kv)/w.weight(i)
+	if c.Step > 0 {
+		step *= c.Step
+	}
 	if room := w.room(i); kv > room {
 		overflow = (kv - room) / kv * w.out() * step * 2
 	}

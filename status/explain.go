@@ -17,25 +17,49 @@ func PrintExplanation(w io.Writer, e *extproc.Explanation) {
 	if e.Waiting > 0 || e.Elsewhere > 0 {
 		fmt.Fprintf(w, "%d requests wait here and %d in other replicas, the longest for %s.\n", e.Waiting, e.Elsewhere, millis(e.Longest*1000))
 	}
+	if e.Refused == "" {
+		fmt.Fprintf(w, "The first token is expected after %s, then one each %s; %.0f in the answer.\n", millis(e.FirstToken*1000), millis(e.TokenTime*1000), e.Answer)
+	}
 	fmt.Fprintf(w, "Prefill endpoints are %.0f %% busy.\n\n", 100*e.Load)
 	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
 	fmt.Fprintln(t, "  endpoint\trole\tcached blocks\tprefill\ttransfer and decode\tdecode alone\tnote") //nolint:dupword // two columns
 	for i := range e.Candidates {
 		c := &e.Candidates[i]
 		prefill, decode, alone := c.Totals()
-		note := ""
+		note := learned(c)
 		switch {
 		case c.Out != "":
 			note = "left out: " + c.Out
 		case c.Busy:
-			note = "no decode alone here: its answers would suffer"
+			note = join("no decode alone here: its answers would suffer", note)
 		case c.Endpoint == e.Prefill || c.Endpoint == e.Decode:
-			note = "chosen"
+			note = join("chosen", note)
 		}
 		fmt.Fprintf(t, "  %s\t%s\t%d\t%s\t%s\t%s\t%s\n", plain(cmp.Or(c.Name, c.Endpoint)), c.Role, c.Hit,
 			price(c.Prefill != nil, prefill), price(c.Decode != nil, decode), price(c.Alone != nil, alone), note)
 	}
 	_ = t.Flush()
+}
+
+// learned says how an endpoint's times differ from the model's, as far as that is learned.
+func learned(c *picker.Weighed) (note string) {
+	for _, l := range []struct {
+		what   string
+		factor float64
+	}{{"prefill", c.Speed}, {"transfers", c.Learned}, {"decode", c.Step}} {
+		if l.factor > 0 {
+			note = join(note, fmt.Sprintf("%s times %.2g", l.what, l.factor))
+		}
+	}
+	return note
+}
+
+// join puts two remarks together, either of which may be empty.
+func join(a, b string) string {
+	if a == "" || b == "" {
+		return a + b
+	}
+	return a + ", " + b
 }
 
 func price(has bool, seconds float64) string {

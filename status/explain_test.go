@@ -13,19 +13,20 @@ import (
 func TestPrintExplanation(t *testing.T) {
 	p1 := picker.Weighed{Endpoint: "10.0.1.1:8000", Name: "p1", Role: "prefill", Hit: 3, Prefill: &picker.PrefillPrice{Queue: .5, Work: .5}}
 	p2 := picker.Weighed{Endpoint: "10.0.1.2:8000", Role: "prefill", Out: "failed"}
-	d1 := picker.Weighed{Endpoint: "10.0.2.1:8000", Name: "d1", Role: "decode", Transfer: .1, Decode: &picker.DecodePrice{Step: .02}, Alone: &picker.AlonePrice{Work: 2}}
+	d1 := picker.Weighed{Endpoint: "10.0.2.1:8000", Name: "d1", Role: "decode", Step: 2, Transfer: .1, Decode: &picker.DecodePrice{Step: .02}, Alone: &picker.AlonePrice{Work: 2}}
 	e := extproc.Explanation{Waiting: 2, Longest: 1.5, Explanation: picker.Explanation{
-		Prefill: p1.Endpoint, Decode: d1.Endpoint, Price: 1.12, Load: .4, Candidates: []picker.Weighed{p1, p2, d1}}}
+		Prefill: p1.Endpoint, Decode: d1.Endpoint, Price: 1.12, Load: .4, FirstToken: .7, TokenTime: .02, Answer: 256, Candidates: []picker.Weighed{p1, p2, d1}}}
 	var text strings.Builder
 	PrintExplanation(&text, &e)
 	require.Equal(t, `Split: p1 computes the prompt, d1 answers: 880 ms cheaper than decode alone.
 2 requests wait here and 0 in other replicas, the longest for 1.5 s.
+The first token is expected after 700 ms, then one each 20 ms; 256 in the answer.
 Prefill endpoints are 40 % busy.
 
   endpoint       role     cached blocks  prefill  transfer and decode  decode alone  note
   p1             prefill  3              1.0 s    -                    -             chosen
   10.0.1.2:8000  prefill  0              -        -                    -             left out: failed
-  d1             decode   0              -        120 ms               2.0 s         chosen
+  d1             decode   0              -        120 ms               2.0 s         chosen, decode times 2
 `, text.String())
 
 	e.Prefill, e.Price = "", 2

@@ -85,7 +85,7 @@ func printRecent(w io.Writer, recent []telemetry.Trace) {
 // PrintRequests writes a table of requests for a terminal.
 func PrintRequests(w io.Writer, recent []telemetry.Trace) {
 	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
-	fmt.Fprintln(t, "  status\troute\tprefill\tdecode\ttokens\tcached\thop 1\thop 2\trequest id")
+	fmt.Fprintln(t, "  status\troute\tprefill\tdecode\ttokens\tcached\thop 1 (expected)\thop 2\trequest id")
 	for _, r := range recent {
 		status, cached := "...", "-"
 		if r.Status > 0 {
@@ -99,9 +99,18 @@ func PrintRequests(w io.Writer, recent []telemetry.Trace) {
 			route += " (" + r.Reason + ")"
 		}
 		fmt.Fprintf(t, "  %s\t%s\t%s\t%s\t%d\t%s\t%s\t%s\t%.40s\n", status, route, cmp.Or(r.Prefill, "-"), r.Decode, r.PromptTokens, cached,
-			millis(milliseconds(r.PrefillTime)), millis(milliseconds(r.DecodeTime)), plain(r.RequestID))
+			hop1(&r), millis(milliseconds(r.DecodeTime)), plain(r.RequestID))
 	}
 	_ = t.Flush()
+}
+
+// hop1 is how long prefill took, and behind it how long it was expected to.
+func hop1(r *telemetry.Trace) string {
+	took := millis(milliseconds(r.PrefillTime))
+	if r.Prefill == "" || r.ExpectedPrefill <= 0 {
+		return took
+	}
+	return took + " (" + millis(milliseconds(r.ExpectedPrefill)) + ")"
 }
 
 // plain keeps what others chose (names, ids) from steering the terminal.

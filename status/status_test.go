@@ -35,7 +35,7 @@ func fleet(totals func() telemetry.Totals) Source {
 	state.MarkFailed(state.Pool("small").Endpoints()[0])
 	now := time.Now()
 	recent := []telemetry.Trace{
-		{RequestID: "req-2", Pool: "chat", Route: "split", Prefill: "10.0.1.1:8000", Decode: "10.0.2.1:8000", PromptTokens: 100, CachedTokens: 25, PrefillTime: 12 * time.Millisecond, DecodeTime: 2 * time.Second, Status: 200, Started: now},
+		{RequestID: "req-2", Pool: "chat", Route: "split", Prefill: "10.0.1.1:8000", Decode: "10.0.2.1:8000", PromptTokens: 100, CachedTokens: 25, PrefillTime: 12 * time.Millisecond, Foreseen: telemetry.Foreseen{ExpectedPrefill: 15 * time.Millisecond}, DecodeTime: 2 * time.Second, Status: 200, Started: now},
 		{RequestID: "req-1", Pool: "chat", Route: "decode_alone", Reason: "no_prefill", Decode: "10.0.2.1:8000", PromptTokens: 50, CachedTokens: -1, Started: now},
 		{RequestID: "req-0\x1b]0;", Pool: "chat", Route: "split", Prefill: "10.0.1.1:8000", Decode: "10.0.2.1:8000", PromptTokens: 100, CachedTokens: 50, Status: 503, Started: now.Add(-time.Hour)},
 	}

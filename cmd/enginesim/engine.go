@@ -333,15 +333,24 @@ func (c *call) decode(ctx context.Context, emit func(step int) error) error {
 	pace := c.s.cfg.decodeStep
 	if emit == nil {
 		if pace > 0 && steps > 1 {
-			return sleep(ctx, pace*time.Duration(steps-1))
+			if err := sleep(ctx, pace*time.Duration(steps-1)); err != nil {
+				return err
+			}
+			for range steps - 1 {
+				c.s.metrics.gaps.Observe(pace.Seconds())
+			}
 		}
 		return ctx.Err()
 	}
+	last := time.Now()
 	for step := range steps {
 		if pace > 0 && step > 0 {
 			if err := sleep(ctx, c.s.untilStep()); err != nil {
 				return err
 			}
+			now := time.Now()
+			c.s.metrics.gaps.Observe(now.Sub(last).Seconds())
+			last = now
 		}
 		if step == steps-1 && c.keepsTurns() { // the last event tells of it
 			for _, q := range c.seqs {

@@ -30,6 +30,7 @@ type metrics struct {
 
 	firstToken, latency     prometheus.Histogram
 	promptTokens, genTokens prometheus.Histogram
+	gaps                    prometheus.Histogram
 	transferTime, postTime  prometheus.Histogram
 	transferBytes, descs    prometheus.Histogram
 
@@ -90,6 +91,7 @@ func newMetrics(model string) *metrics {
 		latency:       histogram("vllm:e2e_request_latency_seconds", "Histogram of e2e request latency in seconds.", seconds),
 		promptTokens:  histogram("vllm:request_prompt_tokens", "Number of prefill tokens processed.", tokens),
 		genTokens:     histogram("vllm:request_generation_tokens", "Number of generation tokens processed.", tokens),
+		gaps:          histogram("vllm:inter_token_latency_seconds", "Histogram of inter-token latency in seconds.", seconds),
 		transferTime:  histogram("vllm:nixl_xfer_time_seconds", "Histogram of transfer duration for NIXL KV Cache transfers.", short),
 		postTime:      histogram("vllm:nixl_post_time_seconds", "Histogram of transfer post time for NIXL KV Cache transfers.", short),
 		transferBytes: histogram("vllm:nixl_bytes_transferred", "Histogram of bytes transferred per NIXL KV Cache transfers.", size),
@@ -135,7 +137,7 @@ func (s *sim) Describe(chan<- *prometheus.Desc) {}
 // Collect reads every count at once.
 func (s *sim) Collect(ch chan<- prometheus.Metric) {
 	m := s.metrics
-	for _, h := range []prometheus.Histogram{m.firstToken, m.latency, m.promptTokens, m.genTokens} {
+	for _, h := range []prometheus.Histogram{m.firstToken, m.latency, m.promptTokens, m.genTokens, m.gaps} {
 		ch <- h
 	}
 	c := collector{ch: ch, labels: prometheus.Labels{"engine": "0", "model_name": s.cfg.models[0]}}

@@ -89,6 +89,7 @@ type Ticket struct {
 
 	PromptTokens    int64
 	ExpectedCached  int64         // of those, expected in P's prefix cache when it was chosen
+	AnswerTokens    int64         // expected in the answer
 	ExpectedPrefill time.Duration // how long the prefill leg was expected to take, in microseconds; 0: not known
 	Session         uint64        // hash of its name; 0: none
 	Model           string        // where endpoints of the pool say what they serve

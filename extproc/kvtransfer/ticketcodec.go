@@ -49,6 +49,7 @@ const (
 	fieldTurnAnswers        protowire.Number = 63
 	fieldLoads              protowire.Number = 64
 	fieldLeastBytes         protowire.Number = 65
+	fieldAnswerTokens       protowire.Number = 66
 	fieldAuthority          protowire.Number = 70
 
 	fieldEditStart protowire.Number = 1
@@ -90,6 +91,7 @@ func appendTicket(b []byte, t *Ticket) []byte {
 	b = appendNumber(b, fieldStream, protowire.EncodeBool(t.Stream))
 	b = appendNumber(b, fieldStreamUsage, protowire.EncodeBool(t.StreamUsage))
 	b = appendNumber(b, fieldExpectedCached, uint64(t.ExpectedCached))
+	b = appendNumber(b, fieldAnswerTokens, uint64(t.AnswerTokens))
 	b = appendNumber(b, fieldExpectedPrefill, uint64(t.ExpectedPrefill.Microseconds()))
 	if t.ParamsRef != ([16]byte{}) {
 		b = appendBytes(b, fieldParamsRef, t.ParamsRef[:])
@@ -249,7 +251,7 @@ func (t *Ticket) setNumber(f protowire.Number, v uint64) error {
 		limit = 255
 	case fieldRedirects, fieldPrefills, fieldLeastBytes:
 		limit = maxCount
-	case fieldBodyBytes, fieldPromptTokens, fieldCached, fieldExpectedCached, fieldExpectedPrefill, fieldLearnBytes:
+	case fieldBodyBytes, fieldPromptTokens, fieldCached, fieldExpectedCached, fieldExpectedPrefill, fieldLearnBytes, fieldAnswerTokens:
 		limit = maxLength
 	}
 	if v > limit {
@@ -290,6 +292,8 @@ func (t *Ticket) setNumber(f protowire.Number, v uint64) error {
 		t.Cached = int64(v)
 	case fieldExpectedCached:
 		t.ExpectedCached = int64(v)
+	case fieldAnswerTokens:
+		t.AnswerTokens = int64(v)
 	case fieldExpectedPrefill:
 		t.ExpectedPrefill = time.Duration(v) * time.Microsecond
 	case fieldLearnBytes:

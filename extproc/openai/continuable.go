@@ -22,6 +22,25 @@ func (r *Request) TokenLimit() (n int64, ok bool) {
 	return n, ok && n > 0
 }
 
+// AnswerTokens is how many tokens the request wants its answer to have at least, and at most; 0: it does not say.
+func (r *Request) AnswerTokens() (least, most int64) {
+	get, limit := r.Raw, FieldMaxTokens
+	switch r.api {
+	case Chat:
+		if present(r.Raw(FieldMaxCompletionTokens)) {
+			limit = FieldMaxCompletionTokens
+		}
+	case Responses:
+		limit = FieldMaxOutputTokens
+	case Generate:
+		get = r.Sampling
+	case Completions, Messages, PassThrough:
+	}
+	least, _ = integer(get(FieldMinTokens))
+	most, _ = integer(get(limit))
+	return max(least, 0), max(most, 0)
+}
+
 // Uncontinuable says why one engine has to write the answer from its first token on, "" if a second one may go on behind
 // that, over /v1/completions with the token as part of its prompt ([Continuation]). The reasons are label values.
 //

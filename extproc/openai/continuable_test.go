@@ -54,6 +54,28 @@ func TestTokenLimit(t *testing.T) {
 	}
 }
 
+func TestAnswerTokens(t *testing.T) {
+	for _, c := range []struct {
+		api         API
+		body        string
+		least, most int64
+	}{
+		{Chat, `{"messages":[]}`, 0, 0},
+		{Chat, `{"messages":[],"max_tokens":7,"min_tokens":3}`, 3, 7},
+		{Chat, `{"messages":[],"max_tokens":7,"max_completion_tokens":9}`, 0, 9},
+		{Chat, `{"messages":[],"max_tokens":7,"max_completion_tokens":null}`, 0, 7},
+		{Completions, `{"prompt":"a","max_tokens":-1,"min_tokens":"x"}`, 0, 0},
+		{Responses, `{"input":"a","max_tokens":7,"max_output_tokens":9}`, 0, 9},
+		{Messages, `{"messages":[],"max_tokens":5}`, 0, 5},
+		{Generate, `{"token_ids":[1],"max_tokens":1,"sampling_params":{"max_tokens":8,"min_tokens":2}}`, 2, 8},
+	} {
+		var r Request
+		require.NoError(t, r.Scan(c.api, []byte(c.body), Limits{}), c.body)
+		least, most := r.AnswerTokens()
+		require.Equal(t, []int64{c.least, c.most}, []int64{least, most}, c.body)
+	}
+}
+
 func TestRename(t *testing.T) {
 	for body, want := range map[string]string{
 		`{"prompt":"a","n":1}`:      `{"prompt":[1],"was":"a","n":1}`,

@@ -21,6 +21,12 @@ type Weighed struct {
 	Decode   []Part `json:"decode,omitempty"`
 }
 
+// Foreseen is how long a request was expected to take when its last pass was planned, from then on; 0: not estimated.
+type Foreseen struct {
+	ExpectedPrefill time.Duration `json:"expected_prefill_ns,omitempty"`     // until the prefill endpoint has answered
+	ExpectedFirst   time.Duration `json:"expected_first_token_ns,omitempty"` // until the first token
+}
+
 // Planned is what one pass of a request was planned as.
 type Planned struct {
 	RequestID, Pool, Route string
@@ -29,6 +35,8 @@ type Planned struct {
 
 	PromptTokens                        int64
 	BodyBytes, PromptBlocks, Candidates int
+
+	Foreseen
 
 	Waited                  time.Duration // for its endpoints
 	WaitedFor               string        // endpoint that had too much to do when the request came

@@ -195,6 +195,9 @@ func (p *sharer) applySignals(e *kvstate.Endpoint, g *statev1.Signals, at time.T
 			Transfers: int64(g.GetTransfers()), Bytes: int64(g.GetTransferBytes()), Tokens: int64(g.GetTransferTokens()),
 			Time: time.Duration(g.GetTransferUs()) * time.Microsecond,
 		},
+		Written: kvstate.Written{
+			Answers: int64(g.GetAnswers()), Tokens: int64(g.GetAnswerTokens()), Gaps: int64(g.GetGaps()), GapTime: time.Duration(g.GetGapUs()) * time.Microsecond,
+		},
 	}) {
 		t := p.told[e.Addr]
 		t.signals, t.looked = later(t.signals, at), later(t.looked, looked)

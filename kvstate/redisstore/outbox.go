@@ -274,6 +274,8 @@ func signalsOf(address uint32, g *kvstate.Signals, looked, now time.Time) *state
 		out.Running, out.KvTokens, out.LookOlderMs = g.Running, g.KVTokens, millis(g.At.Sub(g.Looked))
 		out.Transfers, out.TransferBytes = uint64(g.Moved.Transfers), uint64(g.Moved.Bytes)
 		out.TransferUs, out.TransferTokens = uint64(g.Moved.Time.Microseconds()), uint64(g.Moved.Tokens)
+		out.Answers, out.AnswerTokens = uint64(g.Written.Answers), uint64(g.Written.Tokens)
+		out.Gaps, out.GapUs = uint64(g.Written.Gaps), uint64(g.Written.GapTime.Microseconds())
 	}
 	return out
 }

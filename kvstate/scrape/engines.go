@@ -32,7 +32,7 @@ type engine struct {
 
 func engines() []engine {
 	return []engine{
-		{"vllm", "vllm:", "nkgcp", (*reading).vllm}, {"sglang", "sglang:", "ntmpc", (*reading).sglang},
+		{"vllm", "vllm:", "nkgcpirt", (*reading).vllm}, {"sglang", "sglang:", "ntmpcig", (*reading).sglang},
 		{"trtllm", "trtllm_", "nk", (*reading).trtllm}, {"triton", "nv_trt_llm_", "rk", (*reading).triton},
 	}
 }
@@ -45,10 +45,14 @@ type reading struct {
 	blocks, blockTokens float64 // the same as a product, for engines that say it so
 	ranks               map[string]bool
 	moved               moved
+	written             written
 }
 
 // moved is the KV that the engine fetched since it started.
 type moved struct{ transfers, bytes, seconds, tokens float64 }
+
+// written is what the engine wrote since it started.
+type written struct{ answers, tokens, gaps, seconds float64 }
 
 // add sums; a value that is no count says nothing.
 func add(sum *float64, v float64) {
@@ -73,6 +77,9 @@ func (r *reading) signals() (kvstate.Signals, bool) {
 	s := kvstate.Signals{Running: count(r.running), Waiting: count(r.waiting), KVUsage: r.usage, KVTokens: count(r.tokens)}
 	s.Moved = kvstate.Moved{
 		Transfers: count(r.moved.transfers), Bytes: count(r.moved.bytes), Time: time.Duration(count(r.moved.seconds * float64(time.Second))), Tokens: count(r.moved.tokens),
+	}
+	s.Written = kvstate.Written{
+		Answers: count(r.written.answers), Tokens: count(r.written.tokens), Gaps: count(r.written.gaps), GapTime: time.Duration(count(r.written.seconds * float64(time.Second))),
 	}
 	return s, s.Running >= 0 || s.Waiting >= 0 || s.KVUsage >= 0
 }
@@ -106,6 +113,14 @@ func (r *reading) vllm(s sample) {
 		if s.label("source") == "external_kv_transfer" {
 			add(&r.moved.tokens, s.value())
 		}
+	case "vllm:inter_token_latency_seconds_count", "vllm:time_per_output_token_seconds_count": // one, renamed; hidden from 0.12, gone by 0.19
+		add(&r.written.gaps, s.value())
+	case "vllm:inter_token_latency_seconds_sum", "vllm:time_per_output_token_seconds_sum":
+		add(&r.written.seconds, s.value())
+	case "vllm:request_generation_tokens_count":
+		add(&r.written.answers, s.value())
+	case "vllm:request_generation_tokens_sum":
+		add(&r.written.tokens, s.value())
 	}
 }
 
@@ -128,6 +143,14 @@ func (r *reading) sglang(s sample) {
 		sum = &r.blocks
 	case "sglang:page_size":
 		r.blockTokens = max(r.blockTokens, s.value())
+	case "sglang:inter_token_latency_seconds_count": // from the tokenizer's process, without ranks
+		add(&r.written.gaps, s.value())
+	case "sglang:inter_token_latency_seconds_sum":
+		add(&r.written.seconds, s.value())
+	case "sglang:generation_tokens_histogram_count":
+		add(&r.written.answers, s.value())
+	case "sglang:generation_tokens_histogram_sum":
+		add(&r.written.tokens, s.value())
 	case "sglang:cache_config_info": // 0.5.10
 		add(&r.blocks, s.number("num_pages"))
 		r.blockTokens = max(r.blockTokens, s.number("page_size"))

@@ -1005,7 +1005,13 @@ type Signals struct {
 	Elsewhere int64 `protobuf:"zigzag64,11,opt,name=elsewhere,proto3" json:"elsewhere,omitempty"`
 	// How much older than the rest the look at the engine's metrics is that running, kv_tokens, transfers and elsewhere are of. Without
 	// running there was none that is to be told; milliseconds.
-	LookOlderMs   uint32 `protobuf:"varint,12,opt,name=look_older_ms,json=lookOlderMs,proto3" json:"look_older_ms,omitempty"`
+	LookOlderMs uint32 `protobuf:"varint,12,opt,name=look_older_ms,json=lookOlderMs,proto3" json:"look_older_ms,omitempty"`
+	// What the engine has written since it started, 0 where it does not say: answers that ended, their tokens, gaps between two tokens of
+	// one answer, and the time of those in microseconds. Of the look.
+	Answers       uint64 `protobuf:"varint,13,opt,name=answers,proto3" json:"answers,omitempty"`
+	AnswerTokens  uint64 `protobuf:"varint,14,opt,name=answer_tokens,json=answerTokens,proto3" json:"answer_tokens,omitempty"`
+	Gaps          uint64 `protobuf:"varint,15,opt,name=gaps,proto3" json:"gaps,omitempty"`
+	GapUs         uint64 `protobuf:"varint,16,opt,name=gap_us,json=gapUs,proto3" json:"gap_us,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1120,6 +1126,34 @@ func (x *Signals) GetElsewhere() int64 {
 func (x *Signals) GetLookOlderMs() uint32 {
 	if x != nil {
 		return x.LookOlderMs
+	}
+	return 0
+}
+
+func (x *Signals) GetAnswers() uint64 {
+	if x != nil {
+		return x.Answers
+	}
+	return 0
+}
+
+func (x *Signals) GetAnswerTokens() uint64 {
+	if x != nil {
+		return x.AnswerTokens
+	}
+	return 0
+}
+
+func (x *Signals) GetGaps() uint64 {
+	if x != nil {
+		return x.Gaps
+	}
+	return 0
+}
+
+func (x *Signals) GetGapUs() uint64 {
+	if x != nil {
+		return x.GapUs
 	}
 	return 0
 }
@@ -1447,7 +1481,7 @@ const file_state_v1_state_proto_rawDesc = "" +
 	"\blocal_us\x18\b \x01(\x03R\alocalUs\":\n" +
 	"\x06Health\x12\x18\n" +
 	"\aaddress\x18\x01 \x01(\rR\aaddress\x12\x16\n" +
-	"\x06failed\x18\x02 \x01(\bR\x06failed\"\xfe\x02\n" +
+	"\x06failed\x18\x02 \x01(\bR\x06failed\"\xe8\x03\n" +
 	"\aSignals\x12\x18\n" +
 	"\aaddress\x18\x01 \x01(\rR\aaddress\x12\x18\n" +
 	"\arunning\x18\x02 \x01(\x12R\arunning\x12\x18\n" +
@@ -1463,7 +1497,11 @@ const file_state_v1_state_proto_rawDesc = "" +
 	"\x0ftransfer_tokens\x18\n" +
 	" \x01(\x04R\x0etransferTokens\x12\x1c\n" +
 	"\telsewhere\x18\v \x01(\x12R\telsewhere\x12\"\n" +
-	"\rlook_older_ms\x18\f \x01(\rR\vlookOlderMs\"M\n" +
+	"\rlook_older_ms\x18\f \x01(\rR\vlookOlderMs\x12\x18\n" +
+	"\aanswers\x18\r \x01(\x04R\aanswers\x12#\n" +
+	"\ranswer_tokens\x18\x0e \x01(\x04R\fanswerTokens\x12\x12\n" +
+	"\x04gaps\x18\x0f \x01(\x04R\x04gaps\x12\x15\n" +
+	"\x06gap_us\x18\x10 \x01(\x04R\x05gapUs\"M\n" +
 	"\aSession\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\x06R\x03key\x12\x18\n" +
 	"\aprefill\x18\x02 \x01(\rR\aprefill\x12\x16\n" +

@@ -161,6 +161,8 @@ type Ticket struct {
 	// has, 0: not known, or not streamed.
 	Loads      bool   `protobuf:"varint,64,opt,name=loads,proto3" json:"loads,omitempty"`
 	LeastBytes uint32 `protobuf:"varint,65,opt,name=least_bytes,json=leastBytes,proto3" json:"least_bytes,omitempty"`
+	// With a prefill leg: how many tokens the answer was expected to have.
+	AnswerTokens uint64 `protobuf:"varint,66,opt,name=answer_tokens,json=answerTokens,proto3" json:"answer_tokens,omitempty"`
 	// The client's Host: a redirect leads to a constant one.
 	Authority     string `protobuf:"bytes,70,opt,name=authority,proto3" json:"authority,omitempty"`
 	unknownFields protoimpl.UnknownFields
@@ -456,6 +458,13 @@ func (x *Ticket) GetLeastBytes() uint32 {
 	return 0
 }
 
+func (x *Ticket) GetAnswerTokens() uint64 {
+	if x != nil {
+		return x.AnswerTokens
+	}
+	return 0
+}
+
 func (x *Ticket) GetAuthority() string {
 	if x != nil {
 		return x.Authority
@@ -528,7 +537,7 @@ var File_ticket_v1_ticket_proto protoreflect.FileDescriptor
 
 const file_ticket_v1_ticket_proto_rawDesc = "" +
 	"\n" +
-	"\x16ticket/v1/ticket.proto\x12\x10tandem.ticket.v1\"\x83\v\n" +
+	"\x16ticket/v1/ticket.proto\x12\x10tandem.ticket.v1\"\xa8\v\n" +
 	"\x06Ticket\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\fR\x02id\x124\n" +
 	"\x05stage\x18\x02 \x01(\x0e2\x1e.tandem.ticket.v1.Ticket.StageR\x05stage\x12&\n" +
@@ -573,7 +582,8 @@ const file_ticket_v1_ticket_proto_rawDesc = "" +
 	"\fturn_answers\x18? \x01(\bR\vturnAnswers\x12\x14\n" +
 	"\x05loads\x18@ \x01(\bR\x05loads\x12\x1f\n" +
 	"\vleast_bytes\x18A \x01(\rR\n" +
-	"leastBytes\x12\x1c\n" +
+	"leastBytes\x12#\n" +
+	"\ranswer_tokens\x18B \x01(\x04R\fanswerTokens\x12\x1c\n" +
 	"\tauthority\x18F \x01(\tR\tauthority\"\xb0\x01\n" +
 	"\x05Stage\x12\x15\n" +
 	"\x11STAGE_UNSPECIFIED\x10\x00\x12\x15\n" +

@@ -1,0 +1,129 @@
+package kvstate
+
+import (
+	"fmt"
+	"math"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+)
+
+// writer is a decode engine whose steps take slow times as long as modelled.
+type writer struct {
+	slow    float64
+	running int64
+	written Written
+}
+
+// look has an engine write for two seconds and tell of it.
+func (w *writer) look(s *State, e *Endpoint, at time.Time) {
+	const kvTokens, usage = 100_000, .5
+	step := w.slow * (DecodeStep + DecodeAnswer*float64(w.running) + DecodeToken*kvTokens*usage)
+	gaps := math.Floor(2/step) * float64(w.running)
+	w.written.Gaps += int64(gaps)
+	w.written.GapTime += Seconds(gaps * step)
+	w.written.Answers += w.running
+	w.written.Tokens += w.running * 500
+	s.Observe(e, Signals{Running: w.running, Waiting: 0, KVUsage: usage, KVTokens: kvTokens, At: at, Written: w.written})
+}
+
+// What engines say of the time between two tokens is learned, whatever the start assumed: within 15 % after a hundred answers each, and
+// endpoints that are equal end up equal.
+func TestDecodeSpeedIsLearned(t *testing.T) {
+	for _, slow := range []float64{.25, .5, 1, 2, 4} {
+		t.Run(fmt.Sprint(slow, " times"), func(t *testing.T) {
+			now := time.Unix(1e9, 0)
+			s := New(Options{Now: func() time.Time { return now }})
+			s.SetPool(PoolSpec{Name: "chat", Models: []string{"*"}}, decoders("a", "b", "new"))
+			p := s.Pool("chat")
+			engines := map[string]*writer{"a": {slow: slow, running: 4}, "b": {slow: slow, running: 12}}
+			for range 26 { // the first look is none to compare with
+				now = now.Add(2 * time.Second)
+				for addr, w := range engines {
+					w.look(s, p.Endpoint(addr), now)
+				}
+			}
+			var v View
+			s.View(p, nil, &v)
+			for _, c := range v.Endpoints {
+				require.InEpsilon(t, slow, c.Step, .15, c.Endpoint.Addr)
+			}
+			require.InDelta(t, v.Endpoints[0].Step, v.Endpoints[1].Step, 1e-9, "equal engines")
+			require.InEpsilon(t, 500, v.Load.Answer, .01)
+
+			now = now.Add(speedKept + time.Second)
+			s.View(p, nil, &v)
+			require.InDelta(t, 1, v.Endpoints[0].Step, 1e-9, "what was seen is forgotten")
+		})
+	}
+}
+
+// An endpoint that is slower than the others is told from them, and one look of an engine that stood still changes little.
+func TestASlowDecoderIsToldFromItsPool(t *testing.T) {
+	now := time.Unix(1e9, 0)
+	s := New(Options{Now: func() time.Time { return now }})
+	s.SetPool(PoolSpec{Name: "chat", Models: []string{"*"}}, decoders("a", "b", "slow"))
+	p := s.Pool("chat")
+	engines := map[string]*writer{"a": {slow: 1, running: 8}, "b": {slow: 1, running: 8}, "slow": {slow: 4, running: 8}}
+	look := func() {
+		now = now.Add(2 * time.Second)
+		for addr, w := range engines {
+			w.look(s, p.Endpoint(addr), now)
+		}
+	}
+	for range 60 {
+		look()
+	}
+	step := func(at int) float64 {
+		var v View
+		s.View(p, nil, &v)
+		return v.Endpoints[at].Step
+	}
+	require.InEpsilon(t, 4, step(2), .15)
+	require.Less(t, step(0), 2.0)
+	before := step(0)
+	engines["a"].written.GapTime += 8 * time.Minute
+	look()
+	require.InDelta(t, before, step(0), .4)
+}
+
+// What an endpoint computes of prompts while it decodes is no part of its decode steps.
+func TestLocalPrefillDoesNotCountAsSlowDecode(t *testing.T) {
+	now := time.Unix(1e9, 0)
+	s := New(Options{Now: func() time.Time { return now }})
+	s.SetPool(PoolSpec{Name: "chat", Models: []string{"*"}}, decoders("a"))
+	p := s.Pool("chat")
+	e, w := p.Endpoint("a"), &writer{slow: 2, running: 8} // half of its time goes into prompts
+	for range 60 {
+		now = now.Add(2 * time.Second)
+		s.Release(s.Reserve(e, Booking{For: RoleBoth, Work: time.Second}))
+		w.look(s, e, now)
+	}
+	var v View
+	s.View(p, nil, &v)
+	require.InDelta(t, 1, v.Endpoints[0].Step, .3)
+}
+
+// Engines that start anew, or tell too little, teach nothing; nor do those that prefill, whose answers have one token.
+func TestWhatTeachesNothing(t *testing.T) {
+	now := time.Unix(1e9, 0)
+	s := New(Options{Now: func() time.Time { return now }})
+	s.SetPool(PoolSpec{Name: "chat", Models: []string{"*"}}, []EndpointSpec{{Addr: "d", Role: RoleDecode}, {Addr: "both", Role: RoleBoth}})
+	p := s.Pool("chat")
+	tell := func(addr string, w Written) {
+		now = now.Add(2 * time.Second)
+		s.Observe(p.Endpoint(addr), Signals{Running: 1, At: now, Written: w})
+	}
+	tell("d", Written{Answers: 1000, Tokens: 1_000_000, Gaps: 1_000_000, GapTime: time.Hour})
+	tell("d", Written{Answers: 10, Tokens: 100, Gaps: 90, GapTime: time.Second}) // a new process
+	tell("d", Written{Answers: 29, Tokens: 200, Gaps: 90, GapTime: time.Second}) // too few answers, and no gap
+	tell("both", Written{Answers: 10, Tokens: 10, Gaps: 1, GapTime: time.Second})
+	tell("both", Written{Answers: 1000, Tokens: 1000, Gaps: 1001, GapTime: time.Hour})
+	var v View
+	s.View(p, nil, &v)
+	require.Zero(t, v.Load.Answer)
+	for _, c := range v.Endpoints {
+		require.InDelta(t, 1, c.Step, 1e-9, c.Endpoint.Addr)
+	}
+}
