@@ -5,6 +5,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"regexp"
+	"slices"
 	"strings"
 	"testing"
 
@@ -40,7 +41,7 @@ func TestDocumentedBenchmarks(t *testing.T) {
 	ran := benchmarksOf(string(out))
 	require.NotEmpty(t, ran)
 	for _, c := range commands {
-		for _, name := range strings.Split(c.pattern, "|") {
+		for name := range strings.SplitSeq(c.pattern, "|") {
 			require.True(t, c.matches(ran, regexp.MustCompile(name)), "%s: `%s` runs no benchmark called %s", c.page, c.line, name)
 		}
 	}
@@ -60,10 +61,8 @@ func (c *benchCommand) matches(ran map[string][]string, name *regexp.Regexp) boo
 			if pkg != dir && !(all && strings.HasPrefix(pkg+"/", dir)) {
 				continue
 			}
-			for _, b := range benchmarks {
-				if name.MatchString(b) {
-					return true
-				}
+			if slices.ContainsFunc(benchmarks, name.MatchString) {
+				return true
 			}
 		}
 	}

@@ -17,7 +17,8 @@ func (x *planning) planned(pool *kvstate.Pool, route, reason string, prefill, de
 	p := telemetry.Planned{
 		RequestID: x.requestID, Pool: pool.Spec.Name, Route: route, Reason: reason, Decode: decode.Addr, PromptTokens: tokens,
 		BodyBytes: x.body.Len(), PromptBlocks: len(x.hashes), Candidates: len(x.view.Endpoints),
-		Foreseen: telemetry.Foreseen{ExpectedPrefill: x.prefilled, ExpectedFirst: x.firstToken}, Waited: x.waited, WaitedFor: x.stoodBy.endpoint, Behind: x.stoodBy.here, BehindElsewhere: x.stoodBy.elsewhere,
+		Foreseen: telemetry.Foreseen{ExpectedPrefill: x.prefilled, ExpectedFirst: x.firstToken},
+		Waited:   x.waited, WaitedFor: x.stoodBy.endpoint, Behind: x.stoodBy.here, BehindElsewhere: x.stoodBy.elsewhere,
 	}
 	if prefill != nil {
 		p.Prefill = prefill.Addr
