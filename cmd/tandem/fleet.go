@@ -80,7 +80,7 @@ func newFleet(ctx context.Context, config *configv1.Config, log *slog.Logger) (*
 	owns := func(*kvstate.Pool, *kvstate.Endpoint) bool { return true }
 	events := kvevents.Options{State: f.state, Log: log, Pools: eventSources(config)}
 	if f.store != nil {
-		owns, events.Relay = f.store.Owns, f.store
+		owns, events.Forward = f.store.Owns, f.store
 	}
 	f.scraper = scrape.New(f.state, owns, log)
 	f.events = kvevents.NewCollector(events)

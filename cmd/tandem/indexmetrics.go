@@ -15,8 +15,7 @@ type indexMetrics struct {
 	events *kvevents.Collector
 
 	blocks, entries, prompts                     *prometheus.Desc
-	connected, here, lag, held, aside            *prometheus.Desc
-	relayed, missed                              *prometheus.Desc
+	connected, lag, held, aside, forwarded       *prometheus.Desc
 	batches, gaps, lost, restarts, bad, unusable *prometheus.Desc
 }
 
@@ -30,10 +29,8 @@ func newIndexMetrics(state *kvstate.State, events *kvevents.Collector) *indexMet
 		blocks:    pool("tandem_index_blocks", "Different blocks in the prefix index."),
 		entries:   pool("tandem_index_entries", "Blocks in the prefix index, counted once for each endpoint that holds them."),
 		prompts:   pool("tandem_index_prompts", "Prompts whose tokens are known, so that they can be matched with KV events."),
-		connected: feed("tandem_kv_events_connected", "1 while what an endpoint's publisher of KV events says reaches this replica: over its own connection, or from the replica that collects it."),
-		here:      feed("tandem_kv_events_collected_here", "1 while the publisher is connected to this replica, which tells the others."),
-		relayed:   feed("tandem_kv_events_relayed_total", "Times that batches came from the replica that collects them."),
-		missed:    feed("tandem_kv_events_missed_total", "Times that batches of the replica that collects them were missed, so that all of it had to be asked for."),
+		connected: feed("tandem_kv_events_connected", "1 while the KV events of an endpoint's publisher reach this replica, by itself or from the replica that the publisher connected to."),
+		forwarded: feed("tandem_kv_events_forwarded_total", "Batches that came from the replica that the publisher connected to."),
 		lag:       feed("tandem_kv_events_lag_seconds", "From the engine's clock to the index, of the last batch of KV events that came as it was published."),
 		held:      feed("tandem_kv_events_blocks", "Blocks that the engine said it holds."),
 		aside:     feed("tandem_kv_events_blocks_aside", "Of those, blocks to which no known prefix leads: one before them was lost or evicted."),
@@ -67,13 +64,11 @@ func (m *indexMetrics) feed(out chan<- prometheus.Metric, s *kvevents.Stats) {
 	labels := []string{s.Pool, s.Endpoint, strconv.Itoa(s.Rank)}
 	gauge := func(d *prometheus.Desc, v float64) { send(out, d, prometheus.GaugeValue, v, labels...) }
 	counter := func(d *prometheus.Desc, n uint64) { send(out, d, prometheus.CounterValue, float64(n), labels...) }
-	gauge(m.connected, oneIf(s.Known))
-	gauge(m.here, oneIf(s.Connected))
+	gauge(m.connected, oneIf(s.Connected))
 	gauge(m.lag, s.Lag.Seconds())
 	gauge(m.held, float64(s.Feed.Held))
 	gauge(m.aside, float64(s.Feed.Orphans))
-	counter(m.relayed, s.Relayed)
-	counter(m.missed, s.Missed)
+	counter(m.forwarded, s.Forwarded)
 	counter(m.batches, s.Batches)
 	counter(m.gaps, s.Gaps)
 	counter(m.lost, s.Lost)

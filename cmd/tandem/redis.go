@@ -22,6 +22,12 @@ import (
 // joinTime is how long a replica that starts waits to hear what the others know.
 const joinTime = 2 * time.Second
 
+// connectTime is how long it waits before for the connections to publishers of KV events.
+const connectTime = 500 * time.Millisecond
+
+// feedTime is how long it waits, while it serves requests, for feeds that did not come within joinTime.
+const feedTime = 10 * time.Second
+
 // newStore connects the state with other replicas, if the configuration names a Redis; else it is nil.
 func newStore(r *configv1.Redis, state *kvstate.State, log *slog.Logger) (*redisstore.Store, error) {
 	if r == nil {
@@ -51,11 +57,20 @@ func (f *fleet) join(ctx context.Context, log *slog.Logger) {
 	if f.store == nil {
 		return
 	}
-	f.events.Look() // others may tell of publishers at once
 	f.store.Follow(f.events)
+	f.events.Look(ctx)
+	connecting, cancel := context.WithTimeout(ctx, connectTime)
+	f.events.AwaitConnected(connecting) // so that what is published after the feeds that others write is received
+	cancel()
+	began := time.Now()
 	if err := f.store.Join(ctx, joinTime); err != nil {
 		log.Warn("starting without redis", "err", err)
 	}
+	late := time.Duration(0)
+	if time.Since(began) >= joinTime {
+		late = feedTime
+	}
+	f.events.Joined(late)
 }
 
 // keepReady says that requests are welcome, unless this replica's ticket keys differ from those of the others and it is the one to
@@ -186,7 +201,7 @@ func storeCounters() []storeCounter {
 		{"tandem_redis_batches_sent_total", "Batches told to other replicas.", func(s redisstore.Stats) int64 { return s.BatchesSent }},
 		{"tandem_redis_batches_received_total", "Batches heard of other replicas.", func(s redisstore.Stats) int64 { return s.BatchesRead }},
 		{"tandem_redis_gaps_total", "Times that batches of another replica were missed, so that a snapshot was asked for.", func(s redisstore.Stats) int64 { return s.Gaps }},
-		{"tandem_redis_kv_events_dropped_total", "Times that a publisher's KV events found no room to be told to others.", func(s redisstore.Stats) int64 { return s.Uncollected }},
+		{"tandem_redis_kv_events_dropped_total", "Batches of KV events that were not forwarded to the other replicas.", func(s redisstore.Stats) int64 { return s.EventsDropped }},
 		{"tandem_redis_notices_dropped_total", "LMCache's notices that other replicas were not told of: Redis did not take them, or too many waited.", func(s redisstore.Stats) int64 { return s.Untold }},
 		{"tandem_redis_dropped_total", "Routed prompts that found no room while Redis did not answer; a snapshot tells them later.", func(s redisstore.Stats) int64 { return s.Dropped }},
 		{"tandem_redis_unknown_endpoints_total", "Endpoints named in what other replicas say that this replica does not have, each time.", func(s redisstore.Stats) int64 { return s.Unknown }},

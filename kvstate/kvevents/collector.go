@@ -7,6 +7,7 @@ import (
 	"sync"
 	"time"
 
+	"tandem/internal/guard"
 	"tandem/kvstate"
 	"tandem/kvstate/prefixindex"
 )
@@ -20,12 +21,10 @@ type Source struct {
 	Listen     string // host:port to be connected to by engines whose publishers connect; "": we connect to theirs
 }
 
-// Publisher is where the events of one publisher go.
+// Publisher takes the events of one publisher.
 type Publisher interface {
 	Sink
 	Snapshot() *prefixindex.FeedSnapshot
-	HasSuspects() bool
-	ExpireSuspects(now time.Time)
 	Close()
 }
 
@@ -36,20 +35,21 @@ type Options struct {
 	Pools map[string]Source // to begin with, by name; pools that are not here publish nothing
 	// Open begins to take the events of a publisher; nil: a feed of the pool's prefix index.
 	Open func(p *kvstate.Pool, e *kvstate.Endpoint, rank int) Publisher
-	// Relay shares the work with other replicas; nil: this one listens to all publishers.
-	Relay kvstate.EventRelay
+	// Forward sends batches to the other replicas; nil: there are none. Batches are then kept until [Collector.Joined].
+	Forward kvstate.EventForwarder
 }
 
 // Collector follows the publishers of all endpoints there are. It implements [kvstate.EventFollower].
 type Collector struct {
 	o         Options
 	mu        sync.Mutex
+	joining   bool
 	sources   map[string]Source
 	active    map[target]*subscription
 	at        map[place]*subscription // the same
 	listening map[string]*listening   // by pool
 	changed   chan struct{}           // SetPools was called
-	closing   sync.WaitGroup
+	running   sync.WaitGroup
 }
 
 var _ kvstate.EventFollower = (*Collector)(nil)
@@ -75,7 +75,10 @@ func NewCollector(o Options) *Collector {
 	if o.Open == nil {
 		o.Open = func(p *kvstate.Pool, e *kvstate.Endpoint, _ int) Publisher { return p.Feed(e) }
 	}
-	return &Collector{o: o, sources: o.Pools, active: map[target]*subscription{}, at: map[place]*subscription{}, listening: map[string]*listening{}, changed: make(chan struct{}, 1)}
+	return &Collector{
+		o: o, joining: o.Forward != nil, sources: o.Pools,
+		active: map[target]*subscription{}, at: map[place]*subscription{}, listening: map[string]*listening{}, changed: make(chan struct{}, 1),
+	}
 }
 
 // SetPools changes where the pools publish. What is the same for a pool goes on.
@@ -96,19 +99,18 @@ const lookEvery = 250 * time.Millisecond
 // is tried again.
 func (c *Collector) Run(ctx context.Context) error {
 	ctx, cancel := context.WithCancel(ctx)
-	var running sync.WaitGroup
-	defer c.end(&running)
+	defer c.end()
 	defer cancel()
-	if err := c.lookListeners(ctx, &running); err != nil {
+	if err := c.lookListeners(ctx); err != nil {
 		return err
 	}
 	tick := time.NewTicker(lookEvery)
 	defer tick.Stop()
-	said := ""
+	logged := ""
 	for {
-		c.look(ctx, &running)
-		if err := c.lookListeners(ctx, &running); err != nil && err.Error() != said {
-			said = err.Error()
+		c.Look(ctx)
+		if err := c.lookListeners(ctx); err != nil && err.Error() != logged {
+			logged = err.Error()
 			c.o.Log.Error("KV events", "err", err)
 		}
 		next := tick.C
@@ -131,22 +133,42 @@ func (c *Collector) atRest() bool {
 	return len(c.sources) == 0 && len(c.active) == 0 && len(c.listening) == 0
 }
 
-// end forgets all publishers when the listening to them has ended.
-func (c *Collector) end(running *sync.WaitGroup) {
-	running.Wait()
-	defer c.closing.Wait()
+// end stops all subscriptions and waits for them.
+func (c *Collector) end() {
 	c.mu.Lock()
-	defer c.mu.Unlock()
 	for t, s := range c.active {
 		c.drop(t, s)
 	}
+	c.mu.Unlock()
+	c.running.Wait()
 }
 
-// Look makes the index ready for what those publishers say that there are now, whom other replicas may listen to already.
-// [Collector.Run] does it too.
-func (c *Collector) Look() {
+// Look begins to follow publishers that are new, until ctx ends, and ends with those that have left. [Collector.Run] does so
+// all the time.
+func (c *Collector) Look(ctx context.Context) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
+	if ctx.Err() != nil {
+		return
+	}
+	wanted := c.wanted()
+	now := time.Now()
+	for t, s := range c.active {
+		if wanted[t] == nil {
+			c.drop(t, s)
+		} else {
+			s.settle(now)
+		}
+	}
+	for t, p := range wanted {
+		if c.active[t] == nil {
+			c.follow(ctx, t, p)
+		}
+	}
+}
+
+// wanted returns the publishers that there are now.
+func (c *Collector) wanted() map[target]*kvstate.Pool {
 	wanted := map[target]*kvstate.Pool{}
 	for _, p := range c.o.State.Pools() {
 		source, ok := c.sources[p.Spec.Name]
@@ -162,24 +184,21 @@ func (c *Collector) Look() {
 			}
 		}
 	}
-	for t, s := range c.active {
-		if wanted[t] == nil {
-			c.drop(t, s)
-		}
+	return wanted
+}
+
+// follow begins to follow a publisher.
+func (c *Collector) follow(ctx context.Context, t target, p *kvstate.Pool) {
+	s := newSubscription(ctx, t, c.o.Open(p, t.endpoint, t.rank), c.o.Log)
+	s.stream.joining = c.joining
+	if f := c.o.Forward; f != nil && t.source.Listen != "" {
+		s.forward = func(b kvstate.EventBatch) { f.Forward(p, b) }
 	}
-	for t, p := range wanted {
-		if c.active[t] == nil {
-			s := newSubscription(t, t.source, c.o.Open(p, t.endpoint, t.rank), c.o.Log)
-			if r := c.o.Relay; r != nil {
-				s.stream.relayed = make(chan struct{}, 1)
-				s.stream.tell = func(said kvstate.Collected) {
-					said.Endpoint, said.Rank = t.endpoint, t.rank
-					r.TellCollected(p, &said)
-				}
-			}
-			c.active[t], c.at[t.place()] = s, s
-		}
-	}
+	c.active[t], c.at[t.place()] = s, s
+	c.running.Go(func() {
+		defer s.close()
+		guard.Keep(s.ctx, "KV events", s.follow)
+	})
 }
 
 // drop ends with a publisher.
@@ -187,63 +206,41 @@ func (c *Collector) drop(t target, s *subscription) {
 	delete(c.active, t)
 	delete(c.at, t.place())
 	s.stop()
-	ended := s.ended
-	c.closing.Go(func() {
-		<-ended
-		s.stream.mu.Lock()
-		defer s.stream.mu.Unlock()
-		s.publisher.Close()
-	})
 }
 
-// look begins to follow who is new, ends with who has left, and begins and ends to listen where that is due.
-func (c *Collector) look(ctx context.Context, running *sync.WaitGroup) {
-	c.Look()
+// AwaitConnected waits until every publisher that we connect to is connected, or ctx ends.
+func (c *Collector) AwaitConnected(ctx context.Context) {
+	for !c.connected() {
+		select {
+		case <-ctx.Done():
+			return
+		case <-time.After(5 * time.Millisecond):
+		}
+	}
+}
+
+func (c *Collector) connected() bool {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	now := time.Now()
 	for t, s := range c.active {
-		s.settle(now)
-		if t.source.Listen != "" {
-			if s.accepts() {
-				s.listen(ctx, running, s.await)
-			}
-			continue
-		}
-		ours, alone, lease := true, true, time.Duration(0)
-		if p := c.o.State.Pool(t.pool); c.o.Relay != nil && p != nil {
-			ours, alone, lease = c.o.Relay.Collects(p, t.endpoint), c.o.Relay.Alone(p), c.o.Relay.Lease()
-		}
-		switch s.next(ours, alone, lease, now) {
-		case listen:
-			s.listen(ctx, running, s.connect)
-		case rest:
-			s.log.Info("KV events: another replica listens now")
-			s.stop()
-		case stay:
+		if t.source.Listen == "" && !s.isUp() {
+			return false
 		}
 	}
+	return true
 }
 
-// Follows implements [kvstate.EventFollower].
-func (c *Collector) Follows(p *kvstate.Pool) bool {
+// Joined ends the joining: feeds of other replicas are not waited for any more, or only for as long as given.
+func (c *Collector) Joined(late time.Duration) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	_, ok := c.sources[p.Spec.Name]
-	return ok
-}
-
-// TakeCollected implements [kvstate.EventFollower].
-func (c *Collector) TakeCollected(p *kvstate.Pool, said *kvstate.Collected) {
-	if s := c.find(place{p.Spec.Name, said.Endpoint.Addr, said.Rank}); s != nil {
-		s.take(said, time.Now())
+	c.joining = false
+	for _, s := range c.active {
+		c.running.Go(func() {
+			defer guard.Recover(s.ctx, "KV events")
+			s.join(late)
+		})
 	}
-}
-
-func (c *Collector) find(at place) *subscription {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	return c.at[at]
 }
 
 // of are the subscriptions of a pool.
@@ -258,41 +255,53 @@ func (c *Collector) of(pool string) (out []*subscription) {
 	return out
 }
 
-// SayWhatIsCollected implements [kvstate.EventFollower].
-func (c *Collector) SayWhatIsCollected(p *kvstate.Pool) {
-	for _, s := range c.of(p.Spec.Name) {
-		s.say()
+func (c *Collector) find(at place) *subscription {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.at[at]
+}
+
+// NeedsFeeds implements [kvstate.EventFollower].
+func (c *Collector) NeedsFeeds(p *kvstate.Pool) bool {
+	return slices.ContainsFunc(c.of(p.Spec.Name), func(s *subscription) bool { return !s.stream.isLoaded() })
+}
+
+// LoadFeed implements [kvstate.EventFollower].
+func (c *Collector) LoadFeed(p *kvstate.Pool, part *kvstate.FeedPart) {
+	if s := c.find(place{p.Spec.Name, part.Endpoint.Addr, part.Rank}); s != nil {
+		s.stream.load(part)
 	}
 }
 
-// Lacks implements [kvstate.EventFollower].
-func (c *Collector) Lacks(p *kvstate.Pool) (addrs []string) {
+// EachFeed implements [kvstate.EventFollower].
+func (c *Collector) EachFeed(p *kvstate.Pool, f func(*kvstate.FeedPart) error) error {
 	for _, s := range c.of(p.Spec.Name) {
-		if addr := s.target.endpoint.Addr; s.isLacking() && !slices.Contains(addrs, addr) {
-			addrs = append(addrs, addr)
-		}
-	}
-	return addrs
-}
-
-// Contents implements [kvstate.EventFollower].
-func (c *Collector) Contents(p *kvstate.Pool, addr string, each func(*kvstate.Collected) error) error {
-	for _, s := range c.of(p.Spec.Name) {
-		if s.target.endpoint.Addr == addr {
-			if err := s.contents(each); err != nil {
-				return err
-			}
+		if err := s.eachPart(f); err != nil {
+			return err
 		}
 	}
 	return nil
+}
+
+// Forwarded implements [kvstate.EventFollower].
+func (c *Collector) Forwarded(p *kvstate.Pool, b kvstate.EventBatch) {
+	if s := c.find(place{p.Spec.Name, b.Endpoint.Addr, b.Rank}); s != nil && s.forward != nil && !s.isUp() {
+		s.receive(b)
+	}
+}
+
+// ForwardPositions implements [kvstate.EventFollower].
+func (c *Collector) ForwardPositions(p *kvstate.Pool) {
+	for _, s := range c.of(p.Spec.Name) {
+		s.passPosition()
+	}
 }
 
 // Stats are a publisher's numbers.
 type Stats struct {
 	Pool, Endpoint string
 	Rank           int
-	Connected      bool          // to this replica
-	Known          bool          // what it says is known here, from itself or from another replica
+	Connected      bool          // its batches reach this replica, by itself or from the replica that it is connected to
 	Lag            time.Duration // from the engine's clock to ours, of the last batch that came as it was published
 	Batches        uint64
 	Events         uint64
@@ -301,8 +310,7 @@ type Stats struct {
 	Recovered      uint64 // gaps that a replay closed
 	Lost           uint64 // times that events were lost and the publisher's blocks forgotten
 	Restarts       uint64 // of the engine
-	Relayed        uint64 // times that batches came from another replica as it took them
-	Missed         uint64 // times that they did not, and what is lacking was asked for
+	Forwarded      uint64 // batches from the replica that it is connected to
 	Feed           prefixindex.FeedStats
 }
 
@@ -311,17 +319,13 @@ func (c *Collector) Stats() []Stats {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	var out []Stats
-	lease := time.Duration(0)
-	if c.o.Relay != nil {
-		lease = c.o.Relay.Lease()
-	}
+	now := time.Now()
 	for t, s := range c.active {
 		n := &s.stream.count
 		one := Stats{
-			Pool: t.pool, Endpoint: t.endpoint.Addr, Rank: t.rank, Connected: s.up.Load(), Lag: time.Duration(s.stream.lag.Load()),
+			Pool: t.pool, Endpoint: t.endpoint.Addr, Rank: t.rank, Connected: s.reaches(now), Lag: time.Duration(s.stream.lag.Load()),
 			Batches: n.batches.Load(), Events: n.events.Load(), Malformed: n.malformed.Load(), Gaps: n.gaps.Load(),
-			Recovered: n.recovered.Load(), Lost: n.lost.Load(), Restarts: n.restarts.Load(),
-			Relayed: n.relayed.Load(), Missed: n.missed.Load(), Known: s.isKnown(lease, time.Now()),
+			Recovered: n.recovered.Load(), Lost: n.lost.Load(), Restarts: n.restarts.Load(), Forwarded: n.forwarded.Load(),
 		}
 		if feed, ok := s.publisher.(interface{ Stats() prefixindex.FeedStats }); ok {
 			one.Feed = feed.Stats()

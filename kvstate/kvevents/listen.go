@@ -1,6 +1,7 @@
 package kvevents
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
@@ -8,17 +9,21 @@ import (
 	"net"
 	"slices"
 	"strings"
-	"sync"
 	"sync/atomic"
 	"time"
 
 	"github.com/go-zeromq/zmq4"
 
 	"tandem/internal/guard"
+	"tandem/kvstate"
 )
 
-// A publisher whose endpoint in --kv-events-config names a host connects, and we bind the socket. Who it is follows from its
-// topic, by custom kv@<pod address>@<model>, or from where it connects from.
+// A publisher whose endpoint in --kv-events-config names a host connects, and we bind the socket. Its endpoint follows from its
+// topic, by custom kv@<pod address>@<model>, or from the address it connects from.
+//
+// It reaches one replica. That one forwards the batches as they come, and three times a lease the number of the next one, so
+// that the others see that the publisher is connected and whether they missed something. A batch that another replica missed
+// it asks the publisher for, as any other.
 
 // accepted is a connection that a publisher opened, with the first message that came over it.
 type accepted struct {
@@ -39,7 +44,7 @@ type listening struct {
 }
 
 // lookListeners begins to listen for pools that are new, and ends it for those that have left or changed.
-func (c *Collector) lookListeners(ctx context.Context, running *sync.WaitGroup) error {
+func (c *Collector) lookListeners(ctx context.Context) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	for pool, l := range c.listening {
@@ -51,14 +56,14 @@ func (c *Collector) lookListeners(ctx context.Context, running *sync.WaitGroup) 
 	var errs []error
 	for _, pool := range slices.Sorted(maps.Keys(c.sources)) {
 		if source := c.sources[pool]; source.Listen != "" && c.listening[pool] == nil {
-			errs = append(errs, c.listen(ctx, pool, source, running))
+			errs = append(errs, c.listen(ctx, pool, source))
 		}
 	}
 	return errors.Join(errs...)
 }
 
 // listen accepts the publishers of a pool.
-func (c *Collector) listen(ctx context.Context, pool string, source Source, running *sync.WaitGroup) error {
+func (c *Collector) listen(ctx context.Context, pool string, source Source) error {
 	l, err := new(net.ListenConfig).Listen(ctx, "tcp", source.Listen)
 	if err != nil {
 		return fmt.Errorf("listening for KV events of pool %s: %w", pool, err)
@@ -66,7 +71,7 @@ func (c *Collector) listen(ctx context.Context, pool string, source Source, runn
 	ctx, cancel := context.WithCancel(ctx)
 	context.AfterFunc(ctx, func() { _ = l.Close() })
 	c.listening[pool] = &listening{source, func() { cancel(); _ = l.Close() }}
-	running.Go(func() {
+	c.running.Go(func() {
 		var open atomic.Int32
 		for {
 			nc, err := l.Accept()
@@ -85,7 +90,7 @@ func (c *Collector) listen(ctx context.Context, pool string, source Source, runn
 				_ = nc.Close()
 				continue
 			}
-			running.Go(func() {
+			c.running.Go(func() {
 				defer open.Add(-1)
 				defer guard.Recover(ctx, "KV events")
 				c.accept(ctx, pool, source.Topic, nc)
@@ -171,14 +176,58 @@ func (c *Collector) whose(pool string, frames [][]byte, from net.Addr) *subscrip
 	return nil
 }
 
-// await follows a publisher that connects to us, until ctx ends.
-func (s *subscription) await(ctx context.Context) {
+// await follows a publisher that connects to us, or to another replica.
+func (s *subscription) await() {
 	for {
 		select {
-		case <-ctx.Done():
+		case <-s.ctx.Done():
 			return
 		case a := <-s.accepted:
-			_ = s.serve(ctx, a.c, a.first)
+			_ = s.serve(a.c, a.first)
+		case b := <-s.forwarded:
+			s.takeForwarded(b)
 		}
 	}
+}
+
+// pass forwards a batch to the other replicas.
+func (s *subscription) pass(seq uint64, payload []byte) {
+	if s.forward == nil {
+		return
+	}
+	s.forwarding.Lock()
+	defer s.forwarding.Unlock()
+	s.position = seq + 1
+	s.forward(kvstate.EventBatch{Endpoint: s.target.endpoint, Rank: s.target.rank, Seq: seq, Payload: payload})
+}
+
+// passPosition forwards the number of the publisher's next batch, if it is connected.
+func (s *subscription) passPosition() {
+	if s.forward == nil || !s.isUp() {
+		return
+	}
+	s.forwarding.Lock()
+	defer s.forwarding.Unlock()
+	s.forward(kvstate.EventBatch{Endpoint: s.target.endpoint, Rank: s.target.rank, Seq: s.position})
+}
+
+// receive takes a batch from another replica, unless too many wait already: that shows as a gap.
+func (s *subscription) receive(b kvstate.EventBatch) {
+	select {
+	case s.forwarded <- keptBatch{b.Seq, bytes.Clone(b.Payload)}:
+	default:
+	}
+}
+
+func (s *subscription) takeForwarded(b keptBatch) {
+	s.remote.Store(true)
+	s.mu.Lock()
+	s.last = time.Now()
+	s.mu.Unlock()
+	if len(b.payload) == 0 {
+		s.stream.position(b.seq, s.ask)
+		return
+	}
+	s.stream.count.forwarded.Add(1)
+	s.stream.live(b.seq, b.payload, s.ask)
 }

@@ -12,7 +12,8 @@ import (
 
 	"github.com/go-zeromq/zmq4"
 
-	"tandem/internal/guard"
+	"tandem/kvstate"
+	"tandem/kvstate/prefixindex"
 )
 
 // subscription follows one publisher over any number of connections.
@@ -24,21 +25,23 @@ type subscription struct {
 	publisher  Publisher
 	stream     stream
 	log        *slog.Logger
-	up         atomic.Bool    // the publisher is connected to this replica
-	accepted   chan *accepted // connections that the publisher opened; see listen.go
+	ctx        context.Context //nolint:containedctx // lives as long as the subscription
+	stop       context.CancelFunc
 
-	// Guarded by the stream's lock.
-	follower follower
-	opened   time.Time
-	since    time.Time // when it was connected last
-	heard    time.Time // when somebody listened last
+	mu   sync.Mutex
+	up   bool
+	last time.Time // when the publisher was connected last, here or to the replica that forwards its batches
 
-	// Of the collector's goroutine.
-	stop  context.CancelFunc // of the listening
-	ended chan struct{}      // closed when it has ended
+	// Of publishers that connect to us (listen.go).
+	accepted   chan *accepted
+	forwarded  chan keptBatch           // from another replica
+	forward    func(kvstate.EventBatch) // to the other replicas; nil: there are none
+	position   uint64                   // the number after the batch that was forwarded last; guarded by forwarding
+	forwarding sync.Mutex
+	remote     atomic.Bool // a batch came from another replica since the publisher was connected last
 }
 
-// Between two tries to connect, and how long a publisher may be away before what it said is void: by then its engine is
+// Between two tries to connect, and how long a publisher may be away before its reports are void: by then its engine is
 // more likely gone than its network slow.
 const (
 	firstRetry = 250 * time.Millisecond
@@ -46,16 +49,17 @@ const (
 	staleAfter = 30 * time.Second
 )
 
-func newSubscription(t target, source Source, p Publisher, log *slog.Logger) *subscription {
+// maxForwarded bounds the batches from another replica that wait to be taken.
+const maxForwarded = 256
+
+func newSubscription(ctx context.Context, t target, p Publisher, log *slog.Logger) *subscription {
 	s := &subscription{
-		target: t, topic: source.Topic, publisher: p, accepted: make(chan *accepted),
-		log:    log.With("pool", t.pool, "endpoint", t.endpoint.Addr, "rank", t.rank),
-		opened: time.Now(), stop: func() {}, ended: make(chan struct{}),
+		target: t, topic: t.source.Topic, publisher: p, accepted: make(chan *accepted), forwarded: make(chan keptBatch, maxForwarded),
+		log: log.With("pool", t.pool, "endpoint", t.endpoint.Addr, "rank", t.rank), last: time.Now(),
 	}
-	close(s.ended)
-	s.heard = s.opened
+	s.ctx, s.stop = context.WithCancel(ctx)
 	s.stream.sink = p
-	events, replayed := source.Port, source.ReplayPort
+	events, replayed := t.source.Port, t.source.ReplayPort
 	if t.endpoint.EventsPort != 0 {
 		events, replayed = t.endpoint.EventsPort, t.endpoint.ReplayPort
 	}
@@ -67,98 +71,69 @@ func newSubscription(t target, source Source, p Publisher, log *slog.Logger) *su
 	return s
 }
 
-func (s *subscription) ask(ctx context.Context) replay {
-	return func(from uint64, each func(seq uint64, payload []byte)) error {
-		if s.replayAddr == "" {
-			return errNoReplay
-		}
-		return ask(ctx, s.replayAddr, from, each)
+// ask is the publisher's [replay].
+func (s *subscription) ask(from uint64, each func(seq uint64, payload []byte)) error {
+	if s.replayAddr == "" {
+		return errNoReplay
+	}
+	return ask(s.ctx, s.replayAddr, from, each)
+}
+
+// follow follows the publisher until the subscription is stopped.
+func (s *subscription) follow() {
+	if s.target.source.Listen != "" {
+		s.await()
+	} else {
+		s.connect()
 	}
 }
 
-// listen follows the publisher in a goroutine, until ctx ends or s.stop is called.
-func (s *subscription) listen(ctx context.Context, running *sync.WaitGroup, follow func(context.Context)) {
-	before := s.ended
-	ctx, s.stop = context.WithCancel(ctx)
-	ended := make(chan struct{})
-	s.ended = ended
-	running.Go(func() {
-		defer close(ended)
-		<-before
-		s.stream.mu.Lock()
-		s.stream.deaf = !s.follower.listening
-		s.stream.mu.Unlock()
-		guard.Keep(ctx, "KV events", func() { follow(ctx) })
-	})
+// close ends with the publisher.
+func (s *subscription) close() {
+	s.stream.mu.Lock()
+	defer s.stream.mu.Unlock()
+	s.publisher.Close()
 }
 
-// connect follows a publisher that binds its socket, until ctx ends.
-func (s *subscription) connect(ctx context.Context) {
-	for retry := firstRetry; ctx.Err() == nil; retry = min(2*retry, lastRetry) {
-		c, err := dial(ctx, s.eventsAddr, zmq4.Sub)
+// connect follows a publisher that binds its socket.
+func (s *subscription) connect() {
+	for retry := firstRetry; s.ctx.Err() == nil; retry = min(2*retry, lastRetry) {
+		c, err := dial(s.ctx, s.eventsAddr, zmq4.Sub)
 		if err == nil {
-			err = s.serve(ctx, c, nil)
+			err = s.serve(c, nil)
 			retry = firstRetry
 		}
-		if ctx.Err() != nil {
+		if s.ctx.Err() != nil {
 			return
 		}
 		s.log.Debug("KV events: no connection", "err", err)
 		select {
-		case <-ctx.Done():
+		case <-s.ctx.Done():
 		case <-time.After(retry/2 + rand.N(retry)):
 		}
 	}
 }
 
-// begin notes that the publisher is connected, unless it need not be any more.
-func (s *subscription) begin() bool {
-	s.stream.mu.Lock()
-	defer s.stream.mu.Unlock()
-	if s.stream.deaf {
-		return false
-	}
-	if s.follower.loading { // a part, of which nobody knows any more what has become
-		s.stream.forget()
-	}
-	s.follower.lacks, s.follower.loading = false, false
-	s.since = time.Now()
-	s.up.Store(true)
-	return true
-}
-
-// end notes that the publisher is away.
-func (s *subscription) end(ctx context.Context, err error) {
-	s.stream.mu.Lock()
-	defer s.stream.mu.Unlock()
-	if s.up.Swap(false) && ctx.Err() == nil {
-		s.heard = time.Now()
-		s.log.Warn("KV events: the connection is lost", "err", err)
-	}
-}
-
-// serve takes what comes over a connection until that ends. first is a message that came already.
-func (s *subscription) serve(ctx context.Context, c *conn, first [][]byte) (err error) {
+// serve takes the batches of a connection until it ends. first is a message that came already.
+func (s *subscription) serve(c *conn, first [][]byte) (err error) {
 	defer c.close()
-	defer context.AfterFunc(ctx, c.close)()
+	defer context.AfterFunc(s.ctx, c.close)()
 	if first == nil {
 		if err := c.subscribe(s.topic); err != nil {
 			return err
 		}
 	}
-	if !s.begin() {
-		return context.Canceled
-	}
-	defer func() { s.end(ctx, err) }()
+	s.begin()
+	defer func() { s.end(err) }()
 	s.log.Info("KV events: connected", "from", c.net.RemoteAddr().String())
-	ask := s.ask(ctx)
-	if err := s.stream.connected(ask); err != nil {
-		s.log.Debug("KV events: what was said before now cannot be had", "err", err)
+	if err := s.stream.connected(s.ask); err != nil {
+		s.log.Debug("KV events: batches published before now cannot be had", "err", err)
 	}
 	for frames := first; ; {
 		if frames != nil {
 			if _, seq, payload, ok := batchOf(frames); ok {
-				s.stream.live(seq, payload, ask)
+				s.pass(seq, payload)
+				s.stream.live(seq, payload, s.ask)
 			} else {
 				s.stream.count.malformed.Add(1)
 			}
@@ -167,4 +142,104 @@ func (s *subscription) serve(ctx context.Context, c *conn, first [][]byte) (err 
 			return err
 		}
 	}
+}
+
+// join ends the joining when the publisher's feed is loaded, or has not come for long enough.
+func (s *subscription) join(late time.Duration) {
+	for until := time.Now().Add(late); !s.stream.isLoaded() && time.Now().Before(until); {
+		select {
+		case <-s.ctx.Done():
+			return
+		case <-time.After(lookEvery):
+		}
+	}
+	if err := s.stream.join(s.ask); err != nil {
+		s.log.Debug("KV events: batches published before now cannot be had", "err", err)
+	}
+}
+
+// begin notes that the publisher is connected to this replica.
+func (s *subscription) begin() {
+	s.forwarding.Lock()
+	s.position = 0
+	s.forwarding.Unlock()
+	s.remote.Store(false)
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.up = true
+}
+
+// end notes that the publisher is away.
+func (s *subscription) end(err error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.up, s.last = false, time.Now()
+	if s.ctx.Err() == nil {
+		s.log.Warn("KV events: the connection is lost", "err", err)
+	}
+}
+
+func (s *subscription) isUp() bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.up
+}
+
+// settle forgets the reports of a publisher that has been away for too long.
+func (s *subscription) settle(now time.Time) {
+	if s.isAway(now) && s.stream.isKnown() {
+		s.log.Warn("KV events: the publisher stays away; its reports are forgotten")
+		s.stream.reset()
+	}
+}
+
+func (s *subscription) isAway(now time.Time) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return !s.up && now.Sub(s.last) > staleAfter
+}
+
+// reaches reports whether the publisher's batches reach this replica: by itself, or from the replica that it is connected to.
+func (s *subscription) reaches(now time.Time) bool {
+	return s.isUp() || s.remote.Load() && !s.isAway(now)
+}
+
+// partBlocks is about how many blocks make a part of a feed: some 512 KiB.
+const partBlocks = 1 << 15
+
+// eachPart calls f with the publisher's feed, in parts, until f fails.
+func (s *subscription) eachPart(f func(*kvstate.FeedPart) error) (err error) {
+	held, p := s.snapshot()
+	if held == nil {
+		return nil
+	}
+	var words []uint64
+	blocks := 0
+	held.Each(func(e *prefixindex.BlockEvent) {
+		own := *e
+		words = append(words, e.Keys...)
+		own.Keys = words[len(words)-len(e.Keys):]
+		words = append(words, e.Blocks...)
+		own.Blocks = words[len(words)-len(e.Blocks):]
+		p.Events = append(p.Events, own)
+		if blocks += len(e.Keys); blocks >= partBlocks && err == nil {
+			err = f(&p)
+			p.First, p.Events, words, blocks = false, nil, nil, 0
+		}
+	})
+	if p.More = false; err == nil {
+		err = f(&p)
+	}
+	return err
+}
+
+// snapshot copies the publisher's feed; nil if nothing is known of it.
+func (s *subscription) snapshot() (*prefixindex.FeedSnapshot, kvstate.FeedPart) {
+	t := &s.stream
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if !t.known || t.joining {
+		return nil, kvstate.FeedPart{}
+	}
+	return s.publisher.Snapshot(), kvstate.FeedPart{Endpoint: s.target.endpoint, Rank: s.target.rank, Next: t.next, Time: t.last, First: true, More: true}
 }

@@ -20,17 +20,18 @@ type counted struct {
 	s *subscription
 }
 
-// others is a relay that says no more than how long what others say holds.
-type others struct{ kvstate.EventRelay }
+// nobody is a forwarder without other replicas.
+type nobody struct{}
 
-func (others) Lease() time.Duration                                { return 3 * time.Second }
-func (others) TellCollected(_ *kvstate.Pool, _ *kvstate.Collected) {}
+func (nobody) Forward(*kvstate.Pool, kvstate.EventBatch) {}
 
 func newCounted(t *testing.T) *counted {
 	state := kvstate.New(kvstate.Options{})
 	state.SetPool(kvstate.PoolSpec{Name: "p"}, []kvstate.EndpointSpec{{Name: "e", Addr: "127.0.0.1:8100", Role: kvstate.RoleBoth}})
-	c := NewCollector(Options{State: state, Log: silent(), Pools: map[string]Source{"p": {}}, Relay: others{}})
-	c.Look()
+	c := NewCollector(Options{State: state, Log: silent(), Pools: map[string]Source{"p": {Listen: "none"}}, Forward: nobody{}})
+	c.Look(t.Context())
+	c.Joined(0)
+	t.Cleanup(c.end)
 	p := state.Pool("p")
 	return &counted{t, c, p, newEngine(100, 100, true), c.find(place{"p", "127.0.0.1:8100", 0})}
 }
@@ -51,23 +52,15 @@ func (x *counted) live(n int, age time.Duration) {
 	x.s.stream.live(k.seq, k.payload, x.e.replay)
 }
 
-func (x *counted) listens() {
-	x.s.stream.deaf = false
-	require.True(x.t, x.s.begin())
+func (x *counted) connects() {
+	x.s.begin()
 	require.NoError(x.t, x.s.stream.connected(x.e.replay))
 }
 
-// told is what another replica says: blocks that the engine stored, from one number on to another.
-func (x *counted) told(said kvstate.Collected, blocks ...uint64) {
-	age := 2 * time.Second
-	if said.Part || said.Old { // of all that it knows, or what it has asked for
-		age = time.Hour
-	}
-	said.Endpoint, said.Epoch, said.Time = x.p.Endpoints()[0], 7, float64(time.Now().Add(-age).UnixMicro())/1e6
-	for _, b := range blocks {
-		said.Events = append(said.Events, prefixindex.BlockEvent{Kind: prefixindex.BlocksStored, Keys: []uint64{b}, Blocks: []uint64{b}, Root: prefixindex.TokenRoot("", 16), BlockSize: 16})
-	}
-	x.c.TakeCollected(x.p, &said)
+// forwarded is a batch, or the number of the next one, from another replica.
+func (x *counted) forwarded(k kept) {
+	x.c.Forwarded(x.p, kvstate.EventBatch{Endpoint: x.p.Endpoints()[0], Seq: k.seq, Payload: k.payload})
+	synctest.Wait()
 }
 
 // since are the numbers: gauges as they are, counters as what came to them since before. What the feed counts of itself is left
@@ -77,11 +70,11 @@ func (x *counted) since(before Stats) (all, change Stats) {
 	require.Len(x.t, stats, 1)
 	all = stats[0]
 	change = Stats{
-		Pool: all.Pool, Endpoint: all.Endpoint, Rank: all.Rank, Connected: all.Connected, Known: all.Known, Lag: all.Lag.Round(time.Millisecond),
+		Pool: all.Pool, Endpoint: all.Endpoint, Rank: all.Rank, Connected: all.Connected, Lag: all.Lag.Round(time.Millisecond),
 		Batches: all.Batches - before.Batches, Events: all.Events - before.Events, Malformed: all.Malformed - before.Malformed, Gaps: all.Gaps - before.Gaps,
 		Recovered: all.Recovered - before.Recovered, Lost: all.Lost - before.Lost, Restarts: all.Restarts - before.Restarts,
-		Relayed: all.Relayed - before.Relayed, Missed: all.Missed - before.Missed,
-		Feed: prefixindex.FeedStats{Held: all.Feed.Held, Orphans: all.Feed.Orphans, Unusable: all.Feed.Unusable - before.Feed.Unusable},
+		Forwarded: all.Forwarded - before.Forwarded,
+		Feed:      prefixindex.FeedStats{Held: all.Feed.Held, Orphans: all.Feed.Orphans, Unusable: all.Feed.Unusable - before.Feed.Unusable},
 	}
 	return all, change
 }
@@ -89,8 +82,7 @@ func (x *counted) since(before Stats) (all, change Stats) {
 // Each thing that happens to a publisher's events counts as what it is, and as nothing else: one step after the other.
 func TestWhatIsCountedOfKVEvents(t *testing.T) {
 	const lag = 1500 * time.Millisecond
-	here := func(s Stats) Stats { s.Connected, s.Known = true, true; return s }
-	elsewhere := func(s Stats) Stats { s.Known = true; return s }
+	here := func(s Stats) Stats { s.Connected = true; return s }
 	held := func(n int) prefixindex.FeedStats { return prefixindex.FeedStats{Held: n} }
 	steps := []struct {
 		what string
@@ -98,7 +90,7 @@ func TestWhatIsCountedOfKVEvents(t *testing.T) {
 		want Stats
 	}{
 		{"nothing yet", func(*counted) {}, Stats{}},
-		{"what was published an hour ago is asked for", func(x *counted) { x.publish(0, time.Hour); x.listens() }, here(Stats{Batches: 1, Events: 1, Feed: held(1)})},
+		{"what was published an hour ago is asked for", func(x *counted) { x.publish(0, time.Hour); x.connects() }, here(Stats{Batches: 1, Events: 1, Feed: held(1)})},
 		{"a batch", func(x *counted) { x.live(1, lag) }, here(Stats{Batches: 1, Events: 1, Lag: lag, Feed: held(2)})},
 		{"a batch that a replay brought already", func(x *counted) { k := x.e.kept[0]; x.s.stream.live(k.seq, k.payload, x.e.replay) }, here(Stats{Lag: lag, Feed: held(2)})},
 		{"two were missed, and had again", func(x *counted) { x.publish(2, 0); x.publish(3, 0); x.live(4, time.Second) },
@@ -117,44 +109,30 @@ func TestWhatIsCountedOfKVEvents(t *testing.T) {
 			k := x.say(fields{"type", "BlockStored", "block_hashes", []any{99}, "medium", "CPU"}, 0)
 			x.s.stream.live(k.seq, k.payload, x.e.replay)
 		}, here(Stats{Batches: 1, Events: 1, Feed: prefixindex.FeedStats{Held: 1, Unusable: 1}})},
-		{"the connection is lost", func(x *counted) { x.s.end(t.Context(), nil) }, Stats{Feed: held(1)}},
-		{"and made again: nothing came meanwhile", func(x *counted) { x.listens() }, here(Stats{Feed: held(1)})},
-		{"again: one batch came", func(x *counted) { x.publish(8, 0); x.listens() }, here(Stats{Batches: 1, Events: 1, Feed: held(2)})},
+		{"the connection is lost", func(x *counted) { x.s.end(nil) }, Stats{Feed: held(1)}},
+		{"and made again: nothing came meanwhile", func(x *counted) { x.connects() }, here(Stats{Feed: held(1)})},
+		{"again: one batch came", func(x *counted) { x.publish(8, 0); x.connects() }, here(Stats{Batches: 1, Events: 1, Feed: held(2)})},
 		{"again: more than the engine keeps", func(x *counted) {
 			x.publish(9, 0)
 			x.publish(10, 0)
 			x.e.kept = x.e.kept[len(x.e.kept)-1:]
-			x.listens()
+			x.connects()
 		},
 			here(Stats{Batches: 1, Events: 1, Gaps: 1, Lost: 1, Feed: held(1)})},
-		{"again: the engine is another, with a lower number", func(x *counted) { x.e.restart(); x.publish(1, 0); x.listens() },
+		{"again: the engine is another, with a lower number", func(x *counted) { x.e.restart(); x.publish(1, 0); x.connects() },
 			here(Stats{Batches: 1, Events: 1, Restarts: 1, Feed: held(1)})},
-		{"again: the engine is another, with the same number", func(x *counted) { x.e.restart(); x.publish(2, time.Second); x.publish(3, 0); x.listens() },
+		{"again: the engine is another, with the same number", func(x *counted) { x.e.restart(); x.publish(2, time.Second); x.publish(3, 0); x.connects() },
 			here(Stats{Batches: 2, Events: 2, Restarts: 1, Feed: held(2)})},
-		{"it is given up while old batches are asked for", func(x *counted) {
-			require.NoError(x.t, x.s.stream.connected(func(from uint64, each func(uint64, []byte)) error {
-				x.s.stream.mu.Lock()
-				x.s.stream.deaf = true
-				x.s.stream.mu.Unlock()
-				return x.e.replay(from, each)
-			}))
-			x.s.end(t.Context(), nil)
-		}, Stats{Feed: held(2)}},
-
-		{"another replica begins to tell", func(x *counted) { x.told(kvstate.Collected{Reset: true, From: 0, Next: 1}, 1) }, elsewhere(Stats{Relayed: 1, Lag: 2 * time.Second, Feed: held(1)})},
-		{"and goes on", func(x *counted) { x.told(kvstate.Collected{From: 1, Next: 3}, 2, 3) }, elsewhere(Stats{Relayed: 1, Lag: 2 * time.Second, Feed: held(3)})},
-		{"says it twice", func(x *counted) { x.told(kvstate.Collected{From: 1, Next: 3}, 2, 3) }, elsewhere(Stats{Lag: 2 * time.Second, Feed: held(3)})},
-		{"is still there", func(x *counted) { x.told(kvstate.Collected{From: 3, Next: 3}) }, elsewhere(Stats{Lag: 2 * time.Second, Feed: held(3)})},
-		{"something of it is missed", func(x *counted) { x.told(kvstate.Collected{From: 4, Next: 5}, 5) }, Stats{Missed: 1, Lag: 2 * time.Second, Feed: held(3)}},
-		{"and what follows that, once", func(x *counted) { x.told(kvstate.Collected{From: 5, Next: 6}, 6) }, Stats{Lag: 2 * time.Second, Feed: held(3)}},
-		{"all is said, in two parts", func(x *counted) {
-			x.told(kvstate.Collected{Part: true, Reset: true, More: true, Next: 6}, 1, 2, 3, 4)
-			x.told(kvstate.Collected{Part: true, Next: 6}, 5, 6)
-		}, elsewhere(Stats{Lag: 2 * time.Second, Feed: held(6)})},
-		{"it asked for what it had missed", func(x *counted) { x.told(kvstate.Collected{Old: true, From: 6, Next: 7}, 7) }, elsewhere(Stats{Relayed: 1, Lag: 2 * time.Second, Feed: held(7)})},
-		{"it says no more", func(*counted) { time.Sleep(4 * time.Second) }, Stats{Lag: 2 * time.Second, Feed: held(7)}},
-		{"it says that it forgot all", func(x *counted) { x.told(kvstate.Collected{Reset: true, Next: 1}) }, elsewhere(Stats{Lag: 2 * time.Second})},
-		{"it says that it began anew", func(x *counted) { x.told(kvstate.Collected{Reset: true, Next: 1}, 8) }, elsewhere(Stats{Relayed: 1, Lag: 2 * time.Second, Feed: held(1)})},
+		{"the publisher has connected to another replica", func(x *counted) { x.s.end(nil); x.forwarded(x.publish(4, lag)) },
+			here(Stats{Batches: 1, Events: 1, Forwarded: 1, Lag: lag, Feed: held(3)})},
+		{"a batch is forwarded twice", func(x *counted) { x.forwarded(x.e.kept[2]) }, here(Stats{Forwarded: 1, Lag: lag, Feed: held(3)})},
+		{"the number of the next batch is as expected", func(x *counted) { x.forwarded(kept{3, nil}) }, here(Stats{Lag: lag, Feed: held(3)})},
+		{"the number of the next batch is older", func(x *counted) { x.forwarded(kept{2, nil}) }, here(Stats{Lag: lag, Feed: held(3)})},
+		{"a batch is missed: the number of the next one shows it", func(x *counted) { x.publish(5, 0); x.forwarded(kept{4, nil}) }, here(Stats{Gaps: 1, Lost: 1, Lag: lag})},
+		{"no more is forwarded", func(*counted) { time.Sleep(staleAfter + time.Second) }, Stats{Lag: lag}},
+		{"the engine has restarted and connects to another replica", func(x *counted) { x.e.restart(); x.forwarded(x.publish(1, 0)) },
+			here(Stats{Batches: 1, Events: 1, Forwarded: 1, Restarts: 1, Feed: held(1)})},
+		{"it connects here: what others forward does not count", func(x *counted) { x.connects(); x.forwarded(x.publish(2, 0)) }, here(Stats{Feed: held(1)})},
 	}
 	synctest.Test(t, func(t *testing.T) {
 		x := newCounted(t)
@@ -169,17 +147,40 @@ func TestWhatIsCountedOfKVEvents(t *testing.T) {
 	})
 }
 
-// Others are told which batches did not come as they were published, so that the age of those is not taken for a lag there either.
-func TestWhatWasAskedForIsToldAsOld(t *testing.T) {
+// The reports of a publisher that stays away are forgotten, whether it was connected here or to another replica.
+func TestAPublisherThatStaysAwayIsForgotten(t *testing.T) {
+	for name, come := range map[string]func(x *counted){
+		"it was connected here":               func(x *counted) { x.connects(); x.live(1, 0); x.s.end(nil) },
+		"it was connected to another replica": func(x *counted) { x.forwarded(x.publish(1, 0)) },
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				x := newCounted(t)
+				come(x)
+				time.Sleep(staleAfter - time.Second)
+				x.c.Look(t.Context())
+				require.Equal(t, 1, x.c.Stats()[0].Feed.Held)
+				time.Sleep(2 * time.Second)
+				x.c.Look(t.Context())
+				require.Zero(t, x.c.Stats()[0].Feed.Held)
+				x.connects()
+				require.Equal(t, 1, x.c.Stats()[0].Feed.Held, "and asked for again")
+			})
+		})
+	}
+}
+
+// Every batch of a publisher that connects to this replica is forwarded, and on demand the number of the next one.
+func TestBatchesAreForwarded(t *testing.T) {
 	x := newCounted(t)
-	var old []bool
-	x.s.stream.tell = func(said kvstate.Collected) { old = append(old, said.Old) }
-	x.publish(0, time.Hour)
-	x.listens()
-	require.Equal(t, []bool{true}, old, "from before it listened")
-	x.live(1, 0)
-	require.Equal(t, []bool{true, false}, old)
-	x.publish(2, 0)
-	x.live(3, 0)
-	require.Equal(t, []bool{true, false, true, true}, old, "one had been missed; the engine says both again")
+	var out []kvstate.EventBatch
+	x.s.forward = func(b kvstate.EventBatch) { out = append(out, b) }
+	e := x.p.Endpoints()[0]
+	x.c.ForwardPositions(x.p)
+	require.Empty(t, out, "it is not connected")
+	x.s.begin()
+	k := x.publish(0, 0)
+	x.s.pass(k.seq, k.payload)
+	x.c.ForwardPositions(x.p)
+	require.Equal(t, []kvstate.EventBatch{{Endpoint: e, Payload: k.payload}, {Endpoint: e, Seq: 1}}, out)
 }

@@ -53,17 +53,16 @@ type FeedStats struct {
 //
 // Methods may be called by one goroutine at a time.
 type Feed struct {
-	x            *Index
-	m            *member
-	owner        *Owner
-	keys         keyTable // blocks held, by the engine's hash
-	orphans      map[uint64]orphan
-	byKey        map[uint64][]uint64 // orphans, by the engine's hash of the block before
-	byHash       map[uint64][]uint64 // orphans, by our hash of the block before
-	size         int                 // tokens in a block
-	suspectSince time.Time           // since when some blocks may be gone; zero: none is suspect
-	stats        FeedStats
-	shown        atomic.Pointer[FeedStats]
+	x       *Index
+	m       *member
+	owner   *Owner
+	keys    keyTable // blocks held, by the engine's hash
+	orphans map[uint64]orphan
+	byKey   map[uint64][]uint64 // orphans, by the engine's hash of the block before
+	byHash  map[uint64][]uint64 // orphans, by our hash of the block before
+	size    int                 // tokens in a block
+	stats   FeedStats
+	shown   atomic.Pointer[FeedStats]
 }
 
 // Close forgets the feed's blocks.
@@ -127,7 +126,7 @@ func (f *Feed) show() {
 }
 
 func (f *Feed) forget() {
-	f.keys, f.suspectSince = keyTable{}, time.Time{}
+	f.keys = keyTable{}
 	f.orphans, f.byKey, f.byHash = nil, nil, nil
 }
 
@@ -158,22 +157,22 @@ func (f *Feed) stored(e *BlockEvent) {
 		keys, blocks = keys[:room], blocks[:room]
 	}
 	if f.m.current+len(keys) > f.m.limit/2 {
-		f.nextGeneration()
+		f.x.nextGeneration(f.m)
 		f.m.began = time.Now()
 	}
 	parent, hasParent := e.Parent, e.HasParent
 	var id uint32
 	hash := e.Root
 	if hasParent {
-		id, hash = f.parent(parent, e.media())
+		id, hash = f.held(parent)
 	}
 	for i, key := range keys {
 		if hasParent && id == 0 {
 			f.addOrphan(key, parent, blocks[i], e.media())
-			id, hash = f.parent(key, e.media()) // it may have been there before
+			id, hash = f.held(key) // it may have been there before
 		} else if own := ChainTokenBlock(hash, blocks[i]); f.renamed(key, own, id) {
 			f.addOrphan(key, parent, blocks[i], e.media())
-			id, hash = f.parent(key, e.media())
+			id, hash = f.held(key)
 		} else {
 			hash = own
 			id = f.hold(key, hash, id, e.media())
@@ -181,13 +180,6 @@ func (f *Feed) stored(e *BlockEvent) {
 		}
 		parent, hasParent = key, true
 	}
-}
-
-// parent is the block that the engine calls key and stores others behind, in a tier.
-func (f *Feed) parent(key uint64, media uint32) (id uint32, hash uint64) {
-	id, hash = f.held(key)
-	f.confirm(id, media)
-	return id, hash
 }
 
 // held is the block that the engine calls key, with our hash of it; 0 if it is not held.
@@ -243,9 +235,6 @@ func (f *Feed) hold(key, hash uint64, parent, media uint32) uint32 {
 			media |= a.media
 			f.dropOrphan(key, a)
 		}
-	}
-	if f.HasSuspects() {
-		f.confirm(f.x.store.find(hash, parent), media)
 	}
 	id := f.x.hold(f.m, hash, parent, media)
 	f.keys.put(key, id)

@@ -103,8 +103,8 @@ func (f *Feed) attach(key, hash uint64, id uint32) {
 	}
 }
 
-// detach makes orphans of everything that follows a block which is about to go; suspect blocks go. Engines evict the end of
-// a prefix before its beginning, so this is rare; it visits all that the feed holds.
+// detach makes orphans of everything that follows a block which is about to go. Engines evict the end of a prefix before its
+// beginning, so this is rare; it visits all that the feed holds.
 func (f *Feed) detach(top uint32) {
 	below := map[uint32]bool{0: false, top: true}
 	var path []uint32
@@ -125,8 +125,6 @@ func (f *Feed) detach(top uint32) {
 		key uint64
 		id  uint32
 		a   orphan
-
-		suspect bool
 	}
 	var all []leaving
 	f.keys.each(func(key uint64, id uint32) {
@@ -134,7 +132,7 @@ func (f *Feed) detach(top uint32) {
 			n := f.x.store.at(id)
 			parent := f.x.store.at(uint32(n.rest.Load() >> 32))
 			a := orphan{parent: parent.hash.Load(), hash: n.hash.Load(), media: state & stateMedia, hashed: true}
-			all = append(all, leaving{key, id, a, f.isSuspect(state)})
+			all = append(all, leaving{key, id, a})
 		}
 	})
 	for _, l := range all {
@@ -144,8 +142,6 @@ func (f *Feed) detach(top uint32) {
 		if _, held := f.x.stateOf(f.m, l.id); held {
 			f.x.unhold(f.m, l.id) // its parent may have gone just before: unhold counts nothing then
 		}
-		if !l.suspect {
-			f.wait(l.key, l.a)
-		}
+		f.wait(l.key, l.a)
 	}
 }

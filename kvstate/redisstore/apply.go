@@ -32,7 +32,6 @@ func (p *sharer) apply(b *statev1.Batch, id streamID) {
 			}
 		}
 		m.seq = b.GetSeq()
-		p.noteCollector(m, b)
 		p.noteFingerprints(m, b)
 		p.applyLoads(m, b, now.Add(-age))
 		p.applyWaits(pool, b, now.Add(-age))
@@ -69,21 +68,27 @@ func (p *sharer) apply(b *statev1.Batch, id streamID) {
 	for _, id := range b.GetReleased() {
 		p.s.state.Release(kvstate.ReservationID(id))
 	}
-	p.takeCollected(pool, b.GetReplica(), b.GetCollected(), at, before)
-	if m != nil { // else nobody waits for it any more
-		p.lacking(b)
-	}
-	if n := b.GetContents(); n != nil && len(p.contents) < maxContents {
-		p.contents = append(p.contents, n)
+	if !before { // else a feed that is loaded has them
+		p.applyForwarded(pool, b.GetEvents(), at)
 	}
 	if m != nil && b.GetHello() && p.leads(b.GetReplica()) {
-		p.wantSnapshot(false)
+		p.wantSnapshot(snapshotWish{feeds: b.GetWantsFeeds()})
 	}
 	if n := b.GetSnapshot(); n != nil {
 		p.unsaved = 0
 		if !before { // else it is loaded already, or was replaced since
 			p.noticed(n)
 		}
+	}
+}
+
+// known gives endpoints by their position in a message, nil for those that are not known here.
+func known(endpoints []*kvstate.Endpoint) func(uint32) *kvstate.Endpoint {
+	return func(i uint32) *kvstate.Endpoint {
+		if int(i) < len(endpoints) {
+			return endpoints[i]
+		}
+		return nil
 	}
 }
 

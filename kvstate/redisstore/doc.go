@@ -4,7 +4,7 @@
 // replicas together can answer: whether a ticket is spent, what lies in a hand-over too large for a header, and what a conversation's
 // last turn left (turns.go). Everything else a replica reads from its own memory ([kvstate.State]), which this package keeps up to date:
 //
-//  1. Out (outbox.go, write.go). What this replica routes, books, learns, sees fail and hears from engines is collected for some
+//  1. Out (outbox.go, write.go). What this replica routes, books, learns and sees fail is collected for some
 //     milliseconds and added to the pool's stream as one entry, a statev1.Batch.
 //  2. In (read.go, apply.go). One blocking XREAD for each pool takes the others' entries into the state. A routed prefix is
 //     known everywhere after some 5 ms.
@@ -13,10 +13,9 @@
 //     way is repaired without being asked for. From the same list of living replicas each works out which endpoints it is
 //     to collect signals from ([Store.Owns]): by rendezvous hashing, so that all come to the same answer without asking.
 //     Who waits for endpoints (waits.go) is told likewise, as it changes and three times a lease in full.
-//     KV events (collected.go) are told as the engines' own numbered batches, decoded; who has missed some (contents.go) is
-//     given all of it by the replica that listens.
 //  4. Late comers (snapshot.go, join.go). Blocks and sessions are not said again. Who starts, or finds a gap in another's
-//     numbering, says hello; the oldest replica writes what it knows as a snapshot, and tells where.
+//     numbering, says hello; the oldest replica writes what it knows as a snapshot, and tells where. For a replica that starts
+//     it holds the feeds of KV events too; and batches of engines that connect to one replica are forwarded (feeds.go).
 //  5. At once (once.go). Tickets are spent by one SET NX with a deadline of 5 ms; hand-overs are keys with a time to live.
 //  6. Notices that KV has arrived (notices.go) go from the replica that engines tell to all of them.
 //  7. Keys of tickets (secrets.go), where no file holds them: the first replica's is everybody's. Wherever they come from, replicas

@@ -7,7 +7,6 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	"tandem/kvstate"
-	"tandem/kvstate/prefixindex"
 	statev1 "tandem/protos/state/v1"
 )
 
@@ -20,18 +19,20 @@ func FuzzTakeIn(f *testing.F) {
 		Health: []*statev1.Health{{Address: 1, Failed: true}}, Signals: []*statev1.Signals{{Address: 0, Running: -1}},
 		Sessions: []*statev1.Session{{Key: 1, Prefill: 1, Decode: 9}}, Released: []uint64{1},
 		Waits: []*statev1.Waits{{Id: 3, WaitedUs: 1 << 63, PromptTokens: -1, HeldAt: []uint32{0, 9, 1}, Held: []int64{-1, 5}}}, WaitsOver: []uint64{4}, WaitsAll: true,
-		Collects: true, Lacks: []uint32{0, 9}, Contents: &statev1.SnapshotNotice{Id: 2, Chunks: 1 << 31, Position: "2-0"},
-		Collected: []*statev1.Collected{
-			{Address: 1, Next: 3, Anew: true, Epoch: 5, Events: appendEvents(nil, []prefixindex.BlockEvent{{Kind: prefixindex.BlocksStored, Keys: []uint64{1}, Blocks: []uint64{2}, BlockSize: 16}})},
-			{Address: 9, Rank: 1 << 31, Part: true, More: true}, {Address: 1, From: 3, Next: 3, Events: []byte("x")},
-		},
+		WantsFeeds: true, Events: []*statev1.EventBatch{{Address: 1, Rank: 1 << 31, Seq: 3, Payload: []byte("x")}, {Address: 9}},
 		Snapshot: &statev1.SnapshotNotice{Id: 1, Chunks: 1 << 31, Position: "1-x", Everyone: true},
 	})
 	require.NoError(f, err)
 	f.Add("1700000000000-0", whole)
+	feed, err := proto.Marshal(&statev1.SnapshotChunk{Addresses: []string{addr(0)}, Feeds: []*statev1.Feed{
+		{Next: 3, First: true, Runs: []*statev1.Run{{Keys: []uint64{1}, Blocks: []uint64{2}, BlockSize: 16}, {Keys: []uint64{1, 2}, Blocks: []uint64{1}}, {}}}, {Address: 9},
+	}})
+	require.NoError(f, err)
+	f.Add("1700000000000-0", feed)
 	f.Add("x", []byte("\xff"))
 	r := apart(f, Options{URL: "redis://127.0.0.1:1"}, 2)
-	r.store.Follow(taker{feed: r.pool.Feed(r.e(0))})
+	newEvents(f, r)
+	r.p.joined = true
 	f.Fuzz(func(t *testing.T, id string, b []byte) {
 		r.p.takeIn(message(id, string(b)))
 		_ = r.p.loadChunk(r.pool, string(b))

@@ -80,11 +80,10 @@ func (p *sharer) warmUp(ctx context.Context) error {
 	var err error
 	for {
 		p.loadNoticed(ctx)
-		p.loadContents(ctx)
+		needsFeeds := p.needsFeeds()
 		p.mu.Lock()
-		warm := (!p.sync.wanted || p.gapless) && p.notice == nil
+		warm := (!p.sync.wanted || p.gapless && !needsFeeds) && p.notice == nil
 		p.mu.Unlock()
-		warm = warm && !p.isLacking()
 		if warm {
 			return nil
 		}
@@ -212,8 +211,7 @@ func (p *sharer) greet(ctx context.Context) (streamID, error) {
 	defer p.s.sending.RUnlock()
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	b := &statev1.Batch{Replica: p.s.replica, Seq: p.seq + 1, LeaseMs: uint32(p.s.o.Lease.Milliseconds()), Hello: true}
-	p.lackAll(b)
+	b := &statev1.Batch{Replica: p.s.replica, Seq: p.seq + 1, LeaseMs: uint32(p.s.o.Lease.Milliseconds()), Hello: true, WantsFeeds: p.needsFeeds()}
 	text, err := proto.Marshal(b)
 	if err != nil {
 		return streamID{}, err

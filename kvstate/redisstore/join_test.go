@@ -14,7 +14,6 @@ import (
 	"github.com/stretchr/testify/require"
 	"google.golang.org/protobuf/proto"
 
-	"tandem/kvstate"
 	statev1 "tandem/protos/state/v1"
 )
 
@@ -186,7 +185,7 @@ func TestWarmStartAfterKills(t *testing.T) {
 			a.toldOf(r, 0, 2, early)
 			eventually(t, "it has read that", func() bool { a.p.mu.Lock(); defer a.p.mu.Unlock(); return a.p.position != streamID{} })
 			if c.snapshot {
-				eventually(t, "a snapshot is written", func() bool { return a.p.writeSnapshot(t.Context(), false) == nil })
+				eventually(t, "a snapshot is written", func() bool { return a.p.writeSnapshot(t.Context(), snapshotWish{}) == nil })
 			} else {
 				r.do("DEL", a.p.keys.snapshot())
 			}
@@ -293,38 +292,19 @@ func TestEmptiedWhileJoining(t *testing.T) {
 	require.True(t, a.p.joined)
 }
 
-// lacking is a follower that knows nothing of what engines say until it is told all of it.
-type lacking struct {
-	taker
-	lacks *atomic.Bool
-}
-
-func (l lacking) Lacks(*kvstate.Pool) []string {
-	if l.lacks.Load() {
-		return []string{addr(0)}
-	}
-	return nil
-}
-
-func (l lacking) TakeCollected(_ *kvstate.Pool, c *kvstate.Collected) {
-	if c.Part {
-		l.lacks.Store(false)
-	}
-}
-
-// Who starts waits for what others know of KV events, too.
-func TestLateComersKnowWhatEnginesSaid(t *testing.T) {
+// Who starts waits for what others know of KV events, too, even where Redis holds all that was published.
+func TestLateComersKnowWhatEnginesReported(t *testing.T) {
 	r := startRedis(t)
 	a, b := apart(t, redisURL(r), 1), apart(t, redisURL(r), 1)
 	defer b.store.Close()
-	a.store.Follow(contented{})
+	x, y := newEvents(t, a), newEvents(t, b)
+	x.feed.Apply(runsOfBlocks(3, 5))
+	y.needs.Store(true)
 	a.joins()
 	a.run()
 	said := a.store.Stats().BatchesSent
 	eventually(t, "it has said that it is there", func() bool { return a.store.Stats().BatchesSent > said })
-	var lacks atomic.Bool
-	lacks.Store(true)
-	b.store.Follow(lacking{lacks: &lacks})
 	b.joins()
-	require.False(t, lacks.Load())
+	require.False(t, y.needs.Load())
+	require.Equal(t, x.feed.Stats().Held, y.feed.Stats().Held)
 }

@@ -17,7 +17,6 @@ type member struct {
 	loads   map[string]kvstate.Booked // by address
 
 	prefillRate, localRate uint32   // as statev1.Batch has them
-	collects               bool     // KV events
 	ticketKeys             []uint64 // fingerprints, first that of the key that seals; none: it publishes none
 	starting               bool     // it has only said hello so far: it answers nobody yet, and who starts does not wait for it
 }
@@ -127,8 +126,6 @@ func (p *sharer) count() {
 	}
 	slices.Sort(ids)
 	p.ids.Store(&ids)
-	collectors := slices.DeleteFunc(slices.Clone(ids), func(id uint64) bool { m := p.members[id]; return m != nil && !m.collects })
-	p.collectors.Store(&collectors)
 }
 
 // leads reports whether this replica is the one that writes snapshots: the oldest but for the one that asks.
@@ -149,13 +146,9 @@ func (s *Store) Owns(pool *kvstate.Pool, e *kvstate.Endpoint) bool {
 	if p == nil {
 		return true
 	}
-	return s.ownerAmong(*p.ids.Load(), e) == s.replica
-}
-
-// ownerAmong is the one of those replicas, ours among them, whose an endpoint is.
-func (s *Store) ownerAmong(ids []uint64, e *kvstate.Endpoint) uint64 {
+	ids := *p.ids.Load()
 	if len(ids) == 1 {
-		return s.replica
+		return true
 	}
 	at := xxhash.Sum64String(e.Addr)
 	owner, highest := uint64(0), uint64(0)
@@ -167,5 +160,5 @@ func (s *Store) ownerAmong(ids []uint64, e *kvstate.Endpoint) uint64 {
 			owner, highest = id, h
 		}
 	}
-	return owner
+	return owner == s.replica
 }

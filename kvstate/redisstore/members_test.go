@@ -49,49 +49,36 @@ func TestWhatOthersBook(t *testing.T) {
 	}
 }
 
-// The oldest replica that is there writes snapshots, but for the one that asks. Who collects no KV events is given none to collect.
+// The oldest replica that is there writes snapshots, but for the one that asks.
 func TestTheOldestLeads(t *testing.T) {
 	r := lonely(t, 40)
 	older, younger := uint64(7), r.store.replica+1
 	require.True(t, r.p.leads(0))
 	r.hears(&statev1.Batch{Replica: younger + 1})
-	r.hears(&statev1.Batch{Replica: younger, Complete: true, Collects: true})
+	r.hears(&statev1.Batch{Replica: younger, Complete: true})
 	require.True(t, r.p.leads(0))
 	require.True(t, r.p.leads(younger))
-	r.hears(&statev1.Batch{Replica: older, Complete: true, Collects: true})
+	r.hears(&statev1.Batch{Replica: older, Complete: true})
 	require.False(t, r.p.leads(0))
 	require.False(t, r.p.leads(younger))
 	require.True(t, r.p.leads(older))
 	require.Equal(t, []uint64{older, r.store.replica, younger, younger + 1}, *r.p.ids.Load())
-	require.Equal(t, []uint64{older, r.store.replica, younger}, *r.p.collectors.Load())
-	r.hears(&statev1.Batch{Replica: younger, Complete: true})
-	require.Equal(t, []uint64{older, r.store.replica}, *r.p.collectors.Load())
 }
 
-// With each heartbeat, and only then, what is over is forgotten, and what this replica collects is said.
+// With each heartbeat, and only then, what is over is forgotten, and the numbers of publishers' next batches are forwarded.
 func TestWhatAHeartbeatDoes(t *testing.T) {
 	r := lonely(t, 1)
-	said := 0
-	r.store.Follow(saying{said: &said})
-	x := takingOf(r)
+	events := newEvents(t, r)
+	takingOf(r)
 	r.hears(&statev1.Batch{Replica: 7})
 	r.p.members[7].expires = time.Now().Add(-time.Second)
 	r.p.told[addr(8)], r.p.told[addr(9)] = told{}, told{} // no endpoints any more
 	r.state.Routed(r.pool, r.e(0), prompt(1, 2))
 	require.NoError(t, r.flush(false))
-	require.Equal(t, []int{2, 2, 0}, []int{r.store.Replicas(), len(r.p.told), said})
+	require.Equal(t, []int{2, 2, 0}, []int{r.store.Replicas(), len(r.p.told), events.positions})
 	require.NoError(t, r.flush(true))
-	require.Equal(t, []int{1, 0, 1}, []int{r.store.Replicas(), len(r.p.told), said})
-	require.True(t, x.last().GetCollects())
+	require.Equal(t, []int{1, 0, 1}, []int{r.store.Replicas(), len(r.p.told), events.positions})
 }
-
-// saying is a follower that counts how often it was to say what it collects.
-type saying struct {
-	taker
-	said *int
-}
-
-func (s saying) SayWhatIsCollected(*kvstate.Pool) { *s.said++ }
 
 // Where another server takes over whose clock is behind, its numbers are lower than those read before: it goes on from there, and asks
 // what it has missed.

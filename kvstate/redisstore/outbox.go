@@ -19,14 +19,12 @@ type outbox struct {
 	released []uint64
 	learned  []prefixindex.LearnedTokens
 	notice   *statev1.SnapshotNotice
-	contents *statev1.SnapshotNotice
 	hello    bool
 	bytes    int
 	lossy    bool
 
-	collected      []*collected // bounded by themselves, and never told by that snapshot
-	collectedAt    map[collectedAt]int
-	collectedBytes int
+	forwarded      []forwarded // bounded by themselves, and never told by that snapshot
+	forwardedBytes int
 }
 
 type blocks struct {
@@ -46,8 +44,8 @@ const maxOutbox = 4 << 20
 const itemBytes = 64 // about what an item takes beside its hashes
 
 func (o *outbox) empty() bool {
-	return len(o.blocks) == 0 && len(o.sessions) == 0 && len(o.released) == 0 && len(o.learned) == 0 && len(o.collected) == 0 &&
-		o.notice == nil && o.contents == nil && !o.hello
+	return len(o.blocks) == 0 && len(o.sessions) == 0 && len(o.released) == 0 && len(o.learned) == 0 && len(o.forwarded) == 0 &&
+		o.notice == nil && !o.hello
 }
 
 func (o *outbox) room(bytes int) bool {
@@ -72,12 +70,9 @@ func (o *outbox) again(addr string, hashes []uint64) bool {
 	return true
 }
 
-// giveBack puts what could not be sent before what came since, and returns how many routed prompts found no room. What was
-// collected is given back by itself.
+// giveBack puts what could not be sent before what came since, and returns how many routed prompts found no room. Batches of
+// KV events are not given back: a gap shows that they are missing.
 func (o *outbox) giveBack(unsent *outbox) (dropped int) {
-	if o.contents == nil {
-		o.contents = unsent.contents
-	}
 	if o.bytes+unsent.bytes > maxOutbox {
 		o.lossy = true
 		return len(unsent.blocks)
@@ -206,7 +201,7 @@ type told struct {
 func (p *sharer) batchOf(out *outbox, complete bool, now time.Time) (b *statev1.Batch, before map[string]told) {
 	b = &statev1.Batch{
 		Replica: p.s.replica, LeaseMs: uint32(p.s.o.Lease.Milliseconds()), Complete: complete,
-		Hello: out.hello, Snapshot: out.notice, Contents: out.contents, Released: out.released,
+		Hello: out.hello, WantsFeeds: out.hello && p.needsFeeds(), Snapshot: out.notice, Released: out.released,
 	}
 	t := addressTable{batch: &b.Addresses, at: map[string]uint32{}}
 	for i := range out.blocks {
@@ -228,7 +223,7 @@ func (p *sharer) batchOf(out *outbox, complete bool, now time.Time) (b *statev1.
 	}
 	before = map[string]told{}
 	pool := p.s.state.Pool(p.pool)
-	p.tellCollected(b, out, &t, pool)
+	addForwarded(b, out, &t)
 	p.addFingerprints(b)
 	if pool != nil {
 		prefill, local := pool.PrefillRates(now)

@@ -26,7 +26,6 @@ func (s *Store) read(ctx context.Context, p *sharer) {
 		p.askDue(time.Now())
 		p.mu.Unlock()
 		p.loadNoticed(ctx)
-		p.loadContents(ctx)
 		if err != nil && ctx.Err() == nil {
 			s.log.Debug("reading from redis", "pool", p.pool, "err", err)
 			wait(ctx, retryAfter)
@@ -81,6 +80,6 @@ func (p *sharer) takeIn(m *redis.XMessage) {
 	}
 	if p.unsaved >= streamLength/2 && p.leads(0) && time.Since(p.saved) >= snapshotSoonest {
 		p.saved = time.Now() // or every entry to come asks for it again
-		p.wantSnapshot(false)
+		p.wantSnapshot(snapshotWish{})
 	}
 }

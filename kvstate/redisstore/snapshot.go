@@ -28,22 +28,31 @@ const (
 // maxChunks bounds what a notice can make a replica read: 64 Mi blocks.
 const maxChunks = 1 << 10
 
-// wantSnapshot has a snapshot written soon; everyone is to load it, or only those who asked.
-func (p *sharer) wantSnapshot(everyone bool) {
+// snapshotWish says what a snapshot that is to be written is for.
+type snapshotWish struct {
+	everyone bool // to be loaded by everyone, not only by those who asked
+	feeds    bool // for a replica that starts: with the feeds of publishers of KV events
+}
+
+// wantSnapshot has a snapshot written soon.
+func (p *sharer) wantSnapshot(w snapshotWish) {
+	p.wishMu.Lock()
+	p.wish.everyone = p.wish.everyone || w.everyone
+	p.wish.feeds = p.wish.feeds || w.feeds
+	p.wishMu.Unlock()
 	select {
-	case p.snapshot <- everyone:
+	case p.due <- struct{}{}:
 	default:
-		if everyone { // one is due already, but perhaps not for all
-			select {
-			case <-p.snapshot:
-			default:
-			}
-			select {
-			case p.snapshot <- true:
-			default:
-			}
-		}
 	}
+}
+
+// takeWish returns what the next snapshot is for.
+func (p *sharer) takeWish() snapshotWish {
+	p.wishMu.Lock()
+	defer p.wishMu.Unlock()
+	w := p.wish
+	p.wish = snapshotWish{}
+	return w
 }
 
 // writeSnapshots writes those that are wanted, until ctx ends; then one for who comes next, if this replica is the oldest.
@@ -51,31 +60,31 @@ func (s *Store) writeSnapshots(ctx context.Context, p *sharer) {
 	every := time.NewTicker(snapshotEvery)
 	defer every.Stop()
 	for {
-		everyone := false
 		select {
 		case <-ctx.Done():
 			if p.leads(0) && s.link.isUp() {
 				last, cancel := context.WithTimeout(context.WithoutCancel(ctx), 2*time.Second)
 				defer cancel()
-				p.tryWrite(last, false)
+				p.tryWrite(last, snapshotWish{})
 			}
 			return
-		case everyone = <-p.snapshot:
+		case <-p.due:
 		case <-every.C:
 			if !p.leads(0) || !s.link.isUp() {
 				continue
 			}
 		}
-		written := p.tryWrite(ctx, everyone)
+		w := p.takeWish()
+		written := p.tryWrite(ctx, w)
 		wait(ctx, snapshotAtMost)
-		if !written && everyone { // who asks for one asks again; what found no room in the outbox nobody knows to ask for
-			p.wantSnapshot(true)
+		if !written && w.everyone { // who asks for one asks again; what found no room in the outbox nobody knows to ask for
+			p.wantSnapshot(w)
 		}
 	}
 }
 
-func (p *sharer) tryWrite(ctx context.Context, everyone bool) (written bool) {
-	err := p.writeSnapshot(ctx, everyone)
+func (p *sharer) tryWrite(ctx context.Context, wish snapshotWish) (written bool) {
+	err := p.writeSnapshot(ctx, wish)
 	if err != nil && !errors.Is(err, errNotJoined) && ctx.Err() == nil {
 		p.s.log.Warn("a snapshot was not written", "pool", p.pool, "err", err)
 	}
@@ -86,7 +95,7 @@ func (p *sharer) tryWrite(ctx context.Context, everyone bool) (written bool) {
 var errNotJoined = errors.New("the stream is not read yet")
 
 // writeSnapshot writes what this replica knows and has it told where.
-func (p *sharer) writeSnapshot(ctx context.Context, everyone bool) error {
+func (p *sharer) writeSnapshot(ctx context.Context, wish snapshotWish) error {
 	pool := p.s.state.Pool(p.pool)
 	if pool == nil {
 		return nil
@@ -123,11 +132,16 @@ func (p *sharer) writeSnapshot(ctx context.Context, everyone bool) error {
 	for _, item := range sessions {
 		w.session(item)
 	}
+	if f := p.s.follower; wish.feeds && f != nil {
+		if err := f.EachFeed(pool, w.feed); err != nil {
+			return err
+		}
+	}
 	if w.write(); w.err != nil {
 		return w.err
 	}
 	return p.announce(ctx, last, &statev1.SnapshotNotice{
-		Id: w.id, Chunks: uint32(w.chunks), Position: position.String(), Everyone: everyone,
+		Id: w.id, Chunks: uint32(w.chunks), Position: position.String(), Everyone: wish.everyone,
 		Previous: last.GetId(), PreviousChunks: last.GetChunks(),
 	})
 }
@@ -300,6 +314,7 @@ func (p *sharer) loadChunk(pool *kvstate.Pool, text string) error {
 	}
 	p.mu.Lock()
 	endpoints, unknown := p.endpoints(pool, chunk.GetAddresses())
+	joined := p.joined
 	p.mu.Unlock()
 	p.s.counters.unknown.Add(unknown)
 	at := known(endpoints)
@@ -311,9 +326,11 @@ func (p *sharer) loadChunk(pool *kvstate.Pool, text string) error {
 	for _, session := range chunk.GetSessions() {
 		p.s.state.ApplyStick(pool, session.GetKey(), at(session.GetPrefill()-1), at(session.GetDecode()-1))
 	}
+	if joined { // else the snapshot is an old one, and the engine may keep no batches since
+		p.loadFeeds(pool, chunk.GetFeeds(), at)
+	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	p.takeCollected(pool, 0, chunk.GetCollected(), at, true)
 	for _, h := range chunk.GetHealth() {
 		if e := at(h.GetAddress()); e != nil {
 			p.applyHealth(e, h.GetFailed())

@@ -12,20 +12,20 @@ import (
 
 // Stats is what passed between this replica and Redis since its start.
 type Stats struct {
-	Commands     int64 // sent, those that open connections included
-	BytesSent    int64 // as they are on the wire
-	BytesRead    int64
-	BatchesSent  int64
-	BatchesRead  int64 // of other replicas
-	Errors       int64 // of the commands, those that failed or came too late
-	Dropped      int64 // routed prompts that were not told one by one, for want of room
-	Uncollected  int64 // times that KV events of a publisher were not told for want of room
-	Untold       int64 // notices of engines that other replicas were not told of
-	Gaps         int64 // times that batches of another replica were missed
-	Unknown      int64 // endpoints named in batches and snapshots that are not known here
-	Snapshots    int64 // written, and what was written of KV events for those who lacked some
-	SpendUnknown int64 // tickets that were spent without Redis
-	Lag          Lag
+	Commands      int64 // sent, those that open connections included
+	BytesSent     int64 // as they are on the wire
+	BytesRead     int64
+	BatchesSent   int64
+	BatchesRead   int64 // of other replicas
+	Errors        int64 // of the commands, those that failed or came too late
+	Dropped       int64 // routed prompts that were not told one by one, for want of room
+	EventsDropped int64 // batches of KV events that were not forwarded
+	Untold        int64 // notices of engines that other replicas were not told of
+	Gaps          int64 // times that batches of another replica were missed
+	Unknown       int64 // endpoints named in batches and snapshots that are not known here
+	Snapshots     int64 // written
+	SpendUnknown  int64 // tickets that were spent without Redis
+	Lag           Lag
 }
 
 // Lag is how long batches with prompts that other replicas routed took, from when the first of them was routed there until
@@ -75,10 +75,10 @@ func (l *lag) read() (out Lag) {
 
 // counters are Stats while they are counted.
 type counters struct {
-	commands, bytesSent, bytesRead, batchesSent, batchesRead, errors  atomic.Int64
-	dropped, gaps, unknown, snapshots, spendUnknown, collectedDropped atomic.Int64
-	untold                                                            atomic.Int64
-	lag                                                               lag
+	commands, bytesSent, bytesRead, batchesSent, batchesRead, errors atomic.Int64
+	dropped, gaps, unknown, snapshots, spendUnknown, eventsDropped   atomic.Int64
+	untold                                                           atomic.Int64
+	lag                                                              lag
 }
 
 // Stats is what was counted so far.
@@ -88,7 +88,7 @@ func (s *Store) Stats() Stats {
 		Commands: c.commands.Load(), BytesSent: c.bytesSent.Load(), BytesRead: c.bytesRead.Load(),
 		BatchesSent: c.batchesSent.Load(), BatchesRead: c.batchesRead.Load(), Errors: c.errors.Load(),
 		Dropped: c.dropped.Load(), Gaps: c.gaps.Load(), Unknown: c.unknown.Load(), Snapshots: c.snapshots.Load(),
-		SpendUnknown: c.spendUnknown.Load(), Uncollected: c.collectedDropped.Load(), Untold: c.untold.Load(), Lag: c.lag.read(),
+		SpendUnknown: c.spendUnknown.Load(), EventsDropped: c.eventsDropped.Load(), Untold: c.untold.Load(), Lag: c.lag.read(),
 	}
 }
 

@@ -27,7 +27,7 @@ type Store struct {
 	link     link
 	answered atomic.Bool // Redis has answered before
 	clock    clock
-	follower kvstate.EventFollower // nil: KV events are not shared
+	follower kvstate.EventFollower // nil: no KV events are followed
 
 	fingerprints func() []uint64 // of this replica's ticket keys; nil: they are not compared
 	keysChanged  func()
@@ -73,7 +73,6 @@ func (s *Store) Run(ctx context.Context) {
 	for _, p := range s.pools() {
 		running.Go(func() { guard.Keep(ctx, "Redis", func() { s.read(ctx, p) }) })
 		running.Go(func() { guard.Keep(ctx, "Redis", func() { s.writeSnapshots(ctx, p) }) })
-		running.Go(func() { s.writeContents(ctx, p) })
 	}
 	for range askers {
 		running.Go(func() { guard.Keep(ctx, "Redis", func() { s.askAll(ctx) }) })
@@ -130,24 +129,20 @@ type sharer struct {
 	notice    *statev1.SnapshotNotice // of a snapshot that is to be loaded
 	known     *kvstate.Pool           // that byAddr is of
 	byAddr    map[string]*kvstate.Endpoint
-	events    eventReader
-	lacks     []string                  // addresses of whose KV events others have missed some
-	contents  []*statev1.SnapshotNotice // of what this replica may have missed
-	written   *statev1.SnapshotNotice   // of what others had missed
 
-	ids         atomic.Pointer[[]uint64] // of the living replicas, ours among them, sorted
-	collectors  atomic.Pointer[[]uint64] // of those that collect KV events, ours among them
-	snapshot    chan bool                // asks for one to be written; true: for everyone
-	contentsDue chan struct{}            // likewise for lacks
+	ids atomic.Pointer[[]uint64] // of the living replicas, ours among them, sorted
+	due chan struct{}            // a snapshot is wanted
+
+	wishMu sync.Mutex
+	wish   snapshotWish // what that is for
 }
 
 func newSharer(s *Store, pool string) *sharer {
 	p := &sharer{
 		s: s, pool: pool, keys: s.o.poolKeys(pool), told: map[string]told{}, members: map[uint64]*member{},
-		snapshot: make(chan bool, 1), contentsDue: make(chan struct{}, 1),
+		due: make(chan struct{}, 1),
 	}
 	p.ids.Store(&[]uint64{s.replica})
-	p.collectors.Store(&[]uint64{s.replica})
 	return p
 }
 

@@ -192,13 +192,7 @@ func TestWhatWaitedSaysForHowLong(t *testing.T) {
 func TestWhatWasNotTakenIsToldAgain(t *testing.T) {
 	r := lonely(t, 2)
 	x := takingOf(r)
-	two := []uint64{r.store.replica, 1}
-	r.p.collectors.Store(&two)
 	require.NoError(t, r.flush(true))
-	gone := []prefixindex.BlockEvent{{Kind: prefixindex.BlocksRemoved, Keys: []uint64{1}}}
-	collect := func(from uint64) {
-		r.store.TellCollected(r.pool, &kvstate.Collected{Endpoint: r.e(0), From: from, Next: from + 1, Events: gone, Reset: true})
-	}
 	r.state.Routed(r.pool, r.e(0), prompt(1, 2))
 	r.state.Stick(r.pool, 7, r.e(0), r.e(1))
 	r.state.Reserve(r.e(0), kvstate.Booking{For: kvstate.RoleDecode, PromptTokens: 10})
@@ -208,8 +202,7 @@ func TestWhatWasNotTakenIsToldAgain(t *testing.T) {
 	r.store.Released(r.pool, 11)
 	r.store.Learned(r.pool, prefixindex.LearnedTokens{Prompt: 21})
 	r.p.sayHello()
-	r.p.out.notice, r.p.out.contents = &statev1.SnapshotNotice{Id: 31}, &statev1.SnapshotNotice{Id: 41}
-	collect(5)
+	r.p.out.notice = &statev1.SnapshotNotice{Id: 31}
 	for _, fail := range []func(){func() { x.failing(errGone) }, func() { x.failing(nil); x.reply = "no id" }} {
 		fail()
 		require.Error(t, r.flush(false))
@@ -217,7 +210,6 @@ func TestWhatWasNotTakenIsToldAgain(t *testing.T) {
 		require.False(t, up)
 	}
 	x.reply = ""
-	collect(6)
 	r.state.Routed(r.pool, r.e(1), prompt(2, 2))
 	r.store.Released(r.pool, 12)
 	r.store.Learned(r.pool, prefixindex.LearnedTokens{Prompt: 22})
@@ -230,11 +222,10 @@ func TestWhatWasNotTakenIsToldAgain(t *testing.T) {
 	require.Equal(t, []uint64{7, 8}, []uint64{b.GetSessions()[0].GetKey(), b.GetSessions()[1].GetKey()})
 	require.Equal(t, []uint64{11, 12}, b.GetReleased())
 	require.Equal(t, []uint64{21, 22}, []uint64{b.GetTokens()[0].GetPrompt(), b.GetTokens()[1].GetPrompt()})
-	require.Equal(t, []uint64{5, 6}, []uint64{b.GetCollected()[0].GetFrom(), b.GetCollected()[1].GetFrom()})
 	require.Equal(t, []int{1, 1, 1}, []int{len(b.GetLoads()), len(b.GetHealth()), len(b.GetSignals())})
 	require.True(t, b.GetWaitsAll())
 	require.True(t, b.GetHello())
-	require.Equal(t, []uint64{31, 41}, []uint64{b.GetSnapshot().GetId(), b.GetContents().GetId()})
+	require.EqualValues(t, 31, b.GetSnapshot().GetId())
 
 	require.NoError(t, r.flush(false))
 	require.Same(t, b, x.last(), "and once")
@@ -245,10 +236,10 @@ func TestWhatWasNotTakenIsToldAgain(t *testing.T) {
 
 // Where others were told of a newer snapshot meanwhile, that is the one.
 func TestTheNewerNoticeIsTold(t *testing.T) {
-	unsent := outbox{notice: &statev1.SnapshotNotice{Id: 1}, contents: &statev1.SnapshotNotice{Id: 2}, lossy: true}
-	o := outbox{notice: &statev1.SnapshotNotice{Id: 3}, contents: &statev1.SnapshotNotice{Id: 4}}
+	unsent := outbox{notice: &statev1.SnapshotNotice{Id: 1}, lossy: true}
+	o := outbox{notice: &statev1.SnapshotNotice{Id: 3}}
 	require.Zero(t, o.giveBack(&unsent))
-	require.Equal(t, []uint64{3, 4}, []uint64{o.notice.GetId(), o.contents.GetId()})
+	require.EqualValues(t, 3, o.notice.GetId())
 	require.True(t, o.lossy, "what found no room finds none later")
 }
 
@@ -260,12 +251,13 @@ func TestWhatFoundNoRoomIsInASnapshot(t *testing.T) {
 	r.state.Routed(r.pool, r.e(0), prompt(1, 2))
 	x.failing(errGone)
 	require.Error(t, r.flush(false))
-	require.Empty(t, r.p.snapshot)
+	require.Empty(t, r.p.due)
 	x.failing(nil)
 	require.NoError(t, r.flush(false))
-	require.True(t, <-r.p.snapshot)
+	<-r.p.due
+	require.Equal(t, snapshotWish{everyone: true}, r.p.takeWish())
 	require.NoError(t, r.flush(true))
-	require.Empty(t, r.p.snapshot, "once")
+	require.Empty(t, r.p.due, "once")
 }
 
 // The end does not cut short what is on its way.
@@ -285,22 +277,21 @@ func TestWhatIsOnItsWayAtTheEndIsTold(t *testing.T) {
 // Whatever there is to tell is told, if there is nothing else; and a second time only when it has changed.
 func TestEachThingIsToldByItself(t *testing.T) {
 	for name, happens := range map[string]func(r *replica){
-		"a prompt":                 func(r *replica) { r.state.Routed(r.pool, r.e(0), prompt(1, 1)) },
-		"a session":                func(r *replica) { r.state.Stick(r.pool, 1, r.e(0), nil) },
-		"a release":                func(r *replica) { r.store.Released(r.pool, 1) },
-		"what was learned":         func(r *replica) { r.store.Learned(r.pool, prefixindex.LearnedTokens{Prompt: 1}) },
-		"what was collected":       func(r *replica) { r.store.TellCollected(r.pool, &kvstate.Collected{Endpoint: r.e(0)}) },
-		"where a snapshot is":      func(r *replica) { r.p.out.notice = &statev1.SnapshotNotice{Id: 1}; r.store.Changed() },
-		"where what is lacking is": func(r *replica) { r.p.out.contents = &statev1.SnapshotNotice{Id: 1}; r.store.Changed() },
-		"hello":                    func(r *replica) { r.p.sayHello() },
-		"a booking":                func(r *replica) { r.state.Reserve(r.e(0), kvstate.Booking{For: kvstate.RoleDecode, PromptTokens: 1}) },
-		"a failure":                func(r *replica) { r.state.MarkFailed(r.e(0)) },
-		"signals":                  func(r *replica) { r.state.Observe(r.e(0), kvstate.Signals{Running: 1, At: time.Now()}) },
-		"who waits":                func(r *replica) { r.state.Wait(r.pool, kvstate.Waits{ID: 1}) },
+		"a prompt":            func(r *replica) { r.state.Routed(r.pool, r.e(0), prompt(1, 1)) },
+		"a session":           func(r *replica) { r.state.Stick(r.pool, 1, r.e(0), nil) },
+		"a release":           func(r *replica) { r.store.Released(r.pool, 1) },
+		"what was learned":    func(r *replica) { r.store.Learned(r.pool, prefixindex.LearnedTokens{Prompt: 1}) },
+		"a forwarded batch":   func(r *replica) { r.store.Forward(r.pool, kvstate.EventBatch{Endpoint: r.e(0)}) },
+		"where a snapshot is": func(r *replica) { r.p.out.notice = &statev1.SnapshotNotice{Id: 1}; r.store.Changed() },
+		"hello":               func(r *replica) { r.p.sayHello() },
+		"a booking":           func(r *replica) { r.state.Reserve(r.e(0), kvstate.Booking{For: kvstate.RoleDecode, PromptTokens: 1}) },
+		"a failure":           func(r *replica) { r.state.MarkFailed(r.e(0)) },
+		"signals":             func(r *replica) { r.state.Observe(r.e(0), kvstate.Signals{Running: 1, At: time.Now()}) },
+		"who waits":           func(r *replica) { r.state.Wait(r.pool, kvstate.Waits{ID: 1}) },
 	} {
 		r := lonely(t, 1)
 		x := takingOf(r)
-		r.p.collectors.Store(&[]uint64{r.store.replica, r.store.replica + 1})
+		r.p.ids.Store(&[]uint64{r.store.replica, r.store.replica + 1})
 		require.NoError(t, r.flush(true))
 		require.NoError(t, r.flush(false))
 		require.Len(t, x.told, 1, name)

@@ -12,7 +12,6 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	"tandem/kvstate"
-	"tandem/kvstate/prefixindex"
 	statev1 "tandem/protos/state/v1"
 )
 
@@ -20,7 +19,7 @@ import (
 func since(before, after Stats) Stats {
 	return Stats{
 		Commands: after.Commands - before.Commands, BatchesSent: after.BatchesSent - before.BatchesSent, BatchesRead: after.BatchesRead - before.BatchesRead,
-		Errors: after.Errors - before.Errors, Dropped: after.Dropped - before.Dropped, Uncollected: after.Uncollected - before.Uncollected, Untold: after.Untold - before.Untold,
+		Errors: after.Errors - before.Errors, Dropped: after.Dropped - before.Dropped, EventsDropped: after.EventsDropped - before.EventsDropped, Untold: after.Untold - before.Untold,
 		Gaps: after.Gaps - before.Gaps, Unknown: after.Unknown - before.Unknown, Snapshots: after.Snapshots - before.Snapshots, SpendUnknown: after.SpendUnknown - before.SpendUnknown,
 		Lag: Lag{Count: after.Lag.Count - before.Lag.Count},
 	}
@@ -58,18 +57,10 @@ func (x *counted) notice(n int) {
 	<-done
 }
 
-// collects has a collect events, as long as there is another one who wants to know.
-func (x *counted) collects(blocks int) {
-	two := []uint64{x.a.store.replica, 1}
-	x.a.p.collectors.Store(&two)
-	x.a.store.TellCollected(x.a.pool, &kvstate.Collected{Endpoint: x.a.e(0), From: 1, Next: 2, Events: []prefixindex.BlockEvent{{Kind: prefixindex.BlocksRemoved, Keys: prompt(1, blocks)}}})
-}
-
-// contented is a follower that knows a block of each endpoint.
-type contented struct{ taker }
-
-func (contented) Contents(p *kvstate.Pool, addr string, each func(*kvstate.Collected) error) error {
-	return each(&kvstate.Collected{Endpoint: p.Endpoint(addr), Reset: true, Part: true, Next: 1, Events: []prefixindex.BlockEvent{{Kind: prefixindex.BlocksRemoved, Keys: prompt(1, 1)}}})
+// forwards has a forward a batch, as long as there is another one who wants to know.
+func (x *counted) forwards(bytes int) {
+	x.a.p.ids.Store(&[]uint64{x.a.store.replica, x.a.store.replica + 1})
+	x.a.store.Forward(x.a.pool, kvstate.EventBatch{Endpoint: x.a.e(0), Payload: make([]byte, bytes)})
 }
 
 // Each thing that passes between replicas and Redis counts as what it is, and as nothing else. A step that Redis was late for, which
@@ -98,20 +89,17 @@ func TestWhatIsCountedOfRedis(t *testing.T) {
 			{"one's own is not heard", none, func(x *counted) { x.routed(0, 3); x.tell(false); x.read(x.a) }, Stats{Commands: 2, BatchesSent: 1}, Stats{}},
 			{"two prompts at once", func(x *counted) { x.read(x.b) }, func(x *counted) { x.routed(0, 3); x.routed(1, 3); x.tell(false); x.read(x.b) }, Stats{Commands: 1, BatchesSent: 1}, prompted},
 			{"all that is booked", none, func(x *counted) { x.tell(true); x.read(x.b) }, Stats{Commands: 2, BatchesSent: 1}, heard},
-			{"a hello, which names all endpoints", none, func(x *counted) { _, _ = x.a.p.greet(context.Background()); x.read(x.b) }, Stats{Commands: 1, BatchesSent: 1}, Stats{Commands: 1, BatchesRead: 1, Unknown: 1}},
+			{"a hello", none, func(x *counted) { _, _ = x.a.p.greet(context.Background()); x.read(x.b) }, Stats{Commands: 1, BatchesSent: 1}, heard},
 			{"of an endpoint that the other one lacks", none, func(x *counted) { x.routed(2, 3); x.tell(false); x.read(x.b) }, Stats{Commands: 1, BatchesSent: 1},
 				Stats{Commands: 1, BatchesRead: 1, Unknown: 1, Lag: Lag{Count: 1}}},
-			{"all that is read once more, for KV events", none, func(x *counted) { _ = x.b.p.catchUp(context.Background(), streamID{}) }, Stats{}, Stats{Commands: 1}},
 			{"batches are missed", none, func(x *counted) { x.a.p.seq += 5; x.tell(true); x.read(x.b) }, Stats{Commands: 2, BatchesSent: 1}, Stats{Commands: 1, BatchesRead: 1, Gaps: 1}},
-			{"a snapshot", func(x *counted) { x.r.do("FLUSHALL") }, func(x *counted) { x.a.p.tryWrite(context.Background(), false) }, Stats{Commands: 3, Snapshots: 1}, Stats{}},
-			{"what another one lacks", func(x *counted) { x.a.p.written = nil }, func(x *counted) { _ = x.a.p.writeContentsOf(context.Background(), x.a.pool, []string{addr(0)}) },
-				Stats{Commands: 1, Snapshots: 1}, Stats{}},
+			{"a snapshot", func(x *counted) { x.r.do("FLUSHALL") }, func(x *counted) { x.a.p.tryWrite(context.Background(), snapshotWish{}) }, Stats{Commands: 3, Snapshots: 1}, Stats{}},
 			{"a ticket", none, (*counted).spend, Stats{Commands: 1}, Stats{}},
 			{"a ticket that is spent", none, func(x *counted) { x.a.store.Spend(ticketOf(1<<40), true) }, Stats{Commands: 1}, Stats{}},
 			{"notices", none, func(x *counted) { x.notice(3) }, Stats{Commands: 2}, Stats{}},
 			{"notices of nobody's", none, func(x *counted) { x.a.store.TellNotice("short") }, Stats{}, Stats{}},
-			{"events of engines", func(x *counted) { x.tell(false); x.read(x.b) }, func(x *counted) { x.collects(1); x.tell(false); x.read(x.b) }, Stats{Commands: 1, BatchesSent: 1}, heard},
-			{"more of them than there is room for", none, func(x *counted) { x.collects(1); x.collects(maxCollected / 8); x.tell(false) }, Stats{Uncollected: 2}, Stats{}},
+			{"events of engines", func(x *counted) { x.tell(false); x.read(x.b) }, func(x *counted) { x.forwards(1); x.tell(false); x.read(x.b) }, Stats{Commands: 1, BatchesSent: 1}, heard},
+			{"more of them than there is room for", none, func(x *counted) { x.forwards(maxForwarded); x.forwards(1) }, Stats{EventsDropped: 1}, Stats{}},
 		}},
 		{"redis is full", func(x *counted) { x.r.do("CONFIG", "SET", "maxmemory", "1") }, down, []step{
 			{"a prompt", none, func(x *counted) { x.routed(0, 3); x.tell(false); x.read(x.b) }, Stats{Commands: 1, Errors: 1}, Stats{Commands: 1}},
@@ -134,17 +122,16 @@ func TestWhatIsCountedOfRedis(t *testing.T) {
 				x.routed(0, much)
 				_ = e.settle(time.Now())
 			}, Stats{Commands: 1, Errors: 1, Dropped: 2}, Stats{}},
-			{"events of engines that find none when they come back", none, func(x *counted) {
-				x.collects(maxCollected/8 - 100)
+			{"events of engines are not told again", none, func(x *counted) {
+				x.forwards(1)
 				e, _ := x.a.p.entry(false, false)
 				e.reply = redis.NewStringResult("", errors.New("redis is gone"))
-				x.collects(200)
 				_ = e.settle(time.Now())
-			}, Stats{Uncollected: 2}, Stats{}},
+			}, Stats{EventsDropped: 1}, Stats{}},
 			{"a ticket", none, (*counted).spend, Stats{SpendUnknown: 1}, Stats{}},
 			{"notices", none, func(x *counted) { x.notice(3) }, Stats{Untold: 3}, Stats{}},
 			{"more notices than have room", none, func(x *counted) { x.notice(noticesWaiting + 2) }, Stats{Untold: noticesWaiting + 2}, Stats{}},
-			{"a snapshot", none, func(x *counted) { x.a.p.tryWrite(context.Background(), false) }, Stats{Commands: 1, Errors: 1}, Stats{}},
+			{"a snapshot", none, func(x *counted) { x.a.p.tryWrite(context.Background(), snapshotWish{}) }, Stats{Commands: 1, Errors: 1}, Stats{}},
 			{"notices, before anybody has seen that it is gone", func(x *counted) { x.a.store.link.result(nil) }, func(x *counted) { x.notice(3) }, Stats{Commands: 2, Errors: 2, Untold: 3}, Stats{}},
 		}},
 		{"redis is back", func(x *counted) { x.a.p.take(); x.r.start() }, up, []step{
@@ -182,7 +169,6 @@ func newCounted(t *testing.T) *counted {
 	o := redisURL(x.r)
 	o.Lease = maxLease
 	x.a, x.b = apart(t, o, 3), apart(t, o, 2)
-	x.a.store.Follow(contented{})
 	ctx, cancel := context.WithCancel(context.Background())
 	done := make(chan struct{})
 	go func() { defer close(done); x.a.store.askAll(ctx) }()

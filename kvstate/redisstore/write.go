@@ -110,7 +110,7 @@ func (s *Store) linked(err error) {
 		defer s.mu.RUnlock()
 		for _, p := range s.sharers { // it may have come back empty
 			if p.leads(0) {
-				p.wantSnapshot(false)
+				p.wantSnapshot(snapshotWish{})
 			}
 		}
 		return
@@ -135,7 +135,7 @@ func (p *sharer) entry(complete, leaving bool) (*entry, error) {
 		p.expire(time.Now())
 		p.prune()
 		if pool := p.s.state.Pool(p.pool); pool != nil && p.s.follower != nil {
-			p.s.follower.SayWhatIsCollected(pool)
+			p.s.follower.ForwardPositions(pool)
 		}
 	}
 	e := &entry{p: p, out: p.take()}
@@ -184,7 +184,7 @@ func (e *entry) settle(sent time.Time) error {
 		p.waitsLost, p.published = true, nil
 		p.outMu.Lock()
 		p.s.counters.dropped.Add(int64(p.out.giveBack(&e.out)))
-		p.s.counters.collectedDropped.Add(int64(p.out.giveBackCollected(&e.out)))
+		p.s.counters.eventsDropped.Add(int64(len(e.out.forwarded)))
 		p.outMu.Unlock()
 		return fmt.Errorf("writing to Redis: %w", err)
 	}
@@ -209,7 +209,7 @@ func (p *sharer) tellRest() {
 	p.out.lossy = false
 	p.outMu.Unlock()
 	if lossy {
-		p.wantSnapshot(true)
+		p.wantSnapshot(snapshotWish{everyone: true})
 	}
 }
 

@@ -1986,14 +1986,13 @@ func (x *Orchestrated) GetHandOver() string {
 	return ""
 }
 
-// KV events come over ZeroMQ, from vLLM and SGLang (--kv-events-config there). They are followed for every endpoint;
-// of replicas that share a Redis, by one of them for all.
+// KV events come over ZeroMQ, from vLLM and SGLang (--kv-events-config there). They are followed for every endpoint.
 type KvEvents struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Where the engine publishes, as its data-parallel rank 0; rank r has the port + r. Default: 5557.
 	Port int32 `protobuf:"varint,1,opt,name=port,proto3" json:"port,omitempty"`
 	// Where it gives out old events again (replay_endpoint), counted likewise. Absent: when events are lost, Tandem forgets
-	// what the endpoint holds, or keeps it in doubt for ten minutes where one replica has taken over from another.
+	// what the endpoint holds.
 	ReplayPort int32 `protobuf:"varint,2,opt,name=replay_port,json=replayPort,proto3" json:"replay_port,omitempty"`
 	// Data-parallel ranks behind each endpoint. Default: 1.
 	Ranks int32 `protobuf:"varint,3,opt,name=ranks,proto3" json:"ranks,omitempty"`

@@ -78,7 +78,7 @@ func (x Blocks_Kind) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use Blocks_Kind.Descriptor instead.
 func (Blocks_Kind) EnumDescriptor() ([]byte, []int) {
-	return file_state_v1_state_proto_rawDescGZIP(), []int{3, 0}
+	return file_state_v1_state_proto_rawDescGZIP(), []int{5, 0}
 }
 
 // What one replica has to say about one pool: an entry of the pool's stream. Everything in it may be applied twice, and but
@@ -116,16 +116,6 @@ type Batch struct {
 	WaitedUs uint64 `protobuf:"varint,17,opt,name=waited_us,json=waitedUs,proto3" json:"waited_us,omitempty"`
 	// What the sender has learned of prompts.
 	Tokens []*Tokens `protobuf:"bytes,18,rep,name=tokens,proto3" json:"tokens,omitempty"`
-	// In complete batches and those that say hello: the sender takes its part in listening to KV events, and takes what others
-	// tell of them.
-	Collects bool `protobuf:"varint,19,opt,name=collects,proto3" json:"collects,omitempty"`
-	// What the sender has collected of KV events.
-	Collected []*Collected `protobuf:"bytes,20,rep,name=collected,proto3" json:"collected,omitempty"`
-	// Positions in addresses: endpoints of whose KV events the sender has missed some. Whoever listens to them is to write what
-	// it knows of them, and to tell where.
-	Lacks []uint32 `protobuf:"varint,21,rep,packed,name=lacks,proto3" json:"lacks,omitempty"`
-	// That was written.
-	Contents *SnapshotNotice `protobuf:"bytes,22,opt,name=contents,proto3" json:"contents,omitempty"`
 	// In complete batches, and when they change: fingerprints of the sender's ticket keys, first that of the key that seals.
 	TicketKeys []uint64 `protobuf:"fixed64,23,rep,packed,name=ticket_keys,json=ticketKeys,proto3" json:"ticket_keys,omitempty"`
 	// Requests that wait at the sender for endpoints, those in front of its queue: who began to, and of whom something is told
@@ -135,7 +125,11 @@ type Batch struct {
 	// waits are all of them; others do not wait there any more.
 	WaitsAll bool `protobuf:"varint,42,opt,name=waits_all,json=waitsAll,proto3" json:"waits_all,omitempty"`
 	// Ids of those who wait no more because it was their turn: what they are for counts as their flow's share, and of no others.
-	WaitsSent     []uint64 `protobuf:"fixed64,43,rep,packed,name=waits_sent,json=waitsSent,proto3" json:"waits_sent,omitempty"`
+	WaitsSent []uint64 `protobuf:"fixed64,43,rep,packed,name=waits_sent,json=waitsSent,proto3" json:"waits_sent,omitempty"`
+	// With hello: the sender has just started, and the snapshot is to hold feeds.
+	WantsFeeds bool `protobuf:"varint,44,opt,name=wants_feeds,json=wantsFeeds,proto3" json:"wants_feeds,omitempty"`
+	// Batches of publishers of KV events that connected to the sender: no other replica receives them.
+	Events        []*EventBatch `protobuf:"bytes,45,rep,name=events,proto3" json:"events,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -296,34 +290,6 @@ func (x *Batch) GetTokens() []*Tokens {
 	return nil
 }
 
-func (x *Batch) GetCollects() bool {
-	if x != nil {
-		return x.Collects
-	}
-	return false
-}
-
-func (x *Batch) GetCollected() []*Collected {
-	if x != nil {
-		return x.Collected
-	}
-	return nil
-}
-
-func (x *Batch) GetLacks() []uint32 {
-	if x != nil {
-		return x.Lacks
-	}
-	return nil
-}
-
-func (x *Batch) GetContents() *SnapshotNotice {
-	if x != nil {
-		return x.Contents
-	}
-	return nil
-}
-
 func (x *Batch) GetTicketKeys() []uint64 {
 	if x != nil {
 		return x.TicketKeys
@@ -359,6 +325,91 @@ func (x *Batch) GetWaitsSent() []uint64 {
 	return nil
 }
 
+func (x *Batch) GetWantsFeeds() bool {
+	if x != nil {
+		return x.WantsFeeds
+	}
+	return false
+}
+
+func (x *Batch) GetEvents() []*EventBatch {
+	if x != nil {
+		return x.Events
+	}
+	return nil
+}
+
+// One batch of KV events as its publisher sent it.
+type EventBatch struct {
+	state   protoimpl.MessageState `protogen:"open.v1"`
+	Address uint32                 `protobuf:"varint,1,opt,name=address,proto3" json:"address,omitempty"`
+	// Data-parallel rank.
+	Rank uint32 `protobuf:"varint,2,opt,name=rank,proto3" json:"rank,omitempty"`
+	// The publisher's number of the batch. Without a payload, as in complete batches: the number of its next one.
+	Seq           uint64 `protobuf:"varint,3,opt,name=seq,proto3" json:"seq,omitempty"`
+	Payload       []byte `protobuf:"bytes,4,opt,name=payload,proto3" json:"payload,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *EventBatch) Reset() {
+	*x = EventBatch{}
+	mi := &file_state_v1_state_proto_msgTypes[1]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *EventBatch) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*EventBatch) ProtoMessage() {}
+
+func (x *EventBatch) ProtoReflect() protoreflect.Message {
+	mi := &file_state_v1_state_proto_msgTypes[1]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use EventBatch.ProtoReflect.Descriptor instead.
+func (*EventBatch) Descriptor() ([]byte, []int) {
+	return file_state_v1_state_proto_rawDescGZIP(), []int{1}
+}
+
+func (x *EventBatch) GetAddress() uint32 {
+	if x != nil {
+		return x.Address
+	}
+	return 0
+}
+
+func (x *EventBatch) GetRank() uint32 {
+	if x != nil {
+		return x.Rank
+	}
+	return 0
+}
+
+func (x *EventBatch) GetSeq() uint64 {
+	if x != nil {
+		return x.Seq
+	}
+	return 0
+}
+
+func (x *EventBatch) GetPayload() []byte {
+	if x != nil {
+		return x.Payload
+	}
+	return nil
+}
+
 // A request that waits for endpoints: the replicas that know of it let it go before their own that stand behind it.
 type Waits struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -378,7 +429,7 @@ type Waits struct {
 
 func (x *Waits) Reset() {
 	*x = Waits{}
-	mi := &file_state_v1_state_proto_msgTypes[1]
+	mi := &file_state_v1_state_proto_msgTypes[2]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -390,7 +441,7 @@ func (x *Waits) String() string {
 func (*Waits) ProtoMessage() {}
 
 func (x *Waits) ProtoReflect() protoreflect.Message {
-	mi := &file_state_v1_state_proto_msgTypes[1]
+	mi := &file_state_v1_state_proto_msgTypes[2]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -403,7 +454,7 @@ func (x *Waits) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Waits.ProtoReflect.Descriptor instead.
 func (*Waits) Descriptor() ([]byte, []int) {
-	return file_state_v1_state_proto_rawDescGZIP(), []int{1}
+	return file_state_v1_state_proto_rawDescGZIP(), []int{2}
 }
 
 func (x *Waits) GetId() uint64 {
@@ -462,51 +513,39 @@ func (x *Waits) GetHeld() []int64 {
 	return nil
 }
 
-// What the sender was told by one publisher of KV events, or, in a snapshot, all that it knows of one.
-type Collected struct {
+// Part of the blocks that one publisher of KV events has reported as held.
+type Feed struct {
 	state   protoimpl.MessageState `protogen:"open.v1"`
 	Address uint32                 `protobuf:"varint,1,opt,name=address,proto3" json:"address,omitempty"`
 	// Data-parallel rank.
 	Rank uint32 `protobuf:"varint,2,opt,name=rank,proto3" json:"rank,omitempty"`
-	// The publisher's batches that are in it: from the first number up to, but not including, the next one. None: the sender
-	// listens, and is there.
-	From uint64 `protobuf:"varint,3,opt,name=from,proto3" json:"from,omitempty"`
-	Next uint64 `protobuf:"varint,4,opt,name=next,proto3" json:"next,omitempty"`
-	// Of the last of them, in seconds since 1970, by the engine's clock.
-	Time float64 `protobuf:"fixed64,5,opt,name=time,proto3" json:"time,omitempty"`
-	// All that was said before is void.
-	Anew bool `protobuf:"varint,6,opt,name=anew,proto3" json:"anew,omitempty"`
-	// Some batches before the last one were lost, and what is known from before may be wrong.
-	Doubt bool `protobuf:"varint,7,opt,name=doubt,proto3" json:"doubt,omitempty"`
-	// Of a snapshot: part of it, which more follow.
-	Part bool `protobuf:"varint,8,opt,name=part,proto3" json:"part,omitempty"`
-	More bool `protobuf:"varint,9,opt,name=more,proto3" json:"more,omitempty"`
-	// Runs of blocks, packed (kvstate/redisstore/events.go).
-	Events []byte `protobuf:"bytes,10,opt,name=events,proto3" json:"events,omitempty"`
-	// Drawn by the sender when all before was void last, or heard from who had listened before it. Who knows another one has
-	// missed something.
-	Epoch uint64 `protobuf:"fixed64,11,opt,name=epoch,proto3" json:"epoch,omitempty"`
-	// The last of them did not come as it was published: it was asked for. Its age says nothing of how late anything is.
-	Old           bool `protobuf:"varint,12,opt,name=old,proto3" json:"old,omitempty"`
+	// The number of the publisher's first batch that is not in it, and the time of the one before, in seconds since 1970 by the
+	// engine's clock.
+	Next uint64  `protobuf:"varint,3,opt,name=next,proto3" json:"next,omitempty"`
+	Time float64 `protobuf:"fixed64,4,opt,name=time,proto3" json:"time,omitempty"`
+	// The feed's first part; more parts follow.
+	First         bool   `protobuf:"varint,5,opt,name=first,proto3" json:"first,omitempty"`
+	More          bool   `protobuf:"varint,6,opt,name=more,proto3" json:"more,omitempty"`
+	Runs          []*Run `protobuf:"bytes,7,rep,name=runs,proto3" json:"runs,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
-func (x *Collected) Reset() {
-	*x = Collected{}
-	mi := &file_state_v1_state_proto_msgTypes[2]
+func (x *Feed) Reset() {
+	*x = Feed{}
+	mi := &file_state_v1_state_proto_msgTypes[3]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
 
-func (x *Collected) String() string {
+func (x *Feed) String() string {
 	return protoimpl.X.MessageStringOf(x)
 }
 
-func (*Collected) ProtoMessage() {}
+func (*Feed) ProtoMessage() {}
 
-func (x *Collected) ProtoReflect() protoreflect.Message {
-	mi := &file_state_v1_state_proto_msgTypes[2]
+func (x *Feed) ProtoReflect() protoreflect.Message {
+	mi := &file_state_v1_state_proto_msgTypes[3]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -517,93 +556,149 @@ func (x *Collected) ProtoReflect() protoreflect.Message {
 	return mi.MessageOf(x)
 }
 
-// Deprecated: Use Collected.ProtoReflect.Descriptor instead.
-func (*Collected) Descriptor() ([]byte, []int) {
-	return file_state_v1_state_proto_rawDescGZIP(), []int{2}
+// Deprecated: Use Feed.ProtoReflect.Descriptor instead.
+func (*Feed) Descriptor() ([]byte, []int) {
+	return file_state_v1_state_proto_rawDescGZIP(), []int{3}
 }
 
-func (x *Collected) GetAddress() uint32 {
+func (x *Feed) GetAddress() uint32 {
 	if x != nil {
 		return x.Address
 	}
 	return 0
 }
 
-func (x *Collected) GetRank() uint32 {
+func (x *Feed) GetRank() uint32 {
 	if x != nil {
 		return x.Rank
 	}
 	return 0
 }
 
-func (x *Collected) GetFrom() uint64 {
-	if x != nil {
-		return x.From
-	}
-	return 0
-}
-
-func (x *Collected) GetNext() uint64 {
+func (x *Feed) GetNext() uint64 {
 	if x != nil {
 		return x.Next
 	}
 	return 0
 }
 
-func (x *Collected) GetTime() float64 {
+func (x *Feed) GetTime() float64 {
 	if x != nil {
 		return x.Time
 	}
 	return 0
 }
 
-func (x *Collected) GetAnew() bool {
+func (x *Feed) GetFirst() bool {
 	if x != nil {
-		return x.Anew
+		return x.First
 	}
 	return false
 }
 
-func (x *Collected) GetDoubt() bool {
-	if x != nil {
-		return x.Doubt
-	}
-	return false
-}
-
-func (x *Collected) GetPart() bool {
-	if x != nil {
-		return x.Part
-	}
-	return false
-}
-
-func (x *Collected) GetMore() bool {
+func (x *Feed) GetMore() bool {
 	if x != nil {
 		return x.More
 	}
 	return false
 }
 
-func (x *Collected) GetEvents() []byte {
+func (x *Feed) GetRuns() []*Run {
 	if x != nil {
-		return x.Events
+		return x.Runs
 	}
 	return nil
 }
 
-func (x *Collected) GetEpoch() uint64 {
+// Blocks that follow each other in a prompt.
+type Run struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The engine's hashes of the blocks.
+	Keys []uint64 `protobuf:"fixed64,1,rep,packed,name=keys,proto3" json:"keys,omitempty"`
+	// Hashes of their tokens. None: a copy in another tier of blocks named before.
+	Blocks []uint64 `protobuf:"fixed64,2,rep,packed,name=blocks,proto3" json:"blocks,omitempty"`
+	// The engine's hash of the block before the first; absent: the prompt begins with the run.
+	Parent *uint64 `protobuf:"fixed64,3,opt,name=parent,proto3,oneof" json:"parent,omitempty"`
+	// Tokens in a block.
+	BlockSize uint32 `protobuf:"varint,4,opt,name=block_size,json=blockSize,proto3" json:"block_size,omitempty"`
+	// Not in GPU memory.
+	Host bool `protobuf:"varint,5,opt,name=host,proto3" json:"host,omitempty"`
+	// LoRA adapter.
+	Lora          []byte `protobuf:"bytes,6,opt,name=lora,proto3" json:"lora,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Run) Reset() {
+	*x = Run{}
+	mi := &file_state_v1_state_proto_msgTypes[4]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Run) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Run) ProtoMessage() {}
+
+func (x *Run) ProtoReflect() protoreflect.Message {
+	mi := &file_state_v1_state_proto_msgTypes[4]
 	if x != nil {
-		return x.Epoch
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Run.ProtoReflect.Descriptor instead.
+func (*Run) Descriptor() ([]byte, []int) {
+	return file_state_v1_state_proto_rawDescGZIP(), []int{4}
+}
+
+func (x *Run) GetKeys() []uint64 {
+	if x != nil {
+		return x.Keys
+	}
+	return nil
+}
+
+func (x *Run) GetBlocks() []uint64 {
+	if x != nil {
+		return x.Blocks
+	}
+	return nil
+}
+
+func (x *Run) GetParent() uint64 {
+	if x != nil && x.Parent != nil {
+		return *x.Parent
 	}
 	return 0
 }
 
-func (x *Collected) GetOld() bool {
+func (x *Run) GetBlockSize() uint32 {
 	if x != nil {
-		return x.Old
+		return x.BlockSize
+	}
+	return 0
+}
+
+func (x *Run) GetHost() bool {
+	if x != nil {
+		return x.Host
 	}
 	return false
+}
+
+func (x *Run) GetLora() []byte {
+	if x != nil {
+		return x.Lora
+	}
+	return nil
 }
 
 // Blocks of the prefix cache that an endpoint holds, or does not hold any more.
@@ -623,7 +718,7 @@ type Blocks struct {
 
 func (x *Blocks) Reset() {
 	*x = Blocks{}
-	mi := &file_state_v1_state_proto_msgTypes[3]
+	mi := &file_state_v1_state_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -635,7 +730,7 @@ func (x *Blocks) String() string {
 func (*Blocks) ProtoMessage() {}
 
 func (x *Blocks) ProtoReflect() protoreflect.Message {
-	mi := &file_state_v1_state_proto_msgTypes[3]
+	mi := &file_state_v1_state_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -648,7 +743,7 @@ func (x *Blocks) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Blocks.ProtoReflect.Descriptor instead.
 func (*Blocks) Descriptor() ([]byte, []int) {
-	return file_state_v1_state_proto_rawDescGZIP(), []int{3}
+	return file_state_v1_state_proto_rawDescGZIP(), []int{5}
 }
 
 func (x *Blocks) GetAddress() uint32 {
@@ -702,7 +797,7 @@ type Tokens struct {
 
 func (x *Tokens) Reset() {
 	*x = Tokens{}
-	mi := &file_state_v1_state_proto_msgTypes[4]
+	mi := &file_state_v1_state_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -714,7 +809,7 @@ func (x *Tokens) String() string {
 func (*Tokens) ProtoMessage() {}
 
 func (x *Tokens) ProtoReflect() protoreflect.Message {
-	mi := &file_state_v1_state_proto_msgTypes[4]
+	mi := &file_state_v1_state_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -727,7 +822,7 @@ func (x *Tokens) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Tokens.ProtoReflect.Descriptor instead.
 func (*Tokens) Descriptor() ([]byte, []int) {
-	return file_state_v1_state_proto_rawDescGZIP(), []int{4}
+	return file_state_v1_state_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *Tokens) GetPrompt() uint64 {
@@ -777,7 +872,7 @@ type TokenBlocks struct {
 
 func (x *TokenBlocks) Reset() {
 	*x = TokenBlocks{}
-	mi := &file_state_v1_state_proto_msgTypes[5]
+	mi := &file_state_v1_state_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -789,7 +884,7 @@ func (x *TokenBlocks) String() string {
 func (*TokenBlocks) ProtoMessage() {}
 
 func (x *TokenBlocks) ProtoReflect() protoreflect.Message {
-	mi := &file_state_v1_state_proto_msgTypes[5]
+	mi := &file_state_v1_state_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -802,7 +897,7 @@ func (x *TokenBlocks) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TokenBlocks.ProtoReflect.Descriptor instead.
 func (*TokenBlocks) Descriptor() ([]byte, []int) {
-	return file_state_v1_state_proto_rawDescGZIP(), []int{5}
+	return file_state_v1_state_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *TokenBlocks) GetSize() uint32 {
@@ -846,7 +941,7 @@ type Load struct {
 
 func (x *Load) Reset() {
 	*x = Load{}
-	mi := &file_state_v1_state_proto_msgTypes[6]
+	mi := &file_state_v1_state_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -858,7 +953,7 @@ func (x *Load) String() string {
 func (*Load) ProtoMessage() {}
 
 func (x *Load) ProtoReflect() protoreflect.Message {
-	mi := &file_state_v1_state_proto_msgTypes[6]
+	mi := &file_state_v1_state_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -871,7 +966,7 @@ func (x *Load) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Load.ProtoReflect.Descriptor instead.
 func (*Load) Descriptor() ([]byte, []int) {
-	return file_state_v1_state_proto_rawDescGZIP(), []int{6}
+	return file_state_v1_state_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *Load) GetAddress() uint32 {
@@ -941,7 +1036,7 @@ type Health struct {
 
 func (x *Health) Reset() {
 	*x = Health{}
-	mi := &file_state_v1_state_proto_msgTypes[7]
+	mi := &file_state_v1_state_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -953,7 +1048,7 @@ func (x *Health) String() string {
 func (*Health) ProtoMessage() {}
 
 func (x *Health) ProtoReflect() protoreflect.Message {
-	mi := &file_state_v1_state_proto_msgTypes[7]
+	mi := &file_state_v1_state_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -966,7 +1061,7 @@ func (x *Health) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Health.ProtoReflect.Descriptor instead.
 func (*Health) Descriptor() ([]byte, []int) {
-	return file_state_v1_state_proto_rawDescGZIP(), []int{7}
+	return file_state_v1_state_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *Health) GetAddress() uint32 {
@@ -1018,7 +1113,7 @@ type Signals struct {
 
 func (x *Signals) Reset() {
 	*x = Signals{}
-	mi := &file_state_v1_state_proto_msgTypes[8]
+	mi := &file_state_v1_state_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1030,7 +1125,7 @@ func (x *Signals) String() string {
 func (*Signals) ProtoMessage() {}
 
 func (x *Signals) ProtoReflect() protoreflect.Message {
-	mi := &file_state_v1_state_proto_msgTypes[8]
+	mi := &file_state_v1_state_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1043,7 +1138,7 @@ func (x *Signals) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Signals.ProtoReflect.Descriptor instead.
 func (*Signals) Descriptor() ([]byte, []int) {
-	return file_state_v1_state_proto_rawDescGZIP(), []int{8}
+	return file_state_v1_state_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *Signals) GetAddress() uint32 {
@@ -1171,7 +1266,7 @@ type Session struct {
 
 func (x *Session) Reset() {
 	*x = Session{}
-	mi := &file_state_v1_state_proto_msgTypes[9]
+	mi := &file_state_v1_state_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1183,7 +1278,7 @@ func (x *Session) String() string {
 func (*Session) ProtoMessage() {}
 
 func (x *Session) ProtoReflect() protoreflect.Message {
-	mi := &file_state_v1_state_proto_msgTypes[9]
+	mi := &file_state_v1_state_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1196,7 +1291,7 @@ func (x *Session) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Session.ProtoReflect.Descriptor instead.
 func (*Session) Descriptor() ([]byte, []int) {
-	return file_state_v1_state_proto_rawDescGZIP(), []int{9}
+	return file_state_v1_state_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *Session) GetKey() uint64 {
@@ -1239,7 +1334,7 @@ type SnapshotNotice struct {
 
 func (x *SnapshotNotice) Reset() {
 	*x = SnapshotNotice{}
-	mi := &file_state_v1_state_proto_msgTypes[10]
+	mi := &file_state_v1_state_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1251,7 +1346,7 @@ func (x *SnapshotNotice) String() string {
 func (*SnapshotNotice) ProtoMessage() {}
 
 func (x *SnapshotNotice) ProtoReflect() protoreflect.Message {
-	mi := &file_state_v1_state_proto_msgTypes[10]
+	mi := &file_state_v1_state_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1264,7 +1359,7 @@ func (x *SnapshotNotice) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SnapshotNotice.ProtoReflect.Descriptor instead.
 func (*SnapshotNotice) Descriptor() ([]byte, []int) {
-	return file_state_v1_state_proto_rawDescGZIP(), []int{10}
+	return file_state_v1_state_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *SnapshotNotice) GetId() uint64 {
@@ -1316,14 +1411,14 @@ type SnapshotChunk struct {
 	Blocks        []*Blocks              `protobuf:"bytes,2,rep,name=blocks,proto3" json:"blocks,omitempty"`
 	Health        []*Health              `protobuf:"bytes,3,rep,name=health,proto3" json:"health,omitempty"`
 	Sessions      []*Session             `protobuf:"bytes,4,rep,name=sessions,proto3" json:"sessions,omitempty"`
-	Collected     []*Collected           `protobuf:"bytes,5,rep,name=collected,proto3" json:"collected,omitempty"`
+	Feeds         []*Feed                `protobuf:"bytes,6,rep,name=feeds,proto3" json:"feeds,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *SnapshotChunk) Reset() {
 	*x = SnapshotChunk{}
-	mi := &file_state_v1_state_proto_msgTypes[11]
+	mi := &file_state_v1_state_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1335,7 +1430,7 @@ func (x *SnapshotChunk) String() string {
 func (*SnapshotChunk) ProtoMessage() {}
 
 func (x *SnapshotChunk) ProtoReflect() protoreflect.Message {
-	mi := &file_state_v1_state_proto_msgTypes[11]
+	mi := &file_state_v1_state_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1348,7 +1443,7 @@ func (x *SnapshotChunk) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SnapshotChunk.ProtoReflect.Descriptor instead.
 func (*SnapshotChunk) Descriptor() ([]byte, []int) {
-	return file_state_v1_state_proto_rawDescGZIP(), []int{11}
+	return file_state_v1_state_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *SnapshotChunk) GetAddresses() []string {
@@ -1379,9 +1474,9 @@ func (x *SnapshotChunk) GetSessions() []*Session {
 	return nil
 }
 
-func (x *SnapshotChunk) GetCollected() []*Collected {
+func (x *SnapshotChunk) GetFeeds() []*Feed {
 	if x != nil {
-		return x.Collected
+		return x.Feeds
 	}
 	return nil
 }
@@ -1390,7 +1485,7 @@ var File_state_v1_state_proto protoreflect.FileDescriptor
 
 const file_state_v1_state_proto_rawDesc = "" +
 	"\n" +
-	"\x14state/v1/state.proto\x12\x0ftandem.state.v1\"\xed\a\n" +
+	"\x14state/v1/state.proto\x12\x0ftandem.state.v1\"\xa0\a\n" +
 	"\x05Batch\x12\x18\n" +
 	"\areplica\x18\x01 \x01(\x06R\areplica\x12\x10\n" +
 	"\x03seq\x18\x02 \x01(\x04R\x03seq\x12\x19\n" +
@@ -1411,11 +1506,7 @@ const file_state_v1_state_proto_rawDesc = "" +
 	"\n" +
 	"local_rate\x18\x10 \x01(\rR\tlocalRate\x12\x1b\n" +
 	"\twaited_us\x18\x11 \x01(\x04R\bwaitedUs\x12/\n" +
-	"\x06tokens\x18\x12 \x03(\v2\x17.tandem.state.v1.TokensR\x06tokens\x12\x1a\n" +
-	"\bcollects\x18\x13 \x01(\bR\bcollects\x128\n" +
-	"\tcollected\x18\x14 \x03(\v2\x1a.tandem.state.v1.CollectedR\tcollected\x12\x14\n" +
-	"\x05lacks\x18\x15 \x03(\rR\x05lacks\x12;\n" +
-	"\bcontents\x18\x16 \x01(\v2\x1f.tandem.state.v1.SnapshotNoticeR\bcontents\x12\x1f\n" +
+	"\x06tokens\x18\x12 \x03(\v2\x17.tandem.state.v1.TokensR\x06tokens\x12\x1f\n" +
 	"\vticket_keys\x18\x17 \x03(\x06R\n" +
 	"ticketKeys\x12,\n" +
 	"\x05waits\x18( \x03(\v2\x16.tandem.state.v1.WaitsR\x05waits\x12\x1d\n" +
@@ -1423,7 +1514,16 @@ const file_state_v1_state_proto_rawDesc = "" +
 	"waits_over\x18) \x03(\x06R\twaitsOver\x12\x1b\n" +
 	"\twaits_all\x18* \x01(\bR\bwaitsAll\x12\x1d\n" +
 	"\n" +
-	"waits_sent\x18+ \x03(\x06R\twaitsSent\"\xcf\x01\n" +
+	"waits_sent\x18+ \x03(\x06R\twaitsSent\x12\x1f\n" +
+	"\vwants_feeds\x18, \x01(\bR\n" +
+	"wantsFeeds\x123\n" +
+	"\x06events\x18- \x03(\v2\x1b.tandem.state.v1.EventBatchR\x06eventsJ\x04\b\x13\x10\x17\"f\n" +
+	"\n" +
+	"EventBatch\x12\x18\n" +
+	"\aaddress\x18\x01 \x01(\rR\aaddress\x12\x12\n" +
+	"\x04rank\x18\x02 \x01(\rR\x04rank\x12\x10\n" +
+	"\x03seq\x18\x03 \x01(\x04R\x03seq\x12\x18\n" +
+	"\apayload\x18\x04 \x01(\fR\apayload\"\xcf\x01\n" +
 	"\x05Waits\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\x06R\x02id\x12\x1b\n" +
 	"\twaited_us\x18\x02 \x01(\x04R\bwaitedUs\x12\x17\n" +
@@ -1432,21 +1532,24 @@ const file_state_v1_state_proto_rawDesc = "" +
 	"\x04flow\x18\x05 \x01(\x06R\x04flow\x12#\n" +
 	"\rprompt_tokens\x18\x06 \x01(\x03R\fpromptTokens\x12\x17\n" +
 	"\aheld_at\x18\a \x03(\rR\x06heldAt\x12\x12\n" +
-	"\x04held\x18\b \x03(\x03R\x04held\"\x87\x02\n" +
-	"\tCollected\x12\x18\n" +
+	"\x04held\x18\b \x03(\x03R\x04held\"\xb0\x01\n" +
+	"\x04Feed\x12\x18\n" +
 	"\aaddress\x18\x01 \x01(\rR\aaddress\x12\x12\n" +
 	"\x04rank\x18\x02 \x01(\rR\x04rank\x12\x12\n" +
-	"\x04from\x18\x03 \x01(\x04R\x04from\x12\x12\n" +
-	"\x04next\x18\x04 \x01(\x04R\x04next\x12\x12\n" +
-	"\x04time\x18\x05 \x01(\x01R\x04time\x12\x12\n" +
-	"\x04anew\x18\x06 \x01(\bR\x04anew\x12\x14\n" +
-	"\x05doubt\x18\a \x01(\bR\x05doubt\x12\x12\n" +
-	"\x04part\x18\b \x01(\bR\x04part\x12\x12\n" +
-	"\x04more\x18\t \x01(\bR\x04more\x12\x16\n" +
-	"\x06events\x18\n" +
-	" \x01(\fR\x06events\x12\x14\n" +
-	"\x05epoch\x18\v \x01(\x06R\x05epoch\x12\x10\n" +
-	"\x03old\x18\f \x01(\bR\x03old\"\xfc\x01\n" +
+	"\x04next\x18\x03 \x01(\x04R\x04next\x12\x12\n" +
+	"\x04time\x18\x04 \x01(\x01R\x04time\x12\x14\n" +
+	"\x05first\x18\x05 \x01(\bR\x05first\x12\x12\n" +
+	"\x04more\x18\x06 \x01(\bR\x04more\x12(\n" +
+	"\x04runs\x18\a \x03(\v2\x14.tandem.state.v1.RunR\x04runs\"\xa0\x01\n" +
+	"\x03Run\x12\x12\n" +
+	"\x04keys\x18\x01 \x03(\x06R\x04keys\x12\x16\n" +
+	"\x06blocks\x18\x02 \x03(\x06R\x06blocks\x12\x1b\n" +
+	"\x06parent\x18\x03 \x01(\x06H\x00R\x06parent\x88\x01\x01\x12\x1d\n" +
+	"\n" +
+	"block_size\x18\x04 \x01(\rR\tblockSize\x12\x12\n" +
+	"\x04host\x18\x05 \x01(\bR\x04host\x12\x12\n" +
+	"\x04lora\x18\x06 \x01(\fR\x04loraB\t\n" +
+	"\a_parent\"\xfc\x01\n" +
 	"\x06Blocks\x12\x18\n" +
 	"\aaddress\x18\x01 \x01(\rR\aaddress\x120\n" +
 	"\x04kind\x18\x02 \x01(\x0e2\x1c.tandem.state.v1.Blocks.KindR\x04kind\x12\x16\n" +
@@ -1512,13 +1615,13 @@ const file_state_v1_state_proto_rawDesc = "" +
 	"\bposition\x18\x03 \x01(\tR\bposition\x12\x1a\n" +
 	"\beveryone\x18\x04 \x01(\bR\beveryone\x12\x1a\n" +
 	"\bprevious\x18\x05 \x01(\x06R\bprevious\x12'\n" +
-	"\x0fprevious_chunks\x18\x06 \x01(\rR\x0epreviousChunks\"\xff\x01\n" +
+	"\x0fprevious_chunks\x18\x06 \x01(\rR\x0epreviousChunks\"\xf8\x01\n" +
 	"\rSnapshotChunk\x12\x1c\n" +
 	"\taddresses\x18\x01 \x03(\tR\taddresses\x12/\n" +
 	"\x06blocks\x18\x02 \x03(\v2\x17.tandem.state.v1.BlocksR\x06blocks\x12/\n" +
 	"\x06health\x18\x03 \x03(\v2\x17.tandem.state.v1.HealthR\x06health\x124\n" +
-	"\bsessions\x18\x04 \x03(\v2\x18.tandem.state.v1.SessionR\bsessions\x128\n" +
-	"\tcollected\x18\x05 \x03(\v2\x1a.tandem.state.v1.CollectedR\tcollectedB Z\x1etandem/protos/state/v1;statev1b\x06proto3"
+	"\bsessions\x18\x04 \x03(\v2\x18.tandem.state.v1.SessionR\bsessions\x12+\n" +
+	"\x05feeds\x18\x06 \x03(\v2\x15.tandem.state.v1.FeedR\x05feedsJ\x04\b\x05\x10\x06B Z\x1etandem/protos/state/v1;statev1b\x06proto3"
 
 var (
 	file_state_v1_state_proto_rawDescOnce sync.Once
@@ -1533,39 +1636,41 @@ func file_state_v1_state_proto_rawDescGZIP() []byte {
 }
 
 var file_state_v1_state_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_state_v1_state_proto_msgTypes = make([]protoimpl.MessageInfo, 12)
+var file_state_v1_state_proto_msgTypes = make([]protoimpl.MessageInfo, 14)
 var file_state_v1_state_proto_goTypes = []any{
 	(Blocks_Kind)(0),       // 0: tandem.state.v1.Blocks.Kind
 	(*Batch)(nil),          // 1: tandem.state.v1.Batch
-	(*Waits)(nil),          // 2: tandem.state.v1.Waits
-	(*Collected)(nil),      // 3: tandem.state.v1.Collected
-	(*Blocks)(nil),         // 4: tandem.state.v1.Blocks
-	(*Tokens)(nil),         // 5: tandem.state.v1.Tokens
-	(*TokenBlocks)(nil),    // 6: tandem.state.v1.TokenBlocks
-	(*Load)(nil),           // 7: tandem.state.v1.Load
-	(*Health)(nil),         // 8: tandem.state.v1.Health
-	(*Signals)(nil),        // 9: tandem.state.v1.Signals
-	(*Session)(nil),        // 10: tandem.state.v1.Session
-	(*SnapshotNotice)(nil), // 11: tandem.state.v1.SnapshotNotice
-	(*SnapshotChunk)(nil),  // 12: tandem.state.v1.SnapshotChunk
+	(*EventBatch)(nil),     // 2: tandem.state.v1.EventBatch
+	(*Waits)(nil),          // 3: tandem.state.v1.Waits
+	(*Feed)(nil),           // 4: tandem.state.v1.Feed
+	(*Run)(nil),            // 5: tandem.state.v1.Run
+	(*Blocks)(nil),         // 6: tandem.state.v1.Blocks
+	(*Tokens)(nil),         // 7: tandem.state.v1.Tokens
+	(*TokenBlocks)(nil),    // 8: tandem.state.v1.TokenBlocks
+	(*Load)(nil),           // 9: tandem.state.v1.Load
+	(*Health)(nil),         // 10: tandem.state.v1.Health
+	(*Signals)(nil),        // 11: tandem.state.v1.Signals
+	(*Session)(nil),        // 12: tandem.state.v1.Session
+	(*SnapshotNotice)(nil), // 13: tandem.state.v1.SnapshotNotice
+	(*SnapshotChunk)(nil),  // 14: tandem.state.v1.SnapshotChunk
 }
 var file_state_v1_state_proto_depIdxs = []int32{
-	11, // 0: tandem.state.v1.Batch.snapshot:type_name -> tandem.state.v1.SnapshotNotice
-	4,  // 1: tandem.state.v1.Batch.blocks:type_name -> tandem.state.v1.Blocks
-	7,  // 2: tandem.state.v1.Batch.loads:type_name -> tandem.state.v1.Load
-	8,  // 3: tandem.state.v1.Batch.health:type_name -> tandem.state.v1.Health
-	9,  // 4: tandem.state.v1.Batch.signals:type_name -> tandem.state.v1.Signals
-	10, // 5: tandem.state.v1.Batch.sessions:type_name -> tandem.state.v1.Session
-	5,  // 6: tandem.state.v1.Batch.tokens:type_name -> tandem.state.v1.Tokens
-	3,  // 7: tandem.state.v1.Batch.collected:type_name -> tandem.state.v1.Collected
-	11, // 8: tandem.state.v1.Batch.contents:type_name -> tandem.state.v1.SnapshotNotice
-	2,  // 9: tandem.state.v1.Batch.waits:type_name -> tandem.state.v1.Waits
+	13, // 0: tandem.state.v1.Batch.snapshot:type_name -> tandem.state.v1.SnapshotNotice
+	6,  // 1: tandem.state.v1.Batch.blocks:type_name -> tandem.state.v1.Blocks
+	9,  // 2: tandem.state.v1.Batch.loads:type_name -> tandem.state.v1.Load
+	10, // 3: tandem.state.v1.Batch.health:type_name -> tandem.state.v1.Health
+	11, // 4: tandem.state.v1.Batch.signals:type_name -> tandem.state.v1.Signals
+	12, // 5: tandem.state.v1.Batch.sessions:type_name -> tandem.state.v1.Session
+	7,  // 6: tandem.state.v1.Batch.tokens:type_name -> tandem.state.v1.Tokens
+	3,  // 7: tandem.state.v1.Batch.waits:type_name -> tandem.state.v1.Waits
+	2,  // 8: tandem.state.v1.Batch.events:type_name -> tandem.state.v1.EventBatch
+	5,  // 9: tandem.state.v1.Feed.runs:type_name -> tandem.state.v1.Run
 	0,  // 10: tandem.state.v1.Blocks.kind:type_name -> tandem.state.v1.Blocks.Kind
-	6,  // 11: tandem.state.v1.Tokens.blocks:type_name -> tandem.state.v1.TokenBlocks
-	4,  // 12: tandem.state.v1.SnapshotChunk.blocks:type_name -> tandem.state.v1.Blocks
-	8,  // 13: tandem.state.v1.SnapshotChunk.health:type_name -> tandem.state.v1.Health
-	10, // 14: tandem.state.v1.SnapshotChunk.sessions:type_name -> tandem.state.v1.Session
-	3,  // 15: tandem.state.v1.SnapshotChunk.collected:type_name -> tandem.state.v1.Collected
+	8,  // 11: tandem.state.v1.Tokens.blocks:type_name -> tandem.state.v1.TokenBlocks
+	6,  // 12: tandem.state.v1.SnapshotChunk.blocks:type_name -> tandem.state.v1.Blocks
+	10, // 13: tandem.state.v1.SnapshotChunk.health:type_name -> tandem.state.v1.Health
+	12, // 14: tandem.state.v1.SnapshotChunk.sessions:type_name -> tandem.state.v1.Session
+	4,  // 15: tandem.state.v1.SnapshotChunk.feeds:type_name -> tandem.state.v1.Feed
 	16, // [16:16] is the sub-list for method output_type
 	16, // [16:16] is the sub-list for method input_type
 	16, // [16:16] is the sub-list for extension type_name
@@ -1578,13 +1683,14 @@ func file_state_v1_state_proto_init() {
 	if File_state_v1_state_proto != nil {
 		return
 	}
+	file_state_v1_state_proto_msgTypes[4].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_state_v1_state_proto_rawDesc), len(file_state_v1_state_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   12,
+			NumMessages:   14,
 			NumExtensions: 0,
 			NumServices:   0,
 		},

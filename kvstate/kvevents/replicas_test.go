@@ -1,0 +1,245 @@
+package kvevents
+
+import (
+	"context"
+	"fmt"
+	"math/rand/v2"
+	"net"
+	"os"
+	"os/exec"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/go-zeromq/zmq4"
+	"github.com/stretchr/testify/require"
+
+	"tandem/e2e/loopback"
+	"tandem/kvstate"
+	"tandem/kvstate/redisstore"
+)
+
+// redisServer is a redis-server of the test's own.
+type redisServer struct {
+	t    *testing.T
+	addr string
+	cmd  *exec.Cmd
+}
+
+func startRedis(t *testing.T) *redisServer {
+	path := os.Getenv("REDIS_SERVER")
+	if path == "" {
+		path = "redis-server"
+	}
+	path, err := exec.LookPath(path)
+	if err != nil {
+		require.Empty(t, os.Getenv("TANDEM_REQUIRE_TOOLS"), "redis-server is missing: run scripts/tools.sh, or set REDIS_SERVER")
+		t.Skip("redis-server is missing: run scripts/tools.sh, or set REDIS_SERVER")
+	}
+	r := &redisServer{t: t, addr: loopback.Addresses(t, 1)[0]}
+	r.start(path)
+	t.Cleanup(r.kill)
+	return r
+}
+
+func (r *redisServer) start(path string) {
+	_, port, err := net.SplitHostPort(r.addr)
+	require.NoError(r.t, err)
+	r.cmd = exec.Command(path, "--bind", "127.0.0.1", "--port", port, "--dir", r.t.TempDir(), "--save", "", "--appendonly", "no")
+	r.cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
+	require.NoError(r.t, r.cmd.Start())
+	soon(r.t, "redis is there", func() bool {
+		c, err := net.Dial("tcp", r.addr)
+		if err == nil {
+			_ = c.Close()
+		}
+		return err == nil
+	})
+}
+
+func (r *redisServer) kill() {
+	_ = r.cmd.Process.Kill()
+	_ = r.cmd.Wait()
+}
+
+func soon(t *testing.T, what string, is func() bool) time.Duration {
+	t.Helper()
+	began := time.Now()
+	require.Eventually(t, is, 60*time.Second, 5*time.Millisecond, what)
+	return time.Since(began)
+}
+
+// sharing is one replica, as far as this package and redisstore are one.
+type sharing struct {
+	state *kvstate.State
+	store *redisstore.Store
+	c     *Collector
+	kill  func() // as SIGKILL does
+}
+
+// steady is a lease that no pause of a busy machine outlives.
+const steady = 8 * time.Second
+
+func (r *redisServer) join(source Source, endpoints ...kvstate.EndpointSpec) *sharing {
+	t := r.t
+	s := &sharing{state: kvstate.New(kvstate.Options{})}
+	s.state.SetPool(kvstate.PoolSpec{Name: "p"}, endpoints)
+	store, err := redisstore.New(redisstore.Options{URL: "redis://" + r.addr, Lease: steady}, s.state)
+	require.NoError(t, err)
+	s.store = store
+	s.state.Share(store)
+	s.c = NewCollector(Options{State: s.state, Log: silent(), Pools: map[string]Source{"p": source}, Forward: store})
+	ctx, cancel := context.WithCancel(context.Background())
+	s.c.Look(ctx)
+	s.c.AwaitConnected(t.Context())
+	store.Follow(s.c)
+	_ = store.Join(t.Context(), 30*time.Second)
+	s.c.Joined(0)
+	var running sync.WaitGroup
+	running.Go(func() { store.Run(ctx) })
+	running.Go(func() { _ = s.c.Run(ctx) })
+	var once sync.Once
+	s.kill = func() { once.Do(func() { _ = store.Close(); cancel(); running.Wait() }) }
+	t.Cleanup(s.kill)
+	return s
+}
+
+func (s *sharing) connected() bool { return s.c.Stats()[0].Connected }
+
+func (s *sharing) hit(ids []int) int {
+	return hitIn(s.state, s.state.Pool("p"), tokenPrompt(ids), engineBlock)
+}
+
+func TestMain(m *testing.M) {
+	redisstore.LogTo(silent())
+	os.Exit(m.Run())
+}
+
+// step has the engine serve a prompt, and publishes what comes of it.
+func (p *publisher) step(next func(int) int) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	k := p.e.step(next)
+	require.NoError(p.t, p.pub.Send(zmq4.NewMsgFrom([]byte("kv@127.0.0.1:8100@m"), be(k.seq, 8), k.payload)))
+}
+
+// prompts are all that [engine.step] can make.
+func prompts() (out [][]int) {
+	for n := range 81 {
+		ids := make([]int, 4*engineBlock)
+		for i := range ids {
+			ids[i] = 1
+		}
+		for i, rest := 0, n; i < 4; i, rest = i+1, rest/3 {
+			ids[i*engineBlock] = rest%3 + 70_000
+		}
+		out = append(out, ids)
+	}
+	return out
+}
+
+// differs says how what a replica knows differs from what the engine holds; "" where it does not.
+func (p *publisher) differs(s *sharing) string {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for _, ids := range prompts() {
+		if want, got := p.e.hit(ids), s.hit(ids); want != got {
+			return fmt.Sprintf("%v: engine %d, index %d", ids, want, got)
+		}
+	}
+	return ""
+}
+
+func (p *publisher) alike(what string, replicas []*sharing) {
+	p.t.Helper()
+	for i, s := range replicas {
+		soon(p.t, fmt.Sprintf("%s: replica %d knows what the engine holds", what, i), func() bool { return p.differs(s) == "" })
+	}
+}
+
+// serve has the engine serve prompts until the returned function is called.
+func (p *publisher) serve(next func(int) int) (stop func()) {
+	done := make(chan struct{})
+	var working sync.WaitGroup
+	working.Go(func() {
+		for {
+			select {
+			case <-done:
+				return
+			case <-time.After(2 * time.Millisecond):
+				p.step(next)
+			}
+		}
+	})
+	return func() { close(done); working.Wait() }
+}
+
+// Each replica follows an engine by itself. One that starts while the engine is at work, which keeps no batches, is given what
+// the others know, and continues it: nothing is lost. When Redis or another replica is gone nothing changes.
+func TestReplicasFollowAnEngineThatKeepsNothing(t *testing.T) {
+	r := startRedis(t)
+	p := newPublisher(t, true)
+	p.e.blocks = 20_000 // it evicts none: a feed lacks the blocks behind an evicted one
+	require.NoError(t, p.pub.Listen("tcp://127.0.0.1:0"))
+	source := Source{Port: port(t, p.pub)}
+	endpoint := kvstate.EndpointSpec{Name: "e", Addr: "127.0.0.1:8100", Role: kvstate.RoleBoth}
+	next := rand.New(rand.NewPCG(3, 4)).IntN
+	replicas := []*sharing{r.join(source, endpoint)}
+	soon(t, "it has subscribed", func() bool { return len(p.pub.(zmq4.Topics).Topics()) > 0 })
+	for range 3 {
+		stop := p.serve(next)
+		replicas = append(replicas, r.join(source, endpoint))
+		stop()
+		p.alike("one more came", replicas)
+	}
+	for _, s := range replicas {
+		require.Zero(t, s.c.Stats()[0].Lost)
+	}
+	stop := p.serve(next)
+	replicas[0].kill()
+	replicas = replicas[1:]
+	r.kill()
+	stop()
+	p.alike("another replica and redis are gone", replicas)
+	for _, s := range replicas {
+		require.Zero(t, s.c.Stats()[0].Lost)
+	}
+}
+
+// An engine that connects reaches one replica, and every other knows the same, one that starts later included; also when the
+// engine comes back to another replica.
+func TestAnEngineThatConnectsIsKnownToAll(t *testing.T) {
+	r := startRedis(t)
+	p := newPublisher(t, true)
+	p.e.blocks = 20_000
+	endpoint := kvstate.EndpointSpec{Name: "e", Addr: "127.0.0.1:8100", Role: kvstate.RoleBoth, EventsPort: 1, ReplayPort: port(t, p.router)}
+	next := rand.New(rand.NewPCG(5, 6)).IntN
+	var replicas []*sharing
+	addrs := loopback.Addresses(t, 4)
+	join := func(i int) { replicas = append(replicas, r.join(Source{Listen: addrs[i]}, endpoint)) }
+	join(0)
+	join(1)
+	join(2)
+	dial := func(to *sharing, addr string) {
+		soon(t, "it listens", func() bool { return p.pub.Dial("tcp://"+addr) == nil })
+		soon(t, "it knows who that is", func() bool { p.step(next); return to.c.find(place{"p", "127.0.0.1:8100", 0}).isUp() })
+		for range 50 {
+			p.step(next)
+		}
+		p.alike("it has connected", replicas)
+		for _, s := range replicas {
+			soon(t, "it says so", s.connected)
+		}
+	}
+	dial(replicas[1], addrs[1])
+	require.Zero(t, replicas[1].c.Stats()[0].Forwarded)
+	soon(t, "batches are forwarded", func() bool { return replicas[0].c.Stats()[0].Forwarded > 0 })
+	join(3)
+	p.alike("one more came", replicas)
+	gone := replicas[1]
+	replicas = append(replicas[:1:1], replicas[2:]...)
+	gone.kill()
+	dial(replicas[1], addrs[2])
+	require.Zero(t, replicas[1].c.Stats()[0].Lost)
+}

@@ -1,0 +1,121 @@
+package redisstore
+
+import (
+	"bytes"
+
+	"tandem/kvstate"
+	"tandem/kvstate/prefixindex"
+	statev1 "tandem/protos/state/v1"
+)
+
+// Every replica subscribes to every publisher of KV events by itself. Two things pass through Redis: the feeds of a replica
+// that starts, in the snapshot that answers its hello; and the batches of publishers that connect to one replica.
+
+// Follow has f take the feeds and batches of other replicas. To be called before [Store.Join].
+func (s *Store) Follow(f kvstate.EventFollower) { s.follower = f }
+
+// maxForwarded bounds the batches that wait to be published, in bytes: some 10,000 blocks. A batch that does not fit shows as
+// a gap in the publisher's numbers.
+const maxForwarded = 1 << 20
+
+// forwarded is a batch that waits to be published.
+type forwarded struct {
+	addr  string
+	batch *statev1.EventBatch
+}
+
+// Forward implements [kvstate.EventForwarder].
+func (s *Store) Forward(pool *kvstate.Pool, b kvstate.EventBatch) {
+	p := s.sharer(pool.Spec.Name)
+	if p == nil || len(*p.ids.Load()) == 1 {
+		return
+	}
+	p.outMu.Lock()
+	defer p.outMu.Unlock()
+	if p.out.forwardedBytes+len(b.Payload) > maxForwarded {
+		s.counters.eventsDropped.Add(1)
+		return
+	}
+	p.out.forwardedBytes += itemBytes + len(b.Payload)
+	p.out.forwarded = append(p.out.forwarded, forwarded{b.Endpoint.Addr, &statev1.EventBatch{Rank: uint32(b.Rank), Seq: b.Seq, Payload: bytes.Clone(b.Payload)}})
+	s.Changed()
+}
+
+// addForwarded adds the batches that wait to one of the stream's.
+func addForwarded(b *statev1.Batch, out *outbox, t *addressTable) {
+	for _, f := range out.forwarded {
+		f.batch.Address = t.position(f.addr)
+		b.Events = append(b.Events, f.batch)
+	}
+}
+
+// applyForwarded takes the batches that another replica received from publishers.
+func (p *sharer) applyForwarded(pool *kvstate.Pool, all []*statev1.EventBatch, at func(uint32) *kvstate.Endpoint) {
+	if p.s.follower == nil {
+		return
+	}
+	for _, b := range all {
+		if e := at(b.GetAddress()); e != nil {
+			p.s.follower.Forwarded(pool, kvstate.EventBatch{Endpoint: e, Rank: int(b.GetRank()), Seq: b.GetSeq(), Payload: b.GetPayload()})
+		}
+	}
+}
+
+// needsFeeds reports whether this replica lacks what publishers reported before it started.
+func (p *sharer) needsFeeds() bool {
+	pool := p.s.state.Pool(p.pool)
+	return p.s.follower != nil && pool != nil && p.s.follower.NeedsFeeds(pool)
+}
+
+// feed adds a part of a publisher's feed to a snapshot.
+func (w *chunkWriter) feed(part *kvstate.FeedPart) error {
+	out := &statev1.Feed{
+		Address: w.table.position(part.Endpoint.Addr), Rank: uint32(part.Rank), Next: part.Next, Time: part.Time, First: part.First, More: part.More,
+	}
+	for i := range part.Events {
+		e := &part.Events[i]
+		run := &statev1.Run{Keys: e.Keys, Blocks: e.Blocks, BlockSize: uint32(e.BlockSize), Host: e.Host, Lora: e.LoRA}
+		if e.HasParent {
+			run.Parent = &e.Parent
+		}
+		out.Runs = append(out.Runs, run)
+		w.held += 2 * len(e.Keys)
+	}
+	w.chunk.Feeds = append(w.chunk.Feeds, out)
+	if w.held >= chunkBlocks {
+		w.write()
+	}
+	return w.err
+}
+
+// loadFeeds loads the feeds in a snapshot.
+func (p *sharer) loadFeeds(pool *kvstate.Pool, feeds []*statev1.Feed, at func(uint32) *kvstate.Endpoint) {
+	if p.s.follower == nil {
+		return
+	}
+	for _, f := range feeds {
+		e := at(f.GetAddress())
+		if e == nil {
+			continue
+		}
+		part := kvstate.FeedPart{Endpoint: e, Rank: int(f.GetRank()), Next: f.GetNext(), Time: f.GetTime(), First: f.GetFirst(), More: f.GetMore()}
+		for _, run := range f.GetRuns() {
+			if len(run.GetBlocks()) == 0 || len(run.GetBlocks()) == len(run.GetKeys()) {
+				part.Events = append(part.Events, eventOf(run))
+			}
+		}
+		p.s.follower.LoadFeed(pool, &part)
+	}
+}
+
+// maxBlockSize is more tokens than a block has.
+const maxBlockSize = 1 << 20
+
+func eventOf(run *statev1.Run) prefixindex.BlockEvent {
+	e := prefixindex.BlockEvent{
+		Kind: prefixindex.BlocksStored, Keys: run.GetKeys(), Blocks: run.GetBlocks(), Host: run.GetHost(), LoRA: run.GetLora(),
+		Parent: run.GetParent(), HasParent: run.Parent != nil, BlockSize: int(min(run.GetBlockSize(), maxBlockSize)),
+	}
+	e.Root = prefixindex.TokenRoot(string(e.LoRA), e.BlockSize)
+	return e
+}
