@@ -6,6 +6,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"regexp"
 	"slices"
 	"strconv"
 	"strings"
@@ -22,6 +23,16 @@ import (
 // HTTPRoute, then the patches), so that the real Envoy can say what it thinks of the result where there is no Envoy Gateway.
 
 type object = map[string]any
+
+// As Envoy Gateway names its ext_proc filter in standalone mode, and how its routes enable it.
+const (
+	extProcName      = "envoy.filters.http.ext_proc//default/tandem/extproc/0"
+	filterConfigType = "type.googleapis.com/envoy.config.route.v3.FilterConfig"
+)
+
+// routePath is the path of a patch of a route, or of what enables ext_proc on it.
+var routePath = regexp.MustCompile(`^\$\.virtual_hosts\[\*]\.routes\[\?match\(@\.name, "httproute/default/tandem/rule/(\d+)/\.\*"\)]` +
+	`(\.typed_per_filter_config\[\?@\["@type"]=="` + regexp.QuoteMeta(filterConfigType) + `"])?$`)
 
 // patchPolicy is the part of an EnvoyPatchPolicy that is translated.
 type patchPolicy struct {
@@ -69,9 +80,9 @@ func translate(t *testing.T, resources string) []byte {
 			headers, _ := match["headers"].([]any)
 			match["headers"] = append(headers, object{"name": h.Name, "string_match": object{"exact": h.Value}})
 		}
-		routes = append(routes, object{"match": match, "typed_per_filter_config": object{}, "route": object{"cluster": name, "timeout": "0s"}})
+		routes = append(routes, object{"match": match, "typed_per_filter_config": object{extProcName: object{"@type": filterConfigType, "config": object{}}}, "route": object{"cluster": name, "timeout": "0s"}})
 	}
-	extProc := object{"name": "envoy.filters.http.ext_proc//default/tandem/extproc/0", "typed_config": object{}}
+	extProc := object{"name": extProcName, "typed_config": object{}}
 	hcm := object{
 		"@type":       "type.googleapis.com/envoy.extensions.filters.network.http_connection_manager.v3.HttpConnectionManager",
 		"stat_prefix": "http", "access_log": []any{}, "common_http_protocol_options": object{"headers_with_underscores_action": "REJECT_REQUEST"},
@@ -86,11 +97,15 @@ func translate(t *testing.T, resources string) []byte {
 		kind := p.Type[strings.LastIndexByte(p.Type, '.')+1:]
 		switch op := p.Operation; {
 		case kind == "RouteConfiguration":
-			_, index, ok := strings.Cut(op.JSONPath, "/rule/")
-			require.True(t, ok, op.JSONPath)
-			n, err := strconv.Atoi(strings.TrimSuffix(index, `/.*")]`))
+			m := routePath.FindStringSubmatch(op.JSONPath)
+			require.NotNil(t, m, op.JSONPath)
+			n, err := strconv.Atoi(m[1])
 			require.NoError(t, err)
-			put(t, routes[n].(object), op.Op, op.Path, op.Value)
+			at := routes[n].(object)
+			if m[2] != "" {
+				at = at["typed_per_filter_config"].(object)[extProcName].(object)
+			}
+			put(t, at, op.Op, op.Path, op.Value)
 		case op.Path == "/access_log/-":
 			hcm["access_log"] = append(hcm["access_log"].([]any), op.Value)
 		case strings.HasPrefix(op.JSONPath, "$..http_filters"):

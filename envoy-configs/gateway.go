@@ -52,6 +52,7 @@ type gatewayHost struct {
 // API cannot say is patched into that route.
 type gatewayRule struct {
 	Leg, Scheme string // headers to match; "": any
+	Buffered    string // the bootstrap's route whose match, buffering and restart this rule gets; "": none
 	Timeout     string
 	Refs        []backendRef // what it leads to by itself; none: the replan port
 	name        string       // of the bootstrap's route whose action this rule gets; "": it keeps Envoy Gateway's
@@ -97,7 +98,7 @@ func EnvoyGateway(c *configv1.Config, o GatewayOptions) ([]byte, error) {
 	default:
 		return nil, fmt.Errorf("--upstream %q: it is %s or %s", o.Upstream, OriginalDst, OverrideHost)
 	}
-	g.Rules = append(g.Rules, gatewayRule{Timeout: "0s"})
+	g.Rules = append(append(g.Rules, bufferedRules(b)...), gatewayRule{Timeout: "0s"})
 	if len(g.Rules) > maxRules {
 		return nil, fmt.Errorf("%d rules are more than an HTTPRoute may have (%d): use fewer schemes, or --upstream original-dst", len(g.Rules), maxRules)
 	}
@@ -153,6 +154,18 @@ func gatewayRules(b *bootstrap) []gatewayRule {
 		rules = append(rules, gatewayRule{Leg: "pair", Timeout: "0s", name: "pair"})
 	}
 	return rules
+}
+
+// bufferedRules are those of bodies that Envoy buffers so that another replica can be asked about them. Their matches need ranges of
+// numbers, which an HTTPRoute cannot say: a patch replaces the match that stands in the route.
+func bufferedRules(b *bootstrap) []gatewayRule {
+	if b.Mode == "duplex" || !b.Several() {
+		return nil
+	}
+	return []gatewayRule{
+		{Buffered: "pass-2-buffered", Timeout: "5s", name: "pass-2-buffered"},
+		{Buffered: "json-buffered", Timeout: "5s", name: "json-buffered"},
+	}
 }
 
 const typePrefix = "type.googleapis.com/envoy.config."
@@ -275,11 +288,9 @@ func (g *gatewayResources) routePatches(listener string, hcm map[string]any) ([]
 		if rule.name == "" {
 			continue
 		}
+		at := fmt.Sprintf(`$.virtual_hosts[*].routes[?match(@.name, "httproute/%s/%s/rule/%d/.*")]`, g.Namespace, g.Name, i)
 		add := func(op, path string, value any) {
-			out = append(out, patch{typePrefix + "route.v3.RouteConfiguration", listener, operation{
-				Op: op, Path: path, Value: value,
-				JSONPath: fmt.Sprintf(`$.virtual_hosts[*].routes[?match(@.name, "httproute/%s/%s/rule/%d/.*")]`, g.Namespace, g.Name, i),
-			}})
+			out = append(out, patch{typePrefix + "route.v3.RouteConfiguration", listener, operation{Op: op, Path: path, Value: value, JSONPath: at}})
 		}
 		action, ok := routes[rule.name]["route"].(map[string]any)
 		if !ok {
@@ -293,10 +304,28 @@ func (g *gatewayResources) routePatches(listener string, hcm map[string]any) ([]
 		}
 		filters, _ := routes[rule.name]["typed_per_filter_config"].(map[string]any)
 		for _, name := range slices.Sorted(maps.Keys(filters)) {
-			add("add", "/typed_per_filter_config/"+name, filters[name])
+			switch name {
+			case "envoy.filters.http.ext_proc":
+				// Envoy Gateway's filter has another name; its route has an empty configuration for it that enables it.
+				out = append(out, patch{typePrefix + "route.v3.RouteConfiguration", listener, operation{
+					Op: "add", Path: "/config", Value: filters[name],
+					JSONPath: at + `.typed_per_filter_config[?@["@type"]=="type.googleapis.com/envoy.config.route.v3.FilterConfig"]`,
+				}})
+			case "envoy.filters.http.buffer": // Envoy Gateway's listener has no such filter
+			default:
+				add("add", "/typed_per_filter_config/"+name, filters[name])
+			}
 		}
-		add("add", "/request_headers_to_remove", []string{"x-tandem-leg"}) // or the next pass would begin here
-		add("add", "/response_headers_to_remove", notForClients(hcm))      // a redirect still gets them
+		remove := []string{"x-tandem-leg"} // or the next pass would begin here
+		switch {
+		case rule.Buffered != "":
+			add("replace", "/match", routes[rule.name]["match"])
+			add("add", "/request_headers_to_add", routes[rule.name]["request_headers_to_add"])
+		case routes[rule.name]["request_headers_to_remove"] != nil:
+			remove = append(remove, "x-tandem-restart")
+		}
+		add("add", "/request_headers_to_remove", remove)
+		add("add", "/response_headers_to_remove", notForClients(hcm)) // a redirect still gets them
 	}
 	return out, nil
 }

@@ -137,7 +137,7 @@ if len(sys.argv) == 3:
     sys.exit()
 if len(sys.argv) > 3:
     print(sys.argv[2] + ": ", end="", flush=True)
-    load(int(sys.argv[3]), 4, ["tiny"], [50])
+    load(int(sys.argv[3]), 4, ["tiny"], [50, 2_000, 100_000, 300_000])
     sys.exit()
 for model in ENGINES:
     for size in (50, 40_000, 1_200_000, 4_000_000):
