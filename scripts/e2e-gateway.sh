@@ -122,7 +122,7 @@ python3 scripts/e2e_gateway.py $u "a prefill engine is killed" 60
 kill_it d1
 python3 scripts/e2e_gateway.py $u "a decode engine is killed" 60
 kill -STOP "${pids[tandem-0]}"
-python3 scripts/e2e_gateway.py $u "one of two replicas of Tandem hangs" 60
+python3 scripts/e2e_gateway.py $u "one of two replicas of Tandem hangs" 60 50 2000 100000 300000
 kill -CONT "${pids[tandem-0]}"
 kill_it tandem-0
 python3 scripts/e2e_gateway.py $u "one of two replicas of Tandem is killed" 200

@@ -1,7 +1,7 @@
 """Requests of e2e-gateway.sh. Everything is checked; the first thing that is not so ends it.
 
 e2e_gateway.py URL            single requests of every size, and a load
-e2e_gateway.py URL TEXT N     says that TEXT happened, and N requests more
+e2e_gateway.py URL TEXT N [SIZE...]     says that TEXT happened, and N requests more, of those sizes in bytes (50)
 e2e_gateway.py URL ADMIN      prints the configuration that Envoy has, of which ADMIN is the admin address"""
 import http.client
 import json
@@ -137,7 +137,7 @@ if len(sys.argv) == 3:
     sys.exit()
 if len(sys.argv) > 3:
     print(sys.argv[2] + ": ", end="", flush=True)
-    load(int(sys.argv[3]), 4, ["tiny"], [50, 2_000, 100_000, 300_000])
+    load(int(sys.argv[3]), 4, ["tiny"], [int(n) for n in sys.argv[4:]] or [50])
     sys.exit()
 for model in ENGINES:
     for size in (50, 40_000, 1_200_000, 4_000_000):
