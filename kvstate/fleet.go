@@ -139,6 +139,7 @@ type live struct {
 	room       room
 	load       *workload // of the pool
 	stepTokens int64
+	ratio      *fadingRatio // bytes per token, of the pool
 }
 
 // learn notes that the endpoint was at work for so long on jobs that the model has at so much.
@@ -296,7 +297,7 @@ func (s *State) SetPool(spec PoolSpec, eps []EndpointSpec) {
 func (p *Pool) endpoint(ep EndpointSpec, old *Endpoint) *Endpoint {
 	switch {
 	case old == nil:
-		l := &live{load: p.load, stepTokens: p.Spec.StepTokens}
+		l := &live{load: p.load, stepTokens: p.Spec.StepTokens, ratio: p.ratio}
 		setDefault(&l.stepTokens, defaultStepTokens)
 		p.index.Join(&l.blocks)
 		return &Endpoint{ep, l}

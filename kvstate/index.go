@@ -68,6 +68,17 @@ func (s *State) Prefilled(e *Endpoint, promised, found int64) {
 	e.blocks.Learn(promised, found, slack+promised/16)
 }
 
+// textBlockBytes is how much of a prompt's text one block of what is routed stands for.
+const textBlockBytes = 512
+
+// keepTwice has the index remember twice of what is routed to an endpoint as its engine has KV memory for: an engine keeps what is used again,
+// which the index does not see, and what it does not keep is found out ([State.Prefilled]). With half of the memory many hits are not found.
+func (l *live) keepTwice(kvTokens int64) {
+	if kvTokens > 0 && l.ratio != nil {
+		l.blocks.Keeps(int(min(2*float64(kvTokens)*l.ratio.bytesPerToken()/textBlockBytes, 1<<30)))
+	}
+}
+
 // IndexStats are the numbers of the pool's prefix index now.
 func (p *Pool) IndexStats() prefixindex.Stats { return p.index.Stats() }
 

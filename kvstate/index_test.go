@@ -163,3 +163,33 @@ func TestViewSaysWhatIsShared(t *testing.T) {
 	s.View(p, nil, &v)
 	require.Empty(t, v.Uses)
 }
+
+// The index remembers twice what an engine has memory for, and what was usual where the engine does not say.
+func TestTheIndexIsTwiceTheEngine(t *testing.T) {
+	for tokens, want := range map[int64]int{
+		-1:        1 << 14,
+		64_000:    1000,   // 4 bytes a token, 512 a block: 500 blocks
+		4_096_000: 64_000, // more than is usual
+	} {
+		s := New(Options{})
+		s.SetPool(PoolSpec{Name: "chat", Models: []string{"*"}}, []EndpointSpec{{Addr: "p", Role: RolePrefill}})
+		p := s.Pool("chat")
+		e := p.Endpoint("p")
+		s.Observe(e, Signals{Running: 0, KVUsage: 0, KVTokens: tokens, At: time.Now()})
+		prompts := make([][]uint64, 700)
+		for i := range prompts {
+			for k := range 100 {
+				prompts[i] = append(prompts[i], uint64(i)<<32|uint64(k)+1)
+			}
+			s.Routed(p, e, prompts[i])
+		}
+		found := 0
+		var v View
+		for _, prompt := range prompts {
+			s.View(p, prompt, &v)
+			found += v.Endpoints[0].Hit
+		}
+		require.LessOrEqual(t, found, want, "%d tokens", tokens)
+		require.Greater(t, found, want*2/5, "%d tokens: all but the generation before", tokens)
+	}
+}

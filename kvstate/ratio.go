@@ -31,6 +31,11 @@ func newTokenRatio() *fadingRatio {
 	return r
 }
 
+// bytesPerToken is that of the prompts seen so far.
+func (d *fadingRatio) bytesPerToken() float64 {
+	return float64(d.above.Load()) / float64(d.below.Load())
+}
+
 // ObservePrompt tells the pool how many tokens an engine counted for a body of that many bytes.
 func (p *Pool) ObservePrompt(bytes, tokens int64) {
 	if bytes > 0 && tokens > 0 && tokens <= bytes*4 {

@@ -80,6 +80,9 @@ func (s *State) observed(e *Endpoint, g Signals, count func(before *Signals) (el
 			return false
 		}
 		if e.signals.CompareAndSwap(known, &next) {
+			if known == nil || known.KVTokens != next.KVTokens {
+				e.keepTwice(next.KVTokens)
+			}
 			if known != nil && e.Role&RoleDecode != 0 {
 				if d, ok := next.Moved.since(known.Moved); ok {
 					e.learnMoved(d, e.Transfer.TP, s.o.Now().UnixNano())

@@ -12,7 +12,7 @@ import (
 // Options bound the state. Zero values take the defaults.
 type Options struct {
 	MaxIndexBytes    int           // that a pool's prefix index may take; default 512 MiB
-	EndpointBlocks   int           // text blocks that it remembers of what was routed to an endpoint; default 16 Ki
+	EndpointBlocks   int           // text blocks that it remembers of what was routed to an endpoint whose engine does not say how much KV it holds; default 16 Ki
 	FeedBlocks       int           // token blocks that it remembers of one publisher of KV events; default 1 Mi
 	MaxTokenBytes    int           // that the tokens known of a pool's prompts may take; default 64 MiB
 	RoutedTTL        time.Duration // how long it remembers what was routed and not asked for again; default 1 h

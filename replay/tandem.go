@@ -60,7 +60,7 @@ func (t *tandem) newReplica(number int) *replica {
 	}
 	r.state = kvstate.New(kvstate.Options{
 		Now:            func() time.Time { return time.Unix(0, int64(t.now*float64(time.Second))) },
-		EndpointBlocks: blocks, MaxIndexBytes: 1 << 36, ReservationTTL: 1000 * time.Hour, MaxReservations: 1 << 30,
+		EndpointBlocks: 2 * blocks, MaxIndexBytes: 1 << 36, ReservationTTL: 1000 * time.Hour, MaxReservations: 1 << 30,
 	})
 	var eps []kvstate.EndpointSpec
 	for i := range t.config.Prefill {

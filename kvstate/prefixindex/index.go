@@ -42,7 +42,7 @@ type Index struct {
 // Limits bound an index.
 type Limits struct {
 	MaxBytes     int           // of all members together
-	RoutedBlocks int           // of the prompts routed to one owner
+	RoutedBlocks int           // of the prompts routed to one owner of which nothing else is known ([Owner.Keeps])
 	FeedBlocks   int           // of one feed
 	TTL          time.Duration // of routed prompts that are not asked for again
 }
@@ -60,6 +60,7 @@ type member struct {
 	limit   int
 	ttl     time.Duration // 0: for ever
 	fresh   bool
+	keeps   atomic.Int64 // blocks to remember of what is routed, at most
 	fits    atomic.Int64 // blocks that the engine seems to keep, learned from what it reports; 0: nothing learned
 	began   time.Time    // the current generation
 	list    []uint32     // blocks held, earlier ones of a prompt before later ones; a feed's are in feed.keys
@@ -103,7 +104,8 @@ func (x *Index) admit(m *member) *member {
 }
 
 func (x *Index) limit(m *member) {
-	m.limit, m.ttl = x.limits.RoutedBlocks, x.limits.TTL
+	m.keeps.CompareAndSwap(0, int64(x.limits.RoutedBlocks))
+	m.limit, m.ttl = int(m.keeps.Load()), x.limits.TTL
 	if m.feed != nil {
 		m.limit, m.ttl = x.limits.FeedBlocks, 0
 	} else if m.fresh {
@@ -114,17 +116,17 @@ func (x *Index) limit(m *member) {
 
 // learn corrects how much an engine is taken to keep, by what it found of a prompt in its cache: a little more if the index
 // was right, an eighth less if it promised blocks that were gone.
-func (m *member) learn(promised, found, slack int64, most int) {
-	fits := m.fits.Load()
+func (m *member) learn(promised, found, slack int64) {
+	fits, most := m.fits.Load(), m.keeps.Load()
 	if fits == 0 {
-		fits = int64(most)
+		fits = most
 	}
 	if promised-found > slack {
 		fits -= fits / 8
 	} else if promised > 0 {
 		fits += fits/64 + 1
 	}
-	m.fits.Store(min(max(fits, minFits), int64(most))) // two who race here lose a step
+	m.fits.Store(min(max(fits, minFits), most)) // two who race here lose a step
 }
 
 // minFits is how many blocks an engine is always taken to keep: the longest prompt, roughly.

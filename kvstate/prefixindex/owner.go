@@ -46,7 +46,18 @@ func (o *Owner) AddFresh(hashes []uint64) {
 // Learn notes how much of a prompt the engine found in its cache, and how much the index had promised, in units in which
 // slack is a difference that means nothing.
 func (o *Owner) Learn(promised, found, slack int64) {
-	o.routed.learn(promised, found, slack, o.index.limits.RoutedBlocks)
+	o.routed.learn(promised, found, slack)
+}
+
+// Keeps sets how many blocks to remember of what is routed to the owner, as far as there is memory.
+func (o *Owner) Keeps(blocks int) {
+	m, keeps := o.routed, max(int64(blocks), minFits)
+	if old := m.keeps.Swap(keeps); old == keeps {
+		return
+	}
+	o.index.writing.Lock()
+	defer o.index.unlock()
+	o.index.limit(m)
 }
 
 // Reported reports whether the owner's engine has reported blocks.
