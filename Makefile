@@ -121,6 +121,10 @@ site: ## docs/ as a searchable site in .cache/site, with mkdocs from PyPI; open 
 	./scripts/tools.sh site
 	.tools/site/bin/mkdocs build --quiet
 
+page: tools ## the replica's page in headless Chromium: accessibility by axe-core (npm), light, dark and on a phone; docs' screenshots anew
+	./scripts/tools.sh page
+	TANDEM_REQUIRE_TOOLS=1 $(GO) test -count 1 -timeout $(TEST_TIMEOUT) -run TestPageInChromium -v ./e2e -screenshots
+
 e2e-sglang: tools build ## against real SGLang on CPU, 2 prefill and 2 decode with NIXL: 6.7 GiB into ~/.cache/tandem once, 9 GiB of memory, 10 minutes on idle cores
 	e2e/sglang/install.sh
 	e2e/sglang/run.sh $(GO) test -tags sglang -count 1 -timeout 40m -v ./e2e/sglang

@@ -93,15 +93,38 @@ setTimeout(() => { const d = f.contentDocument; found.textContent = 'width ' + d
 	require.NotContains(t, log, "CONSOLE", "errors in the page's console")
 	require.Contains(t, dom, `<span id="state" class="pill good">ready</span>`)
 	for _, e := range f.engines() {
-		require.Contains(t, dom, "<td>"+e.addr+"</td>")
+		require.Contains(t, dom, `<td data-label="endpoint">`+e.addr+"</td>")
 	}
 	require.Regexp(t, `live-\d-\d+</span>`, dom)
 	require.GreaterOrEqual(t, strings.Count(dom, `class="series`), 10, "lines of the plots")
 	require.Regexp(t, `<path class="link c-decode"[^>]*><title>127\.0\.0\.1:\d+ → 127\.0\.0\.1:\d+: \d+</title>`, dom)
-	require.Contains(t, dom, "price to prefill")
+	require.Contains(t, dom, "to prefill")
+	require.Regexp(t, `127\.0\.0\.1:\d+ computes the prompt|Decode alone on`, dom, "a decision in a sentence")
+	require.Contains(t, dom, "Nothing needs attention.")
 
 	phone, _ := chromium(t, "--dump-dom", server.URL+"/phone")
 	require.Regexp(t, `<pre id="found">width 390 of 390</pre>`, phone)
+
+	// axe-core's rules of accessibility, in both colour schemes and on a phone, with a decision open.
+	if axe := filepath.Join("..", ".tools", "axe.min.js"); fileThere(axe) {
+		mux.HandleFunc("/axe.js", func(w http.ResponseWriter, r *http.Request) { http.ServeFile(w, r, axe) })
+		mux.HandleFunc("/axe", func(w http.ResponseWriter, r *http.Request) {
+			fmt.Fprintf(w, `<!doctype html><body><iframe id=f title=page src="/" style="width:%spx;height:1900px"></iframe><pre id=found></pre><script>
+setTimeout(() => { const d = f.contentDocument, s = d.createElement('script');
+  d.querySelector('details').open = true;
+  s.src = '/axe.js'; s.onload = () => f.contentWindow.axe.run(d, {iframes: false}).then(
+    r => found.textContent = 'passes ' + r.passes.length + ' violations ' + JSON.stringify(r.violations.map(v => [v.id, v.nodes.map(n => n.html + n.failureSummary)])));
+  d.head.append(s) }, 4000)</script>`, r.URL.Query().Get("width"))
+		})
+		for name, args := range map[string][]string{"light": nil, "dark": {"--blink-settings=preferredColorScheme=0"}} {
+			for _, width := range []string{"1240", "390"} {
+				found, _ := chromium(t, append(args, "--dump-dom", server.URL+"/axe?width="+width)...)
+				_, found, _ = strings.Cut(found, `<pre id="found">`)
+				found, _, _ = strings.Cut(found, "</pre>")
+				require.Regexp(t, `^passes [1-9]\d violations \[\]$`, found, "%s, %s pixels wide", name, width)
+			}
+		}
+	}
 
 	if *screenshots {
 		docs, err := filepath.Abs("../docs")
@@ -109,6 +132,11 @@ setTimeout(() => { const d = f.contentDocument; found.textContent = 'width ' + d
 		chromium(t, "--window-size=1240,1500", "--screenshot="+filepath.Join(docs, "page.png"), server.URL+"/")
 		chromium(t, "--window-size=390,1900", "--screenshot="+filepath.Join(docs, "page-phone.png"), server.URL+"/phone")
 	}
+}
+
+func fileThere(path string) bool {
+	_, err := os.Stat(path)
+	return err == nil
 }
 
 // A terminal shows the same.

@@ -56,12 +56,15 @@ func (x *planning) weigh(split bool, tokens int64) []telemetry.Weighed {
 				{Name: "overflow", Value: d.Overflow}, {Name: "session", Value: d.Session},
 			})
 		}
-		if a := c.Alone; a != nil && !split {
-			w.Decode = parts([]telemetry.Part{
+		if a := c.Alone; a != nil {
+			alone := parts([]telemetry.Part{
 				{Name: "queue", Value: a.Queue}, {Name: "work", Value: a.Work}, {Name: "others", Value: a.Others},
 				{Name: "answers", Value: a.Answers}, {Name: "decode", Value: a.Decode}, {Name: "overflow", Value: a.Overflow},
 				{Name: "session", Value: a.Session},
 			})
+			if w.Alone = alone; !split {
+				w.Alone, w.Decode = nil, alone
+			}
 		}
 		out = append(out, w)
 	}

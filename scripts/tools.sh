@@ -5,7 +5,8 @@
 # and, as root on Debian, redis-server from the distribution, unless there is one ($REDIS_SERVER, PATH). Where it cannot, it says so; the tests
 # that need it then fail in `make test`, and are skipped in a plain `go test`.
 # "tools.sh dev" adds protoc (grpcio-tools), for `make generate`; "tools.sh load" aiperf, for `make load`, and says if h2load is
-# missing; "tools.sh site" mkdocs, for `make site`; "tools.sh peers" vllm-router and sglang-router, for `make bench-peers`. Repeated calls do nothing.
+# missing; "tools.sh site" mkdocs, for `make site`; "tools.sh page" Chromium and
+# axe-core, for `make page`; "tools.sh peers" vllm-router and sglang-router, for `make bench-peers`. Repeated calls do nothing.
 set -eu
 cd "$(dirname "$0")/.."
 envoy_version=1.40.0
@@ -58,6 +59,17 @@ site)
     python3 -m venv .tools/site
     .tools/site/bin/pip install -q --disable-pip-version-check mkdocs-material==9.6.23
     touch .tools/.stamp-site
+  fi
+  ;;
+page)
+  if [ ! -e .tools/axe.min.js ]; then
+    url=https://registry.npmjs.org/axe-core/-/axe-core-4.10.3.tgz
+    python3 -c 'import io, sys, tarfile, urllib.request as u; t = tarfile.open(fileobj=io.BytesIO(u.urlopen(sys.argv[1], timeout=60).read())); sys.stdout.buffer.write(t.extractfile("package/axe.min.js").read())' $url > .tools/axe.part
+    mv .tools/axe.part .tools/axe.min.js
+  fi
+  if ! command -v chromium >/dev/null && ! command -v "${CHROMIUM:-google-chrome}" >/dev/null; then
+    echo "tools.sh: installing chromium" >&2
+    { apt-get install -qqy --no-install-recommends chromium || { apt-get update -qq && apt-get install -qqy --no-install-recommends chromium; }; } >/dev/null
   fi
   ;;
 peers)

@@ -17,6 +17,8 @@ type Status struct {
 	Started      time.Time         `json:"started"`
 	Now          time.Time         `json:"now"`
 	Ready        bool              `json:"ready"`
+	Sharing      Sharing           `json:"sharing"`
+	Attention    []Notice          `json:"attention"`
 	Reservations int               `json:"reservations"`
 	Pools        []Pool            `json:"pools"`
 	Flow         []Flow            `json:"flow"`   // of the last minute, among the latest requests
@@ -47,6 +49,9 @@ type Endpoint struct {
 	Hops     int     `json:"hops"`                                // of the latest requests
 	HitShare float64 `json:"hit_share"`                           // cached of prompt tokens in those, 0 to 1; -1: not known
 	Transfer float64 `json:"transfer_bytes_per_second,omitempty"` // KV that comes to it, learned
+	Running  int64   `json:"running"`                             // in the engine's batch, as it says; -1: not known
+	Waiting  int64   `json:"waiting"`                             // in the engine's queue; -1: not known
+	KVUsage  float64 `json:"kv_usage"`                            // of its KV cache, 0 to 1; -1: not known
 }
 
 // Flow is how many of the latest requests went from one endpoint to another. Prefill is "" where decode worked alone.
@@ -87,6 +92,7 @@ type Source struct {
 	Totals  func() telemetry.Totals
 	Recent  func(n int) []telemetry.Trace
 	Ready   func() bool
+	Sharing func() Sharing
 }
 
 // What is kept: ten minutes of points, and of the counts as much as a minute's percentiles need.
@@ -176,12 +182,19 @@ func (f *Feed) Status(since int64) Status {
 	recent := f.source.Recent(allRecent)
 	s := Status{
 		Version: f.source.Version, Started: f.started, Now: time.Now(), Ready: f.source.Ready(),
-		Reservations: f.source.State.Reservations(), Flow: flow(recent, time.Now().Add(-time.Minute)),
+		Sharing: f.source.Sharing(), Reservations: f.source.State.Reservations(), Flow: flow(recent, time.Now().Add(-time.Minute)),
 		Recent: recent[:min(len(recent), shownRecent)], Pools: []Pool{},
 	}
 	for _, p := range f.source.State.Pools() {
 		s.Pools = append(s.Pools, f.pool(p, recent))
 	}
+	f.addPoints(&s, since)
+	s.Attention = attention(&s, f.loadFaults, recent)
+	return s
+}
+
+// addPoints adds the points after since and those of the last minute.
+func (f *Feed) addPoints(s *Status, since int64) {
 	now := f.source.Totals()
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -190,7 +203,18 @@ func (f *Feed) Status(since int64) Status {
 	s.Minute.N = f.n
 	from, _ := slices.BinarySearchFunc(f.points, since+1, func(p Point, n int64) int { return int(p.N - n) })
 	s.Points = append([]Point{}, f.points[from:]...)
-	return s
+}
+
+// loadFaults returns the failed KV loads for which an endpoint is avoided; nil: none.
+func (f *Feed) loadFaults(pool, address string) *kvstate.LoadFaults {
+	if p := f.source.State.Pool(pool); p != nil {
+		for _, e := range p.Endpoints() {
+			if e.Addr == address {
+				return e.LoadFaults()
+			}
+		}
+	}
+	return nil
 }
 
 func (f *Feed) pool(p *kvstate.Pool, recent []telemetry.Trace) Pool {
@@ -206,6 +230,10 @@ func (f *Feed) pool(p *kvstate.Pool, recent []telemetry.Trace) Pool {
 		}
 		if shown.Name == "" {
 			shown.Name = e.Addr
+		}
+		shown.Running, shown.Waiting, shown.KVUsage = -1, -1, -1
+		if g := e.Signals(); g != nil {
+			shown.Running, shown.Waiting, shown.KVUsage = g.Running, g.Waiting, g.KVUsage
 		}
 		shown.seenIn(recent)
 		out.Endpoints = append(out.Endpoints, shown)

@@ -19,7 +19,8 @@ func Print(w io.Writer, s *Status) {
 		ready = "NOT READY"
 	}
 	m := &s.Minute
-	fmt.Fprintf(w, "Tandem %s, %s, up %s, %d booked\n\n", s.Version, ready, s.Now.Sub(s.Started).Round(time.Second), s.Reservations)
+	fmt.Fprintf(w, "Tandem %s, %s, up %s, %d booked%s\n\n", s.Version, ready, s.Now.Sub(s.Started).Round(time.Second), s.Reservations, ofReplicas(&s.Sharing))
+	printAttention(w, s.Attention)
 	fmt.Fprintf(w, "last minute  %s requests/s  %s failed/s  %s refused/s  %s replans/s  %s\n", number(m.OK+m.Rejected+m.Failed+m.Gone), number(m.Failed), number(m.Refused), number(m.Replans),
 		spark(s.Points, func(p *Point) float64 { return p.OK + p.Rejected + p.Failed + p.Gone }))
 	fmt.Fprintf(w, "first byte   p50 %s  p99 %s   prefill p50 %s  p99 %s   deciding p50 %s  p99 %s\n",
@@ -34,6 +35,27 @@ func Print(w io.Writer, s *Status) {
 	}
 	printFlow(w, s.Flow)
 	printRecent(w, s.Recent)
+}
+
+// ofReplicas says that what is shown is one replica's part.
+func ofReplicas(s *Sharing) string {
+	if s.Replicas > 1 {
+		return fmt.Sprintf("; this replica, 1 of %d", s.Replicas)
+	}
+	return ""
+}
+
+func printAttention(w io.Writer, notices []Notice) {
+	for _, n := range notices {
+		mark := "warning"
+		if n.Bad {
+			mark = "PROBLEM"
+		}
+		fmt.Fprintf(w, "%s  %s (docs/%s)\n", mark, plain(n.Text), n.Doc)
+	}
+	if len(notices) > 0 {
+		fmt.Fprintln(w)
+	}
 }
 
 func printPool(w io.Writer, p *Pool) {

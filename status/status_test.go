@@ -40,7 +40,8 @@ func fleet(totals func() telemetry.Totals) Source {
 		{RequestID: "req-0\x1b]0;", Pool: "chat", Route: "split", Prefill: "10.0.1.1:8000", Decode: "10.0.2.1:8000", PromptTokens: 100, CachedTokens: 50, Status: 503, Started: now.Add(-time.Hour)},
 	}
 	return Source{Version: "v1", State: state, Totals: totals, Ready: func() bool { return true },
-		Recent: func(n int) []telemetry.Trace { return recent[:min(n, len(recent))] }}
+		Sharing: func() Sharing { return Sharing{Redis: true, Replicas: 2, KeysDiffer: 1} },
+		Recent:  func(n int) []telemetry.Trace { return recent[:min(n, len(recent))] }}
 }
 
 func TestFeed(t *testing.T) {

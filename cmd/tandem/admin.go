@@ -10,6 +10,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/promhttp"
 
+	"tandem/docs"
 	"tandem/extproc"
 	"tandem/kvstate/redisstore"
 )
@@ -49,6 +50,11 @@ func newAdmin(registry *prometheus.Registry, health *extproc.Health, server *ext
 		writeJSON(w, e)
 	})
 	orders.register(mux)
+	pages := http.StripPrefix("/docs/", http.FileServerFS(docs.Pages))
+	mux.HandleFunc("GET /docs/", func(w http.ResponseWriter, r *http.Request) {
+		w.Header().Set("content-type", "text/plain; charset=utf-8") // Markdown, which browsers would save
+		pages.ServeHTTP(w, r)
+	})
 	mux.Handle("GET /status.json", page)
 	mux.Handle("GET /", page)
 	return mux

@@ -17,6 +17,7 @@ import (
 	"tandem/kvstate"
 	"tandem/kvstate/redisstore"
 	configv1 "tandem/protos/config/v1"
+	"tandem/status"
 )
 
 // joinTime is how long a replica that starts waits to hear what the others know.
@@ -96,6 +97,15 @@ func (f *fleet) keepReady(ctx context.Context, set func(ready bool), log *slog.L
 		case <-f.keysChanged:
 		}
 	}
+}
+
+// sharing is how this replica stands with the others.
+func (f *fleet) sharing() status.Sharing {
+	if f.store == nil {
+		return status.Sharing{Replicas: 1}
+	}
+	_, up := f.store.Status()
+	return status.Sharing{Redis: true, Up: up, Replicas: f.store.Replicas(), KeysDiffer: len(f.store.KeyCheck().Differ)}
 }
 
 // keyCheck compares the ticket keys with those of the other replicas; without Redis there is nobody to compare with.

@@ -150,7 +150,7 @@ func runServer(ctx context.Context, file string, config *configv1.Config, set se
 	server := extproc.New(options, metrics)
 	keep := guard.New(log, metrics.Panicked)
 	health := extproc.NewHealth()
-	feed := status.NewFeed(status.Source{Version: version(), State: fleet.state, Totals: metrics.Totals, Recent: server.Recent, Ready: health.Ready})
+	feed := status.NewFeed(status.Source{Version: version(), State: fleet.state, Totals: metrics.Totals, Recent: server.Recent, Ready: health.Ready, Sharing: fleet.sharing})
 	grpcServer, err := newGRPC(config, server, health)
 	if err != nil {
 		return err

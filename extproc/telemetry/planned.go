@@ -18,7 +18,8 @@ type Weighed struct {
 	Out      bool   `json:"out,omitempty"` // left out: it failed
 	Hit      int    `json:"hit_blocks"`    // leading blocks of the prompt that it holds
 	Prefill  []Part `json:"prefill,omitempty"`
-	Decode   []Part `json:"decode,omitempty"`
+	Decode   []Part `json:"decode,omitempty"` // of the hop that answers
+	Alone    []Part `json:"alone,omitempty"`  // of decode alone, where the request may be split
 }
 
 // Foreseen is how long a request was expected to take when its last pass was planned, from then on; 0: not estimated.

@@ -44,6 +44,17 @@ function tiles(m, status) {
   byId('tiles').replaceChildren(...all.map(([name, value, css]) => el('div', { class: 'tile ' + (css || '') }, el('b', {}, value), el('small', {}, name))));
 }
 
+// attention shows what an operator should look at first, each with a page that says what to do.
+function attention(notices) {
+  const box = byId('attention');
+  const text = JSON.stringify(notices);
+  if (box.dataset.shown === text) return;   // or a screen reader would read it out once a second
+  box.dataset.shown = text;
+  if (!notices.length) return box.replaceChildren(el('p', { class: 'notice good' }, 'Nothing needs attention.'));
+  box.replaceChildren(...notices.map(n => el('p', { class: 'notice ' + (n.bad ? 'bad' : 'warn') },
+    el('b', {}, n.bad ? 'Problem: ' : 'Warning: '), n.text + ' ', el('a', { href: 'docs/' + n.doc }, 'What to do'))));
+}
+
 const charts = [
   { title: 'Requests a second', unit: count, lines: [['two hops', 'split', 'c-decode'], ['decode alone', 'alone', 'c-prefill'], ['passed on', 'pass', 'c-other']] },
   { title: 'Answers a second', unit: count, lines: [['ok', 'ok', 'c-good'], ['refused', p => p.rejected + p.refused, 'c-prefill'], ['failed', 'failed', 'c-bad'], ['client left', 'gone', 'c-other']] },
@@ -59,7 +70,8 @@ function chart(c) {
   const max = Math.max(1e-3, ...values.flat()) * 1.1;
   const n = points.length;
   const x = i => left + (w - left - 4) * (n > 1 ? i / (n - 1) : 1), y = v => top + (h - top - bottom) * (1 - v / max);
-  const picture = svg('svg', { viewBox: `0 0 ${w} ${h}`, role: 'img', 'aria-label': c.title });
+  const now = c.lines.map(([name], i) => `${name} ${n ? c.unit(values[i][n - 1]) : 'unknown'}`).join(', ');
+  const picture = svg('svg', { viewBox: `0 0 ${w} ${h}`, role: 'img', 'aria-label': `${c.title}, now: ${now}` });
   for (const share of [0, 0.5, 1]) {
     const v = max / 1.1 * share;
     picture.append(svg('line', { class: 'axis', x1: left, x2: w, y1: y(v), y2: y(v) }), svg('text', { x: left - 4, y: y(v) + 4, 'text-anchor': 'end' }, share === 0 ? '0' : c.unit(v)));
@@ -79,7 +91,8 @@ function chart(c) {
 function flow(pool, links) {
   const mine = links.filter(l => l.pool === pool.name);
   const names = new Map(pool.endpoints.map(e => [e.address, e.name]));
-  const left = [...new Set(mine.map(l => l.prefill))].sort(), right = [...new Set(mine.map(l => l.decode))].sort();
+  const prefills = pool.endpoints.filter(e => e.role === 'prefill').map(e => e.address);   // those that serve nothing, too
+  const left = [...new Set(mine.map(l => l.prefill).concat(prefills))].sort(), right = [...new Set(mine.map(l => l.decode))].sort();
   if (!mine.length) return el('p', { class: 'soft' }, pool.name + ': nothing yet');
   const total = mine.reduce((s, l) => s + l.requests, 0), w = Math.max(300, Math.min(900, byId('flow').clientWidth)), gap = 14, thick = 110;
   const margin = Math.min(190, w * 0.39), middle = w / 2;
@@ -94,7 +107,8 @@ function flow(pool, links) {
   };
   const from = place(left, 'prefill'), to = place(right, 'decode');
   const h = Math.max(...[...from.values(), ...to.values()].map(n => n.y + Math.max(n.h, 12))) + gap;
-  const picture = svg('svg', { viewBox: `0 0 ${w} ${h}`, role: 'img', 'aria-label': 'flow of pool ' + pool.name });
+  const picture = svg('svg', { viewBox: `0 0 ${w} ${h}`, role: 'img', 'aria-label': `Flow of pool ${pool.name}: `
+    + mine.map(l => `${names.get(l.prefill) || l.prefill || 'decode alone'} to ${names.get(l.decode) || l.decode} ${l.requests}`).join(', ') });
   for (const l of mine) {
     const a = from.get(l.prefill), b = to.get(l.decode), t = Math.max(thick * l.requests / total, 1);
     const ya = a.y + a.used + t / 2, yb = b.y + b.used + t / 2;
@@ -102,33 +116,40 @@ function flow(pool, links) {
     picture.append(svg('path', { class: 'link ' + (l.prefill ? 'c-decode' : 'c-other'), 'stroke-width': t, d: `M${margin} ${ya} C${middle} ${ya} ${middle} ${yb} ${w - margin} ${yb}` },
       svg('title', {}, `${names.get(l.prefill) || l.prefill || 'decode alone'} → ${names.get(l.decode) || l.decode}: ${l.requests}`)));
   }
-  for (const [name, n] of from) picture.append(svg('rect', { class: 'node ' + (name ? 'c-prefill' : 'c-other'), x: margin - 8, y: n.y, width: 8, height: n.h }),
-    svg('text', { class: 'name', x: margin - 12, y: n.y + Math.min(n.h / 2 + 4, 14), 'text-anchor': 'end' }, (names.get(name) || name || 'decode alone') + ' · ' + n.n));
+  for (const [name, n] of from) picture.append(svg('rect', { class: 'node ' + (!n.n ? 'idle' : name ? 'c-prefill' : 'c-other'), x: margin - 8, y: n.y, width: 8, height: n.h }),
+    svg('text', { class: 'name', x: margin - 12, y: n.y + Math.min(n.h / 2 + 4, 14), 'text-anchor': 'end' }, (names.get(name) || name || 'decode alone') + ' · ' + (n.n || 'idle')));
   for (const [name, n] of to) picture.append(svg('rect', { class: 'node c-decode', x: w - margin, y: n.y, width: 8, height: n.h }),
     svg('text', { class: 'name', x: w - margin + 12, y: n.y + Math.min(n.h / 2 + 4, 14) }, (names.get(name) || name) + ' · ' + n.n));
   return el('div', {}, el('h3', {}, pool.name), picture);
 }
 
-function row(kind, cells) {
-  return el('tr', {}, ...cells.map(c => Array.isArray(c) ? el(kind, { class: 'n' }, c[0]) : el(kind, {}, c)));
+// table is a table with a caption for screen readers. Each column is a name, [name] where its cells are numbers. Cells bear their column's
+// name, which narrow screens show.
+function table(caption, columns, rows) {
+  const head = el('tr', {}, ...columns.map(c => el('th', Array.isArray(c) ? { scope: 'col', class: 'n' } : { scope: 'col' }, String(c))));
+  const body = rows.map(({ cells, chosen }) => el('tr', chosen ? { class: 'chosen' } : {}, ...cells.map((c, i) =>
+    el('td', { 'data-label': String(columns[i]), ...(Array.isArray(columns[i]) ? { class: 'n' } : {}) }, c))));
+  return el('div', { class: 'table', tabindex: '0', role: 'region', 'aria-label': caption }, el('table', {}, el('caption', {}, caption), el('thead', {}, head), el('tbody', {}, ...body)));
 }
 
-function bar(value, max, css) {
+// bar shows a share of something that has an end.
+function bar(share, text, css) {
   const b = el('span', { class: 'bar ' + css });
-  b.style.width = (max > 0 ? 100 * value / max : 0) + '%';
-  return el('span', {}, el('span', { class: 'bar-space' }, b), count(value));
+  b.style.width = 100 * Math.min(1, Math.max(0, share)) + '%';
+  return el('span', {}, el('span', { class: 'bar-space', 'aria-hidden': 'true' }, b), text);
 }
 
 function pools(status) {
   byId('pools').replaceChildren(...status.pools.map(p => {
-    const most = Math.max(1, ...p.endpoints.map(e => e.requests)), tokens = Math.max(1, ...p.endpoints.map(e => e.prompt_tokens));
-    const table = el('table', {}, row('th', ['endpoint', 'role', 'health', 'requests', 'prompt tokens', ['lately'], ['cache hits']]));
-    for (const e of p.endpoints) {
+    const rows = p.endpoints.map(e => {
       const css = e.role === 'prefill' ? 'c-prefill' : 'c-decode';
-      table.append(row('td', [e.name + (e.group ? ' (' + e.group + ')' : ''), el('span', { class: css }, e.role), el('span', { class: 'pill ' + ({ up: 'good', out: 'bad' }[e.state] || 'warn') }, e.state),
-        bar(e.requests, most, css), bar(e.prompt_tokens, tokens, css), [count(e.hops)], [e.hit_share < 0 ? '–' : percent(e.hit_share)]]));
-    }
-    return el('div', {}, el('h3', {}, p.name + ' ', el('small', {}, `${p.models.join(', ')} · prefix index ${count(p.index_blocks)} blocks`)), el('div', { class: 'table' }, table));
+      return { cells: [e.name + (e.group ? ' (' + e.group + ')' : ''), el('span', { class: css }, e.role),
+        el('span', { class: 'pill ' + ({ up: 'good', out: 'bad' }[e.state] || 'warn') }, e.state),
+        count(e.requests), count(e.prompt_tokens), e.running < 0 ? '–' : count(e.running), e.waiting < 0 ? '–' : count(e.waiting),
+        e.kv_usage < 0 ? '–' : bar(e.kv_usage, percent(e.kv_usage), e.kv_usage >= 0.95 ? 'c-bad' : css), count(e.hops), e.hit_share < 0 ? '–' : percent(e.hit_share)] };
+    });
+    return el('div', {}, el('h3', {}, p.name + ' ', el('small', {}, `${p.models.join(', ')} · prefix index ${count(p.index_blocks)} blocks`)),
+      table('Endpoints of pool ' + p.name, ['endpoint', 'role', 'health', ['booked requests'], ['booked tokens'], ['running'], ['queued'], 'KV cache used', ['latest 256'], ['cache hits']], rows));
   }));
 }
 
@@ -141,21 +162,37 @@ function decision(t) {
     el('span', {}, way), el('span', { class: 'soft' }, `${count(t.prompt_tokens)} tokens${t.cached_tokens > 0 ? ', ' + count(t.cached_tokens) + ' cached' : ''}`),
     el('span', { class: 'soft' }, [t.prefill_ns ? 'prefill ' + fromNano(t.prefill_ns) : '', t.decode_ns ? 'decode ' + fromNano(t.decode_ns) : '', t.replans ? t.replans + ' replans' : ''].filter(Boolean).join(', ')),
     el('span', { class: 'id soft' }, t.request_id)));
-  if (t.reason) d.append(el('p', { class: 'soft' }, 'not split: ' + t.reason));
-  d.append(t.weighed ? weighed(t) : el('p', { class: 'soft' }, 'a few decisions a second are taken apart; this one was not'));
+  d.append(el('p', {}, sentence(t)));
+  d.append(t.weighed ? weighed(t) : el('p', { class: 'soft' }, 'Prices are kept of a few decisions a second, and not of this one.'));
   d.open = open.has(t.request_id);
   d.addEventListener('toggle', () => d.open ? open.add(t.request_id) : open.delete(t.request_id));
   return d;
 }
 
-function weighed(t) {
-  const parts = list => list ? price(list.reduce((s, p) => s + p.value, 0)) + ' = ' + list.map(p => p.name + ' ' + price(p.value)).join(' + ') : '';
-  const table = el('table', {}, row('th', ['endpoint', 'role', ['blocks held'], 'price to prefill', 'price to decode']));
-  for (const w of t.weighed) {
-    const chosen = w.endpoint === t.prefill || w.endpoint === t.decode;
-    table.append(row('td', [chosen ? el('b', {}, '✓ ' + w.endpoint) : w.endpoint + (w.out ? ' (out)' : ''), w.role, [String(w.hit_blocks)], parts(w.prefill), parts(w.decode)]));
+const total = parts => parts ? parts.reduce((s, p) => s + p.value, 0) : Infinity;
+
+// sentence says what was decided, and by how much it was cheaper than the next best.
+function sentence(t) {
+  if (!t.prefill && t.route !== 'decode_alone') return `Sent to ${t.decode} as it came${t.reason ? ': ' + t.reason.replaceAll('_', ' ') : ''}.`;
+  const all = t.weighed || [], at = all.find(w => w.endpoint === t.decode);
+  const held = w => w && w.hit_blocks > 0 ? ` (it holds ${w.hit_blocks} blocks of the prompt)` : '';
+  const least = (key, but) => Math.min(Infinity, ...all.filter(w => w.endpoint !== but && !w.out).map(w => total(w[key])));
+  if (!t.prefill) {
+    const pair = least('prefill') + least('decode'), mine = total(at && (at.alone || at.decode));
+    return `Decode alone on ${t.decode}${held(at)}` + (t.reason === 'cheaper' && pair - mine > 0 && isFinite(pair) ? `: ${price(pair - mine)} cheaper than two hops.` : t.reason ? ': ' + t.reason.replaceAll('_', ' ') + '.' : '.');
   }
-  return el('div', { class: 'weighed table' }, table);
+  const by = all.find(w => w.endpoint === t.prefill), mine = total(by && by.prefill) + total(at && at.decode), alone = least('alone'), next = least('prefill', t.prefill) - total(by && by.prefill);
+  return `${t.prefill} computes the prompt${held(by)}, ${t.decode} answers`
+    + (isFinite(alone) && isFinite(mine) ? (alone >= mine ? `: ${price(alone - mine)} cheaper than decode alone` : `, though decode alone would be ${price(mine - alone)} cheaper`) : '')
+    + (isFinite(next) && next >= 0 ? `; the next prefill endpoint costs ${price(next)} more` : '') + '.';
+}
+
+function weighed(t) {
+  const parts = list => list ? `${price(total(list))} = ${list.map(p => p.name + ' ' + price(p.value)).join(' + ')}` : '–';
+  return table('What was weighed for ' + t.request_id, ['endpoint', 'role', ['blocks held'], 'to prefill', 'to decode', 'to do both'], t.weighed.map(w => {
+    const chosen = w.endpoint === t.prefill || w.endpoint === t.decode;
+    return { chosen, cells: [(chosen ? '✓ ' : '') + w.endpoint + (w.out ? ' (out)' : ''), w.role, String(w.hit_blocks), parts(w.prefill), parts(w.decode), parts(w.alone)] };
+  }));
 }
 
 let shown = '';
@@ -164,7 +201,9 @@ function draw(status) {
   const state = byId('state');
   state.textContent = status.ready ? 'ready' : 'not ready';
   state.className = 'pill ' + (status.ready ? 'good' : 'bad');
-  byId('about').textContent = `${location.host} · up ${ago(new Date(status.now) - new Date(status.started))} · ${status.version}`;
+  byId('about').textContent = `${location.host} · up ${ago(new Date(status.now) - new Date(status.started))} · ${status.version}`
+    + (status.sharing.replicas > 1 ? ` · this replica, 1 of ${status.sharing.replicas}` : '');
+  attention(status.attention);
   tiles(status.minute, status);
   byId('plots').replaceChildren(...charts.map(chart));
   byId('flow').replaceChildren(...status.pools.map(p => flow(p, status.flow)));

@@ -1,0 +1,8 @@
+package docs
+
+import "embed"
+
+// Pages are the pages that the admin port serves under /docs/, so that an operator reads those of the release that runs.
+//
+//go:embed *.md howto/*.md
+var Pages embed.FS

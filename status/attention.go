@@ -1,0 +1,156 @@
+package status
+
+import (
+	"fmt"
+	"slices"
+	"strings"
+	"time"
+
+	"tandem/extproc/telemetry"
+	"tandem/kvstate"
+)
+
+// Notice is something that needs an operator's attention.
+type Notice struct {
+	Bad  bool   `json:"bad"` // requests fail or may fail; false: they are slower or cost more than they could
+	Text string `json:"text"`
+	Doc  string `json:"doc"` // page of the documentation, relative to docs/, with an anchor
+}
+
+// Sharing is how a replica stands with the other replicas.
+type Sharing struct {
+	Redis      bool `json:"redis"`    // the configuration has state.redis
+	Up         bool `json:"up"`       // it is in use
+	Replicas   int  `json:"replicas"` // that live, this one included; 1 without Redis
+	KeysDiffer int  `json:"keys_differ,omitempty"`
+}
+
+const (
+	fullKV        = .95 // share of an engine's KV cache in use from which it is full
+	idleDecisions = 10  // decisions of the last minute from which prefill that got none of them is idle
+)
+
+// attention lists what needs attention in a status that is otherwise complete, what fails first. faults returns the failed KV loads that
+// an endpoint is avoided for.
+func attention(s *Status, faults func(pool, address string) *kvstate.LoadFaults, recent []telemetry.Trace) []Notice {
+	out := []Notice{}
+	add := func(bad bool, doc, format string, values ...any) {
+		out = append(out, Notice{Bad: bad, Text: fmt.Sprintf(format, values...), Doc: doc})
+	}
+	if s.Sharing.KeysDiffer > 0 {
+		add(true, "howto/rotate-keys.md", "The ticket keys differ from those of %s: requests that pass through both fail.", count(s.Sharing.KeysDiffer, "other replica"))
+	}
+	if !s.Ready {
+		add(true, "operations.md#health", "This replica takes no requests: it starts, drains, or has other ticket keys. /readyz says which.")
+	}
+	if s.Minute.Failed > 0 {
+		add(true, "operations.md#when-an-engine-fails", "%s requests a second failed in the last minute.", number(s.Minute.Failed))
+	}
+	for i := range s.Pools {
+		p := &s.Pools[i]
+		for _, role := range []string{"prefill", "decode", "both"} {
+			if names, of := inState(p, role, "out"); len(names) > 0 {
+				add(len(names) == of, "operations.md#when-an-engine-fails", "%s: %d of %d endpoints with role %s failed: %s. Tandem probes until they answer.",
+					p.Name, len(names), of, role, list(names))
+			}
+			if names, of := inState(p, role, "stale"); len(names) > 0 {
+				add(false, "operations.md#when-an-engine-fails", "%s: %d of %d endpoints with role %s sent no metrics for %v: %s. Decisions go by bookings alone.",
+					p.Name, len(names), of, role, staleAfter, list(names))
+			}
+		}
+		for _, e := range p.Endpoints {
+			if e.KVUsage >= fullKV && e.Waiting > 0 {
+				add(false, "howto/autoscale.md", "%s: %s (%s) is full: %.0f %% of its KV cache is in use, %s in its queue.",
+					p.Name, e.Name, e.Role, 100*e.KVUsage, count(int(e.Waiting), "request"))
+			}
+			if f := faults(p.Name, e.Address); f != nil {
+				add(false, "operations.md#when-an-engine-fails", "%s: decode cannot load KV (%s). Tandem avoids %s.", p.Name, e.Name, avoided(f))
+			}
+		}
+		if n, reason := idlePrefill(p, recent, s.Now); n > 0 {
+			add(false, "howto/prefill-idles.md", "%s: prefill idles: none of the last minute's %d requests was split%s.", p.Name, n, reason)
+		}
+	}
+	if s.Sharing.Redis && !s.Sharing.Up {
+		add(false, "howto/redis.md", "Redis is not in use: this replica goes by what it knows itself.")
+	}
+	slices.SortStableFunc(out, func(a, b Notice) int { return boolOrder(b.Bad) - boolOrder(a.Bad) })
+	return out
+}
+
+func boolOrder(b bool) int {
+	if b {
+		return 1
+	}
+	return 0
+}
+
+// inState returns the names of a pool's endpoints of a role that are in a state, and how many have the role.
+func inState(p *Pool, role, state string) (names []string, of int) {
+	for _, e := range p.Endpoints {
+		if e.Role == role {
+			of++
+			if e.State == state {
+				names = append(names, e.Name)
+			}
+		}
+	}
+	return names, of
+}
+
+// idlePrefill returns how many requests of the last minute a pool's prefill endpoints that are up got no part of, and why; 0 if they got
+// some, or there were few.
+func idlePrefill(p *Pool, recent []telemetry.Trace, now time.Time) (requests int, reason string) {
+	if !slices.ContainsFunc(p.Endpoints, func(e Endpoint) bool { return e.Role == "prefill" && e.State == "up" }) {
+		return 0, ""
+	}
+	reasons := map[string]int{}
+	for i := range recent {
+		t := &recent[i]
+		if t.Pool != p.Name || now.Sub(t.Started) > time.Minute {
+			continue
+		}
+		if t.Prefill != "" {
+			return 0, ""
+		}
+		requests++
+		reasons[t.Reason]++
+	}
+	if requests < idleDecisions {
+		return 0, ""
+	}
+	most := ""
+	for r, n := range reasons {
+		if r != "" && (n > reasons[most] || most == "" || n == reasons[most] && r < most) {
+			most = r
+		}
+	}
+	if most == "" {
+		return requests, ""
+	}
+	return requests, fmt.Sprintf(" (%d: %s)", reasons[most], most)
+}
+
+// avoided names the pairs that an endpoint is left out of.
+func avoided(f *kvstate.LoadFaults) string {
+	if f.Parts != 0 {
+		return "all pairs with it as " + f.Parts.String()
+	}
+	return "pairs with " + list(f.Decodes)
+}
+
+func count(n int, what string) string {
+	if n == 1 {
+		return "1 " + what
+	}
+	return fmt.Sprintf("%d %ss", n, what)
+}
+
+// list joins names, the first few of many.
+func list(names []string) string {
+	const shown = 4
+	if len(names) > shown {
+		return strings.Join(names[:shown], ", ") + fmt.Sprintf(" and %d more", len(names)-shown)
+	}
+	return strings.Join(names, ", ")
+}

@@ -1,0 +1,74 @@
+package status
+
+import (
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"tandem/extproc/telemetry"
+	"tandem/kvstate"
+)
+
+// Each thing that needs attention is said once, in a sentence, with a page that helps; a fleet that is well says nothing.
+func TestAttention(t *testing.T) {
+	now := time.Now()
+	well := func() *Status {
+		return &Status{Ready: true, Now: now, Sharing: Sharing{Replicas: 1}, Pools: []Pool{{Name: "chat", Endpoints: []Endpoint{
+			{Name: "p1", Address: "p1:1", Role: "prefill", State: "up"}, {Name: "p2", Address: "p2:1", Role: "prefill", State: "up"},
+			{Name: "d1", Address: "d1:1", Role: "decode", State: "up", KVUsage: .5},
+		}}}}
+	}
+	requests := func(n int, t telemetry.Trace) []telemetry.Trace {
+		out := make([]telemetry.Trace, n)
+		for i := range out {
+			out[i] = t
+			out[i].Pool, out[i].Started = "chat", now
+		}
+		return out
+	}
+	alone := telemetry.Trace{Route: "decode_alone", Reason: "cheaper"}
+	for name, tt := range map[string]struct {
+		change func(s *Status)
+		faults *kvstate.LoadFaults
+		recent []telemetry.Trace
+		want   []Notice
+	}{
+		"well":       {},
+		"few alone":  {recent: requests(9, alone)},
+		"some split": {recent: append(requests(20, alone), requests(1, telemetry.Trace{Route: "split", Prefill: "p1:1"})...)},
+		"prefill idles": {recent: append(requests(20, alone), requests(3, telemetry.Trace{Route: "pass_through"})...), want: []Notice{
+			{false, "chat: prefill idles: none of the last minute's 23 requests was split (20: cheaper).", "howto/prefill-idles.md"}}},
+		"no prefill is up": {
+			change: func(s *Status) { s.Pools[0].Endpoints[0].State, s.Pools[0].Endpoints[1].State = "out", "out" }, recent: requests(20, alone), want: []Notice{
+				{true, "chat: 2 of 2 endpoints with role prefill failed: p1, p2. Tandem probes until they answer.", "operations.md#when-an-engine-fails"}}},
+		"one of two": {change: func(s *Status) { s.Pools[0].Endpoints[0].State = "out" }, want: []Notice{
+			{false, "chat: 1 of 2 endpoints with role prefill failed: p1. Tandem probes until they answer.", "operations.md#when-an-engine-fails"}}},
+		"stale": {change: func(s *Status) { s.Pools[0].Endpoints[2].State = "stale" }, want: []Notice{
+			{false, "chat: 1 of 1 endpoints with role decode sent no metrics for 5s: d1. Decisions go by bookings alone.", "operations.md#when-an-engine-fails"}}},
+		"full": {change: func(s *Status) { s.Pools[0].Endpoints[2].KVUsage, s.Pools[0].Endpoints[2].Waiting = .97, 1 }, want: []Notice{
+			{false, "chat: d1 (decode) is full: 97 % of its KV cache is in use, 1 request in its queue.", "howto/autoscale.md"}}},
+		"a pair fails": {faults: &kvstate.LoadFaults{Decodes: []string{"d1:1"}}, want: []Notice{
+			{false, "chat: decode cannot load KV (p1). Tandem avoids pairs with d1:1.", "operations.md#when-an-engine-fails"}}},
+		"keys, failures and no Redis; what fails comes first": {
+			change: func(s *Status) { s.Sharing, s.Ready, s.Minute.Failed = Sharing{Redis: true, KeysDiffer: 2}, false, .25 }, want: []Notice{
+				{true, "The ticket keys differ from those of 2 other replicas: requests that pass through both fail.", "howto/rotate-keys.md"},
+				{true, "This replica takes no requests: it starts, drains, or has other ticket keys. /readyz says which.", "operations.md#health"},
+				{true, "0.2 requests a second failed in the last minute.", "operations.md#when-an-engine-fails"},
+				{false, "Redis is not in use: this replica goes by what it knows itself.", "howto/redis.md"}}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			s := well()
+			if tt.change != nil {
+				tt.change(s)
+			}
+			faults := func(_, address string) *kvstate.LoadFaults {
+				if address == "p1:1" {
+					return tt.faults
+				}
+				return nil
+			}
+			require.Equal(t, append([]Notice{}, tt.want...), attention(s, faults, tt.recent), "in order")
+		})
+	}
+}
