@@ -28,12 +28,12 @@ var arrows = map[string][]string{
 	"kvstate/prefixindex":         {},
 	"kvstate/enginehttp":          {"kvstate"},
 	"kvstate/discovery":           {"internal/guard", "kvstate", "kvstate/enginehttp"},
-	"kvstate/kvevents":            {"internal/guard", "kvstate", "kvstate/prefixindex", "kvstate/redisstore", "e2e/loopback"}, // the last two in tests
-	"kvstate/heartbeats":          {"kvstate/zmtp", "e2e/loopback"},                                                           // the last in tests
-	"kvstate/redisstore":          {"internal/guard", "kvstate", "kvstate/prefixindex", "protos/state/v1", "e2e/loopback"},    // the last in tests
+	"kvstate/kvevents":            {"internal/guard", "internal/zmtp", "kvstate", "kvstate/prefixindex", "kvstate/redisstore", "e2e/loopback"}, // the last two in tests
+	"kvstate/heartbeats":          {"internal/zmtp", "e2e/loopback"},                                                                           // the last in tests
+	"kvstate/redisstore":          {"internal/guard", "kvstate", "kvstate/prefixindex", "protos/state/v1", "e2e/loopback"},                     // the last in tests
 	"kvstate/scrape":              {"internal/guard", "kvstate", "kvstate/enginehttp"},
-	"kvstate/zmtp":                {"internal/guard"},
-	"kvstate/notices":             {"kvstate/zmtp"},
+	"internal/zmtp":               {"internal/guard"},
+	"kvstate/notices":             {"internal/zmtp"},
 	"kvstate/tokenize":            {"kvstate", "kvstate/enginehttp"},
 	"picker":                      {"kvstate"},
 	"replay":                      {"kvstate", "picker"},
@@ -75,7 +75,7 @@ var guarded = map[string][]string{
 	"google.golang.org/grpc":     {"extproc/telemetry", "extproc", "extproc/envoywire", "internal/grpcserver", "cmd/tandem", "e2e", "e2e/bench", "envoy-configs (test)"},
 	"github.com/prometheus/":     {"extproc (test)", "extproc/telemetry", "cmd/tandem", "cmd/enginesim", "e2e", "e2e/bench", "deploy/observability/promql"},
 	"github.com/redis/":          {"kvstate/redisstore"},
-	"github.com/go-zeromq/":      {"kvstate/kvevents", "kvstate/heartbeats (test)", "kvstate/zmtp (test)", "kvstate/notices (test)", "cmd/enginesim"},
+	"github.com/go-zeromq/":      {"kvstate/kvevents (test)", "kvstate/heartbeats (test)", "internal/zmtp (test)", "kvstate/notices (test)", "cmd/enginesim"},
 	"sigs.k8s.io/":               {"protos/config/v1", "kvstate/discovery", "envoy-configs", "deploy (test)", "docs (test)"},
 	"google.golang.org/protobuf": {"cmd/tandem", "kvstate/redisstore", "protos/state/v1", "extproc (test)", "extproc/envoywire (test)", "extproc/kvtransfer", "protos/config/v1", "protos/ticket/v1", "envoy-configs (test)", "docs (test)"},
 }

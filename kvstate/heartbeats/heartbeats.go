@@ -21,7 +21,7 @@ import (
 
 	"github.com/vmihailenco/msgpack/v5"
 
-	"tandem/kvstate/zmtp"
+	"tandem/internal/zmtp"
 )
 
 // Beat is one engine's registration.
@@ -68,7 +68,7 @@ func (l *Listener) Run(ctx context.Context, addr string) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	sweeping.Go(func() { l.sweepUntil(ctx) })
-	server := zmtp.Server{Kind: zmtp.Router, Log: l.log, Receive: func(_ string, frames [][]byte) { l.take(frames[len(frames)-1]) }}
+	server := zmtp.Server{Kind: zmtp.Router, Log: l.log, Handle: zmtp.Receive(func(frames [][]byte) { l.take(frames[len(frames)-1]) })}
 	if err := server.Serve(ctx, socket); err != nil {
 		return fmt.Errorf("receiving registrations: %w", err)
 	}

@@ -12,8 +12,8 @@
 //     that has restarted. If a batch cannot be had any more the feed forgets all that it knows of the engine: to think that it
 //     holds nothing costs some computing once, to think that it holds what is gone sends requests to the wrong place.
 //     While the replica starts, batches are kept until another replica's feed is loaded, and then continue it.
-//  3. conn.go speaks ZeroMQ, with deadlines and bounds: one connection for each publisher, to an engine that binds its
-//     socket, or accepted from one that connects (listen.go).
+//  3. subscription.go follows one publisher over any number of connections: to an engine that binds its socket, or from one
+//     that connects (listen.go). replay.go asks for old batches.
 //  4. collector.go has one publisher followed for each endpoint and data-parallel rank of a pool, for as long as it is there.
 //  5. listen.go also forwards the batches of an engine that connects: it reaches one replica of several.
 //  6. enginehash.go computes the engines' own hashes. The index needs none of it, since events carry token ids; the tests

@@ -9,12 +9,9 @@ import (
 	"net"
 	"slices"
 	"strings"
-	"sync/atomic"
 	"time"
 
-	"github.com/go-zeromq/zmq4"
-
-	"tandem/internal/guard"
+	"tandem/internal/zmtp"
 	"tandem/kvstate"
 )
 
@@ -27,15 +24,16 @@ import (
 
 // accepted is a connection that a publisher opened, with the first message that came over it.
 type accepted struct {
-	c     *conn
+	c     *zmtp.Conn
 	first [][]byte
+	done  chan struct{} // closed when it has been served
 }
 
-// maxAccepted bounds the connections of publishers to one address.
-const maxAccepted = 4096
-
 // firstMessage is how long a publisher may be silent before we know who it is. An engine that serves nobody says nothing.
-const firstMessage = time.Hour
+const (
+	firstMessage = time.Hour
+	acceptTime   = 5 * time.Second // for the publisher's subscription to take the connection
+)
 
 // listening is where a pool's publishers are accepted.
 type listening struct {
@@ -69,70 +67,48 @@ func (c *Collector) listen(ctx context.Context, pool string, source Source) erro
 		return fmt.Errorf("listening for KV events of pool %s: %w", pool, err)
 	}
 	ctx, cancel := context.WithCancel(ctx)
-	context.AfterFunc(ctx, func() { _ = l.Close() })
-	c.listening[pool] = &listening{source, func() { cancel(); _ = l.Close() }}
+	c.listening[pool] = &listening{source, cancel}
+	server := zmtp.Server{
+		Kind: zmtp.Sub, Limit: maxMessage, Log: c.o.Log,
+		Handle: func(ctx context.Context, conn *zmtp.Conn) error { return c.accept(ctx, pool, source.Topic, conn) },
+	}
 	c.running.Go(func() {
-		var open atomic.Int32
-		for {
-			nc, err := l.Accept()
-			if err != nil {
-				if ctx.Err() != nil || errors.Is(err, net.ErrClosed) {
-					return
-				}
-				select { // out of file descriptors, most likely
-				case <-ctx.Done():
-				case <-time.After(firstRetry):
-				}
-				continue
-			}
-			if open.Add(1) > maxAccepted {
-				open.Add(-1)
-				_ = nc.Close()
-				continue
-			}
-			c.running.Go(func() {
-				defer open.Add(-1)
-				defer guard.Recover(ctx, "KV events")
-				c.accept(ctx, pool, source.Topic, nc)
-			})
+		if err := server.Serve(ctx, l); err != nil {
+			c.o.Log.Error("KV events", "pool", pool, "err", err)
 		}
 	})
 	return nil
 }
 
-// accept finds out who has connected and hands the connection to its subscription.
-func (c *Collector) accept(ctx context.Context, pool, topic string, nc net.Conn) {
-	z, err := open(ctx, nc, zmq4.Sub, true)
+// accept finds out who has connected and hands the connection to its subscription, until it ends.
+func (c *Collector) accept(ctx context.Context, pool, topic string, conn *zmtp.Conn) error {
+	if err := conn.Subscribe(topic); err != nil {
+		return err
+	}
+	conn.SetReadDeadline(time.Now().Add(firstMessage))
+	frames, err := conn.Read()
 	if err != nil {
-		c.o.Log.Debug("KV events: a connection that is no publisher's", "from", nc.RemoteAddr().String(), "err", err)
-		return
+		return err
 	}
-	stop := context.AfterFunc(ctx, z.close)
-	defer stop()
-	if err := z.subscribe(topic); err != nil {
-		z.close()
-		return
+	conn.SetReadDeadline(time.Time{})
+	s := c.whose(pool, frames, conn.Peer())
+	if s == nil { // it will try again; by then we may know it
+		c.o.Log.Warn("KV events: a publisher that is no endpoint of the pool", "pool", pool, "from", conn.Peer().String(), "topic", string(frames[0]))
+		return nil
 	}
-	_ = nc.SetReadDeadline(time.Now().Add(firstMessage))
-	frames, err := z.read()
-	if err != nil {
-		z.close()
-		return
-	}
-	_ = nc.SetReadDeadline(time.Time{})
-	s := c.whose(pool, frames, nc.RemoteAddr())
-	if s == nil {
-		c.o.Log.Warn("KV events: a publisher that is no endpoint of the pool", "pool", pool, "from", nc.RemoteAddr().String(), "topic", string(frames[0]))
-		z.close() // it will try again; by then we may know it
-		return
+	a := &accepted{conn, frames, make(chan struct{})}
+	select {
+	case s.accepted <- a:
+	case <-ctx.Done():
+		return nil
+	case <-time.After(acceptTime): // it has another connection, which is not known to be dead yet
+		return nil
 	}
 	select {
-	case s.accepted <- &accepted{z, frames}:
-	case <-ctx.Done():
-		z.close()
-	case <-time.After(handshakeTimeout): // it has another connection, which is not known to be dead yet
-		z.close()
+	case <-a.done:
+	case <-s.ctx.Done():
 	}
+	return nil
 }
 
 // whose finds the subscription to which a first message belongs; nil if there is none.
@@ -184,6 +160,7 @@ func (s *subscription) await() {
 			return
 		case a := <-s.accepted:
 			_ = s.serve(a.c, a.first)
+			close(a.done)
 		case b := <-s.forwarded:
 			s.takeForwarded(b)
 		}

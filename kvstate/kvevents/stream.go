@@ -24,7 +24,7 @@ type replay func(from uint64, each func(seq uint64, payload []byte)) error
 // errNoReplay: the publisher has no replay socket that we know of.
 var errNoReplay = errors.New("kvevents: no replay")
 
-// stream puts the batches of one publisher in order. It does no I/O: conn.go brings batches in and asks for old ones. One
+// stream puts the batches of one publisher in order. It does no I/O: subscription.go brings batches in, and replay.go old ones. One
 // goroutine at a time calls connected, live and position.
 //
 // Numbers start at 0 for each process of an engine. One that is lower than expected is a new process, unless the batch is

@@ -10,8 +10,7 @@ import (
 	"sync/atomic"
 	"time"
 
-	"github.com/go-zeromq/zmq4"
-
+	"tandem/internal/zmtp"
 	"tandem/kvstate"
 	"tandem/kvstate/prefixindex"
 )
@@ -98,7 +97,7 @@ func (s *subscription) close() {
 // connect follows a publisher that binds its socket.
 func (s *subscription) connect() {
 	for retry := firstRetry; s.ctx.Err() == nil; retry = min(2*retry, lastRetry) {
-		c, err := dial(s.ctx, s.eventsAddr, zmq4.Sub)
+		c, err := zmtp.Dial(s.ctx, s.eventsAddr, zmtp.Sub, maxMessage)
 		if err == nil {
 			err = s.serve(c, nil)
 			retry = firstRetry
@@ -115,17 +114,17 @@ func (s *subscription) connect() {
 }
 
 // serve takes the batches of a connection until it ends. first is a message that came already.
-func (s *subscription) serve(c *conn, first [][]byte) (err error) {
-	defer c.close()
-	defer context.AfterFunc(s.ctx, c.close)()
+func (s *subscription) serve(c *zmtp.Conn, first [][]byte) (err error) {
+	defer c.Close()
+	defer context.AfterFunc(s.ctx, c.Close)()
 	if first == nil {
-		if err := c.subscribe(s.topic); err != nil {
+		if err := c.Subscribe(s.topic); err != nil {
 			return err
 		}
 	}
 	s.begin()
 	defer func() { s.end(err) }()
-	s.log.Info("KV events: connected", "from", c.net.RemoteAddr().String())
+	s.log.Info("KV events: connected", "from", c.Peer().String())
 	if err := s.stream.connected(s.ask); err != nil {
 		s.log.Debug("KV events: batches published before now cannot be had", "err", err)
 	}
@@ -138,7 +137,7 @@ func (s *subscription) serve(c *conn, first [][]byte) (err error) {
 				s.stream.count.malformed.Add(1)
 			}
 		}
-		if frames, err = c.read(); err != nil {
+		if frames, err = c.Read(); err != nil {
 			return err
 		}
 	}

@@ -6,13 +6,13 @@ import (
 	"log/slog"
 	"net"
 
-	"tandem/kvstate/zmtp"
+	"tandem/internal/zmtp"
 )
 
 // Serve receives notices on l, a PULL socket that engines push at, until ctx ends. tell is called with each, for other
 // replicas of Tandem, where the leg may be that waits for it; nil: there are none.
 func Serve(ctx context.Context, l net.Listener, b *Board, tell func(id string), log *slog.Logger) error {
-	s := zmtp.Server{Kind: zmtp.Pull, Log: log, Receive: func(_ string, frames [][]byte) {
+	s := zmtp.Server{Kind: zmtp.Pull, Log: log, Handle: zmtp.Receive(func(frames [][]byte) {
 		if len(frames) != 1 {
 			b.Ignored()
 			return
@@ -27,7 +27,7 @@ func Serve(ctx context.Context, l net.Listener, b *Board, tell func(id string), 
 		if tell != nil {
 			tell(id)
 		}
-	}}
+	})}
 	if err := s.Serve(ctx, l); err != nil {
 		return fmt.Errorf("receiving notices: %w", err)
 	}

@@ -15,18 +15,13 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-type message struct {
-	identity string
-	frames   [][]byte
-}
-
 // serve runs a server on a free port until the test ends.
-func serve(t *testing.T, kind Kind) (addr string, received chan message) {
+func serve(t *testing.T, kind Kind) (addr string, received chan [][]byte) {
 	t.Helper()
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	require.NoError(t, err)
-	received = make(chan message, 100)
-	s := &Server{Kind: kind, Log: slog.New(slog.DiscardHandler), Receive: func(id string, f [][]byte) { received <- message{id, f} }}
+	received = make(chan [][]byte, 100)
+	s := &Server{Kind: kind, Log: slog.New(slog.DiscardHandler), Handle: Receive(func(f [][]byte) { received <- copied(f) })}
 	ctx, cancel := context.WithCancel(context.Background())
 	ended := make(chan error, 1)
 	go func() { ended <- s.Serve(ctx, l) }()
@@ -34,14 +29,21 @@ func serve(t *testing.T, kind Kind) (addr string, received chan message) {
 	return l.Addr().String(), received
 }
 
-func next(t *testing.T, received chan message) message {
+func copied(frames [][]byte) (out [][]byte) {
+	for _, f := range frames {
+		out = append(out, bytes.Clone(f))
+	}
+	return out
+}
+
+func next(t *testing.T, received chan [][]byte) [][]byte {
 	t.Helper()
 	select {
 	case m := <-received:
 		return m
 	case <-time.After(time.Minute):
 		require.Fail(t, "no message")
-		return message{}
+		return nil
 	}
 }
 
@@ -53,17 +55,17 @@ func TestGoZeroMQTalksToIt(t *testing.T) {
 	require.NoError(t, push.Dial("tcp://"+addr))
 	require.NoError(t, push.Send(zmq4.NewMsg([]byte("one"))))
 	require.NoError(t, push.SendMulti(zmq4.NewMsgFrom([]byte("two"), bytes.Repeat([]byte("x"), 300))))
-	require.Equal(t, [][]byte{[]byte("one")}, next(t, received).frames)
+	require.Equal(t, [][]byte{[]byte("one")}, next(t, received))
 	m := next(t, received)
-	require.Len(t, m.frames, 2)
-	require.Len(t, m.frames[1], 300, "a long frame")
+	require.Len(t, m, 2)
+	require.Len(t, m[1], 300, "a long frame")
 
 	addr, received = serve(t, Router)
 	dealer := zmq4.NewDealer(context.Background(), zmq4.WithID(zmq4.SocketIdentity("10.0.1.2:21001")))
 	defer dealer.Close()
 	require.NoError(t, dealer.Dial("tcp://"+addr))
 	require.NoError(t, dealer.Send(zmq4.NewMsg([]byte("beat"))))
-	require.Equal(t, message{"10.0.1.2:21001", [][]byte{[]byte("beat")}}, next(t, received))
+	require.Equal(t, [][]byte{[]byte("beat")}, next(t, received))
 }
 
 // A connection that says nothing, one that speaks HTTP and one of a wrong kind do not stand in the way of the others.
@@ -98,7 +100,7 @@ func TestStrangersDoNotHarm(t *testing.T) {
 	defer push.Close()
 	require.NoError(t, push.Dial("tcp://"+addr))
 	require.NoError(t, push.Send(zmq4.NewMsg([]byte("one"))))
-	require.Equal(t, "one", string(next(t, received).frames[0]))
+	require.Equal(t, "one", string(next(t, received)[0]))
 }
 
 func ready(kind string) []byte {
@@ -109,7 +111,7 @@ func ready(kind string) []byte {
 func TestHandshakeAndHeartbeats(t *testing.T) {
 	ours, theirs := net.Pipe()
 	got := make(chan []byte, 1)
-	s := &Server{Kind: Pull, Log: slog.New(slog.DiscardHandler), Receive: func(_ string, f [][]byte) { got <- f[0] }}
+	s := &Server{Kind: Pull, Log: slog.New(slog.DiscardHandler), Handle: Receive(func(f [][]byte) { got <- bytes.Clone(f[0]) })}
 	ended := make(chan struct{})
 	go func() { s.serveConn(context.Background(), ours); close(ended) }()
 	hello := make([]byte, 64+len(newCommand("READY", appendProperty(nil, "Socket-Type", "PULL"))))
@@ -132,23 +134,77 @@ func TestHandshakeAndHeartbeats(t *testing.T) {
 	<-ended
 }
 
+// It talks to an independent implementation: go-zeromq's PUB and ROUTER.
+func TestItTalksToGoZeroMQ(t *testing.T) {
+	ctx := t.Context()
+	pub := zmq4.NewPub(ctx)
+	defer pub.Close()
+	require.NoError(t, pub.Listen("tcp://127.0.0.1:0"))
+	sub, err := Dial(ctx, pub.Addr().String(), Sub, 1<<20)
+	require.NoError(t, err)
+	defer sub.Close()
+	require.NoError(t, sub.Subscribe("kv@"))
+	require.Eventually(t, func() bool { return len(pub.(zmq4.Topics).Topics()) == 1 }, time.Minute, time.Millisecond)
+	long := bytes.Repeat([]byte("x"), 1<<18)
+	require.NoError(t, pub.Send(zmq4.NewMsgFrom([]byte("other"), []byte("1"))))
+	require.NoError(t, pub.Send(zmq4.NewMsgFrom([]byte("kv@a"), []byte("2"), long)))
+	got, err := sub.Read()
+	require.NoError(t, err)
+	require.Equal(t, [][]byte{[]byte("kv@a"), []byte("2"), long}, got)
+	require.NoError(t, pub.Send(zmq4.NewMsgFrom([]byte("kv@a"), make([]byte, 1<<20))))
+	_, err = sub.Read()
+	require.ErrorContains(t, err, "more than 1048576 bytes")
+
+	router := zmq4.NewRouter(ctx)
+	defer router.Close()
+	require.NoError(t, router.Listen("tcp://127.0.0.1:0"))
+	dealer, err := Dial(ctx, router.Addr().String(), Dealer, 1<<20)
+	require.NoError(t, err)
+	defer dealer.Close()
+	require.NoError(t, dealer.Send([]byte{}, []byte("from 7")))
+	m, err := router.Recv()
+	require.NoError(t, err)
+	require.Equal(t, [][]byte{{}, []byte("from 7")}, m.Frames[1:])
+	require.NoError(t, router.Send(zmq4.NewMsgFrom(m.Frames[0], []byte{}, []byte("seven"))))
+	got, err = dealer.Read()
+	require.NoError(t, err)
+	require.Equal(t, [][]byte{{}, []byte("seven")}, got)
+
+	_, err = Dial(ctx, router.Addr().String(), Sub, 1<<20)
+	require.ErrorContains(t, err, "ROUTER")
+	require.Error(t, dealer.Send(long), "no frame that long is sent")
+}
+
+// wire is a network connection that gives what was sent and takes everything.
+type wire struct {
+	net.Conn
+	io.Reader
+}
+
+func (w wire) Read(b []byte) (int, error)     { return w.Reader.Read(b) }
+func (wire) Write(b []byte) (int, error)      { return len(b), nil }
+func (wire) Close() error                     { return nil }
+func (wire) SetDeadline(time.Time) error      { return nil }
+func (wire) SetWriteDeadline(time.Time) error { return nil }
+
 // FuzzConnection: whatever a peer sends, the connection ends and what was received keeps to its bounds.
 func FuzzConnection(f *testing.F) {
+	const limit = 1 << 10
 	f.Add(append(append(greeting(), ready("PUSH")...), "\x00\x02ok\x01\x01a\x00\x01b"...))
 	f.Add(append(append(greeting(), ready("PUSH")...), "\x04\x09\x04PING\x00\x01hi"...))
 	f.Add(append(greeting(), 4, 2, 9, 9))
 	f.Fuzz(func(t *testing.T, sent []byte) {
-		s := &Server{Kind: Pull, Log: slog.New(slog.DiscardHandler), Receive: func(_ string, frames [][]byte) {
+		c, err := Open(t.Context(), wire{Reader: bytes.NewReader(sent)}, Pull, limit)
+		if err != nil {
+			return
+		}
+		require.Error(t, c.Each(func(frames [][]byte) {
 			size := 0
 			for _, f := range frames {
 				size += len(f)
 			}
-			require.LessOrEqual(t, size, MaxMessage)
+			require.LessOrEqual(t, size, limit)
 			require.LessOrEqual(t, len(frames), maxFrames)
-		}}
-		r := bytes.NewReader(sent)
-		if id, err := s.greet(io.Discard, r); err == nil {
-			require.Error(t, s.receive(io.Discard, r, id))
-		}
+		}))
 	})
 }

@@ -5,19 +5,13 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
-	"io"
 	"slices"
-)
-
-// The bounds of what a peer may send. What engines push is some hundred bytes.
-const (
-	MaxMessage = 64 << 10 // bytes of one message, all frames together
-	maxFrames  = 8        // of one message
 )
 
 const (
 	greetingLen = 64
 
+	// Of a frame.
 	flagMore    = 1
 	flagLong    = 2
 	flagCommand = 4
@@ -41,37 +35,6 @@ func checkGreeting(g []byte) error {
 		return fmt.Errorf("mechanism %.20q is not NULL", bytes.TrimRight(g[12:32], "\x00"))
 	}
 	return nil
-}
-
-// frame is one frame as it stands on the wire.
-type frame struct {
-	flags byte
-	body  []byte
-}
-
-// readFrame reads a frame of at most limit bytes. Nothing is allocated for a length before it was checked.
-func readFrame(r io.Reader, limit int) (frame, error) {
-	var head [9]byte
-	if _, err := io.ReadFull(r, head[:2]); err != nil {
-		return frame{}, err
-	}
-	f := frame{flags: head[0]}
-	size := uint64(head[1])
-	if f.flags&flagLong != 0 {
-		if _, err := io.ReadFull(r, head[2:]); err != nil {
-			return frame{}, err
-		}
-		size = binary.BigEndian.Uint64(head[1:])
-	}
-	if f.flags&^(flagMore|flagLong|flagCommand) != 0 {
-		return frame{}, fmt.Errorf("frame flags %#x", f.flags)
-	}
-	if size > uint64(limit) {
-		return frame{}, fmt.Errorf("a frame of %d bytes, more than %d", size, limit)
-	}
-	f.body = make([]byte, size)
-	_, err := io.ReadFull(r, f.body)
-	return f, err
 }
 
 // newCommand is a short command frame.
