@@ -55,7 +55,6 @@ type bootstrap struct {
 	Pairs         bool     // there is a pool whose legs run at once
 	Encodes       bool     // there is a pool with an encode stage
 	Answers       bool     // there is a pool with answers that are rewritten
-	CleansUp      bool     // there is a pool whose stranded hand-overs are fetched
 	TicketTTL     string   // no prefill takes longer
 	Explains      bool     // decisions, to operators
 	Metadata      bool     // decisions are said in dynamic metadata
@@ -176,7 +175,6 @@ func (b *bootstrap) serve(pools []*configv1.Pool) {
 	b.Pairs = slices.ContainsFunc(pools, configv1.Concurrent)
 	b.Encodes = slices.ContainsFunc(pools, configv1.Encodes)
 	b.Answers = slices.ContainsFunc(pools, configv1.RewritesAnswers)
-	b.CleansUp = slices.ContainsFunc(pools, func(p *configv1.Pool) bool { return p.GetStrandedBlocks() == "cleanupDecode" })
 }
 
 // Parts names what pools need of the bootstrap beyond what every bootstrap has: clusters for a scheme, listeners of legs. An Envoy

@@ -53,8 +53,8 @@ func (s *Server) readAccessLogs(stream grpc.ServerStream) error {
 			switch batch.Name {
 			case envoywire.LogNameMirror:
 				s.mirrorEnded(&batch.Entries[i])
-			case envoywire.LogNameUnreached:
-				s.notConnected(&batch.Entries[i])
+			case envoywire.LogNameFailed:
+				s.tryFailed(&batch.Entries[i])
 			default:
 				s.hopEnded(&batch.Entries[i])
 			}
@@ -140,10 +140,14 @@ func (s *Server) endOf(t *kvtransfer.Ticket, e *envoywire.LogEntry) *reclaim.End
 	}
 }
 
-// notConnected handles the access log entry of a try that never got a connection.
-func (s *Server) notConnected(e *envoywire.LogEntry) {
+// tryFailed handles the access log entry of a try that failed.
+func (s *Server) tryFailed(e *envoywire.LogEntry) {
 	t, _ := s.keys().Open(string(e.Ticket), string(e.RequestID), time.Now())
-	if t != nil && t.Stage == kvtransfer.DecodeLeg && e.Pod && !e.Began && e.Sent == 0 {
+	if t == nil || e.Replan {
+		return
+	}
+	s.hedges.fail(t.ID)
+	if t.Stage == kvtransfer.DecodeLeg && e.Pod && !e.Began && e.Sent == 0 {
 		s.reclaim.NotConnected(t, s.endOf(t, e))
 	}
 }

@@ -237,6 +237,11 @@ func (x decodeLeg) answerFor(v outcome) error {
 
 // planAgain cuts D with a redirect to pass 2, which plans another attempt.
 func (x decodeLeg) planAgain(t *kvtransfer.Ticket, cause string) error {
+	decode := endpointOf(x.s.State, t.Pool, t.Decode)
+	decodeOut := decode != nil && decode.Failed()
+	if decodeOut {
+		cause = kvtransfer.CauseDecode // P waits for D, so it fails with D
+	}
 	next := *t // its id stays: it names the leg that may still run
 	next.Stage, next.Params, next.Cause = kvtransfer.Failed, nil, cause
 	next.Redirects++
@@ -248,7 +253,7 @@ func (x decodeLeg) planAgain(t *kvtransfer.Ticket, cause string) error {
 		x.s.metrics.HopEnded(t.Pool, "decode", t.Decode, "failed", time.Since(x.s.sealedAt(t)), x.Exemplar)
 	}
 	next.Excluded = append(next.Excluded, failed)
-	if cause != kvtransfer.CauseDecode || !x.s.loadLegFailed(t) {
+	if cause != kvtransfer.CauseDecode || decodeOut || !x.s.loadLegFailed(t) {
 		next.Loads = false
 		if pool := x.s.State.Pool(t.Pool); pool != nil {
 			x.markFailed(pool, failed)

@@ -99,7 +99,8 @@ func (x firstPass) callPrefill(pool *kvstate.Pool, policy Policy, c picker.Choic
 	case x.stream.Context().Err() != nil:
 		return nil, x.stream.Context().Err()
 	case err != nil:
-		x.s.markFailed(p, &kvtransfer.Ticket{Pool: pool.Spec.Name, Stage: kvtransfer.PrefillLeg}, took)
+		t := &kvtransfer.Ticket{Pool: pool.Spec.Name, Stage: kvtransfer.PrefillLeg}
+		x.s.markFailed(p, t, overdue(took, x.s.limit(t)))
 		return nil, err
 	case clientsFault(status):
 		return nil, &openai.Error{Status: status, Type: "invalid_request_error", Code: "prefill_refused", Message: printableAnswer(body)}

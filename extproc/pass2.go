@@ -147,7 +147,7 @@ func (x nextPass) decode(pool *kvstate.Pool, t *kvtransfer.Ticket) (route, error
 		Pool: t.Pool, Prefill: t.Prefill, Decode: d.Addr, Reservations: [2]uint64{0, uint64(r.booked[1])}, Split: true,
 		Redirects: t.Redirects, Prefills: t.Prefills, Excluded: t.Excluded,
 		Undo: undo, BodyBytes: r.edits.Len(x.body.Len()), PromptTokens: t.PromptTokens,
-		Params: answer, Cached: cached, Turn: turn,
+		Params: answer, Cached: cached, Turn: turn, Stream: t.Stream,
 		Loads: params != nil, LeastBytes: policy.leastBytes(x.clientAPI(), x.requestID, t.Stream && r.leg != envoywire.LegAnswer),
 	})
 }

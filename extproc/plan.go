@@ -247,7 +247,7 @@ func (x firstPass) decodeAlone(pool *kvstate.Pool, policy Policy, c picker.Choic
 		Pool: pool.Spec.Name, Decode: d.Endpoint.Addr, Reservations: [2]uint64{0, uint64(r.booked[1])},
 		Redirects: a.redirects, Prefills: a.prefills, Excluded: a.excluded,
 		Undo: undo, BodyBytes: r.edits.Len(x.body.Len()), PromptTokens: tokens,
-		LeastBytes: policy.leastBytes(x.req.API(), x.requestID, x.req.True(openai.FieldStream)),
+		Stream: x.req.True(openai.FieldStream), LeastBytes: policy.leastBytes(x.req.API(), x.requestID, x.req.True(openai.FieldStream)),
 	})
 }
 

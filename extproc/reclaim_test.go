@@ -136,7 +136,7 @@ func TestHandOversThatNobodyGot(t *testing.T) {
 			q.pass()
 			e := q.entry(0, "")
 			e.CommonProperties.UpstreamRequestAttemptCount, e.CommonProperties.UpstreamCluster = 1, "tandem-pod-h2c"
-			s.logAs(envoywire.LogNameUnreached, e, e)
+			s.logAs(envoywire.LogNameFailed, e, e)
 			q.replan()
 		}, "decode_failed", "ok"},
 		"the replan port refused": {func(s *stand, q *request) {
@@ -144,7 +144,7 @@ func TestHandOversThatNobodyGot(t *testing.T) {
 			q.pass()
 			e := q.entry(0, "")
 			e.CommonProperties.UpstreamRequestAttemptCount, e.CommonProperties.UpstreamCluster = 2, "tandem-replan"
-			s.logAs(envoywire.LogNameUnreached, e)
+			s.logAs(envoywire.LogNameFailed, e)
 			e.Response.ResponseCode.Value = 503
 			s.log(e)
 		}, "", ""},
@@ -305,8 +305,8 @@ func TestOneOfSeveralCleansUp(t *testing.T) {
 			b.pass()
 			e := b.entry(0, "")
 			e.CommonProperties.UpstreamRequestAttemptCount, e.CommonProperties.UpstreamCluster = 1, "tandem-pod"
-			a.s.logAs(envoywire.LogNameUnreached, e)
-			b.s.logAs(envoywire.LogNameUnreached, e)
+			a.s.logAs(envoywire.LogNameFailed, e)
+			b.s.logAs(envoywire.LogNameFailed, e)
 		},
 	} {
 		t.Run(name, func(t *testing.T) {

@@ -34,6 +34,14 @@ func (s *Server) Replan() http.Handler {
 			s.refuseReplan(w, openai.Unavailable("endpoint_failed", "the endpoint failed and there is no other way to answer", time.Second))
 			return
 		}
+		took, limit := time.Since(s.sealedAt(t)), s.limit(t)
+		if hedged(t, took) {
+			discard(r.Body, int64(s.MaxBodyBytes+maxDecodeMember)) // or it would not be seen that Envoy gives this try up
+			if !awaitLoss(r.Context(), s, t) {
+				panic(http.ErrAbortHandler) // Envoy awaits the other try
+			}
+			took = time.Since(s.sealedAt(t))
+		}
 		next := *t
 		if next.Stage, next.Params = kvtransfer.Failed, nil; t.Stage != kvtransfer.PairLegs {
 			next.ID = newTicketID() // that of an attempt with both legs at once goes on: it names the leg that may still run
@@ -48,7 +56,7 @@ func (s *Server) Replan() http.Handler {
 			hop, next.Cause = "encode", kvtransfer.CauseEncode
 		case kvtransfer.PairLegs:
 			p := s.pairs.enter(t.ID)
-			if p.prefillFailed(r.Context()) {
+			if e := endpointOf(s.State, t.Pool, t.Decode); (e == nil || !e.Failed()) && p.prefillFailed(r.Context()) {
 				hop, failed, next.Cause = "prefill", t.Prefill, kvtransfer.CausePrefill
 			}
 			s.pairs.leave(t.ID)
@@ -56,7 +64,6 @@ func (s *Server) Replan() http.Handler {
 		if t.Stage == kvtransfer.PrefillLeg { // P has answered after all, and its answer came too late to be followed
 			s.reclaim.NotFollowed(t, id, reclaim.Replanned)
 		}
-		took := time.Since(s.sealedAt(t))
 		s.metrics.HopEnded(t.Pool, hop, failed, "failed", took, nil)
 		if hop == "decode" && t.Split {
 			s.metrics.Orphaned(t.Pool, t.Prefill, reclaim.DecodeFailed) // or fetched: who failed does not say
@@ -65,12 +72,10 @@ func (s *Server) Replan() http.Handler {
 			s.turnFailed(&next, id, 0)
 		}
 		next.Excluded = append(next.Excluded, failed)
-		if hop != "decode" || took >= s.limit(t) || !s.loadLegFailed(t) {
+		if e := endpointOf(s.State, t.Pool, failed); hop != "decode" || overdue(took, limit) || e != nil && e.Failed() || !s.loadLegFailed(t) {
 			next.Loads = false
-			if pool := s.State.Pool(t.Pool); pool != nil {
-				if e := pool.Endpoint(failed); e != nil {
-					s.markFailed(e, t, took)
-				}
+			if e != nil {
+				s.markFailed(e, t, overdue(took, limit))
 			}
 		}
 		sealed, err := s.keys().Seal(nil, &next, id)
@@ -125,24 +130,26 @@ func (s *Server) restart(w http.ResponseWriter, r *http.Request, t *kvtransfer.T
 
 // markFailed leaves out an endpoint that failed a hop. One that was cut off by the hop's time limit hangs; but a P that was to fetch
 // a turn may have waited for the endpoint that kept it.
-func (s *Server) markFailed(e *kvstate.Endpoint, t *kvtransfer.Ticket, took time.Duration) {
+func (s *Server) markFailed(e *kvstate.Endpoint, t *kvtransfer.Ticket, overdue bool) {
 	switch {
-	case took < s.limit(t):
-		s.State.MarkFailed(e)
+	case !overdue:
+		if !e.Failed() { // or it would not count as hanging any more
+			s.State.MarkFailed(e)
+		}
 	case t.Stage != kvtransfer.PrefillLeg || !t.Turn.Told:
 		s.State.MarkHung(e)
 	}
 }
 
-// limit is the least time limit of a leg.
+// overdue reports whether a hop took its time limit; 0: it has none.
+func overdue(took, limit time.Duration) bool { return limit > 0 && took >= limit }
+
+// limit is the least time limit of a leg; 0: it has none.
 func (s *Server) limit(t *kvtransfer.Ticket) time.Duration {
 	policy, _ := s.policy(t.Pool)
 	switch t.Stage {
 	case kvtransfer.DecodeLeg:
-		if policy.WholeAnswer > 0 {
-			return min(policy.StreamStart, policy.WholeAnswer)
-		}
-		return policy.StreamStart
+		return answerStart(policy, t.Stream, 0)
 	case kvtransfer.EncodeLeg:
 		return policy.EncodeTimeout
 	}

@@ -161,8 +161,16 @@ func (x mainRole) setHeaders(r route) {
 		h.Remove(envoywire.HeaderTicket)
 		h.Remove(envoywire.HeaderBodyBytes)
 	}
-	if r.perTry > 0 {
-		h.SetInt(envoywire.HeaderPerTry, int(r.perTry.Milliseconds()))
+	perTry := r.perTry
+	switch r.leg {
+	case envoywire.LegDecode, envoywire.LegAnswer, envoywire.LegPair:
+		if perTry == 0 || perTry > hedgeAfter {
+			perTry = hedgeAfter
+			h.Set(envoywire.HeaderHedge, []byte("true"))
+		}
+	}
+	if perTry > 0 {
+		h.SetInt(envoywire.HeaderPerTry, int(perTry.Milliseconds()))
 	} else {
 		h.Remove(envoywire.HeaderPerTry)
 	}

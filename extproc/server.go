@@ -118,6 +118,7 @@ type Server struct {
 	started  time.Time
 	scratch  sync.Pool // of *scratch
 	draining chan struct{}
+	hedges   hedges
 	reclaim  *reclaim.Reclaimer
 	recent   *telemetry.Recent
 	pairs    *pairs
@@ -142,7 +143,7 @@ func New(o Options, m *telemetry.Metrics) *Server {
 		o.Log = slog.New(slog.DiscardHandler)
 	}
 	s := &Server{
-		Options: o, metrics: m, started: time.Now(), draining: make(chan struct{}),
+		Options: o, metrics: m, started: time.Now(), draining: make(chan struct{}), hedges: hedges{held: map[[16]byte]*hedge{}},
 		recent: telemetry.NewRecent(), pairs: newPairs(), seed: random(), guard: guard.New(o.Log, m.Panicked),
 	}
 	s.direct = newDirectCalls()

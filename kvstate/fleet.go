@@ -118,7 +118,7 @@ type Endpoint struct {
 // live is what is known of an address while it stays in its pool, whatever else is said about it. What every view reads stands
 // first: of a thousand endpoints it comes from memory each time.
 type live struct {
-	failed atomic.Bool
+	failed atomic.Int64 // when it failed, Unix ns; 0: it has not
 	hung   atomic.Bool  // and it took its time to
 	paused atomic.Bool  // by an operator
 	weight atomic.Int32 // likewise; 0: the spec's
@@ -186,7 +186,7 @@ func (e *Endpoint) Models() []string {
 }
 
 // Failed reports whether the endpoint is left out for now.
-func (e *Endpoint) Failed() bool { return e.failed.Load() }
+func (e *Endpoint) Failed() bool { return e.failed.Load() != 0 }
 
 // Load is what this replica has booked on the endpoint: requests and their prompt tokens.
 func (e *Endpoint) Load() (requests, tokens int64) { return e.requests.Load(), e.tokens.Load() }

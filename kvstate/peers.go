@@ -64,7 +64,7 @@ func (s *State) ApplyRouted(p *Pool, e *Endpoint, hashes []uint64) {
 
 // ApplyFailed is [State.MarkFailed] or [State.MarkGood] by another replica.
 func (s *State) ApplyFailed(e *Endpoint, failed bool) {
-	if e.failed.CompareAndSwap(!failed, failed) {
+	if s.setFailed(e, failed) {
 		s.healthChanged(e, !failed, CauseReplica)
 	}
 }

@@ -134,7 +134,7 @@ func (s *State) Hits(p *Pool, hashes []uint64, v *View) {
 // fill makes c the endpoint as it is now. It writes field by field: to copy what was just written takes longer than that.
 func (e *Endpoint) fill(c *Candidate, now int64, fleet, moves, steps float64) {
 	c.Endpoint, c.Hit, c.Session = e, 0, 0
-	c.Usable = !e.failed.Load() && !e.Paused() && !e.Draining
+	c.Usable = e.failed.Load() == 0 && !e.Paused() && !e.Draining
 	c.Weight = e.Weight()
 	c.Requests, c.PromptTokens = e.requests.Load(), e.tokens.Load()
 	c.Jobs, c.Queue = e.queue.n.Load(), e.queue.ahead(now)
@@ -192,9 +192,30 @@ func (s *State) MarkHung(e *Endpoint) bool { return s.markFailed(e, true, CauseT
 // MarkUnhealthy is MarkFailed for an endpoint that failed a health check.
 func (s *State) MarkUnhealthy(e *Endpoint) bool { return s.markFailed(e, false, CauseCheck) }
 
+// MarkUnresponsive is MarkUnhealthy for an endpoint that left its health checks unanswered.
+func (s *State) MarkUnresponsive(e *Endpoint) bool { return s.markFailed(e, true, CauseCheck) }
+
+// FailedFor is for how long an endpoint has been left out.
+func (s *State) FailedFor(e *Endpoint) time.Duration {
+	since := e.failed.Load()
+	if since == 0 {
+		return 0
+	}
+	return s.o.Now().Sub(time.Unix(0, since))
+}
+
+// setFailed leaves an endpoint out or takes it in; false if it was so before.
+func (s *State) setFailed(e *Endpoint, failed bool) bool {
+	since := e.failed.Load()
+	if failed {
+		return since == 0 && e.failed.CompareAndSwap(0, s.o.Now().UnixNano())
+	}
+	return since != 0 && e.failed.CompareAndSwap(since, 0)
+}
+
 func (s *State) markFailed(e *Endpoint, hung bool, cause HealthCause) bool {
 	e.hung.Store(hung)
-	marked := e.failed.CompareAndSwap(false, true)
+	marked := s.setFailed(e, true)
 	if marked {
 		s.changed()
 		s.healthChanged(e, false, cause)
@@ -215,7 +236,7 @@ func (s *State) MarkGood(e *Endpoint) bool { return s.markGood(e, CauseAnswer) }
 func (s *State) MarkHealthy(e *Endpoint) bool { return s.markGood(e, CauseCheck) }
 
 func (s *State) markGood(e *Endpoint, cause HealthCause) bool {
-	marked := e.failed.Load() && e.failed.CompareAndSwap(true, false)
+	marked := s.setFailed(e, false)
 	if marked {
 		s.forgetLoads(e)
 		s.changed()

@@ -21,15 +21,17 @@ type LogBatch struct {
 	arena   []byte
 }
 
-// Names of the logs beside the main listener's: the one of mirrored prefill legs, and the one of tries that never got a
-// connection.
+// Names of the logs beside the main listener's: the one of mirrored prefill legs, and the one of tries that failed.
 const (
-	LogNameMirror    = "tandem-prefill-mirror"
-	LogNameUnreached = "tandem-unreached"
+	LogNameMirror = "tandem-prefill-mirror"
+	LogNameFailed = "tandem-failed"
 )
 
-// clusterPod is the prefix of the names of clusters that lead to an endpoint itself.
-const clusterPod = "tandem-pod"
+// clusterPod is the prefix of the names of clusters that lead to an endpoint itself, clusterReplan the one that leads to the replan port.
+const (
+	clusterPod    = "tandem-pod"
+	clusterReplan = "tandem-replan"
+)
 
 // LogEntry is one HTTPAccessLogEntry of the main listener.
 type LogEntry struct {
@@ -49,6 +51,7 @@ type LogEntry struct {
 	Tries             uint64
 	Began             bool // the last try had a connection, and something was written to it
 	Pod               bool // the last try was one at an endpoint, not at the replan port or an internal listener
+	Replan            bool // it was one at the replan port
 }
 
 // Asked reports whether an endpoint may have got anything of the pass. A try that waits for a connection has begun
@@ -132,7 +135,8 @@ func (b *LogBatch) readCommon(c *cursor, end int, e *LogEntry) {
 			e.FirstByte = readDuration(c, c.length(end))
 		case number == 15 && wire == wireBytes:
 			mark := len(b.arena)
-			e.Pod = strings.HasPrefix(string(c.text(&b.arena, end)), clusterPod)
+			cluster := string(c.text(&b.arena, end))
+			e.Pod, e.Replan = strings.HasPrefix(cluster, clusterPod), cluster == clusterReplan
 			b.arena = b.arena[:mark] // the name is not needed again
 		case number == 24 && wire == wireVarint:
 			e.Tries = c.varint()

@@ -7,7 +7,8 @@ const (
 	HeaderTicket      = "x-tandem-ticket"                        // sealed state of the request
 	HeaderScheme      = "x-tandem-scheme"                        // https or h2c; absent: http
 	HeaderBodyBytes   = "x-tandem-body-bytes"                    // length of the body as rewritten
-	HeaderPerTry      = "x-envoy-upstream-rq-per-try-timeout-ms" // time limit of the prefill hop
+	HeaderPerTry      = "x-envoy-upstream-rq-per-try-timeout-ms" // how long a hop may show nothing
+	HeaderHedge       = "x-envoy-hedge-on-per-try-timeout"       // "true": it goes on then, beside a try at the replan port
 	HeaderCarry       = "x-tandem-carry"                         // prefill leg: redirect target of an inline answer
 	HeaderPrefilled   = "x-tandem-prefilled"                     // of pass 2: prefill's answer, base64
 	HeaderRequestID   = "x-request-id"

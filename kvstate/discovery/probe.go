@@ -3,11 +3,13 @@ package discovery
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"log/slog"
 	"math/rand/v2"
 	"net/http"
 	"sync"
+	"syscall"
 	"time"
 
 	"tandem/internal/guard"
@@ -21,20 +23,24 @@ const (
 	askModelsEvery   = 10 * time.Second       // GET /v1/models until known ...
 	knownModelsEvery = time.Minute            // ... and after
 	probeTimeout     = time.Second
-	maxModels        = 1 << 20 // bytes of an answer that are read
+	checkBusyEvery   = 2 * time.Second // GET /health of those that have requests
+	maxMissed        = 3               // such checks in a row that an endpoint may leave unanswered, at once after each other
+	maxModels        = 1 << 20         // bytes of an answer that are read
 )
 
-// Prober asks endpoints how they are. A failed endpoint comes back with the first good answer; a good one is not failed by
-// a bad answer, since only requests that fail cost anything.
+// Prober asks endpoints how they are. A failed endpoint comes back with the first good answer. A good one is asked while it has requests:
+// one that has stopped fails none of them, but keeps them. It is left out when it refuses, says that it is not well, or leaves several
+// checks unanswered, since an engine may stall for a second.
 type Prober struct {
 	state  *kvstate.State
 	log    *slog.Logger
 	client *enginehttp.Client
 
-	mu    sync.Mutex
-	asked map[*kvstate.Endpoint]time.Time // for models
-	busy  map[*kvstate.Endpoint]bool      // likewise, now
-	check map[*kvstate.Endpoint]bool      // is checked now
+	mu     sync.Mutex
+	asked  map[*kvstate.Endpoint]time.Time // for models
+	busy   map[*kvstate.Endpoint]bool      // likewise, now
+	check  map[*kvstate.Endpoint]bool      // is checked now
+	health map[*kvstate.Endpoint]time.Time // when one that has requests is checked again
 
 	checks chan *kvstate.Endpoint
 }
@@ -45,7 +51,7 @@ func NewProber(state *kvstate.State, log *slog.Logger) *Prober {
 		state: state, log: log,
 		client: enginehttp.New(probeTimeout, func(t *http.Transport) { t.IdleConnTimeout, t.DisableKeepAlives = time.Second, true }),
 		asked:  map[*kvstate.Endpoint]time.Time{}, busy: map[*kvstate.Endpoint]bool{},
-		check: map[*kvstate.Endpoint]bool{}, checks: make(chan *kvstate.Endpoint, maxChecks),
+		check: map[*kvstate.Endpoint]bool{}, health: map[*kvstate.Endpoint]time.Time{}, checks: make(chan *kvstate.Endpoint, maxChecks),
 	}
 }
 
@@ -76,7 +82,10 @@ func (p *Prober) wait(ctx context.Context, pause time.Duration, probes *sync.Wai
 		case <-over.C:
 			return true
 		case e := <-p.checks:
-			probes.Go(func() { p.checkHealth(ctx, e) })
+			probes.Go(func() {
+				defer guard.Recover(ctx, "probes")
+				p.checkHealth(ctx, e)
+			})
 		}
 	}
 }
@@ -99,7 +108,7 @@ func (p *Prober) Check(e *kvstate.Endpoint) {
 }
 
 func (p *Prober) checkHealth(ctx context.Context, e *kvstate.Endpoint) {
-	status, _, err := p.get(ctx, e, "/health", maxModels)
+	status, _, err := p.get(ctx, e, "/health")
 	p.mu.Lock()
 	delete(p.check, e)
 	p.mu.Unlock()
@@ -122,6 +131,14 @@ func (p *Prober) round(ctx context.Context, probes *sync.WaitGroup) (failed bool
 					defer guard.Recover(ctx, "probes")
 					p.probeHealth(ctx, e)
 				})
+			case p.healthDue(e, now):
+				probes.Go(func() {
+					defer guard.Recover(ctx, "probes")
+					p.checkBusy(ctx, e)
+				})
+			}
+			switch {
+			case e.Failed():
 			case p.modelsDue(e, now) && p.claim(e):
 				probes.Go(func() {
 					defer p.unclaim(e)
@@ -133,6 +150,39 @@ func (p *Prober) round(ctx context.Context, probes *sync.WaitGroup) (failed bool
 	}
 	p.forget(seen)
 	return failed
+}
+
+// healthDue reports whether an endpoint has requests and has to be checked, and notes when it has to be again.
+func (p *Prober) healthDue(e *kvstate.Endpoint, now time.Time) bool {
+	if requests, _ := e.Load(); requests == 0 {
+		return false
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if now.Before(p.health[e]) {
+		return false
+	}
+	p.health[e] = now.Add(checkBusyEvery + maxMissed*probeTimeout) // it ends sooner where the endpoint answers
+	return true
+}
+
+// checkBusy checks an endpoint that has requests.
+func (p *Prober) checkBusy(ctx context.Context, e *kvstate.Endpoint) {
+	for missed := 1; !e.Failed() && ctx.Err() == nil; missed++ {
+		status, _, err := p.get(ctx, e, "/health")
+		switch {
+		case ctx.Err() != nil:
+		case err == nil && status < http.StatusInternalServerError:
+			p.mu.Lock()
+			p.health[e] = time.Now().Add(checkBusyEvery)
+			p.mu.Unlock()
+			return
+		case err == nil || errors.Is(err, syscall.ECONNREFUSED):
+			p.state.MarkUnhealthy(e)
+		case missed == maxMissed:
+			p.state.MarkUnresponsive(e)
+		}
+	}
 }
 
 func (p *Prober) claim(e *kvstate.Endpoint) bool {
@@ -166,12 +216,17 @@ func (p *Prober) forget(seen map[*kvstate.Endpoint]bool) {
 			delete(p.asked, e)
 		}
 	}
+	for e := range p.health {
+		if !seen[e] {
+			delete(p.health, e)
+		}
+	}
 }
 
 // probeHealth asks whether an endpoint is back. vLLM answers 503 while its engine is dead (api_server.py); any answer
 // below 500 is one of a living server, also of one that knows no /health.
 func (p *Prober) probeHealth(ctx context.Context, e *kvstate.Endpoint) {
-	status, _, err := p.get(ctx, e, "/health", maxModels)
+	status, _, err := p.get(ctx, e, "/health")
 	if err == nil && status < http.StatusInternalServerError {
 		p.state.MarkHealthy(e)
 	}
@@ -184,7 +239,7 @@ func (p *Prober) askModels(ctx context.Context, e *kvstate.Endpoint) {
 			ID string `json:"id"`
 		} `json:"data"`
 	}
-	status, body, err := p.get(ctx, e, "/v1/models", maxModels)
+	status, body, err := p.get(ctx, e, "/v1/models")
 	if err == nil && status != http.StatusOK {
 		err = fmt.Errorf("asking %s for its models: status %d", e.Addr, status)
 	}
@@ -208,13 +263,13 @@ func (p *Prober) askModels(ctx context.Context, e *kvstate.Endpoint) {
 	p.mu.Unlock()
 }
 
-// get fetches a path; an answer of more than limit bytes is an error.
-func (p *Prober) get(ctx context.Context, e *kvstate.Endpoint, path string, limit int64) (status int, body []byte, err error) {
+// get fetches a path; an answer of more than maxModels bytes is an error.
+func (p *Prober) get(ctx context.Context, e *kvstate.Endpoint, path string) (status int, body []byte, err error) {
 	resp, err := p.client.Get(ctx, e, path) //nolint:bodyclose // ReadAll closes it
 	if err != nil {
 		return 0, nil, err
 	}
-	if body, err = enginehttp.ReadAll(resp, limit); err != nil {
+	if body, err = enginehttp.ReadAll(resp, maxModels); err != nil {
 		return 0, nil, fmt.Errorf("asking %s: %w", e.Addr, err)
 	}
 	return resp.StatusCode, body, nil

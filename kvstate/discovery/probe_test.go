@@ -99,6 +99,38 @@ func TestProber(t *testing.T) {
 	}
 }
 
+// An endpoint with requests is left out if it leaves checks unanswered, and not before it has missed several.
+func TestBusyEndpointsAreChecked(t *testing.T) {
+	for missed, out := range map[int64]bool{maxMissed - 1: false, maxMissed: true} {
+		synctest.Test(t, func(t *testing.T) {
+			var wasOut atomic.Bool
+			s := kvstate.New(kvstate.Options{HealthChanged: func(*kvstate.Endpoint, bool, kvstate.HealthCause) { wasOut.Store(true) }})
+			s.SetPool(kvstate.PoolSpec{Name: "p"}, []kvstate.EndpointSpec{{Addr: "engine:1", Role: kvstate.RoleBoth}})
+			e := s.Pool("p").Endpoints()[0]
+			var asked atomic.Int64
+			p := NewProber(s, quiet())
+			p.client = enginehttp.Over(roundTrip(func(r *http.Request) (*http.Response, error) {
+				if r.URL.Path == "/health" && asked.Add(1) <= missed {
+					time.Sleep(probeTimeout)
+					return nil, context.DeadlineExceeded
+				}
+				return &http.Response{StatusCode: 200, Body: http.NoBody}, nil
+			}), time.Minute)
+			ctx, stop := context.WithCancel(t.Context())
+			go p.Run(ctx)
+			time.Sleep(time.Minute)
+			require.Zero(t, asked.Load(), "it has nothing to do")
+			booked := s.Reserve(e, kvstate.Booking{For: kvstate.RoleDecode})
+			time.Sleep(time.Minute)
+			require.Equal(t, out, wasOut.Load())
+			require.False(t, e.Failed())
+			s.Release(booked)
+			stop()
+			synctest.Wait()
+		})
+	}
+}
+
 func TestProbeHealth(t *testing.T) {
 	for status, back := range map[int64]bool{200: true, 204: true, 404: true, 401: true, 307: true, 500: false, 503: false} {
 		e := &engine{}

@@ -594,7 +594,8 @@ type Envoy struct {
 	// else duplex; duplex too where a queue.maxWait is above 20s.
 	BodyMode string `protobuf:"bytes,6,opt,name=body_mode,json=bodyMode,proto3" json:"body_mode,omitempty"`
 	// How long an endpoint may be silent while it answers. An answer that is not streamed is silent until it is complete, so
-	// this bounds its time too. Default 30m.
+	// this bounds its time too. If an endpoint stops, answers that it has begun to stream end after this time; those that have not
+	// begun are given by another endpoint in about 10 s. Default 30m.
 	DecodeIdleTimeout string `protobuf:"bytes,7,opt,name=decode_idle_timeout,json=decodeIdleTimeout,proto3" json:"decode_idle_timeout,omitempty"`
 	// How Envoy reaches an external processor that has extProc.tls. Absent: encrypted, the certificate not verified.
 	ExtProcTls *ClientTls `protobuf:"bytes,8,opt,name=ext_proc_tls,json=extProcTls,proto3" json:"ext_proc_tls,omitempty"`
@@ -1105,13 +1106,14 @@ type Pool struct {
 	// are not streamed show nothing until they are complete: answerTimeout is for them. Default 1m.
 	StreamStartTimeout string `protobuf:"bytes,11,opt,name=stream_start_timeout,json=streamStartTimeout,proto3" json:"stream_start_timeout,omitempty"`
 	// How long an answer that is not streamed may take, beside what decode may have to compute of the prompt; then another endpoint
-	// is tried. It has to be above the longest answer that is right: one that is cut off is begun anew. Default none: the limit is
+	// is tried. It has to be above the longest answer that is right: one that is cut off is begun anew. Needed for engines that hang and
+	// still answer GET /health: one that does not is left out, and its requests go elsewhere. Default none: the limit is
 	// envoy.decodeIdleTimeout, after which the client gets 504.
 	AnswerTimeout string `protobuf:"bytes,55,opt,name=answer_timeout,json=answerTimeout,proto3" json:"answer_timeout,omitempty"`
 	// What becomes of KV blocks that no decode fetches. lease: the prefill endpoint frees them when its lease ends (vLLM from 0.22:
 	// 30 s). cleanupDecode, for releases that keep them for minutes (vLLM 0.12 to 0.21): where Envoy's access log shows that no decode
 	// endpoint can have got a request's KV parameters (its client left before, or decode refused the connection), a decode endpoint is
-	// told to fetch the blocks, with a prompt of one token whose answer is thrown away. Write the bootstrap again after a change. Still
+	// told to fetch the blocks, with a prompt of one token whose answer is thrown away. Still
 	// held until the engine's own time is over: blocks of an answer that did not come whole, and of a decode that was asked and gave up.
 	// Default lease.
 	StrandedBlocks string `protobuf:"bytes,12,opt,name=stranded_blocks,json=strandedBlocks,proto3" json:"stranded_blocks,omitempty"`
