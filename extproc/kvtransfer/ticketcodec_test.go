@@ -2,6 +2,7 @@ package kvtransfer
 
 import (
 	"bytes"
+	"compress/flate"
 	"fmt"
 	"math/rand/v2"
 	"testing"
@@ -141,5 +142,82 @@ func TestEmptyParams(t *testing.T) {
 		got, err := keys.Open(string(sealed), "id", time.Now())
 		require.NoError(t, err)
 		require.Equal(t, params, got.Params)
+	}
+}
+
+// ticketOf is what reading by generated code takes besides: the message's fields as a Ticket's, without the bounds of parseTicket.
+func ticketOf(m *ticketv1.Ticket) *Ticket {
+	t := &Ticket{
+		ID: [16]byte(m.GetId()), Stage: Stage(m.GetStage()), Expires: time.UnixMilli(m.GetExpiresUnixMs()), Pool: m.GetPool(), Prefill: m.GetPrefill(), Decode: m.GetDecode(),
+		Reservations: [2]uint64{m.GetPrefillReservation(), m.GetDecodeReservation()}, Split: m.GetSplit(), Redirects: int(m.GetRedirects()), Prefills: int(m.GetPrefills()),
+		Excluded: m.GetExcluded(), Cause: m.GetCause(), BodyBytes: int(m.GetBodyBytes()), PromptTokens: m.GetPromptTokens(), Stream: m.GetStream(),
+		StreamUsage: m.GetStreamUsage(), Session: m.GetSession(), Path: m.GetPath(), Cached: m.GetCachedPlusOne(), Model: m.GetModel(), Prompt: m.GetPrompt(), Authority: m.GetAuthority(),
+	}
+	for _, e := range m.GetUndo() {
+		t.Undo = append(t.Undo, openai.Edit{Start: int(e.GetStart()), End: int(e.GetEnd()), New: e.GetText()})
+	}
+	return t
+}
+
+// BenchmarkTicketCodec is a usual ticket's message written and read by hand, and by generated code (docs/adr/0032).
+func BenchmarkTicketCodec(b *testing.B) {
+	ticket := smallTicket()
+	message := appendTicket(nil, ticket)
+	b.Run("write/hand", func(b *testing.B) {
+		b.ReportAllocs()
+		var dst []byte
+		for b.Loop() {
+			dst = appendTicket(dst[:0], ticket)
+		}
+	})
+	b.Run("write/generated", func(b *testing.B) {
+		b.ReportAllocs()
+		var dst []byte
+		var err error
+		for b.Loop() {
+			dst, err = proto.MarshalOptions{}.MarshalAppend(dst[:0], plainMessage(ticket))
+			require.NoError(b, err)
+		}
+	})
+	b.Run("read/hand", func(b *testing.B) {
+		b.ReportAllocs()
+		for b.Loop() {
+			require.NoError(b, parseTicket(new(Ticket), message))
+		}
+	})
+	b.Run("read/generated", func(b *testing.B) {
+		b.ReportAllocs()
+		for b.Loop() {
+			m := new(ticketv1.Ticket)
+			require.NoError(b, proto.Unmarshal(message, m))
+			require.NotNil(b, ticketOf(m))
+		}
+	})
+}
+
+// BenchmarkPackAgainstFlate is a long list of block ids packed, and compressed as any text could be.
+func BenchmarkPackAgainstFlate(b *testing.B) {
+	text := []byte(goodParams("remote_block_ids", "["+blockIDs(randomIDs(8192, 1<<16), ",")+"]"))
+	b.Run("pack", func(b *testing.B) {
+		var dst []byte
+		for b.Loop() {
+			dst = pack(dst[:0], text)
+		}
+		b.ReportMetric(float64(len(dst)), "B")
+	})
+	for _, level := range []int{flate.BestSpeed, flate.BestCompression} {
+		b.Run(fmt.Sprint("flate level ", level), func(b *testing.B) {
+			var dst bytes.Buffer
+			w, err := flate.NewWriter(&dst, level)
+			require.NoError(b, err)
+			for b.Loop() {
+				dst.Reset()
+				w.Reset(&dst)
+				_, err = w.Write(text)
+				require.NoError(b, err)
+				require.NoError(b, w.Close())
+			}
+			b.ReportMetric(float64(dst.Len()), "B")
+		})
 	}
 }
