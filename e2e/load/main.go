@@ -9,12 +9,13 @@
 //
 // The report, DIR/report.html, is one file without outside assets: per case percentiles, requests per second and per core
 // of Envoy and Tandem, CPU per request by process, memory, errors; beside it report.json. What a tool is missing for is
-// left out and said.
+// left out and said. The report begins with a summary, compares with the last run in DIR, and holds the configuration.
 //
 // Prompts of one case are all the same with h2load, which sends one body: every prefix is known after the first. Compare
 // cases of one run only. The program imports nothing of Tandem.
 //
-// Files: cases.go says what is run, stand.go starts it, h2load.go and aiperf.go drive it, report.go writes.
+// Files: cases.go says what is run, stand.go starts it, h2load.go and aiperf.go drive it, report.go writes, summary.go says what
+// it means.
 package main
 
 import (
@@ -76,6 +77,10 @@ func run(ctx context.Context, args []string, log io.Writer) error {
 		return errors.New("no Envoy found: run scripts/tools.sh, put envoy on PATH, or set ENVOY")
 	}
 	r := &report{Began: time.Now().UTC(), Machine: machine(), Versions: o.versions(ctx)}
+	var err error
+	if r.previous, err = readPrevious(o.out); err != nil {
+		return err
+	}
 	if o.h2load == "" {
 		r.Missing = append(r.Missing, "h2load is not installed (Debian: apt-get install nghttp2-client): no plain HTTP")
 	}
@@ -112,6 +117,7 @@ func (o *options) runCases(ctx context.Context, r *report, log io.Writer) error 
 			if s, err = o.startStand(ctx, c); err != nil {
 				return fmt.Errorf("%s: %w", c.name(), err)
 			}
+			r.keepConfig(s)
 		}
 		if c.Share > 0 {
 			c.Rate = rates[c.like()] * c.Share

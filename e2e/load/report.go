@@ -18,6 +18,9 @@ type report struct {
 	Versions string
 	Missing  []string // tools, and what is left out for them
 	Results  []result
+	Configs  []configText // of Tandem, exactly as it ran
+
+	previous *report // of the last run; nil: none
 }
 
 // result is one case. CPU is milliseconds per request, memory MiB.
@@ -74,7 +77,7 @@ func (r *report) write(dir string) (string, error) {
 	if err != nil {
 		return "", err
 	}
-	if err := page.Execute(out, map[string]any{"R": r, "Plots": r.plots()}); err != nil {
+	if err := page.Execute(out, map[string]any{"R": r, "Plots": r.plots(), "Summary": r.summary(), "Changes": r.changes(), "Last": r.previous, "Noise": noise}); err != nil {
 		return "", fmt.Errorf("writing the report: %w", err)
 	}
 	return file, nil
@@ -177,11 +180,18 @@ code{font-size:11px}.key span{margin-right:1rem}.key span::before{content:"\25A0
 <h1>Tandem under load</h1>
 <p>{{.R.Began.Format "2006-01-02 15:04 UTC"}}, {{.R.Machine}}. {{.R.Versions}}.</p>
 {{range .R.Missing}}<p class="bad">Left out: {{.}}</p>{{end}}
+<h2>Summary</h2><ul>{{range .Summary}}<li>{{.}}</li>{{end}}</ul>
+{{if .Changes}}<h2>Beside the last run</h2><p>{{.Last.Began.Format "2006-01-02 15:04 UTC"}}, {{.Last.Versions}}, on the same kind of machine. Bold: CPU changed by more than {{.Noise}} %, which two runs of the same programs can differ by.</p>
+<table><tr><th>case</th><th>req/s</th><th>p99</th><th>CPU of Envoy and Tandem</th><th>errors before</th><th>errors now</th></tr>
+{{range .Changes}}<tr><td>{{.Name}}</td><td>{{printf "%+.0f %%" .PerSecond}}</td><td>{{printf "%+.0f %%" .P99}}</td><td{{if and .FasterOrSlower (not .Improved)}} class="bad"{{end}}>{{if .FasterOrSlower}}<b>{{printf "%+.0f %%" .CPU}}</b>{{else}}{{printf "%+.0f %%" .CPU}}{{end}}</td><td>{{.ErrorsBefore}}</td><td>{{.ErrorsNow}}</td></tr>
+{{end}}</table>{{end}}
+<h2>Cases</h2>
 <p>Times in milliseconds, CPU in milliseconds per request, memory in MiB. Compare cases of one run only.</p>
 <table><tr><th>case</th><th>requests</th><th>errors</th><th>req/s</th><th>req/s per core</th><th>p50</th><th>p90</th><th>p99</th><th>max</th><th>TTFT p50</th><th>p99</th><th>ITL p50</th><th>p99</th><th>CPU Envoy</th><th>Tandem</th><th>engines</th><th>tool</th><th>MiB Envoy</th><th>Tandem</th></tr>
 {{range .R.Results}}<tr><td>{{.Name}}{{if .Error}} <span class="bad">{{.Error}}</span>{{end}}</td><td>{{.Requests}}</td><td>{{if .Errors}}<span class="bad">{{.Errors}}</span>{{else}}0{{end}}</td><td>{{ms .PerSecond}}</td><td>{{ms .PerCore}}</td><td>{{ms .Latency.P50}}</td><td>{{ms .Latency.P90}}</td><td>{{ms .Latency.P99}}</td><td>{{ms .Latency.Max}}</td><td>{{ms .FirstToken.P50}}</td><td>{{ms .FirstToken.P99}}</td><td>{{ms .BetweenTokens.P50}}</td><td>{{ms .BetweenTokens.P99}}</td><td>{{ms .EnvoyCPU}}</td><td>{{ms .TandemCPU}}</td><td>{{ms .EnginesCPU}}</td><td>{{ms .ToolCPU}}</td><td>{{ms .EnvoyMemory}}</td><td>{{ms .TandemMemory}}</td></tr>
 {{end}}</table>
 {{range .Plots}}<h2>{{.Title}}{{if .Unit}} ({{.Unit}}){{end}}</h2><p class="key">{{range $i, $p := .Parts}}<span class="p{{$i}}">{{$p}}</span>{{end}}</p>{{.SVG}}{{end}}
 <h2>Commands</h2>{{range .R.Results}}<p>{{.Name}}<br><code>{{.Command}}</code></p>{{end}}
+<h2>Configuration</h2><p>Of Tandem; Envoy's is what <code>tandem envoy -f</code> prints for it.</p>{{range .R.Configs}}<details><summary>{{.Of}}</summary><pre>{{.YAML}}</pre></details>{{end}}
 </html>
 `

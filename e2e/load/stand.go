@@ -21,6 +21,7 @@ type stand struct {
 	paced               bool // decode engines take their time for every token
 	process.Group
 	url              string
+	config           string // of the first replica
 	engines, tandems []*process.Process
 	envoy            *process.Process
 }
@@ -56,6 +57,9 @@ func (o *options) startStand(ctx context.Context, c testCase) (s *stand, err err
 		text, err := configuration(replicas, p[0], p[1], p[2:2+replicas], p[2+replicas:2+2*replicas], p[2+2*replicas+i], i, key, lines)
 		if err != nil {
 			return s, err
+		}
+		if i == 0 {
+			s.config = text
 		}
 		config = filepath.Join(s.Dir, fmt.Sprintf("tandem-%d.yaml", i))
 		if err := os.WriteFile(config, []byte(text), 0o600); err != nil {

@@ -1,0 +1,125 @@
+package main
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io/fs"
+	"math"
+	"os"
+	"path/filepath"
+)
+
+// configText is the configuration of Tandem that cases ran with: that of the first replica.
+type configText struct {
+	Of   string // endpoints and replicas
+	YAML string
+}
+
+// keepConfig keeps the configuration of a stand, once.
+func (r *report) keepConfig(s *stand) {
+	of := fmt.Sprintf("%d endpoints, %s", s.endpoints, count(s.replicas, "replica"))
+	for _, c := range r.Configs {
+		if c.Of == of {
+			return
+		}
+	}
+	r.Configs = append(r.Configs, configText{of, s.config})
+}
+
+// readPrevious reads the report that the last run left in a directory; nil: there is none.
+func readPrevious(dir string) (*report, error) {
+	text, err := os.ReadFile(filepath.Join(dir, "report.json"))
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil, nil
+	}
+	if err != nil {
+		return nil, err
+	}
+	var r report
+	if err := json.Unmarshal(text, &r); err != nil {
+		return nil, fmt.Errorf("reading the last run's report.json: %w", err)
+	}
+	return &r, nil
+}
+
+// summary says in a few sentences what the run found.
+func (r *report) summary() []string {
+	var requests, failed, broken int
+	var fastest, cheapest *result
+	for i := range r.Results {
+		c := &r.Results[i]
+		requests += c.Requests + c.Errors
+		failed += c.Errors
+		if c.Error != "" {
+			broken++
+		}
+		if c.Case.Stream || c.Error != "" {
+			continue
+		}
+		if fastest == nil || c.PerSecond > fastest.PerSecond {
+			fastest = c
+		}
+		if cheapest == nil || c.PerCore > cheapest.PerCore {
+			cheapest = c
+		}
+	}
+	out := []string{fmt.Sprintf("%d requests in %s; %d failed.", requests, count(len(r.Results), "case"), failed)}
+	if broken > 0 {
+		out = append(out, fmt.Sprintf("%s could not be run: the table says why.", count(broken, "case")))
+	}
+	if fastest != nil {
+		out = append(out, fmt.Sprintf("The highest rate was %s requests a second over two hops, with a p99 of %s ms (%s). Engines and the load tool share the machine.",
+			number(fastest.PerSecond), number(fastest.Latency.P99), fastest.Name))
+		out = append(out, fmt.Sprintf("At best, one core of Envoy and Tandem together carries %s requests a second (%s).", number(cheapest.PerCore), cheapest.Name))
+	}
+	for _, c := range r.Results {
+		if c.Case.Stream && c.Error == "" {
+			out = append(out, fmt.Sprintf("Streams: first token after %s ms (p50) and %s ms (p99), then one each %s ms (p50); the engine makes one each 5 ms (%s).",
+				number(c.FirstToken.P50), number(c.FirstToken.P99), number(c.BetweenTokens.P50), c.Name))
+			break
+		}
+	}
+	return out
+}
+
+// change is one case beside the same case of the last run, in percent of the latter.
+type change struct {
+	Name                     string
+	PerSecond, P99, CPU      float64 // CPU of Envoy and Tandem per request
+	ErrorsBefore, ErrorsNow  int
+	FasterOrSlower, Improved bool // by more than runs differ from each other; in which direction
+}
+
+// noise is how far two runs of the same programs are apart on a busy machine, in percent.
+const noise = 10
+
+// changes compares with the last run; none if it ran on another machine.
+func (r *report) changes() []change {
+	if r.previous == nil || r.previous.Machine != r.Machine {
+		return nil
+	}
+	before := map[string]*result{}
+	for i := range r.previous.Results {
+		before[r.previous.Results[i].Name] = &r.previous.Results[i]
+	}
+	percent := func(now, then float64) float64 {
+		if then == 0 {
+			return 0
+		}
+		return 100 * (now/then - 1)
+	}
+	var out []change
+	for i := range r.Results {
+		now, then := &r.Results[i], before[r.Results[i].Name]
+		if then == nil || now.Error != "" || then.Error != "" {
+			continue
+		}
+		c := change{Name: now.Name, ErrorsBefore: then.Errors, ErrorsNow: now.Errors,
+			PerSecond: percent(now.PerSecond, then.PerSecond), P99: percent(now.Latency.P99, then.Latency.P99),
+			CPU: percent(now.EnvoyCPU+now.TandemCPU, then.EnvoyCPU+then.TandemCPU)}
+		c.FasterOrSlower, c.Improved = math.Abs(c.CPU) > noise, c.CPU < 0
+		out = append(out, c)
+	}
+	return out
+}
