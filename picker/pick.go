@@ -79,7 +79,6 @@ type Policy struct {
 	Split            Split
 	MinPrefillTokens int64   // with SplitAuto: a prompt of which decode has fewer than this to compute is not split
 	TPOT             float64 // target for the time between two tokens, s: what decode alone may cost running answers; 0: anything
-	Temperature      float64 // s: an endpoint that costs so much more is chosen e times as seldom; 0: the cheapest is
 	Late             bool    // requests wait in a [Queue]: the price of jobs that wait on an endpoint is another
 }
 
@@ -191,25 +190,6 @@ func (k *Picker) reweigh(r *Request, v *kvstate.View, t *terms) {
 		p.prefill, p.decode, p.alone, p.near, p.busy, p.kind, p.zone = inf, inf, inf, 0, false, 0, 0
 		if simple && c.Usable || k.why(r, c) == "" {
 			t.weigh(c, p)
-		}
-	}
-	if k.Temperature > 0 {
-		k.shake(r.Rand)
-	}
-}
-
-// shake takes from every price the temperature times a number of the Gumbel distribution: of prices so changed the least is each
-// endpoint's as often as a softmax over prices would choose it (the Gumbel-max trick). Prefill and decode are drawn apart, so pairs are too. What
-// is drawn follows from the request's Rand, which all replicas have alike for one that waits.
-func (k *Picker) shake(rand uint64) {
-	for i := range k.prices {
-		p := &k.prices[i]
-		for part, price := range [...]*float64{&p.prefill, &p.decode, &p.alone} {
-			x := rand + uint64(3*i+part+1)*0x9e3779b97f4a7c15 // splitmix64
-			x = (x ^ x>>30) * 0xbf58476d1ce4e5b9
-			x = (x ^ x>>27) * 0x94d049bb133111eb
-			x ^= x >> 31
-			*price += k.Temperature * math.Log(-math.Log((float64(x>>11)+0.5)/(1<<53)))
 		}
 	}
 }

@@ -138,20 +138,6 @@ func TestQueuesOfPrefillFillNoDecode(t *testing.T) {
 	require.Greater(t, longest, 10)
 }
 
-// Chance gives hits away, the more the hotter.
-func TestTemperature(t *testing.T) {
-	tr, c := small(t, "agent", .5)
-	play := func(temperature float64) float64 {
-		c.Temperature = temperature
-		r, err := Run(t.Context(), tr, "tandem", c)
-		require.NoError(t, err)
-		return r.HitShare
-	}
-	cheapest, warm, hot := play(0), play(1), play(100)
-	require.Greater(t, cheapest, warm)
-	require.Greater(t, warm, hot)
-}
-
 // A system prompt that nine in ten share is copied to every endpoint in the first seconds: requests do not queue where it was
 // first. Whatever binds and splits, no policy that spreads by load alone is faster, from cold caches on.
 func TestSharedPrefixesSpread(t *testing.T) {
@@ -230,7 +216,6 @@ func TestConfigErrors(t *testing.T) {
 	tr, good := small(t, "agent", .5)
 	for _, change := range []func(*Config){
 		func(c *Config) { c.Prefill = 0 }, func(c *Config) { c.Decode = -1 }, func(c *Config) { c.Replicas = 65 }, func(c *Config) { c.TPOT = 0 },
-		func(c *Config) { c.Temperature = -1 },
 	} {
 		c := good
 		change(&c)

@@ -17,12 +17,11 @@ type Config struct {
 	Engine          picker.Model // what work costs the engines. KVTokens may be infinite: caches that never forget
 	Seed            uint64
 
-	Late        bool         // Tandem's own: requests wait until an endpoint is free ...
-	MaxWait     float64      // ... but no longer than so many seconds; may be infinite
-	Split       picker.Split // Tandem's own: when a request is split
-	Temperature float64      // Tandem's own: of its choice, seconds; 0: the cheapest
-	Replicas    int          // Tandem's own: so many take turns; 0: one
-	Sharing     float64      // Tandem's own: after so many seconds replicas know of each other's decisions; negative: never
+	Late     bool         // Tandem's own: requests wait until an endpoint is free ...
+	MaxWait  float64      // ... but no longer than so many seconds; may be infinite
+	Split    picker.Split // Tandem's own: when a request is split
+	Replicas int          // Tandem's own: so many take turns; 0: one
+	Sharing  float64      // Tandem's own: after so many seconds replicas know of each other's decisions; negative: never
 
 	Routed bool // Tandem's own: hits are what it routed, not what engines tell of their caches
 
@@ -124,8 +123,6 @@ func (c *Config) Check() error {
 		return fmt.Errorf("%d decode endpoints: between 1 and 1024", c.Decode)
 	case c.Replicas < 0 || c.Replicas > 64:
 		return fmt.Errorf("%d replicas: between 1 and 64", c.Replicas)
-	case c.Temperature < 0:
-		return fmt.Errorf("a temperature of %g s: not below 0", c.Temperature)
 	case !(c.TTFT > 0) || !(c.TPOT > 0):
 		return errors.New("targets of goodput must be above 0")
 	}

@@ -78,7 +78,7 @@ func (t *tandem) newReplica(number int) *replica {
 		}
 	}
 	r.picker.Policy = picker.DefaultPolicy()
-	r.picker.Late, r.picker.Split, r.picker.Temperature = t.config.Late, t.config.Split, t.config.Temperature
+	r.picker.Late, r.picker.Split = t.config.Late, t.config.Split
 	r.picker.Model.KVTokens = t.config.Engine.KVTokens // an engine tells how much it holds, and nothing else of this
 	r.tick = func() { r.ticking = false; r.dispatch() }
 	return r

@@ -227,7 +227,6 @@ func (f *fleet) keep(config *configv1.Config, policies map[string]extproc.Policy
 func placement(p *configv1.Pool) picker.Policy {
 	place := picker.DefaultPolicy()
 	place.MinPrefillTokens = p.GetMinPrefillTokens()
-	place.Temperature = configv1.Duration(p.GetTemperature()).Seconds()
 	switch p.GetSplit() {
 	case "always":
 		place.Split = picker.SplitAlways

@@ -39,7 +39,6 @@ func newReplay() *cobra.Command {
 	f.BoolVar(&o.immediate, "immediate", false, "tandem binds requests when they arrive, instead of when an endpoint is free")
 	f.DurationVar(&o.wait, "max-wait", time.Duration(picker.MaxWait*float64(time.Second)), "the longest `TIME` that requests wait with tandem for their endpoint; 0: without end")
 	f.StringVar(&o.split, "split", "auto", "when tandem splits a request: always, auto or never")
-	f.DurationVar(&o.temperature, "temperature", 0, "`PRICE` that makes an endpoint e times as seldom tandem's choice; 0: it takes the cheapest")
 	f.BoolVar(&o.Routed, "routed-index", false, "tandem knows of caches by what it routed, not by the engines' events")
 	f.IntVar(&o.Replicas, "replicas", 1, "`NUMBER` of tandems that take turns")
 	f.DurationVar(&o.sharing, "sharing", 0, "`TIME` until they know of each other's decisions; negative: never")
@@ -58,7 +57,7 @@ type replayOptions struct {
 	requests                            int
 	rate, load                          float64
 	immediate, asJSON                   bool
-	wait, temperature, sharing          time.Duration
+	wait, sharing                       time.Duration
 }
 
 // replayTrace plays a trace against a model of the engines under several policies.
@@ -67,7 +66,7 @@ func replayTrace(ctx context.Context, o replayOptions, stdout, stderr io.Writer)
 	if o.suite != "" {
 		return replay.Suite(ctx, o.suite, stdout, stderr)
 	}
-	c.Late, c.Sharing, c.Temperature = !o.immediate, o.sharing.Seconds(), o.temperature.Seconds()
+	c.Late, c.Sharing = !o.immediate, o.sharing.Seconds()
 	if c.MaxWait = o.wait.Seconds(); c.MaxWait <= 0 {
 		c.MaxWait = math.Inf(1)
 	}

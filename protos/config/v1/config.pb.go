@@ -1162,10 +1162,7 @@ type Pool struct {
 	Encode *Encode `protobuf:"bytes,60,opt,name=encode,proto3" json:"encode,omitempty"`
 	// A request header that says which labels (endpoints[].labels) its endpoints must have, as name=value, comma between them.
 	// Absent: none does. Whoever may set it chooses engines.
-	LabelHeader string `protobuf:"bytes,54,opt,name=label_header,json=labelHeader,proto3" json:"label_header,omitempty"`
-	// Chance in the choice: endpoints whose price is this much higher are chosen e times (2.7) as seldom, as with a softmax over prices.
-	// Absent or 0s: always the cheapest, at random only between equals; bursts are spread by what is booked.
-	Temperature   string `protobuf:"bytes,61,opt,name=temperature,proto3" json:"temperature,omitempty"`
+	LabelHeader   string `protobuf:"bytes,54,opt,name=label_header,json=labelHeader,proto3" json:"label_header,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1427,13 +1424,6 @@ func (x *Pool) GetEncode() *Encode {
 func (x *Pool) GetLabelHeader() string {
 	if x != nil {
 		return x.LabelHeader
-	}
-	return ""
-}
-
-func (x *Pool) GetTemperature() string {
-	if x != nil {
-		return x.Temperature
 	}
 	return ""
 }
@@ -3084,7 +3074,7 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\bkey_file\x18\x04 \x01(\tR\akeyFile\"6\n" +
 	"\aTickets\x12\x19\n" +
 	"\bkey_file\x18\x01 \x01(\tR\akeyFile\x12\x10\n" +
-	"\x03ttl\x18\x02 \x01(\tR\x03ttl\"\xa5\v\n" +
+	"\x03ttl\x18\x02 \x01(\tR\x03ttl\"\x89\v\n" +
 	"\x04Pool\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x16\n" +
 	"\x06models\x18\x02 \x03(\tR\x06models\x12\x1f\n" +
@@ -3122,8 +3112,7 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"objectives\x12'\n" +
 	"\x0fengine_priority\x185 \x01(\tR\x0eenginePriority\x120\n" +
 	"\x06encode\x18< \x01(\v2\x18.tandem.config.v1.EncodeR\x06encode\x12!\n" +
-	"\flabel_header\x186 \x01(\tR\vlabelHeader\x12 \n" +
-	"\vtemperature\x18= \x01(\tR\vtemperature\"\"\n" +
+	"\flabel_header\x186 \x01(\tR\vlabelHeaderJ\x04\b=\x10>\"\"\n" +
 	"\x06Encode\x12\x18\n" +
 	"\atimeout\x18\x01 \x01(\tR\atimeout\"C\n" +
 	"\x05Queue\x12\x19\n" +

@@ -124,7 +124,6 @@ func TestMistakes(t *testing.T) {
 		"far from all fields": {"zzzzzzzzzzzz: 1\n" + least, []string{"zzzzzzzzzzzz: unknown field; known here: extProc, replan, admin, envoy, state, tickets, pools, notices, tracing"}},
 		"proto's spelling":    {"ext_proc: {}\n" + least, []string{"ext_proc: unknown field; did you mean extProc?"}},
 		"a name of two lines": {"\"a\\nb\": 1\n" + least, []string{`"a\nb": unknown field; known here: extProc, replan, admin, envoy, state, tickets, pools, notices, tracing`}},
-		"temperature":         {edited("kvTransfer: nixl", "kvTransfer: nixl\n  temperature: warm"), []string{`pools[0].temperature: "warm" is not a duration such as 300s, 5m or 250ms`}},
 		"discovery":           {edited("kvTransfer: nixl", "kvTransfer: nixl\n  discovery: {dns: x}"), []string{`pools[0].discovery.dns: must be a list, is the text "x"`, "pools[0].endpoints: stand beside discovery: list endpoints or have them found"}},
 		"both":                {edited("kvTransfer: nixl", "kvTransfer: nixl\n  discovery: {file: {path: x}}"), []string{"pools[0].endpoints: stand beside discovery: list endpoints or have them found"}},
 		"pushes, direct":      {edited("kvTransfer: nixl", "kvTransfer: lmcache\n  handoff: direct"), []string{"pools[0].handoff: is direct, but lmcache's prefill endpoint sends the KV to a decode endpoint that waits for it: envoy"}},

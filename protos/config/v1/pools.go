@@ -54,9 +54,6 @@ func (v *validator) pool(path string, p *Pool) {
 	case p.MinPrefillTokens > 0 && p.Split != "auto":
 		v.warn(path+".minPrefillTokens", "has no effect: split is %s", p.Split)
 	}
-	if p.Temperature != "" {
-		v.duration(path+".temperature", p.Temperature, 0)
-	}
 	v.duration(path+".prefillTimeout.base", p.PrefillTimeout.Base, time.Millisecond)
 	v.duration(path+".prefillTimeout.perToken", p.PrefillTimeout.PerToken, 0)
 	v.session(path+".session", p.Session)
