@@ -16,6 +16,4 @@
 //     that connects (listen.go). replay.go asks for old batches.
 //  4. collector.go has one publisher followed for each endpoint and data-parallel rank of a pool, for as long as it is there.
 //  5. listen.go also forwards the batches of an engine that connects: it reaches one replica of several.
-//  6. enginehash.go computes the engines' own hashes. The index needs none of it, since events carry token ids; the tests
-//     hold it against the engines, and with it a shared store can be asked by the engine's own name of a block.
 package kvevents

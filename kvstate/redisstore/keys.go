@@ -48,12 +48,3 @@ func (o *Options) handOverKey(ref [16]byte) string {
 
 func (o *Options) sealKey() string { return o.KeyPrefix + ":" + version + ":{tickets}:seal" }
 func (o *Options) openKey() string { return o.KeyPrefix + ":" + version + ":{tickets}:open" }
-
-// ACL is what a Redis user for Tandem has to be allowed, besides the keys that begin with the prefix and a colon. (Cluster and
-// Sentinel clients ask for the topology too.)
-func ACL() []string {
-	return []string{
-		"+xadd", "+xread", "+set", "+get", "+mget", "+unlink", "+pexpire", "+hset", "+hvals",
-		"+hello", "+auth", "+select", "+ping", "+cluster|slots", "+cluster|shards", "+command",
-	}
-}
