@@ -37,8 +37,6 @@ var larger = map[string]struct {
 	"cmd/tandem: lines":                   {4700, "compiles the configuration, which is to move to a package of its own"},
 	"e2e/load.result: fields":             {30, "one field for each figure of the report"},
 	"envoy-configs.bootstrap: fields":     {30, "the data of one template"},
-	"extproc.Policy: fields":              {40, "a pool's settings as configured"},
-	"extproc.planning: fields":            {30, "still plans inside extproc: a package plan of values is to follow"},
 	"extproc.waiter: fields":              {30, "the admission queue, which is to move to the picker"},
 	"extproc.waitingRoom: fields":         {30, "the admission queue, which is to move to the picker"},
 	"extproc/envoywire.Headers: fields":   {40, "one field for each header that is read"},

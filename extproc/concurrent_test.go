@@ -19,6 +19,7 @@ import (
 
 	"tandem/extproc/envoywire"
 	"tandem/extproc/kvtransfer"
+	"tandem/extproc/plan"
 	"tandem/kvstate"
 )
 
@@ -27,7 +28,7 @@ import (
 // pairStand is a server with a pool of SGLang endpoints.
 func pairStand(t *testing.T, dialect string, endpoints ...string) *stand {
 	s := newStand(t, Options{})
-	s.policy("chat", Policy{Dialect: kvtransfer.Named(dialect), Split: true, PrefillAttempts: 3, PrefillTimeout: 30 * time.Second})
+	s.policy("chat", Policy{Policy: plan.Policy{Dialect: kvtransfer.Named(dialect), Split: true, PrefillAttempts: 3, PrefillTimeout: 30 * time.Second}})
 	var eps []kvstate.EndpointSpec
 	for _, e := range endpoints {
 		eps = append(eps, kvstate.EndpointSpec{Name: e, Addr: addressOf(e), Role: roleOf(e)})

@@ -6,6 +6,7 @@ import (
 	"tandem/extproc/envoywire"
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/openai"
+	"tandem/extproc/plan"
 )
 
 // completionsPath is where D goes on with what P began, whatever the client's API is.
@@ -15,7 +16,7 @@ const completionsPath = "/v1/completions"
 // that cannot be, r stays as it is: D is sent the client's own body, and writes all of the answer.
 //
 // The body in x.body is P's, and the client's afterwards: what D is sent differs from that in little.
-func (x nextPass) continueAt(r *route, t *kvtransfer.Ticket, dialect *kvtransfer.Dialect, params []byte) (answer []byte, undo openai.Edits) {
+func (x nextPass) continueAt(r *plan.Decision, t *kvtransfer.Ticket, dialect *kvtransfer.Dialect, params []byte) (answer []byte, undo openai.Edits) {
 	h := &x.msg.Headers
 	if t.Redirects+1 >= x.s.MaxRedirects {
 		return nil, nil
@@ -23,7 +24,7 @@ func (x nextPass) continueAt(r *route, t *kvtransfer.Ticket, dialect *kvtransfer
 	x.spare.Grow(t.Undo.Len(x.body.Len()))
 	x.spare.Data = t.Undo.Apply(x.spare.Data[:0], x.body.Bytes())
 	x.swapBody()
-	r.edits = nil
+	r.Edits = nil
 	api := openai.Classify(string(h.Method), string(h.Path))
 	err := x.req.Scan(api, x.body.Bytes(), openai.Limits{})
 	if err == nil {
@@ -39,9 +40,9 @@ func (x nextPass) continueAt(r *route, t *kvtransfer.Ticket, dialect *kvtransfer
 	if x.undo.Size() > kvtransfer.MaxUndoBytes {
 		return nil, nil
 	}
-	r.leg, r.edits = envoywire.LegAnswer, edits
+	r.Leg, r.Edits = envoywire.LegAnswer, edits
 	if api != openai.Completions {
-		r.path = completionsPath
+		r.Path = completionsPath
 	}
 	return answer, x.undo
 }
@@ -56,8 +57,8 @@ func (x *planning) clientPath(leg string) string {
 
 // tellCached has the client told what P had in its cache, where the pool wants that and the answer says such a thing. It
 // returns what the ticket has to keep for it.
-func (x nextPass) tellCached(r *route, t *kvtransfer.Ticket, policy *Policy) (cached int64) {
-	if !policy.PrefillCached || t.Cached == 0 || r.leg != envoywire.LegDecode && r.leg != envoywire.LegAnswer {
+func (x nextPass) tellCached(r *plan.Decision, t *kvtransfer.Ticket, policy *Policy) (cached int64) {
+	if !policy.PrefillCached || t.Cached == 0 || r.Leg != envoywire.LegDecode && r.Leg != envoywire.LegAnswer {
 		return 0
 	}
 	switch openai.Classify(string(x.msg.Headers.Method), string(x.msg.Headers.Path)) {
@@ -69,6 +70,6 @@ func (x nextPass) tellCached(r *route, t *kvtransfer.Ticket, policy *Policy) (ca
 	default:
 		return 0
 	}
-	r.leg = envoywire.LegAnswer
+	r.Leg = envoywire.LegAnswer
 	return t.Cached
 }

@@ -12,6 +12,7 @@ import (
 	"tandem/extproc/envoywire"
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/openai"
+	"tandem/extproc/plan"
 	"tandem/kvstate"
 	"tandem/kvstate/enginehttp"
 	"tandem/picker"
@@ -35,18 +36,18 @@ func newDirectCalls() *directCalls {
 // prefillDirectly has P compute the prompt, and gives the edits that turn the client's body into D's. Where a prefill
 // fails another is tried, as the pool's policy says; no edits mean that D computes the prompt itself. The call ends with
 // the stream: a client that leaves ends its prefill.
-func (x firstPass) prefillDirectly(pool *kvstate.Pool, policy Policy, c picker.Choice, tokens int64, model string, a *attempt) (openai.Edits, error) {
+func (x firstPass) prefillDirectly(pool *kvstate.Pool, policy Policy, c picker.Choice, tokens int64, model string, a *plan.Attempt) (openai.Edits, error) {
 	select {
 	case x.s.direct.places <- struct{}{}:
 		defer func() { <-x.s.direct.places }()
 	default:
-		a.why = "direct_calls_spent"
+		a.Why = "direct_calls_spent"
 		return nil, nil
 	}
 	for {
 		p := x.view.Endpoints[c.Prefill]
 		edits, err := x.callPrefill(pool, policy, c, tokens, model)
-		a.prefills++
+		a.Prefills++
 		if err == nil {
 			return edits, nil
 		}
@@ -55,16 +56,16 @@ func (x firstPass) prefillDirectly(pool *kvstate.Pool, policy Policy, c picker.C
 			return nil, err
 		}
 		x.s.Log.Warn("prefill failed", "request_id", x.requestID, "endpoint", p.Endpoint.Addr, "err", err)
-		a.excluded = append(a.excluded, p.Endpoint.Addr)
-		if policy.OnFailure == Fail {
+		a.Excluded = append(a.Excluded, p.Endpoint.Addr)
+		if policy.OnFailure == plan.Fail {
 			return nil, openai.Unavailable("prefill_failed", "the prefill of this request failed", time.Second)
 		}
-		a.why = "prefill_failed"
-		if policy.OnFailure == DecodeAlone || a.prefills >= policy.PrefillAttempts || a.late(policy) {
+		a.Why = "prefill_failed"
+		if policy.OnFailure == plan.DecodeAlone || a.Prefills >= policy.PrefillAttempts || a.Late(&policy.Policy) {
 			return nil, nil
 		}
 		again, err := x.picker.Pick(&picker.Request{
-			PromptTokens: tokens, Blocks: len(x.hashes), Model: x.req.Model(), Labels: x.labelsOf(&policy), Split: true, Excluded: a.excluded, Rand: random(),
+			PromptTokens: tokens, Blocks: len(x.hashes), Model: x.req.Model(), Labels: x.labelsOf(&policy), Split: true, Excluded: a.Excluded, Rand: random(),
 		}, &x.view)
 		if err != nil || again.Prefill < 0 || x.view.Endpoints[again.Prefill].Endpoint.Group != x.view.Endpoints[c.Decode].Endpoint.Group {
 			return nil, nil

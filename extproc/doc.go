@@ -25,9 +25,9 @@
 //
 // Each filter role has a handler type, with a [stream] (I/O only) and a telemetry.Meter; [scratch] holds the memory of all:
 //
-//   - mainRole (route.go): firstPass (plan.go, concurrent.go, encodeleg.go, passthrough.go) plans a request from its body,
-//     nextPass (pass2.go, continue.go) goes on by the ticket of a leg. Both work on a planning (planning.go): read, decide,
-//     reserve.
+//   - mainRole (route.go): firstPass (plan.go, concurrent.go, encodeleg.go, passthrough.go) decides for a request from its
+//     body, nextPass (pass2.go, continue.go) from the ticket of a leg. Both read the state into a planning (planning.go) and
+//     return a [plan.Decision]; commit.go reserves what it needs and seals its ticket.
 //   - prefillLeg (leg.go): prefillAnswer settles P's answer, which pass 2 does as well for inline ones (carried.go).
 //   - decodeLeg, mirroredLeg: both legs at once; pairs.go is where they meet.
 //   - answerLeg, encodeLeg, and endpointPicker (pickerprotocol.go).

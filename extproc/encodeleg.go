@@ -9,6 +9,7 @@ import (
 	"tandem/extproc/envoywire"
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/openai"
+	"tandem/extproc/plan"
 	"tandem/extproc/telemetry"
 	"tandem/kvstate"
 )
@@ -19,22 +20,23 @@ import (
 // with no undo however long it is, and the ticket has what prefill is to be told (ec_transfer_params). The media stay in the
 // body, so an engine that is told nothing, or not of all, encodes by itself: a failed encode leg costs its time alone.
 
-// encodeFirst plans the encode leg. A route without leg means that there is none.
-func (x firstPass) encodeFirst(pool *kvstate.Pool, policy *Policy, a *attempt) (route, error) {
-	if policy.EncodeTimeout <= 0 || policy.Handoff != HandoffEnvoy || a.redirects > 0 || x.s.MaxRedirects < minEncodeRedirects || x.body.Len() > x.s.SplitBodyBytes || !x.req.HasMedia() {
-		return route{}, nil
+// encodeFirst decides for an encode leg, nil if there is none.
+func (x firstPass) encodeFirst(pool *kvstate.Pool, policy *Policy, a *plan.Attempt) *plan.Decision {
+	if policy.EncodeTimeout <= 0 || policy.Handoff != plan.HandoffEnvoy || a.Redirects > 0 || x.s.MaxRedirects < minEncodeRedirects || x.body.Len() > x.s.SplitBodyBytes || !x.req.HasMedia() {
+		return nil
 	}
 	e := x.pickEncode(pool)
 	if e == nil {
-		return route{}, nil
+		return nil
 	}
-	r := route{leg: envoywire.LegEncode, endpoint: e, perTry: policy.EncodeTimeout}
 	tokens := pool.PromptTokens(x.body.Len())
-	r.booked[1] = x.reserve(e, kvstate.RoleDecode, 0, kvstate.Booking{For: kvstate.RoleEncode, PromptTokens: tokens})
-	return x.seal(r, &kvtransfer.Ticket{
-		ID: newTicketID(), Stage: kvtransfer.EncodeLeg, Expires: time.Now().Add(x.s.TicketTTL), Started: a.started,
-		Pool: pool.Spec.Name, Decode: e.Addr, Reservations: [2]uint64{0, uint64(r.booked[1])},
-		BodyBytes: x.body.Len(), PromptTokens: tokens,
+	return x.decided(&plan.Decision{
+		Leg: envoywire.LegEncode, Pool: pool, Endpoint: e, PerTry: policy.EncodeTimeout,
+		Decode: plan.Reservation{Endpoint: e, Booking: kvstate.Booking{For: kvstate.RoleEncode, PromptTokens: tokens}},
+		Ticket: kvtransfer.Ticket{
+			ID: newTicketID(), Stage: kvtransfer.EncodeLeg, Expires: time.Now().Add(x.s.TicketTTL), Started: a.Started,
+			Pool: pool.Spec.Name, Decode: e.Addr, BodyBytes: x.body.Len(), PromptTokens: tokens,
+		},
 	})
 }
 

@@ -5,6 +5,7 @@ import (
 
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/openai"
+	"tandem/extproc/plan"
 )
 
 // EnginePriority is how the engines of a pool are told of a request's place among others: in the member priority of the body
@@ -43,21 +44,21 @@ func (x *planning) setPriority(policy *Policy) {
 }
 
 // aloneEdits are what is changed of the body for an endpoint that does both, and their undo.
-func (x firstPass) aloneEdits(policy Policy, id [16]byte, decode int, a *attempt) (edits, undo openai.Edits) {
+func (x firstPass) aloneEdits(policy Policy, id [16]byte, decode int, a *plan.Attempt) (edits, undo openai.Edits) {
 	pulls := policy.Dialect.Pull != nil
 	if pulls {
 		x.pair = pairOf(x.requestID, id, kvtransfer.Side{}, kvtransfer.Side{})
 		x.setSource(policy, decode)
 		pulls = x.pair.Source != nil
 	}
-	if !pulls && policy.Priorities == NoEnginePriority && a.encoded == nil {
+	if !pulls && policy.Priorities == NoEnginePriority && a.Encoded == nil {
 		return nil, nil
 	}
 	x.patch.Reset(&x.req)
 	if pulls {
 		policy.Dialect.Pull(&x.patch, &x.pair)
 	}
-	x.tellEncoded(a)
+	x.insertEncoded(a)
 	x.setPriority(&policy)
 	edits = x.patch.Edits()
 	x.undo = edits.Inverse(x.undo[:0], x.body.Bytes())

@@ -32,6 +32,7 @@ import (
 
 	"tandem/extproc/envoywire"
 	"tandem/extproc/kvtransfer"
+	"tandem/extproc/plan"
 	"tandem/extproc/telemetry"
 	"tandem/kvstate"
 )
@@ -128,7 +129,7 @@ func (s *stand) pool(name string, policy Policy, endpoints ...string) {
 
 // splitting is the policy that most tests want.
 func splitting() Policy {
-	return Policy{Split: true, PrefillTimeout: 30 * time.Second}.withDefaults()
+	return Policy{Policy: plan.Policy{Split: true, PrefillTimeout: 30 * time.Second}}.withDefaults()
 }
 
 var rolesOf = map[byte]kvstate.Role{'p': kvstate.RolePrefill, 'd': kvstate.RoleDecode, 'b': kvstate.RoleBoth, 'e': kvstate.RoleEncode}

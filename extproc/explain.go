@@ -35,7 +35,7 @@ func (s *Server) Explain(poolName string, promptTokens int64) (Explanation, erro
 		return Explanation{}, fmt.Errorf("there is no pool %q", poolName)
 	}
 	policy, _ := s.policy(pool.Spec.Name)
-	k := picker.Picker{Policy: policy.place()}
+	k := picker.Picker{Policy: policy.Placement()}
 	var v kvstate.View
 	s.State.View(pool, nil, &v)
 	e := Explanation{Explanation: k.Explain(&picker.Request{PromptTokens: promptTokens, Split: policy.Dialect.Prefill != nil && policy.Split, Rand: random()}, &v)}

@@ -13,6 +13,7 @@ import (
 	"google.golang.org/protobuf/types/known/structpb"
 
 	"tandem/extproc/envoywire"
+	"tandem/extproc/plan"
 	"tandem/extproc/telemetry"
 	"tandem/kvstate"
 	"tandem/picker"
@@ -28,7 +29,7 @@ func TestExplain(t *testing.T) {
 	})
 	state.MarkFailed(state.Pool("chat").Endpoint("10.0.1.2:8000"))
 	var log bytes.Buffer
-	s := New(Options{State: state, Live: Live{Pools: map[string]Policy{"chat": {Split: true}}}, Log: slog.New(slog.NewTextHandler(&log, &slog.HandlerOptions{Level: slog.LevelDebug}))}, nil)
+	s := New(Options{State: state, Live: Live{Pools: map[string]Policy{"chat": {Policy: plan.Policy{Split: true}}}}, Log: slog.New(slog.NewTextHandler(&log, &slog.HandlerOptions{Level: slog.LevelDebug}))}, nil)
 
 	e, err := s.Explain("", 4000)
 	require.NoError(t, err)
@@ -109,7 +110,7 @@ func TestDecisionMetadata(t *testing.T) {
 
 	s := newStand(t, Options{DecisionMetadata: true, Picker: &PickerOptions{}})
 	policy := splitting()
-	policy.Handoff = HandoffSidecar
+	policy.Handoff = plan.HandoffSidecar
 	s.pool("chat", policy, "p1", "d1")
 	g := s.ask(hello, nil)
 	require.Equal(t, addressOf("d1"), g.destination(), "beside the protocol's own")

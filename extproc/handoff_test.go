@@ -15,6 +15,7 @@ import (
 
 	"tandem/extproc/envoywire"
 	"tandem/extproc/kvtransfer"
+	"tandem/extproc/plan"
 	"tandem/kvstate"
 )
 
@@ -38,7 +39,7 @@ func TestSidecarIsToldOfEncodersAndSources(t *testing.T) {
 	policy := splitting()
 	dialect, err := kvtransfer.New(kvtransfer.Options{Name: "offload"})
 	require.NoError(t, err)
-	policy.Handoff, policy.EncodeTimeout, policy.Dialect = HandoffSidecar, time.Second, dialect
+	policy.Handoff, policy.EncodeTimeout, policy.Dialect = plan.HandoffSidecar, time.Second, dialect
 	s.pool("chat", policy, "p1", "p2", "d1", "e1", "e2")
 	plain := s.ask(hello, nil, "x-encoder-hosts-ports", "6.6.6.6:1", "x-kv-cache-source-host-port", "6.6.6.6:1")
 	require.Subset(t, plain.removed, []string{"x-encoder-hosts-ports", "x-kv-cache-source-host-port"})
@@ -68,7 +69,7 @@ const kvAnswer = `{"id":"x","choices":[],"usage":{"prompt_tokens":9},"kv_transfe
 func TestDirectPrefill(t *testing.T) {
 	directly := func(policy Policy, p ...*kvstate.EndpointSpec) *stand {
 		s := newStand(t, Options{Picker: &PickerOptions{WatchBody: true}})
-		policy.Handoff = HandoffDirect
+		policy.Handoff = plan.HandoffDirect
 		s.pool("chat", policy, "d1")
 		eps := []kvstate.EndpointSpec{{Name: "d1", Addr: addressOf("d1"), Role: kvstate.RoleDecode}}
 		for _, e := range p {
@@ -106,7 +107,7 @@ func TestDirectPrefill(t *testing.T) {
 	})
 	t.Run("fails where the pool says so", func(t *testing.T) {
 		policy := splitting()
-		policy.OnFailure = Fail
+		policy.OnFailure = plan.Fail
 		s := directly(policy, prefiller(t, func(w http.ResponseWriter, _ *http.Request) { w.WriteHeader(500) }))
 		require.EqualValues(t, 503, s.ask(hello, nil).refused.GetStatus().GetCode())
 		require.Eventually(t, func() bool { return s.state.Reservations() == 0 }, 30*time.Second, time.Millisecond)
@@ -155,7 +156,7 @@ func TestHandoffsBehindOurEnvoy(t *testing.T) {
 	t.Run("sidecar", func(t *testing.T) {
 		s := newStand(t, Options{})
 		policy := splitting()
-		policy.Handoff = HandoffSidecar
+		policy.Handoff = plan.HandoffSidecar
 		s.pool("chat", policy, "p1", "d1", "d2")
 		q := s.newRequest("/v1/chat/completions", "r-1", hello)
 		v := q.pass()
@@ -175,7 +176,7 @@ func TestHandoffsBehindOurEnvoy(t *testing.T) {
 		p := prefiller(t, func(w http.ResponseWriter, _ *http.Request) { _, _ = io.WriteString(w, kvAnswer) })
 		s := newStand(t, Options{})
 		policy := splitting()
-		policy.Handoff = HandoffDirect
+		policy.Handoff = plan.HandoffDirect
 		s.pool("chat", policy)
 		s.state.SetPool(kvstate.PoolSpec{Name: "chat", Models: []string{"*"}}, []kvstate.EndpointSpec{*p,
 			{Name: "d1", Addr: addressOf("d1"), Role: kvstate.RoleDecode}, {Name: "d2", Addr: addressOf("d2"), Role: kvstate.RoleDecode}})

@@ -107,7 +107,7 @@ func answerLimit(s *Server, t *kvtransfer.Ticket, e *kvstate.Endpoint) time.Dura
 		tokens = max(tokens, booked)
 	}
 	policy, _ := s.policy(t.Pool)
-	return answerStart(policy, t.Stream, pool.PrefillTime(tokens, policy.PerToken))
+	return policy.AnswerStart(t.Stream, pool.PrefillTime(tokens, policy.PerToken))
 }
 
 // endpointOf is an endpoint of a pool; nil: it is gone.

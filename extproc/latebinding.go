@@ -6,6 +6,7 @@ import (
 	"sync"
 	"time"
 
+	"tandem/extproc/plan"
 	"tandem/kvstate"
 	"tandem/picker"
 )
@@ -114,23 +115,23 @@ func newWaitingRoom(s *Server, name string) *waitingRoom {
 func (w *waitingRoom) set(p *Policy) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	w.maxTime, w.queue.Max, w.picker.Policy = p.Waiting.MaxTime, p.Waiting.Max, p.place()
+	w.maxTime, w.queue.Max, w.picker.Policy = p.Waiting.MaxTime, p.Waiting.Max, p.Placement()
 	w.pairs = p.Dialect.PairsOnly()
 	orDefault(&w.maxTime, kvstate.Seconds(picker.MaxWait))
 }
 
 // choose picks the endpoints of a request, in x.view: at once or, where its pool has requests wait, when it is time. A view
 // that does not have all of the pool's endpoints is such that it cannot be filled again: then it is at once.
-func (x *planning) choose(pool *kvstate.Pool, policy *Policy, r *picker.Request, a *attempt) (picker.Choice, error) {
+func (x *planning) choose(pool *kvstate.Pool, policy *Policy, r *picker.Request, a *plan.Attempt) (picker.Choice, error) {
 	r.MinAnswer, r.MaxAnswer = x.req.AnswerTokens()
 	c, err := x.chooseNow(pool, policy, r, a)
 	x.priority, x.foreseen = r.Priority, foreseen{kvstate.Seconds(c.Work), c.Price, kvstate.Seconds(c.PrefillTime), kvstate.Seconds(c.FirstToken)}
 	return c, missed(r, &c, err)
 }
 
-func (x *planning) chooseNow(pool *kvstate.Pool, policy *Policy, r *picker.Request, a *attempt) (picker.Choice, error) {
-	x.picker.Policy = policy.place()
-	if policy.room == nil || a.redirects > 0 || len(x.view.Endpoints) != len(pool.Endpoints()) {
+func (x *planning) chooseNow(pool *kvstate.Pool, policy *Policy, r *picker.Request, a *plan.Attempt) (picker.Choice, error) {
+	x.picker.Policy = policy.Placement()
+	if policy.room == nil || a.Redirects > 0 || len(x.view.Endpoints) != len(pool.Endpoints()) {
 		if r.Miss == picker.MissWait {
 			r.Miss = picker.MissGoOn
 		}

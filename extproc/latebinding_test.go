@@ -14,6 +14,7 @@ import (
 	"google.golang.org/protobuf/types/known/structpb"
 
 	"tandem/extproc/envoywire"
+	"tandem/extproc/plan"
 	"tandem/internal/budget"
 	"tandem/kvstate"
 	"tandem/picker"
@@ -366,7 +367,7 @@ func TestChoosingAlloc(t *testing.T) {
 			pool := s.state.Pool("chat")
 			inForce, _ := s.server.policy("chat")
 			require.Equal(t, name == "on", inForce.room != nil)
-			r, a := picker.Request{PromptTokens: 4000, Split: true}, attempt{}
+			r, a := picker.Request{PromptTokens: 4000, Split: true}, plan.Attempt{}
 			budget.Allocs(t, 100, 0, func() {
 				s.state.View(pool, nil, &x.view)
 				c, err := x.choose(pool, &inForce, &r, &a)
@@ -405,7 +406,7 @@ func TestOtherWaysAreBoundLateToo(t *testing.T) {
 		synctest.Test(t, func(t *testing.T) {
 			s := newStand(t, Options{Picker: &PickerOptions{}})
 			policy := late(Waiting{})
-			policy.Handoff = HandoffSidecar
+			policy.Handoff = plan.HandoffSidecar
 			s.pool("chat", policy, "p1", "d1", "d2")
 			end := s.busy("p1", time.Hour)
 			time.AfterFunc(time.Second, end)

@@ -71,16 +71,3 @@ func closed(p *kvstate.Pool) error {
 
 // waits reports whether the pool's requests may have to wait.
 func (p *Policy) waits() bool { return p.Place.Late || p.Objectives.Miss == picker.MissWait }
-
-// place is how the pool's requests are placed.
-func (p *Policy) place() picker.Policy {
-	place := p.Place
-	if place.Model == (picker.Model{}) {
-		place = picker.DefaultPolicy()
-		place.Split, place.Late = picker.SplitAlways, p.Place.Late
-	}
-	if p.Dialect.PairsOnly() {
-		place.Split = picker.SplitAlways
-	}
-	return place
-}

@@ -7,6 +7,7 @@ import (
 	"tandem/extproc/envoywire"
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/openai"
+	"tandem/extproc/plan"
 	"tandem/extproc/telemetry"
 	"tandem/kvstate"
 	"tandem/picker"
@@ -17,14 +18,6 @@ const (
 	loadStream = "stream" // a stream that is shorter than any complete one
 	loadAnswer = "answer" // decode answered 5xx, or not at all
 )
-
-// leastBytes is how many bytes the answer to a stream has at least.
-func (p *Policy) leastBytes(api openai.API, requestID string, stream bool) int {
-	if !stream {
-		return 0
-	}
-	return openai.LeastStream(api, requestID, p.Dialect.VLLM)
-}
 
 // loadEnded records, at the end of a decode leg, whether its KV load worked.
 func (s *Server) loadEnded(t *kvtransfer.Ticket, e *envoywire.LogEntry) {
@@ -73,14 +66,14 @@ func (x *planning) clientAPI() openai.API {
 // chooseOther is choose with regard to failed KV loads. A request that is not streamed may try an avoided pair again. A request
 // whose last pair failed excludes that pair's decode endpoint and gets a pair without either endpoint, else, after the first
 // failure, one with another prefill endpoint, else one with another decode endpoint.
-func (x *planning) chooseOther(pool *kvstate.Pool, policy *Policy, r *picker.Request, a *attempt) (picker.Choice, error) {
+func (x *planning) chooseOther(pool *kvstate.Pool, policy *Policy, r *picker.Request, a *plan.Attempt) (picker.Choice, error) {
 	if !x.req.True(openai.FieldStream) {
 		x.view.AllowTrials()
 	}
-	if a.pairFailed == ([2]string{}) || !r.Split {
+	if a.PairFailed == ([2]string{}) || !r.Split {
 		return x.choose(pool, policy, r, a)
 	}
-	excluded, prefill := r.Excluded, a.pairFailed[0]
+	excluded, prefill := r.Excluded, a.PairFailed[0]
 	tries := [][]string{append([]string{prefill}, excluded...)}
 	if len(excluded) == 1 {
 		tries = append(tries, []string{prefill})

@@ -9,6 +9,7 @@ import (
 	"tandem/extproc/envoywire"
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/openai"
+	"tandem/extproc/plan"
 	"tandem/extproc/telemetry"
 	"tandem/kvstate"
 	"tandem/picker"
@@ -21,15 +22,15 @@ type nextPass struct {
 }
 
 // resume is pass 2: the body is the one a leg was sent, and the ticket says what to do with it.
-func (x nextPass) resume(t *kvtransfer.Ticket, ticketErr error) (route, error) {
+func (x nextPass) resume(t *kvtransfer.Ticket, ticketErr error) (*plan.Decision, error) {
 	if err := x.receiveBody(x.s.MaxBodyBytes + kvtransfer.MaxUndoBytes + maxDecodeMember); err != nil {
-		return route{}, err
+		return nil, err
 	}
 	if x.body.Len() != t.BodyBytes {
-		return route{}, fmt.Errorf("the body of pass 2 has %d bytes, its leg was sent %d", x.body.Len(), t.BodyBytes)
+		return nil, fmt.Errorf("the body of pass 2 has %d bytes, its leg was sent %d", x.body.Len(), t.BodyBytes)
 	}
 	if err := t.Undo.Check(x.body.Len()); err != nil {
-		return route{}, fmt.Errorf("undoing a leg's edits: %w", err)
+		return nil, fmt.Errorf("undoing a leg's edits: %w", err)
 	}
 	x.restoreTarget(t)
 	x.SpanTicket(t)
@@ -42,19 +43,13 @@ func (x nextPass) resume(t *kvtransfer.Ticket, ticketErr error) (route, error) {
 		return x.decode(pool, t)
 	}
 	x.s.release(t)
-	a := attempt{
-		redirects: t.Redirects, prefills: t.Prefills, started: t.Started, excluded: t.Excluded,
-		decodeFailed: t.Cause == kvtransfer.CauseDecode, turnFailed: t.Cause == kvtransfer.CauseTurn,
-	}
-	if a.decodeFailed && t.Loads {
-		a.pairFailed = [2]string{t.Prefill, t.Decode}
-		if pool != nil {
-			x.s.State.LoadFailed(pool, t.Prefill, t.Decode) // another replica may have seen it
-		}
+	a := plan.Resume(t)
+	if a.PairFailed != ([2]string{}) && pool != nil {
+		x.s.State.LoadFailed(pool, t.Prefill, t.Decode) // another replica may have seen it
 	}
 	if t.Stage == kvtransfer.Encoded {
 		if ticketErr == nil && x.s.State.Spend(t.ID) {
-			a.encoded = x.handedOver(t)
+			a.Encoded = x.handedOver(t)
 		}
 		return x.again(t, a)
 	}
@@ -70,14 +65,9 @@ func (x nextPass) resume(t *kvtransfer.Ticket, ticketErr error) (route, error) {
 		}
 	}
 	x.s.metrics.Replanned(t)
-	if t.Split && t.Cause != kvtransfer.CauseDecode && t.Cause != kvtransfer.CauseTurn {
-		policy, _ := x.s.policy(t.Pool)
-		switch policy.OnFailure {
-		case DecodeAlone:
-			a.alone, a.why = true, "prefill_failed"
-		case Fail:
-			return route{}, openai.Unavailable("prefill_failed", "the prefill of this request failed", time.Second)
-		}
+	policy, _ := x.s.policy(t.Pool)
+	if err := a.Failed(&policy.Policy, t); err != nil {
+		return nil, err
 	}
 	return x.again(t, a)
 }
@@ -91,7 +81,7 @@ func (x nextPass) restoreTarget(t *kvtransfer.Ticket) {
 }
 
 // again plans a request anew after a hop of it failed.
-func (x nextPass) again(t *kvtransfer.Ticket, a attempt) (route, error) {
+func (x nextPass) again(t *kvtransfer.Ticket, a plan.Attempt) (*plan.Decision, error) {
 	x.spare.Grow(t.Undo.Len(x.body.Len()))
 	x.spare.Data = t.Undo.Apply(x.spare.Data[:0], x.body.Bytes())
 	x.swapBody()
@@ -101,7 +91,7 @@ func (x nextPass) again(t *kvtransfer.Ticket, a attempt) (route, error) {
 
 // decode writes the decode leg with the KV parameters that prefill answered. D is chosen again: the load has changed
 // since pass 1, and pull dialects allow it.
-func (x nextPass) decode(pool *kvstate.Pool, t *kvtransfer.Ticket) (route, error) {
+func (x nextPass) decode(pool *kvstate.Pool, t *kvtransfer.Ticket) (*plan.Decision, error) {
 	params := x.handedOver(t)
 	x.s.State.Release(kvstate.ReservationID(t.Reservations[0])) // the prefill leg did that, if it is not ours
 	x.s.releaseWherever(t, 1)
@@ -109,47 +99,49 @@ func (x nextPass) decode(pool *kvstate.Pool, t *kvtransfer.Ticket) (route, error
 	d, paired, err := x.pickDecode(pool, t)
 	policy, _ := x.s.policy(t.Pool)
 	if err != nil {
-		return route{}, noEndpoint(pool, policy.Source, err)
+		return nil, policy.NoEndpoint(pool, err)
 	}
 	if !paired {
 		params = nil
 	}
-	r := route{leg: envoywire.LegDecode, endpoint: d, edits: t.Undo, perTry: answerStart(policy, t.Stream, pool.PrefillTime(t.PromptTokens, policy.PerToken))}
+	out := plan.Decision{
+		Leg: envoywire.LegDecode, Pool: pool, Endpoint: d, Edits: t.Undo, PerTry: policy.AnswerStart(t.Stream, pool.PrefillTime(t.PromptTokens, policy.PerToken)),
+		Decode: plan.Reservation{Endpoint: d, Booking: plan.Decoding(t.PromptTokens)}, Affinity: plan.Affinity{Session: t.Session, Decode: d},
+	}
+	if len(x.hashes) > 0 {
+		out.Computes = d
+	}
 	var undo openai.Edits
 	var answer []byte
 	var turn kvtransfer.TurnLeg
 	if params != nil && policy.Dialect.Continue != nil {
-		answer, undo = x.continueAt(&r, t, &policy.Dialect, params)
+		answer, undo = x.continueAt(&out, t, &policy.Dialect, params)
 	} else if params != nil && policy.Dialect.DecodeMember != nil {
 		var more []byte
-		turn, more = x.tellTurn(&r, t, &policy, paired)
-		r.edits, undo, err = x.decodeEdits(t.Undo, &policy.Dialect, params, more)
+		turn, more = x.tellTurn(&out, t, &policy, paired)
+		out.Edits, undo, err = x.decodeEdits(t.Undo, &policy.Dialect, params, more)
 		if err != nil {
-			return route{}, err
+			return nil, err
 		}
 	}
 	if t.Redirects+1 >= x.s.MaxRedirects {
-		r.leg = envoywire.LegPass
+		out.Leg = envoywire.LegPass
 	}
-	cached := x.tellCached(&r, t, &policy)
-	r.booked[1] = x.reserve(d, kvstate.RoleDecode, t.Redirects, decoding(t.PromptTokens))
-	if len(x.hashes) > 0 {
-		x.s.State.Routed(pool, d, x.hashes)
-	}
-	x.stick(pool, t.Session, nil, d)
+	cached := x.tellCached(&out, t, &policy)
 	x.s.recent.Change(x.requestID, func(trace *telemetry.Trace) { trace.Decode = d.Addr })
 	x.SpanHandOver(d, paired && params != nil)
 	if x.s.reclaim.Enabled(t.Pool) {
 		x.s.reclaim.Record(t, x.requestID, params, d.Addr, true)
 	}
-	return x.seal(r, &kvtransfer.Ticket{
+	out.Ticket = kvtransfer.Ticket{
 		ID: t.ID, Stage: kvtransfer.DecodeLeg, Expires: time.Now().Add(x.s.TicketTTL), Started: t.Started,
-		Pool: t.Pool, Prefill: t.Prefill, Decode: d.Addr, Reservations: [2]uint64{0, uint64(r.booked[1])}, Split: true,
+		Pool: t.Pool, Prefill: t.Prefill, Decode: d.Addr, Split: true,
 		Redirects: t.Redirects, Prefills: t.Prefills, Excluded: t.Excluded,
-		Undo: undo, BodyBytes: r.edits.Len(x.body.Len()), PromptTokens: t.PromptTokens,
+		Undo: undo, BodyBytes: out.Edits.Len(x.body.Len()), PromptTokens: t.PromptTokens,
 		Params: answer, Cached: cached, Turn: turn, Stream: t.Stream,
-		Loads: params != nil, LeastBytes: policy.leastBytes(x.clientAPI(), x.requestID, t.Stream && r.leg != envoywire.LegAnswer),
-	})
+		Loads: params != nil, LeastBytes: policy.LeastBytes(x.clientAPI(), x.requestID, t.Stream && out.Leg != envoywire.LegAnswer),
+	}
+	return x.decided(&out), nil
 }
 
 // pickDecode chooses D among those that may pair with the prefill endpoint that holds the blocks, by the price that pass 1 has
@@ -173,7 +165,7 @@ func (x nextPass) pickDecode(pool *kvstate.Pool, t *kvtransfer.Ticket) (d *kvsta
 	r := picker.Request{PromptTokens: t.PromptTokens, Blocks: len(x.hashes), Model: t.Model, Labels: x.labelsOf(&policy), Excluded: t.Excluded, Rand: random()}
 	r.MinAnswer, r.MaxAnswer = t.AnswerTokens, t.AnswerTokens
 	prefill := slices.IndexFunc(x.view.Endpoints, func(c kvstate.Candidate) bool { return c.Endpoint.Addr == t.Prefill })
-	x.picker.Policy = policy.place()
+	x.picker.Policy = policy.Placement()
 	i, err := x.picker.PickDecode(&r, &x.view, prefill)
 	if err != nil && prefill >= 0 {
 		prefill = -1

@@ -12,32 +12,33 @@ import (
 	"tandem/extproc/envoywire"
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/openai"
+	"tandem/extproc/plan"
 	"tandem/kvstate"
 	"tandem/picker"
 )
 
 // passThrough routes what is not split by nature (tokenize, embeddings, uploads, health, a stored response) in one hop,
 // its body untouched.
-func (x firstPass) passThrough() (route, error) {
+func (x firstPass) passThrough() (*plan.Decision, error) {
 	h := &x.msg.Headers
 	if !x.s.served(string(h.Method), string(h.Path)) {
-		return route{}, openai.NotServed()
+		return nil, openai.NotServed()
 	}
 	if err := x.checkBody(); err != nil {
-		return route{}, err
+		return nil, err
 	}
 	if x.msg.Mode.Request != envoywire.ModeNone {
 		if err := x.receiveBody(x.s.MaxBodyBytes); err != nil {
-			return route{}, err
+			return nil, err
 		}
 	}
 	model, err := x.scanOther()
 	if err != nil {
-		return route{}, err
+		return nil, err
 	}
 	if id, ok := storedResponse(string(h.Path)); ok {
 		if pool, e := x.findHolder(id); e != nil && x.serves(pool) {
-			return x.pass(pool, e, pool.PromptTokens(x.body.Len()), "stored_response")
+			return x.pass(pool, e, pool.PromptTokens(x.body.Len()), "stored_response"), nil
 		}
 	}
 	pool := x.s.State.PoolFor(model)
@@ -45,23 +46,23 @@ func (x firstPass) passThrough() (route, error) {
 		pool = x.s.State.PoolFor("")
 	}
 	if pool == nil {
-		return route{}, openai.Unavailable("no_pool", "no pool is configured", time.Second)
+		return nil, openai.Unavailable("no_pool", "no pool is configured", time.Second)
 	}
 	if !x.serves(pool) {
-		return route{}, openai.NotServed()
+		return nil, openai.NotServed()
 	}
 	if err := closed(pool); err != nil {
-		return route{}, err
+		return nil, err
 	}
 	tokens := pool.PromptTokens(x.body.Len())
 	x.s.State.View(pool, nil, &x.view)
 	policy, _ := x.s.policy(pool.Spec.Name)
-	x.picker.Policy = policy.place()
+	x.picker.Policy = policy.Placement()
 	choice, err := x.picker.Pick(&picker.Request{PromptTokens: tokens, Model: model, Labels: x.labelsOf(&policy), Rand: random()}, &x.view)
 	if err != nil {
-		return route{}, noEndpoint(pool, policy.Source, err)
+		return nil, policy.NoEndpoint(pool, err)
 	}
-	return x.pass(pool, x.view.Endpoints[choice.Decode].Endpoint, tokens, "pass_through")
+	return x.pass(pool, x.view.Endpoints[choice.Decode].Endpoint, tokens, "pass_through"), nil
 }
 
 // serves reports whether the pool's engines may be asked for the request's path.
@@ -70,15 +71,15 @@ func (x firstPass) serves(pool *kvstate.Pool) bool {
 	return policy.Paths.Allow(string(x.msg.Headers.Method), string(x.msg.Headers.Path))
 }
 
-// pass is the route of one hop straight to an endpoint, with neither retry nor redirect.
-func (x firstPass) pass(pool *kvstate.Pool, e *kvstate.Endpoint, tokens int64, kind string) (route, error) {
-	x.planned(pool, kind, "", nil, e, tokens)
-	r := route{leg: envoywire.LegPass, endpoint: e}
-	r.booked[1] = x.reserve(e, kvstate.RoleDecode, 0, decoding(tokens))
-	return x.seal(r, &kvtransfer.Ticket{
-		ID: newTicketID(), Stage: kvtransfer.DecodeLeg, Expires: time.Now().Add(x.s.TicketTTL), Started: time.Now(),
-		Pool: pool.Spec.Name, Decode: e.Addr, Reservations: [2]uint64{0, uint64(r.booked[1])},
-		BodyBytes: x.body.Len(), PromptTokens: tokens,
+// pass decides for one hop straight to an endpoint, with neither retry nor redirect.
+func (x firstPass) pass(pool *kvstate.Pool, e *kvstate.Endpoint, tokens int64, kind string) *plan.Decision {
+	return x.decided(&plan.Decision{
+		Leg: envoywire.LegPass, Pool: pool, Endpoint: e, Decode: plan.Reservation{Endpoint: e, Booking: plan.Decoding(tokens)},
+		Report: plan.Report{Route: kind, Decode: e},
+		Ticket: kvtransfer.Ticket{
+			ID: newTicketID(), Stage: kvtransfer.DecodeLeg, Expires: time.Now().Add(x.s.TicketTTL), Started: time.Now(),
+			Pool: pool.Spec.Name, Decode: e.Addr, BodyBytes: x.body.Len(), PromptTokens: tokens,
+		},
 	})
 }
 
@@ -100,25 +101,25 @@ func (x *planning) holder(pool *kvstate.Pool) (e *kvstate.Endpoint, stored bool)
 }
 
 // toHolder routes a request to the endpoint that holds, or from now on will hold, its response.
-func (x firstPass) toHolder(pool *kvstate.Pool, e *kvstate.Endpoint) (route, error) {
+func (x firstPass) toHolder(pool *kvstate.Pool, e *kvstate.Endpoint) (*plan.Decision, error) {
 	tokens := pool.PromptTokens(x.body.Len())
 	if e == nil {
 		x.s.State.View(pool, nil, &x.view)
 		policy, _ := x.s.policy(pool.Spec.Name)
-		x.picker.Policy = policy.place()
+		x.picker.Policy = policy.Placement()
 		choice, err := x.picker.Pick(&picker.Request{PromptTokens: tokens, Model: x.req.Model(), Labels: x.labelsOf(&policy), Rand: random()}, &x.view)
 		if err != nil {
-			return route{}, noEndpoint(pool, policy.Source, err)
+			return nil, policy.NoEndpoint(pool, err)
 		}
 		e = x.view.Endpoints[choice.Decode].Endpoint
 	}
-	r, err := x.pass(pool, e, tokens, "stored_response")
-	if err == nil && !x.req.Has(openai.FieldRequestID) {
+	d := x.pass(pool, e, tokens, "stored_response")
+	if !x.req.Has(openai.FieldRequestID) {
 		x.patch.Reset(&x.req)
 		x.patch.Set("request_id", openai.FieldRequestID, strconv.AppendQuote(nil, newResponseID(e)))
-		r.edits = x.patch.Edits()
+		d.Edits = x.patch.Edits()
 	}
-	return r, err
+	return d, nil
 }
 
 // newResponseID makes an id that names the endpoint: 16 random hexadecimal digits and 16 of the address's hash.

@@ -6,6 +6,7 @@ import (
 	"strings"
 
 	"tandem/extproc/envoywire"
+	"tandem/extproc/plan"
 	"tandem/extproc/telemetry"
 	"tandem/kvstate"
 )
@@ -63,7 +64,7 @@ func (x endpointPicker) answerBegins(p *picked) {
 	if served != p.endpoint { // the gateway went down the list
 		x.s.State.MarkFailed(p.endpoint)
 		x.s.State.Release(p.booked)
-		p.booked = x.reserve(served, kvstate.RoleDecode, 1, decoding(p.tokens))
+		p.booked = x.reserve(served, kvstate.RoleDecode, 1, plan.Decoding(p.tokens))
 		p.endpoint = served
 	}
 	if code > 0 && code < 500 {

@@ -8,6 +8,7 @@ import (
 
 	"tandem/extproc/envoywire"
 	"tandem/extproc/openai"
+	"tandem/extproc/plan"
 	"tandem/kvstate"
 	"tandem/picker"
 )
@@ -33,12 +34,12 @@ func (x endpointPicker) allow() {
 // toHolderOf leaves nothing in the view but the endpoint that holds the stored response which the request goes on from. A
 // response that is stored from here on is found again only where one endpoint decodes, or by the gateway's own session
 // affinity: in this protocol its id is the engine's.
-func (x endpointPicker) toHolderOf(pool *kvstate.Pool, a *attempt) error {
-	if a.why == "pass_through" {
+func (x endpointPicker) toHolderOf(pool *kvstate.Pool, a *plan.Attempt) error {
+	if a.Why == "pass_through" {
 		return nil
 	}
 	holder, stored := x.holder(pool)
-	a.alone = a.alone || stored
+	a.Alone = a.Alone || stored
 	if holder == nil {
 		return nil
 	}

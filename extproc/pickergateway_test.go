@@ -11,6 +11,8 @@ import (
 	extprocv3 "github.com/envoyproxy/go-control-plane/envoy/service/ext_proc/v3"
 	"github.com/stretchr/testify/require"
 	"google.golang.org/protobuf/types/known/structpb"
+
+	"tandem/extproc/plan"
 )
 
 // This file plays a gateway of the Inference Extension: it knows the Endpoint Picker protocol and nothing of Tandem.
@@ -33,7 +35,7 @@ const hello = `{"model":"m","messages":[{"role":"user","content":"Hello, who are
 func pickerStand(t *testing.T, o PickerOptions, endpoints ...string) *stand {
 	s := newStand(t, Options{Picker: &o})
 	policy := splitting()
-	policy.Handoff = HandoffSidecar
+	policy.Handoff = plan.HandoffSidecar
 	s.pool("chat", policy, endpoints...)
 	return s
 }

@@ -7,6 +7,7 @@ import (
 
 	"tandem/extproc/envoywire"
 	"tandem/extproc/openai"
+	"tandem/extproc/plan"
 	"tandem/kvstate"
 	"tandem/picker"
 )
@@ -23,8 +24,8 @@ type PickerOptions struct {
 type picked struct {
 	pool      *kvstate.Pool // nil: nothing was picked
 	endpoint  *kvstate.Endpoint
-	orders    sidecarOrders
-	list      string // the endpoint and its fallbacks, as the gateway is told
+	sidecar   *plan.SidecarHeaders // nil: there is no sidecar
+	list      string               // the endpoint and its fallbacks, as the gateway is told
 	edits     openai.Edits
 	booked    kvstate.ReservationID
 	tokens    int64
@@ -57,7 +58,7 @@ func (x endpointPicker) serve() error {
 	if x.newID {
 		h.Set(envoywire.HeaderRequestID, []byte(x.requestID))
 	}
-	setSidecar(h, p.orders)
+	setSidecar(h, p.sidecar)
 	x.setExplanation()
 	if err := x.sendOn(p.edits, append(envoywire.Destination(p.list), x.decision...)); err != nil {
 		return err
@@ -94,9 +95,9 @@ func (x endpointPicker) pick() (picked, error) {
 	if pool == nil {
 		return picked{}, openai.ModelNotFound(x.req.Model())
 	}
-	a := attempt{started: time.Now()}
+	a := plan.Attempt{Started: time.Now()}
 	policy, _ := x.s.policy(pool.Spec.Name)
-	if err := x.whetherToSplit(&a, policy); err != nil {
+	if err := policy.MaySplit(&a, &x.req, x.body.Len(), x.s.limits()); err != nil {
 		return picked{}, err
 	}
 	return x.pickSplit(pool, policy, &a)
@@ -123,13 +124,13 @@ func (x endpointPicker) pickOther() (picked, error) {
 	}
 	x.hashes = x.hashes[:0]
 	policy, _ := x.s.policy(pool.Spec.Name)
-	return x.pickSplit(pool, policy, &attempt{started: time.Now(), alone: true, why: "pass_through"})
+	return x.pickSplit(pool, policy, &plan.Attempt{Started: time.Now(), Alone: true, Why: "pass_through"})
 }
 
 // pickSplit chooses among those that the gateway allows.
-func (x endpointPicker) pickSplit(pool *kvstate.Pool, policy Policy, a *attempt) (picked, error) {
+func (x endpointPicker) pickSplit(pool *kvstate.Pool, policy Policy, a *plan.Attempt) (picked, error) {
 	p := picked{pool: pool, tokens: pool.PromptTokens(x.body.Len())}
-	if a.why != "pass_through" {
+	if a.Why != "pass_through" {
 		x.hashes = x.req.PromptHash(x.hashes[:0], blockBytes, maxBlocks)
 		x.s.State.Asked(pool, x.hashes)
 	}
@@ -149,14 +150,14 @@ func (x endpointPicker) pickSplit(pool *kvstate.Pool, policy Policy, a *attempt)
 	if err := x.toHolderOf(pool, a); err != nil {
 		return p, err
 	}
-	request.Split = !a.alone
+	request.Split = !a.Alone
 	choice, err := x.choose(pool, &policy, &request, a)
 	x.explain(pool, &request)
 	if err != nil {
-		return p, noEndpoint(pool, policy.Source, err)
+		return p, policy.NoEndpoint(pool, err)
 	}
 	if choice.Prefill < 0 {
-		if err := policy.refusesAlone(pool, cmp.Or(a.why, x.whyUnpaired())); err != nil {
+		if err := policy.RefuseAlone(pool, cmp.Or(a.Why, x.whyUnpaired())); err != nil {
 			return p, err
 		}
 	}
@@ -178,14 +179,14 @@ func (x endpointPicker) pickSplit(pool *kvstate.Pool, policy Policy, a *attempt)
 			split = "split"
 		}
 	}
-	p.orders = x.orders(&policy, computes(choice), prefill)
+	p.sidecar = x.sidecarHeaders(&policy, computes(choice), prefill)
 	x.s.State.Routed(pool, d, x.hashes)
 	var at *kvstate.Endpoint
 	if choice.Prefill >= 0 {
 		at = x.view.Endpoints[choice.Prefill].Endpoint
 	}
 	x.stick(pool, x.session, at, d)
-	x.planned(pool, split, a.why, at, d, p.tokens)
+	x.planned(pool, split, a.Why, at, d, p.tokens)
 	return p, nil
 }
 

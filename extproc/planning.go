@@ -1,25 +1,26 @@
 package extproc
 
 import (
-	"context"
 	"errors"
-	"fmt"
 	"strings"
 	"time"
 
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/openai"
+	"tandem/extproc/plan"
 	"tandem/kvstate"
 	"tandem/kvstate/prefixindex"
 	"tandem/picker"
 )
 
-// planning is one pass of a request that is being planned: the scanned body, the fleet as it was read for it, and what was chosen. Passes read,
-// decide and reserve in this order. The memory is reused by later streams.
+// planning is one pass of a request that is being planned: the scanned body, the endpoints' state as it was read for it, and the
+// picker's choice. A pass reads, decides (a [plan.Decision]) and commits, in this order. The memory is reused by later streams.
 type planning struct {
 	handler
 	prompt
 	queued
+	foreseen
+	wanted
 
 	req    openai.Request
 	patch  openai.Patch
@@ -30,15 +31,11 @@ type planning struct {
 
 	view   kvstate.View
 	picker picker.Picker
+	made   plan.Decision
 
-	reservedAs string   // see reservationKey
-	newID      bool     // the client's request id was absent or unfit
-	stripped   bool     // a gateway's prefix was taken off the path
-	session    uint64   // hash of its name; 0: none
-	labels     []string // of its endpoints
-
-	priority int32
-	foreseen
+	reservedAs string // see reservationKey
+	newID      bool   // the client's request id was absent or unfit
+	stripped   bool   // a gateway's prefix was taken off the path
 
 	explanation []byte // for a header; nil: no operator asked
 	decision    []byte // dynamic metadata; nil: none
@@ -56,9 +53,15 @@ func (x *planning) reset() {
 	if cap(x.params) > maxKeptParams {
 		x.params = nil
 	}
-	x.reservedAs, x.newID, x.stripped, x.session, x.labels = "", false, false, 0, nil
+	x.reservedAs, x.newID, x.stripped, x.wanted = "", false, false, wanted{}
 	x.known = prefixindex.KnownTokens{}
-	x.foreseen, x.explanation, x.decision = foreseen{}, nil, nil
+	x.made, x.foreseen, x.explanation, x.decision = plan.Decision{}, foreseen{}, nil, nil
+}
+
+// decided keeps a decision in the memory of the pass.
+func (x *planning) decided(d *plan.Decision) *plan.Decision {
+	x.made = *d
+	return &x.made
 }
 
 // prompt is what is known of a request's prompt.
@@ -67,6 +70,13 @@ type prompt struct {
 	known       prefixindex.KnownTokens // of its tokens
 	ids         []uint32                // scratch for token ids
 	tokenHashes []uint64                // scratch for the blocks of these
+}
+
+// wanted is what a request asks for, beside its body.
+type wanted struct {
+	session  uint64   // hash of its name; 0: none
+	labels   []string // that its endpoints must bear
+	priority int32
 }
 
 // foreseen is what a choice will cost and take, as estimated.
@@ -130,34 +140,6 @@ func (x *planning) scanOther() (model string, err error) {
 	return x.req.Model(), err
 }
 
-// whetherToSplit notes in a why the request is not split, if it is not.
-func (x *planning) whetherToSplit(a *attempt, policy Policy) error {
-	switch {
-	case x.body.Len() > x.s.SplitBodyBytes && policy.RefuseLong:
-		return openai.TooLarge(x.s.SplitBodyBytes)
-	case a.alone:
-	case policy.Dialect.Prefill == nil:
-		a.alone, a.why = true, "no_kv_transfer"
-	case !policy.Split:
-		a.alone, a.why = true, "policy"
-	case x.body.Len() > x.s.SplitBodyBytes:
-		a.alone, a.why = true, "body_too_long"
-	case a.redirects+2 >= x.s.MaxRedirects: // the hand-over, and a decode that fails, need one each
-		a.alone, a.why = true, "redirects_spent"
-	case a.prefills >= policy.PrefillAttempts:
-		a.alone, a.why = true, "attempts_spent"
-	case a.prefills > 0 && a.late(policy):
-		a.alone, a.why = true, "time_spent"
-	case !policy.Dialect.Speaks(x.req.API()):
-		a.alone, a.why = true, "api_not_spoken"
-	default:
-		if why := x.req.Unsplittable(); why != "" {
-			a.alone, a.why = true, why
-		}
-	}
-	return nil
-}
-
 // whyUnpaired is why the picker chose no pair.
 func (x *planning) whyUnpaired() string {
 	if x.view.Prefills() {
@@ -182,43 +164,6 @@ func (x *planning) setSource(policy Policy, computes int) {
 			x.pair.Source = &x.source
 		}
 	}
-}
-
-// reserve books an endpoint for this pass.
-func (x *planning) reserve(e *kvstate.Endpoint, role kvstate.Role, redirects int, b kvstate.Booking) kvstate.ReservationID {
-	id := x.s.State.ReserveAs(x.s.reservationID(x.reservedAs, redirects, role), e, b, sourceOf(x.stream.Context()))
-	if b.For&kvstate.RolePrefill != 0 {
-		x.landed()
-	}
-	return id
-}
-
-// reserveRoom books D when its buffer has room for what P will push, or says why it has none. Meanwhile nothing is sent.
-func (x *planning) reserveRoom(d *kvstate.Endpoint, redirects int, b kvstate.Booking, room int64, patience time.Duration) (id kvstate.ReservationID, why string) {
-	if b.PromptTokens > room {
-		return 0, "buffer_too_small"
-	}
-	ctx, cancel := context.WithTimeout(x.stream.Context(), patience)
-	defer cancel()
-	id, ok := x.s.State.ReserveRoom(ctx, x.s.reservationID(x.reservedAs, redirects, kvstate.RoleDecode), d, b, room, sourceOf(x.stream.Context()))
-	if !ok {
-		return 0, "buffer_full"
-	}
-	return id, ""
-}
-
-// seal puts the ticket on the route. What was booked for a route that cannot be taken is released.
-func (x *planning) seal(r route, t *kvtransfer.Ticket) (route, error) {
-	t.Authority, t.Path = string(x.msg.Headers.Authority), x.clientPath(r.path)
-	ticket, err := x.s.keys().Seal(make([]byte, 0, 512), t, x.requestID)
-	if err != nil {
-		for _, id := range r.booked {
-			x.s.State.Release(id)
-		}
-		return route{}, fmt.Errorf("sealing the ticket of a %s leg: %w", r.leg, err)
-	}
-	r.ticket = ticket
-	return r, nil
 }
 
 // recall finds the text blocks of a ticket's prompt, whose last it names. There are none where the prompt was routed by a replica

@@ -144,16 +144,10 @@ func (s *Server) markFailed(e *kvstate.Endpoint, t *kvtransfer.Ticket, overdue b
 // overdue reports whether a hop took its time limit; 0: it has none.
 func overdue(took, limit time.Duration) bool { return limit > 0 && took >= limit }
 
-// limit is the least time limit of a leg; 0: it has none.
+// limit returns the least time limit of a ticket's leg; 0: it has none.
 func (s *Server) limit(t *kvtransfer.Ticket) time.Duration {
 	policy, _ := s.policy(t.Pool)
-	switch t.Stage {
-	case kvtransfer.DecodeLeg:
-		return answerStart(policy, t.Stream, 0)
-	case kvtransfer.EncodeLeg:
-		return policy.EncodeTimeout
-	}
-	return policy.PrefillTimeout
+	return policy.LegLimit(t)
 }
 
 // discard reads what is left of a body: Envoy follows a redirect only once the request was sent in full.

@@ -9,25 +9,9 @@ import (
 	"tandem/extproc/envoywire"
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/openai"
+	"tandem/extproc/plan"
 	"tandem/extproc/telemetry"
-	"tandem/kvstate"
 )
-
-// route is where a pass of a request goes, and what becomes of its body on the way.
-type route struct {
-	leg      string
-	endpoint *kvstate.Endpoint
-	ticket   []byte        // sealed; nil: the hop needs none
-	edits    openai.Edits  // of the body as it lies in stream.body
-	perTry   time.Duration // time limit of the prefill hop
-	path     string        // of the leg, where it is not the client's
-	booked   [2]kvstate.ReservationID
-	pair     *pairRoute // of the leg "pair"
-	carry    bool       // of the leg "prefill": a short answer comes by itself (carried.go)
-
-	handoff Handoff
-	orders  sidecarOrders // with handoff sidecar
-}
 
 // mainRole handles the main listener's filter: pass 1 and pass 2 of a request.
 type mainRole struct {
@@ -45,7 +29,11 @@ func (x mainRole) serve() error {
 	}
 	x.identify()
 	x.startSpan(telemetry.SpanDecide, true)
-	r, err := x.decide()
+	d, err := x.decide()
+	if err != nil {
+		return err
+	}
+	r, err := x.commit(d)
 	if err != nil {
 		return err
 	}
@@ -56,9 +44,7 @@ func (x mainRole) serve() error {
 		err = io.EOF // Envoy let go before it had the answer
 	}
 	if err != nil {
-		for _, id := range r.booked {
-			x.s.State.Release(id)
-		}
+		r.release(x.s.State)
 		return err
 	}
 	return nil
@@ -75,23 +61,23 @@ func newRequestID() string {
 	return string(id)
 }
 
-// decide finds the route, receiving the body where it matters.
-func (x mainRole) decide() (route, error) {
+// decide decides where the request goes, receiving the body where it matters.
+func (x mainRole) decide() (*plan.Decision, error) {
 	h := &x.msg.Headers
 	if len(h.Upgrade) > 0 {
-		return route{}, openai.BadRequest("upgrade_not_supported", "", "protocol upgrades are not supported here")
+		return nil, openai.BadRequest("upgrade_not_supported", "", "protocol upgrades are not supported here")
 	}
 	if len(h.Ticket) > 0 {
 		t, err := x.openTicket()
 		if t == nil {
-			return route{}, err
+			return nil, err
 		}
 		return nextPass(x).resume(t, err)
 	}
 	h.Path, x.stripped = x.s.withoutPrefix(h.Path)
 	switch api := openai.Classify(string(h.Method), string(h.Path)); api {
 	case openai.Models:
-		return route{}, x.listModels()
+		return nil, x.listModels()
 	case openai.PassThrough:
 		return firstPass{x.planning}.passThrough()
 	case openai.SGLangGenerate:
@@ -123,7 +109,7 @@ func (x mainRole) openTicket() (*kvtransfer.Ticket, error) {
 // answer tells Envoy the route and sends the body on.
 func (x mainRole) answer(r route) error {
 	x.setHeaders(r)
-	return x.sendOn(r.edits, x.decision)
+	return x.sendOn(r.Edits, x.decision)
 }
 
 // setExplanation has the answer explain the decision, where an operator asked; the operator's token goes no further.
@@ -140,14 +126,14 @@ func (x *planning) setExplanation() {
 // client sent.
 func (x mainRole) setHeaders(r route) {
 	h := &x.headers
-	h.Set(envoywire.HeaderEndpoint, []byte(r.endpoint.Addr))
-	h.Set(envoywire.HeaderLeg, []byte(r.leg))
+	h.Set(envoywire.HeaderEndpoint, []byte(r.Endpoint.Addr))
+	h.Set(envoywire.HeaderLeg, []byte(r.Leg))
 	resumed := len(x.msg.Headers.Ticket) > 0 // the request came with a redirect, whose host is not the client's
 	if resumed {
 		h.Set(":authority", x.msg.Headers.Authority)
 	}
-	if r.path != "" {
-		h.Set(":path", []byte(r.path))
+	if r.Path != "" {
+		h.Set(":path", []byte(r.Path))
 	} else if x.stripped || resumed && bytes.IndexByte(x.msg.Headers.Path, '?') >= 0 {
 		h.Set(":path", x.msg.Headers.Path)
 	}
@@ -156,13 +142,13 @@ func (x mainRole) setHeaders(r route) {
 	}
 	if r.ticket != nil {
 		h.Set(envoywire.HeaderTicket, r.ticket)
-		h.SetInt(envoywire.HeaderBodyBytes, r.edits.Len(x.body.Len()))
+		h.SetInt(envoywire.HeaderBodyBytes, r.Edits.Len(x.body.Len()))
 	} else {
 		h.Remove(envoywire.HeaderTicket)
 		h.Remove(envoywire.HeaderBodyBytes)
 	}
-	perTry := r.perTry
-	switch r.leg {
+	perTry := r.PerTry
+	switch r.Leg {
 	case envoywire.LegDecode, envoywire.LegAnswer, envoywire.LegPair:
 		if perTry == 0 || perTry > hedgeAfter {
 			perTry = hedgeAfter
@@ -174,7 +160,7 @@ func (x mainRole) setHeaders(r route) {
 	} else {
 		h.Remove(envoywire.HeaderPerTry)
 	}
-	if r.carry {
+	if r.Inline {
 		h.Set(envoywire.HeaderCarry, location(x.msg.Headers.Path))
 	} else {
 		h.Remove(envoywire.HeaderCarry)
@@ -184,14 +170,14 @@ func (x mainRole) setHeaders(r route) {
 		h.Remove(envoywire.HeaderLoad)
 	}
 	x.SetTrace(&x.headers)
-	if r.leg != envoywire.LegEncode { // the pass behind it decides
+	if r.Leg != envoywire.LegEncode { // the pass behind it decides
 		x.setExplanation()
 	}
-	x.setPairHeaders(r.pair)
-	if r.handoff == HandoffSidecar {
-		setSidecar(h, r.orders)
+	x.setPairHeaders(r.Pair)
+	if r.Sidecar != nil {
+		setSidecar(h, r.Sidecar)
 	}
-	if s := r.endpoint.Scheme; s != "" && s != "http" {
+	if s := r.Endpoint.Scheme; s != "" && s != "http" {
 		h.Set(envoywire.HeaderScheme, []byte(s))
 	} else {
 		h.Remove(envoywire.HeaderScheme)

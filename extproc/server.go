@@ -21,12 +21,12 @@ import (
 	"tandem/extproc/envoywire"
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/openai"
+	"tandem/extproc/plan"
 	"tandem/extproc/reclaim"
 	"tandem/extproc/telemetry"
 	"tandem/internal/guard"
 	"tandem/internal/memory"
 	"tandem/kvstate"
-	"tandem/picker"
 )
 
 // Options are what a Server needs to know. Zero durations and sizes take the defaults named.
@@ -59,33 +59,20 @@ type Options struct {
 
 // Policy is what a pool wants done with its requests.
 type Policy struct {
-	Dialect         kvtransfer.Dialect // the zero value: one hop for everything
-	Peers           *kvtransfer.Peers  // the prefill engines that are known; nil: the dialect does not need to know them
-	Split           bool
-	Place           picker.Policy // of what may be split; without a model: the default one, and all is split
-	RefuseLong      bool          // bodies over SplitBodyBytes get 413 instead of decode alone
-	OnFailure       OnFailure     // of a prefill
-	Alone           Alone         // whether requests that can be split may be decoded alone
-	Source          string        // where endpoints come from, for messages; default: a list of endpoints
-	PrefillAttempts int           // at most, over all passes; default 3
-	AttemptsTime    time.Duration // after this, counted from when the request came, no other endpoint is tried; default 1 m
-	PrefillTimeout  time.Duration // time limit of the prefill hop: this ...
-	PerToken        time.Duration // ... and this for every token of the prompt and of what is before it, until the speed is known
-	EncodeTimeout   time.Duration // time limit of the encode hop; 0: media are encoded by whoever prefills
-	Session         SessionKey
-	LearnTokens     bool          // ask prefill for the prompt's token ids, which KV events are matched with
-	Tokens          TokenSource   // who else is asked for them
-	TokenBudget     time.Duration // how long a request waits for that; 0: not at all
-	PrefillCached   bool          // clients are told what prefill had in its cache, not decode
-	CleanupDecode   bool          // have orphaned hand-overs fetched by a decode endpoint
-	Handoff         Handoff       // who makes the second hop
-	StreamStart     time.Duration // how long a streamed answer may take to begin, beside PerToken where D computes the prompt; default 1 m
-	WholeAnswer     time.Duration // how long an answer that is not streamed may take, beside the same; 0: as long as Envoy lets it
-	Waiting         Waiting       // with Place.Late, or where objectives have requests wait
-	Objectives      Objectives
-	Paths           *Paths         // what clients may ask for beside the APIs; default: the paths of clients of all engines
-	LabelHeader     string         // a request header that says which labels its endpoints must bear; "": none does
-	Priorities      EnginePriority // how engines are told of a request's place among others
+	plan.Policy
+
+	Peers         *kvtransfer.Peers // the prefill engines that are known; nil: the dialect does not need to know them
+	Session       SessionKey
+	LearnTokens   bool          // ask prefill for the prompt's token ids, which KV events are matched with
+	Tokens        TokenSource   // who else is asked for them
+	TokenBudget   time.Duration // how long a request waits for that; 0: not at all
+	PrefillCached bool          // clients are told what prefill had in its cache, not decode
+	CleanupDecode bool          // have orphaned hand-overs fetched by a decode endpoint
+	Waiting       Waiting       // with Place.Late, or where objectives have requests wait
+	Objectives    Objectives
+	Paths         *Paths         // what clients may ask for beside the APIs; default: the paths of clients of all engines
+	LabelHeader   string         // a request header that says which labels its endpoints must bear; "": none does
+	Priorities    EnginePriority // how engines are told of a request's place among others
 
 	room *waitingRoom // nil: requests do not wait
 }
@@ -94,21 +81,14 @@ func (p Policy) withDefaults() Policy {
 	if p.Paths == nil {
 		p.Paths, _ = NewPaths("any", nil) // no paths to refuse
 	}
-	orDefault(&p.PrefillAttempts, 3)
-	orDefault(&p.AttemptsTime, time.Minute)
-	orDefault(&p.StreamStart, time.Minute)
+	p.Policy = p.WithDefaults()
 	return p
 }
 
-// OnFailure says what follows a failed prefill.
-type OnFailure uint8
-
-// The policies of a pool's onPrefillFailure.
-const (
-	OtherPrefill OnFailure = iota // another prefill endpoint while there is one, then decode alone
-	DecodeAlone                   // decode alone at once
-	Fail                          // 503
-)
+// limits returns the limits that every pool shares.
+func (s *Server) limits() plan.Limits {
+	return plan.Limits{SplitBodyBytes: s.SplitBodyBytes, MaxRedirects: s.MaxRedirects}
+}
 
 // Server answers Envoy. It is safe for concurrent use.
 type Server struct {
@@ -149,7 +129,7 @@ func New(o Options, m *telemetry.Metrics) *Server {
 	s.direct = newDirectCalls()
 	s.reclaim = reclaim.New(reclaim.Options{State: o.State, Log: o.Log, Observer: m, TTL: o.HandOverTTL, Policy: func(pool string) reclaim.Policy {
 		policy, _ := s.policy(pool)
-		return reclaim.Policy{Cleanup: policy.CleanupDecode, Dialect: policy.Dialect, Place: policy.place()}
+		return reclaim.Policy{Cleanup: policy.CleanupDecode, Dialect: policy.Dialect, Place: policy.Placement()}
 	}})
 	s.Apply(o.Live)
 	s.Options.Live = Live{} // nobody is to read what it was once

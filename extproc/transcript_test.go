@@ -21,6 +21,7 @@ import (
 
 	"tandem/extproc/envoywire"
 	"tandem/extproc/kvtransfer"
+	"tandem/extproc/plan"
 	"tandem/kvstate"
 )
 
@@ -247,9 +248,9 @@ func (p *player) pool(words []string) {
 		}
 		switch w {
 		case "failure=decodeAlone":
-			policy.OnFailure = DecodeAlone
+			policy.OnFailure = plan.DecodeAlone
 		case "failure=fail":
-			policy.OnFailure = Fail
+			policy.OnFailure = plan.Fail
 		case "split=no":
 			policy.Split = false
 		case "long=refuse":

@@ -11,6 +11,7 @@ import (
 	"tandem/extproc/envoywire"
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/openai"
+	"tandem/extproc/plan"
 	"tandem/kvstate"
 )
 
@@ -43,7 +44,7 @@ const turnPatience = 500 * time.Millisecond
 // of no conversation.
 func (x firstPass) conversation(pool *kvstate.Pool, policy *Policy) (name [16]byte, ownIDs bool) {
 	turns := policy.Dialect.Turns
-	if turns == nil || x.session == 0 || policy.Handoff != HandoffEnvoy || !turns.Takes(x.req.API(), x.req.PromptIDs() != nil) || !x.req.PromptIsAll() {
+	if turns == nil || x.session == 0 || policy.Handoff != plan.HandoffEnvoy || !turns.Takes(x.req.API(), x.req.PromptIDs() != nil) || !x.req.PromptIsAll() {
 		return name, false
 	}
 	ownIDs = x.req.True(openai.FieldReturnTokenIDs)
@@ -171,11 +172,11 @@ func appendIDs(dst []byte, ids []uint32) []byte {
 }
 
 // tellTurn has D's answer come by where it says what D keeps, if it may say that at all, and D asked for what that is good for.
-func (x nextPass) tellTurn(r *route, t *kvtransfer.Ticket, policy *Policy, told bool) (turn kvtransfer.TurnLeg, more []byte) {
-	if policy.Dialect.Turns == nil || !told || r.leg == envoywire.LegPass {
+func (x nextPass) tellTurn(r *plan.Decision, t *kvtransfer.Ticket, policy *Policy, told bool) (turn kvtransfer.TurnLeg, more []byte) {
+	if policy.Dialect.Turns == nil || !told || r.Leg == envoywire.LegPass {
 		return turn, nil
 	}
-	r.leg = envoywire.LegAnswer
+	r.Leg = envoywire.LegAnswer
 	turn = kvtransfer.TurnLeg{Answers: true, Conversation: t.Turn.Conversation, OwnIDs: t.Turn.OwnIDs}
 	if turn.Conversation != ([16]byte{}) && !turn.OwnIDs {
 		more = []byte(`"return_token_ids":true,`)

@@ -11,6 +11,7 @@ import (
 
 	"tandem/extproc/envoywire"
 	"tandem/extproc/kvtransfer"
+	"tandem/extproc/plan"
 )
 
 // conversing is a pool whose decode endpoints keep answers for the next turn.
@@ -99,8 +100,8 @@ func TestTurnThatMayExpire(t *testing.T) {
 func TestTurnThatCannotBeFetched(t *testing.T) {
 	for name, change := range map[string]func(*Policy){
 		"another prefill": func(*Policy) {},
-		"decode alone":    func(p *Policy) { p.OnFailure = DecodeAlone },
-		"fail":            func(p *Policy) { p.OnFailure = Fail },
+		"decode alone":    func(p *Policy) { p.OnFailure = plan.DecodeAlone },
+		"fail":            func(p *Policy) { p.OnFailure = plan.Fail },
 		"one attempt":     func(p *Policy) { p.PrefillAttempts = 1 },
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -133,7 +134,7 @@ func TestTurnThatTakesTooLong(t *testing.T) {
 	for name, told := range map[string]bool{"told": true, "not told": false} {
 		synctest.Test(t, func(t *testing.T) {
 			s := newStand(t, Options{})
-			s.pool("chat", conversing(t, func(p *Policy) { p.OnFailure = Fail }), "p1", "p2", "d1")
+			s.pool("chat", conversing(t, func(p *Policy) { p.OnFailure = plan.Fail }), "p1", "p2", "d1")
 			q := s.secondTurn()
 			if !told {
 				q.prefillLeg(answer{status: 500, body: []byte(`{}`)})

@@ -16,6 +16,7 @@ import (
 	envoyconfigs "tandem/envoy-configs"
 	"tandem/extproc"
 	"tandem/extproc/kvtransfer"
+	"tandem/extproc/plan"
 	"tandem/internal/guard"
 	"tandem/kvstate"
 	"tandem/kvstate/discovery"
@@ -262,19 +263,21 @@ func sourceOf(p *configv1.Pool) string {
 // policyOf is what the server is told of a pool.
 func policyOf(p *configv1.Pool, board *notices.Board, log *slog.Logger) (policy extproc.Policy, err error) {
 	policy = extproc.Policy{
-		Split:           p.GetSplit() != "never",
-		RefuseLong:      p.GetLongPrompts() == "refuse",
-		PrefillAttempts: int(p.GetPrefillAttempts()),
-		PrefillCached:   p.GetCachedTokens() == "prefill",
-		CleanupDecode:   p.GetStrandedBlocks() == "cleanupDecode",
-		AttemptsTime:    configv1.Duration(p.GetAttemptsTime()),
-		StreamStart:     configv1.Duration(p.GetStreamStartTimeout()),
-		WholeAnswer:     configv1.Duration(p.GetAnswerTimeout()),
-		EncodeTimeout:   configv1.Duration(p.GetEncode().GetTimeout()),
-		PrefillTimeout:  configv1.Duration(p.GetPrefillTimeout().GetBase()),
-		Place:           placement(p),
-		Source:          sourceOf(p),
-		PerToken:        configv1.Duration(p.GetPrefillTimeout().GetPerToken()),
+		Policy: plan.Policy{
+			Split:           p.GetSplit() != "never",
+			RefuseLong:      p.GetLongPrompts() == "refuse",
+			PrefillAttempts: int(p.GetPrefillAttempts()),
+			AttemptsTime:    configv1.Duration(p.GetAttemptsTime()),
+			StreamStart:     configv1.Duration(p.GetStreamStartTimeout()),
+			WholeAnswer:     configv1.Duration(p.GetAnswerTimeout()),
+			EncodeTimeout:   configv1.Duration(p.GetEncode().GetTimeout()),
+			PrefillTimeout:  configv1.Duration(p.GetPrefillTimeout().GetBase()),
+			PerToken:        configv1.Duration(p.GetPrefillTimeout().GetPerToken()),
+			Place:           placement(p),
+			Source:          sourceOf(p),
+		},
+		PrefillCached: p.GetCachedTokens() == "prefill",
+		CleanupDecode: p.GetStrandedBlocks() == "cleanupDecode",
 	}
 	if e := p.GetKvEvents(); e != nil {
 		policy.LearnTokens, policy.TokenBudget = true, configv1.Duration(e.GetTokenBudget())
@@ -292,21 +295,21 @@ func policyOf(p *configv1.Pool, board *notices.Board, log *slog.Logger) (policy 
 	setObjectives(&policy, p)
 	switch p.GetOnPrefillFailure() {
 	case "decodeAlone":
-		policy.OnFailure = extproc.DecodeAlone
+		policy.OnFailure = plan.DecodeAlone
 	case "fail":
-		policy.OnFailure = extproc.Fail
+		policy.OnFailure = plan.Fail
 	}
 	switch p.GetDecodeAlone() {
 	case "never":
-		policy.Alone = extproc.AloneNever
+		policy.Alone = plan.AloneNever
 	case "fallback":
-		policy.Alone = extproc.AloneFallback
+		policy.Alone = plan.AloneFallback
 	}
 	switch p.GetHandoff() {
 	case "sidecar":
-		policy.Handoff = extproc.HandoffSidecar
+		policy.Handoff = plan.HandoffSidecar
 	case "direct":
-		policy.Handoff = extproc.HandoffDirect
+		policy.Handoff = plan.HandoffDirect
 	}
 	policy.Dialect, err = dialect(p, board)
 	if c := policy.Dialect.Concurrent; c != nil {

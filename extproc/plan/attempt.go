@@ -1,0 +1,88 @@
+package plan
+
+import (
+	"slices"
+	"time"
+
+	"tandem/extproc/kvtransfer"
+	"tandem/extproc/openai"
+)
+
+// Attempt is what is known about a request before a pass of it is planned.
+type Attempt struct {
+	Redirects int // Envoy has followed so far
+	Prefills  int // prefill legs tried so far
+	Started   time.Time
+	Excluded  []string // addresses that failed it
+	Encoded   []byte   // members for prefill about media that were encoded; nil: none
+	Alone     bool     // do not split, whatever the policy
+	Why       string   // of Alone
+
+	PairFailed   [2]string // addresses of the pair that failed last, where it is not known which of the two it was
+	DecodeFailed bool      // the hop that failed last was to decode
+	TurnFailed   bool      // it was a prefill leg that was to fetch the conversation's last answer
+}
+
+// Resume returns the attempt of a request whose ticket came back, whatever hop of it failed.
+func Resume(t *kvtransfer.Ticket) Attempt {
+	a := Attempt{
+		Redirects: t.Redirects, Prefills: t.Prefills, Started: t.Started, Excluded: t.Excluded,
+		DecodeFailed: t.Cause == kvtransfer.CauseDecode, TurnFailed: t.Cause == kvtransfer.CauseTurn,
+	}
+	if a.DecodeFailed && t.Loads {
+		a.PairFailed = [2]string{t.Prefill, t.Decode}
+	}
+	return a
+}
+
+// Failed applies the pool's onPrefillFailure to an attempt whose ticket says that the prefill failed. An error is the
+// client's answer.
+func (a *Attempt) Failed(p *Policy, t *kvtransfer.Ticket) error {
+	if !t.Split || t.Cause == kvtransfer.CauseDecode || t.Cause == kvtransfer.CauseTurn {
+		return nil
+	}
+	switch p.OnFailure {
+	case DecodeAlone:
+		a.decodeAlone("prefill_failed")
+	case Fail:
+		return openai.Unavailable("prefill_failed", "the prefill of this request failed", time.Second)
+	case OtherPrefill:
+	}
+	return nil
+}
+
+func (a *Attempt) decodeAlone(why string) { a.Alone, a.Why = true, why }
+
+// Late reports whether the time for further attempts is over. What a failed prefill needs is not another attempt but the
+// first of a decode endpoint, so that is always left.
+func (a *Attempt) Late(p *Policy) bool { return time.Since(a.Started) > p.AttemptsTime }
+
+// Exhausted returns why a request is not sent to one more decode endpoint, nil if it is.
+func (a *Attempt) Exhausted(p *Policy, decode string) error {
+	switch {
+	case a.DecodeFailed && a.Late(p):
+		return openai.Unavailable("endpoint_failed", "no endpoint answered this request in the time there is for it", time.Second)
+	case a.failures(decode) > 0 && slices.ContainsFunc(a.Excluded, func(e string) bool { return a.failures(e) >= maxTries }):
+		return openai.Unavailable("endpoint_failed", "every endpoint that could answer this request has failed it", time.Second)
+	}
+	return nil
+}
+
+// maxTries is how often one endpoint may fail a request. Where every endpoint has failed it, one of them is tried a second
+// time, since it may be back; the others are not, since they would only fail it again.
+const maxTries = 2
+
+// failures returns how often an endpoint has failed the request.
+func (a *Attempt) failures(addr string) (times int) {
+	for _, e := range a.Excluded {
+		if e == addr {
+			times++
+		}
+	}
+	return times
+}
+
+// Retries returns the endpoints that stay excluded where no other is left: those that failed the request maxTries times.
+func (a *Attempt) Retries() []string {
+	return slices.DeleteFunc(slices.Clone(a.Excluded), func(addr string) bool { return a.failures(addr) < maxTries })
+}

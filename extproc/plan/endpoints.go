@@ -1,0 +1,38 @@
+package plan
+
+import (
+	"cmp"
+	"errors"
+	"fmt"
+	"slices"
+	"time"
+
+	"tandem/extproc/openai"
+	"tandem/kvstate"
+	"tandem/picker"
+)
+
+// missing names the role and the list or selector that has no endpoint for a request.
+func missing(pool *kvstate.Pool, role kvstate.Role, source string) string {
+	name := "decode"
+	if role == kvstate.RolePrefill {
+		name = "prefill"
+	}
+	source = cmp.Or(source, "endpoints")
+	all := slices.DeleteFunc(slices.Clone(pool.Endpoints()), func(e *kvstate.Endpoint) bool { return e.Role&role == 0 })
+	switch {
+	case len(all) == 0:
+		return fmt.Sprintf("pool %s has no %s endpoint: there is none in its %s", pool.Spec.Name, name, source)
+	case !slices.ContainsFunc(all, func(e *kvstate.Endpoint) bool { return !e.Failed() }):
+		return fmt.Sprintf("no %s endpoint of pool %s works: all %d of its %s have failed", name, pool.Spec.Name, len(all), source)
+	}
+	return fmt.Sprintf("no %s endpoint of pool %s can take this request now, of %d in its %s", name, pool.Spec.Name, len(all), source)
+}
+
+// NoEndpoint turns the picker's refusal into the client's 503.
+func (p *Policy) NoEndpoint(pool *kvstate.Pool, err error) error {
+	if errors.Is(err, picker.ErrNoEndpoint) {
+		return openai.Unavailable("no_endpoint", missing(pool, kvstate.RoleDecode, p.Source), time.Second)
+	}
+	return fmt.Errorf("picking endpoints in pool %q: %w", pool.Spec.Name, err)
+}

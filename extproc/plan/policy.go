@@ -1,0 +1,215 @@
+// Package plan decides what a pass of a request does, on values: it knows neither gRPC nor Envoy's messages, waits for
+// nothing and changes nothing.
+//
+//   - A [Policy] is what a pool's configuration says about splitting and retrying.
+//   - An [Attempt] is what the passes before have left: [Resume] makes it of a ticket.
+//   - [Policy.MaySplit] and [Policy.MayPair] decide whether a request goes over two endpoints at all, [Attempt.Exhausted] whether another one
+//     is tried.
+//   - A [Decision] is the result: where the request goes, with which edits and ticket, and what has to be reserved. Package
+//     extproc reads the state for it, and commits it in one place.
+package plan
+
+import (
+	"cmp"
+	"time"
+
+	"tandem/extproc/kvtransfer"
+	"tandem/extproc/openai"
+	"tandem/kvstate"
+	"tandem/picker"
+)
+
+// Policy is how a pool's requests are split and retried.
+type Policy struct {
+	Dialect         kvtransfer.Dialect // the zero value: one hop for everything
+	Split           bool
+	Place           picker.Policy // of what may be split; without a model: the default one, and all is split
+	RefuseLong      bool          // bodies over Limits.SplitBodyBytes get 413 instead of decode alone
+	OnFailure       OnFailure     // of a prefill
+	Alone           Alone         // whether requests that can be split may be decoded alone
+	Handoff         Handoff       // who makes the second hop
+	Source          string        // where endpoints come from, for messages; default: a list of endpoints
+	PrefillAttempts int           // at most, over all passes; default 3
+	AttemptsTime    time.Duration // after this, counted from when the request came, no other endpoint is tried; default 1 m
+	PrefillTimeout  time.Duration // time limit of the prefill hop: this ...
+	PerToken        time.Duration // ... and this for every token of the prompt and of the queue before it, until the speed is known
+	EncodeTimeout   time.Duration // time limit of the encode hop; 0: media are encoded by the endpoint that prefills
+	StreamStart     time.Duration // how long a streamed answer may take to begin, beside PerToken where D computes the prompt; default 1 m
+	WholeAnswer     time.Duration // how long an answer that is not streamed may take, beside the same; 0: as long as Envoy allows
+}
+
+// OnFailure says what follows a failed prefill.
+type OnFailure uint8
+
+// The policies of a pool's onPrefillFailure.
+const (
+	OtherPrefill OnFailure = iota // another prefill endpoint while there is one, then decode alone
+	DecodeAlone                   // decode alone at once
+	Fail                          // 503
+)
+
+// Alone says when a request that can be split may be decoded alone. Requests that cannot be split always are.
+type Alone uint8
+
+// The policies of a pool's decodeAlone.
+const (
+	AloneByCost   Alone = iota // where it costs less, as far as the pool's placement compares costs, and as a fallback
+	AloneFallback              // where no prefill endpoint can take the request
+	AloneNever                 // never: 503
+)
+
+// Handoff says who makes the second hop of a request that is split.
+type Handoff uint8
+
+// The values of a pool's handoff.
+const (
+	HandoffEnvoy   Handoff = iota // Envoy, by a redirect: two passes
+	HandoffSidecar                // llm-d's routing sidecar beside D, which calls P before it calls its engine
+	HandoffDirect                 // this server calls P before it answers Envoy
+)
+
+// WithDefaults returns the policy with defaults for what is zero.
+func (p Policy) WithDefaults() Policy {
+	p.PrefillAttempts = cmp.Or(p.PrefillAttempts, 3)
+	p.AttemptsTime = cmp.Or(p.AttemptsTime, time.Minute)
+	p.StreamStart = cmp.Or(p.StreamStart, time.Minute)
+	return p
+}
+
+// Placement returns how the picker places the pool's requests.
+func (p *Policy) Placement() picker.Policy {
+	place := p.Place
+	if place.Model == (picker.Model{}) {
+		place = picker.DefaultPolicy()
+		place.Split, place.Late = picker.SplitAlways, p.Place.Late
+	}
+	if p.Dialect.PairsOnly() {
+		place.Split = picker.SplitAlways
+	}
+	return place
+}
+
+// Limits are those of the server that every pool shares.
+type Limits struct {
+	SplitBodyBytes int // larger bodies are never split: Envoy could not replay them
+	MaxRedirects   int // that Envoy follows for one request
+}
+
+// MaySplit notes in a why the request, with a body of so many bytes, is not split into two hops, if it is not. An error is
+// the client's answer.
+func (p *Policy) MaySplit(a *Attempt, r *openai.Request, bytes int, l Limits) error {
+	switch {
+	case bytes > l.SplitBodyBytes && p.RefuseLong:
+		return openai.TooLarge(l.SplitBodyBytes)
+	case a.Alone:
+	case p.Dialect.Prefill == nil:
+		a.decodeAlone("no_kv_transfer")
+	case !p.Split:
+		a.decodeAlone("policy")
+	case bytes > l.SplitBodyBytes:
+		a.decodeAlone("body_too_long")
+	case a.Redirects+2 >= l.MaxRedirects: // the hand-over, and a decode that fails, need one each
+		a.decodeAlone("redirects_spent")
+	case a.Prefills >= p.PrefillAttempts:
+		a.decodeAlone("attempts_spent")
+	case a.Prefills > 0 && a.Late(p):
+		a.decodeAlone("time_spent")
+	case !p.Dialect.Speaks(r.API()):
+		a.decodeAlone("api_not_spoken")
+	default:
+		if why := r.Unsplittable(); why != "" {
+			a.decodeAlone(why)
+		}
+	}
+	return nil
+}
+
+// MayPair is MaySplit for a pool whose legs run at once.
+func (p *Policy) MayPair(a *Attempt, r *openai.Request, bytes int, l Limits) error {
+	if bytes > l.SplitBodyBytes && p.RefuseLong {
+		return openai.TooLarge(l.SplitBodyBytes)
+	}
+	why := ""
+	switch {
+	case a.Alone:
+	case !p.Split:
+		why = "policy"
+	case bytes > l.SplitBodyBytes:
+		why = "body_too_long"
+	case a.Redirects+1 >= l.MaxRedirects: // a leg that fails needs one
+		why = "redirects_spent"
+	case a.Prefills >= cmp.Or(p.PrefillAttempts, 3):
+		why = "attempts_spent"
+	default:
+		why = p.Dialect.Concurrent.Unpairable(r)
+	}
+	if why != "" {
+		a.decodeAlone(why)
+	}
+	return nil
+}
+
+// RefusePair returns the client's answer to a request that neither a pair nor a single engine can answer.
+func RefusePair(a *Attempt, l Limits) error {
+	switch a.Why {
+	case "body_too_long":
+		return openai.TooLarge(l.SplitBodyBytes)
+	case "attempts_spent", "redirects_spent", "prefill_failed":
+		return openai.Unavailable("endpoint_failed", "every pair of endpoints that was tried has failed this request", time.Second)
+	case "no_prefill", "unknown_peer", "policy":
+	default:
+		return openai.BadRequest("not_over_two_engines", "", "a request of this kind ("+a.Why+") needs an engine that is not split into prefill and decode, and there is none here")
+	}
+	return openai.Unavailable("no_endpoint", "no pair of endpoints can take this request now", time.Second)
+}
+
+// RefuseAlone returns the 503 for a request that is not to be decoded alone; why is the reason that it was not split.
+func (p *Policy) RefuseAlone(pool *kvstate.Pool, why string) error {
+	if p.Alone != AloneNever && p.OnFailure != Fail {
+		return nil
+	}
+	switch why {
+	case "cheaper":
+		if p.Placement().Split != picker.SplitAlways {
+			return nil
+		}
+	case "no_prefill":
+	case "prefill_failed", "attempts_spent", "redirects_spent", "time_spent":
+		return openai.Unavailable("prefill_failed", "the prefill of this request failed", time.Second)
+	default: // the request cannot be split
+		return nil
+	}
+	return openai.Unavailable("no_prefill", missing(pool, kvstate.RolePrefill, p.Source), time.Second)
+}
+
+// AnswerStart returns the time limit of a hop that answers the client, until the headers of its answer come, which is all that
+// Envoy's limit per try counts; computing is the time for what D has to compute before. An answer that is not streamed has no
+// headers until it is complete: 0, no such limit, unless the pool has one for whole answers.
+func (p *Policy) AnswerStart(stream bool, computing time.Duration) time.Duration {
+	switch {
+	case stream:
+		return p.StreamStart + computing
+	case p.WholeAnswer > 0:
+		return p.WholeAnswer + computing
+	}
+	return 0
+}
+
+// LegLimit returns the least time limit of the leg that a ticket is for; 0: it has none.
+func (p *Policy) LegLimit(t *kvtransfer.Ticket) time.Duration {
+	switch t.Stage {
+	case kvtransfer.DecodeLeg:
+		return p.AnswerStart(t.Stream, 0)
+	case kvtransfer.EncodeLeg:
+		return p.EncodeTimeout
+	}
+	return p.PrefillTimeout
+}
+
+// LeastBytes returns how many bytes the answer to a stream has at least.
+func (p *Policy) LeastBytes(api openai.API, requestID string, stream bool) int {
+	if !stream {
+		return 0
+	}
+	return openai.LeastStream(api, requestID, p.Dialect.VLLM)
+}
