@@ -38,6 +38,7 @@ type Utilisation struct {
 	Work    time.Duration // mean of a prefill, at the endpoints' speed
 	Speed   float64       // of the fleet, as observed over modelled time; 1: as the cost model has it
 
+	Step       float64 // of decode steps, as observed over modelled time; 0: not known
 	TokenBytes float64 // of KV for one token, as observed; 0: not known
 	Answer     float64 // tokens of an answer in the mean, as observed; 0: not known
 }
@@ -105,7 +106,7 @@ func (w *workload) utilisation(prefills, decodes int, now time.Time) Utilisation
 	prefill, local := w.rates(now)
 	return Utilisation{
 		Prefills: prefills, Decodes: decodes, Work: time.Duration(w.work.value * float64(time.Second)), Speed: w.speed.ratio(1, now.UnixNano()),
-		TokenBytes: w.tokenBytes(), Answer: w.answers.mean(),
+		Step: w.steps.ratio(1, now.UnixNano()), TokenBytes: w.tokenBytes(), Answer: w.answers.mean(),
 		Prefill: min((prefill+w.othersPrefill)/float64(max(prefills, 1)), 1),
 		Local:   min((local+w.othersLocal)/float64(max(decodes, 1)), 1),
 	}

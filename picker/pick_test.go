@@ -66,6 +66,9 @@ func randomCase(r *rand.Rand) (*Request, *kvstate.View, Policy) {
 			c.KVTokens = []int64{0, 0, 1200, 40_000, 3_000_000}[r.IntN(5)]
 		}
 		c.Requests = c.Jobs + r.Int64N(3)
+		if r.IntN(3) == 0 {
+			c.Signals, c.Trust = &kvstate.Signals{KVUsage: []float64{-1, 0, .4, .9}[r.IntN(4)]}, []float64{0, .5, 1}[r.IntN(3)]
+		}
 		if odd > 0 {
 			c.Endpoint.Node = []string{"", "na", "nb"}[(odd*i+len(groups))%3]
 		}
@@ -79,7 +82,7 @@ func randomCase(r *rand.Rand) (*Request, *kvstate.View, Policy) {
 	v.Neighbours = neighbours(v)
 	v.Load = kvstate.Utilisation{Prefill: []float64{0, .5, .8, 1}[r.IntN(4)], Local: []float64{0, .3}[r.IntN(2)], Work: time.Duration(r.IntN(2)) * 300 * time.Millisecond}
 	v.Load.TokenBytes = []float64{0, 0, 2e6}[r.IntN(3)]
-	v.Load.Answer = []float64{0, 0, 20, 4000}[r.IntN(4)]
+	v.Load.Answer, v.Load.Step = []float64{0, 0, 20, 4000}[r.IntN(4)], []float64{0, 1, 2, .5}[r.IntN(4)]
 	for blocks := 1 + r.IntN(3); blocks < 5 && r.IntN(2) > 0; blocks += 1 + r.IntN(2) {
 		v.Uses = append(v.Uses, kvstate.UseStep{Blocks: int32(blocks), Uses: float32(1000 / blocks)})
 	}

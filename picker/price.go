@@ -16,6 +16,7 @@ const (
 	maxFill      = 0.5  // a decode endpoint fuller than this computes no prompt
 	tpotMargin   = 0.9  // nor does one whose answers would take more than this part of the target for each token
 	usualAnswer  = 256. // tokens expected in an answer of a pool of which nothing is known
+	lookAge      = 2.0  // seconds after which KV in use is looked at again: of short answers others run by then, of long ones the same
 	localSteps   = 1.0  // how many decode steps each step of a local prefill is delayed by
 )
 
@@ -26,6 +27,7 @@ type terms struct {
 	perBlock  float64      // tokens that one block of the hit stands for
 	out       float64      // tokens expected in the answer
 	mean      float64      // and in the answers that run
+	steady    float64      // 0 to 1: how much of what an engine said of its KV holds until now
 	others    float64      // what a second of prefill costs everybody else, in seconds
 	local     float64      // the same among endpoints that prefill for themselves
 	fleet     float64      // learned speed of the fleet
@@ -52,6 +54,8 @@ func (k *Picker) terms(r *Request, v *kvstate.View, prefills, decodes int) terms
 		t.mean = v.Load.Answer
 	}
 	t.out = expected(r, t.mean)
+	lasts := t.mean * t.m.DecodeStep
+	t.steady = lasts / (lasts + lookAge)
 	bytes := t.m.TokenBytes
 	if v.Load.TokenBytes > 0 {
 		bytes = v.Load.TokenBytes
@@ -62,6 +66,9 @@ func (k *Picker) terms(r *Request, v *kvstate.View, prefills, decodes int) terms
 	t.jobs, t.jobCap = 1, seconds(v.Load.Work)
 	if k.Late {
 		t.jobs, t.jobCap = 0.5, math.Inf(1)
+	}
+	if v.Load.Step > 0 {
+		t.tpot *= v.Load.Step // nobody asked for a time that these engines never reach
 	}
 	if r.TPOT > 0 {
 		t.tpot = r.TPOT
@@ -169,7 +176,11 @@ func (p *DecodePrice) sum() float64 { return p.Step + p.Answer + p.Overflow + p.
 // the KV once the request has joined them.
 func (t *terms) batch(c *kvstate.Candidate) (answers, kv float64) {
 	answers = float64(c.Requests - c.Jobs)
-	return answers, float64(c.PromptTokens) + answers*t.mean/2 + t.tokens + t.out/2
+	kv = float64(c.PromptTokens) + answers*t.mean/2
+	if c.Trust > 0 && c.KVTokens > 0 && c.Signals.KVUsage >= 0 {
+		kv = max(kv+c.Trust*t.steady*(c.Signals.KVUsage*float64(c.KVTokens)-kv), float64(c.PromptTokens))
+	}
+	return answers, kv + t.tokens + t.out/2
 }
 
 // step is how long the endpoint's decode steps are once the request has joined them. One of half the weight is taken to have

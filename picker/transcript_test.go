@@ -163,6 +163,8 @@ func candidate(t *testing.T, words []string) kvstate.Candidate {
 			c.Requests += c.Jobs
 		case "kv":
 			c.KVTokens = number(t, value)
+		case "usage":
+			c.Signals, c.Trust = &kvstate.Signals{KVUsage: float(t, value)}, 1
 		case "local":
 			c.Local = duration(t, value)
 		case "share":
@@ -261,6 +263,8 @@ func utilisation(t *testing.T, words []string) (u kvstate.Utilisation) {
 			u.TokenBytes = float(t, value)
 		case "answer":
 			u.Answer = float(t, value)
+		case "step":
+			u.Step = float(t, value)
 		default:
 			t.Fatalf("cannot read %q", w)
 		}

@@ -147,6 +147,14 @@ func (w *twin) mean() float64 {
 	return 256
 }
 
+// tpot is what decode alone is held to: as many times the usual as the fleet's steps are.
+func (w *twin) tpot() float64 {
+	if w.v.Load.Step > 0 {
+		return w.p.TPOT * w.v.Load.Step
+	}
+	return w.p.TPOT
+}
+
 func (w *twin) room(i int) float64 {
 	if n := w.v.Endpoints[i].KVTokens; n > 0 {
 		return float64(n)
@@ -157,7 +165,16 @@ func (w *twin) room(i int) float64 {
 func (w *twin) step(i int) (n, kv, step, overflow float64) {
 	c, m := &w.v.Endpoints[i], w.p.Model
 	n = float64(c.Requests - c.Jobs)
-	kv = float64(c.PromptTokens) + n*w.mean()/2 + w.tokens() + w.out()/2
+	kv = float64(c.PromptTokens) + n*w.mean()/2
+	if g := c.Signals; g != nil && c.KVTokens > 0 && g.KVUsage >= 0 {
+		lasts := .012 * w.mean()
+		trust := c.Trust * lasts / (lasts + 2)
+		kv = (1-trust)*kv + trust*g.KVUsage*float64(c.KVTokens)
+		if kv < float64(c.PromptTokens) {
+			kv = float64(c.PromptTokens)
+		}
+	}
+	kv += w.tokens() + w.out()/2
 	step = m.DecodeStep + (m.DecodeAnswer*(n+1)+m.DecodeToken*kv)/w.weight(i)
 	if c.Step > 0 {
 		step *= c.Step
@@ -211,7 +228,7 @@ func (w *twin) alone(d int, guarded bool) (price float64, ok bool) {
 	c, m := &w.v.Endpoints[d], w.p.Model
 	n, kv, step, overflow := w.step(d)
 	fill := max(n/m.MaxAnswers, kv/w.room(d))
-	if guarded && (fill > .5 || w.p.TPOT > 0 && step/max(1-c.Share, .01) > .9*w.p.TPOT) {
+	if guarded && (fill > .5 || w.p.TPOT > 0 && step/max(1-c.Share, .01) > .9*w.tpot()) {
 		return 0, false
 	}
 	e := w.e(d)

@@ -2,22 +2,27 @@ package replay
 
 import (
 	"math"
+	"slices"
+	"time"
 
+	"tandem/kvstate"
 	"tandem/picker"
 )
 
 // decoder is an engine that writes answers: in each step every answer of the batch gets a token. Between, it computes the
-// prompts that were given to it alone, a chunk in each step.
+// prompts that were given to it alone, a chunk in each step. Where the answers outgrow its memory the youngest is preempted: its KV is
+// thrown away, and computed again when there is room.
 type decoder struct {
 	*clock
 	model picker.Model
 	cache *cache
+	local int        // prompt and answer tokens in one step of its own
 	first func(*job) // token of an answer
 	done  func(*job)
 	end   func()
 
 	arrived []*job // without room yet
-	local   []*job // prompts to compute here
+	prompts []*job // to compute here
 	chunk   int    // of the first of those in the step that runs
 	batch   []*job // a heap: the one that ends first is first
 	fresh   []*job // joined since the last step, or in it: their first token is due at its end
@@ -27,11 +32,20 @@ type decoder struct {
 	steps   int
 	running bool
 
-	computed, cached, tokens int
+	joins int
+	took  float64 // of the step that runs
+	tally
 }
 
-func newDecoder(c *clock, m picker.Model, first, done func(*job)) *decoder {
-	d := &decoder{clock: c, model: m, cache: newCache(capacity(m)), first: first, done: done}
+// tally is what an engine that decodes has done so far.
+type tally struct {
+	computed, cached, tokens int
+	preempted                int
+	written                  kvstate.Written // as its metrics tell
+}
+
+func newDecoder(c *clock, m picker.Model, local int, first, done func(*job)) *decoder {
+	d := &decoder{clock: c, model: m, cache: newCache(capacity(m)), local: local, first: first, done: done}
 	d.end = d.endStep
 	return d
 }
@@ -42,18 +56,22 @@ func (d *decoder) add(j *job) {
 	d.admit()
 }
 
-// admit gives places to those that wait for one, in order, while there is room for their prompt's KV.
+// reserved is how many tokens of an answer an engine wants room for before it takes a request in. (SGLang: num_reserved_decode_tokens. vLLM
+// wants none, and preempts sooner.)
+const reserved = 512
+
+// admit gives places to those that wait for one, in order, while there is room for their KV and the beginning of their answer.
 func (d *decoder) admit() {
 	n := 0
 	for _, j := range d.arrived {
-		if float64(d.held) >= d.model.MaxAnswers || d.held > 0 && float64(d.kv+j.Input) > d.model.KVTokens {
+		if float64(d.held) >= d.model.MaxAnswers || d.held > 0 && float64(d.kv+j.length()+reserved) > d.model.KVTokens {
 			break
 		}
 		n++
 		d.held++
-		d.kv += j.Input
-		if j.alone {
-			d.local = append(d.local, j)
+		d.kv += j.length()
+		if j.alone || j.written > 0 {
+			d.prompts = append(d.prompts, j)
 			d.wake()
 			continue
 		}
@@ -93,7 +111,7 @@ func (d *decoder) step() {
 		d.fresh = append(d.fresh, j)
 	}
 	d.joining = d.joining[:0]
-	d.running = len(d.batch)+len(d.local) > 0
+	d.running = len(d.batch)+len(d.prompts) > 0
 	if !d.running {
 		return
 	}
@@ -101,19 +119,20 @@ func (d *decoder) step() {
 	if len(d.batch) > 0 {
 		took += d.model.DecodeStep + d.model.DecodeAnswer*float64(len(d.batch)) + d.model.DecodeToken*float64(d.kv)
 	}
-	if len(d.local) > 0 {
-		j := d.local[0]
+	if len(d.prompts) > 0 {
+		j := d.prompts[0]
 		if !j.started {
 			j.begin(d.cache)
 			d.cached += j.cached
-			d.computed += j.Input - j.cached
+			d.computed += j.length() - j.cached
 		}
-		d.chunk = min(j.Input-j.computed, int(d.model.StepTokens))
+		d.chunk = min(j.length()-j.computed, max(d.local-len(d.batch), 1)) // answers have their part of the step
 		if len(d.batch) == 0 {
 			took += d.model.PrefillStep // else the chunk rides in the step that the answers make
 		}
 		took += chunkTime(&d.model, d.chunk, j.computed)
 	}
+	d.took = took
 	d.after(took, d.end)
 }
 
@@ -122,6 +141,9 @@ func (d *decoder) endStep() {
 		d.steps++
 		d.kv += len(d.batch)
 		d.tokens += len(d.batch)
+		gaps := len(d.batch) - len(d.fresh)
+		d.written.Gaps += int64(gaps)
+		d.written.GapTime += time.Duration(float64(gaps) * d.took * float64(time.Second))
 	}
 	for _, j := range d.fresh {
 		d.first(j)
@@ -130,38 +152,77 @@ func (d *decoder) endStep() {
 	for len(d.batch) > 0 && d.batch[0].ends <= d.steps {
 		j := d.pop()
 		d.held--
-		d.kv -= j.Input + j.Output
-		d.done(j)
+		d.finish(j)
 	}
 	if d.chunk > 0 {
-		j := d.local[0]
+		j := d.prompts[0]
 		j.computed += d.chunk
 		d.chunk = 0
 		d.hold(j.have())
-		if j.computed == j.Input {
-			d.local = append(d.local[:0], d.local[1:]...)
+		if j.computed == j.length() {
+			d.prompts = append(d.prompts[:0], d.prompts[1:]...)
 			d.joinComputed(j)
 		}
 	}
+	d.preempt()
 	d.admit()
 	d.step()
 }
 
+// finish frees the place of an answer that is written.
+func (d *decoder) finish(j *job) {
+	d.kv -= j.Input + j.Output
+	d.written.Answers++
+	d.written.Tokens += int64(j.Output)
+	d.done(j)
+}
+
+// preempt takes the youngest answers out as long as the KV of all does not fit.
+func (d *decoder) preempt() {
+	for float64(d.kv) > d.model.KVTokens && len(d.batch) > 1 {
+		at := 0
+		for i, j := range d.batch {
+			if j.joined > d.batch[at].joined {
+				at = i
+			}
+		}
+		j := d.batch[at]
+		d.batch = slices.Delete(d.batch, at, at+1)
+		all := d.batch
+		d.batch = d.batch[:0]
+		for _, other := range all {
+			d.push(other)
+		}
+		j.written = j.Output - (j.ends - d.steps)
+		d.kv -= j.length()
+		d.held--
+		d.preempted++
+		j.started, j.computed = false, 0
+		d.arrived = slices.Insert(d.arrived, 0, j)
+	}
+}
+
 // joinComputed takes a prompt computed here into the batch. Computing it gave the first token already.
 func (d *decoder) joinComputed(j *job) {
-	d.first(j)
+	if j.written == 0 {
+		d.first(j)
+	}
 	d.kv++
-	if j.Output == 1 {
+	left := j.Output - j.written - 1
+	if left == 0 {
 		d.held--
-		d.kv -= j.Input + 1
-		d.done(j)
+		d.finish(j)
 		return
 	}
-	j.ends = d.steps + j.Output - 1
+	j.ends = d.steps + left
 	d.push(j)
 }
 
 func (d *decoder) push(j *job) {
+	if j.joined == 0 {
+		d.joins++
+		j.joined = d.joins
+	}
 	d.batch = append(d.batch, j)
 	for i := len(d.batch) - 1; i > 0; {
 		up := (i - 1) / 2

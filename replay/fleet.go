@@ -17,6 +17,8 @@ type job struct {
 	computed int  // tokens of the prompt, those found in the cache included
 	cached   int
 	ends     int // the step of its decode endpoint
+	joined   int // its place in the order in which answers began there
+	written  int // tokens of its answer when it was preempted: their KV is to be computed again
 
 	firstAt, endAt float64
 	hits           []int32 // blocks of the prompt on each endpoint, as last asked
@@ -54,7 +56,7 @@ func newFleet(c Config, random *rand.Rand) *fleet {
 		f.index = append(f.index, f.prefills[len(f.prefills)-1].index)
 	}
 	for range c.Decode {
-		f.decodes = append(f.decodes, newDecoder(&f.clock, c.Engine, f.first, f.done))
+		f.decodes = append(f.decodes, newDecoder(&f.clock, c.Engine, c.LocalTokens, f.first, f.done))
 	}
 	return f
 }

@@ -10,7 +10,7 @@ import (
 
 // Kinds are the names that [Generate] takes.
 func Kinds() []string {
-	return []string{"conversation", "agent", "mixed", "hot", "zipf", "apps", "rag"}
+	return []string{"conversation", "agent", "mixed", "hot", "zipf", "apps", "rag", "reasoning"}
 }
 
 // Generate makes a trace of n requests up. The names:
@@ -23,6 +23,7 @@ func Kinds() []string {
 //	hot            single prompts, nine in ten behind one system prompt of 32k tokens
 //	zipf           single prompts behind one of 40 prefixes of 2k to 32k tokens, the k-th as frequent as 1/k
 //	apps           single prompts of ten applications with 16k tokens of instructions each
+//	reasoning      single prompts whose answers have thousands of tokens
 //	rag            questions about 400 documents of 1k to 16k tokens, the k-th as frequent as 1/k
 //
 // They arrive at so many requests a second. People and tools do not think faster when there are more of them: a higher
@@ -41,6 +42,8 @@ func Generate(name string, n int, rate float64, seed uint64) (*Trace, error) {
 		sessions = []func(){g.zipf}
 	case "apps":
 		sessions = []func(){g.app}
+	case "reasoning":
+		sessions = []func(){g.reasoning}
 	case "rag":
 		sessions = []func(){g.document}
 	case "mixed":
@@ -163,6 +166,13 @@ func (g *generator) single() {
 	var h history
 	g.grow(&h, min(g.about(1500, 1.4), longest))
 	g.ask(&h, g.start, min(g.about(200, .9), 2000))
+}
+
+// reasoning is a single prompt behind a system prompt that all share, whose answer is long.
+func (g *generator) reasoning() {
+	h := shared(400, 2*BlockTokens)
+	g.grow(&h, min(g.about(600, 1), longest/4))
+	g.ask(&h, g.start, min(g.about(3000, .8), 16_384))
 }
 
 // hot is a single prompt, nine in ten behind one long system prompt.

@@ -118,3 +118,25 @@ func newTRTBypass(p *peer, tokens int) *bypass {
 	b.anyHit = true
 	return b
 }
+
+// dynamoLoad is Dynamo's conditional disaggregation by load: decode computes the prompt where the prefill worker that its router chooses is
+// busy (prefill_load), or also where isl_bounding says so (isl_or_load), unless decode is busy itself. (Dynamo's docs,
+// router-conditional-disagg-policy. Busy is prefill with more than one full step of tokens booked, the queue threshold 1 times
+// max_num_batched_tokens, and decode above .9 of its KV; neither threshold has a default.)
+type dynamoLoad struct {
+	*bypass
+	isl bool
+}
+
+const dynamoDecodeBusy = 0.9
+
+func newDynamoLoad(p *peer, isl bool) *dynamoLoad { return &dynamoLoad{newDynamoBypass(p), isl} }
+
+func (b *dynamoLoad) alone(j *job) (decode int, ok bool) {
+	d, short := b.bypass.alone(j)
+	if float64(b.kv[d]+j.Input) > dynamoDecodeBusy*b.model.KVTokens {
+		return d, false
+	}
+	busy := float64(b.peer.tokens[b.chooser.prefill(j)]) > b.model.StepTokens
+	return d, busy || b.isl && short
+}

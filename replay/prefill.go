@@ -100,9 +100,12 @@ func (j *job) begin(c *cache) {
 	j.computed = j.cached
 }
 
+// length is how many tokens have to be computed: the prompt, and what was written of an answer that was preempted.
+func (j *job) length() int { return j.Input + j.written }
+
 // have are the blocks that are computed.
 func (j *job) have() []uint64 {
-	if j.computed == j.Input {
+	if j.computed >= j.Input {
 		return j.Blocks
 	}
 	return j.Blocks[:min(j.computed/BlockTokens, len(j.Blocks))]

@@ -15,6 +15,7 @@ import (
 type Config struct {
 	Prefill, Decode int          // endpoints of either role; without any that prefills, decode does all
 	Engine          picker.Model // what work costs the engines. KVTokens may be infinite: caches that never forget
+	LocalTokens     int          // prompt and answer tokens in one step of an engine that decodes
 	Seed            uint64
 
 	Late     bool         // Tandem's own: requests wait until an endpoint is free ...
@@ -32,7 +33,19 @@ type Config struct {
 
 // DefaultConfig is a fleet of four and four.
 func DefaultConfig() Config {
-	return Config{Prefill: 4, Decode: 4, Engine: picker.DefaultModel(), Seed: 1, Late: true, MaxWait: picker.MaxWait, Split: picker.SplitAuto, TTFT: 5, TPOT: 0.050}
+	m := picker.DefaultModel()
+	return Config{
+		Prefill: 4, Decode: 4, Engine: m, LocalTokens: int(m.StepTokens), Seed: 1,
+		Late: true, MaxWait: picker.MaxWait, Split: picker.SplitAuto, TTFT: 5, TPOT: 0.050,
+	}
+}
+
+// Slower is a model of engines that compute and write so many times as slowly.
+func Slower(m picker.Model, times float64) picker.Model {
+	for _, t := range []*float64{&m.PrefillStep, &m.PrefillToken, &m.PrefillContext, &m.DecodeStep, &m.DecodeAnswer, &m.DecodeToken} {
+		*t *= times
+	}
+	return m
 }
 
 // Policies are the names that [Run] takes.
@@ -51,7 +64,7 @@ func twoHops() []string {
 // mayBypass are the peers that let decode compute short prompts itself, with thresholds.
 func mayBypass() []string {
 	return []string{
-		"llm-d-in-flight/512", "llm-d-in-flight/2048", "llm-d-in-flight/8192", "dynamo/2048", "trtllm/2048", "vllm-router/256",
+		"llm-d-in-flight/512", "llm-d-in-flight/2048", "llm-d-in-flight/8192", "dynamo/2048", "dynamo/load", "dynamo/isl-or-load", "trtllm/2048", "vllm-router/256",
 	}
 }
 
@@ -106,6 +119,10 @@ func newChooser(name string, p *peer) chooser {
 		return newBypass(p, &inFlight{p}, 8192)
 	case "dynamo/2048":
 		return newDynamoBypass(p)
+	case "dynamo/load":
+		return newDynamoLoad(p, false)
+	case "dynamo/isl-or-load":
+		return newDynamoLoad(p, true)
 	case "trtllm/2048":
 		return newTRTBypass(p, 2048)
 	case "vllm-router/256": // its own policy is a token cost, as Dynamo's (vllm-project/router, pull request 130)
@@ -123,6 +140,10 @@ func (c *Config) Check() error {
 		return fmt.Errorf("%d decode endpoints: between 1 and 1024", c.Decode)
 	case c.Replicas < 0 || c.Replicas > 64:
 		return fmt.Errorf("%d replicas: between 1 and 64", c.Replicas)
+	case !(c.Engine.PrefillToken > 0) || !(c.Engine.Bandwidth > 0) || c.Engine.TokenBytes < 0:
+		return errors.New("times of engines and transfers must be above 0")
+	case c.LocalTokens < 1:
+		return fmt.Errorf("steps of %d tokens: at least 1", c.LocalTokens)
 	case !(c.TTFT > 0) || !(c.TPOT > 0):
 		return errors.New("targets of goodput must be above 0")
 	}

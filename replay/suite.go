@@ -20,6 +20,9 @@ type scenario struct {
 	trace           string
 	prefill, decode int
 	kv              float64 // tokens of an endpoint's KV; 0: the default
+	slow            float64 // times as slow as Tandem assumes to start with; 0: as it assumes
+	bytes, speed    float64 // of KV for a token, and bytes/s of its transfer; 0: the defaults
+	local           int     // tokens in a step of decode's; 0: the default
 }
 
 func (s scenario) String() string {
@@ -27,7 +30,34 @@ func (s scenario) String() string {
 	if s.kv > 0 {
 		name += fmt.Sprintf(", %.1fM KV", s.kv/1e6)
 	}
+	if s.slow > 0 {
+		name += fmt.Sprintf(", %g times as slow", s.slow)
+	}
+	if s.bytes > 0 {
+		name += fmt.Sprintf(", %.0f KB at %.0f GB/s", s.bytes/1e3, s.speed/1e9)
+	}
+	if s.local > 0 {
+		name += fmt.Sprintf(", decode steps of %d tokens", s.local)
+	}
 	return name
+}
+
+// on is the configuration of the scenario.
+func (s scenario) on(c Config) Config {
+	c.Prefill, c.Decode = s.prefill, s.decode
+	if s.kv > 0 {
+		c.Engine.KVTokens = s.kv
+	}
+	if s.slow > 0 {
+		c.Engine = Slower(c.Engine, s.slow)
+	}
+	if s.bytes > 0 {
+		c.Engine.TokenBytes, c.Engine.Bandwidth = s.bytes, s.speed
+	}
+	if s.local > 0 {
+		c.LocalTokens = s.local
+	}
+	return c
 }
 
 // contender is a policy with its settings.
@@ -83,7 +113,15 @@ func newPlan(size string) (plan, error) {
 	for _, trace := range []string{"hot", "zipf", "apps", "rag"} {
 		popular = append(popular, scenario{trace: trace, prefill: 4, decode: 4}, scenario{trace: trace, prefill: 8, decode: 8})
 	}
+	engines := []scenario{
+		{trace: "reasoning", prefill: 2, decode: 6}, {trace: "reasoning", prefill: 2, decode: 6, kv: 300_000},
+		{trace: "conversation", prefill: 4, decode: 4, slow: 2}, {trace: "conversation", prefill: 4, decode: 4, slow: .5},
+		{trace: "mixed", prefill: 4, decode: 4, bytes: 320e3, speed: 6e9}, {trace: "mixed", prefill: 4, decode: 4, bytes: 70e3, speed: 50e9},
+		{trace: "mixed", prefill: 4, decode: 4, local: 2048},
+	}
 	switch size {
+	case "engines":
+		return plan{engines, []float64{.5, .8, .95}, []uint64{1}, 3000}, nil
 	case "full":
 		return plan{all, []float64{.2, .5, .8, 1.1}, []uint64{1, 2, 3}, 4000}, nil
 	case "shared":
@@ -91,7 +129,7 @@ func newPlan(size string) (plan, error) {
 	case "quick":
 		return plan{[]scenario{all[1], all[4], all[7], all[10]}, []float64{.5, .8}, []uint64{1}, 3000}, nil
 	}
-	return plan{}, fmt.Errorf("-suite: %q is not quick, shared or full", size)
+	return plan{}, fmt.Errorf("-suite: %q is not quick, shared, engines or full", size)
 }
 
 // played are the results of a suite, by scenario, load and contender: one for each seed.
@@ -108,7 +146,7 @@ func key(s scenario, load float64, c contender) string {
 }
 
 // Suite plays the scenarios of docs/benchmarks.md and prints its tables: quick takes a minute, shared (prefixes that many
-// prompts have) three, full half an hour of one core.
+// prompts have) and engines (other engines, links and answers) three, full half an hour of one core.
 // When it is interrupted it shows the seeds that it had played.
 func Suite(ctx context.Context, size string, stdout, stderr io.Writer) error {
 	p, err := newPlan(size)
@@ -137,7 +175,7 @@ func Suite(ctx context.Context, size string, stdout, stderr io.Writer) error {
 		s.complete++
 	}
 	s.print(stdout)
-	if size == "shared" {
+	if size == "shared" || size == "engines" {
 		return nil
 	}
 	return s.extras(ctx, stdout)
@@ -145,11 +183,8 @@ func Suite(ctx context.Context, size string, stdout, stderr io.Writer) error {
 
 // play plays one scenario at one load under all contenders.
 func (s *played) play(ctx context.Context, sc scenario, load float64, seed uint64, contenders []contender, shown func()) error {
-	c := DefaultConfig()
-	c.Prefill, c.Decode, c.Seed = sc.prefill, sc.decode, seed
-	if sc.kv > 0 {
-		c.Engine.KVTokens = sc.kv
-	}
+	c := sc.on(DefaultConfig())
+	c.Seed = seed
 	t, err := Prepare(sc.trace, s.requests, 1, load, c)
 	if err != nil {
 		return err

@@ -81,6 +81,7 @@ func (t *tandem) newReplica(number int) *replica {
 	r.picker.Late, r.picker.Split = t.config.Late, t.config.Split
 	r.picker.Model.KVTokens = t.config.Engine.KVTokens // an engine tells how much it holds, and nothing else of this
 	r.tick = func() { r.ticking = false; r.dispatch() }
+	r.after(scrapeSeconds, r.scrape)
 	return r
 }
 
@@ -160,6 +161,24 @@ func (r *replica) look(j *job, v *kvstate.View) *picker.Request {
 	}
 	r.state.FindUses(r.pool, j.Blocks, v)
 	return &r.request
+}
+
+// scrapeSeconds is how often engines' metrics are looked at.
+const scrapeSeconds = 2.0
+
+// scrape looks at what the decode engines tell of their answers, as long as there are requests.
+func (r *replica) scrape() {
+	at := time.Unix(0, int64(r.now*float64(time.Second)))
+	for _, e := range r.pool.Endpoints()[r.config.Prefill:] {
+		i := r.position[e]
+		g := kvstate.UnknownSignals()
+		g.At, g.Looked, g.Written, g.KVUsage = at, at, r.decodes[i].written, r.decodes[i].usage()
+		if !math.IsInf(r.config.Engine.KVTokens, 1) {
+			g.KVTokens = int64(r.config.Engine.KVTokens)
+		}
+		r.state.Observe(e, g)
+	}
+	r.after(scrapeSeconds, r.scrape)
 }
 
 // keepHits is how long a request that waits keeps what it was told of the caches, seconds.

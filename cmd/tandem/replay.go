@@ -36,6 +36,10 @@ func newReplay() *cobra.Command {
 	f.Float64Var(&o.rate, "rate", 1, "arrivals `TIMES` as fast")
 	f.Float64Var(&o.load, "load", 0, "set the rate by the fleet's `LOAD` instead: 1 is where it saturates if all its caches were one")
 	f.Float64Var(&o.Engine.KVTokens, "kv-tokens", o.Engine.KVTokens, "KV `TOKENS` that an endpoint holds; 0: caches never forget")
+	f.Float64Var(&o.Engine.TokenBytes, "kv-bytes", o.Engine.TokenBytes, "`BYTES` of KV for a token")
+	f.Float64Var(&o.bandwidth, "bandwidth", o.Engine.Bandwidth/1e9, "of KV transfers, `GB/S`")
+	f.Float64Var(&o.slow, "slow", 1, "engines take so many `TIMES` as long as tandem assumes to start with")
+	f.IntVar(&o.LocalTokens, "decode-step-tokens", o.LocalTokens, "prompt and answer `TOKENS` in one step of an endpoint that decodes")
 	f.BoolVar(&o.immediate, "immediate", false, "tandem binds requests when they arrive, instead of when an endpoint is free")
 	f.DurationVar(&o.wait, "max-wait", time.Duration(picker.MaxWait*float64(time.Second)), "the longest `TIME` that requests wait with tandem for their endpoint; 0: without end")
 	f.StringVar(&o.split, "split", "auto", "when tandem splits a request: always, auto or never")
@@ -46,7 +50,8 @@ func newReplay() *cobra.Command {
 	f.Float64Var(&o.TPOT, "tpot", o.TPOT, "target of goodput: `SECONDS` between tokens")
 	f.BoolVar(&o.asJSON, "json", false, "one JSON object a policy and line, and nothing else, to standard output")
 	f.StringVar(&o.html, "html", "", "write the report to `FILE`; - for none (default tandem-replay.html, none with --json)")
-	f.StringVar(&o.suite, "suite", "", "play the scenarios of docs/benchmarks.md instead, and print its tables: quick, shared (prefixes that many prompts have) or full")
+	f.StringVar(&o.suite, "suite", "", "play the scenarios of docs/benchmarks.md instead, and print its tables: quick, full, "+
+		"shared (prefixes that many prompts have) or engines (other engines, links and answers)")
 	return c
 }
 
@@ -55,7 +60,7 @@ type replayOptions struct {
 	replay.Config
 	trace, policies, split, html, suite string
 	requests                            int
-	rate, load                          float64
+	rate, load, bandwidth, slow         float64
 	immediate, asJSON                   bool
 	wait, sharing                       time.Duration
 }
@@ -70,6 +75,8 @@ func replayTrace(ctx context.Context, o replayOptions, stdout, stderr io.Writer)
 	if c.MaxWait = o.wait.Seconds(); c.MaxWait <= 0 {
 		c.MaxWait = math.Inf(1)
 	}
+	c.Engine.Bandwidth = o.bandwidth * 1e9
+	c.Engine = replay.Slower(c.Engine, o.slow)
 	if c.Engine.KVTokens <= 0 {
 		c.Engine.KVTokens = math.Inf(1)
 	}

@@ -1,0 +1,60 @@
+package replay
+
+import (
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"tandem/picker"
+)
+
+// An engine whose answers outgrow its memory preempts the youngest: all of them end, what was written stays written, and nothing is left
+// of them in its memory.
+func TestPreemption(t *testing.T) {
+	play := func(kv float64) (preempted int, end float64, d *decoder) {
+		var c clock
+		m := picker.DefaultModel()
+		m.KVTokens = kv
+		first, done := map[*job]int{}, map[*job]int{}
+		d = newDecoder(&c, m, 2048, func(j *job) { first[j]++ }, func(j *job) { done[j]++ })
+		for i := range 4 {
+			d.add(&job{Request: &Request{Input: 1000, Output: 2000, Blocks: []uint64{1, uint64(10 + i)}}})
+		}
+		for c.step() {
+		}
+		require.Len(t, first, 4)
+		require.Len(t, done, 4)
+		for j := range done {
+			require.Equal(t, 1, first[j], "one first token")
+			require.Equal(t, 1, done[j])
+		}
+		require.Zero(t, d.kv)
+		require.Zero(t, d.held)
+		require.EqualValues(t, 4, d.written.Answers)
+		require.EqualValues(t, 8000, d.written.Tokens)
+		return d.preempted, c.now, d
+	}
+	none, soon, roomy := play(100_000)
+	some, later, tight := play(8000)
+	require.Zero(t, none)
+	require.Positive(t, some)
+	require.Greater(t, later, soon)
+	require.Zero(t, roomy.computed)
+	require.Positive(t, tight.computed, "what was thrown away is computed again")
+}
+
+// A prompt that decode computes has what the answers leave of a step.
+func TestLocalPrefillComesInChunks(t *testing.T) {
+	ends := func(local int) float64 {
+		var c clock
+		d := newDecoder(&c, picker.DefaultModel(), local, func(*job) {}, func(*job) {})
+		d.add(&job{Request: &Request{Input: 8000, Output: 1}, alone: true})
+		d.add(&job{Request: &Request{Input: 10, Output: 1000}}) // with an answer beside it each chunk rides in a step
+		for d.computed == 0 || len(d.prompts) > 0 {
+			require.True(t, c.step())
+		}
+		return c.now
+	}
+	m := picker.DefaultModel()
+	require.Greater(t, ends(1024), ends(8192)+5*m.DecodeStep)
+}
