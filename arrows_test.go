@@ -29,7 +29,7 @@ var arrows = map[string][]string{
 	"kvstate/enginehttp":          {"kvstate"},
 	"kvstate/discovery":           {"internal/guard", "kvstate", "kvstate/enginehttp"},
 	"kvstate/kvevents":            {"internal/guard", "internal/zmtp", "kvstate", "kvstate/prefixindex", "kvstate/redisstore", "e2e/loopback"}, // the last two in tests
-	"kvstate/heartbeats":          {"internal/zmtp", "e2e/loopback"},                                                                           // the last in tests
+	"kvstate/registrations":       {"internal/zmtp", "e2e/loopback"},                                                                           // the last in tests
 	"kvstate/redisstore":          {"internal/guard", "kvstate", "kvstate/prefixindex", "protos/state/v1", "e2e/loopback"},                     // the last in tests
 	"kvstate/scrape":              {"internal/guard", "kvstate", "kvstate/enginehttp"},
 	"internal/zmtp":               {"internal/guard"},
@@ -47,10 +47,10 @@ var arrows = map[string][]string{
 	"protos/config/v1":            {"extproc/kvtransfer", "kvstate"}, // the dialects validate
 	"protos/state/v1":             {},
 	"protos/ticket/v1":            {},
-	"envoy-configs":               {"protos/config/v1", "e2e/loopback"},                                                                                                                                                                                                                                                                                                                                                                                                // the last in tests
-	"cmd/tandem":                  {"internal/guard", "extproc", "extproc/plan", "extproc/telemetry", "extproc/kvtransfer", "kvstate", "kvstate/prefixindex", "kvstate/discovery", "kvstate/enginehttp", "kvstate/heartbeats", "kvstate/kvevents", "kvstate/notices", "kvstate/redisstore", "kvstate/scrape", "kvstate/tokenize", "picker", "replay", "status", "docs", "envoy-configs", "protos/config/v1", "internal/grpcserver", "internal/memory", "e2e/loopback"}, // the last in tests
-	"cmd/enginesim":               {},                                                                                                                                                                                                                                                                                                                                                                                                                                  // the engines of the tests: what it shared with the product it could not catch
-	"e2e":                         {"e2e/loopback"},                                                                                                                                                                                                                                                                                                                                                                                                                    // black box
+	"envoy-configs":               {"protos/config/v1", "e2e/loopback"},                                                                                                                                                                                                                                                                                                                                                                                                   // the last in tests
+	"cmd/tandem":                  {"internal/guard", "extproc", "extproc/plan", "extproc/telemetry", "extproc/kvtransfer", "kvstate", "kvstate/prefixindex", "kvstate/discovery", "kvstate/enginehttp", "kvstate/registrations", "kvstate/kvevents", "kvstate/notices", "kvstate/redisstore", "kvstate/scrape", "kvstate/tokenize", "picker", "replay", "status", "docs", "envoy-configs", "protos/config/v1", "internal/grpcserver", "internal/memory", "e2e/loopback"}, // the last in tests
+	"cmd/enginesim":               {},                                                                                                                                                                                                                                                                                                                                                                                                                                     // the engines of the tests: what it shared with the product it could not catch
+	"e2e":                         {"e2e/loopback"},                                                                                                                                                                                                                                                                                                                                                                                                                       // black box
 	"e2e/bench":                   {"e2e/process"},
 	"e2e/load":                    {"e2e/process"},
 	"e2e/loopback":                {}, // for tests
@@ -76,7 +76,7 @@ var guarded = map[string][]string{
 	"google.golang.org/grpc":     {"extproc/telemetry", "extproc", "extproc/envoywire", "internal/grpcserver", "cmd/tandem", "e2e", "e2e/bench", "envoy-configs (test)"},
 	"github.com/prometheus/":     {"extproc (test)", "extproc/telemetry", "cmd/tandem", "cmd/enginesim", "e2e", "e2e/bench", "deploy/observability/promql"},
 	"github.com/redis/":          {"kvstate/redisstore"},
-	"github.com/go-zeromq/":      {"kvstate/kvevents (test)", "kvstate/heartbeats (test)", "internal/zmtp (test)", "kvstate/notices (test)", "cmd/enginesim"},
+	"github.com/go-zeromq/":      {"kvstate/kvevents (test)", "kvstate/registrations (test)", "internal/zmtp (test)", "kvstate/notices (test)", "cmd/enginesim"},
 	"sigs.k8s.io/":               {"protos/config/v1", "kvstate/discovery", "envoy-configs", "deploy (test)", "docs (test)"},
 	"google.golang.org/protobuf": {"cmd/tandem", "kvstate/redisstore", "protos/state/v1", "extproc (test)", "extproc/envoywire (test)", "extproc/kvtransfer", "protos/config/v1", "protos/ticket/v1", "envoy-configs (test)", "docs (test)"},
 }

@@ -121,7 +121,7 @@ func TestKVEventsLostAndRestarted(t *testing.T) {
 	f.eventually("tandem_kv_events_blocks", p, func(v float64) bool { return v >= before+120 })
 	require.InDelta(t, 1, f.sample("tandem_kv_events_gaps_total", p.addr), 0)
 	require.Zero(t, f.sample("tandem_kv_events_lost_total", p.addr))
-	require.Zero(t, f.sample("tandem_kv_events_blocks_aside", p.addr))
+	require.Zero(t, f.sample("tandem_kv_events_orphan_blocks", p.addr))
 
 	p.stop(syscall.SIGKILL)
 	f.eventually("tandem_kv_events_connected", p, func(v float64) bool { return v == 0 })

@@ -15,7 +15,8 @@ type indexMetrics struct {
 	events *kvevents.Collector
 
 	blocks, entries, prompts                     *prometheus.Desc
-	connected, lag, held, aside, forwarded       *prometheus.Desc
+	connected, lag, held, orphans, aside         *prometheus.Desc
+	forwarded                                    *prometheus.Desc
 	batches, gaps, lost, restarts, bad, unusable *prometheus.Desc
 }
 
@@ -32,12 +33,13 @@ func newIndexMetrics(state *kvstate.State, events *kvevents.Collector) *indexMet
 		connected: feed("tandem_kv_events_connected", "1 while the KV events of an endpoint's publisher reach this replica, by itself or from the replica that the publisher connected to."),
 		forwarded: feed("tandem_kv_events_forwarded_total", "Batches that came from the replica that the publisher connected to."),
 		lag:       feed("tandem_kv_events_lag_seconds", "From the engine's clock to the index, of the last batch of KV events that came as it was published."),
-		held:      feed("tandem_kv_events_blocks", "Blocks that the engine said it holds."),
-		aside:     feed("tandem_kv_events_blocks_aside", "Of those, blocks to which no known prefix leads: one before them was lost or evicted."),
+		held:      feed("tandem_kv_events_blocks", "Blocks that the engine holds, as it reports."),
+		orphans:   feed("tandem_kv_events_orphan_blocks", "Blocks that the engine holds and that no known prefix leads to: one before them was lost or evicted."),
+		aside:     feed("tandem_kv_events_blocks_aside", "The former name of tandem_kv_events_orphan_blocks, for one release."),
 		batches:   feed("tandem_kv_events_batches_total", "Batches of KV events taken from the engine."),
 		gaps:      feed("tandem_kv_events_gaps_total", "Times that batches were missing."),
 		lost:      feed("tandem_kv_events_lost_total", "Times that batches could not be had again or read, and all that was known of the engine's cache was forgotten."),
-		restarts:  feed("tandem_kv_events_restarts_total", "Restarts of the engine, as its numbers show."),
+		restarts:  feed("tandem_kv_events_restarts_total", "Restarts of the engine, as its batches' numbers show."),
 		bad:       feed("tandem_kv_events_malformed_total", "Messages that were no batch of KV events."),
 		unusable:  feed("tandem_kv_events_unusable_total", "Blocks stored by the engine that the index could not take."),
 	}
@@ -67,6 +69,7 @@ func (m *indexMetrics) feed(out chan<- prometheus.Metric, s *kvevents.Stats) {
 	gauge(m.connected, oneIf(s.Connected))
 	gauge(m.lag, s.Lag.Seconds())
 	gauge(m.held, float64(s.Feed.Held))
+	gauge(m.orphans, float64(s.Feed.Orphans))
 	gauge(m.aside, float64(s.Feed.Orphans))
 	counter(m.forwarded, s.Forwarded)
 	counter(m.batches, s.Batches)

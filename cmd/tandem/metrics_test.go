@@ -111,7 +111,7 @@ func TestEachFigureOfKVEventsIsShown(t *testing.T) {
 		"tandem_kv_events_connected e chat 3": 1, "tandem_kv_events_lag_seconds e chat 3": 1.5,
 		"tandem_kv_events_batches_total e chat 3": 11, "tandem_kv_events_malformed_total e chat 3": 13, "tandem_kv_events_gaps_total e chat 3": 14,
 		"tandem_kv_events_lost_total e chat 3": 16, "tandem_kv_events_restarts_total e chat 3": 17, "tandem_kv_events_forwarded_total e chat 3": 18,
-		"tandem_kv_events_unusable_total e chat 3": 23, "tandem_kv_events_blocks e chat 3": 24, "tandem_kv_events_blocks_aside e chat 3": 25,
+		"tandem_kv_events_unusable_total e chat 3": 23, "tandem_kv_events_blocks e chat 3": 24, "tandem_kv_events_orphan_blocks e chat 3": 25, "tandem_kv_events_blocks_aside e chat 3": 25,
 	}, values(t, collecting(func(out chan<- prometheus.Metric) { m.feed(out, &s) })))
 	s.Connected = false
 	got := values(t, collecting(func(out chan<- prometheus.Metric) { m.feed(out, &s) }))
@@ -133,7 +133,7 @@ func TestTheIndexIsShown(t *testing.T) {
 // Each figure of what passes between this replica and Redis is shown by its own name.
 func TestEachFigureOfRedisIsShown(t *testing.T) {
 	s := redisstore.Stats{
-		Commands: 1, BytesSent: 2, BytesRead: 3, BatchesSent: 4, BatchesRead: 5, Errors: 6, Dropped: 7, EventsDropped: 8, Gaps: 9, Unknown: 10, Snapshots: 11, SpendUnknown: 12, Untold: 13,
+		Commands: 1, BytesSent: 2, BytesRead: 3, BatchesSent: 4, BatchesRead: 5, Errors: 6, Dropped: 7, EventsDropped: 8, Gaps: 9, Unknown: 10, Snapshots: 11, SpendUnknown: 12, NoticesDropped: 13,
 	}
 	got := map[string]int64{}
 	for _, c := range storeCounters() {

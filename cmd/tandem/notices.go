@@ -50,6 +50,6 @@ func (f *fleet) takeNotices(ctx context.Context, l net.Listener, log *slog.Logge
 	}
 	group, ctx := errgroup.WithContext(ctx)
 	group.Go(func() error { f.store.ShareNotices(ctx, f.board.Told); return nil })
-	group.Go(func() error { return notices.Serve(ctx, l, f.board, f.store.TellNotice, log) })
+	group.Go(func() error { return notices.Serve(ctx, l, f.board, f.store.PublishNotice, log) })
 	return group.Wait()
 }

@@ -8,7 +8,7 @@ import (
 	"tandem/extproc"
 	"tandem/extproc/kvtransfer"
 	"tandem/kvstate"
-	"tandem/kvstate/heartbeats"
+	"tandem/kvstate/registrations"
 	configv1 "tandem/protos/config/v1"
 )
 
@@ -126,8 +126,8 @@ func (s *peerSources) start(pool string, source *peerSource, failed func(error))
 }
 
 // registered listens for engines that say by themselves where their KV sockets are.
-func registered(peers *kvtransfer.Peers, log *slog.Logger) *heartbeats.Listener {
-	return heartbeats.New(func(b heartbeats.Beat) {
+func registered(peers *kvtransfer.Peers, log *slog.Logger) *registrations.Listener {
+	return registrations.New(func(b registrations.Beat) {
 		peers.Learn(b.HTTP, kvtransfer.Peer{Ranks: []kvtransfer.Rank{{Host: b.ZMQ.Addr().String(), Port: int(b.ZMQ.Port())}}})
 	}, peers.Forget, log)
 }

@@ -212,7 +212,7 @@ func storeCounters() []storeCounter {
 		{"tandem_redis_batches_received_total", "Batches heard of other replicas.", func(s redisstore.Stats) int64 { return s.BatchesRead }},
 		{"tandem_redis_gaps_total", "Times that batches of another replica were missed, so that a snapshot was asked for.", func(s redisstore.Stats) int64 { return s.Gaps }},
 		{"tandem_redis_kv_events_dropped_total", "Batches of KV events that were not forwarded to the other replicas.", func(s redisstore.Stats) int64 { return s.EventsDropped }},
-		{"tandem_redis_notices_dropped_total", "LMCache's notices that other replicas were not told of: Redis did not take them, or too many waited.", func(s redisstore.Stats) int64 { return s.Untold }},
+		{"tandem_redis_notices_dropped_total", "LMCache's notices that were not published: Redis did not take them, or too many waited.", func(s redisstore.Stats) int64 { return s.NoticesDropped }},
 		{"tandem_redis_dropped_total", "Routed prompts that found no room while Redis did not answer; a snapshot tells them later.", func(s redisstore.Stats) int64 { return s.Dropped }},
 		{"tandem_redis_unknown_endpoints_total", "Endpoints named in what other replicas say that this replica does not have, each time.", func(s redisstore.Stats) int64 { return s.Unknown }},
 		{"tandem_redis_snapshots_total", "Snapshots written, and what was written of KV events for replicas that lacked some.", func(s redisstore.Stats) int64 { return s.Snapshots }},

@@ -8,8 +8,8 @@ import (
 	statev1 "tandem/protos/state/v1"
 )
 
-// apply takes another replica's batch into the state. sharer.mu is held.
-func (p *sharer) apply(b *statev1.Batch, id streamID) {
+// apply applies another replica's batch to the state. poolReplica.mu is held.
+func (p *poolReplica) apply(b *statev1.Batch, id streamID) {
 	pool := p.s.state.Pool(p.pool)
 	if pool == nil {
 		return
@@ -18,17 +18,17 @@ func (p *sharer) apply(b *statev1.Batch, id streamID) {
 	age := p.s.clock.age(id, now)
 	c := &p.s.counters
 	c.batchesRead.Add(1)
-	before := id.compare(p.began) <= 0 // it was not on its way to us
+	before := id.compare(p.began) <= 0 // it was published before this replica joined
 	if len(b.GetBlocks()) > 0 && !before {
 		c.lag.note(age + time.Duration(min(b.GetWaitedUs(), uint64(maxWork)))*time.Microsecond)
 	}
-	m := p.meet(b, age)
+	m := p.observe(b, age)
 	if m != nil {
 		if m.seq != 0 && b.GetSeq() > m.seq+1 {
 			c.gaps.Add(1)
 			p.ask()
-			if p.sync.said != (streamID{}) && id.compare(p.sync.said) > 0 {
-				p.sync.said = id // an answer that was made before does not fill the gap
+			if p.sync.position != (streamID{}) && id.compare(p.sync.position) > 0 {
+				p.sync.position = id // an older snapshot does not fill the gap
 			}
 		}
 		m.seq = b.GetSeq()
@@ -68,7 +68,7 @@ func (p *sharer) apply(b *statev1.Batch, id streamID) {
 	for _, id := range b.GetReleased() {
 		p.s.state.Release(kvstate.ReservationID(id))
 	}
-	if !before { // else a feed that is loaded has them
+	if !before { // else the feed that is loaded contains them
 		p.applyForwarded(pool, b.GetEvents(), at)
 	}
 	if m != nil && b.GetHello() && p.leads(b.GetReplica()) {
@@ -77,12 +77,12 @@ func (p *sharer) apply(b *statev1.Batch, id streamID) {
 	if n := b.GetSnapshot(); n != nil {
 		p.unsaved = 0
 		if !before { // else it is loaded already, or was replaced since
-			p.noticed(n)
+			p.announced(n)
 		}
 	}
 }
 
-// known gives endpoints by their position in a message, nil for those that are not known here.
+// known returns the endpoint at a position in a message; nil if it is not known here.
 func known(endpoints []*kvstate.Endpoint) func(uint32) *kvstate.Endpoint {
 	return func(i uint32) *kvstate.Endpoint {
 		if int(i) < len(endpoints) {
@@ -92,9 +92,9 @@ func known(endpoints []*kvstate.Endpoint) func(uint32) *kvstate.Endpoint {
 	}
 }
 
-// endpoints are those at the addresses of a batch; nil where none is known here, which is so while a name resolves to
-// different addresses here and there, or replicas have different configurations; and how many those are.
-func (p *sharer) endpoints(pool *kvstate.Pool, addresses []string) (out []*kvstate.Endpoint, unknown int64) {
+// endpoints returns the endpoints at the addresses of a batch, nil for one that is not known here, and how many those are:
+// replicas may have different configurations, or a name may resolve to other addresses there.
+func (p *poolReplica) endpoints(pool *kvstate.Pool, addresses []string) (out []*kvstate.Endpoint, unknown int64) {
 	out = make([]*kvstate.Endpoint, len(addresses))
 	for i, a := range addresses {
 		if out[i] = p.endpoint(pool, a); out[i] == nil {
@@ -104,8 +104,8 @@ func (p *sharer) endpoints(pool *kvstate.Pool, addresses []string) (out []*kvsta
 	return out, unknown
 }
 
-// endpoint finds one of the pool's endpoints. sharer.mu is held.
-func (p *sharer) endpoint(pool *kvstate.Pool, addr string) *kvstate.Endpoint {
+// endpoint finds one of the pool's endpoints. poolReplica.mu is held.
+func (p *poolReplica) endpoint(pool *kvstate.Pool, addr string) *kvstate.Endpoint {
 	if p.known != pool { // other endpoints make another pool
 		p.known, p.byAddr = pool, make(map[string]*kvstate.Endpoint, len(pool.Endpoints()))
 		for _, e := range pool.Endpoints() {
@@ -115,14 +115,14 @@ func (p *sharer) endpoint(pool *kvstate.Pool, addr string) *kvstate.Endpoint {
 	return p.byAddr[addr]
 }
 
-// The most that a batch can say is booked: more than anybody books.
+// Bounds of the bookings in a batch: more than anybody books.
 const (
 	maxLoad = 1 << 40
 	maxWork = int64(24 * time.Hour / time.Microsecond)
 )
 
-// applyLoads notes what a replica had booked when it made the batch, at the time at.
-func (p *sharer) applyLoads(m *member, b *statev1.Batch, at time.Time) {
+// applyLoads notes the bookings of a replica as of the time at.
+func (p *poolReplica) applyLoads(m *member, b *statev1.Batch, at time.Time) {
 	if m.prefillRate != b.GetPrefillRate() || m.localRate != b.GetLocalRate() {
 		m.prefillRate, m.localRate = b.GetPrefillRate(), b.GetLocalRate()
 		p.setRates()
@@ -144,7 +144,7 @@ func (p *sharer) applyLoads(m *member, b *statev1.Batch, at time.Time) {
 	}
 }
 
-// bookedOf is what a batch made at the time at says is booked.
+// bookedOf decodes bookings of a batch made at the time at.
 func bookedOf(l *statev1.Load, at time.Time) kvstate.Booked {
 	count := func(n int64) int64 { return min(max(n, 0), maxLoad) }
 	micros := func(n int64) time.Duration { return time.Duration(min(max(n, 0), maxWork)) * time.Microsecond }
@@ -174,7 +174,7 @@ func learnedOf(t *statev1.Tokens) *prefixindex.LearnedTokens {
 	return out
 }
 
-func (p *sharer) applyBlocks(pool *kvstate.Pool, e *kvstate.Endpoint, b *statev1.Blocks) {
+func (p *poolReplica) applyBlocks(pool *kvstate.Pool, e *kvstate.Endpoint, b *statev1.Blocks) {
 	switch b.GetKind() {
 	case statev1.Blocks_KIND_ROUTED:
 		p.s.state.ApplyRouted(pool, e, b.GetHashes())
@@ -182,14 +182,14 @@ func (p *sharer) applyBlocks(pool *kvstate.Pool, e *kvstate.Endpoint, b *statev1
 	}
 }
 
-func (p *sharer) applyHealth(e *kvstate.Endpoint, failed bool) {
+func (p *poolReplica) applyHealth(e *kvstate.Endpoint, failed bool) {
 	p.s.state.ApplyFailed(e, failed)
-	t := p.told[e.Addr]
+	t := p.published[e.Addr]
 	t.failed = failed
-	p.told[e.Addr] = t
+	p.published[e.Addr] = t
 }
 
-func (p *sharer) applySignals(e *kvstate.Endpoint, g *statev1.Signals, at time.Time) {
+func (p *poolReplica) applySignals(e *kvstate.Endpoint, g *statev1.Signals, at time.Time) {
 	var looked time.Time
 	if g.GetRunning() >= 0 {
 		looked = at.Add(-time.Duration(g.GetLookOlderMs()) * time.Millisecond)
@@ -204,9 +204,9 @@ func (p *sharer) applySignals(e *kvstate.Endpoint, g *statev1.Signals, at time.T
 			Answers: int64(g.GetAnswers()), Tokens: int64(g.GetAnswerTokens()), Gaps: int64(g.GetGaps()), GapTime: time.Duration(g.GetGapUs()) * time.Microsecond,
 		},
 	}) {
-		t := p.told[e.Addr]
+		t := p.published[e.Addr]
 		t.signals, t.looked = later(t.signals, at), later(t.looked, looked)
-		p.told[e.Addr] = t
+		p.published[e.Addr] = t
 	}
 }
 

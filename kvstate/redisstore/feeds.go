@@ -26,7 +26,7 @@ type forwarded struct {
 
 // Forward implements [kvstate.EventForwarder].
 func (s *Store) Forward(pool *kvstate.Pool, b kvstate.EventBatch) {
-	p := s.sharer(pool.Spec.Name)
+	p := s.poolReplica(pool.Spec.Name)
 	if p == nil || len(*p.ids.Load()) == 1 {
 		return
 	}
@@ -50,7 +50,7 @@ func addForwarded(b *statev1.Batch, out *outbox, t *addressTable) {
 }
 
 // applyForwarded takes the batches that another replica received from publishers.
-func (p *sharer) applyForwarded(pool *kvstate.Pool, all []*statev1.EventBatch, at func(uint32) *kvstate.Endpoint) {
+func (p *poolReplica) applyForwarded(pool *kvstate.Pool, all []*statev1.EventBatch, at func(uint32) *kvstate.Endpoint) {
 	if p.s.follower == nil {
 		return
 	}
@@ -62,7 +62,7 @@ func (p *sharer) applyForwarded(pool *kvstate.Pool, all []*statev1.EventBatch, a
 }
 
 // needsFeeds reports whether this replica lacks what publishers reported before it started.
-func (p *sharer) needsFeeds() bool {
+func (p *poolReplica) needsFeeds() bool {
 	pool := p.s.state.Pool(p.pool)
 	return p.s.follower != nil && pool != nil && p.s.follower.NeedsFeeds(pool)
 }
@@ -89,7 +89,7 @@ func (w *chunkWriter) feed(part *kvstate.FeedPart) error {
 }
 
 // loadFeeds loads the feeds in a snapshot.
-func (p *sharer) loadFeeds(pool *kvstate.Pool, feeds []*statev1.Feed, at func(uint32) *kvstate.Endpoint) {
+func (p *poolReplica) loadFeeds(pool *kvstate.Pool, feeds []*statev1.Feed, at func(uint32) *kvstate.Endpoint) {
 	if p.s.follower == nil {
 		return
 	}

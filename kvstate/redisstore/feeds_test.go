@@ -119,10 +119,10 @@ func TestFeedsAreWanted(t *testing.T) {
 		<-r.p.due
 		require.Equal(t, snapshotWish{feeds: wants}, r.p.takeWish())
 	}
-	took := takingOf(r)
+	took := record(r)
 	for _, needs := range []bool{true, false} {
 		x.needs.Store(needs)
-		r.p.sayHello()
+		r.p.requestSnapshot()
 		require.NoError(t, r.flush(false))
 		require.Equal(t, needs, took.last().GetWantsFeeds())
 	}
@@ -131,7 +131,7 @@ func TestFeedsAreWanted(t *testing.T) {
 // Batches are forwarded in order, and taken by others as they were; what was sent before a replica said hello is in a feed.
 func TestBatchesAreForwarded(t *testing.T) {
 	a, b := lonely(t, 2), lonely(t, 2)
-	x := takingOf(a)
+	x := record(a)
 	forward := func(seq uint64, payload string) {
 		a.store.Forward(a.pool, kvstate.EventBatch{Endpoint: a.e(1), Rank: 3, Seq: seq, Payload: []byte(payload)})
 	}

@@ -17,7 +17,7 @@ type KeyCheck struct {
 }
 
 // CompareKeys has fingerprints of this replica's ticket keys published and compared. fingerprints returns them, first that of the key
-// that seals; changed is called when what [Store.KeyCheck] returns may be another, and must not block. To be called before [Store.Run].
+// that seals; changed is called when the result of [Store.KeyCheck] may have changed, and must not block. To be called before [Store.Run].
 func (s *Store) CompareKeys(fingerprints func() []uint64, changed func()) {
 	s.fingerprints, s.keysChanged = fingerprints, changed
 }
@@ -25,23 +25,23 @@ func (s *Store) CompareKeys(fingerprints func() []uint64, changed func()) {
 // maxFingerprints bounds the keys that another replica can claim to have.
 const maxFingerprints = 2 * maxOpen
 
-// addFingerprints adds the fingerprints to a batch that is complete, and to the first one after a change. sharer.mu is held.
-func (p *sharer) addFingerprints(b *statev1.Batch) {
+// addFingerprints adds the fingerprints to a batch that is complete, and to the first one after a change. poolReplica.mu is held.
+func (p *poolReplica) addFingerprints(b *statev1.Batch) {
 	if p.s.fingerprints == nil {
 		return
 	}
 	now := p.s.fingerprints()
-	changed := !slices.Equal(now, p.published)
+	changed := !slices.Equal(now, p.publishedKeys)
 	if b.GetComplete() || changed {
-		b.TicketKeys, p.published = now, now
+		b.TicketKeys, p.publishedKeys = now, now
 	}
 	if changed {
 		p.s.keysMayDiffer()
 	}
 }
 
-// noteFingerprints notes the fingerprints of another replica's keys. sharer.mu is held.
-func (p *sharer) noteFingerprints(m *member, b *statev1.Batch) {
+// noteFingerprints notes the fingerprints of another replica's keys. poolReplica.mu is held.
+func (p *poolReplica) noteFingerprints(m *member, b *statev1.Batch) {
 	if keys := b.GetTicketKeys(); len(keys) > 0 && len(keys) <= maxFingerprints && !slices.Equal(keys, m.ticketKeys) {
 		m.ticketKeys = keys
 		p.s.keysMayDiffer()
@@ -60,7 +60,7 @@ func (s *Store) KeyCheck() KeyCheck {
 		return KeyCheck{}
 	}
 	s.mu.RLock()
-	all := slices.Collect(maps.Values(s.sharers))
+	all := slices.Collect(maps.Values(s.byPool))
 	s.mu.RUnlock()
 	others := map[uint64][]uint64{}
 	for _, p := range all {

@@ -39,7 +39,7 @@ func TestWhoseKeysDiffer(t *testing.T) {
 // Fingerprints are published with every heartbeat and when they change; what others publish is compared at once, and forgotten with them.
 func TestFingerprintsArePublished(t *testing.T) {
 	r := lonely(t, 1)
-	x := takingOf(r)
+	x := record(r)
 	own := []uint64{1}
 	var changed atomic.Int32
 	r.store.CompareKeys(func() []uint64 { return own }, func() { changed.Add(1) })

@@ -40,7 +40,7 @@ func FuzzTakeIn(f *testing.F) {
 			requests, tokens := r.e(i).Others().Requests, r.e(i).Others().PromptTokens
 			require.True(t, requests >= 0 && tokens >= 0)
 		}
-		for _, w := range r.heard() {
+		for _, w := range r.received() {
 			require.True(t, w.Work >= 0 && w.PromptTokens > 0 && len(w.Held) <= kvstate.MaxHeld)
 		}
 		if parsed, err := parseStreamID(id); err == nil {

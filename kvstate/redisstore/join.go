@@ -16,47 +16,47 @@ import (
 	statev1 "tandem/protos/state/v1"
 )
 
-// hello is the state of a request for a snapshot.
-type hello struct {
-	wanted bool     // and not yet answered
-	said   streamID // where it stands in the stream; a snapshot must reach as far
-	at     time.Time
-	tries  int
+// snapshotRequest is the state of a request for a snapshot (a batch with hello set).
+type snapshotRequest struct {
+	wanted   bool     // not answered yet
+	position streamID // of the request in the stream; the snapshot must reach as far
+	at       time.Time
+	tries    int
 }
 
-// helloTries is how often a hello is said that nobody answers, a lease apart: who should have answered may be gone.
-const helloTries = 3
+// requestTries is how often a snapshot is requested that nobody writes, a lease apart: the replica that should have may be gone.
+const requestTries = 3
 
-// ask wants a snapshot of the others. sharer.mu is held.
-func (p *sharer) ask() {
+// ask requests a snapshot, unless one is requested already. poolReplica.mu is held.
+func (p *poolReplica) ask() {
 	if !p.sync.wanted {
-		p.sync = hello{wanted: true, at: p.sync.at}
+		p.sync = snapshotRequest{wanted: true, at: p.sync.at}
 		p.askDue(time.Now())
 	}
 }
 
-// askDue says hello with the next batch, if a snapshot is wanted and none was asked for within a lease. sharer.mu is held.
-func (p *sharer) askDue(now time.Time) {
+// askDue repeats the request with the next batch, if a snapshot is wanted and none was requested within a lease. poolReplica.mu is held.
+func (p *poolReplica) askDue(now time.Time) {
 	if !p.sync.wanted || now.Sub(p.sync.at) < p.s.o.Lease {
 		return
 	}
-	if p.sync.tries >= helloTries || len(p.members) == 0 {
+	if p.sync.tries >= requestTries || len(p.members) == 0 {
 		p.sync.wanted = false
 		return
 	}
 	p.sync.at, p.sync.tries = now, p.sync.tries+1
-	p.sayHello()
+	p.requestSnapshot()
 }
 
-func (p *sharer) sayHello() {
+func (p *poolReplica) requestSnapshot() {
 	p.outMu.Lock()
-	p.out.hello = true
+	p.out.join = true
 	p.outMu.Unlock()
 	p.s.Changed()
 }
 
-// Join takes in what Redis holds and what the others know, before this replica decides anything: it returns when that is done, when
-// it has taken too long, or when Redis does not answer. The rest is up to [Store.Run], so an error is for the log.
+// Join loads what Redis holds and what the other replicas know, before this replica decides anything. It returns when that is
+// done, when the limit is reached, or when Redis does not answer. [Store.Run] does the rest, so an error is for the log.
 func (s *Store) Join(ctx context.Context, limit time.Duration) error {
 	ctx, cancel := context.WithTimeout(ctx, limit)
 	defer cancel()
@@ -72,14 +72,14 @@ func (s *Store) Join(ctx context.Context, limit time.Duration) error {
 	return err
 }
 
-// warmUp joins. Where Redis does not hold all that was published, it waits for the snapshot that the others were asked for.
-func (p *sharer) warmUp(ctx context.Context) error {
+// warmUp joins, and waits for the snapshot if Redis lacks something that was published.
+func (p *poolReplica) warmUp(ctx context.Context) error {
 	if err := p.joinOnce(ctx); err != nil {
 		return err
 	}
 	var err error
 	for {
-		p.loadNoticed(ctx)
+		p.loadAnnounced(ctx)
 		needsFeeds := p.needsFeeds()
 		p.mu.Lock()
 		warm := (!p.sync.wanted || p.gapless && !needsFeeds) && p.notice == nil
@@ -92,28 +92,28 @@ func (p *sharer) warmUp(ctx context.Context) error {
 			wait(ctx, retryAfter)
 		}
 		if ctx.Err() != nil {
-			return err // late is not wrong: it is loaded when it comes. Nor is Redis, whose answer the end of the time cut short
+			return err // no error: a late snapshot is loaded when it comes, and the limit may have cut short an answer of Redis
 		}
 		err = failed
 	}
 }
 
-// joinOnce takes in what Redis holds: the last snapshot, and the stream from there up to this replica's hello. It never relies on
-// another replica: the one that seems to live may be this one's own former self, killed a moment ago.
-func (p *sharer) joinOnce(ctx context.Context) error {
+// joinOnce loads what Redis holds: the last snapshot, and the stream from there up to this replica's first batch. It relies on no
+// other replica: one that seems alive may be this one's own former process, killed a moment ago.
+func (p *poolReplica) joinOnce(ctx context.Context) error {
 	p.mu.Lock()
 	joined := p.joined
 	p.mu.Unlock()
 	if joined {
 		return nil
 	}
-	said, err := p.greet(ctx)
+	said, err := p.publishJoin(ctx)
 	if err != nil {
-		return fmt.Errorf("saying hello: %w", err)
+		return fmt.Errorf("requesting a snapshot: %w", err)
 	}
 	p.mu.Lock()
 	p.began = said
-	p.sync = hello{wanted: true, said: said, at: time.Now(), tries: 1} // the answer may be among what is read now
+	p.sync = snapshotRequest{wanted: true, position: said, at: time.Now(), tries: 1} // the answer may be among what is read now
 	p.mu.Unlock()
 	gapless, err := p.loadStored(ctx, said)
 	if err != nil {
@@ -130,7 +130,7 @@ func (p *sharer) joinOnce(ctx context.Context) error {
 // loadStored loads the last snapshot and reads the stream from its position, or from the beginning if there is none, up to end. At
 // least one lease is read: every living replica has published within it. gapless: nothing was cut from the stream that the
 // snapshot lacks.
-func (p *sharer) loadStored(ctx context.Context, end streamID) (gapless bool, err error) {
+func (p *poolReplica) loadStored(ctx context.Context, end streamID) (gapless bool, err error) {
 	n, err := p.lastSnapshot(ctx)
 	if err != nil {
 		return false, err
@@ -165,11 +165,11 @@ func (p *sharer) loadStored(ctx context.Context, end streamID) (gapless bool, er
 	return gapless, p.readTo(ctx, end)
 }
 
-// firstEntry returns the id of the stream's first entry. fresh: the stream begins with another replica's first hello, so that nothing
+// firstEntry returns the id of the stream's first entry. fresh: the stream begins with another replica's first batch, so that nothing
 // came before it.
-func (p *sharer) firstEntry(ctx context.Context) (id streamID, fresh bool, err error) {
+func (p *poolReplica) firstEntry(ctx context.Context) (id streamID, fresh bool, err error) {
 	streams, err := p.s.client.XRead(ctx, &redis.XReadArgs{Streams: []string{p.keys.stream(), "0"}, Count: 1, Block: -1}).Result()
-	if errors.Is(err, redis.Nil) { // emptied since the hello
+	if errors.Is(err, redis.Nil) { // emptied since the first batch
 		return streamID{ms: math.MaxUint64}, false, nil
 	}
 	if err != nil {
@@ -185,8 +185,8 @@ func (p *sharer) firstEntry(ctx context.Context) (id streamID, fresh bool, err e
 	return id, fresh, nil
 }
 
-// readTo takes in what lies between where the stream has been read and a place in it.
-func (p *sharer) readTo(ctx context.Context, end streamID) error {
+// readTo applies the stream's entries up to end.
+func (p *poolReplica) readTo(ctx context.Context, end streamID) error {
 	for {
 		p.mu.Lock()
 		before := p.position
@@ -205,8 +205,8 @@ func (p *sharer) readTo(ctx context.Context, end streamID) error {
 	}
 }
 
-// greet adds a batch that says hello and nothing else.
-func (p *sharer) greet(ctx context.Context) (streamID, error) {
+// publishJoin publishes this replica's first batch, which only requests a snapshot.
+func (p *poolReplica) publishJoin(ctx context.Context) (streamID, error) {
 	p.s.sending.RLock()
 	defer p.s.sending.RUnlock()
 	p.mu.Lock()

@@ -33,7 +33,7 @@ func TestNumbersAreGivenOnce(t *testing.T) {
 		for range 50 {
 			var both sync.WaitGroup
 			for _, tell := range []func() error{
-				func() error { _, err := a.p.greet(ctx); return err },
+				func() error { _, err := a.p.publishJoin(ctx); return err },
 				func() error { return a.store.flush(ctx, true, false) },
 			} {
 				both.Go(func() {
@@ -65,10 +65,10 @@ func TestWhoAsksAgain(t *testing.T) {
 			r.p.mu.Lock()
 			defer r.p.mu.Unlock()
 			do()
-			hello := r.p.out.hello
-			r.p.out.hello = false
-			require.Equal(t, hello, r.store.dirty.Swap(false), "who has something to say is woken")
-			return hello
+			join := r.p.out.join
+			r.p.out.join = false
+			require.Equal(t, join, r.store.dirty.Swap(false), "who has something to say is woken")
+			return join
 		}
 		due := func() { r.p.askDue(time.Now()) }
 		require.False(t, said(r.p.ask), "nobody is there")
@@ -77,7 +77,7 @@ func TestWhoAsksAgain(t *testing.T) {
 		for range 2 {
 			require.True(t, said(r.p.ask))
 			require.False(t, said(r.p.ask), "it has asked")
-			for range helloTries - 1 {
+			for range requestTries - 1 {
 				require.False(t, said(due))
 				time.Sleep(lease)
 				require.True(t, said(due))
@@ -108,7 +108,7 @@ func TestGapWhileAnAnswerIsAwaited(t *testing.T) {
 	}
 	now := uint64(time.Now().UnixMilli())
 	said.ms, gap.ms = said.ms+now, gap.ms+now
-	r.p.joined, r.p.sync = true, hello{wanted: true, said: said, at: time.Now(), tries: 1}
+	r.p.joined, r.p.sync = true, snapshotRequest{wanted: true, position: said, at: time.Now(), tries: 1}
 	publish(streamID{ms: now + 6}, &statev1.Batch{Seq: 1})
 	publish(gap, &statev1.Batch{Seq: 3})
 	publish(streamID{ms: now + 8}, &statev1.Batch{Seq: 4, Snapshot: &statev1.SnapshotNotice{Position: streamID{ms: now + 6}.String()}})
@@ -123,9 +123,9 @@ func TestGapWhileAnAnswerIsAwaited(t *testing.T) {
 func TestRedisGoesWhileWaitingForAnAnswer(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		r := lonely(t, 1)
-		x := takingOf(r)
+		x := record(r)
 		x.failing(errGone)
-		r.p.joined, r.p.sync = true, hello{wanted: true}
+		r.p.joined, r.p.sync = true, snapshotRequest{wanted: true}
 		require.ErrorIs(t, r.store.Join(t.Context(), 10*retryAfter-time.Millisecond), errGone)
 		require.Equal(t, 10, x.refused())
 	})
@@ -182,7 +182,7 @@ func TestWarmStartAfterKills(t *testing.T) {
 			}
 			a := all[0]
 			a.state.Routed(a.pool, a.e(0), early)
-			a.toldOf(r, 0, 2, early)
+			a.publishedOf(r, 0, 2, early)
 			eventually(t, "it has read that", func() bool { a.p.mu.Lock(); defer a.p.mu.Unlock(); return a.p.position != streamID{} })
 			if c.snapshot {
 				eventually(t, "a snapshot is written", func() bool { return a.p.writeSnapshot(t.Context(), snapshotWish{}) == nil })
@@ -190,7 +190,7 @@ func TestWarmStartAfterKills(t *testing.T) {
 				r.do("DEL", a.p.keys.snapshot())
 			}
 			a.state.Routed(a.pool, a.e(1), late)
-			a.toldOf(r, 1, 2, late)
+			a.publishedOf(r, 1, 2, late)
 			for _, one := range all {
 				one.kill()
 			}
@@ -257,7 +257,7 @@ func TestRedisClock(t *testing.T) {
 		return d > time.Hour-patience && d <= time.Hour+patience
 	}
 	require.False(t, known())
-	eventually(t, "it says hello", func() bool { _, err := a.p.greet(context.Background()); return err == nil })
+	eventually(t, "it says hello", func() bool { _, err := a.p.publishJoin(context.Background()); return err == nil })
 	require.True(t, known())
 	a.store.clock.ahead.Store(0)
 	eventually(t, "it tells", func() bool { return a.flush(true) == nil })
@@ -266,7 +266,7 @@ func TestRedisClock(t *testing.T) {
 
 // emptying is a Redis that is emptied after every hello.
 type emptying struct {
-	taking
+	recorder
 	empty func()
 }
 

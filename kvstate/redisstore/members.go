@@ -10,7 +10,7 @@ import (
 	statev1 "tandem/protos/state/v1"
 )
 
-// member is another replica, for as long as it says something within its lease.
+// member is another replica. It lasts until its lease ends, which each of its batches renews.
 type member struct {
 	seq     uint64
 	expires time.Time
@@ -18,12 +18,12 @@ type member struct {
 
 	prefillRate, localRate uint32   // as statev1.Batch has them
 	ticketKeys             []uint64 // fingerprints, first that of the key that seals; none: it publishes none
-	starting               bool     // it has only said hello so far: it answers nobody yet, and who starts does not wait for it
+	starting               bool     // it has only asked for a snapshot so far: it cannot write one yet, and other starting replicas do not wait for it
 }
 
-// meet notes that a replica has spoken, some time ago. nil: its lease has ended since, so that what it says about itself is
-// void.
-func (p *sharer) meet(b *statev1.Batch, age time.Duration) *member {
+// observe renews the lease of a replica whose batch is so old. nil: the lease has ended since, and the replica's bookings in the
+// batch are void.
+func (p *poolReplica) observe(b *statev1.Batch, age time.Duration) *member {
 	left := min(time.Duration(b.GetLeaseMs())*time.Millisecond, maxLease) - age
 	m := p.members[b.GetReplica()]
 	if left <= 0 || b.GetLeaving() {
@@ -39,7 +39,7 @@ func (p *sharer) meet(b *statev1.Batch, age time.Duration) *member {
 	if m.starting && !(b.GetHello() && b.GetSeq() == 1) {
 		m.starting = false
 		if p.joined && b.GetReplica() < p.s.replica {
-			p.ask() // it was there before, but not seen: it may know what this one does not
+			p.ask() // it is older, but was not seen: it may know more
 		}
 	}
 	m.expires = time.Now().Add(left)
@@ -49,8 +49,8 @@ func (p *sharer) meet(b *statev1.Batch, age time.Duration) *member {
 // maxLease bounds what another replica can claim for itself.
 const maxLease = time.Minute
 
-// forget voids what a replica has booked.
-func (p *sharer) forget(replica uint64) {
+// forget drops a replica and its bookings.
+func (p *poolReplica) forget(replica uint64) {
 	m := p.members[replica]
 	if m == nil {
 		return
@@ -69,7 +69,7 @@ func (p *sharer) forget(replica uint64) {
 }
 
 // expire forgets those whose lease has ended.
-func (p *sharer) expire(now time.Time) {
+func (p *poolReplica) expire(now time.Time) {
 	for replica, m := range p.members {
 		if now.After(m.expires) {
 			p.forget(replica)
@@ -77,8 +77,8 @@ func (p *sharer) expire(now time.Time) {
 	}
 }
 
-// set notes what a member has booked on an endpoint now, and tells the endpoint what all of them have.
-func (p *sharer) set(m *member, addr string, next kvstate.Booked) {
+// set notes a member's bookings on an endpoint, and sets the endpoint's total.
+func (p *poolReplica) set(m *member, addr string, next kvstate.Booked) {
 	if next == (kvstate.Booked{}) {
 		delete(m.loads, addr)
 	} else {
@@ -104,8 +104,8 @@ func (p *sharer) set(m *member, addr string, next kvstate.Booked) {
 	e.SetOthers(all)
 }
 
-// setRates tells the pool how much prefill the members book.
-func (p *sharer) setRates() {
+// setRates sets the pool's total of the rates at which members book prefill.
+func (p *poolReplica) setRates() {
 	pool := p.s.state.Pool(p.pool)
 	if pool == nil {
 		return
@@ -118,8 +118,8 @@ func (p *sharer) setRates() {
 	pool.SetOthersRates(prefill/1e6, local/1e6)
 }
 
-// count makes the list of the living anew.
-func (p *sharer) count() {
+// count rebuilds the list of living replicas.
+func (p *poolReplica) count() {
 	ids := []uint64{p.s.replica}
 	for id := range p.members {
 		ids = append(ids, id)
@@ -128,8 +128,8 @@ func (p *sharer) count() {
 	p.ids.Store(&ids)
 }
 
-// leads reports whether this replica is the one that writes snapshots: the oldest but for the one that asks.
-func (p *sharer) leads(asking uint64) bool {
+// leads reports whether this replica is the one that writes snapshots: the oldest, the asking one left out.
+func (p *poolReplica) leads(asking uint64) bool {
 	for _, id := range *p.ids.Load() {
 		if id != asking {
 			return id == p.s.replica
@@ -138,11 +138,11 @@ func (p *sharer) leads(asking uint64) bool {
 	return false
 }
 
-// Owns reports whether this replica is the one to collect an endpoint's metrics. All replicas that know of each
-// other come to the same answer, each by itself: the one whose hash together with the address is highest. When a replica
+// Owns reports whether this replica is the one to collect an endpoint's metrics. Replicas that know each
+// other agree without asking: it is the one whose hash with the address is highest. When a replica
 // dies, its endpoints have a new collector as soon as its lease ends; without Redis each collects all.
 func (s *Store) Owns(pool *kvstate.Pool, e *kvstate.Endpoint) bool {
-	p := s.sharer(pool.Spec.Name)
+	p := s.poolReplica(pool.Spec.Name)
 	if p == nil {
 		return true
 	}

@@ -69,22 +69,22 @@ func TestTheOldestLeads(t *testing.T) {
 func TestWhatAHeartbeatDoes(t *testing.T) {
 	r := lonely(t, 1)
 	events := newEvents(t, r)
-	takingOf(r)
+	record(r)
 	r.hears(&statev1.Batch{Replica: 7})
 	r.p.members[7].expires = time.Now().Add(-time.Second)
-	r.p.told[addr(8)], r.p.told[addr(9)] = told{}, told{} // no endpoints any more
+	r.p.published[addr(8)], r.p.published[addr(9)] = published{}, published{} // no endpoints any more
 	r.state.Routed(r.pool, r.e(0), prompt(1, 2))
 	require.NoError(t, r.flush(false))
-	require.Equal(t, []int{2, 2, 0}, []int{r.store.Replicas(), len(r.p.told), events.positions})
+	require.Equal(t, []int{2, 2, 0}, []int{r.store.Replicas(), len(r.p.published), events.positions})
 	require.NoError(t, r.flush(true))
-	require.Equal(t, []int{1, 0, 1}, []int{r.store.Replicas(), len(r.p.told), events.positions})
+	require.Equal(t, []int{1, 0, 1}, []int{r.store.Replicas(), len(r.p.published), events.positions})
 }
 
 // Where another server takes over whose clock is behind, its numbers are lower than those read before: it goes on from there, and asks
 // what it has missed.
 func TestAnotherServersClockIsBehind(t *testing.T) {
 	r := lonely(t, 1)
-	x := takingOf(r)
+	x := record(r)
 	r.hears(&statev1.Batch{Replica: 7})
 	at := streamID{ms: 1 << 40, n: 1}
 	for _, c := range []struct {
@@ -97,7 +97,7 @@ func TestAnotherServersClockIsBehind(t *testing.T) {
 		{clockBehind + 1, true, true},
 		{clockBehind + 1, false, false}, // nothing has been read yet
 	} {
-		r.p.position, r.p.began, r.p.joined, r.p.sync = at, streamID{}, c.joined, hello{}
+		r.p.position, r.p.began, r.p.joined, r.p.sync = at, streamID{}, c.joined, snapshotRequest{}
 		own := streamID{ms: at.ms - c.behind}
 		x.reply = own.String()
 		require.NoError(t, r.flush(true))
@@ -106,7 +106,7 @@ func TestAnotherServersClockIsBehind(t *testing.T) {
 		} else {
 			require.Equal(t, []streamID{at, {}}, []streamID{r.p.position, r.p.began})
 		}
-		require.Equal(t, []bool{c.other, c.other}, []bool{r.p.sync.wanted, r.p.out.hello})
-		r.p.out.hello = false
+		require.Equal(t, []bool{c.other, c.other}, []bool{r.p.sync.wanted, r.p.out.join})
+		r.p.out.join = false
 	}
 }

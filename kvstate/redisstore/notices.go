@@ -10,11 +10,11 @@ import (
 	"github.com/redis/go-redis/v9"
 )
 
-// LMCache's engines tell one replica that KV has arrived, and the request may wait at another (package notices). So what one
-// hears goes to all of them, through a stream of its own: the engines of every pool push at the same port. A notice is
-// worth something for seconds only, so nothing is kept for those who start later, and nothing is sent again.
+// LMCache's engines notify one replica that KV has arrived, and the request may wait at another (package notices). So each
+// notice is published to all replicas, through a stream of its own: the engines of every pool push to the same port. A notice
+// is useful for seconds only, so nothing is kept for replicas that start later, and nothing is sent again.
 const (
-	noticesWaiting = 4096 // to be told; more are dropped, which costs what a lost notice costs
+	noticesWaiting = 4096 // to be published; more are dropped, which costs what a lost notice costs
 	noticesAtOnce  = 256  // in one entry
 	noticesLength  = 4096 // of the stream, in entries, about
 	noticesTTL     = time.Minute
@@ -25,30 +25,30 @@ const (
 
 func (o *Options) noticesKey() string { return o.KeyPrefix + ":" + version + ":{notices}" }
 
-// TellNotice tells the other replicas of a notice that came here. It does not wait.
-func (s *Store) TellNotice(id string) {
+// PublishNotice sends a notice that came here to the other replicas. It does not wait.
+func (s *Store) PublishNotice(id string) {
 	if len(id) != noticeID || strings.ContainsRune(id, ' ') {
 		return
 	}
 	select {
 	case s.notices <- id:
 	default:
-		s.counters.untold.Add(1)
+		s.counters.noticesDropped.Add(1)
 	}
 }
 
-// ShareNotices sends what TellNotice was told, and calls heard with what other replicas tell, until ctx ends.
-func (s *Store) ShareNotices(ctx context.Context, heard func(id string)) {
+// ShareNotices sends the notices of PublishNotice, and calls received with those of other replicas, until ctx ends.
+func (s *Store) ShareNotices(ctx context.Context, received func(id string)) {
 	done := make(chan struct{})
 	go func() {
 		defer close(done)
-		s.hearNotices(ctx, heard)
+		s.receiveNotices(ctx, received)
 	}()
-	s.tellNotices(ctx)
+	s.publishNotices(ctx)
 	<-done
 }
 
-func (s *Store) tellNotices(ctx context.Context) {
+func (s *Store) publishNotices(ctx context.Context) {
 	for {
 		var ids []string
 		select {
@@ -67,11 +67,11 @@ func (s *Store) tellNotices(ctx context.Context) {
 			}
 		}
 		if !s.link.isUp() {
-			s.counters.untold.Add(int64(len(ids)))
+			s.counters.noticesDropped.Add(int64(len(ids)))
 			continue
 		}
 		if _, err := s.sendNotices(ctx, ids); err != nil {
-			s.counters.untold.Add(int64(len(ids)))
+			s.counters.noticesDropped.Add(int64(len(ids)))
 			s.log.Debug("notices are not told to other replicas", "notices", len(ids), "err", err)
 		}
 	}
@@ -92,9 +92,9 @@ func (s *Store) sendNotices(ctx context.Context, ids []string) (entry string, er
 	return added.Val(), nil
 }
 
-// hearNotices reads on from where the stream ends now: an entry of its own marks that, since what came between two reads
+// receiveNotices reads on from where the stream ends now: an entry of its own marks that, since what came between two reads
 // "from the end" would be lost.
-func (s *Store) hearNotices(ctx context.Context, heard func(id string)) {
+func (s *Store) receiveNotices(ctx context.Context, received func(id string)) {
 	own := strconv.FormatUint(s.replica, 16)
 	from := ""
 	for ctx.Err() == nil {
@@ -124,7 +124,7 @@ func (s *Store) hearNotices(ctx context.Context, heard func(id string)) {
 					continue
 				}
 				for id := range strings.FieldsSeq(ids) {
-					heard(id)
+					received(id)
 				}
 			}
 		}

@@ -10,29 +10,29 @@ import (
 )
 
 // sharing has a replica hear the others' notices.
-func (r *replica) sharing(t *testing.T) (heard chan string) {
-	heard = make(chan string, 4*noticesWaiting)
+func (r *replica) sharing(t *testing.T) (received chan string) {
+	received = make(chan string, 4*noticesWaiting)
 	ctx, cancel := context.WithCancel(context.Background())
 	done := make(chan struct{})
 	go func() {
 		defer close(done)
-		r.store.ShareNotices(ctx, func(id string) { heard <- id })
+		r.store.ShareNotices(ctx, func(id string) { received <- id })
 	}()
 	t.Cleanup(func() { cancel(); <-done })
-	return heard
+	return received
 }
 
 // attempt is a req_id as Tandem makes it.
 func attempt(i int) string { return fmt.Sprintf("%032x", i) }
 
 // until tells notices, numbered from n on, until one is heard. Others of them may come later.
-func until(t *testing.T, from *replica, heard chan string, n int) {
+func until(t *testing.T, from *replica, received chan string, n int) {
 	t.Helper()
 	require.Eventually(t, func() bool {
 		n++
-		from.store.TellNotice(attempt(n))
+		from.store.PublishNotice(attempt(n))
 		select {
-		case <-heard:
+		case <-received:
 		case <-time.After(50 * time.Millisecond):
 			return false
 		}
@@ -55,28 +55,28 @@ func TestNotices(t *testing.T) {
 		require.Less(t, round, 20, "notices are missing")
 		first := round * 100_000
 		for i := range n {
-			a.store.TellNotice(attempt(first + i))
+			a.store.PublishNotice(attempt(first + i))
 		}
 		all = true
-		for _, heard := range []chan string{heardB, heardC} {
-			all = hearRound(t, heard, attempt(first), attempt(first+n-1)) == n && all
+		for _, received := range []chan string{heardB, heardC} {
+			all = hearRound(t, received, attempt(first), attempt(first+n-1)) == n && all
 		}
 	}
 	require.Empty(t, heardA, "its own came back")
 
 	// Nobody else's ids are told.
-	a.store.TellNotice("short")
-	a.store.TellNotice("0123456789abcde 0123456789abcdef")
+	a.store.PublishNotice("short")
+	a.store.PublishNotice("0123456789abcde 0123456789abcdef")
 	require.Empty(t, a.store.notices)
 }
 
 // hearRound reads what is heard until the last id of a round, or until nothing comes any more, and counts those of the round. They
 // come in order, each once.
-func hearRound(t *testing.T, heard chan string, first, last string) (n int) {
+func hearRound(t *testing.T, received chan string, first, last string) (n int) {
 	t.Helper()
 	for before := ""; before < last; {
 		select {
-		case id := <-heard:
+		case id := <-received:
 			require.Greater(t, id, before)
 			before = id
 			if id >= first {
@@ -94,11 +94,11 @@ func TestNoticesWithoutRedis(t *testing.T) {
 	s := startRedis(t)
 	a, b := join(t, redisURL(s), 1), join(t, redisURL(s), 1)
 	a.sharing(t)
-	heard := b.sharing(t)
+	received := b.sharing(t)
 	s.kill()
 	for i := range 3 * noticesWaiting {
-		a.store.TellNotice(attempt(i))
+		a.store.PublishNotice(attempt(i))
 	}
 	s.start()
-	until(t, a, heard, 1_000_000)
+	until(t, a, received, 1_000_000)
 }

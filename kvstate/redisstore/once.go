@@ -11,7 +11,7 @@ import (
 // question is whether a ticket is spent, on its way from a request to Redis.
 type question struct {
 	ticket [16]byte
-	answer chan spent // with room for one
+	answer chan spent // buffered
 }
 
 type spent struct{ first, known bool }
@@ -43,7 +43,7 @@ func (s *Store) Spend(ticket [16]byte, patient bool) (first, known bool) {
 	return false, false
 }
 
-// await waits for the answer, for as long as whoever asks may.
+// await waits for the answer.
 func (s *Store) await(q question, within time.Duration) (spent, bool) {
 	t := time.NewTimer(within)
 	defer t.Stop()
@@ -56,8 +56,8 @@ func (s *Store) await(q question, within time.Duration) (spent, bool) {
 	}
 }
 
-// askAll asks Redis what requests want to know, until ctx ends. Those who do not wait any more have decided; that their
-// tickets are spent is noted all the same.
+// askAll sends the questions of requests to Redis, until ctx ends. A request that does not wait any more has decided; its
+// ticket is marked as spent all the same.
 func (s *Store) askAll(ctx context.Context) {
 	var batch []question
 	for {
@@ -114,8 +114,8 @@ func (s *Store) PutHandOver(ref [16]byte, params []byte) {
 	}
 }
 
-// TakeHandOver implements [kvstate.Peers]. What was taken stays there until its time is up: the ticket is what makes sure
-// that nobody asks twice.
+// TakeHandOver implements [kvstate.Peers]. The params stay until they expire: the ticket makes sure that
+// nobody asks twice.
 func (s *Store) TakeHandOver(ref [16]byte) ([]byte, bool) {
 	if !s.link.mayAsk() {
 		return nil, false

@@ -61,7 +61,7 @@ func TestRequestsLeaveAFailingRedisAlone(t *testing.T) {
 	} {
 		synctest.Test(t, func(t *testing.T) {
 			r := lonely(t, 1)
-			x := takingOf(r)
+			x := record(r)
 			ask(r.store)
 			require.Zero(t, r.store.Stats().Errors, name)
 			r.store.link.result(nil)

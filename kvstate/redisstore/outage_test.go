@@ -38,7 +38,7 @@ func TestLateComersWarmUpLater(t *testing.T) {
 	a := join(t, briefly(r), 4)
 	hashes := prompt(1, 300)
 	a.state.Routed(a.pool, a.e(0), hashes)
-	a.toldOf(r, 0, 4, hashes)
+	a.publishedOf(r, 0, 4, hashes)
 	r.do("FLUSHALL")
 	b := join(t, briefly(r), 4)
 	eventually(t, "it is known", func() bool { return b.hit(0, hashes) == 300 })
@@ -55,7 +55,7 @@ func TestWhoStartsAloneInherits(t *testing.T) {
 	b := join(t, briefly(r), 2)
 	require.Equal(t, 300, b.hit(0, first), "from the snapshot")
 	b.state.Routed(b.pool, b.e(1), second)
-	b.toldOf(r, 1, 2, second)
+	b.publishedOf(r, 1, 2, second)
 	b.state.Reserve(b.e(0), kvstate.Booking{For: kvstate.RoleDecode, PromptTokens: 10})
 	b.kill()
 	time.Sleep(brief + 50*time.Millisecond) // nobody lives any more, as far as Redis knows
@@ -193,7 +193,7 @@ func TestStartTogether(t *testing.T) {
 	a := apart(t, o, 2)
 	hashes := prompt(1, 20)
 	b.state.ApplyRouted(b.pool, b.e(0), hashes) // known to it, told to nobody
-	eventually(t, "it says hello", func() bool { _, err := b.p.greet(context.Background()); return err == nil })
+	eventually(t, "it says hello", func() bool { _, err := b.p.publishJoin(context.Background()); return err == nil })
 	took := eventually(t, "the other one joins", func() bool { return a.store.Join(context.Background(), patience) == nil })
 	require.Less(t, took, patience/2, "without waiting for an answer")
 	require.Equal(t, 2, a.store.Replicas())

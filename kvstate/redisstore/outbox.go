@@ -10,20 +10,20 @@ import (
 	statev1 "tandem/protos/state/v1"
 )
 
-// outbox holds what is to be told and is not said again by itself: blocks and sessions. It is bounded; what finds no room
-// is told later, by a snapshot for everyone.
+// outbox holds the changes that are published once: blocks and sessions. It is bounded; a snapshot for everyone publishes
+// what does not fit.
 type outbox struct {
 	blocks   []blocks
 	since    time.Time // of the first of them
-	sessions []stuck
+	sessions []affinity
 	released []uint64
 	learned  []prefixindex.LearnedTokens
 	notice   *statev1.SnapshotNotice
-	hello    bool
+	join     bool
 	bytes    int
 	lossy    bool
 
-	forwarded      []forwarded // bounded by themselves, and never told by that snapshot
+	forwarded      []forwarded // bounded by themselves, and not part of that snapshot
 	forwardedBytes int
 }
 
@@ -33,7 +33,7 @@ type blocks struct {
 	hashes []uint64
 }
 
-type stuck struct {
+type affinity struct {
 	name            uint64
 	prefill, decode string
 }
@@ -45,10 +45,10 @@ const itemBytes = 64 // about what an item takes beside its hashes
 
 func (o *outbox) empty() bool {
 	return len(o.blocks) == 0 && len(o.sessions) == 0 && len(o.released) == 0 && len(o.learned) == 0 && len(o.forwarded) == 0 &&
-		o.notice == nil && !o.hello
+		o.notice == nil && !o.join
 }
 
-func (o *outbox) room(bytes int) bool {
+func (o *outbox) reserve(bytes int) bool {
 	if o.bytes+bytes > maxOutbox {
 		o.lossy = true
 		return false
@@ -57,8 +57,8 @@ func (o *outbox) room(bytes int) bool {
 	return true
 }
 
-// again adds an endpoint to the prompt noted last, if it is the same one.
-func (o *outbox) again(addr string, hashes []uint64) bool {
+// addEndpoint adds an endpoint to the prompt noted last, if it is the same one.
+func (o *outbox) addEndpoint(addr string, hashes []uint64) bool {
 	if len(o.blocks) == 0 {
 		return false
 	}
@@ -70,9 +70,9 @@ func (o *outbox) again(addr string, hashes []uint64) bool {
 	return true
 }
 
-// giveBack puts what could not be sent before what came since, and returns how many routed prompts found no room. Batches of
-// KV events are not given back: a gap shows that they are missing.
-func (o *outbox) giveBack(unsent *outbox) (dropped int) {
+// requeue puts back what could not be sent, in front, and returns how many routed prompts did not fit. Batches of KV events
+// are not put back: a gap shows that they are missing.
+func (o *outbox) requeue(unsent *outbox) (dropped int) {
 	if o.bytes+unsent.bytes > maxOutbox {
 		o.lossy = true
 		return len(unsent.blocks)
@@ -86,7 +86,7 @@ func (o *outbox) giveBack(unsent *outbox) (dropped int) {
 	o.learned = append(unsent.learned, o.learned...)
 	o.bytes += unsent.bytes
 	o.lossy = o.lossy || unsent.lossy
-	o.hello = o.hello || unsent.hello
+	o.join = o.join || unsent.join
 	if o.notice == nil {
 		o.notice = unsent.notice
 	}
@@ -105,14 +105,14 @@ func (s *Store) Changed() {
 
 // Routed implements [kvstate.Peers].
 func (s *Store) Routed(pool *kvstate.Pool, e *kvstate.Endpoint, hashes []uint64) {
-	p := s.sharer(pool.Spec.Name)
+	p := s.poolReplica(pool.Spec.Name)
 	if p == nil || len(hashes) == 0 {
 		return
 	}
 	p.outMu.Lock()
 	switch {
-	case p.out.again(e.Addr, hashes): // the other endpoint of a pair
-	case p.out.room(itemBytes + 8*len(hashes)):
+	case p.out.addEndpoint(e.Addr, hashes): // the other endpoint of a pair
+	case p.out.reserve(itemBytes + 8*len(hashes)):
 		if len(p.out.blocks) == 0 {
 			p.out.since = time.Now()
 		}
@@ -126,21 +126,21 @@ func (s *Store) Routed(pool *kvstate.Pool, e *kvstate.Endpoint, hashes []uint64)
 
 // Released implements [kvstate.Peers].
 func (s *Store) Released(pool *kvstate.Pool, id kvstate.ReservationID) {
-	p := s.sharer(pool.Spec.Name)
+	p := s.poolReplica(pool.Spec.Name)
 	if p == nil {
 		return
 	}
 	p.outMu.Lock()
-	if p.out.room(8) {
+	if p.out.reserve(8) {
 		p.out.released = append(p.out.released, uint64(id))
 	}
 	p.outMu.Unlock()
 	s.Changed()
 }
 
-// Learned implements [kvstate.Peers]. What finds no room is not told: prefill will say it again.
+// Learned implements [kvstate.Peers]. What does not fit is dropped: it will be learned again.
 func (s *Store) Learned(pool *kvstate.Pool, l prefixindex.LearnedTokens) {
-	p := s.sharer(pool.Spec.Name)
+	p := s.poolReplica(pool.Spec.Name)
 	if p == nil {
 		return
 	}
@@ -159,11 +159,11 @@ func (s *Store) Learned(pool *kvstate.Pool, l prefixindex.LearnedTokens) {
 
 // Stuck implements [kvstate.Peers].
 func (s *Store) Stuck(pool *kvstate.Pool, name uint64, prefill, decode *kvstate.Endpoint) {
-	p := s.sharer(pool.Spec.Name)
+	p := s.poolReplica(pool.Spec.Name)
 	if p == nil {
 		return
 	}
-	item := stuck{name: name}
+	item := affinity{name: name}
 	if prefill != nil {
 		item.prefill = prefill.Addr
 	}
@@ -171,7 +171,7 @@ func (s *Store) Stuck(pool *kvstate.Pool, name uint64, prefill, decode *kvstate.
 		item.decode = decode.Addr
 	}
 	p.outMu.Lock()
-	if p.out.room(itemBytes) {
+	if p.out.reserve(itemBytes) {
 		p.out.sessions = append(p.out.sessions, item)
 	}
 	p.outMu.Unlock()
@@ -179,7 +179,7 @@ func (s *Store) Stuck(pool *kvstate.Pool, name uint64, prefill, decode *kvstate.
 }
 
 // take empties the outbox.
-func (p *sharer) take() outbox {
+func (p *poolReplica) take() outbox {
 	p.outMu.Lock()
 	defer p.outMu.Unlock()
 	taken := p.out
@@ -187,30 +187,30 @@ func (p *sharer) take() outbox {
 	return taken
 }
 
-// told is what others know of an endpoint, from here or from elsewhere, so that it need not be said again.
-type told struct {
+// published is what the other replicas know of an endpoint, so that it need not be published again.
+type published struct {
 	load    kvstate.Booked
 	failed  bool
 	signals time.Time // and when its metrics were looked at
 	looked  time.Time
 }
 
-// batchOf makes the batch that tells what is in the outbox and what has changed since the last one; with complete, all that
-// is booked. It is nil where there is nothing to tell. before is what others were told until then of what it tells anew.
-// sharer.mu is held.
-func (p *sharer) batchOf(out *outbox, complete bool, now time.Time) (b *statev1.Batch, before map[string]told) {
+// batchOf makes the batch that publishes the outbox and the changes since the last batch; with complete, all bookings. It is
+// nil if there is nothing to publish. before is what the other replicas knew until then of the endpoints in it.
+// poolReplica.mu is held.
+func (p *poolReplica) batchOf(out *outbox, complete bool, now time.Time) (b *statev1.Batch, before map[string]published) {
 	b = &statev1.Batch{
 		Replica: p.s.replica, LeaseMs: uint32(p.s.o.Lease.Milliseconds()), Complete: complete,
-		Hello: out.hello, WantsFeeds: out.hello && p.needsFeeds(), Snapshot: out.notice, Released: out.released,
+		Hello: out.join, WantsFeeds: out.join && p.needsFeeds(), Snapshot: out.notice, Released: out.released,
 	}
 	t := addressTable{batch: &b.Addresses, at: map[string]uint32{}}
 	for i := range out.blocks {
 		item := &out.blocks[i]
-		told := &statev1.Blocks{Address: t.position(item.addr), Kind: statev1.Blocks_KIND_ROUTED, Hashes: item.hashes}
+		published := &statev1.Blocks{Address: t.position(item.addr), Kind: statev1.Blocks_KIND_ROUTED, Hashes: item.hashes}
 		for _, addr := range item.also {
-			told.Also = append(told.Also, t.position(addr))
+			published.Also = append(published.Also, t.position(addr))
 		}
-		b.Blocks = append(b.Blocks, told)
+		b.Blocks = append(b.Blocks, published)
 	}
 	if len(out.blocks) > 0 {
 		b.WaitedUs = uint64(max(now.Sub(out.since), 0).Microseconds())
@@ -221,18 +221,18 @@ func (p *sharer) batchOf(out *outbox, complete bool, now time.Time) (b *statev1.
 	for i := range out.learned {
 		b.Tokens = append(b.Tokens, tokensOf(&out.learned[i]))
 	}
-	before = map[string]told{}
+	before = map[string]published{}
 	pool := p.s.state.Pool(p.pool)
 	addForwarded(b, out, &t)
 	p.addFingerprints(b)
 	if pool != nil {
 		prefill, local := pool.PrefillRates(now)
 		b.PrefillRate, b.LocalRate = toMicros(prefill), toMicros(local)
-		p.tellWaits(b, &t, pool, complete, now)
+		p.publishWaits(b, &t, pool, complete, now)
 		for _, e := range pool.Endpoints() {
-			known := p.told[e.Addr]
-			if next := p.tellEndpoint(b, &t, e, known, complete, now); next != known {
-				p.told[e.Addr], before[e.Addr] = next, known
+			known := p.published[e.Addr]
+			if next := p.publishEndpoint(b, &t, e, known, complete, now); next != known {
+				p.published[e.Addr], before[e.Addr] = next, known
 			}
 		}
 	}
@@ -242,8 +242,8 @@ func (p *sharer) batchOf(out *outbox, complete bool, now time.Time) (b *statev1.
 	return b, before
 }
 
-// tellEndpoint adds what is new about an endpoint to what is known, and returns what is known then.
-func (p *sharer) tellEndpoint(b *statev1.Batch, t *addressTable, e *kvstate.Endpoint, known told, complete bool, now time.Time) (next told) {
+// publishEndpoint adds to the batch what has changed at an endpoint, and returns what the other replicas know then.
+func (p *poolReplica) publishEndpoint(b *statev1.Batch, t *addressTable, e *kvstate.Endpoint, known published, complete bool, now time.Time) (next published) {
 	next = known
 	if l := e.Booked(now); l != known.load || complete && l != (kvstate.Booked{}) {
 		b.Loads = append(b.Loads, loadOf(t.position(e.Addr), &l, now))
@@ -260,7 +260,7 @@ func (p *sharer) tellEndpoint(b *statev1.Batch, t *addressTable, e *kvstate.Endp
 	return next
 }
 
-// signalsOf tells signals. A look that others know by now is not told again: they would take it for a later one, by what the way took.
+// signalsOf encodes signals. A scrape that was published is left out: its age would make it a later one.
 func signalsOf(address uint32, g *kvstate.Signals, looked, now time.Time) *statev1.Signals {
 	out := &statev1.Signals{
 		Address: address, Running: -1, Waiting: g.Waiting, KvTokens: -1, KvUsagePpm: toPPM(g.KVUsage), AgeMs: millis(now.Sub(g.At)), Elsewhere: g.Elsewhere,
@@ -286,7 +286,7 @@ func tokensOf(l *prefixindex.LearnedTokens) *statev1.Tokens {
 	return out
 }
 
-// loadOf tells what is booked: times as what they are from now.
+// loadOf encodes bookings, times relative to now.
 func loadOf(address uint32, l *kvstate.Booked, now time.Time) *statev1.Load {
 	out := &statev1.Load{
 		Address: address, Requests: l.Requests, PromptTokens: l.PromptTokens,
@@ -334,7 +334,7 @@ func (t *addressTable) position(addr string) uint32 {
 	return i
 }
 
-func (t *addressTable) session(item stuck) *statev1.Session {
+func (t *addressTable) session(item affinity) *statev1.Session {
 	out := &statev1.Session{Key: item.name}
 	if item.prefill != "" {
 		out.Prefill = t.position(item.prefill) + 1

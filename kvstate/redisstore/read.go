@@ -14,8 +14,8 @@ import (
 // readAtOnce is how many entries one XREAD brings at most.
 const readAtOnce = 256
 
-// read takes in what others tell, until ctx ends.
-func (s *Store) read(ctx context.Context, p *sharer) {
+// read applies the batches of other replicas, until ctx ends.
+func (s *Store) read(ctx context.Context, p *poolReplica) {
 	for ctx.Err() == nil {
 		err := p.joinOnce(ctx)
 		if err == nil {
@@ -25,7 +25,7 @@ func (s *Store) read(ctx context.Context, p *sharer) {
 		p.expire(time.Now())
 		p.askDue(time.Now())
 		p.mu.Unlock()
-		p.loadNoticed(ctx)
+		p.loadAnnounced(ctx)
 		if err != nil && ctx.Err() == nil {
 			s.log.Debug("reading from redis", "pool", p.pool, "err", err)
 			wait(ctx, retryAfter)
@@ -33,8 +33,8 @@ func (s *Store) read(ctx context.Context, p *sharer) {
 	}
 }
 
-// receive takes in what is there, or what comes within the given time; 0: what is there.
-func (p *sharer) receive(ctx context.Context, block time.Duration) error {
+// receive applies the entries that are there, or that come within the given time.
+func (p *poolReplica) receive(ctx context.Context, block time.Duration) error {
 	ctx, cancel := context.WithTimeout(ctx, block+besidePath)
 	defer cancel()
 	p.mu.Lock()
@@ -60,8 +60,8 @@ func (p *sharer) receive(ctx context.Context, block time.Duration) error {
 	return nil
 }
 
-// takeIn takes one entry in. Entries that cannot be read, of a release to come or of nobody's, are left alone.
-func (p *sharer) takeIn(m *redis.XMessage) {
+// takeIn applies one entry. Entries that cannot be read, of a later release or not Tandem's, are skipped.
+func (p *poolReplica) takeIn(m *redis.XMessage) {
 	id, err := parseStreamID(m.ID)
 	if err != nil {
 		return

@@ -18,17 +18,17 @@ import (
 func TestReadingWithoutRedis(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		r := lonely(t, 1)
-		x := takingOf(r)
+		x := record(r)
 		x.failing(errGone)
 		r.hears(&statev1.Batch{Replica: 7})
 		r.hears(&statev1.Batch{Replica: 8})
 		r.p.members[7].expires = time.Now().Add(retryAfter / 2)
-		r.p.joined, r.p.sync = true, hello{wanted: true, at: time.Now()}
+		r.p.joined, r.p.sync = true, snapshotRequest{wanted: true, at: time.Now()}
 		asked := func() bool {
 			synctest.Wait()
 			r.p.outMu.Lock()
 			defer r.p.outMu.Unlock()
-			return r.p.out.hello
+			return r.p.out.join
 		}
 		stop := during(t.Context(), func(ctx context.Context) { r.store.read(ctx, r.p) })
 		time.Sleep(10*retryAfter - time.Millisecond)
@@ -64,7 +64,7 @@ func TestWhoseBatchItIs(t *testing.T) {
 func TestWhatIsToldIsKnown(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		a, b := lonely(t, 2), lonely(t, 2)
-		x := takingOf(a)
+		x := record(a)
 		for _, r := range []*replica{a, b} {
 			f := r.pool.Feed(r.e(0)) // an engine with blocks of 16 tokens
 			f.Apply([]prefixindex.BlockEvent{{Kind: prefixindex.BlocksStored, Keys: []uint64{1}, Blocks: []uint64{1}, Root: prefixindex.TokenRoot("", 16), BlockSize: 16}})

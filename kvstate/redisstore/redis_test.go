@@ -109,7 +109,7 @@ type replica struct {
 	state *kvstate.State
 	store *Store
 	pool  *kvstate.Pool
-	p     *sharer
+	p     *poolReplica
 	stop  func() // as SIGTERM does
 	kill  func() // as SIGKILL does
 }
@@ -171,7 +171,7 @@ func apart(t testing.TB, o Options, n int) *replica {
 	r.store, err = New(o, r.state)
 	require.NoError(t, err)
 	r.state.Share(r.store)
-	r.p = r.store.sharer("chat")
+	r.p = r.store.poolReplica("chat")
 	return r
 }
 
@@ -212,7 +212,7 @@ func (r *replica) booked(i int) int64 {
 }
 
 // toldOf waits until what a replica has routed to endpoint i of n lies in the stream, for whoever reads it.
-func (r *replica) toldOf(s *server, i, n int, hashes []uint64) {
+func (r *replica) publishedOf(s *server, i, n int, hashes []uint64) {
 	r.t.Helper()
 	c := s.client()
 	defer c.Close()

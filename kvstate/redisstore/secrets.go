@@ -44,8 +44,8 @@ func (s *Store) Secrets(ctx context.Context, use func(seal [32]byte, open ...[32
 const (
 	// secretsEvery is how often keys are looked at: for so long the others cannot open what was sealed with a key of their own.
 	secretsEvery = time.Second
-	// secretsSoon is how often while this replica has never heard of the others' keys: every request that comes by two replicas fails
-	// as long.
+	// secretsSoon is how often while this replica does not know the others' keys: until then every request that passes two replicas
+	// fails.
 	secretsSoon = 50 * time.Millisecond
 )
 
@@ -118,7 +118,7 @@ func (k *Secrets) take(seal [32]byte, open [][32]byte) error {
 	return k.use(seal, open...)
 }
 
-// tell lets the others open what was sealed here without them.
+// tell publishes the key with which tickets were sealed here before the others knew it.
 func (k *Secrets) tell(ctx context.Context) error {
 	text := hex.EncodeToString(k.own[:])
 	pipe := k.s.client.Pipeline()

@@ -25,7 +25,7 @@ func TestHowOftenKeysAreLookedAt(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				r := lonely(t, 1)
-				x := takingOf(r)
+				x := record(r)
 				x.failing(c.atTheStart)
 				k, err := r.store.Secrets(t.Context(), func([32]byte, ...[32]byte) error { return nil })
 				require.NoError(t, err)
@@ -71,15 +71,15 @@ func TestWhichKeysOpen(t *testing.T) {
 
 // Who uses the keys is told when they change, and not else.
 func TestKeysAreToldWhenTheyChange(t *testing.T) {
-	told := 0
-	k := &Secrets{use: func([32]byte, ...[32]byte) error { told++; return nil }}
+	published := 0
+	k := &Secrets{use: func([32]byte, ...[32]byte) error { published++; return nil }}
 	one, other := [32]byte{1}, [32]byte{2}
 	for i, step := range []struct {
-		seal [32]byte
-		open [][32]byte
-		told int
+		seal      [32]byte
+		open      [][32]byte
+		published int
 	}{{[32]byte{}, nil, 1}, {one, nil, 2}, {one, nil, 2}, {one, [][32]byte{other}, 3}, {other, [][32]byte{other}, 4}, {other, [][32]byte{other}, 4}, {other, nil, 5}} {
 		require.NoError(t, k.take(step.seal, step.open))
-		require.Equal(t, step.told, told, "step %d", i)
+		require.Equal(t, step.published, published, "step %d", i)
 	}
 }

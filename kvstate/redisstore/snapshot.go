@@ -22,20 +22,20 @@ const (
 	snapshotAtMost  = 500 * time.Millisecond
 	chunkBlocks     = 1 << 16
 	chunkSessions   = 1 << 14
-	chunksAtOnce    = 2 // 1 MiB has to come within besidePath
+	chunksAtOnce    = 2 // 1 MiB has to arrive within besidePath
 )
 
 // maxChunks bounds what a notice can make a replica read: 64 Mi blocks.
 const maxChunks = 1 << 10
 
-// snapshotWish says what a snapshot that is to be written is for.
+// snapshotWish is the purpose of a snapshot to be written.
 type snapshotWish struct {
 	everyone bool // to be loaded by everyone, not only by those who asked
 	feeds    bool // for a replica that starts: with the feeds of publishers of KV events
 }
 
 // wantSnapshot has a snapshot written soon.
-func (p *sharer) wantSnapshot(w snapshotWish) {
+func (p *poolReplica) wantSnapshot(w snapshotWish) {
 	p.wishMu.Lock()
 	p.wish.everyone = p.wish.everyone || w.everyone
 	p.wish.feeds = p.wish.feeds || w.feeds
@@ -46,8 +46,8 @@ func (p *sharer) wantSnapshot(w snapshotWish) {
 	}
 }
 
-// takeWish returns what the next snapshot is for.
-func (p *sharer) takeWish() snapshotWish {
+// takeWish returns the purpose of the next snapshot.
+func (p *poolReplica) takeWish() snapshotWish {
 	p.wishMu.Lock()
 	defer p.wishMu.Unlock()
 	w := p.wish
@@ -55,8 +55,8 @@ func (p *sharer) takeWish() snapshotWish {
 	return w
 }
 
-// writeSnapshots writes those that are wanted, until ctx ends; then one for who comes next, if this replica is the oldest.
-func (s *Store) writeSnapshots(ctx context.Context, p *sharer) {
+// writeSnapshots writes the snapshots that are wanted, until ctx ends; then a last one, if this replica is the oldest.
+func (s *Store) writeSnapshots(ctx context.Context, p *poolReplica) {
 	every := time.NewTicker(snapshotEvery)
 	defer every.Stop()
 	for {
@@ -77,13 +77,13 @@ func (s *Store) writeSnapshots(ctx context.Context, p *sharer) {
 		w := p.takeWish()
 		written := p.tryWrite(ctx, w)
 		wait(ctx, snapshotAtMost)
-		if !written && w.everyone { // who asks for one asks again; what found no room in the outbox nobody knows to ask for
+		if !written && w.everyone { // a replica that requested one repeats that; nobody requests what did not fit into the outbox
 			p.wantSnapshot(w)
 		}
 	}
 }
 
-func (p *sharer) tryWrite(ctx context.Context, wish snapshotWish) (written bool) {
+func (p *poolReplica) tryWrite(ctx context.Context, wish snapshotWish) (written bool) {
 	err := p.writeSnapshot(ctx, wish)
 	if err != nil && !errors.Is(err, errNotJoined) && ctx.Err() == nil {
 		p.s.log.Warn("a snapshot was not written", "pool", p.pool, "err", err)
@@ -94,8 +94,8 @@ func (p *sharer) tryWrite(ctx context.Context, wish snapshotWish) (written bool)
 // errNotJoined: this replica knows less than what is there, so far.
 var errNotJoined = errors.New("the stream is not read yet")
 
-// writeSnapshot writes what this replica knows and has it told where.
-func (p *sharer) writeSnapshot(ctx context.Context, wish snapshotWish) error {
+// writeSnapshot writes what this replica knows, and announces it.
+func (p *poolReplica) writeSnapshot(ctx context.Context, wish snapshotWish) error {
 	pool := p.s.state.Pool(p.pool)
 	if pool == nil {
 		return nil
@@ -118,9 +118,9 @@ func (p *sharer) writeSnapshot(ctx context.Context, wish snapshotWish) error {
 		}
 		pool.EachBlock(e, func(parent uint64, hashes []uint64) { w.blocks(e.Addr, parent, hashes) })
 	}
-	var sessions []stuck
+	var sessions []affinity
 	p.s.state.EachSession(pool, func(name uint64, prefill, decode *kvstate.Endpoint) {
-		item := stuck{name: name}
+		item := affinity{name: name}
 		if prefill != nil {
 			item.prefill = prefill.Addr
 		}
@@ -147,7 +147,7 @@ func (p *sharer) writeSnapshot(ctx context.Context, wish snapshotWish) error {
 }
 
 // announce makes a snapshot the last one, and drops the one before the one that it replaces.
-func (p *sharer) announce(ctx context.Context, last, n *statev1.SnapshotNotice) error {
+func (p *poolReplica) announce(ctx context.Context, last, n *statev1.SnapshotNotice) error {
 	text, err := proto.Marshal(n)
 	if err != nil {
 		return fmt.Errorf("encoding the notice of a snapshot: %w", err)
@@ -170,7 +170,7 @@ func (p *sharer) announce(ctx context.Context, last, n *statev1.SnapshotNotice) 
 }
 
 // unlinkPrevious drops the chunks of what was written before last.
-func (p *sharer) unlinkPrevious(ctx context.Context, c redis.Cmdable, last *statev1.SnapshotNotice) {
+func (p *poolReplica) unlinkPrevious(ctx context.Context, c redis.Cmdable, last *statev1.SnapshotNotice) {
 	for i := range min(int(last.GetPreviousChunks()), maxChunks) {
 		c.Unlink(ctx, p.keys.chunk(last.GetPrevious(), i))
 	}
@@ -179,7 +179,7 @@ func (p *sharer) unlinkPrevious(ctx context.Context, c redis.Cmdable, last *stat
 // chunkWriter writes a snapshot in parts. After an error it does nothing more.
 type chunkWriter struct {
 	ctx            context.Context //nolint:containedctx // lives as long as the call that makes it
-	p              *sharer
+	p              *poolReplica
 	id             uint64
 	chunk          *statev1.SnapshotChunk
 	table          addressTable
@@ -206,7 +206,7 @@ func (w *chunkWriter) blocks(addr string, parent uint64, hashes []uint64) {
 	}
 }
 
-func (w *chunkWriter) session(item stuck) {
+func (w *chunkWriter) session(item affinity) {
 	if w.err != nil {
 		return
 	}
@@ -233,7 +233,7 @@ func (w *chunkWriter) write() {
 }
 
 // lastSnapshot is the notice of the last one, nil if there is none.
-func (p *sharer) lastSnapshot(ctx context.Context) (*statev1.SnapshotNotice, error) {
+func (p *poolReplica) lastSnapshot(ctx context.Context) (*statev1.SnapshotNotice, error) {
 	text, err := p.s.client.Get(ctx, p.keys.snapshot()).Bytes()
 	if errors.Is(err, redis.Nil) {
 		return nil, nil
@@ -248,18 +248,18 @@ func (p *sharer) lastSnapshot(ctx context.Context) (*statev1.SnapshotNotice, err
 	return n, nil
 }
 
-// noticed has a snapshot loaded, if it is for this replica. sharer.mu is held.
-func (p *sharer) noticed(n *statev1.SnapshotNotice) {
+// announced has a snapshot loaded, if it is for this replica. poolReplica.mu is held.
+func (p *poolReplica) announced(n *statev1.SnapshotNotice) {
 	position, err := parseStreamID(n.GetPosition())
-	answers := p.sync.wanted && err == nil && p.sync.said != (streamID{}) && position.compare(p.sync.said) >= 0
+	answers := p.sync.wanted && err == nil && p.sync.position != (streamID{}) && position.compare(p.sync.position) >= 0
 	if answers || n.GetEveryone() {
 		p.notice = n
 		p.sync.wanted = p.sync.wanted && !answers
 	}
 }
 
-// loadNoticed loads the snapshot that is there to be loaded.
-func (p *sharer) loadNoticed(ctx context.Context) {
+// loadAnnounced loads the snapshot that was announced.
+func (p *poolReplica) loadAnnounced(ctx context.Context) {
 	p.mu.Lock()
 	n := p.notice
 	p.notice = nil
@@ -270,13 +270,13 @@ func (p *sharer) loadNoticed(ctx context.Context) {
 	if err := p.load(ctx, n); err != nil && ctx.Err() == nil {
 		p.s.log.Warn("a snapshot was not loaded", "pool", p.pool, "err", err)
 		p.mu.Lock()
-		p.sync = hello{wanted: true, at: time.Now(), tries: 1} // askDue does
+		p.sync = snapshotRequest{wanted: true, at: time.Now(), tries: 1} // askDue does
 		p.mu.Unlock()
 	}
 }
 
 // load reads a snapshot into the state, beside what is there.
-func (p *sharer) load(ctx context.Context, n *statev1.SnapshotNotice) error {
+func (p *poolReplica) load(ctx context.Context, n *statev1.SnapshotNotice) error {
 	pool := p.s.state.Pool(p.pool)
 	if pool == nil {
 		return nil
@@ -307,7 +307,7 @@ func (p *sharer) load(ctx context.Context, n *statev1.SnapshotNotice) error {
 	return nil
 }
 
-func (p *sharer) loadChunk(pool *kvstate.Pool, text string) error {
+func (p *poolReplica) loadChunk(pool *kvstate.Pool, text string) error {
 	var chunk statev1.SnapshotChunk
 	if err := proto.Unmarshal([]byte(text), &chunk); err != nil {
 		return fmt.Errorf("reading a snapshot: %w", err)

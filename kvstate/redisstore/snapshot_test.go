@@ -47,7 +47,7 @@ func TestWhatIsInASnapshot(t *testing.T) {
 		require.Equal(t, want, []kvstate.Role{v.Endpoints[0].Session, v.Endpoints[1].Session, v.Endpoints[2].Session}, session)
 	}
 	require.Equal(t, []bool{false, true, false}, []bool{b.e(0).Failed(), b.e(1).Failed(), b.e(2).Failed()})
-	require.True(t, b.p.told[addr(1)].failed, "it need not be told again")
+	require.True(t, b.p.published[addr(1)].failed, "it need not be told again")
 
 	// The parts of the one before the last are kept for those who are still reading them, those of the one before that are not.
 	c := r.client()
@@ -69,7 +69,7 @@ func TestWhatIsInASnapshot(t *testing.T) {
 func TestWhenSnapshotsAreWritten(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		r := lonely(t, 1)
-		x := takingOf(r)
+		x := record(r)
 		r.p.joined = true
 		stop := during(t.Context(), func(ctx context.Context) { r.store.writeSnapshots(ctx, r.p) })
 		written := func() int { synctest.Wait(); return int(r.store.Stats().Snapshots) }
@@ -129,36 +129,36 @@ func TestWhenSnapshotsAreWritten(t *testing.T) {
 func TestWhoseSnapshotItIs(t *testing.T) {
 	said := streamID{ms: 5, n: 1}
 	for name, c := range map[string]struct {
-		asked        hello
+		asked        snapshotRequest
 		position     string
 		everyone     bool
 		taken, wants bool
 	}{
-		"asked for":              {hello{wanted: true, said: said}, "5-1", false, true, false},
-		"made before":            {hello{wanted: true, said: said}, "5-0", false, false, true},
-		"made before, for all":   {hello{wanted: true, said: said}, "5-0", true, true, true},
-		"hello is not out yet":   {hello{wanted: true}, "5-1", false, false, true},
-		"not asked for":          {hello{said: said}, "5-1", false, false, false},
-		"not asked for, for all": {hello{said: said}, "5-1", true, true, false},
-		"made nobody knows when": {hello{wanted: true, said: said}, "x", false, false, true},
+		"asked for":              {snapshotRequest{wanted: true, position: said}, "5-1", false, true, false},
+		"made before":            {snapshotRequest{wanted: true, position: said}, "5-0", false, false, true},
+		"made before, for all":   {snapshotRequest{wanted: true, position: said}, "5-0", true, true, true},
+		"hello is not out yet":   {snapshotRequest{wanted: true}, "5-1", false, false, true},
+		"not asked for":          {snapshotRequest{position: said}, "5-1", false, false, false},
+		"not asked for, for all": {snapshotRequest{position: said}, "5-1", true, true, false},
+		"made nobody knows when": {snapshotRequest{wanted: true, position: said}, "x", false, false, true},
 	} {
 		r := lonely(t, 1)
-		x := takingOf(r)
+		x := record(r)
 		r.p.sync = c.asked
-		r.p.noticed(&statev1.SnapshotNotice{Id: 3, Chunks: 1, Position: c.position, Everyone: c.everyone})
+		r.p.announced(&statev1.SnapshotNotice{Id: 3, Chunks: 1, Position: c.position, Everyone: c.everyone})
 		require.Equal(t, []bool{c.taken, c.wants}, []bool{r.p.notice != nil, r.p.sync.wanted}, name)
 		if !c.taken {
 			continue
 		}
 		x.failing(errGone)
-		r.p.loadNoticed(t.Context())
+		r.p.loadAnnounced(t.Context())
 		require.Nil(t, r.p.notice, name)
 		require.True(t, r.p.sync.wanted, name)
 		r.p.members[7] = &member{}
 		r.p.askDue(time.Now())
-		require.False(t, r.p.out.hello, name)
+		require.False(t, r.p.out.join, name)
 		r.p.askDue(time.Now().Add(r.store.o.Lease))
-		require.True(t, r.p.out.hello, name)
+		require.True(t, r.p.out.join, name)
 	}
 }
 

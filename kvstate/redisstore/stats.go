@@ -12,24 +12,25 @@ import (
 
 // Stats is what passed between this replica and Redis since its start.
 type Stats struct {
-	Commands      int64 // sent, those that open connections included
-	BytesSent     int64 // as they are on the wire
-	BytesRead     int64
-	BatchesSent   int64
-	BatchesRead   int64 // of other replicas
-	Errors        int64 // of the commands, those that failed or came too late
-	Dropped       int64 // routed prompts that were not told one by one, for want of room
-	EventsDropped int64 // batches of KV events that were not forwarded
-	Untold        int64 // notices of engines that other replicas were not told of
-	Gaps          int64 // times that batches of another replica were missed
-	Unknown       int64 // endpoints named in batches and snapshots that are not known here
-	Snapshots     int64 // written
-	SpendUnknown  int64 // tickets that were spent without Redis
-	Lag           Lag
+	Commands       int64 // sent, those that open connections included
+	BytesSent      int64 // as they are on the wire
+	BytesRead      int64
+	BatchesSent    int64
+	BatchesRead    int64 // of other replicas
+	Errors         int64 // of the commands, those that failed or came too late
+	Dropped        int64 // routed prompts that did not fit into the outbox
+	EventsDropped  int64 // batches of KV events that were not forwarded
+	NoticesDropped int64 // notices of engines that were not published
+	Gaps           int64 // times that batches of another replica were missed
+	Unknown        int64 // endpoints named in batches and snapshots that are not known here
+	Snapshots      int64 // written
+	SpendUnknown   int64 // tickets that were spent without Redis
+	Lag            Lag
 }
 
 // Lag is how long batches with prompts that other replicas routed took, from when the first of them was routed there until
-// all are known here; not those of before this replica said hello. It goes by Redis's clock, so it is right to some milliseconds whatever the clocks of the hosts say.
+// all are known here; not those published before this replica joined. It goes by Redis's clock, so it is right to some milliseconds whatever the
+// hosts' clocks.
 type Lag struct {
 	Count   uint64
 	Seconds float64           // in all
@@ -77,7 +78,7 @@ func (l *lag) read() (out Lag) {
 type counters struct {
 	commands, bytesSent, bytesRead, batchesSent, batchesRead, errors atomic.Int64
 	dropped, gaps, unknown, snapshots, spendUnknown, eventsDropped   atomic.Int64
-	untold                                                           atomic.Int64
+	noticesDropped                                                   atomic.Int64
 	lag                                                              lag
 }
 
@@ -88,7 +89,7 @@ func (s *Store) Stats() Stats {
 		Commands: c.commands.Load(), BytesSent: c.bytesSent.Load(), BytesRead: c.bytesRead.Load(),
 		BatchesSent: c.batchesSent.Load(), BatchesRead: c.batchesRead.Load(), Errors: c.errors.Load(),
 		Dropped: c.dropped.Load(), Gaps: c.gaps.Load(), Unknown: c.unknown.Load(), Snapshots: c.snapshots.Load(),
-		SpendUnknown: c.spendUnknown.Load(), EventsDropped: c.eventsDropped.Load(), Untold: c.untold.Load(), Lag: c.lag.read(),
+		SpendUnknown: c.spendUnknown.Load(), EventsDropped: c.eventsDropped.Load(), NoticesDropped: c.noticesDropped.Load(), Lag: c.lag.read(),
 	}
 }
 

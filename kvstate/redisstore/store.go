@@ -33,14 +33,14 @@ type Store struct {
 	keysChanged  func()
 
 	dirty   atomic.Bool
-	wake    chan struct{} // something is to be told
-	sending sync.RWMutex  // a batch has its number and is on its way: of any pool, or, for reading, a hello of one
+	wake    chan struct{} // something is to be published
+	sending sync.RWMutex  // a batch has its number and is on its way: of any pool; for reading: the first batch of one
 
 	questions chan question // of requests
-	notices   chan string   // to be told
+	notices   chan string   // to be published
 
-	mu      sync.RWMutex
-	sharers map[string]*sharer // by pool
+	mu     sync.RWMutex
+	byPool map[string]*poolReplica // by pool
 }
 
 var _ kvstate.Peers = (*Store)(nil)
@@ -50,7 +50,7 @@ func New(o Options, state *kvstate.State) (*Store, error) {
 	o.setDefaults()
 	s := &Store{
 		o: o, state: state, log: o.Log, replica: newReplica(time.Now()),
-		wake: make(chan struct{}, 1), questions: make(chan question, askers*askAtOnce), notices: make(chan string, noticesWaiting), sharers: map[string]*sharer{},
+		wake: make(chan struct{}, 1), questions: make(chan question, askers*askAtOnce), notices: make(chan string, noticesWaiting), byPool: map[string]*poolReplica{},
 	}
 	s.link.since = time.Now()
 	var err error
@@ -67,7 +67,7 @@ func newReplica(now time.Time) uint64 { return uint64(now.UnixMilli())<<20 | ran
 // Close lets go of the connections.
 func (s *Store) Close() error { return s.client.Close() }
 
-// Run keeps the state and the other replicas' up to date until ctx ends; then it says goodbye.
+// Run keeps the state and the other replicas' up to date until ctx ends; then it publishes that it leaves.
 func (s *Store) Run(ctx context.Context) {
 	var running sync.WaitGroup
 	for _, p := range s.pools() {
@@ -81,29 +81,29 @@ func (s *Store) Run(ctx context.Context) {
 	running.Wait()
 }
 
-// pools are the sharers of all pools that there are now. (Pools are configured: they do not come and go while Run runs.)
-func (s *Store) pools() []*sharer {
+// pools returns the parts of all pools that there are now. (Pools are configured: they do not come and go while Run runs.)
+func (s *Store) pools() []*poolReplica {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	var out []*sharer
+	var out []*poolReplica
 	for _, p := range s.state.Pools() {
 		name := p.Spec.Name
-		if s.sharers[name] == nil {
-			s.sharers[name] = newSharer(s, name)
+		if s.byPool[name] == nil {
+			s.byPool[name] = newPoolReplica(s, name)
 		}
-		out = append(out, s.sharers[name])
+		out = append(out, s.byPool[name])
 	}
 	return out
 }
 
-func (s *Store) sharer(pool string) *sharer {
+func (s *Store) poolReplica(pool string) *poolReplica {
 	s.mu.RLock()
 	defer s.mu.RUnlock()
-	return s.sharers[pool]
+	return s.byPool[pool]
 }
 
-// sharer is the store's part for one pool.
-type sharer struct {
+// poolReplica is the store's part for one pool.
+type poolReplica struct {
 	s    *Store
 	pool string
 	keys poolKeys
@@ -111,24 +111,24 @@ type sharer struct {
 	outMu sync.Mutex
 	out   outbox
 
-	mu       sync.Mutex
-	seq      uint64          // of the last batch sent
-	told     map[string]told // by address: what others know, from here or from elsewhere
-	members  map[uint64]*member
-	waits    map[uint64]uint64 // who waits here, as others were told: by id, what kvstate.Waits.Told was then
-	position streamID          // of the last entry read
-	began    streamID          // of our first hello: what lies before was not on its way to us
-	joined   bool
-	gapless  bool      // Redis held all that was published before we joined: no need to wait for an answer to our hello
-	unsaved  int       // entries read since the last snapshot was announced
-	saved    time.Time // when a snapshot was last wanted because of them
-	sync     hello
+	mu        sync.Mutex
+	seq       uint64               // of the last batch sent
+	published map[string]published // by address: what the other replicas know
+	members   map[uint64]*member
+	waits     map[uint64]uint64 // requests that wait here, as published: by id, kvstate.Waits.Told as of then
+	position  streamID          // of the last entry read
+	began     streamID          // of our first batch: entries before were published before we joined
+	joined    bool
+	gapless   bool      // Redis held all that was published before we joined: no need to wait for a snapshot
+	unsaved   int       // entries read since the last snapshot was announced
+	saved     time.Time // when a snapshot was last wanted because of them
+	sync      snapshotRequest
 
-	published []uint64                // fingerprints of our ticket keys, as others know them
-	waitsLost bool                    // others may not have heard who waits: tell them all
-	notice    *statev1.SnapshotNotice // of a snapshot that is to be loaded
-	known     *kvstate.Pool           // that byAddr is of
-	byAddr    map[string]*kvstate.Endpoint
+	publishedKeys []uint64                // fingerprints of our ticket keys, as others know them
+	waitsUnknown  bool                    // the other replicas may have missed who waits: publish all
+	notice        *statev1.SnapshotNotice // of a snapshot that is to be loaded
+	known         *kvstate.Pool           // that byAddr is of
+	byAddr        map[string]*kvstate.Endpoint
 
 	ids atomic.Pointer[[]uint64] // of the living replicas, ours among them, sorted
 	due chan struct{}            // a snapshot is wanted
@@ -137,9 +137,9 @@ type sharer struct {
 	wish   snapshotWish // what that is for
 }
 
-func newSharer(s *Store, pool string) *sharer {
-	p := &sharer{
-		s: s, pool: pool, keys: s.o.poolKeys(pool), told: map[string]told{}, members: map[uint64]*member{},
+func newPoolReplica(s *Store, pool string) *poolReplica {
+	p := &poolReplica{
+		s: s, pool: pool, keys: s.o.poolKeys(pool), published: map[string]published{}, members: map[uint64]*member{},
 		due: make(chan struct{}, 1),
 	}
 	p.ids.Store(&[]uint64{s.replica})
@@ -156,7 +156,7 @@ type link struct {
 	misses int       // in a row, of what requests asked
 }
 
-// result notes how a command beside requests ended, and reports whether that changes anything.
+// result notes how a command outside of requests ended, and reports whether the link went up or down.
 func (l *link) result(err error) (changed bool) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -197,7 +197,7 @@ func (l *link) asked(err error) {
 	}
 }
 
-// Status says in a line how it stands with Redis, for people; up is whether it answers.
+// Status describes the link to Redis in a line; up is whether Redis answers.
 func (s *Store) Status() (text string, up bool) {
 	s.link.mu.Lock()
 	defer s.link.mu.Unlock()
@@ -213,7 +213,7 @@ func (s *Store) Replicas() int {
 	s.mu.RLock()
 	defer s.mu.RUnlock()
 	most := 1
-	for _, p := range s.sharers {
+	for _, p := range s.byPool {
 		most = max(most, len(*p.ids.Load()))
 	}
 	return most

@@ -19,7 +19,7 @@ import (
 func since(before, after Stats) Stats {
 	return Stats{
 		Commands: after.Commands - before.Commands, BatchesSent: after.BatchesSent - before.BatchesSent, BatchesRead: after.BatchesRead - before.BatchesRead,
-		Errors: after.Errors - before.Errors, Dropped: after.Dropped - before.Dropped, EventsDropped: after.EventsDropped - before.EventsDropped, Untold: after.Untold - before.Untold,
+		Errors: after.Errors - before.Errors, Dropped: after.Dropped - before.Dropped, EventsDropped: after.EventsDropped - before.EventsDropped, NoticesDropped: after.NoticesDropped - before.NoticesDropped,
 		Gaps: after.Gaps - before.Gaps, Unknown: after.Unknown - before.Unknown, Snapshots: after.Snapshots - before.Snapshots, SpendUnknown: after.SpendUnknown - before.SpendUnknown,
 		Lag: Lag{Count: after.Lag.Count - before.Lag.Count},
 	}
@@ -45,11 +45,11 @@ func (x *counted) spend()             { x.prompts++; x.a.store.Spend(ticketOf(ui
 // notice has a tell the others of notices, and stop when that is done.
 func (x *counted) notice(n int) {
 	for i := range n {
-		x.a.store.TellNotice(attempt(i))
+		x.a.store.PublishNotice(attempt(i))
 	}
 	ctx, cancel := context.WithCancel(context.Background())
 	done := make(chan struct{})
-	go func() { defer close(done); x.a.store.tellNotices(ctx) }()
+	go func() { defer close(done); x.a.store.publishNotices(ctx) }()
 	for len(x.a.store.notices) > 0 {
 		time.Sleep(time.Millisecond)
 	}
@@ -67,7 +67,7 @@ func (x *counted) forwards(bytes int) {
 // may be whenever this machine has other things to do, is done again: what is counted in a wrong place is so every time.
 func TestWhatIsCountedOfRedis(t *testing.T) {
 	const much = maxOutbox / 8 * 5 / 8 // blocks: one prompt of them has room, two have not
-	heard := Stats{Commands: 1, BatchesRead: 1}
+	received := Stats{Commands: 1, BatchesRead: 1}
 	prompted := Stats{Commands: 1, BatchesRead: 1, Lag: Lag{Count: 1}}
 	type step struct {
 		what    string
@@ -88,8 +88,8 @@ func TestWhatIsCountedOfRedis(t *testing.T) {
 			{"a prompt", none, func(x *counted) { x.routed(0, 3); x.tell(false); x.read(x.b) }, Stats{Commands: 1, BatchesSent: 1}, prompted},
 			{"one's own is not heard", none, func(x *counted) { x.routed(0, 3); x.tell(false); x.read(x.a) }, Stats{Commands: 2, BatchesSent: 1}, Stats{}},
 			{"two prompts at once", func(x *counted) { x.read(x.b) }, func(x *counted) { x.routed(0, 3); x.routed(1, 3); x.tell(false); x.read(x.b) }, Stats{Commands: 1, BatchesSent: 1}, prompted},
-			{"all that is booked", none, func(x *counted) { x.tell(true); x.read(x.b) }, Stats{Commands: 2, BatchesSent: 1}, heard},
-			{"a hello", none, func(x *counted) { _, _ = x.a.p.greet(context.Background()); x.read(x.b) }, Stats{Commands: 1, BatchesSent: 1}, heard},
+			{"all that is booked", none, func(x *counted) { x.tell(true); x.read(x.b) }, Stats{Commands: 2, BatchesSent: 1}, received},
+			{"a hello", none, func(x *counted) { _, _ = x.a.p.publishJoin(context.Background()); x.read(x.b) }, Stats{Commands: 1, BatchesSent: 1}, received},
 			{"of an endpoint that the other one lacks", none, func(x *counted) { x.routed(2, 3); x.tell(false); x.read(x.b) }, Stats{Commands: 1, BatchesSent: 1},
 				Stats{Commands: 1, BatchesRead: 1, Unknown: 1, Lag: Lag{Count: 1}}},
 			{"batches are missed", none, func(x *counted) { x.a.p.seq += 5; x.tell(true); x.read(x.b) }, Stats{Commands: 2, BatchesSent: 1}, Stats{Commands: 1, BatchesRead: 1, Gaps: 1}},
@@ -97,8 +97,8 @@ func TestWhatIsCountedOfRedis(t *testing.T) {
 			{"a ticket", none, (*counted).spend, Stats{Commands: 1}, Stats{}},
 			{"a ticket that is spent", none, func(x *counted) { x.a.store.Spend(ticketOf(1<<40), true) }, Stats{Commands: 1}, Stats{}},
 			{"notices", none, func(x *counted) { x.notice(3) }, Stats{Commands: 2}, Stats{}},
-			{"notices of nobody's", none, func(x *counted) { x.a.store.TellNotice("short") }, Stats{}, Stats{}},
-			{"events of engines", func(x *counted) { x.tell(false); x.read(x.b) }, func(x *counted) { x.forwards(1); x.tell(false); x.read(x.b) }, Stats{Commands: 1, BatchesSent: 1}, heard},
+			{"notices of nobody's", none, func(x *counted) { x.a.store.PublishNotice("short") }, Stats{}, Stats{}},
+			{"events of engines", func(x *counted) { x.tell(false); x.read(x.b) }, func(x *counted) { x.forwards(1); x.tell(false); x.read(x.b) }, Stats{Commands: 1, BatchesSent: 1}, received},
 			{"more of them than there is room for", none, func(x *counted) { x.forwards(maxForwarded); x.forwards(1) }, Stats{EventsDropped: 1}, Stats{}},
 		}},
 		{"redis is full", func(x *counted) { x.r.do("CONFIG", "SET", "maxmemory", "1") }, down, []step{
@@ -129,10 +129,10 @@ func TestWhatIsCountedOfRedis(t *testing.T) {
 				_ = e.settle(time.Now())
 			}, Stats{EventsDropped: 1}, Stats{}},
 			{"a ticket", none, (*counted).spend, Stats{SpendUnknown: 1}, Stats{}},
-			{"notices", none, func(x *counted) { x.notice(3) }, Stats{Untold: 3}, Stats{}},
-			{"more notices than have room", none, func(x *counted) { x.notice(noticesWaiting + 2) }, Stats{Untold: noticesWaiting + 2}, Stats{}},
+			{"notices", none, func(x *counted) { x.notice(3) }, Stats{NoticesDropped: 3}, Stats{}},
+			{"more notices than have room", none, func(x *counted) { x.notice(noticesWaiting + 2) }, Stats{NoticesDropped: noticesWaiting + 2}, Stats{}},
 			{"a snapshot", none, func(x *counted) { x.a.p.tryWrite(context.Background(), snapshotWish{}) }, Stats{Commands: 1, Errors: 1}, Stats{}},
-			{"notices, before anybody has seen that it is gone", func(x *counted) { x.a.store.link.result(nil) }, func(x *counted) { x.notice(3) }, Stats{Commands: 2, Errors: 2, Untold: 3}, Stats{}},
+			{"notices, before anybody has seen that it is gone", func(x *counted) { x.a.store.link.result(nil) }, func(x *counted) { x.notice(3) }, Stats{Commands: 2, Errors: 2, NoticesDropped: 3}, Stats{}},
 		}},
 		{"redis is back", func(x *counted) { x.a.p.take(); x.r.start() }, up, []step{
 			{"a prompt: no number was used up", none, func(x *counted) { x.routed(0, 3); x.tell(false); x.read(x.b) }, Stats{Commands: 1, BatchesSent: 1}, prompted},
@@ -151,8 +151,8 @@ func TestWhatIsCountedOfRedis(t *testing.T) {
 		require.Equal(t, gaps, x.b.store.Stats().Gaps, "%s: what was not taken has no number", phase.what)
 		for _, s := range phase.steps {
 			var a, b Stats
-			again := time.Now().Add(patience)
-			for done := false; !done && time.Now().Before(again); {
+			addEndpoint := time.Now().Add(patience)
+			for done := false; !done && time.Now().Before(addEndpoint); {
 				s.prepare(x)
 				beforeA, beforeB := x.a.store.Stats(), x.b.store.Stats()
 				s.do(x)

@@ -7,15 +7,15 @@ import (
 	statev1 "tandem/protos/state/v1"
 )
 
-// Who waits for endpoints (late binding) is told as it changes, and in full with every complete batch: those in front of the
-// queue, of each some 50 bytes. So what is lost on the way is repaired within a second, as bookings are, and with a replica's
-// lease what waited there is forgotten.
+// Requests that wait for endpoints (late binding) are published as they change, and in full with every complete batch: those
+// in front of the queue, some 50 bytes each. So what is lost is repaired within a second, as bookings are, and ends with a
+// replica's lease.
 
-// tellWaits adds to a batch what is new about those who wait here; with complete, all of them. sharer.mu is held.
-func (p *sharer) tellWaits(b *statev1.Batch, t *addressTable, pool *kvstate.Pool, complete bool, now time.Time) {
+// publishWaits adds to a batch the changes of the requests that wait here; with complete, all of them. poolReplica.mu is held.
+func (p *poolReplica) publishWaits(b *statev1.Batch, t *addressTable, pool *kvstate.Pool, complete bool, now time.Time) {
 	here := pool.Waits()
 	b.WaitsSent = pool.WaitsSent()
-	b.WaitsAll, p.waitsLost = complete || p.waitsLost, false
+	b.WaitsAll, p.waitsUnknown = complete || p.waitsUnknown, false
 	if len(here)+len(p.waits) == 0 {
 		return
 	}
@@ -46,8 +46,8 @@ func waitsOf(w *kvstate.Waits, t *addressTable, now time.Time) *statev1.Waits {
 	return out
 }
 
-// applyWaits takes in what a replica said at the time at about those who wait there. sharer.mu is held.
-func (p *sharer) applyWaits(pool *kvstate.Pool, b *statev1.Batch, at time.Time) {
+// applyWaits applies the requests that waited at a replica at the time at. poolReplica.mu is held.
+func (p *poolReplica) applyWaits(pool *kvstate.Pool, b *statev1.Batch, at time.Time) {
 	if len(b.GetWaits()) == 0 && len(b.GetWaitsOver())+len(b.GetWaitsSent()) == 0 && !b.GetWaitsAll() {
 		return
 	}

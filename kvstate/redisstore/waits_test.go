@@ -14,7 +14,7 @@ import (
 )
 
 // heard are the requests that a replica knows to wait elsewhere, by id.
-func (r *replica) heard() map[uint64]kvstate.Waits {
+func (r *replica) received() map[uint64]kvstate.Waits {
 	known, changes := map[uint64]kvstate.Waits{}, uint64(0)
 	r.pool.WaitsElsewhere(known, &changes, func(*kvstate.Waits) {}, func(uint64, bool) {})
 	return known
@@ -32,9 +32,9 @@ func TestWhoWaitsIsKnownEverywhere(t *testing.T) {
 	}
 	a.state.Wait(a.pool, w)
 	b.state.Wait(b.pool, kvstate.Waits{ID: 6, Arrived: arrived, PromptTokens: 1})
-	took := eventually(t, "both are known", func() bool { return len(c.heard()) == 2 && len(b.heard()) == 1 && len(a.heard()) == 1 })
+	took := eventually(t, "both are known", func() bool { return len(c.received()) == 2 && len(b.received()) == 1 && len(a.received()) == 1 })
 	speed(t, took, 100*time.Millisecond, "known elsewhere")
-	got := c.heard()[5]
+	got := c.received()[5]
 	require.WithinDuration(t, arrived, got.Arrived, time.Minute, "its age comes along; what the way took is lost")
 	require.NotZero(t, got.Replica)
 	got.Arrived, got.Replica, got.Told = w.Arrived, 0, 0
@@ -42,12 +42,12 @@ func TestWhoWaitsIsKnownEverywhere(t *testing.T) {
 
 	w.Held = nil
 	a.state.Wait(a.pool, w)
-	eventually(t, "what has changed is known", func() bool { return c.heard()[5].Held == nil })
+	eventually(t, "what has changed is known", func() bool { return c.received()[5].Held == nil })
 	a.state.Reserve(a.e(0), kvstate.Booking{For: kvstate.RolePrefill, PromptTokens: 4000, Uncached: 4000, Work: time.Second})
 	a.state.WaitOver(a.pool, 5, true)
-	eventually(t, "it waits no more", func() bool { _, waits := c.heard()[5]; return !waits })
+	eventually(t, "it waits no more", func() bool { _, waits := c.received()[5]; return !waits })
 	require.Equal(t, int64(1), c.booked(0))
-	require.Len(t, c.heard(), 1)
+	require.Len(t, c.received(), 1)
 }
 
 // Who waits is said again and again, which changes nothing; and what waited at a replica that was killed is forgotten with its lease.
@@ -55,12 +55,12 @@ func TestWhoWaitedAtAKilledReplica(t *testing.T) {
 	r := startRedis(t)
 	b, c := join(t, briefly(r), 1), join(t, briefly(r), 1)
 	b.state.Wait(b.pool, kvstate.Waits{ID: 6, Arrived: time.Now(), PromptTokens: 1})
-	eventually(t, "it is known", func() bool { return len(c.heard()) == 1 })
+	eventually(t, "it is known", func() bool { return len(c.received()) == 1 })
 	said := b.store.Stats().BatchesSent
 	eventually(t, "it is said again", func() bool { return b.store.Stats().BatchesSent > said+5 })
-	eventually(t, "it waits", func() bool { return len(c.heard()) == 1 })
+	eventually(t, "it waits", func() bool { return len(c.received()) == 1 })
 	b.kill()
-	took := eventually(t, "who waited at the killed one is forgotten", func() bool { return len(c.heard()) == 0 })
+	took := eventually(t, "who waited at the killed one is forgotten", func() bool { return len(c.received()) == 0 })
 	speed(t, took, 2*brief, "forgotten with the lease")
 }
 
@@ -76,7 +76,7 @@ func TestWhoWaitsIsRepaired(t *testing.T) {
 		b.p.takeIn(message(streamID{ms: uint64(time.Now().UnixMilli()), n: uint64(seq)}.String(), string(e.bytes)))
 	}
 	ids := func() (out []uint64) {
-		for id := range b.heard() {
+		for id := range b.received() {
 			out = append(out, id)
 		}
 		slices.Sort(out)
@@ -98,7 +98,7 @@ func TestWhoWaitsIsRepaired(t *testing.T) {
 	a.state.WaitOver(a.pool, 2, true)
 	_, err = a.p.entry(false, false) // nor this one
 	require.NoError(t, err)
-	a.p.waitsLost = true // as after a write that failed
+	a.p.waitsUnknown = true // as after a write that failed
 	deliver(false)
 	require.Equal(t, []uint64{3}, ids())
 	a.state.WaitOver(a.pool, 3, true)
@@ -148,7 +148,7 @@ func TestWhoWaitsOfAReleaseToCome(t *testing.T) {
 	b = protowire.AppendBytes(protowire.AppendTag(b, 40, protowire.BytesType), waits)
 	b = protowire.AppendVarint(protowire.AppendTag(b, 60, protowire.VarintType), 1)
 	r.p.takeIn(message(streamID{ms: uint64(time.Now().UnixMilli())}.String(), string(b)))
-	require.Equal(t, []kvstate.Held{{Addr: addr(0), Tokens: 7}}, r.heard()[3].Held, "no more than there is of the prompt, where it is known")
+	require.Equal(t, []kvstate.Held{{Addr: addr(0), Tokens: 7}}, r.received()[3].Held, "no more than there is of the prompt, where it is known")
 }
 
 // What cannot be read of what is held of a prompt is left out, and so is more of it than anybody tells.

@@ -10,9 +10,9 @@ import (
 	"google.golang.org/protobuf/proto"
 )
 
-// gatherFor is how long what happens is collected before it is told: what a request does to the state when it is planned goes
-// into one batch. restFor is how long nothing more is told after that, beatsPerLease how often within a lease all bookings
-// are told, and retryAfter how long a failed write is not tried again.
+// gatherFor is how long changes are collected before they are published: those of planning one request go into one batch.
+// restFor is the pause after a batch, beatsPerLease how often within a lease all bookings are published, and retryAfter how
+// long a failed write is not tried again.
 const (
 	gatherFor     = time.Millisecond
 	restFor       = 2 * time.Millisecond
@@ -20,7 +20,7 @@ const (
 	retryAfter    = 100 * time.Millisecond
 )
 
-// write tells the others, until ctx ends; then it takes leave of them.
+// write publishes batches, until ctx ends; then that this replica leaves.
 func (s *Store) write(ctx context.Context) {
 	beat := time.NewTicker(s.o.Lease / beatsPerLease)
 	defer beat.Stop()
@@ -59,12 +59,12 @@ func wait(ctx context.Context, d time.Duration) bool {
 	}
 }
 
-// flush tells what there is to tell of all pools, in one round trip. It fails if Redis does, and is not cut short by the end of ctx,
-// which is no fault of Redis's: the last snapshot is only written to one that answers.
+// flush publishes the changes of all pools, in one round trip. It fails if Redis does. The end of ctx does not cut it short, as
+// that would look like a failure of Redis: the last snapshot is only written to one that answers.
 func (s *Store) flush(ctx context.Context, complete, leaving bool) error {
-	s.sending.Lock() // or greet would give the same number
+	s.sending.Lock() // or publishJoin would take the same number
 	defer s.sending.Unlock()
-	s.dirty.Store(false) // before looking: what changes from now on is told next time
+	s.dirty.Store(false) // before looking: later changes are published next time
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), besidePath)
 	defer cancel()
 	var entries []*entry
@@ -93,7 +93,7 @@ func (s *Store) flush(ctx context.Context, complete, leaving bool) error {
 	return err
 }
 
-// linked notes whether Redis takes what it is told, and says so when that changes.
+// linked notes whether Redis answers, and logs it when that changes.
 func (s *Store) linked(err error) {
 	if c, ok := s.client.(*redis.ClusterClient); ok && err != nil {
 		c.ReloadState(context.Background()) // a node may have taken another's place; the client looks every 10 s
@@ -108,7 +108,7 @@ func (s *Store) linked(err error) {
 		}
 		s.mu.RLock()
 		defer s.mu.RUnlock()
-		for _, p := range s.sharers { // it may have come back empty
+		for _, p := range s.byPool { // it may have come back empty
 			if p.leads(0) {
 				p.wantSnapshot(snapshotWish{})
 			}
@@ -120,20 +120,20 @@ func (s *Store) linked(err error) {
 
 // entry is one batch on its way.
 type entry struct {
-	p      *sharer
+	p      *poolReplica
 	out    outbox
-	before map[string]told
+	before map[string]published
 	bytes  []byte
 	reply  *redis.StringCmd
 }
 
-// entry makes the pool's next entry, nil if there is nothing to tell.
-func (p *sharer) entry(complete, leaving bool) (*entry, error) {
+// entry makes the pool's next entry, nil if there is nothing to publish.
+func (p *poolReplica) entry(complete, leaving bool) (*entry, error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if complete {
 		p.expire(time.Now())
-		p.prune()
+		p.forgetEndpoints()
 		if pool := p.s.state.Pool(p.pool); pool != nil && p.s.follower != nil {
 			p.s.follower.ForwardPositions(pool)
 		}
@@ -168,8 +168,8 @@ func (e *entry) add(ctx context.Context, pipe redis.Pipeliner, complete bool) {
 // it, in milliseconds. Others' later entries are often read before the reply to ours is, but not so much later.
 const clockBehind = uint64(2 * besidePath / time.Millisecond)
 
-// settle takes the reply in to what was sent at a time. What was not taken is told again; if Redis took it after all, others hear it twice, which does
-// no harm.
+// settle handles the reply to a batch sent at a time. A batch that failed is published again; if Redis has it after all, the
+// other replicas apply it twice, which does no harm.
 func (e *entry) settle(sent time.Time) error {
 	p := e.p
 	text, err := e.reply.Result()
@@ -180,10 +180,10 @@ func (e *entry) settle(sent time.Time) error {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if err != nil {
-		maps.Copy(p.told, e.before)
-		p.waitsLost, p.published = true, nil
+		maps.Copy(p.published, e.before)
+		p.waitsUnknown, p.publishedKeys = true, nil
 		p.outMu.Lock()
-		p.s.counters.dropped.Add(int64(p.out.giveBack(&e.out)))
+		p.s.counters.dropped.Add(int64(p.out.requeue(&e.out)))
 		p.s.counters.eventsDropped.Add(int64(len(e.out.forwarded)))
 		p.outMu.Unlock()
 		return fmt.Errorf("writing to Redis: %w", err)
@@ -191,19 +191,19 @@ func (e *entry) settle(sent time.Time) error {
 	p.seq++
 	p.s.counters.batchesSent.Add(1)
 	p.s.clock.set(id, sent, time.Now())
-	if e.out.hello {
-		p.sync.said = id
+	if e.out.join {
+		p.sync.position = id
 	}
 	if p.joined && id.ms+clockBehind < p.position.ms { // another server, whose clock is behind: go on from here
 		p.position, p.began = id, id
 		p.ask()
 	}
-	p.tellRest()
+	p.publishRest()
 	return nil
 }
 
-// tellRest has a snapshot written for everyone, when the outbox could not hold all there was to tell.
-func (p *sharer) tellRest() {
+// publishRest has a snapshot written for everyone if something did not fit into the outbox.
+func (p *poolReplica) publishRest() {
 	p.outMu.Lock()
 	lossy := p.out.lossy
 	p.out.lossy = false
@@ -213,15 +213,15 @@ func (p *sharer) tellRest() {
 	}
 }
 
-// prune drops what is remembered of endpoints that left the pool.
-func (p *sharer) prune() {
+// forgetEndpoints drops what is remembered of endpoints that left the pool.
+func (p *poolReplica) forgetEndpoints() {
 	pool := p.s.state.Pool(p.pool)
-	if pool == nil || len(p.told) <= len(pool.Endpoints()) {
+	if pool == nil || len(p.published) <= len(pool.Endpoints()) {
 		return
 	}
-	for addr := range p.told {
+	for addr := range p.published {
 		if p.endpoint(pool, addr) == nil {
-			delete(p.told, addr)
+			delete(p.published, addr)
 		}
 	}
 }

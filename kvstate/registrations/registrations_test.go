@@ -1,4 +1,4 @@
-package heartbeats
+package registrations
 
 import (
 	"context"

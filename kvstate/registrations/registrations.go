@@ -1,4 +1,4 @@
-// Package heartbeats is where engines register that have to be found by an address of their own: vLLM's P2pNcclConnector
+// Package registrations is where engines register that have to be found by an address of their own: vLLM's P2pNcclConnector
 // sends a message every 3 s, from a ZeroMQ DEALER socket to the proxy's ROUTER, which says what it is and where.
 //
 //	frames   identity, msgpack map
@@ -7,7 +7,7 @@
 // Nothing is ever sent back. Read from vllm/distributed/kv_transfer/kv_connector/v1/p2p/p2p_nccl_engine.py and
 // examples/disaggregated/p2p_nccl_xpyd/disagg_proxy_p2p_nccl_xpyd.py of vLLM 0.22.1. Whoever reaches the socket can name
 // any address, so it belongs on a network of the engines' own; what is taken in is bounded, and forgotten without beats.
-package heartbeats
+package registrations
 
 import (
 	"context"

@@ -20,30 +20,30 @@ import (
 )
 
 // taking is a Redis that does little but take what it is told, or fail, so that a test has a time of its own (synctest).
-type taking struct {
-	mu     sync.Mutex
-	kept   map[string]any // by key
-	told   []*statev1.Batch
-	reply  string // the id of an entry; "": what the time makes it
-	fails  error
-	refuse int   // how often it failed
-	ended  error // of a command whose time was over before it was sent
+type recorder struct {
+	mu        sync.Mutex
+	kept      map[string]any // by key
+	published []*statev1.Batch
+	reply     string // the id of an entry; "": what the time makes it
+	fails     error
+	refuse    int   // how often it failed
+	ended     error // of a command whose time was over before it was sent
 }
 
 // takingOf puts one in the place of a replica's.
-func takingOf(r *replica) *taking {
-	t := &taking{kept: map[string]any{}}
+func record(r *replica) *recorder {
+	t := &recorder{kept: map[string]any{}}
 	r.store.client.AddHook(t)
 	return t
 }
 
-func (t *taking) DialHook(next redis.DialHook) redis.DialHook { return next }
+func (t *recorder) DialHook(next redis.DialHook) redis.DialHook { return next }
 
-func (t *taking) ProcessHook(redis.ProcessHook) redis.ProcessHook {
+func (t *recorder) ProcessHook(redis.ProcessHook) redis.ProcessHook {
 	return func(_ context.Context, cmd redis.Cmder) error { return t.take(cmd) }
 }
 
-func (t *taking) ProcessPipelineHook(redis.ProcessPipelineHook) redis.ProcessPipelineHook {
+func (t *recorder) ProcessPipelineHook(redis.ProcessPipelineHook) redis.ProcessPipelineHook {
 	return func(ctx context.Context, cmds []redis.Cmder) error {
 		first := ctx.Err()
 		t.ended = first
@@ -57,19 +57,19 @@ func (t *taking) ProcessPipelineHook(redis.ProcessPipelineHook) redis.ProcessPip
 }
 
 // failing has all commands fail from now on, or none.
-func (t *taking) failing(err error) {
+func (t *recorder) failing(err error) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	t.fails = err
 }
 
-func (t *taking) refused() int {
+func (t *recorder) refused() int {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	return t.refuse
 }
 
-func (t *taking) take(cmd redis.Cmder) error {
+func (t *recorder) take(cmd redis.Cmder) error {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if t.fails != nil {
@@ -95,10 +95,10 @@ func (t *taking) take(cmd redis.Cmder) error {
 		if err := proto.Unmarshal(args[len(args)-1].([]byte), b); err != nil {
 			return err
 		}
-		t.told = append(t.told, b)
+		t.published = append(t.published, b)
 		id := t.reply
 		if id == "" {
-			id = streamID{ms: uint64(time.Now().UnixMilli()), n: uint64(len(t.told))}.String()
+			id = streamID{ms: uint64(time.Now().UnixMilli()), n: uint64(len(t.published))}.String()
 		}
 		cmd.(*redis.StringCmd).SetVal(id)
 	}
@@ -106,7 +106,7 @@ func (t *taking) take(cmd redis.Cmder) error {
 }
 
 // last is what was told last.
-func (t *taking) last() *statev1.Batch { return t.told[len(t.told)-1] }
+func (t *recorder) last() *statev1.Batch { return t.published[len(t.published)-1] }
 
 var errGone = errors.New("redis is gone")
 
@@ -136,7 +136,7 @@ func TestWhenItIsTold(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				r := lonely(t, 2)
-				x := takingOf(r)
+				x := record(r)
 				x.failing(c.fails)
 				stop := during(t.Context(), r.store.write)
 				time.Sleep(50 * time.Millisecond)
@@ -152,7 +152,7 @@ func TestWhenItIsTold(t *testing.T) {
 				stop()
 				var complete []bool
 				blocks := 0
-				for _, b := range x.told {
+				for _, b := range x.published {
 					complete, blocks = append(complete, b.GetComplete()), blocks+len(b.GetBlocks())
 				}
 				require.Equal(t, c.complete, complete)
@@ -170,7 +170,7 @@ func TestWhenItIsTold(t *testing.T) {
 func TestWhatWaitedSaysForHowLong(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		r := lonely(t, 2)
-		x := takingOf(r)
+		x := record(r)
 		r.state.Routed(r.pool, r.e(0), prompt(1, 2))
 		time.Sleep(30 * time.Millisecond)
 		x.failing(errGone)
@@ -191,7 +191,7 @@ func TestWhatWaitedSaysForHowLong(t *testing.T) {
 // What Redis did not take is told again with the next batch, whatever it is, and before what came since.
 func TestWhatWasNotTakenIsToldAgain(t *testing.T) {
 	r := lonely(t, 2)
-	x := takingOf(r)
+	x := record(r)
 	require.NoError(t, r.flush(true))
 	r.state.Routed(r.pool, r.e(0), prompt(1, 2))
 	r.state.Stick(r.pool, 7, r.e(0), r.e(1))
@@ -201,7 +201,7 @@ func TestWhatWasNotTakenIsToldAgain(t *testing.T) {
 	r.state.Wait(r.pool, kvstate.Waits{ID: 5})
 	r.store.Released(r.pool, 11)
 	r.store.Learned(r.pool, prefixindex.LearnedTokens{Prompt: 21})
-	r.p.sayHello()
+	r.p.requestSnapshot()
 	r.p.out.notice = &statev1.SnapshotNotice{Id: 31}
 	for _, fail := range []func(){func() { x.failing(errGone) }, func() { x.failing(nil); x.reply = "no id" }} {
 		fail()
@@ -238,7 +238,7 @@ func TestWhatWasNotTakenIsToldAgain(t *testing.T) {
 func TestTheNewerNoticeIsTold(t *testing.T) {
 	unsent := outbox{notice: &statev1.SnapshotNotice{Id: 1}, lossy: true}
 	o := outbox{notice: &statev1.SnapshotNotice{Id: 3}}
-	require.Zero(t, o.giveBack(&unsent))
+	require.Zero(t, o.requeue(&unsent))
 	require.EqualValues(t, 3, o.notice.GetId())
 	require.True(t, o.lossy, "what found no room finds none later")
 }
@@ -246,7 +246,7 @@ func TestTheNewerNoticeIsTold(t *testing.T) {
 // What found no room is told by a snapshot for everyone, once there is somebody to tell.
 func TestWhatFoundNoRoomIsInASnapshot(t *testing.T) {
 	r := lonely(t, 1)
-	x := takingOf(r)
+	x := record(r)
 	r.store.Routed(r.pool, r.e(0), make([]uint64, maxOutbox/8))
 	r.state.Routed(r.pool, r.e(0), prompt(1, 2))
 	x.failing(errGone)
@@ -263,11 +263,11 @@ func TestWhatFoundNoRoomIsInASnapshot(t *testing.T) {
 // The end does not cut short what is on its way.
 func TestWhatIsOnItsWayAtTheEndIsTold(t *testing.T) {
 	r := lonely(t, 1)
-	x := takingOf(r)
+	x := record(r)
 	ended, cancel := context.WithCancel(t.Context())
 	cancel()
 	r.store.write(ended)
-	require.Len(t, x.told, 2, "what there was at the start, and goodbye")
+	require.Len(t, x.published, 2, "what there was at the start, and goodbye")
 	require.True(t, x.last().GetLeaving())
 	require.NoError(t, x.ended)
 	_, up := r.store.Status()
@@ -283,24 +283,24 @@ func TestEachThingIsToldByItself(t *testing.T) {
 		"what was learned":    func(r *replica) { r.store.Learned(r.pool, prefixindex.LearnedTokens{Prompt: 1}) },
 		"a forwarded batch":   func(r *replica) { r.store.Forward(r.pool, kvstate.EventBatch{Endpoint: r.e(0)}) },
 		"where a snapshot is": func(r *replica) { r.p.out.notice = &statev1.SnapshotNotice{Id: 1}; r.store.Changed() },
-		"hello":               func(r *replica) { r.p.sayHello() },
+		"hello":               func(r *replica) { r.p.requestSnapshot() },
 		"a booking":           func(r *replica) { r.state.Reserve(r.e(0), kvstate.Booking{For: kvstate.RoleDecode, PromptTokens: 1}) },
 		"a failure":           func(r *replica) { r.state.MarkFailed(r.e(0)) },
 		"signals":             func(r *replica) { r.state.Observe(r.e(0), kvstate.Signals{Running: 1, At: time.Now()}) },
 		"who waits":           func(r *replica) { r.state.Wait(r.pool, kvstate.Waits{ID: 1}) },
 	} {
 		r := lonely(t, 1)
-		x := takingOf(r)
+		x := record(r)
 		r.p.ids.Store(&[]uint64{r.store.replica, r.store.replica + 1})
 		require.NoError(t, r.flush(true))
 		require.NoError(t, r.flush(false))
-		require.Len(t, x.told, 1, name)
+		require.Len(t, x.published, 1, name)
 		happens(r)
 		require.True(t, r.store.dirty.Load(), "%s: it is woken", name)
 		require.NoError(t, r.flush(false))
-		require.Len(t, x.told, 2, name)
+		require.Len(t, x.published, 2, name)
 		require.NoError(t, r.flush(false))
-		require.Len(t, x.told, 2, name)
+		require.Len(t, x.published, 2, name)
 	}
 }
 
@@ -310,7 +310,7 @@ func TestWhatWasLearnedHasHalfTheRoom(t *testing.T) {
 	for i, blocks := range []int{maxOutbox / 8 / 4, maxOutbox / 8 / 4, 1} {
 		r.store.Learned(r.pool, prefixindex.LearnedTokens{Prompt: uint64(i), Blocks: []prefixindex.LearnedBlocks{{Size: 16, Hashes: make([]uint64, blocks)}}})
 	}
-	x := takingOf(r)
+	x := record(r)
 	require.NoError(t, r.flush(false))
 	require.Len(t, x.last().GetTokens(), 2)
 	require.Equal(t, []uint64{0, 2}, []uint64{x.last().GetTokens()[0].GetPrompt(), x.last().GetTokens()[1].GetPrompt()})
