@@ -92,9 +92,9 @@ func (s *Server) hopEnded(e *envoywire.LogEntry) {
 			s.State.LoadFailed(pool, t.Prefill, t.Decode)
 		}
 	}
-	if t.Stage == kvtransfer.PrefillLeg && !redirected { // P's answer may have been carried into a pass 2 of which Envoy took nothing in
+	if t.Stage == kvtransfer.PrefillLeg && !redirected { // P's answer may have come inline to a pass 2 whose decision Envoy did not take
 		s.releasePass(reservedAs(e), t.Redirects+1)
-		if e.ClientGone && s.bookedHere(t, reservedAs(e)) && !s.State.Spend(carriedID(t.ID)) {
+		if e.ClientGone && s.bookedHere(t, reservedAs(e)) && !s.State.Spend(inlineID(t.ID)) {
 			t.Stage, t.Redirects = kvtransfer.HandOver, t.Redirects+1
 		}
 	}

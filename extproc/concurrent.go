@@ -95,8 +95,8 @@ func (x firstPass) pairUp(pool *kvstate.Pool, policy Policy, tokens int64, a *pl
 		legs.DecodePeer = policy.Peers.Known(d.Endpoint.Addr)
 	}
 	x.patch.Reset(&x.req)
-	var told kvtransfer.Told
-	told, err = dialect.Plan(&x.req, &x.patch, &legs)
+	var legsPlan kvtransfer.PairPlan
+	legsPlan, err = dialect.Plan(&x.req, &x.patch, &legs)
 	if errors.Is(err, kvtransfer.ErrUnknownPeer) {
 		a.Why = "unknown_peer"
 		if policy.Dialect.Prefill == nil || a.Redirects+2 >= x.s.MaxRedirects {
@@ -123,15 +123,15 @@ func (x firstPass) pairUp(pool *kvstate.Pool, policy Policy, tokens int64, a *pl
 		mirror = envoywire.MirrorCancel
 	}
 	return x.decided(&plan.Decision{
-		Leg: envoywire.LegPair, Pool: pool, Endpoint: d.Endpoint, Edits: edits, Pair: &plan.Pair{Prefill: p.Endpoint, Mirror: mirror, Told: told},
+		Leg: envoywire.LegPair, Pool: pool, Endpoint: d.Endpoint, Edits: edits, Pair: &plan.Pair{Prefill: p.Endpoint, Mirror: mirror, Plan: legsPlan},
 		Prefill: plan.Reservation{Endpoint: p.Endpoint, Booking: c.PrefillBooking()}, Decode: plan.Reservation{Endpoint: d.Endpoint, Booking: c.DecodeBooking()},
 		Computes: p.Endpoint, Report: plan.Report{Route: "pair", Prefill: p.Endpoint, Decode: d.Endpoint},
 		Ticket: kvtransfer.Ticket{
 			ID: legs.ID, Stage: kvtransfer.PairLegs, Expires: time.Now().Add(x.s.TicketTTL), Started: a.Started,
 			Pool: pool.Spec.Name, Prefill: p.Endpoint.Addr, Decode: d.Endpoint.Addr, Split: true,
 			Redirects: a.Redirects, Prefills: a.Prefills + 1, Excluded: a.Excluded,
-			Undo: x.undo, BodyBytes: edits.Len(x.body.Len()), PromptTokens: tokens, Params: told.Decode, Prompt: x.lastBlock(),
-			Loads: true, LeastBytes: policy.LeastBytes(x.req.API(), x.requestID, x.req.True(openai.FieldStream) && !told.Joined),
+			Undo: x.undo, BodyBytes: edits.Len(x.body.Len()), PromptTokens: tokens, Params: legsPlan.Decode, Prompt: x.lastBlock(),
+			Loads: true, LeastBytes: policy.LeastBytes(x.req.API(), x.requestID, x.req.True(openai.FieldStream) && !legsPlan.Joined),
 		},
 	}), nil
 }
@@ -187,11 +187,11 @@ func (x mainRole) setPairHeaders(p *plan.Pair) {
 	set(envoywire.HeaderPrefillScheme, scheme)
 	set(envoywire.HeaderMirror, p.Mirror)
 	set(envoywire.HeaderClientID, x.requestID)
-	set(envoywire.HeaderLegID, p.Told.RequestID)
-	set(envoywire.HeaderPrefillRank, p.Told.PrefillRank)
-	set(envoywire.HeaderDecodeRank, p.Told.DecodeRank)
+	set(envoywire.HeaderLegID, p.Plan.RequestID)
+	set(envoywire.HeaderPrefillRank, p.Plan.PrefillRank)
+	set(envoywire.HeaderDecodeRank, p.Plan.DecodeRank)
 	joined := ""
-	if p.Told.Joined {
+	if p.Plan.Joined {
 		joined = "joined"
 	}
 	set(envoywire.HeaderAnswer, joined)

@@ -9,7 +9,7 @@
 //     that says how to undo it. Envoy routes by the headers that are set here.
 //  2. Prefill leg (role prefill-leg, a filter of an internal listener). The prefill endpoint's answer arrives. Its KV
 //     transfer parameters move into a second ticket, and the answer becomes a 307, which Envoy follows by itself. A short answer
-//     does not come here: Envoy makes the 307 of it by itself, and pass 2 reads it from a header (carried.go).
+//     does not come here: Envoy makes the 307 of it by itself, and pass 2 reads it from a header (inline.go).
 //  3. Pass 2 (main role again; the ticket tells it apart). The body that arrives is the prefill leg's. Undo gives the
 //     client's body back, the parameters are put in, and Envoy streams the decode endpoint's answer to the client
 //     without asking again.
@@ -28,7 +28,7 @@
 //   - mainRole (route.go): firstPass (plan.go, concurrent.go, encodeleg.go, passthrough.go) decides for a request from its
 //     body, nextPass (pass2.go, continue.go) from the ticket of a leg. Both read the state into a planning (planning.go) and
 //     return a [plan.Decision]; commit.go reserves what it needs and seals its ticket.
-//   - prefillLeg (leg.go): prefillAnswer settles P's answer, which pass 2 does as well for inline ones (carried.go).
+//   - prefillLeg (leg.go): prefillAnswer settles P's answer, which pass 2 does as well for inline ones (inline.go).
 //   - decodeLeg, mirroredLeg: both legs at once; pairs.go is where they meet.
 //   - answerLeg, encodeLeg, and endpointPicker (pickerprotocol.go).
 //

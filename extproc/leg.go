@@ -61,7 +61,7 @@ func (x prefillLeg) serve() error {
 	if clientsFault(code) {
 		x.s.metrics.PrefillEnded(t, code, "refused", time.Since(x.s.sealedAt(t)), x.Exemplar)
 		x.s.release(t)
-		x.dropCarried()
+		x.dropInline()
 		return x.answerRefused()
 	}
 	if err := x.receiveAnswer(); err != nil {
@@ -247,7 +247,7 @@ func (x *prefillAnswer) afterPrefill(t *kvtransfer.Ticket, code int, answer []by
 // answerClient answers the client in P's place.
 func (x prefillLeg) answerClient(t *kvtransfer.Ticket, body []byte) error {
 	x.headers.Remove("content-length")
-	x.dropCarried()
+	x.dropInline()
 	if t.Stream {
 		x.headers.Set("content-type", []byte("text/event-stream; charset=utf-8"))
 	}

@@ -35,7 +35,7 @@ func (x nextPass) resume(t *kvtransfer.Ticket, ticketErr error) (*plan.Decision,
 	x.restoreTarget(t)
 	x.SpanTicket(t)
 	if t.Stage == kvtransfer.PrefillLeg {
-		t = x.carried(t)
+		t = x.inlineAnswer(t)
 	}
 	x.s.releasePass(x.reservedAs, t.Redirects) // of a stream that Envoy gave up on and tries again
 	pool := x.s.State.Pool(t.Pool)             // gone where the configuration changed between the hops

@@ -141,7 +141,7 @@ func (x firstPass) split(pool *kvstate.Pool, policy Policy, c picker.Choice, tok
 		return nil, "undo_too_large"
 	}
 	out := plan.Decision{
-		Leg: envoywire.LegPrefill, Pool: pool, Endpoint: p.Endpoint, Edits: edits, PerTry: perTry, Inline: x.carries(&policy),
+		Leg: envoywire.LegPrefill, Pool: pool, Endpoint: p.Endpoint, Edits: edits, PerTry: perTry, Inline: x.inlines(&policy),
 		Prefill: plan.Reservation{Endpoint: p.Endpoint, Booking: c.PrefillBooking()}, Decode: plan.Reservation{Endpoint: d.Endpoint, Booking: c.DecodeBooking()},
 		Computes: p.Endpoint, // not D: pass 2 may choose another
 		Affinity: plan.Affinity{Session: x.session, Prefill: p.Endpoint},

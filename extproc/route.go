@@ -93,12 +93,12 @@ func (x mainRole) decide() (*plan.Decision, error) {
 // openTicket opens the ticket of pass 2. Envoy takes every ticket off a request that comes in, so one that is here came
 // with a redirect, and the body with it is a leg's. If it cannot be read (another key, another release, or an Envoy that
 // lets clients' tickets in), nobody knows what the client's body was: the request ends here. Tickets that go out with a
-// leg, where engines see them, do not open this door either, but for pass 1's together with P's answer (carried.go). An expired
+// leg, where engines see them, do not open this door either, but for pass 1's together with P's answer (inline.go). An expired
 // ticket comes with its error.
 func (x mainRole) openTicket() (*kvtransfer.Ticket, error) {
 	t, err := x.s.keys().Open(string(x.msg.Headers.Ticket), x.requestID, time.Now())
-	carried := len(x.msg.Headers.Prefilled) > 0
-	if t != nil && (t.Stage.Redirects() || carried && t.Stage == kvtransfer.PrefillLeg) {
+	inline := len(x.msg.Headers.Prefilled) > 0
+	if t != nil && (t.Stage.Redirects() || inline && t.Stage == kvtransfer.PrefillLeg) {
 		return t, err
 	}
 	x.s.metrics.TicketRefused()

@@ -186,8 +186,8 @@ func (x *stream) passAnswer() error {
 	return nil
 }
 
-// dropCarried takes off what the leg's route puts on each of its answers, in case it is carried: a client must not see the ticket.
-func (x *stream) dropCarried() {
+// dropInline removes the headers that the leg's route puts on each answer in case it travels inline: a client must not see the ticket.
+func (x *stream) dropInline() {
 	x.headers.Remove(envoywire.HeaderTicket)
 	x.headers.Remove(envoywire.HeaderCarry)
 }

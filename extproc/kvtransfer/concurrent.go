@@ -24,8 +24,8 @@ type Concurrent struct {
 	// Plan plans how P's body differs from the client's, which is r's and p was Reset to, and returns what else the legs
 	// need. Unless D is sent the client's own body at least one member is put in, so the first of the patch's edits is the
 	// insertion right after the opening brace. It may not wait. [ErrUnknownPeer] means that P's engine is not known yet.
-	Plan func(r *openai.Request, p *openai.Patch, l *Legs) (Told, error)
-	// ReadAnswer reads P's answer with status 200. told is [Told].Decode. An error means that P does not do what D was told
+	Plan func(r *openai.Request, p *openai.Patch, l *Legs) (PairPlan, error)
+	// ReadAnswer reads P's answer with status 200. told is [PairPlan].Decode. An error means that P does not do what D was told
 	// it would, so that D waits in vain. The Peer is what P said of itself.
 	ReadAnswer func(body, told []byte) (Answer, Peer, error)
 	Peers      *PeerSource // how prefill engines become known; nil: they need not be
@@ -40,8 +40,8 @@ type Legs struct {
 	DecodePeer      Peer // and of D, where engines register
 }
 
-// Told is what the legs are told beside P's body.
-type Told struct {
+// PairPlan is what the two legs are sent beside P's body.
+type PairPlan struct {
 	// Decode are the members that D's body has beside the client's own, without a comma behind. nil: those that P's body
 	// begins with; empty: none, D's body is the client's own.
 	Decode []byte

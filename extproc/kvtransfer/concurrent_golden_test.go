@@ -75,7 +75,7 @@ func atOnce(t *testing.T, d *Concurrent, a *txtar.Archive) *txtar.Archive {
 		require.NoError(t, r.Scan(api, request, openai.Limits{}))
 	}
 	p.Reset(&r)
-	told, err := d.Plan(&r, &p, legs)
+	plan, err := d.Plan(&r, &p, legs)
 	if why := d.Unpairable(&r); why != "" {
 		err = fmt.Errorf("not over two legs: %s", why)
 	}
@@ -83,17 +83,17 @@ func atOnce(t *testing.T, d *Concurrent, a *txtar.Archive) *txtar.Archive {
 		got.Files = append(got.Files, txtar.File{Name: "no legs", Data: []byte(err.Error())})
 		return got
 	}
-	prefill, decode := legBodies(t, request, p.Edits(), told)
+	prefill, decode := legBodies(t, request, p.Edits(), plan)
 	requireScans(t, api, prefill)
 	requireScans(t, api, decode)
 	got.Files = append(got.Files, txtar.File{Name: "prefill request", Data: prefill}, txtar.File{Name: "decode request", Data: decode})
-	if headers := toldHeaders(told); headers != "" {
+	if headers := planHeaders(plan); headers != "" {
 		got.Files = append(got.Files, txtar.File{Name: "headers", Data: []byte(headers)})
 	}
 	if answer := section(a, "prefill answer"); answer != nil {
-		got.Files = append(got.Files, txtar.File{Name: "prefill answer", Data: answer}, txtar.File{Name: "verdict", Data: []byte(judged(d, answer, told))})
-		if decode := section(a, "decode answer"); told.Joined {
-			read, _, err := d.ReadAnswer(answer, told.Decode)
+		got.Files = append(got.Files, txtar.File{Name: "prefill answer", Data: answer}, txtar.File{Name: "verdict", Data: []byte(judged(d, answer, plan))})
+		if decode := section(a, "decode answer"); plan.Joined {
+			read, _, err := d.ReadAnswer(answer, plan.Decode)
 			require.NoError(t, err)
 			joined, err := openai.InputLogprobs{Prefill: read.Joined}.Whole(nil, decode)
 			require.NoError(t, err)
@@ -142,19 +142,19 @@ func learnt(t *testing.T, d *Concurrent, a *txtar.Archive) (peer Peer) {
 }
 
 // legBodies are both bodies as they leave Envoy: P's by the plan, D's by its undo, as decode-leg's filter makes it.
-func legBodies(t *testing.T, request []byte, edits openai.Edits, told Told) (prefill, decode []byte) {
+func legBodies(t *testing.T, request []byte, edits openai.Edits, plan PairPlan) (prefill, decode []byte) {
 	require.NoError(t, edits.Check(len(request)))
 	prefill = edits.Apply(nil, request)
 	undo := edits.Inverse(nil, request)
 	require.Equal(t, string(request), string(undo.Apply(nil, prefill)), "undo gives the client's bytes")
-	if told.Decode != nil && len(told.Decode) == 0 {
+	if plan.Decode != nil && len(plan.Decode) == 0 {
 		return prefill, request
 	}
 	require.Equal(t, edits[0].Start, edits[0].End, "the first edit is an insertion")
-	if told.Decode == nil {
+	if plan.Decode == nil {
 		return prefill, undo[1:].Apply(nil, prefill)
 	}
-	return prefill, decodeMembers(prefill, undo, told.Decode)
+	return prefill, decodeMembers(prefill, undo, plan.Decode)
 }
 
 func decodeMembers(prefill []byte, undo openai.Edits, members []byte) []byte {
@@ -163,22 +163,22 @@ func decodeMembers(prefill []byte, undo openai.Edits, members []byte) []byte {
 	return edits.Apply(nil, prefill)
 }
 
-func toldHeaders(told Told) string {
+func planHeaders(plan PairPlan) string {
 	var lines []string
-	if told.RequestID != "" {
-		lines = append(lines, "both x-request-id: "+told.RequestID)
+	if plan.RequestID != "" {
+		lines = append(lines, "both x-request-id: "+plan.RequestID)
 	}
-	if told.PrefillRank != "" {
-		lines = append(lines, "prefill x-data-parallel-rank: "+told.PrefillRank)
+	if plan.PrefillRank != "" {
+		lines = append(lines, "prefill x-data-parallel-rank: "+plan.PrefillRank)
 	}
-	if told.DecodeRank != "" {
-		lines = append(lines, "decode x-data-parallel-rank: "+told.DecodeRank)
+	if plan.DecodeRank != "" {
+		lines = append(lines, "decode x-data-parallel-rank: "+plan.DecodeRank)
 	}
 	return strings.Join(lines, "\n")
 }
 
-func judged(d *Concurrent, answer []byte, told Told) string {
-	got, peer, err := d.ReadAnswer(answer, told.Decode)
+func judged(d *Concurrent, answer []byte, plan PairPlan) string {
+	got, peer, err := d.ReadAnswer(answer, plan.Decode)
 	if err != nil {
 		return "D is cut, and the request planned again: " + err.Error()
 	}
@@ -277,9 +277,9 @@ func FuzzServerInfo(f *testing.F) {
 		var p openai.Patch
 		require.NoError(t, r.Scan(openai.Chat, []byte(`{"messages":[]}`), openai.Limits{}))
 		p.Reset(&r)
-		told, err := newTRTLLMFirst().Plan(&r, &p, &Legs{ID: goldenID, Prefill: &kvstate.Endpoint{}, Peer: peer})
+		plan, err := newTRTLLMFirst().Plan(&r, &p, &Legs{ID: goldenID, Prefill: &kvstate.Endpoint{}, Peer: peer})
 		require.NoError(t, err)
-		requireScans(t, openai.Chat, []byte("{"+string(told.Decode)+"}"))
+		requireScans(t, openai.Chat, []byte("{"+string(plan.Decode)+"}"))
 		requireScans(t, openai.Chat, p.Edits().Apply(nil, []byte(`{"messages":[]}`)))
 	})
 }

@@ -49,20 +49,20 @@ func vllmUnpairable(r *openai.Request) string {
 
 // Plan asks P for one token, as nixl does. The finish reason has to be "length": P cancels the transfer for any other one,
 // 0.33.0 included, and D would wait in vain.
-func (d mooncake) Plan(r *openai.Request, p *openai.Patch, l *Legs) (Told, error) {
+func (d mooncake) Plan(r *openai.Request, p *openai.Patch, l *Legs) (PairPlan, error) {
 	rank, ok := l.rank()
 	if !ok {
-		return Told{}, ErrUnknownPeer
+		return PairPlan{}, ErrUnknownPeer
 	}
 	engine, err := json.Marshal(rank.EngineID)
 	if err != nil {
-		return Told{}, fmt.Errorf("engine id of %s: %w", l.Prefill.Addr, err)
+		return PairPlan{}, fmt.Errorf("engine id of %s: %w", l.Prefill.Addr, err)
 	}
 	transfer := transferID("xfer-", l.ID)
 	d.nixl.Prefill(r, p, nil)
 	p.Set("kv_transfer_params", openai.FieldKVTransferParams,
 		fmt.Appendf(nil, `{"do_remote_decode":true,"do_remote_prefill":false,"transfer_id":%q}`, transfer))
-	return Told{
+	return PairPlan{
 		Decode: fmt.Appendf(nil, `"kv_transfer_params":{"do_remote_decode":false,"do_remote_prefill":true,"remote_bootstrap_addr":%q,"remote_engine_id":%s,"transfer_id":%q}`,
 			bootstrapURL(l.Prefill), engine, transfer),
 		PrefillRank: l.rankHeader(),

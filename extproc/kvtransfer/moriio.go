@@ -59,15 +59,15 @@ func sameSizes(f *Fleet) (problems []Problem) {
 // Plan tells each leg of the other. The sizes are those of the other leg: without remote_tp_size every writer would take
 // D's rank 0, and the text would be wrong. With data-parallel ranks both legs carry P's, as x-data-parallel-rank. The id
 // begins with tx, which 0.22.1 tells its messages by.
-func (d moriio) Plan(r *openai.Request, p *openai.Patch, l *Legs) (Told, error) {
+func (d moriio) Plan(r *openai.Request, p *openai.Patch, l *Legs) (PairPlan, error) {
 	transfer := transferID("tx-", l.ID)
 	toDecode, err := moriioAddress(l.Decode)
 	if err != nil {
-		return Told{}, err
+		return PairPlan{}, err
 	}
 	toPrefill, err := moriioAddress(l.Prefill)
 	if err != nil {
-		return Told{}, err
+		return PairPlan{}, err
 	}
 	rank := l.rankOf(l.Prefill.Transfer.DP)
 	d.nixl.Prefill(r, p, nil)
@@ -75,18 +75,18 @@ func (d moriio) Plan(r *openai.Request, p *openai.Patch, l *Legs) (Told, error) 
 		`{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,"remote_block_ids":null,"transfer_id":%q,%s}`, transfer, toDecode))
 	name, err := quote(nil, bareHost(l.Prefill)+":"+strconv.Itoa(int(port(l.Prefill.Transfer.HandshakePort, defaultHandshakePort))))
 	if err != nil {
-		return Told{}, err
+		return PairPlan{}, err
 	}
-	told := Told{
+	plan := PairPlan{
 		Decode: fmt.Appendf(nil, `"kv_transfer_params":{"do_remote_decode":false,"do_remote_prefill":true,"remote_engine_id":%s,"remote_block_ids":[],"transfer_id":%q,"remote_dp_rank":%d,%s}`,
 			name, transfer, rank, toPrefill),
 		RequestID: l.RequestID + transferID(".", l.ID),
 	}
 	if l.Prefill.Transfer.DP > 1 {
-		told.PrefillRank = strconv.Itoa(rank)
-		told.DecodeRank = told.PrefillRank
+		plan.PrefillRank = strconv.Itoa(rank)
+		plan.DecodeRank = plan.PrefillRank
 	}
-	return told, nil
+	return plan, nil
 }
 
 // moriioAddress is what one leg is told of the other's endpoint.

@@ -47,16 +47,16 @@ func (nixlPush) Unpairable(r *openai.Request) string {
 // Plan gives P what nixl gives it, and D where P is. Every member of D's is needed: where one of remote_engine_id,
 // remote_host, remote_port, tp_size and remote_request_id is missing, the engine dies of a KeyError (0.32.0);
 // remote_request_id may be any text.
-func (d nixlPush) Plan(r *openai.Request, p *openai.Patch, l *Legs) (Told, error) {
+func (d nixlPush) Plan(r *openai.Request, p *openai.Patch, l *Legs) (PairPlan, error) {
 	rank, ok := l.rank()
 	if !ok {
-		return Told{}, ErrUnknownPeer
+		return PairPlan{}, ErrUnknownPeer
 	}
 	strings := [2][]byte{}
 	for i, text := range [...]string{rank.EngineID, rank.Host} {
 		var err error
 		if strings[i], err = json.Marshal(text); err != nil {
-			return Told{}, fmt.Errorf("what %s said of itself: %w", l.Prefill.Addr, err)
+			return PairPlan{}, fmt.Errorf("what %s said of itself: %w", l.Prefill.Addr, err)
 		}
 	}
 	id := l.RequestID + transferID(".", l.ID)
@@ -67,7 +67,7 @@ func (d nixlPush) Plan(r *openai.Request, p *openai.Patch, l *Legs) (Told, error
 		p.Set("request_id", openai.FieldRequestID, name)
 		own = append(append([]byte(`"request_id":`), name...), ',')
 	}
-	return Told{
+	return PairPlan{
 		Decode: fmt.Appendf(own, `"kv_transfer_params":{"do_remote_decode":false,"do_remote_prefill":true,"remote_engine_id":%s,"remote_host":%s,"remote_port":%d,`+
 			`"tp_size":%d,"pp_size":%d,"remote_request_id":%q,"remote_block_ids":[]}`, strings[0], strings[1], rank.Port, max(rank.TP, 1), max(rank.PP, 1), id),
 		RequestID: id, PrefillRank: l.rankHeader(),

@@ -66,17 +66,17 @@ func (p2pNCCL) Unpairable(r *openai.Request) string {
 
 // Plan gives both legs their name. The engines take what stands before the last :<digits> for the address, so nothing
 // behind it may look like a port.
-func (d p2pNCCL) Plan(r *openai.Request, p *openai.Patch, l *Legs) (Told, error) {
+func (d p2pNCCL) Plan(r *openai.Request, p *openai.Patch, l *Legs) (PairPlan, error) {
 	from, err := zmqAddress(l.Prefill, l.Peer)
 	if err != nil {
-		return Told{}, err
+		return PairPlan{}, err
 	}
 	to, err := zmqAddress(l.Decode, l.DecodePeer)
 	if err != nil {
-		return Told{}, err
+		return PairPlan{}, err
 	}
 	d.plan(r, p)
-	return Told{Decode: []byte{}, RequestID: "___prefill_addr_" + from + "___decode_addr_" + to + transferID("_", l.ID)}, nil
+	return PairPlan{Decode: []byte{}, RequestID: "___prefill_addr_" + from + "___decode_addr_" + to + transferID("_", l.ID)}, nil
 }
 
 // zmqAddress is where an engine's KV socket listens: as the engine itself registered, else as configured.

@@ -74,17 +74,17 @@ const maxRooms = 1 << 14
 // (disaggregation/prefill.py), and must not stream: the status of a streamed answer says nothing about what follows.
 //
 // A batch has a list of rooms, one for each prompt, as the gateway sends it.
-func (d sglang) Plan(r *openai.Request, p *openai.Patch, l *Legs) (Told, error) {
+func (d sglang) Plan(r *openai.Request, p *openai.Patch, l *Legs) (PairPlan, error) {
 	rooms, list := r.Prompts()
 	switch {
 	case !list:
 		rooms = 1
 	case rooms == 0 || rooms > maxRooms:
-		return Told{}, openai.BadRequest("batch_too_large", "", fmt.Sprintf("a batch of %d; it may be of 1 to %d", rooms, maxRooms))
+		return PairPlan{}, openai.BadRequest("batch_too_large", "", fmt.Sprintf("a batch of %d; it may be of 1 to %d", rooms, maxRooms))
 	}
 	name, err := quote(nil, host(l.Prefill))
 	if err != nil {
-		return Told{}, fmt.Errorf("bootstrap host of %s: %w", l.Prefill.Addr, err)
+		return PairPlan{}, fmt.Errorf("bootstrap host of %s: %w", l.Prefill.Addr, err)
 	}
 	number := strconv.AppendUint(nil, uint64(port(l.Prefill.Transfer.BootstrapPort, DefaultBootstrapPort)), 10)
 	random := rand.NewPCG(binary.LittleEndian.Uint64(l.ID[:8]), binary.LittleEndian.Uint64(l.ID[8:]))
@@ -95,7 +95,7 @@ func (d sglang) Plan(r *openai.Request, p *openai.Patch, l *Legs) (Told, error) 
 		p.Set("stream", openai.FieldStream, d.no)
 	}
 	p.Delete(openai.FieldStreamOptions)
-	return Told{Joined: r.API() == openai.SGLangGenerate && r.Wants(openai.FieldReturnLogprob)}, nil
+	return PairPlan{Joined: r.API() == openai.SGLangGenerate && r.Wants(openai.FieldReturnLogprob)}, nil
 }
 
 // repeated is a value, or a list of n of it.

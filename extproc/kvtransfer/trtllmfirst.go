@@ -45,14 +45,14 @@ func (trtllmFirst) Unpairable(r *openai.Request) string {
 
 // Plan gives both legs the id, and D P's info endpoint. ctx_dp_rank is left out where P does not say one (attention
 // data parallelism): D then asks all of P's ranks.
-func (d trtllmFirst) Plan(r *openai.Request, p *openai.Patch, l *Legs) (Told, error) {
+func (d trtllmFirst) Plan(r *openai.Request, p *openai.Patch, l *Legs) (PairPlan, error) {
 	rank, ok := l.rank()
 	if !ok {
-		return Told{}, ErrUnknownPeer
+		return PairPlan{}, ErrUnknownPeer
 	}
 	endpoint, err := json.Marshal(rank.EngineID)
 	if err != nil {
-		return Told{}, fmt.Errorf("the info endpoint of %s: %w", l.Prefill.Addr, err)
+		return PairPlan{}, fmt.Errorf("the info endpoint of %s: %w", l.Prefill.Addr, err)
 	}
 	id := disaggRequestID(l.ID)
 	if r.True(openai.FieldStream) {
@@ -65,7 +65,7 @@ func (d trtllmFirst) Plan(r *openai.Request, p *openai.Patch, l *Legs) (Told, er
 	if rank.Port >= 0 {
 		decode = fmt.Appendf(decode, `,"ctx_dp_rank":%d`, rank.Port)
 	}
-	return Told{Decode: append(decode, '}')}, nil
+	return PairPlan{Decode: append(decode, '}')}, nil
 }
 
 // ReadAnswer: P's answer says that it has sent. What else is in it D does not need.

@@ -54,7 +54,7 @@ type Report struct {
 type Pair struct {
 	Prefill *kvstate.Endpoint
 	Mirror  string // what becomes of the prefill leg when D's is over: one of package envoywire's
-	Told    kvtransfer.Told
+	Plan    kvtransfer.PairPlan
 }
 
 // SidecarHeaders are the headers for the routing sidecar beside D: addresses, "" for none.
