@@ -194,15 +194,71 @@ func TestClientsDoNotSteer(t *testing.T) {
 	}
 }
 
-// An engine's own 307 (FastAPI redirects a path with a slash too many) is an answer like others: it reaches the client, and what
-// was booked for it is free again.
+// An engine's own redirect (FastAPI redirects a path with a slash too many) is an answer like others: it reaches the client, whoever it is from,
+// Envoy does not follow it, and what was booked for it is free again. A 101, which no client asked for, is none: where another engine
+// can be asked it answers, else the client gets 502.
 func TestEnginesOwnRedirect(t *testing.T) {
-	f := start(t, options{})
-	for _, e := range f.engines() {
-		f.inject(e, `{"mode":"status","status":307,"leg":"any","count":1,"path":"/tokenize"}`)
+	t.Parallel()
+	for name, o := range map[string]options{
+		"nixl":         {},
+		"sglang":       {dialect: "sglang"},
+		"two replicas": {replicas: 2},
+		"alone":        {decodes: 2, pools: "pools:\n- name: chat\n  kvTransfer: none\n  endpoints: [{address: %D}, {address: %D}]\n"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			o.envoyFields = ", maxBodyBytes: 65536"
+			f := start(t, o)
+			f.lenient = true // what prefill gave, nobody fetches
+			all := func(rule string) {
+				for _, e := range f.decodes {
+					f.clear(e)
+					f.inject(e, rule)
+				}
+			}
+			settled := func() {
+				for _, admin := range f.admins {
+					soon(t, "nothing is booked", func() bool { return metric(t, admin, "tandem_reservations") == 0 })
+					require.Zero(t, metric(t, admin, "tandem_redirects_unfollowed_total"))
+				}
+			}
+			ask := func(path, body string) answer {
+				ctx, stop := context.WithTimeout(context.Background(), patience)
+				defer stop()
+				got, err := f.try(ctx, http.MethodPost, path, body)
+				require.NoError(t, err, "%s after %v", path, got.took)
+				return got
+			}
+			for _, status := range []int{301, 302, 303, 307, 308} {
+				all(fmt.Sprintf(`{"mode":"status","status":%d,"count":2}`, status))
+				for _, tokens := range []int{100, 50_000} {
+					if tokens > 100 && name == "sglang" {
+						continue // 413
+					}
+					for range 2 {
+						if got := ask("/v1/chat/completions", question("redirect", tokens)); got.status != 200 {
+							require.Equal(t, status, got.status, got.body)
+						}
+					}
+				}
+				settled()
+			}
+			all(`{"mode":"status","status":101}`)
+			for _, stream := range []bool{false, true} {
+				got := ask(loadBody("chat", 0, stream))
+				require.Contains(t, []int{502, 503}, got.status, got.body)
+				require.Contains(t, got.body, `"error":{`)
+			}
+			if name != "sglang" {
+				got := ask("/v1/chat/completions", question("switch", 50_000)) // Envoy could not keep it for another try
+				require.Equal(t, 502, got.status, got.body)
+				require.Contains(t, got.body, `"code":"bad_gateway"`)
+			}
+			settled()
+			f.clear(f.decodes[1])
+			if name != "sglang" {
+				soon(t, "it is back", func() bool { return ask(loadBody("chat", 1, false)).status == 200 })
+			}
+		})
 	}
-	for range 3 {
-		f.post("/tokenize", `{"model":"tiny","prompt":"a"}`)
-	}
-	require.Eventually(t, func() bool { return metric(t, f.admins[0], "tandem_reservations") == 0 }, 30*time.Second, 20*time.Millisecond, "bookings are left")
 }

@@ -438,7 +438,7 @@ func (a answer) events() (out []string) {
 	return out
 }
 
-var client = &http.Client{Timeout: 90 * time.Second, Transport: &http.Transport{MaxIdleConnsPerHost: 512}}
+var client = &http.Client{Timeout: 90 * time.Second, Transport: &http.Transport{MaxIdleConnsPerHost: 512}, CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse }}
 
 // post sends a JSON body. Headers are name, value, name, value, ...
 func (f *fleet) post(path, body string, headers ...string) answer {
@@ -575,6 +575,16 @@ func (f *fleet) inject(e *engine, rule string) {
 	defer resp.Body.Close()
 	text, _ := io.ReadAll(resp.Body)
 	require.Less(f.t, resp.StatusCode, 300, "%s", text)
+}
+
+// clear ends what inject began.
+func (f *fleet) clear(e *engine) {
+	f.t.Helper()
+	req, err := http.NewRequest(http.MethodDelete, "http://"+e.addr+"/sim/fail", nil)
+	require.NoError(f.t, err)
+	resp, err := client.Do(req)
+	require.NoError(f.t, err)
+	_ = resp.Body.Close()
 }
 
 // account holds the fleet to account when a test is through: nothing is booked, nothing is held, nobody misbehaved.

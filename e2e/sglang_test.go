@@ -245,11 +245,7 @@ func healthy(e *engine) bool {
 func (f *fleet) heal(e *engine) {
 	f.t.Helper()
 	require.Eventually(f.t, func() bool { return healthy(e) }, patience, 10*time.Millisecond)
-	req, err := http.NewRequest(http.MethodDelete, "http://"+e.addr+"/sim/fail", nil)
-	require.NoError(f.t, err)
-	resp, err := client.Do(req)
-	require.NoError(f.t, err)
-	_ = resp.Body.Close()
+	f.clear(e)
 	require.Eventually(f.t, func() bool {
 		for _, admin := range f.admins {
 			var state struct {

@@ -199,7 +199,7 @@ func (x decodeLeg) holdAnswer(t *kvtransfer.Ticket, p *pair, limit time.Duration
 		return false, errors.New("a decode leg went on without an answer")
 	}
 	code, _ := strconv.Atoi(string(x.msg.Headers.Status))
-	if code >= 500 && len(x.msg.Headers.Final) == 0 {
+	if (code >= 500 || code < 200) && len(x.msg.Headers.Final) == 0 {
 		cause := kvtransfer.CauseDecode
 		if p.prefillFailed(x.stream.Context()) {
 			cause = kvtransfer.CausePrefill // D failed for want of P
@@ -207,7 +207,7 @@ func (x decodeLeg) holdAnswer(t *kvtransfer.Ticket, p *pair, limit time.Duration
 		x.s.pairs.giveUp(t.ID)
 		return false, x.planAgain(t, cause)
 	}
-	if code >= 400 {
+	if code >= 300 {
 		x.s.pairs.giveUp(t.ID)
 		x.SpanLegEnded("refused", code)
 		return false, x.send(&envoywire.Reply{Phase: envoywire.PhaseResponseHeaders}) // its body loses what Tandem told D in a script of this listener

@@ -3,6 +3,7 @@ package extproc
 import (
 	"errors"
 	"strconv"
+	"time"
 
 	"tandem/extproc/envoywire"
 	"tandem/extproc/kvtransfer"
@@ -131,4 +132,12 @@ func (x handler) markGood(pool *kvstate.Pool, addr string) {
 	if e := pool.Endpoint(addr); e != nil {
 		x.s.State.MarkGood(e)
 	}
+}
+
+// switched refuses an engine's 101, which no client has asked for.
+func (x handler) switched() error {
+	if err := x.receive(); err != nil {
+		return err
+	}
+	return &openai.Error{Status: 502, Type: "api_error", Code: "bad_gateway", Message: "the endpoint's answer was not valid HTTP; try again", RetryAfter: time.Second}
 }

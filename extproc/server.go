@@ -244,6 +244,8 @@ func (m *scratch) serve(role string) error {
 		return answerLeg{pairLeg{shared}}.serve()
 	case envoywire.RoleEncodeLeg:
 		return encodeLeg{shared, &m.request.req}.serve()
+	case envoywire.RoleSwitched:
+		return m.request.switched()
 	case envoywire.RolePicker:
 		return endpointPicker{firstPass{&m.request}}.serve()
 	}
@@ -274,7 +276,7 @@ func (s *Server) roleOf(ctx context.Context) string {
 		role = values[0]
 	}
 	switch role {
-	case envoywire.RolePrefillLeg, envoywire.RoleDecodeLeg, envoywire.RoleMirror, envoywire.RoleAnswerLeg, envoywire.RoleEncodeLeg:
+	case envoywire.RolePrefillLeg, envoywire.RoleDecodeLeg, envoywire.RoleMirror, envoywire.RoleAnswerLeg, envoywire.RoleEncodeLeg, envoywire.RoleSwitched:
 		return role
 	}
 	if s.Picker != nil {

@@ -62,7 +62,7 @@ func (r *failRule) check() error {
 	if r.Status == 0 {
 		r.Status = http.StatusServiceUnavailable
 	}
-	if r.Status < 200 || r.Status > 599 {
+	if (r.Status < 200 || r.Status > 599) && r.Status != http.StatusSwitchingProtocols {
 		return fmt.Errorf("status %d", r.Status)
 	}
 	r.delay = time.Second
@@ -234,6 +234,13 @@ func (c *call) inject(rule *failRule) (done bool) {
 	ctx := c.r.Context()
 	switch rule.Mode {
 	case failStatus:
+		if rule.Status == http.StatusSwitchingProtocols {
+			c.switchProtocols()
+			return true
+		}
+		if rule.Status < 400 { // as FastAPI does for a slash too many
+			c.w.Header().Set("Location", "http://"+c.r.Host+c.r.URL.Path+"/")
+		}
 		if rule.RetryAfter > 0 {
 			c.w.Header().Set("Retry-After", fmt.Sprint(rule.RetryAfter))
 		}
@@ -283,4 +290,15 @@ func (r *failRule) spoilParams(good []byte) (params []byte, spoilt bool) {
 		return r.Params, true
 	}
 	return good, false
+}
+
+// switchProtocols answers 101, which nobody asked for, and ends the connection at the next byte, which is none of the new protocol.
+func (c *call) switchProtocols() {
+	conn, _, err := http.NewResponseController(c.w).Hijack()
+	if err != nil {
+		panic(http.ErrAbortHandler)
+	}
+	defer conn.Close()
+	_, _ = io.WriteString(conn, "HTTP/1.1 101 Switching Protocols\r\nconnection: upgrade\r\nupgrade: h2c\r\n\r\n")
+	_, _ = conn.Read(make([]byte, 1))
 }

@@ -53,6 +53,7 @@ const (
 	RoleMirror      = "prefill-mirror"
 	RoleAnswerLeg   = "answer-leg"
 	RoleEncodeLeg   = "encode-leg"
+	RoleSwitched    = "switched"        // an engine answered 101
 	RolePicker      = "endpoint-picker" // of metrics alone: the server is one for all streams, or for none
 	DetailsPrefix   = "tandem"
 	ContentTypeJSON = "application/json"
