@@ -35,7 +35,7 @@ type DecoderStats struct {
 // Batch is what one message holds. It is good until the decoder reads the next.
 type Batch struct {
 	Time   float64 // seconds since 1970, by the engine's clock
-	Rank   int     // data-parallel rank, -1 if not said
+	Rank   int     // data-parallel rank, -1 if absent
 	Events []prefixindex.BlockEvent
 }
 
@@ -230,7 +230,7 @@ func (d *Decoder) stored(c *cursor, e *rawEvent) bool {
 	if c.bad = c.bad || f.bad; c.bad {
 		return false
 	}
-	if len(d.ids) > 0 { // else only the names are told: a copy in another tier
+	if len(d.ids) > 0 { // else the event only has the names: a copy in another tier
 		if out.BlockSize <= 0 || len(d.ids) != len(out.Keys)*out.BlockSize*4 {
 			d.Stats.Partial++
 			return true

@@ -205,7 +205,7 @@ func streamProgram(t *testing.T, next func(n int) int, steps int) {
 			}
 			want, got := e.hit(ids), x.hit(tokenPrompt(ids), engineBlock)
 			require.LessOrEqual(t, got, want, "the index promises what is gone")
-			if canReplay && len(e.kept) == e.seq { // all that the engine ever said since its start was to be had
+			if canReplay && len(e.kept) == e.seq { // every batch since the start of the engine was available
 				require.Equal(t, want, got)
 			}
 		}
@@ -238,7 +238,7 @@ func FuzzStream(f *testing.F) {
 	})
 }
 
-// What happens to a stream, told by what it does.
+// Each case is a sequence of steps and the counts that they lead to.
 func TestStream(t *testing.T) {
 	ids := func(n int) []int { return []int{n, 1, 1, 1} }
 	type step struct {

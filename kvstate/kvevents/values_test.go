@@ -36,7 +36,7 @@ func newCounted(t *testing.T) *counted {
 	return &counted{t, c, p, newEngine(100, 100, true), c.find(place{"p", "127.0.0.1:8100", 0})}
 }
 
-// publish has the engine store a block that is as old as said by now.
+// publish has the engine store a block, in a batch of the given age.
 func (x *counted) publish(n int, age time.Duration) kept {
 	return x.say(x.e.stored([]int{n, 1, 1, 1}, 0, 1), age)
 }

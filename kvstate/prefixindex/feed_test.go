@@ -143,7 +143,7 @@ func feedProgram(t *testing.T, next func(n int) int, steps, compareEvery int) {
 			if from > 0 {
 				e.HasParent, e.Parent = true, seq.keys[from-1]
 			}
-		case op == 11: // a copy in another tier, of which only the name is told
+		case op == 11: // a copy in another tier, of which only the name is reported
 			e = BlockEvent{Kind: BlocksStored, Keys: seq.keys[next(len(seq.keys)):], Host: true, HasParent: false}
 		case op < 18: // removes from the end, one somewhere, or from the beginning
 			from := next(len(seq.keys))

@@ -36,16 +36,19 @@ func (p *poolReplica) apply(b *statev1.Batch, id streamID) {
 		p.applyLoads(m, b, now.Add(-age))
 		p.applyWaits(pool, b, now.Add(-age))
 	}
-	endpoints, unknown := p.endpoints(pool, b.GetAddresses())
+	endpoints, unknown := p.endpoints.all(pool, b.GetAddresses())
 	c.unknown.Add(unknown)
 	at := known(endpoints)
 	for _, blocks := range b.GetBlocks() {
+		if blocks.GetKind() != statev1.Blocks_KIND_ROUTED { // of a later release
+			continue
+		}
 		if e := at(blocks.GetAddress()); e != nil {
-			p.applyBlocks(pool, e, blocks)
+			p.s.state.ApplyRouted(pool, e, blocks.GetHashes())
 		}
 		for _, also := range blocks.GetAlso() {
 			if e := at(also); e != nil {
-				p.applyBlocks(pool, e, blocks)
+				p.s.state.ApplyRouted(pool, e, blocks.GetHashes())
 			}
 		}
 	}
@@ -72,7 +75,7 @@ func (p *poolReplica) apply(b *statev1.Batch, id streamID) {
 		p.applyForwarded(pool, b.GetEvents(), at)
 	}
 	if m != nil && b.GetHello() && p.leads(b.GetReplica()) {
-		p.wantSnapshot(snapshotWish{feeds: b.GetWantsFeeds()})
+		p.snapshots.want(snapshotWish{feeds: b.GetWantsFeeds()})
 	}
 	if n := b.GetSnapshot(); n != nil {
 		p.unsaved = 0
@@ -92,27 +95,33 @@ func known(endpoints []*kvstate.Endpoint) func(uint32) *kvstate.Endpoint {
 	}
 }
 
-// endpoints returns the endpoints at the addresses of a batch, nil for one that is not known here, and how many those are:
+// endpoints finds a pool's endpoints by address.
+type endpoints struct {
+	pool   *kvstate.Pool
+	byAddr map[string]*kvstate.Endpoint
+}
+
+// all returns the endpoints at the addresses of a batch, nil for one that is not known here, and how many those are:
 // replicas may have different configurations, or a name may resolve to other addresses there.
-func (p *poolReplica) endpoints(pool *kvstate.Pool, addresses []string) (out []*kvstate.Endpoint, unknown int64) {
+func (x *endpoints) all(pool *kvstate.Pool, addresses []string) (out []*kvstate.Endpoint, unknown int64) {
 	out = make([]*kvstate.Endpoint, len(addresses))
 	for i, a := range addresses {
-		if out[i] = p.endpoint(pool, a); out[i] == nil {
+		if out[i] = x.find(pool, a); out[i] == nil {
 			unknown++
 		}
 	}
 	return out, unknown
 }
 
-// endpoint finds one of the pool's endpoints. poolReplica.mu is held.
-func (p *poolReplica) endpoint(pool *kvstate.Pool, addr string) *kvstate.Endpoint {
-	if p.known != pool { // other endpoints make another pool
-		p.known, p.byAddr = pool, make(map[string]*kvstate.Endpoint, len(pool.Endpoints()))
+// find finds one of the pool's endpoints. poolReplica.mu is held.
+func (x *endpoints) find(pool *kvstate.Pool, addr string) *kvstate.Endpoint {
+	if x.pool != pool { // other endpoints make another pool
+		x.pool, x.byAddr = pool, make(map[string]*kvstate.Endpoint, len(pool.Endpoints()))
 		for _, e := range pool.Endpoints() {
-			p.byAddr[e.Addr] = e
+			x.byAddr[e.Addr] = e
 		}
 	}
-	return p.byAddr[addr]
+	return x.byAddr[addr]
 }
 
 // Bounds of the bookings in a batch: more than anybody books.
@@ -172,14 +181,6 @@ func learnedOf(t *statev1.Tokens) *prefixindex.LearnedTokens {
 		out.Blocks = append(out.Blocks, prefixindex.LearnedBlocks{Size: int(b.GetSize()), From: int(b.GetFrom()), Hashes: b.GetHashes()})
 	}
 	return out
-}
-
-func (p *poolReplica) applyBlocks(pool *kvstate.Pool, e *kvstate.Endpoint, b *statev1.Blocks) {
-	switch b.GetKind() {
-	case statev1.Blocks_KIND_ROUTED:
-		p.s.state.ApplyRouted(pool, e, b.GetHashes())
-	default: // of a release to come
-	}
 }
 
 func (p *poolReplica) applyHealth(e *kvstate.Endpoint, failed bool) {

@@ -92,7 +92,7 @@ func TestFeedsAreInASnapshot(t *testing.T) {
 	read := func(wish snapshotWish, joined bool) int {
 		y.feed.Clear()
 		b.p.joined = joined
-		require.NoError(t, a.p.writeSnapshot(t.Context(), wish))
+		require.NoError(t, a.p.snapshots.write(t.Context(), wish))
 		n, err := b.p.lastSnapshot(t.Context())
 		require.NoError(t, err)
 		require.NoError(t, b.p.load(t.Context(), n))
@@ -107,7 +107,7 @@ func TestFeedsAreInASnapshot(t *testing.T) {
 	require.Zero(t, read(snapshotWish{}, true))
 	require.Zero(t, read(snapshotWish{feeds: true}, false), "an old one")
 	x.failing = fmt.Errorf("it has none")
-	require.ErrorIs(t, a.p.writeSnapshot(t.Context(), snapshotWish{feeds: true}), x.failing)
+	require.ErrorIs(t, a.p.snapshots.write(t.Context(), snapshotWish{feeds: true}), x.failing)
 }
 
 // Who starts says whether it wants feeds, and the oldest writes them.
@@ -116,8 +116,8 @@ func TestFeedsAreWanted(t *testing.T) {
 	x := newEvents(t, r)
 	for _, wants := range []bool{true, false} {
 		r.hears(&statev1.Batch{Replica: r.store.replica + 1, Hello: true, WantsFeeds: wants})
-		<-r.p.due
-		require.Equal(t, snapshotWish{feeds: wants}, r.p.takeWish())
+		<-r.p.snapshots.due
+		require.Equal(t, snapshotWish{feeds: wants}, r.p.snapshots.take())
 	}
 	took := record(r)
 	for _, needs := range []bool{true, false} {

@@ -185,7 +185,7 @@ func TestWarmStartAfterKills(t *testing.T) {
 			a.publishedOf(r, 0, 2, early)
 			eventually(t, "it has read that", func() bool { a.p.mu.Lock(); defer a.p.mu.Unlock(); return a.p.position != streamID{} })
 			if c.snapshot {
-				eventually(t, "a snapshot is written", func() bool { return a.p.writeSnapshot(t.Context(), snapshotWish{}) == nil })
+				eventually(t, "a snapshot is written", func() bool { return a.p.snapshots.write(t.Context(), snapshotWish{}) == nil })
 			} else {
 				r.do("DEL", a.p.keys.snapshot())
 			}

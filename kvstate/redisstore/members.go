@@ -88,7 +88,7 @@ func (p *poolReplica) set(m *member, addr string, next kvstate.Booked) {
 	if pool == nil {
 		return
 	}
-	e := p.endpoint(pool, addr)
+	e := p.endpoints.find(pool, addr)
 	if e == nil {
 		return
 	}

@@ -251,13 +251,13 @@ func TestWhatFoundNoRoomIsInASnapshot(t *testing.T) {
 	r.state.Routed(r.pool, r.e(0), prompt(1, 2))
 	x.failing(errGone)
 	require.Error(t, r.flush(false))
-	require.Empty(t, r.p.due)
+	require.Empty(t, r.p.snapshots.due)
 	x.failing(nil)
 	require.NoError(t, r.flush(false))
-	<-r.p.due
-	require.Equal(t, snapshotWish{everyone: true}, r.p.takeWish())
+	<-r.p.snapshots.due
+	require.Equal(t, snapshotWish{everyone: true}, r.p.snapshots.take())
 	require.NoError(t, r.flush(true))
-	require.Empty(t, r.p.due, "once")
+	require.Empty(t, r.p.snapshots.due, "once")
 }
 
 // The end does not cut short what is on its way.

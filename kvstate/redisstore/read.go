@@ -80,6 +80,6 @@ func (p *poolReplica) takeIn(m *redis.XMessage) {
 	}
 	if p.unsaved >= streamLength/2 && p.leads(0) && time.Since(p.saved) >= snapshotSoonest {
 		p.saved = time.Now() // or every entry to come asks for it again
-		p.wantSnapshot(snapshotWish{})
+		p.snapshots.want(snapshotWish{})
 	}
 }

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"sync"
 	"time"
 
 	"github.com/redis/go-redis/v9"
@@ -34,24 +35,33 @@ type snapshotWish struct {
 	feeds    bool // for a replica that starts: with the feeds of publishers of KV events
 }
 
-// wantSnapshot has a snapshot written soon.
-func (p *poolReplica) wantSnapshot(w snapshotWish) {
-	p.wishMu.Lock()
-	p.wish.everyone = p.wish.everyone || w.everyone
-	p.wish.feeds = p.wish.feeds || w.feeds
-	p.wishMu.Unlock()
+// snapshots writes the snapshots of a pool.
+type snapshots struct {
+	p   *poolReplica
+	due chan struct{} // one is wanted
+
+	mu   sync.Mutex
+	wish snapshotWish // what for
+}
+
+// want has a snapshot written soon.
+func (s *snapshots) want(w snapshotWish) {
+	s.mu.Lock()
+	s.wish.everyone = s.wish.everyone || w.everyone
+	s.wish.feeds = s.wish.feeds || w.feeds
+	s.mu.Unlock()
 	select {
-	case p.due <- struct{}{}:
+	case s.due <- struct{}{}:
 	default:
 	}
 }
 
-// takeWish returns the purpose of the next snapshot.
-func (p *poolReplica) takeWish() snapshotWish {
-	p.wishMu.Lock()
-	defer p.wishMu.Unlock()
-	w := p.wish
-	p.wish = snapshotWish{}
+// take returns the purpose of the next snapshot.
+func (s *snapshots) take() snapshotWish {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	w := s.wish
+	s.wish = snapshotWish{}
 	return w
 }
 
@@ -65,28 +75,28 @@ func (s *Store) writeSnapshots(ctx context.Context, p *poolReplica) {
 			if p.leads(0) && s.link.isUp() {
 				last, cancel := context.WithTimeout(context.WithoutCancel(ctx), 2*time.Second)
 				defer cancel()
-				p.tryWrite(last, snapshotWish{})
+				p.snapshots.tryWrite(last, snapshotWish{})
 			}
 			return
-		case <-p.due:
+		case <-p.snapshots.due:
 		case <-every.C:
 			if !p.leads(0) || !s.link.isUp() {
 				continue
 			}
 		}
-		w := p.takeWish()
-		written := p.tryWrite(ctx, w)
+		w := p.snapshots.take()
+		written := p.snapshots.tryWrite(ctx, w)
 		wait(ctx, snapshotAtMost)
 		if !written && w.everyone { // a replica that requested one repeats that; nobody requests what did not fit into the outbox
-			p.wantSnapshot(w)
+			p.snapshots.want(w)
 		}
 	}
 }
 
-func (p *poolReplica) tryWrite(ctx context.Context, wish snapshotWish) (written bool) {
-	err := p.writeSnapshot(ctx, wish)
+func (s *snapshots) tryWrite(ctx context.Context, wish snapshotWish) (written bool) {
+	err := s.write(ctx, wish)
 	if err != nil && !errors.Is(err, errNotJoined) && ctx.Err() == nil {
-		p.s.log.Warn("a snapshot was not written", "pool", p.pool, "err", err)
+		s.p.s.log.Warn("a snapshot was not written", "pool", s.p.pool, "err", err)
 	}
 	return err == nil
 }
@@ -94,8 +104,9 @@ func (p *poolReplica) tryWrite(ctx context.Context, wish snapshotWish) (written 
 // errNotJoined: this replica knows less than what is there, so far.
 var errNotJoined = errors.New("the stream is not read yet")
 
-// writeSnapshot writes what this replica knows, and announces it.
-func (p *poolReplica) writeSnapshot(ctx context.Context, wish snapshotWish) error {
+// write writes what this replica knows, and announces it.
+func (s *snapshots) write(ctx context.Context, wish snapshotWish) error {
+	p := s.p
 	pool := p.s.state.Pool(p.pool)
 	if pool == nil {
 		return nil
@@ -140,21 +151,24 @@ func (p *poolReplica) writeSnapshot(ctx context.Context, wish snapshotWish) erro
 	if w.write(); w.err != nil {
 		return w.err
 	}
-	return p.announce(ctx, last, &statev1.SnapshotNotice{
+	return s.announce(ctx, last, &statev1.SnapshotNotice{
 		Id: w.id, Chunks: uint32(w.chunks), Position: position.String(), Everyone: wish.everyone,
 		Previous: last.GetId(), PreviousChunks: last.GetChunks(),
 	})
 }
 
 // announce makes a snapshot the last one, and drops the one before the one that it replaces.
-func (p *poolReplica) announce(ctx context.Context, last, n *statev1.SnapshotNotice) error {
+func (s *snapshots) announce(ctx context.Context, last, n *statev1.SnapshotNotice) error {
+	p := s.p
 	text, err := proto.Marshal(n)
 	if err != nil {
 		return fmt.Errorf("encoding the notice of a snapshot: %w", err)
 	}
 	pipe := p.s.client.Pipeline()
 	pipe.Set(ctx, p.keys.snapshot(), text, snapshotTTL)
-	p.unlinkPrevious(ctx, pipe, last)
+	for i := range min(int(last.GetPreviousChunks()), maxChunks) {
+		pipe.Unlink(ctx, p.keys.chunk(last.GetPrevious(), i))
+	}
 	if _, err := pipe.Exec(ctx); err != nil {
 		return fmt.Errorf("writing the notice of a snapshot: %w", err)
 	}
@@ -167,13 +181,6 @@ func (p *poolReplica) announce(ctx context.Context, last, n *statev1.SnapshotNot
 	p.outMu.Unlock()
 	p.s.Changed()
 	return nil
-}
-
-// unlinkPrevious drops the chunks of what was written before last.
-func (p *poolReplica) unlinkPrevious(ctx context.Context, c redis.Cmdable, last *statev1.SnapshotNotice) {
-	for i := range min(int(last.GetPreviousChunks()), maxChunks) {
-		c.Unlink(ctx, p.keys.chunk(last.GetPrevious(), i))
-	}
 }
 
 // chunkWriter writes a snapshot in parts. After an error it does nothing more.
@@ -313,7 +320,7 @@ func (p *poolReplica) loadChunk(pool *kvstate.Pool, text string) error {
 		return fmt.Errorf("reading a snapshot: %w", err)
 	}
 	p.mu.Lock()
-	endpoints, unknown := p.endpoints(pool, chunk.GetAddresses())
+	endpoints, unknown := p.endpoints.all(pool, chunk.GetAddresses())
 	joined := p.joined
 	p.mu.Unlock()
 	p.s.counters.unknown.Add(unknown)

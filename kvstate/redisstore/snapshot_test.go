@@ -29,9 +29,9 @@ func TestWhatIsInASnapshot(t *testing.T) {
 	a.state.ApplyStick(a.pool, 73, a.e(1), nil)
 	a.state.ApplyFailed(a.e(1), true)
 	ctx := context.Background()
-	require.ErrorIs(t, a.p.writeSnapshot(ctx, snapshotWish{}), errNotJoined, "it knows less than what is there")
+	require.ErrorIs(t, a.p.snapshots.write(ctx, snapshotWish{}), errNotJoined, "it knows less than what is there")
 	eventually(t, "it joins", func() bool { return a.p.joinOnce(ctx) == nil })
-	eventually(t, "it is written", func() bool { return a.p.writeSnapshot(ctx, snapshotWish{}) == nil })
+	eventually(t, "it is written", func() bool { return a.p.snapshots.write(ctx, snapshotWish{}) == nil })
 	n, err := b.p.lastSnapshot(ctx)
 	require.NoError(t, err)
 	require.EqualValues(t, 3, n.GetChunks())
@@ -54,7 +54,7 @@ func TestWhatIsInASnapshot(t *testing.T) {
 	defer c.Close()
 	left := func() int64 { return c.DBSize(ctx).Val() - 2 } // but for the stream and the notice
 	for range 3 {
-		eventually(t, "the next one is written", func() bool { return a.p.writeSnapshot(ctx, snapshotWish{everyone: true}) == nil })
+		eventually(t, "the next one is written", func() bool { return a.p.snapshots.write(ctx, snapshotWish{everyone: true}) == nil })
 		require.EqualValues(t, 6, left())
 	}
 	last, err := b.p.lastSnapshot(ctx)
@@ -80,12 +80,12 @@ func TestWhenSnapshotsAreWritten(t *testing.T) {
 			return r.p.out.notice.GetEveryone()
 		}
 
-		r.p.wantSnapshot(snapshotWish{})
+		r.p.snapshots.want(snapshotWish{})
 		require.Equal(t, 1, written())
 		require.False(t, everyone())
-		r.p.wantSnapshot(snapshotWish{})
-		r.p.wantSnapshot(snapshotWish{everyone: true}) // one does for both
-		r.p.wantSnapshot(snapshotWish{})
+		r.p.snapshots.want(snapshotWish{})
+		r.p.snapshots.want(snapshotWish{everyone: true}) // one does for both
+		r.p.snapshots.want(snapshotWish{})
 		require.Equal(t, 1, written(), "not so soon")
 		time.Sleep(snapshotAtMost)
 		require.Equal(t, 2, written())
@@ -94,10 +94,10 @@ func TestWhenSnapshotsAreWritten(t *testing.T) {
 		require.Equal(t, 2, written())
 
 		x.failing(errGone)
-		r.p.wantSnapshot(snapshotWish{})
+		r.p.snapshots.want(snapshotWish{})
 		time.Sleep(4 * snapshotAtMost)
 		require.Equal(t, 1, refused(), "who asked for it asks again")
-		r.p.wantSnapshot(snapshotWish{everyone: true})
+		r.p.snapshots.want(snapshotWish{everyone: true})
 		time.Sleep(4*snapshotAtMost - time.Millisecond)
 		require.Equal(t, 1+4, refused())
 		x.failing(nil)
@@ -173,7 +173,7 @@ func TestSnapshotBeforeTheStreamIsCut(t *testing.T) {
 				r.p.takeIn(message(streamID{ms: n}.String(), ""))
 			}
 			select {
-			case <-r.p.due:
+			case <-r.p.snapshots.due:
 				return true
 			default:
 				return false

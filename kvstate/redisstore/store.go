@@ -116,32 +116,33 @@ type poolReplica struct {
 	published map[string]published // by address: what the other replicas know
 	members   map[uint64]*member
 	waits     map[uint64]uint64 // requests that wait here, as published: by id, kvstate.Waits.Told as of then
-	position  streamID          // of the last entry read
-	began     streamID          // of our first batch: entries before were published before we joined
-	joined    bool
-	gapless   bool      // Redis held all that was published before we joined: no need to wait for a snapshot
-	unsaved   int       // entries read since the last snapshot was announced
-	saved     time.Time // when a snapshot was last wanted because of them
-	sync      snapshotRequest
+	reading
+	sync snapshotRequest
 
 	publishedKeys []uint64                // fingerprints of our ticket keys, as others know them
 	waitsUnknown  bool                    // the other replicas may have missed who waits: publish all
 	notice        *statev1.SnapshotNotice // of a snapshot that is to be loaded
-	known         *kvstate.Pool           // that byAddr is of
-	byAddr        map[string]*kvstate.Endpoint
+	endpoints     endpoints
 
-	ids atomic.Pointer[[]uint64] // of the living replicas, ours among them, sorted
-	due chan struct{}            // a snapshot is wanted
+	ids       atomic.Pointer[[]uint64] // of the living replicas, ours among them, sorted
+	snapshots snapshots
+}
 
-	wishMu sync.Mutex
-	wish   snapshotWish // what that is for
+// reading is how far the pool's stream has been read.
+type reading struct {
+	position streamID // of the last entry read
+	began    streamID // of our first batch: entries before were published before we joined
+	joined   bool
+	gapless  bool      // Redis held all that was published before we joined: no need to wait for a snapshot
+	unsaved  int       // entries read since the last snapshot was announced
+	saved    time.Time // when a snapshot was last wanted because of them
 }
 
 func newPoolReplica(s *Store, pool string) *poolReplica {
 	p := &poolReplica{
 		s: s, pool: pool, keys: s.o.poolKeys(pool), published: map[string]published{}, members: map[uint64]*member{},
-		due: make(chan struct{}, 1),
 	}
+	p.snapshots = snapshots{p: p, due: make(chan struct{}, 1)}
 	p.ids.Store(&[]uint64{s.replica})
 	return p
 }

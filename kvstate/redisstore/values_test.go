@@ -93,7 +93,7 @@ func TestWhatIsCountedOfRedis(t *testing.T) {
 			{"of an endpoint that the other one lacks", none, func(x *counted) { x.routed(2, 3); x.tell(false); x.read(x.b) }, Stats{Commands: 1, BatchesSent: 1},
 				Stats{Commands: 1, BatchesRead: 1, Unknown: 1, Lag: Lag{Count: 1}}},
 			{"batches are missed", none, func(x *counted) { x.a.p.seq += 5; x.tell(true); x.read(x.b) }, Stats{Commands: 2, BatchesSent: 1}, Stats{Commands: 1, BatchesRead: 1, Gaps: 1}},
-			{"a snapshot", func(x *counted) { x.r.do("FLUSHALL") }, func(x *counted) { x.a.p.tryWrite(context.Background(), snapshotWish{}) }, Stats{Commands: 3, Snapshots: 1}, Stats{}},
+			{"a snapshot", func(x *counted) { x.r.do("FLUSHALL") }, func(x *counted) { x.a.p.snapshots.tryWrite(context.Background(), snapshotWish{}) }, Stats{Commands: 3, Snapshots: 1}, Stats{}},
 			{"a ticket", none, (*counted).spend, Stats{Commands: 1}, Stats{}},
 			{"a ticket that is spent", none, func(x *counted) { x.a.store.Spend(ticketOf(1<<40), true) }, Stats{Commands: 1}, Stats{}},
 			{"notices", none, func(x *counted) { x.notice(3) }, Stats{Commands: 2}, Stats{}},
@@ -131,7 +131,7 @@ func TestWhatIsCountedOfRedis(t *testing.T) {
 			{"a ticket", none, (*counted).spend, Stats{SpendUnknown: 1}, Stats{}},
 			{"notices", none, func(x *counted) { x.notice(3) }, Stats{NoticesDropped: 3}, Stats{}},
 			{"more notices than have room", none, func(x *counted) { x.notice(noticesWaiting + 2) }, Stats{NoticesDropped: noticesWaiting + 2}, Stats{}},
-			{"a snapshot", none, func(x *counted) { x.a.p.tryWrite(context.Background(), snapshotWish{}) }, Stats{Commands: 1, Errors: 1}, Stats{}},
+			{"a snapshot", none, func(x *counted) { x.a.p.snapshots.tryWrite(context.Background(), snapshotWish{}) }, Stats{Commands: 1, Errors: 1}, Stats{}},
 			{"notices, before anybody has seen that it is gone", func(x *counted) { x.a.store.link.result(nil) }, func(x *counted) { x.notice(3) }, Stats{Commands: 2, Errors: 2, NoticesDropped: 3}, Stats{}},
 		}},
 		{"redis is back", func(x *counted) { x.a.p.take(); x.r.start() }, up, []step{

@@ -110,7 +110,7 @@ func (s *Store) linked(err error) {
 		defer s.mu.RUnlock()
 		for _, p := range s.byPool { // it may have come back empty
 			if p.leads(0) {
-				p.wantSnapshot(snapshotWish{})
+				p.snapshots.want(snapshotWish{})
 			}
 		}
 		return
@@ -209,7 +209,7 @@ func (p *poolReplica) publishRest() {
 	p.out.lossy = false
 	p.outMu.Unlock()
 	if lossy {
-		p.wantSnapshot(snapshotWish{everyone: true})
+		p.snapshots.want(snapshotWish{everyone: true})
 	}
 }
 
@@ -220,7 +220,7 @@ func (p *poolReplica) forgetEndpoints() {
 		return
 	}
 	for addr := range p.published {
-		if p.endpoint(pool, addr) == nil {
+		if p.endpoints.find(pool, addr) == nil {
 			delete(p.published, addr)
 		}
 	}
