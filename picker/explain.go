@@ -74,8 +74,10 @@ func (k *Picker) weigh(r *Request, t *terms, c *kvstate.Candidate) Weighed {
 	if c.Endpoint.Role&kvstate.RoleDecode != 0 {
 		w.Learned, w.Step = learned(c.Transfer), learned(c.Step)
 		w.Decode, w.Transfer, w.Alone = &DecodePrice{}, t.transfer(c, true), &AlonePrice{}
-		t.decode(c, w.Decode)
-		w.Busy = !t.alone(c, w.Alone)
+		var runs batch
+		t.batch(c, &runs)
+		t.decode(c, &runs, w.Decode)
+		w.Busy = !t.alone(c, &runs, w.Alone)
 	}
 	return w
 }

@@ -215,12 +215,14 @@ func (t *terms) weigh(c *kvstate.Candidate, p *prices) {
 		}
 	}
 	if role&kvstate.RoleDecode != 0 {
+		var runs batch
 		var price DecodePrice
-		t.decode(c, &price)
+		t.batch(c, &runs)
+		t.decode(c, &runs, &price)
 		p.decode = price.sum()
 		if !t.always {
 			var price AlonePrice
-			p.busy = !t.alone(c, &price)
+			p.busy = !t.alone(c, &runs, &price)
 			p.alone = price.sum()
 		}
 	}

@@ -172,15 +172,23 @@ type DecodePrice struct {
 
 func (p *DecodePrice) sum() float64 { return p.Step + p.Answer + p.Overflow + p.Session }
 
-// batch is what runs on an endpoint that decodes: answers, their KV with the part of them that is written already, and
-// the KV once the request has joined them.
-func (t *terms) batch(c *kvstate.Candidate) (answers, kv float64) {
-	answers = float64(c.Requests - c.Jobs)
-	kv = float64(c.PromptTokens) + answers*t.mean/2
+// batch is what runs on an endpoint that decodes, once the request has joined it.
+type batch struct {
+	answers        float64 // without the request's
+	kv, room       float64 // tokens: of KV, with the part of the answers that is written already; and that there is room for
+	step, overflow float64 // s, as in DecodePrice
+}
+
+// batch fills in b.
+func (t *terms) batch(c *kvstate.Candidate, b *batch) {
+	b.answers, b.room = float64(c.Requests-c.Jobs), t.room(c)
+	kv := float64(c.PromptTokens) + b.answers*t.mean/2
 	if c.Trust > 0 && c.KVTokens > 0 && c.Signals.KVUsage >= 0 {
 		kv = max(kv+c.Trust*t.steady*(c.Signals.KVUsage*float64(c.KVTokens)-kv), float64(c.PromptTokens))
 	}
-	return answers, kv + t.tokens + t.out/2
+	b.kv = kv + t.tokens + t.out/2
+	b.step = t.step(c, b.answers, b.kv)
+	b.overflow = t.overflow(b.kv, b.room, b.step)
 }
 
 // step is how long the endpoint's decode steps are once the request has joined them. One of half the weight is taken to have
@@ -194,12 +202,10 @@ func (t *terms) step(c *kvstate.Candidate, answers, kv float64) float64 {
 	return step
 }
 
-func (t *terms) decode(c *kvstate.Candidate, p *DecodePrice) {
-	answers, kv := t.batch(c)
-	step := t.step(c, answers, kv)
-	p.Step = step
-	p.Answer = t.answer * t.out * step
-	p.Overflow = t.overflow(kv, t.room(c), step)
+func (t *terms) decode(c *kvstate.Candidate, b *batch, p *DecodePrice) {
+	p.Step = b.step
+	p.Answer = t.answer * t.out * b.step
+	p.Overflow = b.overflow
 	p.Session = t.session(c, kvstate.RoleDecode)
 }
 
@@ -258,11 +264,9 @@ func (p *AlonePrice) sum() float64 {
 }
 
 // alone prices both on one endpoint. allowed is false where its running answers would suffer more than they may.
-func (t *terms) alone(c *kvstate.Candidate, p *AlonePrice) (allowed bool) {
+func (t *terms) alone(c *kvstate.Candidate, b *batch, p *AlonePrice) (allowed bool) {
 	uncached, cached := t.split(c)
-	answers, kv := t.batch(c)
-	slow := slowness(c)
-	step := t.step(c, answers, kv)
+	answers, step, slow := b.answers, b.step, slowness(c)
 	work, pace, steps := t.m.prefill(uncached, cached), speed(c, t.fleet)*slow, t.m.steps(uncached)
 	// Its chunks ride in the steps that decode makes anyway; without any they make their own.
 	longer := (work - t.m.PrefillStep*steps) * pace
@@ -270,8 +274,7 @@ func (t *terms) alone(c *kvstate.Candidate, p *AlonePrice) (allowed bool) {
 	if answers > 0 {
 		own = longer + steps*step
 	}
-	room := t.room(c)
-	fill := max(answers/t.m.MaxAnswers, kv/room)
+	fill := max(answers/t.m.MaxAnswers, b.kv/b.room)
 	queue := (seconds(c.Local) + seconds(c.Queue)) * slow
 	p.Queue = queue * (1 + localSteps*step/t.fullStep)
 	p.Work = own
@@ -279,7 +282,7 @@ func (t *terms) alone(c *kvstate.Candidate, p *AlonePrice) (allowed bool) {
 	left := max(1-c.Share, 0.01) // of the endpoint's time, for answers: what keeps them there lets more run, so more lose
 	p.Answers = max(answers, 1) * longer / max(1-fill, 1-maxFill) / left
 	p.Decode = t.answer * t.out * step
-	p.Overflow = t.overflow(kv, room, step)
+	p.Overflow = b.overflow
 	p.Session = t.session(c, kvstate.RoleBoth)
 	if t.hurry {
 		p.Answers, p.Decode = 0, p.Decode+step

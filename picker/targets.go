@@ -60,13 +60,15 @@ func (k *Picker) towards(r *Request, v *kvstate.View, c Choice) (Choice, error) 
 func (k *Picker) estimate(r *Request, v *kvstate.View, c *Choice) (idle Choice) {
 	t := k.terms(r, v, 0, 0)
 	d := &v.Endpoints[c.Decode]
+	var runs batch
 	var decode DecodePrice
-	t.decode(d, &decode)
+	t.batch(d, &runs)
+	t.decode(d, &runs, &decode)
 	c.TokenTime = decode.Step
 	idle.TokenTime = t.step(d, 0, t.tokens+t.out/2)
 	if c.Prefill < 0 {
 		var alone AlonePrice
-		t.alone(d, &alone)
+		t.alone(d, &runs, &alone)
 		c.FirstToken = alone.Queue + alone.Work + decode.Step + alone.Overflow
 		idle.FirstToken = alone.Work + idle.TokenTime
 		return idle

@@ -1476,7 +1476,7 @@ func (x *Encode) GetTimeout() string {
 type Queue struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// So long a request waits; then it is bound whatever waits before it, or refused (429) if its priority is below 0.
-	// At most 20s where envoy.bodyMode is not duplex, since Envoy waits no longer for a buffered body. Default 20s.
+	// At most 20s where envoy.bodyMode is not duplex, since Envoy waits no longer for a buffered body. Default: 60s where it is duplex, else 20s.
 	MaxWait string `protobuf:"bytes,1,opt,name=max_wait,json=maxWait,proto3" json:"max_wait,omitempty"`
 	// So many may wait, in each replica; then the last of those with a priority below 0 is refused (429), or the first bound
 	// before its time. Default 4096.

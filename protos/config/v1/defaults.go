@@ -34,6 +34,7 @@ func SetDefaults(c *Config) {
 	}
 	for _, p := range c.Pools {
 		setPoolDefaults(p)
+		setWaitDefault(p, c.Envoy.BodyMode)
 		setDiscoveryDefaults(p.Discovery)
 		or(&p.Handoff, defaultHandoff(c.ExtProc))
 		if p.TakesNotices() {

@@ -25,8 +25,19 @@ func setObjectiveDefaults(p *Pool) {
 		sub(&p.Queue)
 	}
 	if p.Queue != nil {
-		or(&p.Queue.MaxWait, "20s")
 		or(&p.Queue.MaxWaiting, 4096)
+	}
+}
+
+// setWaitDefault sets how long requests of a pool wait at most: in the replay a minute is as good as no end, and 20 s turn an overload into
+// first come, first served.
+func setWaitDefault(p *Pool, bodyMode string) {
+	switch {
+	case p.Queue == nil:
+	case bodyMode == "duplex":
+		or(&p.Queue.MaxWait, "60s")
+	default:
+		or(&p.Queue.MaxWait, "20s")
 	}
 }
 

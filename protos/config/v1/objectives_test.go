@@ -14,7 +14,8 @@ func TestObjectives(t *testing.T) {
 	require.NoError(t, err)
 	require.Empty(t, warnings)
 	p := c.GetPools()[0]
-	require.Equal(t, "20s", p.GetQueue().GetMaxWait())
+	require.Equal(t, "60s", p.GetQueue().GetMaxWait(), "one replica: bodies are not buffered")
+	require.Equal(t, "20s", onlyPool(t, with("envoy: {bodyMode: auto}, ", "binding: late,")).GetQueue().GetMaxWait())
 	require.EqualValues(t, 4096, p.GetQueue().GetMaxWaiting())
 	require.Equal(t, "goOn", p.GetObjectives().GetOnMiss())
 	require.Equal(t, "immediate", onlyPool(t, with("", "")).GetBinding())
