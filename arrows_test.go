@@ -34,13 +34,13 @@ var arrows = map[string][]string{
 	"kvstate/scrape":              {"internal/guard", "kvstate", "kvstate/enginehttp"},
 	"internal/zmtp":               {"internal/guard"},
 	"kvstate/notices":             {"internal/zmtp"},
-	"kvstate/tokenize":            {"kvstate", "kvstate/enginehttp"},
+	"kvstate/tokenize":            {"internal/guard", "kvstate", "kvstate/enginehttp"},
 	"picker":                      {"kvstate"},
 	"replay":                      {"kvstate", "picker"},
 	"extproc/openai":              {},
 	"extproc/telemetry":           {"extproc/envoywire", "extproc/kvtransfer", "extproc/openai", "kvstate"},
 	"extproc/envoywire":           {"extproc/openai"},
-	"extproc/kvtransfer":          {"extproc/openai", "kvstate", "protos/ticket/v1"}, // the last in tests
+	"extproc/kvtransfer":          {"extproc/openai", "internal/guard", "kvstate", "protos/ticket/v1"}, // the last in tests
 	"extproc/plan":                {"extproc/kvtransfer", "extproc/openai", "kvstate", "picker"},
 	"extproc/reclaim":             {"extproc/kvtransfer", "internal/guard", "kvstate", "kvstate/enginehttp", "picker"},
 	"extproc":                     {"extproc/plan", "extproc/reclaim", "extproc/telemetry", "internal/guard", "extproc/envoywire", "extproc/openai", "extproc/kvtransfer", "kvstate", "kvstate/prefixindex", "kvstate/enginehttp", "picker", "internal/memory"},

@@ -9,6 +9,7 @@ import (
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/openai"
 	"tandem/extproc/plan"
+	"tandem/internal/guard"
 	"tandem/kvstate"
 	"tandem/picker"
 )
@@ -91,7 +92,7 @@ func (x firstPass) pairUp(pool *kvstate.Pool, policy Policy, tokens int64, a *pl
 	p, d := x.view.Endpoints[c.Prefill], x.view.Endpoints[c.Decode]
 	legs := kvtransfer.Legs{ID: newTicketID(), RequestID: x.requestID, Prefill: p.Endpoint, Decode: d.Endpoint}
 	if policy.Peers != nil {
-		legs.Peer, _ = policy.Peers.Lookup(x.stream.Context(), p.Endpoint)
+		legs.Peer, _ = policy.Peers.Lookup(guard.With(x.stream.Context(), x.s.guard), p.Endpoint)
 		legs.DecodePeer = policy.Peers.Known(d.Endpoint.Addr)
 	}
 	x.patch.Reset(&x.req)
@@ -144,6 +145,10 @@ func (x firstPass) pickPair(pool *kvstate.Pool, policy *Policy, tokens int64, a 
 		return c, false, err
 	}
 	c, err = x.chooseOther(pool, policy, &r, a)
+	unpaired := err == nil && c.Prefill < 0 && (policy.Dialect.PairsOnly() || policy.Alone == plan.AloneNever)
+	if (unpaired || errors.Is(err, picker.ErrNoEndpoint)) && x.view.ForgetFaults() { // a pair that may fail again is better than none
+		c, err = x.choose(pool, policy, &r, a)
+	}
 	if err == nil && c.Prefill >= 0 {
 		return c, true, nil
 	}

@@ -1,12 +1,14 @@
 package extproc
 
 import (
+	"context"
 	"io"
 	"slices"
 	"sync"
 	"time"
 
 	"tandem/extproc/plan"
+	"tandem/internal/guard"
 	"tandem/kvstate"
 	"tandem/picker"
 )
@@ -202,7 +204,8 @@ func (w *waitingRoom) enter(r *waiter) bool {
 	w.s.metrics.QueueChanged(w.name, 1)
 	if !w.running {
 		w.running = true
-		go w.run()
+		ctx := guard.With(context.Background(), w.s.guard)
+		go guard.Keep(ctx, "late binding", w.run)
 	}
 	return true
 }

@@ -1,11 +1,13 @@
 package extproc
 
 import (
+	"context"
 	"slices"
 	"time"
 
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/openai"
+	"tandem/internal/guard"
 	"tandem/kvstate"
 	"tandem/kvstate/prefixindex"
 )
@@ -14,7 +16,7 @@ import (
 type Tokenizer interface {
 	// Tokenize has the engine at path answer body, and calls learned with the token ids if that works out. key stands for
 	// the prompt: it is not asked for twice at a time. done is closed in any case; nil: there is too much to do already.
-	Tokenize(pool *kvstate.Pool, key uint64, path string, body []byte, learned func(ids []uint32)) (done <-chan struct{})
+	Tokenize(ctx context.Context, pool *kvstate.Pool, key uint64, path string, body []byte, learned func(ids []uint32)) (done <-chan struct{})
 }
 
 // TokenSource is where a pool's token ids come from, beside prefill's own answers.
@@ -101,7 +103,7 @@ func (x *planning) tokenize(pool *kvstate.Pool, policy *Policy) {
 	}
 	text, size, prompt := slices.Clone(x.hashes), x.req.PromptBytes(), x.tokenPrompt(pool)
 	metrics := x.s.metrics
-	done := x.s.Tokenizer.Tokenize(pool, text[len(text)-1], path, body, func(ids []uint32) {
+	done := x.s.Tokenizer.Tokenize(guard.With(x.stream.Context(), x.s.guard), pool, text[len(text)-1], path, body, func(ids []uint32) {
 		prompt.IDs = ids
 		metrics.Learned(pool.Spec.Name, "tokenizer", len(ids))
 		x.s.State.LearnTokens(pool, prefixindex.TextPrompt{Blocks: text, BlockBytes: blockBytes, Bytes: size}, &prompt)

@@ -12,6 +12,7 @@ import (
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/openai"
 	"tandem/extproc/plan"
+	"tandem/internal/guard"
 	"tandem/kvstate"
 )
 
@@ -144,7 +145,7 @@ func (x firstPass) renderIDs(pool *kvstate.Pool) bool {
 		return false
 	}
 	var ids []uint32 // written before done is closed, and read after
-	done := x.s.Tokenizer.Tokenize(pool, random(), path, body, func(said []uint32) { ids = said })
+	done := x.s.Tokenizer.Tokenize(guard.With(x.stream.Context(), x.s.guard), pool, random(), path, body, func(said []uint32) { ids = said })
 	if done == nil {
 		return false
 	}

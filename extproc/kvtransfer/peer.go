@@ -10,6 +10,7 @@ import (
 	"sync"
 	"time"
 
+	"tandem/internal/guard"
 	"tandem/kvstate"
 )
 
@@ -113,7 +114,7 @@ func (p *Peers) start(ctx context.Context, e *kvstate.Endpoint) *question {
 	go func() {
 		ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), askTimeout)
 		defer cancel()
-		peer, err := p.Ask(ctx, e)
+		peer, err := guard.Try(ctx, "engine identity", func() (Peer, error) { return p.Ask(ctx, e) })
 		p.mu.Lock()
 		defer p.mu.Unlock()
 		defer close(q.done)

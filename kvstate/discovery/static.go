@@ -8,6 +8,7 @@ import (
 	"slices"
 	"time"
 
+	"tandem/internal/guard"
 	"tandem/kvstate"
 )
 
@@ -107,7 +108,7 @@ func (s *Static) lookUp(ctx context.Context) {
 		}
 		asked[host] = true
 		go func() {
-			ips, err := s.lookup(ctx, host)
+			ips, err := guard.Try(ctx, "DNS", func() ([]netip.Addr, error) { return s.lookup(ctx, host) })
 			answers <- answer{host, ips, err}
 		}()
 	}

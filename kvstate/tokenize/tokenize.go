@@ -16,6 +16,7 @@ import (
 	"sync"
 	"time"
 
+	"tandem/internal/guard"
 	"tandem/kvstate"
 	"tandem/kvstate/enginehttp"
 )
@@ -51,8 +52,8 @@ func New(log *slog.Logger) *Tokenizer {
 }
 
 // Tokenize has an endpoint of the pool answer body at path, and calls learned with the token ids if that works out. The
-// channel is closed when it is over; nil means that it was not asked.
-func (t *Tokenizer) Tokenize(pool *kvstate.Pool, key uint64, path string, body []byte, learned func(ids []uint32)) <-chan struct{} {
+// channel is closed when it is over; nil means that it was not asked. It goes on when ctx ends, which only carries a guard.
+func (t *Tokenizer) Tokenize(ctx context.Context, pool *kvstate.Pool, key uint64, path string, body []byte, learned func(ids []uint32)) <-chan struct{} {
 	if len(body) > maxAsked {
 		return nil
 	}
@@ -71,6 +72,7 @@ func (t *Tokenizer) Tokenize(pool *kvstate.Pool, key uint64, path string, body [
 	done := make(chan struct{})
 	t.asking[key] = done
 	go func() {
+		defer guard.Recover(ctx, "tokenizing")
 		defer t.over(key, done)
 		ids, err := t.ask(endpoint, path, body)
 		if err != nil {

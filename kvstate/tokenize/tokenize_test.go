@@ -54,7 +54,7 @@ func TestTokenize(t *testing.T) {
 		_, _ = io.WriteString(w, `{"count":3,"max_model_len":2048,"tokens":[1,2,300000],"token_strs":null}`)
 	})
 	var got []uint32
-	wait(t, patient().Tokenize(pool, 1, "/tokenize", []byte(`{"prompt":"x"}`), func(ids []uint32) { got = ids }))
+	wait(t, patient().Tokenize(t.Context(), pool, 1, "/tokenize", []byte(`{"prompt":"x"}`), func(ids []uint32) { got = ids }))
 	require.Equal(t, []uint32{1, 2, 300000}, got)
 	require.Equal(t, []string{"/tokenize", `{"prompt":"x"}`}, []string{path, body})
 }
@@ -73,12 +73,12 @@ func TestTokenizeIsBounded(t *testing.T) {
 	})
 	tok := patient()
 	nothing := func([]uint32) {}
-	first := tok.Tokenize(pool, 1, "/tokenize", nil, nothing)
-	require.Equal(t, first, tok.Tokenize(pool, 1, "/tokenize", nil, nothing))
+	first := tok.Tokenize(t.Context(), pool, 1, "/tokenize", nil, nothing)
+	require.Equal(t, first, tok.Tokenize(t.Context(), pool, 1, "/tokenize", nil, nothing))
 	for key := range uint64(atOnce - 1) {
-		require.NotNil(t, tok.Tokenize(pool, key+2, "/tokenize", nil, nothing))
+		require.NotNil(t, tok.Tokenize(t.Context(), pool, key+2, "/tokenize", nil, nothing))
 	}
-	require.Nil(t, tok.Tokenize(pool, 99, "/tokenize", nil, nothing))
+	require.Nil(t, tok.Tokenize(t.Context(), pool, 99, "/tokenize", nil, nothing))
 	close(answer)
 	wait(t, first)
 	require.LessOrEqual(t, asked.Load(), int32(atOnce))
@@ -108,17 +108,17 @@ func TestTokenizeRests(t *testing.T) {
 			})
 			tok := patient()
 			never := func([]uint32) { t.Error("learned from an error") }
-			wait(t, tok.Tokenize(pool, 1, "/tokenize", nil, never))
-			again := tok.Tokenize(pool, 1, "/tokenize", nil, never)
+			wait(t, tok.Tokenize(t.Context(), pool, 1, "/tokenize", nil, never))
+			again := tok.Tokenize(t.Context(), pool, 1, "/tokenize", nil, never)
 			require.Equal(t, c.rests, again == nil)
 			if !c.rests {
 				wait(t, again)
 				return
 			}
-			wait(t, tok.Tokenize(pool, 1, "/v1/completions/render", nil, never))
+			wait(t, tok.Tokenize(t.Context(), pool, 1, "/v1/completions/render", nil, never))
 			addr := pool.Endpoints()[0].Addr
 			tok.resting[routeOf{addr, "/tokenize"}] = time.Now().Add(-time.Second)
-			wait(t, tok.Tokenize(pool, 1, "/tokenize", nil, never))
+			wait(t, tok.Tokenize(t.Context(), pool, 1, "/tokenize", nil, never))
 		})
 	}
 }
@@ -133,7 +133,7 @@ func TestOthersTokenize(t *testing.T) {
 	tok.rest(lacks, "/tokenize")
 	for range 20 {
 		var got []uint32
-		wait(t, tok.Tokenize(s.Pool("p"), 1, "/tokenize", nil, func(ids []uint32) { got = ids }))
+		wait(t, tok.Tokenize(t.Context(), s.Pool("p"), 1, "/tokenize", nil, func(ids []uint32) { got = ids }))
 		require.Equal(t, []uint32{1}, got)
 	}
 }
