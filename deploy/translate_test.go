@@ -83,9 +83,11 @@ func translate(t *testing.T, resources string) []byte {
 		routes = append(routes, object{"match": match, "typed_per_filter_config": object{extProcName: object{"@type": filterConfigType, "config": object{}}}, "route": object{"cluster": name, "timeout": "0s"}})
 	}
 	extProc := object{"name": extProcName, "typed_config": object{}}
+	early := object{"@type": "type.googleapis.com/envoy.extensions.http.early_header_mutation.header_mutation.v3.HeaderMutation", "mutations": []any{}}
 	hcm := object{
-		"@type":       "type.googleapis.com/envoy.extensions.filters.network.http_connection_manager.v3.HttpConnectionManager",
-		"stat_prefix": "http", "access_log": []any{}, "common_http_protocol_options": object{"headers_with_underscores_action": "REJECT_REQUEST"},
+		"early_header_mutation_extensions": []any{object{"name": "envoy.http.early_header_mutation.header_mutation", "typed_config": early}},
+		"@type":                            "type.googleapis.com/envoy.extensions.filters.network.http_connection_manager.v3.HttpConnectionManager",
+		"stat_prefix":                      "http", "access_log": []any{}, "common_http_protocol_options": object{"headers_with_underscores_action": "REJECT_REQUEST"},
 		"http_filters": []any{extProc, object{"name": "envoy.filters.http.router", "typed_config": object{"@type": "type.googleapis.com/envoy.extensions.filters.http.router.v3.Router"}}},
 		"route_config": object{"virtual_hosts": []any{object{"name": "all", "domains": []any{"*"}, "routes": routes}}},
 	}
@@ -106,6 +108,8 @@ func translate(t *testing.T, resources string) []byte {
 				at = at["typed_per_filter_config"].(object)[extProcName].(object)
 			}
 			put(t, at, op.Op, op.Path, op.Value)
+		case strings.HasPrefix(op.Path, "/early_header_mutation_extensions/0/"):
+			early["mutations"] = append(early["mutations"].([]any), op.Value)
 		case op.Path == "/access_log/-":
 			hcm["access_log"] = append(hcm["access_log"].([]any), op.Value)
 		case strings.HasPrefix(op.JSONPath, "$..http_filters"):

@@ -258,6 +258,8 @@ func (g *gatewayResources) listenerPatches(listener string, hcm map[string]any) 
 	do("add", manager, "/max_request_headers_kb", hcm["max_request_headers_kb"])
 	do("add", manager, "/common_http_protocol_options/max_headers_count", 160)
 	do("add", manager, "/local_reply_config", hcm["local_reply_config"])
+	// After the ClientTrafficPolicy's removals. Its own "set" would come before them.
+	do("add", manager, "/early_header_mutation_extensions/0/typed_config/mutations/-", reservationMutation(hcm))
 	logs, _ := hcm["access_log"].([]any)
 	for _, log := range logs {
 		do("add", manager, "/access_log/-", log)
@@ -278,6 +280,21 @@ func (g *gatewayResources) listenerPatches(listener string, hcm map[string]any) 
 	}
 	do("add", manager, "/http_filters/0", hygiene) // the first, and so the last to see an answer
 	return out
+}
+
+// reservationMutation is what has Envoy name each request for its reservations.
+func reservationMutation(hcm map[string]any) any {
+	extensions, _ := hcm["early_header_mutation_extensions"].([]any)
+	for _, e := range extensions {
+		config, _ := e.(map[string]any)["typed_config"].(map[string]any)
+		mutations, _ := config["mutations"].([]any)
+		for _, m := range mutations {
+			if _, ok := m.(map[string]any)["append"]; ok {
+				return m
+			}
+		}
+	}
+	return nil
 }
 
 // routePatches give the routes of rules the actions of the bootstrap's routes. How long a request may take says the HTTPRoute.
