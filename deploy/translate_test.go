@@ -182,7 +182,7 @@ pools:
 	every, err := envoyconfigs.EnvoyGateway(pairs, envoyconfigs.GatewayOptions{})
 	require.NoError(t, err)
 	_, err = envoyconfigs.EnvoyGateway(pairs, envoyconfigs.GatewayOptions{Upstream: envoyconfigs.OverrideHost})
-	require.ErrorContains(t, err, "17 rules are more than an HTTPRoute may have")
+	require.ErrorContains(t, err, "18 rules are more than an HTTPRoute may have")
 	pairs.Pools[1].Endpoints[1].Scheme = "https"
 	known, err := envoyconfigs.EnvoyGateway(pairs, envoyconfigs.GatewayOptions{Upstream: envoyconfigs.OverrideHost})
 	require.NoError(t, err)

@@ -52,7 +52,7 @@ type gatewayHost struct {
 // API cannot say is patched into that route.
 type gatewayRule struct {
 	Leg, Scheme string // headers to match; "": any
-	Buffered    string // the bootstrap's route whose match, buffering and restart this rule gets; "": none
+	Patched     string // the bootstrap's route whose match this rule gets by a patch; "": the headers are its match
 	Timeout     string
 	Refs        []backendRef // what it leads to by itself; none: the replan port
 	name        string       // of the bootstrap's route whose action this rule gets; "": it keeps Envoy Gateway's
@@ -98,7 +98,7 @@ func EnvoyGateway(c *configv1.Config, o GatewayOptions) ([]byte, error) {
 	default:
 		return nil, fmt.Errorf("--upstream %q: it is %s or %s", o.Upstream, OriginalDst, OverrideHost)
 	}
-	g.Rules = append(append(g.Rules, bufferedRules(b)...), gatewayRule{Timeout: "0s"})
+	g.Rules = append(append(g.Rules, bodyRules(b)...), gatewayRule{Timeout: "0s"})
 	if len(g.Rules) > maxRules {
 		return nil, fmt.Errorf("%d rules are more than an HTTPRoute may have (%d): use fewer schemes, or --upstream original-dst", len(g.Rules), maxRules)
 	}
@@ -156,16 +156,14 @@ func gatewayRules(b *bootstrap) []gatewayRule {
 	return rules
 }
 
-// bufferedRules are those of bodies that Envoy buffers so that another replica can be asked about them. Their matches need ranges of
-// numbers, which an HTTPRoute cannot say: a patch replaces the match that stands in the route.
-func bufferedRules(b *bootstrap) []gatewayRule {
+// bodyRules are those of requests that ext_proc has not decided yet, by how their bodies come to it and by whether they have a ticket. Their
+// matches need what an HTTPRoute cannot say (ranges of numbers, any value): a patch replaces the match that stands in the route.
+func bodyRules(b *bootstrap) []gatewayRule {
+	rule := func(name string) gatewayRule { return gatewayRule{Patched: name, Timeout: "5s", name: name} }
 	if b.Mode == "duplex" || !b.Several() {
-		return nil
+		return []gatewayRule{rule("pass-2")}
 	}
-	return []gatewayRule{
-		{Buffered: "pass-2-buffered", Timeout: "5s", name: "pass-2-buffered"},
-		{Buffered: "json-buffered", Timeout: "5s", name: "json-buffered"},
-	}
+	return []gatewayRule{rule("pass-2-buffered"), rule("pass-2"), rule("json-buffered")}
 }
 
 const typePrefix = "type.googleapis.com/envoy.config."
@@ -309,13 +307,23 @@ func (g *gatewayResources) routePatches(listener string, hcm map[string]any) ([]
 		add := func(op, path string, value any) {
 			out = append(out, patch{typePrefix + "route.v3.RouteConfiguration", listener, operation{Op: op, Path: path, Value: value, JSONPath: at}})
 		}
+		if rule.Patched != "" {
+			add("replace", "/match", routes[rule.name]["match"])
+		}
 		action, ok := routes[rule.name]["route"].(map[string]any)
+		if !ok && rule.name == "pass-2" {
+			continue // it answers what is undecided with an error; here that goes to the replan port
+		}
 		if !ok {
 			return nil, fmt.Errorf("the bootstrap has no route %s", rule.name)
 		}
 		add("replace", "/route/cluster", action["cluster"])
 		for _, field := range slices.Sorted(maps.Keys(action)) {
-			if field != "cluster" && field != "timeout" {
+			switch field {
+			case "cluster", "timeout":
+			case "internal_redirect_policy":
+				add("add", "/route/"+field, g.redirectPolicy(action[field]))
+			default:
 				add("add", "/route/"+field, action[field])
 			}
 		}
@@ -335,8 +343,7 @@ func (g *gatewayResources) routePatches(listener string, hcm map[string]any) ([]
 		}
 		remove := []string{"x-tandem-leg"} // or the next pass would begin here
 		switch {
-		case rule.Buffered != "":
-			add("replace", "/match", routes[rule.name]["match"])
+		case rule.Patched != "":
 			add("add", "/request_headers_to_add", routes[rule.name]["request_headers_to_add"])
 		case routes[rule.name]["request_headers_to_remove"] != nil:
 			remove = append(remove, "x-tandem-restart")
@@ -345,6 +352,22 @@ func (g *gatewayResources) routePatches(listener string, hcm map[string]any) ([]
 		add("add", "/response_headers_to_remove", notForClients(hcm)) // a redirect still gets them
 	}
 	return out, nil
+}
+
+// redirectPolicy is the bootstrap's with Envoy Gateway's names of the routes that a redirect may lead to: those of requests with a ticket. An
+// engine's own redirect leads to none of them.
+func (g *gatewayResources) redirectPolicy(of any) any {
+	policy := maps.Clone(of.(map[string]any))
+	var names []string
+	for i, rule := range g.Rules {
+		if rule.name == "pass-2" || rule.name == "pass-2-buffered" {
+			names = append(names, fmt.Sprintf("httproute/%s/%s/rule/%d/match/0/*", g.Namespace, g.Name, i))
+		}
+	}
+	policy["predicates"] = []any{map[string]any{"name": "tandem", "typed_config": map[string]any{
+		"@type": "type.googleapis.com/envoy.extensions.internal_redirect.allow_listed_routes.v3.AllowListedRoutesConfig", "allowed_route_names": names,
+	}}}
+	return policy
 }
 
 // notForClients are the headers that the bootstrap's main listener takes off answers.
