@@ -9,6 +9,7 @@ import (
 	"strconv"
 	"strings"
 	"sync"
+	"syscall"
 	"testing"
 	"time"
 
@@ -217,6 +218,51 @@ func sglangFailures(t *testing.T, replicas int) {
 				f.heal(bad)
 			})
 		}
+	}
+}
+
+// One of two prefill engines is killed again and again while requests run: none fails, because there is always a healthy pair, and no
+// decode engine is blamed. (A decode engine answers 5xx as soon as its prefill engine is gone, before Envoy says so of the mirrored leg.)
+func TestSGLangPrefillIsKilled(t *testing.T) {
+	t.Parallel()
+	f := start(t, options{dialect: "sglang", prefills: 2, decodes: 2, engineArgs: []string{"--decode-step", "2ms", "--record=false"}})
+	f.lenient = true // an engine that was killed has lost its books
+	rounds := fromEnv("TANDEM_KILLS", 4)
+	for round := range rounds {
+		victim := f.prefills[round%2]
+		var clients sync.WaitGroup
+		wrong := make(chan string, 64)
+		begun := make(chan struct{}, 64)
+		for c := range 6 {
+			clients.Go(func() {
+				for i := range 8 {
+					body := pairBody
+					if i%2 == 0 {
+						body = streamed(body)
+					}
+					begun <- struct{}{}
+					got, err := f.try(t.Context(), http.MethodPost, "/v1/chat/completions", body, "x-request-id", fmt.Sprintf("kill-%d-%d-%d", round, c, i))
+					if err != nil || got.status != 200 || strings.Contains(got.body, "error") {
+						wrong <- fmt.Sprintf("%d-%d-%d: %v %d %.300s", round, c, i, err, got.status, got.body)
+					}
+				}
+			})
+		}
+		for range 12 {
+			<-begun
+		}
+		_ = victim.cmd.Process.Signal(syscall.SIGKILL)
+		<-victim.exited
+		clients.Wait()
+		close(wrong)
+		for text := range wrong {
+			require.Fail(t, text)
+		}
+		for _, d := range f.decodes {
+			require.Zero(t, metric(t, f.admins[0], "tandem_endpoint_health_changes_total", `to="out"`, `endpoint="`+d.addr+`"`), "decode is not to blame")
+		}
+		f.restart(victim)
+		soon(t, "it is used again", func() bool { return f.inUse(victim) })
 	}
 }
 
