@@ -1,12 +1,19 @@
 package e2e
 
 import (
+	"bytes"
 	"cmp"
 	"fmt"
+	"io"
+	"net"
+	"strconv"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/require"
+	"golang.org/x/net/http2"
+	"golang.org/x/net/http2/hpack"
 )
 
 // A request whose Host, query or other headers are odd goes over both hops, or is refused before an engine sees it. Prefill never
@@ -97,5 +104,76 @@ func TestOddRequestsGoOnOrNotAtAll(t *testing.T) {
 				require.Equal(t, "/v1/completions"+tt.query, s.Path)
 			}
 		})
+	}
+}
+
+// HTTP/2's :authority is a Host with another name.
+func TestOddAuthorities(t *testing.T) {
+	t.Parallel()
+	f := start(t, options{})
+	const body = `{"model":"tiny","prompt":"odd","max_tokens":2}`
+	for name, tt := range map[string]struct {
+		authority string
+		status    string
+	}{
+		"an underscore and a port": {"my_service:8080", "200"},
+		"an IPv6 zone":             {"[fe80::1%25eth0]:8080", "200"},
+		"a percent":                {"a%41b", "200"},
+		"a port that is none":      {"llm:http", "200"},
+		"the longest":              {strings.Repeat("a", 1024), "200"},
+		"too long":                 {strings.Repeat("a", 1025), "400"},
+		"a user":                   {"user@llm", "400"},
+		"a space":                  {"a b", "400"},
+		"a slash":                  {"a/b", "400"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			id := "authority-" + strings.ReplaceAll(name, " ", "-")
+			status := overHTTP2(t, f, [][2]string{
+				{":method", "POST"}, {":scheme", "http"}, {":path", "/v1/completions"}, {":authority", tt.authority},
+				{"content-type", "application/json"}, {"x-request-id", id}, {"content-length", strconv.Itoa(len(body))},
+			}, body)
+			if tt.status != "200" {
+				require.NotEqual(t, "200", status)
+				require.Empty(t, f.requests(id, f.engines()...))
+				return
+			}
+			require.Equal(t, "200", status)
+			_, d := f.hops(id)
+			require.Positive(t, d.ExternalTokens, "decode fetched what prefill has")
+			require.Equal(t, tt.authority, d.Host)
+		})
+	}
+}
+
+// overHTTP2 sends one request as it is, and returns the status of the answer; "reset" if there is none.
+func overHTTP2(t *testing.T, f *fleet, headers [][2]string, body string) string {
+	t.Helper()
+	conn, err := net.Dial("tcp", strings.TrimPrefix(f.url, "http://"))
+	require.NoError(t, err)
+	defer conn.Close()
+	require.NoError(t, conn.SetDeadline(time.Now().Add(patience)))
+	_, err = io.WriteString(conn, http2.ClientPreface)
+	require.NoError(t, err)
+	framer := http2.NewFramer(conn, conn)
+	framer.ReadMetaHeaders = hpack.NewDecoder(4096, nil)
+	require.NoError(t, framer.WriteSettings())
+	var block bytes.Buffer
+	e := hpack.NewEncoder(&block)
+	for _, h := range headers {
+		require.NoError(t, e.WriteField(hpack.HeaderField{Name: h[0], Value: h[1]}))
+	}
+	require.NoError(t, framer.WriteHeaders(http2.HeadersFrameParam{StreamID: 1, BlockFragment: block.Bytes(), EndHeaders: true}))
+	require.NoError(t, framer.WriteData(1, true, []byte(body)))
+	for {
+		frame, err := framer.ReadFrame()
+		if err != nil {
+			return "reset"
+		}
+		switch frame := frame.(type) {
+		case *http2.MetaHeadersFrame:
+			return frame.PseudoValue("status")
+		case *http2.RSTStreamFrame, *http2.GoAwayFrame:
+			return "reset"
+		}
 	}
 }

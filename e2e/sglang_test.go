@@ -225,7 +225,7 @@ func sglangFailures(t *testing.T, replicas int) {
 // decode engine is blamed. (A decode engine answers 5xx as soon as its prefill engine is gone, before Envoy says so of the mirrored leg.)
 func TestSGLangPrefillIsKilled(t *testing.T) {
 	t.Parallel()
-	f := start(t, options{dialect: "sglang", prefills: 2, decodes: 2, engineArgs: []string{"--decode-step", "2ms", "--record=false"}})
+	f := start(t, options{dialect: "sglang", prefills: 2, decodes: 2, engineArgs: []string{"--decode-step", "2ms", "--prefill-speed", "400", "--record=false"}})
 	f.lenient = true // an engine that was killed has lost its books
 	rounds := fromEnv("TANDEM_KILLS", 4)
 	for round := range rounds {
