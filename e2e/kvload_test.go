@@ -104,6 +104,23 @@ func TestAnswersWhoseKVLoadFails(t *testing.T) {
 	f.noneLeftOut()
 }
 
+// With the policy "recompute" decode computes what it could not load, and only its own count of failed transfers tells.
+func TestCountsOfFailedTransfersAreRead(t *testing.T) {
+	t.Parallel()
+	f := start(t, options{prefills: 1, decodes: 1, engineArgs: []string{"--load-timeout", "300ms", "--lease", "5s", "--kv-load-failure", "recompute"}})
+	f.lenient = true // blocks that nobody could load stay with their lease
+	f.inject(f.prefills[0], `{"mode":"unreachable"}`)
+	i := 0
+	soon(t, "the pair is blamed", func() bool {
+		got := f.post(loadBody("chat", i, true))
+		require.Equal(t, 200, got.status, got.body)
+		require.True(t, complete(got.body), got.body)
+		i++
+		return metric(t, f.admins[0], "tandem_kv_load_failures_total", `seen="count"`) == 1
+	})
+	f.noneLeftOut()
+}
+
 // noneLeftOut requires that no endpoint was ever taken for failed.
 func (f *fleet) noneLeftOut() {
 	for _, x := range f.tandems {

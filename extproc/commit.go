@@ -35,6 +35,9 @@ func (x *planning) commit(d *plan.Decision) (r route, err error) {
 		x.s.State.ClaimLoad(d.Pool, d.Prefill.Endpoint.Addr, d.Decode.Endpoint.Addr, t.ID)
 		r.booked[0] = x.reserve(d.Prefill.Endpoint, kvstate.RolePrefill, t.Redirects, d.Prefill.Booking)
 	}
+	if t.Loads && d.Decode.Endpoint != nil {
+		x.s.State.LoadBegun(d.Pool, t.Prefill, d.Decode.Endpoint.Addr)
+	}
 	t.Reservations = [2]uint64{uint64(r.booked[0]), uint64(r.booked[1])}
 	if d.Computes != nil {
 		x.s.State.Routed(d.Pool, d.Computes, x.hashes)

@@ -17,6 +17,7 @@ import (
 const (
 	loadStream = "stream" // a stream that is shorter than any complete one
 	loadAnswer = "answer" // decode answered 5xx, or not at all
+	loadCount  = "count"  // decode's own count of failed transfers rose
 )
 
 // loadEnded records, at the end of a decode leg, whether its KV load worked.
@@ -33,8 +34,11 @@ func (s *Server) loadEnded(t *kvtransfer.Ticket, e *envoywire.LogEntry) {
 
 // loadFailed notes that decode could not load prefill's KV.
 func (s *Server) loadFailed(pool *kvstate.Pool, prefill, decode, seen string) {
-	s.metrics.LoadFailed(pool.Spec.Name, prefill, seen)
-	if !s.State.LoadFailed(pool, prefill, decode) {
+	news := s.State.LoadFailed(pool, prefill, decode)
+	if news || seen != loadCount { // a count also rises for failures that were seen as they happened
+		s.metrics.LoadFailed(pool.Spec.Name, prefill, seen)
+	}
+	if !news {
 		return
 	}
 	if e := pool.Endpoint(prefill); e != nil && s.Check != nil {

@@ -127,6 +127,9 @@ func New(o Options, m *telemetry.Metrics) *Server {
 		recent: telemetry.NewRecent(), pairs: newPairs(), seed: random(), guard: guard.New(o.Log, m.Panicked),
 	}
 	s.direct = newDirectCalls()
+	if o.State != nil {
+		o.State.OnTransferFailed(func(p *kvstate.Pool, prefill, decode string) { s.loadFailed(p, prefill, decode, loadCount) })
+	}
 	s.reclaim = reclaim.New(reclaim.Options{State: o.State, Log: o.Log, Observer: m, TTL: o.HandOverTTL, Policy: func(pool string) reclaim.Policy {
 		policy, _ := s.policy(pool)
 		return reclaim.Policy{Cleanup: policy.CleanupDecode, Dialect: policy.Dialect, Place: policy.Placement()}

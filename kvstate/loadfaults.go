@@ -1,6 +1,7 @@
 package kvstate
 
 import (
+	"maps"
 	"slices"
 	"sync"
 	"time"
@@ -44,7 +45,8 @@ const (
 type loadPairs struct {
 	mu    sync.Mutex
 	pairs map[loadPair]*loadFault
-	stale bool // pairs were forgotten, and the endpoints still have them
+	begun map[loadPair]time.Time // when a decode endpoint was last told to load from a prefill endpoint
+	stale bool                   // pairs were forgotten, and the endpoints still have them
 }
 
 type loadPair struct{ prefill, decode string }
@@ -56,7 +58,9 @@ type loadFault struct {
 	trial       [16]byte // the attempt that tries it now
 }
 
-func newLoadPairs() *loadPairs { return &loadPairs{pairs: map[loadPair]*loadFault{}} }
+func newLoadPairs() *loadPairs {
+	return &loadPairs{pairs: map[loadPair]*loadFault{}, begun: map[loadPair]time.Time{}}
+}
 
 // LoadFailed notes that a decode endpoint could not load the KV that a prefill endpoint keeps. It reports whether the pair was not
 // avoided before: several requests may fail before the first is known to.
@@ -84,6 +88,62 @@ func (s *State) LoadFailed(p *Pool, prefill, decode string) (news bool) {
 		s.changed()
 	}
 	return news
+}
+
+// loadTime is how long after it was told of it a decode endpoint may report a failed load.
+const loadTime = 15 * time.Second
+
+// LoadBegun notes that a decode endpoint is told to load the KV that a prefill endpoint keeps.
+func (s *State) LoadBegun(p *Pool, prefill, decode string) {
+	now := s.o.Now()
+	l := p.loads
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	key := loadPair{prefill, decode}
+	if _, known := l.begun[key]; !known && len(l.begun) >= maxLoadPairs {
+		maps.DeleteFunc(l.begun, func(_ loadPair, at time.Time) bool { return now.Sub(at) > loadTime })
+		if len(l.begun) >= maxLoadPairs {
+			return
+		}
+	}
+	l.begun[key] = now
+}
+
+// OnTransferFailed sets what is called when an engine's own count of failed transfers blames a pair. The default is [State.LoadFailed].
+// To be called before the state is used.
+func (s *State) OnTransferFailed(f func(p *Pool, prefill, decode string)) { s.transferFailed = f }
+
+// transfersFailed blames a pair for transfers that failed at a decode endpoint after a look at its metrics. The engine does not say whose KV it
+// was: nobody is blamed where several prefill endpoints had some for it.
+func (s *State) transfersFailed(e *Endpoint, since time.Time) {
+	for _, p := range s.Pools() {
+		if p.Endpoint(e.Addr) != e {
+			continue
+		}
+		if prefill := p.loads.onlySource(e.Addr, since.Add(-loadTime)); prefill == "" {
+			continue
+		} else if s.transferFailed != nil {
+			s.transferFailed(p, prefill, e.Addr)
+		} else {
+			s.LoadFailed(p, prefill, e.Addr)
+		}
+	}
+}
+
+// onlySource returns the prefill endpoint that alone had KV for a decode endpoint since a moment; "": none or several had.
+func (l *loadPairs) onlySource(decode string, since time.Time) (prefill string) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for k, at := range l.begun {
+		if k.decode != decode || at.Before(since) {
+			continue
+		}
+		if prefill != "" {
+			return ""
+		}
+		prefill = k.prefill
+	}
+	return prefill
 }
 
 // LoadGood notes that a decode endpoint has loaded the KV of a prefill endpoint. Other pairs of the same prefill endpoint may be tried
@@ -160,6 +220,7 @@ func (s *State) forgetLoads(e *Endpoint) {
 func (l *loadPairs) forget(addr string) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
+	maps.DeleteFunc(l.begun, func(k loadPair, _ time.Time) bool { return k.prefill == addr || k.decode == addr })
 	for k := range l.pairs {
 		if k.prefill == addr || k.decode == addr {
 			delete(l.pairs, k)

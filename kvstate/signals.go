@@ -83,6 +83,9 @@ func (s *State) observed(e *Endpoint, g Signals, count func(before *Signals) (el
 			if known == nil || known.KVTokens != next.KVTokens {
 				e.keepTwice(next.KVTokens)
 			}
+			if known != nil && next.Moved.Failed > known.Moved.Failed && next.Looked.After(known.Looked) {
+				s.transfersFailed(e, known.Looked)
+			}
 			if known != nil && e.Role&RoleDecode != 0 {
 				if d, ok := next.Moved.since(known.Moved); ok {
 					e.learnMoved(d, e.Transfer.TP, s.o.Now().UnixNano())

@@ -68,6 +68,8 @@ type State struct {
 	pools  atomic.Pointer[[]*Pool]
 	orders map[orderKey]Order
 
+	transferFailed func(p *Pool, prefill, decode string)
+
 	bookings  [bookingShards]bookingShard
 	booked    atomic.Int64
 	spent     spentSet

@@ -22,11 +22,12 @@ type Moved struct {
 	Bytes     int64         // of all of them
 	Time      time.Duration // likewise, each for itself: those that run at the same time both count
 	Tokens    int64         // of prompts that were not computed for it; 0: not said
+	Failed    int64         // transfers that failed; not among the others
 }
 
 // since is what was moved between two counts; false where nothing was, or the engine has begun anew.
 func (m *Moved) since(old Moved) (d Moved, ok bool) {
-	d = Moved{m.Transfers - old.Transfers, m.Bytes - old.Bytes, m.Time - old.Time, m.Tokens - old.Tokens}
+	d = Moved{m.Transfers - old.Transfers, m.Bytes - old.Bytes, m.Time - old.Time, m.Tokens - old.Tokens, m.Failed - old.Failed}
 	return d, old.Transfers > 0 && d.Transfers > 0 && d.Bytes > 0 && d.Time > 0 && d.Tokens >= 0
 }
 

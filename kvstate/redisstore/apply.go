@@ -199,7 +199,7 @@ func (p *poolReplica) applySignals(e *kvstate.Endpoint, g *statev1.Signals, at t
 		Running: g.GetRunning(), Waiting: g.GetWaiting(), KVUsage: fromPPM(g.GetKvUsagePpm()), KVTokens: g.GetKvTokens(), At: at, Looked: looked, Elsewhere: max(g.GetElsewhere(), 0),
 		Moved: kvstate.Moved{
 			Transfers: int64(g.GetTransfers()), Bytes: int64(g.GetTransferBytes()), Tokens: int64(g.GetTransferTokens()),
-			Time: time.Duration(g.GetTransferUs()) * time.Microsecond,
+			Time: time.Duration(g.GetTransferUs()) * time.Microsecond, Failed: int64(g.GetFailedTransfers()),
 		},
 		Written: kvstate.Written{
 			Answers: int64(g.GetAnswers()), Tokens: int64(g.GetAnswerTokens()), Gaps: int64(g.GetGaps()), GapTime: time.Duration(g.GetGapUs()) * time.Microsecond,

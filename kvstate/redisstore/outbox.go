@@ -270,6 +270,7 @@ func signalsOf(address uint32, g *kvstate.Signals, looked, now time.Time) *state
 		out.Transfers, out.TransferBytes = uint64(g.Moved.Transfers), uint64(g.Moved.Bytes)
 		out.TransferUs, out.TransferTokens = uint64(g.Moved.Time.Microseconds()), uint64(g.Moved.Tokens)
 		out.Answers, out.AnswerTokens = uint64(g.Written.Answers), uint64(g.Written.Tokens)
+		out.FailedTransfers = uint64(g.Moved.Failed)
 		out.Gaps, out.GapUs = uint64(g.Written.Gaps), uint64(g.Written.GapTime.Microseconds())
 	}
 	return out

@@ -49,7 +49,7 @@ type reading struct {
 }
 
 // moved is the KV that the engine fetched since it started.
-type moved struct{ transfers, bytes, seconds, tokens float64 }
+type moved struct{ transfers, bytes, seconds, tokens, failed float64 }
 
 // written is what the engine wrote since it started.
 type written struct{ answers, tokens, gaps, seconds float64 }
@@ -77,6 +77,7 @@ func (r *reading) signals() (kvstate.Signals, bool) {
 	s := kvstate.Signals{Running: count(r.running), Waiting: count(r.waiting), KVUsage: r.usage, KVTokens: count(r.tokens)}
 	s.Moved = kvstate.Moved{
 		Transfers: count(r.moved.transfers), Bytes: count(r.moved.bytes), Time: time.Duration(count(r.moved.seconds * float64(time.Second))), Tokens: count(r.moved.tokens),
+		Failed: count(r.moved.failed),
 	}
 	s.Written = kvstate.Written{
 		Answers: count(r.written.answers), Tokens: count(r.written.tokens), Gaps: count(r.written.gaps), GapTime: time.Duration(count(r.written.seconds * float64(time.Second))),
@@ -109,6 +110,8 @@ func (r *reading) vllm(s sample) {
 		add(&r.moved.seconds, s.value())
 	case "vllm:nixl_bytes_transferred_sum":
 		add(&r.moved.bytes, s.value())
+	case "vllm:nixl_num_failed_transfers_total":
+		add(&r.moved.failed, s.value())
 	case "vllm:prompt_tokens_by_source_total":
 		if s.label("source") == "external_kv_transfer" {
 			add(&r.moved.tokens, s.value())

@@ -1103,12 +1103,14 @@ type Signals struct {
 	LookOlderMs uint32 `protobuf:"varint,12,opt,name=look_older_ms,json=lookOlderMs,proto3" json:"look_older_ms,omitempty"`
 	// What the engine has written since it started, 0 where it does not say: answers that ended, their tokens, gaps between two tokens of
 	// one answer, and the time of those in microseconds. Of the look.
-	Answers       uint64 `protobuf:"varint,13,opt,name=answers,proto3" json:"answers,omitempty"`
-	AnswerTokens  uint64 `protobuf:"varint,14,opt,name=answer_tokens,json=answerTokens,proto3" json:"answer_tokens,omitempty"`
-	Gaps          uint64 `protobuf:"varint,15,opt,name=gaps,proto3" json:"gaps,omitempty"`
-	GapUs         uint64 `protobuf:"varint,16,opt,name=gap_us,json=gapUs,proto3" json:"gap_us,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	Answers      uint64 `protobuf:"varint,13,opt,name=answers,proto3" json:"answers,omitempty"`
+	AnswerTokens uint64 `protobuf:"varint,14,opt,name=answer_tokens,json=answerTokens,proto3" json:"answer_tokens,omitempty"`
+	Gaps         uint64 `protobuf:"varint,15,opt,name=gaps,proto3" json:"gaps,omitempty"`
+	GapUs        uint64 `protobuf:"varint,16,opt,name=gap_us,json=gapUs,proto3" json:"gap_us,omitempty"`
+	// Fetches of KV from others that failed since the engine started. Of the look.
+	FailedTransfers uint64 `protobuf:"varint,17,opt,name=failed_transfers,json=failedTransfers,proto3" json:"failed_transfers,omitempty"`
+	unknownFields   protoimpl.UnknownFields
+	sizeCache       protoimpl.SizeCache
 }
 
 func (x *Signals) Reset() {
@@ -1249,6 +1251,13 @@ func (x *Signals) GetGaps() uint64 {
 func (x *Signals) GetGapUs() uint64 {
 	if x != nil {
 		return x.GapUs
+	}
+	return 0
+}
+
+func (x *Signals) GetFailedTransfers() uint64 {
+	if x != nil {
+		return x.FailedTransfers
 	}
 	return 0
 }
@@ -1584,7 +1593,7 @@ const file_state_v1_state_proto_rawDesc = "" +
 	"\blocal_us\x18\b \x01(\x03R\alocalUs\":\n" +
 	"\x06Health\x12\x18\n" +
 	"\aaddress\x18\x01 \x01(\rR\aaddress\x12\x16\n" +
-	"\x06failed\x18\x02 \x01(\bR\x06failed\"\xe8\x03\n" +
+	"\x06failed\x18\x02 \x01(\bR\x06failed\"\x93\x04\n" +
 	"\aSignals\x12\x18\n" +
 	"\aaddress\x18\x01 \x01(\rR\aaddress\x12\x18\n" +
 	"\arunning\x18\x02 \x01(\x12R\arunning\x12\x18\n" +
@@ -1604,7 +1613,8 @@ const file_state_v1_state_proto_rawDesc = "" +
 	"\aanswers\x18\r \x01(\x04R\aanswers\x12#\n" +
 	"\ranswer_tokens\x18\x0e \x01(\x04R\fanswerTokens\x12\x12\n" +
 	"\x04gaps\x18\x0f \x01(\x04R\x04gaps\x12\x15\n" +
-	"\x06gap_us\x18\x10 \x01(\x04R\x05gapUs\"M\n" +
+	"\x06gap_us\x18\x10 \x01(\x04R\x05gapUs\x12)\n" +
+	"\x10failed_transfers\x18\x11 \x01(\x04R\x0ffailedTransfers\"M\n" +
 	"\aSession\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\x06R\x03key\x12\x18\n" +
 	"\aprefill\x18\x02 \x01(\rR\aprefill\x12\x16\n" +
