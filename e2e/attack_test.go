@@ -239,6 +239,7 @@ func TestAttacks(t *testing.T) {
 			}
 			all.Wait()
 		})
+		t.Logf("%s: %s", at.name, cost)
 		rows = append(rows, fmt.Sprintf("| %s | %d by %d connections | %d | %s |", at.name, tried.Load(), at.connections[size], lost.Load(), cost))
 	}
 	t.Logf("%d s each.\n\n| attack | tried | disconnected | peak RSS, MiB | peak held, MiB | goroutines | CPU, s | served beside | p50, ms | slowest, ms |\n|---|---|---|---|---|---|---|---|---|---|\n%s\n",
@@ -305,7 +306,7 @@ func (f *fleet) beside(t *testing.T, good *fleet, length time.Duration, attack f
 		require.Len(t, took, served, "requests that were served") // the table of make attack says how many were not
 	}
 	rss := peak(pid)
-	require.Less(t, rss, 3000.0, "MiB")
+	require.Less(t, rss, 5.0*1024, "MiB: 1 GiB may be held, and with GOGC 400 garbage may be four times what is in use")
 	require.Less(t, goroutines, 60_000.0)
 	slices.Sort(took)
 	ms := func(d time.Duration) string { return strconv.FormatFloat(float64(d.Microseconds())/1000, 'f', 1, 64) }
