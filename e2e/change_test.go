@@ -185,7 +185,7 @@ func TestReloadUnderLoad(t *testing.T) {
 	line := fmt.Sprintf("  - {address: %q, role: decode}\n", d.addr)
 	f.rewrite(f.config, line, strings.Replace(line, "}", ", weight: 0}", 1))
 	f.said(0, "configuration changed", 1)
-	require.True(t, f.state(0)[d.addr].Paused)
+	soon(t, "it is paused", func() bool { return f.state(0)[d.addr].Paused }) // the log is a moment ahead
 	require.Eventually(t, func() bool { return f.state(0)[d.addr].Requests == 0 }, patience, 10*time.Millisecond, "what runs there ends")
 	before := len(f.requests("", d))
 	load.more(t, 30)
