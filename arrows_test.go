@@ -185,7 +185,6 @@ var dialectsMayBeNamed = []string{"extproc/kvtransfer", "protos/config/v1", "cmd
 // otherWords are names that mean something else in a file.
 var otherWords = map[string]string{
 	"extproc/paths.go sglang":          "an engine, by its paths",
-	"extproc/paths.go trtllm":          "an engine, by its paths",
 	"kvstate/scrape/engines.go sglang": "an engine, by its metrics",
 	"kvstate/scrape/engines.go trtllm": "an engine, by its metrics",
 	"cmd/tandem/objectives.go sglang":  "an engine, by its scheduler's priorities",

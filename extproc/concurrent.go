@@ -145,10 +145,6 @@ func (x firstPass) pickPair(pool *kvstate.Pool, policy *Policy, tokens int64, a 
 		return c, false, err
 	}
 	c, err = x.chooseOther(pool, policy, &r, a)
-	unpaired := err == nil && c.Prefill < 0 && (policy.Dialect.PairsOnly() || policy.Alone == plan.AloneNever)
-	if (unpaired || errors.Is(err, picker.ErrNoEndpoint)) && x.view.ForgetFaults() { // a pair that may fail again is better than none
-		c, err = x.choose(pool, policy, &r, a)
-	}
 	if err == nil && c.Prefill >= 0 {
 		return c, true, nil
 	}

@@ -393,15 +393,17 @@ func TestPairsAreForgotten(t *testing.T) {
 
 // A pair whose KV failed to load is avoided. The only one is tried all the same: it may fail again, but an error is certain.
 func TestTheOnlyPairIsTriedAgain(t *testing.T) {
-	for _, body := range []string{chatBody, `{"model":"m","stream":true,"messages":[{"role":"user","content":"Hi"}]}`} {
-		s := pairStand(t, "sglang", "p1", "d1")
-		policy := s.server.Live().Pools["chat"]
-		policy.Alone = plan.AloneNever
-		s.policy("chat", policy)
-		s.state.LoadFailed(s.state.Pool("chat"), addressOf("p1"), addressOf("d1"))
-		q := s.newRequest("/v1/chat/completions", "r1", body)
-		v := q.pass()
-		require.Zero(t, v.status(), "%v", v.immediate)
-		require.Equal(t, envoywire.LegPair, q.headers[envoywire.HeaderLeg])
+	for dialect, leg := range map[string]string{"sglang": envoywire.LegPair, "nixl": envoywire.LegPrefill} {
+		for _, body := range []string{chatBody, `{"model":"m","stream":true,"messages":[{"role":"user","content":"Hi"}]}`} {
+			s := pairStand(t, dialect, "p1", "d1")
+			policy := s.server.Live().Pools["chat"]
+			policy.Alone = plan.AloneNever
+			s.policy("chat", policy)
+			s.state.LoadFailed(s.state.Pool("chat"), addressOf("p1"), addressOf("d1"))
+			q := s.newRequest("/v1/chat/completions", "r1", body)
+			v := q.pass()
+			require.Zero(t, v.status(), "%v", v.immediate)
+			require.Equal(t, leg, q.headers[envoywire.HeaderLeg])
+		}
 	}
 }

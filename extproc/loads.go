@@ -2,6 +2,7 @@ package extproc
 
 import (
 	"context"
+	"errors"
 	"log/slog"
 
 	"tandem/extproc/envoywire"
@@ -69,24 +70,29 @@ func (x *planning) clientAPI() openai.API {
 
 // chooseOther is choose with regard to failed KV loads. A request that is not streamed may try an avoided pair again. A request
 // whose last pair failed excludes that pair's decode endpoint and gets a pair without either endpoint, else, after the first
-// failure, one with another prefill endpoint, else one with another decode endpoint.
+// failure, one with another prefill endpoint, else one with another decode endpoint. Where all pairs are avoided and there is no other way to
+// answer, an avoided pair is chosen: it may fail again, but an error is certain.
 func (x *planning) chooseOther(pool *kvstate.Pool, policy *Policy, r *picker.Request, a *plan.Attempt) (picker.Choice, error) {
 	if !x.req.True(openai.FieldStream) {
 		x.view.AllowTrials()
 	}
-	if a.PairFailed == ([2]string{}) || !r.Split {
+	if a.PairFailed != ([2]string{}) && r.Split {
+		excluded, prefill := r.Excluded, a.PairFailed[0]
+		tries := [][]string{append([]string{prefill}, excluded...)}
+		if len(excluded) == 1 {
+			tries = append(tries, []string{prefill})
+		}
+		for _, r.Excluded = range tries {
+			if c, err := x.choose(pool, policy, r, a); err == nil && c.Prefill >= 0 {
+				return c, nil
+			}
+		}
+		r.Excluded = excluded
+	}
+	c, err := x.choose(pool, policy, r, a)
+	refused := err == nil && c.Prefill < 0 && r.Split && policy.MustSplit()
+	if (refused || errors.Is(err, picker.ErrNoEndpoint)) && x.view.ForgetFaults() {
 		return x.choose(pool, policy, r, a)
 	}
-	excluded, prefill := r.Excluded, a.PairFailed[0]
-	tries := [][]string{append([]string{prefill}, excluded...)}
-	if len(excluded) == 1 {
-		tries = append(tries, []string{prefill})
-	}
-	for _, r.Excluded = range tries {
-		if c, err := x.choose(pool, policy, r, a); err == nil && c.Prefill >= 0 {
-			return c, nil
-		}
-	}
-	r.Excluded = excluded
-	return x.choose(pool, policy, r, a)
+	return c, err
 }

@@ -42,10 +42,7 @@ POST /generate /encode /classify /v1/classify /tokenize /v1/tokenize /detokenize
 POST /parse_function_call /separate_reasoning`
 )
 
-// Engines are the kinds of engines that have an allowlist of their own; "any" has the paths of all.
-func Engines() []string { return []string{"any", "sglang", "trtllm", "vllm"} }
-
-// NewPaths returns the allowlist for a kind of engine, with more paths as the configuration writes them: "POST /v1/things/*".
+// NewPaths returns the allowlist for a kind of engine (vllm, sglang, trtllm; any has the paths of all), with more paths as the configuration writes them: "POST /v1/things/*".
 func NewPaths(engine string, more []string) (*Paths, error) {
 	p := &Paths{exact: map[string][]string{}}
 	tables := openAIPaths

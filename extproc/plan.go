@@ -90,9 +90,6 @@ func (x firstPass) plan(api openai.API, a plan.Attempt) (*plan.Decision, error) 
 		return nil, err
 	}
 	choice, err := x.chooseOther(pool, &policy, &request, &a)
-	if err != nil && x.view.ForgetFaults() { // all pairs are avoided: one that may fail again is better than none
-		choice, err = x.choose(pool, &policy, &request, &a)
-	}
 	x.explain(pool, &request)
 	if err != nil {
 		return nil, policy.NoEndpoint(pool, err)

@@ -89,6 +89,11 @@ func (p *Policy) Placement() picker.Policy {
 	return place
 }
 
+// MustSplit reports whether a request that can be split is never decoded alone.
+func (p *Policy) MustSplit() bool {
+	return p.Dialect.PairsOnly() || (p.Alone == AloneNever || p.OnFailure == Fail) && p.Placement().Split == picker.SplitAlways
+}
+
 // Limits are those of the server that every pool shares.
 type Limits struct {
 	SplitBodyBytes int // larger bodies are never split: Envoy could not replay them
