@@ -304,9 +304,10 @@ func (g *gatewayResources) routePatches(listener string, hcm map[string]any) ([]
 			continue
 		}
 		at := fmt.Sprintf(`$.virtual_hosts[*].routes[?match(@.name, "httproute/%s/%s/rule/%d/.*")]`, g.Namespace, g.Name, i)
-		add := func(op, path string, value any) {
-			out = append(out, patch{typePrefix + "route.v3.RouteConfiguration", listener, operation{Op: op, Path: path, Value: value, JSONPath: at}})
+		addUnder := func(under, op, path string, value any) {
+			out = append(out, patch{typePrefix + "route.v3.RouteConfiguration", listener, operation{Op: op, Path: path, Value: value, JSONPath: at + under}})
 		}
+		add := func(op, path string, value any) { addUnder("", op, path, value) }
 		if rule.Patched != "" {
 			add("replace", "/match", routes[rule.name]["match"])
 		}
@@ -332,10 +333,7 @@ func (g *gatewayResources) routePatches(listener string, hcm map[string]any) ([]
 			switch name {
 			case "envoy.filters.http.ext_proc":
 				// Envoy Gateway's filter has another name; its route has an empty configuration for it that enables it.
-				out = append(out, patch{typePrefix + "route.v3.RouteConfiguration", listener, operation{
-					Op: "add", Path: "/config", Value: filters[name],
-					JSONPath: at + `.typed_per_filter_config[?@["@type"]=="type.googleapis.com/envoy.config.route.v3.FilterConfig"]`,
-				}})
+				addUnder(`.typed_per_filter_config[?@["@type"]=="type.googleapis.com/envoy.config.route.v3.FilterConfig"]`, "add", "/config", filters[name])
 			case "envoy.filters.http.buffer": // Envoy Gateway's listener has no such filter
 			default:
 				add("add", "/typed_per_filter_config/"+name, filters[name])

@@ -30,12 +30,15 @@ const (
 	idleDecisions = 10  // decisions of the last minute from which prefill that got none of them is idle
 )
 
-// attention lists what needs attention in a status that is otherwise complete, what fails first. faults returns the failed KV loads that
-// an endpoint is avoided for.
-func attention(s *Status, faults func(pool, address string) *kvstate.LoadFaults, recent []telemetry.Trace) []Notice {
-	out := []Notice{}
+// attention lists what needs attention in a status that is otherwise complete, what fails first.
+func attention(s *Status, recent []telemetry.Trace) []Notice {
+	problems, warnings := []Notice{}, []Notice{}
 	add := func(bad bool, doc, format string, values ...any) {
-		out = append(out, Notice{Bad: bad, Text: fmt.Sprintf(format, values...), Doc: doc})
+		list := &warnings
+		if bad {
+			list = &problems
+		}
+		*list = append(*list, Notice{Bad: bad, Text: fmt.Sprintf(format, values...), Doc: doc})
 	}
 	if s.Sharing.KeysDiffer > 0 {
 		add(true, "howto/rotate-keys.md", "The ticket keys differ from those of %s: requests that pass through both fail.", count(s.Sharing.KeysDiffer, "other replica"))
@@ -63,8 +66,8 @@ func attention(s *Status, faults func(pool, address string) *kvstate.LoadFaults,
 				add(false, "howto/autoscale.md", "%s: %s (%s) is full: %.0f %% of its KV cache is in use, %s in its queue.",
 					p.Name, e.Name, e.Role, 100*e.KVUsage, count(int(e.Waiting), "request"))
 			}
-			if f := faults(p.Name, e.Address); f != nil {
-				add(false, "operations.md#when-an-engine-fails", "%s: decode cannot load KV (%s). Tandem avoids %s.", p.Name, e.Name, avoided(f))
+			if e.faults != nil {
+				add(false, "operations.md#when-an-engine-fails", "%s: decode cannot load KV (%s). Tandem avoids %s.", p.Name, e.Name, avoided(e.faults))
 			}
 		}
 		if n, reason := idlePrefill(p, recent, s.Now); n > 0 {
@@ -74,15 +77,7 @@ func attention(s *Status, faults func(pool, address string) *kvstate.LoadFaults,
 	if s.Sharing.Redis && !s.Sharing.Up {
 		add(false, "howto/redis.md", "Redis is not in use: this replica goes by what it knows itself.")
 	}
-	slices.SortStableFunc(out, func(a, b Notice) int { return boolOrder(b.Bad) - boolOrder(a.Bad) })
-	return out
-}
-
-func boolOrder(b bool) int {
-	if b {
-		return 1
-	}
-	return 0
+	return append(problems, warnings...)
 }
 
 // inState returns the names of a pool's endpoints of a role that are in a state, and how many have the role.

@@ -62,13 +62,8 @@ func TestAttention(t *testing.T) {
 			if tt.change != nil {
 				tt.change(s)
 			}
-			faults := func(_, address string) *kvstate.LoadFaults {
-				if address == "p1:1" {
-					return tt.faults
-				}
-				return nil
-			}
-			require.Equal(t, append([]Notice{}, tt.want...), attention(s, faults, tt.recent), "in order")
+			s.Pools[0].Endpoints[0].faults = tt.faults
+			require.Equal(t, append([]Notice{}, tt.want...), attention(s, tt.recent), "in order")
 		})
 	}
 }

@@ -52,6 +52,8 @@ type Endpoint struct {
 	Running  int64   `json:"running"`                             // in the engine's batch, as it says; -1: not known
 	Waiting  int64   `json:"waiting"`                             // in the engine's queue; -1: not known
 	KVUsage  float64 `json:"kv_usage"`                            // of its KV cache, 0 to 1; -1: not known
+
+	faults *kvstate.LoadFaults // failed KV loads that it is avoided for; nil: none
 }
 
 // Flow is how many of the latest requests went from one endpoint to another. Prefill is "" where decode worked alone.
@@ -189,7 +191,7 @@ func (f *Feed) Status(since int64) Status {
 		s.Pools = append(s.Pools, f.pool(p, recent))
 	}
 	f.addPoints(&s, since)
-	s.Attention = attention(&s, f.loadFaults, recent)
+	s.Attention = attention(&s, recent)
 	return s
 }
 
@@ -203,18 +205,6 @@ func (f *Feed) addPoints(s *Status, since int64) {
 	s.Minute.N = f.n
 	from, _ := slices.BinarySearchFunc(f.points, since+1, func(p Point, n int64) int { return int(p.N - n) })
 	s.Points = append([]Point{}, f.points[from:]...)
-}
-
-// loadFaults returns the failed KV loads for which an endpoint is avoided; nil: none.
-func (f *Feed) loadFaults(pool, address string) *kvstate.LoadFaults {
-	if p := f.source.State.Pool(pool); p != nil {
-		for _, e := range p.Endpoints() {
-			if e.Addr == address {
-				return e.LoadFaults()
-			}
-		}
-	}
-	return nil
 }
 
 func (f *Feed) pool(p *kvstate.Pool, recent []telemetry.Trace) Pool {
@@ -231,6 +221,7 @@ func (f *Feed) pool(p *kvstate.Pool, recent []telemetry.Trace) Pool {
 		if shown.Name == "" {
 			shown.Name = e.Addr
 		}
+		shown.faults = e.LoadFaults()
 		shown.Running, shown.Waiting, shown.KVUsage = -1, -1, -1
 		if g := e.Signals(); g != nil {
 			shown.Running, shown.Waiting, shown.KVUsage = g.Running, g.Waiting, g.KVUsage

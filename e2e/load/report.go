@@ -183,7 +183,7 @@ code{font-size:11px}.key span{margin-right:1rem}.key span::before{content:"\25A0
 <h2>Summary</h2><ul>{{range .Summary}}<li>{{.}}</li>{{end}}</ul>
 {{if .Changes}}<h2>Beside the last run</h2><p>{{.Last.Began.Format "2006-01-02 15:04 UTC"}}, {{.Last.Versions}}, on the same kind of machine. Bold: CPU changed by more than {{.Noise}} %, which two runs of the same programs can differ by.</p>
 <table><tr><th>case</th><th>req/s</th><th>p99</th><th>CPU of Envoy and Tandem</th><th>errors before</th><th>errors now</th></tr>
-{{range .Changes}}<tr><td>{{.Name}}</td><td>{{printf "%+.0f %%" .PerSecond}}</td><td>{{printf "%+.0f %%" .P99}}</td><td{{if and .FasterOrSlower (not .Improved)}} class="bad"{{end}}>{{if .FasterOrSlower}}<b>{{printf "%+.0f %%" .CPU}}</b>{{else}}{{printf "%+.0f %%" .CPU}}{{end}}</td><td>{{.ErrorsBefore}}</td><td>{{.ErrorsNow}}</td></tr>
+{{range .Changes}}<tr><td>{{.Name}}</td><td>{{printf "%+.0f %%" .PerSecond}}</td><td>{{printf "%+.0f %%" .P99}}</td><td{{if .Worse}} class="bad"{{end}}>{{if .Significant}}<b>{{printf "%+.0f %%" .CPU}}</b>{{else}}{{printf "%+.0f %%" .CPU}}{{end}}</td><td>{{.ErrorsBefore}}</td><td>{{.ErrorsNow}}</td></tr>
 {{end}}</table>{{end}}
 <h2>Cases</h2>
 <p>Times in milliseconds, CPU in milliseconds per request, memory in MiB. Compare cases of one run only.</p>

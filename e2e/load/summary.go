@@ -85,11 +85,16 @@ func (r *report) summary() []string {
 
 // change is one case beside the same case of the last run, in percent of the latter.
 type change struct {
-	Name                     string
-	PerSecond, P99, CPU      float64 // CPU of Envoy and Tandem per request
-	ErrorsBefore, ErrorsNow  int
-	FasterOrSlower, Improved bool // by more than runs differ from each other; in which direction
+	Name                    string
+	PerSecond, P99, CPU     float64 // CPU of Envoy and Tandem per request
+	ErrorsBefore, ErrorsNow int
 }
+
+// Significant reports whether the CPU changed by more than runs differ from each other.
+func (c change) Significant() bool { return math.Abs(c.CPU) > noise }
+
+// Worse reports whether the CPU rose by more than that.
+func (c change) Worse() bool { return c.CPU > noise }
 
 // noise is how far two runs of the same programs are apart on a busy machine, in percent.
 const noise = 10
@@ -115,11 +120,11 @@ func (r *report) changes() []change {
 		if then == nil || now.Error != "" || then.Error != "" {
 			continue
 		}
-		c := change{Name: now.Name, ErrorsBefore: then.Errors, ErrorsNow: now.Errors,
+		out = append(out, change{
+			Name: now.Name, ErrorsBefore: then.Errors, ErrorsNow: now.Errors,
 			PerSecond: percent(now.PerSecond, then.PerSecond), P99: percent(now.Latency.P99, then.Latency.P99),
-			CPU: percent(now.EnvoyCPU+now.TandemCPU, then.EnvoyCPU+then.TandemCPU)}
-		c.FasterOrSlower, c.Improved = math.Abs(c.CPU) > noise, c.CPU < 0
-		out = append(out, c)
+			CPU: percent(now.EnvoyCPU+now.TandemCPU, then.EnvoyCPU+then.TandemCPU),
+		})
 	}
 	return out
 }

@@ -8,7 +8,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-func run1(rate, cpu float64, errors int) *report {
+func aRun(rate, cpu float64, errors int) *report {
 	plain, stream := testCase{Size: kb, Clients: 16, Endpoints: 4, Replicas: 1}, testCase{Size: kb, Stream: true, Clients: 16, Endpoints: 4, Replicas: 1}
 	return &report{Machine: "m", Results: []result{
 		{Case: plain, Name: plain.name(), Requests: 100, Errors: errors, PerSecond: rate, PerCore: 2 * rate, Latency: percentiles{P99: 12}, EnvoyCPU: cpu / 2, TandemCPU: cpu / 2},
@@ -24,7 +24,7 @@ func TestSummary(t *testing.T) {
 		"The highest rate was 500 requests a second over two hops, with a p99 of 12.00 ms (1 KB JSON, 16 clients, 4 endpoints, 1 replica). Engines and the load tool share the machine.",
 		"At best, one core of Envoy and Tandem together carries 1000 requests a second (1 KB JSON, 16 clients, 4 endpoints, 1 replica).",
 		"Streams: first token after 7.00 ms (p50) and 9.00 ms (p99), then one each 5.10 ms (p50); the engine makes one each 5 ms (1 KB SSE, 16 clients, 4 endpoints, 1 replica).",
-	}, run1(500, 1, 2).summary())
+	}, aRun(500, 1, 2).summary())
 }
 
 // A run is compared with what the last one left; a change within the noise is none, and another machine's run says nothing.
@@ -33,9 +33,9 @@ func TestChanges(t *testing.T) {
 	last, err := readPrevious(dir)
 	require.NoError(t, err)
 	require.Nil(t, last)
-	_, err = run1(500, 1, 0).write(dir)
+	_, err = aRun(500, 1, 0).write(dir)
 	require.NoError(t, err)
-	now := run1(600, .8, 1)
+	now := aRun(600, .8, 1)
 	require.Empty(t, now.changes(), "there is no last run")
 	now.previous, err = readPrevious(dir)
 	require.NoError(t, err)
@@ -44,10 +44,10 @@ func TestChanges(t *testing.T) {
 	c := changes[0]
 	require.InDelta(t, 20, c.PerSecond, 1e-9)
 	require.InDelta(t, -20, c.CPU, 1e-9)
-	require.Equal(t, []bool{true, true}, []bool{c.FasterOrSlower, c.Improved})
+	require.Equal(t, []bool{true, true}, []bool{c.Significant(), !c.Worse()})
 	require.Equal(t, 1, c.ErrorsNow)
 	now.Results[0].EnvoyCPU = .55
-	require.False(t, now.changes()[0].FasterOrSlower, "5 % less CPU")
+	require.False(t, now.changes()[0].Significant(), "5 % less CPU")
 	now.Machine = "another"
 	require.Empty(t, now.changes())
 
