@@ -55,8 +55,9 @@ var arrows = map[string][]string{
 	"e2e/load":                    {"e2e/process"},
 	"e2e/loopback":                {}, // for tests
 	"e2e/process":                 {"e2e/loopback"},
-	"e2e/vllm":                    {"e2e/loopback"},
-	"e2e/sglang":                  {"e2e/loopback"},
+	"e2e/realengines":             {}, // for tests
+	"e2e/vllm":                    {"e2e/loopback", "e2e/realengines"},
+	"e2e/sglang":                  {"e2e/loopback", "e2e/realengines"},
 	"status":                      {"extproc/telemetry", "extproc", "kvstate", "picker"},
 	"deploy/observability/promql": {},                                                              // a module of its own: Prometheus' parsers
 	"deploy":                      {"envoy-configs", "protos/config/v1", "e2e/loopback"},           // tests alone

@@ -14,9 +14,7 @@ set -euo pipefail
 dir=${TANDEM_SGLANG:-${XDG_CACHE_HOME:-$HOME/.cache}/tandem/sglang}
 port=${PORT:-29100}
 logs=$dir/logs
-declare -A pids=()
-
-say() { echo "run.sh: $*" >&2; }
+. "$(dirname "$0")/../realengines/servers.sh"
 
 # Each of these was needed:
 # - SGLANG_USE_CPU_ENGINE: else it looks for a GPU; TORCHDYNAMO_DISABLE: else it compiles with Triton;
@@ -42,36 +40,11 @@ server() {
   echo "${pids[$name]}" >"$logs/$name.pid"
 }
 
-# stop_all asks politely, once, and after 10 s not.
-stop_all() {
-  trap '' INT TERM
-  local pid
-  for pid in "${pids[@]}"; do kill -TERM -- "-$pid" 2>/dev/null || true; done
-  for _ in $(seq 100); do
-    local left=0
-    for pid in "${pids[@]}"; do if kill -0 -- "-$pid" 2>/dev/null; then left=1; fi; done
-    [ $left = 0 ] && return
-    sleep 0.1
-  done
-  for pid in "${pids[@]}"; do kill -KILL -- "-$pid" 2>/dev/null || true; done
-}
-
-# wait_ready NAME PORT: until it answers /v1/models, 15 minutes at most (a busy machine needs 10).
-wait_ready() {
-  local name=$1 port=$2
-  until curl -sf -o /dev/null "http://127.0.0.1:$port/v1/models"; do
-    kill -0 "${pids[$name]}" 2>/dev/null || { say "$name ended:"; tail -n 5 "$logs/$name.log" >&2; exit 1; }
-    [ $SECONDS -lt 900 ] || { say "$name is not ready after $SECONDS s: $logs/$name.log"; exit 1; }
-    sleep 0.5
-  done
-}
-
-[ -e "$dir/stamp" ] || { say "nothing in $dir: run install.sh first"; exit 1; }
-mkdir -p "$logs"
+stop_at_exit TERM
 rm -f "$logs"/*.pid
-trap stop_all EXIT
-trap 'exit 130' INT
-trap 'exit 143' TERM
+
+# ready NAME PORT: until it serves, 15 minutes at most (a busy machine needs 10).
+ready() { wait_ready "$1" "$2" /v1/models 900; }
 
 prefill=() decode=() reference=$((port + 201))
 for i in $(seq "${PREFILLS:-2}"); do prefill+=($((port + i))); done
@@ -83,9 +56,9 @@ for p in "${decode[@]}"; do
   server "decode-$p" "$p" --disaggregation-mode decode --disaggregation-transfer-backend nixl --disaggregation-decode-retraction-backup cpu_tensor
 done
 server reference "$reference"
-for p in "${prefill[@]}"; do wait_ready "prefill-$p" "$p"; done
-for p in "${decode[@]}"; do wait_ready "decode-$p" "$p"; done
-wait_ready reference "$reference"
+for p in "${prefill[@]}"; do ready "prefill-$p" "$p"; done
+for p in "${decode[@]}"; do ready "decode-$p" "$p"; done
+ready reference "$reference"
 
 addresses() { printf '127.0.0.1:%s\n' "$@" | paste -sd, -; }
 TANDEM_SGLANG_PREFILL=$(addresses "${prefill[@]}")
@@ -93,9 +66,4 @@ TANDEM_SGLANG_DECODE=$(addresses "${decode[@]}")
 export TANDEM_SGLANG_PREFILL TANDEM_SGLANG_DECODE
 export TANDEM_SGLANG_REFERENCE=127.0.0.1:$reference TANDEM_SGLANG_LOGS=$logs
 say "ready after $SECONDS s: prefill $TANDEM_SGLANG_PREFILL, decode $TANDEM_SGLANG_DECODE, reference $TANDEM_SGLANG_REFERENCE; logs in $logs"
-if [ $# -gt 0 ]; then
-  "$@"
-else
-  say "Ctrl-C stops them"
-  sleep infinity & wait $!
-fi
+run_or_wait "$@"

@@ -3,8 +3,6 @@
 package sglang
 
 import (
-	"bytes"
-	"context"
 	"encoding/json"
 	"fmt"
 	"net"
@@ -14,13 +12,13 @@ import (
 	"path/filepath"
 	"strconv"
 	"strings"
-	"syscall"
 	"testing"
 	"time"
 
 	"github.com/stretchr/testify/require"
 
 	"tandem/e2e/loopback"
+	"tandem/e2e/realengines"
 )
 
 // stack is Envoy and Tandem in front of running servers.
@@ -49,13 +47,13 @@ func newStack(t *testing.T, whole bool) *stack {
 	config := filepath.Join(dir, "tandem.yaml")
 	require.NoError(t, os.WriteFile(config, []byte(s.config(t, addrs, whole)), 0o600))
 	tandem := filepath.Join(root, "bin/tandem")
-	start(t, dir, tandem, "serve", "-f", config)
+	realengines.Start(t, dir, "tandem", tandem, "serve", "-f", config)
 	bootstrap, err := exec.CommandContext(t.Context(), tandem, "envoy", "-f", config).Output()
 	require.NoError(t, err, "tandem envoy")
 	file := filepath.Join(dir, "envoy.yaml")
 	require.NoError(t, os.WriteFile(file, bootstrap, 0o600))
-	start(t, dir, envoy(t, root), "-c", file, "--log-level", "warning", "--use-dynamic-base-id")
-	require.Eventually(t, func() bool { return ok(s.admin, "/readyz") && ok(s.front, "/v1/models") }, time.Minute, 100*time.Millisecond)
+	realengines.Start(t, dir, "envoy", realengines.Envoy(t, root), "-c", file, "--log-level", "warning", "--use-dynamic-base-id")
+	require.Eventually(t, func() bool { return realengines.OK(s.admin, "/readyz") && realengines.OK(s.front, "/v1/models") }, time.Minute, 100*time.Millisecond)
 	return s
 }
 
@@ -88,54 +86,6 @@ pools:
 		fmt.Fprintf(&b, "  - {address: %q, role: both}\n", s.reference)
 	}
 	return b.String()
-}
-
-// start runs a program until the test ends; then it must leave within 30 s of SIGTERM, with exit status 0.
-func start(t *testing.T, dir, program string, args ...string) {
-	t.Helper()
-	var log bytes.Buffer
-	cmd := exec.CommandContext(context.WithoutCancel(t.Context()), program, args...)
-	cmd.Dir, cmd.Stdout, cmd.Stderr = dir, &log, &log
-	require.NoError(t, cmd.Start(), program)
-	t.Cleanup(func() {
-		_ = cmd.Process.Signal(syscall.SIGTERM)
-		kill := time.AfterFunc(30*time.Second, func() { _ = cmd.Process.Kill() })
-		err := cmd.Wait()
-		kill.Stop()
-		if err != nil {
-			t.Errorf("%s: %v", program, err)
-		}
-		if t.Failed() {
-			t.Logf("%s:\n%s", program, lastLines(log.String(), 60))
-		}
-	})
-}
-
-func lastLines(s string, n int) string {
-	lines := strings.Split(strings.TrimSpace(s), "\n")
-	return strings.Join(lines[max(0, len(lines)-n):], "\n")
-}
-
-func ok(addr, path string) bool {
-	answer, err := http.Get("http://" + addr + path)
-	if err != nil {
-		return false
-	}
-	_ = answer.Body.Close()
-	return answer.StatusCode == http.StatusOK
-}
-
-func envoy(t *testing.T, root string) string {
-	t.Helper()
-	if path := os.Getenv("ENVOY"); path != "" {
-		return path
-	}
-	if path, err := exec.LookPath("envoy"); err == nil {
-		return path
-	}
-	path := filepath.Join(root, ".tools/bin/envoy")
-	require.FileExists(t, path, "make tools")
-	return path
 }
 
 // load is what GET /v1/loads says of one server.

@@ -13,6 +13,8 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
+
+	"tandem/e2e/realengines"
 )
 
 // engine is an HTTP server at an address: a vLLM, or Envoy that looks like one.
@@ -103,7 +105,7 @@ func total(t *testing.T, engines []engine, name string) float64 {
 func requireAlive(t *testing.T, engines []engine) {
 	t.Helper()
 	for _, e := range engines {
-		require.True(t, ok(e.addr, "/health"), "engine %s is dead", e.addr)
+		require.True(t, realengines.OK(e.addr, "/health"), "engine %s is dead", e.addr)
 	}
 	require.Eventually(t, func() bool {
 		return total(t, engines, "vllm:num_requests_running")+total(t, engines, "vllm:num_requests_waiting") == 0

@@ -14,6 +14,8 @@ import (
 	"unicode/utf16"
 
 	"github.com/stretchr/testify/require"
+
+	"tandem/e2e/realengines"
 )
 
 // hostileMembers finds the members that hostile adds, which the reference must not get (it has no KV transfer, but some are
@@ -154,7 +156,7 @@ func (s *suite) otherDoors(t *testing.T) {
 		_ = res.Body.Close()
 		t.Logf("%-32s %-36s %d %.100q", door.path, door.contentType, res.StatusCode, answer)
 		for _, e := range s.engines() {
-			require.True(t, ok(e.addr, "/health"), "%s %s killed %s", door.path, door.contentType, e.addr)
+			require.True(t, realengines.OK(e.addr, "/health"), "%s %s killed %s", door.path, door.contentType, e.addr)
 		}
 		count++
 	}

@@ -20,9 +20,7 @@ prefill=($((port + 1)) $((port + 2)))
 decode=($((port + 101)) $((port + 102)))
 reference=$((port + 201))
 logs=$dir/logs
-declare -A pids=()
-
-say() { echo "run.sh: $*" >&2; }
+. "$(dirname "$0")/../realengines/servers.sh"
 
 # Each of these was needed:
 # - V1 multiprocessing off and executor uni: the workers of the default executor stall for seconds on few cores;
@@ -55,35 +53,10 @@ if [ -n "${BIDIRECTIONAL:-}" ]; then
 fi
 transfer() { echo "{\"kv_connector\":\"${CONNECTOR:-NixlConnector}\",\"kv_role\":\"$1\",\"kv_buffer_device\":\"cpu\"$extra}"; }
 
-# stop_all asks politely, once, and after 10 s not.
-stop_all() {
-  trap '' INT TERM
-  local pid
-  for pid in "${pids[@]}"; do kill -INT -- "-$pid" 2>/dev/null || true; done
-  for _ in $(seq 100); do
-    local left=0
-    for pid in "${pids[@]}"; do if kill -0 -- "-$pid" 2>/dev/null; then left=1; fi; done
-    [ $left = 0 ] && return
-    sleep 0.1
-  done
-  for pid in "${pids[@]}"; do kill -KILL -- "-$pid" 2>/dev/null || true; done
-}
+stop_at_exit INT
 
-# wait_ready NAME PORT: until it answers /health, 10 minutes at most (a busy machine needs 5).
-wait_ready() {
-  local name=$1 port=$2
-  until curl -sf -o /dev/null "http://127.0.0.1:$port/health"; do
-    kill -0 "${pids[$name]}" 2>/dev/null || { say "$name ended:"; tail -5 "$logs/$name.log" >&2; exit 1; }
-    [ $SECONDS -lt 600 ] || { say "$name is not ready after $SECONDS s: $logs/$name.log"; exit 1; }
-    sleep 0.5
-  done
-}
-
-[ -e "$dir/stamp" ] || { say "nothing in $dir: run install.sh first"; exit 1; }
-mkdir -p "$logs"
-trap stop_all EXIT
-trap 'exit 130' INT
-trap 'exit 143' TERM
+# ready NAME PORT: until it serves, 10 minutes at most (a busy machine needs 5).
+ready() { wait_ready "$1" "$2" /health 600; }
 
 last=$((${ENGINES:-2} - 1))
 for i in $(seq 0 $last); do
@@ -92,10 +65,10 @@ for i in $(seq 0 $last); do
 done
 engine reference "$reference"
 for i in $(seq 0 $last); do
-  wait_ready "prefill-$i" "${prefill[i]}"
-  wait_ready "decode-$i" "${decode[i]}"
+  ready "prefill-$i" "${prefill[i]}"
+  ready "decode-$i" "${decode[i]}"
 done
-wait_ready reference "$reference"
+ready reference "$reference"
 
 addresses() { printf '127.0.0.1:%s\n' "$@" | head -n $((last + 1)) | paste -sd, -; }
 TANDEM_VLLM_PREFILL=$(addresses "${prefill[@]}")
@@ -107,9 +80,4 @@ case ${CONNECTOR:-} in
   MooncakeConnector) export TANDEM_VLLM_DIALECT=mooncake ;;
 esac
 say "ready after $SECONDS s: prefill $TANDEM_VLLM_PREFILL, decode $TANDEM_VLLM_DECODE, reference $TANDEM_VLLM_REFERENCE; logs in $logs"
-if [ $# -gt 0 ]; then
-  "$@"
-else
-  say "Ctrl-C stops them"
-  sleep infinity & wait $!
-fi
+run_or_wait "$@"

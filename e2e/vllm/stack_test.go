@@ -3,23 +3,20 @@
 package vllm
 
 import (
-	"bytes"
-	"context"
 	"fmt"
 	"net"
-	"net/http"
 	"os"
 	"os/exec"
 	"path/filepath"
 	"strconv"
 	"strings"
-	"syscall"
 	"testing"
 	"time"
 
 	"github.com/stretchr/testify/require"
 
 	"tandem/e2e/loopback"
+	"tandem/e2e/realengines"
 )
 
 // stack is Envoy and Tandem in front of running engines.
@@ -63,7 +60,7 @@ func startStack(t *testing.T, s *stack) *stack {
 	t.Helper()
 	root, err := filepath.Abs("../..")
 	require.NoError(t, err)
-	tandem, envoy := filepath.Join(root, "bin/tandem"), findEnvoy(t, root)
+	tandem, envoy := filepath.Join(root, "bin/tandem"), realengines.Envoy(t, root)
 	require.FileExists(t, tandem, "make build")
 
 	dir := t.TempDir()
@@ -72,14 +69,14 @@ func startStack(t *testing.T, s *stack) *stack {
 	config := filepath.Join(dir, "tandem.yaml")
 	require.NoError(t, os.WriteFile(config, []byte(s.config(ports)), 0o600))
 
-	start(t, dir, "tandem", tandem, "serve", "-f", config)
+	realengines.Start(t, dir, "tandem", tandem, "serve", "-f", config)
 	bootstrap, err := exec.CommandContext(t.Context(), tandem, "envoy", "-f", config).Output()
 	require.NoError(t, err, "tandem envoy")
 	bootstrapFile := filepath.Join(dir, "envoy.yaml")
 	require.NoError(t, os.WriteFile(bootstrapFile, bootstrap, 0o600))
-	start(t, dir, "envoy", envoy, "-c", bootstrapFile, "--log-level", "warning", "--use-dynamic-base-id")
+	realengines.Start(t, dir, "envoy", envoy, "-c", bootstrapFile, "--log-level", "warning", "--use-dynamic-base-id")
 
-	require.Eventually(t, func() bool { return ok(s.admin, "/readyz") && ok(s.front.addr, "/v1/models") },
+	require.Eventually(t, func() bool { return realengines.OK(s.admin, "/readyz") && realengines.OK(s.front.addr, "/v1/models") },
 		30*time.Second, 100*time.Millisecond, "Tandem and Envoy did not become ready")
 	return s
 }
@@ -139,54 +136,6 @@ func dialect() string {
 		return d
 	}
 	return "nixl"
-}
-
-// start runs a program until the test ends; then it must leave within 30 s of SIGTERM, with exit status 0.
-func start(t *testing.T, dir, name, program string, args ...string) {
-	t.Helper()
-	var log bytes.Buffer
-	cmd := exec.CommandContext(context.WithoutCancel(t.Context()), program, args...)
-	cmd.Dir, cmd.Stdout, cmd.Stderr = dir, &log, &log
-	require.NoError(t, cmd.Start(), name)
-	t.Cleanup(func() {
-		_ = cmd.Process.Signal(syscall.SIGTERM)
-		kill := time.AfterFunc(30*time.Second, func() { _ = cmd.Process.Kill() })
-		err := cmd.Wait()
-		kill.Stop()
-		if err != nil {
-			t.Errorf("%s: %v", name, err)
-		}
-		if t.Failed() {
-			t.Logf("%s said:\n%s", name, lastLines(log.String(), 60))
-		}
-	})
-}
-
-func lastLines(s string, n int) string {
-	lines := strings.Split(strings.TrimSpace(s), "\n")
-	return strings.Join(lines[max(0, len(lines)-n):], "\n")
-}
-
-func ok(addr, path string) bool {
-	answer, err := http.Get("http://" + addr + path)
-	if err != nil {
-		return false
-	}
-	_ = answer.Body.Close()
-	return answer.StatusCode == http.StatusOK
-}
-
-func findEnvoy(t *testing.T, root string) string {
-	t.Helper()
-	if path := os.Getenv("ENVOY"); path != "" {
-		return path
-	}
-	if path, err := exec.LookPath("envoy"); err == nil {
-		return path
-	}
-	path := filepath.Join(root, ".tools/bin/envoy")
-	require.FileExists(t, path, "make tools")
-	return path
 }
 
 func enginesFrom(t *testing.T, variable string) []engine {
