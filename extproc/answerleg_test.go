@@ -13,6 +13,7 @@ import (
 	"google.golang.org/protobuf/types/known/structpb"
 
 	"tandem/extproc/envoywire"
+	"tandem/extproc/envoywire/wiretest"
 	"tandem/extproc/kvtransfer"
 )
 
@@ -45,7 +46,7 @@ func (s *stand) throughAnswerLeg(t *kvtransfer.Ticket, status, contentType, body
 	send(&extprocv3.ProcessingRequest{
 		Attributes: map[string]*structpb.Struct{"envoy.filters.http.ext_proc": attributes},
 		Request: &extprocv3.ProcessingRequest_ResponseHeaders{ResponseHeaders: &extprocv3.HttpHeaders{
-			Headers: headerMap(":status", status, "content-type", contentType, "content-length", "1"),
+			Headers: wiretest.HeaderMap(":status", status, "content-type", contentType, "content-length", "1"),
 		}},
 	})
 	for rest := body; ; {

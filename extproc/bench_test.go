@@ -17,6 +17,7 @@ import (
 	"google.golang.org/protobuf/encoding/protowire"
 
 	"tandem/extproc/envoywire"
+	"tandem/extproc/envoywire/wiretest"
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/openai"
 	"tandem/extproc/telemetry"
@@ -110,7 +111,7 @@ func newCourse(tb testing.TB, size int, mode envoywire.BodyMode, carried bool) *
 		c.headers = appendHeader(c.headers, h[0], []byte(h[1]))
 	}
 	body := []byte(strings.Replace(chatBody, "hi", filler(size), 1))
-	c.client = marshal(tb, requestBody(body, true))
+	c.client = wiretest.Marshal(tb, requestBody(body, true))
 	c.answer = appendBody(nil, envoywire.PhaseResponseBody, prefilled(params(256)))
 	if carried {
 		c.carried = []byte(base64.StdEncoding.EncodeToString(prefilled(params(256))))
@@ -121,7 +122,7 @@ func newCourse(tb testing.TB, size int, mode envoywire.BodyMode, carried bool) *
 	require.NoError(tb, x.req.Scan(openai.Chat, body, openai.Limits{}))
 	x.patch.Reset(&x.req)
 	dialect.Prefill(&x.req, &x.patch, &x.pair)
-	c.legs = marshal(tb, requestBody(x.patch.Edits().Apply(nil, body), true))
+	c.legs = wiretest.Marshal(tb, requestBody(x.patch.Edits().Apply(nil, body), true))
 	settle(c.s, c.main.ticket())
 	return c
 }

@@ -18,6 +18,7 @@ import (
 	"google.golang.org/grpc/metadata"
 
 	"tandem/extproc/envoywire"
+	"tandem/extproc/envoywire/wiretest"
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/plan"
 	"tandem/kvstate"
@@ -87,7 +88,7 @@ func (q *request) mirror(s *stand) *leg {
 // answer is the engine's, on its way through the leg.
 func (l *leg) answer(status int, body string) {
 	require.NoError(l.t, l.stream.Send(&extprocv3.ProcessingRequest{Request: &extprocv3.ProcessingRequest_ResponseHeaders{
-		ResponseHeaders: &extprocv3.HttpHeaders{Headers: headerMap(":status", strconv.Itoa(status)), EndOfStream: body == ""},
+		ResponseHeaders: &extprocv3.HttpHeaders{Headers: wiretest.HeaderMap(":status", strconv.Itoa(status)), EndOfStream: body == ""},
 	}}))
 	if body != "" {
 		require.NoError(l.t, l.stream.Send(&extprocv3.ProcessingRequest{Request: &extprocv3.ProcessingRequest_ResponseBody{
@@ -362,7 +363,7 @@ func TestPairForeignTickets(t *testing.T) {
 			for _, role := range []string{envoywire.RoleDecodeLeg, envoywire.RoleMirror} {
 				l := s.leg(role)
 				require.NoError(t, l.stream.Send(&extprocv3.ProcessingRequest{Request: &extprocv3.ProcessingRequest_RequestHeaders{
-					RequestHeaders: &extprocv3.HttpHeaders{Headers: headerMap(envoywire.HeaderTicket, ticket, envoywire.HeaderClientID, "x")},
+					RequestHeaders: &extprocv3.HttpHeaders{Headers: wiretest.HeaderMap(envoywire.HeaderTicket, ticket, envoywire.HeaderClientID, "x")},
 				}}))
 				require.EqualValues(t, 500, l.receive().GetImmediateResponse().GetStatus().GetCode(), "%s with %q", role, ticket)
 			}

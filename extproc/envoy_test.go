@@ -31,6 +31,7 @@ import (
 	"google.golang.org/protobuf/types/known/wrapperspb"
 
 	"tandem/extproc/envoywire"
+	"tandem/extproc/envoywire/wiretest"
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/plan"
 	"tandem/extproc/telemetry"
@@ -307,7 +308,7 @@ func (q *request) messages() (headers *extprocv3.ProcessingRequest, body []*extp
 	}
 	headers = &extprocv3.ProcessingRequest{
 		Request: &extprocv3.ProcessingRequest_RequestHeaders{RequestHeaders: &extprocv3.HttpHeaders{
-			Headers: headerMap(pairs...), EndOfStream: q.bodyless,
+			Headers: wiretest.HeaderMap(pairs...), EndOfStream: q.bodyless,
 		}},
 		ProtocolConfig: &extprocv3.ProtocolConfiguration{RequestBodyMode: q.mode},
 	}
@@ -324,7 +325,7 @@ func (q *request) messages() (headers *extprocv3.ProcessingRequest, body []*extp
 	}
 	if q.trailers {
 		body = append(body, &extprocv3.ProcessingRequest{Request: &extprocv3.ProcessingRequest_RequestTrailers{
-			RequestTrailers: &extprocv3.HttpTrailers{Trailers: headerMap("x-sum", "1")},
+			RequestTrailers: &extprocv3.HttpTrailers{Trailers: wiretest.HeaderMap("x-sum", "1")},
 		}})
 	}
 	return headers, body
@@ -388,9 +389,9 @@ func (q *request) prefillLeg(a answer) *verdict {
 	require.NoError(t, err)
 	require.NoError(t, stream.Send(&extprocv3.ProcessingRequest{
 		Request: &extprocv3.ProcessingRequest_ResponseHeaders{ResponseHeaders: &extprocv3.HttpHeaders{
-			Headers: headerMap(":status", strconv.Itoa(a.status), "content-type", "application/json", "content-length", strconv.Itoa(len(a.body))), EndOfStream: a.bodyless,
+			Headers: wiretest.HeaderMap(":status", strconv.Itoa(a.status), "content-type", "application/json", "content-length", strconv.Itoa(len(a.body))), EndOfStream: a.bodyless,
 		}},
-		Attributes: attributesOf("request.headers['x-tandem-ticket']", q.headers[envoywire.HeaderTicket], "request.headers['x-request-id']", q.headers[envoywire.HeaderRequestID],
+		Attributes: wiretest.Attributes("request.headers['x-tandem-ticket']", q.headers[envoywire.HeaderTicket], "request.headers['x-request-id']", q.headers[envoywire.HeaderRequestID],
 			"request.path", q.headers[":path"], "upstream.address", q.headers[envoywire.HeaderEndpoint]),
 		ProtocolConfig: &extprocv3.ProtocolConfiguration{ResponseBodyMode: filterv3.ProcessingMode_FULL_DUPLEX_STREAMED},
 	}))

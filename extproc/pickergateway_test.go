@@ -12,6 +12,7 @@ import (
 	"github.com/stretchr/testify/require"
 	"google.golang.org/protobuf/types/known/structpb"
 
+	"tandem/extproc/envoywire/wiretest"
 	"tandem/extproc/plan"
 )
 
@@ -51,7 +52,7 @@ func (s *stand) ask(body string, metadata map[string]*structpb.Struct, headers .
 	pairs := append(headers, "content-type", "application/json", "x-request-id", "r-1", ":method", "POST", ":path", "/v1/chat/completions") // the first of a name counts
 	require.NoError(t, stream.Send(&extprocv3.ProcessingRequest{
 		Request: &extprocv3.ProcessingRequest_RequestHeaders{RequestHeaders: &extprocv3.HttpHeaders{
-			Headers: headerMap(pairs...), EndOfStream: body == "",
+			Headers: wiretest.HeaderMap(pairs...), EndOfStream: body == "",
 		}},
 		MetadataContext: &corev3.Metadata{FilterMetadata: metadata},
 		ProtocolConfig: &extprocv3.ProtocolConfiguration{
@@ -110,7 +111,7 @@ func (g *gateway) answer(served string, status int, trailers bool, pieces ...str
 	}
 	require.NoError(g.t, g.stream.Send(&extprocv3.ProcessingRequest{
 		Request: &extprocv3.ProcessingRequest_ResponseHeaders{ResponseHeaders: &extprocv3.HttpHeaders{
-			Headers: headerMap(":status", strconv.Itoa(status)), EndOfStream: len(pieces) == 0 && !trailers,
+			Headers: wiretest.HeaderMap(":status", strconv.Itoa(status)), EndOfStream: len(pieces) == 0 && !trailers,
 		}},
 		MetadataContext: metadata,
 	}))
@@ -129,7 +130,7 @@ func (g *gateway) answer(served string, status int, trailers bool, pieces ...str
 		}
 		if trailers {
 			_ = g.stream.Send(&extprocv3.ProcessingRequest{Request: &extprocv3.ProcessingRequest_ResponseTrailers{
-				ResponseTrailers: &extprocv3.HttpTrailers{Trailers: headerMap("x-sum", "1")},
+				ResponseTrailers: &extprocv3.HttpTrailers{Trailers: wiretest.HeaderMap("x-sum", "1")},
 			}})
 		}
 	}()

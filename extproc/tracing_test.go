@@ -6,6 +6,7 @@ import (
 	"testing/synctest"
 
 	"tandem/extproc/envoywire"
+	"tandem/extproc/envoywire/wiretest"
 	"tandem/extproc/telemetry"
 	"tandem/internal/budget"
 
@@ -99,7 +100,7 @@ func TestNotSampledStaysSo(t *testing.T) {
 func TestARefusalIsAnErrorOfTheSpan(t *testing.T) {
 	c, spans := traced(t)
 	secret := "not for logs"
-	require.NoError(t, c.s.process(c.begin(nil, marshal(t, requestBody([]byte(`{"prompt": "`+secret+`", `), true)))))
+	require.NoError(t, c.s.process(c.begin(nil, wiretest.Marshal(t, requestBody([]byte(`{"prompt": "`+secret+`", `), true)))))
 	got := spans.GetSpans()
 	require.Len(t, got, 1)
 	require.Equal(t, "invalid_json", attributesIn(got[0])["error.type"].AsString())

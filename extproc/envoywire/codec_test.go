@@ -8,6 +8,8 @@ import (
 	"testing"
 	"time"
 
+	"tandem/extproc/envoywire/wiretest"
+
 	corev3 "github.com/envoyproxy/go-control-plane/envoy/config/core/v3"
 	logdatav3 "github.com/envoyproxy/go-control-plane/envoy/data/accesslog/v3"
 	filterv3 "github.com/envoyproxy/go-control-plane/envoy/extensions/filters/http/ext_proc/v3"
@@ -17,7 +19,6 @@ import (
 	"google.golang.org/grpc/mem"
 	"google.golang.org/protobuf/proto"
 	"google.golang.org/protobuf/types/known/durationpb"
-	"google.golang.org/protobuf/types/known/structpb"
 	"google.golang.org/protobuf/types/known/wrapperspb"
 )
 
@@ -33,9 +34,9 @@ func split(b []byte, r *rand.Rand) mem.BufferSlice {
 }
 
 func TestMessageReadsRequestHeaders(t *testing.T) {
-	wire := marshal(t, &extprocv3.ProcessingRequest{
+	wire := wiretest.Marshal(t, &extprocv3.ProcessingRequest{
 		Request: &extprocv3.ProcessingRequest_RequestHeaders{RequestHeaders: &extprocv3.HttpHeaders{
-			Headers: headerMap(":method", "POST", ":path", "/v1/completions?x=1", "x-unread", strings.Repeat("z", 300),
+			Headers: wiretest.HeaderMap(":method", "POST", ":path", "/v1/completions?x=1", "x-unread", strings.Repeat("z", 300),
 				"content-type", "application/json", "x-request-id", "abc", HeaderTicket, "T"),
 			EndOfStream: true,
 		}},
@@ -55,9 +56,9 @@ func TestMessageReadsRequestHeaders(t *testing.T) {
 }
 
 func TestMessageReadsAttributesOfThePrefillLeg(t *testing.T) {
-	wire := marshal(t, &extprocv3.ProcessingRequest{
-		Request:    &extprocv3.ProcessingRequest_ResponseHeaders{ResponseHeaders: &extprocv3.HttpHeaders{Headers: headerMap(":status", "200")}},
-		Attributes: attributesOf("request.headers['x-tandem-ticket']", "T1", "request.path", "/p", "request.headers['x-request-id']", "id", "upstream.address", "1.2.3.4:5"),
+	wire := wiretest.Marshal(t, &extprocv3.ProcessingRequest{
+		Request:    &extprocv3.ProcessingRequest_ResponseHeaders{ResponseHeaders: &extprocv3.HttpHeaders{Headers: wiretest.HeaderMap(":status", "200")}},
+		Attributes: wiretest.Attributes("request.headers['x-tandem-ticket']", "T1", "request.path", "/p", "request.headers['x-request-id']", "id", "upstream.address", "1.2.3.4:5"),
 	})
 	var m Message
 	require.NoError(t, m.Unmarshal(split(wire, rand.New(rand.NewPCG(1, 2)))))
@@ -73,7 +74,7 @@ func TestMessageGathersABodyAcrossMessagesUpToItsLimit(t *testing.T) {
 	m := Message{Body: &got, BodyLimit: len(body)}
 	for rest := body; ; {
 		n := min(len(rest), 1+r.IntN(70_000))
-		wire := marshal(t, &extprocv3.ProcessingRequest{Request: &extprocv3.ProcessingRequest_RequestBody{
+		wire := wiretest.Marshal(t, &extprocv3.ProcessingRequest{Request: &extprocv3.ProcessingRequest_RequestBody{
 			RequestBody: &extprocv3.HttpBody{Body: rest[:n], EndOfStream: n == len(rest)}}})
 		require.NoError(t, m.Unmarshal(split(wire, r)))
 		if rest = rest[n:]; m.EndOfStream {
@@ -83,7 +84,7 @@ func TestMessageGathersABodyAcrossMessagesUpToItsLimit(t *testing.T) {
 	require.True(t, bytes.Equal(body, got.Bytes()))
 	require.False(t, m.Over)
 
-	wire := marshal(t, &extprocv3.ProcessingRequest{Request: &extprocv3.ProcessingRequest_RequestBody{RequestBody: &extprocv3.HttpBody{Body: []byte("x")}}})
+	wire := wiretest.Marshal(t, &extprocv3.ProcessingRequest{Request: &extprocv3.ProcessingRequest_RequestBody{RequestBody: &extprocv3.HttpBody{Body: []byte("x")}}})
 	require.NoError(t, m.Unmarshal(split(wire, r)))
 	require.True(t, m.Over, "one byte more than the limit")
 	require.Equal(t, len(body), got.Len())
@@ -93,10 +94,10 @@ func TestMessageGathersABodyAcrossMessagesUpToItsLimit(t *testing.T) {
 // validated), but what both accept must mean the same, and nothing may panic.
 func FuzzMessage(f *testing.F) {
 	f.Add([]byte{}, uint64(1))
-	f.Add(marshal(f, &extprocv3.ProcessingRequest{Request: &extprocv3.ProcessingRequest_RequestBody{RequestBody: &extprocv3.HttpBody{Body: []byte("abc"), EndOfStream: true}}}), uint64(2))
-	f.Add(marshal(f, &extprocv3.ProcessingRequest{
-		Request:    &extprocv3.ProcessingRequest_ResponseHeaders{ResponseHeaders: &extprocv3.HttpHeaders{Headers: headerMap(":status", "200", "a", "b")}},
-		Attributes: attributesOf("request.path", "/p"),
+	f.Add(wiretest.Marshal(f, &extprocv3.ProcessingRequest{Request: &extprocv3.ProcessingRequest_RequestBody{RequestBody: &extprocv3.HttpBody{Body: []byte("abc"), EndOfStream: true}}}), uint64(2))
+	f.Add(wiretest.Marshal(f, &extprocv3.ProcessingRequest{
+		Request:    &extprocv3.ProcessingRequest_ResponseHeaders{ResponseHeaders: &extprocv3.HttpHeaders{Headers: wiretest.HeaderMap(":status", "200", "a", "b")}},
+		Attributes: wiretest.Attributes("request.path", "/p"),
 	}), uint64(3))
 	f.Fuzz(func(t *testing.T, wire []byte, seed uint64) {
 		var body Body
@@ -213,7 +214,7 @@ func TestImmediateReplyIsWhatTheGeneratedTypesRead(t *testing.T) {
 }
 
 func TestLogBatchReadsEntries(t *testing.T) {
-	wire := marshal(t, &logv3.StreamAccessLogsMessage{
+	wire := wiretest.Marshal(t, &logv3.StreamAccessLogsMessage{
 		Identifier: &logv3.StreamAccessLogsMessage_Identifier{LogName: "tandem"},
 		LogEntries: &logv3.StreamAccessLogsMessage_HttpLogs{HttpLogs: &logv3.StreamAccessLogsMessage_HTTPAccessLogEntries{
 			LogEntry: []*logdatav3.HTTPAccessLogEntry{
@@ -258,26 +259,4 @@ func FuzzLogBatch(f *testing.F) {
 		var b LogBatch
 		_ = b.Unmarshal(split(wire, rand.New(rand.NewPCG(seed, 0))))
 	})
-}
-func marshal(t testing.TB, m proto.Message) []byte {
-	t.Helper()
-	b, err := proto.Marshal(m)
-	require.NoError(t, err)
-	return b
-}
-
-func headerMap(pairs ...string) *corev3.HeaderMap {
-	m := &corev3.HeaderMap{}
-	for i := 0; i < len(pairs); i += 2 {
-		m.Headers = append(m.Headers, &corev3.HeaderValue{Key: pairs[i], RawValue: []byte(pairs[i+1])})
-	}
-	return m
-}
-
-func attributesOf(pairs ...string) map[string]*structpb.Struct {
-	s := &structpb.Struct{Fields: map[string]*structpb.Value{}}
-	for i := 0; i < len(pairs); i += 2 {
-		s.Fields[pairs[i]] = structpb.NewStringValue(pairs[i+1])
-	}
-	return map[string]*structpb.Struct{"envoy.filters.http.ext_proc": s}
 }
