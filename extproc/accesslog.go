@@ -94,7 +94,7 @@ func (s *Server) hopEnded(e *envoywire.LogEntry) {
 	}
 	if t.Stage == kvtransfer.PrefillLeg && !redirected { // P's answer may have come inline to a pass 2 whose decision Envoy did not take
 		s.releasePass(reservedAs(e), t.Redirects+1)
-		if e.ClientGone && s.bookedHere(t, reservedAs(e)) && !s.State.Spend(inlineID(t.ID)) {
+		if e.ClientGone && s.bookedHere(t, reservedAs(e)) && !s.State.Consume(inlineID(t.ID)) {
 			t.Stage, t.Redirects = kvtransfer.HandOver, t.Redirects+1
 		}
 	}
@@ -164,7 +164,7 @@ func (s *Server) release(t *kvtransfer.Ticket) (mine bool) {
 func (s *Server) releaseWherever(t *kvtransfer.Ticket, i int) {
 	id := kvstate.ReservationID(t.Reservations[i])
 	if pool := s.State.Pool(t.Pool); pool != nil {
-		s.State.ReleaseWherever(pool, id)
+		s.State.ReleaseAnywhere(pool, id)
 	} else {
 		s.State.Release(id)
 	}

@@ -32,11 +32,11 @@ func (x *planning) commit(d *plan.Decision) (r route, err error) {
 		r.booked[1] = x.reserve(d.Decode.Endpoint, kvstate.RoleDecode, t.Redirects, d.Decode.Booking)
 	}
 	if d.Prefill.Endpoint != nil {
-		x.s.State.ClaimLoad(d.Pool, d.Prefill.Endpoint.Addr, d.Decode.Endpoint.Addr, t.ID)
+		x.s.State.ClaimTrial(d.Pool, d.Prefill.Endpoint.Addr, d.Decode.Endpoint.Addr, t.ID)
 		r.booked[0] = x.reserve(d.Prefill.Endpoint, kvstate.RolePrefill, t.Redirects, d.Prefill.Booking)
 	}
 	if t.Loads && d.Decode.Endpoint != nil {
-		x.s.State.LoadBegun(d.Pool, t.Prefill, d.Decode.Endpoint.Addr)
+		x.s.State.LoadStarted(d.Pool, t.Prefill, d.Decode.Endpoint.Addr)
 	}
 	t.Reservations = [2]uint64{uint64(r.booked[0]), uint64(r.booked[1])}
 	if d.Computes != nil {
@@ -78,7 +78,7 @@ func (x *planning) reserveBuffer(redirects int, d *plan.Reservation) (id kvstate
 	}
 	ctx, cancel := context.WithTimeout(x.stream.Context(), d.Patience)
 	defer cancel()
-	id, ok := x.s.State.ReserveRoom(ctx, x.s.reservationID(x.reservedAs, redirects, kvstate.RoleDecode), d.Endpoint, d.Booking, d.Buffer, sourceOf(x.stream.Context()))
+	id, ok := x.s.State.ReserveBuffer(ctx, x.s.reservationID(x.reservedAs, redirects, kvstate.RoleDecode), d.Endpoint, d.Booking, d.Buffer, sourceOf(x.stream.Context()))
 	if !ok {
 		return 0, "buffer_full"
 	}

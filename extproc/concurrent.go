@@ -44,7 +44,7 @@ func (x firstPass) concurrent(pool *kvstate.Pool, policy Policy, a plan.Attempt)
 	}
 	x.hashes = x.req.PromptHash(x.hashes[:0], blockBytes, maxBlocks)
 	if a.Redirects == 0 {
-		x.s.State.Asked(pool, x.hashes)
+		x.s.State.CountPrompt(pool, x.hashes)
 	}
 	tokens := pool.PromptTokens(x.body.Len())
 	if !a.Alone {

@@ -63,10 +63,10 @@ type waitingRoom struct {
 	lastID   uint64
 	running  bool
 
-	elsewhere   map[uint64]kvstate.Waits // at other replicas
-	heardTo     uint64                   // the pool's count of them that this is of
-	other       picker.Request           // one of them
-	positions   map[string]int           // of addresses in positionsOf
+	elsewhere   map[uint64]kvstate.Queued // at other replicas
+	heardTo     uint64                    // the pool's count of them that this is of
+	other       picker.Request            // one of them
+	positions   map[string]int            // of addresses in positionsOf
 	positionsOf *kvstate.Pool
 	held        []kvstate.Held
 }
@@ -108,7 +108,7 @@ type stoodBy struct {
 }
 
 func newWaitingRoom(s *Server, name string) *waitingRoom {
-	w := &waitingRoom{s: s, name: name, waiters: map[uint64]*waiter{}, elsewhere: map[uint64]kvstate.Waits{}}
+	w := &waitingRoom{s: s, name: name, waiters: map[uint64]*waiter{}, elsewhere: map[uint64]kvstate.Queued{}}
 	w.lastID = random() // so that no other replica counts the same numbers
 	return w
 }
@@ -163,7 +163,7 @@ func (x *planning) chooseNow(pool *kvstate.Pool, policy *Policy, r *picker.Reque
 func (x *planning) landed() {
 	if w := &x.waits; w.told {
 		w.told = false
-		x.s.State.WaitOver(w.pool, w.id, w.end == waitBound && w.err == nil)
+		x.s.State.PublishDequeued(w.pool, w.id, w.end == waitBound && w.err == nil)
 	}
 	if room := x.waits.lands; room != nil {
 		room.mu.Lock()

@@ -94,7 +94,7 @@ func (x prefillLeg) handOverRecorded(next *kvtransfer.Ticket) error {
 	x.EndPhase(telemetry.PhaseDecide)
 	err := x.redirect(next, location(x.msg.Attributes.Path))
 	x.EndPhase(telemetry.PhaseAnswer)
-	if !x.s.State.Shared() && (err == nil || x.stream.Context().Err() != nil) && x.endedByEnvoy() {
+	if !x.s.State.HasReplicas() && (err == nil || x.stream.Context().Err() != nil) && x.endedByEnvoy() {
 		x.s.reclaim.Confirm(next.ID, x.requestID)
 	}
 	return err

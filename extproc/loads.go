@@ -29,7 +29,7 @@ func (s *Server) loadEnded(t *kvtransfer.Ticket, e *envoywire.LogEntry) {
 	case e.TooShort(t.LeastBytes):
 		s.loadFailed(pool, t.Prefill, t.Decode, loadStream)
 	case telemetry.EndedAs(t, e) == "ok":
-		s.State.LoadGood(pool, t.Prefill, t.Decode)
+		s.State.LoadSucceeded(pool, t.Prefill, t.Decode)
 	}
 }
 

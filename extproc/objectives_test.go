@@ -118,7 +118,7 @@ func TestShedFirst(t *testing.T) {
 		policy := wishing(picker.MissGoOn)
 		policy.Place.Late, policy.Waiting = true, Waiting{Max: 2, MaxTime: 10 * time.Second}
 		s.pool("chat", policy, "p1", "d1")
-		s.state.SetIntents("chat", &kvstate.Intents{Objectives: map[string]int32{"nightly": -7}})
+		s.state.SetInferencePolicy("chat", &kvstate.InferencePolicy{Objectives: map[string]int32{"nightly": -7}})
 		end := s.busy("p1", time.Hour)
 		const objective = "x-llm-d-inference-objective"
 		c := newCrowd(s)

@@ -39,7 +39,7 @@ func (x nextPass) resume(t *kvtransfer.Ticket, ticketErr error) (*plan.Decision,
 	}
 	x.s.releasePass(x.reservedAs, t.Redirects) // of a stream that Envoy gave up on and tries again
 	pool := x.s.State.Pool(t.Pool)             // gone where the configuration changed between the hops
-	if t.Stage == kvtransfer.HandOver && ticketErr == nil && pool != nil && x.s.State.Spend(t.ID) {
+	if t.Stage == kvtransfer.HandOver && ticketErr == nil && pool != nil && x.s.State.Consume(t.ID) {
 		return x.decode(pool, t)
 	}
 	x.s.release(t)
@@ -48,7 +48,7 @@ func (x nextPass) resume(t *kvtransfer.Ticket, ticketErr error) (*plan.Decision,
 		x.s.State.LoadFailed(pool, t.Prefill, t.Decode) // another replica may have seen it
 	}
 	if t.Stage == kvtransfer.Encoded {
-		if ticketErr == nil && x.s.State.Spend(t.ID) {
+		if ticketErr == nil && x.s.State.Consume(t.ID) {
 			a.Encoded = x.handedOver(t)
 		}
 		return x.again(t, a)

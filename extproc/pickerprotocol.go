@@ -132,7 +132,7 @@ func (x endpointPicker) pickSplit(pool *kvstate.Pool, policy Policy, a *plan.Att
 	p := picked{pool: pool, tokens: pool.PromptTokens(x.body.Len())}
 	if a.Why != "pass_through" {
 		x.hashes = x.req.PromptHash(x.hashes[:0], blockBytes, maxBlocks)
-		x.s.State.Asked(pool, x.hashes)
+		x.s.State.CountPrompt(pool, x.hashes)
 	}
 	x.s.State.View(pool, x.hashes, &x.view)
 	if x.session = x.sessionOf(policy.Session); x.session != 0 {

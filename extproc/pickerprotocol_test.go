@@ -128,7 +128,7 @@ func TestPickerFallbacks(t *testing.T) {
 // Row: 429 for what may be shed when the pool is full, and for nothing else.
 func TestPickerSheds(t *testing.T) {
 	s := pickerStand(t, PickerOptions{ShedRequests: 2, WatchBody: true}, "d1")
-	s.state.SetIntents("chat", &kvstate.Intents{Objectives: map[string]int32{"batch": -1, "gold": 10}})
+	s.state.SetInferencePolicy("chat", &kvstate.InferencePolicy{Objectives: map[string]int32{"batch": -1, "gold": 10}})
 	for range 2 {
 		require.Equal(t, addressOf("d1"), s.ask(hello, nil, "x-gateway-inference-objective", "batch").destination())
 	}
@@ -144,7 +144,7 @@ func TestPickerSheds(t *testing.T) {
 // Row: a model is rewritten on the way there, and back in the answer, wherever the pieces are cut.
 func TestPickerRewrites(t *testing.T) {
 	s := pickerStand(t, PickerOptions{}, "d1")
-	s.state.SetIntents("chat", &kvstate.Intents{Rewrites: []kvstate.Rewrite{
+	s.state.SetInferencePolicy("chat", &kvstate.InferencePolicy{Rewrites: []kvstate.Rewrite{
 		{Targets: []kvstate.RewriteTarget{{Model: "any"}}},
 		{Model: "m", Targets: []kvstate.RewriteTarget{{Model: "m-v2", Weight: 1}, {Model: "never", Weight: 0}}},
 	}})

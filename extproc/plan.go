@@ -76,7 +76,7 @@ func (x firstPass) plan(api openai.API, a plan.Attempt) (*plan.Decision, error) 
 	}
 	x.hashes = x.req.PromptHash(x.hashes[:0], blockBytes, maxBlocks)
 	if a.Redirects == 0 {
-		x.s.State.Asked(pool, x.hashes)
+		x.s.State.CountPrompt(pool, x.hashes)
 	}
 	x.s.State.View(pool, x.hashes, &x.view)
 	if x.session = x.sessionOf(policy.Session); x.session != 0 {
@@ -157,7 +157,7 @@ func (x firstPass) split(pool *kvstate.Pool, policy Policy, c picker.Choice, tok
 		out.Ticket.Learn = x.toLearn(pool)
 	}
 	push := policy.Dialect.Push
-	out.Decode.Booking.Coming = push == nil // pass 2 chooses D again, and books it when there is an answer to write
+	out.Decode.Booking.Tentative = push == nil // pass 2 chooses D again, and books it when there is an answer to write
 	if push != nil {
 		out.PerTry += push.Patience // the leg answers when the KV is with D
 		if out.Decode.Buffer = d.Endpoint.Transfer.BufferTokens; out.Decode.Buffer > 0 {

@@ -186,7 +186,7 @@ func (x *planning) toldHits(pool *kvstate.Pool, tokens int64) {
 	if known.TextBlocks == 0 {
 		return
 	}
-	pool.TrustEngines(x.hashes, known.TextBlocks, &x.view)
+	pool.DropGuesses(x.hashes, known.TextBlocks, &x.view)
 	for _, size := range sizes {
 		pool.TokenHits(known.Blocks(size), size, tokens, len(x.hashes), &x.view)
 	}

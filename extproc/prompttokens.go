@@ -44,7 +44,7 @@ func (x *planning) countTokens(pool *kvstate.Pool, policy *Policy, estimate int6
 		}
 		prompt := x.tokenPrompt(pool)
 		prompt.IDs = x.ids
-		pool.TrustEngines(x.hashes, len(x.hashes), &x.view)
+		pool.DropGuesses(x.hashes, len(x.hashes), &x.view)
 		for _, size := range sizes {
 			x.tokenHashes = prompt.Blocks(x.tokenHashes[:0], size)
 			pool.TokenHits(x.tokenHashes, size, int64(len(x.ids)), len(x.hashes), &x.view)
@@ -57,7 +57,7 @@ func (x *planning) countTokens(pool *kvstate.Pool, policy *Policy, estimate int6
 	if x.known.TextBlocks == 0 {
 		return estimate
 	}
-	pool.TrustEngines(x.hashes, x.known.TextBlocks, &x.view)
+	pool.DropGuesses(x.hashes, x.known.TextBlocks, &x.view)
 	rest := max(x.req.PromptBytes()-x.known.TextBlocks*blockBytes, 0)
 	tokens := int64(x.known.Tokens) + pool.PromptTokens(rest)
 	for _, size := range sizes {
@@ -73,7 +73,7 @@ func (x *planning) hitsNow(pool *kvstate.Pool, v *kvstate.View, tokens int64) {
 	if len(sizes) == 0 || x.known.TextBlocks == 0 {
 		return
 	}
-	pool.TrustEngines(x.hashes, x.known.TextBlocks, v)
+	pool.DropGuesses(x.hashes, x.known.TextBlocks, v)
 	prompt := x.tokenPrompt(pool)
 	prompt.IDs = x.ids
 	for _, size := range sizes {
@@ -187,7 +187,7 @@ func (x *planning) toLearn(pool *kvstate.Pool) kvtransfer.Learn {
 // learn takes what P's answer says about the prompt: its token ids, and how much of it P held.
 func (x *prefillAnswer) learn(pool *kvstate.Pool, t *kvtransfer.Ticket, got *kvtransfer.Answer) {
 	if e := pool.Endpoint(t.Prefill); e != nil && got.CachedTokens >= 0 {
-		x.s.State.Prefilled(e, t.ExpectedCached, got.CachedTokens)
+		x.s.State.ObserveCached(e, t.ExpectedCached, got.CachedTokens)
 	}
 	if t.Learn.Bytes == 0 || got.PromptIDs == nil {
 		return

@@ -64,7 +64,7 @@ func TestCleanupDecode(t *testing.T) {
 			}, 30*time.Second, time.Millisecond)
 			if !c.cleanup {
 				require.Empty(t, calls)
-				require.True(t, s.state.Spend(hanging.ID), "left as it was")
+				require.True(t, s.state.Consume(hanging.ID), "left as it was")
 				return
 			}
 			require.Eventually(t, func() bool {
@@ -75,7 +75,7 @@ func TestCleanupDecode(t *testing.T) {
 			require.Equal(t, "r1", got.id)
 			require.Regexp(t, `^\{"prompt":"a","max_tokens":1,"cache_salt":"[A-Z2-7]{26}","kv_transfer_params":`, got.body)
 			require.Contains(t, got.body, given)
-			require.False(t, s.state.Spend(hanging.ID), "nothing else may use the parameters")
+			require.False(t, s.state.Consume(hanging.ID), "nothing else may use the parameters")
 			require.Empty(t, calls)
 		})
 	}
@@ -329,7 +329,7 @@ func TestOneOfSeveralCleansUp(t *testing.T) {
 func TestNoCleanupWithoutTheOthersWord(t *testing.T) {
 	r, calls := cleaners(t, 1)
 	s := r[0]
-	s.state.Share(deaf{})
+	s.state.Connect(silentReplicas{})
 	q := s.newRequest("/v1/chat/completions", "r1", chatBody)
 	q.goOn(q.pass())
 	q.prefillLeg(answer{status: 200, body: prefilled(params(2))})

@@ -75,7 +75,7 @@ func cookie(header []byte, name string) []byte {
 // stick notes where the request's session is served.
 func (x *planning) stick(pool *kvstate.Pool, session uint64, prefill, decode *kvstate.Endpoint) {
 	if session != 0 {
-		x.s.State.Stick(pool, session, prefill, decode)
+		x.s.State.SetAffinity(pool, session, prefill, decode)
 	}
 }
 

@@ -71,7 +71,7 @@ func (x firstPass) lastTurn(pool *kvstate.Pool, conversation [16]byte, prefill *
 	if conversation == ([16]byte{}) {
 		return nil, nil
 	}
-	text, ok := x.s.State.TakeTurn(conversation)
+	text, ok := x.s.State.TakeConversation(conversation)
 	if !ok {
 		return nil, nil
 	}
@@ -100,7 +100,7 @@ func (x firstPass) lastTurn(pool *kvstate.Pool, conversation [16]byte, prefill *
 	}
 	if !turn.Begins(x.ids) {
 		if left := time.Until(until); left > 0 { // an engine was asked for the ids meanwhile
-			_ = x.s.State.KeepTurn(conversation, text, left) // another request of the session may be the one
+			_ = x.s.State.PutConversation(conversation, text, left) // another request of the session may be the one
 		}
 		x.turnLost(pool, turnOtherPrompt, nil)
 		return nil, nil
@@ -216,7 +216,7 @@ func (x answerLeg) keepTurn(t *kvtransfer.Ticket, params []byte, ids []uint32) {
 		x.s.Log.Info("what decode keeps for the next turn is of no use", "request_id", x.requestID, "endpoint", t.Decode, "err", err)
 		return
 	}
-	if err := x.s.State.KeepTurn(t.Turn.Conversation, text, turns.TTL); err != nil {
+	if err := x.s.State.PutConversation(t.Turn.Conversation, text, turns.TTL); err != nil {
 		x.s.metrics.Turn(t.Pool, turnNoRoom)
 		return
 	}

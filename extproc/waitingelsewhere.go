@@ -15,7 +15,7 @@ import (
 // that waits for its targets is in nobody's way, so nobody needs to know of it. Nor are others told of one that only some of the
 // endpoints serve: they would have their own stand behind it at all the others too.
 func (w *waitingRoom) tell(r *waiter) {
-	if !w.s.State.Shares() || r.request.Miss == picker.MissWait || r.choosy || len(r.request.Labels) > 0 {
+	if !w.s.State.HasReplicas() || r.request.Miss == picker.MissWait || r.choosy || len(r.request.Labels) > 0 {
 		return
 	}
 	held := w.heldOf(r)
@@ -23,8 +23,8 @@ func (w *waitingRoom) tell(r *waiter) {
 		return
 	}
 	r.told, r.held = true, slices.Clone(held)
-	w.s.State.Wait(r.pool, kvstate.Waits{
-		ID: r.id, Arrived: r.came, Work: r.least, Place: r.place, Priority: r.request.Priority, Flow: r.request.Flow,
+	w.s.State.PublishQueued(r.pool, kvstate.Queued{
+		ID: r.id, Arrived: r.came, Work: r.least, Position: r.place, Priority: r.request.Priority, Flow: r.request.Flow,
 		PromptTokens: r.request.PromptTokens, Held: r.held,
 	})
 }
@@ -47,7 +47,7 @@ func (w *waitingRoom) heldOf(r *waiter) []kvstate.Held {
 
 // hear takes in who waits elsewhere by now.
 func (w *waitingRoom) hear() {
-	w.pool.WaitsElsewhere(w.elsewhere, &w.heardTo, func(o *kvstate.Waits) {
+	w.pool.SyncRemoteQueue(w.elsewhere, &w.heardTo, func(o *kvstate.Queued) {
 		w.queue.Hear(picker.Waiting{
 			ID: o.ID, Arrived: o.Arrived.Sub(w.s.started).Seconds(), Work: o.Work.Seconds(),
 			Priority: o.Priority, Flow: o.Flow, Replica: o.Replica,

@@ -16,31 +16,31 @@ import (
 )
 
 // deaf are other replicas that are told and say nothing.
-type deaf struct{}
+type silentReplicas struct{}
 
-func (deaf) Changed()                                                          {}
-func (deaf) Routed(*kvstate.Pool, *kvstate.Endpoint, []uint64)                 {}
-func (deaf) Released(*kvstate.Pool, kvstate.ReservationID)                     {}
-func (deaf) Learned(*kvstate.Pool, prefixindex.LearnedTokens)                  {}
-func (deaf) Stuck(*kvstate.Pool, uint64, *kvstate.Endpoint, *kvstate.Endpoint) {}
-func (deaf) Spend([16]byte, bool) (first, known bool)                          { return true, false }
-func (deaf) PutHandOver([16]byte, []byte)                                      {}
-func (deaf) TakeHandOver([16]byte) (params []byte, ok bool)                    { return nil, false }
-func (deaf) KeepTurn([16]byte, []byte, time.Duration)                          {}
-func (deaf) TakeTurn([16]byte) ([]byte, bool)                                  { return nil, false }
+func (silentReplicas) Changed()                                                                  {}
+func (silentReplicas) Routed(*kvstate.Pool, *kvstate.Endpoint, []uint64)                         {}
+func (silentReplicas) Released(*kvstate.Pool, kvstate.ReservationID)                             {}
+func (silentReplicas) Learned(*kvstate.Pool, prefixindex.LearnedTokens)                          {}
+func (silentReplicas) SessionServed(*kvstate.Pool, uint64, *kvstate.Endpoint, *kvstate.Endpoint) {}
+func (silentReplicas) Consume([16]byte, bool) (first, known bool)                                { return true, false }
+func (silentReplicas) PutHandOver([16]byte, []byte)                                              {}
+func (silentReplicas) TakeHandOver([16]byte) (params []byte, ok bool)                            { return nil, false }
+func (silentReplicas) PutConversation([16]byte, []byte, time.Duration)                           {}
+func (silentReplicas) TakeConversation([16]byte) ([]byte, bool)                                  { return nil, false }
 
 // What waits here is told to other replicas while it does, with what endpoints hold of it, and until it is booked.
 func TestOthersAreToldWhoWaits(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s := newStand(t, Options{})
-		s.state.Share(deaf{})
+		s.state.Connect(silentReplicas{})
 		s.pool("chat", late(Waiting{}), "p1", "p2", "d1")
 		pool := s.state.Pool("chat")
 		end1, end2 := s.busy("p1", time.Minute), s.busy("p2", time.Minute)
 		c := newCrowd(s)
 		c.send("a", 2000)
 		c.send("b", 4000)
-		told := pool.Waits()
+		told := pool.Queued()
 		require.Len(t, told, 2)
 		for _, w := range told {
 			require.InDelta(t, w.PromptTokens/16, w.Work.Milliseconds(), 30)
@@ -54,7 +54,7 @@ func TestOthersAreToldWhoWaits(t *testing.T) {
 		time.Sleep(2 * keepHits)
 		synctest.Wait()
 		held := 0
-		for _, w := range pool.Waits() {
+		for _, w := range pool.Queued() {
 			for _, h := range w.Held {
 				require.Equal(t, addressOf("p2"), h.Addr)
 				require.Greater(t, h.Tokens, int64(1000))
@@ -65,7 +65,7 @@ func TestOthersAreToldWhoWaits(t *testing.T) {
 		end1()
 		end2()
 		c.group.Wait()
-		require.Empty(t, pool.Waits())
+		require.Empty(t, pool.Queued())
 		c.done("a")
 		c.done("b")
 		time.Sleep(2 * waitTick)
@@ -76,7 +76,7 @@ func TestOthersAreToldWhoWaits(t *testing.T) {
 func TestOthersAreNotToldWhoIsChoosy(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s := newStand(t, Options{})
-		s.state.Share(deaf{})
+		s.state.Connect(silentReplicas{})
 		policy := late(Waiting{})
 		policy.LabelHeader = "x-engine-labels"
 		s.pool("chat", policy, "p1", "p2", "d1")
@@ -92,10 +92,10 @@ func TestOthersAreNotToldWhoIsChoosy(t *testing.T) {
 		end1, end2 := s.busy("p1", time.Minute), s.busy("p2", time.Minute)
 		c := newCrowd(s)
 		c.send("any", 2000)
-		require.Len(t, pool.Waits(), 1)
+		require.Len(t, pool.Queued(), 1)
 		c.send("gold", 3000, "x-engine-labels", "tier=gold")
 		require.Equal(t, 2, c.waiting())
-		require.Len(t, pool.Waits(), 1, "labels")
+		require.Len(t, pool.Queued(), 1, "labels")
 		var r openai.Request
 		require.NoError(t, r.Scan(openai.Chat, []byte(chatBody), openai.Limits{}))
 		for _, e := range pool.Endpoints() {
@@ -106,7 +106,7 @@ func TestOthersAreNotToldWhoIsChoosy(t *testing.T) {
 		s.state.SetModels(pool.Endpoint(addressOf("p2")), []string{"another"})
 		c.send("adapter", 4000)
 		require.Equal(t, 3, c.waiting())
-		require.Len(t, pool.Waits(), 1, "a model that p2 does not serve")
+		require.Len(t, pool.Queued(), 1, "a model that p2 does not serve")
 		end1()
 		end2()
 		c.group.Wait()
@@ -122,12 +122,12 @@ func TestOthersAreNotToldWhoIsChoosy(t *testing.T) {
 func TestRequestsStandBehindThoseOfOtherReplicas(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s := newStand(t, Options{})
-		s.state.Share(deaf{})
+		s.state.Connect(silentReplicas{})
 		s.pool("chat", late(Waiting{}), "p1", "d1")
 		pool := s.state.Pool("chat")
 		end := s.busy("p1", time.Minute)
-		short := kvstate.Waits{ID: 77, Arrived: time.Now(), Work: 510 * time.Millisecond, PromptTokens: 8000}
-		pool.ApplyWaits(9, []kvstate.Waits{short}, nil, nil, false)
+		short := kvstate.Queued{ID: 77, Arrived: time.Now(), Work: 510 * time.Millisecond, PromptTokens: 8000}
+		pool.ApplyQueued(9, []kvstate.Queued{short}, nil, nil, false)
 		c := newCrowd(s)
 		c.send("a", 16_000)
 		e, err := s.server.Explain("chat", 100)
@@ -137,7 +137,7 @@ func TestRequestsStandBehindThoseOfOtherReplicas(t *testing.T) {
 		time.Sleep(50 * time.Millisecond)
 		synctest.Wait()
 		require.Empty(t, c.order, "the other is next, and with it the endpoint has enough")
-		pool.ApplyWaits(9, nil, []uint64{77}, nil, false)
+		pool.ApplyQueued(9, nil, []uint64{77}, nil, false)
 		time.Sleep(2 * waitPause)
 		synctest.Wait()
 		require.Equal(t, []string{"a"}, c.order, "the other has been sent, to somewhere else")
@@ -146,7 +146,7 @@ func TestRequestsStandBehindThoseOfOtherReplicas(t *testing.T) {
 		require.Equal(t, []int{0, 1}, []int{trace.Behind, trace.Elsewhere})
 		c.done("a")
 
-		pool.ApplyWaits(9, []kvstate.Waits{{ID: 78, Arrived: time.Now(), Work: 510 * time.Millisecond, PromptTokens: 8000}}, nil, nil, false)
+		pool.ApplyQueued(9, []kvstate.Queued{{ID: 78, Arrived: time.Now(), Work: 510 * time.Millisecond, PromptTokens: 8000}}, nil, nil, false)
 		c.send("b", 16_000)
 		require.Equal(t, 1, c.waiting(), "nobody waits here, but there")
 		require.Equal(t, 1, waitElsewhere(t, s.state))
@@ -161,7 +161,7 @@ func TestRequestsStandBehindThoseOfOtherReplicas(t *testing.T) {
 		require.False(t, room.running, "nobody waits here")
 		room.mu.Unlock()
 		require.Equal(t, 1, waitElsewhere(t, s.state))
-		pool.ApplyWaits(9, nil, nil, nil, true)
+		pool.ApplyQueued(9, nil, nil, nil, true)
 		require.Zero(t, waitElsewhere(t, s.state), "shown though nobody waits here")
 	})
 }

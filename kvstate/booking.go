@@ -7,43 +7,46 @@ import (
 	"time"
 )
 
-// Booking is what a request will cost the endpoint it is booked on.
+// Booking is the cost of a request to the endpoint that it is reserved on.
 type Booking struct {
-	// For is the leg: RolePrefill stands in the endpoint's queue of prefills until it is released, RoleDecode is an answer
-	// that runs, RoleBoth an answer whose prompt the endpoint computes itself, RoleEncode media that it encodes.
+	// For is the leg. A RolePrefill booking stays in the endpoint's prefill queue until it is released. RoleDecode
+	// is an answer being generated, RoleBoth an answer whose prompt the endpoint computes itself, RoleEncode media
+	// to encode.
 	For          Role
-	PromptTokens int64         // whose KV the endpoint will hold
-	Uncached     int64         // of those, what the endpoint has to compute
-	Work         time.Duration // of computing them, as the cost model has it; the endpoint's learned speed comes on top
-	// Coming: it may never come to this endpoint, and not before its prompt is computed elsewhere. It is held, and counts nowhere.
-	Coming bool
+	PromptTokens int64 // tokens whose KV the endpoint will hold
+	Uncached     int64 // of those, the tokens that the endpoint has to compute
+	// time to compute them according to the cost model, before the endpoint's learned speed is applied
+	Work time.Duration
+	// Tentative bookings are held but not counted: the request may go to another endpoint, and comes only after its
+	// prompt has been computed.
+	Tentative bool
 }
 
-// counts is how many requests of so many tokens the booking is to the endpoint.
+// counts returns the number of requests and tokens that the booking adds to the endpoint's load.
 func (b *Booking) counts() (requests, tokens int64) {
-	if b.Coming {
+	if b.Tentative {
 		return 0, 0
 	}
 	return 1, b.PromptTokens
 }
 
-// prefillQueue is what is booked on an endpoint for prefill, in the order in which engines serve it: first come, first
-// served. Its sums are published for views, which take no lock.
+// prefillQueue is the queue of prefills booked on an endpoint, first come, first served, as engines serve them.
+// Views read its sums without a lock.
 type prefillQueue struct {
 	mu   sync.Mutex
 	jobs []prefillJob
 
 	n     atomic.Int64
-	total atomic.Int64 // work booked, ns
-	lead  atomic.Int64 // of those jobs at the front that fit into one step of the engine, at least the first, ns
-	since atomic.Int64 // when the first became the first, Unix ns
+	total atomic.Int64 // sum of the booked work, ns
+	lead  atomic.Int64 // work of the jobs at the front that fit into one engine step (at least the first), ns
+	since atomic.Int64 // when the current first job reached the front, Unix ns
 }
 
 // prefillJob is one booking of the queue.
 type prefillJob struct {
 	id       ReservationID
 	uncached int64
-	work     time.Duration // at the endpoint's speed when it was booked
+	work     time.Duration // at the endpoint's learned speed when it was booked
 	model    time.Duration // at speed 1
 }
 
@@ -58,8 +61,8 @@ func (q *prefillQueue) push(j prefillJob, stepTokens int64, now time.Time) {
 	q.publish(stepTokens)
 }
 
-// remove takes a job out. busy is for how long the engine had worked on the front of the queue if the job was the first
-// there, else 0: over many jobs the sum of busy is the time the engine was at work, however it batched them.
+// remove takes a job out of the queue. If the job was first, busy is how long the engine has worked on the front of
+// the queue, else 0. Summed over many jobs, busy is the time that the engine was busy, however it batched them.
 func (q *prefillQueue) remove(id ReservationID, stepTokens int64, now time.Time) (j prefillJob, busy time.Duration) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
@@ -79,8 +82,8 @@ func (q *prefillQueue) remove(id ReservationID, stepTokens int64, now time.Time)
 	return j, busy
 }
 
-// publish writes the sums. Jobs that share a step are under way together, so what the engine has done since the first
-// became the first it has done for all of them.
+// publish updates the sums. Jobs that share an engine step run together, so the time since the first job reached
+// the front counts for all of them.
 func (q *prefillQueue) publish(stepTokens int64) {
 	var total, lead time.Duration
 	var tokens int64
@@ -97,7 +100,7 @@ func (q *prefillQueue) publish(stepTokens int64) {
 	q.lead.Store(int64(lead))
 }
 
-// ahead is the work still to be done before a job that would be booked now.
+// ahead returns the remaining work before a job that would be booked now.
 func (q *prefillQueue) ahead(now int64) time.Duration {
 	total := q.total.Load()
 	if total == 0 {
@@ -106,8 +109,8 @@ func (q *prefillQueue) ahead(now int64) time.Duration {
 	return time.Duration(max(total-min(q.lead.Load(), max(now-q.since.Load(), 0)), 0))
 }
 
-// localWork is the prefill that an endpoint which decodes does by itself. Nobody tells when such a prefill ends, so it is
-// taken to be worked off at the endpoint's speed, one after the other.
+// localWork is the prefill work of an endpoint that decodes and computes some prompts itself. Nothing reports when
+// such a prefill ends, so Tandem assumes that they run one after the other at the endpoint's speed.
 type localWork struct {
 	until  atomic.Int64 // when all of it will be done, Unix ns
 	share  atomic.Uint64
@@ -116,7 +119,7 @@ type localWork struct {
 	recent decayed
 }
 
-// localWindow is how far back the share of an endpoint's time that goes into local prefills looks.
+// localWindow is the period over which an endpoint's share of time spent on local prefills is measured.
 const localWindow = 10 * time.Second
 
 // add books work and returns when it will be done.
@@ -131,7 +134,7 @@ func (l *localWork) add(work time.Duration, now time.Time) (until int64) {
 	return until
 }
 
-// cancel gives back what was not done yet of work that was to be done at until.
+// cancel subtracts the unfinished part of work that was expected to end at until.
 func (l *localWork) cancel(work time.Duration, until int64, now time.Time) {
 	left := min(int64(work), until-now.UnixNano())
 	if left <= 0 {
@@ -142,7 +145,7 @@ func (l *localWork) cancel(work time.Duration, until int64, now time.Time) {
 	l.until.Store(max(l.until.Load()-left, now.UnixNano()))
 }
 
-// ahead is the work not done yet, and share the part of its time that the endpoint lately gave to such work, 0 to 1.
+// ahead returns the unfinished work, and the share of the endpoint's recent time that such work took, 0 to 1.
 func (l *localWork) ahead(now int64) (ahead time.Duration, share float64) {
 	until := l.until.Load()
 	if until == 0 {
@@ -153,7 +156,7 @@ func (l *localWork) ahead(now int64) (ahead time.Duration, share float64) {
 	return time.Duration(max(until-now, 0)), min(share, 1)
 }
 
-// decayed is a sum of which the past counts less and less.
+// decayed is a sum that decays exponentially with time.
 type decayed struct {
 	sum float64
 	at  time.Time
@@ -171,5 +174,5 @@ func (d *decayed) value(window time.Duration, now time.Time) float64 {
 	return d.sum * math.Exp(-max(now.Sub(d.at), 0).Seconds()/window.Seconds())
 }
 
-// Seconds is a duration of so many seconds.
+// Seconds converts seconds to a duration.
 func Seconds(s float64) time.Duration { return time.Duration(s * float64(time.Second)) }

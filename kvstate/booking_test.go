@@ -130,7 +130,7 @@ func TestWorkOnDecodeEndpointsDrainsByItself(t *testing.T) {
 func TestWhatIsComingCountsNowhere(t *testing.T) {
 	s, pool, now := clocked()
 	d := pool.Endpoints()[1]
-	coming := s.Reserve(d, Booking{For: RoleDecode, PromptTokens: 1000, Coming: true})
+	coming := s.Reserve(d, Booking{For: RoleDecode, PromptTokens: 1000, Tentative: true})
 	there := s.Reserve(d, Booking{For: RoleDecode, PromptTokens: 100})
 	_, c, _ := see(s, pool)
 	require.Equal(t, []int64{1, 100}, []int64{c.Requests, c.PromptTokens})

@@ -1,14 +1,16 @@
-// Package kvstate is the fleet as this replica knows it: who exists ([Pool], [Endpoint]), who is usable, what is booked
-// on whom ([State.Reserve]), and which endpoint holds the KV cache of which prompt prefixes.
+// Package kvstate holds what this replica knows of the fleet: the pools and endpoints ([Pool], [Endpoint]), their
+// health, the reservations on them ([State.Reserve]), and which endpoint holds the KV cache of which prompt
+// prefixes.
 //
-// The request path does three things here: it takes a [View], which is a copy of the numbers a decision needs; it books
-// what was decided; and it gives the booking back. All else (discovery, probes, other replicas) writes beside it. In
-// memory the state is complete by itself; it is the default store, not a fake.
+// The request path makes three calls: it takes a [View], a copy of the numbers that a decision needs; it reserves
+// the chosen endpoints; and it releases the reservations. Discovery, probes and other replicas update the state
+// concurrently. The in-memory state is complete: it is the default store, not a test double.
 //
-// The prefix index (package prefixindex) has two sources: what was routed where, a guess, and the KV events of
-// engines ([Pool.Feed]), exact. Events speak of token blocks; what is known of a prompt's tokens ([Pool.KnownTokens]) joins
-// the two ([Pool.TrustEngines], [Pool.TokenHits]).
+// The prefix index (package prefixindex) has two sources: the prompts that were routed to an endpoint, which is a
+// guess, and the engines' KV events ([Pool.Feed]), which are exact. Events name token blocks; the known tokens of a
+// prompt ([Pool.KnownTokens]) connect them to its text ([Pool.DropGuesses], [Pool.TokenHits]).
 //
-// Everything has a bound or a time to live: reservations that nobody releases expire, the prefix index forgets by
-// generations within its bytes, what is oldest of the known tokens goes first, spent tickets and hand-overs live as long as they can matter.
+// Everything has a bound or a time to live. Reservations expire, the prefix index drops its oldest generation when
+// it exceeds its bytes, the oldest known tokens are dropped first, and consumed tickets and hand-overs are kept
+// only while they can be used.
 package kvstate

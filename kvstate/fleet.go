@@ -10,10 +10,10 @@ import (
 	"tandem/kvstate/prefixindex"
 )
 
-// Role is what an endpoint may do; a bit set.
+// Role is the set of legs that an endpoint may serve; a bit set.
 type Role uint8
 
-// The roles. RoleBoth serves either leg; RoleEncode makes embeddings of images, audio and video, and nothing else.
+// The roles. RoleBoth serves either leg; RoleEncode only makes embeddings of images, audio and video.
 const (
 	RolePrefill Role = 1 << iota
 	RoleDecode
@@ -50,37 +50,39 @@ func (r Role) String() string {
 	return "none"
 }
 
-// EndpointSpec is what is known of an endpoint before it is part of a pool.
+// EndpointSpec is the configured or discovered description of an endpoint.
 type EndpointSpec struct {
 	Name   string // as configured: host:port or ip:port
 	Addr   string // ip:port, [ip]:port for IPv6: where Envoy connects
 	Scheme string // http, https or h2c; "" is http
 	Role   Role
 	Group  string // endpoints with a group only pair within it
-	Weight int    // how fast it is taken to be, in per cent of others; 0 is 100
-	Zone   string // where it runs; "": not known. Transfers within a zone are taken for faster than those between two
-	Node   string // the machine it runs on; "": that of its IP address. Transfers within one are taken for faster still
-	Engine string // release and model revision; those of a pair are equal where both are known
+	Weight int    // assumed speed, in per cent of the others'; 0 is 100
+	Zone   string // where it runs; "": unknown. Transfers within a zone are assumed to be faster than between two
+	// the machine it runs on; "": that of its IP address. Transfers within a node are assumed to be faster still
+	Node   string
+	Engine string // engine release and model revision; must be equal within a pair where both are known
 	Layout string // of its KV (tensor parallelism, type, block size), if the dialect needs it equal on both sides
-	LoRAs  string // adapters that it is configured to hold, comma between them; what it says itself counts beside them
-	Labels string // name=value, comma between them: what requests may ask for
+	LoRAs  string // adapters configured for it, comma-separated; those that the engine reports count as well
+	Labels string // name=value, comma-separated: labels that requests may ask for
 
 	Drained    bool // no new work
-	EventsPort int  // where it publishes its KV events; 0: where its pool says
-	ReplayPort int  // where these can be asked for again, if EventsPort is not 0; 0: nowhere
+	EventsPort int  // port of its KV events; 0: the pool's
+	ReplayPort int  // port of the replay socket of these events, if EventsPort is not 0; 0: none
 	Transfer   Transfer
 
-	// Draining: it finishes what it has, the KV blocks it holds for others included, and gets nothing new.
+	// Draining endpoints finish their requests, serve the KV blocks that they hold for others, and get no new
+	// requests.
 	Draining bool
 }
 
 // HasLoRA reports whether the endpoint is configured to hold an adapter.
 func (e *EndpointSpec) HasLoRA(name string) bool { return has(e.LoRAs, name) }
 
-// HasLabel reports whether the endpoint bears a label, name=value.
+// HasLabel reports whether the endpoint has a label, name=value.
 func (e *EndpointSpec) HasLabel(label string) bool { return has(e.Labels, label) }
 
-// has reports whether one of the parts of a comma list is name.
+// has reports whether a comma-separated list contains name.
 func has(list, name string) bool {
 	for part, rest := "", list; rest != ""; {
 		if part, rest, _ = strings.Cut(rest, ","); part == name {
@@ -90,14 +92,14 @@ func has(list, name string) bool {
 	return false
 }
 
-// Transfer is what is configured of an endpoint's side of KV transfer. What is zero is as the engine has it by default,
-// which the dialects know.
+// Transfer is the configuration of an endpoint's side of KV transfers. Zero values mean the engine's default, which
+// the dialects know.
 type Transfer struct {
-	Host    string // name or IP, without brackets, by which other engines reach it; "": the host of Addr
-	Release string // of the engine, as 0.12.0; "": not known
+	Host    string // name or IP, without brackets, that other engines connect to; "": the host of Addr
+	Release string // of the engine, as 0.12.0; "": unknown
 	TP, DP  int    // tensor- and data-parallel ranks; 0: one
 
-	BootstrapPort uint16 // SGLang and Mooncake: HTTP, of an endpoint that prefills
+	BootstrapPort uint16 // SGLang and Mooncake: HTTP port of a prefill endpoint
 	KVPort        uint16 // P2P-NCCL: the first of the engine's KV ports
 	HandshakePort uint16 // MoRIIO
 	NotifyPort    uint16 // MoRIIO
@@ -105,45 +107,46 @@ type Transfer struct {
 
 	// LMCache's receiver: the ports of rank 0; rank n listens n above them.
 	LMCacheInitPort, LMCacheAllocPort, LMCacheQueryPort int
-	// BufferTokens is how many tokens' KV its buffer holds for prompts on their way to it; 0: not known, not minded.
+	// BufferTokens is the capacity of its receive buffer, in tokens; 0: unknown, no limit.
 	BufferTokens int64
 }
 
-// Endpoint is one engine address of a pool. Its identity is stable for as long as the endpoint stays as it is.
+// Endpoint is one engine address of a pool. The pointer stays the same until its spec changes.
 type Endpoint struct {
 	EndpointSpec
-	*live
+	*endpointState
 }
 
-// live is what is known of an address while it stays in its pool, whatever else is said about it. What every view reads stands
-// first: of a thousand endpoints it comes from memory each time.
-type live struct {
-	failed atomic.Int64 // when it failed, Unix ns; 0: it has not
-	hung   atomic.Bool  // and it took its time to
+// endpointState is the state of an address while it stays in its pool, whatever its spec becomes. The fields that
+// every view reads come first: with a thousand endpoints each of them is a cache miss.
+type endpointState struct {
+	failed atomic.Int64 // when it failed, Unix ns; 0: healthy
+	hung   atomic.Bool  // it failed by a timeout
 	paused atomic.Bool  // by an operator
-	weight atomic.Int32 // likewise; 0: the spec's
+	weight atomic.Int32 // set by an operator; 0: the spec's weight
 
-	requests atomic.Int64           // reservations held
-	tokens   atomic.Int64           // prompt tokens of those
-	others   atomic.Pointer[Others] // what other replicas have booked; nil: nothing
-	signals  atomic.Pointer[Signals]
-	pace     atomic.Pointer[speed]     // replaced, never changed; nil: nothing observed
-	steps    atomic.Pointer[speed]     // likewise, of decode steps
-	moves    atomic.Pointer[transfers] // likewise
-	blocks   prefixindex.Owner         // held, or thought to be, as the pool's prefix index has them
-	queue    prefillQueue
-	local    localWork
+	requests     atomic.Int64               // reservations held
+	tokens       atomic.Int64               // prompt tokens of those
+	remoteLoad   atomic.Pointer[RemoteLoad] // reservations of other replicas; nil: none
+	signals      atomic.Pointer[Signals]
+	pace         atomic.Pointer[speed]         // of prefill; replaced, never modified; nil: nothing observed
+	steps        atomic.Pointer[speed]         // likewise, of decode steps
+	transferTime atomic.Pointer[transferRatio] // likewise, of KV transfers
+	blocks       prefixindex.Owner             // blocks that it holds according to the pool's prefix index
+	queue        prefillQueue
+	local        localWork
 
 	loads      atomic.Pointer[LoadFaults] // nil: none
 	models     atomic.Pointer[[]string]
-	room       room
-	load       *workload // of the pool
+	buffer     receiveBuffer
+	load       *workload // the pool's
 	stepTokens int64
-	ratio      *fadingRatio // bytes per token, of the pool
+	ratio      *fadingRatio // bytes per token; the pool's
 }
 
-// learn notes that the endpoint was at work for so long on jobs that the model has at so much.
-func (l *live) learn(busy, modelled time.Duration, now int64) {
+// learnPrefill records that the endpoint was busy for some time with jobs for which the cost model predicts
+// modelled.
+func (l *endpointState) learnPrefill(busy, modelled time.Duration, now int64) {
 	if modelled <= 0 || l.load == nil {
 		return
 	}
@@ -158,8 +161,8 @@ func (l *live) learn(busy, modelled time.Duration, now int64) {
 	l.load.speed.add(busy, modelled, 1, now)
 }
 
-// speedAt is the endpoint's learned speed: a factor on the cost model's times.
-func (l *live) speedAt(now int64) float64 {
+// speedAt returns the endpoint's learned speed: a factor on the cost model's times.
+func (l *endpointState) speedAt(now int64) float64 {
 	if l.load == nil {
 		return 1
 	}
@@ -167,16 +170,17 @@ func (l *live) speedAt(now int64) float64 {
 	return l.speedWithin(fleet, now)
 }
 
-func (l *live) speedWithin(fleet float64, now int64) float64 {
+func (l *endpointState) speedWithin(fleet float64, now int64) float64 {
 	if pace := l.pace.Load(); pace != nil {
 		return pace.within(fleet, now)
 	}
 	return fleet
 }
 
-// Models are the names that the endpoint told it serves, adapters included; none if it was not asked yet. Do not modify.
+// Models returns the model names that the endpoint reported, adapters included; none before the first report. Do
+// not modify.
 func (e *Endpoint) Models() []string {
-	if e.live == nil {
+	if e.endpointState == nil {
 		return nil
 	}
 	if ids := e.models.Load(); ids != nil {
@@ -185,10 +189,10 @@ func (e *Endpoint) Models() []string {
 	return nil
 }
 
-// Failed reports whether the endpoint is left out for now.
+// Failed reports whether the endpoint is marked as failed.
 func (e *Endpoint) Failed() bool { return e.failed.Load() != 0 }
 
-// Load is what this replica has booked on the endpoint: requests and their prompt tokens.
+// Load returns this replica's reservations on the endpoint: requests and their prompt tokens.
 func (e *Endpoint) Load() (requests, tokens int64) { return e.requests.Load(), e.tokens.Load() }
 
 // PoolSpec describes a pool.
@@ -202,8 +206,8 @@ type PoolSpec struct {
 // defaultStepTokens is vLLM's own default for online serving on large GPUs (0.32: max_num_batched_tokens).
 const defaultStepTokens = 8192
 
-// Pool is a set of endpoints that serve the same models. It is immutable but for its counters: another set of endpoints
-// is another Pool of the same name.
+// Pool is a set of endpoints that serve the same models. Only its counters change: a new set of endpoints is a new
+// Pool of the same name.
 type Pool struct {
 	Spec      PoolSpec
 	endpoints []*Endpoint
@@ -211,21 +215,22 @@ type Pool struct {
 	ratio     *fadingRatio
 	pace      *fadingRatio
 	tokens    *prefixindex.TokenMemory
-	uses      *prefixindex.Uses // of prompts that were sent to endpoints which prefill
+	uses      *prefixindex.Uses // of prompts that were sent to prefill endpoints
 	load      *workload
-	waits     *waitBoard
+	queue     *poolQueue
 	loads     *loadPairs
 	paused    *atomic.Bool // by an operator
 	groups    []int32      // as [View.Groups]
 	uniform   bool         // as [View.Uniform]
 
-	neighbours [][]int32 // as [View.Neighbours]
+	sameNode [][]int32 // as [View.Neighbours]
 }
 
-// Endpoints are the pool's endpoints, in the order configured but that those of a group stand together. Do not modify.
+// Endpoints returns the pool's endpoints in the configured order, except that endpoints of a group are adjacent. Do
+// not modify.
 func (p *Pool) Endpoints() []*Endpoint { return p.endpoints }
 
-// Endpoint finds an endpoint by address; nil if the pool has none there.
+// Endpoint finds an endpoint by address; nil if the pool has none with it.
 func (p *Pool) Endpoint(addr string) *Endpoint {
 	for _, e := range p.endpoints {
 		if e.Addr == addr {
@@ -239,9 +244,9 @@ func (p *Pool) serves(model string) (named, wildcard bool) {
 	return slices.Contains(p.Spec.Models, model), slices.Contains(p.Spec.Models, "*")
 }
 
-// SetPool adds a pool, or gives the pool of that name other endpoints. Endpoints that stay (same address) keep what is
-// booked on them, their health and their blocks; those that go are forgotten, and reservations on them still release. Of
-// two with one address, which two names may resolve to, the first counts.
+// SetPool adds a pool, or replaces the endpoints of the pool of that name. Endpoints that remain (same address)
+// keep their reservations, health and blocks. Endpoints that leave are forgotten, but reservations on them can
+// still be released. If two endpoints resolve to one address, the first counts.
 func (s *State) SetPool(spec PoolSpec, eps []EndpointSpec) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -252,7 +257,7 @@ func (s *State) SetPool(spec PoolSpec, eps []EndpointSpec) {
 	if i >= 0 {
 		next.uses = pools[i].uses
 		next.index, next.ratio, next.pace, next.tokens, next.load = pools[i].index, pools[i].ratio, pools[i].pace, pools[i].tokens, pools[i].load
-		next.paused, next.waits, next.loads = pools[i].paused, pools[i].waits, pools[i].loads
+		next.paused, next.queue, next.loads = pools[i].paused, pools[i].queue, pools[i].loads
 		for _, e := range pools[i].endpoints {
 			leaving[e.Addr] = e
 		}
@@ -261,7 +266,7 @@ func (s *State) SetPool(spec PoolSpec, eps []EndpointSpec) {
 		next.uses = prefixindex.NewUses(s.o.Now())
 		next.index, next.ratio = prefixindex.New(s.o.indexLimits()), newTokenRatio()
 		next.pace, next.tokens = &fadingRatio{}, prefixindex.NewTokenMemory(s.o.MaxTokenBytes)
-		next.load, next.paused, next.waits = newWorkload(), &atomic.Bool{}, newWaitBoard()
+		next.load, next.paused, next.queue = newWorkload(), &atomic.Bool{}, newPoolQueue()
 		next.loads = newLoadPairs()
 		pools = append(pools, next)
 	}
@@ -270,7 +275,7 @@ func (s *State) SetPool(spec PoolSpec, eps []EndpointSpec) {
 		if !seen[ep.Addr] {
 			seen[ep.Addr] = true
 			e := next.endpoint(ep, leaving[ep.Addr])
-			e.obey(s.orderOf(spec.Name, e))
+			e.applyOverride(s.overrideOf(spec.Name, e))
 			next.endpoints = append(next.endpoints, e)
 			delete(leaving, ep.Addr)
 		}
@@ -282,7 +287,7 @@ func (s *State) SetPool(spec PoolSpec, eps []EndpointSpec) {
 		}
 	}
 	next.uniform = !slices.ContainsFunc(next.endpoints, func(e *Endpoint) bool { return e.Engine+e.Layout+e.Zone != "" })
-	next.neighbours = neighbours(next.endpoints)
+	next.sameNode = sameNodePairs(next.endpoints)
 	next.load.setZones(next.endpoints)
 	for addr, e := range leaving {
 		next.loads.forget(addr)
@@ -292,38 +297,38 @@ func (s *State) SetPool(spec PoolSpec, eps []EndpointSpec) {
 	s.pools.Store(&pools)
 }
 
-// endpoint is the endpoint of ep in the pool: old, the one that was there with the same address, if nothing about it
-// changed; else a new one, which goes on with what is known of old.
+// endpoint returns the pool's endpoint for a spec: old, the one with the same address, if the spec is unchanged;
+// else a new one with the state of old.
 func (p *Pool) endpoint(ep EndpointSpec, old *Endpoint) *Endpoint {
 	switch {
 	case old == nil:
-		l := &live{load: p.load, stepTokens: p.Spec.StepTokens, ratio: p.ratio}
+		l := &endpointState{load: p.load, stepTokens: p.Spec.StepTokens, ratio: p.ratio}
 		setDefault(&l.stepTokens, defaultStepTokens)
 		p.index.Join(&l.blocks)
 		return &Endpoint{ep, l}
 	case old.EndpointSpec == ep:
 		return old
 	}
-	return &Endpoint{ep, old.live}
+	return &Endpoint{ep, old.endpointState}
 }
 
-// RemovePool forgets a pool.
+// RemovePool removes a pool.
 func (s *State) RemovePool(name string) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	pools := slices.DeleteFunc(slices.Clone(s.Pools()), func(p *Pool) bool { return p.Spec.Name == name })
-	for key := range s.orders {
+	for key := range s.overrides {
 		if key.pool == name {
-			delete(s.orders, key)
+			delete(s.overrides, key)
 		}
 	}
 	s.pools.Store(&pools)
 }
 
-// Pools are all pools, in the order they were added. Do not modify.
+// Pools returns all pools in the order in which they were added. Do not modify.
 func (s *State) Pools() []*Pool { return *s.pools.Load() }
 
-// Pool finds a pool by name, nil if there is none.
+// Pool finds a pool by name; nil if there is none.
 func (s *State) Pool(name string) *Pool { return s.pool(name) }
 
 func (s *State) pool(name string) *Pool {
@@ -335,9 +340,9 @@ func (s *State) pool(name string) *Pool {
 	return nil
 }
 
-// PoolFor finds the pool that serves a model: one that names it before one that takes any, and of several that take any
-// one whose endpoints told that they serve it before the first. No model means the first pool. It is nil where nobody
-// serves it.
+// PoolFor finds the pool that serves a model. A pool that names the model comes first. Among pools that accept any
+// model, one whose endpoints report the model comes before the first pool. An empty model means the first pool.
+// nil: no pool serves it.
 func (s *State) PoolFor(model string) *Pool {
 	pools := s.Pools()
 	if model == "" && len(pools) > 0 {
@@ -352,7 +357,7 @@ func (s *State) PoolFor(model string) *Pool {
 		if wildcard && takesAny == nil {
 			takesAny = p
 		}
-		if wildcard && told == nil && p.told(model) {
+		if wildcard && told == nil && p.reported(model) {
 			told = p
 		}
 	}
@@ -362,8 +367,8 @@ func (s *State) PoolFor(model string) *Pool {
 	return takesAny
 }
 
-// told reports whether an endpoint of the pool said that it serves the model.
-func (p *Pool) told(model string) bool {
+// reported reports whether an endpoint of the pool reported that it serves the model.
+func (p *Pool) reported(model string) bool {
 	for _, e := range p.endpoints {
 		if ids := e.models.Load(); ids != nil && slices.Contains(*ids, model) {
 			return true
@@ -372,10 +377,11 @@ func (p *Pool) told(model string) bool {
 	return false
 }
 
-// SetModels notes what an endpoint says it serves.
+// SetModels records the models that an endpoint reports.
 func (s *State) SetModels(e *Endpoint, ids []string) { e.models.Store(&ids) }
 
-// Models are the names that a pool serves: those configured and, where it takes any, those its endpoints told.
+// Models returns the names that a pool serves: the configured ones and, if it accepts any model, those that its
+// endpoints report.
 func (s *State) Models(p *Pool) []string {
 	var out []string
 	for _, m := range p.Spec.Models {

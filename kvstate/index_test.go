@@ -149,7 +149,7 @@ func TestViewSaysWhatIsShared(t *testing.T) {
 	known := long(64, 0, 1)
 	var v View
 	for range 3 {
-		s.Asked(p, known)
+		s.CountPrompt(p, known)
 		s.ApplyRouted(p, p.endpoints[0], known)
 		s.ApplyRouted(p, p.endpoints[3], known) // decode: that is the second leg of the same
 	}

@@ -212,27 +212,27 @@ func ticket(n uint64) (id [16]byte) {
 
 func TestSpend(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		s := New(Options{SpentTTL: time.Minute, MaxSpent: 8})
-		require.True(t, s.Spend(ticket(1)))
-		require.False(t, s.Spend(ticket(1)))
+		s := New(Options{ConsumedTTL: time.Minute, MaxConsumed: 8})
+		require.True(t, s.Consume(ticket(1)))
+		require.False(t, s.Consume(ticket(1)))
 		<-time.After(59 * time.Second)
 		for i := range uint64(3) {
-			require.True(t, s.Spend(ticket(10+i)))
+			require.True(t, s.Consume(ticket(10+i)))
 		}
-		require.False(t, s.Spend(ticket(20)), "a generation is full: no ticket is forgotten for another")
+		require.False(t, s.Consume(ticket(20)), "a generation is full: no ticket is forgotten for another")
 		<-time.After(2 * time.Second)
-		require.True(t, s.Spend(ticket(20)), "and a new one begins")
+		require.True(t, s.Consume(ticket(20)), "and a new one begins")
 		for i := range uint64(3) {
-			require.False(t, s.Spend(ticket(10+i)), "still remembered")
+			require.False(t, s.Consume(ticket(10+i)), "still remembered")
 		}
 		<-time.After(58 * time.Second)
-		require.False(t, s.Spend(ticket(12)), "for a whole time to live")
+		require.False(t, s.Consume(ticket(12)), "for a whole time to live")
 		<-time.After(3 * time.Minute)
 		s.sweep(time.Now())
 		<-time.After(3 * time.Minute)
 		s.sweep(time.Now())
-		require.Empty(t, s.spent.now)
-		require.Empty(t, s.spent.old)
+		require.Empty(t, s.consumed.now)
+		require.Empty(t, s.consumed.old)
 	})
 }
 
@@ -243,7 +243,7 @@ func TestSpendOnceAmongMany(t *testing.T) {
 	for range 8 {
 		group.Go(func() {
 			for n := range uint64(500) {
-				if s.Spend(ticket(n)) {
+				if s.Consume(ticket(n)) {
 					_, again := first.LoadOrStore(n, true)
 					require.False(t, again)
 				}
@@ -275,7 +275,7 @@ func TestHandOver(t *testing.T) {
 		late, err := s.PutHandOver(make([]byte, 60))
 		require.NoError(t, err)
 		_, err = s.PutHandOver(make([]byte, 41))
-		require.ErrorIs(t, err, ErrNoRoom)
+		require.ErrorIs(t, err, ErrFull)
 		<-time.After(61 * time.Second)
 		_, ok = s.TakeHandOver(late)
 		require.False(t, ok, "expired")

@@ -30,11 +30,11 @@ func TestCountsOfFailedTransfersBlameAPair(t *testing.T) {
 			pool := s.Pool("p")
 			for p, at := range tt.told {
 				now = start.Add(at)
-				s.LoadBegun(pool, p, "d1:1")
+				s.LoadStarted(pool, p, "d1:1")
 			}
 			for i, n := range tt.failed {
 				now = start.Add(10*time.Second + time.Duration(i)*2*time.Second)
-				s.Observe(pool.Endpoint("d1:1"), Signals{Running: 1, KVTokens: -1, Moved: Moved{Transfers: 9, Bytes: 9, Time: 9, Failed: n}, At: now, Looked: now})
+				s.Observe(pool.Endpoint("d1:1"), Signals{Running: 1, KVTokens: -1, Transfers: TransferCounters{Transfers: 9, Bytes: 9, Time: 9, Failed: n}, At: now, ScrapedAt: now})
 			}
 			var avoided []string
 			for _, p := range []string{"p1:1", "p2:1"} {
@@ -54,10 +54,10 @@ func TestLoadsThatBeganAreBounded(t *testing.T) {
 	s.SetPool(PoolSpec{Name: "p"}, []EndpointSpec{{Addr: "d1:1", Role: RoleDecode}})
 	pool := s.Pool("p")
 	for i := range 2 * maxLoadPairs {
-		s.LoadBegun(pool, string(rune('a'+i%26))+string(rune(i)), "d1:1")
+		s.LoadStarted(pool, string(rune('a'+i%26))+string(rune(i)), "d1:1")
 	}
-	require.Len(t, pool.loads.begun, maxLoadPairs)
+	require.Len(t, pool.loads.started, maxLoadPairs)
 	now = now.Add(loadTime + time.Second)
-	s.LoadBegun(pool, "new", "d1:1")
-	require.Len(t, pool.loads.begun, 1)
+	s.LoadStarted(pool, "new", "d1:1")
+	require.Len(t, pool.loads.started, 1)
 }

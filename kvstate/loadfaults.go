@@ -7,64 +7,64 @@ import (
 	"time"
 )
 
-// A KV load fails where a decode endpoint cannot read what a prefill endpoint keeps for it. Both answer their health checks
-// meanwhile, so neither is marked as failed: it may be the network between them, or the transfer port of either. The first
-// failure is therefore the pair's alone. When a second decode endpoint fails with the same prefill endpoint, the prefill
-// endpoint is left out of all pairs; when a decode endpoint fails with a second prefill endpoint that others can read from, the
-// decode endpoint is.
+// A KV load fails when a decode endpoint cannot read the blocks that a prefill endpoint holds for it. Both may
+// still pass their health checks, so neither is marked as failed: the cause may be the network between them, or the
+// transfer port of either. The first failure therefore counts against the pair only. When a second decode endpoint
+// fails with the same prefill endpoint, the prefill endpoint is excluded from all pairs. When a decode endpoint
+// fails with a second prefill endpoint that others can read from, the decode endpoint is excluded.
 //
-// A pair comes back by one request at a time (a trial). For a while only a request that is not streamed may be the trial,
-// since a streamed one cannot be repaired; after twice that time any request may.
+// One request at a time tries the pair again (a trial). At first only a request that is not streamed may be the
+// trial, since a streamed answer cannot be repaired. After twice that time any request may be.
 
-// LoadFaults is what of KV loads an endpoint is left out of. It is never changed once made.
+// LoadFaults lists the pairs and parts that an endpoint is excluded from after failed KV loads. It is immutable.
 type LoadFaults struct {
-	Decodes []string // addresses that could not load KV from this endpoint
-	Parts   Role     // parts of a pair that the endpoint is not to play at all
+	Decodes []string // addresses that failed to load KV from this endpoint
+	Parts   Role     // legs that the endpoint must not serve in any pair
 	Trial   *LoadFaults
 }
 
-// Avoids reports whether a decode endpoint is not to load KV from this one.
+// Avoids reports whether a decode endpoint must not load KV from this one.
 func (f *LoadFaults) Avoids(decode string) bool {
 	return f != nil && slices.Contains(f.Decodes, decode)
 }
 
-// Bars reports whether the endpoint is not to play a part of a pair.
-func (f *LoadFaults) Bars(part Role) bool { return f != nil && f.Parts&part != 0 }
+// Excludes reports whether the endpoint must not serve a leg of any pair.
+func (f *LoadFaults) Excludes(part Role) bool { return f != nil && f.Parts&part != 0 }
 
-// How long a pair is avoided after a failure: loadPause, and twice as long after each failure of a trial, up to maxLoadPause.
-// A pair without failures for forgetLoad is forgotten.
+// How long a pair is avoided after a failure: loadPause at first, twice as long after each failed trial, at most
+// maxLoadPause. A pair without failures for forgetLoad is forgotten.
 const (
 	loadPause    = 30 * time.Second
 	maxLoadPause = 10 * time.Minute
 	forgetLoad   = time.Hour
 	maxLoadPairs = 4096
-	failedPairs  = 2 // failures with so many others are the endpoint's own
+	failedPairs  = 2 // after failures with this many others the endpoint itself is excluded
 )
 
-// loadPairs remembers the failed loads of one pool.
+// loadPairs records the failed loads of one pool.
 type loadPairs struct {
-	mu    sync.Mutex
-	pairs map[loadPair]*loadFault
-	begun map[loadPair]time.Time // when a decode endpoint was last told to load from a prefill endpoint
-	stale bool                   // pairs were forgotten, and the endpoints still have them
+	mu      sync.Mutex
+	pairs   map[loadPair]*loadFault
+	started map[loadPair]time.Time // when a decode endpoint last received KV parameters of a prefill endpoint
+	stale   bool                   // pairs were removed, but the endpoints' LoadFaults still list them
 }
 
 type loadPair struct{ prefill, decode string }
 
-// loadFault is one pair whose loads fail.
+// loadFault is one pair with failed loads.
 type loadFault struct {
-	last, until time.Time // of the last failure, and until when no request tries the pair
+	last, until time.Time // time of the last failure, and the end of the pause
 	pause       time.Duration
-	trial       [16]byte // the attempt that tries it now
+	trial       [16]byte // the attempt that is the current trial
 }
 
 func newLoadPairs() *loadPairs {
-	return &loadPairs{pairs: map[loadPair]*loadFault{}, begun: map[loadPair]time.Time{}}
+	return &loadPairs{pairs: map[loadPair]*loadFault{}, started: map[loadPair]time.Time{}}
 }
 
-// LoadFailed notes that a decode endpoint could not load the KV that a prefill endpoint keeps. It reports whether the pair was not
-// avoided before: several requests may fail before the first is known to.
-func (s *State) LoadFailed(p *Pool, prefill, decode string) (news bool) {
+// LoadFailed records that a decode endpoint could not load the KV of a prefill endpoint. It reports whether this is
+// new: several requests may fail before the first failure is known.
+func (s *State) LoadFailed(p *Pool, prefill, decode string) (isNew bool) {
 	now := s.o.Now()
 	l := p.loads
 	l.mu.Lock()
@@ -75,47 +75,47 @@ func (s *State) LoadFailed(p *Pool, prefill, decode string) (news bool) {
 	case f == nil && len(l.pairs) >= maxLoadPairs:
 		return false
 	case f == nil:
-		news = true
+		isNew = true
 		f = &loadFault{pause: loadPause, until: now.Add(loadPause)}
 		l.pairs[key] = f
 	case !now.Before(f.until) || f.trial != [16]byte{}:
-		news = true
+		isNew = true
 		f.pause = min(2*f.pause, maxLoadPause)
 		f.until = now.Add(f.pause)
 	}
 	f.last, f.trial = now, [16]byte{}
-	if p.leaveOut(now); news {
+	if p.publishFaults(now); isNew {
 		s.changed()
 	}
-	return news
+	return isNew
 }
 
-// loadTime is how long after it was told of it a decode endpoint may report a failed load.
+// loadTime is how long after a decode request a failed load may still be reported.
 const loadTime = 15 * time.Second
 
-// LoadBegun notes that a decode endpoint is told to load the KV that a prefill endpoint keeps.
-func (s *State) LoadBegun(p *Pool, prefill, decode string) {
+// LoadStarted records that a decode endpoint is asked to load the KV of a prefill endpoint.
+func (s *State) LoadStarted(p *Pool, prefill, decode string) {
 	now := s.o.Now()
 	l := p.loads
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	key := loadPair{prefill, decode}
-	if _, known := l.begun[key]; !known && len(l.begun) >= maxLoadPairs {
-		maps.DeleteFunc(l.begun, func(_ loadPair, at time.Time) bool { return now.Sub(at) > loadTime })
-		if len(l.begun) >= maxLoadPairs {
+	if _, known := l.started[key]; !known && len(l.started) >= maxLoadPairs {
+		maps.DeleteFunc(l.started, func(_ loadPair, at time.Time) bool { return now.Sub(at) > loadTime })
+		if len(l.started) >= maxLoadPairs {
 			return
 		}
 	}
-	l.begun[key] = now
+	l.started[key] = now
 }
 
-// OnTransferFailed sets what is called when an engine's own count of failed transfers blames a pair. The default is [State.LoadFailed].
-// To be called before the state is used.
+// OnTransferFailed sets the function that is called when an engine's counter of failed transfers blames a pair. The
+// default is [State.LoadFailed]. Call it before the state is used.
 func (s *State) OnTransferFailed(f func(p *Pool, prefill, decode string)) { s.transferFailed = f }
 
-// transfersFailed blames a pair for transfers that failed at a decode endpoint after a look at its metrics. The engine does not say whose KV it
-// was: nobody is blamed where several prefill endpoints had some for it.
-func (s *State) transfersFailed(e *Endpoint, since time.Time) {
+// blameTransfers finds the pair of transfers that failed at a decode endpoint since a scrape of its metrics. The
+// engine does not report whose KV it was. If several prefill endpoints had KV for it, no pair is blamed.
+func (s *State) blameTransfers(e *Endpoint, since time.Time) {
 	for _, p := range s.Pools() {
 		if p.Endpoint(e.Addr) != e {
 			continue
@@ -130,11 +130,12 @@ func (s *State) transfersFailed(e *Endpoint, since time.Time) {
 	}
 }
 
-// onlySource returns the prefill endpoint that alone had KV for a decode endpoint since a moment; "": none or several had.
+// onlySource returns the only prefill endpoint that had KV for a decode endpoint since a moment; "" if there were
+// none or several.
 func (l *loadPairs) onlySource(decode string, since time.Time) (prefill string) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	for k, at := range l.begun {
+	for k, at := range l.started {
 		if k.decode != decode || at.Before(since) {
 			continue
 		}
@@ -146,9 +147,9 @@ func (l *loadPairs) onlySource(decode string, since time.Time) (prefill string) 
 	return prefill
 }
 
-// LoadGood notes that a decode endpoint has loaded the KV of a prefill endpoint. Other pairs of the same prefill endpoint may be tried
-// at once.
-func (s *State) LoadGood(p *Pool, prefill, decode string) {
+// LoadSucceeded records that a decode endpoint has loaded the KV of a prefill endpoint. Other pairs of that prefill
+// endpoint may be tried at once.
+func (s *State) LoadSucceeded(p *Pool, prefill, decode string) {
 	if e := p.Endpoint(prefill); e == nil || e.loads.Load() == nil {
 		return
 	}
@@ -166,12 +167,12 @@ func (s *State) LoadGood(p *Pool, prefill, decode string) {
 			f.until = now
 		}
 	}
-	p.leaveOut(now)
+	p.publishFaults(now)
 }
 
-// ClaimLoad makes an attempt the trial of a pair whose loads failed, if it is one: until its end no other request tries the
-// prefill endpoint.
-func (s *State) ClaimLoad(p *Pool, prefill, decode string, attempt [16]byte) {
+// ClaimTrial makes an attempt the trial of a pair whose pause has ended. Until the attempt ends, no other request
+// tries the prefill endpoint.
+func (s *State) ClaimTrial(p *Pool, prefill, decode string, attempt [16]byte) {
 	if e := p.Endpoint(prefill); e == nil || e.loads.Load() == nil {
 		return
 	}
@@ -189,7 +190,7 @@ func (s *State) ClaimLoad(p *Pool, prefill, decode string, attempt [16]byte) {
 			other.until = now.Add(other.pause)
 		}
 	}
-	p.leaveOut(now)
+	p.publishFaults(now)
 }
 
 // LoadTrial reports whether an attempt is the trial of a pair.
@@ -203,24 +204,24 @@ func (p *Pool) LoadTrial(prefill, decode string, attempt [16]byte) bool {
 	return f != nil && f.trial == attempt
 }
 
-// forgetLoads forgets the failed loads of an endpoint that was out and is back: it may be another process.
-func (s *State) forgetLoads(e *Endpoint) {
+// forgetLoadFaults removes the failed loads of an endpoint that has recovered: it may be another process.
+func (s *State) forgetLoadFaults(e *Endpoint) {
 	for _, p := range s.Pools() {
 		if p.Endpoint(e.Addr) != e {
 			continue
 		}
 		p.loads.forget(e.Addr)
 		p.loads.mu.Lock()
-		p.leaveOut(s.o.Now())
+		p.publishFaults(s.o.Now())
 		p.loads.mu.Unlock()
 	}
 }
 
-// forget forgets the failed loads of an endpoint.
+// forget removes the failed loads of an endpoint.
 func (l *loadPairs) forget(addr string) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	maps.DeleteFunc(l.begun, func(k loadPair, _ time.Time) bool { return k.prefill == addr || k.decode == addr })
+	maps.DeleteFunc(l.started, func(k loadPair, _ time.Time) bool { return k.prefill == addr || k.decode == addr })
 	for k := range l.pairs {
 		if k.prefill == addr || k.decode == addr {
 			delete(l.pairs, k)
@@ -229,7 +230,7 @@ func (l *loadPairs) forget(addr string) {
 	}
 }
 
-// sweepLoads lets pairs come back whose time is over.
+// sweepLoads makes pairs eligible again when their pause has ended.
 func (p *Pool) sweepLoads(now time.Time) {
 	l := p.loads
 	l.mu.Lock()
@@ -242,18 +243,18 @@ func (p *Pool) sweepLoads(now time.Time) {
 			delete(l.pairs, k)
 		}
 	}
-	p.leaveOut(now)
+	p.publishFaults(now)
 }
 
-// leaveOut makes the endpoints' LoadFaults what the failed loads say at a moment. The lock of p.loads is held.
-func (p *Pool) leaveOut(now time.Time) {
+// publishFaults updates the endpoints' LoadFaults from the failed loads. The caller holds the lock of p.loads.
+func (p *Pool) publishFaults(now time.Time) {
 	strict := p.loads.faults(func(f *loadFault) bool { return now.Before(f.until.Add(f.pause)) })
 	loose := p.loads.faults(func(f *loadFault) bool { return now.Before(f.until) })
 	p.loads.stale = false
 	for _, e := range p.endpoints {
 		f := strict[e.Addr]
 		if f == nil && p.loads.names(e.Addr) {
-			f = &LoadFaults{} // nothing is avoided now, but a trial has to be claimed
+			f = &LoadFaults{} // nothing is avoided now, but a trial must be claimed
 		}
 		if f != nil {
 			f.Trial = loose[e.Addr]
@@ -272,7 +273,7 @@ func (l *loadPairs) names(prefill string) bool {
 	return false
 }
 
-// faults works out what endpoints are left out of, by address, from those failures that count.
+// faults returns, by address, what endpoints are excluded from, given which failures count.
 func (l *loadPairs) faults(counts func(*loadFault) bool) map[string]*LoadFaults {
 	out := map[string]*LoadFaults{}
 	at := func(addr string) *LoadFaults {
@@ -286,7 +287,7 @@ func (l *loadPairs) faults(counts func(*loadFault) bool) map[string]*LoadFaults 
 			at(k.prefill).Decodes = append(at(k.prefill).Decodes, k.decode)
 		}
 	}
-	with := map[string]int{} // prefill endpoints that are not to blame themselves, by decode endpoint
+	with := map[string]int{} // by decode endpoint: failures with prefill endpoints that are not excluded themselves
 	for _, f := range out {
 		if len(f.Decodes) >= failedPairs {
 			f.Parts = RolePrefill
@@ -304,10 +305,10 @@ func (l *loadPairs) faults(counts func(*loadFault) bool) map[string]*LoadFaults 
 	return out
 }
 
-// LoadFaults is what of KV loads the endpoint is left out of now; nil: nothing.
+// LoadFaults returns what the endpoint is excluded from; nil: nothing.
 func (e *Endpoint) LoadFaults() *LoadFaults { return e.loads.Load() }
 
-// AllowTrials makes the view one for a request that may be the trial of a pair: it is not streamed.
+// AllowTrials prepares the view for a request that may be a trial: one that is not streamed.
 func (v *View) AllowTrials() {
 	for i := range v.Endpoints {
 		if c := &v.Endpoints[i]; c.Faults != nil {
@@ -316,7 +317,7 @@ func (v *View) AllowTrials() {
 	}
 }
 
-// ForgetFaults makes every pair of the view eligible, whatever loads of it failed. It reports whether any was not.
+// ForgetFaults makes every pair of the view eligible despite failed loads. It reports whether any pair was not.
 func (v *View) ForgetFaults() (changed bool) {
 	for i := range v.Endpoints {
 		if c := &v.Endpoints[i]; c.Faults != nil {

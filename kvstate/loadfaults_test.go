@@ -39,21 +39,21 @@ func TestLoadFailureIsThePairsFirst(t *testing.T) {
 	require.False(t, s.LoadFailed(p, "p1", "d1"), "one that was under way")
 	require.True(t, faults("p1").Avoids("d1"))
 	require.False(t, faults("p1").Avoids("d2"))
-	require.False(t, faults("p1").Bars(RolePrefill))
+	require.False(t, faults("p1").Excludes(RolePrefill))
 	require.Nil(t, faults("d1"))
 
 	require.True(t, s.LoadFailed(p, "p1", "d2"))
-	require.True(t, faults("p1").Bars(RolePrefill), "a second decode endpoint failed with it")
+	require.True(t, faults("p1").Excludes(RolePrefill), "a second decode endpoint failed with it")
 	require.True(t, s.LoadFailed(p, "p2", "d1"))
-	require.False(t, faults("d1").Bars(RoleDecode), "of its two failures one is p1's")
+	require.False(t, faults("d1").Excludes(RoleDecode), "of its two failures one is p1's")
 }
 
 func TestLoadFailureOfADecodeEndpoint(t *testing.T) {
 	s, p, _, faults := loadFleet(t)
 	s.LoadFailed(p, "p1", "d1")
 	s.LoadFailed(p, "p2", "d1")
-	require.True(t, faults("d1").Bars(RoleDecode))
-	require.False(t, faults("p1").Bars(RolePrefill))
+	require.True(t, faults("d1").Excludes(RoleDecode))
+	require.False(t, faults("p1").Excludes(RolePrefill))
 	require.Nil(t, faults("d2"))
 }
 
@@ -73,13 +73,13 @@ func TestLoadTrial(t *testing.T) {
 	}
 	one, two := [16]byte{1}, [16]byte{2}
 	s.LoadFailed(p, "p1", "d1")
-	s.ClaimLoad(p, "p1", "d1", one)
+	s.ClaimTrial(p, "p1", "d1", one)
 	require.False(t, p.LoadTrial("p1", "d1", one), "too soon")
 	require.True(t, trials("p1").Avoids("d1"))
 	pass(loadPause)
 	require.True(t, faults("p1").Avoids("d1"), "for a streamed request")
 	require.False(t, trials("p1").Avoids("d1"))
-	s.ClaimLoad(p, "p1", "d1", one)
+	s.ClaimTrial(p, "p1", "d1", one)
 	require.True(t, p.LoadTrial("p1", "d1", one))
 	require.False(t, p.LoadTrial("p1", "d1", two))
 	require.True(t, trials("p1").Avoids("d1"), "one at a time")
@@ -90,9 +90,9 @@ func TestLoadTrial(t *testing.T) {
 	require.False(t, trials("p1").Avoids("d1"))
 	pass(2 * loadPause)
 	require.False(t, faults("p1").Avoids("d1"), "nobody else came: a streamed one may")
-	s.ClaimLoad(p, "p1", "d1", two)
+	s.ClaimTrial(p, "p1", "d1", two)
 	require.True(t, p.LoadTrial("p1", "d1", two), "and is alone")
-	s.LoadGood(p, "p1", "d1")
+	s.LoadSucceeded(p, "p1", "d1")
 	require.Nil(t, faults("p1"))
 }
 
@@ -100,8 +100,8 @@ func TestLoadFailuresAreForgotten(t *testing.T) {
 	s, p, pass, faults := loadFleet(t)
 	s.LoadFailed(p, "p1", "d1")
 	s.LoadFailed(p, "p1", "d2")
-	s.LoadGood(p, "p1", "d2")
-	require.False(t, faults("p1").Bars(RolePrefill))
+	s.LoadSucceeded(p, "p1", "d2")
+	require.False(t, faults("p1").Excludes(RolePrefill))
 	pass(0)
 	v := View{}
 	s.View(p, nil, &v)

@@ -36,14 +36,14 @@ func FuzzParseORCA(f *testing.F) {
 		require.Equal(t, ok, s.KVUsage >= 0 || s.Waiting >= 0)
 		require.True(t, s.KVUsage <= 1 && s.Waiting < 1<<32)
 		rest, isJSON := bytes.CutPrefix(value, []byte("JSON "))
-		if fast := UnknownSignals(); isJSON && fast.flat(rest) { // as encoding/json has it
+		if fast := UnknownSignals(); isJSON && fast.readFlat(rest) { // as encoding/json has it
 			var load struct {
 				Named map[string]float64 `json:"named_metrics"`
 			}
 			require.NoError(t, json.Unmarshal(rest, &load))
 			slow := UnknownSignals()
 			for name, v := range load.Named {
-				require.True(t, slow.named([]byte(name), v))
+				require.True(t, slow.setNamed([]byte(name), v))
 			}
 			require.Equal(t, slow, fast)
 		}
@@ -70,7 +70,7 @@ func TestSignalsAge(t *testing.T) {
 		require.InDelta(t, trust, e.Signals().Trust(at.Add(age)), 1e-9, age)
 	}
 	s.Observe(e, Signals{Running: -1, Waiting: 7, KVUsage: -1, KVTokens: -1, At: at.Add(time.Second)})
-	require.Equal(t, Signals{Running: 4, Waiting: 7, KVUsage: .5, KVTokens: 1000, At: at.Add(time.Second), Looked: at, unbooked: 5}, *e.Signals())
+	require.Equal(t, Signals{Running: 4, Waiting: 7, KVUsage: .5, KVTokens: 1000, At: at.Add(time.Second), ScrapedAt: at, unbooked: 5}, *e.Signals())
 	s.Observe(e, Signals{Running: 9, Waiting: 9, KVUsage: .9, KVTokens: 9, At: at})
 	require.Equal(t, int64(4), e.Signals().Running, "old news")
 	room := func() int64 {
@@ -117,7 +117,7 @@ func TestHeadersKeepNoLookFresh(t *testing.T) {
 
 	// A look takes a while to arrive. It is news though answers came meanwhile, and these know better who waits.
 	s.Observe(e, Signals{Running: 5, Waiting: 9, KVUsage: .9, KVTokens: 1000, At: now.Add(-time.Second)})
-	require.Equal(t, Signals{Running: 5, Waiting: 2, KVUsage: .5, KVTokens: 1000, At: now, Looked: now.Add(-time.Second), unbooked: 14}, *e.Signals())
+	require.Equal(t, Signals{Running: 5, Waiting: 2, KVUsage: .5, KVTokens: 1000, At: now, ScrapedAt: now.Add(-time.Second), unbooked: 14}, *e.Signals())
 	s.Observe(e, Signals{Running: 6, Waiting: 9, KVUsage: .9, KVTokens: 1000, At: now.Add(-2 * time.Second)})
 	require.EqualValues(t, 5, e.Signals().Running, "old news")
 }
@@ -147,12 +147,12 @@ func TestElsewhere(t *testing.T) {
 	c := view()
 	require.Equal(t, []int64{6, 6 * 300}, []int64{c[1].Requests, c[1].PromptTokens}, "five more, as long as the one that is booked")
 	require.Zero(t, c[1].Jobs)
-	require.Equal(t, []int64{6, 6, 6 * elsewhereTokens}, []int64{c[0].Requests, c[0].Jobs, c[0].PromptTokens})
+	require.Equal(t, []int64{6, 6, 6 * externalTokens}, []int64{c[0].Requests, c[0].Jobs, c[0].PromptTokens})
 	require.Zero(t, c[0].Queue, "nobody knows how long they take, so nobody waits for them")
 
 	s.Observe(d, Signals{Running: -1, Waiting: 2, KVUsage: .5, KVTokens: -1, At: now.Add(time.Millisecond)})
 	require.Equal(t, int64(6), view()[1].Requests, "an answer's header does not say")
-	d.SetOthers(Others{Requests: 3})
+	d.SetRemoteLoad(RemoteLoad{Requests: 3})
 	look(4, 2)
 	require.Equal(t, int64(1+3+2), view()[1].Requests, "three of them are another replica's")
 	look(1, 0)
@@ -168,6 +168,6 @@ func TestElsewhere(t *testing.T) {
 	require.Zero(t, view()[0].Requests)
 	look(9, 0)
 	require.Zero(t, view()[0].Requests, "what was known is too old to agree")
-	s.ApplyObserved(p, Signals{Running: 9, KVUsage: -1, KVTokens: -1, Elsewhere: 7, At: now.Add(time.Second)})
+	s.ApplyObserved(p, Signals{Running: 9, KVUsage: -1, KVTokens: -1, External: 7, At: now.Add(time.Second)})
 	require.Equal(t, int64(7), view()[0].Requests, "as another replica has it")
 }

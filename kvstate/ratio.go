@@ -5,12 +5,11 @@ import (
 	"time"
 )
 
-// fadingRatio is a ratio of sums in which what was seen long ago counts little: large samples count for what they are, and small
-// ones do not distort it.
+// fadingRatio is a ratio of two sums in which old samples fade. Large samples weigh more than small ones.
 type fadingRatio struct{ above, below atomic.Int64 }
 
-// add takes a sample. Where the lower sum is beyond limit both are halved; two who race there halve twice, which the ratio
-// survives.
+// add adds a sample. When the lower sum exceeds limit, both are halved. Two concurrent callers may halve twice,
+// which changes the ratio little.
 func (d *fadingRatio) add(above, below, limit int64) {
 	d.above.Add(above)
 	if d.below.Add(below) > limit {
@@ -19,7 +18,8 @@ func (d *fadingRatio) add(above, below, limit int64) {
 	}
 }
 
-// The start of bytes per token: 4, with the weight of a medium prompt; and the tokens beyond which old ones are forgotten.
+// Initial bytes per token: 4, weighted like a medium prompt; and the number of tokens at which old samples are
+// halved.
 const (
 	priorTokens = 1000
 	ratioCap    = 1 << 22
@@ -31,40 +31,41 @@ func newTokenRatio() *fadingRatio {
 	return r
 }
 
-// bytesPerToken is that of the prompts seen so far.
+// bytesPerToken returns the ratio over the prompts observed so far.
 func (d *fadingRatio) bytesPerToken() float64 {
 	return float64(d.above.Load()) / float64(d.below.Load())
 }
 
-// ObservePrompt tells the pool how many tokens an engine counted for a body of that many bytes.
+// ObservePrompt records the number of tokens that an engine counted in a body of some bytes.
 func (p *Pool) ObservePrompt(bytes, tokens int64) {
 	if bytes > 0 && tokens > 0 && tokens <= bytes*4 {
 		p.ratio.add(bytes, tokens, ratioCap)
 	}
 }
 
-// PromptTokens estimates the tokens of a body of that many bytes: between 1 and 16 bytes make one.
+// PromptTokens estimates the number of tokens of a body: one token has between 1 and 16 bytes.
 func (p *Pool) PromptTokens(bytes int) int64 {
 	n := int64(float64(bytes) * float64(p.ratio.below.Load()) / float64(p.ratio.above.Load()))
 	return max(min(n, int64(bytes)), int64(bytes)/16, 1)
 }
 
-// paceTokens is how many tokens are seen before the pace of prefill counts, and paceCap where old ones are forgotten.
+// paceTokens is the number of tokens before the observed pace of prefill is used, paceCap the number at which old
+// samples are halved.
 const (
 	paceTokens = 1 << 14
 	paceCap    = 1 << 20
-	paceMargin = 4 // times the mean: a limit that cuts off a healthy endpoint costs more than one that waits for a dead one
+	paceMargin = 4 // times the mean: cutting off a healthy endpoint costs more than waiting for a dead one
 )
 
-// ObservePrefill tells the pool how long a prefill hop over that many tokens took, queue included.
+// ObservePrefill records how long a prefill hop of some tokens took, queueing included.
 func (p *Pool) ObservePrefill(tokens int64, took time.Duration) {
 	if tokens > 0 && took > 0 {
 		p.pace.add(int64(took), tokens, paceCap)
 	}
 }
 
-// PrefillTime is the longest that computing so many tokens should take: perToken for each of them, until what was seen
-// says otherwise, but then no less than a quarter of it and no more than sixteen times.
+// PrefillTime returns the longest time that a prefill of some tokens should take: perToken for each token at first,
+// then a multiple of the observed pace, between a quarter and 16 times of that.
 func (p *Pool) PrefillTime(tokens int64, perToken time.Duration) time.Duration {
 	pace := perToken
 	if seen := p.pace.below.Load(); seen >= paceTokens {

@@ -7,7 +7,8 @@ import (
 	"time"
 )
 
-// ReservationID names a reservation. It is random, so that one made elsewhere, or made up, releases nothing. Never 0.
+// ReservationID identifies a reservation. It is random, so that a forged id, or one of another replica, releases
+// nothing. Never 0.
 type ReservationID uint64
 
 const bookingShards = 16
@@ -17,43 +18,43 @@ type bookingShard struct {
 	held map[ReservationID]reservation
 }
 
-// reservation is a booking that is held.
+// reservation is a booking that has not been released.
 type reservation struct {
-	on      *live // not the endpoint: what is said about that may change
-	leg     Role
-	counted int64 // requests: 0 or 1
-	tokens  int64
-	work    time.Duration // at the endpoint's speed
-	room    int64         // of the endpoint's buffer, in tokens
-	from    *Source       // nil: unknown
-	until   int64         // when work that the endpoint does by itself will be done, Unix ns
-	expires time.Time
+	on           *endpointState // not the *Endpoint, which is replaced when the spec changes
+	leg          Role
+	counted      int64 // requests: 0 or 1
+	tokens       int64
+	work         time.Duration // at the endpoint's speed
+	bufferTokens int64         // tokens of the endpoint's receive buffer
+	from         *Source       // nil: unknown
+	until        int64         // when work that a decode endpoint does itself will be done, Unix ns
+	expires      time.Time
 }
 
-// Source is who asked for reservations: one connection of one Envoy. When it is gone, nobody is left to say how the hops
-// ended that it asked for, so they count as ended.
+// Source is the connection of an Envoy that reservations were made for. When it closes, nothing reports the end of
+// its hops any more, so their reservations are released.
 type Source struct{ gone atomic.Bool }
 
-// Gone releases, within a second, what was booked for the source.
+// Gone marks the connection as closed; its reservations are released within a second.
 func (s *Source) Gone() { s.gone.Store(true) }
 
 // IsGone reports whether Gone was called.
 func (s *Source) IsGone() bool { return s.gone.Load() }
 
-// Reserve books a request on an endpoint: from now on views count it, unless it is [Booking.Coming]. The caller passes the id on to whoever learns how
-// the hop ended. It returns 0, and books nothing, when MaxReservations are held: choosing blindly is better than
-// refusing.
+// Reserve books a request on an endpoint. Views count it from now on, unless it is [Booking.Tentative]. The caller
+// passes the id to whoever learns how the hop ended. If MaxReservations are held, Reserve books nothing and returns
+// 0: choosing with incomplete numbers is better than refusing.
 func (s *State) Reserve(e *Endpoint, b Booking) ReservationID {
 	return s.ReserveAs(0, e, b, nil)
 }
 
-// ReserveAs is Reserve under an id that the caller can work out again when all it has is the request. Where id is 0 or
-// taken, a random one takes its place.
+// ReserveAs is Reserve with an id that the caller can derive again from the request. If id is 0 or taken, a random
+// one replaces it.
 func (s *State) ReserveAs(id ReservationID, e *Endpoint, b Booking, from *Source) ReservationID {
 	return s.reserve(id, e, b, 0, from)
 }
 
-func (s *State) reserve(id ReservationID, e *Endpoint, b Booking, room int64, from *Source) ReservationID {
+func (s *State) reserve(id ReservationID, e *Endpoint, b Booking, space int64, from *Source) ReservationID {
 	if s.booked.Add(1) > int64(s.o.MaxReservations) {
 		s.booked.Add(-1)
 		return 0
@@ -64,7 +65,7 @@ func (s *State) reserve(id ReservationID, e *Endpoint, b Booking, room int64, fr
 	}
 	now := s.o.Now()
 	work := time.Duration(float64(b.Work) * e.speedAt(now.UnixNano()))
-	r := reservation{on: e.live, leg: b.For, work: work, room: room, from: from, expires: now.Add(s.o.ReservationTTL)}
+	r := reservation{on: e.endpointState, leg: b.For, work: work, bufferTokens: space, from: from, expires: now.Add(s.o.ReservationTTL)}
 	r.counted, r.tokens = b.counts()
 	e.requests.Add(r.counted)
 	e.tokens.Add(r.tokens)
@@ -75,7 +76,7 @@ func (s *State) reserve(id ReservationID, e *Endpoint, b Booking, room int64, fr
 		e.load.booked(b, work, now)
 	}
 	job := prefillJob{uncached: b.Uncached, work: work, model: b.Work}
-	for !s.hold(id, r, job, now) {
+	for !s.insert(id, r, job, now) {
 		id = randomID()
 	}
 	s.changed()
@@ -84,9 +85,9 @@ func (s *State) reserve(id ReservationID, e *Endpoint, b Booking, room int64, fr
 
 func randomID() ReservationID { return ReservationID(rand.Uint64() | 1) }
 
-// hold keeps a reservation under an id, and its job in the endpoint's queue: both under the shard's lock, because who can
-// work the id out may release it at once. It is false if the id is taken.
-func (s *State) hold(id ReservationID, r reservation, j prefillJob, now time.Time) bool {
+// insert stores a reservation and its job in the endpoint's queue, both under the shard's lock, because whoever can
+// derive the id may release it at once. It returns false if the id is taken.
+func (s *State) insert(id ReservationID, r reservation, j prefillJob, now time.Time) bool {
 	shard := &s.bookings[(id>>8)%bookingShards]
 	shard.mu.Lock()
 	defer shard.mu.Unlock()
@@ -101,11 +102,12 @@ func (s *State) hold(id ReservationID, r reservation, j prefillJob, now time.Tim
 	return true
 }
 
-// Release ends a reservation. It is true exactly once for each that was made; later calls, and ids of other replicas,
-// change nothing.
+// Release ends a reservation. It returns true exactly once for each; later calls, and ids of other replicas, change
+// nothing.
 func (s *State) Release(id ReservationID) bool { return s.end(id, false) }
 
-// Complete is Release for a prefill that the endpoint has just done: from how long it took the endpoint's speed is learned.
+// Complete is Release for a prefill that the endpoint has just finished. The endpoint's speed is learned from its
+// duration.
 func (s *State) Complete(id ReservationID) bool { return s.end(id, true) }
 
 func (s *State) end(id ReservationID, done bool) bool {
@@ -128,23 +130,23 @@ func (s *State) unbook(id ReservationID, r reservation, done bool) {
 	r.on.requests.Add(-r.counted)
 	r.on.tokens.Add(-r.tokens)
 	s.booked.Add(-1)
-	if r.room > 0 {
-		r.on.room.give(r.room)
+	if r.bufferTokens > 0 {
+		r.on.buffer.release(r.bufferTokens)
 	}
 	s.changed()
-	defer r.on.load.freedSome() // when the numbers say so
+	defer r.on.load.signalFreed() // after the numbers have changed
 	switch r.leg {
 	case RolePrefill:
 		job, busy := r.on.queue.remove(id, r.on.stepTokens, now)
 		if done {
-			r.on.learn(busy, job.model, now.UnixNano())
+			r.on.learnPrefill(busy, job.model, now.UnixNano())
 		}
 	case RoleBoth:
 		r.on.local.cancel(r.work, r.until, now)
 	}
 }
 
-// Reservations is how many this replica holds.
+// Reservations returns the number of reservations that this replica holds.
 func (s *State) Reservations() int { return int(s.booked.Load()) }
 
 func (s *State) sweepReservations(now time.Time) {

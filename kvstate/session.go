@@ -5,8 +5,9 @@ import (
 	"time"
 )
 
-// sessionSet remembers where sessions were served, in two generations: a new one begins when the running one is full or as
-// old as the time to live, and the one before the last is dropped. Sessions that are in use move to the running one.
+// sessionSet remembers where sessions were served, in two generations. It starts a new generation when the current
+// one is full or as old as the time to live, and drops the one before. Sessions in use move to the current
+// generation.
 type sessionSet struct {
 	mu       sync.RWMutex
 	max      int // of a generation
@@ -15,14 +16,14 @@ type sessionSet struct {
 	now, old map[sessionKey]session
 }
 
-// sessionKey is the session's name, hashed, in a pool.
+// sessionKey is the hash of a session's name, in a pool.
 type sessionKey struct {
 	pool string
 	name uint64
 }
 
-// session is where one was served last.
-type session struct{ prefill, decode *live }
+// session holds the endpoints that served a session last.
+type session struct{ prefill, decode *endpointState }
 
 func newSessionSet(limit int, ttl time.Duration) *sessionSet {
 	return &sessionSet{max: max(limit/2, 1), ttl: ttl, began: time.Now(), now: map[sessionKey]session{}}
@@ -37,11 +38,11 @@ func (t *sessionSet) find(k sessionKey) session {
 	return t.old[k]
 }
 
-// put notes where a session was served; what is nil stays as it was.
+// put records where a session was served; nil keeps the previous endpoint.
 func (t *sessionSet) put(k sessionKey, next session) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	t.turn(time.Now())
+	t.rotate(time.Now())
 	before, ok := t.now[k]
 	if !ok {
 		before = t.old[k]
@@ -55,7 +56,7 @@ func (t *sessionSet) put(k sessionKey, next session) {
 	t.now[k] = next
 }
 
-func (t *sessionSet) turn(now time.Time) {
+func (t *sessionSet) rotate(now time.Time) {
 	if len(t.now) >= t.max || now.Sub(t.began) > t.ttl {
 		t.old, t.now, t.began = t.now, map[sessionKey]session{}, now
 	}
@@ -64,31 +65,32 @@ func (t *sessionSet) turn(now time.Time) {
 func (t *sessionSet) sweep(now time.Time) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	t.turn(now)
+	t.rotate(now)
 }
 
-// Stick notes where a session of the pool is being served, for [State.MarkSession]; prefill or decode may be nil.
-func (s *State) Stick(p *Pool, name uint64, prefill, decode *Endpoint) {
-	s.ApplyStick(p, name, prefill, decode)
-	if s.peers != nil {
-		s.peers.Stuck(p, name, prefill, decode)
+// SetAffinity records the endpoints that serve a session of the pool, for [State.MarkSession]; prefill or decode
+// may be nil.
+func (s *State) SetAffinity(p *Pool, name uint64, prefill, decode *Endpoint) {
+	s.ApplyAffinity(p, name, prefill, decode)
+	if s.replicas != nil {
+		s.replicas.SessionServed(p, name, prefill, decode)
 	}
 }
 
-// ApplyStick is [State.Stick] by another replica.
-func (s *State) ApplyStick(p *Pool, name uint64, prefill, decode *Endpoint) {
+// ApplyAffinity applies [State.SetAffinity] of another replica.
+func (s *State) ApplyAffinity(p *Pool, name uint64, prefill, decode *Endpoint) {
 	var next session
 	if prefill != nil {
-		next.prefill = prefill.live
+		next.prefill = prefill.endpointState
 	}
 	if decode != nil {
-		next.decode = decode.live
+		next.decode = decode.endpointState
 	}
 	s.sessions.put(sessionKey{p.Spec.Name, name}, next)
 }
 
-// MarkSession marks the candidates that served a session last: a wish, which the picker weighs against load. Endpoints
-// that left their pool since are nowhere among the candidates.
+// MarkSession marks the candidates that served a session last. It is a preference, which the picker weighs against
+// load. Endpoints that have left their pool are not among the candidates.
 func (s *State) MarkSession(p *Pool, name uint64, v *View) {
 	found := s.sessions.find(sessionKey{p.Spec.Name, name})
 	if found.prefill == nil && found.decode == nil {
@@ -96,20 +98,21 @@ func (s *State) MarkSession(p *Pool, name uint64, v *View) {
 	}
 	for i := range v.Endpoints {
 		c := &v.Endpoints[i]
-		if c.Endpoint.live == found.prefill {
+		if c.Endpoint.endpointState == found.prefill {
 			c.Session |= RolePrefill
 		}
-		if c.Endpoint.live == found.decode {
+		if c.Endpoint.endpointState == found.decode {
 			c.Session |= RoleDecode
 		}
 	}
 }
 
-// EachSession calls f for every session of the pool whose endpoints are still in it. Decisions that note a session wait.
+// EachSession calls f for every session of the pool whose endpoints are still in it. It blocks decisions that
+// record a session.
 func (s *State) EachSession(p *Pool, f func(name uint64, prefill, decode *Endpoint)) {
-	byLive := make(map[*live]*Endpoint, len(p.endpoints))
+	byLive := make(map[*endpointState]*Endpoint, len(p.endpoints))
 	for _, e := range p.endpoints {
-		byLive[e.live] = e
+		byLive[e.endpointState] = e
 	}
 	s.sessions.mu.RLock()
 	defer s.sessions.mu.RUnlock()

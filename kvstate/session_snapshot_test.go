@@ -35,8 +35,8 @@ func TestSnapshotRoundTrip(t *testing.T) {
 			from.Routed(p, p.Endpoints()[(i*7+j*31)%endpoints], prompts[i])
 		}
 	}
-	from.Stick(p, 5, p.Endpoint("e03"), nil)
-	from.Stick(p, 6, p.Endpoint("e01"), p.Endpoint("e69"))
+	from.SetAffinity(p, 5, p.Endpoint("e03"), nil)
+	from.SetAffinity(p, 6, p.Endpoint("e01"), p.Endpoint("e69"))
 
 	told := 0
 	for _, e := range p.Endpoints() {
@@ -53,7 +53,7 @@ func TestSnapshotRoundTrip(t *testing.T) {
 				there[i] = q.Endpoint(e.Addr)
 			}
 		}
-		to.ApplyStick(q, name, there[0], there[1])
+		to.ApplyAffinity(q, name, there[0], there[1])
 	})
 	for i, prompt := range prompts {
 		var v, w View

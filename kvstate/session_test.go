@@ -22,11 +22,11 @@ func TestSessions(t *testing.T) {
 			return [2]Role{v.Endpoints[0].Session, v.Endpoints[1].Session}
 		}
 		require.Equal(t, [2]Role{}, at(1))
-		s.Stick(p, 1, a, nil)
+		s.SetAffinity(p, 1, a, nil)
 		require.Equal(t, [2]Role{RolePrefill, 0}, at(1))
-		s.Stick(p, 1, nil, b)
+		s.SetAffinity(p, 1, nil, b)
 		require.Equal(t, [2]Role{RolePrefill, RoleDecode}, at(1), "prefill stays when decode is told")
-		s.Stick(p, 1, b, b)
+		s.SetAffinity(p, 1, b, b)
 		require.Equal(t, [2]Role{0, RoleBoth}, at(1))
 		require.Equal(t, [2]Role{}, at(2))
 
@@ -34,7 +34,7 @@ func TestSessions(t *testing.T) {
 			time.Sleep(40 * time.Second)
 			s.sweep(time.Now())
 			require.Equal(t, [2]Role{0, RoleBoth}, at(1))
-			s.Stick(p, 1, b, b)
+			s.SetAffinity(p, 1, b, b)
 		}
 		time.Sleep(3 * time.Minute)
 		s.sweep(time.Now())
@@ -42,7 +42,7 @@ func TestSessions(t *testing.T) {
 		require.Equal(t, [2]Role{}, at(1), "not in use any more")
 
 		for name := range uint64(100) {
-			s.Stick(p, name+10, a, a)
+			s.SetAffinity(p, name+10, a, a)
 		}
 		require.Equal(t, [2]Role{RoleBoth, 0}, at(109))
 		require.Equal(t, [2]Role{}, at(10))

@@ -9,25 +9,27 @@ import (
 	"tandem/kvstate/prefixindex"
 )
 
-// Options bound the state. Zero values take the defaults.
+// Options bound the state. Zero values mean the defaults.
 type Options struct {
-	MaxIndexBytes    int           // that a pool's prefix index may take; default 512 MiB
-	EndpointBlocks   int           // text blocks that it remembers of what was routed to an endpoint whose engine does not say how much KV it holds; default 16 Ki
-	FeedBlocks       int           // token blocks that it remembers of one publisher of KV events; default 1 Mi
-	MaxTokenBytes    int           // that the tokens known of a pool's prompts may take; default 64 MiB
-	RoutedTTL        time.Duration // how long it remembers what was routed and not asked for again; default 1 h
-	ReservationTTL   time.Duration // after which a reservation is taken for lost; default 15 m
+	MaxIndexBytes int // of a pool's prefix index; default 512 MiB
+	// routed text blocks remembered for an endpoint whose engine does not report its KV capacity; default 16 Ki
+	EndpointBlocks   int
+	FeedBlocks       int           // token blocks remembered for one publisher of KV events; default 1 Mi
+	MaxTokenBytes    int           // of the known tokens of a pool's prompts; default 64 MiB
+	RoutedTTL        time.Duration // how long a routed prompt is remembered that is not requested again; default 1 h
+	ReservationTTL   time.Duration // after which a reservation is assumed lost; default 15 m
 	MaxReservations  int           // default 1 Mi
-	SpentTTL         time.Duration // how long a spent ticket is remembered; default 2 m
-	MaxSpent         int           // default 4 Mi, as they come (about 30 bytes each): 17,000 a second
-	HandOverTTL      time.Duration // how long a hand-over is kept; default 60 s
+	ConsumedTTL      time.Duration // how long a consumed ticket is remembered; default 2 m
+	MaxConsumed      int           // default 4 Mi, allocated as needed (about 30 bytes each): 17,000 a second
+	HandOverTTL      time.Duration // how long a hand-over is stored; default 60 s
 	MaxHandOverBytes int           // of all hand-overs together; default 64 MiB
-	SessionTTL       time.Duration // after which a session that was not seen is forgotten; default 30 m
+	SessionTTL       time.Duration // after which an unused session is forgotten; default 30 m
 	MaxSessions      int           // default 256 Ki (about 100 bytes each)
 
-	Now func() time.Time // the clock of bookings; default time.Now. A replay runs in a time of its own
+	Now func() time.Time // the clock of reservations; default time.Now. A replay uses virtual time
 
-	// HealthChanged is called when an endpoint is left out or taken in again, with the cause; it must not block. May be nil.
+	// HealthChanged is called when an endpoint is marked as failed or as good, with the cause. It must not block.
+	// May be nil.
 	HealthChanged func(e *Endpoint, good bool, cause HealthCause)
 }
 
@@ -39,8 +41,8 @@ func (o Options) withDefaults() Options {
 	setDefault(&o.RoutedTTL, time.Hour)
 	setDefault(&o.ReservationTTL, 15*time.Minute)
 	setDefault(&o.MaxReservations, 1<<20)
-	setDefault(&o.SpentTTL, 2*time.Minute)
-	setDefault(&o.MaxSpent, 1<<22)
+	setDefault(&o.ConsumedTTL, 2*time.Minute)
+	setDefault(&o.MaxConsumed, 1<<22)
 	setDefault(&o.HandOverTTL, time.Minute)
 	setDefault(&o.MaxHandOverBytes, 64<<20)
 	setDefault(&o.SessionTTL, 30*time.Minute)
@@ -61,40 +63,40 @@ func setDefault[T int | int64 | time.Duration](v *T, d T) {
 	}
 }
 
-// State is everything one replica knows of the fleet. It is safe for concurrent use.
+// State is everything that one replica knows of the fleet. It is safe for concurrent use.
 type State struct {
-	o      Options
-	mu     sync.Mutex // held by those who change the set of pools, or what is ordered of it
-	pools  atomic.Pointer[[]*Pool]
-	orders map[orderKey]Order
+	o         Options
+	mu        sync.Mutex // held while the set of pools or the overrides change
+	pools     atomic.Pointer[[]*Pool]
+	overrides map[overrideKey]Override
 
 	transferFailed func(p *Pool, prefill, decode string)
 
-	bookings  [bookingShards]bookingShard
-	booked    atomic.Int64
-	spent     spentSet
-	handOvers handOverStore
-	turns     handOverStore // what conversations' last turns left; empty where there are other replicas
-	sessions  *sessionSet
-	peers     Peers    // nil: there are none
-	intents   sync.Map // pool name to *Intents; there are few, and they seldom change
+	bookings          [bookingShards]bookingShard
+	booked            atomic.Int64
+	consumed          replayGuard
+	handOvers         handOverStore
+	conversations     handOverStore // state of conversations' last turns; empty if there are other replicas
+	sessions          *sessionSet
+	replicas          Replicas // nil: none
+	inferencePolicies sync.Map // pool name to *InferencePolicy; few, and they seldom change
 }
 
-// New returns an empty state. It starts nothing.
+// New returns an empty state. It starts no goroutines.
 func New(o Options) *State {
-	s := &State{o: o.withDefaults(), orders: map[orderKey]Order{}}
+	s := &State{o: o.withDefaults(), overrides: map[overrideKey]Override{}}
 	s.pools.Store(&[]*Pool{})
 	for i := range s.bookings {
 		s.bookings[i].held = map[ReservationID]reservation{}
 	}
-	s.spent = newSpentSet(s.o.MaxSpent, s.o.SpentTTL)
+	s.consumed = newReplayGuard(s.o.MaxConsumed, s.o.ConsumedTTL)
 	s.handOvers = newHandOverStore(s.o.MaxHandOverBytes, s.o.HandOverTTL)
-	s.turns = newHandOverStore(maxTurnBytes, 0)
+	s.conversations = newHandOverStore(maxConversationsBytes, 0)
 	s.sessions = newSessionSet(s.o.MaxSessions, s.o.SessionTTL)
 	return s
 }
 
-// Run sweeps what has expired until ctx ends.
+// Run removes expired entries until ctx ends.
 func (s *State) Run(ctx context.Context) {
 	tick := time.NewTicker(time.Second)
 	defer tick.Stop()
@@ -111,8 +113,8 @@ func (s *State) Run(ctx context.Context) {
 func (s *State) sweep(now time.Time) {
 	s.sweepReservations(now)
 	s.handOvers.sweep(now)
-	s.turns.sweep(now)
-	s.spent.sweep(now)
+	s.conversations.sweep(now)
+	s.consumed.sweep(now)
 	for _, p := range s.Pools() {
 		p.index.Sweep(now)
 		p.sweepLoads(s.o.Now())

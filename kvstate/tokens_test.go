@@ -79,7 +79,7 @@ func unchain(parent, hash uint64) uint64 {
 
 // toldOf is another replica: it hears what is learned, and nothing else.
 type toldOf struct {
-	Peers
+	Replicas
 	learned []prefixindex.LearnedTokens
 }
 
@@ -98,7 +98,7 @@ func (o *toldOf) hashes(i int) (n int) {
 func TestLearnedTokensAreTold(t *testing.T) {
 	told := &toldOf{}
 	s, p, _ := eventPool(Options{})
-	s.Share(told)
+	s.Connect(told)
 	first, second := long(4, 0, 1), long(10, 4, 2)
 	second = append(append([]uint64(nil), first...), second[4:]...)
 	turn1, turn2 := prefixindex.TokenPrompt{IDs: ids(640, 0)}, prefixindex.TokenPrompt{IDs: ids(640+1000, 0)}
@@ -151,7 +151,7 @@ func TestEnginesAreTrusted(t *testing.T) {
 			var v View
 			s.View(p, blocks, &v)
 			known := p.KnownTokens(blocks)
-			p.TrustEngines(blocks, known.TextBlocks, &v)
+			p.DropGuesses(blocks, known.TextBlocks, &v)
 			p.TokenHits(known.Blocks(16), 16, 256, len(blocks), &v)
 			return v.Endpoints[0].Hit
 		}

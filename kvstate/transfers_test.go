@@ -12,11 +12,11 @@ type mover struct {
 	*testing.T
 	s     *State
 	now   time.Time
-	moved map[string]Moved
+	moved map[string]TransferCounters
 }
 
 func newMover(t *testing.T, specs ...EndpointSpec) *mover {
-	m := &mover{T: t, now: time.Unix(1e9, 0), moved: map[string]Moved{}}
+	m := &mover{T: t, now: time.Unix(1e9, 0), moved: map[string]TransferCounters{}}
 	m.s = New(Options{Now: func() time.Time { return m.now }})
 	m.s.SetPool(PoolSpec{Name: "chat", Models: []string{"*"}}, specs)
 	return m
@@ -39,10 +39,10 @@ func (m *mover) fetch(addr string, n, tokens int64, bandwidth float64) {
 	m.tell(addr, d)
 }
 
-func (m *mover) tell(addr string, d Moved) {
+func (m *mover) tell(addr string, d TransferCounters) {
 	m.moved[addr] = d
 	g := UnknownSignals()
-	g.At, g.Moved = m.now, d
+	g.At, g.Transfers = m.now, d
 	m.s.Observe(m.s.Pool("chat").Endpoint(addr), g)
 }
 
@@ -166,9 +166,9 @@ func TestTransfersOfAnEngineThatStartsAnew(t *testing.T) {
 	}
 	before, _ := m.view()
 	m.now = m.now.Add(2 * time.Second)
-	m.tell("a", Moved{})
+	m.tell("a", TransferCounters{})
 	m.now = m.now.Add(2 * time.Second)
-	m.tell("a", Moved{Transfers: 3, Bytes: 3 * 400e6, Time: time.Second, Tokens: 12_000})
+	m.tell("a", TransferCounters{Transfers: 3, Bytes: 3 * 400e6, Time: time.Second, Tokens: 12_000})
 	after, _ := m.view()
 	require.Equal(t, before, after)
 	m.fetch("a", 10, 4000, 1e9)
@@ -184,7 +184,7 @@ func TestTransfersOfRanks(t *testing.T) {
 	for i := range int64(40) { // each request: eight transfers of 50 MB, 26 ms each
 		m.now = m.now.Add(2 * time.Second)
 		n := i + 1
-		m.tell("a", Moved{Transfers: 80 * n, Bytes: 10 * 400e6 * n, Time: time.Duration(80*n) * 26 * time.Millisecond, Tokens: 40_000 * n})
+		m.tell("a", TransferCounters{Transfers: 80 * n, Bytes: 10 * 400e6 * n, Time: time.Duration(80*n) * 26 * time.Millisecond, Tokens: 40_000 * n})
 	}
 	all, bytes := m.view()
 	require.InEpsilon(t, 1, all[0], 0.05)

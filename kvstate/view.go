@@ -7,55 +7,57 @@ import (
 	"tandem/kvstate/prefixindex"
 )
 
-// View is what a decision is made from: a copy of the numbers at one moment. Reusing one costs no allocation.
+// View is the input of a decision: a copy of the numbers at one moment. Reusing a View allocates nothing.
 type View struct {
 	Endpoints []Candidate // in the pool's order
-	Grouped   bool        // endpoints of one group stand next to each other; so they do in all views of a State
-	Groups    []int32     // where each group of the pool ends; see GroupAt. Not to be changed
-	Uniform   bool        // within a group only roles tell endpoints apart: no engine, layout or zone is known
+	Grouped   bool        // endpoints of one group are adjacent, as in all views of a State
+	Groups    []int32     // end of each group of the pool; see GroupAt. Do not modify
+	Uniform   bool        // endpoints of a group differ only in their roles: no engine, layout or zone is known
 	Load      Utilisation // of the pool
 
-	Uses []UseStep // how popular the prompt's blocks are among prefills; none if only this prompt has them
+	Uses []UseStep // popularity of the prompt's blocks among prefills; none if only this prompt has them
 
-	Neighbours [][]int32 // of the pool's endpoints, as [View.Beside] has them; nil: there are none
-	lookup     prefixindex.Lookup
+	SameNode [][]int32 // decode endpoints on the node of each prefill endpoint, for [View.DecodesOnNode]; nil: none
+	lookup   prefixindex.Lookup
 }
 
 // Candidate is one endpoint as a decision sees it.
 type Candidate struct {
 	Endpoint     *Endpoint
-	Usable       bool     // not left out for having failed, nor by an operator
-	Weight       int      // how fast it is taken to be, in per cent; 0 is 100
-	Requests     int64    // booked, by all replicas, and what came another way ([Signals.Elsewhere])
+	Usable       bool     // neither failed nor paused nor draining
+	Weight       int      // assumed speed, in per cent; 0 is 100
+	Requests     int64    // booked by all replicas, plus external ones ([Signals.External])
 	PromptTokens int64    // of those
 	Hit          int      // leading blocks of the prompt that it holds
-	Session      Role     // what of the request's session it served last
-	Signals      *Signals // what the engine itself said last; nil: nothing. Not to be changed
-	Trust        float64  // how much that is worth by now: 1 fresh, 0 nothing
-	KVTokens     int64    // that its KV cache holds, as the engine says; 0: it does not. Not a matter of trust: it stays as it is
+	Session      Role     // the legs of the request's session that it served last
+	Signals      *Signals // the engine's last report; nil: none. Do not modify
+	Trust        float64  // weight of the signals now: 1 fresh, 0 too old
+	// capacity of its KV cache, as reported; 0: not reported. It does not depend on Trust: it stays valid
+	KVTokens int64
 
-	Jobs  int64         // of those requests, prefills that wait or are under way
-	Queue time.Duration // work of those jobs that is not done yet
-	Local time.Duration // work not done yet on prompts that an endpoint which decodes computes itself
-	Share float64       // 0 to 1: of its time that such work lately took
-	Speed float64       // learned: a factor on the cost model's prefill times, 1 as modelled; 0: not known
+	Jobs  int64         // of those requests, waiting and running prefills
+	Queue time.Duration // unfinished work of those jobs
+	Local time.Duration // unfinished work on prompts that a decode endpoint computes itself
+	Share float64       // 0 to 1: share of its recent time that such work took
+	Speed float64       // learned factor on the cost model's prefill times; 1: as modelled; 0: unknown
 
-	Transfer float64 // learned: a factor on the cost model's times of KV transfers to it, 1 as modelled; 0: not known
-	Step     float64 // learned: a factor on the cost model's times of decode steps, 1 as modelled; 0: not known
+	Transfer float64 // learned factor on the cost model's times of KV transfers to it; 1: as modelled; 0: unknown
+	Step     float64 // learned factor on the cost model's times of decode steps; 1: as modelled; 0: unknown
 
-	Faults *LoadFaults // of its KV loads with other endpoints; nil: none
+	Faults *LoadFaults // failed KV loads with other endpoints; nil: none
 }
 
-// View fills v with the pool's endpoints as they are now. hashes are the prompt's blocks, none if hits do not matter.
+// View fills v with the pool's endpoints as they are now. hashes are the prompt's blocks; none if hits do not
+// matter.
 //
-// Failure is a hint, not a verdict: where all endpoints of a role have failed, all of them are usable again, since one of
-// them may well be back and refusing helps nobody. But for prefill endpoints that hang: to find out that one still does
-// costs a time limit, and decode endpoints can do without; the next good probe takes it in. What an operator has paused
-// stays out whatever happens, and so does one that drains: it is in the view because KV blocks that it holds may still have
-// to be fetched.
+// If all endpoints of a role have failed, all of them count as usable, because one may have recovered and refusing
+// helps nobody. Prefill endpoints that failed by a timeout are the exception: trying one costs a timeout, and
+// decode endpoints can compute the prompt instead; a successful probe makes them usable again. Paused endpoints are
+// never usable. Neither are draining ones, which are in the view because blocks that they hold may still have to be
+// fetched.
 func (s *State) View(p *Pool, hashes []uint64, v *View) {
 	now := s.o.Now()
-	v.Grouped, v.Groups, v.Uniform, v.Neighbours = true, p.groups, p.uniform, p.neighbours
+	v.Grouped, v.Groups, v.Uniform, v.SameNode = true, p.groups, p.uniform, p.sameNode
 	v.Endpoints = slices.Grow(v.Endpoints[:0], len(p.endpoints))[:len(p.endpoints)]
 	nano := now.UnixNano()
 	fleet, moves, steps := p.load.fleetSpeeds(nano)
@@ -90,14 +92,14 @@ func (s *State) View(p *Pool, hashes []uint64, v *View) {
 	}
 }
 
-// Copy makes v a view of the same moment as another one.
+// Copy copies another view.
 func (v *View) Copy(of *View) {
 	v.Endpoints = append(v.Endpoints[:0], of.Endpoints...)
-	v.Grouped, v.Groups, v.Uniform, v.Load, v.Neighbours = of.Grouped, of.Groups, of.Uniform, of.Load, of.Neighbours
+	v.Grouped, v.Groups, v.Uniform, v.Load, v.SameNode = of.Grouped, of.Groups, of.Uniform, of.Load, of.SameNode
 	v.Uses = append(v.Uses[:0], of.Uses...)
 }
 
-// GroupAt is where the group of the endpoint in a place begins and ends, in a view that is Grouped; in another, all are one.
+// GroupAt returns the range of the group of the endpoint at a position in a Grouped view; otherwise all endpoints.
 func (v *View) GroupAt(place int) (from, to int) {
 	if !v.Grouped {
 		return 0, len(v.Endpoints)
@@ -109,7 +111,7 @@ func (v *View) GroupAt(place int) (from, to int) {
 		}
 		return from, int(v.Groups[i])
 	}
-	group := v.Endpoints[place].Endpoint.Group // some of the pool's endpoints were taken out of the view
+	group := v.Endpoints[place].Endpoint.Group // the view lacks some of the pool's endpoints
 	for from = place; from > 0 && v.Endpoints[from-1].Endpoint.Group == group; {
 		from--
 	}
@@ -119,7 +121,7 @@ func (v *View) GroupAt(place int) (from, to int) {
 	return from, to
 }
 
-// Hits fills in the hits of another prompt, into a view that stays as it is.
+// Hits replaces the hits of the view by those of another prompt.
 func (s *State) Hits(p *Pool, hashes []uint64, v *View) {
 	for i := range v.Endpoints {
 		v.Endpoints[i].Hit = 0
@@ -131,7 +133,8 @@ func (s *State) Hits(p *Pool, hashes []uint64, v *View) {
 	}
 }
 
-// fill makes c the endpoint as it is now. It writes field by field: to copy what was just written takes longer than that.
+// fill sets c to the endpoint's current state. It writes field by field, which is faster than copying a struct that
+// was just written.
 func (e *Endpoint) fill(c *Candidate, now int64, fleet, moves, steps float64) {
 	c.Endpoint, c.Hit, c.Session = e, 0, 0
 	c.Usable = e.failed.Load() == 0 && !e.Paused() && !e.Draining
@@ -141,7 +144,7 @@ func (e *Endpoint) fill(c *Candidate, now int64, fleet, moves, steps float64) {
 	c.Speed, c.Transfer, c.Step = e.speedWithin(fleet, now), e.transferWithin(moves, now), e.stepWithin(steps, now)
 	c.Local, c.Share = e.local.ahead(now)
 	c.Faults = e.loads.Load()
-	if others := e.others.Load(); others != nil {
+	if others := e.remoteLoad.Load(); others != nil {
 		others.addTo(c, now)
 	}
 	c.Trust, c.KVTokens = 0, 0
@@ -161,32 +164,32 @@ func (v *View) Prefills() bool {
 	return false
 }
 
-// Routed notes that an endpoint will hold the prompt's blocks: it was just sent the prompt. Bursts of requests with one
-// prefix find it at once; should the engine not keep the blocks, the entry is forgotten with its generation.
+// Routed records that an endpoint will hold the prompt's blocks, because the prompt was just sent to it. Bursts of
+// requests with one prefix find it at once. If the engine does not keep the blocks, the entry expires.
 func (s *State) Routed(p *Pool, e *Endpoint, hashes []uint64) {
 	e.blocks.Add(hashes)
 	e.blocks.AddFresh(hashes)
-	if s.peers != nil {
-		s.peers.Routed(p, e, hashes)
+	if s.replicas != nil {
+		s.replicas.Routed(p, e, hashes)
 	}
 }
 
-// HealthCause is how a change of an endpoint's health was noticed.
+// HealthCause is the reason of a change of an endpoint's health.
 type HealthCause string
 
 // The causes.
 const (
 	CauseRequest   HealthCause = "request"    // a request failed there
 	CauseTimeLimit HealthCause = "time_limit" // it did not answer a request in time
-	CauseCheck     HealthCause = "check"      // it did not answer a health check, or answers one again
+	CauseCheck     HealthCause = "check"      // a health check failed, or succeeded again
 	CauseAnswer    HealthCause = "answer"     // it answered a request
 	CauseReplica   HealthCause = "replica"    // another replica noticed
 )
 
-// MarkFailed leaves an endpoint out from now on; true if it was not already.
+// MarkFailed marks an endpoint as failed. It returns true if it was not already.
 func (s *State) MarkFailed(e *Endpoint) bool { return s.markFailed(e, false, CauseRequest) }
 
-// MarkHung is MarkFailed for an endpoint that did not answer in time, rather than fail at once.
+// MarkHung is MarkFailed for an endpoint that did not answer in time.
 func (s *State) MarkHung(e *Endpoint) bool { return s.markFailed(e, true, CauseTimeLimit) }
 
 // MarkUnhealthy is MarkFailed for an endpoint that failed a health check.
@@ -195,7 +198,7 @@ func (s *State) MarkUnhealthy(e *Endpoint) bool { return s.markFailed(e, false, 
 // MarkUnresponsive is MarkUnhealthy for an endpoint that left its health checks unanswered.
 func (s *State) MarkUnresponsive(e *Endpoint) bool { return s.markFailed(e, true, CauseCheck) }
 
-// FailedFor is for how long an endpoint has been left out.
+// FailedFor returns how long an endpoint has been marked as failed.
 func (s *State) FailedFor(e *Endpoint) time.Duration {
 	since := e.failed.Load()
 	if since == 0 {
@@ -204,7 +207,7 @@ func (s *State) FailedFor(e *Endpoint) time.Duration {
 	return s.o.Now().Sub(time.Unix(0, since))
 }
 
-// setFailed leaves an endpoint out or takes it in; false if it was so before.
+// setFailed sets the mark. It returns false if it was set so before.
 func (s *State) setFailed(e *Endpoint, failed bool) bool {
 	since := e.failed.Load()
 	if failed {
@@ -229,7 +232,7 @@ func (s *State) healthChanged(e *Endpoint, good bool, cause HealthCause) {
 	}
 }
 
-// MarkGood takes an endpoint in again that answered a request; true if it was out.
+// MarkGood removes the mark of an endpoint that answered a request. It returns true if it was marked.
 func (s *State) MarkGood(e *Endpoint) bool { return s.markGood(e, CauseAnswer) }
 
 // MarkHealthy is MarkGood for an endpoint that answered a health check.
@@ -238,7 +241,7 @@ func (s *State) MarkHealthy(e *Endpoint) bool { return s.markGood(e, CauseCheck)
 func (s *State) markGood(e *Endpoint, cause HealthCause) bool {
 	marked := s.setFailed(e, false)
 	if marked {
-		s.forgetLoads(e)
+		s.forgetLoadFaults(e)
 		s.changed()
 		s.healthChanged(e, true, cause)
 	}

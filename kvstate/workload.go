@@ -7,60 +7,60 @@ import (
 	"time"
 )
 
-// workload is what a pool is asked to do, as its bookings tell, and how fast its endpoints are seen to do it. It stays
-// with the pool when its endpoints change.
+// workload is the recent work of a pool, according to its reservations, and the observed speed of its endpoints. It
+// stays with the pool when its endpoints change.
 type workload struct {
-	mu      sync.Mutex
-	since   time.Time // of the first booking
-	prefill decayed   // seconds of work booked on endpoints that prefill
-	local   decayed   // and on endpoints that decode, for prompts of their own
-	work    mean      // of a prefill, seconds
-	speed   speed
-	steps   speed // of decode
-	moves   transfers
-	answers answers
-	freed   chan struct{} // holds a token when a booking has ended since it was taken
+	mu           sync.Mutex
+	since        time.Time // time of the first booking
+	prefill      decayed   // seconds of work booked on prefill endpoints
+	local        decayed   // the same on decode endpoints, for prompts that they compute themselves
+	work         mean      // mean work of a prefill, seconds
+	speed        speed
+	steps        speed // of decode
+	transferTime transferRatio
+	answers      answers
+	freed        chan struct{} // holds a token if a booking has ended since the last receive
 
-	othersPrefill, othersLocal float64 // seconds of work a second that other replicas book
+	remotePrefill, remoteLocal float64 // work booked by other replicas, seconds per second
 	movedBytes, movedTokens    float64 // of KV transfers
 	zoned                      bool    // endpoints run in several zones
 }
 
-// loadWindow is how far back a pool's utilisation looks.
+// loadWindow is the period over which a pool's utilisation is measured.
 const loadWindow = time.Minute
 
-// Utilisation is how much of its time a fleet's prefill is at work, and what it works on.
+// Utilisation is the share of time that a fleet's prefill is busy, and the work that it does.
 type Utilisation struct {
-	Prefills, Decodes int // endpoints that can serve either leg now; both 0: not counted
+	Prefills, Decodes int // usable endpoints of each role; both 0: not counted
 
-	Prefill float64       // 0 to 1: of the endpoints that prefill
-	Local   float64       // 0 to 1: of the endpoints that decode, for prompts they compute themselves
+	Prefill float64       // 0 to 1: of the prefill endpoints
+	Local   float64       // 0 to 1: of the decode endpoints, for prompts that they compute themselves
 	Work    time.Duration // mean of a prefill, at the endpoints' speed
-	Speed   float64       // of the fleet, as observed over modelled time; 1: as the cost model has it
+	Speed   float64       // of the fleet: observed over modelled time; 1: as modelled
 
-	Step       float64 // of decode steps, as observed over modelled time; 0: not known
-	TokenBytes float64 // of KV for one token, as observed; 0: not known
-	Answer     float64 // tokens of an answer in the mean, as observed; 0: not known
+	Step       float64 // of decode steps: observed over modelled time; 0: unknown
+	TokenBytes float64 // KV bytes of one token, as observed; 0: unknown
+	Answer     float64 // mean tokens of an answer, as observed; 0: unknown
 }
 
 func newWorkload() *workload { return &workload{freed: make(chan struct{}, 1)} }
 
-// freedSome notes that a booking has ended.
-func (w *workload) freedSome() {
+// signalFreed signals that a booking has ended.
+func (w *workload) signalFreed() {
 	if w == nil {
 		return
 	}
 	select {
 	case w.freed <- struct{}{}:
-	default: // nobody has looked since the last one
+	default: // the last signal was not received yet
 	}
 }
 
-// Freed gets a value when a booking of the pool has ended here, or others who wait at other replicas have become others, since the
-// last value was taken. It is for one reader.
+// Freed receives a value after a booking of the pool has ended here, or the queue of another replica has changed.
+// It is for one receiver.
 func (p *Pool) Freed() <-chan struct{} { return p.load.freed }
 
-// booked counts a prefill.
+// booked counts the work of a prefill.
 func (w *workload) booked(b Booking, work time.Duration, now time.Time) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -75,8 +75,8 @@ func (w *workload) booked(b Booking, work time.Duration, now time.Time) {
 	w.work.add(work.Seconds())
 }
 
-// rates are the seconds of work booked a second, on endpoints that prefill and on endpoints that decode. In the first minutes
-// a sum that looks back one minute has not seen one yet. w.mu is held.
+// rates returns the seconds of work booked per second, on prefill and on decode endpoints. In the first minute the
+// window is not full yet, which the sum is corrected for. The caller holds w.mu.
 func (w *workload) rates(now time.Time) (prefill, local float64) {
 	if w.since.IsZero() {
 		return 0, 0
@@ -85,21 +85,21 @@ func (w *workload) rates(now time.Time) (prefill, local float64) {
 	return w.prefill.value(loadWindow, now) / seen, w.local.value(loadWindow, now) / seen
 }
 
-// fleetSpeeds are [Utilisation.Speed] and the pool's own [Candidate.Transfer] and [Candidate.Step].
+// fleetSpeeds returns [Utilisation.Speed] and the pool's own [Candidate.Transfer] and [Candidate.Step].
 func (w *workload) fleetSpeeds(now int64) (prefill, transfer, step float64) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	return w.speed.ratio(1, now), w.moves.ratio(1, now), w.steps.ratio(1, now)
+	return w.speed.ratio(1, now), w.transferTime.ratio(1, now), w.steps.ratio(1, now)
 }
 
-// setZones notes whether endpoints run in several zones.
+// setZones records whether endpoints run in several zones.
 func (w *workload) setZones(all []*Endpoint) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	w.zoned = slices.ContainsFunc(all, func(e *Endpoint) bool { return e.Zone != all[0].Zone })
 }
 
-// utilisation is the state of things over so many endpoints of either kind, with what all replicas book.
+// utilisation returns the utilisation of so many endpoints of each role, including the work of other replicas.
 func (w *workload) utilisation(prefills, decodes int, now time.Time) Utilisation {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -107,12 +107,12 @@ func (w *workload) utilisation(prefills, decodes int, now time.Time) Utilisation
 	return Utilisation{
 		Prefills: prefills, Decodes: decodes, Work: time.Duration(w.work.value * float64(time.Second)), Speed: w.speed.ratio(1, now.UnixNano()),
 		Step: w.steps.ratio(1, now.UnixNano()), TokenBytes: w.tokenBytes(), Answer: w.answers.mean(),
-		Prefill: min((prefill+w.othersPrefill)/float64(max(prefills, 1)), 1),
-		Local:   min((local+w.othersLocal)/float64(max(decodes, 1)), 1),
+		Prefill: min((prefill+w.remotePrefill)/float64(max(prefills, 1)), 1),
+		Local:   min((local+w.remoteLocal)/float64(max(decodes, 1)), 1),
 	}
 }
 
-// mean is an average in which a new value weighs one in a hundred, and the first hundred weigh alike.
+// mean is a moving average: a new value weighs one in a hundred, and the first hundred weigh alike.
 type mean struct {
 	value float64
 	n     int
@@ -123,24 +123,26 @@ func (m *mean) add(x float64) {
 	m.value += (x - m.value) / float64(m.n)
 }
 
-// speed learns how much longer an endpoint takes than the cost model says: as a ratio of sums. A mean of ratios would not
-// do: small jobs carry the overhead of a whole step, so an endpoint that got many of them would look slow, get no more
-// of any other, and never be found out.
+// speed learns an endpoint's time relative to the cost model, as a ratio of sums. A mean of ratios would mislead: a
+// small job carries the overhead of a whole step, so an endpoint that got many of them would look slow and get no
+// larger ones to prove otherwise.
 type speed struct {
-	observed, modelled float64 // seconds, decayed by observation
-	faded              float64 // 0 to 1: of the start, which fades, or short jobs would never outweigh it
-	at                 int64   // ns since 1970: of the last observation
+	observed, modelled float64 // seconds; both decay with each observation
+	faded              float64 // 0 to 1: how much the prior has faded. It must, or short jobs would never outweigh it
+	at                 int64   // time of the last observation, Unix ns
 }
 
 const (
-	speedDecay = 0.97             // an observation weighs half as much after 23 more
-	speedPrior = 2.0              // seconds of the model that the start counts for ...
-	priorDecay = 0.95             // ... less with each observation: it fades faster than they do
-	speedBound = 10.0             // nothing is taken for more than ten times faster or slower than the model
-	speedNoise = 1.25             // endpoints that differ less from their fleet are taken for equal
-	speedLeap  = 4.0              // one observation counts for at most so many times what is known ...
-	speedStep  = 0.5              // ... of its work or of a full step's, seconds: the first of a batch that ends has all of its time
-	speedKept  = 10 * time.Minute // observations hold for so long after the last one
+	speedDecay = 0.97 // an observation weighs half as much after 23 more
+	speedPrior = 2.0  // initial weight of the prior, in modelled seconds
+	// factor on that weight with each observation: the prior fades faster than observations do
+	priorDecay = 0.95
+	speedBound = 10.0 // the largest ratio to the model, either way
+	speedNoise = 1.25 // endpoints that differ less from their fleet count as equal to it
+	speedLeap  = 4.0  // one observation counts for at most this many times the known ratio ...
+	// ... of its work or of a full step's, seconds: the first of a batch that ends has the time of all of them
+	speedStep = 0.5
+	speedKept = 10 * time.Minute // how long observations are used after the last one
 )
 
 func (s *speed) add(observed, modelled time.Duration, prior float64, now int64) {
@@ -154,9 +156,9 @@ func (s *speed) add(observed, modelled time.Duration, prior float64, now int64) 
 	s.faded, s.at = 1-(1-s.faded)*priorDecay, now
 }
 
-// ratio is observed over modelled time, as long as little was observed close to prior, and prior again after some time without
-// an observation. An endpoint's prior is its fleet's ratio, so that one which was never used does not look faster than its
-// neighbours.
+// ratio returns observed over modelled time. With few observations it is close to prior, and prior again when the
+// last one is too old. An endpoint's prior is its fleet's ratio, so that an unused endpoint does not look faster
+// than the others.
 func (s *speed) ratio(prior float64, now int64) float64 {
 	if now-s.at > int64(speedKept) {
 		return prior
@@ -166,7 +168,7 @@ func (s *speed) ratio(prior float64, now int64) float64 {
 	return min(max(r, 1/speedBound), speedBound)
 }
 
-// within is an endpoint's ratio in a fleet: the fleet's own unless it clearly differs.
+// within returns an endpoint's ratio: the fleet's unless it clearly differs.
 func (s *speed) within(fleet float64, now int64) float64 {
 	r := s.ratio(fleet, now)
 	if r < fleet*speedNoise && r > fleet/speedNoise {

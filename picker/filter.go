@@ -92,7 +92,7 @@ func (k *Picker) survey(r *Request, v *kvstate.View) (prefills, decodes int) {
 // loads reports whether, as far as is known, d can load KV from prefill, both positions in the view; -1 is no endpoint.
 func loads(v *kvstate.View, prefill, d int) bool {
 	c := &v.Endpoints[d]
-	return prefill < 0 || !c.Faults.Bars(kvstate.RoleDecode) && !v.Endpoints[prefill].Faults.Avoids(c.Endpoint.Addr)
+	return prefill < 0 || !c.Faults.Excludes(kvstate.RoleDecode) && !v.Endpoints[prefill].Faults.Avoids(c.Endpoint.Addr)
 }
 
 // kind is what both endpoints of a pair must have in common.

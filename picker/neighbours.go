@@ -13,7 +13,7 @@ import (
 // beside is the least price of a D on the machine of p, transfer included; infinite if there is none.
 func (k *Picker) beside(v *kvstate.View, t *terms, p int) float64 {
 	best := math.Inf(1)
-	for _, d := range v.Beside(p) {
+	for _, d := range v.DecodesOnNode(p) {
 		best = min(best, k.priceBeside(v, t, p, int(d)))
 	}
 	return best
@@ -25,7 +25,7 @@ func (k *Picker) besideEach(v *kvstate.View, t *terms, p int, total []float64) f
 	if p < 0 {
 		return best
 	}
-	for _, d := range v.Beside(p) {
+	for _, d := range v.DecodesOnNode(p) {
 		total[d] = min(total[d], k.priceBeside(v, t, p, int(d)))
 		best = min(best, total[d])
 	}
@@ -43,7 +43,7 @@ func (k *Picker) priceBeside(v *kvstate.View, t *terms, p, d int) float64 {
 // transferBetween is the time to bring to d what it does not hold, from p; both are positions in the view.
 func (t *terms) transferBetween(v *kvstate.View, p, d int) float64 {
 	c := &v.Endpoints[d]
-	if slices.Contains(v.Beside(p), int32(d)) {
+	if slices.Contains(v.DecodesOnNode(p), int32(d)) {
 		return t.transferWithin(c)
 	}
 	return t.transfer(c, agree(v.Endpoints[p].Endpoint.Zone, c.Endpoint.Zone))

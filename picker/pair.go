@@ -115,7 +115,7 @@ func (k *Picker) findPartners(v *kvstate.View, t *terms, from, to int) {
 			continue
 		}
 		c := &v.Endpoints[d]
-		if c.Faults.Bars(kvstate.RoleDecode) {
+		if c.Faults.Excludes(kvstate.RoleDecode) {
 			continue
 		}
 		row := table[int(price.kind)*width:][:width]

@@ -210,7 +210,7 @@ func (t *terms) weigh(c *kvstate.Candidate, p *prices) {
 		var price PrefillPrice
 		t.prefill(c, &price)
 		p.prefill = price.sum()
-		if c.Faults.Bars(kvstate.RolePrefill) {
+		if c.Faults.Excludes(kvstate.RolePrefill) {
 			p.prefill = math.Inf(1) // nobody can load its KV
 		}
 	}

@@ -79,7 +79,7 @@ func randomCase(r *rand.Rand) (*Request, *kvstate.View, Policy) {
 			v.Endpoints[i].Faults = randomFaults(r, v)
 		}
 	}
-	v.Neighbours = neighbours(v)
+	v.SameNode = neighbours(v)
 	v.Load = kvstate.Utilisation{Prefill: []float64{0, .5, .8, 1}[r.IntN(4)], Local: []float64{0, .3}[r.IntN(2)], Work: time.Duration(r.IntN(2)) * 300 * time.Millisecond}
 	v.Load.TokenBytes = []float64{0, 0, 2e6}[r.IntN(3)]
 	v.Load.Answer, v.Load.Step = []float64{0, 0, 20, 4000}[r.IntN(4)], []float64{0, 1, 2, .5}[r.IntN(4)]
@@ -151,7 +151,7 @@ func TestPickAgainstTwin(t *testing.T) {
 			if seed%4 == 0 {
 				v.Groups = groupEnds(v)
 			}
-			v.Neighbours = neighbours(v)
+			v.SameNode = neighbours(v)
 			v.Uniform = !slices.ContainsFunc(v.Endpoints, func(c kvstate.Candidate) bool {
 				return c.Endpoint.Engine+c.Endpoint.Layout+c.Endpoint.Zone != ""
 			})
@@ -219,7 +219,7 @@ func TestPickRelations(t *testing.T) {
 		}
 		pick := func(v *kvstate.View) []string { return names(winners(t, k, r, v, 300), v) }
 		changed := func(change func(i int, c *kvstate.Candidate)) *kvstate.View {
-			next := &kvstate.View{Endpoints: slices.Clone(v.Endpoints), Load: v.Load, Uses: v.Uses, Neighbours: v.Neighbours}
+			next := &kvstate.View{Endpoints: slices.Clone(v.Endpoints), Load: v.Load, Uses: v.Uses, SameNode: v.SameNode}
 			for i := range next.Endpoints {
 				change(i, &next.Endpoints[i])
 			}
@@ -232,7 +232,7 @@ func TestPickRelations(t *testing.T) {
 		random.Shuffle(len(shuffled.Endpoints), func(i, j int) {
 			shuffled.Endpoints[i], shuffled.Endpoints[j] = shuffled.Endpoints[j], shuffled.Endpoints[i]
 		})
-		shuffled.Neighbours = neighbours(shuffled)
+		shuffled.SameNode = neighbours(shuffled)
 		require.Equal(t, names(before, v), pick(shuffled), "seed %d: the order of endpoints", seed)
 		require.Equal(t, names(before, v), pick(changed(func(i int, c *kvstate.Candidate) {
 			if !chosen(i) {

@@ -200,7 +200,7 @@ func (w *twin) transfer(p, d int) float64 {
 		learned = 1
 	}
 	t := (w.tokens() - w.cached(d)) * bytes / m.Bandwidth
-	if w.v.Neighbours != nil && sameNode(w.v, p, d) {
+	if w.v.SameNode != nil && sameNode(w.v, p, d) {
 		return learned * (m.TransferLag + t/m.NodeGain)
 	}
 	if a, b := w.v.Endpoints[p].Endpoint.Zone, w.v.Endpoints[d].Endpoint.Zone; a != b && a != "" && b != "" {

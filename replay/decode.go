@@ -41,7 +41,7 @@ type decoder struct {
 type tally struct {
 	computed, cached, tokens int
 	preempted                int
-	written                  kvstate.Written // as its metrics tell
+	written                  kvstate.AnswerCounters // as its metrics tell
 }
 
 func newDecoder(c *clock, m picker.Model, local int, first, done func(*job)) *decoder {

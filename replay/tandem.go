@@ -87,7 +87,7 @@ func (t *tandem) newReplica(number int) *replica {
 
 func (t *tandem) arrive(j *job) {
 	r := t.replicas[j.id%uint64(len(t.replicas))]
-	r.state.Asked(r.pool, j.Blocks)
+	r.state.CountPrompt(r.pool, j.Blocks)
 	if !t.config.Late {
 		v := r.Fleet()
 		c, err := r.picker.Pick(r.look(j, v), v)
@@ -172,7 +172,7 @@ func (r *replica) scrape() {
 	for _, e := range r.pool.Endpoints()[r.config.Prefill:] {
 		i := r.position[e]
 		g := kvstate.UnknownSignals()
-		g.At, g.Looked, g.Written, g.KVUsage = at, at, r.decodes[i].written, r.decodes[i].usage()
+		g.At, g.ScrapedAt, g.Answers, g.KVUsage = at, at, r.decodes[i].written, r.decodes[i].usage()
 		if !math.IsInf(r.config.Engine.KVTokens, 1) {
 			g.KVTokens = int64(r.config.Engine.KVTokens)
 		}

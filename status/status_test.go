@@ -147,7 +147,7 @@ func TestStates(t *testing.T) {
 	s.Observe(e, kvstate.Signals{Running: 1, Waiting: 0, KVUsage: .5, KVTokens: -1, At: now})
 	require.Equal(t, "up", stateOf(e, now.Add(staleAfter)))
 	require.Equal(t, "stale", stateOf(e, now.Add(staleAfter+time.Second)))
-	_, err := s.SetOrder("chat", e.Addr, func(o *kvstate.Order) { o.Paused = true })
+	_, err := s.SetOverride("chat", e.Addr, func(o *kvstate.Override) { o.Paused = true })
 	require.NoError(t, err)
 	require.Equal(t, "paused", stateOf(e, now))
 	s.MarkFailed(e)

@@ -335,7 +335,7 @@ func engineSaid(g *kvstate.Signals) *said {
 		return nil
 	}
 	now := time.Now()
-	return &said{g.Running, g.Waiting, g.Elsewhere, g.KVUsage, g.KVTokens, g.Age(now).Seconds(), now.Sub(g.At).Seconds(), g.Trust(now)}
+	return &said{g.Running, g.Waiting, g.External, g.KVUsage, g.KVTokens, g.Age(now).Seconds(), now.Sub(g.At).Seconds(), g.Trust(now)}
 }
 
 // writeState shows pools and endpoints as JSON, for people and tests.
@@ -377,7 +377,7 @@ func writeState(w http.ResponseWriter, state *kvstate.State) {
 		shown := pool{Name: p.Spec.Name, Models: state.Models(p), Paused: p.Paused(), Blocks: p.Blocks()}
 		for _, e := range p.Endpoints() {
 			requests, tokens := e.Load()
-			others := e.Others().Requests
+			others := e.RemoteLoad().Requests
 			one := endpoint{
 				e.Name, e.Addr, e.Role.String(), e.Group, e.Zone, e.Node, e.LoRAs, e.Labels, e.Failed(), e.Paused(), e.Draining, e.Weight(), requests, tokens, others, engineSaid(e.Signals()),
 				nil, "",

@@ -89,10 +89,10 @@ func TestTransfersAreShown(t *testing.T) {
 	state := kvstate.New(kvstate.Options{})
 	state.SetPool(kvstate.PoolSpec{Name: "chat"}, []kvstate.EndpointSpec{{Addr: "d", Role: kvstate.RoleDecode}})
 	pool := state.Pool("chat")
-	d, at, moved := pool.Endpoint("d"), time.Now().Add(-50*time.Second), kvstate.Moved{Transfers: 1, Bytes: 400e6, Tokens: 4000, Time: 26 * time.Millisecond}
+	d, at, moved := pool.Endpoint("d"), time.Now().Add(-50*time.Second), kvstate.TransferCounters{Transfers: 1, Bytes: 400e6, Tokens: 4000, Time: 26 * time.Millisecond}
 	for n := range int64(40) {
-		all := kvstate.Moved{Transfers: 10 * n, Bytes: 10 * n * moved.Bytes, Tokens: 10 * n * moved.Tokens, Time: time.Duration(10*n) * moved.Time}
-		state.Observe(d, kvstate.Signals{Running: 0, Waiting: 0, KVUsage: 0, KVTokens: -1, Moved: all, At: at.Add(time.Duration(n) * time.Second)})
+		all := kvstate.TransferCounters{Transfers: 10 * n, Bytes: 10 * n * moved.Bytes, Tokens: 10 * n * moved.Tokens, Time: time.Duration(10*n) * moved.Time}
+		state.Observe(d, kvstate.Signals{Running: 0, Waiting: 0, KVUsage: 0, KVTokens: -1, Transfers: all, At: at.Add(time.Duration(n) * time.Second)})
 	}
 	signals := newSignals(state, scrape.New(state, nil, slog.New(slog.DiscardHandler)))
 	got := values(t, collecting(signals.Collect))

@@ -39,9 +39,9 @@ func (o *orders) register(mux *http.ServeMux) {
 	const pool, endpoint = "/api/pools/{pool}/", "/api/pools/{pool}/endpoints/{endpoint}/"
 	mux.HandleFunc("POST "+pool+"pause", o.allowed(o.pool(true)))
 	mux.HandleFunc("POST "+pool+"resume", o.allowed(o.pool(false)))
-	mux.HandleFunc("POST "+endpoint+"pause", o.allowed(o.endpoint(func(e *kvstate.Order) { e.Paused = true })))
-	mux.HandleFunc("POST "+endpoint+"resume", o.allowed(o.endpoint(func(e *kvstate.Order) { e.Paused = false })))
-	mux.HandleFunc("DELETE "+endpoint+"weight", o.allowed(o.endpoint(func(e *kvstate.Order) { e.Weight = 0 })))
+	mux.HandleFunc("POST "+endpoint+"pause", o.allowed(o.endpoint(func(e *kvstate.Override) { e.Paused = true })))
+	mux.HandleFunc("POST "+endpoint+"resume", o.allowed(o.endpoint(func(e *kvstate.Override) { e.Paused = false })))
+	mux.HandleFunc("DELETE "+endpoint+"weight", o.allowed(o.endpoint(func(e *kvstate.Override) { e.Weight = 0 })))
 	mux.HandleFunc("PUT "+endpoint+"weight", o.allowed(o.weight))
 	mux.HandleFunc("POST "+endpoint+"drain", o.allowed(o.drain))
 	mux.HandleFunc("POST /api/reload", o.allowed(o.readAgain))
@@ -157,7 +157,7 @@ type ordered struct {
 	Requests int64  `json:"requests"` // that run there
 }
 
-func (o *orders) endpoint(change func(*kvstate.Order)) http.HandlerFunc {
+func (o *orders) endpoint(change func(*kvstate.Override)) http.HandlerFunc {
 	return func(w http.ResponseWriter, r *http.Request) {
 		if found, ok := o.order(w, r, change); ok {
 			writeJSON(w, shown(found))
@@ -165,8 +165,8 @@ func (o *orders) endpoint(change func(*kvstate.Order)) http.HandlerFunc {
 	}
 }
 
-func (o *orders) order(w http.ResponseWriter, r *http.Request, change func(*kvstate.Order)) ([]*kvstate.Endpoint, bool) {
-	found, err := o.state.SetOrder(r.PathValue("pool"), r.PathValue("endpoint"), change)
+func (o *orders) order(w http.ResponseWriter, r *http.Request, change func(*kvstate.Override)) ([]*kvstate.Endpoint, bool) {
+	found, err := o.state.SetOverride(r.PathValue("pool"), r.PathValue("endpoint"), change)
 	if err != nil {
 		answerUnknown(w, err)
 	}
@@ -190,7 +190,7 @@ func (o *orders) weight(w http.ResponseWriter, r *http.Request) {
 		answerError(w, http.StatusBadRequest, `the body must be {"weight": N}, N from 1 to 10000 in per cent; to give no more work to an endpoint, pause it`)
 		return
 	}
-	o.endpoint(func(e *kvstate.Order) { e.Weight = body.Weight })(w, r)
+	o.endpoint(func(e *kvstate.Override) { e.Weight = body.Weight })(w, r)
 }
 
 // Bounds of how long an order to drain waits, and how often it looks.
@@ -212,7 +212,7 @@ func (o *orders) drain(w http.ResponseWriter, r *http.Request) {
 		}
 		limit = d
 	}
-	found, ok := o.order(w, r, func(e *kvstate.Order) { e.Paused = true })
+	found, ok := o.order(w, r, func(e *kvstate.Override) { e.Paused = true })
 	if !ok {
 		return
 	}

@@ -95,7 +95,7 @@ func (s *poolSources) set(ctx context.Context, pools []poolSpec) {
 			delete(s.current, name)
 		}
 	}
-	s.state.KeepPools(names)
+	s.state.RetainPools(names)
 }
 
 // run looks names up again and again until ctx ends.

@@ -49,7 +49,7 @@ func newStore(r *configv1.Redis, state *kvstate.State, log *slog.Logger) (*redis
 	if err != nil {
 		return nil, fmt.Errorf("state.redis: %w", err)
 	}
-	state.Share(store)
+	state.Connect(store)
 	return store, nil
 }
 

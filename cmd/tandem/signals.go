@@ -65,7 +65,7 @@ func (s *signals) Collect(out chan<- prometheus.Metric) {
 			show(s.running, float64(g.Running))
 			show(s.waiting, float64(g.Waiting))
 			if g.Running >= 0 && g.Waiting >= 0 {
-				show(s.elsewhere, float64(g.Elsewhere))
+				show(s.elsewhere, float64(g.External))
 			}
 			show(s.usage, g.KVUsage)
 			if bandwidth := s.state.Bandwidth(p, e); bandwidth > 0 {

@@ -115,7 +115,7 @@ func (r *Reclaimer) Held() (recorded, queued int64) {
 // (decided). If the request is over already, it is reclaimed.
 func (r *Reclaimer) Record(t *kvtransfer.Ticket, requestID string, params []byte, decode string, decided bool) {
 	if params != nil {
-		r.reclaimOver(t.ID, requestID, r.records.add(t, params, decode, decided, r.State.Shared()))
+		r.reclaimOver(t.ID, requestID, r.records.add(t, params, decode, decided, r.State.HasReplicas()))
 	}
 }
 
@@ -134,7 +134,7 @@ func (r *Reclaimer) reclaimOver(id [16]byte, requestID string, h *record) {
 // Orphaned notes that no decode will fetch the hand-over of a ticket, and why, unless pass 2 has opened the ticket. The
 // ticket is spent: the request cannot go on with these parameters any more.
 func (r *Reclaimer) Orphaned(t *kvtransfer.Ticket, requestID, why string) {
-	if !r.State.Spend(t.ID) {
+	if !r.State.Consume(t.ID) {
 		return
 	}
 	r.Observer.Orphaned(t.Pool, t.Prefill, why)
@@ -145,7 +145,7 @@ func (r *Reclaimer) Orphaned(t *kvtransfer.Ticket, requestID, why string) {
 
 // NotFollowed is Orphaned for a prefill leg whose answer came too late to be followed, if it came. t is the leg's ticket.
 func (r *Reclaimer) NotFollowed(t *kvtransfer.Ticket, requestID, why string) {
-	if h := r.takeNotFollowed(t, why); h != nil && h.read && r.State.Spend(t.ID) {
+	if h := r.takeNotFollowed(t, why); h != nil && h.read && r.State.Consume(t.ID) {
 		r.orphaned(t.ID, requestID, h, why)
 	}
 }
@@ -214,7 +214,7 @@ func (r *Reclaimer) orphaned(id [16]byte, requestID string, h *record, why strin
 
 // enqueue has a hand-over fetched and discarded. Its ticket may be spent, but no decode endpoint was asked and none will be.
 func (r *Reclaimer) enqueue(id [16]byte, requestID string, h *record) {
-	r.State.Spend(id)
+	r.State.Consume(id)
 	result := "no_room"
 	if h.params != nil {
 		result = "too_many"
@@ -235,7 +235,7 @@ func (r *Reclaimer) enqueue(id [16]byte, requestID string, h *record) {
 // another its text.
 func (r *Reclaimer) ours(c cleanup) bool {
 	c.id[0] ^= 0x80
-	first, known := r.State.SpendSurely(c.id)
+	first, known := r.State.ConsumeConfirmed(c.id)
 	if !known {
 		r.Observer.Reclaimed(c.record.pool, unsure)
 	}

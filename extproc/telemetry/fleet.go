@@ -42,8 +42,8 @@ func (c *stateCollector) Collect(out chan<- prometheus.Metric) {
 		out <- prometheus.MustNewConstMetric(d, prometheus.GaugeValue, v, labels...)
 	}
 	for _, p := range c.state.Pools() {
-		if c.state.Shares() {
-			gauge(c.elsewhere, float64(p.WaitElsewhere()), p.Spec.Name)
+		if c.state.HasReplicas() {
+			gauge(c.elsewhere, float64(p.RemoteQueueLength()), p.Spec.Name)
 		}
 		for _, e := range p.Endpoints() {
 			up := 1.

@@ -58,7 +58,7 @@ func (i *Intents) Run(ctx context.Context) {
 	}
 	factory.Start(ctx.Done())
 	for next(ctx, changed, 0) {
-		i.state.SetIntents(i.pool, readIntents(i.ref.Name, all(listers[0]), all(listers[1])))
+		i.state.SetInferencePolicy(i.pool, readIntents(i.ref.Name, all(listers[0]), all(listers[1])))
 	}
 }
 
@@ -96,8 +96,8 @@ type intent struct {
 
 // readIntents are those of one pool. Rewrites stand in the order to try them: the oldest resource first, and its rules as they
 // are listed. What cannot be read is left out.
-func readIntents(pool string, objectives, rewrites []*unstructured.Unstructured) *kvstate.Intents {
-	out := &kvstate.Intents{Objectives: map[string]int32{}}
+func readIntents(pool string, objectives, rewrites []*unstructured.Unstructured) *kvstate.InferencePolicy {
+	out := &kvstate.InferencePolicy{Objectives: map[string]int32{}}
 	for _, o := range ofPool(pool, objectives) {
 		out.Objectives[o.Metadata.Name] = o.Spec.Priority
 	}

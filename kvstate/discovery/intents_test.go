@@ -38,7 +38,7 @@ const (
 // Exact beats generic, the oldest resource beats others, weights are shares.
 func TestIntents(t *testing.T) {
 	s := kvstate.New(kvstate.Options{})
-	s.SetIntents("p", readIntents("llm",
+	s.SetInferencePolicy("p", readIntents("llm",
 		[]*unstructured.Unstructured{intentObject(t, batch), intentObject(t, foreign), intentObject(t, unset)},
 		[]*unstructured.Unstructured{intentObject(t, younger), intentObject(t, older)}))
 	require.EqualValues(t, -1, priorityOf(s, "batch"))

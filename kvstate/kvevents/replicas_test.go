@@ -88,7 +88,7 @@ func (r *redisServer) join(source Source, endpoints ...kvstate.EndpointSpec) *sh
 	store, err := redisstore.New(redisstore.Options{URL: "redis://" + r.addr, Lease: steady}, s.state)
 	require.NoError(t, err)
 	s.store = store
-	s.state.Share(store)
+	s.state.Connect(store)
 	s.c = NewCollector(Options{State: s.state, Log: silent(), Pools: map[string]Source{"p": source}, Forward: store})
 	ctx, cancel := context.WithCancel(context.Background())
 	s.c.Look(ctx)

@@ -63,7 +63,7 @@ func (p *poolReplica) apply(b *statev1.Batch, id streamID) {
 		}
 	}
 	for _, session := range b.GetSessions() {
-		p.s.state.ApplyStick(pool, session.GetKey(), at(session.GetPrefill()-1), at(session.GetDecode()-1))
+		p.s.state.ApplyAffinity(pool, session.GetKey(), at(session.GetPrefill()-1), at(session.GetDecode()-1))
 	}
 	for _, t := range b.GetTokens() {
 		p.s.state.ApplyLearned(pool, learnedOf(t))
@@ -196,12 +196,12 @@ func (p *poolReplica) applySignals(e *kvstate.Endpoint, g *statev1.Signals, at t
 		looked = at.Add(-time.Duration(g.GetLookOlderMs()) * time.Millisecond)
 	}
 	if p.s.state.ApplyObserved(e, kvstate.Signals{
-		Running: g.GetRunning(), Waiting: g.GetWaiting(), KVUsage: fromPPM(g.GetKvUsagePpm()), KVTokens: g.GetKvTokens(), At: at, Looked: looked, Elsewhere: max(g.GetElsewhere(), 0),
-		Moved: kvstate.Moved{
+		Running: g.GetRunning(), Waiting: g.GetWaiting(), KVUsage: fromPPM(g.GetKvUsagePpm()), KVTokens: g.GetKvTokens(), At: at, ScrapedAt: looked, External: max(g.GetElsewhere(), 0),
+		Transfers: kvstate.TransferCounters{
 			Transfers: int64(g.GetTransfers()), Bytes: int64(g.GetTransferBytes()), Tokens: int64(g.GetTransferTokens()),
 			Time: time.Duration(g.GetTransferUs()) * time.Microsecond, Failed: int64(g.GetFailedTransfers()),
 		},
-		Written: kvstate.Written{
+		Answers: kvstate.AnswerCounters{
 			Answers: int64(g.GetAnswers()), Tokens: int64(g.GetAnswerTokens()), Gaps: int64(g.GetGaps()), GapTime: time.Duration(g.GetGapUs()) * time.Microsecond,
 		},
 	}) {

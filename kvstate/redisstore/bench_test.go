@@ -69,7 +69,7 @@ func route(at *replica, i int) {
 	at.state.Routed(at.pool, p, prompt(i, 100))
 	at.state.Routed(at.pool, d, prompt(i, 100))
 	at.state.Release(first)
-	at.state.Spend([16]byte{1, byte(i), byte(i >> 8), byte(i >> 16)})
+	at.state.Consume([16]byte{1, byte(i), byte(i >> 8), byte(i >> 16)})
 	at.state.Release(second)
 }
 

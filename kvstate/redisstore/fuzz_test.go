@@ -37,7 +37,7 @@ func FuzzTakeIn(f *testing.F) {
 		r.p.takeIn(message(id, string(b)))
 		_ = r.p.loadChunk(r.pool, string(b))
 		for i := range 2 {
-			requests, tokens := r.e(i).Others().Requests, r.e(i).Others().PromptTokens
+			requests, tokens := r.e(i).RemoteLoad().Requests, r.e(i).RemoteLoad().PromptTokens
 			require.True(t, requests >= 0 && tokens >= 0)
 		}
 		for _, w := range r.received() {

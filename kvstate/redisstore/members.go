@@ -62,7 +62,7 @@ func (p *poolReplica) forget(replica uint64) {
 	p.setRates()
 	p.s.keysMayDiffer()
 	if pool := p.s.state.Pool(p.pool); pool != nil {
-		pool.ApplyWaits(replica, nil, nil, nil, true)
+		pool.ApplyQueued(replica, nil, nil, nil, true)
 	}
 	p.count()
 	p.s.log.Info("a replica is gone", "pool", p.pool, "replica", replica, "replicas", len(p.members)+1)
@@ -92,7 +92,7 @@ func (p *poolReplica) set(m *member, addr string, next kvstate.Booked) {
 	if e == nil {
 		return
 	}
-	all := kvstate.Others{At: time.Now()}
+	all := kvstate.RemoteLoad{At: time.Now()}
 	if next != (kvstate.Booked{}) {
 		all.Add(&next)
 	}
@@ -101,7 +101,7 @@ func (p *poolReplica) set(m *member, addr string, next kvstate.Booked) {
 			all.Add(&l)
 		}
 	}
-	e.SetOthers(all)
+	e.SetRemoteLoad(all)
 }
 
 // setRates sets the pool's total of the rates at which members book prefill.
@@ -115,7 +115,7 @@ func (p *poolReplica) setRates() {
 		prefill += float64(m.prefillRate)
 		local += float64(m.localRate)
 	}
-	pool.SetOthersRates(prefill/1e6, local/1e6)
+	pool.SetRemoteRates(prefill/1e6, local/1e6)
 }
 
 // count rebuilds the list of living replicas.

@@ -24,7 +24,7 @@ const (
 )
 
 // Spend implements [kvstate.Peers]: one SET NX, with a deadline.
-func (s *Store) Spend(ticket [16]byte, patient bool) (first, known bool) {
+func (s *Store) Consume(ticket [16]byte, patient bool) (first, known bool) {
 	if s.link.mayAsk() {
 		q := question{ticket, make(chan spent, 1)}
 		select {

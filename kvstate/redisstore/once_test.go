@@ -18,7 +18,7 @@ func TestHowLongATicketWaits(t *testing.T) {
 		waited := func(patient bool) time.Duration {
 			n++
 			began := time.Now()
-			_, known := r.store.Spend(ticketOf(n), patient)
+			_, known := r.store.Consume(ticketOf(n), patient)
 			require.False(t, known)
 			return time.Since(began)
 		}
@@ -56,8 +56,8 @@ func TestRequestsLeaveAFailingRedisAlone(t *testing.T) {
 		},
 		"a hand-over is put":   func(s *Store) { s.PutHandOver(ticketOf(1), []byte("x")) },
 		"a hand-over is taken": func(s *Store) { s.TakeHandOver(ticketOf(2)) },
-		"a turn is kept":       func(s *Store) { s.KeepTurn(ticketOf(1), []byte("x"), time.Minute) },
-		"a turn is taken":      func(s *Store) { s.TakeTurn(ticketOf(2)) },
+		"a turn is kept":       func(s *Store) { s.PutConversation(ticketOf(1), []byte("x"), time.Minute) },
+		"a turn is taken":      func(s *Store) { s.TakeConversation(ticketOf(2)) },
 	} {
 		synctest.Test(t, func(t *testing.T) {
 			r := lonely(t, 1)

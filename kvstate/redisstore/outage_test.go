@@ -126,7 +126,7 @@ func TestOutages(t *testing.T) {
 			outage.begin(r)
 			a.state.Routed(a.pool, a.e(1), meanwhile)
 			a.state.Reserve(a.e(1), kvstate.Booking{For: kvstate.RoleDecode, PromptTokens: 10})
-			require.True(t, a.state.Spend([16]byte{1}), "service goes on")
+			require.True(t, a.state.Consume([16]byte{1}), "service goes on")
 			require.Equal(t, 20, a.hit(1, meanwhile), "with what it knows itself")
 			time.Sleep(brief / 2)
 			outage.end(r)
@@ -144,7 +144,7 @@ func TestOutages(t *testing.T) {
 			ticket := uint64(0)
 			eventually(t, "and tickets are spent for all", func() bool {
 				ticket++
-				return a.state.Spend(ticketOf(ticket)) && !b.state.Spend(ticketOf(ticket))
+				return a.state.Consume(ticketOf(ticket)) && !b.state.Consume(ticketOf(ticket))
 			})
 		})
 	}

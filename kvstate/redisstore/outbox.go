@@ -158,7 +158,7 @@ func (s *Store) Learned(pool *kvstate.Pool, l prefixindex.LearnedTokens) {
 }
 
 // Stuck implements [kvstate.Peers].
-func (s *Store) Stuck(pool *kvstate.Pool, name uint64, prefill, decode *kvstate.Endpoint) {
+func (s *Store) SessionServed(pool *kvstate.Pool, name uint64, prefill, decode *kvstate.Endpoint) {
 	p := s.poolReplica(pool.Spec.Name)
 	if p == nil {
 		return
@@ -253,9 +253,9 @@ func (p *poolReplica) publishEndpoint(b *statev1.Batch, t *addressTable, e *kvst
 		b.Health = append(b.Health, &statev1.Health{Address: t.position(e.Addr), Failed: failed})
 		next.failed = failed
 	}
-	if g := e.Signals(); g != nil && (g.At.After(known.signals) || g.Looked.After(known.looked)) {
+	if g := e.Signals(); g != nil && (g.At.After(known.signals) || g.ScrapedAt.After(known.looked)) {
 		b.Signals = append(b.Signals, signalsOf(t.position(e.Addr), g, known.looked, now))
-		next.signals, next.looked = g.At, g.Looked
+		next.signals, next.looked = g.At, g.ScrapedAt
 	}
 	return next
 }
@@ -263,15 +263,15 @@ func (p *poolReplica) publishEndpoint(b *statev1.Batch, t *addressTable, e *kvst
 // signalsOf encodes signals. A scrape that was published is left out: its age would make it a later one.
 func signalsOf(address uint32, g *kvstate.Signals, looked, now time.Time) *statev1.Signals {
 	out := &statev1.Signals{
-		Address: address, Running: -1, Waiting: g.Waiting, KvTokens: -1, KvUsagePpm: toPPM(g.KVUsage), AgeMs: millis(now.Sub(g.At)), Elsewhere: g.Elsewhere,
+		Address: address, Running: -1, Waiting: g.Waiting, KvTokens: -1, KvUsagePpm: toPPM(g.KVUsage), AgeMs: millis(now.Sub(g.At)), Elsewhere: g.External,
 	}
-	if g.Looked.After(looked) {
-		out.Running, out.KvTokens, out.LookOlderMs = g.Running, g.KVTokens, millis(g.At.Sub(g.Looked))
-		out.Transfers, out.TransferBytes = uint64(g.Moved.Transfers), uint64(g.Moved.Bytes)
-		out.TransferUs, out.TransferTokens = uint64(g.Moved.Time.Microseconds()), uint64(g.Moved.Tokens)
-		out.Answers, out.AnswerTokens = uint64(g.Written.Answers), uint64(g.Written.Tokens)
-		out.FailedTransfers = uint64(g.Moved.Failed)
-		out.Gaps, out.GapUs = uint64(g.Written.Gaps), uint64(g.Written.GapTime.Microseconds())
+	if g.ScrapedAt.After(looked) {
+		out.Running, out.KvTokens, out.LookOlderMs = g.Running, g.KVTokens, millis(g.At.Sub(g.ScrapedAt))
+		out.Transfers, out.TransferBytes = uint64(g.Transfers.Transfers), uint64(g.Transfers.Bytes)
+		out.TransferUs, out.TransferTokens = uint64(g.Transfers.Time.Microseconds()), uint64(g.Transfers.Tokens)
+		out.Answers, out.AnswerTokens = uint64(g.Answers.Answers), uint64(g.Answers.Tokens)
+		out.FailedTransfers = uint64(g.Transfers.Failed)
+		out.Gaps, out.GapUs = uint64(g.Answers.Gaps), uint64(g.Answers.GapTime.Microseconds())
 	}
 	return out
 }

@@ -194,11 +194,11 @@ func TestWhatWasNotTakenIsToldAgain(t *testing.T) {
 	x := record(r)
 	require.NoError(t, r.flush(true))
 	r.state.Routed(r.pool, r.e(0), prompt(1, 2))
-	r.state.Stick(r.pool, 7, r.e(0), r.e(1))
+	r.state.SetAffinity(r.pool, 7, r.e(0), r.e(1))
 	r.state.Reserve(r.e(0), kvstate.Booking{For: kvstate.RoleDecode, PromptTokens: 10})
 	r.state.MarkFailed(r.e(1))
 	r.state.Observe(r.e(0), kvstate.Signals{Running: 3, At: time.Now()})
-	r.state.Wait(r.pool, kvstate.Waits{ID: 5})
+	r.state.PublishQueued(r.pool, kvstate.Queued{ID: 5})
 	r.store.Released(r.pool, 11)
 	r.store.Learned(r.pool, prefixindex.LearnedTokens{Prompt: 21})
 	r.p.requestSnapshot()
@@ -213,7 +213,7 @@ func TestWhatWasNotTakenIsToldAgain(t *testing.T) {
 	r.state.Routed(r.pool, r.e(1), prompt(2, 2))
 	r.store.Released(r.pool, 12)
 	r.store.Learned(r.pool, prefixindex.LearnedTokens{Prompt: 22})
-	r.state.Stick(r.pool, 8, r.e(0), nil)
+	r.state.SetAffinity(r.pool, 8, r.e(0), nil)
 	require.NoError(t, r.flush(false))
 	b := x.last()
 	require.EqualValues(t, 2, b.GetSeq(), "what was not taken has no number")
@@ -229,7 +229,7 @@ func TestWhatWasNotTakenIsToldAgain(t *testing.T) {
 
 	require.NoError(t, r.flush(false))
 	require.Same(t, b, x.last(), "and once")
-	r.state.Wait(r.pool, kvstate.Waits{ID: 6})
+	r.state.PublishQueued(r.pool, kvstate.Queued{ID: 6})
 	require.NoError(t, r.flush(false))
 	require.False(t, x.last().GetWaitsAll())
 }
@@ -278,7 +278,7 @@ func TestWhatIsOnItsWayAtTheEndIsTold(t *testing.T) {
 func TestEachThingIsToldByItself(t *testing.T) {
 	for name, happens := range map[string]func(r *replica){
 		"a prompt":            func(r *replica) { r.state.Routed(r.pool, r.e(0), prompt(1, 1)) },
-		"a session":           func(r *replica) { r.state.Stick(r.pool, 1, r.e(0), nil) },
+		"a session":           func(r *replica) { r.state.SetAffinity(r.pool, 1, r.e(0), nil) },
 		"a release":           func(r *replica) { r.store.Released(r.pool, 1) },
 		"what was learned":    func(r *replica) { r.store.Learned(r.pool, prefixindex.LearnedTokens{Prompt: 1}) },
 		"a forwarded batch":   func(r *replica) { r.store.Forward(r.pool, kvstate.EventBatch{Endpoint: r.e(0)}) },
@@ -287,7 +287,7 @@ func TestEachThingIsToldByItself(t *testing.T) {
 		"a booking":           func(r *replica) { r.state.Reserve(r.e(0), kvstate.Booking{For: kvstate.RoleDecode, PromptTokens: 1}) },
 		"a failure":           func(r *replica) { r.state.MarkFailed(r.e(0)) },
 		"signals":             func(r *replica) { r.state.Observe(r.e(0), kvstate.Signals{Running: 1, At: time.Now()}) },
-		"who waits":           func(r *replica) { r.state.Wait(r.pool, kvstate.Waits{ID: 1}) },
+		"who waits":           func(r *replica) { r.state.PublishQueued(r.pool, kvstate.Queued{ID: 1}) },
 	} {
 		r := lonely(t, 1)
 		x := record(r)

@@ -74,7 +74,7 @@ func TestWhatIsToldIsKnown(t *testing.T) {
 		ids := make([]uint32, 640)
 		a.state.LearnTokens(a.pool, prefixindex.TextPrompt{Blocks: text, BlockBytes: 512, Bytes: 4 * 512}, &prefixindex.TokenPrompt{IDs: ids})
 		held := b.state.Reserve(b.e(1), kvstate.Booking{For: kvstate.RoleDecode, PromptTokens: 10})
-		a.state.ReleaseWherever(a.pool, held) // its answer came by here
+		a.state.ReleaseAnywhere(a.pool, held) // its answer came by here
 		a.state.Reserve(a.e(0), kvstate.Booking{For: kvstate.RolePrefill, PromptTokens: 5000, Uncached: 5000, Work: 20 * time.Second})
 		a.state.Reserve(a.e(1), kvstate.Booking{For: kvstate.RoleBoth, PromptTokens: 5000, Uncached: 5000, Work: 30 * time.Second})
 		time.Sleep(4 * time.Second)

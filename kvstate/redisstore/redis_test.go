@@ -170,7 +170,7 @@ func apart(t testing.TB, o Options, n int) *replica {
 	var err error
 	r.store, err = New(o, r.state)
 	require.NoError(t, err)
-	r.state.Share(r.store)
+	r.state.Connect(r.store)
 	r.p = r.store.poolReplica("chat")
 	return r
 }

@@ -35,7 +35,7 @@ func agree(t *testing.T, o Options) (a, b *replica) {
 	ticket := uint64(0)
 	eventually(t, "tickets are spent for all", func() bool {
 		ticket++
-		return a.state.Spend(ticketOf(ticket)) && !b.state.Spend(ticketOf(ticket))
+		return a.state.Consume(ticketOf(ticket)) && !b.state.Consume(ticketOf(ticket))
 	})
 	eventually(t, "hand-overs are found", func() bool {
 		ref, err := a.state.PutHandOver([]byte("params"))
@@ -44,8 +44,8 @@ func agree(t *testing.T, o Options) (a, b *replica) {
 		return ok
 	})
 	eventually(t, "turns are taken", func() bool {
-		require.NoError(t, a.state.KeepTurn([16]byte{9}, []byte("turn"), time.Minute))
-		turn, ok := b.state.TakeTurn([16]byte{9})
+		require.NoError(t, a.state.PutConversation([16]byte{9}, []byte("turn"), time.Minute))
+		turn, ok := b.state.TakeConversation([16]byte{9})
 		return ok && string(turn) == "turn"
 	})
 	eventually(t, "keys are everybody's", func() bool {
@@ -133,10 +133,10 @@ func TestClusterFailover(t *testing.T) {
 	owner.kill()
 	hashes := prompt(1, 20)
 	a.state.Routed(a.pool, a.e(0), hashes)
-	require.True(t, a.state.Spend([16]byte{1}))
+	require.True(t, a.state.Consume([16]byte{1}))
 	took := eventually(t, "it is told to the new master", func() bool { return b.hit(0, hashes) == 20 })
 	t.Logf("told %v after the old one died", took)
-	require.True(t, b.state.Spend([16]byte{2}))
+	require.True(t, b.state.Consume([16]byte{2}))
 }
 
 // Sentinels say which server is the master, and find another when it dies.
@@ -165,7 +165,7 @@ func TestSentinel(t *testing.T) {
 	master.kill()
 	hashes := prompt(1, 20)
 	a.state.Routed(a.pool, a.e(0), hashes)
-	require.True(t, a.state.Spend([16]byte{1, 1}))
+	require.True(t, a.state.Consume([16]byte{1, 1}))
 	took := eventually(t, "it is told to the new master", func() bool { return b.hit(0, hashes) == 20 })
 	t.Logf("told %v after the old one died", took)
 	c := follower.client()

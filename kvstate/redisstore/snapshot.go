@@ -331,7 +331,7 @@ func (p *poolReplica) loadChunk(pool *kvstate.Pool, text string) error {
 		}
 	}
 	for _, session := range chunk.GetSessions() {
-		p.s.state.ApplyStick(pool, session.GetKey(), at(session.GetPrefill()-1), at(session.GetDecode()-1))
+		p.s.state.ApplyAffinity(pool, session.GetKey(), at(session.GetPrefill()-1), at(session.GetDecode()-1))
 	}
 	if joined { // else the snapshot is an old one, and the engine may keep no batches since
 		p.loadFeeds(pool, chunk.GetFeeds(), at)

@@ -24,9 +24,9 @@ func TestWhatIsInASnapshot(t *testing.T) {
 	for i := range prompts {
 		a.state.ApplyRouted(a.pool, a.e(i%3), prompt(i, 1000))
 	}
-	a.state.ApplyStick(a.pool, 71, a.e(0), a.e(2))
-	a.state.ApplyStick(a.pool, 72, nil, a.e(1))
-	a.state.ApplyStick(a.pool, 73, a.e(1), nil)
+	a.state.ApplyAffinity(a.pool, 71, a.e(0), a.e(2))
+	a.state.ApplyAffinity(a.pool, 72, nil, a.e(1))
+	a.state.ApplyAffinity(a.pool, 73, a.e(1), nil)
 	a.state.ApplyFailed(a.e(1), true)
 	ctx := context.Background()
 	require.ErrorIs(t, a.p.snapshots.write(ctx, snapshotWish{}), errNotJoined, "it knows less than what is there")

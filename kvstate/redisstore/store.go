@@ -43,7 +43,7 @@ type Store struct {
 	byPool map[string]*poolReplica // by pool
 }
 
-var _ kvstate.Peers = (*Store)(nil)
+var _ kvstate.Replicas = (*Store)(nil)
 
 // New makes a store for the state. It connects to nothing: that is [Store.Join] and [Store.Run].
 func New(o Options, state *kvstate.State) (*Store, error) {

@@ -56,7 +56,7 @@ func TestBookingsAreShared(t *testing.T) {
 	id := a.state.Reserve(a.e(0), kvstate.Booking{For: kvstate.RoleDecode, PromptTokens: 1000})
 	b.state.Reserve(b.e(0), kvstate.Booking{For: kvstate.RoleDecode, PromptTokens: 100})
 	eventually(t, "the bookings are known", func() bool { return a.booked(0) == 2 && b.booked(0) == 2 && c.booked(0) == 2 })
-	others := c.e(0).Others()
+	others := c.e(0).RemoteLoad()
 	require.Equal(t, []int64{2, 1100}, []int64{others.Requests, others.PromptTokens})
 	a.state.Release(id)
 	eventually(t, "the release is known", func() bool { return c.booked(0) == 1 && b.booked(0) == 1 && a.booked(0) == 1 })
@@ -146,39 +146,39 @@ func TestSignalsAreShared(t *testing.T) {
 	r := startRedis(t)
 	a, b := join(t, redisURL(r), 2), join(t, redisURL(r), 2)
 	at := time.Now().Add(-2 * time.Minute)
-	moved := kvstate.Moved{Transfers: 7, Bytes: 1 << 50, Time: time.Hour, Tokens: 9000}
-	a.state.Observe(a.e(0), kvstate.Signals{Running: 3, Waiting: 5, KVUsage: .25, KVTokens: -1, Moved: moved, At: at})
+	moved := kvstate.TransferCounters{Transfers: 7, Bytes: 1 << 50, Time: time.Hour, Tokens: 9000}
+	a.state.Observe(a.e(0), kvstate.Signals{Running: 3, Waiting: 5, KVUsage: .25, KVTokens: -1, Transfers: moved, At: at})
 	eventually(t, "the signals are known", func() bool { return b.e(0).Signals() != nil })
 	got := *b.e(0).Signals()
 	require.WithinDuration(t, at, got.At, time.Minute, "its age comes along; what the way took is lost")
-	require.Equal(t, got.At, got.Looked)
-	got.At, got.Looked = time.Time{}, time.Time{}
-	require.Equal(t, kvstate.Signals{Running: 3, Waiting: 5, KVUsage: .25, KVTokens: -1, Moved: moved}, got)
+	require.Equal(t, got.At, got.ScrapedAt)
+	got.At, got.ScrapedAt = time.Time{}, time.Time{}
+	require.Equal(t, kvstate.Signals{Running: 3, Waiting: 5, KVUsage: .25, KVTokens: -1, Transfers: moved}, got)
 	require.Nil(t, b.e(1).Signals())
 
 	// The second of two looks says what came another way; nobody but who looked can tell.
 	a.state.Observe(a.e(0), kvstate.Signals{Running: 3, Waiting: 4, KVUsage: .25, KVTokens: -1, At: at.Add(time.Second)})
-	eventually(t, "what came another way is known", func() bool { return b.e(0).Signals().Elsewhere == 7 })
+	eventually(t, "what came another way is known", func() bool { return b.e(0).Signals().External == 7 })
 
 	// An answer's header is told for what it is: the look before it stays as old as it was, at whoever hears of it.
-	looked := b.e(0).Signals().Looked
+	looked := b.e(0).Signals().ScrapedAt
 	for i := range 3 {
 		b.state.Observe(b.e(0), kvstate.Signals{Running: -1, Waiting: int64(6 + i), KVUsage: .5, KVTokens: -1, At: at.Add(time.Duration(2+i) * time.Second)})
 		eventually(t, "the header is known", func() bool { return a.e(0).Signals().Waiting == int64(6+i) })
 	}
-	require.Equal(t, at.Add(time.Second), a.e(0).Signals().Looked, "its own look")
+	require.Equal(t, at.Add(time.Second), a.e(0).Signals().ScrapedAt, "its own look")
 	a.state.Observe(a.e(0), kvstate.Signals{Running: 4, Waiting: 0, KVUsage: .25, KVTokens: -1, At: at.Add(3 * time.Second)})
 	eventually(t, "a look is news, whatever headers came since", func() bool { return b.e(0).Signals().Running == 4 })
 	g := b.e(0).Signals()
 	require.EqualValues(t, 8, g.Waiting)
-	require.WithinDuration(t, looked.Add(2*time.Second), g.Looked, time.Minute)
-	require.True(t, g.At.After(g.Looked))
+	require.WithinDuration(t, looked.Add(2*time.Second), g.ScrapedAt, time.Minute)
+	require.True(t, g.At.After(g.ScrapedAt))
 }
 
 func TestSessionsAreShared(t *testing.T) {
 	r := startRedis(t)
 	a, b := join(t, redisURL(r), 3), join(t, redisURL(r), 3)
-	a.state.Stick(a.pool, 77, a.e(0), a.e(2))
+	a.state.SetAffinity(a.pool, 77, a.e(0), a.e(2))
 	marked := func(of *replica) []kvstate.Role {
 		var v kvstate.View
 		of.state.View(of.pool, nil, &v)
@@ -199,9 +199,9 @@ func TestTicketsAreSpentOnce(t *testing.T) {
 	twice := int64(0)
 	for i := range 100 {
 		ticket := [16]byte{1, byte(i)}
-		require.True(t, a.state.Spend(ticket))
-		require.False(t, a.state.Spend(ticket))
-		if b.state.Spend(ticket) {
+		require.True(t, a.state.Consume(ticket))
+		require.False(t, a.state.Consume(ticket))
+		if b.state.Consume(ticket) {
 			twice++
 		}
 	}
@@ -217,13 +217,13 @@ func TestTicketsAreSpentOnce(t *testing.T) {
 func TestSpendingDoesNotWaitForAFrozenRedis(t *testing.T) {
 	r := startRedis(t)
 	a := join(t, redisURL(r), 1)
-	require.True(t, a.state.Spend([16]byte{0}))
+	require.True(t, a.state.Consume([16]byte{0}))
 	r.signal(syscall.SIGSTOP)
 	defer r.signal(syscall.SIGCONT)
 	var all, worst time.Duration
 	for i := range 200 {
 		began := time.Now()
-		require.True(t, a.state.Spend([16]byte{1, byte(i)}))
+		require.True(t, a.state.Consume([16]byte{1, byte(i)}))
 		took := time.Since(began)
 		all, worst = all+took, max(worst, took)
 	}
@@ -256,18 +256,18 @@ func TestTurnsAreTakenOnce(t *testing.T) {
 	r := startRedis(t)
 	a, b := join(t, redisURL(r), 1), join(t, redisURL(r), 1)
 	conversation := ticketOf(0)
-	_, ok := b.state.TakeTurn(conversation)
+	_, ok := b.state.TakeConversation(conversation)
 	require.False(t, ok)
 	// Redis has 50 ms for each of these; on a busy machine it takes a few tries until it is in time for all.
 	eventually(t, "one of them gets the latest", func() bool {
 		conversation[0]++
-		require.NoError(t, a.state.KeepTurn(conversation, []byte("first"), time.Minute))
-		require.NoError(t, a.state.KeepTurn(conversation, []byte("second"), time.Minute))
+		require.NoError(t, a.state.PutConversation(conversation, []byte("first"), time.Minute))
+		require.NoError(t, a.state.PutConversation(conversation, []byte("second"), time.Minute))
 		var taken, latest atomic.Int32
 		var replicas sync.WaitGroup
 		for i := range 8 {
 			replicas.Go(func() {
-				if turn, ok := []*replica{a, b}[i%2].state.TakeTurn(conversation); ok {
+				if turn, ok := []*replica{a, b}[i%2].state.TakeConversation(conversation); ok {
 					taken.Add(1)
 					if string(turn) == "second" {
 						latest.Add(1)
@@ -281,22 +281,22 @@ func TestTurnsAreTakenOnce(t *testing.T) {
 	})
 
 	eventually(t, "what has no room takes the place of what was kept", func() bool {
-		require.NoError(t, a.state.KeepTurn(conversation, []byte("third"), time.Minute))
-		require.ErrorIs(t, b.state.KeepTurn(conversation, make([]byte, kvstate.MaxTurnBytes+1), time.Minute), kvstate.ErrNoRoom)
-		_, ok := a.state.TakeTurn(conversation)
+		require.NoError(t, a.state.PutConversation(conversation, []byte("third"), time.Minute))
+		require.ErrorIs(t, b.state.PutConversation(conversation, make([]byte, kvstate.MaxConversationBytes+1), time.Minute), kvstate.ErrFull)
+		_, ok := a.state.TakeConversation(conversation)
 		return !ok
 	})
 
 	conversation = [16]byte{1: 1}
-	require.NoError(t, a.state.KeepTurn(conversation, []byte("fourth"), 50*time.Millisecond))
+	require.NoError(t, a.state.PutConversation(conversation, []byte("fourth"), 50*time.Millisecond))
 	c := r.client()
 	defer c.Close()
 	eventually(t, "its time is over", func() bool { return c.Exists(context.Background(), a.store.o.turnKey(conversation)).Val() == 0 })
-	_, ok = b.state.TakeTurn(conversation)
+	_, ok = b.state.TakeConversation(conversation)
 	require.False(t, ok, "its time is over")
 	for _, ttl := range []time.Duration{0, -time.Second} { // which Redis would keep for ever
-		require.NoError(t, a.state.KeepTurn(conversation, []byte("fifth"), ttl))
-		_, ok = b.state.TakeTurn(conversation)
+		require.NoError(t, a.state.PutConversation(conversation, []byte("fifth"), ttl))
+		_, ok = b.state.TakeConversation(conversation)
 		require.False(t, ok, "its time was over before it was kept")
 	}
 }

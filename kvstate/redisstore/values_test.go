@@ -40,7 +40,7 @@ func (x *counted) routed(i, blocks int) {
 
 func (x *counted) tell(complete bool) { _ = x.a.flush(complete) }
 func (x *counted) read(of *replica)   { _ = of.p.receive(context.Background(), 0) }
-func (x *counted) spend()             { x.prompts++; x.a.store.Spend(ticketOf(uint64(x.prompts)), true) }
+func (x *counted) spend()             { x.prompts++; x.a.store.Consume(ticketOf(uint64(x.prompts)), true) }
 
 // notice has a tell the others of notices, and stop when that is done.
 func (x *counted) notice(n int) {
@@ -95,7 +95,7 @@ func TestWhatIsCountedOfRedis(t *testing.T) {
 			{"batches are missed", none, func(x *counted) { x.a.p.seq += 5; x.tell(true); x.read(x.b) }, Stats{Commands: 2, BatchesSent: 1}, Stats{Commands: 1, BatchesRead: 1, Gaps: 1}},
 			{"a snapshot", func(x *counted) { x.r.do("FLUSHALL") }, func(x *counted) { x.a.p.snapshots.tryWrite(context.Background(), snapshotWish{}) }, Stats{Commands: 3, Snapshots: 1}, Stats{}},
 			{"a ticket", none, (*counted).spend, Stats{Commands: 1}, Stats{}},
-			{"a ticket that is spent", none, func(x *counted) { x.a.store.Spend(ticketOf(1<<40), true) }, Stats{Commands: 1}, Stats{}},
+			{"a ticket that is spent", none, func(x *counted) { x.a.store.Consume(ticketOf(1<<40), true) }, Stats{Commands: 1}, Stats{}},
 			{"notices", none, func(x *counted) { x.notice(3) }, Stats{Commands: 2}, Stats{}},
 			{"notices of nobody's", none, func(x *counted) { x.a.store.PublishNotice("short") }, Stats{}, Stats{}},
 			{"events of engines", func(x *counted) { x.tell(false); x.read(x.b) }, func(x *counted) { x.forwards(1); x.tell(false); x.read(x.b) }, Stats{Commands: 1, BatchesSent: 1}, received},

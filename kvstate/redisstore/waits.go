@@ -13,8 +13,8 @@ import (
 
 // publishWaits adds to a batch the changes of the requests that wait here; with complete, all of them. poolReplica.mu is held.
 func (p *poolReplica) publishWaits(b *statev1.Batch, t *addressTable, pool *kvstate.Pool, complete bool, now time.Time) {
-	here := pool.Waits()
-	b.WaitsSent = pool.WaitsSent()
+	here := pool.Queued()
+	b.WaitsSent = pool.TakeDispatched()
 	b.WaitsAll, p.waitsUnknown = complete || p.waitsUnknown, false
 	if len(here)+len(p.waits) == 0 {
 		return
@@ -22,8 +22,8 @@ func (p *poolReplica) publishWaits(b *statev1.Batch, t *addressTable, pool *kvst
 	waiting := make(map[uint64]uint64, len(here))
 	for i := range here {
 		w := &here[i]
-		waiting[w.ID] = w.Told
-		if b.WaitsAll || p.waits[w.ID] != w.Told {
+		waiting[w.ID] = w.Version
+		if b.WaitsAll || p.waits[w.ID] != w.Version {
 			b.Waits = append(b.Waits, waitsOf(w, t, now))
 		}
 	}
@@ -35,7 +35,7 @@ func (p *poolReplica) publishWaits(b *statev1.Batch, t *addressTable, pool *kvst
 	p.waits = waiting
 }
 
-func waitsOf(w *kvstate.Waits, t *addressTable, now time.Time) *statev1.Waits {
+func waitsOf(w *kvstate.Queued, t *addressTable, now time.Time) *statev1.Waits {
 	out := &statev1.Waits{
 		Id: w.ID, WaitedUs: uint64(max(now.Sub(w.Arrived), 0).Microseconds()), WorkUs: uint64(max(w.Work, 0).Microseconds()),
 		Priority: w.Priority, Flow: w.Flow, PromptTokens: w.PromptTokens,
@@ -51,18 +51,18 @@ func (p *poolReplica) applyWaits(pool *kvstate.Pool, b *statev1.Batch, at time.T
 	if len(b.GetWaits()) == 0 && len(b.GetWaitsOver())+len(b.GetWaitsSent()) == 0 && !b.GetWaitsAll() {
 		return
 	}
-	said := make([]kvstate.Waits, 0, min(len(b.GetWaits()), kvstate.MaxWaitsTold))
+	said := make([]kvstate.Queued, 0, min(len(b.GetWaits()), kvstate.MaxQueuedPublished))
 	for _, w := range b.GetWaits()[:cap(said)] {
 		if w.GetId() != 0 {
 			said = append(said, readWaits(w, b.GetAddresses(), at))
 		}
 	}
-	pool.ApplyWaits(b.GetReplica(), said, b.GetWaitsOver(), b.GetWaitsSent(), b.GetWaitsAll())
+	pool.ApplyQueued(b.GetReplica(), said, b.GetWaitsOver(), b.GetWaitsSent(), b.GetWaitsAll())
 }
 
-func readWaits(w *statev1.Waits, addresses []string, at time.Time) kvstate.Waits {
+func readWaits(w *statev1.Waits, addresses []string, at time.Time) kvstate.Queued {
 	micros := func(n uint64) time.Duration { return time.Duration(min(n, uint64(maxWork))) * time.Microsecond }
-	out := kvstate.Waits{
+	out := kvstate.Queued{
 		ID: w.GetId(), Arrived: at.Add(-micros(w.GetWaitedUs())), Work: micros(w.GetWorkUs()),
 		Priority: w.GetPriority(), Flow: w.GetFlow(), PromptTokens: min(max(w.GetPromptTokens(), 1), maxPrompt),
 	}

@@ -14,9 +14,9 @@ import (
 )
 
 // heard are the requests that a replica knows to wait elsewhere, by id.
-func (r *replica) received() map[uint64]kvstate.Waits {
-	known, changes := map[uint64]kvstate.Waits{}, uint64(0)
-	r.pool.WaitsElsewhere(known, &changes, func(*kvstate.Waits) {}, func(uint64, bool) {})
+func (r *replica) received() map[uint64]kvstate.Queued {
+	known, changes := map[uint64]kvstate.Queued{}, uint64(0)
+	r.pool.SyncRemoteQueue(known, &changes, func(*kvstate.Queued) {}, func(uint64, bool) {})
 	return known
 }
 
@@ -26,25 +26,25 @@ func TestWhoWaitsIsKnownEverywhere(t *testing.T) {
 	r := startRedis(t)
 	a, b, c := join(t, redisURL(r), 4), join(t, redisURL(r), 4), join(t, redisURL(r), 4)
 	arrived := time.Now().Add(-2 * time.Minute)
-	w := kvstate.Waits{
+	w := kvstate.Queued{
 		ID: 5, Arrived: arrived, Work: 300 * time.Millisecond, Priority: -2, Flow: 9, PromptTokens: 4000,
 		Held: []kvstate.Held{{Addr: addr(1), Tokens: 3000}, {Addr: addr(0), Tokens: 10}},
 	}
-	a.state.Wait(a.pool, w)
-	b.state.Wait(b.pool, kvstate.Waits{ID: 6, Arrived: arrived, PromptTokens: 1})
+	a.state.PublishQueued(a.pool, w)
+	b.state.PublishQueued(b.pool, kvstate.Queued{ID: 6, Arrived: arrived, PromptTokens: 1})
 	took := eventually(t, "both are known", func() bool { return len(c.received()) == 2 && len(b.received()) == 1 && len(a.received()) == 1 })
 	speed(t, took, 100*time.Millisecond, "known elsewhere")
 	got := c.received()[5]
 	require.WithinDuration(t, arrived, got.Arrived, time.Minute, "its age comes along; what the way took is lost")
 	require.NotZero(t, got.Replica)
-	got.Arrived, got.Replica, got.Told = w.Arrived, 0, 0
+	got.Arrived, got.Replica, got.Version = w.Arrived, 0, 0
 	require.Equal(t, w, got)
 
 	w.Held = nil
-	a.state.Wait(a.pool, w)
+	a.state.PublishQueued(a.pool, w)
 	eventually(t, "what has changed is known", func() bool { return c.received()[5].Held == nil })
 	a.state.Reserve(a.e(0), kvstate.Booking{For: kvstate.RolePrefill, PromptTokens: 4000, Uncached: 4000, Work: time.Second})
-	a.state.WaitOver(a.pool, 5, true)
+	a.state.PublishDequeued(a.pool, 5, true)
 	eventually(t, "it waits no more", func() bool { _, waits := c.received()[5]; return !waits })
 	require.Equal(t, int64(1), c.booked(0))
 	require.Len(t, c.received(), 1)
@@ -54,7 +54,7 @@ func TestWhoWaitsIsKnownEverywhere(t *testing.T) {
 func TestWhoWaitedAtAKilledReplica(t *testing.T) {
 	r := startRedis(t)
 	b, c := join(t, briefly(r), 1), join(t, briefly(r), 1)
-	b.state.Wait(b.pool, kvstate.Waits{ID: 6, Arrived: time.Now(), PromptTokens: 1})
+	b.state.PublishQueued(b.pool, kvstate.Queued{ID: 6, Arrived: time.Now(), PromptTokens: 1})
 	eventually(t, "it is known", func() bool { return len(c.received()) == 1 })
 	said := b.store.Stats().BatchesSent
 	eventually(t, "it is said again", func() bool { return b.store.Stats().BatchesSent > said+5 })
@@ -82,26 +82,26 @@ func TestWhoWaitsIsRepaired(t *testing.T) {
 		slices.Sort(out)
 		return out
 	}
-	a.state.Wait(a.pool, kvstate.Waits{ID: 1})
+	a.state.PublishQueued(a.pool, kvstate.Queued{ID: 1})
 	deliver(false)
 	require.Equal(t, []uint64{1}, ids())
-	a.state.WaitOver(a.pool, 1, true)
-	a.state.Wait(a.pool, kvstate.Waits{ID: 2})
+	a.state.PublishDequeued(a.pool, 1, true)
+	a.state.PublishQueued(a.pool, kvstate.Queued{ID: 2})
 	_, err := a.p.entry(false, false) // nobody reads this one
 	require.NoError(t, err)
-	a.state.Wait(a.pool, kvstate.Waits{ID: 3})
+	a.state.PublishQueued(a.pool, kvstate.Queued{ID: 3})
 	deliver(false)
 	require.Equal(t, []uint64{1, 3}, ids())
 	deliver(true)
 	require.Equal(t, []uint64{2, 3}, ids())
 
-	a.state.WaitOver(a.pool, 2, true)
+	a.state.PublishDequeued(a.pool, 2, true)
 	_, err = a.p.entry(false, false) // nor this one
 	require.NoError(t, err)
 	a.p.waitsUnknown = true // as after a write that failed
 	deliver(false)
 	require.Equal(t, []uint64{3}, ids())
-	a.state.WaitOver(a.pool, 3, true)
+	a.state.PublishDequeued(a.pool, 3, true)
 	_, err = a.p.entry(false, false)
 	require.NoError(t, err)
 	deliver(true)
@@ -112,29 +112,29 @@ func TestWhoWaitsIsRepaired(t *testing.T) {
 func TestWhoWasSentIsKnown(t *testing.T) {
 	a, b := apart(t, Options{URL: "redis://127.0.0.1:1"}, 1), apart(t, Options{URL: "redis://127.0.0.1:1"}, 1)
 	over := map[uint64]bool{}
-	known, changes, seq := map[uint64]kvstate.Waits{}, uint64(0), 0
+	known, changes, seq := map[uint64]kvstate.Queued{}, uint64(0), 0
 	deliver := func(complete bool) {
 		e, err := a.p.entry(complete, false)
 		require.NoError(t, err)
 		require.NotNil(t, e)
 		seq++
 		b.p.takeIn(message(streamID{ms: uint64(time.Now().UnixMilli()), n: uint64(seq)}.String(), string(e.bytes)))
-		b.pool.WaitsElsewhere(known, &changes, func(*kvstate.Waits) {}, func(id uint64, sent bool) { over[id] = sent })
+		b.pool.SyncRemoteQueue(known, &changes, func(*kvstate.Queued) {}, func(id uint64, sent bool) { over[id] = sent })
 	}
 	for id := range uint64(4) {
-		a.state.Wait(a.pool, kvstate.Waits{ID: id + 1})
+		a.state.PublishQueued(a.pool, kvstate.Queued{ID: id + 1})
 	}
 	deliver(false)
 	require.Len(t, known, 4)
-	a.state.WaitOver(a.pool, 1, true)
-	a.state.WaitOver(a.pool, 2, false)
+	a.state.PublishDequeued(a.pool, 1, true)
+	a.state.PublishDequeued(a.pool, 2, false)
 	deliver(false)
 	require.Equal(t, map[uint64]bool{1: true, 2: false}, over)
-	a.state.WaitOver(a.pool, 3, true)
-	a.state.WaitOver(a.pool, 4, false)
+	a.state.PublishDequeued(a.pool, 3, true)
+	a.state.PublishDequeued(a.pool, 4, false)
 	deliver(true)
 	require.Equal(t, map[uint64]bool{1: true, 2: false, 3: true, 4: false}, over)
-	require.Empty(t, a.pool.WaitsSent(), "told once")
+	require.Empty(t, a.pool.TakeDispatched(), "told once")
 }
 
 // A release to come may say more of who waits; it is skipped, and what is known of it is used.

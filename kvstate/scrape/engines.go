@@ -75,11 +75,11 @@ func (r *reading) signals() (kvstate.Signals, bool) {
 		add(&r.tokens, r.blocks*r.blockTokens)
 	}
 	s := kvstate.Signals{Running: count(r.running), Waiting: count(r.waiting), KVUsage: r.usage, KVTokens: count(r.tokens)}
-	s.Moved = kvstate.Moved{
+	s.Transfers = kvstate.TransferCounters{
 		Transfers: count(r.moved.transfers), Bytes: count(r.moved.bytes), Time: time.Duration(count(r.moved.seconds * float64(time.Second))), Tokens: count(r.moved.tokens),
 		Failed: count(r.moved.failed),
 	}
-	s.Written = kvstate.Written{
+	s.Answers = kvstate.AnswerCounters{
 		Answers: count(r.written.answers), Tokens: count(r.written.tokens), Gaps: count(r.written.gaps), GapTime: time.Duration(count(r.written.seconds * float64(time.Second))),
 	}
 	return s, s.Running >= 0 || s.Waiting >= 0 || s.KVUsage >= 0

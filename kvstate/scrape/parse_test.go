@@ -28,7 +28,7 @@ func TestRead(t *testing.T) {
 		page, engine string
 		want         kvstate.Signals
 	}{
-		"vLLM 0.32": {string(page(t, "vllm-0.32.0.txt")), "vllm", kvstate.Signals{KVTokens: 16384, Written: kvstate.Written{Answers: 8, Tokens: 72, Gaps: 64, GapTime: 118992884}}},
+		"vLLM 0.32": {string(page(t, "vllm-0.32.0.txt")), "vllm", kvstate.Signals{KVTokens: 16384, Answers: kvstate.AnswerCounters{Answers: 8, Tokens: 72, Gaps: 64, GapTime: 118992884}}},
 		"vLLM, two engines behind one server": {`
 vllm:num_requests_running{engine="0",model_name="m"} 3.0
 vllm:num_requests_running{engine="1",model_name="m"} 4.0
@@ -63,14 +63,14 @@ vllm:nixl_xfer_time_seconds_sum{engine="1",model_name="m"} 0.125
 vllm:nixl_bytes_transferred_count{engine="0",model_name="m"} 5.0
 vllm:nixl_bytes_transferred_sum{engine="0",model_name="m"} 1.2e+12
 vllm:nixl_bytes_transferred_sum{engine="1",model_name="m"} 16384.0
-`, "vllm", kvstate.Signals{Running: 1, KVTokens: -1, Moved: kvstate.Moved{Transfers: 6, Bytes: 1_200_000_016_384, Time: 375 * time.Millisecond, Tokens: 7500}, Written: kvstate.Written{Answers: 3, Tokens: 324, Gaps: 320, GapTime: 5 * time.Second}}},
+`, "vllm", kvstate.Signals{Running: 1, KVTokens: -1, Transfers: kvstate.TransferCounters{Transfers: 6, Bytes: 1_200_000_016_384, Time: 375 * time.Millisecond, Tokens: 7500}, Answers: kvstate.AnswerCounters{Answers: 3, Tokens: 324, Gaps: 320, GapTime: 5 * time.Second}}},
 		"vLLM before 0.9.2": {`vllm:num_requests_running{model_name="m"} 1.0
 vllm:num_requests_waiting{model_name="m"} 5.0
 vllm:gpu_cache_usage_perc{model_name="m"} 0.75
 vllm:time_per_output_token_seconds_count{model_name="m"} 10.0
 vllm:time_per_output_token_seconds_sum{model_name="m"} 0.2
 vllm:cache_config_info{block_size="16",num_gpu_blocks="None"} 1.0
-`, "vllm", kvstate.Signals{Running: 1, Waiting: 5, KVUsage: .75, KVTokens: -1, Written: kvstate.Written{Gaps: 10, GapTime: 200 * time.Millisecond}}},
+`, "vllm", kvstate.Signals{Running: 1, Waiting: 5, KVUsage: .75, KVTokens: -1, Answers: kvstate.AnswerCounters{Gaps: 10, GapTime: 200 * time.Millisecond}}},
 		"SGLang 0.5.23, tensor-parallel, two data-parallel ranks": {`
 sglang:num_running_reqs{dp_rank="0",engine_type="unified",moe_ep_rank="0",pp_rank="0",tp_rank="0"} 8.0
 sglang:num_running_reqs{dp_rank="0",engine_type="unified",moe_ep_rank="0",pp_rank="0",tp_rank="1"} 8.0
@@ -85,7 +85,7 @@ sglang:inter_token_latency_seconds_count{engine_type="unified",model_name="m"} 1
 sglang:inter_token_latency_seconds_sum{engine_type="unified",model_name="m"} 3.5
 sglang:generation_tokens_histogram_count{engine_type="unified",model_name="m"} 42.0
 sglang:generation_tokens_histogram_sum{engine_type="unified",model_name="m"} 467.0
-`, "sglang", kvstate.Signals{Running: 9, Waiting: 2, KVUsage: .9, KVTokens: 200000, Written: kvstate.Written{Answers: 42, Tokens: 467, Gaps: 183, GapTime: 3500 * time.Millisecond}}},
+`, "sglang", kvstate.Signals{Running: 9, Waiting: 2, KVUsage: .9, KVTokens: 200000, Answers: kvstate.AnswerCounters{Answers: 42, Tokens: 467, Gaps: 183, GapTime: 3500 * time.Millisecond}}},
 		"SGLang prefill": {`sglang:num_running_reqs{engine_type="prefill",tp_rank="0"} 1.0
 sglang:num_queue_reqs{engine_type="prefill",tp_rank="0"} 2.0
 sglang:num_prefill_bootstrap_queue_reqs{engine_type="prefill",tp_rank="0"} 4.0

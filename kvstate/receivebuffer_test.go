@@ -20,7 +20,7 @@ func TestReserveRoom(t *testing.T) {
 			ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)
 			defer cancel()
 			began := time.Now()
-			id, ok := s.ReserveRoom(ctx, 0, d, Booking{For: RoleDecode, PromptTokens: tokens}, 1000, nil)
+			id, ok := s.ReserveBuffer(ctx, 0, d, Booking{For: RoleDecode, PromptTokens: tokens}, 1000, nil)
 			return id, time.Since(began), ok
 		}
 		first, took, ok := reserve(600)

@@ -23,10 +23,10 @@ func TestOrders(t *testing.T) {
 		}
 		return out
 	}
-	pause, resume := func(o *Order) { o.Paused = true }, func(o *Order) { o.Paused = false }
-	order := func(endpoint string, change func(*Order)) int {
+	pause, resume := func(o *Override) { o.Paused = true }, func(o *Override) { o.Paused = false }
+	order := func(endpoint string, change func(*Override)) int {
 		t.Helper()
-		found, err := s.SetOrder("p", endpoint, change)
+		found, err := s.SetOverride("p", endpoint, change)
 		require.NoError(t, err)
 		return len(found)
 	}
@@ -50,22 +50,22 @@ func TestOrders(t *testing.T) {
 	order("pods:80", resume)
 	require.Len(t, usable(), 3, "the order about the address is over too")
 
-	order(a.Addr, func(o *Order) { o.Weight = 50 })
+	order(a.Addr, func(o *Override) { o.Weight = 50 })
 	require.Equal(t, 50, s.Pool("p").Endpoint(a.Addr).Weight())
-	order(a.Addr, func(o *Order) { o.Weight = 0 })
+	order(a.Addr, func(o *Override) { o.Weight = 0 })
 	require.Equal(t, 100, s.Pool("p").Endpoint(a.Addr).Weight())
 
 	require.NoError(t, s.PausePool("p", true))
 	s.SetPool(spec, []EndpointSpec{a})
 	require.True(t, s.Pool("p").Paused())
 
-	_, err := s.SetOrder("p", "10.9.9.9:1", pause)
+	_, err := s.SetOverride("p", "10.9.9.9:1", pause)
 	require.ErrorIs(t, err, ErrUnknown)
-	_, err = s.SetOrder("q", a.Addr, pause)
+	_, err = s.SetOverride("q", a.Addr, pause)
 	require.ErrorIs(t, err, ErrUnknown)
 	require.ErrorIs(t, s.PausePool("q", true), ErrUnknown)
 
-	s.KeepPools(nil)
+	s.RetainPools(nil)
 	s.SetPool(spec, []EndpointSpec{a})
 	require.False(t, s.Pool("p").Paused(), "a pool that was gone is another one")
 	require.Len(t, usable(), 1)
@@ -94,7 +94,7 @@ func TestKeepPools(t *testing.T) {
 	for _, name := range []string{"a", "b", "c"} {
 		s.SetPool(PoolSpec{Name: name, Models: []string{name}}, nil)
 	}
-	s.KeepPools([]string{"c", "never was", "a", "c"})
+	s.RetainPools([]string{"c", "never was", "a", "c"})
 	require.Len(t, s.Pools(), 2)
 	require.Equal(t, "c", s.PoolFor("").Spec.Name)
 	require.Nil(t, s.Pool("b"))

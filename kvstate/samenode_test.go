@@ -35,13 +35,13 @@ func TestNeighbours(t *testing.T) {
 			s.SetPool(PoolSpec{Name: "chat", Models: []string{"*"}}, tt.all)
 			var v, copied View
 			s.View(s.Pool("chat"), nil, &v)
-			require.Equal(t, tt.want, v.Neighbours)
+			require.Equal(t, tt.want, v.SameNode)
 			copied.Copy(&v)
 			for i := range v.Endpoints {
-				require.Equal(t, v.Beside(i), copied.Beside(i))
+				require.Equal(t, v.DecodesOnNode(i), copied.DecodesOnNode(i))
 			}
 			v.Endpoints = v.Endpoints[1:]
-			require.Nil(t, v.Beside(0), "positions are others now")
+			require.Nil(t, v.DecodesOnNode(0), "positions are others now")
 		})
 	}
 }

@@ -13,7 +13,7 @@ import (
 type writer struct {
 	slow    float64
 	running int64
-	written Written
+	written AnswerCounters
 }
 
 // look has an engine write for two seconds and tell of it.
@@ -25,7 +25,7 @@ func (w *writer) look(s *State, e *Endpoint, at time.Time) {
 	w.written.GapTime += Seconds(gaps * step)
 	w.written.Answers += w.running
 	w.written.Tokens += w.running * 500
-	s.Observe(e, Signals{Running: w.running, Waiting: 0, KVUsage: usage, KVTokens: kvTokens, At: at, Written: w.written})
+	s.Observe(e, Signals{Running: w.running, Waiting: 0, KVUsage: usage, KVTokens: kvTokens, At: at, Answers: w.written})
 }
 
 // What engines say of the time between two tokens is learned, whatever the start assumed: within 15 % after a hundred answers each, and
@@ -111,15 +111,15 @@ func TestWhatTeachesNothing(t *testing.T) {
 	s := New(Options{Now: func() time.Time { return now }})
 	s.SetPool(PoolSpec{Name: "chat", Models: []string{"*"}}, []EndpointSpec{{Addr: "d", Role: RoleDecode}, {Addr: "both", Role: RoleBoth}})
 	p := s.Pool("chat")
-	tell := func(addr string, w Written) {
+	tell := func(addr string, w AnswerCounters) {
 		now = now.Add(2 * time.Second)
-		s.Observe(p.Endpoint(addr), Signals{Running: 1, At: now, Written: w})
+		s.Observe(p.Endpoint(addr), Signals{Running: 1, At: now, Answers: w})
 	}
-	tell("d", Written{Answers: 1000, Tokens: 1_000_000, Gaps: 1_000_000, GapTime: time.Hour})
-	tell("d", Written{Answers: 10, Tokens: 100, Gaps: 90, GapTime: time.Second}) // a new process
-	tell("d", Written{Answers: 29, Tokens: 200, Gaps: 90, GapTime: time.Second}) // too few answers, and no gap
-	tell("both", Written{Answers: 10, Tokens: 10, Gaps: 1, GapTime: time.Second})
-	tell("both", Written{Answers: 1000, Tokens: 1000, Gaps: 1001, GapTime: time.Hour})
+	tell("d", AnswerCounters{Answers: 1000, Tokens: 1_000_000, Gaps: 1_000_000, GapTime: time.Hour})
+	tell("d", AnswerCounters{Answers: 10, Tokens: 100, Gaps: 90, GapTime: time.Second}) // a new process
+	tell("d", AnswerCounters{Answers: 29, Tokens: 200, Gaps: 90, GapTime: time.Second}) // too few answers, and no gap
+	tell("both", AnswerCounters{Answers: 10, Tokens: 10, Gaps: 1, GapTime: time.Second})
+	tell("both", AnswerCounters{Answers: 1000, Tokens: 1000, Gaps: 1001, GapTime: time.Hour})
 	var v View
 	s.View(p, nil, &v)
 	require.Zero(t, v.Load.Answer)

@@ -14,7 +14,7 @@ func TestTurns(t *testing.T) {
 		s := New(Options{})
 		a, b := [16]byte{1}, [16]byte{2}
 		take := func(of [16]byte) string {
-			turn, ok := s.TakeTurn(of)
+			turn, ok := s.TakeConversation(of)
 			require.Equal(t, ok, turn != nil && ok)
 			if !ok {
 				return ""
@@ -24,40 +24,40 @@ func TestTurns(t *testing.T) {
 		require.Empty(t, take(a), "nothing was kept")
 
 		text := []byte("first")
-		require.NoError(t, s.KeepTurn(a, text, time.Minute))
-		require.NoError(t, s.KeepTurn(b, []byte("another"), 2*time.Minute))
+		require.NoError(t, s.PutConversation(a, text, time.Minute))
+		require.NoError(t, s.PutConversation(b, []byte("another"), 2*time.Minute))
 		copy(text, "FIRST")
 		require.Equal(t, "first", take(a), "a copy is kept")
 		require.Empty(t, take(a), "one use")
 
-		require.NoError(t, s.KeepTurn(a, []byte("second"), time.Minute))
-		require.NoError(t, s.KeepTurn(a, []byte("third"), time.Minute))
+		require.NoError(t, s.PutConversation(a, []byte("second"), time.Minute))
+		require.NoError(t, s.PutConversation(a, []byte("third"), time.Minute))
 		require.Equal(t, "third", take(a), "the latest")
 
-		require.NoError(t, s.KeepTurn(a, []byte("fourth"), time.Minute))
-		require.ErrorIs(t, s.KeepTurn(a, make([]byte, MaxTurnBytes+1), time.Minute), ErrNoRoom)
+		require.NoError(t, s.PutConversation(a, []byte("fourth"), time.Minute))
+		require.ErrorIs(t, s.PutConversation(a, make([]byte, MaxConversationBytes+1), time.Minute), ErrFull)
 		require.Empty(t, take(a), "nor is the one before")
 
-		require.NoError(t, s.KeepTurn(a, []byte("fifth"), time.Minute))
+		require.NoError(t, s.PutConversation(a, []byte("fifth"), time.Minute))
 		time.Sleep(time.Minute + time.Second)
 		require.Empty(t, take(a), "its time is over, though nobody has swept")
-		require.NoError(t, s.KeepTurn(a, []byte("sixth"), time.Minute))
+		require.NoError(t, s.PutConversation(a, []byte("sixth"), time.Minute))
 		time.Sleep(time.Minute + time.Second)
 		s.sweep(time.Now())
-		require.Zero(t, s.turns.bytes)
-		require.Empty(t, s.turns.held)
+		require.Zero(t, s.conversations.bytes)
+		require.Empty(t, s.conversations.held)
 	})
 }
 
 // TestTurnsAreBounded: what has no room is not kept, and says so.
 func TestTurnsAreBounded(t *testing.T) {
 	s := New(Options{})
-	turn := make([]byte, MaxTurnBytes)
-	for i := range maxTurnBytes / MaxTurnBytes {
-		require.NoError(t, s.KeepTurn([16]byte{byte(i), 1}, turn, time.Minute))
+	turn := make([]byte, MaxConversationBytes)
+	for i := range maxConversationsBytes / MaxConversationBytes {
+		require.NoError(t, s.PutConversation([16]byte{byte(i), 1}, turn, time.Minute))
 	}
-	require.ErrorIs(t, s.KeepTurn([16]byte{2}, turn, time.Minute), ErrNoRoom)
-	_, ok := s.TakeTurn([16]byte{0, 1})
+	require.ErrorIs(t, s.PutConversation([16]byte{2}, turn, time.Minute), ErrFull)
+	_, ok := s.TakeConversation([16]byte{0, 1})
 	require.True(t, ok)
-	require.NoError(t, s.KeepTurn([16]byte{2}, turn, time.Minute))
+	require.NoError(t, s.PutConversation([16]byte{2}, turn, time.Minute))
 }

@@ -1,0 +1,41 @@
+package kvstate
+
+import "time"
+
+// With NIXL pull in both directions, a turn of a conversation leaves its blocks on the decode endpoint that
+// answered. The state stores what the next turn needs to find them, by the conversation's name: the latest turn
+// only, for one use, and for less time than the engine holds the blocks. With several replicas it is stored in
+// Redis only. A second copy could be used a second time, and blocks are read by number: by then they may belong to
+// another prompt.
+
+// MaxConversationBytes bounds the stored state of one turn, most of which are block ids.
+const MaxConversationBytes = 1 << 20
+
+// maxConversationsBytes bounds all of them in this replica's memory.
+const maxConversationsBytes = 64 << 20
+
+// PutConversation stores a copy of the state of a conversation's last turn for ttl, and replaces the previous one.
+// With [ErrFull] nothing is stored, and the previous one is removed.
+func (s *State) PutConversation(conversation [16]byte, turn []byte, ttl time.Duration) error {
+	if s.replicas != nil {
+		if len(turn) > MaxConversationBytes {
+			s.replicas.TakeConversation(conversation)
+			return ErrFull
+		}
+		s.replicas.PutConversation(conversation, turn, ttl)
+		return nil
+	}
+	s.conversations.take(conversation)
+	if len(turn) > MaxConversationBytes {
+		return ErrFull
+	}
+	return s.conversations.putFor(conversation, turn, ttl)
+}
+
+// TakeConversation returns and removes the state of a conversation.
+func (s *State) TakeConversation(conversation [16]byte) ([]byte, bool) {
+	if s.replicas != nil {
+		return s.replicas.TakeConversation(conversation)
+	}
+	return s.conversations.take(conversation)
+}

@@ -1,0 +1,79 @@
+package kvstate
+
+// InferencePolicy is what the cluster's resources (InferenceObjective, InferenceModelRewrite) say about a pool's
+// requests.
+type InferencePolicy struct {
+	// Objectives maps the name of an InferenceObjective to its priority. Missing names have priority 0; requests
+	// below 0 may be shed.
+	Objectives map[string]int32
+	// Rewrites replace model names; the first that matches applies.
+	Rewrites []Rewrite
+}
+
+// Rewrite sends requests for a model to one of several others.
+type Rewrite struct {
+	Model   string // the requested model; "" matches any
+	Targets []RewriteTarget
+}
+
+// RewriteTarget is one model and its share of the requests.
+type RewriteTarget struct {
+	Model  string
+	Weight int // relative to the sum over all targets; all 0: equal shares
+}
+
+// SetInferencePolicy sets the policy of a pool; nil removes it. The caller must not modify it afterwards.
+func (s *State) SetInferencePolicy(pool string, in *InferencePolicy) {
+	s.inferencePolicies.Store(pool, in)
+}
+
+// Priority returns the priority of an objective in a pool; 0 if the objective is unknown.
+func (s *State) Priority(pool, objective string) (priority int32, known bool) {
+	if in := s.inferencePolicy(pool); in != nil {
+		priority, known = in.Objectives[objective]
+	}
+	return priority, known
+}
+
+// Rewritten returns the model that replaces the requested one, or "" to keep it. A rewrite that names the model
+// comes before one that matches any. random chooses between several targets.
+func (s *State) Rewritten(pool, model string, random uint64) string {
+	in := s.inferencePolicy(pool)
+	if in == nil {
+		return ""
+	}
+	for _, name := range []string{model, ""} {
+		for i := range in.Rewrites {
+			if in.Rewrites[i].Model == name {
+				return in.Rewrites[i].target(random)
+			}
+		}
+	}
+	return ""
+}
+
+func (r *Rewrite) target(random uint64) string {
+	sum := 0
+	for _, t := range r.Targets {
+		sum += t.Weight
+	}
+	if len(r.Targets) == 0 {
+		return ""
+	}
+	if sum == 0 {
+		return r.Targets[random%uint64(len(r.Targets))].Model
+	}
+	at := int(random % uint64(sum))
+	for _, t := range r.Targets {
+		if at -= t.Weight; at < 0 {
+			return t.Model
+		}
+	}
+	return ""
+}
+
+func (s *State) inferencePolicy(pool string) *InferencePolicy {
+	in, _ := s.inferencePolicies.Load(pool)
+	known, _ := in.(*InferencePolicy)
+	return known
+}

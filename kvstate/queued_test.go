@@ -1,0 +1,116 @@
+package kvstate
+
+import (
+	"testing"
+	"time"
+
+	"tandem/kvstate/prefixindex"
+
+	"github.com/stretchr/testify/require"
+)
+
+// board is what a waiting room knows of other replicas, and how often it was told.
+type board struct {
+	known       map[uint64]Queued
+	changes     uint64
+	said, ended []uint64
+}
+
+func (b *board) look(p *Pool) {
+	b.said, b.ended = nil, nil
+	p.SyncRemoteQueue(b.known, &b.changes, func(w *Queued) { b.said = append(b.said, w.ID) }, func(id uint64, _ bool) { b.ended = append(b.ended, id) })
+}
+
+func waitsPool(t *testing.T) (*State, *Pool) {
+	t.Helper()
+	s := New(Options{})
+	s.SetPool(PoolSpec{Name: "chat", Models: []string{"*"}}, []EndpointSpec{{Name: "p", Addr: "10.0.0.1:1", Role: RolePrefill}})
+	return s, s.Pool("chat")
+}
+
+// Who waits at other replicas is known from what they tell, also where the pool gets other endpoints meanwhile.
+func TestWaitsElsewhere(t *testing.T) {
+	s, p := waitsPool(t)
+	b := &board{known: map[uint64]Queued{}}
+	b.look(p)
+	require.Empty(t, b.said)
+
+	p.ApplyQueued(7, []Queued{{ID: 1, PromptTokens: 10}, {ID: 2}}, nil, nil, false)
+	p.ApplyQueued(8, []Queued{{ID: 3}, {ID: 2, PromptTokens: 99}}, nil, nil, false)
+	require.Len(t, p.Freed(), 1, "who waits here may be next")
+	s.SetPool(p.Spec, nil)
+	p = s.Pool("chat")
+	b.look(p)
+	require.ElementsMatch(t, []uint64{1, 2, 3}, b.said)
+	require.Equal(t, uint64(7), b.known[2].Replica, "nobody speaks for others")
+	require.Zero(t, b.known[2].PromptTokens)
+	b.look(p)
+	require.Empty(t, b.said)
+
+	p.ApplyQueued(7, []Queued{{ID: 1, PromptTokens: 20}}, []uint64{2, 3}, nil, false)
+	b.look(p)
+	require.Equal(t, []uint64{1}, b.said, "told anew")
+	require.Equal(t, []uint64{2}, b.ended)
+	require.Equal(t, int64(20), b.known[1].PromptTokens)
+
+	p.ApplyQueued(7, []Queued{{ID: 4}}, nil, nil, true)
+	b.look(p)
+	require.Equal(t, []uint64{4}, b.said)
+	require.Equal(t, []uint64{1}, b.ended)
+	p.ApplyQueued(7, nil, nil, nil, true)
+	b.look(p)
+	require.Equal(t, []uint64{4}, b.ended, "it is gone")
+	require.Len(t, b.known, 1)
+}
+
+// A replica that tells of more than it should does not fill the memory of others.
+func TestWaitsAreBounded(t *testing.T) {
+	_, p := waitsPool(t)
+	for id := range uint64(10_000) {
+		p.ApplyQueued(7, []Queued{{ID: id + 1}}, nil, nil, false)
+	}
+	b := &board{known: map[uint64]Queued{}}
+	b.look(p)
+	require.Len(t, b.known, maxRemoteQueued)
+	p.ApplyQueued(7, nil, nil, nil, true)
+	b.look(p)
+	require.Empty(t, b.known)
+}
+
+// deaf are peers who are told and do nothing.
+type silentReplicas struct{ changed int }
+
+func (d *silentReplicas) Changed()                                        { d.changed++ }
+func (*silentReplicas) Routed(*Pool, *Endpoint, []uint64)                 {}
+func (*silentReplicas) Released(*Pool, ReservationID)                     {}
+func (*silentReplicas) Learned(*Pool, prefixindex.LearnedTokens)          {}
+func (*silentReplicas) SessionServed(*Pool, uint64, *Endpoint, *Endpoint) {}
+func (*silentReplicas) Consume([16]byte, bool) (first, known bool)        { return true, false }
+func (*silentReplicas) PutHandOver([16]byte, []byte)                      {}
+func (*silentReplicas) TakeHandOver([16]byte) (params []byte, _ bool)     { return nil, false }
+func (*silentReplicas) PutConversation([16]byte, []byte, time.Duration)   {}
+func (*silentReplicas) TakeConversation([16]byte) (turn []byte, _ bool)   { return nil, false }
+
+// Of those who wait here the first are told, by priority and place; alone nobody is.
+func TestWaitsHere(t *testing.T) {
+	s, p := waitsPool(t)
+	s.PublishQueued(p, Queued{ID: 1})
+	require.Empty(t, p.Queued(), "there is nobody to tell")
+	peers := &silentReplicas{}
+	s.Connect(peers)
+	for id := range uint64(200) {
+		s.PublishQueued(p, Queued{ID: id + 1, Position: -float64(id), Arrived: time.Now()})
+	}
+	s.PublishQueued(p, Queued{ID: 900, Position: 1e9, Priority: 1})
+	require.Equal(t, 201, peers.changed)
+	told := p.Queued()
+	require.Len(t, told, MaxQueuedPublished)
+	require.Equal(t, []uint64{900, 200, 199}, []uint64{told[0].ID, told[1].ID, told[2].ID})
+	before := told[0].Version
+	s.PublishQueued(p, Queued{ID: 900, Priority: 1, PromptTokens: 5})
+	require.Greater(t, p.Queued()[0].Version, before)
+	s.PublishDequeued(p, 900, true)
+	s.PublishDequeued(p, 900, true)
+	require.Equal(t, 203, peers.changed)
+	require.Equal(t, uint64(200), p.Queued()[0].ID)
+}

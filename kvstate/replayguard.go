@@ -1,0 +1,172 @@
+package kvstate
+
+import (
+	"crypto/rand"
+	"errors"
+	"sync"
+	"time"
+)
+
+// replayGuard remembers consumed tickets in two generations. It starts a new generation when the current one is as
+// old as the time to live, and drops the one before. So it remembers each ticket for at least the time to live. It
+// never drops one earlier to save memory: KV parameters that are sent twice can return another request's text.
+type replayGuard struct {
+	mu       *sync.Mutex
+	max      int // of a generation
+	ttl      time.Duration
+	began    time.Time
+	now, old map[[16]byte]struct{}
+}
+
+func newReplayGuard(limit int, ttl time.Duration) replayGuard {
+	return replayGuard{mu: &sync.Mutex{}, max: max(limit/2, 1), ttl: ttl, began: time.Now(), now: map[[16]byte]struct{}{}}
+}
+
+// Consume marks a ticket as consumed. It returns true the first time only: one ticket, one decode. If the memory is
+// full it returns false, and the request is planned again. It also asks the other replicas, for a few milliseconds.
+// If they do not answer, this replica's memory and the ticket's short life decide.
+func (s *State) Consume(ticket [16]byte) bool {
+	if !s.consumed.consume(ticket) {
+		return false
+	}
+	if s.replicas != nil {
+		if first, known := s.replicas.Consume(ticket, false); known {
+			return first
+		}
+	}
+	return true
+}
+
+// ConsumeConfirmed is Consume for callers that no request waits for. The other replicas get more time to answer;
+// known reports whether they did. It is always true without other replicas.
+func (s *State) ConsumeConfirmed(ticket [16]byte) (first, known bool) {
+	if !s.consumed.consume(ticket) {
+		return false, true
+	}
+	if s.replicas != nil {
+		return s.replicas.Consume(ticket, true)
+	}
+	return true, true
+}
+
+func (p *replayGuard) consume(ticket [16]byte) bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.rotate(time.Now())
+	if _, ok := p.now[ticket]; ok {
+		return false
+	}
+	if _, ok := p.old[ticket]; ok || len(p.now) >= p.max {
+		return false
+	}
+	p.now[ticket] = struct{}{}
+	return true
+}
+
+func (p *replayGuard) rotate(now time.Time) {
+	if now.Sub(p.began) > p.ttl {
+		p.old, p.now, p.began = p.now, map[[16]byte]struct{}{}, now
+	}
+}
+
+func (p *replayGuard) sweep(now time.Time) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.rotate(now)
+}
+
+// ErrFull is returned when the stored hand-overs take all the memory allowed.
+var ErrFull = errors.New("kvstate: no memory left for another hand-over")
+
+// maxHandOvers bounds their number, since small ones cost more than their bytes.
+const maxHandOvers = 1 << 16
+
+// handOverStore stores KV transfer parameters: those too large for a header, between the two hops, and those of a
+// conversation's last turn (conversations.go).
+type handOverStore struct {
+	mu    *sync.Mutex
+	max   int
+	ttl   time.Duration
+	bytes int
+	held  map[[16]byte]handOver
+}
+
+type handOver struct {
+	params  []byte
+	expires time.Time
+}
+
+func newHandOverStore(limit int, ttl time.Duration) handOverStore {
+	return handOverStore{mu: &sync.Mutex{}, max: limit, ttl: ttl, held: map[[16]byte]handOver{}}
+}
+
+// PutHandOver stores a copy of params for all replicas and returns a reference to it, or [ErrFull].
+func (s *State) PutHandOver(params []byte) (ref [16]byte, err error) {
+	if ref, err = s.handOvers.put(params); err == nil && s.replicas != nil {
+		s.replicas.PutHandOver(ref, params)
+	}
+	return ref, err
+}
+
+// PutHandOverAs is PutHandOver with a reference that the reader already knows.
+func (s *State) PutHandOverAs(ref [16]byte, params []byte) error {
+	err := s.handOvers.putAs(ref, params)
+	if err == nil && s.replicas != nil {
+		s.replicas.PutHandOver(ref, params)
+	}
+	return err
+}
+
+func (h *handOverStore) put(params []byte) (ref [16]byte, err error) {
+	_, _ = rand.Read(ref[:]) // never fails (crypto/rand)
+	return ref, h.putAs(ref, params)
+}
+
+func (h *handOverStore) putAs(ref [16]byte, params []byte) error { return h.putFor(ref, params, h.ttl) }
+
+func (h *handOverStore) putFor(ref [16]byte, params []byte, ttl time.Duration) error {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if len(params) > h.max-h.bytes || len(h.held) >= maxHandOvers {
+		return ErrFull
+	}
+	if before, ok := h.held[ref]; ok {
+		h.bytes -= len(before.params)
+	}
+	h.held[ref] = handOver{append([]byte(nil), params...), time.Now().Add(ttl)}
+	h.bytes += len(params)
+	return nil
+}
+
+// TakeHandOver returns and removes the entry with a reference. It asks the other replicas if this one does not have
+// it.
+func (s *State) TakeHandOver(ref [16]byte) ([]byte, bool) {
+	params, ok := s.handOvers.take(ref)
+	if !ok && s.replicas != nil {
+		return s.replicas.TakeHandOver(ref)
+	}
+	return params, ok
+}
+
+func (h *handOverStore) take(ref [16]byte) ([]byte, bool) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	kept, ok := h.held[ref]
+	if !ok {
+		return nil, false
+	}
+	delete(h.held, ref)
+	h.bytes -= len(kept.params)
+	return kept.params, time.Now().Before(kept.expires)
+}
+
+func (h *handOverStore) sweep(now time.Time) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	for ref, kept := range h.held {
+		if now.After(kept.expires) {
+			delete(h.held, ref)
+			h.bytes -= len(kept.params)
+		}
+	}
+}

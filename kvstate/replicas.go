@@ -1,0 +1,157 @@
+package kvstate
+
+import (
+	"time"
+
+	"tandem/kvstate/prefixindex"
+)
+
+// Replicas connects a State to the other replicas (package redisstore). The first methods publish changes. They are
+// called on the request path, so they copy their arguments and return at once. The others ask all replicas; each
+// has its own deadline of a few milliseconds and reports if there was no answer.
+type Replicas interface {
+	// Changed reports that a reservation, the health or a signal of some endpoint has changed.
+	Changed()
+	// Routed publishes that a prompt with these blocks was sent to an endpoint.
+	Routed(p *Pool, e *Endpoint, hashes []uint64)
+	// Released publishes that a reservation of another replica has ended.
+	Released(p *Pool, id ReservationID)
+	// Learned publishes the tokens of a prompt. The callee owns l.
+	Learned(p *Pool, l prefixindex.LearnedTokens)
+	// SessionServed publishes which endpoints served a session; either may be nil.
+	SessionServed(p *Pool, session uint64, prefill, decode *Endpoint)
+
+	// Consume marks a ticket as consumed. first reports whether it was not consumed before; it is valid only if
+	// known. patient means that no request waits for the answer.
+	Consume(ticket [16]byte, patient bool) (first, known bool)
+	// PutHandOver stores params for all replicas.
+	PutHandOver(ref [16]byte, params []byte)
+	// TakeHandOver returns and removes an entry that any replica stored.
+	TakeHandOver(ref [16]byte) ([]byte, bool)
+	// PutConversation stores the state of a conversation's last turn for ttl, and replaces the previous one.
+	PutConversation(conversation [16]byte, turn []byte, ttl time.Duration)
+	// TakeConversation returns and removes the state of a conversation.
+	TakeConversation(conversation [16]byte) ([]byte, bool)
+}
+
+// Connect connects the state to other replicas. Call it once, before the state is in use.
+func (s *State) Connect(p Replicas) { s.replicas = p }
+
+func (s *State) changed() {
+	if s.replicas != nil {
+		s.replicas.Changed()
+	}
+}
+
+// ReleaseAnywhere releases a reservation of any replica. The replica that made it is notified; it would also learn
+// it from Envoy's access log, but up to a second later.
+func (s *State) ReleaseAnywhere(p *Pool, id ReservationID) {
+	if id != 0 && !s.Release(id) && s.replicas != nil {
+		s.replicas.Released(p, id)
+	}
+}
+
+// HasReplicas reports whether there may be other replicas. Then [State.Consume], [State.TakeHandOver] and
+// [State.PutHandOver] may wait for Redis.
+func (s *State) HasReplicas() bool { return s.replicas != nil }
+
+// ApplyRouted applies [State.Routed] of another replica.
+func (s *State) ApplyRouted(p *Pool, e *Endpoint, hashes []uint64) {
+	e.blocks.Add(hashes)
+	if e.Role&RolePrefill != 0 {
+		p.uses.Note(hashes, s.o.Now())
+	}
+}
+
+// ApplyFailed applies [State.MarkFailed] or [State.MarkGood] of another replica.
+func (s *State) ApplyFailed(e *Endpoint, failed bool) {
+	if s.setFailed(e, failed) {
+		s.healthChanged(e, !failed, CauseReplica)
+	}
+}
+
+// Booked is one replica's load on an endpoint, as published to the others.
+type Booked struct {
+	Requests, PromptTokens int64
+
+	Jobs  int64         // of the requests, waiting and running prefills
+	Work  time.Duration // of those jobs
+	Lead  time.Duration // of that work, the part in the engine's current step
+	Since time.Time     // when that step began; zero without jobs
+
+	LocalUntil time.Time // when a decode endpoint will have computed the prompts that it computes itself; zero: none
+}
+
+// Booked returns this replica's load on the endpoint. Equal values mean equal reservations: nothing in it changes
+// with time, except that LocalUntil passes.
+func (e *Endpoint) Booked(now time.Time) Booked {
+	b := Booked{Requests: e.requests.Load(), PromptTokens: e.tokens.Load()}
+	if b.Jobs = e.queue.n.Load(); b.Jobs > 0 {
+		b.Work, b.Lead = time.Duration(e.queue.total.Load()), time.Duration(e.queue.lead.Load())
+		b.Since = time.Unix(0, e.queue.since.Load())
+	}
+	if until := e.local.until.Load(); until > now.UnixNano() {
+		b.LocalUntil = time.Unix(0, until)
+	}
+	return b
+}
+
+// RemoteLoad is the load of all other replicas on an endpoint at a moment.
+type RemoteLoad struct {
+	Requests, PromptTokens, Jobs int64
+
+	Queue time.Duration // unfinished work of the jobs
+	Lead  time.Duration // of that, the part in the engine's current step, which shrinks with time
+	Local time.Duration // as in [Candidate]; it shrinks with time
+	At    time.Time
+}
+
+// Add adds the load of one more replica, as of o.At.
+func (o *RemoteLoad) Add(b *Booked) {
+	o.Requests += b.Requests
+	o.PromptTokens += b.PromptTokens
+	o.Jobs += b.Jobs
+	done := min(b.Lead, max(o.At.Sub(b.Since), 0))
+	o.Queue += max(b.Work-done, 0)
+	o.Lead += b.Lead - done
+	if !b.LocalUntil.IsZero() {
+		o.Local += max(b.LocalUntil.Sub(o.At), 0)
+	}
+}
+
+// addTo adds the remote load to a candidate.
+func (o *RemoteLoad) addTo(c *Candidate, now int64) {
+	passed := max(time.Duration(now-o.At.UnixNano()), 0)
+	c.Requests += o.Requests
+	c.PromptTokens += o.PromptTokens
+	c.Jobs += o.Jobs
+	c.Queue += max(o.Queue-min(o.Lead, passed), 0)
+	c.Local += max(o.Local-passed, 0)
+}
+
+// SetRemoteLoad sets the load of all other replicas on an endpoint.
+func (e *Endpoint) SetRemoteLoad(o RemoteLoad) { e.remoteLoad.Store(&o) }
+
+// RemoteLoad returns the load of other replicas on the endpoint.
+func (e *Endpoint) RemoteLoad() RemoteLoad {
+	if o := e.remoteLoad.Load(); o != nil {
+		return *o
+	}
+	return RemoteLoad{}
+}
+
+// PrefillRates returns the prefill work that this replica books in the pool, in seconds of engine time per second:
+// on prefill endpoints, and on decode endpoints that compute prompts themselves.
+func (p *Pool) PrefillRates(now time.Time) (prefill, local float64) {
+	p.load.mu.Lock()
+	defer p.load.mu.Unlock()
+	return p.load.rates(now)
+}
+
+// SetRemoteRates sets the [Pool.PrefillRates] of all other replicas. The value of a cached prefix depends on how
+// busy the whole fleet is.
+func (p *Pool) SetRemoteRates(prefill, local float64) {
+	p.load.mu.Lock()
+	defer p.load.mu.Unlock()
+	p.load.remotePrefill, p.load.remoteLocal = prefill, local
+}
