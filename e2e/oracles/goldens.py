@@ -28,6 +28,10 @@ def body(golden: dict, leg: str):
     return json.loads(text) if text else None
 
 
+def dump(value) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
 def rename(value, name: str):
     """value with every member called name called otherwise, at any depth."""
     if isinstance(value, dict):
@@ -45,10 +49,14 @@ class Judgement:
 
     def dialect(self, name: str, release: str, judge: str, check, names: dict, skip=()):
         """check(golden, leg, body) raises where the engine would not understand the body. names are, for each leg, the members that
-        the engine cannot do without; a tuple are members of which one is enough."""
+        the engine cannot do without; a tuple are members of which one is enough. Where the client's own part is refused by every
+        engine (the golden refused-by-prefill), both legs have to be."""
         accepted = caught = 0
         for golden in of(self.testdata, name):
             if golden["name"].split("/")[1] in skip:
+                continue
+            if golden["name"].endswith("/refused-by-prefill"):
+                self.refused(golden, check, names)
                 continue
             for leg, must in names.items():
                 sent = body(golden, leg)
@@ -78,6 +86,17 @@ class Judgement:
         if not accepted or not caught:
             self.wrong.append(f"{name}: no golden was judged, or no change noticed")
         self.rows.append(f"| `{name}` | {judge} | {release} | {accepted} | {caught} |")
+
+    def refused(self, golden: dict, check, names: dict):
+        for leg in names:
+            try:
+                check(golden, leg, body(golden, leg))
+            except AssertionError as e:
+                self.wrong.append(f"{golden['name']}, {leg}: the engine did not refuse it: {e}")
+            except Exception:  # noqa: BLE001 - the engine's refusal
+                continue
+            else:
+                self.wrong.append(f"{golden['name']}, {leg}: the engine did not refuse it")
 
     def end(self):
         print("\n".join(self.rows))
