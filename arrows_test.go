@@ -72,7 +72,7 @@ var arrows = map[string][]string{
 
 // guarded are modules that only some packages may see, tests included.
 var guarded = map[string][]string{
-	"github.com/envoyproxy/":     {"extproc", "extproc/envoywire (test)", "extproc/envoywire/wiretest", "envoy-configs (test)"},
+	"github.com/envoyproxy/":     {"extproc", "extproc/envoywire (test)", "extproc/envoywire/wiretest", "envoy-configs"},
 	"k8s.io/":                    {"kvstate/discovery", "deploy (test)"},
 	"go.opentelemetry.io/":       {"extproc", "extproc/telemetry", "cmd/tandem", "e2e"},
 	"google.golang.org/grpc":     {"extproc/telemetry", "extproc", "extproc/envoywire", "internal/grpcserver", "cmd/tandem", "e2e", "e2e/bench", "envoy-configs (test)"},
@@ -80,7 +80,7 @@ var guarded = map[string][]string{
 	"github.com/redis/":          {"kvstate/redisstore"},
 	"github.com/go-zeromq/":      {"kvstate/kvevents (test)", "kvstate/registrations (test)", "internal/zmtp (test)", "kvstate/notices (test)", "cmd/enginesim"},
 	"sigs.k8s.io/":               {"protos/config/v1", "kvstate/discovery", "envoy-configs", "deploy (test)", "docs (test)"},
-	"google.golang.org/protobuf": {"cmd/tandem", "kvstate/redisstore", "protos/state/v1", "extproc (test)", "extproc/envoywire (test)", "extproc/envoywire/wiretest", "extproc/kvtransfer", "protos/config/v1", "protos/ticket/v1", "envoy-configs (test)", "docs (test)"},
+	"google.golang.org/protobuf": {"cmd/tandem", "kvstate/redisstore", "protos/state/v1", "extproc (test)", "extproc/envoywire (test)", "extproc/envoywire/wiretest", "extproc/kvtransfer", "protos/config/v1", "protos/ticket/v1", "envoy-configs", "docs (test)"},
 }
 
 // pure is all that the decision may need of the world: no clock, no lock, no I/O, no chance of its own.

@@ -36,7 +36,7 @@ var larger = map[string]struct {
 	"cmd/tandem: files":                   {40, "compiles the configuration, which is to move to a package of its own"},
 	"cmd/tandem: lines":                   {4700, "compiles the configuration, which is to move to a package of its own"},
 	"e2e/load.result: fields":             {30, "one field for each figure of the report"},
-	"envoy-configs.bootstrap: fields":     {30, "the data of one template"},
+	"envoy-configs.model: methods":        {80, "one method for each part of Envoy's configuration"},
 	"extproc.waiter: fields":              {30, "the admission queue, which is to move to the picker"},
 	"extproc.waitingRoom: fields":         {30, "the admission queue, which is to move to the picker"},
 	"extproc/envoywire.Headers: fields":   {40, "one field for each header that is read"},

@@ -208,11 +208,11 @@ func TestOperationsKnowsAll(t *testing.T) {
 	operations := read(t, "operations.md")
 	found := 0
 	for file, pattern := range map[string]string{
-		"../extproc/*.go":            `(?:BadRequest|Unavailable)\("([a-z_]+)"|a\.why = (?:true, )?"([a-z_]+)"|Cause = "([a-z_]+)"`,
-		"../extproc/openai/*.go":     `BadRequest\("([a-z_]+)"|Code: "([a-z_]+)"`,
-		"../extproc/openai/split.go": `return "([a-z_]+)"`,
-		"../envoy-configs/replies.go": `(?:ourFault|clientsFault), "([a-z_]+)"|Code: "([a-z_]+)"|` +
-			`"code":"([a-z_]+)"`,
+		"../extproc/*.go":             `(?:BadRequest|Unavailable)\("([a-z_]+)"|a\.why = (?:true, )?"([a-z_]+)"|Cause = "([a-z_]+)"`,
+		"../extproc/openai/*.go":      `BadRequest\("([a-z_]+)"|Code: "([a-z_]+)"`,
+		"../extproc/openai/split.go":  `return "([a-z_]+)"`,
+		"../envoy-configs/replies.go": `(?:ourFault|clientsFault), "([a-z_]+)"|Code: "([a-z_]+)"`,
+		"../envoy-configs/lua/*.lua":  `"code":"([a-z_]+)"`,
 	} {
 		files, err := filepath.Glob(file)
 		require.NoError(t, err)

@@ -16,7 +16,11 @@ import (
 	"testing"
 	"time"
 
+	bootstrapv3 "github.com/envoyproxy/go-control-plane/envoy/config/bootstrap/v3"
 	"github.com/stretchr/testify/require"
+	"google.golang.org/protobuf/encoding/protojson"
+	"google.golang.org/protobuf/proto"
+	"sigs.k8s.io/yaml"
 
 	configv1 "tandem/protos/config/v1"
 )
@@ -55,10 +59,10 @@ pools:
   - {address: 127.0.0.1:8201, role: decode}
 `
 
-// Whatever the configuration, the real Envoy takes what is rendered, without a warning.
-func TestEnvoyTakes(t *testing.T) {
+// cases are configurations of every shape.
+func cases(t *testing.T) map[string]string {
 	ca := writeCertificate(t)
-	for name, text := range map[string]string{
+	return map[string]string{
 		"least":                   pool,
 		"traces":                  `tracing: {endpoint: "127.0.0.1:4317", sampleRatio: 0.01}` + pool,
 		"traces, by name":         `tracing: {endpoint: "collector.svc:4317"}` + pool,
@@ -83,14 +87,52 @@ func TestEnvoyTakes(t *testing.T) {
 		"an encode stage":         strings.Replace(pool, "nixl", "nixl\n  encode: {}", 1) + "  - {address: 127.0.0.1:8301, role: encode, scheme: h2c}\n",
 		"encode, two, traced":     `{tracing: {endpoint: "127.0.0.1:4317"}, envoy: {extProcs: ["10.0.0.1:9002", "10.0.0.2:9002"]}, tickets: {keyFile: k}` + strings.Replace(flow(), "nixl", "nixl, encode: {}", 1),
 		"answers rewritten":       strings.Replace(pool, "nixl", "lmcache\n  lmcache: {retFirstToken: true}", 1),
-	} {
+	}
+}
+
+// Whatever the configuration, the real Envoy takes what is printed, without a warning.
+func TestEnvoyTakes(t *testing.T) {
+	for name, text := range cases(t) {
 		t.Run(name, func(t *testing.T) {
 			c, _, err := configv1.Parse([]byte(text))
 			require.NoError(t, err)
 			got, err := Bootstrap(c)
 			require.NoError(t, err)
-			require.NotContains(t, string(got), "no value")
 			validate(t, got)
+		})
+	}
+}
+
+// What the model holds is valid by the rules of Envoy's API, what is printed is the model and nothing else, and says all of its notes.
+func TestPrintedIsTheModel(t *testing.T) {
+	for name, text := range cases(t) {
+		t.Run(name, func(t *testing.T) {
+			c, _, err := configv1.Parse([]byte(text))
+			require.NoError(t, err)
+			s, err := gather(c)
+			require.NoError(t, err)
+			m := newModel(s)
+			want := m.bootstrap()
+			text, err := m.print(m.overview(), want)
+			require.NoError(t, err)
+			require.NoError(t, want.ValidateAll())
+			for _, packed := range m.packed {
+				require.NoError(t, packed.(interface{ ValidateAll() error }).ValidateAll())
+			}
+			asJSON, err := yaml.YAMLToJSON(text)
+			require.NoError(t, err)
+			got := &bootstrapv3.Bootstrap{}
+			require.NoError(t, protojson.Unmarshal(asJSON, got))
+			require.True(t, proto.Equal(want, got))
+			for message, notes := range m.notes {
+				for field, note := range notes {
+					line, _, _ := strings.Cut(note, "\n")
+					require.Contains(t, string(text), "# "+line, "%T.%s", message, field)
+				}
+			}
+			again, err := Bootstrap(c)
+			require.NoError(t, err)
+			require.Equal(t, string(text), string(again))
 		})
 	}
 }

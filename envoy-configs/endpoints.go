@@ -1,22 +1,22 @@
 package envoyconfigs
 
 import (
-	"bytes"
-	_ "embed"
 	"errors"
 	"fmt"
-	"maps"
 	"slices"
 	"strings"
-	"text/template"
 
-	"sigs.k8s.io/yaml"
+	clusterv3 "github.com/envoyproxy/go-control-plane/envoy/config/cluster/v3"
+	listenerv3 "github.com/envoyproxy/go-control-plane/envoy/config/listener/v3"
+	routev3 "github.com/envoyproxy/go-control-plane/envoy/config/route/v3"
+	overridehostv3 "github.com/envoyproxy/go-control-plane/envoy/extensions/load_balancing_policies/override_host/v3"
+	randomv3 "github.com/envoyproxy/go-control-plane/envoy/extensions/load_balancing_policies/random/v3"
+	subsetv3 "github.com/envoyproxy/go-control-plane/envoy/extensions/load_balancing_policies/subset/v3"
+	"google.golang.org/protobuf/proto"
+	"google.golang.org/protobuf/types/known/wrapperspb"
 
 	configv1 "tandem/protos/config/v1"
 )
-
-//go:embed endpoints.yaml.tmpl
-var endpointsTemplate string
 
 // Upstream is how Envoy gets to the endpoint that ext_proc names in x-gateway-destination-endpoint.
 type Upstream string
@@ -169,64 +169,81 @@ type knownCluster struct {
 	Cluster string // of the bootstrap
 	Header  string // that names the endpoint
 	Known   string // Envoy Gateway's cluster; "": there are no such endpoints
-	Bytes   int64
+	of      func() *clusterv3.Cluster
 }
 
 // knownClusters gives each set's rules, which stand behind those of the legs, and the clusters that they replace.
-func (g *gatewayResources) knownClusters(b *bootstrap) {
+func (g *gatewayResources) knownClusters(m *model) {
 	g.known = map[string]knownCluster{}
-	for _, set := range g.Endpoints {
+	for i, set := range g.Endpoints {
 		replace := func(cluster, header string) {
-			k := knownCluster{Cluster: cluster + set.Suffix, Header: header, Bytes: g.Bytes}
+			k := knownCluster{Cluster: cluster + set.Suffix, Header: header, of: func() *clusterv3.Cluster {
+				return m.endpoints(cluster, header, m.Engines.Schemes[i])
+			}}
 			if refs := set.refs(); len(refs) > 0 {
 				k.Known = fmt.Sprintf("httproute/%s/%s/rule/%d", g.Namespace, g.Name, len(g.Rules))
 				g.Rules = append(g.Rules, gatewayRule{Leg: "none-" + k.Cluster, Timeout: "0s", Refs: refs})
 			}
 			g.known[k.Cluster] = k
 		}
-		replace("tandem-pod", "x-gateway-destination-endpoint")
-		if b.Pairs {
+		replace("tandem-pod", destination)
+		if m.Pairs {
 			replace("tandem-mirror-pod", "x-tandem-prefill-endpoint")
 		}
 	}
 }
 
-// patches put Envoy Gateway's cluster in the place of one of the bootstrap, whose settings it gets. Envoy's own answers are
-// those of the main listener.
-func (k knownCluster) patches(cluster map[string]any, localReplies any) ([]patch, error) {
-	t, err := template.New("endpoints").Delims("<<", ">>").Parse(endpointsTemplate)
-	if err != nil {
-		return nil, fmt.Errorf("reading the template of endpoints: %w", err)
-	}
-	var text bytes.Buffer
-	if err := t.Execute(&text, k); err != nil {
-		return nil, fmt.Errorf("rendering endpoints: %w", err)
-	}
-	var parts struct {
-		Cluster  map[string]any `json:"cluster"`
-		Listener map[string]any `json:"listener"`
-		Policy   any            `json:"policy"`
-	}
-	if err := yaml.Unmarshal(text.Bytes(), &parts); err != nil {
-		return nil, fmt.Errorf("reading endpoints: %w", err)
-	}
-	connectionManager(parts.Listener)["local_reply_config"] = localReplies
-	parts.Cluster["circuit_breakers"] = cluster["circuit_breakers"]
+// patches put Envoy Gateway's cluster in the place of one of the bootstrap, whose settings it gets.
+//
+// An endpoint that Envoy Gateway does not know has to fail its hop as one that refuses connections does, so that the hop's next
+// try is tandem-replan's. But where a load balancer has no host, Envoy's router gives up without another try. So the cluster
+// is a way to a listener that asks Envoy Gateway's cluster, and whose own 503 is an answer like any other.
+func (k knownCluster) patches(m *model) []patch {
 	out := []patch{
-		{typePrefix + "listener.v3.Listener", k.Cluster, operation{Op: "add", Value: parts.Listener}},
-		{typePrefix + "cluster.v3.Cluster", k.Cluster, operation{Op: "add", Value: parts.Cluster}},
+		addResource(m, listenerKind, k.Cluster, k.listener(m)),
+		addResource(m, clusterKind, k.Cluster, m.loopCluster(loop{k.Cluster, k.Cluster})),
 	}
 	if k.Known == "" {
-		return out, nil
+		return out
 	}
-	settings := maps.Clone(cluster)
-	for _, field := range []string{"name", "type", "lb_policy", "original_dst_lb_config", "cleanup_interval"} {
-		delete(settings, field)
+	c := k.of()
+	c.Name, c.ClusterDiscoveryType, c.LbPolicy, c.LbConfig, c.CleanupInterval = "", nil, 0, nil, nil
+	c.LoadBalancingPolicy = m.overrideHost(k.Header)
+	c.PerConnectionBufferLimitBytes = wrapperspb.UInt32(1 << 20) // Envoy's default; Envoy Gateway's is 32 KiB
+	for field, value := range m.fields(c) {
+		out = append(out, patch{Type: clusterKind, Name: k.Known, Op: "add", Path: "/" + field, Value: value})
 	}
-	settings["load_balancing_policy"] = parts.Policy
-	settings["per_connection_buffer_limit_bytes"] = 1 << 20 // Envoy's default; Envoy Gateway's is 32 KiB
-	for _, field := range slices.Sorted(maps.Keys(settings)) {
-		out = append(out, patch{typePrefix + "cluster.v3.Cluster", k.Known, operation{Op: "add", Path: "/" + field, Value: settings[field]}})
+	return out
+}
+
+// listener asks Envoy Gateway's cluster. Envoy's own answers are those of the main listener.
+func (k knownCluster) listener(m *model) *listenerv3.Listener {
+	route := toCluster(k.Known)
+	if k.Known == "" {
+		route = &routev3.Route{Match: anyPath(), Action: &routev3.Route_DirectResponse{DirectResponse: &routev3.DirectResponseAction{Status: 503}}}
 	}
-	return out, nil
+	return m.legListener(leg{
+		name: k.Cluster, host: &routev3.VirtualHost{Routes: []*routev3.Route{route}}, untraced: true, replies: m.localReplies(), optional: true,
+	})
+}
+
+// overrideHost takes the endpoint that a header names, and no other.
+//
+// The header, not the metadata that endpoint pickers set beside it: metadata pass neither a redirect nor an internal listener.
+// Where it names no endpoint of the cluster there is no other to take (a subset of hosts with a label that none has): KV blocks,
+// ranks and what is booked belong to the one that was named.
+func (m *model) overrideHost(header string) *clusterv3.LoadBalancingPolicy {
+	policy := func(name string, config proto.Message) *clusterv3.LoadBalancingPolicy {
+		return &clusterv3.LoadBalancingPolicy{Policies: []*clusterv3.LoadBalancingPolicy_Policy{{
+			TypedExtensionConfig: m.extension("envoy.load_balancing_policies."+name, config),
+		}}}
+	}
+	none := policy("subset", &subsetv3.Subset{
+		FallbackPolicy:  subsetv3.Subset_NO_FALLBACK,
+		SubsetSelectors: []*subsetv3.Subset_LbSubsetSelector{{Keys: []string{"none"}}},
+		SubsetLbPolicy:  policy("random", &randomv3.Random{}),
+	})
+	return policy("override_host", &overridehostv3.OverrideHost{
+		OverrideHostSources: []*overridehostv3.OverrideHost_OverrideHostSource{{Header: header}}, FallbackPolicy: none,
+	})
 }

@@ -29,9 +29,9 @@ pools:
   discovery: {kubernetes: {selector: "app=llm, tier==gpu", ports: [8000, 8001], scheme: https}}
 `))
 	require.NoError(t, err)
-	b, err := gather(c)
+	s, err := gather(c)
 	require.NoError(t, err)
-	sets, err := endpointSets(c, GatewayOptions{Namespace: "default", Name: "tandem"}, b.Schemes)
+	sets, err := endpointSets(c, GatewayOptions{Namespace: "default", Name: "tandem"}, s.Engines.Schemes)
 	require.NoError(t, err)
 	ip := func(host string) gatewayHost { return gatewayHost{address: address{host, 8000}} }
 	require.Equal(t, []endpointSet{

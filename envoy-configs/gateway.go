@@ -7,10 +7,15 @@ import (
 	"maps"
 	"net/netip"
 	"slices"
+	"strconv"
 	"strings"
 	"text/template"
 
-	"sigs.k8s.io/yaml"
+	corev3 "github.com/envoyproxy/go-control-plane/envoy/config/core/v3"
+	routev3 "github.com/envoyproxy/go-control-plane/envoy/config/route/v3"
+	allowlistedv3 "github.com/envoyproxy/go-control-plane/envoy/extensions/internal_redirect/allow_listed_routes/v3"
+	"go.yaml.in/yaml/v3"
+	"google.golang.org/protobuf/proto"
 
 	configv1 "tandem/protos/config/v1"
 )
@@ -37,7 +42,6 @@ type gatewayResources struct {
 	Rules     []gatewayRule
 	Patches   string // a YAML list
 	Bytes     int64
-	Idle      string
 
 	known map[string]knownCluster // by the cluster that is replaced
 }
@@ -80,37 +84,38 @@ func EnvoyGateway(c *configv1.Config, o GatewayOptions) ([]byte, error) {
 	or(&o.Namespace, "default")
 	or(&o.Name, "tandem")
 	or(&o.Class, "eg")
-	b, err := gather(c)
+	s, err := gather(c)
 	if err != nil {
 		return nil, err
 	}
+	m := newModel(s)
 	g := gatewayResources{
-		GatewayOptions: o, Port: b.Listen.Port, Bytes: b.BufferBytes, Idle: b.IdleTimeout,
-		ExtProcs: gatewayHosts(b.ExtProcs), Replans: gatewayHosts(b.Replans), Rules: gatewayRules(b),
+		GatewayOptions: o, Port: s.Listen.Port, Bytes: s.Bodies.Buffer,
+		ExtProcs: gatewayHosts(s.Servers.ExtProcs), Replans: gatewayHosts(s.Servers.Replans), Rules: gatewayRules(s),
 	}
 	switch o.Upstream {
 	case OriginalDst, "":
 	case OverrideHost:
-		if g.Endpoints, err = endpointSets(c, o, b.Schemes); err != nil {
+		if g.Endpoints, err = endpointSets(c, o, s.Engines.Schemes); err != nil {
 			return nil, err
 		}
-		g.knownClusters(b)
+		g.knownClusters(m)
 	default:
 		return nil, fmt.Errorf("--upstream %q: it is %s or %s", o.Upstream, OriginalDst, OverrideHost)
 	}
-	g.Rules = append(append(g.Rules, bodyRules(b)...), gatewayRule{Timeout: "0s"})
+	g.Rules = append(append(g.Rules, bodyRules(s)...), gatewayRule{Timeout: "0s"})
 	if len(g.Rules) > maxRules {
 		return nil, fmt.Errorf("%d rules are more than an HTTPRoute may have (%d): use fewer schemes, or --upstream original-dst", len(g.Rules), maxRules)
 	}
-	patches, err := g.patches(c)
-	if err != nil {
-		return nil, err
+	list := &yaml.Node{Kind: yaml.SequenceNode}
+	for _, p := range g.patches(m) {
+		list.Content = append(list.Content, p.node())
 	}
-	text, err := yaml.Marshal(patches)
+	patches, err := m.printNode(list)
 	if err != nil {
 		return nil, fmt.Errorf("writing the patches: %w", err)
 	}
-	g.Patches = "  " + strings.ReplaceAll(strings.TrimSpace(string(text)), "\n", "\n  ")
+	g.Patches = "  " + strings.ReplaceAll(strings.TrimSpace(string(patches)), "\n", "\n  ")
 	t, err := template.New("gateway").Delims("<<", ">>").Parse(gatewayTemplate)
 	if err != nil {
 		return nil, fmt.Errorf("reading the template of Envoy Gateway's resources: %w", err)
@@ -138,9 +143,9 @@ func gatewayHosts(h hosts) []gatewayHost {
 }
 
 // gatewayRules are those of every leg and scheme.
-func gatewayRules(b *bootstrap) []gatewayRule {
+func gatewayRules(b *settings) []gatewayRule {
 	var rules []gatewayRule
-	for _, s := range b.LegSchemes() {
+	for _, s := range b.legSchemes() {
 		name := s.Name
 		if s.Suffix == "" {
 			name = ""
@@ -158,9 +163,9 @@ func gatewayRules(b *bootstrap) []gatewayRule {
 
 // bodyRules are those of requests that ext_proc has not decided yet, by how their bodies come to it and by whether they have a ticket. Their
 // matches need what an HTTPRoute cannot say (ranges of numbers, any value): a patch replaces the match that stands in the route.
-func bodyRules(b *bootstrap) []gatewayRule {
+func bodyRules(b *settings) []gatewayRule {
 	rule := func(name string) gatewayRule { return gatewayRule{Patched: name, Timeout: "5s", name: name} }
-	if b.Mode == "duplex" || !b.Several() {
+	if b.Bodies.Mode == "duplex" || !b.several() {
 		return []gatewayRule{rule("pass-2")}
 	}
 	return []gatewayRule{rule("pass-2-buffered"), rule("pass-2"), rule("json-buffered")}
@@ -168,226 +173,150 @@ func bodyRules(b *bootstrap) []gatewayRule {
 
 const typePrefix = "type.googleapis.com/envoy.config."
 
+// patch changes one of Envoy's resources: JSONPath says where in it, Path what there.
 type patch struct {
-	Type      string    `json:"type"`
-	Name      string    `json:"name"`
-	Operation operation `json:"operation"`
+	Type, Name         string
+	Op, JSONPath, Path string
+	Value              *yaml.Node
 }
 
-type operation struct {
-	Op       string `json:"op"`
-	JSONPath string `json:"jsonPath,omitempty"`
-	Path     string `json:"path"`
-	Value    any    `json:"value"`
+// node is the patch as one of an EnvoyPatchPolicy.
+func (p patch) node() *yaml.Node {
+	field := func(name, value string) []*yaml.Node {
+		return []*yaml.Node{scalar("!!str", name), scalar("!!str", value)}
+	}
+	operation := &yaml.Node{Kind: yaml.MappingNode, Content: append(field("op", p.Op), field("path", p.Path)...)}
+	if p.JSONPath != "" {
+		operation.Content = append(operation.Content, field("jsonPath", p.JSONPath)...)
+	}
+	operation.Content = append(operation.Content, scalar("!!str", "value"), p.Value)
+	return &yaml.Node{Kind: yaml.MappingNode, Content: slices.Concat(
+		field("name", p.Name), field("type", typePrefix+p.Type), []*yaml.Node{scalar("!!str", "operation"), operation},
+	)}
+}
+
+// Kinds of Envoy's resources.
+const (
+	listenerKind = "listener.v3.Listener"
+	clusterKind  = "cluster.v3.Cluster"
+	routesKind   = "route.v3.RouteConfiguration"
+)
+
+// addResource adds a whole resource to Envoy's configuration.
+func addResource(m *model, kind, name string, resource proto.Message) patch {
+	return patch{Type: kind, Name: name, Op: "add", Value: m.node(resource.ProtoReflect())}
 }
 
 // patches are what the documented API cannot say.
-func (g *gatewayResources) patches(c *configv1.Config) ([]patch, error) {
-	text, err := Bootstrap(c)
-	if err != nil {
-		return nil, err
-	}
-	var bootstrap struct {
-		Static struct {
-			Listeners []map[string]any `json:"listeners"`
-			Clusters  []map[string]any `json:"clusters"`
-		} `json:"static_resources"`
-	}
-	if err := yaml.Unmarshal(text, &bootstrap); err != nil {
-		return nil, fmt.Errorf("reading the bootstrap: %w", err)
-	}
+func (g *gatewayResources) patches(m *model) []patch {
 	listener := g.Namespace + "/" + g.Name + "/http"
-	var out []patch
-	var localReplies any
-	for _, l := range bootstrap.Static.Listeners {
-		name, _ := l["name"].(string)
-		if _, leg := l["internal_listener"]; leg {
-			out = append(out, patch{typePrefix + "listener.v3.Listener", name, operation{Op: "add", Value: l}})
+	out := append(g.routePatches(m, listener), g.listenerPatches(m, listener)...)
+	for _, leg := range m.legListeners() {
+		out = append(out, addResource(m, listenerKind, leg.GetName(), leg))
+	}
+	for _, cluster := range m.clusters() {
+		if k, ok := g.known[cluster.GetName()]; ok {
+			out = append(out, k.patches(m)...)
 			continue
 		}
-		hcm := connectionManager(l)
-		localReplies = hcm["local_reply_config"]
-		routes, err := g.routePatches(listener, hcm)
-		if err != nil {
-			return nil, err
-		}
-		out = append(out, routes...)
-		out = append(out, g.listenerPatches(listener, hcm)...)
+		out = append(out, addResource(m, clusterKind, cluster.GetName(), cluster))
 	}
-	for _, cluster := range bootstrap.Static.Clusters {
-		name, _ := cluster["name"].(string)
-		if k, ok := g.known[name]; ok {
-			known, err := k.patches(cluster, localReplies)
-			if err != nil {
-				return nil, err
-			}
-			out = append(out, known...)
-			continue
-		}
-		out = append(out, patch{typePrefix + "cluster.v3.Cluster", name, operation{Op: "add", Value: cluster}})
-	}
-	return out, nil
-}
-
-// connectionManager is the configuration of a listener's HTTP connection manager.
-func connectionManager(listener map[string]any) map[string]any {
-	chains, _ := listener["filter_chains"].([]any)
-	for _, chain := range chains {
-		filters, _ := chain.(map[string]any)["filters"].([]any)
-		for _, f := range filters {
-			if config, ok := f.(map[string]any)["typed_config"].(map[string]any); ok {
-				return config
-			}
-		}
-	}
-	return nil
+	return out
 }
 
 // listenerPatches give Envoy Gateway's listener what its policies cannot: room for tickets that carry KV parameters, the log of
 // how each pass ended, errors in OpenAI's shape, an end for redirects that Envoy could not follow; and to its ext_proc filter
 // the bootstrap's settings, of which EnvoyExtensionPolicy knows neither the headers that may be set (a prefill's time limit is
 // one) nor how to try another replica.
-func (g *gatewayResources) listenerPatches(listener string, hcm map[string]any) []patch {
+func (g *gatewayResources) listenerPatches(m *model, listener string) []patch {
 	const manager = `$..filters[?@.name=="envoy.filters.network.http_connection_manager"].typed_config`
 	var out []patch
-	do := func(op, at, path string, value any) {
-		out = append(out, patch{typePrefix + "listener.v3.Listener", listener, operation{Op: op, JSONPath: at, Path: path, Value: value}})
+	do := func(op, at, path string, value *yaml.Node) {
+		out = append(out, patch{Type: listenerKind, Name: listener, Op: op, JSONPath: at, Path: path, Value: value})
 	}
-	do("add", manager, "/max_request_headers_kb", hcm["max_request_headers_kb"])
-	do("add", manager, "/common_http_protocol_options/max_headers_count", 160)
-	do("add", manager, "/local_reply_config", hcm["local_reply_config"])
+	add := func(path string, message proto.Message) { do("add", manager, path, m.node(message.ProtoReflect())) }
+	do("add", manager, "/max_request_headers_kb", scalar("!!int", strconv.Itoa(maxHeaderKiB)))
+	do("add", manager, "/common_http_protocol_options/max_headers_count", scalar("!!int", strconv.Itoa(maxHeaders)))
+	add("/local_reply_config", m.localReplies())
 	// After the ClientTrafficPolicy's removals. Its own "set" would come before them.
-	do("add", manager, "/early_header_mutation_extensions/0/typed_config/mutations/-", reservationMutation(hcm))
-	logs, _ := hcm["access_log"].([]any)
-	for _, log := range logs {
-		do("add", manager, "/access_log/-", log)
+	add("/early_header_mutation_extensions/0/typed_config/mutations/-", m.reservation())
+	for _, log := range m.endOfPass() {
+		add("/access_log/-", log)
 	}
-	filters, _ := hcm["http_filters"].([]any)
-	var hygiene map[string]any
-	for _, f := range filters {
-		switch filter, _ := f.(map[string]any); filter["name"] {
-		case "envoy.filters.http.ext_proc":
-			// Its name has the policy's kind in the middle, in a cluster, and nothing there in standalone mode.
-			at := fmt.Sprintf(`$..http_filters[?match(@.name, "envoy.filters.http.ext_proc/.*/%s/%s/extproc/0")]`, g.Namespace, g.Name)
-			do("replace", at, "/typed_config", filter["typed_config"])
-		case "envoy.filters.http.lua":
-			do("add", manager, "/http_filters/0", filter) // before the other filters, and so behind them for an answer
-		case "envoy.filters.http.header_mutation/tandem":
-			hygiene = filter
-		}
-	}
-	do("add", manager, "/http_filters/0", hygiene) // the first, and so the last to see an answer
+	// Its name has the policy's kind in the middle, in a cluster, and nothing there in standalone mode.
+	at := fmt.Sprintf(`$..http_filters[?match(@.name, "envoy.filters.http.ext_proc/.*/%s/%s/extproc/0")]`, g.Namespace, g.Name)
+	do("replace", at, "/typed_config", m.node(m.mainExtProc().GetTypedConfig().ProtoReflect()))
+	add("/http_filters/0", m.unfollowed()) // before the other filters, and so behind them for an answer
+	add("/http_filters/0", m.hygiene())    // the first, and so the last to see an answer
 	return out
 }
 
-// reservationMutation is what has Envoy name each request for its reservations.
-func reservationMutation(hcm map[string]any) any {
-	extensions, _ := hcm["early_header_mutation_extensions"].([]any)
-	for _, e := range extensions {
-		config, _ := e.(map[string]any)["typed_config"].(map[string]any)
-		mutations, _ := config["mutations"].([]any)
-		for _, m := range mutations {
-			if _, ok := m.(map[string]any)["append"]; ok {
-				return m
-			}
-		}
-	}
-	return nil
-}
-
 // routePatches give the routes of rules the actions of the bootstrap's routes. How long a request may take says the HTTPRoute.
-func (g *gatewayResources) routePatches(listener string, hcm map[string]any) ([]patch, error) {
-	routes := routesByName(hcm)
+func (g *gatewayResources) routePatches(m *model, listener string) []patch {
+	host := m.routes().GetVirtualHosts()[0]
+	routes := map[string]*routev3.Route{}
+	for _, r := range host.GetRoutes() {
+		routes[r.GetName()] = r
+	}
 	var out []patch
 	for i, rule := range g.Rules {
 		if rule.name == "" {
 			continue
 		}
 		at := fmt.Sprintf(`$.virtual_hosts[*].routes[?match(@.name, "httproute/%s/%s/rule/%d/.*")]`, g.Namespace, g.Name, i)
-		addUnder := func(under, op, path string, value any) {
-			out = append(out, patch{typePrefix + "route.v3.RouteConfiguration", listener, operation{Op: op, Path: path, Value: value, JSONPath: at + under}})
+		addUnder := func(under, op, path string, value *yaml.Node) {
+			out = append(out, patch{Type: routesKind, Name: listener, Op: op, JSONPath: at + under, Path: path, Value: value})
 		}
-		add := func(op, path string, value any) { addUnder("", op, path, value) }
+		add := func(op, path string, value *yaml.Node) { addUnder("", op, path, value) }
+		route := routes[rule.name]
 		if rule.Patched != "" {
-			add("replace", "/match", routes[rule.name]["match"])
+			add("replace", "/match", m.node(route.GetMatch().ProtoReflect()))
 		}
-		action, ok := routes[rule.name]["route"].(map[string]any)
-		if !ok && rule.name == "pass-2" {
-			continue // it answers what is undecided with an error; here that goes to the replan port
+		action := route.GetRoute()
+		if action == nil {
+			continue // pass-2 answers what is undecided with an error; here that goes to the replan port
 		}
-		if !ok {
-			return nil, fmt.Errorf("the bootstrap has no route %s", rule.name)
+		add("replace", "/route/cluster", scalar("!!str", action.GetCluster()))
+		action.ClusterSpecifier, action.Timeout = nil, nil
+		if action.InternalRedirectPolicy != nil {
+			g.redirectsByName(m, action.InternalRedirectPolicy)
 		}
-		add("replace", "/route/cluster", action["cluster"])
-		for _, field := range slices.Sorted(maps.Keys(action)) {
-			switch field {
-			case "cluster", "timeout":
-			case "internal_redirect_policy":
-				add("add", "/route/"+field, g.redirectPolicy(action[field]))
-			default:
-				add("add", "/route/"+field, action[field])
-			}
+		for field, value := range m.fields(action) {
+			add("add", "/route/"+field, value)
 		}
-		filters, _ := routes[rule.name]["typed_per_filter_config"].(map[string]any)
-		for _, name := range slices.Sorted(maps.Keys(filters)) {
-			switch name {
-			case "envoy.filters.http.ext_proc":
+		for _, name := range slices.Sorted(maps.Keys(route.GetTypedPerFilterConfig())) {
+			switch config := m.node(route.GetTypedPerFilterConfig()[name].ProtoReflect()); name {
+			case extProcFilter:
 				// Envoy Gateway's filter has another name; its route has an empty configuration for it that enables it.
-				addUnder(`.typed_per_filter_config[?@["@type"]=="type.googleapis.com/envoy.config.route.v3.FilterConfig"]`, "add", "/config", filters[name])
-			case "envoy.filters.http.buffer": // Envoy Gateway's listener has no such filter
+				addUnder(`.typed_per_filter_config[?@["@type"]=="type.googleapis.com/envoy.config.route.v3.FilterConfig"]`, "add", "/config", config)
+			case bufferFilter: // Envoy Gateway's listener has no such filter
 			default:
-				add("add", "/typed_per_filter_config/"+name, filters[name])
+				add("add", "/typed_per_filter_config/"+name, config)
 			}
 		}
 		remove := []string{"x-tandem-leg"} // or the next pass would begin here
 		switch {
 		case rule.Patched != "":
-			add("add", "/request_headers_to_add", routes[rule.name]["request_headers_to_add"])
-		case routes[rule.name]["request_headers_to_remove"] != nil:
+			add("add", "/request_headers_to_add", &yaml.Node{
+				Kind: yaml.SequenceNode, Content: []*yaml.Node{m.node(route.GetRequestHeadersToAdd()[0].ProtoReflect())},
+			})
+		case len(route.GetRequestHeadersToRemove()) > 0:
 			remove = append(remove, "x-tandem-restart")
 		}
-		add("add", "/request_headers_to_remove", remove)
-		add("add", "/response_headers_to_remove", notForClients(hcm)) // a redirect still gets them
+		add("add", "/request_headers_to_remove", texts(remove...))
+		add("add", "/response_headers_to_remove", texts(host.GetResponseHeadersToRemove()...)) // a redirect still gets them
 	}
-	return out, nil
+	return out
 }
 
-// redirectPolicy is the bootstrap's with Envoy Gateway's names of the routes that a redirect may lead to: those of requests with a ticket. An
+// redirectsByName allows Envoy Gateway's names of the routes that a redirect may lead to: those of requests with a ticket. An
 // engine's own redirect leads to none of them.
-func (g *gatewayResources) redirectPolicy(of any) any {
-	policy := maps.Clone(of.(map[string]any))
+func (g *gatewayResources) redirectsByName(m *model, policy *routev3.InternalRedirectPolicy) {
 	var names []string
 	for i, rule := range g.Rules {
 		if rule.name == "pass-2" || rule.name == "pass-2-buffered" {
 			names = append(names, fmt.Sprintf("httproute/%s/%s/rule/%d/match/0/*", g.Namespace, g.Name, i))
 		}
 	}
-	policy["predicates"] = []any{map[string]any{"name": "tandem", "typed_config": map[string]any{
-		"@type": "type.googleapis.com/envoy.extensions.internal_redirect.allow_listed_routes.v3.AllowListedRoutesConfig", "allowed_route_names": names,
-	}}}
-	return policy
-}
-
-// notForClients are the headers that the bootstrap's main listener takes off answers.
-func notForClients(hcm map[string]any) any {
-	config, _ := hcm["route_config"].(map[string]any)
-	hosts, _ := config["virtual_hosts"].([]any)
-	host, _ := hosts[0].(map[string]any)
-	return host["response_headers_to_remove"]
-}
-
-// routesByName are the routes of a connection manager.
-func routesByName(hcm map[string]any) map[string]map[string]any {
-	out := map[string]map[string]any{}
-	config, _ := hcm["route_config"].(map[string]any)
-	hosts, _ := config["virtual_hosts"].([]any)
-	for _, host := range hosts {
-		routes, _ := host.(map[string]any)["routes"].([]any)
-		for _, r := range routes {
-			route, _ := r.(map[string]any)
-			name, _ := route["name"].(string)
-			out[name] = route
-		}
-	}
-	return out
+	policy.Predicates = []*corev3.TypedExtensionConfig{m.extension("tandem", &allowlistedv3.AllowListedRoutesConfig{AllowedRouteNames: names})}
 }

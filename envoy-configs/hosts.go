@@ -6,12 +6,20 @@ import (
 	"net/netip"
 	"strconv"
 
+	corev3 "github.com/envoyproxy/go-control-plane/envoy/config/core/v3"
+
 	configv1 "tandem/protos/config/v1"
 )
 
 type address struct {
 	Host string
 	Port int
+}
+
+func socketAddress(a address) *corev3.Address {
+	return &corev3.Address{Address: &corev3.Address_SocketAddress{SocketAddress: &corev3.SocketAddress{
+		Address: a.Host, PortSpecifier: &corev3.SocketAddress_PortValue{PortValue: uint32(a.Port)},
+	}}}
 }
 
 // hosts are the servers of one cluster.

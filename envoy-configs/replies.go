@@ -1,11 +1,18 @@
 package envoyconfigs
 
-import "strings"
+import (
+	"strconv"
 
-// localReply is how one of Envoy's own answers reads.
+	corev3 "github.com/envoyproxy/go-control-plane/envoy/config/core/v3"
+	hcmv3 "github.com/envoyproxy/go-control-plane/envoy/extensions/filters/network/http_connection_manager/v3"
+	"google.golang.org/protobuf/types/known/structpb"
+	"google.golang.org/protobuf/types/known/wrapperspb"
+)
+
+// localReply is one of Envoy's own answers.
 type localReply struct {
 	When                string // CEL over Envoy's attributes; the first that holds counts
-	Status              int    // in place of Envoy's; 0: as it is
+	Status              uint32 // in place of Envoy's; 0: as it is
 	Type, Code, Message string
 	RetryAfter          int // seconds; 0: none
 }
@@ -16,8 +23,8 @@ const (
 	ourFault     = "api_error"
 )
 
-// LocalReplies are the answers that Envoy gives by itself on the main listener, those of Tandem excepted.
-func (bootstrap) LocalReplies() []localReply {
+// envoysReplies are the answers that Envoy gives by itself on the main listener, those of Tandem excepted.
+func envoysReplies() []localReply {
 	return []localReply{
 		{details("ext_proc"), 0, ourFault, "router_unavailable", "the router did not answer; try again", 1},
 		{details("mismatch_between_content_length"), 0, ourFault, "router_failed", "the router wrote a body that does not fit its headers", 0},
@@ -39,12 +46,42 @@ func (bootstrap) LocalReplies() []localReply {
 // details holds for answers whose response code details, Envoy's name for their cause, begin so.
 func details(prefix string) string { return "response.code_details.startsWith('" + prefix + "')" }
 
-// OtherReply is what is said where no other reply fits.
-func (bootstrap) OtherReply() localReply {
+// otherReply is the answer where no other reply fits.
+func otherReply() localReply {
 	return localReply{Type: ourFault, Code: "internal_error", Message: "the request could not be carried out; its id leads to the cause in the logs"}
 }
 
-// Unfollowed is the body that takes the place of a redirect which Envoy could not follow, ready for Lua's single quotes.
-func (bootstrap) Unfollowed() string {
-	return strings.ReplaceAll(`{"error":{"message":"every way to answer was tried; try again","type":"api_error","param":null,"code":"attempts_exhausted"}}`, `'`, `\'`)
+// localReplies give Envoy's own answers OpenAI's shape.
+func (m *model) localReplies() *hcmv3.LocalReplyConfig {
+	mappers := []*hcmv3.ResponseMapper{noted(m, &hcmv3.ResponseMapper{
+		Filter: m.cel(details("tandem")),
+		BodyFormatOverride: &corev3.SubstitutionFormatString{
+			ContentType: "application/json", Format: &corev3.SubstitutionFormatString_TextFormatSource{TextFormatSource: inline("%LOCAL_REPLY_BODY%")},
+			OmitEmptyValues: true,
+		},
+	}, notes{"": "Tandem's answers pass here too and must not change: the first entry."})}
+	for _, reply := range envoysReplies() {
+		mapper := &hcmv3.ResponseMapper{Filter: m.cel(reply.When), BodyFormatOverride: reply.format()}
+		if reply.Status != 0 {
+			mapper.StatusCode = wrapperspb.UInt32(reply.Status)
+		}
+		if reply.RetryAfter != 0 {
+			mapper.HeadersToAdd = []*corev3.HeaderValueOption{setHeader("retry-after", strconv.Itoa(reply.RetryAfter), overwriteOrAdd)}
+		}
+		mappers = append(mappers, mapper)
+	}
+	return &hcmv3.LocalReplyConfig{Mappers: mappers, BodyFormat: otherReply().format()}
+}
+
+// format is the error object of OpenAI's API.
+func (r localReply) format() *corev3.SubstitutionFormatString {
+	text := func(s string) *structpb.Value { return structpb.NewStringValue(s) }
+	object := &structpb.Struct{Fields: map[string]*structpb.Value{
+		"message": text(r.Message), "type": text(r.Type), "param": structpb.NewNullValue(), "code": text(r.Code),
+	}}
+	return &corev3.SubstitutionFormatString{
+		ContentType: "application/json", Format: &corev3.SubstitutionFormatString_JsonFormat{JsonFormat: &structpb.Struct{
+			Fields: map[string]*structpb.Value{"error": structpb.NewStructValue(object)},
+		}},
+	}
 }

@@ -1,0 +1,153 @@
+package envoyconfigs
+
+import (
+	"time"
+
+	accesslogv3 "github.com/envoyproxy/go-control-plane/envoy/config/accesslog/v3"
+	corev3 "github.com/envoyproxy/go-control-plane/envoy/config/core/v3"
+	routev3 "github.com/envoyproxy/go-control-plane/envoy/config/route/v3"
+	celv3 "github.com/envoyproxy/go-control-plane/envoy/extensions/access_loggers/filters/cel/v3"
+	grpclogv3 "github.com/envoyproxy/go-control-plane/envoy/extensions/access_loggers/grpc/v3"
+	metadatav3 "github.com/envoyproxy/go-control-plane/envoy/type/metadata/v3"
+	tracingv3 "github.com/envoyproxy/go-control-plane/envoy/type/tracing/v3"
+	"google.golang.org/protobuf/types/known/durationpb"
+	"google.golang.org/protobuf/types/known/wrapperspb"
+)
+
+// logged is one of the logs that Tandem gets of requests.
+type logged struct {
+	name    string
+	flush   time.Duration
+	bytes   *wrapperspb.UInt32Value // kept before they are sent; nil: Envoy's default
+	tags    []*tracingv3.CustomTag
+	headers []string
+	when    func() *accesslogv3.AccessLogFilter
+	notes   notes
+}
+
+// toEveryReplica sends a log to each of them: what a request has booked lives in the replica that booked it.
+func (m *model) toEveryReplica(l logged) (out []*accesslogv3.AccessLog) {
+	for _, replica := range m.Servers.AccessLogs {
+		config := &grpclogv3.HttpGrpcAccessLogConfig{
+			CommonConfig: &grpclogv3.CommonGrpcAccessLogConfig{
+				LogName: l.name, TransportApiVersion: corev3.ApiVersion_V3, GrpcService: grpcTo(replica.Cluster),
+				BufferFlushInterval: durationpb.New(l.flush), BufferSizeBytes: l.bytes, CustomTags: l.tags,
+			},
+			AdditionalRequestHeadersToLog: l.headers,
+		}
+		out = append(out, noted(m, &accesslogv3.AccessLog{
+			Name: "envoy.access_loggers.http_grpc", Filter: l.when(),
+			ConfigType: &accesslogv3.AccessLog_TypedConfig{TypedConfig: m.pack(config)},
+		}, l.notes))
+	}
+	return out
+}
+
+// endOfPass reports how each pass of a request ended. A pass that ended in a redirect is logged with the ticket of the redirect.
+func (m *model) endOfPass() []*accesslogv3.AccessLog {
+	l := logged{
+		name: "tandem", flush: 200 * time.Millisecond, bytes: wrapperspb.UInt32(64 << 10), tags: []*tracingv3.CustomTag{unfollowedTag()},
+		headers: []string{"x-tandem-ticket", "x-tandem-reservation"}, when: booked,
+		notes: notes{"filter": "What may have something booked: passes with a ticket, and clients that left before theirs was set.\n" +
+			"A pass that ended in a redirect too: the replica that serves the next pass may be another than the one that booked it."},
+	}
+	if !m.several() {
+		l.when = func() *accesslogv3.AccessLogFilter { return logAnd(booked(), m.notRedirected()) }
+		l.notes = notes{"filter": "What may have something booked: passes with a ticket, and clients that left before theirs was set.\n" +
+			"Not a pass that ended in a redirect: the one replica there is learns from the next pass that it is over."}
+	}
+	if m.Tracing != nil {
+		l.headers = append(l.headers, "traceparent")
+	}
+	return m.toEveryReplica(l)
+}
+
+// failedTries reports tries of a hop that failed.
+func (m *model) failedTries() []*accesslogv3.AccessLog {
+	return m.toEveryReplica(logged{
+		name: "tandem-failed", flush: 200 * time.Millisecond, headers: []string{"x-tandem-ticket", "x-tandem-reservation"},
+		when: func() *accesslogv3.AccessLogFilter {
+			return logAnd(logOr(flagged("UF", "UC", "UR", "UPE"), statusFrom(400, "tandem.log.failed")), logHeader("x-tandem-ticket"))
+		},
+	})
+}
+
+// endOfMirror reports how the prefill leg of a pair ended.
+func (m *model) endOfMirror() []*accesslogv3.AccessLog {
+	return m.toEveryReplica(logged{
+		name: "tandem-prefill-mirror", flush: 50 * time.Millisecond, bytes: wrapperspb.UInt32(0),
+		headers: []string{"x-tandem-ticket", "x-tandem-request-id"},
+		when:    func() *accesslogv3.AccessLogFilter { return logHeader("x-tandem-ticket") },
+		notes:   notes{"": "At once: where the decode leg is watched by another replica, this is how that learns of the prefill."},
+	})
+}
+
+// unfollowedTag has the log say what lua/unfollowed.lua found.
+func unfollowedTag() *tracingv3.CustomTag {
+	return &tracingv3.CustomTag{Tag: "unfollowed", Type: &tracingv3.CustomTag_Metadata_{Metadata: &tracingv3.CustomTag_Metadata{
+		Kind: &metadatav3.MetadataKind{Kind: &metadatav3.MetadataKind_Request_{Request: &metadatav3.MetadataKind_Request{}}},
+		MetadataKey: &metadatav3.MetadataKey{Key: "tandem", Path: []*metadatav3.MetadataKey_PathSegment{{
+			Segment: &metadatav3.MetadataKey_PathSegment_Key{Key: "unfollowed"},
+		}}},
+	}}}
+}
+
+// booked holds for passes that may have something booked.
+func booked() *accesslogv3.AccessLogFilter { return logOr(logHeader("x-tandem-ticket"), flagged("DC")) }
+
+// notRedirected holds for passes that did not end in a redirect. CEL costs: it is asked for 307 alone, which may also be an
+// engine's own answer.
+func (m *model) notRedirected() *accesslogv3.AccessLogFilter {
+	return logOr(statusIs(accesslogv3.ComparisonFilter_LE, 306, "tandem.log.below"), statusFrom(308, "tandem.log.above"),
+		m.cel("response.code_details != 'internal_redirect'"))
+}
+
+func (m *model) cel(expression string) *accesslogv3.AccessLogFilter {
+	return &accesslogv3.AccessLogFilter{FilterSpecifier: &accesslogv3.AccessLogFilter_ExtensionFilter{
+		ExtensionFilter: &accesslogv3.ExtensionFilter{
+			Name:       "envoy.access_loggers.extension_filters.cel",
+			ConfigType: &accesslogv3.ExtensionFilter_TypedConfig{TypedConfig: m.pack(&celv3.ExpressionFilter{Expression: expression})},
+		},
+	}}
+}
+
+func logAnd(filters ...*accesslogv3.AccessLogFilter) *accesslogv3.AccessLogFilter {
+	return &accesslogv3.AccessLogFilter{FilterSpecifier: &accesslogv3.AccessLogFilter_AndFilter{
+		AndFilter: &accesslogv3.AndFilter{Filters: filters},
+	}}
+}
+
+func logOr(filters ...*accesslogv3.AccessLogFilter) *accesslogv3.AccessLogFilter {
+	return &accesslogv3.AccessLogFilter{FilterSpecifier: &accesslogv3.AccessLogFilter_OrFilter{
+		OrFilter: &accesslogv3.OrFilter{Filters: filters},
+	}}
+}
+
+// flagged holds where Envoy set one of its response flags.
+func flagged(flags ...string) *accesslogv3.AccessLogFilter {
+	return &accesslogv3.AccessLogFilter{FilterSpecifier: &accesslogv3.AccessLogFilter_ResponseFlagFilter{
+		ResponseFlagFilter: &accesslogv3.ResponseFlagFilter{Flags: flags},
+	}}
+}
+
+// logHeader holds for requests with a header.
+func logHeader(name string) *accesslogv3.AccessLogFilter {
+	return &accesslogv3.AccessLogFilter{FilterSpecifier: &accesslogv3.AccessLogFilter_HeaderFilter{
+		HeaderFilter: &accesslogv3.HeaderFilter{Header: &routev3.HeaderMatcher{
+			Name: name, HeaderMatchSpecifier: &routev3.HeaderMatcher_PresentMatch{PresentMatch: true},
+		}},
+	}}
+}
+
+func statusFrom(status uint32, key string) *accesslogv3.AccessLogFilter {
+	return statusIs(accesslogv3.ComparisonFilter_GE, status, key)
+}
+
+// statusIs compares the answer's status; Envoy demands a runtime key to change the value by, which nobody sets.
+func statusIs(op accesslogv3.ComparisonFilter_Op, status uint32, key string) *accesslogv3.AccessLogFilter {
+	return &accesslogv3.AccessLogFilter{FilterSpecifier: &accesslogv3.AccessLogFilter_StatusCodeFilter{
+		StatusCodeFilter: &accesslogv3.StatusCodeFilter{Comparison: &accesslogv3.ComparisonFilter{
+			Op: op, Value: &corev3.RuntimeUInt32{DefaultValue: status, RuntimeKey: key},
+		}},
+	}}
+}

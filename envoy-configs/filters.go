@@ -1,0 +1,320 @@
+package envoyconfigs
+
+import (
+	_ "embed"
+	"time"
+
+	xdscorev3 "github.com/cncf/xds/go/xds/core/v3"
+	matcherv3 "github.com/cncf/xds/go/xds/type/matcher/v3"
+	mutationv3 "github.com/envoyproxy/go-control-plane/envoy/config/common/mutation_rules/v3"
+	corev3 "github.com/envoyproxy/go-control-plane/envoy/config/core/v3"
+	matchingv3 "github.com/envoyproxy/go-control-plane/envoy/extensions/common/matching/v3"
+	actionv3 "github.com/envoyproxy/go-control-plane/envoy/extensions/filters/common/matcher/action/v3"
+	bufferv3 "github.com/envoyproxy/go-control-plane/envoy/extensions/filters/http/buffer/v3"
+	extprocv3 "github.com/envoyproxy/go-control-plane/envoy/extensions/filters/http/ext_proc/v3"
+	headermutationv3 "github.com/envoyproxy/go-control-plane/envoy/extensions/filters/http/header_mutation/v3"
+	luav3 "github.com/envoyproxy/go-control-plane/envoy/extensions/filters/http/lua/v3"
+	routerv3 "github.com/envoyproxy/go-control-plane/envoy/extensions/filters/http/router/v3"
+	hcmv3 "github.com/envoyproxy/go-control-plane/envoy/extensions/filters/network/http_connection_manager/v3"
+	previoushostsv3 "github.com/envoyproxy/go-control-plane/envoy/extensions/retry/host/previous_hosts/v3"
+	envoymatcherv3 "github.com/envoyproxy/go-control-plane/envoy/type/matcher/v3"
+	typev3 "github.com/envoyproxy/go-control-plane/envoy/type/v3"
+	"google.golang.org/protobuf/proto"
+	"google.golang.org/protobuf/types/known/anypb"
+	"google.golang.org/protobuf/types/known/durationpb"
+	"google.golang.org/protobuf/types/known/wrapperspb"
+)
+
+// Names of filters, by which routes configure them too.
+const (
+	extProcFilter = "envoy.filters.http.ext_proc"
+	bufferFilter  = "envoy.filters.http.buffer"
+	luaFilter     = "envoy.filters.http.lua"
+	hygieneFilter = "envoy.filters.http.header_mutation/tandem"
+)
+
+// destination is the header that names the endpoint of a hop.
+const destination = "x-gateway-destination-endpoint"
+
+// phase is what ext_proc is asked about of a request or of an answer.
+type phase int
+
+const (
+	nothing    phase = iota
+	headers          // headers alone
+	bufferBody       // headers, then the whole body in one message
+	streamBody       // headers, body and trailers in both directions, in pieces as they come
+)
+
+// processing is what ext_proc is asked about of the request and of the answer.
+func processing(request, response phase) *extprocv3.ProcessingMode {
+	head := func(p phase) extprocv3.ProcessingMode_HeaderSendMode {
+		if p == nothing {
+			return extprocv3.ProcessingMode_SKIP
+		}
+		return extprocv3.ProcessingMode_SEND
+	}
+	body := func(p phase) extprocv3.ProcessingMode_BodySendMode {
+		switch p {
+		case bufferBody:
+			return extprocv3.ProcessingMode_BUFFERED
+		case streamBody:
+			return extprocv3.ProcessingMode_FULL_DUPLEX_STREAMED
+		default:
+			return extprocv3.ProcessingMode_NONE
+		}
+	}
+	trailers := func(p phase) extprocv3.ProcessingMode_HeaderSendMode {
+		if p == streamBody { // FULL_DUPLEX_STREAMED demands it
+			return extprocv3.ProcessingMode_SEND
+		}
+		return extprocv3.ProcessingMode_SKIP
+	}
+	return &extprocv3.ProcessingMode{
+		RequestHeaderMode: head(request), RequestBodyMode: body(request), RequestTrailerMode: trailers(request),
+		ResponseHeaderMode: head(response), ResponseBodyMode: body(response), ResponseTrailerMode: trailers(response),
+	}
+}
+
+// extProc asks Tandem in a role; "" is the main filter's. Whoever adds to it does so before it is packed.
+func (m *model) extProc(role string, mode *extprocv3.ProcessingMode) *extprocv3.ExternalProcessor {
+	ask := grpcTo("tandem-extproc")
+	if role != "" {
+		ask.InitialMetadata = []*corev3.HeaderValue{{Key: "x-tandem-role", Value: role}}
+	}
+	if m.several() {
+		ask.RetryPolicy = m.otherReplica()
+	}
+	return &extprocv3.ExternalProcessor{
+		GrpcService: ask, MessageTimeout: durationpb.New(30 * time.Second),
+		StatusOnError: &typev3.HttpStatus{Code: typev3.StatusCode_ServiceUnavailable}, ProcessingMode: mode,
+	}
+}
+
+// grpcTo is gRPC to a cluster.
+func grpcTo(cluster string) *corev3.GrpcService {
+	return &corev3.GrpcService{TargetSpecifier: &corev3.GrpcService_EnvoyGrpc_{
+		EnvoyGrpc: &corev3.GrpcService_EnvoyGrpc{ClusterName: cluster},
+	}}
+}
+
+// otherReplica has a question that a replica did not answer asked of others, but not of the same.
+func (m *model) otherReplica() *corev3.RetryPolicy {
+	return &corev3.RetryPolicy{
+		RetryOn: "connect-failure,refused-stream,reset,unavailable", NumRetries: wrapperspb.UInt32(4),
+		RetryBackOff: &corev3.BackoffStrategy{
+			BaseInterval: durationpb.New(4 * time.Millisecond), MaxInterval: durationpb.New(100 * time.Millisecond),
+		},
+		HostSelectionRetryMaxAttempts: 20,
+		RetryHostPredicate: []*corev3.RetryPolicy_RetryHostPredicate{{
+			Name: "envoy.retry_host_predicates.previous_hosts",
+			ConfigType: &corev3.RetryPolicy_RetryHostPredicate_TypedConfig{
+				TypedConfig: m.pack(&previoushostsv3.PreviousHostsPredicate{}),
+			},
+		}},
+	}
+}
+
+// filter is one filter of a listener.
+func (m *model) filter(name string, config proto.Message) *hcmv3.HttpFilter {
+	return &hcmv3.HttpFilter{Name: name, ConfigType: &hcmv3.HttpFilter_TypedConfig{TypedConfig: m.pack(config)}}
+}
+
+// filterUnless is a filter that Envoy leaves out for answers that the predicate holds for.
+func (m *model) filterUnless(name, kind string, config proto.Message, p *predicate) *hcmv3.HttpFilter {
+	skip := &matcherv3.Matcher_OnMatch{OnMatch: &matcherv3.Matcher_OnMatch_Action{
+		Action: &xdscorev3.TypedExtensionConfig{Name: "skip", TypedConfig: m.pack(&actionv3.SkipFilter{})},
+	}}
+	return m.filter(name, &matchingv3.ExtensionWithMatcher{
+		XdsMatcher: &matcherv3.Matcher{MatcherType: &matcherv3.Matcher_MatcherList_{MatcherList: &matcherv3.Matcher_MatcherList{
+			Matchers: []*matcherv3.Matcher_MatcherList_FieldMatcher{{Predicate: p, OnMatch: skip}},
+		}}},
+		ExtensionConfig: m.extension(kind, config),
+	})
+}
+
+// predicate is a condition on an answer.
+type predicate = matcherv3.Matcher_MatcherList_Predicate
+
+// input is a condition on one thing that Envoy knows of an answer.
+func (m *model) input(name string, config proto.Message, value *matcherv3.StringMatcher) *predicate {
+	return &predicate{MatchType: &matcherv3.Matcher_MatcherList_Predicate_SinglePredicate_{
+		SinglePredicate: &matcherv3.Matcher_MatcherList_Predicate_SinglePredicate{
+			Input:   &xdscorev3.TypedExtensionConfig{Name: name, TypedConfig: m.pack(config)},
+			Matcher: &matcherv3.Matcher_MatcherList_Predicate_SinglePredicate_ValueMatch{ValueMatch: value},
+		},
+	}}
+}
+
+func (m *model) statusIs(status string) *predicate {
+	return m.input("status", &envoymatcherv3.HttpResponseStatusCodeMatchInput{}, textIs(status))
+}
+
+func (m *model) answerHeader(name string, value *matcherv3.StringMatcher) *predicate {
+	return m.input("header", &envoymatcherv3.HttpResponseHeaderMatchInput{HeaderName: name}, value)
+}
+
+func textIs(text string) *matcherv3.StringMatcher {
+	return &matcherv3.StringMatcher{MatchPattern: &matcherv3.StringMatcher_Exact{Exact: text}}
+}
+
+func textBegins(prefix string) *matcherv3.StringMatcher {
+	return &matcherv3.StringMatcher{MatchPattern: &matcherv3.StringMatcher_Prefix{Prefix: prefix}}
+}
+
+func textMatches(regex string) *matcherv3.StringMatcher {
+	return &matcherv3.StringMatcher{MatchPattern: &matcherv3.StringMatcher_SafeRegex{SafeRegex: &matcherv3.RegexMatcher{
+		EngineType: &matcherv3.RegexMatcher_GoogleRe2{GoogleRe2: &matcherv3.RegexMatcher_GoogleRE2{}}, Regex: regex,
+	}}}
+}
+
+func not(p *predicate) *predicate {
+	return &predicate{MatchType: &matcherv3.Matcher_MatcherList_Predicate_NotMatcher{NotMatcher: p}}
+}
+
+func all(ps ...*predicate) *predicate {
+	return &predicate{MatchType: &matcherv3.Matcher_MatcherList_Predicate_AndMatcher{
+		AndMatcher: &matcherv3.Matcher_MatcherList_Predicate_PredicateList{Predicate: ps},
+	}}
+}
+
+// buffer has Envoy wait for the whole body.
+func (m *model) buffer() *hcmv3.HttpFilter {
+	return m.filter(bufferFilter, &bufferv3.Buffer{MaxRequestBytes: wrapperspb.UInt32(uint32(m.Bodies.Buffer))})
+}
+
+// router is the last filter of every listener.
+func (m *model) router() *hcmv3.HttpFilter {
+	return m.filter("envoy.filters.http.router", &routerv3.Router{SuppressEnvoyHeaders: true})
+}
+
+// hygiene takes off answers what is Tandem's.
+func (m *model) hygiene() *hcmv3.HttpFilter {
+	own := func() []*mutationv3.HeaderMutation {
+		return []*mutationv3.HeaderMutation{removePrefix("x-tandem-"), remove(destination)}
+	}
+	response := own()
+	if m.Explains {
+		explain := setHeader("x-tandem-explain", "%REQ(x-tandem-explain)%", overwriteOrAdd)
+		response = append(response, noted(m, &mutationv3.HeaderMutation{Action: &mutationv3.HeaderMutation_Append{Append: explain}}, notes{
+			"": "For an operator who asked: the server sets it if tandem-explain bears the token, and no client can.",
+		}))
+	}
+	f := m.filter(hygieneFilter, &headermutationv3.HeaderMutation{
+		Mutations: &headermutationv3.Mutations{ResponseMutations: response, ResponseTrailersMutations: own()},
+	})
+	return noted(m, f, notes{
+		"": "Nothing of Tandem's reaches a client, whoever set it: the legs' filters or an engine. A redirect has got its ticket by then.",
+	})
+}
+
+// switched answers an engine's 101.
+func (m *model) switched() *hcmv3.HttpFilter {
+	ask := m.extProc("switched", processing(nothing, headers))
+	ask.MessageTimeout = durationpb.New(5 * time.Second)
+	ask.StatusOnError = &typev3.HttpStatus{Code: typev3.StatusCode_BadGateway}
+	return noted(m, m.filterUnless(extProcFilter+"/switched", extProcFilter, ask, not(m.statusIs("101"))), notes{
+		"": "An engine's 101, which no client has asked for: the server makes it 502, or the client would wait for what follows.",
+	})
+}
+
+// mainExtProc is where a pass is decided.
+func (m *model) mainExtProc() *hcmv3.HttpFilter {
+	ask := noted(m, m.extProc("", processing(streamBody, nothing)), notes{
+		"processing_mode": "All of the response is skipped, so the stream ends with the request: a replica that dies cuts no answer.",
+	})
+	yes := wrapperspb.Bool(true)
+	ask.MutationRules = &mutationv3.HeaderMutationRules{AllowAllRouting: yes, AllowEnvoy: yes}
+	if m.Metadata {
+		ask.MetadataOptions = noted(m, &extprocv3.MetadataOptions{
+			ReceivingNamespaces: &extprocv3.MetadataOptions_MetadataNamespaces{Untyped: []string{"tandem"}},
+		}, notes{"": "Decisions, for access logs."})
+	}
+	return noted(m, m.filterUnless(extProcFilter, extProcFilter, ask, m.statusIs("200")), notes{
+		"": "Once there is an answer the matcher keeps its pieces from the filter, which does nothing with them: Envoy (1.40) would look\n" +
+			"up a runtime flag there for each token, and touch memory that has grown cold since the last.",
+	})
+}
+
+//go:embed lua/unfollowed.lua
+var unfollowedScript string
+
+// unfollowed ends redirects that Envoy could not follow, on routes that enable it.
+func (m *model) unfollowed() *hcmv3.HttpFilter {
+	lua := &luav3.Lua{SourceCodes: map[string]*corev3.DataSource{"unfollowed": inline(unfollowedScript)}}
+	return noted(m, m.filterUnless(luaFilter, luaFilter, lua, not(m.statusIs("307"))), notes{
+		"": "A redirect that Envoy could not follow (too many of them, or a body over the buffer) ends here, as an error, and the access\n" +
+			"log says so, from which the server works out why. The matcher keeps all other answers from the script, which would cost\n" +
+			"each a coroutine.",
+	})
+}
+
+//go:embed lua/inline.lua
+var inlineScript string
+
+// inlineAnswer makes the redirect of a short prefill answer inside Envoy (docs/adr/0017).
+func (m *model) inlineAnswer() *hcmv3.HttpFilter {
+	short := all(m.statusIs("200"), m.answerHeader("x-tandem-carry", textBegins("http")), m.answerHeader("content-length", textMatches("[1-9][0-9]{0,3}")))
+	return noted(m, m.filterUnless(luaFilter, luaFilter, &luav3.Lua{DefaultSourceCode: inline(inlineScript)}, not(short)), notes{
+		"": "A short answer needs no stream of its own to Tandem: it goes to pass 2 as it is, in a header of the redirect, if\n" +
+			"pass 1 said so. The matcher keeps all others from the script.",
+	})
+}
+
+//go:embed lua/refusal.lua
+var refusalScript string
+
+// cleanRefusal cuts KV parameters out of what an engine says of a request that it refuses.
+func (m *model) cleanRefusal() *hcmv3.HttpFilter {
+	refused := m.input("status", &envoymatcherv3.HttpResponseStatusCodeClassMatchInput{}, textIs("4xx"))
+	return noted(m, m.filterUnless(luaFilter, luaFilter, &luav3.Lua{DefaultSourceCode: inline(refusalScript)}, not(refused)), notes{
+		"": "An engine that refuses a request may show what it was sent. The client's own members stay, those that name internal hosts and\n" +
+			"rooms are cut. The matcher keeps all other answers from the script.",
+	})
+}
+
+func inline(text string) *corev3.DataSource {
+	return &corev3.DataSource{Specifier: &corev3.DataSource_InlineString{InlineString: text}}
+}
+
+// perFilter are a route's settings of filters, by their names.
+type perFilter = map[string]*anypb.Any
+
+// luaNamed enables one of the scripts of source_codes.
+func (m *model) luaNamed(name string) *anypb.Any {
+	return m.pack(&luav3.LuaPerRoute{Override: &luav3.LuaPerRoute_Name{Name: name}})
+}
+
+func (m *model) noBuffer() *anypb.Any {
+	return m.pack(&bufferv3.BufferPerRoute{Override: &bufferv3.BufferPerRoute_Disabled{Disabled: true}})
+}
+
+// asked changes what ext_proc is asked about on a route. With optional a request goes on where no replica answers.
+func (m *model) asked(mode *extprocv3.ProcessingMode, optional bool) *anypb.Any {
+	o := &extprocv3.ExtProcOverrides{ProcessingMode: mode}
+	if optional {
+		o.FailureModeAllow = wrapperspb.Bool(true)
+	}
+	return m.pack(&extprocv3.ExtProcPerRoute{Override: &extprocv3.ExtProcPerRoute_Overrides{Overrides: o}})
+}
+
+const (
+	overwrite      = corev3.HeaderValueOption_OVERWRITE_IF_EXISTS
+	overwriteOrAdd = corev3.HeaderValueOption_OVERWRITE_IF_EXISTS_OR_ADD
+)
+
+func setHeader(name, value string, action corev3.HeaderValueOption_HeaderAppendAction) *corev3.HeaderValueOption {
+	return &corev3.HeaderValueOption{Header: &corev3.HeaderValue{Key: name, Value: value}, AppendAction: action}
+}
+
+func remove(header string) *mutationv3.HeaderMutation {
+	return &mutationv3.HeaderMutation{Action: &mutationv3.HeaderMutation_Remove{Remove: header}}
+}
+
+func removePrefix(prefix string) *mutationv3.HeaderMutation {
+	return &mutationv3.HeaderMutation{Action: &mutationv3.HeaderMutation_RemoveOnMatch_{
+		RemoveOnMatch: &mutationv3.HeaderMutation_RemoveOnMatch{KeyMatcher: &envoymatcherv3.StringMatcher{
+			MatchPattern: &envoymatcherv3.StringMatcher_Prefix{Prefix: prefix},
+		}},
+	}}
+}

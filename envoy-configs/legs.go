@@ -1,0 +1,231 @@
+package envoyconfigs
+
+import (
+	"slices"
+	"time"
+
+	accesslogv3 "github.com/envoyproxy/go-control-plane/envoy/config/accesslog/v3"
+	mutationv3 "github.com/envoyproxy/go-control-plane/envoy/config/common/mutation_rules/v3"
+	corev3 "github.com/envoyproxy/go-control-plane/envoy/config/core/v3"
+	listenerv3 "github.com/envoyproxy/go-control-plane/envoy/config/listener/v3"
+	routev3 "github.com/envoyproxy/go-control-plane/envoy/config/route/v3"
+	hcmv3 "github.com/envoyproxy/go-control-plane/envoy/extensions/filters/network/http_connection_manager/v3"
+	"google.golang.org/protobuf/types/known/durationpb"
+	"google.golang.org/protobuf/types/known/wrapperspb"
+)
+
+// legListeners are those without a port: each puts an ordinary ext_proc filter between the main listener and an endpoint.
+func (m *model) legListeners() []*listenerv3.Listener {
+	out := []*listenerv3.Listener{m.prefillLeg()}
+	if m.Encodes {
+		out = append(out, m.encodeLeg())
+	}
+	if m.Answers {
+		out = append(out, m.answerLeg())
+	}
+	if m.Pairs {
+		out = append(out, m.decodeLeg(), m.prefillMirror())
+	}
+	return out
+}
+
+// leg is what the legs' listeners differ in.
+type leg struct {
+	name     string
+	why      string
+	remove   []string                 // request headers that are no engine's business
+	host     *routev3.VirtualHost     // what else changes of headers, and the routes
+	filters  []*hcmv3.HttpFilter      // before the router
+	log      []*accesslogv3.AccessLog // to Tandem
+	untraced bool                     // no spans of its own
+	replies  *hcmv3.LocalReplyConfig  // Envoy's own answers
+	optional bool                     // its clusters may not exist
+}
+
+func (m *model) legListener(l leg) *listenerv3.Listener {
+	l.host.Name, l.host.Domains = "all", []string{"*"}
+	l.host.RequestHeadersToRemove = append(l.remove, "x-envoy-expected-rq-timeout-ms")
+	h := &hcmv3.HttpConnectionManager{
+		StatPrefix: l.name, ServerHeaderTransformation: hcmv3.HttpConnectionManager_PASS_THROUGH,
+		DelayedCloseTimeout: durationpb.New(20 * time.Millisecond), StreamIdleTimeout: durationpb.New(0),
+		GenerateRequestId: wrapperspb.Bool(false), MaxRequestHeadersKb: wrapperspb.UInt32(maxHeaderKiB),
+		CommonHttpProtocolOptions: &corev3.HttpProtocolOptions{MaxHeadersCount: wrapperspb.UInt32(maxHeaders)},
+		AccessLog:                 l.log,
+		RouteSpecifier: &hcmv3.HttpConnectionManager_RouteConfig{RouteConfig: &routev3.RouteConfiguration{
+			Name: l.name, VirtualHosts: []*routev3.VirtualHost{l.host},
+		}},
+		HttpFilters: append(l.filters, m.router()),
+	}
+	if l.replies != nil {
+		h.LocalReplyConfig = l.replies
+	}
+	if l.optional {
+		h.GetRouteConfig().ValidateClusters = wrapperspb.Bool(false)
+	}
+	if m.Tracing != nil && !l.untraced {
+		h.Tracing, h.RequestIdExtension = m.traced(), m.requestIDs()
+	}
+	out := m.listener(l.name, h)
+	out.ListenerSpecifier = &listenerv3.Listener_InternalListener{InternalListener: &listenerv3.Listener_InternalListenerConfig{}}
+	return noted(m, out, notes{"": l.why})
+}
+
+// legRoutes lead to the clusters of each scheme, which a header names.
+func (m *model) legRoutes(header, cluster string) (out []*routev3.Route) {
+	for _, s := range m.legSchemes() {
+		out = append(out, toCluster(cluster+s.Suffix, m.ofScheme(header, s)...))
+	}
+	return out
+}
+
+// ofScheme matches requests to endpoints of a scheme, where no route before took them.
+func (m *model) ofScheme(header string, s scheme) []*routev3.HeaderMatcher {
+	if s.Suffix == "" {
+		return nil
+	}
+	return []*routev3.HeaderMatcher{exact(header, s.Name)}
+}
+
+// toCluster sets no limit: those of the main listener's routes count.
+func toCluster(cluster string, headers ...*routev3.HeaderMatcher) *routev3.Route {
+	return &routev3.Route{Match: anyPath(headers...), Action: &routev3.Route_Route{Route: &routev3.RouteAction{
+		ClusterSpecifier: &routev3.RouteAction_Cluster{Cluster: cluster}, Timeout: durationpb.New(0), IdleTimeout: durationpb.New(0),
+	}}}
+}
+
+// prefillLeg turns P's answer into a redirect to pass 2.
+func (m *model) prefillLeg() *listenerv3.Listener {
+	ask := m.extProc("prefill-leg", processing(nothing, streamBody))
+	ask.ResponseAttributes = []string{"request.headers['x-tandem-ticket']", "request.headers['x-request-id']", "request.path"}
+	ask.MutationRules = &mutationv3.HeaderMutationRules{AllowAllRouting: wrapperspb.Bool(true)}
+	host := noted(m, &routev3.VirtualHost{
+		RequestHeadersToAdd:     []*corev3.HeaderValueOption{setHeader("endpoint-load-metrics-format", "JSON", overwriteOrAdd)},
+		ResponseHeadersToRemove: []string{"x-tandem-carry", "x-tandem-prefilled"},
+		ResponseHeadersToAdd: []*corev3.HeaderValueOption{
+			setHeader("x-tandem-carry", "%REQ(x-tandem-carry)%", overwriteOrAdd),
+			setHeader("x-tandem-ticket", "%REQ(x-tandem-ticket)%", overwriteOrAdd),
+		},
+		Routes: m.legRoutes("x-tandem-scheme", "tandem-pod"),
+	}, notes{
+		"request_headers_to_remove":  "The ticket stays: the filter below reads it from the request when the answer is there.",
+		"request_headers_to_add":     "P reports its load along with its answer, if it can (vLLM, ORCA).",
+		"response_headers_to_remove": "For a short answer: where the redirect leads, and the ticket, which is pass 1's own. Not P's to set.",
+	})
+	return m.legListener(leg{
+		name: "prefill-leg", why: "The prefill leg: a listener without a port, so that P's answer passes an ordinary ext_proc filter.",
+		remove: []string{"x-tandem-scheme", "x-tandem-body-bytes"}, host: host,
+		filters: []*hcmv3.HttpFilter{
+			noted(m, m.buffer(), notes{"": "P is not asked before the whole body is here. Else its failure, which is sooner there than the rest of a long body, would\n" +
+				"make a redirect of a request that has not gone out in full, and Envoy follows none of those."}),
+			m.filterUnless(extProcFilter, extProcFilter, ask, m.answerHeader("x-tandem-carry", textIs("carried"))),
+			m.inlineAnswer(),
+		},
+	})
+}
+
+// encodeLeg computes what a prompt shows, before both other legs.
+func (m *model) encodeLeg() *listenerv3.Listener {
+	ask := m.extProc("encode-leg", processing(streamBody, streamBody))
+	ask.MutationRules = &mutationv3.HeaderMutationRules{AllowAllRouting: wrapperspb.Bool(true)}
+	return m.legListener(leg{
+		name: "encode-leg", why: "The encode leg, before all others: its filter makes the encode engine's body of the client's, which the main listener keeps as\n" +
+			"it is, and of the answer a redirect.",
+		remove: []string{"tandem-explain", "x-tandem-scheme", "x-tandem-body-bytes"},
+		host:   &routev3.VirtualHost{Routes: m.legRoutes("x-tandem-scheme", "tandem-pod")},
+		filters: []*hcmv3.HttpFilter{
+			m.buffer(), m.filter(extProcFilter, ask),
+		},
+	})
+}
+
+// answerLeg rewrites answers.
+func (m *model) answerLeg() *listenerv3.Listener {
+	ask := noted(m, m.extProc("answer-leg", processing(nothing, streamBody)), notes{
+		"mutation_rules": "x-envoy-ratelimited: an answer that no other endpoint is to be asked for.",
+	})
+	ask.ResponseAttributes = []string{"request.headers['x-tandem-ticket']", "request.headers['x-request-id']", "request.headers['x-tandem-request-id']"}
+	ask.MutationRules = &mutationv3.HeaderMutationRules{AllowEnvoy: wrapperspb.Bool(true)}
+	return m.legListener(leg{
+		name: "answer-leg", why: "A decode leg whose answer is not the client's as it is: its ext_proc stream lives as long as the answer, so only such requests\n" +
+			"come this way.",
+		remove:  []string{"x-tandem-scheme", "x-tandem-body-bytes"},
+		host:    &routev3.VirtualHost{Routes: m.legRoutes("x-tandem-scheme", "tandem-pod")},
+		filters: []*hcmv3.HttpFilter{m.filter(extProcFilter, ask)}, untraced: true,
+	})
+}
+
+// decodeLeg is the client's half of a pair.
+func (m *model) decodeLeg() *listenerv3.Listener {
+	ask := noted(m, m.extProc("decode-leg", processing(streamBody, headers)), notes{
+		"max_message_timeout": "The server asks for it while it holds an answer's headers until prefill is done.",
+	})
+	ask.MaxMessageTimeout = durationpb.New(time.Hour)
+	ask.MutationRules = &mutationv3.HeaderMutationRules{AllowAllRouting: wrapperspb.Bool(true)}
+	routes := m.legRoutes("x-tandem-scheme", "tandem-pod")
+	for _, r := range routes {
+		r.RequestHeadersToRemove = []string{"x-tandem-scheme"}
+	}
+	if m.Answers {
+		rewritten := noted(m, toCluster("tandem-answer-loop", present("x-tandem-answer")), notes{
+			"": "What prefill answered belongs into the client's answer too.",
+		})
+		rewritten.RequestHeadersToRemove = []string{"x-tandem-answer"}
+		routes = slices.Insert(routes, 0, rewritten)
+	}
+	return m.legListener(leg{
+		name: "decode-leg", why: "The decode leg of a pair. Its ext_proc stream ends when prefill is done, before or with the first byte of the answer.",
+		remove: []string{"x-tandem-body-bytes", "x-tandem-prefill-endpoint", "x-tandem-prefill-scheme", "x-tandem-prefill-rank", "x-tandem-mirror"},
+		host:   &routev3.VirtualHost{RequestHeadersToAdd: ownHeaders("decode"), Routes: routes},
+		filters: []*hcmv3.HttpFilter{
+			m.buffer(), m.cleanRefusal(), m.filter(extProcFilter, ask),
+		},
+	})
+}
+
+// ownHeaders give a leg of a pair its own request id and data-parallel rank.
+func ownHeaders(leg string) []*corev3.HeaderValueOption {
+	return []*corev3.HeaderValueOption{
+		setHeader("x-request-id", "%REQ(x-tandem-leg-id)%", overwrite),
+		setHeader("x-data-parallel-rank", "%REQ(x-tandem-"+leg+"-rank)%", overwriteOrAdd),
+	}
+}
+
+// prefillMirror is the other half.
+func (m *model) prefillMirror() *listenerv3.Listener {
+	ask := m.extProc("prefill-mirror", processing(headers, streamBody))
+	ask.ResponseAttributes = []string{"request.headers['x-tandem-ticket']", "request.headers['x-tandem-request-id']"}
+	var routes []*routev3.Route
+	for _, s := range m.legSchemes() {
+		routes = append(routes, m.mirrorRoutes(s)...)
+	}
+	return m.legListener(leg{
+		name: "prefill-mirror", why: "The prefill leg of a pair: a copy that Envoy forgets once it is sent. Its log reports to every replica how it ends.",
+		remove: []string{destination, "x-tandem-scheme", "x-tandem-body-bytes", "x-tandem-prefill-scheme", "x-tandem-decode-rank", "x-tandem-answer"},
+		host:   &routev3.VirtualHost{RequestHeadersToAdd: ownHeaders("prefill"), Routes: routes},
+		log:    m.endOfMirror(), filters: []*hcmv3.HttpFilter{m.filter(extProcFilter, ask)},
+	})
+}
+
+// mirrorRoutes are those of a scheme, by what becomes of a prefill that nobody waits for.
+func (m *model) mirrorRoutes(s scheme) []*routev3.Route {
+	const header = "x-tandem-prefill-scheme"
+	to := func(headers ...*routev3.HeaderMatcher) *routev3.Route {
+		r := toCluster("tandem-mirror-pod"+s.Suffix, headers...)
+		r.GetRoute().Timeout = durationpb.New(m.TicketTTL)
+		return r
+	}
+	cancelled := noted(m, to(append([]*routev3.HeaderMatcher{exact("x-tandem-mirror", "cancel")}, m.ofScheme(header, s)...)...), notes{
+		"": "Cut by Tandem when nobody waits for it, so its stream is open from the start.",
+	})
+	finished := noted(m, to(m.ofScheme(header, s)...), notes{
+		"": "Runs to its end, and is sent again if it failed: decode waits for these very blocks.",
+	})
+	finished.TypedPerFilterConfig = perFilter{extProcFilter: m.asked(processing(nothing, streamBody), true)}
+	finished.GetRoute().RetryPolicy = &routev3.RetryPolicy{
+		RetryOn: "connect-failure,refused-stream,reset,5xx", NumRetries: wrapperspb.UInt32(2),
+		RetryBackOff: &routev3.RetryPolicy_RetryBackOff{
+			BaseInterval: durationpb.New(25 * time.Millisecond), MaxInterval: durationpb.New(250 * time.Millisecond),
+		},
+	}
+	return []*routev3.Route{cancelled, finished}
+}

@@ -1,0 +1,10 @@
+function envoy_on_response(handle)
+  local body = handle:body(true)
+  local headers = handle:headers()
+  headers:replace("x-tandem-prefilled", handle:base64Escape(body:getBytes(0, body:length())))
+  headers:replace("location", headers:get("x-tandem-carry"))
+  headers:replace("x-tandem-carry", "carried")
+  headers:replace(":status", "307")
+  body:setBytes("")
+  headers:replace("content-length", "0")
+end

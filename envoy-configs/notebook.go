@@ -1,0 +1,49 @@
+package envoyconfigs
+
+import (
+	"fmt"
+
+	corev3 "github.com/envoyproxy/go-control-plane/envoy/config/core/v3"
+	"google.golang.org/protobuf/proto"
+	"google.golang.org/protobuf/types/known/anypb"
+)
+
+// notebook remembers why a model sets what it sets, for whoever prints it.
+type notebook struct {
+	notes  map[proto.Message]notes
+	packed map[*anypb.Any]proto.Message // what an Any was made of, whose notes are known
+	err    error                        // the first message that could not be packed
+}
+
+// notes say why a message, or one of its fields, is as it is: by the field's name in Envoy's API, "" for the message itself.
+type notes map[string]string
+
+func newNotebook() *notebook {
+	return &notebook{notes: map[proto.Message]notes{}, packed: map[*anypb.Any]proto.Message{}}
+}
+
+// noted adds notes to a message of the model and returns the message.
+func noted[M proto.Message](m *model, message M, n notes) M {
+	if m.notes[message] == nil {
+		m.notes[message] = notes{}
+	}
+	for field, text := range n {
+		m.notes[message][field] = text
+	}
+	return message
+}
+
+// pack makes an Any of a message, which must not change afterwards.
+func (n *notebook) pack(message proto.Message) *anypb.Any {
+	a := &anypb.Any{}
+	if err := anypb.MarshalFrom(a, message, proto.MarshalOptions{Deterministic: true}); err != nil && n.err == nil {
+		n.err = fmt.Errorf("packing %s: %w", message.ProtoReflect().Descriptor().FullName(), err)
+	}
+	n.packed[a] = message
+	return a
+}
+
+// extension is one of Envoy's extension points, filled.
+func (n *notebook) extension(name string, config proto.Message) *corev3.TypedExtensionConfig {
+	return &corev3.TypedExtensionConfig{Name: name, TypedConfig: n.pack(config)}
+}

@@ -1,0 +1,245 @@
+package envoyconfigs
+
+import (
+	"bytes"
+	"cmp"
+	"fmt"
+	"iter"
+	"maps"
+	"slices"
+	"strconv"
+	"strings"
+
+	"go.yaml.in/yaml/v3"
+	"google.golang.org/protobuf/proto"
+	"google.golang.org/protobuf/reflect/protoreflect"
+	"google.golang.org/protobuf/types/known/anypb"
+	"google.golang.org/protobuf/types/known/durationpb"
+	"google.golang.org/protobuf/types/known/structpb"
+	"google.golang.org/protobuf/types/known/wrapperspb"
+)
+
+// print writes a message of the model as YAML, with the model's notes as comments and an overview above all.
+func (b *notebook) print(overview string, message proto.Message) ([]byte, error) {
+	var out bytes.Buffer
+	for line := range strings.SplitSeq(overview, "\n") {
+		out.WriteString(strings.TrimRight("# "+line, " ") + "\n")
+	}
+	text, err := b.printNode(b.node(message.ProtoReflect()))
+	out.Write(text)
+	return out.Bytes(), err
+}
+
+// printNode writes a node. What has no notes in it and fits stands on one line; in a block the short things come before the long
+// ones. The same model always prints the same bytes.
+func (b *notebook) printNode(root *yaml.Node) ([]byte, error) {
+	if b.err != nil {
+		return nil, b.err
+	}
+	layOut(root, 0)
+	var out bytes.Buffer
+	e := yaml.NewEncoder(&out)
+	e.SetIndent(2)
+	e.CompactSeqIndent()
+	if err := e.Encode(root); err != nil {
+		return nil, fmt.Errorf("printing YAML: %w", err)
+	}
+	return out.Bytes(), nil
+}
+
+// fields are those of a message, in the order of their names.
+func (b *notebook) fields(message proto.Message) iter.Seq2[string, *yaml.Node] {
+	content := b.node(message.ProtoReflect()).Content
+	values := map[string]*yaml.Node{}
+	for i := 0; i < len(content); i += 2 {
+		values[content[i].Value] = content[i+1]
+	}
+	return func(yield func(string, *yaml.Node) bool) {
+		for _, name := range slices.Sorted(maps.Keys(values)) {
+			if !yield(name, values[name]) {
+				return
+			}
+		}
+	}
+}
+
+// node is a message as YAML: fields by their names in Envoy's API, as its documentation has them.
+func (b *notebook) node(message protoreflect.Message) *yaml.Node {
+	switch v := message.Interface().(type) {
+	case *anypb.Any:
+		return b.anyNode(v)
+	case *durationpb.Duration:
+		return scalar("!!str", strconv.FormatFloat(v.AsDuration().Seconds(), 'f', -1, 64)+"s")
+	case *wrapperspb.UInt32Value:
+		return scalar("!!int", strconv.FormatUint(uint64(v.GetValue()), 10))
+	case *wrapperspb.BoolValue:
+		return scalar("!!bool", strconv.FormatBool(v.GetValue()))
+	case *structpb.Struct:
+		out := &yaml.Node{Kind: yaml.MappingNode}
+		for _, name := range slices.Sorted(maps.Keys(v.GetFields())) {
+			out.Content = append(out.Content, scalar("!!str", name), b.node(v.GetFields()[name].ProtoReflect()))
+		}
+		return out
+	case *structpb.Value:
+		return b.structNode(v)
+	}
+	out := &yaml.Node{Kind: yaml.MappingNode}
+	why := b.notes[message.Interface()]
+	fields := message.Descriptor().Fields()
+	for i := range fields.Len() {
+		f := fields.Get(i)
+		if !message.Has(f) {
+			continue
+		}
+		key := scalar("!!str", string(f.Name()))
+		key.HeadComment = why[string(f.Name())]
+		out.Content = append(out.Content, key, b.fieldNode(f, message.Get(f)))
+	}
+	out.HeadComment = why[""]
+	return out
+}
+
+func (b *notebook) anyNode(a *anypb.Any) *yaml.Node {
+	message, ok := b.packed[a]
+	if !ok {
+		b.err = cmp.Or(b.err, fmt.Errorf("%s was not packed by the model", a.GetTypeUrl()))
+		return &yaml.Node{Kind: yaml.MappingNode}
+	}
+	out := b.node(message.ProtoReflect())
+	key := scalar("!!str", "@type")
+	key.Style = yaml.DoubleQuotedStyle
+	out.Content = append([]*yaml.Node{key, scalar("!!str", a.GetTypeUrl())}, out.Content...)
+	return out
+}
+
+// structNode is a value of free JSON, as far as the model has any.
+func (b *notebook) structNode(v *structpb.Value) *yaml.Node {
+	switch k := v.GetKind().(type) {
+	case *structpb.Value_StructValue:
+		return b.node(k.StructValue.ProtoReflect())
+	case *structpb.Value_StringValue:
+		return scalar("!!str", k.StringValue)
+	default:
+		return scalar("!!null", "null")
+	}
+}
+
+func (b *notebook) fieldNode(f protoreflect.FieldDescriptor, v protoreflect.Value) *yaml.Node {
+	switch {
+	case f.IsMap():
+		out, entries := &yaml.Node{Kind: yaml.MappingNode}, map[string]*yaml.Node{}
+		v.Map().Range(func(k protoreflect.MapKey, v protoreflect.Value) bool {
+			entries[k.String()] = b.singleNode(f.MapValue(), v)
+			return true
+		})
+		for _, name := range slices.Sorted(maps.Keys(entries)) {
+			out.Content = append(out.Content, scalar("!!str", name), entries[name])
+		}
+		return out
+	case f.IsList():
+		out := &yaml.Node{Kind: yaml.SequenceNode}
+		for i := range v.List().Len() {
+			out.Content = append(out.Content, b.singleNode(f, v.List().Get(i)))
+		}
+		return out
+	default:
+		return b.singleNode(f, v)
+	}
+}
+
+func (b *notebook) singleNode(f protoreflect.FieldDescriptor, v protoreflect.Value) *yaml.Node {
+	switch f.Kind() {
+	case protoreflect.MessageKind:
+		return b.node(v.Message())
+	case protoreflect.EnumKind:
+		if f.Enum().FullName() == "envoy.type.v3.StatusCode" { // 503 says more than ServiceUnavailable
+			return scalar("!!int", strconv.Itoa(int(v.Enum())))
+		}
+		return scalar("!!str", string(f.Enum().Values().ByNumber(v.Enum()).Name()))
+	case protoreflect.StringKind:
+		return scalar("!!str", v.String())
+	case protoreflect.BoolKind:
+		return scalar("!!bool", v.String())
+	case protoreflect.FloatKind, protoreflect.DoubleKind:
+		return scalar("!!float", v.String())
+	default:
+		return scalar("!!int", v.String())
+	}
+}
+
+// texts is a list of strings.
+func texts(values ...string) *yaml.Node {
+	out := &yaml.Node{Kind: yaml.SequenceNode}
+	for _, v := range values {
+		out.Content = append(out.Content, scalar("!!str", v))
+	}
+	return out
+}
+
+func scalar(tag, value string) *yaml.Node {
+	n := &yaml.Node{Kind: yaml.ScalarNode, Tag: tag, Value: value}
+	if strings.Contains(value, "\n") {
+		n.Style = yaml.LiteralStyle
+	}
+	return n
+}
+
+// width is how long lines may be.
+const width = 120
+
+// layOut decides what stands on one line, from a column on.
+func layOut(n *yaml.Node, column int) {
+	if length, ok := onOneLine(n); ok && column+length <= width {
+		n.Style |= yaml.FlowStyle
+		return
+	}
+	if n.Kind == yaml.SequenceNode {
+		for _, item := range n.Content {
+			comment := item.HeadComment // stands above the item, however that is laid out
+			item.HeadComment = ""
+			layOut(item, column+2)
+			item.HeadComment = comment
+		}
+		return
+	}
+	var first, short, long []*yaml.Node
+	for i := 0; i+1 < len(n.Content); i += 2 {
+		key, v := n.Content[i], n.Content[i+1]
+		inner := column + 2
+		if length, ok := onOneLine(v); ok && column+len(key.Value)+2+length <= width {
+			inner = column + len(key.Value) + 2
+		}
+		if v.Kind != yaml.ScalarNode {
+			layOut(v, inner)
+		}
+		switch {
+		case key.Value == "@type" || key.Value == "name":
+			first = append(first, key, v)
+		case key.Value == "match":
+			short = slices.Insert(short, 0, key, v)
+		case v.Style&yaml.FlowStyle != 0 || v.Kind == yaml.ScalarNode:
+			short = append(short, key, v)
+		default:
+			long = append(long, key, v)
+		}
+	}
+	n.Content = slices.Concat(first, short, long)
+}
+
+// onOneLine is how long a node is on one line, if it may stand on one.
+func onOneLine(n *yaml.Node) (length int, ok bool) {
+	if n.HeadComment != "" || n.Style&yaml.LiteralStyle != 0 {
+		return 0, false
+	}
+	if n.Kind == yaml.ScalarNode {
+		return len(n.Value) + 2, true
+	}
+	for _, c := range n.Content {
+		l, ok := onOneLine(c)
+		if !ok {
+			return 0, false
+		}
+		length += l
+	}
+	return length + 2, true
+}

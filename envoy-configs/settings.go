@@ -1,0 +1,191 @@
+package envoyconfigs
+
+import (
+	"math"
+	"slices"
+	"strconv"
+	"time"
+
+	configv1 "tandem/protos/config/v1"
+)
+
+// MaxRedirects is Envoy's max_internal_redirects on the legs' routes. The server's own budget ends below it.
+const MaxRedirects = 8
+
+// bufferMargin is what a body may grow by on its way, in bytes: the prefill leg's edits, and the KV parameters on the decode leg.
+const bufferMargin = 8 << 20
+
+// bufferedFrom is the body length in bytes from which bodyMode auto means BUFFERED (docs/adr/0005). With several replicas it is
+// less: Envoy (1.40) keeps 64 KiB of a gRPC stream for a retry, headers and ticket included.
+const (
+	bufferedFrom        = 64 << 10
+	bufferedFromSeveral = 24 << 10
+)
+
+// settings are what the model is built from: a Tandem configuration as far as Envoy needs it.
+type settings struct {
+	Listen, Admin address
+	Servers       servers
+	Engines       engines
+	Bodies        bodies
+	IdleTimeout   time.Duration // of an answer that stands still
+	TicketTTL     time.Duration // no prefill takes longer
+	Pairs         bool          // there is a pool whose legs run at once
+	Encodes       bool          // there is a pool with an encode stage
+	Answers       bool          // there is a pool with answers that are rewritten
+	Explains      bool          // decisions, to operators
+	Metadata      bool          // decisions are written into dynamic metadata
+	Tracing       *tracing      // nil: no spans
+}
+
+// servers are Tandem's replicas.
+type servers struct {
+	ExtProcs   hosts      // all replicas, as one cluster
+	AccessLogs []hosts    // each replica, as a cluster of its own
+	Replans    hosts      // their replan ports
+	TLS        *clientTLS // nil: plaintext
+}
+
+// engines are how endpoints are spoken to.
+type engines struct {
+	Schemes []scheme   // http first
+	TLS     *clientTLS // of https endpoints
+}
+
+// bodies are the sizes of request bodies, in bytes, and how they come to ext_proc.
+type bodies struct {
+	Mode         string // envoy.bodyMode
+	Max          int64  // the server splits none that is longer
+	Buffer       int64  // what Envoy keeps of one
+	BufferedFrom int64  // from here on BUFFERED, unless Mode is duplex
+}
+
+// tracing is where Envoy's spans go.
+type tracing struct {
+	Collector  hosts
+	PerMillion uint32 // requests traced that no client's traceparent decides
+}
+
+// scheme is how engines are spoken to; each has clusters of its own, whose names end in Suffix.
+type scheme struct {
+	Name, Suffix string
+}
+
+// legSchemes are the schemes with http last, because its route takes what no other does.
+func (s *settings) legSchemes() []scheme {
+	return append(slices.Clone(s.Engines.Schemes[1:]), s.Engines.Schemes[0])
+}
+
+// loop is a cluster that leads to an internal listener.
+type loop struct{ Cluster, Listener string }
+
+// loops are the ways to the legs' listeners, beside the prefill leg's, which is always there.
+func (s *settings) loops() (out []loop) {
+	if s.Pairs {
+		out = append(out, loop{"tandem-decode-loop", "decode-leg"}, loop{"tandem-mirror-loop", "prefill-mirror"})
+	}
+	if s.Encodes {
+		out = append(out, loop{"tandem-encode-loop", "encode-leg"})
+	}
+	if s.Answers {
+		out = append(out, loop{"tandem-answer-loop", "answer-leg"})
+	}
+	return out
+}
+
+// several reports whether there may be more than one replica, so that one can stand in for another: a name may stand for
+// many.
+func (s *settings) several() bool {
+	return len(s.Servers.ExtProcs.Hosts) > 1 || s.Servers.ExtProcs.ByName()
+}
+
+func gather(c *configv1.Config) (*settings, error) {
+	e := c.GetEnvoy()
+	s := &settings{
+		Bodies: bodies{
+			Mode: e.GetBodyMode(), Max: e.GetMaxBodyBytes(), Buffer: e.GetMaxBodyBytes() + bufferMargin, BufferedFrom: bufferedFrom,
+		},
+		Engines:     engines{TLS: newClientTLS(e.GetEndpointTls(), false)},
+		IdleTimeout: configv1.Duration(e.GetDecodeIdleTimeout()), TicketTTL: configv1.Duration(c.GetTickets().GetTtl()),
+		Explains: c.GetAdmin().GetTokenFile() != "", Metadata: c.GetExtProc().GetDecisionMetadata(),
+	}
+	s.serve(c.GetPools())
+	var err error
+	if s.Listen, err = parse(e.GetListen()); err != nil {
+		return nil, err
+	}
+	if s.Admin, err = parse(e.GetAdmin()); err != nil {
+		return nil, err
+	}
+	if s.Servers, err = gatherServers(c); err != nil {
+		return nil, err
+	}
+	switch {
+	case s.Bodies.Mode == "buffered":
+		s.Bodies.BufferedFrom = 0
+	case s.several():
+		s.Bodies.BufferedFrom = bufferedFromSeveral
+	}
+	if t := c.GetTracing(); t != nil {
+		s.Tracing = &tracing{PerMillion: uint32(math.Round(t.GetSampleRatio() * 1e6))}
+		if s.Tracing.Collector, err = reachable("tandem-otlp", []string{t.GetEndpoint()}); err != nil {
+			return nil, err
+		}
+	}
+	return s, nil
+}
+
+func gatherServers(c *configv1.Config) (out servers, err error) {
+	e := c.GetEnvoy()
+	if c.GetExtProc().Encrypted() || e.GetExtProcTls() != nil {
+		out.TLS = newClientTLS(e.GetExtProcTls(), true)
+	}
+	if out.ExtProcs, err = reachable("tandem-extproc", e.GetExtProcs()); err != nil {
+		return servers{}, err
+	}
+	if out.Replans, err = reachable("tandem-replan", e.GetReplans()); err != nil {
+		return servers{}, err
+	}
+	for i, a := range out.ExtProcs.Hosts {
+		out.AccessLogs = append(out.AccessLogs, hosts{"tandem-accesslog-" + strconv.Itoa(i), []address{a}})
+	}
+	return out, nil
+}
+
+// serve sets what depends on the pools.
+func (s *settings) serve(pools []*configv1.Pool) {
+	s.Engines.Schemes = schemes(pools)
+	s.Pairs = slices.ContainsFunc(pools, configv1.Concurrent)
+	s.Encodes = slices.ContainsFunc(pools, configv1.Encodes)
+	s.Answers = slices.ContainsFunc(pools, configv1.RewritesAnswers)
+}
+
+// Parts names what pools need of the bootstrap beyond what every bootstrap has: clusters for a scheme, listeners of legs. An Envoy
+// whose bootstrap was made for other pools may lack some.
+func Parts(pools []*configv1.Pool) (out []string) {
+	var s settings
+	s.serve(pools)
+	for _, scheme := range s.Engines.Schemes[1:] {
+		out = append(out, "clusters for "+scheme.Name)
+	}
+	for _, l := range s.loops() {
+		out = append(out, "listener "+l.Listener)
+	}
+	return out
+}
+
+func schemes(pools []*configv1.Pool) []scheme {
+	out := []scheme{{"http", ""}}
+	for _, p := range pools {
+		all := p.GetDiscovery().Schemes()
+		for _, e := range p.GetEndpoints() {
+			all = append(all, e.GetScheme())
+		}
+		for _, s := range all {
+			if s != "http" && !slices.Contains(out, scheme{s, "-" + s}) {
+				out = append(out, scheme{s, "-" + s})
+			}
+		}
+	}
+	return out
+}
