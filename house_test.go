@@ -38,7 +38,7 @@ var larger = map[string]struct {
 	"e2e/load.result: fields":             {30, "one field for each figure of the report"},
 	"envoy-configs.model: methods":        {80, "one method for each part of Envoy's configuration"},
 	"extproc.waiter: fields":              {30, "the admission queue, which is to move to the picker"},
-	"extproc.waitingRoom: fields":         {30, "the admission queue, which is to move to the picker"},
+	"extproc.admission: fields":           {30, "the admission queue, which is to move to the picker"},
 	"extproc/envoywire.Headers: fields":   {40, "one field for each header that is read"},
 	"extproc/kvtransfer.Ticket: fields":   {40, "one field for each of the sealed ticket"},
 	"extproc/kvtransfer: files":           {30, "one file for each dialect"},

@@ -219,7 +219,7 @@ func TestEnginesOwnRedirect(t *testing.T) {
 			settled := func() {
 				for _, admin := range f.admins {
 					soon(t, "nothing is booked", func() bool { return metric(t, admin, "tandem_reservations") == 0 })
-					require.Zero(t, metric(t, admin, "tandem_redirects_unfollowed_total"))
+					require.Zero(t, metric(t, admin, "tandem_redirects_not_followed_total"))
 				}
 			}
 			ask := func(path, body string) answer {

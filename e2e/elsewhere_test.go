@@ -19,7 +19,7 @@ func TestRequestsFromElsewhere(t *testing.T) {
 	f := start(t, options{prefills: 1, decodes: 2, engineArgs: []string{"--decode-step", "10ms", "--blocks", "100000"}})
 	busy, idle := f.decodes[0], f.decodes[1]
 	elsewhere := func(e *engine) float64 {
-		return metric(t, f.admins[0], "tandem_engine_requests_elsewhere", `endpoint="`+e.addr+`"`)
+		return metric(t, f.admins[0], "tandem_engine_requests_external", `endpoint="`+e.addr+`"`)
 	}
 
 	ctx, leave := context.WithCancel(context.Background())

@@ -51,7 +51,7 @@ func TestManyAtOnce(t *testing.T) {
 	}
 	wg.Wait()
 	// A client that left between the hops leaves its blocks to the lease; nobody else may.
-	f.lenient = metric(t, f.admins[0], "tandem_handovers_stranded_total") > 0
+	f.lenient = metric(t, f.admins[0], "tandem_handovers_orphaned_total") > 0
 }
 
 // The load that kills an Envoy with ext_proc in a cluster within seconds (docs/adr/0001): large bodies, many clients. The
@@ -96,7 +96,7 @@ func TestLargeBodiesUnderLoad(t *testing.T) {
 	}
 	soon(t, "all memory is given back", func() bool { return metric(t, f.admins[0], "tandem_held_bytes") == 0 })
 	// A client that left between the hops leaves its blocks to the lease.
-	f.lenient = metric(t, f.admins[0], "tandem_handovers_stranded_total") > 0
+	f.lenient = metric(t, f.admins[0], "tandem_handovers_orphaned_total") > 0
 }
 
 // What does not fit a connection's share of the memory budget is refused with 503, and only that.

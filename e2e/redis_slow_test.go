@@ -88,7 +88,7 @@ func TestSlowRedis(t *testing.T) {
 	f.oneKey()
 	alone := func() (n float64) {
 		for _, admin := range f.admins {
-			n += metric(t, admin, "tandem_tickets_spent_alone_total")
+			n += metric(t, admin, "tandem_tickets_consumed_locally_total")
 		}
 		return n
 	}

@@ -28,7 +28,7 @@ type known struct {
 		Blocks    int `json:"blocks"`
 		Endpoints []struct {
 			Address string `json:"address"`
-			Others  int    `json:"others_requests"`
+			Others  int    `json:"remote_requests"`
 			Failed  bool   `json:"failed"`
 		} `json:"endpoints"`
 	} `json:"pools"`

@@ -60,9 +60,9 @@ func (f *fleet) cleanedUp() int {
 	})
 	n := 0.0
 	soon(f.t, "everything stranded is cleaned up", func() bool {
-		stranded := f.sum("tandem_handovers_stranded_total")
+		stranded := f.sum("tandem_handovers_orphaned_total")
 		for _, reason := range []string{"answer_cut", "decode_failed"} { // of which nothing is known, or nothing for certain
-			stranded -= f.sum("tandem_handovers_stranded_total", `reason="`+reason+`"`)
+			stranded -= f.sum("tandem_handovers_orphaned_total", `reason="`+reason+`"`)
 		}
 		n = f.sum("tandem_cleanup_decodes_total")
 		return n >= stranded
@@ -184,7 +184,7 @@ func TestBlocksOfADecodeNotReached(t *testing.T) {
 		require.Equal(t, 200, a.status)
 	}
 	soon(t, "the end is told", func() bool {
-		return f.sum("tandem_handovers_stranded_total", `reason="client_gone"`) == 1
+		return f.sum("tandem_handovers_orphaned_total", `reason="client_gone"`) == 1
 	})
 	require.Equal(t, 1, f.cleanedUp())
 	_, cleanups := f.decodeLegs()

@@ -338,7 +338,7 @@ func TestTurnsOverReplicas(t *testing.T) {
 	}
 	talks.Wait()
 	require.InDelta(t, 18, f.turns("kept"), 0)
-	if missed := sum(t, f, "tandem_redis_errors_total") + sum(t, f, "tandem_tickets_spent_alone_total"); missed == 0 {
+	if missed := sum(t, f, "tandem_redis_errors_total") + sum(t, f, "tandem_tickets_consumed_locally_total"); missed == 0 {
 		require.InDelta(t, 12, f.turns("told"), 0)
 	} else { // what Redis has no 50 ms for is not kept, or not told; nor what comes while it is left alone for that
 		require.Positive(t, f.turns("told"), "Redis was late %v times", missed)

@@ -40,7 +40,7 @@ func TestRefusalsBeforeTheBodyIsThere(t *testing.T) {
 		require.Equal(t, 200, got.status, got.body)
 	}
 	require.Positive(t, metric(t, f.admins[0], "tandem_replans_total", `cause="prefill"`))
-	require.Zero(t, metric(t, f.admins[0], "tandem_redirects_unfollowed_total"))
+	require.Zero(t, metric(t, f.admins[0], "tandem_redirects_not_followed_total"))
 }
 
 // Where Envoy cannot follow a redirect the client is told to come again, and the log and a metric say why: here somebody has given
@@ -70,7 +70,7 @@ func TestUnfollowedRedirectsSayWhy(t *testing.T) {
 	require.Contains(t, string(body), `"code":"attempts_exhausted"`)
 	require.Equal(t, "1", got.Header.Get("Retry-After"))
 	soon(t, "it is counted", func() bool {
-		return metric(t, f.admins[0], "tandem_redirects_unfollowed_total", `reason="not_kept"`) == 1
+		return metric(t, f.admins[0], "tandem_redirects_not_followed_total", `reason="not_kept"`) == 1
 	})
 	log, err := os.ReadFile(f.tandems[0].log)
 	require.NoError(t, err)

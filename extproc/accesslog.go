@@ -18,12 +18,12 @@ import (
 	"tandem/kvstate"
 )
 
-// Envoy's gRPC access log is how the server learns that a hop ended: one long stream per Envoy worker, one entry per
-// pass of a request, sent when the pass is over. No ext_proc stream has to stay open for it, so a server that dies cuts
+// Envoy's gRPC access log reports the end of each hop: one long stream per Envoy worker, one entry per pass of a
+// request, sent when the pass has ended. So no ext_proc stream has to stay open for it, and a server that dies cuts
 // no running answer.
 
-// streamAccessLogs serves envoy.service.accesslog.v3.AccessLogService. Such a stream has no end of its own, so it is let
-// go when the server drains: what the entries would release goes with the server.
+// streamAccessLogs serves envoy.service.accesslog.v3.AccessLogService. Such a stream never ends by itself, so the
+// server ends it when it drains: the reservations that the entries would release end with the server.
 func (s *Server) streamAccessLogs(stream grpc.ServerStream) error {
 	ended := make(chan error, 1)
 	ctx := guard.With(stream.Context(), s.guard)
@@ -62,17 +62,18 @@ func (s *Server) readAccessLogs(stream grpc.ServerStream) error {
 	}
 }
 
-// hopEnded settles one pass of a request: what was booked for it is released. Every pass books anew, so that holds for a
-// pass that ended in a redirect too; such an entry shows the ticket that the redirect carried, because Envoy writes it into
-// the request before it logs. Any other entry is the end of the request and shows the ticket of its own pass, or, where
-// the client left before Envoy had taken the server's answer in, the one before: then the ids are worked out.
+// hopEnded handles the end of one pass and releases its reservations. Every pass makes its own, so this also holds
+// for a pass that ended in a redirect. The entry of such a pass shows the redirect's ticket, because Envoy writes
+// it into the request before it logs. Any other entry is the end of the request and shows the ticket of its own
+// pass. If the client left before Envoy had received the server's answer, it shows the ticket of the pass before;
+// then the reservation ids are derived from the request.
 func (s *Server) hopEnded(e *envoywire.LogEntry) {
 	redirected := string(e.Details) == "internal_redirect"
 	if len(e.Ticket) == 0 {
 		if e.ClientGone {
 			s.releasePass(reservedAs(e), 0)
 		}
-		return // answered by Tandem itself, or never got to it
+		return // Tandem answered it itself, or never received it
 	}
 	t, err := s.keys().Open(string(e.Ticket), string(e.RequestID), time.Now())
 	if t == nil {
@@ -92,15 +93,16 @@ func (s *Server) hopEnded(e *envoywire.LogEntry) {
 			s.State.LoadFailed(pool, t.Prefill, t.Decode)
 		}
 	}
-	if t.Stage == kvtransfer.PrefillLeg && !redirected { // P's answer may have come inline to a pass 2 whose decision Envoy did not take
+	// pass 2 may have read P's inline answer, but Envoy did not receive its decision
+	if t.Stage == kvtransfer.PrefillLeg && !redirected {
 		s.releasePass(reservedAs(e), t.Redirects+1)
-		if e.ClientGone && s.bookedHere(t, reservedAs(e)) && !s.State.Consume(inlineID(t.ID)) {
+		if e.ClientGone && s.reservedHere(t, reservedAs(e)) && !s.State.Consume(inlineID(t.ID)) {
 			t.Stage, t.Redirects = kvtransfer.HandOver, t.Redirects+1
 		}
 	}
-	mine := s.release(t) || s.bookedHere(t, reservedAs(e))
+	mine := s.release(t) || s.reservedHere(t, reservedAs(e))
 	if pair := t.Stage == kvtransfer.PairLegs || t.Stage == kvtransfer.Failed; pair && (redirected || e.ClientGone) {
-		s.pairs.giveUp(t.ID) // of legs that run at once: nobody waits for P's any more
+		s.pairs.giveUp(t.ID) // with concurrent legs: nobody waits for P's leg any more
 	}
 	if redirected {
 		return
@@ -119,7 +121,7 @@ func (s *Server) hopEnded(e *envoywire.LogEntry) {
 			first = max(e.Start.Add(e.FirstByte).Sub(began), 0)
 		}
 	}
-	if mine { // every replica sees every entry: the one that booked the hop counts it
+	if mine { // every replica receives every entry; the one with the reservation counts the hop
 		s.metrics.RequestEnded(t, e, took, first)
 		if policy, _ := s.policy(t.Pool); t.Stage == kvtransfer.HandOver && e.ClientGone && !policy.CleanupDecode {
 			s.metrics.Orphaned(t.Pool, t.Prefill, reclaim.ClientGone)
@@ -133,14 +135,14 @@ func (s *Server) hopEnded(e *envoywire.LogEntry) {
 	})
 }
 
-// endOf returns what the reclaimer has to know of an access log entry.
+// endOf returns what the reclaimer needs from an access log entry.
 func (s *Server) endOf(t *kvtransfer.Ticket, e *envoywire.LogEntry) *reclaim.End {
 	return &reclaim.End{
-		RequestID: string(e.RequestID), ClientGone: e.ClientGone, Asked: e.Asked(), Tried: e.Tries > 0, BookedHere: s.bookedHere(t, reservedAs(e)),
+		RequestID: string(e.RequestID), ClientGone: e.ClientGone, Asked: e.Asked(), Tried: e.Tries > 0, BookedHere: s.reservedHere(t, reservedAs(e)),
 	}
 }
 
-// tryFailed handles the access log entry of a try that failed.
+// tryFailed handles the access log entry of a failed try.
 func (s *Server) tryFailed(e *envoywire.LogEntry) {
 	t, _ := s.keys().Open(string(e.Ticket), string(e.RequestID), time.Now())
 	if t == nil || e.Replan {
@@ -152,7 +154,7 @@ func (s *Server) tryFailed(e *envoywire.LogEntry) {
 	}
 }
 
-// release gives back what a ticket says is booked. mine is whether this replica had booked any of it.
+// release releases the reservations of a ticket. mine reports whether this replica made any of them.
 func (s *Server) release(t *kvtransfer.Ticket) (mine bool) {
 	for _, id := range t.Reservations {
 		mine = s.State.Release(kvstate.ReservationID(id)) || mine
@@ -160,8 +162,8 @@ func (s *Server) release(t *kvtransfer.Ticket) (mine bool) {
 	return mine
 }
 
-// releaseWherever gives back one of what a ticket says is booked, here or at the replica that served the pass before.
-func (s *Server) releaseWherever(t *kvtransfer.Ticket, i int) {
+// releaseAnywhere releases one reservation of a ticket, here or at the replica that served the pass before.
+func (s *Server) releaseAnywhere(t *kvtransfer.Ticket, i int) {
 	id := kvstate.ReservationID(t.Reservations[i])
 	if pool := s.State.Pool(t.Pool); pool != nil {
 		s.State.ReleaseAnywhere(pool, id)
@@ -170,25 +172,25 @@ func (s *Server) releaseWherever(t *kvtransfer.Ticket, i int) {
 	}
 }
 
-// bookedHere reports whether this replica booked what a ticket names, although it may have let go of it since: in time,
-// or because the next pass began.
-func (s *Server) bookedHere(t *kvtransfer.Ticket, key string) bool {
+// reservedHere reports whether this replica made a ticket's reservation, although it may have been released since:
+// because it expired, or because the next pass began.
+func (s *Server) reservedHere(t *kvtransfer.Ticket, key string) bool {
 	pass := t.Redirects
 	if t.Stage.Redirects() {
-		pass-- // it was the pass before that booked
+		pass-- // the pass before made the reservation
 	}
 	return t.Reservations[1] == uint64(s.reservationID(key, pass, kvstate.RoleDecode))
 }
 
-// releasePass gives back what this server booked for a pass of a request that it has no ticket of.
+// releasePass releases what this server reserved for a pass whose ticket it does not have.
 func (s *Server) releasePass(key string, redirects int) {
 	s.State.Release(s.reservationID(key, redirects, kvstate.RolePrefill))
 	s.State.Release(s.reservationID(key, redirects, kvstate.RoleDecode))
 }
 
-// reservationKey names a request for its reservations. Envoy makes the name when the request comes in and logs it with every pass, so
-// it is known where no ticket is. A client's request id may be that of many requests; it counts only behind a gateway that makes no
-// name (then as Envoy has it, and logs it, until it has taken the first answer in).
+// reservationKey returns the name of a request's reservations. Envoy creates the name when the request arrives and
+// logs it with every pass, so it is known without a ticket. Several requests may share a client's request id. It is
+// used only behind a gateway that creates no name.
 func reservationKey(reservation, requestID []byte) string {
 	if len(reservation) > 0 {
 		return string(reservation)
@@ -199,12 +201,12 @@ func reservationKey(reservation, requestID []byte) string {
 // reservedAs returns the reservation key of the request that an access log entry is about.
 func reservedAs(e *envoywire.LogEntry) string { return reservationKey(e.Reservation, e.RequestID) }
 
-// reservationID is the id under which a pass of a request books: it can be worked out again here, and nowhere else.
+// reservationID derives the id of a reservation from its pass. Only this process can derive it.
 func (s *Server) reservationID(key string, redirects int, role kvstate.Role) kvstate.ReservationID {
 	h := xxhash.Sum64String(key) ^ s.seed
 	h = (h ^ uint64(redirects)<<8 ^ uint64(role)) * 0x9E3779B185EBCA87
 	return kvstate.ReservationID(h ^ h>>32 | 1)
 }
 
-// sealedAt is when the ticket of a leg was made, which is when the hop began.
+// sealedAt returns when a leg's ticket was made: the start of the hop.
 func (s *Server) sealedAt(t *kvtransfer.Ticket) time.Time { return t.Expires.Add(-s.TicketTTL) }

@@ -15,9 +15,9 @@ import (
 // answerLeg handles the filter of the answer leg.
 type answerLeg struct{ pairLeg }
 
-// serve serves the filter of the listener answer-leg, which D's answer comes through where the client's is made of it.
-// Only requests that need it go that way: such an answer hangs on the replica that writes it, and costs a message for
-// every piece. An answer with another status than 200 goes on as it is, so that the main route can try again.
+// serve serves the filter of the listener answer-leg. Only requests whose answer is rewritten take that route,
+// because such an answer depends on this replica and costs a message for every piece. An answer with a status other
+// than 200 passes unchanged, so that the main route can retry.
 func (x answerLeg) serve() error {
 	if err := x.receive(); err != nil {
 		return err
@@ -31,7 +31,7 @@ func (x answerLeg) serve() error {
 		x.requestID = string(a.ClientID)
 	}
 	t, err := x.s.keys().Open(string(a.Ticket), x.requestID, time.Now())
-	if t == nil { // an expired one will do: the answer is under way
+	if t == nil { // an expired ticket is accepted: the answer has begun
 		x.s.metrics.TicketRefused()
 		return fmt.Errorf("opening the ticket of an answer leg: %w", err)
 	}
@@ -48,13 +48,13 @@ func (x answerLeg) serve() error {
 	return x.rewriteWhole(rewriter)
 }
 
-// rewriter is what the ticket says is to become of D's answer.
+// rewriter returns how to rewrite D's answer, according to the ticket.
 func (x answerLeg) rewriter(t *kvtransfer.Ticket) (openai.Rewriter, error) {
 	switch {
 	case t.Stage == kvtransfer.PairLegs:
 		return &joined{x: x, t: t}, nil
 	case t.Stage == kvtransfer.DecodeLeg && t.Turn.Answers:
-		return x.turnAnswer(t), nil
+		return x.recordConversation(t), nil
 	case t.Stage == kvtransfer.DecodeLeg && t.Params != nil:
 		c, err := kvtransfer.ReadContinuation(t.Params)
 		if err != nil {
@@ -68,9 +68,9 @@ func (x answerLeg) rewriter(t *kvtransfer.Ticket) (openai.Rewriter, error) {
 	return nil, fmt.Errorf("an answer leg came with a ticket of stage %v that says nothing of its answer", t.Stage)
 }
 
-// joined puts what P answered into D's answer, when legs run at once. Whichever replica serves P's leg keeps that under the
-// attempt's id before it lets the leg end, and the leg's end is told to all of them; D has no token before. So what is
-// waited for here is about to be there.
+// joined inserts P's answer into D's when the legs run concurrently. The replica that serves P's leg stores P's
+// answer under the attempt's id before it ends the leg, and all replicas learn when the leg ends. D generates no
+// token before that, so the wait is short.
 type joined struct {
 	x    answerLeg
 	t    *kvtransfer.Ticket
@@ -111,7 +111,7 @@ func (j *joined) Event(dst, event []byte) []byte {
 	return j.with.Event(dst, event)
 }
 
-// rewriteWhole answers with what is made of D's answer once that is complete.
+// rewriteWhole sends the rewritten answer when D's answer is complete.
 func (x answerLeg) rewriteWhole(c openai.Rewriter) error {
 	if err := x.receiveAnswer(); err != nil {
 		return err
@@ -142,7 +142,7 @@ func (x answerLeg) rewriteWhole(c openai.Rewriter) error {
 	return x.sendBody(&x.spare, true)
 }
 
-// rewriteStream sends each event on as soon as it is complete, however its bytes came.
+// rewriteStream sends each event as soon as it is complete, however its bytes arrive.
 func (x answerLeg) rewriteStream(c openai.Rewriter) error {
 	x.headers.Remove("content-length")
 	if err := x.send(&envoywire.Reply{Phase: envoywire.PhaseResponseHeaders, Headers: &x.headers}); err != nil {
@@ -161,7 +161,8 @@ func (x answerLeg) rewriteStream(c openai.Rewriter) error {
 			return fmt.Errorf("a piece of decode's answer of more than %d bytes", maxAnswer)
 		}
 		x.spare.Grow(2*x.body.Len() + 1024)
-		if !begun && x.body.Len() > 0 { // not before: Envoy (1.40) ends the stream for a body message that answers none
+		// not earlier: Envoy (1.40) ends the stream if a body message is not a reply to one
+		if !begun && x.body.Len() > 0 {
 			begun, x.spare.Data = true, c.Begin(x.spare.Data)
 		}
 		if err := events.Feed(x.body.Bytes(), each); err != nil {

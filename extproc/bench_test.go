@@ -100,7 +100,7 @@ func newCourse(tb testing.TB, size int, mode envoywire.BodyMode, carried bool) *
 	policy := splitting()
 	policy.Dialect = dialect
 	c := &course{mode: mode}
-	c.s = New(Options{State: state, Live: Live{Keys: keys, Pools: map[string]Policy{"chat": policy}}}, telemetry.NewMetrics(prometheus.NewRegistry(), state))
+	c.s = New(Options{State: state, Settings: Settings{Keys: keys, Pools: map[string]Policy{"chat": policy}}}, telemetry.NewMetrics(prometheus.NewRegistry(), state))
 	c.main = wire{ctx: metadata.NewIncomingContext(tb.Context(), metadata.Pairs(":authority", "tandem")), codec: envoywire.NewCodec()}
 	c.leg = wire{ctx: metadata.NewIncomingContext(tb.Context(), metadata.Pairs(envoywire.MetadataRole, envoywire.RolePrefillLeg)), codec: envoywire.NewCodec()}
 	for _, h := range [][2]string{

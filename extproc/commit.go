@@ -8,15 +8,15 @@ import (
 	"tandem/kvstate"
 )
 
-// route is a decision that was committed.
+// route is a committed decision.
 type route struct {
 	*plan.Decision
 	ticket []byte // sealed
 	booked [2]kvstate.ReservationID
 }
 
-// commit reserves what a decision needs, records it, reports it and seals its ticket. It is the only place where a pass changes
-// the state because of what it decided. What was reserved for a decision that cannot be sealed is released.
+// commit makes a decision's reservations, records it, reports it and seals its ticket. It is the only place where a
+// pass changes the state because of its decision. If the ticket cannot be sealed, the reservations are released.
 func (x *planning) commit(d *plan.Decision) (r route, err error) {
 	r.Decision = d
 	t := &d.Ticket
@@ -42,7 +42,7 @@ func (x *planning) commit(d *plan.Decision) (r route, err error) {
 	if d.Computes != nil {
 		x.s.State.Routed(d.Pool, d.Computes, x.hashes)
 	}
-	x.stick(d.Pool, d.Affinity.Session, d.Affinity.Prefill, d.Affinity.Decode)
+	x.setAffinity(d.Pool, d.Affinity.Session, d.Affinity.Prefill, d.Affinity.Decode)
 	if d.Report.Route != "" {
 		x.planned(d.Pool, d.Report.Route, d.Report.Reason, d.Report.Prefill, d.Report.Decode, t.PromptTokens)
 	}
@@ -54,24 +54,24 @@ func (x *planning) commit(d *plan.Decision) (r route, err error) {
 	return r, nil
 }
 
-// release gives back what a route has reserved.
+// release releases the reservations of a route.
 func (r route) release(state *kvstate.State) {
 	for _, id := range r.booked {
 		state.Release(id)
 	}
 }
 
-// reserve books an endpoint for this pass.
+// reserve reserves an endpoint for this pass.
 func (x *planning) reserve(e *kvstate.Endpoint, role kvstate.Role, redirects int, b kvstate.Booking) kvstate.ReservationID {
 	id := x.s.State.ReserveAs(x.s.reservationID(x.reservedAs, redirects, role), e, b, sourceOf(x.stream.Context()))
 	if b.For&kvstate.RolePrefill != 0 {
-		x.landed()
+		x.committed()
 	}
 	return id
 }
 
-// reserveBuffer books D when its receive buffer has room for what P will push, or says why it has none. Until then nothing is
-// sent.
+// reserveBuffer reserves D once its receive buffer has space for what P will push, or returns why it has none.
+// Nothing is sent before.
 func (x *planning) reserveBuffer(redirects int, d *plan.Reservation) (id kvstate.ReservationID, why string) {
 	if d.Booking.PromptTokens > d.Buffer {
 		return 0, "buffer_too_small"

@@ -31,7 +31,7 @@ func (x mainRole) isSGLang() bool {
 	return policy.Dialect.Concurrent != nil && policy.Dialect.Concurrent.OwnGenerate
 }
 
-// concurrent plans a request to a pool whose legs run at once.
+// concurrent plans a request to a pool whose legs run concurrently.
 func (x firstPass) concurrent(pool *kvstate.Pool, policy Policy, a plan.Attempt) (*plan.Decision, error) {
 	dialect := policy.Dialect.Concurrent
 	if err := policy.MayPair(&a, &x.req, x.body.Len(), x.s.limits()); err != nil {
@@ -54,7 +54,7 @@ func (x firstPass) concurrent(pool *kvstate.Pool, policy Policy, a plan.Attempt)
 		}
 	}
 	x.s.State.View(pool, x.hashes, &x.view)
-	if !dialect.DecodesAlone { // then only an engine that was not started for one leg can
+	if !dialect.DecodesAlone { // then only an engine with both roles can
 		x.view.Endpoints = slices.DeleteFunc(x.view.Endpoints, func(c kvstate.Candidate) bool { return c.Endpoint.Role != kvstate.RoleBoth })
 		if len(x.view.Endpoints) == 0 {
 			return nil, plan.RefusePair(&a, x.s.limits())
@@ -73,8 +73,8 @@ func (x firstPass) concurrent(pool *kvstate.Pool, policy Policy, a plan.Attempt)
 	return x.decodeAlone(pool, policy, choice, tokens, a)
 }
 
-// pairUp decides for both legs. nil: there is no pair, or undoing P's leg would take more than a ticket holds; a.Why says
-// which.
+// pairUp decides for both legs. It returns nil if there is no pair, or if the undo of P's leg does not fit a
+// ticket; a.Why is the reason.
 func (x firstPass) pairUp(pool *kvstate.Pool, policy Policy, tokens int64, a *plan.Attempt) (*plan.Decision, error) {
 	dialect := policy.Dialect.Concurrent
 	x.s.State.View(pool, x.hashes, &x.view)
@@ -83,7 +83,7 @@ func (x firstPass) pairUp(pool *kvstate.Pool, policy Policy, tokens int64, a *pl
 		return nil, err
 	}
 	if !ok {
-		a.Why = x.whyUnpaired()
+		a.Why = x.unpairedReason()
 		if len(a.Excluded) > 0 {
 			a.Why = "prefill_failed"
 		}
@@ -103,7 +103,7 @@ func (x firstPass) pairUp(pool *kvstate.Pool, policy Policy, tokens int64, a *pl
 		if policy.Dialect.Prefill == nil || a.Redirects+2 >= x.s.MaxRedirects {
 			return nil, nil
 		}
-		d, why := x.split(pool, policy, c, tokens, *a) // one leg after the other: P's answer says who P is
+		d, why := x.split(pool, policy, c, tokens, *a) // one leg after the other: P's answer shows which engine P is
 		if why != "" {
 			a.Why = why
 		}
@@ -137,11 +137,11 @@ func (x firstPass) pairUp(pool *kvstate.Pool, policy Policy, tokens int64, a *pl
 	}), nil
 }
 
-// pickPair chooses a pair of the view. Endpoints that failed the request are taken where there is no other, but not
-// oftener than [plan.Attempt.Retries] allows.
+// pickPair chooses a pair of the view. It chooses endpoints that failed the request only if there are no others,
+// and no more often than [plan.Attempt.Retries] allows.
 func (x firstPass) pickPair(pool *kvstate.Pool, policy *Policy, tokens int64, a *plan.Attempt) (c picker.Choice, ok bool, err error) {
 	r := picker.Request{PromptTokens: tokens, Blocks: len(x.hashes), Model: x.req.Model(), Split: true, Excluded: a.Excluded, Rand: random()}
-	if err := x.aim(pool, policy, &r); err != nil {
+	if err := x.applyObjectives(pool, policy, &r); err != nil {
 		return c, false, err
 	}
 	c, err = x.chooseOther(pool, policy, &r, a)
@@ -158,7 +158,8 @@ func (x firstPass) pickPair(pool *kvstate.Pool, policy *Policy, tokens int64, a 
 	return c, err == nil && c.Prefill >= 0, nil
 }
 
-// setPairHeaders writes what the two legs need beside what every route has, or removes what an earlier pass left.
+// setPairHeaders sets the headers that the two legs need in addition to every route's, or removes those of an
+// earlier pass.
 func (x mainRole) setPairHeaders(p *plan.Pair) {
 	h := &x.headers
 	set := func(name, value string) {

@@ -284,7 +284,7 @@ func TestPairOverTwoReplicas(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		one := pairStand(t, "sglang", twoAndTwo...)
 		two := pairStand(t, "sglang", twoAndTwo...)
-		two.server.Apply(Live{Keys: one.server.keys(), Pools: two.server.Live().Pools})
+		two.server.Apply(Settings{Keys: one.server.keys(), Pools: two.server.Settings().Pools})
 
 		q, _ := pass1(one, "prefill-fails")
 		d, _ := q.decode(one)
@@ -377,12 +377,12 @@ func TestPairsAreForgotten(t *testing.T) {
 		ps := newPairs()
 		id := func(n int) [16]byte { return [16]byte{byte(n), byte(n >> 8), byte(n >> 16)} }
 		for i := range maxIdlePairs + 1000 {
-			ps.tell(id(i), outcome{})
+			ps.report(id(i), outcome{})
 		}
 		require.LessOrEqual(t, len(ps.live), maxIdlePairs)
 		time.Sleep(idlePairTime + time.Second)
 		held := ps.enter(id(7))
-		ps.tell(id(1<<20), outcome{})
+		ps.report(id(1<<20), outcome{})
 		require.Len(t, ps.live, 2)
 		ps.leave(id(7))
 		require.NotNil(t, held)
@@ -397,7 +397,7 @@ func TestTheOnlyPairIsTriedAgain(t *testing.T) {
 	for dialect, leg := range map[string]string{"sglang": envoywire.LegPair, "nixl": envoywire.LegPrefill} {
 		for _, body := range []string{chatBody, `{"model":"m","stream":true,"messages":[{"role":"user","content":"Hi"}]}`} {
 			s := pairStand(t, dialect, "p1", "d1")
-			policy := s.server.Live().Pools["chat"]
+			policy := s.server.Settings().Pools["chat"]
 			policy.Alone = plan.AloneNever
 			s.policy("chat", policy)
 			s.state.LoadFailed(s.state.Pool("chat"), addressOf("p1"), addressOf("d1"))

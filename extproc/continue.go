@@ -9,13 +9,13 @@ import (
 	"tandem/extproc/plan"
 )
 
-// completionsPath is where D goes on with what P began, whatever the client's API is.
+// completionsPath is where D continues P's answer, whatever the client's API is.
 const completionsPath = "/v1/completions"
 
-// continueAt makes D's leg one that goes on behind P's first token, and says how the client's answer is made of D's. Where
-// that cannot be, r stays as it is: D is sent the client's own body, and writes all of the answer.
+// continueAt makes D's leg one that continues after P's first token, and defines how the client's answer is made
+// from D's. If that is not possible, r stays as it is: D gets the client's own body and generates the whole answer.
 //
-// The body in x.body is P's, and the client's afterwards: what D is sent differs from that in little.
+// x.body is P's body, and becomes the client's. D's body differs little from that.
 func (x nextPass) continueAt(r *plan.Decision, t *kvtransfer.Ticket, dialect *kvtransfer.Dialect, params []byte) (answer []byte, undo openai.Edits) {
 	h := &x.msg.Headers
 	if t.Redirects+1 >= x.s.MaxRedirects {
@@ -47,7 +47,8 @@ func (x nextPass) continueAt(r *plan.Decision, t *kvtransfer.Ticket, dialect *kv
 	return answer, x.undo
 }
 
-// clientPath returns the path for a ticket: the client's where the leg has another (leg) or the redirect leaves a query out, else "".
+// clientPath returns the path to store in a ticket: the client's, if the leg uses another one or the redirect omits
+// a query, else "".
 func (x *planning) clientPath(leg string) string {
 	if leg == "" && bytes.IndexByte(x.msg.Headers.Path, '?') < 0 {
 		return ""
@@ -55,9 +56,9 @@ func (x *planning) clientPath(leg string) string {
 	return string(x.msg.Headers.Path)
 }
 
-// tellCached has the client told what P had in its cache, where the pool wants that and the answer says such a thing. It
-// returns what the ticket has to keep for it.
-func (x nextPass) tellCached(r *plan.Decision, t *kvtransfer.Ticket, policy *Policy) (cached int64) {
+// addCachedTokens reports P's cached tokens to the client, if the pool wants that and the answer has such a field.
+// It returns the number to store in the ticket.
+func (x nextPass) addCachedTokens(r *plan.Decision, t *kvtransfer.Ticket, policy *Policy) (cached int64) {
 	if !policy.PrefillCached || t.Cached == 0 || r.Leg != envoywire.LegDecode && r.Leg != envoywire.LegAnswer {
 		return 0
 	}

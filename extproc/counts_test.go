@@ -216,7 +216,7 @@ func TestStrandedHandOversAreCounted(t *testing.T) {
 		}
 		strand("r1")
 		require.InDelta(t, 1, s.count("tandem_cleanup_decodes_total", "chat", "no_endpoint"), 0)
-		require.InDelta(t, 1, s.count("tandem_handovers_stranded_total", "chat", addressOf("p1"), "client_gone"), 0)
+		require.InDelta(t, 1, s.count("tandem_handovers_orphaned_total", "chat", addressOf("p1"), "client_gone"), 0)
 
 		s.pool("chat", policy, "p1", "d1")
 		q := s.newRequest("/v1/chat/completions", "r2", chatBody)
@@ -225,7 +225,7 @@ func TestStrandedHandOversAreCounted(t *testing.T) {
 		q.follow()
 		s.state.RemovePool("chat")
 		require.NotZero(t, q.pass().status())
-		require.InDelta(t, 1, s.count("tandem_handovers_stranded_total", "chat", addressOf("p1"), "pool_gone"), 0)
+		require.InDelta(t, 1, s.count("tandem_handovers_orphaned_total", "chat", addressOf("p1"), "pool_gone"), 0)
 		require.InDelta(t, 1, s.count("tandem_replans_total", "chat", "pool_gone"), 0)
 		s.log(q.entry(503, ""))
 		require.Zero(t, s.state.Reservations())

@@ -13,21 +13,21 @@ import (
 	"tandem/extproc/telemetry"
 )
 
-// pairLeg is what the handlers of two legs share that run at once.
+// pairLeg is what the handlers of two concurrent legs share.
 type pairLeg struct{ handler }
 
 // decodeLeg handles the filter of the decode leg.
 type decodeLeg struct{ pairLeg }
 
-// serve serves the decode leg's filter where both legs run at once: the body becomes D's, and then the stream watches
-// over D until P has done its part. From there on D can do the rest alone, and the stream ends, so that no answer hangs on
-// this replica. While P is at work
+// serve serves the decode leg's filter when both legs run concurrently. It sends D's body, and watches D until P
+// has done its part. From there on D needs nobody, and the stream ends, so that no answer depends on this replica.
+// While P is working
 //
-//   - D's headers are held back, if they are good: engines answer a stream with 200 before they have done anything, and
-//     what has gone to a client cannot be planned again. D has no token before P's blocks are there, so this costs nothing;
-//   - P's failure, or its time running out, cuts D and plans anew: an answer of 307 with a ticket;
-//   - so does D's;
-//   - a client that leaves, or a D that refuses, ends P's leg too where the dialect wants that.
+//   - D's headers are held back if their status is 200: engines answer a stream with 200 before they have done anything,
+//     and what has gone to a client cannot be planned again. D has no token before P's blocks arrive, so this costs nothing;
+//   - if P fails or exceeds its time limit, D is cut and the request is planned again, by a 307 with a ticket;
+//   - the same if D fails;
+//   - if the client leaves or D refuses the request, P's leg ends too, if the dialect wants that.
 func (x decodeLeg) serve() error {
 	t, err := x.openLeg()
 	if err != nil {
@@ -37,7 +37,7 @@ func (x decodeLeg) serve() error {
 	p := x.s.pairs.enter(t.ID)
 	defer x.s.pairs.leave(t.ID)
 	if err = x.serveDecode(t, p); err != nil {
-		x.s.pairs.giveUp(t.ID) // the client has left, or this leg is lost to a second try
+		x.s.pairs.giveUp(t.ID) // the client has left, or Envoy is trying this leg again
 	}
 	return err
 }
@@ -60,7 +60,7 @@ func (x decodeLeg) serveDecode(t *kvtransfer.Ticket, p *pair) error {
 	return x.watch(t, p)
 }
 
-// openLeg opens the ticket of a leg whose request headers come first.
+// openLeg opens the ticket of a leg whose first message is the request headers.
 func (x pairLeg) openLeg() (*kvtransfer.Ticket, error) {
 	if x.msg.Phase == envoywire.PhaseNone {
 		if err := x.receive(); err != nil {
@@ -88,8 +88,8 @@ func (x pairLeg) openPairTicket(ticket, requestID []byte) (*kvtransfer.Ticket, e
 	return t, nil
 }
 
-// decodeBody plans how P's body becomes D's: what was changed for P is undone, and D's own members take the place of P's,
-// or those stay where they are meant for both.
+// decodeBody returns the edits that turn P's body into D's: they undo the changes made for P, and replace P's
+// members by D's, unless they are meant for both.
 func (x decodeLeg) decodeBody(t *kvtransfer.Ticket) (openai.Edits, error) {
 	if x.body.Len() != t.BodyBytes {
 		return nil, fmt.Errorf("the body of a decode leg has %d bytes, %d were sent", x.body.Len(), t.BodyBytes)
@@ -110,7 +110,7 @@ func (x decodeLeg) decodeBody(t *kvtransfer.Ticket) (openai.Edits, error) {
 	return edits, nil
 }
 
-// watch waits for P's verdict. What it returns nil on, Envoy carries on with by itself.
+// watch waits for P's verdict. If it returns nil, Envoy continues without this stream.
 func (x decodeLeg) watch(t *kvtransfer.Ticket, p *pair) error {
 	received := x.receiveLater() // at most one message comes: D's headers
 	limit := x.prefillLimit(t)
@@ -134,7 +134,7 @@ func (x decodeLeg) watch(t *kvtransfer.Ticket, p *pair) error {
 			case p.verdict.ok:
 				x.SpanLegEnded("ok", 0)
 				x.holds(t)
-				return x.letGo(held)
+				return x.passAnswer(held)
 			case clientsFault(p.verdict.status):
 				return x.answerFor(p.verdict)
 			}
@@ -144,14 +144,14 @@ func (x decodeLeg) watch(t *kvtransfer.Ticket, p *pair) error {
 			x.s.pairs.giveUp(t.ID)
 			return x.planAgain(t, kvtransfer.CausePrefill)
 		case <-x.s.draining:
-			return x.letGo(held)
+			return x.passAnswer(held)
 		case <-x.stream.Context().Done():
 			return io.EOF
 		}
 	}
 }
 
-// holds notes that D has the prompt by now, for the next turn: P has done its part, so its KV is there or on its way.
+// holds records that D has the prompt now: P has done its part, so its KV has arrived or is on its way.
 func (x decodeLeg) holds(t *kvtransfer.Ticket) {
 	pool := x.s.State.Pool(t.Pool)
 	if pool == nil {
@@ -163,7 +163,7 @@ func (x decodeLeg) holds(t *kvtransfer.Ticket) {
 	}
 }
 
-// afterPrefillOf holds D's leg back until P has done its part, and then lets it go its way.
+// afterPrefillOf sends D's request only after P has done its part, and then ends the stream.
 func (x decodeLeg) afterPrefillOf(t *kvtransfer.Ticket, p *pair, edits openai.Edits) error {
 	limit := x.prefillLimit(t)
 	timer := time.NewTimer(limit)
@@ -187,13 +187,14 @@ func (x decodeLeg) afterPrefillOf(t *kvtransfer.Ticket, p *pair, edits openai.Ed
 	return x.planAgain(t, kvtransfer.CausePrefill)
 }
 
-// prefillLimit is how long P may take.
+// prefillLimit returns the time limit of P's leg.
 func (x pairLeg) prefillLimit(t *kvtransfer.Ticket) time.Duration {
 	policy, _ := x.s.policy(t.Pool)
 	return policy.PrefillTimeout + time.Duration(t.PromptTokens)*policy.PerToken
 }
 
-// holdAnswer looks at D's headers, which came before P's verdict. Good ones are held, and Envoy is told to be patient.
+// holdAnswer handles D's headers, which arrived before P's verdict. Good ones are held back, and Envoy's timeout is
+// extended.
 func (x decodeLeg) holdAnswer(t *kvtransfer.Ticket, p *pair, limit time.Duration) (held bool, err error) {
 	if x.msg.Phase != envoywire.PhaseResponseHeaders {
 		return false, errors.New("a decode leg went on without an answer")
@@ -202,7 +203,7 @@ func (x decodeLeg) holdAnswer(t *kvtransfer.Ticket, p *pair, limit time.Duration
 	if (code >= 500 || code < 200) && len(x.msg.Headers.Final) == 0 {
 		cause := kvtransfer.CauseDecode
 		if p.prefillFailed(x.stream.Context()) {
-			cause = kvtransfer.CausePrefill // D failed for want of P
+			cause = kvtransfer.CausePrefill // D failed because P did
 		}
 		x.s.pairs.giveUp(t.ID)
 		return false, x.planAgain(t, cause)
@@ -210,20 +211,21 @@ func (x decodeLeg) holdAnswer(t *kvtransfer.Ticket, p *pair, limit time.Duration
 	if code >= 300 {
 		x.s.pairs.giveUp(t.ID)
 		x.SpanLegEnded("refused", code)
-		return false, x.send(&envoywire.Reply{Phase: envoywire.PhaseResponseHeaders}) // its body loses what Tandem told D in a script of this listener
+		// a script of this listener removes Tandem's additions from its body
+		return false, x.send(&envoywire.Reply{Phase: envoywire.PhaseResponseHeaders})
 	}
 	return true, x.send(&envoywire.Reply{Patience: limit + time.Second})
 }
 
-// letGo lets D's answer through if it is held, and ends the stream in peace, which Envoy takes for leave to carry on.
-func (x decodeLeg) letGo(held bool) error {
+// passAnswer releases D's answer if it is held back, and ends the stream without error, so that Envoy continues.
+func (x decodeLeg) passAnswer(held bool) error {
 	if !held {
 		return nil
 	}
 	return x.send(&envoywire.Reply{Phase: envoywire.PhaseResponseHeaders})
 }
 
-// answerFor answers with what P found wrong with the request.
+// answerFor answers the client with P's refusal of the request.
 func (x decodeLeg) answerFor(v outcome) error {
 	x.SpanLegEnded("refused", 0)
 	i := &envoywire.Immediate{Status: v.status, Body: v.answer, Details: envoywire.DetailsPrefix + "_prefill_refused"}
@@ -242,7 +244,7 @@ func (x decodeLeg) planAgain(t *kvtransfer.Ticket, cause string) error {
 	if decodeOut {
 		cause = kvtransfer.CauseDecode // P waits for D, so it fails with D
 	}
-	next := *t // its id stays: it names the leg that may still run
+	next := *t // its id stays: it names the leg that may still be running
 	next.Stage, next.Params, next.Cause = kvtransfer.Failed, nil, cause
 	next.Redirects++
 	x.SpanLegEnded("failed", 0)
@@ -261,7 +263,7 @@ func (x decodeLeg) planAgain(t *kvtransfer.Ticket, cause string) error {
 	}
 	policy, _ := x.s.policy(t.Pool)
 	if peers := policy.Peers; peers != nil {
-		peers.Failed(t.Prefill) // it may come back as another engine, and D may have failed because it has
+		peers.Failed(t.Prefill) // P may return as another engine, and D may have failed because it did
 	}
 	sealed, err := x.s.keys().Seal(nil, &next, x.requestID)
 	if err != nil {

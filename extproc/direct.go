@@ -18,10 +18,10 @@ import (
 	"tandem/picker"
 )
 
-// maxDirectCalls bounds the prefill calls that are under way at one time; a request beyond is decoded alone.
+// maxDirectCalls bounds the concurrent prefill calls; further requests are decoded alone.
 const maxDirectCalls = 1024
 
-// directCalls makes the prefill hop where Envoy cannot.
+// directCalls makes the prefill hop in place of Envoy.
 type directCalls struct {
 	places chan struct{}
 	client *enginehttp.Client
@@ -33,9 +33,9 @@ func newDirectCalls() *directCalls {
 	})}
 }
 
-// prefillDirectly has P compute the prompt, and gives the edits that turn the client's body into D's. Where a prefill
-// fails another is tried, as the pool's policy says; no edits mean that D computes the prompt itself. The call ends with
-// the stream: a client that leaves ends its prefill.
+// prefillDirectly calls P to compute the prompt, and returns the edits that turn the client's body into D's. If a
+// prefill fails it tries another, according to the pool's policy. Without edits D computes the prompt itself. The
+// call ends with the stream, so a client that leaves ends its prefill.
 func (x firstPass) prefillDirectly(pool *kvstate.Pool, policy Policy, c picker.Choice, tokens int64, model string, a *plan.Attempt) (openai.Edits, error) {
 	select {
 	case x.s.direct.places <- struct{}{}:
@@ -75,11 +75,12 @@ func (x firstPass) prefillDirectly(pool *kvstate.Pool, policy Policy, c picker.C
 	}
 }
 
-// callPrefill is one prefill leg, from the booking to the parameters. An error that wraps *openai.Error is the client's.
+// callPrefill makes one prefill call, from the reservation to the parameters. An error that wraps *openai.Error is
+// the client's.
 func (x firstPass) callPrefill(pool *kvstate.Pool, policy Policy, c picker.Choice, tokens int64, model string) (openai.Edits, error) {
 	p, d, before := x.view.Endpoints[c.Prefill].Endpoint, x.view.Endpoints[c.Decode].Endpoint, x.view.Endpoints[c.Prefill].PromptTokens
 	booked := x.s.State.ReserveAs(0, p, c.PrefillBooking(), sourceOf(x.stream.Context()))
-	x.landed()
+	x.committed()
 	defer x.s.State.Release(booked)
 	x.s.State.Routed(pool, p, x.hashes)
 	x.pair = pairOf(x.requestID, newTicketID(), sideOf(p), sideOf(d))
@@ -126,11 +127,12 @@ func (x firstPass) callPrefill(pool *kvstate.Pool, policy Policy, c picker.Choic
 		return openai.Edits{}, nil
 	}
 	member := append(policy.Dialect.DecodeMember(nil, got.Params), ',')
-	at := bytes.IndexByte(x.body.Bytes(), '{') + 1 // a body that P answered with 200 is not an empty object, so the comma belongs
+	// P answered 200, so its body is not an empty object and the comma is valid
+	at := bytes.IndexByte(x.body.Bytes(), '{') + 1
 	return openai.Edits{{Start: at, End: at, New: member}}, nil
 }
 
-// post sends a body to an endpoint on the client's own path and reads the answer.
+// post sends a body to an endpoint, on the client's path, and reads the answer.
 func (x firstPass) post(ctx context.Context, e *kvstate.Endpoint, body []byte) (status int, answer []byte, err error) {
 	h := &x.msg.Headers
 	header := http.Header{http.CanonicalHeaderKey(envoywire.HeaderRequestID): {x.requestID}}
@@ -157,7 +159,7 @@ func directResult(status int, err error) string {
 	return "ok"
 }
 
-// printableAnswer is what of an engine's refusal can stand in a message: its beginning, without line breaks.
+// printableAnswer returns the beginning of an engine's refusal, without line breaks, for a message.
 func printableAnswer(body []byte) string {
 	const longest = 500
 	text := bytes.Map(func(r rune) rune {

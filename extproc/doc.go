@@ -1,37 +1,39 @@
-// Package extproc is the Envoy edge of Tandem. With envoywire, which encodes Envoy's messages, it is the only package that
-// knows Envoy.
+// Package extproc is the Envoy edge of Tandem. Only this package and envoywire, which encodes Envoy's messages,
+// know Envoy.
 //
-// Envoy carries every byte of every request; this server speaks when a decision is due. One request over two hops
-// meets it three times, on three gRPC streams of one service, told apart by the initial metadata x-tandem-role:
+// Envoy carries every byte of every request; this server makes decisions. A request over two hops meets it three
+// times, on three gRPC streams of one service. The initial metadata x-tandem-role tells them apart:
 //
-//  1. Pass 1 (main role). The client's headers and body arrive. The body is scanned once, a pair of prefill and decode
-//     endpoints is picked and booked, the body becomes the prefill leg's by splicing, and a small ticket goes along
-//     that says how to undo it. Envoy routes by the headers that are set here.
+//  1. Pass 1 (main role). The client's headers and body arrive. The server scans the body once, picks and reserves a pair of
+//     prefill and decode endpoints, splices the body into the prefill leg's, and adds a small ticket that says how to undo
+//     that. Envoy routes by the headers that the server sets.
 //  2. Prefill leg (role prefill-leg, a filter of an internal listener). The prefill endpoint's answer arrives. Its KV
-//     transfer parameters move into a second ticket, and the answer becomes a 307, which Envoy follows by itself. A short answer
-//     does not come here: Envoy makes the 307 of it by itself, and pass 2 reads it from a header (inline.go).
-//  3. Pass 2 (main role again; the ticket tells it apart). The body that arrives is the prefill leg's. Undo gives the
-//     client's body back, the parameters are put in, and Envoy streams the decode endpoint's answer to the client
-//     without asking again.
+//     transfer parameters move into a second ticket, and the answer becomes a 307, which Envoy follows by itself. A short
+//     answer does not come here: Envoy makes the 307 from it by itself, and pass 2 reads it from a header (inline.go).
+//  3. Pass 2 (main role again; the ticket tells it apart). The body that arrives is the prefill leg's. The server undoes the
+//     edits, which restores the client's body, and inserts the parameters. Envoy streams the decode endpoint's answer to the
+//     client without asking again.
 //
-// A hop that fails outright is tried a second time by Envoy, and the second try goes to [Server.Replan], a small HTTP
-// handler that answers 307 with a ticket that says what failed; pass 2 then plans anew. How a hop ended is learnt from
-// Envoy's gRPC access log. Nothing about a request is kept here between those meetings but its reservations, so any
-// replica serves any of them.
+// Envoy tries a hop that fails outright a second time at [Server.Replan], a small HTTP handler. It answers 307 with
+// a ticket that says what failed, and pass 2 plans again. Envoy's gRPC access log reports how each hop ended.
+// Between these meetings the server stores nothing about a request except its reservations, so any replica can
+// serve any of them.
 //
-// Engines that need both legs at once go another way, in one pass: Envoy sends the request to the decode endpoint and a copy
-// of it to the prefill endpoint, each through an internal listener whose filter is a role of its own here (decode-leg,
-// prefill-mirror). concurrent.go tells it. A chat with media may have a leg before all these (encode-leg): encodeleg.go.
+// Engines that need both legs at once take another way, in one pass: Envoy sends the request to the decode endpoint
+// and a copy of it to the prefill endpoint, each through an internal listener whose filter has its own role
+// (decode-leg, prefill-mirror); see concurrent.go. A chat with media may have a leg before all these (encode-leg);
+// see encodeleg.go.
 //
-// Each filter role has a handler type, with a [stream] (I/O only) and a telemetry.Meter; [scratch] holds the memory of all:
+// Each filter role has a handler type, with a [stream] (I/O only) and a telemetry.Meter; [scratch] holds the memory
+// of all:
 //
 //   - mainRole (route.go): firstPass (plan.go, concurrent.go, encodeleg.go, passthrough.go) decides for a request from its
 //     body, nextPass (pass2.go, continue.go) from the ticket of a leg. Both read the state into a planning (planning.go) and
 //     return a [plan.Decision]; commit.go reserves what it needs and seals its ticket.
-//   - prefillLeg (leg.go): prefillAnswer settles P's answer, which pass 2 does as well for inline ones (inline.go).
-//   - decodeLeg, mirroredLeg: both legs at once; pairs.go is where they meet.
+//   - prefillLeg (prefillleg.go): prefillAnswer settles P's answer, which pass 2 does as well for inline ones (inline.go).
+//   - decodeLeg, mirroredLeg: concurrent legs; pairs.go is where they meet.
 //   - answerLeg, encodeLeg, and endpointPicker (pickerprotocol.go).
 //
-// Beside the streams: replan.go and accesslog.go; latebinding.go and waitingroom.go, in which requests wait for endpoints;
-// live.go, the settings that may change.
+// The rest: replan.go and accesslog.go; admission.go, in which requests wait for endpoints; settings.go, the
+// settings that may change.
 package extproc

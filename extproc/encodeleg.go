@@ -14,13 +14,14 @@ import (
 	"tandem/kvstate"
 )
 
-// An encode stage (EPD): a pool may have endpoints that do nothing but make embeddings of images, audio and video. A chat
-// with such parts goes to one of them first, by the route encode, as it came: the filter of the listener encode-leg makes of
-// it what such an engine is sent, and of the engine's answer a redirect. What comes back in pass 2 is the client's own body,
-// with no undo however long it is, and the ticket has what prefill is to be told (ec_transfer_params). The media stay in the
-// body, so an engine that is told nothing, or not of all, encodes by itself: a failed encode leg costs its time alone.
+// An encode stage (EPD): a pool may have endpoints that only make embeddings of images, audio and video. A chat
+// with such parts first goes to one of them, unchanged, by the route encode. The filter of the listener encode-leg
+// makes the engine's body from it, and a redirect from the engine's answer. Pass 2 gets the client's own body,
+// without undo however long it is, and the ticket has the parameters for prefill (ec_transfer_params). The media
+// stay in the body, so an engine without parameters, or with some missing, encodes by itself: a failed encode leg
+// only costs time.
 
-// encodeFirst decides for an encode leg, nil if there is none.
+// encodeFirst decides for an encode leg; nil if there is none.
 func (x firstPass) encodeFirst(pool *kvstate.Pool, policy *Policy, a *plan.Attempt) *plan.Decision {
 	if policy.EncodeTimeout <= 0 || policy.Handoff != plan.HandoffEnvoy || a.Redirects > 0 || x.s.MaxRedirects < minEncodeRedirects || x.body.Len() > x.s.SplitBodyBytes || !x.req.HasMedia() {
 		return nil
@@ -40,15 +41,15 @@ func (x firstPass) encodeFirst(pool *kvstate.Pool, policy *Policy, a *plan.Attem
 	})
 }
 
-// minEncodeRedirects are those that an encode leg takes, and a split request behind it where decode fails once.
+// minEncodeRedirects is the number of redirects for an encode leg and a split request whose decode fails once.
 const minEncodeRedirects = 4
 
-// encodes reports whether media can be encoded there now.
+// encodes reports whether the candidate can encode media now.
 func encodes(c *kvstate.Candidate) bool {
 	return c.Endpoint.Role&kvstate.RoleEncode != 0 && c.Usable && !c.Endpoint.Failed()
 }
 
-// pickEncode is the encode endpoint with the fewest requests; nil if there is none that works.
+// pickEncode returns the usable encode endpoint with the fewest requests; nil if there is none.
 func (x firstPass) pickEncode(pool *kvstate.Pool) *kvstate.Endpoint {
 	x.s.State.View(pool, nil, &x.view)
 	all := x.view.Endpoints
@@ -71,7 +72,7 @@ type encodeLeg struct {
 	req *openai.Request
 }
 
-// serve serves the encode leg's filter: the body becomes the engine's, and its answer a redirect.
+// serve serves the encode leg's filter: it sends the engine's body, and turns its answer into a redirect.
 func (x encodeLeg) serve() error {
 	t, err := x.openEncodeLeg()
 	if err != nil {
@@ -108,13 +109,13 @@ func (x encodeLeg) serve() error {
 	}
 	x.EndPhase(telemetry.PhaseReceive)
 	x.s.State.Release(kvstate.ReservationID(t.Reservations[1]))
-	h := &x.msg.Headers // still the request's, but for the status
+	h := &x.msg.Headers // still the request's headers, except for the status
 	err = x.redirect(x.afterEncode(t, code), location(h.Path))
 	x.EndPhase(telemetry.PhaseAnswer)
 	return err
 }
 
-// openEncodeLeg opens the ticket that the leg's request bears.
+// openEncodeLeg opens the ticket of the leg's request.
 func (x encodeLeg) openEncodeLeg() (*kvtransfer.Ticket, error) {
 	if err := x.receive(); err != nil {
 		return nil, err
@@ -135,7 +136,8 @@ func (x encodeLeg) openEncodeLeg() (*kvtransfer.Ticket, error) {
 	return t, nil
 }
 
-// afterEncode makes the ticket that the redirect carries: what prefill is told, or that it has to do everything.
+// afterEncode returns the redirect's ticket: with the parameters for prefill, or without, so that prefill encodes
+// by itself.
 func (x encodeLeg) afterEncode(t *kvtransfer.Ticket, code int) *kvtransfer.Ticket {
 	next := *t
 	next.ID = newTicketID()
@@ -144,7 +146,7 @@ func (x encodeLeg) afterEncode(t *kvtransfer.Ticket, code int) *kvtransfer.Ticke
 	took, result := time.Since(x.s.sealedAt(t)), "failed"
 	pool := x.s.State.Pool(t.Pool)
 	switch {
-	case clientsFault(code): // prefill will say so, in words about the client's own body
+	case clientsFault(code): // prefill will report it, in terms of the client's own body
 		result = "refused"
 	case code == 200 && !x.msg.Over:
 		params, err := kvtransfer.ReadEncoded(x.body.Bytes())

@@ -8,28 +8,29 @@ import (
 	"tandem/extproc/plan"
 )
 
-// EnginePriority is how the engines of a pool are told of a request's place among others: in the member priority of the body
-// for those that schedule by it, in the place of what the client says there.
+// EnginePriority is how a pool's engines learn a request's priority: in the body's member priority, which replaces
+// the client's.
 type EnginePriority uint8
 
-// The engines that take priorities.
+// The kinds of engines that take priorities.
 const (
-	NoEnginePriority EnginePriority = iota // they are not told
+	NoEnginePriority EnginePriority = iota // the engines do not learn it
 	VLLMPriority                           // lower goes first; takes --scheduling-policy priority
 	SGLangPriority                         // higher goes first; takes --enable-priority-scheduling
 )
 
-// classStep is what one step of a request's own priority is worth to vLLM, where those of one priority are told apart by
-// their place in the queue, in milliseconds: more than places will be for a century, and with maxClass steps still a whole
-// number to every JSON reader.
+// classStep is the weight of one step of priority for vLLM, where requests of one priority are ordered by their
+// position in the queue, in milliseconds: more than positions will reach in a century, and with maxClass steps
+// still an exact integer to every JSON reader.
 const (
 	classStep = 1 << 42
 	maxClass  = 1 << 9
 )
 
-// setPriority puts the request's place among others into the leg's body, as a change of x.patch. vLLM is told its priority
-// and, within one, the key by which it stands in the queue: a second of work yields to five of age. SGLang interrupts what
-// runs for what is only a little more urgent (--priority-scheduling-preemption-threshold), so it is told the priority alone.
+// setPriority puts the request's priority into the leg's body, as a change of x.patch. vLLM gets the priority and,
+// within one, the key of the request's position in the queue: a second of work weighs as much as five of age.
+// SGLang interrupts running requests for slightly more urgent ones (--priority-scheduling-preemption-threshold), so
+// it gets the priority only.
 func (x *planning) setPriority(policy *Policy) {
 	value := int64(x.priority)
 	switch policy.Priorities {
@@ -43,7 +44,7 @@ func (x *planning) setPriority(policy *Policy) {
 	x.patch.Set("priority", openai.FieldPriority, strconv.AppendInt(nil, value, 10))
 }
 
-// aloneEdits are what is changed of the body for an endpoint that does both, and their undo.
+// aloneEdits returns the edits of the body for an endpoint that does both, and their undo.
 func (x firstPass) aloneEdits(policy Policy, id [16]byte, decode int, a *plan.Attempt) (edits, undo openai.Edits) {
 	pulls := policy.Dialect.Pull != nil
 	if pulls {

@@ -102,14 +102,14 @@ func newStand(t *testing.T, o Options) *stand {
 
 // policy puts a pool's policy in force.
 func (s *stand) policy(name string, policy Policy) {
-	live := s.server.Live()
+	live := s.server.Settings()
 	pools := map[string]Policy{name: policy}
 	for other, p := range live.Pools {
 		if other != name {
 			pools[other] = p
 		}
 	}
-	s.server.Apply(Live{Keys: live.Keys, Pools: pools})
+	s.server.Apply(Settings{Keys: live.Keys, Pools: pools})
 }
 
 // pool adds a pool of NIXL endpoints, "p..." for prefill, "d..." for decode and "b..." for both: p1 is 10.0.1.1:8000.

@@ -16,16 +16,16 @@ import (
 	"tandem/picker"
 )
 
-// Explanation is a decision with all that was weighed, and what waits beside it.
+// Explanation is a decision with the prices of all candidates, and the requests that wait.
 type Explanation struct {
 	picker.Explanation
-	Waiting   int     `json:"waiting,omitempty"`   // requests that wait in this replica for endpoints of the pool
-	Longest   float64 `json:"longest,omitempty"`   // s that one of them has waited
-	Elsewhere int     `json:"elsewhere,omitempty"` // requests that wait in other replicas, as far as this one knows
+	Waiting int     `json:"waiting,omitempty"` // requests that wait in this replica for endpoints of the pool
+	Longest float64 `json:"longest,omitempty"` // longest wait of one of them, s
+	Remote  int     `json:"remote,omitempty"`  // requests known to wait in other replicas
 }
 
-// Explain says how a request of so many prompt tokens, of which nobody holds any, would be placed in a pool now: every
-// endpoint with what it would cost, or why it is left out. Nothing is booked.
+// Explain returns where a request with so many uncached prompt tokens would be placed in a pool now: every endpoint
+// with its price, or why it is excluded. It reserves nothing.
 func (s *Server) Explain(poolName string, promptTokens int64) (Explanation, error) {
 	pool := s.State.Pool(poolName)
 	if pool == nil && poolName == "" {
@@ -39,13 +39,13 @@ func (s *Server) Explain(poolName string, promptTokens int64) (Explanation, erro
 	var v kvstate.View
 	s.State.View(pool, nil, &v)
 	e := Explanation{Explanation: k.Explain(&picker.Request{PromptTokens: promptTokens, Split: policy.Dialect.Prefill != nil && policy.Split, Rand: random()}, &v)}
-	if policy.room != nil {
-		e.Waiting, e.Elsewhere, e.Longest = policy.room.waits(time.Now())
+	if policy.admission != nil {
+		e.Waiting, e.Remote, e.Longest = policy.admission.waits(time.Now())
 	}
 	return e, nil
 }
 
-// explain says all that was weighed for a decision: in the log where debug logs are on, and to an operator who asks for it.
+// explain writes all prices of a decision to the debug log, and to an operator who asks for them.
 func (x *planning) explain(pool *kvstate.Pool, r *picker.Request) {
 	asked := len(x.msg.Headers.Explain) > 0 && x.s.Operator != nil && x.s.Operator(x.msg.Headers.Explain)
 	debug := x.s.Log.Enabled(context.Background(), slog.LevelDebug)
@@ -57,18 +57,18 @@ func (x *planning) explain(pool *kvstate.Pool, r *picker.Request) {
 		parts := strings.Builder{}
 		e.Print(&parts)
 		x.s.Log.Debug("decision", "request_id", x.requestID, "pool", pool.Spec.Name, "prefill", e.Prefill, "decode", e.Decode,
-			"price", e.Price, "load", e.Load, "waited", x.waited, "waited_for", x.stoodBy.endpoint, "behind", x.stoodBy.here, "behind_elsewhere", x.stoodBy.elsewhere, "weighed", parts.String())
+			"price", e.Price, "load", e.Load, "waited", x.waited, "waited_for", x.blockedOn.endpoint, "behind", x.blockedOn.local, "behind_remote", x.blockedOn.remote, "weighed", parts.String())
 	}
 	if asked {
-		x.explanation = explanation(pool.Spec.Name, x.waited, x.stoodBy, &e)
+		x.explanation = explanation(pool.Spec.Name, x.waited, x.blockedOn, &e)
 	}
 }
 
-// maxExplanation bounds the explanation of a header, in bytes; Envoy takes some 58 KiB of headers in all.
+// maxExplanation bounds the explanation in a header, in bytes; Envoy accepts some 58 KiB of headers in all.
 const maxExplanation = 8 << 10
 
-// explanation is a decision as a header shows it: JSON, with as many of the endpoints as there is room for, those chosen first.
-func explanation(pool string, waited time.Duration, by stoodBy, e *picker.Explanation) []byte {
+// explanation renders a decision for a header: JSON, with as many endpoints as fit, the chosen ones first.
+func explanation(pool string, waited time.Duration, by blockedOn, e *picker.Explanation) []byte {
 	chosen := func(w picker.Weighed) int {
 		if w.Endpoint == e.Prefill || w.Endpoint == e.Decode {
 			return 0
@@ -78,15 +78,15 @@ func explanation(pool string, waited time.Duration, by stoodBy, e *picker.Explan
 	slices.SortStableFunc(e.Candidates, func(a, b picker.Weighed) int { return chosen(a) - chosen(b) })
 	for {
 		text, err := json.Marshal(struct {
-			Pool            string  `json:"pool"`
-			Waited          float64 `json:"waited"` // s
-			WaitedFor       string  `json:"waited_for,omitempty"`
-			Behind          int     `json:"behind,omitempty"`
-			BehindElsewhere int     `json:"behind_elsewhere,omitempty"`
+			Pool         string  `json:"pool"`
+			Waited       float64 `json:"waited"` // s
+			WaitedFor    string  `json:"waited_for,omitempty"`
+			Behind       int     `json:"behind,omitempty"`
+			BehindRemote int     `json:"behind_remote,omitempty"`
 			*picker.Explanation
-		}{pool, waited.Seconds(), by.endpoint, by.here, by.elsewhere, e})
+		}{pool, waited.Seconds(), by.endpoint, by.local, by.remote, e})
 		switch {
-		case err != nil: // a price that is no number: there is no endpoint
+		case err != nil: // a price that is not a number: there is no endpoint
 			return []byte(`{"pool":` + strconv.Quote(pool) + `,"refused":` + strconv.Quote(e.Refused) + `}`)
 		case len(text) <= maxExplanation || len(e.Candidates) == 0:
 			return text
@@ -95,10 +95,11 @@ func explanation(pool string, waited time.Duration, by stoodBy, e *picker.Explan
 	}
 }
 
-// namespaceDecision is the namespace of the dynamic metadata that decisions are said in, for Envoy's access logs.
+// namespaceDecision is the namespace of the dynamic metadata with decisions, for Envoy's access logs.
 const namespaceDecision = "tandem"
 
-// decisionMetadata is a decision as dynamic metadata: {"tandem": {"pool": ..., ...}}. Empty fields are left out.
+// decisionMetadata returns a decision as dynamic metadata: {"tandem": {"pool": ..., ...}}. Empty fields are
+// omitted.
 func (x *planning) decisionMetadata(p *telemetry.Planned) []byte {
 	return envoywire.Metadata(namespaceDecision,
 		envoywire.MetadataField{Name: "pool", Text: p.Pool}, envoywire.MetadataField{Name: "route", Text: p.Route},

@@ -29,7 +29,7 @@ func TestExplain(t *testing.T) {
 	})
 	state.MarkFailed(state.Pool("chat").Endpoint("10.0.1.2:8000"))
 	var log bytes.Buffer
-	s := New(Options{State: state, Live: Live{Pools: map[string]Policy{"chat": {Policy: plan.Policy{Split: true}}}}, Log: slog.New(slog.NewTextHandler(&log, &slog.HandlerOptions{Level: slog.LevelDebug}))}, nil)
+	s := New(Options{State: state, Settings: Settings{Pools: map[string]Policy{"chat": {Policy: plan.Policy{Split: true}}}}, Log: slog.New(slog.NewTextHandler(&log, &slog.HandlerOptions{Level: slog.LevelDebug}))}, nil)
 
 	e, err := s.Explain("", 4000)
 	require.NoError(t, err)
@@ -85,7 +85,7 @@ func TestExplanationFitsAHeader(t *testing.T) {
 	for i := range 500 {
 		e.Candidates = append(e.Candidates, picker.Weighed{Endpoint: fmt.Sprintf("10.0.%d.%d:8000", 1+i%2, i/2), Role: "prefill", Prefill: &picker.PrefillPrice{Queue: 1.0 / 3, Work: 2.0 / 3}})
 	}
-	text := explanation("chat", time.Second, stoodBy{endpoint: "10.0.1.9:8000", here: 3, elsewhere: 2}, &e)
+	text := explanation("chat", time.Second, blockedOn{endpoint: "10.0.1.9:8000", local: 3, remote: 2}, &e)
 	require.LessOrEqual(t, len(text), maxExplanation)
 	require.Greater(t, len(text), maxExplanation/4)
 	var got struct {

@@ -12,13 +12,13 @@ import (
 	"tandem/kvstate"
 )
 
-// handler is what the handlers of all filter roles share: the stream, and its telemetry.
+// handler is what the handlers of all filter roles share: the stream and its telemetry.
 type handler struct {
 	*stream
 	*telemetry.Meter
 }
 
-// receiveBody reads the body to its end into x.body, at most limit bytes.
+// receiveBody reads the whole body into x.body, at most limit bytes.
 func (x handler) receiveBody(limit int) error {
 	defer x.EndPhase(telemetry.PhaseReceive)
 	if x.msg.EndOfStream {
@@ -28,14 +28,15 @@ func (x handler) receiveBody(limit int) error {
 		return errors.New("Envoy does not send this request's body (request_body_mode NONE): the route is not one that `tandem envoy` writes") //nolint:staticcheck // a name
 	}
 	if x.msg.Mode.Request == envoywire.ModeBuffered {
-		// Envoy sends a buffered body only after the headers are answered; what is decided goes with the body's answer.
+		// Envoy sends a buffered body only after a reply to the headers; the decision goes with the reply to the
+		// body.
 		if err := x.send(&envoywire.Reply{Phase: envoywire.PhaseRequestHeaders}); err != nil {
 			return err
 		}
 	}
 	x.msg.Body, x.msg.BodyLimit, x.msg.Over = &x.body, limit, false
 	if n, err := strconv.Atoi(string(x.msg.Headers.ContentLength)); err == nil && n > 0 && n <= limit {
-		x.body.Grow(min(n, 1<<20) + 1024) // room for what is put in; a false length costs at most this
+		x.body.Grow(min(n, 1<<20) + 1024) // space for insertions; a false length costs at most this
 	}
 	x.limitBodyTime()
 	defer x.stopBodyTime()
@@ -50,27 +51,27 @@ func (x handler) receiveBody(limit int) error {
 			return err
 		}
 		if x.msg.Mode.Request == envoywire.ModeBuffered && x.msg.Phase == envoywire.PhaseRequestBody {
-			return nil // the whole body is in one message, also where trailers follow, which then has no end of stream
+			return nil // the whole body is in one message; if trailers follow, it has no end of stream
 		}
 	}
 	return nil
 }
 
-// startSpan begins the span of this stream. orphan says whether it may have no parent, where Envoy does not trace.
+// startSpan starts the span of this stream. orphan says whether it may have no parent, when Envoy does not trace.
 func (x handler) startSpan(name string, orphan bool) {
 	x.Meter.StartSpan(x.Context(), name, orphan, &x.msg.Headers, x.requestID)
 }
 
-// spanPairLeg begins the span of one of two legs that run at once.
+// spanPairLeg starts the span of one of two concurrent legs.
 func (x handler) spanPairLeg(name string, t *kvtransfer.Ticket) {
 	x.startSpan(name, false)
 	x.SpanTicket(t)
 	x.SpanPair(t)
 }
 
-// redirect ends the leg with a 307 that Envoy follows, with the ticket it carries along. It is an answer of its own, in one
-// message, and not P's with other headers: Envoy follows a redirect as soon as it sees the headers and cuts what has more to
-// come, so a body, be it empty, would cost the internal connection each time.
+// redirect ends the leg with a 307 and its ticket, which Envoy follows. It is an immediate response, in one
+// message, instead of P's answer with other headers: Envoy follows a redirect as soon as it sees the headers and
+// cuts a response that has more to come, so even an empty body would cost the internal connection each time.
 func (x handler) redirect(t *kvtransfer.Ticket, to []byte) error {
 	sealed, err := x.sealHandOver(t)
 	if err != nil {
@@ -83,7 +84,8 @@ func (x handler) redirect(t *kvtransfer.Ticket, to []byte) error {
 	return x.send(&envoywire.Reply{Immediate: i})
 }
 
-// sealHandOver seals the ticket; KV parameters that no header holds are kept here, and the ticket refers to them.
+// sealHandOver seals the ticket. KV parameters that do not fit a header are stored here, and the ticket refers to
+// them.
 func (x handler) sealHandOver(t *kvtransfer.Ticket) ([]byte, error) {
 	if len(t.Params) <= maxHeaderParams {
 		sealed, err := x.s.keys().Seal(nil, t, x.requestID)
@@ -100,8 +102,8 @@ func (x handler) sealHandOver(t *kvtransfer.Ticket) ([]byte, error) {
 	return x.s.keys().Seal(nil, t, x.requestID)
 }
 
-// handedOver are the parameters that a ticket carries or refers to; nil if there are none, or they are gone: then the engine
-// that they are for computes by itself.
+// handedOver returns the parameters that a ticket contains or refers to; nil if there are none, or if they are
+// gone: then the engine computes the prompt by itself.
 func (x handler) handedOver(t *kvtransfer.Ticket) []byte {
 	if t.ParamsRef == ([16]byte{}) {
 		return t.Params
@@ -112,7 +114,7 @@ func (x handler) handedOver(t *kvtransfer.Ticket) []byte {
 	return nil
 }
 
-// side is what is known of the endpoint at an address, which may have left the pool.
+// side returns what is known of the endpoint at an address, which may have left the pool.
 func (x handler) side(pool *kvstate.Pool, addr string) kvtransfer.Side {
 	if pool != nil {
 		if e := pool.Endpoint(addr); e != nil {

@@ -7,8 +7,8 @@ import (
 	"tandem/extproc/openai"
 )
 
-// Limits of the headers of a request that may be redirected. The ticket, which includes the host and the path, and Tandem's other
-// headers have to fit beside them into max_request_headers_kb and max_headers_count of the bootstrap.
+// Limits of the headers of a request that may be redirected. The ticket, which includes the host and the path, and
+// Tandem's other headers must fit with them into the bootstrap's max_request_headers_kb and max_headers_count.
 const (
 	maxHeaders     = 120
 	maxHeaderBytes = 64 << 10

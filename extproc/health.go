@@ -13,7 +13,7 @@ type Health struct {
 	server *health.Server
 }
 
-// NewHealth starts out alive and not ready.
+// NewHealth returns a service that is alive and not ready.
 func NewHealth() *Health {
 	h := &Health{server: health.NewServer()}
 	h.server.SetServingStatus("liveness", grpc_health_v1.HealthCheckResponse_SERVING)
@@ -24,7 +24,7 @@ func NewHealth() *Health {
 // Register adds the health service to a gRPC server.
 func (h *Health) Register(r grpc.ServiceRegistrar) { grpc_health_v1.RegisterHealthServer(r, h.server) }
 
-// SetReady says whether requests are welcome.
+// SetReady sets whether the server accepts requests.
 func (h *Health) SetReady(ready bool) {
 	status := grpc_health_v1.HealthCheckResponse_NOT_SERVING
 	if ready {
@@ -35,7 +35,7 @@ func (h *Health) SetReady(ready bool) {
 	}
 }
 
-// Ready reports what SetReady said last.
+// Ready returns the last value of SetReady.
 func (h *Health) Ready() bool {
 	r, err := h.server.Check(nil, &grpc_health_v1.HealthCheckRequest{Service: "readiness"}) //nolint:staticcheck // the context is not used
 	return err == nil && r.GetStatus() == grpc_health_v1.HealthCheckResponse_SERVING

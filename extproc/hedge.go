@@ -9,17 +9,18 @@ import (
 	"tandem/kvstate"
 )
 
-// An answer that is not streamed shows nothing until it is complete, so no time limit tells a slow decode endpoint from one that has
-// stopped. Instead Envoy hedges: when decode has been silent for hedgeAfter it keeps that try and sends another to the replan port, and
-// one more after each further hedgeAfter. The replan port holds it, until the first try is lost: then it answers with a redirect, for
-// which Envoy drops the first try. If decode answers before, Envoy drops the held one.
+// An answer that is not streamed sends nothing until it is complete, so no timeout can tell a slow decode endpoint
+// from one that has stopped. Instead Envoy hedges: when decode has been silent for hedgeAfter, Envoy keeps that try
+// and sends another to the replan port, and one more after each further hedgeAfter. The replan port holds the hedge
+// until the first try is lost. Then it answers with a redirect, for which Envoy drops the first try. If decode
+// answers first, Envoy drops the hedge.
 
 const (
-	hedgeAfter = 10 * time.Second
-	hedgeEarly = time.Second            // Envoy's timers may run out so much before their time, where its threads get no CPU
-	hedgeLook  = 250 * time.Millisecond // how often a held try looks at the endpoint
-	// lostAfter is how long an endpoint must have been left out before the requests that it has are given up. A failed request or an
-	// engine that stalls leaves it out for less.
+	hedgeAfter    = 10 * time.Second
+	hedgeEarly    = time.Second            // Envoy's timers may fire early by this much when its threads get no CPU
+	hedgeInterval = 250 * time.Millisecond // how often a held try checks the endpoint
+	// lostAfter is how long an endpoint must be marked as failed before its requests are given up. A failed request
+	// or a stalled engine marks it for less.
 	lostAfter = 3 * time.Second
 )
 
@@ -35,7 +36,7 @@ type hedge struct {
 	over   chan struct{} // closed when a later try of the hop is held instead
 }
 
-// enter begins to hold a try, in place of an earlier one of the hop.
+// enter starts to hold a try, and replaces an earlier one of the hop.
 func (hs *hedges) enter(id [16]byte) *hedge {
 	h := &hedge{failed: make(chan struct{}), over: make(chan struct{})}
 	hs.mu.Lock()
@@ -55,7 +56,7 @@ func (hs *hedges) leave(id [16]byte, h *hedge) {
 	}
 }
 
-// fail ends the wait of a hop's held try: its try at the endpoint has failed.
+// fail ends the wait of a hop's held try, because its try at the endpoint has failed.
 func (hs *hedges) fail(id [16]byte) {
 	hs.mu.Lock()
 	defer hs.mu.Unlock()
@@ -65,17 +66,18 @@ func (hs *hedges) fail(id [16]byte) {
 	}
 }
 
-// hedged reports whether a try at the replan port is a hedge: the try before it may still get its answer. Of one that has failed Envoy
-// tells soon.
+// hedged reports whether a try at the replan port is a hedge: the try before it may still get its answer. Envoy
+// sends the retry of a failed try sooner.
 func hedged(t *kvtransfer.Ticket, took time.Duration) bool {
 	return took >= hedgeAfter-hedgeEarly && (t.Stage == kvtransfer.DecodeLeg || t.Stage == kvtransfer.PairLegs)
 }
 
-// awaitLoss holds a hedge until the try at the endpoint is lost; false if nobody is to be answered here any more.
+// awaitLoss holds a hedge until the try at the endpoint is lost. It returns false if the hedge needs no answer any
+// more.
 func awaitLoss(ctx context.Context, s *Server, t *kvtransfer.Ticket) bool {
 	h := s.hedges.enter(t.ID)
 	defer s.hedges.leave(t.ID, h)
-	look := time.NewTicker(hedgeLook)
+	look := time.NewTicker(hedgeInterval)
 	defer look.Stop()
 	for {
 		if e := endpointOf(s.State, t.Pool, t.Decode); e != nil && s.State.FailedFor(e) >= lostAfter || overdue(time.Since(s.sealedAt(t)), answerLimit(s, t, e)) {
@@ -95,7 +97,7 @@ func awaitLoss(ctx context.Context, s *Server, t *kvtransfer.Ticket) bool {
 	}
 }
 
-// answerLimit is how long an answer may take to begin; 0: there is no limit. e may be nil.
+// answerLimit returns how long the answer may take to begin; 0: no limit. e may be nil.
 func answerLimit(s *Server, t *kvtransfer.Ticket, e *kvstate.Endpoint) time.Duration {
 	pool := s.State.Pool(t.Pool)
 	if t.Stage != kvtransfer.DecodeLeg || pool == nil {
@@ -110,7 +112,7 @@ func answerLimit(s *Server, t *kvtransfer.Ticket, e *kvstate.Endpoint) time.Dura
 	return policy.AnswerStart(t.Stream, pool.PrefillTime(tokens, policy.PerToken))
 }
 
-// endpointOf is an endpoint of a pool; nil: it is gone.
+// endpointOf returns an endpoint of a pool; nil: it is gone.
 func endpointOf(state *kvstate.State, pool, addr string) *kvstate.Endpoint {
 	if p := state.Pool(pool); p != nil {
 		return p.Endpoint(addr)

@@ -6,9 +6,10 @@ import (
 	"tandem/extproc/kvtransfer"
 )
 
-// A short answer of P's travels inline: if pass 1 allows it (HeaderCarry), Envoy makes the redirect of it by itself, with the
-// answer in a header, and pass 2 reads it there. That saves a request the prefill leg's stream and the sealing of a second
-// ticket. A longer answer than the configuration allows, and any answer but a 200, passes the leg's filter (leg.go).
+// A short answer of P's travels inline: if pass 1 allows it (HeaderCarry), Envoy makes the redirect by itself, with
+// the answer in a header, and pass 2 reads it there. That saves the prefill leg's stream and the sealing of a
+// second ticket. An answer longer than the configured limit, and any answer but a 200, passes the leg's filter
+// (prefillleg.go).
 
 // inlines reports whether P's answer may travel inline: not if the dialect waits for the KV or P may have the last word, if the
 // pool reclaims orphaned hand-overs, or if the request is traced, whose hop has a span of its own.
@@ -22,14 +23,15 @@ func (x nextPass) inlineAnswer(t *kvtransfer.Ticket) *kvtransfer.Ticket {
 	x.prefilled.observe(t)
 	policy, _ := x.s.policy(t.Pool)
 	answer := x.msg.Headers.Prefilled
-	n, err := base64.StdEncoding.Decode(answer, answer)                                            // in place: writing stays behind reading
+	// in place: the write position stays behind the read position
+	n, err := base64.StdEncoding.Decode(answer, answer)
 	next, _ := x.prefilled.settlePrefill(t, 200, answer[:n], err != nil || !policy.Dialect.Inline) // the configuration may have changed since pass 1
 	next.ID = inlineID(t.ID)
 	return next
 }
 
-// inlineID derives the id of an inline hand-over from that of the prefill leg's ticket. It differs from the id that the leg's
-// filter would make: if it is spent, pass 2 began with an inline answer.
+// inlineID derives the id of an inline hand-over from that of the prefill leg's ticket. It differs from the id that
+// the leg's filter would use: if it is consumed, pass 2 began with an inline answer.
 func inlineID(id [16]byte) [16]byte {
 	id[0] ^= 0x40
 	return id

@@ -33,7 +33,7 @@ func (s *Server) loadEnded(t *kvtransfer.Ticket, e *envoywire.LogEntry) {
 	}
 }
 
-// loadFailed notes that decode could not load prefill's KV.
+// a count also rises for failures that were seen as they happened
 func (s *Server) loadFailed(pool *kvstate.Pool, prefill, decode, seen string) {
 	news := s.State.LoadFailed(pool, prefill, decode)
 	if news || seen != loadCount { // a count also rises for failures that were seen as they happened
@@ -43,14 +43,15 @@ func (s *Server) loadFailed(pool *kvstate.Pool, prefill, decode, seen string) {
 		return
 	}
 	if e := pool.Endpoint(prefill); e != nil && s.Check != nil {
-		s.Check(e) // one that has died and is back is another process: its failed loads are forgotten then
+		s.Check(e) // an endpoint that died and came back is another process: its failed loads are forgotten then
 	}
 	s.Log.LogAttrs(context.Background(), slog.LevelWarn, "decode could not load the KV of prefill: the pair is avoided for a while",
 		slog.String("prefill", prefill), slog.String("decode", decode), slog.String("seen", seen))
 }
 
-// loadLegFailed notes that a decode leg failed before it answered. With KV to load that may be the fault of either endpoint, or of what is
-// between them: the decode endpoint is checked before it is left out. It reports whether the leg had KV to load.
+// loadLegFailed records that a decode leg failed before it answered. If it had KV to load, either endpoint or the
+// network between them may be at fault, so the decode endpoint is checked before it is marked as failed. It reports
+// whether the leg had KV to load.
 func (s *Server) loadLegFailed(t *kvtransfer.Ticket) bool {
 	pool := s.State.Pool(t.Pool)
 	if !t.Loads || pool == nil || s.Check == nil {
@@ -63,15 +64,16 @@ func (s *Server) loadLegFailed(t *kvtransfer.Ticket) bool {
 	return true
 }
 
-// clientAPI is the API of a request in pass 2.
+// clientAPI returns the API of a request in pass 2.
 func (x *planning) clientAPI() openai.API {
 	return openai.Classify(string(x.msg.Headers.Method), string(x.msg.Headers.Path))
 }
 
-// chooseOther is choose with regard to failed KV loads. A request that is not streamed may try an avoided pair again. A request
-// whose last pair failed excludes that pair's decode endpoint and gets a pair without either endpoint, else, after the first
-// failure, one with another prefill endpoint, else one with another decode endpoint. Where all pairs are avoided and there is no other way to
-// answer, an avoided pair is chosen: it may fail again, but an error is certain.
+// chooseOther is choose with regard to failed KV loads. A request that is not streamed may try an avoided pair
+// again. A request whose last pair failed excludes that pair's decode endpoint. It gets a pair without either
+// endpoint; else, after the first failure, one with another prefill endpoint; else one with another decode
+// endpoint. If all pairs are avoided and there is no other way to answer, it gets an avoided pair, which may fail
+// again: the alternative is a certain error.
 func (x *planning) chooseOther(pool *kvstate.Pool, policy *Policy, r *picker.Request, a *plan.Attempt) (picker.Choice, error) {
 	if !x.req.True(openai.FieldStream) {
 		x.view.AllowTrials()

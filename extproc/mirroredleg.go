@@ -15,9 +15,9 @@ import (
 // mirroredLeg handles the filter of the mirrored prefill leg.
 type mirroredLeg struct{ pairLeg }
 
-// serve serves the filter of the mirrored prefill leg. Envoy has forgotten the leg once it is sent, so this is where
-// it is seen how P fares, and where the leg is cut when nobody waits for it, if the dialect wants that: then the stream is
-// open from the start and its first message is request headers; else it begins with P's answer.
+// serve serves the filter of the mirrored prefill leg. Envoy ignores the leg's answer, so this handler observes P's
+// result, and cuts the leg when nobody waits for it, if the dialect wants that. In that case the stream begins with
+// the request headers, else with P's answer.
 func (x mirroredLeg) serve() error {
 	if err := x.receive(); err != nil {
 		return err
@@ -47,11 +47,11 @@ func (x mirroredLeg) serve() error {
 	}
 	v := x.judge(t, code)
 	x.s.State.Release(kvstate.ReservationID(t.Reservations[0]))
-	x.s.pairs.tell(t.ID, v)
+	x.s.pairs.report(t.ID, v)
 	return x.dropAnswer(code, v)
 }
 
-// untilAnswer lets the leg begin, and waits for P's headers. Where nobody waits for the leg any more, it is cut.
+// untilAnswer lets the leg start, and waits for P's headers. It cuts the leg if nobody waits for it any more.
 func (x mirroredLeg) untilAnswer(t *kvtransfer.Ticket) error {
 	p := x.s.pairs.enter(t.ID)
 	defer x.s.pairs.leave(t.ID)
@@ -60,19 +60,19 @@ func (x mirroredLeg) untilAnswer(t *kvtransfer.Ticket) error {
 	}
 	select {
 	case got := <-x.receiveLater():
-		if got.err != nil { // the leg is gone without a word
-			x.s.pairs.tell(t.ID, outcome{})
+		if got.err != nil { // the leg ended without an answer
+			x.s.pairs.report(t.ID, outcome{})
 			return got.err
 		}
 		x.take(got)
 		return nil
 	case <-x.s.draining:
-		return errAnswered // P goes on without us
+		return errAnswered // P continues without this stream
 	case <-p.over:
 	}
 	x.s.State.Release(kvstate.ReservationID(t.Reservations[0]))
 	took, result := time.Since(x.s.sealedAt(t)), "client_gone"
-	if took >= x.prefillLimit(t) { // it is P that was too slow
+	if took >= x.prefillLimit(t) { // P exceeded its time limit
 		result = "failed"
 	}
 	x.s.metrics.HopEnded(t.Pool, "prefill", t.Prefill, result, took, x.Exemplar)
@@ -80,7 +80,7 @@ func (x mirroredLeg) untilAnswer(t *kvtransfer.Ticket) error {
 	return errors.Join(errAnswered, x.send(&envoywire.Reply{Immediate: &envoywire.Immediate{Status: 503, Details: envoywire.DetailsPrefix + "_given_up"}}))
 }
 
-// judge says what P's answer is worth, counts it, and learns from it. The answer is in x.body.
+// judge evaluates P's answer in x.body, counts it, and learns from it.
 func (x mirroredLeg) judge(t *kvtransfer.Ticket, code int) outcome {
 	v := outcome{status: code}
 	took := time.Since(x.s.sealedAt(t))
@@ -95,7 +95,7 @@ func (x mirroredLeg) judge(t *kvtransfer.Ticket, code int) outcome {
 		}
 	case code == 200 && !x.msg.Over && policy.Dialect.Concurrent != nil:
 		got, peer, err := policy.Dialect.Concurrent.ReadAnswer(x.body.Bytes(), t.Params)
-		policy.learnPeer(t.Prefill, peer)
+		policy.learnEngine(t.Prefill, peer)
 		if err != nil {
 			x.s.Log.Warn("prefill answered, but not as one that has sent its KV", "request_id", x.requestID, "endpoint", t.Prefill, "err", err)
 			break
@@ -109,17 +109,17 @@ func (x mirroredLeg) judge(t *kvtransfer.Ticket, code int) outcome {
 	return v
 }
 
-// learnPeer remembers what a prefill endpoint said of itself.
-func (p Policy) learnPeer(addr string, said kvtransfer.Peer) {
+// learnEngine records what a prefill engine reported about itself.
+func (p Policy) learnEngine(addr string, said kvtransfer.Peer) {
 	if p.Peers != nil {
 		p.Peers.Learn(addr, said)
 	}
 }
 
-// maxRefusal is how much is kept of what P says about a request that it refuses.
+// maxRefusal bounds the stored text of P's refusal of a request.
 const maxRefusal = 64 << 10
 
-// prefilled takes in what a good answer tells.
+// prefilled records what a good answer reports.
 func (x mirroredLeg) prefilled(pool *kvstate.Pool, t *kvtransfer.Ticket, got kvtransfer.Answer) {
 	x.s.metrics.Prompt(t.Pool, got)
 	x.SpanAnswered(got)
@@ -143,8 +143,8 @@ func (x mirroredLeg) prefilled(pool *kvstate.Pool, t *kvtransfer.Ticket, got kvt
 	})
 }
 
-// dropAnswer ends the leg without P's answer, which nobody reads. Its status is what Envoy's access log tells the other
-// replicas, so an answer that is not good for anything gets one that says so.
+// dropAnswer ends the leg without P's answer, which nobody reads. Other replicas learn its status from Envoy's
+// access log, so an unusable answer gets a status that says so.
 func (x mirroredLeg) dropAnswer(code int, v outcome) error {
 	if code < 300 && !v.ok {
 		x.headers.Set(":status", []byte("502"))
@@ -160,8 +160,8 @@ func (x mirroredLeg) dropAnswer(code int, v outcome) error {
 	return x.send(&envoywire.Reply{Phase: envoywire.PhaseResponseBody, Kind: envoywire.StreamBody, End: true})
 }
 
-// mirrorEnded settles a mirrored leg as Envoy logs it, to every replica: the one that booked it releases it, the one that
-// watches over D hears how it ended.
+// mirrorEnded handles the access log entry of a mirrored leg, which every replica receives. The replica that
+// reserved it releases it; the one that watches D learns how it ended.
 func (s *Server) mirrorEnded(e *envoywire.LogEntry) {
 	t, err := s.keys().Open(string(e.Ticket), string(e.ClientID), time.Now())
 	if t == nil {
@@ -170,5 +170,5 @@ func (s *Server) mirrorEnded(e *envoywire.LogEntry) {
 		return
 	}
 	s.State.Release(kvstate.ReservationID(t.Reservations[0]))
-	s.pairs.tell(t.ID, outcome{status: e.Status, ok: e.Status == 200})
+	s.pairs.report(t.ID, outcome{status: e.Status, ok: e.Status == 200})
 }

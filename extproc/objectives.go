@@ -14,28 +14,28 @@ import (
 	"tandem/picker"
 )
 
-// Objectives are what a pool's requests may want: to go before others, and times to keep to. Requests say it in headers,
-// which count only where the pool takes them, or where a gateway speaks (the Endpoint Picker protocol): whoever may set them
-// can put others behind.
+// Objectives are priorities and latency targets of a pool's requests. Requests state them in headers. These count
+// only if the pool accepts them, or if a gateway sets them (the Endpoint Picker protocol), because whoever sets
+// them can delay others.
 type Objectives struct {
 	FromHeaders bool
-	Default     Objective   // of requests that say nothing
-	Named       []Objective // what the header may name, beside the cluster's InferenceObjectives
-	Miss        picker.Miss // what becomes of a request whose times nothing can keep to
+	Default     Objective     // of requests without headers
+	Named       []Objective   // names that the header may use, in addition to the cluster's InferenceObjectives
+	Miss        picker.OnMiss // what to do with a request whose targets cannot be met
 }
 
-// Objective is what a request wants. Zero is nothing in particular.
+// Objective is the priority and targets of a request. Zero means none.
 type Objective struct {
 	Name       string
-	Priority   int32 // higher goes first; below 0: refused where there is too much to do
+	Priority   int32 // higher goes first; below 0: refused under overload
 	TTFT, TPOT time.Duration
 }
 
-// longestTarget bounds what a header may ask for; more is a mistake.
+// longestTarget bounds the target in a header; larger values are invalid.
 const longestTarget = time.Hour
 
-// aim fills in what a request wants.
-func (x *planning) aim(pool *kvstate.Pool, policy *Policy, r *picker.Request) error {
+// applyObjectives sets the priority and targets of a request.
+func (x *planning) applyObjectives(pool *kvstate.Pool, policy *Policy, r *picker.Request) error {
 	o := &policy.Objectives
 	h := &x.msg.Headers
 	want := o.Default
@@ -46,7 +46,7 @@ func (x *planning) aim(pool *kvstate.Pool, policy *Policy, r *picker.Request) er
 			want.Priority = p
 		}
 	}
-	r.Priority, r.Miss = want.Priority, o.Miss
+	r.Priority, r.OnMiss = want.Priority, o.Miss
 	r.Targets = picker.Targets{TTFT: want.TTFT.Seconds(), TPOT: want.TPOT.Seconds()}
 	x.labels = x.labelsOf(policy)
 	r.Labels = x.labels
@@ -62,7 +62,7 @@ func (x *planning) aim(pool *kvstate.Pool, policy *Policy, r *picker.Request) er
 	return target(h.TPOT, envoywire.HeaderTPOT, &r.TPOT)
 }
 
-// labelsOf are those that the request's endpoints must bear.
+// labelsOf returns the labels that the request's endpoints must have.
 func (x *planning) labelsOf(policy *Policy) []string {
 	if policy.LabelHeader == "" {
 		return nil
@@ -70,7 +70,7 @@ func (x *planning) labelsOf(policy *Policy) []string {
 	return envoywire.Addresses(nil, string(x.msg.Headers.Extra(policy.LabelHeader)))
 }
 
-// named is the objective of a name; one that nobody knows is the default one.
+// named returns the objective with a name; the default one if it is unknown.
 func (o *Objectives) named(name string, otherwise Objective) Objective {
 	for _, n := range o.Named {
 		if n.Name == name {
@@ -80,7 +80,7 @@ func (o *Objectives) named(name string, otherwise Objective) Objective {
 	return otherwise
 }
 
-// target reads a header with a time in milliseconds, if it is there.
+// target parses a header with a time in milliseconds, if it is present.
 func target(value []byte, header string, seconds *float64) error {
 	if len(value) == 0 {
 		return nil
@@ -97,8 +97,8 @@ func overloaded() error {
 	return openai.Overloaded("the pool is full, and this request gives way to others", time.Second)
 }
 
-// missed turns a choice that misses the request's targets, and that the pool refuses for it, into what the client is told.
-// It may come again when the work before it that is too much will be done.
+// missed turns a choice that misses the request's targets, and that the pool therefore refuses, into the client's
+// error. The client may retry when the excess work before it will be done.
 func missed(r *picker.Request, c *picker.Choice, err error) error {
 	if !errors.Is(err, picker.ErrMissed) {
 		return err
@@ -110,7 +110,7 @@ func missed(r *picker.Request, c *picker.Choice, err error) error {
 	return openai.TargetMissed(min(after, time.Minute))
 }
 
-// namedModel is the model that pass 2 has to name again; "" where no endpoint says what it serves.
+// namedModel returns the model that pass 2 must ask for; "" if no endpoint reports its models.
 func (x *planning) namedModel(c *picker.Choice) string {
 	if c.Named {
 		return x.req.Model()

@@ -16,7 +16,7 @@ import (
 )
 
 // wishing is a pool whose requests say what they want.
-func wishing(miss picker.Miss) Policy {
+func wishing(miss picker.OnMiss) Policy {
 	p := splitting()
 	p.Objectives = Objectives{FromHeaders: true, Miss: miss, Named: []Objective{
 		{Name: "batch", Priority: -1}, {Name: "gold", Priority: 5, TTFT: 500 * time.Millisecond},
@@ -104,7 +104,7 @@ func TestTargetsCountOnlyWhereThePoolListens(t *testing.T) {
 		}
 	}
 	policy.Objectives.FromHeaders = false
-	policy.Dialect = s.server.Live().Pools["chat"].Dialect
+	policy.Dialect = s.server.Settings().Pools["chat"].Dialect
 	s.policy("chat", policy)
 	q := s.newRequest("/v1/chat/completions", "r1", chatBody)
 	q.headers[envoywire.HeaderTTFT], q.headers["x-llm-d-inference-objective"] = "soon", "gold"

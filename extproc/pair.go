@@ -5,16 +5,16 @@ import (
 	"tandem/kvstate"
 )
 
-// This file is what some dialects want beyond bodies: both sides of a pair, room in D's buffer, word that KV has arrived,
-// and whoever has the prompt's beginning.
+// What some dialects need in addition to bodies: both sides of a pair, the notification that KV has arrived, and
+// the endpoint that holds the prompt's prefix.
 
-// sideOf is what a dialect is told of an endpoint.
+// sideOf returns what a dialect needs to know of an endpoint.
 func sideOf(e *kvstate.Endpoint) kvtransfer.Side {
 	return kvtransfer.Side{Addr: e.Addr, Transfer: e.Transfer}
 }
 
-// awaitKV waits until what P has sent is with D, where P is one that sends. D goes on without it in the end: it computes
-// what it lacks.
+// awaitKV waits until P's KV has arrived at D, if P pushes it. After a timeout D continues without it and computes
+// what is missing.
 func (x *prefillAnswer) awaitKV(t *kvtransfer.Ticket) {
 	policy, _ := x.s.policy(t.Pool)
 	push := policy.Dialect.Push
@@ -26,11 +26,11 @@ func (x *prefillAnswer) awaitKV(t *kvtransfer.Ticket) {
 	}
 }
 
-// pullBlocks is from how many blocks of difference on (of blockBytes each, some 1,000 tokens in all) a prefix is fetched
-// from another endpoint.
+// pullBlocks is the least difference in blocks (of blockBytes each, some 1,000 tokens in all) for which a prefix is
+// fetched from another endpoint.
 const pullBlocks = 8
 
-// pairOf is what a dialect is told of an attempt.
+// pairOf returns what a dialect needs to know of an attempt.
 func pairOf(requestID string, attempt [16]byte, prefill, decode kvtransfer.Side) kvtransfer.Pair {
 	return kvtransfer.Pair{RequestID: requestID, Attempt: attempt, Prefill: prefill, Decode: decode}
 }

@@ -6,20 +6,20 @@ import (
 	"time"
 )
 
-// pairs is where the two legs of one attempt meet when they run at once: each is a stream of its own, and each has to
-// hear how the other fares. Where the other is served by another replica, Envoy's access log brings the news, which goes
-// to all of them.
+// pairs connects the two legs of one attempt when they run concurrently. Each leg is a stream of its own and must
+// learn how the other ends. If another replica serves the other leg, Envoy's access log, which all replicas
+// receive, reports its end.
 type pairs struct {
 	mu   sync.Mutex
 	live map[[16]byte]*pair
-	idle []idlePair // pairs that no stream is on, oldest first
+	idle []idlePair // pairs without a stream, oldest first
 }
 
 // pair is one attempt, by its ticket's id.
 type pair struct {
 	streams int
 
-	ended   chan struct{} // closed when P's leg has ended; then verdict holds
+	ended   chan struct{} // closed when P's leg has ended; then verdict is set
 	verdict outcome
 
 	over    chan struct{} // closed when nobody waits for P's leg any more
@@ -28,16 +28,16 @@ type pair struct {
 
 // outcome is how a prefill leg ended.
 type outcome struct {
-	status int    // of the answer; 0: none came
+	status int    // of the answer; 0: none
 	ok     bool   // D has its blocks
-	answer []byte // where the status is the client's fault: what P said
+	answer []byte // if the status is the client's fault: P's message
 }
 
-// verdictWait is how long a failed D waits for the verdict on P: when P dies, D often fails first. Other replicas learn the
-// verdict from Envoy's access log, which is sent every 0.2 s.
+// verdictWait is how long a failed D waits for the verdict on P: when P dies, D often fails first. Other replicas
+// learn the verdict from Envoy's access log, which is sent every 0.2 s.
 const verdictWait = 500 * time.Millisecond
 
-// prefillFailed reports whether P has failed, or does so within verdictWait.
+// prefillFailed reports whether P has failed, or fails within verdictWait.
 func (p *pair) prefillFailed(ctx context.Context) bool {
 	wait := time.NewTimer(verdictWait)
 	defer wait.Stop()
@@ -55,8 +55,8 @@ type idlePair struct {
 	since time.Time
 }
 
-// How long, and in what numbers, a pair without streams is remembered: one leg's news may come before the other leg has
-// begun, and news of pairs that other replicas serve comes too.
+// How long, and how many, pairs without streams are remembered: the end of one leg may be reported before the other
+// leg has begun, and reports of other replicas' pairs arrive too.
 const (
 	idlePairTime = 10 * time.Second
 	maxIdlePairs = 1 << 16
@@ -78,13 +78,13 @@ func (ps *pairs) leave(id [16]byte) {
 	defer ps.mu.Unlock()
 	if p := ps.live[id]; p != nil {
 		if p.streams--; p.streams == 0 {
-			ps.rest(id)
+			ps.expire(id)
 		}
 	}
 }
 
-// tell brings the verdict on P's leg. The first counts.
-func (ps *pairs) tell(id [16]byte, v outcome) {
+// report sets the verdict on P's leg. The first one counts.
+func (ps *pairs) report(id [16]byte, v outcome) {
 	ps.mu.Lock()
 	defer ps.mu.Unlock()
 	p := ps.at(id)
@@ -96,11 +96,11 @@ func (ps *pairs) tell(id [16]byte, v outcome) {
 	p.verdict = v
 	close(p.ended)
 	if p.streams == 0 {
-		ps.rest(id)
+		ps.expire(id)
 	}
 }
 
-// giveUp says that nobody waits for P's leg any more, which may be about to begin.
+// giveUp records that nobody waits for P's leg any more, which may not have begun.
 func (ps *pairs) giveUp(id [16]byte) {
 	ps.mu.Lock()
 	defer ps.mu.Unlock()
@@ -111,11 +111,11 @@ func (ps *pairs) giveUp(id [16]byte) {
 	p.givenUp = true
 	close(p.over)
 	if p.streams == 0 {
-		ps.rest(id)
+		ps.expire(id)
 	}
 }
 
-// at finds a pair, or makes it. The lock is held.
+// at finds a pair, or creates it. The caller holds the lock.
 func (ps *pairs) at(id [16]byte) *pair {
 	p := ps.live[id]
 	if p == nil {
@@ -125,8 +125,9 @@ func (ps *pairs) at(id [16]byte) *pair {
 	return p
 }
 
-// rest notes that no stream is on a pair now, and forgets those that had none for long. The lock is held.
-func (ps *pairs) rest(id [16]byte) {
+// expire records that no stream uses a pair now, and forgets pairs without streams for long. The caller holds the
+// lock.
+func (ps *pairs) expire(id [16]byte) {
 	now := time.Now()
 	ps.idle = append(ps.idle, idlePair{id, now})
 	done := 0

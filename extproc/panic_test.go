@@ -14,7 +14,7 @@ import (
 func TestAPanicCostsOneRequest(t *testing.T) {
 	s := newStand(t, Options{})
 	s.pool("chat", splitting(), "p1", "d1")
-	policy := s.server.Live().Pools["chat"]
+	policy := s.server.Settings().Pools["chat"]
 	good := policy.Dialect
 	policy.Dialect.Prefill = func(*openai.Request, *openai.Patch, *kvtransfer.Pair) { panic("broken") }
 	s.policy("chat", policy)

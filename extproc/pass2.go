@@ -15,13 +15,13 @@ import (
 	"tandem/picker"
 )
 
-// nextPass goes on with a request whose leg has ended, by its ticket.
+// nextPass continues a request whose leg has ended, by its ticket.
 type nextPass struct {
 	*planning
 	prefilled *prefillAnswer
 }
 
-// resume is pass 2: the body is the one a leg was sent, and the ticket says what to do with it.
+// resume is pass 2: the body is the one that the leg was sent, and the ticket says what to do with it.
 func (x nextPass) resume(t *kvtransfer.Ticket, ticketErr error) (*plan.Decision, error) {
 	if err := x.receiveBody(x.s.MaxBodyBytes + kvtransfer.MaxUndoBytes + maxDecodeMember); err != nil {
 		return nil, err
@@ -37,8 +37,8 @@ func (x nextPass) resume(t *kvtransfer.Ticket, ticketErr error) (*plan.Decision,
 	if t.Stage == kvtransfer.PrefillLeg {
 		t = x.inlineAnswer(t)
 	}
-	x.s.releasePass(x.reservedAs, t.Redirects) // of a stream that Envoy gave up on and tries again
-	pool := x.s.State.Pool(t.Pool)             // gone where the configuration changed between the hops
+	x.s.releasePass(x.reservedAs, t.Redirects) // of a stream that Envoy gave up and retries
+	pool := x.s.State.Pool(t.Pool)             // nil if the configuration changed between the hops
 	if t.Stage == kvtransfer.HandOver && ticketErr == nil && pool != nil && x.s.State.Consume(t.ID) {
 		return x.decode(pool, t)
 	}
@@ -80,7 +80,7 @@ func (x nextPass) restoreTarget(t *kvtransfer.Ticket) {
 	}
 }
 
-// again plans a request anew after a hop of it failed.
+// again plans a request again after one of its hops failed.
 func (x nextPass) again(t *kvtransfer.Ticket, a plan.Attempt) (*plan.Decision, error) {
 	x.spare.Grow(t.Undo.Len(x.body.Len()))
 	x.spare.Data = t.Undo.Apply(x.spare.Data[:0], x.body.Bytes())
@@ -89,13 +89,14 @@ func (x nextPass) again(t *kvtransfer.Ticket, a plan.Attempt) (*plan.Decision, e
 	return firstPass{x.planning}.plan(openai.Classify(string(h.Method), string(h.Path)), a)
 }
 
-// decode writes the decode leg with the KV parameters that prefill answered. D is chosen again: the load has changed
-// since pass 1, and pull dialects allow it.
+// decode plans the decode leg with the KV parameters from prefill's answer. It chooses D again: the load has
+// changed since pass 1, and pull dialects allow it.
 func (x nextPass) decode(pool *kvstate.Pool, t *kvtransfer.Ticket) (*plan.Decision, error) {
 	params := x.handedOver(t)
-	x.s.State.Release(kvstate.ReservationID(t.Reservations[0])) // the prefill leg did that, if it is not ours
-	x.s.releaseWherever(t, 1)
-	x.recall(pool, t)
+	// if the reservation is not ours, the prefill leg released it
+	x.s.State.Release(kvstate.ReservationID(t.Reservations[0]))
+	x.s.releaseAnywhere(t, 1)
+	x.recallTokens(pool, t)
 	d, paired, err := x.pickDecode(pool, t)
 	policy, _ := x.s.policy(t.Pool)
 	if err != nil {
@@ -118,7 +119,7 @@ func (x nextPass) decode(pool *kvstate.Pool, t *kvtransfer.Ticket) (*plan.Decisi
 		answer, undo = x.continueAt(&out, t, &policy.Dialect, params)
 	} else if params != nil && policy.Dialect.DecodeMember != nil {
 		var more []byte
-		turn, more = x.tellTurn(&out, t, &policy, paired)
+		turn, more = x.setConversation(&out, t, &policy, paired)
 		out.Edits, undo, err = x.decodeEdits(t.Undo, &policy.Dialect, params, more)
 		if err != nil {
 			return nil, err
@@ -127,7 +128,7 @@ func (x nextPass) decode(pool *kvstate.Pool, t *kvtransfer.Ticket) (*plan.Decisi
 	if t.Redirects+1 >= x.s.MaxRedirects {
 		out.Leg = envoywire.LegPass
 	}
-	cached := x.tellCached(&out, t, &policy)
+	cached := x.addCachedTokens(&out, t, &policy)
 	x.s.recent.Change(x.requestID, func(trace *telemetry.Trace) { trace.Decode = d.Addr })
 	x.SpanHandOver(d, paired && params != nil)
 	if x.s.reclaim.Enabled(t.Pool) {
@@ -144,10 +145,10 @@ func (x nextPass) decode(pool *kvstate.Pool, t *kvtransfer.Ticket) (*plan.Decisi
 	return x.decided(&out), nil
 }
 
-// pickDecode chooses D among those that may pair with the prefill endpoint that holds the blocks, by the price that pass 1 has
-// for them: what of the prompt (x.hashes) a D holds from an earlier turn need not be moved. Where it left the pool
-// between the hops, or everything that pairs with it did, any other will do (paired is false), which must not be told of
-// the blocks. What P pushed lies with the D of pass 1 and nowhere else.
+// pickDecode chooses D among those that may pair with the prefill endpoint that holds the blocks, by the same price
+// as pass 1: the part of the prompt (x.hashes) that a D holds from an earlier turn need not be transferred. If the
+// prefill endpoint, or every endpoint that pairs with it, has left the pool between the hops, it chooses any other;
+// paired is then false, and D must not get the parameters. Pushed blocks are only at the D of pass 1.
 func (x nextPass) pickDecode(pool *kvstate.Pool, t *kvtransfer.Ticket) (d *kvstate.Endpoint, paired bool, err error) {
 	policy, _ := x.s.policy(t.Pool)
 	pushed := policy.Dialect.Push != nil
@@ -158,7 +159,7 @@ func (x nextPass) pickDecode(pool *kvstate.Pool, t *kvtransfer.Ticket) (d *kvsta
 		return d, true, nil
 	}
 	x.s.State.View(pool, x.hashes, &x.view)
-	x.toldHits(pool, t.PromptTokens)
+	x.addReportedHits(pool, t.PromptTokens)
 	if t.Session != 0 {
 		x.s.State.MarkSession(pool, t.Session, &x.view)
 	}
@@ -177,12 +178,13 @@ func (x nextPass) pickDecode(pool *kvstate.Pool, t *kvtransfer.Ticket) (d *kvsta
 	return x.view.Endpoints[i].Endpoint, prefill >= 0 && !pushed, nil
 }
 
-// maxDecodeMember bounds what a decode body may be longer than the client's: the KV parameters, mostly block ids.
+// maxDecodeMember bounds the difference in length between a decode body and the client's: the KV parameters, mostly
+// block ids.
 const maxDecodeMember = 8 << 20
 
-// decodeEdits turns the undo of a prefill body into the edits that make the decode body, and gives the undo of those. What
-// D is told stands right after the opening brace, where the undo's first edit mostly is too, and more behind it, with a comma at its
-// end. A body that P answered with 200 is not an empty object, so a comma always follows.
+// decodeEdits turns the undo of a prefill body into the edits that make the decode body, and returns the undo of
+// those. D's parameters follow the opening brace, where the undo's first edit usually is too, and then more, which
+// ends with a comma. P answered 200, so its body is not an empty object, and a comma always follows.
 func (x nextPass) decodeEdits(undo openai.Edits, dialect *kvtransfer.Dialect, params, more []byte) (edits, back openai.Edits, err error) {
 	x.params = append(append(dialect.DecodeMember(x.params[:0], params), ','), more...)
 	n := len(x.params)

@@ -17,8 +17,8 @@ import (
 	"tandem/picker"
 )
 
-// passThrough routes what is not split by nature (tokenize, embeddings, uploads, health, a stored response) in one hop,
-// its body untouched.
+// passThrough routes requests that are never split (tokenize, embeddings, uploads, health, a stored response) in
+// one hop, with the body unchanged.
 func (x firstPass) passThrough() (*plan.Decision, error) {
 	h := &x.msg.Headers
 	if !x.s.served(string(h.Method), string(h.Path)) {
@@ -65,13 +65,13 @@ func (x firstPass) passThrough() (*plan.Decision, error) {
 	return x.pass(pool, x.view.Endpoints[choice.Decode].Endpoint, tokens, "pass_through"), nil
 }
 
-// serves reports whether the pool's engines may be asked for the request's path.
+// serves reports whether clients may use the request's path on the pool's engines.
 func (x firstPass) serves(pool *kvstate.Pool) bool {
 	policy, _ := x.s.policy(pool.Spec.Name)
 	return policy.Paths.Allow(string(x.msg.Headers.Method), string(x.msg.Headers.Path))
 }
 
-// pass decides for one hop straight to an endpoint, with neither retry nor redirect.
+// pass decides for one hop straight to an endpoint, without retry or redirect.
 func (x firstPass) pass(pool *kvstate.Pool, e *kvstate.Endpoint, tokens int64, kind string) *plan.Decision {
 	return x.decided(&plan.Decision{
 		Leg: envoywire.LegPass, Pool: pool, Endpoint: e, Decode: plan.Reservation{Endpoint: e, Booking: plan.Decoding(tokens)},
@@ -83,11 +83,12 @@ func (x firstPass) pass(pool *kvstate.Pool, e *kvstate.Endpoint, tokens int64, k
 	})
 }
 
-// Stored responses (OpenAI's Responses API: store, background, previous_response_id) live in the engine that made
-// them. Engines take the id of a new response from the body's request_id (vLLM and SGLang: ResponsesRequest.request_id),
-// so Tandem names the endpoint in it, and every replica finds it again without remembering anything.
+// Stored responses (OpenAI's Responses API: store, background, previous_response_id) stay in the engine that made
+// them. Engines take the id of a new response from the body's request_id (vLLM and SGLang:
+// ResponsesRequest.request_id). So Tandem puts the endpoint's name into it, and every replica finds the endpoint
+// again without storing anything.
 
-// holder finds the endpoint a request to the Responses API is bound to. stored is false where there is no such bond.
+// holder finds the endpoint that a request to the Responses API is bound to. stored is false if it is not bound.
 func (x *planning) holder(pool *kvstate.Pool) (e *kvstate.Endpoint, stored bool) {
 	if x.req.API() != openai.Responses {
 		return nil, false
@@ -100,7 +101,7 @@ func (x *planning) holder(pool *kvstate.Pool) (e *kvstate.Endpoint, stored bool)
 	return nil, x.req.True(openai.FieldStore) || x.req.True(openai.FieldBackground)
 }
 
-// toHolder routes a request to the endpoint that holds, or from now on will hold, its response.
+// toHolder routes a request to the endpoint that holds, or will hold, its response.
 func (x firstPass) toHolder(pool *kvstate.Pool, e *kvstate.Endpoint) (*plan.Decision, error) {
 	tokens := pool.PromptTokens(x.body.Len())
 	if e == nil {
@@ -127,7 +128,7 @@ func newResponseID(e *kvstate.Endpoint) string {
 	return fmt.Sprintf("resp_%016x%016x", random(), xxhash.Sum64String(e.Addr))
 }
 
-// holderOf finds the endpoint that a response id names, nil if it names none of the pool's.
+// holderOf finds the endpoint that a response id names; nil if it is not one of the pool's.
 func holderOf(pool *kvstate.Pool, id string) *kvstate.Endpoint {
 	digits, ok := strings.CutPrefix(id, "resp_")
 	if !ok || len(digits) != 32 {
@@ -154,7 +155,7 @@ func (x firstPass) findHolder(id string) (*kvstate.Pool, *kvstate.Endpoint) {
 	return nil, nil
 }
 
-// storedResponse takes the id out of /v1/responses/{id} and what lies below it.
+// storedResponse extracts the id from /v1/responses/{id} and the paths below it.
 func storedResponse(path string) (id string, ok bool) {
 	rest, ok := strings.CutPrefix(path, "/v1/responses/")
 	if !ok {

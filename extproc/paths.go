@@ -10,21 +10,23 @@ import (
 	"tandem/extproc/openai"
 )
 
-// Paths is the allowlist of a pool: methods and paths that clients may use on its engines, in addition to the APIs that are split.
-// Engines have more: what stops, empties or changes an engine, or shows what others do on it. Operators reach engines directly.
+// Paths is the allowlist of a pool: methods and paths that clients may use on its engines, in addition to the APIs
+// that are split. Engines have more paths, which stop, empty or change an engine, or show other clients' requests.
+// Operators reach engines directly.
 type Paths struct {
 	exact    map[string][]string // methods by path
 	patterns []pattern
 }
 
-// pattern is a path with segments that may be anything.
+// pattern is a path with wildcard segments.
 type pattern struct {
 	segments []string // "*": any name
 	methods  []string
 }
 
-// Paths of clients, by engine, read from the route tables of vLLM 0.32 and SGLang 0.5.15 and from trtllm-serve. They leave out
-// whatever steers an engine, and SGLang's /vertex_generate, whose "parameters" may have any member of a request.
+// Client paths by engine, read from the route tables of vLLM 0.32 and SGLang 0.5.15 and from trtllm-serve. They
+// omit all paths that control an engine, and SGLang's /vertex_generate, whose "parameters" may contain any member
+// of a request.
 const (
 	openAIPaths = `
 GET /health /ping /version /v1/models/* /v1/responses/*
@@ -42,7 +44,8 @@ POST /generate /encode /classify /v1/classify /tokenize /v1/tokenize /detokenize
 POST /parse_function_call /separate_reasoning`
 )
 
-// NewPaths returns the allowlist for a kind of engine (vllm, sglang, trtllm; any has the paths of all), with more paths as the configuration writes them: "POST /v1/things/*".
+// NewPaths returns the allowlist for a kind of engine (vllm, sglang, trtllm; any: the paths of all), plus
+// configured paths such as "POST /v1/things/*".
 func NewPaths(engine string, more []string) (*Paths, error) {
 	p := &Paths{exact: map[string][]string{}}
 	tables := openAIPaths
@@ -76,8 +79,9 @@ func (p *Paths) add(method, path string) {
 	p.patterns = append(p.patterns, pattern{strings.Split(path, "/"), []string{method}})
 }
 
-// Allow reports whether clients may ask for a path by a method. Percent-escapes are undone once, since engines do that before they
-// route; a path that is not plain after that (a double slash, a dot segment, an escape in an escape) is nobody's. Case counts.
+// Allow reports whether clients may use a path with a method. It decodes percent-escapes once, as engines do before
+// they route. A path that is not canonical after that (a double slash, a dot segment, an escape in an escape) is
+// refused. It is case-sensitive.
 func (p *Paths) Allow(method, path string) bool {
 	path = plainPath(path)
 	if !canonical(path) {
@@ -97,7 +101,7 @@ func (t pattern) match(segments []string) bool {
 	return slices.EqualFunc(t.segments, segments, func(want, got string) bool { return want == got || want == "*" && got != "" })
 }
 
-// plainPath is a path without query and escapes.
+// plainPath returns a path without query and escapes.
 func plainPath(path string) string {
 	path, _, _ = strings.Cut(path, "?")
 	if strings.IndexByte(path, '%') >= 0 {
@@ -108,7 +112,7 @@ func plainPath(path string) string {
 	return path
 }
 
-// canonical reports whether a path is spelled in the one way that all readers understand alike.
+// canonical reports whether all readers interpret a path alike.
 func canonical(path string) bool {
 	if !strings.HasPrefix(path, "/") || strings.ContainsAny(path, "%\\;?#") || strings.ContainsFunc(path, func(r rune) bool { return r <= ' ' || r == 0x7f }) {
 		return false
@@ -121,7 +125,8 @@ func canonical(path string) bool {
 	return true
 }
 
-// withoutPrefix takes the prefix off that a gateway in front adds to paths (envoy.pathPrefixes); ok is false if there is none.
+// withoutPrefix removes the prefix that a gateway in front adds to paths (envoy.pathPrefixes); ok is false if there
+// is none.
 func (s *Server) withoutPrefix(path []byte) (rest []byte, ok bool) {
 	for _, prefix := range s.PathPrefixes {
 		if len(path) > len(prefix) && path[len(prefix)] == '/' && string(path[:len(prefix)]) == prefix {
@@ -133,7 +138,7 @@ func (s *Server) withoutPrefix(path []byte) (rest []byte, ok bool) {
 
 // served reports whether any pool serves a path.
 func (s *Server) served(method, path string) bool {
-	for _, policy := range s.live.Load().Pools {
+	for _, policy := range s.settings.Load().Pools {
 		if policy.Paths.Allow(method, path) {
 			return true
 		}
@@ -141,8 +146,8 @@ func (s *Server) served(method, path string) bool {
 	return false
 }
 
-// checkBody refuses a body that an engine might read as JSON though Tandem does not: only application/json is looked at, and forms are
-// JSON to nobody.
+// checkBody refuses a body that an engine might read as JSON although Tandem does not: Tandem reads
+// application/json only, and nothing reads forms as JSON.
 func (x *planning) checkBody() error {
 	if x.msg.EndOfStream {
 		return nil
@@ -151,7 +156,8 @@ func (x *planning) checkBody() error {
 	switch strings.ToLower(strings.TrimSpace(kind)) {
 	case "application/json":
 		if x.msg.Mode.Request == envoywire.ModeNone {
-			return openai.UnsupportedMediaType("a JSON body did not come to the router") // Envoy's routes are not those of `tandem envoy`
+			// Envoy's routes are not those of `tandem envoy`
+			return openai.UnsupportedMediaType("a JSON body did not come to the router")
 		}
 		return openai.CheckHeaders(string(x.msg.Headers.ContentType), string(x.msg.Headers.ContentEncoding))
 	case "multipart/form-data":

@@ -11,9 +11,9 @@ import (
 	"tandem/kvstate"
 )
 
-// How the endpoint picker follows an answer: who gave it, whether it came, and when it ended.
+// How the endpoint picker observes an answer: which endpoint gave it, whether it came, and when it ended.
 
-// followAnswer reads what the gateway says of the answer, and passes it on, until it ends.
+// followAnswer reads the gateway's messages about the answer, and passes it on, until it ends.
 func (x endpointPicker) followAnswer(p *picked) error {
 	var back *replacer
 	if p.rewritten != "" {
@@ -46,7 +46,8 @@ func (x endpointPicker) followAnswer(p *picked) error {
 			if err := x.send(&envoywire.Reply{Phase: envoywire.PhaseRequestTrailers}); err != nil {
 				return err
 			}
-		case envoywire.PhaseRequestBody: // after its end: Envoy 1.35 to 1.37 sends the last piece of a large body twice (envoy#46237)
+		// after the end: Envoy 1.35 to 1.37 sends the last piece of a large body twice (envoy#46237)
+		case envoywire.PhaseRequestBody:
 			x.body.Free()
 		default:
 			return io.EOF
@@ -54,14 +55,14 @@ func (x endpointPicker) followAnswer(p *picked) error {
 	}
 }
 
-// answerBegins takes in who answered, and how.
+// answerBegins records which endpoint answered, and with what status.
 func (x endpointPicker) answerBegins(p *picked) {
 	code, _ := strconv.Atoi(string(x.msg.Headers.Status))
 	served := p.endpoint
 	if e := p.pool.Endpoint(x.msg.Hints.Served); e != nil {
 		served = e
 	}
-	if served != p.endpoint { // the gateway went down the list
+	if served != p.endpoint { // the gateway used a fallback
 		x.s.State.MarkFailed(p.endpoint)
 		x.s.State.Release(p.booked)
 		p.booked = x.reserve(served, kvstate.RoleDecode, 1, plan.Decoding(p.tokens))
@@ -70,16 +71,16 @@ func (x endpointPicker) answerBegins(p *picked) {
 	if code > 0 && code < 500 {
 		x.s.State.MarkGood(served)
 	} else if code == 503 && x.msg.Hints.Served == "" && !strings.Contains(p.list, ",") {
-		x.s.State.MarkFailed(served) // nobody answered: the gateway could not connect
+		x.s.State.MarkFailed(served) // no endpoint answered: the gateway could not connect
 	}
 	x.s.recent.Change(x.requestID, func(trace *telemetry.Trace) { trace.Decode, trace.Status = served.Addr, code })
 }
 
-// answerHeaders is what becomes of the answer's headers.
+// answerHeaders returns the changes to the answer's headers.
 func (x endpointPicker) answerHeaders(_ *picked, back *replacer) *envoywire.Reply {
 	x.headers.Reset()
 	if back != nil {
-		x.headers.Remove("content-length") // models' names have different lengths
+		x.headers.Remove("content-length") // the models' names have different lengths
 	}
 	if x.s.Picker.Conformance {
 		x.headers.Set(envoywire.HeaderTestSelected, []byte(x.msg.Hints.Served))
@@ -87,12 +88,12 @@ func (x endpointPicker) answerHeaders(_ *picked, back *replacer) *envoywire.Repl
 	return &envoywire.Reply{Phase: envoywire.PhaseResponseHeaders, Headers: &x.headers}
 }
 
-// passPiece passes a piece of the answer on.
+// passPiece sends a piece of the answer on.
 func (x endpointPicker) passPiece(back *replacer) error {
 	end := x.msg.EndOfStream
 	if x.msg.Mode.Response != envoywire.ModeFullDuplex {
 		x.body.Free()
-		return x.send(&envoywire.Reply{Phase: envoywire.PhaseResponseBody}) // Envoy has it, and goes on with it
+		return x.send(&envoywire.Reply{Phase: envoywire.PhaseResponseBody}) // Envoy has it already
 	}
 	if back != nil {
 		x.spare.Grow(x.body.Len() + 64)
@@ -103,7 +104,7 @@ func (x endpointPicker) passPiece(back *replacer) error {
 	return x.sendBody(&x.body, end)
 }
 
-// flush sends what the replacer kept back: the answer ends with trailers.
+// flush sends what the replacer held back: the answer ends with trailers.
 func (x endpointPicker) flush(back *replacer) error {
 	if back == nil || x.msg.Mode.Response != envoywire.ModeFullDuplex {
 		return nil

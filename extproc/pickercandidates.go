@@ -13,10 +13,11 @@ import (
 	"tandem/picker"
 )
 
-// What of a pool the endpoint picker may choose from, and what it tells the gateway beside its choice.
+// The endpoints that the endpoint picker may choose from, and what it reports to the gateway in addition to its
+// choice.
 
-// allow takes out of the view what the gateway's subset, or a conformance test, does not name. Prefill endpoints stay when
-// the subset is of endpoints that decode: the gateway never connects to them.
+// allow removes from the view what the gateway's subset, or a conformance test, does not name. If the subset names
+// decode endpoints only, prefill endpoints stay: the gateway never connects to them.
 func (x endpointPicker) allow() {
 	hint := &x.msg.Hints
 	subset, limited := hint.Subset, hint.HasSubset
@@ -31,9 +32,9 @@ func (x endpointPicker) allow() {
 	})
 }
 
-// toHolderOf leaves nothing in the view but the endpoint that holds the stored response which the request goes on from. A
-// response that is stored from here on is found again only where one endpoint decodes, or by the gateway's own session
-// affinity: in this protocol its id is the engine's.
+// toHolderOf reduces the view to the endpoint that holds the stored response which the request continues. In this
+// protocol the id of a new response is the engine's, so it can be found again only if there is one decode endpoint,
+// or by the gateway's own session affinity.
 func (x endpointPicker) toHolderOf(pool *kvstate.Pool, a *plan.Attempt) error {
 	if a.Why == "pass_through" {
 		return nil
@@ -50,7 +51,7 @@ func (x endpointPicker) toHolderOf(pool *kvstate.Pool, a *plan.Attempt) error {
 	return nil
 }
 
-// named reports whether a subset names an endpoint, by its address or by its host alone; one of IPv6 with brackets or without.
+// named reports whether a subset names an endpoint, by its address or by its host; an IPv6 host may have brackets.
 func named(subset []string, addr string) bool {
 	host, _, _ := net.SplitHostPort(addr)
 	return slices.ContainsFunc(subset, func(s string) bool { return s == addr || strings.Trim(s, "[]") == host })
@@ -69,7 +70,8 @@ func (x endpointPicker) shed(r *picker.Request) error {
 	return overloaded()
 }
 
-// withFallbacks is the list of endpoints for the gateway: the picked one, then those that would have been picked without it.
+// withFallbacks returns the list of endpoints for the gateway: the chosen one, then those that would have been
+// chosen without it.
 func (x endpointPicker) withFallbacks(r *picker.Request, c picker.Choice) string {
 	list := []string{x.view.Endpoints[c.Decode].Endpoint.Addr}
 	others := *r

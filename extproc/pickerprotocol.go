@@ -12,33 +12,33 @@ import (
 	"tandem/picker"
 )
 
-// PickerOptions are what the Endpoint Picker protocol needs beside the rest.
+// PickerOptions are options of the Endpoint Picker protocol.
 type PickerOptions struct {
-	Fallbacks    int  // endpoints named behind the picked one
-	WatchBody    bool // keep the stream until the answer's end, not only until it begins
-	ShedRequests int  // booked on every endpoint that decodes: from here on requests of negative priority get 429
-	Conformance  bool // honour and write the headers of the Inference Extension's conformance suite; for tests alone
+	Fallbacks    int  // endpoints listed after the chosen one
+	WatchBody    bool // keep the stream until the answer ends, instead of until it begins
+	ShedRequests int  // reservations on every decode endpoint from which on requests of negative priority get 429
+	Conformance  bool // support the headers of the Inference Extension's conformance suite; for tests only
 }
 
-// picked is what became of one request in the Endpoint Picker protocol.
+// picked is the choice for one request in the Endpoint Picker protocol.
 type picked struct {
-	pool      *kvstate.Pool // nil: nothing was picked
+	pool      *kvstate.Pool // nil: nothing was chosen
 	endpoint  *kvstate.Endpoint
-	sidecar   *plan.SidecarHeaders // nil: there is no sidecar
-	list      string               // the endpoint and its fallbacks, as the gateway is told
+	sidecar   *plan.SidecarHeaders // nil: no sidecar
+	list      string               // the endpoint and its fallbacks, for the gateway
 	edits     openai.Edits
 	booked    kvstate.ReservationID
 	tokens    int64
-	rewritten string // the model that the request was sent to; "": the one that it asks for
+	rewritten string // the model that the request was sent to; "": the requested one
 	asked     string
 }
 
 // endpointPicker handles streams of gateways that speak the Endpoint Picker protocol.
 type endpointPicker struct{ firstPass }
 
-// serve serves one request of a gateway that knows nothing of Tandem but the Endpoint Picker protocol: one pass, in
-// which the destination is said in a header and in dynamic metadata, and then the answer, of which the server wants to know
-// who gave it and when it ended. What is booked is released with the stream, however that ends.
+// serve serves one request of a gateway that knows the Endpoint Picker protocol only. It has one pass, which writes
+// the destination into a header and into dynamic metadata. Then the answer follows, from which the server learns
+// which endpoint gave it and when it ended. The reservations are released with the stream, however that ends.
 func (x endpointPicker) serve() error {
 	if err := x.receive(); err != nil {
 		return err
@@ -64,17 +64,17 @@ func (x endpointPicker) serve() error {
 		return err
 	}
 	x.s.metrics.Processed(envoywire.RolePicker, time.Since(began), x.Busy, nil)
-	_ = x.followAnswer(&p) // however it ends: what it says is said
+	_ = x.followAnswer(&p) // however it ends, nothing more can be reported
 	return errAnswered
 }
 
-// pick chooses where a request goes.
+// pick chooses the endpoint of a request.
 func (x endpointPicker) pick() (picked, error) {
 	h := &x.msg.Headers
 	if len(h.Upgrade) > 0 {
 		return picked{}, openai.BadRequest("upgrade_not_supported", "", "protocol upgrades are not supported here")
 	}
-	h.Path, _ = x.s.withoutPrefix(h.Path) // for the decision alone: the gateway rewrites paths itself
+	h.Path, _ = x.s.withoutPrefix(h.Path) // for the decision only: the gateway rewrites paths itself
 	api := openai.Classify(string(h.Method), string(h.Path))
 	if (api == openai.PassThrough || api == openai.SGLangGenerate) && !x.s.served(string(h.Method), string(h.Path)) {
 		return picked{}, openai.NotServed()
@@ -103,7 +103,7 @@ func (x endpointPicker) pick() (picked, error) {
 	return x.pickSplit(pool, policy, &a)
 }
 
-// pickOther chooses for what is not understood, or has no body: any endpoint that decodes.
+// pickOther chooses any decode endpoint, for requests without a body or of another API.
 func (x endpointPicker) pickOther() (picked, error) {
 	if err := x.checkBody(); err != nil {
 		return picked{}, err
@@ -127,7 +127,7 @@ func (x endpointPicker) pickOther() (picked, error) {
 	return x.pickSplit(pool, policy, &plan.Attempt{Started: time.Now(), Alone: true, Why: "pass_through"})
 }
 
-// pickSplit chooses among those that the gateway allows.
+// pickSplit chooses among the endpoints that the gateway allows.
 func (x endpointPicker) pickSplit(pool *kvstate.Pool, policy Policy, a *plan.Attempt) (picked, error) {
 	p := picked{pool: pool, tokens: pool.PromptTokens(x.body.Len())}
 	if a.Why != "pass_through" {
@@ -141,7 +141,7 @@ func (x endpointPicker) pickSplit(pool *kvstate.Pool, policy Policy, a *plan.Att
 	p.tokens = x.countTokens(pool, &policy, p.tokens)
 	x.allow()
 	request := picker.Request{PromptTokens: p.tokens, Blocks: len(x.hashes), Model: x.req.Model(), Rand: random()}
-	if err := x.aim(pool, &policy, &request); err != nil {
+	if err := x.applyObjectives(pool, &policy, &request); err != nil {
 		return p, err
 	}
 	if err := x.shed(&request); err != nil {
@@ -157,14 +157,14 @@ func (x endpointPicker) pickSplit(pool *kvstate.Pool, policy Policy, a *plan.Att
 		return p, policy.NoEndpoint(pool, err)
 	}
 	if choice.Prefill < 0 {
-		if err := policy.RefuseAlone(pool, cmp.Or(a.Why, x.whyUnpaired())); err != nil {
+		if err := policy.RefuseAlone(pool, cmp.Or(a.Why, x.unpairedReason())); err != nil {
 			return p, err
 		}
 	}
 	d := x.view.Endpoints[choice.Decode].Endpoint
 	p.endpoint = d
 	p.booked = x.reserve(d, kvstate.RoleDecode, 0, choice.DecodeBooking())
-	x.landed()
+	x.committed()
 	p.list = x.withFallbacks(&request, choice)
 	x.rewriteModel(&p)
 	split := "decode_alone"
@@ -185,12 +185,12 @@ func (x endpointPicker) pickSplit(pool *kvstate.Pool, policy Policy, a *plan.Att
 	if choice.Prefill >= 0 {
 		at = x.view.Endpoints[choice.Prefill].Endpoint
 	}
-	x.stick(pool, x.session, at, d)
+	x.setAffinity(pool, x.session, at, d)
 	x.planned(pool, split, a.Why, at, d, p.tokens)
 	return p, nil
 }
 
-// dropped says in the Inference Extension's words why a request was not served.
+// dropped reports in the Inference Extension's terms why a request was not served.
 func dropped(i *envoywire.Immediate, e *openai.Error) {
 	switch e.Status {
 	case 429:

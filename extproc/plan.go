@@ -15,13 +15,14 @@ import (
 	"tandem/picker"
 )
 
-// blockBytes is how much of a prompt one block of the prefix index stands for, and maxBlocks how far it looks.
+// blockBytes is the number of bytes of a prompt in one block of the prefix index, maxBlocks the number of blocks
+// that it covers.
 const (
 	blockBytes = 512
 	maxBlocks  = 2048
 )
 
-// firstPass plans a request from its body alone: pass 1 and, where a hop failed, another attempt.
+// firstPass plans a request from its body alone: in pass 1 and, after a failed hop, in another attempt.
 type firstPass struct{ *planning }
 
 // first plans pass 1 of a request to one of the APIs that can be split.
@@ -42,8 +43,7 @@ func (x firstPass) first(api openai.API) (*plan.Decision, error) {
 	return x.plan(api, plan.Attempt{Started: time.Now()})
 }
 
-// plan scans the body, picks and books the endpoints, and writes the leg that comes next. The body in x.body is the
-// client's.
+// plan scans the body, picks the endpoints, and decides on the next leg. x.body is the client's body.
 func (x firstPass) plan(api openai.API, a plan.Attempt) (*plan.Decision, error) {
 	if err := x.scan(api); err != nil {
 		return nil, err
@@ -53,7 +53,7 @@ func (x firstPass) plan(api openai.API, a plan.Attempt) (*plan.Decision, error) 
 	if pool == nil {
 		return nil, openai.ModelNotFound(x.req.Model())
 	}
-	if a.Redirects == 0 { // what was let in is seen through
+	if a.Redirects == 0 { // an admitted request is served to the end
 		if err := closed(pool); err != nil {
 			return nil, err
 		}
@@ -86,7 +86,7 @@ func (x firstPass) plan(api openai.API, a plan.Attempt) (*plan.Decision, error) 
 	request := picker.Request{
 		PromptTokens: tokens, Blocks: len(x.hashes), Model: x.req.Model(), Split: !a.Alone, Excluded: a.Excluded, Rand: random(),
 	}
-	if err := x.aim(pool, &policy, &request); err != nil {
+	if err := x.applyObjectives(pool, &policy, &request); err != nil {
 		return nil, err
 	}
 	choice, err := x.chooseOther(pool, &policy, &request, &a)
@@ -107,12 +107,12 @@ func (x firstPass) plan(api openai.API, a plan.Attempt) (*plan.Decision, error) 
 		}
 		a.Why = why
 	} else if a.Why == "" {
-		a.Why = x.whyUnpaired()
+		a.Why = x.unpairedReason()
 	}
 	return x.decodeAlone(pool, policy, choice, tokens, a)
 }
 
-// split decides for two hops, the first of which is the prefill leg, or says why there is none.
+// split decides for two hops, the first of which is the prefill leg, or returns why that is not possible.
 func (x firstPass) split(pool *kvstate.Pool, policy Policy, c picker.Choice, tokens int64, a plan.Attempt) (_ *plan.Decision, why string) {
 	p, d := x.view.Endpoints[c.Prefill], x.view.Endpoints[c.Decode]
 	x.pair = pairOf(x.requestID, newTicketID(), sideOf(p.Endpoint), sideOf(d.Endpoint))
@@ -120,7 +120,7 @@ func (x firstPass) split(pool *kvstate.Pool, policy Policy, c picker.Choice, tok
 	perTry := policy.PrefillTimeout + pool.PrefillTime(tokens+p.PromptTokens, policy.PerToken)
 	var turn kvtransfer.TurnLeg
 	turn.Conversation, turn.OwnIDs = x.conversation(pool, &policy)
-	if a.Prefills == 0 && !a.TurnFailed {
+	if a.Prefills == 0 && !a.ConversationFailed {
 		x.pair.Turn, x.pair.TurnIDs = x.lastTurn(pool, turn.Conversation, p.Endpoint, perTry)
 		turn.Told = x.pair.Turn != nil
 	}
@@ -157,9 +157,9 @@ func (x firstPass) split(pool *kvstate.Pool, policy Policy, c picker.Choice, tok
 		out.Ticket.Learn = x.toLearn(pool)
 	}
 	push := policy.Dialect.Push
-	out.Decode.Booking.Tentative = push == nil // pass 2 chooses D again, and books it when there is an answer to write
+	out.Decode.Booking.Tentative = push == nil // pass 2 chooses D again, and reserves it for the answer
 	if push != nil {
-		out.PerTry += push.Patience // the leg answers when the KV is with D
+		out.PerTry += push.Patience // the leg answers when the KV has arrived at D
 		if out.Decode.Buffer = d.Endpoint.Transfer.BufferTokens; out.Decode.Buffer > 0 {
 			out.Decode.Patience = push.Patience
 			out.Otherwise = x.orAlone(pool, policy, c, tokens, a)
@@ -168,8 +168,8 @@ func (x firstPass) split(pool *kvstate.Pool, policy Policy, c picker.Choice, tok
 	return x.decided(&out), ""
 }
 
-// orAlone returns decodeAlone for a request that has to give up being split. It is a function of its own, so that only such
-// requests allocate what it captures.
+// orAlone returns decodeAlone for a request that cannot be split after all. It is a function of its own, so that
+// only such requests allocate its closure.
 func (x firstPass) orAlone(pool *kvstate.Pool, policy Policy, c picker.Choice, tokens int64, a plan.Attempt) func(why string) (*plan.Decision, error) {
 	return func(why string) (*plan.Decision, error) {
 		a.Why = why
@@ -209,10 +209,10 @@ func (x firstPass) decodeAlone(pool *kvstate.Pool, policy Policy, c picker.Choic
 	return x.decided(&out), nil
 }
 
-// insertEncoded puts in where the prompt's encoded media are, for the engine that computes the prompt.
+// insertEncoded adds the location of the prompt's encoded media for the engine that computes the prompt.
 func (x *planning) insertEncoded(a *plan.Attempt) {
 	if a.Encoded != nil {
-		x.patch.Insert(kvtransfer.EncodedMember, a.Encoded) // the client's own, if there was one, was cut
+		x.patch.Insert(kvtransfer.EncodedMember, a.Encoded) // a client's own was cut
 	}
 }
 

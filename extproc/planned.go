@@ -10,15 +10,15 @@ import (
 	"tandem/picker"
 )
 
-// planned reports the plan of a pass to metrics, recent requests, the trace and the log. prefill is nil where one endpoint
-// does both; reason is "" where nothing else could have been wanted.
+// planned reports the plan of a pass to metrics, recent requests, the trace and the log. prefill is nil if one
+// endpoint does both; reason is "" if there was no alternative.
 func (x *planning) planned(pool *kvstate.Pool, route, reason string, prefill, decode *kvstate.Endpoint, tokens int64) {
 	x.s.metrics.Decided(pool, route, reason)
 	p := telemetry.Planned{
 		RequestID: x.requestID, Pool: pool.Spec.Name, Route: route, Reason: reason, Decode: decode.Addr, PromptTokens: tokens,
 		BodyBytes: x.body.Len(), PromptBlocks: len(x.hashes), Candidates: len(x.view.Endpoints),
 		Foreseen: telemetry.Foreseen{ExpectedPrefill: x.prefilled, ExpectedFirst: x.firstToken},
-		Waited:   x.waited, WaitedFor: x.stoodBy.endpoint, Behind: x.stoodBy.here, BehindElsewhere: x.stoodBy.elsewhere,
+		Waited:   x.waited, WaitedFor: x.blockedOn.endpoint, Behind: x.blockedOn.local, BehindRemote: x.blockedOn.remote,
 	}
 	if prefill != nil {
 		p.Prefill = prefill.Addr
@@ -38,7 +38,7 @@ func (x *planning) planned(pool *kvstate.Pool, route, reason string, prefill, de
 	}
 }
 
-// weigh shows the view's endpoints as the picker priced them, at most maxWeighed.
+// weigh returns the view's endpoints with their prices, at most maxWeighed.
 func (x *planning) weigh(split bool, tokens int64) []telemetry.Weighed {
 	all := x.picker.Explain(&picker.Request{PromptTokens: tokens, Blocks: len(x.hashes), Model: x.req.Model(), Labels: x.labels, Split: split}, &x.view).Candidates
 	out := make([]telemetry.Weighed, 0, min(len(all), maxWeighed))
@@ -71,10 +71,10 @@ func (x *planning) weigh(split bool, tokens int64) []telemetry.Weighed {
 	return out
 }
 
-// parts leaves out parts that are zero.
+// parts removes the parts that are zero.
 func parts(all []telemetry.Part) []telemetry.Part {
 	return slices.DeleteFunc(all, func(p telemetry.Part) bool { return p.Value == 0 })
 }
 
-// maxWeighed bounds what is shown of a large fleet.
+// maxWeighed bounds what is reported of a large fleet.
 const maxWeighed = 64

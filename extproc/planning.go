@@ -13,8 +13,8 @@ import (
 	"tandem/picker"
 )
 
-// planning is one pass of a request that is being planned: the scanned body, the endpoints' state as it was read for it, and the
-// picker's choice. A pass reads, decides (a [plan.Decision]) and commits, in this order. The memory is reused by later streams.
+// planning plans one pass of a request: it has the scanned body, the view of the endpoints, and the picker's
+// choice. A pass reads, decides (a [plan.Decision]) and commits, in this order. Later streams reuse the memory.
 type planning struct {
 	handler
 	prompt
@@ -34,19 +34,19 @@ type planning struct {
 	made   plan.Decision
 
 	reservedAs string // see reservationKey
-	newID      bool   // the client's request id was absent or unfit
-	stripped   bool   // a gateway's prefix was taken off the path
+	newID      bool   // the client's request id was missing or invalid
+	stripped   bool   // a gateway's prefix was removed from the path
 
-	explanation []byte // for a header; nil: no operator asked
+	explanation []byte // for a header; nil: no operator asked for it
 	decision    []byte // dynamic metadata; nil: none
 }
 
-// maxKeptParams is the largest scratch for decode members that is kept for the next stream, in bytes.
+// maxKeptParams bounds the scratch for decode members that is kept for the next stream, in bytes.
 const maxKeptParams = 64 << 10
 
-// reset forgets the request; its memory stays.
+// reset clears the request; the memory stays.
 func (x *planning) reset() {
-	x.waits, x.waited, x.stoodBy = waiter{hits: x.waits.hits[:0]}, 0, stoodBy{}
+	x.waits, x.waited, x.blockedOn = waiter{hits: x.waits.hits[:0]}, 0, blockedOn{}
 	x.req.Reset()
 	clear(x.undo) // refers to the body
 	x.pair, x.source = kvtransfer.Pair{}, kvtransfer.Side{}
@@ -58,7 +58,7 @@ func (x *planning) reset() {
 	x.made, x.foreseen, x.explanation, x.decision = plan.Decision{}, foreseen{}, nil, nil
 }
 
-// decided keeps a decision in the memory of the pass.
+// decided stores a decision in the memory of the pass.
 func (x *planning) decided(d *plan.Decision) *plan.Decision {
 	x.made = *d
 	return &x.made
@@ -69,32 +69,32 @@ type prompt struct {
 	hashes      []uint64                // of its text blocks
 	known       prefixindex.KnownTokens // of its tokens
 	ids         []uint32                // scratch for token ids
-	tokenHashes []uint64                // scratch for the blocks of these
+	tokenHashes []uint64                // scratch for their blocks
 }
 
-// wanted is what a request asks for, beside its body.
+// wanted is what a request asks for in addition to its body.
 type wanted struct {
 	session  uint64   // hash of its name; 0: none
-	labels   []string // that its endpoints must bear
+	labels   []string // that its endpoints must have
 	priority int32
 }
 
-// foreseen is what a choice will cost and take, as estimated.
+// foreseen is the estimated cost and time of a choice.
 type foreseen struct {
-	work       time.Duration // of the prefill, as the model has it
+	work       time.Duration // of the prefill, according to the cost model
 	price      float64       // s
-	prefilled  time.Duration // until the prefill endpoint has answered; 0: there is none
+	prefilled  time.Duration // until the prefill endpoint has answered; 0: no prefill endpoint
 	firstToken time.Duration // until the first token
 }
 
 // queued is how a request waited for its endpoints.
 type queued struct {
-	waits   waiter
-	waited  time.Duration
-	stoodBy stoodBy // what it waited for
+	waits     waiter
+	waited    time.Duration
+	blockedOn blockedOn // what it waited for
 }
 
-// identify settles the request id: the client's own if it is fit to be passed around and logged, else a new one.
+// identify sets the request id: the client's own if it is valid, else a new one.
 func (x *planning) identify() {
 	id := string(x.msg.Headers.RequestID)
 	x.reservedAs = reservationKey(x.msg.Headers.Reservation, x.msg.Headers.RequestID)
@@ -105,7 +105,7 @@ func (x *planning) identify() {
 	x.requestID, x.newID = newRequestID(), true
 }
 
-// scan reads the body and, in the rare case that it carries members which are not the client's to send, cuts them.
+// scan reads the body. In the rare case that it has members which a client must not send, it cuts them.
 func (x *planning) scan(api openai.API) error {
 	if err := x.req.Scan(api, x.body.Bytes(), openai.Limits{}); err != nil {
 		return err
@@ -120,16 +120,16 @@ func (x *planning) scan(api openai.API) error {
 	return x.req.Scan(api, x.body.Bytes(), openai.Limits{})
 }
 
-// scanOther reads a JSON body of an API that is not otherwise understood, for its model and for members that are not a
-// client's to send: engines take chat requests on more paths than the well-known ones. JSON that readers could
-// understand differently is refused; JSON that is no object has neither model nor members, and is the engine's to judge.
+// scanOther reads a JSON body of another API, for its model and for members that a client must not send: engines
+// accept chat requests on more paths than the well-known ones. Ambiguous JSON is refused. JSON that is not an
+// object has neither model nor members; the engine validates it.
 func (x *planning) scanOther() (model string, err error) {
 	kind, _, _ := strings.Cut(string(x.msg.Headers.ContentType), ";")
 	if x.body.Len() == 0 || !strings.EqualFold(strings.TrimSpace(kind), "application/json") {
 		return "", nil
 	}
-	// Engines look at the media type alone: vLLM 0.32.0 reads {"do_remote_prefill":true} with charset=latin1, or any other
-	// parameter, on /invocations, and dies of it.
+	// Engines check the media type only: vLLM 0.32.0 reads {"do_remote_prefill":true} with charset=latin1, or any
+	// other parameter, on /invocations, and crashes.
 	if err := openai.CheckHeaders(string(x.msg.Headers.ContentType), ""); err != nil {
 		return "", err
 	}
@@ -140,16 +140,16 @@ func (x *planning) scanOther() (model string, err error) {
 	return x.req.Model(), err
 }
 
-// whyUnpaired is why the picker chose no pair.
-func (x *planning) whyUnpaired() string {
+// unpairedReason returns why the picker chose no pair.
+func (x *planning) unpairedReason() string {
 	if x.view.Prefills() {
 		return "cheaper"
 	}
 	return "no_prefill"
 }
 
-// setSource names in x.pair the endpoint that has most of the prompt's beginning, if it is worth more than what the one
-// that computes has itself, and if the dialect can make use of it.
+// setSource sets x.pair's source to the endpoint that holds most of the prompt's prefix, if it holds sufficiently
+// more than the one that computes the prompt, and if the dialect supports it.
 func (x *planning) setSource(policy Policy, computes int) {
 	if policy.Dialect.Pull == nil {
 		return
@@ -166,18 +166,18 @@ func (x *planning) setSource(policy Policy, computes int) {
 	}
 }
 
-// recall finds the text blocks of a ticket's prompt, whose last it names. There are none where the prompt was routed by a replica
-// that this one does not hear.
-func (x *planning) recall(pool *kvstate.Pool, t *kvtransfer.Ticket) {
+// recallTokens finds the text blocks of a ticket's prompt by its last block. There are none if this replica does
+// not receive updates from the replica that routed the prompt.
+func (x *planning) recallTokens(pool *kvstate.Pool, t *kvtransfer.Ticket) {
 	x.hashes = x.hashes[:0]
 	if text := pool.TextOf(x.hashes, t.Prompt, maxBlocks); text != nil {
 		x.hashes = text
 	}
 }
 
-// toldHits raises hits to what engines said that they hold of a prompt of so many tokens, as countTokens does in pass 1, which
-// has the request's text.
-func (x *planning) toldHits(pool *kvstate.Pool, tokens int64) {
+// addReportedHits raises hits to the blocks that engines reported for a prompt of so many tokens, as countTokens
+// does in pass 1, where the request's text is available.
+func (x *planning) addReportedHits(pool *kvstate.Pool, tokens int64) {
 	sizes := pool.TokenBlockSizes()
 	if len(sizes) == 0 || len(x.hashes) == 0 {
 		return

@@ -12,25 +12,26 @@ import (
 	"tandem/kvstate/prefixindex"
 )
 
-// Tokenizer has prompts tokenized beside the request, by engines. [tandem/kvstate/tokenize] is one.
+// Tokenizer asks engines to tokenize prompts while the request goes on. [tandem/kvstate/tokenize] implements it.
 type Tokenizer interface {
-	// Tokenize has the engine at path answer body, and calls learned with the token ids if that works out. key stands for
-	// the prompt: it is not asked for twice at a time. done is closed in any case; nil: there is too much to do already.
+	// Tokenize sends body to path of an engine, and calls learned with the token ids of its answer. key identifies
+	// the prompt, which is not asked for twice at a time. done is closed in any case; nil: too many calls are in
+	// progress.
 	Tokenize(ctx context.Context, pool *kvstate.Pool, key uint64, path string, body []byte, learned func(ids []uint32)) (done <-chan struct{})
 }
 
-// TokenSource is where a pool's token ids come from, beside prefill's own answers.
+// TokenSource is the source of a pool's token ids, in addition to prefill's own answers.
 type TokenSource uint8
 
 // The sources of a pool's kvEvents.tokens.
 const (
-	LearnedTokens  TokenSource = iota // from prefill's answers alone
+	LearnedTokens  TokenSource = iota // from prefill's answers only
 	TokenizeTokens                    // POST /tokenize
 	RenderTokens                      // POST /v1/.../render
 )
 
-// countTokens raises hits to what engines said that they hold, as far as the prompt's tokens are known, and returns the
-// prompt's length in tokens, better than estimate where they are.
+// countTokens raises hits to the blocks that engines reported, as far as the prompt's tokens are known. It returns
+// the prompt's length in tokens, which is more exact than estimate if they are.
 func (x *planning) countTokens(pool *kvstate.Pool, policy *Policy, estimate int64) int64 {
 	x.known = prefixindex.KnownTokens{}
 	sizes := pool.TokenBlockSizes()
@@ -66,7 +67,7 @@ func (x *planning) countTokens(pool *kvstate.Pool, policy *Policy, estimate int6
 	return tokens
 }
 
-// hitsNow fills in what the endpoints of a view hold by now of a prompt of so many tokens, as countTokens has it.
+// hitsNow sets the hits of a view for a prompt of so many tokens, as countTokens does.
 func (x *planning) hitsNow(pool *kvstate.Pool, v *kvstate.View, tokens int64) {
 	x.s.State.Hits(pool, x.hashes, v)
 	sizes := pool.TokenBlockSizes()
@@ -91,8 +92,8 @@ func (x *planning) tokenPrompt(pool *kvstate.Pool) prefixindex.TokenPrompt {
 	return prefixindex.TokenPrompt{LoRA: pool.LoRA(x.req.Model()), Salt: prefixindex.SaltKey(salt)}
 }
 
-// tokenize asks for the tokens of a prompt of which less than half is known, and waits for them no longer than the pool's
-// budget: what comes later is known to the next request.
+// tokenize asks for the tokens of a prompt if less than half of them is known, and waits for them no longer than
+// the pool's budget. If they come later, the next request will use them.
 func (x *planning) tokenize(pool *kvstate.Pool, policy *Policy) {
 	if policy.Tokens == LearnedTokens || x.s.Tokenizer == nil || 2*x.known.TextBlocks >= len(x.hashes) {
 		return
@@ -121,7 +122,8 @@ func (x *planning) tokenize(pool *kvstate.Pool, policy *Policy) {
 	}
 }
 
-// tokenizeBody is what to ask. /tokenize of vLLM and SGLang takes what makes the prompt, render the client's body as it is.
+// tokenizeBody returns the request to send. /tokenize of vLLM and SGLang takes the members that make the prompt,
+// render the client's body unchanged.
 func (x *planning) tokenizeBody(source TokenSource) (path string, body []byte) {
 	api := x.req.API()
 	if source == RenderTokens {
@@ -162,15 +164,17 @@ func (x *planning) tokenizeBody(source TokenSource) (path string, body []byte) {
 	return "/tokenize", append(body, '}')
 }
 
-// learns reports whether prefill is to be asked for the prompt's token ids: where events tell of tokens and not all of these
-// are known. vLLM answers them from 0.10.2 on, for chat and completions; before, and elsewhere, the member is ignored.
+// learns reports whether to ask prefill for the prompt's token ids: if there are KV events and some of the tokens
+// are unknown. vLLM returns them since 0.10.2 for chat and completions; earlier releases and other engines ignore
+// the member.
 func (x *planning) learns(policy Policy) bool {
 	api := x.req.API()
 	return policy.LearnTokens && x.known.TextBlocks < len(x.hashes) && (api == openai.Chat || api == openai.Completions)
 }
 
-// lastBlock is what a ticket says of the prompt, for whichever replica goes on with it: not the hashes of its blocks, which
-// would not fit, but the last of them. The others are in the index ([kvstate.Pool.TextOf]), since the prompt is routed.
+// lastBlock returns what a ticket stores of the prompt for the replica that continues the request: only the last of
+// its block hashes, because all of them would not fit. The index has the others ([kvstate.Pool.TextOf]), since the
+// prompt was routed.
 func (x *planning) lastBlock() uint64 {
 	if len(x.hashes) == 0 {
 		return 0
@@ -178,13 +182,14 @@ func (x *planning) lastBlock() uint64 {
 	return x.hashes[len(x.hashes)-1]
 }
 
-// toLearn is what the ticket of a prefill leg says beside that, where the prompt's tokens are to be learned from P's answer.
+// toLearn returns what the ticket of a prefill leg stores in addition, if the prompt's tokens are to be learned
+// from P's answer.
 func (x *planning) toLearn(pool *kvstate.Pool) kvtransfer.Learn {
 	prompt := x.tokenPrompt(pool)
 	return kvtransfer.Learn{Bytes: x.req.PromptBytes(), LoRA: prompt.LoRA, Salt: prompt.Salt}
 }
 
-// learn takes what P's answer says about the prompt: its token ids, and how much of it P held.
+// learn records from P's answer the prompt's token ids, and how much of the prompt P had in its cache.
 func (x *prefillAnswer) learn(pool *kvstate.Pool, t *kvtransfer.Ticket, got *kvtransfer.Answer) {
 	if e := pool.Endpoint(t.Prefill); e != nil && got.CachedTokens >= 0 {
 		x.s.State.ObserveCached(e, t.ExpectedCached, got.CachedTokens)

@@ -60,7 +60,7 @@ func TestCleanupDecode(t *testing.T) {
 			s.log(q.entry(0, "downstream_remote_disconnect"))
 
 			require.Eventually(t, func() bool {
-				return s.count("tandem_handovers_stranded_total", "chat", addressOf("p1"), "client_gone") == 1
+				return s.count("tandem_handovers_orphaned_total", "chat", addressOf("p1"), "client_gone") == 1
 			}, 30*time.Second, time.Millisecond)
 			if !c.cleanup {
 				require.Empty(t, calls)
@@ -178,9 +178,9 @@ func TestHandOversThatNobodyGot(t *testing.T) {
 				require.Zero(t, s.count("tandem_cleanup_decodes_total"))
 			}
 			if c.reason != "" {
-				require.InDelta(t, 1, s.count("tandem_handovers_stranded_total", "chat", addressOf("p1"), c.reason), 0)
+				require.InDelta(t, 1, s.count("tandem_handovers_orphaned_total", "chat", addressOf("p1"), c.reason), 0)
 			} else {
-				require.Zero(t, s.count("tandem_handovers_stranded_total"))
+				require.Zero(t, s.count("tandem_handovers_orphaned_total"))
 			}
 			if c.result == "ok" {
 				require.Equal(t, "r1", <-calls)
@@ -214,7 +214,7 @@ func cleaners(t *testing.T, n int) (replicas []*stand, calls chan string) {
 	engine := httptest.NewServer(http.HandlerFunc(func(_ http.ResponseWriter, r *http.Request) { calls <- r.Header.Get(envoywire.HeaderRequestID) }))
 	t.Cleanup(engine.Close)
 	for range n {
-		s := newStand(t, Options{Live: Live{Keys: keys}})
+		s := newStand(t, Options{Settings: Settings{Keys: keys}})
 		policy := splitting()
 		policy.CleanupDecode = true
 		s.pool("chat", policy)
@@ -252,7 +252,7 @@ func TestTheEndIsToldBeforeTheAnswer(t *testing.T) {
 	s.log(q.entry(0, "downstream_remote_disconnect"))
 	q.prefillLeg(answer{status: 200, body: prefilled(params(2))})
 	settled(t, r, calls, 1)
-	require.InDelta(t, 1, s.count("tandem_handovers_stranded_total", "chat", addressOf("p1"), "client_gone"), 0)
+	require.InDelta(t, 1, s.count("tandem_handovers_orphaned_total", "chat", addressOf("p1"), "client_gone"), 0)
 
 	q = s.newRequest("/v1/chat/completions", "r2", chatBody)
 	q.goOn(q.pass())
@@ -261,7 +261,7 @@ func TestTheEndIsToldBeforeTheAnswer(t *testing.T) {
 	late.prefillLeg(answer{status: 200, body: prefilled(params(2))})
 	settled(t, r, calls, 2)
 	requireNoneRecorded(t, s)
-	require.InDelta(t, 1, s.count("tandem_handovers_stranded_total", "chat", addressOf("p1"), "replanned"), 0)
+	require.InDelta(t, 1, s.count("tandem_handovers_orphaned_total", "chat", addressOf("p1"), "replanned"), 0)
 }
 
 // Where the connection to a replica breaks Envoy asks another, so two may have had the same hand-over in hands. Both see the end; one cleans up.
@@ -358,7 +358,7 @@ func TestStrandedIsCountedOnce(t *testing.T) {
 			if first == "log" {
 				s.server.reclaim.Orphaned(next, "r1", reclaim.ClientGone)
 			}
-			require.InDelta(t, 1, s.count("tandem_handovers_stranded_total", "chat", addressOf("p1"), "client_gone"), 0)
+			require.InDelta(t, 1, s.count("tandem_handovers_orphaned_total", "chat", addressOf("p1"), "client_gone"), 0)
 		})
 	}
 }
@@ -371,7 +371,7 @@ func TestAnswerCut(t *testing.T) {
 	q.goOn(q.pass())
 	q.prefillLeg(answer{status: 200, body: prefilled(params(2)), piece: 20, cut: true})
 	require.Eventually(t, func() bool {
-		return s.count("tandem_handovers_stranded_total", "chat", addressOf("p1"), "answer_cut") == 1
+		return s.count("tandem_handovers_orphaned_total", "chat", addressOf("p1"), "answer_cut") == 1
 	}, 30*time.Second, time.Millisecond)
 	s.log(q.entry(0, "downstream_remote_disconnect"))
 	require.Zero(t, s.count("tandem_cleanup_decodes_total"))

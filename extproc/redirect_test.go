@@ -47,11 +47,11 @@ func TestUnfollowedRedirectsSayWhy(t *testing.T) {
 			s.log(e)
 			require.Zero(t, s.state.Reservations())
 			if why == "" {
-				require.Zero(t, s.count("tandem_redirects_unfollowed_total"))
+				require.Zero(t, s.count("tandem_redirects_not_followed_total"))
 				require.Empty(t, log.String())
 				return
 			}
-			require.InDelta(t, 1, s.count("tandem_redirects_unfollowed_total", why), 0)
+			require.InDelta(t, 1, s.count("tandem_redirects_not_followed_total", why), 0)
 			require.Contains(t, log.String(), fmt.Sprintf(`level=WARN msg="Envoy did not follow a redirect" request_id=r1 reason=%s stage=`, why))
 		})
 	}

@@ -8,15 +8,15 @@ import (
 	"tandem/extproc/openai"
 )
 
-// replacer gives answers the model name back that the client asked for: `"model":"x"` and `"model": "x"`, as engines write
-// it, in answers and in each event of a stream. The answer comes in pieces that may end anywhere, so what could be the
-// beginning of a match is kept back until the next piece.
+// replacer restores the model name that the client asked for in answers: `"model":"x"` and `"model": "x"`, as
+// engines write it, in whole answers and in each event of a stream. Pieces of the answer may end anywhere, so a
+// possible beginning of a match is held back until the next piece.
 type replacer struct {
 	old, new [2][]byte
 	kept     []byte
 }
 
-// newReplacer replaces the name of served by that of asked.
+// newReplacer returns a replacer of the model name served by the name asked.
 func newReplacer(served, asked string) *replacer {
 	r := &replacer{}
 	for i, before := range []string{`"model":`, `"model": `} {
@@ -26,7 +26,7 @@ func newReplacer(served, asked string) *replacer {
 	return r
 }
 
-// append appends to dst what a piece becomes. end is whether it is the last.
+// append appends the rewritten piece to dst. end marks the last piece.
 func (r *replacer) append(dst, piece []byte, end bool) []byte {
 	text := piece
 	if len(r.kept) > 0 {
@@ -49,7 +49,7 @@ func (r *replacer) append(dst, piece []byte, end bool) []byte {
 	return dst
 }
 
-// find is the first match of either spelling.
+// find returns the first match of either spelling.
 func (r *replacer) find(text []byte) (at, which int) {
 	at = bytes.Index(text, r.old[0])
 	if other := bytes.Index(text, r.old[1]); other >= 0 && (at < 0 || other < at) {
@@ -58,7 +58,7 @@ func (r *replacer) find(text []byte) (at, which int) {
 	return at, 0
 }
 
-// beginning is how many bytes at the end of text may begin a match.
+// beginning returns the number of bytes at the end of text that may begin a match.
 func (r *replacer) beginning(text []byte) int {
 	for n := min(len(text), len(r.old[1])-1); n > 0; n-- {
 		tail := text[len(text)-n:]
@@ -69,7 +69,7 @@ func (r *replacer) beginning(text []byte) int {
 	return 0
 }
 
-// rewriteModel sends the request to another model, where the cluster wants that.
+// rewriteModel replaces the request's model according to the cluster's rewrites.
 func (x endpointPicker) rewriteModel(p *picked) {
 	asked := x.req.Model()
 	if asked == "" || x.body.Len() == 0 {
@@ -86,7 +86,7 @@ func (x endpointPicker) rewriteModel(p *picked) {
 	p.edits = slices.Clone(x.patch.Edits())
 }
 
-// merge joins two lists of edits of one body in their order. They do not overlap: what a only inserts stands first.
+// merge joins two lists of edits of one body in their order. They do not overlap; insertions of a come first.
 func merge(a, b openai.Edits) openai.Edits {
 	if len(a) == 0 {
 		return b

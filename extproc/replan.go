@@ -14,9 +14,9 @@ import (
 	"tandem/kvstate"
 )
 
-// Replan answers the second try of a hop that failed outright (two composite clusters send it here): 307, with a ticket
-// that says what failed, so that pass 2 plans anew. It cannot see why the first try failed, so KV parameters that were
-// with it count as spent.
+// Replan handles the second try of a hop that failed outright (composite clusters send it here). It answers 307
+// with a ticket that says what failed, and pass 2 plans again. The reason of the failure is unknown here, so the KV
+// parameters of the first try count as consumed.
 func (s *Server) Replan() http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		defer discard(r.Body, int64(s.MaxBodyBytes+maxDecodeMember))
@@ -29,14 +29,16 @@ func (s *Server) Replan() http.Handler {
 		if t == nil || t.Redirects+1 >= s.MaxRedirects {
 			s.Log.Warn("replan refused", "request_id", id, "err", err)
 			if t != nil {
-				w.Header().Set(envoywire.HeaderFinal, "true") // another replica would say the same: Envoy is not to ask it
+				// another replica would answer the same: Envoy must not ask it
+				w.Header().Set(envoywire.HeaderFinal, "true")
 			}
 			s.refuseReplan(w, openai.Unavailable("endpoint_failed", "the endpoint failed and there is no other way to answer", time.Second))
 			return
 		}
 		took, limit := time.Since(s.sealedAt(t)), s.limit(t)
 		if hedged(t, took) {
-			discard(r.Body, int64(s.MaxBodyBytes+maxDecodeMember)) // or it would not be seen that Envoy gives this try up
+			// otherwise the server would not notice that Envoy ends this try
+			discard(r.Body, int64(s.MaxBodyBytes+maxDecodeMember))
 			if !awaitLoss(r.Context(), s, t) {
 				panic(http.ErrAbortHandler) // Envoy awaits the other try
 			}
@@ -44,7 +46,8 @@ func (s *Server) Replan() http.Handler {
 		}
 		next := *t
 		if next.Stage, next.Params = kvtransfer.Failed, nil; t.Stage != kvtransfer.PairLegs {
-			next.ID = newTicketID() // that of an attempt with both legs at once goes on: it names the leg that may still run
+			// the id of an attempt with concurrent legs stays: it names the leg that may still be running
+			next.ID = newTicketID()
 		}
 		next.Redirects++
 		hop, failed := "decode", t.Decode
@@ -61,15 +64,15 @@ func (s *Server) Replan() http.Handler {
 			}
 			s.pairs.leave(t.ID)
 		}
-		if t.Stage == kvtransfer.PrefillLeg { // P has answered after all, and its answer came too late to be followed
+		if t.Stage == kvtransfer.PrefillLeg { // P has answered after all, but too late to be followed
 			s.reclaim.NotFollowed(t, id, reclaim.Replanned)
 		}
 		s.metrics.HopEnded(t.Pool, hop, failed, "failed", took, nil)
 		if hop == "decode" && t.Split {
-			s.metrics.Orphaned(t.Pool, t.Prefill, reclaim.DecodeFailed) // or fetched: who failed does not say
+			s.metrics.Orphaned(t.Pool, t.Prefill, reclaim.DecodeFailed) // or fetched: the failure does not show it
 		}
 		if t.Stage == kvtransfer.PrefillLeg && t.Turn.Told {
-			s.turnFailed(&next, id, 0)
+			s.conversationFailed(&next, id, 0)
 		}
 		next.Excluded = append(next.Excluded, failed)
 		if e := endpointOf(s.State, t.Pool, failed); hop != "decode" || overdue(took, limit) || e != nil && e.Failed() || !s.loadLegFailed(t) {
@@ -90,9 +93,9 @@ func (s *Server) Replan() http.Handler {
 	})
 }
 
-// restart answers a request that no replica decided, because the one that had its body died or hung: 307, so that the pass is
-// repeated at another replica. t is the ticket that the pass began with; nil: it was pass 1. A pass is restarted once: a request
-// that makes replicas fail goes to two of them at most.
+// restart answers a request that no replica decided, because the one that had its body died or hung: with a 307, so
+// that another replica repeats the pass. t is the ticket that the pass began with; nil: it was pass 1. A pass is
+// restarted once only, so a request that crashes replicas reaches two of them at most.
 func (s *Server) restart(w http.ResponseWriter, r *http.Request, t *kvtransfer.Ticket) {
 	id := r.Header.Get(envoywire.HeaderRequestID)
 	size, _ := io.Copy(io.Discard, io.LimitReader(r.Body, int64(s.MaxBodyBytes+maxDecodeMember)))
@@ -120,7 +123,8 @@ func (s *Server) restart(w http.ResponseWriter, r *http.Request, t *kvtransfer.T
 	h := w.Header()
 	h.Set("location", string(location([]byte(r.URL.RequestURI()))))
 	h.Set(envoywire.HeaderTicket, string(sealed))
-	for _, name := range []string{envoywire.HeaderPrefilled, envoywire.HeaderLoad} { // a redirect takes off what its answer lacks
+	// a redirect removes the headers that its answer lacks
+	for _, name := range []string{envoywire.HeaderPrefilled, envoywire.HeaderLoad} {
 		if v := r.Header.Get(name); v != "" {
 			h.Set(name, v)
 		}
@@ -128,12 +132,12 @@ func (s *Server) restart(w http.ResponseWriter, r *http.Request, t *kvtransfer.T
 	w.WriteHeader(http.StatusTemporaryRedirect)
 }
 
-// markFailed leaves out an endpoint that failed a hop. One that was cut off by the hop's time limit hangs; but a P that was to fetch
-// a turn may have waited for the endpoint that kept it.
+// markFailed marks an endpoint that failed a hop. One that exceeded the hop's time limit counts as hanging; but a P
+// that had to fetch a stored turn may have waited for the endpoint that holds it.
 func (s *Server) markFailed(e *kvstate.Endpoint, t *kvtransfer.Ticket, overdue bool) {
 	switch {
 	case !overdue:
-		if !e.Failed() { // or it would not count as hanging any more
+		if !e.Failed() { // otherwise it would not count as hanging any more
 			s.State.MarkFailed(e)
 		}
 	case t.Stage != kvtransfer.PrefillLeg || !t.Turn.Told:
@@ -141,16 +145,16 @@ func (s *Server) markFailed(e *kvstate.Endpoint, t *kvtransfer.Ticket, overdue b
 	}
 }
 
-// overdue reports whether a hop took its time limit; 0: it has none.
+// overdue reports whether a hop took as long as its time limit; 0: none.
 func overdue(took, limit time.Duration) bool { return limit > 0 && took >= limit }
 
-// limit returns the least time limit of a ticket's leg; 0: it has none.
+// limit returns the shortest time limit of a ticket's leg; 0: none.
 func (s *Server) limit(t *kvtransfer.Ticket) time.Duration {
 	policy, _ := s.policy(t.Pool)
 	return policy.LegLimit(t)
 }
 
-// discard reads what is left of a body: Envoy follows a redirect only once the request was sent in full.
+// discard reads the rest of a body: Envoy follows a redirect only once the request was sent completely.
 func discard(body io.Reader, limit int64) { _, _ = io.CopyN(io.Discard, body, limit) }
 
 func (s *Server) refuseReplan(w http.ResponseWriter, e *openai.Error) {

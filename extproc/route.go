@@ -41,7 +41,7 @@ func (x mainRole) serve() error {
 	err = x.answer(r)
 	x.EndPhase(telemetry.PhaseAnswer)
 	if err == nil && x.stream.Context().Err() != nil {
-		err = io.EOF // Envoy let go before it had the answer
+		err = io.EOF // Envoy ended the stream before the answer
 	}
 	if err != nil {
 		r.release(x.s.State)
@@ -61,7 +61,7 @@ func newRequestID() string {
 	return string(id)
 }
 
-// decide decides where the request goes, receiving the body where it matters.
+// decide decides where the request goes, and receives the body if the decision needs it.
 func (x mainRole) decide() (*plan.Decision, error) {
 	h := &x.msg.Headers
 	if len(h.Upgrade) > 0 {
@@ -90,11 +90,11 @@ func (x mainRole) decide() (*plan.Decision, error) {
 	}
 }
 
-// openTicket opens the ticket of pass 2. Envoy takes every ticket off a request that comes in, so one that is here came
-// with a redirect, and the body with it is a leg's. If it cannot be read (another key, another release, or an Envoy that
-// lets clients' tickets in), nobody knows what the client's body was: the request ends here. Tickets that go out with a
-// leg, where engines see them, do not open this door either, but for pass 1's together with P's answer (inline.go). An expired
-// ticket comes with its error.
+// openTicket opens the ticket of pass 2. Envoy removes tickets from clients' requests, so a ticket here came with a
+// redirect, and the body with it is a leg's. If the ticket cannot be read (another key, another release, or an
+// Envoy that lets clients' tickets in), the client's body cannot be restored, and the request fails. Tickets of a
+// leg, which engines see, are refused as well, except pass 1's together with P's inline answer (inline.go). An
+// expired ticket is returned with its error.
 func (x mainRole) openTicket() (*kvtransfer.Ticket, error) {
 	t, err := x.s.keys().Open(string(x.msg.Headers.Ticket), x.requestID, time.Now())
 	inline := len(x.msg.Headers.Prefilled) > 0
@@ -106,13 +106,14 @@ func (x mainRole) openTicket() (*kvtransfer.Ticket, error) {
 	return nil, openai.Unavailable("ticket_refused", "the state of this request cannot be read here; send it again", time.Second)
 }
 
-// answer tells Envoy the route and sends the body on.
+// answer sends Envoy the route and the body.
 func (x mainRole) answer(r route) error {
 	x.setHeaders(r)
 	return x.sendOn(r.Edits, x.decision)
 }
 
-// setExplanation has the answer explain the decision, where an operator asked; the operator's token goes no further.
+// setExplanation adds the explanation of the decision, if an operator asked for it, and removes the operator's
+// token.
 func (x *planning) setExplanation() {
 	if len(x.msg.Headers.Explain) > 0 {
 		x.headers.Remove(envoywire.HeaderExplain)
@@ -122,8 +123,8 @@ func (x *planning) setExplanation() {
 	}
 }
 
-// setHeaders writes what Envoy and the next hop are to see. Everything that steers is set or removed, whatever the
-// client sent.
+// setHeaders sets the headers for Envoy and the next hop. Every header that controls routing is set or removed,
+// whatever the client sent.
 func (x mainRole) setHeaders(r route) {
 	h := &x.headers
 	h.Set(envoywire.HeaderEndpoint, []byte(r.Endpoint.Addr))
@@ -170,7 +171,7 @@ func (x mainRole) setHeaders(r route) {
 		h.Remove(envoywire.HeaderLoad)
 	}
 	x.SetTrace(&x.headers)
-	if r.Leg != envoywire.LegEncode { // the pass behind it decides
+	if r.Leg != envoywire.LegEncode { // the next pass decides
 		x.setExplanation()
 	}
 	x.setPairHeaders(r.Pair)

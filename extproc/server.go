@@ -29,52 +29,54 @@ import (
 	"tandem/kvstate"
 )
 
-// Options are what a Server needs to know. Zero durations and sizes take the defaults named.
+// Options are the options of a Server. Zero durations and sizes mean the defaults named.
 type Options struct {
-	State  *kvstate.State
-	Log    *slog.Logger
-	Tracer trace.Tracer // nil: no traces
-	Live                // to begin with; every pool of State has a policy
+	State    *kvstate.State
+	Log      *slog.Logger
+	Tracer   trace.Tracer // nil: no traces
+	Settings              // initial settings; every pool of State needs a policy
 
-	Tokenizer Tokenizer // for pools whose tokens are not learned alone; may be nil
+	Tokenizer Tokenizer // for pools whose policy has a token source; may be nil
 
 	SplitBodyBytes int            // larger bodies are never split, because Envoy could not replay them; default 16 MiB
 	MaxBodyBytes   int            // larger bodies are refused with 413; default 4 x SplitBodyBytes
-	HeldBytes      int            // of bodies in memory at one time, over all streams; more is refused with 503; default 1 GiB
-	Memory         *memory.Budget // the same, shared with others that count what they hold; nil: one of HeldBytes
-	BodyTimeout    time.Duration  // how long a request's body may take to arrive; default 5 m
-	TicketTTL      time.Duration  // how long a leg's ticket is good for; default 10 m
-	HandOverTTL    time.Duration  // how long KV parameters are good for after P's answer; default 20 s, below vLLM's 30 s lease
-	MaxRedirects   int            // Envoy's max_internal_redirects; the server's own budget ends below; default 8
+	HeldBytes      int            // of all bodies in memory; more is refused with 503; default 1 GiB
+	Memory         *memory.Budget // the same, shared with other users of memory; nil: one of HeldBytes
+	BodyTimeout    time.Duration  // how long receiving a request's body may take; default 5 m
+	TicketTTL      time.Duration  // lifetime of a leg's ticket; default 10 m
+	HandOverTTL    time.Duration  // lifetime of KV parameters after P's answer; default 20 s, below vLLM's 30 s lease
+	MaxRedirects   int            // Envoy's max_internal_redirects; the server plans for fewer; default 8
 
-	DecisionMetadata bool                    // say every decision in dynamic metadata too
-	Operator         func(token []byte) bool // who may have decisions explained in a header; nil: nobody
+	DecisionMetadata bool                    // also write decisions into dynamic metadata
+	Operator         func(token []byte) bool // reports whether a token may ask for decisions in a header; nil: none may
 
-	Check func(*kvstate.Endpoint) // asks an endpoint soon how it is, and marks it as failed if it is not well; nil: it is marked at once
+	// checks an endpoint's health soon, and marks it as failed if the check fails; nil: it is marked at once
+	Check func(*kvstate.Endpoint)
 
 	PathPrefixes []string // that gateways in front add to paths
 
-	Picker *PickerOptions // not nil: serve the Endpoint Picker protocol in place of the main role
+	Picker *PickerOptions // not nil: serve the Endpoint Picker protocol instead of the main role
 }
 
-// Policy is what a pool wants done with its requests.
+// Policy is the configuration of a pool's requests.
 type Policy struct {
 	plan.Policy
 
-	Peers         *kvtransfer.Peers // the prefill engines that are known; nil: the dialect does not need to know them
+	Peers         *kvtransfer.Peers // the known prefill engines; nil: the dialect does not need them
 	Session       SessionKey
-	LearnTokens   bool          // ask prefill for the prompt's token ids, which KV events are matched with
-	Tokens        TokenSource   // who else is asked for them
+	LearnTokens   bool          // ask prefill for the prompt's token ids, which are matched with KV events
+	Tokens        TokenSource   // which other source to ask for them
 	TokenBudget   time.Duration // how long a request waits for that; 0: not at all
-	PrefillCached bool          // clients are told what prefill had in its cache, not decode
-	CleanupDecode bool          // have orphaned hand-overs fetched by a decode endpoint
-	Waiting       Waiting       // with Place.Late, or where objectives have requests wait
+	PrefillCached bool          // report prefill's cached tokens to clients instead of decode's
+	CleanupDecode bool          // fetch orphaned hand-overs by a decode endpoint
+	Waiting       Waiting       // with Place.Late, or if objectives make requests wait
 	Objectives    Objectives
-	Paths         *Paths         // what clients may ask for beside the APIs; default: the paths of clients of all engines
-	LabelHeader   string         // a request header that says which labels its endpoints must bear; "": none does
-	Priorities    EnginePriority // how engines are told of a request's place among others
+	// what clients may use in addition to the APIs; default: the client paths of all engines
+	Paths       *Paths
+	LabelHeader string         // the request header with the labels that its endpoints must have; "": none
+	Priorities  EnginePriority // how engines learn a request's priority
 
-	room *waitingRoom // nil: requests do not wait
+	admission *admission // nil: requests do not wait
 }
 
 func (p Policy) withDefaults() Policy {
@@ -85,7 +87,7 @@ func (p Policy) withDefaults() Policy {
 	return p
 }
 
-// limits returns the limits that every pool shares.
+// limits returns the limits that all pools share.
 func (s *Server) limits() plan.Limits {
 	return plan.Limits{SplitBodyBytes: s.SplitBodyBytes, MaxRedirects: s.MaxRedirects}
 }
@@ -93,7 +95,7 @@ func (s *Server) limits() plan.Limits {
 // Server answers Envoy. It is safe for concurrent use.
 type Server struct {
 	Options
-	live     atomic.Pointer[inForce]
+	settings atomic.Pointer[activeSettings]
 	metrics  *telemetry.Metrics
 	started  time.Time
 	scratch  sync.Pool // of *scratch
@@ -107,7 +109,7 @@ type Server struct {
 	guard    *guard.Guard
 }
 
-// New returns a server over the options' state. It starts nothing.
+// New returns a server over the options' state. It starts no goroutines.
 func New(o Options, m *telemetry.Metrics) *Server {
 	orDefault(&o.SplitBodyBytes, 16<<20)
 	orDefault(&o.MaxBodyBytes, 4*o.SplitBodyBytes)
@@ -134,8 +136,8 @@ func New(o Options, m *telemetry.Metrics) *Server {
 		policy, _ := s.policy(pool)
 		return reclaim.Policy{Cleanup: policy.CleanupDecode, Dialect: policy.Dialect, Place: policy.Placement()}
 	}})
-	s.Apply(o.Live)
-	s.Options.Live = Live{} // nobody is to read what it was once
+	s.Apply(o.Settings)
+	s.Options.Settings = Settings{} // the initial settings must not be read later
 	s.scratch.New = func() any { return newScratch(s) }
 	return s
 }
@@ -176,19 +178,20 @@ const ServiceName = "envoy.service.ext_proc.v3.ExternalProcessor"
 
 const accessLogService = "envoy.service.accesslog.v3.AccessLogService"
 
-// Streaming methods of the services, which may be limited apart. Envoy has one access log stream for each worker and log.
+// Streaming methods of the services, which may have separate limits. Envoy has one access log stream for each
+// worker and log.
 const (
 	ProcessMethod   = "/" + ServiceName + "/Process"
 	AccessLogMethod = "/" + accessLogService + "/StreamAccessLogs"
 )
 
-// scratch is the memory of one stream, reused by later ones.
+// scratch is the memory of one stream, which later ones reuse.
 type scratch struct {
 	stream    stream
 	telemetry telemetry.Meter
 	request   planning
 	prefill   prefillAnswer
-	spoiled   bool // a panic may have left anything in it
+	spoiled   bool // a panic may have left it in any state
 }
 
 func newScratch(s *Server) *scratch {
@@ -202,7 +205,7 @@ func newScratch(s *Server) *scratch {
 func (s *Server) process(grpcStream grpc.ServerStream) error {
 	m := s.scratch.Get().(*scratch)
 	x := &m.stream
-	x.begin(grpcStream, s.live.Load().names)
+	x.begin(grpcStream, s.settings.Load().names)
 	defer m.release()
 
 	role := s.roleOf(grpcStream.Context())
@@ -217,12 +220,12 @@ func (s *Server) process(grpcStream grpc.ServerStream) error {
 		return nil
 	}
 	if errors.Is(err, io.EOF) || status.Code(err) == codes.Canceled || grpcStream.Context().Err() != nil {
-		return nil // Envoy let go before a decision was due: the client left, or the hop failed outright
+		return nil // Envoy ended the stream before a decision: the client left, or the hop failed outright
 	}
 	return s.refuse(x, role, err)
 }
 
-// serveGuarded serves the stream. A panic becomes the error of this stream, whose memory is not used again.
+// serveGuarded serves the stream. A panic becomes this stream's error, and its memory is not reused.
 func (m *scratch) serveGuarded(role string) (err error) {
 	defer func() {
 		if v := recover(); v != nil {
@@ -233,7 +236,7 @@ func (m *scratch) serveGuarded(role string) (err error) {
 	return m.serve(role)
 }
 
-// serve has the handler of a filter role serve the stream.
+// serve lets the handler of a filter role serve the stream.
 func (m *scratch) serve(role string) error {
 	shared := m.request.handler
 	switch role {
@@ -255,7 +258,7 @@ func (m *scratch) serve(role string) error {
 	return mainRole{&m.request, &m.prefill}.serve()
 }
 
-// errorCode returns the code of the error that a client gets, "" where it gets none; gone: its stream ended before.
+// errorCode returns the code of the client's error; "": none; gone: the client's stream had ended.
 func errorCode(err error, gone bool) string {
 	if err == nil || errors.Is(err, errAnswered) {
 		return ""
@@ -269,13 +272,14 @@ func errorCode(err error, gone bool) string {
 	return "internal_error"
 }
 
-// errAnswered ends a stream whose answer was already given.
+// errAnswered ends a stream that was answered already.
 var errAnswered = errors.New("answered")
 
 // roleOf returns the role of the filter that a stream comes from.
 func (s *Server) roleOf(ctx context.Context) string {
 	role := envoywire.RoleMain
-	if values := metadata.ValueFromIncomingContext(ctx, envoywire.MetadataRole); len(values) > 0 { // copies this value alone
+	// copies this value only
+	if values := metadata.ValueFromIncomingContext(ctx, envoywire.MetadataRole); len(values) > 0 {
 		role = values[0]
 	}
 	switch role {
@@ -288,7 +292,7 @@ func (s *Server) roleOf(ctx context.Context) string {
 	return envoywire.RoleMain
 }
 
-// refuse turns an error into the answer the client gets.
+// refuse turns an error into the client's answer.
 func (s *Server) refuse(x *stream, role string, err error) error {
 	var e *openai.Error
 	if !errors.As(err, &e) {
@@ -299,10 +303,10 @@ func (s *Server) refuse(x *stream, role string, err error) error {
 	return x.sendError(e, role == envoywire.RoleAnswerLeg)
 }
 
-// release makes the memory ready for the next stream.
+// release prepares the memory for the next stream.
 func (m *scratch) release() {
 	m.stream.stopBodyTime()
-	m.request.landed()
+	m.request.committed()
 	m.request.reset()
 	m.prefill.reset()
 	m.telemetry.Reset()
@@ -312,15 +316,14 @@ func (m *scratch) release() {
 	}
 }
 
-// random is where the picker's ties are broken.
+// random breaks the picker's ties.
 func random() uint64 { return rand.Uint64() }
 
-// Drain lets go of the streams that would never end by themselves. Call it once, before a graceful stop of the gRPC
-// server.
+// Drain ends the streams that never end by themselves. Call it once, before a graceful stop of the gRPC server.
 func (s *Server) Drain() { close(s.draining) }
 
-// Run does the server's regular work until ctx ends: expired reservations, tickets and hand-overs are swept, orphaned ones
-// reclaimed.
+// Run does the server's periodic work until ctx ends: it removes expired reservations, tickets and hand-overs, and
+// reclaims orphaned ones.
 func (s *Server) Run(ctx context.Context) {
 	var workers sync.WaitGroup
 	defer workers.Wait()

@@ -9,15 +9,15 @@ import (
 	"tandem/kvstate"
 )
 
-// SessionKey is what names a request's session: the first of these that it has. Zero: nothing does.
+// SessionKey is where a request's session name comes from: the first of these that it has. Zero: none.
 type SessionKey struct {
 	Header string // lower case
 	Cookie string
-	Body   string // a top member that is a string
+	Body   string // a top-level member with a string
 }
 
-// sessionHeaders are the headers that some pool's sessions are named by, or that say which labels to look for. Which pool a request is for is known only when its
-// body is, so all of them are kept until then.
+// sessionHeaders returns the headers with the session names or labels of any pool. The pool of a request is known
+// only after its body has arrived, so all of them are kept until then.
 func sessionHeaders(pools map[string]Policy) (names []string) {
 	for _, p := range pools {
 		if p.Session.Header != "" {
@@ -33,8 +33,8 @@ func sessionHeaders(pools map[string]Policy) (names []string) {
 	return names
 }
 
-// sessionOf is the hash of the name of the request's session, 0 if it has none. The kind of name is part of it: what one
-// client calls itself in a header is nobody's cookie.
+// sessionOf returns the hash of the name of the request's session; 0: none. The kind of source is part of it, so a
+// header's value never equals a cookie's.
 func (x *planning) sessionOf(k SessionKey) uint64 {
 	if k == (SessionKey{}) {
 		return 0
@@ -59,7 +59,7 @@ func sessionHash(kind byte, name []byte) uint64 {
 	return d.Sum64() | 1
 }
 
-// cookie is the value of a cookie in a Cookie header (RFC 6265, 4.2.1).
+// cookie returns the value of a cookie in a Cookie header (RFC 6265, 4.2.1).
 func cookie(header []byte, name string) []byte {
 	for len(header) > 0 {
 		var pair []byte
@@ -72,14 +72,14 @@ func cookie(header []byte, name string) []byte {
 	return nil
 }
 
-// stick notes where the request's session is served.
-func (x *planning) stick(pool *kvstate.Pool, session uint64, prefill, decode *kvstate.Endpoint) {
+// setAffinity records the endpoints that serve the request's session.
+func (x *planning) setAffinity(pool *kvstate.Pool, session uint64, prefill, decode *kvstate.Endpoint) {
 	if session != 0 {
 		x.s.State.SetAffinity(pool, session, prefill, decode)
 	}
 }
 
-// lower makes a configured header name what it is on the wire.
+// lower converts a configured header name to its form on the wire.
 func (k SessionKey) lower() SessionKey {
 	k.Header = strings.ToLower(k.Header)
 	return k

@@ -12,8 +12,8 @@ import (
 	"tandem/picker"
 )
 
-// Headers that llm-d's routing sidecar obeys (llm-d-router, pkg/common/routing/common.go): a client's never pass.
-// Data-parallel ranks are endpoints here, so that one is only ever removed.
+// Headers that llm-d's routing sidecar applies (llm-d-router, pkg/common/routing/common.go). A client's never pass.
+// Data-parallel ranks are endpoints here, so that header is only ever removed.
 const (
 	headerPrefiller    = "x-prefiller-host-port"
 	headerEncoders     = "x-encoder-hosts-ports"
@@ -63,8 +63,8 @@ func setSidecar(h *envoywire.HeaderEdits, o *plan.SidecarHeaders) {
 	}
 }
 
-// handOver plans the hop to P of a request whose second hop is not Envoy's. prefill is where the sidecar is to have the
-// prompt computed; edits are those of the client's body for D. model is the name that P is to be asked for, "" the client's.
+// handOver plans the call to P for a request whose second hop is not Envoy's. prefill is set if the sidecar has the
+// prompt computed; edits are those of the client's body for D. model is the name to ask P for, "": the client's.
 func (x firstPass) handOver(pool *kvstate.Pool, policy Policy, c picker.Choice, tokens int64, model string, a *plan.Attempt) (prefill *kvstate.Endpoint, edits openai.Edits, err error) {
 	if policy.Handoff == plan.HandoffSidecar {
 		prefill = x.view.Endpoints[c.Prefill].Endpoint
@@ -75,7 +75,7 @@ func (x firstPass) handOver(pool *kvstate.Pool, policy Policy, c picker.Choice, 
 	return nil, edits, err
 }
 
-// oneHop decides for the one hop of a split request whose prefill Envoy has nothing to do with.
+// oneHop decides for the one hop of a split request whose prefill bypasses Envoy.
 func (x firstPass) oneHop(pool *kvstate.Pool, policy Policy, c picker.Choice, tokens int64, a plan.Attempt) (*plan.Decision, error) {
 	prefill, edits, err := x.handOver(pool, policy, c, tokens, "", &a)
 	if err != nil {
@@ -103,7 +103,7 @@ func (x firstPass) oneHop(pool *kvstate.Pool, policy Policy, c picker.Choice, to
 	return x.decided(&out), nil
 }
 
-// computes is the endpoint of a choice that computes the prompt.
+// computes returns the index of the endpoint of a choice that computes the prompt.
 func computes(c picker.Choice) int {
 	if c.Prefill >= 0 {
 		return c.Prefill

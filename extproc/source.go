@@ -9,13 +9,13 @@ import (
 	"tandem/kvstate"
 )
 
-// Envoy tells by its access log how a hop ended. One that is killed, or told to end, tells nothing any more, and what was
-// booked for its requests would stay booked until it expires. So a booking remembers the connection it came over, and ends
-// with it. (A connection that ends for another reason while its requests go on makes them count for less than they are, for
-// as long as they run; that is the lesser evil.)
+// Envoy's access log reports how a hop ended. An Envoy that is killed or stopped reports nothing any more, and the
+// reservations of its requests would stay until they expire. So a reservation refers to the connection that it was
+// made over, and ends with it. (If a connection ends for another reason while its requests go on, their load is
+// missing as long as they run, which is the lesser evil.)
 
-// Sources makes the listener of a gRPC server that serves this package: with it, bookings end with the Envoy that asked for
-// them. Which connection a stream came over is told by its peer's address, which costs the stream nothing.
+// Sources wraps the listener of a gRPC server that serves this package: with it, reservations end with the Envoy
+// that they were made for. The peer's address identifies a stream's connection, which costs the stream nothing.
 func Sources(l net.Listener) net.Listener { return sources{l} }
 
 type sources struct{ net.Listener }
@@ -28,8 +28,9 @@ func (l sources) Accept() (net.Conn, error) {
 	return &sourceConn{Conn: c, addr: sourceAddr{Addr: c.RemoteAddr()}}, nil
 }
 
-// sourceConn is a connection whose remote address carries its source. The gRPC server closes a connection before it cancels the
-// connection's streams, so a handler whose stream was canceled can tell by the source whether the connection is still there.
+// sourceConn is a connection whose remote address carries its source. The gRPC server closes a connection before it
+// cancels the connection's streams, so the handler of a canceled stream can tell by the source whether the
+// connection still exists.
 type sourceConn struct {
 	net.Conn
 	addr sourceAddr
@@ -47,7 +48,7 @@ func (c *sourceConn) Close() error {
 	return c.Conn.Close()
 }
 
-// sourceOf is the connection that a stream came over; nil where the server's listener is not of [Sources].
+// sourceOf returns the connection of a stream; nil if the server's listener is not of [Sources].
 func sourceOf(ctx context.Context) *kvstate.Source {
 	p, ok := peer.FromContext(ctx)
 	if !ok {

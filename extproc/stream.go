@@ -15,22 +15,22 @@ import (
 	"tandem/internal/memory"
 )
 
-// stream is one ext_proc stream: the messages that it receives and sends, and the memory of their bodies. It knows nothing
-// of decisions.
+// stream is one ext_proc stream: the messages that it receives and sends, and the memory of their bodies. It makes
+// no decisions.
 type stream struct {
 	s    *Server
 	grpc grpc.ServerStream
 	msg  envoywire.Message
 
-	body    envoywire.Body // as received, then as the client sent it
-	spare   envoywire.Body // the next body while it is made
-	changed bool           // body is not what Envoy has: control members were cut, or the edits of a leg undone
+	body    envoywire.Body // as received, later as the client sent it
+	spare   envoywire.Body // buffer in which the next body is made
+	changed bool           // body differs from Envoy's: members were cut, or the edits of a leg undone
 	pieces  envoywire.Pieces
 	headers envoywire.HeaderEdits
 
-	held     int64 // bytes counted for the body ...
-	beside   int64 // ... and of these, the bytes of what is kept beside it
-	noMemory bool  // for the rest of an answer (receiveAnswer)
+	heldBytes  int64 // bytes reserved for the body ...
+	extraBytes int64 // ... of which for other data of the request
+	noMemory   bool  // for the rest of an answer (receiveAnswer)
 
 	requestID string
 	timer     *time.Timer // limits the time of the request's body
@@ -41,26 +41,26 @@ type stream struct {
 // Context returns the context of the gRPC stream.
 func (x *stream) Context() context.Context { return x.grpc.Context() }
 
-// begin starts another stream, of which the named headers are read too.
+// begin starts another stream, and also reads the named headers.
 func (x *stream) begin(grpc grpc.ServerStream, headers []string) {
-	x.sending.Lock() // a deadline of the stream before may just be finding out that it came too late
+	x.sending.Lock() // the deadline of the stream before may be firing too late at this moment
 	defer x.sending.Unlock()
 	x.grpc, x.answered = grpc, false
 	x.msg.Headers.Names = headers
 }
 
-// reset gives the memory of the bodies back.
+// reset releases the memory of the bodies.
 func (x *stream) reset() {
 	x.body.Free()
 	x.spare.Free()
-	x.s.Memory.Add(-x.held)
-	x.held, x.beside = 0, 0
+	x.s.Memory.Add(-x.heldBytes)
+	x.heldBytes, x.extraBytes = 0, 0
 	x.msg.Reset()
 	x.headers.Reset()
 	x.requestID, x.changed = "", false
 }
 
-// received is a message that was read beside the handler.
+// received is a message that was read concurrently with the handler.
 type received struct {
 	envoywire.Message
 	err error
@@ -69,8 +69,8 @@ type received struct {
 // receive reads the next message.
 func (x *stream) receive() error { return x.grpc.RecvMsg(&x.msg) }
 
-// receiveAnswer reads an engine's answer to its end. msg.over says that it is not all in x.body: it is too long or, if x.noMemory says
-// so too, there is no memory for it now.
+// receiveAnswer reads an engine's answer to its end. msg.over means that x.body is incomplete: the answer is too
+// long or, if x.noMemory is set, there is no memory for it now.
 func (x *stream) receiveAnswer() error {
 	x.msg.Body, x.msg.BodyLimit, x.msg.Over, x.noMemory = &x.body, maxAnswer, false, false
 	for !x.msg.EndOfStream {
@@ -85,8 +85,8 @@ func (x *stream) receiveAnswer() error {
 	return nil
 }
 
-// receiveLater reads the next message in a goroutine, which ends with the stream. The message has memory of its own: the
-// stream may serve another stream by the time it comes.
+// receiveLater reads the next message in a goroutine, which ends with the stream. The message has its own memory:
+// when it arrives, the stream may serve another one.
 func (x *stream) receiveLater() <-chan *received {
 	stream, ctx, out := x.grpc, guard.With(x.grpc.Context(), x.s.guard), make(chan *received, 1)
 	go func() {
@@ -97,13 +97,13 @@ func (x *stream) receiveLater() <-chan *received {
 	return out
 }
 
-// take makes a message that was read beside the handler the current one. What came with the request stays.
+// take makes a message that was read concurrently the current one. The request's headers stay.
 func (x *stream) take(r *received) {
 	x.msg.Phase, x.msg.EndOfStream = r.Phase, r.EndOfStream
 	x.msg.Headers.Status, x.msg.Headers.Final = r.Headers.Status, r.Headers.Final
 }
 
-// send writes one reply, unless the deadline has already answered.
+// send sends one reply, unless the deadline has already answered.
 func (x *stream) send(r *envoywire.Reply) error {
 	x.sending.Lock()
 	defer x.sending.Unlock()
@@ -114,7 +114,7 @@ func (x *stream) send(r *envoywire.Reply) error {
 	return x.grpc.SendMsg(r)
 }
 
-// sendOn is answerBody with metadata, where there is any.
+// sendOn is answerBody with optional metadata.
 func (x *stream) sendOn(edits openai.Edits, metadata []byte) error {
 	if !x.hasBody() {
 		return x.send(&envoywire.Reply{Phase: envoywire.PhaseRequestHeaders, Headers: &x.headers, ClearRoute: true, Metadata: metadata})
@@ -125,7 +125,7 @@ func (x *stream) sendOn(edits openai.Edits, metadata []byte) error {
 	if x.msg.Mode.Request == envoywire.ModeBuffered {
 		out := envoywire.Reply{Phase: envoywire.PhaseRequestBody, Headers: &x.headers, ClearRoute: true, Metadata: metadata}
 		if len(edits) > 0 || x.changed {
-			x.headers.SetInt("content-length", x.pieces.Total) // Envoy holds it against the body and refuses a mismatch
+			x.headers.SetInt("content-length", x.pieces.Total) // Envoy compares it with the body and refuses a mismatch
 			out.Kind, out.Parts = envoywire.ReplaceBody, x.pieces.Whole(shared)
 		}
 		return x.send(&out)
@@ -143,13 +143,13 @@ func (x *stream) sendOn(edits openai.Edits, metadata []byte) error {
 	return err
 }
 
-// answerBody sends the headers as they are set, and the body, edited, on.
+// answerBody sends the headers as set, and the edited body.
 func (x *stream) answerBody(edits openai.Edits) error { return x.sendOn(edits, nil) }
 
-// hasBody reports whether the body came through here; otherwise Envoy passes it on by itself, or there is none.
+// hasBody reports whether the body was received; otherwise Envoy passes it on by itself, or there is none.
 func (x *stream) hasBody() bool { return x.msg.Phase != envoywire.PhaseRequestHeaders }
 
-// sendBody sends what a buffer holds as the next part of an answer's body, end being whether it is the last, and empties it.
+// sendBody sends a buffer as the next part of an answer's body, and empties it; end marks the last part.
 func (x *stream) sendBody(b *envoywire.Body, end bool) error {
 	x.pieces.Cut(b, nil)
 	shared := b.Share()
@@ -159,7 +159,7 @@ func (x *stream) sendBody(b *envoywire.Body, end bool) error {
 	})
 }
 
-// passAnswer lets P's answer through to the client, byte for byte.
+// passAnswer passes P's answer to the client, byte for byte.
 func (x *stream) passAnswer() error {
 	if err := x.send(&envoywire.Reply{Phase: envoywire.PhaseResponseHeaders, Headers: &x.headers}); err != nil {
 		return err
@@ -186,14 +186,15 @@ func (x *stream) passAnswer() error {
 	return nil
 }
 
-// dropInline removes the headers that the leg's route puts on each answer in case it travels inline: a client must not see the ticket.
+// dropInline removes the headers that the leg's route adds to each answer in case it travels inline: a client must
+// not see the ticket.
 func (x *stream) dropInline() {
 	x.headers.Remove(envoywire.HeaderTicket)
 	x.headers.Remove(envoywire.HeaderCarry)
 }
 
-// sendError answers with an error of OpenAI's shape and ends the stream. With final, Envoy is not to try another endpoint: the one
-// that has answered is not at fault.
+// sendError answers with an error in OpenAI's format and ends the stream. With final, Envoy must not try another
+// endpoint: the one that answered is not at fault.
 func (x *stream) sendError(e *openai.Error, final bool) error {
 	i := &envoywire.Immediate{Status: e.Status, Body: e.JSON(), Details: envoywire.DetailsPrefix + "_" + e.Code}
 	i.Headers.Set("content-type", []byte(envoywire.ContentTypeJSON))
@@ -212,36 +213,36 @@ func (x *stream) sendError(e *openai.Error, final bool) error {
 	return x.send(&envoywire.Reply{Immediate: i})
 }
 
-// swapBody makes spare the body.
+// swapBody swaps body and spare.
 func (x *stream) swapBody() {
 	x.body, x.spare = x.spare, x.body
 	x.spare.Free()
 	x.changed = true
 }
 
-// smallShare of the budget is so little that it is kept although others have spent the budget.
+// smallShare is the fraction of the budget that is always allowed, although others have used it up.
 const smallShare = 1024
 
-// hold counts the memory of the body, and of what else the stream keeps, against what all streams together may hold.
+// hold reserves memory for the body, and for other data of the stream, from the budget of all streams.
 func (x *stream) hold() error {
-	n := int64(x.body.Len()) + x.beside
-	total, limit := x.s.Memory.Add(n-x.held), x.s.Memory.Limit()
+	n := int64(x.body.Len()) + x.extraBytes
+	total, limit := x.s.Memory.Add(n-x.heldBytes), x.s.Memory.Limit()
 	if total > limit && (n > limit/smallShare || total > 2*limit) {
-		x.held = n
+		x.heldBytes = n
 		return serverBusy()
 	}
-	x.held = n
+	x.heldBytes = n
 	return nil
 }
 
-// holdBeside counts so many bytes beside the body from now on; false where there is no memory for them.
-func (x *stream) holdBeside(n int) bool {
-	x.beside = int64(n)
+// holdExtra reserves bytes in addition to the body; false if there is no memory for them.
+func (x *stream) holdExtra(n int) bool {
+	x.extraBytes = int64(n)
 	return x.hold() == nil
 }
 
-// limitBodyTime makes the stream end with a 408 if the body is not complete in time, and with a 503 if there is no memory to
-// receive it.
+// limitBodyTime makes the stream end with a 408 if the body is not complete in time, or with a 503 if there is no
+// memory to receive it.
 func (x *stream) limitBodyTime() {
 	stream, requestID := x.grpc, x.requestID
 	x.sending.Lock()
@@ -250,8 +251,8 @@ func (x *stream) limitBodyTime() {
 	memory.OnFull(stream.Context(), func() { x.endEarly(stream, requestID, serverBusy()) })
 }
 
-// endEarly answers a stream that waits for its body. Its handler is blocked in receive; the answer makes Envoy end the
-// stream, which wakes it.
+// endEarly answers a stream that waits for its body. Its handler is blocked in receive; the answer makes Envoy end
+// the stream, which wakes it.
 func (x *stream) endEarly(stream grpc.ServerStream, requestID string, e *openai.Error) {
 	x.sending.Lock()
 	defer x.sending.Unlock()
@@ -269,13 +270,13 @@ func (x *stream) endEarly(stream grpc.ServerStream, requestID string, e *openai.
 	_ = stream.SendMsg(&envoywire.Reply{Immediate: i})
 }
 
-// stopBodyTime ends the deadline: what is sent from here on is the answer.
+// stopBodyTime stops the deadline: from here on the handler answers.
 func (x *stream) stopBodyTime() {
 	if x.timer == nil {
 		return
 	}
 	x.timer.Stop()
 	x.sending.Lock()
-	x.timer = nil // a deadline that is just firing sees this and does nothing
+	x.timer = nil // a deadline that is firing now sees this and does nothing
 	x.sending.Unlock()
 }

@@ -24,13 +24,13 @@ func TestChoosy(t *testing.T) {
 		return c
 	}
 	c := pick()
-	require.False(t, c.Choosy || c.Named, "nobody was asked yet")
+	require.False(t, c.Selective || c.Named, "nobody was asked yet")
 	for _, e := range p.Endpoints() {
 		s.SetModels(e, []string{"tiny"})
 		c = pick()
-		require.False(t, c.Choosy, e.Addr)
+		require.False(t, c.Selective, e.Addr)
 		require.True(t, c.Named, "of one that comes it is not known")
 	}
 	s.SetModels(p.Endpoint("d2"), []string{"other"})
-	require.True(t, pick().Choosy)
+	require.True(t, pick().Selective)
 }

@@ -25,7 +25,7 @@ func (k *Picker) why(r *Request, c *kvstate.Candidate) string {
 		return outFailed
 	case len(r.Excluded) > 0 && slices.Contains(r.Excluded, c.Endpoint.Addr):
 		return outExcluded
-	case k.told && !k.placed && !serves(c, r.Model):
+	case k.learned && !k.placed && !serves(c, r.Model):
 		return outModel
 	}
 	return k.lacks(r, c)
@@ -33,7 +33,7 @@ func (k *Picker) why(r *Request, c *kvstate.Candidate) string {
 
 // lacks says what an endpoint would have to have to serve the request at all, whatever happens to the others; "" if it has.
 func (k *Picker) lacks(r *Request, c *kvstate.Candidate) string {
-	if k.placed && !c.Endpoint.HasLoRA(r.Model) && !says(c, r.Model) {
+	if k.placed && !c.Endpoint.HasLoRA(r.Model) && !reports(c, r.Model) {
 		return outLoRA
 	}
 	if !bears(c, r.Labels) {
@@ -43,13 +43,13 @@ func (k *Picker) lacks(r *Request, c *kvstate.Candidate) string {
 }
 
 // says reports whether an endpoint said that it serves a model or an adapter.
-func says(c *kvstate.Candidate, model string) bool {
+func reports(c *kvstate.Candidate, model string) bool {
 	return slices.Contains(c.Endpoint.Models(), model)
 }
 
 // serves is says, but one that was not asked yet may.
 func serves(c *kvstate.Candidate, model string) bool {
-	return len(c.Endpoint.Models()) == 0 || says(c, model)
+	return len(c.Endpoint.Models()) == 0 || reports(c, model)
 }
 
 // bears reports whether an endpoint has all of the labels.
@@ -65,7 +65,7 @@ func bears(c *kvstate.Candidate, labels []string) bool {
 // survey counts the endpoints that can serve either leg, and notes whether any of them said that it serves the model, or is
 // configured to hold it as an adapter: where none did, what they say is no reason to refuse all.
 func (k *Picker) survey(r *Request, v *kvstate.View) (prefills, decodes int) {
-	k.told, k.partly, k.placed = false, false, false
+	k.learned, k.partly, k.placed = false, false, false
 	if v.Load.Prefills+v.Load.Decodes > 0 && r.Model == "" {
 		return v.Load.Prefills, v.Load.Decodes
 	}
@@ -83,7 +83,7 @@ func (k *Picker) survey(r *Request, v *kvstate.View) (prefills, decodes int) {
 			decodes++
 		}
 		if r.Model != "" {
-			k.told = k.told || says(c, r.Model)
+			k.learned = k.learned || reports(c, r.Model)
 		}
 	}
 	return prefills, decodes

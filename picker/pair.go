@@ -48,7 +48,7 @@ func (k *Picker) group(v *kvstate.View, t *terms, from, to int) float64 {
 		if price := k.prices[p].prefill; price < math.Inf(1) {
 			var partner float64
 			if f := v.Endpoints[p].Faults; f == nil || len(f.Decodes) == 0 {
-				partner = min(k.cheapest(p), k.beside(v, t, p))
+				partner = min(k.cheapest(p), k.sameNode(v, t, p))
 			} else { // one of the partners is none: few endpoints have such
 				partner = k.partnersOf(v, t, p, grown(&k.of, len(v.Endpoints)))
 			}

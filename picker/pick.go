@@ -21,7 +21,7 @@ type Request struct {
 
 	Targets
 	Waited   float64 // of the time for them, s
-	Miss     Miss    // what becomes of it where they cannot be met
+	OnMiss   OnMiss  // what becomes of it where they cannot be met
 	Priority int32   // in a [Queue]: higher ones go first, those below 0 give way
 	Flow     uint64  // in a [Queue]: whose it is, for those who share it to get the same; 0: nobody's in particular
 }
@@ -36,7 +36,7 @@ type Choice struct {
 	Uncached     int64   // tokens that the endpoint which prefills has to compute
 	Work         float64 // of that, seconds as the model has them
 	Price        float64 // of the choice, seconds
-	Choosy       bool    // not every endpoint serves the model
+	Selective    bool    // not every endpoint serves the model
 	Named        bool    // nor need one that comes: who chooses again has to name it again
 
 	// Estimated, seconds:
@@ -44,7 +44,7 @@ type Choice struct {
 	FirstToken  float64 // until the first token
 	TokenTime   float64 // from one to the next
 
-	Hold bool // of a request with targets: the targets are not met now, the request wants to wait for that ([MissWait]), and it may come
+	Wait bool // of a request with targets: the targets are not met now, the request wants to wait for that ([MissWait]), and it may come
 }
 
 // PrefillBooking is what to book on the prefill endpoint.
@@ -90,17 +90,17 @@ func DefaultPolicy() Policy {
 // Picker decides. It holds the memory that a decision needs, so that none is allocated: each goroutine has its own.
 type Picker struct {
 	Policy
-	told     bool     // some endpoint said that it serves the request's model
-	partly   bool     // some endpoint said that it does not
-	placed   bool     // some endpoint is configured to hold it, as an adapter
-	hurry    bool     // the times that this request has targets for count, and nothing else
-	prices   []prices // by position
-	total    []float64
-	of       []float64 // of one endpoint's partners
-	kinds    []kind
-	zones    []string
-	shared   []sharedPart
-	partners []partners // by kind, and in it by zone, then those of all zones far and near
+	learned     bool     // some endpoint said that it serves the request's model
+	partly      bool     // some endpoint said that it does not
+	placed      bool     // some endpoint is configured to hold it, as an adapter
+	latencyOnly bool     // the times that this request has targets for count, and nothing else
+	prices      []prices // by position
+	total       []float64
+	of          []float64 // of one endpoint's partners
+	kinds       []kind
+	zones       []string
+	shared      []sharedPart
+	partners    []partners // by kind, and in it by zone, then those of all zones far and near
 }
 
 // prices are what an endpoint costs in each part; infinite where it cannot play it.
@@ -120,9 +120,9 @@ const sameTime = 0.001
 func (k *Picker) Pick(r *Request, v *kvstate.View) (Choice, error) {
 	c, err := k.pick(r, v)
 	if err == nil {
-		c, err = k.towards(r, v, c)
+		c, err = k.meetTargets(r, v, c)
 	}
-	c.Choosy, c.Named = k.told && k.partly || k.placed, k.told || k.placed
+	c.Selective, c.Named = k.learned && k.partly || k.placed, k.learned || k.placed
 	return c, err
 }
 
@@ -182,7 +182,7 @@ func (k *Picker) weighAll(r *Request, v *kvstate.View) terms {
 }
 
 func (k *Picker) reweigh(r *Request, v *kvstate.View, t *terms) {
-	simple := len(r.Excluded) == 0 && !k.told && !k.placed && len(r.Labels) == 0
+	simple := len(r.Excluded) == 0 && !k.learned && !k.placed && len(r.Labels) == 0
 	inf := math.Inf(1)
 	all := grown(&k.prices, len(v.Endpoints))
 	for i := range v.Endpoints {
@@ -291,7 +291,7 @@ func (k *Picker) partnersOf(v *kvstate.View, t *terms, prefill int, total []floa
 		}
 		best = min(best, total[d])
 	}
-	return min(best, k.besideEach(v, t, prefill, total))
+	return min(best, k.sameNodeEach(v, t, prefill, total))
 }
 
 // choice fills in what a decision means for the endpoints it is about.

@@ -16,30 +16,30 @@ const (
 	maxFill      = 0.5  // a decode endpoint fuller than this computes no prompt
 	tpotMargin   = 0.9  // nor does one whose answers would take more than this part of the target for each token
 	usualAnswer  = 256. // tokens expected in an answer of a pool of which nothing is known
-	lookAge      = 2.0  // seconds after which KV in use is looked at again: of short answers others run by then, of long ones the same
+	scrapeAge    = 2.0  // seconds after which KV in use is looked at again: of short answers others run by then, of long ones the same
 	localSteps   = 1.0  // how many decode steps each step of a local prefill is delayed by
 )
 
 // terms are what the prices of one decision have in common.
 type terms struct {
-	m         *Model
-	tokens    float64      // of the prompt
-	perBlock  float64      // tokens that one block of the hit stands for
-	out       float64      // tokens expected in the answer
-	mean      float64      // and in the answers that run
-	steady    float64      // 0 to 1: how much of what an engine said of its KV holds until now
-	others    float64      // what a second of prefill costs everybody else, in seconds
-	local     float64      // the same among endpoints that prefill for themselves
-	fleet     float64      // learned speed of the fleet
-	jobs      float64      // weight of a job that waits before
-	jobCap    float64      // seconds that one such job's price is capped at
-	tpot      float64      // target, s
-	fullStep  float64      // of the model
-	answer    float64      // weight of the answer beside its first token
-	moveToken float64      // of a token's KV within a zone, as modelled, s
-	always    bool         // split if it can be: what decode alone costs does not matter
-	hurry     bool         // what others lose does not matter
-	shared    []sharedPart // of the prompt, first to last
+	m           *Model
+	tokens      float64      // of the prompt
+	perBlock    float64      // tokens that one block of the hit stands for
+	out         float64      // tokens expected in the answer
+	mean        float64      // and in the answers that run
+	steady      float64      // 0 to 1: how much of what an engine said of its KV holds until now
+	others      float64      // what a second of prefill costs everybody else, in seconds
+	local       float64      // the same among endpoints that prefill for themselves
+	fleet       float64      // learned speed of the fleet
+	jobs        float64      // weight of a job that waits before
+	jobCap      float64      // seconds that one such job's price is capped at
+	tpot        float64      // target, s
+	fullStep    float64      // of the model
+	answer      float64      // weight of the answer beside its first token
+	moveToken   float64      // of a token's KV within a zone, as modelled, s
+	always      bool         // split if it can be: what decode alone costs does not matter
+	latencyOnly bool         // what others lose does not matter
+	shared      []sharedPart // of the prompt, first to last
 }
 
 func (k *Picker) terms(r *Request, v *kvstate.View, prefills, decodes int) terms {
@@ -55,7 +55,7 @@ func (k *Picker) terms(r *Request, v *kvstate.View, prefills, decodes int) terms
 	}
 	t.out = expected(r, t.mean)
 	lasts := t.mean * t.m.DecodeStep
-	t.steady = lasts / (lasts + lookAge)
+	t.steady = lasts / (lasts + scrapeAge)
 	bytes := t.m.TokenBytes
 	if v.Load.TokenBytes > 0 {
 		bytes = v.Load.TokenBytes
@@ -74,7 +74,7 @@ func (k *Picker) terms(r *Request, v *kvstate.View, prefills, decodes int) terms
 		t.tpot = r.TPOT
 	}
 	t.answer = answerWeight
-	if t.hurry = k.hurry; t.hurry { // what this request waits, whatever that costs others
+	if t.latencyOnly = k.latencyOnly; t.latencyOnly { // what this request waits, whatever that costs others
 		t.others, t.local, t.jobs, t.answer = 0, 0, 0, 0
 		if r.TPOT > 0 {
 			t.answer = 1
@@ -122,7 +122,7 @@ const sessionTokens = 512
 
 // session is what it is worth that an endpoint served that part of the session last, in seconds, below 0.
 func (t *terms) session(c *kvstate.Candidate, part kvstate.Role) float64 {
-	if c.Session&part == 0 || t.hurry {
+	if c.Session&part == 0 || t.latencyOnly {
 		return 0
 	}
 	return -t.m.prefill(sessionTokens, 0) * t.fleet
@@ -175,20 +175,20 @@ func (p *DecodePrice) sum() float64 { return p.Step + p.Answer + p.Overflow + p.
 // batch is what runs on an endpoint that decodes, once the request has joined it.
 type batch struct {
 	answers        float64 // without the request's
-	kv, room       float64 // tokens: of KV, with the part of the answers that is written already; and that there is room for
+	kv, freeKV     float64 // tokens: of KV, with the part of the answers that is written already; and that there is room for
 	step, overflow float64 // s, as in DecodePrice
 }
 
 // batch fills in b.
 func (t *terms) batch(c *kvstate.Candidate, b *batch) {
-	b.answers, b.room = float64(c.Requests-c.Jobs), t.room(c)
+	b.answers, b.freeKV = float64(c.Requests-c.Jobs), t.freeKV(c)
 	kv := float64(c.PromptTokens) + b.answers*t.mean/2
 	if c.Trust > 0 && c.KVTokens > 0 && c.Signals.KVUsage >= 0 {
 		kv = max(kv+c.Trust*t.steady*(c.Signals.KVUsage*float64(c.KVTokens)-kv), float64(c.PromptTokens))
 	}
 	b.kv = kv + t.tokens + t.out/2
 	b.step = t.step(c, b.answers, b.kv)
-	b.overflow = t.overflow(b.kv, b.room, b.step)
+	b.overflow = t.overflow(b.kv, b.freeKV, b.step)
 }
 
 // step is how long the endpoint's decode steps are once the request has joined them. One of half the weight is taken to have
@@ -210,7 +210,7 @@ func (t *terms) decode(c *kvstate.Candidate, b *batch, p *DecodePrice) {
 }
 
 // room is how many tokens' KV the endpoint has room for: as its engine says, or as the model has it.
-func (t *terms) room(c *kvstate.Candidate) float64 {
+func (t *terms) freeKV(c *kvstate.Candidate) float64 {
 	if c.KVTokens > 0 {
 		return float64(c.KVTokens)
 	}
@@ -274,7 +274,7 @@ func (t *terms) alone(c *kvstate.Candidate, b *batch, p *AlonePrice) (allowed bo
 	if answers > 0 {
 		own = longer + steps*step
 	}
-	fill := max(answers/t.m.MaxAnswers, b.kv/b.room)
+	fill := max(answers/t.m.MaxAnswers, b.kv/b.freeKV)
 	queue := (seconds(c.Local) + seconds(c.Queue)) * slow
 	p.Queue = queue * (1 + localSteps*step/t.fullStep)
 	p.Work = own
@@ -284,7 +284,7 @@ func (t *terms) alone(c *kvstate.Candidate, b *batch, p *AlonePrice) (allowed bo
 	p.Decode = t.answer * t.out * step
 	p.Overflow = b.overflow
 	p.Session = t.session(c, kvstate.RoleBoth)
-	if t.hurry {
+	if t.latencyOnly {
 		p.Answers, p.Decode = 0, p.Decode+step
 	}
 	return fill <= maxFill && (t.tpot <= 0 || step/left <= tpotMargin*t.tpot)

@@ -25,17 +25,17 @@ import (
 type Queue struct {
 	Max int // requests that may wait; 0: 4096
 
-	waiting  []Waiting // by priority and key
-	ahead    []float64 // work that those who were passed over will be, by position in the view
-	walked   float64   // when that was found out
-	wanted   int       // where who was last to wait would have gone, as a position in the view
-	choosy   bool      // of the one that last arrived
-	shares   shares
-	replicas map[uint64]*replica // the others who have requests wait here; nil: none had yet
-	others   int                 // requests of those
-	news     bool                // of them since walked
-	order    []int32             // in which waiting is walked, where that is another order
-	turns    []int32
+	waiting   []Waiting // by priority and key
+	ahead     []float64 // work that those who were passed over will be, by position in the view
+	walked    float64   // when that was found out
+	wanted    int       // where who was last to wait would have gone, as a position in the view
+	selective bool      // of the one that last arrived
+	shares    shares
+	replicas  map[uint64]*replica // the others who have requests wait here; nil: none had yet
+	remote    int                 // requests of those
+	changed   bool                // of them since walked
+	order     []int32             // in which waiting is walked, where that is another order
+	slots     []int32
 }
 
 // Waiting is a request in a queue.
@@ -67,7 +67,7 @@ const (
 )
 
 // Len is how many wait here.
-func (q *Queue) Len() int { return len(q.waiting) - q.others }
+func (q *Queue) Len() int { return len(q.waiting) - q.remote }
 
 // Full reports whether no more may wait.
 func (q *Queue) Full() bool { return q.Len() >= cmp.Or(q.Max, defaultMaxWaiting) }
@@ -116,7 +116,7 @@ func (q *Queue) delete(at int) {
 
 // GivesWay is who makes room for a request of that priority: the last of the least priority that waits here, if that is below
 // 0 and below the other.
-func (q *Queue) GivesWay(priority int32) (id uint64, ok bool) {
+func (q *Queue) Sheddable(priority int32) (id uint64, ok bool) {
 	for i := len(q.waiting) - 1; i >= 0; i-- {
 		if last := &q.waiting[i]; last.Replica == 0 {
 			return last.ID, last.Priority < 0 && last.Priority < priority
@@ -156,13 +156,13 @@ func (q *Queue) Before(id uint64) (here, elsewhere int, self Waiting) {
 func (q *Queue) Wanted() int { return q.wanted }
 
 // Choosy reports whether the request that last arrived and waits has a model that not every endpoint serves ([Choice.Choosy]).
-func (q *Queue) Choosy() bool { return q.choosy }
+func (q *Queue) Selective() bool { return q.selective }
 
 // Waiting are those that wait, by priority and key, here and elsewhere. Do not modify.
 func (q *Queue) Waiting() []Waiting { return q.waiting }
 
 // Room is what a queue asks of those who use it.
-type Room interface {
+type Host interface {
 	// Fleet gives the fleet as it is now, what was just sent included. It may be given the same memory again.
 	Fleet() *kvstate.View
 	// Look gives a request that waits, and fills its hits into the view.
@@ -173,8 +173,8 @@ type Room interface {
 
 // Arrive is what begins with a request: it is sent if there is room for it beside those who wait, and else waits with them.
 // It is false where the queue is full. enough is a step of work in seconds ([Model.FullStep]).
-func (q *Queue) Arrive(k *Picker, room Room, id uint64, now, enough float64) bool {
-	if q.Len() == 0 && q.others > 0 && (q.news || now-q.walked > walkEvery) { // who waits here sees to it else
+func (q *Queue) Arrive(k *Picker, room Host, id uint64, now, enough float64) bool {
+	if q.Len() == 0 && q.remote > 0 && (q.changed || now-q.walked > walkEvery) { // who waits here sees to it else
 		q.Dispatch(k, room, now, enough)
 	}
 	v := room.Fleet()
@@ -190,7 +190,7 @@ func (q *Queue) Arrive(k *Picker, room Room, id uint64, now, enough float64) boo
 		}
 		return true
 	}
-	q.wanted, q.choosy = c.Prefill, c.Choosy
+	q.wanted, q.selective = c.Prefill, c.Selective
 	return q.Add(r, id, k.Work(r, v), now)
 }
 
@@ -198,9 +198,9 @@ func (q *Queue) Arrive(k *Picker, room Room, id uint64, now, enough float64) boo
 // left without work for so long, because they are kept a step ahead. It walks the first requests in order. Each is
 // placed as if those before it that wait were at work already; it is sent if the endpoint that it would go to has less than
 // a step of work ahead. One that waits for its targets is in nobody's way. now is in seconds, as [Waiting] has it.
-func (q *Queue) Dispatch(k *Picker, room Room, now, enough float64) {
+func (q *Queue) Dispatch(k *Picker, room Host, now, enough float64) {
 	clear(q.ahead)
-	q.walked, q.news = now, false
+	q.walked, q.changed = now, false
 	v := q.fleet(room)
 	sent, full, held := 0, 0, 0
 	order := q.inOrder()
@@ -213,7 +213,7 @@ func (q *Queue) Dispatch(k *Picker, room Room, now, enough float64) {
 		c, err := k.Pick(r, v)
 		switch may := mayGo(k, v, c, err, enough); {
 		case w.Replica != 0:
-			if !q.counts(w, &c, may, now) {
+			if !q.blocks(w, &c, may, now) {
 				continue
 			}
 		case may:
@@ -223,7 +223,7 @@ func (q *Queue) Dispatch(k *Picker, room Room, now, enough float64) {
 			sent++
 			v = q.fleet(room)
 			continue
-		case c.Hold:
+		case c.Wait:
 			held++
 			continue
 		}
@@ -235,7 +235,7 @@ func (q *Queue) Dispatch(k *Picker, room Room, now, enough float64) {
 	if sent > 0 {
 		q.drop()
 	}
-	q.quiet(now)
+	q.resetDue(now)
 }
 
 // drop takes out who was sent.
@@ -265,14 +265,14 @@ func mayGo(k *Picker, v *kvstate.View, c Choice, err error, enough float64) bool
 	switch {
 	case err != nil:
 		return true
-	case c.Hold:
+	case c.Wait:
 		return false
 	}
 	return !k.Late || c.Prefill < 0 || seconds(v.Endpoints[c.Prefill].Queue) < enough
 }
 
 // fleet is the fleet with those who wait before as if they were booked.
-func (q *Queue) fleet(room Room) *kvstate.View {
+func (q *Queue) fleet(room Host) *kvstate.View {
 	v := room.Fleet()
 	q.book(v)
 	return v

@@ -94,11 +94,11 @@ func (s *shares) sent(id uint64, work float64) {
 }
 
 // owes is what a flow got beyond its share, s of work.
-func (s *shares) owes(f *flow) float64 { return max(f.own-s.common, 0) }
+func (s *shares) debt(f *flow) float64 { return max(f.own-s.common, 0) }
 
 // turn is how much work, in seconds, a flow may be ahead of others before that counts: within it the shortest goes first,
 // whose ever it is.
-const turn = 0.5
+const shareSlack = 0.5
 
 // inOrder is the order in which those who wait are walked, as positions; nil: as they stand. A request's turn comes when all
 // flows have got as much as its own has with what goes before it (start-time fair queueing: Goyal, Vin and Cheng, 1996).
@@ -107,14 +107,14 @@ func (q *Queue) inOrder() []int32 {
 		return nil
 	}
 	n := len(q.waiting)
-	order, turns := grown(&q.order, n), grown(&q.turns, n)
+	order, turns := grown(&q.order, n), grown(&q.slots, n)
 	for _, f := range q.shares.flows {
-		f.before = q.shares.owes(f)
+		f.before = q.shares.debt(f)
 	}
 	for i := range q.waiting {
 		w := &q.waiting[i]
 		f := q.shares.flows[w.Flow]
-		order[i], turns[i] = int32(i), int32(f.before/turn)
+		order[i], turns[i] = int32(i), int32(f.before/shareSlack)
 		f.before += w.Work
 	}
 	slices.SortFunc(order, func(a, b int32) int {

@@ -69,17 +69,17 @@ func TestQueuePriorities(t *testing.T) {
 func TestQueueGivesWay(t *testing.T) {
 	k, q, w := late(), &Queue{Max: 3}, newWanting(t, 1)
 	w.queue[0] = time.Minute
-	_, ok := q.GivesWay(1)
+	_, ok := q.Sheddable(1)
 	require.False(t, ok, "empty")
 	w.add(q, k, 1, 1000, 0, Request{Priority: -2})
 	w.add(q, k, 2, 1000, 0, Request{Priority: -2})
 	w.add(q, k, 3, 1000, 0, Request{})
 	require.True(t, q.Full())
 	require.False(t, w.add(q, k, 4, 1000, 0, Request{}))
-	id, ok := q.GivesWay(0)
+	id, ok := q.Sheddable(0)
 	require.True(t, ok)
 	require.Equal(t, uint64(2), id, "who came last")
-	_, ok = q.GivesWay(-2)
+	_, ok = q.Sheddable(-2)
 	require.False(t, ok, "not for one of its own kind")
 }
 
@@ -87,7 +87,7 @@ func TestQueueGivesWay(t *testing.T) {
 func TestQueueHolds(t *testing.T) {
 	k, q, w := late(), &Queue{}, newWanting(t, 1)
 	w.queue[0] = 450 * time.Millisecond
-	hasty := Request{Targets: Targets{TTFT: .4}, Miss: MissWait}
+	hasty := Request{Targets: Targets{TTFT: .4}, OnMiss: MissWait}
 	require.True(t, w.add(q, k, 1, 1000, 0, hasty))
 	require.Equal(t, 1, q.Len(), "less than a step is ahead, and yet too much")
 	require.True(t, w.add(q, k, 2, 400, 0, Request{}))

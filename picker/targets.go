@@ -13,13 +13,13 @@ type Targets struct {
 }
 
 // Miss says what becomes of a request whose targets no choice meets.
-type Miss uint8
+type OnMiss uint8
 
 // What may become of it.
 const (
-	MissGoOn Miss = iota // it takes the choice that is soonest for it
-	MissWait             // as long as waiting may help it is to be held ([Choice.Hold])
-	MissShed             // it is refused: [ErrMissed]
+	MissGoOn OnMiss = iota // it takes the choice that is soonest for it
+	MissWait               // as long as waiting may help it is to be held ([Choice.Hold])
+	MissShed               // it is refused: [ErrMissed]
 )
 
 // ErrMissed says that no choice meets the request's targets. The choice beside it is the one that comes nearest.
@@ -32,25 +32,25 @@ func (c *Choice) meets(r *Request) bool {
 
 // towards estimates a choice's times, and sees to a request's targets. Where the choice that is cheapest for all misses them, the one that is soonest for
 // this request is taken, and where that misses them too the request's own word decides.
-func (k *Picker) towards(r *Request, v *kvstate.View, c Choice) (Choice, error) {
+func (k *Picker) meetTargets(r *Request, v *kvstate.View, c Choice) (Choice, error) {
 	idle := k.estimate(r, v, &c)
 	if c.meets(r) {
 		return c, nil
 	}
-	k.hurry = true
+	k.latencyOnly = true
 	c, err := k.pick(r, v)
 	if err == nil {
 		idle = k.estimate(r, v, &c)
 	}
-	k.hurry = false
+	k.latencyOnly = false
 	if err != nil || c.meets(r) {
 		return c, err
 	}
-	switch r.Miss {
+	switch r.OnMiss {
 	case MissShed:
 		return c, ErrMissed
 	case MissWait:
-		c.Hold = idle.meets(r) // else not even an idle fleet would do
+		c.Wait = idle.meets(r) // else not even an idle fleet would do
 	case MissGoOn:
 	}
 	return c, nil

@@ -46,7 +46,7 @@ func TestTargetsAgainstTwin(t *testing.T) {
 		if len(choices) == 0 { // only those that failed the request are left
 			continue
 		}
-		r.TTFT, r.Waited, r.Miss = .02+random.Float64()*2, float64(random.IntN(2))*.1, MissShed
+		r.TTFT, r.Waited, r.OnMiss = .02+random.Float64()*2, float64(random.IntN(2))*.1, MissShed
 		meets, nearly := false, false
 		for _, c := range choices {
 			k.estimate(r, v, &c)
@@ -62,7 +62,7 @@ func TestTargetsAgainstTwin(t *testing.T) {
 		case !nearly:
 			missed++
 			require.ErrorIs(t, err, ErrMissed, "seed %d", seed)
-			r.Miss = MissGoOn
+			r.OnMiss = MissGoOn
 			_, err = k.Pick(r, v)
 			require.NoError(t, err)
 		}

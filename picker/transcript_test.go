@@ -137,7 +137,7 @@ func choice(v *kvstate.View, c Choice, err error) string {
 	if c.FirstToken > 0 {
 		times = fmt.Sprintf(", first token in %.0f ms, then one each %.1f ms", c.FirstToken*1000, c.TokenTime*1000)
 	}
-	if c.Hold {
+	if c.Wait {
 		times += ", may wait"
 	}
 	if c.Prefill < 0 {
@@ -236,7 +236,7 @@ func request(t *testing.T, words []string) *Request {
 		case "waited":
 			r.Waited = duration(t, value).Seconds()
 		case "miss":
-			r.Miss = map[string]Miss{"wait": MissWait, "shed": MissShed}[value]
+			r.OnMiss = map[string]OnMiss{"wait": MissWait, "shed": MissShed}[value]
 		default:
 			t.Fatalf("cannot read %q", w)
 		}

@@ -23,7 +23,7 @@ type job struct {
 	firstAt, endAt float64
 	hits           []int32 // blocks of the prompt on each endpoint, as last asked
 	lookedAt       float64
-	told           []int32 // hits, as other replicas were told while it waits
+	published      []int32 // hits, as other replicas were told while it waits
 	arrived, work  float64 // in the queue: when, and what it is there, seconds
 	uncached       int     // as the policy had it when it bound the request
 }

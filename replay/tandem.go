@@ -28,7 +28,7 @@ type replica struct {
 	picker   picker.Picker
 	queue    picker.Queue
 	waiting  map[uint64]*job
-	others   map[uint64]*heard // that wait at other replicas
+	remote   map[uint64]*remoteRequest // that wait at other replicas
 	view     kvstate.View
 	request  picker.Request
 	ticking  bool
@@ -53,7 +53,7 @@ func newTandem(f *fleet, c Config) *tandem {
 }
 
 func (t *tandem) newReplica(number int) *replica {
-	r := &replica{tandem: t, number: number, waiting: map[uint64]*job{}, others: map[uint64]*heard{}, position: map[*kvstate.Endpoint]int{}}
+	r := &replica{tandem: t, number: number, waiting: map[uint64]*job{}, remote: map[uint64]*remoteRequest{}, position: map[*kvstate.Endpoint]int{}}
 	blocks := capacity(t.config.Engine)
 	if blocks == 0 {
 		blocks = 1 << 28
@@ -103,7 +103,7 @@ func (t *tandem) arrive(j *job) {
 	}
 	if r.waiting[j.id] != nil {
 		j.arrived, j.work = t.now, r.picker.Work(&r.request, &r.view)
-		r.tellWaits(j, &r.view)
+		r.publishQueued(j, &r.view)
 		if !math.IsInf(t.config.MaxWait, 1) {
 			r.after(t.config.MaxWait, func() { r.expire(j.id) })
 		}
@@ -123,7 +123,7 @@ func (r *replica) expire(id uint64) {
 	v := r.Fleet()
 	c, err := r.picker.Pick(r.look(j, v), v)
 	r.send(j, c, err)
-	r.tell(func(other *replica) { other.gone(id, false) })
+	r.publish(func(other *replica) { other.removeRemote(id, false) })
 }
 
 // Fleet serves the queue.
@@ -136,11 +136,11 @@ func (r *replica) Fleet() *kvstate.View {
 func (r *replica) Look(id uint64, v *kvstate.View) *picker.Request {
 	q := &r.request
 	if j := r.waiting[id]; j != nil {
-		if q = r.look(j, v); j.told != nil {
-			r.tellWaits(j, v)
+		if q = r.look(j, v); j.published != nil {
+			r.publishQueued(j, v)
 		}
 	} else {
-		r.others[id].look(q, v)
+		r.remote[id].look(q, v)
 	}
 	q.Rand = picker.Chance(id) // the same at all replicas
 	return q
@@ -154,7 +154,7 @@ func (r *replica) look(j *job, v *kvstate.View) *picker.Request {
 		return &r.request
 	}
 	if j.hits == nil || r.now-j.lookedAt > keepHits {
-		j.hits, j.lookedAt = r.told(j, j.hits[:0]), r.now
+		j.hits, j.lookedAt = r.reportedHits(j, j.hits[:0]), r.now
 	}
 	for i := range v.Endpoints {
 		v.Endpoints[i].Hit = int(j.hits[i])
@@ -185,7 +185,7 @@ func (r *replica) scrape() {
 const keepHits = 0.1
 
 // told is what the engines' events tell of a prompt, by position in the pool.
-func (r *replica) told(j *job, hits []int32) []int32 {
+func (r *replica) reportedHits(j *job, hits []int32) []int32 {
 	for _, x := range r.index {
 		hits = append(hits, int32(x.hit(j.Blocks)))
 	}
@@ -200,7 +200,7 @@ func (r *replica) Send(id uint64, _ *picker.Request, _ *kvstate.View, c picker.C
 	j := r.waiting[id]
 	delete(r.waiting, id)
 	r.send(j, c, err)
-	r.tell(func(other *replica) { other.gone(id, true) })
+	r.publish(func(other *replica) { other.removeRemote(id, true) })
 }
 
 func (r *replica) dispatch() {
@@ -238,7 +238,7 @@ func (r *replica) send(j *job, c picker.Choice, err error) {
 func (r *replica) book(e *kvstate.Endpoint, b kvstate.Booking, blocks []uint64) kvstate.ReservationID {
 	id := r.state.Reserve(e, b)
 	r.state.Routed(r.pool, e, blocks)
-	r.tell(func(other *replica) {
+	r.publish(func(other *replica) {
 		same := other.pool.Endpoint(e.Addr)
 		other.state.ReserveAs(id, same, b, nil)
 		other.state.Routed(other.pool, same, blocks)
@@ -247,7 +247,7 @@ func (r *replica) book(e *kvstate.Endpoint, b kvstate.Booking, blocks []uint64) 
 }
 
 // tell has the other replicas do the same after the time that sharing takes.
-func (r *replica) tell(do func(other *replica)) {
+func (r *replica) publish(do func(other *replica)) {
 	if r.config.Sharing < 0 {
 		return
 	}
@@ -268,7 +268,7 @@ func (r *replica) release(id kvstate.ReservationID, done bool) {
 		}
 	}
 	end(r.state)
-	r.tell(func(other *replica) { end(other.state) })
+	r.publish(func(other *replica) { end(other.state) })
 }
 
 func (t *tandem) prefilled(j *job) int {

@@ -14,8 +14,8 @@ import (
 // PrintExplanation writes a decision for a terminal: one sentence, then what each endpoint would cost.
 func PrintExplanation(w io.Writer, e *extproc.Explanation) {
 	fmt.Fprintf(w, "%s\n", Sentence(&e.Explanation))
-	if e.Waiting > 0 || e.Elsewhere > 0 {
-		fmt.Fprintf(w, "%d requests wait here and %d in other replicas, the longest for %s.\n", e.Waiting, e.Elsewhere, millis(e.Longest*1000))
+	if e.Waiting > 0 || e.Remote > 0 {
+		fmt.Fprintf(w, "%d requests wait here and %d in other replicas, the longest for %s.\n", e.Waiting, e.Remote, millis(e.Longest*1000))
 	}
 	if e.Refused == "" {
 		fmt.Fprintf(w, "The first token is expected after %s, then one each %s; %.0f in the answer.\n", millis(e.FirstToken*1000), millis(e.TokenTime*1000), e.Answer)

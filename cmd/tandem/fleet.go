@@ -159,7 +159,7 @@ func serverOptions(config *configv1.Config, f *fleet, log *slog.Logger) (extproc
 	}
 	f.peers.set(config, live.Pools)
 	o := extproc.Options{
-		State: f.state, Log: log, Live: live, PathPrefixes: config.GetEnvoy().GetPathPrefixes(),
+		State: f.state, Log: log, Settings: live, PathPrefixes: config.GetEnvoy().GetPathPrefixes(),
 		SplitBodyBytes: int(config.GetEnvoy().GetMaxBodyBytes()),
 		MaxBodyBytes:   int(4 * config.GetEnvoy().GetMaxBodyBytes()),
 		MaxRedirects:   envoyconfigs.MaxRedirects,
@@ -179,8 +179,8 @@ func serverOptions(config *configv1.Config, f *fleet, log *slog.Logger) (extproc
 }
 
 // liveSettings reads what may change while the server runs. Keys change in place.
-func (f *fleet) liveSettings(config *configv1.Config, log *slog.Logger) (extproc.Live, error) {
-	live := extproc.Live{Keys: f.keys, Pools: map[string]extproc.Policy{}}
+func (f *fleet) liveSettings(config *configv1.Config, log *slog.Logger) (extproc.Settings, error) {
+	live := extproc.Settings{Keys: f.keys, Pools: map[string]extproc.Policy{}}
 	if err := f.sameDiscovery(config); err != nil {
 		return live, err
 	}
@@ -320,14 +320,14 @@ func policyOf(p *configv1.Pool, board *notices.Board, log *slog.Logger) (policy 
 
 // said is what an engine says about itself, as shown.
 type said struct {
-	Running   int64   `json:"running"` // -1 here and below: it does not say
-	Waiting   int64   `json:"waiting"`
-	Elsewhere int64   `json:"elsewhere"` // of those, what no replica booked
-	KVUsage   float64 `json:"kv_usage"`
-	KVTokens  int64   `json:"kv_tokens"`
-	Age       float64 `json:"age_seconds"`  // of the oldest of these
-	News      float64 `json:"news_seconds"` // of the newest, which may have come with an answer
-	Trust     float64 `json:"trust"`
+	Running  int64   `json:"running"` // -1 here and below: it does not say
+	Waiting  int64   `json:"waiting"`
+	External int64   `json:"external"` // of those, load that did not come through Tandem
+	KVUsage  float64 `json:"kv_usage"`
+	KVTokens int64   `json:"kv_tokens"`
+	Age      float64 `json:"age_seconds"`  // of the oldest of these
+	News     float64 `json:"news_seconds"` // of the newest, which may have come with an answer
+	Trust    float64 `json:"trust"`
 }
 
 func engineSaid(g *kvstate.Signals) *said {
@@ -355,7 +355,7 @@ func writeState(w http.ResponseWriter, state *kvstate.State) {
 		Weight   int    `json:"weight"`
 		Requests int64  `json:"requests"`
 		Tokens   int64  `json:"prompt_tokens"`
-		Others   int64  `json:"others_requests,omitempty"` // booked by other replicas
+		Others   int64  `json:"remote_requests,omitempty"` // booked by other replicas
 		Engine   *said  `json:"engine,omitempty"`
 
 		// What KV loads it is left out of because they failed: as prefill by these decode endpoints, or this part of every pair.

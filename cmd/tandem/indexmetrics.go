@@ -15,7 +15,7 @@ type indexMetrics struct {
 	events *kvevents.Collector
 
 	blocks, entries, prompts                     *prometheus.Desc
-	connected, lag, held, orphans, aside         *prometheus.Desc
+	connected, lag, held, orphans                *prometheus.Desc
 	forwarded                                    *prometheus.Desc
 	batches, gaps, lost, restarts, bad, unusable *prometheus.Desc
 }
@@ -35,7 +35,6 @@ func newIndexMetrics(state *kvstate.State, events *kvevents.Collector) *indexMet
 		lag:       feed("tandem_kv_events_lag_seconds", "From the engine's clock to the index, of the last batch of KV events that came as it was published."),
 		held:      feed("tandem_kv_events_blocks", "Blocks that the engine holds, as it reports."),
 		orphans:   feed("tandem_kv_events_orphan_blocks", "Blocks that the engine holds and that no known prefix leads to: one before them was lost or evicted."),
-		aside:     feed("tandem_kv_events_blocks_aside", "The former name of tandem_kv_events_orphan_blocks, for one release."),
 		batches:   feed("tandem_kv_events_batches_total", "Batches of KV events taken from the engine."),
 		gaps:      feed("tandem_kv_events_gaps_total", "Times that batches were missing."),
 		lost:      feed("tandem_kv_events_lost_total", "Times that batches could not be had again or read, and all that was known of the engine's cache was forgotten."),
@@ -70,7 +69,6 @@ func (m *indexMetrics) feed(out chan<- prometheus.Metric, s *kvevents.Stats) {
 	gauge(m.lag, s.Lag.Seconds())
 	gauge(m.held, float64(s.Feed.Held))
 	gauge(m.orphans, float64(s.Feed.Orphans))
-	gauge(m.aside, float64(s.Feed.Orphans))
 	counter(m.forwarded, s.Forwarded)
 	counter(m.batches, s.Batches)
 	counter(m.gaps, s.Gaps)

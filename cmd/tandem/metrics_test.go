@@ -72,7 +72,7 @@ func TestWhatEnginesSayIsShown(t *testing.T) {
 		want := map[string]float64{
 			"tandem_scrapes_total ok": 0, "tandem_scrapes_total failed": 0,
 			"tandem_engine_running d chat": 5, "tandem_engine_waiting d chat": 3, "tandem_engine_kv_usage d chat": .25,
-			"tandem_engine_requests_elsewhere d chat": 6, "tandem_engine_signals_age_seconds d chat": 4,
+			"tandem_engine_requests_external d chat": 6, "tandem_engine_signals_age_seconds d chat": 4,
 			"tandem_engine_waiting p chat": 4, "tandem_engine_kv_usage p chat": .5, "tandem_engine_signals_age_seconds p chat": 1,
 		}
 		require.Equal(t, want, show())
@@ -111,7 +111,7 @@ func TestEachFigureOfKVEventsIsShown(t *testing.T) {
 		"tandem_kv_events_connected e chat 3": 1, "tandem_kv_events_lag_seconds e chat 3": 1.5,
 		"tandem_kv_events_batches_total e chat 3": 11, "tandem_kv_events_malformed_total e chat 3": 13, "tandem_kv_events_gaps_total e chat 3": 14,
 		"tandem_kv_events_lost_total e chat 3": 16, "tandem_kv_events_restarts_total e chat 3": 17, "tandem_kv_events_forwarded_total e chat 3": 18,
-		"tandem_kv_events_unusable_total e chat 3": 23, "tandem_kv_events_blocks e chat 3": 24, "tandem_kv_events_orphan_blocks e chat 3": 25, "tandem_kv_events_blocks_aside e chat 3": 25,
+		"tandem_kv_events_unusable_total e chat 3": 23, "tandem_kv_events_blocks e chat 3": 24, "tandem_kv_events_orphan_blocks e chat 3": 25,
 	}, values(t, collecting(func(out chan<- prometheus.Metric) { m.feed(out, &s) })))
 	s.Connected = false
 	got := values(t, collecting(func(out chan<- prometheus.Metric) { m.feed(out, &s) }))
@@ -142,7 +142,7 @@ func TestEachFigureOfRedisIsShown(t *testing.T) {
 	require.Equal(t, map[string]int64{
 		"tandem_redis_commands_total": 1, "tandem_redis_sent_bytes_total": 2, "tandem_redis_received_bytes_total": 3, "tandem_redis_batches_sent_total": 4,
 		"tandem_redis_batches_received_total": 5, "tandem_redis_errors_total": 6, "tandem_redis_dropped_total": 7, "tandem_redis_kv_events_dropped_total": 8,
-		"tandem_redis_gaps_total": 9, "tandem_redis_unknown_endpoints_total": 10, "tandem_redis_snapshots_total": 11, "tandem_tickets_spent_alone_total": 12,
+		"tandem_redis_gaps_total": 9, "tandem_redis_unknown_endpoints_total": 10, "tandem_redis_snapshots_total": 11, "tandem_tickets_consumed_locally_total": 12,
 		"tandem_redis_notices_dropped_total": 13,
 	}, got)
 
@@ -209,4 +209,17 @@ func TestTheConfigurationInForceIsShown(t *testing.T) {
 	require.NoError(t, err)
 	require.Equal(t, [2]float64{1, 1}, results())
 	require.Greater(t, at(), started)
+}
+
+// Metrics are exported under their former names as well.
+func TestFormerNamesOfMetrics(t *testing.T) {
+	r := prometheus.NewRegistry()
+	orphaned := prometheus.NewCounterVec(prometheus.CounterOpts{Name: "tandem_handovers_orphaned_total", Help: "x"}, []string{"pool"})
+	r.MustRegister(orphaned)
+	orphaned.WithLabelValues("chat").Add(3)
+	families, err := withFormerNames(r).Gather()
+	require.NoError(t, err)
+	require.Len(t, families, 2)
+	require.Equal(t, "tandem_handovers_stranded_total", families[1].GetName())
+	require.InDelta(t, 3, families[1].GetMetric()[0].GetCounter().GetValue(), 0)
 }

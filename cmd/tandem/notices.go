@@ -19,7 +19,7 @@ type noticeCounter struct {
 
 func noticeCounters() []noticeCounter {
 	const messages, messagesHelp = "tandem_kv_notices_total",
-		"Messages at notices.listen: taken, ignored (no notice), or unwanted (nobody waited for the id here in time); told, those that another replica received."
+		"Messages at notices.listen: taken, ignored (not a notification), or unwanted (no request waited for the id here in time); told: received by another replica."
 	const waits, waitsHelp = "tandem_kv_notice_waits_total", "Prefill legs that waited for notices: there (had come before), woken, or missed (decode computes what it lacks)."
 	return []noticeCounter{
 		{messages, messagesHelp, "taken", func(c notices.Counts) uint64 { return c.Received }},

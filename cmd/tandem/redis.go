@@ -181,16 +181,16 @@ func registerStore(r prometheus.Registerer, store *redisstore.Store) {
 	gauge := func(name, help string, value func() float64) {
 		r.MustRegister(prometheus.NewGaugeFunc(prometheus.GaugeOpts{Name: name, Help: help}, value))
 	}
-	gauge("tandem_redis_up", "Whether Redis took what this replica told it last (1) or did not (0).", func() float64 {
+	gauge("tandem_redis_up", "Whether Redis accepted this replica's last write (1) or not (0).", func() float64 {
 		if _, up := store.Status(); up {
 			return 1
 		}
 		return 0
 	})
-	gauge("tandem_ticket_keys_differ", "Other replicas whose ticket keys do not go with this one's: requests that come by both fail.",
+	gauge("tandem_ticket_keys_differ", "Other replicas whose ticket keys differ from this one's: requests that both serve fail.",
 		func() float64 { return float64(len(store.KeyCheck().Differ)) })
-	gauge("tandem_replicas", "Replicas that this one knows to live, itself included.", func() float64 { return float64(store.Replicas()) })
-	r.MustRegister(lagCollector{store, prometheus.NewDesc("tandem_redis_lag_seconds", "How long prompts that another replica routed took to be known here.", nil, nil)})
+	gauge("tandem_replicas", "Replicas known to be alive, this one included.", func() float64 { return float64(store.Replicas()) })
+	r.MustRegister(lagCollector{store, prometheus.NewDesc("tandem_redis_lag_seconds", "Time until a prompt that another replica routed was known here.", nil, nil)})
 	for _, c := range storeCounters() {
 		r.MustRegister(prometheus.NewCounterFunc(prometheus.CounterOpts{Name: c.name, Help: c.help}, func() float64 { return float64(c.value(store.Stats())) }))
 	}
@@ -208,15 +208,15 @@ func storeCounters() []storeCounter {
 		{"tandem_redis_errors_total", "Of the commands, those that failed or came too late.", func(s redisstore.Stats) int64 { return s.Errors }},
 		{"tandem_redis_sent_bytes_total", "Bytes sent to Redis.", func(s redisstore.Stats) int64 { return s.BytesSent }},
 		{"tandem_redis_received_bytes_total", "Bytes received from Redis.", func(s redisstore.Stats) int64 { return s.BytesRead }},
-		{"tandem_redis_batches_sent_total", "Batches told to other replicas.", func(s redisstore.Stats) int64 { return s.BatchesSent }},
-		{"tandem_redis_batches_received_total", "Batches heard of other replicas.", func(s redisstore.Stats) int64 { return s.BatchesRead }},
-		{"tandem_redis_gaps_total", "Times that batches of another replica were missed, so that a snapshot was asked for.", func(s redisstore.Stats) int64 { return s.Gaps }},
+		{"tandem_redis_batches_sent_total", "Batches published to other replicas.", func(s redisstore.Stats) int64 { return s.BatchesSent }},
+		{"tandem_redis_batches_received_total", "Batches received from other replicas.", func(s redisstore.Stats) int64 { return s.BatchesRead }},
+		{"tandem_redis_gaps_total", "Times that batches of another replica were missed, so that a snapshot was requested.", func(s redisstore.Stats) int64 { return s.Gaps }},
 		{"tandem_redis_kv_events_dropped_total", "Batches of KV events that were not forwarded to the other replicas.", func(s redisstore.Stats) int64 { return s.EventsDropped }},
 		{"tandem_redis_notices_dropped_total", "LMCache's notices that were not published: Redis did not take them, or too many waited.", func(s redisstore.Stats) int64 { return s.NoticesDropped }},
-		{"tandem_redis_dropped_total", "Routed prompts that found no room while Redis did not answer; a snapshot tells them later.", func(s redisstore.Stats) int64 { return s.Dropped }},
-		{"tandem_redis_unknown_endpoints_total", "Endpoints named in what other replicas say that this replica does not have, each time.", func(s redisstore.Stats) int64 { return s.Unknown }},
-		{"tandem_redis_snapshots_total", "Snapshots written, and what was written of KV events for replicas that lacked some.", func(s redisstore.Stats) int64 { return s.Snapshots }},
-		{"tandem_tickets_spent_alone_total", "Tickets spent by this replica's own memory: Redis did not answer in time, or had just failed to.", func(s redisstore.Stats) int64 { return s.SpendUnknown }},
+		{"tandem_redis_dropped_total", "Routed prompts dropped while Redis did not answer; a snapshot publishes them later.", func(s redisstore.Stats) int64 { return s.Dropped }},
+		{"tandem_redis_unknown_endpoints_total", "Endpoints in other replicas' batches that this replica does not have, each time.", func(s redisstore.Stats) int64 { return s.Unknown }},
+		{"tandem_redis_snapshots_total", "Snapshots and feeds of KV events written for other replicas.", func(s redisstore.Stats) int64 { return s.Snapshots }},
+		{"tandem_tickets_consumed_locally_total", "Tickets consumed in this replica's own memory: Redis did not answer in time, or had just failed to.", func(s redisstore.Stats) int64 { return s.SpendUnknown }},
 	}
 }
 

@@ -152,7 +152,7 @@ func (r *reloader) apply(ctx context.Context) ([]configv1.Change, error) {
 	}
 
 	// Every pool that a request can find must have a policy: the old ones stay until nobody finds their pools any more.
-	both := extproc.Live{Keys: live.Keys, Pools: maps.Clone(r.server.Live().Pools)}
+	both := extproc.Settings{Keys: live.Keys, Pools: maps.Clone(r.server.Settings().Pools)}
 	maps.Copy(both.Pools, live.Pools)
 	live.Keys.Take(keys)
 	r.server.Apply(both)

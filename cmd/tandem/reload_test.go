@@ -68,14 +68,14 @@ func TestReload(t *testing.T) {
 	require.True(t, r.fleet.state.Pool("a").Endpoint("10.0.0.2:1").Paused())
 	require.Nil(t, r.fleet.state.Pool("b"))
 	require.NotNil(t, r.fleet.state.Pool("c"))
-	require.Contains(t, r.server.Live().Pools, "c")
-	require.NotContains(t, r.server.Live().Pools, "b", "once nobody can find the pool")
+	require.Contains(t, r.server.Settings().Pools, "c")
+	require.NotContains(t, r.server.Settings().Pools, "b", "once nobody can find the pool")
 
-	before := r.server.Live().Keys.ID()
+	before := r.server.Settings().Keys.ID()
 	r.write(strings.Replace(twoPools, "kvTransfer: nixl", "kvTransfer: nixle", 1))
 	_, err = r.reload(t.Context())
 	require.ErrorContains(t, err, "pools[0].kvTransfer")
-	require.Equal(t, before, r.server.Live().Keys.ID())
+	require.Equal(t, before, r.server.Settings().Keys.ID())
 	require.NotNil(t, r.fleet.state.Pool("c"), "what is not valid changes nothing")
 
 	require.NoError(t, os.WriteFile(r.key, []byte("no key\n"), 0o600))
@@ -88,7 +88,7 @@ func TestReload(t *testing.T) {
 	r.write("admin: {listen: 127.0.0.1:9191}\n" + twoPools)
 	_, err = r.reload(t.Context())
 	require.NoError(t, err)
-	require.NotEqual(t, before, r.server.Live().Keys.ID())
+	require.NotEqual(t, before, r.server.Settings().Keys.ID())
 	require.Contains(t, r.said.String(), "paths=[admin.listen]")
 	n := strings.Count(r.said.String(), "take a restart")
 	_, err = r.reload(t.Context())
@@ -144,13 +144,13 @@ func TestReloadKeepsPeers(t *testing.T) {
 	r.write(mooncake)
 	_, err := r.reload(t.Context())
 	require.NoError(t, err)
-	peers := r.server.Live().Pools["a"].Peers
+	peers := r.server.Settings().Pools["a"].Peers
 	require.NotNil(t, peers)
 
 	r.write(strings.Replace(mooncake, "name: b", "name: c", 1))
 	_, err = r.reload(t.Context())
 	require.NoError(t, err)
-	require.Same(t, peers, r.server.Live().Pools["a"].Peers)
+	require.Same(t, peers, r.server.Settings().Pools["a"].Peers)
 
 	ctx, stop := context.WithCancel(t.Context())
 	done := make(chan error, 1)
@@ -158,7 +158,7 @@ func TestReloadKeepsPeers(t *testing.T) {
 	r.write(twoPools)
 	_, err = r.reload(t.Context())
 	require.NoError(t, err)
-	require.Nil(t, r.server.Live().Pools["a"].Peers)
+	require.Nil(t, r.server.Settings().Pools["a"].Peers)
 	stop()
 	require.NoError(t, <-done)
 }

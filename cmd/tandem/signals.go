@@ -11,10 +11,10 @@ import (
 
 // signals shows what engines say about their load as gauges: what a decision was made from, and how old it was.
 type signals struct {
-	state                                            *kvstate.State
-	scraper                                          *scrape.Scraper
-	running, waiting, elsewhere, usage, age, scrapes *prometheus.Desc
-	bandwidth, tokenBytes                            *prometheus.Desc
+	state                                           *kvstate.State
+	scraper                                         *scrape.Scraper
+	running, waiting, external, usage, age, scrapes *prometheus.Desc
+	bandwidth, tokenBytes                           *prometheus.Desc
 }
 
 func newSignals(state *kvstate.State, scraper *scrape.Scraper) *signals {
@@ -24,20 +24,20 @@ func newSignals(state *kvstate.State, scraper *scrape.Scraper) *signals {
 	return &signals{
 		state:      state,
 		scraper:    scraper,
-		scrapes:    prometheus.NewDesc("tandem_scrapes_total", "Times that this replica asked an engine for its metrics, by whether it told its load (ok, failed).", []string{"result"}, nil),
-		running:    gauge("tandem_engine_running", "Requests that the engine says are running. Absent: it does not say."),
-		waiting:    gauge("tandem_engine_waiting", "Requests that the engine says are waiting. Absent: it does not say."),
-		elsewhere:  gauge("tandem_engine_requests_elsewhere", "Requests that the engine says run or wait and no replica booked, in two looks: the decision counts them. Absent: it does not say."),
-		usage:      gauge("tandem_engine_kv_usage", "Share of the KV cache that the engine says is in use, 0 to 1. Absent: it does not say."),
-		bandwidth:  gauge("tandem_engine_transfer_bytes_per_second", "How fast KV comes to the endpoint, learned from what its engine says of transfers. Absent: not learned."),
-		tokenBytes: prometheus.NewDesc("tandem_kv_bytes_per_token", "KV of a token, learned from what engines say of transfers. Absent: not learned.", []string{"pool"}, nil),
-		age:        gauge("tandem_engine_signals_age_seconds", "How old the oldest of what the engine says is. Absent: it never said anything."),
+		scrapes:    prometheus.NewDesc("tandem_scrapes_total", "Times that this replica asked an engine for its metrics, by result (ok, failed).", []string{"result"}, nil),
+		running:    gauge("tandem_engine_running", "Running requests, as the engine reports them. Absent: not reported."),
+		waiting:    gauge("tandem_engine_waiting", "Waiting requests, as the engine reports them. Absent: not reported."),
+		external:   gauge("tandem_engine_requests_external", "Running and waiting requests that no replica booked, in two scrapes: load that did not come through Tandem. Absent: not reported."),
+		usage:      gauge("tandem_engine_kv_usage", "Share of the KV cache in use, 0 to 1, as the engine reports it. Absent: not reported."),
+		bandwidth:  gauge("tandem_engine_transfer_bytes_per_second", "Rate of KV transfers to the endpoint, learned from its engine's counters. Absent: not learned."),
+		tokenBytes: prometheus.NewDesc("tandem_kv_bytes_per_token", "KV bytes of a token, learned from the engines' counters of transfers. Absent: not learned.", []string{"pool"}, nil),
+		age:        gauge("tandem_engine_signals_age_seconds", "Age of the oldest figure that the engine has reported. Absent: none yet."),
 	}
 }
 
 // Describe implements [prometheus.Collector].
 func (s *signals) Describe(out chan<- *prometheus.Desc) {
-	for _, d := range []*prometheus.Desc{s.running, s.waiting, s.elsewhere, s.usage, s.age, s.scrapes, s.bandwidth, s.tokenBytes} {
+	for _, d := range []*prometheus.Desc{s.running, s.waiting, s.external, s.usage, s.age, s.scrapes, s.bandwidth, s.tokenBytes} {
 		out <- d
 	}
 }
@@ -65,7 +65,7 @@ func (s *signals) Collect(out chan<- prometheus.Metric) {
 			show(s.running, float64(g.Running))
 			show(s.waiting, float64(g.Waiting))
 			if g.Running >= 0 && g.Waiting >= 0 {
-				show(s.elsewhere, float64(g.External))
+				show(s.external, float64(g.External))
 			}
 			show(s.usage, g.KVUsage)
 			if bandwidth := s.state.Bandwidth(p, e); bandwidth > 0 {

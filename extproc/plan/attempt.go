@@ -18,16 +18,16 @@ type Attempt struct {
 	Alone     bool     // do not split, whatever the policy
 	Why       string   // of Alone
 
-	PairFailed   [2]string // addresses of the pair that failed last, where it is not known which of the two it was
-	DecodeFailed bool      // the hop that failed last was to decode
-	TurnFailed   bool      // it was a prefill leg that was to fetch the conversation's last answer
+	PairFailed         [2]string // addresses of the pair that failed last, where it is not known which of the two it was
+	DecodeFailed       bool      // the hop that failed last was to decode
+	ConversationFailed bool      // it was a prefill leg that was to fetch the conversation's last answer
 }
 
 // Resume returns the attempt of a request whose ticket came back, whatever hop of it failed.
 func Resume(t *kvtransfer.Ticket) Attempt {
 	a := Attempt{
 		Redirects: t.Redirects, Prefills: t.Prefills, Started: t.Started, Excluded: t.Excluded,
-		DecodeFailed: t.Cause == kvtransfer.CauseDecode, TurnFailed: t.Cause == kvtransfer.CauseTurn,
+		DecodeFailed: t.Cause == kvtransfer.CauseDecode, ConversationFailed: t.Cause == kvtransfer.CauseTurn,
 	}
 	if a.DecodeFailed && t.Loads {
 		a.PairFailed = [2]string{t.Prefill, t.Decode}

@@ -111,7 +111,7 @@ func TestResume(t *testing.T) {
 	require.True(t, a.DecodeFailed)
 	require.Equal(t, [2]string{"p1", "d1"}, a.PairFailed)
 	require.NoError(t, a.Failed(&Policy{OnFailure: Fail}, decode), "its prefill worked")
-	require.True(t, Resume(&kvtransfer.Ticket{Cause: kvtransfer.CauseTurn}).TurnFailed)
+	require.True(t, Resume(&kvtransfer.Ticket{Cause: kvtransfer.CauseTurn}).ConversationFailed)
 }
 
 func TestExhausted(t *testing.T) {

@@ -14,24 +14,24 @@ import (
 type stateCollector struct {
 	state                *kvstate.State
 	up, requests, tokens *prometheus.Desc
-	elsewhere            *prometheus.Desc
+	remote               *prometheus.Desc
 }
 
 func newStateCollector(state *kvstate.State) *stateCollector {
 	endpoint := []string{"pool", "endpoint", "role"}
 	return &stateCollector{
 		state:    state,
-		up:       prometheus.NewDesc("tandem_endpoint_up", "Whether an endpoint is in use (1) or left out because it failed (0).", endpoint, nil),
+		up:       prometheus.NewDesc("tandem_endpoint_up", "Whether an endpoint is in use (1) or marked as failed (0).", endpoint, nil),
 		requests: prometheus.NewDesc("tandem_endpoint_requests", "Requests booked on an endpoint now.", endpoint, nil),
 		tokens:   prometheus.NewDesc("tandem_endpoint_prompt_tokens", "Prompt tokens of the requests booked on an endpoint now.", endpoint, nil),
-		elsewhere: prometheus.NewDesc("tandem_queue_requests_elsewhere",
-			"Requests that wait in other replicas, as far as this one is told: it lets them go before its own that stand behind them.", []string{"pool"}, nil),
+		remote: prometheus.NewDesc("tandem_queue_requests_remote",
+			"Requests known to wait in other replicas. This one dispatches them before its own that rank behind them.", []string{"pool"}, nil),
 	}
 }
 
 // Describe is of prometheus.Collector.
 func (c *stateCollector) Describe(out chan<- *prometheus.Desc) {
-	for _, d := range []*prometheus.Desc{c.up, c.requests, c.tokens, c.elsewhere} {
+	for _, d := range []*prometheus.Desc{c.up, c.requests, c.tokens, c.remote} {
 		out <- d
 	}
 }
@@ -43,7 +43,7 @@ func (c *stateCollector) Collect(out chan<- prometheus.Metric) {
 	}
 	for _, p := range c.state.Pools() {
 		if c.state.HasReplicas() {
-			gauge(c.elsewhere, float64(p.RemoteQueueLength()), p.Spec.Name)
+			gauge(c.remote, float64(p.RemoteQueueLength()), p.Spec.Name)
 		}
 		for _, e := range p.Endpoints() {
 			up := 1.
@@ -94,7 +94,7 @@ func (m *Metrics) prune(state *kvstate.State, now time.Time) {
 		m.hops.DeletePartialMatch(of)
 		m.firstByte.DeletePartialMatch(of)
 		m.prefillErrors.DeletePartialMatch(of)
-		m.stranded.DeletePartialMatch(of)
+		m.orphaned.DeletePartialMatch(of)
 		m.loadFailures.DeletePartialMatch(of)
 	}
 }

@@ -23,7 +23,7 @@ type Metrics struct {
 	whole         *prometheus.HistogramVec // pool, route, result; seconds
 	wholeFirst    *prometheus.HistogramVec // pool, route; seconds
 	prefillErrors *prometheus.CounterVec   // pool, endpoint, status
-	stranded      *prometheus.CounterVec   // pool, endpoint, reason
+	orphaned      *prometheus.CounterVec   // pool, endpoint, reason
 	loadFailures  *prometheus.CounterVec   // pool, endpoint, seen
 	cleanups      *prometheus.CounterVec   // pool, result
 	promptTokens  *prometheus.CounterVec   // pool, source
@@ -36,12 +36,12 @@ type Metrics struct {
 	queued        *prometheus.GaugeVec     // pool
 	waits         *prometheus.HistogramVec // pool, end; seconds
 	forgedTickets prometheus.Counter
-	unfollowed    *prometheus.CounterVec // reason
+	notFollowed   *prometheus.CounterVec // reason
 	controlFields prometheus.Counter
 	panics        *prometheus.CounterVec
 
-	live      live
-	endpoints departed
+	liveTotals liveTotals
+	endpoints  departed
 }
 
 // NewMetrics registers the server's metrics and gauges of its state.
@@ -74,26 +74,26 @@ func NewMetrics(r prometheus.Registerer, state *kvstate.State) *Metrics {
 		prefillErrors: counter("tandem_prefill_errors_total",
 			"Prefill answers other than 200 by endpoint and status; Envoy's own 503 and 504 stand for an endpoint that was not reached or too slow.",
 			"pool", "endpoint", "status"),
-		stranded: counter("tandem_handovers_stranded_total",
-			"Hand-overs that no decode endpoint fetched, or perhaps none: the prefill endpoint holds their blocks until its lease ends.",
+		orphaned: counter("tandem_handovers_orphaned_total",
+			"Hand-overs that no decode endpoint fetched, or possibly none: the prefill endpoint holds their blocks until its lease ends.",
 			"pool", "endpoint", "reason"),
 		loadFailures: counter("tandem_kv_load_failures_total",
 			"KV that decode could not load, by prefill endpoint and how it was seen (stream: an answer shorter than any complete one, answer: decode failed).",
 			"pool", "endpoint", "seen"),
-		cleanups:      counter("tandem_cleanup_decodes_total", "Stranded hand-overs of pools that want them fetched (strandedBlocks: cleanupDecode), by what came of it.", "pool", "result"),
+		cleanups:      counter("tandem_cleanup_decodes_total", "Orphaned hand-overs that a pool with strandedBlocks: cleanupDecode fetched, by result.", "pool", "result"),
 		promptTokens:  counter("tandem_prompt_tokens_total", "Prompt tokens of split requests as prefill reports them, by source (cached, computed).", "pool", "source"),
 		tokensLearned: counter("tandem_prompt_tokens_learned_total", "Token ids of prompts that were learned, to match KV events with, by source (prefill, tokenizer).", "pool", "source"),
 		turns: counter("tandem_turns_total",
-			"Turns of conversations whose blocks decode keeps for the next one: kept, unusable, no_room; at the next, told (to prefill), failed, or why prefill was not told.",
+			"Turns of conversations whose blocks decode holds for the next turn: kept, unusable, no_room; at the next turn told (prefill got them), failed, or why prefill did not get them.",
 			"pool", "what"),
-		unfollowed: counter("tandem_redirects_unfollowed_total",
-			"Redirects that Envoy did not follow, so that the client was told attempts_exhausted, by reason (incomplete, not_kept, too_many, no_location).", "reason"),
+		notFollowed: counter("tandem_redirects_not_followed_total",
+			"Redirects that Envoy did not follow, so that the client got attempts_exhausted, by reason (incomplete, not_kept, too_many, no_location).", "reason"),
 		expected: expectations{
 			cached: counter("tandem_cached_tokens_compared_total",
-				"Prompt tokens of split requests in the prefix cache of their prefill endpoint, by what says so: as expected when it was chosen, as measured by it.",
+				"Prompt tokens of split requests in the prefix cache of their prefill endpoint, expected when it was chosen, or measured by it.",
 				"pool", "as"),
 			time: counter("tandem_prefill_seconds_compared_total",
-				"Time of prefill hops for which a time was expected, by what says so: as expected when the endpoint was chosen, as measured.",
+				"Time of prefill hops for which a time was expected, expected when the endpoint was chosen, or measured.",
 				"pool", "as"),
 			ratio: histogram("tandem_prefill_time_ratio", "Measured time of a prefill hop over the expected one: 1 is a perfect prediction.", prometheus.ExponentialBuckets(1./16, 2, 9), "pool"),
 		},
@@ -103,9 +103,9 @@ func NewMetrics(r prometheus.Registerer, state *kvstate.State) *Metrics {
 		queued: prometheus.NewGaugeVec(prometheus.GaugeOpts{Name: "tandem_queue_requests", Help: "Requests that wait in this replica for endpoints (late binding)."}, []string{"pool"}),
 		waits: histogram("tandem_queue_wait_seconds",
 			"Time that requests waited for endpoints, of those that did, by how it ended (bound, expired, pushed, shed, client_gone).", hops, "pool", "end"),
-		forgedTickets: prometheus.NewCounter(prometheus.CounterOpts{Name: "tandem_tickets_refused_total", Help: "Tickets that were not ours, not for that request, or not for that door."}),
+		forgedTickets: prometheus.NewCounter(prometheus.CounterOpts{Name: "tandem_tickets_refused_total", Help: "Tickets that are forged, of another request, or of another stage."}),
 		panics:        counter("tandem_panics_total", "Panics of handlers, which cost the request or message that was handled.", "where"),
-		controlFields: prometheus.NewCounter(prometheus.CounterOpts{Name: "tandem_control_fields_cut_total", Help: "Requests from which members were cut that are not a client's to send."}),
+		controlFields: prometheus.NewCounter(prometheus.CounterOpts{Name: "tandem_control_fields_cut_total", Help: "Requests with members that a client must not send, which were cut."}),
 	}
 	m.observeWork(histogram("tandem_ext_proc_phase_seconds", "Time of one phase of an ext_proc stream: receive (waiting for Envoy and the client), scan, decide, answer.", work, "role", "phase"))
 	r.MustRegister(m.queued, m.ticketBytes, m.forgedTickets, m.controlFields, newStateCollector(state),
@@ -123,7 +123,7 @@ func histogramOpts(name, help string, buckets []float64) prometheus.HistogramOpt
 	}
 }
 
-// TicketRefused counts a ticket that was not ours, not for that request, or not for that door.
+// TicketRefused counts a ticket that is forged, of another request, or of another stage.
 func (m *Metrics) TicketRefused() { m.forgedTickets.Inc() }
 
 // ControlFieldsCut counts a request from which members were cut that a client must not send.
@@ -134,7 +134,7 @@ func (m *Metrics) TicketSealed(bytes int) { m.ticketBytes.Observe(float64(bytes)
 
 // Orphaned counts a hand-over that no decode endpoint fetched, or perhaps none.
 func (m *Metrics) Orphaned(pool, endpoint, reason string) {
-	m.stranded.WithLabelValues(pool, endpoint, reason).Inc()
+	m.orphaned.WithLabelValues(pool, endpoint, reason).Inc()
 }
 
 // LoadFailed counts KV that decode could not load from a prefill endpoint, by how it was seen.
@@ -146,7 +146,7 @@ func (m *Metrics) LoadFailed(pool, prefill, seen string) {
 func (m *Metrics) Reclaimed(pool, result string) { m.cleanups.WithLabelValues(pool, result).Inc() }
 
 // NotFollowed counts a redirect that Envoy did not follow.
-func (m *Metrics) NotFollowed(reason string) { m.unfollowed.WithLabelValues(reason).Inc() }
+func (m *Metrics) NotFollowed(reason string) { m.notFollowed.WithLabelValues(reason).Inc() }
 
 // Turn counts what became of a turn of a conversation.
 func (m *Metrics) Turn(pool, what string) { m.turns.WithLabelValues(pool, what).Inc() }
@@ -168,26 +168,26 @@ func (m *Metrics) WaitEnded(pool, end string, took time.Duration) {
 func (m *Metrics) Processed(role string, d, busy time.Duration, of exemplar) {
 	observe(m.process.WithLabelValues(role), d, of)
 	if role == envoywire.RoleMain || role == envoywire.RolePicker {
-		m.live.decisions.observe(busy)
+		m.liveTotals.decisions.observe(busy)
 	}
 }
 
 // Refused counts a request that Tandem answered itself with an error.
 func (m *Metrics) Refused(e *openai.Error) {
 	m.refusals.WithLabelValues(e.Code).Inc()
-	m.live.refused.Add(1)
+	m.liveTotals.refused.Add(1)
 }
 
 // Decided counts a pass that was planned.
 func (m *Metrics) Decided(p *kvstate.Pool, route, reason string) {
 	m.requests.WithLabelValues(p.Spec.Name, route, reason).Inc()
-	m.live.decided(route)
+	m.liveTotals.decided(route)
 }
 
 // Replanned counts a pass that was planned again after a hop failed.
 func (m *Metrics) Replanned(t *kvtransfer.Ticket) {
 	m.replans.WithLabelValues(t.Pool, t.Cause).Inc()
-	m.live.replans.Add(1)
+	m.liveTotals.replans.Add(1)
 }
 
 // Panicked counts a panic of a handler.
@@ -197,7 +197,7 @@ func (m *Metrics) Panicked(where string) { m.panics.WithLabelValues(where).Inc()
 func (m *Metrics) PrefillEnded(t *kvtransfer.Ticket, code int, result string, took time.Duration, of exemplar) {
 	m.HopEnded(t.Pool, "prefill", t.Prefill, result, took, of)
 	if result == "ok" {
-		m.live.prefill.observe(took)
+		m.liveTotals.prefill.observe(took)
 	}
 	if code != 200 {
 		m.prefillErrors.WithLabelValues(t.Pool, t.Prefill, statusLabel(code)).Inc()
@@ -223,8 +223,8 @@ func (m *Metrics) Prompt(pool string, h kvtransfer.Answer) {
 		computed := max(h.PromptTokens-h.CachedTokens, 0)
 		m.promptTokens.WithLabelValues(pool, "cached").Add(float64(h.CachedTokens))
 		m.promptTokens.WithLabelValues(pool, "computed").Add(float64(computed))
-		m.live.cachedTokens.Add(uint64(h.CachedTokens))
-		m.live.computedTokens.Add(uint64(computed))
+		m.liveTotals.cachedTokens.Add(uint64(h.CachedTokens))
+		m.liveTotals.computedTokens.Add(uint64(computed))
 	}
 }
 
@@ -253,10 +253,10 @@ func (m *Metrics) RequestEnded(t *kvtransfer.Ticket, e *envoywire.LogEntry, took
 	}
 	result := EndedAs(t, e)
 	observe(m.whole.WithLabelValues(t.Pool, route, result), e.Duration, of)
-	m.live.ended(result)
+	m.liveTotals.ended(result)
 	if e.FirstByte > 0 && result == "ok" {
 		observe(m.wholeFirst.WithLabelValues(t.Pool, route), e.FirstByte, of)
-		m.live.firstByte.observe(e.FirstByte)
+		m.liveTotals.firstByte.observe(e.FirstByte)
 	}
 }
 

@@ -39,9 +39,9 @@ type Planned struct {
 
 	Foreseen
 
-	Waited                  time.Duration // for its endpoints
-	WaitedFor               string        // endpoint that had too much to do when the request came
-	Behind, BehindElsewhere int           // requests that waited before it then
+	Waited               time.Duration // for its endpoints
+	WaitedFor            string        // endpoint that had too much to do when the request came
+	Behind, BehindRemote int           // requests that waited before it then
 
 	Weighed []Weighed // nil: nobody looks
 }

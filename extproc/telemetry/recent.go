@@ -20,14 +20,14 @@ type Trace struct {
 	PrefillTime  time.Duration `json:"prefill_ns"` // of the pass that ended with P's answer
 	DecodeTime   time.Duration `json:"decode_ns"`  // of the last pass
 	Foreseen
-	FirstByte time.Duration `json:"first_byte_ns,omitempty"`    // from the start to the first byte of the answer, which is of its headers: some engines send them before the first token
-	Status    int           `json:"status"`                     // what the client got; 0: not known yet
-	Waited    time.Duration `json:"waited_ns,omitempty"`        // for its endpoints, in pass 1
-	WaitedFor string        `json:"waited_for,omitempty"`       // prefill endpoint that had too much to do when it came
-	Behind    int           `json:"behind,omitempty"`           // requests that waited before it then, in this replica
-	Elsewhere int           `json:"behind_elsewhere,omitempty"` // and in others
-	Started   time.Time     `json:"started"`
-	Weighed   []Weighed     `json:"weighed,omitempty"` // of the last pass planned; kept of a few requests a second
+	FirstByte    time.Duration `json:"first_byte_ns,omitempty"` // from the start to the first byte of the answer, which is of its headers: some engines send them before the first token
+	Status       int           `json:"status"`                  // what the client got; 0: not known yet
+	Waited       time.Duration `json:"waited_ns,omitempty"`     // for its endpoints, in pass 1
+	WaitedFor    string        `json:"waited_for,omitempty"`    // prefill endpoint that had too much to do when it came
+	Behind       int           `json:"behind,omitempty"`        // requests that waited before it then, in this replica
+	BehindRemote int           `json:"behind_remote,omitempty"` // and in others
+	Started      time.Time     `json:"started"`
+	Weighed      []Weighed     `json:"weighed,omitempty"` // of the last pass planned; kept of a few requests a second
 }
 
 // Recent keeps the traces of the latest requests, for people who look. It is bounded and the oldest go first.
@@ -71,7 +71,7 @@ func (r *Recent) Planned(p *Planned) {
 	t.PromptTokens, t.Weighed = p.PromptTokens, p.Weighed
 	t.Foreseen = p.Foreseen
 	if p.Waited > 0 {
-		t.Waited, t.WaitedFor, t.Behind, t.Elsewhere = p.Waited, p.WaitedFor, p.Behind, p.BehindElsewhere
+		t.Waited, t.WaitedFor, t.Behind, t.BehindRemote = p.Waited, p.WaitedFor, p.Behind, p.BehindRemote
 	}
 }
 

@@ -73,7 +73,7 @@ func (h *Durations) Add(other *Durations) {
 }
 
 // live is what Totals are read from.
-type live struct {
+type liveTotals struct {
 	split, alone, pass            atomic.Uint64
 	refused, replans              atomic.Uint64
 	ok, rejected, failed, gone    atomic.Uint64
@@ -92,7 +92,7 @@ func (h *liveDurations) load() (out Durations) {
 	return out
 }
 
-func (l *live) decided(route string) {
+func (l *liveTotals) decided(route string) {
 	switch route {
 	case "split", "pair":
 		l.split.Add(1)
@@ -103,7 +103,7 @@ func (l *live) decided(route string) {
 	}
 }
 
-func (l *live) ended(result string) {
+func (l *liveTotals) ended(result string) {
 	switch result {
 	case "ok":
 		l.ok.Add(1)
@@ -118,7 +118,7 @@ func (l *live) ended(result string) {
 
 // Totals are the counts as they are now.
 func (m *Metrics) Totals() Totals {
-	l := &m.live
+	l := &m.liveTotals
 	return Totals{
 		Split: l.split.Load(), Alone: l.alone.Load(), Pass: l.pass.Load(), Refused: l.refused.Load(), Replans: l.replans.Load(),
 		OK: l.ok.Load(), Rejected: l.rejected.Load(), Failed: l.failed.Load(), Gone: l.gone.Load(),

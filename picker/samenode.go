@@ -11,28 +11,28 @@ import (
 // (pair.go): a P's own neighbours are looked at one by one.
 
 // beside is the least price of a D on the machine of p, transfer included; infinite if there is none.
-func (k *Picker) beside(v *kvstate.View, t *terms, p int) float64 {
+func (k *Picker) sameNode(v *kvstate.View, t *terms, p int) float64 {
 	best := math.Inf(1)
 	for _, d := range v.DecodesOnNode(p) {
-		best = min(best, k.priceBeside(v, t, p, int(d)))
+		best = min(best, k.priceSameNode(v, t, p, int(d)))
 	}
 	return best
 }
 
 // besideEach lowers in total, by position, what those that decode on the machine of p cost, and returns the least of them.
-func (k *Picker) besideEach(v *kvstate.View, t *terms, p int, total []float64) float64 {
+func (k *Picker) sameNodeEach(v *kvstate.View, t *terms, p int, total []float64) float64 {
 	best := math.Inf(1)
 	if p < 0 {
 		return best
 	}
 	for _, d := range v.DecodesOnNode(p) {
-		total[d] = min(total[d], k.priceBeside(v, t, p, int(d)))
+		total[d] = min(total[d], k.priceSameNode(v, t, p, int(d)))
 		best = min(best, total[d])
 	}
 	return best
 }
 
-func (k *Picker) priceBeside(v *kvstate.View, t *terms, p, d int) float64 {
+func (k *Picker) priceSameNode(v *kvstate.View, t *terms, p, d int) float64 {
 	price, c := k.prices[d].decode, &v.Endpoints[d]
 	if from := kindOf(&v.Endpoints[p]); math.IsInf(price, 1) || !from.pairsWith(c) || !loads(v, p, d) {
 		return math.Inf(1)

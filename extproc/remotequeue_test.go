@@ -51,7 +51,7 @@ func TestOthersAreToldWhoWaits(t *testing.T) {
 		var r openai.Request
 		require.NoError(t, r.Scan(openai.Chat, []byte(strings.Replace(chatBody, "hi", "a"+filler(8000), 1)), openai.Limits{}))
 		s.state.Routed(pool, pool.Endpoint(addressOf("p2")), r.PromptHash(nil, blockBytes, maxBlocks))
-		time.Sleep(2 * keepHits)
+		time.Sleep(2 * hitsTTL)
 		synctest.Wait()
 		held := 0
 		for _, w := range pool.Queued() {
@@ -132,7 +132,7 @@ func TestRequestsStandBehindThoseOfOtherReplicas(t *testing.T) {
 		c.send("a", 16_000)
 		e, err := s.server.Explain("chat", 100)
 		require.NoError(t, err)
-		require.Equal(t, []int{1, 1}, []int{e.Waiting, e.Elsewhere})
+		require.Equal(t, []int{1, 1}, []int{e.Waiting, e.Remote})
 		end()
 		time.Sleep(50 * time.Millisecond)
 		synctest.Wait()
@@ -143,7 +143,7 @@ func TestRequestsStandBehindThoseOfOtherReplicas(t *testing.T) {
 		require.Equal(t, []string{"a"}, c.order, "the other has been sent, to somewhere else")
 		trace := s.server.Recent(1)[0]
 		require.Equal(t, addressOf("p1"), trace.WaitedFor)
-		require.Equal(t, []int{0, 1}, []int{trace.Behind, trace.Elsewhere})
+		require.Equal(t, []int{0, 1}, []int{trace.Behind, trace.BehindRemote})
 		c.done("a")
 
 		pool.ApplyQueued(9, []kvstate.Queued{{ID: 78, Arrived: time.Now(), Work: 510 * time.Millisecond, PromptTokens: 8000}}, nil, nil, false)
@@ -156,7 +156,7 @@ func TestRequestsStandBehindThoseOfOtherReplicas(t *testing.T) {
 		c.done("b")
 		time.Sleep(2 * waitTick)
 		synctest.Wait()
-		room := s.server.live.Load().Pools["chat"].room
+		room := s.server.settings.Load().Pools["chat"].admission
 		room.mu.Lock()
 		require.False(t, room.running, "nobody waits here")
 		room.mu.Unlock()
@@ -166,7 +166,7 @@ func TestRequestsStandBehindThoseOfOtherReplicas(t *testing.T) {
 	})
 }
 
-// waitElsewhere is tandem_queue_requests_elsewhere.
+// waitElsewhere is tandem_queue_requests_remote.
 func waitElsewhere(t *testing.T, state *kvstate.State) int {
 	t.Helper()
 	r := prometheus.NewPedanticRegistry()
@@ -174,7 +174,7 @@ func waitElsewhere(t *testing.T, state *kvstate.State) int {
 	all, err := r.Gather()
 	require.NoError(t, err)
 	for _, f := range all {
-		if f.GetName() == "tandem_queue_requests_elsewhere" {
+		if f.GetName() == "tandem_queue_requests_remote" {
 			return int(f.GetMetric()[0].GetGauge().GetValue())
 		}
 	}

@@ -31,44 +31,44 @@ type Waiting struct {
 const (
 	waitTick  = 20 * time.Millisecond // how often those who wait are looked at, at least
 	waitPause = 2 * time.Millisecond  // and at most: a burst of answers is one occasion
-	keepHits  = 50 * time.Millisecond // for so long who waits believes what it knows of caches
+	hitsTTL   = 50 * time.Millisecond // for so long who waits believes what it knows of caches
 )
 
 // How waiting ended: label values of a metric.
 const (
 	waitBound   = "bound"       // it was its turn
 	waitExpired = "expired"     // Waiting.MaxTime was over: bound before its turn
-	waitPushed  = "pushed"      // there was no room or no memory for it any more: bound before its turn
+	waitEarly   = "pushed"      // there was no room or no memory for it any more: bound before its turn
 	waitShed    = "shed"        // it gave way, or its targets could not be met any more
 	waitGone    = "client_gone" // nobody waited for it any more
 )
 
 // waitingRoom holds the requests of one pool that wait. It serves picker.Queue as its Room.
-type waitingRoom struct {
+type admission struct {
 	s    *Server
 	name string // of the pool
 
-	mu       sync.Mutex
-	maxTime  time.Duration
-	queue    picker.Queue
-	picker   picker.Picker
-	pairs    bool // endpoints that do both do not count
-	pool     *kvstate.Pool
-	view     kvstate.View
-	usable   []bool // of the endpoints of the view filled last, before a request has its say
-	waiters  map[uint64]*waiter
-	arriving *waiter   // asks to come in; not one of waiters yet
-	landing  []*waiter // were sent and have not booked yet: they count as if they had, on D too until they have
-	spare    [][]kvstate.Candidate
-	lastID   uint64
-	running  bool
+	mu        sync.Mutex
+	maxTime   time.Duration
+	queue     picker.Queue
+	picker    picker.Picker
+	pairs     bool // endpoints that do both do not count
+	pool      *kvstate.Pool
+	view      kvstate.View
+	usable    []bool // of the endpoints of the view filled last, before a request has its say
+	waiters   map[uint64]*waiter
+	arriving  *waiter   // asks to come in; not one of waiters yet
+	committed []*waiter // were sent and have not booked yet: they count as if they had, on D too until they have
+	spare     [][]kvstate.Candidate
+	lastID    uint64
+	running   bool
 
-	elsewhere   map[uint64]kvstate.Queued // at other replicas
-	heardTo     uint64                    // the pool's count of them that this is of
-	other       picker.Request            // one of them
-	positions   map[string]int            // of addresses in positionsOf
-	positionsOf *kvstate.Pool
-	held        []kvstate.Held
+	remote        map[uint64]kvstate.Queued // at other replicas
+	remoteVersion uint64                    // the pool's count of them that this is of
+	other         picker.Request            // one of them
+	positions     map[string]int            // of addresses in positionsOf
+	positionsOf   *kvstate.Pool
+	held          []kvstate.Held
 }
 
 // waiter is one request. It lives in its stream's memory, which does nothing but wait meanwhile.
@@ -83,12 +83,12 @@ type waiter struct {
 	hitsOf *kvstate.Pool
 	hitsAt time.Time
 
-	least   time.Duration // its work, where that is least
-	place   float64       // its key in the queue
-	choosy  bool          // not every endpoint serves its model
-	told    bool          // others know that it waits
-	held    []kvstate.Held
-	stoodBy stoodBy
+	least     time.Duration // its work, where that is least
+	place     float64       // its key in the queue
+	choosy    bool          // not every endpoint serves its model
+	published bool          // others know that it waits
+	held      []kvstate.Held
+	blockedOn blockedOn
 
 	done    chan struct{} // closed when it is settled; nil: it never waited
 	end     string        // one of the wait constants
@@ -96,25 +96,25 @@ type waiter struct {
 	choice  picker.Choice
 	err     error
 
-	lands           *waitingRoom      // nil: it is not landing
+	pending         *admission        // nil: it is not landing
 	prefill, decode *kvstate.Endpoint // that it lands on; prefill may be nil
 	work            time.Duration
 }
 
 // stoodBy is what a request had to wait for when it came.
-type stoodBy struct {
-	endpoint        string // that it would have gone to: it had a step of work ahead, or less without those before it
-	here, elsewhere int    // requests that waited before it
+type blockedOn struct {
+	endpoint      string // that it would have gone to: it had a step of work ahead, or less without those before it
+	local, remote int    // requests that waited before it
 }
 
-func newWaitingRoom(s *Server, name string) *waitingRoom {
-	w := &waitingRoom{s: s, name: name, waiters: map[uint64]*waiter{}, elsewhere: map[uint64]kvstate.Queued{}}
+func newAdmission(s *Server, name string) *admission {
+	w := &admission{s: s, name: name, waiters: map[uint64]*waiter{}, remote: map[uint64]kvstate.Queued{}}
 	w.lastID = random() // so that no other replica counts the same numbers
 	return w
 }
 
 // set puts a policy in force, for those who wait as well.
-func (w *waitingRoom) set(p *Policy) {
+func (w *admission) set(p *Policy) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	w.maxTime, w.queue.Max, w.picker.Policy = p.Waiting.MaxTime, p.Waiting.Max, p.Placement()
@@ -133,9 +133,9 @@ func (x *planning) choose(pool *kvstate.Pool, policy *Policy, r *picker.Request,
 
 func (x *planning) chooseNow(pool *kvstate.Pool, policy *Policy, r *picker.Request, a *plan.Attempt) (picker.Choice, error) {
 	x.picker.Policy = policy.Placement()
-	if policy.room == nil || a.Redirects > 0 || len(x.view.Endpoints) != len(pool.Endpoints()) {
-		if r.Miss == picker.MissWait {
-			r.Miss = picker.MissGoOn
+	if policy.admission == nil || a.Redirects > 0 || len(x.view.Endpoints) != len(pool.Endpoints()) {
+		if r.OnMiss == picker.MissWait {
+			r.OnMiss = picker.MissGoOn
 		}
 		if policy.Dialect.PairsOnly() {
 			x.view.Endpoints = slices.DeleteFunc(x.view.Endpoints, func(c kvstate.Candidate) bool { return c.Endpoint.Role == kvstate.RoleBoth })
@@ -148,11 +148,11 @@ func (x *planning) chooseNow(pool *kvstate.Pool, policy *Policy, r *picker.Reque
 		w.hits = append(w.hits, int32(x.view.Endpoints[i].Hit))
 	}
 	w.hitsOf, w.hitsAt = pool, w.came
-	if policy.room.enter(w) {
-		policy.room.wait(w)
-		x.waited, x.stoodBy = time.Since(w.came), w.stoodBy
+	if policy.admission.enter(w) {
+		policy.admission.wait(w)
+		x.waited, x.blockedOn = time.Since(w.came), w.blockedOn
 		x.LeaveOut(x.waited) // no part of deciding
-		x.s.metrics.WaitEnded(policy.room.name, w.end, x.waited)
+		x.s.metrics.WaitEnded(policy.admission.name, w.end, x.waited)
 	}
 	*r = w.request
 	return w.choice, w.err
@@ -160,20 +160,20 @@ func (x *planning) chooseNow(pool *kvstate.Pool, policy *Policy, r *picker.Reque
 
 // landed says that what the request was sent for is booked, or never will be. Other replicas hear only then that it does not
 // wait any more: between the two they would take the endpoint for free.
-func (x *planning) landed() {
-	if w := &x.waits; w.told {
-		w.told = false
+func (x *planning) committed() {
+	if w := &x.waits; w.published {
+		w.published = false
 		x.s.State.PublishDequeued(w.pool, w.id, w.end == waitBound && w.err == nil)
 	}
-	if room := x.waits.lands; room != nil {
+	if room := x.waits.pending; room != nil {
 		room.mu.Lock()
 		defer room.mu.Unlock()
-		room.land(&x.waits)
+		room.commit(&x.waits)
 	}
 }
 
 // enter asks for a request to be bound; true if it has to wait for that.
-func (w *waitingRoom) enter(r *waiter) bool {
+func (w *admission) enter(r *waiter) bool {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	w.lastID++
@@ -182,12 +182,12 @@ func (w *waitingRoom) enter(r *waiter) bool {
 		w.bind(r)
 		return false
 	}
-	w.hear()
+	w.syncRemote()
 	w.arriving = r
 	defer func() { w.arriving = nil }()
 	now, enough := r.came.Sub(w.s.started).Seconds(), w.picker.Model.FullStep()
 	if !w.queue.Arrive(&w.picker, w, r.id, now, enough) {
-		if !w.makeRoom(r.request.Priority) {
+		if !w.makeSpace(r.request.Priority) {
 			r.err = overloaded()
 			return false
 		}
@@ -198,9 +198,9 @@ func (w *waitingRoom) enter(r *waiter) bool {
 	}
 	r.done = make(chan struct{})
 	w.waiters[r.id] = r
-	w.standBy(r)
-	w.tell(r)
-	w.putAside(r)
+	w.setBlockedOn(r)
+	w.publish(r)
+	w.deferView(r)
 	w.s.metrics.QueueChanged(w.name, 1)
 	if !w.running {
 		w.running = true
@@ -211,13 +211,13 @@ func (w *waitingRoom) enter(r *waiter) bool {
 }
 
 // standBy notes what a request waits for.
-func (w *waitingRoom) standBy(r *waiter) {
+func (w *admission) setBlockedOn(r *waiter) {
 	here, elsewhere, self := w.queue.Before(r.id)
 	r.least, r.place = kvstate.Seconds(self.Work), self.Key
-	r.choosy = w.queue.Choosy()
-	r.stoodBy = stoodBy{here: here, elsewhere: elsewhere}
+	r.choosy = w.queue.Selective()
+	r.blockedOn = blockedOn{local: here, remote: elsewhere}
 	if at := w.queue.Wanted(); at >= 0 && at < len(r.x.view.Endpoints) {
-		r.stoodBy.endpoint = r.x.view.Endpoints[at].Endpoint.Addr
+		r.blockedOn.endpoint = r.x.view.Endpoints[at].Endpoint.Addr
 	}
 }
 
@@ -225,7 +225,7 @@ func (w *waitingRoom) standBy(r *waiter) {
 const maxSpare = 64
 
 // putAside takes the view of a request that waits: of a large fleet it is large, and thousands may wait.
-func (w *waitingRoom) putAside(r *waiter) {
+func (w *admission) deferView(r *waiter) {
 	if len(w.spare) < maxSpare {
 		w.spare = append(w.spare, r.x.view.Endpoints[:0])
 	}
@@ -233,7 +233,7 @@ func (w *waitingRoom) putAside(r *waiter) {
 }
 
 // takeBack gives a request a view again.
-func (w *waitingRoom) takeBack(r *waiter) {
+func (w *admission) restoreView(r *waiter) {
 	if n := len(w.spare); r.x.view.Endpoints == nil && n > 0 {
 		r.x.view.Endpoints = w.spare[n-1]
 		w.spare = w.spare[:n-1]
@@ -242,8 +242,8 @@ func (w *waitingRoom) takeBack(r *waiter) {
 
 // makeRoom is what happens where as many wait as may: one that gives way is refused. Where there is none, the newcomer is,
 // if it is to give way; and else the next one is bound before its time.
-func (w *waitingRoom) makeRoom(priority int32) bool {
-	if id, ok := w.queue.GivesWay(priority); ok {
+func (w *admission) makeSpace(priority int32) bool {
+	if id, ok := w.queue.Sheddable(priority); ok {
 		r := w.waiters[id]
 		w.remove(r)
 		r.err = overloaded()
@@ -251,23 +251,23 @@ func (w *waitingRoom) makeRoom(priority int32) bool {
 		return true
 	}
 	if priority >= 0 {
-		w.push()
+		w.dispatchEarly()
 		return true
 	}
 	return false
 }
 
 // push binds the next request before its time.
-func (w *waitingRoom) push() {
+func (w *admission) dispatchEarly() {
 	id, _ := w.queue.First()
 	r := w.waiters[id]
 	w.remove(r)
 	w.bind(r)
-	r.finish(waitPushed)
+	r.finish(waitEarly)
 }
 
 // wait returns when a request is settled.
-func (w *waitingRoom) wait(r *waiter) {
+func (w *admission) wait(r *waiter) {
 	w.mu.Lock()
 	limit := w.maxTime
 	w.mu.Unlock()
@@ -279,14 +279,14 @@ func (w *waitingRoom) wait(r *waiter) {
 	case <-timer.C:
 		w.leave(r, waitExpired)
 	case <-w.s.draining:
-		w.leave(r, waitPushed)
+		w.leave(r, waitEarly)
 	case <-ctx.Done():
 		w.leave(r, waitGone)
 	}
 }
 
 // leave takes a request out before its turn, and binds it if it is still wanted. It may have been sent a moment ago.
-func (w *waitingRoom) leave(r *waiter, why string) {
+func (w *admission) leave(r *waiter, why string) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	waits := w.waiters[r.id] == r
@@ -295,7 +295,7 @@ func (w *waitingRoom) leave(r *waiter, why string) {
 	}
 	switch {
 	case why == waitGone:
-		w.land(r)
+		w.commit(r)
 		r.end, r.err = waitGone, io.EOF
 	case !waits:
 	case why == waitExpired && r.request.Priority < 0:
@@ -307,12 +307,12 @@ func (w *waitingRoom) leave(r *waiter, why string) {
 }
 
 // remove takes a request out of the queue, and off the list.
-func (w *waitingRoom) remove(r *waiter) {
+func (w *admission) remove(r *waiter) {
 	w.queue.Remove(r.id)
 	w.forget(r)
 }
 
-func (w *waitingRoom) forget(r *waiter) {
+func (w *admission) forget(r *waiter) {
 	delete(w.waiters, r.id)
 	w.s.metrics.QueueChanged(w.name, -1)
 }
@@ -324,7 +324,7 @@ func (r *waiter) finish(end string) {
 }
 
 // run sends those for whom it is time until nobody waits.
-func (w *waitingRoom) run() {
+func (w *admission) run() {
 	tick, pause := time.NewTicker(waitTick), time.NewTimer(waitPause)
 	defer tick.Stop()
 	defer pause.Stop()
@@ -343,27 +343,27 @@ func (w *waitingRoom) run() {
 }
 
 // dispatch is one look at those who wait. freed says when to come back before the next tick.
-func (w *waitingRoom) dispatch() (freed <-chan struct{}, more bool) {
+func (w *admission) dispatch() (freed <-chan struct{}, more bool) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	if p := w.s.State.Pool(w.name); p != nil { // else it goes on with the pool that was
 		w.pool = p
 	}
 	for w.queue.Len() > 0 && w.s.shortOfMemory() {
-		w.push()
+		w.dispatchEarly()
 	}
-	w.hear()
+	w.syncRemote()
 	w.queue.Dispatch(&w.picker, w, time.Since(w.s.started).Seconds(), w.picker.Model.FullStep())
 	w.running = w.queue.Len() > 0
 	return w.pool.Freed(), w.running
 }
 
 // bind picks for a request whatever waits before it. Its goroutine must be waiting, or be the caller.
-func (w *waitingRoom) bind(r *waiter) {
-	if r.request.Miss == picker.MissWait {
-		r.request.Miss = picker.MissGoOn
+func (w *admission) bind(r *waiter) {
+	if r.request.OnMiss == picker.MissWait {
+		r.request.OnMiss = picker.MissGoOn
 	}
-	w.takeBack(r)
+	w.restoreView(r)
 	v := &r.x.view
 	w.fill(v)
 	request := w.look(r, v)
@@ -372,14 +372,14 @@ func (w *waitingRoom) bind(r *waiter) {
 }
 
 // waits is how many wait here and elsewhere, and for how long, in seconds, the one here has who came first.
-func (w *waitingRoom) waits(now time.Time) (n, elsewhere int, longest float64) {
+func (w *admission) waits(now time.Time) (n, elsewhere int, longest float64) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	if w.pool != nil {
-		w.hear()
+		w.syncRemote()
 	}
 	for _, r := range w.waiters {
 		longest = max(longest, now.Sub(r.came).Seconds())
 	}
-	return len(w.waiters), w.queue.Others(), longest
+	return len(w.waiters), w.queue.Remote(), longest
 }

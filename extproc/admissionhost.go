@@ -11,38 +11,38 @@ import (
 // request; and handing over a choice.
 
 // settle gives a request its choice, and the view that it was made on.
-func (w *waitingRoom) settle(r *waiter, v *kvstate.View, c picker.Choice, err error) {
+func (w *admission) settle(r *waiter, v *kvstate.View, c picker.Choice, err error) {
 	r.settled, r.choice, r.err = true, c, err
 	if own := &r.x.view; own != v {
-		w.takeBack(r)
+		w.restoreView(r)
 		own.Copy(v)
 	}
 	if err != nil {
 		return
 	}
-	r.decode, r.lands = v.Endpoints[c.Decode].Endpoint, w
+	r.decode, r.pending = v.Endpoints[c.Decode].Endpoint, w
 	at := c.Decode
 	if c.Prefill >= 0 {
 		at = c.Prefill
 		r.prefill = v.Endpoints[at].Endpoint
 	}
 	r.work = kvstate.Seconds(c.Work * max(v.Endpoints[at].Speed, 0.1))
-	w.landing = append(w.landing, r)
+	w.committed = append(w.committed, r)
 }
 
 // land takes a request off the list of those who have not booked yet.
-func (w *waitingRoom) land(r *waiter) {
-	for i, l := range w.landing {
+func (w *admission) commit(r *waiter) {
+	for i, l := range w.committed {
 		if l == r {
-			w.landing = append(w.landing[:i], w.landing[i+1:]...)
+			w.committed = append(w.committed[:i], w.committed[i+1:]...)
 			break
 		}
 	}
-	r.lands = nil
+	r.pending = nil
 }
 
 // Fleet is of picker.Room.
-func (w *waitingRoom) Fleet() *kvstate.View {
+func (w *admission) Fleet() *kvstate.View {
 	v := &w.view
 	if w.arriving != nil {
 		v = &w.arriving.x.view
@@ -52,13 +52,13 @@ func (w *waitingRoom) Fleet() *kvstate.View {
 }
 
 // fill makes v the fleet as it is now, with what was just sent.
-func (w *waitingRoom) fill(v *kvstate.View) {
+func (w *admission) fill(v *kvstate.View) {
 	w.s.State.View(w.pool, nil, v)
 	w.usable = w.usable[:0]
 	for i := range v.Endpoints {
 		w.usable = append(w.usable, v.Endpoints[i].Usable)
 	}
-	for _, l := range w.landing {
+	for _, l := range w.committed {
 		for i := range v.Endpoints {
 			c := &v.Endpoints[i]
 			if l.prefill != nil && c.Endpoint.Addr == l.prefill.Addr {
@@ -76,28 +76,28 @@ func (w *waitingRoom) fill(v *kvstate.View) {
 }
 
 // Look is of picker.Room.
-func (w *waitingRoom) Look(id uint64, v *kvstate.View) *picker.Request {
+func (w *admission) Look(id uint64, v *kvstate.View) *picker.Request {
 	if a := w.arriving; a != nil && a.id == id {
 		return w.look(a, v)
 	}
 	if r := w.waiters[id]; r != nil {
 		return w.look(r, v)
 	}
-	return w.lookElsewhere(id, v)
+	return w.lookRemote(id, v)
 }
 
 // look fills into a view what it is to one request.
-func (w *waitingRoom) look(r *waiter, v *kvstate.View) *picker.Request {
+func (w *admission) look(r *waiter, v *kvstate.View) *picker.Request {
 	now := time.Now()
-	if r.hitsOf != w.pool || now.Sub(r.hitsAt) > keepHits {
+	if r.hitsOf != w.pool || now.Sub(r.hitsAt) > hitsTTL {
 		r.x.hitsNow(w.pool, v, r.request.PromptTokens)
 		r.hits = r.hits[:0]
 		for i := range v.Endpoints {
 			r.hits = append(r.hits, int32(v.Endpoints[i].Hit))
 		}
 		r.hitsOf, r.hitsAt = w.pool, now
-		if r.told {
-			w.tell(r)
+		if r.published {
+			w.publish(r)
 		}
 	}
 	for i := range v.Endpoints {
@@ -114,7 +114,7 @@ func (w *waitingRoom) look(r *waiter, v *kvstate.View) *picker.Request {
 }
 
 // Send is of picker.Room.
-func (w *waitingRoom) Send(id uint64, _ *picker.Request, v *kvstate.View, c picker.Choice, err error) {
+func (w *admission) Send(id uint64, _ *picker.Request, v *kvstate.View, c picker.Choice, err error) {
 	if a := w.arriving; a != nil && a.id == id {
 		w.settle(a, v, c, err)
 		return

@@ -20,13 +20,13 @@ import (
 	"tandem/kvstate"
 )
 
-// maxAnswer bounds what is read of a prefill endpoint's answer: one token, and the KV parameters.
+// maxAnswer bounds the part of a prefill endpoint's answer that is read: one token, and the KV parameters.
 const maxAnswer = 16 << 20
 
 // prefillLeg handles the filter of the prefill leg.
 type prefillLeg struct{ *prefillAnswer }
 
-// prefillAnswer settles a prefill leg with the answer of P, whether the leg's filter reads it or pass 2.
+// prefillAnswer settles a prefill leg with P's answer, which is read by the leg's filter or by pass 2.
 type prefillAnswer struct {
 	handler
 	pair kvtransfer.Pair
@@ -35,7 +35,7 @@ type prefillAnswer struct {
 
 func (x *prefillAnswer) reset() { x.pair = kvtransfer.Pair{} }
 
-// serve serves the prefill leg's filter: P's answer, or what Envoy says in its place, becomes the way on.
+// serve serves the prefill leg's filter: it turns P's answer, or Envoy's own in its place, into the redirect.
 func (x prefillLeg) serve() error {
 	if err := x.receive(); err != nil {
 		return err
@@ -78,7 +78,7 @@ func (x prefillLeg) serve() error {
 		return x.handOverRecorded(next)
 	}
 	x.EndPhase(telemetry.PhaseDecide)
-	gone := x.stream.Context().Err() // Envoy let go while P's answer waited here
+	gone := x.stream.Context().Err() // Envoy ended the stream while P's answer waited here
 	err = x.redirect(next, location(x.msg.Attributes.Path))
 	x.EndPhase(telemetry.PhaseAnswer)
 	if next.Stage == kvtransfer.HandOver && (gone != nil || err != nil) {
@@ -87,10 +87,11 @@ func (x prefillLeg) serve() error {
 	return err
 }
 
-// handOverRecorded sends a hand-over on if the pool reclaims orphaned ones. The end of the request decides what became of it, not
-// that of this stream: Envoy may ask another replica, if it was this one's connection that broke.
+// handOverRecorded sends a hand-over on if the pool reclaims orphaned ones. The end of the request decides what
+// became of it, not the end of this stream: if this replica's connection broke, Envoy may ask another one.
 func (x prefillLeg) handOverRecorded(next *kvtransfer.Ticket) error {
-	x.s.reclaim.Record(next, x.requestID, next.Params, next.Decode, false) // before it is sent: the access log may report the end of the request at any moment after
+	// before sending: the access log may report the end of the request at any moment after
+	x.s.reclaim.Record(next, x.requestID, next.Params, next.Decode, false)
 	x.EndPhase(telemetry.PhaseDecide)
 	err := x.redirect(next, location(x.msg.Attributes.Path))
 	x.EndPhase(telemetry.PhaseAnswer)
@@ -116,15 +117,16 @@ func (x prefillLeg) endedByEnvoy() bool {
 	}
 }
 
-// answerCut counts an answer of P's whose rest will not come: P has finished, and what it keeps nobody can name.
+// answerCut counts an answer of P's whose rest will not come: P has finished, and nobody can name the blocks that
+// it keeps.
 func (x prefillLeg) answerCut(t *kvtransfer.Ticket, code int) {
 	if policy, _ := x.s.policy(t.Pool); code == 200 && policy.Dialect.Prefill != nil {
 		x.s.metrics.Orphaned(t.Pool, t.Prefill, reclaim.AnswerCut)
 	}
 }
 
-// settlePrefill settles a prefill leg that has ended with P's answer: what was booked for it, what is counted of it, and the way on.
-// final is the client's answer, if P's is all there is to say.
+// settlePrefill settles a prefill leg that ended with P's answer: it releases the reservations, counts the result,
+// and returns the next ticket. final is the client's answer, if the request ends here.
 func (x *prefillAnswer) settlePrefill(t *kvtransfer.Ticket, code int, answer []byte, over bool) (next *kvtransfer.Ticket, final []byte) {
 	took := time.Since(x.s.sealedAt(t))
 	next, final = x.afterPrefill(t, code, answer, over)
@@ -150,7 +152,7 @@ func (x *prefillAnswer) settlePrefill(t *kvtransfer.Ticket, code int, answer []b
 	return next, nil
 }
 
-// observe notes what P says about its load along with its answer.
+// observe records the load that P reports with its answer.
 func (x *prefillAnswer) observe(t *kvtransfer.Ticket) {
 	pool := x.s.State.Pool(t.Pool)
 	if len(x.msg.Headers.Load) == 0 || pool == nil {
@@ -164,7 +166,7 @@ func (x *prefillAnswer) observe(t *kvtransfer.Ticket) {
 	}
 }
 
-// clientsFault reports whether P's status is about the request itself, so that it is the client's answer.
+// clientsFault reports whether P's status is about the request itself, so that the client gets P's answer.
 func clientsFault(code int) bool {
 	switch code {
 	case 400, 401, 403, 404, 413, 415, 422:
@@ -173,7 +175,7 @@ func clientsFault(code int) bool {
 	return false
 }
 
-// answerRefused lets P's refusal through without what Tandem told P.
+// answerRefused passes P's refusal without the members that Tandem added for P.
 func (x prefillLeg) answerRefused() error {
 	if err := x.receiveAnswer(); err != nil {
 		return err
@@ -191,10 +193,10 @@ func (x prefillLeg) answerRefused() error {
 	return x.answerWith(text)
 }
 
-// afterPrefill makes the ticket that the redirect carries: KV parameters in hand, or what went wrong. final, where P's
-// answer is all there is to say, is the client's.
+// afterPrefill returns the redirect's ticket: with KV parameters, or with what went wrong. final is the client's
+// answer, if P's answer ends the request.
 func (x *prefillAnswer) afterPrefill(t *kvtransfer.Ticket, code int, answer []byte, over bool) (_ *kvtransfer.Ticket, final []byte) {
-	next := *t // its name too: whoever else reads this answer hands over the same
+	next := *t // with the same id: whoever else reads this answer hands over the same
 	next.Redirects++
 	next.Learn = kvtransfer.Learn{}
 	pool := x.s.State.Pool(t.Pool)
@@ -219,9 +221,9 @@ func (x *prefillAnswer) afterPrefill(t *kvtransfer.Ticket, code int, answer []by
 	if got.Unused != "" {
 		x.s.Log.Info("KV parameters not handed on: decode computes the prompt", "request_id", x.requestID, "endpoint", t.Prefill, "why", got.Unused)
 	}
-	if c := policy.Dialect.Concurrent; c != nil { // P was not known well enough for both legs at once
+	if c := policy.Dialect.Concurrent; c != nil { // P was not known well enough for concurrent legs
 		_, peer, _ := c.ReadAnswer(answer, nil)
-		policy.learnPeer(t.Prefill, peer)
+		policy.learnEngine(t.Prefill, peer)
 	}
 	if pool != nil {
 		x.markGood(pool, t.Prefill)
@@ -254,7 +256,7 @@ func (x prefillLeg) answerClient(t *kvtransfer.Ticket, body []byte) error {
 	return x.answerWith(body)
 }
 
-// answerWith puts a body in the place of P's, which was received; where P's has none there is none.
+// answerWith replaces P's body, which was received; it does nothing if there is none.
 func (x prefillLeg) answerWith(body []byte) error {
 	bare := x.msg.Phase == envoywire.PhaseResponseHeaders
 	if err := x.send(&envoywire.Reply{Phase: envoywire.PhaseResponseHeaders, Headers: &x.headers}); err != nil || bare {
@@ -275,11 +277,11 @@ func (x prefillLeg) answerWith(body []byte) error {
 	return err
 }
 
-// prefillFailed makes next the ticket of a request whose prefill is lost.
+// prefillFailed makes next the ticket of a request whose prefill was lost.
 func (x *prefillAnswer) prefillFailed(pool *kvstate.Pool, next *kvtransfer.Ticket, code int) {
 	next.ID, next.Stage, next.Params = newTicketID(), kvtransfer.Failed, nil
-	if next.Turn.Told { // it may as well be the decode endpoint that P was to fetch from
-		x.s.turnFailed(next, x.requestID, code)
+	if next.Turn.Told { // the decode endpoint that P should have fetched from may be at fault instead
+		x.s.conversationFailed(next, x.requestID, code)
 		return
 	}
 	next.Cause = kvtransfer.CausePrefill
@@ -289,11 +291,11 @@ func (x *prefillAnswer) prefillFailed(pool *kvstate.Pool, next *kvtransfer.Ticke
 	}
 }
 
-// maxHeaderParams is the length from which no packing makes KV parameters fit a header.
+// maxHeaderParams is the length from which on KV parameters never fit a header, however they are packed.
 const maxHeaderParams = 8 * kvtransfer.MaxHeaderBytes
 
-// redirectHost is the host of every redirect. It is not the client's, because Envoy's URL parser refuses some that are legal
-// (my_service:8080). The query is left out for the same reason. Pass 2 restores both from the ticket.
+// redirectHost is the host of every redirect. It is not the client's, because Envoy's URL parser refuses some legal
+// ones (my_service:8080). The query is omitted for the same reason. Pass 2 restores both from the ticket.
 const redirectHost = "http://tandem"
 
 // location returns the URL of a redirect for a request with this path.

@@ -65,7 +65,7 @@ func (s *stand) secondTurnAfter(object string) *request {
 		Turn: kvtransfer.TurnLeg{Answers: true, Conversation: told.Conversation, OwnIDs: true},
 	}, "200", "application/json", `{"choices":[{"index":0,"text":"x","prompt_token_ids":[`+ids(20)+`],"token_ids":[`+ids(40)[len(ids(20))+1:]+`]}],`+
 		`"kv_transfer_params":`+object+`}`, 1<<20, false)
-	require.InDelta(s.t, 1, s.count("tandem_turns_total", "chat", turnKept), 0)
+	require.InDelta(s.t, 1, s.count("tandem_turns_total", "chat", conversationStored), 0)
 	return turn("r2", 60)
 }
 
@@ -90,7 +90,7 @@ func TestTurnThatMayExpire(t *testing.T) {
 			}), "p1", "d1")
 			q := s.secondTurnAfter(c.object)
 			require.Equal(t, c.told, s.ticket(q.headers[envoywire.HeaderTicket], "r2").Turn.Told)
-			unusable := s.count("tandem_turns_total", "chat", turnUnusable)
+			unusable := s.count("tandem_turns_total", "chat", conversationUnusable)
 			require.Equal(t, c.told, unusable == 0)
 		})
 	}
@@ -118,7 +118,7 @@ func TestTurnThatCannotBeFetched(t *testing.T) {
 			require.False(t, again.Turn.Told)
 			require.Equal(t, 1, again.Prefills)
 			require.Empty(t, again.Excluded)
-			for what, n := range map[string]float64{turnTold: 1, turnFailed: 1} {
+			for what, n := range map[string]float64{conversationUsed: 1, conversationFailed: 1} {
 				require.InDelta(t, n, s.count("tandem_turns_total", "chat", what), 0, what)
 			}
 			require.InDelta(t, 1, s.count("tandem_replans_total", "chat", kvtransfer.CauseTurn), 0)
@@ -147,7 +147,7 @@ func TestTurnThatTakesTooLong(t *testing.T) {
 			next := s.ticket(q.taken, "r2")
 			require.Equal(t, []string{at}, next.Excluded, name)
 			require.Equal(t, !told, s.state.Pool("chat").Endpoint(at).Failed(), name)
-			require.InDelta(t, 1, s.count("tandem_turns_total", "chat", turnFailed), 0, name)
+			require.InDelta(t, 1, s.count("tandem_turns_total", "chat", conversationFailed), 0, name)
 			want := kvtransfer.CausePrefill
 			if told {
 				want = kvtransfer.CauseTurn
@@ -174,7 +174,7 @@ func TestTurnOfNoMemory(t *testing.T) {
 	}, "200", "text/event-stream", stream.String(), 4096, false)
 	require.True(t, got.ended)
 	require.Equal(t, 300, strings.Count(got.body, `"text":"x"`))
-	for _, what := range []string{turnKept, turnUnusable, turnNoRoom} {
+	for _, what := range []string{conversationStored, conversationUnusable, conversationFull} {
 		require.Zero(t, s.count("tandem_turns_total", "chat", what))
 	}
 	require.Eventually(t, func() bool { return s.server.Memory.Load() == 0 }, 30*time.Second, time.Millisecond)

@@ -17,11 +17,11 @@ func TestQueueStandsBehindOthers(t *testing.T) {
 	k, q, r := late(), &Queue{}, newRoom(t, 1)
 	r.queue[0] = time.Minute
 	r.tokens[100] = 3000
-	q.Hear(Waiting{ID: 100, Work: .2, Arrived: 0, Replica: 7})
-	q.Hear(Waiting{ID: 100, Work: .2, Arrived: 0, Replica: 7}) // said again
+	q.AddRemote(Waiting{ID: 100, Work: .2, Arrived: 0, Replica: 7})
+	q.AddRemote(Waiting{ID: 100, Work: .2, Arrived: 0, Replica: 7}) // said again
 	r.arrive(q, k, 1, 8000, 0)
 	r.arrive(q, k, 2, 500, 0)
-	require.Equal(t, []int{2, 1}, []int{q.Len(), q.Others()})
+	require.Equal(t, []int{2, 1}, []int{q.Len(), q.Remote()})
 	here, elsewhere, self := q.Before(1)
 	require.Equal(t, []int{1, 1}, []int{here, elsewhere})
 	require.InDelta(t, .5, self.Work, .1)
@@ -31,11 +31,11 @@ func TestQueueStandsBehindOthers(t *testing.T) {
 	r.queue[0] = 350 * time.Millisecond
 	q.Dispatch(k, r, 1, r.enough)
 	require.Equal(t, []uint64{2}, r.sent, "the shortest of all; with the next one, which is not ours, there is enough")
-	require.True(t, q.Gone(100, true))
-	require.False(t, q.Gone(100, true))
+	require.True(t, q.RemoveRemote(100, true))
+	require.False(t, q.RemoveRemote(100, true))
 	q.Dispatch(k, r, 1.02, r.enough)
 	require.Equal(t, []uint64{2, 1}, r.sent)
-	require.Zero(t, q.Len()+q.Others())
+	require.Zero(t, q.Len()+q.Remote())
 	require.Empty(t, q.replicas)
 }
 
@@ -44,7 +44,7 @@ func TestQueueArrivesBehindOthers(t *testing.T) {
 	k, q, r := late(), &Queue{}, newRoom(t, 2)
 	for id := uint64(100); id < 104; id++ {
 		r.tokens[id] = 8000
-		q.Hear(Waiting{ID: id, Work: .5, Arrived: 9, Replica: 7})
+		q.AddRemote(Waiting{ID: id, Work: .5, Arrived: 9, Replica: 7})
 	}
 	r.arrive(q, k, 1, 8000, 10)
 	require.Empty(t, r.sent, "four before it will fill both endpoints")
@@ -60,10 +60,10 @@ func TestQueueIsPatientForAWhile(t *testing.T) {
 	r.queue[0] = time.Minute
 	for id := uint64(100); id < 110; id++ {
 		r.tokens[id] = 8000
-		q.Hear(Waiting{ID: id, Work: .5, Arrived: 0, Replica: 7})
+		q.AddRemote(Waiting{ID: id, Work: .5, Arrived: 0, Replica: 7})
 	}
 	r.tokens[200] = 8000
-	q.Hear(Waiting{ID: 200, Work: .5, Arrived: 0, Replica: 8})
+	q.AddRemote(Waiting{ID: 200, Work: .5, Arrived: 0, Replica: 8})
 	r.arrive(q, k, 1, 8000, 1)
 	at := func(now float64) []uint64 {
 		r.queue[0] = 0
@@ -75,8 +75,8 @@ func TestQueueIsPatientForAWhile(t *testing.T) {
 	require.Empty(t, at(2.01+patience), "the first of the other replica is next")
 	require.Equal(t, []uint64{1}, at(2.02+2*patience), "after two replicas, and not ten requests")
 
-	q.Gone(200, true)
-	q.Gone(100, true)
+	q.RemoveRemote(200, true)
+	q.RemoveRemote(100, true)
 	r.arrive(q, k, 2, 8000, 3)
 	require.Equal(t, []uint64{1}, at(4), "it has sent one, so it is there")
 }
@@ -106,7 +106,7 @@ func TestQueuesAgree(t *testing.T) {
 			for before := -1; before != len(all.sent); { // each waits for the others' turn to be over
 				before = len(all.sent)
 				for _, i := range random.Perm(len(all.queues)) {
-					all.turn = i
+					all.shareSlack = i
 					all.queues[i].Dispatch(k, all, now, all.enough)
 					all.tell()
 				}
@@ -121,9 +121,9 @@ func TestQueuesAgree(t *testing.T) {
 // shared is a room of several replicas.
 type shared struct {
 	*room
-	queues []*Queue
-	turn   int // whose Send is being called
-	gone   []uint64
+	queues     []*Queue
+	shareSlack int // whose Send is being called
+	gone       []uint64
 }
 
 func newShared(t *testing.T, replicas, prefills int) *shared {
@@ -142,14 +142,14 @@ func (s *shared) Send(id uint64, r *Request, v *kvstate.View, c Choice, err erro
 }
 
 func (s *shared) arrive(k *Picker, id uint64, tokens int64, now float64) {
-	s.tokens[id], s.turn = tokens, int(id)%len(s.queues)
-	q := s.queues[s.turn]
+	s.tokens[id], s.shareSlack = tokens, int(id)%len(s.queues)
+	q := s.queues[s.shareSlack]
 	q.Arrive(k, s, id, now, s.enough)
 	if _, _, self := q.Before(id); self.ID == id {
-		self.Replica = uint64(s.turn) + 1
+		self.Replica = uint64(s.shareSlack) + 1
 		for i, other := range s.queues {
-			if i != s.turn {
-				other.Hear(self)
+			if i != s.shareSlack {
+				other.AddRemote(self)
 			}
 		}
 	}
@@ -159,8 +159,8 @@ func (s *shared) arrive(k *Picker, id uint64, tokens int64, now float64) {
 func (s *shared) tell() {
 	for _, id := range s.gone {
 		for i, q := range s.queues {
-			if i != s.turn {
-				q.Gone(id, true)
+			if i != s.shareSlack {
+				q.RemoveRemote(id, true)
 			}
 		}
 	}
@@ -174,7 +174,7 @@ func TestQueueElsewhereAlloc(t *testing.T) {
 	}
 	for id := range uint64(200) {
 		r.tokens[1000+id] = 1000 + int64(id)
-		q.Hear(Waiting{ID: 1000 + id, Work: 1, Replica: 1 + id%3})
+		q.AddRemote(Waiting{ID: 1000 + id, Work: 1, Replica: 1 + id%3})
 		r.arrive(q, k, id, 1000+int64(id), 0)
 	}
 	r.quiet = true
@@ -186,10 +186,10 @@ func TestQueueChargesWhatWasSentElsewhere(t *testing.T) {
 	for _, sent := range []bool{true, false} {
 		q := &Queue{}
 		for id := uint64(100); id < 103; id++ {
-			q.Hear(Waiting{ID: id, Work: 3, Flow: id % 2, Replica: 7})
+			q.AddRemote(Waiting{ID: id, Work: 3, Flow: id % 2, Replica: 7})
 		}
-		require.True(t, q.Gone(100, sent))
-		owed := q.shares.owes(q.shares.flows[0])
+		require.True(t, q.RemoveRemote(100, sent))
+		owed := q.shares.debt(q.shares.flows[0])
 		require.Equal(t, sent, owed > 0, owed)
 	}
 }

@@ -14,15 +14,15 @@ import (
 // tell has other replicas know that a request waits here, or that endpoints hold more or less of it than they were told. One
 // that waits for its targets is in nobody's way, so nobody needs to know of it. Nor are others told of one that only some of the
 // endpoints serve: they would have their own stand behind it at all the others too.
-func (w *waitingRoom) tell(r *waiter) {
-	if !w.s.State.HasReplicas() || r.request.Miss == picker.MissWait || r.choosy || len(r.request.Labels) > 0 {
+func (w *admission) publish(r *waiter) {
+	if !w.s.State.HasReplicas() || r.request.OnMiss == picker.MissWait || r.choosy || len(r.request.Labels) > 0 {
 		return
 	}
 	held := w.heldOf(r)
-	if r.told && slices.Equal(held, r.held) {
+	if r.published && slices.Equal(held, r.held) {
 		return
 	}
-	r.told, r.held = true, slices.Clone(held)
+	r.published, r.held = true, slices.Clone(held)
 	w.s.State.PublishQueued(r.pool, kvstate.Queued{
 		ID: r.id, Arrived: r.came, Work: r.least, Position: r.place, Priority: r.request.Priority, Flow: r.request.Flow,
 		PromptTokens: r.request.PromptTokens, Held: r.held,
@@ -30,7 +30,7 @@ func (w *waitingRoom) tell(r *waiter) {
 }
 
 // heldOf is what endpoints hold of a request's prompt, those that hold most first, in memory that is used again.
-func (w *waitingRoom) heldOf(r *waiter) []kvstate.Held {
+func (w *admission) heldOf(r *waiter) []kvstate.Held {
 	w.held = w.held[:0]
 	blocks := int64(max(r.request.Blocks, 1))
 	for i, e := range r.hitsOf.Endpoints() {
@@ -46,19 +46,19 @@ func (w *waitingRoom) heldOf(r *waiter) []kvstate.Held {
 }
 
 // hear takes in who waits elsewhere by now.
-func (w *waitingRoom) hear() {
-	w.pool.SyncRemoteQueue(w.elsewhere, &w.heardTo, func(o *kvstate.Queued) {
-		w.queue.Hear(picker.Waiting{
+func (w *admission) syncRemote() {
+	w.pool.SyncRemoteQueue(w.remote, &w.remoteVersion, func(o *kvstate.Queued) {
+		w.queue.AddRemote(picker.Waiting{
 			ID: o.ID, Arrived: o.Arrived.Sub(w.s.started).Seconds(), Work: o.Work.Seconds(),
 			Priority: o.Priority, Flow: o.Flow, Replica: o.Replica,
 		})
-	}, func(id uint64, sent bool) { w.queue.Gone(id, sent) })
+	}, func(id uint64, sent bool) { w.queue.RemoveRemote(id, sent) })
 }
 
 // lookElsewhere is look for a request that waits elsewhere. What is not known of it (the session it would like to go on with) is as
 // if it had none: where that is wrong, it is not waited for long.
-func (w *waitingRoom) lookElsewhere(id uint64, v *kvstate.View) *picker.Request {
-	o := w.elsewhere[id]
+func (w *admission) lookRemote(id uint64, v *kvstate.View) *picker.Request {
+	o := w.remote[id]
 	if w.positionsOf != w.pool {
 		w.positionsOf, w.positions = w.pool, make(map[string]int, len(w.pool.Endpoints()))
 		for i, e := range w.pool.Endpoints() {

@@ -16,40 +16,41 @@ import (
 	"tandem/kvstate"
 )
 
-// This file is the reuse of D's blocks in a conversation's next turn, where the pool's dialect has [kvtransfer.Turns]: D's
-// answer comes through answer-leg, where what it says of its blocks is taken out and kept under the conversation's name
-// (docs/adr/0016); the next turn's prefill leg takes it from there, once, and tells P, if its prompt is known to begin with the
-// tokens of these blocks. Whatever is missing or unclear on that way costs the reuse and nothing else.
+// In pools whose dialect has [kvtransfer.Turns], the next turn of a conversation reuses D's blocks. D's answer
+// passes answer-leg, which removes D's description of its blocks and stores it under the conversation's name
+// (docs/adr/0016). The next turn's prefill leg takes it from there, once, and passes it to P if the new prompt
+// begins with the tokens of these blocks. If anything is missing or unclear, only the reuse is lost.
 
-// Label values of tandem_turns_total: what became of a turn that D kept (kept, unusable, no_room), and of one at the next turn's
-// first prefill leg: told to P (told), and then lost together with the leg (failed); or not told, because its endpoint has gone or is
-// no pair of this P (endpoint), nobody said the prompt's tokens in time (no_ids), or these are not how the turn went on
-// (other_prompt: it is kept on for one that is).
+// Label values of tandem_turns_total. At the end of a turn: kept, unusable, no_room. At the next turn's first
+// prefill leg: told (P was told of the blocks), failed (and its leg failed); or the reason why P was not told:
+// endpoint (it is gone, or cannot pair with this P), no_ids (the prompt's tokens were not known in time),
+// other_prompt (the prompt does not continue the turn, which stays stored).
 const (
-	turnKept        = "kept"
-	turnUnusable    = "unusable"
-	turnNoRoom      = "no_room"
-	turnTold        = "told"
-	turnFailed      = "failed"
-	turnEndpoint    = "endpoint"
-	turnNoIDs       = "no_ids"
-	turnOtherPrompt = "other_prompt"
+	conversationStored      = "kept"
+	conversationUnusable    = "unusable"
+	conversationFull        = "no_room"
+	conversationUsed        = "told"
+	conversationFailed      = "failed"
+	conversationEndpoint    = "endpoint"
+	conversationNoIDs       = "no_ids"
+	conversationOtherPrompt = "other_prompt"
 )
 
-// turnPatience is how long a chat waits for an engine to say its token ids, where a turn of its conversation is kept.
-const turnPatience = 500 * time.Millisecond
+// conversationTimeout is how long a chat waits for an engine to return its token ids, if a turn of its conversation
+// is stored.
+const conversationTimeout = 500 * time.Millisecond
 
-// conversation is the name under which the turns of the request's session are kept, and whether the client itself has asked for token
-// ids; zero where its turns are not. Model and salt are part of it, as they are of what KV is: the same tokens under another adapter
-// have other blocks, and another salt's are another tenant's. Of media the ids say nothing but that there are some, so a chat with any is
-// of no conversation.
+// conversation returns the name under which the request's turns are stored, and whether the client itself asked for
+// token ids. It is zero if the turns are not stored. Model and salt are part of the name, because they are part of
+// what KV is: the same tokens under another adapter have other blocks, and another salt belongs to another tenant.
+// Token ids do not identify media, so a chat with media has no conversation.
 func (x firstPass) conversation(pool *kvstate.Pool, policy *Policy) (name [16]byte, ownIDs bool) {
 	turns := policy.Dialect.Turns
 	if turns == nil || x.session == 0 || policy.Handoff != plan.HandoffEnvoy || !turns.Takes(x.req.API(), x.req.PromptIDs() != nil) || !x.req.PromptIsAll() {
 		return name, false
 	}
 	ownIDs = x.req.True(openai.FieldReturnTokenIDs)
-	if x.req.Has(openai.FieldReturnTokenIDs) && !ownIDs { // a second one would be a fault
+	if x.req.Has(openai.FieldReturnTokenIDs) && !ownIDs { // a duplicate would be an error
 		return name, false
 	}
 	h := sha256.New()
@@ -65,8 +66,8 @@ func (x firstPass) conversation(pool *kvstate.Pool, policy *Policy) (name [16]by
 	return [16]byte(h.Sum(nil)), ownIDs
 }
 
-// lastTurn is what P, an endpoint of the view, can be told of the conversation's last turn, where its leg may take so long; nil:
-// nothing. The ids are the prompt's, as JSON text, where P has to be told of them too.
+// lastTurn returns the blocks of the conversation's last turn for P, an endpoint of the view, if they outlast
+// limit; nil: none. ids are the prompt's, as JSON text, if P needs them too.
 func (x firstPass) lastTurn(pool *kvstate.Pool, conversation [16]byte, prefill *kvstate.Endpoint, limit time.Duration) (*kvtransfer.Turn, []byte) {
 	if conversation == ([16]byte{}) {
 		return nil, nil
@@ -77,11 +78,11 @@ func (x firstPass) lastTurn(pool *kvstate.Pool, conversation [16]byte, prefill *
 	}
 	turn, until, err := readTurn(text)
 	if err != nil {
-		x.turnLost(pool, turnUnusable, err)
+		x.conversationMiss(pool, conversationUnusable, err)
 		return nil, nil
 	}
 	if d := pool.Endpoint(turn.Decode); d == nil || d.Failed() || d == prefill || !sameEngines(d, prefill) {
-		x.turnLost(pool, turnEndpoint, nil)
+		x.conversationMiss(pool, conversationEndpoint, nil)
 		return nil, nil
 	}
 	inBody := x.req.PromptIDs() != nil
@@ -91,51 +92,52 @@ func (x firstPass) lastTurn(pool *kvstate.Pool, conversation [16]byte, prefill *
 		ok = x.renderIDs(pool)
 	}
 	if !ok {
-		x.turnLost(pool, turnNoIDs, nil)
+		x.conversationMiss(pool, conversationNoIDs, nil)
 		return nil, nil
 	}
-	if !turn.Expires && time.Until(until) < limit { // P would fetch what is another prompt's by then
-		x.turnLost(pool, turnUnusable, errTurnOver)
+	if !turn.Expires && time.Until(until) < limit { // P would fetch the blocks of another prompt by then
+		x.conversationMiss(pool, conversationUnusable, errTurnExpired)
 		return nil, nil
 	}
 	if !turn.Begins(x.ids) {
-		if left := time.Until(until); left > 0 { // an engine was asked for the ids meanwhile
-			_ = x.s.State.PutConversation(conversation, text, left) // another request of the session may be the one
+		if left := time.Until(until); left > 0 { // an engine returned the ids meanwhile
+			// another request of the session may continue the turn
+			_ = x.s.State.PutConversation(conversation, text, left)
 		}
-		x.turnLost(pool, turnOtherPrompt, nil)
+		x.conversationMiss(pool, conversationOtherPrompt, nil)
 		return nil, nil
 	}
-	x.s.metrics.Turn(pool.Spec.Name, turnTold)
+	x.s.metrics.Turn(pool.Spec.Name, conversationUsed)
 	if inBody {
 		return turn, nil
 	}
 	return turn, appendIDs(nil, x.ids)
 }
 
-// turnLost counts a turn that P is not told of.
-func (x firstPass) turnLost(pool *kvstate.Pool, why string, err error) {
+// conversationMiss counts a stored turn that was not used.
+func (x firstPass) conversationMiss(pool *kvstate.Pool, why string, err error) {
 	x.s.metrics.Turn(pool.Spec.Name, why)
 	if err != nil {
 		x.s.Log.Warn("what was kept of a conversation's last turn is of no use", "request_id", x.requestID, "err", err)
 	}
 }
 
-// turnFailed makes next, of a prefill leg that was told of a turn and failed, the ticket of a request without one: whatever the pool
-// does about failed prefills, this was none but for the reuse.
-func (s *Server) turnFailed(next *kvtransfer.Ticket, requestID string, status int) {
+// conversationFailed makes next the ticket of a request without a stored turn, after a prefill leg that used one
+// failed. The pool's policy for failed prefills does not apply: the reuse caused the prefill.
+func (s *Server) conversationFailed(next *kvtransfer.Ticket, requestID string, status int) {
 	next.Cause, next.Turn.Told = kvtransfer.CauseTurn, false
 	next.Prefills = max(next.Prefills-1, 0)
-	s.metrics.Turn(next.Pool, turnFailed)
+	s.metrics.Turn(next.Pool, conversationFailed)
 	s.Log.Warn("a prefill that was to fetch the conversation's last turn failed: again without", "request_id", requestID, "endpoint", next.Prefill, "status", status)
 }
 
-// sameEngines reports whether two endpoints are known to read each other's blocks, which for a pair need only be not known to be
-// wrong.
+// sameEngines reports whether two endpoints are known to read each other's blocks. A pair only needs not to be
+// known to be unable to.
 func sameEngines(a, b *kvstate.Endpoint) bool {
 	return a.Group == b.Group && a.Engine == b.Engine && a.Layout == b.Layout && a.Transfer.Release == b.Transfer.Release
 }
 
-// renderIDs has an engine say what the chat's token ids are, from the very body, into x.ids.
+// renderIDs asks an engine for the chat's token ids, with the request's own body, and stores them in x.ids.
 func (x firstPass) renderIDs(pool *kvstate.Pool) bool {
 	if x.s.Tokenizer == nil {
 		return false
@@ -149,7 +151,7 @@ func (x firstPass) renderIDs(pool *kvstate.Pool) bool {
 	if done == nil {
 		return false
 	}
-	patience := time.NewTimer(turnPatience)
+	patience := time.NewTimer(conversationTimeout)
 	defer patience.Stop()
 	select {
 	case <-done:
@@ -172,8 +174,9 @@ func appendIDs(dst []byte, ids []uint32) []byte {
 	return append(dst, ']')
 }
 
-// tellTurn has D's answer come by where it says what D keeps, if it may say that at all, and D asked for what that is good for.
-func (x nextPass) tellTurn(r *plan.Decision, t *kvtransfer.Ticket, policy *Policy, told bool) (turn kvtransfer.TurnLeg, more []byte) {
+// setConversation routes D's answer through the answer leg if D may describe its blocks, and adds to D's body the
+// members that ask for them.
+func (x nextPass) setConversation(r *plan.Decision, t *kvtransfer.Ticket, policy *Policy, told bool) (turn kvtransfer.TurnLeg, more []byte) {
 	if policy.Dialect.Turns == nil || !told || r.Leg == envoywire.LegPass {
 		return turn, nil
 	}
@@ -185,12 +188,12 @@ func (x nextPass) tellTurn(r *plan.Decision, t *kvtransfer.Ticket, policy *Polic
 	return turn, more
 }
 
-// turnAnswer takes what D keeps out of its answer.
-func (x answerLeg) turnAnswer(t *kvtransfer.Ticket) openai.Rewriter {
+// recordConversation returns the rewriter that removes the description of D's blocks from its answer.
+func (x answerLeg) recordConversation(t *kvtransfer.Ticket) openai.Rewriter {
 	a := &openai.TurnAnswer{OwnIDs: t.Turn.OwnIDs || t.Turn.Conversation == ([16]byte{})}
 	if t.Turn.Conversation != ([16]byte{}) {
-		a.Kept = func(params []byte, ids []uint32) { x.keepTurn(t, params, ids) }
-		a.Room = x.holdBeside
+		a.Kept = func(params []byte, ids []uint32) { x.storeConversation(t, params, ids) }
+		a.Room = x.holdExtra
 	}
 	if t.Cached > 0 {
 		return openai.Both{First: a, Second: openai.CachedTokens{N: t.Cached - 1}}
@@ -198,7 +201,7 @@ func (x answerLeg) turnAnswer(t *kvtransfer.Ticket) openai.Rewriter {
 	return a
 }
 
-func (x answerLeg) keepTurn(t *kvtransfer.Ticket, params []byte, ids []uint32) {
+func (x answerLeg) storeConversation(t *kvtransfer.Ticket, params []byte, ids []uint32) {
 	policy, _ := x.s.policy(t.Pool)
 	turns := policy.Dialect.Turns
 	pool := x.s.State.Pool(t.Pool)
@@ -212,19 +215,19 @@ func (x answerLeg) keepTurn(t *kvtransfer.Ticket, params []byte, ids []uint32) {
 		text, err = writeTurn(turn, time.Now().Add(turns.TTL))
 	}
 	if err != nil {
-		x.s.metrics.Turn(t.Pool, turnUnusable)
+		x.s.metrics.Turn(t.Pool, conversationUnusable)
 		x.s.Log.Info("what decode keeps for the next turn is of no use", "request_id", x.requestID, "endpoint", t.Decode, "err", err)
 		return
 	}
 	if err := x.s.State.PutConversation(t.Turn.Conversation, text, turns.TTL); err != nil {
-		x.s.metrics.Turn(t.Pool, turnNoRoom)
+		x.s.metrics.Turn(t.Pool, conversationFull)
 		return
 	}
-	x.s.metrics.Turn(t.Pool, turnKept)
+	x.s.metrics.Turn(t.Pool, conversationStored)
 }
 
-// keptTurn is a turn as it is kept.
-type keptTurn struct {
+// storedTurn is the stored form of a turn.
+type storedTurn struct {
 	Until int64           `json:"until"` // Unix time in milliseconds
 	Turn  json.RawMessage `json:"turn"`
 }
@@ -234,18 +237,18 @@ func writeTurn(turn *kvtransfer.Turn, until time.Time) ([]byte, error) {
 	if err != nil {
 		return nil, err
 	}
-	return json.Marshal(keptTurn{until.UnixMilli(), text})
+	return json.Marshal(storedTurn{until.UnixMilli(), text})
 }
 
-var errTurnOver = errors.New("its time is over")
+var errTurnExpired = errors.New("its time is over")
 
 func readTurn(text []byte) (turn *kvtransfer.Turn, until time.Time, err error) {
-	var kept keptTurn
+	var kept storedTurn
 	if err := json.Unmarshal(text, &kept); err != nil {
 		return nil, until, err
 	}
 	if until = time.UnixMilli(kept.Until); !time.Now().Before(until) {
-		return nil, until, errTurnOver
+		return nil, until, errTurnExpired
 	}
 	turn, err = kvtransfer.UnmarshalTurn(kept.Turn)
 	return turn, until, err

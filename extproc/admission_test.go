@@ -237,7 +237,7 @@ func TestWaitingEnds(t *testing.T) {
 		},
 		"when binding is immediate": func(t *testing.T, c *crowd) {
 			c.send("a", 1000)
-			live := c.server.Live()
+			live := c.server.Settings()
 			policy := live.Pools["chat"]
 			policy.Place.Late = false
 			c.policy("chat", policy)
@@ -351,7 +351,7 @@ func TestWaitingAtRandom(t *testing.T) {
 			require.Zero(t, s.count("tandem_queue_requests", "chat"))
 			require.Zero(t, s.server.Memory.Load())
 			require.Zero(t, s.state.Reservations())
-			require.Empty(t, s.server.live.Load().Pools["chat"].room.landing)
+			require.Empty(t, s.server.settings.Load().Pools["chat"].admission.committed)
 		})
 	}
 }
@@ -366,7 +366,7 @@ func TestChoosingAlloc(t *testing.T) {
 			x.grpc, x.Began = &wire{ctx: t.Context()}, time.Now()
 			pool := s.state.Pool("chat")
 			inForce, _ := s.server.policy("chat")
-			require.Equal(t, name == "on", inForce.room != nil)
+			require.Equal(t, name == "on", inForce.admission != nil)
 			r, a := picker.Request{PromptTokens: 4000, Split: true}, plan.Attempt{}
 			budget.Allocs(t, 100, 0, func() {
 				s.state.View(pool, nil, &x.view)
@@ -374,7 +374,7 @@ func TestChoosingAlloc(t *testing.T) {
 				if err != nil || c.Prefill < 0 {
 					t.Fatal(c, err)
 				}
-				x.landed()
+				x.committed()
 			})
 		})
 	}
@@ -385,7 +385,7 @@ func TestOtherWaysAreBoundLateToo(t *testing.T) {
 	t.Run("both legs at once", func(t *testing.T) {
 		synctest.Test(t, func(t *testing.T) {
 			s := pairStand(t, "sglang", "p1", "d1", "b1")
-			policy := s.server.Live().Pools["chat"]
+			policy := s.server.Settings().Pools["chat"]
 			policy.Place.Late = true
 			s.policy("chat", policy)
 			end := s.busy("p1", time.Hour)

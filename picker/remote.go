@@ -22,11 +22,11 @@ type replica struct {
 const patience = 0.150
 
 // Others is how many are known to wait elsewhere.
-func (q *Queue) Others() int { return q.others }
+func (q *Queue) Remote() int { return q.remote }
 
 // Hear notes that a request waits at another replica: w says who and since when, what work it is, and at which
 // replica (not 0). Its place among those here follows from that. Of what is known already nothing changes.
-func (q *Queue) Hear(w Waiting) {
+func (q *Queue) AddRemote(w Waiting) {
 	if q.at(w.ID) >= 0 {
 		return
 	}
@@ -39,14 +39,14 @@ func (q *Queue) Hear(w Waiting) {
 		q.replicas[w.Replica] = at
 	}
 	at.waiting++
-	q.others++
-	q.news, w.due = true, math.Inf(1)
+	q.remote++
+	q.changed, w.due = true, math.Inf(1)
 	q.insert(w)
 }
 
 // Gone notes that a request does not wait elsewhere any more. With sent it was its turn there, and its flow has got that work; else
 // its client left, its replica ended, or it stands too far behind to be told of. False if it was not known.
-func (q *Queue) Gone(id uint64, sent bool) bool {
+func (q *Queue) RemoveRemote(id uint64, sent bool) bool {
 	i := q.at(id)
 	if i < 0 || q.waiting[i].Replica == 0 {
 		return false
@@ -56,7 +56,7 @@ func (q *Queue) Gone(id uint64, sent bool) bool {
 		q.shares.sent(w.Flow, w.Work)
 	}
 	q.delete(i)
-	q.others--
+	q.remote--
 	at := q.replicas[w.Replica]
 	at.due = math.Inf(1)
 	if at.waiting--; at.waiting == 0 {
@@ -67,7 +67,7 @@ func (q *Queue) Gone(id uint64, sent bool) bool {
 
 // counts reports whether a request elsewhere is one that those behind it here have to stand behind. may is whether it could
 // go now.
-func (q *Queue) counts(w *Waiting, c *Choice, may bool, now float64) bool {
+func (q *Queue) blocks(w *Waiting, c *Choice, may bool, now float64) bool {
 	if !may {
 		w.due = math.Inf(1)
 		return true
@@ -78,7 +78,7 @@ func (q *Queue) counts(w *Waiting, c *Choice, may bool, now float64) bool {
 }
 
 // quiet forgets since when replicas could have sent one of their requests that cannot now.
-func (q *Queue) quiet(now float64) {
+func (q *Queue) resetDue(now float64) {
 	for _, at := range q.replicas {
 		if at.walked != now {
 			at.due = math.Inf(1)

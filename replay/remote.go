@@ -8,41 +8,41 @@ import (
 )
 
 // heard is what a replica is told of a request that waits at another one, as a kvstate.Waits has it.
-type heard struct {
+type remoteRequest struct {
 	tokens int64
 	blocks int
 	hits   []int32 // by position in the pool, as they were when it was told
 }
 
 // tellWaits has the other replicas know of a request that waits here, and of what endpoints hold of it where that has changed.
-func (r *replica) tellWaits(j *job, v *kvstate.View) {
+func (r *replica) publishQueued(j *job, v *kvstate.View) {
 	if len(r.replicas) == 1 || r.config.Sharing < 0 {
 		return
 	}
-	h := &heard{tokens: int64(j.Input), blocks: len(j.Blocks)}
+	h := &remoteRequest{tokens: int64(j.Input), blocks: len(j.Blocks)}
 	for i := range v.Endpoints {
 		h.hits = append(h.hits, int32(v.Endpoints[i].Hit))
 	}
-	if slices.Equal(j.told, h.hits) {
+	if slices.Equal(j.published, h.hits) {
 		return
 	}
-	j.told = h.hits
+	j.published = h.hits
 	w := picker.Waiting{ID: j.id, Arrived: j.arrived, Work: j.work, Replica: uint64(r.number) + 1}
-	r.tell(func(other *replica) {
-		other.others[w.ID] = h
-		other.queue.Hear(w)
+	r.publish(func(other *replica) {
+		other.remote[w.ID] = h
+		other.queue.AddRemote(w)
 	})
 }
 
 // gone takes out what does not wait at another replica any more; sent: since it was its turn.
-func (r *replica) gone(id uint64, sent bool) {
-	if r.queue.Gone(id, sent) {
-		delete(r.others, id)
+func (r *replica) removeRemote(id uint64, sent bool) {
+	if r.queue.RemoveRemote(id, sent) {
+		delete(r.remote, id)
 	}
 }
 
 // look is heard as a request, with its hits in the view.
-func (h *heard) look(q *picker.Request, v *kvstate.View) {
+func (h *remoteRequest) look(q *picker.Request, v *kvstate.View) {
 	*q = picker.Request{PromptTokens: h.tokens, Blocks: h.blocks, Split: true}
 	for i := range v.Endpoints {
 		v.Endpoints[i].Hit = int(h.hits[i])
