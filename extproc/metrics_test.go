@@ -40,7 +40,7 @@ func TestARequestIsCounted(t *testing.T) {
 		require.Equal(t, 1, n, name)
 	}
 	require.NoError(t, testutil.GatherAndCompare(registry, strings.NewReader(`
-# HELP tandem_endpoint_up Whether an endpoint is in use (1) or left out because it failed (0).
+# HELP tandem_endpoint_up Whether an endpoint is in use (1) or marked as failed (0).
 # TYPE tandem_endpoint_up gauge
 tandem_endpoint_up{endpoint="10.0.1.1:8000",pool="chat",role="prefill"} 1
 tandem_endpoint_up{endpoint="10.0.2.1:8000",pool="chat",role="decode"} 1
