@@ -37,7 +37,7 @@ test: tools ## go vet and all tests, those with a real Envoy included
 	@[ -n "$(RACE)" ] || echo 'no C compiler: testing without the race detector' >&2
 	TANDEM_REQUIRE_TOOLS=1 GO=$(GO) ./scripts/test.sh $(RACE) -parallel $(PARALLEL) -timeout $(TEST_TIMEOUT) $(TESTFLAGS)
 	@# budgets of allocations are not held under the race detector (package internal/budget)
-	$(if $(RACE),$(GO) test -run Alloc $(TESTFLAGS) ./cmd/enginesim ./extproc/... ./internal/... ./kvstate/... ./picker/...)
+	$(if $(RACE),$(GO) test -run Alloc $(TESTFLAGS) ./extproc/... ./internal/... ./kvstate/... ./picker/...)
 	@for t in kustomize helm; do [ -x "$${TANDEM_KUBE_BIN:-$$HOME/.cache/tandem/bin}/$$t" ] || echo "skipped: what $$t renders (make deploy-check)"; done
 	@echo 'skipped, for they take long or large programs: make e2e-gateway, make e2e-kube, make e2e-failures, make e2e-vllm, make e2e-sglang, make e2e-oracles'
 

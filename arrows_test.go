@@ -24,50 +24,58 @@ const module = "tandem"
 // arrows is what each package may import of ours: what writes state lives under kvstate, what reads it stands above, and
 // nothing points back. A new package needs a row.
 var arrows = map[string][]string{
-	"kvstate":                     {"kvstate/prefixindex"},
-	"kvstate/prefixindex":         {},
-	"kvstate/enginehttp":          {"kvstate"},
-	"kvstate/discovery":           {"internal/guard", "kvstate", "kvstate/enginehttp"},
-	"kvstate/kvevents":            {"internal/guard", "internal/zmtp", "kvstate", "kvstate/prefixindex", "kvstate/redisstore", "e2e/loopback"}, // the last two in tests
-	"kvstate/registrations":       {"internal/zmtp", "e2e/loopback"},                                                                           // the last in tests
-	"kvstate/redisstore":          {"internal/guard", "kvstate", "kvstate/prefixindex", "protos/state/v1", "e2e/loopback"},                     // the last in tests
-	"kvstate/scrape":              {"internal/guard", "kvstate", "kvstate/enginehttp"},
-	"internal/zmtp":               {"internal/guard"},
-	"kvstate/notices":             {"internal/zmtp"},
-	"kvstate/tokenize":            {"internal/guard", "kvstate", "kvstate/enginehttp"},
-	"picker":                      {"kvstate"},
-	"replay":                      {"kvstate", "picker"},
-	"extproc/openai":              {},
-	"extproc/telemetry":           {"extproc/envoywire", "extproc/kvtransfer", "extproc/openai", "kvstate"},
-	"extproc/envoywire":           {"extproc/openai", "extproc/envoywire/wiretest"},
-	"extproc/envoywire/wiretest":  {},                                                                  // for tests
-	"extproc/kvtransfer":          {"extproc/openai", "internal/guard", "kvstate", "protos/ticket/v1"}, // the last in tests
-	"extproc/plan":                {"extproc/kvtransfer", "extproc/openai", "kvstate", "picker"},
-	"extproc/reclaim":             {"extproc/kvtransfer", "internal/guard", "kvstate", "kvstate/enginehttp", "picker"},
-	"extproc":                     {"extproc/envoywire/wiretest", "extproc/plan", "extproc/reclaim", "extproc/telemetry", "internal/guard", "extproc/envoywire", "extproc/openai", "extproc/kvtransfer", "kvstate", "kvstate/prefixindex", "kvstate/enginehttp", "picker", "internal/memory"},
-	"protos/config/v1":            {"extproc/kvtransfer", "kvstate"}, // the dialects validate
-	"protos/state/v1":             {},
-	"protos/ticket/v1":            {},
-	"envoy-configs":               {"protos/config/v1", "e2e/loopback"},                                                                                                                                                                                                                                                                                                                                                                                                   // the last in tests
-	"cmd/tandem":                  {"internal/guard", "extproc", "extproc/plan", "extproc/telemetry", "extproc/kvtransfer", "kvstate", "kvstate/prefixindex", "kvstate/discovery", "kvstate/enginehttp", "kvstate/registrations", "kvstate/kvevents", "kvstate/notices", "kvstate/redisstore", "kvstate/scrape", "kvstate/tokenize", "picker", "replay", "status", "docs", "envoy-configs", "protos/config/v1", "internal/grpcserver", "internal/memory", "e2e/loopback"}, // the last in tests
-	"cmd/enginesim":               {},                                                                                                                                                                                                                                                                                                                                                                                                                                     // the engines of the tests: what it shared with the product it could not catch
-	"e2e":                         {"e2e/loopback"},                                                                                                                                                                                                                                                                                                                                                                                                                       // black box
-	"e2e/bench":                   {"e2e/process"},
-	"e2e/load":                    {"e2e/process"},
-	"e2e/loopback":                {}, // for tests
-	"e2e/process":                 {"e2e/loopback"},
-	"e2e/realengines":             {}, // for tests
-	"e2e/vllm":                    {"e2e/loopback", "e2e/realengines"},
-	"e2e/sglang":                  {"e2e/loopback", "e2e/realengines"},
-	"status":                      {"extproc/telemetry", "extproc", "kvstate", "picker"},
-	"deploy/observability/promql": {},                                                              // a module of its own: Prometheus' parsers
-	"deploy":                      {"envoy-configs", "protos/config/v1", "e2e/loopback"},           // tests alone
-	"docs":                        {"extproc/telemetry", "extproc", "kvstate", "protos/config/v1"}, // tests that hold the documents to the code
-	"internal/grpcserver":         {"internal/memory"},                                             // knows gRPC, not Envoy
-	"internal/memory":             {},
-	"internal/guard":              {},
-	"internal/budget":             {},                     // for the tests of all
-	".":                           {"extproc/kvtransfer"}, // the names of the dialects
+	"kvstate":                    {"kvstate/prefixindex"},
+	"kvstate/prefixindex":        {},
+	"kvstate/enginehttp":         {"kvstate"},
+	"kvstate/discovery":          {"internal/guard", "kvstate", "kvstate/enginehttp"},
+	"kvstate/kvevents":           {"internal/guard", "internal/zmtp", "kvstate", "kvstate/prefixindex", "kvstate/redisstore", "e2e/loopback"}, // the last two in tests
+	"kvstate/registrations":      {"internal/zmtp", "e2e/loopback"},                                                                           // the last in tests
+	"kvstate/redisstore":         {"internal/guard", "kvstate", "kvstate/prefixindex", "protos/state/v1", "e2e/loopback"},                     // the last in tests
+	"kvstate/scrape":             {"internal/guard", "kvstate", "kvstate/enginehttp"},
+	"internal/zmtp":              {"internal/guard"},
+	"kvstate/notices":            {"internal/zmtp"},
+	"kvstate/tokenize":           {"internal/guard", "kvstate", "kvstate/enginehttp"},
+	"picker":                     {"kvstate"},
+	"replay":                     {"kvstate", "picker"},
+	"extproc/openai":             {},
+	"extproc/telemetry":          {"extproc/envoywire", "extproc/kvtransfer", "extproc/openai", "kvstate"},
+	"extproc/envoywire":          {"extproc/openai", "extproc/envoywire/wiretest"},
+	"extproc/envoywire/wiretest": {},                                                                  // for tests
+	"extproc/kvtransfer":         {"extproc/openai", "internal/guard", "kvstate", "protos/ticket/v1"}, // the last in tests
+	"extproc/plan":               {"extproc/kvtransfer", "extproc/openai", "kvstate", "picker"},
+	"extproc/reclaim":            {"extproc/kvtransfer", "internal/guard", "kvstate", "kvstate/enginehttp", "picker"},
+	"extproc":                    {"extproc/envoywire/wiretest", "extproc/plan", "extproc/reclaim", "extproc/telemetry", "internal/guard", "extproc/envoywire", "extproc/openai", "extproc/kvtransfer", "kvstate", "kvstate/prefixindex", "kvstate/enginehttp", "picker", "internal/memory"},
+	"protos/config/v1":           {"extproc/kvtransfer", "kvstate"}, // the dialects validate
+	"protos/state/v1":            {},
+	"protos/ticket/v1":           {},
+	"envoy-configs":              {"protos/config/v1", "e2e/loopback"},                                                                                                                                                                                                                                                                                                                                                                                                   // the last in tests
+	"cmd/tandem":                 {"internal/guard", "extproc", "extproc/plan", "extproc/telemetry", "extproc/kvtransfer", "kvstate", "kvstate/prefixindex", "kvstate/discovery", "kvstate/enginehttp", "kvstate/registrations", "kvstate/kvevents", "kvstate/notices", "kvstate/redisstore", "kvstate/scrape", "kvstate/tokenize", "picker", "replay", "status", "docs", "envoy-configs", "protos/config/v1", "internal/grpcserver", "internal/memory", "e2e/loopback"}, // the last in tests
+	// The engines of the tests: what they shared with the product they could not catch.
+	"cmd/enginesim":                {"internal/enginesim/api", "internal/enginesim/connector", "internal/enginesim/engine", "internal/enginesim/fault", "internal/enginesim/handover", "internal/enginesim/jsontext"}, // the last three in tests
+	"internal/enginesim/api":       {"internal/enginesim/connector", "internal/enginesim/engine", "internal/enginesim/fault", "internal/enginesim/jsontext", "internal/enginesim/request"},
+	"internal/enginesim/request":   {"internal/enginesim/connector", "internal/enginesim/engine", "internal/enginesim/jsontext"},
+	"internal/enginesim/connector": {"internal/enginesim/engine", "internal/enginesim/fault", "internal/enginesim/handover", "internal/enginesim/jsontext"},
+	"internal/enginesim/handover":  {"internal/enginesim/engine"},
+	"internal/enginesim/engine":    {"internal/enginesim/jsontext"},
+	"internal/enginesim/jsontext":  {},
+	"internal/enginesim/fault":     {},
+	"e2e":                          {"e2e/loopback"}, // black box
+	"e2e/bench":                    {"e2e/process"},
+	"e2e/load":                     {"e2e/process"},
+	"e2e/loopback":                 {}, // for tests
+	"e2e/process":                  {"e2e/loopback"},
+	"e2e/realengines":              {}, // for tests
+	"e2e/vllm":                     {"e2e/loopback", "e2e/realengines"},
+	"e2e/sglang":                   {"e2e/loopback", "e2e/realengines"},
+	"status":                       {"extproc/telemetry", "extproc", "kvstate", "picker"},
+	"deploy/observability/promql":  {},                                                              // a module of its own: Prometheus' parsers
+	"deploy":                       {"envoy-configs", "protos/config/v1", "e2e/loopback"},           // tests alone
+	"docs":                         {"extproc/telemetry", "extproc", "kvstate", "protos/config/v1"}, // tests that hold the documents to the code
+	"internal/grpcserver":          {"internal/memory"},                                             // knows gRPC, not Envoy
+	"internal/memory":              {},
+	"internal/guard":               {},
+	"internal/budget":              {},                     // for the tests of all
+	".":                            {"extproc/kvtransfer"}, // the names of the dialects
 }
 
 // guarded are modules that only some packages may see, tests included.
@@ -76,9 +84,9 @@ var guarded = map[string][]string{
 	"k8s.io/":                    {"kvstate/discovery", "deploy (test)"},
 	"go.opentelemetry.io/":       {"extproc", "extproc/telemetry", "cmd/tandem", "e2e"},
 	"google.golang.org/grpc":     {"extproc/telemetry", "extproc", "extproc/envoywire", "internal/grpcserver", "cmd/tandem", "e2e", "e2e/bench", "envoy-configs (test)"},
-	"github.com/prometheus/":     {"extproc (test)", "extproc/telemetry", "cmd/tandem", "cmd/enginesim", "e2e", "e2e/bench", "deploy/observability/promql"},
+	"github.com/prometheus/":     {"extproc (test)", "extproc/telemetry", "cmd/tandem", "internal/enginesim/api", "internal/enginesim/connector", "internal/enginesim/engine", "e2e", "e2e/bench", "deploy/observability/promql"},
 	"github.com/redis/":          {"kvstate/redisstore"},
-	"github.com/go-zeromq/":      {"kvstate/kvevents (test)", "kvstate/registrations (test)", "internal/zmtp (test)", "kvstate/notices (test)", "cmd/enginesim"},
+	"github.com/go-zeromq/":      {"kvstate/kvevents (test)", "kvstate/registrations (test)", "internal/zmtp (test)", "kvstate/notices (test)", "internal/enginesim/connector", "internal/enginesim/engine", "cmd/enginesim (test)"},
 	"sigs.k8s.io/":               {"protos/config/v1", "kvstate/discovery", "envoy-configs", "deploy (test)", "docs (test)"},
 	"google.golang.org/protobuf": {"cmd/tandem", "kvstate/redisstore", "protos/state/v1", "extproc (test)", "extproc/envoywire (test)", "extproc/envoywire/wiretest", "extproc/kvtransfer", "protos/config/v1", "protos/ticket/v1", "envoy-configs", "docs (test)"},
 }
@@ -182,7 +190,7 @@ func TestTheDecisionIsPure(t *testing.T) {
 
 // dialectsMayBeNamed are the packages in which a dialect's name may stand: its own, the configuration, and the simulator. Tests and
 // what they are made of (e2e) do not count.
-var dialectsMayBeNamed = []string{"extproc/kvtransfer", "protos/config/v1", "cmd/enginesim", "e2e"}
+var dialectsMayBeNamed = []string{"extproc/kvtransfer", "protos/config/v1", "internal/enginesim/connector", "e2e"}
 
 // otherWords are names that mean something else in a file.
 var otherWords = map[string]string{

@@ -23,16 +23,6 @@ var larger = map[string]struct {
 	size   int
 	reason string
 }{
-	"cmd/enginesim.call: methods":         {110, "not in rooms yet: engine, api, connector, fault"},
-	"cmd/enginesim.config: fields":        {60, "not in rooms yet: engine, api, connector, fault"},
-	"cmd/enginesim.kvParams: fields":      {30, "not in rooms yet: engine, api, connector, fault"},
-	"cmd/enginesim.metrics: fields":       {40, "not in rooms yet: engine, api, connector, fault"},
-	"cmd/enginesim.record: fields":        {40, "not in rooms yet: engine, api, connector, fault"},
-	"cmd/enginesim.request: fields":       {40, "not in rooms yet: engine, api, connector, fault"},
-	"cmd/enginesim.sim: fields":           {50, "not in rooms yet: engine, api, connector, fault"},
-	"cmd/enginesim.sim: methods":          {90, "not in rooms yet: engine, api, connector, fault"},
-	"cmd/enginesim: files":                {60, "not in rooms yet: engine, api, connector, fault"},
-	"cmd/enginesim: lines":                {11100, "not in rooms yet: engine, api, connector, fault"},
 	"cmd/tandem: files":                   {40, "compiles the configuration, which is to move to a package of its own"},
 	"cmd/tandem: lines":                   {4700, "compiles the configuration, which is to move to a package of its own"},
 	"e2e/load.result: fields":             {30, "one field for each figure of the report"},

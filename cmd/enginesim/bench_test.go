@@ -6,33 +6,6 @@ import (
 	"testing"
 )
 
-func BenchmarkScan(b *testing.B) {
-	body := []byte(chat(strings.Repeat("Some ordinary text, with a quote here and there. ", 4500)))
-	var room [24]member
-	b.SetBytes(int64(len(body)))
-	b.ReportAllocs()
-	for b.Loop() {
-		if _, err := scanObject(room[:0], body); err != nil {
-			b.Fatal(err)
-		}
-	}
-}
-
-func BenchmarkRender(b *testing.B) {
-	body := []byte(chat(strings.Repeat("Some ordinary text, with a quote here and there. ", 4500)))
-	q, bad := parseRequest(apiChat, body, nil, connectorNIXL, false)
-	if bad != nil {
-		b.Fatal(bad)
-	}
-	b.SetBytes(int64(len(body)))
-	b.ReportAllocs()
-	for b.Loop() {
-		if _, bad := q.render(16); bad != nil {
-			b.Fatal(bad)
-		}
-	}
-}
-
 // BenchmarkTwoLegs is what a benchmark of something else pays for its engines: both HTTP requests and the transfer,
 // client included.
 func BenchmarkTwoLegs(b *testing.B) {

@@ -10,20 +10,22 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
+
+	"tandem/internal/enginesim/fault"
 )
 
 // roomPair is an SGLang prefill and decode server.
-func roomPair(t *testing.T, timeout string) (p, d *engine, room func(n int) string) {
+func roomPair(t *testing.T, timeout string) (p, d *simulator, room func(n int) string) {
 	args := []string{"-connector", "sglang", "-transfer-timeout", timeout, "-bootstrap", "127.0.0.1:0"}
 	p, d = startEngine(t, append(args, "-role", "prefill")...), startEngine(t, append(args, "-role", "decode")...)
-	_, port, _ := strings.Cut(p.bootstrapAddr, ":")
+	_, port, _ := strings.Cut(p.BootstrapAddr, ":")
 	return p, d, func(n int) string {
 		return fmt.Sprintf(`"bootstrap_host":"127.0.0.1","bootstrap_port":%s,"bootstrap_room":%d`, port, n)
 	}
 }
 
 // both sends a body to both engines at once.
-func both(t *testing.T, p, d *engine, path, id, prefill, decode string) (fromP, fromD reply) {
+func both(t *testing.T, p, d *simulator, path, id, prefill, decode string) (fromP, fromD reply) {
 	t.Helper()
 	var legs sync.WaitGroup
 	legs.Go(func() { fromP = p.post(t, path, id, prefill) })
@@ -68,7 +70,7 @@ func TestSGLangRooms(t *testing.T) {
 	t.Run("bootstrap", func(t *testing.T) {
 		for query, status := range map[string]int{"": 400, "prefill_dp_rank=-1&prefill_cp_rank=-1&target_tp_rank=-1&target_pp_rank=-1": 200,
 			"prefill_dp_rank=7&prefill_cp_rank=0&target_tp_rank=0&target_pp_rank=0": 404} {
-			resp, err := http.Get("http://" + p.bootstrapAddr + "/route?" + query)
+			resp, err := http.Get("http://" + p.BootstrapAddr + "/route?" + query)
 			require.NoError(t, err)
 			_ = resp.Body.Close()
 			require.Equal(t, status, resp.StatusCode, query)
@@ -93,7 +95,7 @@ func TestSGLangChoices(t *testing.T) {
 // Each leg waits for the other as long as it may, and holds its blocks meanwhile.
 func TestSGLangWaits(t *testing.T) {
 	p, d, room := roomPair(t, "300ms")
-	for name, e := range map[string]*engine{"prefill": p, "decode": d} {
+	for name, e := range map[string]*simulator{"prefill": p, "decode": d} {
 		began := time.Now()
 		require.Equal(t, 500, e.post(t, chatPath, "", chat("alone", room(len(name)))).status, name)
 		require.GreaterOrEqual(t, time.Since(began), 300*time.Millisecond, name)
@@ -101,7 +103,7 @@ func TestSGLangWaits(t *testing.T) {
 	}
 	// D leaves before P has computed: P is not told, and goes on waiting.
 	p, d, room = roomPair(t, "1s")
-	p.fail.add([]failRule{{Mode: failSlow, delay: 3 * time.Second}})
+	p.Faults.Add([]fault.Rule{{Mode: fault.Slow, Wait: 3 * time.Second}})
 	var legs sync.WaitGroup
 	legs.Go(func() { require.Equal(t, 500, p.post(t, chatPath, "", chat("x y z", room(9))).status) })
 	d.leftWaiting(t, "", chat("x y z", room(9)))
@@ -110,7 +112,7 @@ func TestSGLangWaits(t *testing.T) {
 }
 
 // leftWaiting sends a request whose client leaves as soon as it waits for the other leg.
-func (e *engine) leftWaiting(t *testing.T, id, body string) {
+func (e *simulator) leftWaiting(t *testing.T, id, body string) {
 	t.Helper()
 	ctx, leave := context.WithCancel(t.Context())
 	defer leave()
@@ -120,13 +122,13 @@ func (e *engine) leftWaiting(t *testing.T, id, body string) {
 	req.Header.Set("X-Request-Id", id)
 	failed := make(chan error, 1)
 	go func() { _, err := client.Do(req); failed <- err }()
-	require.Eventually(t, func() bool { return e.rooms.held.Load() > 0 }, patience, time.Millisecond)
+	require.Eventually(t, func() bool { return e.Rooms.Held.Load() > 0 }, patience, time.Millisecond)
 	leave()
 	require.ErrorIs(t, <-failed, context.Canceled)
 }
 
 func TestMooncake(t *testing.T) {
-	pair := func(timeout string) (p, d *engine) {
+	pair := func(timeout string) (p, d *simulator) {
 		args := []string{"-connector", "mooncake", "-transfer-timeout", timeout, "-bootstrap", "127.0.0.1:0"}
 		return startEngine(t, append(args, "-role", "prefill")...), startEngine(t, append(args, "-role", "decode")...)
 	}
@@ -135,8 +137,8 @@ func TestMooncake(t *testing.T) {
 		return `"max_tokens":1,"kv_transfer_params":{"do_remote_decode":true,"do_remote_prefill":false,"transfer_id":"` + id + `"}`
 	}
 	from := func(id string) string {
-		return `"max_tokens":8,"kv_transfer_params":{"do_remote_prefill":true,"do_remote_decode":false,"remote_bootstrap_addr":"http://` + p.bootstrapAddr +
-			`","remote_engine_id":"` + p.engineID + `","transfer_id":"` + id + `"}`
+		return `"max_tokens":8,"kv_transfer_params":{"do_remote_prefill":true,"do_remote_decode":false,"remote_bootstrap_addr":"http://` + p.BootstrapAddr +
+			`","remote_engine_id":"` + p.EngineID + `","transfer_id":"` + id + `"}`
 	}
 	alone := d.post(t, chatPath, "", chat("over the lake", `"max_tokens":8`)).content()
 	_, fromD := both(t, p, d, chatPath, "m1", chat("over the lake", ask("t1")), chat("over the lake", from("t1")))
@@ -146,7 +148,7 @@ func TestMooncake(t *testing.T) {
 	d.quiet(t)
 	t.Run("the wrong role dies", func(t *testing.T) {
 		require.Equal(t, 500, d.post(t, chatPath, "m3", chat("x", ask("t3"))).status)
-		<-d.died
+		<-d.Died
 	})
 	p, d = pair("500ms")
 	t.Run("a leg that ends for another reason than length is cancelled", func(t *testing.T) {
@@ -163,21 +165,21 @@ func TestMooncake(t *testing.T) {
 func TestNIXLPush(t *testing.T) {
 	args := []string{"-connector", "nixl-push", "-transfer-timeout", "5m", "-lease", "5m"}
 	p, d := startEngine(t, append(args, "-role", "prefill")...), startEngine(t, append(args, "-role", "decode")...)
-	host, port, _ := strings.Cut(p.side.Addr().String(), ":")
+	host, port, _ := strings.Cut(p.Side.Addr().String(), ":")
 	from := fmt.Sprintf(`"max_tokens":8,"kv_transfer_params":{"do_remote_prefill":true,"remote_engine_id":%q,"remote_host":%q,"remote_port":%s,"tp_size":1,"remote_request_id":"any","remote_block_ids":[]}`,
-		p.engineID, host, port)
+		p.EngineID, host, port)
 	alone := d.post(t, chatPath, "", chat("push it over", `"max_tokens":8`)).content()
 	fromP, fromD := both(t, p, d, chatPath, "push-1", chat("push it over", prefillMembers), chat("push it over", from))
 	require.Contains(t, string(fromP.params()), `"transfer_mode":"push"`)
 	require.Equal(t, alone, fromD.content())
 
 	d.leftWaiting(t, "push-2", chat("left behind", from))
-	require.Eventually(t, func() bool { return d.metrics.aborted.Load() == 1 }, patience, time.Millisecond)
-	require.Positive(t, d.state().BlocksHeld, "the client has left, the blocks are still taken")
+	require.Eventually(t, func() bool { return d.Metrics.Aborted.Load() == 1 }, patience, time.Millisecond)
+	require.Positive(t, d.State().BlocksHeld, "the client has left, the blocks are still taken")
 	require.Equal(t, 200, p.post(t, chatPath, "push-2", chat("left behind", prefillMembers)).status)
 	d.quiet(t)
 	p.quiet(t)
 
 	require.Equal(t, 500, d.post(t, chatPath, "push-3", chat("x", strings.Replace(from, `"tp_size":1,`, "", 1))).status)
-	<-d.died
+	<-d.Died
 }

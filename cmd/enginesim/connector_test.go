@@ -4,7 +4,6 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
-	"net"
 	"net/http"
 	"strconv"
 	"strings"
@@ -14,6 +13,9 @@ import (
 
 	"github.com/go-zeromq/zmq4"
 	"github.com/stretchr/testify/require"
+
+	"tandem/internal/enginesim/engine"
+	"tandem/internal/enginesim/jsontext"
 )
 
 // manyBlocks fills several blocks.
@@ -22,15 +24,15 @@ var manyBlocks = strings.Repeat("How are the KV blocks moved? ", 40)
 const oneToken = `"max_tokens":1,"min_tokens":1,"stream":false`
 
 // reference is what an engine says to the prompt without any transfer.
-func reference(t testing.TB, d *engine, members ...string) reply {
+func reference(t testing.TB, d *simulator, members ...string) reply {
 	t.Helper()
 	r := d.post(t, chatPath, "plain", chat(manyBlocks, append(members, `"cache_salt":"reference"`)...))
 	require.Equal(t, 200, r.status, r)
 	return r
 }
 
-func (e *engine) violations(kind string) (n int64) {
-	e.metrics.violations.each(func(k string, v int64) {
+func (e *simulator) violations(kind string) (n int64) {
+	e.Metrics.Violations.Each(func(k string, v int64) {
 		if k == kind {
 			n = v
 		}
@@ -43,10 +45,10 @@ func TestNeuronHandsTheWholeAnswerOn(t *testing.T) {
 	want := reference(t, d, `"max_tokens":9`)
 	first := p.post(t, chatPath, "r", chat(manyBlocks, oneToken))
 	require.Equal(t, 200, first.status, first)
-	require.Positive(t, p.state().BlocksHeld)
+	require.Positive(t, p.State().BlocksHeld)
 	got := d.post(t, chatPath, "r", chat(manyBlocks, `"max_tokens":9`, `"disagg_prefill_resp":`+first.String()))
 	require.Equal(t, want.content(), got.content())
-	require.Positive(t, d.metrics.external.Load())
+	require.Positive(t, d.Metrics.External.Load())
 	p.quiet(t)
 	d.quiet(t)
 }
@@ -57,29 +59,29 @@ func TestOffload(t *testing.T) {
 		return fmt.Sprintf(`"kv_transfer_params":{"remote_decoder":{"kv_request_id":%q}}`, id)
 	}
 	prefiller := func(id string) string {
-		return fmt.Sprintf(`"kv_transfer_params":{"remote_prefiller":{"kv_request_id":%q,"remote_host":"127.0.0.1","remote_port":%d}}`, id, p.sidePort)
+		return fmt.Sprintf(`"kv_transfer_params":{"remote_prefiller":{"kv_request_id":%q,"remote_host":"127.0.0.1","remote_port":%d}}`, id, p.SidePort)
 	}
 	want := reference(t, d, `"max_tokens":9`)
 	require.Equal(t, 200, p.post(t, chatPath, "r1", chat(manyBlocks, oneToken, decoder("k1"))).status)
 	got := d.post(t, chatPath, "r1", chat(manyBlocks, `"max_tokens":9`, prefiller("k1")))
 	require.Equal(t, want.content(), got.content())
-	moved := d.metrics.external.Load()
+	moved := d.Metrics.External.Load()
 	require.Positive(t, moved)
 
 	got = d.post(t, chatPath, "r2", chat(manyBlocks, `"max_tokens":9`, `"cache_salt":"2"`, prefiller("never")))
 	require.Equal(t, want.content(), got.content(), "a miss is computed")
-	require.Equal(t, moved, d.metrics.external.Load())
+	require.Equal(t, moved, d.Metrics.External.Load())
 
-	source := fmt.Sprintf(`"kv_transfer_params":{"remote_kv_source":{"kv_request_id":"s","remote_host":"127.0.0.1","remote_port":%d}}`, p.sidePort)
+	source := fmt.Sprintf(`"kv_transfer_params":{"remote_kv_source":{"kv_request_id":"s","remote_host":"127.0.0.1","remote_port":%d}}`, p.SidePort)
 	fresh := startEngine(t, "-role", "decode", "-connector", "offload")
 	got = fresh.post(t, chatPath, "rs", chat(manyBlocks, `"max_tokens":9`, source))
 	require.Equal(t, want.content(), got.content())
-	require.Positive(t, fresh.metrics.external.Load(), "the beginning came from P's cache")
+	require.Positive(t, fresh.Metrics.External.Load(), "the beginning came from P's cache")
 
 	short := startEngine(t, "-role", "prefill", "-connector", "offload", "-lease", "50ms")
 	require.Equal(t, 200, short.post(t, chatPath, "r3", chat(manyBlocks, oneToken, decoder("k3"))).status)
 	short.quiet(t) // D never came: the parked blocks go with their time
-	require.EqualValues(t, 1, short.ledger.expired.Load())
+	require.EqualValues(t, 1, short.Ledger.Expired.Load())
 	p.quiet(t)
 	d.quiet(t)
 
@@ -123,12 +125,12 @@ func TestTRTLLM(t *testing.T) {
 	got := d.post(t, chatPath, "r1", chat(manyBlocks, `"max_tokens":9`, generation(t, first)))
 	require.Equal(t, 200, got.status, got)
 	require.Equal(t, want.content(), got.content(), "D's answer has the first token too")
-	require.Positive(t, d.metrics.external.Load())
+	require.Positive(t, d.Metrics.External.Load())
 	p.quiet(t)
 	d.quiet(t)
 
 	// The first token ends the text: nothing is kept.
-	first = p.post(t, chatPath, "r2", chat(manyBlocks, `"max_tokens":9`, `"stop":`+quote(want.content()[:tokenBytes]), context(id)))
+	first = p.post(t, chatPath, "r2", chat(manyBlocks, `"max_tokens":9`, `"stop":`+quote(want.content()[:engine.TokenBytes]), context(id)))
 	require.Equal(t, "stop", first.str("choices", "0", "finish_reason"))
 	require.Nil(t, first.get("choices", "0", "disaggregated_params"))
 	p.quiet(t)
@@ -150,20 +152,20 @@ func quote(s string) string {
 
 func TestSharedStore(t *testing.T) {
 	p := startEngine(t, "-role", "prefill", "-connector", "shared")
-	d := startEngine(t, "-role", "decode", "-connector", "shared", "-store", p.side.Addr().String())
+	d := startEngine(t, "-role", "decode", "-connector", "shared", "-store", p.Side.Addr().String())
 	want := d.post(t, chatPath, "plain", chat(manyBlocks, `"max_tokens":9`))
-	require.Zero(t, d.metrics.external.Load())
+	require.Zero(t, d.Metrics.External.Load())
 	other := manyBlocks + "And then?"
 	require.Equal(t, 200, p.post(t, chatPath, "r", chat(other, oneToken)).status)
 	require.Equal(t, 200, d.post(t, chatPath, "r", chat(other, `"max_tokens":9`, `"cache_salt":"x"`)).status)
-	require.Positive(t, d.metrics.external.Load())
+	require.Positive(t, d.Metrics.External.Load())
 	require.Equal(t, want.content(), d.post(t, chatPath, "again", chat(manyBlocks, `"max_tokens":9`)).content())
 	p.quiet(t)
 	d.quiet(t)
 }
 
 // lmcachePair is a prefill and a decode engine, and the notices that come.
-func lmcachePair(t *testing.T, more ...string) (p, d *engine, spec func(reqID string) string, notices chan string) {
+func lmcachePair(t *testing.T, more ...string) (p, d *simulator, spec func(reqID string) string, notices chan string) {
 	t.Helper()
 	pull := zmq4.NewPull(context.Background())
 	require.NoError(t, pull.Listen("tcp://127.0.0.1:0"))
@@ -181,14 +183,14 @@ func lmcachePair(t *testing.T, more ...string) (p, d *engine, spec func(reqID st
 	args := append([]string{"-connector", "lmcache", "-proxy", pull.Addr().String()}, more...)
 	p = startEngine(t, append(args, "-role", "prefill")...)
 	d = startEngine(t, append(args, "-role", "decode", "-lmcache-init-port", "0", "-lmcache-alloc-port", "0")...)
-	port := func(i int) int { return d.receivers[i].Addr().(*net.TCPAddr).Port }
+	port := func(i int) int { return d.ReceiverPort(i) }
 	init, alloc := port(0), port(1)
 	return p, d, func(reqID string) string {
 		return fmt.Sprintf(`"kv_transfer_params":{"disagg_spec":{"req_id":%q,"receiver_host":"127.0.0.1","receiver_init_port":[%d],"receiver_alloc_port":[%d]}}`, reqID, init, alloc)
 	}, notices
 }
 
-func (e *engine) noticed(t *testing.T, notices chan string) string {
+func (e *simulator) noticed(t *testing.T, notices chan string) string {
 	t.Helper()
 	select {
 	case n := <-notices:
@@ -204,11 +206,11 @@ func TestLMCache(t *testing.T) {
 	want := reference(t, d, `"max_tokens":9`)
 	require.Equal(t, 200, p.post(t, chatPath, "r1", chat(manyBlocks, oneToken, spec("id-1"))).status)
 	require.Equal(t, "\x82\xa4type\xaaProxyNotif\xa6req_id\xa4id-1", p.noticed(t, notices))
-	require.Positive(t, d.state().BlocksHeld)
+	require.Positive(t, d.State().BlocksHeld)
 	got := d.post(t, chatPath, "r1", chat(manyBlocks, `"max_tokens":9`))
 	require.Equal(t, want.content(), got.content())
-	require.Positive(t, d.metrics.external.Load())
-	require.Zero(t, d.state().BlocksHeld)
+	require.Positive(t, d.Metrics.External.Load())
+	require.Zero(t, d.State().BlocksHeld)
 
 	require.Equal(t, 200, p.post(t, chatPath, "r3", chat(manyBlocks, oneToken, spec("id-3"))).status)
 	p.noticed(t, notices)
@@ -236,7 +238,7 @@ func TestLMCacheFirstToken(t *testing.T) {
 		got := p.post(t, chatPath, id, chat(prompt, oneToken, `"return_token_ids":true`, strings.Replace(spec(id), `"disagg_spec"`, `"ret_first_tok":false,"disagg_spec"`, 1)))
 		require.Equal(t, 200, got.status)
 		p.noticed(t, notices)
-		return got.content(), string(get(got.body, "prompt_token_ids")), string(get(get(got.body, "kv_transfer_params"), "first_tok"))
+		return got.content(), string(jsontext.Get(got.body, "prompt_token_ids")), string(jsontext.Get(jsontext.Get(got.body, "kv_transfer_params"), "first_tok"))
 	}
 	text, ids, first := ask("r1", manyBlocks)
 	require.Equal(t, want[:len(text)], text)
@@ -246,7 +248,7 @@ func TestLMCacheFirstToken(t *testing.T) {
 	got := rest("r1", ids, first)
 	require.Equal(t, 200, got.status, got)
 	require.Equal(t, want, text+got.str("choices", "0", "text"))
-	require.Positive(t, d.metrics.external.Load())
+	require.Positive(t, d.Metrics.External.Load())
 
 	_, ids, _ = ask("r2", "Another. "+manyBlocks)
 	require.Equal(t, 500, rest("r2", ids, "7").status)
@@ -278,26 +280,12 @@ func TestLMCacheDiesOfHalfASpec(t *testing.T) {
 			p, _, spec, _ := lmcachePair(t)
 			require.Equal(t, 500, p.post(t, chatPath, "r", chat("x", oneToken, strings.Replace(spec("x"), edit[0], edit[1], 1))).status)
 			select {
-			case <-p.died:
+			case <-p.Died:
 			case <-time.After(patience):
 				require.Fail(t, "it lives")
 			}
 		})
 	}
-}
-
-// Prompts that each have a part of the buffer wait for each other: this is what a router's turns prevent.
-func TestLMCacheBufferDeadlock(t *testing.T) {
-	d := startEngine(t, "-role", "decode", "-connector", "lmcache", "-pd-buffer", "1024", "-pd-allocation-timeout", "50ms", "-lmcache-init-port", "0", "-lmcache-alloc-port", "0")
-	require.NoError(t, d.buffer.alloc("a", "a", 40))
-	require.NoError(t, d.buffer.alloc("b", "b", 24))
-	require.Error(t, d.buffer.alloc("a", "a", 16))
-	require.EqualValues(t, 1, d.violations("buffer_exhausted"))
-	d.buffer.timeout = time.Hour
-	freed := make(chan error, 1)
-	go func() { freed <- d.buffer.alloc("a", "a", 16) }()
-	d.buffer.drop("b", d.buffer.arrived["b"])
-	require.NoError(t, <-freed)
 }
 
 // Generation first: P waits in its scheduler until D is there, under an id that is both legs' own.
@@ -312,7 +300,7 @@ func TestTRTLLMGenerationFirst(t *testing.T) {
 		return chat(manyBlocks, `"max_tokens":9`, `"disaggregated_params":{"request_type":"generation_only","disagg_request_id":`+id+`,"ctx_request_id":`+contextID+
 			`,"schedule_style":1,"ctx_info_endpoint":"`+endpoint+`"}`)
 	}
-	endpoint := "tcp://" + p.side.Addr().String()
+	endpoint := "tcp://" + p.Side.Addr().String()
 	require.Contains(t, p.get(t, "/server_info").String(), endpoint)
 	var first reply
 	var leg sync.WaitGroup
@@ -322,7 +310,7 @@ func TestTRTLLMGenerationFirst(t *testing.T) {
 	require.Equal(t, want, got.content())
 	leg.Wait()
 	require.Equal(t, 200, first.status, first)
-	require.Positive(t, d.metrics.external.Load())
+	require.Positive(t, d.Metrics.External.Load())
 
 	left := startEngine(t, "-role", "prefill", "-connector", "trtllm", "-transfer-timeout", "50ms")
 	require.Equal(t, 500, left.post(t, chatPath, "r2", context("4611686018427387906")).status, "a P whose D does not come")

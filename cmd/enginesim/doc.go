@@ -21,17 +21,18 @@
 //
 // # How the parts work together
 //
-//  1. request.go and jsonscan.go read a body: what all five APIs have in common, and what vLLM refuses at once.
-//  2. template.go and tokens.go make the prompt: the content of each KV block it fills, as a hash of everything up to
-//     there.
-//  3. cache.go gives it blocks: numbered ones, least recently used first, with a prefix cache over them.
-//  4. engine.go takes it through admission, KV load, prefill and decode, at the speeds the flags say.
-//  5. nixl.go, ledger.go and sidechannel.go are the hand-over. P keeps a finished prefill leg's blocks under a lease
-//     and answers kv_transfer_params; D asks P's side channel for them and says what it believes they hold; P checks,
-//     hands over, and frees. connector.go reads the other connectors' members, and each of them is a file: offload.go,
-//     trtllm.go, store.go (shared), lmcache.go (ret_first_tok too) and notices.go; neuron is NIXL's parameters under another key.
-//     turns.go is NIXL in both directions (-bidirectional): a decode engine keeps an answer for the conversation's next turn.
-//  6. output.go plans the answer; openai_*.go, anthropic.go and generate_api.go write it, sse.go sends streams.
+// This package reads the flags; the rest lies in internal/enginesim, and imports go one way: api, request, connector, handover, engine,
+// jsontext; fault stands beside.
+//
+//  1. request reads a body with jsontext: what all five APIs have in common, what vLLM refuses at once, and the prompt: the content of
+//     each KV block it fills, as a hash of everything up to there (engine/tokens.go).
+//  2. engine/cache.go gives it blocks: numbered ones, least recently used first, with a prefix cache over them.
+//  3. engine/job.go takes it through admission, KV load, prefill and decode, at the speeds the flags say.
+//  4. connector does what KV does between engines, a file a dialect. With NIXL P keeps a finished prefill leg's blocks under a lease
+//     (handover/ledger.go) and answers kv_transfer_params; D asks P's side channel for them and says what it believes they hold; P
+//     checks, hands over, and frees. neuron is NIXL's parameters under another key. connector/turns.go is NIXL in both directions
+//     (-bidirectional): a decode engine keeps an answer for the conversation's next turn.
+//  5. engine/output.go plans the answer; api/openai_*.go, anthropic.go and generate.go write it, sse.go sends streams.
 //
 // # Dialects whose legs run at once
 //
@@ -42,7 +43,7 @@
 // P while nobody tells it that D has gone, vLLM's D while its client has left and P has not sent. A room or transfer id
 // that is used twice is a violation (key_reused). moriio is the same with its own members. p2p-nccl reads the other
 // engine's address out of x-request-id and dies without, registers at -proxy, and calls a decode that begins before its
-// KV is there a violation (decode_before_kv), for the real engine would stand still. rendezvous.go is where legs meet, sglang.go and push.go the dialects.
+// KV is there a violation (decode_before_kv), for the real engine would stand still. connector/rendezvous.go is where legs meet.
 //
 // # Strict and faithful
 //
@@ -94,7 +95,7 @@
 //	-connector lmcache   disagg_spec: P pushes to D's ports (-lmcache-init-port, -lmcache-alloc-port, one for each -tp) and
 //	                     notices at -proxy, as -notices and -kv-delay say; -pd-buffer bounds what waits at D
 //
-// -role encode is an engine that makes embeddings of media alone and answers ec_transfer_params (encode.go); any other fetches
+// -role encode is an engine that makes embeddings of media alone and answers ec_transfer_params (api/encode.go); any other fetches
 // what these tell of, once, and encodes the rest of a chat's media by itself: encoded and encoded_here in /sim/requests.
 //
 // A spec that lacks a member, or a port for a rank, ends a prefill engine, as in LMCache. They were made after LMCache

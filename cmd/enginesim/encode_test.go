@@ -6,6 +6,8 @@ import (
 	"testing"
 
 	"github.com/stretchr/testify/require"
+
+	"tandem/internal/enginesim/api"
 )
 
 // pictures is a chat with images, and text if there is any.
@@ -32,13 +34,13 @@ func TestEncode(t *testing.T) {
 		require.NoError(t, json.Unmarshal([]byte(got.String()), &answer))
 		return `"ec_transfer_params":` + string(answer.Params)
 	}
-	last := func() record { return p.records.last(1, "")[0] }
+	last := func() api.Record { return p.Records.Last(1, "")[0] }
 	plain := p.post(t, chatPath, "r0", pictures("What?", []string{"a", "b"}))
 	require.Equal(t, 200, plain.status, plain)
 	require.Equal(t, 2, last().EncodedHere)
 
 	params := encoded("a", "b")
-	require.EqualValues(t, 2, e.state().BlocksHeld)
+	require.EqualValues(t, 2, e.State().BlocksHeld)
 	got := p.post(t, chatPath, "r1", pictures("What?", []string{"a", "b"}, params))
 	require.Equal(t, plain.content(), got.content())
 	require.Equal(t, []int{2, 0}, []int{last().Encoded, last().EncodedHere})

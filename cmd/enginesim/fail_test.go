@@ -11,9 +11,11 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
+
+	"tandem/internal/enginesim/jsontext"
 )
 
-func (e *engine) failWith(t *testing.T, rule string) {
+func (e *simulator) failWith(t *testing.T, rule string) {
 	t.Helper()
 	require.Equal(t, 200, e.post(t, "/sim/fail", "", rule).status)
 }
@@ -30,7 +32,7 @@ func TestFailRules(t *testing.T) {
 	leg := func() int { return e.post(t, chatPath, "r", chat("x", prefillMembers)).status }
 	require.Equal(t, 200, e.post(t, chatPath, "r", chat("x")).status, "another leg")
 	require.Equal(t, []int{200, 503, 503, 200}, []int{leg(), leg(), leg(), leg()})
-	e.ledger.releaseAll()
+	e.Ledger.ReleaseAll()
 
 	e.failWith(t, `[{"mode":"status","status":429,"retry_after":7,"path":"/v1/completions"},{"mode":"slow","delay":"20ms"}]`)
 	r := e.post(t, "/v1/completions", "r", `{"prompt":"x"}`)
@@ -62,7 +64,7 @@ func TestFailParams(t *testing.T) {
 		require.Equal(t, 200, e.post(t, chatPath, "r", chat("x")).status, "not for this one")
 		r := e.post(t, chatPath, "r", chat("x", prefillMembers))
 		require.Equal(t, 200, r.status)
-		require.Equal(t, want, string(get(r.body, "kv_transfer_params")))
+		require.Equal(t, want, string(jsontext.Get(r.body, "kv_transfer_params")))
 		e.quiet(t)
 	}
 	e.failWith(t, `{"mode":"malformed-params","count":1}`)
@@ -112,7 +114,7 @@ func TestFailConnections(t *testing.T) {
 		})
 	}
 	outcomes := map[string]int{}
-	for _, r := range e.records.last(0, "") {
+	for _, r := range e.Records.Last(0, "") {
 		outcomes[r.Outcome+" "+r.Injected]++
 	}
 	require.Equal(t, 2, outcomes["reset reset-before-headers"], outcomes)
@@ -126,7 +128,7 @@ func TestFailHang(t *testing.T) {
 	req.Header.Set("Content-Type", "application/json")
 	failed := make(chan error, 1)
 	go func() { _, err := client.Do(req); failed <- err }()
-	require.Eventually(t, func() bool { return e.metrics.injected.total() == 1 }, patience, time.Millisecond)
+	require.Eventually(t, func() bool { return e.Metrics.Injected.Total() == 1 }, patience, time.Millisecond)
 	leave()
 	require.ErrorIs(t, <-failed, context.Canceled)
 
@@ -134,8 +136,8 @@ func TestFailHang(t *testing.T) {
 		_, err := e.do(http.MethodPost, chatPath, "second", chat("x"))
 		failed <- err
 	}()
-	require.Eventually(t, func() bool { return e.metrics.injected.total() == 2 }, patience, time.Millisecond)
-	e.fail.clear()
+	require.Eventually(t, func() bool { return e.Metrics.Injected.Total() == 2 }, patience, time.Millisecond)
+	e.Faults.Clear()
 	require.Error(t, <-failed)
 }
 
@@ -154,7 +156,7 @@ func TestFailRefuse(t *testing.T) {
 func TestFailDie(t *testing.T) {
 	e := startEngine(t)
 	e.failWith(t, `{"mode":"die"}`)
-	<-e.died
+	<-e.Died
 	_, err := e.do(http.MethodGet, "/health", "", "")
 	require.Error(t, err)
 }
@@ -165,7 +167,7 @@ func TestPrefillEngineGone(t *testing.T) {
 	for i := range 2 { // the second finds a connection from the first, closed
 		params := p.prefill(t, fmt.Sprint(i), longPrompt)
 		if i == 1 {
-			p.close()
+			p.Close()
 		}
 		r := d.post(t, chatPath, fmt.Sprint(i), chat(longPrompt, `"max_tokens":2`, decodeMembers(params)))
 		require.Equal(t, []int{200, 500}[i], r.status)

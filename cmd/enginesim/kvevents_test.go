@@ -14,7 +14,7 @@ import (
 
 // replayed asks an engine's replay socket for all batches from a number on. go-zeromq loses a question now and then that comes
 // right after the handshake; then it is asked again.
-func replayed(t *testing.T, e *engine, from uint64) [][][]byte {
+func replayed(t *testing.T, e *simulator, from uint64) [][][]byte {
 	t.Helper()
 	for range 10 {
 		if replies, err := askReplay(t, e, from); err == nil {
@@ -25,12 +25,12 @@ func replayed(t *testing.T, e *engine, from uint64) [][][]byte {
 	return nil
 }
 
-func askReplay(t *testing.T, e *engine, from uint64) (replies [][][]byte, err error) {
+func askReplay(t *testing.T, e *simulator, from uint64) (replies [][][]byte, err error) {
 	ctx, cancel := context.WithTimeout(t.Context(), 3*time.Second)
 	defer cancel()
 	dealer := zmq4.NewDealer(ctx)
 	defer dealer.Close()
-	if err := dealer.Dial("tcp://" + e.events.replay.Addr().String()); err != nil {
+	if err := dealer.Dial("tcp://" + e.Events.ReplayAddr()); err != nil {
 		return nil, err
 	}
 	if err := dealer.Send(zmq4.NewMsgFrom([]byte{}, binary.BigEndian.AppendUint64(nil, from))); err != nil {
@@ -53,7 +53,7 @@ func askReplay(t *testing.T, e *engine, from uint64) (replies [][][]byte, err er
 
 // told waits until the batches from a number on tell of something, and returns them, joined, and the number after them. What
 // one request does may go out as one batch or two.
-func told(t *testing.T, e *engine, from int, of string) (events string, next int) {
+func told(t *testing.T, e *simulator, from int, of string) (events string, next int) {
 	t.Helper()
 	for deadline := time.Now().Add(patience); !strings.Contains(events, of); {
 		require.Less(t, time.Now(), deadline, "%q was not told", of)

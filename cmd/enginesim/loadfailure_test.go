@@ -68,6 +68,6 @@ func TestLoadFailureStreams(t *testing.T) {
 			require.InDelta(t, len(f.Data), len(stream.body), 4)
 		})
 	}
-	require.Positive(t, p.held(), "the lease has them")
-	p.ledger.releaseAll()
+	require.Positive(t, p.Held(), "the lease has them")
+	p.Ledger.ReleaseAll()
 }

@@ -10,7 +10,12 @@ import (
 	"os/signal"
 	"syscall"
 	"time"
+
+	"tandem/internal/enginesim/api"
 )
+
+// exitEngineDied is the status of a simulator whose request would have killed a real engine.
+const exitEngineDied = 70
 
 func main() {
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGINT, syscall.SIGTERM)
@@ -29,19 +34,19 @@ func run(ctx context.Context, args []string, stderr io.Writer) int {
 		fmt.Fprintln(stderr, "enginesim:", err)
 		return 2
 	}
-	s, err := start(cfg, stderr)
+	s, err := api.Start(cfg, stderr)
 	if err != nil {
 		fmt.Fprintln(stderr, "enginesim:", err)
 		return 1
 	}
-	fmt.Fprintf(stderr, "enginesim ready listen=%s side-channel=%s role=%s engine=%s\n", s.addr(), s.side.Addr(), cfg.role, s.engineID)
+	fmt.Fprintf(stderr, "enginesim ready listen=%s side-channel=%s role=%s engine=%s\n", s.Addr(), s.Side.Addr(), cfg.Role, s.EngineID)
 	select {
-	case <-s.died:
+	case <-s.Died:
 		return exitEngineDied
 	case <-ctx.Done():
 	}
 	grace, cancel := context.WithTimeout(context.Background(), 3*time.Second)
 	defer cancel()
-	s.shutdown(grace)
+	s.Shutdown(grace)
 	return 0
 }

@@ -10,7 +10,7 @@ import (
 )
 
 // scrape reads /metrics: series to value.
-func scrape(t *testing.T, e *engine) map[string]float64 {
+func scrape(t *testing.T, e *simulator) map[string]float64 {
 	t.Helper()
 	out := map[string]float64{}
 	for line := range strings.SplitSeq(e.get(t, "/metrics").String(), "\n") {

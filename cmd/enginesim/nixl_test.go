@@ -10,6 +10,8 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
+
+	"tandem/internal/enginesim/engine"
 )
 
 var longPrompt = strings.Repeat("You are a helpful assistant. ", 30)
@@ -40,17 +42,17 @@ func TestPrefillLeg(t *testing.T) {
 		status  int
 		message string
 		tokens  int
-		params  bool
+		Params  bool
 	}{
-		{name: "minimal", members: `"max_tokens":1,` + kv, status: 200, tokens: 1, params: true},
+		{name: "minimal", members: `"max_tokens":1,` + kv, status: 200, tokens: 1, Params: true},
 		{name: "min_tokens left in", members: `"max_tokens":1,"min_tokens":5,` + kv, status: 400,
 			message: "min_tokens must be less than or equal to max_tokens=1, got 5."},
-		{name: "min_tokens 1", members: `"max_tokens":1,"min_tokens":1,` + kv, status: 200, tokens: 1, params: true},
+		{name: "min_tokens 1", members: `"max_tokens":1,"min_tokens":1,` + kv, status: 200, tokens: 1, Params: true},
 		{name: "stream_options left in", members: `"max_tokens":1,"stream":false,"stream_options":{"include_usage":true},` + kv, status: 400,
 			message: "Stream options can only be defined when `stream=True`. (parameter=stream_options)"},
-		{name: "max_completion_tokens wins", members: `"max_tokens":1,"max_completion_tokens":50,` + kv, status: 200, tokens: 50, params: true},
-		{name: "n 2", members: `"max_tokens":1,"n":2,"temperature":0.7,` + kv, status: 200, tokens: 2, params: true},
-		{name: "unknown fields", members: `"max_tokens":1,"x_router":{"a":1},"priority":3,"cache_salt":"q",` + kv, status: 200, tokens: 1, params: true},
+		{name: "max_completion_tokens wins", members: `"max_tokens":1,"max_completion_tokens":50,` + kv, status: 200, tokens: 50, Params: true},
+		{name: "n 2", members: `"max_tokens":1,"n":2,"temperature":0.7,` + kv, status: 200, tokens: 2, Params: true},
+		{name: "unknown fields", members: `"max_tokens":1,"x_router":{"a":1},"priority":3,"cache_salt":"q",` + kv, status: 200, tokens: 1, Params: true},
 		{name: "params a string", members: `"max_tokens":1,"kv_transfer_params":"junk"`, status: 400,
 			message: "1 validation error:\n  {'type': 'dict_type', 'loc': 'body.kv_transfer_params', 'msg': 'Input should be a valid dictionary', 'input': 'junk'}"},
 		{name: "params null", members: `"max_tokens":1,"kv_transfer_params":null`, status: 200, tokens: 1},
@@ -73,17 +75,17 @@ func TestPrefillLeg(t *testing.T) {
 				return
 			}
 			require.Equal(t, test.tokens, r.num("usage", "completion_tokens"))
-			require.Equal(t, test.params, r.get("kv_transfer_params") != nil)
+			require.Equal(t, test.Params, r.get("kv_transfer_params") != nil)
 			require.Equal(t, "chatcmpl-x1", r.str("id"))
 			require.Equal(t, "x1", r.header.Get("X-Request-Id"))
 		})
 	}
 	t.Run("stream answers no params and holds the blocks", func(t *testing.T) {
-		before := p.ledger.given.Load()
+		before := p.Ledger.Given.Load()
 		r := p.post(t, chatPath, "x2", chat(longPrompt, `"max_tokens":1,"stream":true,`+kv))
 		require.Equal(t, 200, r.status)
 		require.NotContains(t, r.String(), "kv_transfer_params")
-		require.Equal(t, before+1, p.ledger.given.Load())
+		require.Equal(t, before+1, p.Ledger.Given.Load())
 	})
 	t.Run("two prompts, the first one's params", func(t *testing.T) {
 		r := p.post(t, "/v1/completions", "x3", `{"model":"tiny","prompt":["one one one","two two two two two"],"max_tokens":1,`+kv+`}`)
@@ -110,14 +112,14 @@ func TestDecodeLegViolations(t *testing.T) {
 	tests := []struct {
 		kind  string
 		wrong bool // the text, when faithful
-		run   func(t *testing.T, p, d *engine) reply
+		run   func(t *testing.T, p, d *simulator) reply
 	}{
-		{"read_twice", false, func(t *testing.T, p, d *engine) reply {
+		{"read_twice", false, func(t *testing.T, p, d *simulator) reply {
 			params := p.prefill(t, "r", longPrompt)
 			require.Equal(t, 200, d.post(t, chatPath, "r", chat(longPrompt, `"max_tokens":8`, decodeMembers(params))).status)
 			return d.post(t, chatPath, "r", chat(longPrompt, `"max_tokens":8,"cache_salt":"z"`, decodeMembers(params)))
 		}},
-		{"read_twice", true, func(t *testing.T, p, d *engine) reply {
+		{"read_twice", true, func(t *testing.T, p, d *simulator) reply {
 			params := p.prefill(t, "r", longPrompt)
 			require.Equal(t, 200, d.post(t, chatPath, "r", chat(longPrompt, `"max_tokens":8`, decodeMembers(params))).status)
 			for i := range 8 { // 64 blocks: these overwrite what was freed
@@ -125,36 +127,36 @@ func TestDecodeLegViolations(t *testing.T) {
 			}
 			return d.post(t, chatPath, "r", chat(longPrompt, `"max_tokens":8,"cache_salt":"z"`, decodeMembers(params)))
 		}},
-		{"unknown_request", false, func(t *testing.T, p, d *engine) reply {
+		{"unknown_request", false, func(t *testing.T, p, d *simulator) reply {
 			params := edit(t, p.prefill(t, "r", longPrompt), map[string]string{"remote_request_id": `"nope"`})
 			return d.post(t, chatPath, "r", chat(longPrompt, `"max_tokens":8`, decodeMembers(params)))
 		}},
-		{"fewer_blocks", true, func(t *testing.T, p, d *engine) reply {
+		{"fewer_blocks", true, func(t *testing.T, p, d *simulator) reply {
 			params := edit(t, p.prefill(t, "r", longPrompt), map[string]string{"remote_block_ids": `[[1]]`})
 			return d.post(t, chatPath, "r", chat(longPrompt, `"max_tokens":8`, decodeMembers(params)))
 		}},
-		{"other_prompt", true, func(t *testing.T, p, d *engine) reply {
+		{"other_prompt", true, func(t *testing.T, p, d *simulator) reply {
 			params := p.prefill(t, "r", other)
 			return d.post(t, chatPath, "r", chat(longPrompt, `"max_tokens":8`, decodeMembers(params)))
 		}},
-		{"foreign_blocks", true, func(t *testing.T, p, d *engine) reply {
+		{"foreign_blocks", true, func(t *testing.T, p, d *simulator) reply {
 			first, second := p.prefill(t, "a", longPrompt), p.prefill(t, "b", other)
 			var m map[string]json.RawMessage
 			require.NoError(t, json.Unmarshal(second, &m))
 			params := edit(t, first, map[string]string{"remote_block_ids": string(m["remote_block_ids"])})
 			return d.post(t, chatPath, "a", chat(longPrompt, `"max_tokens":8`, decodeMembers(params)))
 		}},
-		{"expired", false, func(t *testing.T, p, d *engine) reply {
+		{"expired", false, func(t *testing.T, p, d *simulator) reply {
 			params := p.prefill(t, "r", longPrompt)
-			require.Eventually(t, func() bool { return p.ledger.expired.Load() == 1 }, patience, time.Millisecond)
-			require.Zero(t, p.ledger.held.Load())
+			require.Eventually(t, func() bool { return p.Ledger.Expired.Load() == 1 }, patience, time.Millisecond)
+			require.Zero(t, p.Ledger.Held.Load())
 			return d.post(t, chatPath, "r", chat(longPrompt, `"max_tokens":8`, decodeMembers(params)))
 		}},
-		{"request_id_mismatch", false, func(t *testing.T, p, d *engine) reply {
+		{"request_id_mismatch", false, func(t *testing.T, p, d *simulator) reply {
 			params := p.prefill(t, "r", longPrompt)
 			return d.post(t, chatPath, "another", chat(longPrompt, `"max_tokens":8`, decodeMembers(params)))
 		}},
-		{"missing_request_id", false, func(t *testing.T, p, d *engine) reply {
+		{"missing_request_id", false, func(t *testing.T, p, d *simulator) reply {
 			params := p.prefill(t, "r", longPrompt)
 			return d.post(t, chatPath, "", chat(longPrompt, `"max_tokens":8`, decodeMembers(params)))
 		}},
@@ -172,16 +174,16 @@ func TestDecodeLegViolations(t *testing.T) {
 			r := test.run(t, p, strict)
 			require.Equal(t, 500, r.status, r)
 			require.Contains(t, r.str("error", "message"), "violation "+test.kind)
-			require.EqualValues(t, 1, strict.state().Violations)
-			require.Equal(t, map[string]int64{test.kind: 1}, strict.state().ViolationsBy)
+			require.EqualValues(t, 1, strict.State().Violations)
+			require.Equal(t, map[string]int64{test.kind: 1}, strict.State().ViolationsBy)
 
 			p.post(t, "/sim/reset", "", "")
 			r = test.run(t, p, faithful)
 			require.Equal(t, 200, r.status, r)
 			require.Equal(t, test.wrong, r.content() != want, r)
-			require.Zero(t, faithful.state().Violations)
-			for _, e := range []*engine{strict, faithful} {
-				require.Eventually(t, func() bool { return e.state().BlocksUsed == 0 }, patience, time.Millisecond)
+			require.Zero(t, faithful.State().Violations)
+			for _, e := range []*simulator{strict, faithful} {
+				require.Eventually(t, func() bool { return e.State().BlocksUsed == 0 }, patience, time.Millisecond)
 			}
 		})
 	}
@@ -235,7 +237,7 @@ func TestDecodeLegFailures(t *testing.T) {
 			require.Positive(t, r.num("usage", "prompt_tokens_details", "created_cache_tokens"))
 			fail.quiet(t)
 			recompute.quiet(t)
-			require.EqualValues(t, 2, fail.metrics.failedTransfers.Load())
+			require.EqualValues(t, 2, fail.Metrics.FailedTransfers.Load())
 		})
 	}
 	t.Run("its own params", func(t *testing.T) {
@@ -261,9 +263,9 @@ func TestDecodeLegGood(t *testing.T) {
 		params := edit(t, p.prefill(t, "r", longPrompt), map[string]string{"do_remote_decode": "true"})
 		r := d.post(t, chatPath, "r", chat(longPrompt, `"max_tokens":8`, decodeMembers(params)))
 		require.Equal(t, 200, r.status)
-		require.Equal(t, d.engineID, r.str("kv_transfer_params", "remote_engine_id"))
+		require.Equal(t, d.EngineID, r.str("kv_transfer_params", "remote_engine_id"))
 		require.Equal(t, r.num("usage", "prompt_tokens")+7, r.num("kv_transfer_params", "remote_num_tokens"))
-		d.ledger.releaseAll()
+		d.Ledger.ReleaseAll()
 	})
 	t.Run("prompt_token_ids", func(t *testing.T) {
 		r := p.post(t, chatPath, "ids", chat(longPrompt, `"return_token_ids":true`, prefillMembers))
@@ -278,7 +280,7 @@ func TestDecodeLegGood(t *testing.T) {
 		r := p.post(t, chatPath, "many", chat(longPrompt, `"max_tokens":50,"kv_transfer_params":{"do_remote_decode":true}`))
 		got := d.post(t, chatPath, "many", chat(longPrompt, `"max_tokens":8,"cache_salt":"new"`, decodeMembers(r.params())))
 		require.Equal(t, 200, got.status, got)
-		require.Equal(t, r.content()[:8*tokenBytes], got.content())
+		require.Equal(t, r.content()[:8*engine.TokenBytes], got.content())
 	})
 	p.quiet(t)
 	d.quiet(t)
@@ -290,7 +292,7 @@ func TestRefusedDecodeReleases(t *testing.T) {
 	params := p.prefill(t, "r", longPrompt)
 	r := d.post(t, chatPath, "r", chat(longPrompt, `"max_tokens":99999`, decodeMembers(params)))
 	require.Equal(t, 400, r.status)
-	require.Eventually(t, func() bool { return p.ledger.freed.Load() == 1 }, patience, time.Millisecond)
+	require.Eventually(t, func() bool { return p.Ledger.Freed.Load() == 1 }, patience, time.Millisecond)
 	p.quiet(t)
 	d.quiet(t)
 }
@@ -299,25 +301,21 @@ func TestRefusedDecodeReleases(t *testing.T) {
 func TestHeartbeat(t *testing.T) {
 	p := startEngine(t, "-role", "prefill", "-lease", "9s")
 	d := startEngine(t, "-role", "decode", "-lease", "600ms", "-blocks", "40") // and six beats in that time
-	busy := grab(t, d.pool, promptOf(strings.Repeat("busy", 600), ""), 1)
+	tokens := engine.NewTokenizer(16, false)
+	tokens.Piece([]byte(strings.Repeat("busy", 600)))
+	busy, err := d.Pool.Admit(t.Context(), []*engine.Prompt{tokens.Finish("")}, []int{600}, func(int64) {})
+	require.NoError(t, err)
 	params := p.prefill(t, "r", longPrompt)
 	answered := make(chan reply, 1)
 	go func() {
 		r, _ := d.do(http.MethodPost, chatPath, "r", chat(longPrompt, `"max_tokens":4`, decodeMembers(params)))
 		answered <- r
 	}()
-	require.Eventually(t, func() bool { return d.state().Waiting == 1 }, patience, time.Millisecond)
-	expires := func() (at time.Time) {
-		p.ledger.mu.Lock()
-		defer p.ledger.mu.Unlock()
-		for _, h := range p.ledger.live {
-			at = h.expires
-		}
-		return at
-	}
+	require.Eventually(t, func() bool { return d.State().Waiting == 1 }, patience, time.Millisecond)
+	expires := func() time.Time { return p.Ledger.Expires("r") }
 	first := expires()
 	require.Eventually(t, func() bool { return expires().After(first) }, patience, 10*time.Millisecond)
-	d.pool.free(busy.blocks)
+	d.Pool.Free(busy[0].Blocks)
 	require.Equal(t, 200, (<-answered).status)
 	p.quiet(t)
 	d.quiet(t)
@@ -337,7 +335,7 @@ func TestFatal(t *testing.T) {
 			r := d.post(t, chatPath, "r", chat(longPrompt, `"max_tokens":8,"kv_transfer_params":`+params))
 			require.Equal(t, 500, r.status)
 			require.Contains(t, r.str("error", "message"), "EngineCore encountered an issue")
-			<-d.died
+			<-d.Died
 			_, err := d.do(http.MethodGet, "/health", "", "")
 			require.ErrorContains(t, err, "refused")
 		})
@@ -365,11 +363,11 @@ func TestIncomplete(t *testing.T) {
 				}
 				failed <- err
 			}()
-			require.Eventually(t, func() bool { return d.state().Waiting == 1 }, patience, time.Millisecond)
+			require.Eventually(t, func() bool { return d.State().Waiting == 1 }, patience, time.Millisecond)
 			require.Equal(t, 200, d.get(t, "/health").status)
 			cancel()
 			require.Error(t, <-failed)
-			<-d.died
+			<-d.Died
 		})
 	}
 }
@@ -398,8 +396,8 @@ func TestRoleMismatch(t *testing.T) {
 	d.prefill(t, "b", "hi")
 	p.post(t, chatPath, "c", chat("hi", `"max_tokens":1`))
 	counts := map[string]int64{}
-	for _, e := range []*engine{p, d} {
-		e.metrics.roleMismatch.each(func(kind string, n int64) { counts[kind] = n })
+	for _, e := range []*simulator{p, d} {
+		e.Metrics.RoleMismatch.Each(func(kind string, n int64) { counts[kind] = n })
 	}
 	require.Equal(t, map[string]int64{"plain_on_prefill": 1, "prefill_on_decode": 1}, counts)
 }
@@ -409,13 +407,13 @@ func TestRoleMismatch(t *testing.T) {
 func TestCleanupDecode(t *testing.T) {
 	p, d := startEngine(t, "-role", "prefill"), startEngine(t, "-role", "decode")
 	params := p.prefill(t, "r", longPrompt)
-	require.NotZero(t, p.ledger.held.Load())
+	require.NotZero(t, p.Ledger.Held.Load())
 	body := func(salt string) string {
 		return `{"prompt":"a","max_tokens":1,` + salt + `"kv_transfer_params":` + string(params) + `}`
 	}
 	require.Equal(t, 200, d.post(t, "/v1/completions", "r", body(`"cache_salt":"x",`)).status)
-	require.Zero(t, p.ledger.held.Load())
-	require.Zero(t, d.state().Violations)
+	require.Zero(t, p.Ledger.Held.Load())
+	require.Zero(t, d.State().Violations)
 	params = p.prefill(t, "s", longPrompt)
 	require.Equal(t, 500, d.post(t, "/v1/completions", "s", body("")).status, "without a salt another may find it")
 }

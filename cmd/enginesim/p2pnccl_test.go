@@ -30,10 +30,10 @@ func TestP2PNCCL(t *testing.T) {
 		require.Equal(t, said["zmq_address"], string(beat.Frames[0]))
 		kinds[said["type"]] = said["http_address"] + " " + said["zmq_address"]
 	}
-	require.Equal(t, map[string]string{"P": p.addr() + " " + p.side.Addr().String(), "D": d.addr() + " " + d.side.Addr().String()}, kinds)
+	require.Equal(t, map[string]string{"P": p.Addr() + " " + p.Side.Addr().String(), "D": d.Addr() + " " + d.Side.Addr().String()}, kinds)
 
 	id := func(n string) string {
-		return "___prefill_addr_" + p.side.Addr().String() + "___decode_addr_" + d.side.Addr().String() + "_" + strings.Repeat(n, 32)
+		return "___prefill_addr_" + p.Side.Addr().String() + "___decode_addr_" + d.Side.Addr().String() + "_" + strings.Repeat(n, 32)
 	}
 	whole := startEngine(t, "-connector", "none").post(t, chatPath, "", chat("two sockets", `"max_tokens":8`)).content()
 	require.Equal(t, 200, p.post(t, chatPath, id("1"), chat("two sockets", `"max_tokens":1`)).status)
@@ -51,9 +51,9 @@ func TestP2PNCCL(t *testing.T) {
 		require.Contains(t, d.post(t, chatPath, id("3"), chat("other prompt")).String(), "other_prompt")
 	})
 	t.Run("a request id without addresses kills", func(t *testing.T) {
-		for _, e := range []*engine{p, d} {
+		for _, e := range []*simulator{p, d} {
 			require.Equal(t, 500, e.post(t, chatPath, "plain", chat("x")).status)
-			<-e.died
+			<-e.Died
 		}
 	})
 }

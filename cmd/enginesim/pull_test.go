@@ -14,8 +14,8 @@ import (
 func TestMoRIIO(t *testing.T) {
 	args := []string{"-connector", "moriio", "-transfer-timeout", "10s"}
 	p, d := startEngine(t, append(args, "-role", "prefill")...), startEngine(t, append(args, "-role", "decode")...)
-	params := func(flag, id string, other *engine) string {
-		host, port, _ := net.SplitHostPort(other.side.Addr().String())
+	params := func(flag, id string, other *simulator) string {
+		host, port, _ := net.SplitHostPort(other.Side.Addr().String())
 		return `"kv_transfer_params":{"` + flag + `":true,"transfer_id":"` + id + `","remote_host":"` + host + `","remote_handshake_port":6301,"remote_notify_port":` + port +
 			`,"remote_tp_size":1,"remote_dp_size":1,"remote_block_ids":[],"remote_engine_id":"any"}`
 	}
@@ -36,7 +36,7 @@ func TestMoRIIO(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			d := startEngine(t, append(args, "-role", "decode")...)
 			require.Equal(t, 500, d.post(t, chatPath, "w2", chat("x", bad)).status)
-			<-d.died
+			<-d.Died
 		})
 	}
 }
@@ -63,8 +63,8 @@ func TestPulls(t *testing.T) {
 			// What nobody comes for is held until its time is over.
 			left := p.post(t, chatPath, "r2", chat("left behind", `"max_tokens":1,"min_tokens":1`, strings.Replace(ask, "tx-1", "tx-2", 1)))
 			require.Equal(t, 200, left.status, left)
-			require.Positive(t, p.state().BlocksHeld)
-			require.Eventually(t, func() bool { return p.ledger.expired.Load() == 1 }, patience, time.Millisecond)
+			require.Positive(t, p.State().BlocksHeld)
+			require.Eventually(t, func() bool { return p.Ledger.Expired.Load() == 1 }, patience, time.Millisecond)
 			p.quiet(t)
 			require.Equal(t, 500, d.post(t, chatPath, "r2", chat("left behind", `"max_tokens":8`, decodeMembers(left.params()))).status, "too late")
 		})

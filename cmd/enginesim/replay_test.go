@@ -13,6 +13,8 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
+
+	"tandem/internal/enginesim/jsontext"
 )
 
 // testdata/vllm-0.32.0 holds what a real vLLM 0.32.0 (CPU, one tiny model, block size 32, 512 blocks, NIXL 1.5.1) was
@@ -51,17 +53,17 @@ func load(t *testing.T, name string) recording {
 	return r
 }
 
-func startRecorded(t *testing.T, role string, more ...string) *engine {
+func startRecorded(t *testing.T, role string, more ...string) *simulator {
 	args := []string{"-role", role, "-faithful", "-block-size", "32", "-blocks", "512", "-max-model-len", "2048", "-load-timeout", "1s"}
 	return startEngine(t, append(args, more...)...)
 }
 
 // replay sends a recorded request, with the hand-over of this run in place of the recorded one.
-func (e *engine) replay(t *testing.T, h *recordedHop, params json.RawMessage) reply {
+func (e *simulator) replay(t *testing.T, h *recordedHop, params json.RawMessage) reply {
 	t.Helper()
 	body := h.Request.Body
 	if params != nil {
-		old := get([]byte(body), "kv_transfer_params")
+		old := jsontext.Get([]byte(body), "kv_transfer_params")
 		require.NotNil(t, old)
 		body = strings.Replace(body, string(old), string(params), 1)
 	}
@@ -85,7 +87,7 @@ func altered(t *testing.T, recorded, sent, mine json.RawMessage) json.RawMessage
 		}
 	}
 	for k, v := range is {
-		if !bytes.Equal(compact(was[k]), compact(v)) {
+		if !bytes.Equal(jsontext.Compact(was[k]), jsontext.Compact(v)) {
 			own[k] = v
 		}
 	}
@@ -105,7 +107,7 @@ func sameShape(t *testing.T, path string, want, got []byte) {
 			require.Equal(t, keys(want), keys(got))
 		}
 		require.Equalf(t, keys(want), keys(got), "members of %s", path)
-		eachMember(want, func(key, val []byte) { sameShape(t, path+"."+string(key), val, get(got, string(key))) })
+		jsontext.EachMember(want, func(key, val []byte) { sameShape(t, path+"."+string(key), val, jsontext.Get(got, string(key))) })
 	case "array":
 		w, g := elements(want), elements(got)
 		if name == "choices" || len(w) == 0 || len(g) == 0 {
@@ -121,8 +123,8 @@ func sameShape(t *testing.T, path string, want, got []byte) {
 		case name == "id" && !bytes.HasPrefix(want, []byte(`"resp_`)) && !bytes.HasPrefix(want, []byte(`"msg_`)):
 			require.Equalf(t, string(want), string(got), "%s", path)
 		case name == "cached_tokens" || name == "remote_prefill_cached_tokens" || name == "cache_read_input_tokens":
-			w, _ := integer(want)
-			g, _ := integer(got)
+			w, _ := jsontext.Integer(want)
+			g, _ := jsontext.Integer(got)
 			require.Equalf(t, w > 0, g > 0, "%s: %s and %s", path, want, got)
 		case name == "remote_request_id":
 			hex := regexp.MustCompile(`(resp_[0-9a-f]{16}|[0-9a-f]{8}"$)`)
@@ -145,27 +147,27 @@ func set(names ...string) map[string]bool {
 
 func kind(raw []byte) string {
 	switch {
-	case isObject(raw):
+	case jsontext.IsObject(raw):
 		return "object"
-	case isArray(raw):
+	case jsontext.IsArray(raw):
 		return "array"
-	case isString(raw):
+	case jsontext.IsString(raw):
 		return "string"
-	case isNumber(raw):
+	case jsontext.IsNumber(raw):
 		return "number"
-	case isNull(raw):
+	case jsontext.IsNull(raw):
 		return "null"
 	}
 	return "bool"
 }
 
 func keys(raw []byte) (out []string) {
-	eachMember(raw, func(key, _ []byte) { out = append(out, string(key)) })
+	jsontext.EachMember(raw, func(key, _ []byte) { out = append(out, string(key)) })
 	return out
 }
 
 func elements(raw []byte) (out [][]byte) {
-	eachElement(raw, func(e []byte) bool { out = append(out, e); return true })
+	jsontext.EachElement(raw, func(e []byte) bool { out = append(out, e); return true })
 	return out
 }
 
@@ -237,7 +239,7 @@ func TestReplaySingle(t *testing.T) {
 	rec := load(t, "single-tokenize-chat")
 	r := e.replay(t, &rec.recordedHop, nil)
 	require.Equal(t, keys([]byte(rec.Response.Body)), keys(r.body))
-	require.Len(t, elements(get(r.body, "tokens")), r.num("count"))
+	require.Len(t, elements(jsontext.Get(r.body, "tokens")), r.num("count"))
 	e.quiet(t)
 }
 
@@ -260,7 +262,7 @@ func TestReplayPrefillLeg(t *testing.T) {
 			warm := load(t, "edge-prefill-minimal_kv")
 			if warm.Prefill.Request.Path == rec.Prefill.Request.Path {
 				p.replay(t, warm.Prefill, nil)
-				p.ledger.releaseAll()
+				p.Ledger.ReleaseAll()
 			}
 			r := p.replay(t, rec.Prefill, nil)
 			if name == "eos_stop" && r.str("choices", "0", "finish_reason") == "length" { // whether the one token contains "a" or "e" is the model's business
@@ -273,13 +275,13 @@ func TestReplayPrefillLeg(t *testing.T) {
 				return
 			}
 			if params := r.params(); params != nil {
-				ids, ok := nestedIDs(get(params, "remote_block_ids"))
-				require.True(t, ok)
-				require.Len(t, ids, blocksFor(r.num("kv_transfer_params", "remote_num_tokens"), 32))
-				require.Equal(t, p.engineID, r.str("kv_transfer_params", "remote_engine_id"))
-				require.Equal(t, p.sidePort, r.num("kv_transfer_params", "remote_port"))
+				var ids [][]int
+				require.NoError(t, json.Unmarshal(jsontext.Get(params, "remote_block_ids"), &ids))
+				require.Len(t, ids[0], (r.num("kv_transfer_params", "remote_num_tokens")+31)/32)
+				require.Equal(t, p.EngineID, r.str("kv_transfer_params", "remote_engine_id"))
+				require.Equal(t, p.SidePort, r.num("kv_transfer_params", "remote_port"))
 			}
-			require.Positive(t, p.ledger.held.Load())
+			require.Positive(t, p.Ledger.Held.Load())
 		})
 	}
 }
@@ -317,17 +319,17 @@ func TestReplayDecodeLeg(t *testing.T) {
 			}
 			p, d := startRecorded(t, "prefill", "-lease", lease), startRecorded(t, "decode")
 			rec, dec := load(t, "edge-prefill-"+test.prefill), load(t, "edge-decode-"+test.decode)
-			for _, e := range []*engine{p, d} { // the system prompt was known to both caches
+			for _, e := range []*simulator{p, d} { // the system prompt was known to both caches
 				e.post(t, chatPath, "warm", strings.Replace(rec.Prefill.Request.Body, "do_remote_decode", "x", 1))
 			}
 			own := p.replay(t, rec.Prefill, nil)
 			if test.wait {
-				require.Eventually(t, func() bool { return p.ledger.expired.Load() == 1 }, patience, time.Millisecond)
+				require.Eventually(t, func() bool { return p.Ledger.Expired.Load() == 1 }, patience, time.Millisecond)
 			}
-			recorded := get([]byte(rec.Prefill.Response.Body), "kv_transfer_params")
+			recorded := jsontext.Get([]byte(rec.Prefill.Response.Body), "kv_transfer_params")
 			change := func(h *recordedHop) json.RawMessage {
-				sent := get([]byte(h.Request.Body), "kv_transfer_params")
-				if isNull(sent) {
+				sent := jsontext.Get([]byte(h.Request.Body), "kv_transfer_params")
+				if jsontext.IsNull(sent) {
 					return nil
 				}
 				return altered(t, recorded, sent, own.params())
@@ -389,14 +391,14 @@ func TestReplayPairs(t *testing.T) {
 // TestReplayRecompute: the policy recompute turns failed loads into right answers.
 func TestReplayRecompute(t *testing.T) {
 	good := load(t, "recompute-good")
-	recorded := get([]byte(good.Request.Body), "kv_transfer_params")
+	recorded := jsontext.Get([]byte(good.Request.Body), "kv_transfer_params")
 	for _, name := range []string{"good", "bad-blocks", "unknown-engine", "dead-port"} {
 		t.Run(name, func(t *testing.T) {
 			p, d := startRecorded(t, "prefill"), startRecorded(t, "decode", "-kv-load-failure", "recompute")
 			rec := load(t, "recompute-"+name)
 			body := strings.Replace(good.Request.Body, string(recorded), `{"do_remote_decode":true}`, 1)
 			own := p.post(t, chatPath, "rc", strings.Replace(body, `"max_tokens": 8`, `"max_tokens": 1`, 1))
-			params := altered(t, recorded, get([]byte(rec.Request.Body), "kv_transfer_params"), own.params())
+			params := altered(t, recorded, jsontext.Get([]byte(rec.Request.Body), "kv_transfer_params"), own.params())
 			r := d.replay(t, &rec.recordedHop, params)
 			sameAnswer(t, &rec.recordedHop, r)
 			loaded := name == "good"
@@ -432,7 +434,7 @@ func TestReplaySafety(t *testing.T) {
 			}
 			switch rec.Name {
 			case "bad-blocks-fail-policy", "remote_block_ids-strings":
-				params = edit(t, params, map[string]string{"remote_block_ids": string(get(rec.KV, "remote_block_ids"))})
+				params = edit(t, params, map[string]string{"remote_block_ids": string(jsontext.Get(rec.KV, "remote_block_ids"))})
 			case "fewer-blocks-than-prompt":
 				params = edit(t, params, map[string]string{"remote_block_ids": `[[3]]`})
 			case "client-sends-do_remote_prefill-only", "kv-params-string":
@@ -446,7 +448,7 @@ func TestReplaySafety(t *testing.T) {
 			if rec.Health == float64(200) {
 				require.Equal(t, 200, d.get(t, "/health").status)
 			} else {
-				<-d.died
+				<-d.Died
 			}
 		})
 	}

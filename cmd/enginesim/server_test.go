@@ -17,12 +17,12 @@ import (
 	"strings"
 	"sync"
 	"testing"
-	"testing/synctest"
 	"time"
 
-	"tandem/internal/budget"
-
 	"github.com/stretchr/testify/require"
+
+	"tandem/internal/budget"
+	"tandem/internal/enginesim/jsontext"
 )
 
 func TestPlainPaths(t *testing.T) {
@@ -35,7 +35,7 @@ func TestPlainPaths(t *testing.T) {
 	require.Equal(t, 404, e.get(t, "/nope").status)
 	require.Equal(t, 405, e.get(t, chatPath).status)
 	require.Equal(t, 3, e.post(t, "/tokenize", "", `{"prompt":"hello worl"}`).num("count"))
-	back := e.post(t, "/detokenize", "", `{"tokens":`+string(get(e.post(t, "/tokenize", "", `{"prompt":"héllo worl"}`).body, "tokens"))+`}`)
+	back := e.post(t, "/detokenize", "", `{"tokens":`+string(jsontext.Get(e.post(t, "/tokenize", "", `{"prompt":"héllo worl"}`).body, "tokens"))+`}`)
 	require.Equal(t, "héllo worl", back.str("prompt"))
 	require.Equal(t, 404, e.post(t, "/tokenize", "", `{"model":"x","prompt":"hello"}`).status)
 	require.Len(t, e.post(t, "/v1/embeddings", "", `{"input":["a","b"]}`).get("data"), 2)
@@ -66,7 +66,7 @@ func TestEveryAPI(t *testing.T) {
 		{"/v1/responses", `{"input":"%s","max_output_tokens":12%s}`, func(r reply) string { return r.str("output", "0", "content", "0", "text") }},
 		{"/v1/messages", `{"messages":[{"role":"user","content":"%s"}],"max_tokens":12%s}`, func(r reply) string { return r.str("content", "0", "text") }},
 		{"/inference/v1/generate", `{"token_ids":[1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,17,18],"sampling_params":{"max_tokens":12}%[2]s}`,
-			func(r reply) string { return string(get(r.body, "choices")) }},
+			func(r reply) string { return string(jsontext.Get(r.body, "choices")) }},
 	}
 	for _, test := range tests {
 		t.Run(test.path, func(t *testing.T) {
@@ -158,7 +158,7 @@ func TestAudio(t *testing.T) {
 	sum := sha256.Sum256(file)
 	require.Equal(t, hex.EncodeToString(sum[:]), r.str("file_sha256"))
 	require.Equal(t, "tiny", r.str("model"))
-	rec := e.records.last(1, "")[0]
+	rec := e.Records.Last(1, "")[0]
 	require.Equal(t, []string{"chunked"}, rec.TransferEncoding)
 }
 
@@ -194,11 +194,11 @@ func TestRecords(t *testing.T) {
 	for i := range 5 {
 		e.post(t, chatPath, fmt.Sprint("n", i), body)
 	}
-	all := e.records.last(0, "")
+	all := e.Records.Last(0, "")
 	require.Len(t, all, 3)
 	require.Equal(t, "n2", all[0].RequestID)
 	require.Equal(t, 200, e.post(t, "/sim/reset", "", "").status)
-	require.Empty(t, e.records.last(0, ""))
+	require.Empty(t, e.Records.Last(0, ""))
 
 	off := startEngine(t, "-record=false")
 	off.post(t, chatPath, "x", body)
@@ -212,12 +212,12 @@ func TestAborts(t *testing.T) {
 	tests := []struct {
 		name, body string
 		args       []string
-		ready      func(e *engine) bool
+		ready      func(e *simulator) bool
 	}{
-		{"streaming", chat("x", `"max_tokens":50000,"stream":true`), []string{"-decode-step", "1ms"}, func(e *engine) bool { return e.state().Running == 1 }},
-		{"decoding", chat("x", `"max_tokens":50000`), []string{"-decode-step", "1ms"}, func(e *engine) bool { return e.state().Running == 1 }},
-		{"prefilling", chat(longPrompt), []string{"-prefill-speed", "1"}, func(e *engine) bool { return e.state().Running == 1 }},
-		{"loading", chat(longPrompt, decodeMembers(edit(t, params, map[string]string{"remote_port": "1"}))), []string{"-load-timeout", "5s"}, func(e *engine) bool { return e.state().Waiting == 1 }},
+		{"streaming", chat("x", `"max_tokens":50000,"stream":true`), []string{"-decode-step", "1ms"}, func(e *simulator) bool { return e.State().Running == 1 }},
+		{"decoding", chat("x", `"max_tokens":50000`), []string{"-decode-step", "1ms"}, func(e *simulator) bool { return e.State().Running == 1 }},
+		{"prefilling", chat(longPrompt), []string{"-prefill-speed", "1"}, func(e *simulator) bool { return e.State().Running == 1 }},
+		{"loading", chat(longPrompt, decodeMembers(edit(t, params, map[string]string{"remote_port": "1"}))), []string{"-load-timeout", "5s"}, func(e *simulator) bool { return e.State().Waiting == 1 }},
 	}
 	for _, test := range tests {
 		t.Run(test.name, func(t *testing.T) {
@@ -236,12 +236,12 @@ func TestAborts(t *testing.T) {
 				failed <- err
 			}()
 			require.Eventually(t, func() bool { return test.ready(e) }, patience, time.Millisecond)
-			require.Positive(t, e.state().BlocksUsed)
+			require.Positive(t, e.State().BlocksUsed)
 			cancel()
 			require.Error(t, <-failed)
 			e.quiet(t)
-			require.Eventually(t, func() bool { return e.records.last(1, "")[0].Outcome == "aborted" }, patience, time.Millisecond)
-			require.EqualValues(t, 1, e.metrics.aborted.Load())
+			require.Eventually(t, func() bool { return e.Records.Last(1, "")[0].Outcome == "aborted" }, patience, time.Millisecond)
+			require.EqualValues(t, 1, e.Metrics.Aborted.Load())
 		})
 	}
 }
@@ -260,27 +260,10 @@ func TestPrefillQueue(t *testing.T) {
 			}
 		})
 	}
-	require.Eventually(t, func() bool { st := e.state(); return st.Running == 1 && st.Waiting == 3 }, patience, time.Millisecond)
+	require.Eventually(t, func() bool { st := e.State(); return st.Running == 1 && st.Waiting == 3 }, patience, time.Millisecond)
 	cancel()
 	wg.Wait()
 	e.quiet(t)
-}
-
-func TestComputeTakesTurns(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		s := &sim{metrics: newMetrics("tiny"), prefillTurn: make(chan struct{}, 1)}
-		var wg sync.WaitGroup
-		started := time.Now()
-		for range 4 {
-			wg.Go(func() {
-				if err := s.compute(t.Context(), time.Second); err != nil {
-					t.Error(err)
-				}
-			})
-		}
-		wg.Wait()
-		require.Equal(t, 4*time.Second, time.Since(started))
-	})
 }
 
 // together runs fn n times at once and fails the test with what it returned.
@@ -317,7 +300,7 @@ func TestH2CAndLargeBodies(t *testing.T) {
 		size = 1 << 20
 	}
 	prompt := strings.Repeat("0123456789abcde ", size/16)
-	send := func(e *engine, body string, chunked bool) reply {
+	send := func(e *simulator, body string, chunked bool) reply {
 		var in io.Reader = strings.NewReader(body)
 		if chunked {
 			in = struct{ io.Reader }{in}
@@ -347,12 +330,12 @@ func TestH2CAndLargeBodies(t *testing.T) {
 // TestCutBody: a body that ends early is nobody's request.
 func TestCutBody(t *testing.T) {
 	e := startEngine(t)
-	conn, err := net.Dial("tcp", e.addr())
+	conn, err := net.Dial("tcp", e.Addr())
 	require.NoError(t, err)
 	fmt.Fprintf(conn, "POST %s HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 1000\r\n\r\n{\"mess", chatPath)
 	conn.Close()
 	require.Eventually(t, func() bool {
-		l := e.records.last(0, "")
+		l := e.Records.Last(0, "")
 		return len(l) == 1 && l[0].Outcome == "aborted"
 	}, patience, time.Millisecond)
 	e.quiet(t)
@@ -360,7 +343,7 @@ func TestCutBody(t *testing.T) {
 
 // TestMixedLoad: everything at once, and every ledger is empty at the end.
 func TestMixedLoad(t *testing.T) {
-	var ps, ds []*engine
+	var ps, ds []*simulator
 	for range 2 {
 		ps = append(ps, startEngine(t, "-role", "prefill", "-lease", "5m"))
 		ds = append(ds, startEngine(t, "-role", "decode", "-load-timeout", "5m")) // a busy machine takes seconds for all of them
@@ -379,7 +362,7 @@ func TestMixedLoad(t *testing.T) {
 			return err
 		}
 		if i%17 == 0 { // nobody comes for it
-			p.ledger.release(first.str("kv_transfer_params", "remote_request_id"))
+			p.Ledger.Release(first.str("kv_transfer_params", "remote_request_id"))
 			return nil
 		}
 		more := `"max_tokens":9`
@@ -397,7 +380,7 @@ func TestMixedLoad(t *testing.T) {
 	})
 	for _, e := range append(ps, ds...) {
 		e.quiet(t)
-		require.Zero(t, e.state().FailedTransfers)
+		require.Zero(t, e.State().FailedTransfers)
 	}
 }
 
@@ -429,36 +412,4 @@ func TestEventsArriveOneByOne(t *testing.T) {
 	require.NoError(t, in.Err())
 	require.NoError(t, resp.Body.Close())
 	e.quiet(t)
-}
-
-func FuzzSideChannel(f *testing.F) {
-	w := wireWriter{}
-	(&pullRequest{engineID: "e", requestID: "r", ids: []int32{1, 2}, want: []uint64{3}}).encode(&w)
-	f.Add(w.b)
-	f.Fuzz(func(_ *testing.T, b []byte) {
-		r := wireReader{b: b}
-		var req pullRequest
-		req.decode(&r)
-		r = wireReader{b: b}
-		var a pullAnswer
-		a.decode(&r)
-	})
-}
-
-func TestWireRoundTrip(t *testing.T) {
-	req := pullRequest{engineID: "engine", requestID: "id", xid: "x", blockSize: 16, tokens: 33, ids: []int32{1, 70000, 3}, want: []uint64{1, 1 << 63, 3}}
-	w := wireWriter{}
-	req.encode(&w)
-	r := wireReader{b: w.b[1:]}
-	back := pullRequest{engineID: r.string(), requestID: r.string()}
-	back.decode(&r)
-	require.NoError(t, r.err)
-	require.Equal(t, req, back)
-	answer := pullAnswer{violation: violation{"kind", "message"}, actual: []uint64{7}}
-	w = wireWriter{}
-	answer.encode(&w)
-	r = wireReader{b: w.b}
-	var got pullAnswer
-	got.decode(&r)
-	require.Equal(t, answer, got)
 }

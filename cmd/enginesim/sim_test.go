@@ -10,26 +10,28 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
+
+	"tandem/internal/enginesim/api"
 )
 
 // patience is for machines that do a lot else.
 const patience = 30 * time.Second
 
-// engine is a simulator in this process, on ports of the kernel's choice.
-type engine struct {
-	*sim
+// simulator is a simulator in this process, on ports of the kernel's choice.
+type simulator struct {
+	*api.Server
 	url string
 }
 
-func startEngine(t testing.TB, args ...string) *engine {
+func startEngine(t testing.TB, args ...string) *simulator {
 	t.Helper()
 	args = append([]string{"-listen", "127.0.0.1:0", "-side-channel", "127.0.0.1:0", "-blocks", "4096"}, args...)
 	cfg, err := parseFlags(args, io.Discard)
 	require.NoError(t, err)
-	s, err := start(cfg, logWriter{t})
+	s, err := api.Start(cfg, logWriter{t})
 	require.NoError(t, err)
-	t.Cleanup(s.close)
-	return &engine{s, "http://" + s.addr()}
+	t.Cleanup(s.Close)
+	return &simulator{s, "http://" + s.Addr()}
 }
 
 type logWriter struct{ t testing.TB }
@@ -96,7 +98,7 @@ func (r reply) params() json.RawMessage {
 
 var client = &http.Client{Timeout: 5 * time.Minute, Transport: &http.Transport{MaxIdleConnsPerHost: 512}}
 
-func (e *engine) do(method, path, id, body string) (reply, error) {
+func (e *simulator) do(method, path, id, body string) (reply, error) {
 	req, err := http.NewRequest(method, e.url+path, strings.NewReader(body))
 	if err != nil {
 		return reply{}, err
@@ -116,14 +118,14 @@ func (e *engine) do(method, path, id, body string) (reply, error) {
 	return reply{resp.StatusCode, resp.Header, b}, err
 }
 
-func (e *engine) post(t testing.TB, path, id, body string) reply {
+func (e *simulator) post(t testing.TB, path, id, body string) reply {
 	t.Helper()
 	r, err := e.do(http.MethodPost, path, id, body)
 	require.NoError(t, err)
 	return r
 }
 
-func (e *engine) get(t testing.TB, path string) reply {
+func (e *simulator) get(t testing.TB, path string) reply {
 	t.Helper()
 	r, err := e.do(http.MethodGet, path, "", "")
 	require.NoError(t, err)
@@ -145,7 +147,7 @@ func chat(prompt string, members ...string) string {
 const prefillMembers = `"max_tokens":1,"min_tokens":1,"stream":false,"kv_transfer_params":{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,"remote_block_ids":null,"remote_host":null,"remote_port":null}`
 
 // prefill runs a prefill leg and returns its hand-over.
-func (e *engine) prefill(t testing.TB, id, prompt string) json.RawMessage {
+func (e *simulator) prefill(t testing.TB, id, prompt string) json.RawMessage {
 	t.Helper()
 	r := e.post(t, chatPath, id, chat(prompt, prefillMembers))
 	require.Equal(t, 200, r.status, r)
@@ -158,13 +160,13 @@ func decodeMembers(params json.RawMessage) string { return `"kv_transfer_params"
 func (r reply) content() string { return r.str("choices", "0", "message", "content") }
 
 // quiet asserts that nothing is held, running or counted as a violation.
-func (e *engine) quiet(t testing.TB) {
+func (e *simulator) quiet(t testing.TB) {
 	t.Helper()
 	require.Eventually(t, func() bool {
-		st := e.state()
+		st := e.State()
 		return st.Running == 0 && st.Waiting == 0 && st.BlocksUsed == 0 && st.BlocksHeld == 0
-	}, patience, time.Millisecond, "%+v", e.state())
-	require.Zero(t, e.state().Violations)
+	}, patience, time.Millisecond, "%+v", e.State())
+	require.Zero(t, e.State().Violations)
 }
 
 func TestTwoLegs(t *testing.T) {
@@ -172,22 +174,22 @@ func TestTwoLegs(t *testing.T) {
 	prompt := strings.Repeat("How are the KV blocks moved? ", 40)
 	want := d.post(t, chatPath, "plain", chat(prompt, `"max_tokens":24,"cache_salt":"reference"`))
 	params := p.prefill(t, "r1", prompt)
-	require.Positive(t, p.state().BlocksHeld)
+	require.Positive(t, p.State().BlocksHeld)
 	got := d.post(t, chatPath, "r1", chat(prompt, `"max_tokens":24`, decodeMembers(params)))
 	require.Equal(t, 200, got.status, got)
 	require.Equal(t, want.content(), got.content())
 	require.Equal(t, want.num("usage", "prompt_tokens"), got.num("usage", "prompt_tokens"))
-	require.EqualValues(t, got.num("usage", "prompt_tokens"), d.metrics.external.Load())
-	require.Zero(t, d.metrics.localHit.Load())
+	require.EqualValues(t, got.num("usage", "prompt_tokens"), d.Metrics.External.Load())
+	require.Zero(t, d.Metrics.LocalHit.Load())
 	p.quiet(t)
 	d.quiet(t)
 
 	// The same conversation, one turn on: both caches know its beginning, and only the rest moves.
 	longer := prompt + "And then?"
-	before := d.metrics.external.Load()
+	before := d.Metrics.External.Load()
 	params = p.prefill(t, "r2", longer)
 	got = d.post(t, chatPath, "r2", chat(longer, `"max_tokens":8`, decodeMembers(params)))
 	require.Equal(t, 200, got.status, got)
 	require.Positive(t, got.num("usage", "prompt_tokens_details", "cached_tokens"))
-	require.Less(t, d.metrics.external.Load()-before, int64(40))
+	require.Less(t, d.Metrics.External.Load()-before, int64(40))
 }

@@ -28,7 +28,7 @@ func idsBody(t *testing.T, ids []uint32, members string) string {
 
 // twoTurns are a prefill and a decode engine that have answered the first turn of a conversation: the next turn's prompt as it may go
 // on, and what the decode engine says of the blocks it keeps.
-func twoTurns(t *testing.T, more ...string) (p, d *engine, next []uint32, kept json.RawMessage) {
+func twoTurns(t *testing.T, more ...string) (p, d *simulator, next []uint32, kept json.RawMessage) {
 	t.Helper()
 	args := append([]string{"-bidirectional"}, more...)
 	p = startEngine(t, append([]string{"-role", "prefill"}, args...)...)
@@ -48,7 +48,7 @@ func twoTurns(t *testing.T, more ...string) (p, d *engine, next []uint32, kept j
 }
 
 // turn is one request over both engines, with what prefill is told; where prefill refuses, its answer.
-func turn(t *testing.T, p, d *engine, xid string, prompt []uint32, told string) reply {
+func turn(t *testing.T, p, d *simulator, xid string, prompt []uint32, told string) reply {
 	t.Helper()
 	answer := p.post(t, "/v1/completions", xid, idsBody(t, prompt, `"max_tokens":1,"kv_transfer_params":`+told))
 	if answer.status != 200 {
@@ -65,15 +65,15 @@ func turn(t *testing.T, p, d *engine, xid string, prompt []uint32, told string) 
 // answer is that of an engine alone, and what was kept is free again.
 func TestTurns(t *testing.T) {
 	p, d, next, kept := twoTurns(t)
-	require.Positive(t, d.ledger.held.Load(), "decode keeps the first turn")
+	require.Positive(t, d.Ledger.Held.Load(), "decode keeps the first turn")
 	other := startEngine(t, "-role", "prefill", "-bidirectional") // has nothing in its cache
 	answer := turn(t, other, d, "t2", next, string(kept))
 	require.Equal(t, 200, answer.status, answer)
-	require.EqualValues(t, 189, other.metrics.external.Load())
-	require.EqualValues(t, len(next)-189, other.metrics.localCompute.Load())
+	require.EqualValues(t, 189, other.Metrics.External.Load())
+	require.EqualValues(t, len(next)-189, other.Metrics.LocalCompute.Load())
 	alone := startEngine(t, "-connector", "none").post(t, "/v1/completions", "t2", idsBody(t, next, `"max_tokens":90`))
 	require.Equal(t, alone.str("choices", "0", "text"), answer.str("choices", "0", "text"))
-	require.EqualValues(t, 1, d.ledger.fetched.Load())
+	require.EqualValues(t, 1, d.Ledger.Fetched.Load())
 
 	var again struct {
 		Params json.RawMessage `json:"kv_transfer_params"`
@@ -88,7 +88,7 @@ func TestTurns(t *testing.T) {
 func TestTurnsThatAreViolations(t *testing.T) {
 	for name, c := range map[string]struct {
 		change func(next []uint32) []uint32
-		params map[string]string
+		Params map[string]string
 		kind   string
 	}{
 		"another token in the answer": {func(n []uint32) []uint32 { n[150]++; return n }, nil, "other_prompt"},
@@ -106,7 +106,7 @@ func TestTurnsThatAreViolations(t *testing.T) {
 			if c.change != nil {
 				next = c.change(next)
 			}
-			answer := turn(t, p, d, "t2", next, string(edit(t, kept, c.params)))
+			answer := turn(t, p, d, "t2", next, string(edit(t, kept, c.Params)))
 			require.Equal(t, 500, answer.status, answer)
 			require.Contains(t, answer.String(), c.kind)
 		})
@@ -122,7 +122,7 @@ func TestTurnsThatAreViolations(t *testing.T) {
 	})
 	t.Run("too late", func(t *testing.T) {
 		_, d, next, kept := twoTurns(t, "-decoder-ttl", "50ms")
-		require.Eventually(t, func() bool { return d.ledger.held.Load() == 0 }, patience, time.Millisecond)
+		require.Eventually(t, func() bool { return d.Ledger.Held.Load() == 0 }, patience, time.Millisecond)
 		answer := turn(t, startEngine(t, "-role", "prefill", "-bidirectional"), d, "t2", next, string(kept))
 		require.Equal(t, 500, answer.status, answer)
 		require.Contains(t, answer.String(), "expired")
@@ -158,6 +158,6 @@ func TestTurnsFallBack(t *testing.T) {
 	require.Equal(t, 200, p.post(t, "/v1/completions", "warm", idsBody(t, next[:150], `"max_tokens":1`)).status)
 	answer = turn(t, p, d, "t4", next, string(kept))
 	require.Equal(t, 200, answer.status, answer)
-	require.Zero(t, p.metrics.external.Load(), "189 tokens, of which the cache has 144")
-	require.EqualValues(t, 1, d.ledger.freed.Load())
+	require.Zero(t, p.Metrics.External.Load(), "189 tokens, of which the cache has 144")
+	require.EqualValues(t, 1, d.Ledger.Freed.Load())
 }

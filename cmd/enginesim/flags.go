@@ -1,0 +1,158 @@
+package main
+
+import (
+	"errors"
+	"flag"
+	"fmt"
+	"io"
+	"net"
+	"strconv"
+	"time"
+
+	"tandem/internal/enginesim/api"
+	"tandem/internal/enginesim/connector"
+	"tandem/internal/enginesim/engine"
+	"tandem/internal/enginesim/fault"
+)
+
+// parseFlags reads the command line. flag.ErrHelp and mistakes have been reported to stderr.
+func parseFlags(args []string, stderr io.Writer) (*api.Config, error) {
+	var c api.Config
+	var roleName, connectorName, policy, fail string
+	f := flag.NewFlagSet("enginesim", flag.ContinueOnError)
+	f.SetOutput(stderr)
+	f.StringVar(&c.Listen, "listen", "127.0.0.1:8101", "HTTP `address`")
+	f.StringVar(&c.SideChannel, "side-channel", "", "KV side-channel `address` (default: the HTTP port + 1000)")
+	f.StringVar(&c.AdvertiseHost, "advertise-host", "", "remote_host in hand-overs (default: the side channel's host)")
+	f.StringVar(&c.EngineID, "engine-id", "", "engine `id` (default: random)")
+	f.StringVar(&roleName, "role", "both", "prefill (kv_producer), decode (kv_consumer), both (kv_both) or encode (ec_producer)")
+	f.Func("model", "served model `name`, repeatable: all names are the same model (default tiny)", func(v string) error {
+		c.Models = append(c.Models, v)
+		return nil
+	})
+	f.StringVar(&connectorName, "connector", string(connector.NIXL), "KV connector: nixl, nixl-push, neuron, offload, trtllm, lmcache, shared, mooncake, mooncake-0.13, "+
+		"moriio, moriio-read, p2p-nccl, none, or sglang for an SGLang server")
+	f.IntVar(&c.Tp, "tp", 1, "lmcache: tensor-parallel `ranks`, each with ports and notices of its own")
+	f.IntVar(&c.InitPort, "lmcache-init-port", 7300, "lmcache: pd_peer_init_port of rank 0, on decode engines")
+	f.IntVar(&c.AllocPort, "lmcache-alloc-port", 7400, "lmcache: pd_peer_alloc_port of rank 0, on decode engines")
+	f.StringVar(&c.Notices, "notices", "once", "lmcache: once, twice, never, old (LMCache 0.3.5) or noisy (among messages that are none)")
+	f.DurationVar(&c.KvDelay, "kv-delay", 0, "lmcache: push so long after the prompt is computed; below 0: before the answer")
+	f.IntVar(&c.PdBuffer, "pd-buffer", 0, "lmcache: `tokens` that a decode engine's buffer holds; 0: endless")
+	f.DurationVar(&c.PdTimeout, "pd-allocation-timeout", 5*time.Second, "lmcache: how long an allocation waits for room")
+	f.BoolVar(&c.Bidirectional, "bidirectional", false, "nixl: bidirectional_kv_xfer, on prefill and decode engines (turns.go)")
+	f.DurationVar(&c.DecoderTTL, "decoder-ttl", 480*time.Second, "how long a decode engine keeps an answer's blocks (decoder_kv_blocks_ttl)")
+	f.StringVar(&c.Store, "store", "", "shared: side-channel `address` of the engine that keeps the store; empty: this one does")
+	f.StringVar(&c.Bootstrap, "bootstrap", "127.0.0.1:8998", "`address` of the bootstrap server (sglang and mooncake, role prefill)")
+	f.DurationVar(&c.TransferTimeout, "transfer-timeout", 300*time.Second, "how long legs that run at once wait for each other")
+	f.StringVar(&c.Proxy, "proxy", "", "`address` that notices are pushed at (lmcache) or where the engine registers (p2p-nccl); empty: nowhere")
+	f.DurationVar(&c.Heartbeat, "heartbeat", connector.DefaultHeartbeat, "how often it registers")
+	f.IntVar(&c.DpSize, "dp-size", 1, "data-parallel ranks, as far as the bootstrap server tells of them")
+	f.IntVar(&c.BlockSize, "block-size", 16, "tokens in a KV block")
+	f.IntVar(&c.Blocks, "blocks", 1<<19, "KV blocks of the engine")
+	f.IntVar(&c.MaxModelLen, "max-model-len", 5_000_000, "longest prompt and answer together, tokens (a token is four bytes)")
+	f.DurationVar(&c.Lease, "lease", 30*time.Second, "how long a prefill engine keeps blocks (kv_lease_duration)")
+	f.Float64Var(&c.PrefillSpeed, "prefill-speed", 0, "tokens/s of prefill, one prompt after another; 0: instantaneous")
+	f.Float64Var(&c.TransferRate, "transfer-rate", 0, "nixl: bytes/s at which KV is fetched (a token has 512); 0: as fast as it comes")
+	f.DurationVar(&c.DecodeStep, "decode-step", 0, "time of a decode step, in which every running answer gets one token; 0: instantaneous")
+	f.StringVar(&policy, "kv-load-failure", "fail", "kv_load_failure_policy: fail or recompute")
+	f.DurationVar(&c.LoadTimeout, "load-timeout", 5*time.Second, "what a dead side channel costs")
+	f.BoolVar(&c.Faithful, "faithful", false, "answer violations as vLLM does: 200 with wrong text")
+	f.BoolVar(&c.ToolParser, "tool-call-parser", true, "as vLLM with --enable-auto-tool-choice --tool-call-parser")
+	f.BoolVar(&c.Record, "record", true, "keep the last requests for GET /sim/requests")
+	f.IntVar(&c.RecordCount, "record-count", 1000, "how many requests to keep")
+	f.IntVar(&c.RecordBody, "record-body", 64<<10, "how many `bytes` of each body to keep")
+	f.DurationVar(&c.KeepAlive, "keep-alive", 5*time.Second, "idle HTTP connections are closed after this (uvicorn: 5 s)")
+	f.Int64Var(&c.MaxBody, "max-body", 256<<20, "largest request body, `bytes`")
+	f.StringVar(&c.Events, "kv-events", "", "publish KV events at `endpoint`: tcp://*:port binds, tcp://host:port connects, as vLLM does")
+	f.StringVar(&c.EventsReplay, "kv-events-replay", "", "give out old KV events at `endpoint`, tcp://*:port")
+	f.StringVar(&c.EventsTopic, "kv-events-topic", "", "`topic` of KV events")
+	f.BoolVar(&c.EventArrays, "kv-events-arrays", false, "KV events as vLLM up to 0.23 sends them: arrays, and replays without a topic")
+	f.IntVar(&c.EventSteps, "kv-events-buffer", 10_000, "how many batches of KV events to keep for replay")
+	f.StringVar(&fail, "fail", "", "failure rule as for POST /sim/fail, or a JSON list of them")
+	if err := f.Parse(args); err != nil {
+		return nil, err
+	}
+	if f.NArg() > 0 {
+		return nil, fmt.Errorf("unexpected argument %q", f.Arg(0))
+	}
+	return &c, settle(&c, roleName, connectorName, policy, fail)
+}
+
+// settle checks values and fills in what depends on others.
+func settle(c *api.Config, roleName, connectorName, policy, fail string) error {
+	var errs []error
+	switch roleName {
+	case "prefill", "kv_producer":
+		c.Role = engine.RolePrefill
+	case "decode", "kv_consumer":
+		c.Role = engine.RoleDecode
+	case "both", "kv_both":
+		c.Role = engine.RoleBoth
+	case "encode", "ec_producer":
+		c.Role = engine.RoleEncode
+	default:
+		errs = append(errs, fmt.Errorf("-role %q: not one of prefill, decode, both, encode", roleName))
+	}
+	if c.Connector = connector.Name(connectorName); !c.Connector.Known() {
+		errs = append(errs, fmt.Errorf("-connector %q: not one of %v", connectorName, connector.Names()))
+	}
+	switch c.Notices {
+	case "once", "twice", "never", "old", "noisy":
+	default:
+		errs = append(errs, fmt.Errorf("-notices %q: not one of once, twice, never, old, noisy", c.Notices))
+	}
+	if c.Tp < 1 || c.Tp > 64 {
+		errs = append(errs, errors.New("-tp: between 1 and 64"))
+	}
+	switch policy {
+	case "fail":
+	case "recompute":
+		c.Recompute = true
+	default:
+		errs = append(errs, fmt.Errorf("-kv-load-failure %q: not one of fail, recompute", policy))
+	}
+	if c.BlockSize < 1 || c.Blocks < 2 || c.MaxModelLen < 2 || c.Blocks > 1<<30 {
+		errs = append(errs, errors.New("-block-size, -blocks and -max-model-len: too small or too large"))
+	}
+	if len(c.Models) == 0 {
+		c.Models = []string{"tiny"}
+	}
+	if err := settleSideChannel(c); err != nil {
+		errs = append(errs, err)
+	}
+	if fail != "" {
+		var err error
+		if c.Fail, err = fault.Parse([]byte(fail)); err != nil {
+			errs = append(errs, fmt.Errorf("-fail: %w", err))
+		}
+	}
+	return errors.Join(errs...)
+}
+
+func settleSideChannel(c *api.Config) error {
+	host, port, err := net.SplitHostPort(c.Listen)
+	if err != nil {
+		return fmt.Errorf("-listen: %w", err)
+	}
+	if c.SideChannel != "" {
+		if host, _, err = net.SplitHostPort(c.SideChannel); err != nil {
+			return fmt.Errorf("-side-channel: %w", err)
+		}
+	} else {
+		n, err := strconv.Atoi(port)
+		if err != nil || n > 65535-1000 {
+			return fmt.Errorf("-listen %s: no port + 1000 for the side channel, use -side-channel", c.Listen)
+		}
+		if n > 0 {
+			n += 1000
+		}
+		c.SideChannel = net.JoinHostPort(host, strconv.Itoa(n))
+	}
+	if c.AdvertiseHost == "" {
+		c.AdvertiseHost = host
+		if ip := net.ParseIP(host); host == "" || ip != nil && ip.IsUnspecified() {
+			c.AdvertiseHost = "localhost" // VLLM_NIXL_SIDE_CHANNEL_HOST's default, useless across hosts
+		}
+	}
+	return nil
+}

@@ -1,0 +1,27 @@
+package api
+
+import (
+	"time"
+
+	"tandem/internal/enginesim/connector"
+	"tandem/internal/enginesim/fault"
+	"tandem/internal/enginesim/request"
+)
+
+// Config is what a simulator is told.
+type Config struct {
+	connector.Config
+
+	ToolParser  bool
+	Record      bool
+	RecordCount int
+	RecordBody  int // bytes
+	KeepAlive   time.Duration
+	MaxBody     int64 // bytes
+	Fail        []fault.Rule
+}
+
+// limits are those of this engine.
+func (c *Config) limits() *request.Limits {
+	return &request.Limits{Models: c.Models, MaxModelLen: c.MaxModelLen, ToolParser: c.ToolParser}
+}

@@ -1,0 +1,42 @@
+package api
+
+import (
+	"net"
+	"net/http"
+	"strconv"
+
+	"tandem/internal/enginesim/jsontext"
+	"tandem/internal/enginesim/request"
+)
+
+// serveLoads is GET /v1/loads, which has taken the place of /get_load (srt/entrypoints/v1_loads.py, 0.5.23).
+func (s *Server) serveLoads(w http.ResponseWriter, _ *http.Request, _ []byte) {
+	m := s.Metrics
+	writeJSONValue(w, map[string]any{"version": "0.5.23", "loads": []any{map[string]any{
+		"dp_rank": 0, "num_running_reqs": m.Running.Load(), "num_waiting_reqs": m.Waiting(),
+		"token_usage": s.Pool.Usage(), "disaggregation": map[string]any{"mode": s.DisaggregationMode()},
+	}}})
+}
+
+// serveContextInfo is GET /server_info.
+func (s *Server) serveContextInfo(w http.ResponseWriter) {
+	writeJSONValue(w, map[string]any{"disaggregated_params": map[string]any{
+		"ctx_dp_rank": 0, "ctx_info_endpoint": []string{"tcp://" + net.JoinHostPort(s.SideHost, strconv.Itoa(s.SidePort))},
+	}})
+}
+
+// serveRender is POST /v1/chat/completions/render (vLLM 0.24, --enable-scale-out): the token ids that a chat would have.
+func (s *Server) serveRender(w http.ResponseWriter, _ *http.Request, body []byte) {
+	q, ok := s.small(w, body)
+	if !ok {
+		return
+	}
+	q.API, q.ReturnIDs = request.Chat, true
+	prompts, bad := q.Render(s.cfg.BlockSize)
+	if bad != nil {
+		writeRaw(w, bad.Status, errorBody(bad, request.None))
+		return
+	}
+	dst := jsontext.AppendIDs([]byte(`{"request_id":"chatcmpl-render","token_ids":`), prompts[0].Ids)
+	writeRaw(w, http.StatusOK, append(dst, `,"sampling_params":{}}`...))
+}

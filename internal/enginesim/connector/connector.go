@@ -1,0 +1,41 @@
+package connector
+
+import "slices"
+
+// Name is how an engine hands KV over, and which members of a body it reads for that.
+type Name string
+
+// The connectors.
+const (
+	None    Name = "none"
+	NIXL    Name = "nixl"    // nixl.go: kv_transfer_params with block ids
+	Neuron  Name = "neuron"  // the same, but D finds P's whole answer under disagg_prefill_resp
+	Offload Name = "offload" // offload.go: the P2P tier, remote_decoder and remote_prefiller
+	TRTLLM  Name = "trtllm"  // trtllm.go: disaggregated_params
+	LMCache Name = "lmcache" // lmcache.go: P pushes into D's buffer and tells the router
+	Shared  Name = "shared"  // store.go: a store that everybody looks into
+
+	// NIXLPush and those that follow run both legs at once.
+	NIXLPush Name = "nixl-push" // push.go
+	Mooncake Name = "mooncake"  // push.go, with a bootstrap server
+	SGLang   Name = "sglang"    // sglang.go: rooms
+	MoRIIO   Name = "moriio"
+	P2PNCCL  Name = "p2p-nccl"
+
+	// Mooncake013 and MoRIIORead run one leg after the other, as NIXL.
+	Mooncake013 Name = "mooncake-0.13"
+	MoRIIORead  Name = "moriio-read"
+)
+
+// Names are all connectors.
+func Names() []Name {
+	return []Name{NIXL, Neuron, Offload, TRTLLM, LMCache, Shared,
+		NIXLPush, Mooncake, SGLang, MoRIIO, P2PNCCL,
+		Mooncake013, MoRIIORead, None}
+}
+
+// Known reports whether there is such a connector.
+func (k Name) Known() bool { return slices.Contains(Names(), k) }
+
+// looksUp reports whether a decode engine looks for KV by what the prompt holds, without being told.
+func (k Name) looksUp() bool { return k == LMCache || k == Shared }

@@ -1,0 +1,265 @@
+package connector
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"slices"
+	"strconv"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+
+	"tandem/internal/enginesim/engine"
+	"tandem/internal/enginesim/handover"
+	"tandem/internal/enginesim/jsontext"
+)
+
+// parseKVParams reads valid JSON. A value that is neither object nor null is the caller's to refuse.
+func parseKVParams(raw []byte) (kv Params) {
+	if jsontext.IsNull(raw) {
+		return kv
+	}
+	kv.Present, kv.CachedOnP = true, -1
+	var ids, port, promptIDs, tokens []byte
+	jsontext.EachMember(raw, func(key, val []byte) {
+		switch string(key) {
+		case "do_remote_decode":
+			kv.RemoteDecode = jsontext.Truthy(val)
+		case "do_remote_prefill":
+			kv.RemotePrefill = jsontext.Truthy(val)
+		case "remote_block_ids":
+			ids = val
+		case "remote_engine_id":
+			kv.engineID = string(jsontext.Text(val))
+		case "remote_request_id":
+			kv.requestID = string(jsontext.Text(val))
+		case "remote_host":
+			kv.host = string(jsontext.Text(val))
+		case "remote_port":
+			port = val
+		case "remote_prefill_cached_tokens":
+			if n, ok := jsontext.Integer(val); ok {
+				kv.CachedOnP = n
+			}
+		case "prompt_token_ids":
+			promptIDs = val
+		case "remote_num_tokens":
+			tokens = val
+		}
+	})
+	if kv.RemoteDecode && !kv.RemotePrefill && jsontext.Truthy(ids) {
+		kv.staleOnP = true
+		kv.parseTurn(ids, port, tokens)
+	}
+	if jsontext.IsArray(promptIDs) {
+		kv.PromptIDs, _ = jsontext.TokenIDs(promptIDs)
+	}
+	if kv.RemotePrefill {
+		kv.parseSource(ids, port)
+	}
+	return kv
+}
+
+// parseSource checks what a decode leg needs to find its KV. vLLM's scheduler asserts, parks or raises here; nothing
+// in it is turned into a clean error.
+func (kv *Params) parseSource(ids, port []byte) {
+	if !jsontext.Truthy(ids) {
+		kv.Fatal = "AssertionError: num_external_tokens == 0 (do_remote_prefill without remote_block_ids)"
+		return
+	}
+	var ok bool
+	if kv.blockIDs, ok = nestedIDs(ids); !ok {
+		kv.Fatal = "TypeError: remote_block_ids must be a list of lists of integers"
+		return
+	}
+	n, isInt := jsontext.Integer(port)
+	if jsontext.IsString(port) {
+		n, _ = strconv.ParseInt(string(jsontext.Text(port)), 10, 32)
+		isInt = true
+	}
+	kv.port = int(n)
+	switch {
+	case kv.engineID == "":
+		kv.Incomplete = "remote_engine_id"
+	case kv.requestID == "":
+		kv.Incomplete = "remote_request_id"
+	case kv.host == "":
+		kv.Incomplete = "remote_host"
+	case !isInt:
+		kv.Incomplete = "remote_port"
+	}
+}
+
+// nestedIDs reads [[1,2,3]]: one list for each KV cache group, of which this engine has one.
+func nestedIDs(raw []byte) (ids []int32, ok bool) {
+	if !jsontext.IsArray(raw) {
+		return nil, false
+	}
+	ok = true
+	groups := 0
+	jsontext.EachElement(raw, func(group []byte) bool {
+		if groups++; groups > 1 || !jsontext.IsArray(group) {
+			ok = false
+			return false
+		}
+		ids = make([]int32, 0, len(group)/4)
+		jsontext.EachElement(group, func(id []byte) bool {
+			n, err := strconv.ParseInt(string(id), 10, 32)
+			if err != nil {
+				ok = false
+			}
+			ids = append(ids, int32(n))
+			return ok
+		})
+		return ok
+	})
+	return ids, ok
+}
+
+// appendHandOver is the kv_transfer_params that a prefill engine answers with, in the key order of 0.32. cached < 0
+// leaves remote_prefill_cached_tokens out, as vLLM does when the request outlived its prefill step.
+func (s *Node) appendHandOver(dst []byte, requestID string, blocks []int32, tokens, cached int) []byte {
+	return s.appendParams(dst, `{"do_remote_prefill":true,"do_remote_decode":false,"remote_block_ids":[[`, requestID, blocks, tokens, "null", cached)
+}
+
+// appendParams is kv_transfer_params of either side, as they begin, and with remote_blocks_expiry_time.
+func (s *Node) appendParams(dst []byte, head, requestID string, blocks []int32, tokens int, expires string, cached int) []byte {
+	dst = slices.Grow(dst, 512+8*len(blocks))
+	dst = append(dst, head...)
+	for i, id := range blocks {
+		if i > 0 {
+			dst = append(dst, ',')
+		}
+		dst = strconv.AppendInt(dst, int64(id), 10)
+	}
+	dst = append(dst, `]],"remote_engine_id":`...)
+	dst = jsontext.AppendQuoted(dst, s.EngineID)
+	dst = append(dst, `,"remote_request_id":`...)
+	dst = jsontext.AppendQuoted(dst, requestID)
+	dst = append(dst, `,"remote_host":`...)
+	dst = jsontext.AppendQuoted(dst, s.SideHost)
+	dst = append(dst, `,"remote_port":`...)
+	dst = strconv.AppendInt(dst, int64(s.SidePort), 10)
+	dst = append(dst, `,"tp_size":1,"dcp_size":1,"pp_size":1,"remote_num_tokens":`...)
+	dst = strconv.AppendInt(dst, int64(tokens), 10)
+	dst = append(dst, `,"remote_blocks_expiry_time":`+expires+`,"transfer_mode":"pull"`...)
+	if cached >= 0 {
+		dst = append(dst, `,"remote_prefill_cached_tokens":`...)
+		dst = strconv.AppendInt(dst, int64(cached), 10)
+	}
+	return append(dst, '}')
+}
+
+// fetchKV pulls a decode leg's KV from the prefill engine that its parameters name. It returns what the blocks of the
+// prompt really held (nil when all is right). The error is errLoadFailed where vLLM's transfer fails, a *violation where vLLM would not notice
+// (and the simulator is strict), or the context's.
+func (s *Node) fetchKV(ctx context.Context, xid string, kv *Params, p *engine.Prompt, hits int) ([]uint64, error) {
+	return s.fetch(ctx, xid, kv, p, hits, false)
+}
+
+// fetch is fetchKV, also of what a decode engine has kept of an earlier answer (turn).
+func (s *Node) fetch(ctx context.Context, xid string, kv *Params, p *engine.Prompt, hits int, turn bool) ([]uint64, error) {
+	need := engine.BlocksFor(p.N, s.cfg.BlockSize)
+	if kv.engineID == s.EngineID && kv.engineID != "" {
+		return nil, fmt.Errorf("%w: the parameters name this very engine", engine.ErrLoadFailed)
+	}
+	req := handover.PullRequest{
+		EngineID: kv.engineID, RequestID: kv.requestID, Xid: xid, BlockSize: s.cfg.BlockSize,
+		Tokens: p.N, Turn: turn, Ids: kv.blockIDs, Want: make([]uint64, need),
+	}
+	for i := range req.Want {
+		req.Want[i] = p.Content(i)
+	}
+	ctx, cancel := context.WithTimeout(ctx, s.cfg.LoadTimeout)
+	defer cancel()
+	started := time.Now()
+	answer, err := s.peers.Pull(ctx, net.JoinHostPort(kv.host, strconv.Itoa(kv.port)), &req)
+	if err != nil {
+		<-ctx.Done() // the handshake's receive timeout is always waited out: 5 s in vLLM, however fast the refusal
+		if errors.Is(context.Cause(ctx), context.Canceled) {
+			return nil, context.Canceled
+		}
+		s.Metrics.FailedTransfers.Add(1)
+		return nil, fmt.Errorf("%w: %w", engine.ErrLoadFailed, err)
+	}
+	if answer.Refused != "" {
+		s.Metrics.FailedTransfers.Add(1)
+		return nil, fmt.Errorf("%w: %s", engine.ErrLoadFailed, answer.Refused)
+	}
+	if err := s.transfer(ctx, need-hits); err != nil {
+		return nil, err
+	}
+	s.Metrics.Transferred(need-hits, s.cfg.BlockSize, time.Since(started))
+	if kv.missOK && slices.Contains([]string{"expired", "released", "unknown_request"}, answer.Violation.Kind) {
+		return nil, fmt.Errorf("%w: %w", engine.ErrLoadFailed, &answer.Violation)
+	}
+	if answer.Violation.Kind != "" && !s.cfg.Faithful {
+		return nil, &answer.Violation
+	}
+	return answer.Actual, nil
+}
+
+// fetchScheduled is fetchKV, which goes on when the client leaves, as in vLLM: what is scheduled is read to its end, P is told, and
+// until then the blocks that it is read into are not free.
+func (l *Leg) fetchScheduled(ctx context.Context, q *engine.Sequence) ([]uint64, error) {
+	var actual []uint64
+	var err error
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		actual, err = l.Node.fetchKV(context.WithoutCancel(ctx), l.Xid, l.Kv, q.P, q.Grant.Hits)
+		if wrong := (*engine.Violation)(nil); errors.As(err, &wrong) && wrong.Kind == "other_prompt" && l.ThrowsAway {
+			err = nil // as vLLM does: it reads, and tells P that it has read
+		}
+	}()
+	select {
+	case <-done:
+		return actual, err
+	case <-ctx.Done():
+	}
+	blocks := q.Grant.Blocks
+	q.Grant.Blocks = nil
+	go func() {
+		<-done
+		l.Node.Pool.Free(blocks)
+		if v, ok := errors.AsType[*engine.Violation](err); ok {
+			l.Node.Violate(v, l.Xid)
+		}
+	}()
+	return nil, ctx.Err()
+}
+
+// transfer takes the time that so many blocks need at the configured rate.
+func (s *Node) transfer(ctx context.Context, blocks int) error {
+	if s.cfg.TransferRate <= 0 {
+		return nil
+	}
+	seconds := float64(blocks*s.cfg.BlockSize*engine.KVBytesPerToken) / s.cfg.TransferRate
+	t := time.NewTimer(time.Duration(seconds * float64(time.Second)))
+	defer t.Stop()
+	select {
+	case <-t.C:
+		return nil
+	case <-ctx.Done():
+		return fmt.Errorf("%w: %w", engine.ErrLoadFailed, context.Cause(ctx))
+	}
+}
+
+func (s *Node) collectNIXL(c *engine.Collector) {
+	if s.cfg.Connector != NIXL {
+		return
+	}
+	m := s.Metrics
+	for _, h := range []prometheus.Histogram{m.TransferTime, m.PostTime, m.TransferBytes, m.Descs} {
+		c.Ch <- h
+	}
+	c.Counter("vllm:nixl_num_failed_transfers_total", "Number of failed NIXL KV Cache transfers.", m.FailedTransfers.Load())
+	c.Counter("vllm:nixl_num_notifications_after_expiry_total", "Number of notifications for requests whose KV had expired.", s.Ledger.Late.Load())
+	const byStage = "Number of requests by stage of their KV fetch."
+	c.Gauge("vllm:num_requests_kv_fetch_by_stage", byStage, 0, "stage", "waiting_to_start")
+	c.Gauge("vllm:num_requests_kv_fetch_by_stage", byStage, float64(m.WaitingDeferred.Load()), "stage", "in_progress")
+	c.Gauge("vllm:num_requests_kv_fetch_by_stage", byStage, 0, "stage", "completed_waiting")
+	c.Counter("vllm:nixl_num_kv_expired_reqs_total", "Number of requests that had their KV expire.", s.Ledger.Expired.Load())
+}

@@ -1,0 +1,243 @@
+package connector
+
+import (
+	"bufio"
+	"encoding/json"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"sync"
+
+	"tandem/internal/enginesim/engine"
+	"tandem/internal/enginesim/fault"
+	"tandem/internal/enginesim/handover"
+)
+
+// Node is an engine with its connector: what it keeps for other engines, and the ports at which they ask for it.
+type Node struct {
+	*engine.Engine
+	sideChannel
+
+	cfg      *Config
+	EngineID string
+
+	Ledger    *handover.Ledger
+	Rooms     *rendezvous
+	store     *store
+	inbox     *inbox
+	buffer    *buffer // nil but on decode engines with the connector lmcache
+	receivers []net.Listener
+	notifier  notifier
+	peers     *handover.Peers
+	Faults    *fault.Rules
+
+	bootstrap     *http.Server // of a prefill engine whose dialect has one
+	BootstrapAddr string
+
+	mu       sync.Mutex
+	sideConn map[net.Conn]struct{}
+	closed   bool
+	stopped  chan struct{} // closed by close
+}
+
+// sideChannel is the port at which other engines ask for KV, and what hand-overs call it.
+type sideChannel struct {
+	Side     net.Listener
+	SidePort int
+	SideHost string
+}
+
+// New makes an engine with its connector and opens the ports for other engines. faults say whether those can be reached.
+func New(cfg *Config, faults *fault.Rules, log io.Writer) (*Node, error) {
+	e, err := engine.New(&cfg.Config, log)
+	if err != nil {
+		return nil, err
+	}
+	e.External = cfg.Connector != None
+	s := &Node{
+		Engine: e, cfg: cfg, EngineID: cfg.EngineID, Faults: faults, Ledger: handover.NewLedger(e.Pool, cfg.Lease), Rooms: newRendezvous(),
+		inbox: newInbox(), peers: handover.NewPeers(), sideConn: make(map[net.Conn]struct{}), stopped: make(chan struct{}),
+	}
+	if s.EngineID == "" {
+		s.EngineID = s.Random.UUID()
+	}
+	s.store = newStore(s, cfg.Store)
+	if err := s.open(); err != nil {
+		s.Close()
+		return nil, err
+	}
+	return s, nil
+}
+
+// open opens the ports for other engines.
+func (s *Node) open() error {
+	var err error
+	if s.Side, err = net.Listen("tcp", s.cfg.SideChannel); err != nil {
+		return fmt.Errorf("opening the side channel: %w", err)
+	}
+	s.SideHost, s.SidePort = s.cfg.AdvertiseHost, s.Side.Addr().(*net.TCPAddr).Port
+	if (s.cfg.Roomed() || s.cfg.Connector == Mooncake) && s.cfg.Role == engine.RolePrefill {
+		if err := s.openBootstrap(); err != nil {
+			return err
+		}
+	}
+	go s.acceptSide()
+	if s.cfg.Connector == LMCache && s.cfg.Role != engine.RolePrefill {
+		return s.listenLMCache()
+	}
+	return nil
+}
+
+func (s *Node) acceptSide() {
+	for {
+		conn, err := s.Side.Accept()
+		if err != nil {
+			return
+		}
+		s.mu.Lock()
+		if s.closed {
+			s.mu.Unlock()
+			_ = conn.Close()
+			continue
+		}
+		s.sideConn[conn] = struct{}{}
+		s.mu.Unlock()
+		go func() {
+			s.serveSide(conn)
+			s.mu.Lock()
+			delete(s.sideConn, conn)
+			s.mu.Unlock()
+		}()
+	}
+}
+
+// Close cuts everything at once.
+func (s *Node) Close() {
+	s.mu.Lock()
+	if s.closed {
+		s.mu.Unlock()
+		return
+	}
+	s.closed = true
+	close(s.stopped)
+	conns := make([]net.Conn, 0, len(s.sideConn))
+	for c := range s.sideConn {
+		conns = append(conns, c)
+	}
+	s.mu.Unlock()
+	if s.Side != nil {
+		_ = s.Side.Close()
+	}
+	for _, l := range s.receivers {
+		_ = l.Close()
+	}
+	if s.buffer != nil {
+		s.buffer.reset()
+	}
+	s.notifier.close()
+	s.CloseEvents()
+	if s.bootstrap != nil {
+		_ = s.bootstrap.Close()
+	}
+	for _, c := range conns {
+		_ = c.Close()
+	}
+	s.peers.Close()
+	s.Ledger.ReleaseAll()
+}
+
+// HeldBlocks is how many blocks wait for the other leg, here or in this engine's buffer.
+func (s *Node) HeldBlocks() int64 {
+	n := s.Ledger.Held.Load() + s.Rooms.Held.Load()
+	if s.buffer != nil {
+		n += int64(s.buffer.held())
+	}
+	return n
+}
+
+// Forget lets go of all that is held, and of the memory of what was.
+func (s *Node) Forget() {
+	s.Ledger.ReleaseAll()
+	s.Ledger.Forget()
+	if s.buffer != nil {
+		s.buffer.reset()
+	}
+}
+
+// Collect sends the engine's series and the connector's.
+func (s *Node) Collect(c *engine.Collector) {
+	s.Engine.Collect(c)
+	s.collectNIXL(c)
+}
+
+// answerJSON answers one of the bootstrap servers' questions.
+func answerJSON(w http.ResponseWriter, v any) {
+	w.Header().Set("Content-Type", "application/json")
+	_ = json.NewEncoder(w).Encode(v)
+}
+
+// serveSide answers one decode engine's connection until it closes.
+func (s *Node) serveSide(conn net.Conn) {
+	defer conn.Close()
+	in := bufio.NewReaderSize(conn, 64<<10)
+	for {
+		frame, err := handover.ReadFrame(in)
+		if err != nil || len(frame) == 0 || s.Faults.Unreachable() {
+			return
+		}
+		r := handover.WireReader{B: frame[1:]}
+		engineID, requestID := r.String(), r.String()
+		out := handover.NewFrame()
+		switch frame[0] {
+		case handover.OpPull:
+			req := handover.PullRequest{EngineID: engineID, RequestID: requestID}
+			if req.Decode(&r); r.Err != nil {
+				return
+			}
+			answer := s.Ledger.Pull(s.EngineID, &req)
+			answer.Encode(&out)
+		case handover.OpJoin:
+			var want joinRequest
+			if want.decode(&r); r.Err != nil {
+				return
+			}
+			hungUp := make(chan struct{})
+			go func() { // nothing more comes before the answer, so a byte or an error is the end
+				_, _ = in.Peek(1)
+				close(hungUp)
+			}()
+			answer, ok := s.answerJoin(requestID, want, hungUp)
+			if !ok {
+				return
+			}
+			answer.Encode(&out)
+			_, _ = conn.Write(out.SealFrame())
+			return // Peek is still reading
+		case handover.OpPut:
+			var kv joinRequest
+			if kv.decode(&r); r.Err != nil || !s.inbox.put(requestID, kv) {
+				return
+			}
+		case handover.OpWho:
+			out.String(s.EngineID)
+		case handover.OpHeartbeat:
+			if engineID == s.EngineID {
+				s.Ledger.Extend(requestID)
+			}
+		case handover.OpRelease:
+			if engineID == s.EngineID || engineID == "" {
+				s.Ledger.Release(requestID)
+			}
+		case handover.OpPrefix:
+			if blocks := r.Words(); r.Err == nil {
+				out.Uint(uint64(s.Pool.Prefix(blocks)))
+			}
+		case handover.OpStorePut, handover.OpStoreHas:
+			s.store.serve(frame[0], &r, &out)
+		}
+		if _, err := conn.Write(out.SealFrame()); err != nil {
+			return
+		}
+	}
+}

@@ -1,0 +1,130 @@
+package connector
+
+import (
+	"context"
+	"fmt"
+	"net"
+	"regexp"
+	"sync"
+	"time"
+
+	"github.com/go-zeromq/zmq4"
+	"github.com/vmihailenco/msgpack/v5"
+
+	"tandem/internal/enginesim/engine"
+	"tandem/internal/enginesim/handover"
+)
+
+// P2P-NCCL as vLLM 0.9.2 to 0.23 have it. Both engines read each other's address out of the request id; P sends its KV to
+// D when it has it, and D keeps it in a buffer until the request comes. D waits for KV inside a step of its engine, which
+// stands still meanwhile: here that is a violation, for a router can do better. The side channel is the KV socket.
+
+var (
+	decodeAddr  = regexp.MustCompile(`___decode_addr_(.*):(\d+)`)     // on P (p2p_nccl_connector.py, parse_request_id)
+	prefillAddr = regexp.MustCompile(`___prefill_addr_(.*):(\d+)___`) // on D
+)
+
+// inbox is D's buffer: what P's have sent, by request.
+type inbox struct {
+	mu   sync.Mutex
+	held map[string]joinRequest
+}
+
+const maxInbox = 4096
+
+func (b *inbox) put(key string, kv joinRequest) bool {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if len(b.held) >= maxInbox {
+		return false
+	}
+	b.held[key] = kv
+	return true
+}
+
+func (b *inbox) take(key string) (kv joinRequest, ok bool) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	kv, ok = b.held[key]
+	delete(b.held, key)
+	return kv, ok
+}
+
+// putKV is P's part: its prompt's KV goes to D's socket. Nothing of it is told to the client.
+func (l *Leg) putKV(ctx context.Context) error {
+	m := decodeAddr.FindStringSubmatch(l.Xid)
+	for _, q := range l.Job.Seqs {
+		kv := l.Node.joinOf(q.P)
+		w := handover.NewFrame()
+		w.B = append(w.B, handover.OpPut)
+		w.String("")
+		w.String(l.Name(q))
+		kv.encode(&w)
+		if _, err := l.Node.peers.Call(ctx, net.JoinHostPort(m[1], m[2]), w.SealFrame()); err != nil {
+			l.Node.Logf("sending KV to %s:%s: %v", m[1], m[2], err) // logged, and that is all
+		}
+	}
+	return nil
+}
+
+// takeKV is D's: the KV has to be there.
+func (l *Leg) takeKV() error {
+	for _, q := range l.Job.Seqs {
+		kv, ok := l.Node.inbox.take(l.Name(q))
+		if !ok {
+			return &engine.Violation{Kind: "decode_before_kv", Message: "the engine stands still until " + l.Xid + "'s KV comes"}
+		}
+		mine := l.Node.joinOf(q.P)
+		if a := l.Node.send(q.P, &kv); a.Refused != "" || a.Violation.Kind != "" {
+			return &engine.Violation{Kind: "other_prompt", Message: fmt.Sprintf("the KV is of another prompt: %d tokens, %d here", kv.tokens, mine.tokens)}
+		}
+		l.took(q, nil)
+	}
+	return nil
+}
+
+// Register beats to the proxy until the simulator closes.
+func (s *Node) Register(web string) {
+	ctx, cancel := context.WithCancel(context.Background())
+	go func() { <-s.stopped; cancel() }()
+	kv := net.JoinHostPort(s.SideHost, fmt.Sprint(s.SidePort))
+	kind := "P"
+	if s.cfg.Role == engine.RoleDecode {
+		kind = "D"
+	}
+	beat, err := msgpack.Marshal(map[string]string{"type": kind, "http_address": web, "zmq_address": kv})
+	if err != nil {
+		return
+	}
+	socket := zmq4.NewDealer(ctx, zmq4.WithID(zmq4.SocketIdentity(kv)), zmq4.WithDialerMaxRetries(-1), zmq4.WithAutomaticReconnect(true))
+	defer socket.Close()
+	if err := socket.Dial("tcp://" + s.cfg.Proxy); err != nil {
+		s.Logf("registering at %s: %v", s.cfg.Proxy, err)
+		return
+	}
+	for {
+		if err := socket.Send(zmq4.NewMsg(beat)); err != nil {
+			s.Logf("a beat to %s: %v", s.cfg.Proxy, err)
+		}
+		if engine.Sleep(ctx, s.cfg.Heartbeat) != nil {
+			return
+		}
+	}
+}
+
+// newInbox is an empty buffer.
+func newInbox() *inbox { return &inbox{held: map[string]joinRequest{}} }
+
+// DefaultHeartbeat is how often an engine registers, as p2p_nccl_connector.py has it.
+const DefaultHeartbeat = 3 * time.Second
+
+// CheckAddresses is what the engine raises for: a request id without addresses.
+func (l *Leg) CheckAddresses() {
+	pattern := decodeAddr
+	if l.Node.cfg.Role == engine.RoleDecode {
+		pattern = prefillAddr
+	}
+	if pattern.FindStringSubmatch(l.Xid) == nil {
+		l.Kv.Fatal = fmt.Sprintf("ValueError: Request id %s does not contain hostname and port", l.Xid)
+	}
+}

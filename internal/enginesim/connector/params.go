@@ -1,0 +1,115 @@
+package connector
+
+import (
+	"net"
+	"strconv"
+
+	"tandem/internal/enginesim/engine"
+	"tandem/internal/enginesim/jsontext"
+)
+
+// Params are what a request says to the connector: most of it is kv_transfer_params as vLLM 0.32's NixlConnector (pull)
+// understands them.
+type Params struct {
+	remote
+	verdict
+	contextParams
+
+	Given         bool       // kv_transfer_params are there and not null, whatever this engine's connector
+	Present       bool       // an object, and this engine has a connector
+	RoomLeg       string     // of a server that does one leg of two
+	RemoteDecode  bool       // do_remote_decode: keep the KV for a decode engine
+	RemotePrefill bool       // do_remote_prefill: fetch the KV from a prefill engine
+	CachedOnP     int64      // remote_prefill_cached_tokens, -1 when absent
+	PromptIDs     []uint32   // prompt_token_ids: use these instead of tokenising (0.32 and later)
+	turn          turnSource // of do_remote_decode with remote_block_ids (turns.go)
+	staleOnP      bool       // do_remote_decode with remote_block_ids: P would read from somebody else, or, of an earlier answer, is to
+
+	keepAs     string      // the name under which P keeps the KV; "": one of its own
+	missOK     bool        // what D does not find it computes
+	Spec       *disaggSpec // lmcache.go
+	firstToken bool        // ret_first_tok: P answers the token that it made
+	source     string      // whom to ask for the prompt's beginning (offload.go)
+}
+
+// remote is where the KV is.
+type remote struct {
+	blockIDs  []int32
+	engineID  string
+	requestID string
+	host      string
+	port      int
+	transfer  string // transfer_id (Mooncake)
+	bootstrap string // remote_bootstrap_addr (Mooncake)
+}
+
+// verdict is what the engine makes of parameters that are not right. All is empty where they are.
+type verdict struct {
+	Fatal      string            // what in them kills the engine
+	Incomplete string            // a member without which the engine parks the request for ever, and raises when the client leaves
+	Parked     string            // why the engine waits for KV that nobody will send
+	Broken     *engine.Violation // parameters that break their protocol
+}
+
+// contextParams are TensorRT-LLM's (trtllm.go).
+type contextParams struct {
+	Context  bool // of a context server
+	genFirst bool // both legs at once
+}
+
+func (kv *Params) addr() string { return net.JoinHostPort(kv.host, strconv.Itoa(kv.port)) }
+
+// Read reads one member of a body, if it is one of the connector's.
+func (kv *Params) Read(k Name, key string, raw []byte) *engine.Error {
+	switch key {
+	case "kv_transfer_params":
+		if !jsontext.IsObject(raw) && !jsontext.IsNull(raw) {
+			return engine.Pydantic("dict_type", "kv_transfer_params", "Input should be a valid dictionary", raw)
+		}
+		switch k {
+		case NIXL, Neuron:
+			*kv = parseKVParams(raw)
+		case Offload:
+			*kv = parseOffload(raw)
+		case LMCache:
+			*kv = parseDisaggSpec(raw)
+		}
+		kv.Given = !jsontext.IsNull(raw)
+	case "disagg_prefill_resp":
+		if k == Neuron {
+			given := kv.Given
+			*kv = parseKVParams(jsontext.Get(raw, "kv_transfer_params"))
+			kv.Given = given
+		}
+	case "disaggregated_params":
+		if k == TRTLLM {
+			ids, given := kv.PromptIDs, kv.Given
+			*kv = parseDisaggregated(raw)
+			kv.PromptIDs, kv.Given = ids, given
+		}
+	case "prompt_token_ids":
+		if k == TRTLLM {
+			kv.PromptIDs, _ = jsontext.TokenIDs(raw)
+		}
+	}
+	return nil
+}
+
+// Complete adds to a request's parameters what the engine knows without being told. raw are its kv_transfer_params, oneToken
+// says that it asks for no more, responses that it came to /v1/responses, which no dialect of P2P-NCCL splits.
+func (c *Config) Complete(kv *Params, raw []byte, oneToken, responses bool) {
+	if c.Connector == Neuron && c.Role == engine.RolePrefill && oneToken {
+		kv.RemoteDecode = true // nobody says so there: this is what a prefill engine is for
+	}
+	if spec := kv.Spec; spec != nil && kv.Fatal == "" && (len(spec.init) != c.Tp || len(spec.alloc) != c.Tp) {
+		kv.Fatal = "IndexError: the receiver has not one port for each rank"
+	}
+	if c.pushes() {
+		given := kv.Given
+		*kv = c.parsePush(raw)
+		kv.Given = given
+	}
+	if c.Connector == P2PNCCL && c.Role != engine.RoleBoth && !responses || c.Roomed() {
+		kv.RoomLeg = string(c.Role)
+	}
+}

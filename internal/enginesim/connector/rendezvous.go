@@ -1,0 +1,202 @@
+package connector
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"tandem/internal/enginesim/engine"
+	"tandem/internal/enginesim/handover"
+)
+
+// rendezvous is where the two legs of a request meet when both run at once: P offers a prompt's KV under a key, D joins
+// under the same one, in either order, and P sends. It is P's side; D reaches it through P's side channel. The key is
+// what the dialect has for it: SGLang's room, Mooncake's transfer id, the request id of NIXL push.
+type rendezvous struct {
+	Held atomic.Int64 // KV blocks of this engine that wait for the other one
+
+	mu    sync.Mutex
+	rooms map[string]*room
+	past  map[string]bool // keys that P has closed, and whether D had come
+	order []string        // ring of keys in past
+	next  int
+}
+
+// room is one key's meeting.
+type room struct {
+	offered, joined bool
+	offer           chan struct{} // closed when P is there
+	join            chan struct{} // closed when D is there; then want holds
+	want            joinRequest
+	answer          chan handover.PullAnswer // of P, one
+	gone            chan struct{}            // closed when D's connection is gone
+}
+
+const rememberedRooms = 16384
+
+func newRendezvous() *rendezvous {
+	return &rendezvous{rooms: make(map[string]*room), past: make(map[string]bool), order: make([]string, rememberedRooms)}
+}
+
+// at finds or makes the room of a key. The lock is held.
+func (v *rendezvous) at(key string, used bool) (*room, error) {
+	if used {
+		return nil, &engine.Violation{Kind: "key_reused", Message: "the room or transfer id " + key + " was used before"}
+	}
+	r := v.rooms[key]
+	if r == nil {
+		r = &room{offer: make(chan struct{}), join: make(chan struct{}), answer: make(chan handover.PullAnswer, 1), gone: make(chan struct{})}
+		v.rooms[key] = r
+	}
+	return r, nil
+}
+
+// enter is P's side of a meeting.
+func (v *rendezvous) enter(key string) (*room, error) {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	_, used := v.past[key]
+	r, err := v.at(key, used)
+	if err == nil && r.offered {
+		return nil, &engine.Violation{Kind: "key_reused", Message: "the room or transfer id " + key + " is in use on this prefill engine"}
+	}
+	if err == nil {
+		r.offered = true
+		close(r.offer)
+	}
+	return r, err
+}
+
+// meet is D's side. Where P was cut before D came, as both are when their client leaves, D is no second one: it waits for nobody.
+func (v *rendezvous) meet(key string, want joinRequest) (*room, error) {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	r, err := v.at(key, v.past[key])
+	if err == nil && r.joined {
+		return nil, &engine.Violation{Kind: "key_reused", Message: "the room or transfer id " + key + " is in use by another decode"}
+	}
+	if err == nil {
+		r.joined, r.want = true, want
+		close(r.join)
+	}
+	return r, err
+}
+
+// close ends a meeting: its key is not good for another one.
+func (v *rendezvous) close(key string) {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	r := v.rooms[key]
+	delete(v.rooms, key)
+	delete(v.past, v.order[v.next])
+	v.order[v.next] = key
+	v.next = (v.next + 1) % len(v.order)
+	v.past[key] = r != nil && r.joined
+}
+
+// joinRequest is what D says of itself: what it believes the prompt's blocks hold.
+type joinRequest struct {
+	blockSize int
+	tokens    int
+	want      []uint64
+}
+
+func (j *joinRequest) encode(w *handover.WireWriter) {
+	w.Uint(uint64(j.blockSize))
+	w.Uint(uint64(j.tokens))
+	w.Words(j.want)
+}
+
+func (j *joinRequest) decode(r *handover.WireReader) {
+	j.blockSize, j.tokens, j.want = int(r.Uint()), int(r.Uint()), r.Words()
+}
+
+func (s *Node) joinOf(p *engine.Prompt) joinRequest {
+	j := joinRequest{blockSize: s.cfg.BlockSize, tokens: p.N, want: make([]uint64, engine.BlocksFor(p.N, s.cfg.BlockSize))}
+	for i := range j.want {
+		j.want[i] = p.Content(i)
+	}
+	return j
+}
+
+// send is what P's transfer comes to: what D's blocks hold afterwards, and whether that is what D needs.
+func (s *Node) send(p *engine.Prompt, want *joinRequest) (a handover.PullAnswer) {
+	mine := s.joinOf(p)
+	switch {
+	case want.blockSize != mine.blockSize:
+		a.Refused = fmt.Sprintf("block sizes differ: %d and %d", want.blockSize, mine.blockSize)
+	case want.tokens != mine.tokens || !slices.Equal(want.want, mine.want):
+		a.Violation = engine.Violation{Kind: "other_prompt", Message: fmt.Sprintf("the KV is of another prompt: %d tokens on the prefill engine, %d on the decode engine", mine.tokens, want.tokens)}
+		a.Actual = slices.Grow(mine.want, len(want.want))[:len(want.want)]
+	}
+	return a
+}
+
+// answerJoin serves D's connection: it waits for P's KV, as long as D does. false: the connection is of no more use.
+func (s *Node) answerJoin(key string, want joinRequest, hungUp <-chan struct{}) (handover.PullAnswer, bool) {
+	r, err := s.Rooms.meet(key, want)
+	if v, ok := errors.AsType[*engine.Violation](err); ok {
+		return handover.PullAnswer{Violation: *v}, true
+	}
+	select {
+	case a := <-r.answer:
+		return a, true
+	case <-hungUp:
+		close(r.gone)
+		return handover.PullAnswer{}, false
+	}
+}
+
+// join is D's wait for its KV: at most the transfer timeout. It returns what the blocks hold, nil where that is what the
+// prompt needs.
+func (s *Node) join(ctx context.Context, addr, key string, p *engine.Prompt) ([]uint64, error) {
+	ctx, cancel := context.WithTimeout(ctx, s.cfg.TransferTimeout)
+	defer cancel()
+	j := s.joinOf(p)
+	w := handover.NewFrame()
+	w.B = append(w.B, handover.OpJoin)
+	w.String("")
+	w.String(key)
+	j.encode(&w)
+	frame, err := s.peers.Call(ctx, addr, w.SealFrame())
+	if err != nil {
+		if errors.Is(context.Cause(ctx), context.Canceled) {
+			return nil, context.Canceled
+		}
+		if ctx.Err() == nil { // P has died: two heartbeats, 5 s apart of 300, go unanswered
+			if err := engine.Sleep(ctx, s.cfg.TransferTimeout/30); err != nil {
+				return nil, err
+			}
+		}
+		s.Metrics.FailedTransfers.Add(1)
+		return nil, fmt.Errorf("%w: %w", engine.ErrLoadFailed, err)
+	}
+	r := handover.WireReader{B: frame}
+	var a handover.PullAnswer
+	if a.Decode(&r); r.Err != nil {
+		return nil, fmt.Errorf("%w: %w", engine.ErrLoadFailed, r.Err)
+	}
+	if a.Refused != "" {
+		s.Metrics.FailedTransfers.Add(1)
+		return nil, fmt.Errorf("%w: %s", engine.ErrLoadFailed, a.Refused)
+	}
+	if a.Violation.Kind != "" && !s.cfg.Faithful {
+		return nil, &a.Violation
+	}
+	s.Metrics.Transferred(len(j.want), s.cfg.BlockSize, time.Millisecond)
+	return a.Actual, nil
+}
+
+// took books KV that came from another engine.
+func (l *Leg) took(q *engine.Sequence, actual []uint64) {
+	s := l.Node
+	s.CountFetched(q, q.P.N-q.Local(s.cfg.BlockSize))
+	s.Pool.Write(&q.Grant, q.P, q.Grant.Hits, actual)
+	if actual != nil {
+		q.Corrupt(l.Job.Sampling, q.Grant.Hits, actual[q.Grant.Hits:], s.cfg.MaxModelLen)
+	}
+}

@@ -1,0 +1,81 @@
+package connector
+
+import (
+	"context"
+	"sync"
+	"time"
+
+	"tandem/internal/enginesim/handover"
+)
+
+// store is a KV store that engines share: what a block holds is its name. It lives in one engine, on its side channel;
+// the others are given that address (-store).
+type store struct {
+	s    *Node
+	addr string // "": it is here
+
+	mu     sync.Mutex
+	blocks map[uint64]struct{}
+}
+
+const maxStored = 4 << 20 // blocks; then it is emptied
+
+func newStore(s *Node, addr string) *store {
+	return &store{s: s, addr: addr, blocks: map[uint64]struct{}{}}
+}
+
+func (t *store) put(blocks []uint64) {
+	if t.addr != "" {
+		_, _ = t.ask(handover.OpStorePut, blocks)
+		return
+	}
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if len(t.blocks)+len(blocks) > maxStored {
+		clear(t.blocks)
+	}
+	for _, b := range blocks {
+		t.blocks[b] = struct{}{}
+	}
+}
+
+// has reports whether all of the blocks are there. A store that does not answer has none.
+func (t *store) has(blocks []uint64) bool {
+	if t.addr != "" {
+		answer, err := t.ask(handover.OpStoreHas, blocks)
+		return err == nil && len(answer) == 1 && answer[0] == 1
+	}
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	for _, b := range blocks {
+		if _, ok := t.blocks[b]; !ok {
+			return false
+		}
+	}
+	return true
+}
+
+func (t *store) ask(op byte, blocks []uint64) ([]byte, error) {
+	w := handover.NewFrame()
+	w.B = append(w.B, op)
+	w.String("")
+	w.String("")
+	w.Words(blocks)
+	ctx, cancel := context.WithTimeout(context.Background(), time.Second)
+	defer cancel()
+	return t.s.peers.Call(ctx, t.addr, w.SealFrame())
+}
+
+// serveStore answers another engine.
+func (t *store) serve(op byte, r *handover.WireReader, out *handover.WireWriter) {
+	blocks := r.Words()
+	switch {
+	case r.Err != nil:
+	case op == handover.OpStorePut:
+		t.put(blocks)
+	case t.has(blocks):
+		out.B = append(out.B, 1)
+	default:
+		out.B = append(out.B, 0)
+	}
+}

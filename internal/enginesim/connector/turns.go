@@ -1,0 +1,138 @@
+package connector
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"strconv"
+	"time"
+
+	"tandem/internal/enginesim/engine"
+	"tandem/internal/enginesim/handover"
+	"tandem/internal/enginesim/jsontext"
+)
+
+// NIXL pull in both directions (vLLM's bidirectional_kv_xfer, from 0.21; here as 0.32 and, for streams, 0.33 have it): a decode
+// engine keeps the blocks of an answer that it fetched the prompt of, prompt and answer, and says where they are; the prefill
+// engine of the conversation's next turn fetches them, and computes what lies behind. Blocks are read by number, so a prompt
+// that does not begin with just those tokens gets another's KV: here that is a violation. What is kept is kept for one read,
+// until its time (-decoder-ttl, decoder_kv_blocks_ttl) is over; nothing renews it.
+
+// fetchThreshold is kv_recompute_threshold: fewer tokens than that are computed.
+const fetchThreshold = 64
+
+// turnSource is what a prefill leg says of the conversation's last answer, beside what all hand-overs have.
+type turnSource struct {
+	tokens int    // remote_num_tokens
+	lacks  string // the member without which vLLM leaves the blocks alone
+}
+
+// parseTurn reads do_remote_decode with remote_block_ids.
+func (kv *Params) parseTurn(ids, port, tokens []byte) {
+	var ok bool
+	if kv.blockIDs, ok = nestedIDs(ids); !ok {
+		kv.turn.lacks = "remote_block_ids"
+	}
+	n, isInt := jsontext.Integer(port)
+	kv.port = int(n)
+	count, counted := jsontext.Integer(tokens)
+	kv.turn.tokens = int(count)
+	for _, m := range []struct {
+		name  string
+		there bool
+	}{
+		{"remote_engine_id", kv.engineID != ""}, {"remote_request_id", kv.requestID != ""}, {"remote_host", kv.host != ""},
+		{"remote_port", isInt}, {"remote_num_tokens", counted && count > 0},
+	} {
+		if !m.there && kv.turn.lacks == "" {
+			kv.turn.lacks = m.name
+		}
+	}
+}
+
+// keepsTurns reports whether the call's answer is kept for the conversation's next turn.
+func (l *Leg) keepsTurns() bool {
+	return l.Node.cfg.Bidirectional && l.Node.cfg.Connector == NIXL && l.Kv.RemotePrefill
+}
+
+// FetchesTurn reports whether the call's prompt begins with what a decode engine has kept.
+func (l *Leg) FetchesTurn() bool {
+	return l.Node.cfg.Bidirectional && l.Node.cfg.Connector == NIXL && l.Kv.staleOnP
+}
+
+// TurnBreach is what is wrong with a prefill leg that tells of an earlier answer, nil for nothing.
+func (l *Leg) TurnBreach() *engine.Violation {
+	kv := l.Kv
+	switch {
+	case !kv.staleOnP:
+		return nil
+	case !l.Node.cfg.Bidirectional:
+		return &engine.Violation{Kind: "stale_blocks_on_prefill", Message: "do_remote_decode with remote_block_ids: the prefill engine would read from elsewhere"}
+	case kv.turn.lacks != "":
+		return &engine.Violation{Kind: "incomplete_params", Message: "blocks of an earlier answer without " + kv.turn.lacks}
+	}
+	return nil
+}
+
+// keepTurn hands a finished answer's blocks to the ledger, and writes what the client is told of them. Once for a sequence.
+func (l *Leg) keepTurn(q *engine.Sequence) {
+	if q.Kept {
+		return
+	}
+	s := l.Node
+	l.Job.WriteAnswer(q, true)
+	used := engine.BlocksFor(q.Computed(), s.cfg.BlockSize)
+	s.Pool.Free(q.Grant.Blocks[used:])
+	blocks := q.Grant.Blocks[:used]
+	q.Grant.Blocks, q.Kept = nil, true
+	id := fmt.Sprintf("%s-%08x", l.Name(q), s.Random.Uint32())
+	q.HandOver = s.appendTurn(nil, id, blocks, q.Computed())
+	s.Ledger.KeepFor(id, l.Xid, blocks, q.Computed(), s.cfg.DecoderTTL, true)
+}
+
+// appendTurn is the kv_transfer_params of a decode engine's answer.
+func (s *Node) appendTurn(dst []byte, requestID string, blocks []int32, tokens int) []byte {
+	expires := time.Since(s.Started) + s.cfg.DecoderTTL
+	return s.appendParams(dst, `{"do_remote_prefill":false,"do_remote_decode":true,"remote_block_ids":[[`, requestID, blocks, tokens,
+		strconv.FormatFloat(expires.Seconds(), 'f', 6, 64), -1)
+}
+
+// fetchTurn gets the beginning of a prompt from the decode engine that has kept it. What that does not have any more fails the
+// leg, or is computed, as with every KV load.
+func (l *Leg) fetchTurn(ctx context.Context) error {
+	s, q, kv := l.Node, l.Job.Seqs[0], l.Kv
+	if kv.turn.lacks != "" { // vLLM: "Got invalid KVTransferParams", and goes on without
+		return nil
+	}
+	n := kv.turn.tokens
+	if n >= q.P.N {
+		if !s.cfg.Faithful {
+			return &engine.Violation{Kind: "turn_not_longer", Message: fmt.Sprintf("%d tokens were kept, the prompt has %d", n, q.P.N)}
+		}
+		n = q.P.N
+	}
+	hits := q.Grant.Hits
+	if n-hits*s.cfg.BlockSize < fetchThreshold {
+		s.peers.Notify(handover.OpRelease, kv.addr(), kv.engineID, kv.requestID)
+		return nil
+	}
+	t := engine.NewTokenizer(s.cfg.BlockSize, false)
+	t.Tokens(q.P.Ids[:n])
+	kept := t.Finish("")
+	actual, err := s.fetch(ctx, l.Xid, kv, kept, hits, true)
+	if errors.Is(err, engine.ErrLoadFailed) {
+		s.Logf("%v (x-request-id %q)", err, l.Xid)
+		if s.cfg.Recompute {
+			return nil
+		}
+	}
+	if err != nil {
+		return err
+	}
+	q.Turn = true
+	s.CountFetched(q, n-hits*s.cfg.BlockSize)
+	if actual != nil {
+		q.Corrupt(l.Job.Sampling, hits, actual[hits:min(len(actual), len(q.P.Full))], s.cfg.MaxModelLen)
+	}
+	return nil
+}

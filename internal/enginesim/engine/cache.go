@@ -1,0 +1,417 @@
+package engine
+
+import (
+	"context"
+	"slices"
+	"sync"
+)
+
+// Pool is the engine's KV memory, as vLLM's BlockPool and KVCacheManager see it: numbered blocks, a reference count
+// for each, a queue of free blocks in which the least recently used is taken first, and an index of full blocks by
+// the hash of everything up to them (the prefix cache). A free block keeps its content and can be hit until it is
+// reused. Block 0 is vLLM's null block and is never given out.
+//
+// Beyond vLLM's bookkeeping each block remembers *what it holds*, which is how a read of stale blocks is noticed.
+//
+// Long prompts put thousands of blocks into the prefix cache and push as many out, and a hash table's cache misses
+// would be most of what the simulator does. So a cached block is found from the block before it (child), and only
+// first blocks and those at a fork are in the hash table.
+type Pool struct {
+	mu        sync.Mutex
+	BlockSize int
+	blocks    []block
+	index     hashIndex
+	freeCount int
+	fresh     int32 // the first block that was never used; these go before freed ones, as in vLLM's initial queue
+	head      int32 // least recently freed
+	last      int32
+	waiting   []*waiter
+	events    *Events // who is told what is cached; nil: nobody
+}
+
+type block struct {
+	prev, next int32 // in the free queue
+	refs       int32
+	child      int32  // the cached block that was first found to follow this one, 0 for none
+	parent     int32  // the block whose child this is, 0 when it is in the index
+	key        uint64 // in the prefix cache under this key; 0: not cached
+	full       uint64 // content when every token of it is known; 0: unknown
+	tail       uint64 // content of its first tokens, when a prompt ended inside it
+}
+
+type waiter struct{ ready chan struct{} }
+
+const noBlock = -1
+
+// NewPool makes a pool of which nothing is in use. Block 0 is never given out.
+func NewPool(blocks, blockSize int) *Pool {
+	p := &Pool{BlockSize: blockSize}
+	p.reset(blocks)
+	return p
+}
+
+// reset makes every block new. Only for a pool of which nothing is in use.
+func (p *Pool) reset(blocks int) {
+	p.blocks = make([]block, blocks)
+	p.index = newHashIndex(blocks)
+	p.fresh = 1
+	p.head, p.last = noBlock, noBlock
+	p.freeCount = blocks - 1
+}
+
+// ResetPrefixCache forgets what is cached, as POST /reset_prefix_cache does: refused while blocks are in use.
+func (p *Pool) ResetPrefixCache() bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.freeCount != len(p.blocks)-1 {
+		return false
+	}
+	p.reset(len(p.blocks))
+	p.events.cleared()
+	return true
+}
+
+// Usage is the part of the blocks in use, 0..1: vllm:kv_cache_usage_perc.
+func (p *Pool) Usage() float64 {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	all := len(p.blocks) - 1
+	return float64(all-p.freeCount) / float64(all)
+}
+
+// Grant is what one sequence got: its blocks in order, the first hits of which were in the prefix cache.
+type Grant struct {
+	Blocks []int32
+	Hits   int   // blocks
+	tip    int32 // the last of the sequence's cached blocks, its own or an equal one; noBlock before the first
+}
+
+// Admit gets blocks for a call's sequences, all or none, and waits for its turn while there are too few. lens[i] is
+// the number of tokens whose KV sequence i will have computed at its end. queued is told when the wait starts and ends.
+func (p *Pool) Admit(ctx context.Context, prompts []*Prompt, lens []int, queued func(delta int64)) ([]Grant, error) {
+	p.mu.Lock()
+	if len(p.waiting) == 0 {
+		if g := p.tryAdmit(prompts, lens); g != nil {
+			p.mu.Unlock()
+			return g, nil
+		}
+	}
+	w := &waiter{make(chan struct{}, 1)}
+	p.waiting = append(p.waiting, w)
+	p.mu.Unlock()
+	queued(1)
+	defer queued(-1)
+	for {
+		var err error
+		select {
+		case <-w.ready:
+		case <-ctx.Done():
+			err = ctx.Err()
+		}
+		p.mu.Lock()
+		var g []Grant
+		if err == nil && p.waiting[0] == w {
+			g = p.tryAdmit(prompts, lens)
+		}
+		if g != nil || err != nil {
+			p.leave(w)
+			p.mu.Unlock()
+			return g, err
+		}
+		p.mu.Unlock()
+	}
+}
+
+func (p *Pool) leave(w *waiter) {
+	for i, other := range p.waiting {
+		if other == w {
+			p.waiting = append(p.waiting[:i], p.waiting[i+1:]...)
+			break
+		}
+	}
+	p.wakeFirst()
+}
+
+func (p *Pool) wakeFirst() {
+	if len(p.waiting) > 0 {
+		select {
+		case p.waiting[0].ready <- struct{}{}:
+		default:
+		}
+	}
+}
+
+// fits reports whether the sequences could ever be admitted.
+func (p *Pool) fits(lens []int) bool {
+	need := 0
+	for _, n := range lens {
+		need += BlocksFor(n, p.BlockSize)
+	}
+	return need < len(p.blocks)
+}
+
+func (p *Pool) tryAdmit(prompts []*Prompt, lens []int) []Grant {
+	if len(prompts) > 1 { // without counting hits: simpler, and only for requests that P/D never sees
+		need := 0
+		for _, n := range lens {
+			need += BlocksFor(n, p.BlockSize)
+		}
+		if need > p.freeCount {
+			return nil
+		}
+	}
+	grants := make([]Grant, len(prompts))
+	for i, pr := range prompts {
+		g, ok := p.tryOne(pr, BlocksFor(lens[i], p.BlockSize))
+		if !ok {
+			return nil
+		}
+		grants[i] = g
+	}
+	return grants
+}
+
+// tryOne takes hits and fresh blocks for one sequence. As in vLLM the last prompt token is never taken from the
+// cache: somebody has to compute the first answer token.
+func (p *Pool) tryOne(pr *Prompt, total int) (Grant, bool) {
+	g := Grant{Blocks: make([]int32, 0, total), tip: noBlock}
+	idle := 0 // hits that are on the free queue now
+	for g.Hits < min((pr.N-1)/p.BlockSize, len(pr.Full)) {
+		id := p.find(g.tip, pr.key(g.Hits))
+		if id == noBlock {
+			break
+		}
+		g.tip = id
+		if p.blocks[id].refs == 0 {
+			idle++
+		}
+		g.Blocks = append(g.Blocks, id)
+		g.Hits++
+	}
+	if total-g.Hits+idle > p.freeCount {
+		return Grant{}, false
+	}
+	for _, id := range g.Blocks {
+		if b := &p.blocks[id]; b.refs == 0 {
+			p.unlink(id)
+		}
+		p.blocks[id].refs++
+	}
+	for len(g.Blocks) < total {
+		id := p.head
+		if int(p.fresh) < len(p.blocks) {
+			id = p.fresh
+			p.fresh++
+			p.freeCount--
+		} else {
+			p.unlink(id)
+		}
+		b := &p.blocks[id]
+		if b.key != 0 {
+			p.events.removed(b.key)
+			if b.parent == 0 {
+				p.index.remove(p.blocks, id)
+			}
+		}
+		b.child, b.parent, b.key = 0, 0, 0
+		b.full, b.tail, b.refs = 0, 0, 1
+		g.Blocks = append(g.Blocks, id)
+	}
+	return g, true
+}
+
+func (p *Pool) unlink(id int32) {
+	b := &p.blocks[id]
+	if b.prev == noBlock {
+		p.head = b.next
+	} else {
+		p.blocks[b.prev].next = b.next
+	}
+	if b.next == noBlock {
+		p.last = b.prev
+	} else {
+		p.blocks[b.next].prev = b.prev
+	}
+	p.freeCount--
+}
+
+// Free gives blocks back. The end of a sequence is freed first and so reused first: its beginning is more likely to
+// be shared.
+func (p *Pool) Free(ids []int32) {
+	if len(ids) == 0 {
+		return
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for _, id := range slices.Backward(ids) {
+		b := &p.blocks[id]
+		if b.refs--; b.refs > 0 {
+			continue
+		}
+		b.prev, b.next = p.last, noBlock
+		if p.last == noBlock {
+			p.head = id
+		} else {
+			p.blocks[p.last].next = id
+		}
+		p.last = id
+		p.freeCount++
+	}
+	p.wakeFirst()
+}
+
+// Write records that the blocks of g, from block "from" on, now hold the sequence's KV, and puts full ones into the
+// prefix cache. actual, where not nil, says for each block what was really put there (KV that another engine sent), 0
+// meaning "nothing". A sequence with tail 0 leaves the tail of its last block as it was.
+func (p *Pool) Write(g *Grant, seq *Prompt, from int, actual []uint64) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	stored := from // blocks from there to i are in the cache since now
+	for i := from; i < len(g.Blocks); i++ {
+		id := g.Blocks[i]
+		b := &p.blocks[id]
+		if i >= len(seq.Full) {
+			if seq.tail != 0 {
+				b.tail = actualOr(actual, i, seq.tail)
+			}
+			break
+		}
+		b.full = actualOr(actual, i, seq.Full[i])
+		was := b.key
+		if g.tip = p.cache(g.tip, id, seq.key(i)); g.tip != id || was != 0 { // an equal one was there already
+			p.events.stored(seq, stored, i, p.BlockSize)
+			stored = i + 1
+		}
+	}
+	p.events.stored(seq, stored, min(len(g.Blocks), len(seq.Full)), p.BlockSize)
+}
+
+// find looks a cached block up, given the cached block before it (noBlock for the first of a sequence).
+func (p *Pool) find(before int32, key uint64) int32 {
+	if before != noBlock {
+		child := p.blocks[before].child
+		if child == 0 {
+			return noBlock // never followed by anything
+		}
+		if p.blocks[child].key == key && p.blocks[child].parent == before {
+			return child
+		}
+	}
+	return p.index.find(p.blocks, key)
+}
+
+// cache puts a block into the prefix cache after the one before it, and returns the block that is there now: an equal
+// one may have been first.
+func (p *Pool) cache(before, id int32, key uint64) int32 {
+	if there := p.find(before, key); there != noBlock {
+		return there
+	}
+	b := &p.blocks[id]
+	b.key = key
+	if before != noBlock {
+		if child := p.blocks[before].child; child == 0 || p.blocks[child].parent != before {
+			p.blocks[before].child, b.parent = id, before
+			return id
+		}
+	}
+	p.index.add(id, key)
+	return id
+}
+
+func actualOr(actual []uint64, i int, want uint64) uint64 {
+	if actual == nil {
+		return want
+	}
+	return actual[i]
+}
+
+// Read says what blocks hold: for each block the wanted content if it is there, else whatever is.
+func (p *Pool) Read(ids []int32, want func(i int) uint64) []uint64 {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	out := make([]uint64, len(ids))
+	for i, id := range ids {
+		b := &p.blocks[id]
+		switch w := want(i); {
+		case b.full == w || b.tail == w:
+			out[i] = w
+		case b.full != 0:
+			out[i] = b.full
+		default:
+			out[i] = b.tail
+		}
+	}
+	return out
+}
+
+// hashIndex finds blocks by key: open addressing, a slot holding half of the key (which also says where it belongs)
+// and the block's number; the other half is read from the block when the first matches.
+type hashIndex struct {
+	slots []uint64 // key<<32 | block; 0 is empty, as block 0 is never in it
+	mask  uint64
+}
+
+func newHashIndex(blocks int) hashIndex {
+	size := 16
+	for size < 2*blocks {
+		size *= 2
+	}
+	return hashIndex{make([]uint64, size), uint64(size - 1)}
+}
+
+func (h *hashIndex) find(blocks []block, key uint64) int32 {
+	for i := key & h.mask; h.slots[i] != 0; i = (i + 1) & h.mask {
+		if slot := h.slots[i]; uint32(slot>>32) == uint32(key) && blocks[int32(slot)].key == key {
+			return int32(slot)
+		}
+	}
+	return noBlock
+}
+
+// add puts a block in under a key that is not there yet.
+func (h *hashIndex) add(id int32, key uint64) {
+	i := key & h.mask
+	for h.slots[i] != 0 {
+		i = (i + 1) & h.mask
+	}
+	h.slots[i] = key<<32 | uint64(id)
+}
+
+// remove takes a block out and moves later ones of its run back, so that no tombstones are needed.
+func (h *hashIndex) remove(blocks []block, id int32) {
+	i := blocks[id].key & h.mask
+	for int32(h.slots[i]) != id {
+		i = (i + 1) & h.mask
+	}
+	for j := (i + 1) & h.mask; h.slots[j] != 0; j = (j + 1) & h.mask {
+		home := h.slots[j] >> 32 & h.mask
+		if (j-home)&h.mask >= (j-i)&h.mask {
+			h.slots[i] = h.slots[j]
+			i = j
+		}
+	}
+	h.slots[i] = 0
+}
+
+// Prefix is how many of the blocks, from the first on, the prefix cache has.
+func (p *Pool) Prefix(blocks []uint64) (n int) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for before := int32(noBlock); n < len(blocks); n++ {
+		if before = p.find(before, max(blocks[n], 1)); before == noBlock {
+			break
+		}
+	}
+	return n
+}
+
+// Size is how many blocks there are to be used, and how many are in use.
+func (p *Pool) Size() (all, used int) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	all = len(p.blocks) - 1
+	return all, all - p.freeCount
+}
+
+// All is how many blocks there are to be used, numbered from 1.
+func (p *Pool) All() int { return len(p.blocks) - 1 }

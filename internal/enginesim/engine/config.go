@@ -1,0 +1,35 @@
+package engine
+
+import "time"
+
+// Config is what the engine itself is told.
+type Config struct {
+	Listen       string // HTTP, host:port: of the log and of KV events
+	Role         Role
+	Models       []string // served names, all of the same model
+	BlockSize    int      // tokens
+	Blocks       int
+	MaxModelLen  int     // prompt and answer together, tokens
+	PrefillSpeed float64 // tokens/s; 0 is instantaneous
+	DecodeStep   time.Duration
+	Faithful     bool   // answer violations as vLLM does: 200 with wrong text
+	Events       string // endpoint of the KV events as vLLM names it; "": none
+	EventsReplay string
+	EventsTopic  string
+	EventArrays  bool
+	EventSteps   int // batches kept for replay
+}
+
+// Role is the part that an engine plays.
+type Role string
+
+// The roles.
+const (
+	RolePrefill Role = "prefill"
+	RoleDecode  Role = "decode"
+	RoleBoth    Role = "both"
+	RoleEncode  Role = "encode"
+)
+
+// name is how the log calls the engine.
+func (c *Config) name() string { return string(c.Role) + "@" + c.Listen }

@@ -1,0 +1,103 @@
+package engine
+
+import (
+	"context"
+	"fmt"
+	"io"
+	"sync"
+	"time"
+)
+
+// Engine is the engine: KV blocks, a prefill that computes one prompt after another, decode steps that all answers share,
+// and the counts of all of it.
+type Engine struct {
+	Cfg         *Config
+	log         io.Writer
+	logMu       sync.Mutex
+	Started     time.Time
+	Random      lockedRand
+	Pool        *Pool
+	Events      *Events // nil: none
+	Metrics     *metrics
+	prefillTurn chan struct{}
+	External    bool // a connector asks other engines for KV
+}
+
+// New makes an engine of which nothing is in use, and opens the sockets of its KV events.
+func New(cfg *Config, log io.Writer) (*Engine, error) {
+	e := &Engine{
+		Cfg: cfg, log: log, Started: time.Now(), Random: newLockedRand(), Pool: NewPool(cfg.Blocks, cfg.BlockSize),
+		Metrics: newMetrics(cfg.Models[0]), prefillTurn: make(chan struct{}, 1),
+	}
+	var err error
+	if e.Events, err = startKVEvents(cfg); err != nil {
+		return nil, err
+	}
+	e.Pool.events = e.Events
+	return e, nil
+}
+
+// CloseEvents closes the sockets of the KV events.
+func (e *Engine) CloseEvents() { e.Events.close() }
+
+// CountFetched counts so many of a sequence's tokens as another engine's.
+func (e *Engine) CountFetched(q *Sequence, tokens int) {
+	q.External = tokens
+	e.Metrics.External.Add(int64(tokens))
+	e.Metrics.externalHits.Add(int64(tokens))
+}
+
+// Violate counts and logs a violation.
+func (e *Engine) Violate(v *Violation, xid string) {
+	e.Metrics.Violations.Add(v.Kind, 1)
+	e.Logf("%v (x-request-id %q)", v, xid)
+}
+
+// Logf writes a line of the log.
+func (e *Engine) Logf(format string, args ...any) {
+	e.logMu.Lock()
+	defer e.logMu.Unlock()
+	fmt.Fprintf(e.log, "enginesim "+e.Cfg.name()+": "+format+"\n", args...)
+}
+
+// compute occupies the engine's prefill, for which requests queue.
+func (e *Engine) compute(ctx context.Context, d time.Duration) error {
+	select {
+	case e.prefillTurn <- struct{}{}:
+	default:
+		e.Metrics.waitingCapacity.Add(1)
+		e.Metrics.Running.Add(-1)
+		var err error
+		select {
+		case e.prefillTurn <- struct{}{}:
+		case <-ctx.Done():
+			err = ctx.Err()
+		}
+		e.Metrics.waitingCapacity.Add(-1)
+		e.Metrics.Running.Add(1)
+		if err != nil {
+			return err
+		}
+	}
+	defer func() { <-e.prefillTurn }()
+	return Sleep(ctx, d)
+}
+
+// untilStep is the time until the engine's next decode step. Continuous batching gives every running sequence its token in
+// the same step, so the tokens of different answers come together, however far apart their requests came.
+func (e *Engine) untilStep() time.Duration {
+	pace := e.Cfg.DecodeStep
+	return pace - time.Since(e.Started)%pace
+}
+
+// Sleep waits for d, or until ctx is over, which is its error.
+func Sleep(ctx context.Context, d time.Duration) error {
+	t := time.NewTimer(d)
+	defer t.Stop()
+	select {
+	case <-t.C:
+		return nil
+	case <-ctx.Done():
+		return ctx.Err()
+	}
+}

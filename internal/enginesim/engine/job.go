@@ -1,0 +1,277 @@
+package engine
+
+import (
+	"context"
+	"errors"
+	"time"
+)
+
+// Transfer is what a connector does at the stages of a job.
+type Transfer interface {
+	// queued is called when the job begins to wait for blocks; stop when that is over.
+	Queued() (stop func())
+	// deferred reports whether the job waits for load before it counts as running.
+	Deferred() bool
+	Load(ctx context.Context) error
+	// lookUp fetches what is found elsewhere although nobody waits for it.
+	LookUp(ctx context.Context) error
+	// fill gets the prompts' KV: computed, from another engine, or computed for one.
+	Fill(ctx context.Context) error
+	// computed lets others have what was computed.
+	Computed()
+	// last comes before an answer's last event. It may keep the answer's blocks, and sets kept then.
+	Last(q *Sequence)
+	// keep takes a finished sequence's blocks, or says false.
+	Keep(q *Sequence, blocks []int32) bool
+	// unscheduled is for a job whose client left before it began, abandoned for one that will not be answered.
+	Unscheduled()
+	Abandoned()
+}
+
+// Job is one request on its way through the engine.
+type Job struct {
+	E        *Engine
+	Sampling *Sampling
+	Transfer Transfer
+	Xid      string // x-request-id, "" for none
+	Seqs     []*Sequence
+}
+
+// Run carries the job through the engine: admission, KV load, prefill, decode. emit is called with each step's
+// number when its tokens are there, from 0 to the longest answer's last; nil for an answer that is sent as one.
+func (j *Job) Run(ctx context.Context, emit func(step int) error) error {
+	e := j.E
+	started := time.Now()
+	if err := ctx.Err(); err != nil { // vLLM's API server gives such a request up before its scheduler hears of it, and tells P nothing
+		j.Transfer.Unscheduled()
+		return j.abandon(err)
+	}
+	if err := j.admit(ctx); err != nil {
+		return j.abandon(err)
+	}
+	e.Metrics.Running.Add(1)
+	running := true
+	defer func() {
+		if running {
+			e.Metrics.Running.Add(-1)
+		}
+	}()
+	if j.Transfer.Deferred() {
+		e.Metrics.Running.Add(-1)
+		running = false
+		e.Metrics.WaitingDeferred.Add(1)
+		err := j.Transfer.Load(ctx)
+		e.Metrics.WaitingDeferred.Add(-1)
+		if err != nil {
+			return j.abandon(err)
+		}
+		e.Metrics.Running.Add(1)
+		running = true
+	}
+	if err := j.Transfer.LookUp(ctx); err != nil {
+		return j.abandon(err)
+	}
+	if err := j.Transfer.Fill(ctx); err != nil {
+		return j.abandon(err)
+	}
+	j.Transfer.Computed()
+	e.Metrics.firstToken.Observe(time.Since(started).Seconds())
+	if err := j.decode(ctx, emit); err != nil {
+		return j.abandon(err)
+	}
+	j.complete()
+	e.Metrics.latency.Observe(time.Since(started).Seconds())
+	return nil
+}
+
+func (j *Job) admit(ctx context.Context) error {
+	prompts := make([]*Prompt, len(j.Seqs))
+	lens := make([]int, len(j.Seqs))
+	for i, q := range j.Seqs {
+		prompts[i], lens[i] = q.P, q.Computed()
+	}
+	e := j.E
+	if !e.Pool.fits(lens) {
+		return BadRequest("The request needs more KV cache blocks than the engine has (%d of %d tokens): raise -blocks", e.Cfg.Blocks-1, e.Cfg.BlockSize)
+	}
+	stop := func() {}
+	grants, err := e.Pool.Admit(ctx, prompts, lens, func(d int64) {
+		e.Metrics.waitingCapacity.Add(d)
+		if d > 0 {
+			stop = j.Transfer.Queued()
+		}
+	})
+	stop()
+	if err != nil {
+		return err
+	}
+	for i, q := range j.Seqs {
+		q.Grant = grants[i]
+		e.Metrics.prefixQueries.Add(int64(q.P.N))
+		e.Metrics.prefixHits.Add(int64(q.Local(e.Cfg.BlockSize)))
+		if e.External {
+			e.Metrics.externalQueries.Add(int64(q.P.N - q.Local(e.Cfg.BlockSize)))
+		}
+	}
+	return nil
+}
+
+// Prefill computes what neither cache had, one job after another at the configured speed.
+func (j *Job) Prefill(ctx context.Context) error {
+	e := j.E
+	compute := 0
+	for _, q := range j.Seqs {
+		e.Metrics.LocalHit.Add(int64(q.Local(e.Cfg.BlockSize)))
+		switch {
+		case q.External == 0:
+			compute += q.P.N - q.Local(e.Cfg.BlockSize)
+		case q.Turn:
+			compute += q.P.N - q.Local(e.Cfg.BlockSize) - q.External
+		}
+	}
+	e.Metrics.LocalCompute.Add(int64(compute))
+	if e.Cfg.PrefillSpeed > 0 && compute > 0 {
+		if err := e.compute(ctx, time.Duration(float64(compute)/e.Cfg.PrefillSpeed*float64(time.Second))); err != nil {
+			return err
+		}
+	}
+	for _, q := range j.Seqs {
+		if q.External == 0 || q.Turn {
+			e.Pool.Write(&q.Grant, q.P, q.Grant.Hits, nil)
+		}
+		if e.Cfg.Faithful && !q.wrong {
+			j.readHits(q)
+		}
+	}
+	return nil
+}
+
+// readHits checks what the prefix cache really held: wrong KV that a faithful engine accepted once stays in its cache
+// under the right name.
+func (j *Job) readHits(q *Sequence) {
+	held := j.E.Pool.Read(q.Grant.Blocks[:q.Grant.Hits], func(i int) uint64 { return q.P.Full[i] })
+	q.Corrupt(j.Sampling, 0, held, j.E.Cfg.MaxModelLen)
+}
+
+func (j *Job) decode(ctx context.Context, emit func(step int) error) error {
+	steps := 0
+	for _, q := range j.Seqs {
+		steps = max(steps, q.Out.N)
+	}
+	pace := j.E.Cfg.DecodeStep
+	if emit == nil {
+		if pace > 0 && steps > 1 {
+			if err := Sleep(ctx, pace*time.Duration(steps-1)); err != nil {
+				return err
+			}
+			for range steps - 1 {
+				j.E.Metrics.gaps.Observe(pace.Seconds())
+			}
+		}
+		return ctx.Err()
+	}
+	last := time.Now()
+	for step := range steps {
+		if pace > 0 && step > 0 {
+			if err := Sleep(ctx, j.E.untilStep()); err != nil {
+				return err
+			}
+			now := time.Now()
+			j.E.Metrics.gaps.Observe(now.Sub(last).Seconds())
+			last = now
+		}
+		if step == steps-1 { // the last event tells of blocks that are kept
+			for _, q := range j.Seqs {
+				j.Transfer.Last(q)
+			}
+		}
+		if err := emit(step); err != nil {
+			return err
+		}
+		if err := ctx.Err(); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// complete books a finished answer: its KV goes to the prefix cache, and then to the connector or back to the pool.
+func (j *Job) complete() {
+	e := j.E
+	for _, q := range j.Seqs {
+		if j.Transfer.Last(q); !q.Kept {
+			j.WriteAnswer(q, false)
+		}
+		e.Metrics.generated.Add(int64(q.Out.N))
+		e.Metrics.promptTokens.Observe(float64(q.P.N))
+		e.Metrics.genTokens.Observe(float64(q.Out.N))
+		reason := q.Out.Finish
+		if reason == "tool_calls" {
+			reason = "stop"
+		}
+		e.Metrics.finished.Add(reason, 1)
+		if q.Kept {
+			continue
+		}
+		if blocks := j.trim(q); !j.Transfer.Keep(q, blocks) {
+			e.Pool.Free(blocks)
+		}
+	}
+}
+
+// trim gives back the blocks that an answer shorter than planned did not need, and returns the others.
+func (j *Job) trim(q *Sequence) []int32 {
+	used := BlocksFor(q.Computed(), j.E.Cfg.BlockSize)
+	j.E.Pool.Free(q.Grant.Blocks[used:])
+	return q.Grant.Blocks[:used]
+}
+
+// WriteAnswer caches the blocks that the generated tokens filled, and, where the answer is kept, notes what the last one holds.
+func (j *Job) WriteAnswer(q *Sequence, kept bool) {
+	if q.Out.N < 2 || q.wrong {
+		return
+	}
+	blockSize := j.E.Cfg.BlockSize
+	if q.Computed()/blockSize == len(q.P.Full) && !kept {
+		return
+	}
+	t := resume(q.P, blockSize)
+	for i := range q.Out.N - 1 {
+		t.token(TokenID([]byte(q.Out.Token(i))))
+	}
+	t.p.tail = 0
+	if kept {
+		t.Finish("")
+	}
+	j.E.Pool.Write(&q.Grant, &t.p, len(q.P.Full), nil)
+}
+
+// abandon gives back what a job that will not be answered holds, on this engine and on the one it meant to read from.
+func (j *Job) abandon(err error) error {
+	e := j.E
+	for _, q := range j.Seqs {
+		e.Pool.Free(q.Grant.Blocks)
+		q.Grant.Blocks = nil
+	}
+	j.Transfer.Abandoned()
+	reason := "error"
+	if Aborted(err) {
+		reason = "abort"
+		e.Metrics.Aborted.Add(1)
+	}
+	e.Metrics.finished.Add(reason, 1)
+	if v, ok := errors.AsType[*Violation](err); ok {
+		e.Violate(v, j.Xid)
+	}
+	return err
+}
+
+// Aborted reports whether err is that the client has gone.
+func Aborted(err error) bool { return errors.Is(err, context.Canceled) || errors.Is(err, ErrAborted) }
+
+// Wait counts a request that the scheduler waits with for KV that nobody will send, until ctx is over.
+func (e *Engine) Wait(ctx context.Context) {
+	e.Metrics.WaitingDeferred.Add(1)
+	<-ctx.Done()
+	e.Metrics.WaitingDeferred.Add(-1)
+}

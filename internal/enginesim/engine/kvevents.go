@@ -1,0 +1,331 @@
+package engine
+
+import (
+	"context"
+	"encoding/binary"
+	"fmt"
+	"io"
+	stdlog "log" //nolint:depguard // zmq4 takes no other
+	"math"
+	"net"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/go-zeromq/zmq4"
+	"github.com/go-zeromq/zmq4/security/null"
+)
+
+// Events publishes what the prefix cache stores and evicts, as vLLM does (vllm/distributed/kv_events.py): a PUB socket
+// with three frames (topic, number, batch), and a ROUTER that gives out the last batches again. The pool tells it while it
+// is locked; batches go out from a goroutine of their own.
+type Events struct {
+	cfg    *Config
+	mu     sync.Mutex
+	batch  []byte // the events of the next batch, encoded
+	count  int
+	seq    uint64
+	kept   []keptBatch // the last cfg.eventSteps, oldest first
+	lose   int         // batches still to be lost: kept, but not published
+	wake   chan struct{}
+	pub    zmq4.Socket
+	Subs   subscribers
+	replay zmq4.Socket
+	stop   context.CancelFunc
+	done   sync.WaitGroup
+}
+
+type keptBatch struct {
+	seq     uint64
+	payload []byte
+}
+
+// startKVEvents opens the sockets; nil where none are asked for.
+func startKVEvents(cfg *Config) (*Events, error) {
+	if cfg.Events == "" {
+		return nil, nil
+	}
+	ctx, stop := context.WithCancel(context.Background())
+	quiet := zmq4.WithLogger(stdlog.New(io.Discard, "", 0))
+	e := &Events{cfg: cfg, wake: make(chan struct{}, 1), stop: stop}
+	// As vLLM: an endpoint with a wildcard is bound, one that names a host is connected to.
+	bound := strings.Contains(cfg.Events, "*") || strings.Contains(cfg.Events, "::")
+	// One that is bound and reconnects would connect to itself when a subscriber leaves.
+	e.pub = zmq4.NewPub(ctx, quiet, zmq4.WithSecurity(&e.Subs), zmq4.WithDialerMaxRetries(-1), zmq4.WithAutomaticReconnect(!bound))
+	var err error
+	if bound {
+		err = e.pub.Listen(wildcard(cfg, cfg.Events))
+	} else {
+		e.done.Go(func() { _ = e.pub.Dial(cfg.Events) })
+	}
+	if err == nil && cfg.EventsReplay != "" {
+		e.replay = zmq4.NewRouter(ctx, quiet)
+		if err = e.replay.Listen(wildcard(cfg, cfg.EventsReplay)); err == nil {
+			e.done.Go(e.answer)
+		}
+	}
+	if err != nil {
+		e.close()
+		return nil, fmt.Errorf("opening the KV event sockets: %w", err)
+	}
+	e.done.Go(func() { e.publish(ctx) })
+	return e, nil
+}
+
+// subscribers counts the connections of the PUB socket, which does not tell: each of them begins with a handshake. There is
+// no security in it.
+type subscribers struct {
+	mu    sync.Mutex
+	conns []*zmq4.Conn
+}
+
+func (s *subscribers) Type() zmq4.SecurityType { return zmq4.NullSecurity }
+
+func (s *subscribers) Encrypt(w io.Writer, b []byte) (int, error) { return w.Write(b) }
+
+func (s *subscribers) Decrypt(w io.Writer, b []byte) (int, error) { return w.Write(b) }
+
+// Handshake implements [zmq4.Security].
+func (s *subscribers) Handshake(c *zmq4.Conn, server bool) error {
+	if err := null.Security().Handshake(c, server); err != nil {
+		return err
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.conns = append(s.conns, c)
+	return nil
+}
+
+// Count is how many there are now.
+func (s *subscribers) Count() int {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.conns = slices.DeleteFunc(s.conns, func(c *zmq4.Conn) bool {
+		_, err := c.Write(nil) // it notes that it is closed when it is used
+		return err != nil
+	})
+	return len(s.conns)
+}
+
+// wildcard puts the host on which the engine listens in the place of "*": the simulator opens nothing to the world that it
+// was not told to.
+func wildcard(cfg *Config, endpoint string) string {
+	host, _, _ := net.SplitHostPort(cfg.Listen)
+	if host == "" {
+		host = "0.0.0.0"
+	}
+	return strings.Replace(endpoint, "*", host, 1)
+}
+
+func (e *Events) close() {
+	if e == nil {
+		return
+	}
+	e.stop()
+	_ = e.pub.Close()
+	if e.replay != nil {
+		_ = e.replay.Close()
+	}
+	e.done.Wait()
+}
+
+// publish sends a batch whenever there is something to tell: what one engine step did, more or less.
+func (e *Events) publish(ctx context.Context) {
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-e.wake:
+		}
+		k, lost := e.next()
+		if k.payload == nil || lost {
+			continue
+		}
+		_ = e.pub.SendMulti(zmq4.NewMsgFrom([]byte(e.cfg.EventsTopic), binary.BigEndian.AppendUint64(nil, k.seq), k.payload))
+	}
+}
+
+// next takes the batch that is due.
+func (e *Events) next() (k keptBatch, lost bool) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if e.count == 0 {
+		return k, false
+	}
+	p := append([]byte{0x93, 0xcb}, binary.BigEndian.AppendUint64(nil, math.Float64bits(float64(time.Now().UnixMicro())/1e6))...)
+	p = packArray(p, e.count)
+	p = append(append(p, e.batch...), 0) // the data-parallel rank
+	k = keptBatch{e.seq, p}
+	e.seq++
+	e.batch, e.count = e.batch[:0], 0
+	if e.kept = append(e.kept, k); len(e.kept) > e.cfg.EventSteps {
+		e.kept = e.kept[len(e.kept)-e.cfg.EventSteps:]
+	}
+	if lost = e.lose > 0; lost {
+		e.lose--
+	}
+	return k, lost
+}
+
+// answer serves the replay socket: [empty, number] is answered by every batch kept from there on and an end marker.
+func (e *Events) answer() {
+	for {
+		m, err := e.replay.Recv()
+		if err != nil {
+			return
+		}
+		if len(m.Frames) != 3 || len(m.Frames[1]) != 0 || len(m.Frames[2]) != 8 {
+			continue // vLLM logs it and goes on
+		}
+		from := binary.BigEndian.Uint64(m.Frames[2])
+		e.mu.Lock()
+		kept := e.kept
+		e.mu.Unlock()
+		for _, k := range kept {
+			if k.seq >= from {
+				e.reply(m.Frames[0], e.cfg.EventsTopic, k.seq, k.payload)
+			}
+		}
+		e.reply(m.Frames[0], "", math.MaxUint64, nil)
+	}
+}
+
+// reply sends one replayed batch: with the topic as vLLM 0.26 and later, or without, as before. The releases that had no
+// topic there are, but for two, those whose events are arrays.
+func (e *Events) reply(to []byte, topic string, seq uint64, payload []byte) {
+	frames := [][]byte{to, {}}
+	if !e.cfg.EventArrays {
+		frames = append(frames, []byte(topic))
+	}
+	_ = e.replay.SendMulti(zmq4.NewMsgFrom(append(frames, binary.BigEndian.AppendUint64(nil, seq), payload)...))
+}
+
+// stored tells of blocks from to of a sequence, which follow each other.
+func (e *Events) stored(seq *Prompt, from, to, blockSize int) {
+	if e == nil || from == to {
+		return
+	}
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	b := e.begin("BlockStored", 8)
+	b = packArray(e.field(b, "block_hashes"), to-from)
+	for i := from; i < to; i++ {
+		b = packUint(b, seq.key(i))
+	}
+	b = e.field(b, "parent_block_hash")
+	if from == 0 {
+		b = append(b, msgpackNil)
+	} else {
+		b = packUint(b, seq.key(from-1))
+	}
+	ids := seq.Ids[from*blockSize : to*blockSize]
+	b = packArray(e.field(b, "token_ids"), len(ids))
+	for _, id := range ids {
+		b = packUint(b, uint64(id))
+	}
+	b = packUint(e.field(b, "block_size"), uint64(blockSize))
+	b = append(e.field(b, "lora_id"), msgpackNil)
+	b = packString(e.field(b, "medium"), "GPU")
+	b = append(e.field(b, "lora_name"), msgpackNil)
+	b = packArray(e.field(b, "extra_keys"), to-from)
+	for i := from; i < to; i++ {
+		if i == 0 && seq.saltText != "" {
+			b = packString(append(b, 0x91), seq.saltText)
+		} else {
+			b = append(b, msgpackNil)
+		}
+	}
+	e.end(b)
+}
+
+func (e *Events) removed(key uint64) {
+	if e == nil {
+		return
+	}
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	b := e.begin("BlockRemoved", 2)
+	b = packUint(packArray(e.field(b, "block_hashes"), 1), key)
+	e.end(packString(e.field(b, "medium"), "GPU"))
+}
+
+// cleared tells that the cache was reset. As with vLLM it goes out with the next batch.
+func (e *Events) cleared() {
+	if e == nil {
+		return
+	}
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	e.batch = e.begin("AllBlocksCleared", 0)
+	e.count++
+}
+
+const msgpackNil = 0xc0
+
+// begin starts an event with that many fields: an array that begins with its type, or a map that has a key for it.
+func (e *Events) begin(kind string, fields int) []byte {
+	if e.cfg.EventArrays {
+		return packString(packArray(e.batch, 1+fields), kind)
+	}
+	return packString(packString(append(e.batch, 0x80|byte(1+fields)), "type"), kind)
+}
+
+func (e *Events) field(b []byte, name string) []byte {
+	if e.cfg.EventArrays {
+		return b
+	}
+	return packString(b, name)
+}
+
+func (e *Events) end(b []byte) {
+	e.batch = b
+	e.count++
+	select {
+	case e.wake <- struct{}{}:
+	default:
+	}
+}
+
+func packArray(b []byte, n int) []byte {
+	switch {
+	case n < 16:
+		return append(b, 0x90|byte(n))
+	case n < 1<<16:
+		return binary.BigEndian.AppendUint16(append(b, 0xdc), uint16(n))
+	}
+	return binary.BigEndian.AppendUint32(append(b, 0xdd), uint32(n))
+}
+
+func packUint(b []byte, v uint64) []byte {
+	switch {
+	case v < 1<<7:
+		return append(b, byte(v))
+	case v < 1<<8:
+		return append(b, 0xcc, byte(v))
+	case v < 1<<16:
+		return binary.BigEndian.AppendUint16(append(b, 0xcd), uint16(v))
+	case v < 1<<32:
+		return binary.BigEndian.AppendUint32(append(b, 0xce), uint32(v))
+	}
+	return binary.BigEndian.AppendUint64(append(b, 0xcf), v)
+}
+
+func packString(b []byte, s string) []byte {
+	if len(s) < 32 {
+		b = append(b, 0xa0|byte(len(s)))
+	} else {
+		b = binary.BigEndian.AppendUint16(append(b, 0xda), uint16(min(len(s), 1<<16-1)))
+	}
+	return append(b, s[:min(len(s), 1<<16-1)]...)
+}
+
+// LoseNext has the next n batches kept for replay and not published.
+func (e *Events) LoseNext(n int) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	e.lose = n
+}
+
+// ReplayAddr is where old batches are given out, host:port.
+func (e *Events) ReplayAddr() string { return e.replay.Addr().String() }

@@ -1,0 +1,321 @@
+package jsontext
+
+import (
+	"bytes"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"math/bits"
+	"strconv"
+	"unicode/utf16"
+	"unicode/utf8"
+)
+
+// Member is one member of a JSON object: the key unescaped, the value's bytes verbatim without surrounding space.
+type Member struct {
+	Key []byte
+	Raw []byte
+}
+
+// maxDepth is how deep a body may be nested; Python's json module gives up near 1000.
+const maxDepth = 1000
+
+var (
+	errTrailing = errors.New("Extra data")
+	// ErrNotObject is for a body that is valid JSON of another kind.
+	ErrNotObject = errors.New("not a JSON object")
+	errDepth     = errors.New("nested too deeply")
+)
+
+// ScanObject validates the whole of body as one JSON object and appends its members to dst.
+func ScanObject(dst []Member, body []byte) ([]Member, error) {
+	s := scanner{b: body}
+	s.space()
+	if s.i == len(body) || body[s.i] != '{' {
+		if err := s.value(0); err != nil {
+			return dst, err
+		}
+		return dst, ErrNotObject
+	}
+	err := s.object(0, func(key, raw []byte) { dst = append(dst, Member{key, raw}) })
+	if err != nil {
+		return dst, err
+	}
+	s.space()
+	if s.i != len(body) {
+		return dst, fmt.Errorf("%w at byte %d", errTrailing, s.i)
+	}
+	if !utf8.Valid(body) {
+		return dst, errors.New("'utf-8' codec can't decode the body")
+	}
+	return dst, nil
+}
+
+// scanner walks over JSON and refuses what RFC 8259 refuses.
+type scanner struct {
+	b []byte
+	i int
+}
+
+func (s *scanner) fail(what string) error { return fmt.Errorf("%s at byte %d", what, s.i) }
+
+func (s *scanner) space() {
+	for s.i < len(s.b) {
+		switch s.b[s.i] {
+		case ' ', '\n', '\r', '\t':
+			s.i++
+		default:
+			return
+		}
+	}
+}
+
+func (s *scanner) value(depth int) error {
+	if depth > maxDepth {
+		return errDepth
+	}
+	s.space()
+	if s.i == len(s.b) {
+		return s.fail("Expecting value")
+	}
+	switch c := s.b[s.i]; {
+	case c == '"':
+		return s.str()
+	case c == '{':
+		return s.object(depth, nil)
+	case c == '[':
+		return s.array(depth)
+	case c == '-' || c >= '0' && c <= '9':
+		return s.number()
+	}
+	for _, word := range [...]string{"true", "false", "null"} {
+		if len(s.b)-s.i >= len(word) && string(s.b[s.i:s.i+len(word)]) == word {
+			s.i += len(word)
+			return nil
+		}
+	}
+	return s.fail("Expecting value")
+}
+
+func (s *scanner) object(depth int, each func(key, raw []byte)) error {
+	s.i++
+	s.space()
+	if s.i < len(s.b) && s.b[s.i] == '}' {
+		s.i++
+		return nil
+	}
+	for {
+		s.space()
+		if s.i == len(s.b) || s.b[s.i] != '"' {
+			return s.fail("Expecting property name enclosed in double quotes")
+		}
+		keyAt := s.i
+		if err := s.str(); err != nil {
+			return err
+		}
+		key := s.b[keyAt:s.i]
+		s.space()
+		if s.i == len(s.b) || s.b[s.i] != ':' {
+			return s.fail("Expecting ':' delimiter")
+		}
+		s.i++
+		s.space()
+		at := s.i
+		if err := s.value(depth + 1); err != nil {
+			return err
+		}
+		if each != nil {
+			each(Unquote(key), s.b[at:s.i])
+		}
+		s.space()
+		if s.i == len(s.b) {
+			return s.fail("Expecting ',' delimiter")
+		}
+		switch s.b[s.i] {
+		case ',':
+			s.i++
+		case '}':
+			s.i++
+			return nil
+		default:
+			return s.fail("Expecting ',' delimiter")
+		}
+	}
+}
+
+func (s *scanner) array(depth int) error {
+	s.i++
+	s.space()
+	if s.i < len(s.b) && s.b[s.i] == ']' {
+		s.i++
+		return nil
+	}
+	for {
+		if err := s.value(depth + 1); err != nil {
+			return err
+		}
+		s.space()
+		if s.i == len(s.b) {
+			return s.fail("Expecting ',' delimiter")
+		}
+		switch s.b[s.i] {
+		case ',':
+			s.i++
+		case ']':
+			s.i++
+			return nil
+		default:
+			return s.fail("Expecting ',' delimiter")
+		}
+	}
+}
+
+func (s *scanner) number() error {
+	at := s.i
+	if s.b[s.i] == '-' {
+		s.i++
+	}
+	first := s.i
+	if s.digits() == 0 || s.b[first] == '0' && s.i > first+1 {
+		s.i = at
+		return s.fail("Expecting value")
+	}
+	if s.i < len(s.b) && s.b[s.i] == '.' {
+		s.i++
+		if s.digits() == 0 {
+			return s.fail("Expecting digits")
+		}
+	}
+	if s.i < len(s.b) && (s.b[s.i] == 'e' || s.b[s.i] == 'E') {
+		s.i++
+		if s.i < len(s.b) && (s.b[s.i] == '+' || s.b[s.i] == '-') {
+			s.i++
+		}
+		if s.digits() == 0 {
+			return s.fail("Expecting digits")
+		}
+	}
+	return nil
+}
+
+func (s *scanner) digits() int {
+	at := s.i
+	for s.i < len(s.b) && s.b[s.i] >= '0' && s.b[s.i] <= '9' {
+		s.i++
+	}
+	return s.i - at
+}
+
+const (
+	ones  = 0x0101010101010101
+	highs = 0x8080808080808080
+)
+
+// str steps over a string. Strings are the bulk of a body, so eight bytes at a time are searched for a quote, a
+// backslash or a control character; the lowest flagged byte is always a true one.
+func (s *scanner) str() error {
+	b, i := s.b, s.i+1
+	for {
+		for i+8 <= len(b) {
+			x := binary.LittleEndian.Uint64(b[i:])
+			quote, slash := x^(ones*'"'), x^(ones*'\\')
+			hit := ((quote-ones)&^quote | (slash-ones)&^slash | (x-ones*0x20)&^x) & highs
+			if hit != 0 {
+				i += bits.TrailingZeros64(hit) / 8
+				break
+			}
+			i += 8
+		}
+		for i < len(b) && b[i] != '"' && b[i] != '\\' && b[i] >= 0x20 {
+			i++
+		}
+		s.i = i
+		if i == len(b) {
+			return s.fail("Unterminated string")
+		}
+		switch b[i] {
+		case '"':
+			s.i = i + 1
+			return nil
+		case '\\':
+			n := escapeLen(b[i:])
+			if n == 0 {
+				return s.fail("Invalid \\escape")
+			}
+			i += n
+		default:
+			return s.fail("Invalid control character")
+		}
+	}
+}
+
+// escapeLen is the length of the escape that b begins with, 0 if it is none.
+func escapeLen(b []byte) int {
+	if len(b) < 2 {
+		return 0
+	}
+	switch b[1] {
+	case '"', '\\', '/', 'b', 'f', 'n', 'r', 't':
+		return 2
+	case 'u':
+		if len(b) < 6 {
+			return 0
+		}
+		for _, c := range b[2:6] {
+			if !(c >= '0' && c <= '9' || c >= 'a' && c <= 'f' || c >= 'A' && c <= 'F') {
+				return 0
+			}
+		}
+		return 6
+	}
+	return 0
+}
+
+// Unquote gives the text of a valid JSON string (with its quotes). Without escapes it is a part of raw itself.
+func Unquote(raw []byte) []byte {
+	in := raw[1 : len(raw)-1]
+	i := bytes.IndexByte(in, '\\')
+	if i < 0 {
+		return in
+	}
+	out := make([]byte, 0, len(in))
+	for i >= 0 {
+		out = append(out, in[:i]...)
+		n := escapeLen(in[i:])
+		out, n = appendEscape(out, in[i:], n)
+		in = in[i+n:]
+		i = bytes.IndexByte(in, '\\')
+	}
+	return append(out, in...)
+}
+
+func appendEscape(out, in []byte, n int) ([]byte, int) {
+	if n == 2 {
+		switch c := in[1]; c {
+		case 'b':
+			return append(out, '\b'), 2
+		case 'f':
+			return append(out, '\f'), 2
+		case 'n':
+			return append(out, '\n'), 2
+		case 'r':
+			return append(out, '\r'), 2
+		case 't':
+			return append(out, '\t'), 2
+		default:
+			return append(out, c), 2
+		}
+	}
+	r := hexRune(in)
+	if utf16.IsSurrogate(r) && len(in) >= 12 && in[6] == '\\' && escapeLen(in[6:]) == 6 {
+		if both := utf16.DecodeRune(r, hexRune(in[6:])); both != utf8.RuneError {
+			return utf8.AppendRune(out, both), 12
+		}
+	}
+	return utf8.AppendRune(out, r), 6
+}
+
+func hexRune(escape []byte) rune {
+	n, _ := strconv.ParseUint(string(escape[2:6]), 16, 32)
+	return rune(n)
+}
