@@ -88,7 +88,7 @@ func (f *fleet) inferencePool(spec kvstate.PoolSpec, i *configv1.InferencePoolDi
 	s.Ask(facts)
 	f.synced = append(f.synced, s.Synced())
 	if i.GetIntents() == "watch" {
-		f.sources = append(f.sources, discovery.NewIntents(f.state, spec.Name, cluster, ref, log))
+		f.sources = append(f.sources, discovery.NewInferencePolicies(f.state, spec.Name, cluster, ref, log))
 	}
 	return s, nil
 }

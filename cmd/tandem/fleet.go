@@ -45,7 +45,7 @@ type fleet struct {
 	keys       *kvtransfer.Keys
 	health     *healthLog
 	keeping    func(context.Context) // keeps the keys in step; nil: nothing does
-	board      *notices.Board        // nil: no pool takes notices
+	board      *notices.Waiters      // nil: no pool takes notices
 	events     *kvevents.Collector
 
 	keysChanged chan struct{} // the ticket keys, or those of other replicas
@@ -89,7 +89,7 @@ func newFleet(ctx context.Context, config *configv1.Config, log *slog.Logger) (*
 		f.join(ctx, log)
 	}
 	if slices.ContainsFunc(config.GetPools(), (*configv1.Pool).TakesNotices) {
-		f.board = notices.NewBoard(0, 0)
+		f.board = notices.NewWaiters(0, 0)
 	}
 	if f.keys, f.keeping, err = ticketKeys(ctx, config, f.store, log); err != nil {
 		return nil, err
@@ -106,7 +106,7 @@ func newFleet(ctx context.Context, config *configv1.Config, log *slog.Logger) (*
 }
 
 // dialect returns how the pool's engines transfer KV, the zero value if they do not.
-func dialect(p *configv1.Pool, board *notices.Board) (kvtransfer.Dialect, error) {
+func dialect(p *configv1.Pool, board *notices.Waiters) (kvtransfer.Dialect, error) {
 	if p.GetKvTransfer() == "none" {
 		return kvtransfer.Dialect{}, nil
 	}
@@ -261,7 +261,7 @@ func sourceOf(p *configv1.Pool) string {
 }
 
 // policyOf is what the server is told of a pool.
-func policyOf(p *configv1.Pool, board *notices.Board, log *slog.Logger) (policy extproc.Policy, err error) {
+func policyOf(p *configv1.Pool, board *notices.Waiters, log *slog.Logger) (policy extproc.Policy, err error) {
 	policy = extproc.Policy{
 		Policy: plan.Policy{
 			Split:           p.GetSplit() != "never",

@@ -23,7 +23,7 @@ func TestEveryDialectCanBeConfigured(t *testing.T) {
 		}
 		c, _, err := configv1.Parse(fmt.Appendf(nil, `pools: [{name: a, kvTransfer: %s, %sendpoints: [{address: "127.0.0.1:1", role: prefill}, {address: "127.0.0.1:2", role: decode}]}]`, name, more))
 		require.NoError(t, err, name)
-		d, err := dialect(c.GetPools()[0], notices.NewBoard(0, 0))
+		d, err := dialect(c.GetPools()[0], notices.NewWaiters(0, 0))
 		require.NoError(t, err, name)
 		require.Equal(t, name, d.Name)
 		require.Equal(t, name == "lmcache", d.Push != nil)

@@ -164,17 +164,17 @@ func TestEachFigureOfRedisIsShown(t *testing.T) {
 func TestEachFigureOfNoticesIsShown(t *testing.T) {
 	got := map[string]uint64{}
 	for _, c := range noticeCounters() {
-		got[c.name+" "+c.result] = c.count(notices.Counts{Received: 1, Told: 2, Ignored: 3, Unwanted: 4, First: 5, Woken: 6, Missed: 7})
+		got[c.name+" "+c.result] = c.count(notices.Counts{Received: 1, Forwarded: 2, Ignored: 3, Unwanted: 4, First: 5, Woken: 6, Missed: 7})
 	}
 	require.Equal(t, map[string]uint64{
 		"tandem_kv_notices_total taken": 1, "tandem_kv_notices_total told": 2, "tandem_kv_notices_total ignored": 3, "tandem_kv_notices_total unwanted": 4,
 		"tandem_kv_notice_waits_total there": 5, "tandem_kv_notice_waits_total woken": 6, "tandem_kv_notice_waits_total missed": 7,
 	}, got)
-	board := notices.NewBoard(0, 0)
+	board := notices.NewWaiters(0, 0)
 	r := prometheus.NewRegistry()
 	registerNotices(r, board)
-	board.Told("a")
-	board.Told("b")
+	board.ArrivedAtReplica("a")
+	board.ArrivedAtReplica("b")
 	shown := values(t, r)
 	require.InDelta(t, 2, shown["tandem_kv_notices_held"], 0)
 	require.Equal(t, []string{"tandem_kv_notices_held", "tandem_kv_notices_total told"}, slices.Sorted(maps.Keys(positive(shown))))

@@ -23,7 +23,7 @@ func noticeCounters() []noticeCounter {
 	const waits, waitsHelp = "tandem_kv_notice_waits_total", "Prefill legs that waited for notices: there (had come before), woken, or missed (decode computes what it lacks)."
 	return []noticeCounter{
 		{messages, messagesHelp, "taken", func(c notices.Counts) uint64 { return c.Received }},
-		{messages, messagesHelp, "told", func(c notices.Counts) uint64 { return c.Told }},
+		{messages, messagesHelp, "told", func(c notices.Counts) uint64 { return c.Forwarded }},
 		{messages, messagesHelp, "ignored", func(c notices.Counts) uint64 { return c.Ignored }},
 		{messages, messagesHelp, "unwanted", func(c notices.Counts) uint64 { return c.Unwanted }},
 		{waits, waitsHelp, "there", func(c notices.Counts) uint64 { return c.First }},
@@ -33,7 +33,7 @@ func noticeCounters() []noticeCounter {
 }
 
 // registerNotices shows what became of notices.
-func registerNotices(r prometheus.Registerer, b *notices.Board) {
+func registerNotices(r prometheus.Registerer, b *notices.Waiters) {
 	for _, c := range noticeCounters() {
 		r.MustRegister(prometheus.NewCounterFunc(
 			prometheus.CounterOpts{Name: c.name, Help: c.help, ConstLabels: prometheus.Labels{"result": c.result}},
@@ -49,7 +49,7 @@ func (f *fleet) takeNotices(ctx context.Context, l net.Listener, log *slog.Logge
 		return notices.Serve(ctx, l, f.board, nil, log)
 	}
 	group, ctx := errgroup.WithContext(ctx)
-	group.Go(func() error { f.store.ShareNotices(ctx, f.board.Told); return nil })
+	group.Go(func() error { f.store.ShareNotices(ctx, f.board.ArrivedAtReplica); return nil })
 	group.Go(func() error { return notices.Serve(ctx, l, f.board, f.store.PublishNotice, log) })
 	return group.Wait()
 }

@@ -127,7 +127,7 @@ func (s *peerSources) start(pool string, source *peerSource, failed func(error))
 
 // registered listens for engines that say by themselves where their KV sockets are.
 func registered(peers *kvtransfer.Peers, log *slog.Logger) *registrations.Listener {
-	return registrations.New(func(b registrations.Beat) {
+	return registrations.New(func(b registrations.Registration) {
 		peers.Learn(b.HTTP, kvtransfer.Peer{Ranks: []kvtransfer.Rank{{Host: b.ZMQ.Addr().String(), Port: int(b.ZMQ.Port())}}})
 	}, peers.Forget, log)
 }

@@ -8,22 +8,22 @@ import (
 	"tandem/extproc/openai"
 )
 
-// Attempt is what is known about a request before a pass of it is planned.
+// Attempt is what is known about a request before one of its passes is planned.
 type Attempt struct {
-	Redirects int // Envoy has followed so far
+	Redirects int // that Envoy has followed so far
 	Prefills  int // prefill legs tried so far
 	Started   time.Time
 	Excluded  []string // addresses that failed it
-	Encoded   []byte   // members for prefill about media that were encoded; nil: none
+	Encoded   []byte   // members with the encoded media for prefill; nil: none
 	Alone     bool     // do not split, whatever the policy
-	Why       string   // of Alone
+	Why       string   // the reason for Alone
 
-	PairFailed         [2]string // addresses of the pair that failed last, where it is not known which of the two it was
-	DecodeFailed       bool      // the hop that failed last was to decode
-	ConversationFailed bool      // it was a prefill leg that was to fetch the conversation's last answer
+	PairFailed         [2]string // addresses of the pair that failed last, if it is unknown which of the two did
+	DecodeFailed       bool      // the last failed hop was to decode
+	ConversationFailed bool      // it was a prefill leg that should have fetched the conversation's last answer
 }
 
-// Resume returns the attempt of a request whose ticket came back, whatever hop of it failed.
+// Resume returns the attempt of a request from the ticket that came back, whichever hop of it failed.
 func Resume(t *kvtransfer.Ticket) Attempt {
 	a := Attempt{
 		Redirects: t.Redirects, Prefills: t.Prefills, Started: t.Started, Excluded: t.Excluded,
@@ -53,11 +53,11 @@ func (a *Attempt) Failed(p *Policy, t *kvtransfer.Ticket) error {
 
 func (a *Attempt) decodeAlone(why string) { a.Alone, a.Why = true, why }
 
-// Late reports whether the time for further attempts is over. What a failed prefill needs is not another attempt but the
-// first of a decode endpoint, so that is always left.
+// Late reports whether the time for further attempts is over. The first decode after a failed prefill is not
+// another attempt, so it is always allowed.
 func (a *Attempt) Late(p *Policy) bool { return time.Since(a.Started) > p.AttemptsTime }
 
-// Exhausted returns why a request is not sent to one more decode endpoint, nil if it is.
+// Exhausted returns why a request must not go to one more decode endpoint; nil if it may.
 func (a *Attempt) Exhausted(p *Policy, decode string) error {
 	switch {
 	case a.DecodeFailed && a.Late(p):
@@ -68,8 +68,8 @@ func (a *Attempt) Exhausted(p *Policy, decode string) error {
 	return nil
 }
 
-// maxTries is how often one endpoint may fail a request. Where every endpoint has failed it, one of them is tried a second
-// time, since it may be back; the others are not, since they would only fail it again.
+// maxTries is how often one endpoint may fail a request. If every endpoint has failed it, one of them is tried a
+// second time, since it may have recovered; the others would only fail it again.
 const maxTries = 2
 
 // failures returns how often an endpoint has failed the request.
@@ -82,7 +82,8 @@ func (a *Attempt) failures(addr string) (times int) {
 	return times
 }
 
-// Retries returns the endpoints that stay excluded where no other is left: those that failed the request maxTries times.
+// Retries returns the endpoints that stay excluded even if no other is left: those that failed the request maxTries
+// times.
 func (a *Attempt) Retries() []string {
 	return slices.DeleteFunc(slices.Clone(a.Excluded), func(addr string) bool { return a.failures(addr) < maxTries })
 }

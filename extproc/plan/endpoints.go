@@ -12,7 +12,7 @@ import (
 	"tandem/picker"
 )
 
-// missing names the role and the list or selector that has no endpoint for a request.
+// missing names the role, and the list or selector, that has no endpoint for a request.
 func missing(pool *kvstate.Pool, role kvstate.Role, source string) string {
 	name := "decode"
 	if role == kvstate.RolePrefill {

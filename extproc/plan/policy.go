@@ -1,11 +1,11 @@
-// Package plan decides what a pass of a request does, on values: it knows neither gRPC nor Envoy's messages, waits for
-// nothing and changes nothing.
+// Package plan decides what a pass of a request does, on values. It knows neither gRPC nor Envoy's messages, waits
+// for nothing and changes nothing.
 //
-//   - A [Policy] is what a pool's configuration says about splitting and retrying.
-//   - An [Attempt] is what the passes before have left: [Resume] makes it of a ticket.
-//   - [Policy.MaySplit] and [Policy.MayPair] decide whether a request goes over two endpoints at all, [Attempt.Exhausted] whether another one
-//     is tried.
-//   - A [Decision] is the result: where the request goes, with which edits and ticket, and what has to be reserved. Package
+//   - A [Policy] is a pool's configuration of splitting and retrying.
+//   - An [Attempt] is the result of the passes before: [Resume] reads it from a ticket.
+//   - [Policy.MaySplit] and [Policy.MayPair] decide whether a request goes over two endpoints at all, [Attempt.Exhausted]
+//     whether another one is tried.
+//   - A [Decision] is the result: where the request goes, with which edits and ticket, and what must be reserved. Package
 //     extproc reads the state for it, and commits it in one place.
 package plan
 
@@ -19,23 +19,27 @@ import (
 	"tandem/picker"
 )
 
-// Policy is how a pool's requests are split and retried.
+// Policy is the configuration of how a pool's requests are split and retried.
 type Policy struct {
-	Dialect         kvtransfer.Dialect // the zero value: one hop for everything
-	Split           bool
-	Place           picker.Policy // of what may be split; without a model: the default one, and all is split
+	Dialect kvtransfer.Dialect // the zero value: one hop for everything
+	Split   bool
+	// for requests that may be split; without Model: the default one, and every request is split
+	Place           picker.Policy
 	RefuseLong      bool          // bodies over Limits.SplitBodyBytes get 413 instead of decode alone
-	OnFailure       OnFailure     // of a prefill
+	OnFailure       OnFailure     // what follows a failed prefill
 	Alone           Alone         // whether requests that can be split may be decoded alone
-	Handoff         Handoff       // who makes the second hop
+	Handoff         Handoff       // what makes the second hop
 	Source          string        // where endpoints come from, for messages; default: a list of endpoints
 	PrefillAttempts int           // at most, over all passes; default 3
-	AttemptsTime    time.Duration // after this, counted from when the request came, no other endpoint is tried; default 1 m
+	AttemptsTime    time.Duration // after this time since the request arrived no further endpoint is tried; default 1 m
 	PrefillTimeout  time.Duration // time limit of the prefill hop: this ...
-	PerToken        time.Duration // ... and this for every token of the prompt and of the queue before it, until the speed is known
-	EncodeTimeout   time.Duration // time limit of the encode hop; 0: media are encoded by the endpoint that prefills
-	StreamStart     time.Duration // how long a streamed answer may take to begin, beside PerToken where D computes the prompt; default 1 m
-	WholeAnswer     time.Duration // how long an answer that is not streamed may take, beside the same; 0: as long as Envoy allows
+	// ... plus this for every token of the prompt and of the queue before it, until the speed is known
+	PerToken      time.Duration
+	EncodeTimeout time.Duration // time limit of the encode hop; 0: the prefill endpoint encodes media
+	// how long a streamed answer may take to begin, plus PerToken if D computes the prompt; default 1 m
+	StreamStart time.Duration
+	// how long an answer that is not streamed may take, plus the same; 0: no limit of Tandem's
+	WholeAnswer time.Duration
 }
 
 // OnFailure says what follows a failed prefill.
@@ -48,27 +52,27 @@ const (
 	Fail                          // 503
 )
 
-// Alone says when a request that can be split may be decoded alone. Requests that cannot be split always are.
+// Alone says when a request that can be split may be decoded alone. Requests that cannot be split always may.
 type Alone uint8
 
 // The policies of a pool's decodeAlone.
 const (
-	AloneByCost   Alone = iota // where it costs less, as far as the pool's placement compares costs, and as a fallback
-	AloneFallback              // where no prefill endpoint can take the request
+	AloneByCost   Alone = iota // if it costs less, as far as the pool's placement compares costs, and as a fallback
+	AloneFallback              // if no prefill endpoint can take the request
 	AloneNever                 // never: 503
 )
 
-// Handoff says who makes the second hop of a request that is split.
+// Handoff says what makes the second hop of a split request.
 type Handoff uint8
 
 // The values of a pool's handoff.
 const (
 	HandoffEnvoy   Handoff = iota // Envoy, by a redirect: two passes
-	HandoffSidecar                // llm-d's routing sidecar beside D, which calls P before it calls its engine
+	HandoffSidecar                // llm-d's routing sidecar at D, which calls P before its engine
 	HandoffDirect                 // this server calls P before it answers Envoy
 )
 
-// WithDefaults returns the policy with defaults for what is zero.
+// WithDefaults returns the policy with defaults for zero values.
 func (p Policy) WithDefaults() Policy {
 	p.PrefillAttempts = cmp.Or(p.PrefillAttempts, 3)
 	p.AttemptsTime = cmp.Or(p.AttemptsTime, time.Minute)
@@ -94,13 +98,13 @@ func (p *Policy) MustSplit() bool {
 	return p.Dialect.PairsOnly() || (p.Alone == AloneNever || p.OnFailure == Fail) && p.Placement().Split == picker.SplitAlways
 }
 
-// Limits are those of the server that every pool shares.
+// Limits are the server's limits that all pools share.
 type Limits struct {
 	SplitBodyBytes int // larger bodies are never split: Envoy could not replay them
 	MaxRedirects   int // that Envoy follows for one request
 }
 
-// MaySplit notes in a why the request, with a body of so many bytes, is not split into two hops, if it is not. An error is
+// MaySplit sets a.Why if the request, with a body of so many bytes, must not be split into two hops. An error is
 // the client's answer.
 func (p *Policy) MaySplit(a *Attempt, r *openai.Request, bytes int, l Limits) error {
 	switch {
@@ -113,7 +117,7 @@ func (p *Policy) MaySplit(a *Attempt, r *openai.Request, bytes int, l Limits) er
 		a.decodeAlone("policy")
 	case bytes > l.SplitBodyBytes:
 		a.decodeAlone("body_too_long")
-	case a.Redirects+2 >= l.MaxRedirects: // the hand-over, and a decode that fails, need one each
+	case a.Redirects+2 >= l.MaxRedirects: // one for the hand-over, and one for a decode that fails
 		a.decodeAlone("redirects_spent")
 	case a.Prefills >= p.PrefillAttempts:
 		a.decodeAlone("attempts_spent")
@@ -129,7 +133,7 @@ func (p *Policy) MaySplit(a *Attempt, r *openai.Request, bytes int, l Limits) er
 	return nil
 }
 
-// MayPair is MaySplit for a pool whose legs run at once.
+// MayPair is MaySplit for a pool with concurrent legs.
 func (p *Policy) MayPair(a *Attempt, r *openai.Request, bytes int, l Limits) error {
 	if bytes > l.SplitBodyBytes && p.RefuseLong {
 		return openai.TooLarge(l.SplitBodyBytes)
@@ -141,7 +145,7 @@ func (p *Policy) MayPair(a *Attempt, r *openai.Request, bytes int, l Limits) err
 		why = "policy"
 	case bytes > l.SplitBodyBytes:
 		why = "body_too_long"
-	case a.Redirects+1 >= l.MaxRedirects: // a leg that fails needs one
+	case a.Redirects+1 >= l.MaxRedirects: // one for a leg that fails
 		why = "redirects_spent"
 	case a.Prefills >= cmp.Or(p.PrefillAttempts, 3):
 		why = "attempts_spent"
@@ -168,7 +172,8 @@ func RefusePair(a *Attempt, l Limits) error {
 	return openai.Unavailable("no_endpoint", "no pair of endpoints can take this request now", time.Second)
 }
 
-// RefuseAlone returns the 503 for a request that is not to be decoded alone; why is the reason that it was not split.
+// RefuseAlone returns the 503 for a request that must not be decoded alone; why is the reason that it was not
+// split.
 func (p *Policy) RefuseAlone(pool *kvstate.Pool, why string) error {
 	if p.Alone != AloneNever && p.OnFailure != Fail {
 		return nil
@@ -187,9 +192,9 @@ func (p *Policy) RefuseAlone(pool *kvstate.Pool, why string) error {
 	return openai.Unavailable("no_prefill", missing(pool, kvstate.RolePrefill, p.Source), time.Second)
 }
 
-// AnswerStart returns the time limit of a hop that answers the client, until the headers of its answer come, which is all that
-// Envoy's limit per try counts; computing is the time for what D has to compute before. An answer that is not streamed has no
-// headers until it is complete: 0, no such limit, unless the pool has one for whole answers.
+// AnswerStart returns the time limit of a hop that answers the client, until the headers of its answer; Envoy's
+// limit per try covers no more. computing is the time that D needs for the prompt. An answer that is not streamed
+// has no headers until it is complete, so it has no limit (0), unless the pool has one for whole answers.
 func (p *Policy) AnswerStart(stream bool, computing time.Duration) time.Duration {
 	switch {
 	case stream:
@@ -200,7 +205,7 @@ func (p *Policy) AnswerStart(stream bool, computing time.Duration) time.Duration
 	return 0
 }
 
-// LegLimit returns the least time limit of the leg that a ticket is for; 0: it has none.
+// LegLimit returns the shortest time limit of a ticket's leg; 0: none.
 func (p *Policy) LegLimit(t *kvtransfer.Ticket) time.Duration {
 	switch t.Stage {
 	case kvtransfer.DecodeLeg:
@@ -211,7 +216,7 @@ func (p *Policy) LegLimit(t *kvtransfer.Ticket) time.Duration {
 	return p.PrefillTimeout
 }
 
-// LeastBytes returns how many bytes the answer to a stream has at least.
+// LeastBytes returns the least number of bytes of an answer to a stream.
 func (p *Policy) LeastBytes(api openai.API, requestID string, stream bool) int {
 	if !stream {
 		return 0

@@ -1,13 +1,14 @@
-// Package reclaim frees the KV blocks of orphaned hand-overs. A hand-over is orphaned when the decode it was for never
-// comes: the client disconnected between the hops, or the request went on without it. The prefill endpoint keeps the blocks
-// until its lease ends (vLLM from 0.22: 30 s) or, in older releases, a timeout of minutes does (0.12 to 0.21: 480 s). If the
-// pool is configured so (strandedBlocks: cleanupDecode), a decode endpoint fetches them, which is all that makes such a
-// release free them. Never if a decode endpoint may have received the parameters: then it notifies P itself, and the same
-// parameters a second time can return another request's text.
+// Package reclaim frees the KV blocks of orphaned hand-overs. A hand-over is orphaned if its decode never comes:
+// the client disconnected between the hops, or the request continued without it. The prefill endpoint keeps the
+// blocks until its lease ends (vLLM from 0.22: 30 s) or, in older releases, until a timeout of minutes (0.12 to
+// 0.21: 480 s). If the pool is configured so (strandedBlocks: cleanupDecode), a decode endpoint fetches them,
+// because these releases free them for nothing else. This must never happen if a decode endpoint may have received
+// the parameters: that endpoint notifies P itself, and the same parameters sent again can return another request's
+// text.
 //
-//  1. [Reclaimer.Record] keeps the parameters when P's answer is read, and again when pass 2 decides (records.go).
-//  2. [Reclaimer.Ended], [Reclaimer.NotConnected] and [Reclaimer.NotFollowed] take the record when the request is over, by its access log
-//     entry, and find out whether this replica is the one to act.
+//  1. [Reclaimer.Record] stores the parameters when P's answer is read, and again when pass 2 decides (records.go).
+//  2. [Reclaimer.Ended], [Reclaimer.NotConnected] and [Reclaimer.NotFollowed] remove the record when the access log entry
+//     reports the end of the request, and find out whether this replica must act.
 //  3. [Reclaimer.Run] sends the cleanup decodes.
 package reclaim
 
@@ -32,23 +33,23 @@ import (
 	"tandem/picker"
 )
 
-// Why a hand-over was orphaned: label values of a metric. Beside these there are the causes of a replan that is no fault of
-// an endpoint's.
+// Why a hand-over was orphaned: label values of a metric. The causes of a replan without a failed endpoint are used
+// as well.
 const (
 	ClientGone   = "client_gone"   // between the hops
 	NoDecode     = "no_decode"     // the request ended with an error before a decode endpoint was asked
 	Replanned    = "replanned"     // P answered so late that another endpoint had been asked
-	DecodeFailed = "decode_failed" // perhaps after it fetched
-	AnswerCut    = "answer_cut"    // P's answer was cut off: its parameters are not known
+	DecodeFailed = "decode_failed" // possibly after it fetched
+	AnswerCut    = "answer_cut"    // P's answer was cut off: its parameters are unknown
 )
 
-// Observer counts what becomes of hand-overs.
+// Observer counts the results of hand-overs.
 type Observer interface {
 	Orphaned(pool, prefill, why string)
 	Reclaimed(pool, result string)
 }
 
-// Policy is what a pool's configuration says about orphaned hand-overs.
+// Policy is a pool's configuration of orphaned hand-overs.
 type Policy struct {
 	Cleanup bool // a decode endpoint fetches them
 	Dialect kvtransfer.Dialect
@@ -85,17 +86,17 @@ type cleanup struct {
 	record    *record
 }
 
-// unsure is a result: another replica may have done it, and cannot be asked.
+// unsure is a result: another replica may have sent the cleanup, and cannot be asked.
 const unsure = "unsure"
 
-// Limits: what exceeds them is left to the engine's own time limit.
+// Limits. Whatever exceeds them is left to the engine's own timeout.
 const (
 	maxCleanups     = 256
 	workers         = 4
 	cleanupTimeout  = 10 * time.Second
 	dialTimeout     = 2 * time.Second
-	maxCleanupBytes = 1 << 20 // of an answer, which nobody reads
-	maxTries        = 3       // endpoints, of which all but the last refused the connection
+	maxCleanupBytes = 1 << 20 // of an answer, which is discarded
+	maxTries        = 3       // endpoints; all but the last refused the connection
 )
 
 // Enabled reports whether a pool's orphaned hand-overs are fetched.
@@ -111,28 +112,28 @@ func (r *Reclaimer) Held() (recorded, queued int64) {
 	return int64(r.records.bytes), r.queued.Load()
 }
 
-// Record keeps the parameters of a hand-over that is about to leave this replica: with P's answer read, or in pass 2
-// (decided). If the request is over already, it is reclaimed.
+// Record stores the parameters of a hand-over that is about to leave this replica: after P's answer was read, or in
+// pass 2 (decided). If the request has ended already, it is reclaimed.
 func (r *Reclaimer) Record(t *kvtransfer.Ticket, requestID string, params []byte, decode string, decided bool) {
 	if params != nil {
 		r.reclaimOver(t.ID, requestID, r.records.add(t, params, decode, decided, r.State.HasReplicas()))
 	}
 }
 
-// Confirm notes that no other replica has read the answer that a recorded hand-over is from.
+// Confirm records that no other replica has read the answer of a recorded hand-over.
 func (r *Reclaimer) Confirm(id [16]byte, requestID string) {
 	r.reclaimOver(id, requestID, r.records.confirm(id))
 }
 
-// reclaimOver reclaims a hand-over whose request was over before; nil: it was not.
+// reclaimOver reclaims a hand-over whose request had ended before; nil: it had not.
 func (r *Reclaimer) reclaimOver(id [16]byte, requestID string, h *record) {
 	if h != nil {
 		r.orphaned(id, requestID, h, h.over)
 	}
 }
 
-// Orphaned notes that no decode will fetch the hand-over of a ticket, and why, unless pass 2 has opened the ticket. The
-// ticket is spent: the request cannot go on with these parameters any more.
+// Orphaned records that no decode will fetch the hand-over of a ticket, and why, unless pass 2 has opened the
+// ticket. It consumes the ticket: the request cannot use these parameters any more.
 func (r *Reclaimer) Orphaned(t *kvtransfer.Ticket, requestID, why string) {
 	if !r.State.Consume(t.ID) {
 		return
@@ -150,10 +151,10 @@ func (r *Reclaimer) NotFollowed(t *kvtransfer.Ticket, requestID, why string) {
 	}
 }
 
-// takeNotFollowed takes the record of a prefill leg whose pass is over and was not followed by another. Where the connection
-// to a replica breaks Envoy asks another, so two may have read the same answer, and nothing in the entry tells them apart.
-// Redis does; without Redis only a replica acts whose stream Envoy ended, and no broken connection: Envoy has asked nobody
-// after it.
+// takeNotFollowed removes the record of a prefill leg whose pass ended and which no other pass followed. If the
+// connection to a replica breaks, Envoy asks another one, so two replicas may have read the same answer, and the
+// entry does not tell them apart. Redis does. Without Redis, a replica acts only if Envoy ended its stream, because
+// then Envoy has asked no other.
 func (r *Reclaimer) takeNotFollowed(t *kvtransfer.Ticket, why string) *record {
 	if !r.Enabled(t.Pool) {
 		return nil
@@ -167,11 +168,11 @@ type End struct {
 	ClientGone bool
 	Asked      bool // an endpoint may have received the request
 	Tried      bool // an endpoint was tried
-	BookedHere bool // this replica booked the pass
+	BookedHere bool // this replica made the pass's reservations
 }
 
-// Ended reclaims the hand-over of a request that is over, if no decode endpoint received it. t is the ticket that the request
-// ended with.
+// Ended reclaims the hand-over of a request that has ended, if no decode endpoint received it. t is the ticket that
+// the request ended with.
 func (r *Reclaimer) Ended(t *kvtransfer.Ticket, e *End) {
 	why := NoDecode
 	if e.ClientGone {
@@ -180,15 +181,15 @@ func (r *Reclaimer) Ended(t *kvtransfer.Ticket, e *End) {
 	var h *record
 	unused := false
 	switch t.Stage {
-	case kvtransfer.PrefillLeg: // Envoy did not take the answer that was made of P's
+	case kvtransfer.PrefillLeg: // Envoy did not receive the redirect made from P's answer
 		h = r.takeNotFollowed(t, why)
 		unused = h != nil && h.read
-	case kvtransfer.HandOver: // pass 2 did not decide, or Envoy did not take its decision
+	case kvtransfer.HandOver: // pass 2 did not decide, or Envoy did not receive its decision
 		h = r.records.take(t.ID)
 		unused = h != nil && h.read && !e.Asked && h.expires.UnixMilli() == t.Expires.UnixMilli() // this replica's, if another read P's answer too
 	case kvtransfer.DecodeLeg:
 		h = r.records.take(t.ID)
-		unused = h != nil && h.decided && !e.Asked && e.BookedHere // likewise: the decision that Envoy took
+		unused = h != nil && h.decided && !e.Asked && e.BookedHere // likewise: the decision that Envoy received
 		if unused {
 			h.unreached = e.Tried
 		}
@@ -198,8 +199,8 @@ func (r *Reclaimer) Ended(t *kvtransfer.Ticket, e *End) {
 	}
 }
 
-// NotConnected reclaims the hand-over of a decode leg whose endpoint refused the connection: the request goes on without the
-// parameters, which are still good.
+// NotConnected reclaims the hand-over of a decode leg whose endpoint refused the connection: the request continues
+// without the parameters, which are still valid.
 func (r *Reclaimer) NotConnected(t *kvtransfer.Ticket, e *End) {
 	if h := r.records.take(t.ID); h != nil && h.decided && e.BookedHere {
 		h.unreached = true
@@ -212,7 +213,8 @@ func (r *Reclaimer) orphaned(id [16]byte, requestID string, h *record, why strin
 	r.enqueue(id, requestID, h)
 }
 
-// enqueue has a hand-over fetched and discarded. Its ticket may be spent, but no decode endpoint was asked and none will be.
+// enqueue schedules a hand-over to be fetched and discarded. Its ticket may be consumed, but no decode endpoint was
+// asked or will be.
 func (r *Reclaimer) enqueue(id [16]byte, requestID string, h *record) {
 	r.State.Consume(id)
 	result := "no_room"
@@ -230,9 +232,9 @@ func (r *Reclaimer) enqueue(id [16]byte, requestID string, h *record) {
 	r.Observer.Reclaimed(h.pool, result)
 }
 
-// ours reports whether this replica is the one to send a cleanup. The cleanup spends an id of its own, and other replicas
-// must have confirmed it: a ticket that is spent twice may cost one request its KV, a cleanup that is sent twice may cost
-// another its text.
+// ours reports whether this replica must send a cleanup. The cleanup consumes an id of its own, and the other
+// replicas must confirm it: a ticket consumed twice may cost one request its KV, but a cleanup sent twice may cost
+// another request its text.
 func (r *Reclaimer) ours(c cleanup) bool {
 	c.id[0] ^= 0x80
 	first, known := r.State.ConsumeConfirmed(c.id)
@@ -266,10 +268,11 @@ func (r *Reclaimer) work(ctx context.Context) {
 	}
 }
 
-// fetch sends the cleanup decode. Its prompt is one token, so the decode endpoint reads one block (the last: vLLM reads
-// missing blocks from the end) and notifies the prefill endpoint that it is done, which frees them all. The block is not that
-// prompt's KV: the one token that is generated from it is discarded, and a salt of its own keeps it out of the decode
-// endpoint's prefix cache. An endpoint that refused the connection has received nothing, so another one is asked.
+// fetch sends the cleanup decode. Its prompt is one token, so the decode endpoint reads one block (the last: vLLM
+// reads missing blocks from the end) and notifies the prefill endpoint that it is done, which frees them all. The
+// block is not that prompt's KV: the token generated from it is discarded, and a unique salt keeps it out of the
+// decode endpoint's prefix cache. An endpoint that refused the connection has received nothing, so another one is
+// tried.
 func (r *Reclaimer) fetch(ctx context.Context, client *enginehttp.Client, c cleanup) {
 	h := c.record
 	defer r.queued.Add(-int64(len(h.params)))
@@ -314,8 +317,9 @@ func (r *Reclaimer) ask(ctx context.Context, client *enginehttp.Client, policy *
 	return "ok", nil
 }
 
-// pick chooses the endpoint of a cleanup: any that the prefill endpoint may pair with, the one that the request did not reach
-// only if there is no other, or, if the blocks were pushed, the one that has them. nil: there is none.
+// pick chooses the endpoint of a cleanup: any that the prefill endpoint may pair with, and the one that the request
+// did not reach only if there is no other. If the blocks were pushed, it is the one that has them. nil: there is
+// none.
 func (r *Reclaimer) pick(policy *Policy, pool *kvstate.Pool, h *record, tried []string) *kvstate.Endpoint {
 	if pool == nil || policy.Dialect.DecodeMember == nil {
 		return nil

@@ -8,33 +8,33 @@ import (
 	"tandem/extproc/kvtransfer"
 )
 
-// record is one hand-over of a pool that cleans up (strandedBlocks: cleanupDecode), kept under its name from P's answer until
-// the request is over: by then its ticket is spent and its parameters are with Envoy, and only the access log says whether
-// they were ever sent to a decode endpoint.
+// record is one hand-over of a pool that cleans up (strandedBlocks: cleanupDecode). It is kept by its id from P's
+// answer until the request ends. By then its ticket is consumed and its parameters are with Envoy, and only the
+// access log shows whether they were sent to a decode endpoint.
 type record struct {
 	pool, model     string
-	prefill, decode string // addresses; decode is the one that was chosen last
+	prefill, decode string // addresses; decode is the last choice
 	params          []byte // nil: they exceeded the limit
 	expires         time.Time
-	unreached       bool // decode was tried, and there was no connection
+	unreached       bool // decode was tried without a connection
 
-	// The prefill leg's pass was over before P's answer was recorded, or before it was certain that no other replica has
-	// read it (sure), and why no pass followed. "": it is not over.
+	// Why no pass followed, if the prefill leg's pass ended before P's answer was recorded, or before it was
+	// certain that no other replica has read it (sure). "": it has not ended.
 	over string
 	sure bool
 
-	// What this replica did with it. Every replica sees every access log entry, and only one may act on it: the one that read
-	// P's answer as long as Envoy has not taken pass 2's decision, from then on the one that decided.
+	// What this replica did with it. Every replica receives every access log entry, and only one may act on it: the
+	// one that read P's answer as long as Envoy has not received pass 2's decision, then the one that decided.
 	read, decided bool
 }
 
-// records are the hand-overs of requests that are not over, bounded in number and bytes.
+// records are the hand-overs of running requests, bounded in number and bytes.
 type records struct {
 	mu    sync.Mutex
 	bytes int
 	kept  map[[16]byte]*record
 
-	sweeping bool // a timer runs
+	sweeping bool // the timer is running
 }
 
 const (
@@ -43,8 +43,8 @@ const (
 	sweepInterval  = time.Second
 )
 
-// confirm notes that no other replica has read the answer that a hand-over is from. It returns and removes the record of a
-// request that is over.
+// confirm records that no other replica has read the answer of a hand-over. It removes and returns the record of a
+// request that has ended.
 func (o *records) confirm(id [16]byte) *record {
 	o.mu.Lock()
 	defer o.mu.Unlock()
@@ -59,7 +59,7 @@ func (o *records) confirm(id [16]byte) *record {
 	return h
 }
 
-// add records a hand-over. It returns and removes the record of a request that is over.
+// add records a hand-over. It removes and returns the record of a request that has ended.
 func (o *records) add(t *kvtransfer.Ticket, params []byte, decode string, decided, sure bool) (over *record) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
@@ -107,14 +107,15 @@ func (o *records) remove(id [16]byte, h *record) {
 	o.bytes -= len(h.params)
 }
 
-// end is take at the end of a prefill leg's pass that no other pass followed. Access log entries arrive on a stream of their
-// own: if P's answer is not recorded yet, or another replica may have read it, the reason is recorded for add and confirm.
+// end is take at the end of a prefill leg's pass that no other pass followed. Access log entries arrive on a stream
+// of their own: if P's answer is not recorded yet, or if another replica may have read it, the reason is stored for
+// add and confirm.
 func (o *records) end(id [16]byte, why string, expires time.Time) *record {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	h := o.kept[id]
 	switch {
-	case h == nil && len(o.kept) < maxRecords/2: // an answer may never come: half of the limit for these
+	case h == nil && len(o.kept) < maxRecords/2: // the answer may never come: half of the limit for these
 		o.put(id, &record{over: why, expires: expires})
 	case h != nil && h.over == "" && h.sure:
 		o.remove(id, h)
@@ -125,7 +126,7 @@ func (o *records) end(id [16]byte, why string, expires time.Time) *record {
 	return nil
 }
 
-// take returns and removes a record, nil if there is none.
+// take removes and returns a record; nil if there is none.
 func (o *records) take(id [16]byte) *record {
 	o.mu.Lock()
 	defer o.mu.Unlock()
@@ -137,7 +138,8 @@ func (o *records) take(id [16]byte) *record {
 	return h
 }
 
-// sweep removes expired records: after that time no decode endpoint may be asked. It runs again as long as there are records.
+// sweep removes expired records: after that time no decode endpoint may be asked. It repeats as long as there are
+// records.
 func (o *records) sweep() {
 	now := time.Now()
 	o.mu.Lock()

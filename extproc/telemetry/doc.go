@@ -1,7 +1,7 @@
-// Package telemetry is what observes requests: metrics, traces, and the latest requests for people who look.
+// Package telemetry observes requests: metrics, traces, and the latest requests for operators.
 //
-//   - [Metrics] counts, for Prometheus; [Totals] are the same counts, small enough to be read every second.
-//   - [Meter] measures one ext_proc stream: its phases, and its span where the request is traced.
+//   - [Metrics] counts, for Prometheus; [Totals] are the same counts in a compact form that is read every second.
+//   - [Meter] measures one ext_proc stream: its phases, and its span if the request is traced.
 //   - [Recent] keeps the traces of the latest requests.
 //
 // Nothing in here changes a request.

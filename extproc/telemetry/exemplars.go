@@ -7,14 +7,14 @@ import (
 	"go.opentelemetry.io/otel/trace"
 )
 
-// exemplar is what joins an observed time to the trace of its request; nil where that is not traced, and then it costs
-// nothing. Scrapers that ask for OpenMetrics or protobuf see it.
+// exemplar connects an observed time to the trace of its request; nil without a trace, at no cost. Scrapers that
+// ask for OpenMetrics or protobuf receive it.
 type exemplar prometheus.Labels
 
-// labelTraceID is the label's name in exemplars: what Grafana looks for by default.
+// labelTraceID is the label's name in exemplars that Grafana expects by default.
 const labelTraceID = "trace_id"
 
-// exemplarOf is that of a span, if it is recorded.
+// exemplarOf returns the exemplar of a span, if it is recorded.
 func exemplarOf(span trace.Span) exemplar {
 	if span == nil || !span.SpanContext().IsSampled() {
 		return nil
@@ -22,7 +22,7 @@ func exemplarOf(span trace.Span) exemplar {
 	return exemplar{labelTraceID: span.SpanContext().TraceID().String()}
 }
 
-// exemplarIn is that of a request as its traceparent (W3C, version 00) names its trace, if that is sampled.
+// exemplarIn returns the exemplar of a traceparent (W3C, version 00), if its trace is sampled.
 func exemplarIn(traceparent []byte) exemplar {
 	const id, flags = len("00-"), len("00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-0")
 	if len(traceparent) != flags+1 || (traceparent[flags]-'0')&1 == 0 {

@@ -10,7 +10,7 @@ import (
 	"tandem/kvstate"
 )
 
-// stateCollector shows the fleet as it is when it is scraped: an endpoint that left has no series left.
+// stateCollector exports the fleet as it is when scraped: an endpoint that has left has no series.
 type stateCollector struct {
 	state                *kvstate.State
 	up, requests, tokens *prometheus.Desc
@@ -29,14 +29,14 @@ func newStateCollector(state *kvstate.State) *stateCollector {
 	}
 }
 
-// Describe is of prometheus.Collector.
+// Describe implements [prometheus.Collector].
 func (c *stateCollector) Describe(out chan<- *prometheus.Desc) {
 	for _, d := range []*prometheus.Desc{c.up, c.requests, c.tokens, c.remote} {
 		out <- d
 	}
 }
 
-// Collect is of prometheus.Collector.
+// Collect implements [prometheus.Collector].
 func (c *stateCollector) Collect(out chan<- prometheus.Metric) {
 	gauge := func(d *prometheus.Desc, v float64, labels ...string) {
 		out <- prometheus.MustNewConstMetric(d, prometheus.GaugeValue, v, labels...)
@@ -58,14 +58,15 @@ func (c *stateCollector) Collect(out chan<- prometheus.Metric) {
 	}
 }
 
-// departed remembers which endpoints have series, so that those of endpoints that left are dropped in the end. Pods
-// come and go with new addresses; without this every one of them would be scraped for ever.
+// departed records the endpoints with series, to drop the series of endpoints that have left. Pods come and go with
+// new addresses; without this each of them would be exported for ever.
 type departed struct {
 	mu   sync.Mutex
-	seen map[string]time.Time // by address: when it was last part of a pool
+	seen map[string]time.Time // by address: when it was last in a pool
 }
 
-// Series of an endpoint stay for keepSeries after it left, so that the last of them is scraped, and long answers end.
+// Series of an endpoint stay for keepSeries after it left, so that the last values are scraped and long answers
+// end.
 const (
 	keepSeries   = time.Hour
 	pruneEvery   = time.Minute
@@ -99,7 +100,7 @@ func (m *Metrics) prune(state *kvstate.State, now time.Time) {
 	}
 }
 
-// PruneSeries does so until ctx ends.
+// PruneSeries calls prune regularly until ctx ends.
 func (m *Metrics) PruneSeries(ctx context.Context, state *kvstate.State) {
 	t := time.NewTicker(pruneEvery)
 	defer t.Stop()

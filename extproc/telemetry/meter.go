@@ -16,9 +16,9 @@ type work uint8
 
 // The phases of an ext_proc stream.
 const (
-	PhaseReceive work = iota // waiting for Envoy, and with it for the client or for P
+	PhaseReceive work = iota // waiting for Envoy, and thereby for the client or for P
 	PhaseScan                // the body
-	PhaseDecide              // view, pick, booking, the leg's body, the ticket
+	PhaseDecide              // view, pick, reservations, the leg's body, the ticket
 	PhaseAnswer              // handing the reply to gRPC, flow control included
 	works
 )
@@ -36,20 +36,20 @@ func (m *Metrics) observeWork(h *prometheus.HistogramVec) {
 	}
 }
 
-// Meter measures one stream: its phases, and its span where it is traced.
+// Meter measures one stream: its phases, and its span if it is traced.
 type Meter struct {
 	Metrics  *Metrics
 	tracer   trace.Tracer // nil: no traces
 	role     int          // position in workRoles
-	Began    time.Time    // the stream
-	since    time.Time    // the phase that is under way
+	Began    time.Time    // when the stream began
+	since    time.Time    // when the current phase began
 	Busy     time.Duration
 	span     trace.Span // nil: not traced
 	Exemplar exemplar   // of the span; nil: not traced
-	Next     carrier    // the trace context that the request goes on with, where Envoy has none of its own
+	Next     carrier    // the trace context for the next hop, if Envoy has none of its own
 }
 
-// Begin starts another stream; tracer is nil where there are no traces.
+// Begin starts another stream; tracer is nil without traces.
 func (x *Meter) Begin(role string, tracer trace.Tracer) {
 	x.tracer = tracer
 	x.Began = time.Now()
@@ -57,13 +57,13 @@ func (x *Meter) Begin(role string, tracer trace.Tracer) {
 	x.role = max(slices.Index(workRoles[:], role), 0)
 }
 
-// Reset forgets the stream.
+// Reset clears the stream.
 func (x *Meter) Reset() { x.Next, x.Exemplar = carrier{}, nil }
 
 // Recording reports whether the stream is traced.
 func (x *Meter) Recording() bool { return x.span != nil }
 
-// LeaveOut leaves so much time out of the phase that is under way.
+// LeaveOut excludes some time from the current phase.
 func (x *Meter) LeaveOut(d time.Duration) { x.since = x.since.Add(d) }
 
 // Processed counts the stream.
@@ -71,7 +71,7 @@ func (x *Meter) Processed(role string) {
 	x.Metrics.Processed(role, x.since.Sub(x.Began), x.Busy, x.Exemplar)
 }
 
-// EndPhase ends a phase of the stream: the next one begins now.
+// EndPhase ends a phase of the stream and starts the next one.
 func (x *Meter) EndPhase(w work) {
 	now := time.Now()
 	took := now.Sub(x.since)
@@ -82,7 +82,7 @@ func (x *Meter) EndPhase(w work) {
 	}
 }
 
-// expectations are what was foreseen of prefill hops, beside what came: the numbers to watch when decisions look wrong.
+// expectations compare predicted and measured prefill hops: the numbers to watch when decisions look wrong.
 type expectations struct {
 	cached *prometheus.CounterVec   // pool, as; tokens
 	time   *prometheus.CounterVec   // pool, as; seconds

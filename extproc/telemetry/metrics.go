@@ -12,8 +12,8 @@ import (
 	"tandem/kvstate"
 )
 
-// Metrics are what the server counts. Label values are bounded: pools are configured, series of endpoints that left are
-// dropped (endpoints.go), the rest are constants of this package.
+// Metrics are the server's metrics. Label values are bounded: pools are configured, the series of endpoints that
+// left are dropped (fleet.go), the rest are constants of this package.
 type Metrics struct {
 	requests      *prometheus.CounterVec   // pool, route, reason
 	refusals      *prometheus.CounterVec   // code
@@ -56,8 +56,7 @@ func NewMetrics(r prometheus.Registerer, state *kvstate.State) *Metrics {
 		r.MustRegister(h)
 		return h
 	}
-	// Buckets for those who do not scrape native histograms: 1 ms to 150 s for hops, 10 us to 2.6 s for work of our
-	// own.
+	// Buckets for scrapers without native histograms: 1 ms to 150 s for hops, 10 us to 2.6 s for Tandem's own work.
 	hops, work := prometheus.ExponentialBuckets(0.001, 2.5, 14), prometheus.ExponentialBuckets(0.00001, 4, 10)
 	m := &Metrics{
 		requests: counter("tandem_decisions_total",
@@ -114,8 +113,8 @@ func NewMetrics(r prometheus.Registerer, state *kvstate.State) *Metrics {
 	return m
 }
 
-// histogramOpts are those of a histogram that is native where the scraper takes it (about 10 % wide buckets, as many as
-// are used and no more than 100) and has the given buckets elsewhere.
+// histogramOpts returns the options of a histogram that is native if the scraper supports it (about 10 % wide
+// buckets, at most 100), and has the given buckets otherwise.
 func histogramOpts(name, help string, buckets []float64) prometheus.HistogramOpts {
 	return prometheus.HistogramOpts{
 		Name: name, Help: help, Buckets: buckets,
@@ -126,29 +125,29 @@ func histogramOpts(name, help string, buckets []float64) prometheus.HistogramOpt
 // TicketRefused counts a ticket that is forged, of another request, or of another stage.
 func (m *Metrics) TicketRefused() { m.forgedTickets.Inc() }
 
-// ControlFieldsCut counts a request from which members were cut that a client must not send.
+// ControlFieldsCut counts a request with members that a client must not send, which were cut.
 func (m *Metrics) ControlFieldsCut() { m.controlFields.Inc() }
 
 // TicketSealed counts a ticket with KV parameters of so many bytes.
 func (m *Metrics) TicketSealed(bytes int) { m.ticketBytes.Observe(float64(bytes)) }
 
-// Orphaned counts a hand-over that no decode endpoint fetched, or perhaps none.
+// Orphaned counts a hand-over that no decode endpoint fetched, or possibly none.
 func (m *Metrics) Orphaned(pool, endpoint, reason string) {
 	m.orphaned.WithLabelValues(pool, endpoint, reason).Inc()
 }
 
-// LoadFailed counts KV that decode could not load from a prefill endpoint, by how it was seen.
+// LoadFailed counts KV that decode could not load from a prefill endpoint, by how it was detected.
 func (m *Metrics) LoadFailed(pool, prefill, seen string) {
 	m.loadFailures.WithLabelValues(pool, prefill, seen).Inc()
 }
 
-// Reclaimed counts an orphaned hand-over that was to be fetched, by its result.
+// Reclaimed counts an orphaned hand-over that should be fetched, by result.
 func (m *Metrics) Reclaimed(pool, result string) { m.cleanups.WithLabelValues(pool, result).Inc() }
 
 // NotFollowed counts a redirect that Envoy did not follow.
 func (m *Metrics) NotFollowed(reason string) { m.notFollowed.WithLabelValues(reason).Inc() }
 
-// Turn counts what became of a turn of a conversation.
+// Turn counts the result of a conversation's turn.
 func (m *Metrics) Turn(pool, what string) { m.turns.WithLabelValues(pool, what).Inc() }
 
 // Learned counts token ids of prompts that were learned.
@@ -164,7 +163,7 @@ func (m *Metrics) WaitEnded(pool, end string, took time.Duration) {
 	m.waits.WithLabelValues(pool, end).Observe(took.Seconds())
 }
 
-// Processed counts one stream that came to its end: how long it was open, and how long of that it was worked on.
+// Processed counts one stream that has ended: how long it was open, and how long it was worked on.
 func (m *Metrics) Processed(role string, d, busy time.Duration, of exemplar) {
 	observe(m.process.WithLabelValues(role), d, of)
 	if role == envoywire.RoleMain || role == envoywire.RolePicker {
@@ -193,7 +192,7 @@ func (m *Metrics) Replanned(t *kvtransfer.Ticket) {
 // Panicked counts a panic of a handler.
 func (m *Metrics) Panicked(where string) { m.panics.WithLabelValues(where).Inc() }
 
-// PrefillEnded counts P's answer, or what came in its place.
+// PrefillEnded counts P's answer, or Envoy's in its place.
 func (m *Metrics) PrefillEnded(t *kvtransfer.Ticket, code int, result string, took time.Duration, of exemplar) {
 	m.HopEnded(t.Pool, "prefill", t.Prefill, result, took, of)
 	if result == "ok" {
@@ -204,7 +203,7 @@ func (m *Metrics) PrefillEnded(t *kvtransfer.Ticket, code int, result string, to
 	}
 }
 
-// statusLabel bounds what an endpoint can make of a label.
+// statusLabel bounds the label values that an endpoint can cause.
 func statusLabel(code int) string {
 	if code < 100 || code > 599 {
 		return "other"
@@ -212,12 +211,12 @@ func statusLabel(code int) string {
 	return strconv.Itoa(code)
 }
 
-// PrefillLate counts a prefill whose time is up. The hop itself is counted when it ends.
+// PrefillLate counts a prefill that exceeded its time. The hop itself is counted when it ends.
 func (m *Metrics) PrefillLate(t *kvtransfer.Ticket) {
 	m.prefillErrors.WithLabelValues(t.Pool, t.Prefill, "504").Inc()
 }
 
-// Prompt counts the tokens of a prompt, by what P said of them.
+// Prompt counts the tokens of a prompt, as P reported them.
 func (m *Metrics) Prompt(pool string, h kvtransfer.Answer) {
 	if h.PromptTokens > 0 && h.CachedTokens >= 0 {
 		computed := max(h.PromptTokens-h.CachedTokens, 0)
@@ -233,7 +232,7 @@ func (m *Metrics) HopEnded(pool, hop, endpoint, result string, took time.Duratio
 	observe(m.hops.WithLabelValues(pool, hop, endpoint, result), took, of)
 }
 
-// RequestEnded counts the end of a request as Envoy logs it. What a prefill leg ended in was counted there.
+// RequestEnded counts the end of a request as Envoy logs it. The end of a prefill leg was counted there.
 func (m *Metrics) RequestEnded(t *kvtransfer.Ticket, e *envoywire.LogEntry, took, first time.Duration) {
 	of := exemplarIn(e.Traceparent)
 	switch {

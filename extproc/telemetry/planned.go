@@ -8,31 +8,31 @@ type Part struct {
 	Value float64 `json:"value"`
 }
 
-// PriceUnit is what prices and their parts are counted in.
+// PriceUnit is the unit of prices and their parts.
 const PriceUnit = "s"
 
-// Weighed is one endpoint in a decision, with what its price was made of (PriceUnit).
+// Weighed is one endpoint in a decision, with the parts of its price (PriceUnit).
 type Weighed struct {
 	Endpoint string `json:"endpoint"`
 	Role     string `json:"role"`
-	Out      bool   `json:"out,omitempty"` // left out: it failed
+	Out      bool   `json:"out,omitempty"` // excluded: it failed
 	Hit      int    `json:"hit_blocks"`    // leading blocks of the prompt that it holds
 	Prefill  []Part `json:"prefill,omitempty"`
 	Decode   []Part `json:"decode,omitempty"` // of the hop that answers
-	Alone    []Part `json:"alone,omitempty"`  // of decode alone, where the request may be split
+	Alone    []Part `json:"alone,omitempty"`  // of decode alone, if the request may be split
 }
 
-// Foreseen is how long a request was expected to take when its last pass was planned, from then on; 0: not estimated.
+// Foreseen is the expected duration of a request when its last pass was planned, from then on; 0: not estimated.
 type Foreseen struct {
 	ExpectedPrefill time.Duration `json:"expected_prefill_ns,omitempty"`     // until the prefill endpoint has answered
 	ExpectedFirst   time.Duration `json:"expected_first_token_ns,omitempty"` // until the first token
 }
 
-// Planned is what one pass of a request was planned as.
+// Planned is the plan of one pass of a request.
 type Planned struct {
 	RequestID, Pool, Route string
 	Reason                 string // "" where no other route was possible
-	Prefill, Decode        string // addresses; prefill is "" where one endpoint does both
+	Prefill, Decode        string // addresses; prefill is "" if one endpoint does both
 
 	PromptTokens                        int64
 	BodyBytes, PromptBlocks, Candidates int
@@ -40,8 +40,8 @@ type Planned struct {
 	Foreseen
 
 	Waited               time.Duration // for its endpoints
-	WaitedFor            string        // endpoint that had too much to do when the request came
-	Behind, BehindRemote int           // requests that waited before it then
+	WaitedFor            string        // the endpoint that was too busy when the request arrived
+	Behind, BehindRemote int           // requests that were waiting before it
 
-	Weighed []Weighed // nil: nobody looks
+	Weighed []Weighed // nil: not wanted
 }

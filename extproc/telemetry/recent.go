@@ -6,38 +6,41 @@ import (
 	"time"
 )
 
-// Trace is what became of one request, gathered from the server's doors.
+// Trace is the history of one request, collected over its passes.
 type Trace struct {
-	RequestID    string        `json:"request_id"`
-	Pool         string        `json:"pool"`
-	Route        string        `json:"route"`            // split, decode_alone, pass_through, stored_response: of the last pass planned
+	RequestID string `json:"request_id"`
+	Pool      string `json:"pool"`
+	// of the last pass: split, decode_alone, pass_through, stored_response
+	Route        string        `json:"route"`
 	Reason       string        `json:"reason,omitempty"` // why a request that could be split was not
 	Prefill      string        `json:"prefill,omitempty"`
 	Decode       string        `json:"decode"`
-	PromptTokens int64         `json:"prompt_tokens"` // as P counted them, else estimated
-	CachedTokens int64         `json:"cached_tokens"` // of those, found in P's prefix cache; -1: not known
+	PromptTokens int64         `json:"prompt_tokens"` // as P counted them, else an estimate
+	CachedTokens int64         `json:"cached_tokens"` // of those, found in P's prefix cache; -1: unknown
 	Replans      int           `json:"replans"`
 	PrefillTime  time.Duration `json:"prefill_ns"` // of the pass that ended with P's answer
 	DecodeTime   time.Duration `json:"decode_ns"`  // of the last pass
 	Foreseen
-	FirstByte    time.Duration `json:"first_byte_ns,omitempty"` // from the start to the first byte of the answer, which is of its headers: some engines send them before the first token
-	Status       int           `json:"status"`                  // what the client got; 0: not known yet
-	Waited       time.Duration `json:"waited_ns,omitempty"`     // for its endpoints, in pass 1
-	WaitedFor    string        `json:"waited_for,omitempty"`    // prefill endpoint that had too much to do when it came
-	Behind       int           `json:"behind,omitempty"`        // requests that waited before it then, in this replica
-	BehindRemote int           `json:"behind_remote,omitempty"` // and in others
-	Started      time.Time     `json:"started"`
-	Weighed      []Weighed     `json:"weighed,omitempty"` // of the last pass planned; kept of a few requests a second
+	// from the start to the first byte of the answer's headers; some engines send them before the first token
+	FirstByte time.Duration `json:"first_byte_ns,omitempty"`
+	Status    int           `json:"status"`              // that the client got; 0: not known yet
+	Waited    time.Duration `json:"waited_ns,omitempty"` // for its endpoints, in pass 1
+	// the prefill endpoint that was too busy when it arrived
+	WaitedFor    string    `json:"waited_for,omitempty"`
+	Behind       int       `json:"behind,omitempty"`        // requests that were waiting before it in this replica
+	BehindRemote int       `json:"behind_remote,omitempty"` // and in others
+	Started      time.Time `json:"started"`
+	Weighed      []Weighed `json:"weighed,omitempty"` // of the last pass; kept for a few requests per second
 }
 
-// Recent keeps the traces of the latest requests, for people who look. It is bounded and the oldest go first.
+// Recent keeps the traces of the latest requests, for operators. It is bounded and drops the oldest first.
 type Recent struct {
 	mu   sync.Mutex
 	ring []Trace
 	next int
 	at   map[string]int // by request id
 
-	weighed atomic.Int64 // when a decision was last taken apart, Unix nanoseconds
+	weighed atomic.Int64 // when prices were last recorded, Unix nanoseconds
 }
 
 const recentTraces = 256
@@ -47,7 +50,7 @@ func NewRecent() *Recent {
 	return &Recent{ring: make([]Trace, 0, recentTraces), at: make(map[string]int, recentTraces)}
 }
 
-// Planned notes a pass: a request seen for the first time takes the place of the oldest one.
+// Planned records a pass: a new request replaces the oldest one.
 func (r *Recent) Planned(p *Planned) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -75,16 +78,16 @@ func (r *Recent) Planned(p *Planned) {
 	}
 }
 
-// weighEvery is how often a decision is taken apart for people who look: it costs more than the decision.
+// weighEvery is how often the prices of a decision are recorded for operators: recording costs more than deciding.
 const weighEvery = 100 * time.Millisecond
 
-// WantsWeighed reports whether this is a decision to be taken apart.
+// WantsWeighed reports whether to record the prices of this decision.
 func (r *Recent) WantsWeighed(now time.Time) bool {
 	last := r.weighed.Load()
 	return now.UnixNano()-last >= int64(weighEvery) && r.weighed.CompareAndSwap(last, now.UnixNano())
 }
 
-// Change edits the trace of a request, if it is still kept.
+// Change edits the trace of a request, if it is still there.
 func (r *Recent) Change(id string, edit func(*Trace)) {
 	r.mu.Lock()
 	defer r.mu.Unlock()

@@ -7,24 +7,25 @@ import (
 	"time"
 )
 
-// Totals are counts since the server started, small enough to be taken every second: what the page and `tandem status`
-// draw is the difference of two of them.
+// Totals are counts since the server started, small enough to be read every second. The page and `tandem status`
+// show the difference of two of them.
 type Totals struct {
-	Split, Alone, Pass            uint64 // passes routed: two hops, one hop of what could be split, one hop of the rest
+	// passes routed: two hops, one hop of a request that could be split, one hop of others
+	Split, Alone, Pass            uint64
 	Refused, Replans              uint64
-	OK, Rejected, Failed, Gone    uint64 // requests ended: answered, 4xx of an engine, failed, the client left
+	OK, Rejected, Failed, Gone    uint64 // requests ended: answered, 4xx of an engine, failed, client left
 	CachedTokens, ComputedTokens  uint64 // of prompts of split requests
 	FirstByte, Prefill, Decisions Durations
 }
 
-// Durations is a histogram of times with four buckets to an octave, from 16 us on.
+// Durations is a histogram of times with four buckets to an octave, starting at 16 us.
 type Durations [durationBuckets]uint64
 
 const durationBuckets = 104 // up to 16 us * 2^26, which is 18 minutes
 
-// bucketOf is the bucket of a time: octave, and quarter of it.
+// bucketOf returns the bucket of a time: octave, and quarter of it.
 func bucketOf(d time.Duration) int {
-	n := uint64(max(d, 0)) >> 12 // 4096 ns: four of them are the first octave's base
+	n := uint64(max(d, 0)) >> 12 // 4096 ns: four of them are the base of the first octave
 	if n < 4 {
 		return 0
 	}
@@ -33,12 +34,12 @@ func bucketOf(d time.Duration) int {
 	return min(octave*4+quarter, durationBuckets-1)
 }
 
-// bucketTop is the time at which bucket i ends.
+// bucketTop returns the upper bound of bucket i.
 func bucketTop(i int) time.Duration {
 	return time.Duration(4+i%4+1) << (12 + i/4)
 }
 
-// Quantile is the time that a share q of all stayed below, at most 25 % too long; 0 where there were none.
+// Quantile returns the upper bound of the share q of all times, at most 25 % too long; 0 if there are none.
 func (h *Durations) Quantile(q float64) time.Duration {
 	var n uint64
 	for _, c := range h {
@@ -57,7 +58,7 @@ func (h *Durations) Quantile(q float64) time.Duration {
 	return bucketTop(durationBuckets - 1)
 }
 
-// Since is what came after an earlier count.
+// Since returns the difference to an earlier count.
 func (h *Durations) Since(earlier *Durations) (out Durations) {
 	for i := range h {
 		out[i] = h[i] - earlier[i]
@@ -65,14 +66,14 @@ func (h *Durations) Since(earlier *Durations) (out Durations) {
 	return out
 }
 
-// Add takes another histogram's counts in.
+// Add adds another histogram's counts.
 func (h *Durations) Add(other *Durations) {
 	for i := range h {
 		h[i] += other[i]
 	}
 }
 
-// live is what Totals are read from.
+// liveTotals are the counters behind Totals.
 type liveTotals struct {
 	split, alone, pass            atomic.Uint64
 	refused, replans              atomic.Uint64
@@ -116,7 +117,7 @@ func (l *liveTotals) ended(result string) {
 	}
 }
 
-// Totals are the counts as they are now.
+// Totals returns the current counts.
 func (m *Metrics) Totals() Totals {
 	l := &m.liveTotals
 	return Totals{

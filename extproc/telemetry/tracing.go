@@ -15,14 +15,14 @@ import (
 	"tandem/kvstate"
 )
 
-// One span for each meeting with the server (decide, prefill answer, hand over, replan; of pairs: decide, prefill
-// answer, decode leg). Its parent is what Envoy names in the stream's metadata, where Envoy traces, else the client's
-// traceparent, if any. The request goes on with the span's own context in its traceparent, so that what comes behind it
-// (Envoy's spans of the prefill leg, engines, pass 2) joins; Envoy leaves that header alone (envoy-configs:
+// There is one span for each meeting with the server (decide, prefill answer, hand over, replan; for pairs: decide,
+// prefill answer, decode leg). Its parent is named in the stream's metadata if Envoy traces, else by the client's
+// traceparent, if any. The request continues with the span's own context in its traceparent, so that later spans
+// (Envoy's of the prefill leg, engines', pass 2's) join the trace; Envoy leaves that header alone (envoy-configs:
 // no_context_propagation). Without a Tracer none of this is called.
 //
-// Envoy (1.40) forgets at an internal redirect that it traces: in pass 2 its own spans are not sampled, and say so. The
-// header knows better there: it is the one that pass 1 wrote.
+// Envoy (1.40) forgets at an internal redirect that it traces: in pass 2 its own spans are not sampled, and its
+// metadata says so. The header, which pass 1 wrote, is right.
 //
 // Attributes are counts, names and addresses; never text of a prompt.
 
@@ -36,7 +36,7 @@ const (
 	SpanEncodeLeg     = "tandem encode leg"
 )
 
-// carrier is a W3C trace context on its way in or out (propagation.TextMapCarrier).
+// carrier is a W3C trace context, received or sent (propagation.TextMapCarrier).
 type carrier struct{ Traceparent, tracestate string }
 
 func (c *carrier) Get(key string) string {
@@ -58,13 +58,12 @@ func (c *carrier) Set(key, value string) {
 	}
 }
 
-// Keys is of propagation.TextMapCarrier.
+// Keys implements propagation.TextMapCarrier.
 func (c *carrier) Keys() []string {
 	return []string{envoywire.HeaderTraceparent, envoywire.HeaderTracestate}
 }
 
-// StartSpan begins the span of this stream. orphan says whether there is one without a parent, where Envoy does not
-// trace.
+// StartSpan starts the span of this stream. orphan says whether it may have no parent, if Envoy does not trace.
 func (x *Meter) StartSpan(ctx context.Context, name string, orphan bool, h *envoywire.Headers, requestID string) {
 	if x.tracer == nil {
 		return
@@ -83,12 +82,12 @@ func (x *Meter) StartSpan(ctx context.Context, name string, orphan bool, h *envo
 	if span.IsRecording() {
 		x.span, x.Exemplar = span, exemplarOf(span)
 	}
-	if orphan { // in the main role, where the request can still be changed
+	if orphan { // in the main role, which can still change the request
 		propagation.TraceContext{}.Inject(ctx, &x.Next)
 	}
 }
 
-// SetTrace writes the trace context that the next hop is to join.
+// SetTrace writes the trace context for the next hop.
 func (x *Meter) SetTrace(h *envoywire.HeaderEdits) {
 	if x.Next.Traceparent == "" {
 		return
@@ -106,7 +105,7 @@ func first(values []string) string {
 	return values[0]
 }
 
-// EndSpan ends the span; code is that of the error that the client gets, "" where there is none.
+// EndSpan ends the span; code is the code of the client's error, "" if there is none.
 func (x *Meter) EndSpan(code string) {
 	if x.span == nil {
 		return
@@ -119,7 +118,7 @@ func (x *Meter) EndSpan(code string) {
 	x.span = nil
 }
 
-// SpanPlanned notes the decision, and the parts of the prices of the chosen endpoints.
+// SpanPlanned records the decision, and the parts of the prices of the chosen endpoints.
 func (x *Meter) SpanPlanned(p *Planned) {
 	if x.span == nil {
 		return
@@ -156,7 +155,7 @@ func (x *Meter) spanParts(prefix string, parts []Part) {
 	}
 }
 
-// SpanTicket notes what pass 2 and the prefill leg know of the request from its ticket.
+// SpanTicket records what the ticket tells pass 2 and the prefill leg of the request.
 func (x *Meter) SpanTicket(t *kvtransfer.Ticket) {
 	if x.span == nil {
 		return
@@ -168,14 +167,14 @@ func (x *Meter) SpanTicket(t *kvtransfer.Ticket) {
 	}
 }
 
-// SpanCause notes why the request is planned again.
+// SpanCause records why the request is planned again.
 func (x *Meter) SpanCause(cause string) {
 	if x.span != nil {
 		x.span.SetAttributes(attribute.String("tandem.cause", cause))
 	}
 }
 
-// SpanPrefilled notes how the prefill hop ended. next is what the redirect carries.
+// SpanPrefilled records how the prefill hop ended. next is the redirect's ticket.
 func (x *Meter) SpanPrefilled(status int, next *kvtransfer.Ticket) {
 	if x.span == nil {
 		return
@@ -187,7 +186,7 @@ func (x *Meter) SpanPrefilled(status int, next *kvtransfer.Ticket) {
 	}
 }
 
-// SpanHandOver notes where the request goes on, and whether the KV parameters go with it.
+// SpanHandOver records where the request continues, and whether the KV parameters go with it.
 func (x *Meter) SpanHandOver(d *kvstate.Endpoint, withParams bool) {
 	if x.span == nil {
 		return
@@ -196,7 +195,7 @@ func (x *Meter) SpanHandOver(d *kvstate.Endpoint, withParams bool) {
 	x.span.SetAttributes(attribute.String("tandem.decode.endpoint", d.Addr), attribute.Bool("tandem.kv_params", withParams))
 }
 
-// SpanPair notes the pair of a leg that runs beside another one.
+// SpanPair records the pair of one of two concurrent legs.
 func (x *Meter) SpanPair(t *kvtransfer.Ticket) {
 	if x.span != nil {
 		x.span.SetAttributes(
@@ -204,8 +203,8 @@ func (x *Meter) SpanPair(t *kvtransfer.Ticket) {
 	}
 }
 
-// SpanLegEnded notes how such a leg ended, in the words of the metric tandem_hop_duration_seconds: for the decode leg,
-// how P's part of it did. status is the engine's, 0 where none came.
+// SpanLegEnded records how such a leg ended, as in the metric tandem_hop_duration_seconds: for the decode leg, how
+// P's part of it ended. status is the engine's, 0 if none came.
 func (x *Meter) SpanLegEnded(result string, status int) {
 	if x.span == nil {
 		return
@@ -219,7 +218,7 @@ func (x *Meter) SpanLegEnded(result string, status int) {
 	}
 }
 
-// SpanAnswered notes what P's good answer says of the prompt.
+// SpanAnswered records what P's answer reports of the prompt.
 func (x *Meter) SpanAnswered(got kvtransfer.Answer) {
 	if x.span == nil {
 		return

@@ -7,16 +7,18 @@ import (
 	"tandem/kvstate"
 )
 
-// lingerFor is how long an endpoint that its cluster no longer names goes on as one that drains: what runs on it ends, and
-// blocks that it holds for others are fetched, for which engines give about as long (vLLM's lease from 0.22 on).
-const lingerFor = 30 * time.Second
+// drainFor is how long an endpoint stays, as a draining one, after its cluster has stopped naming it: its requests
+// end, and blocks that it holds for others are fetched, for which engines allow about as long (vLLM's lease from
+// 0.22 on).
+const drainFor = 30 * time.Second
 
-// departures are when endpoints left, by address, whose pods may still run: a pod that is not ready any more, one that a selector
-// has ceased to find, a port that an InferencePool has dropped.
+// departures holds when endpoints left, by address, whose pods may still run: a pod that is not ready any more or
+// that a selector no longer finds, or a port that an InferencePool has dropped.
 type departures map[string]time.Time
 
-// keep puts behind next those of current that have left, as draining, until their time is over; again is when the first of
-// those is, 0 if there are none. Those that drained already are gone for good: so is their pod.
+// keep appends to next the endpoints of current that have left, as draining, until their time is over; again is
+// when the first of those is, 0 if there are none. Endpoints that drained already are removed at once: their pods
+// are gone.
 func (d departures) keep(current, next []kvstate.EndpointSpec, now time.Time) (all []kvstate.EndpointSpec, again time.Duration) {
 	all = slices.Clone(next)
 	stays := make(map[string]bool, len(next))
@@ -33,7 +35,7 @@ func (d departures) keep(current, next []kvstate.EndpointSpec, now time.Time) (a
 			since, left = now, true
 			d[e.Addr] = now
 		}
-		rest := lingerFor - now.Sub(since)
+		rest := drainFor - now.Sub(since)
 		if !left || rest <= 0 {
 			delete(d, e.Addr)
 			continue

@@ -13,9 +13,11 @@ import (
 	"tandem/kvstate"
 )
 
-// Name is one DNS name that stands for engines.
+// Name is one DNS name of engines.
 type Name struct {
-	Host   string // with Port: its addresses (A, AAAA); without: the name of an SRV record, such as _http._tcp.decode.llm.svc.cluster.local
+	// with Port: a name with addresses (A, AAAA); without: an SRV record, such as
+	// _http._tcp.decode.llm.svc.cluster.local
+	Host   string
 	Port   int
 	Role   kvstate.Role
 	Scheme string
@@ -23,8 +25,8 @@ type Name struct {
 	Zone   string
 }
 
-// DNS is a pool whose endpoints are what names stand for: those of headless services, mostly. Names are looked up every
-// five seconds; a name that cannot be looked up keeps what it stood for.
+// DNS is a pool whose endpoints come from DNS names, mostly of headless services. Names are resolved every five
+// seconds; a name that cannot be resolved keeps its last addresses.
 type DNS struct {
 	Static
 	names   []Name
@@ -32,7 +34,7 @@ type DNS struct {
 	srv     func(ctx context.Context, name string) ([]*net.SRV, error)
 }
 
-// NewDNS makes the source of one pool. It writes nothing until Resolve or Run.
+// NewDNS returns the source of one pool. It writes nothing until Resolve or Run.
 func NewDNS(state *kvstate.State, spec kvstate.PoolSpec, names []Name, log *slog.Logger) *DNS {
 	return &DNS{
 		Static: *NewStatic(state, spec, nil, log), names: names, records: map[string][]*net.SRV{},
@@ -43,7 +45,7 @@ func NewDNS(state *kvstate.State, spec kvstate.PoolSpec, names []Name, log *slog
 	}
 }
 
-// Run looks names up until ctx ends.
+// Run resolves names until ctx ends.
 func (d *DNS) Run(ctx context.Context) {
 	tick := time.NewTicker(resolveEvery)
 	defer tick.Stop()
@@ -57,7 +59,7 @@ func (d *DNS) Run(ctx context.Context) {
 	}
 }
 
-// Resolve looks every name up once and writes the pool if anything changed.
+// Resolve resolves every name once and writes the pool if anything changed.
 func (d *DNS) Resolve(ctx context.Context) {
 	d.configured = nil
 	for _, n := range d.names {
@@ -76,7 +78,7 @@ func (d *DNS) Resolve(ctx context.Context) {
 	d.forget()
 }
 
-// lookUpSRV are the targets that a record names now, or named last. Priorities and weights are another balancer's: the
+// lookUpSRV returns the targets of a record, or the last known ones. It ignores priorities and weights, because the
 // picker knows the load.
 func (d *DNS) lookUpSRV(ctx context.Context, name string) []*net.SRV {
 	ctx, cancel := context.WithTimeout(ctx, resolveTimeout)
@@ -97,7 +99,8 @@ func (d *DNS) lookUpSRV(ctx context.Context, name string) []*net.SRV {
 	return d.records[name]
 }
 
-// forget drops the addresses of targets that no record names any more: pods have names of their own, and come and go.
+// forget drops the addresses of targets that no record names any more: pods have names of their own, and come and
+// go.
 func (d *DNS) forget() {
 	named := map[string]bool{}
 	for _, e := range d.configured {

@@ -1,9 +1,9 @@
-// Package discovery says who exists and who is well: it writes endpoints and their health into the state, beside the
-// request path and never inside it.
+// Package discovery writes endpoints and their health into the state, concurrently with the request path.
 //
-// [Static] keeps a configured list, resolving names again and again, because Envoy connects to addresses only. [Prober]
-// asks endpoints for their health and models: those that failed a request every second, the others seldom.
+// [Static] holds a configured list and resolves its names regularly, because Envoy connects to addresses only.
+// [Prober] checks endpoints' health and asks for their models: often those that failed a request, seldom the
+// others.
 //
-// [Kubernetes] and [InferencePool] follow a cluster's pods, [File] a list that others write, [DNS] names. [Facts] asks engines of
-// pods for what labels do not say: their role, their release, their bootstrap port.
+// [Kubernetes] and [InferencePool] follow a cluster's pods, [File] a list that others write, [DNS] names. [Facts]
+// asks the engines of pods for what labels do not contain: their role, their release, their bootstrap port.
 package discovery

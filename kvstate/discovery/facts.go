@@ -17,37 +17,38 @@ import (
 	"tandem/kvstate/enginehttp"
 )
 
-// askAgainEvery is how often an engine that does not answer is asked about itself.
+// askAgainEvery is how often an engine that did not answer is asked again.
 const askAgainEvery = 10 * time.Second
 
 // maxAsked bounds the engines that are asked at the same time: a cluster may show a thousand at once.
 const maxAsked = 32
 
-// Facts are what the engines of discovered pods say of themselves, where the cluster's labels do not: vLLM's /version, and
-// SGLang's /server_info (0.5.23) with version, disaggregation_mode and disaggregation_bootstrap_port. Each engine is asked
-// once, and until it has answered: what runs in a pod stays what it is.
+// Facts are what the engines of discovered pods report of themselves, for what the cluster's labels do not contain:
+// vLLM's /version, and SGLang's /server_info (0.5.23) with version, disaggregation_mode and
+// disaggregation_bootstrap_port. Each engine is asked until it has answered once: the engine in a pod does not
+// change.
 type Facts struct {
 	client      *enginehttp.Client
-	sameRelease bool // engines of two releases do not take each other's KV, so they are not paired
+	sameRelease bool // engines of different releases do not accept each other's KV, so they are not paired
 	log         *slog.Logger
 	places      chan struct{}
 
 	mu      sync.Mutex
 	engines map[string]*fact // by pod and address
-	learnt  chan<- struct{}  // told when something is new
+	changed chan<- struct{}  // notified when something is new
 }
 
-// fact is what one engine says.
+// fact is what one engine reports.
 type fact struct {
-	asked     bool // it was, and answered or did not
+	asked     bool // it was asked, with or without an answer
 	answered  bool
 	wanted    bool         // it is still among the endpoints
-	release   string       // "": it does not say
-	role      kvstate.Role // 0: it does not say
-	bootstrap uint16       // 0: likewise
+	release   string       // "": not reported
+	role      kvstate.Role // 0: not reported
+	bootstrap uint16       // 0: not reported
 }
 
-// NewFacts asks engines for themselves. sameRelease says that those of two releases must not be paired.
+// NewFacts returns Facts without answers. sameRelease means that engines of different releases must not be paired.
 func NewFacts(sameRelease bool, log *slog.Logger) *Facts {
 	client := enginehttp.New(probeTimeout, func(t *http.Transport) { t.DisableKeepAlives = true })
 	return &Facts{
@@ -56,15 +57,16 @@ func NewFacts(sameRelease bool, log *slog.Logger) *Facts {
 	}
 }
 
-// fill puts what is known into endpoints, and starts to ask those of which nothing is; learnt is told when there is more.
-// Role 0 is that of a pod without a label for it: it takes what its engine says, else otherwise, and is left out until the
-// engine was asked. Engines that are not among specs are forgotten. nil facts know nothing.
+// fill adds what is known to endpoints, and starts to ask those of which nothing is known; learnt is notified when
+// there is more. Role 0 means a pod without a role label: it gets the role that its engine reports, else otherwise,
+// and is left out until the engine was asked. Engines that are not among specs are forgotten. nil Facts change
+// nothing.
 func (f *Facts) fill(ctx context.Context, specs []kvstate.EndpointSpec, otherwise kvstate.Role, learnt chan<- struct{}) (out []kvstate.EndpointSpec) {
 	nothing := &fact{asked: true}
 	if f != nil {
 		f.mu.Lock()
 		defer f.mu.Unlock()
-		f.learnt = learnt
+		f.changed = learnt
 		for _, known := range f.engines {
 			known.wanted = false
 		}
@@ -91,7 +93,7 @@ func (f *Facts) fill(ctx context.Context, specs []kvstate.EndpointSpec, otherwis
 	return out
 }
 
-// of is what is known of an engine. One that is new begins to be asked.
+// of returns what is known of an engine, and starts to ask a new one.
 func (f *Facts) of(ctx context.Context, e kvstate.EndpointSpec) *fact {
 	key := e.Name + " " + e.Addr
 	known := f.engines[key]
@@ -104,13 +106,13 @@ func (f *Facts) of(ctx context.Context, e kvstate.EndpointSpec) *fact {
 	return known
 }
 
-// ask asks one engine until it answers, or nobody wants to know any more.
+// ask asks one engine until it answers, or until it is not wanted any more.
 func (f *Facts) ask(ctx context.Context, known *fact, e *kvstate.Endpoint) {
 	for {
 		select {
 		case f.places <- struct{}{}:
 		case <-ctx.Done():
-			f.forget(known)
+			f.retry(known)
 			return
 		}
 		said, err := guard.Try(ctx, "engine facts", func() (fact, error) { return f.question(ctx, e) })
@@ -122,16 +124,16 @@ func (f *Facts) ask(ctx context.Context, known *fact, e *kvstate.Endpoint) {
 		select {
 		case <-time.After(askAgainEvery):
 		case <-ctx.Done():
-			f.forget(known)
+			f.retry(known)
 			return
 		}
 	}
 }
 
-// note takes an answer in and reports whether to ask again.
+// note records an answer and reports whether to ask again.
 func (f *Facts) note(ctx context.Context, known *fact, said fact, err error) bool {
 	if ctx.Err() != nil {
-		f.forget(known)
+		f.retry(known)
 		return false
 	}
 	f.mu.Lock()
@@ -143,28 +145,28 @@ func (f *Facts) note(ctx context.Context, known *fact, said fact, err error) boo
 		news = true
 	}
 	if news {
-		f.tell()
+		f.notify()
 	}
 	return err != nil && known.wanted
 }
 
-// tell makes the watch that runs now look at its endpoints again. The lock is held.
-func (f *Facts) tell() {
+// notify makes the current watch process its endpoints again. The caller holds the lock.
+func (f *Facts) notify() {
 	select {
-	case f.learnt <- struct{}{}:
-	default: // it was told already
+	case f.changed <- struct{}{}:
+	default: // it was notified already
 	}
 }
 
-// forget lets an engine that was not heard when its watch ended be asked anew, by the watch that came after.
-func (f *Facts) forget(known *fact) {
+// retry lets the next watch ask an engine again that had not answered when its watch ended.
+func (f *Facts) retry(known *fact) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	maps.DeleteFunc(f.engines, func(_ string, other *fact) bool { return other == known && !known.answered })
-	f.tell()
+	f.notify()
 }
 
-// question asks once. An engine that knows neither path says nothing of itself, which is an answer.
+// question asks once. An engine that knows neither path reports nothing, which is an answer.
 func (f *Facts) question(ctx context.Context, e *kvstate.Endpoint) (said fact, err error) {
 	var info struct {
 		Version   string `json:"version"`
@@ -190,7 +192,7 @@ func (f *Facts) question(ctx context.Context, e *kvstate.Endpoint) (said fact, e
 		}
 		break
 	}
-	said.release, _, _ = strings.Cut(info.Version, "+") // builds of one release for different CUDA are alike
+	said.release, _, _ = strings.Cut(info.Version, "+") // builds of one release for different CUDA versions are alike
 	said.bootstrap = info.Bootstrap
 	switch info.Mode {
 	case "prefill":

@@ -17,20 +17,20 @@ import (
 	"tandem/kvstate"
 )
 
-// fileCheckEvery is how often the file is looked at. A ConfigMap's file is a link that is turned over, which watches of
-// the file system miss as often as not; reading a small file is cheap and misses nothing.
+// fileCheckEvery is how often the file is read. A ConfigMap's file is a symbolic link that is replaced, which file
+// system watches often miss; reading a small file is cheap and misses nothing.
 const fileCheckEvery = time.Second
 
-// maxEndpointsFile bounds what is read of the file, in bytes: some 40,000 endpoints.
+// maxEndpointsFile bounds the size of the file, in bytes: some 40,000 endpoints.
 const maxEndpointsFile = 4 << 20
 
-// File is a pool whose endpoints stand in a file of their own, written by whoever starts the engines:
+// File is a pool whose endpoints are listed in a file, written by whatever starts the engines:
 //
 //	endpoints:
 //	- {address: 10.0.1.1:8000, role: prefill, group: a}
 //	- {address: 10.0.2.1:8000, role: decode, group: a, zone: eu-1a, loras: [sql], labels: [tier=gold]}
 //
-// Addresses are ip:port, [ip]:port or name:port; names are resolved, and watched, as configured ones are. A file that
+// Addresses are ip:port, [ip]:port or name:port; names are resolved regularly, as configured ones are. A file that
 // cannot be read changes nothing.
 type File struct {
 	Static
@@ -40,12 +40,12 @@ type File struct {
 	failing bool
 }
 
-// NewFile makes the source of one pool. It writes nothing until Resolve or Run.
+// NewFile returns the source of one pool. It writes nothing until Resolve or Run.
 func NewFile(state *kvstate.State, spec kvstate.PoolSpec, path, scheme string, log *slog.Logger) *File {
 	return &File{Static: *NewStatic(state, spec, nil, log), path: path, scheme: scheme}
 }
 
-// Resolve reads the file, and looks its names up, once.
+// Resolve reads the file and resolves its names, once.
 func (f *File) Resolve(ctx context.Context) {
 	f.read()
 	f.Static.Resolve(ctx)
@@ -69,7 +69,7 @@ func (f *File) Run(ctx context.Context) {
 	}
 }
 
-// read takes the file in and reports whether it changed. What is wrong with it is said once.
+// read reads the file and reports whether it changed. An error is logged once.
 func (f *File) read() bool {
 	text, err := readAtMost(f.path, maxEndpointsFile)
 	if err == nil && bytes.Equal(text, f.seen) {
@@ -103,8 +103,8 @@ func readAtMost(path string, limit int64) ([]byte, error) {
 	return text, err
 }
 
-// ParseEndpoints reads the text of an endpoints file, strictly: an unknown member is an error. It needs at least one
-// endpoint, since a file that was just cut to be written anew is no order to forget them all.
+// ParseEndpoints parses an endpoints file strictly: an unknown member is an error. It requires at least one
+// endpoint, because a file that is being rewritten may be empty for a moment.
 func ParseEndpoints(text []byte, scheme string) ([]kvstate.EndpointSpec, error) {
 	var file struct {
 		Endpoints []struct {

@@ -20,24 +20,24 @@ import (
 	"tandem/kvstate"
 )
 
-// PoolRef names an InferencePool and says what it does not.
+// PoolRef names an InferencePool and adds what the resource does not contain.
 type PoolRef struct {
 	Namespace, Name string
 	Labels          Labels
 }
 
 // InferencePool is a pool whose endpoints an InferencePool of the Gateway API Inference Extension selects
-// (inference.networking.k8s.io/v1: selector.matchLabels of the same namespace, up to eight targetPorts, of which each is an
-// endpoint of every pod, appProtocol). When the resource is deleted its pool is empty.
+// (inference.networking.k8s.io/v1: selector.matchLabels of the same namespace; up to eight targetPorts, each of
+// which is an endpoint of every pod; appProtocol). When the resource is deleted its pool is empty.
 type InferencePool struct {
 	*Kubernetes
 	ref PoolRef
 }
 
-// inferencePools is the resource that is watched, and no other.
+// inferencePools is the watched resource.
 var inferencePools = schema.GroupVersionResource{Group: "inference.networking.k8s.io", Version: "v1", Resource: "inferencepools"}
 
-// NewInferencePool makes the source of one pool, which is there and empty until Run has seen the cluster.
+// NewInferencePool returns the source of one pool, which exists and is empty until Run has seen the cluster.
 func NewInferencePool(state *kvstate.State, spec kvstate.PoolSpec, cluster Cluster, ref PoolRef, log *slog.Logger) *InferencePool {
 	return &InferencePool{Kubernetes: NewKubernetes(state, spec, cluster, Pods{}, log), ref: ref}
 }
@@ -72,7 +72,7 @@ func (i *InferencePool) Run(ctx context.Context) {
 // follow watches the pods that the resource selects now.
 func (i *InferencePool) follow(ctx context.Context, lister cache.GenericLister, watched *podWatch) {
 	object, err := lister.ByNamespace(i.ref.Namespace).Get(i.ref.Name)
-	if err != nil { // the lister's only error: there is none of that name
+	if err != nil { // the lister's only error: no resource of that name
 		i.log.Warn("no such InferencePool", "pool", i.spec.Name, "name", i.ref.Namespace+"/"+i.ref.Name)
 		watched.stop()
 		clear(i.left)
@@ -88,14 +88,15 @@ func (i *InferencePool) follow(ctx context.Context, lister cache.GenericLister, 
 	watched.follow(ctx, pods)
 }
 
-// podWatch is the watch of pods that runs, if one does.
+// podWatch is the current watch of pods, if any.
 type podWatch struct {
 	source *Kubernetes
 	pods   Pods
 	end    func() // nil: none runs
 }
 
-// follow replaces the watch, if it is for other pods. The pool keeps its endpoints until the new one has seen the cluster.
+// follow replaces the watch if other pods are selected. The pool keeps its endpoints until the new watch has seen
+// the cluster.
 func (w *podWatch) follow(ctx context.Context, pods Pods) {
 	if w.end != nil && reflect.DeepEqual(w.pods, pods) {
 		return
@@ -127,7 +128,7 @@ type inferencePool struct {
 	} `json:"spec"`
 }
 
-// readInferencePool turns the resource into the pods it selects.
+// readInferencePool returns the pods that the resource selects.
 func readInferencePool(object runtime.Object, ref PoolRef) (Pods, error) {
 	raw, ok := object.(*unstructured.Unstructured)
 	if !ok {

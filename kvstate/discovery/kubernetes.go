@@ -19,14 +19,14 @@ import (
 	"tandem/kvstate"
 )
 
-// Cluster is a way into a Kubernetes API server.
+// Cluster is a client of a Kubernetes API server.
 type Cluster struct {
 	Typed   kubernetes.Interface
 	Dynamic dynamic.Interface
 }
 
-// Connect makes a Cluster: of the pod's own service account where there is one, else of $KUBECONFIG or ~/.kube/config. It
-// does not talk to the server yet.
+// Connect returns a Cluster with the pod's own service account if there is one, else with $KUBECONFIG or
+// ~/.kube/config. It does not contact the server.
 func Connect() (Cluster, error) {
 	config, err := rest.InClusterConfig()
 	if err != nil {
@@ -45,20 +45,20 @@ func Connect() (Cluster, error) {
 	return Cluster{typed, dyn}, err
 }
 
-// Pods says which pods of a cluster are a pool's endpoints.
+// Pods selects the pods that are a pool's endpoints.
 type Pods struct {
 	Namespace string // required
-	Selector  string // of labels, as kubectl -l takes it; required
+	Selector  string // a label selector, as for kubectl -l; required
 	Ports     []int  // 1 to MaxPorts
 	Scheme    string
 	Labels    Labels
 }
 
-// settle is how long a change may wait for others that come with it: a rollout is hundreds of events.
+// settle is how long a change may wait for others: a rollout is hundreds of events.
 const settle = 20 * time.Millisecond
 
-// Kubernetes is a pool whose endpoints are the ready pods that labels select. It watches (an informer with list and watch on
-// pods, nothing else); a server that cannot be reached changes nothing.
+// Kubernetes is a pool whose endpoints are the ready pods that labels select. It uses an informer (list and watch
+// of pods only); a server that cannot be reached changes nothing.
 type Kubernetes struct {
 	target
 	cluster Cluster
@@ -69,17 +69,17 @@ type Kubernetes struct {
 	once    sync.Once
 }
 
-// NewKubernetes makes the source of one pool, which is there and empty until Run has seen the cluster.
+// NewKubernetes returns the source of one pool, which exists and is empty until Run has seen the cluster.
 func NewKubernetes(state *kvstate.State, spec kvstate.PoolSpec, cluster Cluster, pods Pods, log *slog.Logger) *Kubernetes {
 	k := &Kubernetes{target: target{state: state, spec: spec, log: log}, cluster: cluster, pods: pods, left: departures{}, synced: make(chan struct{})}
 	k.state.SetPool(spec, nil)
 	return k
 }
 
-// Ask takes from engines what labels do not say of them. Before Run.
+// Ask adds what engines report of themselves. Call it before Run.
 func (k *Kubernetes) Ask(facts *Facts) { k.facts = facts }
 
-// Synced is closed when the pool was first written from what the cluster says.
+// Synced is closed when the pool was first written from the cluster's state.
 func (k *Kubernetes) Synced() <-chan struct{} { return k.synced }
 
 // Run watches until ctx ends.
@@ -122,12 +122,12 @@ func (k *Kubernetes) watchPods(ctx context.Context, pods Pods) {
 	}
 }
 
-// watchChanges makes an informer say in changed that something did.
+// watchChanges makes an informer signal its changes to changed.
 func watchChanges(_ context.Context, informer cache.SharedIndexInformer, log *slog.Logger, changed chan<- struct{}) error {
 	tell := func() {
 		select {
 		case changed <- struct{}{}:
-		default: // it is said already
+		default: // signalled already
 		}
 	}
 	if err := informer.SetWatchErrorHandler(func(_ *cache.Reflector, err error) {
@@ -141,8 +141,8 @@ func watchChanges(_ context.Context, informer cache.SharedIndexInformer, log *sl
 	return err
 }
 
-// next waits for a change, and a little longer for those that come with it, or until so long has passed, if that is not 0;
-// false when ctx ends.
+// next waits for a change, plus a little for those that follow at once, or until the time at (if not 0); false when
+// ctx ends.
 func next(ctx context.Context, changed <-chan struct{}, at time.Duration) bool {
 	var passed <-chan time.Time
 	if at > 0 {
@@ -163,7 +163,7 @@ func next(ctx context.Context, changed <-chan struct{}, at time.Duration) bool {
 	}
 }
 
-// essentials keeps of a pod what is read here: a fleet's pods are megabytes otherwise.
+// essentials drops the parts of a pod that are not read: a fleet's pods would take megabytes.
 func essentials(object any) (any, error) {
 	pod, ok := object.(*corev1.Pod)
 	if !ok {

@@ -158,7 +158,7 @@ func TestKubernetes(t *testing.T) {
 		later()
 		require.Equal(t, []string{"prefill 10.0.0.1:8000", "prefill 10.0.0.1:8001", "decode 10.0.0.3:8000 draining", "decode 10.0.0.3:8001 draining"}, shown(s),
 			"one is gone for good, the other may still be fetched from")
-		time.Sleep(lingerFor - 2*time.Second)
+		time.Sleep(drainFor - 2*time.Second)
 		require.Len(t, shown(s), 4)
 		time.Sleep(2 * time.Second)
 		require.Equal(t, []string{"prefill 10.0.0.1:8000", "prefill 10.0.0.1:8001"}, shown(s))
@@ -214,7 +214,7 @@ func TestInferencePool(t *testing.T) {
 		require.Equal(t, []string{"decode 10.0.0.1:8000", "decode 10.0.0.1:8001"}, shown(s), "another rank")
 		change(inferencePoolObject("sglang", 8000))
 		require.Equal(t, []string{"decode 10.0.0.2:8000", "decode 10.0.0.1:8000 draining", "decode 10.0.0.1:8001 draining"}, shown(s), "another selector")
-		time.Sleep(lingerFor)
+		time.Sleep(drainFor)
 		require.Equal(t, []string{"decode 10.0.0.2:8000"}, shown(s))
 		change(inferencePoolObject("sglang", 99999))
 		require.Equal(t, []string{"decode 10.0.0.2:8000"}, shown(s), "what makes no sense changes nothing")

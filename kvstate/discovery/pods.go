@@ -12,18 +12,19 @@ import (
 	"tandem/kvstate"
 )
 
-// MaxPorts is how many ports a pod may have engines on: as many as an InferencePool has targetPorts.
+// MaxPorts is the largest number of engine ports of a pod: the limit of an InferencePool's targetPorts.
 const MaxPorts = 8
 
-// podPool is how pods become endpoints.
+// podPool turns pods into endpoints.
 type podPool struct {
-	ports  []int // each is an endpoint of its own: data-parallel ranks of one pod
+	ports  []int // each is an endpoint: data-parallel ranks of one pod
 	scheme string
 	labels Labels
 }
 
-// endpoints are those of the pods that are ready, and of those that are on their way out and still answer. They stand in
-// the pods' order of names, so that one state of the cluster is one list. Role is 0 where no label says one.
+// endpoints returns the endpoints of the pods that are ready, and of terminating ones that still answer, in the
+// order of the pods' names, so that equal states of the cluster yield equal lists. Role is 0 for pods without a
+// role label.
 func (p *podPool) endpoints(pods []*corev1.Pod) []kvstate.EndpointSpec {
 	slices.SortFunc(pods, func(a, b *corev1.Pod) int {
 		return cmp.Or(cmp.Compare(a.Namespace, b.Namespace), cmp.Compare(a.Name, b.Name))
@@ -46,7 +47,7 @@ func (p *podPool) endpoints(pods []*corev1.Pod) []kvstate.EndpointSpec {
 	return out
 }
 
-// portsOf are the ports of a pod's engines: the one its label names, else the configured ones.
+// portsOf returns the ports of a pod's engines: the one in its label, else the configured ones.
 func (p *podPool) portsOf(pod *corev1.Pod) []int {
 	if p.labels.Port != "" {
 		if n, err := strconv.ParseUint(pod.Labels[p.labels.Port], 10, 16); err == nil && n > 0 {
@@ -56,7 +57,7 @@ func (p *podPool) portsOf(pod *corev1.Pod) []int {
 	return p.ports
 }
 
-// serves reports whether a pod answers: it is ready, or it is on its way out and its engine still runs, since a pod that is
+// serves reports whether a pod answers: it is ready, or it is terminating and its engine still runs. A pod that is
 // being deleted loses its readiness before its work is done.
 func serves(pod *corev1.Pod) bool {
 	if pod.Status.Phase != corev1.PodRunning {

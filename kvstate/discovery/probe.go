@@ -17,20 +17,20 @@ import (
 	"tandem/kvstate/enginehttp"
 )
 
-// How often endpoints are asked, and how long they may take.
+// How often endpoints are asked, and their timeout.
 const (
-	probeFailedEvery = 500 * time.Millisecond // GET /health of those that are left out; give or take a fifth
+	probeFailedEvery = 500 * time.Millisecond // GET /health of failed endpoints; ± a fifth
 	askModelsEvery   = 10 * time.Second       // GET /v1/models until known ...
 	knownModelsEvery = time.Minute            // ... and after
 	probeTimeout     = time.Second
-	checkBusyEvery   = 2 * time.Second // GET /health of those that have requests
-	maxMissed        = 3               // such checks in a row that an endpoint may leave unanswered, at once after each other
+	checkBusyEvery   = 2 * time.Second // GET /health of endpoints with requests
+	maxMissed        = 3               // consecutive checks that an endpoint may leave unanswered
 	maxModels        = 1 << 20         // bytes of an answer that are read
 )
 
-// Prober asks endpoints how they are. A failed endpoint comes back with the first good answer. A good one is asked while it has requests:
-// one that has stopped fails none of them, but keeps them. It is left out when it refuses, says that it is not well, or leaves several
-// checks unanswered, since an engine may stall for a second.
+// Prober checks endpoints. A failed endpoint recovers with its first good answer. A good one is checked while it
+// has requests: a stopped engine does not fail its requests, but holds them. It is marked as failed if it refuses,
+// reports that it is unhealthy, or leaves several checks unanswered, since an engine may stall for a second.
 type Prober struct {
 	state  *kvstate.State
 	log    *slog.Logger
@@ -38,14 +38,14 @@ type Prober struct {
 
 	mu     sync.Mutex
 	asked  map[*kvstate.Endpoint]time.Time // for models
-	busy   map[*kvstate.Endpoint]bool      // likewise, now
-	check  map[*kvstate.Endpoint]bool      // is checked now
-	health map[*kvstate.Endpoint]time.Time // when one that has requests is checked again
+	busy   map[*kvstate.Endpoint]bool      // being asked for models
+	check  map[*kvstate.Endpoint]bool      // being checked
+	health map[*kvstate.Endpoint]time.Time // when an endpoint with requests is checked again
 
 	checks chan *kvstate.Endpoint
 }
 
-// NewProber makes a prober of all endpoints of a state.
+// NewProber returns a prober of all endpoints of a state.
 func NewProber(state *kvstate.State, log *slog.Logger) *Prober {
 	return &Prober{
 		state: state, log: log,
@@ -55,15 +55,16 @@ func NewProber(state *kvstate.State, log *slog.Logger) *Prober {
 	}
 }
 
-// Run probes until ctx ends. One that hangs keeps no other from beginning: an endpoint that is left out is asked at least once a
-// second, and since each has a second to be answered at most three are under way.
+// Run probes until ctx ends. A hanging endpoint does not delay others: a failed endpoint is asked at least once a
+// second, and each probe has a timeout of a second, so at most three are in progress.
 func (p *Prober) Run(ctx context.Context) {
 	var probes sync.WaitGroup
 	defer probes.Wait()
 	for {
 		pause := probeFailedEvery*4/5 + rand.N(probeFailedEvery*2/5) // replicas do not ask in step
 		if !p.round(ctx, &probes) {
-			pause += probeFailedEvery * 4 / 5 // in all, less than the second that one which fails now may have to wait
+			// in all, less than the second that an endpoint failing now may have to wait
+			pause += probeFailedEvery * 4 / 5
 		}
 		if !p.wait(ctx, pause, &probes) {
 			return
@@ -71,7 +72,7 @@ func (p *Prober) Run(ctx context.Context) {
 	}
 }
 
-// wait starts the checks that are asked for until a pause is over; false when ctx has ended.
+// wait starts requested checks until a pause is over; false when ctx has ended.
 func (p *Prober) wait(ctx context.Context, pause time.Duration, probes *sync.WaitGroup) bool {
 	over := time.NewTimer(pause)
 	defer over.Stop()
@@ -90,10 +91,10 @@ func (p *Prober) wait(ctx context.Context, pause time.Duration, probes *sync.Wai
 	}
 }
 
-// maxChecks is how many checks may wait to begin; the request that asks for one more tries its luck.
+// maxChecks is how many checks may wait to begin; further ones are dropped.
 const maxChecks = 256
 
-// Check asks an endpoint now how it is, and marks it as failed if it does not answer or answers that it is not well. It does not wait.
+// Check checks an endpoint now, and marks it as failed if it does not answer or is unhealthy. It does not wait.
 func (p *Prober) Check(e *kvstate.Endpoint) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -117,7 +118,7 @@ func (p *Prober) checkHealth(ctx context.Context, e *kvstate.Endpoint) {
 	}
 }
 
-// round starts what is due, and reports whether any endpoint is left out.
+// round starts the probes that are due, and reports whether any endpoint has failed.
 func (p *Prober) round(ctx context.Context, probes *sync.WaitGroup) (failed bool) {
 	now := time.Now()
 	seen := map[*kvstate.Endpoint]bool{}
@@ -152,7 +153,7 @@ func (p *Prober) round(ctx context.Context, probes *sync.WaitGroup) (failed bool
 	return failed
 }
 
-// healthDue reports whether an endpoint has requests and has to be checked, and notes when it has to be again.
+// healthDue reports whether an endpoint has requests and must be checked, and schedules the next check.
 func (p *Prober) healthDue(e *kvstate.Endpoint, now time.Time) bool {
 	if requests, _ := e.Load(); requests == 0 {
 		return false
@@ -162,11 +163,11 @@ func (p *Prober) healthDue(e *kvstate.Endpoint, now time.Time) bool {
 	if now.Before(p.health[e]) {
 		return false
 	}
-	p.health[e] = now.Add(checkBusyEvery + maxMissed*probeTimeout) // it ends sooner where the endpoint answers
+	p.health[e] = now.Add(checkBusyEvery + maxMissed*probeTimeout) // earlier if the endpoint answers
 	return true
 }
 
-// checkBusy checks an endpoint that has requests.
+// checkBusy checks an endpoint with requests.
 func (p *Prober) checkBusy(ctx context.Context, e *kvstate.Endpoint) {
 	for missed := 1; !e.Failed() && ctx.Err() == nil; missed++ {
 		status, _, err := p.get(ctx, e, "/health")
@@ -223,8 +224,8 @@ func (p *Prober) forget(seen map[*kvstate.Endpoint]bool) {
 	}
 }
 
-// probeHealth asks whether an endpoint is back. vLLM answers 503 while its engine is dead (api_server.py); any answer
-// below 500 is one of a living server, also of one that knows no /health.
+// probeHealth checks whether an endpoint has recovered. vLLM answers 503 while its engine is dead (api_server.py);
+// any answer below 500 comes from a live server, even if it has no /health.
 func (p *Prober) probeHealth(ctx context.Context, e *kvstate.Endpoint) {
 	status, _, err := p.get(ctx, e, "/health")
 	if err == nil && status < http.StatusInternalServerError {

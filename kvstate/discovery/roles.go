@@ -8,7 +8,7 @@ import (
 	"tandem/kvstate"
 )
 
-// Labels say how a pod's labels are read.
+// Labels defines how pods' labels are read.
 type Labels struct {
 	Role    string   // the label that holds the role
 	Prefill []string // its values: prefill ...
@@ -17,10 +17,9 @@ type Labels struct {
 	Group   string   // the label whose value is the group; "": no groups
 	Port    string   // the label that holds the engine's port; "": the configured ports
 	Zone    string   // the label whose value is the zone; "": zones are not known
-	Keep    []string // labels that the endpoint bears too, for requests to ask for
+	Keep    []string // labels that the endpoint gets too, for requests to ask for
 
-	// Default is the role of pods whose label is missing, unless their engine says one, or says something else. 0: such pods
-	// are left out.
+	// Default is the role of pods without the label, unless their engine reports one. 0: such pods are left out.
 	Default kvstate.Role
 }
 
@@ -49,7 +48,7 @@ func Conventions(name string) (Labels, error) {
 	return l, nil
 }
 
-// kept are those of a pod's labels that its endpoints bear, as an endpoint has them.
+// kept returns a pod's labels that its endpoints get, in the form of an endpoint's.
 func (l *Labels) kept(labels map[string]string) string {
 	var out []string
 	for _, name := range l.Keep {
@@ -60,7 +59,7 @@ func (l *Labels) kept(labels map[string]string) string {
 	return strings.Join(out, ",")
 }
 
-// role reads a pod's role; 0 for a pod that has none. said is false where there is no label to say it.
+// role returns a pod's role; 0 if it has none. said is false if it has no role label.
 func (l *Labels) role(labels map[string]string) (role kvstate.Role, said bool) {
 	value, said := labels[l.Role]
 	switch {
@@ -72,7 +71,7 @@ func (l *Labels) role(labels map[string]string) (role kvstate.Role, said bool) {
 		return kvstate.RoleDecode, true
 	case slices.Contains(l.Both, value):
 		return kvstate.RoleBoth, true
-	case value == "encode": // as llm-d has it; elsewhere nobody calls another engine so
+	case value == "encode": // as in llm-d; no other system uses the value for another engine
 		return kvstate.RoleEncode, true
 	}
 	return l.Default, true

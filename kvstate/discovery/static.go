@@ -12,7 +12,7 @@ import (
 	"tandem/kvstate"
 )
 
-// resolveEvery is how often names are looked up again, and resolveTimeout how long one look-up may take.
+// resolveEvery is how often names are resolved again, resolveTimeout the timeout of one lookup.
 const (
 	resolveEvery   = 5 * time.Second
 	resolveTimeout = 2 * time.Second
@@ -23,11 +23,11 @@ type Static struct {
 	target
 	configured []kvstate.EndpointSpec // Name set, Addr not
 	known      map[string][]string    // by host: the last good answer
-	failing    map[string]bool        // hosts whose last answer was none
+	failing    map[string]bool        // hosts whose last lookup failed
 	lookup     func(ctx context.Context, host string) ([]netip.Addr, error)
 }
 
-// NewStatic makes the source of one pool. It writes nothing until Resolve or Run.
+// NewStatic returns the source of one pool. It writes nothing until Resolve or Run.
 func NewStatic(state *kvstate.State, spec kvstate.PoolSpec, configured []kvstate.EndpointSpec, log *slog.Logger) *Static {
 	return &Static{
 		target:     target{state: state, spec: spec, log: log},
@@ -64,8 +64,8 @@ func (s *Static) hasNames() bool {
 	})
 }
 
-// Resolve looks every name up once and writes the pool if anything changed. A name with several addresses is several
-// endpoints; one that cannot be looked up keeps the addresses it had.
+// Resolve resolves every name once and writes the pool if anything changed. A name with several addresses is
+// several endpoints; one that cannot be resolved keeps its addresses.
 func (s *Static) Resolve(ctx context.Context) {
 	s.lookUp(ctx)
 	var next []kvstate.EndpointSpec
@@ -87,15 +87,15 @@ func (s *Static) Resolve(ctx context.Context) {
 	s.write(next)
 }
 
-// answer is what came of one look-up.
+// answer is the result of one lookup.
 type answer struct {
 	host string
 	ips  []netip.Addr
 	err  error
 }
 
-// lookUp asks for every host once, all at the same time, so that it takes no longer than the slowest, and notes good
-// answers in known.
+// lookUp resolves all hosts concurrently, so that it takes no longer than the slowest, and stores good answers in
+// known.
 func (s *Static) lookUp(ctx context.Context) {
 	ctx, cancel := context.WithTimeout(ctx, resolveTimeout)
 	defer cancel()
@@ -117,7 +117,7 @@ func (s *Static) lookUp(ctx context.Context) {
 	}
 }
 
-// note keeps a good answer. A bad one is said once, until it is good again.
+// note stores a good answer. A failure is logged once, until the next good answer.
 func (s *Static) note(a answer) {
 	if a.err != nil || len(a.ips) == 0 {
 		if !s.failing[a.host] {
@@ -133,11 +133,11 @@ func (s *Static) note(a answer) {
 	s.known[a.host] = addresses(a.ips)
 }
 
-// maxAddresses bounds what one name may stand for.
+// maxAddresses bounds the addresses of one name.
 const maxAddresses = 1024
 
-// addresses are those of an answer, in order. Where a name has addresses of both families it has each engine twice
-// (localhost, dual-stack pods): the IPv4 ones count.
+// addresses returns the addresses of an answer, in order. A name with addresses of both families has each engine
+// twice (localhost, dual-stack pods), so only the IPv4 ones count.
 func addresses(ips []netip.Addr) []string {
 	var v4, v6 []string
 	for _, ip := range ips {
@@ -156,8 +156,8 @@ func addresses(ips []netip.Addr) []string {
 	return out[:min(len(out), maxAddresses)]
 }
 
-// Replace makes the source that takes the place of s, with other endpoints or another spec. It goes on with the answers
-// that s had, so that a name which cannot be looked up just now keeps its addresses. s must not be running.
+// Replace returns the source that replaces s, with other endpoints or another spec. It keeps the answers of s, so
+// that a name which cannot be resolved now keeps its addresses. s must not be running.
 func (s *Static) Replace(spec kvstate.PoolSpec, configured []kvstate.EndpointSpec) *Static {
 	next := *s
 	next.spec, next.configured, next.current = spec, configured, nil

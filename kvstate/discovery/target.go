@@ -16,7 +16,7 @@ type target struct {
 	written bool
 }
 
-// write gives the pool its endpoints, if they are others than those it has.
+// write sets the pool's endpoints, if they have changed.
 func (t *target) write(next []kvstate.EndpointSpec) {
 	if t.written && slices.Equal(t.current, next) {
 		return

@@ -1,6 +1,6 @@
-// Package enginehttp is how Tandem itself talks to engines over HTTP, beside the requests that Envoy carries: probes, metrics,
-// token ids, cleanup decodes, and the prefill hop where no Envoy can make it. It knows an endpoint's scheme, follows no
-// redirect to somewhere else, and leaves deadlines and what is sent to its callers.
+// Package enginehttp is the HTTP client for Tandem's own calls to engines: probes, metrics, token ids, cleanup
+// decodes, and the prefill hop if Envoy does not make it. It uses the endpoint's scheme and follows no redirect to
+// another host. Callers set deadlines and content.
 package enginehttp
 
 import (
@@ -22,8 +22,8 @@ const maxHeaders = 64 << 10
 // Client speaks HTTP/1, HTTP/2 without TLS (scheme h2c) and TLS. It is safe for concurrent use.
 type Client struct{ plain, h2c, secure *http.Client }
 
-// New returns a client whose calls take at most timeout, 0 meaning as long as their contexts; tune sets what is the caller's
-// to say of the connections.
+// New returns a client whose calls take at most timeout; 0 means as long as their contexts. tune sets the caller's
+// options of the transport.
 func New(timeout time.Duration, tune func(*http.Transport)) *Client {
 	client := func(t *http.Transport) *http.Client {
 		t.MaxResponseHeaderBytes = maxHeaders
@@ -50,19 +50,19 @@ func over(t http.RoundTripper, timeout time.Duration) *http.Client {
 	return &http.Client{Transport: t, Timeout: timeout, CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse }}
 }
 
-// CloseIdle closes the connections that are not in use.
+// CloseIdle closes unused connections.
 func (c *Client) CloseIdle() {
 	for _, one := range []*http.Client{c.plain, c.h2c, c.secure} {
 		one.CloseIdleConnections()
 	}
 }
 
-// Get asks an endpoint for a path.
+// Get requests a path of an endpoint.
 func (c *Client) Get(ctx context.Context, e *kvstate.Endpoint, path string) (*http.Response, error) {
 	return c.do(ctx, e, http.MethodGet, path, nil, nil)
 }
 
-// Post sends JSON to a path of an endpoint. More headers may be given.
+// Post sends JSON to a path of an endpoint, with additional headers.
 func (c *Client) Post(ctx context.Context, e *kvstate.Endpoint, path string, body []byte, header http.Header) (*http.Response, error) {
 	return c.do(ctx, e, http.MethodPost, path, body, header)
 }

@@ -9,14 +9,14 @@ import (
 	"github.com/vmihailenco/msgpack/v5"
 )
 
-// MaxID is the longest req_id that is taken, in bytes. Ours have 32.
+// MaxID is the largest accepted length of a req_id, in bytes. Ours have 32.
 const MaxID = 128
 
 var errNotANotice = errors.New("not a notice")
 
-// Parse reads one message: a msgpack map with "type" and "req_id", in any order and beside anything else. The type is
-// NixlProxyNotif in LMCache 0.3.5 and ProxyNotif from 0.3.7; whatever ends like that will do. AllocRequest, CancelNotif
-// and what else LMCache has are no notices.
+// Parse parses one message: a msgpack map with "type" and "req_id", in any order and among other members. The type
+// is NixlProxyNotif in LMCache 0.3.5 and ProxyNotif from 0.3.7; any type with that ending is accepted.
+// AllocRequest, CancelNotif and LMCache's other messages are not notifications.
 func Parse(message []byte) (id string, err error) {
 	d := msgpack.NewDecoder(bytes.NewReader(message))
 	n, err := d.DecodeMapLen()

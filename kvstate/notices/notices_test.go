@@ -72,7 +72,7 @@ func FuzzParse(f *testing.F) {
 // would take some.
 func TestBoard(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		b := NewBoard(time.Minute, 0)
+		b := NewWaiters(time.Minute, 0)
 		ctx, cancel := context.WithCancel(t.Context())
 		go b.Run(ctx)
 		defer func() { cancel(); synctest.Wait() }()
@@ -109,22 +109,22 @@ func TestBoard(t *testing.T) {
 		require.Empty(t, b.order)
 		require.Equal(t, Counts{Received: 7, Unwanted: 1, First: 2, Woken: 2, Missed: 1}, b.Counts())
 
-		b.Told("elsewhere") // received by another replica
+		b.ArrivedAtReplica("elsewhere") // received by another replica
 		require.True(t, wait("elsewhere", 1))
-		time.AfterFunc(time.Second, func() { b.Told("elsewhere, during") })
+		time.AfterFunc(time.Second, func() { b.ArrivedAtReplica("elsewhere, during") })
 		require.True(t, wait("elsewhere, during", 1))
-		b.Told("nobody's")
-		b.Told("nobody's")
+		b.ArrivedAtReplica("nobody's")
+		b.ArrivedAtReplica("nobody's")
 		b.Ignored()
 		time.Sleep(2 * time.Minute)
-		require.Equal(t, Counts{Received: 7, Told: 4, Ignored: 1, Unwanted: 2, First: 3, Woken: 3, Missed: 1}, b.Counts(), "an id that nobody wants counts once")
+		require.Equal(t, Counts{Received: 7, Forwarded: 4, Ignored: 1, Unwanted: 2, First: 3, Woken: 3, Missed: 1}, b.Counts(), "an id that nobody wants counts once")
 	})
 }
 
 // A flood of ids that nobody waits for takes no more than its share, and does not end a wait.
 func TestBoardIsBounded(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		b := NewBoard(time.Minute, 100)
+		b := NewWaiters(time.Minute, 100)
 		done := make(chan bool)
 		go func() { done <- b.Wait(t.Context(), "mine", 1) }()
 		synctest.Wait()
@@ -145,7 +145,7 @@ func TestServe(t *testing.T) {
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	require.NoError(t, err)
 	ctx, cancel := context.WithCancel(context.Background())
-	b := NewBoard(0, 0)
+	b := NewWaiters(0, 0)
 	ended := make(chan error, 1)
 	var told []string // to other replicas
 	go func() {

@@ -9,9 +9,9 @@ import (
 	"tandem/internal/zmtp"
 )
 
-// Serve receives notices on l, a PULL socket that engines push at, until ctx ends. tell is called with each, for other
-// replicas of Tandem, where the leg may be that waits for it; nil: there are none.
-func Serve(ctx context.Context, l net.Listener, b *Board, tell func(id string), log *slog.Logger) error {
+// Serve receives notifications on l, a PULL socket that engines send to, until ctx ends. It calls tell with each,
+// for other replicas, where the waiting leg may be; nil: there are none.
+func Serve(ctx context.Context, l net.Listener, b *Waiters, tell func(id string), log *slog.Logger) error {
 	s := zmtp.Server{Kind: zmtp.Pull, Log: log, Handle: zmtp.Receive(func(frames [][]byte) {
 		if len(frames) != 1 {
 			b.Ignored()

@@ -1,12 +1,14 @@
-// Package registrations is where engines register that have to be found by an address of their own: vLLM's P2pNcclConnector
-// sends a message every 3 s, from a ZeroMQ DEALER socket to the proxy's ROUTER, which says what it is and where.
+// Package registrations receives the registrations of engines that must be found by an address of their own: vLLM's
+// P2pNcclConnector sends a message every 3 s, from a ZeroMQ DEALER socket to the proxy's ROUTER, with its role and
+// addresses.
 //
 //	frames   identity, msgpack map
 //	type "P" or "D", http_address "10.0.1.2:20001", zmq_address "10.0.1.2:21001"
 //
-// Nothing is ever sent back. Read from vllm/distributed/kv_transfer/kv_connector/v1/p2p/p2p_nccl_engine.py and
-// examples/disaggregated/p2p_nccl_xpyd/disagg_proxy_p2p_nccl_xpyd.py of vLLM 0.22.1. Whoever reaches the socket can name
-// any address, so it belongs on a network of the engines' own; what is taken in is bounded, and forgotten without beats.
+// Nothing is sent back. Read from vllm/distributed/kv_transfer/kv_connector/v1/p2p/p2p_nccl_engine.py and
+// examples/disaggregated/p2p_nccl_xpyd/disagg_proxy_p2p_nccl_xpyd.py of vLLM 0.22.1. Whoever reaches the socket can
+// register any address, so it belongs on a network of the engines' own. Registrations are bounded, and expire if
+// they are not repeated.
 package registrations
 
 import (
@@ -24,39 +26,40 @@ import (
 	"tandem/internal/zmtp"
 )
 
-// Beat is one engine's registration.
-type Beat struct {
-	Type string // P, D, or what the engine calls itself
-	HTTP string // ip:port of its API, by which the configuration knows it
+// Registration is one engine's message.
+type Registration struct {
+	Type string // P, D, or another name of the engine's
+	HTTP string // ip:port of its API, which the configuration names
 	ZMQ  netip.AddrPort
 }
 
-// Bounds of what is taken in.
+// Bounds of what is stored.
 const (
-	maxBeatBytes = 4 << 10
-	maxEngines   = 16 << 10
-	goneAfter    = 10 * time.Second // three beats
-	sweepEvery   = time.Second
+	maxBytes    = 4 << 10
+	maxEngines  = 16 << 10
+	expireAfter = 10 * time.Second // three messages
+	sweepEvery  = time.Second
 )
 
-// Listener is the socket and who has registered.
+// Listener is the socket and the registered engines.
 type Listener struct {
-	came func(Beat)
-	gone func(http string)
-	log  *slog.Logger
+	registered func(Registration)
+	expired    func(http string)
+	log        *slog.Logger
 
-	telling sync.Mutex // held while came is called
+	telling sync.Mutex // held while registered is called
 
 	mu   sync.Mutex
 	last map[string]time.Time // by HTTP address
 }
 
-// New makes a listener. came is called for every beat, one at a time, gone once for an engine that has stopped; neither may block.
-func New(came func(Beat), gone func(http string), log *slog.Logger) *Listener {
-	return &Listener{came: came, gone: gone, log: log, last: map[string]time.Time{}}
+// New returns a listener. It calls registered for every message, one at a time, and expired once for an engine
+// whose messages have stopped; neither may block.
+func New(came func(Registration), gone func(http string), log *slog.Logger) *Listener {
+	return &Listener{registered: came, expired: gone, log: log, last: map[string]time.Time{}}
 }
 
-// Run listens on ip:port until ctx ends. An error means that the address cannot be listened on.
+// Run listens on ip:port until ctx ends. It returns an error if it cannot listen on the address.
 func (l *Listener) Run(ctx context.Context, addr string) error {
 	var listen net.ListenConfig
 	socket, err := listen.Listen(ctx, "tcp", addr)
@@ -75,7 +78,7 @@ func (l *Listener) Run(ctx context.Context, addr string) error {
 	return nil
 }
 
-// take takes one message in. What is not understood is left out: other messages than beats may come.
+// take handles one message. Unknown messages are ignored.
 func (l *Listener) take(frame []byte) {
 	b, err := read(frame)
 	if err != nil {
@@ -96,17 +99,17 @@ func (l *Listener) take(frame []byte) {
 	case !known:
 		l.log.Info("engine registered", "type", b.Type, "http", b.HTTP, "zmq", b.ZMQ)
 	}
-	l.telling.Lock() // connections are read at the same time
+	l.telling.Lock() // connections are read concurrently
 	defer l.telling.Unlock()
-	l.came(b)
+	l.registered(b)
 }
 
-var errBeat = errors.New("not a beat")
+var errMessage = errors.New("not a beat")
 
-// read decodes a beat.
-func read(frame []byte) (Beat, error) {
-	if len(frame) > maxBeatBytes {
-		return Beat{}, fmt.Errorf("%w: %d bytes", errBeat, len(frame))
+// read decodes a registration.
+func read(frame []byte) (Registration, error) {
+	if len(frame) > maxBytes {
+		return Registration{}, fmt.Errorf("%w: %d bytes", errMessage, len(frame))
 	}
 	var said struct {
 		Type string `msgpack:"type"`
@@ -114,17 +117,17 @@ func read(frame []byte) (Beat, error) {
 		ZMQ  string `msgpack:"zmq_address"`
 	}
 	if err := msgpack.Unmarshal(frame, &said); err != nil {
-		return Beat{}, fmt.Errorf("%w: %w", errBeat, err)
+		return Registration{}, fmt.Errorf("%w: %w", errMessage, err)
 	}
 	http, err := netip.ParseAddrPort(said.HTTP)
 	if err != nil {
-		return Beat{}, fmt.Errorf("%w: http_address: %w", errBeat, err)
+		return Registration{}, fmt.Errorf("%w: http_address: %w", errMessage, err)
 	}
 	zmq, err := netip.ParseAddrPort(said.ZMQ)
 	if err != nil || zmq.Port() == 0 {
-		return Beat{}, fmt.Errorf("%w: zmq_address %.60q is no ip:port", errBeat, said.ZMQ)
+		return Registration{}, fmt.Errorf("%w: zmq_address %.60q is no ip:port", errMessage, said.ZMQ)
 	}
-	return Beat{Type: said.Type, HTTP: http.String(), ZMQ: zmq}, nil
+	return Registration{Type: said.Type, HTTP: http.String(), ZMQ: zmq}, nil
 }
 
 func (l *Listener) sweepUntil(ctx context.Context) {
@@ -135,20 +138,20 @@ func (l *Listener) sweepUntil(ctx context.Context) {
 		case <-ctx.Done():
 			return
 		case now := <-tick.C:
-			for _, http := range l.silent(now) {
+			for _, http := range l.expire(now) {
 				l.log.Warn("engine has stopped registering", "http", http)
-				l.gone(http)
+				l.expired(http)
 			}
 		}
 	}
 }
 
-// silent are the engines without a beat for long; they are forgotten.
-func (l *Listener) silent(now time.Time) (out []string) {
+// expire removes and returns the engines without recent messages.
+func (l *Listener) expire(now time.Time) (out []string) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	for http, last := range l.last {
-		if now.Sub(last) > goneAfter {
+		if now.Sub(last) > expireAfter {
 			delete(l.last, http)
 			out = append(out, http)
 		}

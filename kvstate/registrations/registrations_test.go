@@ -25,10 +25,10 @@ func TestRead(t *testing.T) {
 	require.NoError(t, err)
 	b, err := read(frame)
 	require.NoError(t, err)
-	require.Equal(t, Beat{"P", "10.0.1.2:20001", netip.MustParseAddrPort("10.0.1.2:21001")}, b)
-	for _, bad := range [][]byte{nil, {0x80}, {0xc0}, frame[:20], []byte("hello"), make([]byte, maxBeatBytes+1), append([]byte{0x93}, frame...)} {
+	require.Equal(t, Registration{"P", "10.0.1.2:20001", netip.MustParseAddrPort("10.0.1.2:21001")}, b)
+	for _, bad := range [][]byte{nil, {0x80}, {0xc0}, frame[:20], []byte("hello"), make([]byte, maxBytes+1), append([]byte{0x93}, frame...)} {
 		_, err := read(bad)
-		require.ErrorIs(t, err, errBeat)
+		require.ErrorIs(t, err, errMessage)
 	}
 }
 
@@ -49,8 +49,8 @@ func FuzzRead(f *testing.F) {
 func TestEnginesRegister(t *testing.T) {
 	addr := loopback.Addresses(t, 1)[0]
 	ctx, cancel := context.WithCancel(t.Context())
-	beats := make(chan Beat, 10)
-	l := New(func(b Beat) { beats <- b }, func(string) {}, slog.New(slog.DiscardHandler))
+	beats := make(chan Registration, 10)
+	l := New(func(b Registration) { beats <- b }, func(string) {}, slog.New(slog.DiscardHandler))
 	ended := make(chan error, 1)
 	go func() { ended <- l.Run(ctx, addr) }()
 
@@ -77,7 +77,7 @@ func TestSilence(t *testing.T) {
 		var mu sync.Mutex
 		var gone []string
 		forgotten := func() []string { mu.Lock(); defer mu.Unlock(); return slices.Clone(gone) }
-		l := New(func(Beat) {}, func(http string) { mu.Lock(); defer mu.Unlock(); gone = append(gone, http) }, slog.New(slog.DiscardHandler))
+		l := New(func(Registration) {}, func(http string) { mu.Lock(); defer mu.Unlock(); gone = append(gone, http) }, slog.New(slog.DiscardHandler))
 		frame, err := hex.DecodeString(golden)
 		require.NoError(t, err)
 		ctx, cancel := context.WithCancel(t.Context())
@@ -89,7 +89,7 @@ func TestSilence(t *testing.T) {
 		}
 		synctest.Wait()
 		require.Empty(t, forgotten())
-		time.Sleep(goneAfter)
+		time.Sleep(expireAfter)
 		synctest.Wait()
 		require.Equal(t, []string{"10.0.1.2:20001"}, forgotten())
 		cancel()

@@ -8,8 +8,8 @@ import (
 	"tandem/kvstate"
 )
 
-// Read finds out whose page it is and what it says. ok is false where no engine that is known wrote it, or says nothing of
-// its load. The time is for the caller to set.
+// Read identifies the engine of a metrics page and returns its signals. ok is false if the engine is unknown, or if
+// the page has nothing about its load. The caller sets the time.
 func Read(page []byte) (engine string, s kvstate.Signals, ok bool) {
 	for _, e := range engines() {
 		if !bytes.Contains(page, []byte("\n"+e.prefix)) && !bytes.HasPrefix(page, []byte(e.prefix)) {
@@ -24,7 +24,7 @@ func Read(page []byte) (engine string, s kvstate.Signals, ok bool) {
 	return "", kvstate.UnknownSignals(), false
 }
 
-// engine is one that we know the metrics of. What take reads begins with the prefix and one of the letters.
+// engine is a known engine. Metrics that take reads begin with the prefix and one of the letters.
 type engine struct {
 	name, prefix, letters string
 	take                  func(*reading, sample)
@@ -40,32 +40,32 @@ func engines() []engine {
 // reading is what was read so far; -1: nothing.
 type reading struct {
 	running, waiting    float64 // summed over data-parallel ranks
-	usage               float64 // of the rank that is fullest, 0 to 1
+	usage               float64 // of the fullest rank, 0 to 1
 	tokens              float64 // capacity, summed
-	blocks, blockTokens float64 // the same as a product, for engines that say it so
+	blocks, blockTokens float64 // the same as a product, for engines that report it so
 	ranks               map[string]bool
-	moved               moved
-	written             written
+	transfers           transferCounts
+	answers             answerCounts
 }
 
-// moved is the KV that the engine fetched since it started.
-type moved struct{ transfers, bytes, seconds, tokens, failed float64 }
+// transferCounts count the KV that the engine has fetched since it started.
+type transferCounts struct{ transfers, bytes, seconds, tokens, failed float64 }
 
-// written is what the engine wrote since it started.
-type written struct{ answers, tokens, gaps, seconds float64 }
+// answerCounts count what the engine has generated since it started.
+type answerCounts struct{ answers, tokens, gaps, seconds float64 }
 
-// add sums; a value that is no count says nothing.
+// add adds a value; invalid counts are ignored.
 func add(sum *float64, v float64) {
 	if v >= 0 && v <= maxCount {
 		*sum = max(*sum, 0) + v
 	}
 }
 
-// maxCount is more than any engine counts; bytes of KV that it fetched in years of 25 GB/s are below it.
+// maxCount is larger than any real count; the bytes of KV fetched in years at 25 GB/s are below it.
 const maxCount = 1 << 62
 
 func most(highest *float64, v float64) {
-	if v >= 0 && v <= 1.5 { // engines overshoot a little; what is far above 1 is something else
+	if v >= 0 && v <= 1.5 { // engines overshoot a little; values far above 1 are something else
 		*highest = max(*highest, min(v, 1))
 	}
 }
@@ -76,20 +76,20 @@ func (r *reading) signals() (kvstate.Signals, bool) {
 	}
 	s := kvstate.Signals{Running: count(r.running), Waiting: count(r.waiting), KVUsage: r.usage, KVTokens: count(r.tokens)}
 	s.Transfers = kvstate.TransferCounters{
-		Transfers: count(r.moved.transfers), Bytes: count(r.moved.bytes), Time: time.Duration(count(r.moved.seconds * float64(time.Second))), Tokens: count(r.moved.tokens),
-		Failed: count(r.moved.failed),
+		Transfers: count(r.transfers.transfers), Bytes: count(r.transfers.bytes), Time: time.Duration(count(r.transfers.seconds * float64(time.Second))), Tokens: count(r.transfers.tokens),
+		Failed: count(r.transfers.failed),
 	}
 	s.Answers = kvstate.AnswerCounters{
-		Answers: count(r.written.answers), Tokens: count(r.written.tokens), Gaps: count(r.written.gaps), GapTime: time.Duration(count(r.written.seconds * float64(time.Second))),
+		Answers: count(r.answers.answers), Tokens: count(r.answers.tokens), Gaps: count(r.answers.gaps), GapTime: time.Duration(count(r.answers.seconds * float64(time.Second))),
 	}
 	return s, s.Running >= 0 || s.Waiting >= 0 || s.KVUsage >= 0
 }
 
-// count is a sum as a number; what is beyond all counting stays within an int64.
+// count converts a sum to an int64.
 func count(v float64) int64 { return int64(math.Round(min(v, maxCount))) }
 
-// vllm reads vllm/v1/metrics/loggers.py of vLLM 0.9 to 0.33; the usage had another name until 0.11, and none but that before
-// 0.9.2. With several engines behind one server (label engine) each has its series.
+// vllm reads vllm/v1/metrics/loggers.py of vLLM 0.9 to 0.33; the usage had another name until 0.11, which was the
+// only one before 0.9.2. With several engines behind one server (label engine) each has its series.
 func (r *reading) vllm(s sample) {
 	switch string(s.name) {
 	case "vllm:num_requests_running":
@@ -98,37 +98,39 @@ func (r *reading) vllm(s sample) {
 		add(&r.waiting, s.value())
 	case "vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc":
 		most(&r.usage, s.value())
-	case "vllm:cache_config_info": // everything is in its labels, as text; "None" until the engine has measured its memory
+	case "vllm:cache_config_info": // all values are labels, as text; "None" until the engine has measured its memory
 		if tokens := s.number("kv_cache_size_tokens"); tokens > 0 { // 0.32; with hybrid models blocks * block_size is another figure
 			add(&r.tokens, tokens)
 		} else if blocks, size := s.number("num_gpu_blocks"), s.number("block_size"); blocks > 0 && size > 0 {
 			add(&r.tokens, blocks*size)
 		}
 	case "vllm:nixl_xfer_time_seconds_count": // KV fetched from others; all ranks' transfers together
-		add(&r.moved.transfers, s.value())
+		add(&r.transfers.transfers, s.value())
 	case "vllm:nixl_xfer_time_seconds_sum":
-		add(&r.moved.seconds, s.value())
+		add(&r.transfers.seconds, s.value())
 	case "vllm:nixl_bytes_transferred_sum":
-		add(&r.moved.bytes, s.value())
+		add(&r.transfers.bytes, s.value())
 	case "vllm:nixl_num_failed_transfers_total":
-		add(&r.moved.failed, s.value())
+		add(&r.transfers.failed, s.value())
 	case "vllm:prompt_tokens_by_source_total":
 		if s.label("source") == "external_kv_transfer" {
-			add(&r.moved.tokens, s.value())
+			add(&r.transfers.tokens, s.value())
 		}
-	case "vllm:inter_token_latency_seconds_count", "vllm:time_per_output_token_seconds_count": // one, renamed; hidden from 0.12, gone by 0.19
-		add(&r.written.gaps, s.value())
+	// the same, renamed; hidden from 0.12, gone by 0.19
+	case "vllm:inter_token_latency_seconds_count", "vllm:time_per_output_token_seconds_count":
+		add(&r.answers.gaps, s.value())
 	case "vllm:inter_token_latency_seconds_sum", "vllm:time_per_output_token_seconds_sum":
-		add(&r.written.seconds, s.value())
+		add(&r.answers.seconds, s.value())
 	case "vllm:request_generation_tokens_count":
-		add(&r.written.answers, s.value())
+		add(&r.answers.answers, s.value())
 	case "vllm:request_generation_tokens_sum":
-		add(&r.written.tokens, s.value())
+		add(&r.answers.tokens, s.value())
 	}
 }
 
 // sglang reads srt/observability/metrics_collector.py of SGLang 0.4.9 to 0.5.23. Every rank of a tensor- or
-// pipeline-parallel group exports the same; data-parallel ranks each their own. Requests that wait for a hand-over wait.
+// pipeline-parallel group exports the same, data-parallel ranks each their own. Requests that wait for a hand-over
+// count as waiting.
 func (r *reading) sglang(s sample) {
 	var sum *float64
 	switch string(s.name) {
@@ -147,13 +149,13 @@ func (r *reading) sglang(s sample) {
 	case "sglang:page_size":
 		r.blockTokens = max(r.blockTokens, s.value())
 	case "sglang:inter_token_latency_seconds_count": // from the tokenizer's process, without ranks
-		add(&r.written.gaps, s.value())
+		add(&r.answers.gaps, s.value())
 	case "sglang:inter_token_latency_seconds_sum":
-		add(&r.written.seconds, s.value())
+		add(&r.answers.seconds, s.value())
 	case "sglang:generation_tokens_histogram_count":
-		add(&r.written.answers, s.value())
+		add(&r.answers.answers, s.value())
 	case "sglang:generation_tokens_histogram_sum":
-		add(&r.written.tokens, s.value())
+		add(&r.answers.tokens, s.value())
 	case "sglang:cache_config_info": // 0.5.10
 		add(&r.blocks, s.number("num_pages"))
 		r.blockTokens = max(r.blockTokens, s.number("page_size"))
@@ -163,7 +165,7 @@ func (r *reading) sglang(s sample) {
 	}
 }
 
-// counts reports whether a sample adds something: it is the first of its name from its data-parallel rank.
+// counts reports whether to add a sample: the first of its name from its data-parallel rank.
 func (r *reading) counts(s sample) bool {
 	tp, pp := s.label("tp_rank"), s.label("pp_rank")
 	key := string(s.name) + "\x00" + s.label("dp_rank")
@@ -177,7 +179,8 @@ func (r *reading) counts(s sample) bool {
 	return true
 }
 
-// trtllm reads tensorrt_llm/metrics/collector.py. Old servers (1.1.0rc5) export latencies alone, which say nothing of load.
+// trtllm reads tensorrt_llm/metrics/collector.py. Old servers (1.1.0rc5) export latencies only, which do not show
+// load.
 func (r *reading) trtllm(s sample) {
 	switch string(s.name) {
 	case "trtllm_num_requests_running":
@@ -193,7 +196,8 @@ func (r *reading) trtllm(s sample) {
 	}
 }
 
-// triton reads the TensorRT-LLM back end of Triton (model server protocol of the Gateway API Inference Extension, 003).
+// triton reads the TensorRT-LLM back end of Triton (model server protocol of the Gateway API Inference Extension,
+// 003).
 func (r *reading) triton(s sample) {
 	switch string(s.name) {
 	case "nv_trt_llm_request_metrics":

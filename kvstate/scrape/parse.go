@@ -6,17 +6,17 @@ import (
 	"strings"
 )
 
-// A page of vLLM 0.32 is 54 KB, of which four lines matter here. The usual parser (expfmt) builds all of it, and takes a
-// hundred times as long; at 100 endpoints that would be most of a core. So lines are only looked at until it is clear that
-// they are none of those four, which their first letter mostly says.
+// A page of vLLM 0.32 has 54 KB, of which four lines matter here. The usual parser (expfmt) parses all of it and
+// takes a hundred times as long; with 100 endpoints that would be most of a core. So a line is read only until it
+// is clear that it is none of those four, which its first letter usually shows.
 
 // sample is one line of a page in Prometheus's text format: name{label="value",...} value [timestamp].
 type sample struct {
 	name []byte
-	rest []byte // unread
+	rest []byte // not read yet
 }
 
-// each calls f with the lines whose names are a prefix and one of those letters, and whatever follows.
+// each calls f with the lines whose names begin with a prefix and one of the letters.
 func each(page []byte, prefix, letters string, f func(s sample)) {
 	for len(page) > 0 {
 		line := page
@@ -37,7 +37,7 @@ func each(page []byte, prefix, letters string, f func(s sample)) {
 	}
 }
 
-// split takes what follows the name apart; ok is false where it is no sample.
+// split separates the labels and the value; ok is false if the line is not a sample.
 func (s *sample) split() (labels []byte, value float64, ok bool) {
 	rest := s.rest
 	if rest[0] == '{' {
@@ -55,7 +55,7 @@ func (s *sample) split() (labels []byte, value float64, ok bool) {
 	return labels, value, err == nil
 }
 
-// value is the sample's, -1 if there is none; there is nothing here that could be less than 0.
+// value returns the sample's value, -1 if there is none; no value read here can be negative.
 func (s *sample) value() float64 {
 	_, v, ok := s.split()
 	if !ok {
@@ -64,7 +64,7 @@ func (s *sample) value() float64 {
 	return v
 }
 
-// closing finds the brace that ends the labels; values may hold braces, and quotes behind a backslash.
+// closing finds the brace that ends the labels; values may contain braces, and quotes after a backslash.
 func closing(line []byte) int {
 	quoted := false
 	for i := 1; i < len(line); i++ {
@@ -80,7 +80,7 @@ func closing(line []byte) int {
 	return -1
 }
 
-// label is the value of a label, as it is written, "" if there is none.
+// label returns the value of a label as written; "" if there is none.
 func (s *sample) label(name string) string {
 	rest, _, _ := s.split()
 	for len(rest) > 0 {
@@ -107,7 +107,7 @@ func (s *sample) label(name string) string {
 	return ""
 }
 
-// number is a label's value as a number, -1 if it is none, as in num_gpu_blocks="None".
+// number returns a label's value as a number; -1 if it is none, as in num_gpu_blocks="None".
 func (s *sample) number(name string) float64 {
 	v, err := strconv.ParseFloat(s.label(name), 64)
 	if err != nil {

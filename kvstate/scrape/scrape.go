@@ -17,9 +17,9 @@ import (
 	"tandem/kvstate/enginehttp"
 )
 
-// How often an endpoint is asked, how long it may take, and how many are asked at a time; besides, as many of those that did not
-// tell when they were asked last, so that no number of engines that hang keeps others from being heard. Who has nothing to say is
-// asked seldom.
+// How often an endpoint is scraped, the timeout, and the number of concurrent scrapes. Endpoints that did not
+// answer last time have as many slots of their own, so that hanging engines never delay others. Endpoints without
+// load metrics are scraped seldom.
 const (
 	askEvery   = 2 * time.Second
 	askTimeout = 800 * time.Millisecond
@@ -28,21 +28,21 @@ const (
 	maxPage    = 8 << 20 // bytes of a page that are read
 )
 
-// Time is counted in ticks here, since half of what it costs to ask somebody is to be woken for it. Those who are due in the
-// same tick are asked together, and new endpoints are dealt out to the ticks by fours: four are one group, a hundred are eight groups of
-// a dozen, which is a millisecond or two of work at a time.
+// Time is counted in ticks, because waking up is half the cost of a scrape. Endpoints that are due in the same tick
+// are scraped together, and new endpoints are spread over the ticks in groups of four: four are one group, a
+// hundred are eight groups of a dozen, which is a millisecond or two of work at a time.
 const (
 	tick       = 250 * time.Millisecond
 	byFours    = 4
-	lookSeldom = 4 // ticks between two looks for endpoints that have come or gone, where nobody is due
+	checkTicks = 4 // ticks between two checks for new or removed endpoints, if none is due
 )
 
-// paths are where engines keep their metrics: trtllm-serve has statistics in JSON at the first one.
+// paths are the paths of engines' metrics: trtllm-serve has statistics in JSON at the first one.
 func paths() [pathCount]string { return [pathCount]string{"/metrics", "/prometheus/metrics"} }
 
 const pathCount = 2
 
-// Scraper asks endpoints for their metrics.
+// Scraper reads endpoints' metrics.
 type Scraper struct {
 	state  *kvstate.State
 	owns   func(*kvstate.Pool, *kvstate.Endpoint) bool
@@ -52,42 +52,45 @@ type Scraper struct {
 
 	answered, failed atomic.Int64
 
-	free, aside chan struct{} // a token for each that is being asked; aside: of those that told nothing last
+	// one token for each running scrape; slowSlots: of endpoints that did not answer last time
+	slots, slowSlots chan struct{}
 
 	mu      sync.Mutex
 	targets map[*kvstate.Endpoint]*target
 	begun   time.Time
 	rounds  int // so far
-	dealt   int // endpoints that were new, so far
+	spread  int // number of endpoints that were new, so far
 }
 
-// target is what is known of asking an endpoint.
+// target is the schedule of an endpoint.
 type target struct {
 	due    int // tick
-	round  int // in which it was an endpoint still
+	round  int // in which the endpoint last existed
 	busy   bool
 	path   int // of paths
 	misses int // in a row
 	engine string
 }
 
-// New makes a scraper of those endpoints of a state that owns says are this replica's.
+// New returns a scraper of those endpoints of a state for which owns is true.
 func New(state *kvstate.State, owns func(*kvstate.Pool, *kvstate.Endpoint) bool, log *slog.Logger) *Scraper {
 	return &Scraper{
 		state: state, owns: owns, log: log,
 		client: enginehttp.New(askTimeout, func(t *http.Transport) {
-			t.MaxIdleConnsPerHost, t.IdleConnTimeout, t.DisableCompression = 1, 30*time.Second, true // to inflate costs more than to read
+			// inflating costs more than reading
+			t.MaxIdleConnsPerHost, t.IdleConnTimeout, t.DisableCompression = 1, 30*time.Second, true
 		}),
 		pages:   sync.Pool{New: func() any { return new(bytes.Buffer) }},
 		targets: map[*kvstate.Endpoint]*target{}, begun: time.Now(),
-		free: make(chan struct{}, askAtOnce), aside: make(chan struct{}, askAtOnce),
+		slots: make(chan struct{}, askAtOnce), slowSlots: make(chan struct{}, askAtOnce),
 	}
 }
 
-// Counts are how many times endpoints were asked by this replica, and told their load or did not.
+// Counts returns how many scrapes of this replica succeeded and failed.
 func (s *Scraper) Counts() (answered, failed int64) { return s.answered.Load(), s.failed.Load() }
 
-// Run asks until ctx ends. It wakes when somebody is due, since to wake is what an idle server costs most.
+// Run scrapes until ctx ends. It wakes only when a scrape is due, since waking is the largest cost of an idle
+// server.
 func (s *Scraper) Run(ctx context.Context) {
 	var asking sync.WaitGroup
 	defer asking.Wait()
@@ -104,12 +107,12 @@ func (s *Scraper) Run(ctx context.Context) {
 	}
 }
 
-// round asks who is due at a tick, and says in which it wants to be called again.
+// round starts the scrapes that are due at a tick, and returns the tick of the next call.
 func (s *Scraper) round(ctx context.Context, now int, asking *sync.WaitGroup) (next int) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.rounds++
-	next = now + lookSeldom
+	next = now + checkTicks
 	for _, pool := range s.state.Pools() {
 		for _, e := range pool.Endpoints() {
 			if !s.owns(pool, e) {
@@ -118,15 +121,16 @@ func (s *Scraper) round(ctx context.Context, now int, asking *sync.WaitGroup) (n
 			t := s.target(e, now)
 			if t.due <= now && !t.busy {
 				const every = int(askEvery / tick)
-				t.due += ((now-t.due)/every + 1) * every // who was late stays in its group, else one long pause would make all groups one
+				// a late endpoint stays in its group, else one long pause would merge all groups
+				t.due += ((now-t.due)/every + 1) * every
 				t.busy = true
-				turn := s.free
+				turn := s.slots
 				if t.misses > 0 {
-					turn = s.aside
+					turn = s.slowSlots
 				}
 				asking.Go(func() { s.wait(ctx, e, t, turn) })
 			}
-			if t.due > now { // else it is being asked still
+			if t.due > now { // else it is still being scraped
 				next = min(next, t.due)
 			}
 		}
@@ -139,19 +143,19 @@ func (s *Scraper) round(ctx context.Context, now int, asking *sync.WaitGroup) (n
 	return next
 }
 
-// target is the endpoint's, called with mu held.
+// target returns the endpoint's schedule. The caller holds mu.
 func (s *Scraper) target(e *kvstate.Endpoint, now int) *target {
 	t := s.targets[e]
 	if t == nil {
-		t = &target{due: now + s.dealt/byFours%int(askEvery/tick)} // not all at once
+		t = &target{due: now + s.spread/byFours%int(askEvery/tick)} // spread over time
 		s.targets[e] = t
-		s.dealt++
+		s.spread++
 	}
 	t.round = s.rounds
 	return t
 }
 
-// wait asks an endpoint when it is its turn.
+// wait scrapes an endpoint when it has a slot.
 func (s *Scraper) wait(ctx context.Context, e *kvstate.Endpoint, t *target, turn chan struct{}) {
 	select {
 	case turn <- struct{}{}:
@@ -161,7 +165,7 @@ func (s *Scraper) wait(ctx context.Context, e *kvstate.Endpoint, t *target, turn
 	}
 }
 
-// ask asks one endpoint, and settles when it is asked again.
+// ask scrapes one endpoint, and schedules its next scrape.
 func (s *Scraper) ask(ctx context.Context, e *kvstate.Endpoint, t *target) {
 	engine, err := guard.Try(ctx, "engine metrics", func() (string, error) { return s.scrape(ctx, e, t.path) })
 	if err == nil {
@@ -181,7 +185,7 @@ func (s *Scraper) ask(ctx context.Context, e *kvstate.Endpoint, t *target) {
 	}
 	s.log.Debug("no metrics", "endpoint", e.Addr, "err", err)
 	t.misses++
-	if errors.Is(err, errNotHere) {
+	if errors.Is(err, errNoMetrics) {
 		t.path = 1 - t.path
 		if t.misses > pathCount {
 			t.due += int(silentFor / tick)
@@ -189,8 +193,8 @@ func (s *Scraper) ask(ctx context.Context, e *kvstate.Endpoint, t *target) {
 	}
 }
 
-// errNotHere says that a page is none that an engine's load can be read from: perhaps it is elsewhere.
-var errNotHere = errors.New("no engine's metrics")
+// errNoMetrics means that a page has no engine's load: it may have another path.
+var errNoMetrics = errors.New("no engine's metrics")
 
 // scrape reads an endpoint's metrics into the state.
 func (s *Scraper) scrape(ctx context.Context, e *kvstate.Endpoint, path int) (engine string, err error) {
@@ -203,13 +207,13 @@ func (s *Scraper) scrape(ctx context.Context, e *kvstate.Endpoint, path int) (en
 		return "", err
 	}
 	if status != http.StatusOK {
-		return "", fmt.Errorf("%w at %s: status %d", errNotHere, paths()[path], status)
+		return "", fmt.Errorf("%w at %s: status %d", errNoMetrics, paths()[path], status)
 	}
 	engine, signals, ok := Read(page.Bytes())
 	if !ok {
-		return "", fmt.Errorf("%w at %s", errNotHere, paths()[path])
+		return "", fmt.Errorf("%w at %s", errNoMetrics, paths()[path])
 	}
-	signals.At = at // what it says is at least that new
+	signals.At = at // its figures are at least that new
 	s.state.Observe(e, signals)
 	return engine, nil
 }

@@ -1,6 +1,6 @@
-// Package tokenize has engines tokenize prompts, beside the requests and never in their way: a few at a time, each with a
-// deadline, for an engine that is to tokenize is also one that is to compute. An engine that lacks the route is left alone for
-// a while.
+// Package tokenize asks engines to tokenize prompts, concurrently with the requests: a few at a time, each with a
+// deadline, because tokenizing takes time from computing. An engine without the route is not asked again for a
+// while.
 package tokenize
 
 import (
@@ -21,11 +21,11 @@ import (
 	"tandem/kvstate/enginehttp"
 )
 
-// Bounds of what is asked.
+// Bounds of the calls.
 const (
-	atOnce    = 8               // questions under way, over all pools
-	deadline  = 2 * time.Second // of a question
-	restAfter = time.Minute     // an engine that lacks the route
+	atOnce    = 8               // concurrent calls, over all pools
+	deadline  = 2 * time.Second // of a call
+	pauseTime = time.Minute     // for an engine without the route
 	maxAnswer = 64 << 20        // bytes
 	maxAsked  = 16 << 20        // bytes of a prompt
 )
@@ -35,24 +35,25 @@ type Tokenizer struct {
 	log    *slog.Logger
 	client *enginehttp.Client
 
-	mu      sync.Mutex
-	asking  map[uint64]chan struct{} // by prompt
-	resting map[routeOf]time.Time    // until when
+	mu     sync.Mutex
+	asking map[uint64]chan struct{} // by prompt
+	paused map[routeOf]time.Time    // until when
 }
 
 // routeOf is a route of one engine.
 type routeOf struct{ addr, path string }
 
-// New returns a tokenizer that asks nobody yet.
+// New returns a tokenizer.
 func New(log *slog.Logger) *Tokenizer {
 	return &Tokenizer{
-		log: log, asking: map[uint64]chan struct{}{}, resting: map[routeOf]time.Time{},
+		log: log, asking: map[uint64]chan struct{}{}, paused: map[routeOf]time.Time{},
 		client: enginehttp.New(deadline, func(t *http.Transport) { t.MaxIdleConnsPerHost, t.IdleConnTimeout = 1, 4*time.Second }),
 	}
 }
 
-// Tokenize has an endpoint of the pool answer body at path, and calls learned with the token ids if that works out. The
-// channel is closed when it is over; nil means that it was not asked. It goes on when ctx ends, which only carries a guard.
+// Tokenize sends body to path of an endpoint of the pool, and calls learned with the token ids of its answer. The
+// channel is closed when the call has ended; nil means that none was made. The call continues when ctx ends; ctx
+// only carries a guard.
 func (t *Tokenizer) Tokenize(ctx context.Context, pool *kvstate.Pool, key uint64, path string, body []byte, learned func(ids []uint32)) <-chan struct{} {
 	if len(body) > maxAsked {
 		return nil
@@ -78,7 +79,7 @@ func (t *Tokenizer) Tokenize(ctx context.Context, pool *kvstate.Pool, key uint64
 		if err != nil {
 			t.log.Debug("tokenizing", "endpoint", endpoint.Addr, "path", path, "err", err)
 			if errors.Is(err, errNoRoute) {
-				t.rest(endpoint.Addr, path)
+				t.pause(endpoint.Addr, path)
 			}
 			return
 		}
@@ -94,23 +95,24 @@ func (t *Tokenizer) over(key uint64, done chan struct{}) {
 	close(done)
 }
 
-// rest leaves a route of one engine alone for a while.
-func (t *Tokenizer) rest(addr, path string) {
+// pause stops asking a route of one engine for a while.
+func (t *Tokenizer) pause(addr, path string) {
 	now := time.Now()
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	maps.DeleteFunc(t.resting, func(_ routeOf, until time.Time) bool { return now.After(until) })
-	t.resting[routeOf{addr, path}] = now.Add(restAfter)
-	t.log.Warn("an engine has no route to tokenize by; not asking it for a while", "endpoint", addr, "path", path, "for", restAfter)
+	maps.DeleteFunc(t.paused, func(_ routeOf, until time.Time) bool { return now.After(until) })
+	t.paused[routeOf{addr, path}] = now.Add(pauseTime)
+	t.log.Warn("an engine has no route to tokenize by; not asking it for a while", "endpoint", addr, "path", path, "for", pauseTime)
 }
 
-// choose takes the less loaded of two endpoints at random, of those that have not failed and are not known to lack the route.
+// choose returns the less loaded of two random endpoints, among those that have not failed and are not known to
+// lack the route.
 func (t *Tokenizer) choose(pool *kvstate.Pool, path string) *kvstate.Endpoint {
 	var best *kvstate.Endpoint
 	now, all := time.Now(), pool.Endpoints()
 	for _, i := range rand.Perm(len(all)) {
 		e := all[i]
-		if e.Failed() || now.Before(t.resting[routeOf{e.Addr, path}]) {
+		if e.Failed() || now.Before(t.paused[routeOf{e.Addr, path}]) {
 			continue
 		}
 		if best == nil {
@@ -148,9 +150,10 @@ func (t *Tokenizer) ask(e *kvstate.Endpoint, path string, body []byte) ([]uint32
 	return readIDs(text)
 }
 
-// lacksRoute reports whether an answer means that the engine lacks the route, not that it refuses this request. An
-// unknown model is a 404 too, and any client can name one: vLLM 0.32.0 answers {"error": {"type": "NotFoundError", ...}}, releases
-// before 0.11 the same without the outer object, while a missing route is FastAPI's {"detail": "Not Found"}, or a proxy's page.
+// lacksRoute reports whether an answer means that the engine lacks the route, rather than that it refuses this
+// request. An unknown model is a 404 too, and any client can name one: vLLM 0.32.0 answers {"error": {"type":
+// "NotFoundError", ...}}, releases before 0.11 the same without the outer object, while a missing route is
+// FastAPI's {"detail": "Not Found"}, or a proxy's page.
 func lacksRoute(status int, text []byte) bool {
 	switch status {
 	case http.StatusMethodNotAllowed:
@@ -166,8 +169,8 @@ func lacksRoute(status int, text []byte) bool {
 	return json.Unmarshal(text, &answer) != nil || len(answer.Error) == 0 && answer.Type == ""
 }
 
-// readIDs reads an answer: of /tokenize {"tokens": [...]} (vLLM, SGLang), of render {"token_ids": [...]}, or for completions a
-// list of those, one for each prompt.
+// readIDs parses an answer: of /tokenize {"tokens": [...]} (vLLM, SGLang), of render {"token_ids": [...]}, or for
+// completions a list of those, one for each prompt.
 func readIDs(text []byte) ([]uint32, error) {
 	type answer struct {
 		Tokens   []uint32 `json:"tokens"`

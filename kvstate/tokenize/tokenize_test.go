@@ -117,7 +117,7 @@ func TestTokenizeRests(t *testing.T) {
 			}
 			wait(t, tok.Tokenize(t.Context(), pool, 1, "/v1/completions/render", nil, never))
 			addr := pool.Endpoints()[0].Addr
-			tok.resting[routeOf{addr, "/tokenize"}] = time.Now().Add(-time.Second)
+			tok.paused[routeOf{addr, "/tokenize"}] = time.Now().Add(-time.Second)
 			wait(t, tok.Tokenize(t.Context(), pool, 1, "/tokenize", nil, never))
 		})
 	}
@@ -130,7 +130,7 @@ func TestOthersTokenize(t *testing.T) {
 	s := kvstate.New(kvstate.Options{})
 	s.SetPool(kvstate.PoolSpec{Name: "p"}, []kvstate.EndpointSpec{{Name: lacks, Addr: lacks, Role: kvstate.RoleBoth}, {Name: has, Addr: has, Role: kvstate.RoleBoth}})
 	tok := patient()
-	tok.rest(lacks, "/tokenize")
+	tok.pause(lacks, "/tokenize")
 	for range 20 {
 		var got []uint32
 		wait(t, tok.Tokenize(t.Context(), s.Pool("p"), 1, "/tokenize", nil, func(ids []uint32) { got = ids }))

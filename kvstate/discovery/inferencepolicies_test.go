@@ -38,7 +38,7 @@ const (
 // Exact beats generic, the oldest resource beats others, weights are shares.
 func TestIntents(t *testing.T) {
 	s := kvstate.New(kvstate.Options{})
-	s.SetInferencePolicy("p", readIntents("llm",
+	s.SetInferencePolicy("p", readInferencePolicy("llm",
 		[]*unstructured.Unstructured{intentObject(t, batch), intentObject(t, foreign), intentObject(t, unset)},
 		[]*unstructured.Unstructured{intentObject(t, younger), intentObject(t, older)}))
 	require.EqualValues(t, -1, priorityOf(s, "batch"))
@@ -67,7 +67,7 @@ func TestIntentsAreWatched(t *testing.T) {
 		ctx, stop := context.WithCancel(t.Context())
 		ended := make(chan struct{})
 		go func() {
-			NewIntents(s, "p", Cluster{Dynamic: client}, PoolRef{Namespace: "llm", Name: "llm"}, quiet()).Run(ctx)
+			NewInferencePolicies(s, "p", Cluster{Dynamic: client}, PoolRef{Namespace: "llm", Name: "llm"}, quiet()).Run(ctx)
 			close(ended)
 		}()
 		later := func() { time.Sleep(time.Second); synctest.Wait() }

@@ -17,10 +17,10 @@ import (
 	"tandem/kvstate"
 )
 
-// Intents watches what a cluster wants of the requests of an InferencePool: InferenceObjective and InferenceModelRewrite
-// (inference.networking.x-k8s.io/v1alpha2, llm-d-router apix). Where the resources are not installed it knows nothing, and
-// asks again with growing pauses.
-type Intents struct {
+// InferencePolicies watches the resources about the requests of an InferencePool: InferenceObjective and
+// InferenceModelRewrite (inference.networking.x-k8s.io/v1alpha2, llm-d-router apix). While the resources are not
+// installed, it retries with growing pauses.
+type InferencePolicies struct {
 	state   *kvstate.State
 	pool    string
 	cluster Cluster
@@ -28,12 +28,12 @@ type Intents struct {
 	log     *slog.Logger
 }
 
-// NewIntents makes the watch for one pool.
-func NewIntents(state *kvstate.State, pool string, cluster Cluster, ref PoolRef, log *slog.Logger) *Intents {
-	return &Intents{state, pool, cluster, ref, log}
+// NewInferencePolicies returns the watch for one pool.
+func NewInferencePolicies(state *kvstate.State, pool string, cluster Cluster, ref PoolRef, log *slog.Logger) *InferencePolicies {
+	return &InferencePolicies{state, pool, cluster, ref, log}
 }
 
-// objectives and rewrites are the resources that are watched.
+// objectives and rewrites are the watched resources.
 func objectives() schema.GroupVersionResource {
 	return schema.GroupVersionResource{Group: "inference.networking.x-k8s.io", Version: "v1alpha2", Resource: "inferenceobjectives"}
 }
@@ -43,7 +43,7 @@ func rewrites() schema.GroupVersionResource {
 }
 
 // Run watches until ctx ends.
-func (i *Intents) Run(ctx context.Context) {
+func (i *InferencePolicies) Run(ctx context.Context) {
 	factory := dynamicinformer.NewFilteredDynamicSharedInformerFactory(i.cluster.Dynamic, 0, i.ref.Namespace, nil)
 	defer factory.Shutdown()
 	changed := make(chan struct{}, 1)
@@ -58,12 +58,12 @@ func (i *Intents) Run(ctx context.Context) {
 	}
 	factory.Start(ctx.Done())
 	for next(ctx, changed, 0) {
-		i.state.SetInferencePolicy(i.pool, readIntents(i.ref.Name, all(listers[0]), all(listers[1])))
+		i.state.SetInferencePolicy(i.pool, readInferencePolicy(i.ref.Name, all(listers[0]), all(listers[1])))
 	}
 }
 
 func all(l cache.GenericLister) (out []*unstructured.Unstructured) {
-	objects, _ := l.List(labels.Everything()) // from the cache: there is nothing to fail
+	objects, _ := l.List(labels.Everything()) // from the cache, which cannot fail
 	for _, o := range objects {
 		if u, ok := o.(*unstructured.Unstructured); ok {
 			out = append(out, u)
@@ -72,8 +72,8 @@ func all(l cache.GenericLister) (out []*unstructured.Unstructured) {
 	return out
 }
 
-// intent is the part of both resources that is read.
-type intent struct {
+// policyResource is the part of both resources that is read.
+type policyResource struct {
 	Metadata metav1.ObjectMeta `json:"metadata"`
 	Spec     struct {
 		PoolRef struct {
@@ -94,9 +94,9 @@ type intent struct {
 	} `json:"spec"`
 }
 
-// readIntents are those of one pool. Rewrites stand in the order to try them: the oldest resource first, and its rules as they
-// are listed. What cannot be read is left out.
-func readIntents(pool string, objectives, rewrites []*unstructured.Unstructured) *kvstate.InferencePolicy {
+// readInferencePolicy returns the policy of one pool. Rewrites are ordered: the oldest resource first, and its
+// rules as listed. Invalid resources are left out.
+func readInferencePolicy(pool string, objectives, rewrites []*unstructured.Unstructured) *kvstate.InferencePolicy {
 	out := &kvstate.InferencePolicy{Objectives: map[string]int32{}}
 	for _, o := range ofPool(pool, objectives) {
 		out.Objectives[o.Metadata.Name] = o.Spec.Priority
@@ -120,14 +120,14 @@ func readIntents(pool string, objectives, rewrites []*unstructured.Unstructured)
 	return out
 }
 
-func ofPool(pool string, objects []*unstructured.Unstructured) (out []intent) {
+func ofPool(pool string, objects []*unstructured.Unstructured) (out []policyResource) {
 	for _, o := range objects {
-		var in intent
+		var in policyResource
 		if runtime.DefaultUnstructuredConverter.FromUnstructured(o.Object, &in) == nil && in.Spec.PoolRef.Name == pool {
 			out = append(out, in)
 		}
 	}
-	slices.SortFunc(out, func(a, b intent) int {
+	slices.SortFunc(out, func(a, b policyResource) int {
 		return cmp.Or(a.Metadata.CreationTimestamp.Compare(b.Metadata.CreationTimestamp.Time), cmp.Compare(a.Metadata.Name, b.Metadata.Name))
 	})
 	return out
