@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: site workflows release help build tools demo test speed e2e-failures bench bench-peers replay load idle soak fuzz observability lint vuln generate deploy-check e2e-gateway e2e-kube e2e-vllm e2e-vllm-pairs e2e-sglang e2e-oracles clean
+.PHONY: site workflows release help build tools demo test speed e2e-failures bench bench-peers replay load idle soak fuzz observability lint vuln generate deploy-check e2e-gateway e2e-kube e2e-vllm e2e-vllm-pairs e2e-sglang e2e-oracles e2e-releases clean
 
 GO ?= go
 GOLANGCI_LINT := github.com/golangci/golangci-lint/v2/cmd/golangci-lint@v2.15.0
@@ -129,9 +129,13 @@ e2e-sglang: tools build ## against real SGLang on CPU, 2 prefill and 2 decode wi
 	e2e/sglang/install.sh
 	e2e/sglang/run.sh $(GO) test -tags sglang -count 1 -timeout 40m -v ./e2e/sglang
 
-e2e-oracles: ## the engines' own parsers and connectors read what Tandem sends, and refuse it with a name changed (7 GiB once, then a minute)
+e2e-oracles: ## the engines' own parsers and connectors read what Tandem sends, and refuse it with a name changed (7 GiB once, then two minutes)
 	e2e/oracles/install.sh
 	e2e/oracles/run.sh
+
+e2e-releases: ## of that, against the newest two releases of vLLM and SGLang on PyPI, whatever they are by then: says which dialect they changed
+	e2e/oracles/install.sh
+	e2e/oracles/run.sh newest
 
 clean: ## what was built; .tools/ and Go's own caches stay
 	rm -rf bin dist .cache

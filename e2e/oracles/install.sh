@@ -1,6 +1,6 @@
 #!/bin/bash
-# Installs the engine-side code that judges Tandem's bytes (judge.py), from PyPI alone, without a GPU: vLLM and SGLang as e2e-vllm and
-# e2e-sglang have them, LMCache's wheel, and the sources of two older vLLM releases, whose connectors newer ones lack. 90 MiB beside those.
+# Installs the engine-side code that judges Tandem's bytes (judge_*.py), from PyPI alone, without a GPU: vLLM and SGLang as e2e-vllm and
+# e2e-sglang have them, LMCache's wheel, the sources of two older vLLM releases, whose connectors newer ones lack, vLLM's example proxies, and SGLang's gateway.
 # Repeated calls do nothing.
 #
 # usage: install.sh [DIRECTORY]      default: $TANDEM_ORACLES, else ${XDG_CACHE_HOME:-$HOME/.cache}/tandem/oracles
@@ -11,32 +11,22 @@ dir=${1:-${TANDEM_ORACLES:-$cache/oracles}}
 vllm=${TANDEM_VLLM:-$cache/vllm}
 lmcache=(lmcache==0.5.6 sortedcontainers==2.4.0)
 old=(vllm==0.13.0 vllm==0.22.1)
+proxies=vllm==0.33.0 # whose example proxies are run
+quart=(quart==0.20.0 msgpack==1.1.1 hypercorn==0.17.3 werkzeug==3.1.3 blinker==1.9.0 flask==3.1.1 itsdangerous==2.2.0 aiofiles==24.1.0 h2==4.2.0 hpack==4.1.0 hyperframe==6.1.0 wsproto==1.2.0 priority==2.0.0)
+router=(sglang-router==0.3.2)
 
 "$here/../sglang/install.sh"
-stamp=$(sha256sum "$here/install.sh" | cut -c1-16)
+stamp=$(cat "$here/install.sh" "$here/fetch.py" | sha256sum | cut -c1-16)
 if [ "$(cat "$dir/stamp" 2>/dev/null)" = "$stamp" ]; then
   exit 0
 fi
 rm -rf "$dir"
 mkdir -p "$dir"
 "$vllm/uv/bin/uv" pip install -q --no-cache --no-deps -p "$vllm/venv/bin/python" --target "$dir/lmcache" "${lmcache[@]}"
-# pip builds an sdist to look into it: fetch these as they are, held to the index's checksum.
-"$vllm/venv/bin/python" - "$dir" "${old[@]}" <<'PY'
-import hashlib, io, re, sys, tarfile, urllib.parse, urllib.request
-
-directory, *wanted = sys.argv[1:]
-for name, version in (w.split("==") for w in wanted):
-    index = f"https://pypi.org/simple/{name}/"
-    with urllib.request.urlopen(index) as answer:
-        found = re.search(rf'href="([^"#]*/{name}-{re.escape(version)}\.tar\.gz)#sha256=([0-9a-f]{{64}})"', answer.read().decode())
-    if not found:
-        sys.exit(f"{index} does not list an sdist of {version}")
-    with urllib.request.urlopen(urllib.parse.urljoin(index, found[1])) as answer:
-        data = answer.read()
-    if hashlib.sha256(data).hexdigest() != found[2]:
-        sys.exit(f"{name} {version} is not what {index} lists")
-    with tarfile.open(fileobj=io.BytesIO(data)) as archive:
-        members = [m for m in archive if "/kv_connector/v1/" in m.name and m.name.endswith(".py")]
-        archive.extractall(directory, members=members, filter="data")
-PY
+for release in "${old[@]}"; do
+  "$vllm/venv/bin/python" "$here/fetch.py" "$dir" "$release" /kv_connector/v1/ disagg_proxy_p2p_nccl >/dev/null
+done
+"$vllm/venv/bin/python" "$here/fetch.py" "$dir" "$proxies" proxy >/dev/null
+"$vllm/uv/bin/uv" pip install -q --no-cache --no-deps -p "$vllm/venv/bin/python" --target "$dir/quart" "${quart[@]}"
+"$vllm/uv/bin/uv" pip install -q --no-cache --no-deps -p "$vllm/venv/bin/python" --target "$dir/router" "${router[@]}"
 echo "$stamp" >"$dir/stamp"

@@ -5,7 +5,6 @@ the addresses at which prefill and decode then meet. Runs in e2e-sglang's virtua
 usage: judge_sglang.py TESTDATA MODEL"""
 import sys
 import types
-from importlib.metadata import version
 from types import SimpleNamespace
 
 import goldens
@@ -22,6 +21,7 @@ from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.runtime_context import publish
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
+from sglang.version import __version__ as VERSION
 
 MODELS = {
     "/v1/chat/completions": ChatCompletionRequest,
@@ -114,7 +114,7 @@ def main():
     publish(ServerArgs(model_path=model, device="cpu", disaggregation_mode="decode", disaggregation_transfer_backend="nixl",
                        attention_backend="torch_native", sampling_backend="pytorch", disable_cuda_graph=True, mem_fraction_static=0.3), role="tokenizer")
     j = goldens.Judgement(testdata)
-    j.dialect("sglang", "SGLang " + version("sglang"), "FastAPI's parsing, serving classes, `TokenizerManager`, `DecodePreallocQueue`", check,
+    j.dialect("sglang", "SGLang " + VERSION, "FastAPI's parsing, serving classes, `TokenizerManager`, `DecodePreallocQueue`", check,
               {"prefill": FIELDS, "decode": FIELDS})
     j.end()
 

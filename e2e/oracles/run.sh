@@ -1,6 +1,10 @@
 #!/bin/bash
 # Has the engines' own code judge the bytes that Tandem sends (extproc/kvtransfer/testdata), and those bytes with one name changed, which it
 # must refuse or take for a request that is not split. Prints a row for each dialect; fails if anything was judged otherwise. install.sh comes first.
+# Then sends the goldens' requests through the engines' own proxies, and compares the legs.
+#
+# usage: run.sh            the releases that are installed, and the proxies
+#        run.sh newest     the newest two of vLLM and SGLang on PyPI, whatever they are by then
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 cache=${XDG_CACHE_HOME:-$HOME/.cache}/tandem
@@ -19,8 +23,22 @@ judge() {
   fi
 }
 
+vllm=${TANDEM_VLLM:-$cache/vllm}/venv/bin/python sglang=${TANDEM_SGLANG:-$cache/sglang}/venv/bin/python oracles=${TANDEM_ORACLES:-$cache/oracles}
+model=${TANDEM_SGLANG:-$cache/sglang}/model
 echo '| dialect | judge | release | bodies accepted | changes noticed |'
 echo '|---|---|---|---|---|'
-judge "${TANDEM_VLLM:-$cache/vllm}/venv/bin/python" judge_vllm.py "$testdata" "${TANDEM_ORACLES:-$cache/oracles}"
-judge "${TANDEM_SGLANG:-$cache/sglang}/venv/bin/python" judge_sglang.py "$testdata" "${TANDEM_SGLANG:-$cache/sglang}/model"
+if [ "${1:-}" = newest ]; then
+  # A release's Python files stand in front of the installed one, whose compiled part no judge needs.
+  fetched=$(python3 "$here/fetch.py" "$oracles/releases" vllm~2 vllm/ && python3 "$here/fetch.py" "$oracles/releases" sglang~2 sglang/)
+  while read -r name version files; do
+    case $name in
+    vllm) PYTHONPATH=$files judge "$vllm" judge_vllm.py "$testdata" "$oracles" ;;
+    sglang) PYTHONPATH=$files judge "$sglang" judge_sglang.py "$testdata" "$model" ;;
+    esac
+  done <<<"$fetched"
+  exit $failed
+fi
+judge "$vllm" judge_vllm.py "$testdata" "$oracles"
+judge "$sglang" judge_sglang.py "$testdata" "$model"
+judge "$vllm" judge_proxies.py "$testdata" "$oracles" "$sglang" "$model"
 exit $failed

@@ -1,0 +1,262 @@
+#!/usr/bin/env python3
+"""Sends the requests of Tandem's goldens through the engines' own proxies, as programs, and compares what the engines behind them get with
+what Tandem sends for the same request. What differs must be on the list below, with the reason. The engines are stand-ins that write
+down what comes. Runs in e2e-vllm's virtual environment. usage: judge_proxies.py TESTDATA ORACLES SGLANG-PYTHON MODEL [DIALECT...]"""
+import contextlib
+import http.client
+import json
+import os
+import pathlib
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import goldens
+
+HERE = pathlib.Path(__file__).parent
+
+
+class Engine:
+    """Stands in for an engine: answers what it is told to, and keeps the bodies and headers that come. SGLang's gateway loads the tokenizer
+    from where the engine says that its model is: a folder, or it would ask a hub for it."""
+
+    def __init__(self, model: str):
+        self.seen: list = []
+        self.about = json.dumps({"model_path": model, "tokenizer_path": model, "served_model_name": "m", "data": [{"id": "m"}]}).encode()
+        self.answer, self.query = b"{}", b"{}"
+        engine = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def log_message(self, *_args):
+                pass
+
+            def reply(self, body: bytes):
+                self.send_response(200)
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def do_GET(self):
+                self.reply(engine.query if self.path == "/query" else engine.about)
+
+            def do_POST(self):
+                if "chunked" in self.headers.get("Transfer-Encoding", ""):
+                    body = b""
+                    while size := int(self.rfile.readline(), 16):
+                        body += self.rfile.read(size)
+                        self.rfile.readline()
+                    self.rfile.readline()
+                else:
+                    body = self.rfile.read(int(self.headers["Content-Length"]))
+                engine.seen.append((self.path, dict(self.headers), json.loads(body)))
+                self.reply(engine.answer)
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.port = self.server.server_address[1]
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def last(self):
+        """The latest request to an API, waited for: a leg may come behind the client's answer."""
+        until = time.monotonic() + 20
+        while time.monotonic() < until:
+            legs = [s for s in self.seen if s[0] in ("/v1/chat/completions", "/v1/completions", "/generate")]
+            if legs:
+                return legs[-1]
+            time.sleep(0.01)
+        raise TimeoutError("no leg came")
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+@contextlib.contextmanager
+def running(command: list, port: int, env: dict, ready: str):
+    program = subprocess.Popen(command, env={**os.environ, **env}, stdin=subprocess.DEVNULL, stdout=sys.stderr, stderr=sys.stderr)
+    try:
+        until = time.monotonic() + 120
+        while True:
+            if program.poll() is not None or time.monotonic() > until:
+                raise RuntimeError(f"{command}: does not serve")
+            with contextlib.suppress(OSError, http.client.HTTPException):
+                c = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+                c.request("GET", ready)
+                if c.getresponse().status < 500:
+                    break
+            time.sleep(0.1)
+        yield
+    finally:
+        program.terminate()
+        try:
+            program.wait(10)
+        except subprocess.TimeoutExpired:
+            program.kill()
+
+
+def post(port: int, path: str, body: str):
+    c = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    c.request("POST", path, body, {"Content-Type": "application/json"})
+    answer = c.getresponse()
+    text = answer.read()
+    if answer.status != 200:
+        raise RuntimeError(f"{answer.status}: {text[:300]}")
+
+
+def kind(value) -> str:
+    if isinstance(value, list):
+        return f"list of {len(value)}: {', '.join(sorted({kind(v) for v in value}))}"
+    return "number" if isinstance(value, (int, float)) and not isinstance(value, bool) else type(value).__name__
+
+
+def differences(ours, theirs, own, path="") -> dict:
+    """Where two bodies differ, by path: what is there. Of members in own (names and addresses of this run) only the type counts."""
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        out: dict = {}
+        for name in {**ours, **theirs}:
+            at = f"{path}.{name}" if path else name
+            if name not in theirs:
+                out[at] = "ours alone"
+            elif name not in ours:
+                out[at] = "theirs alone"
+            elif name in own:
+                if kind(ours[name]) != kind(theirs[name]):
+                    out[at] = f"{kind(ours[name])} and {kind(theirs[name])}"
+            else:
+                out.update(differences(ours[name], theirs[name], own, at))
+        return out
+    return {} if ours == theirs else {path: f"{json.dumps(ours)} and {json.dumps(theirs)}"}
+
+
+class Proxy:
+    """One proxy: how it is started, and in what its legs differ from Tandem's. Of a difference the reason stands beside it."""
+
+    def __init__(self, dialect, name, release, command, prefill=(), decode=(), own=(), env=None, ready="/none", use=None, request_id=None, members=None):
+        self.dialect, self.name, self.release, self.command = dialect, name, release, command
+        self.allowed = {"prefill": set(prefill), "decode": set(decode)}
+        self.own, self.env, self.ready, self.use, self.request_id = set(own), env or {}, ready, use, request_id
+        self.members = members  # None: all
+
+    def differences(self, leg: str, ours: dict, theirs: dict) -> dict:
+        if self.members:
+            ours, theirs = ({k: v for k, v in body.items() if k.startswith(self.members)} for body in (ours, theirs))
+        return {k: v for k, v in differences(ours, theirs, self.own).items() if k not in self.allowed[leg]}
+
+
+# Tandem's own of the prefill leg, with every vLLM (docs/protocols.md, "What P is sent"): the example proxies leave limits that the client
+# did not set, and what P must not stop by.
+ONE_TOKEN = {"max_completion_tokens", "min_tokens", "n", "stop", "stop_token_ids", "include_stop_str_in_output", "best_of", "stream_options"}
+
+
+def proxies(oracles: pathlib.Path, sglang: str, p: Engine, d: Engine, port: int) -> list:
+    vllm, old = oracles / "vllm-0.33.0", oracles / "vllm-0.22.1"
+    examples = vllm / "examples/disaggregated"
+    quart = {"PYTHONPATH": str(oracles / "quart")}
+    python, serve = sys.executable, [sys.executable, str(HERE / "serve_quart.py")]
+    P, D = f"127.0.0.1:{p.port}", f"127.0.0.1:{d.port}"
+    register = free_port()
+    engines = ["--prefiller-hosts", "127.0.0.1", "--prefiller-ports", str(p.port), "--decoder-hosts", "127.0.0.1", "--decoder-ports", str(d.port)]
+    plain = lambda g: not re.search(r"ids=|turns=|release=0\.(9|1[01])|keys-0\.9", g["first"] + g["name"])  # noqa: E731
+    return [
+        Proxy("nixl", "toy_proxy_server.py", "vLLM 0.33.0", [python, str(vllm / "tests/v1/kv_connector/nixl_integration/toy_proxy_server.py"), "--port", str(port), *engines],
+              # Of a host that is good on P's machine alone Tandem makes P's address.
+              prefill=ONE_TOKEN, own={"remote_host"}, use=lambda g: plain(g) and "decode request" in g and '"kv_transfer_params"' in g["decode request"], ready="/healthcheck"),
+        Proxy("offload", "p2p_connector_proxy.py", "vLLM 0.33.0", [python, str(vllm / "tests/v1/kv_offload/tiering/p2p/p2p_connector_proxy.py"), "--port", str(port), *engines],
+              prefill=ONE_TOKEN, own={"kv_request_id", "remote_host", "remote_port"}, use=lambda g: "source" not in g["first"], ready="/healthcheck"),
+        Proxy("nixl-push", "disagg_proxy_pushconnector_demo.py", "vLLM 0.33.0", [
+            python, str(examples / "disaggregated_serving/disagg_proxy_pushconnector_demo.py"), "--model", "m", "--port", str(port), "--prefill", P, "--decode", D,
+            "--prefill-engine-id", "7af2de7e", "--prefill-kv-host", "127.0.0.1", "--prefill-side-channel-port", "9101"],
+              # The example has P stream where the client does: its status then says nothing. 0.32.0 dies of a request without remote_block_ids.
+              prefill=ONE_TOKEN | {"stream"}, decode={"kv_transfer_params.remote_block_ids"}, own={"remote_engine_id", "remote_host", "remote_port", "remote_request_id", "tp_size", "pp_size"},
+              use=lambda g: plain(g) and "ranks" not in g["name"], ready="/status"),
+        Proxy("mooncake", "mooncake_connector_proxy.py", "vLLM 0.33.0", [
+            python, str(examples / "mooncake_connector/mooncake_connector_proxy.py"), "--port", str(port), "--prefill", f"http://{P}", str(p.port), "--decode", f"http://{D}"],
+              prefill=ONE_TOKEN, own={"transfer_id", "remote_bootstrap_addr"}, use=lambda g: "list-of" not in g["name"] and "ranks" not in g["name"]),
+        Proxy("moriio", "moriio_toy_proxy_server.py, WRITE", "vLLM 0.33.0",
+              [*serve, str(examples / "disaggregated_serving/moriio_toy_proxy_server.py"), str(port), str(register), P, D, "WRITE", "8"],
+              # The example names the engines in the request id; Tandem says it in the body, as llm-d's sidecar does. It asks D for one
+              # token less than the client did, and gives the client D's answer alone.
+              prefill=ONE_TOKEN | {f"kv_transfer_params.remote_{n}" for n in ("host", "handshake_port", "notify_port")},
+              decode={f"kv_transfer_params.remote_{n}" for n in ("host", "handshake_port", "notify_port", "dp_rank", "engine_id", "block_ids")} | {"max_tokens"},
+              own={"transfer_id"}, env=quart, use=lambda g: "tp=8" in g["first"]),
+        Proxy("moriio-read", "moriio_toy_proxy_server.py, READ", "vLLM 0.33.0",
+              [*serve, str(examples / "disaggregated_serving/moriio_toy_proxy_server.py"), str(port), str(register), P, D, "READ", "1"],
+              prefill=ONE_TOKEN, env=quart, own={"transfer_id"},
+              # Tandem hands P's object on as it is, and the example some of it beside what it knows of P.
+              decode={f"kv_transfer_params.remote_{n}" for n in ("host", "handshake_port", "notify_port", "dp_rank", "dp_size", "dp_size_local", "tp_size")} | {"max_tokens"}),
+        Proxy("p2p-nccl", "disagg_proxy_p2p_nccl_xpyd.py", "vLLM 0.22.1",
+              [*serve, str(old / "examples/disaggregated/p2p_nccl_xpyd/disagg_proxy_p2p_nccl_xpyd.py"), str(port), str(register), P, D],
+              # The example has P stream where the client does.
+              prefill=ONE_TOKEN | {"stream"}, env=quart, request_id=r"___prefill_addr_(\S+)___decode_addr_(\S+)_[0-9a-f]{32}$", use=lambda g: "fd00" not in g["first"]),
+        Proxy("sglang", "sglang-router", "0.3.2", [
+            sglang, "-m", "sglang_router.launch_router", "--pd-disaggregation", "--prefill", f"http://{P}", "8998", "--decode", f"http://{D}", "--host", "127.0.0.1",
+            "--port", str(port), "--policy", "round_robin", "--prometheus-port", str(free_port()), "--log-level", "warn"],
+              # The gateway writes the body anew, with defaults of its own, and has P stream where the client does. It takes no token ids.
+              members="bootstrap_", own={"bootstrap_room", "bootstrap_host", "bootstrap_port"}, env={"PYTHONPATH": str(oracles / "router")}, ready="/readiness",
+              use=lambda g: not re.search("token-ids|ipv6|not-json|sends-a-room", g["name"])),
+    ]
+
+
+def judge(j: goldens.Judgement, proxy: Proxy, p: Engine, d: Engine, port: int):
+    compared = noticed = 0
+    cases = [g for g in goldens.of(j.testdata, proxy.dialect) if g["path"] in ("/v1/chat/completions", "/v1/completions", "/generate")
+             and "prefill request" in g and "decode request" in g and not g["name"].endswith("refused-by-prefill") and (proxy.use is None or proxy.use(g))]
+    p.query = next((g["bootstrap query"].encode() for g in cases if "bootstrap query" in g), b'{"0":{"engine_id":"e"}}')
+    cases = [g for g in cases if "bootstrap query" not in g or g["bootstrap query"].encode() == p.query]
+    d.answer = b'{"id":"x","choices":[]}'
+    with running(proxy.command, port, proxy.env, proxy.ready):
+        for golden in cases:
+            p.seen.clear()
+            d.seen.clear()
+            p.answer = golden.get("prefill answer", '{"id":"x","choices":[]}').encode()
+            try:
+                json.loads(p.answer)
+                post(port, golden["path"], golden["request"])
+                legs = {"prefill": p.last(), "decode": d.last()}
+            except (RuntimeError, TimeoutError, ValueError, OSError) as e:
+                j.wrong.append(f"{golden['name']}, {proxy.name}: {e}")
+                continue
+            for leg, (_, headers, theirs) in legs.items():
+                ours = goldens.body(golden, leg)
+                compared += 1
+                if differing := proxy.differences(leg, ours, theirs):
+                    j.wrong.append(f"{golden['name']}, {leg}, beside {proxy.name}: {differing}")
+                    continue
+                if proxy.request_id:
+                    both = [re.search(proxy.request_id, t) for t in (headers.get("X-Request-Id", headers.get("x-request-id", "")), golden["headers"])]
+                    if not all(both):
+                        j.wrong.append(f"{golden['name']}, {leg}: request ids {headers} and {golden['headers']}")
+                names = set(ours) - set(json.loads(golden["request"])) | set(ours.get("kv_transfer_params") or {})
+                for name in names:
+                    if proxy.differences(leg, goldens.rename(ours, name), theirs):
+                        noticed += 1
+                    elif not any(a.split(".")[-1] == name for a in proxy.allowed[leg]):
+                        j.wrong.append(f"{golden['name']}, {leg}: nobody noticed that {name} was renamed")
+    if not compared or not (noticed or proxy.request_id):
+        j.wrong.append(f"{proxy.name}: nothing was compared")
+    j.rows.append(f"| `{proxy.dialect}` | beside `{proxy.name}` | {proxy.release} | {compared} | {noticed} |")
+
+
+def main():
+    testdata, oracles, sglang, model, *only = sys.argv[1:]
+    j = goldens.Judgement(testdata)
+    p, d, port = Engine(model), Engine(model), free_port()
+    for proxy in proxies(pathlib.Path(oracles), sglang, p, d, port):
+        if not only or proxy.dialect in only:
+            try:
+                judge(j, proxy, p, d, port)
+            except RuntimeError as e:
+                j.wrong.append(f"{proxy.name}: {e}")
+    j.end()
+
+
+if __name__ == "__main__":
+    main()
