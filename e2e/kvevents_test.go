@@ -51,18 +51,43 @@ func (f *fleet) engineAt(addr string) *engine {
 	return nil
 }
 
+// requestOf is a request to an API with so many turns, as long as those of conversation.
+func requestOf(path, name string, turns int) string {
+	chat := conversation(name, turns)
+	switch path {
+	case "/v1/messages":
+		return strings.Replace(chat, `{"role":"system","content":"You are `+name+`."}`, `{"role":"user","content":"I am `+name+`."}`, 1)
+	case "/v1/responses":
+		chat = strings.Replace(chat, `"max_tokens":4`, `"max_output_tokens":4,"store":false`, 1)
+		return strings.Replace(chat, `"messages":`, `"input":`, 1)
+	}
+	return chat
+}
+
 // A Tandem that starts anew has routed nothing yet. The engines tell it what they hold, and tokenize for it: conversations
 // go on where they were.
 func TestKVEventsWarmANewReplica(t *testing.T) {
 	t.Parallel()
-	f := start(t, options{prefills: 3, decodes: 1, kvEvents: "{tokens: tokenize, tokenBudget: 5s}"})
+	warmANewReplica(t, "tokenize", "/v1/chat/completions")
+}
+
+// Engines that render tell it of every API whose requests they render.
+func TestRenderWarmsANewReplica(t *testing.T) {
+	t.Parallel()
+	warmANewReplica(t, "render", "/v1/chat/completions", "/v1/messages", "/v1/responses")
+}
+
+func warmANewReplica(t *testing.T, tokens string, paths ...string) {
+	f := start(t, options{prefills: 3, decodes: 1, kvEvents: "{tokens: " + tokens + ", tokenBudget: 5s}"})
 	f.publishersConnect()
-	where := map[string]string{}
-	for i := range 6 {
-		name := fmt.Sprint("warm-", i)
-		require.Equal(t, 200, f.post("/v1/chat/completions", conversation(name, 3), "x-request-id", name).status)
+	const each = 6
+	type asked struct{ path, engine string }
+	where := map[string]asked{}
+	for i := range each * len(paths) {
+		path, name := paths[i/each], fmt.Sprint("warm-", i)
+		require.Equal(t, 200, f.post(path, requestOf(path, name, 3), "x-request-id", name).status)
 		p, _ := f.hops(name)
-		where[name] = p.Engine
+		where[name] = asked{path, p.Engine}
 		f.eventually("tandem_kv_events_blocks", f.engineAt(p.Engine), func(v float64) bool { return v >= 90 })
 	}
 	held := map[*engine]float64{}
@@ -79,19 +104,21 @@ func TestKVEventsWarmANewReplica(t *testing.T) {
 	tokenized := func() float64 {
 		return metric(t, f.admins[0], "tandem_prompt_tokens_learned_total", `source="tokenizer"`)
 	}
-	known := 0
-	for name, engine := range where {
+	known := map[string]int{}
+	for name, was := range where {
 		before := tokenized()
-		require.Equal(t, 200, f.post("/v1/chat/completions", conversation(name, 4), "x-request-id", name+"-again").status)
+		require.Equal(t, 200, f.post(was.path, requestOf(was.path, name, 4), "x-request-id", name+"-again").status)
 		if tokenized() == before {
 			continue // the engine did not tokenize within the 2 s that it has
 		}
-		known++
+		known[was.path]++
 		p, _ := f.hops(name + "-again")
-		require.Equal(t, engine, p.Engine, name)
-		require.Greater(t, p.CachedTokens, p.PromptTokens/2, name)
+		require.Equal(t, was.engine, p.Engine, "%s %s", was.path, name)
+		require.Greater(t, p.CachedTokens, p.PromptTokens/2, "%s %s", was.path, name)
 	}
-	require.Positive(t, known)
+	for _, path := range paths {
+		require.Positive(t, known[path], path)
+	}
 }
 
 // Batches that are lost on their way are asked for again, and a restarted engine holds nothing.

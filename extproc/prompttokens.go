@@ -127,14 +127,10 @@ func (x *planning) tokenize(pool *kvstate.Pool, policy *Policy) {
 func (x *planning) tokenizeBody(source TokenSource) (path string, body []byte) {
 	api := x.req.API()
 	if source == RenderTokens {
-		switch api {
-		case openai.Chat:
-			return "/v1/chat/completions/render", append([]byte(nil), x.body.Bytes()...)
-		case openai.Completions:
-			return "/v1/completions/render", append([]byte(nil), x.body.Bytes()...)
-		default:
-			return "", nil
+		if path = renderPath(api); path != "" {
+			body = slices.Clone(x.body.Bytes())
 		}
+		return path, body
 	}
 	fields := []struct {
 		key string
@@ -162,6 +158,24 @@ func (x *planning) tokenizeBody(source TokenSource) (path string, body []byte) {
 		}
 	}
 	return "/tokenize", append(body, '}')
+}
+
+// renderPath returns where vLLM renders an API's requests, with --enable-scale-out: chat and completions from 0.24,
+// messages from 0.29, responses from 0.30 (entrypoints/scale_out/render/api_router.py). "": nowhere. An engine that lacks
+// the route is not asked again for a while.
+func renderPath(api openai.API) string {
+	switch api {
+	case openai.Chat:
+		return "/v1/chat/completions/render"
+	case openai.Completions:
+		return "/v1/completions/render"
+	case openai.Messages:
+		return "/v1/messages/render"
+	case openai.Responses:
+		return "/v1/responses/render"
+	default:
+		return ""
+	}
 }
 
 // learns reports whether to ask prefill for the prompt's token ids: if there are KV events and some of the tokens

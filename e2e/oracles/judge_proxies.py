@@ -103,12 +103,17 @@ def running(command: list, port: int, env: dict, ready: str):
 
 
 def post(port: int, path: str, body: str):
-    c = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-    c.request("POST", path, body, {"Content-Type": "application/json"})
-    answer = c.getresponse()
-    text = answer.read()
-    if answer.status != 200:
-        raise RuntimeError(f"{answer.status}: {text[:300]}")
+    until = time.monotonic() + 30
+    while True:
+        c = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+        c.request("POST", path, body, {"Content-Type": "application/json"})
+        answer = c.getresponse()
+        text = answer.read()
+        if answer.status == 200:
+            return
+        if answer.status != 503 or time.monotonic() > until:  # 503: it has not found its engines yet
+            raise RuntimeError(f"{answer.status}: {text[:300]}")
+        time.sleep(0.1)
 
 
 def kind(value) -> str:

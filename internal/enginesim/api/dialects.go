@@ -25,13 +25,13 @@ func (s *Server) serveContextInfo(w http.ResponseWriter) {
 	}})
 }
 
-// serveRender is POST /v1/chat/completions/render (vLLM 0.24, --enable-scale-out): the token ids that a chat would have.
-func (s *Server) serveRender(w http.ResponseWriter, _ *http.Request, body []byte) {
+// serveRender is POST /v1/.../render (vLLM 0.24; messages 0.29, responses 0.30; --enable-scale-out): the token ids that a request would have.
+func (s *Server) serveRender(w http.ResponseWriter, body []byte, api request.API) {
 	q, ok := s.small(w, body)
 	if !ok {
 		return
 	}
-	q.API, q.ReturnIDs = request.Chat, true
+	q.API, q.ReturnIDs = api, true
 	prompts, bad := q.Render(s.cfg.BlockSize)
 	if bad != nil {
 		writeRaw(w, bad.Status, errorBody(bad, request.None))

@@ -114,7 +114,11 @@ func (s *Server) routes() *http.ServeMux {
 	mux.HandleFunc("POST /v1/embeddings", s.recorded(s.serveEmbeddings))
 	mux.HandleFunc("POST /v1/audio/transcriptions", s.recorded(s.serveAudio))
 	mux.HandleFunc("POST /tokenize", s.recorded(s.serveTokenize))
-	mux.HandleFunc("POST /v1/chat/completions/render", s.recorded(s.serveRender))
+	for path, a := range map[string]request.API{
+		"/v1/chat/completions": request.Chat, "/v1/messages": request.Messages, "/v1/responses": request.Responses,
+	} {
+		mux.HandleFunc("POST "+path+"/render", s.recorded(func(w http.ResponseWriter, _ *http.Request, body []byte) { s.serveRender(w, body, a) }))
+	}
 	mux.HandleFunc("POST /detokenize", s.recorded(s.serveDetokenize))
 	mux.HandleFunc("POST /reset_prefix_cache", s.recorded(func(w http.ResponseWriter, _ *http.Request, _ []byte) {
 		writeRaw(w, http.StatusOK, fmt.Appendf(nil, `{"success":%t}`, s.Pool.ResetPrefixCache()))

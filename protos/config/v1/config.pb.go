@@ -1995,7 +1995,7 @@ type KvEvents struct {
 	Listen string `protobuf:"bytes,5,opt,name=listen,proto3" json:"listen,omitempty"`
 	// Who is asked for the token ids of prompts, which events are matched with: learned (nobody but prefill endpoints, with the
 	// prompt, so that the next turn of a conversation is known), tokenize (also the engines' POST /tokenize, where most of a
-	// prompt is new), or render (their POST /v1/.../render instead, exact with tools and media). Default: learned.
+	// prompt is new), or render (their POST /v1/.../render instead, exact with tools and media, and for messages (vLLM 0.29) and responses (0.30) too). Default: learned.
 	Tokens string `protobuf:"bytes,6,opt,name=tokens,proto3" json:"tokens,omitempty"`
 	// How long a request waits for tokenize or render. 0s: not at all, the answer is for the next one. Default: 0s.
 	TokenBudget   string `protobuf:"bytes,7,opt,name=token_budget,json=tokenBudget,proto3" json:"token_budget,omitempty"`
