@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"net/http"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -264,6 +265,49 @@ func TestSGLangPrefillIsKilled(t *testing.T) {
 		f.restart(victim)
 		soon(t, "it is used again", func() bool { return f.inUse(victim) })
 	}
+}
+
+// When a prefill engine dies, its decode engine often answers 5xx first. Here it does so for certain: the prefill engine hangs until its decode
+// engine has failed, and resets its connection after that. Tandem waits for it, blames prefill alone, and another pair answers.
+func TestSGLangDecodeFailsBeforeItsPrefill(t *testing.T) {
+	t.Parallel()
+	f := start(t, options{dialect: "sglang", prefills: 2, decodes: 2, engineArgs: []string{"--record=false"}})
+	f.lenient = true // the decode engine that failed never asks for its blocks
+	for _, e := range f.prefills {
+		f.inject(e, `{"mode":"hang","count":1}`)
+	}
+	for _, e := range f.decodes {
+		f.inject(e, `{"mode":"status","status":500,"count":1}`)
+	}
+	answers := make(chan answer, 1)
+	go func() {
+		got, err := f.try(t.Context(), http.MethodPost, "/v1/chat/completions", pairBody)
+		if err != nil {
+			got.body = err.Error()
+		}
+		answers <- got
+	}()
+	soon(t, "a decode engine has failed", func() bool {
+		return slices.ContainsFunc(f.decodes, func(e *engine) bool {
+			var rules []any
+			require.NoError(t, getJSON("http://"+e.addr+"/sim/fail", &rules))
+			return len(rules) == 0
+		})
+	})
+	for _, e := range f.decodes {
+		f.clear(e)
+	}
+	time.Sleep(100 * time.Millisecond) // Tandem has its 5xx by now
+	for _, e := range f.prefills {
+		f.clear(e)
+	}
+	got := <-answers
+	require.Equal(t, 200, got.status, got.body)
+	for _, d := range f.decodes {
+		require.Zero(t, metric(t, f.admins[0], "tandem_endpoint_health_changes_total", `to="out"`, `endpoint="`+d.addr+`"`), "decode is not to blame")
+	}
+	require.InDelta(t, 1, sum(t, f, "tandem_replans_total", `cause="prefill"`), 0)
+	require.Zero(t, sum(t, f, "tandem_replans_total", `cause="decode"`))
 }
 
 // breaks makes an engine fail as the rule says. One that is to refuse connections for a while does so now: who looks away for that long
