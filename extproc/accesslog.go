@@ -1,6 +1,7 @@
 package extproc
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"io"
@@ -70,10 +71,10 @@ func (s *Server) readAccessLogs(stream grpc.ServerStream) error {
 func (s *Server) hopEnded(e *envoywire.LogEntry) {
 	redirected := string(e.Details) == "internal_redirect"
 	if len(e.Ticket) == 0 {
-		if e.ClientGone {
-			s.releasePass(reservedAs(e), 0)
+		if !bytes.HasPrefix(e.Details, []byte(envoywire.DetailsPrefix)) { // else Tandem answered it by itself
+			s.releasePass(reservedAs(e), 0, releaseForGood(s.State, e))
 		}
-		return // Tandem answered it itself, or never received it
+		return
 	}
 	t, err := s.keys().Open(string(e.Ticket), string(e.RequestID), time.Now())
 	if t == nil {
@@ -95,7 +96,7 @@ func (s *Server) hopEnded(e *envoywire.LogEntry) {
 	}
 	// pass 2 may have read P's inline answer, but Envoy did not receive its decision
 	if t.Stage == kvtransfer.PrefillLeg && !redirected {
-		s.releasePass(reservedAs(e), t.Redirects+1)
+		s.releasePass(reservedAs(e), t.Redirects+1, releaseForGood(s.State, e))
 		if e.ClientGone && s.reservedHere(t, reservedAs(e)) && !s.State.Consume(inlineID(t.ID)) {
 			t.Stage, t.Redirects = kvtransfer.HandOver, t.Redirects+1
 		}
@@ -111,7 +112,7 @@ func (s *Server) hopEnded(e *envoywire.LogEntry) {
 		s.notFollowed(t, e, mine)
 	}
 	if t.Stage.Redirects() {
-		s.releasePass(reservedAs(e), t.Redirects)
+		s.releasePass(reservedAs(e), t.Redirects, releaseForGood(s.State, e))
 	}
 	var took, first time.Duration
 	if t.Stage == kvtransfer.DecodeLeg || t.Stage == kvtransfer.PairLegs {
@@ -183,9 +184,19 @@ func (s *Server) reservedHere(t *kvtransfer.Ticket, key string) bool {
 }
 
 // releasePass releases what this server reserved for a pass whose ticket it does not have.
-func (s *Server) releasePass(key string, redirects int) {
-	s.State.Release(s.reservationID(key, redirects, kvstate.RolePrefill))
-	s.State.Release(s.reservationID(key, redirects, kvstate.RoleDecode))
+func (s *Server) releasePass(key string, redirects int, release func(kvstate.ReservationID) bool) {
+	release(s.reservationID(key, redirects, kvstate.RolePrefill))
+	release(s.reservationID(key, redirects, kvstate.RoleDecode))
+}
+
+// releaseForGood is what releases the reservations of a request that is over. It may not have reserved yet: its stream
+// may wait behind others' bodies. Where Envoy names the request, it does not reserve any more; a request id may be that
+// of other requests.
+func releaseForGood(state *kvstate.State, e *envoywire.LogEntry) func(kvstate.ReservationID) bool {
+	if len(e.Reservation) == 0 {
+		return state.Release
+	}
+	return state.End
 }
 
 // reservationKey returns the name of a request's reservations. Envoy creates the name when the request arrives and

@@ -79,7 +79,7 @@ func (c *crowd) sendAndLeave(id string, tokens int) (leave func()) {
 // done ends both hops of a request that was bound, a moment later.
 func (c *crowd) done(id string) {
 	time.Sleep(2 * waitPause)
-	c.server.releasePass(id, 0)
+	c.server.releasePass(id, 0, c.server.State.Release)
 	synctest.Wait()
 }
 
@@ -258,7 +258,7 @@ func TestWaitingEnds(t *testing.T) {
 				c.group.Wait()
 				for id := range c.ended {
 					require.Nil(t, c.ended[id].immediate, id)
-					c.server.releasePass(id, 0)
+					c.server.releasePass(id, 0, c.server.State.Release)
 				}
 				time.Sleep(2 * waitTick) // for the queue's goroutine to see that nobody waits
 				synctest.Wait()
@@ -332,7 +332,7 @@ func TestWaitingAtRandom(t *testing.T) {
 				all.Go(func() {
 					if leaves >= 0 {
 						q.leave(99, func() { time.Sleep(leaves) })
-						s.server.releasePass(id, 0)
+						s.server.releasePass(id, 0, s.server.State.Release)
 						return
 					}
 					v := q.pass()
@@ -341,7 +341,7 @@ func TestWaitingAtRandom(t *testing.T) {
 						return
 					}
 					time.Sleep(work)
-					s.server.releasePass(id, 0)
+					s.server.releasePass(id, 0, s.server.State.Release)
 				})
 				time.Sleep(time.Duration(random.IntN(30)) * time.Millisecond)
 			}

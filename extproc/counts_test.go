@@ -258,6 +258,6 @@ func TestPhasesOfWorkAreTold(t *testing.T) {
 		}
 		decisions := s.server.metrics.Totals().Decisions
 		require.Less(t, decisions.Quantile(.5), time.Millisecond)
-		s.server.releasePass("r1", 0)
+		s.server.releasePass("r1", 0, s.server.State.Release)
 	})
 }

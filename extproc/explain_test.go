@@ -75,7 +75,7 @@ func TestExplanationForAnOperator(t *testing.T) {
 			require.Len(t, e.Candidates, 3)
 			require.Positive(t, e.Candidates[0].Prefill.Work)
 		}
-		s.server.releasePass("r1", 0)
+		s.server.releasePass("r1", 0, s.server.State.Release)
 	}
 }
 

@@ -94,7 +94,7 @@ func TestABodyThatArrivesAtItsDeadline(t *testing.T) {
 				require.NotNil(t, r.GetRequestHeaders())
 				_, err = stream.Recv()
 				require.NoError(t, err)
-				s.server.releasePass(q.headers["x-request-id"], 0)
+				s.server.releasePass(q.headers["x-request-id"], 0, s.server.State.Release)
 			}
 			cancel()
 			synctest.Wait()
@@ -166,7 +166,7 @@ func TestStreamsThatMakeNoSense(t *testing.T) {
 			_, err = stream.Recv()
 			require.Error(t, err, "%s: one answer", name)
 		}
-		s.server.releasePass("", 0)
+		s.server.releasePass("", 0, s.server.State.Release)
 	})
 }
 

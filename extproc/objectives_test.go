@@ -168,7 +168,7 @@ func TestEnginesAreToldOfPriority(t *testing.T) {
 				q.follow()
 				require.Zero(t, q.pass().status())
 				require.Contains(t, string(q.body), `"priority":77`)
-				s.server.releasePass("r-"+objective, 1)
+				s.server.releasePass("r-"+objective, 1, s.server.State.Release)
 			}
 			alone := s.newRequest("/v1/chat/completions", "alone", strings.Replace(body, "{", `{"n":2,`, 1))
 			require.Zero(t, alone.pass().status())

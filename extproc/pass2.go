@@ -37,8 +37,8 @@ func (x nextPass) resume(t *kvtransfer.Ticket, ticketErr error) (*plan.Decision,
 	if t.Stage == kvtransfer.PrefillLeg {
 		t = x.inlineAnswer(t)
 	}
-	x.s.releasePass(x.reservedAs, t.Redirects) // of a stream that Envoy gave up and retries
-	pool := x.s.State.Pool(t.Pool)             // nil if the configuration changed between the hops
+	x.s.releasePass(x.reservedAs, t.Redirects, x.s.State.Release) // of a stream that Envoy gave up and retries
+	pool := x.s.State.Pool(t.Pool)                                // nil if the configuration changed between the hops
 	if t.Stage == kvtransfer.HandOver && ticketErr == nil && pool != nil && x.s.State.Consume(t.ID) {
 		return x.decode(pool, t)
 	}

@@ -96,8 +96,8 @@ func TestPassTwoKnowsWhatDecodeHolds(t *testing.T) {
 		q.follow()
 		v := q.pass()
 		require.Equal(t, envoywire.LegDecode, v.set[envoywire.HeaderLeg])
-		s.server.releasePass(id, 0)
-		s.server.releasePass(id, 1)
+		s.server.releasePass(id, 0, s.server.State.Release)
+		s.server.releasePass(id, 1, s.server.State.Release)
 		return v.set[envoywire.HeaderEndpoint]
 	}
 	first := turn("r-1", conversation(""))
@@ -152,7 +152,7 @@ func TestPairsAreRoutedToBoth(t *testing.T) {
 				q.mirror(s).answer(500, "oops")
 				d.redirected(q)
 				require.Equal(t, []string{addressOf("p1")}, s.holders(hashes))
-				s.server.releasePass("both", 0)
+				s.server.releasePass("both", 0, s.server.State.Release)
 			})
 		})
 	}

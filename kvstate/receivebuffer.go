@@ -77,5 +77,5 @@ func (s *State) ReserveBuffer(ctx context.Context, id ReservationID, e *Endpoint
 	if id == 0 {
 		e.buffer.release(promptTokens)
 	}
-	return id, true
+	return s.unlessEnded(id), true
 }

@@ -63,6 +63,15 @@ func (p *replayGuard) consume(ticket [16]byte) bool {
 	return true
 }
 
+// has reports whether a ticket is consumed.
+func (p *replayGuard) has(ticket [16]byte) bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	_, now := p.now[ticket]
+	_, old := p.old[ticket]
+	return now || old
+}
+
 func (p *replayGuard) rotate(now time.Time) {
 	if now.Sub(p.began) > p.ttl {
 		p.old, p.now, p.began = p.now, map[[16]byte]struct{}{}, now

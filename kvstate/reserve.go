@@ -1,6 +1,7 @@
 package kvstate
 
 import (
+	"encoding/binary"
 	"math/rand/v2"
 	"sync"
 	"sync/atomic"
@@ -51,7 +52,36 @@ func (s *State) Reserve(e *Endpoint, b Booking) ReservationID {
 // ReserveAs is Reserve with an id that the caller can derive again from the request. If id is 0 or taken, a random
 // one replaces it.
 func (s *State) ReserveAs(id ReservationID, e *Endpoint, b Booking, from *Source) ReservationID {
-	return s.reserve(id, e, b, 0, from)
+	return s.unlessEnded(s.reserve(id, e, b, 0, from))
+}
+
+// How many reservations that must not be made any more are remembered, and for how long. Their requests arrive a few
+// seconds late at most.
+const (
+	maxEnded = 1 << 16
+	endedTTL = time.Minute
+)
+
+// End is Release for a request that is over. A reservation that is made under this id after that is released at once:
+// on a busy replica the report of a request's end can arrive before the request is read.
+func (s *State) End(id ReservationID) bool {
+	s.ended.consume(id.key())
+	return s.Release(id)
+}
+
+// unlessEnded releases a new reservation whose request is over. [State.End] remembers the id first and releases
+// second; a reservation is made first and looked up second. So one of them releases it.
+func (s *State) unlessEnded(id ReservationID) ReservationID {
+	if id != 0 && s.ended.has(id.key()) {
+		s.Release(id)
+		return 0
+	}
+	return id
+}
+
+func (id ReservationID) key() (key [16]byte) {
+	binary.BigEndian.PutUint64(key[:], uint64(id))
+	return key
 }
 
 func (s *State) reserve(id ReservationID, e *Endpoint, b Booking, space int64, from *Source) ReservationID {

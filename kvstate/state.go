@@ -74,6 +74,7 @@ type State struct {
 
 	bookings          [bookingShards]bookingShard
 	booked            atomic.Int64
+	ended             replayGuard // reservations that must not be made any more
 	consumed          replayGuard
 	handOvers         handOverStore
 	conversations     handOverStore // state of conversations' last turns; empty if there are other replicas
@@ -89,6 +90,7 @@ func New(o Options) *State {
 	for i := range s.bookings {
 		s.bookings[i].held = map[ReservationID]reservation{}
 	}
+	s.ended = newReplayGuard(maxEnded, endedTTL)
 	s.consumed = newReplayGuard(s.o.MaxConsumed, s.o.ConsumedTTL)
 	s.handOvers = newHandOverStore(s.o.MaxHandOverBytes, s.o.HandOverTTL)
 	s.conversations = newHandOverStore(maxConversationsBytes, 0)
@@ -115,6 +117,7 @@ func (s *State) sweep(now time.Time) {
 	s.handOvers.sweep(now)
 	s.conversations.sweep(now)
 	s.consumed.sweep(now)
+	s.ended.sweep(now)
 	for _, p := range s.Pools() {
 		p.index.Sweep(now)
 		p.sweepLoads(s.o.Now())
