@@ -5,13 +5,14 @@ import (
 
 	"tandem/kvstate"
 	"tandem/picker"
+	"tandem/picker/admission"
 )
 
-// This file is what a waiting room does for picker.Queue: the fleet as it is, with what was just sent; what it is to one
-// request; and handing over a choice.
+// The host of an admission queue: the fleet as it is, including dispatched requests; how it looks to one request; and what to do
+// with its choice.
 
-// settle gives a request its choice, and the view that it was made on.
-func (w *admission) settle(r *waiter, v *kvstate.View, c picker.Choice, err error) {
+// settle sets a request's choice, and the view that it was made on.
+func (w *poolAdmission) settle(r *waiter, v *kvstate.View, c picker.Choice, err error) {
 	r.settled, r.choice, r.err = true, c, err
 	if own := &r.x.view; own != v {
 		w.restoreView(r)
@@ -30,8 +31,8 @@ func (w *admission) settle(r *waiter, v *kvstate.View, c picker.Choice, err erro
 	w.committed = append(w.committed, r)
 }
 
-// land takes a request off the list of those who have not booked yet.
-func (w *admission) commit(r *waiter) {
+// commit removes a request from those that are not reserved yet.
+func (w *poolAdmission) commit(r *waiter) {
 	for i, l := range w.committed {
 		if l == r {
 			w.committed = append(w.committed[:i], w.committed[i+1:]...)
@@ -41,8 +42,8 @@ func (w *admission) commit(r *waiter) {
 	r.pending = nil
 }
 
-// Fleet is of picker.Room.
-func (w *admission) Fleet() *kvstate.View {
+// Fleet implements [admission.Host].
+func (w *poolAdmission) Fleet() *kvstate.View {
 	v := &w.view
 	if w.arriving != nil {
 		v = &w.arriving.x.view
@@ -51,8 +52,8 @@ func (w *admission) Fleet() *kvstate.View {
 	return v
 }
 
-// fill makes v the fleet as it is now, with what was just sent.
-func (w *admission) fill(v *kvstate.View) {
+// fill sets v to the current fleet, including dispatched requests that are not reserved yet.
+func (w *poolAdmission) fill(v *kvstate.View) {
 	w.s.State.View(w.pool, nil, v)
 	w.usable = w.usable[:0]
 	for i := range v.Endpoints {
@@ -75,8 +76,8 @@ func (w *admission) fill(v *kvstate.View) {
 	}
 }
 
-// Look is of picker.Room.
-func (w *admission) Look(id uint64, v *kvstate.View) *picker.Request {
+// Look implements [admission.Host].
+func (w *poolAdmission) Look(id uint64, v *kvstate.View) *picker.Request {
 	if a := w.arriving; a != nil && a.id == id {
 		return w.look(a, v)
 	}
@@ -86,8 +87,8 @@ func (w *admission) Look(id uint64, v *kvstate.View) *picker.Request {
 	return w.lookRemote(id, v)
 }
 
-// look fills into a view what it is to one request.
-func (w *admission) look(r *waiter, v *kvstate.View) *picker.Request {
+// look adds to a view what depends on the request.
+func (w *poolAdmission) look(r *waiter, v *kvstate.View) *picker.Request {
 	now := time.Now()
 	if r.hitsOf != w.pool || now.Sub(r.hitsAt) > hitsTTL {
 		r.x.hitsNow(w.pool, v, r.request.PromptTokens)
@@ -109,12 +110,12 @@ func (w *admission) look(r *waiter, v *kvstate.View) *picker.Request {
 	if r.x.session != 0 {
 		w.s.State.MarkSession(w.pool, r.x.session, v)
 	}
-	r.request.Waited, r.request.Rand = now.Sub(r.x.Began).Seconds(), picker.Chance(r.id)
+	r.request.Waited, r.request.Rand = now.Sub(r.x.Began).Seconds(), admission.Chance(r.id)
 	return &r.request
 }
 
-// Send is of picker.Room.
-func (w *admission) Send(id uint64, _ *picker.Request, v *kvstate.View, c picker.Choice, err error) {
+// Send implements [admission.Host].
+func (w *poolAdmission) Send(id uint64, _ *picker.Request, v *kvstate.View, c picker.Choice, err error, how admission.Outcome) {
 	if a := w.arriving; a != nil && a.id == id {
 		w.settle(a, v, c, err)
 		return
@@ -122,9 +123,25 @@ func (w *admission) Send(id uint64, _ *picker.Request, v *kvstate.View, c picker
 	r := w.waiters[id]
 	w.forget(r)
 	w.settle(r, v, c, err)
-	end := waitBound
-	if err != nil {
-		end = waitShed
+	switch {
+	case how == admission.Early:
+		r.finish(waitEarly)
+	case how == admission.Expired:
+		r.finish(waitExpired)
+	case err != nil:
+		r.finish(waitShed)
+	default:
+		r.finish(waitBound)
 	}
-	r.finish(end)
 }
+
+// Shed implements [admission.Host].
+func (w *poolAdmission) Shed(id uint64) {
+	r := w.waiters[id]
+	w.forget(r)
+	r.err = overloaded()
+	r.finish(waitShed)
+}
+
+// ShortOfMemory implements [admission.Host].
+func (w *poolAdmission) ShortOfMemory() bool { return w.s.shortOfMemory() }

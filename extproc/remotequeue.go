@@ -6,15 +6,16 @@ import (
 
 	"tandem/kvstate"
 	"tandem/picker"
+	"tandem/picker/admission"
 )
 
-// This file is what replicas have to do with each other's waiting rooms: each tells who waits in its own, and hears who waits
-// in the others'. Those stand in everybody's queue (picker/elsewhere.go); only the replica that has the stream can send them.
+// Replicas publish the requests that wait for endpoints. Those of other replicas have a place in everybody's queue
+// (picker/admission/remote.go), but only the replica with the stream can dispatch them.
 
-// tell has other replicas know that a request waits here, or that endpoints hold more or less of it than they were told. One
-// that waits for its targets is in nobody's way, so nobody needs to know of it. Nor are others told of one that only some of the
-// endpoints serve: they would have their own stand behind it at all the others too.
-func (w *admission) publish(r *waiter) {
+// publish tells other replicas that a request waits here, or that endpoints hold another part of its prompt than published. A
+// request that waits for its targets is not published, because it blocks no others. Neither is one that only some of the
+// endpoints serve: it would block requests for all the others too.
+func (w *poolAdmission) publish(r *waiter) {
 	if !w.s.State.HasReplicas() || r.request.OnMiss == picker.MissWait || r.choosy || len(r.request.Labels) > 0 {
 		return
 	}
@@ -29,8 +30,8 @@ func (w *admission) publish(r *waiter) {
 	})
 }
 
-// heldOf is what endpoints hold of a request's prompt, those that hold most first, in memory that is used again.
-func (w *admission) heldOf(r *waiter) []kvstate.Held {
+// heldOf returns the parts of a request's prompt that endpoints hold, the largest first. The memory is reused.
+func (w *poolAdmission) heldOf(r *waiter) []kvstate.Held {
 	w.held = w.held[:0]
 	blocks := int64(max(r.request.Blocks, 1))
 	for i, e := range r.hitsOf.Endpoints() {
@@ -45,19 +46,19 @@ func (w *admission) heldOf(r *waiter) []kvstate.Held {
 	return w.held
 }
 
-// hear takes in who waits elsewhere by now.
-func (w *admission) syncRemote() {
+// syncRemote updates the requests of other replicas.
+func (w *poolAdmission) syncRemote() {
 	w.pool.SyncRemoteQueue(w.remote, &w.remoteVersion, func(o *kvstate.Queued) {
-		w.queue.AddRemote(picker.Waiting{
+		w.queue.AddRemote(admission.Waiting{
 			ID: o.ID, Arrived: o.Arrived.Sub(w.s.started).Seconds(), Work: o.Work.Seconds(),
 			Priority: o.Priority, Flow: o.Flow, Replica: o.Replica,
 		})
 	}, func(id uint64, sent bool) { w.queue.RemoveRemote(id, sent) })
 }
 
-// lookElsewhere is look for a request that waits elsewhere. What is not known of it (the session it would like to go on with) is as
-// if it had none: where that is wrong, it is not waited for long.
-func (w *admission) lookRemote(id uint64, v *kvstate.View) *picker.Request {
+// lookRemote is look for a request of another replica. Its session is unknown here, so it counts as one without. If its replica
+// places it differently for that, it blocks others here only for a short time.
+func (w *poolAdmission) lookRemote(id uint64, v *kvstate.View) *picker.Request {
 	o := w.remote[id]
 	if w.positionsOf != w.pool {
 		w.positionsOf, w.positions = w.pool, make(map[string]int, len(w.pool.Endpoints()))
@@ -70,14 +71,14 @@ func (w *admission) lookRemote(id uint64, v *kvstate.View) *picker.Request {
 		c.Hit, c.Session = 0, 0
 		c.Usable = w.usable[i] && !(w.pairs && c.Endpoint.Role == kvstate.RoleBoth)
 	}
-	v.Uses = v.Uses[:0] // not shared: a miss of theirs has its full price here
+	v.Uses = v.Uses[:0] // unknown: a miss has its full price here
 	for _, h := range o.Held {
 		if i, ok := w.positions[h.Addr]; ok {
 			v.Endpoints[i].Hit = int(h.Tokens)
 		}
 	}
 	w.other = picker.Request{
-		PromptTokens: o.PromptTokens, Blocks: int(o.PromptTokens), Split: true, Rand: picker.Chance(id), Priority: o.Priority, Flow: o.Flow,
+		PromptTokens: o.PromptTokens, Blocks: int(o.PromptTokens), Split: true, Rand: admission.Chance(id), Priority: o.Priority, Flow: o.Flow,
 	}
 	return &w.other
 }

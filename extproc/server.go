@@ -76,7 +76,7 @@ type Policy struct {
 	LabelHeader string         // the request header with the labels that its endpoints must have; "": none
 	Priorities  EnginePriority // how engines learn a request's priority
 
-	admission *admission // nil: requests do not wait
+	admission *poolAdmission // nil: requests do not wait
 }
 
 func (p Policy) withDefaults() Policy {

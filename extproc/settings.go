@@ -36,16 +36,16 @@ func (s *Server) Apply(l Settings) {
 }
 
 // admissionFor returns the admission queue of a pool; nil: its requests do not wait. Waiting requests stay in it.
-func (s *Server) admissionFor(pool string, p *Policy) *admission {
+func (s *Server) admissionFor(pool string, p *Policy) *poolAdmission {
 	if !p.waits() {
 		return nil
 	}
-	var room *admission
+	var room *poolAdmission
 	if now := s.settings.Load(); now != nil {
 		room = now.Pools[pool].admission
 	}
 	if room == nil {
-		room = newAdmission(s, pool)
+		room = newPoolAdmission(s, pool)
 	}
 	room.set(p)
 	return room

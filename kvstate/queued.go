@@ -10,7 +10,7 @@ import (
 )
 
 // Queued is a request that waits for endpoints at one replica. The other replicas dispatch it before their own
-// requests that rank behind it (picker.Queue).
+// requests that rank behind it (admission.Queue).
 type Queued struct {
 	ID           uint64 // unique among all replicas, with high probability
 	Arrived      time.Time

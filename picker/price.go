@@ -289,3 +289,19 @@ func (t *terms) alone(c *kvstate.Candidate, b *batch, p *AlonePrice) (allowed bo
 	}
 	return fill <= maxFill && (t.tpot <= 0 || step/left <= tpotMargin*t.tpot)
 }
+
+// Work returns the time to prefill a request, in seconds, on the endpoint where it is least: the key of an admission queue.
+func (k *Picker) Work(r *Request, v *kvstate.View) float64 {
+	t := k.terms(r, v, 0, 0)
+	least := math.Inf(1)
+	for i := range v.Endpoints {
+		if c := &v.Endpoints[i]; c.Usable && c.Endpoint.Role&kvstate.RolePrefill != 0 {
+			uncached, cached := t.split(c)
+			least = min(least, t.m.prefill(uncached, cached)*speed(c, t.fleet))
+		}
+	}
+	if math.IsInf(least, 1) {
+		return 0
+	}
+	return least
+}

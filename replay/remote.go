@@ -5,9 +5,10 @@ import (
 
 	"tandem/kvstate"
 	"tandem/picker"
+	"tandem/picker/admission"
 )
 
-// heard is what a replica is told of a request that waits at another one, as a kvstate.Waits has it.
+// heard is what a replica is told of a request that waits at another one, as a kvstate.Queued has it.
 type remoteRequest struct {
 	tokens int64
 	blocks int
@@ -27,7 +28,7 @@ func (r *replica) publishQueued(j *job, v *kvstate.View) {
 		return
 	}
 	j.published = h.hits
-	w := picker.Waiting{ID: j.id, Arrived: j.arrived, Work: j.work, Replica: uint64(r.number) + 1}
+	w := admission.Waiting{ID: j.id, Arrived: j.arrived, Work: j.work, Replica: uint64(r.number) + 1}
 	r.publish(func(other *replica) {
 		other.remote[w.ID] = h
 		other.queue.AddRemote(w)

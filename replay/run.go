@@ -9,6 +9,7 @@ import (
 	"slices"
 
 	"tandem/picker"
+	"tandem/picker/admission"
 )
 
 // Config is what a trace is played against.
@@ -36,7 +37,7 @@ func DefaultConfig() Config {
 	m := picker.DefaultModel()
 	return Config{
 		Prefill: 4, Decode: 4, Engine: m, LocalTokens: int(m.StepTokens), Seed: 1,
-		Late: true, MaxWait: picker.MaxWait, Split: picker.SplitAuto, TTFT: 5, TPOT: 0.050,
+		Late: true, MaxWait: admission.MaxWait, Split: picker.SplitAuto, TTFT: 5, TPOT: 0.050,
 	}
 }
 

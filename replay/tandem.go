@@ -8,10 +8,11 @@ import (
 
 	"tandem/kvstate"
 	"tandem/picker"
+	"tandem/picker/admission"
 )
 
-// tandem is Tandem's own policy: the picker over the state, as the server uses them. Several replicas take turns, each with
-// a state of its own that learns of the others' decisions after a delay.
+// tandem is Tandem's own policy: the admission queue and the picker over the state, as the server uses them, in virtual time.
+// Several replicas take turns, each with a state of its own that learns of the others' decisions after a delay.
 type tandem struct {
 	*fleet
 	config   Config
@@ -26,7 +27,7 @@ type replica struct {
 	state    *kvstate.State
 	pool     *kvstate.Pool
 	picker   picker.Picker
-	queue    picker.Queue
+	queue    admission.Queue
 	waiting  map[uint64]*job
 	remote   map[uint64]*remoteRequest // that wait at other replicas
 	view     kvstate.View
@@ -95,44 +96,27 @@ func (t *tandem) arrive(j *job) {
 		return
 	}
 	r.waiting[j.id] = j
-	enough := r.picker.Model.FullStep()
-	if !r.queue.Arrive(&r.picker, r, j.id, t.now, enough) { // as the server: the first makes room
-		first, _ := r.queue.First()
-		r.expire(first)
-		r.queue.Arrive(&r.picker, r, j.id, t.now, enough)
-	}
+	r.queue.Arrive(&r.picker, r, j.id, t.now, r.picker.Model.FullStep())
 	if r.waiting[j.id] != nil {
 		j.arrived, j.work = t.now, r.picker.Work(&r.request, &r.view)
 		r.publishQueued(j, &r.view)
 		if !math.IsInf(t.config.MaxWait, 1) {
-			r.after(t.config.MaxWait, func() { r.expire(j.id) })
+			r.after(t.config.MaxWait, func() {
+				j.lookedAt = -1
+				r.queue.Expire(&r.picker, r, j.id)
+			})
 		}
 	}
 	r.wake()
 }
 
-// expire binds a request whatever waits before it, if it still waits.
-func (r *replica) expire(id uint64) {
-	j := r.waiting[id]
-	if j == nil {
-		return
-	}
-	r.queue.Remove(id)
-	delete(r.waiting, id)
-	j.lookedAt = -1
-	v := r.Fleet()
-	c, err := r.picker.Pick(r.look(j, v), v)
-	r.send(j, c, err)
-	r.publish(func(other *replica) { other.removeRemote(id, false) })
-}
-
-// Fleet serves the queue.
+// Fleet implements [admission.Host].
 func (r *replica) Fleet() *kvstate.View {
 	r.state.View(r.pool, nil, &r.view)
 	return &r.view
 }
 
-// Look serves the queue.
+// Look implements [admission.Host].
 func (r *replica) Look(id uint64, v *kvstate.View) *picker.Request {
 	q := &r.request
 	if j := r.waiting[id]; j != nil {
@@ -142,7 +126,7 @@ func (r *replica) Look(id uint64, v *kvstate.View) *picker.Request {
 	} else {
 		r.remote[id].look(q, v)
 	}
-	q.Rand = picker.Chance(id) // the same at all replicas
+	q.Rand = admission.Chance(id) // the same at all replicas
 	return q
 }
 
@@ -195,13 +179,19 @@ func (r *replica) reportedHits(j *job, hits []int32) []int32 {
 	return hits
 }
 
-// Send serves the queue.
-func (r *replica) Send(id uint64, _ *picker.Request, _ *kvstate.View, c picker.Choice, err error) {
+// Send implements [admission.Host].
+func (r *replica) Send(id uint64, _ *picker.Request, _ *kvstate.View, c picker.Choice, err error, how admission.Outcome) {
 	j := r.waiting[id]
 	delete(r.waiting, id)
 	r.send(j, c, err)
-	r.publish(func(other *replica) { other.removeRemote(id, true) })
+	r.publish(func(other *replica) { other.removeRemote(id, how == admission.Dispatched) })
 }
+
+// Shed implements [admission.Host]: requests of a trace have no priority, so none is shed.
+func (*replica) Shed(uint64) { panic("replay: a request without priority was shed") }
+
+// ShortOfMemory implements [admission.Host].
+func (*replica) ShortOfMemory() bool { return false }
 
 func (r *replica) dispatch() {
 	r.queue.Dispatch(&r.picker, r, r.now, r.picker.Model.FullStep())

@@ -14,6 +14,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"tandem/picker"
+	"tandem/picker/admission"
 	"tandem/replay"
 )
 
@@ -41,7 +42,7 @@ func newReplay() *cobra.Command {
 	f.Float64Var(&o.slow, "slow", 1, "engines take so many `TIMES` as long as tandem assumes to start with")
 	f.IntVar(&o.LocalTokens, "decode-step-tokens", o.LocalTokens, "prompt and answer `TOKENS` in one step of an endpoint that decodes")
 	f.BoolVar(&o.immediate, "immediate", false, "tandem binds requests when they arrive, instead of when an endpoint is free")
-	f.DurationVar(&o.wait, "max-wait", time.Duration(picker.MaxWait*float64(time.Second)), "the longest `TIME` that requests wait with tandem for their endpoint; 0: without end")
+	f.DurationVar(&o.wait, "max-wait", time.Duration(admission.MaxWait*float64(time.Second)), "the longest `TIME` that requests wait with tandem for their endpoint; 0: without end")
 	f.StringVar(&o.split, "split", "auto", "when tandem splits a request: always, auto or never")
 	f.BoolVar(&o.Routed, "routed-index", false, "tandem knows of caches by what it routed, not by the engines' events")
 	f.IntVar(&o.Replicas, "replicas", 1, "`NUMBER` of tandems that take turns")

@@ -1,31 +1,31 @@
-package picker
+package admission
 
 import (
 	"cmp"
 	"slices"
 )
 
-// shares keep flows to their part of what a queue sends, as fair queueing does it (generalised processor sharing: Parekh and
-// Gallager, 1993): every flow has a time of its own that runs on with the work that is sent for it, and all of them together
-// have one that runs as if each got the same. A flow owes what its own time is ahead of the common one.
+// shares gives each flow a fair share of the dispatched work (generalised processor sharing: Parekh and Gallager, 1993). Every
+// flow has a virtual time, which advances with the work dispatched for it. The common virtual time advances as if all flows got
+// the same. A flow's debt is the difference between its own time and the common one.
 type shares struct {
 	flows  map[uint64]*flow
-	active int     // flows that wait
+	active int     // flows with waiting requests
 	common float64 // s of work
 	spare  []*flow
 }
 
-// flow is one of them.
+// flow is the state of one flow.
 type flow struct {
 	waiting int
 	own     float64 // s of work
-	before  float64 // scratch: work of its requests that stand before the one looked at
+	before  float64 // scratch: work of its requests before the current one
 }
 
-// maxFlows is how many are remembered that have nothing waiting.
+// maxFlows bounds the flows without waiting requests.
 const maxFlows = 4096
 
-// join notes one more request of a flow.
+// join adds a request of a flow.
 func (s *shares) join(id uint64) {
 	if s.flows == nil {
 		s.flows = map[uint64]*flow{}
@@ -37,7 +37,7 @@ func (s *shares) join(id uint64) {
 	}
 	if f.waiting++; f.waiting == 1 {
 		s.active++
-		f.own = max(f.own, s.common) // nobody saves up for later
+		f.own = max(f.own, s.common) // unused shares are lost
 	}
 }
 
@@ -50,7 +50,7 @@ func (s *shares) fresh() *flow {
 	return &flow{}
 }
 
-// leave notes one fewer. With the last one everything is forgotten: where nobody waits nobody is wronged.
+// leave removes a request. With the last one all state is dropped: without competition there are no debts.
 func (s *shares) leave(id uint64) {
 	f := s.flows[id]
 	if f.waiting--; f.waiting > 0 {
@@ -82,7 +82,7 @@ func (s *shares) sent(id uint64, work float64) {
 		return
 	}
 	f := s.flows[id]
-	if f == nil { // sent on arrival, beside those who wait
+	if f == nil { // sent on arrival, while others wait
 		if len(s.flows) > maxFlows {
 			return
 		}
@@ -93,21 +93,21 @@ func (s *shares) sent(id uint64, work float64) {
 	s.common += work / float64(s.active)
 }
 
-// owes is what a flow got beyond its share, s of work.
+// debt returns the work that a flow got beyond its share, s.
 func (s *shares) debt(f *flow) float64 { return max(f.own-s.common, 0) }
 
-// turn is how much work, in seconds, a flow may be ahead of others before that counts: within it the shortest goes first,
-// whose ever it is.
+// shareSlack is the debt in seconds of work that is ignored: within it the shortest request goes first, whatever its flow.
 const shareSlack = 0.5
 
-// inOrder is the order in which those who wait are walked, as positions; nil: as they stand. A request's turn comes when all
-// flows have got as much as its own has with what goes before it (start-time fair queueing: Goyal, Vin and Cheng, 1996).
+// inOrder returns the order in which to walk the requests, as positions; nil: as they stand. It is a request's turn when all
+// flows have got as much as its own, including its earlier requests (start-time fair queueing: Goyal, Vin and Cheng, 1996).
 func (q *Queue) inOrder() []int32 {
 	if q.shares.active < 2 {
 		return nil
 	}
 	n := len(q.waiting)
-	order, turns := grown(&q.order, n), grown(&q.slots, n)
+	order, turns := slices.Grow(q.order[:0], n)[:n], slices.Grow(q.slots[:0], n)[:n]
+	q.order, q.slots = order, turns
 	for _, f := range q.shares.flows {
 		f.before = q.shares.debt(f)
 	}

@@ -1,4 +1,4 @@
-package picker
+package admission
 
 import (
 	"math/rand/v2"
@@ -9,32 +9,33 @@ import (
 
 	"tandem/internal/budget"
 	"tandem/kvstate"
+	"tandem/picker"
 )
 
 // wanting is a room whose requests have wishes.
 type wanting struct {
 	*room
-	wishes map[uint64]Request
+	wishes map[uint64]picker.Request
 }
 
 func newWanting(t *testing.T, prefills int) *wanting {
-	return &wanting{room: newRoom(t, prefills), wishes: map[uint64]Request{}}
+	return &wanting{room: newRoom(t, prefills), wishes: map[uint64]picker.Request{}}
 }
 
-func (w *wanting) Look(id uint64, _ *kvstate.View) *Request {
+func (w *wanting) Look(id uint64, _ *kvstate.View) *picker.Request {
 	r := w.wishes[id]
 	r.PromptTokens, r.Split, r.Rand = w.tokens[id], true, id*0x9e3779b97f4a7c15
 	w.request = r
 	return &w.request
 }
 
-func (w *wanting) add(q *Queue, k *Picker, id uint64, tokens int64, now float64, r Request) bool {
+func (w *wanting) add(q *Queue, k *picker.Picker, id uint64, tokens int64, now float64, r picker.Request) bool {
 	w.tokens[id], w.wishes[id] = tokens, r
 	return q.Arrive(k, w, id, now, w.enough)
 }
 
 // work takes what is sent at the speed of the fleet, in steps of 50 ms.
-func (w *wanting) work(q *Queue, k *Picker, seconds float64) {
+func (w *wanting) work(q *Queue, k *picker.Picker, seconds float64) {
 	for now := 0.0; now < seconds; now += .05 {
 		for i := range w.queue {
 			w.queue[i] = max(w.queue[i]-50*time.Millisecond, 0)
@@ -47,10 +48,10 @@ func (w *wanting) work(q *Queue, k *Picker, seconds float64) {
 func TestQueuePriorities(t *testing.T) {
 	k, q, w := late(), &Queue{}, newWanting(t, 1)
 	w.queue[0] = time.Minute
-	w.add(q, k, 1, 1000, 0, Request{Priority: -1})
-	w.add(q, k, 2, 1000, 1, Request{})
-	w.add(q, k, 3, 16000, 2, Request{Priority: 5})
-	w.add(q, k, 4, 8000, 3, Request{Priority: 5})
+	w.add(q, k, 1, 1000, 0, picker.Request{Priority: -1})
+	w.add(q, k, 2, 1000, 1, picker.Request{})
+	w.add(q, k, 3, 16000, 2, picker.Request{Priority: 5})
+	w.add(q, k, 4, 8000, 3, picker.Request{Priority: 5})
 	var order []uint64
 	for _, x := range q.Waiting() {
 		order = append(order, x.ID)
@@ -61,21 +62,20 @@ func TestQueuePriorities(t *testing.T) {
 	q.Dispatch(k, w, 0, w.enough)
 	require.Equal(t, []uint64{4}, w.sent)
 	w.queue[0] = 490 * time.Millisecond
-	w.add(q, k, 5, 1000, 4, Request{Priority: 9})
+	w.add(q, k, 5, 1000, 4, picker.Request{Priority: 9})
 	require.Equal(t, []uint64{4, 5}, w.sent)
 }
 
 // A full queue: the last of those below 0 makes room, for a higher priority.
-func TestQueueGivesWay(t *testing.T) {
+func TestQueueSheds(t *testing.T) {
 	k, q, w := late(), &Queue{Max: 3}, newWanting(t, 1)
 	w.queue[0] = time.Minute
 	_, ok := q.Sheddable(1)
 	require.False(t, ok, "empty")
-	w.add(q, k, 1, 1000, 0, Request{Priority: -2})
-	w.add(q, k, 2, 1000, 0, Request{Priority: -2})
-	w.add(q, k, 3, 1000, 0, Request{})
+	w.add(q, k, 1, 1000, 0, picker.Request{Priority: -2})
+	w.add(q, k, 2, 1000, 0, picker.Request{Priority: -2})
+	w.add(q, k, 3, 1000, 0, picker.Request{})
 	require.True(t, q.Full())
-	require.False(t, w.add(q, k, 4, 1000, 0, Request{}))
 	id, ok := q.Sheddable(0)
 	require.True(t, ok)
 	require.Equal(t, uint64(2), id, "who came last")
@@ -87,10 +87,10 @@ func TestQueueGivesWay(t *testing.T) {
 func TestQueueHolds(t *testing.T) {
 	k, q, w := late(), &Queue{}, newWanting(t, 1)
 	w.queue[0] = 450 * time.Millisecond
-	hasty := Request{Targets: Targets{TTFT: .4}, OnMiss: MissWait}
+	hasty := picker.Request{Targets: picker.Targets{TTFT: .4}, OnMiss: picker.MissWait}
 	require.True(t, w.add(q, k, 1, 1000, 0, hasty))
 	require.Equal(t, 1, q.Len(), "less than a step is ahead, and yet too much")
-	require.True(t, w.add(q, k, 2, 400, 0, Request{}))
+	require.True(t, w.add(q, k, 2, 400, 0, picker.Request{}))
 	require.Equal(t, []uint64{2}, w.sent)
 	w.queue[0] = 100 * time.Millisecond
 	q.Dispatch(k, w, 0, w.enough)
@@ -108,12 +108,12 @@ func TestQueueShares(t *testing.T) {
 		if id%6 == 0 {
 			flow, tokens = 2, 12_000
 		}
-		w.add(q, k, id, tokens, float64(id)/100, Request{Flow: flow})
+		w.add(q, k, id, tokens, float64(id)/100, picker.Request{Flow: flow})
 	}
 	w.work(q, k, 60)
 	done := map[uint64]float64{}
 	for _, id := range w.sent {
-		done[w.wishes[id].Flow] += k.Model.prefill(float64(w.tokens[id]), 0)
+		done[w.wishes[id].Flow] += k.Work(&picker.Request{PromptTokens: w.tokens[id], Split: true}, w.Fleet())
 	}
 	require.Greater(t, q.Len(), 100)
 	require.InEpsilon(t, 1, done[1]/done[2], .05)
@@ -130,21 +130,21 @@ func TestQueueSharesWithFewRequests(t *testing.T) {
 	k, q, w := late(), &Queue{}, newWanting(t, 1)
 	w.queue[0] = time.Second
 	for id := range uint64(50) {
-		w.add(q, k, id, 4000, 0, Request{Flow: 1})
+		w.add(q, k, id, 4000, 0, picker.Request{Flow: 1})
 	}
 	w.work(q, k, 5)
 	sent := len(w.sent)
-	w.add(q, k, 100, 8000, 5, Request{Flow: 2})
+	w.add(q, k, 100, 8000, 5, picker.Request{Flow: 2})
 	w.work(q, k, 2)
 	require.Contains(t, w.sent[sent:min(sent+5, len(w.sent))], uint64(100), "once the other is a turn ahead, though it is the longest and came last")
 
 	k, q, w = late(), &Queue{}, newWanting(t, 1)
 	w.queue[0] = time.Minute
 	for i, tokens := range []int64{9000, 2000, 7000, 1000} {
-		w.add(q, k, uint64(i), tokens, 0, Request{Flow: 7})
+		w.add(q, k, uint64(i), tokens, 0, picker.Request{Flow: 7})
 	}
 	require.Nil(t, q.inOrder())
-	w.add(q, k, 9, 30_000, 0, Request{Flow: 8})
+	w.add(q, k, 9, 30_000, 0, picker.Request{Flow: 8})
 	var order []uint64
 	for _, i := range q.inOrder() {
 		order = append(order, q.waiting[i].ID)
@@ -163,7 +163,7 @@ func TestQueueSharesAtRandom(t *testing.T) {
 			switch random.IntN(4) {
 			case 0, 1:
 				id++
-				if !w.add(q, k, id, random.Int64N(9000), now, Request{Flow: random.Uint64N(5), Priority: int32(random.IntN(3)) - 1}) {
+				if !w.add(q, k, id, random.Int64N(9000), now, picker.Request{Flow: random.Uint64N(5), Priority: int32(random.IntN(3)) - 1}) {
 					q.Remove(q.Waiting()[random.IntN(q.Len())].ID)
 				}
 			case 2:
@@ -194,7 +194,7 @@ func TestQueueSharesAlloc(t *testing.T) {
 		w.queue[i] = time.Minute
 	}
 	for id := range uint64(500) {
-		w.add(q, k, id, 1000+int64(id), 0, Request{Flow: id % 7})
+		w.add(q, k, id, 1000+int64(id), 0, picker.Request{Flow: id % 7})
 	}
 	w.quiet = true
 	budget.Allocs(t, 50, 0, func() { q.Dispatch(k, w, 0, w.enough) })

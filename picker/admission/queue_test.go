@@ -1,6 +1,7 @@
-package picker
+package admission
 
 import (
+	"fmt"
 	"math/rand/v2"
 	"testing"
 	"time"
@@ -9,17 +10,21 @@ import (
 
 	"tandem/internal/budget"
 	"tandem/kvstate"
+	"tandem/picker"
 )
 
-// room is a fleet of prefill endpoints whose queues are what was sent to them.
+// room is a host: a fleet of prefill endpoints whose queues are what was sent to them.
 type room struct {
 	t       testing.TB
 	enough  float64
 	tokens  map[uint64]int64
 	queue   []time.Duration
 	view    kvstate.View
-	request Request
+	request picker.Request
 	sent    []uint64
+	shed    []uint64
+	early   []uint64
+	short   bool
 	quiet   bool // counts nothing: for measuring allocations
 }
 
@@ -29,7 +34,7 @@ func newRoom(t testing.TB, prefills int) *room {
 
 func (r *room) Fleet() *kvstate.View {
 	if len(r.view.Endpoints) == 0 {
-		v := fleet(2*len(r.queue), 1)
+		v := fleet(2 * len(r.queue))
 		r.view.Endpoints = v.Endpoints
 	}
 	for i, q := range r.queue {
@@ -38,13 +43,17 @@ func (r *room) Fleet() *kvstate.View {
 	return &r.view
 }
 
-func (r *room) Look(id uint64, _ *kvstate.View) *Request {
-	r.request = Request{PromptTokens: r.tokens[id], Split: true, Rand: id * 0x9e3779b97f4a7c15}
+func (r *room) Look(id uint64, _ *kvstate.View) *picker.Request {
+	r.request = picker.Request{PromptTokens: r.tokens[id], Split: true, Rand: id * 0x9e3779b97f4a7c15}
 	return &r.request
 }
 
-func (r *room) Send(id uint64, _ *Request, _ *kvstate.View, c Choice, err error) {
+func (r *room) Send(id uint64, _ *picker.Request, _ *kvstate.View, c picker.Choice, err error, how Outcome) {
 	require.NoError(r.t, err)
+	if how != Dispatched {
+		r.early = append(r.early, id)
+		return
+	}
 	require.Less(r.t, r.queue[c.Prefill].Seconds(), r.enough, "nobody is sent where a step of work waits")
 	r.queue[c.Prefill] += kvstate.Seconds(c.Work)
 	if !r.quiet {
@@ -52,15 +61,33 @@ func (r *room) Send(id uint64, _ *Request, _ *kvstate.View, c Choice, err error)
 	}
 }
 
-func (r *room) arrive(q *Queue, k *Picker, id uint64, tokens int64, now float64) bool {
+func (r *room) Shed(id uint64)      { r.shed = append(r.shed, id) }
+func (r *room) ShortOfMemory() bool { return r.short }
+
+func (r *room) arrive(q *Queue, k *picker.Picker, id uint64, tokens int64, now float64) bool {
 	r.tokens[id] = tokens
 	return q.Arrive(k, r, id, now, r.enough)
 }
 
-func late() *Picker {
-	k := always()
-	k.Late = true
+// late is a picker that splits every request and binds late.
+func late() *picker.Picker {
+	k := &picker.Picker{Policy: picker.DefaultPolicy()}
+	k.Split, k.Late = picker.SplitAlways, true
 	return k
+}
+
+// fleet is n idle endpoints, the first half of which prefills.
+func fleet(n int) *kvstate.View {
+	v := &kvstate.View{}
+	for i := range n {
+		role := kvstate.RolePrefill
+		if i >= n/2 {
+			role = kvstate.RoleDecode
+		}
+		spec := kvstate.EndpointSpec{Addr: fmt.Sprintf("10.0.%d.%d:8000", i/256, i%256), Role: role}
+		v.Endpoints = append(v.Endpoints, kvstate.Candidate{Usable: true, Endpoint: &kvstate.Endpoint{EndpointSpec: spec}})
+	}
+	return v
 }
 
 // A request is bound at once while there is room, and waits when every endpoint has a step of work; then the shortest goes
@@ -101,14 +128,16 @@ func TestQueueAges(t *testing.T) {
 	require.Equal(t, uint64(2), order[3], "those who came later do not")
 }
 
-// Equal keys keep the order of arrival; one that left is not sent; a full queue says so.
+// Equal keys keep the order of arrival; one that left is not sent; in a full queue the first makes space.
 func TestQueueBounds(t *testing.T) {
 	k, q, r := late(), &Queue{Max: 3}, newRoom(t, 1)
 	r.queue[0] = time.Minute
 	for id := range uint64(3) {
 		require.True(t, r.arrive(q, k, id, 1000, 7))
 	}
-	require.False(t, r.arrive(q, k, 3, 10, 7), "full")
+	require.True(t, r.arrive(q, k, 3, 10000, 7), "full: the first makes space")
+	require.Equal(t, []uint64{0}, r.early)
+	require.True(t, q.Remove(3))
 	require.True(t, q.Remove(1))
 	require.False(t, q.Remove(1))
 	require.True(t, r.arrive(q, k, 4, 1000, 7))
@@ -117,7 +146,7 @@ func TestQueueBounds(t *testing.T) {
 		q.Dispatch(k, r, 0, r.enough)
 		r.queue[0] = 0
 	}
-	require.Equal(t, []uint64{0, 2, 4}, r.sent)
+	require.Equal(t, []uint64{2, 4}, r.sent)
 }
 
 // Without an endpoint that decodes there is nothing to wait for.
@@ -125,7 +154,7 @@ func TestQueueSendsErrors(t *testing.T) {
 	q, k := &Queue{}, late()
 	empty := &nobody{}
 	require.True(t, q.Arrive(k, empty, 1, 0, .5))
-	require.ErrorIs(t, empty.err, ErrNoEndpoint)
+	require.ErrorIs(t, empty.err, picker.ErrNoEndpoint)
 	require.Zero(t, q.Len())
 }
 
@@ -134,9 +163,14 @@ type nobody struct {
 	err  error
 }
 
-func (n *nobody) Fleet() *kvstate.View                                            { return &n.view }
-func (n *nobody) Look(uint64, *kvstate.View) *Request                             { return &Request{Split: true} }
-func (n *nobody) Send(_ uint64, _ *Request, _ *kvstate.View, _ Choice, err error) { n.err = err }
+func (*nobody) Shed(uint64)         {}
+func (*nobody) ShortOfMemory() bool { return false }
+
+func (n *nobody) Fleet() *kvstate.View                       { return &n.view }
+func (n *nobody) Look(uint64, *kvstate.View) *picker.Request { return &picker.Request{Split: true} }
+func (n *nobody) Send(_ uint64, _ *picker.Request, _ *kvstate.View, _ picker.Choice, err error, _ Outcome) {
+	n.err = err
+}
 
 // Whatever comes and goes: all are sent once, in a time that their work allows, and work never waits beside an idle endpoint.
 func TestQueueAtRandom(t *testing.T) {

@@ -1,4 +1,4 @@
-package picker
+package admission
 
 import (
 	"math/rand/v2"
@@ -9,6 +9,7 @@ import (
 
 	"tandem/internal/budget"
 	"tandem/kvstate"
+	"tandem/picker"
 )
 
 // Requests that wait elsewhere stand in the order with those here: they are not sent from here, and those behind them are not
@@ -106,7 +107,7 @@ func TestQueuesAgree(t *testing.T) {
 			for before := -1; before != len(all.sent); { // each waits for the others' turn to be over
 				before = len(all.sent)
 				for _, i := range random.Perm(len(all.queues)) {
-					all.shareSlack = i
+					all.turn = i
 					all.queues[i].Dispatch(k, all, now, all.enough)
 					all.tell()
 				}
@@ -121,9 +122,9 @@ func TestQueuesAgree(t *testing.T) {
 // shared is a room of several replicas.
 type shared struct {
 	*room
-	queues     []*Queue
-	shareSlack int // whose Send is being called
-	gone       []uint64
+	queues []*Queue
+	turn   int // whose Send is being called
+	gone   []uint64
 }
 
 func newShared(t *testing.T, replicas, prefills int) *shared {
@@ -134,21 +135,21 @@ func newShared(t *testing.T, replicas, prefills int) *shared {
 	return s
 }
 
-func (s *shared) Look(id uint64, v *kvstate.View) *Request { return s.room.Look(id, v) }
+func (s *shared) Look(id uint64, v *kvstate.View) *picker.Request { return s.room.Look(id, v) }
 
-func (s *shared) Send(id uint64, r *Request, v *kvstate.View, c Choice, err error) {
-	s.room.Send(id, r, v, c, err)
+func (s *shared) Send(id uint64, r *picker.Request, v *kvstate.View, c picker.Choice, err error, how Outcome) {
+	s.room.Send(id, r, v, c, err, how)
 	s.gone = append(s.gone, id)
 }
 
-func (s *shared) arrive(k *Picker, id uint64, tokens int64, now float64) {
-	s.tokens[id], s.shareSlack = tokens, int(id)%len(s.queues)
-	q := s.queues[s.shareSlack]
+func (s *shared) arrive(k *picker.Picker, id uint64, tokens int64, now float64) {
+	s.tokens[id], s.turn = tokens, int(id)%len(s.queues)
+	q := s.queues[s.turn]
 	q.Arrive(k, s, id, now, s.enough)
 	if _, _, self := q.Before(id); self.ID == id {
-		self.Replica = uint64(s.shareSlack) + 1
+		self.Replica = uint64(s.turn) + 1
 		for i, other := range s.queues {
-			if i != s.shareSlack {
+			if i != s.turn {
 				other.AddRemote(self)
 			}
 		}
@@ -159,7 +160,7 @@ func (s *shared) arrive(k *Picker, id uint64, tokens int64, now float64) {
 func (s *shared) tell() {
 	for _, id := range s.gone {
 		for i, q := range s.queues {
-			if i != s.shareSlack {
+			if i != s.turn {
 				q.RemoveRemote(id, true)
 			}
 		}
@@ -167,7 +168,7 @@ func (s *shared) tell() {
 	s.gone = s.gone[:0]
 }
 
-func TestQueueElsewhereAlloc(t *testing.T) {
+func TestRemoteQueueAlloc(t *testing.T) {
 	k, q, r := late(), &Queue{}, newRoom(t, 8)
 	for i := range r.queue {
 		r.queue[i] = time.Minute
@@ -182,7 +183,7 @@ func TestQueueElsewhereAlloc(t *testing.T) {
 }
 
 // A flow has got what was sent for it elsewhere; not what only stopped waiting there.
-func TestQueueChargesWhatWasSentElsewhere(t *testing.T) {
+func TestQueueChargesRemoteDispatches(t *testing.T) {
 	for _, sent := range []bool{true, false} {
 		q := &Queue{}
 		for id := uint64(100); id < 103; id++ {
