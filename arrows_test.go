@@ -46,11 +46,12 @@ var arrows = map[string][]string{
 	"extproc/plan":               {"extproc/kvtransfer", "extproc/openai", "kvstate", "picker"},
 	"extproc/reclaim":            {"extproc/kvtransfer", "internal/guard", "kvstate", "kvstate/enginehttp", "picker"},
 	"extproc":                    {"extproc/envoywire/wiretest", "extproc/plan", "extproc/reclaim", "extproc/telemetry", "internal/guard", "extproc/envoywire", "extproc/openai", "extproc/kvtransfer", "kvstate", "kvstate/prefixindex", "kvstate/enginehttp", "picker", "picker/admission", "internal/memory"},
-	"protos/config/v1":           {"extproc/kvtransfer", "kvstate"}, // the dialects validate
+	"protos/config/v1":           {},
+	"internal/config":            {"extproc", "extproc/kvtransfer", "extproc/plan", "kvstate", "kvstate/discovery", "kvstate/kvevents", "kvstate/redisstore", "picker", "picker/admission", "protos/config/v1"},
 	"protos/state/v1":            {},
 	"protos/ticket/v1":           {},
-	"envoy-configs":              {"protos/config/v1", "e2e/loopback"},                                                                                                                                                                                                                                                                                                                                                                                                                       // the last in tests
-	"cmd/tandem":                 {"internal/guard", "extproc", "extproc/plan", "extproc/telemetry", "extproc/kvtransfer", "kvstate", "kvstate/prefixindex", "kvstate/discovery", "kvstate/enginehttp", "kvstate/registrations", "kvstate/kvevents", "kvstate/notices", "kvstate/redisstore", "kvstate/scrape", "kvstate/tokenize", "picker", "picker/admission", "replay", "status", "docs", "envoy-configs", "protos/config/v1", "internal/grpcserver", "internal/memory", "e2e/loopback"}, // the last in tests
+	"envoy-configs":              {"internal/config", "protos/config/v1", "e2e/loopback"},                                                                                                                                                                                                                                                                                                                                                                                                                       // the last in tests
+	"cmd/tandem":                 {"internal/guard", "extproc", "extproc/plan", "extproc/telemetry", "extproc/kvtransfer", "kvstate", "kvstate/prefixindex", "kvstate/discovery", "kvstate/enginehttp", "kvstate/registrations", "kvstate/kvevents", "kvstate/notices", "kvstate/redisstore", "kvstate/scrape", "kvstate/tokenize", "picker", "picker/admission", "replay", "status", "docs", "envoy-configs", "internal/config", "protos/config/v1", "internal/grpcserver", "internal/memory", "e2e/loopback"}, // the last in tests
 	// The engines of the tests: what they shared with the product they could not catch.
 	"cmd/enginesim":                {"internal/enginesim/api", "internal/enginesim/connector", "internal/enginesim/engine", "internal/enginesim/fault", "internal/enginesim/handover", "internal/enginesim/jsontext"}, // the last three in tests
 	"internal/enginesim/api":       {"internal/enginesim/connector", "internal/enginesim/engine", "internal/enginesim/fault", "internal/enginesim/jsontext", "internal/enginesim/request"},
@@ -69,10 +70,10 @@ var arrows = map[string][]string{
 	"e2e/vllm":                     {"e2e/loopback", "e2e/realengines"},
 	"e2e/sglang":                   {"e2e/loopback", "e2e/realengines"},
 	"status":                       {"extproc/telemetry", "extproc", "kvstate", "picker"},
-	"deploy/observability/promql":  {},                                                              // a module of its own: Prometheus' parsers
-	"deploy":                       {"envoy-configs", "protos/config/v1", "e2e/loopback"},           // tests alone
-	"docs":                         {"extproc/telemetry", "extproc", "kvstate", "protos/config/v1"}, // tests that hold the documents to the code
-	"internal/grpcserver":          {"internal/memory"},                                             // knows gRPC, not Envoy
+	"deploy/observability/promql":  {},                                                                                 // a module of its own: Prometheus' parsers
+	"deploy":                       {"envoy-configs", "internal/config", "protos/config/v1", "e2e/loopback"},           // tests alone
+	"docs":                         {"extproc/telemetry", "extproc", "internal/config", "kvstate", "protos/config/v1"}, // tests that hold the documents to the code
+	"internal/grpcserver":          {"internal/memory"},                                                                // knows gRPC, not Envoy
 	"internal/memory":              {},
 	"internal/guard":               {},
 	"internal/budget":              {},                     // for the tests of all
@@ -88,8 +89,8 @@ var guarded = map[string][]string{
 	"github.com/prometheus/":     {"extproc (test)", "extproc/telemetry", "cmd/tandem", "internal/enginesim/api", "internal/enginesim/connector", "internal/enginesim/engine", "e2e", "e2e/bench", "deploy/observability/promql"},
 	"github.com/redis/":          {"kvstate/redisstore"},
 	"github.com/go-zeromq/":      {"kvstate/kvevents (test)", "kvstate/registrations (test)", "internal/zmtp (test)", "kvstate/notices (test)", "internal/enginesim/connector", "internal/enginesim/engine", "cmd/enginesim (test)"},
-	"sigs.k8s.io/":               {"protos/config/v1", "kvstate/discovery", "envoy-configs", "deploy (test)", "docs (test)"},
-	"google.golang.org/protobuf": {"cmd/tandem", "kvstate/redisstore", "protos/state/v1", "extproc (test)", "extproc/envoywire (test)", "extproc/envoywire/wiretest", "extproc/kvtransfer", "protos/config/v1", "protos/ticket/v1", "envoy-configs", "docs (test)"},
+	"sigs.k8s.io/":               {"internal/config", "kvstate/discovery", "envoy-configs", "deploy (test)", "docs (test)"},
+	"google.golang.org/protobuf": {"cmd/tandem", "internal/config", "kvstate/redisstore", "protos/state/v1", "extproc (test)", "extproc/envoywire (test)", "extproc/envoywire/wiretest", "extproc/kvtransfer", "protos/config/v1", "protos/ticket/v1", "envoy-configs", "docs (test)"},
 }
 
 // pure is all that the decision may need of the world: no clock, no lock, no I/O, no chance of its own.
@@ -191,14 +192,13 @@ func TestTheDecisionIsPure(t *testing.T) {
 
 // dialectsMayBeNamed are the packages in which a dialect's name may stand: its own, the configuration, and the simulator. Tests and
 // what they are made of (e2e) do not count.
-var dialectsMayBeNamed = []string{"extproc/kvtransfer", "protos/config/v1", "internal/enginesim/connector", "e2e"}
+var dialectsMayBeNamed = []string{"extproc/kvtransfer", "internal/config", "internal/enginesim/connector", "e2e"}
 
 // otherWords are names that mean something else in a file.
 var otherWords = map[string]string{
 	"extproc/paths.go sglang":          "an engine, by its paths",
 	"kvstate/scrape/engines.go sglang": "an engine, by its metrics",
 	"kvstate/scrape/engines.go trtllm": "an engine, by its metrics",
-	"cmd/tandem/objectives.go sglang":  "an engine, by its scheduler's priorities",
 	"cmd/tandem/replay.go mooncake":    "a trace",
 	"replay/run.go mooncake":           "a peer's policy",
 	"replay/run.go trtllm":             "a peer's policy",

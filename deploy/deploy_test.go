@@ -17,7 +17,7 @@ import (
 	"sigs.k8s.io/yaml"
 
 	envoyconfigs "tandem/envoy-configs"
-	configv1 "tandem/protos/config/v1"
+	"tandem/internal/config"
 )
 
 var update = flag.Bool("update", false, "rewrite envoy-gateway/resources.yaml and override-host.yaml")
@@ -60,14 +60,14 @@ func TestManifests(t *testing.T) {
 			switch filepath.Base(file) {
 			case "kustomization.yaml":
 			case "tandem.yaml":
-				_, _, err := configv1.Load(file)
+				_, _, err := config.Load(file)
 				require.NoError(t, err)
 			default:
 				require.Empty(t, mistakes(t, known, read(t, file)), file)
 			}
 		}
 	}
-	_, _, err := configv1.Load("compose/tandem.yaml")
+	_, _, err := config.Load("compose/tandem.yaml")
 	require.NoError(t, err)
 }
 
@@ -97,7 +97,7 @@ func TestBrokenManifests(t *testing.T) {
 
 // resources.yaml is what `tandem envoy --for envoy-gateway` prints, and override-host.yaml what it prints with that upstream.
 func TestEnvoyGatewayResources(t *testing.T) {
-	c, _, err := configv1.Load("envoy-gateway/tandem.yaml")
+	c, _, err := config.Load("envoy-gateway/tandem.yaml")
 	require.NoError(t, err)
 	for file, upstream := range map[string]envoyconfigs.Upstream{
 		"envoy-gateway/resources.yaml":     envoyconfigs.OriginalDst,
@@ -184,7 +184,7 @@ func checkConfigMap(t *testing.T, manifest string) {
 		}
 		require.NoError(t, yaml.Unmarshal([]byte(doc), &object))
 		if object.Kind == "ConfigMap" {
-			_, _, err := configv1.Parse([]byte(object.Data["tandem.yaml"]))
+			_, _, err := config.Parse([]byte(object.Data["tandem.yaml"]))
 			require.NoError(t, err, object.Data["tandem.yaml"])
 		}
 	}

@@ -16,7 +16,7 @@ import (
 	"sigs.k8s.io/yaml"
 
 	envoyconfigs "tandem/envoy-configs"
-	configv1 "tandem/protos/config/v1"
+	"tandem/internal/config"
 )
 
 // This file does the part of Envoy Gateway's translation that resources.yaml makes use of (a route for each rule of the
@@ -173,7 +173,7 @@ func TestEnvoyTakesTheResources(t *testing.T) {
 		}
 		t.Skip("no Envoy: run scripts/tools.sh, or set ENVOY")
 	}
-	pairs, _, err := configv1.Parse([]byte(`extProc: {tls: {mode: selfSigned}}
+	pairs, _, err := config.Parse([]byte(`extProc: {tls: {mode: selfSigned}}
 pools:
 - {name: a, kvTransfer: sglang, endpoints: [{address: "127.0.0.1:8101", role: prefill}, {address: "127.0.0.1:8201", role: decode}]}
 - {name: b, models: [b], kvTransfer: nixl, endpoints: [{address: "127.0.0.1:8102", role: prefill, scheme: https}, {address: "127.0.0.1:8202", role: decode, scheme: h2c}]}

@@ -20,6 +20,7 @@ import (
 	"github.com/stretchr/testify/require"
 	"google.golang.org/protobuf/reflect/protoreflect"
 
+	"tandem/internal/config"
 	configv1 "tandem/protos/config/v1"
 )
 
@@ -55,7 +56,7 @@ func reference(t *testing.T) string {
 	fill(c.ProtoReflect())
 	for _, dialect := range []string{"nixl", "lmcache", "orchestrated", "offload"} { // some defaults are those of a dialect
 		c.Pools[0].KvTransfer, c.Pools[0].Endpoints[0].Role = dialect, "both"
-		configv1.SetDefaults(c)
+		config.SetDefaults(c)
 	}
 	c.Pools[0].KvTransfer, c.Pools[0].Endpoints[0].Role = "", ""
 	w := writer{comments: comments(read(t, "../protos/config/v1/config.proto"))}
@@ -247,7 +248,7 @@ func TestConfigurationsShownAreValid(t *testing.T) {
 	shown := regexp.MustCompile("(?s)```yaml\n(.*?)```")
 	for _, page := range pages(t) {
 		for _, m := range shown.FindAllStringSubmatch(read(t, page), -1) {
-			_, _, err := configv1.Parse([]byte(m[1]))
+			_, _, err := config.Parse([]byte(m[1]))
 			require.NoError(t, err, "%s:\n%s", page, m[1])
 		}
 	}
@@ -314,7 +315,7 @@ func TestWorkedExamples(t *testing.T) {
 	}{
 		{
 			"../extproc/kvtransfer/worked.go", "// handle is", "package kvtransfer\n\nimport (\n\t\"fmt\"\n\n\t\"tandem/extproc/openai\"\n)\n\n", map[string]string{dialect: listed},
-			[]string{"test", "-count=1", "-run", "TestNew|TestPrefillEmptyObject|TestDialectDefaults", "../extproc/kvtransfer", "../protos/config/v1"},
+			[]string{"test", "-count=1", "-run", "TestNew|TestPrefillEmptyObject|TestDialectDefaults", "../extproc/kvtransfer", "../internal/config"},
 		},
 		{"../picker/worked.go", "const fullFrom", "package picker\n\nimport \"tandem/kvstate\"\n\n", nil, []string{"build", "../picker"}},
 	} {

@@ -22,7 +22,7 @@ import (
 	"google.golang.org/protobuf/proto"
 	"sigs.k8s.io/yaml"
 
-	configv1 "tandem/protos/config/v1"
+	"tandem/internal/config"
 )
 
 var update = flag.Bool("update", false, "rewrite the envoy.yaml files")
@@ -34,7 +34,7 @@ func TestReadyToRun(t *testing.T) {
 	require.NotEmpty(t, files)
 	for _, file := range files {
 		t.Run(filepath.Dir(file), func(t *testing.T) {
-			c, _, err := configv1.Load(file)
+			c, _, err := config.Load(file)
 			require.NoError(t, err)
 			got, err := Bootstrap(c)
 			require.NoError(t, err)
@@ -94,7 +94,7 @@ func cases(t *testing.T) map[string]string {
 func TestEnvoyTakes(t *testing.T) {
 	for name, text := range cases(t) {
 		t.Run(name, func(t *testing.T) {
-			c, _, err := configv1.Parse([]byte(text))
+			c, _, err := config.Parse([]byte(text))
 			require.NoError(t, err)
 			got, err := Bootstrap(c)
 			require.NoError(t, err)
@@ -107,7 +107,7 @@ func TestEnvoyTakes(t *testing.T) {
 func TestPrintedIsTheModel(t *testing.T) {
 	for name, text := range cases(t) {
 		t.Run(name, func(t *testing.T) {
-			c, _, err := configv1.Parse([]byte(text))
+			c, _, err := config.Parse([]byte(text))
 			require.NoError(t, err)
 			s, err := gather(c)
 			require.NoError(t, err)
@@ -140,7 +140,7 @@ func TestPrintedIsTheModel(t *testing.T) {
 // What Envoy Gateway's resources have no routes for is refused, not left out.
 func TestEnvoyGatewayRefuses(t *testing.T) {
 	for setting, why := range map[string]string{"encode: {}": "no route to encode endpoints", "cachedTokens: prefill": "have answers rewritten"} {
-		c, _, err := configv1.Parse([]byte(strings.Replace(pool, "kvTransfer: nixl", "kvTransfer: nixl\n  "+setting, 1)))
+		c, _, err := config.Parse([]byte(strings.Replace(pool, "kvTransfer: nixl", "kvTransfer: nixl\n  "+setting, 1)))
 		require.NoError(t, err)
 		_, err = EnvoyGateway(c, GatewayOptions{})
 		require.ErrorContains(t, err, why)

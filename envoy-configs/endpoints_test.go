@@ -6,12 +6,12 @@ import (
 
 	"github.com/stretchr/testify/require"
 
-	configv1 "tandem/protos/config/v1"
+	"tandem/internal/config"
 )
 
 // With override-host, what Envoy Gateway has to know is printed for it: Backends of what is listed, Services of what is selected.
 func TestOverrideHostNamesTheEndpoints(t *testing.T) {
-	c, _, err := configv1.Parse([]byte(`
+	c, _, err := config.Parse([]byte(`
 pools:
 - name: listed
   models: [a]
@@ -48,7 +48,7 @@ pools:
 
 // Whatever is known, no cluster of the resources connects to an address for its name alone.
 func TestOverrideHostIsAll(t *testing.T) {
-	c, _, err := configv1.Parse([]byte(strings.Replace(pool, "nixl", "sglang", 1)))
+	c, _, err := config.Parse([]byte(strings.Replace(pool, "nixl", "sglang", 1)))
 	require.NoError(t, err)
 	text, err := EnvoyGateway(c, GatewayOptions{Upstream: OverrideHost})
 	require.NoError(t, err)
@@ -70,16 +70,16 @@ func TestOverrideHostRefuses(t *testing.T) {
 		`discovery: {kubernetes: {selector: app=llm, ports: [8000], namespace: gpu}}`:                        "print the resources with --namespace gpu",
 		`endpoints: [{address: "10.0.0.1:8000", role: prefill}, {address: "engine.svc:8000", role: decode}]`: "endpoints by name stand beside others",
 	} {
-		c, _, err := configv1.Parse([]byte("pools: [{name: a, kvTransfer: nixl, " + text + "}]"))
+		c, _, err := config.Parse([]byte("pools: [{name: a, kvTransfer: nixl, " + text + "}]"))
 		require.NoError(t, err, text)
 		_, err = EnvoyGateway(c, GatewayOptions{Upstream: OverrideHost})
 		require.ErrorContains(t, err, want, text)
 		_, err = EnvoyGateway(c, GatewayOptions{})
 		require.NoError(t, err, text)
 	}
-	c, _, err := configv1.Parse([]byte(pool))
+	c, _, err := config.Parse([]byte(pool))
 	require.NoError(t, err)
-	two, _, err := configv1.Parse([]byte(`pools:
+	two, _, err := config.Parse([]byte(`pools:
 - {name: a, models: [a], kvTransfer: nixl, discovery: {kubernetes: {selector: app=a, ports: [8000]}}}
 - {name: b, models: [b], kvTransfer: nixl, discovery: {kubernetes: {selector: app=b, ports: [8000]}}}
 `))

@@ -17,6 +17,7 @@ import (
 	"go.yaml.in/yaml/v3"
 	"google.golang.org/protobuf/proto"
 
+	"tandem/internal/config"
 	configv1 "tandem/protos/config/v1"
 )
 
@@ -73,10 +74,10 @@ type backendRef struct {
 // [Bootstrap], so the two never differ.
 func EnvoyGateway(c *configv1.Config, o GatewayOptions) ([]byte, error) {
 	for _, p := range c.GetPools() {
-		if configv1.Encodes(p) {
+		if config.Encodes(p) {
 			return nil, fmt.Errorf("pool %s: the resources for Envoy Gateway have no route to encode endpoints; leave encode out, or run an Envoy of your own with what `tandem envoy` prints", p.GetName())
 		}
-		if configv1.RewritesAnswers(p) && !configv1.Concurrent(p) { // where both legs run at once a leg's own listener leads there
+		if config.RewritesAnswers(p) && !config.Concurrent(p) { // where both legs run at once a leg's own listener leads there
 			return nil, fmt.Errorf("pool %s: lmcache.retFirstToken, nixl.bidirectional and cachedTokens have answers rewritten, "+
 				"for which the resources for Envoy Gateway have no routes; leave it out, or run an Envoy of your own with what `tandem envoy` prints", p.GetName())
 		}

@@ -6,6 +6,7 @@ import (
 	"strconv"
 	"time"
 
+	"tandem/internal/config"
 	configv1 "tandem/protos/config/v1"
 )
 
@@ -106,7 +107,7 @@ func gather(c *configv1.Config) (*settings, error) {
 			Mode: e.GetBodyMode(), Max: e.GetMaxBodyBytes(), Buffer: e.GetMaxBodyBytes() + bufferMargin, BufferedFrom: bufferedFrom,
 		},
 		Engines:     engines{TLS: newClientTLS(e.GetEndpointTls(), false)},
-		IdleTimeout: configv1.Duration(e.GetDecodeIdleTimeout()), TicketTTL: configv1.Duration(c.GetTickets().GetTtl()),
+		IdleTimeout: config.Duration(e.GetDecodeIdleTimeout()), TicketTTL: config.Duration(c.GetTickets().GetTtl()),
 		Explains: c.GetAdmin().GetTokenFile() != "", Metadata: c.GetExtProc().GetDecisionMetadata(),
 	}
 	s.serve(c.GetPools())
@@ -137,7 +138,7 @@ func gather(c *configv1.Config) (*settings, error) {
 
 func gatherServers(c *configv1.Config) (out servers, err error) {
 	e := c.GetEnvoy()
-	if c.GetExtProc().Encrypted() || e.GetExtProcTls() != nil {
+	if config.Encrypted(c.GetExtProc()) || e.GetExtProcTls() != nil {
 		out.TLS = newClientTLS(e.GetExtProcTls(), true)
 	}
 	if out.ExtProcs, err = reachable("tandem-extproc", e.GetExtProcs()); err != nil {
@@ -155,9 +156,9 @@ func gatherServers(c *configv1.Config) (out servers, err error) {
 // serve sets what depends on the pools.
 func (s *settings) serve(pools []*configv1.Pool) {
 	s.Engines.Schemes = schemes(pools)
-	s.Pairs = slices.ContainsFunc(pools, configv1.Concurrent)
-	s.Encodes = slices.ContainsFunc(pools, configv1.Encodes)
-	s.Answers = slices.ContainsFunc(pools, configv1.RewritesAnswers)
+	s.Pairs = slices.ContainsFunc(pools, config.Concurrent)
+	s.Encodes = slices.ContainsFunc(pools, config.Encodes)
+	s.Answers = slices.ContainsFunc(pools, config.RewritesAnswers)
 }
 
 // Parts names what pools need of the bootstrap beyond what every bootstrap has: clusters for a scheme, listeners of legs. An Envoy
@@ -177,7 +178,7 @@ func Parts(pools []*configv1.Pool) (out []string) {
 func schemes(pools []*configv1.Pool) []scheme {
 	out := []scheme{{"http", ""}}
 	for _, p := range pools {
-		all := p.GetDiscovery().Schemes()
+		all := config.Schemes(p.GetDiscovery())
 		for _, e := range p.GetEndpoints() {
 			all = append(all, e.GetScheme())
 		}

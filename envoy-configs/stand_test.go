@@ -27,7 +27,7 @@ import (
 	"google.golang.org/grpc/metadata"
 
 	"tandem/e2e/loopback"
-	configv1 "tandem/protos/config/v1"
+	"tandem/internal/config"
 )
 
 // The stand: a real Envoy with what Bootstrap renders, two engines that record what they are sent, and, in place of Tandem,
@@ -70,7 +70,7 @@ type call struct {
 	Body   string
 }
 
-func newStand(t *testing.T, config string, options ...grpc.ServerOption) *stand {
+func newStand(t *testing.T, text string, options ...grpc.ServerOption) *stand {
 	s := &stand{client: &http.Client{
 		Timeout:       time.Minute,
 		CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse },
@@ -87,9 +87,9 @@ func newStand(t *testing.T, config string, options ...grpc.ServerOption) *stand 
 
 	free := loopback.Addresses(t, 2)
 	address, admin := free[0], free[1]
-	config = strings.NewReplacer("$LISTEN", address, "$ADMIN", admin, "$EXTPROC", listener.Addr().String(),
-		"$REPLAN", replan.Listener.Addr().String()).Replace(config)
-	c, _, err := configv1.Parse([]byte(config))
+	text = strings.NewReplacer("$LISTEN", address, "$ADMIN", admin, "$EXTPROC", listener.Addr().String(),
+		"$REPLAN", replan.Listener.Addr().String()).Replace(text)
+	c, _, err := config.Parse([]byte(text))
 	require.NoError(t, err)
 	bootstrap, err := Bootstrap(c)
 	require.NoError(t, err)

@@ -16,7 +16,7 @@ import (
 	"github.com/spf13/cobra"
 	"golang.org/x/term"
 
-	configv1 "tandem/protos/config/v1"
+	"tandem/internal/config"
 )
 
 // adminClient talks to the admin port of a running replica.
@@ -42,15 +42,15 @@ func (a *adminClient) settle(c *cobra.Command) error {
 	if a.file == "" {
 		return nil
 	}
-	config, _, err := configv1.Load(a.file)
+	cfg, _, err := config.Load(a.file)
 	if err != nil {
 		return err
 	}
 	if !c.Flags().Changed("admin") {
-		a.address = onLoopback(config.GetAdmin().GetListen())
+		a.address = onLoopback(cfg.GetAdmin().GetListen())
 	}
 	if a.tokenFile == "" {
-		a.tokenFile = config.GetAdmin().GetTokenFile()
+		a.tokenFile = cfg.GetAdmin().GetTokenFile()
 	}
 	return nil
 }

@@ -6,29 +6,30 @@ import (
 	"strings"
 
 	"tandem/extproc/kvtransfer"
+	"tandem/internal/config"
 	configv1 "tandem/protos/config/v1"
 )
 
 // checkFiles reads the files that a configuration names for the server itself, as the server would.
-func checkFiles(config *configv1.Config) (m configv1.Mistakes) {
+func checkFiles(cfg *configv1.Config) (m config.Mistakes) {
 	add := func(path string, err error) {
 		if err != nil {
-			m = append(m, configv1.Mistake{Path: path, Remedy: strings.TrimPrefix(err.Error(), path+": ")})
+			m = append(m, config.Mistake{Path: path, Remedy: strings.TrimPrefix(err.Error(), path+": ")})
 		}
 	}
-	if file := config.GetTickets().GetKeyFile(); file != "" {
+	if file := cfg.GetTickets().GetKeyFile(); file != "" {
 		_, _, err := kvtransfer.ReadKeyFile(file)
 		add("tickets.keyFile", err)
 	}
-	if file := config.GetAdmin().GetTokenFile(); file != "" {
+	if file := cfg.GetAdmin().GetTokenFile(); file != "" {
 		_, err := readToken(file)
 		add("admin.tokenFile", err)
 	}
-	if t := config.GetExtProc().GetTls(); t.GetMode() == "files" && t.GetCertFile() != "" && t.GetKeyFile() != "" {
+	if t := cfg.GetExtProc().GetTls(); t.GetMode() == "files" && t.GetCertFile() != "" && t.GetKeyFile() != "" {
 		_, err := newTLSFiles(t)
 		add("extProc.tls", err)
 	}
-	r := config.GetState().GetRedis()
+	r := cfg.GetState().GetRedis()
 	if file := r.GetPasswordFile(); file != "" {
 		text, err := os.ReadFile(file)
 		if err == nil && len(text) == 0 {

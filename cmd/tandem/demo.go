@@ -124,17 +124,17 @@ func (d *demonstration) start(ctx context.Context, listen string) (err error) {
 			return err
 		}
 	}
-	config := filepath.Join(d.dir, "tandem.yaml")
+	cfg := filepath.Join(d.dir, "tandem.yaml")
 	text := fmt.Sprintf("extProc: {listen: %q}\nreplan: {listen: %q}\nadmin: {listen: %q}\nenvoy: {listen: %q, admin: %q}\n"+
 		"pools:\n- name: demo\n  kvTransfer: nixl\n  split: always # auto would keep prompts as short as most of these on decode\n"+
 		"  decodeAlone: fallback\n  endpoints:\n%s", p[8], p[9], p[10], listen, p[11], endpoints.String())
-	if err := os.WriteFile(config, []byte(text), 0o600); err != nil {
+	if err := os.WriteFile(cfg, []byte(text), 0o600); err != nil {
 		return err
 	}
-	if err := d.run("tandem", d.self, "serve", "-f", config); err != nil {
+	if err := d.run("tandem", d.self, "serve", "-f", cfg); err != nil {
 		return err
 	}
-	bootstrap, err := exec.CommandContext(ctx, d.self, "envoy", "-f", config).Output()
+	bootstrap, err := exec.CommandContext(ctx, d.self, "envoy", "-f", cfg).Output()
 	if err != nil {
 		return fmt.Errorf("tandem envoy: %w", err)
 	}

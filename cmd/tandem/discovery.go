@@ -9,6 +9,7 @@ import (
 	"os"
 	"strings"
 
+	"tandem/internal/config"
 	"tandem/kvstate"
 	"tandem/kvstate/discovery"
 	configv1 "tandem/protos/config/v1"
@@ -28,7 +29,7 @@ func (f *fleet) newSource(ctx context.Context, p *configv1.Pool, log *slog.Logge
 		s.Resolve(ctx)
 		return s, nil
 	case len(d.GetDns()) > 0:
-		names, err := dnsNames(d.GetDns())
+		names, err := config.DNSNames(d.GetDns())
 		if err != nil {
 			return nil, err
 		}
@@ -36,23 +37,11 @@ func (f *fleet) newSource(ctx context.Context, p *configv1.Pool, log *slog.Logge
 		s.Resolve(ctx)
 		return s, nil
 	case d.GetKubernetes() != nil:
-		return f.kubernetes(spec, d.GetKubernetes(), discovery.NewFacts(p.Dialect().SameRelease, log), log)
+		return f.kubernetes(spec, d.GetKubernetes(), discovery.NewFacts(config.DialectOf(p).SameRelease, log), log)
 	case d.GetInferencePool() != nil:
-		return f.inferencePool(spec, d.GetInferencePool(), discovery.NewFacts(p.Dialect().SameRelease, log), log)
+		return f.inferencePool(spec, d.GetInferencePool(), discovery.NewFacts(config.DialectOf(p).SameRelease, log), log)
 	}
 	return nil, errors.New("discovery names no source")
-}
-
-func dnsNames(configured []*configv1.NameDiscovery) ([]discovery.Name, error) {
-	var names []discovery.Name
-	for _, n := range configured {
-		role, err := kvstate.ParseRole(n.GetRole())
-		if err != nil {
-			return nil, err
-		}
-		names = append(names, discovery.Name{Host: n.GetName(), Port: int(n.GetPort()), Role: role, Scheme: n.GetScheme(), Group: n.GetGroup(), Zone: n.GetZone()})
-	}
-	return names, nil
 }
 
 func (f *fleet) kubernetes(spec kvstate.PoolSpec, k *configv1.KubernetesDiscovery, facts *discovery.Facts, log *slog.Logger) (source, error) {
@@ -60,7 +49,7 @@ func (f *fleet) kubernetes(spec kvstate.PoolSpec, k *configv1.KubernetesDiscover
 	if err != nil {
 		return nil, fmt.Errorf("the cluster: %w", err)
 	}
-	labels, err := podLabels(k.GetLabels())
+	labels, err := config.PodLabels(k.GetLabels())
 	if err != nil {
 		return nil, err
 	}
@@ -79,7 +68,7 @@ func (f *fleet) inferencePool(spec kvstate.PoolSpec, i *configv1.InferencePoolDi
 	if err != nil {
 		return nil, fmt.Errorf("the cluster: %w", err)
 	}
-	labels, err := podLabels(i.GetLabels())
+	labels, err := config.PodLabels(i.GetLabels())
 	if err != nil {
 		return nil, err
 	}
@@ -91,32 +80,6 @@ func (f *fleet) inferencePool(spec kvstate.PoolSpec, i *configv1.InferencePoolDi
 		f.sources = append(f.sources, discovery.NewInferencePolicies(f.state, spec.Name, cluster, ref, log))
 	}
 	return s, nil
-}
-
-// podLabels are those of a convention, changed by what is configured beside it.
-func podLabels(c *configv1.PodLabels) (discovery.Labels, error) {
-	l, err := discovery.Conventions(c.GetConvention())
-	if err != nil {
-		return l, err
-	}
-	l.Role, l.Group, l.Port = cmp.Or(c.GetRoleLabel(), l.Role), cmp.Or(c.GetGroupLabel(), l.Group), cmp.Or(c.GetPortLabel(), l.Port)
-	l.Zone, l.Keep = c.GetZoneLabel(), c.GetKeep()
-	for _, values := range []struct {
-		configured []string
-		values     *[]string
-	}{{c.GetPrefill(), &l.Prefill}, {c.GetDecode(), &l.Decode}, {c.GetBoth(), &l.Both}} {
-		if len(values.configured) > 0 {
-			*values.values = values.configured
-		}
-	}
-	switch role := c.GetDefaultRole(); role {
-	case "":
-	case "none":
-		l.Default = 0
-	default:
-		l.Default, err = kvstate.ParseRole(role)
-	}
-	return l, err
 }
 
 // ownNamespace is that of the pod this runs in; default outside of a cluster.

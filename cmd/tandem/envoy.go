@@ -7,7 +7,7 @@ import (
 	"github.com/spf13/cobra"
 
 	envoyconfigs "tandem/envoy-configs"
-	configv1 "tandem/protos/config/v1"
+	"tandem/internal/config"
 )
 
 // newEnvoy is `tandem envoy`: it prints the Envoy configuration that belongs to a Tandem configuration, and nothing else, to
@@ -38,16 +38,16 @@ func envoy(file, whose, upstream string, o envoyconfigs.GatewayOptions, stdout i
 	if whose == "envoy" && o.Upstream != envoyconfigs.OriginalDst {
 		return fmt.Errorf("--upstream %s: only Envoy Gateway knows endpoints (--for envoy-gateway)", upstream)
 	}
-	config, _, err := configv1.Load(file)
+	cfg, _, err := config.Load(file)
 	if err != nil {
 		return err
 	}
 	var text []byte
 	switch whose {
 	case "envoy":
-		text, err = envoyconfigs.Bootstrap(config)
+		text, err = envoyconfigs.Bootstrap(cfg)
 	case "envoy-gateway":
-		text, err = envoyconfigs.EnvoyGateway(config, o)
+		text, err = envoyconfigs.EnvoyGateway(cfg, o)
 	default:
 		err = fmt.Errorf("--for %q: it is envoy or envoy-gateway", whose)
 	}

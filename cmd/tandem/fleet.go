@@ -7,7 +7,6 @@ import (
 	"log/slog"
 	"net/http"
 	"slices"
-	"strings"
 	"time"
 
 	"golang.org/x/sync/errgroup"
@@ -16,7 +15,7 @@ import (
 	envoyconfigs "tandem/envoy-configs"
 	"tandem/extproc"
 	"tandem/extproc/kvtransfer"
-	"tandem/extproc/plan"
+	"tandem/internal/config"
 	"tandem/internal/guard"
 	"tandem/kvstate"
 	"tandem/kvstate/discovery"
@@ -25,7 +24,6 @@ import (
 	"tandem/kvstate/redisstore"
 	"tandem/kvstate/scrape"
 	"tandem/kvstate/tokenize"
-	"tandem/picker"
 	configv1 "tandem/protos/config/v1"
 )
 
@@ -52,12 +50,12 @@ type fleet struct {
 }
 
 // newFleet fills the state with the configured pools. Names are resolved before it returns, where they can be.
-func newFleet(ctx context.Context, config *configv1.Config, log *slog.Logger) (*fleet, error) {
+func newFleet(ctx context.Context, cfg *configv1.Config, log *slog.Logger) (*fleet, error) {
 	health := newHealthLog(log)
 	f := &fleet{state: kvstate.New(kvstate.Options{HealthChanged: health.changed}), health: health,
 		joined: make(chan struct{}), keysChanged: make(chan struct{}, 1), discovered: map[string]*configv1.Discovery{}}
 	f.pools, f.peers = newPoolSources(f.state, log), newPeerSources(f.state, log)
-	for _, p := range config.GetPools() {
+	for _, p := range cfg.GetPools() {
 		if p.GetDiscovery() == nil {
 			continue
 		}
@@ -69,17 +67,17 @@ func newFleet(ctx context.Context, config *configv1.Config, log *slog.Logger) (*
 		f.discovered[p.GetName()] = p.GetDiscovery()
 		f.pools.keep = append(f.pools.keep, p.GetName())
 	}
-	next, err := poolSpecs(config)
+	next, err := config.PoolSpecs(cfg)
 	if err != nil {
 		return nil, err
 	}
 	f.pools.set(ctx, next)
 	f.prober = discovery.NewProber(f.state, log)
-	if f.store, err = newStore(config.GetState().GetRedis(), f.state, log); err != nil {
+	if f.store, err = newStore(cfg.GetState().GetRedis(), f.state, log); err != nil {
 		return nil, err
 	}
 	owns := func(*kvstate.Pool, *kvstate.Endpoint) bool { return true }
-	events := kvevents.Options{State: f.state, Log: log, Pools: eventSources(config)}
+	events := kvevents.Options{State: f.state, Log: log, Pools: config.EventSources(cfg)}
 	if f.store != nil {
 		owns, events.Forward = f.store.Owns, f.store
 	}
@@ -88,10 +86,10 @@ func newFleet(ctx context.Context, config *configv1.Config, log *slog.Logger) (*
 	if len(f.synced) == 0 { // else no endpoints are known yet that blocks could be of
 		f.join(ctx, log)
 	}
-	if slices.ContainsFunc(config.GetPools(), (*configv1.Pool).TakesNotices) {
+	if slices.ContainsFunc(cfg.GetPools(), config.TakesNotices) {
 		f.board = notices.NewWaiters(0, 0)
 	}
-	if f.keys, f.keeping, err = ticketKeys(ctx, config, f.store, log); err != nil {
+	if f.keys, f.keeping, err = ticketKeys(ctx, cfg, f.store, log); err != nil {
 		return nil, err
 	}
 	if f.store != nil {
@@ -103,31 +101,6 @@ func newFleet(ctx context.Context, config *configv1.Config, log *slog.Logger) (*
 		})
 	}
 	return f, nil
-}
-
-// dialect returns how the pool's engines transfer KV, the zero value if they do not.
-func dialect(p *configv1.Pool, board *notices.Waiters) (kvtransfer.Dialect, error) {
-	if p.GetKvTransfer() == "none" {
-		return kvtransfer.Dialect{}, nil
-	}
-	o := p.DialectOptions()
-	if p.TakesNotices() {
-		o.Arrivals = board
-	}
-	return kvtransfer.New(o)
-}
-
-// eventSources says where the pools publish KV events.
-func eventSources(config *configv1.Config) map[string]kvevents.Source {
-	sources := map[string]kvevents.Source{}
-	for _, p := range config.GetPools() {
-		if e := p.GetKvEvents(); e != nil {
-			sources[p.GetName()] = kvevents.Source{
-				Port: int(e.GetPort()), ReplayPort: int(e.GetReplayPort()), Ranks: int(e.GetRanks()), Topic: e.GetTopic(), Listen: e.GetListen(),
-			}
-		}
-	}
-	return sources
 }
 
 // watch keeps the state up to date until ctx ends.
@@ -151,44 +124,17 @@ func (f *fleet) watch(ctx context.Context, log *slog.Logger) error {
 	return group.Wait()
 }
 
-// serverOptions turns the configuration into what the server is told.
-func serverOptions(config *configv1.Config, f *fleet, log *slog.Logger) (extproc.Options, error) {
-	live, err := f.liveSettings(config, log)
-	if err != nil {
-		return extproc.Options{}, err
-	}
-	f.peers.set(config, live.Pools)
-	o := extproc.Options{
-		State: f.state, Log: log, Settings: live, PathPrefixes: config.GetEnvoy().GetPathPrefixes(),
-		SplitBodyBytes: int(config.GetEnvoy().GetMaxBodyBytes()),
-		MaxBodyBytes:   int(4 * config.GetEnvoy().GetMaxBodyBytes()),
-		MaxRedirects:   envoyconfigs.MaxRedirects,
-		Tokenizer:      tokenize.New(log),
-		Check:          f.prober.Check,
-		TicketTTL:      configv1.Duration(config.GetTickets().GetTtl()),
-
-		DecisionMetadata: config.GetExtProc().GetDecisionMetadata(), Operator: operatorToken(config.GetAdmin().GetTokenFile()),
-	}
-	if e := config.GetExtProc(); e.GetProtocol() == configv1.ProtocolEndpointPicker {
-		o.Picker = &extproc.PickerOptions{
-			Fallbacks: int(e.GetEndpointPicker().GetFallbacks()), WatchBody: e.GetEndpointPicker().GetResponses() == "body",
-			ShedRequests: int(e.GetEndpointPicker().GetShedRequests()),
-		}
-	}
-	return o, nil
-}
-
 // liveSettings reads what may change while the server runs. Keys change in place.
-func (f *fleet) liveSettings(config *configv1.Config, log *slog.Logger) (extproc.Settings, error) {
+func (f *fleet) liveSettings(cfg *configv1.Config, log *slog.Logger) (extproc.Settings, error) {
 	live := extproc.Settings{Keys: f.keys, Pools: map[string]extproc.Policy{}}
-	if err := f.sameDiscovery(config); err != nil {
+	if err := f.sameDiscovery(cfg); err != nil {
 		return live, err
 	}
-	for i, p := range config.GetPools() {
-		if p.TakesNotices() && f.board == nil {
+	for i, p := range cfg.GetPools() {
+		if config.TakesNotices(p) && f.board == nil {
 			return live, fmt.Errorf("pools[%d].kvTransfer: lmcache with notices, which no pool took when tandem started: takes a restart", i)
 		}
-		policy, err := policyOf(p, f.board, log)
+		policy, err := config.Policy(p, f.arrivals(), log)
 		if err != nil {
 			return live, fmt.Errorf("pool %s: %w", p.GetName(), err)
 		}
@@ -201,9 +147,9 @@ func (f *fleet) liveSettings(config *configv1.Config, log *slog.Logger) (extproc
 }
 
 // sameDiscovery refuses another discovery of endpoints than the one tandem started with.
-func (f *fleet) sameDiscovery(config *configv1.Config) error {
+func (f *fleet) sameDiscovery(cfg *configv1.Config) error {
 	found := 0
-	for i, p := range config.GetPools() {
+	for i, p := range cfg.GetPools() {
 		started := f.discovered[p.GetName()]
 		if !proto.Equal(started, p.GetDiscovery()) {
 			return fmt.Errorf("pools[%d].discovery: is not what tandem started with: takes a restart", i)
@@ -219,103 +165,9 @@ func (f *fleet) sameDiscovery(config *configv1.Config) error {
 }
 
 // keep follows the configuration in what requests do not see: who tells of peers, and where KV events come from.
-func (f *fleet) keep(config *configv1.Config, policies map[string]extproc.Policy) {
-	f.peers.set(config, policies)
-	f.events.SetPools(eventSources(config))
-}
-
-// placement is how a pool's requests are placed.
-func placement(p *configv1.Pool) picker.Policy {
-	place := picker.DefaultPolicy()
-	place.MinPrefillTokens = p.GetMinPrefillTokens()
-	switch p.GetSplit() {
-	case "always":
-		place.Split = picker.SplitAlways
-	case "never":
-		place.Split = picker.SplitNever
-	}
-	if p.GetDecodeAlone() != "byCost" && place.Split == picker.SplitAuto {
-		place.Split = picker.SplitAlways
-	}
-	return place
-}
-
-// sourceOf names where a pool's endpoints come from.
-func sourceOf(p *configv1.Pool) string {
-	d := p.GetDiscovery()
-	switch {
-	case d.GetFile() != nil:
-		return "discovery.file " + d.GetFile().GetPath()
-	case d.GetKubernetes() != nil:
-		return fmt.Sprintf("discovery.kubernetes with the selector %q", d.GetKubernetes().GetSelector())
-	case d.GetInferencePool() != nil:
-		return "discovery.inferencePool " + d.GetInferencePool().GetName()
-	case len(d.GetDns()) > 0:
-		var names []string
-		for _, n := range d.GetDns() {
-			names = append(names, n.GetName())
-		}
-		return "discovery.dns " + strings.Join(names, ", ")
-	}
-	return "endpoints"
-}
-
-// policyOf is what the server is told of a pool.
-func policyOf(p *configv1.Pool, board *notices.Waiters, log *slog.Logger) (policy extproc.Policy, err error) {
-	policy = extproc.Policy{
-		Policy: plan.Policy{
-			Split:           p.GetSplit() != "never",
-			RefuseLong:      p.GetLongPrompts() == "refuse",
-			PrefillAttempts: int(p.GetPrefillAttempts()),
-			AttemptsTime:    configv1.Duration(p.GetAttemptsTime()),
-			StreamStart:     configv1.Duration(p.GetStreamStartTimeout()),
-			WholeAnswer:     configv1.Duration(p.GetAnswerTimeout()),
-			EncodeTimeout:   configv1.Duration(p.GetEncode().GetTimeout()),
-			PrefillTimeout:  configv1.Duration(p.GetPrefillTimeout().GetBase()),
-			PerToken:        configv1.Duration(p.GetPrefillTimeout().GetPerToken()),
-			Place:           placement(p),
-			Source:          sourceOf(p),
-		},
-		PrefillCached: p.GetCachedTokens() == "prefill",
-		CleanupDecode: p.GetStrandedBlocks() == "cleanupDecode",
-	}
-	if e := p.GetKvEvents(); e != nil {
-		policy.LearnTokens, policy.TokenBudget = true, configv1.Duration(e.GetTokenBudget())
-		switch e.GetTokens() {
-		case "tokenize":
-			policy.Tokens = extproc.TokenizeTokens
-		case "render":
-			policy.Tokens = extproc.RenderTokens
-		}
-	}
-	if policy.Paths, err = extproc.NewPaths(p.GetEngine(), p.GetPaths()); err != nil {
-		return policy, fmt.Errorf("paths: %w", err)
-	}
-	policy.Session = extproc.SessionKey{Header: p.GetSession().GetHeader(), Cookie: p.GetSession().GetCookie(), Body: p.GetSession().GetBody()}
-	setObjectives(&policy, p)
-	switch p.GetOnPrefillFailure() {
-	case "decodeAlone":
-		policy.OnFailure = plan.DecodeAlone
-	case "fail":
-		policy.OnFailure = plan.Fail
-	}
-	switch p.GetDecodeAlone() {
-	case "never":
-		policy.Alone = plan.AloneNever
-	case "fallback":
-		policy.Alone = plan.AloneFallback
-	}
-	switch p.GetHandoff() {
-	case "sidecar":
-		policy.Handoff = plan.HandoffSidecar
-	case "direct":
-		policy.Handoff = plan.HandoffDirect
-	}
-	policy.Dialect, err = dialect(p, board)
-	if c := policy.Dialect.Concurrent; c != nil {
-		policy.Peers = c.Peers.NewPeers(log)
-	}
-	return policy, err
+func (f *fleet) keep(cfg *configv1.Config, policies map[string]extproc.Policy) {
+	f.peers.set(cfg, policies)
+	f.events.SetPools(config.EventSources(cfg))
 }
 
 // said is what an engine says about itself, as shown.
@@ -392,4 +244,25 @@ func writeState(w http.ResponseWriter, state *kvstate.State) {
 		out.Pools = append(out.Pools, shown)
 	}
 	writeJSON(w, out)
+}
+
+// serverOptions are those of the configuration, and what runs.
+func serverOptions(cfg *configv1.Config, f *fleet, log *slog.Logger) (extproc.Options, error) {
+	live, err := f.liveSettings(cfg, log)
+	if err != nil {
+		return extproc.Options{}, err
+	}
+	f.peers.set(cfg, live.Pools)
+	o := config.ServerOptions(cfg)
+	o.State, o.Log, o.Settings, o.Tokenizer, o.Check = f.state, log, live, tokenize.New(log), f.prober.Check
+	o.MaxRedirects, o.Operator = envoyconfigs.MaxRedirects, operatorToken(cfg.GetAdmin().GetTokenFile())
+	return o, nil
+}
+
+// arrivals has the notifications that pools wait for; nil without a board.
+func (f *fleet) arrivals() kvtransfer.Arrivals {
+	if f.board == nil {
+		return nil
+	}
+	return f.board
 }

@@ -33,12 +33,12 @@ func newBudget() *memory.Budget {
 }
 
 // newGRPC makes the server that Envoy talks to.
-func newGRPC(config *configv1.Config, server *extproc.Server, health *extproc.Health) (*grpcserver.Server, error) {
+func newGRPC(cfg *configv1.Config, server *extproc.Server, health *extproc.Health) (*grpcserver.Server, error) {
 	o := grpcserver.Options{
-		Codec: extproc.Codec(), Pool: extproc.BufferPool(), MaxMessage: int(config.GetExtProc().GetMaxMessageBytes()), Memory: server.Memory,
+		Codec: extproc.Codec(), Pool: extproc.BufferPool(), MaxMessage: int(cfg.GetExtProc().GetMaxMessageBytes()), Memory: server.Memory,
 		MethodStreams: map[string]int{extproc.ProcessMethod: maxProcessStreams, extproc.AccessLogMethod: maxAccessLogStreams},
 	}
-	switch t := config.GetExtProc().GetTls(); t.GetMode() {
+	switch t := cfg.GetExtProc().GetTls(); t.GetMode() {
 	case "files":
 		files, err := newTLSFiles(t)
 		if err != nil {

@@ -15,6 +15,7 @@ import (
 	"time"
 
 	"tandem/extproc/kvtransfer"
+	"tandem/internal/config"
 	"tandem/kvstate"
 	"tandem/kvstate/enginehttp"
 	configv1 "tandem/protos/config/v1"
@@ -31,10 +32,10 @@ type finding struct {
 
 // checkLive asks the engines for what the configuration says of them: whether they are there, which release they are, and
 // whether the ports are open that other engines will connect to. Findings come in the configuration's order.
-func checkLive(ctx context.Context, config *configv1.Config) []finding {
+func checkLive(ctx context.Context, cfg *configv1.Config) []finding {
 	client := enginehttp.New(liveTimeout, func(t *http.Transport) { t.DisableKeepAlives = true })
 	var out []finding
-	for i, p := range config.GetPools() {
+	for i, p := range cfg.GetPools() {
 		path := fmt.Sprintf("pools[%d].endpoints", i)
 		answers := make([]engineAnswer, len(p.GetEndpoints()))
 		var asking sync.WaitGroup
@@ -51,17 +52,17 @@ func checkLive(ctx context.Context, config *configv1.Config) []finding {
 }
 
 // reportLive makes one error of all findings.
-func reportLive(ctx context.Context, config *configv1.Config) error {
+func reportLive(ctx context.Context, cfg *configv1.Config) error {
 	var errs []error
-	for _, f := range checkLive(ctx, config) {
+	for _, f := range checkLive(ctx, cfg) {
 		errs = append(errs, errors.New(f.text))
 	}
 	return errors.Join(errs...)
 }
 
 // warnLive logs the findings of a start. Engines that are not there yet are no news: they are probed all the time.
-func warnLive(ctx context.Context, config *configv1.Config, log *slog.Logger) {
-	for _, f := range checkLive(ctx, config) {
+func warnLive(ctx context.Context, cfg *configv1.Config, log *slog.Logger) {
+	for _, f := range checkLive(ctx, cfg) {
 		if !f.down && ctx.Err() == nil {
 			log.Warn(f.text)
 		}
@@ -135,7 +136,7 @@ func checkSGLang(p *configv1.Pool, e *configv1.Endpoint, info engineInfo, say fu
 	if info.Mode == "" {
 		return
 	}
-	d := p.Dialect()
+	d := config.DialectOf(p)
 	switch sglang := d.Engine == kvtransfer.EngineSGLang; {
 	case !sglang && info.Mode != "null":
 		say(".address", "the engine is an SGLang of the mode %s, and the pool's kvTransfer is %s: set that to sglang, or correct the address", info.Mode, p.GetKvTransfer())
@@ -155,13 +156,13 @@ func transferPorts(p *configv1.Pool, e *configv1.Endpoint) (out []transferPort) 
 	if h := e.GetTransfer().GetHost(); h != "" {
 		host = h
 	}
-	d := p.Dialect()
+	d := config.DialectOf(p)
 	role, err := kvstate.ParseRole(e.GetRole())
 	if err != nil {
 		return nil
 	}
 	for _, port := range d.PortsOf(role) {
-		first, n := cmp.Or(e.Port(port.Name), int32(port.Default)), int32(1)
+		first, n := cmp.Or(config.PortOf(e, port.Name), int32(port.Default)), int32(1)
 		if port.Ranks {
 			n = max(e.GetTransfer().GetTensorParallelSize(), 1)
 		}
@@ -175,12 +176,12 @@ func transferPorts(p *configv1.Pool, e *configv1.Endpoint) (out []transferPort) 
 // disagreement says that endpoint j runs another release than one before it that it may be paired with.
 func disagreement(path string, p *configv1.Pool, answers []engineAnswer, j int) []finding {
 	e, mine := p.GetEndpoints()[j], answers[j].version
-	if !p.Dialect().SameRelease || mine == "" {
+	if !config.DialectOf(p).SameRelease || mine == "" {
 		return nil
 	}
 	for i, other := range p.GetEndpoints()[:j] {
 		theirs := answers[i].version
-		if theirs != "" && theirs != mine && p.PairsAs(other) == p.PairsAs(e) {
+		if theirs != "" && theirs != mine && config.PairsAs(p, other) == config.PairsAs(p, e) {
 			return []finding{{text: fmt.Sprintf("%s[%d].release: the engine says %s and that of %s[%d] says %s: they do not take each other's KV; "+
 				"set release on all of the pool, so that only the same are paired", path, j, mine, path, i, theirs)}}
 		}

@@ -11,7 +11,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"tandem/e2e/loopback"
-	configv1 "tandem/protos/config/v1"
+	"tandem/internal/config"
 )
 
 // engineOf is an engine that says which release it is; "" is one that does not.
@@ -42,7 +42,7 @@ func h2cEngine(t *testing.T) (addr string) {
 
 func live(t *testing.T, yaml string) (out []string) {
 	t.Helper()
-	c, _, err := configv1.Parse([]byte(yaml))
+	c, _, err := config.Parse([]byte(yaml))
 	require.NoError(t, err)
 	for _, f := range checkLive(t.Context(), c) {
 		out = append(out, f.text)

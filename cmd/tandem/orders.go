@@ -15,8 +15,8 @@ import (
 	"sync"
 	"time"
 
+	"tandem/internal/config"
 	"tandem/kvstate"
-	configv1 "tandem/protos/config/v1"
 )
 
 // orders are what operators may tell a running replica, on its admin port: pause and resume a pool, pause, drain and
@@ -31,7 +31,7 @@ import (
 type orders struct {
 	tokenFile string // "": no orders are taken
 	state     *kvstate.State
-	reload    func(context.Context) ([]configv1.Change, error)
+	reload    func(context.Context) ([]config.Change, error)
 	log       *slog.Logger
 }
 

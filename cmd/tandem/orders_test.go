@@ -17,8 +17,8 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"tandem/internal/config"
 	"tandem/kvstate"
-	configv1 "tandem/protos/config/v1"
 )
 
 const goodToken = "a-token-of-some-length"
@@ -29,7 +29,7 @@ func ordersOn(tokenFile string, log io.Writer) (*orders, http.Handler) {
 	state.SetPool(kvstate.PoolSpec{Name: "chat", Models: []string{"*"}},
 		[]kvstate.EndpointSpec{{Name: "d1:80", Addr: "10.0.0.1:80", Role: kvstate.RoleBoth}})
 	o := &orders{tokenFile: tokenFile, state: state, log: slog.New(slog.NewTextHandler(log, nil)),
-		reload: func(context.Context) ([]configv1.Change, error) { return nil, errors.New("pools: is missing") }}
+		reload: func(context.Context) ([]config.Change, error) { return nil, errors.New("pools: is missing") }}
 	mux := http.NewServeMux()
 	o.register(mux)
 	return o, mux

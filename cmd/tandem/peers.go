@@ -46,11 +46,11 @@ func (s *peerSources) known(p *configv1.Pool, made *kvtransfer.Peers) *kvtransfe
 }
 
 // set follows the configuration. What is the same for a pool goes on.
-func (s *peerSources) set(config *configv1.Config, policies map[string]extproc.Policy) {
+func (s *peerSources) set(cfg *configv1.Config, policies map[string]extproc.Policy) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	next := map[string]*peerSource{}
-	for _, p := range config.GetPools() {
+	for _, p := range cfg.GetPools() {
 		peers := policies[p.GetName()].Peers
 		if peers == nil {
 			continue

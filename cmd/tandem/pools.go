@@ -2,48 +2,14 @@ package main
 
 import (
 	"context"
-	"fmt"
 	"log/slog"
 	"slices"
 	"sync"
 
+	"tandem/internal/config"
 	"tandem/kvstate"
 	"tandem/kvstate/discovery"
-	configv1 "tandem/protos/config/v1"
 )
-
-// poolSpec is a pool as configured.
-type poolSpec struct {
-	spec      kvstate.PoolSpec
-	endpoints []kvstate.EndpointSpec
-}
-
-func (p poolSpec) equal(o poolSpec) bool {
-	return p.spec.Name == o.spec.Name && slices.Equal(p.spec.Models, o.spec.Models) && slices.Equal(p.endpoints, o.endpoints)
-}
-
-// poolSpecs reads the pools of a configuration whose endpoints are in it.
-func poolSpecs(config *configv1.Config) (out []poolSpec, err error) {
-	for _, p := range config.GetPools() {
-		if p.GetDiscovery() != nil {
-			continue
-		}
-		next := poolSpec{spec: kvstate.PoolSpec{Name: p.GetName(), Models: p.GetModels()}}
-		for _, e := range p.GetEndpoints() {
-			role, err := kvstate.ParseRole(e.GetRole())
-			if err != nil {
-				return nil, fmt.Errorf("pool %s: %w", p.GetName(), err)
-			}
-			next.endpoints = append(next.endpoints, kvstate.EndpointSpec{
-				Name: e.GetAddress(), Scheme: e.GetScheme(), Role: role, Group: p.PairsAs(e), Transfer: configv1.TransferOf(e),
-				EventsPort: int(e.GetKvEventsPort()), ReplayPort: int(e.GetKvReplayPort()),
-				Weight: int(e.GetWeight()), Drained: e.GetWeight() == 0, Zone: e.GetZone(), Node: e.GetNode(), LoRAs: listed(e.GetLoras()), Labels: listed(e.GetLabels()),
-			})
-		}
-		out = append(out, next)
-	}
-	return out, nil
-}
 
 // poolSources keep the state's pools as configured, through changes of the configuration.
 type poolSources struct {
@@ -58,7 +24,7 @@ type poolSources struct {
 
 // poolSource is one pool and who looks its names up.
 type poolSource struct {
-	poolSpec
+	config.PoolSpec
 	*discovery.Static
 	cancel context.CancelFunc // nil: not running
 	done   chan struct{}
@@ -70,24 +36,24 @@ func newPoolSources(state *kvstate.State, log *slog.Logger) *poolSources {
 
 // set makes the state's pools those given. Names are resolved before a pool changes, within a time limit. What is the
 // same in a pool stays as it is.
-func (s *poolSources) set(ctx context.Context, pools []poolSpec) {
+func (s *poolSources) set(ctx context.Context, pools []config.PoolSpec) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	names := slices.Clone(s.keep)
 	for _, p := range pools {
-		names = append(names, p.spec.Name)
-		old := s.current[p.spec.Name]
+		names = append(names, p.Spec.Name)
+		old := s.current[p.Spec.Name]
 		switch {
 		case old == nil:
-			s.current[p.spec.Name] = &poolSource{poolSpec: p, Static: discovery.NewStatic(s.state, p.spec, p.endpoints, s.log)}
-		case old.equal(p):
+			s.current[p.Spec.Name] = &poolSource{PoolSpec: p, Static: discovery.NewStatic(s.state, p.Spec, p.Endpoints, s.log)}
+		case old.Equal(p):
 			continue
 		default:
 			old.stop()
-			s.current[p.spec.Name] = &poolSource{poolSpec: p, Static: old.Replace(p.spec, p.endpoints)}
+			s.current[p.Spec.Name] = &poolSource{PoolSpec: p, Static: old.Replace(p.Spec, p.Endpoints)}
 		}
-		s.current[p.spec.Name].Resolve(ctx)
-		s.start(s.current[p.spec.Name])
+		s.current[p.Spec.Name].Resolve(ctx)
+		s.start(s.current[p.Spec.Name])
 	}
 	for name, source := range s.current {
 		if !slices.Contains(names, name) {

@@ -13,6 +13,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 
 	"tandem/extproc/kvtransfer"
+	"tandem/internal/config"
 	"tandem/internal/guard"
 	"tandem/kvstate"
 	"tandem/kvstate/redisstore"
@@ -34,10 +35,7 @@ func newStore(r *configv1.Redis, state *kvstate.State, log *slog.Logger) (*redis
 	if r == nil {
 		return nil, nil
 	}
-	o := redisstore.Options{
-		URL: r.GetUrl(), Nodes: r.GetNodes(), Cluster: r.GetMode() == "cluster", SentinelMaster: r.GetSentinelMaster(),
-		PasswordFile: r.GetPasswordFile(), KeyPrefix: r.GetKeyPrefix(), Lease: configv1.Duration(r.GetLease()), Log: log,
-	}
+	o := config.RedisOptions(r, log)
 	if r.GetTls() != nil {
 		var err error
 		if o.TLS, err = redisTLS(r.GetTls()); err != nil {
@@ -157,8 +155,8 @@ func redisTLS(t *configv1.RedisTls) (*tls.Config, error) {
 
 // ticketKeys are the keys of tickets: from a file, or made here. What keeps them in step with those of other replicas is run,
 // which is nil where nothing does.
-func ticketKeys(ctx context.Context, config *configv1.Config, store *redisstore.Store, log *slog.Logger) (keys *kvtransfer.Keys, run func(context.Context), err error) {
-	if file := config.GetTickets().GetKeyFile(); file != "" {
+func ticketKeys(ctx context.Context, cfg *configv1.Config, store *redisstore.Store, log *slog.Logger) (keys *kvtransfer.Keys, run func(context.Context), err error) {
+	if file := cfg.GetTickets().GetKeyFile(); file != "" {
 		keys, warnings, err := kvtransfer.ReadKeyFile(file)
 		for _, w := range warnings {
 			log.Warn(w)

@@ -15,6 +15,7 @@ import (
 	envoyconfigs "tandem/envoy-configs"
 	"tandem/extproc"
 	"tandem/extproc/kvtransfer"
+	"tandem/internal/config"
 	configv1 "tandem/protos/config/v1"
 )
 
@@ -38,9 +39,9 @@ type reloader struct {
 	warned string           // of what takes a restart
 }
 
-func newReloader(file string, config *configv1.Config, fleet *fleet, server *extproc.Server, r prometheus.Registerer, log *slog.Logger) *reloader {
+func newReloader(file string, cfg *configv1.Config, fleet *fleet, server *extproc.Server, r prometheus.Registerer, log *slog.Logger) *reloader {
 	l := &reloader{
-		file: file, config: config, fleet: fleet, server: server, log: log,
+		file: file, config: cfg, fleet: fleet, server: server, log: log,
 		reloads: prometheus.NewCounterVec(prometheus.CounterOpts{Name: "tandem_config_reloads_total",
 			Help: "Changes of the configuration or of the ticket keys that were taken up, by result (applied, refused)."}, []string{"result"}),
 		last: prometheus.NewGauge(prometheus.GaugeOpts{Name: "tandem_config_applied_timestamp_seconds",
@@ -82,10 +83,10 @@ func (r *reloader) run(ctx context.Context, now <-chan os.Signal) {
 
 // outdated reports whether the file has changed while the server started.
 func (r *reloader) outdated() bool {
-	next, _, err := configv1.Load(r.file)
+	next, _, err := config.Load(r.file)
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	return err == nil && len(configv1.Difference(r.config, next)) > 0
+	return err == nil && len(config.Difference(r.config, next)) > 0
 }
 
 // stamps tell versions of files apart.
@@ -107,7 +108,7 @@ func (r *reloader) look() (s stamps) {
 }
 
 // reload reads the files and puts what they say in force, all of it or nothing.
-func (r *reloader) reload(ctx context.Context) ([]configv1.Change, error) {
+func (r *reloader) reload(ctx context.Context) ([]config.Change, error) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	changes, err := r.apply(ctx)
@@ -121,12 +122,12 @@ func (r *reloader) reload(ctx context.Context) ([]configv1.Change, error) {
 	return changes, nil
 }
 
-func (r *reloader) apply(ctx context.Context) ([]configv1.Change, error) {
-	next, warnings, err := configv1.Load(r.file)
+func (r *reloader) apply(ctx context.Context) ([]config.Change, error) {
+	next, warnings, err := config.Load(r.file)
 	if err != nil {
 		return nil, err
 	}
-	pools, err := poolSpecs(next)
+	pools, err := config.PoolSpecs(next)
 	if err != nil {
 		return nil, err
 	}
@@ -145,7 +146,7 @@ func (r *reloader) apply(ctx context.Context) ([]configv1.Change, error) {
 	for _, w := range warnings {
 		r.log.Warn(w)
 	}
-	changes := configv1.Difference(r.config, next)
+	changes := config.Difference(r.config, next)
 	r.say(changes, keys.ID() != live.Keys.ID())
 	if missing := newParts(r.config, next); len(missing) > 0 {
 		r.log.Warn("the Envoy bootstrap of the configuration before lacks what pools need now: write it anew (tandem envoy)", "missing", missing)
@@ -164,7 +165,7 @@ func (r *reloader) apply(ctx context.Context) ([]configv1.Change, error) {
 }
 
 // say logs what changes, and, once, what would need a restart.
-func (r *reloader) say(changes []configv1.Change, keys bool) {
+func (r *reloader) say(changes []config.Change, keys bool) {
 	var restart []string
 	n := 0
 	for _, c := range changes {

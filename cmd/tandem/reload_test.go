@@ -15,7 +15,7 @@ import (
 
 	"tandem/extproc"
 	"tandem/extproc/telemetry"
-	configv1 "tandem/protos/config/v1"
+	"tandem/internal/config"
 )
 
 // reloading is a server whose configuration and keys are files, without listeners.
@@ -41,14 +41,14 @@ func startReloading(t *testing.T) *reloading {
 	require.NoError(t, os.WriteFile(r.key, []byte(strings.Repeat("ab", 31)+"01\n"), 0o600))
 	r.write(twoPools)
 	log := slog.New(slog.NewTextHandler(&r.said, nil))
-	config, _, err := configv1.Load(r.config)
+	cfg, _, err := config.Load(r.config)
 	require.NoError(t, err)
-	r.fleet, err = newFleet(t.Context(), config, log)
+	r.fleet, err = newFleet(t.Context(), cfg, log)
 	require.NoError(t, err)
-	options, err := serverOptions(config, r.fleet, log)
+	options, err := serverOptions(cfg, r.fleet, log)
 	require.NoError(t, err)
 	r.registry = prometheus.NewRegistry()
-	r.reloader = newReloader(r.config, config, r.fleet, extproc.New(options, telemetry.NewMetrics(r.registry, r.fleet.state)), r.registry, log)
+	r.reloader = newReloader(r.config, cfg, r.fleet, extproc.New(options, telemetry.NewMetrics(r.registry, r.fleet.state)), r.registry, log)
 	return r
 }
 

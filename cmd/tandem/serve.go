@@ -19,6 +19,7 @@ import (
 
 	"tandem/extproc"
 	"tandem/extproc/telemetry"
+	"tandem/internal/config"
 	"tandem/internal/grpcserver"
 	"tandem/internal/guard"
 	"tandem/kvstate/redisstore"
@@ -72,11 +73,11 @@ func required(c *cobra.Command, names ...string) {
 
 // serve checks the configuration, or runs the server until ctx ends and lets streams finish.
 func serve(ctx context.Context, file string, check, live bool, set settings, stderr io.Writer, log *slog.Logger) error {
-	var also []func(*configv1.Config) configv1.Mistakes
+	var also []func(*configv1.Config) config.Mistakes
 	if check {
 		also = append(also, checkFiles)
 	}
-	config, warnings, err := configv1.Load(file, also...)
+	cfg, warnings, err := config.Load(file, also...)
 	if err != nil {
 		return err
 	}
@@ -88,14 +89,14 @@ func serve(ctx context.Context, file string, check, live bool, set settings, std
 	}
 	if check {
 		if live {
-			if err := reportLive(ctx, config); err != nil {
+			if err := reportLive(ctx, cfg); err != nil {
 				return fmt.Errorf("%s:\n%w", file, err)
 			}
 		}
 		fmt.Fprintf(stderr, "%s: valid\n", file)
 		return nil
 	}
-	return runServer(ctx, file, config, set, log)
+	return runServer(ctx, file, cfg, set, log)
 }
 
 func logger(w io.Writer, level, format string) (*slog.Logger, error) {
@@ -124,21 +125,21 @@ type settings struct {
 }
 
 // runServer wires the parts together and runs them until ctx ends or one of them fails.
-func runServer(ctx context.Context, file string, config *configv1.Config, set settings, log *slog.Logger) error {
+func runServer(ctx context.Context, file string, cfg *configv1.Config, set settings, log *slog.Logger) error {
 	registry := newRegistry()
-	fleet, err := newFleet(ctx, config, log)
+	fleet, err := newFleet(ctx, cfg, log)
 	if err != nil {
 		return err
 	}
 	fleet.register(registry)
-	options, err := serverOptions(config, fleet, log)
+	options, err := serverOptions(cfg, fleet, log)
 	if err != nil {
 		return err
 	}
 	if options.Picker != nil {
 		options.Picker.Conformance = set.conformance
 	}
-	spans, err := newSpans(config.GetTracing(), log)
+	spans, err := newSpans(cfg.GetTracing(), log)
 	if err != nil {
 		return err
 	}
@@ -151,20 +152,20 @@ func runServer(ctx context.Context, file string, config *configv1.Config, set se
 	keep := guard.New(log, metrics.Panicked)
 	health := extproc.NewHealth()
 	feed := status.NewFeed(status.Source{Version: version(), State: fleet.state, Totals: metrics.Totals, Recent: server.Recent, Ready: health.Ready, Sharing: fleet.sharing})
-	grpcServer, err := newGRPC(config, server, health)
+	grpcServer, err := newGRPC(cfg, server, health)
 	if err != nil {
 		return err
 	}
-	addresses := []string{config.GetExtProc().GetListen(), config.GetReplan().GetListen(), config.GetAdmin().GetListen()}
+	addresses := []string{cfg.GetExtProc().GetListen(), cfg.GetReplan().GetListen(), cfg.GetAdmin().GetListen()}
 	if fleet.board != nil {
-		addresses = append(addresses, config.GetNotices().GetListen())
+		addresses = append(addresses, cfg.GetNotices().GetListen())
 	}
 	listeners, err := listen(ctx, addresses...)
 	if err != nil {
 		return err
 	}
-	reload := newReloader(file, config, fleet, server, registry, log)
-	operator := &orders{tokenFile: config.GetAdmin().GetTokenFile(), state: fleet.state, reload: reload.reload, log: log}
+	reload := newReloader(file, cfg, fleet, server, registry, log)
+	operator := &orders{tokenFile: cfg.GetAdmin().GetTokenFile(), state: fleet.state, reload: reload.reload, log: log}
 	replan := &http.Server{Handler: keep.HTTP("replan", replanPort(server, health)), ReadHeaderTimeout: 10 * time.Second, MaxHeaderBytes: 256 << 10, Protocols: cleartext()}
 	admin := &http.Server{Handler: keep.HTTP("admin", newAdmin(registry, health, server, fleet, operator, status.Handler(feed))), ReadHeaderTimeout: 10 * time.Second}
 
@@ -174,7 +175,7 @@ func runServer(ctx context.Context, file string, config *configv1.Config, set se
 	group.Go(func() error { return serveHTTP(admin, listeners[2]) })
 	background, stop := context.WithCancel(guard.With(context.WithoutCancel(ctx), keep))
 	defer stop()
-	group.Go(func() error { warnLive(background, config, log); return nil })
+	group.Go(func() error { warnLive(background, cfg, log); return nil })
 	group.Go(func() error { server.Run(background); return nil })
 	group.Go(func() error { return fleet.watch(background, log) })
 	group.Go(func() error { feed.Run(background); return nil })
@@ -185,7 +186,7 @@ func runServer(ctx context.Context, file string, config *configv1.Config, set se
 	signal.Notify(hangup, syscall.SIGHUP)
 	defer signal.Stop(hangup)
 	group.Go(func() error { reload.run(background, hangup); return nil })
-	log.Info("serving", "ext_proc", config.GetExtProc().GetListen(), "pools", len(config.GetPools()), "version", version())
+	log.Info("serving", "ext_proc", cfg.GetExtProc().GetListen(), "pools", len(cfg.GetPools()), "version", version())
 	kept := make(chan struct{})
 	group.Go(func() error {
 		defer close(kept)

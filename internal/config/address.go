@@ -1,4 +1,4 @@
-package configv1
+package config
 
 import (
 	"net"
@@ -12,9 +12,9 @@ type seenAddress struct {
 	host, port, path string
 }
 
-// listen checks an address to listen on, and that no other listener has it. Port 0 is the system's choice.
-func (v *validator) listen(path, address string) {
-	host, port, ok := v.address(path, address)
+// checkListen checks an address to listen on, and that no other listener has it. Port 0 is the system's choice.
+func checkListen(v *validator, path, address string) {
+	host, port, ok := checkAddress(v, path, address)
 	if !ok || port == "0" {
 		return
 	}
@@ -27,13 +27,13 @@ func (v *validator) listen(path, address string) {
 	v.listens = append(v.listens, seenAddress{host, port, path})
 }
 
-// add checks an address to connect to, and that the list has it only once.
-func (v *validator) add(seen []seenAddress, path, address string) []seenAddress {
+// addAddress checks an address to connect to, and that the list has it only once.
+func addAddress(v *validator, seen []seenAddress, path, address string) []seenAddress {
 	if address == "" {
 		v.m.add(path, "is missing: ip:port, [ip]:port or name:port")
 		return seen
 	}
-	host, port, ok := v.address(path, address)
+	host, port, ok := checkAddress(v, path, address)
 	if !ok {
 		return seen
 	}
@@ -50,8 +50,8 @@ func (v *validator) add(seen []seenAddress, path, address string) []seenAddress 
 	return append(seen, seenAddress{host, port, path})
 }
 
-// address takes host:port apart, the host in its usual spelling.
-func (v *validator) address(path, address string) (host, port string, ok bool) {
+// checkAddress takes host:port apart, the host in its usual spelling.
+func checkAddress(v *validator, path, address string) (host, port string, ok bool) {
 	host, port, err := net.SplitHostPort(address)
 	if err != nil {
 		v.m.add(path, "%.100q is not an address: ip:port, [ip]:port or name:port", address)

@@ -1,4 +1,4 @@
-package configv1
+package config
 
 import (
 	"fmt"

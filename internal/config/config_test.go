@@ -1,4 +1,4 @@
-package configv1
+package config
 
 import (
 	"os"
@@ -12,6 +12,8 @@ import (
 	"google.golang.org/protobuf/encoding/protojson"
 	"google.golang.org/protobuf/proto"
 	"google.golang.org/protobuf/reflect/protoreflect"
+
+	configv1 "tandem/protos/config/v1"
 )
 
 // core is the configuration of the design, all of it.
@@ -284,7 +286,7 @@ func TestLoad(t *testing.T) {
 
 // Every field says what it is: the reference is made of these comments.
 func TestEveryFieldIsDocumented(t *testing.T) {
-	source, err := os.ReadFile("config.proto")
+	source, err := os.ReadFile("../../protos/config/v1/config.proto")
 	require.NoError(t, err)
 	field := regexp.MustCompile(`^  (repeated |optional )?\w+ \w+ = \d+;`)
 	previous := ""
@@ -311,7 +313,7 @@ func TestKindsOfFields(t *testing.T) {
 			}
 		}
 	}
-	walk((&Config{}).ProtoReflect().Descriptor())
+	walk((&configv1.Config{}).ProtoReflect().Descriptor())
 }
 
 // FuzzParse: whatever the text, there is a configuration that reads back as itself, or mistakes of one line each.
@@ -373,7 +375,7 @@ func TestSizes(t *testing.T) {
 		require.NoError(t, err, size)
 		require.Equal(t, want, c.Envoy.MaxBodyBytes)
 	}
-	_, _, err := Parse([]byte("envoy: {listen: x}\n"+least), func(c *Config) Mistakes { return Mistakes{{"admin.tokenFile", "for " + c.Admin.Listen}} })
+	_, _, err := Parse([]byte("envoy: {listen: x}\n"+least), func(c *configv1.Config) Mistakes { return Mistakes{{"admin.tokenFile", "for " + c.Admin.Listen}} })
 	require.EqualError(t, err, "admin.tokenFile: for 127.0.0.1:9090\nenvoy.listen: \"x\" is not an address: ip:port, [ip]:port or name:port")
 }
 

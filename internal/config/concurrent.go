@@ -1,4 +1,4 @@
-package configv1
+package config
 
 import (
 	"fmt"
@@ -8,15 +8,16 @@ import (
 
 	"tandem/extproc/kvtransfer"
 	"tandem/kvstate"
+	configv1 "tandem/protos/config/v1"
 )
 
-// transferring checks what the pool's dialect asks of it and of its endpoints.
-func (v *validator) transferring(path string, p *Pool) {
-	d := p.Dialect()
+// checkTransferring checks what the pool's dialect asks of it and of its endpoints.
+func checkTransferring(v *validator, path string, p *configv1.Pool) {
+	d := DialectOf(p)
 	fleet := kvtransfer.Fleet{Discovered: p.Discovery != nil, Registered: p.Registration != nil}
 	for i, e := range p.Endpoints {
-		v.transfer(fmt.Sprintf("%s.endpoints[%d]", path, i), p, &d, e)
-		fleet.Endpoints = append(fleet.Endpoints, kvtransfer.Member{Role: e.Role, Pairs: p.PairsAs(e), Transfer: TransferOf(e)})
+		checkTransfer(v, fmt.Sprintf("%s.endpoints[%d]", path, i), p, &d, e)
+		fleet.Endpoints = append(fleet.Endpoints, kvtransfer.Member{Role: e.Role, Pairs: PairsAs(p, e), Transfer: TransferOf(e)})
 	}
 	if d.Validate != nil {
 		for _, problem := range d.Validate(&fleet) {
@@ -24,27 +25,27 @@ func (v *validator) transferring(path string, p *Pool) {
 		}
 	}
 	if d.PairsOnly() {
-		v.neverAlone(path, p)
+		checkNeverAlone(v, path, p)
 	}
 	switch {
 	case p.Registration == nil:
 	case d.Registers():
-		v.listen(path+".registration.listen", p.Registration.Listen)
+		checkListen(v, path+".registration.listen", p.Registration.Listen)
 	default:
 		v.warn(path+".registration", "has no effect with kvTransfer %s", p.KvTransfer)
 	}
 }
 
-// transfer checks the addresses and ports that an endpoint has for KV transfer.
-func (v *validator) transfer(path string, p *Pool, d *kvtransfer.Dialect, e *Endpoint) {
+// checkTransfer checks the addresses and ports that an endpoint has for KV transfer.
+func checkTransfer(v *validator, path string, p *configv1.Pool, d *kvtransfer.Dialect, e *configv1.Endpoint) {
 	t := e.Transfer
 	if t == nil {
 		return
 	}
 	for _, name := range []string{"transfer.bootstrapPort", "transfer.kvPort", "transfer.handshakePort", "transfer.notifyPort"} {
-		at, set := path+"."+name, e.Port(name)
+		at, set := path+"."+name, PortOf(e, name)
 		declared := slices.IndexFunc(d.Ports, func(port kvtransfer.Port) bool { return port.Name == name })
-		v.port(at, set, 1)
+		checkPort(v, at, set, 1)
 		role, err := kvstate.ParseRole(e.Role)
 		switch {
 		case set == 0:
@@ -64,18 +65,18 @@ func (v *validator) transfer(path string, p *Pool, d *kvtransfer.Dialect, e *End
 	if ip, err := netip.ParseAddr(t.Host); err == nil && ip.IsUnspecified() {
 		v.m.add(path+".host", "%s is where an engine listens; this is where others reach it", t.Host)
 	}
-	v.count(path+".dataParallelSize", t.DataParallelSize)
+	checkCount(v, path+".dataParallelSize", t.DataParallelSize)
 }
 
-func (v *validator) count(path string, n int32) {
+func checkCount(v *validator, path string, n int32) {
 	if n < 0 || n > 4096 {
 		v.m.add(path, "%d is not between 1 and 4096", n)
 	}
 }
 
 // neverAlone: what decode cannot do without a prefill needs an endpoint that was started for neither.
-func (v *validator) neverAlone(path string, p *Pool) {
-	if p.Discovery != nil || slices.ContainsFunc(p.Endpoints, func(e *Endpoint) bool { return e.Role == "both" }) {
+func checkNeverAlone(v *validator, path string, p *configv1.Pool) {
+	if p.Discovery != nil || slices.ContainsFunc(p.Endpoints, func(e *configv1.Endpoint) bool { return e.Role == "both" }) {
 		return // there is one, or nobody knows yet
 	}
 	if p.Split == "never" {

@@ -1,4 +1,4 @@
-package configv1
+package config
 
 import (
 	"fmt"
@@ -6,6 +6,8 @@ import (
 	"strings"
 
 	"google.golang.org/protobuf/reflect/protoreflect"
+
+	configv1 "tandem/protos/config/v1"
 )
 
 // Change is one setting that differs between two configurations.
@@ -17,7 +19,7 @@ type Change struct {
 
 // Difference lists what changes from one configuration to another, in the order of config.proto. Both are such as [Load]
 // returned.
-func Difference(before, after *Config) (out []Change) {
+func Difference(before, after *configv1.Config) (out []Change) {
 	d := difference{}
 	d.messages("", before.ProtoReflect(), after.ProtoReflect())
 	return d.changes

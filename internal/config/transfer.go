@@ -1,4 +1,4 @@
-package configv1
+package config
 
 import (
 	"fmt"
@@ -11,55 +11,56 @@ import (
 	"time"
 
 	"tandem/extproc/kvtransfer"
+	configv1 "tandem/protos/config/v1"
 )
 
 // usesP2P reports whether the pool's engines have vLLM's P2P offload tier.
-func (p *Pool) usesP2P() bool {
-	return slices.ContainsFunc(p.Dialect().Ports, func(port kvtransfer.Port) bool { return port.Name == "transfer.p2pPort" })
+func usesP2P(p *configv1.Pool) bool {
+	return slices.ContainsFunc(DialectOf(p).Ports, func(port kvtransfer.Port) bool { return port.Name == "transfer.p2pPort" })
 }
 
 // PairsAs is what two endpoints of the pool must have in common to be a pair: their group, the engine's release, and where
 // rank talks to rank their number. Engines of different releases refuse each other's KV at the handshake, or worse.
-func (p *Pool) PairsAs(e *Endpoint) string {
+func PairsAs(p *configv1.Pool, e *configv1.Endpoint) string {
 	as := e.Group
 	if e.Release != "" {
 		as += " " + e.Release
 	}
-	if e.GetTransfer().GetTensorParallelSize() > 1 && p.Dialect().RankToRank {
+	if e.GetTransfer().GetTensorParallelSize() > 1 && DialectOf(p).RankToRank {
 		as += " tp" + strconv.Itoa(int(e.GetTransfer().GetTensorParallelSize()))
 	}
 	return strings.TrimPrefix(as, " ")
 }
 
 // pairing is PairsAs for people.
-func (p *Pool) pairing(e *Endpoint) string {
+func pairing(p *configv1.Pool, e *configv1.Endpoint) string {
 	text := fmt.Sprintf("group %q", e.Group)
 	if e.Release != "" {
 		text += ", release " + e.Release
 	}
-	if p.Dialect().RankToRank {
+	if DialectOf(p).RankToRank {
 		text += ", tensorParallelSize " + strconv.Itoa(int(max(e.GetTransfer().GetTensorParallelSize(), 1)))
 	}
 	return text
 }
 
-func (v *validator) dialect(path string, p *Pool) {
+func checkDialect(v *validator, path string, p *configv1.Pool) {
 	at := path + ".kvTransfer"
 	switch p.KvTransfer {
 	case "":
 		v.m.add(at, "is missing: one of %s; none is for engines that prefill and decode by themselves", strings.Join(dialects(), ", "))
 		return
 	default:
-		v.oneOf(at, p.KvTransfer, dialects()...)
+		checkOneOf(v, at, p.KvTransfer, dialects()...)
 	}
-	v.onlyWith(path+".lmcache", p.Lmcache != nil, p, "lmcache")
-	v.onlyWith(path+".nixl", p.Nixl != nil, p, "nixl")
-	v.bidirectional(path, p)
-	v.onlyWith(path+".orchestrated", p.Orchestrated != nil, p, "orchestrated")
-	v.onlyWith(path+".members", len(p.Members) > 0, p, "multi")
+	checkOnlyWith(v, path+".lmcache", p.Lmcache != nil, p, "lmcache")
+	checkOnlyWith(v, path+".nixl", p.Nixl != nil, p, "nixl")
+	checkBidirectional(v, path, p)
+	checkOnlyWith(v, path+".orchestrated", p.Orchestrated != nil, p, "orchestrated")
+	checkOnlyWith(v, path+".members", len(p.Members) > 0, p, "multi")
 	switch p.KvTransfer {
 	case "lmcache":
-		v.duration(path+".lmcache.noticeTimeout", p.Lmcache.NoticeTimeout, time.Millisecond)
+		checkDuration(v, path+".lmcache.noticeTimeout", p.Lmcache.NoticeTimeout, time.Millisecond)
 		if d := Duration(p.Lmcache.NoticeTimeout); d > longestNotice {
 			v.m.add(path+".lmcache.noticeTimeout", "%s is more than %s: Envoy gives up on the external processor after 30s", d, longestNotice)
 		}
@@ -67,21 +68,21 @@ func (v *validator) dialect(path string, p *Pool) {
 			v.m.add(path+".lmcache.retFirstToken", "needs handoff envoy, not %s: prefill's token is put in front of decode's answer there", p.Handoff)
 		}
 	case "orchestrated":
-		v.oneOf(path+".orchestrated.handOver", p.Orchestrated.HandOver, "answer", "params")
+		checkOneOf(v, path+".orchestrated.handOver", p.Orchestrated.HandOver, "answer", "params")
 		if !orchestratedKey.MatchString(p.Orchestrated.Key) {
 			v.m.add(path+".orchestrated.key", "%.60q is not disagg_ and letters, digits or _: names that begin so are cut from what clients send", p.Orchestrated.Key)
 		}
 	case "multi":
-		v.members(path+".members", p)
+		checkMembers(v, path+".members", p)
 	}
-	v.transfers(path, p)
+	checkTransfers(v, path, p)
 }
 
-// bidirectional checks the reuse of turns.
-func (v *validator) bidirectional(path string, p *Pool) {
+// checkBidirectional checks the reuse of turns.
+func checkBidirectional(v *validator, path string, p *configv1.Pool) {
 	n := p.Nixl
 	if at := path + ".nixl.turnTtl"; n.GetTurnTtl() != "" {
-		v.duration(at, n.TurnTtl, time.Second)
+		checkDuration(v, at, n.TurnTtl, time.Second)
 		switch d := Duration(n.TurnTtl); {
 		case !n.Bidirectional:
 			v.warn(at, "has no effect without nixl.bidirectional")
@@ -102,8 +103,8 @@ func (v *validator) bidirectional(path string, p *Pool) {
 }
 
 // RewritesAnswers reports whether the pool has answers that come through the external processor.
-func RewritesAnswers(p *Pool) bool {
-	d := p.Dialect()
+func RewritesAnswers(p *configv1.Pool) bool {
+	d := DialectOf(p)
 	return d.Continue != nil || d.Turns != nil || p.GetCachedTokens() == "prefill" || d.Concurrent != nil && d.Concurrent.JoinsAnswers
 }
 
@@ -117,30 +118,30 @@ var (
 	release         = regexp.MustCompile(`^v?[0-9]+\.[0-9]+[-+.0-9A-Za-z]{0,40}$`)
 )
 
-func (v *validator) onlyWith(path string, set bool, p *Pool, dialect string) {
+func checkOnlyWith(v *validator, path string, set bool, p *configv1.Pool, dialect string) {
 	if set && p.KvTransfer != dialect {
 		v.m.add(path, "has no effect with kvTransfer %s: remove it, or set kvTransfer to %s", p.KvTransfer, dialect)
 	}
 }
 
-func (v *validator) members(path string, p *Pool) {
+func checkMembers(v *validator, path string, p *configv1.Pool) {
 	if len(p.Members) == 0 {
 		v.m.add(path, "is missing: the connectors within MultiConnector, some of nixl, offload, shared")
 	}
 	for i, m := range p.Members {
 		at := fmt.Sprintf("%s[%d]", path, i)
-		if v.oneOf(at, m, "nixl", "offload", "shared"); slices.Contains(p.Members[:i], m) {
+		if checkOneOf(v, at, m, "nixl", "offload", "shared"); slices.Contains(p.Members[:i], m) {
 			v.m.add(at, "%s is there twice", m)
 		}
 	}
 }
 
-// transfers checks what endpoints say about KV transfer.
-func (v *validator) transfers(path string, p *Pool) {
+// checkTransfers checks what endpoints say about KV transfer.
+func checkTransfers(v *validator, path string, p *configv1.Pool) {
 	if p.KvTransfer == "none" {
 		return
 	}
-	withRelease := slices.IndexFunc(p.Endpoints, func(e *Endpoint) bool { return e.Release != "" })
+	withRelease := slices.IndexFunc(p.Endpoints, func(e *configv1.Endpoint) bool { return e.Release != "" })
 	taken := map[string]string{} // host and port to the path of whose it is
 	for i, e := range p.Endpoints {
 		at := fmt.Sprintf("%s.endpoints[%d]", path, i)
@@ -153,7 +154,7 @@ func (v *validator) transfers(path string, p *Pool) {
 			v.m.add(at+".release", "%s does not take prefill's token ids: nixl.reuseTokenIds needs vLLM 0.32 or newer on both sides", e.Release)
 		case p.Nixl.GetBidirectional() && older(e.Release, 21):
 			v.m.add(at+".release", "%s keeps no answers for the next turn: nixl.bidirectional needs vLLM 0.21 or newer on both sides", e.Release)
-		case p.usesP2P() && older(e.Release, 25):
+		case usesP2P(p) && older(e.Release, 25):
 			v.m.add(at+".release", "%s has no P2P tier: kvTransfer %s needs vLLM 0.25 or newer on both sides", e.Release, p.KvTransfer)
 		}
 		if n := e.GetTransfer().GetTensorParallelSize(); n < 0 || n > 1024 {
@@ -164,8 +165,8 @@ func (v *validator) transfers(path string, p *Pool) {
 				v.m.add(at+".transfer.host", "%.100q is neither an IP address nor a name; it has no port", h)
 			}
 		}
-		v.receiver(at, p, e, taken)
-		v.p2p(at, p, e, taken)
+		checkReceiver(v, at, p, e, taken)
+		checkP2p(v, at, p, e, taken)
 	}
 }
 
@@ -177,8 +178,8 @@ func older(release string, minor int) bool {
 	return major == "0" && err == nil && n < minor
 }
 
-// receiver checks where LMCache's prefill engines push to.
-func (v *validator) receiver(at string, p *Pool, e *Endpoint, taken map[string]string) {
+// checkReceiver checks where LMCache's prefill engines push to.
+func checkReceiver(v *validator, at string, p *configv1.Pool, e *configv1.Endpoint, taken map[string]string) {
 	r := e.Lmcache
 	if r == nil {
 		return
@@ -198,23 +199,23 @@ func (v *validator) receiver(at string, p *Pool, e *Endpoint, taken map[string]s
 		if port.name == "queryPort" && port.first == 0 {
 			continue
 		}
-		v.ports(at+"."+port.name, e, port.first, ranks, taken)
+		checkPorts(v, at+"."+port.name, e, port.first, ranks, taken)
 	}
 }
 
-func (v *validator) p2p(at string, p *Pool, e *Endpoint, taken map[string]string) {
+func checkP2p(v *validator, at string, p *configv1.Pool, e *configv1.Endpoint, taken map[string]string) {
 	if at += ".transfer.p2pPort"; e.GetTransfer().GetP2PPort() == 0 {
 		return
 	}
-	if !p.usesP2P() || e.Role == "decode" {
+	if !usesP2P(p) || e.Role == "decode" {
 		v.m.add(at, "has no effect here: it belongs to endpoints that prefill, with kvTransfer offload")
 		return
 	}
-	v.ports(at, e, e.GetTransfer().GetP2PPort(), 1, taken)
+	checkPorts(v, at, e, e.GetTransfer().GetP2PPort(), 1, taken)
 }
 
-// ports checks ports from first on, and that no other engine on the same host has one of them.
-func (v *validator) ports(at string, e *Endpoint, first, n int32, taken map[string]string) {
+// checkPorts checks ports from first on, and that no other engine on the same host has one of them.
+func checkPorts(v *validator, at string, e *configv1.Endpoint, first, n int32, taken map[string]string) {
 	if first < 1 || first+n-1 > 65535 {
 		v.m.add(at, "%d is not a port, or %d ranks need more ports than there are above it", first, n)
 		return
@@ -233,12 +234,12 @@ func (v *validator) ports(at string, e *Endpoint, first, n int32, taken map[stri
 	}
 }
 
-// notices warns where engines could not reach the listener.
-func (v *validator) notices(c *Config) {
+// checkNotices warns where engines could not reach the listener.
+func checkNotices(v *validator, c *configv1.Config) {
 	if c.Notices == nil {
 		return
 	}
-	if !slices.ContainsFunc(c.Pools, (*Pool).TakesNotices) {
+	if !slices.ContainsFunc(c.Pools, TakesNotices) {
 		v.warn("notices", "has no effect: no pool has kvTransfer lmcache with notices")
 		return
 	}
@@ -253,7 +254,7 @@ func (v *validator) notices(c *Config) {
 	for _, p := range c.Pools {
 		for _, e := range p.Endpoints {
 			at, _, _ := net.SplitHostPort(e.Address)
-			if p.TakesNotices() && e.prefills() && !loopback(at) {
+			if TakesNotices(p) && prefills(e) && !loopback(at) {
 				v.warn("notices.listen", "%s is not reached from other machines, such as %s: set an address that is pd_proxy_host of the engines", c.Notices.Listen, e.Address)
 				return
 			}

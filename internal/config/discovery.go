@@ -1,8 +1,10 @@
-package configv1
+package config
 
 import (
 	"fmt"
 	"slices"
+
+	configv1 "tandem/protos/config/v1"
 )
 
 // maxPorts is how many targetPorts an InferencePool may have (inference.networking.k8s.io/v1).
@@ -11,7 +13,7 @@ const maxPorts = 8
 // zoneLabel is Kubernetes' well-known label.
 const zoneLabel = "topology.kubernetes.io/zone"
 
-func setDiscoveryDefaults(d *Discovery) {
+func setDiscoveryDefaults(d *configv1.Discovery) {
 	if d == nil {
 		return
 	}
@@ -37,7 +39,7 @@ func setDiscoveryDefaults(d *Discovery) {
 }
 
 // Schemes are those of the endpoints that may be found. What an InferencePool says of its pods is not known beforehand.
-func (x *Discovery) Schemes() []string {
+func Schemes(x *configv1.Discovery) []string {
 	var out []string
 	if f := x.GetFile(); f != nil {
 		out = append(out, f.Scheme)
@@ -54,7 +56,7 @@ func (x *Discovery) Schemes() []string {
 	return out
 }
 
-func (v *validator) discovery(path string, p *Pool) {
+func checkDiscovery(v *validator, path string, p *configv1.Pool) {
 	if len(p.Endpoints) > 0 {
 		v.m.add(path+".endpoints", "stand beside discovery: list endpoints or have them found")
 	}
@@ -70,44 +72,44 @@ func (v *validator) discovery(path string, p *Pool) {
 		v.m.add(path, "holds %d of file, dns, kubernetes, inferencePool: one is needed", kinds)
 	}
 	if f := d.File; f != nil {
-		v.needed(path+".file.path", f.Path, "a file that lists endpoints")
-		v.oneOf(path+".file.scheme", f.Scheme, "http", "https", "h2c")
+		checkNeeded(v, path+".file.path", f.Path, "a file that lists endpoints")
+		checkOneOf(v, path+".file.scheme", f.Scheme, "http", "https", "h2c")
 	}
 	for i, n := range d.Dns {
-		v.nameDiscovery(fmt.Sprintf("%s.dns[%d]", path, i), n)
+		checkNameDiscovery(v, fmt.Sprintf("%s.dns[%d]", path, i), n)
 	}
 	if k := d.Kubernetes; k != nil {
-		v.kubernetes(path+".kubernetes", k)
+		checkKubernetes(v, path+".kubernetes", k)
 	}
 	if i := d.InferencePool; i != nil {
-		v.needed(path+".inferencePool.name", i.Name, "an InferencePool of the cluster")
-		v.podLabels(path+".inferencePool.labels", i.Labels)
-		v.oneOf(path+".inferencePool.intents", i.Intents, "none", "watch")
+		checkNeeded(v, path+".inferencePool.name", i.Name, "an InferencePool of the cluster")
+		checkPodLabels(v, path+".inferencePool.labels", i.Labels)
+		checkOneOf(v, path+".inferencePool.intents", i.Intents, "none", "watch")
 	}
 }
 
-func (v *validator) needed(path, value, what string) {
+func checkNeeded(v *validator, path, value, what string) {
 	if value == "" {
 		v.m.add(path, "is missing: %s", what)
 	}
 }
 
-func (v *validator) nameDiscovery(path string, n *NameDiscovery) {
-	v.needed(path+".name", n.Name, "a DNS name")
+func checkNameDiscovery(v *validator, path string, n *configv1.NameDiscovery) {
+	checkNeeded(v, path+".name", n.Name, "a DNS name")
 	if n.Name != "" && !isName(n.Name) {
 		v.m.add(path+".name", "%.100q is not a DNS name", n.Name)
 	}
 	if n.Port < 0 || n.Port > 65535 {
 		v.m.add(path+".port", "%d is not between 1 and 65535", n.Port)
 	}
-	v.oneOf(path+".role", n.Role, "prefill", "decode", "both")
-	v.oneOf(path+".scheme", n.Scheme, "http", "https", "h2c")
+	checkOneOf(v, path+".role", n.Role, "prefill", "decode", "both")
+	checkOneOf(v, path+".scheme", n.Scheme, "http", "https", "h2c")
 }
 
-func (v *validator) kubernetes(path string, k *KubernetesDiscovery) {
-	v.needed(path+".selector", k.Selector, "labels of the engines' pods, as kubectl -l takes them")
-	v.oneOf(path+".scheme", k.Scheme, "http", "https", "h2c")
-	v.podLabels(path+".labels", k.Labels)
+func checkKubernetes(v *validator, path string, k *configv1.KubernetesDiscovery) {
+	checkNeeded(v, path+".selector", k.Selector, "labels of the engines' pods, as kubectl -l takes them")
+	checkOneOf(v, path+".scheme", k.Scheme, "http", "https", "h2c")
+	checkPodLabels(v, path+".labels", k.Labels)
 	if len(k.Ports) == 0 && k.Labels.PortLabel == "" && k.Labels.Convention != "aibrix" {
 		v.m.add(path+".ports", "is missing: the ports of the engines, or labels.portLabel")
 	}
@@ -121,9 +123,9 @@ func (v *validator) kubernetes(path string, k *KubernetesDiscovery) {
 	}
 }
 
-func (v *validator) podLabels(path string, l *PodLabels) {
-	v.oneOf(path+".convention", l.Convention, "llm-d", "aibrix", "production-stack", "kthena")
+func checkPodLabels(v *validator, path string, l *configv1.PodLabels) {
+	checkOneOf(v, path+".convention", l.Convention, "llm-d", "aibrix", "production-stack", "kthena")
 	if l.DefaultRole != "" {
-		v.oneOf(path+".defaultRole", l.DefaultRole, "prefill", "decode", "both", "none")
+		checkOneOf(v, path+".defaultRole", l.DefaultRole, "prefill", "decode", "both", "none")
 	}
 }

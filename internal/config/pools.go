@@ -1,4 +1,4 @@
-package configv1
+package config
 
 import (
 	"cmp"
@@ -8,9 +8,11 @@ import (
 	"regexp"
 	"slices"
 	"time"
+
+	configv1 "tandem/protos/config/v1"
 )
 
-func (v *validator) pool(path string, p *Pool) {
+func checkPool(v *validator, path string, p *configv1.Pool) {
 	switch {
 	case p.Name == "":
 		v.m.add(path+".name", "is missing: what metrics and logs will call the pool")
@@ -18,17 +20,17 @@ func (v *validator) pool(path string, p *Pool) {
 		v.m.add(path+".name", "%.100q names two pools", p.Name)
 	}
 	v.names = append(v.names, p.Name)
-	v.modelsOf(path, p)
-	v.dialect(path, p)
-	v.oneOf(path+".engine", p.Engine, "any", "sglang", "trtllm", "vllm")
+	checkModelsOf(v, path, p)
+	checkDialect(v, path, p)
+	checkOneOf(v, path+".engine", p.Engine, "any", "sglang", "trtllm", "vllm")
 	for i, allowed := range p.Paths {
 		if !clientPath.MatchString(allowed) {
 			v.m.add(fmt.Sprintf("%s.paths[%d]", path, i), "%.100q is not a method and a path, such as \"POST /v1/things/*\"", allowed)
 		}
 	}
-	v.oneOf(path+".split", p.Split, "always", "auto", "never")
-	v.oneOf(path+".longPrompts", p.LongPrompts, "decodeAlone", "refuse")
-	v.oneOf(path+".decodeAlone", p.DecodeAlone, "never", "fallback", "byCost")
+	checkOneOf(v, path+".split", p.Split, "always", "auto", "never")
+	checkOneOf(v, path+".longPrompts", p.LongPrompts, "decodeAlone", "refuse")
+	checkOneOf(v, path+".decodeAlone", p.DecodeAlone, "never", "fallback", "byCost")
 	switch {
 	case p.DecodeAlone == "never" && p.OnPrefillFailure == "decodeAlone":
 		v.m.add(path+".decodeAlone", "is never, and onPrefillFailure decodeAlone: one of them has to be another")
@@ -37,16 +39,16 @@ func (v *validator) pool(path string, p *Pool) {
 	case p.DecodeAlone == "byCost" && p.Split == "always":
 		v.m.add(path+".decodeAlone", "is byCost, and split always: costs are compared with split auto")
 	}
-	v.oneOf(path+".onPrefillFailure", p.OnPrefillFailure, "otherPrefill", "decodeAlone", "fail")
-	v.cachedTokens(path+".cachedTokens", p)
-	v.oneOf(path+".strandedBlocks", p.StrandedBlocks, "lease", "cleanupDecode")
+	checkOneOf(v, path+".onPrefillFailure", p.OnPrefillFailure, "otherPrefill", "decodeAlone", "fail")
+	checkCachedTokens(v, path+".cachedTokens", p)
+	checkOneOf(v, path+".strandedBlocks", p.StrandedBlocks, "lease", "cleanupDecode")
 	if p.PrefillAttempts < 1 || p.PrefillAttempts > 5 {
 		v.m.add(path+".prefillAttempts", "%d is not between 1 and 5", p.PrefillAttempts)
 	}
-	v.duration(path+".attemptsTime", p.AttemptsTime, time.Millisecond)
-	v.duration(path+".streamStartTimeout", p.StreamStartTimeout, time.Millisecond)
+	checkDuration(v, path+".attemptsTime", p.AttemptsTime, time.Millisecond)
+	checkDuration(v, path+".streamStartTimeout", p.StreamStartTimeout, time.Millisecond)
 	if p.AnswerTimeout != "" {
-		v.duration(path+".answerTimeout", p.AnswerTimeout, time.Millisecond)
+		checkDuration(v, path+".answerTimeout", p.AnswerTimeout, time.Millisecond)
 	}
 	switch {
 	case p.MinPrefillTokens < 0:
@@ -54,27 +56,27 @@ func (v *validator) pool(path string, p *Pool) {
 	case p.MinPrefillTokens > 0 && p.Split != "auto":
 		v.warn(path+".minPrefillTokens", "has no effect: split is %s", p.Split)
 	}
-	v.duration(path+".prefillTimeout.base", p.PrefillTimeout.Base, time.Millisecond)
-	v.duration(path+".prefillTimeout.perToken", p.PrefillTimeout.PerToken, 0)
-	v.session(path+".session", p.Session)
-	v.handoff(path, p)
-	v.objectives(path, p)
+	checkDuration(v, path+".prefillTimeout.base", p.PrefillTimeout.Base, time.Millisecond)
+	checkDuration(v, path+".prefillTimeout.perToken", p.PrefillTimeout.PerToken, 0)
+	checkSession(v, path+".session", p.Session)
+	checkHandoff(v, path, p)
+	checkObjectives(v, path, p)
 	if p.Discovery != nil {
-		v.discovery(path, p)
+		checkDiscovery(v, path, p)
 	} else {
-		v.endpointsOf(path, p)
+		checkEndpointsOf(v, path, p)
 	}
-	v.transferring(path, p)
-	v.encode(path, p)
-	v.kvEvents(path, p)
+	checkTransferring(v, path, p)
+	checkEncode(v, path, p)
+	checkKvEvents(v, path, p)
 }
 
 // Encodes reports whether the pool has an encode stage.
-func Encodes(p *Pool) bool { return p.GetEncode() != nil }
+func Encodes(p *configv1.Pool) bool { return p.GetEncode() != nil }
 
-// encode refuses an encode stage where the leg behind it could not be planned, and warns of endpoints without one.
-func (v *validator) encode(path string, p *Pool) {
-	i := slices.IndexFunc(p.Endpoints, func(e *Endpoint) bool { return e.Role == "encode" })
+// checkEncode refuses an encode stage where the leg behind it could not be planned, and warns of endpoints without one.
+func checkEncode(v *validator, path string, p *configv1.Pool) {
+	i := slices.IndexFunc(p.Endpoints, func(e *configv1.Endpoint) bool { return e.Role == "encode" })
 	switch {
 	case p.Encode == nil && i >= 0:
 		v.warn(fmt.Sprintf("%s.endpoints[%d].role", path, i), "is encode, which has no effect without the pool's encode: set that too, {} is enough")
@@ -87,18 +89,18 @@ func (v *validator) encode(path string, p *Pool) {
 		v.warn(path+".encode", "has no effect: no endpoint has the role encode")
 	}
 	if p.Encode != nil {
-		v.duration(path+".encode.timeout", p.Encode.Timeout, time.Millisecond)
+		checkDuration(v, path+".encode.timeout", p.Encode.Timeout, time.Millisecond)
 	}
 }
 
-func (e *Endpoint) prefills() bool { return e.GetRole() == "prefill" || e.GetRole() == "both" }
-func (e *Endpoint) decodes() bool  { return e.GetRole() == "decode" || e.GetRole() == "both" }
+func prefills(e *configv1.Endpoint) bool { return e.GetRole() == "prefill" || e.GetRole() == "both" }
+func decodes(e *configv1.Endpoint) bool  { return e.GetRole() == "decode" || e.GetRole() == "both" }
 
-func (v *validator) cachedTokens(path string, p *Pool) {
+func checkCachedTokens(v *validator, path string, p *configv1.Pool) {
 	switch {
 	case p.CachedTokens == "":
 	case p.CachedTokens != "prefill":
-		v.oneOf(path, p.CachedTokens, "decode", "prefill")
+		checkOneOf(v, path, p.CachedTokens, "decode", "prefill")
 	case Concurrent(p) || p.KvTransfer == "none":
 		v.m.add(path, "is prefill, which takes legs that follow each other, not kvTransfer %s: decode", p.KvTransfer)
 	case p.Handoff != "envoy":
@@ -106,20 +108,20 @@ func (v *validator) cachedTokens(path string, p *Pool) {
 	}
 }
 
-// handoff refuses to leave the second hop to somebody who cannot make it.
-func (v *validator) handoff(path string, p *Pool) {
+// checkHandoff refuses to leave the second hop to somebody who cannot make it.
+func checkHandoff(v *validator, path string, p *configv1.Pool) {
 	path += ".handoff"
-	v.oneOf(path, p.Handoff, "envoy", "sidecar", "direct")
+	checkOneOf(v, path, p.Handoff, "envoy", "sidecar", "direct")
 	switch {
 	case p.Handoff == "envoy":
 	case Concurrent(p):
 		v.m.add(path, "is %s, but with kvTransfer %s both legs run at once, which takes an Envoy that makes both: envoy", p.Handoff, p.KvTransfer)
-	case p.Handoff == "direct" && p.Dialect().Push != nil:
+	case p.Handoff == "direct" && DialectOf(p).Push != nil:
 		v.m.add(path, "is direct, but %s's prefill endpoint sends the KV to a decode endpoint that waits for it: envoy", p.KvTransfer)
 	}
 }
 
-func (v *validator) kvEvents(path string, p *Pool) {
+func checkKvEvents(v *validator, path string, p *configv1.Pool) {
 	for i, e := range p.Endpoints {
 		at := fmt.Sprintf("%s.endpoints[%d]", path, i)
 		switch {
@@ -128,8 +130,8 @@ func (v *validator) kvEvents(path string, p *Pool) {
 		case e.KvReplayPort != 0 && e.KvEventsPort == 0:
 			v.m.add(at+".kvReplayPort", "has no effect without kvEventsPort: set that too")
 		}
-		v.port(at+".kvEventsPort", e.KvEventsPort, p.KvEvents.GetRanks())
-		v.port(at+".kvReplayPort", e.KvReplayPort, p.KvEvents.GetRanks())
+		checkPort(v, at+".kvEventsPort", e.KvEventsPort, p.KvEvents.GetRanks())
+		checkPort(v, at+".kvReplayPort", e.KvReplayPort, p.KvEvents.GetRanks())
 	}
 	k := p.KvEvents
 	if k == nil {
@@ -138,25 +140,25 @@ func (v *validator) kvEvents(path string, p *Pool) {
 	if k.Ranks < 1 || k.Ranks > 1024 {
 		v.m.add(path+".kvEvents.ranks", "%d is not between 1 and 1024", k.Ranks)
 	}
-	v.port(path+".kvEvents.port", k.Port, k.Ranks)
-	v.port(path+".kvEvents.replayPort", k.ReplayPort, k.Ranks)
-	v.oneOf(path+".kvEvents.tokens", k.Tokens, "learned", "tokenize", "render")
-	v.duration(path+".kvEvents.tokenBudget", k.TokenBudget, 0)
+	checkPort(v, path+".kvEvents.port", k.Port, k.Ranks)
+	checkPort(v, path+".kvEvents.replayPort", k.ReplayPort, k.Ranks)
+	checkOneOf(v, path+".kvEvents.tokens", k.Tokens, "learned", "tokenize", "render")
+	checkDuration(v, path+".kvEvents.tokenBudget", k.TokenBudget, 0)
 	if k.Listen != "" {
-		v.listen(path+".kvEvents.listen", k.Listen)
-	} else if k.ReplayPort == 0 && !slices.ContainsFunc(p.Endpoints, func(e *Endpoint) bool { return e.KvReplayPort != 0 }) {
+		checkListen(v, path+".kvEvents.listen", k.Listen)
+	} else if k.ReplayPort == 0 && !slices.ContainsFunc(p.Endpoints, func(e *configv1.Endpoint) bool { return e.KvReplayPort != 0 }) {
 		v.warn(path+".kvEvents.replayPort", "is missing: an event that is lost makes all that an endpoint holds unknown")
 	}
 }
 
-// port checks the first of as many ports as there are ranks; 0 is none.
-func (v *validator) port(path string, port, ranks int32) {
+// checkPort checks the first of as many ports as there are ranks; 0 is none.
+func checkPort(v *validator, path string, port, ranks int32) {
 	if port < 0 || port+max(ranks, 1)-1 > 65535 {
 		v.m.add(path, "%d is not a port", port)
 	}
 }
 
-func (v *validator) modelsOf(path string, p *Pool) {
+func checkModelsOf(v *validator, path string, p *configv1.Pool) {
 	for i, model := range p.Models {
 		at := fmt.Sprintf("%s.models[%d]", path, i)
 		if model == "" {
@@ -169,57 +171,57 @@ func (v *validator) modelsOf(path string, p *Pool) {
 }
 
 // Concurrent reports whether both legs of a pool's requests run at once.
-func Concurrent(p *Pool) bool { return p.Dialect().Concurrent != nil }
+func Concurrent(p *configv1.Pool) bool { return DialectOf(p).Concurrent != nil }
 
-func (v *validator) endpointsOf(path string, p *Pool) {
-	decodes, prefills := false, false
+func checkEndpointsOf(v *validator, path string, p *configv1.Pool) {
+	decoding, prefilling := false, false
 	for i, e := range p.Endpoints {
-		v.endpoint(fmt.Sprintf("%s.endpoints[%d]", path, i), e)
-		decodes = decodes || e.decodes()
-		prefills = prefills || e.prefills()
+		checkEndpoint(v, fmt.Sprintf("%s.endpoints[%d]", path, i), e)
+		decoding = decoding || decodes(e)
+		prefilling = prefilling || prefills(e)
 	}
 	switch {
 	case len(p.Endpoints) == 0:
 		v.m.add(path+".endpoints", "is missing: at least one endpoint is needed, or discovery")
-	case !decodes:
+	case !decoding:
 		v.m.add(path+".endpoints", "none of them decodes: at least one needs the role decode or both")
 	case p.KvTransfer == "none":
-		v.idleRoles(path+".endpoints", p)
+		checkIdleRoles(v, path+".endpoints", p)
 	case p.Split == "never":
-	case !prefills && p.Split == "always":
+	case !prefilling && p.Split == "always":
 		v.m.add(path+".endpoints", "none of them prefills, but split is always: at least one needs the role prefill or both")
-	case !prefills:
+	case !prefilling:
 		v.warn(path+".endpoints", "none of them prefills, so nothing will be split")
 	default:
-		v.groups(path+".endpoints", p)
+		checkGroups(v, path+".endpoints", p)
 	}
 }
 
-func (v *validator) endpoint(path string, e *Endpoint) {
+func checkEndpoint(v *validator, path string, e *configv1.Endpoint) {
 	known := len(v.endpoints)
-	v.endpoints = v.add(v.endpoints, path+".address", e.Address)
+	v.endpoints = addAddress(v, v.endpoints, path+".address", e.Address)
 	for _, added := range v.endpoints[known:] {
-		v.notOurs(path+".address", added)
+		checkNotOurs(v, path+".address", added)
 	}
 	if e.Role == "" {
 		v.m.add(path+".role", "is missing: one of prefill, decode, both, encode")
-	} else if r := e.Role; !e.prefills() && !e.decodes() && r != "encode" {
+	} else if r := e.Role; !prefills(e) && !decodes(e) && r != "encode" {
 		near := cmp.Or(engineWord(r), nearest(r, []string{"prefill", "decode", "both", "encode"}))
 		if near != "" {
 			near = " (" + near + "?)"
 		}
 		v.m.add(path+".role", "%.40q is not a role: one of prefill, decode, both, encode%s", r, near)
 	}
-	v.oneOf(path+".scheme", e.Scheme, "http", "https", "h2c")
-	v.commaFree(path+".loras", e.Loras)
-	v.labels(path+".labels", e.Labels)
+	checkOneOf(v, path+".scheme", e.Scheme, "http", "https", "h2c")
+	checkCommaFree(v, path+".loras", e.Loras)
+	checkLabels(v, path+".labels", e.Labels)
 	if w := e.GetWeight(); w < 0 || w > 10_000 {
 		v.m.add(path+".weight", "%d is not between 0 and 10000", w)
 	}
 }
 
-// notOurs checks that an endpoint is not one of Tandem's or Envoy's own listeners.
-func (v *validator) notOurs(path string, e seenAddress) {
+// checkNotOurs checks that an endpoint is not one of Tandem's or Envoy's own listeners.
+func checkNotOurs(v *validator, path string, e seenAddress) {
 	ip, err := netip.ParseAddr(e.host)
 	here := e.host == "localhost" || err == nil && ip.IsLoopback()
 	for _, l := range v.listens {
@@ -230,9 +232,9 @@ func (v *validator) notOurs(path string, e seenAddress) {
 	}
 }
 
-// groups warns of prefill endpoints that no decode endpoint pairs with.
-// idleRoles warns of endpoints that a pool which splits nothing sends nothing to.
-func (v *validator) idleRoles(path string, p *Pool) {
+// checkGroups warns of prefill endpoints that no decode endpoint pairs with.
+// checkIdleRoles warns of endpoints that a pool which splits nothing sends nothing to.
+func checkIdleRoles(v *validator, path string, p *configv1.Pool) {
 	for i, e := range p.Endpoints {
 		if e.Role == "prefill" {
 			v.warn(fmt.Sprintf("%s[%d].role", path, i), "is prefill, and nothing is sent there, since kvTransfer none splits nothing: set kvTransfer to what the engines use, or the role to both")
@@ -240,22 +242,22 @@ func (v *validator) idleRoles(path string, p *Pool) {
 	}
 }
 
-func (v *validator) groups(path string, p *Pool) {
+func checkGroups(v *validator, path string, p *configv1.Pool) {
 	for i, e := range p.Endpoints {
-		pairs := e.Role != "prefill" || slices.ContainsFunc(p.Endpoints, func(o *Endpoint) bool {
-			return o.decodes() && p.PairsAs(o) == p.PairsAs(e)
+		pairs := e.Role != "prefill" || slices.ContainsFunc(p.Endpoints, func(o *configv1.Endpoint) bool {
+			return decodes(o) && PairsAs(p, o) == PairsAs(p, e)
 		})
-		same := func(o *Endpoint) bool { return o.decodes() && o.Group == e.Group && o.Release == e.Release }
+		same := func(o *configv1.Endpoint) bool { return decodes(o) && o.Group == e.Group && o.Release == e.Release }
 		if !pairs && slices.ContainsFunc(p.Endpoints, same) {
 			v.m.add(fmt.Sprintf("%s[%d].transfer.tensorParallelSize", path, i), "is %d, and no endpoint of its group that decodes has the same: LMCache pushes from rank to rank of the same number",
 				max(e.GetTransfer().GetTensorParallelSize(), 1))
 		} else if !pairs {
-			v.warn(fmt.Sprintf("%s[%d]", path, i), "no endpoint that decodes pairs with it (%s), so it will never be used", p.pairing(e))
+			v.warn(fmt.Sprintf("%s[%d]", path, i), "no endpoint that decodes pairs with it (%s), so it will never be used", pairing(p, e))
 		}
 	}
 }
 
-func (v *validator) tlsToEndpoints(c *Config) {
+func checkTLSToEndpoints(v *validator, c *configv1.Config) {
 	for _, p := range c.Pools {
 		for _, e := range p.Endpoints {
 			if e.Scheme == "https" && c.Envoy.EndpointTls.GetCaFile() == "" {

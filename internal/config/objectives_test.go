@@ -1,9 +1,11 @@
-package configv1
+package config
 
 import (
 	"testing"
 
 	"github.com/stretchr/testify/require"
+
+	configv1 "tandem/protos/config/v1"
 )
 
 func TestObjectives(t *testing.T) {
@@ -19,8 +21,8 @@ func TestObjectives(t *testing.T) {
 	require.EqualValues(t, 4096, p.GetQueue().GetMaxWaiting())
 	require.Equal(t, "goOn", p.GetObjectives().GetOnMiss())
 	require.Equal(t, "immediate", onlyPool(t, with("", "")).GetBinding())
-	require.False(t, onlyPool(t, with("", "")).Waits())
-	require.True(t, onlyPool(t, with("", "objectives: {onMiss: queue},")).Waits())
+	require.False(t, Waits(onlyPool(t, with("", ""))))
+	require.True(t, Waits(onlyPool(t, with("", "objectives: {onMiss: queue},"))))
 
 	for pool, want := range map[string]string{
 		"binding: later,":                              `pools[0].binding: "later" is not one of immediate, late (late?)`,
@@ -56,7 +58,7 @@ func TestObjectives(t *testing.T) {
 }
 
 // onlyPool is the only pool of a valid configuration.
-func onlyPool(t *testing.T, text string) *Pool {
+func onlyPool(t *testing.T, text string) *configv1.Pool {
 	t.Helper()
 	c, _, err := Parse([]byte(text))
 	require.NoError(t, err)

@@ -1,27 +1,29 @@
-package configv1
+package config
 
 import (
 	"fmt"
 	"slices"
 	"strings"
 	"time"
+
+	configv1 "tandem/protos/config/v1"
 )
 
 // maxBufferedWait is how long a request may wait whose body Envoy has buffered: its message_timeout is 30 s.
 const maxBufferedWait = 20 * time.Second
 
 // Waits reports whether the pool's requests may have to wait for their endpoints.
-func (p *Pool) Waits() bool {
+func Waits(p *configv1.Pool) bool {
 	return p.GetBinding() == "late" || p.GetObjectives().GetOnMiss() == "queue"
 }
 
-func setObjectiveDefaults(p *Pool) {
+func setObjectiveDefaults(p *configv1.Pool) {
 	or(&p.Binding, "immediate")
 	or(&p.EnginePriority, "none")
 	if p.Objectives != nil {
 		or(&p.Objectives.OnMiss, "goOn")
 	}
-	if p.Waits() {
+	if Waits(p) {
 		sub(&p.Queue)
 	}
 	if p.Queue != nil {
@@ -31,7 +33,7 @@ func setObjectiveDefaults(p *Pool) {
 
 // setWaitDefault sets how long requests of a pool wait at most: in the replay a minute is as good as no end, and 20 s turn an overload into
 // first come, first served.
-func setWaitDefault(p *Pool, bodyMode string) {
+func setWaitDefault(p *configv1.Pool, bodyMode string) {
 	switch {
 	case p.Queue == nil:
 	case bodyMode == "duplex":
@@ -41,18 +43,18 @@ func setWaitDefault(p *Pool, bodyMode string) {
 	}
 }
 
-// objectives checks how requests wait, and what they may want.
-func (v *validator) objectives(path string, p *Pool) {
-	v.oneOf(path+".binding", p.Binding, "immediate", "late")
-	v.oneOf(path+".enginePriority", p.EnginePriority, "none", "vllm", "sglang")
+// checkObjectives checks how requests wait, and what they may want.
+func checkObjectives(v *validator, path string, p *configv1.Pool) {
+	checkOneOf(v, path+".binding", p.Binding, "immediate", "late")
+	checkOneOf(v, path+".enginePriority", p.EnginePriority, "none", "vllm", "sglang")
 	if p.Binding == "late" && (p.KvTransfer == "none" || p.Split == "never") {
 		v.warn(path+".binding", "has no effect: requests wait for prefill endpoints, and nothing is split here")
 	}
 	if q := p.Queue; q != nil {
-		if !p.Waits() {
+		if !Waits(p) {
 			v.warn(path+".queue", "has no effect: requests wait with binding late, or with objectives.onMiss queue")
 		}
-		v.duration(path+".queue.maxWait", q.MaxWait, time.Millisecond)
+		checkDuration(v, path+".queue.maxWait", q.MaxWait, time.Millisecond)
 		if v.bodyMode != "duplex" && Duration(q.MaxWait) > maxBufferedWait {
 			v.m.add(path+".queue.maxWait", "is above %s, and envoy.bodyMode %s: Envoy waits no longer for what becomes of a buffered body", maxBufferedWait, v.bodyMode)
 		}
@@ -64,9 +66,9 @@ func (v *validator) objectives(path string, p *Pool) {
 	if o == nil {
 		return
 	}
-	v.oneOf(path+".objectives.onMiss", o.OnMiss, "goOn", "queue", "shed")
+	checkOneOf(v, path+".objectives.onMiss", o.OnMiss, "goOn", "queue", "shed")
 	if o.Default != nil {
-		v.objective(path+".objectives.default", o.Default)
+		checkObjective(v, path+".objectives.default", o.Default)
 		if o.Default.Name != "" {
 			v.m.add(path+".objectives.default.name", "%.100q: requests that get the default name none", o.Default.Name)
 		}
@@ -74,26 +76,26 @@ func (v *validator) objectives(path string, p *Pool) {
 	var names []string
 	for i, n := range o.Named {
 		at := fmt.Sprintf("%s.objectives.named[%d]", path, i)
-		v.needed(at+".name", n.Name, "what requests call it")
+		checkNeeded(v, at+".name", n.Name, "what requests call it")
 		if n.Name != "" && slices.Contains(names, n.Name) {
 			v.m.add(at+".name", "%.100q is there twice", n.Name)
 		}
 		names = append(names, n.Name)
-		v.objective(at, n)
+		checkObjective(v, at, n)
 	}
 }
 
-func (v *validator) objective(path string, o *Objective) {
+func checkObjective(v *validator, path string, o *configv1.Objective) {
 	if o.Ttft != "" {
-		v.duration(path+".ttft", o.Ttft, time.Millisecond)
+		checkDuration(v, path+".ttft", o.Ttft, time.Millisecond)
 	}
 	if o.Tpot != "" {
-		v.duration(path+".tpot", o.Tpot, time.Millisecond)
+		checkDuration(v, path+".tpot", o.Tpot, time.Millisecond)
 	}
 }
 
-// commaFree checks names that are kept with commas between them.
-func (v *validator) commaFree(path string, names []string) {
+// checkCommaFree checks names that are kept with commas between them.
+func checkCommaFree(v *validator, path string, names []string) {
 	for i, name := range names {
 		if name == "" || strings.ContainsAny(name, ", ") {
 			v.m.add(fmt.Sprintf("%s[%d]", path, i), "%.100q is empty, or has a comma or a space in it", name)
@@ -101,8 +103,8 @@ func (v *validator) commaFree(path string, names []string) {
 	}
 }
 
-func (v *validator) labels(path string, labels []string) {
-	v.commaFree(path, labels)
+func checkLabels(v *validator, path string, labels []string) {
+	checkCommaFree(v, path, labels)
 	for i, l := range labels {
 		if name, value, ok := strings.Cut(l, "="); l != "" && (!ok || name == "" || value == "") {
 			v.m.add(fmt.Sprintf("%s[%d]", path, i), "%.100q is not name=value", l)

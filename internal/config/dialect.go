@@ -1,21 +1,22 @@
-package configv1
+package config
 
 import (
 	"tandem/extproc/kvtransfer"
 	"tandem/kvstate"
+	configv1 "tandem/protos/config/v1"
 )
 
 // dialects are what kvTransfer may be.
 func dialects() []string { return append(kvtransfer.Names(), "none") }
 
-// Dialect returns how the pool's engines transfer KV: the zero value for none, and for a name that is not known.
-func (p *Pool) Dialect() kvtransfer.Dialect {
-	d, _ := kvtransfer.New(p.DialectOptions()) // what is wrong with the options is reported where it stands in the configuration
+// DialectOf returns how the pool's engines transfer KV: the zero value for none, and for a name that is not known.
+func DialectOf(p *configv1.Pool) kvtransfer.Dialect {
+	d, _ := kvtransfer.New(DialectOptions(p)) // what is wrong with the options is reported where it stands in the configuration
 	return d
 }
 
 // DialectOptions returns the settings of the pool's dialect.
-func (p *Pool) DialectOptions() kvtransfer.Options {
+func DialectOptions(p *configv1.Pool) kvtransfer.Options {
 	o := kvtransfer.Options{
 		Name: p.GetKvTransfer(), Members: p.GetMembers(), ReuseTokenIDs: p.GetNixl().GetReuseTokenIds(),
 		Bidirectional: p.GetNixl().GetBidirectional(), TurnTTL: Duration(p.GetNixl().GetTurnTtl()),
@@ -31,7 +32,7 @@ func (p *Pool) DialectOptions() kvtransfer.Options {
 }
 
 // TransferOf returns what is configured of an endpoint's side of KV transfer.
-func TransferOf(e *Endpoint) kvstate.Transfer {
+func TransferOf(e *configv1.Endpoint) kvstate.Transfer {
 	port := func(n int32) uint16 { return uint16(n) }
 	t, r := e.GetTransfer(), e.GetLmcache()
 	return kvstate.Transfer{
@@ -43,8 +44,8 @@ func TransferOf(e *Endpoint) kvstate.Transfer {
 	}
 }
 
-// Port returns the port of a setting below the endpoint's ([kvtransfer.Port]), 0 if it is not set.
-func (e *Endpoint) Port(setting string) int32 {
+// PortOf returns the port of a setting below the endpoint's ([kvtransfer.Port]), 0 if it is not set.
+func PortOf(e *configv1.Endpoint, setting string) int32 {
 	t, r := e.GetTransfer(), e.GetLmcache()
 	switch setting {
 	case "transfer.bootstrapPort":

@@ -1,4 +1,4 @@
-package configv1
+package config
 
 import (
 	"cmp"
@@ -7,10 +7,11 @@ import (
 	"slices"
 
 	"tandem/extproc/kvtransfer"
+	configv1 "tandem/protos/config/v1"
 )
 
 // SetDefaults fills in what a configuration leaves out, as [Load] does. The values are those of config.proto's comments.
-func SetDefaults(c *Config) {
+func SetDefaults(c *configv1.Config) {
 	sub(&c.ExtProc)
 	sub(&c.Replan)
 	sub(&c.Admin)
@@ -37,7 +38,7 @@ func SetDefaults(c *Config) {
 		setWaitDefault(p, c.Envoy.BodyMode)
 		setDiscoveryDefaults(p.Discovery)
 		or(&p.Handoff, defaultHandoff(c.ExtProc))
-		if p.TakesNotices() {
+		if TakesNotices(p) {
 			sub(&c.Notices)
 		}
 	}
@@ -47,11 +48,11 @@ func SetDefaults(c *Config) {
 }
 
 // TakesNotices reports whether the pool's engines say when KV has arrived.
-func (p *Pool) TakesNotices() bool {
-	return p.Dialect().Push != nil && !p.GetLmcache().GetSkipNotices()
+func TakesNotices(p *configv1.Pool) bool {
+	return DialectOf(p).Push != nil && !p.GetLmcache().GetSkipNotices()
 }
 
-func setEnvoyDefaults(c *Config) {
+func setEnvoyDefaults(c *configv1.Config) {
 	e := c.Envoy
 	or(&e.Listen, "127.0.0.1:8080")
 	or(&e.Admin, "127.0.0.1:9901")
@@ -71,8 +72,8 @@ func setEnvoyDefaults(c *Config) {
 
 // bodyMode is the default of envoy.bodyMode. With several replicas Envoy buffers long bodies, because it can then ask another
 // replica where one fails; but it does not wait for such a body as long as a queue may make it wait.
-func bodyMode(c *Config) string {
-	long := func(p *Pool) bool { return Duration(p.GetQueue().GetMaxWait()) > maxBufferedWait }
+func bodyMode(c *configv1.Config) string {
+	long := func(p *configv1.Pool) bool { return Duration(p.GetQueue().GetMaxWait()) > maxBufferedWait }
 	if !several(c.Envoy.ExtProcs) || slices.ContainsFunc(c.Pools, long) {
 		return "duplex"
 	}
@@ -109,7 +110,7 @@ func besides(extProcs []string, replan string) (replans []string) {
 }
 
 // decodeAlone is the default of a pool's decodeAlone.
-func decodeAlone(p *Pool) string {
+func decodeAlone(p *configv1.Pool) string {
 	switch {
 	case p.Split != "always":
 		return "byCost"
@@ -119,12 +120,12 @@ func decodeAlone(p *Pool) string {
 	return "never"
 }
 
-func setPoolDefaults(p *Pool) {
+func setPoolDefaults(p *configv1.Pool) {
 	if len(p.Models) == 0 {
 		p.Models = []string{"*"}
 	}
 	or(&p.Split, "auto")
-	d := p.Dialect()
+	d := DialectOf(p)
 	or(&p.Engine, cmp.Or(d.Engine, kvtransfer.EngineAny))
 	if d.PairsOnly() {
 		or(&p.LongPrompts, "refuse")
@@ -161,7 +162,7 @@ func setPoolDefaults(p *Pool) {
 	setObjectiveDefaults(p)
 }
 
-func setDialectDefaults(p *Pool) {
+func setDialectDefaults(p *configv1.Pool) {
 	switch p.KvTransfer {
 	case "lmcache":
 		sub(&p.Lmcache)
@@ -172,12 +173,12 @@ func setDialectDefaults(p *Pool) {
 		or(&p.Orchestrated.HandOver, "answer")
 	}
 	for _, e := range p.Endpoints {
-		if p.KvTransfer == "lmcache" && e.decodes() {
+		if p.KvTransfer == "lmcache" && decodes(e) {
 			sub(&e.Lmcache)
 			or(&e.Lmcache.InitPort, 7300)
 			or(&e.Lmcache.AllocPort, 7400)
 		}
-		if p.usesP2P() && e.prefills() {
+		if usesP2P(p) && prefills(e) {
 			sub(&e.Transfer)
 			or(&e.Transfer.P2PPort, 5710)
 		}

@@ -1,4 +1,4 @@
-package configv1
+package config
 
 import (
 	"fmt"
@@ -7,9 +7,11 @@ import (
 	"strconv"
 	"strings"
 	"time"
+
+	configv1 "tandem/protos/config/v1"
 )
 
-func (v *validator) state(c *Config) {
+func checkState(v *validator, c *configv1.Config) {
 	r := c.State.GetRedis()
 	if r == nil {
 		return
@@ -20,9 +22,9 @@ func (v *validator) state(c *Config) {
 		v.m.add(path+".url", "is not of the form redis://[user:password@]host:port/db") // without the value: it may hold a password
 		return
 	}
-	v.oneOf(path+".mode", r.Mode, "single", "cluster", "sentinel")
+	checkOneOf(v, path+".mode", r.Mode, "single", "cluster", "sentinel")
 	for i, node := range r.Nodes {
-		v.address(fmt.Sprintf("%s.nodes[%d]", path, i), node)
+		checkAddress(v, fmt.Sprintf("%s.nodes[%d]", path, i), node)
 	}
 	switch {
 	case r.Mode == "single" && len(r.Nodes) > 0:
@@ -40,11 +42,11 @@ func (v *validator) state(c *Config) {
 	if r.KeyPrefix == "" || len(r.KeyPrefix) > 100 || strings.ContainsFunc(r.KeyPrefix, notInPrefix) {
 		v.m.add(path+".keyPrefix", "%.100q is not made of letters, digits and - _ . :", r.KeyPrefix)
 	}
-	v.duration(path+".lease", r.Lease, 500*time.Millisecond)
+	checkDuration(v, path+".lease", r.Lease, 500*time.Millisecond)
 	if d := Duration(r.Lease); d > time.Minute {
 		v.m.add(path+".lease", "%s is more than 1m: for so long a dead replica's bookings would count", r.Lease)
 	}
-	v.redisTLS(path+".tls", u.Scheme, r.Tls)
+	checkRedisTLS(v, path+".tls", u.Scheme, r.Tls)
 }
 
 func isDatabase(path string) bool {
@@ -58,7 +60,7 @@ func isDatabase(path string) bool {
 // notInPrefix keeps braces out, which a Cluster would take for the mark of a hash tag.
 func notInPrefix(r rune) bool { return notInName(r) && r != '.' && r != ':' }
 
-func (v *validator) redisTLS(path, scheme string, t *RedisTls) {
+func checkRedisTLS(v *validator, path, scheme string, t *configv1.RedisTls) {
 	if t == nil {
 		return
 	}
@@ -70,8 +72,8 @@ func (v *validator) redisTLS(path, scheme string, t *RedisTls) {
 	}
 }
 
-// session checks the names of what tells sessions apart.
-func (v *validator) session(path string, k *SessionKey) {
+// checkSession checks the names of what tells sessions apart.
+func checkSession(v *validator, path string, k *configv1.SessionKey) {
 	if k == nil {
 		return
 	}

@@ -1,4 +1,4 @@
-package configv1
+package config
 
 import (
 	"bytes"
@@ -11,12 +11,14 @@ import (
 
 	"google.golang.org/protobuf/encoding/protojson"
 	"sigs.k8s.io/yaml"
+
+	configv1 "tandem/protos/config/v1"
 )
 
 // Load reads a configuration file. Warnings name what is accepted but has no effect, or probably not the one meant. An
 // error is [Mistakes] or says why the file cannot be read. What is found by also, which sees what could be read, stands
 // among the mistakes.
-func Load(path string, also ...func(*Config) Mistakes) (c *Config, warnings []string, err error) {
+func Load(path string, also ...func(*configv1.Config) Mistakes) (c *configv1.Config, warnings []string, err error) {
 	if path == "" {
 		return nil, nil, errors.New("no configuration file given (-f FILE)")
 	}
@@ -32,7 +34,7 @@ func Load(path string, also ...func(*Config) Mistakes) (c *Config, warnings []st
 }
 
 // Parse reads a configuration from YAML text, with defaults filled in. An error is [Mistakes].
-func Parse(text []byte, also ...func(*Config) Mistakes) (c *Config, warnings []string, err error) {
+func Parse(text []byte, also ...func(*configv1.Config) Mistakes) (c *configv1.Config, warnings []string, err error) {
 	var m Mistakes
 	if c = m.read(text); c != nil {
 		var more Mistakes
@@ -51,7 +53,7 @@ func Parse(text []byte, also ...func(*Config) Mistakes) (c *Config, warnings []s
 }
 
 // read turns the text into a message, without what is wrong in its shape; nil if there is nothing to read.
-func (m *Mistakes) read(text []byte) *Config {
+func (m *Mistakes) read(text []byte) *configv1.Config {
 	asJSON, err := yaml.YAMLToJSONStrict(text)
 	if err != nil {
 		m.unreadable(err)
@@ -66,7 +68,7 @@ func (m *Mistakes) read(text []byte) *Config {
 		m.unreadable(err)
 		return nil
 	}
-	c := &Config{}
+	c := &configv1.Config{}
 	object, ok := tree.(map[string]any)
 	if !ok {
 		m.add("", "the file must hold a mapping, with extProc, envoy, pools and so on; it holds %s", kindOf(tree))

@@ -1,6 +1,10 @@
-package configv1
+package config
 
-import "fmt"
+import (
+	"fmt"
+
+	configv1 "tandem/protos/config/v1"
+)
 
 // The values of extProc.protocol.
 const (
@@ -8,14 +12,14 @@ const (
 	ProtocolEndpointPicker = "endpointPicker"
 )
 
-func setPickerDefaults(e *ExtProc) {
+func setPickerDefaults(e *configv1.ExtProc) {
 	or(&e.Protocol, ProtocolTandem)
 	if e.Protocol == ProtocolEndpointPicker {
 		sub(&e.EndpointPicker)
 		or(&e.EndpointPicker.Responses, "body")
 		or(&e.EndpointPicker.ShedRequests, 128)
 		if e.Tls == nil {
-			e.Tls = &Tls{Mode: "selfSigned"}
+			e.Tls = &configv1.Tls{Mode: "selfSigned"}
 		}
 	}
 	if e.Tls != nil {
@@ -23,7 +27,7 @@ func setPickerDefaults(e *ExtProc) {
 	}
 }
 
-func defaultHandoff(e *ExtProc) string {
+func defaultHandoff(e *configv1.ExtProc) string {
 	if e.Protocol == ProtocolEndpointPicker {
 		return "sidecar"
 	}
@@ -31,11 +35,13 @@ func defaultHandoff(e *ExtProc) string {
 }
 
 // Encrypted reports whether clients have to speak TLS to the external processor.
-func (x *ExtProc) Encrypted() bool { return x.GetTls() != nil && x.GetTls().GetMode() != "plaintext" }
+func Encrypted(x *configv1.ExtProc) bool {
+	return x.GetTls() != nil && x.GetTls().GetMode() != "plaintext"
+}
 
-func (v *validator) picker(c *Config) {
+func checkPicker(v *validator, c *configv1.Config) {
 	e := c.ExtProc
-	v.oneOf("extProc.protocol", e.Protocol, ProtocolTandem, ProtocolEndpointPicker)
+	checkOneOf(v, "extProc.protocol", e.Protocol, ProtocolTandem, ProtocolEndpointPicker)
 	if e.Protocol != ProtocolEndpointPicker {
 		if e.EndpointPicker != nil {
 			v.warn("extProc.endpointPicker", "has no effect: extProc.protocol is %s", e.Protocol)
@@ -49,7 +55,7 @@ func (v *validator) picker(c *Config) {
 	if p.ShedRequests < 1 {
 		v.m.add("extProc.endpointPicker.shedRequests", "%d is not above 0", p.ShedRequests)
 	}
-	v.oneOf("extProc.endpointPicker.responses", p.Responses, "body", "headers")
+	checkOneOf(v, "extProc.endpointPicker.responses", p.Responses, "body", "headers")
 	for i, pool := range c.Pools {
 		if pool.Handoff == "envoy" && pool.KvTransfer != "none" {
 			v.m.add(fmt.Sprintf("pools[%d].handoff", i), "is envoy, but a gateway that asks an endpoint picker makes one hop: sidecar or direct")

@@ -1,4 +1,4 @@
-package configv1
+package config
 
 import (
 	"fmt"
@@ -6,25 +6,27 @@ import (
 	"slices"
 	"strings"
 	"time"
+
+	configv1 "tandem/protos/config/v1"
 )
 
 // validate judges the values of a configuration whose shape is right and whose defaults are filled in.
-func validate(m *Mistakes, c *Config) (warnings []string) {
-	v := validator{m: m, models: map[string]string{}, bodyMode: c.Envoy.BodyMode}
-	v.listeners(c)
-	v.extProc(c)
-	v.envoy(c)
-	v.state(c)
-	v.tickets(c)
-	v.tracing(c.Tracing)
+func validate(m *Mistakes, c *configv1.Config) (warnings []string) {
+	v := &validator{m: m, models: map[string]string{}, bodyMode: c.Envoy.BodyMode}
+	checkListeners(v, c)
+	checkExtProc(v, c)
+	checkEnvoy(v, c)
+	checkState(v, c)
+	checkTickets(v, c)
+	checkTracing(v, c.Tracing)
 	if len(c.Pools) == 0 {
 		m.add("pools", "is missing: at least one pool is needed")
 	}
 	for i, p := range c.Pools {
-		v.pool(fmt.Sprintf("pools[%d]", i), p)
+		checkPool(v, fmt.Sprintf("pools[%d]", i), p)
 	}
-	v.notices(c)
-	v.tlsToEndpoints(c)
+	checkNotices(v, c)
+	checkTLSToEndpoints(v, c)
 	return v.warnings
 }
 
@@ -43,22 +45,22 @@ func (v *validator) warn(path, format string, args ...any) {
 	v.warnings = append(v.warnings, path+": "+fmt.Sprintf(format, args...))
 }
 
-func (v *validator) listeners(c *Config) {
-	v.listen("extProc.listen", c.ExtProc.Listen)
-	v.listen("replan.listen", c.Replan.Listen)
-	v.listen("admin.listen", c.Admin.Listen)
-	v.listen("envoy.listen", c.Envoy.Listen)
-	v.listen("envoy.admin", c.Envoy.Admin)
+func checkListeners(v *validator, c *configv1.Config) {
+	checkListen(v, "extProc.listen", c.ExtProc.Listen)
+	checkListen(v, "replan.listen", c.Replan.Listen)
+	checkListen(v, "admin.listen", c.Admin.Listen)
+	checkListen(v, "envoy.listen", c.Envoy.Listen)
+	checkListen(v, "envoy.admin", c.Envoy.Admin)
 	if c.Notices != nil {
-		v.listen("notices.listen", c.Notices.Listen)
+		checkListen(v, "notices.listen", c.Notices.Listen)
 	}
 }
 
-func (v *validator) extProc(c *Config) {
+func checkExtProc(v *validator, c *configv1.Config) {
 	t, client := c.ExtProc.Tls, c.Envoy.ExtProcTls
-	v.picker(c)
+	checkPicker(v, c)
 	if t != nil {
-		v.oneOf("extProc.tls.mode", t.Mode, "files", "selfSigned", "plaintext")
+		checkOneOf(v, "extProc.tls.mode", t.Mode, "files", "selfSigned", "plaintext")
 	}
 	if t.GetMode() == "files" {
 		if t.CertFile == "" {
@@ -74,13 +76,13 @@ func (v *validator) extProc(c *Config) {
 			v.warn("envoy.extProcTls.caFile", "is missing: Envoy will take any certificate of the external processor")
 		}
 	}
-	v.clientTLS("envoy.extProcTls", client)
+	checkClientTLS(v, "envoy.extProcTls", client)
 	if n := c.ExtProc.MaxMessageBytes; n <= c.Envoy.MaxBodyBytes || n > 1<<30 {
 		v.m.add("extProc.maxMessageBytes", "%d is not above envoy.maxBodyBytes (%d) and at most %d: a whole body comes in one message", n, c.Envoy.MaxBodyBytes, 1<<30)
 	}
 }
 
-func (v *validator) clientTLS(path string, t *ClientTls) {
+func checkClientTLS(v *validator, path string, t *configv1.ClientTls) {
 	if (t.GetCertFile() == "") != (t.GetKeyFile() == "") {
 		v.m.add(path+".keyFile", "certFile and keyFile belong together: set both or none")
 	}
@@ -89,10 +91,10 @@ func (v *validator) clientTLS(path string, t *ClientTls) {
 	}
 }
 
-func (v *validator) envoy(c *Config) {
+func checkEnvoy(v *validator, c *configv1.Config) {
 	e := c.Envoy
-	v.reachable("envoy.extProcs", e.ExtProcs)
-	v.reachable("envoy.replans", e.Replans)
+	checkReachable(v, "envoy.extProcs", e.ExtProcs)
+	checkReachable(v, "envoy.replans", e.Replans)
 	if e.MaxBodyBytes < 1<<10 || e.MaxBodyBytes > 128<<20 {
 		v.m.add("envoy.maxBodyBytes", "%d is not between %d and %d", e.MaxBodyBytes, 1<<10, 128<<20)
 	}
@@ -101,37 +103,37 @@ func (v *validator) envoy(c *Config) {
 			v.m.add(fmt.Sprintf("envoy.pathPrefixes[%d]", i), "%.100q is not a path without a slash at its end, such as /llm", prefix)
 		}
 	}
-	v.oneOf("envoy.bodyMode", e.BodyMode, "auto", "duplex", "buffered")
-	v.duration("envoy.decodeIdleTimeout", e.DecodeIdleTimeout, time.Second)
-	v.clientTLS("envoy.endpointTls", e.EndpointTls)
+	checkOneOf(v, "envoy.bodyMode", e.BodyMode, "auto", "duplex", "buffered")
+	checkDuration(v, "envoy.decodeIdleTimeout", e.DecodeIdleTimeout, time.Second)
+	checkClientTLS(v, "envoy.endpointTls", e.EndpointTls)
 }
 
-// reachable checks a list of servers that Envoy connects to.
-func (v *validator) reachable(path string, addresses []string) {
+// checkReachable checks a list of servers that Envoy connects to.
+func checkReachable(v *validator, path string, addresses []string) {
 	var seen []seenAddress
 	for i, a := range addresses {
-		seen = v.add(seen, fmt.Sprintf("%s[%d]", path, i), a)
+		seen = addAddress(v, seen, fmt.Sprintf("%s[%d]", path, i), a)
 	}
 }
 
-func (v *validator) tickets(c *Config) {
+func checkTickets(v *validator, c *configv1.Config) {
 	if len(c.Envoy.ExtProcs) > 1 && c.Tickets.KeyFile == "" && c.State.GetRedis() == nil {
 		v.m.add("tickets.keyFile", "is missing: several replicas (envoy.extProcs) need the same keys to read each other's tickets; or set state.redis, and they share them")
 	}
-	v.duration("tickets.ttl", c.Tickets.Ttl, time.Second)
+	checkDuration(v, "tickets.ttl", c.Tickets.Ttl, time.Second)
 }
 
-func (v *validator) tracing(t *Tracing) {
+func checkTracing(v *validator, t *configv1.Tracing) {
 	if t == nil {
 		return
 	}
-	v.add(nil, "tracing.endpoint", t.Endpoint)
+	addAddress(v, nil, "tracing.endpoint", t.Endpoint)
 	if r := t.GetSampleRatio(); r < 0 || r > 1 || math.IsNaN(r) {
 		v.m.add("tracing.sampleRatio", "%v is not between 0 and 1", r)
 	}
 }
 
-func (v *validator) oneOf(path, value string, allowed ...string) {
+func checkOneOf(v *validator, path, value string, allowed ...string) {
 	if slices.Contains(allowed, value) {
 		return
 	}
@@ -160,7 +162,7 @@ func engineWord(value string) string {
 // longest is the longest duration that a setting may have.
 const longest = 24 * time.Hour
 
-func (v *validator) duration(path, value string, least time.Duration) {
+func checkDuration(v *validator, path, value string, least time.Duration) {
 	d, err := time.ParseDuration(value)
 	if err != nil {
 		v.m.add(path, "%.40q is not a duration such as 300s, 5m or 250ms", value)

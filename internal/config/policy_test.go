@@ -1,4 +1,4 @@
-package main
+package config
 
 import (
 	"fmt"
@@ -7,8 +7,6 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"tandem/extproc/kvtransfer"
-	"tandem/kvstate/notices"
-	configv1 "tandem/protos/config/v1"
 )
 
 // Every dialect there is can be configured, with nothing but addresses and roles (and what multi and p2p-nccl need).
@@ -21,11 +19,14 @@ func TestEveryDialectCanBeConfigured(t *testing.T) {
 		case "p2p-nccl":
 			more = `registration: {listen: "127.0.0.1:3"}, `
 		}
-		c, _, err := configv1.Parse(fmt.Appendf(nil, `pools: [{name: a, kvTransfer: %s, %sendpoints: [{address: "127.0.0.1:1", role: prefill}, {address: "127.0.0.1:2", role: decode}]}]`, name, more))
+		c, _, err := Parse(fmt.Appendf(nil, `pools: [{name: a, kvTransfer: %s, %sendpoints: [{address: "127.0.0.1:1", role: prefill}, {address: "127.0.0.1:2", role: decode}]}]`, name, more))
 		require.NoError(t, err, name)
-		d, err := dialect(c.GetPools()[0], notices.NewWaiters(0, 0))
+		d, err := newDialect(c.GetPools()[0], noArrivals{})
 		require.NoError(t, err, name)
 		require.Equal(t, name, d.Name)
 		require.Equal(t, name == "lmcache", d.Push != nil)
 	}
 }
+
+// noArrivals has no notifications.
+type noArrivals struct{ kvtransfer.Arrivals }

@@ -1,4 +1,4 @@
-package configv1
+package config
 
 import (
 	"fmt"
@@ -9,7 +9,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// pool is a configuration of one pool with two endpoints, and what more the pool and each of them has.
+// checkPool is a configuration of one pool with two endpoints, and what more the pool and each of them has.
 func pool(dialect, more, prefill, decode string) string {
 	return fmt.Sprintf(`pools:
 - name: chat
@@ -141,6 +141,6 @@ func TestIncompatibleEndpoints(t *testing.T) {
 	c, _, err := Parse([]byte(pool("nixl", "", ", transfer: {tensorParallelSize: 2}, release: v0.32.0, group: a", ", transfer: {tensorParallelSize: 8}, release: v0.32.0, group: a")))
 	require.NoError(t, err)
 	p := c.Pools[0]
-	require.Equal(t, "a v0.32.0", p.PairsAs(p.Endpoints[0]))
-	require.Equal(t, p.PairsAs(p.Endpoints[0]), p.PairsAs(p.Endpoints[1]), "NIXL works other layouts out")
+	require.Equal(t, "a v0.32.0", PairsAs(p, p.Endpoints[0]))
+	require.Equal(t, PairsAs(p, p.Endpoints[0]), PairsAs(p, p.Endpoints[1]), "NIXL works other layouts out")
 }

@@ -1,0 +1,154 @@
+package config
+
+import (
+	"fmt"
+	"log/slog"
+	"strings"
+
+	"tandem/extproc"
+	"tandem/extproc/kvtransfer"
+	"tandem/extproc/plan"
+	"tandem/picker"
+	configv1 "tandem/protos/config/v1"
+)
+
+// Policy is what the server is told of a pool. arrivals has the notifications of its engines, if it takes them.
+func Policy(p *configv1.Pool, arrivals kvtransfer.Arrivals, log *slog.Logger) (policy extproc.Policy, err error) {
+	policy = extproc.Policy{
+		Policy: plan.Policy{
+			Split:           p.GetSplit() != "never",
+			RefuseLong:      p.GetLongPrompts() == "refuse",
+			PrefillAttempts: int(p.GetPrefillAttempts()),
+			AttemptsTime:    Duration(p.GetAttemptsTime()),
+			StreamStart:     Duration(p.GetStreamStartTimeout()),
+			WholeAnswer:     Duration(p.GetAnswerTimeout()),
+			EncodeTimeout:   Duration(p.GetEncode().GetTimeout()),
+			PrefillTimeout:  Duration(p.GetPrefillTimeout().GetBase()),
+			PerToken:        Duration(p.GetPrefillTimeout().GetPerToken()),
+			Place:           placement(p),
+			Source:          sourceOf(p),
+		},
+		PrefillCached: p.GetCachedTokens() == "prefill",
+		CleanupDecode: p.GetStrandedBlocks() == "cleanupDecode",
+	}
+	if e := p.GetKvEvents(); e != nil {
+		policy.LearnTokens, policy.TokenBudget = true, Duration(e.GetTokenBudget())
+		switch e.GetTokens() {
+		case "tokenize":
+			policy.Tokens = extproc.TokenizeTokens
+		case "render":
+			policy.Tokens = extproc.RenderTokens
+		}
+	}
+	if policy.Paths, err = extproc.NewPaths(p.GetEngine(), p.GetPaths()); err != nil {
+		return policy, fmt.Errorf("paths: %w", err)
+	}
+	policy.Session = extproc.SessionKey{Header: p.GetSession().GetHeader(), Cookie: p.GetSession().GetCookie(), Body: p.GetSession().GetBody()}
+	setObjectives(&policy, p)
+	switch p.GetOnPrefillFailure() {
+	case "decodeAlone":
+		policy.OnFailure = plan.DecodeAlone
+	case "fail":
+		policy.OnFailure = plan.Fail
+	}
+	switch p.GetDecodeAlone() {
+	case "never":
+		policy.Alone = plan.AloneNever
+	case "fallback":
+		policy.Alone = plan.AloneFallback
+	}
+	switch p.GetHandoff() {
+	case "sidecar":
+		policy.Handoff = plan.HandoffSidecar
+	case "direct":
+		policy.Handoff = plan.HandoffDirect
+	}
+	policy.Dialect, err = newDialect(p, arrivals)
+	if c := policy.Dialect.Concurrent; c != nil {
+		policy.Peers = c.Peers.NewPeers(log)
+	}
+	return policy, err
+}
+
+// placement is how a pool's requests are placed.
+func placement(p *configv1.Pool) picker.Policy {
+	place := picker.DefaultPolicy()
+	place.MinPrefillTokens = p.GetMinPrefillTokens()
+	switch p.GetSplit() {
+	case "always":
+		place.Split = picker.SplitAlways
+	case "never":
+		place.Split = picker.SplitNever
+	}
+	if p.GetDecodeAlone() != "byCost" && place.Split == picker.SplitAuto {
+		place.Split = picker.SplitAlways
+	}
+	return place
+}
+
+// sourceOf names where a pool's endpoints come from.
+func sourceOf(p *configv1.Pool) string {
+	d := p.GetDiscovery()
+	switch {
+	case d.GetFile() != nil:
+		return "discovery.file " + d.GetFile().GetPath()
+	case d.GetKubernetes() != nil:
+		return fmt.Sprintf("discovery.kubernetes with the selector %q", d.GetKubernetes().GetSelector())
+	case d.GetInferencePool() != nil:
+		return "discovery.inferencePool " + d.GetInferencePool().GetName()
+	case len(d.GetDns()) > 0:
+		var names []string
+		for _, n := range d.GetDns() {
+			names = append(names, n.GetName())
+		}
+		return "discovery.dns " + strings.Join(names, ", ")
+	}
+	return "endpoints"
+}
+
+// newDialect returns how the pool's engines transfer KV, the zero value if they do not.
+func newDialect(p *configv1.Pool, arrivals kvtransfer.Arrivals) (kvtransfer.Dialect, error) {
+	if p.GetKvTransfer() == "none" {
+		return kvtransfer.Dialect{}, nil
+	}
+	o := DialectOptions(p)
+	if TakesNotices(p) {
+		o.Arrivals = arrivals
+	}
+	return kvtransfer.New(o)
+}
+
+// setObjectives is what the server is told of a pool's requests: what they want, and how they wait.
+func setObjectives(policy *extproc.Policy, p *configv1.Pool) {
+	policy.Place.Late = p.GetBinding() == "late"
+	if q := p.GetQueue(); q != nil {
+		policy.Waiting = extproc.Waiting{MaxTime: Duration(q.GetMaxWait()), Max: int(q.GetMaxWaiting())}
+	}
+	policy.LabelHeader = p.GetLabelHeader()
+	switch p.GetEnginePriority() {
+	case "vllm":
+		policy.Priorities = extproc.VLLMPriority
+	case "sglang":
+		policy.Priorities = extproc.SGLangPriority
+	}
+	o := p.GetObjectives()
+	policy.Objectives = extproc.Objectives{FromHeaders: o.GetFromHeaders(), Default: objectiveOf(o.GetDefault())}
+	for _, n := range o.GetNamed() {
+		policy.Objectives.Named = append(policy.Objectives.Named, objectiveOf(n))
+	}
+	switch o.GetOnMiss() {
+	case "queue":
+		policy.Objectives.Miss = picker.MissWait
+	case "shed":
+		policy.Objectives.Miss = picker.MissShed
+	}
+}
+
+func objectiveOf(o *configv1.Objective) extproc.Objective {
+	return extproc.Objective{
+		Name: o.GetName(), Priority: o.GetPriority(), TTFT: Duration(o.GetTtft()), TPOT: Duration(o.GetTpot()),
+	}
+}
+
+// commas are names as an endpoint has them.
+func commas(names []string) string { return strings.Join(names, ",") }
