@@ -14,13 +14,14 @@ import (
 	"tandem/picker/admission"
 )
 
-// Late binding (docs/adr/0009): a request waits in pass 1, with its stream open and its body here, until an endpoint has less than
-// about a step of work ahead. Nothing is reserved and no engine knows of it yet, so a client that leaves costs nothing. Package
-// admission decides which request is next; this file is its host with real time: streams that wait, timers, and a goroutine that
-// dispatches. admissionhost.go gives it the fleet, remotequeue.go the requests of other replicas.
+// Late binding (docs/adr/0009): a request waits in pass 1, with its stream open and its body here, until an
+// endpoint has less than about a step of work ahead. Nothing is reserved and no engine knows of it yet, so a client
+// that leaves costs nothing. Package admission decides which request is next; this file is its host with real time:
+// streams that wait, timers, and a goroutine that dispatches. admissionhost.go gives it the fleet, remotequeue.go
+// the requests of other replicas.
 //
-// Some requests are bound at once: those whose hop failed after they were admitted, those without memory to keep them, and those
-// whose time is over.
+// Some requests are bound at once: those whose hop failed after they were admitted, those without memory to keep
+// them, and those whose time is over.
 
 // Waiting bounds how requests of a pool wait for their endpoints. Zero values mean the defaults.
 type Waiting struct {
@@ -122,8 +123,8 @@ func (w *poolAdmission) set(p *Policy) {
 	orDefault(&w.maxTime, kvstate.Seconds(admission.MaxWait))
 }
 
-// choose picks the endpoints of a request in x.view: at once or, if its pool makes requests wait, when it is its turn. A view that
-// lacks some of the pool's endpoints cannot be filled again, so its requests do not wait.
+// choose picks the endpoints of a request in x.view: at once or, if its pool makes requests wait, when it is its
+// turn. A view that lacks some of the pool's endpoints cannot be filled again, so its requests do not wait.
 func (x *planning) choose(pool *kvstate.Pool, policy *Policy, r *picker.Request, a *plan.Attempt) (picker.Choice, error) {
 	r.MinAnswer, r.MaxAnswer = x.req.AnswerTokens()
 	c, err := x.chooseNow(pool, policy, r, a)
@@ -158,8 +159,8 @@ func (x *planning) chooseNow(pool *kvstate.Pool, policy *Policy, r *picker.Reque
 	return w.choice, w.err
 }
 
-// committed records that the request's choice is reserved, or never will be. Other replicas learn only now that it does not wait any
-// more: earlier they would take the endpoint for free.
+// committed records that the request's choice is reserved, or never will be. Other replicas learn only now that it
+// does not wait any more: earlier they would take the endpoint for free.
 func (x *planning) committed() {
 	if w := &x.waits; w.published {
 		w.published = false
@@ -301,7 +302,8 @@ func (w *poolAdmission) run() {
 	}
 }
 
-// dispatch dispatches the requests whose turn it is. freed signals that another dispatch may be due before the next tick.
+// dispatch dispatches the requests whose turn it is. freed signals that another dispatch may be due before the next
+// tick.
 func (w *poolAdmission) dispatch() (freed <-chan struct{}, more bool) {
 	w.mu.Lock()
 	defer w.mu.Unlock()

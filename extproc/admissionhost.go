@@ -8,8 +8,8 @@ import (
 	"tandem/picker/admission"
 )
 
-// The host of an admission queue: the fleet as it is, including dispatched requests; how it looks to one request; and what to do
-// with its choice.
+// The host of an admission queue: the fleet as it is, including dispatched requests; how it looks to one request;
+// and what to do with its choice.
 
 // settle sets a request's choice, and the view that it was made on.
 func (w *poolAdmission) settle(r *waiter, v *kvstate.View, c picker.Choice, err error) {

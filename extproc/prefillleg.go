@@ -101,8 +101,8 @@ func (x prefillLeg) handOverRecorded(next *kvtransfer.Ticket) error {
 	return err
 }
 
-// endedByEnvoy waits for the stream's end and reports whether Envoy ended it. A stream that ended with its connection was not
-// ended by Envoy.
+// endedByEnvoy waits for the stream's end and reports whether Envoy ended it. A stream that ended with its
+// connection was not ended by Envoy.
 func (x prefillLeg) endedByEnvoy() bool {
 	for {
 		err := x.receive()

@@ -161,8 +161,8 @@ func (x *planning) tokenizeBody(source TokenSource) (path string, body []byte) {
 }
 
 // renderPath returns where vLLM renders an API's requests, with --enable-scale-out: chat and completions from 0.24,
-// messages from 0.29, responses from 0.30 (entrypoints/scale_out/render/api_router.py). "": nowhere. An engine that lacks
-// the route is not asked again for a while.
+// messages from 0.29, responses from 0.30 (entrypoints/scale_out/render/api_router.py). "": nowhere. An engine that
+// lacks the route is not asked again for a while.
 func renderPath(api openai.API) string {
 	switch api {
 	case openai.Chat:

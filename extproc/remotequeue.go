@@ -12,9 +12,9 @@ import (
 // Replicas publish the requests that wait for endpoints. Those of other replicas have a place in everybody's queue
 // (picker/admission/remote.go), but only the replica with the stream can dispatch them.
 
-// publish tells other replicas that a request waits here, or that endpoints hold another part of its prompt than published. A
-// request that waits for its targets is not published, because it blocks no others. Neither is one that only some of the
-// endpoints serve: it would block requests for all the others too.
+// publish tells other replicas that a request waits here, or that endpoints hold another part of its prompt than
+// published. A request that waits for its targets is not published, because it blocks no others. Neither is one
+// that only some of the endpoints serve: it would block requests for all the others too.
 func (w *poolAdmission) publish(r *waiter) {
 	if !w.s.State.HasReplicas() || r.request.OnMiss == picker.MissWait || r.choosy || len(r.request.Labels) > 0 {
 		return
@@ -56,8 +56,8 @@ func (w *poolAdmission) syncRemote() {
 	}, func(id uint64, sent bool) { w.queue.RemoveRemote(id, sent) })
 }
 
-// lookRemote is look for a request of another replica. Its session is unknown here, so it counts as one without. If its replica
-// places it differently for that, it blocks others here only for a short time.
+// lookRemote is look for a request of another replica. Its session is unknown here, so it counts as one without. If
+// its replica places it differently for that, it blocks others here only for a short time.
 func (w *poolAdmission) lookRemote(id uint64, v *kvstate.View) *picker.Request {
 	o := w.remote[id]
 	if w.positionsOf != w.pool {

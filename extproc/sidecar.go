@@ -21,8 +21,8 @@ const (
 	headerDataParallel = "x-data-parallel-host-port"
 )
 
-// sidecarHeaders returns the headers for the sidecar, nil if there is none; computes is the index of the endpoint of the view
-// that computes the prompt.
+// sidecarHeaders returns the headers for the sidecar, nil if there is none; computes is the index of the endpoint
+// of the view that computes the prompt.
 func (x firstPass) sidecarHeaders(policy *Policy, computes int, prefill *kvstate.Endpoint) *plan.SidecarHeaders {
 	if policy.Handoff != plan.HandoffSidecar {
 		return nil

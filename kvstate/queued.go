@@ -37,7 +37,8 @@ const (
 	MaxQueuedPublished = 128
 
 	maxRemoteQueued = 2 * MaxQueuedPublished // per replica: new requests are published before ended ones
-	maxDispatched   = 1024                   // dispatched requests: local and not yet published, or remote and remembered
+	// dispatched requests: local and not yet published, or remote and remembered
+	maxDispatched = 1024
 )
 
 // poolQueue holds the requests that wait for a pool's endpoints at all replicas. It stays with the pool when its

@@ -1,6 +1,6 @@
-// Package picker decides which endpoints serve a request. It is pure: no I/O, no clock, no locks, no allocation; what it
-// knows is the request and the view it is given, and chance comes in as a number. So every decision can be replayed, and
-// written down as a transcript (testdata/*.txt).
+// Package picker decides which endpoints serve a request. It is pure: no I/O, no clock, no locks, no allocation;
+// what it knows is the request and the view it is given, and chance comes in as a number. So every decision can be
+// replayed, and written down as a transcript (testdata/*.txt).
 //
 // The algorithm, in four duties:
 //
@@ -14,6 +14,6 @@
 //     not all choose alike.
 //  4. Bind late (queue.go): a request waits until an endpoint has less than one step of work ahead, shortest first.
 //
-// The formula, where it comes from and where it does not win is in docs/decision.md. Explain (explain.go) shows all of it
-// for one request. The tests hold the fast search to a brute-force twin that prices every pair.
+// The formula, where it comes from and where it does not win is in docs/decision.md. Explain (explain.go) shows all
+// of it for one request. The tests hold the fast search to a brute-force twin that prices every pair.
 package picker

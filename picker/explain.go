@@ -26,19 +26,21 @@ type Explanation struct {
 
 // Weighed is one endpoint in a decision.
 type Weighed struct {
-	Endpoint string        `json:"endpoint"` // address
-	Name     string        `json:"name,omitempty"`
-	Role     string        `json:"role"`
-	Out      string        `json:"out,omitempty"` // why it was left out: failed, paused, failed_request, model
-	Hit      int           `json:"hit_blocks"`
-	Speed    float64       `json:"prefill_learned,omitempty"` // how many times the modelled time prefills there take; absent: as modelled
-	Step     float64       `json:"decode_learned,omitempty"`  // and its decode steps
+	Endpoint string `json:"endpoint"` // address
+	Name     string `json:"name,omitempty"`
+	Role     string `json:"role"`
+	Out      string `json:"out,omitempty"` // why it was left out: failed, paused, failed_request, model
+	Hit      int    `json:"hit_blocks"`
+	// how many times the modelled time prefills there take; absent: as modelled
+	Speed    float64       `json:"prefill_learned,omitempty"`
+	Step     float64       `json:"decode_learned,omitempty"` // and its decode steps
 	Prefill  *PrefillPrice `json:"prefill,omitempty"`
-	Transfer float64       `json:"transfer,omitempty"`         // to it, from within its zone
-	Learned  float64       `json:"transfer_learned,omitempty"` // how many times the modelled time transfers to it take; absent: as modelled
-	Decode   *DecodePrice  `json:"decode_leg,omitempty"`
-	Alone    *AlonePrice   `json:"alone,omitempty"`
-	Busy     bool          `json:"busy,omitempty"` // its answers would suffer more from decode alone than they may
+	Transfer float64       `json:"transfer,omitempty"` // to it, from within its zone
+	// how many times the modelled time transfers to it take; absent: as modelled
+	Learned float64      `json:"transfer_learned,omitempty"`
+	Decode  *DecodePrice `json:"decode_leg,omitempty"`
+	Alone   *AlonePrice  `json:"alone,omitempty"`
+	Busy    bool         `json:"busy,omitempty"` // its answers would suffer more from decode alone than they may
 }
 
 // Explain decides as Pick does, and shows all that was weighed. It allocates: it is for people who ask.
@@ -126,8 +128,8 @@ func ms(seconds float64) string {
 	return fmt.Sprintf("%.0f", math.Round(seconds*1000))
 }
 
-// Totals are the sums of the endpoint's prices, as far as it has them: to prefill the prompt, to take its KV and decode, and to do both
-// alone.
+// Totals are the sums of the endpoint's prices, as far as it has them: to prefill the prompt, to take its KV and
+// decode, and to do both alone.
 func (w *Weighed) Totals() (prefill, decode, alone float64) {
 	if w.Prefill != nil {
 		prefill = w.Prefill.sum()

@@ -31,7 +31,8 @@ func (k *Picker) why(r *Request, c *kvstate.Candidate) string {
 	return k.lacks(r, c)
 }
 
-// lacks says what an endpoint would have to have to serve the request at all, whatever happens to the others; "" if it has.
+// lacks says what an endpoint would have to have to serve the request at all, whatever happens to the others; "" if
+// it has.
 func (k *Picker) lacks(r *Request, c *kvstate.Candidate) string {
 	if k.placed && !c.Endpoint.HasLoRA(r.Model) && !reports(c, r.Model) {
 		return outLoRA
@@ -62,8 +63,8 @@ func bears(c *kvstate.Candidate, labels []string) bool {
 	return true
 }
 
-// survey counts the endpoints that can serve either leg, and notes whether any of them said that it serves the model, or is
-// configured to hold it as an adapter: where none did, what they say is no reason to refuse all.
+// survey counts the endpoints that can serve either leg, and notes whether any of them said that it serves the
+// model, or is configured to hold it as an adapter: where none did, what they say is no reason to refuse all.
 func (k *Picker) survey(r *Request, v *kvstate.View) (prefills, decodes int) {
 	k.learned, k.partly, k.placed = false, false, false
 	if v.Load.Prefills+v.Load.Decodes > 0 && r.Model == "" {

@@ -7,8 +7,8 @@ import (
 )
 
 // Model is what work costs on the engines of a pool: seconds for tokens. Its prefill times are corrected by what is
-// learned of each endpoint (kvstate.Candidate.Speed, Transfer and Step), so it is the shape that matters most. [DefaultModel] has the figures
-// of a 70B-class model on eight H100s; they are those of docs/decision.md.
+// learned of each endpoint (kvstate.Candidate.Speed, Transfer and Step), so it is the shape that matters most.
+// [DefaultModel] has the figures of a 70B-class model on eight H100s; they are those of docs/decision.md.
 type Model struct {
 	PrefillStep    float64 // of one engine step that prefills, s
 	PrefillToken   float64 // of a token computed, s

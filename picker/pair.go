@@ -6,9 +6,10 @@ import (
 	"tandem/kvstate"
 )
 
-// pair chooses the cheapest pair without looking at every one. Apart from its two ends a pair costs only its transfer,
-// and that depends on the other end in no more than the zone. So each P needs to know the cheapest D of its own zone and
-// the cheapest of all, for each kind of D that it may pair with, and these are the same for all P of a kind and zone.
+// pair chooses the cheapest pair without looking at every one. Apart from its two ends a pair costs only its
+// transfer, and that depends on the other end in no more than the zone. So each P needs to know the cheapest D of
+// its own zone and the cheapest of all, for each kind of D that it may pair with, and these are the same for all P
+// of a kind and zone.
 func (k *Picker) pair(r *Request, v *kvstate.View, t *terms) Choice {
 	n := len(v.Endpoints)
 	total := grown(&k.total, n)
@@ -37,7 +38,8 @@ func (k *Picker) group(v *kvstate.View, t *terms, from, to int) float64 {
 	for i := from; i < to && !(v.Uniform && v.Grouped); i++ {
 		e, p := &v.Endpoints[i].Endpoint.EndpointSpec, &k.prices[i]
 		p.kind, p.zone = 0, 0
-		if !v.Grouped || e.Engine != "" || e.Layout != "" || e.Zone != "" { // mostly nothing is known that tells them apart
+		// mostly nothing is known that tells them apart
+		if !v.Grouped || e.Engine != "" || e.Layout != "" || e.Zone != "" {
 			k.intern(&v.Endpoints[i], p)
 		}
 	}
@@ -101,8 +103,8 @@ func (f *partners) other(p int) float64 {
 	return f.price
 }
 
-// findPartners fills in, for every kind, the partners in each zone (with the transfer within a zone), and after them those
-// wherever they are: as if all were far, and as if all were near.
+// findPartners fills in, for every kind, the partners in each zone (with the transfer within a zone), and after
+// them those wherever they are: as if all were far, and as if all were near.
 func (k *Picker) findPartners(v *kvstate.View, t *terms, from, to int) {
 	width := len(k.zones) + 2
 	table := grown(&k.partners, len(k.kinds)*width)

@@ -44,7 +44,9 @@ type Choice struct {
 	FirstToken  float64 // until the first token
 	TokenTime   float64 // from one to the next
 
-	Wait bool // of a request with targets: the targets are not met now, the request wants to wait for that ([MissWait]), and it may come
+	// of a request with targets: the targets are not met now, the request wants to wait for that ([MissWait]), and
+	// it may come
+	Wait bool
 }
 
 // PrefillBooking is what to book on the prefill endpoint.
@@ -77,9 +79,10 @@ const (
 type Policy struct {
 	Model            Model
 	Split            Split
-	MinPrefillTokens int64   // with SplitAuto: a prompt of which decode has fewer than this to compute is not split
-	TPOT             float64 // target for the time between two tokens, s: what decode alone may cost running answers; 0: anything
-	Late             bool    // requests wait in a [Queue]: the price of jobs that wait on an endpoint is another
+	MinPrefillTokens int64 // with SplitAuto: a prompt of which decode has fewer than this to compute is not split
+	// target for the time between two tokens, s: what decode alone may cost running answers; 0: anything
+	TPOT float64
+	Late bool // requests wait in a [Queue]: the price of jobs that wait on an endpoint is another
 }
 
 // DefaultPolicy places by price, for answers that should have a token each 30 ms.

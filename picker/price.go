@@ -16,8 +16,9 @@ const (
 	maxFill      = 0.5  // a decode endpoint fuller than this computes no prompt
 	tpotMargin   = 0.9  // nor does one whose answers would take more than this part of the target for each token
 	usualAnswer  = 256. // tokens expected in an answer of a pool of which nothing is known
-	scrapeAge    = 2.0  // seconds after which KV in use is looked at again: of short answers others run by then, of long ones the same
-	localSteps   = 1.0  // how many decode steps each step of a local prefill is delayed by
+	// seconds after which KV in use is looked at again: of short answers others run by then, of long ones the same
+	scrapeAge  = 2.0
+	localSteps = 1.0 // how many decode steps each step of a local prefill is delayed by
 )
 
 // terms are what the prices of one decision have in common.
@@ -91,8 +92,8 @@ func expected(r *Request, mean float64) float64 {
 	return max(mean, float64(r.MinAnswer))
 }
 
-// othersPrice is what a second of work costs everybody else where so many endpoints are at work that part of their time.
-// In a queue at utilisation rho a second more of work lets rho/(1-rho) seconds more wait.
+// othersPrice is what a second of work costs everybody else where so many endpoints are at work that part of their
+// time. In a queue at utilisation rho a second more of work lets rho/(1-rho) seconds more wait.
 func othersPrice(rho float64, endpoints int) float64 {
 	rho = min(max(rho, 0), maxLoad)
 	return min(othersWeight, othersSpread/math.Sqrt(float64(max(endpoints, 1)))) * rho / (1 - rho)
@@ -116,8 +117,9 @@ type PrefillPrice struct {
 
 func (p *PrefillPrice) sum() float64 { return p.Queue + p.Work + p.Others + p.Jobs + p.Session }
 
-// sessionTokens is how much more work an endpoint may have than another, and yet be taken because it served the session last.
-// It is less than a prompt of a few pages: what a session really has there, its prefix, has a price already.
+// sessionTokens is how much more work an endpoint may have than another, and yet be taken because it served the
+// session last. It is less than a prompt of a few pages: what a session really has there, its prefix, has a price
+// already.
 const sessionTokens = 512
 
 // session is what it is worth that an endpoint served that part of the session last, in seconds, below 0.
@@ -128,8 +130,8 @@ func (t *terms) session(c *kvstate.Candidate, part kvstate.Role) float64 {
 	return -t.m.prefill(sessionTokens, 0) * t.fleet
 }
 
-// prefill prices prefill on one endpoint. Like the other prices it is filled in and not returned, for a copy of what was just
-// written waits until all of it is.
+// prefill prices prefill on one endpoint. Like the other prices it is filled in and not returned, for a copy of
+// what was just written waits until all of it is.
 func (t *terms) prefill(c *kvstate.Candidate, p *PrefillPrice) {
 	uncached, cached := t.split(c)
 	work := t.m.prefill(uncached, cached)
@@ -142,8 +144,8 @@ func (t *terms) prefill(c *kvstate.Candidate, p *PrefillPrice) {
 	p.Session = t.session(c, kvstate.RolePrefill)
 }
 
-// slowness is how slow an endpoint is taken to be beside what was learned of it, one over its weight; 1 is neutral. To multiply
-// by it is exact where it is 1, and takes a tenth of the time of dividing by the weight.
+// slowness is how slow an endpoint is taken to be beside what was learned of it, one over its weight; 1 is neutral.
+// To multiply by it is exact where it is 1, and takes a tenth of the time of dividing by the weight.
 func slowness(c *kvstate.Candidate) float64 {
 	if c.Weight <= 0 || c.Weight == 100 {
 		return 1
@@ -174,8 +176,9 @@ func (p *DecodePrice) sum() float64 { return p.Step + p.Answer + p.Overflow + p.
 
 // batch is what runs on an endpoint that decodes, once the request has joined it.
 type batch struct {
-	answers        float64 // without the request's
-	kv, freeKV     float64 // tokens: of KV, with the part of the answers that is written already; and that there is room for
+	answers float64 // without the request's
+	// tokens: of KV, with the part of the answers that is written already; and that there is room for
+	kv, freeKV     float64
 	step, overflow float64 // s, as in DecodePrice
 }
 
@@ -191,8 +194,8 @@ func (t *terms) batch(c *kvstate.Candidate, b *batch) {
 	b.overflow = t.overflow(b.kv, b.freeKV, b.step)
 }
 
-// step is how long the endpoint's decode steps are once the request has joined them. One of half the weight is taken to have
-// twice as much in each, so that where there is much it gets half as much.
+// step is how long the endpoint's decode steps are once the request has joined them. One of half the weight is
+// taken to have twice as much in each, so that where there is much it gets half as much.
 func (t *terms) step(c *kvstate.Candidate, answers, kv float64) float64 {
 	slow := slowness(c)
 	step := t.m.decode((answers+1)*slow, kv*slow)
@@ -237,7 +240,8 @@ func (t *terms) transfer(d *kvstate.Candidate, near bool) float64 {
 // transferWithin is transfer where both endpoints run on one machine.
 func (t *terms) transferWithin(d *kvstate.Candidate) float64 { return t.moves(d, 1/t.m.NodeGain) }
 
-// moves is the time of a transfer to d that is so many times as far as within a zone, with what was learned of those to it.
+// moves is the time of a transfer to d that is so many times as far as within a zone, with what was learned of
+// those to it.
 func (t *terms) moves(d *kvstate.Candidate, far float64) float64 {
 	uncached, _ := t.split(d)
 	seconds := t.m.TransferLag + uncached*t.moveToken*far
@@ -249,10 +253,11 @@ func (t *terms) moves(d *kvstate.Candidate, far float64) float64 {
 
 // AlonePrice is what it costs to do both on one endpoint, in seconds.
 type AlonePrice struct {
-	Queue    float64 `json:"queue"`    // prompts it is already computing, in steps that its answers share
-	Work     float64 `json:"work"`     // of this prompt, in the same way
-	Others   float64 `json:"others"`   // what that keeps other prompts waiting
-	Answers  float64 `json:"answers"`  // what the answers that run there lose meanwhile, second for second; one may always join
+	Queue  float64 `json:"queue"`  // prompts it is already computing, in steps that its answers share
+	Work   float64 `json:"work"`   // of this prompt, in the same way
+	Others float64 `json:"others"` // what that keeps other prompts waiting
+	// what the answers that run there lose meanwhile, second for second; one may always join
+	Answers  float64 `json:"answers"`
 	Decode   float64 `json:"decode"`   // as DecodePrice, its step aside
 	Overflow float64 `json:"overflow"` // likewise
 
@@ -279,7 +284,8 @@ func (t *terms) alone(c *kvstate.Candidate, b *batch, p *AlonePrice) (allowed bo
 	p.Queue = queue * (1 + localSteps*step/t.fullStep)
 	p.Work = own
 	p.Others = t.local * work * t.fleet
-	left := max(1-c.Share, 0.01) // of the endpoint's time, for answers: what keeps them there lets more run, so more lose
+	// of the endpoint's time, for answers: what keeps them there lets more run, so more lose
+	left := max(1-c.Share, 0.01)
 	p.Answers = max(answers, 1) * longer / max(1-fill, 1-maxFill) / left
 	p.Decode = t.answer * t.out * step
 	p.Overflow = b.overflow
@@ -290,7 +296,8 @@ func (t *terms) alone(c *kvstate.Candidate, b *batch, p *AlonePrice) (allowed bo
 	return fill <= maxFill && (t.tpot <= 0 || step/left <= tpotMargin*t.tpot)
 }
 
-// Work returns the time to prefill a request, in seconds, on the endpoint where it is least: the key of an admission queue.
+// Work returns the time to prefill a request, in seconds, on the endpoint where it is least: the key of an
+// admission queue.
 func (k *Picker) Work(r *Request, v *kvstate.View) float64 {
 	t := k.terms(r, v, 0, 0)
 	least := math.Inf(1)

@@ -7,8 +7,8 @@ import (
 	"tandem/kvstate"
 )
 
-// Endpoints on one machine hand KV over faster than the network does. Few do, so this stands beside the search of pairs by zone
-// (pair.go): a P's own neighbours are looked at one by one.
+// Endpoints on one machine hand KV over faster than the network does. Few do, so this stands beside the search of
+// pairs by zone (pair.go): a P's own neighbours are looked at one by one.
 
 // beside is the least price of a D on the machine of p, transfer included; infinite if there is none.
 func (k *Picker) sameNode(v *kvstate.View, t *terms, p int) float64 {
@@ -19,7 +19,8 @@ func (k *Picker) sameNode(v *kvstate.View, t *terms, p int) float64 {
 	return best
 }
 
-// besideEach lowers in total, by position, what those that decode on the machine of p cost, and returns the least of them.
+// besideEach lowers in total, by position, what those that decode on the machine of p cost, and returns the least
+// of them.
 func (k *Picker) sameNodeEach(v *kvstate.View, t *terms, p int, total []float64) float64 {
 	best := math.Inf(1)
 	if p < 0 {

@@ -2,9 +2,9 @@ package picker
 
 import "tandem/kvstate"
 
-// A miss on a prefix that many prompts have is an investment: the work is done once, and later requests find it. So what it
-// keeps others waiting is charged only in part, to each use of the copy that the miss makes (docs/decision.md, Shared
-// prefixes).
+// A miss on a prefix that many prompts have is an investment: the work is done once, and later requests find it. So
+// what it keeps others waiting is charged only in part, to each use of the copy that the miss makes
+// (docs/decision.md, Shared prefixes).
 
 // sharedPart is a part of the prompt that many recent prompts have.
 type sharedPart struct {
@@ -14,8 +14,9 @@ type sharedPart struct {
 
 // share finds the parts of the prompt that are shared, and how many requests pay for another copy of each.
 //
-// uses/holders requests of a minute use one copy. They need another one only if they wait for each other: with load s of
-// this prefix on each holder, a request finds one of the same prefix at work and another one waiting with probability s*s.
+// uses/holders requests of a minute use one copy. They need another one only if they wait for each other: with load
+// s of this prefix on each holder, a request finds one of the same prefix at work and another one waiting with
+// probability s*s.
 func (k *Picker) share(t *terms, v *kvstate.View) {
 	t.shared = nil
 	if len(v.Uses) == 0 || t.others <= 0 || t.perBlock == 0 {

@@ -30,8 +30,9 @@ func (c *Choice) meets(r *Request) bool {
 	return (r.TTFT <= 0 || r.Waited+c.FirstToken <= r.TTFT) && (r.TPOT <= 0 || c.TokenTime <= r.TPOT)
 }
 
-// towards estimates a choice's times, and sees to a request's targets. Where the choice that is cheapest for all misses them, the one that is soonest for
-// this request is taken, and where that misses them too the request's own word decides.
+// towards estimates a choice's times, and sees to a request's targets. Where the choice that is cheapest for all
+// misses them, the one that is soonest for this request is taken, and where that misses them too the request's own
+// word decides.
 func (k *Picker) meetTargets(r *Request, v *kvstate.View, c Choice) (Choice, error) {
 	idle := k.estimate(r, v, &c)
 	if c.meets(r) {
@@ -56,7 +57,8 @@ func (k *Picker) meetTargets(r *Request, v *kvstate.View, c Choice) (Choice, err
 	return c, nil
 }
 
-// estimate fills in what a choice would be like for the request, and gives the same on endpoints with nothing else to do.
+// estimate fills in what a choice would be like for the request, and gives the same on endpoints with nothing else
+// to do.
 func (k *Picker) estimate(r *Request, v *kvstate.View, c *Choice) (idle Choice) {
 	t := k.terms(r, v, 0, 0)
 	d := &v.Endpoints[c.Decode]

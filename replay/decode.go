@@ -9,9 +9,9 @@ import (
 	"tandem/picker"
 )
 
-// decoder is an engine that writes answers: in each step every answer of the batch gets a token. Between, it computes the
-// prompts that were given to it alone, a chunk in each step. Where the answers outgrow its memory the youngest is preempted: its KV is
-// thrown away, and computed again when there is room.
+// decoder is an engine that writes answers: in each step every answer of the batch gets a token. Between, it
+// computes the prompts that were given to it alone, a chunk in each step. Where the answers outgrow its memory the
+// youngest is preempted: its KV is thrown away, and computed again when there is room.
 type decoder struct {
 	*clock
 	model picker.Model
@@ -56,11 +56,12 @@ func (d *decoder) add(j *job) {
 	d.admit()
 }
 
-// reserved is how many tokens of an answer an engine wants room for before it takes a request in. (SGLang: num_reserved_decode_tokens. vLLM
-// wants none, and preempts sooner.)
+// reserved is how many tokens of an answer an engine wants room for before it takes a request in. (SGLang:
+// num_reserved_decode_tokens. vLLM wants none, and preempts sooner.)
 const reserved = 512
 
-// admit gives places to those that wait for one, in order, while there is room for their KV and the beginning of their answer.
+// admit gives places to those that wait for one, in order, while there is room for their KV and the beginning of
+// their answer.
 func (d *decoder) admit() {
 	n := 0
 	for _, j := range d.arrived {

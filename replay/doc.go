@@ -1,7 +1,7 @@
-// Package replay plays a trace of requests against a model of the engines, in a time of its own, and says how well a
-// routing policy served them. It drives the real picker and the real kvstate, so what it measures is what would have been
-// decided; only the engines are a model. A run is deterministic: the same trace, fleet, policy and seed give the same
-// numbers.
+// Package replay plays a trace of requests against a model of the engines, in a time of its own, and says how well
+// a routing policy served them. It drives the real picker and the real kvstate, so what it measures is what would
+// have been decided; only the engines are a model. A run is deterministic: the same trace, fleet, policy and seed
+// give the same numbers.
 //
 // What happens to a request:
 //
@@ -13,7 +13,7 @@
 //     batch, every step of which gives each of its answers a token.
 //  4. Or one endpoint does both: the prompt is then computed in chunks between the steps of the answers that run there.
 //
-// What the model leaves out: the network's contention, preemption (KV that grows beyond the capacity stays), failures,
-// tokens of an answer as prefix of the next turn, speculative decoding. Peers are given their best case: an exact index of
-// every cache, and loads that are never stale.
+// What the model leaves out: the network's contention, preemption (KV that grows beyond the capacity stays),
+// failures, tokens of an answer as prefix of the next turn, speculative decoding. Peers are given their best case:
+// an exact index of every cache, and loads that are never stale.
 package replay

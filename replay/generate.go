@@ -26,8 +26,8 @@ func Kinds() []string {
 //	reasoning      single prompts whose answers have thousands of tokens
 //	rag            questions about 400 documents of 1k to 16k tokens, the k-th as frequent as 1/k
 //
-// They arrive at so many requests a second. People and tools do not think faster when there are more of them: a higher
-// rate means more sessions at a time.
+// They arrive at so many requests a second. People and tools do not think faster when there are more of them: a
+// higher rate means more sessions at a time.
 func Generate(name string, n int, rate float64, seed uint64) (*Trace, error) {
 	g := generator{random: rand.New(rand.NewPCG(seed, 2)), next: 1 << 32, duration: float64(n) / rate}
 	var sessions []func()
@@ -203,8 +203,8 @@ func (g *generator) app() {
 	g.question(&h)
 }
 
-// document is a question about one of 400 documents of 1k to 16k tokens behind instructions that all share; some are asked
-// about much more often than others.
+// document is a question about one of 400 documents of 1k to 16k tokens behind instructions that all share; some
+// are asked about much more often than others.
 func (g *generator) document() {
 	k := g.ranked(400)
 	h := shared(300, 2*BlockTokens)

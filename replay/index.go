@@ -1,7 +1,7 @@
 package replay
 
-// index is what is known of a prefill endpoint's cache when the engine tells of every block: those it holds, and those of
-// prompts on their way to it.
+// index is what is known of a prefill endpoint's cache when the engine tells of every block: those it holds, and
+// those of prompts on their way to it.
 type index struct {
 	engine  *prefiller
 	pending map[uint64]int32 // of how many prompts on their way

@@ -6,8 +6,8 @@ import (
 	"tandem/picker"
 )
 
-// peer is a router that chooses prefill and decode one after the other. It sees every cache as it is, with what is on its
-// way there, and every load without delay: the best case of what it would be told in a real fleet.
+// peer is a router that chooses prefill and decode one after the other. It sees every cache as it is, with what is
+// on its way there, and every load without delay: the best case of what it would be told in a real fleet.
 type peer struct {
 	*fleet
 	choose  chooser

@@ -38,8 +38,8 @@ func (t *trtllm) decode(j *job) int {
 
 func (t *trtllm) late() bool { return false }
 
-// loadAware is production-stack's loadaware routing on both legs: matched share less how far the load is above the mean, as a
-// share of the mean. (vllm-project/production-stack, pull request 1035; beta 1.)
+// loadAware is production-stack's loadaware routing on both legs: matched share less how far the load is above the
+// mean, as a share of the mean. (vllm-project/production-stack, pull request 1035; beta 1.)
 type loadAware struct{ *peer }
 
 func (l *loadAware) prefill(j *job) int {
@@ -75,8 +75,8 @@ func (p *powerOfTwo) prefill(*job) int {
 func (p *powerOfTwo) decode(*job) int { return p.twoChoices() }
 func (p *powerOfTwo) late() bool      { return false }
 
-// bypass is another policy that lets decode compute a prompt itself if its own endpoint lacks few enough of its tokens. The
-// decode endpoint is chosen first.
+// bypass is another policy that lets decode compute a prompt itself if its own endpoint lacks few enough of its
+// tokens. The decode endpoint is chosen first.
 type bypass struct {
 	*peer
 	chooser
@@ -98,8 +98,9 @@ func newBypass(p *peer, c chooser, tokens int) *bypass {
 	return &bypass{peer: p, chooser: c, tokens: tokens, share: math.Inf(1), through: c.decode}
 }
 
-// newDynamoBypass is Dynamo's conditional disaggregation with isl_bounding: effective ISL below 2,048 and below .7 of the prompt on
-// the decode worker that its router chooses by KV overlap. (Dynamo's docs, router-conditional-disagg-config.)
+// newDynamoBypass is Dynamo's conditional disaggregation with isl_bounding: effective ISL below 2,048 and below .7
+// of the prompt on the decode worker that its router chooses by KV overlap. (Dynamo's docs,
+// router-conditional-disagg-config.)
 func newDynamoBypass(p *peer) *bypass {
 	b := &bypass{peer: p, chooser: &dynamo{p}, tokens: 2048, share: 0.7}
 	b.through = func(j *job) int {
@@ -111,18 +112,19 @@ func newDynamoBypass(p *peer) *bypass {
 	return b
 }
 
-// newTRTBypass is TensorRT-LLM's conditional disaggregation: something of the prompt is there, and no more than so many tokens are
-// missing. (tensorrt_llm/serve: max_local_prefill_length.)
+// newTRTBypass is TensorRT-LLM's conditional disaggregation: something of the prompt is there, and no more than so
+// many tokens are missing. (tensorrt_llm/serve: max_local_prefill_length.)
 func newTRTBypass(p *peer, tokens int) *bypass {
 	b := newBypass(p, &trtllm{p}, tokens+1)
 	b.anyHit = true
 	return b
 }
 
-// dynamoLoad is Dynamo's conditional disaggregation by load: decode computes the prompt where the prefill worker that its router chooses is
-// busy (prefill_load), or also where isl_bounding says so (isl_or_load), unless decode is busy itself. (Dynamo's docs,
-// router-conditional-disagg-policy. Busy is prefill with more than one full step of tokens booked, the queue threshold 1 times
-// max_num_batched_tokens, and decode above .9 of its KV; neither threshold has a default.)
+// dynamoLoad is Dynamo's conditional disaggregation by load: decode computes the prompt where the prefill worker
+// that its router chooses is busy (prefill_load), or also where isl_bounding says so (isl_or_load), unless decode
+// is busy itself. (Dynamo's docs, router-conditional-disagg-policy. Busy is prefill with more than one full step of
+// tokens booked, the queue threshold 1 times max_num_batched_tokens, and decode above .9 of its KV; neither
+// threshold has a default.)
 type dynamoLoad struct {
 	*bypass
 	isl bool

@@ -6,9 +6,10 @@ import (
 	"slices"
 )
 
-// llmd is llm-d's scheduler with the weights of its precise-prefix guide: 3 x prefix + 2 x queue + 2 x KV memory, each
-// normalised to 0..1, decode first and independently of prefill. (llm-d-router v0.10: prefix-cache-scorer, queue-scorer,
-// kv-cache-utilization-scorer.) It is given the engines' queues as they are; shipped, it scrapes them.
+// llmd is llm-d's scheduler with the weights of its precise-prefix guide: 3 x prefix + 2 x queue + 2 x KV memory,
+// each normalised to 0..1, decode first and independently of prefill. (llm-d-router v0.10: prefix-cache-scorer,
+// queue-scorer, kv-cache-utilization-scorer.) It is given the engines' queues as they are; shipped, it scrapes
+// them.
 type llmd struct{ *peer }
 
 func (l *llmd) prefill(j *job) int {
@@ -46,9 +47,10 @@ func (l *llmd) decode(j *job) int {
 
 func (l *llmd) late() bool { return false }
 
-// dynamo is Dynamo's KV router: the blocks to prefill on a worker, those of this prompt that it does not hold included, are
-// the cost of prefill; the blocks that decode, this prompt's included and without credit, are that of decode, which is chosen
-// when prefill has ended. (lib/kv-router/src/scheduling/selector/default.rs, defaults: overlap weight 1, temperature 0.)
+// dynamo is Dynamo's KV router: the blocks to prefill on a worker, those of this prompt that it does not hold
+// included, are the cost of prefill; the blocks that decode, this prompt's included and without credit, are that of
+// decode, which is chosen when prefill has ended. (lib/kv-router/src/scheduling/selector/default.rs, defaults:
+// overlap weight 1, temperature 0.)
 type dynamo struct{ *peer }
 
 func (d *dynamo) prefill(j *job) int {
@@ -64,8 +66,8 @@ func (d *dynamo) decode(j *job) int {
 
 func (d *dynamo) late() bool { return true }
 
-// smg is the SGLang gateway's cache_aware policy for prefill, with the thresholds of its command line (64, 1.5, .3) or of
-// its library (32, 1.1, .5), and power of two for decode. (model_gateway/src/policies/cache_aware.rs.)
+// smg is the SGLang gateway's cache_aware policy for prefill, with the thresholds of its command line (64, 1.5, .3)
+// or of its library (32, 1.1, .5), and power of two for decode. (model_gateway/src/policies/cache_aware.rs.)
 type smg struct {
 	*peer
 	spread      int
@@ -87,8 +89,9 @@ func (s *smg) prefill(j *job) int {
 func (s *smg) decode(*job) int { return s.twoChoices() }
 func (s *smg) late() bool      { return false }
 
-// aibrix is AIBrix's PD router with its default prefix_cache policy. (pkg/plugins/gateway/algorithms/pd_disaggregation.go:
-// imbalance spread 16, one standard deviation, a tenth of the match against the share of the largest count.)
+// aibrix is AIBrix's PD router with its default prefix_cache policy.
+// (pkg/plugins/gateway/algorithms/pd_disaggregation.go: imbalance spread 16, one standard deviation, a tenth of the
+// match against the share of the largest count.)
 type aibrix struct{ *peer }
 
 func (a *aibrix) prefill(j *job) int {
@@ -134,9 +137,9 @@ func (a *aibrix) decode(*job) int {
 
 func (a *aibrix) late() bool { return false }
 
-// mooncake is algorithm 1 of the Mooncake paper (FAST 25): the least estimated time to the first token, which is what is
-// queued and the prefill of what is not cached, with the engines' true constants. Prefixes are not fetched from other
-// instances.
+// mooncake is algorithm 1 of the Mooncake paper (FAST 25): the least estimated time to the first token, which is
+// what is queued and the prefill of what is not cached, with the engines' true constants. Prefixes are not fetched
+// from other instances.
 type mooncake struct{ *peer }
 
 func (m *mooncake) prefill(j *job) int {

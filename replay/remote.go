@@ -15,7 +15,8 @@ type remoteRequest struct {
 	hits   []int32 // by position in the pool, as they were when it was told
 }
 
-// tellWaits has the other replicas know of a request that waits here, and of what endpoints hold of it where that has changed.
+// tellWaits has the other replicas know of a request that waits here, and of what endpoints hold of it where that
+// has changed.
 func (r *replica) publishQueued(j *job, v *kvstate.View) {
 	if len(r.replicas) == 1 || r.config.Sharing < 0 {
 		return

@@ -20,9 +20,10 @@ type Result struct {
 
 	EndToEnd Spread  `json:"-"` // from arrival to the last token
 	Alone    float64 `json:"-"` // share of requests that decode served alone
-	Demand   float64 `json:"-"` // time that prefill endpoints were at work over the time in which requests came; above 1: they fell behind
-	Span     float64 `json:"-"` // seconds of virtual time until all had ended
-	ttft     []float64
+	// time that prefill endpoints were at work over the time in which requests came; above 1: they fell behind
+	Demand float64 `json:"-"`
+	Span   float64 `json:"-"` // seconds of virtual time until all had ended
+	ttft   []float64
 }
 
 func newResult(name string, f *fleet, jobs []job, c Config) *Result {

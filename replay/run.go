@@ -23,7 +23,8 @@ type Config struct {
 	MaxWait  float64      // ... but no longer than so many seconds; may be infinite
 	Split    picker.Split // Tandem's own: when a request is split
 	Replicas int          // Tandem's own: so many take turns; 0: one
-	Sharing  float64      // Tandem's own: after so many seconds replicas know of each other's decisions; negative: never
+	// Tandem's own: after so many seconds replicas know of each other's decisions; negative: never
+	Sharing float64
 
 	Routed bool // Tandem's own: hits are what it routed, not what engines tell of their caches
 
@@ -196,8 +197,8 @@ func Run(ctx context.Context, t *Trace, name string, c Config) (*Result, error) 
 	return newResult(name, f, jobs, c), nil
 }
 
-// Load is how much of the time the busier side of a fleet would be at work if its prefill caches were one: 1 is where it
-// saturates at best.
+// Load is how much of the time the busier side of a fleet would be at work if its prefill caches were one: 1 is
+// where it saturates at best.
 func Load(t *Trace, c Config) (prefill, decode float64, err error) {
 	duration := t.Duration()
 	if duration <= 0 {

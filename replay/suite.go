@@ -67,8 +67,8 @@ type contender struct {
 	split        picker.Split
 }
 
-// rivals are the policies that a setting of Tandem's is compared with: like with like, so those that may decode alone only where
-// Tandem may. Policies that never win (random, longest prefix) are left out.
+// rivals are the policies that a setting of Tandem's is compared with: like with like, so those that may decode
+// alone only where Tandem may. Policies that never win (random, longest prefix) are left out.
 func rivals(split picker.Split) (out []contender) {
 	names := twoHops()
 	if split == picker.SplitAuto {
@@ -145,9 +145,9 @@ func key(s scenario, load float64, c contender) string {
 	return fmt.Sprintf("%v|%v|%s", s, load, c.name)
 }
 
-// Suite plays the scenarios of docs/benchmarks.md and prints its tables: quick takes a minute, shared (prefixes that many
-// prompts have) and engines (other engines, links and answers) three, full half an hour of one core.
-// When it is interrupted it shows the seeds that it had played.
+// Suite plays the scenarios of docs/benchmarks.md and prints its tables: quick takes a minute, shared (prefixes
+// that many prompts have) and engines (other engines, links and answers) three, full half an hour of one core. When
+// it is interrupted it shows the seeds that it had played.
 func Suite(ctx context.Context, size string, stdout, stderr io.Writer) error {
 	p, err := newPlan(size)
 	if err != nil {
@@ -315,8 +315,8 @@ func (s *played) printLoads(w io.Writer) {
 	fmt.Fprintln(w)
 }
 
-// printCapacity is the highest load at which goodput is .9, and the load at which there is no time left: between the loads that
-// were played, by a straight line.
+// printCapacity is the highest load at which goodput is .9, and the load at which there is no time left: between
+// the loads that were played, by a straight line.
 func (s *played) printCapacity(w io.Writer) {
 	fmt.Fprintf(w, "Highest load with a goodput of .9 (first token within 5 s, a token each 50 ms), and the load at which "+
 		"the busier side is at work all the time with late binding's hits; >: more than was played, <: less.\n\n"+
@@ -366,8 +366,8 @@ func (s *played) saturation(sc scenario) float64 {
 	return s.crossing(func(load float64) float64 { return s.over(sc, load, late, demand) - 1 })
 }
 
-// crossing is the first load at which what rises with the load is above 0; the last one that was played if it never is, and 0 if
-// it always is.
+// crossing is the first load at which what rises with the load is above 0; the last one that was played if it never
+// is, and 0 if it always is.
 func (s *played) crossing(rises func(load float64) float64) float64 {
 	before, at := 0.0, 0.0
 	for i, load := range s.loads {

@@ -11,8 +11,9 @@ import (
 	"tandem/picker/admission"
 )
 
-// tandem is Tandem's own policy: the admission queue and the picker over the state, as the server uses them, in virtual time.
-// Several replicas take turns, each with a state of its own that learns of the others' decisions after a delay.
+// tandem is Tandem's own policy: the admission queue and the picker over the state, as the server uses them, in
+// virtual time. Several replicas take turns, each with a state of its own that learns of the others' decisions
+// after a delay.
 type tandem struct {
 	*fleet
 	config   Config
@@ -209,7 +210,8 @@ func (r *replica) wake() {
 // send books a choice and binds the request.
 func (r *replica) send(j *job, c picker.Choice, err error) {
 	if err != nil {
-		panic(fmt.Sprintf("replay: a fleet in which nothing fails has no endpoint: %v", err)) // cannot happen: Config.Check
+		// cannot happen: Config.Check
+		panic(fmt.Sprintf("replay: a fleet in which nothing fails has no endpoint: %v", err))
 	}
 	b := &bookings{replica: r}
 	r.bookings[j.id] = b
@@ -273,7 +275,8 @@ func (t *tandem) prefilled(j *job) int {
 	})
 	d, err := r.picker.PickDecode(request, v, at)
 	if err != nil {
-		panic(fmt.Sprintf("replay: a fleet in which nothing fails has no decode endpoint: %v", err)) // cannot happen: Config.Check
+		// cannot happen: Config.Check
+		panic(fmt.Sprintf("replay: a fleet in which nothing fails has no decode endpoint: %v", err))
 	}
 	e := r.view.Endpoints[d].Endpoint
 	b.decode = r.book(e, kvstate.Booking{For: kvstate.RoleDecode, PromptTokens: int64(j.Input)}, j.Blocks)

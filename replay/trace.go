@@ -19,8 +19,8 @@ type Request struct {
 	Arrival float64 // seconds from the start
 	Input   int     // tokens of the prompt, at least 1
 	Output  int     // tokens of the answer, at least 1
-	// Blocks are the prompt's, of BlockTokens tokens each, the last possibly shorter. Two prompts whose first n blocks are
-	// equal have that prefix in common.
+	// Blocks are the prompt's, of BlockTokens tokens each, the last possibly shorter. Two prompts whose first n
+	// blocks are equal have that prefix in common.
 	Blocks []uint64
 }
 
@@ -34,9 +34,9 @@ type Trace struct {
 // maxLine bounds a line of a trace: a prompt of two million tokens has 4,000 blocks.
 const maxLine = 1 << 20
 
-// ReadTrace reads a trace in Mooncake's format: a JSON object a line, with timestamp (ms), input_length and output_length
-// (tokens) and hash_ids. Timestamps are often coarse; requests with the same one are spread at random, by seed, until the
-// next.
+// ReadTrace reads a trace in Mooncake's format: a JSON object a line, with timestamp (ms), input_length and
+// output_length (tokens) and hash_ids. Timestamps are often coarse; requests with the same one are spread at
+// random, by seed, until the next.
 func ReadTrace(name string, r io.Reader, seed uint64) (*Trace, error) {
 	t := &Trace{Name: name}
 	lines := bufio.NewScanner(r)
@@ -123,8 +123,8 @@ func (t *Trace) Duration() float64 { return t.Requests[len(t.Requests)-1].Arriva
 // ErrNoDuration says that a trace's rate cannot be set because all of it arrives at once.
 var ErrNoDuration = errors.New("all requests of the trace arrive at the same time")
 
-// Faster is the trace at so many times its rate. One that was read has its arrivals closer together; one that was made up
-// is made up anew, with more sessions at a time.
+// Faster is the trace at so many times its rate. One that was read has its arrivals closer together; one that was
+// made up is made up anew, with more sessions at a time.
 func (t *Trace) Faster(by float64) (*Trace, error) {
 	if t.again != nil {
 		return t.again(by * float64(len(t.Requests)) / t.Duration())

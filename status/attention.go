@@ -93,8 +93,8 @@ func inState(p *Pool, role, state string) (names []string, of int) {
 	return names, of
 }
 
-// idlePrefill returns how many requests of the last minute a pool's prefill endpoints that are up got no part of, and why; 0 if they got
-// some, or there were few.
+// idlePrefill returns how many requests of the last minute a pool's prefill endpoints that are up got no part of,
+// and why; 0 if they got some, or there were few.
 func idlePrefill(p *Pool, recent []telemetry.Trace, now time.Time) (requests int, reason string) {
 	if !slices.ContainsFunc(p.Endpoints, func(e Endpoint) bool { return e.Role == "prefill" && e.State == "up" }) {
 		return 0, ""

@@ -38,16 +38,19 @@ type Pool struct {
 
 // Endpoint is one endpoint: what is booked on it, and what the latest requests say of it.
 type Endpoint struct {
-	Name     string  `json:"name"`
-	Address  string  `json:"address"`
-	Role     string  `json:"role"`
-	Group    string  `json:"group,omitempty"`
-	Up       bool    `json:"up"`
-	State    string  `json:"state"` // up; stale: its engine has not said anything lately; out: it failed; paused; draining: its pod is on its way out
-	Requests int64   `json:"requests"`
-	Tokens   int64   `json:"prompt_tokens"`
-	Hops     int     `json:"hops"`                                // of the latest requests
-	HitShare float64 `json:"hit_share"`                           // cached of prompt tokens in those, 0 to 1; -1: not known
+	Name    string `json:"name"`
+	Address string `json:"address"`
+	Role    string `json:"role"`
+	Group   string `json:"group,omitempty"`
+	Up      bool   `json:"up"`
+	// up; stale: its engine has not said anything lately; out: it failed; paused; draining: its pod is on its way
+	// out
+	State    string `json:"state"`
+	Requests int64  `json:"requests"`
+	Tokens   int64  `json:"prompt_tokens"`
+	Hops     int    `json:"hops"` // of the latest requests
+	// cached of prompt tokens in those, 0 to 1; -1: not known
+	HitShare float64 `json:"hit_share"`
 	Transfer float64 `json:"transfer_bytes_per_second,omitempty"` // KV that comes to it, learned
 	Running  int64   `json:"running"`                             // in the engine's batch, as it says; -1: not known
 	Waiting  int64   `json:"waiting"`                             // in the engine's queue; -1: not known

@@ -26,7 +26,8 @@ func Handler(f *Feed) http.Handler {
 	})
 	static := http.FileServerFS(files)
 	mux.HandleFunc("GET /", func(w http.ResponseWriter, r *http.Request) {
-		// What is shown of requests is partly the client's (ids, models): the page sets text, never markup, and this holds it to that.
+		// What is shown of requests is partly the client's (ids, models): the page sets text, never markup, and
+		// this holds it to that.
 		w.Header().Set("content-security-policy", "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; frame-ancestors 'self'")
 		w.Header().Set("cache-control", "no-cache")
 		static.ServeHTTP(w, r)

@@ -30,8 +30,8 @@ func dial(addr string) (*client, error) {
 
 func (c *client) close() { _ = c.conn.Close() }
 
-// post sends one request, whose body is given in parts, and reads the answer into c.answer. The destination header is for
-// the floor's Envoy. firstByte is when the answer's body began.
+// post sends one request, whose body is given in parts, and reads the answer into c.answer. The destination header
+// is for the floor's Envoy. firstByte is when the answer's body began.
 func (c *client) post(id uint64, destination string, parts ...[]byte) (firstByte time.Time, err error) {
 	length := 0
 	for _, p := range parts {

@@ -13,8 +13,8 @@ import (
 // engine is one that runs: the name of its pair, and the model, by which shapes ask for it.
 type engine struct{ pair, model, addr string }
 
-// books are what an engine says of the KV that it handed over or took (enginesim's /sim/state). Engines whose legs meet in a room count no
-// hand-overs: there D's tokens say that KV was moved.
+// books are what an engine says of the KV that it handed over or took (enginesim's /sim/state). Engines whose legs
+// meet in a room count no hand-overs: there D's tokens say that KV was moved.
 type books struct {
 	Given    int64          `json:"given"`
 	Fetched  int64          `json:"fetched"`
@@ -27,12 +27,12 @@ type books struct {
 // balance reports whether nothing is on its way any more.
 func (b *books) balance() bool { return b.Held == 0 && b.Given == b.Fetched }
 
-// ledgerTime is how long after the last request the last hand-over may take. A client that leaves, as those of -cpuprofile do, leaves
-// blocks behind for the engines' lease, and what it left is never fetched.
+// ledgerTime is how long after the last request the last hand-over may take. A client that leaves, as those of
+// -cpuprofile do, leaves blocks behind for the engines' lease, and what it left is never fetched.
 const ledgerTime = 5 * time.Second
 
-// ledgers makes sure that what was measured was what it should have been: every hand-over was fetched once, D got its prompts
-// from P, and nobody broke a rule. It returns a line to print.
+// ledgers makes sure that what was measured was what it should have been: every hand-over was fetched once, D got
+// its prompts from P, and nobody broke a rule. It returns a line to print.
 func (l *lab) ledgers(ctx context.Context, o options) (string, error) {
 	var lines []string
 	for i := 0; i < len(l.engines); i += 2 {

@@ -2,16 +2,17 @@
 //
 //	go run ./e2e/bench [flags]
 //
-// The floor is a plain Envoy with one route and nothing else, through which the client itself makes the two requests of a
-// disaggregated answer: the prefill body to P, then the decode body, with the KV parameters that came back, to D. Beside
-// it stands Tandem with the Envoy of `tandem envoy`: the client sends one request. Engines (cmd/enginesim, which answer at
-// once), client, and number of Envoy workers are the same for both, and both make the same two hops; what is left between
-// them is the price of deciding and of rewriting.
+// The floor is a plain Envoy with one route and nothing else, through which the client itself makes the two
+// requests of a disaggregated answer: the prefill body to P, then the decode body, with the KV parameters that came
+// back, to D. Beside it stands Tandem with the Envoy of `tandem envoy`: the client sends one request. Engines
+// (cmd/enginesim, which answer at once), client, and number of Envoy workers are the same for both, and both make
+// the same two hops; what is left between them is the price of deciding and of rewriting.
 //
-// Measured is the CPU time of the Envoy and of the Tandem process per request, with the kernel's own clock of a process
-// (nanoseconds, all threads), and the time from a request's first byte to its answer's last. Rounds of all stacks are
-// interleaved, because a machine is never as fast as it was a minute ago, and where tokens take their time all stacks have
-// their rounds at once; a ratio is the median of the ratios within rounds. Compare figures of one run only.
+// Measured is the CPU time of the Envoy and of the Tandem process per request, with the kernel's own clock of a
+// process (nanoseconds, all threads), and the time from a request's first byte to its answer's last. Rounds of all
+// stacks are interleaved, because a machine is never as fast as it was a minute ago, and where tokens take their
+// time all stacks have their rounds at once; a ratio is the median of the ratios within rounds. Compare figures of
+// one run only.
 //
 // More stacks than two can run side by side, which is how settings and patches are compared:
 //
@@ -21,8 +22,8 @@
 //
 // The output is Markdown. The program imports nothing of Tandem: it knows the binaries and the configuration file.
 //
-// Files: stack.go starts what is measured, client.go is the client, shapes.go the requests, rounds.go the measuring,
-// report.go the tables, ledgers.go what the engines' books say in the end, peers.go other routers.
+// Files: stack.go starts what is measured, client.go is the client, shapes.go the requests, rounds.go the
+// measuring, report.go the tables, ledgers.go what the engines' books say in the end, peers.go other routers.
 package main
 
 import (

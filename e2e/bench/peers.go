@@ -10,14 +10,15 @@ import (
 	"tandem/e2e/process"
 )
 
-// A peer is another router in its P/D mode, over the same simulated engines. It has neither Envoy nor our ticket: its
-// process is all there is between client and engines, so its CPU stands in the column of the router alone.
+// A peer is another router in its P/D mode, over the same simulated engines. It has neither Envoy nor our ticket:
+// its process is all there is between client and engines, so its CPU stands in the column of the router alone.
 //
 //   - vllm-router (PyPI): `--vllm-pd-disaggregation --kv-connector nixl`, one hop after the other, as we do.
 //   - sglang-router (PyPI): `--pd-disaggregation`, which sends both hops at the same time, to engines that speak SGLang: both are told one
 //     room, D asks P's bootstrap port where to go, and P answers with one token.
 //
-// A peer serves one model, so there are two processes of each: for the engines that answer at once, and for the paced ones.
+// A peer serves one model, so there are two processes of each: for the engines that answer at once, and for the
+// paced ones.
 type peer struct {
 	name, binary string
 	connector    string

@@ -50,7 +50,8 @@ func (l *lab) measure(ctx context.Context, o options, sh shape, clients int) ([]
 	results := make([][]round, len(l.stacks))
 	for i := range o.rounds {
 		order := inTurn
-		if sh.model == paced && o.tokenTime >= time.Millisecond { // with less there is no time left that the others could have
+		// with less there is no time left that the others could have
+		if sh.model == paced && o.tokenTime >= time.Millisecond {
 			order = together
 		}
 		err := order(len(l.stacks), i, func(at int) error {
@@ -84,10 +85,11 @@ func inTurn(n, round int, do func(at int) error) error {
 	return nil
 }
 
-// together has all stacks do a round at the same time. Streams whose tokens take their time leave the machine idle, so nobody
-// takes from the others; but what a token costs there depends on where the scheduler happens to wake whom, and on what else the machine's
-// host does: by a factor of 1.5 to 1.8 from one second to the next, with the same system calls. What happens to all at once does no harm to a ratio.
-// (Two floors, one of which begins 7 ms after the other: 1.00 over 24 rounds.)
+// together has all stacks do a round at the same time. Streams whose tokens take their time leave the machine idle,
+// so nobody takes from the others; but what a token costs there depends on where the scheduler happens to wake
+// whom, and on what else the machine's host does: by a factor of 1.5 to 1.8 from one second to the next, with the
+// same system calls. What happens to all at once does no harm to a ratio. (Two floors, one of which begins 7 ms
+// after the other: 1.00 over 24 rounds.)
 func together(n, _ int, do func(at int) error) error {
 	errs := make([]error, n)
 	var group sync.WaitGroup

@@ -17,8 +17,9 @@ type shape struct {
 	requests    int // in a round: about a second's worth for 16 clients
 }
 
-// allShapes are the shapes there are. The longer stream is there to tell what a token costs from what a request costs. A stream
-// whose tokens all come at once travels in a few large pieces, as none of a real engine does; it is there to show the difference.
+// allShapes are the shapes there are. The longer stream is there to tell what a token costs from what a request
+// costs. A stream whose tokens all come at once travels in a few large pieces, as none of a real engine does; it is
+// there to show the difference.
 func allShapes() []shape {
 	return []shape{
 		{"json1k", "1 KB JSON", instant, 1 << 10, 16, false, 500},

@@ -13,8 +13,8 @@ import (
 	"time"
 )
 
-// plain runs h2load on a case without streaming. Its log has a line for every request: when it began (microseconds), the
-// status, and how long it took (microseconds; -1: it failed).
+// plain runs h2load on a case without streaming. Its log has a line for every request: when it began
+// (microseconds), the status, and how long it took (microseconds; -1: it failed).
 func (o *options) plain(ctx context.Context, s *stand, c testCase, r *result) error {
 	body, log := filepath.Join(s.Dir, "body.json"), filepath.Join(s.Dir, "h2load.log")
 	if err := os.WriteFile(body, requestBody(c.Size, 16), 0o600); err != nil {

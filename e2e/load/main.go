@@ -1,21 +1,24 @@
-// Command load puts Envoy, Tandem and N simulated engines under load with tools that others know, and writes a report.
+// Command load puts Envoy, Tandem and N simulated engines under load with tools that others know, and writes a
+// report.
 //
 //	go run ./e2e/load [-full] [-out DIR]        or make load, LOAD=full make load
 //
-// Envoy's and Tandem's configurations are those of envoy-configs/ (two-hop; replicas for several), with other ports and
-// as many endpoints as a case wants. h2load (Debian: nghttp2-client) drives plain HTTP/1.1, aiperf (PyPI) streamed answers,
-// of which it knows times to the first token and between tokens. Closed loop: so many clients, each asks again when it
-// has its answer. Open loop: requests come at a rate, whether or not the ones before are answered.
+// Envoy's and Tandem's configurations are those of envoy-configs/ (two-hop; replicas for several), with other ports
+// and as many endpoints as a case wants. h2load (Debian: nghttp2-client) drives plain HTTP/1.1, aiperf (PyPI)
+// streamed answers, of which it knows times to the first token and between tokens. Closed loop: so many clients,
+// each asks again when it has its answer. Open loop: requests come at a rate, whether or not the ones before are
+// answered.
 //
-// The report, DIR/report.html, is one file without outside assets: per case percentiles, requests per second and per core
-// of Envoy and Tandem, CPU per request by process, memory, errors; beside it report.json. What a tool is missing for is
-// left out and said. The report begins with a summary, compares with the last run in DIR, and holds the configuration.
+// The report, DIR/report.html, is one file without outside assets: per case percentiles, requests per second and
+// per core of Envoy and Tandem, CPU per request by process, memory, errors; beside it report.json. What a tool is
+// missing for is left out and said. The report begins with a summary, compares with the last run in DIR, and holds
+// the configuration.
 //
-// Prompts of one case are all the same with h2load, which sends one body: every prefix is known after the first. Compare
-// cases of one run only. The program imports nothing of Tandem.
+// Prompts of one case are all the same with h2load, which sends one body: every prefix is known after the first.
+// Compare cases of one run only. The program imports nothing of Tandem.
 //
-// Files: cases.go says what is run, stand.go starts it, h2load.go and aiperf.go drive it, report.go writes, summary.go says what
-// it means.
+// Files: cases.go says what is run, stand.go starts it, h2load.go and aiperf.go drive it, report.go writes,
+// summary.go says what it means.
 package main
 
 import (

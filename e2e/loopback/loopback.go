@@ -1,8 +1,10 @@
-// Package loopback gives tests and measurements addresses on 127.0.0.1 that are theirs for as long as they run. A port that the kernel
-// chose, and that was let go for a server to take, may be somebody else's before that listens: the tests of several packages run at once.
+// Package loopback gives tests and measurements addresses on 127.0.0.1 that are theirs for as long as they run. A
+// port that the kernel chose, and that was let go for a server to take, may be somebody else's before that listens:
+// the tests of several packages run at once.
 //
-// Ports are taken from below those that Linux gives to connections (32768 and up). They are given out in blocks. Whoever listens at a
-// block's first port owns the block: so tests that run at once, in this process or another, never get the same ones.
+// Ports are taken from below those that Linux gives to connections (32768 and up). They are given out in blocks.
+// Whoever listens at a block's first port owns the block: so tests that run at once, in this process or another,
+// never get the same ones.
 package loopback
 
 import (

@@ -1,6 +1,7 @@
-// Package process starts the programs that a measurement needs (engines, Envoy, Tandem, peers) and tells what they use. A child ends
-// with the program that started it, also when that is killed: it is told so by the kernel (PR_SET_PDEATHSIG), which counts the thread
-// that started it, so a main that starts children keeps its thread (runtime.LockOSThread). Linux only.
+// Package process starts the programs that a measurement needs (engines, Envoy, Tandem, peers) and tells what they
+// use. A child ends with the program that started it, also when that is killed: it is told so by the kernel
+// (PR_SET_PDEATHSIG), which counts the thread that started it, so a main that starts children keeps its thread
+// (runtime.LockOSThread). Linux only.
 package process
 
 import (
@@ -112,8 +113,9 @@ func get(ctx context.Context, url string) error {
 	return nil
 }
 
-// CPU is the CPU time that the process has used, user and system, all threads, ended ones included: its CPU-time clock
-// (clock_getcpuclockid(3)), which counts nanoseconds where /proc/PID/stat counts ticks of 10 ms. That of nil, which was never started, is none.
+// CPU is the CPU time that the process has used, user and system, all threads, ended ones included: its CPU-time
+// clock (clock_getcpuclockid(3)), which counts nanoseconds where /proc/PID/stat counts ticks of 10 ms. That of nil,
+// which was never started, is none.
 func (p *Process) CPU() (time.Duration, error) {
 	if p == nil {
 		return 0, nil

@@ -1,4 +1,5 @@
-// Package realengines starts Tandem and Envoy for tests against real engines (e2e/vllm, e2e/sglang), which servers.sh runs.
+// Package realengines starts Tandem and Envoy for tests against real engines (e2e/vllm, e2e/sglang), which
+// servers.sh runs.
 package realengines
 
 import (
@@ -16,8 +17,8 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// Start runs a program in a directory until the test ends; then it must leave within 30 s of SIGTERM, with exit status 0. Its output is
-// shown if the test failed.
+// Start runs a program in a directory until the test ends; then it must leave within 30 s of SIGTERM, with exit
+// status 0. Its output is shown if the test failed.
 func Start(t *testing.T, dir, name, program string, args ...string) {
 	t.Helper()
 	var log bytes.Buffer

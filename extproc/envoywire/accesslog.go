@@ -27,7 +27,8 @@ const (
 	LogNameFailed = "tandem-failed"
 )
 
-// clusterPod is the prefix of the names of clusters that lead to an endpoint itself, clusterReplan the one that leads to the replan port.
+// clusterPod is the prefix of the names of clusters that lead to an endpoint itself, clusterReplan the one that
+// leads to the replan port.
 const (
 	clusterPod    = "tandem-pod"
 	clusterReplan = "tandem-replan"
@@ -211,7 +212,8 @@ func (b *LogBatch) readPair(c *cursor, end int, place func(name []byte) *[]byte)
 	}
 }
 
-// readResponse reads HTTPResponseProperties{1: UInt32Value response_code, 3: response_body_bytes, 6: response_code_details}.
+// readResponse reads HTTPResponseProperties{1: UInt32Value response_code, 3: response_body_bytes, 6:
+// response_code_details}.
 func (b *LogBatch) readResponse(c *cursor, end int, e *LogEntry) {
 	for number, wire := c.field(end); number != 0; number, wire = c.field(end) {
 		switch {
@@ -265,8 +267,8 @@ func (e *LogEntry) BrokeOff() bool {
 	return false
 }
 
-// TooShort reports whether an answer is a stream that its engine ended before it was complete: it has fewer bytes than any
-// complete one. So ends what fails after the status was sent, a KV load above all.
+// TooShort reports whether an answer is a stream that its engine ended before it was complete: it has fewer bytes
+// than any complete one. So ends what fails after the status was sent, a KV load above all.
 func (e *LogEntry) TooShort(leastBytes int) bool {
 	return e.Status == 200 && e.Body < uint64(leastBytes) && !e.ClientGone && !e.BrokeOff()
 }

@@ -37,16 +37,17 @@ type Headers struct {
 	Method, Path, Status                        []byte
 	ContentType, ContentEncoding, ContentLength []byte
 	RequestID, Ticket, Upgrade                  []byte
-	Reservation                                 []byte // Envoy's own name for the request; none where another gateway serves
-	Traceparent, Tracestate                     []byte
-	Authority                                   []byte
-	ClientID                                    []byte // of legs that run at once
-	Load                                        []byte // load of the engine (ORCA)
-	Objective, Selection, Authorization         []byte // only for the endpoint picker and direct prefill
-	Fairness, TTFT, TPOT                        []byte // inference objectives
-	Explain                                     []byte // an operator's token
-	Final                                       []byte // of an answer: Envoy must not retry
-	Prefilled                                   []byte // inline prefill response
+	// Envoy's own name for the request; none where another gateway serves
+	Reservation                         []byte
+	Traceparent, Tracestate             []byte
+	Authority                           []byte
+	ClientID                            []byte // of legs that run at once
+	Load                                []byte // load of the engine (ORCA)
+	Objective, Selection, Authorization []byte // only for the endpoint picker and direct prefill
+	Fairness, TTFT, TPOT                []byte // inference objectives
+	Explain                             []byte // an operator's token
+	Final                               []byte // of an answer: Envoy must not retry
+	Prefilled                           []byte // inline prefill response
 
 	Count int // number of all headers
 	Size  int // bytes of all headers, as they are encoded in the message

@@ -2,15 +2,16 @@ package envoywire
 
 // Header names that Tandem and Envoy's configuration agree on. Package envoyconfigs writes the other side.
 const (
-	HeaderEndpoint    = "x-gateway-destination-endpoint"         // ip:port; ORIGINAL_DST clusters connect there
-	HeaderLeg         = "x-tandem-leg"                           // which route: one of the leg constants
-	HeaderTicket      = "x-tandem-ticket"                        // sealed state of the request
-	HeaderScheme      = "x-tandem-scheme"                        // https or h2c; absent: http
-	HeaderBodyBytes   = "x-tandem-body-bytes"                    // length of the body as rewritten
-	HeaderPerTry      = "x-envoy-upstream-rq-per-try-timeout-ms" // how long a hop may show nothing
-	HeaderHedge       = "x-envoy-hedge-on-per-try-timeout"       // "true": it goes on then, beside a try at the replan port
-	HeaderCarry       = "x-tandem-carry"                         // prefill leg: redirect target of an inline answer
-	HeaderPrefilled   = "x-tandem-prefilled"                     // of pass 2: prefill's answer, base64
+	HeaderEndpoint  = "x-gateway-destination-endpoint"         // ip:port; ORIGINAL_DST clusters connect there
+	HeaderLeg       = "x-tandem-leg"                           // which route: one of the leg constants
+	HeaderTicket    = "x-tandem-ticket"                        // sealed state of the request
+	HeaderScheme    = "x-tandem-scheme"                        // https or h2c; absent: http
+	HeaderBodyBytes = "x-tandem-body-bytes"                    // length of the body as rewritten
+	HeaderPerTry    = "x-envoy-upstream-rq-per-try-timeout-ms" // how long a hop may show nothing
+	// "true": it goes on then, beside a try at the replan port
+	HeaderHedge       = "x-envoy-hedge-on-per-try-timeout"
+	HeaderCarry       = "x-tandem-carry"     // prefill leg: redirect target of an inline answer
+	HeaderPrefilled   = "x-tandem-prefilled" // of pass 2: prefill's answer, base64
 	HeaderRequestID   = "x-request-id"
 	HeaderReservation = "x-tandem-reservation" // Envoy's own name for the request, under which it is booked
 	HeaderRetryAfter  = "retry-after"
@@ -29,12 +30,13 @@ const (
 	// removed together.
 	HeaderPrefillEndpoint = "x-tandem-prefill-endpoint" // ip:port of the mirrored leg
 	HeaderPrefillScheme   = "x-tandem-prefill-scheme"   // as HeaderScheme
-	HeaderMirror          = "x-tandem-mirror"           // whether the mirrored leg may be cut: MirrorCancel or MirrorKeep
-	HeaderClientID        = "x-tandem-request-id"       // the client's request id: the legs' own may be another
-	HeaderLegID           = "x-tandem-leg-id"           // the x-request-id of both legs, where it is not the client's
-	HeaderPrefillRank     = "x-tandem-prefill-rank"     // x-data-parallel-rank of the leg
-	HeaderDecodeRank      = "x-tandem-decode-rank"
-	HeaderAnswer          = "x-tandem-answer" // the decode leg goes through answer-leg, which joins its answer with P's
+	// whether the mirrored leg may be cut: MirrorCancel or MirrorKeep
+	HeaderMirror      = "x-tandem-mirror"
+	HeaderClientID    = "x-tandem-request-id"   // the client's request id: the legs' own may be another
+	HeaderLegID       = "x-tandem-leg-id"       // the x-request-id of both legs, where it is not the client's
+	HeaderPrefillRank = "x-tandem-prefill-rank" // x-data-parallel-rank of the leg
+	HeaderDecodeRank  = "x-tandem-decode-rank"
+	HeaderAnswer      = "x-tandem-answer" // the decode leg goes through answer-leg, which joins its answer with P's
 
 	MirrorCancel = "cancel" // Tandem cuts the leg when nobody waits for its blocks any more
 	MirrorKeep   = "keep"   // the leg runs to its end, and is sent again where it failed

@@ -10,8 +10,9 @@ type Answer struct {
 	Params       []byte // kv_transfer_params as it stands in the answer; nil: absent or null. Refers to the answer
 	PromptTokens int64  // -1: not said
 	CachedTokens int64  // of the prompt's, those that the prefix cache had; -1: not said
-	PromptIDs    []byte // prompt_token_ids, an array as it stands in the answer; nil: absent or null. Refers to the answer
-	Encoded      []byte // ec_transfer_params of an encode endpoint, likewise
+	// prompt_token_ids, an array as it stands in the answer; nil: absent or null. Refers to the answer
+	PromptIDs []byte
+	Encoded   []byte // ec_transfer_params of an encode endpoint, likewise
 }
 
 // ScanAnswer reads an engine's JSON answer to any of the APIs. It validates all of it.
@@ -52,7 +53,8 @@ func (a *Answer) readChoices(choices []byte) {
 	}
 }
 
-// TokenIDs appends the numbers of a JSON array that a scan has validated to dst. It is false if one of them is no token id.
+// TokenIDs appends the numbers of a JSON array that a scan has validated to dst. It is false if one of them is no
+// token id.
 func TokenIDs(dst []uint32, array []byte) ([]uint32, bool) {
 	if len(array) == 0 || array[0] != '[' {
 		return dst, false

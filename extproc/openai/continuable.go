@@ -5,8 +5,8 @@ import "strings"
 // completionLimit is how many tokens a completion has where its body does not say (vLLM: CompletionRequest.max_tokens).
 const completionLimit = 16
 
-// TokenLimit is how long the answer to a chat or a completion may be; 0: as long as the model goes on. It is false where the
-// limit is no number from 1 on, which is for an engine to judge.
+// TokenLimit is how long the answer to a chat or a completion may be; 0: as long as the model goes on. It is false
+// where the limit is no number from 1 on, which is for an engine to judge.
 func (r *Request) TokenLimit() (n int64, ok bool) {
 	raw := r.Raw(FieldMaxTokens)
 	switch {
@@ -41,11 +41,12 @@ func (r *Request) AnswerTokens() (least, most int64) {
 	return max(least, 0), max(most, 0)
 }
 
-// Uncontinuable says why one engine has to write the answer from its first token on, "" if a second one may go on behind
-// that, over /v1/completions with the token as part of its prompt ([Continuation]). The reasons are label values.
+// Uncontinuable says why one engine has to write the answer from its first token on, "" if a second one may go on
+// behind that, over /v1/completions with the token as part of its prompt ([Continuation]). The reasons are label
+// values.
 //
-// What a chat endpoint makes of text (tool calls) is not made there, and what looks at the answer as a whole would miss
-// its beginning: a grammar, a stop string, penalties. Media are no part of a prompt's token ids.
+// What a chat endpoint makes of text (tool calls) is not made there, and what looks at the answer as a whole would
+// miss its beginning: a grammar, a stop string, penalties. Media are no part of a prompt's token ids.
 func (r *Request) Uncontinuable() (reason string) {
 	if r.api != Chat && r.api != Completions {
 		return "api"

@@ -6,10 +6,11 @@ import (
 	"strconv"
 )
 
-// Continuation makes one answer to chat or completions of two engines' parts: prefill's first token, and what decode wrote
-// behind it, as a completion of the prompt with that token at its end. The client is told of one engine that did it all: one
-// id, the prompt's own length, and in a chat a message or deltas where decode has text. Members that neither API has, and
-// what is between engines (token ids of the prompt, KV parameters), are left out; all others keep their text.
+// Continuation makes one answer to chat or completions of two engines' parts: prefill's first token, and what
+// decode wrote behind it, as a completion of the prompt with that token at its end. The client is told of one
+// engine that did it all: one id, the prompt's own length, and in a chat a message or deltas where decode has text.
+// Members that neither API has, and what is between engines (token ids of the prompt, KV parameters), are left out;
+// all others keep their text.
 //
 // It is for one answer, and for one goroutine.
 type Continuation struct {
@@ -48,8 +49,8 @@ func (c *Continuation) Begin(dst []byte) []byte {
 	return c.appendFirst(dst, `"text_completion"`)
 }
 
-// Event appends to dst what the client is sent for an event of decode's stream, with the empty line behind it. What is no
-// chunk of a completion, such as an error or [DONE], stays as it is.
+// Event appends to dst what the client is sent for an event of decode's stream, with the empty line behind it. What
+// is no chunk of a completion, such as an error or [DONE], stays as it is.
 func (c *Continuation) Event(dst, event []byte) []byte {
 	data := EventData(nil, event)
 	if len(data) == 0 || data[0] != '{' || c.d.scan(data, Limits{}) != nil || !c.isCompletion() {

@@ -7,13 +7,13 @@ import (
 	"strings"
 )
 
-// CutEcho appends an engine's refusal to dst without the members that a client must not send. Engines show in an error what
-// they were sent, and those members are Tandem's: they name internal hosts and rooms. They show it as a JSON object
-// (FastAPI: detail[].input) or, within a string, as Python's repr of one (SGLang 0.5.23; vLLM before it summed the input up).
-// Every other byte stays; a string that loses something is written anew.
+// CutEcho appends an engine's refusal to dst without the members that a client must not send. Engines show in an
+// error what they were sent, and those members are Tandem's: they name internal hosts and rooms. They show it as a
+// JSON object (FastAPI: detail[].input) or, within a string, as Python's repr of one (SGLang 0.5.23; vLLM before it
+// summed the input up). Every other byte stays; a string that loses something is written anew.
 //
-// Values that Tandem changed (max_tokens, stream) stay as the engine was sent them: nothing in the text tells them from a
-// client's.
+// Values that Tandem changed (max_tokens, stream) stay as the engine was sent them: nothing in the text tells them
+// from a client's.
 func CutEcho(dst, body []byte) []byte {
 	at := 0 // of what is not copied yet
 	for i := 0; i < len(body); i++ {
@@ -151,8 +151,8 @@ func pythonString(b []byte, i int) (end int, ok bool) {
 	return 0, false
 }
 
-// pythonValue is behind the value that starts at i, as repr writes it: a string, a list, tuple or dict of values, or a word or
-// number, which ends where the next thing begins.
+// pythonValue is behind the value that starts at i, as repr writes it: a string, a list, tuple or dict of values,
+// or a word or number, which ends where the next thing begins.
 func pythonValue(b []byte, i, depth int) (end int, ok bool) {
 	if i >= len(b) || depth > maxNesting {
 		return 0, false

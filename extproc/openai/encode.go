@@ -11,9 +11,10 @@ func (r *Request) HasMedia() bool {
 	return false
 }
 
-// AppendEncode appends to dst what an encode endpoint is sent of a chat: one message of a user with its media, in their
-// order and byte for byte, and what engines compute a part's hash from beside it. No text, and no limit of tokens: such an
-// engine generates nothing (vLLM 0.33.0, examples/disaggregated/disaggregated_encoder/disagg_epd_proxy.py).
+// AppendEncode appends to dst what an encode endpoint is sent of a chat: one message of a user with its media, in
+// their order and byte for byte, and what engines compute a part's hash from beside it. No text, and no limit of
+// tokens: such an engine generates nothing (vLLM 0.33.0,
+// examples/disaggregated/disaggregated_encoder/disagg_epd_proxy.py).
 func (r *Request) AppendEncode(dst []byte) []byte {
 	dst = append(dst, '{')
 	for _, name := range [...]string{"model", "mm_processor_kwargs", "media_io_kwargs", "priority", "session_id"} {

@@ -127,8 +127,9 @@ func fieldOf(key []byte) Field {
 	return fieldUnknown
 }
 
-// isControl reports whether a key, beside kv_transfer_params, is one that a client must not send: it steers engines or
-// their routers, and names internal hosts, ranks and blocks. vLLM, SGLang, TensorRT-LLM, Neuron and Dynamo, in this order.
+// isControl reports whether a key, beside kv_transfer_params, is one that a client must not send: it steers engines
+// or their routers, and names internal hosts, ranks and blocks. vLLM, SGLang, TensorRT-LLM, Neuron and Dynamo, in
+// this order.
 func isControl(key string) bool {
 	switch key {
 	case "ec_transfer_params",

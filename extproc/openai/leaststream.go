@@ -1,12 +1,12 @@
 package openai
 
-// An engine that fails after it has begun a stream has answered 200 by then. What is left to tell such an answer from a
-// complete one, without reading it, is its length: the least that a complete one has is known for each API.
+// An engine that fails after it has begun a stream has answered 200 by then. What is left to tell such an answer
+// from a complete one, without reading it, is its length: the least that a complete one has is known for each API.
 //
-// These are the bytes of vLLM's shortest complete streams, the engine's id and model aside: of one event that ends the answer with
-// an empty delta, and what always comes before and after it. They were counted from vllm/entrypoints of releases 0.12 to 0.32 (each
-// member that only newer ones write left out) and checked against recordings of 0.32.0. A stream whose KV load fails has there, for
-// a request id and a model of one letter:
+// These are the bytes of vLLM's shortest complete streams, the engine's id and model aside: of one event that ends
+// the answer with an empty delta, and what always comes before and after it. They were counted from
+// vllm/entrypoints of releases 0.12 to 0.32 (each member that only newer ones write left out) and checked against
+// recordings of 0.32.0. A stream whose KV load fails has there, for a request id and a model of one letter:
 //
 //	chat         367 bytes: the role, an error event, [DONE]
 //	completions  128 bytes: an error event, [DONE]
@@ -25,8 +25,8 @@ const (
 	leastOther     = 150
 )
 
-// LeastStream is how many bytes a complete stream has at least, to a request of an id; 0: not known. vllm is whether the engine is
-// vLLM, started with --enable-request-id-headers or not.
+// LeastStream is how many bytes a complete stream has at least, to a request of an id; 0: not known. vllm is
+// whether the engine is vLLM, started with --enable-request-id-headers or not.
 func LeastStream(api API, requestID string, vllm bool) int {
 	switch {
 	case !vllm && api == Chat:

@@ -175,8 +175,9 @@ func skipString(b []byte, i int) (end int, escaped bool, f fault) {
 	for {
 		for i+8 <= len(b) {
 			w := binary.LittleEndian.Uint64(b[i:])
-			// A byte below n borrows in x-n*ones, so its high bit rises; in the lowest such byte that is exact. Flipping bit 1
-			// takes the quote (0x22) to 0x20, next to the control characters, and nothing else below 0x21.
+			// A byte below n borrows in x-n*ones, so its high bit rises; in the lowest such byte that is exact.
+			// Flipping bit 1 takes the quote (0x22) to 0x20, next to the control characters, and nothing else below
+			// 0x21.
 			low, slash := w^ones*0x02, w^ones*'\\'
 			if hit := ((low - ones*0x21) | (slash - ones)) &^ w & highs; hit != 0 {
 				i += bits.TrailingZeros64(hit) / 8
@@ -269,8 +270,8 @@ func skipNumber(b []byte, i int) (int, fault) {
 	return i, noFault
 }
 
-// skipIntegers goes from the start of a number over short plain integers, as long as a comma and a digit follow each: lists
-// of token ids are nearly all of some bodies. It decides nothing: where it ends a number starts too.
+// skipIntegers goes from the start of a number over short plain integers, as long as a comma and a digit follow
+// each: lists of token ids are nearly all of some bodies. It decides nothing: where it ends a number starts too.
 func skipIntegers(b []byte, i int) int {
 	const ones, highs = 0x0101010101010101, 0x8080808080808080
 	for i+10 <= len(b) {

@@ -20,9 +20,9 @@ func (r *Request) WantsUsage() bool {
 	return false
 }
 
-// OneShot tells an engine's complete answer to chat or completions as the stream that a client asked for: one event with
-// everything, one with usage if that is wanted, and the end. Members keep their text and order. Tool calls are refused
-// ([ErrNotStreamable]): in a stream they need an index that the answer does not have.
+// OneShot tells an engine's complete answer to chat or completions as the stream that a client asked for: one event
+// with everything, one with usage if that is wanted, and the end. Members keep their text and order. Tool calls are
+// refused ([ErrNotStreamable]): in a stream they need an index that the answer does not have.
 func OneShot(answer []byte, usage bool) ([]byte, error) {
 	if bytes.ContainsAny(answer, "\n\r") { // between its tokens: an event is one line
 		var line bytes.Buffer

@@ -7,9 +7,9 @@ import (
 
 // Patch plans changes of a scanned body. The zero value is ready; Reset reuses all memory.
 //
-// Members that are there keep their place and get a new value; members that are not are put in front, directly after the
-// opening brace, all of them in one edit, which is then the first of [Patch.Edits]. Nothing else moves. Where a member is
-// changed twice, the last change counts.
+// Members that are there keep their place and get a new value; members that are not are put in front, directly
+// after the opening brace, all of them in one edit, which is then the first of [Patch.Edits]. Nothing else moves.
+// Where a member is changed twice, the last change counts.
 //
 // It is meant for members that no client's body has twice, and with control members cut ([Request.Clean]) before.
 type Patch struct {
@@ -62,8 +62,8 @@ func (c *changes) reset(members int) {
 	c.new = c.new[:0]
 }
 
-// Set gives a top-level member a value, which is JSON text and is copied. key is the member's name, plain enough to need
-// no escapes, and f its field.
+// Set gives a top-level member a value, which is JSON text and is copied. key is the member's name, plain enough to
+// need no escapes, and f its field.
 func (p *Patch) Set(key string, f Field, value []byte) {
 	p.set(&p.top, scopeTop, key, f, value)
 }
@@ -71,7 +71,8 @@ func (p *Patch) Set(key string, f Field, value []byte) {
 // Insert puts a top-level member in front although there may be one of that name, which then has to be renamed.
 func (p *Patch) Insert(key string, value []byte) { p.set(&p.top, scopeTop, key, fieldUnknown, value) }
 
-// Rename gives a top-level member another name, plain enough to need no escapes, if it is there; its value stays as it is.
+// Rename gives a top-level member another name, plain enough to need no escapes, if it is there; its value stays as
+// it is.
 func (p *Patch) Rename(f Field, key string) {
 	if i := p.position(scopeTop, f); i >= 0 {
 		start := len(p.text)
@@ -83,8 +84,8 @@ func (p *Patch) Rename(f Field, key string) {
 // Delete removes a top-level member, if it is there.
 func (p *Patch) Delete(f Field) { p.delete(&p.top, scopeTop, f) }
 
-// SetSampling is Set for a member of sampling_params, which is made if the body has none. If it is something other than an
-// object, nothing happens: no engine takes such a request.
+// SetSampling is Set for a member of sampling_params, which is made if the body has none. If it is something other
+// than an object, nothing happens: no engine takes such a request.
 func (p *Patch) SetSampling(key string, f Field, value []byte) {
 	p.set(&p.sampling, scopeSampling, key, f, value)
 }

@@ -55,8 +55,8 @@ func (r *Request) PromptIDs() []byte {
 	return raw
 }
 
-// PromptIsAll reports whether the prompt's member is all that the engine makes the prompt of: a chat of text alone, and nothing that
-// cuts the prompt.
+// PromptIsAll reports whether the prompt's member is all that the engine makes the prompt of: a chat of text alone,
+// and nothing that cuts the prompt.
 func (r *Request) PromptIsAll() bool {
 	for i := range r.members[scopeTop] {
 		if m := &r.members[scopeTop][i]; string(r.key(m)) == "truncate_prompt_tokens" && present(r.text(m)) {
@@ -78,13 +78,15 @@ func (r *Request) PromptIsAll() bool {
 	return true
 }
 
-// PromptHash appends the hashes of the prompt's leading blocks to dst: each stands for its block and everything before
-// it. Blocks are blockBytes of the prompt member's raw bytes, full ones only, at most maxBlocks of them. What a chat
-// template renders in front, or what keeps caches apart (model, tools, system, salt, ...), is in every hash.
+// PromptHash appends the hashes of the prompt's leading blocks to dst: each stands for its block and everything
+// before it. Blocks are blockBytes of the prompt member's raw bytes, full ones only, at most maxBlocks of them.
+// What a chat template renders in front, or what keeps caches apart (model, tools, system, salt, ...), is in every
+// hash.
 //
-// Two requests share hashes as far as their bytes are the same, which for a conversation that grows is all of its earlier
-// turns. The hashes are the same in every process of a release. They are a guess at what the engine's
-// prefix cache has, cheap and without a tokenizer: the same text with other white space or escapes is another prompt.
+// Two requests share hashes as far as their bytes are the same, which for a conversation that grows is all of its
+// earlier turns. The hashes are the same in every process of a release. They are a guess at what the engine's
+// prefix cache has, cheap and without a tokenizer: the same text with other white space or escapes is another
+// prompt.
 func (r *Request) PromptHash(dst []uint64, blockBytes, maxBlocks int) []uint64 {
 	h := xxhash.Sum64String(r.model)
 	for i, f := range [...]Field{FieldCacheSalt, FieldTools, FieldSystem, FieldInstructions, FieldReasoningEffort,

@@ -18,8 +18,8 @@ type Request struct {
 	model   string
 }
 
-// Scan validates the body and finds its members. An error is an [*Error] with status 400 (413 beyond 2 GiB), and leaves a
-// request without members.
+// Scan validates the body and finds its members. An error is an [*Error] with status 400 (413 beyond 2 GiB), and
+// leaves a request without members.
 func (r *Request) Scan(api API, body []byte, lim Limits) error {
 	r.api, r.control = api, false
 	r.index = [numFields]int16{}
@@ -139,8 +139,8 @@ func (r *Request) String(f Field) (string, bool) {
 	return strings.ToValidUTF8(string(unescapedKey(raw[1:len(raw)-1])), "\uFFFD"), true
 }
 
-// Text is the value of the top member of that name if it is a string, as it stands between its quotes; nil if there is none.
-// The name is compared as it is written: one with escapes in it is not found.
+// Text is the value of the top member of that name if it is a string, as it stands between its quotes; nil if there
+// is none. The name is compared as it is written: one with escapes in it is not found.
 func (r *Request) Text(name string) []byte {
 	for i := range r.members[scopeTop] {
 		m := &r.members[scopeTop][i]

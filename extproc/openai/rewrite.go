@@ -80,8 +80,8 @@ func appendEvent(dst, event, data []byte) []byte {
 	return append(dst, '\n')
 }
 
-// CachedTokens tells the client how many tokens of the prompt prefill found in its cache. Decode's own count is of what came
-// from prefill, mostly all of the prompt. Where an answer has no such count, none is put in.
+// CachedTokens tells the client how many tokens of the prompt prefill found in its cache. Decode's own count is of
+// what came from prefill, mostly all of the prompt. Where an answer has no such count, none is put in.
 type CachedTokens struct{ N int64 }
 
 // Begin implements [Rewriter].
@@ -122,9 +122,9 @@ func (c CachedTokens) appendObject(dst, object []byte) []byte {
 	})
 }
 
-// InputLogprobs puts the log probabilities of the prompt, which prefill has, in front of decode's in answers to SGLang's
-// /generate: meta_info.input_token_logprobs of the answer, of each of a batch, and of each event (sgl-project/sglang,
-// srt/disaggregation/mini_lb.py, 0.4.9.post6).
+// InputLogprobs puts the log probabilities of the prompt, which prefill has, in front of decode's in answers to
+// SGLang's /generate: meta_info.input_token_logprobs of the answer, of each of a batch, and of each event
+// (sgl-project/sglang, srt/disaggregation/mini_lb.py, 0.4.9.post6).
 type InputLogprobs struct {
 	Prefill []byte // [ReadInputLogprobs]; nil: not known
 }
@@ -132,8 +132,8 @@ type InputLogprobs struct {
 // inputLogprobs is the member's name.
 const inputLogprobs = "input_token_logprobs"
 
-// ReadInputLogprobs takes the log probabilities of the prompt out of prefill's answer: a list with one list for each answer of a
-// batch; nil where there are none.
+// ReadInputLogprobs takes the log probabilities of the prompt out of prefill's answer: a list with one list for
+// each answer of a batch; nil where there are none.
 func ReadInputLogprobs(answer []byte) []byte {
 	if !bytes.Contains(answer, []byte(inputLogprobs)) || !valid(answer) {
 		return nil

@@ -2,11 +2,11 @@ package openai
 
 // Unsplittable says why one engine has to answer the request, "" if two may share it. The reasons are label values.
 //
-// The prefill endpoint's answer carries the KV cache of one sequence, so several choices or prompts need a whole engine.
-// Prompt logprobs are computed from the prompt itself, whatever is cached (vLLM: base_scheduler.py of NIXL, 0.33.0). A
-// stored response belongs to the engine that has it. And where the engine runs tools itself, it generates again and again
-// with the same KV parameters (vLLM: entrypoints/openai/responses, the loop over built-in tools), which after the first
-// time can name another request's blocks.
+// The prefill endpoint's answer carries the KV cache of one sequence, so several choices or prompts need a whole
+// engine. Prompt logprobs are computed from the prompt itself, whatever is cached (vLLM: base_scheduler.py of NIXL,
+// 0.33.0). A stored response belongs to the engine that has it. And where the engine runs tools itself, it
+// generates again and again with the same KV parameters (vLLM: entrypoints/openai/responses, the loop over built-in
+// tools), which after the first time can name another request's blocks.
 func (r *Request) Unsplittable() (reason string) {
 	switch {
 	case several(r.limit(FieldN)), several(r.limit(FieldBestOf)):

@@ -5,9 +5,9 @@ import (
 	"errors"
 )
 
-// Events cuts a stream of server-sent events (text/event-stream, WHATWG HTML 9.2) into events, however its bytes were cut
-// on the way: an event may come in pieces, several may come at once, and lines may end in LF, CR LF or CR. The zero value
-// is ready. It is for one stream.
+// Events cuts a stream of server-sent events (text/event-stream, WHATWG HTML 9.2) into events, however its bytes
+// were cut on the way: an event may come in pieces, several may come at once, and lines may end in LF, CR LF or CR.
+// The zero value is ready. It is for one stream.
 type Events struct {
 	held []byte // of the event that is not complete yet
 	next int    // how far held was looked at
@@ -18,14 +18,15 @@ type Events struct {
 // maxEvent bounds what is held of an event whose end has not come, in bytes.
 const maxEvent = 8 << 20
 
-// keepHeld is how large a buffer, in bytes, lives on when the event that needed it has gone on: a stream may last for minutes.
+// keepHeld is how large a buffer, in bytes, lives on when the event that needed it has gone on: a stream may last
+// for minutes.
 const keepHeld = 64 << 10
 
 // ErrEventTooLong ends a stream with an event of more than 8 MiB.
 var ErrEventTooLong = errors.New("a server-sent event of more than 8 MiB")
 
-// Feed takes the stream's next bytes and calls each with every event that they complete: its lines as they came, without
-// the empty one behind them. The event is each's until it returns.
+// Feed takes the stream's next bytes and calls each with every event that they complete: its lines as they came,
+// without the empty one behind them. The event is each's until it returns.
 func (e *Events) Feed(chunk []byte, each func(event []byte)) error {
 	e.held = append(e.held, chunk...)
 	b, start := e.held, 0

@@ -2,20 +2,21 @@ package openai
 
 import "errors"
 
-// TurnAnswer takes out of decode's answer what its engine says for the conversation's next turn, where engines hand KV over both
-// ways (vLLM's NIXL, bidirectional): kv_transfer_params, which name internal hosts and blocks, and the token ids that these are
-// good for, if it was not the client who asked for them.
+// TurnAnswer takes out of decode's answer what its engine says for the conversation's next turn, where engines hand
+// KV over both ways (vLLM's NIXL, bidirectional): kv_transfer_params, which name internal hosts and blocks, and the
+// token ids that these are good for, if it was not the client who asked for them.
 //
-// An answer that is not streamed has them at its top, and the ids of prompt and answer (return_token_ids, vLLM 0.10.2) at its top
-// or in its only choice. A stream has the prompt's ids in its first event, the answer's in each, and from vLLM 0.33 the parameters
-// in the one that says why it ended. It is for one answer, and for one goroutine.
+// An answer that is not streamed has them at its top, and the ids of prompt and answer (return_token_ids, vLLM
+// 0.10.2) at its top or in its only choice. A stream has the prompt's ids in its first event, the answer's in each,
+// and from vLLM 0.33 the parameters in the one that says why it ended. It is for one answer, and for one goroutine.
 type TurnAnswer struct {
 	// OwnIDs says that the client asked for token ids, which it then gets.
 	OwnIDs bool
-	// Kept is called when the answer has said all that there is to know: the parameters, as JSON text, and the ids of prompt and
-	// answer. It is not called where something of that is missing. nil: nobody wants to know.
+	// Kept is called when the answer has said all that there is to know: the parameters, as JSON text, and the ids
+	// of prompt and answer. It is not called where something of that is missing. nil: nobody wants to know.
 	Kept func(params []byte, ids []uint32)
-	// Room is told how much memory the ids take from now on, in bytes; where it is false nothing is kept. nil: there is room.
+	// Room is told how much memory the ids take from now on, in bytes; where it is false nothing is kept. nil:
+	// there is room.
 	Room func(bytes int) bool
 
 	params []byte
@@ -65,7 +66,8 @@ func (a *TurnAnswer) tell() {
 	a.params = nil
 }
 
-// read takes what an answer, or an event of one, says: the prompt's ids before the answer's, in whichever order they stand.
+// read takes what an answer, or an event of one, says: the prompt's ids before the answer's, in whichever order
+// they stand.
 func (a *TurnAnswer) read(object []byte) {
 	if a.Kept == nil {
 		return
@@ -191,7 +193,8 @@ func (a *TurnAnswer) choices(list []byte) []byte {
 	return append(dst, ']')
 }
 
-// saysNothing reports whether a chat's event is one that vLLM sends for its token ids alone: those of a token that is no text yet.
+// saysNothing reports whether a chat's event is one that vLLM sends for its token ids alone: those of a token that
+// is no text yet.
 func saysNothing(chunk []byte) bool {
 	deltas := 0
 	for key, value := range pairs(chunk) {

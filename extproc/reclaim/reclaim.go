@@ -144,7 +144,8 @@ func (r *Reclaimer) Orphaned(t *kvtransfer.Ticket, requestID, why string) {
 	}
 }
 
-// NotFollowed is Orphaned for a prefill leg whose answer came too late to be followed, if it came. t is the leg's ticket.
+// NotFollowed is Orphaned for a prefill leg whose answer came too late to be followed, if it came. t is the leg's
+// ticket.
 func (r *Reclaimer) NotFollowed(t *kvtransfer.Ticket, requestID, why string) {
 	if h := r.takeNotFollowed(t, why); h != nil && h.read && r.State.Consume(t.ID) {
 		r.orphaned(t.ID, requestID, h, why)
@@ -186,7 +187,8 @@ func (r *Reclaimer) Ended(t *kvtransfer.Ticket, e *End) {
 		unused = h != nil && h.read
 	case kvtransfer.HandOver: // pass 2 did not decide, or Envoy did not receive its decision
 		h = r.records.take(t.ID)
-		unused = h != nil && h.read && !e.Asked && h.expires.UnixMilli() == t.Expires.UnixMilli() // this replica's, if another read P's answer too
+		// this replica's, if another read P's answer too
+		unused = h != nil && h.read && !e.Asked && h.expires.UnixMilli() == t.Expires.UnixMilli()
 	case kvtransfer.DecodeLeg:
 		h = r.records.take(t.ID)
 		unused = h != nil && h.decided && !e.Asked && e.BookedHere // likewise: the decision that Envoy received

@@ -18,8 +18,8 @@ var (
 	errFlood   = errors.New("grpcserver: too many frames that carry no request")
 )
 
-// conn is one connection. It reads ahead into a buffer of its own, so grpc-go asks for one frame's header, then for its payload, and conn
-// knows of each frame just before grpc-go does.
+// conn is one connection. It reads ahead into a buffer of its own, so grpc-go asks for one frame's header, then for
+// its payload, and conn knows of each frame just before grpc-go does.
 type conn struct {
 	net.Conn // of the listener
 	s        *Server
@@ -53,7 +53,8 @@ const (
 	readBuffer = 32 << 10
 	// frameCost is counted for each DATA frame beside its bytes: grpc-go keeps them apart.
 	frameCost = 64
-	// Frames that carry no request: so many at first, for each request, for each 256 bytes that were written, and each second.
+	// Frames that carry no request: so many at first, for each request, for each 256 bytes that were written, and
+	// each second.
 	maxCredit     = 4096
 	requestCredit = 8
 	writtenCredit = 256
@@ -178,7 +179,8 @@ func (c *conn) Close() error {
 	return err
 }
 
-// received counts what comes on a stream, refuses the stream if it is too much, and closes the connection if that does not help.
+// received counts what comes on a stream, refuses the stream if it is too much, and closes the connection if that
+// does not help.
 func (c *conn) received(id uint32, n int64) error {
 	c.mu.Lock()
 	r := c.streams[id]
@@ -240,8 +242,8 @@ func (c *conn) forgetReply(r *receipt) {
 // slowMessage is how long a message may take to become complete while memory is short.
 const slowMessage = 10 * time.Second
 
-// sweep closes the connection if a reply is not taken or a refused stream goes on, and if memory is short refuses messages that take
-// too long.
+// sweep closes the connection if a reply is not taken or a refused stream goes on, and if memory is short refuses
+// messages that take too long.
 func (c *conn) sweep(now time.Time, short bool) {
 	var dropped []*receipt
 	stuck := false

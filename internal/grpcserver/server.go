@@ -1,8 +1,8 @@
 // Package grpcserver is grpc-go's server with limits on what its peers can make it hold.
 //
-// grpc-go bounds streams per connection, header lists, message sizes and handshakes. It does not bound the sum: it lets a peer send
-// the whole of a message as soon as a handler waits for it, on every stream, and keeps what has arrived until the message is
-// complete. This package counts, and acts on what it counts:
+// grpc-go bounds streams per connection, header lists, message sizes and handshakes. It does not bound the sum: it
+// lets a peer send the whole of a message as soon as a handler waits for it, on every stream, and keeps what has
+// arrived until the message is complete. This package counts, and acts on what it counts:
 //
 //   - Bytes that have arrived on a stream and are not handled yet, and replies that are not written yet, count against one
 //     [memory.Budget], and against a share of it for each connection. The stream that exceeds either is refused: its handler answers
@@ -12,7 +12,8 @@
 //   - Streams are bounded for each method, over all connections.
 //   - Frames that carry no request (SETTINGS, PING, RST_STREAM, WINDOW_UPDATE, ...) are bounded by those that do.
 //
-// Files: server.go the server and its limits, conn.go a connection and its frames, stream.go a stream and its bytes.
+// Files: server.go the server and its limits, conn.go a connection and its frames, stream.go a stream and its
+// bytes.
 package grpcserver
 
 import (
@@ -45,9 +46,10 @@ type Options struct {
 	ConnectionMemory int64          // of it, what one connection may hold; default a quarter
 	Connections      int            // default 4,096
 	Streams          int            // of one connection; default 4,096, beyond which Envoy opens another connection
-	MethodStreams    map[string]int // of one streaming method ("/service/method") over all connections; all others together get 1,024
-	ConnectTime      time.Duration  // for TLS and the first frames; default 10 s
-	StuckTime        time.Duration  // after which a peer that takes nothing is disconnected; default 30 s
+	// of one streaming method ("/service/method") over all connections; all others together get 1,024
+	MethodStreams map[string]int
+	ConnectTime   time.Duration // for TLS and the first frames; default 10 s
+	StuckTime     time.Duration // after which a peer that takes nothing is disconnected; default 30 s
 }
 
 const (
@@ -106,7 +108,8 @@ func New(o Options) *Server {
 		grpc.MaxConcurrentStreams(uint32(o.Streams)), grpc.MaxHeaderListSize(maxHeaders),
 		grpc.StaticStreamWindowSize(streamWindow), grpc.StaticConnWindowSize(connWindow),
 		grpc.ReadBufferSize(0), // conn has a buffer, and sees each frame when grpc-go does
-		// Workers keep their stacks, which handlers grow to the same size each time. Streams beyond them get goroutines of their own.
+		// Workers keep their stacks, which handlers grow to the same size each time. Streams beyond them get
+		// goroutines of their own.
 		grpc.NumStreamWorkers(uint32(8*runtime.GOMAXPROCS(0))),
 		grpc.KeepaliveParams(keepalive.ServerParameters{Time: 30 * time.Second, Timeout: 10 * time.Second}),
 		// Envoy pings each of several replicas every 0.3 s (envoy-configs), to notice one that hangs.
@@ -152,8 +155,8 @@ func (s *Server) Held() (n int64) {
 	return n
 }
 
-// fairShare is what a connection may hold when a quarter of the budget is left: as much as the others have on average. Who holds little
-// is served while others hold much.
+// fairShare is what a connection may hold when a quarter of the budget is left: as much as the others have on
+// average. Who holds little is served while others hold much.
 func (s *Server) fairShare(total int64) int64 {
 	return max(total/max(s.accepted.Load(), 1), leastShare)
 }
@@ -188,8 +191,8 @@ func (l *listener) Accept() (net.Conn, error) {
 	}
 }
 
-// enter counts a connection. Where there are too many it closes the one that has been without streams for longest, and where all have
-// streams it reports false.
+// enter counts a connection. Where there are too many it closes the one that has been without streams for longest,
+// and where all have streams it reports false.
 func (s *Server) enter(c *conn) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -218,7 +221,8 @@ func (s *Server) leave(c *conn) {
 	s.mu.Unlock()
 }
 
-// sweep disconnects peers that do not take what they are sent, and refuses messages that do not become complete while memory is short.
+// sweep disconnects peers that do not take what they are sent, and refuses messages that do not become complete
+// while memory is short.
 func (s *Server) sweep() {
 	tick := time.NewTicker(sweepInterval)
 	defer tick.Stop()

@@ -17,7 +17,8 @@ import (
 	"tandem/internal/memory"
 )
 
-// receipt is what a stream has been sent and what it has still to write. It is the stream's context too, which saves an allocation.
+// receipt is what a stream has been sent and what it has still to write. It is the stream's context too, which
+// saves an allocation.
 type receipt struct {
 	context.Context // of the stream
 	conn            *conn
@@ -60,8 +61,8 @@ func (r *receipt) OnFull(f func()) {
 	r.full = f
 }
 
-// refuse has the handler answer. If the message does not end and the stream neither, [conn.sweep] closes the connection. conn.mu is
-// held.
+// refuse has the handler answer. If the message does not end and the stream neither, [conn.sweep] closes the
+// connection. conn.mu is held.
 func (r *receipt) refuse(now time.Time) {
 	r.over, r.overSince = true, now
 	if r.full != nil {
@@ -142,7 +143,8 @@ func (r *receipt) settle() {
 	}
 }
 
-// reply counts n bytes that are to be written, and returns a buffer that gives them back when it is freed; nil: nothing will be written.
+// reply counts n bytes that are to be written, and returns a buffer that gives them back when it is freed; nil:
+// nothing will be written.
 func (r *receipt) reply(n int64) mem.Buffer {
 	c := r.conn
 	c.mu.Lock()

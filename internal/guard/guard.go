@@ -1,8 +1,9 @@
 // Package guard keeps a panic in one handler from ending the process.
 //
-// A handler of outside input recovers at its boundary: the panic is logged with its stack and counted, and costs the one
-// request, message or connection that was being handled. A context carries the guard to goroutines in the background, so
-// that packages need no setting for it. Without a guard in the context a panic ends the process as usual; tests rely on that.
+// A handler of outside input recovers at its boundary: the panic is logged with its stack and counted, and costs
+// the one request, message or connection that was being handled. A context carries the guard to goroutines in the
+// background, so that packages need no setting for it. Without a guard in the context a panic ends the process as
+// usual; tests rely on that.
 package guard
 
 import (

@@ -16,8 +16,8 @@ type Budget struct {
 // New returns a budget of limit bytes, none of which is held.
 func New(limit int64) *Budget { return &Budget{limit: limit} }
 
-// Add counts n more bytes, or fewer if n is negative, and returns how many are held then. It never refuses: the caller compares
-// with Limit, and takes back what it cannot have.
+// Add counts n more bytes, or fewer if n is negative, and returns how many are held then. It never refuses: the
+// caller compares with Limit, and takes back what it cannot have.
 func (b *Budget) Add(n int64) int64 { return b.held.Add(n) }
 
 // Load returns how many bytes are held.
@@ -28,8 +28,8 @@ func (b *Budget) Limit() int64 { return b.limit }
 
 // Notifier is in the context of a handler whose messages are counted while they arrive.
 type Notifier interface {
-	// OnFull has f called, once and on a goroutine of its own, if the handler's next message does not fit the budget. f answers
-	// the peer, which then ends the stream.
+	// OnFull has f called, once and on a goroutine of its own, if the handler's next message does not fit the
+	// budget. f answers the peer, which then ends the stream.
 	OnFull(f func())
 }
 

@@ -55,8 +55,8 @@ type Conn struct {
 	frames [][]byte
 }
 
-// Open makes the handshake over a network connection, which is closed if that fails. limit is how many bytes a message may
-// have, all its frames together.
+// Open makes the handshake over a network connection, which is closed if that fails. limit is how many bytes a
+// message may have, all its frames together.
 func Open(ctx context.Context, nc net.Conn, kind Kind, limit int) (*Conn, error) {
 	defer context.AfterFunc(ctx, func() { _ = nc.Close() })()
 	_ = nc.SetDeadline(time.Now().Add(handshakeTime))

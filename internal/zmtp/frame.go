@@ -17,7 +17,8 @@ const (
 	flagCommand = 4
 )
 
-// Greeting: signature (0xFF, padding, 0x7F), version 3.0, mechanism, as-server, filler. 3.0 is understood by all of 3.x.
+// Greeting: signature (0xFF, padding, 0x7F), version 3.0, mechanism, as-server, filler. 3.0 is understood by all of
+// 3.x.
 func greeting() []byte {
 	g := make([]byte, greetingLen)
 	g[0], g[9], g[10] = 0xFF, 0x7F, 3

@@ -14,7 +14,8 @@ import (
 
 // Source is where the engines of a pool publish their KV events. vLLM: --kv-events-config, SGLang: --kv-events-config.
 type Source struct {
-	Port       int    // of the events, for data-parallel rank 0; rank r has Port+r. An endpoint's own EventsPort goes before
+	// of the events, for data-parallel rank 0; rank r has Port+r. An endpoint's own EventsPort goes before
+	Port       int
 	ReplayPort int    // where old batches can be asked for, likewise; 0: nowhere
 	Ranks      int    // data-parallel ranks behind each endpoint; 0 is 1
 	Topic      string // what topics begin with; "": any
@@ -95,8 +96,8 @@ func (c *Collector) SetPools(sources map[string]Source) {
 // lookEvery is how often the pools' endpoints are compared with those that are followed, where any are to be.
 const lookEvery = 250 * time.Millisecond
 
-// Run follows publishers until ctx ends. An address that cannot be listened on is an error at the start; one that is set later
-// is tried again.
+// Run follows publishers until ctx ends. An address that cannot be listened on is an error at the start; one that
+// is set later is tried again.
 func (c *Collector) Run(ctx context.Context) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer c.end()
@@ -143,8 +144,8 @@ func (c *Collector) end() {
 	c.running.Wait()
 }
 
-// Look begins to follow publishers that are new, until ctx ends, and ends with those that have left. [Collector.Run] does so
-// all the time.
+// Look begins to follow publishers that are new, until ctx ends, and ends with those that have left.
+// [Collector.Run] does so all the time.
 func (c *Collector) Look(ctx context.Context) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -301,17 +302,18 @@ func (c *Collector) ForwardPositions(p *kvstate.Pool) {
 type Stats struct {
 	Pool, Endpoint string
 	Rank           int
-	Connected      bool          // its batches reach this replica, by itself or from the replica that it is connected to
-	Lag            time.Duration // from the engine's clock to ours, of the last batch that came as it was published
-	Batches        uint64
-	Events         uint64
-	Malformed      uint64 // payloads that were no batch
-	Gaps           uint64 // times that batches were missing
-	Recovered      uint64 // gaps that a replay closed
-	Lost           uint64 // times that events were lost and the publisher's blocks forgotten
-	Restarts       uint64 // of the engine
-	Forwarded      uint64 // batches from the replica that it is connected to
-	Feed           prefixindex.FeedStats
+	// its batches reach this replica, by itself or from the replica that it is connected to
+	Connected bool
+	Lag       time.Duration // from the engine's clock to ours, of the last batch that came as it was published
+	Batches   uint64
+	Events    uint64
+	Malformed uint64 // payloads that were no batch
+	Gaps      uint64 // times that batches were missing
+	Recovered uint64 // gaps that a replay closed
+	Lost      uint64 // times that events were lost and the publisher's blocks forgotten
+	Restarts  uint64 // of the engine
+	Forwarded uint64 // batches from the replica that it is connected to
+	Feed      prefixindex.FeedStats
 }
 
 // Stats are the numbers of all publishers that are followed.

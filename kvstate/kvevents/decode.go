@@ -14,8 +14,8 @@ import (
 // ErrMalformed says that a payload is no batch of KV events.
 var ErrMalformed = errors.New("kvevents: not a batch of KV events")
 
-// Decoder reads batches of events. Its zero value is ready; it keeps what it learned about an engine's groups of KV cache,
-// so each publisher has one of its own. It is used by one goroutine at a time.
+// Decoder reads batches of events. Its zero value is ready; it keeps what it learned about an engine's groups of KV
+// cache, so each publisher has one of its own. It is used by one goroutine at a time.
 type Decoder struct {
 	events []prefixindex.BlockEvent
 	words  []uint64 // keys and blocks of the events
@@ -39,9 +39,9 @@ type Batch struct {
 	Events []prefixindex.BlockEvent
 }
 
-// Batch reads a payload: [ts, [event...], rank], the same in every release. Events are arrays that begin with their type
-// (vLLM up to 0.23, SGLang up to 0.5.16), or maps with a key type (since); one of either kind may follow the other. Fields
-// that a release does not have yet, or that we do not know, are skipped.
+// Batch reads a payload: [ts, [event...], rank], the same in every release. Events are arrays that begin with their
+// type (vLLM up to 0.23, SGLang up to 0.5.16), or maps with a key type (since); one of either kind may follow the
+// other. Fields that a release does not have yet, or that we do not know, are skipped.
 //
 // Read in vllm/distributed/kv_events.py 0.9.2 to 0.33.0 and sglang/srt/disaggregation/kv_events.py 0.4.9 to 0.5.23.
 func (d *Decoder) Batch(payload []byte) (Batch, error) {
@@ -86,9 +86,9 @@ type rawEvent struct {
 	salt      int
 }
 
-// The order of fields in the array form. vLLM: block_hashes, parent_block_hash, token_ids, block_size, lora_id, medium
-// (0.10.2), lora_name (0.14.1), extra_keys (0.17.1), group_idx, kv_cache_spec_kind, kv_cache_spec_sliding_window (0.20.2).
-// SGLang has the first six.
+// The order of fields in the array form. vLLM: block_hashes, parent_block_hash, token_ids, block_size, lora_id,
+// medium (0.10.2), lora_name (0.14.1), extra_keys (0.17.1), group_idx, kv_cache_spec_kind,
+// kv_cache_spec_sliding_window (0.20.2). SGLang has the first six.
 func (e *rawEvent) field(i int) *int {
 	if string(e.kind) == "BlockRemoved" {
 		switch i {
@@ -317,8 +317,9 @@ func (d *Decoder) removed(c *cursor, e *rawEvent) bool {
 	return true
 }
 
-// counts reports whether an event is about the group of KV cache by which prefixes are counted. Hybrid models have several:
-// those with a sliding window or a recurrent state hold only the end of a prompt. The first other one is the one that counts.
+// counts reports whether an event is about the group of KV cache by which prefixes are counted. Hybrid models have
+// several: those with a sliding window or a recurrent state hold only the end of a prompt. The first other one is
+// the one that counts.
 func (d *Decoder) counts(c *cursor, e *rawEvent, stored bool) bool {
 	if e.window != 0 {
 		return false
@@ -362,8 +363,8 @@ func (d *Decoder) keys(f *cursor) []uint64 {
 	return d.words[from:len(d.words):len(d.words)]
 }
 
-// key reads the engine's hash of a block: 64 bits with or without a sign or, with VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES=0,
-// the whole digest, of which vLLM's integers are the last eight bytes.
+// key reads the engine's hash of a block: 64 bits with or without a sign or, with
+// VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES=0, the whole digest, of which vLLM's integers are the last eight bytes.
 func key(f *cursor) uint64 {
 	if !f.isText() {
 		return f.integer()

@@ -1,5 +1,5 @@
-// Package kvevents follows the KV events of engines and applies them to the prefix index: vLLM and SGLang publish, over
-// ZeroMQ, which blocks they store and which they evict. With them the index knows instead of guessing.
+// Package kvevents follows the KV events of engines and applies them to the prefix index: vLLM and SGLang publish,
+// over ZeroMQ, which blocks they store and which they evict. With them the index knows instead of guessing.
 //
 //	engine PUB --(topic, sequence number, MessagePack)--> subscription -> Decoder -> stream -> prefixindex.Feed
 //	engine ROUTER <--(from which number)-- replay --(batches)--------------------^

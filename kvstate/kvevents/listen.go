@@ -15,12 +15,12 @@ import (
 	"tandem/kvstate"
 )
 
-// A publisher whose endpoint in --kv-events-config names a host connects, and we bind the socket. Its endpoint follows from its
-// topic, by custom kv@<pod address>@<model>, or from the address it connects from.
+// A publisher whose endpoint in --kv-events-config names a host connects, and we bind the socket. Its endpoint
+// follows from its topic, by custom kv@<pod address>@<model>, or from the address it connects from.
 //
-// It reaches one replica. That one forwards the batches as they come, and three times a lease the number of the next one, so
-// that the others see that the publisher is connected and whether they missed something. A batch that another replica missed
-// it asks the publisher for, as any other.
+// It reaches one replica. That one forwards the batches as they come, and three times a lease the number of the
+// next one, so that the others see that the publisher is connected and whether they missed something. A batch that
+// another replica missed it asks the publisher for, as any other.
 
 // accepted is a connection that a publisher opened, with the first message that came over it.
 type accepted struct {
@@ -29,7 +29,8 @@ type accepted struct {
 	done  chan struct{} // closed when it has been served
 }
 
-// firstMessage is how long a publisher may be silent before we know who it is. An engine that serves nobody says nothing.
+// firstMessage is how long a publisher may be silent before we know who it is. An engine that serves nobody says
+// nothing.
 const (
 	firstMessage = time.Hour
 	acceptTime   = 5 * time.Second // for the publisher's subscription to take the connection

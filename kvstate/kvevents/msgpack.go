@@ -6,8 +6,8 @@ import (
 	"slices"
 )
 
-// cursor reads MessagePack in place. After the first mistake it is bad, and everything it reads is zero. Every header may
-// be longer than it must be: msgspec writes maps of eight entries with a 16-bit length.
+// cursor reads MessagePack in place. After the first mistake it is bad, and everything it reads is zero. Every
+// header may be longer than it must be: msgspec writes maps of eight entries with a 16-bit length.
 type cursor struct {
 	b   []byte
 	at  int
@@ -210,8 +210,8 @@ func (c *cursor) skipNested(depth int) {
 	}
 }
 
-// tokens reads an array of token ids and appends them to dst, four bytes each, little endian. Numbers of one, two and four
-// bytes come in no order that a processor could foresee, so which it is decides no branch.
+// tokens reads an array of token ids and appends them to dst, four bytes each, little endian. Numbers of one, two
+// and four bytes come in no order that a processor could foresee, so which it is decides no branch.
 func (c *cursor) tokens(dst []byte) []byte {
 	n, from := c.array(), len(dst)
 	dst = slices.Grow(dst, 4*n)[:from+4*n]

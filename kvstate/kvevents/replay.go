@@ -30,9 +30,9 @@ const replayEnd = ^uint64(0)
 
 // ask asks the replay socket at addr for all batches from a number on.
 //
-// The question is an empty frame and the number. An answer is an empty frame, from vLLM 0.26 and SGLang 0.5.23 on also the
-// topic, then number and payload; the end has number -1 and an empty payload. So the last two frames count. (A REQ socket,
-// as in vLLM's own example, sees the first answer only.)
+// The question is an empty frame and the number. An answer is an empty frame, from vLLM 0.26 and SGLang 0.5.23 on
+// also the topic, then number and payload; the end has number -1 and an empty payload. So the last two frames
+// count. (A REQ socket, as in vLLM's own example, sees the first answer only.)
 func ask(ctx context.Context, addr string, from uint64, each func(seq uint64, payload []byte)) error {
 	ctx, cancel := context.WithTimeout(ctx, replayTimeout)
 	defer cancel()

@@ -17,20 +17,21 @@ type Sink interface {
 	Clear() // everything reported before is void
 }
 
-// replay asks a publisher for its batches from a sequence number on and calls each for them, oldest first. It is an error
-// if it cannot be asked, or does not answer to the end.
+// replay asks a publisher for its batches from a sequence number on and calls each for them, oldest first. It is an
+// error if it cannot be asked, or does not answer to the end.
 type replay func(from uint64, each func(seq uint64, payload []byte)) error
 
 // errNoReplay: the publisher has no replay socket that we know of.
 var errNoReplay = errors.New("kvevents: no replay")
 
-// stream puts the batches of one publisher in order. It does no I/O: subscription.go brings batches in, and replay.go old ones. One
-// goroutine at a time calls connected, live and position.
+// stream puts the batches of one publisher in order. It does no I/O: subscription.go brings batches in, and
+// replay.go old ones. One goroutine at a time calls connected, live and position.
 //
-// Numbers start at 0 for each process of an engine. One that is lower than expected is a new process, unless the batch is
-// not younger than the last one, which replay has then brought already.
+// Numbers start at 0 for each process of an engine. One that is lower than expected is a new process, unless the
+// batch is not younger than the last one, which replay has then brought already.
 //
-// A replica that starts keeps batches back while it is joining: another replica's feed may come (load), which they continue.
+// A replica that starts keeps batches back while it is joining: another replica's feed may come (load), which they
+// continue.
 type stream struct {
 	mu        sync.Mutex // not held while a replay is waited for
 	sink      Sink
@@ -74,7 +75,8 @@ func (s *stream) connected(ask replay) error {
 // catchUp asks for all batches that the publisher keeps and that were not taken yet.
 func (s *stream) catchUp(ask replay) error {
 	if s.known && s.next > 0 {
-		kept, same, on := false, false, false // the last batch that we know is kept; it is the same one; there are later ones
+		// the last batch that we know is kept; it is the same one; there are later ones
+		kept, same, on := false, false, false
 		from, last := s.next-1, s.last
 		err := s.asking(ask, from, func(seq uint64, payload []byte) {
 			if seq == from {

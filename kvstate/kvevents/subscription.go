@@ -198,7 +198,8 @@ func (s *subscription) isAway(now time.Time) bool {
 	return !s.up && now.Sub(s.last) > staleAfter
 }
 
-// reaches reports whether the publisher's batches reach this replica: by itself, or from the replica that it is connected to.
+// reaches reports whether the publisher's batches reach this replica: by itself, or from the replica that it is
+// connected to.
 func (s *subscription) reaches(now time.Time) bool {
 	return s.isUp() || s.remote.Load() && !s.isAway(now)
 }

@@ -2,13 +2,14 @@ package prefixindex
 
 import "sync/atomic"
 
-// blockStore is the memory of the prefix index: every block that some member holds, found by its hash. One goroutine
-// writes at a time; readers need no lock. All that they read is atomic and never moves, and they check a block found against
-// the hash that they look for. So a reader may overlook a block that is just being written, and never takes one block for
-// another.
+// blockStore is the memory of the prefix index: every block that some member holds, found by its hash. One
+// goroutine writes at a time; readers need no lock. All that they read is atomic and never moves, and they check a
+// block found against the hash that they look for. So a reader may overlook a block that is just being written, and
+// never takes one block for another.
 //
-// A block takes 20 bytes, 5.7 to 7.1 in the table, and nothing that the garbage collector looks into. Blocks of a prompt get
-// numbers in a row where that is possible; [reading.find] tries the next number first, which saves the table.
+// A block takes 20 bytes, 5.7 to 7.1 in the table, and nothing that the garbage collector looks into. Blocks of a
+// prompt get numbers in a row where that is possible; [reading.find] tries the next number first, which saves the
+// table.
 type blockStore struct {
 	chunks atomic.Pointer[[]*blockChunk]
 	table  atomic.Pointer[blockTable]
@@ -28,9 +29,10 @@ type block struct {
 
 const chunkBlocks = 1 << 12
 
-// blockChunk is a number of blocks, and a tally of each: how many hold it <<16 | the exclusive or of their slots. Who holds a
-// block stands in its holders, but those are scattered over the memory. Of two blocks of which one follows the other, equal
-// tallies say that the same members hold both, and where one member less holds the second, the difference says which.
+// blockChunk is a number of blocks, and a tally of each: how many hold it <<16 | the exclusive or of their slots.
+// Who holds a block stands in its holders, but those are scattered over the memory. Of two blocks of which one
+// follows the other, equal tallies say that the same members hold both, and where one member less holds the second,
+// the difference says which.
 type blockChunk struct {
 	blocks  [chunkBlocks]block
 	tallies [chunkBlocks]atomic.Uint32

@@ -5,12 +5,12 @@ import (
 	"sync/atomic"
 )
 
-// blockTable finds numbers by hash: open addressing in groups of eight slots. Entries never move, so readers cannot miss one
-// that stays.
+// blockTable finds numbers by hash: open addressing in groups of eight slots. Entries never move, so readers cannot
+// miss one that stays.
 type blockTable struct{ groups []tableGroup }
 
-// tableGroup has a control byte for each slot: 0 empty, 1 deleted, else 0x80 and seven bits of the hash. The numbers stand
-// beside them, where one access to memory mostly brings both.
+// tableGroup has a control byte for each slot: 0 empty, 1 deleted, else 0x80 and seven bits of the hash. The
+// numbers stand beside them, where one access to memory mostly brings both.
 type tableGroup struct {
 	control atomic.Uint64
 	ids     [groupSlots]atomic.Uint32
@@ -28,8 +28,8 @@ func newBlockTable(groups int) *blockTable { return &blockTable{make([]tableGrou
 // room is how many slots may be taken: with more, searches become long.
 func (t *blockTable) capacity() int { return len(t.groups) * (groupSlots - 1) }
 
-// rebuild makes a table that is four fifths full: a larger one, or one as large where the old one has deleted slots. To grow
-// by more would be less work and take more than bytesPerEntry.
+// rebuild makes a table that is four fifths full: a larger one, or one as large where the old one has deleted
+// slots. To grow by more would be less work and take more than bytesPerEntry.
 func (b *blockStore) rebuild(old *blockTable) *blockTable {
 	return b.move(old, max(len(old.groups), (b.blocks+1)*5/(4*groupSlots)+1))
 }
@@ -140,8 +140,8 @@ func (r *reading) find(hash uint64, guess uint32) uint32 {
 // findAtOnce is how many blocks findAll finds at most.
 const findAtOnce = 16
 
-// findAll is find for several blocks. It asks for the memory of each step for all of them before it takes the next, so that
-// where that memory is far they wait for it together.
+// findAll is find for several blocks. It asks for the memory of each step for all of them before it takes the next,
+// so that where that memory is far they wait for it together.
 func (r *reading) findAll(hashes []uint64, ids *[findAtOnce]uint32) {
 	for k, hash := range hashes {
 		i, control := place(hash, len(r.table))

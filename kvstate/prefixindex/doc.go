@@ -8,6 +8,6 @@
 //  3. [TokenMemory] connects the two: the token blocks of prompts whose text was seen before.
 //  4. [Lookup.Find] returns how many leading blocks of a prompt each candidate holds. It takes no lock and allocates nothing.
 //
-// The index knows members by slots, not endpoints: package kvstate maps one to the other. Memory is bounded ([Limits]):
-// each member forgets by generations within its share.
+// The index knows members by slots, not endpoints: package kvstate maps one to the other. Memory is bounded
+// ([Limits]): each member forgets by generations within its share.
 package prefixindex

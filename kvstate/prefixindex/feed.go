@@ -14,9 +14,9 @@ type BlockEvent struct {
 	// Host: not in GPU memory but in CPU memory, on disk, or further away.
 	Host bool
 
-	// For BlocksStored: the engine's hash of the block before the first; the content of each block (TokenBlock), none if the
-	// engine does not report it, as for blocks that move between tiers; the root of the prompt (TokenRoot); and the tokens
-	// in a block.
+	// For BlocksStored: the engine's hash of the block before the first; the content of each block (TokenBlock),
+	// none if the engine does not report it, as for blocks that move between tiers; the root of the prompt
+	// (TokenRoot); and the tokens in a block.
 	Parent    uint64
 	HasParent bool
 	Blocks    []uint64
@@ -44,12 +44,12 @@ type FeedStats struct {
 	Orphans         int    // blocks now whose predecessor is unknown or gone
 }
 
-// Feed takes the KV events of one publisher: an engine, or one data-parallel rank of it. A stored block counts as held when
-// all blocks before it are; until then it is an orphan: under the hash of the block before it, or, if that was never seen
-// (its event was lost), under the engine's name for it.
+// Feed takes the KV events of one publisher: an engine, or one data-parallel rank of it. A stored block counts as
+// held when all blocks before it are; until then it is an orphan: under the hash of the block before it, or, if
+// that was never seen (its event was lost), under the engine's name for it.
 //
-// A block that is stored twice is held once, whatever the engine counts: the first removal takes both copies. A miss costs
-// some computing, a false hit costs a place in the wrong queue.
+// A block that is stored twice is held once, whatever the engine counts: the first removal takes both copies. A
+// miss costs some computing, a false hit costs a place in the wrong queue.
 //
 // Methods may be called by one goroutine at a time.
 type Feed struct {

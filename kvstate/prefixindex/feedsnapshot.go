@@ -52,14 +52,15 @@ func (f *Feed) Snapshot() *FeedSnapshot {
 	return c
 }
 
-// Each calls f with events that make a new feed hold the same: each block after its predecessors. An event is good until the
-// next. Orphans behind a block that the engine has evicted are left out: if it computes that one again, a feed made of these
-// events learns of them when the engine stores them again.
+// Each calls f with events that make a new feed hold the same: each block after its predecessors. An event is good
+// until the next. Orphans behind a block that the engine has evicted are left out: if it computes that one again, a
+// feed made of these events learns of them when the engine stores them again.
 func (c *FeedSnapshot) Each(f func(*BlockEvent)) {
 	for _, name := range c.loras {
 		f(&BlockEvent{Kind: BlocksStored, LoRA: []byte(name), BlockSize: c.size})
 	}
-	slices.SortFunc(c.blocks, func(a, b heldBlock) int { return int(a.id) - int(b.id) }) // mostly in the order of prompts
+	// mostly in the order of prompts
+	slices.SortFunc(c.blocks, func(a, b heldBlock) int { return int(a.id) - int(b.id) })
 	r := runs{c: c, f: f}
 	sent := make([]bool, len(c.blocks))
 	var path []int

@@ -6,8 +6,8 @@ import (
 	"sync/atomic"
 )
 
-// Chain returns the hashes of the prompt that ends with the block last, first to last, in the memory of dst; nil if the index
-// does not have it, or it is longer than most.
+// Chain returns the hashes of the prompt that ends with the block last, first to last, in the memory of dst; nil if
+// the index does not have it, or it is longer than most.
 func (x *Index) Chain(dst []uint64, last uint64, most int) []uint64 {
 	r := x.store.read()
 	first := r.find(last, 0)
@@ -23,15 +23,16 @@ func (x *Index) Chain(dst []uint64, last uint64, most int) []uint64 {
 		hashes = append(hashes, n.hash.Load())
 		id = uint32(n.rest.Load() >> 32)
 	}
-	if r.at(first).hash.Load() != last || slices.Contains(hashes, 0) { // forgotten while we read: those before it may have been too
+	// forgotten while we read: those before it may have been too
+	if r.at(first).hash.Load() != last || slices.Contains(hashes, 0) {
 		return nil
 	}
 	slices.Reverse(hashes)
 	return hashes
 }
 
-// Lookup finds how many leading blocks of a prompt each of some candidates holds. It is reused: a look-up allocates nothing
-// once it has grown. The zero value is ready.
+// Lookup finds how many leading blocks of a prompt each of some candidates holds. It is reused: a look-up allocates
+// nothing once it has grown. The zero value is ready.
 type Lookup struct {
 	depth  []int32  // by candidate
 	alive  []uint64 // members that hold all blocks so far, by slot
@@ -40,8 +41,8 @@ type Lookup struct {
 	known  bool     // alive are the members counted in the last block's tally
 }
 
-// Find looks a prompt up for n candidates; slots are the members of one. It returns how many leading blocks each of them
-// holds, nil if none holds any. The result is good until the next Find. Concurrent writes count or not.
+// Find looks a prompt up for n candidates; slots are the members of one. It returns how many leading blocks each of
+// them holds, nil if none holds any. The result is good until the next Find. Concurrent writes count or not.
 func (l *Lookup) Find(x *Index, hashes []uint64, n int, slots func(candidate int) []int32) []int32 {
 	w := walk{reading: x.store.read(), hashes: hashes}
 	at := w.block(0, w.find(hashes[0], 0))
@@ -78,15 +79,15 @@ func (l *Lookup) run(w *walk, at blockAt) {
 	}
 }
 
-// changesAtOnce is how many changes of holders are found before the holders are read: these are scattered over the memory,
-// so one wait serves several.
+// changesAtOnce is how many changes of holders are found before the holders are read: these are scattered over the
+// memory, so one wait serves several.
 const changesAtOnce = 8
 
 // change is a pair of neighbouring blocks with different holders.
 type change struct{ before, at blockAt }
 
-// one handles a change where a single member drops out and the tallies say which one: the holders of the block before must
-// not have changed since its tally was read.
+// one handles a change where a single member drops out and the tallies say which one: the holders of the block
+// before must not have changed since its tally was read.
 func (l *Lookup) one(w *walk, before, at blockAt) bool {
 	if !l.known || before.tally>>16-at.tally>>16 != 1 || w.tally(before.id) != before.tally {
 		return false

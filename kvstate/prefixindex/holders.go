@@ -5,10 +5,10 @@ import (
 	"sync/atomic"
 )
 
-// Who holds a block is a 32-bit word: 0 for nobody, slot+1 <<15 | state for one member, or, with the top bit set, the
-// address of a set in setStore. A set is a list of such words while that is smaller, then a bit for each slot with the
-// states behind. The state of a member and a block: which tiers of its memory hold it, which generation it was last used
-// in, and how many blocks that follow it the member holds too.
+// Who holds a block is a 32-bit word: 0 for nobody, slot+1 <<15 | state for one member, or, with the top bit set,
+// the address of a set in setStore. A set is a list of such words while that is smaller, then a bit for each slot
+// with the states behind. The state of a member and a block: which tiers of its memory hold it, which generation it
+// was last used in, and how many blocks that follow it the member holds too.
 const (
 	stateGPU    = 1 << 0
 	stateHost   = 1 << 1 // CPU memory, disk, or further away: slower than GPU memory, faster than computing
@@ -265,8 +265,8 @@ func (s *setStore) dropDense(at, head uint32, slot int) uint32 {
 	return isSet | list
 }
 
-// setAt is the set at an address and what comes behind it, as a reader sees it: nothing, where it is newer than the reading.
-// A set that is given to another block meanwhile is nonsense, which the caller finds out.
+// setAt is the set at an address and what comes behind it, as a reader sees it: nothing, where it is newer than the
+// reading. A set that is given to another block meanwhile is nonsense, which the caller finds out.
 func (r *reading) setAt(at uint32) []atomic.Uint32 {
 	if int(at/chunkWords) >= len(r.sets) {
 		return nil

@@ -8,25 +8,25 @@ import (
 	"time"
 )
 
-// Index records which members hold which prefixes of prompts. A block is identified by its chained hash: of its content and
-// of everything before it, model, adapter and salt included.
+// Index records which members hold which prefixes of prompts. A block is identified by its chained hash: of its
+// content and of everything before it, model, adapter and salt included.
 //
-// An [Owner] (one engine) has several members: one for the prompts that were routed to it (text blocks, a guess), one for
-// each publisher of KV events ([Feed]: token blocks, exact). Each can be forgotten without the others.
+// An [Owner] (one engine) has several members: one for the prompts that were routed to it (text blocks, a guess),
+// one for each publisher of KV events ([Feed]: token blocks, exact). Each can be forgotten without the others.
 //
-// One invariant makes a look-up fast: a member that holds a block holds every block before it too. So the holders of block
-// i of a prompt are a subset of those of block i-1; if two blocks have equally many, the sets are equal, and so are all
-// between them. Hits leaps over equal sets instead of visiting them. Routed prompts are written from their first block on
-// and forgotten from their last. Engines' events can leave gaps; a Feed keeps the blocks behind a gap as orphans until the
-// gap is closed.
+// One invariant makes a look-up fast: a member that holds a block holds every block before it too. So the holders
+// of block i of a prompt are a subset of those of block i-1; if two blocks have equally many, the sets are equal,
+// and so are all between them. Hits leaps over equal sets instead of visiting them. Routed prompts are written from
+// their first block on and forgotten from their last. Engines' events can leave gaps; a Feed keeps the blocks
+// behind a gap as orphans until the gap is closed.
 //
-// Readers take no lock and wait for nobody (blockStore). Writers take turns. A request that finds another writer at work
-// queues its blocks for that one to write.
+// Readers take no lock and wait for nobody (blockStore). Writers take turns. A request that finds another writer at
+// work queues its blocks for that one to write.
 //
 // Each member forgets by generations of its own: a block that is stored or asked for again belongs to the current
-// generation; when that is half of what the member may hold, or older than half of the time to live, the rest of the one
-// before is forgotten, last blocks first. So a block is forgotten after between one half and the whole of the capacity was
-// used beside it, which comes close to an engine's LRU at one bit a block.
+// generation; when that is half of what the member may hold, or older than half of the time to live, the rest of
+// the one before is forgotten, last blocks first. So a block is forgotten after between one half and the whole of
+// the capacity was used beside it, which comes close to an engine's LRU at one bit a block.
 type Index struct {
 	store   *blockStore
 	writing sync.Mutex
@@ -114,8 +114,8 @@ func (x *Index) limit(m *member) {
 	m.limit = max(min(m.limit, x.limits.MaxBytes/BytesPerEntry/x.parts), 2)
 }
 
-// learn corrects how much an engine is taken to keep, by what it found of a prompt in its cache: a little more if the index
-// was right, an eighth less if it promised blocks that were gone.
+// learn corrects how much an engine is taken to keep, by what it found of a prompt in its cache: a little more if
+// the index was right, an eighth less if it promised blocks that were gone.
 func (m *member) learn(promised, found, slack int64) {
 	fits, most := m.fits.Load(), m.keeps.Load()
 	if fits == 0 {
@@ -140,15 +140,15 @@ func (m *member) capacity() int {
 	return m.limit
 }
 
-// freshMember holds the prompts routed to an owner in the last moments, beside the member that remembers them for longer:
-// the engine will report these blocks, but has not had the time yet.
+// freshMember holds the prompts routed to an owner in the last moments, beside the member that remembers them for
+// longer: the engine will report these blocks, but has not had the time yet.
 type freshMember struct {
 	m    *member
 	slot []int32
 }
 
-// freshTTL is how long an engine may take from receiving a prompt to reporting its blocks, and until it is noticed that it
-// does not.
+// freshTTL is how long an engine may take from receiving a prompt to reporting its blocks, and until it is noticed
+// that it does not.
 const freshTTL = 20 * time.Second
 
 // leave forgets a member. It costs what the member holds.

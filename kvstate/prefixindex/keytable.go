@@ -2,9 +2,10 @@ package prefixindex
 
 import "math/bits"
 
-// keyTable maps the engine's name of a block (its hash) to our number of it: linear probing, 12 bytes a slot, 91 to 93 per
-// cent full while it grows. Keys are mixed, and stand in their order: so one that is not there is missed as soon as a larger
-// one is met, and a larger table, which is filled in one pass, costs little enough to grow in small steps.
+// keyTable maps the engine's name of a block (its hash) to our number of it: linear probing, 12 bytes a slot, 91 to
+// 93 per cent full while it grows. Keys are mixed, and stand in their order: so one that is not there is missed as
+// soon as a larger one is met, and a larger table, which is filled in one pass, costs little enough to grow in
+// small steps.
 type keyTable struct {
 	keys  []uint64 // mixed; 0: empty
 	ids   []uint32

@@ -103,8 +103,8 @@ func (f *Feed) attach(key, hash uint64, id uint32) {
 	}
 }
 
-// detach makes orphans of everything that follows a block which is about to go. Engines evict the end of a prefix before its
-// beginning, so this is rare; it visits all that the feed holds.
+// detach makes orphans of everything that follows a block which is about to go. Engines evict the end of a prefix
+// before its beginning, so this is rare; it visits all that the feed holds.
 func (f *Feed) detach(top uint32) {
 	below := map[uint32]bool{0: false, top: true}
 	var path []uint32

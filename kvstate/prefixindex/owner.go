@@ -43,8 +43,8 @@ func (o *Owner) AddFresh(hashes []uint64) {
 	}
 }
 
-// Learn notes how much of a prompt the engine found in its cache, and how much the index had promised, in units in which
-// slack is a difference that means nothing.
+// Learn notes how much of a prompt the engine found in its cache, and how much the index had promised, in units in
+// which slack is a difference that means nothing.
 func (o *Owner) Learn(promised, found, slack int64) {
 	o.routed.learn(promised, found, slack)
 }
@@ -112,10 +112,10 @@ func (o *Owner) changeFeeds(change func([]int32) []int32) {
 	}
 }
 
-// EachBlock calls f for the blocks of prompts routed to the owner, in parts: the hashes of a part follow each other in a
-// prompt, and parent is the hash of the block before the first, 0 where the prompt begins. A part comes after the one that
-// it follows. f must not keep hashes. A snapshot for another replica is made of them, which takes time: the index is locked
-// for a part at a time and not while f runs, and concurrent changes are in it or not.
+// EachBlock calls f for the blocks of prompts routed to the owner, in parts: the hashes of a part follow each other
+// in a prompt, and parent is the hash of the block before the first, 0 where the prompt begins. A part comes after
+// the one that it follows. f must not keep hashes. A snapshot for another replica is made of them, which takes
+// time: the index is locked for a part at a time and not while f runs, and concurrent changes are in it or not.
 func (o *Owner) EachBlock(f func(parent uint64, hashes []uint64)) {
 	x, m := o.index, o.routed
 	x.writing.Lock()
@@ -155,8 +155,8 @@ func (x *Index) nextPart(m *member, part []uint64, ids []uint32) (parent uint64,
 
 const snapshotPart = 4096 // blocks
 
-// Load notes that the owner holds blocks of a prompt behind the one with the hash parent: a part of [Owner.EachBlock] of
-// another replica. If that one is not known, or the owner is full, it notes nothing.
+// Load notes that the owner holds blocks of a prompt behind the one with the hash parent: a part of
+// [Owner.EachBlock] of another replica. If that one is not known, or the owner is full, it notes nothing.
 func (o *Owner) Load(parent uint64, hashes []uint64) {
 	x, m := o.index, o.routed
 	x.writing.Lock()

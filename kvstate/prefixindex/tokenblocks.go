@@ -7,9 +7,10 @@ import (
 	"github.com/cespare/xxhash/v2"
 )
 
-// Hashes of token blocks. They are ours: neither an engine's seed nor its hash function matters, for events carry the
-// token ids. All replicas of a release make the same ones. What an engine keeps apart is in the hash: the LoRA adapter and
-// the block size from the start, the cache salt and what stands for media in the blocks that they belong to.
+// Hashes of token blocks. They are ours: neither an engine's seed nor its hash function matters, for events carry
+// the token ids. All replicas of a release make the same ones. What an engine keeps apart is in the hash: the LoRA
+// adapter and the block size from the start, the cache salt and what stands for media in the blocks that they
+// belong to.
 
 // TokenRoot is what the first block of every prompt is chained to. lora is the adapter's name, "" for the base model.
 func TokenRoot(lora string, blockSize int) uint64 {

@@ -5,15 +5,15 @@ import (
 	"sync"
 )
 
-// TokenMemory records the token blocks of prompts whose text was seen before. Engines report the token ids of a whole
-// prompt; the next turn of the conversation begins with the same text, and so with the same tokens. So exact token blocks
-// are found without a tokenizer in the path.
+// TokenMemory records the token blocks of prompts whose text was seen before. Engines report the token ids of a
+// whole prompt; the next turn of the conversation begins with the same text, and so with the same tokens. So exact
+// token blocks are found without a tokenizer in the path.
 //
-// Where in the text a token ends is not reported, so it is interpolated: from the end of the last prompt that this one
-// continues to its own end. A prompt that leaves a known one in the middle may get a block too many or too few.
+// Where in the text a token ends is not reported, so it is interpolated: from the end of the last prompt that this
+// one continues to its own end. A prompt that leaves a known one in the middle may get a block too many or too few.
 //
-// The oldest prompt is forgotten first. A prompt that continues a known one takes over its text, so the beginning of a text
-// is never forgotten before its continuation, and bisection finds the deepest known block.
+// The oldest prompt is forgotten first. A prompt that continues a known one takes over its text, so the beginning
+// of a text is never forgotten before its continuation, and bisection finds the deepest known block.
 type TokenMemory struct {
 	mu    sync.RWMutex
 	limit int // bytes
@@ -61,8 +61,8 @@ func (k KnownTokens) Blocks(size int) []uint64 {
 	return nil
 }
 
-// Known returns the known tokens of a prompt, given the hashes of its text blocks. It does not wait: while a prompt is being
-// learned, nothing is known.
+// Known returns the known tokens of a prompt, given the hashes of its text blocks. It does not wait: while a prompt
+// is being learned, nothing is known.
 func (m *TokenMemory) Known(text []uint64) KnownTokens {
 	if !m.mu.TryRLock() {
 		return KnownTokens{}
@@ -87,8 +87,8 @@ type TextPrompt struct {
 	Bytes      int
 }
 
-// Learn records the tokens of a prompt in token blocks of the given sizes. It returns what other replicas lack; isNew is
-// false if everything was known.
+// Learn records the tokens of a prompt in token blocks of the given sizes. It returns what other replicas lack;
+// isNew is false if everything was known.
 func (m *TokenMemory) Learn(text TextPrompt, sizes []int, prompt *TokenPrompt) (learned LearnedTokens, isNew bool) {
 	if len(sizes) == 0 || len(text.Blocks) == 0 || len(prompt.IDs) == 0 {
 		return LearnedTokens{}, false
@@ -104,8 +104,8 @@ func (m *TokenMemory) Learn(text TextPrompt, sizes []int, prompt *TokenPrompt) (
 	return l.beyond(known, text.BlockBytes, text.Bytes, len(prompt.IDs)), true
 }
 
-// LearnedTokens is what one replica has learned of a prompt, as other replicas receive it: the part beyond a prompt that was
-// known before.
+// LearnedTokens is what one replica has learned of a prompt, as other replicas receive it: the part beyond a prompt
+// that was known before.
 type LearnedTokens struct {
 	Prompt     uint64 // hash of its last text block
 	BlockBytes int    // in each of its text blocks
@@ -114,8 +114,8 @@ type LearnedTokens struct {
 	Blocks     []LearnedBlocks
 }
 
-// LearnedBlocks are the hashes of a prompt's token blocks of one size. The first is one that was known, unless From is 0: a
-// replica that has another one there knows another prompt.
+// LearnedBlocks are the hashes of a prompt's token blocks of one size. The first is one that was known, unless From
+// is 0: a replica that has another one there knows another prompt.
 type LearnedBlocks struct {
 	Size   int
 	From   int
@@ -143,8 +143,8 @@ func (m *TokenMemory) Prompts() int {
 	return len(m.order)
 }
 
-// Apply learns what another replica has learned. text are the text blocks of the prompt. If this replica does not know the
-// prompt that it continues, nothing is learned.
+// Apply learns what another replica has learned. text are the text blocks of the prompt. If this replica does not
+// know the prompt that it continues, nothing is learned.
 func (m *TokenMemory) Apply(text []uint64, in *LearnedTokens) {
 	known := m.Known(text)
 	l := &learnedPrompt{text: text}
@@ -212,8 +212,8 @@ func (m *TokenMemory) forgetOldest() {
 	}
 }
 
-// LoRA returns the adapter that a model's name stands for: the name itself if engines have reported blocks under it, else "",
-// the base model. An adapter that no engine has reported holds no blocks.
+// LoRA returns the adapter that a model's name stands for: the name itself if engines have reported blocks under
+// it, else "", the base model. An adapter that no engine has reported holds no blocks.
 func (x *Index) LoRA(model string) string {
 	if known := x.loras.Load(); known != nil {
 		if name, ok := (*known)[model]; ok {

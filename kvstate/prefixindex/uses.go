@@ -9,11 +9,12 @@ import (
 
 // Uses counts how many recent prompts have a block. A count fades: after [UsesWindow] a prompt counts 1/e.
 //
-// Only some blocks of a prompt are counted, at distances that grow with the depth (sampled): 160 of 8,192. A block is at
-// least as popular as the blocks behind it, so the blocks between two counted ones are taken for as popular as the second.
+// Only some blocks of a prompt are counted, at distances that grow with the depth (sampled): 160 of 8,192. A block
+// is at least as popular as the blocks behind it, so the blocks between two counted ones are taken for as popular
+// as the second.
 //
-// The memory is fixed: a table of sets of four counts. A new block takes the place of the least used one of its set, if that
-// is hardly used. Readers and writers take no lock; a race may lose a count.
+// The memory is fixed: a table of sets of four counts. A new block takes the place of the least used one of its
+// set, if that is hardly used. Readers and writers take no lock; a race may lose a count.
 type Uses struct {
 	began  time.Time
 	fading [8 * ticks / fadeStep]float32 // what is left of a count after so many times fadeStep ...
@@ -41,8 +42,8 @@ type useSet [useWays]struct {
 	count atomic.Uint64 // a float32 <<32 | when it was last counted
 }
 
-// UseStep says that the blocks of a prompt before Blocks, and not before that of an earlier step, were in so many recent
-// prompts.
+// UseStep says that the blocks of a prompt before Blocks, and not before that of an earlier step, were in so many
+// recent prompts.
 type UseStep struct {
 	Blocks int32
 	Uses   float32
@@ -141,8 +142,8 @@ func (u *Uses) Steps(dst []UseStep, hashes []uint64, now time.Time) []UseStep {
 	return dst
 }
 
-// of is how many prompts of a window have a block. A block that was first seen less than a window ago counts at its rate so
-// far, over no less than leastSeen.
+// of is how many prompts of a window have a block. A block that was first seen less than a window ago counts at its
+// rate so far, over no less than leastSeen.
 func (u *Uses) of(block uint64, tick uint32) float32 {
 	set, tag := u.set(block)
 	for i := range set {

@@ -40,8 +40,9 @@ func (r *reading) touch(id uint32) {
 // cacheLine is how many words of a set come from memory at once.
 const cacheLine = 16
 
-// leap finds the next block with other holders (bad) and the block before it (good), in steps that grow and a search within
-// the last of them. The first step is as long as the leap before it. Behind the prompt's end is a block that nobody holds.
+// leap finds the next block with other holders (bad) and the block before it (good), in steps that grow and a
+// search within the last of them. The first step is as long as the leap before it. Behind the prompt's end is a
+// block that nobody holds.
 func (w *walk) leap(from blockAt, step int) (good, bad blockAt) {
 	good, bad = from, blockAt{depth: len(w.hashes)}
 	if step <= shortLeap {
@@ -61,8 +62,8 @@ func (w *walk) leap(from blockAt, step int) (good, bad blockAt) {
 	return good, bad
 }
 
-// try moves one of two blocks to a place between them: good if the same members hold it there, else bad. guess may be the
-// block's number.
+// try moves one of two blocks to a place between them: good if the same members hold it there, else bad. guess may
+// be the block's number.
 func (w *walk) try(depth int, guess uint32, good, bad *blockAt) {
 	if at := w.block(depth, w.find(w.hashes[depth], guess)); at.tally == good.tally {
 		*good = at
@@ -74,8 +75,8 @@ func (w *walk) try(depth int, guess uint32, good, bad *blockAt) {
 // shortLeap is up to where it is faster to look at one block after the other.
 const shortLeap = 16
 
-// stride looks at one block after the other up to about the one at end. found: good and bad are as leap has them; else good
-// is the last one that it looked at.
+// stride looks at one block after the other up to about the one at end. found: good and bad are as leap has them;
+// else good is the last one that it looked at.
 func (w *walk) stride(from blockAt, end int) (good, bad blockAt, found bool) {
 	good, bad = from, blockAt{depth: len(w.hashes)}
 	for good.depth < end && !found {
@@ -115,8 +116,8 @@ func (b blockAt) plus(n int) blockAt {
 	return blockAt{b.depth + n, b.id + uint32(n), b.tally}
 }
 
-// ahead are blocks ahead whose numbers are not in a row: every fourth behind the one at depth from. Those between are found
-// from the next of them backwards, for every block has the number of the one before it.
+// ahead are blocks ahead whose numbers are not in a row: every fourth behind the one at depth from. Those between
+// are found from the next of them backwards, for every block has the number of the one before it.
 type ahead struct {
 	from int
 	ids  [findAtOnce]uint32

@@ -7,8 +7,8 @@ import (
 
 // All functions of this file are called with Index.writing held.
 
-// write notes a prompt. It begins at the first block that the current generation does not have: the blocks before belong to
-// it, as a prompt is always written from its beginning.
+// write notes a prompt. It begins at the first block that the current generation does not have: the blocks before
+// belong to it, as a prompt is always written from its beginning.
 func (x *Index) write(m *member, hashes []uint64) {
 	if m.gone {
 		return
@@ -58,8 +58,8 @@ func (x *Index) setState(m *member, id, state uint32) {
 	x.store.setHolders(id, x.store.sets.put(holders, m.slot, state))
 }
 
-// hold notes that a member holds the block with that hash in the tiers of media. parent is the block before it, which the
-// member holds, or 0.
+// hold notes that a member holds the block with that hash in the tiers of media. parent is the block before it,
+// which the member holds, or 0.
 func (x *Index) hold(m *member, hash uint64, parent, media uint32) (id uint32) {
 	id = x.store.find(hash, parent)
 	if id == 0 {
@@ -95,7 +95,8 @@ func (x *Index) countKid(m *member, parent uint32) {
 	}
 }
 
-// unhold forgets that a member holds a block, and the block itself if nobody else holds it. It returns the block before.
+// unhold forgets that a member holds a block, and the block itself if nobody else holds it. It returns the block
+// before.
 func (x *Index) unhold(m *member, id uint32) (parent uint32) {
 	parent = uint32(x.store.at(id).rest.Load() >> 32)
 	state, _ := x.stateOf(m, id)
@@ -121,9 +122,9 @@ func (x *Index) dropHolder(m *member, id uint32) {
 	}
 }
 
-// nextGeneration begins a new generation and forgets the one before the current one. Blocks without followers go first, then
-// those before them; a follower is never older than the block before it. A block with kidsMax followers stays, as its count
-// is not exact any more.
+// nextGeneration begins a new generation and forgets the one before the current one. Blocks without followers go
+// first, then those before them; a follower is never older than the block before it. A block with kidsMax followers
+// stays, as its count is not exact any more.
 func (x *Index) nextGeneration(m *member) {
 	m.each(func(id uint32) {
 		for id != 0 {

@@ -1,8 +1,8 @@
 // Package redisstore connects the replicas of Tandem through a Redis: a single server, Sentinel or a Cluster.
 //
-// Replicas publish their changes through Redis. A request asks Redis for three things only: whether a ticket is spent, a
-// hand-over that is too large for a header, and what a conversation's last turn left (turns.go). Everything else a replica reads
-// from its own memory ([kvstate.State]), which this package keeps up to date:
+// Replicas publish their changes through Redis. A request asks Redis for three things only: whether a ticket is
+// spent, a hand-over that is too large for a header, and what a conversation's last turn left (turns.go).
+// Everything else a replica reads from its own memory ([kvstate.State]), which this package keeps up to date:
 //
 //  1. Out (outbox.go, write.go). What this replica routes, books, learns and sees fail is collected for some
 //     milliseconds and added to the pool's stream as one entry, a statev1.Batch.
@@ -20,11 +20,11 @@
 //  7. Keys of tickets (secrets.go), where no file holds them: the first replica's is everybody's. Wherever they come from, replicas
 //     compare fingerprints of them (fingerprints.go).
 //
-// Without Redis (not reachable, frozen, refusing writes, at any time, also at start) every replica goes on with what it
-// knows and scrapes all endpoints by itself; [Store.Status] says so. What it routes meanwhile is kept, within bounds, and
-// published when Redis is back.
+// Without Redis (not reachable, frozen, refusing writes, at any time, also at start) every replica goes on with
+// what it knows and scrapes all endpoints by itself; [Store.Status] says so. What it routes meanwhile is kept,
+// within bounds, and published when Redis is back.
 //
-// Keys carry the version of this protocol and the pool's name as hash tag, so that a pool lies on one node of a Cluster.
-// All have a time to live. There is no SCAN, no KEYS, and no command whose cost grows with the number of blocks, but for
-// writing and reading snapshots. docs/adr/0008 has the reasons.
+// Keys carry the version of this protocol and the pool's name as hash tag, so that a pool lies on one node of a
+// Cluster. All have a time to live. There is no SCAN, no KEYS, and no command whose cost grows with the number of
+// blocks, but for writing and reading snapshots. docs/adr/0008 has the reasons.
 package redisstore

@@ -8,14 +8,15 @@ import (
 	statev1 "tandem/protos/state/v1"
 )
 
-// Every replica subscribes to every publisher of KV events by itself. Two things pass through Redis: the feeds of a replica
-// that starts, in the snapshot that answers its hello; and the batches of publishers that connect to one replica.
+// Every replica subscribes to every publisher of KV events by itself. Two things pass through Redis: the feeds of a
+// replica that starts, in the snapshot that answers its hello; and the batches of publishers that connect to one
+// replica.
 
 // Follow has f take the feeds and batches of other replicas. To be called before [Store.Join].
 func (s *Store) Follow(f kvstate.EventFollower) { s.follower = f }
 
-// maxForwarded bounds the batches that wait to be published, in bytes: some 10,000 blocks. A batch that does not fit shows as
-// a gap in the publisher's numbers.
+// maxForwarded bounds the batches that wait to be published, in bytes: some 10,000 blocks. A batch that does not
+// fit shows as a gap in the publisher's numbers.
 const maxForwarded = 1 << 20
 
 // forwarded is a batch that waits to be published.

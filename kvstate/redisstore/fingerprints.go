@@ -7,17 +7,19 @@ import (
 	statev1 "tandem/protos/state/v1"
 )
 
-// Replicas whose ticket keys differ refuse each other's tickets, so that about half of all requests fail behind two of them. Each
-// publishes fingerprints of its keys, never a key, and compares those of the others with its own.
+// Replicas whose ticket keys differ refuse each other's tickets, so that about half of all requests fail behind two
+// of them. Each publishes fingerprints of its keys, never a key, and compares those of the others with its own.
 
 // KeyCheck is how a replica's ticket keys compare with those of the others.
 type KeyCheck struct {
-	Differ []uint64 // living replicas that cannot open this one's tickets, or whose tickets this one cannot open; sorted
-	Yields bool     // this replica is of the smaller group, or the younger of two as large, and should take no requests
+	// living replicas that cannot open this one's tickets, or whose tickets this one cannot open; sorted
+	Differ []uint64
+	Yields bool // this replica is of the smaller group, or the younger of two as large, and should take no requests
 }
 
-// CompareKeys has fingerprints of this replica's ticket keys published and compared. fingerprints returns them, first that of the key
-// that seals; changed is called when the result of [Store.KeyCheck] may have changed, and must not block. To be called before [Store.Run].
+// CompareKeys has fingerprints of this replica's ticket keys published and compared. fingerprints returns them,
+// first that of the key that seals; changed is called when the result of [Store.KeyCheck] may have changed, and
+// must not block. To be called before [Store.Run].
 func (s *Store) CompareKeys(fingerprints func() []uint64, changed func()) {
 	s.fingerprints, s.keysChanged = fingerprints, changed
 }
@@ -25,7 +27,8 @@ func (s *Store) CompareKeys(fingerprints func() []uint64, changed func()) {
 // maxFingerprints bounds the keys that another replica can claim to have.
 const maxFingerprints = 2 * maxOpen
 
-// addFingerprints adds the fingerprints to a batch that is complete, and to the first one after a change. poolReplica.mu is held.
+// addFingerprints adds the fingerprints to a batch that is complete, and to the first one after a change.
+// poolReplica.mu is held.
 func (p *poolReplica) addFingerprints(b *statev1.Batch) {
 	if p.s.fingerprints == nil {
 		return
@@ -75,7 +78,8 @@ func (s *Store) KeyCheck() KeyCheck {
 	return compareKeys(s.replica, s.fingerprints(), others)
 }
 
-// compareKeys finds the replicas whose keys do not work with this one's. Two replicas can if each opens what the other seals.
+// compareKeys finds the replicas whose keys do not work with this one's. Two replicas can if each opens what the
+// other seals.
 func compareKeys(replica uint64, own []uint64, others map[uint64][]uint64) (c KeyCheck) {
 	same, oldest := 1, replica
 	for id, keys := range others {

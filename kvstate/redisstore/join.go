@@ -24,7 +24,8 @@ type snapshotRequest struct {
 	tries    int
 }
 
-// requestTries is how often a snapshot is requested that nobody writes, a lease apart: the replica that should have may be gone.
+// requestTries is how often a snapshot is requested that nobody writes, a lease apart: the replica that should have
+// may be gone.
 const requestTries = 3
 
 // ask requests a snapshot, unless one is requested already. poolReplica.mu is held.
@@ -35,7 +36,8 @@ func (p *poolReplica) ask() {
 	}
 }
 
-// askDue repeats the request with the next batch, if a snapshot is wanted and none was requested within a lease. poolReplica.mu is held.
+// askDue repeats the request with the next batch, if a snapshot is wanted and none was requested within a lease.
+// poolReplica.mu is held.
 func (p *poolReplica) askDue(now time.Time) {
 	if !p.sync.wanted || now.Sub(p.sync.at) < p.s.o.Lease {
 		return
@@ -55,8 +57,9 @@ func (p *poolReplica) requestSnapshot() {
 	p.s.Changed()
 }
 
-// Join loads what Redis holds and what the other replicas know, before this replica decides anything. It returns when that is
-// done, when the limit is reached, or when Redis does not answer. [Store.Run] does the rest, so an error is for the log.
+// Join loads what Redis holds and what the other replicas know, before this replica decides anything. It returns
+// when that is done, when the limit is reached, or when Redis does not answer. [Store.Run] does the rest, so an
+// error is for the log.
 func (s *Store) Join(ctx context.Context, limit time.Duration) error {
 	ctx, cancel := context.WithTimeout(ctx, limit)
 	defer cancel()
@@ -92,14 +95,16 @@ func (p *poolReplica) warmUp(ctx context.Context) error {
 			wait(ctx, retryAfter)
 		}
 		if ctx.Err() != nil {
-			return err // no error: a late snapshot is loaded when it comes, and the limit may have cut short an answer of Redis
+			// no error: a late snapshot is loaded when it comes, and the limit may have cut short an answer of
+			// Redis
+			return err
 		}
 		err = failed
 	}
 }
 
-// joinOnce loads what Redis holds: the last snapshot, and the stream from there up to this replica's first batch. It relies on no
-// other replica: one that seems alive may be this one's own former process, killed a moment ago.
+// joinOnce loads what Redis holds: the last snapshot, and the stream from there up to this replica's first batch.
+// It relies on no other replica: one that seems alive may be this one's own former process, killed a moment ago.
 func (p *poolReplica) joinOnce(ctx context.Context) error {
 	p.mu.Lock()
 	joined := p.joined
@@ -113,7 +118,8 @@ func (p *poolReplica) joinOnce(ctx context.Context) error {
 	}
 	p.mu.Lock()
 	p.began = said
-	p.sync = snapshotRequest{wanted: true, position: said, at: time.Now(), tries: 1} // the answer may be among what is read now
+	// the answer may be among what is read now
+	p.sync = snapshotRequest{wanted: true, position: said, at: time.Now(), tries: 1}
 	p.mu.Unlock()
 	gapless, err := p.loadStored(ctx, said)
 	if err != nil {
@@ -127,9 +133,9 @@ func (p *poolReplica) joinOnce(ctx context.Context) error {
 	return nil
 }
 
-// loadStored loads the last snapshot and reads the stream from its position, or from the beginning if there is none, up to end. At
-// least one lease is read: every living replica has published within it. gapless: nothing was cut from the stream that the
-// snapshot lacks.
+// loadStored loads the last snapshot and reads the stream from its position, or from the beginning if there is
+// none, up to end. At least one lease is read: every living replica has published within it. gapless: nothing was
+// cut from the stream that the snapshot lacks.
 func (p *poolReplica) loadStored(ctx context.Context, end streamID) (gapless bool, err error) {
 	n, err := p.lastSnapshot(ctx)
 	if err != nil {
@@ -165,8 +171,8 @@ func (p *poolReplica) loadStored(ctx context.Context, end streamID) (gapless boo
 	return gapless, p.readTo(ctx, end)
 }
 
-// firstEntry returns the id of the stream's first entry. fresh: the stream begins with another replica's first batch, so that nothing
-// came before it.
+// firstEntry returns the id of the stream's first entry. fresh: the stream begins with another replica's first
+// batch, so that nothing came before it.
 func (p *poolReplica) firstEntry(ctx context.Context) (id streamID, fresh bool, err error) {
 	streams, err := p.s.client.XRead(ctx, &redis.XReadArgs{Streams: []string{p.keys.stream(), "0"}, Count: 1, Block: -1}).Result()
 	if errors.Is(err, redis.Nil) { // emptied since the first batch

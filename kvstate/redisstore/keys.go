@@ -6,11 +6,12 @@ import (
 	"time"
 )
 
-// version is that of the keys and of what lies in them. A release that changes either in a way that this one cannot read
-// takes the next, and shares nothing with it.
+// version is that of the keys and of what lies in them. A release that changes either in a way that this one cannot
+// read takes the next, and shares nothing with it.
 const version = "1"
 
-// How long keys live unless they are written again. A stream outlives its replicas for long enough to restart all of them.
+// How long keys live unless they are written again. A stream outlives its replicas for long enough to restart all
+// of them.
 const (
 	streamTTL   = 10 * time.Minute
 	snapshotTTL = 10 * time.Minute

@@ -18,11 +18,13 @@ type member struct {
 
 	prefillRate, localRate uint32   // as statev1.Batch has them
 	ticketKeys             []uint64 // fingerprints, first that of the key that seals; none: it publishes none
-	starting               bool     // it has only asked for a snapshot so far: it cannot write one yet, and other starting replicas do not wait for it
+	// it has only asked for a snapshot so far: it cannot write one yet, and other starting replicas do not wait for
+	// it
+	starting bool
 }
 
-// observe renews the lease of a replica whose batch is so old. nil: the lease has ended since, and the replica's bookings in the
-// batch are void.
+// observe renews the lease of a replica whose batch is so old. nil: the lease has ended since, and the replica's
+// bookings in the batch are void.
 func (p *poolReplica) observe(b *statev1.Batch, age time.Duration) *member {
 	left := min(time.Duration(b.GetLeaseMs())*time.Millisecond, maxLease) - age
 	m := p.members[b.GetReplica()]

@@ -10,9 +10,10 @@ import (
 	"github.com/redis/go-redis/v9"
 )
 
-// LMCache's engines notify one replica that KV has arrived, and the request may wait at another (package notices). So each
-// notice is published to all replicas, through a stream of its own: the engines of every pool push to the same port. A notice
-// is useful for seconds only, so nothing is kept for replicas that start later, and nothing is sent again.
+// LMCache's engines notify one replica that KV has arrived, and the request may wait at another (package notices).
+// So each notice is published to all replicas, through a stream of its own: the engines of every pool push to the
+// same port. A notice is useful for seconds only, so nothing is kept for replicas that start later, and nothing is
+// sent again.
 const (
 	noticesWaiting = 4096 // to be published; more are dropped, which costs what a lost notice costs
 	noticesAtOnce  = 256  // in one entry
@@ -92,8 +93,8 @@ func (s *Store) sendNotices(ctx context.Context, ids []string) (entry string, er
 	return added.Val(), nil
 }
 
-// receiveNotices reads on from where the stream ends now: an entry of its own marks that, since what came between two reads
-// "from the end" would be lost.
+// receiveNotices reads on from where the stream ends now: an entry of its own marks that, since what came between
+// two reads "from the end" would be lost.
 func (s *Store) receiveNotices(ctx context.Context, received func(id string)) {
 	own := strconv.FormatUint(s.replica, 16)
 	from := ""

@@ -16,8 +16,8 @@ type question struct {
 
 type spent struct{ first, known bool }
 
-// How many ask Redis at a time, and for how many requests at once. Requests do not wait for connections that way: the 5 ms
-// are for Redis to answer, not for a TLS handshake, and those who come together make one round trip.
+// How many ask Redis at a time, and for how many requests at once. Requests do not wait for connections that way:
+// the 5 ms are for Redis to answer, not for a TLS handshake, and those who come together make one round trip.
 const (
 	askers    = 4
 	askAtOnce = 64
@@ -56,8 +56,8 @@ func (s *Store) await(q question, within time.Duration) (spent, bool) {
 	}
 }
 
-// askAll sends the questions of requests to Redis, until ctx ends. A request that does not wait any more has decided; its
-// ticket is marked as spent all the same.
+// askAll sends the questions of requests to Redis, until ctx ends. A request that does not wait any more has
+// decided; its ticket is marked as spent all the same.
 func (s *Store) askAll(ctx context.Context) {
 	var batch []question
 	for {

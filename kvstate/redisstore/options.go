@@ -16,7 +16,8 @@ import (
 
 // Options say where Redis is and how it is used. Zero values take the defaults named.
 type Options struct {
-	URL            string      // redis://[user:password@]host:port/db, or rediss:// for TLS; of Sentinel or a Cluster any node
+	// redis://[user:password@]host:port/db, or rediss:// for TLS; of Sentinel or a Cluster any node
+	URL            string
 	Nodes          []string    // more nodes, host:port
 	SentinelMaster string      // the nodes are Sentinels, and this is the name of what they watch
 	Cluster        bool        // the nodes are of a Cluster; so they are where there are several and no SentinelMaster
@@ -28,8 +29,8 @@ type Options struct {
 	Log       *slog.Logger
 }
 
-// The time that commands may take. Those on the way of a request have onPath, and a hand-over, which is read once and up to
-// 8 MiB large, has handOverTime; the rest happen beside requests.
+// The time that commands may take. Those on the way of a request have onPath, and a hand-over, which is read once
+// and up to 8 MiB large, has handOverTime; the rest happen beside requests.
 const (
 	onPath       = 5 * time.Millisecond
 	handOverTime = 50 * time.Millisecond
@@ -48,7 +49,8 @@ func (o *Options) setDefaults() {
 	}
 }
 
-// LogTo sends what the Redis client has to say, which has one logger for the whole process, to log. For main to call, once.
+// LogTo sends what the Redis client has to say, which has one logger for the whole process, to log. For main to
+// call, once.
 func LogTo(log *slog.Logger) { redis.SetLogger(clientLog{log}) }
 
 type clientLog struct{ log *slog.Logger }
@@ -65,7 +67,8 @@ func (o *Options) client(c *counters) (redis.UniversalClient, error) {
 	}
 	encrypted := u.TLSConfig
 	if encrypted != nil {
-		encrypted = &tls.Config{MinVersion: tls.VersionTLS12} // the URL's names one host, but there may be several nodes
+		// the URL's names one host, but there may be several nodes
+		encrypted = &tls.Config{MinVersion: tls.VersionTLS12}
 		if o.TLS != nil {
 			encrypted = o.TLS
 		}

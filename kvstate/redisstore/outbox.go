@@ -10,8 +10,8 @@ import (
 	statev1 "tandem/protos/state/v1"
 )
 
-// outbox holds the changes that are published once: blocks and sessions. It is bounded; a snapshot for everyone publishes
-// what does not fit.
+// outbox holds the changes that are published once: blocks and sessions. It is bounded; a snapshot for everyone
+// publishes what does not fit.
 type outbox struct {
 	blocks   []blocks
 	since    time.Time // of the first of them
@@ -70,8 +70,8 @@ func (o *outbox) addEndpoint(addr string, hashes []uint64) bool {
 	return true
 }
 
-// requeue puts back what could not be sent, in front, and returns how many routed prompts did not fit. Batches of KV events
-// are not put back: a gap shows that they are missing.
+// requeue puts back what could not be sent, in front, and returns how many routed prompts did not fit. Batches of
+// KV events are not put back: a gap shows that they are missing.
 func (o *outbox) requeue(unsent *outbox) (dropped int) {
 	if o.bytes+unsent.bytes > maxOutbox {
 		o.lossy = true
@@ -195,9 +195,9 @@ type published struct {
 	looked  time.Time
 }
 
-// batchOf makes the batch that publishes the outbox and the changes since the last batch; with complete, all bookings. It is
-// nil if there is nothing to publish. before is what the other replicas knew until then of the endpoints in it.
-// poolReplica.mu is held.
+// batchOf makes the batch that publishes the outbox and the changes since the last batch; with complete, all
+// bookings. It is nil if there is nothing to publish. before is what the other replicas knew until then of the
+// endpoints in it. poolReplica.mu is held.
 func (p *poolReplica) batchOf(out *outbox, complete bool, now time.Time) (b *statev1.Batch, before map[string]published) {
 	b = &statev1.Batch{
 		Replica: p.s.replica, LeaseMs: uint32(p.s.o.Lease.Milliseconds()), Complete: complete,

@@ -13,9 +13,9 @@ import (
 	"github.com/redis/go-redis/v9"
 )
 
-// Secrets are the keys of tickets where no file holds them: made by the replica that starts first, and everybody's from
-// then on. A replica that starts while Redis does not answer makes its own; when Redis is back it seals with the shared one,
-// and the others learn to open what it has sealed until then.
+// Secrets are the keys of tickets where no file holds them: made by the replica that starts first, and everybody's
+// from then on. A replica that starts while Redis does not answer makes its own; when Redis is back it seals with
+// the shared one, and the others learn to open what it has sealed until then.
 type Secrets struct {
 	s     *Store
 	use   func(seal [32]byte, open ...[32]byte) error
@@ -26,7 +26,8 @@ type Secrets struct {
 	inUse bool
 }
 
-// Secrets makes the keys ready, asking Redis for those of the others; use is called with them now and whenever they change.
+// Secrets makes the keys ready, asking Redis for those of the others; use is called with them now and whenever they
+// change.
 func (s *Store) Secrets(ctx context.Context, use func(seal [32]byte, open ...[32]byte) error) (*Secrets, error) {
 	k := &Secrets{s: s, use: use}
 	_, _ = rand.Read(k.own[:]) // never fails (crypto/rand)
@@ -42,10 +43,11 @@ func (s *Store) Secrets(ctx context.Context, use func(seal [32]byte, open ...[32
 }
 
 const (
-	// secretsEvery is how often keys are looked at: for so long the others cannot open what was sealed with a key of their own.
+	// secretsEvery is how often keys are looked at: for so long the others cannot open what was sealed with a key
+	// of their own.
 	secretsEvery = time.Second
-	// secretsSoon is how often while this replica does not know the others' keys: until then every request that passes two replicas
-	// fails.
+	// secretsSoon is how often while this replica does not know the others' keys: until then every request that
+	// passes two replicas fails.
 	secretsSoon = 50 * time.Millisecond
 )
 

@@ -14,9 +14,9 @@ import (
 	statev1 "tandem/protos/state/v1"
 )
 
-// How often the oldest replica writes a snapshot without being asked, for those who start when all are gone; how often at most
-// because the stream would otherwise cut entries that no snapshot has; how soon after one the next may follow; and how many
-// blocks and sessions make a chunk, about 512 KiB.
+// How often the oldest replica writes a snapshot without being asked, for those who start when all are gone; how
+// often at most because the stream would otherwise cut entries that no snapshot has; how soon after one the next
+// may follow; and how many blocks and sessions make a chunk, about 512 KiB.
 const (
 	snapshotEvery   = time.Minute
 	snapshotSoonest = 10 * time.Second
@@ -87,7 +87,8 @@ func (s *Store) writeSnapshots(ctx context.Context, p *poolReplica) {
 		w := p.snapshots.take()
 		written := p.snapshots.tryWrite(ctx, w)
 		wait(ctx, snapshotAtMost)
-		if !written && w.everyone { // a replica that requested one repeats that; nobody requests what did not fit into the outbox
+		// a replica that requested one repeats that; nobody requests what did not fit into the outbox
+		if !written && w.everyone {
 			p.snapshots.want(w)
 		}
 	}

@@ -28,9 +28,9 @@ type Stats struct {
 	Lag            Lag
 }
 
-// Lag is how long batches with prompts that other replicas routed took, from when the first of them was routed there until
-// all are known here; not those published before this replica joined. It goes by Redis's clock, so it is right to some milliseconds whatever the
-// hosts' clocks.
+// Lag is how long batches with prompts that other replicas routed took, from when the first of them was routed
+// there until all are known here; not those published before this replica joined. It goes by Redis's clock, so it
+// is right to some milliseconds whatever the hosts' clocks.
 type Lag struct {
 	Count   uint64
 	Seconds float64           // in all

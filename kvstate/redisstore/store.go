@@ -61,7 +61,8 @@ func New(o Options, state *kvstate.State) (*Store, error) {
 	return s, nil
 }
 
-// newReplica makes a replica's number: when it started, in milliseconds, and 20 random bits. So the lowest is the oldest.
+// newReplica makes a replica's number: when it started, in milliseconds, and 20 random bits. So the lowest is the
+// oldest.
 func newReplica(now time.Time) uint64 { return uint64(now.UnixMilli())<<20 | rand.Uint64N(1<<20) }
 
 // Close lets go of the connections.
@@ -81,7 +82,8 @@ func (s *Store) Run(ctx context.Context) {
 	running.Wait()
 }
 
-// pools returns the parts of all pools that there are now. (Pools are configured: they do not come and go while Run runs.)
+// pools returns the parts of all pools that there are now. (Pools are configured: they do not come and go while Run
+// runs.)
 func (s *Store) pools() []*poolReplica {
 	s.mu.Lock()
 	defer s.mu.Unlock()

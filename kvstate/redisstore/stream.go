@@ -37,8 +37,8 @@ func (id streamID) compare(other streamID) int {
 // clock is Redis's, as far as our own entries tell: their ids are the server's time. Only ages are taken from it.
 type clock struct{ ahead atomic.Int64 } // microseconds that it is ahead of ours
 
-// set notes when an entry of ours came in: some time between when it was sent and when the reply was there. The id has whole
-// milliseconds, so half of one is added.
+// set notes when an entry of ours came in: some time between when it was sent and when the reply was there. The id
+// has whole milliseconds, so half of one is added.
 func (c *clock) set(id streamID, sent, replied time.Time) {
 	c.ahead.Store(int64(id.ms)*1000 + 500 - (sent.UnixMicro()+replied.UnixMicro())/2)
 }

@@ -7,11 +7,12 @@ import (
 	statev1 "tandem/protos/state/v1"
 )
 
-// Requests that wait for endpoints (late binding) are published as they change, and in full with every complete batch: those
-// in front of the queue, some 50 bytes each. So what is lost is repaired within a second, as bookings are, and ends with a
-// replica's lease.
+// Requests that wait for endpoints (late binding) are published as they change, and in full with every complete
+// batch: those in front of the queue, some 50 bytes each. So what is lost is repaired within a second, as bookings
+// are, and ends with a replica's lease.
 
-// publishWaits adds to a batch the changes of the requests that wait here; with complete, all of them. poolReplica.mu is held.
+// publishWaits adds to a batch the changes of the requests that wait here; with complete, all of them.
+// poolReplica.mu is held.
 func (p *poolReplica) publishWaits(b *statev1.Batch, t *addressTable, pool *kvstate.Pool, complete bool, now time.Time) {
 	here := pool.Queued()
 	b.WaitsSent = pool.TakeDispatched()

@@ -10,9 +10,9 @@ import (
 	"google.golang.org/protobuf/proto"
 )
 
-// gatherFor is how long changes are collected before they are published: those of planning one request go into one batch.
-// restFor is the pause after a batch, beatsPerLease how often within a lease all bookings are published, and retryAfter how
-// long a failed write is not tried again.
+// gatherFor is how long changes are collected before they are published: those of planning one request go into one
+// batch. restFor is the pause after a batch, beatsPerLease how often within a lease all bookings are published, and
+// retryAfter how long a failed write is not tried again.
 const (
 	gatherFor     = time.Millisecond
 	restFor       = 2 * time.Millisecond
@@ -59,8 +59,8 @@ func wait(ctx context.Context, d time.Duration) bool {
 	}
 }
 
-// flush publishes the changes of all pools, in one round trip. It fails if Redis does. The end of ctx does not cut it short, as
-// that would look like a failure of Redis: the last snapshot is only written to one that answers.
+// flush publishes the changes of all pools, in one round trip. It fails if Redis does. The end of ctx does not cut
+// it short, as that would look like a failure of Redis: the last snapshot is only written to one that answers.
 func (s *Store) flush(ctx context.Context, complete, leaving bool) error {
 	s.sending.Lock() // or publishJoin would take the same number
 	defer s.sending.Unlock()
@@ -164,12 +164,13 @@ func (e *entry) add(ctx context.Context, pipe redis.Pipeliner, complete bool) {
 	}
 }
 
-// clockBehind is how much lower than what was read last the id of an entry of ours must be to tell that another server gave
-// it, in milliseconds. Others' later entries are often read before the reply to ours is, but not so much later.
+// clockBehind is how much lower than what was read last the id of an entry of ours must be to tell that another
+// server gave it, in milliseconds. Others' later entries are often read before the reply to ours is, but not so
+// much later.
 const clockBehind = uint64(2 * besidePath / time.Millisecond)
 
-// settle handles the reply to a batch sent at a time. A batch that failed is published again; if Redis has it after all, the
-// other replicas apply it twice, which does no harm.
+// settle handles the reply to a batch sent at a time. A batch that failed is published again; if Redis has it after
+// all, the other replicas apply it twice, which does no harm.
 func (e *entry) settle(sent time.Time) error {
 	p := e.p
 	text, err := e.reply.Result()

@@ -99,7 +99,8 @@ func (r *reading) vllm(s sample) {
 	case "vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc":
 		most(&r.usage, s.value())
 	case "vllm:cache_config_info": // all values are labels, as text; "None" until the engine has measured its memory
-		if tokens := s.number("kv_cache_size_tokens"); tokens > 0 { // 0.32; with hybrid models blocks * block_size is another figure
+		// 0.32; with hybrid models blocks * block_size is another figure
+		if tokens := s.number("kv_cache_size_tokens"); tokens > 0 {
 			add(&r.tokens, tokens)
 		} else if blocks, size := s.number("num_gpu_blocks"), s.number("block_size"); blocks > 0 && size > 0 {
 			add(&r.tokens, blocks*size)

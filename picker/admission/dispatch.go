@@ -31,9 +31,10 @@ type Host interface {
 	ShortOfMemory() bool
 }
 
-// Arrive handles a request that arrives: it is dispatched if an endpoint has capacity for it beside the requests before it, and
-// waits otherwise. If the queue is full, a request of lower priority is shed or the first one dispatched early. Arrive returns
-// false if the request itself must be refused. enough is the time of an engine step in seconds ([picker.Model.FullStep]).
+// Arrive handles a request that arrives: it is dispatched if an endpoint has capacity for it beside the requests
+// before it, and waits otherwise. If the queue is full, a request of lower priority is shed or the first one
+// dispatched early. Arrive returns false if the request itself must be refused. enough is the time of an engine
+// step in seconds ([picker.Model.FullStep]).
 func (q *Queue) Arrive(k *picker.Picker, h Host, id uint64, now, enough float64) bool {
 	if h.ShortOfMemory() {
 		q.bind(k, h, id, Early)
@@ -52,7 +53,8 @@ func (q *Queue) Arrive(k *picker.Picker, h Host, id uint64, now, enough float64)
 
 // arrive returns false if the queue is full, and the request's priority.
 func (q *Queue) arrive(k *picker.Picker, h Host, id uint64, now, enough float64) (ok bool, priority int32) {
-	if q.Len() == 0 && q.remote > 0 && (q.changed || now-q.walked > walkEvery) { // else the host's dispatches keep it current
+	// else the host's dispatches keep it current
+	if q.Len() == 0 && q.remote > 0 && (q.changed || now-q.walked > walkEvery) {
 		q.walk(k, h, now, enough)
 	}
 	v := h.Fleet()
@@ -72,8 +74,9 @@ func (q *Queue) arrive(k *picker.Picker, h Host, id uint64, now, enough float64)
 	return q.Add(r, id, k.Work(r, v), now), r.Priority
 }
 
-// makeSpace makes space in a full queue for a request of a priority: it sheds a request of lower priority, else dispatches the
-// first one early. It returns false if the newcomer must be refused instead, because its own priority is below 0.
+// makeSpace makes space in a full queue for a request of a priority: it sheds a request of lower priority, else
+// dispatches the first one early. It returns false if the newcomer must be refused instead, because its own
+// priority is below 0.
 func (q *Queue) makeSpace(k *picker.Picker, h Host, priority int32) bool {
 	if id, ok := q.Sheddable(priority); ok {
 		q.Remove(id)
@@ -94,8 +97,8 @@ func (q *Queue) dispatchFirst(k *picker.Picker, h Host) {
 	}
 }
 
-// Expire ends the wait of a request whose time is over. It is shed if its priority is below 0, else dispatched before its turn.
-// It returns false if the request does not wait any more.
+// Expire ends the wait of a request whose time is over. It is shed if its priority is below 0, else dispatched
+// before its turn. It returns false if the request does not wait any more.
 func (q *Queue) Expire(k *picker.Picker, h Host, id uint64) bool {
 	at := q.at(id)
 	if at < 0 {
@@ -131,10 +134,11 @@ func (q *Queue) bind(k *picker.Picker, h Host, id uint64, how Outcome) {
 	h.Send(id, r, v, c, err, how)
 }
 
-// Dispatch sends the requests whose turn it is. Call it every few milliseconds while any wait: endpoints are kept a step ahead,
-// so none is without work for that long. It walks the first requests in order. Each is placed as if those before it that wait
-// were at work already, and dispatched if its endpoint has less than a step of work ahead. A request that waits for its targets
-// blocks no others. While memory is short, the first requests are dispatched early. now is in seconds, as in [Waiting].
+// Dispatch sends the requests whose turn it is. Call it every few milliseconds while any wait: endpoints are kept a
+// step ahead, so none is without work for that long. It walks the first requests in order. Each is placed as if
+// those before it that wait were at work already, and dispatched if its endpoint has less than a step of work
+// ahead. A request that waits for its targets blocks no others. While memory is short, the first requests are
+// dispatched early. now is in seconds, as in [Waiting].
 func (q *Queue) Dispatch(k *picker.Picker, h Host, now, enough float64) {
 	for q.Len() > 0 && h.ShortOfMemory() {
 		q.dispatchFirst(k, h)

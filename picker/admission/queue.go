@@ -7,18 +7,19 @@ import (
 	"tandem/picker"
 )
 
-// Queue is the order in which the requests of a pool wait until an endpoint has less than about a step of work ahead of it. It
-// is bounded and deterministic.
+// Queue is the order in which the requests of a pool wait until an endpoint has less than about a step of work
+// ahead of it. It is bounded and deterministic.
 //
-// Requests are ordered by priority, and within one by their key: their work plus a fifth of their arrival time. So the
-// shortest goes first, and five seconds of age outweigh a second of work: no request waits for ever behind others of its
-// priority. The key is fixed on arrival, which keeps the order stable and the queue cheap.
+// Requests are ordered by priority, and within one by their key: their work plus a fifth of their arrival time. So
+// the shortest goes first, and five seconds of age outweigh a second of work: no request waits for ever behind
+// others of its priority. The key is fixed on arrival, which keeps the order stable and the queue cheap.
 //
-// If requests of several flows wait, each flow gets its share of the dispatched work (shares.go): the order above holds among
-// requests whose flows have got about the same, and always within a flow.
+// If requests of several flows wait, each flow gets its share of the dispatched work (shares.go): the order above
+// holds among requests whose flows have got about the same, and always within a flow.
 //
-// Several replicas have a queue each. Requests that wait at other replicas have a place in this one too ([Queue.AddRemote],
-// remote.go), so that all replicas walk the same order and each dispatches its own requests when it is their turn.
+// Several replicas have a queue each. Requests that wait at other replicas have a place in this one too
+// ([Queue.AddRemote], remote.go), so that all replicas walk the same order and each dispatches its own requests
+// when it is their turn.
 type Queue struct {
 	Max int // requests that may wait; 0: 4096
 
@@ -68,8 +69,8 @@ func (q *Queue) Len() int { return len(q.waiting) - q.remote }
 // Full reports whether no more requests may wait.
 func (q *Queue) Full() bool { return q.Len() >= cmp.Or(q.Max, defaultMaxWaiting) }
 
-// Add inserts a request with its work in seconds on the endpoint that holds most of its prompt ([picker.Picker.Work]). It
-// returns false if the queue is full.
+// Add inserts a request with its work in seconds on the endpoint that holds most of its prompt
+// ([picker.Picker.Work]). It returns false if the queue is full.
 func (q *Queue) Add(r *picker.Request, id uint64, work, now float64) bool {
 	if q.Full() {
 		return false
@@ -110,8 +111,8 @@ func (q *Queue) delete(at int) {
 	q.waiting = slices.Delete(q.waiting, at, at+1)
 }
 
-// Sheddable returns the request to shed for one of a priority: the last local one of the lowest priority, if that is below 0 and
-// below the other's.
+// Sheddable returns the request to shed for one of a priority: the last local one of the lowest priority, if that
+// is below 0 and below the other's.
 func (q *Queue) Sheddable(priority int32) (id uint64, ok bool) {
 	for i := len(q.waiting) - 1; i >= 0; i-- {
 		if last := &q.waiting[i]; last.Replica == 0 {
@@ -147,11 +148,12 @@ func (q *Queue) Before(id uint64) (local, remote int, self Waiting) {
 	return local, remote, Waiting{}
 }
 
-// Wanted returns the prefill endpoint, as a position in the view, that the last request to wait would have gone to; -1: none,
-// because it waits for its targets.
+// Wanted returns the prefill endpoint, as a position in the view, that the last request to wait would have gone to;
+// -1: none, because it waits for its targets.
 func (q *Queue) Wanted() int { return q.wanted }
 
-// Selective reports whether the last request to wait has a model that not every endpoint serves ([picker.Choice.Selective]).
+// Selective reports whether the last request to wait has a model that not every endpoint serves
+// ([picker.Choice.Selective]).
 func (q *Queue) Selective() bool { return q.selective }
 
 // Waiting returns the requests by priority and key, remote ones included. Do not modify.

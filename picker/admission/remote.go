@@ -6,13 +6,14 @@ import (
 	"tandem/picker"
 )
 
-// Several replicas dispatch the requests of one pool, and each holds the requests that arrived at it. If each ordered its own
-// only, the shortest of one would go before a shorter one of another, and two would send to the same endpoint when it is free.
-// So replicas publish their requests, and those of the others have a place in everybody's queue: they are placed like its own,
-// and count as work at their endpoints. There is no leader: with the same input all decide the same, and each dispatches its own.
+// Several replicas dispatch the requests of one pool, and each holds the requests that arrived at it. If each
+// ordered its own only, the shortest of one would go before a shorter one of another, and two would send to the
+// same endpoint when it is free. So replicas publish their requests, and those of the others have a place in
+// everybody's queue: they are placed like its own, and count as work at their endpoints. There is no leader: with
+// the same input all decide the same, and each dispatches its own.
 //
-// Publications are late, and their sender may be gone. So no replica waits longer than [patience]: a remote request that could
-// go, as seen from here, and does not, blocks no others any more, nor do others of its replica.
+// Publications are late, and their sender may be gone. So no replica waits longer than [patience]: a remote request
+// that could go, as seen from here, and does not, blocks no others any more, nor do others of its replica.
 
 // replica is another replica with requests in the queue.
 type replica struct {
@@ -21,8 +22,8 @@ type replica struct {
 	walked  float64 // when one of them last could
 }
 
-// patience is how long to wait for a remote request that could go, in seconds: a publication there, a tick, and a publication
-// back. It is less than the work ahead of endpoints, so that none runs out of work meanwhile.
+// patience is how long to wait for a remote request that could go, in seconds: a publication there, a tick, and a
+// publication back. It is less than the work ahead of endpoints, so that none runs out of work meanwhile.
 const patience = 0.150
 
 // Remote returns the number of remote requests.
@@ -47,8 +48,9 @@ func (q *Queue) AddRemote(w Waiting) {
 	q.insert(w)
 }
 
-// RemoveRemote removes a request that no longer waits at another replica. If it was sent there, its flow is charged with its
-// work; otherwise its client left, its replica ended, or it is too far behind to be published. False if it is unknown.
+// RemoveRemote removes a request that no longer waits at another replica. If it was sent there, its flow is charged
+// with its work; otherwise its client left, its replica ended, or it is too far behind to be published. False if it
+// is unknown.
 func (q *Queue) RemoveRemote(id uint64, sent bool) bool {
 	i := q.at(id)
 	if i < 0 || q.waiting[i].Replica == 0 {
@@ -88,8 +90,8 @@ func (q *Queue) resetDue(now float64) {
 	}
 }
 
-// Chance returns a number for [picker.Request.Rand] that is the same at all replicas: otherwise they would place the request
-// differently.
+// Chance returns a number for [picker.Request.Rand] that is the same at all replicas: otherwise they would place
+// the request differently.
 func Chance(id uint64) uint64 { // the output function of SplitMix64 (Steele, Lea and Flood, 2014)
 	id += 0x9e3779b97f4a7c15
 	id = (id ^ id>>30) * 0xbf58476d1ce4e5b9

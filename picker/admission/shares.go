@@ -5,9 +5,9 @@ import (
 	"slices"
 )
 
-// shares gives each flow a fair share of the dispatched work (generalised processor sharing: Parekh and Gallager, 1993). Every
-// flow has a virtual time, which advances with the work dispatched for it. The common virtual time advances as if all flows got
-// the same. A flow's debt is the difference between its own time and the common one.
+// shares gives each flow a fair share of the dispatched work (generalised processor sharing: Parekh and Gallager,
+// 1993). Every flow has a virtual time, which advances with the work dispatched for it. The common virtual time
+// advances as if all flows got the same. A flow's debt is the difference between its own time and the common one.
 type shares struct {
 	flows  map[uint64]*flow
 	active int     // flows with waiting requests
@@ -96,11 +96,13 @@ func (s *shares) sent(id uint64, work float64) {
 // debt returns the work that a flow got beyond its share, s.
 func (s *shares) debt(f *flow) float64 { return max(f.own-s.common, 0) }
 
-// shareSlack is the debt in seconds of work that is ignored: within it the shortest request goes first, whatever its flow.
+// shareSlack is the debt in seconds of work that is ignored: within it the shortest request goes first, whatever
+// its flow.
 const shareSlack = 0.5
 
-// inOrder returns the order in which to walk the requests, as positions; nil: as they stand. It is a request's turn when all
-// flows have got as much as its own, including its earlier requests (start-time fair queueing: Goyal, Vin and Cheng, 1996).
+// inOrder returns the order in which to walk the requests, as positions; nil: as they stand. It is a request's turn
+// when all flows have got as much as its own, including its earlier requests (start-time fair queueing: Goyal, Vin
+// and Cheng, 1996).
 func (q *Queue) inOrder() []int32 {
 	if q.shares.active < 2 {
 		return nil
