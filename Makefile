@@ -77,7 +77,8 @@ fuzz: ## every FuzzXxx for FUZZTIME (30s); what it finds new is kept in testdata
 observability: ## alerts and dashboard against Prometheus' own parsers (a module of its own)
 	cd deploy/observability/promql && $(GO) test -count 1 ./... # what it reads lies outside of its module, so go would not see a change
 
-lint: workflows ## golangci-lint, built from source the first time (minutes, then cached), and workflows
+lint: workflows ## golangci-lint, built from source the first time (minutes, then cached), the gates of arrows_test.go and house_test.go, workflows
+	$(GO) test .
 	$(GO) run $(GOLANGCI_LINT) run ./...
 
 workflows: ## actionlint over .github/workflows

@@ -4,18 +4,23 @@ import (
 	"bytes"
 	"fmt"
 	"go/ast"
+	"go/token"
 	"os"
+	"strings"
 	"testing"
+	"unicode/utf8"
 
 	"github.com/stretchr/testify/require"
 )
 
-// Limits of size: above them a type or a package does more than one thing. Tests and generated code do not count.
+// Limits of size: above them a type, a package or a function does more than one thing. Tests and generated code do not count.
 const (
-	maxMethods = 40 // of a type
-	maxFields  = 20
-	maxFiles   = 20 // of a package
-	maxLines   = 3000
+	maxMethods    = 40 // of a type
+	maxFields     = 20
+	maxFiles      = 20 // of a package
+	maxLines      = 3000
+	maxComplexity = 20  // of a function: one, and one for each branch, loop, case, && and ||
+	maxColumns    = 120 // of a line; a tab counts as 4
 )
 
 // larger are the types and packages above a limit, with the reason and the size that they must not exceed.
@@ -44,6 +49,70 @@ var larger = map[string]struct {
 	"kvstate: files":                    {30, "endpoints, reservations, health, load and sessions lie behind one state"},
 	"kvstate: lines":                    {3900, "endpoints, reservations, health, load and sessions lie behind one state"},
 	"replay: files":                     {30, "one file for each peer that is played"},
+}
+
+// branching are the functions above maxComplexity, with the reason and the complexity that they must not exceed.
+var branching = map[string]struct {
+	size   int
+	reason string
+}{
+	"extproc.Server.hopEnded":                     {30, "one case for each way in which a pass ends"},
+	"extproc/envoywire.Headers.slot":              {28, "one case for each header that is read"},
+	"extproc/envoywire.LogBatch.readCommon":       {25, "one case for each field of the wire"},
+	"extproc/envoywire.Reply.Marshal":             {22, "one branch for each field of the wire"},
+	"extproc/kvtransfer.Ticket.setNumber":         {25, "one case for each field of the ticket"},
+	"extproc/openai.fieldOf":                      {52, "one case for each field that is read"},
+	"internal/enginesim/connector.Node.serveSide": {23, "one case for each message of the side channel"},
+	"kvstate/kvevents.cursor.skipNested":          {24, "one case for each type of MessagePack"},
+	"kvstate/redisstore.poolReplica.apply":        {27, "one branch for each part of a batch"},
+	"protos/config/v1.validator.state":            {21, "one branch for each setting"},
+	"replay.newChooser":                           {23, "one case for each policy that is played"},
+}
+
+// longLines are the lines of more than maxColumns that packages had when the limit was set. The numbers may only fall.
+var longLines = map[string]int{
+	"cmd/enginesim":                36,
+	"cmd/tandem":                   173,
+	"deploy":                       3,
+	"docs":                         1,
+	"e2e/bench":                    30,
+	"e2e/load":                     37,
+	"e2e/process":                  1,
+	"envoy-configs":                170,
+	"extproc":                      138,
+	"extproc/kvtransfer":           170,
+	"extproc/openai":               12,
+	"extproc/plan":                 10,
+	"extproc/reclaim":              6,
+	"extproc/telemetry":            40,
+	"internal/budget":              1,
+	"internal/enginesim/api":       58,
+	"internal/enginesim/connector": 86,
+	"internal/enginesim/engine":    37,
+	"internal/enginesim/fault":     3,
+	"internal/enginesim/handover":  7,
+	"internal/enginesim/jsontext":  1,
+	"internal/enginesim/request":   14,
+	"internal/grpcserver":          7,
+	"internal/guard":               1,
+	"internal/zmtp":                1,
+	"kvstate":                      18,
+	"kvstate/discovery":            23,
+	"kvstate/enginehttp":           4,
+	"kvstate/kvevents":             12,
+	"kvstate/notices":              1,
+	"kvstate/prefixindex":          6,
+	"kvstate/redisstore":           39,
+	"kvstate/registrations":        1,
+	"kvstate/scrape":               5,
+	"kvstate/tokenize":             3,
+	"picker":                       12,
+	"picker/admission":             1,
+	"protos/config/v1":             57,
+	"protos/state/v1":              1,
+	"protos/ticket/v1":             2,
+	"replay":                       43,
+	"status":                       23,
 }
 
 // TestTypesAndPackagesStaySmall holds the limits, and the exceptions to some room above what they were made for.
@@ -115,4 +184,85 @@ func fields(s *ast.StructType) (n int) {
 		n += max(len(f.Names), 1)
 	}
 	return n
+}
+
+// complexity returns the cyclomatic complexity of a function, without the functions in it.
+func complexity(f *ast.FuncDecl) int {
+	n := 1
+	ast.Inspect(f, func(node ast.Node) bool {
+		switch node := node.(type) {
+		case *ast.IfStmt, *ast.ForStmt, *ast.RangeStmt:
+			n++
+		case *ast.CaseClause:
+			if node.List != nil {
+				n++
+			}
+		case *ast.CommClause:
+			if node.Comm != nil {
+				n++
+			}
+		case *ast.BinaryExpr:
+			if node.Op == token.LAND || node.Op == token.LOR {
+				n++
+			}
+		case *ast.FuncLit:
+			return false
+		}
+		return true
+	})
+	return n
+}
+
+// TestFunctionsAreSimple holds the limit of complexity, and each exception to what it was made for.
+func TestFunctionsAreSimple(t *testing.T) {
+	seen := map[string]bool{}
+	for _, s := range sources(t) {
+		if s.test || s.generated {
+			continue
+		}
+		for _, d := range s.ast.Decls {
+			f, ok := d.(*ast.FuncDecl)
+			if !ok {
+				continue
+			}
+			name := s.dir + "." + f.Name.Name
+			if of := receiver(f); of != "" {
+				name = s.dir + "." + of + "." + f.Name.Name
+			}
+			limit := maxComplexity
+			if of, ok := branching[name]; ok {
+				seen[name], limit = true, of.size
+			}
+			require.LessOrEqual(t, complexity(f), limit, "%s: split it, or say in branching why not", name)
+		}
+	}
+	for name := range branching {
+		require.True(t, seen[name], "%s: an exception for what is not there", name)
+	}
+}
+
+// TestLinesAreShort holds the limit of columns. A package with longer lines from before may have no more than it has: lower
+// its number when you shorten some.
+func TestLinesAreShort(t *testing.T) {
+	wide := map[string]int{}
+	for _, s := range sources(t) {
+		if s.test || s.generated {
+			continue
+		}
+		text, err := os.ReadFile(s.file)
+		require.NoError(t, err)
+		for line := range strings.Lines(string(text)) {
+			if utf8.RuneCountInString(strings.ReplaceAll(strings.TrimRight(line, "\n"), "\t", "    ")) > maxColumns {
+				wide[s.dir]++
+			}
+		}
+	}
+	for dir, n := range wide {
+		require.LessOrEqual(t, n, longLines[dir], "%s: lines of more than %d columns; code that moves takes its number along", dir, maxColumns)
+	}
+	for dir, n := range longLines {
+		if wide[dir] < n {
+			t.Logf("%s: %d lines of more than %d columns; lower its number from %d", dir, wide[dir], maxColumns, n)
+		}
+	}
 }
