@@ -15,7 +15,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-var update = flag.Bool("update", false, "rewrite NOTICE")
+var update = flag.Bool("update", false, "write NOTICE, and the picture of docs/design.md")
 
 // licences are those that a module in our binaries may have, each with sentences that only its text has. A text with
 // words of forbidden in it is none of them, whatever else it says.

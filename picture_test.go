@@ -1,0 +1,87 @@
+package tandem_test
+
+import (
+	"fmt"
+	"os"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+)
+
+// notInThePicture are packages without a place in it, by prefix: tests, tools, generated code, and small packages that
+// everything may use.
+var notInThePicture = []string{
+	"e2e", "deploy", "docs", "protos", "cmd/enginesim", "internal/enginesim", "internal/budget", "internal/guard", "internal/memory",
+	"extproc/envoywire/wiretest", "kvstate/enginehttp", "replay", ".",
+}
+
+// TestThePictureIsTrue compares the picture of docs/design.md with the imports. An arrow that follows from others is left out.
+func TestThePictureIsTrue(t *testing.T) {
+	imports := map[string][]string{}
+	for _, s := range sources(t) {
+		if s.test || slices.ContainsFunc(notInThePicture, func(p string) bool { return s.dir == p || strings.HasPrefix(s.dir, p+"/") }) {
+			continue
+		}
+		imports[s.dir] = append(imports[s.dir], nil...)
+		for _, p := range s.imports() {
+			if ours, ok := strings.CutPrefix(p, module+"/"); ok && !slices.Contains(imports[s.dir], ours) {
+				imports[s.dir] = append(imports[s.dir], ours)
+			}
+		}
+	}
+	for dir, to := range imports {
+		imports[dir] = slices.DeleteFunc(to, func(p string) bool { _, shown := imports[p]; return !shown })
+	}
+	const file, begin, end = "docs/design.md", "```mermaid\n", "```\n"
+	text, err := os.ReadFile(file)
+	require.NoError(t, err)
+	before, rest, found := strings.Cut(string(text), begin)
+	require.True(t, found, "%s has no picture", file)
+	was, after, found := strings.Cut(rest, end)
+	require.True(t, found)
+	want := picture(imports)
+	if *update {
+		require.NoError(t, os.WriteFile(file, []byte(before+begin+want+end+after), 0o600))
+		return
+	}
+	require.Equal(t, want, was, "go test . -run TestThePicture -update draws it anew")
+}
+
+// picture draws packages and their imports in Mermaid's language: a box for each top folder, and the arrows that do not follow
+// from others.
+func picture(imports map[string][]string) string {
+	var dirs []string
+	for dir := range imports {
+		dirs = append(dirs, dir)
+	}
+	slices.Sort(dirs)
+	id := func(dir string) string { return strings.NewReplacer("/", "_", "-", "_").Replace(dir) }
+	var b strings.Builder
+	b.WriteString("flowchart TD\n")
+	for i, dir := range dirs {
+		top, _, _ := strings.Cut(dir, "/")
+		if i == 0 || !strings.HasPrefix(dirs[i-1]+"/", top+"/") {
+			fmt.Fprintf(&b, "  subgraph %s_room[%s]\n", id(top), top)
+		}
+		fmt.Fprintf(&b, "    %s[%s]\n", id(dir), dir)
+		if i == len(dirs)-1 || !strings.HasPrefix(dirs[i+1]+"/", top+"/") {
+			b.WriteString("  end\n")
+		}
+	}
+	for _, from := range dirs {
+		slices.Sort(imports[from])
+		for _, to := range imports[from] {
+			if !slices.ContainsFunc(imports[from], func(by string) bool { return by != to && reaches(imports, by, to) }) {
+				fmt.Fprintf(&b, "  %s --> %s\n", id(from), id(to))
+			}
+		}
+	}
+	return b.String()
+}
+
+// reaches reports whether a package imports another one, directly or by others. Go allows no circles.
+func reaches(imports map[string][]string, from, to string) bool {
+	return slices.ContainsFunc(imports[from], func(p string) bool { return p == to || reaches(imports, p, to) })
+}
