@@ -59,6 +59,7 @@ type options struct {
 	clients    []int
 	rounds     int
 	requests   int
+	rate       float64
 	tokenTime  time.Duration
 	workers    int
 	fresh      bool
@@ -79,12 +80,14 @@ func parse(args []string, stderr io.Writer) (options, error) {
 	f.StringVar(&clients, "clients", "1,16", "`list` of how many clients send at the same time")
 	f.IntVar(&o.rounds, "rounds", 15, "rounds of each shape, number of clients, and stack")
 	f.IntVar(&o.requests, "requests", 0, "requests in a round; 0: about a second's worth")
+	f.Float64Var(&o.rate, "rate", 0, "requests a second of all clients together; 0: each sends when it has its answer")
 	f.IntVar(&o.workers, "workers", 2, "Envoy's --concurrency, for every stack")
 	f.BoolVar(&o.fresh, "fresh", false, "every prompt is new from its first word on; else only its end is, as in a conversation")
 	f.StringVar(&base.bodyMode, "body-mode", "duplex", "envoy.bodyMode of Tandem's configuration: auto, buffered or duplex")
 	f.StringVar(&env, "tandem-env", "", "more environment for tandem, as `NAME=VALUE ...`")
 	f.StringVar(&base.binary, "tandem", "", "tandem `binary` (default: the one built)")
-	f.Func("variant", "one more stack of Tandem, as `name: SETTING ...`; a setting is body=MODE, bin=FILE, or environment", func(v string) error {
+	f.Func("variant", "one more stack of Tandem, as `name: SETTING ...`; a setting is body=MODE, bin=FILE, "+
+		"redis=yes (a Redis of its own, whose CPU counts with Tandem's), or environment", func(v string) error {
 		added, err := parseVariant(v)
 		o.variants = append(o.variants, added)
 		return err
@@ -117,8 +120,8 @@ func parse(args []string, stderr io.Writer) (options, error) {
 		}
 		o.clients = append(o.clients, n)
 	}
-	if o.rounds < 1 || o.workers < 1 || o.requests < 0 || o.tokenTime <= 0 {
-		return o, errors.New("-rounds, -workers and -requests are numbers of things, -token-time a time")
+	if o.rounds < 1 || o.workers < 1 || o.requests < 0 || o.rate < 0 || o.tokenTime <= 0 {
+		return o, errors.New("-rounds, -workers, -requests and -rate are numbers of things, -token-time a time")
 	}
 	return o, nil
 }
@@ -139,6 +142,8 @@ func parseVariant(text string) (variant, error) {
 			v.bodyMode = value
 		case key == "bin":
 			v.binary = value
+		case s == "redis=yes":
+			v.redis = true
 		default:
 			v.env = append(v.env, s)
 		}
@@ -152,7 +157,7 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	if err != nil {
 		return err
 	}
-	l := &lab{log: stderr, tokenTime: o.tokenTime}
+	l := &lab{log: stderr, tokenTime: o.tokenTime, rate: o.rate}
 	defer l.stop()
 	if err := l.start(ctx, o); err != nil {
 		return err

@@ -141,7 +141,7 @@ func (l *lab) load(ctx context.Context, s *stack, sh shape, b *body, clients, n 
 	began := time.Now()
 	for range clients {
 		group.Go(func() {
-			took, first, err := l.requests(ctx, s, sh, b.clone(), &left)
+			took, first, err := l.requests(ctx, s, sh, b.clone(), &left, clients)
 			if err != nil {
 				cancel(err)
 			}
@@ -160,14 +160,19 @@ func (l *lab) load(ctx context.Context, s *stack, sh shape, b *body, clients, n 
 	return r, nil
 }
 
-// requests is one client's share.
-func (l *lab) requests(ctx context.Context, s *stack, sh shape, b *body, left *atomic.Int64) (took, first []time.Duration, err error) {
+// requests is the share of one of so many clients.
+func (l *lab) requests(ctx context.Context, s *stack, sh shape, b *body, left *atomic.Int64, clients int) (took, first []time.Duration, err error) {
 	c, err := dial(s.address(sh.model))
 	if err != nil {
 		return nil, nil, err
 	}
 	defer c.close()
+	next := time.Now()
 	for left.Add(-1) >= 0 && ctx.Err() == nil {
+		if l.rate > 0 {
+			time.Sleep(time.Until(next))
+			next = next.Add(time.Duration(float64(clients) / l.rate * float64(time.Second)))
+		}
 		began := time.Now()
 		firstByte, err := c.ask(s, sh, b, ids.Add(1))
 		if err != nil {

@@ -1,10 +1,12 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
 	"io"
+	"net"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -30,6 +32,7 @@ type pair struct{ prefill, decode, bootstrap string }
 type variant struct {
 	name, bodyMode string
 	binary         string // "": the one built
+	redis          bool   // Tandem shares its state through one
 	env            []string
 }
 
@@ -38,7 +41,7 @@ type stack struct {
 	name          string
 	addr          string             // where clients connect
 	addrs         map[string]string  // the same by model, of a peer
-	routers       []*process.Process // of a peer
+	routers       []*process.Process // of a peer; Tandem's Redis
 	admin         string             // Tandem's
 	envoy, tandem *process.Process
 	pairs         map[string]pair
@@ -50,6 +53,7 @@ type lab struct {
 	process.Group
 	envoyPath string
 	tokenTime time.Duration // of paced engines
+	rate      float64       // requests a second of all clients; 0: as they come
 	pairs     map[string]pair
 	engines   []engine // of all pairs, prefill and decode by turns
 	stacks    []*stack // the floor first
@@ -187,11 +191,19 @@ func (l *lab) startTandem(ctx context.Context, o options, v variant) error {
 		fmt.Fprintf(&config, "- name: %s\n  models: [%s]\n  kvTransfer: nixl\n  split: always\n  endpoints: [{address: %q, role: prefill}, {address: %q, role: decode}]\n",
 			name, name, p.prefill, p.decode)
 	}
+	s := &stack{name: v.name, addr: ports[0], admin: "http://" + ports[4], pairs: l.pairs}
+	if v.redis {
+		redis, url, err := l.startRedis(ctx, v.name)
+		if err != nil {
+			return err
+		}
+		s.routers = append(s.routers, redis)
+		fmt.Fprintf(&config, "state: {redis: {url: %q}}\n", url)
+	}
 	file := filepath.Join(l.Dir, v.name+".yaml")
 	if err := os.WriteFile(file, []byte(config.String()), 0o600); err != nil {
 		return err
 	}
-	s := &stack{name: v.name, addr: ports[0], admin: "http://" + ports[4], pairs: l.pairs}
 	if s.tandem, err = l.Start(v.name+"-tandem", v.env, v.binary, "serve", "-f", file); err != nil {
 		return err
 	}
@@ -207,6 +219,33 @@ func (l *lab) startTandem(ctx context.Context, o options, v variant) error {
 	}
 	l.stacks = append(l.stacks, s)
 	return s.envoy.Wait(ctx, "http://"+s.addr+"/v1/models")
+}
+
+// startRedis starts a Redis that keeps nothing on disk.
+func (l *lab) startRedis(ctx context.Context, name string) (*process.Process, string, error) {
+	path := cmp.Or(os.Getenv("REDIS_SERVER"), "redis-server")
+	if _, err := exec.LookPath(path); err != nil {
+		path = ".tools/bin/redis-server"
+	}
+	ports, err := process.FreePorts(1)
+	if err != nil {
+		return nil, "", err
+	}
+	p, err := l.Start(name+"-redis", nil, path, "--bind", "127.0.0.1", "--port", port(ports[0]),
+		"--save", "", "--appendonly", "no", "--dir", l.Dir)
+	if err != nil {
+		return nil, "", err
+	}
+	for {
+		conn, err := new(net.Dialer).DialContext(ctx, "tcp", ports[0])
+		if err == nil {
+			return p, "redis://" + ports[0], conn.Close()
+		}
+		if _, gone := p.CPU(); gone != nil || ctx.Err() != nil {
+			return nil, "", fmt.Errorf("redis-server does not accept connections: %w", err)
+		}
+		time.Sleep(10 * time.Millisecond)
+	}
 }
 
 func (l *lab) startEnvoy(ctx context.Context, o options, name string, bootstrap []byte, admin string) (*process.Process, error) {

@@ -166,6 +166,31 @@ func TestWhenItIsTold(t *testing.T) {
 	}
 }
 
+// A replica that knows of no other publishes some 20 times a second, whatever happens to it; with another one, at most every 3 ms.
+func TestAReplicaAlonePublishesSeldom(t *testing.T) {
+	for name, c := range map[string]struct{ replicas, least, most int }{
+		"alone":        {1, 18, 22},
+		"with another": {2, 300, 350},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				r := lonely(t, 2)
+				x := record(r)
+				ids := []uint64{r.store.replica, r.store.replica + 1}[:c.replicas]
+				r.p.ids.Store(&ids)
+				stop := during(t.Context(), r.store.write)
+				for i := range 1000 {
+					r.state.Routed(r.pool, r.e(0), prompt(i, 2))
+					time.Sleep(time.Millisecond)
+				}
+				stop()
+				require.GreaterOrEqual(t, len(x.published), c.least)
+				require.LessOrEqual(t, len(x.published), c.most+2, "and when it starts and stops")
+			})
+		})
+	}
+}
+
 // How long the first of what is told together has waited goes with it: that is part of how late others hear of it.
 func TestWhatWaitedSaysForHowLong(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {

@@ -12,10 +12,12 @@ import (
 
 // gatherFor is how long changes are collected before they are published: those of planning one request go into one
 // batch. restFor is the pause after a batch, beatsPerLease how often within a lease all bookings are published, and
-// retryAfter how long a failed write is not tried again.
+// retryAfter how long a failed write is not tried again. A replica that knows of no other pauses for aloneRest instead,
+// after writing and after reading: only a replica that starts needs what it publishes.
 const (
 	gatherFor     = time.Millisecond
 	restFor       = 2 * time.Millisecond
+	aloneRest     = 50 * time.Millisecond
 	beatsPerLease = 3
 	retryAfter    = 100 * time.Millisecond
 )
@@ -26,6 +28,9 @@ func (s *Store) write(ctx context.Context) {
 	defer beat.Stop()
 	for complete := true; ; {
 		pause := restFor
+		if s.alone() {
+			pause = aloneRest
+		}
 		if err := s.flush(ctx, complete, false); err != nil {
 			pause = retryAfter
 		}
@@ -45,6 +50,16 @@ func (s *Store) write(ctx context.Context) {
 		}
 	}
 	_ = s.flush(ctx, true, true)
+}
+
+// alone reports whether no other replica is known, of any pool.
+func (s *Store) alone() bool {
+	for _, p := range s.pools() {
+		if len(*p.ids.Load()) > 1 {
+			return false
+		}
+	}
+	return true
 }
 
 // wait is false if ctx ended first.
