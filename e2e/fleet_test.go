@@ -186,6 +186,7 @@ type options struct {
 	launch        func(f *fleet)        // starts the engines, instead of prefills and decodes
 	bootstrap     func(f *fleet) string // of a gateway that is not ours, instead of what `tandem envoy` prints
 	untracedEnvoy bool                  // its bootstrap is written without tracing
+	xds           bool                  // Envoy gets its configuration from Tandem
 }
 
 func start(t testing.TB, o options) *fleet {
@@ -370,7 +371,11 @@ func (f *fleet) startEnvoy(bin, path string, o options) {
 		config += ".untraced"
 		require.NoError(t, os.WriteFile(config, regexp.MustCompile(`(?m)^tracing:.*$`).ReplaceAll(text, nil), 0o600))
 	}
-	bootstrap, err := exec.Command(filepath.Join(bin, "tandem"), "envoy", "-f", config).Output()
+	args, envoyArgs := []string{"envoy", "-f", config}, []string{}
+	if o.xds {
+		args, envoyArgs = append(args, "--xds"), []string{"--service-node", "edge-1", "--drain-time-s", "3600"}
+	}
+	bootstrap, err := exec.Command(filepath.Join(bin, "tandem"), args...).Output()
 	require.NoError(t, err)
 	if o.bootstrap != nil {
 		bootstrap = []byte(o.bootstrap(f))
@@ -381,7 +386,8 @@ func (f *fleet) startEnvoy(bin, path string, o options) {
 	if workers == 0 {
 		workers = 2
 	}
-	f.envoy = startProcess(t, f.dir, "envoy", path, "-c", file, "-l", "warning", "--use-dynamic-base-id", "--concurrency", strconv.Itoa(workers))
+	envoyArgs = append(envoyArgs, "-c", file, "-l", "warning", "--use-dynamic-base-id", "--concurrency", strconv.Itoa(workers))
+	f.envoy = startProcess(t, f.dir, "envoy", path, envoyArgs...)
 	f.waitFor(f.envoy, f.envoyURL+"/ready")
 	// Ready means that listeners are up; the ext_proc cluster may still wait for its first health check.
 	require.Eventually(t, func() bool {

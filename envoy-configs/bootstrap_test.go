@@ -109,7 +109,7 @@ func TestPrintedIsTheModel(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			c, _, err := config.Parse([]byte(text))
 			require.NoError(t, err)
-			s, err := gather(c)
+			s, err := gather(c, false)
 			require.NoError(t, err)
 			m := newModel(s)
 			want := m.bootstrap()

@@ -95,7 +95,8 @@ func (m *model) extProcCluster() *clusterv3.Cluster {
 			GrpcHealthCheck: &corev3.HealthCheck_GrpcHealthCheck{ServiceName: "envoy.service.ext_proc.v3.ExternalProcessor"},
 		}})
 	}
-	c.TransportSocket = m.tls(m.Servers.TLS)
+	c.TransportSocket = m.tls(m.Servers.TLS, "extproc")
+	m.apart(c, m.Servers.ExtProcs)
 	return c
 }
 
@@ -105,7 +106,7 @@ func (m *model) accessLogClusters() (out []*clusterv3.Cluster) {
 		c := cluster(replica)
 		c.CircuitBreakers = unlimited()
 		c.TypedExtensionProtocolOptions = m.grpcOptions()
-		c.TransportSocket = m.tls(m.Servers.TLS)
+		c.TransportSocket = m.tls(m.Servers.TLS, "extproc")
 		out = append(out, c)
 	}
 	return out
@@ -121,6 +122,7 @@ func (m *model) replanCluster() *clusterv3.Cluster {
 			HttpHealthCheck: &corev3.HealthCheck_HttpHealthCheck{Path: "/readyz", CodecClientType: typev3.CodecClientType_HTTP2},
 		}})
 	}
+	m.apart(c, m.Servers.Replans)
 	return c
 }
 
@@ -210,7 +212,7 @@ func (m *model) endpoints(name, header string, s scheme) *clusterv3.Cluster {
 		"typed_extension_protocol_options": "Engines behind uvicorn close a connection 5 s after its last answer; a request must not meet that.",
 	})
 	if s.Name == "https" {
-		c.TransportSocket = m.tls(m.Engines.TLS)
+		c.TransportSocket = m.tls(m.Engines.TLS, "endpoint")
 	}
 	return c
 }
@@ -244,8 +246,8 @@ func unlimited() *clusterv3.CircuitBreakers {
 	}}}
 }
 
-// tls speaks TLS as configured; nil is plaintext.
-func (m *model) tls(t *clientTLS) *corev3.TransportSocket {
+// tls speaks TLS as configured; nil is plaintext. Over xDS, certificates are secrets with that name; "": they are not.
+func (m *model) tls(t *clientTLS, name string) *corev3.TransportSocket {
 	if t == nil {
 		return nil
 	}
@@ -265,6 +267,9 @@ func (m *model) tls(t *clientTLS) *corev3.TransportSocket {
 			}}
 		}
 		common.ValidationContextType = &tlsv3.CommonTlsContext_ValidationContext{ValidationContext: validation}
+	}
+	if m.Dynamic && name != "" {
+		m.secretly(common, name)
 	}
 	return m.socket("envoy.transport_sockets.tls", m.pack(&tlsv3.UpstreamTlsContext{Sni: t.ServerName, CommonTlsContext: common}))
 }

@@ -29,7 +29,7 @@ pools:
   discovery: {kubernetes: {selector: "app=llm, tier==gpu", ports: [8000, 8001], scheme: https}}
 `))
 	require.NoError(t, err)
-	s, err := gather(c)
+	s, err := gather(c, false)
 	require.NoError(t, err)
 	sets, err := endpointSets(c, GatewayOptions{Namespace: "default", Name: "tandem"}, s.Engines.Schemes)
 	require.NoError(t, err)

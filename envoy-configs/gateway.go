@@ -85,7 +85,7 @@ func EnvoyGateway(c *configv1.Config, o GatewayOptions) ([]byte, error) {
 	or(&o.Namespace, "default")
 	or(&o.Name, "tandem")
 	or(&o.Class, "eg")
-	s, err := gather(c)
+	s, err := gather(c, false)
 	if err != nil {
 		return nil, err
 	}

@@ -60,7 +60,6 @@ func (m *model) mainManager() *hcmv3.HttpConnectionManager {
 		EarlyHeaderMutationExtensions: []*corev3.TypedExtensionConfig{m.forgery()},
 		AccessLog:                     m.endOfPass(),
 		LocalReplyConfig:              m.localReplies(),
-		RouteSpecifier:                &hcmv3.HttpConnectionManager_RouteConfig{RouteConfig: m.routes()},
 		HttpFilters:                   m.mainFilters(),
 	}
 	noted(m, h, notes{
@@ -75,6 +74,11 @@ func (m *model) mainManager() *hcmv3.HttpConnectionManager {
 		"early_header_mutation_extensions": "What steers is not the client's to set. This runs once, when the request comes in, and not after a redirect:\n" +
 			"so a ticket that is here in pass 2 came with the 307.",
 	})
+	if m.Dynamic {
+		h.RouteSpecifier = &hcmv3.HttpConnectionManager_Rds{Rds: &hcmv3.Rds{RouteConfigName: "openai", ConfigSource: ads()}}
+	} else {
+		h.RouteSpecifier = &hcmv3.HttpConnectionManager_RouteConfig{RouteConfig: m.routes()}
+	}
 	if m.Tracing != nil {
 		h.Tracing = m.traced()
 		h.Tracing.NoContextPropagation = true

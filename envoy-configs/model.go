@@ -18,6 +18,7 @@ import (
 	overloadv3 "github.com/envoyproxy/go-control-plane/envoy/config/overload/v3"
 	internallistenerv3 "github.com/envoyproxy/go-control-plane/envoy/extensions/bootstrap/internal_listener/v3"
 	downstreamv3 "github.com/envoyproxy/go-control-plane/envoy/extensions/resource_monitors/downstream_connections/v3"
+	tlsv3 "github.com/envoyproxy/go-control-plane/envoy/extensions/transport_sockets/tls/v3"
 
 	configv1 "tandem/protos/config/v1"
 )
@@ -26,9 +27,10 @@ import (
 type model struct {
 	*settings
 	*notebook
+	secrets []*tlsv3.Secret // that clusters refer to
 }
 
-func newModel(s *settings) *model { return &model{s, newNotebook()} }
+func newModel(s *settings) *model { return &model{settings: s, notebook: newNotebook()} }
 
 // overview stands above every printed bootstrap; pairsOverview too where a pool has both legs run at once.
 const (
@@ -94,7 +96,7 @@ func (m *model) frame() *bootstrapv3.Bootstrap {
 
 // Bootstrap prints the Envoy bootstrap for a configuration that was loaded by configv1.
 func Bootstrap(c *configv1.Config) ([]byte, error) {
-	s, err := gather(c)
+	s, err := gather(c, false)
 	if err != nil {
 		return nil, err
 	}

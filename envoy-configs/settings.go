@@ -2,6 +2,7 @@ package envoyconfigs
 
 import (
 	"math"
+	"net"
 	"slices"
 	"strconv"
 	"time"
@@ -25,6 +26,7 @@ const (
 
 // settings are what the model is built from: a Tandem configuration as far as Envoy needs it.
 type settings struct {
+	Dynamic       bool // over xDS, in pieces that can change
 	Listen, Admin address
 	Servers       servers
 	Engines       engines
@@ -97,12 +99,13 @@ func (s *settings) loops() (out []loop) {
 // several reports whether there may be more than one replica, so that one can stand in for another: a name may stand for
 // many.
 func (s *settings) several() bool {
-	return len(s.Servers.ExtProcs.Hosts) > 1 || s.Servers.ExtProcs.ByName()
+	return s.Dynamic || len(s.Servers.ExtProcs.Hosts) > 1 || s.Servers.ExtProcs.ByName()
 }
 
-func gather(c *configv1.Config) (*settings, error) {
+func gather(c *configv1.Config, dynamic bool) (*settings, error) {
 	e := c.GetEnvoy()
 	s := &settings{
+		Dynamic: dynamic,
 		Bodies: bodies{
 			Mode: e.GetBodyMode(), Max: e.GetMaxBodyBytes(), Buffer: e.GetMaxBodyBytes() + bufferMargin, BufferedFrom: bufferedFrom,
 		},
@@ -111,6 +114,9 @@ func gather(c *configv1.Config) (*settings, error) {
 		Explains: c.GetAdmin().GetTokenFile() != "", Metadata: c.GetExtProc().GetDecisionMetadata(),
 	}
 	s.serve(c.GetPools())
+	if dynamic {
+		s.Engines.Schemes, s.Pairs, s.Encodes, s.Answers = []scheme{{"http", ""}, {"https", "-https"}, {"h2c", "-h2c"}}, true, true, true
+	}
 	var err error
 	if s.Listen, err = parse(e.GetListen()); err != nil {
 		return nil, err
@@ -118,7 +124,7 @@ func gather(c *configv1.Config) (*settings, error) {
 	if s.Admin, err = parse(e.GetAdmin()); err != nil {
 		return nil, err
 	}
-	if s.Servers, err = gatherServers(c); err != nil {
+	if s.Servers, err = gatherServers(c, dynamic); err != nil {
 		return nil, err
 	}
 	switch {
@@ -136,7 +142,7 @@ func gather(c *configv1.Config) (*settings, error) {
 	return s, nil
 }
 
-func gatherServers(c *configv1.Config) (out servers, err error) {
+func gatherServers(c *configv1.Config, dynamic bool) (out servers, err error) {
 	e := c.GetEnvoy()
 	if config.Encrypted(c.GetExtProc()) || e.GetExtProcTls() != nil {
 		out.TLS = newClientTLS(e.GetExtProcTls(), true)
@@ -148,7 +154,11 @@ func gatherServers(c *configv1.Config) (out servers, err error) {
 		return servers{}, err
 	}
 	for i, a := range out.ExtProcs.Hosts {
-		out.AccessLogs = append(out.AccessLogs, hosts{"tandem-accesslog-" + strconv.Itoa(i), []address{a}})
+		name := strconv.Itoa(i)
+		if dynamic { // one name for one replica: what is logged to others goes on when one comes or goes
+			name = net.JoinHostPort(a.Host, strconv.Itoa(a.Port))
+		}
+		out.AccessLogs = append(out.AccessLogs, hosts{"tandem-accesslog-" + name, []address{a}})
 	}
 	return out, nil
 }

@@ -1,6 +1,7 @@
 package status
 
 import (
+	"cmp"
 	"fmt"
 	"slices"
 	"strings"
@@ -48,6 +49,11 @@ func attention(s *Status, recent []telemetry.Trace) []Notice {
 	}
 	if s.Minute.Failed > 0 {
 		add(true, "operations.md#when-an-engine-fails", "%s requests a second failed in the last minute.", number(s.Minute.Failed))
+	}
+	for _, e := range s.Envoys {
+		if e.Refused != "" {
+			add(true, "howto/xds.md", "Envoy %s refused version %s of its configuration and keeps %s: %s", e.Name, e.Refused, cmp.Or(e.Version, "what it had"), e.Why)
+		}
 	}
 	for i := range s.Pools {
 		p := &s.Pools[i]

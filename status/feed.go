@@ -20,11 +20,23 @@ type Status struct {
 	Sharing      Sharing           `json:"sharing"`
 	Attention    []Notice          `json:"attention"`
 	Reservations int               `json:"reservations"`
+	Envoys       []Envoy           `json:"envoys,omitempty"` // those that this replica serves their configuration
 	Pools        []Pool            `json:"pools"`
 	Flow         []Flow            `json:"flow"`   // of the last minute, among the latest requests
 	Minute       Point             `json:"minute"` // rates and percentiles of the last minute
 	Points       []Point           `json:"points"` // one a second, oldest first
 	Recent       []telemetry.Trace `json:"recent"` // newest first
+}
+
+// Envoy is one that gets its configuration over xDS.
+type Envoy struct {
+	Name    string    `json:"name"`              // its node id
+	Build   string    `json:"build,omitempty"`   // its release
+	Version string    `json:"version"`           // of the configuration that it has; "": none yet
+	Pending bool      `json:"pending"`           // it has not answered to the newest yet
+	Refused string    `json:"refused,omitempty"` // version
+	Why     string    `json:"why,omitempty"`     // it refused that version, in its own words
+	Since   time.Time `json:"since"`             // connected
 }
 
 // Pool is one pool.
@@ -98,6 +110,7 @@ type Source struct {
 	Recent  func(n int) []telemetry.Trace
 	Ready   func() bool
 	Sharing func() Sharing
+	Envoys  func() []Envoy // nil: none
 }
 
 // What is kept: ten minutes of points, and of the counts as much as a minute's percentiles need.
@@ -187,7 +200,7 @@ func (f *Feed) Status(since int64) Status {
 	recent := f.source.Recent(allRecent)
 	s := Status{
 		Version: f.source.Version, Started: f.started, Now: time.Now(), Ready: f.source.Ready(),
-		Sharing: f.source.Sharing(), Reservations: f.source.State.Reservations(), Flow: flow(recent, time.Now().Add(-time.Minute)),
+		Sharing: f.source.Sharing(), Envoys: f.source.envoys(), Reservations: f.source.State.Reservations(), Flow: flow(recent, time.Now().Add(-time.Minute)),
 		Recent: recent[:min(len(recent), shownRecent)], Pools: []Pool{},
 	}
 	for _, p := range f.source.State.Pools() {
@@ -288,4 +301,12 @@ func flow(recent []telemetry.Trace, since time.Time) []Flow {
 		return strings.Compare(a.Pool+" "+a.Prefill+" "+a.Decode, b.Pool+" "+b.Prefill+" "+b.Decode)
 	})
 	return out
+}
+
+// envoys are those that get their configuration from the replica.
+func (s *Source) envoys() []Envoy {
+	if s.Envoys == nil {
+		return nil
+	}
+	return s.Envoys()
 }

@@ -33,6 +33,7 @@ func Print(w io.Writer, s *Status) {
 	for i := range s.Pools {
 		printPool(w, &s.Pools[i])
 	}
+	printEnvoys(w, s.Envoys, s.Now)
 	printFlow(w, s.Flow)
 	printRecent(w, s.Recent)
 }
@@ -56,6 +57,27 @@ func printAttention(w io.Writer, notices []Notice) {
 	if len(notices) > 0 {
 		fmt.Fprintln(w)
 	}
+}
+
+// printEnvoys shows what configuration Envoys have.
+func printEnvoys(w io.Writer, envoys []Envoy, now time.Time) {
+	if len(envoys) == 0 {
+		return
+	}
+	fmt.Fprintln(w)
+	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
+	fmt.Fprintln(t, "  envoy\trelease\tconfiguration\tconnected for")
+	for _, e := range envoys {
+		version := cmp.Or(e.Version, "none")
+		if e.Pending {
+			version += ", not answered yet"
+		}
+		if e.Refused != "" {
+			version += ", REFUSED " + e.Refused
+		}
+		fmt.Fprintf(t, "  %s\t%s\t%s\t%s\n", plain(e.Name), cmp.Or(e.Build, "-"), version, now.Sub(e.Since).Round(time.Second))
+	}
+	_ = t.Flush()
 }
 
 func printPool(w io.Writer, p *Pool) {

@@ -134,7 +134,7 @@ func (d *demonstration) start(ctx context.Context, listen string) (err error) {
 	if err := d.run("tandem", d.self, "serve", "-f", cfg); err != nil {
 		return err
 	}
-	bootstrap, err := exec.CommandContext(ctx, d.self, "envoy", "-f", cfg).Output()
+	bootstrap, err := exec.CommandContext(ctx, d.self, "envoy", "-f", cfg, "--xds").Output()
 	if err != nil {
 		return fmt.Errorf("tandem envoy: %w", err)
 	}

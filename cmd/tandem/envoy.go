@@ -14,16 +14,18 @@ import (
 // stdout: a complete bootstrap, or the resources with which a gateway makes one.
 func newEnvoy() *cobra.Command {
 	var file, whose, upstream string
+	var xds bool
 	var o envoyconfigs.GatewayOptions
 	c := &cobra.Command{
 		Use: "envoy -f FILE", Short: "Print the Envoy bootstrap that belongs to a configuration", Args: cobra.NoArgs,
 		RunE: func(c *cobra.Command, _ []string) error {
-			return envoy(file, whose, upstream, o, c.OutOrStdout())
+			return envoy(file, whose, upstream, xds, o, c.OutOrStdout())
 		},
 	}
 	f := c.Flags()
 	f.StringVarP(&file, "file", "f", "", "configuration `FILE` (YAML)")
 	f.StringVar(&whose, "for", "envoy", "`WHOM` to configure: envoy (a bootstrap), or envoy-gateway (Kubernetes resources)")
+	f.BoolVar(&xds, "xds", false, "a small bootstrap: Envoy gets all else from tandem serve, and changes of it while both run")
 	f.StringVar(&o.Namespace, "namespace", "default", "of the resources for Envoy Gateway")
 	f.StringVar(&o.Name, "name", "tandem", "of the resources for Envoy Gateway")
 	f.StringVar(&o.Class, "class", "eg", "GatewayClass of the resources for Envoy Gateway")
@@ -33,20 +35,25 @@ func newEnvoy() *cobra.Command {
 	return c
 }
 
-func envoy(file, whose, upstream string, o envoyconfigs.GatewayOptions, stdout io.Writer) error {
+func envoy(file, whose, upstream string, xds bool, o envoyconfigs.GatewayOptions, stdout io.Writer) error {
 	o.Upstream = envoyconfigs.Upstream(upstream)
 	if whose == "envoy" && o.Upstream != envoyconfigs.OriginalDst {
 		return fmt.Errorf("--upstream %s: only Envoy Gateway knows endpoints (--for envoy-gateway)", upstream)
+	}
+	if whose != "envoy" && xds {
+		return fmt.Errorf("--xds: --for %s has no bootstrap", whose)
 	}
 	cfg, _, err := config.Load(file)
 	if err != nil {
 		return err
 	}
 	var text []byte
-	switch whose {
-	case "envoy":
+	switch {
+	case whose == "envoy" && xds:
+		text, err = envoyconfigs.DynamicBootstrap(cfg)
+	case whose == "envoy":
 		text, err = envoyconfigs.Bootstrap(cfg)
-	case "envoy-gateway":
+	case whose == "envoy-gateway":
 		text, err = envoyconfigs.EnvoyGateway(cfg, o)
 	default:
 		err = fmt.Errorf("--for %q: it is envoy or envoy-gateway", whose)

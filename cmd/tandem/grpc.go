@@ -14,6 +14,7 @@ import (
 	"tandem/extproc"
 	"tandem/internal/grpcserver"
 	"tandem/internal/memory"
+	"tandem/internal/xds"
 	configv1 "tandem/protos/config/v1"
 )
 
@@ -21,6 +22,7 @@ import (
 const (
 	maxProcessStreams   = 1 << 16
 	maxAccessLogStreams = 4096
+	maxXDSStreams       = 1024 // one for each Envoy
 )
 
 // newBudget returns the budget of everything that is received and not handled: 1 GiB, or half of GOMEMLIMIT where that is less.
@@ -33,10 +35,10 @@ func newBudget() *memory.Budget {
 }
 
 // newGRPC makes the server that Envoy talks to.
-func newGRPC(cfg *configv1.Config, server *extproc.Server, health *extproc.Health) (*grpcserver.Server, error) {
+func newGRPC(cfg *configv1.Config, server *extproc.Server, envoys *xds.Server, health *extproc.Health) (*grpcserver.Server, error) {
 	o := grpcserver.Options{
 		Codec: extproc.Codec(), Pool: extproc.BufferPool(), MaxMessage: int(cfg.GetExtProc().GetMaxMessageBytes()), Memory: server.Memory,
-		MethodStreams: map[string]int{extproc.ProcessMethod: maxProcessStreams, extproc.AccessLogMethod: maxAccessLogStreams},
+		MethodStreams: map[string]int{extproc.ProcessMethod: maxProcessStreams, extproc.AccessLogMethod: maxAccessLogStreams, xds.Method: maxXDSStreams},
 	}
 	switch t := cfg.GetExtProc().GetTls(); t.GetMode() {
 	case "files":
@@ -54,6 +56,7 @@ func newGRPC(cfg *configv1.Config, server *extproc.Server, health *extproc.Healt
 	}
 	s := grpcserver.New(o)
 	server.Register(s)
+	envoys.Register(s)
 	health.Register(s)
 	return s, nil
 }

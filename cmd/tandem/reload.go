@@ -11,11 +11,13 @@ import (
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
+	"google.golang.org/protobuf/proto"
 
 	envoyconfigs "tandem/envoy-configs"
 	"tandem/extproc"
 	"tandem/extproc/kvtransfer"
 	"tandem/internal/config"
+	"tandem/internal/xds"
 	configv1 "tandem/protos/config/v1"
 )
 
@@ -29,6 +31,7 @@ type reloader struct {
 	file   string
 	fleet  *fleet
 	server *extproc.Server
+	xds    *xds.Server
 	log    *slog.Logger
 
 	reloads *prometheus.CounterVec // result
@@ -39,9 +42,9 @@ type reloader struct {
 	warned string           // of what takes a restart
 }
 
-func newReloader(file string, cfg *configv1.Config, fleet *fleet, server *extproc.Server, r prometheus.Registerer, log *slog.Logger) *reloader {
+func newReloader(file string, cfg *configv1.Config, fleet *fleet, server *extproc.Server, xds *xds.Server, r prometheus.Registerer, log *slog.Logger) *reloader {
 	l := &reloader{
-		file: file, config: cfg, fleet: fleet, server: server, log: log,
+		file: file, config: cfg, fleet: fleet, server: server, xds: xds, log: log,
 		reloads: prometheus.NewCounterVec(prometheus.CounterOpts{Name: "tandem_config_reloads_total",
 			Help: "Changes of the configuration or of the ticket keys that were taken up, by result (applied, refused)."}, []string{"result"}),
 		last: prometheus.NewGauge(prometheus.GaugeOpts{Name: "tandem_config_applied_timestamp_seconds",
@@ -146,10 +149,19 @@ func (r *reloader) apply(ctx context.Context) ([]config.Change, error) {
 	for _, w := range warnings {
 		r.log.Warn(w)
 	}
+	inForce := proto.CloneOf(r.config)
+	config.TakeEnvoy(inForce, next)
+	resources, err := envoyconfigs.Dynamic(inForce)
+	if err != nil {
+		return nil, err
+	}
 	changes := config.Difference(r.config, next)
 	r.say(changes, keys.ID() != live.Keys.ID())
-	if missing := newParts(r.config, next); len(missing) > 0 {
+	if missing := newParts(r.config, next); len(missing) > 0 && len(r.xds.Envoys()) == 0 {
 		r.log.Warn("the Envoy bootstrap of the configuration before lacks what pools need now: write it anew (tandem envoy)", "missing", missing)
+	}
+	if err := r.xds.Publish(resources); err != nil {
+		return nil, err
 	}
 
 	// Every pool that a request can find must have a policy: the old ones stay until nobody finds their pools any more.
@@ -160,15 +172,18 @@ func (r *reloader) apply(ctx context.Context) ([]config.Change, error) {
 	r.fleet.pools.set(ctx, pools)
 	r.server.Apply(live)
 	r.fleet.keep(next, live.Pools)
-	r.config.Pools = next.GetPools()
+	r.config.Pools, r.config.Envoy = next.GetPools(), inForce.GetEnvoy()
 	return changes, nil
 }
 
 // say logs what changes, and, once, what would need a restart.
 func (r *reloader) say(changes []config.Change, keys bool) {
-	var restart []string
+	var restart, envoys []string
 	n := 0
 	for _, c := range changes {
+		if c.Envoy {
+			envoys = append(envoys, c.Path)
+		}
 		if !c.Live {
 			restart = append(restart, c.Path)
 			continue
@@ -186,8 +201,11 @@ func (r *reloader) say(changes []config.Change, keys bool) {
 	if n == 0 && !keys {
 		r.log.Info("configuration read again, nothing to change")
 	}
+	if len(envoys) > 0 && len(r.xds.Envoys()) == 0 {
+		r.log.Warn("no Envoy gets its configuration over xDS from this replica: others need a new bootstrap (tandem envoy)", "paths", envoys)
+	}
 	if text := fmt.Sprint(restart); text != r.warned && len(restart) > 0 {
-		r.log.Warn("these changes take a restart of tandem, and those of envoy a new bootstrap; the settings of before stay in force", "paths", restart)
+		r.log.Warn("these changes take a restart of tandem; the settings of before stay in force", "paths", restart)
 		r.warned = text
 	}
 }

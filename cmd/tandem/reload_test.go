@@ -48,7 +48,9 @@ func startReloading(t *testing.T) *reloading {
 	options, err := serverOptions(cfg, r.fleet, log)
 	require.NoError(t, err)
 	r.registry = prometheus.NewRegistry()
-	r.reloader = newReloader(r.config, cfg, r.fleet, extproc.New(options, telemetry.NewMetrics(r.registry, r.fleet.state)), r.registry, log)
+	envoys, err := newXDS(cfg, r.registry, log)
+	require.NoError(t, err)
+	r.reloader = newReloader(r.config, cfg, r.fleet, extproc.New(options, telemetry.NewMetrics(r.registry, r.fleet.state)), envoys, r.registry, log)
 	return r
 }
 

@@ -22,6 +22,7 @@ import (
 	"tandem/internal/config"
 	"tandem/internal/grpcserver"
 	"tandem/internal/guard"
+	"tandem/internal/xds"
 	"tandem/kvstate/redisstore"
 	configv1 "tandem/protos/config/v1"
 	"tandem/status"
@@ -151,8 +152,12 @@ func runServer(ctx context.Context, file string, cfg *configv1.Config, set setti
 	server := extproc.New(options, metrics)
 	keep := guard.New(log, metrics.Panicked)
 	health := extproc.NewHealth()
-	feed := status.NewFeed(status.Source{Version: version(), State: fleet.state, Totals: metrics.Totals, Recent: server.Recent, Ready: health.Ready, Sharing: fleet.sharing})
-	grpcServer, err := newGRPC(cfg, server, health)
+	envoys, err := newXDS(cfg, registry, log)
+	if err != nil {
+		return err
+	}
+	feed := status.NewFeed(status.Source{Version: version(), State: fleet.state, Totals: metrics.Totals, Recent: server.Recent, Ready: health.Ready, Sharing: fleet.sharing, Envoys: envoysOf(envoys)})
+	grpcServer, err := newGRPC(cfg, server, envoys, health)
 	if err != nil {
 		return err
 	}
@@ -164,7 +169,7 @@ func runServer(ctx context.Context, file string, cfg *configv1.Config, set setti
 	if err != nil {
 		return err
 	}
-	reload := newReloader(file, cfg, fleet, server, registry, log)
+	reload := newReloader(file, cfg, fleet, server, envoys, registry, log)
 	operator := &orders{tokenFile: cfg.GetAdmin().GetTokenFile(), state: fleet.state, reload: reload.reload, log: log}
 	replan := &http.Server{Handler: keep.HTTP("replan", replanPort(server, health)), ReadHeaderTimeout: 10 * time.Second, MaxHeaderBytes: 256 << 10, Protocols: cleartext()}
 	admin := &http.Server{Handler: keep.HTTP("admin", newAdmin(registry, health, server, fleet, operator, status.Handler(feed))), ReadHeaderTimeout: 10 * time.Second}
@@ -199,7 +204,7 @@ func runServer(ctx context.Context, file string, cfg *configv1.Config, set setti
 	health.SetReady(false)
 	log.Info("draining", "linger", set.linger, "deadline", drainTime)
 	time.Sleep(set.linger) //nolint:forbidigo // until every Envoy has seen that this replica is not ready
-	drain(server, grpcServer, replan, admin)
+	drain(server, envoys, grpcServer, replan, admin)
 	stop()
 	if err := group.Wait(); err != nil && !errors.Is(err, context.Canceled) {
 		return err
@@ -208,8 +213,9 @@ func runServer(ctx context.Context, file string, cfg *configv1.Config, set setti
 }
 
 // drain lets what runs end, with a deadline each.
-func drain(server *extproc.Server, grpcServer *grpcserver.Server, ports ...*http.Server) {
+func drain(server *extproc.Server, envoys *xds.Server, grpcServer *grpcserver.Server, ports ...*http.Server) {
 	server.Drain()
+	envoys.Close()
 	stopGRPC(grpcServer)
 	ctx, cancel := context.WithTimeout(context.Background(), time.Second)
 	defer cancel()

@@ -5,6 +5,7 @@ import (
 	"slices"
 	"strings"
 
+	"google.golang.org/protobuf/proto"
 	"google.golang.org/protobuf/reflect/protoreflect"
 
 	configv1 "tandem/protos/config/v1"
@@ -15,23 +16,58 @@ type Change struct {
 	Path          string // pools[chat].endpoints[10.0.0.1:8101].weight: pools by name, endpoints by address
 	Before, After string // "": absent. What may hold a secret is not shown
 	Live          bool   // may change while the server runs
+	Envoy         bool   // Envoy's alone: it changes in Envoys that get their configuration over xDS
 }
 
 // Difference lists what changes from one configuration to another, in the order of config.proto. Both are such as [Load]
 // returned.
 func Difference(before, after *configv1.Config) (out []Change) {
-	d := difference{}
+	d := difference{moves: moves(before, after)}
 	d.messages("", before.ProtoReflect(), after.ProtoReflect())
 	return d.changes
 }
 
-type difference struct{ changes []Change }
+type difference struct {
+	moves   bool
+	changes []Change
+}
 
 func (d *difference) add(path, before, after string) {
 	if path == "state.redis.url" { // holds a password
 		before, after = "", "(changed)"
 	}
-	d.changes = append(d.changes, Change{path, before, after, strings.HasPrefix(path, "pools[")})
+	envoy := ofEnvoy(path, d.moves)
+	d.changes = append(d.changes, Change{path, before, after, envoy || strings.HasPrefix(path, "pools["), envoy})
+}
+
+// moves reports whether the server's ports change, which they do at its start. Until then Envoy has to be led to those of before.
+func moves(before, after *configv1.Config) bool {
+	return before.GetExtProc().GetListen() != after.GetExtProc().GetListen() || before.GetReplan().GetListen() != after.GetReplan().GetListen() ||
+		!proto.Equal(before.GetExtProc().GetTls(), after.GetExtProc().GetTls())
+}
+
+// ofEnvoy reports whether a setting is for Envoy alone. The others of envoy's count for the server too, which takes them at its start;
+// admin is in Envoy's bootstrap.
+func ofEnvoy(path string, moves bool) bool {
+	name, found := strings.CutPrefix(path, "envoy.")
+	name, _, _ = strings.Cut(name, ".")
+	switch name {
+	case "admin", "maxBodyBytes", "pathPrefixes":
+		return false
+	case "extProcs", "replans", "extProcTls":
+		return found && !moves
+	}
+	return found
+}
+
+// TakeEnvoy takes over into c what is for Envoy alone of the settings of another configuration.
+func TakeEnvoy(c, of *configv1.Config) {
+	own := c.GetEnvoy()
+	c.Envoy = proto.CloneOf(of.GetEnvoy())
+	c.Envoy.Admin, c.Envoy.MaxBodyBytes, c.Envoy.PathPrefixes = own.GetAdmin(), own.GetMaxBodyBytes(), own.GetPathPrefixes()
+	if moves(c, of) {
+		c.Envoy.ExtProcs, c.Envoy.Replans, c.Envoy.ExtProcTls = own.GetExtProcs(), own.GetReplans(), own.GetExtProcTls()
+	}
 }
 
 func (d *difference) messages(path string, before, after protoreflect.Message) {

@@ -31,6 +31,11 @@ pools:
 		{"order", `{address: "10.0.0.1:1", role: prefill}, {address: "10.0.0.2:1", role: decode}`, `{address: "10.0.0.2:1", role: decode}, {address: "10.0.0.1:1", role: prefill}`,
 			`pools[a].endpoints[]: "10.0.0.1:1, 10.0.0.2:1" -> "10.0.0.2:1, 10.0.0.1:1"`},
 		{"a port, which takes a restart", "9090", "9091", `admin.listen: "127.0.0.1:9090" -> "127.0.0.1:9091" (restart)`},
+		{"Envoy's", "admin: {", "envoy: {decodeIdleTimeout: 5m, maxBodyBytes: 2048}\nadmin: {",
+			"extProc.maxMessageBytes: \"83886080\" -> \"16785408\" (restart)\nenvoy.maxBodyBytes: \"16777216\" -> \"2048\" (restart)\nenvoy.decodeIdleTimeout: \"30m\" -> \"5m\" (Envoy)"},
+		{"a port that Envoy is led to", "admin: {", "replan: {listen: 127.0.0.1:7003}\nenvoy: {decodeIdleTimeout: 5m}\nadmin: {",
+			"replan.listen: \"127.0.0.1:9003\" -> \"127.0.0.1:7003\" (restart)\nenvoy.replans: \"127.0.0.1:9003\" -> \"127.0.0.1:7003\" (restart)\n" +
+				"envoy.decodeIdleTimeout: \"30m\" -> \"5m\" (Envoy)"},
 		{"a secret", "secret", "other", `state.redis.url: "" -> "(changed)" (restart)`},
 		{"TLS", "admin: {", "extProc: {tls: {certFile: c, keyFile: k}}\nadmin: {",
 			"extProc.tls: \"\" -> \"set\" (restart)\nextProc.tls.certFile: \"\" -> \"c\" (restart)\nextProc.tls.keyFile: \"\" -> \"k\" (restart)\nextProc.tls.mode: \"\" -> \"files\" (restart)"},
@@ -47,9 +52,16 @@ pools:
 				if !d.Live {
 					line += " (restart)"
 				}
+				if d.Envoy {
+					line += " (Envoy)"
+				}
 				lines = append(lines, line)
 			}
 			require.Equal(t, c.want, strings.Join(lines, "\n"))
+			TakeEnvoy(before, after)
+			for _, d := range Difference(before, after) {
+				require.False(t, d.Envoy, "what is for Envoy alone is the same now: %s", d.Path)
+			}
 		})
 	}
 }

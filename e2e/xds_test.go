@@ -1,0 +1,116 @@
+package e2e
+
+import (
+	"fmt"
+	"io"
+	"net/http"
+	"os"
+	"path/filepath"
+	"regexp"
+	"strconv"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+)
+
+// shownEnvoy is what a replica's status says of an Envoy that it serves.
+type shownEnvoy struct {
+	Name    string `json:"name"`
+	Version string `json:"version"`
+	Pending bool   `json:"pending"`
+	Refused string `json:"refused"`
+}
+
+// envoys are the Envoys that replica i serves.
+func (f *fleet) envoys(i int) []shownEnvoy {
+	f.t.Helper()
+	var s struct {
+		Envoys []shownEnvoy `json:"envoys"`
+	}
+	require.NoError(f.t, getJSON(f.admins[i]+"/status.json", &s))
+	return s.Envoys
+}
+
+// envoyStat is one of Envoy's counters.
+func (f *fleet) envoyStat(name string) int {
+	f.t.Helper()
+	resp, err := http.Get(f.envoyURL + "/stats?filter=^" + name + "$")
+	require.NoError(f.t, err)
+	defer resp.Body.Close()
+	text, err := io.ReadAll(resp.Body)
+	require.NoError(f.t, err)
+	_, value, _ := strings.Cut(strings.TrimSpace(string(text)), ": ")
+	n, err := strconv.Atoi(value)
+	require.NoError(f.t, err, "%s: %s", name, text)
+	return n
+}
+
+// reloadAll writes the configuration of every replica anew and has it read.
+func (f *fleet) reloadAll(change func(text string) string) {
+	f.t.Helper()
+	for i, p := range f.tandems {
+		file := filepath.Join(f.dir, fmt.Sprintf("tandem-%d.yaml", i))
+		text, err := os.ReadFile(file)
+		require.NoError(f.t, err)
+		require.NoError(f.t, os.WriteFile(file+".new", []byte(change(string(text))), 0o600))
+		require.NoError(f.t, os.Rename(file+".new", file))
+		require.NoError(f.t, p.cmd.Process.Signal(syscall.SIGHUP))
+	}
+}
+
+// An Envoy that gets its configuration from Tandem is changed ten times a second while clients send a thousand requests, and none is
+// lost: limits and body modes, replicas that come and go, pools.
+func TestXDSChangesUnderLoad(t *testing.T) {
+	t.Parallel()
+	f := start(t, options{xds: true, replicas: 2, engineArgs: []string{"--decode-step", "1ms", "--lease", "10s"},
+		envoyFields: ", bodyMode: auto, decodeIdleTimeout: 30m"})
+	both := regexp.MustCompile(`extProcs: \[([^,]*), ([^]]*)\], replans: \[([^,]*), ([^]]*)\]`)
+	text, err := os.ReadFile(f.config)
+	require.NoError(t, err)
+	list := both.FindStringSubmatch(string(text))
+	require.NotNil(t, list)
+	one := fmt.Sprintf("extProcs: [%s], replans: [%s]", list[1], list[3])
+	began := time.Now()
+	load := f.wholeTraffic(8)
+	n := 1
+	for ; load.asked.Load() < 1000; n++ {
+		f.reloadAll(func(text string) string {
+			text = regexp.MustCompile(`decodeIdleTimeout: [0-9a-z]+`).ReplaceAllString(text, fmt.Sprintf("decodeIdleTimeout: %ds", 1800+n))
+			switch n % 6 {
+			case 1:
+				text = strings.Replace(text, "bodyMode: auto", "bodyMode: duplex", 1)
+			case 2:
+				text = strings.Replace(text, list[0], one, 1)
+			case 3:
+				text = strings.Replace(text, "bodyMode: duplex", "bodyMode: auto", 1)
+			case 4:
+				text = strings.Replace(text, one, list[0], 1)
+			case 5:
+				text += "- name: other\n  models: [other]\n  kvTransfer: none\n  endpoints: [{address: \"127.0.0.1:1\", scheme: https}]\n"
+			case 0:
+				text, _, _ = strings.Cut(text, "- name: other")
+			}
+			return text
+		})
+		time.Sleep(100 * time.Millisecond) //nolint:forbidigo // ten changes a second
+	}
+	load.end(t)
+	t.Logf("%d changes in %v, of which Envoy took %d of routes, %d of listeners, %d of clusters", n, time.Since(began).Round(time.Second),
+		f.envoyStat("http.openai.rds.openai.config_reload"), f.envoyStat("listener_manager.lds.update_success"), f.envoyStat("cluster_manager.cds.update_success"))
+	require.Greater(t, f.envoyStat("http.openai.rds.openai.config_reload"), n/2, "Envoy was changed")
+	require.Greater(t, f.envoyStat("listener_manager.lds.update_success"), 2)
+	require.Zero(t, f.envoyStat("listener_manager.lds.update_rejected")+f.envoyStat("cluster_manager.cds.update_rejected"))
+	soon(t, "Envoy has answered to the last", func() bool {
+		for i := range f.tandems {
+			for _, e := range f.envoys(i) {
+				if !e.Pending && e.Refused == "" && e.Version != "" {
+					return true
+				}
+			}
+		}
+		return false
+	})
+}

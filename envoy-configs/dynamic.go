@@ -1,0 +1,159 @@
+package envoyconfigs
+
+import (
+	"iter"
+	"path"
+	"slices"
+	"time"
+
+	bootstrapv3 "github.com/envoyproxy/go-control-plane/envoy/config/bootstrap/v3"
+	clusterv3 "github.com/envoyproxy/go-control-plane/envoy/config/cluster/v3"
+	corev3 "github.com/envoyproxy/go-control-plane/envoy/config/core/v3"
+	endpointv3 "github.com/envoyproxy/go-control-plane/envoy/config/endpoint/v3"
+	listenerv3 "github.com/envoyproxy/go-control-plane/envoy/config/listener/v3"
+	routev3 "github.com/envoyproxy/go-control-plane/envoy/config/route/v3"
+	tlsv3 "github.com/envoyproxy/go-control-plane/envoy/extensions/transport_sockets/tls/v3"
+	"google.golang.org/protobuf/proto"
+	"google.golang.org/protobuf/types/known/durationpb"
+
+	configv1 "tandem/protos/config/v1"
+)
+
+// Resources are what Envoys get over xDS (docs/adr/0035): the model in pieces that can change one by one.
+//
+// They have every scheme and every leg, whether a pool needs it or not: so a change of pools changes nothing here, and a replica that
+// decides for a new pool finds what it needs in every Envoy. The clusters of Tandem are those for several replicas, whose
+// endpoints come apart: replacing such a cluster would cut the streams of requests that are being decided.
+type Resources struct {
+	Clusters  []*clusterv3.Cluster
+	Endpoints []*endpointv3.ClusterLoadAssignment
+	Listeners []*listenerv3.Listener
+	Routes    []*routev3.RouteConfiguration
+	Secrets   []*tlsv3.Secret
+}
+
+// All are the resources with the URLs of their types.
+func (r *Resources) All() iter.Seq2[string, proto.Message] {
+	return func(yield func(string, proto.Message) bool) {
+		_ = each(r.Clusters, yield) && each(r.Endpoints, yield) && each(r.Listeners, yield) && each(r.Routes, yield) && each(r.Secrets, yield)
+	}
+}
+
+func each[M proto.Message](of []M, yield func(string, proto.Message) bool) bool {
+	for _, m := range of {
+		if !yield("type.googleapis.com/"+string(m.ProtoReflect().Descriptor().FullName()), m) {
+			return false
+		}
+	}
+	return true
+}
+
+// Dynamic makes the resources for a configuration that was loaded by configv1.
+func Dynamic(c *configv1.Config) (*Resources, error) {
+	s, err := gather(c, true)
+	if err != nil {
+		return nil, err
+	}
+	m := newModel(s)
+	out := &Resources{Clusters: m.clusters(), Listeners: append([]*listenerv3.Listener{m.mainListener()}, m.legListeners()...)}
+	out.Endpoints, out.Routes, out.Secrets = m.assignments(), []*routev3.RouteConfiguration{m.routes()}, m.secrets
+	return out, m.err
+}
+
+// DynamicBootstrap prints the bootstrap of an Envoy that gets everything else from Tandem.
+func DynamicBootstrap(c *configv1.Config) ([]byte, error) {
+	s, err := gather(c, true)
+	if err != nil {
+		return nil, err
+	}
+	m := newModel(s)
+	b := m.frame()
+	b.StaticResources = &bootstrapv3.Bootstrap_StaticResources{Clusters: []*clusterv3.Cluster{m.xdsCluster()}}
+	b.DynamicResources = noted(m, &bootstrapv3.Bootstrap_DynamicResources{
+		AdsConfig: &corev3.ApiConfigSource{
+			ApiType: corev3.ApiConfigSource_DELTA_GRPC, TransportApiVersion: corev3.ApiVersion_V3, SetNodeOnFirstMessageOnly: true,
+			GrpcServices: []*corev3.GrpcService{grpcTo("tandem-xds")},
+		},
+		CdsConfig: waiting(), LdsConfig: waiting(),
+	}, notes{"cds_config": "Envoy waits until a replica is up, and is not ready before."})
+	noted(m, b, notes{"node": "Give each Envoy an id of its own (envoy --service-node NAME): logs and `tandem status` name it."})
+	const overview = `Envoy for Tandem, which gets all else from Tandem (xDS). Written by ` + "`tandem envoy --xds`" + `; needs Envoy 1.37 or newer.`
+	return m.print(overview, b)
+}
+
+// ads is where resources come from that others name.
+func ads() *corev3.ConfigSource {
+	return &corev3.ConfigSource{
+		ResourceApiVersion: corev3.ApiVersion_V3, ConfigSourceSpecifier: &corev3.ConfigSource_Ads{Ads: &corev3.AggregatedConfigSource{}},
+	}
+}
+
+// waiting is ads without a limit to how long Envoy waits for the first of them.
+func waiting() *corev3.ConfigSource {
+	source := ads()
+	source.InitialFetchTimeout = durationpb.New(0)
+	return source
+}
+
+// xdsCluster is all replicas, as the bootstrap knows them.
+func (m *model) xdsCluster() *clusterv3.Cluster {
+	h := m.Servers.ExtProcs
+	h.Cluster = "tandem-xds"
+	c := noted(m, cluster(h), notes{
+		"": "Replicas to ask for the configuration: one that answers is enough. A name that stands for all of them outlives their addresses.",
+	})
+	c.TypedExtensionProtocolOptions = m.http2Options(10*time.Second, 5*time.Second)
+	c.TransportSocket = m.tls(m.Servers.TLS, "")
+	return c
+}
+
+// apart has the endpoints of a cluster come as a resource of their own, if they are addresses.
+func (m *model) apart(c *clusterv3.Cluster, h hosts) {
+	if !m.Dynamic || h.ByName() {
+		return
+	}
+	c.ClusterDiscoveryType = &clusterv3.Cluster_Type{Type: clusterv3.Cluster_EDS}
+	c.EdsClusterConfig = &clusterv3.Cluster_EdsClusterConfig{EdsConfig: ads()}
+	c.IgnoreHealthOnHostRemoval = true
+	c.LoadAssignment = nil
+}
+
+// assignments are the endpoints of clusters that have them apart.
+func (m *model) assignments() (out []*endpointv3.ClusterLoadAssignment) {
+	for _, h := range []hosts{m.Servers.ExtProcs, m.Servers.Replans} {
+		if !h.ByName() {
+			out = append(out, assignment(h))
+		}
+	}
+	return out
+}
+
+// secretly names a TLS context's files in secrets: Envoy reads them again when their folders change. What is in them stays on its
+// machine.
+func (m *model) secretly(common *tlsv3.CommonTlsContext, name string) {
+	config := func(secret *tlsv3.Secret) *tlsv3.SdsSecretConfig {
+		if !slices.ContainsFunc(m.secrets, func(s *tlsv3.Secret) bool { return s.GetName() == secret.GetName() }) {
+			m.secrets = append(m.secrets, secret) // several clusters may refer to it
+		}
+		return &tlsv3.SdsSecretConfig{Name: secret.GetName(), SdsConfig: ads()}
+	}
+	for _, certificate := range common.GetTlsCertificates() {
+		certificate.WatchedDirectory = folder(certificate.GetCertificateChain().GetFilename())
+		common.TlsCertificateSdsSecretConfigs = append(common.TlsCertificateSdsSecretConfigs, config(&tlsv3.Secret{
+			Name: name + "-certificate", Type: &tlsv3.Secret_TlsCertificate{TlsCertificate: certificate},
+		}))
+	}
+	common.TlsCertificates = nil
+	if validation := common.GetValidationContext(); validation != nil {
+		validation.WatchedDirectory = folder(validation.GetTrustedCa().GetFilename())
+		common.ValidationContextType = &tlsv3.CommonTlsContext_ValidationContextSdsSecretConfig{
+			ValidationContextSdsSecretConfig: config(&tlsv3.Secret{
+				Name: name + "-authorities", Type: &tlsv3.Secret_ValidationContext{ValidationContext: validation},
+			}),
+		}
+	}
+}
+
+func folder(file string) *corev3.WatchedDirectory {
+	return &corev3.WatchedDirectory{Path: path.Dir(file)}
+}

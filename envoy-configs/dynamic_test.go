@@ -1,0 +1,74 @@
+package envoyconfigs
+
+import (
+	"fmt"
+	"strings"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+	"google.golang.org/protobuf/proto"
+
+	"tandem/internal/config"
+)
+
+// What is served is valid by the rules of Envoy's API, and the real Envoy takes the bootstrap.
+func TestDynamic(t *testing.T) {
+	for name, text := range cases(t) {
+		t.Run(name, func(t *testing.T) {
+			c, _, err := config.Parse([]byte(text))
+			require.NoError(t, err)
+			r, err := Dynamic(c)
+			require.NoError(t, err)
+			names := map[string]bool{}
+			for kind, resource := range r.All() {
+				require.NoError(t, resource.(interface{ ValidateAll() error }).ValidateAll())
+				name := fmt.Sprint(kind, resource.ProtoReflect().Get(resource.ProtoReflect().Descriptor().Fields().ByNumber(1)))
+				names[name] = true
+			}
+			bootstrap, err := DynamicBootstrap(c)
+			require.NoError(t, err)
+			validate(t, bootstrap)
+		})
+	}
+}
+
+// Pools change nothing of what is served, so that replicas may read them at different times.
+func TestPoolsNeedNothingNew(t *testing.T) {
+	served := func(pools string) *Resources {
+		c, _, err := config.Parse([]byte(pools))
+		require.NoError(t, err)
+		r, err := Dynamic(c)
+		require.NoError(t, err)
+		return r
+	}
+	want := served(pool)
+	got := served(strings.Replace(strings.Replace(pool, "nixl", "sglang", 1), "role: decode", "role: decode, scheme: https", 1))
+	require.Equal(t, len(want.Clusters), len(got.Clusters))
+	for i := range want.Clusters {
+		require.True(t, proto.Equal(want.Clusters[i], got.Clusters[i]), want.Clusters[i].GetName())
+	}
+	for i := range want.Listeners {
+		require.True(t, proto.Equal(want.Listeners[i], got.Listeners[i]), want.Listeners[i].GetName())
+	}
+	require.True(t, proto.Equal(want.Routes[0], got.Routes[0]))
+}
+
+// A replica that comes or goes changes no cluster whose streams would be cut.
+func TestReplicasComeApart(t *testing.T) {
+	served := func(extProcs string) map[string]proto.Message {
+		c, _, err := config.Parse([]byte(`{envoy: {extProcs: [` + extProcs + `]}, tickets: {keyFile: k}` + flow()))
+		require.NoError(t, err)
+		r, err := Dynamic(c)
+		require.NoError(t, err)
+		out := map[string]proto.Message{}
+		for _, c := range r.Clusters {
+			out[c.GetName()] = c
+		}
+		return out
+	}
+	one, two := served(`"10.0.0.1:9002"`), served(`"10.0.0.2:9002", "10.0.0.1:9002"`)
+	for name := range one {
+		require.True(t, proto.Equal(one[name], two[name]), name)
+	}
+	require.Len(t, two, len(one)+1, "the log of the other replica")
+}

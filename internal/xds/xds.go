@@ -1,0 +1,288 @@
+// Package xds serves Envoy's configuration to Envoys (ADS, incremental) and keeps account of what each of them does with it.
+//
+// Every Envoy is served the newest configuration that it has not refused. When an Envoy refuses a version (NACK), it is served the
+// newest one before that again: it keeps the old resources by itself, but it may have taken up others of the same version, which
+// would not fit them. An Envoy that comes back with the very resources that it is to have is sent nothing.
+//
+// A resource that leaves the configuration is served for another [Linger]: requests under way may still be led to it.
+//
+// Files: xds.go what is served, envoy.go one Envoy.
+package xds
+
+import (
+	"cmp"
+	"context"
+	"fmt"
+	"log/slog"
+	"maps"
+	"slices"
+	"strconv"
+	"sync"
+	"time"
+
+	corev3 "github.com/envoyproxy/go-control-plane/envoy/config/core/v3"
+	discoveryv3 "github.com/envoyproxy/go-control-plane/envoy/service/discovery/v3"
+	"github.com/envoyproxy/go-control-plane/pkg/cache/types"
+	"github.com/envoyproxy/go-control-plane/pkg/cache/v3"
+	"github.com/envoyproxy/go-control-plane/pkg/server/delta/v3"
+	"github.com/prometheus/client_golang/prometheus"
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+
+	envoyconfigs "tandem/envoy-configs"
+)
+
+// Method is the streaming method, whose streams may be limited apart.
+const Method = "/envoy.service.discovery.v3.AggregatedDiscoveryService/DeltaAggregatedResources"
+
+// Linger is for how long a resource is served after it left the configuration.
+const Linger = time.Minute
+
+// maxNames bounds what one Envoy may ask for over the life of its stream: names of resources. There are fewer than a hundred.
+const maxNames = 4096
+
+// Server serves the configuration that was published last.
+type Server struct {
+	discoveryv3.UnimplementedAggregatedDiscoveryServiceServer
+
+	log      *slog.Logger
+	cache    cache.SnapshotCache
+	delta    delta.Server
+	stop     context.CancelFunc
+	answers  *prometheus.CounterVec // result
+	versions prometheus.Counter
+
+	mu      sync.Mutex
+	config  *envoyconfigs.Resources
+	leaving map[string]leaving // by type and name
+	newest  *version
+	timer   *time.Timer
+	envoys  map[int64]*envoy // by stream
+}
+
+// leaving is a resource that is not in the configuration any more.
+type leaving struct {
+	kind     string
+	resource types.Resource
+	until    time.Time
+}
+
+// version is a configuration as it is served.
+type version struct {
+	name     string // a hash of its content
+	snapshot *cache.Snapshot
+}
+
+// New returns a server without a configuration: Envoys wait until there is one.
+func New(r prometheus.Registerer, log *slog.Logger) *Server {
+	ctx, stop := context.WithCancel(context.Background())
+	s := &Server{
+		log: log, cache: cache.NewSnapshotCache(true, byStream{}, nil), stop: stop, leaving: map[string]leaving{}, envoys: map[int64]*envoy{},
+		answers: prometheus.NewCounterVec(prometheus.CounterOpts{
+			Name: "tandem_xds_answers_total", Help: "Answers of Envoys to configuration that they were sent (xDS), by result (applied, refused).",
+		}, []string{"result"}),
+		versions: prometheus.NewCounter(prometheus.CounterOpts{
+			Name: "tandem_xds_versions_total", Help: "Versions of Envoy's configuration that were published (xDS).",
+		}),
+	}
+	s.delta = delta.NewServer(ctx, s.cache, (*callbacks)(s))
+	s.answers.WithLabelValues("applied")
+	s.answers.WithLabelValues("refused")
+	connected := prometheus.NewGaugeFunc(prometheus.GaugeOpts{
+		Name: "tandem_xds_envoys", Help: "Envoys that this replica serves their configuration (xDS).",
+	}, func() float64 { return float64(len(s.Envoys())) })
+	r.MustRegister(s.answers, s.versions, connected)
+	return s
+}
+
+// Register adds the service to a gRPC server.
+func (s *Server) Register(r grpc.ServiceRegistrar) {
+	discoveryv3.RegisterAggregatedDiscoveryServiceServer(r, s)
+}
+
+// Close ends all streams: Envoys go on with what they have and ask another replica.
+func (s *Server) Close() { s.stop() }
+
+// DeltaAggregatedResources implements ADS. The variant that sends everything at each change is not served.
+func (s *Server) DeltaAggregatedResources(stream discoveryv3.AggregatedDiscoveryService_DeltaAggregatedResourcesServer) error {
+	return s.delta.DeltaStreamHandler(stream, "")
+}
+
+// byStream keeps what is served to each stream apart: two Envoys may have the same node id.
+type byStream struct{}
+
+func (byStream) ID(node *corev3.Node) string { return node.GetId() }
+
+// Publish serves a configuration from now on.
+func (s *Server) Publish(config *envoyconfigs.Resources) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.config != nil {
+		s.part(s.config, config)
+	}
+	s.config = config
+	return s.publish()
+}
+
+// part keeps what was in a configuration and is not in the next.
+func (s *Server) part(before, next *envoyconfigs.Resources) {
+	stays := map[string]bool{}
+	for kind, resource := range next.All() {
+		stays[kind+" "+cache.GetResourceName(resource)] = true
+	}
+	for kind, resource := range before.All() {
+		if name := kind + " " + cache.GetResourceName(resource); !stays[name] {
+			s.leaving[name] = leaving{kind, resource, time.Now().Add(Linger)}
+		}
+	}
+	maps.DeleteFunc(s.leaving, func(name string, _ leaving) bool { return stays[name] })
+}
+
+// publish makes a version of the configuration and what is leaving it.
+func (s *Server) publish() error {
+	now, kinds := time.Now(), map[string][]types.Resource{}
+	for kind, resource := range s.config.All() {
+		kinds[kind] = append(kinds[kind], resource)
+	}
+	maps.DeleteFunc(s.leaving, func(_ string, l leaving) bool { return !now.Before(l.until) })
+	next := time.Time{}
+	for _, name := range slices.Sorted(maps.Keys(s.leaving)) {
+		l := s.leaving[name]
+		kinds[l.kind] = append(kinds[l.kind], l.resource)
+		if next.IsZero() || l.until.Before(next) {
+			next = l.until
+		}
+	}
+	name, err := hash(kinds)
+	if err != nil {
+		return err
+	}
+	if s.timer != nil {
+		s.timer.Stop()
+	}
+	if !next.IsZero() {
+		s.timer = time.AfterFunc(next.Sub(now), s.expire)
+	}
+	if s.newest != nil && s.newest.name == name {
+		return nil
+	}
+	snapshot, err := cache.NewSnapshot(name, kinds)
+	if err != nil {
+		return fmt.Errorf("making a version of Envoy's configuration: %w", err)
+	}
+	s.newest = &version{name, snapshot}
+	s.versions.Inc()
+	for id, e := range s.envoys {
+		if err := s.serve(id, e, s.newest); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// expire drops what has left for long enough.
+func (s *Server) expire() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if err := s.publish(); err != nil {
+		s.log.Error("Envoy's configuration not published", "err", err)
+	}
+}
+
+// serve sets what a stream is to have.
+func (s *Server) serve(id int64, e *envoy, v *version) error {
+	if !e.take(v) {
+		return nil
+	}
+	if err := s.cache.SetSnapshot(context.Background(), key(id), v.snapshot); err != nil {
+		return fmt.Errorf("serving Envoy's configuration: %w", err)
+	}
+	return nil
+}
+
+// key names a stream in the cache.
+func key(id int64) string { return strconv.FormatInt(id, 10) }
+
+// Envoys are those that have asked this replica, by name.
+func (s *Server) Envoys() []Envoy {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	out := []Envoy{}
+	for _, e := range s.envoys {
+		if e.node != nil {
+			out = append(out, e.report())
+		}
+	}
+	slices.SortFunc(out, func(a, b Envoy) int { return cmp.Or(cmp.Compare(a.Name, b.Name), cmp.Compare(a.Version, b.Version)) })
+	return out
+}
+
+// Version is the version that is served, "" before there is one.
+func (s *Server) Version() string {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.newest == nil {
+		return ""
+	}
+	return s.newest.name
+}
+
+// callbacks are what go-control-plane calls; a type of their own, so that they are no methods of Server.
+type callbacks Server
+
+// OnDeltaStreamOpen implements delta.Callbacks.
+func (c *callbacks) OnDeltaStreamOpen(_ context.Context, id int64, _ string) error {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.envoys[id] = newEnvoy()
+	return nil
+}
+
+// OnDeltaStreamClosed implements delta.Callbacks.
+func (c *callbacks) OnDeltaStreamClosed(id int64, _ *corev3.Node) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	delete(c.envoys, id)
+	c.cache.ClearSnapshot(key(id))
+}
+
+// OnStreamDeltaRequest implements delta.Callbacks: an Envoy asks for resources, or answers to those that it was sent.
+func (c *callbacks) OnStreamDeltaRequest(id int64, r *discoveryv3.DeltaDiscoveryRequest) error {
+	s := (*Server)(c)
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	e := s.envoys[id]
+	if e.names += len(r.GetResourceNamesSubscribe()) + len(r.GetInitialResourceVersions()); e.names > maxNames {
+		return status.Errorf(codes.ResourceExhausted, "more than %d names of resources", maxNames)
+	}
+	if r.GetNode() != nil && e.node == nil {
+		e.node = r.GetNode()
+		s.log.Info("Envoy connected for its configuration", "envoy", e.name(), "node_version", e.build())
+	}
+	r.Node = &corev3.Node{Id: key(id)}
+	switch refused, answered := e.answer(r); {
+	case !answered:
+	case refused == "":
+		s.answers.WithLabelValues("applied").Inc()
+	default:
+		s.answers.WithLabelValues("refused").Inc()
+		s.log.Error("an Envoy refused its configuration and keeps the one before", "envoy", e.name(), "version", refused,
+			"type", bounded(r.GetTypeUrl(), 128), "why", e.why)
+	}
+	v := s.newest
+	if v != nil && e.refused[v.name] {
+		v = e.lastGood()
+	}
+	if v == nil {
+		return nil // nothing is published yet, or all of it was refused
+	}
+	return s.serve(id, e, v)
+}
+
+// OnStreamDeltaResponse implements delta.Callbacks: resources are about to be sent.
+func (c *callbacks) OnStreamDeltaResponse(id int64, _ *discoveryv3.DeltaDiscoveryRequest, r *discoveryv3.DeltaDiscoveryResponse) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.envoys[id].sent(r)
+}
