@@ -61,8 +61,8 @@ func (f *fleet) reloadAll(change func(text string) string) {
 	}
 }
 
-// An Envoy that gets its configuration from Tandem is changed ten times a second while clients send a thousand requests, and none is
-// lost: limits and body modes, replicas that come and go, pools.
+// An Envoy that gets its configuration from Tandem is changed ten times a second while clients send a thousand
+// requests, and none is lost: limits and body modes, replicas that come and go, pools.
 func TestXDSChangesUnderLoad(t *testing.T) {
 	t.Parallel()
 	f := start(t, options{xds: true, replicas: 2, engineArgs: []string{"--decode-step", "1ms", "--lease", "10s"},
@@ -78,7 +78,8 @@ func TestXDSChangesUnderLoad(t *testing.T) {
 	n := 1
 	for ; load.asked.Load() < 1000; n++ {
 		f.reloadAll(func(text string) string {
-			text = regexp.MustCompile(`decodeIdleTimeout: [0-9a-z]+`).ReplaceAllString(text, fmt.Sprintf("decodeIdleTimeout: %ds", 1800+n))
+			text = regexp.MustCompile(`decodeIdleTimeout: [0-9a-z]+`).ReplaceAllString(text,
+				fmt.Sprintf("decodeIdleTimeout: %ds", 1800+n))
 			switch n % 6 {
 			case 1:
 				text = strings.Replace(text, "bodyMode: auto", "bodyMode: duplex", 1)
@@ -89,7 +90,8 @@ func TestXDSChangesUnderLoad(t *testing.T) {
 			case 4:
 				text = strings.Replace(text, one, list[0], 1)
 			case 5:
-				text += "- name: other\n  models: [other]\n  kvTransfer: none\n  endpoints: [{address: \"127.0.0.1:1\", scheme: https}]\n"
+				text += "- name: other\n  models: [other]\n  kvTransfer: none\n  endpoints: [{address: " +
+					"\"127.0.0.1:1\", scheme: https}]\n"
 			case 0:
 				text, _, _ = strings.Cut(text, "- name: other")
 			}
@@ -98,8 +100,10 @@ func TestXDSChangesUnderLoad(t *testing.T) {
 		time.Sleep(100 * time.Millisecond) //nolint:forbidigo // ten changes a second
 	}
 	load.end(t)
-	t.Logf("%d changes in %v, of which Envoy took %d of routes, %d of listeners, %d of clusters", n, time.Since(began).Round(time.Second),
-		f.envoyStat("http.openai.rds.openai.config_reload"), f.envoyStat("listener_manager.lds.update_success"), f.envoyStat("cluster_manager.cds.update_success"))
+	t.Logf("%d changes in %v, of which Envoy took %d of routes, %d of listeners, %d of clusters", n,
+		time.Since(began).Round(time.Second),
+		f.envoyStat("http.openai.rds.openai.config_reload"), f.envoyStat("listener_manager.lds.update_success"),
+		f.envoyStat("cluster_manager.cds.update_success"))
 	require.Greater(t, f.envoyStat("http.openai.rds.openai.config_reload"), n/2, "Envoy was changed")
 	require.Greater(t, f.envoyStat("listener_manager.lds.update_success"), 2)
 	require.Zero(t, f.envoyStat("listener_manager.lds.update_rejected")+f.envoyStat("cluster_manager.cds.update_rejected"))

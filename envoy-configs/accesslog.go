@@ -43,18 +43,24 @@ func (m *model) toEveryReplica(l logged) (out []*accesslogv3.AccessLog) {
 	return out
 }
 
-// endOfPass reports how each pass of a request ended. A pass that ended in a redirect is logged with the ticket of the redirect.
+// endOfPass reports how each pass of a request ended. A pass that ended in a redirect is logged with the ticket of
+// the redirect.
 func (m *model) endOfPass() []*accesslogv3.AccessLog {
 	l := logged{
-		name: "tandem", flush: 200 * time.Millisecond, bytes: wrapperspb.UInt32(64 << 10), tags: []*tracingv3.CustomTag{unfollowedTag()},
+		name: "tandem", flush: 200 * time.Millisecond, bytes: wrapperspb.UInt32(64 << 10),
+		tags:    []*tracingv3.CustomTag{unfollowedTag()},
 		headers: []string{"x-tandem-ticket", "x-tandem-reservation"}, when: booked,
-		notes: notes{"filter": "What may have something booked: passes with a ticket, and clients that left before theirs was set.\n" +
-			"A pass that ended in a redirect too: the replica that serves the next pass may be another than the one that booked it."},
+		notes: notes{"filter": "What may have something booked: passes with a ticket, and clients that left " +
+			"before theirs was set. " +
+			"A pass that ended in a redirect too: the replica that serves the next pass may be another than the " +
+			"one that booked it."},
 	}
 	if !m.several() {
 		l.when = func() *accesslogv3.AccessLogFilter { return logAnd(booked(), m.notRedirected()) }
-		l.notes = notes{"filter": "What may have something booked: passes with a ticket, and clients that left before theirs was set.\n" +
-			"Not a pass that ended in a redirect: the one replica there is learns from the next pass that it is over."}
+		l.notes = notes{"filter": "What may have something booked: passes with a ticket, and clients that left " +
+			"before theirs was set. " +
+			"Not a pass that ended in a redirect: the one replica there is learns from the next pass that it is " +
+			"over."}
 	}
 	if m.Tracing != nil {
 		l.headers = append(l.headers, "traceparent")
@@ -65,9 +71,11 @@ func (m *model) endOfPass() []*accesslogv3.AccessLog {
 // failedTries reports tries of a hop that failed.
 func (m *model) failedTries() []*accesslogv3.AccessLog {
 	return m.toEveryReplica(logged{
-		name: "tandem-failed", flush: 200 * time.Millisecond, headers: []string{"x-tandem-ticket", "x-tandem-reservation"},
+		name: "tandem-failed", flush: 200 * time.Millisecond,
+		headers: []string{"x-tandem-ticket", "x-tandem-reservation"},
 		when: func() *accesslogv3.AccessLogFilter {
-			return logAnd(logOr(flagged("UF", "UC", "UR", "UPE"), statusFrom(400, "tandem.log.failed")), logHeader("x-tandem-ticket"))
+			return logAnd(logOr(flagged("UF", "UC", "UR", "UPE"), statusFrom(400, "tandem.log.failed")),
+				logHeader("x-tandem-ticket"))
 		},
 	})
 }
@@ -78,27 +86,30 @@ func (m *model) endOfMirror() []*accesslogv3.AccessLog {
 		name: "tandem-prefill-mirror", flush: 50 * time.Millisecond, bytes: wrapperspb.UInt32(0),
 		headers: []string{"x-tandem-ticket", "x-tandem-request-id"},
 		when:    func() *accesslogv3.AccessLogFilter { return logHeader("x-tandem-ticket") },
-		notes:   notes{"": "At once: where the decode leg is watched by another replica, this is how that learns of the prefill."},
+		notes: notes{"": "At once: where the decode leg is watched by another replica, this is how that learns " +
+			"of the prefill."},
 	})
 }
 
 // unfollowedTag has the log say what lua/unfollowed.lua found.
 func unfollowedTag() *tracingv3.CustomTag {
-	return &tracingv3.CustomTag{Tag: "unfollowed", Type: &tracingv3.CustomTag_Metadata_{Metadata: &tracingv3.CustomTag_Metadata{
-		Kind: &metadatav3.MetadataKind{Kind: &metadatav3.MetadataKind_Request_{Request: &metadatav3.MetadataKind_Request{}}},
-		MetadataKey: &metadatav3.MetadataKey{Key: "tandem", Path: []*metadatav3.MetadataKey_PathSegment{{
-			Segment: &metadatav3.MetadataKey_PathSegment_Key{Key: "unfollowed"},
-		}}},
-	}}}
+	return &tracingv3.CustomTag{Tag: "unfollowed",
+		Type: &tracingv3.CustomTag_Metadata_{Metadata: &tracingv3.CustomTag_Metadata{
+			Kind: &metadatav3.MetadataKind{Kind: &metadatav3.MetadataKind_Request_{Request: &metadatav3.MetadataKind_Request{}}},
+			MetadataKey: &metadatav3.MetadataKey{Key: "tandem", Path: []*metadatav3.MetadataKey_PathSegment{{
+				Segment: &metadatav3.MetadataKey_PathSegment_Key{Key: "unfollowed"},
+			}}},
+		}}}
 }
 
 // booked holds for passes that may have something booked.
 func booked() *accesslogv3.AccessLogFilter { return logOr(logHeader("x-tandem-ticket"), flagged("DC")) }
 
-// notRedirected holds for passes that did not end in a redirect. CEL costs: it is asked for 307 alone, which may also be an
-// engine's own answer.
+// notRedirected holds for passes that did not end in a redirect. CEL costs: it is asked for 307 alone, which may also
+// be an engine's own answer.
 func (m *model) notRedirected() *accesslogv3.AccessLogFilter {
-	return logOr(statusIs(accesslogv3.ComparisonFilter_LE, 306, "tandem.log.below"), statusFrom(308, "tandem.log.above"),
+	return logOr(statusIs(accesslogv3.ComparisonFilter_LE, 306, "tandem.log.below"),
+		statusFrom(308, "tandem.log.above"),
 		m.cel("response.code_details != 'internal_redirect'"))
 }
 

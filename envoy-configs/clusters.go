@@ -50,7 +50,8 @@ func (m *model) clusters() []*clusterv3.Cluster {
 			composites = append(composites, m.endpoints("tandem-mirror-pod", "x-tandem-prefill-endpoint", s))
 		}
 	}
-	noted(m, composites[0], notes{"": "Composite clusters: the first try is the hop, those after it are tandem-replan's."})
+	noted(m, composites[0],
+		notes{"": "Composite clusters: the first try is the hop, those after it are tandem-replan's."})
 	return append(out, composites...)
 }
 
@@ -72,7 +73,8 @@ func assignment(h hosts) *endpointv3.ClusterLoadAssignment {
 	for _, a := range h.Hosts {
 		out = append(out, lbEndpoint(socketAddress(a)))
 	}
-	return &endpointv3.ClusterLoadAssignment{ClusterName: h.Cluster, Endpoints: []*endpointv3.LocalityLbEndpoints{{LbEndpoints: out}}}
+	return &endpointv3.ClusterLoadAssignment{ClusterName: h.Cluster,
+		Endpoints: []*endpointv3.LocalityLbEndpoints{{LbEndpoints: out}}}
 }
 
 func lbEndpoint(a *corev3.Address) *endpointv3.LbEndpoint {
@@ -82,9 +84,11 @@ func lbEndpoint(a *corev3.Address) *endpointv3.LbEndpoint {
 // extProcCluster is all replicas.
 func (m *model) extProcCluster() *clusterv3.Cluster {
 	c := noted(m, cluster(m.Servers.ExtProcs), notes{
-		"lb_policy": "Not in turns: a client by itself would have all its first passes at one of two replicas. Nor by least requests: a replica that\n" +
+		"lb_policy": "Not in turns: a client by itself would have all its first passes at one of two replicas. " +
+			"Nor by least requests: a replica that " +
 			"just died has none, and would be asked first.",
-		"per_connection_buffer_limit_bytes": "Not the default of 1 MiB: bodies wait here for the server, and where the limit was hit they waited for each other.",
+		"per_connection_buffer_limit_bytes": "Not the default of 1 MiB: bodies wait here for the server, and " +
+			"where the limit was hit they waited for each other.",
 	})
 	c.LbPolicy = clusterv3.Cluster_RANDOM
 	c.PerConnectionBufferLimitBytes = wrapperspb.UInt32(1 << 30)
@@ -119,7 +123,8 @@ func (m *model) replanCluster() *clusterv3.Cluster {
 	c.CircuitBreakers = unlimited()
 	if m.several() {
 		m.watch(c, &corev3.HealthCheck{HealthChecker: &corev3.HealthCheck_HttpHealthCheck_{
-			HttpHealthCheck: &corev3.HealthCheck_HttpHealthCheck{Path: "/readyz", CodecClientType: typev3.CodecClientType_HTTP2},
+			HttpHealthCheck: &corev3.HealthCheck_HttpHealthCheck{Path: "/readyz",
+				CodecClientType: typev3.CodecClientType_HTTP2},
 		}})
 	}
 	m.apart(c, m.Servers.Replans)
@@ -135,15 +140,18 @@ func (m *model) watch(c *clusterv3.Cluster, check *corev3.HealthCheck) {
 	c.CommonLbConfig = &clusterv3.Cluster_CommonLbConfig{HealthyPanicThreshold: &typev3.Percent{Value: 1}}
 	no, yes := wrapperspb.UInt32(0), wrapperspb.UInt32(100)
 	c.OutlierDetection = &clusterv3.OutlierDetection{
-		Interval: durationpb.New(time.Second), BaseEjectionTime: durationpb.New(2 * time.Second), MaxEjectionTime: durationpb.New(2 * time.Second),
+		Interval: durationpb.New(time.Second), BaseEjectionTime: durationpb.New(2 * time.Second),
+		MaxEjectionTime:    durationpb.New(2 * time.Second),
 		MaxEjectionPercent: yes, SplitExternalLocalOriginErrors: true,
 		ConsecutiveLocalOriginFailure: wrapperspb.UInt32(1), EnforcingConsecutiveLocalOriginFailure: yes,
 		EnforcingConsecutive_5Xx: no, EnforcingSuccessRate: no, EnforcingLocalOriginSuccessRate: no,
 	}
 	c.TypedExtensionProtocolOptions = m.http2Options(300*time.Millisecond, 400*time.Millisecond)
 	noted(m, c, notes{
-		"common_lb_config": "A replica that refused a connection is left out at once, one that does not say SERVING within 0.8 s; unless all are.",
-		"typed_extension_protocol_options": "A replica that hangs takes connections and answers nothing: its connections are given up, and what waits there goes\n" +
+		"common_lb_config": "A replica that refused a connection is left out at once, one that does not say " +
+			"SERVING within 0.8 s; unless all are.",
+		"typed_extension_protocol_options": "A replica that hangs takes connections and answers nothing: its " +
+			"connections are given up, and what waits there goes " +
 			"to another.",
 	})
 }
@@ -156,11 +164,13 @@ func (m *model) loopCluster(l loop) *clusterv3.Cluster {
 	return &clusterv3.Cluster{
 		Name: l.Cluster, ClusterDiscoveryType: &clusterv3.Cluster_Type{Type: clusterv3.Cluster_STATIC},
 		PerConnectionBufferLimitBytes: wrapperspb.UInt32(uint32(m.Bodies.Buffer)), CircuitBreakers: unlimited(),
-		TransportSocket: m.socket("envoy.transport_sockets.internal_upstream", m.pack(&internalupstreamv3.InternalUpstreamTransport{
-			TransportSocket: m.socket("envoy.transport_sockets.raw_buffer", m.pack(&rawbufferv3.RawBuffer{})),
-		})),
+		TransportSocket: m.socket("envoy.transport_sockets.internal_upstream",
+			m.pack(&internalupstreamv3.InternalUpstreamTransport{
+				TransportSocket: m.socket("envoy.transport_sockets.raw_buffer", m.pack(&rawbufferv3.RawBuffer{})),
+			})),
 		LoadAssignment: &endpointv3.ClusterLoadAssignment{
-			ClusterName: l.Cluster, Endpoints: []*endpointv3.LocalityLbEndpoints{{LbEndpoints: []*endpointv3.LbEndpoint{lbEndpoint(address)}}},
+			ClusterName: l.Cluster,
+			Endpoints:   []*endpointv3.LocalityLbEndpoints{{LbEndpoints: []*endpointv3.LbEndpoint{lbEndpoint(address)}}},
 		},
 	}
 }
@@ -174,9 +184,11 @@ func (m *model) composite(name, hop string, tries int) *clusterv3.Cluster {
 	entry := func(name string) *compositev3.ClusterConfig_ClusterEntry {
 		return &compositev3.ClusterConfig_ClusterEntry{Name: name}
 	}
-	clusters := append([]*compositev3.ClusterConfig_ClusterEntry{entry(hop)}, slices.Repeat([]*compositev3.ClusterConfig_ClusterEntry{entry("tandem-replan")}, tries)...)
+	clusters := append([]*compositev3.ClusterConfig_ClusterEntry{entry(hop)},
+		slices.Repeat([]*compositev3.ClusterConfig_ClusterEntry{entry("tandem-replan")}, tries)...)
 	return &clusterv3.Cluster{
-		Name: name, ConnectTimeout: durationpb.New(time.Second), LbPolicy: clusterv3.Cluster_CLUSTER_PROVIDED, CircuitBreakers: unlimited(),
+		Name: name, ConnectTimeout: durationpb.New(time.Second), LbPolicy: clusterv3.Cluster_CLUSTER_PROVIDED,
+		CircuitBreakers: unlimited(),
 		ClusterDiscoveryType: &clusterv3.Cluster_ClusterType{ClusterType: &clusterv3.Cluster_CustomClusterType{
 			Name: "envoy.clusters.composite", TypedConfig: m.pack(&compositev3.ClusterConfig{Clusters: clusters}),
 		}},
@@ -186,30 +198,35 @@ func (m *model) composite(name, hop string, tries int) *clusterv3.Cluster {
 // endpoints is whichever endpoint a header names.
 func (m *model) endpoints(name, header string, s scheme) *clusterv3.Cluster {
 	idle := &corev3.HttpProtocolOptions{IdleTimeout: durationpb.New(4 * time.Second)}
-	options := &httpv3.HttpProtocolOptions{CommonHttpProtocolOptions: idle, UpstreamProtocolOptions: &httpv3.HttpProtocolOptions_ExplicitHttpConfig_{
-		ExplicitHttpConfig: &httpv3.HttpProtocolOptions_ExplicitHttpConfig{
-			ProtocolConfig: &httpv3.HttpProtocolOptions_ExplicitHttpConfig_HttpProtocolOptions{HttpProtocolOptions: &corev3.Http1ProtocolOptions{}},
-		},
-	}}
+	options := &httpv3.HttpProtocolOptions{CommonHttpProtocolOptions: idle,
+		UpstreamProtocolOptions: &httpv3.HttpProtocolOptions_ExplicitHttpConfig_{
+			ExplicitHttpConfig: &httpv3.HttpProtocolOptions_ExplicitHttpConfig{
+				ProtocolConfig: &httpv3.HttpProtocolOptions_ExplicitHttpConfig_HttpProtocolOptions{HttpProtocolOptions: &corev3.Http1ProtocolOptions{}},
+			},
+		}}
 	if s.Name == "h2c" {
 		options.GetExplicitHttpConfig().ProtocolConfig = &httpv3.HttpProtocolOptions_ExplicitHttpConfig_Http2ProtocolOptions{
 			Http2ProtocolOptions: &corev3.Http2ProtocolOptions{},
 		}
 	}
 	c := noted(m, &clusterv3.Cluster{
-		Name: name + s.Suffix, ConnectTimeout: durationpb.New(time.Second), CleanupInterval: durationpb.New(time.Minute),
-		ClusterDiscoveryType: &clusterv3.Cluster_Type{Type: clusterv3.Cluster_ORIGINAL_DST}, LbPolicy: clusterv3.Cluster_CLUSTER_PROVIDED,
+		Name: name + s.Suffix, ConnectTimeout: durationpb.New(time.Second),
+		CleanupInterval:      durationpb.New(time.Minute),
+		ClusterDiscoveryType: &clusterv3.Cluster_Type{Type: clusterv3.Cluster_ORIGINAL_DST},
+		LbPolicy:             clusterv3.Cluster_CLUSTER_PROVIDED,
 		LbConfig: &clusterv3.Cluster_OriginalDstLbConfig_{OriginalDstLbConfig: &clusterv3.Cluster_OriginalDstLbConfig{
 			UseHttpHeader: true, HttpHeaderName: header,
 		}},
 		UpstreamConnectionOptions: &clusterv3.UpstreamConnectionOptions{TcpKeepalive: &corev3.TcpKeepalive{
-			KeepaliveTime: wrapperspb.UInt32(15), KeepaliveInterval: wrapperspb.UInt32(5), KeepaliveProbes: wrapperspb.UInt32(3),
+			KeepaliveTime: wrapperspb.UInt32(15), KeepaliveInterval: wrapperspb.UInt32(5),
+			KeepaliveProbes: wrapperspb.UInt32(3),
 		}},
 		TypedExtensionProtocolOptions: m.httpOptions(options), CircuitBreakers: unlimited(),
 	}, notes{
-		"":                                 "The endpoint that ext_proc named, whichever it is.",
-		"upstream_connection_options":      "A machine that vanished.",
-		"typed_extension_protocol_options": "Engines behind uvicorn close a connection 5 s after its last answer; a request must not meet that.",
+		"":                            "The endpoint that ext_proc named, whichever it is.",
+		"upstream_connection_options": "A machine that vanished.",
+		"typed_extension_protocol_options": "Engines behind uvicorn close a connection 5 s after its last answer; " +
+			"a request must not meet that.",
 	})
 	if s.Name == "https" {
 		c.TransportSocket = m.tls(m.Engines.TLS, "endpoint")
@@ -246,7 +263,8 @@ func unlimited() *clusterv3.CircuitBreakers {
 	}}}
 }
 
-// tls speaks TLS as configured; nil is plaintext. Over xDS, certificates are secrets with that name; "": they are not.
+// tls speaks TLS as configured; nil is plaintext. Over xDS, certificates are secrets with that name; "": they are
+// not.
 func (m *model) tls(t *clientTLS, name string) *corev3.TransportSocket {
 	if t == nil {
 		return nil
@@ -256,7 +274,8 @@ func (m *model) tls(t *clientTLS, name string) *corev3.TransportSocket {
 		common.AlpnProtocols = []string{"h2"}
 	}
 	if t.CertFile != "" {
-		common.TlsCertificates = []*tlsv3.TlsCertificate{{CertificateChain: file(t.CertFile), PrivateKey: file(t.KeyFile)}}
+		common.TlsCertificates = []*tlsv3.TlsCertificate{{CertificateChain: file(t.CertFile),
+			PrivateKey: file(t.KeyFile)}}
 	}
 	if t.CAFile != "" {
 		validation := &tlsv3.CertificateValidationContext{TrustedCa: file(t.CAFile)}
@@ -271,7 +290,8 @@ func (m *model) tls(t *clientTLS, name string) *corev3.TransportSocket {
 	if m.Dynamic && name != "" {
 		m.secretly(common, name)
 	}
-	return m.socket("envoy.transport_sockets.tls", m.pack(&tlsv3.UpstreamTlsContext{Sni: t.ServerName, CommonTlsContext: common}))
+	return m.socket("envoy.transport_sockets.tls", m.pack(&tlsv3.UpstreamTlsContext{Sni: t.ServerName,
+		CommonTlsContext: common}))
 }
 
 func file(name string) *corev3.DataSource {

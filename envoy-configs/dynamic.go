@@ -21,9 +21,10 @@ import (
 
 // Resources are what Envoys get over xDS (docs/adr/0035): the model in pieces that can change one by one.
 //
-// They have every scheme and every leg, whether a pool needs it or not: so a change of pools changes nothing here, and a replica that
-// decides for a new pool finds what it needs in every Envoy. The clusters of Tandem are those for several replicas, whose
-// endpoints come apart: replacing such a cluster would cut the streams of requests that are being decided.
+// They have every scheme and every leg, whether a pool needs it or not: so a change of pools changes nothing here,
+// and a replica that decides for a new pool finds what it needs in every Envoy. The clusters of Tandem are those for
+// several replicas, whose endpoints come apart: replacing such a cluster would cut the streams of requests that are
+// being decided.
 type Resources struct {
 	Clusters  []*clusterv3.Cluster
 	Endpoints []*endpointv3.ClusterLoadAssignment
@@ -35,7 +36,8 @@ type Resources struct {
 // All are the resources with the URLs of their types.
 func (r *Resources) All() iter.Seq2[string, proto.Message] {
 	return func(yield func(string, proto.Message) bool) {
-		_ = each(r.Clusters, yield) && each(r.Endpoints, yield) && each(r.Listeners, yield) && each(r.Routes, yield) && each(r.Secrets, yield)
+		_ = each(r.Clusters, yield) && each(r.Endpoints, yield) && each(r.Listeners, yield) && each(r.Routes,
+			yield) && each(r.Secrets, yield)
 	}
 }
 
@@ -55,7 +57,8 @@ func Dynamic(c *configv1.Config) (*Resources, error) {
 		return nil, err
 	}
 	m := newModel(s)
-	out := &Resources{Clusters: m.clusters(), Listeners: append([]*listenerv3.Listener{m.mainListener()}, m.legListeners()...)}
+	out := &Resources{Clusters: m.clusters(), Listeners: append([]*listenerv3.Listener{m.mainListener()},
+		m.legListeners()...)}
 	out.Endpoints, out.Routes, out.Secrets = m.assignments(), []*routev3.RouteConfiguration{m.routes()}, m.secrets
 	return out, m.err
 }
@@ -71,8 +74,9 @@ func DynamicBootstrap(c *configv1.Config) ([]byte, error) {
 	b.StaticResources = &bootstrapv3.Bootstrap_StaticResources{Clusters: []*clusterv3.Cluster{m.xdsCluster()}}
 	b.DynamicResources = noted(m, &bootstrapv3.Bootstrap_DynamicResources{
 		AdsConfig: &corev3.ApiConfigSource{
-			ApiType: corev3.ApiConfigSource_DELTA_GRPC, TransportApiVersion: corev3.ApiVersion_V3, SetNodeOnFirstMessageOnly: true,
-			GrpcServices: []*corev3.GrpcService{grpcTo("tandem-xds")},
+			ApiType: corev3.ApiConfigSource_DELTA_GRPC, TransportApiVersion: corev3.ApiVersion_V3,
+			SetNodeOnFirstMessageOnly: true,
+			GrpcServices:              []*corev3.GrpcService{grpcTo("tandem-xds")},
 		},
 		CdsConfig: waiting(), LdsConfig: waiting(),
 	}, notes{"cds_config": "Envoy waits until a replica is up, and is not ready before."})
@@ -84,7 +88,8 @@ func DynamicBootstrap(c *configv1.Config) ([]byte, error) {
 // ads is where resources come from that others name.
 func ads() *corev3.ConfigSource {
 	return &corev3.ConfigSource{
-		ResourceApiVersion: corev3.ApiVersion_V3, ConfigSourceSpecifier: &corev3.ConfigSource_Ads{Ads: &corev3.AggregatedConfigSource{}},
+		ResourceApiVersion:    corev3.ApiVersion_V3,
+		ConfigSourceSpecifier: &corev3.ConfigSource_Ads{Ads: &corev3.AggregatedConfigSource{}},
 	}
 }
 
@@ -100,7 +105,8 @@ func (m *model) xdsCluster() *clusterv3.Cluster {
 	h := m.Servers.ExtProcs
 	h.Cluster = "tandem-xds"
 	c := noted(m, cluster(h), notes{
-		"": "Replicas to ask for the configuration: one that answers is enough. A name that stands for all of them outlives their addresses.",
+		"": "Replicas to ask for the configuration: one that answers is enough. A name that stands for all of " +
+			"them outlives their addresses.",
 	})
 	c.TypedExtensionProtocolOptions = m.http2Options(10*time.Second, 5*time.Second)
 	c.TransportSocket = m.tls(m.Servers.TLS, "")
@@ -128,8 +134,8 @@ func (m *model) assignments() (out []*endpointv3.ClusterLoadAssignment) {
 	return out
 }
 
-// secretly names a TLS context's files in secrets: Envoy reads them again when their folders change. What is in them stays on its
-// machine.
+// secretly names a TLS context's files in secrets: Envoy reads them again when their folders change. What is in them
+// stays on its machine.
 func (m *model) secretly(common *tlsv3.CommonTlsContext, name string) {
 	config := func(secret *tlsv3.Secret) *tlsv3.SdsSecretConfig {
 		if !slices.ContainsFunc(m.secrets, func(s *tlsv3.Secret) bool { return s.GetName() == secret.GetName() }) {

@@ -196,15 +196,17 @@ func (m *model) hygiene() *hcmv3.HttpFilter {
 	response := own()
 	if m.Explains {
 		explain := setHeader("x-tandem-explain", "%REQ(x-tandem-explain)%", overwriteOrAdd)
-		response = append(response, noted(m, &mutationv3.HeaderMutation{Action: &mutationv3.HeaderMutation_Append{Append: explain}}, notes{
-			"": "For an operator who asked: the server sets it if tandem-explain bears the token, and no client can.",
-		}))
+		response = append(response, noted(m,
+			&mutationv3.HeaderMutation{Action: &mutationv3.HeaderMutation_Append{Append: explain}}, notes{
+				"": "For an operator who asked: the server sets it if tandem-explain bears the token, and no client can.",
+			}))
 	}
 	f := m.filter(hygieneFilter, &headermutationv3.HeaderMutation{
 		Mutations: &headermutationv3.Mutations{ResponseMutations: response, ResponseTrailersMutations: own()},
 	})
 	return noted(m, f, notes{
-		"": "Nothing of Tandem's reaches a client, whoever set it: the legs' filters or an engine. A redirect has got its ticket by then.",
+		"": "Nothing of Tandem's reaches a client, whoever set it: the legs' filters or an engine. A redirect has " +
+			"got its ticket by then.",
 	})
 }
 
@@ -214,14 +216,16 @@ func (m *model) switched() *hcmv3.HttpFilter {
 	ask.MessageTimeout = durationpb.New(5 * time.Second)
 	ask.StatusOnError = &typev3.HttpStatus{Code: typev3.StatusCode_BadGateway}
 	return noted(m, m.filterUnless(extProcFilter+"/switched", extProcFilter, ask, not(m.statusIs("101"))), notes{
-		"": "An engine's 101, which no client has asked for: the server makes it 502, or the client would wait for what follows.",
+		"": "An engine's 101, which no client has asked for: the server makes it 502, or the client would wait " +
+			"for what follows.",
 	})
 }
 
 // mainExtProc is where a pass is decided.
 func (m *model) mainExtProc() *hcmv3.HttpFilter {
 	ask := noted(m, m.extProc("", processing(streamBody, nothing)), notes{
-		"processing_mode": "All of the response is skipped, so the stream ends with the request: a replica that dies cuts no answer.",
+		"processing_mode": "All of the response is skipped, so the stream ends with the request: a replica that " +
+			"dies cuts no answer.",
 	})
 	yes := wrapperspb.Bool(true)
 	ask.MutationRules = &mutationv3.HeaderMutationRules{AllowAllRouting: yes, AllowEnvoy: yes}
@@ -231,7 +235,8 @@ func (m *model) mainExtProc() *hcmv3.HttpFilter {
 		}, notes{"": "Decisions, for access logs."})
 	}
 	return noted(m, m.filterUnless(extProcFilter, extProcFilter, ask, m.statusIs("200")), notes{
-		"": "Once there is an answer the matcher keeps its pieces from the filter, which does nothing with them: Envoy (1.40) would look\n" +
+		"": "Once there is an answer the matcher keeps its pieces from the filter, which does nothing with them: " +
+			"Envoy (1.40) would look " +
 			"up a runtime flag there for each token, and touch memory that has grown cold since the last.",
 	})
 }
@@ -243,8 +248,10 @@ var unfollowedScript string
 func (m *model) unfollowed() *hcmv3.HttpFilter {
 	lua := &luav3.Lua{SourceCodes: map[string]*corev3.DataSource{"unfollowed": inline(unfollowedScript)}}
 	return noted(m, m.filterUnless(luaFilter, luaFilter, lua, not(m.statusIs("307"))), notes{
-		"": "A redirect that Envoy could not follow (too many of them, or a body over the buffer) ends here, as an error, and the access\n" +
-			"log says so, from which the server works out why. The matcher keeps all other answers from the script, which would cost\n" +
+		"": "A redirect that Envoy could not follow (too many of them, or a body over the buffer) ends here, as " +
+			"an error, and the access " +
+			"log says so, from which the server works out why. The matcher keeps all other answers from the " +
+			"script, which would cost " +
 			"each a coroutine.",
 	})
 }
@@ -254,9 +261,12 @@ var inlineScript string
 
 // inlineAnswer makes the redirect of a short prefill answer inside Envoy (docs/adr/0017).
 func (m *model) inlineAnswer() *hcmv3.HttpFilter {
-	short := all(m.statusIs("200"), m.answerHeader("x-tandem-carry", textBegins("http")), m.answerHeader("content-length", textMatches("[1-9][0-9]{0,3}")))
-	return noted(m, m.filterUnless(luaFilter, luaFilter, &luav3.Lua{DefaultSourceCode: inline(inlineScript)}, not(short)), notes{
-		"": "A short answer needs no stream of its own to Tandem: it goes to pass 2 as it is, in a header of the redirect, if\n" +
+	short := all(m.statusIs("200"), m.answerHeader("x-tandem-carry", textBegins("http")),
+		m.answerHeader("content-length", textMatches("[1-9][0-9]{0,3}")))
+	return noted(m, m.filterUnless(luaFilter, luaFilter, &luav3.Lua{DefaultSourceCode: inline(inlineScript)},
+		not(short)), notes{
+		"": "A short answer needs no stream of its own to Tandem: it goes to pass 2 as it is, in a header of the " +
+			"redirect, if " +
 			"pass 1 said so. The matcher keeps all others from the script.",
 	})
 }
@@ -267,8 +277,10 @@ var refusalScript string
 // cleanRefusal cuts KV parameters out of what an engine says of a request that it refuses.
 func (m *model) cleanRefusal() *hcmv3.HttpFilter {
 	refused := m.input("status", &envoymatcherv3.HttpResponseStatusCodeClassMatchInput{}, textIs("4xx"))
-	return noted(m, m.filterUnless(luaFilter, luaFilter, &luav3.Lua{DefaultSourceCode: inline(refusalScript)}, not(refused)), notes{
-		"": "An engine that refuses a request may show what it was sent. The client's own members stay, those that name internal hosts and\n" +
+	return noted(m, m.filterUnless(luaFilter, luaFilter, &luav3.Lua{DefaultSourceCode: inline(refusalScript)},
+		not(refused)), notes{
+		"": "An engine that refuses a request may show what it was sent. The client's own members stay, those " +
+			"that name internal hosts and " +
 			"rooms are cut. The matcher keeps all other answers from the script.",
 	})
 }

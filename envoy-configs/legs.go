@@ -14,7 +14,8 @@ import (
 	"google.golang.org/protobuf/types/known/wrapperspb"
 )
 
-// legListeners are those without a port: each puts an ordinary ext_proc filter between the main listener and an endpoint.
+// legListeners are those without a port: each puts an ordinary ext_proc filter between the main listener and an
+// endpoint.
 func (m *model) legListeners() []*listenerv3.Listener {
 	out := []*listenerv3.Listener{m.prefillLeg()}
 	if m.Encodes {
@@ -89,17 +90,20 @@ func (m *model) ofScheme(header string, s scheme) []*routev3.HeaderMatcher {
 // toCluster sets no limit: those of the main listener's routes count.
 func toCluster(cluster string, headers ...*routev3.HeaderMatcher) *routev3.Route {
 	return &routev3.Route{Match: anyPath(headers...), Action: &routev3.Route_Route{Route: &routev3.RouteAction{
-		ClusterSpecifier: &routev3.RouteAction_Cluster{Cluster: cluster}, Timeout: durationpb.New(0), IdleTimeout: durationpb.New(0),
+		ClusterSpecifier: &routev3.RouteAction_Cluster{Cluster: cluster}, Timeout: durationpb.New(0),
+		IdleTimeout: durationpb.New(0),
 	}}}
 }
 
 // prefillLeg turns P's answer into a redirect to pass 2.
 func (m *model) prefillLeg() *listenerv3.Listener {
 	ask := m.extProc("prefill-leg", processing(nothing, streamBody))
-	ask.ResponseAttributes = []string{"request.headers['x-tandem-ticket']", "request.headers['x-request-id']", "request.path"}
+	ask.ResponseAttributes = []string{"request.headers['x-tandem-ticket']", "request.headers['x-request-id']",
+		"request.path"}
 	ask.MutationRules = &mutationv3.HeaderMutationRules{AllowAllRouting: wrapperspb.Bool(true)}
 	host := noted(m, &routev3.VirtualHost{
-		RequestHeadersToAdd:     []*corev3.HeaderValueOption{setHeader("endpoint-load-metrics-format", "JSON", overwriteOrAdd)},
+		RequestHeadersToAdd: []*corev3.HeaderValueOption{setHeader("endpoint-load-metrics-format", "JSON",
+			overwriteOrAdd)},
 		ResponseHeadersToRemove: []string{"x-tandem-carry", "x-tandem-prefilled"},
 		ResponseHeadersToAdd: []*corev3.HeaderValueOption{
 			setHeader("x-tandem-carry", "%REQ(x-tandem-carry)%", overwriteOrAdd),
@@ -107,15 +111,19 @@ func (m *model) prefillLeg() *listenerv3.Listener {
 		},
 		Routes: m.legRoutes("x-tandem-scheme", "tandem-pod"),
 	}, notes{
-		"request_headers_to_remove":  "The ticket stays: the filter below reads it from the request when the answer is there.",
-		"request_headers_to_add":     "P reports its load along with its answer, if it can (vLLM, ORCA).",
-		"response_headers_to_remove": "For a short answer: where the redirect leads, and the ticket, which is pass 1's own. Not P's to set.",
+		"request_headers_to_remove": "The ticket stays: the filter below reads it from the request when the " +
+			"answer is there.",
+		"request_headers_to_add": "P reports its load along with its answer, if it can (vLLM, ORCA).",
+		"response_headers_to_remove": "For a short answer: where the redirect leads, and the ticket, which is " +
+			"pass 1's own. Not P's to set.",
 	})
 	return m.legListener(leg{
-		name: "prefill-leg", why: "The prefill leg: a listener without a port, so that P's answer passes an ordinary ext_proc filter.",
+		name: "prefill-leg", why: "The prefill leg: a listener without a port, so that P's answer passes an " +
+			"ordinary ext_proc filter.",
 		remove: []string{"x-tandem-scheme", "x-tandem-body-bytes"}, host: host,
 		filters: []*hcmv3.HttpFilter{
-			noted(m, m.buffer(), notes{"": "P is not asked before the whole body is here. Else its failure, which is sooner there than the rest of a long body, would\n" +
+			noted(m, m.buffer(), notes{"": "P is not asked before the whole body is here. Else its failure, which " +
+				"is sooner there than the rest of a long body, would " +
 				"make a redirect of a request that has not gone out in full, and Envoy follows none of those."}),
 			m.filterUnless(extProcFilter, extProcFilter, ask, m.answerHeader("x-tandem-carry", textIs("carried"))),
 			m.inlineAnswer(),
@@ -128,7 +136,8 @@ func (m *model) encodeLeg() *listenerv3.Listener {
 	ask := m.extProc("encode-leg", processing(streamBody, streamBody))
 	ask.MutationRules = &mutationv3.HeaderMutationRules{AllowAllRouting: wrapperspb.Bool(true)}
 	return m.legListener(leg{
-		name: "encode-leg", why: "The encode leg, before all others: its filter makes the encode engine's body of the client's, which the main listener keeps as\n" +
+		name: "encode-leg", why: "The encode leg, before all others: its filter makes the encode engine's body of " +
+			"the client's, which the main listener keeps as " +
 			"it is, and of the answer a redirect.",
 		remove: []string{"tandem-explain", "x-tandem-scheme", "x-tandem-body-bytes"},
 		host:   &routev3.VirtualHost{Routes: m.legRoutes("x-tandem-scheme", "tandem-pod")},
@@ -143,10 +152,12 @@ func (m *model) answerLeg() *listenerv3.Listener {
 	ask := noted(m, m.extProc("answer-leg", processing(nothing, streamBody)), notes{
 		"mutation_rules": "x-envoy-ratelimited: an answer that no other endpoint is to be asked for.",
 	})
-	ask.ResponseAttributes = []string{"request.headers['x-tandem-ticket']", "request.headers['x-request-id']", "request.headers['x-tandem-request-id']"}
+	ask.ResponseAttributes = []string{"request.headers['x-tandem-ticket']", "request.headers['x-request-id']",
+		"request.headers['x-tandem-request-id']"}
 	ask.MutationRules = &mutationv3.HeaderMutationRules{AllowEnvoy: wrapperspb.Bool(true)}
 	return m.legListener(leg{
-		name: "answer-leg", why: "A decode leg whose answer is not the client's as it is: its ext_proc stream lives as long as the answer, so only such requests\n" +
+		name: "answer-leg", why: "A decode leg whose answer is not the client's as it is: its ext_proc stream " +
+			"lives as long as the answer, so only such requests " +
 			"come this way.",
 		remove:  []string{"x-tandem-scheme", "x-tandem-body-bytes"},
 		host:    &routev3.VirtualHost{Routes: m.legRoutes("x-tandem-scheme", "tandem-pod")},
@@ -173,9 +184,11 @@ func (m *model) decodeLeg() *listenerv3.Listener {
 		routes = slices.Insert(routes, 0, rewritten)
 	}
 	return m.legListener(leg{
-		name: "decode-leg", why: "The decode leg of a pair. Its ext_proc stream ends when prefill is done, before or with the first byte of the answer.",
-		remove: []string{"x-tandem-body-bytes", "x-tandem-prefill-endpoint", "x-tandem-prefill-scheme", "x-tandem-prefill-rank", "x-tandem-mirror"},
-		host:   &routev3.VirtualHost{RequestHeadersToAdd: ownHeaders("decode"), Routes: routes},
+		name: "decode-leg", why: "The decode leg of a pair. Its ext_proc stream ends when prefill is done, before " +
+			"or with the first byte of the answer.",
+		remove: []string{"x-tandem-body-bytes", "x-tandem-prefill-endpoint", "x-tandem-prefill-scheme",
+			"x-tandem-prefill-rank", "x-tandem-mirror"},
+		host: &routev3.VirtualHost{RequestHeadersToAdd: ownHeaders("decode"), Routes: routes},
 		filters: []*hcmv3.HttpFilter{
 			m.buffer(), m.cleanRefusal(), m.filter(extProcFilter, ask),
 		},
@@ -199,10 +212,13 @@ func (m *model) prefillMirror() *listenerv3.Listener {
 		routes = append(routes, m.mirrorRoutes(s)...)
 	}
 	return m.legListener(leg{
-		name: "prefill-mirror", why: "The prefill leg of a pair: a copy that Envoy forgets once it is sent. Its log reports to every replica how it ends.",
-		remove: []string{destination, "x-tandem-scheme", "x-tandem-body-bytes", "x-tandem-prefill-scheme", "x-tandem-decode-rank", "x-tandem-answer"},
-		host:   &routev3.VirtualHost{RequestHeadersToAdd: ownHeaders("prefill"), Routes: routes},
-		log:    m.endOfMirror(), filters: []*hcmv3.HttpFilter{m.filter(extProcFilter, ask)},
+		name: "prefill-mirror",
+		why: "The prefill leg of a pair: a copy that Envoy forgets once it is sent. Its log reports to every " +
+			"replica how it ends.",
+		remove: []string{destination, "x-tandem-scheme", "x-tandem-body-bytes", "x-tandem-prefill-scheme",
+			"x-tandem-decode-rank", "x-tandem-answer"},
+		host: &routev3.VirtualHost{RequestHeadersToAdd: ownHeaders("prefill"), Routes: routes},
+		log:  m.endOfMirror(), filters: []*hcmv3.HttpFilter{m.filter(extProcFilter, ask)},
 	})
 }
 
@@ -214,7 +230,8 @@ func (m *model) mirrorRoutes(s scheme) []*routev3.Route {
 		r.GetRoute().Timeout = durationpb.New(m.TicketTTL)
 		return r
 	}
-	cancelled := noted(m, to(append([]*routev3.HeaderMatcher{exact("x-tandem-mirror", "cancel")}, m.ofScheme(header, s)...)...), notes{
+	cancelled := noted(m, to(append([]*routev3.HeaderMatcher{exact("x-tandem-mirror", "cancel")}, m.ofScheme(header,
+		s)...)...), notes{
 		"": "Cut by Tandem when nobody waits for it, so its stream is open from the start.",
 	})
 	finished := noted(m, to(m.ofScheme(header, s)...), notes{

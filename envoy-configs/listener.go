@@ -28,7 +28,8 @@ func (m *model) mainListener() *listenerv3.Listener {
 	l := m.listener("openai", m.mainManager())
 	l.Address = socketAddress(m.Listen)
 	return noted(m, l, notes{
-		"per_connection_buffer_limit_bytes": "A body has to be kept whole for the second hop. The server splits none over envoy.maxBodyBytes; the margin is\n" +
+		"per_connection_buffer_limit_bytes": "A body has to be kept whole for the second hop. The server splits " +
+			"none over envoy.maxBodyBytes; the margin is " +
 			"what a body grows by on its way. A body over this limit could not be redirected.",
 	})
 }
@@ -51,11 +52,12 @@ func (m *model) mainManager() *hcmv3.HttpConnectionManager {
 		ServerHeaderTransformation: hcmv3.HttpConnectionManager_PASS_THROUGH,
 		NormalizePath:              yes, MergeSlashes: true,
 		PathWithEscapedSlashesAction: hcmv3.HttpConnectionManager_UNESCAPE_AND_FORWARD,
-		RequestHeadersTimeout:        durationpb.New(30 * time.Second), StreamIdleTimeout: durationpb.New(5 * time.Minute),
-		MaxRequestHeadersKb:       wrapperspb.UInt32(maxHeaderKiB),
-		CommonHttpProtocolOptions: &corev3.HttpProtocolOptions{MaxHeadersCount: wrapperspb.UInt32(maxHeaders)},
-		Http2ProtocolOptions:      &corev3.Http2ProtocolOptions{OverrideStreamErrorOnInvalidHttpMessage: yes},
-		GenerateRequestId:         yes, PreserveExternalRequestId: true, AlwaysSetRequestIdInResponse: true,
+		RequestHeadersTimeout:        durationpb.New(30 * time.Second),
+		StreamIdleTimeout:            durationpb.New(5 * time.Minute),
+		MaxRequestHeadersKb:          wrapperspb.UInt32(maxHeaderKiB),
+		CommonHttpProtocolOptions:    &corev3.HttpProtocolOptions{MaxHeadersCount: wrapperspb.UInt32(maxHeaders)},
+		Http2ProtocolOptions:         &corev3.Http2ProtocolOptions{OverrideStreamErrorOnInvalidHttpMessage: yes},
+		GenerateRequestId:            yes, PreserveExternalRequestId: true, AlwaysSetRequestIdInResponse: true,
 		RequestIdExtension:            m.requestIDs(),
 		EarlyHeaderMutationExtensions: []*corev3.TypedExtensionConfig{m.forgery()},
 		AccessLog:                     m.endOfPass(),
@@ -63,27 +65,34 @@ func (m *model) mainManager() *hcmv3.HttpConnectionManager {
 		HttpFilters:                   m.mainFilters(),
 	}
 	noted(m, h, notes{
-		"normalize_path": "Engines decode a path before they look at it, so what they would decode is decoded here: no other spelling of a\n" +
+		"normalize_path": "Engines decode a path before they look at it, so what they would decode is decoded " +
+			"here: no other spelling of a " +
 			"path reaches an API past the router.",
 		"stream_idle_timeout":    "Until a route says otherwise: an upload that stands still.",
 		"max_request_headers_kb": "Tickets with KV parameters come back to this listener on a redirect.",
 		"http2_protocol_options": "One bad request resets its own stream only.",
-		"generate_request_id":    "One id names a request on both hops, in every log and in the engines' own ids. The client's own is kept.",
-		"local_reply_config":     "Envoy's own answers in OpenAI's error shape.",
-		"access_log":             "How each pass of a request ended, to every replica: what a request has booked lives in the replica that booked it.",
-		"early_header_mutation_extensions": "What steers is not the client's to set. This runs once, when the request comes in, and not after a redirect:\n" +
+		"generate_request_id": "One id names a request on both hops, in every log and in the engines' own ids. " +
+			"The client's own is kept.",
+		"local_reply_config": "Envoy's own answers in OpenAI's error shape.",
+		"access_log": "How each pass of a request ended, to every replica: what a request has booked " +
+			"lives in the replica that booked it.",
+		"early_header_mutation_extensions": "What steers is not the client's to set. This runs once, when the " +
+			"request comes in, and not after a redirect: " +
 			"so a ticket that is here in pass 2 came with the 307.",
 	})
 	if m.Dynamic {
-		h.RouteSpecifier = &hcmv3.HttpConnectionManager_Rds{Rds: &hcmv3.Rds{RouteConfigName: "openai", ConfigSource: ads()}}
+		h.RouteSpecifier = &hcmv3.HttpConnectionManager_Rds{Rds: &hcmv3.Rds{RouteConfigName: "openai",
+			ConfigSource: ads()}}
 	} else {
 		h.RouteSpecifier = &hcmv3.HttpConnectionManager_RouteConfig{RouteConfig: m.routes()}
 	}
 	if m.Tracing != nil {
 		h.Tracing = m.traced()
 		h.Tracing.NoContextPropagation = true
-		noted(m, h, notes{"tracing": "Envoy's spans of the request, of the hops and of each question to the server, which its own spans join. The header that\n" +
-			"the hops go on with is the server's: Envoy (1.40) forgets at a redirect that it traces, and would say so to the second hop."})
+		noted(m, h, notes{"tracing": "Envoy's spans of the request, of the hops and of each question to the " +
+			"server, which its own spans join. The header that " +
+			"the hops go on with is the server's: Envoy (1.40) forgets at a redirect that it traces, and would " +
+			"say so to the second hop."})
 	}
 	return h
 }
@@ -93,11 +102,14 @@ func (m *model) mainFilters() []*hcmv3.HttpFilter {
 	return []*hcmv3.HttpFilter{
 		m.hygiene(),
 		m.switched(),
-		noted(m, m.buffer(), notes{"": "The server needs the whole body anyway: waiting for it here makes one message of it."}),
+		noted(m, m.buffer(), notes{"": "The server needs the whole body anyway: waiting for it here makes one " +
+			"message of it."}),
 		m.mainExtProc(),
 		m.unfollowed(),
-		m.filter("envoy.filters.http.router", noted(m, &routerv3.Router{SuppressEnvoyHeaders: true, UpstreamLog: m.failedTries()}, notes{
-			"upstream_log": "Tries that failed: a request that waits for one at tandem-replan goes on then; and if it got no connection, the decode\n" +
+		m.filter("envoy.filters.http.router", noted(m, &routerv3.Router{SuppressEnvoyHeaders: true,
+			UpstreamLog: m.failedTries()}, notes{
+			"upstream_log": "Tries that failed: a request that waits for one at tandem-replan goes on then; and " +
+				"if it got no connection, the decode " +
 				"endpoint was never sent the KV parameters, and the blocks can be freed.",
 		})),
 	}
@@ -108,14 +120,17 @@ func (m *model) forgery() *corev3.TypedExtensionConfig {
 	mutations := []*mutationv3.HeaderMutation{
 		removePrefix("x-tandem-"), removePrefix("x-envoy-"), remove(destination),
 		noted(m, remove("x-data-parallel-rank"), notes{
-			"": "What engines and other routers obey (vLLM and SGLang: data-parallel rank; Dynamo: workers; vLLM: priority).",
+			"": "What engines and other routers obey (vLLM and SGLang: data-parallel rank; Dynamo: workers; vLLM: " +
+				"priority).",
 		}),
 		remove("x-worker-instance-id"), remove("x-prefill-instance-id"), remove("x-vllm-priority"),
-		noted(m, remove("x-prefiller-host-port"), notes{"": "And llm-d's routing sidecar: it fetches from any address that these name."}),
+		noted(m, remove("x-prefiller-host-port"),
+			notes{"": "And llm-d's routing sidecar: it fetches from any address that these name."}),
 		remove("x-encoder-hosts-ports"), remove("x-kv-cache-source-host-port"), remove("x-data-parallel-host-port"),
 		removePrefix("x-override-"), m.reservation(),
 	}
-	return m.extension("envoy.http.early_header_mutation.header_mutation", &earlyv3.HeaderMutation{Mutations: mutations})
+	return m.extension("envoy.http.early_header_mutation.header_mutation",
+		&earlyv3.HeaderMutation{Mutations: mutations})
 }
 
 // reservation is Envoy's own name for a request.
@@ -135,7 +150,8 @@ func (m *model) requestIDs() *hcmv3.RequestIDExtension {
 	return &hcmv3.RequestIDExtension{TypedConfig: m.pack(config)}
 }
 
-// traced sends spans to the collector. A client's traceparent decides whether a request is traced, chance where there is none.
+// traced sends spans to the collector. A client's traceparent decides whether a request is traced, chance where there
+// is none.
 func (m *model) traced() *hcmv3.HttpConnectionManager_Tracing {
 	collector := grpcTo("tandem-otlp")
 	collector.Timeout = durationpb.New(time.Second)
@@ -149,7 +165,9 @@ func (m *model) traced() *hcmv3.HttpConnectionManager_Tracing {
 			WrappedSampler: m.extension(sampler+"trace_id_ratio_based", chance),
 		}),
 	}
-	return &hcmv3.HttpConnectionManager_Tracing{SpawnUpstreamSpan: wrapperspb.Bool(true), Provider: &tracev3.Tracing_Http{
-		Name: "envoy.tracers.opentelemetry", ConfigType: &tracev3.Tracing_Http_TypedConfig{TypedConfig: m.pack(config)},
-	}}
+	return &hcmv3.HttpConnectionManager_Tracing{SpawnUpstreamSpan: wrapperspb.Bool(true),
+		Provider: &tracev3.Tracing_Http{
+			Name:       "envoy.tracers.opentelemetry",
+			ConfigType: &tracev3.Tracing_Http_TypedConfig{TypedConfig: m.pack(config)},
+		}}
 }

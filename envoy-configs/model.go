@@ -1,14 +1,16 @@
-// Package envoyconfigs builds the Envoy configuration that belongs to a Tandem configuration, from go-control-plane's types.
+// Package envoyconfigs builds the Envoy configuration that belongs to a Tandem configuration, from go-control-plane's
+// types.
 //
-// There is one model. [Bootstrap] prints all of it as a commented bootstrap, [EnvoyGateway] the resources with which Envoy
-// Gateway makes the same of its own listeners. The folders beside this file hold the bootstrap for the common shapes,
-// ready to run: a tandem.yaml each, and the envoy.yaml printed from it, which a test keeps equal and holds against the real
-// `envoy --mode validate`.
+// There is one model. [Bootstrap] prints all of it as a commented bootstrap, [EnvoyGateway] the resources with which
+// Envoy Gateway makes the same of its own listeners. The folders beside this file hold the bootstrap for the common
+// shapes, ready to run: a tandem.yaml each, and the envoy.yaml printed from it, which a test keeps equal and holds
+// against the real `envoy --mode validate`.
 //
-// Where to look: listener.go has the main listener, legs.go the internal listeners of the legs, routes.go, clusters.go and
-// filters.go what their names say, accesslog.go how Tandem learns the end of a request, replies.go what Envoy answers by
-// itself. settings.go gathers what all of them are built from, hosts.go how servers are reached, print.go writes YAML. Why
-// something is set is a note of the model beside it, so that the printed configuration says it too.
+// Where to look: listener.go has the main listener, legs.go the internal listeners of the legs, routes.go,
+// clusters.go and filters.go what their names say, accesslog.go how Tandem learns the end of a request, replies.go
+// what Envoy answers by itself. settings.go gathers what all of them are built from, hosts.go how servers are
+// reached, print.go writes YAML. Why something is set is a note of the model beside it, so that the printed
+// configuration says it too.
 package envoyconfigs
 
 import (

@@ -15,7 +15,8 @@ type notebook struct {
 	err    error                        // the first message that could not be packed
 }
 
-// notes say why a message, or one of its fields, is as it is: by the field's name in Envoy's API, "" for the message itself.
+// notes say why a message, or one of its fields, is as it is: by the field's name in Envoy's API, "" for the message
+// itself.
 type notes map[string]string
 
 func newNotebook() *notebook {

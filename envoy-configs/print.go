@@ -30,8 +30,8 @@ func (b *notebook) print(overview string, message proto.Message) ([]byte, error)
 	return out.Bytes(), err
 }
 
-// printNode writes a node. What has no notes in it and fits stands on one line; in a block the short things come before the long
-// ones. The same model always prints the same bytes.
+// printNode writes a node. What has no notes in it and fits stands on one line; in a block the short things come
+// before the long ones. The same model always prints the same bytes.
 func (b *notebook) printNode(root *yaml.Node) ([]byte, error) {
 	if b.err != nil {
 		return nil, b.err
@@ -195,7 +195,7 @@ func layOut(n *yaml.Node, column int) {
 	}
 	if n.Kind == yaml.SequenceNode {
 		for _, item := range n.Content {
-			comment := item.HeadComment // stands above the item, however that is laid out
+			comment := wrapped(item.HeadComment, column) // stands above the item, however that is laid out
 			item.HeadComment = ""
 			layOut(item, column+2)
 			item.HeadComment = comment
@@ -205,6 +205,7 @@ func layOut(n *yaml.Node, column int) {
 	var first, short, long []*yaml.Node
 	for i := 0; i+1 < len(n.Content); i += 2 {
 		key, v := n.Content[i], n.Content[i+1]
+		key.HeadComment, v.HeadComment = wrapped(key.HeadComment, column), wrapped(v.HeadComment, column+2)
 		inner := column + 2
 		if length, ok := onOneLine(v); ok && column+len(key.Value)+2+length <= width {
 			inner = column + len(key.Value) + 2
@@ -224,6 +225,26 @@ func layOut(n *yaml.Node, column int) {
 		}
 	}
 	n.Content = slices.Concat(first, short, long)
+}
+
+// wrapped breaks a note into lines, from a column on.
+func wrapped(note string, column int) string {
+	var out strings.Builder
+	length := 0
+	for word := range strings.FieldsSeq(note) {
+		switch {
+		case out.Len() == 0:
+		case column+len("# ")+length+1+len(word) > width:
+			out.WriteByte('\n')
+			length = 0
+		default:
+			out.WriteByte(' ')
+			length++
+		}
+		out.WriteString(word)
+		length += len(word)
+	}
+	return out.String()
 }
 
 // onOneLine is how long a node is on one line, if it may stand on one.

@@ -27,9 +27,11 @@ const (
 func envoysReplies() []localReply {
 	return []localReply{
 		{details("ext_proc"), 0, ourFault, "router_unavailable", "the router did not answer; try again", 1},
-		{details("mismatch_between_content_length"), 0, ourFault, "router_failed", "the router wrote a body that does not fit its headers", 0},
+		{details("mismatch_between_content_length"), 0, ourFault, "router_failed",
+			"the router wrote a body that does not fit its headers", 0},
 		{details("direct_response"), 0, ourFault, "router_undecided", "the router named no endpoint; try again", 1},
-		{details("upgrade_failed"), 400, clientsFault, "upgrade_not_supported", "protocol upgrades are not supported here", 0},
+		{details("upgrade_failed"), 400, clientsFault, "upgrade_not_supported",
+			"protocol upgrades are not supported here", 0},
 		{"response.code == 400", 0, clientsFault, "bad_request", "the request is not valid HTTP", 0},
 		{"response.code == 404", 0, clientsFault, "not_found", "there is nothing at this address", 0},
 		{"response.code == 408", 0, clientsFault, "request_timeout", "the request did not arrive in time", 0},
@@ -37,9 +39,11 @@ func envoysReplies() []localReply {
 		{"response.code == 426", 0, clientsFault, "http_version_not_supported", "HTTP/1.1 or HTTP/2 is needed", 0},
 		{"response.code == 431", 0, clientsFault, "headers_too_large", "the request headers are too large", 0},
 		{"response.code == 501", 0, clientsFault, "not_implemented", "this transfer encoding is not supported", 0},
-		{"response.code == 502", 0, ourFault, "bad_gateway", "the endpoint's answer was not valid HTTP; try again", 1},
+		{"response.code == 502", 0, ourFault, "bad_gateway", "the endpoint's answer was not valid HTTP; try again",
+			1},
 		{"response.code == 503", 0, ourFault, "endpoint_unavailable", "the endpoint did not answer; try again", 1},
-		{"response.code == 504", 0, ourFault, "endpoint_timeout", "the endpoint did not answer in time; try again", 1},
+		{"response.code == 504", 0, ourFault, "endpoint_timeout", "the endpoint did not answer in time; try again",
+			1},
 	}
 }
 
@@ -48,7 +52,8 @@ func details(prefix string) string { return "response.code_details.startsWith('"
 
 // otherReply is the answer where no other reply fits.
 func otherReply() localReply {
-	return localReply{Type: ourFault, Code: "internal_error", Message: "the request could not be carried out; its id leads to the cause in the logs"}
+	return localReply{Type: ourFault, Code: "internal_error",
+		Message: "the request could not be carried out; its id leads to the cause in the logs"}
 }
 
 // localReplies give Envoy's own answers OpenAI's shape.
@@ -56,7 +61,8 @@ func (m *model) localReplies() *hcmv3.LocalReplyConfig {
 	mappers := []*hcmv3.ResponseMapper{noted(m, &hcmv3.ResponseMapper{
 		Filter: m.cel(details("tandem")),
 		BodyFormatOverride: &corev3.SubstitutionFormatString{
-			ContentType: "application/json", Format: &corev3.SubstitutionFormatString_TextFormatSource{TextFormatSource: inline("%LOCAL_REPLY_BODY%")},
+			ContentType:     "application/json",
+			Format:          &corev3.SubstitutionFormatString_TextFormatSource{TextFormatSource: inline("%LOCAL_REPLY_BODY%")},
 			OmitEmptyValues: true,
 		},
 	}, notes{"": "Tandem's answers pass here too and must not change: the first entry."})}
@@ -66,7 +72,8 @@ func (m *model) localReplies() *hcmv3.LocalReplyConfig {
 			mapper.StatusCode = wrapperspb.UInt32(reply.Status)
 		}
 		if reply.RetryAfter != 0 {
-			mapper.HeadersToAdd = []*corev3.HeaderValueOption{setHeader("retry-after", strconv.Itoa(reply.RetryAfter), overwriteOrAdd)}
+			mapper.HeadersToAdd = []*corev3.HeaderValueOption{setHeader("retry-after", strconv.Itoa(reply.RetryAfter),
+				overwriteOrAdd)}
 		}
 		mappers = append(mappers, mapper)
 	}
@@ -80,7 +87,8 @@ func (r localReply) format() *corev3.SubstitutionFormatString {
 		"message": text(r.Message), "type": text(r.Type), "param": structpb.NewNullValue(), "code": text(r.Code),
 	}}
 	return &corev3.SubstitutionFormatString{
-		ContentType: "application/json", Format: &corev3.SubstitutionFormatString_JsonFormat{JsonFormat: &structpb.Struct{
+		ContentType: "application/json",
+		Format: &corev3.SubstitutionFormatString_JsonFormat{JsonFormat: &structpb.Struct{
 			Fields: map[string]*structpb.Value{"error": structpb.NewStructValue(object)},
 		}},
 	}

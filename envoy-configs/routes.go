@@ -12,8 +12,8 @@ import (
 	"google.golang.org/protobuf/types/known/wrapperspb"
 )
 
-// replanTries is how many tries tandem-replan gets after a failed hop. With several replicas there are four: one that was killed
-// refuses its own.
+// replanTries is how many tries tandem-replan gets after a failed hop. With several replicas there are four: one that
+// was killed refuses its own.
 func (m *model) replanTries() int {
 	if m.several() {
 		return 4
@@ -21,8 +21,8 @@ func (m *model) replanTries() int {
 	return 1
 }
 
-// hedgedTries is how many tries tandem-replan gets on hops that answer the client: where decode shows nothing for 10 s there is
-// one, and again after each further 10 s: six of those, beside the four.
+// hedgedTries is how many tries tandem-replan gets on hops that answer the client: where decode shows nothing for 10
+// s there is one, and again after each further 10 s: six of those, beside the four.
 const hedgedTries = 10
 
 // routes are those of the main listener, in the order in which Envoy tries them.
@@ -35,7 +35,8 @@ func (m *model) routes() *routev3.RouteConfiguration {
 		decided = append(decided, m.legRoute("encode", "encode", "tandem-encode", 0, m.retry(m.replanTries())))
 	}
 	if m.Answers {
-		decided = append(decided, m.legRoute("answer", "answer", "tandem-answer", m.IdleTimeout, m.retry(hedgedTries)))
+		decided = append(decided, m.legRoute("answer", "answer", "tandem-answer", m.IdleTimeout,
+			m.retry(hedgedTries)))
 	}
 	if m.Pairs {
 		pair := m.legRoute("pair", "pair", "tandem-pair", m.IdleTimeout, m.retry(hedgedTries))
@@ -44,19 +45,25 @@ func (m *model) routes() *routev3.RouteConfiguration {
 		}}
 		decided = append(decided, pair)
 	}
-	noted(m, decided[0], notes{"": "Where a decided request goes. x-tandem-leg is set by ext_proc, and the route is chosen again after it."})
+	noted(m, decided[0], notes{"": "Where a decided request goes. x-tandem-leg is set by ext_proc, and the route " +
+		"is chosen again after it."})
 	undecided := m.bodyRoutes()
-	noted(m, undecided[0], notes{"": "How a request's body comes to ext_proc. These are chosen before it is asked; a request that is still here\n" +
-		"afterwards was not decided."})
-	return &routev3.RouteConfiguration{Name: "openai", VirtualHosts: []*routev3.VirtualHost{noted(m, &routev3.VirtualHost{
-		Name: "all", Domains: []string{"*"},
-		ResponseHeadersToRemove: []string{"x-envoy-upstream-service-time", "x-envoy-ratelimited"},
-		RequestHeadersToRemove:  []string{"x-tandem-leg", "x-envoy-external-address", "x-envoy-internal", "x-envoy-original-url"},
-		Routes:                  append(decided, undecided...),
-	}, notes{
-		"response_headers_to_remove": "Never to a client.",
-		"request_headers_to_remove":  "Removed once a route is decided. x-tandem-leg must go, or pass 2 would begin on pass 1's route.",
-	})}}
+	noted(m, undecided[0],
+		notes{"": "How a request's body comes to ext_proc. These are chosen before it is asked; a request that is " +
+			"still here " +
+			"afterwards was not decided."})
+	return &routev3.RouteConfiguration{Name: "openai",
+		VirtualHosts: []*routev3.VirtualHost{noted(m, &routev3.VirtualHost{
+			Name: "all", Domains: []string{"*"},
+			ResponseHeadersToRemove: []string{"x-envoy-upstream-service-time", "x-envoy-ratelimited"},
+			RequestHeadersToRemove: []string{"x-tandem-leg", "x-envoy-external-address", "x-envoy-internal",
+				"x-envoy-original-url"},
+			Routes: append(decided, undecided...),
+		}, notes{
+			"response_headers_to_remove": "Never to a client.",
+			"request_headers_to_remove": "Removed once a route is decided. x-tandem-leg must go, or pass 2 would " +
+				"begin on pass 1's route.",
+		})}}
 }
 
 // schemeRoutes are the routes of decided requests to endpoints of a scheme.
@@ -66,8 +73,10 @@ func (m *model) schemeRoutes(s scheme) []*routev3.Route {
 		of = exact("x-tandem-scheme", s.Name)
 	}
 	prefill := m.legRoute("prefill"+s.Suffix, "prefill", "tandem-prefill"+s.Suffix, 0, m.retry(m.replanTries()), of)
-	noted(m, prefill.GetRoute(), notes{"timeout": "The hop's limit is per try: ext_proc sets it from the prompt's length."})
-	decode := m.legRoute("decode"+s.Suffix, "decode", "tandem-decode"+s.Suffix, m.IdleTimeout, m.retry(hedgedTries), of)
+	noted(m, prefill.GetRoute(),
+		notes{"timeout": "The hop's limit is per try: ext_proc sets it from the prompt's length."})
+	decode := m.legRoute("decode"+s.Suffix, "decode", "tandem-decode"+s.Suffix, m.IdleTimeout, m.retry(hedgedTries),
+		of)
 	noted(m, decode.GetRoute(), notes{"timeout": "An answer takes as long as it takes, but not in silence."})
 	pass := m.legRoute("pass"+s.Suffix, "pass", "tandem-pod"+s.Suffix, m.IdleTimeout, nil, of)
 	pass.TypedPerFilterConfig = nil
@@ -76,12 +85,14 @@ func (m *model) schemeRoutes(s scheme) []*routev3.Route {
 }
 
 // legRoute is where requests of a leg go: without a limit to the whole answer.
-func (m *model) legRoute(name, leg, cluster string, idle time.Duration, retry *routev3.RetryPolicy, more ...*routev3.HeaderMatcher) *routev3.Route {
+func (m *model) legRoute(name, leg, cluster string, idle time.Duration, retry *routev3.RetryPolicy,
+	more ...*routev3.HeaderMatcher) *routev3.Route {
 	r := &routev3.Route{
 		Name: name, Match: anyPath(append([]*routev3.HeaderMatcher{exact("x-tandem-leg", leg)}, more...)...),
 		TypedPerFilterConfig: perFilter{luaFilter: m.luaNamed("unfollowed")},
 		Action: &routev3.Route_Route{Route: &routev3.RouteAction{
-			ClusterSpecifier: &routev3.RouteAction_Cluster{Cluster: cluster}, Timeout: durationpb.New(0), IdleTimeout: durationpb.New(idle),
+			ClusterSpecifier: &routev3.RouteAction_Cluster{Cluster: cluster}, Timeout: durationpb.New(0),
+			IdleTimeout:            durationpb.New(idle),
 			InternalRedirectPolicy: m.redirects(), RetryPolicy: retry,
 		}},
 	}
@@ -94,7 +105,8 @@ func (m *model) legRoute(name, leg, cluster string, idle time.Duration, retry *r
 // bodyRoutes say how bodies of requests that nobody has decided yet come to ext_proc.
 func (m *model) bodyRoutes() (out []*routev3.Route) {
 	ticket, json := present("x-tandem-ticket"), &routev3.HeaderMatcher{
-		Name: "content-type", HeaderMatchSpecifier: &routev3.HeaderMatcher_StringMatch{StringMatch: &matcherv3.StringMatcher{
+		Name: "content-type",
+		HeaderMatchSpecifier: &routev3.HeaderMatcher_StringMatch{StringMatch: &matcherv3.StringMatcher{
 			MatchPattern: &matcherv3.StringMatcher_Contains{Contains: "json"}, IgnoreCase: true,
 		}},
 	}
@@ -102,16 +114,19 @@ func (m *model) bodyRoutes() (out []*routev3.Route) {
 	unbuffered := perFilter{bufferFilter: m.noBuffer()}
 	afterMax := m.Bodies.Max + 1 // Envoy's ranges exclude their end
 	if m.Bodies.Mode != "duplex" {
-		out = append(out, m.bufferedRoute("pass-2-buffered", ticket, within("x-tandem-body-bytes", m.Bodies.BufferedFrom, forever)))
+		out = append(out, m.bufferedRoute("pass-2-buffered", ticket,
+			within("x-tandem-body-bytes", m.Bodies.BufferedFrom, forever)))
 	}
 	out = append(out, undecided("pass-2", unbuffered, ticket))
 	if m.Bodies.Mode != "duplex" {
-		out = append(out, m.bufferedRoute("json-buffered", json, within("content-length", m.Bodies.BufferedFrom, afterMax)))
+		out = append(out, m.bufferedRoute("json-buffered", json,
+			within("content-length", m.Bodies.BufferedFrom, afterMax)))
 	}
 	return append(out,
 		undecided("json", nil, json, within("content-length", 0, afterMax)),
 		undecided("json-of-unknown-or-great-length", unbuffered, json),
-		undecided("other", perFilter{bufferFilter: m.noBuffer(), extProcFilter: m.asked(processing(headers, nothing), false)}),
+		undecided("other", perFilter{bufferFilter: m.noBuffer(),
+			extProcFilter: m.asked(processing(headers, nothing), false)}),
 	)
 }
 
@@ -127,7 +142,8 @@ func undecided(name string, filters perFilter, headers ...*routev3.HeaderMatcher
 func (m *model) bufferedRoute(name string, headers ...*routev3.HeaderMatcher) *routev3.Route {
 	whole := processing(bufferBody, nothing)
 	if !m.several() {
-		return undecided(name, perFilter{bufferFilter: m.noBuffer(), extProcFilter: m.asked(whole, false)}, headers...)
+		return undecided(name, perFilter{bufferFilter: m.noBuffer(), extProcFilter: m.asked(whole, false)},
+			headers...)
 	}
 	return noted(m, &routev3.Route{
 		Name: name, Match: anyPath(headers...),
@@ -136,11 +152,13 @@ func (m *model) bufferedRoute(name string, headers ...*routev3.HeaderMatcher) *r
 			bufferFilter: m.noBuffer(), luaFilter: m.luaNamed("unfollowed"), extProcFilter: m.asked(whole, true),
 		},
 		Action: &routev3.Route_Route{Route: &routev3.RouteAction{
-			ClusterSpecifier: &routev3.RouteAction_Cluster{Cluster: "tandem-replan"}, Timeout: durationpb.New(5 * time.Second),
+			ClusterSpecifier:       &routev3.RouteAction_Cluster{Cluster: "tandem-replan"},
+			Timeout:                durationpb.New(5 * time.Second),
 			InternalRedirectPolicy: m.redirects(), RetryPolicy: m.retry(m.replanTries()),
 		}},
 	}, notes{
-		"request_headers_to_add": "Envoy keeps a buffered body. Where the replica that has it fails, the request goes on to tandem-replan undecided, and a\n" +
+		"request_headers_to_add": "Envoy keeps a buffered body. Where the replica that has it fails, the request " +
+			"goes on to tandem-replan undecided, and a " +
 			"redirect starts it again at another one.",
 	})
 }
@@ -148,26 +166,29 @@ func (m *model) bufferedRoute(name string, headers ...*routev3.HeaderMatcher) *r
 // redirects are followed if they are Tandem's: an engine's has no ticket, so it leads to none of these routes.
 func (m *model) redirects() *routev3.InternalRedirectPolicy {
 	return &routev3.InternalRedirectPolicy{
-		MaxInternalRedirects: wrapperspb.UInt32(MaxRedirects), RedirectResponseCodes: []uint32{307}, AllowCrossSchemeRedirect: true,
-		ResponseHeadersToCopy: []string{"x-tandem-ticket", "x-tandem-prefilled", "endpoint-load-metrics"},
+		MaxInternalRedirects: wrapperspb.UInt32(MaxRedirects), RedirectResponseCodes: []uint32{307},
+		AllowCrossSchemeRedirect: true,
+		ResponseHeadersToCopy:    []string{"x-tandem-ticket", "x-tandem-prefilled", "endpoint-load-metrics"},
 		Predicates: []*corev3.TypedExtensionConfig{m.extension("tandem", &allowlistedv3.AllowListedRoutesConfig{
 			AllowedRouteNames: []string{"pass-2", "pass-2-buffered"},
 		})},
 	}
 }
 
-// retry is of a hop, in a composite cluster whose tries after the first are tandem-replan's: so there is nothing to wait for, but
-// for another replica to be chosen.
+// retry is of a hop, in a composite cluster whose tries after the first are tandem-replan's: so there is nothing to
+// wait for, but for another replica to be chosen.
 func (m *model) retry(tries int) *routev3.RetryPolicy {
 	backOff := &routev3.RetryPolicy_RetryBackOff{
 		BaseInterval: durationpb.New(time.Millisecond), MaxInterval: durationpb.New(2 * time.Millisecond),
 	}
 	if m.several() {
-		backOff.BaseInterval, backOff.MaxInterval = durationpb.New(4*time.Millisecond), durationpb.New(100*time.Millisecond)
+		backOff.BaseInterval, backOff.MaxInterval = durationpb.New(4*time.Millisecond),
+			durationpb.New(100*time.Millisecond)
 	}
 	return &routev3.RetryPolicy{
-		RetryOn: "connect-failure,refused-stream,reset,5xx,retriable-status-codes", RetriableStatusCodes: []uint32{101, 408, 425, 429},
-		NumRetries: wrapperspb.UInt32(uint32(tries)), RetryBackOff: backOff,
+		RetryOn:              "connect-failure,refused-stream,reset,5xx,retriable-status-codes",
+		RetriableStatusCodes: []uint32{101, 408, 425, 429},
+		NumRetries:           wrapperspb.UInt32(uint32(tries)), RetryBackOff: backOff,
 	}
 }
 
@@ -182,7 +203,8 @@ func exact(header, value string) *routev3.HeaderMatcher {
 }
 
 func present(header string) *routev3.HeaderMatcher {
-	return &routev3.HeaderMatcher{Name: header, HeaderMatchSpecifier: &routev3.HeaderMatcher_PresentMatch{PresentMatch: true}}
+	return &routev3.HeaderMatcher{Name: header,
+		HeaderMatchSpecifier: &routev3.HeaderMatcher_PresentMatch{PresentMatch: true}}
 }
 
 func absent(header string) *routev3.HeaderMatcher {

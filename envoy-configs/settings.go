@@ -14,11 +14,12 @@ import (
 // MaxRedirects is Envoy's max_internal_redirects on the legs' routes. The server's own budget ends below it.
 const MaxRedirects = 8
 
-// bufferMargin is what a body may grow by on its way, in bytes: the prefill leg's edits, and the KV parameters on the decode leg.
+// bufferMargin is what a body may grow by on its way, in bytes: the prefill leg's edits, and the KV parameters on the
+// decode leg.
 const bufferMargin = 8 << 20
 
-// bufferedFrom is the body length in bytes from which bodyMode auto means BUFFERED (docs/adr/0005). With several replicas it is
-// less: Envoy (1.40) keeps 64 KiB of a gRPC stream for a retry, headers and ticket included.
+// bufferedFrom is the body length in bytes from which bodyMode auto means BUFFERED (docs/adr/0005). With several
+// replicas it is less: Envoy (1.40) keeps 64 KiB of a gRPC stream for a retry, headers and ticket included.
 const (
 	bufferedFrom        = 64 << 10
 	bufferedFromSeveral = 24 << 10
@@ -96,8 +97,8 @@ func (s *settings) loops() (out []loop) {
 	return out
 }
 
-// several reports whether there may be more than one replica, so that one can stand in for another: a name may stand for
-// many.
+// several reports whether there may be more than one replica, so that one can stand in for another: a name may stand
+// for many.
 func (s *settings) several() bool {
 	return s.Dynamic || len(s.Servers.ExtProcs.Hosts) > 1 || s.Servers.ExtProcs.ByName()
 }
@@ -107,7 +108,8 @@ func gather(c *configv1.Config, dynamic bool) (*settings, error) {
 	s := &settings{
 		Dynamic: dynamic,
 		Bodies: bodies{
-			Mode: e.GetBodyMode(), Max: e.GetMaxBodyBytes(), Buffer: e.GetMaxBodyBytes() + bufferMargin, BufferedFrom: bufferedFrom,
+			Mode: e.GetBodyMode(), Max: e.GetMaxBodyBytes(), Buffer: e.GetMaxBodyBytes() + bufferMargin,
+			BufferedFrom: bufferedFrom,
 		},
 		Engines:     engines{TLS: newClientTLS(e.GetEndpointTls(), false)},
 		IdleTimeout: config.Duration(e.GetDecodeIdleTimeout()), TicketTTL: config.Duration(c.GetTickets().GetTtl()),
@@ -115,7 +117,8 @@ func gather(c *configv1.Config, dynamic bool) (*settings, error) {
 	}
 	s.serve(c.GetPools())
 	if dynamic {
-		s.Engines.Schemes, s.Pairs, s.Encodes, s.Answers = []scheme{{"http", ""}, {"https", "-https"}, {"h2c", "-h2c"}}, true, true, true
+		s.Engines.Schemes, s.Pairs, s.Encodes, s.Answers = []scheme{{"http", ""}, {"https", "-https"}, {"h2c",
+			"-h2c"}}, true, true, true
 	}
 	var err error
 	if s.Listen, err = parse(e.GetListen()); err != nil {
@@ -171,8 +174,8 @@ func (s *settings) serve(pools []*configv1.Pool) {
 	s.Answers = slices.ContainsFunc(pools, config.RewritesAnswers)
 }
 
-// Parts names what pools need of the bootstrap beyond what every bootstrap has: clusters for a scheme, listeners of legs. An Envoy
-// whose bootstrap was made for other pools may lack some.
+// Parts names what pools need of the bootstrap beyond what every bootstrap has: clusters for a scheme, listeners of
+// legs. An Envoy whose bootstrap was made for other pools may lack some.
 func Parts(pools []*configv1.Pool) (out []string) {
 	var s settings
 	s.serve(pools)

@@ -46,8 +46,8 @@ func moves(before, after *configv1.Config) bool {
 		!proto.Equal(before.GetExtProc().GetTls(), after.GetExtProc().GetTls())
 }
 
-// ofEnvoy reports whether a setting is for Envoy alone. The others of envoy's count for the server too, which takes them at its start;
-// admin is in Envoy's bootstrap.
+// ofEnvoy reports whether a setting is for Envoy alone. The others of envoy's count for the server too, which takes
+// them at its start; admin is in Envoy's bootstrap.
 func ofEnvoy(path string, moves bool) bool {
 	name, found := strings.CutPrefix(path, "envoy.")
 	name, _, _ = strings.Cut(name, ".")
@@ -64,9 +64,11 @@ func ofEnvoy(path string, moves bool) bool {
 func TakeEnvoy(c, of *configv1.Config) {
 	own := c.GetEnvoy()
 	c.Envoy = proto.CloneOf(of.GetEnvoy())
-	c.Envoy.Admin, c.Envoy.MaxBodyBytes, c.Envoy.PathPrefixes = own.GetAdmin(), own.GetMaxBodyBytes(), own.GetPathPrefixes()
+	c.Envoy.Admin, c.Envoy.MaxBodyBytes, c.Envoy.PathPrefixes = own.GetAdmin(), own.GetMaxBodyBytes(),
+		own.GetPathPrefixes()
 	if moves(c, of) {
-		c.Envoy.ExtProcs, c.Envoy.Replans, c.Envoy.ExtProcTls = own.GetExtProcs(), own.GetReplans(), own.GetExtProcTls()
+		c.Envoy.ExtProcs, c.Envoy.Replans, c.Envoy.ExtProcTls = own.GetExtProcs(), own.GetReplans(),
+			own.GetExtProcTls()
 	}
 }
 

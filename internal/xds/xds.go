@@ -1,8 +1,10 @@
-// Package xds serves Envoy's configuration to Envoys (ADS, incremental) and keeps account of what each of them does with it.
+// Package xds serves Envoy's configuration to Envoys (ADS, incremental) and keeps account of what each of them does
+// with it.
 //
-// Every Envoy is served the newest configuration that it has not refused. When an Envoy refuses a version (NACK), it is served the
-// newest one before that again: it keeps the old resources by itself, but it may have taken up others of the same version, which
-// would not fit them. An Envoy that comes back with the very resources that it is to have is sent nothing.
+// Every Envoy is served the newest configuration that it has not refused. When an Envoy refuses a version (NACK), it
+// is served the newest one before that again: it keeps the old resources by itself, but it may have taken up others
+// of the same version, which would not fit them. An Envoy that comes back with the very resources that it is to have
+// is sent nothing.
 //
 // A resource that leaves the configuration is served for another [Linger]: requests under way may still be led to it.
 //
@@ -39,7 +41,8 @@ const Method = "/envoy.service.discovery.v3.AggregatedDiscoveryService/DeltaAggr
 // Linger is for how long a resource is served after it left the configuration.
 const Linger = time.Minute
 
-// maxNames bounds what one Envoy may ask for over the life of its stream: names of resources. There are fewer than a hundred.
+// maxNames bounds what one Envoy may ask for over the life of its stream: names of resources. There are fewer than a
+// hundred.
 const maxNames = 4096
 
 // Server serves the configuration that was published last.
@@ -78,9 +81,11 @@ type version struct {
 func New(r prometheus.Registerer, log *slog.Logger) *Server {
 	ctx, stop := context.WithCancel(context.Background())
 	s := &Server{
-		log: log, cache: cache.NewSnapshotCache(true, byStream{}, nil), stop: stop, leaving: map[string]leaving{}, envoys: map[int64]*envoy{},
+		log: log, cache: cache.NewSnapshotCache(true, byStream{}, nil), stop: stop, leaving: map[string]leaving{},
+		envoys: map[int64]*envoy{},
 		answers: prometheus.NewCounterVec(prometheus.CounterOpts{
-			Name: "tandem_xds_answers_total", Help: "Answers of Envoys to configuration that they were sent (xDS), by result (applied, refused).",
+			Name: "tandem_xds_answers_total",
+			Help: "Answers of Envoys to configuration that they were sent (xDS), by result (applied, refused).",
 		}, []string{"result"}),
 		versions: prometheus.NewCounter(prometheus.CounterOpts{
 			Name: "tandem_xds_versions_total", Help: "Versions of Envoy's configuration that were published (xDS).",
@@ -214,7 +219,10 @@ func (s *Server) Envoys() []Envoy {
 			out = append(out, e.report())
 		}
 	}
-	slices.SortFunc(out, func(a, b Envoy) int { return cmp.Or(cmp.Compare(a.Name, b.Name), cmp.Compare(a.Version, b.Version)) })
+	slices.SortFunc(out, func(a, b Envoy) int {
+		return cmp.Or(cmp.Compare(a.Name, b.Name), cmp.Compare(a.Version,
+			b.Version))
+	})
 	return out
 }
 
@@ -267,7 +275,8 @@ func (c *callbacks) OnStreamDeltaRequest(id int64, r *discoveryv3.DeltaDiscovery
 		s.answers.WithLabelValues("applied").Inc()
 	default:
 		s.answers.WithLabelValues("refused").Inc()
-		s.log.Error("an Envoy refused its configuration and keeps the one before", "envoy", e.name(), "version", refused,
+		s.log.Error("an Envoy refused its configuration and keeps the one before", "envoy", e.name(), "version",
+			refused,
 			"type", bounded(r.GetTypeUrl(), 128), "why", e.why)
 	}
 	v := s.newest
@@ -281,7 +290,8 @@ func (c *callbacks) OnStreamDeltaRequest(id int64, r *discoveryv3.DeltaDiscovery
 }
 
 // OnStreamDeltaResponse implements delta.Callbacks: resources are about to be sent.
-func (c *callbacks) OnStreamDeltaResponse(id int64, _ *discoveryv3.DeltaDiscoveryRequest, r *discoveryv3.DeltaDiscoveryResponse) {
+func (c *callbacks) OnStreamDeltaResponse(id int64, _ *discoveryv3.DeltaDiscoveryRequest,
+	r *discoveryv3.DeltaDiscoveryResponse) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.envoys[id].sent(r)

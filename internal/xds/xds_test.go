@@ -72,7 +72,8 @@ func (l *lines) String() string {
 
 func newStand(t *testing.T, replicas int) *stand {
 	a := loopback.Addresses(t, 2+replicas)
-	return &stand{t: t, listen: a[0], admin: a[1], extProcs: a[2:], servers: make([]*Server, replicas), grpc: make([]*grpc.Server, replicas)}
+	return &stand{t: t, listen: a[0], admin: a[1], extProcs: a[2:], servers: make([]*Server, replicas),
+		grpc: make([]*grpc.Server, replicas)}
 }
 
 // config is the stand's configuration with more fields of envoy's.
@@ -116,7 +117,8 @@ func (s *stand) start() {
 	require.NoError(s.t, os.WriteFile(file, text, 0o600))
 	log, err := os.Create(filepath.Join(dir, "log"))
 	require.NoError(s.t, err)
-	s.envoy = exec.Command(findEnvoy(s.t), "-c", file, "-l", "warning", "--disable-hot-restart", "--concurrency", "1", "--service-node", "edge-1")
+	s.envoy = exec.Command(findEnvoy(s.t), "-c", file, "-l", "warning", "--disable-hot-restart", "--concurrency", "1",
+		"--service-node", "edge-1")
 	s.envoy.Stdout, s.envoy.Stderr = log, log
 	require.NoError(s.t, s.envoy.Start())
 	s.t.Cleanup(func() {
@@ -204,7 +206,8 @@ func TestEnvoyWaitsForAReplica(t *testing.T) {
 	require.Equal(t, 503, s.status(s.listen, "/v1/models"), "there is no external processor here")
 }
 
-// What an Envoy refuses is logged in its words and counted; it has what it had before, all of it, and takes up what comes next.
+// What an Envoy refuses is logged in its words and counted; it has what it had before, all of it, and takes up what
+// comes next.
 func TestRefusedConfigurationChangesNothing(t *testing.T) {
 	t.Parallel()
 	s := newStand(t, 1)
@@ -232,7 +235,8 @@ func TestRefusedConfigurationChangesNothing(t *testing.T) {
 	require.Contains(t, server.Envoys()[0].Why, "envoy.no.such.Filter")
 	require.Contains(t, s.log.String(), "envoy.no.such.Filter")
 	require.GreaterOrEqual(t, testutil.ToFloat64(server.answers.WithLabelValues("refused")), 1.0)
-	s.soon("what came with it is gone again", func() bool { return s.stat("cluster.with-the-bad-listener.membership_total") == 0 })
+	s.soon("what came with it is gone again",
+		func() bool { return s.stat("cluster.with-the-bad-listener.membership_total") == 0 })
 	require.Equal(t, 503, s.status(s.listen, "/v1/models"))
 	refusals := testutil.ToFloat64(server.answers.WithLabelValues("refused"))
 	require.Never(t, func() bool { return testutil.ToFloat64(server.answers.WithLabelValues("refused")) != refusals },
@@ -242,7 +246,8 @@ func TestRefusedConfigurationChangesNothing(t *testing.T) {
 	s.has(server)
 }
 
-// Two replicas with the same configuration serve the same: an Envoy that goes from one to the other is sent nothing new.
+// Two replicas with the same configuration serve the same: an Envoy that goes from one to the other is sent nothing
+// new.
 func TestReplicasServeTheSame(t *testing.T) {
 	t.Parallel()
 	s := newStand(t, 2)
@@ -259,7 +264,8 @@ func TestReplicasServeTheSame(t *testing.T) {
 	require.Zero(t, s.stat("cluster_manager.cluster_modified"))
 }
 
-// Certificates on Envoy's machine are read again when they change, as Kubernetes changes them: by another folder under the same name.
+// Certificates on Envoy's machine are read again when they change, as Kubernetes changes them: by another folder
+// under the same name.
 func TestCertificatesChange(t *testing.T) {
 	t.Parallel()
 	s := newStand(t, 1)
@@ -286,7 +292,8 @@ func authority(t *testing.T, serial int64) []byte {
 	t.Helper()
 	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
 	require.NoError(t, err)
-	spec := &x509.Certificate{SerialNumber: big.NewInt(serial), NotAfter: time.Now().Add(time.Hour), IsCA: true, BasicConstraintsValid: true}
+	spec := &x509.Certificate{SerialNumber: big.NewInt(serial), NotAfter: time.Now().Add(time.Hour), IsCA: true,
+		BasicConstraintsValid: true}
 	der, err := x509.CreateCertificate(rand.Reader, spec, spec, &key.PublicKey, key)
 	require.NoError(t, err)
 	return pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: der})
