@@ -52,7 +52,8 @@ func attention(s *Status, recent []telemetry.Trace) []Notice {
 	}
 	for _, e := range s.Envoys {
 		if e.Refused != "" {
-			add(true, "howto/xds.md", "Envoy %s refused version %s of its configuration and keeps %s: %s", e.Name, e.Refused, cmp.Or(e.Version, "what it had"), e.Why)
+			add(true, "howto/xds.md", "Envoy %s refused version %s of its configuration and keeps %s: %s",
+				e.Name, e.Refused, cmp.Or(e.Version, "what it had"), e.Why)
 		}
 	}
 	for i := range s.Pools {

@@ -200,7 +200,8 @@ func (f *Feed) Status(since int64) Status {
 	recent := f.source.Recent(allRecent)
 	s := Status{
 		Version: f.source.Version, Started: f.started, Now: time.Now(), Ready: f.source.Ready(),
-		Sharing: f.source.Sharing(), Envoys: f.source.envoys(), Reservations: f.source.State.Reservations(), Flow: flow(recent, time.Now().Add(-time.Minute)),
+		Sharing: f.source.Sharing(), Envoys: f.source.envoys(), Reservations: f.source.State.Reservations(),
+		Flow:   flow(recent, time.Now().Add(-time.Minute)),
 		Recent: recent[:min(len(recent), shownRecent)], Pools: []Pool{},
 	}
 	for _, p := range f.source.State.Pools() {

@@ -75,7 +75,8 @@ func printEnvoys(w io.Writer, envoys []Envoy, now time.Time) {
 		if e.Refused != "" {
 			version += ", REFUSED " + e.Refused
 		}
-		fmt.Fprintf(t, "  %s\t%s\t%s\t%s\n", plain(e.Name), cmp.Or(e.Build, "-"), version, now.Sub(e.Since).Round(time.Second))
+		fmt.Fprintf(t, "  %s\t%s\t%s\t%s\n", plain(e.Name), cmp.Or(e.Build, "-"), version,
+			now.Sub(e.Since).Round(time.Second))
 	}
 	_ = t.Flush()
 }

@@ -25,7 +25,7 @@ func newEnvoy() *cobra.Command {
 	f := c.Flags()
 	f.StringVarP(&file, "file", "f", "", "configuration `FILE` (YAML)")
 	f.StringVar(&whose, "for", "envoy", "`WHOM` to configure: envoy (a bootstrap), or envoy-gateway (Kubernetes resources)")
-	f.BoolVar(&xds, "xds", false, "a small bootstrap: Envoy gets all else from tandem serve, and changes of it while both run")
+	f.BoolVar(&xds, "xds", false, "a small bootstrap: Envoy gets all else, and changes of it, from tandem serve")
 	f.StringVar(&o.Namespace, "namespace", "default", "of the resources for Envoy Gateway")
 	f.StringVar(&o.Name, "name", "tandem", "of the resources for Envoy Gateway")
 	f.StringVar(&o.Class, "class", "eg", "GatewayClass of the resources for Envoy Gateway")

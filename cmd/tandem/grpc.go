@@ -35,10 +35,14 @@ func newBudget() *memory.Budget {
 }
 
 // newGRPC makes the server that Envoy talks to.
-func newGRPC(cfg *configv1.Config, server *extproc.Server, envoys *xds.Server, health *extproc.Health) (*grpcserver.Server, error) {
+func newGRPC(
+	cfg *configv1.Config, server *extproc.Server, envoys *xds.Server, health *extproc.Health,
+) (*grpcserver.Server, error) {
 	o := grpcserver.Options{
 		Codec: extproc.Codec(), Pool: extproc.BufferPool(), MaxMessage: int(cfg.GetExtProc().GetMaxMessageBytes()), Memory: server.Memory,
-		MethodStreams: map[string]int{extproc.ProcessMethod: maxProcessStreams, extproc.AccessLogMethod: maxAccessLogStreams, xds.Method: maxXDSStreams},
+		MethodStreams: map[string]int{
+			extproc.ProcessMethod: maxProcessStreams, extproc.AccessLogMethod: maxAccessLogStreams, xds.Method: maxXDSStreams,
+		},
 	}
 	switch t := cfg.GetExtProc().GetTls(); t.GetMode() {
 	case "files":

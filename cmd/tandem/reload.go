@@ -42,7 +42,10 @@ type reloader struct {
 	warned string           // of what takes a restart
 }
 
-func newReloader(file string, cfg *configv1.Config, fleet *fleet, server *extproc.Server, xds *xds.Server, r prometheus.Registerer, log *slog.Logger) *reloader {
+func newReloader(
+	file string, cfg *configv1.Config, fleet *fleet, server *extproc.Server, xds *xds.Server, r prometheus.Registerer,
+	log *slog.Logger,
+) *reloader {
 	l := &reloader{
 		file: file, config: cfg, fleet: fleet, server: server, xds: xds, log: log,
 		reloads: prometheus.NewCounterVec(prometheus.CounterOpts{Name: "tandem_config_reloads_total",
@@ -202,7 +205,8 @@ func (r *reloader) say(changes []config.Change, keys bool) {
 		r.log.Info("configuration read again, nothing to change")
 	}
 	if len(envoys) > 0 && len(r.xds.Envoys()) == 0 {
-		r.log.Warn("no Envoy gets its configuration over xDS from this replica: others need a new bootstrap (tandem envoy)", "paths", envoys)
+		r.log.Warn("no Envoy gets its configuration over xDS from this replica: others need a new bootstrap (tandem envoy)",
+			"paths", envoys)
 	}
 	if text := fmt.Sprint(restart); text != r.warned && len(restart) > 0 {
 		r.log.Warn("these changes take a restart of tandem; the settings of before stay in force", "paths", restart)

@@ -156,7 +156,10 @@ func runServer(ctx context.Context, file string, cfg *configv1.Config, set setti
 	if err != nil {
 		return err
 	}
-	feed := status.NewFeed(status.Source{Version: version(), State: fleet.state, Totals: metrics.Totals, Recent: server.Recent, Ready: health.Ready, Sharing: fleet.sharing, Envoys: envoysOf(envoys)})
+	feed := status.NewFeed(status.Source{
+		Version: version(), State: fleet.state, Totals: metrics.Totals, Recent: server.Recent, Ready: health.Ready,
+		Sharing: fleet.sharing, Envoys: envoysOf(envoys),
+	})
 	grpcServer, err := newGRPC(cfg, server, envoys, health)
 	if err != nil {
 		return err

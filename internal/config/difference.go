@@ -40,9 +40,11 @@ func (d *difference) add(path, before, after string) {
 	d.changes = append(d.changes, Change{path, before, after, envoy || strings.HasPrefix(path, "pools["), envoy})
 }
 
-// moves reports whether the server's ports change, which they do at its start. Until then Envoy has to be led to those of before.
+// moves reports whether the server's ports change, which they do at its start. Until then Envoy has to be led to those
+// of before.
 func moves(before, after *configv1.Config) bool {
-	return before.GetExtProc().GetListen() != after.GetExtProc().GetListen() || before.GetReplan().GetListen() != after.GetReplan().GetListen() ||
+	return before.GetExtProc().GetListen() != after.GetExtProc().GetListen() ||
+		before.GetReplan().GetListen() != after.GetReplan().GetListen() ||
 		!proto.Equal(before.GetExtProc().GetTls(), after.GetExtProc().GetTls())
 }
 

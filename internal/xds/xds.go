@@ -110,7 +110,9 @@ func (s *Server) Register(r grpc.ServiceRegistrar) {
 func (s *Server) Close() { s.stop() }
 
 // DeltaAggregatedResources implements ADS. The variant that sends everything at each change is not served.
-func (s *Server) DeltaAggregatedResources(stream discoveryv3.AggregatedDiscoveryService_DeltaAggregatedResourcesServer) error {
+func (s *Server) DeltaAggregatedResources(
+	stream discoveryv3.AggregatedDiscoveryService_DeltaAggregatedResourcesServer,
+) error {
 	return s.delta.DeltaStreamHandler(stream, "")
 }
 
