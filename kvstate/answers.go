@@ -24,7 +24,8 @@ type AnswerCounters struct {
 // since returns the difference of two reports; false if nothing was generated, or if the engine has restarted.
 func (w *AnswerCounters) since(old AnswerCounters) (d AnswerCounters, ok bool) {
 	d = AnswerCounters{w.Answers - old.Answers, w.Tokens - old.Tokens, w.Gaps - old.Gaps, w.GapTime - old.GapTime}
-	return d, old != (AnswerCounters{}) && d != (AnswerCounters{}) && min(d.Answers, d.Tokens, d.Gaps, int64(d.GapTime)) >= 0
+	ok = old != (AnswerCounters{}) && d != (AnswerCounters{})
+	return d, ok && min(d.Answers, d.Tokens, d.Gaps, int64(d.GapTime)) >= 0
 }
 
 const (

@@ -16,7 +16,7 @@ const maxConversationsBytes = 64 << 20
 
 // PutConversation stores a copy of the state of a conversation's last turn for ttl, and replaces the previous one.
 // With [ErrFull] nothing is stored, and the previous one is removed.
-func (s *State) PutConversation(conversation [16]byte, turn []byte, ttl time.Duration) error {
+func (s *HandOvers) PutConversation(conversation [16]byte, turn []byte, ttl time.Duration) error {
 	if s.replicas != nil {
 		if len(turn) > MaxConversationBytes {
 			s.replicas.TakeConversation(conversation)
@@ -33,7 +33,7 @@ func (s *State) PutConversation(conversation [16]byte, turn []byte, ttl time.Dur
 }
 
 // TakeConversation returns and removes the state of a conversation.
-func (s *State) TakeConversation(conversation [16]byte) ([]byte, bool) {
+func (s *HandOvers) TakeConversation(conversation [16]byte) ([]byte, bool) {
 	if s.replicas != nil {
 		return s.replicas.TakeConversation(conversation)
 	}

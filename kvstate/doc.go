@@ -1,5 +1,5 @@
 // Package kvstate holds what this replica knows of the fleet: the pools and endpoints ([Pool], [Endpoint]), their
-// health, the reservations on them ([State.Reserve]), and which endpoint holds the KV cache of which prompt
+// health, the reservations on them ([Bookings.Reserve]), and which endpoint holds the KV cache of which prompt
 // prefixes.
 //
 // The request path makes three calls: it takes a [View], a copy of the numbers that a decision needs; it reserves
@@ -13,4 +13,8 @@
 // Everything has a bound or a time to live. Reservations expire, the prefix index drops its oldest generation when
 // it exceeds its bytes, the oldest known tokens are dropped first, and consumed tickets and hand-overs are kept
 // only while they can be used.
+//
+// A [State] has parts with one job each: [Health], [Bookings] (reservations), [HandOvers] (tickets, KV parameters,
+// conversations), [Sessions], [KVLoads] (pairs whose transfers fail) and [InferencePolicies]. Its own methods are about
+// pools, views, the prefix index and signals.
 package kvstate

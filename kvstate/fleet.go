@@ -256,7 +256,8 @@ func (s *State) SetPool(spec PoolSpec, eps []EndpointSpec) {
 	leaving := map[string]*Endpoint{}
 	if i >= 0 {
 		next.uses = pools[i].uses
-		next.index, next.ratio, next.pace, next.tokens, next.load = pools[i].index, pools[i].ratio, pools[i].pace, pools[i].tokens, pools[i].load
+		old := pools[i]
+		next.index, next.ratio, next.pace, next.tokens, next.load = old.index, old.ratio, old.pace, old.tokens, old.load
 		next.paused, next.queue, next.loads = pools[i].paused, pools[i].queue, pools[i].loads
 		for _, e := range pools[i].endpoints {
 			leaving[e.Addr] = e
@@ -286,7 +287,9 @@ func (s *State) SetPool(spec PoolSpec, eps []EndpointSpec) {
 			next.groups = append(next.groups, int32(i+1))
 		}
 	}
-	next.uniform = !slices.ContainsFunc(next.endpoints, func(e *Endpoint) bool { return e.Engine+e.Layout+e.Zone != "" })
+	next.uniform = !slices.ContainsFunc(next.endpoints, func(e *Endpoint) bool {
+		return e.Engine+e.Layout+e.Zone != ""
+	})
 	next.sameNode = sameNodePairs(next.endpoints)
 	next.load.setZones(next.endpoints)
 	for addr, e := range leaving {

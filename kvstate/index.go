@@ -7,7 +7,9 @@ import "tandem/kvstate/prefixindex"
 // noteHits raises each candidate's Hit to the number of the prompt's blocks that it holds, times num/den. of
 // selects the index members that count.
 func (p *Pool) noteHits(hashes []uint64, v *View, num, den int, of func(*prefixindex.Owner) []int32) {
-	depths := v.lookup.Find(p.index, hashes, len(v.Endpoints), func(i int) []int32 { return of(&v.Endpoints[i].Endpoint.blocks) })
+	depths := v.lookup.Find(p.index, hashes, len(v.Endpoints), func(i int) []int32 {
+		return of(&v.Endpoints[i].Endpoint.blocks)
+	})
 	for i, depth := range depths {
 		hit := int(depth)
 		if num != den {
@@ -57,7 +59,8 @@ func (p *Pool) TokenBlockSizes() []int { return p.index.TokenBlockSizes() }
 // counts text blocks; the prompt has promptTokens tokens in textBlocks of them.
 func (p *Pool) TokenHits(hashes []uint64, blockSize int, promptTokens int64, textBlocks int, v *View) {
 	if len(hashes) > 0 && promptTokens > 0 {
-		p.noteHits(hashes, v, blockSize*textBlocks, int(max(promptTokens, int64(len(hashes)*blockSize))), (*prefixindex.Owner).Reports)
+		tokens := int(max(promptTokens, int64(len(hashes)*blockSize)))
+		p.noteHits(hashes, v, blockSize*textBlocks, tokens, (*prefixindex.Owner).Reports)
 	}
 }
 

@@ -1,5 +1,7 @@
 package kvstate
 
+import "sync"
+
 // InferencePolicy is what the cluster's resources (InferenceObjective, InferenceModelRewrite) say about a pool's
 // requests.
 type InferencePolicy struct {
@@ -8,6 +10,11 @@ type InferencePolicy struct {
 	Objectives map[string]int32
 	// Rewrites replace model names; the first that matches applies.
 	Rewrites []Rewrite
+}
+
+// InferencePolicies holds the policy of each pool.
+type InferencePolicies struct {
+	inferencePolicies sync.Map // pool name to *InferencePolicy; few, and they seldom change
 }
 
 // Rewrite sends requests for a model to one of several others.
@@ -23,12 +30,12 @@ type RewriteTarget struct {
 }
 
 // SetInferencePolicy sets the policy of a pool; nil removes it. The caller must not modify it afterwards.
-func (s *State) SetInferencePolicy(pool string, in *InferencePolicy) {
+func (s *InferencePolicies) SetInferencePolicy(pool string, in *InferencePolicy) {
 	s.inferencePolicies.Store(pool, in)
 }
 
 // Priority returns the priority of an objective in a pool; 0 if the objective is unknown.
-func (s *State) Priority(pool, objective string) (priority int32, known bool) {
+func (s *InferencePolicies) Priority(pool, objective string) (priority int32, known bool) {
 	if in := s.inferencePolicy(pool); in != nil {
 		priority, known = in.Objectives[objective]
 	}
@@ -37,7 +44,7 @@ func (s *State) Priority(pool, objective string) (priority int32, known bool) {
 
 // Rewritten returns the model that replaces the requested one, or "" to keep it. A rewrite that names the model
 // comes before one that matches any. random chooses between several targets.
-func (s *State) Rewritten(pool, model string, random uint64) string {
+func (s *InferencePolicies) Rewritten(pool, model string, random uint64) string {
 	in := s.inferencePolicy(pool)
 	if in == nil {
 		return ""
@@ -72,7 +79,7 @@ func (r *Rewrite) target(random uint64) string {
 	return ""
 }
 
-func (s *State) inferencePolicy(pool string) *InferencePolicy {
+func (s *InferencePolicies) inferencePolicy(pool string) *InferencePolicy {
 	in, _ := s.inferencePolicies.Load(pool)
 	known, _ := in.(*InferencePolicy)
 	return known

@@ -16,6 +16,14 @@ import (
 // One request at a time tries the pair again (a trial). At first only a request that is not streamed may be the
 // trial, since a streamed answer cannot be repaired. After twice that time any request may be.
 
+// KVLoads records which pairs fail to transfer KV, and excludes them for a while.
+type KVLoads struct {
+	*link
+	now            func() time.Time
+	pools          func() []*Pool
+	transferFailed func(p *Pool, prefill, decode string) // nil: LoadFailed
+}
+
 // LoadFaults lists the pairs and parts that an endpoint is excluded from after failed KV loads. It is immutable.
 type LoadFaults struct {
 	Decodes []string // addresses that failed to load KV from this endpoint
@@ -64,8 +72,8 @@ func newLoadPairs() *loadPairs {
 
 // LoadFailed records that a decode endpoint could not load the KV of a prefill endpoint. It reports whether this is
 // new: several requests may fail before the first failure is known.
-func (s *State) LoadFailed(p *Pool, prefill, decode string) (isNew bool) {
-	now := s.o.Now()
+func (s *KVLoads) LoadFailed(p *Pool, prefill, decode string) (isNew bool) {
+	now := s.now()
 	l := p.loads
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -94,8 +102,8 @@ func (s *State) LoadFailed(p *Pool, prefill, decode string) (isNew bool) {
 const loadTime = 15 * time.Second
 
 // LoadStarted records that a decode endpoint is asked to load the KV of a prefill endpoint.
-func (s *State) LoadStarted(p *Pool, prefill, decode string) {
-	now := s.o.Now()
+func (s *KVLoads) LoadStarted(p *Pool, prefill, decode string) {
+	now := s.now()
 	l := p.loads
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -110,13 +118,13 @@ func (s *State) LoadStarted(p *Pool, prefill, decode string) {
 }
 
 // OnTransferFailed sets the function that is called when an engine's counter of failed transfers blames a pair. The
-// default is [State.LoadFailed]. Call it before the state is used.
-func (s *State) OnTransferFailed(f func(p *Pool, prefill, decode string)) { s.transferFailed = f }
+// default is [KVLoads.LoadFailed]. Call it before the state is used.
+func (s *KVLoads) OnTransferFailed(f func(p *Pool, prefill, decode string)) { s.transferFailed = f }
 
 // blameTransfers finds the pair of transfers that failed at a decode endpoint since a scrape of its metrics. The
 // engine does not report whose KV it was. If several prefill endpoints had KV for it, no pair is blamed.
-func (s *State) blameTransfers(e *Endpoint, since time.Time) {
-	for _, p := range s.Pools() {
+func (s *KVLoads) blameTransfers(e *Endpoint, since time.Time) {
+	for _, p := range s.pools() {
 		if p.Endpoint(e.Addr) != e {
 			continue
 		}
@@ -149,11 +157,11 @@ func (l *loadPairs) onlySource(decode string, since time.Time) (prefill string) 
 
 // LoadSucceeded records that a decode endpoint has loaded the KV of a prefill endpoint. Other pairs of that prefill
 // endpoint may be tried at once.
-func (s *State) LoadSucceeded(p *Pool, prefill, decode string) {
+func (s *KVLoads) LoadSucceeded(p *Pool, prefill, decode string) {
 	if e := p.Endpoint(prefill); e == nil || e.loads.Load() == nil {
 		return
 	}
-	now := s.o.Now()
+	now := s.now()
 	l := p.loads
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -172,11 +180,11 @@ func (s *State) LoadSucceeded(p *Pool, prefill, decode string) {
 
 // ClaimTrial makes an attempt the trial of a pair whose pause has ended. Until the attempt ends, no other request
 // tries the prefill endpoint.
-func (s *State) ClaimTrial(p *Pool, prefill, decode string, attempt [16]byte) {
+func (s *KVLoads) ClaimTrial(p *Pool, prefill, decode string, attempt [16]byte) {
 	if e := p.Endpoint(prefill); e == nil || e.loads.Load() == nil {
 		return
 	}
-	now := s.o.Now()
+	now := s.now()
 	l := p.loads
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -205,14 +213,14 @@ func (p *Pool) LoadTrial(prefill, decode string, attempt [16]byte) bool {
 }
 
 // forgetLoadFaults removes the failed loads of an endpoint that has recovered: it may be another process.
-func (s *State) forgetLoadFaults(e *Endpoint) {
-	for _, p := range s.Pools() {
+func (s *KVLoads) forgetLoadFaults(e *Endpoint) {
+	for _, p := range s.pools() {
 		if p.Endpoint(e.Addr) != e {
 			continue
 		}
 		p.loads.forget(e.Addr)
 		p.loads.mu.Lock()
-		p.publishFaults(s.o.Now())
+		p.publishFaults(s.now())
 		p.loads.mu.Unlock()
 	}
 }

@@ -60,7 +60,8 @@ func (g *Signals) readFlat(text []byte) bool {
 	for item := range bytes.SplitSeq(text[1:], []byte(",")) {
 		name, number, _ := bytes.Cut(bytes.TrimLeft(item, " "), []byte(":"))
 		number = bytes.TrimLeft(number, " ")
-		if len(name) < 2 || name[0] != '"' || name[len(name)-1] != '"' || !only(name[1:len(name)-1], "abcdefghijklmnopqrstuvwxyz_") || !isNumber(number) {
+		if len(name) < 2 || name[0] != '"' || name[len(name)-1] != '"' ||
+			!only(name[1:len(name)-1], "abcdefghijklmnopqrstuvwxyz_") || !isNumber(number) {
 			return false
 		}
 		v, err := strconv.ParseFloat(string(number), 64)
@@ -77,7 +78,8 @@ func isNumber(text []byte) bool {
 	number, exponent, e := bytes.Cut(text, []byte("e"))
 	whole, fraction, point := bytes.Cut(number, []byte("."))
 	exponent = bytes.TrimPrefix(exponent, []byte("-"))
-	return only(whole, digits) && (len(whole) == 1 || whole[0] != '0') && (!point || only(fraction, digits)) && (!e || only(exponent, digits))
+	return only(whole, digits) && (len(whole) == 1 || whole[0] != '0') &&
+		(!point || only(fraction, digits)) && (!e || only(exponent, digits))
 }
 
 func only(text []byte, chars string) bool { return len(text) > 0 && len(bytes.Trim(text, chars)) == 0 }

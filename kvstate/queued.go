@@ -98,7 +98,9 @@ func (p *Pool) Queued() []Queued {
 	p.queue.mu.Unlock()
 	if len(all) > MaxQueuedPublished {
 		slices.SortFunc(all, func(a, b Queued) int {
-			return cmp.Or(cmp.Compare(b.Priority, a.Priority), cmp.Compare(a.Position, b.Position), cmp.Compare(a.ID, b.ID))
+			return cmp.Or(
+				cmp.Compare(b.Priority, a.Priority), cmp.Compare(a.Position, b.Position), cmp.Compare(a.ID, b.ID),
+			)
 		})
 		all = all[:MaxQueuedPublished]
 	}
@@ -193,7 +195,9 @@ func (p *Pool) RemoteQueueLength() int {
 // SyncRemoteQueue updates known, the requests that wait at other replicas by id. It calls said for each new or
 // changed request, and over for each that no longer waits, with whether it was dispatched. changes is the version
 // that known had; if nothing has changed since, the call is free.
-func (p *Pool) SyncRemoteQueue(known map[uint64]Queued, changes *uint64, changed func(*Queued), removed func(id uint64, dispatched bool)) {
+func (p *Pool) SyncRemoteQueue(
+	known map[uint64]Queued, changes *uint64, changed func(*Queued), removed func(id uint64, dispatched bool),
+) {
 	b := p.queue
 	if b.changes.Load() == *changes {
 		return

@@ -7,6 +7,15 @@ import (
 	"time"
 )
 
+// HandOvers holds what passes between the hops of a request, and from one turn of a conversation to the next: consumed
+// tickets, KV parameters too large for a header, and the state of conversations' last turns.
+type HandOvers struct {
+	*link
+	consumed      replayGuard
+	handOvers     handOverStore
+	conversations handOverStore // empty if there are other replicas
+}
+
 // replayGuard remembers consumed tickets in two generations. It starts a new generation when the current one is as
 // old as the time to live, and drops the one before. So it remembers each ticket for at least the time to live. It
 // never drops one earlier to save memory: KV parameters that are sent twice can return another request's text.
@@ -19,13 +28,14 @@ type replayGuard struct {
 }
 
 func newReplayGuard(limit int, ttl time.Duration) replayGuard {
-	return replayGuard{mu: &sync.Mutex{}, max: max(limit/2, 1), ttl: ttl, began: time.Now(), now: map[[16]byte]struct{}{}}
+	now := map[[16]byte]struct{}{}
+	return replayGuard{mu: &sync.Mutex{}, max: max(limit/2, 1), ttl: ttl, began: time.Now(), now: now}
 }
 
 // Consume marks a ticket as consumed. It returns true the first time only: one ticket, one decode. If the memory is
 // full it returns false, and the request is planned again. It also asks the other replicas, for a few milliseconds.
 // If they do not answer, this replica's memory and the ticket's short life decide.
-func (s *State) Consume(ticket [16]byte) bool {
+func (s *HandOvers) Consume(ticket [16]byte) bool {
 	if !s.consumed.consume(ticket) {
 		return false
 	}
@@ -39,7 +49,7 @@ func (s *State) Consume(ticket [16]byte) bool {
 
 // ConsumeConfirmed is Consume for callers that no request waits for. The other replicas get more time to answer;
 // known reports whether they did. It is always true without other replicas.
-func (s *State) ConsumeConfirmed(ticket [16]byte) (first, known bool) {
+func (s *HandOvers) ConsumeConfirmed(ticket [16]byte) (first, known bool) {
 	if !s.consumed.consume(ticket) {
 		return false, true
 	}
@@ -110,7 +120,7 @@ func newHandOverStore(limit int, ttl time.Duration) handOverStore {
 }
 
 // PutHandOver stores a copy of params for all replicas and returns a reference to it, or [ErrFull].
-func (s *State) PutHandOver(params []byte) (ref [16]byte, err error) {
+func (s *HandOvers) PutHandOver(params []byte) (ref [16]byte, err error) {
 	if ref, err = s.handOvers.put(params); err == nil && s.replicas != nil {
 		s.replicas.PutHandOver(ref, params)
 	}
@@ -118,7 +128,7 @@ func (s *State) PutHandOver(params []byte) (ref [16]byte, err error) {
 }
 
 // PutHandOverAs is PutHandOver with a reference that the reader already knows.
-func (s *State) PutHandOverAs(ref [16]byte, params []byte) error {
+func (s *HandOvers) PutHandOverAs(ref [16]byte, params []byte) error {
 	err := s.handOvers.putAs(ref, params)
 	if err == nil && s.replicas != nil {
 		s.replicas.PutHandOver(ref, params)
@@ -149,7 +159,7 @@ func (h *handOverStore) putFor(ref [16]byte, params []byte, ttl time.Duration) e
 
 // TakeHandOver returns and removes the entry with a reference. It asks the other replicas if this one does not have
 // it.
-func (s *State) TakeHandOver(ref [16]byte) ([]byte, bool) {
+func (s *HandOvers) TakeHandOver(ref [16]byte) ([]byte, bool) {
 	params, ok := s.handOvers.take(ref)
 	if !ok && s.replicas != nil {
 		return s.replicas.TakeHandOver(ref)

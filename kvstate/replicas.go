@@ -34,39 +34,27 @@ type Replicas interface {
 	TakeConversation(conversation [16]byte) ([]byte, bool)
 }
 
+// link is the connection to the other replicas, which the parts of a state share.
+type link struct{ replicas Replicas } // nil: none
+
 // Connect connects the state to other replicas. Call it once, before the state is in use.
-func (s *State) Connect(p Replicas) { s.replicas = p }
+func (l *link) Connect(p Replicas) { l.replicas = p }
 
-func (s *State) changed() {
-	if s.replicas != nil {
-		s.replicas.Changed()
+func (l *link) changed() {
+	if l.replicas != nil {
+		l.replicas.Changed()
 	}
 }
 
-// ReleaseAnywhere releases a reservation of any replica. The replica that made it is notified; it would also learn
-// it from Envoy's access log, but up to a second later.
-func (s *State) ReleaseAnywhere(p *Pool, id ReservationID) {
-	if id != 0 && !s.Release(id) && s.replicas != nil {
-		s.replicas.Released(p, id)
-	}
-}
-
-// HasReplicas reports whether there may be other replicas. Then [State.Consume], [State.TakeHandOver] and
-// [State.PutHandOver] may wait for Redis.
-func (s *State) HasReplicas() bool { return s.replicas != nil }
+// HasReplicas reports whether there may be other replicas. Then [HandOvers.Consume], [HandOvers.TakeHandOver] and
+// [HandOvers.PutHandOver] may wait for Redis.
+func (l *link) HasReplicas() bool { return l.replicas != nil }
 
 // ApplyRouted applies [State.Routed] of another replica.
 func (s *State) ApplyRouted(p *Pool, e *Endpoint, hashes []uint64) {
 	e.blocks.Add(hashes)
 	if e.Role&RolePrefill != 0 {
 		p.uses.Note(hashes, s.o.Now())
-	}
-}
-
-// ApplyFailed applies [State.MarkFailed] or [State.MarkGood] of another replica.
-func (s *State) ApplyFailed(e *Endpoint, failed bool) {
-	if s.setFailed(e, failed) {
-		s.healthChanged(e, !failed, CauseReplica)
 	}
 }
 

@@ -19,6 +19,18 @@ type bookingShard struct {
 	held map[ReservationID]reservation
 }
 
+// Bookings holds the reservations that this replica has made.
+type Bookings struct {
+	*link
+	now             func() time.Time
+	ttl             time.Duration
+	maxReservations int
+
+	bookings [bookingShards]bookingShard
+	booked   atomic.Int64
+	ended    replayGuard // reservations that must not be made any more
+}
+
 // reservation is a booking that has not been released.
 type reservation struct {
 	on           *endpointState // not the *Endpoint, which is replaced when the spec changes
@@ -45,13 +57,13 @@ func (s *Source) IsGone() bool { return s.gone.Load() }
 // Reserve books a request on an endpoint. Views count it from now on, unless it is [Booking.Tentative]. The caller
 // passes the id to whoever learns how the hop ended. If MaxReservations are held, Reserve books nothing and returns
 // 0: choosing with incomplete numbers is better than refusing.
-func (s *State) Reserve(e *Endpoint, b Booking) ReservationID {
+func (s *Bookings) Reserve(e *Endpoint, b Booking) ReservationID {
 	return s.ReserveAs(0, e, b, nil)
 }
 
 // ReserveAs is Reserve with an id that the caller can derive again from the request. If id is 0 or taken, a random
 // one replaces it.
-func (s *State) ReserveAs(id ReservationID, e *Endpoint, b Booking, from *Source) ReservationID {
+func (s *Bookings) ReserveAs(id ReservationID, e *Endpoint, b Booking, from *Source) ReservationID {
 	return s.unlessEnded(s.reserve(id, e, b, 0, from))
 }
 
@@ -64,14 +76,14 @@ const (
 
 // End is Release for a request that is over. A reservation that is made under this id after that is released at once:
 // on a busy replica the report of a request's end can arrive before the request is read.
-func (s *State) End(id ReservationID) bool {
+func (s *Bookings) End(id ReservationID) bool {
 	s.ended.consume(id.key())
 	return s.Release(id)
 }
 
-// unlessEnded releases a new reservation whose request is over. [State.End] remembers the id first and releases
+// unlessEnded releases a new reservation whose request is over. [Bookings.End] remembers the id first and releases
 // second; a reservation is made first and looked up second. So one of them releases it.
-func (s *State) unlessEnded(id ReservationID) ReservationID {
+func (s *Bookings) unlessEnded(id ReservationID) ReservationID {
 	if id != 0 && s.ended.has(id.key()) {
 		s.Release(id)
 		return 0
@@ -84,8 +96,8 @@ func (id ReservationID) key() (key [16]byte) {
 	return key
 }
 
-func (s *State) reserve(id ReservationID, e *Endpoint, b Booking, space int64, from *Source) ReservationID {
-	if s.booked.Add(1) > int64(s.o.MaxReservations) {
+func (s *Bookings) reserve(id ReservationID, e *Endpoint, b Booking, space int64, from *Source) ReservationID {
+	if s.booked.Add(1) > int64(s.maxReservations) {
 		s.booked.Add(-1)
 		return 0
 	}
@@ -93,9 +105,11 @@ func (s *State) reserve(id ReservationID, e *Endpoint, b Booking, space int64, f
 	if id == 0 {
 		id = randomID()
 	}
-	now := s.o.Now()
+	now := s.now()
 	work := time.Duration(float64(b.Work) * e.speedAt(now.UnixNano()))
-	r := reservation{on: e.endpointState, leg: b.For, work: work, bufferTokens: space, from: from, expires: now.Add(s.o.ReservationTTL)}
+	r := reservation{
+		on: e.endpointState, leg: b.For, work: work, bufferTokens: space, from: from, expires: now.Add(s.ttl),
+	}
 	r.counted, r.tokens = b.counts()
 	e.requests.Add(r.counted)
 	e.tokens.Add(r.tokens)
@@ -117,7 +131,7 @@ func randomID() ReservationID { return ReservationID(rand.Uint64() | 1) }
 
 // insert stores a reservation and its job in the endpoint's queue, both under the shard's lock, because whoever can
 // derive the id may release it at once. It returns false if the id is taken.
-func (s *State) insert(id ReservationID, r reservation, j prefillJob, now time.Time) bool {
+func (s *Bookings) insert(id ReservationID, r reservation, j prefillJob, now time.Time) bool {
 	shard := &s.bookings[(id>>8)%bookingShards]
 	shard.mu.Lock()
 	defer shard.mu.Unlock()
@@ -134,13 +148,13 @@ func (s *State) insert(id ReservationID, r reservation, j prefillJob, now time.T
 
 // Release ends a reservation. It returns true exactly once for each; later calls, and ids of other replicas, change
 // nothing.
-func (s *State) Release(id ReservationID) bool { return s.end(id, false) }
+func (s *Bookings) Release(id ReservationID) bool { return s.end(id, false) }
 
 // Complete is Release for a prefill that the endpoint has just finished. The endpoint's speed is learned from its
 // duration.
-func (s *State) Complete(id ReservationID) bool { return s.end(id, true) }
+func (s *Bookings) Complete(id ReservationID) bool { return s.end(id, true) }
 
-func (s *State) end(id ReservationID, done bool) bool {
+func (s *Bookings) end(id ReservationID, done bool) bool {
 	if id == 0 {
 		return false
 	}
@@ -155,8 +169,8 @@ func (s *State) end(id ReservationID, done bool) bool {
 	return ok
 }
 
-func (s *State) unbook(id ReservationID, r reservation, done bool) {
-	now := s.o.Now()
+func (s *Bookings) unbook(id ReservationID, r reservation, done bool) {
+	now := s.now()
 	r.on.requests.Add(-r.counted)
 	r.on.tokens.Add(-r.tokens)
 	s.booked.Add(-1)
@@ -176,10 +190,18 @@ func (s *State) unbook(id ReservationID, r reservation, done bool) {
 	}
 }
 
-// Reservations returns the number of reservations that this replica holds.
-func (s *State) Reservations() int { return int(s.booked.Load()) }
+// ReleaseAnywhere releases a reservation of any replica. The replica that made it is notified; it would also learn
+// it from Envoy's access log, but up to a second later.
+func (s *Bookings) ReleaseAnywhere(p *Pool, id ReservationID) {
+	if id != 0 && !s.Release(id) && s.replicas != nil {
+		s.replicas.Released(p, id)
+	}
+}
 
-func (s *State) sweepReservations(now time.Time) {
+// Reservations returns the number of reservations that this replica holds.
+func (s *Bookings) Reservations() int { return int(s.booked.Load()) }
+
+func (s *Bookings) sweepReservations(now time.Time) {
 	for i := range s.bookings {
 		shard := &s.bookings[i]
 		shard.mu.Lock()

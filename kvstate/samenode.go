@@ -37,7 +37,8 @@ func sameNodePairs(all []*Endpoint) [][]int32 {
 		}
 		for _, p := range members {
 			for _, d := range members {
-				if p == d || all[p].Role&RolePrefill == 0 || all[d].Role&RoleDecode == 0 || all[p].Group != all[d].Group {
+				pairs := all[p].Role&RolePrefill != 0 && all[d].Role&RoleDecode != 0 && all[p].Group == all[d].Group
+				if p == d || !pairs {
 					continue
 				}
 				if out == nil {

@@ -5,6 +5,12 @@ import (
 	"time"
 )
 
+// Sessions holds the endpoints that served each session last.
+type Sessions struct {
+	*link
+	sessions *sessionSet
+}
+
 // sessionSet remembers where sessions were served, in two generations. It starts a new generation when the current
 // one is full or as old as the time to live, and drops the one before. Sessions in use move to the current
 // generation.
@@ -68,17 +74,17 @@ func (t *sessionSet) sweep(now time.Time) {
 	t.rotate(now)
 }
 
-// SetAffinity records the endpoints that serve a session of the pool, for [State.MarkSession]; prefill or decode
+// SetAffinity records the endpoints that serve a session of the pool, for [Sessions.MarkSession]; prefill or decode
 // may be nil.
-func (s *State) SetAffinity(p *Pool, name uint64, prefill, decode *Endpoint) {
+func (s *Sessions) SetAffinity(p *Pool, name uint64, prefill, decode *Endpoint) {
 	s.ApplyAffinity(p, name, prefill, decode)
 	if s.replicas != nil {
 		s.replicas.SessionServed(p, name, prefill, decode)
 	}
 }
 
-// ApplyAffinity applies [State.SetAffinity] of another replica.
-func (s *State) ApplyAffinity(p *Pool, name uint64, prefill, decode *Endpoint) {
+// ApplyAffinity applies [Sessions.SetAffinity] of another replica.
+func (s *Sessions) ApplyAffinity(p *Pool, name uint64, prefill, decode *Endpoint) {
 	var next session
 	if prefill != nil {
 		next.prefill = prefill.endpointState
@@ -91,7 +97,7 @@ func (s *State) ApplyAffinity(p *Pool, name uint64, prefill, decode *Endpoint) {
 
 // MarkSession marks the candidates that served a session last. It is a preference, which the picker weighs against
 // load. Endpoints that have left their pool are not among the candidates.
-func (s *State) MarkSession(p *Pool, name uint64, v *View) {
+func (s *Sessions) MarkSession(p *Pool, name uint64, v *View) {
 	found := s.sessions.find(sessionKey{p.Spec.Name, name})
 	if found.prefill == nil && found.decode == nil {
 		return
@@ -109,7 +115,7 @@ func (s *State) MarkSession(p *Pool, name uint64, v *View) {
 
 // EachSession calls f for every session of the pool whose endpoints are still in it. It blocks decisions that
 // record a session.
-func (s *State) EachSession(p *Pool, f func(name uint64, prefill, decode *Endpoint)) {
+func (s *Sessions) EachSession(p *Pool, f func(name uint64, prefill, decode *Endpoint)) {
 	byLive := make(map[*endpointState]*Endpoint, len(p.endpoints))
 	for _, e := range p.endpoints {
 		byLive[e.endpointState] = e

@@ -106,7 +106,9 @@ func (s *State) observed(e *Endpoint, g Signals, count func(before *Signals) (ex
 
 // mergeInto returns the known signals updated by g, and whether g is newer. Scrapes and headers are compared by
 // their own dates: a scrape takes a while to arrive, and answers may come in between.
-func (g *Signals) mergeInto(known *Signals, count func(before *Signals) (external, unbooked int64)) (next Signals, changed bool) {
+func (g *Signals) mergeInto(
+	known *Signals, count func(before *Signals) (external, unbooked int64),
+) (next Signals, changed bool) {
 	if next = UnknownSignals(); known != nil {
 		next = *known
 	}

@@ -54,7 +54,9 @@ func (o Options) withDefaults() Options {
 }
 
 func (o Options) indexLimits() prefixindex.Limits {
-	return prefixindex.Limits{MaxBytes: o.MaxIndexBytes, RoutedBlocks: o.EndpointBlocks, FeedBlocks: o.FeedBlocks, TTL: o.RoutedTTL}
+	return prefixindex.Limits{
+		MaxBytes: o.MaxIndexBytes, RoutedBlocks: o.EndpointBlocks, FeedBlocks: o.FeedBlocks, TTL: o.RoutedTTL,
+	}
 }
 
 func setDefault[T int | int64 | time.Duration](v *T, d T) {
@@ -63,38 +65,42 @@ func setDefault[T int | int64 | time.Duration](v *T, d T) {
 	}
 }
 
-// State is everything that one replica knows of the fleet. It is safe for concurrent use.
+// State is everything that one replica knows of the fleet. Its own methods are about pools, views and the prefix
+// index; the rest is in its parts, each with one job. It is safe for concurrent use.
 type State struct {
+	Health
+	Bookings
+	HandOvers
+	Sessions
+	KVLoads
+	InferencePolicies
+
+	*link
 	o         Options
 	mu        sync.Mutex // held while the set of pools or the overrides change
 	pools     atomic.Pointer[[]*Pool]
 	overrides map[overrideKey]Override
-
-	transferFailed func(p *Pool, prefill, decode string)
-
-	bookings          [bookingShards]bookingShard
-	booked            atomic.Int64
-	ended             replayGuard // reservations that must not be made any more
-	consumed          replayGuard
-	handOvers         handOverStore
-	conversations     handOverStore // state of conversations' last turns; empty if there are other replicas
-	sessions          *sessionSet
-	replicas          Replicas // nil: none
-	inferencePolicies sync.Map // pool name to *InferencePolicy; few, and they seldom change
 }
 
 // New returns an empty state. It starts no goroutines.
 func New(o Options) *State {
-	s := &State{o: o.withDefaults(), overrides: map[overrideKey]Override{}}
+	o = o.withDefaults()
+	l := &link{}
+	s := &State{o: o, link: l, overrides: map[overrideKey]Override{}}
 	s.pools.Store(&[]*Pool{})
+	s.KVLoads = KVLoads{link: l, now: o.Now, pools: s.Pools}
+	s.Health = Health{link: l, now: o.Now, notify: o.HealthChanged, onRecovered: s.forgetLoadFaults}
+	s.Bookings.link, s.Bookings.now, s.ttl, s.maxReservations = l, o.Now, o.ReservationTTL, o.MaxReservations
+	s.ended = newReplayGuard(maxEnded, endedTTL)
 	for i := range s.bookings {
 		s.bookings[i].held = map[ReservationID]reservation{}
 	}
-	s.ended = newReplayGuard(maxEnded, endedTTL)
-	s.consumed = newReplayGuard(s.o.MaxConsumed, s.o.ConsumedTTL)
-	s.handOvers = newHandOverStore(s.o.MaxHandOverBytes, s.o.HandOverTTL)
-	s.conversations = newHandOverStore(maxConversationsBytes, 0)
-	s.sessions = newSessionSet(s.o.MaxSessions, s.o.SessionTTL)
+	s.HandOvers = HandOvers{
+		link: l, consumed: newReplayGuard(o.MaxConsumed, o.ConsumedTTL),
+		handOvers:     newHandOverStore(o.MaxHandOverBytes, o.HandOverTTL),
+		conversations: newHandOverStore(maxConversationsBytes, 0),
+	}
+	s.Sessions = Sessions{l, newSessionSet(o.MaxSessions, o.SessionTTL)}
 	return s
 }
 

@@ -27,7 +27,10 @@ type TransferCounters struct {
 
 // since returns the difference of two reports; false if nothing was transferred, or if the engine has restarted.
 func (m *TransferCounters) since(old TransferCounters) (d TransferCounters, ok bool) {
-	d = TransferCounters{m.Transfers - old.Transfers, m.Bytes - old.Bytes, m.Time - old.Time, m.Tokens - old.Tokens, m.Failed - old.Failed}
+	d = TransferCounters{
+		m.Transfers - old.Transfers, m.Bytes - old.Bytes, m.Time - old.Time,
+		m.Tokens - old.Tokens, m.Failed - old.Failed,
+	}
 	return d, old.Transfers > 0 && d.Transfers > 0 && d.Bytes > 0 && d.Time > 0 && d.Tokens >= 0
 }
 

@@ -80,7 +80,10 @@ func (s *State) View(p *Pool, hashes []uint64, v *View) {
 	v.Load = p.load.utilisation(prefills, decodes, now)
 	if usable != RoleBoth {
 		for i := range v.Endpoints {
-			if c := &v.Endpoints[i]; c.Endpoint.Role&^usable != 0 && !c.Endpoint.Paused() && !c.Endpoint.Draining && (c.Endpoint.Role != RolePrefill || !c.Endpoint.hung.Load()) {
+			c := &v.Endpoints[i]
+			e := c.Endpoint
+			hangs := e.Role == RolePrefill && e.hung.Load()
+			if e.Role&^usable != 0 && !e.Paused() && !e.Draining && !hangs {
 				c.Usable = true
 			}
 		}
@@ -172,78 +175,4 @@ func (s *State) Routed(p *Pool, e *Endpoint, hashes []uint64) {
 	if s.replicas != nil {
 		s.replicas.Routed(p, e, hashes)
 	}
-}
-
-// HealthCause is the reason of a change of an endpoint's health.
-type HealthCause string
-
-// The causes.
-const (
-	CauseRequest   HealthCause = "request"    // a request failed there
-	CauseTimeLimit HealthCause = "time_limit" // it did not answer a request in time
-	CauseCheck     HealthCause = "check"      // a health check failed, or succeeded again
-	CauseAnswer    HealthCause = "answer"     // it answered a request
-	CauseReplica   HealthCause = "replica"    // another replica noticed
-)
-
-// MarkFailed marks an endpoint as failed. It returns true if it was not already.
-func (s *State) MarkFailed(e *Endpoint) bool { return s.markFailed(e, false, CauseRequest) }
-
-// MarkHung is MarkFailed for an endpoint that did not answer in time.
-func (s *State) MarkHung(e *Endpoint) bool { return s.markFailed(e, true, CauseTimeLimit) }
-
-// MarkUnhealthy is MarkFailed for an endpoint that failed a health check.
-func (s *State) MarkUnhealthy(e *Endpoint) bool { return s.markFailed(e, false, CauseCheck) }
-
-// MarkUnresponsive is MarkUnhealthy for an endpoint that left its health checks unanswered.
-func (s *State) MarkUnresponsive(e *Endpoint) bool { return s.markFailed(e, true, CauseCheck) }
-
-// FailedFor returns how long an endpoint has been marked as failed.
-func (s *State) FailedFor(e *Endpoint) time.Duration {
-	since := e.failed.Load()
-	if since == 0 {
-		return 0
-	}
-	return s.o.Now().Sub(time.Unix(0, since))
-}
-
-// setFailed sets the mark. It returns false if it was set so before.
-func (s *State) setFailed(e *Endpoint, failed bool) bool {
-	since := e.failed.Load()
-	if failed {
-		return since == 0 && e.failed.CompareAndSwap(0, s.o.Now().UnixNano())
-	}
-	return since != 0 && e.failed.CompareAndSwap(since, 0)
-}
-
-func (s *State) markFailed(e *Endpoint, hung bool, cause HealthCause) bool {
-	e.hung.Store(hung)
-	marked := s.setFailed(e, true)
-	if marked {
-		s.changed()
-		s.healthChanged(e, false, cause)
-	}
-	return marked
-}
-
-func (s *State) healthChanged(e *Endpoint, good bool, cause HealthCause) {
-	if s.o.HealthChanged != nil {
-		s.o.HealthChanged(e, good, cause)
-	}
-}
-
-// MarkGood removes the mark of an endpoint that answered a request. It returns true if it was marked.
-func (s *State) MarkGood(e *Endpoint) bool { return s.markGood(e, CauseAnswer) }
-
-// MarkHealthy is MarkGood for an endpoint that answered a health check.
-func (s *State) MarkHealthy(e *Endpoint) bool { return s.markGood(e, CauseCheck) }
-
-func (s *State) markGood(e *Endpoint, cause HealthCause) bool {
-	marked := s.setFailed(e, false)
-	if marked {
-		s.forgetLoadFaults(e)
-		s.changed()
-		s.healthChanged(e, true, cause)
-	}
-	return marked
 }

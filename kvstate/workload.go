@@ -105,8 +105,9 @@ func (w *workload) utilisation(prefills, decodes int, now time.Time) Utilisation
 	defer w.mu.Unlock()
 	prefill, local := w.rates(now)
 	return Utilisation{
-		Prefills: prefills, Decodes: decodes, Work: time.Duration(w.work.value * float64(time.Second)), Speed: w.speed.ratio(1, now.UnixNano()),
-		Step: w.steps.ratio(1, now.UnixNano()), TokenBytes: w.tokenBytes(), Answer: w.answers.mean(),
+		Prefills: prefills, Decodes: decodes, Work: time.Duration(w.work.value * float64(time.Second)),
+		Speed: w.speed.ratio(1, now.UnixNano()), Step: w.steps.ratio(1, now.UnixNano()),
+		TokenBytes: w.tokenBytes(), Answer: w.answers.mean(),
 		Prefill: min((prefill+w.remotePrefill)/float64(max(prefills, 1)), 1),
 		Local:   min((local+w.remoteLocal)/float64(max(decodes, 1)), 1),
 	}

@@ -1,0 +1,92 @@
+package kvstate
+
+import "time"
+
+// Health marks endpoints that fail, so that no request chooses them, and those that have recovered.
+type Health struct {
+	*link
+	now         func() time.Time
+	notify      func(e *Endpoint, good bool, cause HealthCause) // may be nil
+	onRecovered func(*Endpoint)
+}
+
+// HealthCause is the reason of a change of an endpoint's health.
+type HealthCause string
+
+// The causes.
+const (
+	CauseRequest   HealthCause = "request"    // a request failed there
+	CauseTimeLimit HealthCause = "time_limit" // it did not answer a request in time
+	CauseCheck     HealthCause = "check"      // a health check failed, or succeeded again
+	CauseAnswer    HealthCause = "answer"     // it answered a request
+	CauseReplica   HealthCause = "replica"    // another replica noticed
+)
+
+// MarkFailed marks an endpoint as failed. It returns true if it was not already.
+func (s *Health) MarkFailed(e *Endpoint) bool { return s.markFailed(e, false, CauseRequest) }
+
+// MarkHung is MarkFailed for an endpoint that did not answer in time.
+func (s *Health) MarkHung(e *Endpoint) bool { return s.markFailed(e, true, CauseTimeLimit) }
+
+// MarkUnhealthy is MarkFailed for an endpoint that failed a health check.
+func (s *Health) MarkUnhealthy(e *Endpoint) bool { return s.markFailed(e, false, CauseCheck) }
+
+// MarkUnresponsive is MarkUnhealthy for an endpoint that left its health checks unanswered.
+func (s *Health) MarkUnresponsive(e *Endpoint) bool { return s.markFailed(e, true, CauseCheck) }
+
+// FailedFor returns how long an endpoint has been marked as failed.
+func (s *Health) FailedFor(e *Endpoint) time.Duration {
+	since := e.failed.Load()
+	if since == 0 {
+		return 0
+	}
+	return s.now().Sub(time.Unix(0, since))
+}
+
+// setFailed sets the mark. It returns false if it was set so before.
+func (s *Health) setFailed(e *Endpoint, failed bool) bool {
+	since := e.failed.Load()
+	if failed {
+		return since == 0 && e.failed.CompareAndSwap(0, s.now().UnixNano())
+	}
+	return since != 0 && e.failed.CompareAndSwap(since, 0)
+}
+
+func (s *Health) markFailed(e *Endpoint, hung bool, cause HealthCause) bool {
+	e.hung.Store(hung)
+	marked := s.setFailed(e, true)
+	if marked {
+		s.changed()
+		s.healthChanged(e, false, cause)
+	}
+	return marked
+}
+
+func (s *Health) healthChanged(e *Endpoint, good bool, cause HealthCause) {
+	if s.notify != nil {
+		s.notify(e, good, cause)
+	}
+}
+
+// MarkGood removes the mark of an endpoint that answered a request. It returns true if it was marked.
+func (s *Health) MarkGood(e *Endpoint) bool { return s.markGood(e, CauseAnswer) }
+
+// MarkHealthy is MarkGood for an endpoint that answered a health check.
+func (s *Health) MarkHealthy(e *Endpoint) bool { return s.markGood(e, CauseCheck) }
+
+func (s *Health) markGood(e *Endpoint, cause HealthCause) bool {
+	marked := s.setFailed(e, false)
+	if marked {
+		s.onRecovered(e)
+		s.changed()
+		s.healthChanged(e, true, cause)
+	}
+	return marked
+}
+
+// ApplyFailed applies [State.MarkFailed] or [State.MarkGood] of another replica.
+func (s *Health) ApplyFailed(e *Endpoint, failed bool) {
+	if s.setFailed(e, failed) {
+		s.healthChanged(e, !failed, CauseReplica)
+	}
+}
