@@ -1,6 +1,7 @@
 package e2e
 
 import (
+	"crypto/tls"
 	"fmt"
 	"io"
 	"net/http"
@@ -74,6 +75,12 @@ func TestXDSChangesUnderLoad(t *testing.T) {
 	require.NotNil(t, list)
 	one := fmt.Sprintf("extProcs: [%s], replans: [%s]", list[1], list[3])
 	began := time.Now()
+	long := make(chan string, 1) // an answer that outlasts many listeners
+	go func() {
+		got, err := f.try(t.Context(), http.MethodPost, "/v1/chat/completions", `{"model":"tiny","stream":true,"ignore_eos":true,`+
+			`"min_tokens":5000,"max_tokens":5000,"messages":[{"role":"user","content":"Tell me all."}]}`)
+		long <- fmt.Sprint(got.status, err, got.body[max(0, len(got.body)-16):])
+	}()
 	load := f.wholeTraffic(8)
 	n := 1
 	for ; load.asked.Load() < 1000; n++ {
@@ -100,6 +107,8 @@ func TestXDSChangesUnderLoad(t *testing.T) {
 		time.Sleep(100 * time.Millisecond) //nolint:forbidigo // ten changes a second
 	}
 	load.end(t)
+	require.Empty(t, long, "the long answer is under way all the time")
+	require.Equal(t, "200 <nil>\n\ndata: [DONE]\n\n", <-long)
 	t.Logf("%d changes in %v, of which Envoy took %d of routes, %d of listeners, %d of clusters", n,
 		time.Since(began).Round(time.Second),
 		f.envoyStat("http.openai.rds.openai.config_reload"), f.envoyStat("listener_manager.lds.update_success"),
@@ -117,4 +126,55 @@ func TestXDSChangesUnderLoad(t *testing.T) {
 		}
 		return false
 	})
+}
+
+// With client certificates strangers read no configuration, and Envoy takes up a certificate that changes.
+func TestXDSOverMutualTLS(t *testing.T) {
+	t.Parallel()
+	dir := t.TempDir()
+	cert, key, ca := filepath.Join(dir, "cert.pem"), filepath.Join(dir, "key.pem"), filepath.Join(t.TempDir(), "ca.pem")
+	var authorities []byte // both are trusted from the start, as a new certificate of the same authority would be
+	for _, serial := range []int64{0x1111, 0x2222} {
+		file := filepath.Join(dir, fmt.Sprintf("%x", serial))
+		selfSigned(t, file, file+".key", serial)
+		text, err := os.ReadFile(file)
+		require.NoError(t, err)
+		authorities = append(authorities, text...)
+	}
+	require.NoError(t, os.WriteFile(ca, authorities, 0o600))
+	put := func(serial string) {
+		require.NoError(t, os.Rename(filepath.Join(dir, serial+".key"), key))
+		require.NoError(t, os.Rename(filepath.Join(dir, serial), cert))
+	}
+	put("1111")
+	f := start(t, options{xds: true,
+		extProcFields: fmt.Sprintf(", tls: {certFile: %q, keyFile: %q, clientCaFile: %q}", cert, key, ca),
+		envoyFields:   fmt.Sprintf(", extProcTls: {caFile: %q, serverName: tandem.test, certFile: %q, keyFile: %q}", ca, cert, key),
+	})
+	require.Equal(t, 200, f.post(apis[0].path, apis[0].body).status)
+	require.Len(t, f.envoys(0), 1)
+	require.Equal(t, "edge-1", f.envoys(0)[0].Name)
+
+	text, err := os.ReadFile(f.config)
+	require.NoError(t, err)
+	address := string(regexp.MustCompile(`extProc: \{listen: "([^"]+)"`).FindSubmatch(text)[1])
+	stranger, err := tls.Dial("tcp", address, &tls.Config{InsecureSkipVerify: true, NextProtos: []string{"h2"}})
+	require.NoError(t, err)
+	defer stranger.Close()
+	_, err = stranger.Read(make([]byte, 1))
+	require.ErrorContains(t, err, "certificate required")
+
+	certificates := func() string {
+		resp, err := http.Get(f.envoyURL + "/certs")
+		require.NoError(t, err)
+		defer resp.Body.Close()
+		text, err := io.ReadAll(resp.Body)
+		require.NoError(t, err)
+		return string(text)
+	}
+	used := func() int { return strings.Count(certificates(), `"serial_number": "2222"`) } // among authorities too
+	before := used()
+	put("2222")
+	soon(t, "Envoy has the new certificate", func() bool { return used() > before })
+	require.Equal(t, 200, f.post(apis[0].path, apis[0].body).status)
 }

@@ -205,8 +205,8 @@ func (r *reloader) say(changes []config.Change, keys bool) {
 		r.log.Info("configuration read again, nothing to change")
 	}
 	if len(envoys) > 0 && len(r.xds.Envoys()) == 0 {
-		r.log.Warn("no Envoy gets its configuration over xDS from this replica: others need a new bootstrap (tandem envoy)",
-			"paths", envoys)
+		// No warning: they may get it from another replica.
+		r.log.Info("Envoys that do not get their configuration over xDS need a new bootstrap (tandem envoy)", "paths", envoys)
 	}
 	if text := fmt.Sprint(restart); text != r.warned && len(restart) > 0 {
 		r.log.Warn("these changes take a restart of tandem; the settings of before stay in force", "paths", restart)
