@@ -8,19 +8,19 @@ import (
 	"tandem/kvstate"
 )
 
-// Explanation is a decision with everything that was weighed for it. Prices are seconds.
+// Explanation is a decision with all prices behind it, in seconds.
 type Explanation struct {
 	Prefill     string    `json:"prefill,omitempty"` // address; "": decode alone
 	Decode      string    `json:"decode,omitempty"`
 	Price       float64   `json:"price"`
-	Refused     string    `json:"refused,omitempty"`      // why nothing was chosen
-	Load        float64   `json:"load"`                   // utilisation of the endpoints that prefill, 0 to 1
-	SecondCosts float64   `json:"second_costs"`           // what a second of prefill costs everybody else at that load
-	TokenBytes  float64   `json:"token_bytes"`            // of KV for one token: what is moved
-	Answer      float64   `json:"answer_tokens"`          // expected in the answer
+	Refused     string    `json:"refused,omitempty"`      // why no endpoint was chosen
+	Load        float64   `json:"load"`                   // utilisation of the prefill endpoints, 0 to 1
+	SecondCosts float64   `json:"second_costs"`           // cost to other requests of a second of prefill at that load
+	TokenBytes  float64   `json:"token_bytes"`            // KV bytes of one token, for transfers
+	Answer      float64   `json:"answer_tokens"`          // expected length of the answer
 	PrefillTime float64   `json:"prefill_time,omitempty"` // estimated, s: until the prefill endpoint has answered
 	FirstToken  float64   `json:"first_token"`            // estimated, s
-	TokenTime   float64   `json:"token_time"`             // from one to the next, s
+	TokenTime   float64   `json:"token_time"`             // between two tokens, s
 	Candidates  []Weighed `json:"candidates"`             // in the view's order
 }
 
@@ -29,21 +29,21 @@ type Weighed struct {
 	Endpoint string `json:"endpoint"` // address
 	Name     string `json:"name,omitempty"`
 	Role     string `json:"role"`
-	Out      string `json:"out,omitempty"` // why it was left out: failed, paused, failed_request, model
+	Out      string `json:"out,omitempty"` // why it was excluded: failed, paused, failed_request, model
 	Hit      int    `json:"hit_blocks"`
-	// how many times the modelled time prefills there take; absent: as modelled
+	// learned factor on the modelled prefill times; absent: as modelled
 	Speed    float64       `json:"prefill_learned,omitempty"`
-	Step     float64       `json:"decode_learned,omitempty"` // and its decode steps
+	Step     float64       `json:"decode_learned,omitempty"` // the same for its decode steps
 	Prefill  *PrefillPrice `json:"prefill,omitempty"`
 	Transfer float64       `json:"transfer,omitempty"` // to it, from within its zone
-	// how many times the modelled time transfers to it take; absent: as modelled
+	// learned factor on the modelled transfer times to it; absent: as modelled
 	Learned float64      `json:"transfer_learned,omitempty"`
 	Decode  *DecodePrice `json:"decode_leg,omitempty"`
 	Alone   *AlonePrice  `json:"alone,omitempty"`
-	Busy    bool         `json:"busy,omitempty"` // its answers would suffer more from decode alone than they may
+	Busy    bool         `json:"busy,omitempty"` // decode alone would delay its answers more than allowed
 }
 
-// Explain decides as Pick does, and shows all that was weighed. It allocates: it is for people who ask.
+// Explain decides like Pick, and returns all prices. It allocates: it is for operators.
 func (k *Picker) Explain(r *Request, v *kvstate.View) Explanation {
 	c, err := k.Pick(r, v)
 	prefills, decodes := k.survey(r, v)
@@ -84,7 +84,7 @@ func (k *Picker) weigh(r *Request, t *terms, c *kvstate.Candidate) Weighed {
 	return w
 }
 
-// learned is a factor of what is learned, 0 where that is as modelled.
+// learned returns a learned factor, 0 if it is as modelled.
 func learned(factor float64) float64 {
 	if factor == 1 {
 		return 0
@@ -92,7 +92,7 @@ func learned(factor float64) float64 {
 	return factor
 }
 
-// Print writes an explanation for people, prices in milliseconds.
+// Print writes an explanation as text, prices in milliseconds.
 func (e *Explanation) Print(w io.Writer) {
 	for _, c := range e.Candidates {
 		name := c.Name
@@ -120,7 +120,7 @@ func (e *Explanation) Print(w io.Writer) {
 	}
 }
 
-// ms is a time for people: milliseconds, without decimals that nobody could measure.
+// ms formats a time in milliseconds, without decimals below the precision of the estimate.
 func ms(seconds float64) string {
 	if seconds < 0.1 {
 		return fmt.Sprintf("%.1f", seconds*1000)
@@ -128,8 +128,8 @@ func ms(seconds float64) string {
 	return fmt.Sprintf("%.0f", math.Round(seconds*1000))
 }
 
-// Totals are the sums of the endpoint's prices, as far as it has them: to prefill the prompt, to take its KV and
-// decode, and to do both alone.
+// Totals returns the sums of the endpoint's prices that exist: to prefill the prompt, to take its KV and decode,
+// and to do both alone.
 func (w *Weighed) Totals() (prefill, decode, alone float64) {
 	if w.Prefill != nil {
 		prefill = w.Prefill.sum()

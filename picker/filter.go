@@ -6,17 +6,17 @@ import (
 	"tandem/kvstate"
 )
 
-// Why an endpoint is left out of a decision.
+// Why an endpoint is excluded from a decision.
 const (
-	outFailed   = "failed"         // it, or its probe, failed lately
+	outFailed   = "failed"         // it failed recently, or its probe did
 	outPaused   = "paused"         // by its configuration or by an operator
 	outExcluded = "failed_request" // it failed this request
-	outModel    = "model"          // others say that they serve the model, it says that it does not
-	outLoRA     = "lora"           // others are configured to hold the adapter, it is not
-	outLabels   = "labels"         // it does not bear those that the request asks for
+	outModel    = "model"          // others report the model, this one reports others
+	outLoRA     = "lora"           // others are configured with the adapter, this one is not
+	outLabels   = "labels"         // it lacks labels that the request asks for
 )
 
-// why says for what reason an endpoint is left out; "" if it is not.
+// why returns the reason for which an endpoint is excluded; "" if it is not.
 func (k *Picker) why(r *Request, c *kvstate.Candidate) string {
 	switch {
 	case !c.Usable && c.Endpoint.Paused():
@@ -31,8 +31,7 @@ func (k *Picker) why(r *Request, c *kvstate.Candidate) string {
 	return k.lacks(r, c)
 }
 
-// lacks says what an endpoint would have to have to serve the request at all, whatever happens to the others; "" if
-// it has.
+// lacks returns what an endpoint lacks to serve the request at all, whatever happens to the others; "" if nothing.
 func (k *Picker) lacks(r *Request, c *kvstate.Candidate) string {
 	if k.placed && !c.Endpoint.HasLoRA(r.Model) && !reports(c, r.Model) {
 		return outLoRA
@@ -43,12 +42,12 @@ func (k *Picker) lacks(r *Request, c *kvstate.Candidate) string {
 	return ""
 }
 
-// says reports whether an endpoint said that it serves a model or an adapter.
+// reports reports whether an endpoint reported a model or an adapter.
 func reports(c *kvstate.Candidate, model string) bool {
 	return slices.Contains(c.Endpoint.Models(), model)
 }
 
-// serves is says, but one that was not asked yet may.
+// serves is reports, but also true for an endpoint that has not reported yet.
 func serves(c *kvstate.Candidate, model string) bool {
 	return len(c.Endpoint.Models()) == 0 || reports(c, model)
 }
@@ -63,8 +62,8 @@ func bears(c *kvstate.Candidate, labels []string) bool {
 	return true
 }
 
-// survey counts the endpoints that can serve either leg, and notes whether any of them said that it serves the
-// model, or is configured to hold it as an adapter: where none did, what they say is no reason to refuse all.
+// survey counts the usable endpoints of each role, and records whether any reports the model, or is configured with
+// it as an adapter. If none does, the reports exclude nobody.
 func (k *Picker) survey(r *Request, v *kvstate.View) (prefills, decodes int) {
 	k.learned, k.partly, k.placed = false, false, false
 	if v.Load.Prefills+v.Load.Decodes > 0 && r.Model == "" {
@@ -90,13 +89,14 @@ func (k *Picker) survey(r *Request, v *kvstate.View) (prefills, decodes int) {
 	return prefills, decodes
 }
 
-// loads reports whether, as far as is known, d can load KV from prefill, both positions in the view; -1 is no endpoint.
+// loads reports whether, as far as is known, d can load KV from prefill; both are positions in the view, -1 is no
+// endpoint.
 func loads(v *kvstate.View, prefill, d int) bool {
 	c := &v.Endpoints[d]
 	return prefill < 0 || !c.Faults.Excludes(kvstate.RoleDecode) && !v.Endpoints[prefill].Faults.Avoids(c.Endpoint.Addr)
 }
 
-// kind is what both endpoints of a pair must have in common.
+// kind is what both endpoints of a pair must share.
 type kind struct{ group, engine, layout string }
 
 func kindOf(c *kvstate.Candidate) kind {
@@ -104,7 +104,7 @@ func kindOf(c *kvstate.Candidate) kind {
 	return kind{e.Group, e.Engine, e.Layout}
 }
 
-// pairs reports whether endpoints of two kinds may pair. What is not known of one is no reason against it.
+// pairs reports whether endpoints of two kinds may pair. Unknown values do not prevent it.
 func (a *kind) pairs(b *kind) bool {
 	return a.group == b.group && agree(a.engine, b.engine) && agree(a.layout, b.layout)
 }

@@ -6,25 +6,25 @@ import (
 	"tandem/kvstate"
 )
 
-// Model is what work costs on the engines of a pool: seconds for tokens. Its prefill times are corrected by what is
-// learned of each endpoint (kvstate.Candidate.Speed, Transfer and Step), so it is the shape that matters most.
-// [DefaultModel] has the figures of a 70B-class model on eight H100s; they are those of docs/decision.md.
+// Model is the cost model of a pool's engines: seconds for tokens. Learned factors of each endpoint correct its
+// times (kvstate.Candidate.Speed, Transfer and Step), so its shape matters most. [DefaultModel] has the figures of
+// a 70B-class model on eight H100s, which are those of docs/decision.md.
 type Model struct {
-	PrefillStep    float64 // of one engine step that prefills, s
-	PrefillToken   float64 // of a token computed, s
-	PrefillContext float64 // of a token computed for each token before it (attention), s
+	PrefillStep    float64 // of one prefill step, s
+	PrefillToken   float64 // per computed token, s
+	PrefillContext float64 // per computed token for each token before it (attention), s
 	StepTokens     float64 // prompt tokens in one step (vLLM: max_num_batched_tokens)
 
-	DecodeStep   float64 // of one engine step that decodes, s
-	DecodeAnswer float64 // and for each answer in its batch, s
-	DecodeToken  float64 // and for each token of KV it reads, s
-	KVTokens     float64 // that the KV cache of one endpoint holds which does not say so itself
+	DecodeStep   float64 // of one decode step, s
+	DecodeAnswer float64 // per answer in its batch, s
+	DecodeToken  float64 // per token of KV that it reads, s
+	KVTokens     float64 // capacity of an endpoint's KV cache that does not report it
 	MaxAnswers   float64 // in one batch (vLLM: max_num_seqs)
 
-	TokenBytes  float64 // of KV for one token
-	Bandwidth   float64 // of a transfer within a zone, or where zones are not known, bytes/s
-	NodeGain    float64 // how many times faster one within a machine is; at least 1
-	ZoneGap     float64 // how many times slower one between two zones is; at least 1
+	TokenBytes  float64 // KV bytes of one token
+	Bandwidth   float64 // of a transfer within a zone, or if zones are unknown, bytes/s
+	NodeGain    float64 // how many times faster within a node; at least 1
+	ZoneGap     float64 // how many times slower between zones; at least 1
 	TransferLag float64 // of a transfer, however short, s
 }
 
@@ -37,23 +37,24 @@ func DefaultModel() Model {
 	}
 }
 
-// prefill is the time to compute so many tokens after so many that are cached.
+// prefill returns the time to compute tokens after cached ones.
 func (m *Model) prefill(uncached, cached float64) float64 {
 	return m.PrefillStep*m.steps(uncached) + m.PrefillToken*uncached + m.PrefillContext*uncached*(cached+uncached/2)
 }
 
-// between is the part of a prefill's time that the tokens from one place of the prompt to another take.
+// between returns the part of a prefill's time for the tokens between two positions of the prompt.
 func (m *Model) between(from, to float64) float64 {
 	return m.PrefillToken*(to-from) + m.PrefillContext*(to-from)*(from+to)/2
 }
 
-// steps is in how many engine steps so many tokens are computed.
+// steps returns the number of engine steps for tokens.
 func (m *Model) steps(tokens float64) float64 { return math.Ceil(tokens / m.StepTokens) }
 
-// decode is the time of one step of a batch of so many answers with so much KV: every one of them gets one token.
+// decode returns the time of one step of a batch of answers with kv tokens of KV: each answer gets one token.
 func (m *Model) decode(answers, kv float64) float64 {
 	return m.DecodeStep + m.DecodeAnswer*answers + m.DecodeToken*kv
 }
 
-// FullStep is the time of one full prefill step: how much work an endpoint should have ahead so as not to run dry.
+// FullStep returns the time of a full prefill step: the work that an endpoint should have ahead, so that it is
+// never idle.
 func (m *Model) FullStep() float64 { return m.StepTokens * m.PrefillToken }

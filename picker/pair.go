@@ -6,10 +6,9 @@ import (
 	"tandem/kvstate"
 )
 
-// pair chooses the cheapest pair without looking at every one. Apart from its two ends a pair costs only its
-// transfer, and that depends on the other end in no more than the zone. So each P needs to know the cheapest D of
-// its own zone and the cheapest of all, for each kind of D that it may pair with, and these are the same for all P
-// of a kind and zone.
+// pair chooses the cheapest pair without pricing each one. Besides its two ends a pair costs only its transfer,
+// which depends on no more than the other end's zone. So for each P it needs the cheapest D of its own zone and the
+// cheapest of all, for each kind of D that it may pair with; these are the same for all P of a kind and zone.
 func (k *Picker) pair(r *Request, v *kvstate.View, t *terms) Choice {
 	n := len(v.Endpoints)
 	total := grown(&k.total, n)
@@ -31,14 +30,14 @@ func (k *Picker) pair(r *Request, v *kvstate.View, t *terms) Choice {
 	return k.choice(t, v, tie.at, k.partner(r, v, t, tie.at), price)
 }
 
-// group prices the pairs of the endpoints from..to of the view, which pair with nobody else: it leaves in k.total what
-// each P costs with its cheapest D, and returns the least of these.
+// group prices the pairs of the endpoints from..to of the view, which pair only with each other. It stores in
+// k.total the price of each P with its cheapest D, and returns the least of these.
 func (k *Picker) group(v *kvstate.View, t *terms, from, to int) float64 {
 	k.kinds, k.zones = append(k.kinds[:0], kind{group: v.Endpoints[from].Endpoint.Group}), append(k.zones[:0], "")
 	for i := from; i < to && !(v.Uniform && v.Grouped); i++ {
 		e, p := &v.Endpoints[i].Endpoint.EndpointSpec, &k.prices[i]
 		p.kind, p.zone = 0, 0
-		// mostly nothing is known that tells them apart
+		// usually nothing is known that distinguishes them
 		if !v.Grouped || e.Engine != "" || e.Layout != "" || e.Zone != "" {
 			k.intern(&v.Endpoints[i], p)
 		}
@@ -51,7 +50,7 @@ func (k *Picker) group(v *kvstate.View, t *terms, from, to int) float64 {
 			var partner float64
 			if f := v.Endpoints[p].Faults; f == nil || len(f.Decodes) == 0 {
 				partner = min(k.cheapest(p), k.sameNode(v, t, p))
-			} else { // one of the partners is none: few endpoints have such
+			} else { // one of the partners is missing: rare
 				partner = k.partnersOf(v, t, p, grown(&k.of, len(v.Endpoints)))
 			}
 			k.total[p] = price + partner
@@ -61,7 +60,7 @@ func (k *Picker) group(v *kvstate.View, t *terms, from, to int) float64 {
 	return best
 }
 
-// intern numbers the kind and the zone of an endpoint. There are few of either within a group.
+// intern numbers the kind and the zone of an endpoint. A group has few of either.
 func (k *Picker) intern(c *kvstate.Candidate, p *prices) {
 	at := 0
 	for at < len(k.kinds) && !k.kinds[at].is(c) {
@@ -80,7 +79,7 @@ func (k *Picker) intern(c *kvstate.Candidate, p *prices) {
 	p.kind, p.zone = int16(at), int16(where)
 }
 
-// partners are the two cheapest endpoints to decode on: a P that can do both does not pair with itself.
+// partners are the two cheapest decode endpoints: a P that can do both does not pair with itself.
 type partners struct {
 	at             int // the cheapest
 	price, another float64
@@ -95,7 +94,7 @@ func (f *partners) offer(at int, price float64) {
 	}
 }
 
-// other is the price of the cheapest that is not p itself.
+// other returns the price of the cheapest one except p itself.
 func (f *partners) other(p int) float64 {
 	if f.at == p {
 		return f.another
@@ -103,8 +102,8 @@ func (f *partners) other(p int) float64 {
 	return f.price
 }
 
-// findPartners fills in, for every kind, the partners in each zone (with the transfer within a zone), and after
-// them those wherever they are: as if all were far, and as if all were near.
+// findPartners finds, for every kind, the partners in each zone (with the transfer within a zone), and then those
+// in any zone, with the transfer between zones and within one.
 func (k *Picker) findPartners(v *kvstate.View, t *terms, from, to int) {
 	width := len(k.zones) + 2
 	table := grown(&k.partners, len(k.kinds)*width)
@@ -124,14 +123,14 @@ func (k *Picker) findPartners(v *kvstate.View, t *terms, from, to int) {
 		near := price.decode + t.transfer(c, true)
 		price.near = near
 		row[width-1].offer(d, near)
-		if len(k.zones) > 1 { // else all are near
+		if len(k.zones) > 1 { // else all are in one zone
 			row[price.zone].offer(d, near)
 			row[width-2].offer(d, price.decode+t.transfer(c, false))
 		}
 	}
 }
 
-// cheapest is the price of the D, transfer included, that p pairs with most cheaply.
+// cheapest returns the price of the cheapest D for p, transfer included.
 func (k *Picker) cheapest(p int) float64 {
 	width := len(k.zones) + 2
 	best := math.Inf(1)

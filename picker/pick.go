@@ -7,54 +7,53 @@ import (
 	"tandem/kvstate"
 )
 
-// Request is what a decision needs to know of a request.
+// Request is the part of a request that a decision needs.
 type Request struct {
 	PromptTokens int64    // estimated
 	Blocks       int      // of the prompt, the unit of a candidate's Hit; 0: unknown
-	MinAnswer    int64    // tokens that the answer has at least
-	MaxAnswer    int64    // and at most; 0: not known
+	MinAnswer    int64    // least number of tokens of the answer
+	MaxAnswer    int64    // largest number; 0: unknown
 	Model        string   // as the client named it; "": any
 	Split        bool     // may be split over two endpoints
 	Excluded     []string // addresses that failed this request
-	Labels       []string // that its endpoints must bear, as name=value
-	Rand         uint64   // decides between equals
+	Labels       []string // that its endpoints must have, as name=value
+	Rand         uint64   // breaks ties
 
 	Targets
-	Waited   float64 // of the time for them, s
-	OnMiss   OnMiss  // what becomes of it where they cannot be met
-	Priority int32   // in a [Queue]: higher ones go first, those below 0 give way
-	Flow     uint64  // in a [Queue]: whose it is, for those who share it to get the same; 0: nobody's in particular
+	Waited   float64 // how much of its time is used already, s
+	OnMiss   OnMiss  // what to do if they cannot be met
+	Priority int32   // in an admission queue: higher goes first, below 0 may be shed
+	Flow     uint64  // in an admission queue: flows get fair shares; 0: no flow
 }
 
 // Choice is a decision, as positions in the view.
 type Choice struct {
-	Prefill int // -1: decode computes the prompt itself
+	Prefill int // -1: the decode endpoint computes the prompt itself
 	Decode  int
 
 	PromptTokens int64
 	AnswerTokens int64   // expected
-	Uncached     int64   // tokens that the endpoint which prefills has to compute
-	Work         float64 // of that, seconds as the model has them
+	Uncached     int64   // tokens that the endpoint must compute
+	Work         float64 // the time for those, as modelled, s
 	Price        float64 // of the choice, seconds
 	Selective    bool    // not every endpoint serves the model
-	Named        bool    // nor need one that comes: who chooses again has to name it again
+	Named        bool    // some endpoint reports its models: whoever chooses again must name the model
 
 	// Estimated, seconds:
 	PrefillTime float64 // until the prefill endpoint has answered, from now
 	FirstToken  float64 // until the first token
 	TokenTime   float64 // from one to the next
 
-	// of a request with targets: the targets are not met now, the request wants to wait for that ([MissWait]), and
-	// it may come
+	// the request's targets are not met now, but may be later, and it wants to wait ([MissWait])
 	Wait bool
 }
 
-// PrefillBooking is what to book on the prefill endpoint.
+// PrefillBooking returns the booking of the prefill endpoint.
 func (c *Choice) PrefillBooking() kvstate.Booking {
 	return kvstate.Booking{For: kvstate.RolePrefill, PromptTokens: c.Uncached, Uncached: c.Uncached, Work: kvstate.Seconds(c.Work)}
 }
 
-// DecodeBooking is what to book on the decode endpoint.
+// DecodeBooking returns the booking of the decode endpoint.
 func (c *Choice) DecodeBooking() kvstate.Booking {
 	if c.Prefill >= 0 {
 		return kvstate.Booking{For: kvstate.RoleDecode, PromptTokens: c.PromptTokens}
@@ -62,64 +61,64 @@ func (c *Choice) DecodeBooking() kvstate.Booking {
 	return kvstate.Booking{For: kvstate.RoleBoth, PromptTokens: c.PromptTokens, Uncached: c.Uncached, Work: kvstate.Seconds(c.Work)}
 }
 
-// ErrNoEndpoint says that no endpoint can decode the request.
+// ErrNoEndpoint means that no endpoint can decode the request.
 var ErrNoEndpoint = errors.New("picker: no endpoint can decode this request")
 
-// Split says which of the requests that may be split are.
+// Split says which requests are split among those that may be.
 type Split uint8
 
 // The policies of a pool's split.
 const (
 	SplitAlways Split = iota // all
-	SplitAuto                // those for which a pair costs less than decode alone
+	SplitAuto                // those for which a pair is cheaper than decode alone
 	SplitNever               // none
 )
 
-// Policy is how a pool wants its requests placed.
+// Policy is a pool's configuration of placement.
 type Policy struct {
 	Model            Model
 	Split            Split
-	MinPrefillTokens int64 // with SplitAuto: a prompt of which decode has fewer than this to compute is not split
-	// target for the time between two tokens, s: what decode alone may cost running answers; 0: anything
+	MinPrefillTokens int64 // with SplitAuto: if decode has fewer uncached tokens than this, the prompt is not split
+	// target for the time between two tokens, s: limits the delay that decode alone may cause; 0: no limit
 	TPOT float64
-	Late bool // requests wait in a [Queue]: the price of jobs that wait on an endpoint is another
+	Late bool // requests wait in an admission queue, which changes the price of jobs that wait on an endpoint
 }
 
-// DefaultPolicy places by price, for answers that should have a token each 30 ms.
+// DefaultPolicy places by price, for answers with a token every 30 ms.
 func DefaultPolicy() Policy {
 	return Policy{Model: DefaultModel(), Split: SplitAuto, TPOT: 0.030}
 }
 
-// Picker decides. It holds the memory that a decision needs, so that none is allocated: each goroutine has its own.
+// Picker decides. It has the memory of a decision, so that none is allocated: each goroutine needs its own.
 type Picker struct {
 	Policy
-	learned     bool     // some endpoint said that it serves the request's model
-	partly      bool     // some endpoint said that it does not
-	placed      bool     // some endpoint is configured to hold it, as an adapter
-	latencyOnly bool     // the times that this request has targets for count, and nothing else
+	learned     bool     // some endpoint reports the request's model
+	partly      bool     // some endpoint reports models without it
+	placed      bool     // some endpoint is configured with it, as an adapter
+	latencyOnly bool     // only the times that this request has targets for count
 	prices      []prices // by position
 	total       []float64
 	of          []float64 // of one endpoint's partners
 	kinds       []kind
 	zones       []string
 	shared      []sharedPart
-	partners    []partners // by kind, and in it by zone, then those of all zones far and near
+	partners    []partners // by kind, then by zone, followed by those of all zones, far and near
 }
 
-// prices are what an endpoint costs in each part; infinite where it cannot play it.
+// prices are an endpoint's prices for each leg; infinite if it cannot serve it.
 type prices struct {
 	prefill, decode, alone float64
-	near                   float64 // decode with a transfer within its zone, once findPartners has been there
-	busy                   bool    // its answers would suffer too much from decode alone
-	kind, zone             int16   // in kinds and zones; zone 0 is not known
+	near                   float64 // decode with a transfer within its zone, set by findPartners
+	busy                   bool    // decode alone would delay its answers too much
+	kind, zone             int16   // positions in kinds and zones; zone 0 is unknown
 }
 
-// sameTime is the difference in price below which two choices are equal, seconds: no estimate is better than that.
+// sameTime is the difference in price below which choices are equal, in seconds: estimates are no better than that.
 const sameTime = 0.001
 
-// Pick chooses the endpoints of a request. Without a prefill endpoint that fits, decode works alone; without a decode
-// endpoint it is [ErrNoEndpoint]. Endpoints that failed this request are taken only when there is no other to decode.
-// With targets that nothing meets it may be [ErrMissed].
+// Pick chooses the endpoints of a request. Without a suitable prefill endpoint, decode works alone; without a
+// decode endpoint it returns [ErrNoEndpoint]. Endpoints that failed this request are chosen to decode only if there
+// is no other. If no choice meets the request's targets, it may return [ErrMissed].
 func (k *Picker) Pick(r *Request, v *kvstate.View) (Choice, error) {
 	c, err := k.pick(r, v)
 	if err == nil {
@@ -157,8 +156,8 @@ func (k *Picker) pick(r *Request, v *kvstate.View) (Choice, error) {
 	return alone, nil
 }
 
-// PickDecode chooses a decode endpoint for a prompt whose KV is on prefill, a position in the view or -1 where that is
-// not known any more.
+// PickDecode chooses a decode endpoint for a prompt whose KV is on prefill, a position in the view, or -1 if that
+// endpoint is gone.
 func (k *Picker) PickDecode(r *Request, v *kvstate.View, prefill int) (int, error) {
 	t := k.weighAll(r, v)
 	d := k.partner(r, v, &t, prefill)
@@ -174,7 +173,7 @@ func (k *Picker) PickDecode(r *Request, v *kvstate.View, prefill int) (int, erro
 
 func none() Choice { return Choice{Prefill: -1, Decode: -1, Price: math.Inf(1)} }
 
-// weighAll prices every endpoint in each part that it can play.
+// weighAll prices every endpoint for each leg that it can serve.
 func (k *Picker) weighAll(r *Request, v *kvstate.View) terms {
 	prefills, decodes := k.survey(r, v)
 	t := k.terms(r, v, prefills, decodes)
@@ -197,8 +196,8 @@ func (k *Picker) reweigh(r *Request, v *kvstate.View, t *terms) {
 	}
 }
 
-// weighDesperate prices for decode also those that failed this request or do not say that they serve its model. Those
-// that lack what it needs stay out.
+// weighDesperate also prices for decode the endpoints that failed this request or do not report its model. Those
+// that lack what it needs stay excluded.
 func (k *Picker) weighDesperate(r *Request, v *kvstate.View, t *terms) {
 	for i := range v.Endpoints {
 		if c, p := &v.Endpoints[i], &k.prices[i]; c.Usable && math.IsInf(p.decode, 1) && k.lacks(r, c) == "" {
@@ -214,7 +213,7 @@ func (t *terms) weigh(c *kvstate.Candidate, p *prices) {
 		t.prefill(c, &price)
 		p.prefill = price.sum()
 		if c.Faults.Excludes(kvstate.RolePrefill) {
-			p.prefill = math.Inf(1) // nobody can load its KV
+			p.prefill = math.Inf(1) // no decode endpoint can load its KV
 		}
 	}
 	if role&kvstate.RoleDecode != 0 {
@@ -231,7 +230,7 @@ func (t *terms) weigh(c *kvstate.Candidate, p *prices) {
 	}
 }
 
-// alone chooses the endpoint that does both most cheaply; the busy ones only where there is no other way.
+// alone chooses the cheapest endpoint that does both; busy ones only if noOther.
 func (k *Picker) alone(r *Request, v *kvstate.View, t *terms, noOther bool) Choice {
 	best := math.Inf(1)
 	for i := range k.prices {
@@ -251,7 +250,7 @@ func (k *Picker) alone(r *Request, v *kvstate.View, t *terms, noOther bool) Choi
 	return k.choice(t, v, -1, tie.at, k.prices[tie.at].alone)
 }
 
-// partner chooses the decode endpoint that goes with prefill.
+// partner chooses the decode endpoint for prefill.
 func (k *Picker) partner(r *Request, v *kvstate.View, t *terms, prefill int) int {
 	total := grown(&k.total, len(v.Endpoints))
 	best := k.partnersOf(v, t, prefill, total)
@@ -264,7 +263,8 @@ func (k *Picker) partner(r *Request, v *kvstate.View, t *terms, prefill int) int
 	return tie.at
 }
 
-// partnersOf fills in what each decode endpoint costs that may go with prefill, by position, and returns the least.
+// partnersOf sets, by position, the price of each decode endpoint that may pair with prefill, and returns the
+// least.
 func (k *Picker) partnersOf(v *kvstate.View, t *terms, prefill int, total []float64) float64 {
 	var from kind
 	zone := ""
@@ -297,7 +297,7 @@ func (k *Picker) partnersOf(v *kvstate.View, t *terms, prefill int, total []floa
 	return min(best, k.sameNodeEach(v, t, prefill, total))
 }
 
-// choice fills in what a decision means for the endpoints it is about.
+// choice returns the Choice for the chosen endpoints.
 func (k *Picker) choice(t *terms, v *kvstate.View, prefill, decode int, price float64) Choice {
 	at := decode
 	if prefill >= 0 {
@@ -310,8 +310,7 @@ func (k *Picker) choice(t *terms, v *kvstate.View, prefill, decode int, price fl
 	}
 }
 
-// tie keeps one of those it is offered whose price is within the limit: one that holds most of the prompt, and of these
-// each with equal chance.
+// tie chooses among offers within the limit: the longest cached prefix, and among equals each with the same chance.
 type tie struct {
 	at     int
 	limit  float64
@@ -322,7 +321,7 @@ type tie struct {
 
 func (t *tie) offer(at int, price float64, hit int) {
 	switch {
-	case !(price <= t.limit) || math.IsInf(price, 1): // written so that a price that is no number is none
+	case !(price <= t.limit) || math.IsInf(price, 1): // written so that NaN is excluded
 	case t.at < 0 || hit > t.hit:
 		t.at, t.hit, t.equals = at, hit, 1
 	case hit == t.hit:
@@ -334,7 +333,7 @@ func (t *tie) offer(at int, price float64, hit int) {
 	}
 }
 
-// grown is *s with length n, its contents undefined.
+// grown returns *s with length n; its contents are undefined.
 func grown[T any](s *[]T, n int) []T {
 	if cap(*s) < n {
 		*s = make([]T, n)

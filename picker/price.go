@@ -6,41 +6,41 @@ import (
 	"tandem/kvstate"
 )
 
-// The weights of the price. They were chosen in replay (docs/decision.md says what they are worth, and where they came
-// from); they are not knobs, because the quantities that vary from fleet to fleet are observed.
+// The weights of the price. They were chosen by replay (docs/decision.md has their effects and origin). They are
+// not configurable, because the quantities that vary between fleets are observed.
 const (
-	othersWeight = 2.0  // of what a second of prefill keeps everybody else waiting ...
-	othersSpread = 6.0  // ... but no more than this over the root of the number of endpoints: many pool their queues
-	maxLoad      = 0.9  // utilisation is taken for no more: the price of a second ends at 9 times the weight
-	answerWeight = 0.1  // of the whole answer's time beside the first token's
-	maxFill      = 0.5  // a decode endpoint fuller than this computes no prompt
-	tpotMargin   = 0.9  // nor does one whose answers would take more than this part of the target for each token
-	usualAnswer  = 256. // tokens expected in an answer of a pool of which nothing is known
-	// seconds after which KV in use is looked at again: of short answers others run by then, of long ones the same
+	othersWeight = 2.0  // of the delay that a second of prefill causes other requests ...
+	othersSpread = 6.0  // ... at most this over the root of the number of endpoints: many endpoints share their queues
+	maxLoad      = 0.9  // largest utilisation used: the price of a second is at most 9 times the weight
+	answerWeight = 0.1  // of the time of the whole answer relative to the first token's
+	maxFill      = 0.5  // a decode endpoint with a fuller KV cache computes no prompt
+	tpotMargin   = 0.9  // nor does one whose answers would need more than this share of the target per token
+	usualAnswer  = 256. // expected tokens of an answer in a pool without observations
+	// seconds after which KV in use is outdated: by then short answers have been replaced, long ones not
 	scrapeAge  = 2.0
-	localSteps = 1.0 // how many decode steps each step of a local prefill is delayed by
+	localSteps = 1.0 // decode steps that each step of a local prefill delays
 )
 
-// terms are what the prices of one decision have in common.
+// terms are the values that all prices of one decision share.
 type terms struct {
 	m           *Model
 	tokens      float64      // of the prompt
-	perBlock    float64      // tokens that one block of the hit stands for
-	out         float64      // tokens expected in the answer
-	mean        float64      // and in the answers that run
-	steady      float64      // 0 to 1: how much of what an engine said of its KV holds until now
-	others      float64      // what a second of prefill costs everybody else, in seconds
-	local       float64      // the same among endpoints that prefill for themselves
+	perBlock    float64      // tokens of one block of a hit
+	out         float64      // expected tokens of the answer
+	mean        float64      // and of running answers
+	steady      float64      // 0 to 1: how much of the reported KV usage is still valid
+	others      float64      // delay of other requests by a second of prefill, s
+	local       float64      // the same on decode endpoints that compute prompts
 	fleet       float64      // learned speed of the fleet
-	jobs        float64      // weight of a job that waits before
-	jobCap      float64      // seconds that one such job's price is capped at
+	jobs        float64      // weight of a job that waits before it
+	jobCap      float64      // largest price of such a job, s
 	tpot        float64      // target, s
 	fullStep    float64      // of the model
-	answer      float64      // weight of the answer beside its first token
-	moveToken   float64      // of a token's KV within a zone, as modelled, s
-	always      bool         // split if it can be: what decode alone costs does not matter
-	latencyOnly bool         // what others lose does not matter
-	shared      []sharedPart // of the prompt, first to last
+	answer      float64      // weight of the answer relative to its first token
+	moveToken   float64      // transfer time of a token's KV within a zone, as modelled, s
+	always      bool         // split whenever possible: the price of decode alone does not matter
+	latencyOnly bool         // the delay of others does not matter
+	shared      []sharedPart // parts of the prompt, first to last
 }
 
 func (k *Picker) terms(r *Request, v *kvstate.View, prefills, decodes int) terms {
@@ -69,13 +69,13 @@ func (k *Picker) terms(r *Request, v *kvstate.View, prefills, decodes int) terms
 		t.jobs, t.jobCap = 0.5, math.Inf(1)
 	}
 	if v.Load.Step > 0 {
-		t.tpot *= v.Load.Step // nobody asked for a time that these engines never reach
+		t.tpot *= v.Load.Step // the target cannot be lower than what these engines reach
 	}
 	if r.TPOT > 0 {
 		t.tpot = r.TPOT
 	}
 	t.answer = answerWeight
-	if t.latencyOnly = k.latencyOnly; t.latencyOnly { // what this request waits, whatever that costs others
+	if t.latencyOnly = k.latencyOnly; t.latencyOnly { // only this request's time counts, whatever that costs others
 		t.others, t.local, t.jobs, t.answer = 0, 0, 0, 0
 		if r.TPOT > 0 {
 			t.answer = 1
@@ -84,7 +84,7 @@ func (k *Picker) terms(r *Request, v *kvstate.View, prefills, decodes int) terms
 	return t
 }
 
-// expected is how many tokens the answer is taken to have: the pool's mean, within what the request allows.
+// expected returns the expected tokens of the answer: the pool's mean, within the request's limits.
 func expected(r *Request, mean float64) float64 {
 	if r.MaxAnswer > 0 {
 		mean = min(mean, float64(r.MaxAnswer))
@@ -92,37 +92,37 @@ func expected(r *Request, mean float64) float64 {
 	return max(mean, float64(r.MinAnswer))
 }
 
-// othersPrice is what a second of work costs everybody else where so many endpoints are at work that part of their
-// time. In a queue at utilisation rho a second more of work lets rho/(1-rho) seconds more wait.
+// othersPrice returns the delay of other requests by a second of work, on so many endpoints at a utilisation rho.
+// In a queue, an additional second of work adds rho/(1-rho) seconds of waiting.
 func othersPrice(rho float64, endpoints int) float64 {
 	rho = min(max(rho, 0), maxLoad)
 	return min(othersWeight, othersSpread/math.Sqrt(float64(max(endpoints, 1)))) * rho / (1 - rho)
 }
 
-// split is what of the prompt an endpoint has to compute and what it holds. The last token is always computed.
+// split returns the tokens of the prompt that an endpoint must compute and those that it holds. The last token is
+// always computed.
 func (t *terms) split(c *kvstate.Candidate) (uncached, cached float64) {
 	cached = min(t.perBlock*float64(c.Hit), t.tokens-1)
 	return t.tokens - cached, cached
 }
 
-// PrefillPrice is what it costs to prefill on an endpoint, in seconds.
+// PrefillPrice is the price of prefill on an endpoint, in seconds.
 type PrefillPrice struct {
 	Queue  float64 `json:"queue"`  // work before it
 	Work   float64 `json:"work"`   // its own, at the endpoint's speed
-	Others float64 `json:"others"` // what that keeps everybody else waiting, by the fleet's utilisation
-	Jobs   float64 `json:"jobs"`   // the same for those that wait on this endpoint already: long work goes where few do
+	Others float64 `json:"others"` // delay of other requests, by the fleet's utilisation
+	Jobs   float64 `json:"jobs"`   // delay of the requests that wait on this endpoint: long prompts go where few wait
 
 	Session float64 `json:"session,omitempty"` // below 0: it served the request's session last
 }
 
 func (p *PrefillPrice) sum() float64 { return p.Queue + p.Work + p.Others + p.Jobs + p.Session }
 
-// sessionTokens is how much more work an endpoint may have than another, and yet be taken because it served the
-// session last. It is less than a prompt of a few pages: what a session really has there, its prefix, has a price
-// already.
+// sessionTokens is how much more work an endpoint may have than another and still be preferred, because it served
+// the session last. It is less than a prompt of a few pages: the session's cached prefix has a price of its own.
 const sessionTokens = 512
 
-// session is what it is worth that an endpoint served that part of the session last, in seconds, below 0.
+// session returns the value of having served that leg of the session last, in seconds, below 0.
 func (t *terms) session(c *kvstate.Candidate, part kvstate.Role) float64 {
 	if c.Session&part == 0 || t.latencyOnly {
 		return 0
@@ -130,13 +130,13 @@ func (t *terms) session(c *kvstate.Candidate, part kvstate.Role) float64 {
 	return -t.m.prefill(sessionTokens, 0) * t.fleet
 }
 
-// prefill prices prefill on one endpoint. Like the other prices it is filled in and not returned, for a copy of
-// what was just written waits until all of it is.
+// prefill prices prefill on one endpoint. Like the other prices it is filled in, not returned, because copying a
+// struct that was just written is slow.
 func (t *terms) prefill(c *kvstate.Candidate, p *PrefillPrice) {
 	uncached, cached := t.split(c)
 	work := t.m.prefill(uncached, cached)
 	slow := slowness(c)
-	usual := work * t.fleet // what others lose goes by the fleet's speed: by its own, slow endpoints would idle
+	usual := work * t.fleet // the delay of others uses the fleet's speed: with their own, slow endpoints would idle
 	p.Queue = seconds(c.Queue) * slow
 	p.Work = work * speed(c, t.fleet) * slow
 	p.Others = t.others * (usual - t.paid(cached)*t.fleet)
@@ -144,8 +144,8 @@ func (t *terms) prefill(c *kvstate.Candidate, p *PrefillPrice) {
 	p.Session = t.session(c, kvstate.RolePrefill)
 }
 
-// slowness is how slow an endpoint is taken to be beside what was learned of it, one over its weight; 1 is neutral.
-// To multiply by it is exact where it is 1, and takes a tenth of the time of dividing by the weight.
+// slowness returns the factor on an endpoint's learned times: one over its weight; 1 is neutral. Multiplying by it
+// is exact at 1, and takes a tenth of the time of dividing by the weight.
 func slowness(c *kvstate.Candidate) float64 {
 	if c.Weight <= 0 || c.Weight == 100 {
 		return 1
@@ -153,7 +153,8 @@ func slowness(c *kvstate.Candidate) float64 {
 	return 100 / float64(c.Weight)
 }
 
-// seconds is a time.Duration as seconds; its own method divides integers, which costs more than all else here.
+// seconds converts a time.Duration; its own method divides integers, which would cost more than everything else
+// here.
 func seconds[D ~int64](d D) float64 { return float64(d) * 1e-9 }
 
 func speed(c *kvstate.Candidate, fleet float64) float64 {
@@ -163,26 +164,26 @@ func speed(c *kvstate.Candidate, fleet float64) float64 {
 	return fleet
 }
 
-// DecodePrice is what it costs to decode on an endpoint, in seconds, the transfer aside.
+// DecodePrice is the price of decode on an endpoint, in seconds, without the transfer.
 type DecodePrice struct {
 	Step     float64 `json:"step"`     // until the first token
-	Answer   float64 `json:"answer"`   // the rest of it, weighed
-	Overflow float64 `json:"overflow"` // what waits or is thrown out where KV does not fit
+	Answer   float64 `json:"answer"`   // the rest of it, weighted
+	Overflow float64 `json:"overflow"` // time that requests wait or repeat where KV does not fit
 
-	Session float64 `json:"session,omitempty"` // as PrefillPrice
+	Session float64 `json:"session,omitempty"` // as in PrefillPrice
 }
 
 func (p *DecodePrice) sum() float64 { return p.Step + p.Answer + p.Overflow + p.Session }
 
-// batch is what runs on an endpoint that decodes, once the request has joined it.
+// batch is the batch of a decode endpoint after the request has joined it.
 type batch struct {
 	answers float64 // without the request's
-	// tokens: of KV, with the part of the answers that is written already; and that there is room for
+	// tokens of KV, including the generated part of answers; and the capacity
 	kv, freeKV     float64
 	step, overflow float64 // s, as in DecodePrice
 }
 
-// batch fills in b.
+// batch sets b.
 func (t *terms) batch(c *kvstate.Candidate, b *batch) {
 	b.answers, b.freeKV = float64(c.Requests-c.Jobs), t.freeKV(c)
 	kv := float64(c.PromptTokens) + b.answers*t.mean/2
@@ -194,8 +195,8 @@ func (t *terms) batch(c *kvstate.Candidate, b *batch) {
 	b.overflow = t.overflow(b.kv, b.freeKV, b.step)
 }
 
-// step is how long the endpoint's decode steps are once the request has joined them. One of half the weight is
-// taken to have twice as much in each, so that where there is much it gets half as much.
+// step returns the time of the endpoint's decode steps after the request has joined. An endpoint of half the weight
+// counts as if it had twice as much in each step, so that under load it gets half as much.
 func (t *terms) step(c *kvstate.Candidate, answers, kv float64) float64 {
 	slow := slowness(c)
 	step := t.m.decode((answers+1)*slow, kv*slow)
@@ -212,7 +213,7 @@ func (t *terms) decode(c *kvstate.Candidate, b *batch, p *DecodePrice) {
 	p.Session = t.session(c, kvstate.RoleDecode)
 }
 
-// room is how many tokens' KV the endpoint has room for: as its engine says, or as the model has it.
+// freeKV returns the capacity of the endpoint's KV cache in tokens: as reported, or the model's.
 func (t *terms) freeKV(c *kvstate.Candidate) float64 {
 	if c.KVTokens > 0 {
 		return float64(c.KVTokens)
@@ -220,7 +221,7 @@ func (t *terms) freeKV(c *kvstate.Candidate) float64 {
 	return t.m.KVTokens
 }
 
-// overflow is what waits, or is thrown out, where so much KV does not fit.
+// overflow returns the time that requests wait, or repeat, because KV does not fit.
 func (t *terms) overflow(kv, room, step float64) float64 {
 	over := kv - room
 	if over <= 0 {
@@ -229,7 +230,8 @@ func (t *terms) overflow(kv, room, step float64) float64 {
 	return over / kv * t.out * step * 2
 }
 
-// transfer is the time to bring to d what it does not hold, from near or from another zone.
+// transfer returns the time to bring d the part of the prompt that it does not hold, within a zone (near) or
+// between zones.
 func (t *terms) transfer(d *kvstate.Candidate, near bool) float64 {
 	if near {
 		return t.moves(d, 1)
@@ -237,11 +239,11 @@ func (t *terms) transfer(d *kvstate.Candidate, near bool) float64 {
 	return t.moves(d, t.m.ZoneGap)
 }
 
-// transferWithin is transfer where both endpoints run on one machine.
+// transferWithin is transfer within a node.
 func (t *terms) transferWithin(d *kvstate.Candidate) float64 { return t.moves(d, 1/t.m.NodeGain) }
 
-// moves is the time of a transfer to d that is so many times as far as within a zone, with what was learned of
-// those to it.
+// moves returns the time of a transfer to d, far times that within a zone, with the learned factor of transfers to
+// it.
 func (t *terms) moves(d *kvstate.Candidate, far float64) float64 {
 	uncached, _ := t.split(d)
 	seconds := t.m.TransferLag + uncached*t.moveToken*far
@@ -251,29 +253,29 @@ func (t *terms) moves(d *kvstate.Candidate, far float64) float64 {
 	return seconds
 }
 
-// AlonePrice is what it costs to do both on one endpoint, in seconds.
+// AlonePrice is the price of doing both on one endpoint, in seconds.
 type AlonePrice struct {
-	Queue  float64 `json:"queue"`  // prompts it is already computing, in steps that its answers share
-	Work   float64 `json:"work"`   // of this prompt, in the same way
-	Others float64 `json:"others"` // what that keeps other prompts waiting
-	// what the answers that run there lose meanwhile, second for second; one may always join
+	Queue  float64 `json:"queue"`  // prompts that it is computing already, in steps shared with its answers
+	Work   float64 `json:"work"`   // of this prompt, likewise
+	Others float64 `json:"others"` // delay of other prompts
+	// delay of the answers that run there, second for second; at least one
 	Answers  float64 `json:"answers"`
-	Decode   float64 `json:"decode"`   // as DecodePrice, its step aside
+	Decode   float64 `json:"decode"`   // as in DecodePrice, without its step
 	Overflow float64 `json:"overflow"` // likewise
 
-	Session float64 `json:"session,omitempty"` // as PrefillPrice
+	Session float64 `json:"session,omitempty"` // as in PrefillPrice
 }
 
 func (p *AlonePrice) sum() float64 {
 	return p.Queue + p.Work + p.Others + p.Answers + p.Decode + p.Overflow + p.Session
 }
 
-// alone prices both on one endpoint. allowed is false where its running answers would suffer more than they may.
+// alone prices both on one endpoint. allowed is false if its running answers would be delayed more than allowed.
 func (t *terms) alone(c *kvstate.Candidate, b *batch, p *AlonePrice) (allowed bool) {
 	uncached, cached := t.split(c)
 	answers, step, slow := b.answers, b.step, slowness(c)
 	work, pace, steps := t.m.prefill(uncached, cached), speed(c, t.fleet)*slow, t.m.steps(uncached)
-	// Its chunks ride in the steps that decode makes anyway; without any they make their own.
+	// Prompt chunks share the steps of decode; without decode they need steps of their own.
 	longer := (work - t.m.PrefillStep*steps) * pace
 	own := work * pace
 	if answers > 0 {
@@ -284,7 +286,7 @@ func (t *terms) alone(c *kvstate.Candidate, b *batch, p *AlonePrice) (allowed bo
 	p.Queue = queue * (1 + localSteps*step/t.fullStep)
 	p.Work = own
 	p.Others = t.local * work * t.fleet
-	// of the endpoint's time, for answers: what keeps them there lets more run, so more lose
+	// share of the endpoint's time that is left for answers: with less of it more answers run, and more are delayed
 	left := max(1-c.Share, 0.01)
 	p.Answers = max(answers, 1) * longer / max(1-fill, 1-maxFill) / left
 	p.Decode = t.answer * t.out * step

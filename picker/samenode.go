@@ -7,10 +7,10 @@ import (
 	"tandem/kvstate"
 )
 
-// Endpoints on one machine hand KV over faster than the network does. Few do, so this stands beside the search of
-// pairs by zone (pair.go): a P's own neighbours are looked at one by one.
+// Engines on one node transfer KV faster than over the network. Few pairs share a node, so this is separate from
+// the search by zone (pair.go): the endpoints on a P's own node are priced one by one.
 
-// beside is the least price of a D on the machine of p, transfer included; infinite if there is none.
+// sameNode returns the least price of a D on the node of p, transfer included; infinite if there is none.
 func (k *Picker) sameNode(v *kvstate.View, t *terms, p int) float64 {
 	best := math.Inf(1)
 	for _, d := range v.DecodesOnNode(p) {
@@ -19,8 +19,8 @@ func (k *Picker) sameNode(v *kvstate.View, t *terms, p int) float64 {
 	return best
 }
 
-// besideEach lowers in total, by position, what those that decode on the machine of p cost, and returns the least
-// of them.
+// sameNodeEach lowers in total, by position, the prices of the decode endpoints on the node of p, and returns the
+// least of them.
 func (k *Picker) sameNodeEach(v *kvstate.View, t *terms, p int, total []float64) float64 {
 	best := math.Inf(1)
 	if p < 0 {
@@ -41,7 +41,8 @@ func (k *Picker) priceSameNode(v *kvstate.View, t *terms, p, d int) float64 {
 	return price + t.transferWithin(c)
 }
 
-// transferBetween is the time to bring to d what it does not hold, from p; both are positions in the view.
+// transferBetween returns the time to bring d the part of the prompt that it does not hold, from p; both are
+// positions in the view.
 func (t *terms) transferBetween(v *kvstate.View, p, d int) float64 {
 	c := &v.Endpoints[d]
 	if slices.Contains(v.DecodesOnNode(p), int32(d)) {

@@ -2,20 +2,20 @@ package picker
 
 import "tandem/kvstate"
 
-// A miss on a prefix that many prompts have is an investment: the work is done once, and later requests find it. So
-// what it keeps others waiting is charged only in part, to each use of the copy that the miss makes
+// A miss on a prefix that many prompts share is an investment: the work is done once, and later requests find it.
+// So only a part of the delay that it causes is charged, distributed over the uses of the new copy
 // (docs/decision.md, Shared prefixes).
 
-// sharedPart is a part of the prompt that many recent prompts have.
+// sharedPart is a part of the prompt that many recent prompts share.
 type sharedPart struct {
-	end  float64 // tokens from the beginning
-	paid float64 // 0 to 1: of the work of a miss there, the part that other uses of the copy pay for
+	end  float64 // tokens from the beginning of the prompt
+	paid float64 // 0 to 1: the part of a miss there that other uses of the copy pay for
 }
 
-// share finds the parts of the prompt that are shared, and how many requests pay for another copy of each.
+// share finds the shared parts of the prompt, and how many requests pay for another copy of each.
 //
 // uses/holders requests of a minute use one copy. They need another one only if they wait for each other: with load
-// s of this prefix on each holder, a request finds one of the same prefix at work and another one waiting with
+// s of this prefix on each holder, a request finds one with the same prefix running and another one waiting with
 // probability s*s.
 func (k *Picker) share(t *terms, v *kvstate.View) {
 	t.shared = nil
@@ -48,7 +48,7 @@ func (k *Picker) share(t *terms, v *kvstate.View) {
 	t.shared = k.shared
 }
 
-// paid is how many seconds of the work behind what an endpoint holds of the prompt other uses pay for.
+// paid returns the seconds of work, after the cached part of the prompt, that other uses pay for.
 func (t *terms) paid(cached float64) float64 {
 	sum := 0.0
 	for i := range t.shared {

@@ -6,33 +6,32 @@ import (
 	"tandem/kvstate"
 )
 
-// Targets are what a request wants of its answer, in seconds; 0: nothing.
+// Targets are a request's latency targets, in seconds; 0: none.
 type Targets struct {
 	TTFT float64 // from its arrival to the first token
 	TPOT float64 // between two tokens, on average
 }
 
-// Miss says what becomes of a request whose targets no choice meets.
+// OnMiss says what to do with a request if no choice meets its targets.
 type OnMiss uint8
 
-// What may become of it.
+// The values of OnMiss.
 const (
-	MissGoOn OnMiss = iota // it takes the choice that is soonest for it
-	MissWait               // as long as waiting may help it is to be held ([Choice.Hold])
-	MissShed               // it is refused: [ErrMissed]
+	MissGoOn OnMiss = iota // take the choice with the lowest latency for it
+	MissWait               // hold it as long as waiting may help ([Choice.Wait])
+	MissShed               // refuse it: [ErrMissed]
 )
 
-// ErrMissed says that no choice meets the request's targets. The choice beside it is the one that comes nearest.
+// ErrMissed means that no choice meets the request's targets. The returned choice comes closest.
 var ErrMissed = errors.New("picker: no choice meets the request's targets")
 
-// meets reports whether a choice whose times were estimated keeps to the request's targets.
+// meets reports whether a choice's estimated times meet the request's targets.
 func (c *Choice) meets(r *Request) bool {
 	return (r.TTFT <= 0 || r.Waited+c.FirstToken <= r.TTFT) && (r.TPOT <= 0 || c.TokenTime <= r.TPOT)
 }
 
-// towards estimates a choice's times, and sees to a request's targets. Where the choice that is cheapest for all
-// misses them, the one that is soonest for this request is taken, and where that misses them too the request's own
-// word decides.
+// meetTargets estimates a choice's times. If the cheapest choice misses the request's targets, it takes the one
+// with the lowest latency for this request, and if that misses them too, the request's OnMiss decides.
 func (k *Picker) meetTargets(r *Request, v *kvstate.View, c Choice) (Choice, error) {
 	idle := k.estimate(r, v, &c)
 	if c.meets(r) {
@@ -51,14 +50,13 @@ func (k *Picker) meetTargets(r *Request, v *kvstate.View, c Choice) (Choice, err
 	case MissShed:
 		return c, ErrMissed
 	case MissWait:
-		c.Wait = idle.meets(r) // else not even an idle fleet would do
+		c.Wait = idle.meets(r) // else not even an idle fleet would meet them
 	case MissGoOn:
 	}
 	return c, nil
 }
 
-// estimate fills in what a choice would be like for the request, and gives the same on endpoints with nothing else
-// to do.
+// estimate sets a choice's estimated times, and returns the same choice on idle endpoints.
 func (k *Picker) estimate(r *Request, v *kvstate.View, c *Choice) (idle Choice) {
 	t := k.terms(r, v, 0, 0)
 	d := &v.Endpoints[c.Decode]
