@@ -17,9 +17,9 @@ type Source struct {
 	// of the events, for data-parallel rank 0; rank r has Port+r. An endpoint's own EventsPort goes before
 	Port       int
 	ReplayPort int    // where old batches can be asked for, likewise; 0: nowhere
-	Ranks      int    // data-parallel ranks behind each endpoint; 0 is 1
-	Topic      string // what topics begin with; "": any
-	Listen     string // host:port to be connected to by engines whose publishers connect; "": we connect to theirs
+	Ranks      int    // data-parallel ranks of each endpoint; 0 is 1
+	Topic      string // prefix of topics; "": any
+	Listen     string // host:port to listen on, for engines whose publishers connect; "": Tandem connects to theirs
 }
 
 // Publisher takes the events of one publisher.
@@ -29,7 +29,7 @@ type Publisher interface {
 	Close()
 }
 
-// Options are what a collector needs.
+// Options are the options of a collector.
 type Options struct {
 	State *kvstate.State
 	Log   *slog.Logger
@@ -71,7 +71,7 @@ type place struct {
 
 func (t *target) place() place { return place{t.pool, t.endpoint.Addr, t.rank} }
 
-// NewCollector returns a collector that follows nobody yet.
+// NewCollector returns a collector that follows no publisher yet.
 func NewCollector(o Options) *Collector {
 	if o.Open == nil {
 		o.Open = func(p *kvstate.Pool, e *kvstate.Endpoint, _ int) Publisher { return p.Feed(e) }
@@ -93,11 +93,11 @@ func (c *Collector) SetPools(sources map[string]Source) {
 	}
 }
 
-// lookEvery is how often the pools' endpoints are compared with those that are followed, where any are to be.
+// lookEvery is how often the pools' endpoints are compared with the followed ones.
 const lookEvery = 250 * time.Millisecond
 
-// Run follows publishers until ctx ends. An address that cannot be listened on is an error at the start; one that
-// is set later is tried again.
+// Run follows publishers until ctx ends. An address that it cannot listen on is an error at the start; later ones
+// are retried.
 func (c *Collector) Run(ctx context.Context) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer c.end()
@@ -127,7 +127,7 @@ func (c *Collector) Run(ctx context.Context) error {
 	}
 }
 
-// atRest reports whether there is nothing to follow before [Collector.SetPools] says so.
+// atRest reports whether there is nothing to follow before the next [Collector.SetPools].
 func (c *Collector) atRest() bool {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -144,8 +144,8 @@ func (c *Collector) end() {
 	c.running.Wait()
 }
 
-// Look begins to follow publishers that are new, until ctx ends, and ends with those that have left.
-// [Collector.Run] does so all the time.
+// Look starts to follow new publishers, until ctx ends, and stops following those that have left. [Collector.Run]
+// calls it regularly.
 func (c *Collector) Look(ctx context.Context) {
 	c.mu.Lock()
 	defer c.mu.Unlock()

@@ -11,11 +11,11 @@ import (
 	"tandem/kvstate/prefixindex"
 )
 
-// ErrMalformed says that a payload is no batch of KV events.
+// ErrMalformed means that a payload is not a batch of KV events.
 var ErrMalformed = errors.New("kvevents: not a batch of KV events")
 
-// Decoder reads batches of events. Its zero value is ready; it keeps what it learned about an engine's groups of KV
-// cache, so each publisher has one of its own. It is used by one goroutine at a time.
+// Decoder decodes batches of events. Its zero value is ready. It remembers the engine's groups of KV cache, so each
+// publisher needs its own. Only one goroutine may use it at a time.
 type Decoder struct {
 	events []prefixindex.BlockEvent
 	words  []uint64 // keys and blocks of the events
@@ -25,14 +25,14 @@ type Decoder struct {
 	Stats  DecoderStats
 }
 
-// DecoderStats are what a decoder has read, ever.
+// DecoderStats are the totals of a decoder.
 type DecoderStats struct {
 	Events  uint64
-	Ignored uint64 // events of kinds or groups that say nothing about prefixes
-	Partial uint64 // stored events whose tokens do not make up their blocks, as hybrid models send them: not used
+	Ignored uint64 // events of kinds or groups that do not concern prefixes
+	Partial uint64 // stored events whose tokens do not fill their blocks, as hybrid models send them: not used
 }
 
-// Batch is what one message holds. It is good until the decoder reads the next.
+// Batch is the content of one message. It is valid until the decoder reads the next.
 type Batch struct {
 	Time   float64 // seconds since 1970, by the engine's clock
 	Rank   int     // data-parallel rank, -1 if absent
@@ -68,7 +68,7 @@ func (d *Decoder) Batch(payload []byte) (Batch, error) {
 	return batch, nil
 }
 
-// rawEvent is an event as it stands in the payload: where its fields are.
+// rawEvent has the positions of an event's fields in the payload.
 type rawEvent struct {
 	kind      []byte
 	hashes    int // offsets in the payload; 0: absent
@@ -139,7 +139,7 @@ func (e *rawEvent) named(key []byte) *int {
 	return nil
 }
 
-// event reads one event and, if it says something about prefixes, appends it to d.events.
+// event decodes one event and, if it concerns prefixes, appends it to d.events.
 func (d *Decoder) event(c *cursor) {
 	var e rawEvent
 	if c.isArray() {
@@ -259,7 +259,7 @@ func (d *Decoder) blocks(c *cursor, e *rawEvent, out *prefixindex.BlockEvent) {
 	out.Blocks = d.words[from:len(d.words):len(d.words)]
 }
 
-// lora is the adapter's name; of engines that tell a number only, a name that no request can ask for.
+// lora is the adapter's name; for engines that send only a number, a name that no request can ask for.
 func (d *Decoder) lora(c *cursor, e *rawEvent) []byte {
 	if e.loraName != 0 {
 		f := c.field(e.loraName)
@@ -273,8 +273,8 @@ func (d *Decoder) lora(c *cursor, e *rawEvent) []byte {
 	return nil
 }
 
-// readExtras folds the extra keys of each block. The adapter's name is among them in some releases; it counts once. A
-// string is a cache salt, or what stands for an image; what is not a string is folded as it was written.
+// readExtras folds the extra keys of each block. In some releases the adapter's name is among them; it counts once.
+// A string is a cache salt, or identifies an image; other values are folded as written.
 func (d *Decoder) readExtras(c *cursor, e *rawEvent, lora []byte, blocks int) {
 	d.extras = append(d.extras[:0], make([]uint64, blocks)...)
 	if e.extraKeys == 0 {
@@ -317,9 +317,9 @@ func (d *Decoder) removed(c *cursor, e *rawEvent) bool {
 	return true
 }
 
-// counts reports whether an event is about the group of KV cache by which prefixes are counted. Hybrid models have
-// several: those with a sliding window or a recurrent state hold only the end of a prompt. The first other one is
-// the one that counts.
+// counts reports whether an event belongs to the group of KV cache by which prefixes are counted. Hybrid models
+// have several groups: those with a sliding window or a recurrent state hold only the end of a prompt. The first
+// group without either is the one that counts.
 func (d *Decoder) counts(c *cursor, e *rawEvent, stored bool) bool {
 	if e.window != 0 {
 		return false

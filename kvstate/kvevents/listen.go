@@ -29,7 +29,7 @@ type accepted struct {
 	done  chan struct{} // closed when it has been served
 }
 
-// firstMessage is how long a publisher may be silent before we know who it is. An engine that serves nobody says
+// firstMessage is how long a publisher may be silent before it is identified. An engine without requests sends
 // nothing.
 const (
 	firstMessage = time.Hour
@@ -42,7 +42,7 @@ type listening struct {
 	stop   func()
 }
 
-// lookListeners begins to listen for pools that are new, and ends it for those that have left or changed.
+// lookListeners starts to listen for new pools, and stops for those that have left or changed.
 func (c *Collector) lookListeners(ctx context.Context) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -81,7 +81,7 @@ func (c *Collector) listen(ctx context.Context, pool string, source Source) erro
 	return nil
 }
 
-// accept finds out who has connected and hands the connection to its subscription, until it ends.
+// accept identifies the publisher of a connection and passes the connection to its subscription, until it ends.
 func (c *Collector) accept(ctx context.Context, pool, topic string, conn *zmtp.Conn) error {
 	if err := conn.Subscribe(topic); err != nil {
 		return err
@@ -112,7 +112,7 @@ func (c *Collector) accept(ctx context.Context, pool, topic string, conn *zmtp.C
 	return nil
 }
 
-// whose finds the subscription to which a first message belongs; nil if there is none.
+// whose finds the subscription of a first message; nil if there is none.
 func (c *Collector) whose(pool string, frames [][]byte, from net.Addr) *subscription {
 	topic, _, payload, ok := batchOf(frames)
 	if !ok {

@@ -47,7 +47,7 @@ func (c *cursor) number(n int) uint64 {
 	return v
 }
 
-// null takes a nil, if that is what comes.
+// null reads a nil, if there is one.
 func (c *cursor) null() bool {
 	if !c.bad && c.at < len(c.b) && c.b[c.at] == 0xc0 {
 		c.at++

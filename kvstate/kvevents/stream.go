@@ -11,7 +11,7 @@ import (
 	"tandem/kvstate/prefixindex"
 )
 
-// Sink takes what one publisher reports, in order. A [prefixindex.Feed] is one.
+// Sink receives the reports of one publisher, in order. A [prefixindex.Feed] is one.
 type Sink interface {
 	Apply(events []prefixindex.BlockEvent)
 	Clear() // everything reported before is void
@@ -61,8 +61,8 @@ type counters struct {
 	batches, events, malformed, gaps, recovered, lost, restarts, forwarded atomic.Uint64
 }
 
-// connected is called when a connection stands and all that is published from now on is received: it brings in what was
-// missed.
+// connected is called when a connection is established and everything published from now on is received: it fetches
+// what was missed.
 func (s *stream) connected(ask replay) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -125,7 +125,7 @@ func (s *stream) replayed(seq uint64, payload []byte) {
 	switch {
 	case s.known && seq < s.next:
 		return
-	case s.known && seq > s.next: // what is between is not kept any more
+	case s.known && seq > s.next: // the batches between are not kept any more
 		s.count.lost.Add(1)
 		s.sink.Clear()
 	}
@@ -168,7 +168,7 @@ func (s *stream) take(seq uint64, payload []byte, ask replay) {
 	case !s.known:
 		s.known, s.next = true, 0
 		if seq > 0 && s.asking(ask, 0, s.replayed) != nil || s.next < seq {
-			s.next = seq // what was before is not known, and need not be
+			s.next = seq // earlier reports are unknown, and not needed
 		}
 	case seq > s.next:
 		s.closeGap(seq, ask)
@@ -181,7 +181,7 @@ func (s *stream) take(seq uint64, payload []byte, ask replay) {
 	}
 }
 
-// position notes the number of the publisher's next batch: those before were published.
+// position records the number of the publisher's next batch: all before it were published.
 func (s *stream) position(next uint64, ask replay) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -190,7 +190,7 @@ func (s *stream) position(next uint64, ask replay) {
 	}
 }
 
-// closeGap brings in what is missing before batch seq, or forgets everything.
+// closeGap fetches the batches missing before seq, or forgets everything.
 func (s *stream) closeGap(seq uint64, ask replay) {
 	s.count.gaps.Add(1)
 	if err := s.asking(ask, s.next, s.replayed); err == nil && s.next >= seq {
@@ -246,7 +246,7 @@ func (s *stream) isLoaded() bool {
 	return !s.joining || s.known
 }
 
-// join ends the joining: batches that were kept, and those that the publisher keeps, continue the feed that was loaded.
+// join ends joining: the batches that were kept, and those that the publisher keeps, continue the loaded feed.
 func (s *stream) join(ask replay) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()

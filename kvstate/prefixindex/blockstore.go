@@ -16,7 +16,7 @@ type blockStore struct {
 	sets   setStore
 
 	free    []uint32 // numbers given back, last out first
-	used    uint32   // numbers ever given out; 0 stands for no block
+	used    uint32   // numbers ever assigned; 0 is no block
 	blocks  int      // now
 	deleted int      // slots of the table that are neither full nor empty
 }
@@ -24,15 +24,15 @@ type blockStore struct {
 // block is one block of one or more prompts.
 type block struct {
 	hash atomic.Uint64 // of it and everything before; 0: the number is free
-	rest atomic.Uint64 // the number of the block before, 0 for none, <<32 | who holds it (see setStore)
+	rest atomic.Uint64 // the number of the block before, 0 for none, <<32 | its holders (see setStore)
 }
 
 const chunkBlocks = 1 << 12
 
-// blockChunk is a number of blocks, and a tally of each: how many hold it <<16 | the exclusive or of their slots.
-// Who holds a block stands in its holders, but those are scattered over the memory. Of two blocks of which one
-// follows the other, equal tallies say that the same members hold both, and where one member less holds the second,
-// the difference says which.
+// blockChunk is an array of blocks, with a tally of each: the number of holders <<16 | the exclusive or of their
+// slots. The holders themselves are stored elsewhere in memory, which costs cache misses. If two consecutive blocks
+// have equal tallies, the same members hold both; if one member less holds the second, the difference of the
+// tallies is its slot.
 type blockChunk struct {
 	blocks  [chunkBlocks]block
 	tallies [chunkBlocks]atomic.Uint32
@@ -52,7 +52,7 @@ func (b *blockStore) at(id uint32) *block {
 	return &(*b.chunks.Load())[id/chunkBlocks].blocks[id%chunkBlocks]
 }
 
-// setHolders says who holds block id.
+// setHolders sets the holders of block id.
 func (b *blockStore) setHolders(id, holders uint32) {
 	n := b.at(id)
 	if rest := n.rest.Load(); uint32(rest) != holders {
@@ -60,8 +60,8 @@ func (b *blockStore) setHolders(id, holders uint32) {
 	}
 }
 
-// joining counts a member in who is about to be among the holders of block id, and left one out who was: so whoever a
-// reader finds there is counted.
+// joining counts a member before it is added to the holders of block id, and left uncounts one after it was
+// removed: so every holder that a reader finds is counted.
 func (b *blockStore) joining(id uint32, slot int) {
 	t := b.tally(id)
 	t.Store((t.Load() + 1<<16) ^ uint32(slot))
@@ -82,7 +82,7 @@ func (b *blockStore) find(hash uint64, near uint32) uint32 {
 	return r.find(hash, near+1)
 }
 
-// add makes a block that is held by nobody yet.
+// add creates a block without holders.
 func (b *blockStore) add(hash uint64, parent uint32) uint32 {
 	id := b.number()
 	n := b.at(id)
@@ -108,13 +108,13 @@ func (b *blockStore) number() uint32 {
 	id := b.used
 	b.used++
 	if chunks := *b.chunks.Load(); int(id/chunkBlocks) == len(chunks) {
-		chunks = append(chunks, new(blockChunk)) // readers of the old slice do not look behind its end
+		chunks = append(chunks, new(blockChunk)) // readers of the old slice do not read beyond its end
 		b.chunks.Store(&chunks)
 	}
 	return id
 }
 
-// remove forgets a block that nobody holds any more.
+// remove removes a block without holders.
 func (b *blockStore) remove(id uint32) {
 	n := b.at(id)
 	if b.table.Load().remove(n.hash.Load(), id) {
@@ -127,7 +127,7 @@ func (b *blockStore) remove(id uint32) {
 	b.blocks--
 }
 
-// reading is what a reader sees of a store: a moment's table and chunks.
+// reading is a reader's view of a store: the table and chunks at one moment.
 type reading struct {
 	chunks []*blockChunk
 	table  []tableGroup

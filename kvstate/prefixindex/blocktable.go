@@ -6,11 +6,11 @@ import (
 )
 
 // blockTable finds numbers by hash: open addressing in groups of eight slots. Entries never move, so readers cannot
-// miss one that stays.
+// miss an existing one.
 type blockTable struct{ groups []tableGroup }
 
 // tableGroup has a control byte for each slot: 0 empty, 1 deleted, else 0x80 and seven bits of the hash. The
-// numbers stand beside them, where one access to memory mostly brings both.
+// numbers are next to them, so one memory access usually reads both.
 type tableGroup struct {
 	control atomic.Uint64
 	ids     [groupSlots]atomic.Uint32
@@ -25,7 +25,7 @@ const (
 
 func newBlockTable(groups int) *blockTable { return &blockTable{make([]tableGroup, groups)} }
 
-// room is how many slots may be taken: with more, searches become long.
+// capacity is the largest number of used slots: with more, searches become long.
 func (t *blockTable) capacity() int { return len(t.groups) * (groupSlots - 1) }
 
 // rebuild makes a table that is four fifths full: a larger one, or one as large where the old one has deleted
@@ -34,7 +34,7 @@ func (b *blockStore) rebuild(old *blockTable) *blockTable {
 	return b.move(old, max(len(old.groups), (b.blocks+1)*5/(4*groupSlots)+1))
 }
 
-// reserve makes room in the table for so many blocks in all, which is less work at once than step by step.
+// reserve grows the table to so many blocks in all, which is cheaper at once than step by step.
 func (b *blockStore) reserve(blocks int) {
 	if old := b.table.Load(); blocks > old.capacity() {
 		b.move(old, blocks/(groupSlots-1)+1)
@@ -93,7 +93,7 @@ func (t *blockTable) remove(hash uint64, id uint32) (leftMark bool) {
 				continue
 			}
 			mark := uint64(1)
-			if matching(w, 0) != 0 { // no search goes on behind a group that has an empty slot
+			if matching(w, 0) != 0 { // a search ends at a group with an empty slot
 				mark = 0
 			}
 			g.control.Store(w&^(0xff<<shift) | mark<<shift)
@@ -137,7 +137,7 @@ func (r *reading) find(hash uint64, guess uint32) uint32 {
 	return 0
 }
 
-// findAtOnce is how many blocks findAll finds at most.
+// findAtOnce is the largest number of blocks that findAll finds.
 const findAtOnce = 16
 
 // findAll is find for several blocks. It asks for the memory of each step for all of them before it takes the next,

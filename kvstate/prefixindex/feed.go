@@ -41,7 +41,7 @@ type FeedStats struct {
 	Clears          uint64
 	Unusable        uint64 // blocks stored that could not be recorded: copies of unknown blocks, or no capacity left
 	Held            int    // blocks now, orphans included
-	Orphans         int    // blocks now whose predecessor is unknown or gone
+	Orphans         int    // current blocks whose predecessor is unknown or gone
 }
 
 // Feed takes the KV events of one publisher: an engine, or one data-parallel rank of it. A stored block counts as
@@ -85,7 +85,7 @@ func (f *Feed) Stats() FeedStats { return *f.shown.Load() }
 // Clear forgets all blocks: the engine has restarted, or events were lost for good.
 func (f *Feed) Clear() { f.Apply([]BlockEvent{{Kind: AllBlocksCleared}}) }
 
-// blocksAtOnce is how many blocks are written before the lock is offered to others.
+// blocksAtOnce is how many blocks are written before others may take the lock.
 const blocksAtOnce = 256
 
 // Apply records events, in the order in which the engine sent them.
@@ -210,8 +210,8 @@ func (f *Feed) copied(e *BlockEvent) {
 	}
 }
 
-// renamed releases a block that had this name, or forgets the other name of this block: engines whose hashes are small
-// numbers reuse them. It reports whether that took the parent of the block that is about to be stored.
+// renamed releases a block that had this name, or removes this block's other name: engines whose hashes are small
+// numbers reuse them. It reports whether that removed the parent of the block that is about to be stored.
 func (f *Feed) renamed(key, hash uint64, parent uint32) (orphaned bool) {
 	if old, ok := f.keys.get(key); ok && f.x.store.at(old).hash.Load() != hash {
 		f.keys.remove(key)
@@ -228,7 +228,7 @@ func (f *Feed) renamed(key, hash uint64, parent uint32) (orphaned bool) {
 	return !held
 }
 
-// hold notes a block whose predecessors are held.
+// hold records a block whose predecessors are held.
 func (f *Feed) hold(key, hash uint64, parent, media uint32) uint32 {
 	if len(f.orphans) > 0 {
 		if a, ok := f.orphans[key]; ok {

@@ -6,7 +6,7 @@ import (
 	"sort"
 )
 
-// FeedSnapshot is a copy of what a feed held at a moment, for a replica that has to catch up.
+// FeedSnapshot is a copy of a feed at one moment, for a replica that starts.
 type FeedSnapshot struct {
 	blocks  []heldBlock // by id
 	orphans []namedOrphan
@@ -24,7 +24,7 @@ type namedOrphan struct {
 	orphan
 }
 
-// Snapshot copies what the feed holds. The index is locked for a part at a time: only others' blocks change meanwhile.
+// Snapshot copies the feed. It locks the index for a part at a time; only other members' blocks change meanwhile.
 func (f *Feed) Snapshot() *FeedSnapshot {
 	c := &FeedSnapshot{blocks: make([]heldBlock, 0, f.keys.n), size: f.size}
 	f.x.writing.Lock()
@@ -52,9 +52,9 @@ func (f *Feed) Snapshot() *FeedSnapshot {
 	return c
 }
 
-// Each calls f with events that make a new feed hold the same: each block after its predecessors. An event is good
-// until the next. Orphans behind a block that the engine has evicted are left out: if it computes that one again, a
-// feed made of these events learns of them when the engine stores them again.
+// Each calls f with events that make a new feed equal: each block after its predecessors. An event is valid until
+// the next. Orphans after a block that the engine has evicted are left out; if the engine computes that block
+// again, the new feed learns of them when the engine stores them again.
 func (c *FeedSnapshot) Each(f func(*BlockEvent)) {
 	for _, name := range c.loras {
 		f(&BlockEvent{Kind: BlocksStored, LoRA: []byte(name), BlockSize: c.size})

@@ -23,7 +23,7 @@ func (x *Index) Chain(dst []uint64, last uint64, most int) []uint64 {
 		hashes = append(hashes, n.hash.Load())
 		id = uint32(n.rest.Load() >> 32)
 	}
-	// forgotten while we read: those before it may have been too
+	// removed while we read: those before it may have been, too
 	if r.at(first).hash.Load() != last || slices.Contains(hashes, 0) {
 		return nil
 	}
@@ -31,7 +31,7 @@ func (x *Index) Chain(dst []uint64, last uint64, most int) []uint64 {
 	return hashes
 }
 
-// Lookup finds how many leading blocks of a prompt each of some candidates holds. It is reused: a look-up allocates
+// Lookup finds how many leading blocks of a prompt each of some candidates holds. It is reused: it allocates
 // nothing once it has grown. The zero value is ready.
 type Lookup struct {
 	depth  []int32  // by candidate
@@ -79,14 +79,14 @@ func (l *Lookup) run(w *walk, at blockAt) {
 	}
 }
 
-// changesAtOnce is how many changes of holders are found before the holders are read: these are scattered over the
-// memory, so one wait serves several.
+// changesAtOnce is how many changes of holders are collected before the holders are read: they are scattered in
+// memory, so that one wait serves several.
 const changesAtOnce = 8
 
 // change is a pair of neighbouring blocks with different holders.
 type change struct{ before, at blockAt }
 
-// one handles a change where a single member drops out and the tallies say which one: the holders of the block
+// one handles a change in which a single member drops out and the tallies identify it. The holders of the block
 // before must not have changed since its tally was read.
 func (l *Lookup) one(w *walk, before, at blockAt) bool {
 	if !l.known || before.tally>>16-at.tally>>16 != 1 || w.tally(before.id) != before.tally {
@@ -96,7 +96,7 @@ func (l *Lookup) one(w *walk, before, at blockAt) bool {
 	return true
 }
 
-// changes drops the members that do not hold the blocks behind some changes, and reports whether any is left.
+// changes drops the members that do not hold the blocks after some changes, and reports whether any is left.
 func (l *Lookup) changes(w *walk, found []change) bool {
 	for i := range found {
 		w.touch(found[i].at.id)

@@ -64,12 +64,12 @@ func (s *setStore) give(at uint32, n int) {
 	s.free[n] = append(s.free[n], at)
 }
 
-// listWords is how many words a list of n holders takes, its first word included: a power of two.
+// listWords returns the number of words of a list of n holders, including the first word: a power of two.
 func listWords(n int) int { return max(4, 1<<bits.Len(uint(n))) }
 
 func denseWords(groups int) int { return 2 + groups + groups*16 }
 
-// maxList is how many holders are a list: beyond that the dense form is not larger than 8 words a holder.
+// maxList is the largest number of holders in a list: with more, the dense form is no larger.
 func (s *setStore) maxList() int { return max(31, s.groups*4) }
 
 // state is the state of a member and a block that it holds.
@@ -107,7 +107,7 @@ func (s *setStore) position(at, head uint32, slot int) uint32 {
 	return 0
 }
 
-// put adds a member to holders, or changes its state, and returns what holders is then.
+// put adds a member to holders, or changes its state, and returns the new holders.
 func (s *setStore) put(holders uint32, slot int, state uint32) uint32 {
 	word := uint32(slot+1)<<stateBits | state
 	switch {
@@ -208,7 +208,8 @@ func (s *setStore) growDense(at, head uint32, groups int) uint32 {
 	return grown
 }
 
-// drop takes a member out of holders and returns what is left. It is not there if holders does not change.
+// drop removes a member from holders and returns the new ones. If holders is unchanged, the member was not among
+// them.
 func (s *setStore) drop(holders uint32, slot int) uint32 {
 	if holders&isSet == 0 {
 		if holders>>stateBits == uint32(slot+1) {
@@ -265,8 +266,8 @@ func (s *setStore) dropDense(at, head uint32, slot int) uint32 {
 	return isSet | list
 }
 
-// setAt is the set at an address and what comes behind it, as a reader sees it: nothing, where it is newer than the
-// reading. A set that is given to another block meanwhile is nonsense, which the caller finds out.
+// setAt returns the set at an address, and the words after it, for a reader: nothing if it is newer than the
+// reading. If the set is given to another block meanwhile its content is meaningless, which the caller detects.
 func (r *reading) setAt(at uint32) []atomic.Uint32 {
 	if int(at/chunkWords) >= len(r.sets) {
 		return nil
@@ -274,7 +275,7 @@ func (r *reading) setAt(at uint32) []atomic.Uint32 {
 	return r.sets[at/chunkWords][at%chunkWords:]
 }
 
-// among sets the bit in mask of everyone in holders, which are one or a list, who has one there.
+// among sets the bits in mask of all members of holders, which are one or a list, that have one there.
 func among(holders uint32, set []atomic.Uint32, mask []uint64) {
 	if holders&isSet == 0 {
 		setBit(mask, int(holders>>stateBits)-1)
@@ -286,7 +287,7 @@ func among(holders uint32, set []atomic.Uint32, mask []uint64) {
 }
 
 func setBit(mask []uint64, i int) {
-	if w := uint(i) / 64; w < uint(len(mask)) { // nobody is -1, and so beyond any mask
+	if w := uint(i) / 64; w < uint(len(mask)) { // a missing slot is -1, and so beyond any mask
 		mask[w] |= 1 << (uint(i) % 64)
 	}
 }

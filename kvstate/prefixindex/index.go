@@ -47,7 +47,8 @@ type Limits struct {
 	TTL          time.Duration // of routed prompts that are not asked for again
 }
 
-// BytesPerEntry is what a block and one member that holds it take at most, all tables included (BenchmarkIndexMemory).
+// BytesPerEntry is the largest size of a block and one member that holds it, all tables included
+// (BenchmarkIndexMemory).
 const BytesPerEntry = 40
 
 // member holds blocks.
@@ -60,8 +61,8 @@ type member struct {
 	limit   int
 	ttl     time.Duration // 0: for ever
 	fresh   bool
-	keeps   atomic.Int64 // blocks to remember of what is routed, at most
-	fits    atomic.Int64 // blocks that the engine seems to keep, learned from what it reports; 0: nothing learned
+	keeps   atomic.Int64 // routed blocks to remember, at most
+	fits    atomic.Int64 // blocks that the engine appears to keep, learned from its reports; 0: nothing learned
 	began   time.Time    // the current generation
 	list    []uint32     // blocks held, earlier ones of a prompt before later ones; a feed's are in feed.keys
 	feed    *Feed        // nil: routed prompts
@@ -72,7 +73,8 @@ func New(limits Limits) *Index {
 	return &Index{store: newBlockStore(), limits: limits, parts: 1}
 }
 
-// join makes a member for routed prompts (feed is nil) or for a feed. It is gone at once if the index has no slot left.
+// join creates a member for routed prompts (feed is nil) or for a feed. Without a free slot in the index the member
+// is gone at once.
 func (x *Index) join(feed *Feed) *member {
 	return x.admit(&member{feed: feed, began: time.Now()})
 }
@@ -114,8 +116,8 @@ func (x *Index) limit(m *member) {
 	m.limit = max(min(m.limit, x.limits.MaxBytes/BytesPerEntry/x.parts), 2)
 }
 
-// learn corrects how much an engine is taken to keep, by what it found of a prompt in its cache: a little more if
-// the index was right, an eighth less if it promised blocks that were gone.
+// learn corrects how much an engine is thought to keep, by its cached tokens of a prompt: a little more if the
+// index was right, an eighth less if the index expected blocks that were gone.
 func (m *member) learn(promised, found, slack int64) {
 	fits, most := m.fits.Load(), m.keeps.Load()
 	if fits == 0 {
@@ -126,13 +128,13 @@ func (m *member) learn(promised, found, slack int64) {
 	} else if promised > 0 {
 		fits += fits/64 + 1
 	}
-	m.fits.Store(min(max(fits, minFits), most)) // two who race here lose a step
+	m.fits.Store(min(max(fits, minFits), most)) // concurrent callers lose a step
 }
 
-// minFits is how many blocks an engine is always taken to keep: the longest prompt, roughly.
+// minFits is the least number of blocks that an engine is thought to keep: roughly the longest prompt.
 const minFits = 512
 
-// capacity is how many blocks the member may hold now.
+// capacity returns how many blocks the member may hold now.
 func (m *member) capacity() int {
 	if fits := m.fits.Load(); fits > 0 {
 		return min(m.limit, int(fits))
@@ -140,18 +142,17 @@ func (m *member) capacity() int {
 	return m.limit
 }
 
-// freshMember holds the prompts routed to an owner in the last moments, beside the member that remembers them for
-// longer: the engine will report these blocks, but has not had the time yet.
+// freshMember holds the prompts routed to an owner in the last moments, in addition to the member that remembers
+// them for longer: the engine will report these blocks, but has not had the time yet.
 type freshMember struct {
 	m    *member
 	slot []int32
 }
 
-// freshTTL is how long an engine may take from receiving a prompt to reporting its blocks, and until it is noticed
-// that it does not.
+// freshTTL is how long an engine may take from receiving a prompt to reporting its blocks.
 const freshTTL = 20 * time.Second
 
-// leave forgets a member. It costs what the member holds.
+// leave removes a member. Its cost grows with the number of its blocks.
 func (x *Index) leave(m *member) {
 	x.writing.Lock()
 	defer x.unlock()
@@ -212,7 +213,7 @@ func (x *Index) add(m *member, hashes []uint64) {
 	x.unlock()
 }
 
-// unlock writes what was queued meanwhile and gives the lock back.
+// unlock writes what was queued meanwhile and releases the lock.
 func (x *Index) unlock() {
 	for {
 		x.queue.drain(x.write)
@@ -250,7 +251,7 @@ func (x *Index) Stats() Stats {
 	return s
 }
 
-// Blocks is how many different blocks the index has.
+// Blocks returns the number of different blocks in the index.
 func (x *Index) Blocks() int {
 	x.writing.Lock()
 	defer x.unlock()
@@ -310,7 +311,7 @@ func (q *routedQueue) drain(write func(*member, []uint64)) {
 	}
 }
 
-// TokenBlockSizes are the block sizes of the engines whose KV events are received; none if there are no feeds.
+// TokenBlockSizes returns the block sizes of the engines with feeds.
 func (x *Index) TokenBlockSizes() []int {
 	if sizes := x.sizes.Load(); sizes != nil {
 		return *sizes

@@ -2,25 +2,24 @@ package prefixindex
 
 import "math/bits"
 
-// keyTable maps the engine's name of a block (its hash) to our number of it: linear probing, 12 bytes a slot, 91 to
-// 93 per cent full while it grows. Keys are mixed, and stand in their order: so one that is not there is missed as
-// soon as a larger one is met, and a larger table, which is filled in one pass, costs little enough to grow in
-// small steps.
+// keyTable maps the engine's name of a block (its hash) to our number: linear probing, 12 bytes a slot, 91 to 93
+// per cent full while it grows. Keys are mixed and sorted, so a search ends at the first larger key, and a larger
+// table is filled in one pass, which makes growing in small steps cheap.
 type keyTable struct {
 	keys  []uint64 // mixed; 0: empty
 	ids   []uint32
-	homes int // slots where keys belong; some more behind take what the last of these have no room for
+	homes int // slots for keys' home positions; some more after them take the overflow of the last
 	n     int
 }
 
 const (
-	// zeroKey stands for the key 0, which some simulator may well use.
+	// zeroKey replaces the key 0, which some simulator may use.
 	zeroKey = 0x2545f4914f6cdd1d
 
 	keyMix   = 0x9e3779b97f4a7c15
 	keyUnmix = 0xf1de83e19937733d // keyMix * keyUnmix = 1
 
-	keyTail = 64 // slots behind the homes
+	keyTail = 64 // slots after the homes
 )
 
 func mixedKey(key uint64) uint64 {
@@ -82,7 +81,7 @@ func (t *keyTable) empty(i int) int {
 	return i
 }
 
-// resize gives the table other numbers of slots; of those behind the homes it takes more if it must.
+// resize changes the number of slots, and adds slots after the homes if needed.
 func (t *keyTable) resize(homes, tail int) {
 	old := *t
 	t.homes, t.keys, t.ids = homes, make([]uint64, homes+tail), make([]uint32, homes+tail)
@@ -128,7 +127,7 @@ func (t *keyTable) each(f func(key uint64, id uint32)) {
 	}
 }
 
-// keep drops entries whose block is not held any more.
+// keep removes entries whose block is not held any more.
 func (t *keyTable) keep(held func(id uint32) bool) {
 	for i, mixed := range t.keys {
 		if mixed != 0 && !held(t.ids[i]) {

@@ -12,7 +12,7 @@ type orphan struct {
 	hashed bool
 }
 
-// addOrphan notes a block whose parent, by the engine's name, is not held.
+// addOrphan records a block whose parent, by the engine's name, is not held.
 func (f *Feed) addOrphan(key, parent, block uint64, media uint32) {
 	if id, ok := f.keys.get(key); ok { // the engine has it already, at a place that is known
 		if state, held := f.x.stateOf(f.m, id); held {
@@ -40,7 +40,7 @@ func (f *Feed) addOrphan(key, parent, block uint64, media uint32) {
 	}
 }
 
-// hashChildren computes our hashes of orphans behind one whose own hash is known now.
+// hashChildren computes our hashes of the orphans that follow one whose own hash is known now.
 func (f *Feed) hashChildren(key, hash uint64) {
 	for _, child := range slices.Clone(f.byKey[key]) {
 		if a, ok := f.orphans[child]; ok && !a.hashed {
@@ -83,7 +83,7 @@ func (f *Feed) dropOrphan(key uint64, a orphan) {
 	}
 }
 
-// attach holds the orphans behind the block just stored, and those behind them.
+// attach holds the orphans that follow the block just stored, and their followers.
 func (f *Feed) attach(key, hash uint64, id uint32) {
 	if len(f.orphans) == 0 {
 		return

@@ -21,7 +21,7 @@ func (x *Index) Join(o *Owner) {
 	o.own[0] = int32(o.routed.slot)
 }
 
-// Leave forgets what was routed to the owner. Its feeds are closed by those who opened them.
+// Leave forgets the routed prompts of the owner. Whoever opened its feeds closes them.
 func (o *Owner) Leave() {
 	o.index.leave(o.routed)
 	o.leaveFresh()
@@ -49,7 +49,7 @@ func (o *Owner) Learn(promised, found, slack int64) {
 	o.routed.learn(promised, found, slack)
 }
 
-// Keeps sets how many blocks to remember of what is routed to the owner, as far as there is memory.
+// Keeps sets how many routed blocks to remember, as far as there is memory.
 func (o *Owner) Keeps(blocks int) {
 	m, keeps := o.routed, max(int64(blocks), minFits)
 	if old := m.keeps.Swap(keeps); old == keeps {
@@ -155,8 +155,8 @@ func (x *Index) nextPart(m *member, part []uint64, ids []uint32) (parent uint64,
 
 const snapshotPart = 4096 // blocks
 
-// Load notes that the owner holds blocks of a prompt behind the one with the hash parent: a part of
-// [Owner.EachBlock] of another replica. If that one is not known, or the owner is full, it notes nothing.
+// Load records that the owner holds blocks of a prompt after the one with the hash parent: a part of
+// [Owner.EachBlock] of another replica. If the parent is unknown, or the owner is full, it does nothing.
 func (o *Owner) Load(parent uint64, hashes []uint64) {
 	x, m := o.index, o.routed
 	x.writing.Lock()

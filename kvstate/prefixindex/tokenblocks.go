@@ -7,12 +7,13 @@ import (
 	"github.com/cespare/xxhash/v2"
 )
 
-// Hashes of token blocks. They are ours: neither an engine's seed nor its hash function matters, for events carry
-// the token ids. All replicas of a release make the same ones. What an engine keeps apart is in the hash: the LoRA
-// adapter and the block size from the start, the cache salt and what stands for media in the blocks that they
-// belong to.
+// Hashes of token blocks. They are ours: events contain the token ids, so neither the engine's seed nor its hash
+// function matters. All replicas of a release compute the same. What separates prompts in an engine is part of the
+// hash: the LoRA adapter and the block size from the start, the cache salt and the identity of media in the blocks
+// that they belong to.
 
-// TokenRoot is what the first block of every prompt is chained to. lora is the adapter's name, "" for the base model.
+// TokenRoot returns the hash that the first block of every prompt is chained to. lora is the adapter's name, "" for
+// the base model.
 func TokenRoot(lora string, blockSize int) uint64 {
 	return ChainTokenBlock(uint64(blockSize)*0x9E3779B97F4A7C15, xxhash.Sum64String(lora))
 }
@@ -21,12 +22,12 @@ func TokenRoot(lora string, blockSize int) uint64 {
 // keys of the block, folded with [FoldExtraKey] (0: none).
 func TokenBlock(ids []byte, extra uint64) uint64 { return xxhash.Sum64(ids) ^ extra }
 
-// FoldExtraKey adds one of a block's extra keys to those before it: a cache salt, or what stands for an image.
+// FoldExtraKey adds one of a block's extra keys to those before it: a cache salt, or the identity of an image.
 func FoldExtraKey(extra uint64, key []byte) uint64 {
 	return bits.RotateLeft64(extra, 17)*0x9E3779B185EBCA87 + xxhash.Sum64(key) | 1
 }
 
-// SaltKey is what a request's cache_salt is as an extra key of its first block; 0 for none.
+// SaltKey returns the extra key of a request's cache_salt in its first block; 0 for none.
 func SaltKey(salt string) uint64 {
 	if salt == "" {
 		return 0

@@ -44,7 +44,7 @@ type learnedPrompt struct {
 // KnownTokens are the known token blocks at the beginning of a prompt. The zero value is none.
 type KnownTokens struct {
 	in         *learnedPrompt
-	TextBlocks int // leading text blocks of the prompt whose tokens are known
+	TextBlocks int // leading text blocks of the prompt with known tokens
 	Tokens     int // in those
 }
 
@@ -104,8 +104,8 @@ func (m *TokenMemory) Learn(text TextPrompt, sizes []int, prompt *TokenPrompt) (
 	return l.beyond(known, text.BlockBytes, text.Bytes, len(prompt.IDs)), true
 }
 
-// LearnedTokens is what one replica has learned of a prompt, as other replicas receive it: the part beyond a prompt
-// that was known before.
+// LearnedTokens is what one replica has learned of a prompt, for other replicas: the part after a prompt that was
+// known before.
 type LearnedTokens struct {
 	Prompt     uint64 // hash of its last text block
 	BlockBytes int    // in each of its text blocks
@@ -114,15 +114,15 @@ type LearnedTokens struct {
 	Blocks     []LearnedBlocks
 }
 
-// LearnedBlocks are the hashes of a prompt's token blocks of one size. The first is one that was known, unless From
-// is 0: a replica that has another one there knows another prompt.
+// LearnedBlocks are the hashes of a prompt's token blocks of one size. The first is a known one, unless From is 0:
+// a replica with another hash there knows another prompt.
 type LearnedBlocks struct {
 	Size   int
 	From   int
 	Hashes []uint64
 }
 
-// beyond is the part of a prompt behind the known one that it continues.
+// beyond returns the part of a prompt after the known prompt that it continues.
 func (l *learnedPrompt) beyond(known KnownTokens, blockBytes, promptBytes, tokens int) LearnedTokens {
 	out := LearnedTokens{Prompt: l.text[len(l.text)-1], BlockBytes: blockBytes, Bytes: promptBytes, Tokens: tokens}
 	for i, size := range l.sizes {
@@ -136,7 +136,7 @@ func (l *learnedPrompt) beyond(known KnownTokens, blockBytes, promptBytes, token
 	return out
 }
 
-// Prompts is how many prompts are known.
+// Prompts returns the number of known prompts.
 func (m *TokenMemory) Prompts() int {
 	m.mu.RLock()
 	defer m.mu.RUnlock()
@@ -164,7 +164,7 @@ func (m *TokenMemory) Apply(text []uint64, in *LearnedTokens) {
 // MaxLearnedText bounds the text blocks of a prompt that another replica has learned.
 const MaxLearnedText = 1 << 14
 
-// learn records a prompt and returns what was known of it before; isNew is false if that was all.
+// learn records a prompt and returns what was known of it before; isNew is false if everything was.
 func (m *TokenMemory) learn(l *learnedPrompt, blockBytes, promptBytes, tokens int) (known KnownTokens, isNew bool) {
 	text := l.text
 	l.tokens = make([]int32, len(text))

@@ -17,18 +17,18 @@ import (
 // set, if that is hardly used. Readers and writers take no lock; a race may lose a count.
 type Uses struct {
 	began  time.Time
-	fading [8 * ticks / fadeStep]float32 // what is left of a count after so many times fadeStep ...
+	fading [8 * ticks / fadeStep]float32 // the rest of a count after so many times fadeStep ...
 	finer  [fadeStep]float32             // ... and so many ticks
 	sets   [1 << useSetBits]useSet
 }
 
-// UsesWindow is how far back uses are counted.
+// UsesWindow is the period over which uses are counted.
 const UsesWindow = time.Minute
 
 const (
 	useSetBits = 14 // sets of 64 bytes: 1 MiB
 	useWays    = 4
-	rareUses   = 1.5     // fewer uses are not shared ones: a block's first prompt, and one that has nearly faded
+	rareUses   = 1.5     // fewer uses do not count as shared: a block's first prompt, or one that has nearly faded
 	ticks      = 1 << 12 // in a window
 	useTick    = UsesWindow / ticks
 
@@ -42,8 +42,8 @@ type useSet [useWays]struct {
 	count atomic.Uint64 // a float32 <<32 | when it was last counted
 }
 
-// UseStep says that the blocks of a prompt before Blocks, and not before that of an earlier step, were in so many
-// recent prompts.
+// UseStep says in how many recent prompts the blocks of a prompt before Blocks are, from the Blocks of the step
+// before on.
 type UseStep struct {
 	Blocks int32
 	Uses   float32
@@ -142,8 +142,8 @@ func (u *Uses) Steps(dst []UseStep, hashes []uint64, now time.Time) []UseStep {
 	return dst
 }
 
-// of is how many prompts of a window have a block. A block that was first seen less than a window ago counts at its
-// rate so far, over no less than leastSeen.
+// of returns how many prompts of a window have a block. A block that was first seen less than a window ago counts
+// at its rate so far, over at least leastSeen.
 func (u *Uses) of(block uint64, tick uint32) float32 {
 	set, tag := u.set(block)
 	for i := range set {

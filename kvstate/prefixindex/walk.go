@@ -7,7 +7,7 @@ type walk struct {
 	ahead  ahead
 }
 
-// blockAt is a block of the prompt: its place there, its number, and its tally, which is 0 if nobody holds it.
+// blockAt is a block of the prompt: its position, its number, and its tally, which is 0 without holders.
 type blockAt struct {
 	depth int
 	id    uint32
@@ -37,12 +37,12 @@ func (r *reading) touch(id uint32) {
 	}
 }
 
-// cacheLine is how many words of a set come from memory at once.
+// cacheLine is how many words of a set one memory access reads.
 const cacheLine = 16
 
-// leap finds the next block with other holders (bad) and the block before it (good), in steps that grow and a
-// search within the last of them. The first step is as long as the leap before it. Behind the prompt's end is a
-// block that nobody holds.
+// leap finds the next block with other holders (bad) and the block before it (good), in growing steps and a search
+// within the last one. The first step is as long as the leap before it. After the prompt's end there is a block
+// without holders.
 func (w *walk) leap(from blockAt, step int) (good, bad blockAt) {
 	good, bad = from, blockAt{depth: len(w.hashes)}
 	if step <= shortLeap {
@@ -75,8 +75,8 @@ func (w *walk) try(depth int, guess uint32, good, bad *blockAt) {
 // shortLeap is up to where it is faster to look at one block after the other.
 const shortLeap = 16
 
-// stride looks at one block after the other up to about the one at end. found: good and bad are as leap has them;
-// else good is the last one that it looked at.
+// stride reads one block after the other up to about the one at end. If found, good and bad are as in leap; else
+// good is the last block read.
 func (w *walk) stride(from blockAt, end int) (good, bad blockAt, found bool) {
 	good, bad = from, blockAt{depth: len(w.hashes)}
 	for good.depth < end && !found {
@@ -116,8 +116,8 @@ func (b blockAt) plus(n int) blockAt {
 	return blockAt{b.depth + n, b.id + uint32(n), b.tally}
 }
 
-// ahead are blocks ahead whose numbers are not in a row: every fourth behind the one at depth from. Those between
-// are found from the next of them backwards, for every block has the number of the one before it.
+// ahead are later blocks whose numbers are not consecutive: every fourth after the one at depth from. The blocks
+// between are found backwards from the next of them, because every block has the number of the one before it.
 type ahead struct {
 	from int
 	ids  [findAtOnce]uint32
@@ -126,7 +126,8 @@ type ahead struct {
 
 const aheadStep = 4
 
-// apart is stride for blocks whose numbers are not in a row: to the next that is found without those between.
+// apart is stride for blocks whose numbers are not consecutive: it goes to the next block that can be found without
+// those between.
 func (w *walk) apart(from blockAt) (good, bad blockAt, found bool) {
 	if from.depth < w.ahead.from || from.depth >= w.ahead.from+w.ahead.n*aheadStep {
 		w.lookAhead(from.depth)
@@ -145,7 +146,7 @@ func (w *walk) apart(from blockAt) (good, bad blockAt, found bool) {
 	return good, bad, true
 }
 
-// lookAhead finds blocks behind the one at that depth.
+// lookAhead finds blocks after the one at that depth.
 func (w *walk) lookAhead(from int) {
 	var hashes [findAtOnce]uint64
 	n := 0

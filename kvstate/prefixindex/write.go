@@ -95,8 +95,8 @@ func (x *Index) countKid(m *member, parent uint32) {
 	}
 }
 
-// unhold forgets that a member holds a block, and the block itself if nobody else holds it. It returns the block
-// before.
+// unhold records that a member no longer holds a block, and removes the block if it has no other holder. It returns
+// the block before.
 func (x *Index) unhold(m *member, id uint32) (parent uint32) {
 	parent = uint32(x.store.at(id).rest.Load() >> 32)
 	state, _ := x.stateOf(m, id)
@@ -122,9 +122,9 @@ func (x *Index) dropHolder(m *member, id uint32) {
 	}
 }
 
-// nextGeneration begins a new generation and forgets the one before the current one. Blocks without followers go
+// nextGeneration starts a new generation and removes the one before the current one. Blocks without followers go
 // first, then those before them; a follower is never older than the block before it. A block with kidsMax followers
-// stays, as its count is not exact any more.
+// stays, because its count is not exact any more.
 func (x *Index) nextGeneration(m *member) {
 	m.each(func(id uint32) {
 		for id != 0 {
@@ -171,7 +171,7 @@ func (m *member) each(f func(id uint32)) {
 	}
 }
 
-// keep drops from the list of a member's blocks those that it no longer holds.
+// keep drops from a member's list the blocks that it no longer holds.
 func (m *member) keep(held func(id uint32) bool) {
 	if m.feed != nil {
 		m.feed.keys.keep(held)

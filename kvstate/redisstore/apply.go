@@ -101,8 +101,8 @@ type endpoints struct {
 	byAddr map[string]*kvstate.Endpoint
 }
 
-// all returns the endpoints at the addresses of a batch, nil for one that is not known here, and how many those are:
-// replicas may have different configurations, or a name may resolve to other addresses there.
+// all returns the endpoints at the addresses of a batch, nil for unknown ones, and the number of those: replicas
+// may have different configurations, or resolve a name to other addresses.
 func (x *endpoints) all(pool *kvstate.Pool, addresses []string) (out []*kvstate.Endpoint, unknown int64) {
 	out = make([]*kvstate.Endpoint, len(addresses))
 	for i, a := range addresses {

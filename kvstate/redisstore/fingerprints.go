@@ -10,7 +10,7 @@ import (
 // Replicas whose ticket keys differ refuse each other's tickets, so that about half of all requests fail behind two
 // of them. Each publishes fingerprints of its keys, never a key, and compares those of the others with its own.
 
-// KeyCheck is how a replica's ticket keys compare with those of the others.
+// KeyCheck is the comparison of a replica's ticket keys with those of the others.
 type KeyCheck struct {
 	// living replicas that cannot open this one's tickets, or whose tickets this one cannot open; sorted
 	Differ []uint64
@@ -78,8 +78,8 @@ func (s *Store) KeyCheck() KeyCheck {
 	return compareKeys(s.replica, s.fingerprints(), others)
 }
 
-// compareKeys finds the replicas whose keys do not work with this one's. Two replicas can if each opens what the
-// other seals.
+// compareKeys finds the replicas whose keys do not work with this one's. Two replicas work together if each can
+// open what the other seals.
 func compareKeys(replica uint64, own []uint64, others map[uint64][]uint64) (c KeyCheck) {
 	same, oldest := 1, replica
 	for id, keys := range others {

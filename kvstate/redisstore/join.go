@@ -24,8 +24,8 @@ type snapshotRequest struct {
 	tries    int
 }
 
-// requestTries is how often a snapshot is requested that nobody writes, a lease apart: the replica that should have
-// may be gone.
+// requestTries is how often a snapshot that no replica writes is requested, a lease apart: the replica that should
+// write it may be gone.
 const requestTries = 3
 
 // ask requests a snapshot, unless one is requested already. poolReplica.mu is held.
@@ -57,9 +57,9 @@ func (p *poolReplica) requestSnapshot() {
 	p.s.Changed()
 }
 
-// Join loads what Redis holds and what the other replicas know, before this replica decides anything. It returns
-// when that is done, when the limit is reached, or when Redis does not answer. [Store.Run] does the rest, so an
-// error is for the log.
+// Join loads what Redis stores and what the other replicas know, before this replica decides anything. It returns
+// when that is done, when the limit is reached, or when Redis does not answer. [Store.Run] continues, so an error
+// is for the log only.
 func (s *Store) Join(ctx context.Context, limit time.Duration) error {
 	ctx, cancel := context.WithTimeout(ctx, limit)
 	defer cancel()

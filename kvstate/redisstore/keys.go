@@ -6,8 +6,8 @@ import (
 	"time"
 )
 
-// version is that of the keys and of what lies in them. A release that changes either in a way that this one cannot
-// read takes the next, and shares nothing with it.
+// version is the version of the keys and their contents. A release that changes either incompatibly increments it,
+// and shares nothing with this one.
 const version = "1"
 
 // How long keys live unless they are written again. A stream outlives its replicas for long enough to restart all

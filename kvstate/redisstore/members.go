@@ -23,8 +23,8 @@ type member struct {
 	starting bool
 }
 
-// observe renews the lease of a replica whose batch is so old. nil: the lease has ended since, and the replica's
-// bookings in the batch are void.
+// observe renews the lease of a replica whose batch is so old. nil: the lease has ended since, and the reservations
+// in the batch are void.
 func (p *poolReplica) observe(b *statev1.Batch, age time.Duration) *member {
 	left := min(time.Duration(b.GetLeaseMs())*time.Millisecond, maxLease) - age
 	m := p.members[b.GetReplica()]
@@ -48,7 +48,7 @@ func (p *poolReplica) observe(b *statev1.Batch, age time.Duration) *member {
 	return m
 }
 
-// maxLease bounds what another replica can claim for itself.
+// maxLease bounds the lease that another replica can claim.
 const maxLease = time.Minute
 
 // forget drops a replica and its bookings.
@@ -70,7 +70,7 @@ func (p *poolReplica) forget(replica uint64) {
 	p.s.log.Info("a replica is gone", "pool", p.pool, "replica", replica, "replicas", len(p.members)+1)
 }
 
-// expire forgets those whose lease has ended.
+// expire forgets replicas whose lease has ended.
 func (p *poolReplica) expire(now time.Time) {
 	for replica, m := range p.members {
 		if now.After(m.expires) {
@@ -130,7 +130,7 @@ func (p *poolReplica) count() {
 	p.ids.Store(&ids)
 }
 
-// leads reports whether this replica is the one that writes snapshots: the oldest, the asking one left out.
+// leads reports whether this replica writes snapshots: the oldest one does, except the one that asks.
 func (p *poolReplica) leads(asking uint64) bool {
 	for _, id := range *p.ids.Load() {
 		if id != asking {
@@ -140,9 +140,9 @@ func (p *poolReplica) leads(asking uint64) bool {
 	return false
 }
 
-// Owns reports whether this replica is the one to collect an endpoint's metrics. Replicas that know each
-// other agree without asking: it is the one whose hash with the address is highest. When a replica
-// dies, its endpoints have a new collector as soon as its lease ends; without Redis each collects all.
+// Owns reports whether this replica scrapes an endpoint. Replicas that know each other agree without asking: it is
+// the one with the highest hash of itself and the address. When a replica dies, its endpoints are scraped by others
+// as soon as its lease ends; without Redis each replica scrapes all.
 func (s *Store) Owns(pool *kvstate.Pool, e *kvstate.Endpoint) bool {
 	p := s.poolReplica(pool.Spec.Name)
 	if p == nil {

@@ -15,13 +15,13 @@ import (
 // same port. A notice is useful for seconds only, so nothing is kept for replicas that start later, and nothing is
 // sent again.
 const (
-	noticesWaiting = 4096 // to be published; more are dropped, which costs what a lost notice costs
+	noticesWaiting = 4096 // waiting to be published; more are dropped, which costs what a lost notification costs
 	noticesAtOnce  = 256  // in one entry
 	noticesLength  = 4096 // of the stream, in entries, about
 	noticesTTL     = time.Minute
 	noticesField   = "i"
 	noticesBlock   = time.Second
-	noticeID       = 32 // bytes of a req_id as Tandem makes it; nobody waits for others
+	noticeID       = 32 // bytes of a req_id as Tandem makes it; no request waits for others
 )
 
 func (o *Options) noticesKey() string { return o.KeyPrefix + ":" + version + ":{notices}" }
@@ -38,7 +38,8 @@ func (s *Store) PublishNotice(id string) {
 	}
 }
 
-// ShareNotices sends the notices of PublishNotice, and calls received with those of other replicas, until ctx ends.
+// ShareNotices publishes the notifications of PublishNotice, and calls received with those of other replicas, until
+// ctx ends.
 func (s *Store) ShareNotices(ctx context.Context, received func(id string)) {
 	done := make(chan struct{})
 	go func() {
