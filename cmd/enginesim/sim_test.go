@@ -109,6 +109,10 @@ func (e *simulator) do(method, path, id, body string) (reply, error) {
 	if id != "" {
 		req.Header.Set("X-Request-Id", id)
 	}
+	return send(req)
+}
+
+func send(req *http.Request) (reply, error) {
 	resp, err := client.Do(req)
 	if err != nil {
 		return reply{}, err
@@ -116,6 +120,13 @@ func (e *simulator) do(method, path, id, body string) (reply, error) {
 	defer resp.Body.Close()
 	b, err := io.ReadAll(resp.Body)
 	return reply{resp.StatusCode, resp.Header, b}, err
+}
+
+func read(t testing.TB, req *http.Request) reply {
+	t.Helper()
+	r, err := send(req)
+	require.NoError(t, err)
+	return r
 }
 
 func (e *simulator) post(t testing.TB, path, id, body string) reply {

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"net"
 	"net/http"
+	"strconv"
 	"strings"
 	"time"
 
@@ -20,6 +21,7 @@ type call struct {
 	*answer
 
 	s    *Server
+	n    *connector.Node // the rank that has it
 	w    http.ResponseWriter
 	r    *http.Request
 	rec  *Record
@@ -41,11 +43,16 @@ type answer struct {
 
 // newCall is a request of which nothing is read yet.
 func (s *Server) newCall(w http.ResponseWriter, r *http.Request, rec *Record, req *request.Request) *call {
-	j := &engine.Job{E: s.Engine, Sampling: &req.Sampling, Xid: r.Header.Get("X-Request-Id")}
+	n := s.Node
+	if len(s.ranks) > 1 {
+		n = s.ranks[s.rankOf(r, req)]
+	}
+	rec.set(func() { rec.Rank = n.Rank() })
+	j := &engine.Job{E: n.Engine, Sampling: &req.Sampling, Xid: r.Header.Get("X-Request-Id")}
 	a := &answer{Job: j, cfg: s.cfg, req: req, created: time.Now().Unix()}
-	a.leg = &connector.Leg{Node: s.Node, Job: j, Kv: &req.Kv, Xid: j.Xid, Name: a.internalID}
+	a.leg = &connector.Leg{Node: n, Job: j, Kv: &req.Kv, Xid: j.Xid, Name: a.internalID}
 	j.Transfer = a.leg
-	return &call{answer: a, s: s, w: w, r: r, rec: rec}
+	return &call{answer: a, s: s, n: n, w: w, r: r, rec: rec}
 }
 
 // serveCall answers one of the generating paths.
@@ -68,7 +75,7 @@ func (s *Server) serveCall(w http.ResponseWriter, r *http.Request, a request.API
 		bad = engine.BadRequest("Unsupported Media Type: Only 'application/json' is allowed")
 	}
 	leg := req.Leg()
-	s.Metrics.Requests.Add(r.URL.Path+"\x00"+leg, 1)
+	c.n.Metrics.Requests.Add(r.URL.Path+"\x00"+leg, 1)
 	rec.set(func() { rec.Leg, rec.Model, rec.Stream = leg, req.Model, req.Stream })
 	if s.dying.Load() {
 		c.reset()
@@ -98,9 +105,30 @@ func (c *call) refuseBody(err error) {
 		c.refuse(&engine.Error{Status: http.StatusRequestEntityTooLarge, Typ: "BadRequestError", Message: "Request body too large"})
 		return
 	}
-	c.s.Metrics.Aborted.Add(1)
+	c.n.Metrics.Aborted.Add(1)
 	c.rec.setAborted()
 	c.reset()
+}
+
+// rankOf is the data-parallel rank of a request: a vLLM reads x-data-parallel-rank and ignores what is no number, an SGLang the room of
+// a prefill leg, or a member of the body. One that names none goes to each in turn.
+func (s *Server) rankOf(r *http.Request, req *request.Request) uint64 {
+	n := uint64(len(s.ranks))
+	named := []string{r.Header.Get("X-Data-Parallel-Rank")}
+	if s.cfg.Connector == connector.SGLang {
+		if s.cfg.Roomed() && s.cfg.Role == engine.RolePrefill {
+			if room, err := strconv.ParseUint(strings.Trim(strings.Split(string(req.Raw("bootstrap_room")), ",")[0], "[ ]"), 10, 64); err == nil {
+				return room % n
+			}
+		}
+		named = append(named, string(req.Raw("routed_dp_rank")), string(req.Raw("data_parallel_rank")))
+	}
+	for _, text := range named {
+		if rank, err := strconv.ParseUint(text, 10, 64); err == nil && rank < n {
+			return rank
+		}
+	}
+	return s.next.Add(1) % n
 }
 
 // check is everything between the parsed body and the engine's queue.
@@ -111,7 +139,7 @@ func (c *call) check(leg string) *engine.Error {
 	if bad := c.s.responses.load(c.req); bad != nil {
 		return bad
 	}
-	c.req.KeepIDs = c.s.Events != nil || c.leg.FetchesTurn() || c.s.cfg.Connector == connector.LMCache || jsontext.IsTrue(c.req.Raw("return_logprob"))
+	c.req.KeepIDs = c.n.Events != nil || c.leg.FetchesTurn() || c.s.cfg.Connector == connector.LMCache || jsontext.IsTrue(c.req.Raw("return_logprob"))
 	prompts, bad := c.req.Render(c.s.cfg.BlockSize)
 	if bad != nil {
 		return bad
@@ -159,7 +187,7 @@ func (c *call) checkRole(leg string) {
 		kind = "prefill_streamed"
 	}
 	if kind != "" {
-		c.s.Metrics.RoleMismatch.Add(kind, 1)
+		c.n.Metrics.RoleMismatch.Add(kind, 1)
 	}
 }
 
@@ -196,11 +224,11 @@ func (c *call) serve() {
 		c.s.die(kv.Fatal)
 		return
 	case kv.Parked != "":
-		c.s.Wait(c.r.Context())
+		c.n.Wait(c.r.Context())
 		c.rec.setAborted()
 		return
 	case kv.Incomplete != "": // registered no receive, and yet parked: it waits until the client leaves, and then raises
-		c.s.Wait(c.r.Context())
+		c.n.Wait(c.r.Context())
 		c.rec.setAborted()
 		c.s.die("KeyError: " + kv.Incomplete + " (decode request without it was aborted)")
 		return
@@ -269,7 +297,7 @@ func (c *call) tellLoad() {
 	if c.req.API != request.Chat && c.req.API != request.Completions {
 		return
 	}
-	usage, waiting := c.s.Pool.Usage(), float64(c.s.Metrics.Waiting())
+	usage, waiting := c.n.Pool.Usage(), float64(c.n.Metrics.Waiting())
 	switch c.r.Header.Get("endpoint-load-metrics-format") {
 	case "JSON":
 		c.w.Header().Set("endpoint-load-metrics", fmt.Sprintf(`JSON {"named_metrics":{"kv_cache_usage_perc":%v,"num_requests_waiting":%.1f}}`, usage, waiting))

@@ -189,7 +189,7 @@ func (c *call) fetchEncoding(hash string, entry []byte) (*engine.Violation, erro
 
 // breached counts a violation, and is the answer to it.
 func (c *call) breached(v *engine.Violation) *engine.Error {
-	c.s.Violate(v, c.Xid)
+	c.n.Violate(v, c.Xid)
 	c.rec.set(func() { c.rec.Violation = v.Kind })
 	return asAPIError(v)
 }

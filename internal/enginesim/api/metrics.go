@@ -2,10 +2,12 @@ package api
 
 import (
 	"net/http"
+	"strconv"
 
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/promhttp"
 
+	"tandem/internal/enginesim/connector"
 	"tandem/internal/enginesim/engine"
 )
 
@@ -21,40 +23,56 @@ func (s *Server) Describe(chan<- *prometheus.Desc) {}
 
 // Collect reads every count at once.
 func (s *Server) Collect(ch chan<- prometheus.Metric) {
-	c := engine.Collector{Ch: ch, Labels: prometheus.Labels{"engine": "0", "model_name": s.cfg.Models[0]}}
-	s.Node.Collect(&c)
-	s.collectOurs(&c)
+	for rank, n := range s.ranks {
+		c := engine.Collector{Ch: ch, Labels: prometheus.Labels{"engine": strconv.Itoa(rank), "model_name": s.cfg.Models[0]}}
+		n.Collect(&c)
+		collectOurs(&c, n, s.heldBy(n))
+	}
 }
 
-func (s *Server) collectOurs(c *engine.Collector) {
-	m := s.Metrics
-	c.Gauge("enginesim_blocks_held", "KV blocks handed over and neither fetched, released nor expired, or waiting for the other leg.", float64(s.Held()))
-	if s.Events != nil {
-		c.Gauge("enginesim_kv_events_subscribers", "Connections to the socket that publishes KV events.", float64(s.Events.Subs.Count()))
+// collectOurs sends the simulator's own series of a rank.
+func collectOurs(c *engine.Collector, n *connector.Node, held int64) {
+	m := n.Metrics
+	c.Gauge("enginesim_blocks_held", "KV blocks handed over and neither fetched, released nor expired, or waiting for the other leg.", float64(held))
+	if n.Events != nil {
+		c.Gauge("enginesim_kv_events_subscribers", "Connections to the socket that publishes KV events.", float64(n.Events.Subs.Count()))
 	}
 	const over = "KV hand-overs of the prefill side by how they ended; given counts them all."
-	c.Counter("enginesim_handovers_total", over, s.Ledger.Given.Load(), "outcome", "given")
-	c.Counter("enginesim_handovers_total", over, s.Ledger.Fetched.Load(), "outcome", "fetched")
-	c.Counter("enginesim_handovers_total", over, s.Ledger.Freed.Load(), "outcome", "released")
-	c.Counter("enginesim_handovers_total", over, s.Ledger.Expired.Load(), "outcome", "expired")
-	m.Violations.Each(func(kind string, n int64) {
-		c.Counter("enginesim_violations_total", "Requests that a real engine would have answered from KV that was not theirs, or that broke a rule of the protocol.", n, "kind", kind)
+	c.Counter("enginesim_handovers_total", over, n.Ledger.Given.Load(), "outcome", "given")
+	c.Counter("enginesim_handovers_total", over, n.Ledger.Fetched.Load(), "outcome", "fetched")
+	c.Counter("enginesim_handovers_total", over, n.Ledger.Freed.Load(), "outcome", "released")
+	c.Counter("enginesim_handovers_total", over, n.Ledger.Expired.Load(), "outcome", "expired")
+	m.Violations.Each(func(kind string, count int64) {
+		c.Counter("enginesim_violations_total", "Requests that a real engine would have answered from KV that was not theirs, or that broke a rule of the protocol.", count, "kind", kind)
 	})
-	m.RoleMismatch.Each(func(kind string, n int64) {
-		c.Counter("enginesim_role_mismatch_total", "Requests served although they do not belong on an engine of this role.", n, "kind", kind)
+	m.RoleMismatch.Each(func(kind string, count int64) {
+		c.Counter("enginesim_role_mismatch_total", "Requests served although they do not belong on an engine of this role.", count, "kind", kind)
 	})
-	m.Requests.Each(func(key string, n int64) {
+	m.Requests.Each(func(key string, count int64) {
 		path, leg := cutNUL(key)
-		c.Counter("enginesim_requests_total", "Requests by path and leg.", n, "path", path, "leg", leg)
+		c.Counter("enginesim_requests_total", "Requests by path and leg.", count, "path", path, "leg", leg)
 	})
-	m.Injected.Each(func(mode string, n int64) {
-		c.Counter("enginesim_injected_failures_total", "Failures injected by POST /sim/fail.", n, "mode", mode)
+	m.Injected.Each(func(mode string, count int64) {
+		c.Counter("enginesim_injected_failures_total", "Failures injected by POST /sim/fail.", count, "mode", mode)
 	})
 	c.Counter("enginesim_aborted_total", "Requests whose client left before the answer was complete.", m.Aborted.Load())
 }
 
 // Held is how many blocks wait for the other leg, and embeddings for a prefill.
-func (s *Server) Held() int64 { return s.HeldBlocks() + s.encodings.held() }
+func (s *Server) Held() (held int64) {
+	for _, n := range s.ranks {
+		held += s.heldBy(n)
+	}
+	return held
+}
+
+// heldBy is what of it a rank holds; embeddings are rank 0's.
+func (s *Server) heldBy(n *connector.Node) int64 {
+	if n == s.Node {
+		return n.HeldBlocks() + s.encodings.held()
+	}
+	return n.HeldBlocks()
+}
 
 func cutNUL(s string) (before, after string) {
 	for i := range len(s) {

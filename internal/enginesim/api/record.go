@@ -42,6 +42,7 @@ type wireRecord struct {
 	Headers          map[string][]string `json:"headers"`
 	TransferEncoding []string            `json:"transfer_encoding,omitempty"`
 	RequestID        string              `json:"request_id"`
+	Rank             int                 `json:"rank"` // data-parallel
 }
 
 // bodyRecord is what came as its body.

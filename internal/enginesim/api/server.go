@@ -17,8 +17,10 @@ import (
 
 // Server is one simulated engine: HTTP in front of a node.
 type Server struct {
-	*connector.Node
+	*connector.Node // data-parallel rank 0
 
+	ranks     []*connector.Node
+	next      atomic.Uint64 // rank of a request that names none
 	cfg       *Config
 	web       *web
 	mux       *http.ServeMux
@@ -33,18 +35,18 @@ type Server struct {
 
 // Start makes an engine and opens its ports.
 func Start(cfg *Config, log io.Writer) (*Server, error) {
-	n, err := connector.New(&cfg.Config, fault.New(nil), log)
+	ranks, err := connector.NewRanks(&cfg.Config, fault.New(nil), log)
 	if err != nil {
 		return nil, err
 	}
 	s := &Server{
-		Node: n, cfg: cfg, encodings: newEncodings(cfg.Lease), Records: newRecorder(cfg.Record, cfg.RecordCount, cfg.RecordBody),
+		Node: ranks[0], ranks: ranks, cfg: cfg, encodings: newEncodings(cfg.Lease), Records: newRecorder(cfg.Record, cfg.RecordCount, cfg.RecordBody),
 		responses: newResponseStore(), Died: make(chan struct{}),
 	}
 	s.mux = s.routes()
 	s.web = &web{handler: s, idle: cfg.KeepAlive, address: cfg.Listen}
 	if err := s.web.open(); err != nil {
-		n.Close()
+		s.closeRanks()
 		return nil, err
 	}
 	if cfg.Proxy != "" {
@@ -73,7 +75,13 @@ func (s *Server) die(reason string) {
 // Close cuts everything at once.
 func (s *Server) Close() {
 	s.web.close()
-	s.Node.Close()
+	s.closeRanks()
+}
+
+func (s *Server) closeRanks() {
+	for _, n := range s.ranks {
+		n.Close()
+	}
 }
 
 // Shutdown lets running answers end until ctx is over, then cuts.

@@ -251,23 +251,29 @@ type State struct {
 
 // State is what GET /sim/state answers.
 func (s *Server) State() State {
-	m := s.Metrics
-	all, used := s.Pool.Size()
-	st := State{
-		EngineID: s.EngineID, Role: s.cfg.Role, Running: m.Running.Load(),
-		Waiting: m.Waiting(),
-		Blocks:  all, BlocksUsed: used, BlocksHeld: s.Held(),
-		Given: s.Ledger.Given.Load(), Fetched: s.Ledger.Fetched.Load(), Released: s.Ledger.Freed.Load(),
-		Expired: s.Ledger.Expired.Load(), FailedTransfers: m.FailedTransfers.Load(), ExternalTokens: m.External.Load(),
-		ViolationsBy: map[string]int64{}, HeldFor: s.Ledger.HeldFor(),
+	st := State{EngineID: s.EngineID, Role: s.cfg.Role, BlocksHeld: s.Held(), ViolationsBy: map[string]int64{}}
+	for _, n := range s.ranks {
+		st.add(n)
 	}
+	return st
+}
+
+// add adds what a data-parallel rank counts.
+func (st *State) add(n *connector.Node) {
+	m, l := n.Metrics, n.Ledger
+	all, used := n.Pool.Size()
+	st.Blocks, st.BlocksUsed = st.Blocks+all, st.BlocksUsed+used
+	st.Running, st.Waiting = st.Running+m.Running.Load(), st.Waiting+m.Waiting()
+	st.Given, st.Fetched = st.Given+l.Given.Load(), st.Fetched+l.Fetched.Load()
+	st.Released, st.Expired = st.Released+l.Freed.Load(), st.Expired+l.Expired.Load()
+	st.FailedTransfers, st.ExternalTokens = st.FailedTransfers+m.FailedTransfers.Load(), st.ExternalTokens+m.External.Load()
+	st.HeldFor = append(st.HeldFor, l.HeldFor()...)
 	m.Violations.Each(func(kind string, n int64) {
 		st.Violations += n
 		if n > 0 {
-			st.ViolationsBy[kind] = n
+			st.ViolationsBy[kind] += n
 		}
 	})
-	return st
 }
 
 func (s *Server) serveState(w http.ResponseWriter, _ *http.Request) { writeJSONValue(w, s.State()) }
@@ -283,14 +289,16 @@ func (s *Server) serveInfo(w http.ResponseWriter) {
 func (s *Server) serveReset(w http.ResponseWriter, _ *http.Request) {
 	s.Faults.Clear()
 	s.Records.reset()
-	s.Node.Forget()
 	s.encodings.reset()
-	s.Pool.ResetPrefixCache()
-	m := s.Metrics
-	for _, c := range []*engine.Counters{&m.Violations, &m.RoleMismatch, &m.Requests, &m.Injected} {
-		c.Reset()
+	for _, n := range s.ranks {
+		n.Forget()
+		n.Pool.ResetPrefixCache()
+		m := n.Metrics
+		for _, c := range []*engine.Counters{&m.Violations, &m.RoleMismatch, &m.Requests, &m.Injected} {
+			c.Reset()
+		}
+		m.Aborted.Store(0)
 	}
-	m.Aborted.Store(0)
 	writeJSONValue(w, s.State())
 }
 

@@ -64,8 +64,12 @@ type bootstrapEngine struct {
 func (s *Node) mooncakeBootstrap() http.Handler {
 	mux := http.NewServeMux()
 	mux.HandleFunc("GET /query", func(w http.ResponseWriter, _ *http.Request) {
-		worker := "tcp://" + net.JoinHostPort(s.SideHost, strconv.Itoa(s.SidePort))
-		answerJSON(w, map[string]bootstrapEngine{"0": {s.EngineID, map[string]map[string]string{"0": {"0": worker}}}})
+		engines := map[string]bootstrapEngine{}
+		for rank, n := range s.ranks() {
+			worker := "tcp://" + net.JoinHostPort(n.SideHost, strconv.Itoa(n.SidePort))
+			engines[strconv.Itoa(rank)] = bootstrapEngine{n.EngineID, map[string]map[string]string{"0": {"0": worker}}}
+		}
+		answerJSON(w, engines)
 	})
 	mux.HandleFunc("GET /health", func(http.ResponseWriter, *http.Request) {})
 	return mux

@@ -7,6 +7,7 @@ import (
 	"io"
 	"net"
 	"net/http"
+	"strconv"
 	"sync"
 
 	"tandem/internal/enginesim/engine"
@@ -30,6 +31,7 @@ type Node struct {
 	receivers []net.Listener
 	notifier  notifier
 	peers     *handover.Peers
+	mates     []*Node // all data-parallel ranks, this one included
 	Faults    *fault.Rules
 
 	bootstrap     *http.Server // of a prefill engine whose dialect has one
@@ -70,6 +72,61 @@ func New(cfg *Config, faults *fault.Rules, log io.Writer) (*Node, error) {
 	return s, nil
 }
 
+// NewRanks makes the data-parallel ranks of an engine: each has KV, a side channel and KV events of its own, at ports that are counted
+// on from those of rank 0 (0 stays 0).
+func NewRanks(cfg *Config, faults *fault.Rules, log io.Writer) (ranks []*Node, err error) {
+	id := cfg.EngineID
+	for rank := range max(cfg.DpSize, 1) {
+		own := *cfg
+		own.Rank = rank
+		if cfg.DpSize > 1 { // vllm/v1/engine/core.py
+			if id == "" {
+				id = engine.NewUUID()
+			}
+			own.EngineID = fmt.Sprintf("%s_dp%d", id, rank)
+		}
+		if own.SideChannel, err = portAbove(cfg.SideChannel, rank); err != nil {
+			return nil, err
+		}
+		n, err := New(&own, faults, log)
+		if err != nil {
+			for _, n := range ranks {
+				n.Close()
+			}
+			return nil, err
+		}
+		ranks = append(ranks, n)
+	}
+	for _, n := range ranks {
+		n.mu.Lock()
+		n.mates = ranks
+		n.mu.Unlock()
+	}
+	return ranks, nil
+}
+
+func portAbove(addr string, n int) (string, error) {
+	host, text, err := net.SplitHostPort(addr)
+	if err != nil {
+		return "", err
+	}
+	port, err := strconv.Atoi(text)
+	if err != nil || port == 0 {
+		return addr, nil
+	}
+	return net.JoinHostPort(host, strconv.Itoa(port+n)), nil
+}
+
+// Rank is the data-parallel rank.
+func (s *Node) Rank() int { return s.cfg.Rank }
+
+// ranks are all data-parallel ranks of the engine, as far as they have started.
+func (s *Node) ranks() []*Node {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.mates
+}
+
 // open opens the ports for other engines.
 func (s *Node) open() error {
 	var err error
@@ -77,7 +134,7 @@ func (s *Node) open() error {
 		return fmt.Errorf("opening the side channel: %w", err)
 	}
 	s.SideHost, s.SidePort = s.cfg.AdvertiseHost, s.Side.Addr().(*net.TCPAddr).Port
-	if (s.cfg.Roomed() || s.cfg.Connector == Mooncake) && s.cfg.Role == engine.RolePrefill {
+	if (s.cfg.Roomed() || s.cfg.Connector == Mooncake) && s.cfg.Role == engine.RolePrefill && s.cfg.Rank == 0 {
 		if err := s.openBootstrap(); err != nil {
 			return err
 		}

@@ -162,35 +162,53 @@ func (l *Leg) hold() (blocks int64) {
 	return blocks
 }
 
-// findRank asks P's bootstrap server where the rank that has the room is.
+// findRank asks P's bootstrap server where the rank that has the room is: how many ranks there are first.
 func (s *Node) findRank(ctx context.Context, r roomParams) (string, error) {
+	var all struct {
+		Ranks uint64 `json:"dp_size"`
+	}
+	if err := s.askRoute(ctx, r, -1, &all); err != nil {
+		return "", err
+	}
+	var rank struct {
+		IP   string `json:"rank_ip"`
+		Port int    `json:"rank_port"`
+	}
+	if err := s.askRoute(ctx, r, int(r.room%max(all.Ranks, 1)), &rank); err != nil {
+		return "", err
+	}
+	return net.JoinHostPort(rank.IP, strconv.Itoa(rank.Port)), nil
+}
+
+// askRoute asks P's bootstrap server of a rank; -1 is all of them.
+func (s *Node) askRoute(ctx context.Context, r roomParams, rank int, into any) error {
 	port := r.port
 	if port == 0 {
 		_, own, _ := net.SplitHostPort(s.cfg.Bootstrap)
 		port, _ = strconv.Atoi(own)
 	}
-	url := fmt.Sprintf("http://%s/route?prefill_dp_rank=%d&prefill_cp_rank=0&target_tp_rank=0&target_pp_rank=0",
-		net.JoinHostPort(strings.Trim(r.host, "[]"), strconv.Itoa(port)), r.room%uint64(s.cfg.DpSize))
+	others := 0
+	if rank < 0 {
+		others = -1
+	}
+	url := fmt.Sprintf("http://%s/route?prefill_dp_rank=%d&prefill_cp_rank=%[3]d&target_tp_rank=%[3]d&target_pp_rank=%[3]d",
+		net.JoinHostPort(strings.Trim(r.host, "[]"), strconv.Itoa(port)), rank, others)
 	req, err := http.NewRequestWithContext(ctx, http.MethodGet, url, nil)
 	if err != nil {
-		return "", fmt.Errorf("%w: %w", engine.ErrLoadFailed, err)
+		return fmt.Errorf("%w: %w", engine.ErrLoadFailed, err)
 	}
 	resp, err := http.DefaultClient.Do(req)
 	if err != nil {
 		if ctx.Err() != nil {
-			return "", ctx.Err()
+			return ctx.Err()
 		}
-		return "", fmt.Errorf("%w: could not fetch prefill parallel info from bootstrap server: %w", engine.ErrLoadFailed, err)
+		return fmt.Errorf("%w: could not fetch prefill parallel info from bootstrap server: %w", engine.ErrLoadFailed, err)
 	}
 	defer resp.Body.Close()
-	var rank struct {
-		IP   string `json:"rank_ip"`
-		Port int    `json:"rank_port"`
+	if err := json.NewDecoder(resp.Body).Decode(into); err != nil || resp.StatusCode != http.StatusOK {
+		return fmt.Errorf("%w: the bootstrap server answered %d", engine.ErrLoadFailed, resp.StatusCode)
 	}
-	if err := json.NewDecoder(resp.Body).Decode(&rank); err != nil || resp.StatusCode != http.StatusOK {
-		return "", fmt.Errorf("%w: the bootstrap server answered %d", engine.ErrLoadFailed, resp.StatusCode)
-	}
-	return net.JoinHostPort(rank.IP, strconv.Itoa(rank.Port)), nil
+	return nil
 }
 
 // sendRooms is P's part of a call: it waits until D is there in every room, computes the prompts, and sends.
@@ -252,10 +270,10 @@ func (s *Node) bootstrapServer() http.Handler {
 		case rank == -1:
 			answerJSON(w, map[string]any{"attn_tp_size": 1, "attn_cp_size": 1, "dp_size": s.cfg.DpSize, "pp_size": 1, "page_size": s.cfg.BlockSize,
 				"kv_cache_dtype": "auto", "follow_bootstrap_room": true})
-		case rank >= s.cfg.DpSize:
+		case rank >= len(s.ranks()):
 			http.Error(w, "Bootstrap info not Found", http.StatusNotFound)
 		default:
-			answerJSON(w, map[string]any{"rank_ip": s.SideHost, "rank_port": s.SidePort})
+			answerJSON(w, map[string]any{"rank_ip": s.SideHost, "rank_port": s.ranks()[rank].SidePort})
 		}
 	})
 	return mux

@@ -4,6 +4,7 @@ import "time"
 
 // Config is what the engine itself is told.
 type Config struct {
+	Rank         int    // data-parallel
 	Listen       string // HTTP, host:port: of the log and of KV events
 	Role         Role
 	Models       []string // served names, all of the same model

@@ -27,7 +27,7 @@ type Engine struct {
 func New(cfg *Config, log io.Writer) (*Engine, error) {
 	e := &Engine{
 		Cfg: cfg, log: log, Started: time.Now(), Random: newLockedRand(), Pool: NewPool(cfg.Blocks, cfg.BlockSize),
-		Metrics: newMetrics(cfg.Models[0]), prefillTurn: make(chan struct{}, 1),
+		Metrics: newMetrics(cfg.Models[0], cfg.Rank), prefillTurn: make(chan struct{}, 1),
 	}
 	var err error
 	if e.Events, err = startKVEvents(cfg); err != nil {

@@ -9,6 +9,7 @@ import (
 	"math"
 	"net"
 	"slices"
+	"strconv"
 	"strings"
 	"sync"
 	"time"
@@ -115,7 +116,8 @@ func wildcard(cfg *Config, endpoint string) string {
 	if host == "" {
 		host = "0.0.0.0"
 	}
-	return strings.Replace(endpoint, "*", host, 1)
+	endpoint = strings.Replace(endpoint, "*", host, 1)
+	return abovePort(endpoint, cfg.Rank)
 }
 
 func (e *Events) close() {
@@ -155,7 +157,7 @@ func (e *Events) next() (k keptBatch, lost bool) {
 	}
 	p := append([]byte{0x93, 0xcb}, binary.BigEndian.AppendUint64(nil, math.Float64bits(float64(time.Now().UnixMicro())/1e6))...)
 	p = packArray(p, e.count)
-	p = append(append(p, e.batch...), 0) // the data-parallel rank
+	p = packUint(append(p, e.batch...), uint64(e.cfg.Rank))
 	k = keptBatch{e.seq, p}
 	e.seq++
 	e.batch, e.count = e.batch[:0], 0
@@ -329,3 +331,13 @@ func (e *Events) LoseNext(n int) {
 
 // ReplayAddr is where old batches are given out, host:port.
 func (e *Events) ReplayAddr() string { return e.replay.Addr().String() }
+
+// abovePort is an endpoint so many ports above another one, which is where vLLM's rank n publishes.
+func abovePort(endpoint string, n int) string {
+	at := strings.LastIndexByte(endpoint, ':')
+	port, err := strconv.Atoi(endpoint[at+1:])
+	if err != nil || port == 0 {
+		return endpoint
+	}
+	return endpoint[:at+1] + strconv.Itoa(port+n)
+}

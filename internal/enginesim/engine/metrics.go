@@ -99,8 +99,8 @@ func (c *Counters) Reset() {
 	}
 }
 
-func newMetrics(model string) *metrics {
-	labels := prometheus.Labels{"engine": "0", "model_name": model}
+func newMetrics(model string, rank int) *metrics {
+	labels := prometheus.Labels{"engine": strconv.Itoa(rank), "model_name": model}
 	histogram := func(name, help string, buckets []float64) prometheus.Histogram {
 		return prometheus.NewHistogram(prometheus.HistogramOpts{Name: name, Help: help, Buckets: buckets, ConstLabels: labels})
 	}

@@ -31,3 +31,6 @@ func (l *lockedRand) UUID() string {
 	b = b&^(3<<62) | 2<<62
 	return fmt.Sprintf("%08x-%04x-%04x-%04x-%012x", a>>32, a>>16&0xFFFF, a&0xFFFF, b>>48, b&(1<<48-1))
 }
+
+// NewUUID is a random engine id.
+func NewUUID() string { r := newLockedRand(); return r.UUID() }
