@@ -57,7 +57,7 @@ var branching = map[string]struct {
 	reason string
 }{
 	"extproc.Server.hopEnded":                     {30, "one case for each way in which a pass ends"},
-	"extproc/envoywire.Headers.slot":              {28, "one case for each header that is read"},
+	"extproc/envoywire.Headers.slot":              {29, "one case for each header that is read"},
 	"extproc/envoywire.LogBatch.readCommon":       {25, "one case for each field of the wire"},
 	"extproc/envoywire.Reply.Marshal":             {22, "one branch for each field of the wire"},
 	"extproc/kvtransfer.Ticket.setNumber":         {25, "one case for each field of the ticket"},

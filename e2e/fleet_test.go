@@ -499,6 +499,7 @@ type seen struct {
 	Host             string              `json:"host"`
 	Headers          map[string][]string `json:"headers"`
 	RequestID        string              `json:"request_id"`
+	Rank             int                 `json:"rank"`
 	Body             string              `json:"body"`
 	BodyBytes        int                 `json:"body_bytes"`
 	BodySHA256       string              `json:"body_sha256"`

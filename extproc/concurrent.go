@@ -112,6 +112,9 @@ func (x firstPass) pairUp(pool *kvstate.Pool, policy Policy, tokens int64, a *pl
 	if err != nil {
 		return nil, err
 	}
+	if policy.Dialect.VLLM && legsPlan.DecodeRank == "" {
+		legsPlan.DecodeRank = d.Endpoint.RankName()
+	}
 	x.setPriority(&policy)
 	edits := x.patch.Edits()
 	x.undo = edits.Inverse(x.undo[:0], x.body.Bytes())
@@ -185,7 +188,7 @@ func (x mainRole) setPairHeaders(p *plan.Pair) {
 	if scheme == "http" {
 		scheme = ""
 	}
-	set(envoywire.HeaderPrefillEndpoint, p.Prefill.Addr)
+	set(envoywire.HeaderPrefillEndpoint, p.Prefill.HostPort())
 	set(envoywire.HeaderPrefillScheme, scheme)
 	set(envoywire.HeaderMirror, p.Mirror)
 	set(envoywire.HeaderClientID, x.requestID)

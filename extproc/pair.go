@@ -10,7 +10,7 @@ import (
 
 // sideOf returns what a dialect needs to know of an endpoint.
 func sideOf(e *kvstate.Endpoint) kvtransfer.Side {
-	return kvtransfer.Side{Addr: e.Addr, Transfer: e.Transfer}
+	return kvtransfer.Side{Addr: e.HostPort(), Transfer: e.Transfer}
 }
 
 // awaitKV waits until P's KV has arrived at D, if P pushes it. After a timeout D continues without it and computes

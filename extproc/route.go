@@ -127,7 +127,8 @@ func (x *planning) setExplanation() {
 // whatever the client sent.
 func (x mainRole) setHeaders(r route) {
 	h := &x.headers
-	h.Set(envoywire.HeaderEndpoint, []byte(r.Endpoint.Addr))
+	h.Set(envoywire.HeaderEndpoint, []byte(r.Endpoint.HostPort()))
+	x.setRank(r)
 	h.Set(envoywire.HeaderLeg, []byte(r.Leg))
 	resumed := len(x.msg.Headers.Ticket) > 0 // the request came with a redirect, whose host is not the client's
 	if resumed {
@@ -182,5 +183,15 @@ func (x mainRole) setHeaders(r route) {
 		h.Set(envoywire.HeaderScheme, []byte(s))
 	} else {
 		h.Remove(envoywire.HeaderScheme)
+	}
+}
+
+// setRank names the data-parallel rank that is to take the request, where several are behind one port. A pair's legs
+// have theirs from their plan. What an earlier pass or a client has set goes.
+func (x mainRole) setRank(r route) {
+	if rank := r.Endpoint.RankName(); rank != "" && r.Pair == nil {
+		x.headers.Set(envoywire.HeaderRank, []byte(rank))
+	} else if len(x.msg.Headers.Rank) > 0 {
+		x.headers.Remove(envoywire.HeaderRank)
 	}
 }

@@ -32,7 +32,7 @@ var update = flag.Bool("update", false, "rewrite the transcripts in testdata")
 //
 //	server splitBody=N maxBody=N redirects=N held=N bodyTimeout=DURATION
 //	pool NAME ENDPOINT... [models=A,B] [failure=decodeAlone|fail] [attempts=N] [split=no] [long=refuse] [transfer=none|DIALECT]
-//	                       [buffer=TOKENS of each decode endpoint]
+//	                       [buffer=TOKENS of each decode endpoint] [ranks=N behind each endpoint's port]
 //	                       endpoints p1 (10.0.1.1:8000, prefill), d1 (10.0.2.1:8000, decode), b1 (10.0.3.1:8000, both)
 //	notices DURATION|never   how long after P's answer LMCache's notice comes; default at once
 //	group NAME ENDPOINT... (of the pool last named)
@@ -239,7 +239,7 @@ func (p *player) pool(words []string) {
 	policy := splitting()
 	p.eps = nil
 	var names, models []string
-	transfer, buffer := true, int64(0)
+	transfer, buffer, ranks := true, int64(0), 0
 	for _, w := range words[1:] {
 		key, value, setting := strings.Cut(w, "=")
 		if !setting {
@@ -263,6 +263,8 @@ func (p *player) pool(words []string) {
 				dialect, err := kvtransfer.New(kvtransfer.Options{Name: value, Arrivals: p})
 				require.NoError(p.t, err)
 				policy.Dialect = dialect
+			case "ranks":
+				ranks = p.number(value)
 			case "buffer":
 				buffer = int64(p.number(value))
 			case "attempts":
@@ -304,7 +306,12 @@ func (p *player) pool(words []string) {
 	p.spec = p.s.state.Pool(words[0]).Spec
 	for _, e := range p.s.state.Pool(words[0]).Endpoints() {
 		e.Transfer.BufferTokens = buffer
-		p.eps = append(p.eps, e.EndpointSpec)
+		spec := e.EndpointSpec
+		spec.Ranks = ranks
+		p.eps = append(p.eps, spec.ByRank()...)
+	}
+	if ranks > 0 {
+		p.s.state.SetPool(p.spec, p.eps)
 	}
 }
 

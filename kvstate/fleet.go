@@ -3,6 +3,7 @@ package kvstate
 import (
 	"fmt"
 	"slices"
+	"strconv"
 	"strings"
 	"sync/atomic"
 	"time"
@@ -53,7 +54,7 @@ func (r Role) String() string {
 // EndpointSpec is the configured or discovered description of an endpoint.
 type EndpointSpec struct {
 	Name   string // as configured: host:port or ip:port
-	Addr   string // ip:port, [ip]:port for IPv6: where Envoy connects
+	Addr   string // ip:port, [ip]:port for IPv6: where Envoy connects; with #rank behind where Ranks is not 0
 	Scheme string // http, https or h2c; "" is http
 	Role   Role
 	Group  string // endpoints with a group only pair within it
@@ -74,6 +75,38 @@ type EndpointSpec struct {
 	// Draining endpoints finish their requests, serve the KV blocks that they hold for others, and get no new
 	// requests.
 	Draining bool
+
+	// Ranks is how many data-parallel ranks answer at the address, each an endpoint of its own; 0: one, which is not
+	// named. Rank is this one's number. Addr has it behind a #, for Addr is the identity of an endpoint.
+	Ranks, Rank int
+}
+
+// HostPort returns where the endpoint is reached: Addr without the rank.
+func (e *EndpointSpec) HostPort() string {
+	at, _, _ := strings.Cut(e.Addr, "#")
+	return at
+}
+
+// RankName returns the rank as engines read it, "" for an endpoint that has its address for itself.
+func (e *EndpointSpec) RankName() string {
+	if e.Ranks == 0 {
+		return ""
+	}
+	return strconv.Itoa(e.Rank)
+}
+
+// ByRank returns the endpoints at the address of e: one for each data-parallel rank.
+func (e EndpointSpec) ByRank() []EndpointSpec {
+	out := make([]EndpointSpec, 0, max(e.Ranks, 1))
+	if e.Ranks == 0 {
+		return append(out, e)
+	}
+	addr := e.Addr
+	for e.Rank = range e.Ranks {
+		e.Addr = addr + "#" + strconv.Itoa(e.Rank)
+		out = append(out, e)
+	}
+	return out
 }
 
 // HasLoRA reports whether the endpoint is configured to hold an adapter.

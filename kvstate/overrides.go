@@ -41,7 +41,7 @@ func (p *Pool) Paused() bool { return p.paused.Load() }
 // Find returns the pool's endpoints with an address or a configured name.
 func (p *Pool) Find(nameOrAddr string) (out []*Endpoint) {
 	for _, e := range p.endpoints {
-		if e.Addr == nameOrAddr || e.Name == nameOrAddr {
+		if e.Addr == nameOrAddr || e.HostPort() == nameOrAddr || e.Name == nameOrAddr {
 			out = append(out, e)
 		}
 	}

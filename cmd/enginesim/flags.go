@@ -46,7 +46,7 @@ func parseFlags(args []string, stderr io.Writer) (*api.Config, error) {
 	f.DurationVar(&c.TransferTimeout, "transfer-timeout", 300*time.Second, "how long legs that run at once wait for each other")
 	f.StringVar(&c.Proxy, "proxy", "", "`address` that notices are pushed at (lmcache) or where the engine registers (p2p-nccl); empty: nowhere")
 	f.DurationVar(&c.Heartbeat, "heartbeat", connector.DefaultHeartbeat, "how often it registers")
-	f.IntVar(&c.DpSize, "dp-size", 1, "data-parallel `ranks` behind the HTTP port, each with KV, side channel and KV events of its own, at the next ports")
+	f.IntVar(&c.DpSize, "dp-size", 1, "data-parallel `ranks` behind the HTTP port; their other ports are the next ones")
 	f.IntVar(&c.BlockSize, "block-size", 16, "tokens in a KV block")
 	f.IntVar(&c.Blocks, "blocks", 1<<19, "KV blocks of the engine")
 	f.IntVar(&c.MaxModelLen, "max-model-len", 5_000_000, "longest prompt and answer together, tokens (a token is four bytes)")

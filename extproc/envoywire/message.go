@@ -42,6 +42,7 @@ type Headers struct {
 	Traceparent, Tracestate             []byte
 	Authority                           []byte
 	ClientID                            []byte // of legs that run at once
+	Rank                                []byte // x-data-parallel-rank
 	Load                                []byte // load of the engine (ORCA)
 	Objective, Selection, Authorization []byte // only for the endpoint picker and direct prefill
 	Fairness, TTFT, TPOT                []byte // inference objectives
@@ -109,6 +110,8 @@ func (h *Headers) slot(name []byte) *[]byte {
 		return &h.Authority
 	case HeaderClientID:
 		return &h.ClientID
+	case HeaderRank:
+		return &h.Rank
 	case HeaderLoad:
 		return &h.Load
 	case "authorization":

@@ -26,6 +26,8 @@ const (
 	HeaderExplain     = "tandem-explain"   // of a request: an operator's token, who wants the decision explained
 	HeaderExplanation = "x-tandem-explain" // of the request from then on, and of its answer: the explanation
 
+	HeaderRank = "x-data-parallel-rank" // vLLM and SGLang: which of the engines behind one port
+
 	// HeaderPrefillEndpoint and the headers below it belong to requests whose legs run at once. They are set and
 	// removed together.
 	HeaderPrefillEndpoint = "x-tandem-prefill-endpoint" // ip:port of the mirrored leg

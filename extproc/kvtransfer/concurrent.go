@@ -58,7 +58,7 @@ func bareHost(e *kvstate.Endpoint) string {
 	if e.Transfer.Host != "" {
 		return e.Transfer.Host
 	}
-	addr, err := netip.ParseAddrPort(e.Addr)
+	addr, err := netip.ParseAddrPort(e.HostPort())
 	if err != nil {
 		return ""
 	}

@@ -197,7 +197,7 @@ func TestRooms(t *testing.T) {
 		var p openai.Patch
 		require.NoError(t, r.Scan(openai.Completions, []byte(`{"prompt":["a","b","c"]}`), openai.Limits{}))
 		p.Reset(&r)
-		legs := &Legs{Prefill: &kvstate.Endpoint{EndpointSpec: kvstate.EndpointSpec{Addr: "10.0.0.5:1"}}}
+		legs := &Legs{Prefill: &kvstate.Endpoint{EndpointSpec: kvstate.EndpointSpec{Addr: "10.0.0.5:1"}}, Decode: &kvstate.Endpoint{}}
 		for i := range legs.ID {
 			legs.ID[i] = byte(len(seen) * (i + 7) >> (i % 3))
 		}
@@ -229,7 +229,7 @@ func TestBatchTooLarge(t *testing.T) {
 		var p openai.Patch
 		require.NoError(t, r.Scan(openai.Completions, []byte(body), openai.Limits{}))
 		p.Reset(&r)
-		_, err := newSGLang().Plan(&r, &p, &Legs{Prefill: &kvstate.Endpoint{EndpointSpec: kvstate.EndpointSpec{Addr: "10.0.0.5:1"}}})
+		_, err := newSGLang().Plan(&r, &p, &Legs{Prefill: &kvstate.Endpoint{EndpointSpec: kvstate.EndpointSpec{Addr: "10.0.0.5:1"}}, Decode: &kvstate.Endpoint{}})
 		require.Equal(t, ok, err == nil, "%.40s: %v", body, err)
 	}
 }

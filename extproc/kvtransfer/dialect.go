@@ -72,6 +72,7 @@ type Dialect struct {
 	// What the configuration has to know.
 	Ports       []Port // that an endpoint says of itself
 	RankToRank  bool   // tensor-parallel rank n of P sends to rank n of D: only endpoints with as many ranks are a pair
+	DataRanks   bool   // a request can name the data-parallel rank that it is for, of several behind one port
 	SameRelease bool   // engines of different releases refuse each other's KV, or read it wrongly
 	// Validate returns what cannot work, beyond what holds of every pool.
 	Validate func(f *Fleet) []Problem

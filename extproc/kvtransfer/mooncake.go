@@ -27,7 +27,7 @@ func newMooncake() mooncake { return mooncake{newNIXL(false)} }
 func mooncakeDialect(*Options) (Dialect, error) {
 	d := newMooncake()
 	return Dialect{
-		Name: "mooncake", Engine: EngineVLLM, VLLM: true, Ports: bootstrapPorts(),
+		Name: "mooncake", Engine: EngineVLLM, VLLM: true, DataRanks: true, Ports: bootstrapPorts(),
 		Concurrent: &Concurrent{
 			DecodesAlone: true, Unpairable: vllmUnpairable, Plan: d.Plan, ReadAnswer: d.ReadAnswer, Peers: &PeerSource{Ask: queryBootstrap},
 		},
@@ -77,6 +77,12 @@ func (l *Legs) rankIndex() int {
 	if len(l.Peer.Ranks) == 0 {
 		return -1
 	}
+	if l.Prefill.Ranks > 0 { // the decision has chosen one
+		if l.Prefill.Rank >= len(l.Peer.Ranks) {
+			return -1
+		}
+		return l.Prefill.Rank
+	}
 	return l.rankOf(len(l.Peer.Ranks))
 }
 
@@ -90,6 +96,9 @@ func (l *Legs) rank() (Rank, bool) {
 
 // rankHeader is the x-data-parallel-rank of P's leg: only where there are several is it the router's to choose.
 func (l *Legs) rankHeader() string {
+	if l.Prefill.Ranks > 0 {
+		return l.Prefill.RankName()
+	}
 	if len(l.Peer.Ranks) < 2 {
 		return ""
 	}

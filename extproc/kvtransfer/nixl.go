@@ -46,7 +46,7 @@ func nixlDialect(o *Options) (Dialect, error) {
 
 func (d nixl) dialect() Dialect {
 	return Dialect{
-		Name: "nixl", Engine: EngineVLLM, VLLM: true, SameRelease: true,
+		Name: "nixl", Engine: EngineVLLM, VLLM: true, DataRanks: true, SameRelease: true,
 		Inline: true, Prefill: d.Prefill, ReadAnswer: d.ReadAnswer, DecodeMember: d.DecodeMember,
 	}
 }

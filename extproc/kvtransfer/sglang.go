@@ -5,11 +5,14 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"math"
 	"math/rand/v2"
 	"slices"
 	"strconv"
+	"strings"
 
 	"tandem/extproc/openai"
+	"tandem/kvstate"
 )
 
 // sglang is SGLang's disaggregation (--disaggregation-mode prefill and decode), whatever moves the blocks (mooncake,
@@ -29,7 +32,7 @@ const DefaultBootstrapPort = 8998
 func sglangDialect(*Options) (Dialect, error) {
 	d := newSGLang()
 	return Dialect{
-		Name: "sglang", Engine: EngineSGLang, Ports: bootstrapPorts(), Validate: d.Validate,
+		Name: "sglang", Engine: EngineSGLang, DataRanks: true, Ports: bootstrapPorts(), Validate: d.Validate,
 		Concurrent: &Concurrent{
 			CancelsPrefill: true, JoinsAnswers: true, OwnGenerate: true, Unpairable: d.Unpairable, Plan: d.Plan, ReadAnswer: d.ReadAnswer,
 		},
@@ -88,14 +91,21 @@ func (d sglang) Plan(r *openai.Request, p *openai.Patch, l *Legs) (PairPlan, err
 	}
 	number := strconv.AppendUint(nil, uint64(port(l.Prefill.Transfer.BootstrapPort, DefaultBootstrapPort)), 10)
 	random := rand.NewPCG(binary.LittleEndian.Uint64(l.ID[:8]), binary.LittleEndian.Uint64(l.ID[8:]))
-	p.Set("bootstrap_host", openai.FieldBootstrapHost, repeated(name, rooms, list))
-	p.Set("bootstrap_port", openai.FieldBootstrapPort, repeated(number, rooms, list))
-	p.Set("bootstrap_room", openai.FieldBootstrapRoom, appendRooms(nil, random, rooms, list))
+	hosts, ports := repeated(name, rooms, list), repeated(number, rooms, list)
+	own := appendRooms(nil, random, rooms, list, l.Prefill)
+	p.Set("bootstrap_host", openai.FieldBootstrapHost, hosts)
+	p.Set("bootstrap_port", openai.FieldBootstrapPort, ports)
+	p.Set("bootstrap_room", openai.FieldBootstrapRoom, own)
 	if r.True(openai.FieldStream) {
 		p.Set("stream", openai.FieldStream, d.no)
 	}
 	p.Delete(openai.FieldStreamOptions)
-	return PairPlan{Joined: r.API() == openai.SGLangGenerate && r.Wants(openai.FieldReturnLogprob)}, nil
+	plan := PairPlan{Joined: r.API() == openai.SGLangGenerate && r.Wants(openai.FieldReturnLogprob)}
+	if l.Decode.Ranks > 0 {
+		plan.Decode = fmt.Appendf(nil, `"bootstrap_host":%s,"bootstrap_port":%s,"bootstrap_room":%s,%q:%d`,
+			hosts, ports, own, rankMember(l.Decode.Transfer.Release), l.Decode.Rank)
+	}
+	return plan, nil
 }
 
 // repeated is a value, or a list of n of it.
@@ -110,15 +120,48 @@ func repeated(value []byte, n int, list bool) []byte {
 	return append(out, ']')
 }
 
+// rankMember is the member of D's body that names D's own data-parallel rank. It was data_parallel_rank at first;
+// 0.5.22 and 0.5.23 take that as another name of routed_dp_rank, and log that it will go
+// (entrypoints/openai/protocol.py).
+func rankMember(release string) string {
+	if atLeast(release, 0, 5, 22) {
+		return "routed_dp_rank"
+	}
+	return "data_parallel_rank"
+}
+
+// atLeast reports whether a release such as 0.5.23 is known and not older.
+func atLeast(release string, least ...int) bool {
+	parts := strings.SplitN(release, ".", len(least)+1)
+	for i, want := range least {
+		if i >= len(parts) {
+			return false
+		}
+		if n, err := strconv.Atoi(parts[i]); err != nil || n != want {
+			return err == nil && n > want
+		}
+	}
+	return true
+}
+
 // appendRooms writes n rooms of 63 bits, which no other attempt has: SGLang refuses a room that it saw within
-// its timeouts. Rooms of P's data-parallel ranks are equally many (room % dp_size, follow_bootstrap_room), so its ranks
-// share the load.
-func appendRooms(dst []byte, random *rand.PCG, n int, list bool) []byte {
+// its timeouts. A room belongs to P's data-parallel rank room % dp_size, and D takes it for that
+// (follow_bootstrap_room, which P has by default): where the decision has chosen a rank, rooms are of it, else they are
+// of all ranks alike.
+func appendRooms(dst []byte, random *rand.PCG, n int, list bool, prefill *kvstate.Endpoint) []byte {
 	for i := range n {
 		if list {
 			dst = append(dst, "[,"[min(i, 1)])
 		}
-		dst = strconv.AppendUint(dst, random.Uint64()>>1, 10)
+		room := random.Uint64() >> 1
+		if ranks := uint64(prefill.Ranks); ranks > 0 {
+			room = room / ranks * ranks
+			if room > math.MaxInt64-ranks {
+				room -= ranks
+			}
+			room += uint64(prefill.Rank)
+		}
+		dst = strconv.AppendUint(dst, room, 10)
 	}
 	if list {
 		dst = append(dst, ']')

@@ -18,7 +18,9 @@ func newShared() shared { return shared{newOneToken()} }
 
 func sharedDialect(*Options) (Dialect, error) {
 	d := newShared()
-	return Dialect{Name: "shared", Engine: EngineAny, Inline: true, Prefill: d.Prefill, ReadAnswer: d.ReadAnswer}, nil
+	return Dialect{
+		Name: "shared", Engine: EngineAny, DataRanks: true, Inline: true, Prefill: d.Prefill, ReadAnswer: d.ReadAnswer,
+	}, nil
 }
 
 func (d shared) Prefill(r *openai.Request, p *openai.Patch, _ *Pair) { d.plan(r, p) }

@@ -87,7 +87,7 @@ func queryServerInfo(ctx context.Context, e *kvstate.Endpoint) (Peer, error) {
 	if e.Scheme == "https" {
 		scheme = e.Scheme
 	}
-	body, err := get(ctx, scheme+"://"+e.Addr+"/server_info")
+	body, err := get(ctx, scheme+"://"+e.HostPort()+"/server_info")
 	if err != nil {
 		return Peer{}, err
 	}

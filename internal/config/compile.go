@@ -70,6 +70,7 @@ func PoolSpecs(cfg *configv1.Config) (out []PoolSpec, err error) {
 			}
 			next.Endpoints = append(next.Endpoints, kvstate.EndpointSpec{
 				Name: e.GetAddress(), Scheme: e.GetScheme(), Role: role, Group: PairsAs(p, e), Transfer: TransferOf(e),
+				Ranks:      int(e.GetDataParallelRanks()),
 				EventsPort: int(e.GetKvEventsPort()), ReplayPort: int(e.GetKvReplayPort()),
 				Weight: int(e.GetWeight()), Drained: e.GetWeight() == 0, Zone: e.GetZone(), Node: e.GetNode(), LoRAs: commas(e.GetLoras()), Labels: commas(e.GetLabels()),
 			})

@@ -180,6 +180,7 @@ func checkEndpointsOf(v *validator, path string, p *configv1.Pool) {
 		decoding = decoding || decodes(e)
 		prefilling = prefilling || prefills(e)
 	}
+	checkRanks(v, path, p)
 	switch {
 	case len(p.Endpoints) == 0:
 		v.m.add(path+".endpoints", "is missing: at least one endpoint is needed, or discovery")
@@ -194,6 +195,29 @@ func checkEndpointsOf(v *validator, path string, p *configv1.Pool) {
 		v.warn(path+".endpoints", "none of them prefills, so nothing will be split")
 	default:
 		checkGroups(v, path+".endpoints", p)
+	}
+}
+
+// maxRanks bounds the data-parallel ranks behind one port.
+const maxRanks = 64
+
+// checkRanks checks the data-parallel ranks of a pool's endpoints.
+func checkRanks(v *validator, path string, p *configv1.Pool) {
+	for i, e := range p.Endpoints {
+		at := fmt.Sprintf("%s.endpoints[%d].dataParallelRanks", path, i)
+		switch n := e.DataParallelRanks; {
+		case n == 0:
+		case n < 1 || n > maxRanks:
+			v.m.add(at, "%d is not between 1 and %d", n, maxRanks)
+		case p.KvTransfer != "none" && !DialectOf(p).DataRanks:
+			v.m.add(at, "kvTransfer %s has no word for ranks: give each rank a port and an endpoint of its own, "+
+				"or leave it to the engine", p.KvTransfer)
+		case p.Handoff != "envoy":
+			v.m.add(at, "needs handoff envoy, not %s: only there the rank goes with the request", p.Handoff)
+		case p.GetKvEvents().GetRanks() > 1:
+			v.m.add(path+".kvEvents.ranks", "is %d, and endpoints have dataParallelRanks, which counts events by rank: "+
+				"leave one out", p.GetKvEvents().GetRanks())
+		}
 	}
 }
 

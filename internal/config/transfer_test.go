@@ -144,3 +144,27 @@ func TestIncompatibleEndpoints(t *testing.T) {
 	require.Equal(t, "a v0.32.0", PairsAs(p, p.Endpoints[0]))
 	require.Equal(t, PairsAs(p, p.Endpoints[0]), PairsAs(p, p.Endpoints[1]), "NIXL works other layouts out")
 }
+
+func TestDataParallelRanks(t *testing.T) {
+	of := func(n int, dialect, more string) string {
+		return fmt.Sprintf(`pools: [{name: a, kvTransfer: %s, %s endpoints: [{address: "10.0.0.1:1", role: prefill, dataParallelRanks: %d}, {address: "10.0.0.2:1", role: decode}]}]`, dialect, more, n)
+	}
+	for name, tt := range map[string]struct{ yaml, want string }{
+		"none": {of(0, "nixl", ""), ""}, "two": {of(2, "nixl", ""), ""}, "sglang": {of(64, "sglang", ""), ""}, "mooncake": {of(8, "mooncake", ""), ""},
+		"too many":        {of(65, "nixl", ""), "pools[0].endpoints[0].dataParallelRanks: 65 is not between 1 and 64"},
+		"below zero":      {of(-1, "nixl", ""), "pools[0].endpoints[0].dataParallelRanks: -1 is not between 1 and 64"},
+		"another dialect": {of(2, "trtllm", ""), "pools[0].endpoints[0].dataParallelRanks: kvTransfer trtllm has no word for ranks: give each rank a port and an endpoint of its own, or leave it to the engine"},
+		"events twice": {of(2, "nixl", "kvEvents: {ranks: 2},"),
+			"pools[0].kvEvents.ranks: is 2, and endpoints have dataParallelRanks, which counts events by rank: leave one out"},
+	} {
+		c, _, err := Parse([]byte(tt.yaml))
+		if tt.want != "" {
+			require.EqualError(t, err, tt.want, name)
+			continue
+		}
+		require.NoError(t, err, name)
+		pools, err := PoolSpecs(c)
+		require.NoError(t, err)
+		require.EqualValues(t, c.Pools[0].Endpoints[0].DataParallelRanks, pools[0].Endpoints[0].Ranks)
+	}
+}

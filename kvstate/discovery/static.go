@@ -81,7 +81,7 @@ func (s *Static) Resolve(ctx context.Context) {
 		}
 		for _, ip := range addresses {
 			e.Addr = net.JoinHostPort(ip, port)
-			next = append(next, e)
+			next = append(next, e.ByRank()...)
 		}
 	}
 	s.write(next)

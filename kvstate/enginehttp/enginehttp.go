@@ -75,7 +75,7 @@ func (c *Client) do(ctx context.Context, e *kvstate.Endpoint, method, path strin
 	case "h2c":
 		client = c.h2c
 	}
-	r, err := http.NewRequestWithContext(ctx, method, scheme+"://"+e.Addr+path, bytes.NewReader(body))
+	r, err := http.NewRequestWithContext(ctx, method, scheme+"://"+e.HostPort()+path, bytes.NewReader(body))
 	if err != nil {
 		return nil, fmt.Errorf("asking %s: %w", e.Addr, err)
 	}

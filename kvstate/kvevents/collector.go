@@ -180,6 +180,10 @@ func (c *Collector) wanted() map[target]*kvstate.Pool {
 			if e.Role == kvstate.RoleEncode {
 				continue // has no KV cache
 			}
+			if e.Ranks > 0 { // each rank is an endpoint, and publishes at a port of its own
+				wanted[target{p.Spec.Name, e, e.Rank, source}] = p
+				continue
+			}
 			for rank := range max(source.Ranks, 1) {
 				wanted[target{p.Spec.Name, e, rank, source}] = p
 			}

@@ -130,12 +130,12 @@ func (c *Collector) whose(pool string, frames [][]byte, from net.Addr) *subscrip
 	var named, near []*subscription
 	ranks := max(c.sources[pool].Ranks, 1)
 	for t, s := range c.active {
-		if t.pool != pool || ranks > 1 && t.rank != batch.Rank {
+		if t.pool != pool || (ranks > 1 || t.endpoint.Ranks > 1) && t.rank != batch.Rank {
 			continue
 		}
 		host, _, _ := net.SplitHostPort(t.endpoint.Addr)
 		for _, name := range names {
-			if name == t.endpoint.Addr || name == t.endpoint.Name || name == host {
+			if name == t.endpoint.HostPort() || name == t.endpoint.Name || name == host {
 				named = append(named, s)
 				break
 			}

@@ -9,14 +9,19 @@ import (
 )
 
 // Read identifies the engine of a metrics page and returns its signals. ok is false if the engine is unknown, or if
-// the page has nothing about its load. The caller sets the time.
-func Read(page []byte) (engine string, s kvstate.Signals, ok bool) {
+// the page has nothing about its load. Of a rank, if not "", only what bears its label counts, and what bears none. The
+// caller sets the time.
+func Read(page []byte, rank string) (engine string, s kvstate.Signals, ok bool) {
 	for _, e := range engines() {
 		if !bytes.Contains(page, []byte("\n"+e.prefix)) && !bytes.HasPrefix(page, []byte(e.prefix)) {
 			continue
 		}
 		r := reading{running: -1, waiting: -1, usage: -1, tokens: -1, blocks: -1, blockTokens: -1}
-		each(page, e.prefix, e.letters, func(s sample) { e.take(&r, s) })
+		each(page, e.prefix, e.letters, func(s sample) {
+			if rank == "" || e.rank == "" || s.label(e.rank) == "" || s.label(e.rank) == rank {
+				e.take(&r, s)
+			}
+		})
 		if s, ok := r.signals(); ok {
 			return e.name, s, true
 		}
@@ -27,13 +32,15 @@ func Read(page []byte) (engine string, s kvstate.Signals, ok bool) {
 // engine is a known engine. Metrics that take reads begin with the prefix and one of the letters.
 type engine struct {
 	name, prefix, letters string
+	rank                  string // the label with the data-parallel rank; "": none
 	take                  func(*reading, sample)
 }
 
 func engines() []engine {
 	return []engine{
-		{"vllm", "vllm:", "nkgcpirt", (*reading).vllm}, {"sglang", "sglang:", "ntmpcig", (*reading).sglang},
-		{"trtllm", "trtllm_", "nk", (*reading).trtllm}, {"triton", "nv_trt_llm_", "rk", (*reading).triton},
+		{"vllm", "vllm:", "nkgcpirt", "engine", (*reading).vllm},
+		{"sglang", "sglang:", "ntmpcig", "dp_rank", (*reading).sglang},
+		{"trtllm", "trtllm_", "nk", "", (*reading).trtllm}, {"triton", "nv_trt_llm_", "rk", "", (*reading).triton},
 	}
 }
 

@@ -124,7 +124,7 @@ vllm:kv_cache_usage_perc{engine="0"} +Inf
 			kvstate.Signals{Running: 6, Waiting: -1, KVUsage: -1, KVTokens: -1}},
 	} {
 		t.Run(name, func(t *testing.T) {
-			engine, got, ok := Read([]byte(tt.page))
+			engine, got, ok := Read([]byte(tt.page), "")
 			require.Equal(t, tt.engine, engine)
 			require.Equal(t, tt.engine != "", ok)
 			require.Equal(t, tt.want, got)
@@ -155,7 +155,7 @@ func FuzzParse(f *testing.F) {
 		if strings.ContainsAny(line, "\n\r\v\f\u0085\u00a0") {
 			return
 		}
-		Read([]byte(line)) // does not panic
+		Read([]byte(line), "") // does not panic
 		name, labels, value, fine := twin(line)
 		if !fine || !strings.HasPrefix(name, "vllm:") || name == "vllm:" {
 			return
@@ -180,8 +180,30 @@ func BenchmarkRead(b *testing.B) {
 	b.SetBytes(int64(len(text)))
 	b.ReportAllocs()
 	for b.Loop() {
-		if _, _, ok := Read(text); !ok {
+		if _, _, ok := Read(text, ""); !ok {
 			b.Fatal("not read")
 		}
+	}
+}
+
+// What a rank of several behind one port says of itself: its own series, and those that bear no rank.
+func TestReadOfARank(t *testing.T) {
+	const vllm = `vllm:num_requests_running{engine="0"} 3
+vllm:num_requests_running{engine="1"} 5
+vllm:kv_cache_usage_perc{engine="0"} 0.9
+vllm:kv_cache_usage_perc{engine="1"} 0.1
+`
+	const sglang = `sglang:num_running_reqs{dp_rank="0",tp_rank="0"} 3
+sglang:num_running_reqs{dp_rank="1",tp_rank="0"} 5
+sglang:token_usage{dp_rank="1",tp_rank="0"} 0.1
+sglang:page_size{tp_rank="0"} 16
+`
+	for _, page := range []string{vllm, sglang} {
+		_, got, ok := Read([]byte(page), "1")
+		require.True(t, ok)
+		require.EqualValues(t, 5, got.Running)
+		require.InDelta(t, .1, got.KVUsage, 1e-9)
+		_, got, _ = Read([]byte(page), "")
+		require.EqualValues(t, 8, got.Running)
 	}
 }

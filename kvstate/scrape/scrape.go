@@ -209,7 +209,7 @@ func (s *Scraper) scrape(ctx context.Context, e *kvstate.Endpoint, path int) (en
 	if status != http.StatusOK {
 		return "", fmt.Errorf("%w at %s: status %d", errNoMetrics, paths()[path], status)
 	}
-	engine, signals, ok := Read(page.Bytes())
+	engine, signals, ok := Read(page.Bytes(), e.RankName())
 	if !ok {
 		return "", fmt.Errorf("%w at %s", errNoMetrics, paths()[path])
 	}

@@ -110,14 +110,15 @@ func (c *call) refuseBody(err error) {
 	c.reset()
 }
 
-// rankOf is the data-parallel rank of a request: a vLLM reads x-data-parallel-rank and ignores what is no number, an SGLang the room of
-// a prefill leg, or a member of the body. One that names none goes to each in turn.
+// rankOf is the data-parallel rank of a request: a vLLM reads x-data-parallel-rank and ignores what is no number, an
+// SGLang the room of a prefill leg, or a member of the body. One that names none goes to each in turn.
 func (s *Server) rankOf(r *http.Request, req *request.Request) uint64 {
 	n := uint64(len(s.ranks))
 	named := []string{r.Header.Get("X-Data-Parallel-Rank")}
 	if s.cfg.Connector == connector.SGLang {
 		if s.cfg.Roomed() && s.cfg.Role == engine.RolePrefill {
-			if room, err := strconv.ParseUint(strings.Trim(strings.Split(string(req.Raw("bootstrap_room")), ",")[0], "[ ]"), 10, 64); err == nil {
+			first, _, _ := strings.Cut(strings.Trim(string(req.Raw("bootstrap_room")), "[ ]"), ",")
+			if room, err := strconv.ParseUint(first, 10, 64); err == nil {
 				return room % n
 			}
 		}

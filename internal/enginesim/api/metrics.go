@@ -24,7 +24,8 @@ func (s *Server) Describe(chan<- *prometheus.Desc) {}
 // Collect reads every count at once.
 func (s *Server) Collect(ch chan<- prometheus.Metric) {
 	for rank, n := range s.ranks {
-		c := engine.Collector{Ch: ch, Labels: prometheus.Labels{"engine": strconv.Itoa(rank), "model_name": s.cfg.Models[0]}}
+		labels := prometheus.Labels{"engine": strconv.Itoa(rank), "model_name": s.cfg.Models[0]}
+		c := engine.Collector{Ch: ch, Labels: labels}
 		n.Collect(&c)
 		collectOurs(&c, n, s.heldBy(n))
 	}
@@ -33,7 +34,8 @@ func (s *Server) Collect(ch chan<- prometheus.Metric) {
 // collectOurs sends the simulator's own series of a rank.
 func collectOurs(c *engine.Collector, n *connector.Node, held int64) {
 	m := n.Metrics
-	c.Gauge("enginesim_blocks_held", "KV blocks handed over and neither fetched, released nor expired, or waiting for the other leg.", float64(held))
+	const heldHelp = "KV blocks handed over and neither fetched, released nor expired, or waiting for the other leg."
+	c.Gauge("enginesim_blocks_held", heldHelp, float64(held))
 	if n.Events != nil {
 		c.Gauge("enginesim_kv_events_subscribers", "Connections to the socket that publishes KV events.", float64(n.Events.Subs.Count()))
 	}

@@ -40,7 +40,8 @@ func Start(cfg *Config, log io.Writer) (*Server, error) {
 		return nil, err
 	}
 	s := &Server{
-		Node: ranks[0], ranks: ranks, cfg: cfg, encodings: newEncodings(cfg.Lease), Records: newRecorder(cfg.Record, cfg.RecordCount, cfg.RecordBody),
+		Node: ranks[0], ranks: ranks, cfg: cfg, encodings: newEncodings(cfg.Lease),
+		Records:   newRecorder(cfg.Record, cfg.RecordCount, cfg.RecordBody),
 		responses: newResponseStore(), Died: make(chan struct{}),
 	}
 	s.mux = s.routes()

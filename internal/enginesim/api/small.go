@@ -266,7 +266,8 @@ func (st *State) add(n *connector.Node) {
 	st.Running, st.Waiting = st.Running+m.Running.Load(), st.Waiting+m.Waiting()
 	st.Given, st.Fetched = st.Given+l.Given.Load(), st.Fetched+l.Fetched.Load()
 	st.Released, st.Expired = st.Released+l.Freed.Load(), st.Expired+l.Expired.Load()
-	st.FailedTransfers, st.ExternalTokens = st.FailedTransfers+m.FailedTransfers.Load(), st.ExternalTokens+m.External.Load()
+	st.FailedTransfers += m.FailedTransfers.Load()
+	st.ExternalTokens += m.External.Load()
 	st.HeldFor = append(st.HeldFor, l.HeldFor()...)
 	m.Violations.Each(func(kind string, n int64) {
 		st.Violations += n

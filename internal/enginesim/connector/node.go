@@ -50,7 +50,8 @@ type sideChannel struct {
 	SideHost string
 }
 
-// New makes an engine with its connector and opens the ports for other engines. faults say whether those can be reached.
+// New makes an engine with its connector and opens the ports for other engines. faults say whether those can be
+// reached.
 func New(cfg *Config, faults *fault.Rules, log io.Writer) (*Node, error) {
 	e, err := engine.New(&cfg.Config, log)
 	if err != nil {
@@ -72,8 +73,8 @@ func New(cfg *Config, faults *fault.Rules, log io.Writer) (*Node, error) {
 	return s, nil
 }
 
-// NewRanks makes the data-parallel ranks of an engine: each has KV, a side channel and KV events of its own, at ports that are counted
-// on from those of rank 0 (0 stays 0).
+// NewRanks makes the data-parallel ranks of an engine: each has KV, a side channel and KV events of its own, at ports
+// that are counted on from those of rank 0 (0 stays 0).
 func NewRanks(cfg *Config, faults *fault.Rules, log io.Writer) (ranks []*Node, err error) {
 	id := cfg.EngineID
 	for rank := range max(cfg.DpSize, 1) {

@@ -191,8 +191,9 @@ func (s *Node) askRoute(ctx context.Context, r roomParams, rank int, into any) e
 	if rank < 0 {
 		others = -1
 	}
+	host := net.JoinHostPort(strings.Trim(r.host, "[]"), strconv.Itoa(port))
 	url := fmt.Sprintf("http://%s/route?prefill_dp_rank=%d&prefill_cp_rank=%[3]d&target_tp_rank=%[3]d&target_pp_rank=%[3]d",
-		net.JoinHostPort(strings.Trim(r.host, "[]"), strconv.Itoa(port)), rank, others)
+		host, rank, others)
 	req, err := http.NewRequestWithContext(ctx, http.MethodGet, url, nil)
 	if err != nil {
 		return fmt.Errorf("%w: %w", engine.ErrLoadFailed, err)
