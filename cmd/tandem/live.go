@@ -3,7 +3,6 @@ package main
 import (
 	"cmp"
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -46,6 +45,7 @@ func checkLive(ctx context.Context, cfg *configv1.Config) []finding {
 		for j, a := range answers {
 			out = append(out, a.findings...)
 			out = append(out, disagreement(path, p, answers, j)...)
+			out = append(out, unlike(path, p, answers, j)...)
 		}
 	}
 	return out
@@ -72,6 +72,7 @@ func warnLive(ctx context.Context, cfg *configv1.Config, log *slog.Logger) {
 // engineAnswer is what an engine says of itself.
 type engineAnswer struct {
 	version  string // "": it does not say
+	info     engineInfo
 	findings []finding
 }
 
@@ -90,11 +91,13 @@ func askEngine(ctx context.Context, client *enginehttp.Client, at string, p *con
 		return a
 	}
 	info := readInfo(ctx, client, engine)
-	a.version = release(info.Version)
+	a.info, a.version = info, release(info.Version)
 	if r := release(e.GetRelease()); r != "" && a.version != "" && r != a.version {
 		say(".release", "is %s here, and the engine says %s: correct it", e.GetRelease(), info.Version)
 	}
 	checkSGLang(p, e, info, say)
+	checkVLLM(p, e, info, say)
+	checkRanks(p, e, info, say)
 	for _, port := range transferPorts(p, e) {
 		conn, err := (&net.Dialer{Timeout: liveTimeout}).DialContext(ctx, "tcp", port.addr)
 		if err != nil {
@@ -104,25 +107,6 @@ func askEngine(ctx context.Context, client *enginehttp.Client, at string, p *con
 		_ = conn.Close()
 	}
 	return a
-}
-
-// engineInfo is what engines tell of themselves: vLLM at /version, SGLang at /server_info.
-type engineInfo struct {
-	Version   string `json:"version"`
-	Mode      string `json:"disaggregation_mode"` // SGLang: prefill, decode, null; "": another engine
-	Bootstrap int32  `json:"disaggregation_bootstrap_port"`
-}
-
-func readInfo(ctx context.Context, client *enginehttp.Client, engine *kvstate.Endpoint) (info engineInfo) {
-	for _, path := range []string{"/version", "/server_info"} {
-		if status, body, err := getSmall(ctx, client, engine, path); err == nil && status == http.StatusOK {
-			if json.Unmarshal(body, &info) != nil {
-				return engineInfo{} // it says nothing that can be read
-			}
-			break
-		}
-	}
-	return info
 }
 
 // release is a version without what does not count: a v before it, and the build behind it (0.32.0+cu129).
@@ -191,11 +175,17 @@ func disagreement(path string, p *configv1.Pool, answers []engineAnswer, j int) 
 
 // getSmall reads an answer of at most 64 KiB.
 func getSmall(ctx context.Context, client *enginehttp.Client, e *kvstate.Endpoint, path string) (status int, body []byte, err error) {
+	return getUpTo(ctx, client, e, path, 64<<10)
+}
+
+func getUpTo(
+	ctx context.Context, client *enginehttp.Client, e *kvstate.Endpoint, path string, limit int64,
+) (status int, body []byte, err error) {
 	resp, err := client.Get(ctx, e, path)
 	if err != nil {
 		return 0, nil, err
 	}
 	defer resp.Body.Close()
-	body, err = enginehttp.ReadAll(resp, 64<<10)
+	body, err = enginehttp.ReadAll(resp, limit)
 	return resp.StatusCode, body, err
 }

@@ -74,9 +74,35 @@ type Dialect struct {
 	RankToRank  bool   // tensor-parallel rank n of P sends to rank n of D: only endpoints with as many ranks are a pair
 	DataRanks   bool   // a request can name the data-parallel rank that it is for, of several behind one port
 	SameRelease bool   // engines of different releases refuse each other's KV, or read it wrongly
+	Reports     Reports
 	// Validate returns what cannot work, beyond what holds of every pool.
 	Validate func(f *Fleet) []Problem
 }
+
+// Reports is what engines must report of themselves to fit the pool.
+type Reports struct {
+	Connectors []string // as vLLM's kv_connector names them; nil: not known, or another engine
+	Alike      []Fact   // what P and D must have in common: otherwise one refuses the other's KV at the handshake
+	Ranks      bool     // the legs are told the other side's ranks: transfer.tensorParallelSize has to be right
+}
+
+// Fact is something that an engine reports of itself, in words for people.
+type Fact string
+
+// The facts that engines must have in common.
+const (
+	FactModel     Fact = "model"
+	FactRevision  Fact = "model revision"
+	FactDtype     Fact = "dtype"
+	FactKVDtype   Fact = "KV cache dtype"
+	FactBlockSize Fact = "block size"
+	FactBackend   Fact = "transfer backend"
+)
+
+// nixlAlike is what vLLM's NIXL connectors put into the hash that a handshake compares, as far as engines report it
+// (0.32.0, v1/nixl/metadata.py, compute_nixl_compatibility_hash), and the revision, of which that hash knows nothing:
+// other weights give the wrong text.
+func nixlAlike() []Fact { return []Fact{FactModel, FactRevision, FactDtype, FactKVDtype} }
 
 // The engines that a dialect belongs to.
 const (

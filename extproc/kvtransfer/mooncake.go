@@ -28,6 +28,7 @@ func mooncakeDialect(*Options) (Dialect, error) {
 	d := newMooncake()
 	return Dialect{
 		Name: "mooncake", Engine: EngineVLLM, VLLM: true, DataRanks: true, Ports: bootstrapPorts(),
+		Reports: Reports{Connectors: []string{"MooncakeConnector"}},
 		Concurrent: &Concurrent{
 			DecodesAlone: true, Unpairable: vllmUnpairable, Plan: d.Plan, ReadAnswer: d.ReadAnswer, Peers: &PeerSource{Ask: queryBootstrap},
 		},

@@ -31,7 +31,9 @@ const (
 func moriioDialect(*Options) (Dialect, error) {
 	d := newMoRIIO()
 	return Dialect{
-		Name: "moriio", Engine: EngineVLLM, VLLM: true, Ports: moriioPorts(), Validate: sameSizes,
+		Name: "moriio", Engine: EngineVLLM, VLLM: true,
+		Reports: Reports{Connectors: []string{"MoRIIOConnector"}, Ranks: true},
+		Ports:   moriioPorts(), Validate: sameSizes,
 		Concurrent: &Concurrent{DecodesAlone: true, Unpairable: vllmUnpairable, Plan: d.Plan, ReadAnswer: d.ReadAnswer},
 	}, nil
 }

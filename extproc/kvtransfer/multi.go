@@ -42,6 +42,7 @@ func multiDialect(o *Options) (Dialect, error) {
 	d, err := newMulti(o.Members)
 	out := Dialect{
 		Name: "multi", Engine: EngineAny, VLLM: true, SameRelease: true,
+		Reports: Reports{Connectors: []string{"MultiConnector"}},
 		Prefill: d.Prefill, ReadAnswer: d.ReadAnswer, DecodeMember: d.DecodeMember,
 	}
 	if d.offload {

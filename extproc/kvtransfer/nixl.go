@@ -47,7 +47,8 @@ func nixlDialect(o *Options) (Dialect, error) {
 func (d nixl) dialect() Dialect {
 	return Dialect{
 		Name: "nixl", Engine: EngineVLLM, VLLM: true, DataRanks: true, SameRelease: true,
-		Inline: true, Prefill: d.Prefill, ReadAnswer: d.ReadAnswer, DecodeMember: d.DecodeMember,
+		Reports: Reports{Connectors: []string{"NixlConnector", "NixlPullConnector"}, Alike: nixlAlike()},
+		Inline:  true, Prefill: d.Prefill, ReadAnswer: d.ReadAnswer, DecodeMember: d.DecodeMember,
 	}
 }
 

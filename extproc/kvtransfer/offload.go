@@ -30,8 +30,10 @@ func p2pPorts() []Port {
 func offloadDialect(*Options) (Dialect, error) {
 	d := newOffload()
 	return Dialect{
-		Name: "offload", Engine: EngineAny, VLLM: true, SameRelease: true, Ports: p2pPorts(),
-		Inline: true, Prefill: d.Prefill, ReadAnswer: d.ReadAnswer, DecodeMember: d.DecodeMember, Pull: d.Pull,
+		Name: "offload", Engine: EngineAny, VLLM: true, SameRelease: true,
+		Reports: Reports{Connectors: []string{"OffloadingConnector"}},
+		Ports:   p2pPorts(),
+		Inline:  true, Prefill: d.Prefill, ReadAnswer: d.ReadAnswer, DecodeMember: d.DecodeMember, Pull: d.Pull,
 	}, nil
 }
 

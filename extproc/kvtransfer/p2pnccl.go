@@ -31,7 +31,9 @@ func newP2PNCCL() p2pNCCL { return p2pNCCL{newOneToken()} }
 func p2pNCCLDialect(*Options) (Dialect, error) {
 	d := newP2PNCCL()
 	return Dialect{
-		Name: "p2p-nccl", Engine: EngineVLLM, VLLM: true, Ports: []Port{{Name: "transfer.kvPort", Roles: kvstate.RoleBoth}}, Validate: d.Validate,
+		Name: "p2p-nccl", Engine: EngineVLLM, VLLM: true,
+		Reports: Reports{Connectors: []string{"P2pNcclConnector"}},
+		Ports:   []Port{{Name: "transfer.kvPort", Roles: kvstate.RoleBoth}}, Validate: d.Validate,
 		Concurrent: &Concurrent{
 			CancelsPrefill: true, PrefillFirst: true, Unpairable: d.Unpairable, Plan: d.Plan, ReadAnswer: d.ReadAnswer, Peers: &PeerSource{Registers: true},
 		},

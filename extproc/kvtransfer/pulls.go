@@ -20,8 +20,10 @@ type mooncakePull struct{ nixl nixl }
 func mooncakePullDialect(*Options) (Dialect, error) {
 	d := mooncakePull{newNIXL(false)}
 	return Dialect{
-		Name: "mooncake-0.13", Engine: EngineVLLM, VLLM: true, APIs: []openai.API{openai.Chat, openai.Completions, openai.Messages, openai.Generate},
-		Inline: true, Prefill: d.nixl.Prefill, ReadAnswer: d.ReadAnswer, DecodeMember: d.nixl.DecodeMember,
+		Name: "mooncake-0.13", Engine: EngineVLLM, VLLM: true,
+		Reports: Reports{Connectors: []string{"MooncakeConnector"}},
+		APIs:    []openai.API{openai.Chat, openai.Completions, openai.Messages, openai.Generate},
+		Inline:  true, Prefill: d.nixl.Prefill, ReadAnswer: d.ReadAnswer, DecodeMember: d.nixl.DecodeMember,
 	}, nil
 }
 
@@ -40,7 +42,9 @@ type moriioRead struct {
 func moriioReadDialect(o *Options) (Dialect, error) {
 	d := moriioRead{newNIXL(false), max(o.DecodeTP, 1), max(o.DecodeDP, 1)}
 	return Dialect{
-		Name: "moriio-read", Engine: EngineVLLM, VLLM: true, Ports: moriioPorts(), Validate: sameSizes,
+		Name: "moriio-read", Engine: EngineVLLM, VLLM: true,
+		Reports: Reports{Connectors: []string{"MoRIIOConnector"}, Ranks: true},
+		Ports:   moriioPorts(), Validate: sameSizes,
 		Inline: true, Prefill: d.Prefill, ReadAnswer: d.ReadAnswer, DecodeMember: d.nixl.DecodeMember,
 	}, nil
 }

@@ -1,0 +1,188 @@
+package main
+
+import (
+	"bytes"
+	"cmp"
+	"context"
+	"encoding/json"
+	"fmt"
+	"net/http"
+	"regexp"
+	"slices"
+	"strconv"
+	"strings"
+
+	"tandem/extproc/kvtransfer"
+	"tandem/internal/config"
+	"tandem/kvstate"
+	"tandem/kvstate/enginehttp"
+	configv1 "tandem/protos/config/v1"
+)
+
+// engineInfo is what engines report of themselves. "" and 0: the engine does not report it.
+type engineInfo struct {
+	Version   string // vLLM at /version, SGLang at /server_info
+	Mode      string // SGLang: prefill, decode, null; "": another engine
+	Bootstrap int32  // SGLang's --disaggregation-bootstrap-port
+	Connector string // vLLM's kv_connector
+	KVRole    string // vLLM's kv_role
+	TP        int32  // tensor-parallel ranks
+	Facts     map[kvtransfer.Fact]string
+}
+
+// serverInfo is GET /server_info: of SGLang (0.5.23), and with config_format=json of vLLM (0.32) where it runs with
+// VLLM_SERVER_DEV_MODE=1.
+type serverInfo struct {
+	Version   string `json:"version"`
+	Mode      string `json:"disaggregation_mode"`
+	Bootstrap int32  `json:"disaggregation_bootstrap_port"`
+	Backend   string `json:"disaggregation_transfer_backend"`
+	Model     string `json:"model_path"`
+	Revision  string `json:"revision"`
+	Dtype     string `json:"dtype"`
+	KVDtype   string `json:"kv_cache_dtype"`
+	Page      int    `json:"page_size"`
+	TP        int32  `json:"tp_size"`
+	VLLM      struct {
+		Model struct{ Model, Revision, Dtype string } `json:"model_config"`
+		Cache struct {
+			Dtype string `json:"cache_dtype"`
+		} `json:"cache_config"`
+		Parallel struct {
+			TP int32 `json:"tensor_parallel_size"`
+		} `json:"parallel_config"`
+		KV *struct {
+			Connector string `json:"kv_connector"`
+			Role      string `json:"kv_role"`
+		} `json:"kv_transfer_config"`
+	} `json:"vllm_config"`
+}
+
+// cacheConfig is a line of vLLM's metrics: its labels are the cache's configuration (v1/metrics/loggers.py).
+var cacheConfig = regexp.MustCompile(`(?m)^vllm:cache_config_info\{(.*)\}`)
+
+// maxInfo bounds an answer of /server_info or /metrics: SGLang's info has 37 KB, vLLM's 27 KB.
+const maxInfo = 4 << 20
+
+func readInfo(ctx context.Context, client *enginehttp.Client, engine *kvstate.Endpoint) (info engineInfo) {
+	info.Facts = map[kvtransfer.Fact]string{}
+	read := func(path string, into any) bool {
+		status, body, err := getUpTo(ctx, client, engine, path, maxInfo)
+		return err == nil && status == http.StatusOK && json.Unmarshal(body, into) == nil
+	}
+	var version struct{ Version string }
+	if read("/version", &version) {
+		info.Version = version.Version
+	}
+	var said serverInfo
+	if read("/server_info?config_format=json", &said) {
+		info.take(&said)
+	}
+	if info.Mode != "" {
+		return info
+	}
+	var models struct{ Data []struct{ Root string } }
+	if read("/v1/models", &models) && len(models.Data) > 0 {
+		info.know(kvtransfer.FactModel, models.Data[0].Root)
+	}
+	if status, body, err := getUpTo(ctx, client, engine, "/metrics", maxInfo); err == nil && status == http.StatusOK {
+		if line := cacheConfig.FindSubmatch(body); line != nil {
+			info.know(kvtransfer.FactKVDtype, label(line[1], "cache_dtype"))
+			info.know(kvtransfer.FactBlockSize, label(line[1], "block_size"))
+		}
+	}
+	return info
+}
+
+func (i *engineInfo) take(s *serverInfo) {
+	i.Version, i.Mode, i.Bootstrap = cmp.Or(i.Version, s.Version), s.Mode, s.Bootstrap
+	i.TP = max(s.TP, s.VLLM.Parallel.TP)
+	if s.VLLM.KV != nil {
+		i.Connector, i.KVRole = s.VLLM.KV.Connector, s.VLLM.KV.Role
+	}
+	i.know(kvtransfer.FactModel, cmp.Or(s.Model, s.VLLM.Model.Model))
+	i.know(kvtransfer.FactRevision, cmp.Or(s.Revision, s.VLLM.Model.Revision))
+	i.know(kvtransfer.FactDtype, strings.TrimPrefix(cmp.Or(s.Dtype, s.VLLM.Model.Dtype), "torch."))
+	i.know(kvtransfer.FactKVDtype, cmp.Or(s.KVDtype, s.VLLM.Cache.Dtype))
+	i.know(kvtransfer.FactBackend, s.Backend)
+	if s.Page > 0 {
+		i.know(kvtransfer.FactBlockSize, strconv.Itoa(s.Page))
+	}
+}
+
+// know keeps the first report of a fact.
+func (i *engineInfo) know(f kvtransfer.Fact, value string) {
+	if value != "" && i.Facts[f] == "" {
+		i.Facts[f] = value
+	}
+}
+
+// label returns the value of a label in a metric's line.
+func label(labels []byte, name string) string {
+	_, rest, found := bytes.Cut(append([]byte(","), labels...), []byte(","+name+`="`))
+	value, _, ended := bytes.Cut(rest, []byte(`"`))
+	if !found || !ended {
+		return ""
+	}
+	return string(value)
+}
+
+// checkVLLM compares the pool's dialect, and an endpoint's role, with the connector that a vLLM runs with.
+func checkVLLM(p *configv1.Pool, e *configv1.Endpoint, info engineInfo, say func(field, format string, args ...any)) {
+	if info.Connector == "" {
+		return
+	}
+	d := config.DialectOf(p)
+	if len(d.Reports.Connectors) > 0 && !slices.Contains(d.Reports.Connectors, info.Connector) {
+		say(".address", "the engine runs with %s, and the pool's kvTransfer is %s, which takes %s: %s", info.Connector,
+			p.GetKvTransfer(), strings.Join(d.Reports.Connectors, " or "), dialectsFor(info.Connector))
+	}
+	wrong := map[string]string{"kv_producer": "decode", "kv_consumer": "prefill"}
+	if role := wrong[info.KVRole]; role != "" && e.GetRole() == role {
+		say(".role", "is %s here, and the engine runs with kv_role %s: correct the role, or start the engine otherwise",
+			role, info.KVRole)
+	}
+}
+
+// dialectsFor is the hint for a connector.
+func dialectsFor(connector string) string {
+	var names []string
+	for _, d := range kvtransfer.All() {
+		if slices.Contains(d.Reports.Connectors, connector) {
+			names = append(names, d.Name)
+		}
+	}
+	if len(names) == 0 {
+		return "start the engine otherwise, or correct the address"
+	}
+	return "set kvTransfer to " + strings.Join(names, " or ") + ", or start the engine otherwise"
+}
+
+// checkRanks compares transfer.tensorParallelSize with what the engine reports, where it is set or has to be.
+func checkRanks(p *configv1.Pool, e *configv1.Endpoint, info engineInfo, say func(field, format string, args ...any)) {
+	set := e.GetTransfer().GetTensorParallelSize()
+	if info.TP == 0 || set == 0 && !config.DialectOf(p).Reports.Ranks || max(set, 1) == info.TP {
+		return
+	}
+	say(".transfer.tensorParallelSize", "is %d here, and the engine says %d: correct it", max(set, 1), info.TP)
+}
+
+// unlike reports what endpoint j and one before it, which it may be paired with, have to have in common and have not.
+func unlike(path string, p *configv1.Pool, answers []engineAnswer, j int) (out []finding) {
+	e := p.GetEndpoints()[j]
+	for _, fact := range config.DialectOf(p).Reports.Alike {
+		mine := answers[j].info.Facts[fact]
+		for i, other := range p.GetEndpoints()[:j] {
+			theirs := answers[i].info.Facts[fact]
+			paired := config.PairsAs(p, other) == config.PairsAs(p, e) && e.GetRole() != other.GetRole()
+			if mine == "" || theirs == "" || theirs == mine || !paired {
+				continue
+			}
+			out = append(out, finding{text: fmt.Sprintf("%s[%d].address: the engine's %s is %s and that of %s[%d] is %s: "+
+				"they do not take each other's KV; start them alike, or set different groups",
+				path, j, fact, mine, path, i, theirs)})
+			break
+		}
+	}
+	return out
+}

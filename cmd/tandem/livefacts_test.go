@@ -1,0 +1,97 @@
+package main
+
+import (
+	"fmt"
+	"net/http"
+	"net/http/httptest"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+)
+
+// recorded is an engine that answers what a real one did, with some of it replaced: old, new, old, new, ...
+func recorded(t *testing.T, answers map[string]string, replace ...string) (addr string) {
+	t.Helper()
+	mux := http.NewServeMux()
+	mux.HandleFunc("/health", func(http.ResponseWriter, *http.Request) {})
+	for path, file := range answers {
+		text, err := os.ReadFile(filepath.Join("testdata/live", file))
+		require.NoError(t, err)
+		for i := 0; i < len(replace); i += 2 {
+			if strings.Contains(string(text), replace[i]) {
+				text = []byte(strings.ReplaceAll(string(text), replace[i], replace[i+1]))
+			}
+		}
+		mux.HandleFunc(path, func(w http.ResponseWriter, _ *http.Request) { _, _ = w.Write(text) })
+	}
+	s := httptest.NewServer(mux)
+	t.Cleanup(s.Close)
+	return strings.TrimPrefix(s.URL, "http://")
+}
+
+func pairOf(dialect, prefill, more, decode string) string {
+	return fmt.Sprintf("pools: [{name: x, kvTransfer: %s, endpoints: [{role: prefill, address: %q%s}, {role: decode, address: %q}]}]", dialect, prefill, more, decode)
+}
+
+// SGLang reports all that a decode server compares at the handshake.
+func TestCheckLiveSGLangFacts(t *testing.T) {
+	info := map[string]string{"/server_info": "sglang-0.5.23-server_info.json"}
+	const decodes = `"disaggregation_mode":"decode"`
+	prefill := recorded(t, info)
+	_, port, _ := strings.Cut(prefill, ":") // a port that is open
+	mode := `"disaggregation_mode":"prefill"`
+	prefill = recorded(t, info, `"disaggregation_bootstrap_port":27101`, `"disaggregation_bootstrap_port":`+port)
+	more := ", transfer: {bootstrapPort: " + port + "}"
+	require.Empty(t, live(t, pairOf("sglang", prefill, more, recorded(t, info, mode, decodes))))
+	for _, tt := range []struct{ old, new, fact, mine, theirs string }{
+		{`"page_size":16`, `"page_size":64`, "block size", "64", "16"},
+		{`"kv_cache_dtype":"auto"`, `"kv_cache_dtype":"fp8_e5m2"`, "KV cache dtype", "fp8_e5m2", "auto"},
+		{`"dtype":"float32"`, `"dtype":"bfloat16"`, "dtype", "bfloat16", "float32"},
+		{`"disaggregation_transfer_backend":"nixl"`, `"disaggregation_transfer_backend":"mooncake"`, "transfer backend", "mooncake", "nixl"},
+	} {
+		require.Equal(t, []string{fmt.Sprintf("pools[0].endpoints[1].address: the engine's %s is %s and that of pools[0].endpoints[0] is %s: they do not take each other's KV; "+
+			"start them alike, or set different groups", tt.fact, tt.mine, tt.theirs)}, live(t, pairOf("sglang", prefill, more, recorded(t, info, mode, decodes, tt.old, tt.new))), tt.fact)
+	}
+	require.Equal(t, []string{"pools[0].endpoints[0].transfer.tensorParallelSize: is 4 here, and the engine says 1: correct it"},
+		live(t, pairOf("sglang", prefill, ", transfer: {tensorParallelSize: 4, bootstrapPort: "+port+"}", recorded(t, info, mode, decodes))))
+}
+
+// vLLM reports connector, role, ranks, dtype and revision where it runs with VLLM_SERVER_DEV_MODE=1; model, block size and KV dtype always.
+func TestCheckLiveVLLMFacts(t *testing.T) {
+	always := map[string]string{"/v1/models": "vllm-0.32.0-models.json", "/metrics": "vllm-0.32.0-metrics.txt", "/version": "vllm-0.32.0-version.json"}
+	all := map[string]string{"/v1/models": "vllm-0.32.0-models.json", "/metrics": "vllm-0.32.0-metrics.txt", "/version": "vllm-0.32.0-version.json", "/server_info": "vllm-0.32.0-server_info.json"}
+	const role, consumer = `"kv_role":"kv_producer"`, `"kv_role":"kv_consumer"`
+	prefill, decode := recorded(t, all), recorded(t, all, role, consumer)
+	require.Empty(t, live(t, pairOf("nixl", prefill, "", decode)))
+	require.Empty(t, live(t, pairOf("nixl", recorded(t, always), "", decode)))
+
+	require.Equal(t, []string{
+		"pools[0].endpoints[0].role: is prefill here, and the engine runs with kv_role kv_consumer: correct the role, or start the engine otherwise",
+		"pools[0].endpoints[1].role: is decode here, and the engine runs with kv_role kv_producer: correct the role, or start the engine otherwise",
+	}, live(t, pairOf("nixl", decode, "", prefill)))
+	wrong := live(t, pairOf("mooncake", prefill, "", decode))
+	require.Contains(t, wrong, "pools[0].endpoints[0].address: the engine runs with NixlConnector, and the pool's kvTransfer is mooncake, which takes MooncakeConnector: "+
+		"set kvTransfer to nixl, or start the engine otherwise")
+	require.Equal(t, []string{"pools[0].endpoints[0].transfer.tensorParallelSize: is 2 here, and the engine says 1: correct it"},
+		live(t, pairOf("nixl", prefill, ", transfer: {tensorParallelSize: 2}", decode)))
+	for _, tt := range []struct{ old, new, fact, mine, theirs string }{
+		{`"dtype":"torch.float32"`, `"dtype":"torch.bfloat16"`, "dtype", "bfloat16", "float32"},
+		{`"revision":null`, `"revision":"abc"`, "", "", ""},     // the other one does not say
+		{`cache_dtype="auto"`, `cache_dtype="fp8"`, "", "", ""}, // the configuration of the server counts
+		{`"cache_dtype":"auto"`, `"cache_dtype":"fp8"`, "KV cache dtype", "fp8", "auto"},
+	} {
+		found := live(t, pairOf("nixl", prefill, "", recorded(t, all, role, consumer, tt.old, tt.new)))
+		if tt.fact == "" {
+			require.Empty(t, found)
+			continue
+		}
+		require.Equal(t, []string{fmt.Sprintf("pools[0].endpoints[1].address: the engine's %s is %s and that of pools[0].endpoints[0] is %s: they do not take each other's KV; "+
+			"start them alike, or set different groups", tt.fact, tt.mine, tt.theirs)}, found, tt.fact)
+	}
+	found := live(t, pairOf("nixl", recorded(t, always), "", recorded(t, always, `cache_dtype="auto"`, `cache_dtype="fp8"`)))
+	require.Len(t, found, 1)
+	require.Contains(t, found[0], "KV cache dtype is fp8")
+}
