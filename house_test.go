@@ -60,7 +60,7 @@ var branching = map[string]struct {
 	"extproc/envoywire.Headers.slot":              {29, "one case for each header that is read"},
 	"extproc/envoywire.LogBatch.readCommon":       {25, "one case for each field of the wire"},
 	"extproc/envoywire.Reply.Marshal":             {22, "one branch for each field of the wire"},
-	"extproc/kvtransfer.Ticket.setNumber":         {25, "one case for each field of the ticket"},
+	"extproc/kvtransfer.Ticket.setNumber":         {21, "one case for each field of the ticket"},
 	"extproc/openai.fieldOf":                      {52, "one case for each field that is read"},
 	"internal/enginesim/connector.Node.serveSide": {23, "one case for each message of the side channel"},
 	"kvstate/kvevents.cursor.skipNested":          {24, "one case for each type of MessagePack"},

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"net"
 	"net/http"
+	"regexp"
 	"strings"
 	"sync"
 	"testing"
@@ -406,6 +407,37 @@ func TestCachedTokensOfPrefill(t *testing.T) {
 	got := f.post("/v1/chat/completions", streamed(`{"model":"tiny","max_tokens":5,"messages":[{"role":"user","content":"no usage"}]}`))
 	require.Equal(t, 200, got.status)
 	require.InDelta(t, before, metric(t, f.admins[0], counted, `role="answer-leg"`), 0, "an answer without usage passes by")
+}
+
+// What is new to prefill's cache is told, too, and /v1/messages, whose input_tokens are the rest of the prompt, add up.
+func TestUsageOfPrefill(t *testing.T) {
+	t.Parallel()
+	f := startKind(t, kind{engine: "shared", kv: "shared", pool: "  cachedTokens: prefill\n"}, 1, 1)
+	alone := start(t, options{dialect: "none", decodes: 1})
+	usage := func(got answer) (all string) {
+		require.Equal(t, 200, got.status, got.body)
+		for _, u := range regexp.MustCompile(`"usage":(\{[^{}]*(\{[^{}]*\}[^{}]*)*\})`).FindAllString(got.body, -1) {
+			all += u + "\n"
+		}
+		return all
+	}
+	beginning := strings.Repeat("What all of them begin with. ", 20)
+	for i := range 4 {
+		for path, body := range map[string]string{
+			"/v1/chat/completions": `{"model":"tiny","max_tokens":5,"messages":[{"role":"user","content":"chat %s%d"}]}`,
+			"/v1/messages":         `{"model":"tiny","max_tokens":5,"stream":%t,"messages":[{"role":"user","content":"message %s%d"}]}`,
+			"/v1/responses":        `{"model":"tiny","max_output_tokens":5,"store":false,"input":"response %s%d"}`,
+		} {
+			if path == "/v1/messages" {
+				body = fmt.Sprintf(body, i%2 == 1, beginning, i)
+			} else {
+				body = fmt.Sprintf(body, beginning, i)
+			}
+			want, got := usage(alone.post(path, body)), usage(f.post(path, body))
+			require.NotEmpty(t, want)
+			require.Equal(t, want, got, "%s %d", path, i)
+		}
+	}
 }
 
 // TensorRT-LLM, generation first: both legs carry one id and run at once; P waits for D, so neither may wait for the other's

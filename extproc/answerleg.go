@@ -62,7 +62,7 @@ func (x answerLeg) rewriter(t *kvtransfer.Ticket) (openai.Rewriter, error) {
 		}
 		return c, nil
 	case t.Stage == kvtransfer.DecodeLeg && t.Cached > 0:
-		return openai.CachedTokens{N: t.Cached - 1}, nil
+		return openai.CachedTokens{N: t.Cached - 1, Written: t.Written - 1}, nil
 	}
 	x.s.metrics.TicketRefused()
 	return nil, fmt.Errorf("an answer leg came with a ticket of stage %v that says nothing of its answer", t.Stage)

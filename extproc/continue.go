@@ -57,20 +57,20 @@ func (x *planning) clientPath(leg string) string {
 }
 
 // addCachedTokens reports P's cached tokens to the client, if the pool wants that and the answer has such a field.
-// It returns the number to store in the ticket.
-func (x nextPass) addCachedTokens(r *plan.Decision, t *kvtransfer.Ticket, policy *Policy) (cached int64) {
+// It returns the numbers to store in the ticket.
+func (x nextPass) addCachedTokens(r *plan.Decision, t *kvtransfer.Ticket, policy *Policy) (cached, written int64) {
 	if !policy.PrefillCached || t.Cached == 0 || r.Leg != envoywire.LegDecode && r.Leg != envoywire.LegAnswer {
-		return 0
+		return 0, 0
 	}
 	switch openai.Classify(string(x.msg.Headers.Method), string(x.msg.Headers.Path)) {
 	case openai.Chat, openai.Completions:
 		if t.Stream && !t.StreamUsage {
-			return 0
+			return 0, 0
 		}
-	case openai.Responses:
+	case openai.Responses, openai.Messages:
 	default:
-		return 0
+		return 0, 0
 	}
 	r.Leg = envoywire.LegAnswer
-	return t.Cached
+	return t.Cached, t.Written
 }

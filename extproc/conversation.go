@@ -196,7 +196,7 @@ func (x answerLeg) recordConversation(t *kvtransfer.Ticket) openai.Rewriter {
 		a.Room = x.holdExtra
 	}
 	if t.Cached > 0 {
-		return openai.Both{First: a, Second: openai.CachedTokens{N: t.Cached - 1}}
+		return openai.Both{First: a, Second: openai.CachedTokens{N: t.Cached - 1, Written: t.Written - 1}}
 	}
 	return a
 }

@@ -128,7 +128,7 @@ func (x nextPass) decode(pool *kvstate.Pool, t *kvtransfer.Ticket) (*plan.Decisi
 	if t.Redirects+1 >= x.s.MaxRedirects {
 		out.Leg = envoywire.LegPass
 	}
-	cached := x.addCachedTokens(&out, t, &policy)
+	cached, written := x.addCachedTokens(&out, t, &policy)
 	x.s.recent.Change(x.requestID, func(trace *telemetry.Trace) { trace.Decode = d.Addr })
 	x.SpanHandOver(d, paired && params != nil)
 	if x.s.reclaim.Enabled(t.Pool) {
@@ -139,7 +139,7 @@ func (x nextPass) decode(pool *kvstate.Pool, t *kvtransfer.Ticket) (*plan.Decisi
 		Pool: t.Pool, Prefill: t.Prefill, Decode: d.Addr, Split: true,
 		Redirects: t.Redirects, Prefills: t.Prefills, Excluded: t.Excluded,
 		Undo: undo, BodyBytes: out.Edits.Len(x.body.Len()), PromptTokens: t.PromptTokens,
-		Params: answer, Cached: cached, Turn: turn, Stream: t.Stream,
+		Params: answer, Cached: cached, Written: written, Turn: turn, Stream: t.Stream,
 		Loads: params != nil, LeastBytes: policy.LeastBytes(x.clientAPI(), x.requestID, t.Stream && out.Leg != envoywire.LegAnswer),
 	}
 	return x.decided(&out), nil

@@ -243,6 +243,7 @@ func (x *prefillAnswer) afterPrefill(t *kvtransfer.Ticket, code int, answer []by
 		}
 	})
 	next.Stage, next.Params, next.Cached = kvtransfer.HandOver, got.Params, got.CachedTokens+1
+	next.Written = got.WrittenTokens
 	return &next, got.Final
 }
 

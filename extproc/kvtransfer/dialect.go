@@ -213,6 +213,8 @@ type Answer struct {
 	Final        []byte
 	PromptTokens int64 // -1: P did not say
 	CachedTokens int64 // of the prompt, found in P's prefix cache; -1: P did not say
+	// WrittenTokens are those of the prompt that P put into its prefix cache, plus one; 0: P did not say.
+	WrittenTokens int64
 	// Joined is what D's answer lacks for the client, as [openai.ReadInputLogprobs] gives it; nil: nothing.
 	Joined []byte
 	// PromptIDs are the prompt's token ids, a JSON array as it stands in P's answer; nil: P did not say.

@@ -48,7 +48,8 @@ func (d lmcacheFirst) ReadAnswer(body []byte, _ *Pair) (Answer, error) {
 	if err != nil {
 		return Answer{}, fmt.Errorf("reading P's answer: %w", err)
 	}
-	a := Answer{PromptTokens: scanned.PromptTokens, CachedTokens: scanned.CachedTokens, PromptIDs: scanned.PromptIDs}
+	a := counts(&scanned)
+	a.PromptIDs = scanned.PromptIDs
 	token := firstToken(scanned.Params)
 	if token == nil {
 		return a, nil

@@ -67,7 +67,8 @@ func (d nixl) ReadAnswer(body []byte, pair *Pair) (Answer, error) {
 	if err != nil {
 		return Answer{}, fmt.Errorf("reading P's answer: %w", err)
 	}
-	a := Answer{PromptTokens: scanned.PromptTokens, CachedTokens: scanned.CachedTokens, PromptIDs: scanned.PromptIDs}
+	a := counts(&scanned)
+	a.PromptIDs = scanned.PromptIDs
 	if err := a.readNIXL(scanned.Params, pair); err != nil {
 		return Answer{}, err
 	}

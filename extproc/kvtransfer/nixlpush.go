@@ -82,7 +82,7 @@ func (nixlPush) ReadAnswer(body, told []byte) (Answer, Peer, error) {
 	if err != nil {
 		return Answer{}, Peer{}, errors.Join(ErrParams, err)
 	}
-	a := Answer{PromptTokens: scanned.PromptTokens, CachedTokens: scanned.CachedTokens}
+	a := counts(&scanned)
 	peer, engine := readPushPeer(scanned.Params)
 	if told != nil && engine != nil && !bytes.Contains(told, append([]byte(`"remote_engine_id":`), engine...)) {
 		return Answer{}, peer, fmt.Errorf("%w: P is the engine %s, which is not the one that D was told of", ErrParams, engine)

@@ -114,5 +114,10 @@ func outOfRange(raw []byte, f openai.Field) bool {
 // usage reads what P's answer says about tokens, and its kv_transfer_params.
 func usage(body []byte) (Answer, []byte, error) {
 	scanned, err := openai.ScanAnswer(body)
-	return Answer{PromptTokens: scanned.PromptTokens, CachedTokens: scanned.CachedTokens}, scanned.Params, err
+	return counts(&scanned), scanned.Params, err
+}
+
+// counts is what an answer says of its prompt's tokens.
+func counts(a *openai.Answer) Answer {
+	return Answer{PromptTokens: a.PromptTokens, CachedTokens: a.CachedTokens, WrittenTokens: a.WrittenTokens + 1}
 }

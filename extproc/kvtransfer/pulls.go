@@ -82,7 +82,7 @@ func readPullAnswer(body []byte, prefill *Side, needed []pullMember) (Answer, er
 	if err != nil {
 		return Answer{}, fmt.Errorf("reading P's answer: %w", err)
 	}
-	a := Answer{PromptTokens: scanned.PromptTokens, CachedTokens: scanned.CachedTokens}
+	a := counts(&scanned)
 	if scanned.Params == nil {
 		return a, nil
 	}

@@ -98,6 +98,7 @@ type Ticket struct {
 	Params          []byte        // of the hand-over, for D, or of what was encoded, for P; with a decode leg whose answer is rewritten: how
 	ParamsRef       [16]byte      // the name under which Params are kept where no header holds them
 	Cached          int64         // of the prompt, found in P's prefix cache, plus one; 0: P did not say
+	Written         int64         // of the prompt, put into P's prefix cache, plus one; 0: P did not say
 	Path            string        // the client's, where that of the leg or of the redirect is another; "": it is not
 	Authority       string        // the client's Host; "": not known
 	Turn            TurnLeg       // where D keeps answers for the next turn

@@ -36,6 +36,7 @@ const (
 	fieldSession            protowire.Number = 22
 	fieldPath               protowire.Number = 23
 	fieldCached             protowire.Number = 24
+	fieldWritten            protowire.Number = 25
 	fieldExpectedCached     protowire.Number = 30
 	fieldExpectedPrefill    protowire.Number = 31
 	fieldModel              protowire.Number = 40
@@ -99,6 +100,7 @@ func appendTicket(b []byte, t *Ticket) []byte {
 	b = appendFixed(b, fieldSession, t.Session)
 	b = appendText(b, fieldPath, t.Path)
 	b = appendNumber(b, fieldCached, uint64(t.Cached))
+	b = appendNumber(b, fieldWritten, uint64(t.Written))
 	b = appendFixed(b, fieldPrompt, t.Prompt)
 	b = appendNumber(b, fieldLearnBytes, uint64(t.Learn.Bytes))
 	b = appendText(b, fieldLearnLoRA, t.Learn.LoRA)
@@ -251,7 +253,8 @@ func (t *Ticket) setNumber(f protowire.Number, v uint64) error {
 		limit = 255
 	case fieldRedirects, fieldPrefills, fieldLeastBytes:
 		limit = maxCount
-	case fieldBodyBytes, fieldPromptTokens, fieldCached, fieldExpectedCached, fieldExpectedPrefill, fieldLearnBytes, fieldAnswerTokens:
+	case fieldBodyBytes, fieldPromptTokens, fieldCached, fieldWritten, fieldExpectedCached, fieldExpectedPrefill,
+		fieldLearnBytes, fieldAnswerTokens:
 		limit = maxLength
 	}
 	if v > limit {
@@ -286,20 +289,30 @@ func (t *Ticket) setNumber(f protowire.Number, v uint64) error {
 		t.Prefills = int(v)
 	case fieldBodyBytes:
 		t.BodyBytes = int(v)
-	case fieldPromptTokens:
-		t.PromptTokens = int64(v)
-	case fieldCached:
-		t.Cached = int64(v)
-	case fieldExpectedCached:
-		t.ExpectedCached = int64(v)
-	case fieldAnswerTokens:
-		t.AnswerTokens = int64(v)
 	case fieldExpectedPrefill:
 		t.ExpectedPrefill = time.Duration(v) * time.Microsecond
 	case fieldLearnBytes:
 		t.Learn.Bytes = int(v)
+	default:
+		t.setTokens(f, int64(v))
 	}
 	return nil
+}
+
+// setTokens takes the fields that count tokens.
+func (t *Ticket) setTokens(f protowire.Number, n int64) {
+	switch f {
+	case fieldPromptTokens:
+		t.PromptTokens = n
+	case fieldCached:
+		t.Cached = n
+	case fieldWritten:
+		t.Written = n
+	case fieldExpectedCached:
+		t.ExpectedCached = n
+	case fieldAnswerTokens:
+		t.AnswerTokens = n
+	}
 }
 
 func (t *Ticket) setText(f protowire.Number, v []byte) error {

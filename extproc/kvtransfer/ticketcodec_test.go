@@ -20,7 +20,7 @@ func plainMessage(t *Ticket) *ticketv1.Ticket {
 	m := &ticketv1.Ticket{
 		Id: t.ID[:], Stage: ticketv1.Ticket_Stage(t.Stage), Pool: t.Pool, Prefill: t.Prefill, Decode: t.Decode,
 		PrefillReservation: t.Reservations[0], DecodeReservation: t.Reservations[1], Split: t.Split, Stream: t.Stream, StreamUsage: t.StreamUsage, Redirects: uint32(t.Redirects), Prefills: uint32(t.Prefills),
-		Excluded: t.Excluded, Cause: t.Cause, BodyBytes: uint64(t.BodyBytes), PromptTokens: t.PromptTokens, Session: t.Session, Path: t.Path, Authority: t.Authority, CachedPlusOne: t.Cached,
+		Excluded: t.Excluded, Cause: t.Cause, BodyBytes: uint64(t.BodyBytes), PromptTokens: t.PromptTokens, Session: t.Session, Path: t.Path, Authority: t.Authority, CachedPlusOne: t.Cached, WrittenPlusOne: t.Written,
 		ExpectedCachedTokens: t.ExpectedCached, ExpectedPrefillUs: t.ExpectedPrefill.Microseconds(),
 		Prompt: t.Prompt, LearnBytes: uint64(t.Learn.Bytes), LearnLora: t.Learn.LoRA, LearnSalt: t.Learn.Salt,
 		OwnIds: t.Turn.OwnIDs, TurnTold: t.Turn.Told, TurnAnswers: t.Turn.Answers, Model: t.Model,
@@ -72,6 +72,7 @@ func randomTicket(rng *rand.Rand) *Ticket {
 	if rng.IntN(2) == 0 {
 		t.Authority = "my_service:8080"
 		t.Session, t.Model, t.Path, t.Cached = rng.Uint64(), "sql-adapter", "/v1/chat/completions", rng.Int64N(1<<30)
+		t.Written = rng.Int64N(1 << 30)
 		t.Prompt, t.Learn = rng.Uint64(), Learn{Bytes: rng.IntN(1 << 20), LoRA: "adapter", Salt: rng.Uint64()}
 		t.Turn = TurnLeg{Conversation: [16]byte{byte(rng.IntN(256)), 1}, OwnIDs: rng.IntN(2) == 0, Told: rng.IntN(2) == 0, Answers: rng.IntN(2) == 0}
 		t.Loads, t.LeastBytes = rng.IntN(2) == 0, rng.IntN(4096)
@@ -151,7 +152,7 @@ func ticketOf(m *ticketv1.Ticket) *Ticket {
 		ID: [16]byte(m.GetId()), Stage: Stage(m.GetStage()), Expires: time.UnixMilli(m.GetExpiresUnixMs()), Pool: m.GetPool(), Prefill: m.GetPrefill(), Decode: m.GetDecode(),
 		Reservations: [2]uint64{m.GetPrefillReservation(), m.GetDecodeReservation()}, Split: m.GetSplit(), Redirects: int(m.GetRedirects()), Prefills: int(m.GetPrefills()),
 		Excluded: m.GetExcluded(), Cause: m.GetCause(), BodyBytes: int(m.GetBodyBytes()), PromptTokens: m.GetPromptTokens(), Stream: m.GetStream(),
-		StreamUsage: m.GetStreamUsage(), Session: m.GetSession(), Path: m.GetPath(), Cached: m.GetCachedPlusOne(), Model: m.GetModel(), Prompt: m.GetPrompt(), Authority: m.GetAuthority(),
+		StreamUsage: m.GetStreamUsage(), Session: m.GetSession(), Path: m.GetPath(), Cached: m.GetCachedPlusOne(), Written: m.GetWrittenPlusOne(), Model: m.GetModel(), Prompt: m.GetPrompt(), Authority: m.GetAuthority(),
 	}
 	for _, e := range m.GetUndo() {
 		t.Undo = append(t.Undo, openai.Edit{Start: int(e.GetStart()), End: int(e.GetEnd()), New: e.GetText()})

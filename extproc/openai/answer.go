@@ -13,11 +13,13 @@ type Answer struct {
 	// prompt_token_ids, an array as it stands in the answer; nil: absent or null. Refers to the answer
 	PromptIDs []byte
 	Encoded   []byte // ec_transfer_params of an encode endpoint, likewise
+	// of the prompt's tokens, those newly put into the prefix cache; -1: not said
+	WrittenTokens int64
 }
 
 // ScanAnswer reads an engine's JSON answer to any of the APIs. It validates all of it.
 func ScanAnswer(body []byte) (Answer, error) {
-	a := Answer{PromptTokens: -1, CachedTokens: -1}
+	a := Answer{PromptTokens: -1, CachedTokens: -1, WrittenTokens: -1}
 	var d document
 	if err := d.scan(body, Limits{}); err != nil {
 		return a, fmt.Errorf("reading an engine's answer: %w", err)
@@ -95,14 +97,20 @@ func (a *Answer) readUsage(usage []byte) {
 			read = count(value)
 		case "prompt_tokens_details", "input_tokens_details":
 			for key, value := range pairs(value) {
-				if string(key) == "cached_tokens" {
+				switch string(key) {
+				case "cached_tokens":
 					a.CachedTokens = count(value)
+				case "created_cache_tokens", "cache_write_tokens": // chat; responses (vLLM 0.32)
+					a.WrittenTokens = count(value)
 				}
 			}
 		}
 	}
 	if read >= 0 {
 		a.CachedTokens = read
+	}
+	if created >= 0 {
+		a.WrittenTokens = created
 	}
 	if a.PromptTokens >= 0 {
 		a.PromptTokens += max(created, 0) + max(read, 0)

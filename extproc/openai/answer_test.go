@@ -42,21 +42,21 @@ func TestScanAnswerShapes(t *testing.T) {
 		body string
 		want Answer
 	}{
-		{`{}`, Answer{nil, -1, -1, nil, nil}},
-		{`{"kv_transfer_params":null,"usage":null}`, Answer{nil, -1, -1, nil, nil}},
-		{`{"kv_transfer_params": {"a": 1e3 } ,"usage":[]}`, Answer{[]byte(`{"a": 1e3 }`), -1, -1, nil, nil}},
-		{`{"kv_transfer_params":"x","usage":{"prompt_tokens":5,"prompt_tokens_details":null}}`, Answer{[]byte(`"x"`), 5, -1, nil, nil}},
-		{`{"usage":{"prompt_tokens":-5,"prompt_tokens_details":{"cached_tokens":1.5}}}`, Answer{nil, -1, -1, nil, nil}},
-		{`{"usage":{"prompt_tokens":"5","cache_read_input_tokens":7}}`, Answer{nil, -1, 7, nil, nil}},
-		{`{"usage":{"input_tokens":3,"cache_creation_input_tokens":null,"cache_read_input_tokens":96}}`, Answer{nil, 99, 96, nil, nil}},
-		{`{"prompt_token_ids": [1, 2] ,"choices":[]}`, Answer{nil, -1, -1, []byte("[1, 2]"), nil}},
-		{`{"prompt_token_ids":null}`, Answer{nil, -1, -1, nil, nil}},
-		{`{"prompt_token_ids":[1, 2],"choices":[]}`, Answer{nil, -1, -1, []byte(`[1, 2]`), nil}},
-		{`{"choices":[{"index":0,"prompt_token_ids":[3]},{"prompt_token_ids":[4]}]}`, Answer{nil, -1, -1, []byte(`[3]`), nil}},
-		{`{"prompt_token_ids":null,"choices":[1]}`, Answer{nil, -1, -1, nil, nil}},
-		{`{"choices":[{"kv_transfer_params":{"a":1},"usage":{"prompt_tokens":1}}]}`, Answer{nil, -1, -1, nil, nil}},
-		{`{"ec_transfer_params": {"a":{}} ,"choices":[]}`, Answer{nil, -1, -1, nil, []byte(`{"a":{}}`)}},
-		{`{"ec_transfer_params":null}`, Answer{nil, -1, -1, nil, nil}},
+		{`{}`, Answer{nil, -1, -1, nil, nil, -1}},
+		{`{"kv_transfer_params":null,"usage":null}`, Answer{nil, -1, -1, nil, nil, -1}},
+		{`{"kv_transfer_params": {"a": 1e3 } ,"usage":[]}`, Answer{[]byte(`{"a": 1e3 }`), -1, -1, nil, nil, -1}},
+		{`{"kv_transfer_params":"x","usage":{"prompt_tokens":5,"prompt_tokens_details":null}}`, Answer{[]byte(`"x"`), 5, -1, nil, nil, -1}},
+		{`{"usage":{"prompt_tokens":-5,"prompt_tokens_details":{"cached_tokens":1.5}}}`, Answer{nil, -1, -1, nil, nil, -1}},
+		{`{"usage":{"prompt_tokens":"5","cache_read_input_tokens":7}}`, Answer{nil, -1, 7, nil, nil, -1}},
+		{`{"usage":{"input_tokens":3,"cache_creation_input_tokens":null,"cache_read_input_tokens":96}}`, Answer{nil, 99, 96, nil, nil, -1}},
+		{`{"prompt_token_ids": [1, 2] ,"choices":[]}`, Answer{nil, -1, -1, []byte("[1, 2]"), nil, -1}},
+		{`{"prompt_token_ids":null}`, Answer{nil, -1, -1, nil, nil, -1}},
+		{`{"prompt_token_ids":[1, 2],"choices":[]}`, Answer{nil, -1, -1, []byte(`[1, 2]`), nil, -1}},
+		{`{"choices":[{"index":0,"prompt_token_ids":[3]},{"prompt_token_ids":[4]}]}`, Answer{nil, -1, -1, []byte(`[3]`), nil, -1}},
+		{`{"prompt_token_ids":null,"choices":[1]}`, Answer{nil, -1, -1, nil, nil, -1}},
+		{`{"choices":[{"kv_transfer_params":{"a":1},"usage":{"prompt_tokens":1}}]}`, Answer{nil, -1, -1, nil, nil, -1}},
+		{`{"ec_transfer_params": {"a":{}} ,"choices":[]}`, Answer{nil, -1, -1, nil, []byte(`{"a":{}}`), -1}},
+		{`{"ec_transfer_params":null}`, Answer{nil, -1, -1, nil, nil, -1}},
 	} {
 		got, err := ScanAnswer([]byte(c.body))
 		require.NoError(t, err, c.body)

@@ -80,9 +80,13 @@ func appendEvent(dst, event, data []byte) []byte {
 	return append(dst, '\n')
 }
 
-// CachedTokens tells the client how many tokens of the prompt prefill found in its cache. Decode's own count is of
-// what came from prefill, mostly all of the prompt. Where an answer has no such count, none is put in.
-type CachedTokens struct{ N int64 }
+// CachedTokens tells the client how many tokens of the prompt prefill found in its cache, and how many it put there.
+// Decode's own counts are of what came from prefill, mostly all of the prompt. Where an answer has no such count, none
+// is put in.
+type CachedTokens struct {
+	N       int64 // found
+	Written int64 // put there; -1: prefill did not say, and decode's count stays
+}
 
 // Begin implements [Rewriter].
 func (CachedTokens) Begin(dst []byte) []byte { return dst }
@@ -98,7 +102,7 @@ func (c CachedTokens) Whole(dst, answer []byte) ([]byte, error) {
 // Event implements [Rewriter].
 func (c CachedTokens) Event(dst, event []byte) []byte {
 	data := eventObject(event)
-	if data == nil || !bytes.Contains(data, []byte("cached_tokens")) {
+	if data == nil || !bytes.Contains(data, []byte("cache")) {
 		return append(append(dst, event...), "\n\n"...)
 	}
 	return appendEvent(dst, event, c.appendObject(nil, data))
@@ -111,15 +115,58 @@ func (c CachedTokens) appendObject(dst, object []byte) []byte {
 	}
 	return appendMembers(dst, object, func(key string, value []byte) []byte {
 		switch key {
-		case "response", "usage", "prompt_tokens_details", "input_tokens_details":
+		case "response", "message", "usage", "prompt_tokens_details", "input_tokens_details":
+			if usage, ok := c.messagesUsage(value); ok && key == "usage" {
+				return usage
+			}
 			return c.appendObject(nil, value)
 		case "cached_tokens":
-			if _, ok := integer(value); ok {
-				return strconv.AppendInt(nil, c.N, 10)
-			}
+			return replaceCount(value, c.N)
+		case "created_cache_tokens", "cache_write_tokens":
+			return replaceCount(value, c.Written)
 		}
 		return value
 	})
+}
+
+// messagesUsage rewrites the usage of /v1/messages, whose input_tokens are those that were neither found in the cache
+// nor put there. ok is false for the usage of other APIs.
+func (c CachedTokens) messagesUsage(usage []byte) (out []byte, ok bool) {
+	if len(usage) == 0 || usage[0] != '{' || !bytes.Contains(usage, []byte(`"cache_read_input_tokens"`)) {
+		return nil, false
+	}
+	total, written := int64(0), int64(0)
+	for key, value := range pairs(usage) {
+		n := count(value)
+		switch string(key) {
+		case "input_tokens", "cache_read_input_tokens":
+			total += max(n, 0)
+		case "cache_creation_input_tokens":
+			total += max(n, 0)
+			if written = n; n >= 0 && c.Written >= 0 {
+				written = c.Written
+			}
+		}
+	}
+	return appendMembers(nil, usage, func(key string, value []byte) []byte {
+		switch key {
+		case "input_tokens":
+			return replaceCount(value, max(total-c.N-max(written, 0), 0))
+		case "cache_read_input_tokens":
+			return replaceCount(value, c.N)
+		case "cache_creation_input_tokens":
+			return replaceCount(value, c.Written)
+		}
+		return value
+	}), true
+}
+
+// replaceCount is n as JSON text in place of a count. What is no count stays, and so does one if n is not known.
+func replaceCount(value []byte, n int64) []byte {
+	if _, ok := integer(value); !ok || n < 0 {
+		return value
+	}
+	return strconv.AppendInt(nil, n, 10)
 }
 
 // InputLogprobs puts the log probabilities of the prompt, which prefill has, in front of decode's in answers to

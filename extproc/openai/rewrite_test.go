@@ -8,13 +8,19 @@ import (
 )
 
 func TestCachedTokens(t *testing.T) {
-	c := CachedTokens{7}
+	c := CachedTokens{7, 3}
 	const spaced = ` {"usage":{"input_tokens_details":{"cached_tokens":9}}}`
 	for answer, want := range map[string]string{
 		`{"usage":{"prompt_tokens":9,"prompt_tokens_details":{"cached_tokens":9,"x":1}},"id":"a"}`: `{"usage":{"prompt_tokens":9,"prompt_tokens_details":{"cached_tokens":7,"x":1}},"id":"a"}`,
 		`{"usage":{"prompt_tokens":9,"prompt_tokens_details":null}}`:                               `{"usage":{"prompt_tokens":9,"prompt_tokens_details":null}}`,
 		spaced: `{"usage":{"input_tokens_details":{"cached_tokens":7}}}`,
-		`{"usage":null,"choices":[{"cached_tokens":1}]}`: `{"usage":null,"choices":[{"cached_tokens":1}]}`,
+		`{"usage":null,"choices":[{"cached_tokens":1}]}`:                                                  `{"usage":null,"choices":[{"cached_tokens":1}]}`,
+		`{"usage":{"prompt_tokens_details":{"cached_tokens":9,"created_cache_tokens":0}}}`:                `{"usage":{"prompt_tokens_details":{"cached_tokens":7,"created_cache_tokens":3}}}`,
+		`{"usage":{"prompt_tokens_details":{"cached_tokens":9,"created_cache_tokens":null}}}`:             `{"usage":{"prompt_tokens_details":{"cached_tokens":7,"created_cache_tokens":null}}}`,
+		`{"usage":{"input_tokens":19,"input_tokens_details":{"cached_tokens":9,"cache_write_tokens":1}}}`: `{"usage":{"input_tokens":19,"input_tokens_details":{"cached_tokens":7,"cache_write_tokens":3}}}`,
+		// messages: of 40 tokens decode says that it read 32
+		`{"usage":{"input_tokens":8,"output_tokens":4,"cache_creation_input_tokens":0,"cache_read_input_tokens":32}}`: `{"usage":{"input_tokens":30,"output_tokens":4,"cache_creation_input_tokens":3,"cache_read_input_tokens":7}}`,
+		`{"usage":{"input_tokens":8,"cache_creation_input_tokens":null,"cache_read_input_tokens":1}}`:                 `{"usage":{"input_tokens":2,"cache_creation_input_tokens":null,"cache_read_input_tokens":7}}`,
 	} {
 		got, err := c.Whole(nil, []byte(answer))
 		require.NoError(t, err)
@@ -22,8 +28,10 @@ func TestCachedTokens(t *testing.T) {
 	}
 	_, err := c.Whole(nil, []byte("x"))
 	require.Error(t, err)
+	const start = `{"type":"message_start","message":{"usage":{"input_tokens":8,"cache_creation_input_tokens":0,"cache_read_input_tokens":32}}}`
 	for event, want := range map[string]string{
-		"data: [DONE]": "data: [DONE]\n\n",
+		"event: message_start\ndata: " + start: "event: message_start\ndata: " + `{"type":"message_start","message":{"usage":{"input_tokens":30,"cache_creation_input_tokens":3,"cache_read_input_tokens":7}}}` + "\n\n",
+		"data: [DONE]":                         "data: [DONE]\n\n",
 		`data: {"choices":[],"usage":{"prompt_tokens_details":{"cached_tokens":9}}}`:                                                              `data: {"choices":[],"usage":{"prompt_tokens_details":{"cached_tokens":7}}}` + "\n\n",
 		"event: response.completed\r\n" + `data: {"response":{"usage":{"input_tokens_details":{"cached_tokens":9}}},"type":"response.completed"}`: "event: response.completed\n" + `data: {"response":{"usage":{"input_tokens_details":{"cached_tokens":7}}},"type":"response.completed"}` + "\n\n",
 	} {
@@ -72,7 +80,7 @@ func FuzzRewrite(f *testing.F) {
 	f.Add(`{"meta_info":{"input_token_logprobs":[[1]]}}`, `[{"meta_info":{}},{"meta_info":1},7]`)
 	f.Add(`[{}]`, `{"usage":{"prompt_tokens_details":{"cached_tokens":1}},"response":{"usage":7}}`)
 	f.Fuzz(func(t *testing.T, prefill, decode string) {
-		for _, r := range []Rewriter{CachedTokens{3}, InputLogprobs{ReadInputLogprobs([]byte(prefill))}} {
+		for _, r := range []Rewriter{CachedTokens{3, -1}, InputLogprobs{ReadInputLogprobs([]byte(prefill))}} {
 			whole, err := r.Whole(nil, []byte(decode))
 			if err == nil {
 				require.True(t, json.Valid(whole), "%q", whole)

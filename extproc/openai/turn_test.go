@@ -150,7 +150,7 @@ func TestTurnAnswerOutOfOrder(t *testing.T) {
 
 // TestBoth: an answer through two rewriters, one of which drops an event.
 func TestBoth(t *testing.T) {
-	b := Both{&TurnAnswer{Kept: func([]byte, []uint32) {}}, CachedTokens{N: 7}}
+	b := Both{&TurnAnswer{Kept: func([]byte, []uint32) {}}, CachedTokens{N: 7, Written: -1}}
 	require.Empty(t, b.Begin(nil))
 	require.Empty(t, b.Event(nil, []byte(`data: {"choices":[{"delta":{},"finish_reason":null,"token_ids":[4]}]}`)))
 	require.Equal(t, `data: {"usage":{"prompt_tokens_details":{"cached_tokens":7}}}`+"\n\n",

@@ -1134,10 +1134,11 @@ type Pool struct {
 	KvEvents *KvEvents `protobuf:"bytes,25,opt,name=kv_events,json=kvEvents,proto3" json:"kv_events,omitempty"`
 	// With split auto: a prompt of which decode would have fewer tokens than this to compute is never split. Default 0.
 	MinPrefillTokens int64 `protobuf:"varint,40,opt,name=min_prefill_tokens,json=minPrefillTokens,proto3" json:"min_prefill_tokens,omitempty"`
-	// Whose count of cached tokens clients are told (usage.prompt_tokens_details.cached_tokens, of chats, completions and responses): decode,
-	// which counts what came from prefill, so mostly all of the prompt; or prefill, which says what needed no computing. vLLM
-	// from 0.31 tells prefill's by itself, with NIXL. With prefill, answers to split requests that have usage come through the
-	// external processor. Not with a kvTransfer whose legs run at once, and with handoff envoy alone. Default decode.
+	// Whose counts of cached tokens clients are told (in usage: cached_tokens and created_cache_tokens; of responses cache_write_tokens, of
+	// messages input_tokens, cache_read_input_tokens and cache_creation_input_tokens): decode, which counts what came from
+	// prefill, so mostly all of the prompt; or prefill, which says what needed no computing, as one engine alone would. vLLM
+	// from 0.31 tells prefill's cached_tokens by itself, with NIXL. With prefill, answers to split requests that have usage come
+	// through the external processor. Not with a kvTransfer whose legs run at once, and with handoff envoy alone. Default decode.
 	CachedTokens string `protobuf:"bytes,41,opt,name=cached_tokens,json=cachedTokens,proto3" json:"cached_tokens,omitempty"`
 	// Where endpoints come from that are not listed. In place of endpoints.
 	Discovery *Discovery `protobuf:"bytes,30,opt,name=discovery,proto3" json:"discovery,omitempty"`

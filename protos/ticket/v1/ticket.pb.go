@@ -137,6 +137,8 @@ type Ticket struct {
 	Path string `protobuf:"bytes,23,opt,name=path,proto3" json:"path,omitempty"`
 	// Tokens of the prompt that the prefill endpoint found in its cache, plus one; 0: it did not say.
 	CachedPlusOne int64 `protobuf:"varint,24,opt,name=cached_plus_one,json=cachedPlusOne,proto3" json:"cached_plus_one,omitempty"`
+	// Tokens of the prompt that it put into its cache, likewise.
+	WrittenPlusOne int64 `protobuf:"varint,25,opt,name=written_plus_one,json=writtenPlusOne,proto3" json:"written_plus_one,omitempty"`
 	// What was foreseen of the prefill leg when its endpoint was chosen, to be compared with what came: tokens of the prompt in
 	// its prefix cache, and its time; 0: not known.
 	ExpectedCachedTokens int64 `protobuf:"varint,30,opt,name=expected_cached_tokens,json=expectedCachedTokens,proto3" json:"expected_cached_tokens,omitempty"`
@@ -367,6 +369,13 @@ func (x *Ticket) GetCachedPlusOne() int64 {
 	return 0
 }
 
+func (x *Ticket) GetWrittenPlusOne() int64 {
+	if x != nil {
+		return x.WrittenPlusOne
+	}
+	return 0
+}
+
 func (x *Ticket) GetExpectedCachedTokens() int64 {
 	if x != nil {
 		return x.ExpectedCachedTokens
@@ -537,7 +546,7 @@ var File_ticket_v1_ticket_proto protoreflect.FileDescriptor
 
 const file_ticket_v1_ticket_proto_rawDesc = "" +
 	"\n" +
-	"\x16ticket/v1/ticket.proto\x12\x10tandem.ticket.v1\"\xa8\v\n" +
+	"\x16ticket/v1/ticket.proto\x12\x10tandem.ticket.v1\"\xd2\v\n" +
 	"\x06Ticket\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\fR\x02id\x124\n" +
 	"\x05stage\x18\x02 \x01(\x0e2\x1e.tandem.ticket.v1.Ticket.StageR\x05stage\x12&\n" +
@@ -565,7 +574,8 @@ const file_ticket_v1_ticket_proto_rawDesc = "" +
 	"\fstream_usage\x18\x15 \x01(\bR\vstreamUsage\x12\x18\n" +
 	"\asession\x18\x16 \x01(\x06R\asession\x12\x12\n" +
 	"\x04path\x18\x17 \x01(\tR\x04path\x12&\n" +
-	"\x0fcached_plus_one\x18\x18 \x01(\x03R\rcachedPlusOne\x124\n" +
+	"\x0fcached_plus_one\x18\x18 \x01(\x03R\rcachedPlusOne\x12(\n" +
+	"\x10written_plus_one\x18\x19 \x01(\x03R\x0ewrittenPlusOne\x124\n" +
 	"\x16expected_cached_tokens\x18\x1e \x01(\x03R\x14expectedCachedTokens\x12.\n" +
 	"\x13expected_prefill_us\x18\x1f \x01(\x03R\x11expectedPrefillUs\x12\x14\n" +
 	"\x05model\x18( \x01(\tR\x05model\x12\x16\n" +
