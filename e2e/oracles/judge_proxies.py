@@ -174,6 +174,9 @@ def proxies(oracles: pathlib.Path, sglang: str, p: Engine, d: Engine, port: int)
         Proxy("nixl", "toy_proxy_server.py", "vLLM 0.33.0", [python, str(vllm / "tests/v1/kv_connector/nixl_integration/toy_proxy_server.py"), "--port", str(port), *engines],
               # Of a host that is good on P's machine alone Tandem makes P's address.
               prefill=ONE_TOKEN, own={"remote_host"}, use=lambda g: plain(g) and "decode request" in g and '"kv_transfer_params"' in g["decode request"], ready="/healthcheck"),
+        # production-stack's route (request.py, route_orchestrated_disaggregated_request) follows this proxy, by its own words.
+        Proxy("orchestrated", "toy_proxy_server.py", "vLLM 0.33.0", [python, str(vllm / "tests/v1/kv_connector/nixl_integration/toy_proxy_server.py"), "--port", str(port), *engines],
+              prefill=ONE_TOKEN, own={"remote_host"}, use=lambda g: "params=yes" in g["first"], ready="/healthcheck"),
         Proxy("offload", "p2p_connector_proxy.py", "vLLM 0.33.0", [python, str(vllm / "tests/v1/kv_offload/tiering/p2p/p2p_connector_proxy.py"), "--port", str(port), *engines],
               prefill=ONE_TOKEN, own={"kv_request_id", "remote_host", "remote_port"}, use=lambda g: "source" not in g["first"], ready="/healthcheck"),
         Proxy("nixl-push", "disagg_proxy_pushconnector_demo.py", "vLLM 0.33.0", [

@@ -40,5 +40,10 @@ if [ "${1:-}" = newest ]; then
 fi
 judge "$vllm" judge_vllm.py "$testdata" "$oracles"
 judge "$sglang" judge_sglang.py "$testdata" "$model"
+if [ -n "${TANDEM_TRTLLM:-}" ]; then
+  judge "$vllm" judge_trtllm.py "$testdata" "$TANDEM_TRTLLM"
+else
+  echo "run.sh: without TensorRT-LLM: set TANDEM_TRTLLM to a checkout of its repository" >&2
+fi
 judge "$vllm" judge_proxies.py "$testdata" "$oracles" "$sglang" "$model"
 exit $failed
