@@ -112,8 +112,8 @@ func portAbove(addr string, n int) (string, error) {
 		return "", err
 	}
 	port, err := strconv.Atoi(text)
-	if err != nil || port == 0 {
-		return addr, nil
+	if port == 0 { // the kernel chooses
+		return addr, err
 	}
 	return net.JoinHostPort(host, strconv.Itoa(port+n)), nil
 }
