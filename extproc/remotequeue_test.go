@@ -15,7 +15,7 @@ import (
 	"tandem/kvstate/prefixindex"
 )
 
-// deaf are other replicas that are told and say nothing.
+// silentReplicas are other replicas that publish nothing.
 type silentReplicas struct{}
 
 func (silentReplicas) Changed()                                                                  {}

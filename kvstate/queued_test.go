@@ -77,7 +77,7 @@ func TestWaitsAreBounded(t *testing.T) {
 	require.Empty(t, b.known)
 }
 
-// deaf are peers who are told and do nothing.
+// silentReplicas are other replicas that do nothing.
 type silentReplicas struct{ changed int }
 
 func (d *silentReplicas) Changed()                                        { d.changed++ }

@@ -8,15 +8,14 @@ import (
 	"tandem/picker/admission"
 )
 
-// heard is what a replica is told of a request that waits at another one, as a kvstate.Queued has it.
+// remoteRequest is what a replica knows of a request that waits at another one, like kvstate.Queued.
 type remoteRequest struct {
 	tokens int64
 	blocks int
-	hits   []int32 // by position in the pool, as they were when it was told
+	hits   []int32 // by position in the pool, when it was published
 }
 
-// tellWaits has the other replicas know of a request that waits here, and of what endpoints hold of it where that
-// has changed.
+// publishQueued tells the other replicas that a request waits here, or that endpoints hold another part of its prompt.
 func (r *replica) publishQueued(j *job, v *kvstate.View) {
 	if len(r.replicas) == 1 || r.config.Sharing < 0 {
 		return
@@ -36,14 +35,14 @@ func (r *replica) publishQueued(j *job, v *kvstate.View) {
 	})
 }
 
-// gone takes out what does not wait at another replica any more; sent: since it was its turn.
+// removeRemote removes a request that no longer waits at another replica; sent: it was dispatched.
 func (r *replica) removeRemote(id uint64, sent bool) {
 	if r.queue.RemoveRemote(id, sent) {
 		delete(r.remote, id)
 	}
 }
 
-// look is heard as a request, with its hits in the view.
+// look sets q to the request, and its hits in the view.
 func (h *remoteRequest) look(q *picker.Request, v *kvstate.View) {
 	*q = picker.Request{PromptTokens: h.tokens, Blocks: h.blocks, Split: true}
 	for i := range v.Endpoints {

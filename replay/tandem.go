@@ -169,7 +169,7 @@ func (r *replica) scrape() {
 // keepHits is how long a request that waits keeps what it was told of the caches, seconds.
 const keepHits = 0.1
 
-// told is what the engines' events tell of a prompt, by position in the pool.
+// reportedHits returns the hits of a prompt according to the engines' events, by position in the pool.
 func (r *replica) reportedHits(j *job, hits []int32) []int32 {
 	for _, x := range r.index {
 		hits = append(hits, int32(x.hit(j.Blocks)))
@@ -238,7 +238,7 @@ func (r *replica) book(e *kvstate.Endpoint, b kvstate.Booking, blocks []uint64) 
 	return id
 }
 
-// tell has the other replicas do the same after the time that sharing takes.
+// publish makes the other replicas do the same after the delay of sharing.
 func (r *replica) publish(do func(other *replica)) {
 	if r.config.Sharing < 0 {
 		return

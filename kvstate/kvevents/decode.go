@@ -108,7 +108,7 @@ func (e *rawEvent) field(i int) *int {
 	return nil
 }
 
-// named is the field with that key in the map form.
+// named returns the field of a key, for events in map form.
 func (e *rawEvent) named(key []byte) *int {
 	switch string(key) {
 	case "block_hashes":

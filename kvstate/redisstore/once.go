@@ -23,7 +23,7 @@ const (
 	askAtOnce = 64
 )
 
-// Spend implements [kvstate.Peers]: one SET NX, with a deadline.
+// Consume implements [kvstate.Replicas]: one SET NX, with a deadline.
 func (s *Store) Consume(ticket [16]byte, patient bool) (first, known bool) {
 	if s.link.mayAsk() {
 		q := question{ticket, make(chan spent, 1)}
@@ -101,7 +101,7 @@ func (s *Store) askRedis(ctx context.Context, batch []question) {
 	}
 }
 
-// PutHandOver implements [kvstate.Peers].
+// PutHandOver implements [kvstate.Replicas].
 func (s *Store) PutHandOver(ref [16]byte, params []byte) {
 	if !s.link.mayAsk() {
 		return
@@ -114,7 +114,7 @@ func (s *Store) PutHandOver(ref [16]byte, params []byte) {
 	}
 }
 
-// TakeHandOver implements [kvstate.Peers]. The params stay until they expire: the ticket makes sure that
+// TakeHandOver implements [kvstate.Replicas]. The params stay until they expire: the ticket makes sure that
 // nobody asks twice.
 func (s *Store) TakeHandOver(ref [16]byte) ([]byte, bool) {
 	if !s.link.mayAsk() {

@@ -93,7 +93,7 @@ func (o *outbox) requeue(unsent *outbox) (dropped int) {
 	return 0
 }
 
-// Changed implements [kvstate.Peers].
+// Changed implements [kvstate.Replicas].
 func (s *Store) Changed() {
 	if s.dirty.CompareAndSwap(false, true) {
 		select {
@@ -103,7 +103,7 @@ func (s *Store) Changed() {
 	}
 }
 
-// Routed implements [kvstate.Peers].
+// Routed implements [kvstate.Replicas].
 func (s *Store) Routed(pool *kvstate.Pool, e *kvstate.Endpoint, hashes []uint64) {
 	p := s.poolReplica(pool.Spec.Name)
 	if p == nil || len(hashes) == 0 {
@@ -124,7 +124,7 @@ func (s *Store) Routed(pool *kvstate.Pool, e *kvstate.Endpoint, hashes []uint64)
 	s.Changed()
 }
 
-// Released implements [kvstate.Peers].
+// Released implements [kvstate.Replicas].
 func (s *Store) Released(pool *kvstate.Pool, id kvstate.ReservationID) {
 	p := s.poolReplica(pool.Spec.Name)
 	if p == nil {
@@ -138,7 +138,7 @@ func (s *Store) Released(pool *kvstate.Pool, id kvstate.ReservationID) {
 	s.Changed()
 }
 
-// Learned implements [kvstate.Peers]. What does not fit is dropped: it will be learned again.
+// Learned implements [kvstate.Replicas]. What does not fit is dropped: it will be learned again.
 func (s *Store) Learned(pool *kvstate.Pool, l prefixindex.LearnedTokens) {
 	p := s.poolReplica(pool.Spec.Name)
 	if p == nil {
@@ -157,7 +157,7 @@ func (s *Store) Learned(pool *kvstate.Pool, l prefixindex.LearnedTokens) {
 	s.Changed()
 }
 
-// Stuck implements [kvstate.Peers].
+// SessionServed implements [kvstate.Replicas].
 func (s *Store) SessionServed(pool *kvstate.Pool, name uint64, prefill, decode *kvstate.Endpoint) {
 	p := s.poolReplica(pool.Spec.Name)
 	if p == nil {

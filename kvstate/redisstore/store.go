@@ -16,7 +16,7 @@ import (
 	statev1 "tandem/protos/state/v1"
 )
 
-// Store connects one replica's state with those of the others. It implements [kvstate.Peers].
+// Store connects one replica's state with those of the others. It implements [kvstate.Replicas].
 type Store struct {
 	o        Options
 	state    *kvstate.State
@@ -133,7 +133,7 @@ type poolReplica struct {
 // reading is how far the pool's stream has been read.
 type reading struct {
 	position streamID // of the last entry read
-	began    streamID // of our first batch: entries before were published before we joined
+	began    streamID // of our first batch; earlier entries were published before we joined
 	joined   bool
 	gapless  bool      // Redis held all that was published before we joined: no need to wait for a snapshot
 	unsaved  int       // entries read since the last snapshot was announced

@@ -13,9 +13,9 @@ func (o *Options) turnKey(conversation [16]byte) string {
 	return o.KeyPrefix + ":" + version + ":turn:" + hex.EncodeToString(conversation[:])
 }
 
-// KeepTurn implements [kvstate.Peers]. What Redis does not take now is not kept at all, and the next turn is
-// computed; so is what was kept before, if that cannot be deleted: it is still good for one use. Nothing is kept
-// whose time is over: for go-redis a ttl of 0 or less is none at all.
+// PutConversation implements [kvstate.Replicas]. If Redis does not accept the state now, it is dropped, and the next
+// turn computes its prompt. The previous state then stays if it cannot be deleted; it is still valid for one use.
+// Expired state is never stored, because go-redis takes a ttl of 0 or less for no ttl.
 func (s *Store) PutConversation(conversation [16]byte, turn []byte, ttl time.Duration) {
 	if ttl < time.Millisecond || !s.link.mayAsk() {
 		return
@@ -31,7 +31,7 @@ func (s *Store) PutConversation(conversation [16]byte, turn []byte, ttl time.Dur
 // takenTTL is how long it shows that a turn was taken, as an empty text.
 const takenTTL = time.Second
 
-// TakeTurn implements [kvstate.Peers]: one SET GET (Redis 6.2) leaves nothing in its place, so that of all replicas
+// TakeConversation implements [kvstate.Replicas]: one SET GET (Redis 6.2) leaves nothing in its place, so that of all replicas
 // one gets it. Where the answer does not come in time it counts as taken.
 func (s *Store) TakeConversation(conversation [16]byte) ([]byte, bool) {
 	if !s.link.mayAsk() {

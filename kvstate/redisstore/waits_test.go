@@ -13,7 +13,7 @@ import (
 	statev1 "tandem/protos/state/v1"
 )
 
-// heard are the requests that a replica knows to wait elsewhere, by id.
+// received returns the requests that a replica knows to wait at others, by id.
 func (r *replica) received() map[uint64]kvstate.Queued {
 	known, changes := map[uint64]kvstate.Queued{}, uint64(0)
 	r.pool.SyncRemoteQueue(known, &changes, func(*kvstate.Queued) {}, func(uint64, bool) {})
