@@ -41,7 +41,7 @@ func (p *poolReplica) observe(b *statev1.Batch, age time.Duration) *member {
 	if m.starting && !(b.GetHello() && b.GetSeq() == 1) {
 		m.starting = false
 		if p.joined && b.GetReplica() < p.s.replica {
-			p.ask() // an older replica that was not known before: it may know more
+			p.ask() // an older one, unknown before: it may know more
 		}
 	}
 	m.expires = time.Now().Add(left)
