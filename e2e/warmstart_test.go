@@ -59,6 +59,7 @@ func TestWarmStartAfterKills(t *testing.T) {
 			}
 			before := say(2)
 			known := f.known(0).Pools[0].Blocks
+			time.Sleep(100 * time.Millisecond) // a replica alone publishes every 50 ms; what it has not published dies with it
 			var killing sync.WaitGroup
 			for i := range c.killed {
 				killing.Go(func() { f.tandems[i].stop(syscall.SIGKILL) })
