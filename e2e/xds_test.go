@@ -104,7 +104,7 @@ func TestXDSChangesUnderLoad(t *testing.T) {
 			}
 			return text
 		})
-		time.Sleep(100 * time.Millisecond) //nolint:forbidigo // ten changes a second
+		time.Sleep(100 * time.Millisecond) // ten changes a second
 	}
 	load.end(t)
 	require.Empty(t, long, "the long answer is under way all the time")

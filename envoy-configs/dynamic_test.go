@@ -43,7 +43,7 @@ func TestPoolsNeedNothingNew(t *testing.T) {
 	}
 	want := served(pool)
 	got := served(strings.Replace(strings.Replace(pool, "nixl", "sglang", 1), "role: decode", "role: decode, scheme: https", 1))
-	require.Equal(t, len(want.Clusters), len(got.Clusters))
+	require.Len(t, got.Clusters, len(want.Clusters))
 	for i := range want.Clusters {
 		require.True(t, proto.Equal(want.Clusters[i], got.Clusters[i]), want.Clusters[i].GetName())
 	}

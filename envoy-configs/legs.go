@@ -71,10 +71,10 @@ func (m *model) legListener(l leg) *listenerv3.Listener {
 	return noted(m, out, notes{"": l.why})
 }
 
-// legRoutes lead to the clusters of each scheme, which a header names.
-func (m *model) legRoutes(header, cluster string) (out []*routev3.Route) {
+// legRoutes lead to the clusters of each scheme.
+func (m *model) legRoutes() (out []*routev3.Route) {
 	for _, s := range m.legSchemes() {
-		out = append(out, toCluster(cluster+s.Suffix, m.ofScheme(header, s)...))
+		out = append(out, toCluster("tandem-pod"+s.Suffix, m.ofScheme("x-tandem-scheme", s)...))
 	}
 	return out
 }
@@ -109,7 +109,7 @@ func (m *model) prefillLeg() *listenerv3.Listener {
 			setHeader("x-tandem-carry", "%REQ(x-tandem-carry)%", overwriteOrAdd),
 			setHeader("x-tandem-ticket", "%REQ(x-tandem-ticket)%", overwriteOrAdd),
 		},
-		Routes: m.legRoutes("x-tandem-scheme", "tandem-pod"),
+		Routes: m.legRoutes(),
 	}, notes{
 		"request_headers_to_remove": "The ticket stays: the filter below reads it from the request when the " +
 			"answer is there.",
@@ -140,7 +140,7 @@ func (m *model) encodeLeg() *listenerv3.Listener {
 			"the client's, which the main listener keeps as " +
 			"it is, and of the answer a redirect.",
 		remove: []string{"tandem-explain", "x-tandem-scheme", "x-tandem-body-bytes"},
-		host:   &routev3.VirtualHost{Routes: m.legRoutes("x-tandem-scheme", "tandem-pod")},
+		host:   &routev3.VirtualHost{Routes: m.legRoutes()},
 		filters: []*hcmv3.HttpFilter{
 			m.buffer(), m.filter(extProcFilter, ask),
 		},
@@ -160,7 +160,7 @@ func (m *model) answerLeg() *listenerv3.Listener {
 			"lives as long as the answer, so only such requests " +
 			"come this way.",
 		remove:  []string{"x-tandem-scheme", "x-tandem-body-bytes"},
-		host:    &routev3.VirtualHost{Routes: m.legRoutes("x-tandem-scheme", "tandem-pod")},
+		host:    &routev3.VirtualHost{Routes: m.legRoutes()},
 		filters: []*hcmv3.HttpFilter{m.filter(extProcFilter, ask)}, untraced: true,
 	})
 }
@@ -172,7 +172,7 @@ func (m *model) decodeLeg() *listenerv3.Listener {
 	})
 	ask.MaxMessageTimeout = durationpb.New(time.Hour)
 	ask.MutationRules = &mutationv3.HeaderMutationRules{AllowAllRouting: wrapperspb.Bool(true)}
-	routes := m.legRoutes("x-tandem-scheme", "tandem-pod")
+	routes := m.legRoutes()
 	for _, r := range routes {
 		r.RequestHeadersToRemove = []string{"x-tandem-scheme"}
 	}
@@ -234,7 +234,7 @@ func (m *model) mirrorRoutes(s scheme) []*routev3.Route {
 		s)...)...), notes{
 		"": "Cut by Tandem when nobody waits for it, so its stream is open from the start.",
 	})
-	finished := noted(m, to(m.ofScheme(header, s)...), notes{
+	finished := noted(m, to(m.ofScheme("x-tandem-scheme", s)...), notes{
 		"": "Runs to its end, and is sent again if it failed: decode waits for these very blocks.",
 	})
 	finished.TypedPerFilterConfig = perFilter{extProcFilter: m.asked(processing(nothing, streamBody), true)}

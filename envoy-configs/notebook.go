@@ -2,6 +2,7 @@ package envoyconfigs
 
 import (
 	"fmt"
+	"maps"
 
 	corev3 "github.com/envoyproxy/go-control-plane/envoy/config/core/v3"
 	"google.golang.org/protobuf/proto"
@@ -28,23 +29,21 @@ func noted[M proto.Message](m *model, message M, n notes) M {
 	if m.notes[message] == nil {
 		m.notes[message] = notes{}
 	}
-	for field, text := range n {
-		m.notes[message][field] = text
-	}
+	maps.Copy(m.notes[message], n)
 	return message
 }
 
 // pack makes an Any of a message, which must not change afterwards.
-func (n *notebook) pack(message proto.Message) *anypb.Any {
+func (b *notebook) pack(message proto.Message) *anypb.Any {
 	a := &anypb.Any{}
-	if err := anypb.MarshalFrom(a, message, proto.MarshalOptions{Deterministic: true}); err != nil && n.err == nil {
-		n.err = fmt.Errorf("packing %s: %w", message.ProtoReflect().Descriptor().FullName(), err)
+	if err := anypb.MarshalFrom(a, message, proto.MarshalOptions{Deterministic: true}); err != nil && b.err == nil {
+		b.err = fmt.Errorf("packing %s: %w", message.ProtoReflect().Descriptor().FullName(), err)
 	}
-	n.packed[a] = message
+	b.packed[a] = message
 	return a
 }
 
 // extension is one of Envoy's extension points, filled.
-func (n *notebook) extension(name string, config proto.Message) *corev3.TypedExtensionConfig {
-	return &corev3.TypedExtensionConfig{Name: name, TypedConfig: n.pack(config)}
+func (b *notebook) extension(name string, config proto.Message) *corev3.TypedExtensionConfig {
+	return &corev3.TypedExtensionConfig{Name: name, TypedConfig: b.pack(config)}
 }

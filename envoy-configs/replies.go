@@ -82,7 +82,7 @@ func (m *model) localReplies() *hcmv3.LocalReplyConfig {
 
 // format is the error object of OpenAI's API.
 func (r localReply) format() *corev3.SubstitutionFormatString {
-	text := func(s string) *structpb.Value { return structpb.NewStringValue(s) }
+	text := structpb.NewStringValue
 	object := &structpb.Struct{Fields: map[string]*structpb.Value{
 		"message": text(r.Message), "type": text(r.Type), "param": structpb.NewNullValue(), "code": text(r.Code),
 	}}

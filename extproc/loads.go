@@ -33,7 +33,7 @@ func (s *Server) loadEnded(t *kvtransfer.Ticket, e *envoywire.LogEntry) {
 	}
 }
 
-// a count also rises for failures that were seen as they happened
+// loadFailed records that a pair's KV load failed, and how that was seen.
 func (s *Server) loadFailed(pool *kvstate.Pool, prefill, decode, seen string) {
 	news := s.State.LoadFailed(pool, prefill, decode)
 	if news || seen != loadCount { // a count also rises for failures that were seen as they happened

@@ -37,7 +37,7 @@ const (
 	MaxQueuedPublished = 128
 
 	maxRemoteQueued = 2 * MaxQueuedPublished // per replica: new requests are published before ended ones
-	// dispatched requests: local and not yet published, or remote and remembered
+	// dispatched requests: local and not yet published, or remote and remembered.
 	maxDispatched = 1024
 )
 

@@ -38,14 +38,14 @@ const (
 	transferPrior = 0.2              // weight of the prior, in modelled seconds: a dozen usual transfers
 	transferBound = 100.0            // the largest ratio to the model, either way
 	transferKept  = 10 * time.Minute // how long observations are used after the last one
-	// relative to the model: endpoints whose transfers differ by less are equal (2.5 ms of a short one's 10)
+	// relative to the model: endpoints whose transfers differ by less are equal (2.5 ms of a short one's 10).
 	transferNoise = 0.25
-	// one scrape counts at most this many times the known ratio: a stalled transfer says little about the next
+	// one scrape counts at most this many times the known ratio: a stalled transfer says little about the next.
 	transferLeap = 4.0
-	// modelled seconds that one scrape counts for at most: one over hours would outweigh all that follow
+	// modelled seconds that one scrape counts for at most: one over hours would outweigh all that follow.
 	transferMost = 60.0
 	// transfers of an endpoint before it is distinguished from its pool: with fewer, chance would keep requests
-	// from one of two equals
+	// from one of two equals.
 	transfersSeen = 200
 	tokensNeeded  = 1 << 12          // before their bytes are used
 	tokensKept    = 1 << 22          // at which old samples are halved

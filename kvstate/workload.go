@@ -136,12 +136,12 @@ type speed struct {
 const (
 	speedDecay = 0.97 // an observation weighs half as much after 23 more
 	speedPrior = 2.0  // initial weight of the prior, in modelled seconds
-	// factor on that weight with each observation: the prior fades faster than observations do
+	// factor on that weight with each observation: the prior fades faster than observations do.
 	priorDecay = 0.95
 	speedBound = 10.0 // the largest ratio to the model, either way
 	speedNoise = 1.25 // endpoints that differ less from their fleet count as equal to it
 	speedLeap  = 4.0  // one observation counts for at most this many times the known ratio ...
-	// ... of its work or of a full step's, seconds: the first of a batch that ends has the time of all of them
+	// ... of its work or of a full step's, seconds: the first of a batch that ends has the time of all of them.
 	speedStep = 0.5
 	speedKept = 10 * time.Minute // how long observations are used after the last one
 )

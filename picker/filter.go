@@ -33,7 +33,7 @@ func (k *Picker) why(r *Request, c *kvstate.Candidate) string {
 
 // lacks returns what an endpoint lacks to serve the request at all, whatever happens to the others; "" if nothing.
 func (k *Picker) lacks(r *Request, c *kvstate.Candidate) string {
-	if k.placed && !c.Endpoint.HasLoRA(r.Model) && !reports(c, r.Model) {
+	if k.placed && !c.Endpoint.HasLoRA(r.Model) && !named(c, r.Model) {
 		return outLoRA
 	}
 	if !bears(c, r.Labels) {
@@ -42,14 +42,14 @@ func (k *Picker) lacks(r *Request, c *kvstate.Candidate) string {
 	return ""
 }
 
-// reports reports whether an endpoint reported a model or an adapter.
-func reports(c *kvstate.Candidate, model string) bool {
+// named is true for an endpoint that reported a model or an adapter.
+func named(c *kvstate.Candidate, model string) bool {
 	return slices.Contains(c.Endpoint.Models(), model)
 }
 
-// serves is reports, but also true for an endpoint that has not reported yet.
+// serves is named, but also true for an endpoint that has not reported yet.
 func serves(c *kvstate.Candidate, model string) bool {
-	return len(c.Endpoint.Models()) == 0 || reports(c, model)
+	return len(c.Endpoint.Models()) == 0 || named(c, model)
 }
 
 // bears reports whether an endpoint has all of the labels.
@@ -83,7 +83,7 @@ func (k *Picker) survey(r *Request, v *kvstate.View) (prefills, decodes int) {
 			decodes++
 		}
 		if r.Model != "" {
-			k.learned = k.learned || reports(c, r.Model)
+			k.learned = k.learned || named(c, r.Model)
 		}
 	}
 	return prefills, decodes

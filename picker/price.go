@@ -16,7 +16,7 @@ const (
 	maxFill      = 0.5  // a decode endpoint with a fuller KV cache computes no prompt
 	tpotMargin   = 0.9  // nor does one whose answers would need more than this share of the target per token
 	usualAnswer  = 256. // expected tokens of an answer in a pool without observations
-	// seconds after which KV in use is outdated: by then short answers have been replaced, long ones not
+	// seconds after which KV in use is outdated: by then short answers have been replaced, long ones not.
 	scrapeAge  = 2.0
 	localSteps = 1.0 // decode steps that each step of a local prefill delays
 )

@@ -214,7 +214,8 @@ func storeCounters() []storeCounter {
 		{"tandem_redis_dropped_total", "Routed prompts dropped while Redis did not answer; a snapshot publishes them later.", func(s redisstore.Stats) int64 { return s.Dropped }},
 		{"tandem_redis_unknown_endpoints_total", "Endpoints in other replicas' batches that this replica does not have, each time.", func(s redisstore.Stats) int64 { return s.Unknown }},
 		{"tandem_redis_snapshots_total", "Snapshots and feeds of KV events written for other replicas.", func(s redisstore.Stats) int64 { return s.Snapshots }},
-		{"tandem_tickets_consumed_locally_total", "Tickets consumed in this replica's own memory: Redis did not answer in time, or had just failed to.", func(s redisstore.Stats) int64 { return s.SpendUnknown }},
+		{"tandem_tickets_consumed_locally_total", "Tickets consumed in this replica's own memory: Redis did not answer in time, or had just failed to.",
+			func(s redisstore.Stats) int64 { return s.SpendUnknown }},
 	}
 }
 

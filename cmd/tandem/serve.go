@@ -164,11 +164,7 @@ func runServer(ctx context.Context, file string, cfg *configv1.Config, set setti
 	if err != nil {
 		return err
 	}
-	addresses := []string{cfg.GetExtProc().GetListen(), cfg.GetReplan().GetListen(), cfg.GetAdmin().GetListen()}
-	if fleet.board != nil {
-		addresses = append(addresses, cfg.GetNotices().GetListen())
-	}
-	listeners, err := listen(ctx, addresses...)
+	listeners, err := listen(ctx, ports(cfg, fleet)...)
 	if err != nil {
 		return err
 	}
@@ -213,6 +209,15 @@ func runServer(ctx context.Context, file string, cfg *configv1.Config, set setti
 		return err
 	}
 	return nil
+}
+
+// ports are the addresses of ext_proc, replan, admin and, where there is a board, notices.
+func ports(cfg *configv1.Config, fleet *fleet) []string {
+	out := []string{cfg.GetExtProc().GetListen(), cfg.GetReplan().GetListen(), cfg.GetAdmin().GetListen()}
+	if fleet.board != nil {
+		out = append(out, cfg.GetNotices().GetListen())
+	}
+	return out
 }
 
 // drain lets what runs end, with a deadline each.

@@ -8,7 +8,7 @@ const (
 	HeaderScheme    = "x-tandem-scheme"                        // https or h2c; absent: http
 	HeaderBodyBytes = "x-tandem-body-bytes"                    // length of the body as rewritten
 	HeaderPerTry    = "x-envoy-upstream-rq-per-try-timeout-ms" // how long a hop may show nothing
-	// "true": it goes on then, beside a try at the replan port
+	// HeaderHedge is "true" for a hop that goes on then, beside a try at the replan port.
 	HeaderHedge       = "x-envoy-hedge-on-per-try-timeout"
 	HeaderCarry       = "x-tandem-carry"     // prefill leg: redirect target of an inline answer
 	HeaderPrefilled   = "x-tandem-prefilled" // of pass 2: prefill's answer, base64
@@ -32,7 +32,7 @@ const (
 	// removed together.
 	HeaderPrefillEndpoint = "x-tandem-prefill-endpoint" // ip:port of the mirrored leg
 	HeaderPrefillScheme   = "x-tandem-prefill-scheme"   // as HeaderScheme
-	// whether the mirrored leg may be cut: MirrorCancel or MirrorKeep
+	// HeaderMirror says whether the mirrored leg may be cut: MirrorCancel or MirrorKeep.
 	HeaderMirror      = "x-tandem-mirror"
 	HeaderClientID    = "x-tandem-request-id"   // the client's request id: the legs' own may be another
 	HeaderLegID       = "x-tandem-leg-id"       // the x-request-id of both legs, where it is not the client's
