@@ -111,13 +111,15 @@ func (s *Server) routes() *http.ServeMux {
 	} {
 		mux.HandleFunc("POST "+path, func(w http.ResponseWriter, r *http.Request) { s.serveCall(w, r, a) })
 	}
-	if s.cfg.Connector == connector.SGLang {
+	switch s.cfg.Connector {
+	case connector.SGLang:
 		mux.HandleFunc("POST /generate", func(w http.ResponseWriter, r *http.Request) { s.serveCall(w, r, request.SGLang) })
 		mux.HandleFunc("GET /server_info", func(w http.ResponseWriter, _ *http.Request) { s.serveInfo(w) })
 		mux.HandleFunc("GET /v1/loads", s.recorded(s.serveLoads))
-	}
-	if s.cfg.Connector == connector.TRTLLM {
+	case connector.TRTLLM:
 		mux.HandleFunc("GET /server_info", func(w http.ResponseWriter, _ *http.Request) { s.serveContextInfo(w) })
+	default: // vLLM has one in development mode only
+		mux.HandleFunc("GET /server_info", func(w http.ResponseWriter, _ *http.Request) { writeNotFound(w) })
 	}
 	mux.HandleFunc("GET /v1/responses/{id}", s.recorded(s.serveStored))
 	mux.HandleFunc("POST /v1/embeddings", s.recorded(s.serveEmbeddings))

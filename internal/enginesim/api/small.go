@@ -229,6 +229,11 @@ func (s *Server) serveUnknown(w http.ResponseWriter, r *http.Request, _ []byte) 
 	writeRaw(w, e.Status, errorBody(e, request.None))
 }
 
+func writeNotFound(w http.ResponseWriter) {
+	e := &engine.Error{Status: http.StatusNotFound, Typ: "NotFoundError", Message: "Not Found"}
+	writeRaw(w, e.Status, errorBody(e, request.None))
+}
+
 // State is GET /sim/state: what an operator of the demo wants to see balance.
 type State struct {
 	EngineID        string           `json:"engine_id"`
