@@ -32,7 +32,7 @@ func newReplay() *cobra.Command {
 	f.StringVar(&o.policies, "policy", strings.Join(replay.Policies(), ","), "`NAMES`, separated by commas")
 	f.IntVar(&o.Prefill, "prefill", o.Prefill, "`ENDPOINTS` that prefill")
 	f.IntVar(&o.Decode, "decode", o.Decode, "`ENDPOINTS` that decode")
-	f.Uint64Var(&o.Seed, "seed", o.Seed, "of all chance")
+	f.Uint64Var(&o.Seed, "seed", o.Seed, "`SEED` of all random choices")
 	f.IntVar(&o.requests, "requests", 12000, "`NUMBER` of a trace that is made up")
 	f.Float64Var(&o.rate, "rate", 1, "arrivals `TIMES` as fast")
 	f.Float64Var(&o.load, "load", 0, "set the rate by the fleet's `LOAD` instead: 1 is where it saturates if all its caches were one")

@@ -29,6 +29,6 @@ func newRequests() *cobra.Command {
 		},
 	}
 	a.register(c)
-	c.Flags().IntVarP(&n, "number", "n", 20, "at most so `MANY`")
+	c.Flags().IntVarP(&n, "number", "n", 20, "`NUMBER` of requests to show at most")
 	return c
 }

@@ -55,7 +55,7 @@ func newServe() *cobra.Command {
 	f.StringVarP(&file, "file", "f", "", "configuration `FILE` (YAML)")
 	f.BoolVar(&check, "check", false, "validate the configuration and exit")
 	f.BoolVar(&live, "live", false, "with --check: also ask the engines whether they are what the configuration says")
-	f.DurationVar(&set.linger, "linger", 0, "after SIGTERM, go on accepting for so long while not ready: `TIME` for health checks to notice")
+	f.DurationVar(&set.linger, "linger", 0, "after SIGTERM, take requests for this `TIME` while not ready, so that health checks notice")
 	f.BoolVar(&set.conformance, "conformance", false, "honour the test headers of the Inference Extension's conformance suite: never in production")
 	f.StringVar(&level, "log", "info", "lowest `LEVEL` logged: debug, info, warn, error")
 	f.StringVar(&format, "log-format", "text", "`FORMAT` of the log: text or json, one object a line")
