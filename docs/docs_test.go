@@ -16,6 +16,7 @@ import (
 	"strings"
 	"testing"
 	"unicode"
+	"unicode/utf8"
 
 	"github.com/stretchr/testify/require"
 	"google.golang.org/protobuf/reflect/protoreflect"
@@ -59,7 +60,7 @@ func reference(t *testing.T) string {
 		config.SetDefaults(c)
 	}
 	c.Pools[0].KvTransfer, c.Pools[0].Endpoints[0].Role = "", ""
-	w := writer{comments: comments(read(t, "../protos/config/v1/config.proto"))}
+	w := writer{t: t, comments: comments(read(t, "../protos/config/v1/config.proto"))}
 	w.children("", c.ProtoReflect())
 	require.NotContains(t, w.out.String(), "` |  |", "a field without a default")
 	return w.out.String()
@@ -103,6 +104,7 @@ func comments(proto string) map[string]string {
 }
 
 type writer struct {
+	t        *testing.T
 	comments map[string]string
 	out      strings.Builder
 }
@@ -139,28 +141,73 @@ func join(path, name string) string {
 	return path + "." + name
 }
 
-// section is the table of one message; what is a message itself gets a section of its own.
+// lineWidth is the longest line that the reference may have, tables included, in characters.
+const lineWidth = 120
+
+// section writes one message: a table with a line for each field, and a list of what does not fit into it. Fields that
+// are messages themselves get sections of their own.
 func (w *writer) section(path, about string, m protoreflect.Message) {
-	var rows strings.Builder
+	var rows, notes strings.Builder
 	fields := m.Descriptor().Fields()
 	for i := range fields.Len() {
 		if f := fields.Get(i); f.Kind() != protoreflect.MessageKind {
-			meaning, byDefault := w.describe(f, m)
-			fmt.Fprintf(&rows, "| `%s` | %s | %s |\n", f.JSONName(), byDefault, meaning)
+			w.field(f, m, &rows, &notes)
 		}
 	}
 	if more := w.comments[string(m.Descriptor().Name())]; more != "" {
 		about += " " + more
 	}
-	fmt.Fprintf(&w.out, "### `%s`\n\n%s\n\n", path, about)
+	fmt.Fprintf(&w.out, "### `%s`\n\n%s\n", path, wrap(about, ""))
 	if rows.Len() > 0 {
 		fmt.Fprintf(&w.out, "| field | default | meaning |\n|---|---|---|\n%s\n", rows.String())
 	}
+	if notes.Len() > 0 {
+		fmt.Fprintf(&w.out, "%s\n", notes.String())
+	}
 }
 
-// describe takes a field's comment apart: what it says of the default goes into that column, unless the code knows.
-func (w *writer) describe(f protoreflect.FieldDescriptor, m protoreflect.Message) (meaning, byDefault string) {
-	var kept []string
+// longDefault is the length from which on a default stands below the table.
+const longDefault = 40
+
+// field writes the row of one field, with the first sentence of its comment, and the other sentences as a note.
+func (w *writer) field(f protoreflect.FieldDescriptor, m protoreflect.Message, rows, notes *strings.Builder) {
+	meaning, byDefault := w.describe(f, m)
+	if len(byDefault) > longDefault {
+		meaning = append(meaning, "Default: "+byDefault+".")
+		byDefault = "below"
+	}
+	escape := strings.NewReplacer("|", `\|`)
+	row := fmt.Sprintf("| `%s` | %s | %s |\n", f.JSONName(), escape.Replace(byDefault), escape.Replace(meaning[0]))
+	require.LessOrEqual(w.t, utf8.RuneCountInString(row), lineWidth+1, "the first sentence of a comment is too long: %s", row)
+	rows.WriteString(row)
+	if len(meaning) > 1 {
+		notes.WriteString(wrap("- `"+f.JSONName()+"`: "+strings.Join(meaning[1:], " "), "  "))
+	}
+}
+
+// wrap breaks a text into lines of lineWidth characters, all but the first indented.
+func wrap(text, indent string) string {
+	var out strings.Builder
+	used := 0
+	for i, word := range strings.Fields(text) {
+		n := utf8.RuneCountInString(word)
+		switch {
+		case i == 0:
+		case used+1+n > lineWidth:
+			out.WriteString("\n" + indent)
+			used = len(indent)
+		default:
+			out.WriteByte(' ')
+			used++
+		}
+		out.WriteString(word)
+		used += n
+	}
+	return out.String() + "\n"
+}
+
+// describe takes a field's comment apart, into sentences and the default, which the code may know better.
+func (w *writer) describe(f protoreflect.FieldDescriptor, m protoreflect.Message) (meaning []string, byDefault string) {
 	stated := ""
 	for _, s := range strings.SplitAfter(w.comment(f), ". ") {
 		s = strings.TrimSpace(s)
@@ -173,9 +220,9 @@ func (w *writer) describe(f protoreflect.FieldDescriptor, m protoreflect.Message
 			byDefault = "required"
 		case strings.HasPrefix(s, "Required"):
 			byDefault = "required"
-			kept = append(kept, s)
+			meaning = append(meaning, s)
 		default:
-			kept = append(kept, s)
+			meaning = append(meaning, s)
 		}
 	}
 	switch {
@@ -185,7 +232,7 @@ func (w *writer) describe(f protoreflect.FieldDescriptor, m protoreflect.Message
 	default:
 		byDefault = valueOf(f, m)
 	}
-	return strings.ReplaceAll(strings.Join(kept, " "), "|", `\|`), strings.ReplaceAll(byDefault, "|", `\|`)
+	return meaning, byDefault
 }
 
 // valueOf is what the code fills in, or what holds where it fills in nothing.
