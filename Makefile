@@ -55,7 +55,7 @@ speed: tools ## what is claimed of how soon replicas know something, and the lik
 	TANDEM_SPEED=1 TANDEM_REQUIRE_TOOLS=1 $(GO) test -count 1 -p 1 -parallel 1 -v -run $(SPEED) ./kvstate/redisstore ./kvstate/scrape ./e2e
 
 replay: ## the routing tables of docs/benchmarks.md, from traces (half an hour of one core; SUITE=quick: a minute)
-	$(GO) run ./cmd/tandem replay -suite $(SUITE)
+	$(GO) run ./cmd/tandem replay --suite $(SUITE)
 
 bench-peers: tools build ## vllm-router and sglang-router (PyPI) beside Tandem and plain Envoy, in one run (15 minutes)
 	./scripts/tools.sh peers
