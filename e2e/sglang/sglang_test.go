@@ -99,6 +99,7 @@ func TestRealSGLang(t *testing.T) {
 	t.Logf("TANDEM_SGLANG_SEED=%d", seed)
 	s := &suite{stack: newStack(t, false), prompts: prompts{rand.New(rand.NewPCG(seed, 0))}}
 	s.versions(t)
+	s.warm(t)
 	defer s.print()
 	for _, check := range []struct {
 		name string
@@ -118,6 +119,21 @@ type suite struct {
 	prompts prompts
 	head    string
 	rows    []string
+}
+
+// warm sends requests until 12 in a row are answered. The first requests of a server on CPU take seconds, in which it does not answer
+// GET /health either, so Tandem leaves it out meanwhile.
+func (s *suite) warm(t *testing.T) {
+	t.Helper()
+	inRow := 0
+	require.Eventually(t, func() bool {
+		r := s.prompts.requests(30, 4)[inRow%2]
+		got, err := post(t.Context(), s.front, r.path, r.json(t, map[string]any{"stream": inRow%4 > 1}))
+		if inRow++; err != nil || got.status != http.StatusOK {
+			inRow = 0
+		}
+		return inRow == 12
+	}, 5*time.Minute, 50*time.Millisecond, "the servers do not get warm")
 }
 
 func (s *suite) versions(t *testing.T) {
