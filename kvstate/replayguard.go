@@ -16,9 +16,10 @@ type HandOvers struct {
 	conversations handOverStore // empty if there are other replicas
 }
 
-// replayGuard remembers consumed tickets in two generations. It starts a new generation when the current one is as
-// old as the time to live, and drops the one before. So it remembers each ticket for at least the time to live. It
-// never drops one earlier to save memory: KV parameters that are sent twice can return another request's text.
+// replayGuard remembers consumed tickets, and reservations that have ended ([Bookings.End]), in two generations. It
+// starts a new generation when the current one is as old as the time to live, and drops the one before. So it remembers
+// each ticket for at least the time to live. It never drops one earlier to save memory: KV parameters that are sent
+// twice can return another request's text.
 type replayGuard struct {
 	mu       *sync.Mutex
 	max      int // of a generation

@@ -64,14 +64,18 @@ func ofEnvoy(path string, moves bool) bool {
 
 // TakeEnvoy takes over into c what is for Envoy alone of the settings of another configuration.
 func TakeEnvoy(c, of *configv1.Config) {
-	own := c.GetEnvoy()
-	c.Envoy = proto.CloneOf(of.GetEnvoy())
-	c.Envoy.Admin, c.Envoy.MaxBodyBytes, c.Envoy.PathPrefixes = own.GetAdmin(), own.GetMaxBodyBytes(),
-		own.GetPathPrefixes()
-	if moves(c, of) {
-		c.Envoy.ExtProcs, c.Envoy.Replans, c.Envoy.ExtProcTls = own.GetExtProcs(), own.GetReplans(),
-			own.GetExtProcTls()
+	moves, own, next := moves(c, of), c.GetEnvoy().ProtoReflect(), proto.CloneOf(of.GetEnvoy())
+	to, fields := next.ProtoReflect(), own.Descriptor().Fields()
+	for i := range fields.Len() {
+		switch f := fields.Get(i); {
+		case ofEnvoy("envoy."+f.JSONName(), moves):
+		case own.Has(f):
+			to.Set(f, own.Get(f))
+		default:
+			to.Clear(f)
+		}
 	}
+	c.Envoy = next
 }
 
 func (d *difference) messages(path string, before, after protoreflect.Message) {

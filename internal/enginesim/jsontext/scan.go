@@ -127,18 +127,8 @@ func (s *scanner) object(depth int, each func(key, raw []byte)) error {
 		if each != nil {
 			each(Unquote(key), s.b[at:s.i])
 		}
-		s.space()
-		if s.i == len(s.b) {
-			return s.fail("Expecting ',' delimiter")
-		}
-		switch s.b[s.i] {
-		case ',':
-			s.i++
-		case '}':
-			s.i++
-			return nil
-		default:
-			return s.fail("Expecting ',' delimiter")
+		if ended, err := s.next('}'); ended || err != nil {
+			return err
 		}
 	}
 }
@@ -154,20 +144,20 @@ func (s *scanner) array(depth int) error {
 		if err := s.value(depth + 1); err != nil {
 			return err
 		}
-		s.space()
-		if s.i == len(s.b) {
-			return s.fail("Expecting ',' delimiter")
-		}
-		switch s.b[s.i] {
-		case ',':
-			s.i++
-		case ']':
-			s.i++
-			return nil
-		default:
-			return s.fail("Expecting ',' delimiter")
+		if ended, err := s.next(']'); ended || err != nil {
+			return err
 		}
 	}
+}
+
+// next reads what follows a member or an element: a comma, or the end.
+func (s *scanner) next(end byte) (ended bool, err error) {
+	s.space()
+	if s.i == len(s.b) || s.b[s.i] != ',' && s.b[s.i] != end {
+		return false, s.fail("Expecting ',' delimiter")
+	}
+	s.i++
+	return s.b[s.i-1] == end, nil
 }
 
 func (s *scanner) number() error {

@@ -56,7 +56,7 @@ func AppendRaw(dst []byte, key string, raw []byte) []byte {
 	return append(AppendKey(dst, key), raw...)
 }
 
-// AppendIDs appends a list of numbers; null if ids is nil.
+// AppendIDs appends a list of numbers.
 func AppendIDs(dst []byte, ids []uint32) []byte {
 	dst = append(dst, '[')
 	for i, id := range ids {
