@@ -51,7 +51,7 @@ var arrows = map[string][]string{
 	"protos/state/v1":            {},
 	"protos/ticket/v1":           {},
 	"envoy-configs":              {"internal/config", "protos/config/v1", "e2e/loopback"},                                                                                                                                                                                                                                                                                                                                                                                                                                       // the last in tests
-	"cmd/tandem":                 {"internal/guard", "extproc", "extproc/plan", "extproc/telemetry", "extproc/kvtransfer", "kvstate", "kvstate/prefixindex", "kvstate/discovery", "kvstate/enginehttp", "kvstate/registrations", "kvstate/kvevents", "kvstate/notices", "kvstate/redisstore", "kvstate/scrape", "kvstate/tokenize", "picker", "picker/admission", "replay", "status", "docs", "envoy-configs", "internal/config", "protos/config/v1", "internal/grpcserver", "internal/memory", "internal/xds", "e2e/loopback"}, // the last in tests
+	"cmd/tandem":                 {"internal/guard", "internal/livecheck", "extproc", "extproc/plan", "extproc/telemetry", "extproc/kvtransfer", "kvstate", "kvstate/prefixindex", "kvstate/discovery", "kvstate/registrations", "kvstate/kvevents", "kvstate/notices", "kvstate/redisstore", "kvstate/scrape", "kvstate/tokenize", "picker", "picker/admission", "replay", "status", "docs", "envoy-configs", "internal/config", "protos/config/v1", "internal/grpcserver", "internal/memory", "internal/xds", "e2e/loopback"}, // the last in tests
 	// The engines of the tests: what they shared with the product they could not catch.
 	"cmd/enginesim":                {"internal/enginesim/api", "internal/enginesim/connector", "internal/enginesim/engine", "internal/enginesim/fault", "internal/enginesim/handover", "internal/enginesim/jsontext"}, // the last three in tests
 	"internal/enginesim/api":       {"internal/enginesim/connector", "internal/enginesim/engine", "internal/enginesim/fault", "internal/enginesim/jsontext", "internal/enginesim/request"},
@@ -70,10 +70,11 @@ var arrows = map[string][]string{
 	"e2e/vllm":                     {"e2e/loopback", "e2e/realengines"},
 	"e2e/sglang":                   {"e2e/loopback", "e2e/realengines"},
 	"status":                       {"extproc/telemetry", "extproc", "kvstate", "picker"},
-	"deploy/observability/promql":  {},                                                                                 // a module of its own: Prometheus' parsers
-	"deploy":                       {"envoy-configs", "internal/config", "protos/config/v1", "e2e/loopback"},           // tests alone
-	"docs":                         {"extproc/telemetry", "extproc", "internal/config", "kvstate", "protos/config/v1"}, // tests that hold the documents to the code
-	"internal/grpcserver":          {"internal/memory"},                                                                // knows gRPC, not Envoy
+	"deploy/observability/promql":  {},                                                                                                             // a module of its own: Prometheus' parsers
+	"deploy":                       {"envoy-configs", "internal/config", "protos/config/v1", "e2e/loopback"},                                       // tests alone
+	"docs":                         {"extproc/telemetry", "extproc", "internal/config", "kvstate", "protos/config/v1"},                             // tests that hold the documents to the code
+	"internal/grpcserver":          {"internal/memory"},                                                                                            // knows gRPC, not Envoy
+	"internal/livecheck":           {"extproc/kvtransfer", "internal/config", "kvstate", "kvstate/enginehttp", "protos/config/v1", "e2e/loopback"}, // the last in tests
 	"internal/memory":              {},
 	"internal/guard":               {},
 	"internal/budget":              {},                     // for the tests of all

@@ -22,6 +22,7 @@ import (
 	"tandem/internal/config"
 	"tandem/internal/grpcserver"
 	"tandem/internal/guard"
+	"tandem/internal/livecheck"
 	"tandem/internal/xds"
 	"tandem/kvstate/redisstore"
 	configv1 "tandem/protos/config/v1"
@@ -90,7 +91,9 @@ func serve(ctx context.Context, file string, check, live bool, set settings, std
 	}
 	if check {
 		if live {
-			if err := reportLive(ctx, cfg); err != nil {
+			report := livecheck.Check(ctx, cfg)
+			report.Print(stderr)
+			if err := report.Err(); err != nil {
 				return fmt.Errorf("%s:\n%w", file, err)
 			}
 		}
@@ -179,7 +182,7 @@ func runServer(ctx context.Context, file string, cfg *configv1.Config, set setti
 	group.Go(func() error { return serveHTTP(admin, listeners[2]) })
 	background, stop := context.WithCancel(guard.With(context.WithoutCancel(ctx), keep))
 	defer stop()
-	group.Go(func() error { warnLive(background, cfg, log); return nil })
+	group.Go(func() error { livecheck.Warn(background, cfg, log); return nil })
 	group.Go(func() error { server.Run(background); return nil })
 	group.Go(func() error { return fleet.watch(background, log) })
 	group.Go(func() error { feed.Run(background); return nil })

@@ -1,4 +1,4 @@
-package main
+package livecheck
 
 import (
 	"fmt"
@@ -6,10 +6,14 @@ import (
 	"net/http/httptest"
 	"os"
 	"path/filepath"
+	"regexp"
 	"strings"
 	"testing"
 
 	"github.com/stretchr/testify/require"
+
+	"tandem/e2e/loopback"
+	"tandem/internal/config"
 )
 
 // recorded is an engine that answers what a real one did, with some of it replaced: old, new, old, new, ...
@@ -18,7 +22,7 @@ func recorded(t *testing.T, answers map[string]string, replace ...string) (addr 
 	mux := http.NewServeMux()
 	mux.HandleFunc("/health", func(http.ResponseWriter, *http.Request) {})
 	for path, file := range answers {
-		text, err := os.ReadFile(filepath.Join("testdata/live", file))
+		text, err := os.ReadFile(filepath.Join("testdata", file))
 		require.NoError(t, err)
 		for i := 0; i < len(replace); i += 2 {
 			if strings.Contains(string(text), replace[i]) {
@@ -94,4 +98,34 @@ func TestCheckLiveVLLMFacts(t *testing.T) {
 	found := live(t, pairOf("nixl", recorded(t, always), "", recorded(t, always, `cache_dtype="auto"`, `cache_dtype="fp8"`)))
 	require.Len(t, found, 1)
 	require.Contains(t, found[0], "KV cache dtype is fp8")
+}
+
+// The report says what was asked and compared, what engines do not report, and what was not asked at all.
+func TestPrint(t *testing.T) {
+	always := map[string]string{
+		"/v1/models": "vllm-0.32.0-models.json", "/metrics": "vllm-0.32.0-metrics.txt", "/version": "vllm-0.32.0-version.json",
+	}
+	all := map[string]string{"/server_info": "vllm-0.32.0-server_info.json"}
+	for path, file := range always {
+		all[path] = file
+	}
+	prefill, decode, gone := recorded(t, all), recorded(t, always), loopback.Addresses(t, 1)[0]
+	c, _, err := config.Parse(fmt.Appendf(nil, `pools:
+- {name: chat, kvTransfer: nixl, endpoints: [{role: prefill, address: %q}, {role: decode, address: %q}]}
+- {name: whole, kvTransfer: none, models: [w], endpoints: [{address: %q}]}
+- {name: pods, kvTransfer: none, models: [p], discovery: {dns: [{name: engines.test, port: 8000}]}}
+`, prefill, decode, gone))
+	require.NoError(t, err)
+	var text strings.Builder
+	Check(t.Context(), c).Print(&text)
+	got := strings.NewReplacer(prefill, "P", decode, "D", gone, "GONE").Replace(text.String())
+	require.Equal(t, `pool endpoint role engine release compared
+chat P prefill vLLM 0.32.0 health, connector, role, release, model, KV cache dtype
+chat D decode vLLM 0.32.0 health, release, model, KV cache dtype
+whole GONE both NO ANSWER - -
+not compared at P, because the engine does not report it: model revision
+not compared at D, because the engine does not report it: connector, role, model revision, dtype
+vLLM reports its connector and role only if it runs with VLLM_SERVER_DEV_MODE=1
+not asked: pools[2]: pods discovers its endpoints when the server runs
+`, regexp.MustCompile(` {2,}`).ReplaceAllString(got, " "))
 }

@@ -1,4 +1,4 @@
-package main
+package livecheck
 
 import (
 	"fmt"
@@ -44,7 +44,7 @@ func live(t *testing.T, yaml string) (out []string) {
 	t.Helper()
 	c, _, err := config.Parse([]byte(yaml))
 	require.NoError(t, err)
-	for _, f := range checkLive(t.Context(), c) {
+	for _, f := range Check(t.Context(), c).findings {
 		out = append(out, f.text)
 	}
 	return out

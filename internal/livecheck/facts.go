@@ -1,4 +1,4 @@
-package main
+package livecheck
 
 import (
 	"bytes"
@@ -24,6 +24,7 @@ type engineInfo struct {
 	Version   string // vLLM at /version, SGLang at /server_info
 	Mode      string // SGLang: prefill, decode, null; "": another engine
 	Bootstrap int32  // SGLang's --disaggregation-bootstrap-port
+	Engine    string // vLLM or SGLang, where an answer tells
 	Connector string // vLLM's kv_connector
 	KVRole    string // vLLM's kv_role
 	TP        int32  // tensor-parallel ranks
@@ -61,13 +62,19 @@ type serverInfo struct {
 // cacheConfig is a line of vLLM's metrics: its labels are the cache's configuration (v1/metrics/loggers.py).
 var cacheConfig = regexp.MustCompile(`(?m)^vllm:cache_config_info\{(.*)\}`)
 
+// Names of engines for people.
+const (
+	engineVLLM   = "vLLM"
+	engineSGLang = "SGLang"
+)
+
 // maxInfo bounds an answer of /server_info or /metrics: SGLang's info has 37 KB, vLLM's 27 KB.
 const maxInfo = 4 << 20
 
 func readInfo(ctx context.Context, client *enginehttp.Client, engine *kvstate.Endpoint) (info engineInfo) {
 	info.Facts = map[kvtransfer.Fact]string{}
 	read := func(path string, into any) bool {
-		status, body, err := getUpTo(ctx, client, engine, path, maxInfo)
+		status, body, err := get(ctx, client, engine, path, maxInfo)
 		return err == nil && status == http.StatusOK && json.Unmarshal(body, into) == nil
 	}
 	var version struct{ Version string }
@@ -85,8 +92,9 @@ func readInfo(ctx context.Context, client *enginehttp.Client, engine *kvstate.En
 	if read("/v1/models", &models) && len(models.Data) > 0 {
 		info.know(kvtransfer.FactModel, models.Data[0].Root)
 	}
-	if status, body, err := getUpTo(ctx, client, engine, "/metrics", maxInfo); err == nil && status == http.StatusOK {
+	if status, body, err := get(ctx, client, engine, "/metrics", maxInfo); err == nil && status == http.StatusOK {
 		if line := cacheConfig.FindSubmatch(body); line != nil {
+			info.Engine = engineVLLM
 			info.know(kvtransfer.FactKVDtype, label(line[1], "cache_dtype"))
 			info.know(kvtransfer.FactBlockSize, label(line[1], "block_size"))
 		}
@@ -95,6 +103,12 @@ func readInfo(ctx context.Context, client *enginehttp.Client, engine *kvstate.En
 }
 
 func (i *engineInfo) take(s *serverInfo) {
+	if s.VLLM.Model.Model != "" {
+		i.Engine = engineVLLM
+	}
+	if s.Mode != "" {
+		i.Engine = engineSGLang
+	}
 	i.Version, i.Mode, i.Bootstrap = cmp.Or(i.Version, s.Version), s.Mode, s.Bootstrap
 	i.TP = max(s.TP, s.VLLM.Parallel.TP)
 	if s.VLLM.KV != nil {
@@ -128,19 +142,23 @@ func label(labels []byte, name string) string {
 }
 
 // checkVLLM compares the pool's dialect, and an endpoint's role, with the connector that a vLLM runs with.
-func checkVLLM(p *configv1.Pool, e *configv1.Endpoint, info engineInfo, say func(field, format string, args ...any)) {
+func (a *engineAnswer) checkVLLM(at string, p *configv1.Pool, e *configv1.Endpoint) {
+	d, info := config.DialectOf(p), &a.info
+	if len(d.Reports.Connectors) > 0 {
+		a.note("connector", info.Connector != "")
+		a.note("role", info.KVRole != "")
+	}
 	if info.Connector == "" {
 		return
 	}
-	d := config.DialectOf(p)
 	if len(d.Reports.Connectors) > 0 && !slices.Contains(d.Reports.Connectors, info.Connector) {
-		say(".address", "the engine runs with %s, and the pool's kvTransfer is %s, which takes %s: %s", info.Connector,
-			p.GetKvTransfer(), strings.Join(d.Reports.Connectors, " or "), dialectsFor(info.Connector))
+		a.report(at+".address", "the engine runs with %s, and the pool's kvTransfer is %s, which takes %s: %s",
+			info.Connector, p.GetKvTransfer(), strings.Join(d.Reports.Connectors, " or "), dialectsFor(info.Connector))
 	}
 	wrong := map[string]string{"kv_producer": "decode", "kv_consumer": "prefill"}
 	if role := wrong[info.KVRole]; role != "" && e.GetRole() == role {
-		say(".role", "is %s here, and the engine runs with kv_role %s: correct the role, or start the engine otherwise",
-			role, info.KVRole)
+		a.report(at+".role", "is %s here, and the engine runs with kv_role %s: "+
+			"correct the role, or start the engine otherwise", role, info.KVRole)
 	}
 }
 
@@ -159,12 +177,16 @@ func dialectsFor(connector string) string {
 }
 
 // checkRanks compares transfer.tensorParallelSize with what the engine reports, where it is set or has to be.
-func checkRanks(p *configv1.Pool, e *configv1.Endpoint, info engineInfo, say func(field, format string, args ...any)) {
+func (a *engineAnswer) checkRanks(at string, p *configv1.Pool, e *configv1.Endpoint) {
 	set := e.GetTransfer().GetTensorParallelSize()
-	if info.TP == 0 || set == 0 && !config.DialectOf(p).Reports.Ranks || max(set, 1) == info.TP {
+	if set == 0 && !config.DialectOf(p).Reports.Ranks {
 		return
 	}
-	say(".transfer.tensorParallelSize", "is %d here, and the engine says %d: correct it", max(set, 1), info.TP)
+	a.note("tensor-parallel size", a.info.TP > 0)
+	if a.info.TP > 0 && max(set, 1) != a.info.TP {
+		a.report(at+".transfer.tensorParallelSize", "is %d here, and the engine says %d: correct it",
+			max(set, 1), a.info.TP)
+	}
 }
 
 // unlike reports what endpoint j and one before it, which it may be paired with, have to have in common and have not.
@@ -174,13 +196,13 @@ func unlike(path string, p *configv1.Pool, answers []engineAnswer, j int) (out [
 		mine := answers[j].info.Facts[fact]
 		for i, other := range p.GetEndpoints()[:j] {
 			theirs := answers[i].info.Facts[fact]
-			paired := config.PairsAs(p, other) == config.PairsAs(p, e) && e.GetRole() != other.GetRole()
-			if mine == "" || theirs == "" || theirs == mine || !paired {
+			if mine == "" || theirs == "" || theirs == mine || !paired(p, e, other) {
 				continue
 			}
-			out = append(out, finding{text: fmt.Sprintf("%s[%d].address: the engine's %s is %s and that of %s[%d] is %s: "+
+			text := fmt.Sprintf("%s[%d].address: the engine's %s is %s and that of %s[%d] is %s: "+
 				"they do not take each other's KV; start them alike, or set different groups",
-				path, j, fact, mine, path, i, theirs)})
+				path, j, fact, mine, path, i, theirs)
+			out = append(out, finding{text: text})
 			break
 		}
 	}

@@ -1,0 +1,91 @@
+package livecheck
+
+import (
+	"cmp"
+	"fmt"
+	"io"
+	"net"
+	"slices"
+	"strings"
+	"text/tabwriter"
+
+	"tandem/internal/config"
+	configv1 "tandem/protos/config/v1"
+)
+
+// Print writes a table of what was asked and compared, and below it what could not be.
+func (r *Report) Print(w io.Writer) {
+	if len(r.Engines) > 0 {
+		t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
+		fmt.Fprintln(t, "pool\tendpoint\trole\tengine\trelease\tcompared")
+		for i := range r.Engines {
+			e := &r.Engines[i]
+			engine := cmp.Or(e.Engine, "not reported")
+			if e.Down {
+				engine = "NO ANSWER"
+			}
+			fmt.Fprintf(t, "%s\t%s\t%s\t%s\t%s\t%s\n", e.Pool, e.Address, e.Role, engine, cmp.Or(e.Release, "-"),
+				cmp.Or(strings.Join(e.Compared, ", "), "-"))
+		}
+		_ = t.Flush()
+	}
+	connectors := false
+	for i := range r.Engines {
+		e := &r.Engines[i]
+		if len(e.NotReported) > 0 {
+			fmt.Fprintf(w, "not compared at %s, because the engine does not report it: %s\n", e.Address,
+				strings.Join(e.NotReported, ", "))
+		}
+		if host, _, err := net.SplitHostPort(e.Address); err == nil && net.ParseIP(host) == nil && host != "localhost" {
+			fmt.Fprintf(w, "asked at %s: one of the addresses of that name\n", e.Address)
+		}
+		connectors = connectors || slices.Contains(e.NotReported, "connector")
+	}
+	if connectors {
+		fmt.Fprintln(w, "vLLM reports its connector and role only if it runs with VLLM_SERVER_DEV_MODE=1")
+	}
+	for _, line := range r.NotAsked {
+		fmt.Fprintf(w, "not asked: %s\n", line)
+	}
+}
+
+// row returns the report's row for endpoint j of a pool.
+func (a *engineAnswer) row(p *configv1.Pool, answers []engineAnswer, j int) Engine {
+	e := p.GetEndpoints()[j]
+	out := Engine{
+		Pool: p.GetName(), Address: e.GetAddress(), Role: e.GetRole(),
+		Engine: a.info.Engine, Release: a.info.Version, Down: a.down,
+	}
+	if a.down {
+		return out
+	}
+	out.Compared, out.NotReported = append([]string{"health"}, a.compared...), a.unknown
+	// What a pair must have in common is compared if the engines of both report it.
+	add := func(what string, reported func(*engineAnswer) bool, partner func(other *configv1.Endpoint) bool) {
+		if !reported(a) {
+			out.NotReported = append(out.NotReported, what)
+			return
+		}
+		for i, other := range p.GetEndpoints() {
+			if i != j && partner(other) && reported(&answers[i]) {
+				out.Compared = append(out.Compared, what)
+				return
+			}
+		}
+	}
+	d := config.DialectOf(p)
+	if d.SameRelease && e.GetRelease() == "" {
+		add("release", func(of *engineAnswer) bool { return of.version != "" },
+			func(other *configv1.Endpoint) bool { return config.PairsAs(p, other) == config.PairsAs(p, e) })
+	}
+	for _, fact := range d.Reports.Alike {
+		add(string(fact), func(of *engineAnswer) bool { return of.info.Facts[fact] != "" },
+			func(other *configv1.Endpoint) bool { return paired(p, e, other) })
+	}
+	return out
+}
+
+// paired reports whether two endpoints of a pool may serve one request together.
+func paired(p *configv1.Pool, a, b *configv1.Endpoint) bool {
+	return config.PairsAs(p, a) == config.PairsAs(p, b) && a.GetRole() != b.GetRole()
+}
