@@ -80,6 +80,13 @@ func (s *stage) wait(args []string) {
 	time.Sleep(d)
 }
 
+// excluded waits until Tandem has excluded the engine that has that leg.
+func (s *stage) excluded(args []string) {
+	e := s.gone[args[0]]
+	require.NotNil(s.t, e, "%s was not stopped", args[0])
+	soon(s.t, args[0]+" is excluded", func() bool { return s.out(e.addr) })
+}
+
 func (s *stage) process(name string) *process {
 	switch name {
 	case "tandem":

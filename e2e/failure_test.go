@@ -46,6 +46,7 @@ var update = flag.Bool("update", false, "rewrite what the scripts in testdata/fa
 //	leave                              the client goes away
 //	sigstop|sigcont|sigkill|sigterm WHO   tandem, tandem2, envoy, P1, D1, or prefill, decode: the engine that has that leg
 //	start WHO                          a new process in the place of one that has ended
+//	excluded prefill|decode            until Tandem has excluded the engine that has that leg, and was stopped
 //	sleep DURATION
 //	answered                           until the answer is there, or the client's patience is at its end
 //	report LABEL [timed]                       await the answer and quiet, and write a row
@@ -67,7 +68,8 @@ func TestFailures(t *testing.T) {
 			"ask": onStage((*stage).ask), "at": onStage((*stage).at), "ended": onStage((*stage).ended), "fetched": onStage((*stage).fetched), "events": onStage((*stage).events), "leave": onStage((*stage).leave), "hold": onStage((*stage).hold),
 			"sigstop": onStage(signal(syscall.SIGSTOP)), "sigcont": onStage(signal(syscall.SIGCONT)),
 			"sigkill": onStage(signal(syscall.SIGKILL)), "sigterm": onStage(signal(syscall.SIGTERM)), "start": onStage((*stage).start),
-			"sleep": onStage((*stage).wait), "report": onStage((*stage).report), "answered": onStage(func(s *stage, _ []string) { s.await() }),
+			"sleep": onStage((*stage).wait), "excluded": onStage((*stage).excluded), "report": onStage((*stage).report),
+			"answered": onStage(func(s *stage, _ []string) { s.await() }),
 			"rows": func(ts *testscript.TestScript, _ bool, _ []string) {
 				s := ts.Value(stageKey{}).(*stage)
 				s.goroutinesEnd()

@@ -88,7 +88,7 @@ func (s *Server) hopEnded(e *envoywire.LogEntry) {
 	}
 	if !redirected {
 		s.reclaim.Ended(t, s.endOf(t, e))
-		s.loadEnded(t, e)
+		s.decodeEnded(t, e)
 	} else if t.Stage == kvtransfer.Failed && t.Cause == kvtransfer.CauseDecode && t.Loads {
 		if pool := s.State.Pool(t.Pool); pool != nil { // another replica may have planned again
 			s.State.LoadFailed(pool, t.Prefill, t.Decode)

@@ -21,11 +21,18 @@ const (
 	loadCount  = "count"  // decode's own count of failed transfers rose
 )
 
-// loadEnded records, at the end of a decode leg, whether its KV load worked.
-func (s *Server) loadEnded(t *kvtransfer.Ticket, e *envoywire.LogEntry) {
+// decodeEnded records, at the end of a decode leg, whether its KV load worked. If its answer broke off, the endpoint
+// may have died: it is checked.
+func (s *Server) decodeEnded(t *kvtransfer.Ticket, e *envoywire.LogEntry) {
 	pool := s.State.Pool(t.Pool)
+	if t.Stage != kvtransfer.DecodeLeg && t.Stage != kvtransfer.PairLegs {
+		return
+	}
+	if e.BrokeOff() {
+		checkEndpoint(s.Check, pool, t.Decode)
+	}
 	switch {
-	case !t.Loads || pool == nil || t.Stage != kvtransfer.DecodeLeg && t.Stage != kvtransfer.PairLegs:
+	case !t.Loads || pool == nil:
 	case e.TooShort(t.LeastBytes):
 		s.loadFailed(pool, t.Prefill, t.Decode, loadStream)
 	case telemetry.EndedAs(t, e) == "ok":
@@ -42,9 +49,7 @@ func (s *Server) loadFailed(pool *kvstate.Pool, prefill, decode, seen string) {
 	if !news {
 		return
 	}
-	if e := pool.Endpoint(prefill); e != nil && s.Check != nil {
-		s.Check(e) // an endpoint that died and came back is another process: its failed loads are forgotten then
-	}
+	checkEndpoint(s.Check, pool, prefill) // if it died and came back, its failed loads are forgotten then
 	s.Log.LogAttrs(context.Background(), slog.LevelWarn, "decode could not load the KV of prefill: the pair is avoided for a while",
 		slog.String("prefill", prefill), slog.String("decode", decode), slog.String("seen", seen))
 }
@@ -58,10 +63,18 @@ func (s *Server) loadLegFailed(t *kvtransfer.Ticket) bool {
 		return false
 	}
 	s.loadFailed(pool, t.Prefill, t.Decode, loadAnswer)
-	if e := pool.Endpoint(t.Decode); e != nil {
-		s.Check(e)
-	}
+	checkEndpoint(s.Check, pool, t.Decode)
 	return true
+}
+
+// checkEndpoint starts a health check of an endpoint. pool may be nil, and the endpoint may have been removed.
+func checkEndpoint(check func(*kvstate.Endpoint), pool *kvstate.Pool, name string) {
+	if pool == nil || check == nil {
+		return
+	}
+	if e := pool.Endpoint(name); e != nil {
+		check(e)
+	}
 }
 
 // clientAPI returns the API of a request in pass 2.

@@ -50,7 +50,7 @@ type fact struct {
 
 // NewFacts returns Facts without answers. sameRelease means that engines of different releases must not be paired.
 func NewFacts(sameRelease bool, log *slog.Logger) *Facts {
-	client := enginehttp.New(probeTimeout, func(t *http.Transport) { t.DisableKeepAlives = true })
+	client := enginehttp.New(modelsTimeout, func(t *http.Transport) { t.DisableKeepAlives = true })
 	return &Facts{
 		client: client, sameRelease: sameRelease, log: log,
 		places: make(chan struct{}, maxAsked), engines: map[string]*fact{},

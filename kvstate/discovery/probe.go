@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"log/slog"
 	"math/rand/v2"
+	"net"
 	"net/http"
 	"sync"
 	"syscall"
@@ -20,43 +21,48 @@ import (
 // How often endpoints are asked, and their timeout.
 const (
 	probeFailedEvery = 500 * time.Millisecond // GET /health of failed endpoints; ± a fifth
+	checkBusyEvery   = 2 * time.Second        // GET /health of endpoints with requests
 	askModelsEvery   = 10 * time.Second       // GET /v1/models until known ...
 	knownModelsEvery = time.Minute            // ... and after
-	probeTimeout     = time.Second
-	checkBusyEvery   = 2 * time.Second // GET /health of endpoints with requests
-	maxMissed        = 3               // consecutive checks that an endpoint may leave unanswered
-	maxModels        = 1 << 20         // bytes of an answer that are read
+	modelsTimeout    = time.Second
+	connectTimeout   = time.Second
+	maxModels        = 1 << 20 // bytes of an answer that are read
+
+	// healthTimeout is how long an endpoint may take to answer GET /health. SGLang's answer takes a second, and longer
+	// while a step runs: it is sent when the scheduler has done something (0.5.23, http_server.py, health_generate).
+	healthTimeout = 5 * time.Second
 )
 
 // Prober checks endpoints. A failed endpoint recovers with its first good answer. A good one is checked while it
-// has requests: a stopped engine does not fail its requests, but holds them. It is marked as failed if it refuses,
-// reports that it is unhealthy, or leaves several checks unanswered, since an engine may stall for a second.
+// has requests: a stopped engine does not fail its requests, but holds them. It is marked as failed if it refuses
+// connections, reports that it is unhealthy, or does not answer in time.
 type Prober struct {
 	state  *kvstate.State
 	log    *slog.Logger
 	client *enginehttp.Client
 
-	mu     sync.Mutex
-	asked  map[*kvstate.Endpoint]time.Time // for models
-	busy   map[*kvstate.Endpoint]bool      // being asked for models
-	check  map[*kvstate.Endpoint]bool      // being checked
-	health map[*kvstate.Endpoint]time.Time // when an endpoint with requests is checked again
+	mu       sync.Mutex
+	asked    map[*kvstate.Endpoint]time.Time // for models
+	busy     map[*kvstate.Endpoint]bool      // being asked for models
+	checking map[*kvstate.Endpoint]bool
+	next     map[*kvstate.Endpoint]time.Time // when an endpoint with requests is checked again
 
 	checks chan *kvstate.Endpoint
 }
 
 // NewProber returns a prober of all endpoints of a state.
 func NewProber(state *kvstate.State, log *slog.Logger) *Prober {
+	dialer := &net.Dialer{Timeout: connectTimeout}
 	return &Prober{
 		state: state, log: log,
-		client: enginehttp.New(probeTimeout, func(t *http.Transport) { t.IdleConnTimeout, t.DisableKeepAlives = time.Second, true }),
+		client: enginehttp.New(0, func(t *http.Transport) { t.DialContext, t.DisableKeepAlives = dialer.DialContext, true }),
 		asked:  map[*kvstate.Endpoint]time.Time{}, busy: map[*kvstate.Endpoint]bool{},
-		check: map[*kvstate.Endpoint]bool{}, health: map[*kvstate.Endpoint]time.Time{}, checks: make(chan *kvstate.Endpoint, maxChecks),
+		checking: map[*kvstate.Endpoint]bool{}, next: map[*kvstate.Endpoint]time.Time{},
+		checks: make(chan *kvstate.Endpoint, maxChecks),
 	}
 }
 
-// Run probes until ctx ends. A hanging endpoint does not delay others: a failed endpoint is asked at least once a
-// second, and each probe has a timeout of a second, so at most three are in progress.
+// Run probes until ctx ends. A hanging endpoint does not delay others, and has one check at a time.
 func (p *Prober) Run(ctx context.Context) {
 	var probes sync.WaitGroup
 	defer probes.Wait()
@@ -72,7 +78,7 @@ func (p *Prober) Run(ctx context.Context) {
 	}
 }
 
-// wait starts requested checks until a pause is over; false when ctx has ended.
+// wait starts the checks that [Prober.Check] requests, until the pause is over or ctx ends; then it returns false.
 func (p *Prober) wait(ctx context.Context, pause time.Duration, probes *sync.WaitGroup) bool {
 	over := time.NewTimer(pause)
 	defer over.Stop()
@@ -83,10 +89,7 @@ func (p *Prober) wait(ctx context.Context, pause time.Duration, probes *sync.Wai
 		case <-over.C:
 			return true
 		case e := <-p.checks:
-			probes.Go(func() {
-				defer guard.Recover(ctx, "probes")
-				p.checkHealth(ctx, e)
-			})
+			p.startCheck(ctx, e, probes)
 		}
 	}
 }
@@ -96,24 +99,69 @@ const maxChecks = 256
 
 // Check checks an endpoint now, and marks it as failed if it does not answer or is unhealthy. It does not wait.
 func (p *Prober) Check(e *kvstate.Endpoint) {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	if p.check[e] || e.Failed() {
+	if e.Failed() {
 		return
 	}
 	select {
 	case p.checks <- e:
-		p.check[e] = true
 	default:
 	}
 }
 
-func (p *Prober) checkHealth(ctx context.Context, e *kvstate.Endpoint) {
-	status, _, err := p.get(ctx, e, "/health")
+// startCheck starts a check of an endpoint that has none.
+func (p *Prober) startCheck(ctx context.Context, e *kvstate.Endpoint, probes *sync.WaitGroup) {
 	p.mu.Lock()
-	delete(p.check, e)
-	p.mu.Unlock()
-	if (err != nil || status >= http.StatusInternalServerError) && ctx.Err() == nil && p.state.MarkUnhealthy(e) {
+	defer p.mu.Unlock()
+	if p.checking[e] {
+		return
+	}
+	p.checking[e] = true
+	probes.Go(func() {
+		defer func() {
+			p.mu.Lock()
+			defer p.mu.Unlock()
+			delete(p.checking, e)
+			p.next[e] = time.Now().Add(checkBusyEvery)
+		}()
+		defer guard.Recover(ctx, "probes")
+		p.checkHealth(ctx, e)
+	})
+}
+
+// checkHealth asks an endpoint until it answers or the time is over, and marks it accordingly. vLLM answers 503 while
+// its engine is dead (api_server.py); any answer below 500 comes from a live server, even if it has no /health.
+func (p *Prober) checkHealth(ctx context.Context, e *kvstate.Endpoint) {
+	asking, stop := context.WithTimeout(ctx, healthTimeout)
+	defer stop()
+	recovers := e.Failed() // an answer to a check that began before the failure proves nothing
+	for {
+		status, _, err := p.get(asking, e, "/health")
+		switch {
+		case ctx.Err() != nil:
+			return
+		case err == nil && status < http.StatusInternalServerError:
+			if recovers {
+				p.state.MarkHealthy(e)
+			}
+			return
+		case e.Failed(): // asked again in the next round
+			return
+		case err == nil || errors.Is(err, syscall.ECONNREFUSED):
+			p.markFailed(e, p.state.MarkUnhealthy, status, err)
+			return
+		case asking.Err() != nil:
+			p.markFailed(e, p.state.MarkUnresponsive, status, err)
+			return
+		}
+		select { // a connection that broke says little
+		case <-asking.Done():
+		case <-time.After(probeFailedEvery):
+		}
+	}
+}
+
+func (p *Prober) markFailed(e *kvstate.Endpoint, mark func(*kvstate.Endpoint) bool, status int, err error) {
+	if mark(e) {
 		p.log.Debug("health check failed", "endpoint", e.Addr, "status", status, "err", err)
 	}
 }
@@ -125,22 +173,15 @@ func (p *Prober) round(ctx context.Context, probes *sync.WaitGroup) (failed bool
 	for _, pool := range p.state.Pools() {
 		for _, e := range pool.Endpoints() {
 			seen[e] = true
-			switch {
-			case e.Failed():
+			if e.Failed() {
 				failed = true
-				probes.Go(func() {
-					defer guard.Recover(ctx, "probes")
-					p.probeHealth(ctx, e)
-				})
-			case p.healthDue(e, now):
-				probes.Go(func() {
-					defer guard.Recover(ctx, "probes")
-					p.checkBusy(ctx, e)
-				})
+				p.startCheck(ctx, e, probes)
+				continue
 			}
-			switch {
-			case e.Failed():
-			case p.modelsDue(e, now) && p.claim(e):
+			if p.checkDue(e, now) {
+				p.startCheck(ctx, e, probes)
+			}
+			if p.modelsDue(e, now) && p.claim(e) {
 				probes.Go(func() {
 					defer p.unclaim(e)
 					defer guard.Recover(ctx, "probes")
@@ -153,37 +194,14 @@ func (p *Prober) round(ctx context.Context, probes *sync.WaitGroup) (failed bool
 	return failed
 }
 
-// healthDue reports whether an endpoint has requests and must be checked, and schedules the next check.
-func (p *Prober) healthDue(e *kvstate.Endpoint, now time.Time) bool {
+// checkDue reports whether an endpoint has requests and must be checked.
+func (p *Prober) checkDue(e *kvstate.Endpoint, now time.Time) bool {
 	if requests, _ := e.Load(); requests == 0 {
 		return false
 	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	if now.Before(p.health[e]) {
-		return false
-	}
-	p.health[e] = now.Add(checkBusyEvery + maxMissed*probeTimeout) // earlier if the endpoint answers
-	return true
-}
-
-// checkBusy checks an endpoint with requests.
-func (p *Prober) checkBusy(ctx context.Context, e *kvstate.Endpoint) {
-	for missed := 1; !e.Failed() && ctx.Err() == nil; missed++ {
-		status, _, err := p.get(ctx, e, "/health")
-		switch {
-		case ctx.Err() != nil:
-		case err == nil && status < http.StatusInternalServerError:
-			p.mu.Lock()
-			p.health[e] = time.Now().Add(checkBusyEvery)
-			p.mu.Unlock()
-			return
-		case err == nil || errors.Is(err, syscall.ECONNREFUSED):
-			p.state.MarkUnhealthy(e)
-		case missed == maxMissed:
-			p.state.MarkUnresponsive(e)
-		}
-	}
+	return !now.Before(p.next[e])
 }
 
 func (p *Prober) claim(e *kvstate.Endpoint) bool {
@@ -217,19 +235,10 @@ func (p *Prober) forget(seen map[*kvstate.Endpoint]bool) {
 			delete(p.asked, e)
 		}
 	}
-	for e := range p.health {
+	for e := range p.next {
 		if !seen[e] {
-			delete(p.health, e)
+			delete(p.next, e)
 		}
-	}
-}
-
-// probeHealth checks whether an endpoint has recovered. vLLM answers 503 while its engine is dead (api_server.py);
-// any answer below 500 comes from a live server, even if it has no /health.
-func (p *Prober) probeHealth(ctx context.Context, e *kvstate.Endpoint) {
-	status, _, err := p.get(ctx, e, "/health")
-	if err == nil && status < http.StatusInternalServerError {
-		p.state.MarkHealthy(e)
 	}
 }
 
@@ -240,6 +249,8 @@ func (p *Prober) askModels(ctx context.Context, e *kvstate.Endpoint) {
 			ID string `json:"id"`
 		} `json:"data"`
 	}
+	ctx, stop := context.WithTimeout(ctx, modelsTimeout)
+	defer stop()
 	status, body, err := p.get(ctx, e, "/v1/models")
 	if err == nil && status != http.StatusOK {
 		err = fmt.Errorf("asking %s for its models: status %d", e.Addr, status)

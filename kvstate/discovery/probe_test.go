@@ -8,6 +8,7 @@ import (
 	"net/http/httptest"
 	"strings"
 	"sync/atomic"
+	"syscall"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -99,47 +100,104 @@ func TestProber(t *testing.T) {
 	}
 }
 
-// An endpoint with requests is left out if it leaves checks unanswered, and not before it has missed several.
+// An endpoint with requests is excluded if it does not answer in time. SGLang takes a second at least.
 func TestBusyEndpointsAreChecked(t *testing.T) {
-	for missed, out := range map[int64]bool{maxMissed - 1: false, maxMissed: true} {
+	for took, excluded := range map[time.Duration]bool{
+		1100 * time.Millisecond: false, healthTimeout - time.Millisecond: false, healthTimeout + time.Millisecond: true,
+	} {
 		synctest.Test(t, func(t *testing.T) {
-			var wasOut atomic.Bool
-			s := kvstate.New(kvstate.Options{HealthChanged: func(*kvstate.Endpoint, bool, kvstate.HealthCause) { wasOut.Store(true) }})
+			var changes []kvstate.HealthCause
+			s := kvstate.New(kvstate.Options{HealthChanged: func(_ *kvstate.Endpoint, _ bool, cause kvstate.HealthCause) { changes = append(changes, cause) }})
 			s.SetPool(kvstate.PoolSpec{Name: "p"}, []kvstate.EndpointSpec{{Addr: "engine:1", Role: kvstate.RoleBoth}})
 			e := s.Pool("p").Endpoints()[0]
 			var asked atomic.Int64
 			p := NewProber(s, quiet())
 			p.client = enginehttp.Over(roundTrip(func(r *http.Request) (*http.Response, error) {
-				if r.URL.Path == "/health" && asked.Add(1) <= missed {
-					time.Sleep(probeTimeout)
-					return nil, context.DeadlineExceeded
+				if r.URL.Path == "/health" && asked.Add(1) < 10 {
+					select {
+					case <-time.After(took):
+					case <-r.Context().Done():
+						return nil, r.Context().Err()
+					}
 				}
 				return &http.Response{StatusCode: 200, Body: http.NoBody}, nil
-			}), time.Minute)
+			}), 0)
 			ctx, stop := context.WithCancel(t.Context())
 			go p.Run(ctx)
 			time.Sleep(time.Minute)
 			require.Zero(t, asked.Load(), "it has nothing to do")
 			booked := s.Reserve(e, kvstate.Booking{For: kvstate.RoleDecode})
-			time.Sleep(time.Minute)
-			require.Equal(t, out, wasOut.Load())
+			time.Sleep(2 * time.Minute)
+			require.Greater(t, asked.Load(), int64(10))
 			require.False(t, e.Failed())
+			if excluded {
+				require.Equal(t, []kvstate.HealthCause{kvstate.CauseCheck, kvstate.CauseCheck}, changes, "out and back")
+			} else {
+				require.Empty(t, changes)
+			}
 			s.Release(booked)
 			stop()
 			synctest.Wait()
+			require.Empty(t, p.checking)
 		})
 	}
 }
 
-func TestProbeHealth(t *testing.T) {
+// A check that is asked for begins at once: an endpoint that refuses connections is excluded then. A connection that
+// breaks is no failure yet.
+func TestCheck(t *testing.T) {
+	for _, test := range []struct {
+		name     string
+		errs     []error // of the first requests
+		excluded time.Duration
+	}{
+		{"refused", []error{syscall.ECONNREFUSED, syscall.ECONNREFUSED, syscall.ECONNREFUSED}, 0},
+		{"broken, then good", []error{io.ErrUnexpectedEOF}, -1},
+		{"broken, then refused", []error{syscall.ECONNRESET, syscall.ECONNREFUSED, syscall.ECONNREFUSED}, probeFailedEvery},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				var begun time.Time
+				excluded := time.Duration(-1)
+				s := kvstate.New(kvstate.Options{HealthChanged: func(_ *kvstate.Endpoint, out bool, _ kvstate.HealthCause) {
+					if excluded < 0 {
+						excluded = time.Since(begun)
+					}
+				}})
+				s.SetPool(kvstate.PoolSpec{Name: "p"}, []kvstate.EndpointSpec{{Addr: "engine:1", Role: kvstate.RoleBoth}})
+				var asked int
+				p := NewProber(s, quiet())
+				p.client = enginehttp.Over(roundTrip(func(r *http.Request) (*http.Response, error) {
+					if asked++; r.URL.Path == "/health" && asked <= len(test.errs) {
+						return nil, test.errs[asked-1]
+					}
+					return &http.Response{StatusCode: 200, Body: http.NoBody}, nil
+				}), 0)
+				ctx, stop := context.WithCancel(t.Context())
+				go p.Run(ctx)
+				time.Sleep(time.Second) // the models are known
+				asked, begun = 0, time.Now()
+				for range 3 {
+					p.Check(s.Pool("p").Endpoints()[0])
+				}
+				time.Sleep(10 * time.Second)
+				require.Equal(t, test.excluded, excluded)
+				require.False(t, s.Pool("p").Endpoints()[0].Failed(), "it is back")
+				stop()
+				synctest.Wait()
+			})
+		})
+	}
+}
+
+func TestFailedEndpointsComeBack(t *testing.T) {
 	for status, back := range map[int64]bool{200: true, 204: true, 404: true, 401: true, 307: true, 500: false, 503: false} {
 		e := &engine{}
 		e.status.Store(status)
 		s, endpoint := e.start(t, "")
 		s.MarkFailed(endpoint)
 		p := NewProber(s, quiet())
-		p.client = enginehttp.New(time.Minute, func(t *http.Transport) { t.DisableKeepAlives = true })
-		p.probeHealth(t.Context(), endpoint)
+		p.checkHealth(t.Context(), endpoint)
 		require.Equal(t, back, !endpoint.Failed(), "status %d", status)
 		require.Zero(t, e.models.Load(), "redirects are not followed")
 	}
@@ -162,7 +220,7 @@ type roundTrip func(*http.Request) (*http.Response, error)
 
 func (f roundTrip) RoundTrip(r *http.Request) (*http.Response, error) { return f(r) }
 
-// How often is asked, by synthetic time: one that hangs still gets its probe every second and blocks no other.
+// How often endpoints are asked, by synthetic time: one that hangs has one check at a time and delays no other.
 func TestProbeIntervals(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s := kvstate.New(kvstate.Options{})
@@ -186,7 +244,7 @@ func TestProbeIntervals(t *testing.T) {
 				body = ""
 			}
 			return &http.Response{StatusCode: 200, Body: io.NopCloser(strings.NewReader(body)), Request: r}, nil
-		}), probeTimeout)
+		}), 0)
 		s.MarkFailed(s.Pool("p").Endpoints()[0])
 		ctx, stop := context.WithCancel(t.Context())
 		go p.Run(ctx)
@@ -197,7 +255,7 @@ func TestProbeIntervals(t *testing.T) {
 		hung := asked["hangs:1/health"]
 		require.Less(t, hung[0], time.Second)
 		for i := range hung[1:] {
-			require.LessOrEqual(t, hung[i+1]-hung[i], time.Second)
+			require.InDelta(t, healthTimeout+probeFailedEvery/2, hung[i+1]-hung[i], float64(probeFailedEvery))
 		}
 		require.Empty(t, asked["well:1/health"])
 		require.Len(t, asked["well:1/v1/models"], 2, "known: every minute")

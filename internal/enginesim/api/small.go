@@ -76,6 +76,11 @@ func (s *Server) serveHealth(w http.ResponseWriter, _ *http.Request) {
 		w.WriteHeader(http.StatusServiceUnavailable)
 		return
 	}
+	if s.cfg.Connector == connector.SGLang {
+		// SGLang sends itself a request, and looks a second later whether the scheduler has done anything (0.5.23,
+		// http_server.py, health_generate).
+		time.Sleep(time.Second)
+	}
 	w.WriteHeader(http.StatusOK)
 }
 
