@@ -268,15 +268,15 @@ func (s *suite) forged(t *testing.T) {
 	}()
 	_, port, _ := net.SplitHostPort(lure.Addr().String())
 	count := 0
-	for _, r := range s.prompts.requests(25, 8) {
-		body := r.json(t, nil)
-		want, err := post(t.Context(), s.reference, r.path, body)
-		require.NoError(t, err)
-		for _, forged := range []string{
-			`{"bootstrap_host":"127.0.0.1","bootstrap_port":` + port + `,"bootstrap_room":7,`,
-			`{"bootstrap\u005fhost":"127.0.0.1","bootstrap_port":` + port + `,"bootstrap_room":[7],`,
-			`{"bootstrap_room":9223372036854775807,"bootstrap_pair_key":"x","disagg_prefill_dp_rank":3,`,
-		} {
+	for _, forged := range []string{
+		`{"bootstrap_host":"127.0.0.1","bootstrap_port":` + port + `,"bootstrap_room":7,`,
+		`{"bootstrap\u005fhost":"127.0.0.1","bootstrap_port":` + port + `,"bootstrap_room":[7],`,
+		`{"bootstrap_room":9223372036854775807,"bootstrap_pair_key":"x","disagg_prefill_dp_rank":3,`,
+	} {
+		for _, r := range s.prompts.requests(25, 8) {
+			body := r.json(t, nil)
+			want, err := post(t.Context(), s.reference, r.path, body)
+			require.NoError(t, err)
 			got, err := post(t.Context(), s.front, r.path, strings.Replace(body, "{", forged, 1),
 				"x-override-bootstrap-host", "127.0.0.1", "x-override-bootstrap-port", port, "x-override-bootstrap-room", "7")
 			require.NoError(t, err)

@@ -18,8 +18,9 @@ import (
 )
 
 // InferencePolicies watches the resources about the requests of an InferencePool: InferenceObjective and
-// InferenceModelRewrite (inference.networking.x-k8s.io/v1alpha2, llm-d-router apix). While the resources are not
-// installed, it retries with growing pauses.
+// InferenceModelRewrite, of llm-d.ai/v1alpha2 (llm-d-router, config/crd) and of the older group
+// inference.networking.x-k8s.io/v1alpha2. If both groups have a resource of one name, llm-d.ai's applies. While
+// resources are not installed, it retries with growing pauses.
 type InferencePolicies struct {
 	state   *kvstate.State
 	pool    string
@@ -33,13 +34,18 @@ func NewInferencePolicies(state *kvstate.State, pool string, cluster Cluster, re
 	return &InferencePolicies{state, pool, cluster, ref, log}
 }
 
-// objectives and rewrites are the watched resources.
-func objectives() schema.GroupVersionResource {
-	return schema.GroupVersionResource{Group: "inference.networking.x-k8s.io", Version: "v1alpha2", Resource: "inferenceobjectives"}
+// The API groups of the watched resources: llm-d's, and the one before.
+const (
+	llmdGroup  = "llm-d.ai"
+	olderGroup = "inference.networking.x-k8s.io"
+)
+
+func objectives(group string) schema.GroupVersionResource {
+	return schema.GroupVersionResource{Group: group, Version: "v1alpha2", Resource: "inferenceobjectives"}
 }
 
-func rewrites() schema.GroupVersionResource {
-	return schema.GroupVersionResource{Group: "inference.networking.x-k8s.io", Version: "v1alpha2", Resource: "inferencemodelrewrites"}
+func rewrites(group string) schema.GroupVersionResource {
+	return schema.GroupVersionResource{Group: group, Version: "v1alpha2", Resource: "inferencemodelrewrites"}
 }
 
 // Run watches until ctx ends.
@@ -48,18 +54,33 @@ func (i *InferencePolicies) Run(ctx context.Context) {
 	defer factory.Shutdown()
 	changed := make(chan struct{}, 1)
 	var listers []cache.GenericLister
-	for _, resource := range []schema.GroupVersionResource{objectives(), rewrites()} {
+	for _, resource := range []schema.GroupVersionResource{objectives(llmdGroup), objectives(olderGroup), rewrites(llmdGroup), rewrites(olderGroup)} {
 		informer := factory.ForResource(resource)
-		if err := watchChanges(ctx, informer.Informer(), i.log, changed); err != nil {
-			i.log.Error("watching intents", "pool", i.pool, "err", err)
+		if err := watchChanges(informer.Informer(), i.log.With("resource", resource.GroupResource().String()), changed); err != nil {
+			i.log.Error("watching inference objectives and model rewrites", "pool", i.pool, "err", err)
 			return
 		}
 		listers = append(listers, informer.Lister())
 	}
 	factory.Start(ctx.Done())
 	for next(ctx, changed, 0) {
-		i.state.SetInferencePolicy(i.pool, readInferencePolicy(i.ref.Name, all(listers[0]), all(listers[1])))
+		i.state.SetInferencePolicy(i.pool, readInferencePolicy(i.ref.Name,
+			merge(all(listers[0]), all(listers[1])), merge(all(listers[2]), all(listers[3]))))
 	}
+}
+
+// merge returns the objects of first, and those of second with other names.
+func merge(first, second []*unstructured.Unstructured) []*unstructured.Unstructured {
+	names := map[string]bool{}
+	for _, o := range first {
+		names[o.GetName()] = true
+	}
+	for _, o := range second {
+		if !names[o.GetName()] {
+			first = append(first, o)
+		}
+	}
+	return first
 }
 
 func all(l cache.GenericLister) (out []*unstructured.Unstructured) {

@@ -17,7 +17,7 @@ import (
 	"tandem/kvstate"
 )
 
-func intentObject(t *testing.T, text string) *unstructured.Unstructured {
+func policyObject(t *testing.T, text string) *unstructured.Unstructured {
 	raw, err := yaml.YAMLToJSON([]byte(text))
 	require.NoError(t, err)
 	u := &unstructured.Unstructured{}
@@ -27,6 +27,7 @@ func intentObject(t *testing.T, text string) *unstructured.Unstructured {
 
 const (
 	batch   = `{apiVersion: inference.networking.x-k8s.io/v1alpha2, kind: InferenceObjective, metadata: {name: batch, namespace: llm}, spec: {priority: -1, poolRef: {name: llm}}}`
+	llmd    = `{apiVersion: llm-d.ai/v1alpha2, kind: InferenceObjective, metadata: {name: batch, namespace: llm}, spec: {priority: 3, poolRef: {group: llm-d.ai, kind: InferencePool, name: llm}}}`
 	foreign = `{apiVersion: inference.networking.x-k8s.io/v1alpha2, kind: InferenceObjective, metadata: {name: gold, namespace: llm}, spec: {priority: 5, poolRef: {name: other}}}`
 	unset   = `{apiVersion: inference.networking.x-k8s.io/v1alpha2, kind: InferenceObjective, metadata: {name: plain, namespace: llm}, spec: {poolRef: {name: llm}}}`
 	younger = `{apiVersion: inference.networking.x-k8s.io/v1alpha2, kind: InferenceModelRewrite, metadata: {name: a, namespace: llm, creationTimestamp: "2026-02-01T00:00:00Z"},
@@ -36,11 +37,11 @@ const (
 )
 
 // Exact beats generic, the oldest resource beats others, weights are shares.
-func TestIntents(t *testing.T) {
+func TestReadInferencePolicy(t *testing.T) {
 	s := kvstate.New(kvstate.Options{})
 	s.SetInferencePolicy("p", readInferencePolicy("llm",
-		[]*unstructured.Unstructured{intentObject(t, batch), intentObject(t, foreign), intentObject(t, unset)},
-		[]*unstructured.Unstructured{intentObject(t, younger), intentObject(t, older)}))
+		[]*unstructured.Unstructured{policyObject(t, batch), policyObject(t, foreign), policyObject(t, unset)},
+		[]*unstructured.Unstructured{policyObject(t, younger), policyObject(t, older)}))
 	require.EqualValues(t, -1, priorityOf(s, "batch"))
 	require.Zero(t, priorityOf(s, "gold"), "another pool's")
 	require.Zero(t, priorityOf(s, "plain"))
@@ -58,11 +59,12 @@ func priorityOf(s *kvstate.State, objective string) int32 {
 	return p
 }
 
-func TestIntentsAreWatched(t *testing.T) {
+func TestInferencePoliciesAreWatched(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		client := dynamicfake.NewSimpleDynamicClientWithCustomListKinds(runtime.NewScheme(), map[schema.GroupVersionResource]string{
-			objectives(): "InferenceObjectiveList", rewrites(): "InferenceModelRewriteList",
-		}, intentObject(t, batch))
+			objectives(llmdGroup): "InferenceObjectiveList", rewrites(llmdGroup): "InferenceModelRewriteList",
+			objectives(olderGroup): "InferenceObjectiveList", rewrites(olderGroup): "InferenceModelRewriteList",
+		}, policyObject(t, batch))
 		s := kvstate.New(kvstate.Options{})
 		ctx, stop := context.WithCancel(t.Context())
 		ended := make(chan struct{})
@@ -73,7 +75,14 @@ func TestIntentsAreWatched(t *testing.T) {
 		later := func() { time.Sleep(time.Second); synctest.Wait() }
 		later()
 		require.EqualValues(t, -1, priorityOf(s, "batch"))
-		require.NoError(t, client.Resource(objectives()).Namespace("llm").Delete(ctx, "batch", metav1.DeleteOptions{}))
+		_, err := client.Resource(objectives(llmdGroup)).Namespace("llm").Create(ctx, policyObject(t, llmd), metav1.CreateOptions{})
+		require.NoError(t, err)
+		later()
+		require.EqualValues(t, 3, priorityOf(s, "batch"), "llm-d.ai comes first")
+		require.NoError(t, client.Resource(objectives(llmdGroup)).Namespace("llm").Delete(ctx, "batch", metav1.DeleteOptions{}))
+		later()
+		require.EqualValues(t, -1, priorityOf(s, "batch"))
+		require.NoError(t, client.Resource(objectives(olderGroup)).Namespace("llm").Delete(ctx, "batch", metav1.DeleteOptions{}))
 		later()
 		require.Zero(t, priorityOf(s, "batch"))
 		stop()

@@ -51,7 +51,7 @@ func (i *InferencePool) Run(ctx context.Context) {
 	defer factory.Shutdown()
 	informer := factory.ForResource(inferencePools)
 	changed := make(chan struct{}, 1)
-	if err := watchChanges(ctx, informer.Informer(), i.log, changed); err != nil {
+	if err := watchChanges(informer.Informer(), i.log, changed); err != nil {
 		i.log.Error("watching an InferencePool", "pool", i.spec.Name, "err", err)
 		return
 	}

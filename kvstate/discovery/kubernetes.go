@@ -7,6 +7,7 @@ import (
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/labels"
 	"k8s.io/client-go/dynamic"
@@ -99,7 +100,7 @@ func (k *Kubernetes) watchPods(ctx context.Context, pods Pods) {
 	defer factory.Shutdown()
 	informer := factory.Core().V1().Pods()
 	changed := make(chan struct{}, 1)
-	if err := watchChanges(ctx, informer.Informer(), k.log, changed); err != nil {
+	if err := watchChanges(informer.Informer(), k.log, changed); err != nil {
 		k.log.Error("watching pods", "pool", k.spec.Name, "err", err)
 		return
 	}
@@ -107,11 +108,14 @@ func (k *Kubernetes) watchPods(ctx context.Context, pods Pods) {
 	if !cache.WaitForCacheSync(ctx.Done(), informer.Informer().HasSynced) {
 		return
 	}
+	var warned map[string]string
 	for {
 		all, err := informer.Lister().Pods(pods.Namespace).List(selector)
 		var again time.Duration
 		if err == nil {
 			endpoints := k.facts.fill(ctx, pool.endpoints(all), pods.Labels.Default, changed)
+			k.warnUnknown(pool.unknown, warned, pods.Labels.Role)
+			warned = pool.unknown
 			endpoints, again = k.left.keep(k.current, endpoints, time.Now())
 			k.write(endpoints)
 			k.once.Do(func() { close(k.synced) })
@@ -122,15 +126,30 @@ func (k *Kubernetes) watchPods(ctx context.Context, pods Pods) {
 	}
 }
 
-// watchChanges makes an informer signal its changes to changed.
-func watchChanges(_ context.Context, informer cache.SharedIndexInformer, log *slog.Logger, changed chan<- struct{}) error {
+// warnUnknown warns of roles of pods that are not known, and were not before.
+func (k *Kubernetes) warnUnknown(unknown, before map[string]string, label string) {
+	for role, pod := range unknown {
+		if _, warned := before[role]; !warned {
+			k.log.Warn("a pod has a role that is not known: it gets no requests", "pool", k.spec.Name, "pod", pod, "label", label, "role", role)
+		}
+	}
+}
+
+// watchChanges makes an informer signal its changes to changed. A resource that is not installed is logged once: the
+// informer goes on asking for it, with growing pauses.
+func watchChanges(informer cache.SharedIndexInformer, log *slog.Logger, changed chan<- struct{}) error {
 	tell := func() {
 		select {
 		case changed <- struct{}{}:
 		default: // signalled already
 		}
 	}
+	var missing sync.Once
 	if err := informer.SetWatchErrorHandler(func(_ *cache.Reflector, err error) {
+		if apierrors.IsNotFound(err) {
+			missing.Do(func() { log.Info("not installed in the cluster", "err", err) })
+			return
+		}
 		log.Warn("watching the cluster, going on with what is known", "err", err)
 	}); err != nil {
 		return err
@@ -175,6 +194,7 @@ func essentials(object any) (any, error) {
 			Name: pod.Name, Namespace: pod.Namespace, UID: pod.UID, ResourceVersion: pod.ResourceVersion,
 			Labels: pod.Labels, DeletionTimestamp: pod.DeletionTimestamp,
 		},
+		Spec:   corev1.PodSpec{NodeName: pod.Spec.NodeName},
 		Status: corev1.PodStatus{Phase: pod.Status.Phase, PodIP: pod.Status.PodIP, Conditions: pod.Status.Conditions},
 	}, nil
 }

@@ -1,7 +1,10 @@
 package discovery
 
 import (
+	"bytes"
 	"context"
+	"log/slog"
+	"strings"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -61,12 +64,17 @@ func TestPodsBecomeEndpoints(t *testing.T) {
 			pod("d", "10.0.0.4", l{"llm-d.ai/role": "prefill-decode"}),
 			pod("e", "10.0.0.5", nil),
 			pod("k", "10.0.0.9", l{"llm-d.ai/role": "encode"}),
+			pod("l", "10.0.0.10", l{"llm-d.ai/role": "encode-prefill"}),
+			pod("m", "10.0.0.11", l{"llm-d.ai/role": "encode-prefill-decode"}),
+			pod("n", "10.0.0.12", l{"llm-d.ai/role": "encode-decode"}),
+			pod("o", "10.0.0.13", l{"llm-d.ai/role": "router"}),
 			unready(pod("f", "10.0.0.6", l{"llm-d.ai/role": "decode"})),
 			leaving(pod("g", "10.0.0.7", l{"llm-d.ai/role": "decode"})),
 			phase(leaving(pod("h", "10.0.0.8", nil)), corev1.PodSucceeded),
 			phase(pod("i", "", nil), corev1.PodPending),
 			pod("j", "", nil),
-		}, []string{"prefill 10.0.0.1:8000", "decode 10.0.0.2:8000", "both 10.0.0.3:8000", "both 10.0.0.4:8000", "decode 10.0.0.5:8000", "decode 10.0.0.7:8000 draining", "encode 10.0.0.9:8000"}},
+		}, []string{"prefill 10.0.0.1:8000", "decode 10.0.0.2:8000", "both 10.0.0.3:8000", "both 10.0.0.4:8000", "decode 10.0.0.5:8000", "decode 10.0.0.7:8000 draining", "encode 10.0.0.9:8000",
+			"prefill 10.0.0.10:8000", "both 10.0.0.11:8000", "decode 10.0.0.12:8000"}},
 		{"aibrix", []*corev1.Pod{
 			pod("a", "10.0.0.1", l{"role-name": "prefill", "roleset-name": "x", "model.aibrix.ai/port": "9000"}),
 			pod("b", "10.0.0.2", l{"role-name": "decode", "roleset-name": "x", "model.aibrix.ai/port": "none"}),
@@ -90,6 +98,35 @@ func TestPodsBecomeEndpoints(t *testing.T) {
 	}
 	_, err := Conventions("dynamo")
 	require.ErrorContains(t, err, "one of llm-d, aibrix, production-stack, kthena")
+}
+
+// A pod whose role is not known gets no requests, which is logged once. The node of a pod is known.
+func TestUnknownRolesAndNodes(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		var log bytes.Buffer
+		labels, err := Conventions("llm-d")
+		require.NoError(t, err)
+		a := pod("a", "10.0.0.1", map[string]string{"llm-d.ai/role": "decode"})
+		a.Spec.NodeName = "node-7"
+		client := fake.NewClientset(a, pod("b", "10.0.0.2", map[string]string{"llm-d.ai/role": "decoder"}))
+		s := kvstate.New(kvstate.Options{})
+		k := NewKubernetes(s, kvstate.PoolSpec{Name: "p"}, Cluster{Typed: client}, Pods{Namespace: "llm", Ports: []int{8000}, Labels: labels},
+			slog.New(slog.NewTextHandler(&log, nil)))
+		ctx, stop := context.WithCancel(t.Context())
+		ended := make(chan struct{})
+		go func() { k.Run(ctx); close(ended) }()
+		<-k.Synced()
+		synctest.Wait()
+		require.Equal(t, []string{"decode 10.0.0.1:8000"}, shown(s))
+		require.Equal(t, "node-7", s.Pool("p").Endpoints()[0].Node)
+		_, err = client.CoreV1().Pods("llm").Create(ctx, pod("c", "10.0.0.3", map[string]string{"llm-d.ai/role": "decoder"}), metav1.CreateOptions{})
+		require.NoError(t, err)
+		time.Sleep(time.Second)
+		stop()
+		<-ended
+		require.Equal(t, 1, strings.Count(log.String(), "level=WARN"), log.String())
+		require.Contains(t, log.String(), `role=decoder`)
+	})
 }
 
 // lines are endpoints as a test reads them.

@@ -17,23 +17,29 @@ const MaxPorts = 8
 
 // podPool turns pods into endpoints.
 type podPool struct {
-	ports  []int // each is an endpoint: data-parallel ranks of one pod
-	scheme string
-	labels Labels
+	ports   []int // each is an endpoint: data-parallel ranks of one pod
+	scheme  string
+	labels  Labels
+	unknown map[string]string // role labels that are not known, and a pod that has each
 }
 
 // endpoints returns the endpoints of the pods that are ready, and of terminating ones that still answer, in the
 // order of the pods' names, so that equal states of the cluster yield equal lists. Role is 0 for pods without a
-// role label.
+// role label. Pods with an unknown role are left out, and noted in p.unknown.
 func (p *podPool) endpoints(pods []*corev1.Pod) []kvstate.EndpointSpec {
 	slices.SortFunc(pods, func(a, b *corev1.Pod) int {
 		return cmp.Or(cmp.Compare(a.Namespace, b.Namespace), cmp.Compare(a.Name, b.Name))
 	})
 	var out []kvstate.EndpointSpec
+	p.unknown = map[string]string{}
 	for _, pod := range pods {
 		ip, err := netip.ParseAddr(pod.Status.PodIP)
+		if err != nil || !serves(pod) {
+			continue
+		}
 		role, said := p.labels.role(pod.Labels)
-		if err != nil || said && role == 0 || !serves(pod) {
+		if said && role == 0 {
+			p.unknown[pod.Labels[p.labels.Role]] = pod.Name
 			continue
 		}
 		for _, port := range p.portsOf(pod) {

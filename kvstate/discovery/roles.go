@@ -25,8 +25,8 @@ type Labels struct {
 
 // Conventions are the presets of [Labels] by name, as the systems that start engines write them:
 //
-//   - llm-d: llm-d-router, pkg/epp/framework/plugins/scheduling (roles prefill, decode, both, prefill-decode); a pod without
-//     the label decodes (the decode filter lets it pass, the prefill filter does not)
+//   - llm-d: llm-d-router, pkg/epp/framework/plugins/scheduling/filter/bylabel; a pod without the label decodes (the
+//     decode filter lets it pass, the prefill filter does not)
 //   - aibrix: StormService and its gateway plugin (role-name, roleset-name, model.aibrix.ai/port); a pair shares a role set
 //   - production-stack: router flags --prefill-model-labels and --decode-model-labels over the label model
 //   - kthena: ModelServing (modelserving.volcano.sh/role and /group-name); a pair shares a serving group
@@ -35,7 +35,9 @@ func Conventions(name string) (Labels, error) {
 	switch name {
 	case "llm-d":
 		l.Role, l.Default = "llm-d.ai/role", kvstate.RoleDecode
-		l.Both = []string{"both", "prefill-decode"}
+		l.Prefill = []string{"prefill", "encode-prefill"}
+		l.Decode = []string{"decode", "encode-decode"}
+		l.Both = []string{"both", "prefill-decode", "encode-prefill-decode"}
 	case "aibrix":
 		l.Role, l.Group, l.Port = "role-name", "roleset-name", "model.aibrix.ai/port"
 	case "production-stack":
@@ -59,7 +61,7 @@ func (l *Labels) kept(labels map[string]string) string {
 	return strings.Join(out, ",")
 }
 
-// role returns a pod's role; 0 if it has none. said is false if it has no role label.
+// role returns a pod's role; 0 if it has none, or one that is not known. said is false if it has no role label.
 func (l *Labels) role(labels map[string]string) (role kvstate.Role, said bool) {
 	value, said := labels[l.Role]
 	switch {
@@ -74,5 +76,5 @@ func (l *Labels) role(labels map[string]string) (role kvstate.Role, said bool) {
 	case value == "encode": // as in llm-d; no other system uses the value for another engine
 		return kvstate.RoleEncode, true
 	}
-	return l.Default, true
+	return 0, true
 }

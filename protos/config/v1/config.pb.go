@@ -2417,7 +2417,7 @@ type InferencePoolDiscovery struct {
 	Labels *PodLabels `protobuf:"bytes,3,opt,name=labels,proto3" json:"labels,omitempty"`
 	// Whether to follow the pool's InferenceObjectives and model rewrites: watch or none. watch: InferenceObjective
 	// (priorities) and InferenceModelRewrite (other models), which have to be installed
-	// (inference.networking.x-k8s.io/v1alpha2). Default none.
+	// (llm-d.ai/v1alpha2, or the older inference.networking.x-k8s.io/v1alpha2). Default none.
 	Intents       string `protobuf:"bytes,4,opt,name=intents,proto3" json:"intents,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
