@@ -43,7 +43,7 @@ var arrows = map[string][]string{
 	"extproc/envoywire":          {"extproc/openai", "extproc/envoywire/wiretest"},
 	"extproc/envoywire/wiretest": {},                                                                  // for tests
 	"extproc/kvtransfer":         {"extproc/openai", "internal/guard", "kvstate", "protos/ticket/v1"}, // the last in tests
-	"extproc/plan":               {"extproc/kvtransfer", "extproc/openai", "kvstate", "picker"},
+	"extproc/plan":               {"extproc/kvtransfer", "extproc/openai", "kvstate", "kvstate/prefixindex", "picker"},
 	"extproc/reclaim":            {"extproc/kvtransfer", "internal/guard", "kvstate", "kvstate/enginehttp", "picker"},
 	"extproc":                    {"extproc/envoywire/wiretest", "extproc/plan", "extproc/reclaim", "extproc/telemetry", "internal/guard", "extproc/envoywire", "extproc/openai", "extproc/kvtransfer", "kvstate", "kvstate/prefixindex", "kvstate/enginehttp", "picker", "picker/admission", "internal/memory"},
 	"protos/config/v1":           {},

@@ -125,16 +125,17 @@ func (w *poolAdmission) set(p *Policy) {
 
 // choose picks the endpoints of a request in x.view: at once or, if its pool makes requests wait, when it is its
 // turn. A view that lacks some of the pool's endpoints cannot be filled again, so its requests do not wait.
-func (x *planning) choose(pool *kvstate.Pool, policy *Policy, r *picker.Request, a *plan.Attempt) (picker.Choice, error) {
+func (x *planning) choose(policy *Policy, r *picker.Request) (picker.Choice, error) {
 	r.MinAnswer, r.MaxAnswer = x.req.AnswerTokens()
-	c, err := x.chooseNow(pool, policy, r, a)
-	x.priority, x.foreseen = r.Priority, foreseen{kvstate.Seconds(c.Work), c.Price, kvstate.Seconds(c.PrefillTime), kvstate.Seconds(c.FirstToken)}
+	c, err := x.chooseNow(policy, r)
+	x.req.Priority, x.req.Foreseen = r.Priority, plan.Foresee(&c)
 	return c, missed(r, &c, err)
 }
 
-func (x *planning) chooseNow(pool *kvstate.Pool, policy *Policy, r *picker.Request, a *plan.Attempt) (picker.Choice, error) {
+func (x *planning) chooseNow(policy *Policy, r *picker.Request) (picker.Choice, error) {
+	pool := x.req.Pool
 	x.picker.Policy = policy.Placement()
-	if policy.admission == nil || a.Redirects > 0 || len(x.view.Endpoints) != len(pool.Endpoints()) {
+	if policy.admission == nil || x.req.Redirects > 0 || len(x.view.Endpoints) != len(pool.Endpoints()) {
 		if r.OnMiss == picker.MissWait {
 			r.OnMiss = picker.MissGoOn
 		}

@@ -367,10 +367,11 @@ func TestChoosingAlloc(t *testing.T) {
 			pool := s.state.Pool("chat")
 			inForce, _ := s.server.policy("chat")
 			require.Equal(t, name == "on", inForce.admission != nil)
-			r, a := picker.Request{PromptTokens: 4000, Split: true}, plan.Attempt{}
+			x.describe(pool, plan.Attempt{})
+			r := picker.Request{PromptTokens: 4000, Split: true}
 			budget.Allocs(t, 100, 0, func() {
 				s.state.View(pool, nil, &x.view)
-				c, err := x.choose(pool, &inForce, &r, &a)
+				c, err := x.choose(inForce, &r)
 				if err != nil || c.Prefill < 0 {
 					t.Fatal(c, err)
 				}

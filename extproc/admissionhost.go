@@ -91,7 +91,8 @@ func (w *poolAdmission) Look(id uint64, v *kvstate.View) *picker.Request {
 func (w *poolAdmission) look(r *waiter, v *kvstate.View) *picker.Request {
 	now := time.Now()
 	if r.hitsOf != w.pool || now.Sub(r.hitsAt) > hitsTTL {
-		r.x.hitsNow(w.pool, v, r.request.PromptTokens)
+		w.s.State.Hits(w.pool, r.x.req.Hashes, v)
+		r.x.req.MatchTokens(w.pool, v)
 		r.hits = r.hits[:0]
 		for i := range v.Endpoints {
 			r.hits = append(r.hits, int32(v.Endpoints[i].Hit))
@@ -106,9 +107,9 @@ func (w *poolAdmission) look(r *waiter, v *kvstate.View) *picker.Request {
 		c.Hit, c.Session = int(r.hits[i]), 0
 		c.Usable = w.usable[i] && !(w.pairs && c.Endpoint.Role == kvstate.RoleBoth)
 	}
-	w.s.State.FindUses(w.pool, r.x.hashes, v)
-	if r.x.session != 0 {
-		w.s.State.MarkSession(w.pool, r.x.session, v)
+	w.s.State.FindUses(w.pool, r.x.req.Hashes, v)
+	if r.x.req.Session != 0 {
+		w.s.State.MarkSession(w.pool, r.x.req.Session, v)
 	}
 	r.request.Waited, r.request.Rand = now.Sub(r.x.Began).Seconds(), admission.Chance(r.id)
 	return &r.request

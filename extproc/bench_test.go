@@ -120,9 +120,9 @@ func newCourse(tb testing.TB, size int, mode envoywire.BodyMode, carried bool) *
 
 	var x planning
 	require.NoError(tb, x.req.Scan(openai.Chat, body, openai.Limits{}))
-	x.patch.Reset(&x.req)
-	dialect.Prefill(&x.req, &x.patch, &x.pair)
-	c.legs = wiretest.Marshal(tb, requestBody(x.patch.Edits().Apply(nil, body), true))
+	x.req.Patch.Reset(&x.req.Request)
+	dialect.Prefill(&x.req.Request, &x.req.Patch, &x.req.Sides)
+	c.legs = wiretest.Marshal(tb, requestBody(x.req.Patch.Edits().Apply(nil, body), true))
 	settle(c.s, c.main.ticket())
 	return c
 }

@@ -1,6 +1,7 @@
 package extproc
 
 import (
+	"bytes"
 	"context"
 	"fmt"
 
@@ -40,7 +41,7 @@ func (x *planning) commit(d *plan.Decision) (r route, err error) {
 	}
 	t.Reservations = [2]uint64{uint64(r.booked[0]), uint64(r.booked[1])}
 	if d.Computes != nil {
-		x.s.State.Routed(d.Pool, d.Computes, x.hashes)
+		x.s.State.Routed(d.Pool, d.Computes, x.req.Hashes)
 	}
 	x.setAffinity(d.Pool, d.Affinity.Session, d.Affinity.Prefill, d.Affinity.Decode)
 	if d.Report.Route != "" {
@@ -52,6 +53,15 @@ func (x *planning) commit(d *plan.Decision) (r route, err error) {
 		return route{}, fmt.Errorf("sealing the ticket of a %s leg: %w", d.Leg, err)
 	}
 	return r, nil
+}
+
+// clientPath returns the path to store in a ticket: the client's, if the leg uses another one or the redirect omits
+// a query, else "".
+func (x *planning) clientPath(leg string) string {
+	if leg == "" && bytes.IndexByte(x.msg.Headers.Path, '?') < 0 {
+		return ""
+	}
+	return string(x.msg.Headers.Path)
 }
 
 // release releases the reservations of a route.

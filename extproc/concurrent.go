@@ -3,11 +3,9 @@ package extproc
 import (
 	"errors"
 	"slices"
-	"time"
 
 	"tandem/extproc/envoywire"
 	"tandem/extproc/kvtransfer"
-	"tandem/extproc/openai"
 	"tandem/extproc/plan"
 	"tandem/internal/guard"
 	"tandem/kvstate"
@@ -32,132 +30,103 @@ func (x mainRole) isSGLang() bool {
 }
 
 // concurrent plans a request to a pool whose legs run concurrently.
-func (x firstPass) concurrent(pool *kvstate.Pool, policy Policy, a plan.Attempt) (*plan.Decision, error) {
-	dialect := policy.Dialect.Concurrent
-	if err := policy.MayPair(&a, &x.req, x.body.Len(), x.s.limits()); err != nil {
+func (x firstPass) concurrent(policy *Policy) (*plan.Decision, error) {
+	r, dialect := &x.req, policy.Dialect.Concurrent
+	if err := policy.MayPair(&r.Attempt, &r.Request, x.body.Len(), r.Limits); err != nil {
 		return nil, err
 	}
 	if dialect.DecodesAlone {
-		if holder, stored := x.holder(pool); stored {
-			return x.toHolder(pool, holder)
+		if holder, stored := r.Holder(r.Pool); stored {
+			return x.toHolder(policy, holder)
 		}
 	}
-	x.hashes = x.req.PromptHash(x.hashes[:0], blockBytes, maxBlocks)
-	if a.Redirects == 0 {
-		x.s.State.CountPrompt(pool, x.hashes)
+	r.Hash()
+	if r.Redirects == 0 {
+		x.s.State.CountPrompt(r.Pool, r.Hashes)
 	}
-	tokens := pool.PromptTokens(x.body.Len())
-	if !a.Alone {
-		d, err := x.pairUp(pool, policy, tokens, &a)
+	r.Tokens = r.Pool.PromptTokens(x.body.Len())
+	if !r.Alone {
+		d, err := x.pairUp(policy)
 		if d != nil || err != nil {
 			return d, err
 		}
 	}
-	x.s.State.View(pool, x.hashes, &x.view)
+	x.s.State.View(r.Pool, r.Hashes, &x.view)
 	if !dialect.DecodesAlone { // then only an engine with both roles can
 		x.view.Endpoints = slices.DeleteFunc(x.view.Endpoints, func(c kvstate.Candidate) bool { return c.Endpoint.Role != kvstate.RoleBoth })
 		if len(x.view.Endpoints) == 0 {
-			return nil, plan.RefusePair(&a, x.s.limits())
+			return nil, plan.RefusePair(&r.Attempt, r.Limits)
 		}
 	}
 	x.picker.Policy = policy.Placement()
 	choice, err := x.picker.Pick(&picker.Request{
-		PromptTokens: tokens, Blocks: len(x.hashes), Model: x.req.Model(), Labels: x.labelsOf(&policy), Excluded: a.Excluded, Rand: random(),
+		PromptTokens: r.Tokens, Blocks: len(r.Hashes), Model: r.Model(), Labels: x.labelsOf(policy), Excluded: r.Excluded, Rand: random(),
 	}, &x.view)
 	if err != nil {
-		return nil, policy.NoEndpoint(pool, err)
+		return nil, policy.NoEndpoint(r.Pool, err)
 	}
-	if err := a.Exhausted(&policy.Policy, x.view.Endpoints[choice.Decode].Endpoint.Addr); err != nil {
+	if err := r.Exhausted(&policy.Policy, x.view.Endpoints[choice.Decode].Endpoint.Addr); err != nil {
 		return nil, err
 	}
-	return x.decodeAlone(pool, policy, choice, tokens, a)
+	return plan.Alone(r, &x.view, choice, &policy.Policy)
 }
 
 // pairUp decides for both legs. It returns nil if there is no pair, or if the undo of P's leg does not fit a
-// ticket; a.Why is the reason.
-func (x firstPass) pairUp(pool *kvstate.Pool, policy Policy, tokens int64, a *plan.Attempt) (*plan.Decision, error) {
-	dialect := policy.Dialect.Concurrent
-	x.s.State.View(pool, x.hashes, &x.view)
-	c, ok, err := x.pickPair(pool, &policy, tokens, a)
+// ticket; Why is the reason.
+func (x firstPass) pairUp(policy *Policy) (*plan.Decision, error) {
+	r := &x.req
+	x.s.State.View(r.Pool, r.Hashes, &x.view)
+	c, ok, err := x.pickPair(policy)
 	if err != nil {
 		return nil, err
 	}
 	if !ok {
-		a.Why = x.unpairedReason()
-		if len(a.Excluded) > 0 {
-			a.Why = "prefill_failed"
+		r.Why = plan.Unpaired(&x.view)
+		if len(r.Excluded) > 0 {
+			r.Why = "prefill_failed"
 		}
 		return nil, nil
 	}
-	p, d := x.view.Endpoints[c.Prefill], x.view.Endpoints[c.Decode]
-	legs := kvtransfer.Legs{ID: newTicketID(), RequestID: x.requestID, Prefill: p.Endpoint, Decode: d.Endpoint}
+	p, d := x.view.Endpoints[c.Prefill].Endpoint, x.view.Endpoints[c.Decode].Endpoint
+	legs := kvtransfer.Legs{ID: plan.NewID(), RequestID: x.requestID, Prefill: p, Decode: d}
 	if policy.Peers != nil {
-		legs.Peer, _ = policy.Peers.Lookup(guard.With(x.stream.Context(), x.s.guard), p.Endpoint)
-		legs.DecodePeer = policy.Peers.Known(d.Endpoint.Addr)
+		legs.Peer, _ = policy.Peers.Lookup(guard.With(x.stream.Context(), x.s.guard), p)
+		legs.DecodePeer = policy.Peers.Known(d.Addr)
 	}
-	x.patch.Reset(&x.req)
-	var legsPlan kvtransfer.PairPlan
-	legsPlan, err = dialect.Plan(&x.req, &x.patch, &legs)
-	if errors.Is(err, kvtransfer.ErrUnknownPeer) {
-		a.Why = "unknown_peer"
-		if policy.Dialect.Prefill == nil || a.Redirects+2 >= x.s.MaxRedirects {
-			return nil, nil
-		}
-		d, why := x.split(pool, policy, c, tokens, *a) // one leg after the other: P's answer shows which engine P is
-		if why != "" {
-			a.Why = why
-		}
-		return d, nil
+	out, err := plan.BothLegs(r, &legs, c, &policy.Policy)
+	if !errors.Is(err, kvtransfer.ErrUnknownPeer) {
+		return out, err
 	}
-	if err != nil {
-		return nil, err
-	}
-	if policy.Dialect.VLLM && legsPlan.DecodeRank == "" {
-		legsPlan.DecodeRank = d.Endpoint.RankName()
-	}
-	x.setPriority(&policy)
-	edits := x.patch.Edits()
-	x.undo = edits.Inverse(x.undo[:0], x.body.Bytes())
-	if x.undo.Size() > kvtransfer.MaxUndoBytes {
-		a.Why = "undo_too_large"
+	r.Why = "unknown_peer"
+	if policy.Dialect.Prefill == nil || r.Redirects+2 >= r.MaxRedirects {
 		return nil, nil
 	}
-	mirror := envoywire.MirrorKeep
-	if dialect.CancelsPrefill {
-		mirror = envoywire.MirrorCancel
+	out, why := plan.Split(r, &x.view, c, &policy.Policy) // one leg after the other: P's answer shows which engine P is
+	if why != "" {
+		r.Why = why
 	}
-	return x.decided(&plan.Decision{
-		Leg: envoywire.LegPair, Pool: pool, Endpoint: d.Endpoint, Edits: edits, Pair: &plan.Pair{Prefill: p.Endpoint, Mirror: mirror, Plan: legsPlan},
-		Prefill: plan.Reservation{Endpoint: p.Endpoint, Booking: c.PrefillBooking()}, Decode: plan.Reservation{Endpoint: d.Endpoint, Booking: c.DecodeBooking()},
-		Computes: p.Endpoint, Report: plan.Report{Route: "pair", Prefill: p.Endpoint, Decode: d.Endpoint},
-		Ticket: kvtransfer.Ticket{
-			ID: legs.ID, Stage: kvtransfer.PairLegs, Expires: time.Now().Add(x.s.TicketTTL), Started: a.Started,
-			Pool: pool.Spec.Name, Prefill: p.Endpoint.Addr, Decode: d.Endpoint.Addr, Split: true,
-			Redirects: a.Redirects, Prefills: a.Prefills + 1, Excluded: a.Excluded,
-			Undo: x.undo, BodyBytes: edits.Len(x.body.Len()), PromptTokens: tokens, Params: legsPlan.Decode, Prompt: x.lastBlock(),
-			Loads: true, LeastBytes: policy.LeastBytes(x.req.API(), x.requestID, x.req.True(openai.FieldStream) && !legsPlan.Joined),
-		},
-	}), nil
+	return out, nil
 }
 
 // pickPair chooses a pair of the view. It chooses endpoints that failed the request only if there are no others,
 // and no more often than [plan.Attempt.Retries] allows.
-func (x firstPass) pickPair(pool *kvstate.Pool, policy *Policy, tokens int64, a *plan.Attempt) (c picker.Choice, ok bool, err error) {
-	r := picker.Request{PromptTokens: tokens, Blocks: len(x.hashes), Model: x.req.Model(), Split: true, Excluded: a.Excluded, Rand: random()}
-	if err := x.applyObjectives(pool, policy, &r); err != nil {
+func (x firstPass) pickPair(policy *Policy) (c picker.Choice, ok bool, err error) {
+	r := &x.req
+	want := picker.Request{PromptTokens: r.Tokens, Blocks: len(r.Hashes), Model: r.Model(), Split: true, Excluded: r.Excluded, Rand: random()}
+	if err := x.applyObjectives(policy, &want); err != nil {
 		return c, false, err
 	}
-	c, err = x.chooseOther(pool, policy, &r, a)
+	c, err = x.chooseOther(policy, &want)
 	if err == nil && c.Prefill >= 0 {
 		return c, true, nil
 	}
 	if err != nil && !errors.Is(err, picker.ErrNoEndpoint) {
 		return c, false, err
 	}
-	if r.Excluded = a.Retries(); len(r.Excluded) == len(a.Excluded) {
+	if want.Excluded = r.Retries(); len(want.Excluded) == len(r.Excluded) {
 		return c, false, nil
 	}
-	c, err = x.picker.Pick(&r, &x.view)
+	c, err = x.picker.Pick(&want, &x.view)
 	return c, err == nil && c.Prefill >= 0, nil
 }
 
@@ -190,7 +159,11 @@ func (x mainRole) setPairHeaders(p *plan.Pair) {
 	}
 	set(envoywire.HeaderPrefillEndpoint, p.Prefill.HostPort())
 	set(envoywire.HeaderPrefillScheme, scheme)
-	set(envoywire.HeaderMirror, p.Mirror)
+	mirror := envoywire.MirrorKeep
+	if p.Cancel {
+		mirror = envoywire.MirrorCancel
+	}
+	set(envoywire.HeaderMirror, mirror)
 	set(envoywire.HeaderClientID, x.requestID)
 	set(envoywire.HeaderLegID, p.Plan.RequestID)
 	set(envoywire.HeaderPrefillRank, p.Plan.PrefillRank)

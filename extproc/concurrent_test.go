@@ -158,7 +158,7 @@ var twoAndTwo = []string{"p1", "p2", "d1", "d2"}
 func TestPairGoesWell(t *testing.T) {
 	inBubble(t, twoAndTwo, func(t *testing.T, s *stand) {
 		q, v := pass1(s, "well")
-		require.Equal(t, envoywire.LegPair, v.set[envoywire.HeaderLeg])
+		require.Equal(t, plan.LegPair, v.set[envoywire.HeaderLeg])
 		require.Equal(t, envoywire.MirrorCancel, v.set[envoywire.HeaderMirror])
 		require.Equal(t, "well", v.set[envoywire.HeaderClientID])
 		require.NotEmpty(t, v.set[envoywire.HeaderPrefillEndpoint])
@@ -202,7 +202,7 @@ func TestPairPrefillFails(t *testing.T) {
 				q.mirror(s).answer(answer.status, answer.body)
 				d.redirected(q)
 				second := q.pass()
-				require.Equal(t, envoywire.LegPair, second.set[envoywire.HeaderLeg])
+				require.Equal(t, plan.LegPair, second.set[envoywire.HeaderLeg])
 				require.NotEqual(t, first.set[envoywire.HeaderPrefillEndpoint], second.set[envoywire.HeaderPrefillEndpoint], "another P")
 				require.NotEqual(t, room(t, body), room(t, string(q.body)), "another room")
 				d, _ = q.decode(s)
@@ -336,7 +336,7 @@ func TestPairAlternatives(t *testing.T) {
 		q := s.newRequest("/v1/responses", "stored", `{"model":"m","input":"x","store":true}`)
 		v := q.pass()
 		require.Equal(t, addressOf("b1"), v.set[envoywire.HeaderEndpoint])
-		require.Equal(t, envoywire.LegDecode, v.set[envoywire.HeaderLeg])
+		require.Equal(t, plan.LegDecode, v.set[envoywire.HeaderLeg])
 		s.log(q.entry(200, "via_upstream"))
 
 		s = pairStand(t, "sglang", "p1", "d1")
@@ -348,7 +348,7 @@ func TestPairAlternatives(t *testing.T) {
 		}
 		s = pairStand(t, "mooncake", "p1", "d1") // whose P is not known: D does it alone
 		q, v = pass1(s, "unknown")
-		require.Equal(t, envoywire.LegDecode, v.set[envoywire.HeaderLeg])
+		require.Equal(t, plan.LegDecode, v.set[envoywire.HeaderLeg])
 		s.log(q.entry(200, "via_upstream"))
 	})
 }
@@ -394,7 +394,7 @@ func TestPairsAreForgotten(t *testing.T) {
 
 // A pair whose KV failed to load is avoided. The only one is tried all the same: it may fail again, but an error is certain.
 func TestTheOnlyPairIsTriedAgain(t *testing.T) {
-	for dialect, leg := range map[string]string{"sglang": envoywire.LegPair, "nixl": envoywire.LegPrefill} {
+	for dialect, leg := range map[string]string{"sglang": plan.LegPair, "nixl": plan.LegPrefill} {
 		for _, body := range []string{chatBody, `{"model":"m","stream":true,"messages":[{"role":"user","content":"Hi"}]}`} {
 			s := pairStand(t, dialect, "p1", "d1")
 			policy := s.server.Settings().Pools["chat"]

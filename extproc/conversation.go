@@ -8,12 +8,12 @@ import (
 	"strconv"
 	"time"
 
-	"tandem/extproc/envoywire"
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/openai"
 	"tandem/extproc/plan"
 	"tandem/internal/guard"
 	"tandem/kvstate"
+	"tandem/picker"
 )
 
 // In pools whose dialect has [kvtransfer.Turns], the next turn of a conversation reuses D's blocks. D's answer
@@ -40,13 +40,26 @@ const (
 // is stored.
 const conversationTimeout = 500 * time.Millisecond
 
+// readConversation finds the name under which the request's turns are stored, and takes the last turn for P, if it can
+// be used. It may ask an engine for the prompt's token ids.
+func (x firstPass) readConversation(policy *Policy, c picker.Choice) {
+	r := &x.req
+	r.Turn.Conversation, r.Turn.OwnIDs = x.conversation(policy)
+	if r.Turn.Conversation == ([16]byte{}) || r.Prefills > 0 || r.ConversationFailed {
+		return
+	}
+	limit := plan.PrefillLimit(r, &x.view, c, &policy.Policy)
+	r.LastTurn, r.TurnIDs = x.lastTurn(r.Turn.Conversation, x.view.Endpoints[c.Prefill].Endpoint, limit)
+	r.Turn.Told = r.LastTurn != nil
+}
+
 // conversation returns the name under which the request's turns are stored, and whether the client itself asked for
 // token ids. It is zero if the turns are not stored. Model and salt are part of the name, because they are part of
 // what KV is: the same tokens under another adapter have other blocks, and another salt belongs to another tenant.
 // Token ids do not identify media, so a chat with media has no conversation.
-func (x firstPass) conversation(pool *kvstate.Pool, policy *Policy) (name [16]byte, ownIDs bool) {
+func (x firstPass) conversation(policy *Policy) (name [16]byte, ownIDs bool) {
 	turns := policy.Dialect.Turns
-	if turns == nil || x.session == 0 || policy.Handoff != plan.HandoffEnvoy || !turns.Takes(x.req.API(), x.req.PromptIDs() != nil) || !x.req.PromptIsAll() {
+	if turns == nil || x.req.Session == 0 || policy.Handoff != plan.HandoffEnvoy || !turns.Takes(x.req.API(), x.req.PromptIDs() != nil) || !x.req.PromptIsAll() {
 		return name, false
 	}
 	ownIDs = x.req.True(openai.FieldReturnTokenIDs)
@@ -59,8 +72,8 @@ func (x firstPass) conversation(pool *kvstate.Pool, policy *Policy) (name [16]by
 		_, _ = h.Write(b)
 	}
 	text([]byte("turn"))
-	text([]byte(pool.Spec.Name))
-	text(binary.LittleEndian.AppendUint64(nil, x.session))
+	text([]byte(x.req.Pool.Spec.Name))
+	text(binary.LittleEndian.AppendUint64(nil, x.req.Session))
 	text([]byte(x.req.Model()))
 	text(x.req.Raw(openai.FieldCacheSalt))
 	return [16]byte(h.Sum(nil)), ownIDs
@@ -68,10 +81,8 @@ func (x firstPass) conversation(pool *kvstate.Pool, policy *Policy) (name [16]by
 
 // lastTurn returns the blocks of the conversation's last turn for P, an endpoint of the view, if they outlast
 // limit; nil: none. ids are the prompt's, as JSON text, if P needs them too.
-func (x firstPass) lastTurn(pool *kvstate.Pool, conversation [16]byte, prefill *kvstate.Endpoint, limit time.Duration) (*kvtransfer.Turn, []byte) {
-	if conversation == ([16]byte{}) {
-		return nil, nil
-	}
+func (x firstPass) lastTurn(conversation [16]byte, prefill *kvstate.Endpoint, limit time.Duration) (*kvtransfer.Turn, []byte) {
+	r, pool := &x.req, x.req.Pool
 	text, ok := x.s.State.TakeConversation(conversation)
 	if !ok {
 		return nil, nil
@@ -85,11 +96,11 @@ func (x firstPass) lastTurn(pool *kvstate.Pool, conversation [16]byte, prefill *
 		x.conversationMiss(pool, conversationEndpoint, nil)
 		return nil, nil
 	}
-	inBody := x.req.PromptIDs() != nil
+	inBody := r.PromptIDs() != nil
 	if inBody {
-		x.ids, ok = openai.TokenIDs(x.ids[:0], x.req.PromptIDs())
+		r.IDs, ok = openai.TokenIDs(r.IDs[:0], r.PromptIDs())
 	} else {
-		ok = x.renderIDs(pool)
+		ok = x.renderIDs()
 	}
 	if !ok {
 		x.conversationMiss(pool, conversationNoIDs, nil)
@@ -99,7 +110,7 @@ func (x firstPass) lastTurn(pool *kvstate.Pool, conversation [16]byte, prefill *
 		x.conversationMiss(pool, conversationUnusable, errTurnExpired)
 		return nil, nil
 	}
-	if !turn.Begins(x.ids) {
+	if !turn.Begins(r.IDs) {
 		if left := time.Until(until); left > 0 { // an engine returned the ids meanwhile
 			// another request of the session may continue the turn
 			_ = x.s.State.PutConversation(conversation, text, left)
@@ -111,7 +122,7 @@ func (x firstPass) lastTurn(pool *kvstate.Pool, conversation [16]byte, prefill *
 	if inBody {
 		return turn, nil
 	}
-	return turn, appendIDs(nil, x.ids)
+	return turn, appendIDs(nil, r.IDs)
 }
 
 // conversationMiss counts a stored turn that was not used.
@@ -137,8 +148,8 @@ func sameEngines(a, b *kvstate.Endpoint) bool {
 	return a.Group == b.Group && a.Engine == b.Engine && a.Layout == b.Layout && a.Transfer.Release == b.Transfer.Release
 }
 
-// renderIDs asks an engine for the chat's token ids, with the request's own body, and stores them in x.ids.
-func (x firstPass) renderIDs(pool *kvstate.Pool) bool {
+// renderIDs asks an engine for the chat's token ids, with the request's own body, and stores them in x.req.IDs.
+func (x firstPass) renderIDs() bool {
 	if x.s.Tokenizer == nil {
 		return false
 	}
@@ -147,7 +158,7 @@ func (x firstPass) renderIDs(pool *kvstate.Pool) bool {
 		return false
 	}
 	var ids []uint32 // written before done is closed, and read after
-	done := x.s.Tokenizer.Tokenize(guard.With(x.stream.Context(), x.s.guard), pool, random(), path, body, func(said []uint32) { ids = said })
+	done := x.s.Tokenizer.Tokenize(guard.With(x.stream.Context(), x.s.guard), x.req.Pool, random(), path, body, func(said []uint32) { ids = said })
 	if done == nil {
 		return false
 	}
@@ -155,7 +166,7 @@ func (x firstPass) renderIDs(pool *kvstate.Pool) bool {
 	defer patience.Stop()
 	select {
 	case <-done:
-		x.ids = append(x.ids[:0], ids...)
+		x.req.IDs = append(x.req.IDs[:0], ids...)
 		return len(ids) > 0
 	case <-patience.C:
 	case <-x.stream.Context().Done():
@@ -172,20 +183,6 @@ func appendIDs(dst []byte, ids []uint32) []byte {
 		dst = strconv.AppendUint(dst, uint64(id), 10)
 	}
 	return append(dst, ']')
-}
-
-// setConversation routes D's answer through the answer leg if D may describe its blocks, and adds to D's body the
-// members that ask for them.
-func (x nextPass) setConversation(r *plan.Decision, t *kvtransfer.Ticket, policy *Policy, told bool) (turn kvtransfer.TurnLeg, more []byte) {
-	if policy.Dialect.Turns == nil || !told || r.Leg == envoywire.LegPass {
-		return turn, nil
-	}
-	r.Leg = envoywire.LegAnswer
-	turn = kvtransfer.TurnLeg{Answers: true, Conversation: t.Turn.Conversation, OwnIDs: t.Turn.OwnIDs}
-	if turn.Conversation != ([16]byte{}) && !turn.OwnIDs {
-		more = []byte(`"return_token_ids":true,`)
-	}
-	return turn, more
 }
 
 // recordConversation returns the rewriter that removes the description of D's blocks from its answer.

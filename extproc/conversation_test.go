@@ -53,7 +53,7 @@ func (s *stand) secondTurnAfter(object string) *request {
 		q := s.newRequest("/v1/completions", id, `{"model":"m","prompt":[`+ids(n)+`],"max_tokens":20,"return_token_ids":true}`)
 		q.headers["x-session"] = "s"
 		q.pass()
-		require.Equal(s.t, envoywire.LegPrefill, q.headers[envoywire.HeaderLeg])
+		require.Equal(s.t, plan.LegPrefill, q.headers[envoywire.HeaderLeg])
 		return q
 	}
 	first := turn("r1", 20)
@@ -111,7 +111,7 @@ func TestTurnThatCannotBeFetched(t *testing.T) {
 			q.prefillLeg(answer{status: 500, body: []byte(`{}`)})
 			q.follow()
 			q.pass()
-			require.Equal(t, envoywire.LegPrefill, q.headers[envoywire.HeaderLeg])
+			require.Equal(t, plan.LegPrefill, q.headers[envoywire.HeaderLeg])
 			require.Equal(t, addressOf("p1"), q.headers[envoywire.HeaderEndpoint])
 			require.Contains(t, string(q.body), `"remote_block_ids":null`)
 			again := s.ticket(q.headers[envoywire.HeaderTicket], "r2")

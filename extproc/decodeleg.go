@@ -10,6 +10,7 @@ import (
 	"tandem/extproc/envoywire"
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/openai"
+	"tandem/extproc/plan"
 	"tandem/extproc/telemetry"
 )
 
@@ -43,7 +44,7 @@ func (x decodeLeg) serve() error {
 }
 
 func (x decodeLeg) serveDecode(t *kvtransfer.Ticket, p *pair) error {
-	if err := x.receiveBody(x.s.MaxBodyBytes + kvtransfer.MaxUndoBytes + maxDecodeMember); err != nil {
+	if err := x.receiveBody(x.s.MaxBodyBytes + kvtransfer.MaxUndoBytes + plan.MaxDecodeMember); err != nil {
 		return err
 	}
 	edits, err := x.decodeBody(t)
@@ -158,7 +159,7 @@ func (x decodeLeg) holds(t *kvtransfer.Ticket) {
 		return
 	}
 	d := pool.Endpoint(t.Decode)
-	if hashes := pool.TextOf(nil, t.Prompt, maxBlocks); d != nil && len(hashes) > 0 {
+	if hashes := pool.TextOf(nil, t.Prompt, plan.MaxBlocks); d != nil && len(hashes) > 0 {
 		x.s.State.Routed(pool, d, hashes)
 	}
 }

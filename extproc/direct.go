@@ -36,7 +36,8 @@ func newDirectCalls() *directCalls {
 // prefillDirectly calls P to compute the prompt, and returns the edits that turn the client's body into D's. If a
 // prefill fails it tries another, according to the pool's policy. Without edits D computes the prompt itself. The
 // call ends with the stream, so a client that leaves ends its prefill.
-func (x firstPass) prefillDirectly(pool *kvstate.Pool, policy Policy, c picker.Choice, tokens int64, model string, a *plan.Attempt) (openai.Edits, error) {
+func (x firstPass) prefillDirectly(policy *Policy, c picker.Choice, model string) (openai.Edits, error) {
+	a := &x.req.Attempt
 	select {
 	case x.s.direct.places <- struct{}{}:
 		defer func() { <-x.s.direct.places }()
@@ -46,7 +47,7 @@ func (x firstPass) prefillDirectly(pool *kvstate.Pool, policy Policy, c picker.C
 	}
 	for {
 		p := x.view.Endpoints[c.Prefill]
-		edits, err := x.callPrefill(pool, policy, c, tokens, model)
+		edits, err := x.callPrefill(policy, c, model)
 		a.Prefills++
 		if err == nil {
 			return edits, nil
@@ -65,7 +66,7 @@ func (x firstPass) prefillDirectly(pool *kvstate.Pool, policy Policy, c picker.C
 			return nil, nil
 		}
 		again, err := x.picker.Pick(&picker.Request{
-			PromptTokens: tokens, Blocks: len(x.hashes), Model: x.req.Model(), Labels: x.labelsOf(&policy), Split: true, Excluded: a.Excluded, Rand: random(),
+			PromptTokens: x.req.Tokens, Blocks: len(x.req.Hashes), Model: x.req.Model(), Labels: x.labelsOf(policy), Split: true, Excluded: a.Excluded, Rand: random(),
 		}, &x.view)
 		if err != nil || again.Prefill < 0 || x.view.Endpoints[again.Prefill].Endpoint.Group != x.view.Endpoints[c.Decode].Endpoint.Group {
 			return nil, nil
@@ -77,21 +78,22 @@ func (x firstPass) prefillDirectly(pool *kvstate.Pool, policy Policy, c picker.C
 
 // callPrefill makes one prefill call, from the reservation to the parameters. An error that wraps *openai.Error is
 // the client's.
-func (x firstPass) callPrefill(pool *kvstate.Pool, policy Policy, c picker.Choice, tokens int64, model string) (openai.Edits, error) {
+func (x firstPass) callPrefill(policy *Policy, c picker.Choice, model string) (openai.Edits, error) {
+	r, pool := &x.req, x.req.Pool
 	p, d, before := x.view.Endpoints[c.Prefill].Endpoint, x.view.Endpoints[c.Decode].Endpoint, x.view.Endpoints[c.Prefill].PromptTokens
 	booked := x.s.State.ReserveAs(0, p, c.PrefillBooking(), sourceOf(x.stream.Context()))
 	x.committed()
 	defer x.s.State.Release(booked)
-	x.s.State.Routed(pool, p, x.hashes)
-	x.pair = pairOf(x.requestID, newTicketID(), sideOf(p), sideOf(d))
-	x.setSource(policy, c.Prefill)
-	x.patch.Reset(&x.req)
-	policy.Dialect.Prefill(&x.req, &x.patch, &x.pair)
+	x.s.State.Routed(pool, p, r.Hashes)
+	r.Sides = kvtransfer.Pair{RequestID: x.requestID, Attempt: plan.NewID(), Prefill: plan.SideOf(p), Decode: plan.SideOf(d)}
+	r.SetSource(&x.view, &policy.Policy, c.Prefill)
+	r.Patch.Reset(&r.Request)
+	policy.Dialect.Prefill(&r.Request, &r.Patch, &r.Sides)
 	if model != "" {
-		x.patch.Set("model", openai.FieldModel, strconv.AppendQuote(nil, model))
+		r.Patch.Set("model", openai.FieldModel, strconv.AppendQuote(nil, model))
 	}
-	edits := x.patch.Edits()
-	ctx, cancel := context.WithTimeout(x.stream.Context(), policy.PrefillTimeout+pool.PrefillTime(tokens+before, policy.PerToken))
+	edits := r.Patch.Edits()
+	ctx, cancel := context.WithTimeout(x.stream.Context(), policy.PrefillTimeout+pool.PrefillTime(r.Tokens+before, policy.PerToken))
 	defer cancel()
 	began := time.Now()
 	status, body, err := x.post(ctx, p, edits.Apply(nil, x.body.Bytes()))
@@ -112,7 +114,7 @@ func (x firstPass) callPrefill(pool *kvstate.Pool, policy Policy, c picker.Choic
 	case status != http.StatusOK:
 		return nil, fmt.Errorf("status %d", status)
 	}
-	got, err := policy.Dialect.ReadAnswer(body, &x.pair)
+	got, err := policy.Dialect.ReadAnswer(body, &r.Sides)
 	if err != nil {
 		return nil, err
 	}

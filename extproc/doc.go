@@ -27,9 +27,10 @@
 // Each filter role has a handler type, with a [stream] (I/O only) and a telemetry.Meter; [scratch] holds the memory
 // of all:
 //
-//   - mainRole (route.go): firstPass (plan.go, concurrent.go, encodeleg.go, passthrough.go) decides for a request from its
-//     body, nextPass (pass2.go, continue.go) from the ticket of a leg. Both read the state into a planning (planning.go) and
-//     return a [plan.Decision]; commit.go reserves what it needs and seals its ticket.
+//   - mainRole (route.go): firstPass (firstpass.go, concurrent.go, passthrough.go) is about a request with its body alone,
+//     nextPass (nextpass.go) about one with the ticket of a leg. Both read the body and the state into a planning
+//     (planning.go), have the picker choose, let package plan decide ([plan.First], [plan.Resume]), and return its
+//     [plan.Decision]; commit.go reserves what it needs and seals its ticket.
 //   - prefillLeg (prefillleg.go): prefillAnswer settles P's answer, which pass 2 does as well for inline ones (inline.go).
 //   - decodeLeg, mirroredLeg: concurrent legs; pairs.go is where they meet.
 //   - answerLeg, encodeLeg, and endpointPicker (pickerprotocol.go).

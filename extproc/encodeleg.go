@@ -21,51 +21,6 @@ import (
 // stay in the body, so an engine without parameters, or with some missing, encodes by itself: a failed encode leg
 // only costs time.
 
-// encodeFirst decides for an encode leg; nil if there is none.
-func (x firstPass) encodeFirst(pool *kvstate.Pool, policy *Policy, a *plan.Attempt) *plan.Decision {
-	if policy.EncodeTimeout <= 0 || policy.Handoff != plan.HandoffEnvoy || a.Redirects > 0 || x.s.MaxRedirects < minEncodeRedirects || x.body.Len() > x.s.SplitBodyBytes || !x.req.HasMedia() {
-		return nil
-	}
-	e := x.pickEncode(pool)
-	if e == nil {
-		return nil
-	}
-	tokens := pool.PromptTokens(x.body.Len())
-	return x.decided(&plan.Decision{
-		Leg: envoywire.LegEncode, Pool: pool, Endpoint: e, PerTry: policy.EncodeTimeout,
-		Decode: plan.Reservation{Endpoint: e, Booking: kvstate.Booking{For: kvstate.RoleEncode, PromptTokens: tokens}},
-		Ticket: kvtransfer.Ticket{
-			ID: newTicketID(), Stage: kvtransfer.EncodeLeg, Expires: time.Now().Add(x.s.TicketTTL), Started: a.Started,
-			Pool: pool.Spec.Name, Decode: e.Addr, BodyBytes: x.body.Len(), PromptTokens: tokens,
-		},
-	})
-}
-
-// minEncodeRedirects is the number of redirects for an encode leg and a split request whose decode fails once.
-const minEncodeRedirects = 4
-
-// encodes reports whether the candidate can encode media now.
-func encodes(c *kvstate.Candidate) bool {
-	return c.Endpoint.Role&kvstate.RoleEncode != 0 && c.Usable && !c.Endpoint.Failed()
-}
-
-// pickEncode returns the usable encode endpoint with the fewest requests; nil if there is none.
-func (x firstPass) pickEncode(pool *kvstate.Pool) *kvstate.Endpoint {
-	x.s.State.View(pool, nil, &x.view)
-	all := x.view.Endpoints
-	var best *kvstate.Candidate
-	for i, from := 0, int(random()%uint64(max(len(all), 1))); i < len(all); i++ {
-		c := &all[(from+i)%len(all)]
-		if encodes(c) && (best == nil || c.Requests < best.Requests) {
-			best = c
-		}
-	}
-	if best == nil {
-		return nil
-	}
-	return best.Endpoint
-}
-
 // encodeLeg handles the filter of the encode leg.
 type encodeLeg struct {
 	handler
@@ -140,7 +95,7 @@ func (x encodeLeg) openEncodeLeg() (*kvtransfer.Ticket, error) {
 // by itself.
 func (x encodeLeg) afterEncode(t *kvtransfer.Ticket, code int) *kvtransfer.Ticket {
 	next := *t
-	next.ID = newTicketID()
+	next.ID = plan.NewID()
 	next.Redirects++
 	next.Stage, next.Cause = kvtransfer.Failed, kvtransfer.CauseEncode
 	took, result := time.Since(x.s.sealedAt(t)), "failed"

@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"tandem/extproc/envoywire"
+	"tandem/extproc/plan"
 
 	"github.com/stretchr/testify/require"
 )
@@ -35,7 +36,7 @@ func encodeStand(t *testing.T, endpoints ...string) *stand {
 func (q *request) encode(status int, answer string) {
 	t := q.s.t
 	v := q.pass()
-	require.Equal(t, envoywire.LegEncode, v.set[envoywire.HeaderLeg])
+	require.Equal(t, plan.LegEncode, v.set[envoywire.HeaderLeg])
 	require.Equal(t, addressOf("e1"), v.set[envoywire.HeaderEndpoint])
 	require.Equal(t, "7000", v.set[envoywire.HeaderPerTry])
 	require.Equal(t, string(q.first), string(v.body), "what Envoy keeps for pass 2 is the client's")
@@ -59,14 +60,14 @@ func TestEncodeThenPrefillThenDecode(t *testing.T) {
 	q.first = []byte(strings.Replace(string(q.body), `"ec_transfer_params":{"theirs":{}},`, "", 1)) // not the client's to say
 	q.encode(200, `{"choices":[],"ec_transfer_params":`+encodedAs+`}`)
 	v := q.pass()
-	require.Equal(t, envoywire.LegPrefill, v.set[envoywire.HeaderLeg])
+	require.Equal(t, plan.LegPrefill, v.set[envoywire.HeaderLeg])
 	require.Equal(t, 1, strings.Count(string(v.body), `"ec_transfer_params":`+encodedAs))
 	require.NotContains(t, string(v.body), "theirs")
 	require.Contains(t, string(v.body), `"do_remote_decode":true`)
 	q.prefillLeg(answer{status: 200, body: prefilled(params(4))})
 	q.follow()
 	v = q.pass()
-	require.Equal(t, envoywire.LegDecode, v.set[envoywire.HeaderLeg])
+	require.Equal(t, plan.LegDecode, v.set[envoywire.HeaderLeg])
 	_, rest, ok := strings.Cut(string(v.body), `},"model"`)
 	require.True(t, ok)
 	require.Equal(t, string(q.first), `{"model"`+rest)
@@ -80,7 +81,7 @@ func TestEncodeThenDecodeAlone(t *testing.T) {
 	q := s.newRequest("/v1/chat/completions", "r-1", showing("What?", `"n":2,`))
 	q.encode(200, `{"choices":[],"ec_transfer_params":`+encodedAs+`}`)
 	v := q.pass()
-	require.Equal(t, envoywire.LegDecode, v.set[envoywire.HeaderLeg])
+	require.Equal(t, plan.LegDecode, v.set[envoywire.HeaderLeg])
 	require.Equal(t, `{"ec_transfer_params":`+encodedAs+`,`+string(q.first[1:]), string(v.body))
 	require.Equal(t, 307, q.replan().Code)
 	q.follow()
@@ -99,7 +100,7 @@ func TestEncodeFails(t *testing.T) {
 		"names nothing": func(q *request) { q.encode(200, `{"choices":[]}`) },
 		"no object":     func(q *request) { q.encode(200, `{"ec_transfer_params":{"a":[]}}`) },
 		"outright": func(q *request) {
-			require.Equal(t, envoywire.LegEncode, q.pass().set[envoywire.HeaderLeg])
+			require.Equal(t, plan.LegEncode, q.pass().set[envoywire.HeaderLeg])
 			require.Equal(t, 307, q.replan().Code)
 			q.follow()
 		},
@@ -109,11 +110,11 @@ func TestEncodeFails(t *testing.T) {
 			q := s.newRequest("/v1/chat/completions", "r-1", showing("What?", ""))
 			fail(q)
 			v := q.pass()
-			require.Equal(t, envoywire.LegPrefill, v.set[envoywire.HeaderLeg])
+			require.Equal(t, plan.LegPrefill, v.set[envoywire.HeaderLeg])
 			require.NotContains(t, string(v.body), "ec_transfer_params")
 			q.prefillLeg(answer{status: 500})
 			q.follow()
-			require.NotEqual(t, envoywire.LegEncode, q.pass().set[envoywire.HeaderLeg])
+			require.NotEqual(t, plan.LegEncode, q.pass().set[envoywire.HeaderLeg])
 			q.settled()
 			require.Equal(t, name == "500" || name == "outright", s.state.Pool("chat").Endpoint(addressOf("e1")).Failed())
 		})
@@ -138,21 +139,21 @@ func TestNotEncoded(t *testing.T) {
 		return s.newRequest(path, "r-1", body).pass().set[envoywire.HeaderLeg]
 	}
 	s := encodeStand(t, "e1", "p1", "d1")
-	require.Equal(t, envoywire.LegPrefill, leg(s, "/v1/chat/completions", hello))
-	require.Equal(t, envoywire.LegPrefill, leg(s, "/v1/completions", `{"model":"m","prompt":"image_url","max_tokens":3}`))
+	require.Equal(t, plan.LegPrefill, leg(s, "/v1/chat/completions", hello))
+	require.Equal(t, plan.LegPrefill, leg(s, "/v1/completions", `{"model":"m","prompt":"image_url","max_tokens":3}`))
 	s.state.MarkFailed(s.state.Pool("chat").Endpoint(addressOf("e1")))
-	require.Equal(t, envoywire.LegPrefill, leg(s, "/v1/chat/completions", showing("What?", "")))
-	require.Equal(t, envoywire.LegPrefill, leg(encodeStand(t, "p1", "d1"), "/v1/chat/completions", showing("What?", "")))
+	require.Equal(t, plan.LegPrefill, leg(s, "/v1/chat/completions", showing("What?", "")))
+	require.Equal(t, plan.LegPrefill, leg(encodeStand(t, "p1", "d1"), "/v1/chat/completions", showing("What?", "")))
 	without := newStand(t, Options{})
 	without.pool("chat", splitting(), "e1", "p1", "d1")
-	require.Equal(t, envoywire.LegPrefill, leg(without, "/v1/chat/completions", showing("What?", "")))
+	require.Equal(t, plan.LegPrefill, leg(without, "/v1/chat/completions", showing("What?", "")))
 }
 
 // A ticket of another leg does not open this one, and a body that is not the one that was sent ends it.
 func TestEncodeLegIsPicky(t *testing.T) {
 	s := encodeStand(t, "e1", "p1", "d1")
 	q := s.newRequest("/v1/chat/completions", "r-1", hello)
-	require.Equal(t, envoywire.LegPrefill, q.pass().set[envoywire.HeaderLeg])
+	require.Equal(t, plan.LegPrefill, q.pass().set[envoywire.HeaderLeg])
 	ended := func(q *request) int {
 		l := s.leg(envoywire.RoleEncodeLeg)
 		headers, parts := q.messages()
@@ -164,7 +165,7 @@ func TestEncodeLegIsPicky(t *testing.T) {
 	}
 	require.Equal(t, 500, ended(q))
 	q = s.newRequest("/v1/chat/completions", "r-2", showing("What?", ""))
-	require.Equal(t, envoywire.LegEncode, q.pass().set[envoywire.HeaderLeg])
+	require.Equal(t, plan.LegEncode, q.pass().set[envoywire.HeaderLeg])
 	q.body = append(q.body, ' ')
 	require.Equal(t, 500, ended(q))
 }

@@ -106,5 +106,5 @@ func (x *planning) decisionMetadata(p *telemetry.Planned) []byte {
 		envoywire.MetadataField{Name: "reason", Text: p.Reason}, envoywire.MetadataField{Name: "prefill", Text: p.Prefill},
 		envoywire.MetadataField{Name: "decode", Text: p.Decode},
 		envoywire.MetadataField{Name: "prompt_tokens", Number: float64(p.PromptTokens)},
-		envoywire.MetadataField{Name: "price", Number: x.price}, envoywire.MetadataField{Name: "waited", Number: p.Waited.Seconds()})
+		envoywire.MetadataField{Name: "price", Number: x.req.Price}, envoywire.MetadataField{Name: "waited", Number: p.Waited.Seconds()})
 }

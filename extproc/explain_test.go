@@ -99,7 +99,7 @@ func TestExplanationFitsAHeader(t *testing.T) {
 
 // Decisions in dynamic metadata, as Envoy reads them.
 func TestDecisionMetadata(t *testing.T) {
-	x := planning{foreseen: foreseen{price: .25}}
+	x := planning{req: plan.Request{Foreseen: plan.Foreseen{Price: .25}}}
 	var got structpb.Struct
 	require.NoError(t, proto.Unmarshal(x.decisionMetadata(&telemetry.Planned{
 		Pool: "chat", Route: "split", Prefill: "10.0.1.1:8000", Decode: "10.0.2.1:8000", PromptTokens: 4000, Waited: 1500 * time.Millisecond,

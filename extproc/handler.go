@@ -8,6 +8,7 @@ import (
 	"tandem/extproc/envoywire"
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/openai"
+	"tandem/extproc/plan"
 	"tandem/extproc/telemetry"
 	"tandem/kvstate"
 )
@@ -118,7 +119,7 @@ func (x handler) handedOver(t *kvtransfer.Ticket) []byte {
 func (x handler) side(pool *kvstate.Pool, addr string) kvtransfer.Side {
 	if pool != nil {
 		if e := pool.Endpoint(addr); e != nil {
-			return sideOf(e)
+			return plan.SideOf(e)
 		}
 	}
 	return kvtransfer.Side{Addr: addr}

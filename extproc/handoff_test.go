@@ -161,7 +161,7 @@ func TestHandoffsBehindOurEnvoy(t *testing.T) {
 		q := s.newRequest("/v1/chat/completions", "r-1", hello)
 		v := q.pass()
 		first := v.set[envoywire.HeaderEndpoint]
-		require.Equal(t, envoywire.LegDecode, v.set[envoywire.HeaderLeg])
+		require.Equal(t, plan.LegDecode, v.set[envoywire.HeaderLeg])
 		require.Equal(t, addressOf("p1"), v.set[headerPrefiller])
 		require.Equal(t, hello, string(v.body))
 		require.Equal(t, 307, q.replan().Code)
@@ -182,7 +182,7 @@ func TestHandoffsBehindOurEnvoy(t *testing.T) {
 			{Name: "d1", Addr: addressOf("d1"), Role: kvstate.RoleDecode}, {Name: "d2", Addr: addressOf("d2"), Role: kvstate.RoleDecode}})
 		q := s.newRequest("/v1/chat/completions", "r-1", hello)
 		v := q.pass()
-		require.Equal(t, envoywire.LegDecode, v.set[envoywire.HeaderLeg])
+		require.Equal(t, plan.LegDecode, v.set[envoywire.HeaderLeg])
 		require.Empty(t, v.set[headerPrefiller])
 		require.Contains(t, string(v.body), `"remote_engine_id":"e"`)
 		require.Equal(t, 307, q.replan().Code)

@@ -11,12 +11,6 @@ import (
 // second ticket. An answer longer than the configured limit, and any answer but a 200, passes the leg's filter
 // (prefillleg.go).
 
-// inlines reports whether P's answer may travel inline: not if the dialect waits for the KV or P may have the last
-// word, if the pool reclaims orphaned hand-overs, or if the request is traced, whose hop has a span of its own.
-func (x firstPass) inlines(policy *Policy) bool {
-	return policy.Dialect.Inline && !policy.CleanupDecode && !x.Recording()
-}
-
 // inlineAnswer makes the ticket of pass 2 from P's answer, which came with pass 1's ticket, as the leg's filter
 // does from a longer one. The hand-over's id is derived from the ticket's: it is good for one pass 2.
 func (x nextPass) inlineAnswer(t *kvtransfer.Ticket) *kvtransfer.Ticket {

@@ -22,6 +22,7 @@ import (
 
 	"tandem/extproc/envoywire"
 	"tandem/extproc/openai"
+	"tandem/extproc/plan"
 )
 
 const chatBody = `{"model":"m","messages":[{"role":"user","content":"hi"}]}`
@@ -246,7 +247,7 @@ func (q *request) live(r *rand.Rand) (int, string) {
 			return v.status(), "tandem"
 		}
 		leg := v.set[envoywire.HeaderLeg]
-		if leg != envoywire.LegPrefill {
+		if leg != plan.LegPrefill {
 			body := string(q.body)
 			if i := strings.Index(body, `"model"`); i > 1 {
 				body = "{" + body[i:]
@@ -254,9 +255,9 @@ func (q *request) live(r *rand.Rand) (int, string) {
 			require.Equal(q.s.t, string(q.first), body)
 		}
 		switch {
-		case leg == envoywire.LegPass, leg == envoywire.LegDecode && r.IntN(4) > 0:
+		case leg == plan.LegPass, leg == plan.LegDecode && r.IntN(4) > 0:
 			return 200, "via_upstream"
-		case leg == envoywire.LegDecode || r.IntN(5) == 0:
+		case leg == plan.LegDecode || r.IntN(5) == 0:
 			if w := q.replan(); w.Code != 307 {
 				return w.Code, "via_upstream"
 			}

@@ -8,7 +8,6 @@ import (
 	"tandem/extproc/envoywire"
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/openai"
-	"tandem/extproc/plan"
 	"tandem/extproc/telemetry"
 	"tandem/kvstate"
 	"tandem/picker"
@@ -77,37 +76,32 @@ func checkEndpoint(check func(*kvstate.Endpoint), pool *kvstate.Pool, name strin
 	}
 }
 
-// clientAPI returns the API of a request in pass 2.
-func (x *planning) clientAPI() openai.API {
-	return openai.Classify(string(x.msg.Headers.Method), string(x.msg.Headers.Path))
-}
-
 // chooseOther is choose with regard to failed KV loads. A request that is not streamed may try an avoided pair
 // again. A request whose last pair failed excludes that pair's decode endpoint. It gets a pair without either
 // endpoint; else, after the first failure, one with another prefill endpoint; else one with another decode
 // endpoint. If all pairs are avoided and there is no other way to answer, it gets an avoided pair, which may fail
 // again: the alternative is a certain error.
-func (x *planning) chooseOther(pool *kvstate.Pool, policy *Policy, r *picker.Request, a *plan.Attempt) (picker.Choice, error) {
+func (x *planning) chooseOther(policy *Policy, r *picker.Request) (picker.Choice, error) {
 	if !x.req.True(openai.FieldStream) {
 		x.view.AllowTrials()
 	}
-	if a.PairFailed != ([2]string{}) && r.Split {
-		excluded, prefill := r.Excluded, a.PairFailed[0]
+	if x.req.PairFailed != ([2]string{}) && r.Split {
+		excluded, prefill := r.Excluded, x.req.PairFailed[0]
 		tries := [][]string{append([]string{prefill}, excluded...)}
 		if len(excluded) == 1 {
 			tries = append(tries, []string{prefill})
 		}
 		for _, r.Excluded = range tries {
-			if c, err := x.choose(pool, policy, r, a); err == nil && c.Prefill >= 0 {
+			if c, err := x.choose(policy, r); err == nil && c.Prefill >= 0 {
 				return c, nil
 			}
 		}
 		r.Excluded = excluded
 	}
-	c, err := x.choose(pool, policy, r, a)
+	c, err := x.choose(policy, r)
 	refused := err == nil && c.Prefill < 0 && r.Split && policy.MustSplit()
 	if (refused || errors.Is(err, picker.ErrNoEndpoint)) && x.view.ForgetFaults() {
-		return x.choose(pool, policy, r, a)
+		return x.choose(policy, r)
 	}
 	return c, err
 }

@@ -35,21 +35,21 @@ type Objective struct {
 const longestTarget = time.Hour
 
 // applyObjectives sets the priority and targets of a request.
-func (x *planning) applyObjectives(pool *kvstate.Pool, policy *Policy, r *picker.Request) error {
+func (x *planning) applyObjectives(policy *Policy, r *picker.Request) error {
 	o := &policy.Objectives
 	h := &x.msg.Headers
 	want := o.Default
 	headers := o.FromHeaders || x.s.Picker != nil
 	if headers && len(h.Objective) > 0 {
 		want = o.named(string(h.Objective), want)
-		if p, known := x.s.State.Priority(pool.Spec.Name, string(h.Objective)); known {
+		if p, known := x.s.State.Priority(x.req.Pool.Spec.Name, string(h.Objective)); known {
 			want.Priority = p
 		}
 	}
 	r.Priority, r.OnMiss = want.Priority, o.Miss
 	r.Targets = picker.Targets{TTFT: want.TTFT.Seconds(), TPOT: want.TPOT.Seconds()}
-	x.labels = x.labelsOf(policy)
-	r.Labels = x.labels
+	x.req.Labels = x.labelsOf(policy)
+	r.Labels = x.req.Labels
 	if !headers {
 		return nil
 	}
@@ -108,12 +108,4 @@ func missed(r *picker.Request, c *picker.Choice, err error) error {
 		after = max(after, kvstate.Seconds(r.Waited+c.FirstToken-r.TTFT))
 	}
 	return openai.TargetMissed(min(after, time.Minute))
-}
-
-// namedModel returns the model that pass 2 must ask for; "" if no endpoint reports its models.
-func (x *planning) namedModel(c *picker.Choice) string {
-	if c.Named {
-		return x.req.Model()
-	}
-	return ""
 }

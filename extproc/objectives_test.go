@@ -11,6 +11,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"tandem/extproc/envoywire"
+	"tandem/extproc/plan"
 	"tandem/kvstate"
 	"tandem/picker"
 )
@@ -145,12 +146,12 @@ func TestShedFirst(t *testing.T) {
 // the client's own.
 func TestEnginesAreToldOfPriority(t *testing.T) {
 	for name, tt := range map[string]struct {
-		engine     EnginePriority
+		engine     plan.EnginePriority
 		gold, none string
 	}{
-		"vllm":   {VLLMPriority, `"priority":-2`, `"priority":`},
-		"sglang": {SGLangPriority, `"priority":5`, `"priority":0`},
-		"none":   {NoEnginePriority, ``, ``},
+		"vllm":   {plan.VLLMPriority, `"priority":-2`, `"priority":`},
+		"sglang": {plan.SGLangPriority, `"priority":5`, `"priority":0`},
+		"none":   {plan.NoEnginePriority, ``, ``},
 	} {
 		t.Run(name, func(t *testing.T) {
 			s := newStand(t, Options{})

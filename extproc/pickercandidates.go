@@ -8,7 +8,6 @@ import (
 
 	"tandem/extproc/envoywire"
 	"tandem/extproc/openai"
-	"tandem/extproc/plan"
 	"tandem/kvstate"
 	"tandem/picker"
 )
@@ -35,11 +34,12 @@ func (x endpointPicker) allow() {
 // toHolderOf reduces the view to the endpoint that holds the stored response which the request continues. In this
 // protocol the id of a new response is the engine's, so it can be found again only if there is one decode endpoint,
 // or by the gateway's own session affinity.
-func (x endpointPicker) toHolderOf(pool *kvstate.Pool, a *plan.Attempt) error {
+func (x endpointPicker) toHolderOf() error {
+	a := &x.req.Attempt
 	if a.Why == "pass_through" {
 		return nil
 	}
-	holder, stored := x.holder(pool)
+	holder, stored := x.req.Holder(x.req.Pool)
 	a.Alone = a.Alone || stored
 	if holder == nil {
 		return nil

@@ -95,12 +95,12 @@ func (x endpointPicker) pick() (picked, error) {
 	if pool == nil {
 		return picked{}, openai.ModelNotFound(x.req.Model())
 	}
-	a := plan.Attempt{Started: time.Now()}
+	x.describe(pool, plan.Attempt{Started: time.Now()})
 	policy, _ := x.s.policy(pool.Spec.Name)
-	if err := policy.MaySplit(&a, &x.req, x.body.Len(), x.s.limits()); err != nil {
+	if err := policy.MaySplit(&x.req.Attempt, &x.req.Request, x.body.Len(), x.req.Limits); err != nil {
 		return picked{}, err
 	}
-	return x.pickSplit(pool, policy, &a)
+	return x.pickSplit(policy)
 }
 
 // pickOther chooses any decode endpoint, for requests without a body or of another API.
@@ -122,42 +122,45 @@ func (x endpointPicker) pickOther() (picked, error) {
 	if pool == nil {
 		return picked{}, openai.Unavailable("no_pool", "no pool is configured", time.Second)
 	}
-	x.hashes = x.hashes[:0]
+	x.describe(pool, plan.Attempt{Started: time.Now(), Alone: true, Why: "pass_through"})
 	policy, _ := x.s.policy(pool.Spec.Name)
-	return x.pickSplit(pool, policy, &plan.Attempt{Started: time.Now(), Alone: true, Why: "pass_through"})
+	return x.pickSplit(policy)
 }
 
 // pickSplit chooses among the endpoints that the gateway allows.
-func (x endpointPicker) pickSplit(pool *kvstate.Pool, policy Policy, a *plan.Attempt) (picked, error) {
-	p := picked{pool: pool, tokens: pool.PromptTokens(x.body.Len())}
-	if a.Why != "pass_through" {
-		x.hashes = x.req.PromptHash(x.hashes[:0], blockBytes, maxBlocks)
-		x.s.State.CountPrompt(pool, x.hashes)
+func (x endpointPicker) pickSplit(policy *Policy) (picked, error) {
+	r, pool := &x.req, x.req.Pool
+	if r.Why == "pass_through" {
+		r.Hashes = r.Hashes[:0]
+	} else {
+		r.Hash()
+		x.s.State.CountPrompt(pool, r.Hashes)
 	}
-	x.s.State.View(pool, x.hashes, &x.view)
-	if x.session = x.sessionOf(policy.Session); x.session != 0 {
-		x.s.State.MarkSession(pool, x.session, &x.view)
+	x.s.State.View(pool, r.Hashes, &x.view)
+	if r.Session = x.sessionOf(policy.Session); r.Session != 0 {
+		x.s.State.MarkSession(pool, r.Session, &x.view)
 	}
-	p.tokens = x.countTokens(pool, &policy, p.tokens)
+	x.countTokens(policy)
+	p := picked{pool: pool, tokens: r.Tokens}
 	x.allow()
-	request := picker.Request{PromptTokens: p.tokens, Blocks: len(x.hashes), Model: x.req.Model(), Rand: random()}
-	if err := x.applyObjectives(pool, &policy, &request); err != nil {
+	request := picker.Request{PromptTokens: p.tokens, Blocks: len(r.Hashes), Model: r.Model(), Rand: random()}
+	if err := x.applyObjectives(policy, &request); err != nil {
 		return p, err
 	}
 	if err := x.shed(&request); err != nil {
 		return p, err
 	}
-	if err := x.toHolderOf(pool, a); err != nil {
+	if err := x.toHolderOf(); err != nil {
 		return p, err
 	}
-	request.Split = !a.Alone
-	choice, err := x.choose(pool, &policy, &request, a)
+	request.Split = !r.Alone
+	choice, err := x.choose(policy, &request)
 	x.explain(pool, &request)
 	if err != nil {
 		return p, policy.NoEndpoint(pool, err)
 	}
 	if choice.Prefill < 0 {
-		if err := policy.RefuseAlone(pool, cmp.Or(a.Why, x.unpairedReason())); err != nil {
+		if err := policy.RefuseAlone(pool, cmp.Or(r.Why, plan.Unpaired(&x.view))); err != nil {
 			return p, err
 		}
 	}
@@ -171,7 +174,7 @@ func (x endpointPicker) pickSplit(pool *kvstate.Pool, policy Policy, a *plan.Att
 	var prefill *kvstate.Endpoint
 	if choice.Prefill >= 0 {
 		var edits openai.Edits
-		if prefill, edits, err = x.handOver(pool, policy, choice, p.tokens, p.rewritten, a); err != nil {
+		if prefill, edits, err = x.handOver(policy, choice, p.rewritten); err != nil {
 			return p, err
 		}
 		p.edits = merge(edits, p.edits)
@@ -179,14 +182,14 @@ func (x endpointPicker) pickSplit(pool *kvstate.Pool, policy Policy, a *plan.Att
 			split = "split"
 		}
 	}
-	p.sidecar = x.sidecarHeaders(&policy, computes(choice), prefill)
-	x.s.State.Routed(pool, d, x.hashes)
+	p.sidecar = plan.Sidecar(r, &x.view, choice, &policy.Policy, prefill)
+	x.s.State.Routed(pool, d, r.Hashes)
 	var at *kvstate.Endpoint
 	if choice.Prefill >= 0 {
 		at = x.view.Endpoints[choice.Prefill].Endpoint
 	}
-	x.setAffinity(pool, x.session, at, d)
-	x.planned(pool, split, a.Why, at, d, p.tokens)
+	x.setAffinity(pool, r.Session, at, d)
+	x.planned(pool, split, r.Why, at, d, p.tokens)
 	return p, nil
 }
 

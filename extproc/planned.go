@@ -16,8 +16,8 @@ func (x *planning) planned(pool *kvstate.Pool, route, reason string, prefill, de
 	x.s.metrics.Decided(pool, route, reason)
 	p := telemetry.Planned{
 		RequestID: x.requestID, Pool: pool.Spec.Name, Route: route, Reason: reason, Decode: decode.Addr, PromptTokens: tokens,
-		BodyBytes: x.body.Len(), PromptBlocks: len(x.hashes), Candidates: len(x.view.Endpoints),
-		Foreseen: telemetry.Foreseen{ExpectedPrefill: x.prefilled, ExpectedFirst: x.firstToken},
+		BodyBytes: x.body.Len(), PromptBlocks: len(x.req.Hashes), Candidates: len(x.view.Endpoints),
+		Foreseen: telemetry.Foreseen{ExpectedPrefill: x.req.Prefilled, ExpectedFirst: x.req.FirstToken},
 		Waited:   x.waited, WaitedFor: x.blockedOn.endpoint, Behind: x.blockedOn.local, BehindRemote: x.blockedOn.remote,
 	}
 	if prefill != nil {
@@ -40,7 +40,7 @@ func (x *planning) planned(pool *kvstate.Pool, route, reason string, prefill, de
 
 // weigh returns the view's endpoints with their prices, at most maxWeighed.
 func (x *planning) weigh(split bool, tokens int64) []telemetry.Weighed {
-	all := x.picker.Explain(&picker.Request{PromptTokens: tokens, Blocks: len(x.hashes), Model: x.req.Model(), Labels: x.labels, Split: split}, &x.view).Candidates
+	all := x.picker.Explain(&picker.Request{PromptTokens: tokens, Blocks: len(x.req.Hashes), Model: x.req.Model(), Labels: x.req.Labels, Split: split}, &x.view).Candidates
 	out := make([]telemetry.Weighed, 0, min(len(all), maxWeighed))
 	for _, c := range all[:cap(out)] {
 		w := telemetry.Weighed{Endpoint: c.Endpoint, Role: c.Role, Out: c.Out != "", Hit: c.Hit}

@@ -9,29 +9,18 @@ import (
 	"tandem/extproc/openai"
 	"tandem/extproc/plan"
 	"tandem/kvstate"
-	"tandem/kvstate/prefixindex"
 	"tandem/picker"
 )
 
-// planning plans one pass of a request: it has the scanned body, the view of the endpoints, and the picker's
-// choice. A pass reads, decides (a [plan.Decision]) and commits, in this order. Later streams reuse the memory.
+// planning plans one pass of a request: it reads the body and the state, has endpoints chosen, and lets package plan
+// decide; commit.go carries the decision out. Later streams reuse the memory.
 type planning struct {
 	handler
-	prompt
 	queued
-	foreseen
-	wanted
 
-	req    openai.Request
-	patch  openai.Patch
-	undo   openai.Edits
-	params []byte // scratch for the decode member
-	pair   kvtransfer.Pair
-	source kvtransfer.Side // pair.Source points at it
-
+	req    plan.Request
 	view   kvstate.View
 	picker picker.Picker
-	made   plan.Decision
 
 	reservedAs string // see reservationKey
 	newID      bool   // the client's request id was missing or invalid
@@ -41,50 +30,12 @@ type planning struct {
 	decision    []byte // dynamic metadata; nil: none
 }
 
-// maxKeptParams bounds the scratch for decode members that is kept for the next stream, in bytes.
-const maxKeptParams = 64 << 10
-
 // reset clears the request; the memory stays.
 func (x *planning) reset() {
 	x.waits, x.waited, x.blockedOn = waiter{hits: x.waits.hits[:0]}, 0, blockedOn{}
 	x.req.Reset()
-	clear(x.undo) // refers to the body
-	x.pair, x.source = kvtransfer.Pair{}, kvtransfer.Side{}
-	if cap(x.params) > maxKeptParams {
-		x.params = nil
-	}
-	x.reservedAs, x.newID, x.stripped, x.wanted = "", false, false, wanted{}
-	x.known = prefixindex.KnownTokens{}
-	x.made, x.foreseen, x.explanation, x.decision = plan.Decision{}, foreseen{}, nil, nil
-}
-
-// decided stores a decision in the memory of the pass.
-func (x *planning) decided(d *plan.Decision) *plan.Decision {
-	x.made = *d
-	return &x.made
-}
-
-// prompt is what is known of a request's prompt.
-type prompt struct {
-	hashes      []uint64                // of its text blocks
-	known       prefixindex.KnownTokens // of its tokens
-	ids         []uint32                // scratch for token ids
-	tokenHashes []uint64                // scratch for their blocks
-}
-
-// wanted is what a request asks for in addition to its body.
-type wanted struct {
-	session  uint64   // hash of its name; 0: none
-	labels   []string // that its endpoints must have
-	priority int32
-}
-
-// foreseen is the estimated cost and time of a choice.
-type foreseen struct {
-	work       time.Duration // of the prefill, according to the cost model
-	price      float64       // s
-	prefilled  time.Duration // until the prefill endpoint has answered; 0: no prefill endpoint
-	firstToken time.Duration // until the first token
+	x.reservedAs, x.newID, x.stripped = "", false, false
+	x.explanation, x.decision = nil, nil
 }
 
 // queued is how a request waited for its endpoints.
@@ -140,54 +91,11 @@ func (x *planning) scanOther() (model string, err error) {
 	return x.req.Model(), err
 }
 
-// unpairedReason returns why the picker chose no pair.
-func (x *planning) unpairedReason() string {
-	if x.view.Prefills() {
-		return "cheaper"
-	}
-	return "no_prefill"
-}
-
-// setSource sets x.pair's source to the endpoint that holds most of the prompt's prefix, if it holds sufficiently
-// more than the one that computes the prompt, and if the dialect supports it.
-func (x *planning) setSource(policy Policy, computes int) {
-	if policy.Dialect.Pull == nil {
-		return
-	}
-	own := &x.view.Endpoints[computes]
-	most := own.Hit + pullBlocks - 1
-	for i := range x.view.Endpoints {
-		c := &x.view.Endpoints[i]
-		if c.Hit > most && c.Usable && c.Endpoint.Role&kvstate.RolePrefill != 0 && c.Endpoint.Group == own.Endpoint.Group {
-			most = c.Hit
-			x.source = sideOf(c.Endpoint)
-			x.pair.Source = &x.source
-		}
-	}
-}
-
-// recallTokens finds the text blocks of a ticket's prompt by its last block. There are none if this replica does
+// recallPrompt finds the text blocks of a ticket's prompt by its last block. There are none if this replica does
 // not receive updates from the replica that routed the prompt.
-func (x *planning) recallTokens(pool *kvstate.Pool, t *kvtransfer.Ticket) {
-	x.hashes = x.hashes[:0]
-	if text := pool.TextOf(x.hashes, t.Prompt, maxBlocks); text != nil {
-		x.hashes = text
-	}
-}
-
-// addReportedHits raises hits to the blocks that engines reported for a prompt of so many tokens, as countTokens
-// does in pass 1, where the request's text is available.
-func (x *planning) addReportedHits(pool *kvstate.Pool, tokens int64) {
-	sizes := pool.TokenBlockSizes()
-	if len(sizes) == 0 || len(x.hashes) == 0 {
-		return
-	}
-	known := pool.KnownTokens(x.hashes)
-	if known.TextBlocks == 0 {
-		return
-	}
-	pool.DropGuesses(x.hashes, known.TextBlocks, &x.view)
-	for _, size := range sizes {
-		pool.TokenHits(known.Blocks(size), size, tokens, len(x.hashes), &x.view)
+func (x *planning) recallPrompt(pool *kvstate.Pool, t *kvtransfer.Ticket) {
+	x.req.Hashes = x.req.Hashes[:0]
+	if text := pool.TextOf(x.req.Hashes, t.Prompt, plan.MaxBlocks); text != nil {
+		x.req.Hashes = text
 	}
 }

@@ -15,6 +15,7 @@ import (
 	"tandem/extproc/envoywire"
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/openai"
+	"tandem/extproc/plan"
 	"tandem/extproc/reclaim"
 	"tandem/extproc/telemetry"
 	"tandem/kvstate"
@@ -205,7 +206,7 @@ func (x *prefillAnswer) afterPrefill(t *kvtransfer.Ticket, code int, answer []by
 		x.prefillFailed(pool, &next, code)
 		return &next, nil
 	}
-	x.pair = pairOf(x.requestID, t.ID, x.side(pool, t.Prefill), x.side(pool, t.Decode))
+	x.pair = kvtransfer.Pair{RequestID: x.requestID, Attempt: t.ID, Prefill: x.side(pool, t.Prefill), Decode: x.side(pool, t.Decode)}
 	got, err := policy.Dialect.ReadAnswer(answer, &x.pair)
 	if err == nil && got.Final != nil && t.Stream {
 		var cannot error
@@ -280,7 +281,7 @@ func (x prefillLeg) answerWith(body []byte) error {
 
 // prefillFailed makes next the ticket of a request whose prefill was lost.
 func (x *prefillAnswer) prefillFailed(pool *kvstate.Pool, next *kvtransfer.Ticket, code int) {
-	next.ID, next.Stage, next.Params = newTicketID(), kvtransfer.Failed, nil
+	next.ID, next.Stage, next.Params = plan.NewID(), kvtransfer.Failed, nil
 	if next.Turn.Told { // the decode endpoint that P should have fetched from may be at fault instead
 		x.s.conversationFailed(next, x.requestID, code)
 		return

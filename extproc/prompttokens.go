@@ -7,6 +7,7 @@ import (
 
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/openai"
+	"tandem/extproc/plan"
 	"tandem/internal/guard"
 	"tandem/kvstate"
 	"tandem/kvstate/prefixindex"
@@ -30,84 +31,32 @@ const (
 	RenderTokens                      // POST /v1/.../render
 )
 
-// countTokens raises hits to the blocks that engines reported, as far as the prompt's tokens are known. It returns
-// the prompt's length in tokens, which is more exact than estimate if they are.
-func (x *planning) countTokens(pool *kvstate.Pool, policy *Policy, estimate int64) int64 {
-	x.known = prefixindex.KnownTokens{}
-	sizes := pool.TokenBlockSizes()
-	if len(sizes) == 0 || len(x.hashes) == 0 {
-		return estimate
+// countTokens counts the prompt's tokens, and raises hits to the blocks that engines reported, as far as its tokens are
+// known. It may ask an engine for them.
+func (x *planning) countTokens(policy *Policy) {
+	if x.req.RecallTokens() {
+		x.tokenize(x.req.Pool, policy)
 	}
-	if ids := x.req.PromptIDs(); ids != nil {
-		var ok bool
-		if x.ids, ok = openai.TokenIDs(x.ids[:0], ids); !ok || len(x.ids) == 0 {
-			return estimate
-		}
-		prompt := x.tokenPrompt(pool)
-		prompt.IDs = x.ids
-		pool.DropGuesses(x.hashes, len(x.hashes), &x.view)
-		for _, size := range sizes {
-			x.tokenHashes = prompt.Blocks(x.tokenHashes[:0], size)
-			pool.TokenHits(x.tokenHashes, size, int64(len(x.ids)), len(x.hashes), &x.view)
-		}
-		x.known.TextBlocks = len(x.hashes) // there is nothing to learn
-		return int64(len(x.ids))
-	}
-	x.known = pool.KnownTokens(x.hashes)
-	x.tokenize(pool, policy)
-	if x.known.TextBlocks == 0 {
-		return estimate
-	}
-	pool.DropGuesses(x.hashes, x.known.TextBlocks, &x.view)
-	rest := max(x.req.PromptBytes()-x.known.TextBlocks*blockBytes, 0)
-	tokens := int64(x.known.Tokens) + pool.PromptTokens(rest)
-	for _, size := range sizes {
-		pool.TokenHits(x.known.Blocks(size), size, tokens, len(x.hashes), &x.view)
-	}
-	return tokens
+	x.req.CountTokens(x.req.Pool.PromptTokens(x.body.Len()))
+	x.req.MatchTokens(x.req.Pool, &x.view)
 }
 
-// hitsNow sets the hits of a view for a prompt of so many tokens, as countTokens does.
-func (x *planning) hitsNow(pool *kvstate.Pool, v *kvstate.View, tokens int64) {
-	x.s.State.Hits(pool, x.hashes, v)
-	sizes := pool.TokenBlockSizes()
-	if len(sizes) == 0 || x.known.TextBlocks == 0 {
-		return
-	}
-	pool.DropGuesses(x.hashes, x.known.TextBlocks, v)
-	prompt := x.tokenPrompt(pool)
-	prompt.IDs = x.ids
-	for _, size := range sizes {
-		if x.req.PromptIDs() != nil {
-			x.tokenHashes = prompt.Blocks(x.tokenHashes[:0], size)
-			pool.TokenHits(x.tokenHashes, size, int64(len(x.ids)), len(x.hashes), v)
-		} else {
-			pool.TokenHits(x.known.Blocks(size), size, tokens, len(x.hashes), v)
-		}
-	}
-}
-
-func (x *planning) tokenPrompt(pool *kvstate.Pool) prefixindex.TokenPrompt {
-	salt, _ := x.req.String(openai.FieldCacheSalt)
-	return prefixindex.TokenPrompt{LoRA: pool.LoRA(x.req.Model()), Salt: prefixindex.SaltKey(salt)}
-}
-
-// tokenize asks for the tokens of a prompt if less than half of them is known, and waits for them no longer than
+// tokenize asks for the tokens of a prompt, and waits for them no longer than
 // the pool's budget. If they come later, the next request will use them.
 func (x *planning) tokenize(pool *kvstate.Pool, policy *Policy) {
-	if policy.Tokens == LearnedTokens || x.s.Tokenizer == nil || 2*x.known.TextBlocks >= len(x.hashes) {
+	if policy.Tokens == LearnedTokens || x.s.Tokenizer == nil {
 		return
 	}
 	path, body := x.tokenizeBody(policy.Tokens)
 	if body == nil {
 		return
 	}
-	text, size, prompt := slices.Clone(x.hashes), x.req.PromptBytes(), x.tokenPrompt(pool)
+	text, size, prompt := slices.Clone(x.req.Hashes), x.req.PromptBytes(), x.req.TokenPrompt(pool)
 	metrics := x.s.metrics
 	done := x.s.Tokenizer.Tokenize(guard.With(x.stream.Context(), x.s.guard), pool, text[len(text)-1], path, body, func(ids []uint32) {
 		prompt.IDs = ids
 		metrics.Learned(pool.Spec.Name, "tokenizer", len(ids))
-		x.s.State.LearnTokens(pool, prefixindex.TextPrompt{Blocks: text, BlockBytes: blockBytes, Bytes: size}, &prompt)
+		x.s.State.LearnTokens(pool, prefixindex.TextPrompt{Blocks: text, BlockBytes: plan.BlockBytes, Bytes: size}, &prompt)
 	})
 	if done == nil || policy.TokenBudget <= 0 {
 		return
@@ -116,7 +65,7 @@ func (x *planning) tokenize(pool *kvstate.Pool, policy *Policy) {
 	defer budget.Stop()
 	select {
 	case <-done:
-		x.known = pool.KnownTokens(x.hashes)
+		x.req.Known = pool.KnownTokens(x.req.Hashes)
 	case <-budget.C:
 	case <-x.stream.Context().Done():
 	}
@@ -178,31 +127,6 @@ func renderPath(api openai.API) string {
 	}
 }
 
-// learns reports whether to ask prefill for the prompt's token ids: if there are KV events and some of the tokens
-// are unknown. vLLM returns them since 0.10.2 for chat and completions; earlier releases and other engines ignore
-// the member.
-func (x *planning) learns(policy Policy) bool {
-	api := x.req.API()
-	return policy.LearnTokens && x.known.TextBlocks < len(x.hashes) && (api == openai.Chat || api == openai.Completions)
-}
-
-// lastBlock returns what a ticket stores of the prompt for the replica that continues the request: only the last of
-// its block hashes, because all of them would not fit. The index has the others ([kvstate.Pool.TextOf]), since the
-// prompt was routed.
-func (x *planning) lastBlock() uint64 {
-	if len(x.hashes) == 0 {
-		return 0
-	}
-	return x.hashes[len(x.hashes)-1]
-}
-
-// toLearn returns what the ticket of a prefill leg stores in addition, if the prompt's tokens are to be learned
-// from P's answer.
-func (x *planning) toLearn(pool *kvstate.Pool) kvtransfer.Learn {
-	prompt := x.tokenPrompt(pool)
-	return kvtransfer.Learn{Bytes: x.req.PromptBytes(), LoRA: prompt.LoRA, Salt: prompt.Salt}
-}
-
 // learn records from P's answer the prompt's token ids, and how much of the prompt P had in its cache.
 func (x *prefillAnswer) learn(pool *kvstate.Pool, t *kvtransfer.Ticket, got *kvtransfer.Answer) {
 	if e := pool.Endpoint(t.Prefill); e != nil && got.CachedTokens >= 0 {
@@ -211,14 +135,14 @@ func (x *prefillAnswer) learn(pool *kvstate.Pool, t *kvtransfer.Ticket, got *kvt
 	if t.Learn.Bytes == 0 || got.PromptIDs == nil {
 		return
 	}
-	text := pool.TextOf(nil, t.Prompt, maxBlocks)
+	text := pool.TextOf(nil, t.Prompt, plan.MaxBlocks)
 	if text == nil {
 		return
 	}
 	if ids, ok := openai.TokenIDs(x.ids[:0], got.PromptIDs); ok {
 		x.ids = ids
 		x.s.metrics.Learned(pool.Spec.Name, "prefill", len(ids))
-		learned := prefixindex.TextPrompt{Blocks: text, BlockBytes: blockBytes, Bytes: t.Learn.Bytes}
+		learned := prefixindex.TextPrompt{Blocks: text, BlockBytes: plan.BlockBytes, Bytes: t.Learn.Bytes}
 		x.s.State.LearnTokens(pool, learned, &prefixindex.TokenPrompt{IDs: ids, LoRA: t.Learn.LoRA, Salt: t.Learn.Salt})
 	}
 }

@@ -10,6 +10,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"tandem/extproc/openai"
+	"tandem/extproc/plan"
 	"tandem/extproc/telemetry"
 	"tandem/kvstate"
 	"tandem/kvstate/prefixindex"
@@ -50,7 +51,7 @@ func TestOthersAreToldWhoWaits(t *testing.T) {
 		time.Sleep(time.Second)
 		var r openai.Request
 		require.NoError(t, r.Scan(openai.Chat, []byte(strings.Replace(chatBody, "hi", "a"+filler(8000), 1)), openai.Limits{}))
-		s.state.Routed(pool, pool.Endpoint(addressOf("p2")), r.PromptHash(nil, blockBytes, maxBlocks))
+		s.state.Routed(pool, pool.Endpoint(addressOf("p2")), r.PromptHash(nil, plan.BlockBytes, plan.MaxBlocks))
 		time.Sleep(2 * hitsTTL)
 		synctest.Wait()
 		held := 0

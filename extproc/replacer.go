@@ -81,9 +81,9 @@ func (x endpointPicker) rewriteModel(p *picked) {
 		return
 	}
 	p.asked = asked
-	x.patch.Reset(&x.req)
-	x.patch.Set("model", openai.FieldModel, strconv.AppendQuote(nil, p.rewritten))
-	p.edits = slices.Clone(x.patch.Edits())
+	x.req.Patch.Reset(&x.req.Request)
+	x.req.Patch.Set("model", openai.FieldModel, strconv.AppendQuote(nil, p.rewritten))
+	p.edits = slices.Clone(x.req.Patch.Edits())
 }
 
 // merge joins two lists of edits of one body in their order. They do not overlap; insertions of a come first.

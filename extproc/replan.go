@@ -10,6 +10,7 @@ import (
 	"tandem/extproc/envoywire"
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/openai"
+	"tandem/extproc/plan"
 	"tandem/extproc/reclaim"
 	"tandem/kvstate"
 )
@@ -19,7 +20,7 @@ import (
 // parameters of the first try count as consumed.
 func (s *Server) Replan() http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		defer discard(r.Body, int64(s.MaxBodyBytes+maxDecodeMember))
+		defer discard(r.Body, int64(s.MaxBodyBytes+plan.MaxDecodeMember))
 		id := r.Header.Get(envoywire.HeaderRequestID)
 		t, err := s.keys().Open(r.Header.Get(envoywire.HeaderTicket), id, time.Now())
 		if r.Header.Get(envoywire.HeaderRestart) != "" && (t != nil || r.Header.Get(envoywire.HeaderTicket) == "") {
@@ -38,7 +39,7 @@ func (s *Server) Replan() http.Handler {
 		took, limit := time.Since(s.sealedAt(t)), s.limit(t)
 		if hedged(t, took) {
 			// otherwise the server would not notice that Envoy ends this try
-			discard(r.Body, int64(s.MaxBodyBytes+maxDecodeMember))
+			discard(r.Body, int64(s.MaxBodyBytes+plan.MaxDecodeMember))
 			if !awaitLoss(r.Context(), s, t) {
 				panic(http.ErrAbortHandler) // Envoy awaits the other try
 			}
@@ -47,7 +48,7 @@ func (s *Server) Replan() http.Handler {
 		next := *t
 		if next.Stage, next.Params = kvtransfer.Failed, nil; t.Stage != kvtransfer.PairLegs {
 			// the id of an attempt with concurrent legs stays: it names the leg that may still be running
-			next.ID = newTicketID()
+			next.ID = plan.NewID()
 		}
 		next.Redirects++
 		hop, failed := "decode", t.Decode
@@ -98,10 +99,10 @@ func (s *Server) Replan() http.Handler {
 // restarted once only, so a request that crashes replicas reaches two of them at most.
 func (s *Server) restart(w http.ResponseWriter, r *http.Request, t *kvtransfer.Ticket) {
 	id := r.Header.Get(envoywire.HeaderRequestID)
-	size, _ := io.Copy(io.Discard, io.LimitReader(r.Body, int64(s.MaxBodyBytes+maxDecodeMember)))
+	size, _ := io.Copy(io.Discard, io.LimitReader(r.Body, int64(s.MaxBodyBytes+plan.MaxDecodeMember)))
 	if t == nil {
 		t = &kvtransfer.Ticket{
-			ID: newTicketID(), Stage: kvtransfer.Failed, Expires: time.Now().Add(s.TicketTTL), Started: time.Now(),
+			ID: plan.NewID(), Stage: kvtransfer.Failed, Expires: time.Now().Add(s.TicketTTL), Started: time.Now(),
 			BodyBytes: int(size), Authority: r.Host, Path: r.URL.RequestURI(),
 		}
 	}

@@ -151,7 +151,7 @@ func (x mainRole) setHeaders(r route) {
 	}
 	perTry := r.PerTry
 	switch r.Leg {
-	case envoywire.LegDecode, envoywire.LegAnswer, envoywire.LegPair:
+	case plan.LegDecode, plan.LegAnswer, plan.LegPair:
 		if perTry == 0 || perTry > hedgeAfter {
 			perTry = hedgeAfter
 			h.Set(envoywire.HeaderHedge, []byte("true"))
@@ -172,7 +172,7 @@ func (x mainRole) setHeaders(r route) {
 		h.Remove(envoywire.HeaderLoad)
 	}
 	x.SetTrace(&x.headers)
-	if r.Leg != envoywire.LegEncode { // the next pass decides
+	if r.Leg != plan.LegEncode { // the next pass decides
 		x.setExplanation()
 	}
 	x.setPairHeaders(r.Pair)

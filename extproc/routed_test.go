@@ -8,6 +8,7 @@ import (
 
 	"tandem/extproc/envoywire"
 	"tandem/extproc/openai"
+	"tandem/extproc/plan"
 	"tandem/kvstate"
 )
 
@@ -22,14 +23,14 @@ func TestRoutedToTheDecodeThatAnswers(t *testing.T) {
 	holders := func() []string { return s.holders(hashes) }
 	q := s.newRequest("/v1/chat/completions", "r-1", body)
 	v := q.pass()
-	require.Equal(t, envoywire.LegPrefill, v.set[envoywire.HeaderLeg])
+	require.Equal(t, plan.LegPrefill, v.set[envoywire.HeaderLeg])
 	require.Equal(t, []string{addressOf("p1")}, holders(), "who decodes is not settled")
 	inMind := s.ticket(v.set[envoywire.HeaderTicket], "r-1").Decode
 	s.state.MarkFailed(pool.Endpoint(inMind))
 	q.prefillLeg(answer{status: 200, body: prefilled(params(4))})
 	q.follow()
 	v = q.pass()
-	require.Equal(t, envoywire.LegDecode, v.set[envoywire.HeaderLeg])
+	require.Equal(t, plan.LegDecode, v.set[envoywire.HeaderLeg])
 	require.NotEqual(t, inMind, v.set[envoywire.HeaderEndpoint])
 	require.Equal(t, []string{addressOf("p1"), v.set[envoywire.HeaderEndpoint]}, holders())
 }
@@ -60,14 +61,14 @@ func TestRequestsAreCountedOnce(t *testing.T) {
 
 // conversation is a chat request whose prompt is eight blocks, and what more is given.
 func conversation(more string) string {
-	return `{"model":"m","max_tokens":9,"messages":[{"role":"user","content":"` + filler(8*blockBytes) + more + `"}]}`
+	return `{"model":"m","max_tokens":9,"messages":[{"role":"user","content":"` + filler(8*plan.BlockBytes) + more + `"}]}`
 }
 
 func textBlocks(t *testing.T, body string) []uint64 {
 	t.Helper()
 	var r openai.Request
 	require.NoError(t, r.Scan(openai.Chat, []byte(body), openai.Limits{}))
-	hashes := r.PromptHash(nil, blockBytes, maxBlocks)
+	hashes := r.PromptHash(nil, plan.BlockBytes, plan.MaxBlocks)
 	require.NotEmpty(t, hashes)
 	return hashes
 }
@@ -91,18 +92,18 @@ func TestPassTwoKnowsWhatDecodeHolds(t *testing.T) {
 	pool := s.state.Pool("chat")
 	turn := func(id, body string) string {
 		q := s.newRequest("/v1/chat/completions", id, body)
-		require.Equal(t, envoywire.LegPrefill, q.pass().set[envoywire.HeaderLeg])
+		require.Equal(t, plan.LegPrefill, q.pass().set[envoywire.HeaderLeg])
 		q.prefillLeg(answer{status: 200, body: prefilled(params(4))})
 		q.follow()
 		v := q.pass()
-		require.Equal(t, envoywire.LegDecode, v.set[envoywire.HeaderLeg])
+		require.Equal(t, plan.LegDecode, v.set[envoywire.HeaderLeg])
 		s.server.releasePass(id, 0, s.server.State.Release)
 		s.server.releasePass(id, 1, s.server.State.Release)
 		return v.set[envoywire.HeaderEndpoint]
 	}
 	first := turn("r-1", conversation(""))
 	for i := range 8 { // by chance it would be one time in 65,536
-		require.Equal(t, first, turn(fmt.Sprint("later-", i), conversation(filler((i+1)*blockBytes))))
+		require.Equal(t, first, turn(fmt.Sprint("later-", i), conversation(filler((i+1)*plan.BlockBytes))))
 	}
 	for range 100 {
 		s.state.Reserve(pool.Endpoint(first), kvstate.Booking{For: kvstate.RoleDecode, PromptTokens: 4000})
@@ -139,7 +140,7 @@ func TestPairsAreRoutedToBoth(t *testing.T) {
 				hashes := textBlocks(t, conversation(""))
 				q := s.newRequest("/v1/chat/completions", "both", conversation(""))
 				v := q.pass()
-				require.Equal(t, envoywire.LegPair, v.set[envoywire.HeaderLeg])
+				require.Equal(t, plan.LegPair, v.set[envoywire.HeaderLeg])
 				d, _ := q.decode(s)
 				require.Equal(t, []string{addressOf("p1")}, s.holders(hashes))
 				if good {

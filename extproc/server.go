@@ -62,19 +62,15 @@ type Options struct {
 type Policy struct {
 	plan.Policy
 
-	Peers         *kvtransfer.Peers // the known prefill engines; nil: the dialect does not need them
-	Session       SessionKey
-	LearnTokens   bool          // ask prefill for the prompt's token ids, which are matched with KV events
-	Tokens        TokenSource   // which other source to ask for them
-	TokenBudget   time.Duration // how long a request waits for that; 0: not at all
-	PrefillCached bool          // report prefill's cached tokens to clients instead of decode's
-	CleanupDecode bool          // fetch orphaned hand-overs by a decode endpoint
-	Waiting       Waiting       // with Place.Late, or if objectives make requests wait
-	Objectives    Objectives
+	Peers       *kvtransfer.Peers // the known prefill engines; nil: the dialect does not need them
+	Session     SessionKey
+	Tokens      TokenSource   // where to ask for the prompt's token ids, in addition to prefill
+	TokenBudget time.Duration // how long a request waits for that; 0: not at all
+	Waiting     Waiting       // with Place.Late, or if objectives make requests wait
+	Objectives  Objectives
 	// what clients may use in addition to the APIs; default: the client paths of all engines
 	Paths       *Paths
-	LabelHeader string         // the request header with the labels that its endpoints must have; "": none
-	Priorities  EnginePriority // how engines learn a request's priority
+	LabelHeader string // the request header with the labels that its endpoints must have; "": none
 
 	admission *poolAdmission // nil: requests do not wait
 }
@@ -89,7 +85,7 @@ func (p Policy) withDefaults() Policy {
 
 // limits returns the limits that all pools share.
 func (s *Server) limits() plan.Limits {
-	return plan.Limits{SplitBodyBytes: s.SplitBodyBytes, MaxRedirects: s.MaxRedirects}
+	return plan.Limits{SplitBodyBytes: s.SplitBodyBytes, MaxRedirects: s.MaxRedirects, TicketTTL: s.TicketTTL}
 }
 
 // Server answers Envoy. It is safe for concurrent use.
@@ -249,7 +245,7 @@ func (m *scratch) serve(role string) error {
 	case envoywire.RoleAnswerLeg:
 		return answerLeg{pairLeg{shared}}.serve()
 	case envoywire.RoleEncodeLeg:
-		return encodeLeg{shared, &m.request.req}.serve()
+		return encodeLeg{shared, &m.request.req.Request}.serve()
 	case envoywire.RoleSwitched:
 		return m.request.switched()
 	case envoywire.RolePicker:

@@ -20,19 +20,21 @@ type Settings struct {
 // activeSettings are the current settings, and what is derived from them.
 type activeSettings struct {
 	Settings
-	names []string // headers with session names or labels
+	policies map[string]*Policy // of Pools
+	names    []string           // headers with session names or labels
 }
 
 // Apply replaces the settings, for requests in progress as well.
 func (s *Server) Apply(l Settings) {
-	pools := make(map[string]Policy, len(l.Pools))
+	pools, policies := make(map[string]Policy, len(l.Pools)), make(map[string]*Policy, len(l.Pools))
 	for name, p := range l.Pools {
 		p.Session = p.Session.lower()
 		p.LabelHeader = strings.ToLower(p.LabelHeader)
 		p.admission = s.admissionFor(name, &p)
-		pools[name] = p.withDefaults()
+		p = p.withDefaults()
+		pools[name], policies[name] = p, &p
 	}
-	s.settings.Store(&activeSettings{Settings: Settings{Keys: l.Keys, Pools: pools}, names: sessionHeaders(pools)})
+	s.settings.Store(&activeSettings{Settings: Settings{Keys: l.Keys, Pools: pools}, policies: policies, names: sessionHeaders(pools)})
 }
 
 // admissionFor returns the admission queue of a pool; nil: its requests do not wait. Waiting requests stay in it.
@@ -56,8 +58,11 @@ func (s *Server) Settings() Settings { return s.settings.Load().Settings }
 
 func (s *Server) keys() *kvtransfer.Keys { return s.settings.Load().Keys }
 
-func (s *Server) policy(pool string) (Policy, bool) {
-	p, ok := s.settings.Load().Pools[pool]
+// policy returns the policy of a pool, which must not be changed; ok is false, and the policy empty, if it has none.
+func (s *Server) policy(pool string) (p *Policy, ok bool) {
+	if p, ok = s.settings.Load().policies[pool]; !ok {
+		p = &Policy{}
+	}
 	return p, ok
 }
 

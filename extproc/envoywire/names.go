@@ -3,7 +3,7 @@ package envoywire
 // Header names that Tandem and Envoy's configuration agree on. Package envoyconfigs writes the other side.
 const (
 	HeaderEndpoint  = "x-gateway-destination-endpoint"         // ip:port; ORIGINAL_DST clusters connect there
-	HeaderLeg       = "x-tandem-leg"                           // which route: one of the leg constants
+	HeaderLeg       = "x-tandem-leg"                           // which route: one of package plan's legs
 	HeaderTicket    = "x-tandem-ticket"                        // sealed state of the request
 	HeaderScheme    = "x-tandem-scheme"                        // https or h2c; absent: http
 	HeaderBodyBytes = "x-tandem-body-bytes"                    // length of the body as rewritten
@@ -42,13 +42,6 @@ const (
 
 	MirrorCancel = "cancel" // Tandem cuts the leg when nobody waits for its blocks any more
 	MirrorKeep   = "keep"   // the leg runs to its end, and is sent again where it failed
-
-	LegPrefill = "prefill" // prefill-leg listener first, replan port second; redirects are followed
-	LegDecode  = "decode"  // the endpoint first, replan port second; redirects are followed
-	LegPass    = "pass"    // the endpoint, and what it says is what the client gets
-	LegAnswer  = "answer"  // as decode, through the answer-leg listener, where the answer is rewritten
-	LegEncode  = "encode"  // encode-leg listener first, replan port second; redirects are followed
-	LegPair    = "pair"    // both legs at once: decode-leg listener, and a copy to the prefill-mirror listener
 
 	MetadataRole    = "x-tandem-role"
 	RoleMain        = "main" // in metrics; its filter sends no role

@@ -23,8 +23,8 @@ type Attempt struct {
 	ConversationFailed bool      // it was a prefill leg that should have fetched the conversation's last answer
 }
 
-// Resume returns the attempt of a request from the ticket that came back, whichever hop of it failed.
-func Resume(t *kvtransfer.Ticket) Attempt {
+// Next returns the attempt of a request from the ticket that came back, whichever hop of it failed.
+func Next(t *kvtransfer.Ticket) Attempt {
 	a := Attempt{
 		Redirects: t.Redirects, Prefills: t.Prefills, Started: t.Started, Excluded: t.Excluded,
 		DecodeFailed: t.Cause == kvtransfer.CauseDecode, ConversationFailed: t.Cause == kvtransfer.CauseTurn,
@@ -59,13 +59,17 @@ func (a *Attempt) Late(p *Policy) bool { return time.Since(a.Started) > p.Attemp
 
 // Exhausted returns why a request must not go to one more decode endpoint; nil if it may.
 func (a *Attempt) Exhausted(p *Policy, decode string) error {
+	failedTwice := func(e string) bool { return a.failures(e) >= maxTries }
+	why := ""
 	switch {
 	case a.DecodeFailed && a.Late(p):
-		return openai.Unavailable("endpoint_failed", "no endpoint answered this request in the time there is for it", time.Second)
-	case a.failures(decode) > 0 && slices.ContainsFunc(a.Excluded, func(e string) bool { return a.failures(e) >= maxTries }):
-		return openai.Unavailable("endpoint_failed", "every endpoint that could answer this request has failed it", time.Second)
+		why = "no endpoint answered this request in the time there is for it"
+	case a.failures(decode) > 0 && slices.ContainsFunc(a.Excluded, failedTwice):
+		why = "every endpoint that could answer this request has failed it"
+	default:
+		return nil
 	}
-	return nil
+	return openai.Unavailable("endpoint_failed", why, time.Second)
 }
 
 // maxTries is how often one endpoint may fail a request. If every endpoint has failed it, one of them is tried a

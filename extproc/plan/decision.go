@@ -8,10 +8,20 @@ import (
 	"tandem/kvstate"
 )
 
+// The legs of a request: each is a route of Envoy's. "Redirects" are those that Envoy follows by itself.
+const (
+	LegPrefill = "prefill" // prefill-leg listener first, replan port second; redirects are followed
+	LegDecode  = "decode"  // the endpoint first, replan port second; redirects are followed
+	LegPass    = "pass"    // the endpoint, whose answer goes to the client
+	LegAnswer  = "answer"  // as decode, through the answer-leg listener, where the answer is rewritten
+	LegEncode  = "encode"  // encode-leg listener first, replan port second; redirects are followed
+	LegPair    = "pair"    // both legs at once: decode-leg listener, and a copy to the prefill-mirror listener
+)
+
 // Decision is what a pass of a request does next: where it goes, how its body is edited, and what must be reserved
 // and recorded. It is a value: none of it has happened yet.
 type Decision struct {
-	Leg      string // one of package envoywire's
+	Leg      string // one of the leg constants
 	Pool     *kvstate.Pool
 	Endpoint *kvstate.Endpoint
 	Edits    openai.Edits      // of the body as received, or as the client sent it
@@ -28,6 +38,8 @@ type Decision struct {
 	Report          Report
 	// Otherwise decides again if Decode's buffer has no space; nil: not needed.
 	Otherwise func(why string) (*Decision, error)
+	// Lost is why D has to compute the prompt, although its KV is there; nil: it does not.
+	Lost error
 }
 
 // Reservation is a reservation to make on an endpoint. The zero value is none.
@@ -53,7 +65,7 @@ type Report struct {
 // Pair is what Envoy needs to send a request to both endpoints concurrently.
 type Pair struct {
 	Prefill *kvstate.Endpoint
-	Mirror  string // what happens to the prefill leg when D's ends: a constant of package envoywire
+	Cancel  bool // cut the prefill leg when nobody waits for its blocks any more
 	Plan    kvtransfer.PairPlan
 }
 

@@ -24,9 +24,11 @@ func missing(pool *kvstate.Pool, role kvstate.Role, source string) string {
 	case len(all) == 0:
 		return fmt.Sprintf("pool %s has no %s endpoint: there is none in its %s", pool.Spec.Name, name, source)
 	case !slices.ContainsFunc(all, func(e *kvstate.Endpoint) bool { return !e.Failed() }):
-		return fmt.Sprintf("no %s endpoint of pool %s works: all %d of its %s have failed", name, pool.Spec.Name, len(all), source)
+		return fmt.Sprintf("no %s endpoint of pool %s works: all %d of its %s have failed",
+			name, pool.Spec.Name, len(all), source)
 	}
-	return fmt.Sprintf("no %s endpoint of pool %s can take this request now, of %d in its %s", name, pool.Spec.Name, len(all), source)
+	return fmt.Sprintf("no %s endpoint of pool %s can take this request now, of %d in its %s",
+		name, pool.Spec.Name, len(all), source)
 }
 
 // NoEndpoint turns the picker's refusal into the client's 503.

@@ -96,9 +96,9 @@ func TestMayPair(t *testing.T) {
 }
 
 // A ticket that says what failed makes the next attempt, and the pool's onPrefillFailure decides about it.
-func TestResume(t *testing.T) {
+func TestNextAttempt(t *testing.T) {
 	failed := &kvtransfer.Ticket{Split: true, Cause: kvtransfer.CausePrefill, Redirects: 2, Prefills: 1, Excluded: []string{"p1"}, Prefill: "p1", Decode: "d1"}
-	a := Resume(failed)
+	a := Next(failed)
 	require.Equal(t, Attempt{Redirects: 2, Prefills: 1, Excluded: []string{"p1"}}, a)
 	require.NoError(t, a.Failed(&Policy{}, failed))
 	require.False(t, a.Alone)
@@ -107,11 +107,11 @@ func TestResume(t *testing.T) {
 	require.ErrorContains(t, a.Failed(&Policy{OnFailure: Fail}, failed), "prefill of this request failed")
 
 	decode := &kvtransfer.Ticket{Split: true, Cause: kvtransfer.CauseDecode, Loads: true, Prefill: "p1", Decode: "d1"}
-	a = Resume(decode)
+	a = Next(decode)
 	require.True(t, a.DecodeFailed)
 	require.Equal(t, [2]string{"p1", "d1"}, a.PairFailed)
 	require.NoError(t, a.Failed(&Policy{OnFailure: Fail}, decode), "its prefill worked")
-	require.True(t, Resume(&kvtransfer.Ticket{Cause: kvtransfer.CauseTurn}).ConversationFailed)
+	require.True(t, Next(&kvtransfer.Ticket{Cause: kvtransfer.CauseTurn}).ConversationFailed)
 }
 
 func TestExhausted(t *testing.T) {

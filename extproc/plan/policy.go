@@ -2,11 +2,14 @@
 // for nothing and changes nothing.
 //
 //   - A [Policy] is a pool's configuration of splitting and retrying.
-//   - An [Attempt] is the result of the passes before: [Resume] reads it from a ticket.
-//   - [Policy.MaySplit] and [Policy.MayPair] decide whether a request goes over two endpoints at all, [Attempt.Exhausted]
-//     whether another one is tried.
-//   - A [Decision] is the result: where the request goes, with which edits and ticket, and what must be reserved. Package
-//     extproc reads the state for it, and commits it in one place.
+//   - A [Request] has the scanned body, and what was read from the state for it. Its [Attempt] is the result of the
+//     passes before: [Next] reads it from a ticket.
+//   - [Policy.MaySplit] and [Policy.MayPair] decide whether a request goes over two endpoints at all,
+//     [Attempt.Exhausted] whether another one is tried.
+//   - [First] decides for a request from its body, when the picker has chosen endpoints for it; [Resume] from the
+//     ticket of a prefill leg that has ended. [Encode], [Pass], [OneHop], [BothLegs] and [Alone] are the other ways.
+//   - A [Decision] is the result: where the request goes, with which edits and ticket, and what must be reserved.
+//     Package extproc reads the state, lets the picker choose, and commits the decision, in this order.
 package plan
 
 import (
@@ -23,11 +26,16 @@ import (
 type Policy struct {
 	Dialect kvtransfer.Dialect // the zero value: one hop for everything
 	Split   bool
+	// ask prefill for the prompt's token ids, which are matched with KV events
+	LearnTokens   bool
+	PrefillCached bool           // report prefill's cached tokens to clients instead of decode's
+	CleanupDecode bool           // fetch orphaned hand-overs by a decode endpoint
+	Priorities    EnginePriority // how engines learn a request's priority
 	// for requests that may be split; without Model: the default one, and every request is split
 	Place           picker.Policy
 	RefuseLong      bool          // bodies over Limits.SplitBodyBytes get 413 instead of decode alone
 	OnFailure       OnFailure     // what follows a failed prefill
-	Alone           Alone         // whether requests that can be split may be decoded alone
+	Alone           WhenAlone     // whether requests that can be split may be decoded alone
 	Handoff         Handoff       // what makes the second hop
 	Source          string        // where endpoints come from, for messages; default: a list of endpoints
 	PrefillAttempts int           // at most, over all passes; default 3
@@ -52,14 +60,14 @@ const (
 	Fail                          // 503
 )
 
-// Alone says when a request that can be split may be decoded alone. Requests that cannot be split always may.
-type Alone uint8
+// WhenAlone says when a request that can be split may be decoded alone. Requests that cannot be split always may.
+type WhenAlone uint8
 
 // The policies of a pool's decodeAlone.
 const (
-	AloneByCost   Alone = iota // if it costs less, as far as the pool's placement compares costs, and as a fallback
-	AloneFallback              // if no prefill endpoint can take the request
-	AloneNever                 // never: 503
+	AloneByCost   WhenAlone = iota // if it costs less, as far as the pool's placement compares costs, and as a fallback
+	AloneFallback                  // if no prefill endpoint can take the request
+	AloneNever                     // never: 503
 )
 
 // Handoff says what makes the second hop of a split request.
@@ -95,13 +103,15 @@ func (p *Policy) Placement() picker.Policy {
 
 // MustSplit reports whether a request that can be split is never decoded alone.
 func (p *Policy) MustSplit() bool {
-	return p.Dialect.PairsOnly() || (p.Alone == AloneNever || p.OnFailure == Fail) && p.Placement().Split == picker.SplitAlways
+	never := p.Alone == AloneNever || p.OnFailure == Fail
+	return p.Dialect.PairsOnly() || never && p.Placement().Split == picker.SplitAlways
 }
 
 // Limits are the server's limits that all pools share.
 type Limits struct {
-	SplitBodyBytes int // larger bodies are never split: Envoy could not replay them
-	MaxRedirects   int // that Envoy follows for one request
+	SplitBodyBytes int           // larger bodies are never split: Envoy could not replay them
+	MaxRedirects   int           // that Envoy follows for one request
+	TicketTTL      time.Duration // lifetime of a leg's ticket
 }
 
 // MaySplit sets a.Why if the request, with a body of so many bytes, must not be split into two hops. An error is
@@ -164,10 +174,12 @@ func RefusePair(a *Attempt, l Limits) error {
 	case "body_too_long":
 		return openai.TooLarge(l.SplitBodyBytes)
 	case "attempts_spent", "redirects_spent", "prefill_failed":
-		return openai.Unavailable("endpoint_failed", "every pair of endpoints that was tried has failed this request", time.Second)
+		const message = "every pair of endpoints that was tried has failed this request"
+		return openai.Unavailable("endpoint_failed", message, time.Second)
 	case "no_prefill", "unknown_peer", "policy":
 	default:
-		return openai.BadRequest("not_over_two_engines", "", "a request of this kind ("+a.Why+") needs an engine that is not split into prefill and decode, and there is none here")
+		return openai.BadRequest("not_over_two_engines", "", "a request of this kind ("+a.Why+
+			") needs an engine that is not split into prefill and decode, and there is none here")
 	}
 	return openai.Unavailable("no_endpoint", "no pair of endpoints can take this request now", time.Second)
 }

@@ -27,9 +27,9 @@ func Policy(p *configv1.Pool, arrivals kvtransfer.Arrivals, log *slog.Logger) (p
 			PerToken:        Duration(p.GetPrefillTimeout().GetPerToken()),
 			Place:           placement(p),
 			Source:          sourceOf(p),
+			PrefillCached:   p.GetCachedTokens() == "prefill",
+			CleanupDecode:   p.GetStrandedBlocks() == "cleanupDecode",
 		},
-		PrefillCached: p.GetCachedTokens() == "prefill",
-		CleanupDecode: p.GetStrandedBlocks() == "cleanupDecode",
 	}
 	if e := p.GetKvEvents(); e != nil {
 		policy.LearnTokens, policy.TokenBudget = true, Duration(e.GetTokenBudget())
@@ -127,9 +127,9 @@ func setObjectives(policy *extproc.Policy, p *configv1.Pool) {
 	policy.LabelHeader = p.GetLabelHeader()
 	switch p.GetEnginePriority() {
 	case "vllm":
-		policy.Priorities = extproc.VLLMPriority
+		policy.Priorities = plan.VLLMPriority
 	case "sglang":
-		policy.Priorities = extproc.SGLangPriority
+		policy.Priorities = plan.SGLangPriority
 	}
 	o := p.GetObjectives()
 	policy.Objectives = extproc.Objectives{FromHeaders: o.GetFromHeaders(), Default: objectiveOf(o.GetDefault())}

@@ -1,0 +1,139 @@
+package extproc
+
+import (
+	"fmt"
+
+	"tandem/extproc/kvtransfer"
+	"tandem/extproc/openai"
+	"tandem/extproc/plan"
+	"tandem/extproc/telemetry"
+	"tandem/kvstate"
+)
+
+// nextPass continues a request whose leg has ended, by its ticket.
+type nextPass struct {
+	*planning
+	prefilled *prefillAnswer
+}
+
+// resume is pass 2: the body is the one that the leg was sent, and the ticket says what to do with it.
+func (x nextPass) resume(t *kvtransfer.Ticket, ticketErr error) (*plan.Decision, error) {
+	if err := x.receiveBody(x.s.MaxBodyBytes + kvtransfer.MaxUndoBytes + plan.MaxDecodeMember); err != nil {
+		return nil, err
+	}
+	if x.body.Len() != t.BodyBytes {
+		return nil, fmt.Errorf("the body of pass 2 has %d bytes, its leg was sent %d", x.body.Len(), t.BodyBytes)
+	}
+	if err := t.Undo.Check(x.body.Len()); err != nil {
+		return nil, fmt.Errorf("undoing a leg's edits: %w", err)
+	}
+	x.restoreTarget(t)
+	x.SpanTicket(t)
+	if t.Stage == kvtransfer.PrefillLeg {
+		t = x.inlineAnswer(t)
+	}
+	x.s.releasePass(x.reservedAs, t.Redirects, x.s.State.Release) // of a stream that Envoy gave up and retries
+	pool := x.s.State.Pool(t.Pool)                                // nil if the configuration changed between the hops
+	if t.Stage == kvtransfer.HandOver && ticketErr == nil && pool != nil && x.s.State.Consume(t.ID) {
+		return x.decode(pool, t)
+	}
+	x.s.release(t)
+	a := plan.Next(t)
+	if a.PairFailed != ([2]string{}) && pool != nil {
+		x.s.State.LoadFailed(pool, t.Prefill, t.Decode) // another replica may have seen it
+	}
+	if t.Stage == kvtransfer.Encoded {
+		if ticketErr == nil && x.s.State.Consume(t.ID) {
+			a.Encoded = x.handedOver(t)
+		}
+		return x.again(t, a)
+	}
+	if t.Stage == kvtransfer.HandOver {
+		t.Cause = "hand_over_spent"
+		switch {
+		case ticketErr != nil:
+			t.Cause = "hand_over_expired"
+			x.s.reclaim.Orphaned(t, x.requestID, t.Cause)
+		case pool == nil:
+			t.Cause = "pool_gone"
+			x.s.reclaim.Orphaned(t, x.requestID, t.Cause)
+		}
+	}
+	x.s.metrics.Replanned(t)
+	policy, _ := x.s.policy(t.Pool)
+	if err := a.Failed(&policy.Policy, t); err != nil {
+		return nil, err
+	}
+	return x.again(t, a)
+}
+
+// restoreTarget replaces the host and path of the redirect with the client's.
+func (x nextPass) restoreTarget(t *kvtransfer.Ticket) {
+	x.msg.Headers.Authority = []byte(t.Authority)
+	if t.Path != "" {
+		x.msg.Headers.Path = []byte(t.Path)
+	}
+}
+
+// again plans a request again after one of its hops failed.
+func (x nextPass) again(t *kvtransfer.Ticket, a plan.Attempt) (*plan.Decision, error) {
+	x.restoreBody(t)
+	return firstPass{x.planning}.plan(x.clientAPI(), a)
+}
+
+// restoreBody makes the client's body of the leg's.
+func (x nextPass) restoreBody(t *kvtransfer.Ticket) {
+	x.spare.Grow(t.Undo.Len(x.body.Len()))
+	x.spare.Data = t.Undo.Apply(x.spare.Data[:0], x.body.Bytes())
+	x.swapBody()
+}
+
+// clientAPI returns the API of a request in pass 2.
+func (x *planning) clientAPI() openai.API {
+	return openai.Classify(string(x.msg.Headers.Method), string(x.msg.Headers.Path))
+}
+
+// decode plans the decode leg with the KV parameters from prefill's answer. It chooses D again: the load has
+// changed since pass 1, and pull dialects allow it.
+func (x nextPass) decode(pool *kvstate.Pool, t *kvtransfer.Ticket) (*plan.Decision, error) {
+	policy, _ := x.s.policy(t.Pool)
+	h := plan.HandOver{Ticket: t, Params: x.handedOver(t), API: x.clientAPI()}
+	// if the reservation is not ours, the prefill leg released it
+	x.s.State.Release(kvstate.ReservationID(t.Reservations[0]))
+	x.s.releaseAnywhere(t, 1)
+	x.describe(pool, plan.Attempt{})
+	x.recallPrompt(pool, t)
+	if !h.Bound(pool, &policy.Policy) {
+		x.s.State.View(pool, x.req.Hashes, &x.view)
+		x.req.MatchReported(&x.view, t.PromptTokens)
+		if t.Session != 0 {
+			x.s.State.MarkSession(pool, t.Session, &x.view)
+		}
+		x.req.Labels = x.labelsOf(policy)
+		if err := h.Choose(&x.req, &x.view, &x.picker, &policy.Policy); err != nil {
+			return nil, err
+		}
+	}
+	if h.Restored = h.Continues(&policy.Policy, x.req.Limits); h.Restored {
+		x.restoreBody(t)
+		h.Invalid = x.req.Scan(h.API, x.body.Bytes(), openai.Limits{})
+	}
+	h.Body = x.body.Bytes()
+	d, err := plan.Resume(&x.req, &h, &policy.Policy)
+	if err != nil {
+		return nil, err
+	}
+	if d.Lost != nil {
+		x.s.Log.Warn("decode cannot go on behind prefill's token: it computes the prompt", "request_id", x.requestID, "err", d.Lost)
+	}
+	x.s.recent.Change(x.requestID, func(trace *telemetry.Trace) { trace.Decode = h.Decode.Addr })
+	x.SpanHandOver(h.Decode, d.Ticket.Loads)
+	if x.s.reclaim.Enabled(t.Pool) {
+		params := h.Params
+		if !h.Paired {
+			params = nil
+		}
+		x.s.reclaim.Record(t, x.requestID, params, h.Decode.Addr, true)
+	}
+	return d, nil
+}

@@ -1,0 +1,263 @@
+package plan
+
+import (
+	"math/rand/v2"
+	"slices"
+	"strings"
+	"time"
+
+	"tandem/extproc/kvtransfer"
+	"tandem/extproc/openai"
+	"tandem/kvstate"
+	"tandem/picker"
+)
+
+// First decides for a request from its body: in pass 1 and, after a failed hop, in another attempt. c is the picker's
+// choice among the endpoints of v. An error is the client's answer.
+func First(r *Request, v *kvstate.View, c picker.Choice, p *Policy) (*Decision, error) {
+	if err := r.Exhausted(p, v.Endpoints[c.Decode].Endpoint.Addr); err != nil {
+		return nil, err
+	}
+	if c.Prefill < 0 {
+		if r.Why == "" {
+			r.Why = Unpaired(v)
+		}
+		return Alone(r, v, c, p)
+	}
+	d, why := Split(r, v, c, p)
+	if why == "" {
+		return d, nil
+	}
+	r.Why = why
+	return Alone(r, v, c, p)
+}
+
+// Unpaired returns why the picker chose no pair.
+func Unpaired(v *kvstate.View) string {
+	if v.Prefills() {
+		return "cheaper"
+	}
+	return "no_prefill"
+}
+
+// PrefillLimit returns the time limit of the prefill hop of a choice.
+func PrefillLimit(r *Request, v *kvstate.View, c picker.Choice, p *Policy) time.Duration {
+	return p.PrefillTimeout + r.Pool.PrefillTime(r.Tokens+v.Endpoints[c.Prefill].PromptTokens, p.PerToken)
+}
+
+// Split decides for two hops, the first of which is the prefill leg, or returns why that is not possible.
+func Split(r *Request, v *kvstate.View, c picker.Choice, p *Policy) (_ *Decision, why string) {
+	prefill, decode := v.Endpoints[c.Prefill].Endpoint, v.Endpoints[c.Decode].Endpoint
+	r.Sides = kvtransfer.Pair{
+		RequestID: r.ID, Attempt: NewID(), Prefill: SideOf(prefill), Decode: SideOf(decode),
+		Turn: r.LastTurn, TurnIDs: r.TurnIDs,
+	}
+	r.SetSource(v, p, c.Prefill)
+	r.Patch.Reset(&r.Request)
+	p.Dialect.Prefill(&r.Request, &r.Patch, &r.Sides)
+	r.insertEncoded()
+	learn := r.learns(p)
+	if learn && !slices.Contains(p.Dialect.TokenIDs, r.API()) {
+		r.Patch.Set("return_token_ids", openai.FieldReturnTokenIDs, []byte("true"))
+	}
+	edits, undo, ok := r.Edits(p)
+	if !ok {
+		return nil, "undo_too_large"
+	}
+	d := r.Decided(&Decision{
+		Leg: LegPrefill, Pool: r.Pool, Endpoint: prefill, Edits: edits, PerTry: PrefillLimit(r, v, c, p),
+		// a traced hop has a span of its own, which the leg's filter starts
+		Inline:   p.Dialect.Inline && !p.CleanupDecode && !r.Traced,
+		Prefill:  Reservation{Endpoint: prefill, Booking: c.PrefillBooking()},
+		Decode:   Reservation{Endpoint: decode, Booking: c.DecodeBooking()},
+		Computes: prefill, // not D: pass 2 may choose another
+		Affinity: Affinity{Session: r.Session, Prefill: prefill},
+		Report:   Report{Route: "split", Prefill: prefill, Decode: decode},
+		Ticket:   r.ticket(kvtransfer.PrefillLeg, edits.Len(len(r.Body()))),
+	})
+	t := &d.Ticket
+	t.ID, t.Prefill, t.Decode, t.Split, t.Prefills = r.Sides.Attempt, prefill.Addr, decode.Addr, true, r.Prefills+1
+	t.Undo, t.Stream, t.StreamUsage, t.Session = undo, r.Streams(), r.WantsUsage(), r.Session
+	t.ExpectedCached, t.ExpectedPrefill = r.Tokens-c.Uncached, kvstate.Seconds(c.PrefillTime).Truncate(time.Microsecond)
+	t.AnswerTokens, t.Prompt, t.Turn = c.AnswerTokens, r.LastBlock(), r.Turn
+	if c.Named { // pass 2 must ask for the model again
+		t.Model = r.Model()
+	}
+	if learn {
+		t.Learn = r.toLearn()
+	}
+	push := p.Dialect.Push
+	d.Decode.Booking.Tentative = push == nil // pass 2 chooses D again, and reserves it for the answer
+	if push != nil {
+		d.PerTry += push.Patience // the leg answers when the KV has arrived at D
+		if d.Decode.Buffer = decode.Transfer.BufferTokens; d.Decode.Buffer > 0 {
+			d.Decode.Patience = push.Patience
+			d.Otherwise = orAlone(r, v, c, p)
+		}
+	}
+	return d, ""
+}
+
+// orAlone returns Alone for a request that cannot be split after all. It is a function of its own, so that only such
+// requests allocate its closure.
+func orAlone(r *Request, v *kvstate.View, c picker.Choice, p *Policy) func(why string) (*Decision, error) {
+	return func(why string) (*Decision, error) {
+		r.Why = why
+		return Alone(r, v, c, p)
+	}
+}
+
+// Alone decides for the one hop that answers the whole request.
+func Alone(r *Request, v *kvstate.View, c picker.Choice, p *Policy) (*Decision, error) {
+	if err := p.RefuseAlone(r.Pool, r.Why); err != nil {
+		return nil, err
+	}
+	at := c.Decode
+	c.Prefill = -1
+	e := v.Endpoints[at].Endpoint
+	d := r.Decided(&Decision{
+		Leg: LegDecode, Pool: r.Pool, Endpoint: e,
+		PerTry:   p.AnswerStart(r.Streams(), r.Pool.PrefillTime(r.Tokens+v.Endpoints[at].PromptTokens, p.PerToken)),
+		Decode:   Reservation{Endpoint: e, Booking: c.DecodeBooking()},
+		Computes: e, Affinity: Affinity{Session: r.Session, Decode: e},
+		Report: Report{Route: "decode_alone", Reason: r.Why, Decode: e},
+		Ticket: r.ticket(kvtransfer.DecodeLeg, 0),
+	})
+	if r.lastHop() {
+		d.Leg = LegPass
+	} else {
+		d.Edits, d.Ticket.Undo = r.aloneEdits(v, p, d.Ticket.ID, at)
+	}
+	d.Ticket.Decode, d.Ticket.BodyBytes, d.Ticket.Stream = e.Addr, d.Edits.Len(len(r.Body())), r.Streams()
+	d.Ticket.LeastBytes = p.LeastBytes(r.API(), r.ID, r.Streams())
+	return d, nil
+}
+
+// lastHop reports whether Envoy could not follow one more redirect, or could not replay the body.
+func (r *Request) lastHop() bool {
+	return r.Redirects+1 >= r.MaxRedirects || len(r.Body()) > r.SplitBodyBytes
+}
+
+// aloneEdits returns the edits of the body for an endpoint that does both, and their undo.
+func (r *Request) aloneEdits(v *kvstate.View, p *Policy, id [16]byte, at int) (edits, undo openai.Edits) {
+	pulls := p.Dialect.Pull != nil
+	if pulls {
+		r.Sides = kvtransfer.Pair{RequestID: r.ID, Attempt: id}
+		r.SetSource(v, p, at)
+		pulls = r.Sides.Source != nil
+	}
+	if !pulls && p.Priorities == NoEnginePriority && r.Encoded == nil {
+		return nil, nil
+	}
+	r.Patch.Reset(&r.Request)
+	if pulls {
+		p.Dialect.Pull(&r.Patch, &r.Sides)
+	}
+	r.insertEncoded()
+	edits, undo, _ = r.Edits(p)
+	return edits, undo
+}
+
+// OneHop decides for the one hop of a split request whose prefill bypasses Envoy. prefill is set if the sidecar has
+// the prompt computed; edits are those of the client's body for D, nil: D computes the prompt.
+func OneHop(
+	r *Request, v *kvstate.View, c picker.Choice, p *Policy, prefill *kvstate.Endpoint, edits openai.Edits,
+) *Decision {
+	e, at := v.Endpoints[c.Decode].Endpoint, v.Endpoints[c.Prefill].Endpoint
+	route := "split"
+	if prefill == nil && edits == nil {
+		route, c.Prefill = "decode_alone", -1
+	}
+	d := r.Decided(&Decision{
+		Leg: LegDecode, Pool: r.Pool, Endpoint: e, Edits: edits, Sidecar: Sidecar(r, v, c, p, prefill),
+		PerTry: p.AnswerStart(r.Streams(), p.PrefillTimeout+r.Pool.PrefillTime(r.Tokens, p.PerToken)),
+		Decode: Reservation{Endpoint: e, Booking: c.DecodeBooking()}, Computes: e,
+		Affinity: Affinity{Session: r.Session, Prefill: at, Decode: e},
+		Report:   Report{Route: route, Reason: r.Why, Prefill: at, Decode: e},
+		Ticket:   r.ticket(kvtransfer.DecodeLeg, edits.Len(len(r.Body()))),
+	})
+	d.Ticket.Decode, d.Ticket.Undo = e.Addr, edits.Inverse(nil, r.Body())
+	if r.lastHop() {
+		d.Leg = LegPass
+	}
+	return d
+}
+
+// Sidecar returns the headers for the sidecar at D, nil if there is none. prefill computes the prompt; nil: D.
+func Sidecar(r *Request, v *kvstate.View, c picker.Choice, p *Policy, prefill *kvstate.Endpoint) *SidecarHeaders {
+	if p.Handoff != HandoffSidecar {
+		return nil
+	}
+	h := &SidecarHeaders{}
+	if prefill != nil {
+		h.Prefill = prefill.Addr
+	}
+	if p.EncodeTimeout > 0 && r.HasMedia() {
+		var encoders []string
+		for i := range v.Endpoints {
+			if c := &v.Endpoints[i]; encodes(c) {
+				encoders = append(encoders, c.Endpoint.Addr)
+			}
+		}
+		h.Encoders = strings.Join(encoders, ",")
+	}
+	computes := c.Decode
+	if c.Prefill >= 0 {
+		computes = c.Prefill
+	}
+	r.Sides.Source = nil
+	if r.SetSource(v, p, computes); r.Sides.Source != nil {
+		h.Source = r.Sides.Source.Addr
+	}
+	return h
+}
+
+// minEncodeRedirects is the number of redirects for an encode leg and a split request whose decode fails once.
+const minEncodeRedirects = 4
+
+// EncodesFirst reports whether a request has an encode leg before all others, if an endpoint can take it.
+func EncodesFirst(r *Request, p *Policy) bool {
+	return p.EncodeTimeout > 0 && p.Handoff == HandoffEnvoy && r.Redirects == 0 &&
+		r.MaxRedirects >= minEncodeRedirects && len(r.Body()) <= r.SplitBodyBytes && r.HasMedia()
+}
+
+// Encode decides for an encode leg, at the usable encode endpoint with the fewest requests; nil if there is none.
+func Encode(r *Request, v *kvstate.View, p *Policy) *Decision {
+	var best *kvstate.Candidate
+	for i, from := 0, int(rand.Uint64()%uint64(max(len(v.Endpoints), 1))); i < len(v.Endpoints); i++ {
+		c := &v.Endpoints[(from+i)%len(v.Endpoints)]
+		if encodes(c) && (best == nil || c.Requests < best.Requests) {
+			best = c
+		}
+	}
+	if best == nil {
+		return nil
+	}
+	e := best.Endpoint
+	r.Tokens = r.Pool.PromptTokens(len(r.Body()))
+	d := r.Decided(&Decision{
+		Leg: LegEncode, Pool: r.Pool, Endpoint: e, PerTry: p.EncodeTimeout,
+		Decode: Reservation{Endpoint: e, Booking: kvstate.Booking{For: kvstate.RoleEncode, PromptTokens: r.Tokens}},
+		Ticket: r.ticket(kvtransfer.EncodeLeg, len(r.Body())),
+	})
+	d.Ticket.Decode = e.Addr
+	return d
+}
+
+// encodes reports whether the candidate can encode media now.
+func encodes(c *kvstate.Candidate) bool {
+	return c.Endpoint.Role&kvstate.RoleEncode != 0 && c.Usable && !c.Endpoint.Failed()
+}
+
+// Pass decides for one hop straight to an endpoint, without retry or redirect. bytes is the length of the body.
+func Pass(r *Request, e *kvstate.Endpoint, bytes int, route string) *Decision {
+	tokens := r.Pool.PromptTokens(bytes)
+	return r.Decided(&Decision{
+		Leg: LegPass, Pool: r.Pool, Endpoint: e, Decode: Reservation{Endpoint: e, Booking: Decoding(tokens)},
+		Report: Report{Route: route, Decode: e},
+		Ticket: kvtransfer.Ticket{
+			ID: NewID(), Stage: kvtransfer.DecodeLeg, Expires: time.Now().Add(r.TicketTTL), Started: time.Now(),
+			Pool: r.Pool.Spec.Name, Decode: e.Addr, BodyBytes: bytes, PromptTokens: tokens,
+		},
+	})
+}

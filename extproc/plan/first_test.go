@@ -1,0 +1,272 @@
+package plan
+
+import (
+	"errors"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"tandem/extproc/kvtransfer"
+	"tandem/extproc/openai"
+	"tandem/kvstate"
+	"tandem/picker"
+)
+
+const hello = `{"model":"m","messages":[{"role":"user","content":"hello"}],"stream":true}`
+
+// fleet is a pool with two prefill endpoints, p1 and p2, two decode endpoints, d1 and d2, and an encode endpoint, e1.
+func fleet() (*kvstate.State, *kvstate.Pool) {
+	state := kvstate.New(kvstate.Options{})
+	state.SetPool(kvstate.PoolSpec{Name: "chat", Models: []string{"*"}}, []kvstate.EndpointSpec{
+		{Name: "p1", Addr: "p1:1", Role: kvstate.RolePrefill}, {Name: "p2", Addr: "p2:1", Role: kvstate.RolePrefill},
+		{Name: "d1", Addr: "d1:1", Role: kvstate.RoleDecode}, {Name: "d2", Addr: "d2:1", Role: kvstate.RoleDecode},
+		{Name: "e1", Addr: "e1:1", Role: kvstate.RoleEncode},
+	})
+	return state, state.Pool("chat")
+}
+
+// asked is a request of the pool with a view of its endpoints.
+func asked(t *testing.T, a Attempt, body string) (*Request, *kvstate.View) {
+	t.Helper()
+	state, pool := fleet()
+	r := &Request{ID: "r1", Pool: pool, Attempt: a, Limits: Limits{SplitBodyBytes: 1000, MaxRedirects: 8, TicketTTL: time.Minute}, Tokens: 9}
+	if r.Started.IsZero() {
+		r.Started = time.Now()
+	}
+	require.NoError(t, r.Scan(openai.Chat, []byte(body), openai.Limits{}))
+	r.Hash()
+	v := &kvstate.View{}
+	state.View(pool, r.Hashes, v)
+	return r, v
+}
+
+// What a request's first pass does with the endpoints that the picker chose.
+func TestFirst(t *testing.T) {
+	pair, alone := picker.Choice{Prefill: 0, Decode: 2}, picker.Choice{Prefill: -1, Decode: 3}
+	for name, tt := range map[string]struct {
+		policy   func(*Policy)
+		a        Attempt
+		choice   picker.Choice
+		leg, to  string
+		reason   string // why it is not split
+		prefills int    // that the ticket counts
+		code     string // of the client's error
+	}{
+		"split":                  {choice: pair, leg: LegPrefill, to: "p1:1", prefills: 1},
+		"split again":            {choice: pair, a: Attempt{Redirects: 2, Prefills: 1}, leg: LegPrefill, to: "p1:1", prefills: 2},
+		"cheaper alone":          {choice: alone, leg: LegDecode, to: "d2:1", reason: "cheaper"},
+		"cannot be split":        {choice: alone, a: Attempt{Alone: true, Why: "several_choices"}, leg: LegDecode, to: "d2:1", reason: "several_choices"},
+		"the last redirect":      {choice: alone, a: Attempt{Redirects: 7}, leg: LegPass, to: "d2:1", reason: "cheaper"},
+		"must be split":          {choice: alone, policy: func(p *Policy) { p.OnFailure = Fail }, code: "no_prefill"},
+		"decode failed too long": {choice: pair, a: Attempt{DecodeFailed: true, Started: time.Now().Add(-time.Hour)}, code: "endpoint_failed"},
+		"all have failed twice":  {choice: pair, a: Attempt{Excluded: []string{"d1:1", "d1:1"}}, code: "endpoint_failed"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			p := splitting("nixl")
+			if tt.policy != nil {
+				tt.policy(&p)
+			}
+			r, v := asked(t, tt.a, hello)
+			d, err := First(r, v, tt.choice, &p)
+			if tt.code != "" {
+				var e *openai.Error
+				require.ErrorAs(t, err, &e)
+				require.Equal(t, tt.code, e.Code)
+				return
+			}
+			require.NoError(t, err)
+			require.Equal(t, tt.leg, d.Leg)
+			require.Equal(t, tt.to, d.Endpoint.Addr)
+			require.Equal(t, tt.reason, d.Report.Reason)
+			require.Equal(t, tt.choice.Prefill >= 0, d.Prefill.Endpoint != nil, "P is reserved")
+			require.Equal(t, v.Endpoints[tt.choice.Decode].Endpoint, d.Decode.Endpoint)
+			require.Equal(t, d.Endpoint, d.Computes)
+			require.Equal(t, max(tt.prefills, tt.a.Prefills), d.Ticket.Prefills)
+			require.Equal(t, tt.a.Redirects, d.Ticket.Redirects)
+			leg := d.Edits.Apply(nil, r.Body())
+			require.Len(t, leg, d.Ticket.BodyBytes)
+			require.Equal(t, hello, string(d.Ticket.Undo.Apply(nil, leg)), "the ticket restores the client's body")
+		})
+	}
+}
+
+// A push dialect reserves D for good, and waits for space in its buffer; without space D computes the prompt.
+func TestFirstReservesABuffer(t *testing.T) {
+	p := splitting("nixl")
+	p.Dialect.Push = &kvtransfer.Push{Patience: time.Second}
+	r, v := asked(t, Attempt{}, hello)
+	c := picker.Choice{Prefill: 0, Decode: 2}
+	d, err := First(r, v, c, &p)
+	require.NoError(t, err)
+	require.False(t, d.Decode.Booking.Tentative)
+	require.Nil(t, d.Otherwise, "its buffer has no limit")
+
+	v.Endpoints[2].Endpoint.Transfer.BufferTokens = 100
+	d, err = First(r, v, c, &p)
+	require.NoError(t, err)
+	require.EqualValues(t, 100, d.Decode.Buffer)
+	d, err = d.Otherwise("buffer_full")
+	require.NoError(t, err)
+	require.Equal(t, LegDecode, d.Leg)
+	require.Equal(t, "buffer_full", d.Report.Reason)
+	require.Nil(t, d.Prefill.Endpoint)
+}
+
+func TestEncode(t *testing.T) {
+	const media = `{"model":"m","messages":[{"role":"user","content":[{"type":"image_url","image_url":{"url":"http://a"}}]}]}`
+	p := splitting("nixl")
+	p.EncodeTimeout = time.Second
+	r, v := asked(t, Attempt{}, media)
+	require.True(t, EncodesFirst(r, &p))
+	d := Encode(r, v, &p)
+	require.Equal(t, LegEncode, d.Leg)
+	require.Equal(t, "e1:1", d.Endpoint.Addr)
+	require.Equal(t, kvstate.RoleEncode, d.Decode.Booking.For)
+	v.Endpoints = v.Endpoints[:4]
+	require.Nil(t, Encode(r, v, &p), "no endpoint encodes")
+	r, _ = asked(t, Attempt{Redirects: 1}, media)
+	require.False(t, EncodesFirst(r, &p), "only in pass 1")
+	r, _ = asked(t, Attempt{}, hello)
+	require.False(t, EncodesFirst(r, &p), "no media")
+}
+
+func TestOneHop(t *testing.T) {
+	p := splitting("nixl")
+	p.Handoff = HandoffSidecar
+	r, v := asked(t, Attempt{}, hello)
+	c := picker.Choice{Prefill: 1, Decode: 2}
+	d := OneHop(r, v, c, &p, v.Endpoints[1].Endpoint, nil)
+	require.Equal(t, LegDecode, d.Leg)
+	require.Equal(t, "split", d.Report.Route)
+	require.Equal(t, &SidecarHeaders{Prefill: "p2:1"}, d.Sidecar)
+	require.Nil(t, d.Prefill.Endpoint, "the sidecar asks it")
+
+	p.Handoff = HandoffDirect
+	r.Why = "prefill_failed"
+	d = OneHop(r, v, c, &p, nil, nil)
+	require.Equal(t, "decode_alone", d.Report.Route)
+	require.Nil(t, d.Sidecar)
+}
+
+// A stored response stays with the endpoint whose name its id has.
+func TestStoredResponses(t *testing.T) {
+	_, pool := fleet()
+	d1 := pool.Endpoint("d1:1")
+	r := &Request{Pool: pool, Limits: limits}
+	require.NoError(t, r.Scan(openai.Responses, []byte(`{"model":"m","input":"a","store":true}`), openai.Limits{}))
+	e, stored := r.Holder(pool)
+	require.Nil(t, e)
+	require.True(t, stored)
+	d := ToHolder(r, d1)
+	require.Equal(t, LegPass, d.Leg)
+	var again openai.Request
+	require.NoError(t, again.Scan(openai.Responses, d.Edits.Apply(nil, r.Body()), openai.Limits{}))
+	id, _ := again.String(openai.FieldRequestID)
+	require.Equal(t, d1, HolderOf(pool, id))
+	require.Nil(t, HolderOf(pool, "resp_1"))
+	got, ok := StoredResponse("/v1/responses/" + id + "/cancel?x=1")
+	require.True(t, ok)
+	require.Equal(t, id, got)
+}
+
+// What pass 2 does with P's answer.
+func TestResume(t *testing.T) {
+	params := []byte(`{"do_remote_prefill":true}`)
+	for name, tt := range map[string]struct {
+		policy  func(*Policy)
+		ticket  func(*kvtransfer.Ticket)
+		gone    string // an endpoint that left between the hops
+		params  []byte
+		to      string
+		loads   bool
+		leg     string
+		refused bool
+	}{
+		"paired":            {params: params, to: "d1:1", loads: true, leg: LegDecode},
+		"no parameters":     {to: "d1:1", leg: LegDecode},
+		"P has left":        {params: params, gone: "p1:1", to: "d1:1", leg: LegDecode},
+		"D has left":        {params: params, gone: "d1:1", to: "d2:1", loads: true, leg: LegDecode},
+		"the last redirect": {params: params, ticket: func(t *kvtransfer.Ticket) { t.Redirects = 7 }, to: "d1:1", loads: true, leg: LegPass},
+		"cached tokens": {
+			params: params, policy: func(p *Policy) { p.PrefillCached = true }, ticket: func(t *kvtransfer.Ticket) { t.Cached = 5 },
+			to: "d1:1", loads: true, leg: LegAnswer,
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			p := splitting("nixl")
+			if tt.policy != nil {
+				tt.policy(&p)
+			}
+			r, v := asked(t, Attempt{}, hello)
+			first, why := Split(r, v, picker.Choice{Prefill: 0, Decode: 2}, &p)
+			require.Empty(t, why)
+			body, ticket := first.Edits.Apply(nil, r.Body()), first.Ticket
+			ticket.StreamUsage = true
+			if tt.ticket != nil {
+				tt.ticket(&ticket)
+			}
+			var left []kvstate.Candidate
+			for _, c := range v.Endpoints {
+				if c.Endpoint.Addr != tt.gone && c.Endpoint.Addr != "d2:1" || tt.gone == "d1:1" && c.Endpoint.Addr == "d2:1" {
+					left = append(left, c)
+				}
+			}
+			v.Endpoints = left
+			h := HandOver{Ticket: &ticket, Params: tt.params, API: openai.Chat, Body: body}
+			require.False(t, h.Bound(r.Pool, &p))
+			require.NoError(t, h.Choose(r, v, &picker.Picker{}, &p))
+			d, err := Resume(r, &h, &p)
+			require.NoError(t, err)
+			require.Equal(t, tt.to, d.Endpoint.Addr)
+			require.Equal(t, tt.leg, d.Leg)
+			require.Equal(t, tt.loads, d.Ticket.Loads)
+			decode := d.Edits.Apply(nil, body)
+			require.Equal(t, tt.loads, string(decode) != hello, "D gets the parameters, or the client's own body")
+			require.Equal(t, hello, string(d.Ticket.Undo.Apply(nil, decode)))
+			require.Equal(t, d.Decode.Endpoint, d.Endpoint)
+		})
+	}
+}
+
+// Blocks that P has pushed are at the D of pass 1 only.
+func TestResumeWherePWrote(t *testing.T) {
+	p := splitting("nixl")
+	p.Dialect.Push = &kvtransfer.Push{}
+	_, pool := fleet()
+	h := HandOver{Ticket: &kvtransfer.Ticket{Prefill: "p1:1", Decode: "d2:1"}}
+	require.True(t, h.Bound(pool, &p))
+	require.Equal(t, "d2:1", h.Decode.Addr)
+	h = HandOver{Ticket: &kvtransfer.Ticket{Prefill: "p1:1", Decode: "left:1"}}
+	require.False(t, h.Bound(pool, &p))
+}
+
+// D continues after P's first token, if its parameters allow it.
+func TestResumeContinues(t *testing.T) {
+	p := splitting("nixl")
+	p.Dialect.DecodeMember = nil
+	var cannot error
+	p.Dialect.Continue = func(_ *openai.Request, patch *openai.Patch, params []byte) ([]byte, error) {
+		patch.Insert("prompt_token_ids", params)
+		return []byte("how"), cannot
+	}
+	r, v := asked(t, Attempt{}, hello)
+	h := HandOver{
+		Ticket: &kvtransfer.Ticket{Pool: "chat", Prefill: "p1:1"}, Params: []byte("[1]"), API: openai.Chat,
+		Decode: v.Endpoints[2].Endpoint, Paired: true, Restored: true, Body: r.Body(),
+	}
+	require.True(t, h.Continues(&p, r.Limits))
+	d, err := Resume(r, &h, &p)
+	require.NoError(t, err)
+	require.Equal(t, LegAnswer, d.Leg)
+	require.Equal(t, "/v1/completions", d.Path)
+	require.Equal(t, "how", string(d.Ticket.Params))
+	require.Equal(t, hello, string(d.Ticket.Undo.Apply(nil, d.Edits.Apply(nil, h.Body))))
+
+	cannot = errors.New("no token")
+	d, err = Resume(r, &h, &p)
+	require.NoError(t, err)
+	require.Equal(t, LegDecode, d.Leg)
+	require.Equal(t, cannot, d.Lost)
+	require.Empty(t, d.Edits, "D gets the client's body")
+}

@@ -1,0 +1,38 @@
+package plan
+
+import (
+	"tandem/extproc/kvtransfer"
+	"tandem/picker"
+)
+
+// BothLegs decides for a request whose two legs run concurrently. It returns nil if the undo of P's leg does not fit a
+// ticket; r.Why is the reason. The error is the dialect's, such as [kvtransfer.ErrUnknownPeer].
+func BothLegs(r *Request, legs *kvtransfer.Legs, c picker.Choice, p *Policy) (*Decision, error) {
+	dialect, prefill, decode := p.Dialect.Concurrent, legs.Prefill, legs.Decode
+	r.Patch.Reset(&r.Request)
+	how, err := dialect.Plan(&r.Request, &r.Patch, legs)
+	if err != nil {
+		return nil, err
+	}
+	if p.Dialect.VLLM && how.DecodeRank == "" {
+		how.DecodeRank = decode.RankName()
+	}
+	edits, undo, ok := r.Edits(p)
+	if !ok {
+		r.Why = "undo_too_large"
+		return nil, nil
+	}
+	d := r.Decided(&Decision{
+		Leg: LegPair, Pool: r.Pool, Endpoint: decode, Edits: edits,
+		Pair:     &Pair{Prefill: prefill, Cancel: dialect.CancelsPrefill, Plan: how},
+		Prefill:  Reservation{Endpoint: prefill, Booking: c.PrefillBooking()},
+		Decode:   Reservation{Endpoint: decode, Booking: c.DecodeBooking()},
+		Computes: prefill, Report: Report{Route: "pair", Prefill: prefill, Decode: decode},
+		Ticket: r.ticket(kvtransfer.PairLegs, edits.Len(len(r.Body()))),
+	})
+	t := &d.Ticket
+	t.ID, t.Prefill, t.Decode, t.Split, t.Prefills = legs.ID, prefill.Addr, decode.Addr, true, r.Prefills+1
+	t.Undo, t.Params, t.Prompt, t.Loads = undo, how.Decode, r.LastBlock(), true
+	t.LeastBytes = p.LeastBytes(r.API(), r.ID, r.Streams() && !how.Joined)
+	return d, nil
+}

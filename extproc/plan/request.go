@@ -1,0 +1,176 @@
+package plan
+
+import (
+	"crypto/rand"
+	"strconv"
+	"time"
+
+	"tandem/extproc/kvtransfer"
+	"tandem/extproc/openai"
+	"tandem/kvstate"
+	"tandem/kvstate/prefixindex"
+	"tandem/picker"
+)
+
+// Request is a request while one of its passes is planned: its body, what was read from the state for it, and the
+// memory of the decision. Later requests reuse the memory.
+type Request struct {
+	openai.Request // the client's body, scanned
+	Attempt
+	Limits
+	Prompt
+	Foreseen
+
+	ID       string // both hops, all logs and the engines have it
+	Pool     *kvstate.Pool
+	Tokens   int64    // of the prompt: exact, or an estimate
+	Session  uint64   // hash of its name; 0: none
+	Labels   []string // that its endpoints must have
+	Priority int32
+	Began    time.Time          // when this pass began
+	Traced   bool               // its hops have spans
+	Turn     kvtransfer.TurnLeg // of the prefill leg
+	LastTurn *kvtransfer.Turn   // of its conversation, for the prefill leg; nil: none
+	TurnIDs  []byte             // the prompt's token ids for LastTurn, as JSON; nil: the body has them
+	Patch    openai.Patch       // scratch: the changes of a leg's body
+	Sides    kvtransfer.Pair    // scratch: what a dialect knows of an attempt
+	memory   struct {           // that the decision refers to
+		undo     openai.Edits
+		params   []byte
+		source   kvtransfer.Side // Sides.Source points at it
+		decision Decision
+	}
+}
+
+// Foreseen is the estimated cost and time of a choice.
+type Foreseen struct {
+	Work       time.Duration // of the prefill, according to the cost model
+	Price      float64       // s
+	Prefilled  time.Duration // until the prefill endpoint has answered; 0: no prefill endpoint
+	FirstToken time.Duration
+}
+
+// Foresee returns the estimates of a choice.
+func Foresee(c *picker.Choice) Foreseen {
+	return Foreseen{kvstate.Seconds(c.Work), c.Price, kvstate.Seconds(c.PrefillTime), kvstate.Seconds(c.FirstToken)}
+}
+
+// maxKeptParams bounds the memory of decode members that is kept for the next request, in bytes.
+const maxKeptParams = 64 << 10
+
+// Reset clears the request; the memory stays.
+func (r *Request) Reset() {
+	r.Request.Reset()
+	clear(r.memory.undo) // refers to the body
+	r.Sides, r.memory.source = kvtransfer.Pair{}, kvtransfer.Side{}
+	if cap(r.memory.params) > maxKeptParams {
+		r.memory.params = nil
+	}
+	r.memory.decision = Decision{}
+	r.Attempt, r.Limits, r.Foreseen, r.Known = Attempt{}, Limits{}, Foreseen{}, prefixindex.KnownTokens{}
+	r.ID, r.Pool, r.Tokens, r.Session, r.Labels, r.Priority = "", nil, 0, 0, nil, 0
+	r.Began, r.Traced, r.Turn, r.LastTurn, r.TurnIDs = time.Time{}, false, kvtransfer.TurnLeg{}, nil, nil
+}
+
+// Decided stores a decision in the request's memory.
+func (r *Request) Decided(d *Decision) *Decision {
+	r.memory.decision = *d
+	return &r.memory.decision
+}
+
+// Streams reports whether the client wants its answer as a stream.
+func (r *Request) Streams() bool { return r.True(openai.FieldStream) }
+
+// ticket returns the beginning of a leg's ticket; bytes is the length of the leg's body.
+func (r *Request) ticket(stage kvtransfer.Stage, bytes int) kvtransfer.Ticket {
+	return kvtransfer.Ticket{
+		ID: NewID(), Stage: stage, Expires: time.Now().Add(r.TicketTTL), Started: r.Started, Pool: r.Pool.Spec.Name,
+		Redirects: r.Redirects, Prefills: r.Prefills, Excluded: r.Excluded, BodyBytes: bytes, PromptTokens: r.Tokens,
+	}
+}
+
+// NewID returns the random id of an attempt and its ticket.
+func NewID() (id [16]byte) {
+	_, _ = rand.Read(id[:]) // never fails (crypto/rand)
+	return id
+}
+
+// SideOf returns what a dialect needs to know of an endpoint.
+func SideOf(e *kvstate.Endpoint) kvtransfer.Side {
+	return kvtransfer.Side{Addr: e.HostPort(), Transfer: e.Transfer}
+}
+
+// Edits ends the changes in r.Patch with the request's priority, and returns them with their undo. ok is false if
+// the undo does not fit a ticket.
+func (r *Request) Edits(p *Policy) (edits, undo openai.Edits, ok bool) {
+	r.setPriority(p)
+	edits = r.Patch.Edits()
+	r.memory.undo = edits.Inverse(r.memory.undo[:0], r.Body())
+	return edits, r.memory.undo, r.memory.undo.Size() <= kvtransfer.MaxUndoBytes
+}
+
+// insertEncoded adds the location of the prompt's encoded media for the engine that computes the prompt.
+func (r *Request) insertEncoded() {
+	if r.Encoded != nil {
+		r.Patch.Insert(kvtransfer.EncodedMember, r.Encoded) // a client's own was cut
+	}
+}
+
+// pullBlocks is the least difference in blocks (of BlockBytes each, some 1,000 tokens in all) for which a prefix is
+// fetched from another endpoint.
+const pullBlocks = 8
+
+// SetSource sets r.Sides.Source to the endpoint that holds most of the prompt's prefix, if it holds sufficiently
+// more than the one that computes the prompt, and if the dialect supports it.
+func (r *Request) SetSource(v *kvstate.View, p *Policy, computes int) {
+	if p.Dialect.Pull == nil {
+		return
+	}
+	own := &v.Endpoints[computes]
+	most := own.Hit + pullBlocks - 1
+	for i := range v.Endpoints {
+		c := &v.Endpoints[i]
+		e := c.Endpoint
+		if c.Hit > most && c.Usable && e.Role&kvstate.RolePrefill != 0 && e.Group == own.Endpoint.Group {
+			most = c.Hit
+			r.memory.source = SideOf(e)
+			r.Sides.Source = &r.memory.source
+		}
+	}
+}
+
+// EnginePriority is how a pool's engines learn a request's priority: in the body's member priority, which replaces
+// the client's.
+type EnginePriority uint8
+
+// The kinds of engines that take priorities.
+const (
+	NoEnginePriority EnginePriority = iota // the engines do not learn it
+	VLLMPriority                           // lower goes first; takes --scheduling-policy priority
+	SGLangPriority                         // higher goes first; takes --enable-priority-scheduling
+)
+
+// classStep is the weight of one step of priority for vLLM, where requests of one priority are ordered by their
+// position in the queue, in milliseconds: more than positions will reach in a century, and with maxClass steps
+// still an exact integer to every JSON reader.
+const (
+	classStep = 1 << 42
+	maxClass  = 1 << 9
+)
+
+// setPriority puts the request's priority into the leg's body, as a change of r.Patch. vLLM gets the priority and,
+// within one, the key of the request's position in the queue: a second of work weighs as much as five of age.
+// SGLang interrupts running requests for slightly more urgent ones (--priority-scheduling-preemption-threshold), so
+// it gets the priority only.
+func (r *Request) setPriority(p *Policy) {
+	value := int64(r.Priority)
+	switch p.Priorities {
+	case NoEnginePriority:
+		return
+	case VLLMPriority:
+		place := r.Began.UnixMilli()/5 + r.Work.Milliseconds()
+		value = place - min(max(value, -maxClass), maxClass)*classStep
+	case SGLangPriority:
+	}
+	r.Patch.Set("priority", openai.FieldPriority, strconv.AppendInt(nil, value, 10))
+}

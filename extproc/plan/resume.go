@@ -1,0 +1,200 @@
+package plan
+
+import (
+	"bytes"
+	"fmt"
+	"math/rand/v2"
+	"slices"
+	"time"
+
+	"tandem/extproc/kvtransfer"
+	"tandem/extproc/openai"
+	"tandem/kvstate"
+	"tandem/picker"
+)
+
+// HandOver is a prefill leg that ended well: what pass 2 has when it decides for the decode leg.
+type HandOver struct {
+	Ticket *kvtransfer.Ticket
+	Params []byte            // KV parameters; nil: D computes the prompt
+	Decode *kvstate.Endpoint // D; nil: none was chosen yet
+	Paired bool              // D may get the parameters
+	API    openai.API        // of the client's request
+	// Body is the prefill leg's or, if Restored, the client's, which r.Request has then scanned.
+	Body     []byte
+	Restored bool
+	Invalid  error // the client's body cannot be scanned
+}
+
+// Bound sets the decode endpoint of a hand-over whose D must not be chosen again: blocks that P pushes are at the D of
+// pass 1 only, and a trial of an avoided pair is about this D.
+func (h *HandOver) Bound(pool *kvstate.Pool, p *Policy) bool {
+	t := h.Ticket
+	d := pool.Endpoint(t.Decode)
+	if d == nil || d.Failed() || p.Dialect.Push == nil && !pool.LoadTrial(t.Prefill, t.Decode, t.ID) {
+		return false
+	}
+	h.Decode, h.Paired = d, true
+	return true
+}
+
+// Choose chooses D among those that may pair with the prefill endpoint that holds the blocks, by the same price as in
+// pass 1: the part of the prompt (r.Hashes) that a D holds from an earlier turn need not be transferred. If the prefill
+// endpoint, or every endpoint that pairs with it, has left the pool between the hops, it chooses any other; Paired is
+// then false, and D must not get the parameters.
+func (h *HandOver) Choose(r *Request, v *kvstate.View, k *picker.Picker, p *Policy) error {
+	t := h.Ticket
+	want := picker.Request{
+		PromptTokens: t.PromptTokens, Blocks: len(r.Hashes), Model: t.Model, Labels: r.Labels, Excluded: t.Excluded,
+		Rand: rand.Uint64(), MinAnswer: t.AnswerTokens, MaxAnswer: t.AnswerTokens,
+	}
+	prefill := slices.IndexFunc(v.Endpoints, func(c kvstate.Candidate) bool { return c.Endpoint.Addr == t.Prefill })
+	k.Policy = p.Placement()
+	i, err := k.PickDecode(&want, v, prefill)
+	if err != nil && prefill >= 0 {
+		prefill = -1
+		i, err = k.PickDecode(&want, v, prefill)
+	}
+	if err != nil {
+		return p.NoEndpoint(r.Pool, err)
+	}
+	h.Decode, h.Paired = v.Endpoints[i].Endpoint, prefill >= 0 && p.Dialect.Push == nil
+	return nil
+}
+
+// Continues reports whether D may continue after P's first token, for which the client's body must be restored.
+func (h *HandOver) Continues(p *Policy, l Limits) bool {
+	return h.Params != nil && h.Paired && p.Dialect.Continue != nil && h.Ticket.Redirects+1 < l.MaxRedirects
+}
+
+// Resume decides for the decode leg, with the KV parameters from P's answer.
+func Resume(r *Request, h *HandOver, p *Policy) (*Decision, error) {
+	t, e := h.Ticket, h.Decode
+	params := h.Params
+	if !h.Paired {
+		params = nil
+	}
+	d := r.Decided(&Decision{
+		Leg: LegDecode, Pool: r.Pool, Endpoint: e, Edits: t.Undo,
+		PerTry: p.AnswerStart(t.Stream, r.Pool.PrefillTime(t.PromptTokens, p.PerToken)),
+		Decode: Reservation{Endpoint: e, Booking: Decoding(t.PromptTokens)}, Affinity: Affinity{t.Session, nil, e},
+	})
+	if len(r.Hashes) > 0 {
+		d.Computes = e
+	}
+	leg := kvtransfer.Ticket{
+		ID: t.ID, Stage: kvtransfer.DecodeLeg, Expires: time.Now().Add(r.TicketTTL), Started: t.Started,
+		Pool: t.Pool, Prefill: t.Prefill, Decode: e.Addr, Split: true,
+		Redirects: t.Redirects, Prefills: t.Prefills, Excluded: t.Excluded,
+		PromptTokens: t.PromptTokens, Stream: t.Stream, Loads: params != nil,
+	}
+	if params != nil && p.Dialect.Continue != nil {
+		if h.Restored {
+			leg.Params, leg.Undo = r.continueAfter(d, h, p)
+		}
+	} else if params != nil && p.Dialect.DecodeMember != nil {
+		var more []byte
+		leg.Turn, more = rememberTurn(d, t, p)
+		var err error
+		if d.Edits, leg.Undo, err = r.decodeEdits(h, p, params, more); err != nil {
+			return nil, err
+		}
+	}
+	if t.Redirects+1 >= r.MaxRedirects {
+		d.Leg = LegPass
+	}
+	leg.Cached, leg.Written = cachedTokens(d, h, p)
+	leg.BodyBytes = d.Edits.Len(len(h.Body))
+	leg.LeastBytes = p.LeastBytes(h.API, r.ID, t.Stream && d.Leg != LegAnswer)
+	d.Ticket = leg
+	return d, nil
+}
+
+// completionsPath is where D continues P's answer, whatever the client's API is.
+const completionsPath = "/v1/completions"
+
+// continueAfter makes D's leg one that continues after P's first token, and defines how the client's answer is made
+// from D's. If that is not possible, D gets the client's own body and generates the whole answer.
+func (r *Request) continueAfter(d *Decision, h *HandOver, p *Policy) (answer []byte, undo openai.Edits) {
+	d.Edits = nil // the body is the client's already
+	err := h.Invalid
+	if err == nil {
+		r.Patch.Reset(&r.Request)
+		answer, err = p.Dialect.Continue(&r.Request, &r.Patch, h.Params)
+	}
+	if err != nil {
+		d.Lost = err
+		return nil, nil
+	}
+	edits := r.Patch.Edits()
+	r.memory.undo = edits.Inverse(r.memory.undo[:0], h.Body)
+	if r.memory.undo.Size() > kvtransfer.MaxUndoBytes {
+		return nil, nil
+	}
+	d.Leg, d.Edits = LegAnswer, edits
+	if h.API != openai.Completions {
+		d.Path = completionsPath
+	}
+	return answer, r.memory.undo
+}
+
+// rememberTurn routes D's answer through the answer leg if D may describe its blocks, and returns the members of D's
+// body that ask for them.
+func rememberTurn(d *Decision, t *kvtransfer.Ticket, p *Policy) (turn kvtransfer.TurnLeg, more []byte) {
+	if p.Dialect.Turns == nil {
+		return turn, nil
+	}
+	d.Leg = LegAnswer
+	turn = kvtransfer.TurnLeg{Answers: true, Conversation: t.Turn.Conversation, OwnIDs: t.Turn.OwnIDs}
+	if turn.Conversation != ([16]byte{}) && !turn.OwnIDs {
+		more = []byte(`"return_token_ids":true,`)
+	}
+	return turn, more
+}
+
+// cachedTokens reports P's cached tokens to the client, if the pool wants that and the answer has such a field. It
+// returns the numbers to store in the ticket.
+func cachedTokens(d *Decision, h *HandOver, p *Policy) (cached, written int64) {
+	t := h.Ticket
+	if !p.PrefillCached || t.Cached == 0 || d.Leg != LegDecode && d.Leg != LegAnswer {
+		return 0, 0
+	}
+	switch h.API {
+	case openai.Chat, openai.Completions:
+		if t.Stream && !t.StreamUsage {
+			return 0, 0
+		}
+	case openai.Responses, openai.Messages:
+	default:
+		return 0, 0
+	}
+	d.Leg = LegAnswer
+	return t.Cached, t.Written
+}
+
+// MaxDecodeMember bounds the difference in length between a decode body and the client's: the KV parameters, mostly
+// block ids.
+const MaxDecodeMember = 8 << 20
+
+// decodeEdits turns the undo of a prefill body into the edits that make the decode body, and returns the undo of
+// those. D's parameters follow the opening brace, where the undo's first edit usually is too, and then more, which
+// ends with a comma. P answered 200, so its body is not an empty object, and a comma always follows.
+func (r *Request) decodeEdits(h *HandOver, p *Policy, params, more []byte) (edits, back openai.Edits, err error) {
+	undo, member := h.Ticket.Undo, r.memory.params[:0]
+	member = append(append(p.Dialect.DecodeMember(member, params), ','), more...)
+	r.memory.params = member
+	n := len(member)
+	if n > MaxDecodeMember {
+		return nil, nil, fmt.Errorf("a decode member of %d bytes", n)
+	}
+	front := bytes.IndexByte(h.Body, '{') + 1
+	if len(undo) > 0 && undo[0].Start == front {
+		member = append(member, undo[0].New...)
+		r.memory.params = member
+		edits = slices.Clone(undo)
+		edits[0].New = member
+	} else {
+		edits = append(openai.Edits{{Start: front, End: front, New: member}}, undo...)
+	}
+	return edits, openai.Edits{{Start: front, End: front + n}}, nil
+}
