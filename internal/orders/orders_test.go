@@ -1,4 +1,4 @@
-package main
+package orders
 
 import (
 	"bytes"
@@ -24,14 +24,14 @@ import (
 const goodToken = "a-token-of-some-length"
 
 // ordersOn are orders over one pool with one endpoint.
-func ordersOn(tokenFile string, log io.Writer) (*orders, http.Handler) {
+func ordersOn(tokenFile string, log io.Writer) (*Orders, http.Handler) {
 	state := kvstate.New(kvstate.Options{})
 	state.SetPool(kvstate.PoolSpec{Name: "chat", Models: []string{"*"}},
 		[]kvstate.EndpointSpec{{Name: "d1:80", Addr: "10.0.0.1:80", Role: kvstate.RoleBoth}})
-	o := &orders{tokenFile: tokenFile, state: state, log: slog.New(slog.NewTextHandler(log, nil)),
-		reload: func(context.Context) ([]config.Change, error) { return nil, errors.New("pools: is missing") }}
+	o := &Orders{TokenFile: tokenFile, State: state, Log: slog.New(slog.NewTextHandler(log, nil)),
+		Reload: func(context.Context) ([]config.Change, error) { return nil, errors.New("pools: is missing") }}
 	mux := http.NewServeMux()
-	o.register(mux)
+	o.Register(mux)
 	return o, mux
 }
 
@@ -77,7 +77,7 @@ func TestOrdersNeedAToken(t *testing.T) {
 			o, h := ordersOn(file, &log)
 			got, _ := tell(h, "POST", "/api/pools/chat/pause", c.header, "")
 			require.Equal(t, c.want, got)
-			require.Equal(t, c.want == 200, o.state.Pool("chat").Paused())
+			require.Equal(t, c.want == 200, o.State.Pool("chat").Paused())
 			require.NotContains(t, log.String(), goodToken[:len(goodToken)-1], "a token in the log")
 		})
 	}
@@ -86,7 +86,7 @@ func TestOrdersNeedAToken(t *testing.T) {
 func TestOrders(t *testing.T) {
 	o, h := ordersOn(tokenFile(t, goodToken), io.Discard)
 	const d1 = "/api/pools/chat/endpoints/10.0.0.1:80/"
-	booked := o.state.Reserve(o.state.Pool("chat").Endpoints()[0], kvstate.Booking{For: kvstate.RoleDecode, PromptTokens: 1})
+	booked := o.State.Reserve(o.State.Pool("chat").Endpoints()[0], kvstate.Booking{For: kvstate.RoleDecode, PromptTokens: 1})
 	for _, c := range []struct {
 		method, path, body string
 		status             int
@@ -111,7 +111,7 @@ func TestOrders(t *testing.T) {
 		require.Equal(t, c.status, status, "%s %s: %s", c.method, c.path, body)
 		require.Contains(t, body, c.want)
 	}
-	require.True(t, o.state.Release(booked))
+	require.True(t, o.State.Release(booked))
 }
 
 // An order to drain is answered when the last request has ended.
@@ -119,10 +119,10 @@ func TestDrainWaits(t *testing.T) {
 	file := tokenFile(t, goodToken)
 	synctest.Test(t, func(t *testing.T) {
 		o, h := ordersOn(file, io.Discard)
-		booked := o.state.Reserve(o.state.Pool("chat").Endpoints()[0], kvstate.Booking{For: kvstate.RoleDecode, PromptTokens: 1})
+		booked := o.State.Reserve(o.State.Pool("chat").Endpoints()[0], kvstate.Booking{For: kvstate.RoleDecode, PromptTokens: 1})
 		go func() {
 			<-time.After(3 * time.Second)
-			o.state.Release(booked)
+			o.State.Release(booked)
 		}()
 		began := time.Now()
 		status, _ := tell(h, "POST", "/api/pools/chat/endpoints/10.0.0.1:80/drain", "Bearer "+goodToken, "")
