@@ -60,7 +60,7 @@ func (m *model) legListener(l leg) *listenerv3.Listener {
 	if l.replies != nil {
 		h.LocalReplyConfig = l.replies
 	}
-	if l.optional || m.Dynamic { // a cluster may come a moment later
+	if l.optional || m.Late { // a cluster may come a moment later
 		h.GetRouteConfig().ValidateClusters = wrapperspb.Bool(false)
 	}
 	if m.Tracing != nil && !l.untraced {

@@ -67,17 +67,22 @@ func (m *model) localReplies() *hcmv3.LocalReplyConfig {
 		},
 	}, notes{"": "Tandem's answers pass here too and must not change: the first entry."})}
 	for _, reply := range envoysReplies() {
-		mapper := &hcmv3.ResponseMapper{Filter: m.cel(reply.When), BodyFormatOverride: reply.format()}
-		if reply.Status != 0 {
-			mapper.StatusCode = wrapperspb.UInt32(reply.Status)
-		}
-		if reply.RetryAfter != 0 {
-			mapper.HeadersToAdd = []*corev3.HeaderValueOption{setHeader("retry-after", strconv.Itoa(reply.RetryAfter),
-				overwriteOrAdd)}
-		}
-		mappers = append(mappers, mapper)
+		mappers = append(mappers, m.mapper(reply))
 	}
 	return &hcmv3.LocalReplyConfig{Mappers: mappers, BodyFormat: otherReply().format()}
+}
+
+// mapper gives an answer of Envoy's the shape of a reply.
+func (m *model) mapper(reply localReply) *hcmv3.ResponseMapper {
+	mapper := &hcmv3.ResponseMapper{Filter: m.cel(reply.When), BodyFormatOverride: reply.format()}
+	if reply.Status != 0 {
+		mapper.StatusCode = wrapperspb.UInt32(reply.Status)
+	}
+	if reply.RetryAfter != 0 {
+		mapper.HeadersToAdd = []*corev3.HeaderValueOption{setHeader("retry-after", strconv.Itoa(reply.RetryAfter),
+			overwriteOrAdd)}
+	}
+	return mapper
 }
 
 // format is the error object of OpenAI's API.

@@ -28,6 +28,7 @@ const (
 // settings are what the model is built from: a Tandem configuration as far as Envoy needs it.
 type settings struct {
 	Dynamic       bool // over xDS, in pieces that can change
+	Late          bool // clusters may come after the listeners that lead to them
 	Listen, Admin address
 	Servers       servers
 	Engines       engines
@@ -106,7 +107,7 @@ func (s *settings) several() bool {
 func gather(c *configv1.Config, dynamic bool) (*settings, error) {
 	e := c.GetEnvoy()
 	s := &settings{
-		Dynamic: dynamic,
+		Dynamic: dynamic, Late: dynamic,
 		Bodies: bodies{
 			Mode: e.GetBodyMode(), Max: e.GetMaxBodyBytes(), Buffer: e.GetMaxBodyBytes() + bufferMargin,
 			BufferedFrom: bufferedFrom,
@@ -117,8 +118,7 @@ func gather(c *configv1.Config, dynamic bool) (*settings, error) {
 	}
 	s.serve(c.GetPools())
 	if dynamic {
-		s.Engines.Schemes, s.Pairs, s.Encodes, s.Answers = []scheme{{"http", ""}, {"https", "-https"}, {"h2c",
-			"-h2c"}}, true, true, true
+		s.serveAll()
 	}
 	var err error
 	if s.Listen, err = parse(e.GetListen()); err != nil {
@@ -172,6 +172,12 @@ func (s *settings) serve(pools []*configv1.Pool) {
 	s.Pairs = slices.ContainsFunc(pools, config.Concurrent)
 	s.Encodes = slices.ContainsFunc(pools, config.Encodes)
 	s.Answers = slices.ContainsFunc(pools, config.RewritesAnswers)
+}
+
+// serveAll sets what any pool may need, so that a change of pools changes nothing.
+func (s *settings) serveAll() {
+	s.Engines.Schemes = []scheme{{"http", ""}, {"https", "-https"}, {"h2c", "-h2c"}}
+	s.Pairs, s.Encodes, s.Answers = true, true, true
 }
 
 // Parts names what pools need of the bootstrap beyond what every bootstrap has: clusters for a scheme, listeners of

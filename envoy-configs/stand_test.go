@@ -28,6 +28,7 @@ import (
 
 	"tandem/e2e/loopback"
 	"tandem/internal/config"
+	configv1 "tandem/protos/config/v1"
 )
 
 // The stand: a real Envoy with what Bootstrap renders, two engines that record what they are sent, and, in place of Tandem,
@@ -71,6 +72,15 @@ type call struct {
 }
 
 func newStand(t *testing.T, text string, options ...grpc.ServerOption) *stand {
+	t.Helper()
+	return newStandOf(t, text, Bootstrap, options...)
+}
+
+// newStandOf starts Envoy with another bootstrap of the configuration.
+func newStandOf(
+	t *testing.T, text string, bootstrapOf func(*configv1.Config) ([]byte, error), options ...grpc.ServerOption,
+) *stand {
+	t.Helper()
 	s := &stand{client: &http.Client{
 		Timeout:       time.Minute,
 		CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse },
@@ -91,7 +101,7 @@ func newStand(t *testing.T, text string, options ...grpc.ServerOption) *stand {
 		"$REPLAN", replan.Listener.Addr().String()).Replace(text)
 	c, _, err := config.Parse([]byte(text))
 	require.NoError(t, err)
-	bootstrap, err := Bootstrap(c)
+	bootstrap, err := bootstrapOf(c)
 	require.NoError(t, err)
 	startEnvoy(t, bootstrap, admin)
 	s.URL = "http://" + address
