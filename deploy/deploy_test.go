@@ -52,13 +52,13 @@ func read(t *testing.T, file string) string {
 
 func TestManifests(t *testing.T) {
 	known := loadSchemas(t)
-	for _, pattern := range []string{"kustomize/base/*.yaml", "kustomize/overlays/*/*.yaml", "envoy-gateway/*.yaml", "inference-extension/*.yaml", "examples/*.yaml"} {
+	for _, pattern := range []string{"kustomize/base/*.yaml", "kustomize/overlays/*/*.yaml", "envoy-gateway/*.yaml", "envoy-gateway/extension/*.yaml", "inference-extension/*.yaml", "examples/*.yaml"} {
 		files, err := filepath.Glob(pattern)
 		require.NoError(t, err)
 		require.NotEmpty(t, files, pattern)
 		for _, file := range files {
 			switch filepath.Base(file) {
-			case "kustomization.yaml":
+			case "kustomization.yaml", "helm-values.yaml":
 			case "tandem.yaml":
 				_, _, err := config.Load(file)
 				require.NoError(t, err)
@@ -93,6 +93,23 @@ func TestBrokenManifests(t *testing.T) {
 		require.NotEmpty(t, found, c.broken)
 		require.Contains(t, strings.Join(found, "\n"), c.want)
 	}
+}
+
+// What the administrator of Envoy Gateway sets is what TestEnvoyGatewayExtension (e2e) runs with, but for the address.
+func TestExtensionSettings(t *testing.T) {
+	type settings struct {
+		ExtensionManager struct{ Hooks any }
+		EnvoyProxy       struct{ Bootstrap any }
+	}
+	var values struct {
+		Config struct{ EnvoyGateway settings }
+	}
+	var run settings
+	require.NoError(t, yaml.Unmarshal([]byte(read(t, "envoy-gateway/extension/helm-values.yaml")), &values))
+	require.NoError(t, yaml.Unmarshal([]byte(read(t, "../e2e/testdata/gateway/envoy-gateway.yaml")), &run))
+	require.NotNil(t, run.ExtensionManager.Hooks)
+	require.NotNil(t, run.EnvoyProxy.Bootstrap)
+	require.Equal(t, run, values.Config.EnvoyGateway)
 }
 
 // resources.yaml is what `tandem envoy --for envoy-gateway` prints, and override-host.yaml what it prints with that upstream.

@@ -6,8 +6,8 @@ import (
 	"strings"
 
 	"tandem/extproc/kvtransfer"
+	"tandem/internal/certificates"
 	"tandem/internal/config"
-	"tandem/internal/orders"
 	configv1 "tandem/protos/config/v1"
 )
 
@@ -23,11 +23,11 @@ func checkFiles(cfg *configv1.Config) (m config.Mistakes) {
 		add("tickets.keyFile", err)
 	}
 	if file := cfg.GetAdmin().GetTokenFile(); file != "" {
-		_, err := orders.ReadToken(file)
+		_, err := readToken(file)
 		add("admin.tokenFile", err)
 	}
 	if t := cfg.GetExtProc().GetTls(); t.GetMode() == "files" && t.GetCertFile() != "" && t.GetKeyFile() != "" {
-		_, err := newTLSFiles(t)
+		_, err := certificates.TLS(t)
 		add("extProc.tls", err)
 	}
 	r := cfg.GetState().GetRedis()

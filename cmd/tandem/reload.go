@@ -6,8 +6,10 @@ import (
 	"log/slog"
 	"maps"
 	"os"
+	"os/signal"
 	"slices"
 	"sync"
+	"syscall"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
@@ -17,6 +19,7 @@ import (
 	"tandem/extproc"
 	"tandem/extproc/kvtransfer"
 	"tandem/internal/config"
+	"tandem/internal/gatewayextension"
 	"tandem/internal/xds"
 	configv1 "tandem/protos/config/v1"
 )
@@ -28,11 +31,12 @@ const reloadEvery = time.Second
 // reloader puts changes of the configuration file, and of the ticket keys, in force while the server runs. A file that is
 // not valid changes nothing.
 type reloader struct {
-	file   string
-	fleet  *fleet
-	server *extproc.Server
-	xds    *xds.Server
-	log    *slog.Logger
+	file    string
+	fleet   *fleet
+	server  *extproc.Server
+	xds     *xds.Server
+	gateway *gatewayextension.Server
+	log     *slog.Logger
 
 	reloads *prometheus.CounterVec // result
 	last    prometheus.Gauge
@@ -43,11 +47,11 @@ type reloader struct {
 }
 
 func newReloader(
-	file string, cfg *configv1.Config, fleet *fleet, server *extproc.Server, xds *xds.Server, r prometheus.Registerer,
-	log *slog.Logger,
+	file string, cfg *configv1.Config, fleet *fleet, server *extproc.Server, xds *xds.Server,
+	gateway *gatewayextension.Server, r prometheus.Registerer, log *slog.Logger,
 ) *reloader {
 	l := &reloader{
-		file: file, config: cfg, fleet: fleet, server: server, xds: xds, log: log,
+		file: file, config: cfg, fleet: fleet, server: server, xds: xds, gateway: gateway, log: log,
 		reloads: prometheus.NewCounterVec(prometheus.CounterOpts{Name: "tandem_config_reloads_total",
 			Help: "Changes of the configuration or of the ticket keys that were taken up, by result (applied, refused)."}, []string{"result"}),
 		last: prometheus.NewGauge(prometheus.GaugeOpts{Name: "tandem_config_applied_timestamp_seconds",
@@ -85,6 +89,14 @@ func (r *reloader) run(ctx context.Context, now <-chan os.Signal) {
 			before = seen
 		}
 	}
+}
+
+// follow reloads when the files change, or on SIGHUP, until ctx ends.
+func (r *reloader) follow(ctx context.Context) {
+	hangup := make(chan os.Signal, 1)
+	signal.Notify(hangup, syscall.SIGHUP)
+	defer signal.Stop(hangup)
+	r.run(ctx, hangup)
 }
 
 // outdated reports whether the file has changed while the server started.
@@ -156,6 +168,9 @@ func (r *reloader) apply(ctx context.Context) ([]config.Change, error) {
 	config.TakeEnvoy(inForce, next)
 	resources, err := envoyconfigs.Dynamic(inForce)
 	if err != nil {
+		return nil, err
+	}
+	if err := r.gateway.Set(inForce); err != nil {
 		return nil, err
 	}
 	changes := config.Difference(r.config, next)

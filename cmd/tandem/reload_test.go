@@ -50,7 +50,7 @@ func startReloading(t *testing.T) *reloading {
 	r.registry = prometheus.NewRegistry()
 	envoys, err := newXDS(cfg, r.registry, log)
 	require.NoError(t, err)
-	r.reloader = newReloader(r.config, cfg, r.fleet, extproc.New(options, telemetry.NewMetrics(r.registry, r.fleet.state)), envoys, r.registry, log)
+	r.reloader = newReloader(r.config, cfg, r.fleet, extproc.New(options, telemetry.NewMetrics(r.registry, r.fleet.state)), envoys, nil, r.registry, log)
 	return r
 }
 

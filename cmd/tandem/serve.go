@@ -9,9 +9,7 @@ import (
 	"net"
 	"net/http"
 	"os"
-	"os/signal"
 	"runtime/debug"
-	"syscall"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -20,10 +18,10 @@ import (
 	"tandem/extproc"
 	"tandem/extproc/telemetry"
 	"tandem/internal/config"
+	"tandem/internal/gatewayextension"
 	"tandem/internal/grpcserver"
 	"tandem/internal/guard"
 	"tandem/internal/livecheck"
-	"tandem/internal/orders"
 	"tandem/internal/xds"
 	"tandem/kvstate/redisstore"
 	configv1 "tandem/protos/config/v1"
@@ -149,9 +147,7 @@ func runServer(ctx context.Context, file string, cfg *configv1.Config, set setti
 		return err
 	}
 	defer spans.close()
-	options.Tracer = spans.tracer()
-	options.Memory = newBudget()
-	registerMemory(registry, options.Memory)
+	options.Tracer, options.Memory = spans.tracer(), newBudget(registry)
 	metrics := telemetry.NewMetrics(registry, fleet.state)
 	server := extproc.New(options, metrics)
 	keep := guard.New(log, metrics.Panicked)
@@ -164,7 +160,11 @@ func runServer(ctx context.Context, file string, cfg *configv1.Config, set setti
 		Version: version(), State: fleet.state, Totals: metrics.Totals, Recent: server.Recent, Ready: health.Ready,
 		Sharing: fleet.sharing, Envoys: envoysOf(envoys),
 	})
-	grpcServer, err := newGRPC(cfg, server, envoys, health)
+	gateway, err := gatewayextension.New(cfg, registry, log)
+	if err != nil {
+		return err
+	}
+	grpcServer, extension, err := newGRPC(cfg, server, envoys, gateway, health)
 	if err != nil {
 		return err
 	}
@@ -172,10 +172,8 @@ func runServer(ctx context.Context, file string, cfg *configv1.Config, set setti
 	if err != nil {
 		return err
 	}
-	reload := newReloader(file, cfg, fleet, server, envoys, registry, log)
-	operator := &orders.Orders{
-		TokenFile: cfg.GetAdmin().GetTokenFile(), State: fleet.state, Reload: reload.reload, Replicas: fleet.operator, Log: log,
-	}
+	reload := newReloader(file, cfg, fleet, server, envoys, gateway, registry, log)
+	operator := &orders{tokenFile: cfg.GetAdmin().GetTokenFile(), state: fleet.state, reload: reload.reload, log: log}
 	replan := &http.Server{Handler: keep.HTTP("replan", replanPort(server, health)), ReadHeaderTimeout: 10 * time.Second, MaxHeaderBytes: 256 << 10, Protocols: cleartext()}
 	admin := &http.Server{Handler: keep.HTTP("admin", newAdmin(registry, health, server, fleet, operator, status.Handler(feed))), ReadHeaderTimeout: 10 * time.Second}
 
@@ -192,10 +190,8 @@ func runServer(ctx context.Context, file string, cfg *configv1.Config, set setti
 	if fleet.board != nil {
 		group.Go(func() error { return fleet.takeNotices(background, listeners[3], log) })
 	}
-	hangup := make(chan os.Signal, 1)
-	signal.Notify(hangup, syscall.SIGHUP)
-	defer signal.Stop(hangup)
-	group.Go(func() error { reload.run(background, hangup); return nil })
+	group.Go(func() error { return serveExtension(background, cfg, extension, listeners[len(listeners)-1]) })
+	group.Go(func() error { reload.follow(background); return nil })
 	log.Info("serving", "ext_proc", cfg.GetExtProc().GetListen(), "pools", len(cfg.GetPools()), "version", version())
 	kept := make(chan struct{})
 	group.Go(func() error {
@@ -217,11 +213,14 @@ func runServer(ctx context.Context, file string, cfg *configv1.Config, set setti
 	return nil
 }
 
-// ports are the addresses of ext_proc, replan, admin and, where there is a board, notices.
+// ports are the addresses of ext_proc, replan, admin and, where there is a board, notices, and the extension of Envoy Gateway.
 func ports(cfg *configv1.Config, fleet *fleet) []string {
 	out := []string{cfg.GetExtProc().GetListen(), cfg.GetReplan().GetListen(), cfg.GetAdmin().GetListen()}
 	if fleet.board != nil {
 		out = append(out, cfg.GetNotices().GetListen())
+	}
+	if g := cfg.GetEnvoyGateway(); g != nil {
+		out = append(out, g.GetListen())
 	}
 	return out
 }

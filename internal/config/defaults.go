@@ -5,6 +5,7 @@ import (
 	"net"
 	"net/netip"
 	"slices"
+	"strings"
 
 	"tandem/extproc/kvtransfer"
 	configv1 "tandem/protos/config/v1"
@@ -42,8 +43,30 @@ func SetDefaults(c *configv1.Config) {
 			sub(&c.Notices)
 		}
 	}
+	setGatewayDefaults(c)
 	if c.Notices != nil {
 		or(&c.Notices.Listen, "127.0.0.1:7500")
+	}
+}
+
+func setGatewayDefaults(c *configv1.Config) {
+	g := c.EnvoyGateway
+	if g == nil {
+		return
+	}
+	or(&g.Listen, "127.0.0.1:9004")
+	if len(g.Services) > 0 {
+		return
+	}
+	_, port, err := net.SplitHostPort(g.Listen)
+	if err != nil {
+		return // the validation reports it
+	}
+	for _, e := range c.Envoy.ExtProcs {
+		host, _, _ := net.SplitHostPort(e)
+		if labels := strings.Split(host, "."); len(labels) > 2 && labels[2] == "svc" {
+			g.Services = append(g.Services, labels[0]+"."+labels[1]+":"+port)
+		}
 	}
 }
 

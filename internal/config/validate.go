@@ -54,6 +54,28 @@ func checkListeners(v *validator, c *configv1.Config) {
 	if c.Notices != nil {
 		checkListen(v, "notices.listen", c.Notices.Listen)
 	}
+	checkGateway(v, c)
+}
+
+func checkGateway(v *validator, c *configv1.Config) {
+	g := c.EnvoyGateway
+	if g == nil {
+		return
+	}
+	checkListen(v, "envoyGateway.listen", g.Listen)
+	if len(g.Services) == 0 {
+		v.m.add("envoyGateway.services",
+			"is missing: name.namespace:port of Tandem's Service; envoy.extProcs names none (name.namespace.svc...)")
+	}
+	for i, s := range g.Services {
+		host, _, ok := checkAddress(v, fmt.Sprintf("envoyGateway.services[%d]", i), s)
+		if ok && strings.Count(host, ".") != 1 {
+			v.m.add(fmt.Sprintf("envoyGateway.services[%d]", i), "%.100q is not name.namespace:port", s)
+		}
+	}
+	if c.ExtProc.Protocol == "endpointPicker" {
+		v.m.add("envoyGateway", "does not go with extProc.protocol endpointPicker: leave one of them out")
+	}
 }
 
 func checkExtProc(v *validator, c *configv1.Config) {

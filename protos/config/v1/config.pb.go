@@ -42,6 +42,8 @@ type Config struct {
 	Pools []*Pool `protobuf:"bytes,7,rep,name=pools,proto3" json:"pools,omitempty"`
 	// Where LMCache's prefill engines send their transfer notifications. Absent: the defaults, if a pool needs it.
 	Notices *Notices `protobuf:"bytes,20,opt,name=notices,proto3" json:"notices,omitempty"`
+	// Tandem as an extension of Envoy Gateway. Absent: it is none.
+	EnvoyGateway *EnvoyGateway `protobuf:"bytes,41,opt,name=envoy_gateway,json=envoyGateway,proto3" json:"envoy_gateway,omitempty"`
 	// Traces of requests (OpenTelemetry). Absent: there are none, and they cost nothing.
 	Tracing       *Tracing `protobuf:"bytes,40,opt,name=tracing,proto3" json:"tracing,omitempty"`
 	unknownFields protoimpl.UnknownFields
@@ -134,6 +136,13 @@ func (x *Config) GetNotices() *Notices {
 	return nil
 }
 
+func (x *Config) GetEnvoyGateway() *EnvoyGateway {
+	if x != nil {
+		return x.EnvoyGateway
+	}
+	return nil
+}
+
 func (x *Config) GetTracing() *Tracing {
 	if x != nil {
 		return x.Tracing
@@ -196,6 +205,63 @@ func (x *Tracing) GetSampleRatio() float64 {
 	return 0
 }
 
+// Tandem as Envoy Gateway's extensionManager (docs/kubernetes.md).
+type EnvoyGateway struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// gRPC: Envoy Gateway's extension protocol. EnvoyExtensionPolicies name this port of Tandem's Service. It has the TLS
+	// of extProc. Default 127.0.0.1:9004.
+	Listen string `protobuf:"bytes,1,opt,name=listen,proto3" json:"listen,omitempty"`
+	// Tandem's names in EnvoyExtensionPolicies: name.namespace:port, of backendRefs. Default: what envoy.extProcs says of
+	// Services (name.namespace.svc...), with the port of listen.
+	Services      []string `protobuf:"bytes,2,rep,name=services,proto3" json:"services,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *EnvoyGateway) Reset() {
+	*x = EnvoyGateway{}
+	mi := &file_config_v1_config_proto_msgTypes[2]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *EnvoyGateway) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*EnvoyGateway) ProtoMessage() {}
+
+func (x *EnvoyGateway) ProtoReflect() protoreflect.Message {
+	mi := &file_config_v1_config_proto_msgTypes[2]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use EnvoyGateway.ProtoReflect.Descriptor instead.
+func (*EnvoyGateway) Descriptor() ([]byte, []int) {
+	return file_config_v1_config_proto_rawDescGZIP(), []int{2}
+}
+
+func (x *EnvoyGateway) GetListen() string {
+	if x != nil {
+		return x.Listen
+	}
+	return ""
+}
+
+func (x *EnvoyGateway) GetServices() []string {
+	if x != nil {
+		return x.Services
+	}
+	return nil
+}
+
 type Notices struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// ZeroMQ PULL: the engines' pd_proxy_host and pd_proxy_port (LMCache). Default 127.0.0.1:7500.
@@ -206,7 +272,7 @@ type Notices struct {
 
 func (x *Notices) Reset() {
 	*x = Notices{}
-	mi := &file_config_v1_config_proto_msgTypes[2]
+	mi := &file_config_v1_config_proto_msgTypes[3]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -218,7 +284,7 @@ func (x *Notices) String() string {
 func (*Notices) ProtoMessage() {}
 
 func (x *Notices) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[2]
+	mi := &file_config_v1_config_proto_msgTypes[3]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -231,7 +297,7 @@ func (x *Notices) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Notices.ProtoReflect.Descriptor instead.
 func (*Notices) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{2}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{3}
 }
 
 func (x *Notices) GetListen() string {
@@ -265,7 +331,7 @@ type ExtProc struct {
 
 func (x *ExtProc) Reset() {
 	*x = ExtProc{}
-	mi := &file_config_v1_config_proto_msgTypes[3]
+	mi := &file_config_v1_config_proto_msgTypes[4]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -277,7 +343,7 @@ func (x *ExtProc) String() string {
 func (*ExtProc) ProtoMessage() {}
 
 func (x *ExtProc) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[3]
+	mi := &file_config_v1_config_proto_msgTypes[4]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -290,7 +356,7 @@ func (x *ExtProc) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ExtProc.ProtoReflect.Descriptor instead.
 func (*ExtProc) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{3}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{4}
 }
 
 func (x *ExtProc) GetListen() string {
@@ -354,7 +420,7 @@ type EndpointPicker struct {
 
 func (x *EndpointPicker) Reset() {
 	*x = EndpointPicker{}
-	mi := &file_config_v1_config_proto_msgTypes[4]
+	mi := &file_config_v1_config_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -366,7 +432,7 @@ func (x *EndpointPicker) String() string {
 func (*EndpointPicker) ProtoMessage() {}
 
 func (x *EndpointPicker) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[4]
+	mi := &file_config_v1_config_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -379,7 +445,7 @@ func (x *EndpointPicker) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EndpointPicker.ProtoReflect.Descriptor instead.
 func (*EndpointPicker) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{4}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{5}
 }
 
 func (x *EndpointPicker) GetFallbacks() int32 {
@@ -421,7 +487,7 @@ type Tls struct {
 
 func (x *Tls) Reset() {
 	*x = Tls{}
-	mi := &file_config_v1_config_proto_msgTypes[5]
+	mi := &file_config_v1_config_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -433,7 +499,7 @@ func (x *Tls) String() string {
 func (*Tls) ProtoMessage() {}
 
 func (x *Tls) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[5]
+	mi := &file_config_v1_config_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -446,7 +512,7 @@ func (x *Tls) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Tls.ProtoReflect.Descriptor instead.
 func (*Tls) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{5}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *Tls) GetCertFile() string {
@@ -487,7 +553,7 @@ type Listener struct {
 
 func (x *Listener) Reset() {
 	*x = Listener{}
-	mi := &file_config_v1_config_proto_msgTypes[6]
+	mi := &file_config_v1_config_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -499,7 +565,7 @@ func (x *Listener) String() string {
 func (*Listener) ProtoMessage() {}
 
 func (x *Listener) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[6]
+	mi := &file_config_v1_config_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -512,7 +578,7 @@ func (x *Listener) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Listener.ProtoReflect.Descriptor instead.
 func (*Listener) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{6}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *Listener) GetListen() string {
@@ -537,7 +603,7 @@ type Admin struct {
 
 func (x *Admin) Reset() {
 	*x = Admin{}
-	mi := &file_config_v1_config_proto_msgTypes[7]
+	mi := &file_config_v1_config_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -549,7 +615,7 @@ func (x *Admin) String() string {
 func (*Admin) ProtoMessage() {}
 
 func (x *Admin) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[7]
+	mi := &file_config_v1_config_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -562,7 +628,7 @@ func (x *Admin) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Admin.ProtoReflect.Descriptor instead.
 func (*Admin) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{7}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *Admin) GetListen() string {
@@ -616,7 +682,7 @@ type Envoy struct {
 
 func (x *Envoy) Reset() {
 	*x = Envoy{}
-	mi := &file_config_v1_config_proto_msgTypes[8]
+	mi := &file_config_v1_config_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -628,7 +694,7 @@ func (x *Envoy) String() string {
 func (*Envoy) ProtoMessage() {}
 
 func (x *Envoy) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[8]
+	mi := &file_config_v1_config_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -641,7 +707,7 @@ func (x *Envoy) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Envoy.ProtoReflect.Descriptor instead.
 func (*Envoy) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{8}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *Envoy) GetListen() string {
@@ -731,7 +797,7 @@ type ClientTls struct {
 
 func (x *ClientTls) Reset() {
 	*x = ClientTls{}
-	mi := &file_config_v1_config_proto_msgTypes[9]
+	mi := &file_config_v1_config_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -743,7 +809,7 @@ func (x *ClientTls) String() string {
 func (*ClientTls) ProtoMessage() {}
 
 func (x *ClientTls) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[9]
+	mi := &file_config_v1_config_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -756,7 +822,7 @@ func (x *ClientTls) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ClientTls.ProtoReflect.Descriptor instead.
 func (*ClientTls) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{9}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *ClientTls) GetCaFile() string {
@@ -798,7 +864,7 @@ type State struct {
 
 func (x *State) Reset() {
 	*x = State{}
-	mi := &file_config_v1_config_proto_msgTypes[10]
+	mi := &file_config_v1_config_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -810,7 +876,7 @@ func (x *State) String() string {
 func (*State) ProtoMessage() {}
 
 func (x *State) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[10]
+	mi := &file_config_v1_config_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -823,7 +889,7 @@ func (x *State) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use State.ProtoReflect.Descriptor instead.
 func (*State) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{10}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *State) GetRedis() *Redis {
@@ -859,7 +925,7 @@ type Redis struct {
 
 func (x *Redis) Reset() {
 	*x = Redis{}
-	mi := &file_config_v1_config_proto_msgTypes[11]
+	mi := &file_config_v1_config_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -871,7 +937,7 @@ func (x *Redis) String() string {
 func (*Redis) ProtoMessage() {}
 
 func (x *Redis) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[11]
+	mi := &file_config_v1_config_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -884,7 +950,7 @@ func (x *Redis) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Redis.ProtoReflect.Descriptor instead.
 func (*Redis) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{11}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *Redis) GetUrl() string {
@@ -959,7 +1025,7 @@ type RedisTls struct {
 
 func (x *RedisTls) Reset() {
 	*x = RedisTls{}
-	mi := &file_config_v1_config_proto_msgTypes[12]
+	mi := &file_config_v1_config_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -971,7 +1037,7 @@ func (x *RedisTls) String() string {
 func (*RedisTls) ProtoMessage() {}
 
 func (x *RedisTls) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[12]
+	mi := &file_config_v1_config_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -984,7 +1050,7 @@ func (x *RedisTls) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RedisTls.ProtoReflect.Descriptor instead.
 func (*RedisTls) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{12}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *RedisTls) GetCaFile() string {
@@ -1029,7 +1095,7 @@ type Tickets struct {
 
 func (x *Tickets) Reset() {
 	*x = Tickets{}
-	mi := &file_config_v1_config_proto_msgTypes[13]
+	mi := &file_config_v1_config_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1041,7 +1107,7 @@ func (x *Tickets) String() string {
 func (*Tickets) ProtoMessage() {}
 
 func (x *Tickets) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[13]
+	mi := &file_config_v1_config_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1054,7 +1120,7 @@ func (x *Tickets) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Tickets.ProtoReflect.Descriptor instead.
 func (*Tickets) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{13}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *Tickets) GetKeyFile() string {
@@ -1188,7 +1254,7 @@ type Pool struct {
 
 func (x *Pool) Reset() {
 	*x = Pool{}
-	mi := &file_config_v1_config_proto_msgTypes[14]
+	mi := &file_config_v1_config_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1200,7 +1266,7 @@ func (x *Pool) String() string {
 func (*Pool) ProtoMessage() {}
 
 func (x *Pool) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[14]
+	mi := &file_config_v1_config_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1213,7 +1279,7 @@ func (x *Pool) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Pool.ProtoReflect.Descriptor instead.
 func (*Pool) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{14}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *Pool) GetName() string {
@@ -1457,7 +1523,7 @@ type Encode struct {
 
 func (x *Encode) Reset() {
 	*x = Encode{}
-	mi := &file_config_v1_config_proto_msgTypes[15]
+	mi := &file_config_v1_config_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1469,7 +1535,7 @@ func (x *Encode) String() string {
 func (*Encode) ProtoMessage() {}
 
 func (x *Encode) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[15]
+	mi := &file_config_v1_config_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1482,7 +1548,7 @@ func (x *Encode) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Encode.ProtoReflect.Descriptor instead.
 func (*Encode) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{15}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *Encode) GetTimeout() string {
@@ -1507,7 +1573,7 @@ type Queue struct {
 
 func (x *Queue) Reset() {
 	*x = Queue{}
-	mi := &file_config_v1_config_proto_msgTypes[16]
+	mi := &file_config_v1_config_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1519,7 +1585,7 @@ func (x *Queue) String() string {
 func (*Queue) ProtoMessage() {}
 
 func (x *Queue) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[16]
+	mi := &file_config_v1_config_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1532,7 +1598,7 @@ func (x *Queue) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Queue.ProtoReflect.Descriptor instead.
 func (*Queue) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{16}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *Queue) GetMaxWait() string {
@@ -1571,7 +1637,7 @@ type Objectives struct {
 
 func (x *Objectives) Reset() {
 	*x = Objectives{}
-	mi := &file_config_v1_config_proto_msgTypes[17]
+	mi := &file_config_v1_config_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1583,7 +1649,7 @@ func (x *Objectives) String() string {
 func (*Objectives) ProtoMessage() {}
 
 func (x *Objectives) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[17]
+	mi := &file_config_v1_config_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1596,7 +1662,7 @@ func (x *Objectives) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Objectives.ProtoReflect.Descriptor instead.
 func (*Objectives) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{17}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *Objectives) GetFromHeaders() bool {
@@ -1643,7 +1709,7 @@ type Objective struct {
 
 func (x *Objective) Reset() {
 	*x = Objective{}
-	mi := &file_config_v1_config_proto_msgTypes[18]
+	mi := &file_config_v1_config_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1655,7 +1721,7 @@ func (x *Objective) String() string {
 func (*Objective) ProtoMessage() {}
 
 func (x *Objective) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[18]
+	mi := &file_config_v1_config_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1668,7 +1734,7 @@ func (x *Objective) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Objective.ProtoReflect.Descriptor instead.
 func (*Objective) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{18}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *Objective) GetName() string {
@@ -1710,7 +1776,7 @@ type Registration struct {
 
 func (x *Registration) Reset() {
 	*x = Registration{}
-	mi := &file_config_v1_config_proto_msgTypes[19]
+	mi := &file_config_v1_config_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1722,7 +1788,7 @@ func (x *Registration) String() string {
 func (*Registration) ProtoMessage() {}
 
 func (x *Registration) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[19]
+	mi := &file_config_v1_config_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1735,7 +1801,7 @@ func (x *Registration) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Registration.ProtoReflect.Descriptor instead.
 func (*Registration) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{19}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *Registration) GetListen() string {
@@ -1760,7 +1826,7 @@ type SessionKey struct {
 
 func (x *SessionKey) Reset() {
 	*x = SessionKey{}
-	mi := &file_config_v1_config_proto_msgTypes[20]
+	mi := &file_config_v1_config_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1772,7 +1838,7 @@ func (x *SessionKey) String() string {
 func (*SessionKey) ProtoMessage() {}
 
 func (x *SessionKey) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[20]
+	mi := &file_config_v1_config_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1785,7 +1851,7 @@ func (x *SessionKey) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SessionKey.ProtoReflect.Descriptor instead.
 func (*SessionKey) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{20}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *SessionKey) GetHeader() string {
@@ -1830,7 +1896,7 @@ type NIXL struct {
 
 func (x *NIXL) Reset() {
 	*x = NIXL{}
-	mi := &file_config_v1_config_proto_msgTypes[21]
+	mi := &file_config_v1_config_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1842,7 +1908,7 @@ func (x *NIXL) String() string {
 func (*NIXL) ProtoMessage() {}
 
 func (x *NIXL) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[21]
+	mi := &file_config_v1_config_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1855,7 +1921,7 @@ func (x *NIXL) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use NIXL.ProtoReflect.Descriptor instead.
 func (*NIXL) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{21}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *NIXL) GetReuseTokenIds() bool {
@@ -1898,7 +1964,7 @@ type LMCache struct {
 
 func (x *LMCache) Reset() {
 	*x = LMCache{}
-	mi := &file_config_v1_config_proto_msgTypes[22]
+	mi := &file_config_v1_config_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1910,7 +1976,7 @@ func (x *LMCache) String() string {
 func (*LMCache) ProtoMessage() {}
 
 func (x *LMCache) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[22]
+	mi := &file_config_v1_config_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1923,7 +1989,7 @@ func (x *LMCache) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LMCache.ProtoReflect.Descriptor instead.
 func (*LMCache) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{22}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *LMCache) GetNoticeTimeout() string {
@@ -1961,7 +2027,7 @@ type Orchestrated struct {
 
 func (x *Orchestrated) Reset() {
 	*x = Orchestrated{}
-	mi := &file_config_v1_config_proto_msgTypes[23]
+	mi := &file_config_v1_config_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1973,7 +2039,7 @@ func (x *Orchestrated) String() string {
 func (*Orchestrated) ProtoMessage() {}
 
 func (x *Orchestrated) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[23]
+	mi := &file_config_v1_config_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1986,7 +2052,7 @@ func (x *Orchestrated) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Orchestrated.ProtoReflect.Descriptor instead.
 func (*Orchestrated) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{23}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *Orchestrated) GetKey() string {
@@ -2031,7 +2097,7 @@ type KvEvents struct {
 
 func (x *KvEvents) Reset() {
 	*x = KvEvents{}
-	mi := &file_config_v1_config_proto_msgTypes[24]
+	mi := &file_config_v1_config_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2043,7 +2109,7 @@ func (x *KvEvents) String() string {
 func (*KvEvents) ProtoMessage() {}
 
 func (x *KvEvents) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[24]
+	mi := &file_config_v1_config_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2056,7 +2122,7 @@ func (x *KvEvents) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use KvEvents.ProtoReflect.Descriptor instead.
 func (*KvEvents) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{24}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *KvEvents) GetPort() int32 {
@@ -2125,7 +2191,7 @@ type Discovery struct {
 
 func (x *Discovery) Reset() {
 	*x = Discovery{}
-	mi := &file_config_v1_config_proto_msgTypes[25]
+	mi := &file_config_v1_config_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2137,7 +2203,7 @@ func (x *Discovery) String() string {
 func (*Discovery) ProtoMessage() {}
 
 func (x *Discovery) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[25]
+	mi := &file_config_v1_config_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2150,7 +2216,7 @@ func (x *Discovery) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Discovery.ProtoReflect.Descriptor instead.
 func (*Discovery) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{25}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *Discovery) GetFile() *FileDiscovery {
@@ -2194,7 +2260,7 @@ type FileDiscovery struct {
 
 func (x *FileDiscovery) Reset() {
 	*x = FileDiscovery{}
-	mi := &file_config_v1_config_proto_msgTypes[26]
+	mi := &file_config_v1_config_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2206,7 +2272,7 @@ func (x *FileDiscovery) String() string {
 func (*FileDiscovery) ProtoMessage() {}
 
 func (x *FileDiscovery) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[26]
+	mi := &file_config_v1_config_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2219,7 +2285,7 @@ func (x *FileDiscovery) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use FileDiscovery.ProtoReflect.Descriptor instead.
 func (*FileDiscovery) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{26}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *FileDiscovery) GetPath() string {
@@ -2256,7 +2322,7 @@ type NameDiscovery struct {
 
 func (x *NameDiscovery) Reset() {
 	*x = NameDiscovery{}
-	mi := &file_config_v1_config_proto_msgTypes[27]
+	mi := &file_config_v1_config_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2268,7 +2334,7 @@ func (x *NameDiscovery) String() string {
 func (*NameDiscovery) ProtoMessage() {}
 
 func (x *NameDiscovery) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[27]
+	mi := &file_config_v1_config_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2281,7 +2347,7 @@ func (x *NameDiscovery) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use NameDiscovery.ProtoReflect.Descriptor instead.
 func (*NameDiscovery) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{27}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *NameDiscovery) GetName() string {
@@ -2344,7 +2410,7 @@ type KubernetesDiscovery struct {
 
 func (x *KubernetesDiscovery) Reset() {
 	*x = KubernetesDiscovery{}
-	mi := &file_config_v1_config_proto_msgTypes[28]
+	mi := &file_config_v1_config_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2356,7 +2422,7 @@ func (x *KubernetesDiscovery) String() string {
 func (*KubernetesDiscovery) ProtoMessage() {}
 
 func (x *KubernetesDiscovery) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[28]
+	mi := &file_config_v1_config_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2369,7 +2435,7 @@ func (x *KubernetesDiscovery) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use KubernetesDiscovery.ProtoReflect.Descriptor instead.
 func (*KubernetesDiscovery) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{28}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *KubernetesDiscovery) GetNamespace() string {
@@ -2425,7 +2491,7 @@ type InferencePoolDiscovery struct {
 
 func (x *InferencePoolDiscovery) Reset() {
 	*x = InferencePoolDiscovery{}
-	mi := &file_config_v1_config_proto_msgTypes[29]
+	mi := &file_config_v1_config_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2437,7 +2503,7 @@ func (x *InferencePoolDiscovery) String() string {
 func (*InferencePoolDiscovery) ProtoMessage() {}
 
 func (x *InferencePoolDiscovery) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[29]
+	mi := &file_config_v1_config_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2450,7 +2516,7 @@ func (x *InferencePoolDiscovery) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use InferencePoolDiscovery.ProtoReflect.Descriptor instead.
 func (*InferencePoolDiscovery) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{29}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *InferencePoolDiscovery) GetNamespace() string {
@@ -2513,7 +2579,7 @@ type PodLabels struct {
 
 func (x *PodLabels) Reset() {
 	*x = PodLabels{}
-	mi := &file_config_v1_config_proto_msgTypes[30]
+	mi := &file_config_v1_config_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2525,7 +2591,7 @@ func (x *PodLabels) String() string {
 func (*PodLabels) ProtoMessage() {}
 
 func (x *PodLabels) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[30]
+	mi := &file_config_v1_config_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2538,7 +2604,7 @@ func (x *PodLabels) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PodLabels.ProtoReflect.Descriptor instead.
 func (*PodLabels) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{30}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *PodLabels) GetConvention() string {
@@ -2625,7 +2691,7 @@ type PrefillTimeout struct {
 
 func (x *PrefillTimeout) Reset() {
 	*x = PrefillTimeout{}
-	mi := &file_config_v1_config_proto_msgTypes[31]
+	mi := &file_config_v1_config_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2637,7 +2703,7 @@ func (x *PrefillTimeout) String() string {
 func (*PrefillTimeout) ProtoMessage() {}
 
 func (x *PrefillTimeout) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[31]
+	mi := &file_config_v1_config_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2650,7 +2716,7 @@ func (x *PrefillTimeout) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PrefillTimeout.ProtoReflect.Descriptor instead.
 func (*PrefillTimeout) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{31}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{32}
 }
 
 func (x *PrefillTimeout) GetBase() string {
@@ -2714,7 +2780,7 @@ type Endpoint struct {
 
 func (x *Endpoint) Reset() {
 	*x = Endpoint{}
-	mi := &file_config_v1_config_proto_msgTypes[32]
+	mi := &file_config_v1_config_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2726,7 +2792,7 @@ func (x *Endpoint) String() string {
 func (*Endpoint) ProtoMessage() {}
 
 func (x *Endpoint) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[32]
+	mi := &file_config_v1_config_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2739,7 +2805,7 @@ func (x *Endpoint) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Endpoint.ProtoReflect.Descriptor instead.
 func (*Endpoint) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{32}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{33}
 }
 
 func (x *Endpoint) GetAddress() string {
@@ -2876,7 +2942,7 @@ type Transfer struct {
 
 func (x *Transfer) Reset() {
 	*x = Transfer{}
-	mi := &file_config_v1_config_proto_msgTypes[33]
+	mi := &file_config_v1_config_proto_msgTypes[34]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2888,7 +2954,7 @@ func (x *Transfer) String() string {
 func (*Transfer) ProtoMessage() {}
 
 func (x *Transfer) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[33]
+	mi := &file_config_v1_config_proto_msgTypes[34]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2901,7 +2967,7 @@ func (x *Transfer) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Transfer.ProtoReflect.Descriptor instead.
 func (*Transfer) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{33}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{34}
 }
 
 func (x *Transfer) GetHost() string {
@@ -2979,7 +3045,7 @@ type LMCacheReceiver struct {
 
 func (x *LMCacheReceiver) Reset() {
 	*x = LMCacheReceiver{}
-	mi := &file_config_v1_config_proto_msgTypes[34]
+	mi := &file_config_v1_config_proto_msgTypes[35]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2991,7 +3057,7 @@ func (x *LMCacheReceiver) String() string {
 func (*LMCacheReceiver) ProtoMessage() {}
 
 func (x *LMCacheReceiver) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[34]
+	mi := &file_config_v1_config_proto_msgTypes[35]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3004,7 +3070,7 @@ func (x *LMCacheReceiver) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LMCacheReceiver.ProtoReflect.Descriptor instead.
 func (*LMCacheReceiver) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{34}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{35}
 }
 
 func (x *LMCacheReceiver) GetInitPort() int32 {
@@ -3039,7 +3105,7 @@ var File_config_v1_config_proto protoreflect.FileDescriptor
 
 const file_config_v1_config_proto_rawDesc = "" +
 	"\n" +
-	"\x16config/v1/config.proto\x12\x10tandem.config.v1\"\xcc\x03\n" +
+	"\x16config/v1/config.proto\x12\x10tandem.config.v1\"\x91\x04\n" +
 	"\x06Config\x124\n" +
 	"\bext_proc\x18\x01 \x01(\v2\x19.tandem.config.v1.ExtProcR\aextProc\x122\n" +
 	"\x06replan\x18\x02 \x01(\v2\x1a.tandem.config.v1.ListenerR\x06replan\x12-\n" +
@@ -3048,12 +3114,16 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\x05state\x18\x05 \x01(\v2\x17.tandem.config.v1.StateR\x05state\x123\n" +
 	"\atickets\x18\x06 \x01(\v2\x19.tandem.config.v1.TicketsR\atickets\x12,\n" +
 	"\x05pools\x18\a \x03(\v2\x16.tandem.config.v1.PoolR\x05pools\x123\n" +
-	"\anotices\x18\x14 \x01(\v2\x19.tandem.config.v1.NoticesR\anotices\x123\n" +
+	"\anotices\x18\x14 \x01(\v2\x19.tandem.config.v1.NoticesR\anotices\x12C\n" +
+	"\renvoy_gateway\x18) \x01(\v2\x1e.tandem.config.v1.EnvoyGatewayR\fenvoyGateway\x123\n" +
 	"\atracing\x18( \x01(\v2\x19.tandem.config.v1.TracingR\atracing\"^\n" +
 	"\aTracing\x12\x1a\n" +
 	"\bendpoint\x18\x01 \x01(\tR\bendpoint\x12&\n" +
 	"\fsample_ratio\x18\x02 \x01(\x01H\x00R\vsampleRatio\x88\x01\x01B\x0f\n" +
-	"\r_sample_ratio\"!\n" +
+	"\r_sample_ratio\"B\n" +
+	"\fEnvoyGateway\x12\x16\n" +
+	"\x06listen\x18\x01 \x01(\tR\x06listen\x12\x1a\n" +
+	"\bservices\x18\x02 \x03(\tR\bservices\"!\n" +
 	"\aNotices\x12\x16\n" +
 	"\x06listen\x18\x01 \x01(\tR\x06listen\"\x8a\x02\n" +
 	"\aExtProc\x12\x16\n" +
@@ -3298,87 +3368,89 @@ func file_config_v1_config_proto_rawDescGZIP() []byte {
 	return file_config_v1_config_proto_rawDescData
 }
 
-var file_config_v1_config_proto_msgTypes = make([]protoimpl.MessageInfo, 35)
+var file_config_v1_config_proto_msgTypes = make([]protoimpl.MessageInfo, 36)
 var file_config_v1_config_proto_goTypes = []any{
 	(*Config)(nil),                 // 0: tandem.config.v1.Config
 	(*Tracing)(nil),                // 1: tandem.config.v1.Tracing
-	(*Notices)(nil),                // 2: tandem.config.v1.Notices
-	(*ExtProc)(nil),                // 3: tandem.config.v1.ExtProc
-	(*EndpointPicker)(nil),         // 4: tandem.config.v1.EndpointPicker
-	(*Tls)(nil),                    // 5: tandem.config.v1.Tls
-	(*Listener)(nil),               // 6: tandem.config.v1.Listener
-	(*Admin)(nil),                  // 7: tandem.config.v1.Admin
-	(*Envoy)(nil),                  // 8: tandem.config.v1.Envoy
-	(*ClientTls)(nil),              // 9: tandem.config.v1.ClientTls
-	(*State)(nil),                  // 10: tandem.config.v1.State
-	(*Redis)(nil),                  // 11: tandem.config.v1.Redis
-	(*RedisTls)(nil),               // 12: tandem.config.v1.RedisTls
-	(*Tickets)(nil),                // 13: tandem.config.v1.Tickets
-	(*Pool)(nil),                   // 14: tandem.config.v1.Pool
-	(*Encode)(nil),                 // 15: tandem.config.v1.Encode
-	(*Queue)(nil),                  // 16: tandem.config.v1.Queue
-	(*Objectives)(nil),             // 17: tandem.config.v1.Objectives
-	(*Objective)(nil),              // 18: tandem.config.v1.Objective
-	(*Registration)(nil),           // 19: tandem.config.v1.Registration
-	(*SessionKey)(nil),             // 20: tandem.config.v1.SessionKey
-	(*NIXL)(nil),                   // 21: tandem.config.v1.NIXL
-	(*LMCache)(nil),                // 22: tandem.config.v1.LMCache
-	(*Orchestrated)(nil),           // 23: tandem.config.v1.Orchestrated
-	(*KvEvents)(nil),               // 24: tandem.config.v1.KvEvents
-	(*Discovery)(nil),              // 25: tandem.config.v1.Discovery
-	(*FileDiscovery)(nil),          // 26: tandem.config.v1.FileDiscovery
-	(*NameDiscovery)(nil),          // 27: tandem.config.v1.NameDiscovery
-	(*KubernetesDiscovery)(nil),    // 28: tandem.config.v1.KubernetesDiscovery
-	(*InferencePoolDiscovery)(nil), // 29: tandem.config.v1.InferencePoolDiscovery
-	(*PodLabels)(nil),              // 30: tandem.config.v1.PodLabels
-	(*PrefillTimeout)(nil),         // 31: tandem.config.v1.PrefillTimeout
-	(*Endpoint)(nil),               // 32: tandem.config.v1.Endpoint
-	(*Transfer)(nil),               // 33: tandem.config.v1.Transfer
-	(*LMCacheReceiver)(nil),        // 34: tandem.config.v1.LMCacheReceiver
+	(*EnvoyGateway)(nil),           // 2: tandem.config.v1.EnvoyGateway
+	(*Notices)(nil),                // 3: tandem.config.v1.Notices
+	(*ExtProc)(nil),                // 4: tandem.config.v1.ExtProc
+	(*EndpointPicker)(nil),         // 5: tandem.config.v1.EndpointPicker
+	(*Tls)(nil),                    // 6: tandem.config.v1.Tls
+	(*Listener)(nil),               // 7: tandem.config.v1.Listener
+	(*Admin)(nil),                  // 8: tandem.config.v1.Admin
+	(*Envoy)(nil),                  // 9: tandem.config.v1.Envoy
+	(*ClientTls)(nil),              // 10: tandem.config.v1.ClientTls
+	(*State)(nil),                  // 11: tandem.config.v1.State
+	(*Redis)(nil),                  // 12: tandem.config.v1.Redis
+	(*RedisTls)(nil),               // 13: tandem.config.v1.RedisTls
+	(*Tickets)(nil),                // 14: tandem.config.v1.Tickets
+	(*Pool)(nil),                   // 15: tandem.config.v1.Pool
+	(*Encode)(nil),                 // 16: tandem.config.v1.Encode
+	(*Queue)(nil),                  // 17: tandem.config.v1.Queue
+	(*Objectives)(nil),             // 18: tandem.config.v1.Objectives
+	(*Objective)(nil),              // 19: tandem.config.v1.Objective
+	(*Registration)(nil),           // 20: tandem.config.v1.Registration
+	(*SessionKey)(nil),             // 21: tandem.config.v1.SessionKey
+	(*NIXL)(nil),                   // 22: tandem.config.v1.NIXL
+	(*LMCache)(nil),                // 23: tandem.config.v1.LMCache
+	(*Orchestrated)(nil),           // 24: tandem.config.v1.Orchestrated
+	(*KvEvents)(nil),               // 25: tandem.config.v1.KvEvents
+	(*Discovery)(nil),              // 26: tandem.config.v1.Discovery
+	(*FileDiscovery)(nil),          // 27: tandem.config.v1.FileDiscovery
+	(*NameDiscovery)(nil),          // 28: tandem.config.v1.NameDiscovery
+	(*KubernetesDiscovery)(nil),    // 29: tandem.config.v1.KubernetesDiscovery
+	(*InferencePoolDiscovery)(nil), // 30: tandem.config.v1.InferencePoolDiscovery
+	(*PodLabels)(nil),              // 31: tandem.config.v1.PodLabels
+	(*PrefillTimeout)(nil),         // 32: tandem.config.v1.PrefillTimeout
+	(*Endpoint)(nil),               // 33: tandem.config.v1.Endpoint
+	(*Transfer)(nil),               // 34: tandem.config.v1.Transfer
+	(*LMCacheReceiver)(nil),        // 35: tandem.config.v1.LMCacheReceiver
 }
 var file_config_v1_config_proto_depIdxs = []int32{
-	3,  // 0: tandem.config.v1.Config.ext_proc:type_name -> tandem.config.v1.ExtProc
-	6,  // 1: tandem.config.v1.Config.replan:type_name -> tandem.config.v1.Listener
-	7,  // 2: tandem.config.v1.Config.admin:type_name -> tandem.config.v1.Admin
-	8,  // 3: tandem.config.v1.Config.envoy:type_name -> tandem.config.v1.Envoy
-	10, // 4: tandem.config.v1.Config.state:type_name -> tandem.config.v1.State
-	13, // 5: tandem.config.v1.Config.tickets:type_name -> tandem.config.v1.Tickets
-	14, // 6: tandem.config.v1.Config.pools:type_name -> tandem.config.v1.Pool
-	2,  // 7: tandem.config.v1.Config.notices:type_name -> tandem.config.v1.Notices
-	1,  // 8: tandem.config.v1.Config.tracing:type_name -> tandem.config.v1.Tracing
-	5,  // 9: tandem.config.v1.ExtProc.tls:type_name -> tandem.config.v1.Tls
-	4,  // 10: tandem.config.v1.ExtProc.endpoint_picker:type_name -> tandem.config.v1.EndpointPicker
-	9,  // 11: tandem.config.v1.Envoy.ext_proc_tls:type_name -> tandem.config.v1.ClientTls
-	9,  // 12: tandem.config.v1.Envoy.endpoint_tls:type_name -> tandem.config.v1.ClientTls
-	11, // 13: tandem.config.v1.State.redis:type_name -> tandem.config.v1.Redis
-	12, // 14: tandem.config.v1.Redis.tls:type_name -> tandem.config.v1.RedisTls
-	31, // 15: tandem.config.v1.Pool.prefill_timeout:type_name -> tandem.config.v1.PrefillTimeout
-	32, // 16: tandem.config.v1.Pool.endpoints:type_name -> tandem.config.v1.Endpoint
-	20, // 17: tandem.config.v1.Pool.session:type_name -> tandem.config.v1.SessionKey
-	19, // 18: tandem.config.v1.Pool.registration:type_name -> tandem.config.v1.Registration
-	22, // 19: tandem.config.v1.Pool.lmcache:type_name -> tandem.config.v1.LMCache
-	23, // 20: tandem.config.v1.Pool.orchestrated:type_name -> tandem.config.v1.Orchestrated
-	21, // 21: tandem.config.v1.Pool.nixl:type_name -> tandem.config.v1.NIXL
-	24, // 22: tandem.config.v1.Pool.kv_events:type_name -> tandem.config.v1.KvEvents
-	25, // 23: tandem.config.v1.Pool.discovery:type_name -> tandem.config.v1.Discovery
-	16, // 24: tandem.config.v1.Pool.queue:type_name -> tandem.config.v1.Queue
-	17, // 25: tandem.config.v1.Pool.objectives:type_name -> tandem.config.v1.Objectives
-	15, // 26: tandem.config.v1.Pool.encode:type_name -> tandem.config.v1.Encode
-	18, // 27: tandem.config.v1.Objectives.default:type_name -> tandem.config.v1.Objective
-	18, // 28: tandem.config.v1.Objectives.named:type_name -> tandem.config.v1.Objective
-	26, // 29: tandem.config.v1.Discovery.file:type_name -> tandem.config.v1.FileDiscovery
-	27, // 30: tandem.config.v1.Discovery.dns:type_name -> tandem.config.v1.NameDiscovery
-	28, // 31: tandem.config.v1.Discovery.kubernetes:type_name -> tandem.config.v1.KubernetesDiscovery
-	29, // 32: tandem.config.v1.Discovery.inference_pool:type_name -> tandem.config.v1.InferencePoolDiscovery
-	30, // 33: tandem.config.v1.KubernetesDiscovery.labels:type_name -> tandem.config.v1.PodLabels
-	30, // 34: tandem.config.v1.InferencePoolDiscovery.labels:type_name -> tandem.config.v1.PodLabels
-	33, // 35: tandem.config.v1.Endpoint.transfer:type_name -> tandem.config.v1.Transfer
-	34, // 36: tandem.config.v1.Endpoint.lmcache:type_name -> tandem.config.v1.LMCacheReceiver
-	37, // [37:37] is the sub-list for method output_type
-	37, // [37:37] is the sub-list for method input_type
-	37, // [37:37] is the sub-list for extension type_name
-	37, // [37:37] is the sub-list for extension extendee
-	0,  // [0:37] is the sub-list for field type_name
+	4,  // 0: tandem.config.v1.Config.ext_proc:type_name -> tandem.config.v1.ExtProc
+	7,  // 1: tandem.config.v1.Config.replan:type_name -> tandem.config.v1.Listener
+	8,  // 2: tandem.config.v1.Config.admin:type_name -> tandem.config.v1.Admin
+	9,  // 3: tandem.config.v1.Config.envoy:type_name -> tandem.config.v1.Envoy
+	11, // 4: tandem.config.v1.Config.state:type_name -> tandem.config.v1.State
+	14, // 5: tandem.config.v1.Config.tickets:type_name -> tandem.config.v1.Tickets
+	15, // 6: tandem.config.v1.Config.pools:type_name -> tandem.config.v1.Pool
+	3,  // 7: tandem.config.v1.Config.notices:type_name -> tandem.config.v1.Notices
+	2,  // 8: tandem.config.v1.Config.envoy_gateway:type_name -> tandem.config.v1.EnvoyGateway
+	1,  // 9: tandem.config.v1.Config.tracing:type_name -> tandem.config.v1.Tracing
+	6,  // 10: tandem.config.v1.ExtProc.tls:type_name -> tandem.config.v1.Tls
+	5,  // 11: tandem.config.v1.ExtProc.endpoint_picker:type_name -> tandem.config.v1.EndpointPicker
+	10, // 12: tandem.config.v1.Envoy.ext_proc_tls:type_name -> tandem.config.v1.ClientTls
+	10, // 13: tandem.config.v1.Envoy.endpoint_tls:type_name -> tandem.config.v1.ClientTls
+	12, // 14: tandem.config.v1.State.redis:type_name -> tandem.config.v1.Redis
+	13, // 15: tandem.config.v1.Redis.tls:type_name -> tandem.config.v1.RedisTls
+	32, // 16: tandem.config.v1.Pool.prefill_timeout:type_name -> tandem.config.v1.PrefillTimeout
+	33, // 17: tandem.config.v1.Pool.endpoints:type_name -> tandem.config.v1.Endpoint
+	21, // 18: tandem.config.v1.Pool.session:type_name -> tandem.config.v1.SessionKey
+	20, // 19: tandem.config.v1.Pool.registration:type_name -> tandem.config.v1.Registration
+	23, // 20: tandem.config.v1.Pool.lmcache:type_name -> tandem.config.v1.LMCache
+	24, // 21: tandem.config.v1.Pool.orchestrated:type_name -> tandem.config.v1.Orchestrated
+	22, // 22: tandem.config.v1.Pool.nixl:type_name -> tandem.config.v1.NIXL
+	25, // 23: tandem.config.v1.Pool.kv_events:type_name -> tandem.config.v1.KvEvents
+	26, // 24: tandem.config.v1.Pool.discovery:type_name -> tandem.config.v1.Discovery
+	17, // 25: tandem.config.v1.Pool.queue:type_name -> tandem.config.v1.Queue
+	18, // 26: tandem.config.v1.Pool.objectives:type_name -> tandem.config.v1.Objectives
+	16, // 27: tandem.config.v1.Pool.encode:type_name -> tandem.config.v1.Encode
+	19, // 28: tandem.config.v1.Objectives.default:type_name -> tandem.config.v1.Objective
+	19, // 29: tandem.config.v1.Objectives.named:type_name -> tandem.config.v1.Objective
+	27, // 30: tandem.config.v1.Discovery.file:type_name -> tandem.config.v1.FileDiscovery
+	28, // 31: tandem.config.v1.Discovery.dns:type_name -> tandem.config.v1.NameDiscovery
+	29, // 32: tandem.config.v1.Discovery.kubernetes:type_name -> tandem.config.v1.KubernetesDiscovery
+	30, // 33: tandem.config.v1.Discovery.inference_pool:type_name -> tandem.config.v1.InferencePoolDiscovery
+	31, // 34: tandem.config.v1.KubernetesDiscovery.labels:type_name -> tandem.config.v1.PodLabels
+	31, // 35: tandem.config.v1.InferencePoolDiscovery.labels:type_name -> tandem.config.v1.PodLabels
+	34, // 36: tandem.config.v1.Endpoint.transfer:type_name -> tandem.config.v1.Transfer
+	35, // 37: tandem.config.v1.Endpoint.lmcache:type_name -> tandem.config.v1.LMCacheReceiver
+	38, // [38:38] is the sub-list for method output_type
+	38, // [38:38] is the sub-list for method input_type
+	38, // [38:38] is the sub-list for extension type_name
+	38, // [38:38] is the sub-list for extension extendee
+	0,  // [0:38] is the sub-list for field type_name
 }
 
 func init() { file_config_v1_config_proto_init() }
@@ -3387,14 +3459,14 @@ func file_config_v1_config_proto_init() {
 		return
 	}
 	file_config_v1_config_proto_msgTypes[1].OneofWrappers = []any{}
-	file_config_v1_config_proto_msgTypes[32].OneofWrappers = []any{}
+	file_config_v1_config_proto_msgTypes[33].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_config_v1_config_proto_rawDesc), len(file_config_v1_config_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   35,
+			NumMessages:   36,
 			NumExtensions: 0,
 			NumServices:   0,
 		},

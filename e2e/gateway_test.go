@@ -1,0 +1,355 @@
+package e2e
+
+import (
+	"bytes"
+	"context"
+	"crypto"
+	"crypto/ecdsa"
+	"crypto/elliptic"
+	"crypto/rand"
+	"crypto/rsa"
+	"crypto/sha256"
+	"crypto/tls"
+	"crypto/x509"
+	"encoding/base64"
+	"encoding/json"
+	"encoding/pem"
+	"fmt"
+	"io"
+	"math/big"
+	"net"
+	"net/http"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/credentials/insecure"
+	"google.golang.org/grpc/mem"
+)
+
+// gateway is a real Envoy Gateway without a cluster, with its own Envoy and a shop beside the engines.
+type gateway struct {
+	*fleet
+	dir  string
+	key  *rsa.PrivateKey // of JWTs
+	shop string          // address
+}
+
+// startGateway starts one in the network namespace of this process, whose ports Envoy Gateway chooses itself.
+func startGateway(t *testing.T) *gateway {
+	if os.Getenv("TANDEM_GATEWAY") == "" {
+		t.Skip("takes a real Envoy Gateway, and a network namespace: make e2e-gateway")
+	}
+	dir := os.Getenv("TANDEM_KUBE_BIN")
+	if dir == "" {
+		home, err := os.UserHomeDir()
+		require.NoError(t, err)
+		dir = filepath.Join(home, ".cache/tandem/bin")
+	}
+	program := filepath.Join(dir, "envoy-gateway")
+	require.FileExists(t, program, "scripts/kube-tools.sh envoy-gateway builds it")
+	f := start(t, options{replicas: 2, engineArgs: []string{"--decode-step", "1ms"},
+		top: "envoyGateway: {listen: \"127.0.0.1:1700%i\", services: [\"tandem.default:17000\"]}\n"})
+	g := &gateway{fleet: f, dir: t.TempDir(), shop: startShop(t)}
+	var err error
+	g.key, err = rsa.GenerateKey(rand.Reader, 2048)
+	require.NoError(t, err)
+	for _, folder := range []string{"resources", "config", "state", "runtime", "data/envoy-versions/1.40.0/bin"} {
+		require.NoError(t, os.MkdirAll(filepath.Join(g.dir, folder), 0o700))
+	}
+	envoy, err := filepath.EvalSymlinks(tool(t, "ENVOY", "envoy", ".tools/bin/envoy"))
+	require.NoError(t, err)
+	require.NoError(t, os.Symlink(envoy, filepath.Join(g.dir, "data/envoy-versions/1.40.0/bin/envoy"))) // looked up before any download
+	extension := "127.0.0.1:17000"
+	if file := os.Getenv("TANDEM_GATEWAY_RECORD"); file != "" {
+		extension = record(t, extension, file)
+	}
+	crt, key := certificate(t)
+	g.write("resources.yaml", "resources/existing.yaml", "TLSCRT", crt, "TLSKEY", key, "PUBLICKEYS", g.jwks(),
+		"ENGINE", portOf(f.decodes[0].addr), "SHOP", portOf(g.shop))
+	config := g.write("envoy-gateway.yaml", "gateway.yaml", "DIR", g.dir, "EXTENSION", portOf(extension))
+	out, err := exec.Command(program, "certgen", "--local", "--config-home", filepath.Join(g.dir, "config")).CombinedOutput()
+	require.NoError(t, err, "%s", out)
+	startProcess(t, g.dir, "envoy-gateway", program, "server", "--config-path", config)
+	f.url = "http://127.0.0.1:18080"
+	soon(t, "the shop answers through the gateway", func() bool {
+		got, err := f.try(t.Context(), http.MethodGet, "/", "")
+		return err == nil && got.status == 200
+	})
+	return g
+}
+
+// write fills in a file of testdata and returns where it is then.
+func (g *gateway) write(name, to string, values ...string) string {
+	g.t.Helper()
+	text, err := os.ReadFile(filepath.Join("testdata/gateway", name))
+	require.NoError(g.t, err)
+	to = filepath.Join(g.dir, to)
+	require.NoError(g.t, os.WriteFile(to+".new", []byte(strings.NewReplacer(values...).Replace(string(text))), 0o600))
+	require.NoError(g.t, os.Rename(to+".new", to))
+	return to
+}
+
+// attach adds the policy and waits until it is in force.
+func (g *gateway) attach() {
+	g.t.Helper()
+	g.write("policy.yaml", "resources/policy.yaml")
+	n := 0
+	soon(g.t, "a request is split", func() bool {
+		n++
+		id := fmt.Sprintf("attached-%d", n)
+		got, err := g.try(g.t.Context(), http.MethodPost, "/v1/chat/completions", gatewayChat(id, 50), "host", "llm.test")
+		return err == nil && got.status == 200 && len(g.asked(id, g.prefills)) > 0
+	})
+}
+
+// startShop starts a server that says what it was asked.
+func startShop(t *testing.T) string {
+	l, err := new(net.ListenConfig).Listen(t.Context(), "tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	s := &http.Server{Handler: http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		body, _ := io.ReadAll(r.Body)
+		if r.Header.Get("x-fail") != "" {
+			w.WriteHeader(http.StatusServiceUnavailable)
+		}
+		r.Header.Del("x-request-id")
+		_ = json.NewEncoder(w).Encode(map[string]any{"uri": r.RequestURI, "host": r.Host, "headers": r.Header, "body": fmt.Sprintf("%x", sha256.Sum256(body))})
+	})}
+	go func() { _ = s.Serve(l) }()
+	t.Cleanup(func() { _ = s.Close() })
+	return l.Addr().String()
+}
+
+// certificate is a self-signed one of *.test, and its key, as a Secret has them.
+func certificate(t *testing.T) (crt, key string) {
+	t.Helper()
+	k, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
+	require.NoError(t, err)
+	spec := &x509.Certificate{SerialNumber: big.NewInt(1), DNSNames: []string{"*.test"}, NotAfter: time.Now().Add(time.Hour)}
+	der, err := x509.CreateCertificate(rand.Reader, spec, spec, &k.PublicKey, k)
+	require.NoError(t, err)
+	raw, err := x509.MarshalPKCS8PrivateKey(k)
+	require.NoError(t, err)
+	encode := func(kind string, der []byte) string {
+		return base64.StdEncoding.EncodeToString(pem.EncodeToMemory(&pem.Block{Type: kind, Bytes: der}))
+	}
+	return encode("CERTIFICATE", der), encode("PRIVATE KEY", raw)
+}
+
+func base64url(b []byte) string { return base64.RawURLEncoding.EncodeToString(b) }
+
+func (g *gateway) jwks() string {
+	return fmt.Sprintf(`{"keys":[{"kty":"RSA","alg":"RS256","kid":"k","n":"%s","e":"AQAB"}]}`, base64url(g.key.N.Bytes()))
+}
+
+// token is a JWT that the gateway takes.
+func (g *gateway) token() string {
+	text := base64url([]byte(`{"alg":"RS256","kid":"k"}`)) + "." + base64url(fmt.Appendf(nil, `{"iss":"someone","sub":"me","exp":%d}`, time.Now().Add(time.Hour).Unix()))
+	sum := sha256.Sum256([]byte(text))
+	signature, err := rsa.SignPKCS1v15(nil, g.key, crypto.SHA256, sum[:])
+	require.NoError(g.t, err)
+	return text + "." + base64url(signature)
+}
+
+// asBytes is a codec that passes messages on as they are.
+type asBytes struct{}
+
+func (asBytes) Marshal(v any) (mem.BufferSlice, error) {
+	return mem.BufferSlice{mem.SliceBuffer(*v.(*[]byte))}, nil
+}
+
+func (asBytes) Unmarshal(data mem.BufferSlice, v any) error {
+	*v.(*[]byte) = data.Materialize()
+	return nil
+}
+
+func (asBytes) Name() string { return "proto" }
+
+// record passes on what Envoy Gateway sends to an extension, and keeps the last translation in a file, from which
+// `go test ./internal/gatewayextension -record FILE` makes a fixture.
+func record(t *testing.T, to, file string) string {
+	t.Helper()
+	conn, err := grpc.NewClient(to, grpc.WithTransportCredentials(insecure.NewCredentials()))
+	require.NoError(t, err)
+	l, err := new(net.ListenConfig).Listen(t.Context(), "tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	s := grpc.NewServer(grpc.ForceServerCodecV2(asBytes{}), grpc.UnknownServiceHandler(func(_ any, stream grpc.ServerStream) error {
+		method, _ := grpc.MethodFromServerStream(stream)
+		var in, out []byte
+		if err := stream.RecvMsg(&in); err != nil {
+			return err
+		}
+		if err := os.WriteFile(file, in, 0o600); err != nil {
+			return err
+		}
+		if err := conn.Invoke(context.Background(), method, &in, &out, grpc.ForceCodecV2(asBytes{})); err != nil {
+			return err
+		}
+		return stream.SendMsg(&out)
+	}))
+	go func() { _ = s.Serve(l) }()
+	t.Cleanup(s.Stop)
+	return l.Addr().String()
+}
+
+// ask sends a chat to a host of the gateway.
+func (g *gateway) ask(host, path, id string, headers ...string) answer {
+	g.t.Helper()
+	return g.post(path, gatewayChat(id, 50), append([]string{"host", host}, headers...)...)
+}
+
+func gatewayChat(id string, words int) string {
+	return fmt.Sprintf(`{"model":"tiny","max_tokens":6,"messages":[{"role":"user","content":"%s%s"}]}`, id, strings.Repeat(" word", words))
+}
+
+// asked are the requests with a chat that engines got. The gateway gives each request an id of its own.
+func (g *gateway) asked(id string, engines []*engine) (out []seen) {
+	g.t.Helper()
+	for _, s := range g.requests("", engines...) {
+		if strings.Contains(s.Body, `"`+id+" word") {
+			out = append(out, s)
+		}
+	}
+	return out
+}
+
+// split requires that a chat was answered over two hops.
+func (g *gateway) split(got answer, id string) (prefill, decode seen) {
+	g.t.Helper()
+	require.Equal(g.t, 200, got.status, got.body)
+	require.Contains(g.t, got.body, `"finish_reason"`)
+	for name := range got.header {
+		require.False(g.t, strings.HasPrefix(name, "X-Tandem-") || name == "X-Gateway-Destination-Endpoint", name)
+	}
+	p, d := g.asked(id, g.prefills), g.asked(id, g.decodes)
+	require.Len(g.t, p, 1, "prefill requests of %s", id)
+	require.Len(g.t, d, 1, "decode requests of %s", id)
+	require.Positive(g.t, d[0].ExternalTokens)
+	return p[0], d[0]
+}
+
+// An HTTPRoute of a Gateway that is there already gets an EnvoyExtensionPolicy, and is served over two engines; its
+// neighbours notice nothing.
+func TestEnvoyGatewayExtension(t *testing.T) {
+	g := startGateway(t)
+	before := g.neighbour()
+	g.attach()
+	t.Run("split", func(*testing.T) { g.split(g.ask("llm.test", "/v1/chat/completions", "plain"), "plain") })
+	t.Run("neighbour", func(t *testing.T) { require.Equal(t, before, g.neighbour()) })
+	t.Run("sizes", g.testSizes)
+	t.Run("TLS", g.testTLS)
+	t.Run("prefix", func(t *testing.T) {
+		_, d := g.split(g.ask("llm.test", "/team/a/v1/chat/completions", "prefix"), "prefix")
+		require.Equal(t, "/v1/chat/completions", d.Path)
+	})
+	t.Run("JWT", g.testJWT)
+	t.Run("API key", g.testAPIKey)
+	t.Run("rate limit", g.testRateLimit)
+}
+
+// neighbour is what the shop is asked, and what its clients are answered.
+func (g *gateway) neighbour() (out []string) {
+	g.t.Helper()
+	large := strings.Repeat("x", 3_000_000)
+	for _, q := range []struct {
+		path, body string
+		headers    []string
+	}{
+		{"/", "", nil},
+		{"/a%2Fb//c/../d?x=%20", "", []string{"host", "llm.test"}},
+		{"/v2/chat/completions", `{"model":"tiny"}`, []string{"host", "llm.test", "x-gateway-destination-endpoint", "me", "x-data-parallel-rank", "1"}},
+		{"/upload", large, nil},
+		{"/", "", []string{"x-fail", "1"}},
+		{"/", "", []string{"x-large", strings.Repeat("y", 70_000)}},
+	} {
+		method := http.MethodGet
+		if q.body != "" {
+			method = http.MethodPost
+		}
+		got, err := g.try(g.t.Context(), method, q.path, q.body, q.headers...)
+		require.NoError(g.t, err)
+		got.header.Del("date")
+		got.header.Del("x-envoy-upstream-service-time")
+		out = append(out, fmt.Sprint(got.status, got.header, got.body))
+	}
+	return out
+}
+
+func (g *gateway) testSizes(t *testing.T) {
+	for i, words := range []int{10, 8_000, 240_000, 800_000} {
+		for _, stream := range []bool{false, true} {
+			id := fmt.Sprintf("size-%d-%v", i, stream)
+			body := gatewayChat(id, words)
+			if stream {
+				body = strings.Replace(body, `{"model"`, `{"stream":true,"model"`, 1)
+			}
+			got := g.post("/v1/chat/completions", body, "host", "llm.test")
+			require.Equal(t, 200, got.status, got.body)
+			if stream {
+				require.True(t, strings.HasSuffix(got.body, "data: [DONE]\n\n"))
+			}
+			t.Logf("%d bytes, streamed %v: %s", len(body), stream, got.took)
+		}
+	}
+}
+
+func (g *gateway) testTLS(t *testing.T) {
+	c := &http.Client{Transport: &http.Transport{
+		ForceAttemptHTTP2: true, TLSClientConfig: &tls.Config{InsecureSkipVerify: true, ServerName: "llm.test"}, // the test's own
+		DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
+			return new(net.Dialer).DialContext(ctx, "tcp", "127.0.0.1:18443")
+		},
+	}}
+	r, err := http.NewRequestWithContext(t.Context(), http.MethodPost, "https://llm.test/v1/chat/completions", bytes.NewBufferString(gatewayChat("tls", 50)))
+	require.NoError(t, err)
+	r.Header.Set("content-type", "application/json")
+	resp, err := c.Do(r)
+	require.NoError(t, err)
+	got, err := readAnswer(resp)
+	require.NoError(t, err)
+	require.Equal(t, 2, resp.ProtoMajor)
+	g.split(got, "tls")
+}
+
+// openAI requires an error in OpenAI's shape.
+func openAI(t *testing.T, got answer, status int, code, message string) {
+	t.Helper()
+	require.Equal(t, status, got.status, got.body)
+	var e struct {
+		Error struct{ Message, Type, Code string }
+	}
+	require.NoError(t, json.Unmarshal([]byte(got.body), &e), got.body)
+	require.Equal(t, code, e.Error.Code)
+	require.Contains(t, e.Error.Message, message)
+}
+
+func (g *gateway) testJWT(t *testing.T) {
+	openAI(t, g.ask("jwt.test", "/v1/chat/completions", "jwt-none"), 401, "invalid_api_key", "Jwt is missing")
+	openAI(t, g.ask("jwt.test", "/v1/chat/completions", "jwt-bad", "authorization", "Bearer x.y.z"), 401, "invalid_api_key", "Jwt")
+	p, d := g.split(g.ask("jwt.test", "/v1/chat/completions", "jwt", "authorization", "Bearer "+g.token()), "jwt")
+	for _, hop := range []seen{p, d} {
+		require.Equal(t, []string{"me"}, hop.Headers["X-User"])
+	}
+}
+
+func (g *gateway) testAPIKey(t *testing.T) {
+	openAI(t, g.ask("key.test", "/v1/chat/completions", "key-none"), 401, "invalid_api_key", "")
+	p, d := g.split(g.ask("key.test", "/v1/chat/completions", "key", "x-api-key", "secret-key"), "key")
+	for _, hop := range []seen{p, d} {
+		require.Equal(t, []string{"someone"}, hop.Headers["X-Client"])
+		require.Empty(t, hop.Headers["X-Api-Key"], "the credential is removed, and not asked for again")
+	}
+}
+
+func (g *gateway) testRateLimit(t *testing.T) {
+	for i := range 3 {
+		id := fmt.Sprintf("limited-%d", i)
+		g.split(g.ask("limited.test", "/v1/chat/completions", id), id)
+	}
+	openAI(t, g.ask("limited.test", "/v1/chat/completions", "limited"), 429, "rate_limit_exceeded", "rate")
+}
