@@ -28,8 +28,8 @@ var larger = map[string]struct {
 	size   int
 	reason string
 }{
-	"cmd/tandem: files":                 {33, "one file for each subcommand and each thing that is wired"},
-	"cmd/tandem: lines":                 {3700, "one file for each subcommand and each thing that is wired"},
+	"cmd/tandem: files":                 {32, "one file for each subcommand and each thing that is wired"},
+	"cmd/tandem: lines":                 {3600, "one file for each subcommand and each thing that is wired"},
 	"e2e/load.result: fields":           {30, "one field for each figure of the report"},
 	"envoy-configs: lines":              {3200, "one model of Envoy's configuration, and two ways to hand it to Envoy Gateway"},
 	"envoy-configs.model: methods":      {80, "one method for each part of Envoy's configuration"},
@@ -73,7 +73,7 @@ var branching = map[string]struct {
 // longLines are the lines of more than maxColumns that packages had when the limit was set. The numbers may only fall.
 var longLines = map[string]int{
 	"cmd/enginesim":                36,
-	"cmd/tandem":                   147,
+	"cmd/tandem":                   141,
 	"deploy":                       3,
 	"docs":                         1,
 	"e2e/bench":                    30,

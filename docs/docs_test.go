@@ -2,7 +2,7 @@
 // is made from config.proto and the defaults in force, every metric and every error code has its line, configurations that
 // are shown are valid, and links lead somewhere.
 //
-//	go test ./docs -update     rewrites the reference in configuration.md
+//	go test ./docs -update     rewrites the reference in configuration.md, and plots/ from the tables of benchmarks.md
 package docs
 
 import (
@@ -25,7 +25,7 @@ import (
 	configv1 "tandem/protos/config/v1"
 )
 
-var update = flag.Bool("update", false, "rewrite the reference in configuration.md")
+var update = flag.Bool("update", false, "rewrite the reference in configuration.md and the plots")
 
 func read(t *testing.T, file string) string {
 	t.Helper()

@@ -12,12 +12,27 @@ type Override struct {
 	Weight int  // replaces the spec's weight; 0: does not
 }
 
-// maxOverrides bounds the stored overrides. Each names an endpoint that existed when it was set.
+// Order is an override with its target, as replicas share it. Of two orders for one target the higher version counts.
+type Order struct {
+	Pool     string `json:"pool"`
+	Endpoint string `json:"endpoint,omitempty"` // address or configured name; "": the pool itself
+	Paused   bool   `json:"paused,omitempty"`
+	Weight   int    `json:"weight,omitempty"`
+	Version  int64  `json:"version"` // microseconds since 1970 when it was given, or one more than all known before
+}
+
+// maxOverrides bounds the stored overrides.
 const maxOverrides = 4096
 
 // overrideKey is the target of an override: an endpoint's address, or its configured name, which may resolve to
-// several addresses and to others later.
+// several addresses and to others later; or, with endpoint "", a pool.
 type overrideKey struct{ pool, endpoint string }
+
+// versioned is an override and when it was given ([Order.Version]).
+type versioned struct {
+	Override
+	version int64
+}
 
 // ErrUnknown is returned if there is no such pool or endpoint.
 var ErrUnknown = errors.New("not known here")
@@ -31,8 +46,69 @@ func (s *State) PausePool(name string, paused bool) error {
 	if p == nil {
 		return fmt.Errorf("pool %q: %w", name, ErrUnknown)
 	}
+	key := overrideKey{pool: name}
+	if err := s.mayOverride(key); err != nil {
+		return fmt.Errorf("pool %q: %w", name, err)
+	}
+	s.overrides[key] = versioned{Override{Paused: paused}, s.nextVersion()}
 	p.paused.Store(paused)
 	return nil
+}
+
+// errManyOrders means that there are maxOverrides already.
+var errManyOrders = fmt.Errorf("there are %d orders already", maxOverrides)
+
+func (s *State) mayOverride(key overrideKey) error {
+	if _, known := s.overrides[key]; !known && len(s.overrides) >= maxOverrides {
+		return errManyOrders
+	}
+	return nil
+}
+
+// nextVersion returns a version above all known ones.
+func (s *State) nextVersion() int64 {
+	next := s.o.Now().UnixMicro()
+	for _, o := range s.overrides {
+		next = max(next, o.version+1)
+	}
+	return next
+}
+
+// Orders returns all overrides, in no order.
+func (s *State) Orders() []Order {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	out := make([]Order, 0, len(s.overrides))
+	for key, o := range s.overrides {
+		out = append(out, Order{key.pool, key.endpoint, o.Paused, o.Weight, o.version})
+	}
+	return out
+}
+
+// ApplyOrders applies the orders of other replicas that are newer than those known for the same targets, and returns
+// how many were. Their pools and endpoints may not be there yet. Orders beyond maxOverrides are ignored.
+func (s *State) ApplyOrders(orders []Order) (changed int) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	pools := map[string]bool{}
+	for _, o := range orders {
+		key := overrideKey{o.Pool, o.Endpoint}
+		if old, known := s.overrides[key]; known && old.version >= o.Version || s.mayOverride(key) != nil {
+			continue
+		}
+		s.overrides[key] = versioned{Override{o.Paused, min(max(o.Weight, 0), maxWeight)}, o.Version}
+		pools[o.Pool] = true
+		changed++
+	}
+	for name := range pools {
+		if p := s.pool(name); p != nil {
+			p.paused.Store(s.overrides[overrideKey{pool: name}].Paused)
+			for _, e := range p.endpoints {
+				e.applyOverride(s.overrideOf(name, e))
+			}
+		}
+	}
+	return changed
 }
 
 // Paused reports whether the pool gets no new requests.
@@ -63,27 +139,27 @@ func (s *State) SetOverride(pool, endpoint string, change func(*Override)) ([]*E
 		return nil, fmt.Errorf("endpoint %q of pool %q: %w", endpoint, pool, ErrUnknown)
 	}
 	key := overrideKey{pool, endpoint}
-	if _, known := s.overrides[key]; !known && len(s.overrides) >= maxOverrides {
-		return nil, fmt.Errorf("endpoint %q of pool %q: there are %d orders already", endpoint, pool, maxOverrides)
+	if err := s.mayOverride(key); err != nil {
+		return nil, fmt.Errorf("endpoint %q of pool %q: %w", endpoint, pool, err)
 	}
 	o := s.overrideOf(pool, found[0])
 	change(&o)
-	for _, e := range found { // an override by name replaces those of its addresses
-		delete(s.overrides, overrideKey{pool, e.Addr})
-	}
-	s.overrides[key] = o
+	s.overrides[key] = versioned{o, s.nextVersion()}
 	for _, e := range found {
 		e.applyOverride(o)
 	}
 	return found, nil
 }
 
-// overrideOf returns the override of an endpoint: by address, else by name.
+// overrideOf returns the override of an endpoint: the newest of those by its address and by its names.
 func (s *State) overrideOf(pool string, e *Endpoint) Override {
-	if o, ok := s.overrides[overrideKey{pool, e.Addr}]; ok {
-		return o
+	newest := s.overrides[overrideKey{pool, e.Addr}]
+	for _, name := range []string{e.HostPort(), e.Name} {
+		if o := s.overrides[overrideKey{pool, name}]; name != "" && o.version > newest.version {
+			newest = o
+		}
 	}
-	return s.overrides[overrideKey{pool, e.Name}]
+	return newest.Override
 }
 
 func (l *endpointState) applyOverride(o Override) {

@@ -1,6 +1,7 @@
 package kvstate
 
 import (
+	"strconv"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -98,4 +99,39 @@ func TestKeepPools(t *testing.T) {
 	require.Len(t, s.Pools(), 2)
 	require.Equal(t, "c", s.PoolFor("").Spec.Name)
 	require.Nil(t, s.Pool("b"))
+}
+
+// Orders of another replica hold as if they had been given here, also for what comes later; of two for one target the newer counts.
+func TestOrdersOfOtherReplicas(t *testing.T) {
+	spec := PoolSpec{Name: "p", Models: []string{"*"}}
+	a := EndpointSpec{Name: "pods:80", Addr: "10.0.0.1:80", Role: RoleDecode}
+	there, here := New(Options{}), New(Options{})
+	there.SetPool(spec, []EndpointSpec{a})
+	_, err := there.SetOverride("p", a.Addr, func(o *Override) { o.Paused, o.Weight = true, 50 })
+	require.NoError(t, err)
+	require.NoError(t, there.PausePool("p", true))
+	require.Equal(t, 2, here.ApplyOrders(there.Orders()), "before the pool is there")
+	here.SetPool(spec, []EndpointSpec{a})
+	require.True(t, here.Pool("p").Paused())
+	require.True(t, here.Pool("p").Endpoints()[0].Paused())
+	require.Equal(t, 50, here.Pool("p").Endpoints()[0].Weight())
+
+	old := there.Orders()
+	_, err = here.SetOverride("p", "pods:80", func(o *Override) { o.Paused = false })
+	require.NoError(t, err)
+	require.NoError(t, here.PausePool("p", false))
+	require.Zero(t, here.ApplyOrders(old), "it is taken back since")
+	require.Equal(t, 2, there.ApplyOrders(here.Orders()))
+	for _, s := range []*State{here, there} {
+		require.False(t, s.Pool("p").Paused())
+		require.False(t, s.Pool("p").Endpoints()[0].Paused())
+		require.Equal(t, 50, s.Pool("p").Endpoints()[0].Weight(), "the order about the weight holds")
+	}
+
+	many := make([]Order, maxOverrides+10)
+	for i := range many {
+		many[i] = Order{Pool: "p", Endpoint: strconv.Itoa(i), Version: 1}
+	}
+	here.ApplyOrders(many)
+	require.Len(t, here.Orders(), maxOverrides)
 }

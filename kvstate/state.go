@@ -79,14 +79,14 @@ type State struct {
 	o         Options
 	mu        sync.Mutex // held while the set of pools or the overrides change
 	pools     atomic.Pointer[[]*Pool]
-	overrides map[overrideKey]Override
+	overrides map[overrideKey]versioned
 }
 
 // New returns an empty state. It starts no goroutines.
 func New(o Options) *State {
 	o = o.withDefaults()
 	l := &link{}
-	s := &State{o: o, link: l, overrides: map[overrideKey]Override{}}
+	s := &State{o: o, link: l, overrides: map[overrideKey]versioned{}}
 	s.pools.Store(&[]*Pool{})
 	s.KVLoads = KVLoads{link: l, now: o.Now, pools: s.Pools}
 	s.Health = Health{link: l, now: o.Now, notify: o.HealthChanged, onRecovered: s.forgetLoadFaults}

@@ -12,12 +12,13 @@ import (
 
 	"tandem/docs"
 	"tandem/extproc"
+	"tandem/internal/orders"
 	"tandem/kvstate/redisstore"
 )
 
 // newAdmin is the operator's port: health, metrics and profiles, orders, and the page that shows what the replica does. It is for the inside;
 // put no client near it.
-func newAdmin(registry *prometheus.Registry, health *extproc.Health, server *extproc.Server, fleet *fleet, orders *orders, page http.Handler) http.Handler {
+func newAdmin(registry *prometheus.Registry, health *extproc.Health, server *extproc.Server, fleet *fleet, operator *orders.Orders, page http.Handler) http.Handler {
 	mux := http.NewServeMux()
 	mux.HandleFunc("GET /healthz", func(w http.ResponseWriter, _ *http.Request) { _, _ = w.Write([]byte("ok\n")) })
 	mux.HandleFunc("GET /readyz", ready(health, fleet.store, fleet.keyCheck))
@@ -49,7 +50,7 @@ func newAdmin(registry *prometheus.Registry, health *extproc.Health, server *ext
 		}
 		writeJSON(w, e)
 	})
-	orders.register(mux)
+	operator.Register(mux)
 	pages := http.StripPrefix("/docs/", http.FileServerFS(docs.Pages))
 	mux.HandleFunc("GET /docs/", func(w http.ResponseWriter, r *http.Request) {
 		w.Header().Set("content-type", "text/plain; charset=utf-8") // Markdown, which browsers would save

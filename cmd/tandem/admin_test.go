@@ -10,6 +10,7 @@ import (
 
 	"tandem/extproc"
 	"tandem/extproc/telemetry"
+	"tandem/internal/orders"
 	"tandem/kvstate"
 	"tandem/kvstate/redisstore"
 )
@@ -19,7 +20,7 @@ func TestHowManyRecentRequests(t *testing.T) {
 	state := kvstate.New(kvstate.Options{})
 	registry := prometheus.NewRegistry()
 	server := extproc.New(extproc.Options{State: state}, telemetry.NewMetrics(registry, state))
-	admin := newAdmin(registry, extproc.NewHealth(), server, &fleet{state: state}, &orders{}, http.NotFoundHandler())
+	admin := newAdmin(registry, extproc.NewHealth(), server, &fleet{state: state}, &orders.Orders{}, http.NotFoundHandler())
 	for query, want := range map[string]int{"": 200, "?n=": 200, "?n=5": 200, "?n=0": 400, "?n=-1": 400, "?n=x": 400, "?n=99999999999999999999": 400} {
 		w := httptest.NewRecorder()
 		admin.ServeHTTP(w, httptest.NewRequest(http.MethodGet, "/debug/requests"+query, nil))

@@ -17,11 +17,14 @@ import (
 	"golang.org/x/term"
 
 	"tandem/internal/config"
+	"tandem/internal/orders"
 )
 
 // adminClient talks to the admin port of a running replica.
 type adminClient struct {
 	file, address, tokenFile, output string // flags
+
+	holds string // which replicas the last order holds for, as orders.Holds; "": it does not say
 }
 
 // register adds the flags by which a command finds a replica and prints what it answers.
@@ -100,7 +103,7 @@ func (a *adminClient) do(ctx context.Context, method, path string, body any) (in
 		return 0, nil, fmt.Errorf("--admin: %w", err)
 	}
 	if a.tokenFile != "" && method != http.MethodGet {
-		token, err := readToken(a.tokenFile)
+		token, err := orders.ReadToken(a.tokenFile)
 		if err != nil {
 			return 0, nil, fmt.Errorf("reading the token: %w", err)
 		}
@@ -111,6 +114,7 @@ func (a *adminClient) do(ctx context.Context, method, path string, body any) (in
 		return 0, nil, fmt.Errorf("asking the replica (is it running, is --admin right?): %w", err)
 	}
 	defer func() { _ = resp.Body.Close() }()
+	a.holds = resp.Header.Get(orders.HoldsFor)
 	answer, err := io.ReadAll(io.LimitReader(resp.Body, maxAnswer))
 	if err != nil {
 		return 0, nil, fmt.Errorf("reading the replica's answer: %w", err)

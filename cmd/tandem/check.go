@@ -8,6 +8,7 @@ import (
 	"tandem/extproc/kvtransfer"
 	"tandem/internal/certificates"
 	"tandem/internal/config"
+	"tandem/internal/orders"
 	configv1 "tandem/protos/config/v1"
 )
 
@@ -23,7 +24,7 @@ func checkFiles(cfg *configv1.Config) (m config.Mistakes) {
 		add("tickets.keyFile", err)
 	}
 	if file := cfg.GetAdmin().GetTokenFile(); file != "" {
-		_, err := readToken(file)
+		_, err := orders.ReadToken(file)
 		add("admin.tokenFile", err)
 	}
 	if t := cfg.GetExtProc().GetTls(); t.GetMode() == "files" && t.GetCertFile() != "" && t.GetKeyFile() != "" {

@@ -6,6 +6,8 @@ import (
 	"time"
 
 	"github.com/spf13/cobra"
+
+	"tandem/internal/orders"
 )
 
 // newDrain is `tandem drain`.
@@ -13,15 +15,17 @@ func newDrain() *cobra.Command {
 	var a adminClient
 	var timeout time.Duration
 	c := &cobra.Command{
-		Use: "drain POOL ENDPOINT", Short: "Pause an endpoint and wait until nothing runs on it", Args: cobra.ExactArgs(2),
-		Long: "Give an endpoint no more work and wait until nothing that this replica sent runs on it. The endpoint stays\n" +
-			"paused (tandem resume). The exit status is 1 if something still ran when the time was up.",
+		Use: "drain POOL ENDPOINT", Short: "Pause an endpoint and wait until nothing runs on it",
+		Args: arguments(2, "POOL", "ENDPOINT"),
+		Long: "Give an endpoint no more work and wait until nothing that Tandem sent runs on it: at all replicas with Redis, else\n" +
+			"at this one. The endpoint stays paused (tandem resume). The exit status is 1 if something still ran when the\n" +
+			"time was up.",
 		RunE: func(c *cobra.Command, args []string) error {
 			status, answer, err := a.order(c.Context(), http.MethodPost, endpointPath(args[0], args[1:], "drain?timeout="+timeout.String()), nil, timeout)
 			if err != nil {
 				return err
 			}
-			if err := a.showOrdered(c.OutOrStdout(), answer); err != nil {
+			if err := a.showOrdered(c, answer); err != nil {
 				return err
 			}
 			if status == http.StatusAccepted {
@@ -31,6 +35,6 @@ func newDrain() *cobra.Command {
 		},
 	}
 	a.register(c)
-	c.Flags().DurationVar(&timeout, "timeout", drainDefault, "wait at most this `TIME`")
+	c.Flags().DurationVar(&timeout, "timeout", orders.DrainDefault, "wait at most this `TIME`")
 	return c
 }

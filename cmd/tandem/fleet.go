@@ -17,10 +17,12 @@ import (
 	"tandem/extproc/kvtransfer"
 	"tandem/internal/config"
 	"tandem/internal/guard"
+	"tandem/internal/orders"
 	"tandem/kvstate"
 	"tandem/kvstate/discovery"
 	"tandem/kvstate/kvevents"
 	"tandem/kvstate/notices"
+	"tandem/kvstate/operator"
 	"tandem/kvstate/redisstore"
 	"tandem/kvstate/scrape"
 	"tandem/kvstate/tokenize"
@@ -39,7 +41,8 @@ type fleet struct {
 	prober     *discovery.Prober
 	peers      *peerSources
 	scraper    *scrape.Scraper
-	store      *redisstore.Store // nil: there is no Redis
+	store      *redisstore.Store  // nil: there is no Redis
+	operator   *operator.Operator // of orders and questions that are for all replicas; nil: there is no Redis
 	keys       *kvtransfer.Keys
 	health     *healthLog
 	keeping    func(context.Context) // keeps the keys in step; nil: nothing does
@@ -80,6 +83,7 @@ func newFleet(ctx context.Context, cfg *configv1.Config, log *slog.Logger) (*fle
 	events := kvevents.Options{State: f.state, Log: log, Pools: config.EventSources(cfg)}
 	if f.store != nil {
 		owns, events.Forward = f.store.Owns, f.store
+		f.operator = operator.New(f.store, f.state, replicaName(cfg), log)
 	}
 	f.scraper = scrape.New(f.state, owns, log)
 	f.events = kvevents.NewCollector(events)
@@ -255,7 +259,7 @@ func serverOptions(cfg *configv1.Config, f *fleet, log *slog.Logger) (extproc.Op
 	f.peers.set(cfg, live.Pools)
 	o := config.ServerOptions(cfg)
 	o.State, o.Log, o.Settings, o.Tokenizer, o.Check = f.state, log, live, tokenize.New(log), f.prober.Check
-	o.MaxRedirects, o.Operator = envoyconfigs.MaxRedirects, operatorToken(cfg.GetAdmin().GetTokenFile())
+	o.MaxRedirects, o.Operator = envoyconfigs.MaxRedirects, orders.OperatorToken(cfg.GetAdmin().GetTokenFile())
 	return o, nil
 }
 

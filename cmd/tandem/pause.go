@@ -1,6 +1,7 @@
 package main
 
 import (
+	"encoding/json"
 	"fmt"
 	"io"
 	"net/http"
@@ -8,6 +9,8 @@ import (
 	"text/tabwriter"
 
 	"github.com/spf13/cobra"
+
+	"tandem/internal/orders"
 )
 
 // endpointPath is the path of an order about a pool, or about one of its endpoints.
@@ -19,6 +22,23 @@ func endpointPath(pool string, endpoint []string, order string) string {
 	return path + "/" + order
 }
 
+// orderLasts is how long an order holds, for the help of commands.
+const orderLasts = "With Redis the order holds for all replicas, until it is taken back at any of them; without, for this one until\n" +
+	"it ends."
+
+// arguments demands the first n of the arguments named, and no more than those.
+func arguments(n int, names ...string) cobra.PositionalArgs {
+	return func(c *cobra.Command, args []string) error {
+		switch {
+		case len(args) < n:
+			return fmt.Errorf("%s is missing\nUsage: %s (%s --help explains)", names[len(args)], c.UseLine(), c.CommandPath())
+		case len(args) > len(names):
+			return fmt.Errorf("unexpected argument %q\nUsage: %s", args[len(names)], c.UseLine())
+		}
+		return nil
+	}
+}
+
 // newPause is `tandem pause`, and with paused false `tandem resume`.
 func newPause(paused bool) *cobra.Command {
 	var a adminClient
@@ -27,21 +47,23 @@ func newPause(paused bool) *cobra.Command {
 		name, short = "resume", "Give a paused or drained pool or endpoint work again"
 	}
 	c := &cobra.Command{
-		Use: name + " POOL [ENDPOINT]", Short: short, Args: cobra.RangeArgs(1, 2),
-		Long: short + ". The order holds for this replica until it ends.",
+		Use: name + " POOL [ENDPOINT]", Short: short, Args: arguments(1, "POOL", "ENDPOINT"),
+		Long: short + ".\n" + orderLasts,
 		RunE: func(c *cobra.Command, args []string) error {
 			_, answer, err := a.order(c.Context(), http.MethodPost, endpointPath(args[0], args[1:], name), nil, 0)
 			if err != nil {
 				return err
 			}
 			if len(args) == 2 {
-				return a.showOrdered(c.OutOrStdout(), answer)
+				return a.showOrdered(c, answer)
 			}
 			var pool struct {
 				Pool   string
 				Paused bool
 			}
-			return a.show(c.OutOrStdout(), answer, &pool, func(w io.Writer) { fmt.Fprintf(w, "pool %s: %s\n", pool.Pool, orderState(pool.Paused)) })
+			return a.showOrder(c, answer, &pool, func(w io.Writer) {
+				fmt.Fprintf(w, "pool %s: %s\n", pool.Pool, orderState(pool.Paused))
+			})
 		},
 	}
 	a.register(c)
@@ -49,9 +71,9 @@ func newPause(paused bool) *cobra.Command {
 }
 
 // showOrdered prints the endpoints that an order was about.
-func (a *adminClient) showOrdered(w io.Writer, answer []byte) error {
-	var found []ordered
-	return a.show(w, answer, &found, func(w io.Writer) {
+func (a *adminClient) showOrdered(c *cobra.Command, answer []byte) error {
+	var found []orders.Ordered
+	return a.showOrder(c, answer, &found, func(w io.Writer) {
 		t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
 		fmt.Fprintln(t, "endpoint\tstate\tweight\trequests")
 		for _, e := range found {
@@ -59,6 +81,23 @@ func (a *adminClient) showOrdered(w io.Writer, answer []byte) error {
 		}
 		_ = t.Flush()
 	})
+}
+
+// showOrder prints the answer to an order, and which replicas it holds for: to stderr where the answer is JSON.
+func (a *adminClient) showOrder(c *cobra.Command, answer []byte, into any, table func(io.Writer)) error {
+	if err := a.show(c.OutOrStdout(), answer, into, table); err != nil {
+		return err
+	}
+	var holds orders.Holds
+	if json.Unmarshal([]byte(a.holds), &holds) != nil {
+		return nil // of an earlier release
+	}
+	w := c.OutOrStdout()
+	if a.output == "json" {
+		w = c.ErrOrStderr()
+	}
+	_, err := fmt.Fprintf(w, "holds for %s\n", &holds)
+	return err
 }
 
 func orderState(paused bool) string {

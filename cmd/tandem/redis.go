@@ -7,7 +7,9 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"net"
 	"os"
+	"sync"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
@@ -65,11 +67,24 @@ func (f *fleet) join(ctx context.Context, log *slog.Logger) {
 	if err := f.store.Join(ctx, joinTime); err != nil {
 		log.Warn("starting without redis", "err", err)
 	}
+	if err := f.operator.Sync(ctx); err != nil {
+		log.Warn("starting without the orders of other replicas", "err", err)
+	}
 	late := time.Duration(0)
 	if time.Since(began) >= joinTime {
 		late = feedTime
 	}
 	f.events.Joined(late)
+}
+
+// replicaName is what people know this replica by: its host (a pod's name) and the port that operators use.
+func replicaName(cfg *configv1.Config) string {
+	host, err := os.Hostname()
+	if err != nil {
+		host = "unknown host"
+	}
+	_, port, _ := net.SplitHostPort(cfg.GetAdmin().GetListen())
+	return net.JoinHostPort(host, port)
 }
 
 // keepReady says that requests are welcome, unless this replica's ticket keys differ from those of the others and it is the one to
@@ -125,7 +140,10 @@ func (f *fleet) share(ctx context.Context, log *slog.Logger) {
 	}
 	close(f.joined)
 	if f.store != nil {
+		var running sync.WaitGroup
+		running.Go(func() { f.operator.Run(ctx) })
 		guard.Keep(ctx, "Redis", func() { f.store.Run(ctx) })
+		running.Wait()
 	}
 }
 

@@ -22,6 +22,7 @@ import (
 	"tandem/internal/grpcserver"
 	"tandem/internal/guard"
 	"tandem/internal/livecheck"
+	"tandem/internal/orders"
 	"tandem/internal/xds"
 	"tandem/kvstate/redisstore"
 	configv1 "tandem/protos/config/v1"
@@ -173,7 +174,9 @@ func runServer(ctx context.Context, file string, cfg *configv1.Config, set setti
 		return err
 	}
 	reload := newReloader(file, cfg, fleet, server, envoys, gateway, registry, log)
-	operator := &orders{tokenFile: cfg.GetAdmin().GetTokenFile(), state: fleet.state, reload: reload.reload, log: log}
+	operator := &orders.Orders{
+		TokenFile: cfg.GetAdmin().GetTokenFile(), State: fleet.state, Reload: reload.reload, Replicas: fleet.operator, Log: log,
+	}
 	replan := &http.Server{Handler: keep.HTTP("replan", replanPort(server, health)), ReadHeaderTimeout: 10 * time.Second, MaxHeaderBytes: 256 << 10, Protocols: cleartext()}
 	admin := &http.Server{Handler: keep.HTTP("admin", newAdmin(registry, health, server, fleet, operator, status.Handler(feed))), ReadHeaderTimeout: 10 * time.Second}
 

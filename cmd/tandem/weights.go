@@ -17,7 +17,7 @@ func newWeights() *cobra.Command {
 	c := &cobra.Command{
 		Use: "weights [POOL [ENDPOINT PERCENT|default]]", Short: "List weights, or change an endpoint's", Args: cobra.MaximumNArgs(3),
 		Long: "List the weights of all endpoints or of a pool's, or change one: PERCENT is its speed beside what was learned of\n" +
-			"it, from 1 to 10000; default takes the order back. The order holds for this replica until it ends.",
+			"it, from 1 to 10000; default takes the order back.\n" + orderLasts,
 		RunE: func(c *cobra.Command, args []string) error {
 			if len(args) < 2 {
 				return a.listWeights(c, strings.Join(args, ""))
@@ -37,7 +37,7 @@ func newWeights() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			return a.showOrdered(c.OutOrStdout(), answer)
+			return a.showOrdered(c, answer)
 		},
 	}
 	a.register(c)

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"log/slog"
 	"math/rand/v2"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -209,6 +210,27 @@ func (s *Store) Status() (text string, up bool) {
 		return fmt.Sprintf("redis: up for %v, %d replicas", since, s.Replicas()), true
 	}
 	return fmt.Sprintf("redis: not in use for %v (%v): this replica goes on with what it knows itself", since, s.link.reason), false
+}
+
+// Access is what package operator needs to use the same Redis.
+type Access struct {
+	Client  redis.UniversalClient
+	Prefix  string          // of keys
+	Replica uint64          // this one's number: when it started in milliseconds since 1970, and 20 random bits
+	Living  func() []uint64 // the numbers of all living replicas, sorted
+}
+
+// Access returns the store's own connections and what it knows of the replicas.
+func (s *Store) Access() Access {
+	return Access{s.client, s.o.KeyPrefix + ":" + version + ":", s.replica, func() (out []uint64) {
+		s.mu.RLock()
+		defer s.mu.RUnlock()
+		for _, p := range s.byPool {
+			out = append(out, *p.ids.Load()...)
+		}
+		slices.Sort(out)
+		return slices.Compact(out)
+	}}
 }
 
 // Replicas is how many replicas are known to live, this one included.

@@ -1,0 +1,140 @@
+package orders
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"net/http"
+	"strings"
+
+	"tandem/kvstate"
+)
+
+// HoldsFor is the header of an answer that says which replicas an order holds for: a [Holds] as JSON.
+const HoldsFor = "tandem-holds-for"
+
+// Holds is which replicas an order holds for.
+type Holds struct {
+	Fleet    bool     `json:"fleet"`            // all replicas, also those that start later
+	Replicas int      `json:"replicas"`         // that have applied it, the asked one included
+	Silent   []string `json:"silent,omitempty"` // living replicas that did not confirm it within a second
+	Redis    bool     `json:"redis"`            // the configuration has state.redis
+
+	load map[string]int64 // of the others that answered, by address
+}
+
+// String says it for people.
+func (h *Holds) String() string {
+	switch {
+	case !h.Redis:
+		return "this replica only, until it ends: without state.redis give the order to each"
+	case !h.Fleet:
+		return "this replica only, as Redis does not answer; the others follow when it does"
+	case len(h.Silent) > 0:
+		return fmt.Sprintf("%d replicas; no answer yet from %s", h.Replicas, strings.Join(h.Silent, ", "))
+	case h.Replicas == 1:
+		return "all replicas; this is the only one now"
+	}
+	return fmt.Sprintf("all %d replicas", h.Replicas)
+}
+
+func (h *Holds) writeTo(w http.ResponseWriter) {
+	if text, err := json.Marshal(h); err == nil {
+		w.Header().Set(HoldsFor, string(text))
+	}
+}
+
+// busy reports whether other replicas have, or may have, something running on the target.
+func (h *Holds) busy() bool {
+	if len(h.Silent) > 0 {
+		return true
+	}
+	for _, n := range h.load {
+		if n > 0 {
+			return true
+		}
+	}
+	return false
+}
+
+func (h *Holds) shown(found []*kvstate.Endpoint) (out []Ordered) {
+	for _, e := range found {
+		requests, _ := e.Load()
+		out = append(out, Ordered{e.Addr, e.Paused(), e.Weight(), requests + h.load[e.Addr]})
+	}
+	return out
+}
+
+// target is a pool, or an endpoint of it by address or name.
+type target struct {
+	Pool     string `json:"pool"`
+	Endpoint string `json:"endpoint"`
+}
+
+// refresh applies what operators ordered at other replicas, so that the next order changes that.
+func (o *Orders) refresh(ctx context.Context) {
+	if o.Replicas != nil {
+		_ = o.Replicas.Sync(ctx) // without Redis it changes what is known here
+	}
+}
+
+// publish publishes an order that was given here, and asks the other replicas about its target.
+func (o *Orders) publish(ctx context.Context, t target) (h Holds) {
+	h = Holds{Replicas: 1, Redis: o.Replicas != nil}
+	if o.Replicas == nil {
+		return h
+	}
+	if err := o.Replicas.Publish(ctx); err != nil {
+		o.Log.Warn("an order holds for this replica only, until Redis answers", "err", err)
+		return h
+	}
+	h.Fleet = true
+	o.ask(ctx, &h, t)
+	return h
+}
+
+// aboutLoad is the question what runs on a target. Its answer proves that the orders before have been applied.
+const aboutLoad = "load"
+
+// ask asks the other replicas what they have running on the target.
+func (o *Orders) ask(ctx context.Context, h *Holds, t target) {
+	question, err := json.Marshal(t)
+	if err != nil {
+		return
+	}
+	answers, err := o.Replicas.Ask(ctx, aboutLoad, question)
+	if err != nil && ctx.Err() == nil {
+		o.Log.Warn("other replicas were not asked whether they apply an order", "err", err)
+	}
+	h.Silent, h.Replicas, h.load = answers.Silent, 1, map[string]int64{}
+	for _, a := range answers.Of {
+		var load map[string]int64
+		if json.Unmarshal(a.Body, &load) != nil {
+			h.Silent = append(h.Silent, a.Name)
+			continue
+		}
+		h.Replicas++
+		for addr, n := range load {
+			h.load[addr] += n
+		}
+	}
+}
+
+// answerLoad answers another replica's question about a target: the requests that this one booked there, by address.
+func (o *Orders) answerLoad(question []byte) []byte {
+	var t target
+	if json.Unmarshal(question, &t) != nil {
+		return nil
+	}
+	load := map[string]int64{}
+	if pool := o.State.Pool(t.Pool); pool != nil && t.Endpoint != "" {
+		for _, e := range pool.Find(t.Endpoint) {
+			load[e.Addr], _ = e.Load()
+		}
+	}
+	out, err := json.Marshal(load)
+	if err != nil {
+		return nil
+	}
+	return out
+}

@@ -1,0 +1,235 @@
+// Package orders takes what operators tell a running replica on its admin port, and passes it to the other replicas.
+package orders
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"log/slog"
+	"net/http"
+	"strings"
+	"time"
+
+	"tandem/internal/config"
+	"tandem/kvstate"
+	"tandem/kvstate/operator"
+)
+
+// Orders pause and resume a pool, pause, drain and resume an endpoint, change its weight, and read the configuration
+// again. With Redis all but the last hold for all replicas, until they are taken back at any of them; without they hold
+// for this replica until it ends. The header [HoldsFor] of an answer says which.
+//
+//	POST   /api/pools/{pool}/pause | resume
+//	POST   /api/pools/{pool}/endpoints/{endpoint}/pause | resume | drain?timeout=5m
+//	PUT    /api/pools/{pool}/endpoints/{endpoint}/weight   {"weight": 50}
+//	DELETE /api/pools/{pool}/endpoints/{endpoint}/weight
+//	POST   /api/reload
+type Orders struct {
+	TokenFile string // "": no orders are taken
+	State     *kvstate.State
+	Reload    func(context.Context) ([]config.Change, error)
+	Replicas  *operator.Operator // nil: there is no Redis
+	Log       *slog.Logger
+}
+
+// Register adds the orders to the admin port. To be called before the replica answers others' questions.
+func (o *Orders) Register(mux *http.ServeMux) {
+	const pool, endpoint = "/api/pools/{pool}/", "/api/pools/{pool}/endpoints/{endpoint}/"
+	mux.HandleFunc("POST "+pool+"pause", o.allowed(o.pool(true)))
+	mux.HandleFunc("POST "+pool+"resume", o.allowed(o.pool(false)))
+	mux.HandleFunc("POST "+endpoint+"pause", o.allowed(o.endpoint(func(e *kvstate.Override) { e.Paused = true })))
+	mux.HandleFunc("POST "+endpoint+"resume", o.allowed(o.endpoint(func(e *kvstate.Override) { e.Paused = false })))
+	mux.HandleFunc("DELETE "+endpoint+"weight", o.allowed(o.endpoint(func(e *kvstate.Override) { e.Weight = 0 })))
+	mux.HandleFunc("PUT "+endpoint+"weight", o.allowed(o.weight))
+	mux.HandleFunc("POST "+endpoint+"drain", o.allowed(o.drain))
+	mux.HandleFunc("POST /api/reload", o.allowed(o.readAgain))
+	if o.Replicas != nil {
+		o.Replicas.Answer(aboutLoad, o.answerLoad)
+	}
+}
+
+// allowed lets in who has the token. Hashes are compared, in constant time: neither the token nor its length shows in
+// how long it takes.
+func (o *Orders) allowed(next http.HandlerFunc) http.HandlerFunc {
+	return func(w http.ResponseWriter, r *http.Request) {
+		want, err := ReadToken(o.TokenFile)
+		if err != nil {
+			o.Log.Warn("order refused", "path", r.URL.Path, "from", r.RemoteAddr, "err", err)
+			answerError(w, http.StatusForbidden,
+				"no orders are taken here: admin.tokenFile is not set, or holds no token of at least 16 characters")
+			return
+		}
+		scheme, token, _ := strings.Cut(r.Header.Get("Authorization"), " ")
+		if !sameToken(strings.TrimSpace(token), want) || !strings.EqualFold(scheme, "bearer") {
+			o.Log.Warn("order refused", "path", r.URL.Path, "from", r.RemoteAddr, "err", "wrong token")
+			w.Header().Set("WWW-Authenticate", "Bearer")
+			answerError(w, http.StatusUnauthorized, "the token is missing or wrong (Authorization: Bearer TOKEN)")
+			return
+		}
+		o.Log.Info("order", "method", r.Method, "path", r.URL.Path, "from", r.RemoteAddr)
+		next(w, r)
+	}
+}
+
+func answerError(w http.ResponseWriter, status int, message string) {
+	w.Header().Set("content-type", contentJSON)
+	w.WriteHeader(status)
+	writeJSON(w, map[string]any{"error": map[string]string{"message": message}})
+}
+
+// answerUnknown turns what the state says into an answer.
+func answerUnknown(w http.ResponseWriter, err error) {
+	status := http.StatusConflict
+	if errors.Is(err, kvstate.ErrUnknown) {
+		status = http.StatusNotFound
+	}
+	answerError(w, status, err.Error())
+}
+
+func (o *Orders) pool(paused bool) http.HandlerFunc {
+	return func(w http.ResponseWriter, r *http.Request) {
+		name := r.PathValue("pool")
+		o.refresh(r.Context())
+		if err := o.State.PausePool(name, paused); err != nil {
+			answerUnknown(w, err)
+			return
+		}
+		h := o.publish(r.Context(), target{Pool: name})
+		h.writeTo(w)
+		writeJSON(w, map[string]any{"pool": name, "paused": paused})
+	}
+}
+
+// Ordered is what an order about an endpoint is answered with, for each of its addresses.
+type Ordered struct {
+	Address  string `json:"address"`
+	Paused   bool   `json:"paused"`
+	Weight   int    `json:"weight"`
+	Requests int64  `json:"requests"` // that run there, sent by the replicas that the order holds for
+}
+
+func (o *Orders) endpoint(change func(*kvstate.Override)) http.HandlerFunc {
+	return func(w http.ResponseWriter, r *http.Request) {
+		if found, ok := o.order(w, r, change); ok {
+			h := o.publish(r.Context(), targetOf(r))
+			h.writeTo(w)
+			writeJSON(w, h.shown(found))
+		}
+	}
+}
+
+func (o *Orders) order(
+	w http.ResponseWriter, r *http.Request, change func(*kvstate.Override),
+) ([]*kvstate.Endpoint, bool) {
+	o.refresh(r.Context())
+	found, err := o.State.SetOverride(r.PathValue("pool"), r.PathValue("endpoint"), change)
+	if err != nil {
+		answerUnknown(w, err)
+	}
+	return found, err == nil
+}
+
+func targetOf(r *http.Request) target { return target{r.PathValue("pool"), r.PathValue("endpoint")} }
+
+func (o *Orders) weight(w http.ResponseWriter, r *http.Request) {
+	var body struct {
+		Weight int `json:"weight"`
+	}
+	err := json.NewDecoder(http.MaxBytesReader(w, r.Body, maxTokenFile)).Decode(&body)
+	if err != nil || body.Weight < 1 || body.Weight > 10_000 {
+		answerError(w, http.StatusBadRequest, `the body must be {"weight": N}, N from 1 to 10000 in per cent; `+
+			`to give no more work to an endpoint, pause it`)
+		return
+	}
+	o.endpoint(func(e *kvstate.Override) { e.Weight = body.Weight })(w, r)
+}
+
+// Bounds of how long an order to drain waits, and how often it looks.
+const (
+	DrainDefault = 30 * time.Second
+	drainLongest = 30 * time.Minute
+	drainLook    = 50 * time.Millisecond
+	drainAsk     = 250 * time.Millisecond // how often the other replicas are asked
+)
+
+// drain pauses an endpoint and waits until no replica has anything running on it: 200. If the time is over before, 202,
+// and the endpoint stays paused.
+func (o *Orders) drain(w http.ResponseWriter, r *http.Request) {
+	limit := DrainDefault
+	if text := r.URL.Query().Get("timeout"); text != "" {
+		d, err := time.ParseDuration(text)
+		if err != nil || d < 0 || d > drainLongest {
+			answerError(w, http.StatusBadRequest, "timeout must be a duration of at most "+drainLongest.String())
+			return
+		}
+		limit = d
+	}
+	found, ok := o.order(w, r, func(e *kvstate.Override) { e.Paused = true })
+	if !ok {
+		return
+	}
+	ctx, cancel := context.WithTimeout(r.Context(), limit)
+	defer cancel()
+	h := o.publish(r.Context(), targetOf(r))
+	quiet := o.quiet(ctx, &h, found, targetOf(r))
+	h.writeTo(w)
+	if !quiet {
+		w.Header().Set("content-type", contentJSON)
+		w.WriteHeader(http.StatusAccepted)
+	}
+	writeJSON(w, h.shown(found))
+}
+
+// quiet waits until nothing is booked on the endpoints, here and at the replicas that the order holds for; false if it
+// gave up before.
+func (o *Orders) quiet(ctx context.Context, h *Holds, endpoints []*kvstate.Endpoint, t target) bool {
+	tick := time.NewTicker(drainLook)
+	defer tick.Stop()
+	for asked := time.Now(); ; {
+		busy := int64(0)
+		for _, e := range endpoints {
+			requests, _ := e.Load()
+			busy += requests
+		}
+		if busy == 0 && !h.busy() {
+			return true
+		}
+		select {
+		case <-ctx.Done():
+			return false
+		case <-tick.C:
+		}
+		if busy == 0 && h.Fleet && time.Since(asked) >= drainAsk {
+			o.ask(ctx, h, t)
+			asked = time.Now()
+		}
+	}
+}
+
+func (o *Orders) readAgain(w http.ResponseWriter, r *http.Request) {
+	changes, err := o.Reload(context.WithoutCancel(r.Context()))
+	if err != nil {
+		answerError(w, http.StatusUnprocessableEntity, err.Error())
+		return
+	}
+	type change struct {
+		Path    string `json:"path"`
+		Before  string `json:"before"`
+		Now     string `json:"now"`
+		Restart bool   `json:"takes_restart"`
+	}
+	out := []change{}
+	for _, c := range changes {
+		out = append(out, change{c.Path, c.Before, c.After, !c.Live})
+	}
+	writeJSON(w, map[string]any{"changes": out})
+}
+
+const contentJSON = "application/json"
+
+func writeJSON(w http.ResponseWriter, v any) {
+	w.Header().Set("content-type", contentJSON)
+	enc := json.NewEncoder(w)
+	enc.SetIndent("", "  ")
+	_ = enc.Encode(v)
+}

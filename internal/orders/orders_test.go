@@ -1,0 +1,132 @@
+package orders
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"io"
+	"log/slog"
+	"net/http"
+	"net/http/httptest"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"tandem/internal/config"
+	"tandem/kvstate"
+)
+
+const goodToken = "a-token-of-some-length"
+
+// ordersOn are orders over one pool with one endpoint.
+func ordersOn(tokenFile string, log io.Writer) (*Orders, http.Handler) {
+	state := kvstate.New(kvstate.Options{})
+	state.SetPool(kvstate.PoolSpec{Name: "chat", Models: []string{"*"}},
+		[]kvstate.EndpointSpec{{Name: "d1:80", Addr: "10.0.0.1:80", Role: kvstate.RoleBoth}})
+	o := &Orders{TokenFile: tokenFile, State: state, Log: slog.New(slog.NewTextHandler(log, nil)),
+		Reload: func(context.Context) ([]config.Change, error) { return nil, errors.New("pools: is missing") }}
+	mux := http.NewServeMux()
+	o.Register(mux)
+	return o, mux
+}
+
+func tokenFile(t *testing.T, text string) string {
+	file := filepath.Join(t.TempDir(), "token")
+	require.NoError(t, os.WriteFile(file, []byte(text), 0o600))
+	return file
+}
+
+func tell(h http.Handler, method, path, token, body string) (int, string) {
+	r := httptest.NewRequest(method, path, strings.NewReader(body))
+	if token != "" {
+		r.Header.Set("Authorization", token)
+	}
+	w := httptest.NewRecorder()
+	h.ServeHTTP(w, r)
+	return w.Code, strings.Join(strings.Fields(w.Body.String()), " ")
+}
+
+func TestOrdersNeedAToken(t *testing.T) {
+	for _, c := range []struct {
+		name, file, header string
+		want               int
+	}{
+		{"right", goodToken + "\n", "Bearer " + goodToken, 200},
+		{"scheme in another case", goodToken, "bearer " + goodToken, 200},
+		{"none", goodToken, "", 401},
+		{"wrong", goodToken, "Bearer " + goodToken + "x", 401},
+		{"cut", goodToken, "Bearer " + goodToken[:len(goodToken)-1], 401},
+		{"no scheme", goodToken, goodToken, 401},
+		{"another scheme", goodToken, "Basic " + goodToken, 401},
+		{"no file", "", "Bearer " + goodToken, 403},
+		{"an empty file", "\n", "Bearer ", 403},
+		{"a short token", "short", "Bearer short", 403},
+		{"two lines", goodToken + "\n" + goodToken, "Bearer " + goodToken + "\n" + goodToken, 403},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			file := ""
+			if c.file != "" {
+				file = tokenFile(t, c.file)
+			}
+			var log bytes.Buffer
+			o, h := ordersOn(file, &log)
+			got, _ := tell(h, "POST", "/api/pools/chat/pause", c.header, "")
+			require.Equal(t, c.want, got)
+			require.Equal(t, c.want == 200, o.State.Pool("chat").Paused())
+			require.NotContains(t, log.String(), goodToken[:len(goodToken)-1], "a token in the log")
+		})
+	}
+}
+
+func TestOrders(t *testing.T) {
+	o, h := ordersOn(tokenFile(t, goodToken), io.Discard)
+	const d1 = "/api/pools/chat/endpoints/10.0.0.1:80/"
+	booked := o.State.Reserve(o.State.Pool("chat").Endpoints()[0], kvstate.Booking{For: kvstate.RoleDecode, PromptTokens: 1})
+	for _, c := range []struct {
+		method, path, body string
+		status             int
+		want               string
+	}{
+		{"POST", d1 + "pause", "", 200, `[ { "address": "10.0.0.1:80", "paused": true, "weight": 100, "requests": 1 } ]`},
+		{"POST", d1 + "resume", "", 200, `[ { "address": "10.0.0.1:80", "paused": false, "weight": 100, "requests": 1 } ]`},
+		{"PUT", d1 + "weight", `{"weight": 50}`, 200, `[ { "address": "10.0.0.1:80", "paused": false, "weight": 50, "requests": 1 } ]`},
+		{"POST", "/api/pools/chat/endpoints/d1:80/pause", "", 200, `[ { "address": "10.0.0.1:80", "paused": true, "weight": 50, "requests": 1 } ]`},
+		{"DELETE", d1 + "weight", "", 200, `[ { "address": "10.0.0.1:80", "paused": true, "weight": 100, "requests": 1 } ]`},
+		{"POST", d1 + "drain?timeout=1ms", "", 202, `[ { "address": "10.0.0.1:80", "paused": true, "weight": 100, "requests": 1 } ]`},
+		{"PUT", d1 + "weight", `{"weight": 0}`, 400, `per cent`},
+		{"PUT", d1 + "weight", `{`, 400, `per cent`},
+		{"POST", d1 + "drain?timeout=1d", "", 400, `duration`},
+		{"POST", "/api/pools/chat/endpoints/10.0.0.9:80/pause", "", 404, `endpoint \"10.0.0.9:80\" of pool \"chat\": not known here`},
+		{"POST", "/api/pools/other/pause", "", 404, `pool \"other\": not known here`},
+		{"POST", "/api/pools/chat/resume", "", 200, `{ "paused": false, "pool": "chat" }`},
+		{"POST", "/api/reload", "", 422, `pools: is missing`},
+		{"GET", "/api/reload", "", 405, ``},
+	} {
+		status, body := tell(h, c.method, c.path, "Bearer "+goodToken, c.body)
+		require.Equal(t, c.status, status, "%s %s: %s", c.method, c.path, body)
+		require.Contains(t, body, c.want)
+	}
+	require.True(t, o.State.Release(booked))
+}
+
+// An order to drain is answered when the last request has ended.
+func TestDrainWaits(t *testing.T) {
+	file := tokenFile(t, goodToken)
+	synctest.Test(t, func(t *testing.T) {
+		o, h := ordersOn(file, io.Discard)
+		booked := o.State.Reserve(o.State.Pool("chat").Endpoints()[0], kvstate.Booking{For: kvstate.RoleDecode, PromptTokens: 1})
+		go func() {
+			<-time.After(3 * time.Second)
+			o.State.Release(booked)
+		}()
+		began := time.Now()
+		status, _ := tell(h, "POST", "/api/pools/chat/endpoints/10.0.0.1:80/drain", "Bearer "+goodToken, "")
+		require.Equal(t, 200, status)
+		require.InDelta(t, 3, time.Since(began).Seconds(), 0.1)
+	})
+}

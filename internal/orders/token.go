@@ -1,0 +1,66 @@
+package orders
+
+import (
+	"crypto/sha256"
+	"crypto/subtle"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"strings"
+	"sync"
+	"time"
+)
+
+// minToken is the least length of a token that is taken for a secret, and maxTokenFile the most that is read of its
+// file.
+const (
+	minToken     = 16
+	maxTokenFile = 4 << 10
+)
+
+func sameToken(a, b string) bool {
+	x, y := sha256.Sum256([]byte(a)), sha256.Sum256([]byte(b))
+	return subtle.ConstantTimeCompare(x[:], y[:]) == 1
+}
+
+// OperatorToken says whether a request bears the operator's token; nil where there is none. Anybody may send a wrong
+// one, so the file is read once a second at most.
+func OperatorToken(file string) func([]byte) bool {
+	if file == "" {
+		return nil
+	}
+	var mu sync.Mutex
+	var read time.Time
+	var token string
+	return func(got []byte) bool {
+		mu.Lock()
+		defer mu.Unlock()
+		if now := time.Now(); now.Sub(read) > time.Second {
+			read = now
+			token, _ = ReadToken(file)
+		}
+		return token != "" && sameToken(string(got), token)
+	}
+}
+
+// ReadToken reads the operator's token from a file: one line of at least 16 characters.
+func ReadToken(file string) (string, error) {
+	if file == "" {
+		return "", errors.New("admin.tokenFile is not set")
+	}
+	f, err := os.Open(file)
+	if err != nil {
+		return "", fmt.Errorf("admin.tokenFile: %w", err)
+	}
+	defer f.Close()
+	text, err := io.ReadAll(io.LimitReader(f, maxTokenFile+1))
+	if err != nil {
+		return "", fmt.Errorf("admin.tokenFile: %w", err)
+	}
+	token := strings.TrimSpace(string(text))
+	if len(token) < minToken || len(text) > maxTokenFile || strings.ContainsAny(token, "\r\n") {
+		return "", fmt.Errorf("admin.tokenFile: not one line of %d to %d characters", minToken, maxTokenFile)
+	}
+	return token, nil
+}

@@ -1,0 +1,300 @@
+package operator
+
+import (
+	"cmp"
+	"context"
+	"crypto/rand"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"log/slog"
+	"maps"
+	"slices"
+	"strconv"
+	"sync"
+	"time"
+
+	"github.com/redis/go-redis/v9"
+
+	"tandem/internal/guard"
+	"tandem/kvstate"
+	"tandem/kvstate/redisstore"
+)
+
+const (
+	patience     = time.Second     // for the answers to a question
+	syncEvery    = 5 * time.Second // orders are compared with Redis at least so often
+	block        = time.Second     // of a read that waits: for so long it does not notice that the replica ends
+	retryAfter   = 100 * time.Millisecond
+	streamTTL    = time.Minute      // of the stream of questions
+	streamLength = 1000             // in entries, about
+	answerTTL    = 10 * time.Second // of an answer that nobody fetched
+	readAtOnce   = 64
+	maxAsking    = 8       // questions that this replica asks at once
+	maxQuestion  = 4 << 10 // bytes
+	maxAnswer    = 8 << 20 // bytes
+	maxName      = 300
+)
+
+// Kinds of entries.
+const (
+	kindMark   = "mark"   // where a replica begins to read
+	kindOrders = "orders" // there are new orders
+	kindAsk    = "ask"
+)
+
+// entry is one of the stream of questions.
+type entry struct{ kind, about, question, text string }
+
+// Operator is this replica's end. Its methods may be called at once.
+type Operator struct {
+	redis  redisstore.Access
+	state  *kvstate.State
+	log    *slog.Logger
+	name   string                                  // of this replica, for people
+	answer map[string]func(question []byte) []byte // by what the question is about
+
+	syncing sync.Mutex
+	synced  time.Time     // when orders were last compared with Redis; for run alone
+	asking  chan struct{} // one for each question that is being asked
+
+	mu    sync.Mutex
+	names map[uint64]string // of living replicas, as far as they have answered
+}
+
+// New returns the operator of a replica, which people know by a name. It does nothing before it is used.
+func New(store *redisstore.Store, state *kvstate.State, name string, log *slog.Logger) *Operator {
+	return &Operator{
+		redis: store.Access(), state: state, log: log, name: name,
+		answer: map[string]func([]byte) []byte{}, asking: make(chan struct{}, maxAsking), names: map[uint64]string{},
+	}
+}
+
+// Answer has the questions of other replicas about something answered: f returns the answer, nil if it has none. To be
+// called before [Operator.Run].
+func (o *Operator) Answer(about string, f func(question []byte) []byte) { o.answer[about] = f }
+
+// Name returns what people know this replica by.
+func (o *Operator) Name() string { return o.name }
+
+// ErrBusy means that this replica asks too many questions already.
+var ErrBusy = errors.New("too many questions at once: try again")
+
+// Answers are the answers to a question, oldest replica first. Silent are the living replicas that did not answer, by
+// name, or by when they started if they have never answered.
+type Answers struct {
+	Of     []Answer
+	Silent []string
+}
+
+// Answer is one replica's.
+type Answer struct {
+	Replica uint64
+	Name    string
+	Body    []byte
+}
+
+// Ask asks all other living replicas about something, and waits for a second at most. An error means that nobody could
+// be asked; then all of them are silent.
+func (o *Operator) Ask(ctx context.Context, about string, question []byte) (Answers, error) {
+	of, silent, err := o.ask(ctx, entry{kind: kindAsk, about: about, text: string(question)})
+	out := Answers{Of: of}
+	slices.SortFunc(out.Of, func(a, b Answer) int { return cmp.Compare(a.Replica, b.Replica) })
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	for _, a := range of {
+		o.names[a.Replica] = a.Name
+	}
+	living := o.redis.Living()
+	maps.DeleteFunc(o.names, func(id uint64, _ string) bool { return !slices.Contains(living, id) })
+	for _, id := range silent {
+		started := time.UnixMilli(int64(id >> 20)).UTC()
+		out.Silent = append(out.Silent, cmp.Or(o.names[id], "started "+started.Format(time.RFC3339)))
+	}
+	return out, err
+}
+
+func (o *Operator) ask(ctx context.Context, e entry) (of []Answer, silent []uint64, err error) {
+	for _, id := range o.redis.Living() {
+		if id != o.redis.Replica {
+			silent = append(silent, id)
+		}
+	}
+	if len(silent) == 0 {
+		return nil, nil, nil
+	}
+	select {
+	case o.asking <- struct{}{}:
+		defer func() { <-o.asking }()
+	default:
+		return nil, silent, ErrBusy
+	}
+	deadline := time.Now().Add(patience)
+	ctx, cancel := context.WithDeadline(ctx, deadline.Add(within)) // or the connection would go with the last read
+	defer cancel()
+	var id [16]byte
+	_, _ = rand.Read(id[:]) // never fails (crypto/rand)
+	e.question = hex.EncodeToString(id[:])
+	if _, err := o.add(ctx, e); err != nil {
+		return nil, silent, fmt.Errorf("asking the other replicas: %w", err)
+	}
+	defer o.forget(ctx, e.question)
+	for from := "0"; len(silent) > 0 && ctx.Err() == nil; {
+		left := time.Until(deadline)
+		if left < time.Millisecond { // none would be for ever
+			break
+		}
+		streams, err := o.redis.Client.XRead(ctx, &redis.XReadArgs{
+			Streams: []string{o.answersKey(e.question), from}, Count: readAtOnce, Block: left,
+		}).Result()
+		if err != nil {
+			break // what has come counts
+		}
+		for _, m := range streams[0].Messages {
+			from = m.ID
+			text, replica := fields(&m)
+			name, _ := m.Values["n"].(string)
+			if i := slices.Index(silent, replica); i >= 0 && len(text) <= maxAnswer && len(name) <= maxName {
+				silent = slices.Delete(silent, i, i+1)
+				of = append(of, Answer{replica, name, []byte(text)})
+			}
+		}
+	}
+	return of, silent, nil
+}
+
+func fields(m *redis.XMessage) (text string, replica uint64) {
+	text, _ = m.Values["b"].(string)
+	number, _ := m.Values["r"].(string)
+	replica, _ = strconv.ParseUint(number, 16, 64)
+	return text, replica
+}
+
+// key returns a key. All have one tag, so that they lie on one node of a Cluster.
+func (o *Operator) key(name string) string { return o.redis.Prefix + "{operator}:" + name }
+
+// forget removes the answers to a question, also if the time is up.
+func (o *Operator) forget(ctx context.Context, question string) {
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), within)
+	defer cancel()
+	_ = o.redis.Client.Unlink(ctx, o.answersKey(question)).Err()
+}
+
+func (o *Operator) streamKey() string { return o.key("questions") }
+func (o *Operator) answersKey(question string) string {
+	return o.key("answers:" + question)
+}
+
+// add adds an entry to the stream of questions and returns its id.
+func (o *Operator) add(ctx context.Context, e entry) (id string, err error) {
+	ctx, cancel := context.WithTimeout(ctx, within)
+	defer cancel()
+	pipe := o.redis.Client.Pipeline()
+	added := pipe.XAdd(ctx, &redis.XAddArgs{
+		Stream: o.streamKey(), MaxLen: streamLength, Approx: true,
+		Values: []any{
+			"r", strconv.FormatUint(o.redis.Replica, 16), "k", e.kind, "a", e.about, "q", e.question, "b", e.text,
+		},
+	})
+	pipe.PExpire(ctx, o.streamKey(), streamTTL)
+	if _, err := pipe.Exec(ctx); err != nil {
+		return "", err
+	}
+	return added.Val(), nil
+}
+
+// Run answers questions and keeps orders in step until ctx ends.
+func (o *Operator) Run(ctx context.Context) {
+	guard.Keep(ctx, "operator", func() { o.run(ctx) })
+}
+
+func (o *Operator) run(ctx context.Context) {
+	from := "" // not read yet, or Redis did not answer: what was asked meanwhile is not answered
+	for ctx.Err() == nil {
+		next, err := o.read(ctx, from)
+		if from = next; err != nil && ctx.Err() == nil {
+			o.log.Debug("reading operators' questions from redis", "err", err)
+			pause(ctx, retryAfter)
+		}
+	}
+}
+
+// read handles the entries after from, and returns where it has read to.
+func (o *Operator) read(ctx context.Context, from string) (next string, err error) {
+	if from == "" { // reading "from the end" would lose what comes between two reads
+		if from, err = o.add(ctx, entry{kind: kindMark}); err != nil {
+			return "", err
+		}
+		return from, o.syncNow(ctx)
+	}
+	if time.Since(o.synced) >= syncEvery {
+		if err := o.syncNow(ctx); err != nil {
+			return "", err
+		}
+	}
+	reading, cancel := context.WithTimeout(ctx, block+within)
+	defer cancel()
+	streams, err := o.redis.Client.XRead(reading, &redis.XReadArgs{
+		Streams: []string{o.streamKey(), from}, Count: readAtOnce, Block: block,
+	}).Result()
+	if errors.Is(err, redis.Nil) {
+		return from, nil
+	}
+	if err != nil {
+		return "", err
+	}
+	synced := false
+	for _, m := range streams[0].Messages {
+		from = m.ID
+		question, replica := fields(&m)
+		if replica == o.redis.Replica {
+			continue
+		}
+		kind, _ := m.Values["k"].(string)
+		if kind == kindOrders && !synced { // the hash has those of later entries, too
+			if err := o.syncNow(ctx); err != nil {
+				return "", err
+			}
+			synced = true
+		}
+		about, _ := m.Values["a"].(string)
+		name, _ := m.Values["q"].(string)
+		answer := o.answer[about]
+		if kind == kindAsk && answer != nil && len(question) <= maxQuestion && len(name) == 2*16 {
+			o.reply(ctx, name, answer([]byte(question)))
+		}
+	}
+	return from, nil
+}
+
+func (o *Operator) syncNow(ctx context.Context) error {
+	o.synced = time.Now()
+	return o.Sync(ctx)
+}
+
+// reply adds an answer to a question's stream.
+func (o *Operator) reply(ctx context.Context, question string, answer []byte) {
+	if answer == nil || len(answer) > maxAnswer {
+		return
+	}
+	ctx, cancel := context.WithTimeout(ctx, within)
+	defer cancel()
+	key := o.answersKey(question)
+	pipe := o.redis.Client.Pipeline()
+	pipe.XAdd(ctx, &redis.XAddArgs{
+		Stream: key, Values: []any{"r", strconv.FormatUint(o.redis.Replica, 16), "n", o.name, "b", answer},
+	})
+	pipe.PExpire(ctx, key, answerTTL)
+	if _, err := pipe.Exec(ctx); err != nil {
+		o.log.Debug("answering an operator's question", "err", err)
+	}
+}
+
+func pause(ctx context.Context, d time.Duration) {
+	t := time.NewTimer(d)
+	defer t.Stop()
+	select {
+	case <-ctx.Done():
+	case <-t.C:
+	}
+}

@@ -1,0 +1,209 @@
+package operator
+
+import (
+	"context"
+	"log/slog"
+	"net"
+	"os"
+	"os/exec"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/redis/go-redis/v9"
+	"github.com/stretchr/testify/require"
+
+	"tandem/e2e/loopback"
+	"tandem/kvstate"
+	"tandem/kvstate/redisstore"
+)
+
+// Tests wait so long for what has to come, on a machine that stands still for seconds.
+const soon = 50 * time.Second
+
+func TestMain(m *testing.M) {
+	redisstore.LogTo(slog.New(slog.DiscardHandler))
+	os.Exit(m.Run())
+}
+
+// startRedis starts a redis-server. Tests skip without one, unless TANDEM_REQUIRE_TOOLS is set.
+func startRedis(t *testing.T) (addr string, process *os.Process) {
+	t.Helper()
+	path := os.Getenv("REDIS_SERVER")
+	if path == "" {
+		path = "redis-server"
+	}
+	path, err := exec.LookPath(path)
+	if err != nil && os.Getenv("TANDEM_REQUIRE_TOOLS") == "" {
+		t.Skip("redis-server is missing: run scripts/tools.sh, or set REDIS_SERVER")
+	}
+	require.NoError(t, err)
+	addr = loopback.Addresses(t, 1)[0]
+	_, port, err := net.SplitHostPort(addr)
+	require.NoError(t, err)
+	cmd := exec.Command(path, "--bind", "127.0.0.1", "--port", port, "--dir", t.TempDir(), "--save", "", "--appendonly", "no")
+	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
+	require.NoError(t, cmd.Start())
+	t.Cleanup(func() { _ = cmd.Process.Kill(); _ = cmd.Wait() })
+	client := redis.NewClient(&redis.Options{Addr: addr})
+	defer client.Close()
+	require.Eventually(t, func() bool { return client.Ping(t.Context()).Err() == nil }, soon, 5*time.Millisecond)
+	return addr, cmd.Process
+}
+
+// replica is one Tandem as far as this package knows.
+type replica struct {
+	t     *testing.T
+	state *kvstate.State
+	store *redisstore.Store
+	*Operator
+	stop func()
+}
+
+const endpoint = "10.0.0.1:80"
+
+// start starts a replica; answer is nil for one that answers nothing.
+func start(t *testing.T, addr string, answer func([]byte) []byte) *replica {
+	t.Helper()
+	state := kvstate.New(kvstate.Options{})
+	state.SetPool(kvstate.PoolSpec{Name: "chat", Models: []string{"*"}},
+		[]kvstate.EndpointSpec{{Name: "d1:80", Addr: endpoint, Role: kvstate.RoleBoth}})
+	store, err := redisstore.New(redisstore.Options{URL: "redis://" + addr, Lease: 10 * time.Second}, state)
+	require.NoError(t, err)
+	r := &replica{t: t, state: state, store: store, Operator: New(store, state, "replica", slog.New(slog.DiscardHandler))}
+	if answer != nil {
+		r.Answer("test", answer)
+	}
+	state.Connect(store)
+	require.Eventually(t, func() bool { return store.Join(t.Context(), 2*time.Second) == nil && r.Sync(t.Context()) == nil }, soon, time.Millisecond)
+	ctx, cancel := context.WithCancel(context.Background())
+	var running sync.WaitGroup
+	running.Go(func() { store.Run(ctx) })
+	running.Go(func() { r.Run(ctx) })
+	r.stop = sync.OnceFunc(func() { cancel(); running.Wait(); _ = store.Close() })
+	t.Cleanup(r.stop)
+	return r
+}
+
+func (r *replica) paused() bool { return r.state.Pool("chat").Endpoint(endpoint).Paused() }
+
+func (r *replica) order(paused bool) {
+	r.t.Helper()
+	_, err := r.state.SetOverride("chat", endpoint, func(o *kvstate.Override) { o.Paused = paused })
+	require.NoError(r.t, err)
+}
+
+// eventually publishes until Redis is in time for it.
+func (r *replica) publish() {
+	r.t.Helper()
+	require.Eventually(r.t, func() bool { return r.Publish(r.t.Context()) == nil }, soon, time.Millisecond)
+}
+
+func knowEachOther(t *testing.T, replicas ...*replica) {
+	t.Helper()
+	require.Eventually(t, func() bool {
+		for _, r := range replicas {
+			if len(r.store.Access().Living()) != len(replicas) {
+				return false
+			}
+		}
+		return true
+	}, soon, 5*time.Millisecond)
+}
+
+// An order holds at every replica, at one that starts later too, and is taken back at any of them.
+func TestOrdersHoldForAllReplicas(t *testing.T) {
+	t.Parallel()
+	addr, _ := startRedis(t)
+	a, b := start(t, addr, nil), start(t, addr, nil)
+	a.order(true)
+	a.publish()
+	require.Eventually(t, b.paused, soon, time.Millisecond)
+	late := start(t, addr, nil)
+	require.True(t, late.paused(), "before it decides anything")
+	late.order(false)
+	late.publish()
+	require.Eventually(t, func() bool { return !a.paused() && !b.paused() }, soon, time.Millisecond)
+
+	b.order(true)
+	b.publish()
+	require.Eventually(t, func() bool { return a.paused() && late.paused() }, soon, time.Millisecond)
+	for _, r := range []*replica{a, b, late} {
+		r.stop()
+	}
+	require.True(t, start(t, addr, nil).paused(), "all replicas were restarted")
+}
+
+// What was given while Redis did not answer is published when it does, and what Redis has lost is written again.
+func TestOrdersWithoutRedis(t *testing.T) {
+	t.Parallel()
+	addr, process := startRedis(t)
+	a, b := start(t, addr, nil), start(t, addr, nil)
+	require.NoError(t, process.Signal(syscall.SIGSTOP))
+	a.order(true)
+	require.Error(t, a.Publish(t.Context()))
+	require.True(t, a.paused())
+	require.NoError(t, process.Signal(syscall.SIGCONT))
+	require.Eventually(t, b.paused, soon, 5*time.Millisecond)
+
+	client := redis.NewClient(&redis.Options{Addr: addr})
+	defer client.Close()
+	require.NoError(t, client.FlushAll(t.Context()).Err())
+	require.Eventually(t, func() bool { return client.HLen(t.Context(), a.ordersKey()).Val() == 1 }, soon, 5*time.Millisecond)
+	require.True(t, a.paused() && b.paused())
+}
+
+// What is no order does not count, and does no harm.
+func TestOrdersThatAreNone(t *testing.T) {
+	t.Parallel()
+	addr, _ := startRedis(t)
+	a := start(t, addr, nil)
+	client := redis.NewClient(&redis.Options{Addr: addr})
+	defer client.Close()
+	for i, text := range []string{"", "{", `{"version":9}`, `{"pool":"chat","endpoint":"10.0.0.1:80","weight":-5,"version":7}`, `[1]`} {
+		require.NoError(t, client.HSet(t.Context(), a.ordersKey(), i, text).Err())
+	}
+	require.Eventually(t, func() bool { return a.Sync(t.Context()) == nil }, soon, time.Millisecond)
+	require.False(t, a.paused())
+	require.Equal(t, 100, a.state.Pool("chat").Endpoint(endpoint).Weight())
+}
+
+// Every living replica answers a question; those that do not are named. Who answers has applied the orders before.
+func TestAsk(t *testing.T) {
+	t.Parallel()
+	addr, _ := startRedis(t)
+	a := start(t, addr, nil)
+	alone, err := a.Ask(t.Context(), "test", []byte("anybody?"))
+	require.NoError(t, err)
+	require.Empty(t, alone.Of)
+	require.Empty(t, alone.Silent)
+
+	var b *replica
+	b = start(t, addr, func(q []byte) []byte {
+		if b.paused() {
+			return append([]byte("paused: "), q...)
+		}
+		return q
+	})
+	silent := start(t, addr, nil)
+	knowEachOther(t, a, b, silent)
+	a.order(true)
+	a.publish()
+	require.Eventually(t, func() bool { // a machine that stands still answers nothing within a second
+		got, err := a.Ask(t.Context(), "test", []byte("how many?"))
+		if err != nil || len(got.Of) == 0 {
+			return false
+		}
+		require.Equal(t, []Answer{{b.store.Access().Replica, "replica", []byte("paused: how many?")}}, got.Of)
+		require.Len(t, got.Silent, 1)
+		require.Regexp(t, `^started 20\d\d-`, got.Silent[0], "it has never answered")
+		return true
+	}, soon, time.Millisecond)
+	client := redis.NewClient(&redis.Options{Addr: addr})
+	defer client.Close()
+	require.Eventually(t, func() bool { // nothing is left of it
+		keys, err := client.Keys(t.Context(), "*answers*").Result()
+		return err == nil && len(keys) == 0
+	}, soon, 5*time.Millisecond)
+}
