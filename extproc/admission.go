@@ -80,7 +80,7 @@ type waiter struct {
 	request picker.Request
 	came    time.Time
 
-	hits   []int32 // by position in the pool hitsOf
+	hits   []kvstate.HeldBlocks // by position in the pool hitsOf
 	hitsOf *kvstate.Pool
 	hitsAt time.Time
 
@@ -147,7 +147,7 @@ func (x *planning) chooseNow(policy *Policy, r *picker.Request) (picker.Choice, 
 	w := &x.waits
 	*w = waiter{x: x, pool: pool, request: *r, came: time.Now(), hits: w.hits[:0]}
 	for i := range x.view.Endpoints {
-		w.hits = append(w.hits, int32(x.view.Endpoints[i].Hit))
+		w.hits = append(w.hits, x.view.Endpoints[i].HeldBlocks())
 	}
 	w.hitsOf, w.hitsAt = pool, w.came
 	if policy.admission.enter(w) {

@@ -95,7 +95,7 @@ func (w *poolAdmission) look(r *waiter, v *kvstate.View) *picker.Request {
 		r.x.req.MatchTokens(w.pool, v)
 		r.hits = r.hits[:0]
 		for i := range v.Endpoints {
-			r.hits = append(r.hits, int32(v.Endpoints[i].Hit))
+			r.hits = append(r.hits, v.Endpoints[i].HeldBlocks())
 		}
 		r.hitsOf, r.hitsAt = w.pool, now
 		if r.published {
@@ -104,7 +104,8 @@ func (w *poolAdmission) look(r *waiter, v *kvstate.View) *picker.Request {
 	}
 	for i := range v.Endpoints {
 		c := &v.Endpoints[i]
-		c.Hit, c.Session = int(r.hits[i]), 0
+		c.SetHeld(r.hits[i])
+		c.Session = 0
 		c.Usable = w.usable[i] && !(w.pairs && c.Endpoint.Role == kvstate.RoleBoth)
 	}
 	w.s.State.FindUses(w.pool, r.x.req.Hashes, v)

@@ -46,8 +46,8 @@ func (x *planning) weigh(split bool, tokens int64) []telemetry.Weighed {
 		w := telemetry.Weighed{Endpoint: c.Endpoint, Role: c.Role, Out: c.Out != "", Hit: c.Hit}
 		if p := c.Prefill; p != nil && split {
 			w.Prefill = parts([]telemetry.Part{
-				{Name: "queue", Value: p.Queue}, {Name: "work", Value: p.Work}, {Name: "others", Value: p.Others},
-				{Name: "jobs", Value: p.Jobs}, {Name: "session", Value: p.Session},
+				{Name: "queue", Value: p.Queue}, {Name: "work", Value: p.Work}, {Name: "load", Value: p.Load},
+				{Name: "others", Value: p.Others}, {Name: "jobs", Value: p.Jobs}, {Name: "session", Value: p.Session},
 			})
 		}
 		if d := c.Decode; d != nil && split {
@@ -58,8 +58,9 @@ func (x *planning) weigh(split bool, tokens int64) []telemetry.Weighed {
 		}
 		if a := c.Alone; a != nil {
 			alone := parts([]telemetry.Part{
-				{Name: "queue", Value: a.Queue}, {Name: "work", Value: a.Work}, {Name: "others", Value: a.Others},
-				{Name: "answers", Value: a.Answers}, {Name: "decode", Value: a.Decode}, {Name: "overflow", Value: a.Overflow},
+				{Name: "queue", Value: a.Queue}, {Name: "work", Value: a.Work}, {Name: "load", Value: a.Load},
+				{Name: "others", Value: a.Others}, {Name: "answers", Value: a.Answers},
+				{Name: "decode", Value: a.Decode}, {Name: "overflow", Value: a.Overflow},
 				{Name: "session", Value: a.Session},
 			})
 			if w.Alone = alone; !split {

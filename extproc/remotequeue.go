@@ -35,7 +35,7 @@ func (w *poolAdmission) heldOf(r *waiter) []kvstate.Held {
 	w.held = w.held[:0]
 	blocks := int64(max(r.request.Blocks, 1))
 	for i, e := range r.hitsOf.Endpoints() {
-		if n := int64(r.hits[i]); n > 0 {
+		if n := int64(r.hits[i].Hit); n > 0 {
 			w.held = append(w.held, kvstate.Held{Addr: e.Addr, Tokens: r.request.PromptTokens * n / blocks})
 		}
 	}
@@ -68,7 +68,8 @@ func (w *poolAdmission) lookRemote(id uint64, v *kvstate.View) *picker.Request {
 	}
 	for i := range v.Endpoints {
 		c := &v.Endpoints[i]
-		c.Hit, c.Session = 0, 0
+		c.SetHeld(kvstate.HeldBlocks{})
+		c.Session = 0
 		c.Usable = w.usable[i] && !(w.pairs && c.Endpoint.Role == kvstate.RoleBoth)
 	}
 	v.Uses = v.Uses[:0] // unknown: a miss has its full price here

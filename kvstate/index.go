@@ -4,20 +4,39 @@ import "tandem/kvstate/prefixindex"
 
 // The prefix index of a pool and the known tokens of its prompts, as decisions use them.
 
-// noteHits raises each candidate's Hit to the number of the prompt's blocks that it holds, times num/den. of
-// selects the index members that count.
-func (p *Pool) noteHits(hashes []uint64, v *View, num, den int, of func(*prefixindex.Owner) []int32) {
-	depths := v.lookup.Find(p.index, hashes, len(v.Endpoints), func(i int) []int32 {
+// Loads are the blocks of a hit that an engine keeps outside GPU memory, by tier: in CPU memory, on disk, and in a
+// remote store.
+type Loads [prefixindex.Tiers - 1]int32
+
+// Blocks returns the number of blocks in all tiers.
+func (l *Loads) Blocks() int { return int(l[0] + l[1] + l[2]) }
+
+// HeldBlocks is the part of a prompt that an endpoint holds, in blocks.
+type HeldBlocks struct {
+	Hit   int32 // leading blocks
+	Loads Loads // of those, blocks outside GPU memory
+}
+
+// HeldBlocks returns [Candidate.Hit] and [Candidate.Loads], for [Candidate.SetHeld].
+func (c *Candidate) HeldBlocks() HeldBlocks { return HeldBlocks{int32(c.Hit), c.Loads} }
+
+// SetHeld sets [Candidate.Hit] and [Candidate.Loads].
+func (c *Candidate) SetHeld(h HeldBlocks) { c.Hit, c.Loads = int(h.Hit), h.Loads }
+
+// noteHits raises each candidate's Hit to the number of the prompt's text blocks that it is thought to hold. of selects
+// the index members that count.
+func (p *Pool) noteHits(hashes []uint64, v *View, of func(*prefixindex.Owner) []int32) {
+	for i, depth := range p.find(hashes, v, of) {
+		c := &v.Endpoints[i]
+		c.Hit = max(c.Hit, int(depth))
+	}
+}
+
+// find returns how many leading blocks of a prompt each candidate holds; none if none holds any.
+func (p *Pool) find(hashes []uint64, v *View, of func(*prefixindex.Owner) []int32) []int32 {
+	return v.lookup.Find(p.index, hashes, len(v.Endpoints), func(i int) []int32 {
 		return of(&v.Endpoints[i].Endpoint.blocks)
 	})
-	for i, depth := range depths {
-		hit := int(depth)
-		if num != den {
-			hit = hit * num / den
-		}
-		c := &v.Endpoints[i]
-		c.Hit = max(c.Hit, hit)
-	}
 }
 
 // UseStep is the popularity of a part of a prompt.
@@ -43,11 +62,11 @@ func (s *State) FindUses(p *Pool, hashes []uint64, v *View) {
 func (p *Pool) DropGuesses(text []uint64, known int, v *View) {
 	for i := range v.Endpoints {
 		if c := &v.Endpoints[i]; c.Hit <= known && c.Endpoint.blocks.Reported() {
-			c.Hit = 0
+			c.SetHeld(HeldBlocks{})
 		}
 	}
 	if len(text) > 0 {
-		p.noteHits(text, v, 1, 1, (*prefixindex.Owner).Fresh)
+		p.noteHits(text, v, (*prefixindex.Owner).Fresh)
 	}
 }
 
@@ -56,11 +75,25 @@ func (p *Pool) TokenBlockSizes() []int { return p.index.TokenBlockSizes() }
 
 // TokenHits raises each candidate's Hit to the blocks that its engine has reported. hashes are the prompt's leading
 // token blocks, as far as its tokens are known ([prefixindex.TokenPrompt.Blocks]), of blockSize tokens each. Hit
-// counts text blocks; the prompt has promptTokens tokens in textBlocks of them.
+// counts text blocks; the prompt has promptTokens tokens in textBlocks of them. Blocks that the engine keeps outside
+// GPU memory are in Loads too.
 func (p *Pool) TokenHits(hashes []uint64, blockSize int, promptTokens int64, textBlocks int, v *View) {
-	if len(hashes) > 0 && promptTokens > 0 {
-		tokens := int(max(promptTokens, int64(len(hashes)*blockSize)))
-		p.noteHits(hashes, v, blockSize*textBlocks, tokens, (*prefixindex.Owner).Reports)
+	if len(hashes) == 0 || promptTokens <= 0 {
+		return
+	}
+	tokens := int(max(promptTokens, int64(len(hashes)*blockSize)))
+	scaled := func(blocks int32) int { return int(blocks) * blockSize * textBlocks / tokens }
+	for i, depth := range p.find(hashes, v, (*prefixindex.Owner).Reports) {
+		c := &v.Endpoints[i]
+		hit := scaled(depth)
+		if hit < c.Hit-1 { // a prompt that was routed to it moments ago, which it has not reported yet
+			continue
+		}
+		held := c.Endpoint.blocks.Tiers(hashes, depth)
+		for tier := range c.Loads {
+			c.Loads[tier] = int32(scaled(held[tier+1]) - scaled(held[tier]))
+		}
+		c.Hit = max(c.Hit, hit) // hit is rounded down
 	}
 }
 

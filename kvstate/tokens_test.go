@@ -5,6 +5,7 @@ import (
 	"testing/synctest"
 	"time"
 
+	"tandem/internal/budget"
 	"tandem/kvstate/prefixindex"
 
 	"github.com/stretchr/testify/require"
@@ -174,4 +175,50 @@ func TestEnginesAreTrusted(t *testing.T) {
 		require.Equal(t, 8, hit(), "without its word the guess is all there is")
 		require.Equal(t, 1, p.IndexStats().Members)
 	})
+}
+
+// Of what an engine reported, the blocks outside GPU memory count in the hit and as loads. A prompt that was routed to it
+// moments ago will be in GPU memory.
+func TestTokenHitsKnowTiersWithoutAllocation(t *testing.T) {
+	s, p, f := eventPool(Options{})
+	e := p.Endpoints()[0]
+	text := long(10, 0, 1) // text blocks, of two token blocks each
+	hashes, event := []uint64(nil), prefixindex.BlockEvent{Kind: prefixindex.BlocksStored, Root: prefixindex.TokenRoot("", 16), BlockSize: 16}
+	h := event.Root
+	for i := range uint64(20) {
+		h = prefixindex.ChainTokenBlock(h, i)
+		hashes, event.Keys, event.Blocks = append(hashes, h), append(event.Keys, 100+i), append(event.Blocks, i)
+	}
+	copied := func(from int, tier prefixindex.Tier) prefixindex.BlockEvent {
+		return prefixindex.BlockEvent{Kind: prefixindex.BlocksStored, Keys: event.Keys[from:], Tier: tier}
+	}
+	gone := func(from int, tier prefixindex.Tier) prefixindex.BlockEvent {
+		return prefixindex.BlockEvent{Kind: prefixindex.BlocksRemoved, Keys: event.Keys[from:], Tier: tier}
+	}
+	var v View
+	held := func(routed int) HeldBlocks {
+		s.View(p, nil, &v)
+		v.Endpoints[0].Hit = routed
+		p.TokenHits(hashes, 16, 20*16, len(text), &v)
+		return v.Endpoints[0].HeldBlocks()
+	}
+	f.Apply([]prefixindex.BlockEvent{event})
+	require.Equal(t, HeldBlocks{Hit: 10}, held(0))
+	f.Apply([]prefixindex.BlockEvent{copied(0, prefixindex.TierCPU), gone(12, prefixindex.TierGPU)})
+	require.Equal(t, HeldBlocks{10, Loads{4}}, held(0))
+	require.Equal(t, HeldBlocks{11, Loads{4}}, held(11), "all but a part of a block of what was routed to it moments ago")
+	require.Equal(t, HeldBlocks{Hit: 12}, held(12), "not all of it")
+	f.Apply([]prefixindex.BlockEvent{copied(0, prefixindex.TierRemote), gone(16, prefixindex.TierCPU)})
+	require.Equal(t, HeldBlocks{10, Loads{2, 0, 2}}, held(0))
+	f.Apply([]prefixindex.BlockEvent{gone(0, prefixindex.TierRemote)})
+	require.Equal(t, HeldBlocks{8, Loads{2}}, held(0), "removed everywhere")
+	f.Apply([]prefixindex.BlockEvent{gone(0, prefixindex.TierGPU)})
+	require.Equal(t, HeldBlocks{8, Loads{8}}, held(0))
+
+	s.View(p, text, &v)
+	v.Endpoints[0].SetHeld(HeldBlocks{10, Loads{4}})
+	p.DropGuesses(nil, 10, &v)
+	require.Zero(t, v.Endpoints[0].HeldBlocks())
+	require.Same(t, e, v.Endpoints[0].Endpoint)
+	budget.Allocs(t, 100, 0, func() { p.TokenHits(hashes, 16, 20*16, len(text), &v) })
 }

@@ -29,6 +29,7 @@ type Candidate struct {
 	Requests     int64    // booked by all replicas, plus external ones ([Signals.External])
 	PromptTokens int64    // of those
 	Hit          int      // leading blocks of the prompt that it holds
+	Loads        Loads    // those of Hit that it has to load into GPU memory first
 	Session      Role     // the legs of the request's session that it served last
 	Signals      *Signals // the engine's last report; nil: none. Do not modify
 	Trust        float64  // weight of the signals now: 1 fresh, 0 too old
@@ -90,7 +91,7 @@ func (s *State) View(p *Pool, hashes []uint64, v *View) {
 	}
 	v.Uses = v.Uses[:0]
 	if len(hashes) > 0 {
-		p.noteHits(hashes, v, 1, 1, (*prefixindex.Owner).Routed)
+		p.noteHits(hashes, v, (*prefixindex.Owner).Routed)
 		s.FindUses(p, hashes, v)
 	}
 }
@@ -127,11 +128,11 @@ func (v *View) GroupAt(place int) (from, to int) {
 // Hits replaces the hits of the view by those of another prompt.
 func (s *State) Hits(p *Pool, hashes []uint64, v *View) {
 	for i := range v.Endpoints {
-		v.Endpoints[i].Hit = 0
+		v.Endpoints[i].SetHeld(HeldBlocks{})
 	}
 	v.Uses = v.Uses[:0]
 	if len(hashes) > 0 {
-		p.noteHits(hashes, v, 1, 1, (*prefixindex.Owner).Routed)
+		p.noteHits(hashes, v, (*prefixindex.Owner).Routed)
 		s.FindUses(p, hashes, v)
 	}
 }
@@ -139,7 +140,7 @@ func (s *State) Hits(p *Pool, hashes []uint64, v *View) {
 // fill sets c to the endpoint's current state. It writes field by field, which is faster than copying a struct that
 // was just written.
 func (e *Endpoint) fill(c *Candidate, now int64, fleet, moves, steps float64) {
-	c.Endpoint, c.Hit, c.Session = e, 0, 0
+	c.Endpoint, c.Hit, c.Loads, c.Session = e, 0, Loads{}, 0
 	c.Usable = e.failed.Load() == 0 && !e.Paused() && !e.Draining
 	c.Weight = e.Weight()
 	c.Requests, c.PromptTokens = e.requests.Load(), e.tokens.Load()

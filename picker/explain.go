@@ -31,6 +31,7 @@ type Weighed struct {
 	Role     string `json:"role"`
 	Out      string `json:"out,omitempty"` // why it was excluded: failed, paused, failed_request, model
 	Hit      int    `json:"hit_blocks"`
+	Loads    int    `json:"load_blocks,omitempty"` // of those, outside GPU memory
 	// learned factor on the modelled prefill times; absent: as modelled
 	Speed    float64       `json:"prefill_learned,omitempty"`
 	Step     float64       `json:"decode_learned,omitempty"` // the same for its decode steps
@@ -65,7 +66,8 @@ func (k *Picker) Explain(r *Request, v *kvstate.View) Explanation {
 }
 
 func (k *Picker) weigh(r *Request, t *terms, c *kvstate.Candidate) Weighed {
-	w := Weighed{Endpoint: c.Endpoint.Addr, Name: c.Endpoint.Name, Role: c.Endpoint.Role.String(), Out: k.why(r, c), Hit: c.Hit}
+	w := Weighed{Endpoint: c.Endpoint.Addr, Name: c.Endpoint.Name, Role: c.Endpoint.Role.String(), Out: k.why(r, c)}
+	w.Hit, w.Loads = c.Hit, c.Loads.Blocks()
 	if w.Out != "" {
 		return w
 	}
@@ -104,7 +106,8 @@ func (e *Explanation) Print(w io.Writer) {
 			continue
 		}
 		if p := c.Prefill; p != nil {
-			fmt.Fprintf(w, "%s: prefill %s = queue %s + work %s + others %s + jobs %s\n", name, ms(p.sum()), ms(p.Queue), ms(p.Work), ms(p.Others), ms(p.Jobs))
+			fmt.Fprintf(w, "%s: prefill %s = queue %s + work %s%s + others %s + jobs %s\n", name, ms(p.sum()),
+				ms(p.Queue), ms(p.Work), load(p.Load), ms(p.Others), ms(p.Jobs))
 		}
 		if d := c.Decode; d != nil {
 			fmt.Fprintf(w, "%s: decode %s = transfer %s + step %s + answer %s + overflow %s\n", name, ms(c.Transfer+d.sum()), ms(c.Transfer), ms(d.Step), ms(d.Answer), ms(d.Overflow))
@@ -114,10 +117,18 @@ func (e *Explanation) Print(w io.Writer) {
 			if c.Busy {
 				busy = ", but its answers would suffer"
 			}
-			fmt.Fprintf(w, "%s: alone %s = queue %s + work %s + others %s + answers %s + decode %s + overflow %s%s\n", name, ms(a.sum()),
-				ms(a.Queue), ms(a.Work), ms(a.Others), ms(a.Answers), ms(a.Decode), ms(a.Overflow), busy)
+			fmt.Fprintf(w, "%s: alone %s = queue %s + work %s%s + others %s + answers %s + decode %s + overflow %s%s\n",
+				name, ms(a.sum()), ms(a.Queue), ms(a.Work), load(a.Load), ms(a.Others), ms(a.Answers), ms(a.Decode), ms(a.Overflow), busy)
 		}
 	}
+}
+
+// load formats the time to load KV, "" without any.
+func load(seconds float64) string {
+	if seconds == 0 {
+		return ""
+	}
+	return " + load " + ms(seconds)
 }
 
 // ms formats a time in milliseconds, without decimals below the precision of the estimate.

@@ -26,7 +26,12 @@ type Model struct {
 	NodeGain    float64 // how many times faster within a node; at least 1
 	ZoneGap     float64 // how many times slower between zones; at least 1
 	TransferLag float64 // of a transfer, however short, s
+
+	LoadBandwidth LoadBandwidth // at which an endpoint loads KV that it keeps outside GPU memory
 }
+
+// LoadBandwidth is a rate in bytes/s by tier: CPU memory, disk, a remote store. All are above 0.
+type LoadBandwidth [len(kvstate.Loads{})]float64
 
 // DefaultModel is a 70B-class model: prefill at 16,000 tokens/s in steps of 8,192, 160 KB of KV a token, 25 GB/s.
 func DefaultModel() Model {
@@ -34,6 +39,7 @@ func DefaultModel() Model {
 		PrefillStep: 0.005, PrefillToken: 1.0 / 16000, PrefillContext: 1.3e-9, StepTokens: 8192,
 		DecodeStep: kvstate.DecodeStep, DecodeAnswer: kvstate.DecodeAnswer, DecodeToken: kvstate.DecodeToken, KVTokens: 1e6, MaxAnswers: 256,
 		TokenBytes: kvstate.TokenBytes, Bandwidth: kvstate.TransferBandwidth, NodeGain: 2, ZoneGap: 10, TransferLag: kvstate.TransferLag.Seconds(),
+		LoadBandwidth: LoadBandwidth{25e9, 5e9, 2e9},
 	}
 }
 

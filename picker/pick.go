@@ -34,7 +34,7 @@ type Choice struct {
 	PromptTokens int64
 	AnswerTokens int64   // expected
 	Uncached     int64   // tokens that the endpoint must compute
-	Work         float64 // the time for those, as modelled, s
+	Work         float64 // the time for those, and to load others into GPU memory, as modelled, s
 	Price        float64 // of the choice, seconds
 	Selective    bool    // not every endpoint serves the model
 	Named        bool    // some endpoint reports its models: whoever chooses again must name the model
@@ -304,9 +304,10 @@ func (k *Picker) choice(t *terms, v *kvstate.View, prefill, decode int, price fl
 		at = prefill
 	}
 	uncached, cached := t.split(&v.Endpoints[at])
+	work := k.Model.prefill(uncached, cached) + t.load(&v.Endpoints[at])
 	return Choice{
 		Prefill: prefill, Decode: decode, PromptTokens: int64(t.tokens), AnswerTokens: int64(t.out),
-		Uncached: int64(math.Ceil(uncached)), Work: k.Model.prefill(uncached, cached), Price: price,
+		Uncached: int64(math.Ceil(uncached)), Work: work, Price: price,
 	}
 }
 

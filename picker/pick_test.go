@@ -69,6 +69,11 @@ func randomCase(r *rand.Rand) (*Request, *kvstate.View, Policy) {
 		if r.IntN(3) == 0 {
 			c.Signals, c.Trust = &kvstate.Signals{KVUsage: []float64{-1, 0, .4, .9}[r.IntN(4)]}, []float64{0, .5, 1}[r.IntN(3)]
 		}
+		if c.Hit > 0 && r.IntN(3) == 0 { // some of the hit is in slower tiers
+			for range c.Hit {
+				c.Loads[r.IntN(len(c.Loads))] += int32(r.IntN(2))
+			}
+		}
 		if odd > 0 {
 			c.Endpoint.Node = []string{"", "na", "nb"}[(odd*i+len(groups))%3]
 		}
@@ -356,6 +361,7 @@ func loadedFleet(n, groups int) *kvstate.View {
 	for i := range v.Endpoints {
 		c := &v.Endpoints[i]
 		c.PromptTokens, c.Requests, c.Hit = random.Int64N(50000), random.Int64N(30), random.IntN(4)
+		c.Loads[0] = int32(c.Hit / 2)
 		c.Queue = time.Duration(random.IntN(3000)) * time.Millisecond
 	}
 	v.Load = kvstate.Utilisation{Prefill: .7, Work: 300 * time.Millisecond, Speed: 1}

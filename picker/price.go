@@ -24,23 +24,24 @@ const (
 // terms are the values that all prices of one decision share.
 type terms struct {
 	m           *Model
-	tokens      float64      // of the prompt
-	perBlock    float64      // tokens of one block of a hit
-	out         float64      // expected tokens of the answer
-	mean        float64      // and of running answers
-	steady      float64      // 0 to 1: how much of the reported KV usage is still valid
-	others      float64      // delay of other requests by a second of prefill, s
-	local       float64      // the same on decode endpoints that compute prompts
-	fleet       float64      // learned speed of the fleet
-	jobs        float64      // weight of a job that waits before it
-	jobCap      float64      // largest price of such a job, s
-	tpot        float64      // target, s
-	fullStep    float64      // of the model
-	answer      float64      // weight of the answer relative to its first token
-	moveToken   float64      // transfer time of a token's KV within a zone, as modelled, s
-	always      bool         // split whenever possible: the price of decode alone does not matter
-	latencyOnly bool         // the delay of others does not matter
-	shared      []sharedPart // parts of the prompt, first to last
+	tokens      float64       // of the prompt
+	perBlock    float64       // tokens of one block of a hit
+	out         float64       // expected tokens of the answer
+	mean        float64       // and of running answers
+	steady      float64       // 0 to 1: how much of the reported KV usage is still valid
+	others      float64       // delay of other requests by a second of prefill, s
+	local       float64       // the same on decode endpoints that compute prompts
+	fleet       float64       // learned speed of the fleet
+	jobs        float64       // weight of a job that waits before it
+	jobCap      float64       // largest price of such a job, s
+	tpot        float64       // target, s
+	fullStep    float64       // of the model
+	answer      float64       // weight of the answer relative to its first token
+	moveToken   float64       // transfer time of a token's KV within a zone, as modelled, s
+	loadBlock   LoadBandwidth // time to load the KV of a block of a hit, by tier, s
+	always      bool          // split whenever possible: the price of decode alone does not matter
+	latencyOnly bool          // the delay of others does not matter
+	shared      []sharedPart  // parts of the prompt, first to last
 }
 
 func (k *Picker) terms(r *Request, v *kvstate.View, prefills, decodes int) terms {
@@ -62,6 +63,9 @@ func (k *Picker) terms(r *Request, v *kvstate.View, prefills, decodes int) terms
 		bytes = v.Load.TokenBytes
 	}
 	t.moveToken = bytes / t.m.Bandwidth
+	for tier, rate := range t.m.LoadBandwidth {
+		t.loadBlock[tier] = t.perBlock * bytes / rate
+	}
 	t.others = othersPrice(v.Load.Prefill, prefills)
 	t.local = othersPrice(v.Load.Local, decodes)
 	t.jobs, t.jobCap = 1, seconds(v.Load.Work)
@@ -106,17 +110,32 @@ func (t *terms) split(c *kvstate.Candidate) (uncached, cached float64) {
 	return t.tokens - cached, cached
 }
 
+// load returns the time to load what the endpoint holds outside GPU memory.
+func (t *terms) load(c *kvstate.Candidate) float64 {
+	if c.Loads == (kvstate.Loads{}) {
+		return 0
+	}
+	sum := 0.0
+	for tier, blocks := range c.Loads {
+		sum += float64(blocks) * t.loadBlock[tier]
+	}
+	return sum
+}
+
 // PrefillPrice is the price of prefill on an endpoint, in seconds.
 type PrefillPrice struct {
-	Queue  float64 `json:"queue"`  // work before it
-	Work   float64 `json:"work"`   // its own, at the endpoint's speed
-	Others float64 `json:"others"` // delay of other requests, by the fleet's utilisation
-	Jobs   float64 `json:"jobs"`   // delay of the requests that wait on this endpoint: long prompts go where few wait
+	Queue  float64 `json:"queue"`          // work before it
+	Work   float64 `json:"work"`           // its own, at the endpoint's speed
+	Load   float64 `json:"load,omitempty"` // until the KV that it keeps outside GPU memory is there
+	Others float64 `json:"others"`         // delay of other requests, by the fleet's utilisation
+	Jobs   float64 `json:"jobs"`           // delay of the requests that wait on this endpoint: long prompts go where few wait
 
 	Session float64 `json:"session,omitempty"` // below 0: it served the request's session last
 }
 
-func (p *PrefillPrice) sum() float64 { return p.Queue + p.Work + p.Others + p.Jobs + p.Session }
+func (p *PrefillPrice) sum() float64 {
+	return p.Queue + p.Work + p.Load + p.Others + p.Jobs + p.Session
+}
 
 // sessionTokens is how much more work an endpoint may have than another and still be preferred, because it served
 // the session last. It is less than a prompt of a few pages: the session's cached prefix has a price of its own.
@@ -139,6 +158,7 @@ func (t *terms) prefill(c *kvstate.Candidate, p *PrefillPrice) {
 	usual := work * t.fleet // the delay of others uses the fleet's speed: with their own, slow endpoints would idle
 	p.Queue = seconds(c.Queue) * slow
 	p.Work = work * speed(c, t.fleet) * slow
+	p.Load = t.load(c)
 	p.Others = t.others * (usual - t.paid(cached)*t.fleet)
 	p.Jobs = t.jobs * float64(c.Jobs) * min(usual, t.jobCap) * slow
 	p.Session = t.session(c, kvstate.RolePrefill)
@@ -230,8 +250,8 @@ func (t *terms) overflow(kv, room, step float64) float64 {
 	return over / kv * t.out * step * 2
 }
 
-// transfer returns the time to bring d the part of the prompt that it does not hold, within a zone (near) or
-// between zones.
+// transfer returns the time to bring d the part of the prompt that it does not hold in GPU memory, within a zone (near)
+// or between zones.
 func (t *terms) transfer(d *kvstate.Candidate, near bool) float64 {
 	if near {
 		return t.moves(d, 1)
@@ -245,8 +265,8 @@ func (t *terms) transferWithin(d *kvstate.Candidate) float64 { return t.moves(d,
 // moves returns the time of a transfer to d, far times that within a zone, with the learned factor of transfers to
 // it.
 func (t *terms) moves(d *kvstate.Candidate, far float64) float64 {
-	uncached, _ := t.split(d)
-	seconds := t.m.TransferLag + uncached*t.moveToken*far
+	missing := t.tokens - min(t.perBlock*float64(d.Hit-d.Loads.Blocks()), t.tokens-1)
+	seconds := t.m.TransferLag + missing*t.moveToken*far
 	if d.Transfer > 0 {
 		seconds *= d.Transfer
 	}
@@ -255,9 +275,10 @@ func (t *terms) moves(d *kvstate.Candidate, far float64) float64 {
 
 // AlonePrice is the price of doing both on one endpoint, in seconds.
 type AlonePrice struct {
-	Queue  float64 `json:"queue"`  // prompts that it is computing already, in steps shared with its answers
-	Work   float64 `json:"work"`   // of this prompt, likewise
-	Others float64 `json:"others"` // delay of other prompts
+	Queue  float64 `json:"queue"`          // prompts that it is computing already, in steps shared with its answers
+	Work   float64 `json:"work"`           // of this prompt, likewise
+	Load   float64 `json:"load,omitempty"` // as in PrefillPrice
+	Others float64 `json:"others"`         // delay of other prompts
 	// delay of the answers that run there, second for second; at least one
 	Answers  float64 `json:"answers"`
 	Decode   float64 `json:"decode"`   // as in DecodePrice, without its step
@@ -267,7 +288,7 @@ type AlonePrice struct {
 }
 
 func (p *AlonePrice) sum() float64 {
-	return p.Queue + p.Work + p.Others + p.Answers + p.Decode + p.Overflow + p.Session
+	return p.Queue + p.Work + p.Load + p.Others + p.Answers + p.Decode + p.Overflow + p.Session
 }
 
 // alone prices both on one endpoint. allowed is false if its running answers would be delayed more than allowed.
@@ -285,6 +306,7 @@ func (t *terms) alone(c *kvstate.Candidate, b *batch, p *AlonePrice) (allowed bo
 	queue := (seconds(c.Local) + seconds(c.Queue)) * slow
 	p.Queue = queue * (1 + localSteps*step/t.fullStep)
 	p.Work = own
+	p.Load = t.load(c)
 	p.Others = t.local * work * t.fleet
 	// share of the endpoint's time that is left for answers: with less of it more answers run, and more are delayed
 	left := max(1-c.Share, 0.01)

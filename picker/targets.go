@@ -69,16 +69,16 @@ func (k *Picker) estimate(r *Request, v *kvstate.View, c *Choice) (idle Choice) 
 	if c.Prefill < 0 {
 		var alone AlonePrice
 		t.alone(d, &runs, &alone)
-		c.FirstToken = alone.Queue + alone.Work + decode.Step + alone.Overflow
-		idle.FirstToken = alone.Work + idle.TokenTime
+		c.FirstToken = alone.Queue + alone.Work + alone.Load + decode.Step + alone.Overflow
+		idle.FirstToken = alone.Work + alone.Load + idle.TokenTime
 		return idle
 	}
 	p := &v.Endpoints[c.Prefill]
 	var cost PrefillPrice
 	t.prefill(p, &cost)
 	transfer := t.transferBetween(v, c.Prefill, c.Decode)
-	c.PrefillTime = cost.Queue + cost.Work
+	c.PrefillTime = cost.Queue + cost.Work + cost.Load
 	c.FirstToken = c.PrefillTime + transfer + decode.Step + decode.Overflow
-	idle.FirstToken = cost.Work + transfer + idle.TokenTime
+	idle.FirstToken = cost.Work + cost.Load + transfer + idle.TokenTime
 	return idle
 }

@@ -185,6 +185,9 @@ func candidate(t *testing.T, words []string) kvstate.Candidate {
 			e.Layout = value
 		case "hit":
 			c.Hit = int(number(t, value))
+		case "loads": // of those blocks: from CPU memory, disk and a remote store
+			_, err := fmt.Sscanf(value, "%d/%d/%d", &c.Loads[0], &c.Loads[1], &c.Loads[2])
+			require.NoError(t, err)
 		case "group":
 			e.Group = value
 		case "loras":

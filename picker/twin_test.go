@@ -54,6 +54,21 @@ func (w *twin) e(i int) float64 {
 	return m.PrefillStep*math.Ceil(u/m.StepTokens) + m.PrefillToken*u + m.PrefillContext*u*(h+u/2)
 }
 
+// load is the time to load what endpoint i holds outside GPU memory.
+func (w *twin) load(i int) (seconds float64) {
+	if w.r.Blocks == 0 {
+		return 0
+	}
+	bytes := w.p.Model.TokenBytes
+	if w.v.Load.TokenBytes > 0 {
+		bytes = w.v.Load.TokenBytes
+	}
+	for tier, blocks := range w.v.Endpoints[i].Loads {
+		seconds += float64(blocks) / float64(w.r.Blocks) * w.tokens() * bytes / w.p.Model.LoadBandwidth[tier]
+	}
+	return seconds
+}
+
 func (w *twin) speed(i int) float64 {
 	if s := w.v.Endpoints[i].Speed; s > 0 {
 		return s
@@ -86,7 +101,7 @@ func (w *twin) costP(i int) float64 {
 	if w.p.Late {
 		beta, limit = .5, math.Inf(1)
 	}
-	return (c.Queue.Seconds()+e*w.speed(i)+beta*float64(c.Jobs)*min(usual, limit))/w.weight(i) + w.phi(w.v.Load.Prefill, kvstate.RolePrefill)*(usual-w.paid(i)*w.fleet())
+	return w.load(i) + (c.Queue.Seconds()+e*w.speed(i)+beta*float64(c.Jobs)*min(usual, limit))/w.weight(i) + w.phi(w.v.Load.Prefill, kvstate.RolePrefill)*(usual-w.paid(i)*w.fleet())
 }
 
 // paid is what other uses pay of a miss on endpoint i, block by block.
@@ -199,7 +214,13 @@ func (w *twin) transfer(p, d int) float64 {
 	if learned <= 0 {
 		learned = 1
 	}
-	t := (w.tokens() - w.cached(d)) * bytes / m.Bandwidth
+	inGPU := 0.0
+	if w.r.Blocks > 0 {
+		c := &w.v.Endpoints[d]
+		slower := c.Loads[0] + c.Loads[1] + c.Loads[2]
+		inGPU = min(float64(w.r.PromptTokens)*float64(c.Hit-int(slower))/float64(w.r.Blocks), w.tokens()-1)
+	}
+	t := (w.tokens() - inGPU) * bytes / m.Bandwidth
 	if w.v.SameNode != nil && sameNode(w.v, p, d) {
 		return learned * (m.TransferLag + t/m.NodeGain)
 	}
@@ -240,7 +261,7 @@ func (w *twin) alone(d int, guarded bool) (price float64, ok bool) {
 	if n > 0 {
 		own = longer + steps*step
 	}
-	return queue + own + w.phi(w.v.Load.Local, kvstate.RoleDecode)*e*w.fleet() + max(n, 1)*longer/max(1-fill, .5)/max(1-c.Share, .01) + .1*w.out()*step + overflow, true
+	return w.load(d) + queue + own + w.phi(w.v.Load.Local, kvstate.RoleDecode)*e*w.fleet() + max(n, 1)*longer/max(1-fill, .5)/max(1-c.Share, .01) + .1*w.out()*step + overflow, true
 }
 
 // pick is every choice that Pick may make.

@@ -110,6 +110,9 @@
 // later, or arrays with --kv-events-arrays. A block is called by its cache key. POST /sim/kv-events {"lose":n} loses the
 // next n batches on their way. enginesim_kv_events_subscribers is how many are connected.
 //
+// With --host-blocks there is CPU memory behind the GPU's, as with vLLM's offloading: what is stored in GPU memory is
+// copied there and loaded back from there, at --load-rate. Its events have the medium CPU and no token ids.
+//
 // # What tests and benchmarks use
 //
 //	GET    /sim/requests?n=&id=  the last n requests (of one x-request-id), oldest first: bytes, headers, leg, timings

@@ -119,3 +119,21 @@ func TestKVEventsAreKeptFor(t *testing.T) {
 	require.Len(t, replies, 3)
 	require.Equal(t, uint64(1), binary.BigEndian.Uint64(replies[0][2]), "the first is lost without notice")
 }
+
+// What is stored is in CPU memory as well, and stays there: its events name the medium, and blocks without their tokens.
+func TestKVEventsOfCPUMemory(t *testing.T) {
+	e := startEngine(t, "-kv-events", "tcp://*:0", "-kv-events-replay", "tcp://*:0", "-block-size", "4", "-blocks", "7", "-host-blocks", "4")
+	const gpu, cpu = "\xa6medium\xa3GPU", "\xa6medium\xa3CPU"
+	ask := func(word string) {
+		t.Helper()
+		require.Equal(t, 200, e.post(t, "/v1/completions", "", `{"max_tokens":1,"prompt":"`+strings.Repeat(word, 13)+`"}`).status)
+	}
+	ask("aaaa")
+	one, next := told(t, e, 0, cpu)
+	require.Equal(t, []int{1, 3}, []int{strings.Count(one, gpu), strings.Count(one, cpu)})
+	require.Equal(t, 3, strings.Count(one, "\xa9token_ids\x90\xaablock_size\x00"))
+	ask("bbbb")
+	two, _ := told(t, e, next, cpu)
+	require.Equal(t, 3, strings.Count(two, "BlockRemoved"), "one of GPU memory, two of CPU memory, which has four")
+	require.Equal(t, []int{2, 5}, []int{strings.Count(two, gpu), strings.Count(two, cpu)})
+}

@@ -206,7 +206,7 @@ func (d *Decoder) stored(c *cursor, e *rawEvent) bool {
 	if e.hashes == 0 || !d.counts(c, e, true) {
 		return false
 	}
-	out := prefixindex.BlockEvent{Kind: prefixindex.BlocksStored, Host: host(c, e)}
+	out := prefixindex.BlockEvent{Kind: prefixindex.BlocksStored, Tier: tier(c, e)}
 	f := c.field(e.hashes)
 	out.Keys = d.keys(&f)
 	if e.parent != 0 {
@@ -313,7 +313,7 @@ func (d *Decoder) removed(c *cursor, e *rawEvent) bool {
 	f := c.field(e.hashes)
 	keys := d.keys(&f)
 	c.bad = c.bad || f.bad
-	d.events = append(d.events, prefixindex.BlockEvent{Kind: prefixindex.BlocksRemoved, Keys: keys, Host: host(c, e)})
+	d.events = append(d.events, prefixindex.BlockEvent{Kind: prefixindex.BlocksRemoved, Keys: keys, Tier: tier(c, e)})
 	return true
 }
 
@@ -345,14 +345,23 @@ func (d *Decoder) counts(c *cursor, e *rawEvent, stored bool) bool {
 	return d.group == group || d.group == 0
 }
 
-// host reports whether blocks are in another tier than GPU memory. Releases before 0.10.2 do not say: GPU.
-func host(c *cursor, e *rawEvent) bool {
+// tier returns where blocks are. Releases before 0.10.2 do not say: GPU. vLLM has GPU, CPU and STORAGE, SGLang GPU,
+// CPU_PINNED, DISK and EXTERNAL. An unknown name counts as the slowest tier.
+func tier(c *cursor, e *rawEvent) prefixindex.Tier {
 	if e.medium == 0 {
-		return false
+		return prefixindex.TierGPU
 	}
 	f := c.field(e.medium)
 	medium, _ := f.text()
-	return !bytes.EqualFold(medium, []byte("gpu"))
+	switch is := func(name string) bool { return bytes.EqualFold(medium, []byte(name)) }; {
+	case is("GPU"):
+		return prefixindex.TierGPU
+	case is("CPU"), is("CPU_PINNED"):
+		return prefixindex.TierCPU
+	case is("DISK"), is("STORAGE"):
+		return prefixindex.TierDisk
+	}
+	return prefixindex.TierRemote
 }
 
 func (d *Decoder) keys(f *cursor) []uint64 {

@@ -11,8 +11,7 @@ type BlockEvent struct {
 	Kind EventKind
 	// Keys are the engine's own hashes of the blocks; stored ones follow each other in a prompt.
 	Keys []uint64
-	// Host: not in GPU memory but in CPU memory, on disk, or further away.
-	Host bool
+	Tier Tier // that the blocks were stored in or removed from
 
 	// For BlocksStored: the engine's hash of the block before the first; the content of each block (TokenBlock),
 	// none if the engine does not report it, as for blocks that move between tiers; the root of the prompt
@@ -24,6 +23,18 @@ type BlockEvent struct {
 	BlockSize int
 	LoRA      []byte // the adapter in Root, nil for the base model; read at once
 }
+
+// Tier is a kind of memory in which an engine keeps blocks. The lower, the faster.
+type Tier uint8
+
+// The tiers. An engine computes with blocks in GPU memory only, and loads the others first.
+const (
+	TierGPU Tier = iota
+	TierCPU
+	TierDisk
+	TierRemote // a store that several engines may share
+	Tiers      // how many there are
+)
 
 // EventKind is the kind of a BlockEvent.
 type EventKind uint8
@@ -72,6 +83,7 @@ func (f *Feed) Close() {
 	})
 	if len(*f.owner.feeds.Load()) == 0 {
 		f.owner.reported.Store(false)
+		f.owner.tiered.Store(false)
 		f.owner.leaveFresh()
 	}
 	f.x.leave(f.m)
@@ -130,16 +142,15 @@ func (f *Feed) forget() {
 	f.orphans, f.byKey, f.byHash = nil, nil, nil
 }
 
-func (e *BlockEvent) media() uint32 {
-	if e.Host {
-		return stateHost
-	}
-	return stateGPU
-}
+// media is the event's tier as a bit of a state.
+func (e *BlockEvent) media() uint32 { return 1 << e.Tier }
 
 func (f *Feed) stored(e *BlockEvent) {
 	f.stats.Stored += uint64(len(e.Keys))
 	f.owner.reported.Store(true)
+	if e.Tier != TierGPU {
+		f.owner.tiered.Store(true)
+	}
 	if len(e.Blocks) != len(e.Keys) {
 		f.copied(e)
 		return

@@ -2,6 +2,7 @@ package prefixindex
 
 import (
 	"fmt"
+	"math/bits"
 	"math/rand/v2"
 	"slices"
 	"testing"
@@ -95,6 +96,26 @@ func (t feedTwin) hit(hashes []uint64) int {
 	return len(hashes)
 }
 
+// tiers returns [Held] of a prompt's first blocks. ordered is false if a block is in a faster tier than one before it.
+func (t feedTwin) tiers(hashes []uint64, hit int) (held Held, ordered bool) {
+	fastest, last := make([]Tier, hit), TierGPU
+	for _, b := range t.blocks {
+		if i := slices.Index(hashes[:hit], b.hash); b.hashed && i >= 0 {
+			fastest[i] = Tier(bits.TrailingZeros32(b.media))
+		}
+	}
+	for _, tier := range fastest {
+		if tier < last {
+			return held, false
+		}
+		last = tier
+		for ; tier < Tiers; tier++ {
+			held[tier]++
+		}
+	}
+	return held, true
+}
+
 // sequence is a prompt that is a path in a tree, as token blocks and as what one engine calls them.
 type sequence struct{ blocks, hashes, keys []uint64 }
 
@@ -139,15 +160,15 @@ func feedProgram(t *testing.T, next func(n int) int, steps, compareEvery int) {
 			if from == len(seq.keys) {
 				continue
 			}
-			e = BlockEvent{Kind: BlocksStored, Keys: seq.keys[from:], Blocks: seq.blocks[from:], Root: TokenRoot("", 16), BlockSize: 16, Host: next(8) == 0}
+			e = BlockEvent{Kind: BlocksStored, Keys: seq.keys[from:], Blocks: seq.blocks[from:], Root: TokenRoot("", 16), BlockSize: 16, Tier: Tier(max(next(12)-8, 0))}
 			if from > 0 {
 				e.HasParent, e.Parent = true, seq.keys[from-1]
 			}
 		case op == 11: // a copy in another tier, of which only the name is reported
-			e = BlockEvent{Kind: BlocksStored, Keys: seq.keys[next(len(seq.keys)):], Host: true, HasParent: false}
+			e = BlockEvent{Kind: BlocksStored, Keys: seq.keys[next(len(seq.keys)):], Tier: 1 + Tier(next(3)), HasParent: false}
 		case op < 18: // removes from the end, one somewhere, or from the beginning
 			from := next(len(seq.keys))
-			e = BlockEvent{Kind: BlocksRemoved, Keys: seq.keys[from:], Host: next(4) == 0}
+			e = BlockEvent{Kind: BlocksRemoved, Keys: seq.keys[from:], Tier: Tier(max(next(7)-3, 0))}
 			if next(2) == 0 {
 				e.Keys = seq.keys[from : from+1]
 			}
@@ -172,6 +193,11 @@ func feedProgram(t *testing.T, next func(n int) int, steps, compareEvery int) {
 		}
 		for i, hit := range best {
 			require.Equal(t, int32(hit), got[i], "step %d, endpoint %d", step, i)
+			held := owners[i].Tiers(want.hashes, got[i])
+			require.True(t, slices.IsSorted(held[:]) && held[Tiers-1] == got[i], "step %d, endpoint %d: %v", step, i, held)
+			if exact, ordered := twins[2+i].tiers(want.hashes, hit); i > 0 && ordered {
+				require.Equal(t, exact, held, "step %d, endpoint %d", step, i)
+			}
 		}
 	}
 	for _, f := range feeds {
@@ -222,7 +248,7 @@ func TestFeedIsBounded(t *testing.T) {
 	f, hit := lone(t, 100)
 	for i := range 300 {
 		seq := sequenceOf(0, []byte{byte(i), byte(i >> 8), 1, 2, 3, 4, 5})
-		f.Apply([]BlockEvent{storedFrom(seq, 0, 7, false)})
+		f.Apply([]BlockEvent{storedFrom(seq, 0, 7, TierGPU)})
 		require.Equal(t, 7, hit(seq.hashes))
 		require.LessOrEqual(t, f.Stats().Held, 100)
 	}
@@ -236,7 +262,7 @@ func TestFeedIsBounded(t *testing.T) {
 func TestFeedUnknownParents(t *testing.T) {
 	f, hit := lone(t, 1<<20)
 	seq := sequenceOf(9, []byte{1, 2, 3, 4, 5, 6})
-	part := func(from, to int) BlockEvent { return storedFrom(seq, from, to, false) }
+	part := func(from, to int) BlockEvent { return storedFrom(seq, from, to, TierGPU) }
 	var got []string
 	for _, e := range []BlockEvent{part(4, 6), part(2, 4), part(0, 1), part(1, 2), {Kind: BlocksRemoved, Keys: seq.keys[2:3]}, part(2, 3)} {
 		f.Apply([]BlockEvent{e})
@@ -260,7 +286,7 @@ func TestFeedCountsWhatItCannotTake(t *testing.T) {
 	}{
 		"all has room":           {BlockEvent{Keys: numbered(1, 50), Blocks: numbered(1001, 50)}, FeedStats{Stored: 50, Held: 50}},
 		"more than all its room": {BlockEvent{Keys: numbered(1, 53), Blocks: numbered(1001, 53)}, FeedStats{Stored: 53, Held: 50, Unusable: 3}},
-		"copies of unknown ones": {BlockEvent{Keys: numbered(1, 4), Host: true}, FeedStats{Stored: 4, Unusable: 4}},
+		"copies of unknown ones": {BlockEvent{Keys: numbered(1, 4), Tier: TierCPU}, FeedStats{Stored: 4, Unusable: 4}},
 		"behind a lost one":      {BlockEvent{Keys: numbered(1, 50), Blocks: numbered(1001, 50), HasParent: true, Parent: 9999}, FeedStats{Stored: 50, Held: 50, Orphans: 50}},
 	} {
 		f, _ := lone(t, 100)

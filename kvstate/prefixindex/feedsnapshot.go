@@ -130,12 +130,14 @@ func (r *runs) end() {
 	r.e.Keys, r.e.Blocks = r.e.Keys[:0], r.e.Blocks[:0]
 }
 
-// emitStored emits blocks that are stored in one tier or in both.
+// emitStored emits blocks that are stored in some tiers: with their content for the fastest, as copies for the others.
 func emitStored(f func(*BlockEvent), e *BlockEvent, media uint32) {
-	e.Kind, e.Host = BlocksStored, media == stateHost
+	e.Kind, e.Tier = BlocksStored, Tier(bits.TrailingZeros32(media))
 	f(e)
-	if media == stateMedia {
-		f(&BlockEvent{Kind: BlocksStored, Keys: e.Keys, Host: true})
+	for tier := e.Tier + 1; tier < Tiers; tier++ {
+		if media>>tier&1 != 0 {
+			f(&BlockEvent{Kind: BlocksStored, Keys: e.Keys, Tier: tier})
+		}
 	}
 }
 

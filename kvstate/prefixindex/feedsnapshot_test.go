@@ -18,15 +18,15 @@ func lone(t *testing.T, blocks int) (f *Feed, hit func(hashes []uint64) int) {
 	}
 }
 
-func storedFrom(seq sequence, from, to int, host bool) BlockEvent {
-	e := BlockEvent{Kind: BlocksStored, Keys: seq.keys[from:to], Blocks: seq.blocks[from:to], Root: TokenRoot("", 16), BlockSize: 16, Host: host}
+func storedFrom(seq sequence, from, to int, tier Tier) BlockEvent {
+	e := BlockEvent{Kind: BlocksStored, Keys: seq.keys[from:to], Blocks: seq.blocks[from:to], Root: TokenRoot("", 16), BlockSize: 16, Tier: tier}
 	if from > 0 {
 		e.HasParent, e.Parent = true, seq.keys[from-1]
 	}
 	return e
 }
 
-// A feed made of what another one holds finds the same prompts, in both tiers, and goes on with the engine's own names: what
+// A feed made of what another one holds finds the same prompts, in all tiers, and goes on with the engine's own names: what
 // it lacks is at most what was set aside behind a block that the engine had evicted.
 func TestSnapshotMakesTheSameFeed(t *testing.T) {
 	for seed := range uint64(30) {
@@ -44,13 +44,13 @@ func TestSnapshotMakesTheSameFeed(t *testing.T) {
 			from := next(len(seq.keys))
 			switch next(8) {
 			case 0:
-				return storedFrom(seq, from, len(seq.keys), next(2) == 0) // perhaps behind what was never seen
+				return storedFrom(seq, from, len(seq.keys), Tier(next(2))) // perhaps behind what was never seen
 			case 1:
-				return BlockEvent{Kind: BlocksStored, Keys: seq.keys, Host: true}
+				return BlockEvent{Kind: BlocksStored, Keys: seq.keys, Tier: 1 + Tier(next(3))}
 			case 2, 3:
-				return BlockEvent{Kind: BlocksRemoved, Keys: seq.keys[from:], Host: next(2) == 0}
+				return BlockEvent{Kind: BlocksRemoved, Keys: seq.keys[from:], Tier: Tier(next(3))}
 			}
-			return storedFrom(seq, 0, len(seq.keys), next(4) == 0)
+			return storedFrom(seq, 0, len(seq.keys), Tier(max(next(7)-3, 0)))
 		}
 		for range 300 {
 			f.Apply([]BlockEvent{event()})
@@ -62,7 +62,9 @@ func TestSnapshotMakesTheSameFeed(t *testing.T) {
 		require.Zero(t, copied.Stats().Unusable)
 		for range 100 {
 			seq := sequenceOf(0, path())
-			require.Equal(t, hit(seq.hashes), hitCopy(seq.hashes))
+			depth := hit(seq.hashes)
+			require.Equal(t, depth, hitCopy(seq.hashes))
+			require.Equal(t, f.owner.Tiers(seq.hashes, int32(depth)), copied.owner.Tiers(seq.hashes, int32(depth)))
 		}
 		for range 300 {
 			e := event()

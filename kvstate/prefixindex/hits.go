@@ -55,6 +55,44 @@ func (l *Lookup) Find(x *Index, hashes []uint64, n int, slots func(candidate int
 	return l.depth
 }
 
+// Held is how many leading blocks of a prompt an owner holds in a tier or in a faster one, by tier: the last is all.
+type Held [Tiers]int32
+
+// Tiers returns in which tiers an owner's engine holds the leading blocks of a prompt, of which it reported depth. It
+// expects blocks to leave a fast tier from the end of a prompt: where a block before others has left it, some of those
+// count as held there. Most owners have only GPU memory, which costs nothing.
+func (o *Owner) Tiers(hashes []uint64, depth int32) (held Held) {
+	held[Tiers-1] = depth
+	if depth == 0 || !o.tiered.Load() {
+		return Held{depth, depth, depth, depth}
+	}
+	r := o.index.store.read()
+	first := r.find(hashes[0], 0)
+	for _, slot := range o.Reports() {
+		from := int32(0)
+		for tier := range Tiers - 1 {
+			from = r.heldWithin(hashes, first, int(slot), 1<<(tier+1)-1, from, depth)
+			held[tier] = max(held[tier], from)
+		}
+	}
+	return held
+}
+
+// heldWithin returns how many leading blocks, from to end, a member holds in the tiers of media. first is about the
+// number of the first block.
+func (r *reading) heldWithin(hashes []uint64, first uint32, slot int, media uint32, from, end int32) int32 {
+	at := end // the last one first: usually all are there
+	for from < end {
+		if r.mediaOf(r.find(hashes[at-1], first+uint32(at-1)), slot)&media != 0 {
+			from = at
+		} else {
+			end = at - 1
+		}
+		at = (from + end + 1) / 2
+	}
+	return from
+}
+
 // run follows the prompt from its first block until no candidate is left.
 func (l *Lookup) run(w *walk, at blockAt) {
 	var found [changesAtOnce]change

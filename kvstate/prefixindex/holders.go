@@ -10,12 +10,11 @@ import (
 // with the states behind. The state of a member and a block: which tiers of its memory hold it, which generation it
 // was last used in, and how many blocks that follow it the member holds too.
 const (
-	stateGPU    = 1 << 0
-	stateHost   = 1 << 1 // CPU memory, disk, or further away: slower than GPU memory, faster than computing
-	stateMedia  = stateGPU | stateHost
-	stateParity = 1 << 2 // of the member's generation
-	kidsShift   = 3
-	kidsMax     = 1<<12 - 1 // so many or more: not counted down any more
+	stateGPU    = 1 << TierGPU // and a bit for each other tier
+	stateMedia  = 1<<Tiers - 1
+	stateParity = 1 << Tiers // of the member's generation
+	kidsShift   = Tiers + 1
+	kidsMax     = 1<<(stateBits-kidsShift) - 1 // so many or more: not counted down any more
 	stateBits   = 15
 	stateMask   = 1<<stateBits - 1
 
@@ -290,4 +289,38 @@ func setBit(mask []uint64, i int) {
 	if w := uint(i) / 64; w < uint(len(mask)) { // a missing slot is -1, and so beyond any mask
 		mask[w] |= 1 << (uint(i) % 64)
 	}
+}
+
+// mediaOf returns the tiers in which a member keeps block id, for a reader; 0 if it does not hold the block. If the
+// block is written to meanwhile, the result may be anything.
+func (r *reading) mediaOf(id uint32, slot int) uint32 {
+	n := r.at(id)
+	if n == nil {
+		return 0
+	}
+	holders := uint32(n.rest.Load())
+	if holders&isSet == 0 {
+		if holders>>stateBits != uint32(slot+1) {
+			return 0
+		}
+		return holders & stateMedia
+	}
+	set := r.setAt(holders &^ isSet)
+	if len(set) < 2 {
+		return 0
+	}
+	head := set[0].Load()
+	if head&isDense != 0 {
+		at := 2 + int(set[1].Load()) + slot/2
+		if at >= len(set) {
+			return 0
+		}
+		return set[at].Load() >> (slot % 2 * 16) & stateMedia
+	}
+	for i := range set[1:][:min(int(head&countOf), len(set)-1)] {
+		if w := set[1+i].Load(); w>>stateBits == uint32(slot+1) {
+			return w & stateMedia
+		}
+	}
+	return 0
 }

@@ -11,6 +11,7 @@ type Owner struct {
 	feeds    atomic.Pointer[[]int32]     // slots of the KV event feeds
 	fresh    atomic.Pointer[freshMember] // prompts routed moments ago; nil: there is no feed
 	reported atomic.Bool                 // a feed has reported blocks
+	tiered   atomic.Bool                 // some of them outside GPU memory
 	routed   *member                     // prompts routed to it
 	index    *Index
 }

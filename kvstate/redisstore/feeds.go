@@ -75,7 +75,8 @@ func (w *chunkWriter) feed(part *kvstate.FeedPart) error {
 	}
 	for i := range part.Events {
 		e := &part.Events[i]
-		run := &statev1.Run{Keys: e.Keys, Blocks: e.Blocks, BlockSize: uint32(e.BlockSize), Host: e.Host, Lora: e.LoRA}
+		run := &statev1.Run{Keys: e.Keys, Blocks: e.Blocks, BlockSize: uint32(e.BlockSize), Lora: e.LoRA}
+		run.Tier = uint32(e.Tier)
 		if e.HasParent {
 			run.Parent = &e.Parent
 		}
@@ -114,7 +115,8 @@ const maxBlockSize = 1 << 20
 
 func eventOf(run *statev1.Run) prefixindex.BlockEvent {
 	e := prefixindex.BlockEvent{
-		Kind: prefixindex.BlocksStored, Keys: run.GetKeys(), Blocks: run.GetBlocks(), Host: run.GetHost(), LoRA: run.GetLora(),
+		Kind: prefixindex.BlocksStored, Keys: run.GetKeys(), Blocks: run.GetBlocks(), LoRA: run.GetLora(),
+		Tier:   prefixindex.Tier(min(run.GetTier(), uint32(prefixindex.TierRemote))),
 		Parent: run.GetParent(), HasParent: run.Parent != nil, BlockSize: int(min(run.GetBlockSize(), maxBlockSize)),
 	}
 	e.Root = prefixindex.TokenRoot(string(e.LoRA), e.BlockSize)

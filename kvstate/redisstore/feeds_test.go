@@ -66,16 +66,16 @@ func (x *events) Forwarded(_ *kvstate.Pool, b kvstate.EventBatch) {
 
 func (x *events) ForwardPositions(*kvstate.Pool) { x.positions++ }
 
-// runsOfBlocks are events of so many prompts of so many blocks, some of them in another tier, of an adapter, or in both tiers.
+// runsOfBlocks are events of so many prompts of so many blocks, some of them in another tier, of an adapter, or in two tiers.
 func runsOfBlocks(prompts, blocks int) (out []prefixindex.BlockEvent) {
 	for i := range prompts {
 		lora := []byte("sql")[:i%2*3]
 		e := prefixindex.BlockEvent{
-			Kind: prefixindex.BlocksStored, Keys: prompt(2*i, blocks), Blocks: prompt(2*i+1, blocks), BlockSize: 16, Host: i%3 == 1, LoRA: lora, Root: prefixindex.TokenRoot(string(lora), 16),
+			Kind: prefixindex.BlocksStored, Keys: prompt(2*i, blocks), Blocks: prompt(2*i+1, blocks), BlockSize: 16, Tier: prefixindex.Tier(i % 3 * (i % 2)), LoRA: lora, Root: prefixindex.TokenRoot(string(lora), 16),
 		}
 		out = append(out, e)
 		if i%3 == 2 {
-			out = append(out, prefixindex.BlockEvent{Kind: prefixindex.BlocksStored, Keys: e.Keys[:1], Host: true})
+			out = append(out, prefixindex.BlockEvent{Kind: prefixindex.BlocksStored, Keys: e.Keys[:1], Tier: prefixindex.TierRemote})
 		}
 		out = append(out, prefixindex.BlockEvent{Kind: prefixindex.BlocksStored, Keys: prompt(100+i, 1), Blocks: prompt(200+i, 1), Parent: e.Keys[blocks-1], HasParent: true, BlockSize: 16})
 	}

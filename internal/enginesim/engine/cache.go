@@ -27,6 +27,7 @@ type Pool struct {
 	last      int32
 	waiting   []*waiter
 	events    *Events // who is told what is cached; nil: nobody
+	host      *hostTier
 }
 
 type block struct {
@@ -67,6 +68,7 @@ func (p *Pool) ResetPrefixCache() bool {
 		return false
 	}
 	p.reset(len(p.blocks))
+	p.host.clear()
 	p.events.cleared()
 	return true
 }
@@ -83,6 +85,7 @@ func (p *Pool) Usage() float64 {
 type Grant struct {
 	Blocks []int32
 	Hits   int   // blocks
+	Loaded int   // of those, from CPU memory
 	tip    int32 // the last of the sequence's cached blocks, its own or an equal one; noBlock before the first
 }
 
@@ -191,6 +194,14 @@ func (p *Pool) tryOne(pr *Prompt, total int) (Grant, bool) {
 	if total-g.Hits+idle > p.freeCount {
 		return Grant{}, false
 	}
+	host := make([]uint64, g.Hits, total) // what blocks after the hits have in CPU memory
+	for len(host) < min((pr.N-1)/p.BlockSize, len(pr.Full)) {
+		full, ok := p.host.get(pr.key(len(host)))
+		if !ok {
+			break
+		}
+		host = append(host, full)
+	}
 	for _, id := range g.Blocks {
 		if b := &p.blocks[id]; b.refs == 0 {
 			p.unlink(id)
@@ -208,7 +219,7 @@ func (p *Pool) tryOne(pr *Prompt, total int) (Grant, bool) {
 		}
 		b := &p.blocks[id]
 		if b.key != 0 {
-			p.events.removed(b.key)
+			p.events.removed(b.key, mediumGPU)
 			if b.parent == 0 {
 				p.index.remove(p.blocks, id)
 			}
@@ -217,6 +228,9 @@ func (p *Pool) tryOne(pr *Prompt, total int) (Grant, bool) {
 		b.full, b.tail, b.refs = 0, 0, 1
 		g.Blocks = append(g.Blocks, id)
 	}
+	p.store(&g, pr, g.Hits, len(host), host)
+	g.Loaded = len(host) - g.Hits
+	g.Hits = len(host)
 	return g, true
 }
 
@@ -266,16 +280,19 @@ func (p *Pool) Free(ids []int32) {
 func (p *Pool) Write(g *Grant, seq *Prompt, from int, actual []uint64) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
+	full := max(from, min(len(g.Blocks), len(seq.Full)))
+	p.store(g, seq, from, full, actual)
+	if full < len(g.Blocks) && seq.tail != 0 {
+		p.blocks[g.Blocks[full]].tail = actualOr(actual, full, seq.tail)
+	}
+}
+
+// store is Write for full blocks, up to block "to".
+func (p *Pool) store(g *Grant, seq *Prompt, from, to int, actual []uint64) {
 	stored := from // blocks from there to i are in the cache since now
-	for i := from; i < len(g.Blocks); i++ {
+	for i := from; i < to; i++ {
 		id := g.Blocks[i]
 		b := &p.blocks[id]
-		if i >= len(seq.Full) {
-			if seq.tail != 0 {
-				b.tail = actualOr(actual, i, seq.tail)
-			}
-			break
-		}
 		b.full = actualOr(actual, i, seq.Full[i])
 		was := b.key
 		if g.tip = p.cache(g.tip, id, seq.key(i)); g.tip != id || was != 0 { // an equal one was there already
@@ -283,7 +300,16 @@ func (p *Pool) Write(g *Grant, seq *Prompt, from int, actual []uint64) {
 			stored = i + 1
 		}
 	}
-	p.events.stored(seq, stored, min(len(g.Blocks), len(seq.Full)), p.BlockSize)
+	p.events.stored(seq, stored, to, p.BlockSize)
+	for i := from; i < to && p.host != nil; i++ {
+		copied, gone := p.host.put(seq.key(i), p.blocks[g.Blocks[i]].full)
+		if copied {
+			p.events.copied(seq.key(i))
+		}
+		if gone != 0 {
+			p.events.removed(gone, mediumCPU)
+		}
+	}
 }
 
 // find looks a cached block up, given the cached block before it (noBlock for the first of a sequence).

@@ -160,3 +160,34 @@ func TestAdmissionQueue(t *testing.T) {
 		require.Equal(t, 10, p.freeCount)
 	})
 }
+
+// What GPU memory drops is still in CPU memory, and loaded from there with the right content, until that is full too.
+func TestCPUMemory(t *testing.T) {
+	p := NewPool(1+6, 4)
+	p.host = newHostTier(7)
+	use := func(letter string) (hits, loaded int) {
+		pr := promptOf(strings.Repeat(letter, 4*13), "") // three full blocks and a token
+		g := grab(t, p, pr, 1)
+		require.Equal(t, pr.Full[:g.Hits], p.Read(g.Blocks[:g.Hits], func(i int) uint64 { return pr.Full[i] }))
+		p.Write(&g, pr, g.Hits, nil)
+		p.Free(g.Blocks)
+		return g.Hits, g.Loaded
+	}
+	for _, step := range []struct {
+		prompt       string
+		hits, loaded int
+	}{
+		{"a", 0, 0}, {"b", 0, 0},
+		{"a", 3, 1}, // its last block made room in GPU memory
+		{"b", 3, 1},
+		{"c", 0, 0}, // of nine blocks seven fit: the two that were used longest ago are a's first
+		{"b", 3, 1},
+		{"a", 0, 0},
+	} {
+		hits, loaded := use(step.prompt)
+		require.Equal(t, []int{step.hits, step.loaded}, []int{hits, loaded}, "%+v", step)
+	}
+	require.True(t, p.ResetPrefixCache())
+	hits, _ := use("a")
+	require.Zero(t, hits)
+}

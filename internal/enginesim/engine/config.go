@@ -10,6 +10,8 @@ type Config struct {
 	Models       []string // served names, all of the same model
 	BlockSize    int      // tokens
 	Blocks       int
+	HostBlocks   int     // of CPU memory behind them; 0: none
+	LoadRate     float64 // bytes/s at which KV comes from there; 0 is instantaneous
 	MaxModelLen  int     // prompt and answer together, tokens
 	PrefillSpeed float64 // tokens/s; 0 is instantaneous
 	DecodeStep   time.Duration

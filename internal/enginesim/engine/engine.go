@@ -33,7 +33,7 @@ func New(cfg *Config, log io.Writer) (*Engine, error) {
 	if e.Events, err = startKVEvents(cfg); err != nil {
 		return nil, err
 	}
-	e.Pool.events = e.Events
+	e.Pool.events, e.Pool.host = e.Events, newHostTier(cfg.HostBlocks)
 	return e, nil
 }
 

@@ -130,6 +130,9 @@ func (j *Job) Prefill(ctx context.Context) error {
 		}
 	}
 	e.Metrics.LocalCompute.Add(int64(compute))
+	if err := j.load(ctx); err != nil {
+		return err
+	}
 	if e.Cfg.PrefillSpeed > 0 && compute > 0 {
 		if err := e.compute(ctx, time.Duration(float64(compute)/e.Cfg.PrefillSpeed*float64(time.Second))); err != nil {
 			return err
@@ -144,6 +147,24 @@ func (j *Job) Prefill(ctx context.Context) error {
 		}
 	}
 	return nil
+}
+
+// load waits for KV from CPU memory. Other jobs run meanwhile.
+func (j *Job) load(ctx context.Context) error {
+	e, bytes := j.E, 0
+	for _, q := range j.Seqs {
+		bytes += q.Grant.Loaded * e.Cfg.BlockSize * KVBytesPerToken
+	}
+	if bytes == 0 {
+		return nil
+	}
+	took := 0.0
+	if e.Cfg.LoadRate > 0 {
+		took = float64(bytes) / e.Cfg.LoadRate
+	}
+	e.Metrics.loadedBytes.Add(int64(bytes))
+	e.Metrics.loadedMicros.Add(int64(took * 1e6))
+	return Sleep(ctx, time.Duration(took*float64(time.Second)))
 }
 
 // readHits checks what the prefix cache really held: wrong KV that a faithful engine accepted once stays in its cache

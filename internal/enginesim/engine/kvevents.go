@@ -228,7 +228,7 @@ func (e *Events) stored(seq *Prompt, from, to, blockSize int) {
 	}
 	b = packUint(e.field(b, "block_size"), uint64(blockSize))
 	b = append(e.field(b, "lora_id"), msgpackNil)
-	b = packString(e.field(b, "medium"), "GPU")
+	b = packString(e.field(b, "medium"), mediumGPU)
 	b = append(e.field(b, "lora_name"), msgpackNil)
 	b = packArray(e.field(b, "extra_keys"), to-from)
 	for i := from; i < to; i++ {
@@ -241,7 +241,29 @@ func (e *Events) stored(seq *Prompt, from, to, blockSize int) {
 	e.end(b)
 }
 
-func (e *Events) removed(key uint64) {
+// The media of vLLM's events.
+const (
+	mediumGPU = "GPU"
+	mediumCPU = "CPU"
+)
+
+// copied tells of a block that is in CPU memory as well. Like vLLM's offloading it names the block and not its tokens.
+func (e *Events) copied(key uint64) {
+	if e == nil {
+		return
+	}
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	b := e.begin("BlockStored", 6)
+	b = packUint(packArray(e.field(b, "block_hashes"), 1), key)
+	b = append(e.field(b, "parent_block_hash"), msgpackNil)
+	b = packArray(e.field(b, "token_ids"), 0)
+	b = packUint(e.field(b, "block_size"), 0)
+	b = append(e.field(b, "lora_id"), msgpackNil)
+	e.end(packString(e.field(b, "medium"), mediumCPU))
+}
+
+func (e *Events) removed(key uint64, medium string) {
 	if e == nil {
 		return
 	}
@@ -249,7 +271,7 @@ func (e *Events) removed(key uint64) {
 	defer e.mu.Unlock()
 	b := e.begin("BlockRemoved", 2)
 	b = packUint(packArray(e.field(b, "block_hashes"), 1), key)
-	e.end(packString(e.field(b, "medium"), "GPU"))
+	e.end(packString(e.field(b, "medium"), medium))
 }
 
 // cleared tells that the cache was reset. As with vLLM it goes out with the next batch.

@@ -38,6 +38,7 @@ func (m *loadMetrics) Waiting() int64 { return m.waitingCapacity.Load() + m.Wait
 type cacheMetrics struct {
 	prefixQueries, prefixHits     atomic.Int64
 	externalQueries, externalHits atomic.Int64
+	loadedBytes, loadedMicros     atomic.Int64 // from CPU memory
 	LocalCompute, LocalHit        atomic.Int64 // prompt tokens by source
 	External                      atomic.Int64
 }
@@ -224,10 +225,19 @@ func (e *Engine) collectCache(c *Collector) {
 	const cached = "Prefix-cache hit tokens by the cache tier that supplied them."
 	c.Counter("vllm:prompt_tokens_cached_by_source_total", cached, hit, "source", "device")
 	c.Counter("vllm:prompt_tokens_cached_by_source_total", cached, ext, "source", "p2p")
+	offload := "None"
+	if e.Cfg.HostBlocks > 0 {
+		offload = strconv.FormatFloat(float64(e.Cfg.HostBlocks*e.Cfg.BlockSize*KVBytesPerToken)/(1<<30), 'g', -1, 64)
+		c.Counter("vllm:kv_offload_total_bytes_total", "Number of bytes offloaded by KV connector",
+			m.loadedBytes.Load(), "transfer_type", "CPU_to_GPU")
+		c.Gauge("vllm:kv_offload_total_time_total", "Total time measured by all KV offloading operations",
+			float64(m.loadedMicros.Load())/1e6, "transfer_type", "CPU_to_GPU")
+	}
 	n := strconv.Itoa(e.Cfg.Blocks)
 	c.Gauge("vllm:cache_config_info", "Information of the LLMEngine CacheConfig", 1,
 		"block_size", strconv.Itoa(e.Cfg.BlockSize), "cache_dtype", "auto", "enable_prefix_caching", "True",
 		"gpu_memory_utilization", "0.92", "hash_block_size", "None",
+		"kv_offloading_backend", "native", "kv_offloading_size", offload,
 		"kv_cache_size_tokens", strconv.Itoa(e.Cfg.Blocks*e.Cfg.BlockSize),
 		"num_cpu_blocks", "None", "num_gpu_blocks", n, "num_gpu_blocks_override", n,
 		"prefix_caching_hash_algo", "sha256_cbor", "sliding_window", "None")

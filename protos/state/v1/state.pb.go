@@ -621,8 +621,8 @@ type Run struct {
 	Parent *uint64 `protobuf:"fixed64,3,opt,name=parent,proto3,oneof" json:"parent,omitempty"`
 	// Tokens in a block.
 	BlockSize uint32 `protobuf:"varint,4,opt,name=block_size,json=blockSize,proto3" json:"block_size,omitempty"`
-	// Not in GPU memory.
-	Host bool `protobuf:"varint,5,opt,name=host,proto3" json:"host,omitempty"`
+	// 0 GPU memory, 1 CPU memory, 2 disk, 3 a remote store.
+	Tier uint32 `protobuf:"varint,5,opt,name=tier,proto3" json:"tier,omitempty"`
 	// LoRA adapter.
 	Lora          []byte `protobuf:"bytes,6,opt,name=lora,proto3" json:"lora,omitempty"`
 	unknownFields protoimpl.UnknownFields
@@ -687,11 +687,11 @@ func (x *Run) GetBlockSize() uint32 {
 	return 0
 }
 
-func (x *Run) GetHost() bool {
+func (x *Run) GetTier() uint32 {
 	if x != nil {
-		return x.Host
+		return x.Tier
 	}
-	return false
+	return 0
 }
 
 func (x *Run) GetLora() []byte {
@@ -1556,7 +1556,7 @@ const file_state_v1_state_proto_rawDesc = "" +
 	"\x06parent\x18\x03 \x01(\x06H\x00R\x06parent\x88\x01\x01\x12\x1d\n" +
 	"\n" +
 	"block_size\x18\x04 \x01(\rR\tblockSize\x12\x12\n" +
-	"\x04host\x18\x05 \x01(\bR\x04host\x12\x12\n" +
+	"\x04tier\x18\x05 \x01(\rR\x04tier\x12\x12\n" +
 	"\x04lora\x18\x06 \x01(\fR\x04loraB\t\n" +
 	"\a_parent\"\xfc\x01\n" +
 	"\x06Blocks\x12\x18\n" +
