@@ -1,7 +1,10 @@
 #!/usr/bin/env python3
 """Sends the requests of Tandem's goldens through the engines' own proxies, as programs, and compares what the engines behind them get with
 what Tandem sends for the same request. What differs must be on the list below, with the reason. The engines are stand-ins that write
-down what comes. Runs in e2e-vllm's virtual environment. usage: judge_proxies.py TESTDATA ORACLES SGLANG-PYTHON MODEL [DIALECT...]"""
+down what comes. Runs in e2e-vllm's virtual environment. usage: judge_proxies.py TESTDATA ORACLES SGLANG-PYTHON MODEL [DIALECT...]
+
+TANDEM_PRODUCTION_STACK is a checkout of production-stack, which is in no package index; without it, its router is left out. What it sends
+is recorded in TESTDATA, for a test of extproc/kvtransfer; TANDEM_RECORD=1 writes that anew."""
 import contextlib
 import http.client
 import json
@@ -144,11 +147,12 @@ def differences(ours, theirs, own, path="") -> dict:
 class Proxy:
     """One proxy: how it is started, and in what its legs differ from Tandem's. Of a difference the reason stands beside it."""
 
-    def __init__(self, dialect, name, release, command, prefill=(), decode=(), own=(), env=None, ready="/none", use=None, request_id=None, members=None):
-        self.dialect, self.name, self.release, self.command = dialect, name, release, command
-        self.allowed = {"prefill": set(prefill), "decode": set(decode)}
+    def __init__(self, dialect, name, release, command, prefill=(), decode=(), own=(), env=None, ready="/none", use=None, request_id=None, members=None, legs=("prefill", "decode"), record=None):
+        self.dialect, self.name, self.release, self.command, self.legs = dialect, name, release, command, legs
+        self.allowed = {"prefill": set(prefill), "decode": set(decode), "encode": set()}
         self.own, self.env, self.ready, self.use, self.request_id = set(own), env or {}, ready, use, request_id
         self.members = members  # None: all
+        self.record = record  # the file in TESTDATA with what it sends
 
     def differences(self, leg: str, ours: dict, theirs: dict) -> dict:
         if self.members:
@@ -161,23 +165,47 @@ class Proxy:
 ONE_TOKEN = {"max_completion_tokens", "min_tokens", "n", "stop", "stop_token_ids", "include_stop_str_in_output", "best_of", "stream_options"}
 
 
-def proxies(oracles: pathlib.Path, sglang: str, p: Engine, d: Engine, port: int) -> list:
+def production_stack(p: Engine, d: Engine, port: int, oracles: pathlib.Path) -> list:
+    """production-stack's own router, where there is a checkout."""
+    checkout = os.environ.get("TANDEM_PRODUCTION_STACK")
+    if not checkout:
+        print("judge_proxies.py: without production-stack: set TANDEM_PRODUCTION_STACK to a checkout of its repository", file=sys.stderr)
+        return []
+    commit = subprocess.run(["git", "-C", checkout, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    backends = f"http://127.0.0.1:{p.port},http://127.0.0.1:{d.port}"
+    return [Proxy("orchestrated", "vllm_router", "production-stack " + (commit.stdout.strip() or "checkout"), [
+        sys.executable, "-m", "vllm_router.app", "--host", "127.0.0.1", "--port", str(port),
+        "--routing-logic", "disaggregated_prefill_orchestrated", "--service-discovery", "static",
+        "--static-backends", backends, "--static-models", "m,m", "--static-model-labels", "p,d",
+        "--prefill-model-labels", "p", "--decode-model-labels", "d"],
+        # The router puts P's address in the place of any host; Tandem does so where the host is good on P's machine alone.
+        prefill=ONE_TOKEN, own={"remote_host"}, decode={"kv_transfer_params.remote_host"},
+        env={"PYTHONPATH": f"{checkout}/src:{oracles}/production-stack"},
+        use=lambda g: "params=yes" in g["first"], ready="/health", record="recorded-production-stack.json")]
+
+
+def proxies(oracles: pathlib.Path, sglang: str, engines: dict, port: int) -> list:
+    e, p, d = (engines[leg] for leg in ("encode", "prefill", "decode"))
     vllm, old = oracles / "vllm-0.33.0", oracles / "vllm-0.22.1"
     examples = vllm / "examples/disaggregated"
     quart = {"PYTHONPATH": str(oracles / "quart")}
     python, serve = sys.executable, [sys.executable, str(HERE / "serve_quart.py")]
     P, D = f"127.0.0.1:{p.port}", f"127.0.0.1:{d.port}"
     register = free_port()
-    engines = ["--prefiller-hosts", "127.0.0.1", "--prefiller-ports", str(p.port), "--decoder-hosts", "127.0.0.1", "--decoder-ports", str(d.port)]
+    hosts = ["--prefiller-hosts", "127.0.0.1", "--prefiller-ports", str(p.port), "--decoder-hosts", "127.0.0.1", "--decoder-ports", str(d.port)]
+    epd = [python, str(examples / "disaggregated_encoder/disagg_epd_proxy.py"), "--host", "127.0.0.1",
+           "--port", str(port), "--no-rewrite", "--encode-servers-urls", f"http://127.0.0.1:{e.port}",
+           "--decode-servers-urls", f"http://{D}", "--prefill-servers-urls"]
     plain = lambda g: not re.search(r"ids=|turns=|release=0\.(9|1[01])|keys-0\.9", g["first"] + g["name"])  # noqa: E731
     return [
-        Proxy("nixl", "toy_proxy_server.py", "vLLM 0.33.0", [python, str(vllm / "tests/v1/kv_connector/nixl_integration/toy_proxy_server.py"), "--port", str(port), *engines],
+        Proxy("nixl", "toy_proxy_server.py", "vLLM 0.33.0", [python, str(vllm / "tests/v1/kv_connector/nixl_integration/toy_proxy_server.py"), "--port", str(port), *hosts],
               # Of a host that is good on P's machine alone Tandem makes P's address.
               prefill=ONE_TOKEN, own={"remote_host"}, use=lambda g: plain(g) and "decode request" in g and '"kv_transfer_params"' in g["decode request"], ready="/healthcheck"),
         # production-stack's route (request.py, route_orchestrated_disaggregated_request) follows this proxy, by its own words.
-        Proxy("orchestrated", "toy_proxy_server.py", "vLLM 0.33.0", [python, str(vllm / "tests/v1/kv_connector/nixl_integration/toy_proxy_server.py"), "--port", str(port), *engines],
+        Proxy("orchestrated", "toy_proxy_server.py", "vLLM 0.33.0", [python, str(vllm / "tests/v1/kv_connector/nixl_integration/toy_proxy_server.py"), "--port", str(port), *hosts],
               prefill=ONE_TOKEN, own={"remote_host"}, use=lambda g: "params=yes" in g["first"], ready="/healthcheck"),
-        Proxy("offload", "p2p_connector_proxy.py", "vLLM 0.33.0", [python, str(vllm / "tests/v1/kv_offload/tiering/p2p/p2p_connector_proxy.py"), "--port", str(port), *engines],
+        *production_stack(p, d, port, oracles),
+        Proxy("offload", "p2p_connector_proxy.py", "vLLM 0.33.0", [python, str(vllm / "tests/v1/kv_offload/tiering/p2p/p2p_connector_proxy.py"), "--port", str(port), *hosts],
               prefill=ONE_TOKEN, own={"kv_request_id", "remote_host", "remote_port"}, use=lambda g: "source" not in g["first"], ready="/healthcheck"),
         Proxy("nixl-push", "disagg_proxy_pushconnector_demo.py", "vLLM 0.33.0", [
             python, str(examples / "disaggregated_serving/disagg_proxy_pushconnector_demo.py"), "--model", "m", "--port", str(port), "--prefill", P, "--decode", D,
@@ -204,6 +232,12 @@ def proxies(oracles: pathlib.Path, sglang: str, p: Engine, d: Engine, port: int)
               [*serve, str(old / "examples/disaggregated/p2p_nccl_xpyd/disagg_proxy_p2p_nccl_xpyd.py"), str(port), str(register), P, D],
               # The example has P stream where the client does.
               prefill=ONE_TOKEN | {"stream"}, env=quart, request_id=r"___prefill_addr_(\S+)___decode_addr_(\S+)_[0-9a-f]{32}$", use=lambda g: "fd00" not in g["first"]),
+        # The example sends an encode request for each sound and video; Tandem sends one for all media of a chat. It tells
+        # D, too, where the encodings are, which then has the KV of the whole prompt.
+        Proxy(goldens.ENCODE, "disagg_epd_proxy.py, E, P and D", "vLLM 0.33.0", [*epd, f"http://{P}"],
+              legs=("encode", "prefill", "decode"), prefill=ONE_TOKEN, decode={"ec_transfer_params"}, use=lambda g: "sound" not in g["name"], ready="/v1/models"),
+        Proxy(goldens.ENCODE, "disagg_epd_proxy.py, E and PD", "vLLM 0.33.0", [*epd, "none"], legs=("encode", "decode"),
+              use=lambda g: "prefill request" not in g, ready="/v1/models"),
         Proxy("sglang", "sglang-router", "0.3.2", [
             sglang, "-m", "sglang_router.launch_router", "--pd-disaggregation", "--prefill", f"http://{P}", "8998", "--decode", f"http://{D}", "--host", "127.0.0.1",
             "--port", str(port), "--policy", "round_robin", "--prometheus-port", str(free_port()), "--log-level", "warn"],
@@ -213,25 +247,29 @@ def proxies(oracles: pathlib.Path, sglang: str, p: Engine, d: Engine, port: int)
     ]
 
 
-def judge(j: goldens.Judgement, proxy: Proxy, p: Engine, d: Engine, port: int):
+def judge(j: goldens.Judgement, proxy: Proxy, engines: dict, port: int):
+    p, d = engines["prefill"], engines["decode"]
     compared = noticed = 0
     cases = [g for g in goldens.of(j.testdata, proxy.dialect) if g["path"] in ("/v1/chat/completions", "/v1/completions", "/generate")
-             and "prefill request" in g and "decode request" in g and not g["name"].endswith("refused-by-prefill") and (proxy.use is None or proxy.use(g))]
+             and all(f"{leg} request" in g for leg in proxy.legs) and not g["name"].endswith("refused-by-prefill") and (proxy.use is None or proxy.use(g))]
     p.query = next((g["bootstrap query"].encode() for g in cases if "bootstrap query" in g), b'{"0":{"engine_id":"e"}}')
     cases = [g for g in cases if "bootstrap query" not in g or g["bootstrap query"].encode() == p.query]
     d.answer = b'{"id":"x","choices":[]}'
+    recorded = []
     with running(proxy.command, port, proxy.env, proxy.ready):
         for golden in cases:
-            p.seen.clear()
-            d.seen.clear()
-            p.answer = golden.get("prefill answer", '{"id":"x","choices":[]}').encode()
+            for leg in proxy.legs:
+                engines[leg].seen.clear()
+                if leg != "decode":
+                    engines[leg].answer = golden.get(f"{leg} answer", '{"id":"x","choices":[]}').encode()
             try:
-                json.loads(p.answer)
+                json.loads(p.answer)  # not all goldens have an answer that a proxy could read
                 post(port, golden["path"], golden["request"])
-                legs = {"prefill": p.last(), "decode": d.last()}
+                legs = {leg: engines[leg].last() for leg in proxy.legs}
             except (RuntimeError, TimeoutError, ValueError, OSError) as e:
                 j.wrong.append(f"{golden['name']}, {proxy.name}: {e}")
                 continue
+            recorded.append({"golden": golden["name"], **{leg: body for leg, (_, _, body) in legs.items()}})
             for leg, (_, headers, theirs) in legs.items():
                 ours = goldens.body(golden, leg)
                 compared += 1
@@ -242,25 +280,40 @@ def judge(j: goldens.Judgement, proxy: Proxy, p: Engine, d: Engine, port: int):
                     both = [re.search(proxy.request_id, t) for t in (headers.get("X-Request-Id", headers.get("x-request-id", "")), golden["headers"])]
                     if not all(both):
                         j.wrong.append(f"{golden['name']}, {leg}: request ids {headers} and {golden['headers']}")
-                names = set(ours) - set(json.loads(golden["request"])) | set(ours.get("kv_transfer_params") or {})
+                clients = set() if leg == "encode" else set(json.loads(golden["request"]))
+                names = set(ours) - clients | set(ours.get("kv_transfer_params") or {})
+                names |= {name for of_one in (ours.get("ec_transfer_params") or {}).values() for name in of_one}
                 for name in names:
                     if proxy.differences(leg, goldens.rename(ours, name), theirs):
                         noticed += 1
                     elif not any(a.split(".")[-1] == name for a in proxy.allowed[leg]):
                         j.wrong.append(f"{golden['name']}, {leg}: nobody noticed that {name} was renamed")
+    if proxy.record:
+        hold(j, proxy, recorded)
     if not compared or not (noticed or proxy.request_id):
         j.wrong.append(f"{proxy.name}: nothing was compared")
-    j.rows.append(f"| `{proxy.dialect}` | beside `{proxy.name}` | {proxy.release} | {compared} | {noticed} |")
+    j.rows.append(f"| {goldens.cell(proxy.dialect)} | beside `{proxy.name}` | {proxy.release} | {compared} | {noticed} |")
+
+
+def hold(j: goldens.Judgement, proxy: Proxy, recorded: list):
+    """The recording has to be what the proxy sends now."""
+    file = pathlib.Path(j.testdata, proxy.record)
+    lines = ",\n  ".join(goldens.dump(r) for r in recorded)
+    now = f'{{"proxy": "{proxy.name}", "release": "{proxy.release}", "legs": [\n  {lines}\n]}}\n'
+    if os.environ.get("TANDEM_RECORD"):
+        file.write_text(now)
+    elif json.loads(file.read_text())["legs"] != recorded:
+        j.wrong.append(f"{proxy.name}: sends other legs than {file.name} has")
 
 
 def main():
     testdata, oracles, sglang, model, *only = sys.argv[1:]
     j = goldens.Judgement(testdata)
-    p, d, port = Engine(model), Engine(model), free_port()
-    for proxy in proxies(pathlib.Path(oracles), sglang, p, d, port):
+    engines, port = {leg: Engine(model) for leg in ("encode", "prefill", "decode")}, free_port()
+    for proxy in proxies(pathlib.Path(oracles), sglang, engines, port):
         if not only or proxy.dialect in only:
             try:
-                judge(j, proxy, p, d, port)
+                judge(j, proxy, engines, port)
             except RuntimeError as e:
                 j.wrong.append(f"{proxy.name}: {e}")
     j.end()

@@ -32,13 +32,17 @@ if [ "${1:-}" = newest ]; then
   fetched=$(python3 "$here/fetch.py" "$oracles/releases" vllm~2 vllm/ && python3 "$here/fetch.py" "$oracles/releases" sglang~2 sglang/)
   while read -r name version files; do
     case $name in
-    vllm) PYTHONPATH=$files judge "$vllm" judge_vllm.py "$testdata" "$oracles" ;;
+    vllm)
+      PYTHONPATH=$files judge "$vllm" judge_vllm.py "$testdata" "$oracles"
+      PYTHONPATH=$files judge "$vllm" judge_encode.py "$testdata"
+      ;;
     sglang) PYTHONPATH=$files judge "$sglang" judge_sglang.py "$testdata" "$model" ;;
     esac
   done <<<"$fetched"
   exit $failed
 fi
 judge "$vllm" judge_vllm.py "$testdata" "$oracles"
+judge "$vllm" judge_encode.py "$testdata"
 judge "$sglang" judge_sglang.py "$testdata" "$model"
 if [ -n "${TANDEM_TRTLLM:-}" ]; then
   judge "$vllm" judge_trtllm.py "$testdata" "$TANDEM_TRTLLM"
