@@ -166,22 +166,27 @@ func TestKustomize(t *testing.T) {
 
 func TestHelm(t *testing.T) {
 	helm, known := tool(t, "helm"), loadSchemas(t)
-	every := []string{"--set", "autoscaling.enabled=true,autoscaling.reservations=2000,serviceMonitor.enabled=true,networkPolicy.enabled=true,redis.url=redis://redis:6379/0"}
+	every := []string{"--set", "autoscaling.enabled=true,autoscaling.reservations=2000,serviceMonitor.enabled=true,networkPolicy.enabled=true,redis.url=redis://tandem@redis:6379/0,redis.existingSecret=redis",
+		"--set-json", `imagePullSecrets=[{"name":"pull"}]`, "--set-json", `affinity={"podAntiAffinity":{}}`, "--set-json", `tolerations=[{"operator":"Exists"}]`,
+		"--set-json", `extraEnv=[{"name":"TZ","value":"UTC"}]`, "--set-json", `extraVolumes=[{"name":"x","emptyDir":{}}]`, "--set-json", `extraVolumeMounts=[{"name":"x","mountPath":"/x"}]`}
 	picker := append(every, "--set", "config.extProc.protocol=endpointPicker,inferencePool.enabled=true",
 		"--set-json", `config.pools=[{"name":"llm","kvTransfer":"nixl","handoff":"sidecar","discovery":{"inferencePool":{"name":"router"}}}]`)
 	template := []string{"template", "router", "helm/tandem", "--namespace", "llm", "--kube-version", "1.36"}
-	for name, args := range map[string][]string{"defaults": nil, "everything": every, "endpoint picker": picker} {
+	for name, args := range map[string][]string{"defaults": nil, "everything": every, "endpoint picker": picker, "with Envoy": {"--set", "envoy.enabled=true,networkPolicy.enabled=true"}} {
 		rendered := output(t, helm, append(template, args...)...)
 		require.Empty(t, mistakes(t, known, rendered), name)
 		checkConfigMap(t, rendered)
 	}
 	for wrong, why := range map[string]string{
-		"replicas=none":                       "replicas", // the schema of the values
-		"replica=3":                           "replica",
-		"inferencePool.targetPorts={80000}":   "targetPorts",
-		"inferencePool.enabled=true":          "needs config.extProc.protocol",
-		"networkPolicy.from=all":              "from",
-		"podDisruptionBudget.maxUnavailble=1": "maxUnavailble",
+		"replicas=none":                                             "replicas", // the schema of the values
+		"redis.url=redis://:secret@redis:6379":                      "redis",    // it would stand in a ConfigMap
+		"envoy.enabled=true,config.extProc.protocol=endpointPicker": "its own Envoy",
+		"resources.limits.memory=2GB":                               "no quantity",
+		"replica=3":                                                 "replica",
+		"inferencePool.targetPorts={80000}":                         "targetPorts",
+		"inferencePool.enabled=true":                                "needs config.extProc.protocol",
+		"networkPolicy.from=all":                                    "from",
+		"podDisruptionBudget.maxUnavailble=1":                       "maxUnavailble",
 	} {
 		ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 		text, err := exec.CommandContext(ctx, helm, append(template, "--set", wrong)...).CombinedOutput()
@@ -189,6 +194,38 @@ func TestHelm(t *testing.T) {
 		require.Error(t, err, wrong)
 		require.Contains(t, string(text), why)
 	}
+}
+
+// What a chart computes from its values.
+func TestHelmValues(t *testing.T) {
+	helm := tool(t, "helm")
+	template := func(set ...string) string {
+		return output(t, helm, append([]string{"template", "router", "helm/tandem", "--namespace", "llm"}, set...)...)
+	}
+	require.Equal(t, template(), template(), "helm template makes no key: the same values give the same text")
+	require.Contains(t, template(), "kubectl -n llm create secret generic router-ticket")
+	require.NotContains(t, template("--set", "redis.url=redis://redis:6379"), "router-ticket", "replicas share a key through Redis")
+	for set, want := range map[string]string{
+		"resources.limits.memory=2Gi":   `name: GOMEMLIMIT, value: "1932735283"`,
+		"resources.limits.memory=1.5Gi": `name: GOMEMLIMIT, value: "1449551462"`,
+		"resources.limits.memory=800M":  `name: GOMEMLIMIT, value: "720000000"`,
+		"linger=5s":                     "terminationGracePeriodSeconds: 40",
+		"linger=2m":                     "terminationGracePeriodSeconds: 155",
+		"linger=1500ms":                 "terminationGracePeriodSeconds: 37",
+		"config.pools[0].name=a,config.pools[0].kvTransfer=lmcache": "- {name: tcp-notices, port: 7500, targetPort: tcp-notices}",
+		"log.level=debug": "--log, debug, --log-format, json]",
+		"networkPolicy.enabled=true,networkPolicy.gateway=gateway-api": "gateway.networking.k8s.io/gateway-name",
+		"networkPolicy.enabled=true,envoy.enabled=true":                "app.kubernetes.io/name: tandem-envoy",
+		"serviceAccount.name=other":                                    "serviceAccountName: other",
+	} {
+		require.Contains(t, template("--set", set), want, set)
+	}
+	notes := func(set string) string {
+		return output(t, helm, "install", "router", "helm/tandem", "--namespace", "llm", "--dry-run=client", "--set", set)
+	}
+	require.Contains(t, notes("replicas=2"), "WARNING: several replicas and no Redis")
+	require.NotContains(t, notes("replicas=1"), "WARNING")
+	require.NotContains(t, notes("redis.url=redis://redis:6379"), "WARNING")
 }
 
 // checkConfigMap reads the configuration that a chart rendered as the server would.

@@ -39,7 +39,7 @@ func rendered(t *testing.T) map[string]string {
 		out["kustomize build deploy/kustomize/"+dir] = printed(t, kubeTool(t, "kustomize"), "build", "../deploy/kustomize/"+dir)
 	}
 	everything := "autoscaling.enabled=true,autoscaling.reservations=2000,serviceMonitor.enabled=true,networkPolicy.enabled=true,config.extProc.protocol=endpointPicker,inferencePool.enabled=true"
-	for _, set := range []string{"", everything} {
+	for _, set := range []string{"", everything, "envoy.enabled=true,networkPolicy.enabled=true,redis.url=redis://redis:6379"} {
 		out["helm template deploy/helm/tandem --set "+set] = printed(t, kubeTool(t, "helm"), "template", "router", "../deploy/helm/tandem", "--namespace", namespace, "--kube-version", "1.36", "--set", set)
 	}
 	return out

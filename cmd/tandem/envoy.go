@@ -2,7 +2,7 @@ package main
 
 import (
 	"fmt"
-	"io"
+	"os"
 
 	"github.com/spf13/cobra"
 
@@ -11,19 +11,32 @@ import (
 )
 
 // newEnvoy is `tandem envoy`: it prints the Envoy configuration that belongs to a Tandem configuration, and nothing else, to
-// stdout: a complete bootstrap, or the resources with which a gateway makes one.
+// stdout or a file: a complete bootstrap, or the resources with which a gateway makes one.
 func newEnvoy() *cobra.Command {
-	var file, whose, upstream string
+	var file, whose, upstream, output string
 	var xds bool
 	var o envoyconfigs.GatewayOptions
 	c := &cobra.Command{
 		Use: "envoy -f FILE", Short: "Print the Envoy bootstrap that belongs to a configuration", Args: cobra.NoArgs,
 		RunE: func(c *cobra.Command, _ []string) error {
-			return envoy(file, whose, upstream, xds, o, c.OutOrStdout())
+			text, err := envoy(file, whose, upstream, xds, o)
+			if err != nil {
+				return err
+			}
+			if output != "" {
+				err = os.WriteFile(output, text, 0o644) //nolint:gosec // it has no secrets, and Envoy runs as another user
+			} else {
+				_, err = c.OutOrStdout().Write(text)
+			}
+			if err != nil {
+				return fmt.Errorf("writing the configuration: %w", err)
+			}
+			return nil
 		},
 	}
 	f := c.Flags()
 	f.StringVarP(&file, "file", "f", "", "configuration `FILE` (YAML)")
+	f.StringVarP(&output, "output", "o", "", "`FILE` to write, in place of stdout")
 	f.StringVar(&whose, "for", "envoy", "`WHOM` to configure: envoy (a bootstrap), or envoy-gateway (Kubernetes resources)")
 	f.BoolVar(&xds, "xds", false, "a small bootstrap: Envoy gets all else, and changes of it, from tandem serve")
 	f.StringVar(&o.Namespace, "namespace", "default", "`NAMESPACE` of the resources for Envoy Gateway")
@@ -35,34 +48,26 @@ func newEnvoy() *cobra.Command {
 	return c
 }
 
-func envoy(file, whose, upstream string, xds bool, o envoyconfigs.GatewayOptions, stdout io.Writer) error {
+func envoy(file, whose, upstream string, xds bool, o envoyconfigs.GatewayOptions) ([]byte, error) {
 	o.Upstream = envoyconfigs.Upstream(upstream)
 	if whose == "envoy" && o.Upstream != envoyconfigs.OriginalDst {
-		return fmt.Errorf("--upstream %s: only Envoy Gateway knows endpoints (--for envoy-gateway)", upstream)
+		return nil, fmt.Errorf("--upstream %s: only Envoy Gateway knows endpoints (--for envoy-gateway)", upstream)
 	}
 	if whose != "envoy" && xds {
-		return fmt.Errorf("--xds: --for %s has no bootstrap", whose)
+		return nil, fmt.Errorf("--xds: --for %s has no bootstrap", whose)
 	}
 	cfg, _, err := config.Load(file)
 	if err != nil {
-		return err
+		return nil, err
 	}
-	var text []byte
 	switch {
 	case whose == "envoy" && xds:
-		text, err = envoyconfigs.DynamicBootstrap(cfg)
+		return envoyconfigs.DynamicBootstrap(cfg)
 	case whose == "envoy":
-		text, err = envoyconfigs.Bootstrap(cfg)
+		return envoyconfigs.Bootstrap(cfg)
 	case whose == "envoy-gateway":
-		text, err = envoyconfigs.EnvoyGateway(cfg, o)
+		return envoyconfigs.EnvoyGateway(cfg, o)
 	default:
-		err = fmt.Errorf("--for %q: it is envoy or envoy-gateway", whose)
+		return nil, fmt.Errorf("--for %q: it is envoy or envoy-gateway", whose)
 	}
-	if err != nil {
-		return err
-	}
-	if _, err := stdout.Write(text); err != nil {
-		return fmt.Errorf("writing the configuration: %w", err)
-	}
-	return nil
 }

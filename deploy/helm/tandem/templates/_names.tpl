@@ -2,18 +2,98 @@
 app.kubernetes.io/name: tandem
 app.kubernetes.io/instance: {{ .Release.Name }}
 {{- end }}
+
+{{- define "tandem.envoyLabels" -}}
+app.kubernetes.io/name: tandem-envoy
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end }}
+
+{{- define "tandem.serviceAccount" -}}
+{{ .Values.serviceAccount.name | default .Release.Name }}
+{{- end }}
+
 {{- define "tandem.picker" -}}
 {{- eq (dig "extProc" "protocol" "tandem" .Values.config) "endpointPicker" -}}
 {{- end }}
+
+{{/* The Secret with the ticket key; empty if none is needed: replicas share a key through Redis, and one makes its own. */}}
+{{- define "tandem.ticketSecret" -}}
+{{- if .Values.tickets.existingSecret }}{{ .Values.tickets.existingSecret }}
+{{- else if and (ne (include "tandem.picker" .) "true") (not .Values.redis.url) }}{{ .Release.Name }}-ticket
+{{- end }}
+{{- end }}
+
+{{/* Seconds of a duration such as 5s, 500ms or 1m, rounded up. */}}
+{{- define "tandem.seconds" -}}
+{{- $n := int (regexFind "^[0-9]+" .) }}
+{{- if hasSuffix "ms" . }}{{ div (add $n 999) 1000 }}{{ else if hasSuffix "m" . }}{{ mul $n 60 }}{{ else }}{{ $n }}{{ end }}
+{{- end }}
+
+{{/* Nine tenths of a quantity of memory, in bytes. */}}
+{{- define "tandem.goMemory" -}}
+{{- $units := dict "" 1 "k" 1000 "M" 1000000 "G" 1000000000 "Ki" 1024 "Mi" 1048576 "Gi" 1073741824 "Ti" 1099511627776 }}
+{{- $text := toString . }}
+{{- $unit := regexFind "[A-Za-z]*$" $text }}
+{{- if not (hasKey $units $unit) }}{{ fail (printf "resources.limits.memory: %s is no quantity of memory, such as 2Gi" $text) }}{{ end }}
+{{- printf "%.0f" (mulf (float64 (trimSuffix $unit $text)) (get $units $unit) 0.9) }}
+{{- end }}
+
+{{/* Ports that engines connect to, as "name port" lines: notifications of LMCache, and KV events. */}}
+{{- define "tandem.enginePorts" -}}
+{{- $lmcache := false }}
+{{- range .Values.config.pools }}
+{{- if eq .kvTransfer "lmcache" }}{{ $lmcache = true }}{{ end }}
+{{- end }}
+{{- if or $lmcache .Values.config.notices }}
+tcp-notices {{ regexFind "[0-9]+$" (dig "notices" "listen" "0.0.0.0:7500" .Values.config) }}
+{{- end }}
+{{- range $i, $pool := .Values.config.pools }}
+{{- with dig "kvEvents" "listen" "" $pool }}
+tcp-events-{{ $i }} {{ regexFind "[0-9]+$" . }}
+{{- end }}
+{{- end }}
+{{- end }}
+
 {{- define "tandem.config" -}}
+{{- $name := printf "%s.%s.svc.%s" .Release.Name .Release.Namespace .Values.clusterDomain }}
 {{- $config := dict "extProc" (dict "listen" "0.0.0.0:9002") "replan" (dict "listen" "0.0.0.0:9003") "admin" (dict "listen" "0.0.0.0:9090") }}
 {{- if ne (include "tandem.picker" .) "true" }}
+{{- $_ := set $config "envoy" (dict "listen" "0.0.0.0:8080" "extProcs" (list (printf "%s:9002" $name)) "replans" (list (printf "%s:9003" $name))) }}
+{{- end }}
+{{- if include "tandem.ticketSecret" . }}
 {{- $_ := set $config "tickets" (dict "keyFile" "/etc/tandem-ticket/ticket.key") }}
 {{- end }}
-{{- with .Values.redis.url }}{{- $_ := set $config "state" (dict "redis" (dict "url" .)) }}{{- end }}
+{{- if contains "tcp-notices" (include "tandem.enginePorts" .) }}
+{{- $_ := set $config "notices" (dict "listen" "0.0.0.0:7500") }}
+{{- end }}
+{{- with .Values.redis }}
+{{- if .url }}
+{{- $redis := dict "url" .url }}
+{{- if .existingSecret }}{{ $_ := set $redis "passwordFile" "/etc/tandem-redis/password" }}{{ end }}
+{{- $_ := set $config "state" (dict "redis" $redis) }}
+{{- end }}
+{{- end }}
 {{- if .Values.envoyGateway.enabled }}
 {{- $_ := set $config "envoyGateway" (dict "listen" "0.0.0.0:9004") }}
-{{- $_ := set $config "envoy" (dict "extProcs" (list (printf "%s.%s.svc.cluster.local:9002" .Release.Name .Release.Namespace))) }}
 {{- end }}
 {{- toYaml (mergeOverwrite $config (deepCopy .Values.config)) }}
+{{- end }}
+
+{{/* What a platform adds to a pod: .Values of Tandem, or .Values.envoy. */}}
+{{- define "tandem.placement" -}}
+{{- with .imagePullSecrets }}
+imagePullSecrets: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+{{- with .nodeSelector }}
+nodeSelector: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .tolerations }}
+tolerations: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .affinity }}
+affinity: {{- toYaml . | nindent 2 }}
+{{- end }}
 {{- end }}
