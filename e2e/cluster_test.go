@@ -80,7 +80,7 @@ func startCluster(t *testing.T) *cluster {
 	c.mustApply(fmt.Sprintf("apiVersion: v1\nkind: Namespace\nmetadata: {name: %s}\n", namespace))
 	c.mustApply(c.file("../deploy/kustomize/base/serviceaccount.yaml"))
 	c.mustApply(strings.ReplaceAll(c.file("../deploy/kustomize/base/role.yaml"), "kind: ServiceAccount, name: tandem", "kind: ServiceAccount, name: tandem, namespace: "+namespace))
-	t.Setenv("KUBECONFIG", c.kubeconfig())
+	t.Setenv("KUBECONFIG", c.kubeconfig(tandemToken))
 	t.Setenv("POD_NAMESPACE", namespace)
 	return c
 }
@@ -121,15 +121,15 @@ func (c *cluster) trust() bool {
 // kill ends the API server at once.
 func (c *cluster) kill() { c.server.stop(syscall.SIGKILL) }
 
-func (c *cluster) kubeconfig() string {
-	file := filepath.Join(c.dir, "kubeconfig")
+func (c *cluster) kubeconfig(token string) string {
+	file := filepath.Join(c.dir, "kubeconfig-"+token)
 	require.NoError(c.t, os.WriteFile(file, fmt.Appendf(nil, `apiVersion: v1
 kind: Config
 clusters: [{name: c, cluster: {server: %q, certificate-authority: %q}}]
 users: [{name: u, user: {token: %s}}]
 contexts: [{name: x, context: {cluster: c, user: u}}]
 current-context: x
-`, c.url, filepath.Join(c.dir, "certs/apiserver.crt"), tandemToken), 0o600))
+`, c.url, filepath.Join(c.dir, "certs/apiserver.crt"), token), 0o600))
 	return file
 }
 

@@ -3,6 +3,7 @@ package e2e
 import (
 	"os/exec"
 	"path/filepath"
+	"regexp"
 	"slices"
 	"strings"
 	"testing"
@@ -85,4 +86,28 @@ func TestKubeManifests(t *testing.T) {
 		})
 		require.True(t, refused, "%q is not refused", b.broken)
 	}
+}
+
+// helm install makes a ticket key and keeps it over upgrades; its notes warn of replicas that share nothing.
+func TestKubeHelm(t *testing.T) {
+	c := startCluster(t)
+	helm := func(args ...string) string {
+		cmd := exec.Command(kubeTool(t, "helm"), append(args, "--namespace", namespace, "--kubeconfig", c.kubeconfig(adminToken))...)
+		text, err := cmd.CombinedOutput()
+		require.NoError(t, err, "%v: %s", args, text)
+		return string(text)
+	}
+	key := func() string {
+		return c.must("GET", "/api/v1/namespaces/"+namespace+"/secrets/router-ticket", "", "")
+	}
+	data := regexp.MustCompile(`"ticket.key":"([^"]+)"`)
+	require.Contains(t, helm("install", "router", "../deploy/helm/tandem"), "WARNING: several replicas and no Redis")
+	made := data.FindStringSubmatch(key())
+	require.Len(t, made, 2)
+	require.NotContains(t, helm("upgrade", "router", "../deploy/helm/tandem", "--set", "replicas=1"), "WARNING")
+	require.Equal(t, made, data.FindStringSubmatch(key()), "an upgrade keeps the key")
+	require.NotContains(t, helm("upgrade", "router", "../deploy/helm/tandem", "--set", "redis.url=redis://redis:6379"), "WARNING")
+	status, _, err := c.ask(adminToken, "GET", "/api/v1/namespaces/"+namespace+"/secrets/router-ticket", "", "")
+	require.NoError(t, err)
+	require.Equal(t, 404, status, "replicas share a key through Redis")
 }

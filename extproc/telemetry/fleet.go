@@ -65,10 +65,10 @@ type departed struct {
 	seen map[string]time.Time // by address: when it was last in a pool
 }
 
-// Series of an endpoint stay for keepSeries after it left, so that the last values are scraped and long answers
-// end.
+// Series of an endpoint stay for keepSeries after it left, so that the last values are scraped: the time after which
+// Prometheus itself takes a series for gone. A longer answer that ends later begins its series anew.
 const (
-	keepSeries   = time.Hour
+	keepSeries   = 5 * time.Minute
 	pruneEvery   = time.Minute
 	maxDepartees = 1 << 16
 )
