@@ -10,8 +10,8 @@ import (
 	"tandem/internal/config"
 )
 
-// newEnvoy is `tandem envoy`: it prints the Envoy configuration that belongs to a Tandem configuration, and nothing else, to
-// stdout or a file: a complete bootstrap, or the resources with which a gateway makes one.
+// newEnvoy is `tandem envoy`: it writes the Envoy configuration that belongs to a Tandem configuration to stdout or a
+// file: a complete bootstrap, or the resources with which a gateway makes one.
 func newEnvoy() *cobra.Command {
 	var file, whose, upstream, output string
 	var xds bool
@@ -43,7 +43,8 @@ func newEnvoy() *cobra.Command {
 	f.StringVar(&o.Name, "name", "tandem", "`NAME` of the resources for Envoy Gateway")
 	f.StringVar(&o.Class, "class", "eg", "`CLASS`: GatewayClass of the resources for Envoy Gateway")
 	f.BoolVar(&o.Standalone, "standalone", false, "Envoy Gateway runs without a cluster and starts Envoy itself")
-	f.StringVar(&upstream, "upstream", string(envoyconfigs.OriginalDst), "how Envoy Gateway's Envoy gets to endpoints: original-dst (any address), or override-host (those that Envoy Gateway knows)")
+	f.StringVar(&upstream, "upstream", string(envoyconfigs.OriginalDst), "how Envoy Gateway's Envoy gets to endpoints: "+
+		"original-dst (any address), or override-host (those that Envoy Gateway knows)")
 	required(c, "file")
 	return c
 }
