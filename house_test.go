@@ -73,7 +73,7 @@ var branching = map[string]struct {
 // longLines are the lines of more than maxColumns that packages had when the limit was set. The numbers may only fall.
 var longLines = map[string]int{
 	"cmd/enginesim":                36,
-	"cmd/tandem":                   141,
+	"cmd/tandem":                   140,
 	"deploy":                       3,
 	"docs":                         1,
 	"e2e/bench":                    30,

@@ -66,3 +66,88 @@ func TestOrdersHoldForTheFleet(t *testing.T) {
 	}
 	load.end(t)
 }
+
+// shownFleet is what any replica shows of all.
+type shownFleet struct {
+	Scope    string `json:"scope"`
+	Silent   []string
+	Replicas []struct{ Name string }
+	Recent   []row
+	Pools    []struct {
+		Endpoints []struct {
+			Address  string
+			Requests int64
+		}
+	}
+}
+
+// row is a request as the list of requests shows it.
+type row struct {
+	ID       string `json:"request_id"`
+	Replicas []string
+	Route    string
+	Prefill  string
+	Decode   string
+	Hop1     int64 `json:"prefill_ns"`
+	Hop2     int64 `json:"decode_ns"`
+	Status   int
+}
+
+// Each replica shows the whole fleet, and each request in one row with both hops, whichever replicas served its passes. One that hangs is
+// named; without Redis a replica says that it shows its own part.
+func TestAnyReplicaShowsTheFleet(t *testing.T) {
+	t.Parallel()
+	r := startRedis(t)
+	f := start(t, options{replicas: 2, top: r.yaml(), engineArgs: []string{"--decode-step", "1ms"}})
+	f.allReplicas(2)
+	const many = 40
+	for i := range many {
+		require.Equal(t, 200, f.post("/v1/chat/completions", chat(fmt.Sprintf("%d: %s", i, strings.Repeat("a prompt to be split ", 200)))).status)
+	}
+	for i, admin := range f.admins {
+		soon(t, "every request is one whole row", func() bool {
+			var rows []row
+			require.NoError(t, getJSON(admin+"/debug/requests?n=100", &rows))
+			passedOn := 0
+			for _, row := range rows {
+				if row.Route != "split" || row.Prefill == "" || row.Decode == "" || row.Hop1 == 0 || row.Hop2 == 0 || row.Status != 200 {
+					return false
+				}
+				if len(row.Replicas) > 1 {
+					passedOn++
+				}
+			}
+			t.Logf("replica %d: %d rows, %d of them served by both", i, len(rows), passedOn)
+			return len(rows) == many && passedOn > 0
+		})
+		soon(t, "both answer within a second", func() bool {
+			var s shownFleet
+			require.NoError(t, getJSON(admin+"/status.json", &s))
+			return s.Scope == "all 2 replicas" && len(s.Replicas) == 2 && len(s.Recent) == 30
+		})
+		var one shownFleet
+		require.NoError(t, getJSON(admin+"/status.json?scope=replica", &one))
+		require.Len(t, one.Replicas, 1)
+		require.Equal(t, "this replica, 1 of 2", one.Scope)
+	}
+	require.NoError(t, f.tandems[1].cmd.Process.Signal(syscall.SIGSTOP))
+	var s shownFleet
+	require.NoError(t, getJSON(f.admins[0]+"/status.json", &s))
+	require.NoError(t, f.tandems[1].cmd.Process.Signal(syscall.SIGCONT))
+	require.Equal(t, "1 of 2 replicas", s.Scope)
+	require.Len(t, s.Silent, 1)
+	_, port, _ := strings.Cut(strings.TrimPrefix(f.admins[1], "http://"), ":")
+	require.True(t, strings.HasSuffix(s.Silent[0], ":"+port), s.Silent[0])
+}
+
+// Without Redis a replica says that what it shows, and what it is ordered, is about itself.
+func TestOneReplicaOfTwo(t *testing.T) {
+	t.Parallel()
+	f := start(t, withOrders(t, options{replicas: 2}))
+	var s shownFleet
+	require.NoError(t, getJSON(f.admins[0]+"/status.json", &s))
+	require.Equal(t, "this replica, 1 of 2", s.Scope)
+	require.Equal(t, `{"fleet":false,"replicas":1,"redis":false}`, f.orderAt(0, "POST", "/api/pools/chat/endpoints/"+f.decodes[0].addr+"/pause", ""))
+	require.False(t, f.state(1)[f.decodes[0].addr].Paused)
+	require.Equal(t, 200, f.post("/v1/chat/completions", chat("who answers?")).status)
+}

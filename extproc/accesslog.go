@@ -128,7 +128,7 @@ func (s *Server) hopEnded(e *envoywire.LogEntry) {
 			s.metrics.Orphaned(t.Pool, t.Prefill, reclaim.ClientGone)
 		}
 	}
-	s.recent.Change(string(e.RequestID), func(trace *telemetry.Trace) {
+	s.recent.Change(string(e.RequestID), t.Started, func(trace *telemetry.Trace) {
 		trace.DecodeTime, trace.Status = took, e.Status
 		if e.FirstByte > 0 {
 			trace.FirstByte = max(e.Start.Add(e.FirstByte).Sub(trace.Started), 0)

@@ -45,7 +45,8 @@ func (x *planning) commit(d *plan.Decision) (r route, err error) {
 	}
 	x.setAffinity(d.Pool, d.Affinity.Session, d.Affinity.Prefill, d.Affinity.Decode)
 	if d.Report.Route != "" {
-		x.planned(d.Pool, d.Report.Route, d.Report.Reason, d.Report.Prefill, d.Report.Decode, t.PromptTokens)
+		x.planned(d.Pool, d.Report.Route, d.Report.Reason, d.Report.Prefill, d.Report.Decode, t.PromptTokens,
+			t.Started, t.Redirects)
 	}
 	t.Authority, t.Path = string(x.msg.Headers.Authority), x.clientPath(d.Path)
 	if r.ticket, err = x.s.keys().Seal(make([]byte, 0, 512), t, x.requestID); err != nil {

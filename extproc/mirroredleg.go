@@ -105,7 +105,7 @@ func (x mirroredLeg) judge(t *kvtransfer.Ticket, code int) outcome {
 	}
 	x.s.metrics.PrefillEnded(t, code, result, took, x.Exemplar)
 	x.SpanLegEnded(result, code)
-	x.s.recent.Change(x.requestID, func(trace *telemetry.Trace) { trace.PrefillTime = took })
+	x.s.recent.Leg(x.requestID, t, func(trace *telemetry.Trace) { trace.PrefillTime = took })
 	return v
 }
 
@@ -135,7 +135,7 @@ func (x mirroredLeg) prefilled(pool *kvstate.Pool, t *kvtransfer.Ticket, got kvt
 	if got.PromptTokens > 0 {
 		pool.ObservePrompt(int64(t.BodyBytes), got.PromptTokens)
 	}
-	x.s.recent.Change(x.requestID, func(trace *telemetry.Trace) {
+	x.s.recent.Leg(x.requestID, t, func(trace *telemetry.Trace) {
 		trace.CachedTokens = got.CachedTokens
 		if got.PromptTokens > 0 {
 			trace.PromptTokens = got.PromptTokens

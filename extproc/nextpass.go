@@ -126,7 +126,7 @@ func (x nextPass) decode(pool *kvstate.Pool, t *kvtransfer.Ticket) (*plan.Decisi
 	if d.Lost != nil {
 		x.s.Log.Warn("decode cannot go on behind prefill's token: it computes the prompt", "request_id", x.requestID, "err", d.Lost)
 	}
-	x.s.recent.Change(x.requestID, func(trace *telemetry.Trace) { trace.Decode = h.Decode.Addr })
+	x.s.recent.Leg(x.requestID, t, func(trace *telemetry.Trace) { trace.Decode = h.Decode.Addr })
 	x.SpanHandOver(h.Decode, d.Ticket.Loads)
 	if x.s.reclaim.Enabled(t.Pool) {
 		params := h.Params

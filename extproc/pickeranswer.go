@@ -73,7 +73,9 @@ func (x endpointPicker) answerBegins(p *picked) {
 	} else if code == 503 && x.msg.Hints.Served == "" && !strings.Contains(p.list, ",") {
 		x.s.State.MarkFailed(served) // no endpoint answered: the gateway could not connect
 	}
-	x.s.recent.Change(x.requestID, func(trace *telemetry.Trace) { trace.Decode, trace.Status = served.Addr, code })
+	x.s.recent.Change(x.requestID, x.req.Started, func(trace *telemetry.Trace) {
+		trace.Decode, trace.Status = served.Addr, code
+	})
 }
 
 // answerHeaders returns the changes to the answer's headers.

@@ -189,7 +189,7 @@ func (x endpointPicker) pickSplit(policy *Policy) (picked, error) {
 		at = x.view.Endpoints[choice.Prefill].Endpoint
 	}
 	x.setAffinity(pool, r.Session, at, d)
-	x.planned(pool, split, r.Why, at, d, p.tokens)
+	x.planned(pool, split, r.Why, at, d, p.tokens, r.Started, 0)
 	return p, nil
 }
 

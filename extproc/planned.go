@@ -12,10 +12,12 @@ import (
 
 // planned reports the plan of a pass to metrics, recent requests, the trace and the log. prefill is nil if one
 // endpoint does both; reason is "" if there was no alternative.
-func (x *planning) planned(pool *kvstate.Pool, route, reason string, prefill, decode *kvstate.Endpoint, tokens int64) {
+func (x *planning) planned(
+	pool *kvstate.Pool, route, reason string, prefill, decode *kvstate.Endpoint, tokens int64, started time.Time, pass int,
+) {
 	x.s.metrics.Decided(pool, route, reason)
 	p := telemetry.Planned{
-		RequestID: x.requestID, Pool: pool.Spec.Name, Route: route, Reason: reason, Decode: decode.Addr, PromptTokens: tokens,
+		RequestID: x.requestID, Started: started, Pass: pass, Pool: pool.Spec.Name, Route: route, Reason: reason, Decode: decode.Addr, PromptTokens: tokens,
 		BodyBytes: x.body.Len(), PromptBlocks: len(x.req.Hashes), Candidates: len(x.view.Endpoints),
 		Foreseen: telemetry.Foreseen{ExpectedPrefill: x.req.Prefilled, ExpectedFirst: x.req.FirstToken},
 		Waited:   x.waited, WaitedFor: x.blockedOn.endpoint, Behind: x.blockedOn.local, BehindRemote: x.blockedOn.remote,

@@ -133,7 +133,9 @@ func (x *prefillAnswer) settlePrefill(t *kvtransfer.Ticket, code int, answer []b
 	next, final = x.afterPrefill(t, code, answer, over)
 	if final != nil {
 		x.s.metrics.PrefillEnded(t, code, "ok", took, x.Exemplar)
-		x.s.recent.Change(x.requestID, func(trace *telemetry.Trace) { trace.PrefillTime, trace.Decode = took, "" })
+		x.s.recent.Leg(x.requestID, t, func(trace *telemetry.Trace) {
+			trace.PrefillTime, trace.Decode, trace.Final = took, "", true
+		})
 		return nil, final
 	}
 	if next.Stage == kvtransfer.HandOver {
@@ -148,7 +150,7 @@ func (x *prefillAnswer) settlePrefill(t *kvtransfer.Ticket, code int, answer []b
 		x.s.State.Complete(kvstate.ReservationID(t.Reservations[0]))
 	}
 	x.s.metrics.PrefillEnded(t, code, result, took, x.Exemplar)
-	x.s.recent.Change(x.requestID, func(trace *telemetry.Trace) { trace.PrefillTime = took })
+	x.s.recent.Leg(x.requestID, t, func(trace *telemetry.Trace) { trace.PrefillTime = took })
 	x.SpanPrefilled(code, next)
 	return next, nil
 }
@@ -237,7 +239,7 @@ func (x *prefillAnswer) afterPrefill(t *kvtransfer.Ticket, code int, answer []by
 	}
 	x.s.metrics.Prompt(t.Pool, got)
 	x.s.metrics.Compare(t, got, time.Since(x.s.sealedAt(t)))
-	x.s.recent.Change(x.requestID, func(trace *telemetry.Trace) {
+	x.s.recent.Leg(x.requestID, t, func(trace *telemetry.Trace) {
 		trace.CachedTokens = got.CachedTokens
 		if got.PromptTokens > 0 {
 			trace.PromptTokens = got.PromptTokens

@@ -8,7 +8,6 @@ import (
 	"time"
 
 	"tandem/extproc/telemetry"
-	"tandem/kvstate"
 )
 
 // Notice is something that needs an operator's attention.
@@ -22,7 +21,7 @@ type Notice struct {
 type Sharing struct {
 	Redis      bool `json:"redis"`    // the configuration has state.redis
 	Up         bool `json:"up"`       // it is in use
-	Replicas   int  `json:"replicas"` // that live, this one included; 1 without Redis
+	Replicas   int  `json:"replicas"` // that live, this one included; without Redis those configured, 0: not known
 	KeysDiffer int  `json:"keys_differ,omitempty"`
 }
 
@@ -47,6 +46,7 @@ func attention(s *Status, recent []telemetry.Trace) []Notice {
 	if !s.Ready {
 		add(true, "operations.md#health", "This replica takes no requests: it starts, drains, or has other ticket keys. /readyz says which.")
 	}
+	otherReplicas(s, add)
 	if s.Minute.Failed > 0 {
 		add(true, "operations.md#when-an-engine-fails", "%s requests a second failed in the last minute.", number(s.Minute.Failed))
 	}
@@ -73,8 +73,8 @@ func attention(s *Status, recent []telemetry.Trace) []Notice {
 				add(false, "howto/autoscale.md", "%s: %s (%s) is full: %.0f %% of its KV cache is in use, %s in its queue.",
 					p.Name, e.Name, e.Role, 100*e.KVUsage, count(int(e.Waiting), "request"))
 			}
-			if e.faults != nil {
-				add(false, "operations.md#when-an-engine-fails", "%s: decode cannot load KV (%s). Tandem avoids %s.", p.Name, e.Name, avoided(e.faults))
+			if e.NoPairs != "" || len(e.UnloadableBy) > 0 {
+				add(false, "operations.md#when-an-engine-fails", "%s: decode cannot load KV (%s). Tandem avoids %s.", p.Name, e.Name, avoided(&e))
 			}
 		}
 		if n, reason := idlePrefill(p, recent, s.Now); n > 0 {
@@ -85,6 +85,25 @@ func attention(s *Status, recent []telemetry.Trace) []Notice {
 		add(false, "howto/redis.md", "Redis is not in use: this replica goes by what it knows itself.")
 	}
 	return append(problems, warnings...)
+}
+
+// otherReplicas adds what needs attention at replicas that were not asked.
+func otherReplicas(s *Status, add func(bad bool, doc, format string, values ...any)) {
+	if len(s.Silent) > 0 {
+		add(true, "howto/several-replicas.md", "No answer within a second from %s: what it knows is missing below.", list(s.Silent))
+	}
+	for _, r := range s.Replicas[min(1, len(s.Replicas)):] {
+		if !r.Ready {
+			add(true, "operations.md#health",
+				"Replica %s takes no requests: it starts, drains, or has other ticket keys. Its /readyz says which.", r.Name)
+		}
+		if !r.Redis {
+			add(false, "howto/redis.md", "Replica %s does not use Redis: it goes by what it knows itself.", r.Name)
+		}
+		if r.Version != s.Version {
+			add(false, "howto/upgrade.md", "Replica %s runs Tandem %s, and this one %s.", r.Name, r.Version, s.Version)
+		}
+	}
 }
 
 // inState returns the names of a pool's endpoints of a role that are in a state, and how many have the role.
@@ -134,11 +153,11 @@ func idlePrefill(p *Pool, recent []telemetry.Trace, now time.Time) (requests int
 }
 
 // avoided names the pairs that an endpoint is left out of.
-func avoided(f *kvstate.LoadFaults) string {
-	if f.Parts != 0 {
-		return "all pairs with it as " + f.Parts.String()
+func avoided(e *Endpoint) string {
+	if e.NoPairs != "" {
+		return "all pairs with it as " + e.NoPairs
 	}
-	return "pairs with " + list(f.Decodes)
+	return "pairs with " + list(e.UnloadableBy)
 }
 
 func count(n int, what string) string {

@@ -7,7 +7,6 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"tandem/extproc/telemetry"
-	"tandem/kvstate"
 )
 
 // Each thing that needs attention is said once, in a sentence, with a page that helps; a fleet that is well says nothing.
@@ -30,7 +29,7 @@ func TestAttention(t *testing.T) {
 	alone := telemetry.Trace{Route: "decode_alone", Reason: "cheaper"}
 	for name, tt := range map[string]struct {
 		change func(s *Status)
-		faults *kvstate.LoadFaults
+		faults []string
 		recent []telemetry.Trace
 		want   []Notice
 	}{
@@ -48,7 +47,7 @@ func TestAttention(t *testing.T) {
 			{false, "chat: 1 of 1 endpoints with role decode sent no metrics for 5s: d1. Decisions go by bookings alone.", "operations.md#when-an-engine-fails"}}},
 		"full": {change: func(s *Status) { s.Pools[0].Endpoints[2].KVUsage, s.Pools[0].Endpoints[2].Waiting = .97, 1 }, want: []Notice{
 			{false, "chat: d1 (decode) is full: 97 % of its KV cache is in use, 1 request in its queue.", "howto/autoscale.md"}}},
-		"a pair fails": {faults: &kvstate.LoadFaults{Decodes: []string{"d1:1"}}, want: []Notice{
+		"a pair fails": {faults: []string{"d1:1"}, want: []Notice{
 			{false, "chat: decode cannot load KV (p1). Tandem avoids pairs with d1:1.", "operations.md#when-an-engine-fails"}}},
 		"keys, failures and no Redis; what fails comes first": {
 			change: func(s *Status) { s.Sharing, s.Ready, s.Minute.Failed = Sharing{Redis: true, KeysDiffer: 2}, false, .25 }, want: []Notice{
@@ -62,7 +61,7 @@ func TestAttention(t *testing.T) {
 			if tt.change != nil {
 				tt.change(s)
 			}
-			s.Pools[0].Endpoints[0].faults = tt.faults
+			s.Pools[0].Endpoints[0].UnloadableBy = tt.faults
 			require.Equal(t, append([]Notice{}, tt.want...), attention(s, tt.recent), "in order")
 		})
 	}

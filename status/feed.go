@@ -7,25 +7,43 @@ import (
 	"sync"
 	"time"
 
+	"golang.org/x/sync/singleflight"
+
 	"tandem/extproc/telemetry"
 	"tandem/kvstate"
+	"tandem/kvstate/operator"
 )
 
-// Status is what there is to see of one replica. Times of points are milliseconds.
+// Status is what there is to see of all replicas that answered, from the one that was asked. Times of points are
+// milliseconds.
 type Status struct {
+	Replica      string            `json:"replica"` // that was asked; the next four are about it
 	Version      string            `json:"version"`
 	Started      time.Time         `json:"started"`
 	Now          time.Time         `json:"now"`
 	Ready        bool              `json:"ready"`
 	Sharing      Sharing           `json:"sharing"`
+	Scope        string            `json:"scope"`            // which replicas this is about, for people
+	Replicas     []Replica         `json:"replicas"`         // whose parts are in the rest; the asked one first
+	Silent       []string          `json:"silent,omitempty"` // replicas that live and did not answer
 	Attention    []Notice          `json:"attention"`
 	Reservations int               `json:"reservations"`
-	Envoys       []Envoy           `json:"envoys,omitempty"` // those that this replica serves their configuration
+	Envoys       []Envoy           `json:"envoys,omitempty"` // those that replicas serve their configuration
 	Pools        []Pool            `json:"pools"`
 	Flow         []Flow            `json:"flow"`   // of the last minute, among the latest requests
 	Minute       Point             `json:"minute"` // rates and percentiles of the last minute
 	Points       []Point           `json:"points"` // one a second, oldest first
 	Recent       []telemetry.Trace `json:"recent"` // newest first
+}
+
+// Replica is one of them.
+type Replica struct {
+	Name         string    `json:"name"`
+	Version      string    `json:"version"`
+	Started      time.Time `json:"started"`
+	Ready        bool      `json:"ready"`
+	Redis        bool      `json:"redis"` // it uses Redis
+	Reservations int       `json:"reservations"`
 }
 
 // Envoy is one that gets its configuration over xDS.
@@ -45,6 +63,7 @@ type Pool struct {
 	Models      []string   `json:"models"`
 	IndexBlocks int        `json:"index_blocks"`
 	TokenBytes  float64    `json:"kv_bytes_per_token,omitempty"` // learned
+	Paused      bool       `json:"paused"`
 	Endpoints   []Endpoint `json:"endpoints"`
 }
 
@@ -58,6 +77,8 @@ type Endpoint struct {
 	// up; stale: its engine has not said anything lately; out: it failed; paused; draining: its pod is on its way
 	// out
 	State    string `json:"state"`
+	Paused   bool   `json:"paused"` // by an operator or the configuration, whatever its state
+	Weight   int    `json:"weight"` // per cent
 	Requests int64  `json:"requests"`
 	Tokens   int64  `json:"prompt_tokens"`
 	Hops     int    `json:"hops"` // of the latest requests
@@ -68,7 +89,9 @@ type Endpoint struct {
 	Waiting  int64   `json:"waiting"`                             // in the engine's queue; -1: not known
 	KVUsage  float64 `json:"kv_usage"`                            // of its KV cache, 0 to 1; -1: not known
 
-	faults *kvstate.LoadFaults // failed KV loads that it is avoided for; nil: none
+	// Failed KV loads: as prefill it is left out of pairs with these decode endpoints, or of all pairs as NoPairs says.
+	UnloadableBy []string `json:"unloadable_by,omitempty"`
+	NoPairs      string   `json:"no_pairs,omitempty"`
 }
 
 // Flow is how many of the latest requests went from one endpoint to another. Prefill is "" where decode worked alone.
@@ -81,7 +104,7 @@ type Flow struct {
 
 // Point is one second (percentiles: the ten seconds up to it). Rates are per second.
 type Point struct {
-	N        int64   `json:"n"` // counts up by one a second
+	N        int64   `json:"n"` // the second, in Unix time
 	Split    float64 `json:"split"`
 	Alone    float64 `json:"alone"`
 	Pass     float64 `json:"pass"`
@@ -104,13 +127,15 @@ type Point struct {
 
 // Source is what a feed looks at.
 type Source struct {
-	Version string
-	State   *kvstate.State
-	Totals  func() telemetry.Totals
-	Recent  func(n int) []telemetry.Trace
-	Ready   func() bool
-	Sharing func() Sharing
-	Envoys  func() []Envoy // nil: none
+	Version  string
+	Name     string // of this replica
+	State    *kvstate.State
+	Totals   func() telemetry.Totals
+	Recent   func(n int) []telemetry.Trace
+	Ready    func() bool
+	Sharing  func() Sharing
+	Envoys   func() []Envoy     // nil: none
+	Replicas *operator.Operator // nil: there is no Redis
 }
 
 // What is kept: ten minutes of points, and of the counts as much as a minute's percentiles need.
@@ -119,7 +144,7 @@ const (
 	keptTotals   = 61
 	percentileOf = 10 // seconds
 	shownRecent  = 30
-	allRecent    = 256
+	allRecent    = 256 // of each replica
 )
 
 // Feed gathers the history.
@@ -127,15 +152,21 @@ type Feed struct {
 	source  Source
 	started time.Time
 
+	asking singleflight.Group // of the other replicas
+
 	mu     sync.Mutex
 	points []Point            // oldest first, at most keptPoints
 	totals []telemetry.Totals // oldest first, at most keptTotals
-	n      int64
+	n      int64              // of the last point
 }
 
-// NewFeed returns a feed that starts from now. It starts nothing.
+// NewFeed returns a feed that starts from now, and answers the questions of other replicas. It starts nothing.
 func NewFeed(s Source) *Feed {
-	return &Feed{source: s, started: time.Now(), totals: []telemetry.Totals{s.Totals()}}
+	f := &Feed{source: s, started: time.Now(), totals: []telemetry.Totals{s.Totals()}}
+	if s.Replicas != nil {
+		s.Replicas.Answer(aboutStatus, f.answer)
+	}
+	return f
 }
 
 // Run takes a point every second until ctx ends.
@@ -156,10 +187,12 @@ func (f *Feed) sample() {
 	now := f.source.Totals()
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	p := between(&f.totals[len(f.totals)-1], &now, 1)
-	f.n++
+	second := now.Since(&f.totals[len(f.totals)-1])
+	p := rates(&second, 1)
+	f.n = max(f.n+1, time.Now().Unix())
 	p.N = f.n
-	p.percentiles(&f.totals[max(len(f.totals)-percentileOf, 0)], &now)
+	lately := now.Since(&f.totals[max(len(f.totals)-percentileOf, 0)])
+	p.percentiles(&lately)
 	f.points = append(dropOver(f.points, keptPoints-1), p)
 	f.totals = append(dropOver(f.totals, keptTotals-1), now)
 }
@@ -172,60 +205,32 @@ func dropOver[T any](s []T, n int) []T {
 	return s
 }
 
-// between are the rates from one count to another, so many seconds later.
-func between(a, b *telemetry.Totals, seconds float64) Point {
-	rate := func(a, b uint64) float64 { return float64(b-a) / seconds }
+// rates returns what a count of so many seconds is in one.
+func rates(t *telemetry.Totals, seconds float64) Point {
+	rate := func(n uint64) float64 { return float64(n) / seconds }
 	return Point{
-		Split: rate(a.Split, b.Split), Alone: rate(a.Alone, b.Alone), Pass: rate(a.Pass, b.Pass),
-		OK: rate(a.OK, b.OK), Rejected: rate(a.Rejected, b.Rejected), Failed: rate(a.Failed, b.Failed), Gone: rate(a.Gone, b.Gone),
-		Refused: rate(a.Refused, b.Refused), Replans: rate(a.Replans, b.Replans),
-		Cached: rate(a.CachedTokens, b.CachedTokens), Computed: rate(a.ComputedTokens, b.ComputedTokens),
+		Split: rate(t.Split), Alone: rate(t.Alone), Pass: rate(t.Pass),
+		OK: rate(t.OK), Rejected: rate(t.Rejected), Failed: rate(t.Failed), Gone: rate(t.Gone),
+		Refused: rate(t.Refused), Replans: rate(t.Replans), Cached: rate(t.CachedTokens), Computed: rate(t.ComputedTokens),
 	}
 }
 
-func (p *Point) percentiles(a, b *telemetry.Totals) {
-	set := func(at50, at99 *float64, a, b *telemetry.Durations) {
-		h := b.Since(a)
+func (p *Point) percentiles(t *telemetry.Totals) {
+	set := func(at50, at99 *float64, h *telemetry.Durations) {
 		*at50, *at99 = milliseconds(h.Quantile(.5)), milliseconds(h.Quantile(.99))
 	}
-	set(&p.FirstByte50, &p.FirstByte99, &a.FirstByte, &b.FirstByte)
-	set(&p.Prefill50, &p.Prefill99, &a.Prefill, &b.Prefill)
-	set(&p.Decide50, &p.Decide99, &a.Decisions, &b.Decisions)
+	set(&p.FirstByte50, &p.FirstByte99, &t.FirstByte)
+	set(&p.Prefill50, &p.Prefill99, &t.Prefill)
+	set(&p.Decide50, &p.Decide99, &t.Decisions)
 }
 
 func milliseconds(d time.Duration) float64 { return float64(d.Microseconds()) / 1000 }
 
-// Status is what there is to see now, with the points after since.
-func (f *Feed) Status(since int64) Status {
-	recent := f.source.Recent(allRecent)
-	s := Status{
-		Version: f.source.Version, Started: f.started, Now: time.Now(), Ready: f.source.Ready(),
-		Sharing: f.source.Sharing(), Envoys: f.source.envoys(), Reservations: f.source.State.Reservations(),
-		Flow:   flow(recent, time.Now().Add(-time.Minute)),
-		Recent: recent[:min(len(recent), shownRecent)], Pools: []Pool{},
+func (f *Feed) pool(p *kvstate.Pool) Pool {
+	out := Pool{
+		Name: p.Spec.Name, Models: f.source.State.Models(p), IndexBlocks: p.IndexStats().Blocks,
+		TokenBytes: p.TokenBytes(), Paused: p.Paused(), Endpoints: []Endpoint{},
 	}
-	for _, p := range f.source.State.Pools() {
-		s.Pools = append(s.Pools, f.pool(p, recent))
-	}
-	f.addPoints(&s, since)
-	s.Attention = attention(&s, recent)
-	return s
-}
-
-// addPoints adds the points after since and those of the last minute.
-func (f *Feed) addPoints(s *Status, since int64) {
-	now := f.source.Totals()
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	s.Minute = between(&f.totals[0], &now, max(float64(len(f.totals)-1), 1))
-	s.Minute.percentiles(&f.totals[0], &now)
-	s.Minute.N = f.n
-	from, _ := slices.BinarySearchFunc(f.points, since+1, func(p Point, n int64) int { return int(p.N - n) })
-	s.Points = append([]Point{}, f.points[from:]...)
-}
-
-func (f *Feed) pool(p *kvstate.Pool, recent []telemetry.Trace) Pool {
-	out := Pool{Name: p.Spec.Name, Models: f.source.State.Models(p), IndexBlocks: p.IndexStats().Blocks, TokenBytes: p.TokenBytes(), Endpoints: []Endpoint{}}
 	if slices.Contains(p.Spec.Models, "*") && len(out.Models) == 0 {
 		out.Models = []string{"*"}
 	}
@@ -233,17 +238,21 @@ func (f *Feed) pool(p *kvstate.Pool, recent []telemetry.Trace) Pool {
 		requests, tokens := e.Load()
 		shown := Endpoint{
 			Name: e.Name, Address: e.Addr, Role: e.Role.String(), Group: e.Group,
-			Up: !e.Failed(), State: stateOf(e, time.Now()), Requests: requests, Tokens: tokens, HitShare: -1, Transfer: f.source.State.Bandwidth(p, e),
+			Up: !e.Failed(), State: stateOf(e, time.Now()), Paused: e.Paused(), Weight: e.Weight(),
+			Requests: requests, Tokens: tokens, HitShare: -1, Transfer: f.source.State.Bandwidth(p, e),
 		}
 		if shown.Name == "" {
 			shown.Name = e.Addr
 		}
-		shown.faults = e.LoadFaults()
+		if faults := e.LoadFaults(); faults != nil {
+			if shown.UnloadableBy = faults.Decodes; faults.Parts != 0 {
+				shown.NoPairs = faults.Parts.String()
+			}
+		}
 		shown.Running, shown.Waiting, shown.KVUsage = -1, -1, -1
 		if g := e.Signals(); g != nil {
 			shown.Running, shown.Waiting, shown.KVUsage = g.Running, g.Waiting, g.KVUsage
 		}
-		shown.seenIn(recent)
 		out.Endpoints = append(out.Endpoints, shown)
 	}
 	return out

@@ -11,7 +11,8 @@ import (
 //go:embed page
 var page embed.FS
 
-// Handler serves the page at / and what it draws at /status.json?since=N (the points after N).
+// Handler serves the page at /, what it draws at /status.json?since=N (the points after N), and the latest requests at
+// /debug/requests?n=20. With scope=replica the last two are about this replica only.
 func Handler(f *Feed) http.Handler {
 	files, err := fs.Sub(page, "page")
 	if err != nil {
@@ -22,7 +23,21 @@ func Handler(f *Feed) http.Handler {
 		since, _ := strconv.ParseInt(r.URL.Query().Get("since"), 10, 64) // none: all
 		w.Header().Set("content-type", "application/json")
 		w.Header().Set("cache-control", "no-store")
-		_ = json.NewEncoder(w).Encode(f.Status(since))
+		_ = json.NewEncoder(w).Encode(f.Status(r.Context(), since, alone(r)))
+	})
+	mux.HandleFunc("GET /debug/requests", func(w http.ResponseWriter, r *http.Request) {
+		n := 20
+		if text := r.URL.Query().Get("n"); text != "" {
+			var err error
+			if n, err = strconv.Atoi(text); err != nil || n < 1 {
+				http.Error(w, "n is how many requests to show: 1 or more", http.StatusBadRequest)
+				return
+			}
+		}
+		w.Header().Set("content-type", "application/json")
+		enc := json.NewEncoder(w)
+		enc.SetIndent("", "  ")
+		_ = enc.Encode(f.Requests(r.Context(), n, alone(r)))
 	})
 	static := http.FileServerFS(files)
 	mux.HandleFunc("GET /", func(w http.ResponseWriter, r *http.Request) {
@@ -34,3 +49,6 @@ func Handler(f *Feed) http.Handler {
 	})
 	return mux
 }
+
+// alone reports whether a request is about this replica only.
+func alone(r *http.Request) bool { return r.URL.Query().Get("scope") == "replica" }

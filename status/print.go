@@ -19,7 +19,8 @@ func Print(w io.Writer, s *Status) {
 		ready = "NOT READY"
 	}
 	m := &s.Minute
-	fmt.Fprintf(w, "Tandem %s, %s, up %s, %d booked%s\n\n", s.Version, ready, s.Now.Sub(s.Started).Round(time.Second), s.Reservations, ofReplicas(&s.Sharing))
+	fmt.Fprintf(w, "Tandem %s, %s, up %s, %d booked; %s\n\n",
+		s.Version, ready, s.Now.Sub(s.Started).Round(time.Second), s.Reservations, s.Scope)
 	printAttention(w, s.Attention)
 	fmt.Fprintf(w, "last minute  %s requests/s  %s failed/s  %s refused/s  %s replans/s  %s\n", number(m.OK+m.Rejected+m.Failed+m.Gone), number(m.Failed), number(m.Refused), number(m.Replans),
 		spark(s.Points, func(p *Point) float64 { return p.OK + p.Rejected + p.Failed + p.Gone }))
@@ -33,17 +34,51 @@ func Print(w io.Writer, s *Status) {
 	for i := range s.Pools {
 		printPool(w, &s.Pools[i])
 	}
+	printReplicas(w, s)
 	printEnvoys(w, s.Envoys, s.Now)
 	printFlow(w, s.Flow)
 	printRecent(w, s.Recent)
 }
 
-// ofReplicas says that what is shown is one replica's part.
-func ofReplicas(s *Sharing) string {
-	if s.Replicas > 1 {
-		return fmt.Sprintf("; this replica, 1 of %d", s.Replicas)
+// scopeOf says which replicas a status is about.
+func scopeOf(s *Status) string {
+	all := len(s.Replicas) + len(s.Silent)
+	switch {
+	case len(s.Silent) > 0:
+		return fmt.Sprintf("%d of %d replicas", len(s.Replicas), all)
+	case all > 1:
+		return fmt.Sprintf("all %d replicas", all)
+	case s.Sharing.Replicas > 1:
+		return fmt.Sprintf("this replica, 1 of %d", s.Sharing.Replicas)
+	case s.Sharing.Redis && s.Sharing.Up:
+		return "the only replica"
 	}
-	return ""
+	return "this replica"
+}
+
+// printReplicas shows the replicas, if there are several.
+func printReplicas(w io.Writer, s *Status) {
+	if len(s.Replicas)+len(s.Silent) < 2 {
+		return
+	}
+	fmt.Fprintln(w)
+	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
+	fmt.Fprintln(t, "  replica\tstate\trelease\tup\tbooked")
+	for _, r := range s.Replicas {
+		state := "ready"
+		if !r.Ready {
+			state = "NOT READY"
+		}
+		if !r.Redis {
+			state += ", without Redis"
+		}
+		fmt.Fprintf(t, "  %s\t%s\t%s\t%s\t%d\n",
+			plain(r.Name), state, plain(r.Version), s.Now.Sub(r.Started).Round(time.Second), r.Reservations)
+	}
+	for _, name := range s.Silent {
+		fmt.Fprintf(t, "  %s\tNO ANSWER\t-\t-\t-\n", plain(name))
+	}
+	_ = t.Flush()
 }
 
 func printAttention(w io.Writer, notices []Notice) {

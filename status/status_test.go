@@ -2,6 +2,7 @@ package status
 
 import (
 	"bytes"
+	"context"
 	"encoding/json"
 	"flag"
 	"net/http"
@@ -36,13 +37,15 @@ func fleet(totals func() telemetry.Totals) Source {
 	now := time.Now()
 	recent := []telemetry.Trace{
 		{RequestID: "req-2", Pool: "chat", Route: "split", Prefill: "10.0.1.1:8000", Decode: "10.0.2.1:8000", PromptTokens: 100, CachedTokens: 25, PrefillTime: 12 * time.Millisecond, Foreseen: telemetry.Foreseen{ExpectedPrefill: 15 * time.Millisecond}, DecodeTime: 2 * time.Second, Status: 200, Started: now},
-		{RequestID: "req-1", Pool: "chat", Route: "decode_alone", Reason: "no_prefill", Decode: "10.0.2.1:8000", PromptTokens: 50, CachedTokens: -1, Started: now},
+		{RequestID: "req-1", Pool: "chat", Route: "decode_alone", Reason: "no_prefill", Decode: "10.0.2.1:8000", PromptTokens: 50, CachedTokens: -1, Started: now.Add(-time.Second)},
 		{RequestID: "req-0\x1b]0;", Pool: "chat", Route: "split", Prefill: "10.0.1.1:8000", Decode: "10.0.2.1:8000", PromptTokens: 100, CachedTokens: 50, Status: 503, Started: now.Add(-time.Hour)},
 	}
 	return Source{Version: "v1", State: state, Totals: totals, Ready: func() bool { return true },
 		Sharing: func() Sharing { return Sharing{Redis: true, Replicas: 2, KeysDiffer: 1} },
 		Recent:  func(n int) []telemetry.Trace { return recent[:min(n, len(recent))] }}
 }
+
+func status(f *Feed, since int64) Status { return f.Status(context.Background(), since, false) }
 
 func TestFeed(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
@@ -60,22 +63,22 @@ func TestFeed(t *testing.T) {
 			time.Sleep(time.Second)
 			synctest.Wait()
 		}
-		s := f.Status(0)
+		s := status(f, 0)
 		require.Len(t, s.Points, 20)
-		require.Equal(t, int64(1), s.Points[0].N)
+		require.Equal(t, s.Points[0].N+19, s.Points[19].N)
 		require.InDelta(t, 10, s.Points[19].Split, 1e-9)
 		require.InDelta(t, 10, s.Minute.Split, 1e-9)
 		require.Positive(t, s.Minute.FirstByte99)
-		require.Len(t, f.Status(18).Points, 2, "only what is new")
-		require.Empty(t, f.Status(20).Points)
+		require.Len(t, status(f, s.Points[17].N).Points, 2, "only what is new")
+		require.Empty(t, status(f, s.Points[19].N).Points)
 		require.Equal(t, []Flow{{"chat", "", "10.0.2.1:8000", 1}, {"chat", "10.0.1.1:8000", "10.0.2.1:8000", 1}}, s.Flow, "of the last minute")
 		require.InDelta(t, 75./200, s.Pools[0].Endpoints[0].HitShare, 1e-9)
 
 		time.Sleep(2 * keptPoints * time.Second)
 		synctest.Wait()
-		require.Len(t, f.Status(0).Points, keptPoints, "the history is bounded")
+		require.Len(t, status(f, 0).Points, keptPoints, "the history is bounded")
 		require.Len(t, f.totals, keptTotals)
-		require.Zero(t, f.Status(0).Minute.FirstByte99, "nothing in the last minute")
+		require.Zero(t, status(f, 0).Minute.FirstByte99, "nothing in the last minute")
 	})
 }
 
@@ -92,7 +95,7 @@ func TestPrint(t *testing.T) {
 			time.Sleep(time.Second)
 			f.sample()
 		}
-		s := f.Status(0)
+		s := status(f, 0)
 		Print(&out, &s)
 	})
 	require.NotContains(t, out.String(), "\x1b", "names do not steer the terminal")
@@ -124,6 +127,10 @@ func TestHandler(t *testing.T) {
 		}
 	}
 	require.Equal(t, 404, get("/nothing").Code)
+	for query, want := range map[string]int{"": 200, "?n=": 200, "?n=5": 200, "?n=0": 400, "?n=-1": 400, "?n=x": 400, "?n=99999999999999999999": 400} {
+		require.Equal(t, want, get("/debug/requests"+query).Code, query)
+	}
+	require.Len(t, strings.Split(get("/debug/requests?n=2").Body.String(), `"request_id"`), 1+2)
 }
 
 // Nothing comes from elsewhere, and nothing that came with a request becomes markup.

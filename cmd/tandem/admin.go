@@ -27,17 +27,7 @@ func newAdmin(registry *prometheus.Registry, health *extproc.Health, server *ext
 	mux.HandleFunc("GET /debug/pprof/profile", pprof.Profile)
 	mux.HandleFunc("GET /debug/pprof/trace", pprof.Trace)
 	mux.HandleFunc("GET /debug/state", func(w http.ResponseWriter, _ *http.Request) { writeState(w, fleet.state) })
-	mux.HandleFunc("GET /debug/requests", func(w http.ResponseWriter, r *http.Request) {
-		n := 20
-		if text := r.URL.Query().Get("n"); text != "" {
-			var err error
-			if n, err = strconv.Atoi(text); err != nil || n < 1 {
-				http.Error(w, "n is how many requests to show: 1 or more", http.StatusBadRequest)
-				return
-			}
-		}
-		writeJSON(w, server.Recent(n))
-	})
+	mux.Handle("GET /debug/requests", page)
 	mux.HandleFunc("GET /debug/explain", func(w http.ResponseWriter, r *http.Request) {
 		tokens, err := strconv.ParseInt(r.URL.Query().Get("tokens"), 10, 64)
 		if err != nil || tokens < 1 {

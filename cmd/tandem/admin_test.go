@@ -5,29 +5,11 @@ import (
 	"net/http/httptest"
 	"testing"
 
-	"github.com/prometheus/client_golang/prometheus"
 	"github.com/stretchr/testify/require"
 
 	"tandem/extproc"
-	"tandem/extproc/telemetry"
-	"tandem/internal/orders"
-	"tandem/kvstate"
 	"tandem/kvstate/redisstore"
 )
-
-// A number of requests that is none is a bad request, not a panic.
-func TestHowManyRecentRequests(t *testing.T) {
-	state := kvstate.New(kvstate.Options{})
-	registry := prometheus.NewRegistry()
-	server := extproc.New(extproc.Options{State: state}, telemetry.NewMetrics(registry, state))
-	admin := newAdmin(registry, extproc.NewHealth(), server, &fleet{state: state}, &orders.Orders{}, http.NotFoundHandler())
-	for query, want := range map[string]int{"": 200, "?n=": 200, "?n=5": 200, "?n=0": 400, "?n=-1": 400, "?n=x": 400, "?n=99999999999999999999": 400} {
-		w := httptest.NewRecorder()
-		admin.ServeHTTP(w, httptest.NewRequest(http.MethodGet, "/debug/requests"+query, nil))
-		require.Equal(t, want, w.Code, query)
-	}
-	require.Empty(t, server.Recent(-1))
-}
 
 // Readiness says that ticket keys differ, ready or not.
 func TestReadinessTellsOfKeys(t *testing.T) {

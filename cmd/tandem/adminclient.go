@@ -24,6 +24,7 @@ import (
 type adminClient struct {
 	file, address, tokenFile, output string // flags
 
+	scope string // more of a query: "&scope=replica", or ""
 	holds string // which replicas the last order holds for, as orders.Holds; "": it does not say
 }
 

@@ -45,6 +45,7 @@ type fleet struct {
 	operator   *operator.Operator // of orders and questions that are for all replicas; nil: there is no Redis
 	keys       *kvtransfer.Keys
 	health     *healthLog
+	configured int                   // replicas that the configuration names; 0: it does not tell
 	keeping    func(context.Context) // keeps the keys in step; nil: nothing does
 	board      *notices.Waiters      // nil: no pool takes notices
 	events     *kvevents.Collector
@@ -56,7 +57,7 @@ type fleet struct {
 func newFleet(ctx context.Context, cfg *configv1.Config, log *slog.Logger) (*fleet, error) {
 	health := newHealthLog(log)
 	f := &fleet{state: kvstate.New(kvstate.Options{HealthChanged: health.changed}), health: health,
-		joined: make(chan struct{}), keysChanged: make(chan struct{}, 1), discovered: map[string]*configv1.Discovery{}}
+		configured: configuredReplicas(cfg), joined: make(chan struct{}), keysChanged: make(chan struct{}, 1), discovered: map[string]*configv1.Discovery{}}
 	f.pools, f.peers = newPoolSources(f.state, log), newPeerSources(f.state, log)
 	for _, p := range cfg.GetPools() {
 		if p.GetDiscovery() == nil {

@@ -87,6 +87,17 @@ func replicaName(cfg *configv1.Config) string {
 	return net.JoinHostPort(host, port)
 }
 
+// configuredReplicas returns how many replicas envoy.extProcs names; 0 if there may be more behind a name.
+func configuredReplicas(cfg *configv1.Config) int {
+	all := cfg.GetEnvoy().GetExtProcs()
+	for _, addr := range all {
+		if host, _, err := net.SplitHostPort(addr); err != nil || net.ParseIP(host) == nil {
+			return 0
+		}
+	}
+	return len(all)
+}
+
 // keepReady says that requests are welcome, unless this replica's ticket keys differ from those of the others and it is the one to
 // yield: what one replica seals the other could not open, and every request that comes by both would fail.
 func (f *fleet) keepReady(ctx context.Context, set func(ready bool), log *slog.Logger) {
@@ -115,7 +126,7 @@ func (f *fleet) keepReady(ctx context.Context, set func(ready bool), log *slog.L
 // sharing is how this replica stands with the others.
 func (f *fleet) sharing() status.Sharing {
 	if f.store == nil {
-		return status.Sharing{Replicas: 1}
+		return status.Sharing{Replicas: f.configured}
 	}
 	_, up := f.store.Status()
 	return status.Sharing{Redis: true, Up: up, Replicas: f.store.Replicas(), KeysDiffer: len(f.store.KeyCheck().Differ)}

@@ -15,12 +15,13 @@ func newRequests() *cobra.Command {
 	var a adminClient
 	var n int
 	c := &cobra.Command{
-		Use: "requests", Short: "List the latest requests: where each went, and why it was not split", Args: cobra.NoArgs,
+		Use: "requests", Short: "List the latest requests: where each went, and why it was not split",
+		Args: cobra.NoArgs,
 		RunE: func(c *cobra.Command, _ []string) error {
 			if n < 1 {
 				return fmt.Errorf("--number: %d is not a number of requests", n)
 			}
-			answer, err := a.get(c.Context(), fmt.Sprint("/debug/requests?n=", n))
+			answer, err := a.get(c.Context(), fmt.Sprint("/debug/requests?n=", n)+a.scope)
 			if err != nil {
 				return err
 			}
@@ -29,6 +30,7 @@ func newRequests() *cobra.Command {
 		},
 	}
 	a.register(c)
+	a.onlyThis(c)
 	c.Flags().IntVarP(&n, "number", "n", 20, "`NUMBER` of requests to show at most")
 	return c
 }

@@ -158,7 +158,7 @@ func runServer(ctx context.Context, file string, cfg *configv1.Config, set setti
 		return err
 	}
 	feed := status.NewFeed(status.Source{
-		Version: version(), State: fleet.state, Totals: metrics.Totals, Recent: server.Recent, Ready: health.Ready,
+		Version: version(), Name: replicaName(cfg), Replicas: fleet.operator, State: fleet.state, Totals: metrics.Totals, Recent: server.Recent, Ready: health.Ready,
 		Sharing: fleet.sharing, Envoys: envoysOf(envoys),
 	})
 	gateway, err := gatewayextension.New(cfg, registry, log)

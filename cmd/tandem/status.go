@@ -12,6 +12,18 @@ import (
 	"tandem/status"
 )
 
+// statusPath is where a replica shows its status; no points of charts are needed.
+const statusPath = "/status.json?"
+
+// onlyThis adds the flag that leaves out the other replicas.
+func (a *adminClient) onlyThis(c *cobra.Command) {
+	const usage = "leave out the other replicas (with Redis, all that answer are shown)"
+	c.Flags().BoolFunc("this-replica", usage, func(string) error {
+		a.scope = "&scope=replica"
+		return nil
+	})
+}
+
 // newStatus is `tandem status`.
 func newStatus() *cobra.Command {
 	var a adminClient
@@ -29,6 +41,7 @@ func newStatus() *cobra.Command {
 		},
 	}
 	a.register(c)
+	a.onlyThis(c)
 	c.Flags().BoolVar(&watch, "watch", false, "show it again once a second, until Ctrl-C")
 	c.Flags().BoolVar(&asJSON, "json", false, "the same as --output json")
 	return c
@@ -36,7 +49,7 @@ func newStatus() *cobra.Command {
 
 // printStatus writes the status to w, coloured if the command's output is a terminal.
 func (a *adminClient) printStatus(ctx context.Context, w, output io.Writer) error {
-	answer, err := a.get(ctx, "/status.json")
+	answer, err := a.get(ctx, statusPath+a.scope)
 	if err != nil {
 		return err
 	}

@@ -9,13 +9,16 @@ import (
 	"text/tabwriter"
 
 	"github.com/spf13/cobra"
+
+	"tandem/status"
 )
 
 // newWeights is `tandem weights`.
 func newWeights() *cobra.Command {
 	var a adminClient
 	c := &cobra.Command{
-		Use: "weights [POOL [ENDPOINT PERCENT|default]]", Short: "List weights, or change an endpoint's", Args: cobra.MaximumNArgs(3),
+		Use: "weights [POOL [ENDPOINT PERCENT|default]]", Short: "List weights, or change an endpoint's",
+		Args: cobra.MaximumNArgs(3),
 		Long: "List the weights of all endpoints or of a pool's, or change one: PERCENT is its speed beside what was learned of\n" +
 			"it, from 1 to 10000; default takes the order back.\n" + orderLasts,
 		RunE: func(c *cobra.Command, args []string) error {
@@ -46,29 +49,19 @@ func newWeights() *cobra.Command {
 
 // listWeights shows the weights of a pool's endpoints, or of all.
 func (a *adminClient) listWeights(c *cobra.Command, pool string) error {
-	answer, err := a.get(c.Context(), "/debug/state")
+	answer, err := a.get(c.Context(), statusPath)
 	if err != nil {
 		return err
 	}
-	var state struct {
-		Pools []struct {
-			Name      string
-			Paused    bool
-			Endpoints []struct {
-				Name, Address, Role string
-				Paused              bool
-				Weight              int
-				Requests            int64
-			}
-		}
-	}
+	var state status.Status
 	return a.show(c.OutOrStdout(), answer, &state, func(w io.Writer) {
 		t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
 		fmt.Fprintln(t, "pool\tendpoint\trole\tstate\tweight\trequests")
 		for _, p := range state.Pools {
 			for _, e := range p.Endpoints {
 				if pool == "" || p.Name == pool {
-					fmt.Fprintf(t, "%s\t%s\t%s\t%s\t%d %%\t%d\n", p.Name, e.Address, e.Role, orderState(p.Paused || e.Paused), e.Weight, e.Requests)
+					fmt.Fprintf(t, "%s\t%s\t%s\t%s\t%d %%\t%d\n",
+						p.Name, e.Address, e.Role, orderState(p.Paused || e.Paused), e.Weight, e.Requests)
 				}
 			}
 		}

@@ -31,8 +31,10 @@ type Foreseen struct {
 // Planned is the plan of one pass of a request.
 type Planned struct {
 	RequestID, Pool, Route string
-	Reason                 string // "" where no other route was possible
-	Prefill, Decode        string // addresses; prefill is "" if one endpoint does both
+	Started                time.Time // when the request came in
+	Pass                   int       // redirects that Envoy has followed before
+	Reason                 string    // "" where no other route was possible
+	Prefill, Decode        string    // addresses; prefill is "" if one endpoint does both
 
 	PromptTokens                        int64
 	BodyBytes, PromptBlocks, Candidates int

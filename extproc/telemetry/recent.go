@@ -4,13 +4,17 @@ import (
 	"sync"
 	"sync/atomic"
 	"time"
+
+	"tandem/extproc/kvtransfer"
 )
 
-// Trace is the history of one request, collected over its passes.
+// Trace is the history of one request, collected over its passes. Each replica has the part that it served: the one
+// that planned a pass has Route, and the others what they saw of its legs. [Merge] makes one of all parts.
 type Trace struct {
-	RequestID string `json:"request_id"`
-	Pool      string `json:"pool"`
-	// of the last pass: split, decode_alone, pass_through, stored_response
+	RequestID string   `json:"request_id"`
+	Replicas  []string `json:"replicas,omitempty"` // that served a pass or a leg of it, in order; set by Merge
+	Pool      string   `json:"pool"`
+	// of the last pass: split, decode_alone, pass_through, stored_response; "": planned at another replica
 	Route        string        `json:"route"`
 	Reason       string        `json:"reason,omitempty"` // why a request that could be split was not
 	Prefill      string        `json:"prefill,omitempty"`
@@ -23,14 +27,27 @@ type Trace struct {
 	Foreseen
 	// from the start to the first byte of the answer's headers; some engines send them before the first token
 	FirstByte time.Duration `json:"first_byte_ns,omitempty"`
-	Status    int           `json:"status"`              // that the client got; 0: not known yet
-	Waited    time.Duration `json:"waited_ns,omitempty"` // for its endpoints, in pass 1
+	Status    int           `json:"status"` // that the client got; 0: not known yet
+	Queued
+	Served
+	Started time.Time `json:"started"`           // when the request came in, in microseconds
+	Weighed []Weighed `json:"weighed,omitempty"` // of the last pass; kept for a few requests per second
+}
+
+// Queued is how a request waited for its endpoints.
+type Queued struct {
+	Waited time.Duration `json:"waited_ns,omitempty"` // in pass 1
 	// the prefill endpoint that was too busy when it arrived
-	WaitedFor    string    `json:"waited_for,omitempty"`
-	Behind       int       `json:"behind,omitempty"`        // requests that were waiting before it in this replica
-	BehindRemote int       `json:"behind_remote,omitempty"` // and in others
-	Started      time.Time `json:"started"`
-	Weighed      []Weighed `json:"weighed,omitempty"` // of the last pass; kept for a few requests per second
+	WaitedFor    string `json:"waited_for,omitempty"`
+	Behind       int    `json:"behind,omitempty"`        // requests that were waiting before it in this replica
+	BehindRemote int    `json:"behind_remote,omitempty"` // and in others
+}
+
+// Served is the part of a request that one replica served.
+type Served struct {
+	Pass  int  `json:"pass"`                    // the last one that this part is about: redirects before it
+	Plans int  `json:"plans"`                   // passes that were planned
+	Final bool `json:"prefill_final,omitempty"` // prefill's answer was the client's
 }
 
 // Recent keeps the traces of the latest requests, for operators. It is bounded and drops the oldest first.
@@ -38,38 +55,55 @@ type Recent struct {
 	mu   sync.Mutex
 	ring []Trace
 	next int
-	at   map[string]int // by request id
+	at   map[traceKey]int
 
 	weighed atomic.Int64 // when prices were last recorded, Unix nanoseconds
 }
+
+// traceKey identifies a request: clients may send one id with several.
+type traceKey struct {
+	id      string
+	started int64 // Unix microseconds, as tickets have them
+}
+
+func (t *Trace) key() traceKey { return traceKey{t.RequestID, t.Started.UnixMicro()} }
 
 const recentTraces = 256
 
 // NewRecent returns an empty list.
 func NewRecent() *Recent {
-	return &Recent{ring: make([]Trace, 0, recentTraces), at: make(map[string]int, recentTraces)}
+	return &Recent{ring: make([]Trace, 0, recentTraces), at: make(map[traceKey]int, recentTraces)}
 }
 
-// Planned records a pass: a new request replaces the oldest one.
+// trace returns the request's trace: a new one takes the place of the oldest.
+func (r *Recent) trace(id string, started time.Time) *Trace {
+	t := Trace{RequestID: id, Started: started.Truncate(time.Microsecond).Round(0), CachedTokens: -1}
+	key := t.key()
+	if i, ok := r.at[key]; ok {
+		return &r.ring[i]
+	}
+	i := len(r.ring)
+	if i < recentTraces {
+		r.ring = append(r.ring, t)
+	} else {
+		i, r.next = r.next, (r.next+1)%recentTraces
+		delete(r.at, r.ring[i].key())
+		r.ring[i] = t
+	}
+	r.at[key] = i
+	return &r.ring[i]
+}
+
+// Planned records the plan of a pass.
 func (r *Recent) Planned(p *Planned) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	i, ok := r.at[p.RequestID]
-	if !ok {
-		t := Trace{RequestID: p.RequestID, Started: time.Now(), CachedTokens: -1}
-		if len(r.ring) < recentTraces {
-			i = len(r.ring)
-			r.ring = append(r.ring, t)
-		} else {
-			i, r.next = r.next, (r.next+1)%recentTraces
-			delete(r.at, r.ring[i].RequestID)
-			r.ring[i] = t
-		}
-		r.at[p.RequestID] = i
-	} else if r.ring[i].Status == 0 {
-		r.ring[i].Replans++
+	t := r.trace(p.RequestID, p.Started)
+	if t.Status == 0 {
+		t.Plans++
+		t.Replans = t.Plans - 1
 	}
-	t := &r.ring[i]
+	t.Pass = p.Pass
 	t.Pool, t.Route, t.Reason, t.Prefill, t.Decode = p.Pool, p.Route, p.Reason, p.Prefill, p.Decode
 	t.PromptTokens, t.Weighed = p.PromptTokens, p.Weighed
 	t.Foreseen = p.Foreseen
@@ -87,16 +121,29 @@ func (r *Recent) WantsWeighed(now time.Time) bool {
 	return now.UnixNano()-last >= int64(weighEvery) && r.weighed.CompareAndSwap(last, now.UnixNano())
 }
 
-// Change edits the trace of a request, if it is still there.
-func (r *Recent) Change(id string, edit func(*Trace)) {
+// Leg edits the trace of a request, of which this replica serves a leg or the next pass. It may be planned elsewhere.
+func (r *Recent) Leg(id string, ticket *kvtransfer.Ticket, edit func(*Trace)) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	if i, ok := r.at[id]; ok {
+	t := r.trace(id, ticket.Started)
+	t.Pass = max(t.Pass, ticket.Redirects)
+	if t.Route == "" {
+		t.Pool, t.Prefill = ticket.Pool, ticket.Prefill
+		t.PromptTokens = max(t.PromptTokens, ticket.PromptTokens)
+	}
+	edit(t)
+}
+
+// Change edits the trace of a request, if this replica has one.
+func (r *Recent) Change(id string, started time.Time, edit func(*Trace)) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if i, ok := r.at[traceKey{id, started.UnixMicro()}]; ok {
 		edit(&r.ring[i])
 	}
 }
 
-// Latest returns the traces of the latest requests, newest first, at most n.
+// Latest returns the traces of the latest requests, newest first, at most n, those planned elsewhere included.
 func (r *Recent) Latest(n int) []Trace {
 	r.mu.Lock()
 	defer r.mu.Unlock()

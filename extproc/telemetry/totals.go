@@ -18,6 +18,19 @@ type Totals struct {
 	FirstByte, Prefill, Decisions Durations
 }
 
+// Since returns the difference to an earlier count.
+func (t *Totals) Since(earlier *Totals) Totals {
+	return Totals{
+		Split: t.Split - earlier.Split, Alone: t.Alone - earlier.Alone, Pass: t.Pass - earlier.Pass,
+		Refused: t.Refused - earlier.Refused, Replans: t.Replans - earlier.Replans,
+		OK: t.OK - earlier.OK, Rejected: t.Rejected - earlier.Rejected,
+		Failed: t.Failed - earlier.Failed, Gone: t.Gone - earlier.Gone,
+		CachedTokens: t.CachedTokens - earlier.CachedTokens, ComputedTokens: t.ComputedTokens - earlier.ComputedTokens,
+		FirstByte: t.FirstByte.Since(&earlier.FirstByte), Prefill: t.Prefill.Since(&earlier.Prefill),
+		Decisions: t.Decisions.Since(&earlier.Decisions),
+	}
+}
+
 // Durations is a histogram of times with four buckets to an octave, starting at 16 us.
 type Durations [durationBuckets]uint64
 
@@ -121,7 +134,8 @@ func (l *liveTotals) ended(result string) {
 func (m *Metrics) Totals() Totals {
 	l := &m.liveTotals
 	return Totals{
-		Split: l.split.Load(), Alone: l.alone.Load(), Pass: l.pass.Load(), Refused: l.refused.Load(), Replans: l.replans.Load(),
+		Split: l.split.Load(), Alone: l.alone.Load(), Pass: l.pass.Load(),
+		Refused: l.refused.Load(), Replans: l.replans.Load(),
 		OK: l.ok.Load(), Rejected: l.rejected.Load(), Failed: l.failed.Load(), Gone: l.gone.Load(),
 		CachedTokens: l.cachedTokens.Load(), ComputedTokens: l.computedTokens.Load(),
 		FirstByte: l.firstByte.load(), Prefill: l.prefill.load(), Decisions: l.decisions.load(),

@@ -153,16 +153,27 @@ function pools(status) {
   }));
 }
 
+// replicas shows whose parts are summed, where there are several.
+function replicas(status) {
+  const rows = status.replicas.map(r => ({ cells: [r.name, (r.ready ? 'ready' : 'not ready') + (r.redis ? '' : ', without Redis'), r.version,
+    ago(new Date(status.now) - new Date(r.started)), count(r.reservations)] }))
+    .concat((status.silent || []).map(name => ({ cells: [name, 'no answer', '–', '–', '–'] })));
+  byId('replicas').hidden = rows.length < 2;
+  if (rows.length > 1) byId('replicas').replaceChildren(el('h2', {}, 'Replicas ', el('small', {}, 'whose parts are summed on this page')),
+    table('Replicas of Tandem', ['replica', 'state', 'release', 'up', ['booked requests']], rows));
+}
+
 const open = new Set();   // request ids whose details are open
 
 function decision(t) {
+  if (t.route === 'unknown') t.route = 'planned by a silent replica';
   const bad = t.status >= 500 ? 'bad' : t.status >= 200 && t.status < 400 ? 'good' : '';
   const way = t.prefill ? t.prefill + ' → ' + t.decode : t.decode;
   const d = el('details', {}, el('summary', {}, el('span', { class: 'pill ' + bad }, t.status ? String(t.status) : 'running'), el('b', {}, t.route.replace('_', ' ')),
     el('span', {}, way), el('span', { class: 'soft' }, `${count(t.prompt_tokens)} tokens${t.cached_tokens > 0 ? ', ' + count(t.cached_tokens) + ' cached' : ''}`),
     el('span', { class: 'soft' }, [t.prefill_ns ? 'prefill ' + fromNano(t.prefill_ns) : '', t.decode_ns ? 'decode ' + fromNano(t.decode_ns) : '', t.replans ? t.replans + ' replans' : ''].filter(Boolean).join(', ')),
     el('span', { class: 'id soft' }, t.request_id)));
-  d.append(el('p', {}, sentence(t)));
+  d.append(el('p', {}, sentence(t) + (t.replicas && t.replicas.length > 1 ? ` Its passes were served by ${t.replicas.join(', ')}.` : '')));
   d.append(t.weighed ? weighed(t) : el('p', { class: 'soft' }, 'Prices are kept of a few decisions a second, and not of this one.'));
   d.open = open.has(t.request_id);
   d.addEventListener('toggle', () => d.open ? open.add(t.request_id) : open.delete(t.request_id));
@@ -202,12 +213,13 @@ function draw(status) {
   state.textContent = status.ready ? 'ready' : 'not ready';
   state.className = 'pill ' + (status.ready ? 'good' : 'bad');
   byId('about').textContent = `${location.host} · up ${ago(new Date(status.now) - new Date(status.started))} · ${status.version}`
-    + (status.sharing.replicas > 1 ? ` · this replica, 1 of ${status.sharing.replicas}` : '');
+    + ` · ${status.scope}`;
   attention(status.attention);
   tiles(status.minute, status);
   byId('plots').replaceChildren(...charts.map(chart));
   byId('flow').replaceChildren(...status.pools.map(p => flow(p, status.flow)));
   pools(status);
+  replicas(status);
   const now = JSON.stringify(status.recent);
   if (now !== shown) {   // or an open one could not be read, nor anything selected
     shown = now;

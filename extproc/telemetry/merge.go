@@ -1,0 +1,71 @@
+package telemetry
+
+import (
+	"cmp"
+	"slices"
+)
+
+// RouteUnknown is the route of a request of which only legs are known: the replica that planned it does not answer.
+const RouteUnknown = "unknown"
+
+// Merge makes one trace of all parts of a request, newest request first. parts has the traces of each replica, by its
+// name; a part that no replica has planned is shown if partial is true.
+func Merge(parts map[string][]Trace, partial bool) []Trace {
+	type part struct {
+		*Trace
+		replica string
+	}
+	requests := map[traceKey][]part{}
+	for replica, traces := range parts {
+		for i := range traces {
+			requests[traces[i].key()] = append(requests[traces[i].key()], part{&traces[i], replica})
+		}
+	}
+	out := make([]Trace, 0, len(requests))
+	for _, parts := range requests {
+		slices.SortFunc(parts, func(a, b part) int {
+			return cmp.Or(cmp.Compare(a.Pass, b.Pass), cmp.Compare(b.Plans, a.Plans), cmp.Compare(a.replica, b.replica))
+		})
+		all := *parts[0].Trace
+		all.Replicas = []string{parts[0].replica}
+		for _, p := range parts[1:] {
+			all.add(p.Trace)
+			all.Replicas = append(all.Replicas, p.replica)
+		}
+		all.Replans = max(all.Plans-1, all.Replans, 0)
+		if all.Final {
+			all.Decode = ""
+		}
+		if all.Route == "" && !partial {
+			continue
+		}
+		all.Route = cmp.Or(all.Route, RouteUnknown)
+		out = append(out, all)
+	}
+	slices.SortFunc(out, func(a, b Trace) int {
+		return cmp.Or(b.Started.Compare(a.Started), cmp.Compare(a.RequestID, b.RequestID))
+	})
+	return out
+}
+
+// add adds a part of another replica, which is about the same pass or a later one.
+func (t *Trace) add(p *Trace) {
+	if p.Route != "" { // planned anew
+		t.Pool, t.Route, t.Reason, t.Prefill, t.Decode = p.Pool, p.Route, p.Reason, p.Prefill, p.Decode
+		t.Foreseen, t.Weighed = p.Foreseen, p.Weighed
+	} else if p.Decode != "" {
+		t.Decode = p.Decode
+	}
+	if t.CachedTokens < 0 || p.CachedTokens >= 0 {
+		t.CachedTokens, t.PromptTokens = p.CachedTokens, cmp.Or(p.PromptTokens, t.PromptTokens)
+	}
+	if p.Waited > 0 {
+		t.Queued = p.Queued
+	}
+	t.PrefillTime = cmp.Or(p.PrefillTime, t.PrefillTime)
+	t.DecodeTime = cmp.Or(p.DecodeTime, t.DecodeTime)
+	t.FirstByte = cmp.Or(p.FirstByte, t.FirstByte)
+	t.Status = max(t.Status, p.Status)
+	t.Plans += p.Plans
+	t.Final = t.Final || p.Final
+}

@@ -1,0 +1,79 @@
+package telemetry
+
+import (
+	"fmt"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"tandem/extproc/kvtransfer"
+)
+
+// said is a trace in a line, without what this file does not test.
+func said(t *Trace) string {
+	return fmt.Sprintf("%s %s %s->%s %d/%d hops %v %v first %v status %d replans %d at %s", t.RequestID, t.Route, t.Prefill, t.Decode,
+		t.CachedTokens, t.PromptTokens, t.PrefillTime, t.DecodeTime, t.FirstByte, t.Status, t.Replans, strings.Join(t.Replicas, ","))
+}
+
+// The passes and legs of one request are one row, whichever replicas served them, and whatever these are called.
+func TestMerge(t *testing.T) {
+	began := time.Date(2026, 11, 23, 12, 0, 0, 123456789, time.UTC)
+	ticket := func(redirects int) *kvtransfer.Ticket {
+		return &kvtransfer.Ticket{Started: time.UnixMicro(began.UnixMicro()), Redirects: redirects, Pool: "chat", Prefill: "p1", Decode: "d1", PromptTokens: 90}
+	}
+	planned := func(id string, pass int, p, d string) *Planned {
+		return &Planned{RequestID: id, Started: began, Pass: pass, Pool: "chat", Route: "split", Prefill: p, Decode: d, PromptTokens: 100}
+	}
+	for _, names := range []string{"abc", "acb", "bac", "bca", "cab", "cba", "aaa"} {
+		first, leg, second := names[:1], names[1:2], names[2:]
+		at := map[string]*Recent{"a": NewRecent(), "b": NewRecent(), "c": NewRecent()}
+		at[first].Planned(planned("r", 0, "p1", "d1"))
+		at[leg].Leg("r", ticket(0), func(t *Trace) { t.CachedTokens, t.PromptTokens, t.PrefillTime = 64, 120, time.Second })
+		at[second].Leg("r", ticket(1), func(t *Trace) { t.Decode = "d2" })
+		for _, r := range at { // the access log's entry comes to all
+			r.Change("r", ticket(1).Started, func(t *Trace) { t.Status, t.DecodeTime, t.FirstByte = 200, 2*time.Second, 3*time.Second })
+			r.Change("other", began, func(t *Trace) { t.Status = 500 })
+		}
+		// Another one with the same id, whose hop failed: planned again elsewhere.
+		at[first].Planned(&Planned{RequestID: "r", Started: began.Add(-time.Minute), Route: "split", Prefill: "p1", Decode: "d1"})
+		at[second].Planned(&Planned{RequestID: "r", Started: began.Add(-time.Minute), Pass: 1, Route: "decode_alone", Decode: "d3"})
+
+		parts := map[string][]Trace{}
+		for name, r := range at {
+			parts[name] = r.Latest(10)
+		}
+		all := Merge(parts, true)
+		require.Len(t, all, 2)
+		replicas := strings.Join([]string{first, leg, second}, ",")
+		again := first + "," + second
+		if names == "aaa" {
+			replicas, again = "a", "a"
+		}
+		require.Equal(t, "r split p1->d2 64/120 hops 1s 2s first 3s status 200 replans 0 at "+replicas, said(&all[0]))
+		require.Equal(t, "r decode_alone ->d3 -1/0 hops 0s 0s first 0s status 0 replans 1 at "+again, said(&all[1]))
+		if leg == first {
+			continue
+		}
+		delete(parts, first) // the replica that planned it has died
+		require.Equal(t, RouteUnknown, Merge(parts, true)[0].Route)
+		for _, one := range Merge(parts, false) {
+			require.NotEqual(t, RouteUnknown, one.Route)
+		}
+	}
+}
+
+// The list is bounded, and drops the oldest.
+func TestRecentIsBounded(t *testing.T) {
+	r := NewRecent()
+	began := time.Now()
+	for i := range 3 * recentTraces {
+		r.Planned(&Planned{RequestID: "same", Started: began.Add(time.Duration(i) * time.Millisecond), Route: "split"})
+	}
+	all := r.Latest(10 * recentTraces)
+	require.Len(t, all, recentTraces)
+	require.Len(t, r.at, recentTraces)
+	require.True(t, all[0].Started.After(all[recentTraces-1].Started))
+	r.Change("same", began, func(*Trace) { t.Fatal("it was dropped") })
+}

@@ -1,0 +1,313 @@
+package status
+
+import (
+	"bytes"
+	"cmp"
+	"compress/gzip"
+	"context"
+	"encoding/json"
+	"fmt"
+	"io"
+	"slices"
+	"time"
+
+	"tandem/extproc/telemetry"
+)
+
+// What is shown is the sum of what replicas report. Each reports its part ([Feed.report]) when one of them is asked,
+// and nothing otherwise; the asked one merges them ([merge]). With one replica, and without Redis, there is one report.
+
+// aboutStatus is the question for a report.
+const aboutStatus = "status"
+
+// question is what a replica is asked for.
+type question struct {
+	Since  int64 `json:"since"`  // points after this second; < 0: none
+	Status bool  `json:"status"` // all; else traces alone
+	Traces int   `json:"traces"` // at most so many
+}
+
+// report is one replica's part.
+type report struct {
+	Name         string            `json:"name"`
+	Version      string            `json:"version"`
+	Started      time.Time         `json:"started"`
+	Ready        bool              `json:"ready"`
+	Sharing      Sharing           `json:"sharing"`
+	Reservations int               `json:"reservations"`
+	Envoys       []Envoy           `json:"envoys,omitempty"`
+	Pools        []Pool            `json:"pools,omitempty"`
+	Minute       telemetry.Totals  `json:"minute"`  // counts of the last minute
+	Seconds      float64           `json:"seconds"` // that these counts are of
+	Last         int64             `json:"last"`    // second of the last point
+	Points       []Point           `json:"points,omitempty"`
+	Traces       []telemetry.Trace `json:"traces,omitempty"` // newest first
+}
+
+// weighedTraces is how many of the latest traces bear their prices: those are large, and the rest is counted only.
+const weighedTraces = shownRecent
+
+// maxReport bounds an unpacked report.
+const maxReport = 32 << 20
+
+// report returns this replica's part.
+func (f *Feed) report(q question) report {
+	out := report{Name: f.source.Name, Traces: f.source.Recent(q.Traces)}
+	if !q.Status {
+		return out
+	}
+	for i := range out.Traces {
+		if i >= weighedTraces {
+			out.Traces[i].Weighed = nil
+		}
+	}
+	out.Version, out.Started, out.Ready = f.source.Version, f.started, f.source.Ready()
+	out.Sharing, out.Envoys, out.Reservations = f.source.Sharing(), f.source.envoys(), f.source.State.Reservations()
+	for _, p := range f.source.State.Pools() {
+		out.Pools = append(out.Pools, f.pool(p))
+	}
+	now := f.source.Totals()
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	out.Minute, out.Seconds, out.Last = now.Since(&f.totals[0]), max(float64(len(f.totals)-1), 1), f.n
+	from, _ := slices.BinarySearchFunc(f.points, q.Since+1, func(p Point, n int64) int { return cmp.Compare(p.N, n) })
+	out.Points = slices.Clone(f.points[from:])
+	return out
+}
+
+// answer answers another replica's question, packed.
+func (f *Feed) answer(text []byte) []byte {
+	var q question
+	if json.Unmarshal(text, &q) != nil {
+		return nil
+	}
+	q.Traces = min(q.Traces, allRecent)
+	var out bytes.Buffer
+	packed, _ := gzip.NewWriterLevel(&out, gzip.BestSpeed) // the level is right
+	if json.NewEncoder(packed).Encode(f.report(q)) != nil || packed.Close() != nil {
+		return nil
+	}
+	return out.Bytes()
+}
+
+func unpack(body []byte) (r report, err error) {
+	packed, err := gzip.NewReader(bytes.NewReader(body))
+	if err != nil {
+		return r, err
+	}
+	err = json.NewDecoder(io.LimitReader(packed, maxReport)).Decode(&r)
+	return r, err
+}
+
+// gather returns the reports of all replicas that answer, this one's first, and the names of those that do not. Those
+// who ask the same at once share the answers.
+func (f *Feed) gather(ctx context.Context, q question, alone bool) (reports []report, silent []string) {
+	reports = []report{f.report(q)}
+	if alone || f.source.Replicas == nil {
+		return reports, nil
+	}
+	text, err := json.Marshal(q)
+	if err != nil {
+		return reports, nil
+	}
+	type answers struct {
+		reports []report
+		silent  []string
+	}
+	found, _, _ := f.asking.Do(string(text), func() (any, error) {
+		got, _ := f.source.Replicas.Ask(context.WithoutCancel(ctx), aboutStatus, text) // on an error all are silent
+		out := answers{silent: got.Silent}
+		for _, a := range got.Of {
+			r, err := unpack(a.Body)
+			if err != nil {
+				out.silent = append(out.silent, a.Name)
+				continue
+			}
+			r.Name = a.Name
+			out.reports = append(out.reports, r)
+		}
+		return out, nil
+	})
+	others := found.(answers)
+	return append(reports, others.reports...), others.silent
+}
+
+// Status is what there is to see of all replicas now, of points those after since; with alone of this replica only. It
+// takes a second at most.
+func (f *Feed) Status(ctx context.Context, since int64, alone bool) Status {
+	reports, silent := f.gather(ctx, question{Since: since, Status: true, Traces: allRecent}, alone)
+	return merge(reports, silent, time.Now())
+}
+
+// Requests returns the latest n requests of all replicas, newest first; with alone those that this one planned.
+func (f *Feed) Requests(ctx context.Context, n int, alone bool) []telemetry.Trace {
+	reports, silent := f.gather(ctx, question{Since: -1, Traces: min(n, allRecent)}, alone)
+	all := traces(reports, silent)
+	return all[:min(n, len(all))]
+}
+
+// traces merges the traces of all reports. Parts of requests whose planning nobody reports are shown if a replica that
+// may have planned them did not answer.
+func traces(reports []report, silent []string) []telemetry.Trace {
+	parts := make(map[string][]telemetry.Trace, len(reports))
+	for i := range reports {
+		name := reports[i].Name
+		if _, known := parts[name]; known { // one host with two replicas behind the same port number
+			name = fmt.Sprintf("%s (%d)", name, i+1)
+		}
+		parts[name] = reports[i].Traces
+	}
+	return telemetry.Merge(parts, len(silent) > 0)
+}
+
+// merge makes a status of reports, the first of which is the asked replica's.
+func merge(reports []report, silent []string, now time.Time) Status {
+	asked := &reports[0]
+	s := Status{
+		Replica: asked.Name, Version: asked.Version, Started: asked.Started, Now: now, Ready: asked.Ready,
+		Sharing: asked.Sharing, Silent: silent, Pools: []Pool{},
+	}
+	recent := traces(reports, silent)
+	minute, last := telemetry.Totals{}, asked.Last
+	for i := range reports {
+		r := &reports[i]
+		s.Replicas = append(s.Replicas, Replica{
+			Name: r.Name, Version: r.Version, Started: r.Started, Ready: r.Ready,
+			Redis: r.Sharing.Up, Reservations: r.Reservations,
+		})
+		s.Reservations += r.Reservations
+		for j := range r.Pools {
+			s.addPool(&r.Pools[j])
+		}
+		for _, e := range r.Envoys {
+			s.addEnvoy(e)
+		}
+		of := rates(&r.Minute, max(r.Seconds, 1))
+		s.Minute.addRates(&of)
+		minute.FirstByte.Add(&r.Minute.FirstByte)
+		minute.Prefill.Add(&r.Minute.Prefill)
+		minute.Decisions.Add(&r.Minute.Decisions)
+		last = min(last, max(r.Last, asked.Last-behind))
+	}
+	s.Scope = scopeOf(&s)
+	s.Minute.percentiles(&minute)
+	s.Minute.N = last
+	s.Points = points(reports, last)
+	for i := range s.Pools {
+		for j := range s.Pools[i].Endpoints {
+			s.Pools[i].Endpoints[j].seenIn(recent)
+		}
+	}
+	s.Flow = flow(recent, now.Add(-time.Minute))
+	s.Recent = recent[:min(len(recent), shownRecent)]
+	s.Attention = attention(&s, recent)
+	return s
+}
+
+// addEnvoy adds an Envoy. Of two replicas that know it the one to which it connected last counts.
+func (s *Status) addEnvoy(e Envoy) {
+	i := slices.IndexFunc(s.Envoys, func(known Envoy) bool { return known.Name == e.Name })
+	switch {
+	case i < 0:
+		s.Envoys = append(s.Envoys, e)
+	case e.Since.After(s.Envoys[i].Since):
+		s.Envoys[i] = e
+	}
+}
+
+// behind is how many seconds a replica's clock may be behind before points of the others are shown without it.
+const behind = 5
+
+// points sums the points of all reports, second by second, up to the last that all have.
+func points(reports []report, last int64) []Point {
+	bySecond := map[int64]*Point{}
+	for i := range reports {
+		for j := range reports[i].Points {
+			p := &reports[i].Points[j]
+			if p.N > last {
+				break
+			}
+			if sum := bySecond[p.N]; sum != nil {
+				sum.add(p)
+			} else {
+				one := *p
+				bySecond[p.N] = &one
+			}
+		}
+	}
+	out := make([]Point, 0, len(bySecond))
+	for _, p := range bySecond {
+		out = append(out, *p)
+	}
+	slices.SortFunc(out, func(a, b Point) int { return cmp.Compare(a.N, b.N) })
+	return out
+}
+
+// add adds another replica's point of the same second. Of medians the mean by requests counts, of p99 the highest.
+func (p *Point) add(o *Point) {
+	mean := func(a, b *float64, n, m float64) {
+		switch {
+		case *b == 0 || m == 0:
+		case *a == 0 || n == 0:
+			*a = *b
+		default:
+			*a = (*a*n + *b*m) / (n + m)
+		}
+	}
+	mean(&p.FirstByte50, &o.FirstByte50, p.OK, o.OK)
+	mean(&p.Prefill50, &o.Prefill50, p.Split, o.Split)
+	mean(&p.Decide50, &o.Decide50, p.Split+p.Alone+p.Pass, o.Split+o.Alone+o.Pass)
+	p.FirstByte99, p.Prefill99 = max(p.FirstByte99, o.FirstByte99), max(p.Prefill99, o.Prefill99)
+	p.Decide99 = max(p.Decide99, o.Decide99)
+	p.addRates(o)
+}
+
+func (p *Point) addRates(o *Point) {
+	p.Split, p.Alone, p.Pass = p.Split+o.Split, p.Alone+o.Alone, p.Pass+o.Pass
+	p.OK, p.Rejected, p.Failed, p.Gone = p.OK+o.OK, p.Rejected+o.Rejected, p.Failed+o.Failed, p.Gone+o.Gone
+	p.Refused, p.Replans = p.Refused+o.Refused, p.Replans+o.Replans
+	p.Cached, p.Computed = p.Cached+o.Cached, p.Computed+o.Computed
+}
+
+// addPool adds a replica's part of a pool.
+func (s *Status) addPool(of *Pool) {
+	i := slices.IndexFunc(s.Pools, func(p Pool) bool { return p.Name == of.Name })
+	if i < 0 {
+		s.Pools = append(s.Pools, *of)
+		s.Pools[len(s.Pools)-1].Endpoints = append([]Endpoint{}, of.Endpoints...)
+		return
+	}
+	p := &s.Pools[i]
+	p.IndexBlocks, p.TokenBytes = max(p.IndexBlocks, of.IndexBlocks), cmp.Or(p.TokenBytes, of.TokenBytes)
+	for _, e := range of.Endpoints {
+		j := slices.IndexFunc(p.Endpoints, func(known Endpoint) bool { return known.Address == e.Address })
+		if j < 0 {
+			p.Endpoints = append(p.Endpoints, e)
+			continue
+		}
+		p.Endpoints[j].add(&e)
+	}
+}
+
+// add adds another replica's part of an endpoint. All know its engine alike; the worst state counts.
+func (e *Endpoint) add(o *Endpoint) {
+	e.Requests, e.Tokens = e.Requests+o.Requests, e.Tokens+o.Tokens
+	if severity(o.State) > severity(e.State) {
+		e.State, e.Up = o.State, o.Up
+	}
+	e.Transfer = cmp.Or(e.Transfer, o.Transfer)
+	if e.Running < 0 && e.Waiting < 0 && e.KVUsage < 0 {
+		e.Running, e.Waiting, e.KVUsage = o.Running, o.Waiting, o.KVUsage
+	}
+	e.NoPairs = cmp.Or(e.NoPairs, o.NoPairs)
+	for _, d := range o.UnloadableBy {
+		if !slices.Contains(e.UnloadableBy, d) {
+			e.UnloadableBy = append(slices.Clone(e.UnloadableBy), d)
+		}
+	}
+}
+
+// severity orders states of endpoints.
+func severity(state string) int {
+	return slices.Index([]string{"up", "stale", "paused", "draining", "out"}, state)
+}

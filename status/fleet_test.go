@@ -1,0 +1,82 @@
+package status
+
+import (
+	"bytes"
+	"encoding/json"
+	"os"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"tandem/extproc/telemetry"
+	"tandem/kvstate"
+)
+
+// What three replicas report, one of which does not answer, is one status: testdata/fleet.txt.
+func TestPrintFleet(t *testing.T) {
+	now := time.Date(2026, 11, 23, 12, 0, 0, 0, time.UTC)
+	of := func(name string, requests int64, state string, last int64, traces ...telemetry.Trace) report {
+		e := Endpoint{Name: "d1", Address: "10.0.2.1:8000", Role: "decode", Up: state == "up", State: state, Requests: requests, Tokens: 10 * requests, HitShare: -1, Running: -1, Waiting: -1, KVUsage: -1}
+		r := report{
+			Name: name, Version: "v1", Started: now.Add(-time.Hour), Ready: true, Sharing: Sharing{Redis: true, Up: true, Replicas: 3}, Reservations: int(requests),
+			Pools: []Pool{{Name: "chat", Models: []string{"*"}, IndexBlocks: 7, Endpoints: []Endpoint{e}}}, Seconds: 60, Last: last, Traces: traces,
+			Minute: telemetry.Totals{OK: 120, Split: 60},
+		}
+		r.Minute.FirstByte[30] = 100
+		for n := last - 39; n <= last; n++ {
+			r.Points = append(r.Points, Point{N: n, OK: 2, FirstByte50: 100 * float64(requests), FirstByte99: 1000 * float64(requests)})
+		}
+		return r
+	}
+	began := now.Add(-10 * time.Second)
+	a := of("tandem-0:9090", 1, "up", 1000, telemetry.Trace{RequestID: "one", Pool: "chat", Route: "split", Prefill: "10.0.1.1:8000", Decode: "10.0.2.9:8000", PromptTokens: 100, CachedTokens: -1, Served: telemetry.Served{Plans: 1}, Status: 200, Started: began})
+	b := of("tandem-1:9090", 3, "out", 999, telemetry.Trace{RequestID: "one", Served: telemetry.Served{Pass: 1}, Decode: "10.0.2.1:8000", CachedTokens: 25, PromptTokens: 80,
+		PrefillTime: 12 * time.Millisecond, DecodeTime: 2 * time.Second, Started: began})
+	b.Version, b.Ready = "v2", false
+	text, err := json.Marshal(b) // as it comes from another replica
+	require.NoError(t, err)
+	b = report{}
+	require.NoError(t, json.Unmarshal(text, &b))
+
+	s := merge([]report{a, b}, []string{"tandem-2:9090"}, now)
+	require.Len(t, s.Points, 40, "up to the last second that both have")
+	require.Equal(t, Point{N: 999, OK: 4, FirstByte50: 200, FirstByte99: 3000}, s.Points[39])
+	require.Equal(t, int64(4), s.Pools[0].Endpoints[0].Requests)
+	var out bytes.Buffer
+	Print(&out, &s)
+	if *update {
+		require.NoError(t, os.WriteFile("testdata/fleet.txt", out.Bytes(), 0o600))
+	}
+	want, err := os.ReadFile("testdata/fleet.txt")
+	require.NoError(t, err)
+	require.Equal(t, string(want), out.String())
+}
+
+// A report arrives as it was sent; what is none is refused.
+func TestReportsArePacked(t *testing.T) {
+	f := NewFeed(fleet(func() telemetry.Totals { return telemetry.Totals{OK: 7} }))
+	r, err := unpack(f.answer([]byte(`{"status":true,"traces":1000}`)))
+	require.NoError(t, err)
+	require.Len(t, r.Pools, 2)
+	require.Len(t, r.Traces, 3)
+	require.Equal(t, kvstate.RoleDecode.String(), r.Pools[0].Endpoints[1].Role)
+	require.Nil(t, f.answer([]byte("{")))
+	_, err = unpack([]byte("no report"))
+	require.Error(t, err)
+	_, err = unpack(f.answer([]byte(`{"status":true}`))[:30])
+	require.Error(t, err)
+}
+
+// The header says whose part is shown.
+func TestScope(t *testing.T) {
+	for want, s := range map[string]Status{
+		"this replica":         {Replicas: make([]Replica, 1)},
+		"this replica, 1 of 3": {Replicas: make([]Replica, 1), Sharing: Sharing{Replicas: 3}},
+		"the only replica":     {Replicas: make([]Replica, 1), Sharing: Sharing{Redis: true, Up: true, Replicas: 1}},
+		"all 2 replicas":       {Replicas: make([]Replica, 2), Sharing: Sharing{Redis: true, Up: true, Replicas: 2}},
+		"2 of 3 replicas":      {Replicas: make([]Replica, 2), Silent: []string{"c"}},
+	} {
+		require.Equal(t, want, scopeOf(&s))
+	}
+}
