@@ -23,6 +23,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"strings"
+	"syscall"
 	"testing"
 	"time"
 
@@ -40,8 +41,10 @@ type gateway struct {
 	shop string          // address
 }
 
-// startGateway starts one in the network namespace of this process, whose ports Envoy Gateway chooses itself.
-func startGateway(t *testing.T) *gateway {
+// startGateway starts one in the network namespace of this process, whose ports Envoy Gateway chooses itself. Its
+// settings are those of testdata/gateway/envoy-gateway.yaml with replacements, old and new.
+func startGateway(t *testing.T, replacements ...string) *gateway {
+	t.Helper()
 	if os.Getenv("TANDEM_GATEWAY") == "" {
 		t.Skip("takes a real Envoy Gateway, and a network namespace: make e2e-gateway")
 	}
@@ -53,7 +56,8 @@ func startGateway(t *testing.T) *gateway {
 	}
 	program := filepath.Join(dir, "envoy-gateway")
 	require.FileExists(t, program, "scripts/kube-tools.sh envoy-gateway builds it")
-	f := start(t, options{replicas: 2, engineArgs: []string{"--decode-step", "1ms"},
+	f := start(t, options{replicas: 2, engineArgs: []string{"--decode-step", "1ms"}, prefills: 4, decodes: 4,
+		mix: []string{"nixl", "sglang"},
 		top: "envoyGateway: {listen: \"127.0.0.1:1700%i\", services: [\"tandem.default:17000\"]}\n"})
 	g := &gateway{fleet: f, dir: t.TempDir(), shop: startShop(t)}
 	var err error
@@ -72,7 +76,8 @@ func startGateway(t *testing.T) *gateway {
 	crt, key := certificate(t)
 	g.write("resources.yaml", "resources/existing.yaml", "TLSCRT", crt, "TLSKEY", key, "PUBLICKEYS", g.jwks(),
 		"ENGINE", portOf(f.decodes[0].addr), "SHOP", portOf(g.shop))
-	config := g.write("envoy-gateway.yaml", "gateway.yaml", "DIR", g.dir, "EXTENSION", portOf(extension))
+	config := g.write("envoy-gateway.yaml", "gateway.yaml",
+		append(replacements, "DIR", g.dir, "EXTENSION", portOf(extension))...)
 	out, err := exec.Command(program, "certgen", "--local", "--config-home", filepath.Join(g.dir, "config")).CombinedOutput()
 	require.NoError(t, err, "%s", out)
 	startProcess(t, g.dir, "envoy-gateway", program, "server", "--config-path", config)
@@ -204,7 +209,7 @@ func (g *gateway) ask(host, path, id string, headers ...string) answer {
 }
 
 func gatewayChat(id string, words int) string {
-	return fmt.Sprintf(`{"model":"tiny","max_tokens":6,"messages":[{"role":"user","content":"%s%s"}]}`, id, strings.Repeat(" word", words))
+	return fmt.Sprintf(`{"model":"nixl","max_tokens":6,"messages":[{"role":"user","content":"%s%s"}]}`, id, strings.Repeat(" word", words))
 }
 
 // asked are the requests with a chat that engines got. The gateway gives each request an id of its own.
@@ -250,6 +255,76 @@ func TestEnvoyGatewayExtension(t *testing.T) {
 	t.Run("JWT", g.testJWT)
 	t.Run("API key", g.testAPIKey)
 	t.Run("rate limit", g.testRateLimit)
+	t.Run("both legs at once", func(*testing.T) {
+		body := strings.Replace(gatewayChat("pair", 50), `"nixl"`, `"sglang"`, 1)
+		g.split(g.post("/v1/chat/completions", body, "host", "llm.test"), "pair")
+	})
+	t.Run("an engine dies", g.testEngineDies)
+	t.Run("a replica dies", g.testReplicaDies)
+	t.Run("detached", g.testDetached)
+}
+
+// An Envoy whose route was not extended sends nothing to an engine. Here Envoy Gateway calls a hook that Tandem does not
+// have, and is told to go on without.
+func TestEnvoyGatewayNotExtended(t *testing.T) {
+	g := startGateway(t, "extensionManager:", "extensionManager:\n  failOpen: true", "[Translation]", "[HTTPListener]")
+	before := g.neighbour()
+	g.write("policy.yaml", "resources/policy.yaml")
+	var got answer
+	soon(t, "the policy is in force", func() bool {
+		got = g.ask("llm.test", "/v1/chat/completions", "refused")
+		return got.status == 503
+	})
+	openAI(t, got, 503, "route_not_extended", "extension")
+	require.Empty(t, g.asked("refused", g.prefills))
+	require.Equal(t, before, g.neighbour())
+}
+
+// Gateways that share their Envoys share Tandem's listeners in them.
+func TestEnvoyGatewayMerged(t *testing.T) {
+	g := startGateway(t, "envoyProxy:", "envoyProxy:\n  mergeGateways: true")
+	g.attach()
+	g.split(g.ask("llm.test", "/v1/chat/completions", "first"), "first")
+	g.url = "http://127.0.0.1:18090"
+	g.write("second.yaml", "resources/second.yaml")
+	soon(t, "the second Gateway answers", func() bool {
+		got, err := g.try(t.Context(), http.MethodGet, "/v1/models", "", "host", "second.test")
+		return err == nil && got.status == 200
+	})
+	g.split(g.ask("second.test", "/v1/chat/completions", "second"), "second")
+}
+
+func (g *gateway) testEngineDies(*testing.T) {
+	g.prefills[0].stop(syscall.SIGKILL) // of nixl
+	g.lenient = true
+	for i := range 10 {
+		id := fmt.Sprintf("dead-engine-%d", i)
+		g.split(g.ask("llm.test", "/v1/chat/completions", id), id)
+	}
+}
+
+// The replica that Envoy Gateway asks dies: what Envoys have stays as it is.
+func (g *gateway) testReplicaDies(t *testing.T) {
+	g.tandems[0].stop(syscall.SIGKILL)
+	for i := range 10 {
+		id := fmt.Sprintf("dead-replica-%d", i)
+		got := g.ask("llm.test", "/v1/chat/completions", id)
+		require.Equal(t, 200, got.status, got.body)
+	}
+	g.startTandem(0, filepath.Join(g.fleet.dir, "tandem-0.yaml"), g.admins[0])
+}
+
+// Without the policy the route leads where it led before.
+func (g *gateway) testDetached(t *testing.T) {
+	require.NoError(t, os.Remove(filepath.Join(g.dir, "resources/policy.yaml")))
+	n := 0
+	soon(t, "the route leads to its own engine", func() bool {
+		n++
+		id := fmt.Sprintf("detached-%d", n)
+		got := g.ask("llm.test", "/v1/chat/completions", id)
+		return got.status == 200 && len(g.asked(id, g.prefills)) == 0 && len(g.asked(id, g.decodes)) == 1
+	})
+	require.Zero(t, metric(t, g.admins[0], "tandem_gateway_routes"))
 }
 
 // neighbour is what the shop is asked, and what its clients are answered.
