@@ -7,7 +7,7 @@ import (
 	"slices"
 )
 
-// CheckPolicies says which of some names is no policy's.
+// CheckPolicies returns an error if one of the names is not a policy.
 func CheckPolicies(names []string) error {
 	for _, name := range names {
 		if !slices.Contains(Policies(), name) {
@@ -17,7 +17,8 @@ func CheckPolicies(names []string) error {
 	return nil
 }
 
-// Prepare opens a trace and sets its rate: so many times its own, or (load above 0) by the load on a fleet.
+// Prepare opens a trace and sets its rate: rate times its own, or, if load is above 0, the rate that puts that load on
+// the fleet.
 func Prepare(name string, requests int, rate, load float64, c Config) (*Trace, error) {
 	if err := c.Check(); err != nil {
 		return nil, err
@@ -36,7 +37,7 @@ func Prepare(name string, requests int, rate, load float64, c Config) (*Trace, e
 	return t, nil
 }
 
-// RunAll plays a trace under several policies, one after the other, and shows on w how far it is.
+// RunAll plays a trace under several policies, one after the other, and shows its progress on w.
 func RunAll(ctx context.Context, t *Trace, names []string, c Config, w io.Writer) ([]*Result, error) {
 	var out []*Result
 	for _, name := range names {
@@ -50,7 +51,7 @@ func RunAll(ctx context.Context, t *Trace, names []string, c Config, w io.Writer
 	return out, nil
 }
 
-// About says in a few lines what is played against what.
+// About describes a trace and a fleet in a few lines.
 func About(t *Trace, c Config) []string {
 	lines := []string{fmt.Sprintf("%d requests in %.0f s; caches that never forget would serve %.3f of the prompts' tokens", len(t.Requests), t.Duration(), t.Bound())}
 	lines = append(lines, fmt.Sprintf("%d endpoints that prefill, %d that decode, %.3g tokens of KV each; seed %d", c.Prefill, c.Decode, c.Engine.KVTokens, c.Seed))

@@ -2,7 +2,7 @@ package replay
 
 import "slices"
 
-// cache is a prefix cache of blocks that forgets what was used least lately.
+// cache is a prefix cache of blocks that evicts the least recently used.
 type cache struct {
 	capacity int // blocks; 0: no limit
 	at       map[uint64]int32
@@ -19,16 +19,16 @@ func newCache(capacity int) *cache {
 	return &cache{capacity: capacity, at: map[uint64]int32{}, ring: make([]cacheEntry, 1), free: -1}
 }
 
-// hit is how many leading blocks are held; they count as used.
+// hit returns the number of leading blocks that the cache holds. They count as used.
 func (c *cache) hit(blocks []uint64) int {
 	n := c.peek(blocks)
-	for i := n - 1; i >= 0; i-- { // the first last: it is the most useful
+	for i := n - 1; i >= 0; i-- { // the first block last: it is the most useful
 		c.touch(c.at[blocks[i]])
 	}
 	return n
 }
 
-// peek is hit without using them.
+// peek is hit, but does not count the blocks as used.
 func (c *cache) peek(blocks []uint64) int {
 	for i, b := range blocks {
 		if _, ok := c.at[b]; !ok {
@@ -54,7 +54,7 @@ func (c *cache) link(i int32) {
 	c.ring[first].prev, c.ring[0].next = i, i
 }
 
-// add holds blocks, and gives up the oldest for them where it must. limit is the capacity for now, in blocks.
+// add stores blocks and evicts the oldest ones where it must. limit is the capacity for now, in blocks.
 func (c *cache) add(blocks []uint64, limit int) {
 	for _, b := range slices.Backward(blocks) {
 		if at, ok := c.at[b]; ok {

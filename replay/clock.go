@@ -1,6 +1,6 @@
 package replay
 
-// clock is virtual time: events in order of time, and those of one moment in the order in which they were asked for.
+// clock is virtual time: events in order of time; events of the same moment in the order of after's calls.
 type clock struct {
 	now    float64 // seconds
 	events []event
@@ -15,7 +15,7 @@ type event struct {
 
 func (e *event) before(o *event) bool { return e.at < o.at || (e.at == o.at && e.order < o.order) }
 
-// after asks for an event so many seconds from now.
+// after schedules an event that many seconds from now.
 func (c *clock) after(seconds float64, do func()) {
 	c.asked++
 	c.events = append(c.events, event{c.now + max(seconds, 0), c.asked, do})

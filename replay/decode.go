@@ -9,39 +9,39 @@ import (
 	"tandem/picker"
 )
 
-// decoder is an engine that writes answers: in each step every answer of the batch gets a token. Between, it
-// computes the prompts that were given to it alone, a chunk in each step. Where the answers outgrow its memory the
-// youngest is preempted: its KV is thrown away, and computed again when there is room.
+// decoder is an engine that writes answers: each step gives every answer of the batch one token. Prompts that no other
+// engine computes are computed in chunks, one in each step. If the answers outgrow the memory, the youngest is
+// preempted: its KV is discarded, and computed again when there is memory.
 type decoder struct {
 	*clock
 	model picker.Model
 	cache *cache
 	local int        // prompt and answer tokens in one step of its own
-	first func(*job) // token of an answer
+	first func(*job) // called at the first token of an answer
 	done  func(*job)
 	end   func()
 
-	arrived []*job // without room yet
+	arrived []*job // no memory for them yet
 	prompts []*job // to compute here
-	chunk   int    // of the first of those in the step that runs
+	chunk   int    // tokens of the first of those in the running step
 	batch   []*job // a heap: the one that ends first is first
-	fresh   []*job // joined since the last step, or in it: their first token is due at its end
+	fresh   []*job // joined since the last step began: their first token is due at its end
 	joining []*job // join at the next step
-	held    int    // answers that have a place, transfers under way included
-	kv      int    // tokens of all of those
+	held    int    // answers that have memory, running transfers included
+	kv      int    // tokens of all answers in held
 	steps   int
 	running bool
 
 	joins int
-	took  float64 // of the step that runs
+	took  float64 // seconds that the running step takes
 	tally
 }
 
-// tally is what an engine that decodes has done so far.
+// tally is what a decode engine has done so far.
 type tally struct {
 	computed, cached, tokens int
 	preempted                int
-	written                  kvstate.AnswerCounters // as its metrics tell
+	written                  kvstate.AnswerCounters // as the engine's metrics report them
 }
 
 func newDecoder(c *clock, m picker.Model, local int, first, done func(*job)) *decoder {
@@ -50,18 +50,18 @@ func newDecoder(c *clock, m picker.Model, local int, first, done func(*job)) *de
 	return d
 }
 
-// add brings a request here: its KV has to be fetched from another endpoint, or (alone) it has to be computed.
+// add brings a request to this engine: its KV is fetched from another endpoint, or (alone) its prompt is computed
+// here.
 func (d *decoder) add(j *job) {
 	d.arrived = append(d.arrived, j)
 	d.admit()
 }
 
-// reserved is how many tokens of an answer an engine wants room for before it takes a request in. (SGLang:
-// num_reserved_decode_tokens. vLLM wants none, and preempts sooner.)
+// reserved is the number of answer tokens for which memory must be free before a request is admitted. (SGLang:
+// num_reserved_decode_tokens. vLLM reserves nothing, and preempts sooner.)
 const reserved = 512
 
-// admit gives places to those that wait for one, in order, while there is room for their KV and the beginning of
-// their answer.
+// admit admits waiting requests, in order, while there is memory for their KV and the beginning of their answer.
 func (d *decoder) admit() {
 	n := 0
 	for _, j := range d.arrived {
@@ -83,14 +83,14 @@ func (d *decoder) admit() {
 	d.arrived = append(d.arrived[:0], d.arrived[n:]...)
 }
 
-// join takes an answer whose KV is complete into the batch.
+// join adds an answer to the batch. Its KV is complete.
 func (d *decoder) join(j *job) {
 	d.hold(j.Blocks)
 	d.joining = append(d.joining, j)
 	d.wake()
 }
 
-// hold keeps blocks as prefixes, in what memory the answers leave.
+// hold caches blocks as prefixes, in the memory that the answers leave free.
 func (d *decoder) hold(blocks []uint64) {
 	limit := 0
 	if d.cache.capacity > 0 {
@@ -127,9 +127,9 @@ func (d *decoder) step() {
 			d.cached += j.cached
 			d.computed += j.length() - j.cached
 		}
-		d.chunk = min(j.length()-j.computed, max(d.local-len(d.batch), 1)) // answers have their part of the step
+		d.chunk = min(j.length()-j.computed, max(d.local-len(d.batch), 1)) // answers take their part of the step
 		if len(d.batch) == 0 {
-			took += d.model.PrefillStep // else the chunk rides in the step that the answers make
+			took += d.model.PrefillStep // otherwise the chunk is computed in the step that the answers need anyway
 		}
 		took += chunkTime(&d.model, d.chunk, j.computed)
 	}
@@ -170,7 +170,7 @@ func (d *decoder) endStep() {
 	d.step()
 }
 
-// finish frees the place of an answer that is written.
+// finish frees the memory of an answer that is written.
 func (d *decoder) finish(j *job) {
 	d.kv -= j.Input + j.Output
 	d.written.Answers++
@@ -178,7 +178,7 @@ func (d *decoder) finish(j *job) {
 	d.done(j)
 }
 
-// preempt takes the youngest answers out as long as the KV of all does not fit.
+// preempt removes the youngest answers as long as the KV of all does not fit.
 func (d *decoder) preempt() {
 	for float64(d.kv) > d.model.KVTokens && len(d.batch) > 1 {
 		at := 0
@@ -203,7 +203,7 @@ func (d *decoder) preempt() {
 	}
 }
 
-// joinComputed takes a prompt computed here into the batch. Computing it gave the first token already.
+// joinComputed adds a prompt that was computed here to the batch. Computing it has produced the first token already.
 func (d *decoder) joinComputed(j *job) {
 	if j.written == 0 {
 		d.first(j)
@@ -255,7 +255,7 @@ func (d *decoder) pop() *job {
 	return top
 }
 
-// throughput is the tokens a second that the batch gets now.
+// throughput returns the tokens per second that the batch gets now.
 func (d *decoder) throughput() float64 {
 	if len(d.batch) == 0 {
 		return 0
@@ -264,7 +264,7 @@ func (d *decoder) throughput() float64 {
 	return n / (d.model.DecodeStep + d.model.DecodeAnswer*n + d.model.DecodeToken*float64(d.kv))
 }
 
-// usage is the part of its KV memory that answers take.
+// usage returns the share of the KV memory that answers take.
 func (d *decoder) usage() float64 {
 	if math.IsInf(d.model.KVTokens, 1) {
 		return 0

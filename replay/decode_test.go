@@ -8,8 +8,8 @@ import (
 	"tandem/picker"
 )
 
-// An engine whose answers outgrow its memory preempts the youngest: all of them end, what was written stays written, and nothing is left
-// of them in its memory.
+// An engine whose answers outgrow its memory preempts the youngest: all of them end, what was written stays written,
+// and nothing is left of them in its memory.
 func TestPreemption(t *testing.T) {
 	play := func(kv float64) (preempted int, end float64, d *decoder) {
 		var c clock

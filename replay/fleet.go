@@ -10,42 +10,42 @@ import (
 type job struct {
 	*Request
 	id       uint64
-	prefill  int // endpoint; -1: decode computes the prompt
+	prefill  int // endpoint; -1: the decode endpoint computes the prompt
 	decode   int // -1: not chosen yet
 	alone    bool
-	started  bool // its prefill
-	computed int  // tokens of the prompt, those found in the cache included
+	started  bool // its prefill has started
+	computed int  // tokens of the prompt that are computed or were cached
 	cached   int
-	ends     int // the step of its decode endpoint
+	ends     int // the step of its decode endpoint that completes the answer
 	joined   int // its place in the order in which answers began there
-	written  int // tokens of its answer when it was preempted: their KV is to be computed again
+	written  int // tokens of its answer when it was preempted; their KV has to be computed again
 
 	firstAt, endAt float64
-	hits           []int32 // blocks of the prompt on each endpoint, as last asked
+	hits           []int32 // blocks of the prompt on each endpoint, at the last lookup
 	lookedAt       float64
-	published      []int32 // hits, as other replicas were told while it waits
-	arrived, work  float64 // in the queue: when, and what it is there, seconds
-	uncached       int     // as the policy had it when it bound the request
+	published      []int32 // hits, as published to the other replicas while the request waits
+	arrived, work  float64 // in the queue: time of arrival, and its work there in seconds
+	uncached       int     // as the policy estimated it when it bound the request
 }
 
-// fleet is the engines, and what is on its way to them.
+// fleet is the engines and the requests on their way to them.
 type fleet struct {
 	clock
 	model    picker.Model
 	prefills []*prefiller
 	decodes  []*decoder
-	index    []*index // of prefills
+	index    []*index // of the prefill endpoints
 	policy   policy
 	random   *rand.Rand
 	ended    int
 }
 
-// policy routes. It is told of a request's arrival and answers, then or later, with fleet.bind.
+// policy routes. It is called when a request arrives, and binds it with fleet.bind, then or later.
 type policy interface {
 	arrive(j *job)
-	// prefilled is told of the end of a prefill, and gives the decode endpoint.
+	// prefilled is called at the end of a prefill, and returns the decode endpoint.
 	prefilled(j *job) (decode int)
-	first(j *job) // token of the answer
+	first(j *job) // called at the first token of the answer
 	done(j *job)
 }
 
@@ -61,7 +61,7 @@ func newFleet(c Config, random *rand.Rand) *fleet {
 	return f
 }
 
-// bind sends a request to its endpoints: to prefill first, or (prefill -1) to decode alone.
+// bind sends a request to its endpoints: to prefill first, or to decode alone if prefill is -1.
 func (f *fleet) bind(j *job, prefill, decode int) {
 	j.prefill, j.decode, j.alone = prefill, decode, prefill < 0
 	if j.alone {

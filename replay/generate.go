@@ -8,17 +8,17 @@ import (
 	"strings"
 )
 
-// Kinds are the names that [Generate] takes.
+// Kinds returns the names that [Generate] takes.
 func Kinds() []string {
 	return []string{"conversation", "agent", "mixed", "hot", "zipf", "apps", "rag", "reasoning"}
 }
 
-// Generate makes a trace of n requests up. The names:
+// Generate generates a trace of n requests. The names:
 //
-//	conversation   people who talk: a system prompt that all share, a few turns each of which repeats what was said, a
+//	conversation   people who talk: a system prompt that all share, a few turns each of which repeats the earlier ones, a
 //	               minute's thought between them
 //	agent          programs that call tools: a handful of long instructions, many turns with short answers, seconds apart,
-//	               each adding what a tool said
+//	               each adding a tool's output
 //	mixed          both in equal parts, and single prompts with nothing in common, of very different length
 //	hot            single prompts, nine in ten behind one system prompt of 32k tokens
 //	zipf           single prompts behind one of 40 prefixes of 2k to 32k tokens, the k-th as frequent as 1/k
@@ -26,8 +26,8 @@ func Kinds() []string {
 //	reasoning      single prompts whose answers have thousands of tokens
 //	rag            questions about 400 documents of 1k to 16k tokens, the k-th as frequent as 1/k
 //
-// They arrive at so many requests a second. People and tools do not think faster when there are more of them: a
-// higher rate means more sessions at a time.
+// Requests arrive at rate per second. People and tools do not think faster when there are more of them: a higher rate
+// means more sessions at a time.
 func Generate(name string, n int, rate float64, seed uint64) (*Trace, error) {
 	g := generator{random: rand.New(rand.NewPCG(seed, 2)), next: 1 << 32, duration: float64(n) / rate}
 	var sessions []func()
@@ -64,26 +64,28 @@ func Generate(name string, n int, rate float64, seed uint64) (*Trace, error) {
 	return t, nil
 }
 
-// usualRate is that of the public conversation trace: 12,000 requests in an hour.
+// usualRate is the rate of the public conversation trace: 12,000 requests in an hour.
 const usualRate = 12000.0 / 3600
 
-// sessionTime is how long before the trace the first sessions began, so that it starts in the midst of them.
+// sessionTime is the time before the trace at which the first sessions began, so that the trace starts with sessions
+// of every age.
 const sessionTime = 300.0
 
 type generator struct {
 	random   *rand.Rand
-	next     uint64 // block that nobody has
+	next     uint64 // the next unused block
 	start    float64
 	duration float64
 	out      []Request
 }
 
-// about is a length with that median and a spread of so many orders of e.
+// about draws a length from a log-normal distribution with that median and spread (standard deviation of its
+// logarithm).
 func (g *generator) about(median, spread float64) int {
 	return max(int(median*math.Exp(spread*g.random.NormFloat64())), 1)
 }
 
-// history is the tokens that a session has so far, as whole blocks; what is left over has a block of its own each time.
+// history is the tokens of a session so far, as whole blocks; the remainder becomes a new block each time.
 type history struct {
 	blocks []uint64
 	tokens int
@@ -111,7 +113,7 @@ func (g *generator) ask(h *history, at float64, answer int) {
 	g.out = append(g.out, Request{Arrival: at, Input: h.tokens, Output: answer, Blocks: blocks})
 }
 
-// shared is a history that begins with the same tokens for all who share it.
+// shared returns a history that begins with the same tokens for all sessions of that id.
 func shared(id uint64, tokens int) history {
 	h := history{tokens: tokens}
 	for i := range tokens / BlockTokens {
@@ -120,8 +122,8 @@ func shared(id uint64, tokens int) history {
 	return h
 }
 
-// longest is where contexts end.
-const longest = 120_000
+// maxContext is the length at which contexts end, in tokens.
+const maxContext = 120_000
 
 func (g *generator) conversation() {
 	h, at := shared(1, 2*BlockTokens), g.start
@@ -132,7 +134,7 @@ func (g *generator) conversation() {
 			g.grow(&h, g.about(150, 1))
 		}
 		answer := min(g.about(300, .7), 2000)
-		if h.tokens > longest {
+		if h.tokens > maxContext {
 			return
 		}
 		g.ask(&h, at, answer)
@@ -150,7 +152,7 @@ func (g *generator) agent() {
 	g.grow(&h, g.about(400, .8))
 	for {
 		answer := min(g.about(90, .8), 1500)
-		if h.tokens > longest {
+		if h.tokens > maxContext {
 			return
 		}
 		g.ask(&h, at, answer)
@@ -164,18 +166,18 @@ func (g *generator) agent() {
 
 func (g *generator) single() {
 	var h history
-	g.grow(&h, min(g.about(1500, 1.4), longest))
+	g.grow(&h, min(g.about(1500, 1.4), maxContext))
 	g.ask(&h, g.start, min(g.about(200, .9), 2000))
 }
 
-// reasoning is a single prompt behind a system prompt that all share, whose answer is long.
+// reasoning emits a single prompt with a long answer, behind a system prompt that all share.
 func (g *generator) reasoning() {
 	h := shared(400, 2*BlockTokens)
-	g.grow(&h, min(g.about(600, 1), longest/4))
+	g.grow(&h, min(g.about(600, 1), maxContext/4))
 	g.ask(&h, g.start, min(g.about(3000, .8), 16_384))
 }
 
-// hot is a single prompt, nine in ten behind one long system prompt.
+// hot emits a single prompt; nine in ten follow one long system prompt.
 func (g *generator) hot() {
 	h := history{}
 	if g.random.Float64() < .9 {
@@ -184,27 +186,27 @@ func (g *generator) hot() {
 	g.question(&h)
 }
 
-// question ends a single prompt and asks it.
+// question completes a single prompt and emits it.
 func (g *generator) question(h *history) {
-	g.grow(h, min(g.about(1000, 1), longest/4))
+	g.grow(h, min(g.about(1000, 1), maxContext/4))
 	g.ask(h, g.start, min(g.about(60, .8), 2000))
 }
 
-// zipf is a single prompt behind one of 40 prefixes of 2k to 32k tokens; the k-th is as frequent as 1/k.
+// zipf emits a single prompt behind one of 40 prefixes of 2k to 32k tokens; the k-th is as frequent as 1/k.
 func (g *generator) zipf() {
 	k := g.ranked(40)
 	h := shared(100+k, int(4+(k*37)%61)*BlockTokens)
 	g.question(&h)
 }
 
-// app is a single prompt of one of ten applications with 16k tokens of instructions each.
+// app emits a single prompt of one of ten applications with 16k tokens of instructions each.
 func (g *generator) app() {
 	h := shared(200+g.random.Uint64N(10), 32*BlockTokens)
 	g.question(&h)
 }
 
-// document is a question about one of 400 documents of 1k to 16k tokens behind instructions that all share; some
-// are asked about much more often than others.
+// document emits a question about one of 400 documents of 1k to 16k tokens behind instructions that all share. Some
+// documents are far more popular than others.
 func (g *generator) document() {
 	k := g.ranked(400)
 	h := shared(300, 2*BlockTokens)
@@ -213,7 +215,7 @@ func (g *generator) document() {
 	g.question(&h)
 }
 
-// ranked draws one of n, the k-th as often as 1/(k+1).
+// ranked draws a number below n; k is as frequent as 1/(k+1).
 func (g *generator) ranked(n int) uint64 {
 	sum := 0.0
 	for k := range n {

@@ -1,10 +1,10 @@
 package replay
 
-// index is what is known of a prefill endpoint's cache when the engine tells of every block: those it holds, and
+// index is what is known of a prefill endpoint's cache if its engine publishes every block: the blocks it holds, and
 // those of prompts on their way to it.
 type index struct {
 	engine  *prefiller
-	pending map[uint64]int32 // of how many prompts on their way
+	pending map[uint64]int32 // number of prompts on their way that have the block
 }
 
 func newIndex(engine *prefiller) *index {
@@ -20,14 +20,14 @@ func (x *index) hit(blocks []uint64) int {
 	return len(blocks)
 }
 
-// add notes blocks that are on their way.
+// add records blocks that are on their way.
 func (x *index) add(blocks []uint64) {
 	for _, b := range blocks {
 		x.pending[b]++
 	}
 }
 
-// done notes that they have come.
+// done records that they have arrived.
 func (x *index) done(blocks []uint64) {
 	for _, b := range blocks {
 		if x.pending[b]--; x.pending[b] <= 0 {

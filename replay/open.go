@@ -17,8 +17,8 @@ import (
 //go:embed traces/mooncake-conversation.jsonl.gz
 var mooncakeTrace []byte
 
-// Open reads the trace in a file (.gz: compressed), or the public one that is built in (mooncake), or makes one up
-// if name is that of a kind that [Generate] knows.
+// Open reads the trace in a file (.gz: compressed), or the built-in public one ("mooncake"), or generates one if name
+// is one of [Kinds].
 func Open(name string, requests int, seed uint64) (*Trace, error) {
 	if slices.Contains(Kinds(), name) {
 		return Generate(name, requests, usualRate, seed)

@@ -6,16 +6,16 @@ import (
 	"tandem/picker"
 )
 
-// peer is a router that chooses prefill and decode one after the other. It sees every cache as it is, with what is
-// on its way there, and every load without delay: the best case of what it would be told in a real fleet.
+// peer is a router that chooses prefill and decode one after the other. It sees every cache and every load without
+// delay, prompts on their way included: a better view than it would have in a real fleet.
 type peer struct {
 	*fleet
 	choose  chooser
 	booked  []int // requests at each prefill endpoint
-	tokens  []int // of those, tokens to compute, by what was known when they were sent
+	tokens  []int // tokens that these requests have to compute, as estimated when they were sent
 	work    []float64
 	answers []int // requests at each decode endpoint, those on their way included
-	kv      []int // their prompts' tokens
+	kv      []int // their prompt tokens
 }
 
 // chooser is a policy's formula.
@@ -73,15 +73,16 @@ func (p *peer) done(j *job) {
 	p.kv[j.decode] -= j.Input
 }
 
-// hit is how many leading blocks of the prompt a prefill endpoint holds, or will when what is on its way has been done.
+// hit returns the number of leading blocks of the prompt that a prefill endpoint holds, or will hold when the prompts
+// on their way are computed.
 func (p *peer) hit(at int, j *job) int { return p.index[at].hit(j.Blocks) }
 
-// decodeMatch is what a decode endpoint holds as a share of the prompt.
+// decodeMatch returns the share of the prompt that a decode endpoint holds.
 func (p *peer) decodeMatch(at int, j *job) float64 {
 	return float64(p.decodes[at].cache.peek(j.Blocks)) / float64(max(len(j.Blocks), 1))
 }
 
-// match is hit as a share of the prompt.
+// match returns hit as a share of the prompt.
 func (p *peer) match(at int, j *job) float64 {
 	return float64(p.hit(at, j)) / float64(max(len(j.Blocks), 1))
 }
@@ -94,7 +95,7 @@ func prefillTime(m *picker.Model, uncached, cached int) float64 {
 	return m.PrefillStep*math.Ceil(float64(uncached)/m.StepTokens) + chunkTime(m, uncached, cached)
 }
 
-// argmin is the least of n by a cost, one of the equals at random.
+// argmin returns the index below n of the least cost; ties are broken at random.
 func (p *peer) argmin(n int, cost func(i int) float64) int {
 	best, at, equals := math.Inf(1), 0, 0
 	for i := range n {
@@ -119,7 +120,7 @@ func (p *peer) leastAnswers() int {
 	return p.argmin(len(p.decodes), func(i int) float64 { return float64(p.answers[i]) })
 }
 
-// twoChoices is the less loaded of two decode endpoints taken at random.
+// twoChoices draws two decode endpoints and returns the less loaded one.
 func (p *peer) twoChoices() int {
 	a, b := p.random.IntN(len(p.decodes)), p.random.IntN(len(p.decodes))
 	if p.answers[b] < p.answers[a] {
@@ -150,7 +151,7 @@ func (l *leastRequests) prefill(*job) int { return l.leastBooked() }
 func (l *leastRequests) decode(*job) int  { return l.leastAnswers() }
 func (l *leastRequests) late() bool       { return false }
 
-// longestPrefix goes where most of the prompt is, whatever the load.
+// longestPrefix chooses the endpoint that holds most of the prompt, whatever the load.
 type longestPrefix struct{ *peer }
 
 func (l *longestPrefix) prefill(j *job) int {

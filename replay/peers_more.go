@@ -5,8 +5,8 @@ import (
 	"slices"
 )
 
-// inFlight is llm-d's scheduler with 2 x prefix + 1 x requests in flight, which it counts itself and so knows at once.
-// (llm-d-router v0.10: prefix-cache-scorer, active-request-scorer.)
+// inFlight is llm-d's scheduler with 2 x prefix + 1 x requests in flight, which it counts itself and so knows without
+// delay. (llm-d-router v0.10: prefix-cache-scorer, active-request-scorer.)
 type inFlight struct{ *peer }
 
 func (l *inFlight) score(match float64, count int, all []int) float64 {
@@ -24,8 +24,8 @@ func (l *inFlight) decode(j *job) int {
 
 func (l *inFlight) late() bool { return false }
 
-// trtllm is TensorRT-LLM's KvCacheAwareRouter on both legs: matched share less a 64th for each request there.
-// (tensorrt_llm/serve/router.py.)
+// trtllm is TensorRT-LLM's KvCacheAwareRouter on both legs: the matched share, less 1/64 for each request on the
+// endpoint. (tensorrt_llm/serve/router.py.)
 type trtllm struct{ *peer }
 
 func (t *trtllm) prefill(j *job) int {
@@ -38,8 +38,8 @@ func (t *trtllm) decode(j *job) int {
 
 func (t *trtllm) late() bool { return false }
 
-// loadAware is production-stack's loadaware routing on both legs: matched share less how far the load is above the
-// mean, as a share of the mean. (vllm-project/production-stack, pull request 1035; beta 1.)
+// loadAware is production-stack's loadaware routing on both legs: the matched share, less (load - mean) / mean.
+// (vllm-project/production-stack, pull request 1035; beta 1.)
 type loadAware struct{ *peer }
 
 func (l *loadAware) prefill(j *job) int {
@@ -61,7 +61,7 @@ func excess(load []int, i int) float64 {
 	return (float64(load[i]) - mean) / math.Max(1, mean)
 }
 
-// powerOfTwo is the less loaded of two taken at random, on both legs (SMG's and vllm-router's power_of_two).
+// powerOfTwo draws two endpoints and chooses the less loaded one, on both legs (SMG's and vllm-router's power_of_two).
 type powerOfTwo struct{ *peer }
 
 func (p *powerOfTwo) prefill(*job) int {
@@ -75,14 +75,14 @@ func (p *powerOfTwo) prefill(*job) int {
 func (p *powerOfTwo) decode(*job) int { return p.twoChoices() }
 func (p *powerOfTwo) late() bool      { return false }
 
-// bypass is another policy that lets decode compute a prompt itself if its own endpoint lacks few enough of its
-// tokens. The decode endpoint is chosen first.
+// bypass wraps a policy: decode computes a prompt itself if its own endpoint lacks only a few of its tokens. The
+// decode endpoint is chosen first.
 type bypass struct {
 	*peer
 	chooser
-	tokens  int     // fewer than so many are computed there
-	share   float64 // if they are also less than this share of the prompt
-	anyHit  bool    // and if something of it is there
+	tokens  int     // decode computes fewer missing tokens than this
+	share   float64 // and only less than this share of the prompt
+	anyHit  bool    // and only if it holds a part of the prompt
 	through func(j *job) int
 }
 
@@ -93,12 +93,12 @@ func (b *bypass) alone(j *job) (decode int, ok bool) {
 	return d, missing < b.tokens && float64(missing) < b.share*float64(j.Input) && (hit > 0 || !b.anyHit)
 }
 
-// newBypass is llm-d's prefix-based-pd-decider (nonCachedTokens; llm-d-router v0.10) over a policy.
+// newBypass returns llm-d's prefix-based-pd-decider (nonCachedTokens; llm-d-router v0.10) over a policy.
 func newBypass(p *peer, c chooser, tokens int) *bypass {
 	return &bypass{peer: p, chooser: c, tokens: tokens, share: math.Inf(1), through: c.decode}
 }
 
-// newDynamoBypass is Dynamo's conditional disaggregation with isl_bounding: effective ISL below 2,048 and below .7
+// newDynamoBypass returns Dynamo's conditional disaggregation with isl_bounding: effective ISL below 2,048 and below .7
 // of the prompt on the decode worker that its router chooses by KV overlap. (Dynamo's docs,
 // router-conditional-disagg-config.)
 func newDynamoBypass(p *peer) *bypass {
@@ -112,19 +112,19 @@ func newDynamoBypass(p *peer) *bypass {
 	return b
 }
 
-// newTRTBypass is TensorRT-LLM's conditional disaggregation: something of the prompt is there, and no more than so
-// many tokens are missing. (tensorrt_llm/serve: max_local_prefill_length.)
+// newTRTBypass returns TensorRT-LLM's conditional disaggregation: decode computes the prompt if it holds a part of it
+// and lacks at most that many tokens. (tensorrt_llm/serve: max_local_prefill_length.)
 func newTRTBypass(p *peer, tokens int) *bypass {
 	b := newBypass(p, &trtllm{p}, tokens+1)
 	b.anyHit = true
 	return b
 }
 
-// dynamoLoad is Dynamo's conditional disaggregation by load: decode computes the prompt where the prefill worker
-// that its router chooses is busy (prefill_load), or also where isl_bounding says so (isl_or_load), unless decode
-// is busy itself. (Dynamo's docs, router-conditional-disagg-policy. Busy is prefill with more than one full step of
-// tokens booked, the queue threshold 1 times max_num_batched_tokens, and decode above .9 of its KV; neither
-// threshold has a default.)
+// dynamoLoad is Dynamo's conditional disaggregation by load: decode computes the prompt if the prefill worker that the
+// router chooses is busy (prefill_load), or also under the condition of isl_bounding (isl_or_load), unless decode is
+// busy itself. (Dynamo's docs, router-conditional-disagg-policy. Busy: prefill with more than one full step of tokens
+// booked, the queue threshold 1 times max_num_batched_tokens, and decode above .9 of its KV; neither threshold has a
+// default.)
 type dynamoLoad struct {
 	*bypass
 	isl bool

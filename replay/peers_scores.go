@@ -6,9 +6,9 @@ import (
 	"slices"
 )
 
-// llmd is llm-d's scheduler with the weights of its precise-prefix guide: 3 x prefix + 2 x queue + 2 x KV memory,
-// each normalised to 0..1, decode first and independently of prefill. (llm-d-router v0.10: prefix-cache-scorer,
-// queue-scorer, kv-cache-utilization-scorer.) It is given the engines' queues as they are; shipped, it scrapes
+// llmd is llm-d's scheduler with the weights of its precise-prefix guide: 3 x prefix + 2 x queue + 2 x KV memory, each
+// normalised to 0..1, decode first and independently of prefill. (llm-d-router v0.10: prefix-cache-scorer,
+// queue-scorer, kv-cache-utilization-scorer.) Here it sees the engines' queues without delay; the real one scrapes
 // them.
 type llmd struct{ *peer }
 
@@ -47,10 +47,10 @@ func (l *llmd) decode(j *job) int {
 
 func (l *llmd) late() bool { return false }
 
-// dynamo is Dynamo's KV router: the blocks to prefill on a worker, those of this prompt that it does not hold
-// included, are the cost of prefill; the blocks that decode, this prompt's included and without credit, are that of
-// decode, which is chosen when prefill has ended. (lib/kv-router/src/scheduling/selector/default.rs, defaults:
-// overlap weight 1, temperature 0.)
+// dynamo is Dynamo's KV router. The cost of prefill is the blocks that a worker has to compute, the missing blocks of
+// this prompt included. The cost of decode is its blocks, this prompt's included and without credit for held ones;
+// decode is chosen when prefill has ended. (lib/kv-router/src/scheduling/selector/default.rs, defaults: overlap weight
+// 1, temperature 0.)
 type dynamo struct{ *peer }
 
 func (d *dynamo) prefill(j *job) int {
@@ -108,7 +108,7 @@ func (a *aibrix) prefill(j *job) int {
 	})
 }
 
-// meanAndDeviation is the mean and one standard deviation more.
+// meanAndDeviation returns the mean and the mean plus one standard deviation.
 func meanAndDeviation(counts []int) float64 {
 	sum, squares, n := 0.0, 0.0, float64(len(counts))
 	for _, c := range counts {
@@ -137,9 +137,9 @@ func (a *aibrix) decode(*job) int {
 
 func (a *aibrix) late() bool { return false }
 
-// mooncake is algorithm 1 of the Mooncake paper (FAST 25): the least estimated time to the first token, which is
-// what is queued and the prefill of what is not cached, with the engines' true constants. Prefixes are not fetched
-// from other instances.
+// mooncake is algorithm 1 of the Mooncake paper (FAST 25): the least estimated time to the first token, made of the
+// queued work and the prefill of the uncached tokens, with the engines' true constants. Prefixes are not fetched from
+// other instances.
 type mooncake struct{ *peer }
 
 func (m *mooncake) prefill(j *job) int {

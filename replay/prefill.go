@@ -13,14 +13,14 @@ type prefiller struct {
 	cache *cache
 	done  func(*job)
 	index *index
-	end   func() // of a step, made once
+	end   func() // of a step; allocated once
 
 	queue   []*job
 	running bool
-	chunks  []int // of the step that runs, for the first jobs of the queue
+	chunks  []int // tokens of the first jobs of the queue in the running step
 
-	computed, cached int     // tokens, in all
-	worked           float64 // s
+	computed, cached int     // tokens, in total
+	worked           float64 // seconds
 }
 
 func newPrefiller(c *clock, m picker.Model, done func(*job)) *prefiller {
@@ -29,7 +29,7 @@ func newPrefiller(c *clock, m picker.Model, done func(*job)) *prefiller {
 	return p
 }
 
-// capacity is how many blocks a cache has room for.
+// capacity returns the number of blocks that a cache can hold.
 func capacity(m picker.Model) int {
 	if math.IsInf(m.KVTokens, 1) {
 		return 0
@@ -44,7 +44,7 @@ func (p *prefiller) add(j *job) {
 	}
 }
 
-// step begins a step, if there is anything to do.
+// step begins a step, if there is work.
 func (p *prefiller) step() {
 	p.running = len(p.queue) > 0
 	if !p.running {
@@ -70,7 +70,7 @@ func (p *prefiller) step() {
 	p.after(took, p.end)
 }
 
-// chunkTime is what computing n tokens after so many adds to a step.
+// chunkTime returns the seconds that n tokens add to a step, when before tokens of the prompt are computed.
 func chunkTime(m *picker.Model, n, before int) float64 {
 	return m.PrefillToken*float64(n) + m.PrefillContext*float64(n)*(float64(before)+float64(n)/2)
 }
@@ -82,7 +82,7 @@ func (p *prefiller) endStep() {
 		j.computed += n
 		p.cache.add(j.have(), p.cache.capacity)
 		if j.computed == j.Input {
-			ended++ // they end in order: only the last of a step can be left unfinished
+			ended++ // they end in order: only the last one of a step can be incomplete
 		}
 	}
 	for _, j := range p.queue[:ended] {
@@ -93,17 +93,17 @@ func (p *prefiller) endStep() {
 	p.step()
 }
 
-// begin looks the prompt up when the engine takes it in.
+// begin looks the prompt up in the cache when the engine admits it.
 func (j *job) begin(c *cache) {
 	j.started = true
 	j.cached = min(c.hit(j.Blocks)*BlockTokens, j.Input-1)
 	j.computed = j.cached
 }
 
-// length is how many tokens have to be computed: the prompt, and what was written of an answer that was preempted.
+// length returns the number of tokens to compute: the prompt, and the written part of an answer that was preempted.
 func (j *job) length() int { return j.Input + j.written }
 
-// have are the blocks that are computed.
+// have returns the blocks that are computed.
 func (j *job) have() []uint64 {
 	if j.computed >= j.Input {
 		return j.Blocks

@@ -6,19 +6,19 @@ import (
 	"strings"
 )
 
-// Bar shows how far a run has come, on one line that it writes again and again.
+// Bar shows the progress of a run on one line that it rewrites.
 type Bar struct {
 	w     io.Writer
 	name  string
 	shown int
 }
 
-// NewBar is a bar for a run of that name.
+// NewBar returns a bar for a run of that name.
 func NewBar(w io.Writer, name string) *Bar { return &Bar{w: w, name: name, shown: -1} }
 
 const barWidth = 30
 
-// Show is a Config's Progress.
+// Show has the signature of Config.Progress.
 func (b *Bar) Show(done, of int) {
 	percent := 100 * done / max(of, 1)
 	if percent == b.shown {

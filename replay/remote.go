@@ -15,7 +15,8 @@ type remoteRequest struct {
 	hits   []int32 // by position in the pool, when it was published
 }
 
-// publishQueued tells the other replicas that a request waits here, or that endpoints hold another part of its prompt.
+// publishQueued publishes to the other replicas that a request waits here, or that endpoints hold another part of its
+// prompt.
 func (r *replica) publishQueued(j *job, v *kvstate.View) {
 	if len(r.replicas) == 1 || r.config.Sharing < 0 {
 		return
@@ -42,7 +43,7 @@ func (r *replica) removeRemote(id uint64, sent bool) {
 	}
 }
 
-// look sets q to the request, and its hits in the view.
+// look sets q to the request, with its hits in the view.
 func (h *remoteRequest) look(q *picker.Request, v *kvstate.View) {
 	*q = picker.Request{PromptTokens: h.tokens, Blocks: h.blocks, Split: true}
 	for i := range v.Endpoints {

@@ -15,7 +15,7 @@ import (
 	"tandem/picker"
 )
 
-// small is a short made-up trace at a load on a small fleet.
+// small returns a short made-up trace at a load on a small fleet.
 func small(t *testing.T, trace string, load float64) (*Trace, Config) {
 	t.Helper()
 	c := DefaultConfig()
@@ -68,7 +68,8 @@ func TestPrefixIsComputedOnce(t *testing.T) {
 	require.InDelta(t, (2047.0+2048)/(2048+2048+2148), r.HitShare, 1e-9)
 }
 
-// Every token of every prompt is either found or computed, every request ends, and the same seed gives the same numbers.
+// Every token of every prompt is either found or computed, every request ends, and the same seed gives the same
+// numbers.
 func TestEveryPolicyServesAll(t *testing.T) {
 	for _, trace := range []string{"conversation", "agent", "mixed"} {
 		tr, c := small(t, trace, .8)
@@ -87,8 +88,8 @@ func TestEveryPolicyServesAll(t *testing.T) {
 	}
 }
 
-// Replicas that share within milliseconds decide as one would, as far as ties go, also which of those who wait at all of them
-// is next; without sharing they do worse.
+// Replicas that share within milliseconds decide as one would, as far as ties go, also which of those who wait at all
+// of them is next; without sharing they do worse.
 func TestReplicas(t *testing.T) {
 	c := DefaultConfig()
 	c.Prefill, c.Decode, c.Late, c.Split = 8, 8, false, picker.SplitAlways
@@ -112,8 +113,8 @@ func TestReplicas(t *testing.T) {
 	require.InEpsilon(t, alone, play(4, .005), .1, "without engines' events")
 }
 
-// However long the queues of prefill are, a decode endpoint is taken to have to do what it has: else long queues would keep it
-// from helping out.
+// However long the queues of prefill are, a decode endpoint is taken to have to do what it has: else long queues would
+// keep it from helping out.
 func TestQueuesOfPrefillFillNoDecode(t *testing.T) {
 	tr, c := small(t, "agent", 1.1)
 	c.Late = false
@@ -138,8 +139,8 @@ func TestQueuesOfPrefillFillNoDecode(t *testing.T) {
 	require.Greater(t, longest, 10)
 }
 
-// A system prompt that nine in ten share is copied to every endpoint in the first seconds: requests do not queue where it was
-// first. Whatever binds and splits, no policy that spreads by load alone is faster, from cold caches on.
+// A system prompt that nine in ten share is copied to every endpoint in the first seconds: requests do not queue where
+// it was first. Whatever binds and splits, no policy that spreads by load alone is faster, from cold caches on.
 func TestSharedPrefixesSpread(t *testing.T) {
 	c := DefaultConfig()
 	tr, err := Prepare("hot", 1500, 1, .8, c)
@@ -335,7 +336,8 @@ func TestSuiteTables(t *testing.T) {
 	require.Contains(t, out.String(), "| 80 % |")
 }
 
-// Nobody waits longer than the server would have it wait: a long prompt that short ones go before is bound after that time.
+// Nobody waits longer than the server would have it wait: a long prompt that short ones go before is bound after that
+// time.
 func TestWaitEnds(t *testing.T) {
 	requests := []Request{{Input: 100_000, Output: 1}, {Arrival: 0.1, Input: 110_000, Output: 1}}
 	for i := range 600 {

@@ -8,14 +8,14 @@ import (
 	"strings"
 )
 
-// Report is what an HTML report shows.
+// Report is the content of an HTML report.
 type Report struct {
 	Title   string
-	About   []string // what was played against what, a line each
+	About   []string // the trace and the fleet, a line each
 	Results []*Result
 }
 
-// palette are colours that are told apart by those who see fewer of them, too (Okabe and Ito, 2008).
+// palette returns colours that people with colour vision deficiency can distinguish (Okabe and Ito, 2008).
 func palette(i int) string {
 	colours := [...]string{"#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#999999", "#8b4513", "#6a3d9a"}
 	return colours[i%len(colours)]
@@ -46,7 +46,7 @@ i{display:inline-block;width:.8em;height:.8em;margin-right:.4em}
 </html>
 `
 
-// Write writes the report: one page that needs nothing else.
+// Write writes the report: one self-contained page.
 func (r *Report) Write(w io.Writer) error {
 	t, err := template.New("report").Funcs(template.FuncMap{
 		"colour":       palette,
@@ -61,7 +61,7 @@ func (r *Report) Write(w io.Writer) error {
 	return t.Execute(w, r)
 }
 
-// The plots' size, and where their axes are.
+// The plots' size, and the position of their axes.
 const (
 	width, height = 900.0, 340.0
 	left, bottom  = 120.0, 30.0

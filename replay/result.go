@@ -14,13 +14,13 @@ type Result struct {
 	Requests    int     `json:"requests"`
 	HitShare    float64 `json:"hitShare"`    // prompt tokens found in a cache, of all
 	MaxMeanLoad float64 `json:"maxMeanLoad"` // prompt tokens computed by the busiest prefill endpoint over their mean
-	TTFT        Spread  `json:"ttft"`        // from arrival to the answer's first token
+	TTFT        Spread  `json:"ttft"`        // from arrival to the first token of the answer
 	TPOT        Spread  `json:"tpot"`        // between two tokens of an answer, over answers of at least two
 	Goodput     float64 `json:"goodput"`     // share of requests that met both targets
 
 	EndToEnd Spread  `json:"-"` // from arrival to the last token
 	Alone    float64 `json:"-"` // share of requests that decode served alone
-	// time that prefill endpoints were at work over the time in which requests came; above 1: they fell behind
+	// time that prefill endpoints worked, divided by the time in which requests arrived; above 1: they fell behind
 	Demand float64 `json:"-"`
 	Span   float64 `json:"-"` // seconds of virtual time until all had ended
 	ttft   []float64
@@ -56,7 +56,7 @@ func newResult(name string, f *fleet, jobs []job, c Config) *Result {
 	return r
 }
 
-// shares are the hit share of the fleet and the balance of its prefill.
+// shares returns the hit share of the fleet and the balance of its prefill.
 func (f *fleet) shares() (hit, maxMean float64) {
 	var cached, computed, most, prefills float64
 	for _, p := range f.prefills {
@@ -89,7 +89,7 @@ func spread(values []float64) Spread {
 	return s
 }
 
-// quantile of sorted values: the least that so many of them do not exceed.
+// quantile returns the least of the sorted values that at least a share q of them do not exceed.
 func quantile(values []float64, q float64) float64 {
 	return values[min(int(q*float64(len(values))), len(values)-1)]
 }

@@ -12,28 +12,28 @@ import (
 	"tandem/picker/admission"
 )
 
-// Config is what a trace is played against.
+// Config is the fleet and the settings that a trace is played with.
 type Config struct {
-	Prefill, Decode int          // endpoints of either role; without any that prefills, decode does all
-	Engine          picker.Model // what work costs the engines. KVTokens may be infinite: caches that never forget
+	Prefill, Decode int          // endpoints of either role; if Prefill is 0, decode does all
+	Engine          picker.Model // the engines' costs. KVTokens may be infinite: caches that never evict
 	LocalTokens     int          // prompt and answer tokens in one step of an engine that decodes
 	Seed            uint64
 
 	Late     bool         // Tandem's own: requests wait until an endpoint is free ...
-	MaxWait  float64      // ... but no longer than so many seconds; may be infinite
+	MaxWait  float64      // ... but at most this many seconds; may be infinite
 	Split    picker.Split // Tandem's own: when a request is split
-	Replicas int          // Tandem's own: so many take turns; 0: one
-	// Tandem's own: after so many seconds replicas know of each other's decisions; negative: never
+	Replicas int          // Tandem's own: requests go to this many replicas in rotation; 0: one
+	// Tandem's own: seconds until replicas learn each other's decisions; negative: never
 	Sharing float64
 
-	Routed bool // Tandem's own: hits are what it routed, not what engines tell of their caches
+	Routed bool // Tandem's own: hits come from its own routing, not from the engines' KV events
 
 	TTFT, TPOT float64 // targets of goodput, seconds
 
-	Progress func(done, of int) // nil: nobody wants to know
+	Progress func(done, of int) // may be nil
 }
 
-// DefaultConfig is a fleet of four and four.
+// DefaultConfig returns a fleet of four and four.
 func DefaultConfig() Config {
 	m := picker.DefaultModel()
 	return Config{
@@ -42,7 +42,7 @@ func DefaultConfig() Config {
 	}
 }
 
-// Slower is a model of engines that compute and write so many times as slowly.
+// Slower returns a model of engines that take times as long to compute and to write.
 func Slower(m picker.Model, times float64) picker.Model {
 	for _, t := range []*float64{&m.PrefillStep, &m.PrefillToken, &m.PrefillContext, &m.DecodeStep, &m.DecodeAnswer, &m.DecodeToken} {
 		*t *= times
@@ -50,27 +50,27 @@ func Slower(m picker.Model, times float64) picker.Model {
 	return m
 }
 
-// Policies are the names that [Run] takes.
+// Policies returns the names that [Run] takes.
 func Policies() []string {
 	names := []string{"tandem", "random", "round-robin", "longest-prefix"}
 	return append(append(names, twoHops()...), mayBypass()...)
 }
 
-// twoHops are the peers that split every request.
+// twoHops returns the peers that split every request.
 func twoHops() []string {
 	return []string{
 		"least-requests", "power-of-two", "llm-d", "llm-d-in-flight", "dynamo", "smg", "smg-32", "aibrix", "mooncake", "trtllm", "production-stack",
 	}
 }
 
-// mayBypass are the peers that let decode compute short prompts itself, with thresholds.
+// mayBypass returns the peers that let decode compute short prompts itself, with thresholds.
 func mayBypass() []string {
 	return []string{
 		"llm-d-in-flight/512", "llm-d-in-flight/2048", "llm-d-in-flight/8192", "dynamo/2048", "dynamo/load", "dynamo/isl-or-load", "trtllm/2048", "vllm-router/256",
 	}
 }
 
-// newPolicy is the policy of that name.
+// newPolicy returns the policy of that name.
 func newPolicy(name string, f *fleet, c Config) (policy, error) {
 	if name == "tandem" {
 		return newTandem(f, c), nil
@@ -82,7 +82,7 @@ func newPolicy(name string, f *fleet, c Config) (policy, error) {
 	return p, nil
 }
 
-// newChooser is a peer's formula by name; nil if there is none.
+// newChooser returns a peer's formula by name; nil if there is none.
 func newChooser(name string, p *peer) chooser {
 	switch name {
 	case "random":
@@ -133,7 +133,7 @@ func newChooser(name string, p *peer) chooser {
 	return nil
 }
 
-// Check says what is wrong with a configuration.
+// Check returns an error for an invalid configuration.
 func (c *Config) Check() error {
 	switch {
 	case c.Prefill < 1 || c.Prefill > 1024:
@@ -197,8 +197,8 @@ func Run(ctx context.Context, t *Trace, name string, c Config) (*Result, error) 
 	return newResult(name, f, jobs, c), nil
 }
 
-// Load is how much of the time the busier side of a fleet would be at work if its prefill caches were one: 1 is
-// where it saturates at best.
+// Load returns the share of time that prefill and decode would work if all prefill caches were one. At 1 a fleet
+// saturates at best.
 func Load(t *Trace, c Config) (prefill, decode float64, err error) {
 	duration := t.Duration()
 	if duration <= 0 {
@@ -223,12 +223,12 @@ func Load(t *Trace, c Config) (prefill, decode float64, err error) {
 	return work / duration / float64(c.Prefill), tokens * step / answers / duration / float64(c.Decode), nil
 }
 
-// AtLoad is the trace at the rate at which [Load] is so much on the busier side.
+// AtLoad returns the trace at the rate at which [Load] is load on the busier side.
 func AtLoad(t *Trace, c Config, load float64) (*Trace, error) {
 	if !(load > 0) || math.IsInf(load, 1) {
 		return nil, fmt.Errorf("a load of %v: must be above 0", load)
 	}
-	for range 5 { // more sessions at a time share a cache of the same size: that takes a few rounds to settle
+	for range 5 { // more concurrent sessions share a cache of the same size: it takes a few rounds to converge
 		p, d, err := Load(t, c)
 		if err != nil {
 			return nil, err

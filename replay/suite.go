@@ -20,9 +20,9 @@ type scenario struct {
 	trace           string
 	prefill, decode int
 	kv              float64 // tokens of an endpoint's KV; 0: the default
-	slow            float64 // times as slow as Tandem assumes to start with; 0: as it assumes
-	bytes, speed    float64 // of KV for a token, and bytes/s of its transfer; 0: the defaults
-	local           int     // tokens in a step of decode's; 0: the default
+	slow            float64 // factor on the engines' times; 0: as Tandem assumes at the start
+	bytes, speed    float64 // KV bytes per token, and bytes/s of their transfer; 0: the defaults
+	local           int     // tokens in a step of a decode engine; 0: the default
 }
 
 func (s scenario) String() string {
@@ -42,7 +42,7 @@ func (s scenario) String() string {
 	return name
 }
 
-// on is the configuration of the scenario.
+// on returns the configuration of the scenario.
 func (s scenario) on(c Config) Config {
 	c.Prefill, c.Decode = s.prefill, s.decode
 	if s.kv > 0 {
@@ -67,8 +67,8 @@ type contender struct {
 	split        picker.Split
 }
 
-// rivals are the policies that a setting of Tandem's is compared with: like with like, so those that may decode
-// alone only where Tandem may. Policies that never win (random, longest prefix) are left out.
+// rivals returns the policies that a setting of Tandem's is compared with. Policies that may decode alone are included
+// only if Tandem may too. Policies that never win (random, longest prefix) are left out.
 func rivals(split picker.Split) (out []contender) {
 	names := twoHops()
 	if split == picker.SplitAuto {
@@ -80,10 +80,11 @@ func rivals(split picker.Split) (out []contender) {
 	return out
 }
 
-// everybody is all rivals and Tandem's own settings.
+// everybody returns all rivals and Tandem's own settings.
 func everybody() []contender { return append(rivals(picker.SplitAuto), ours()...) }
 
-// ours are Tandem's settings: pairs bound at once, pairs bound late, and decode alone by price as well.
+// ours returns Tandem's settings: pairs bound at once, pairs bound late, and both of these with decode alone if its
+// price is lower.
 func ours() []contender {
 	return []contender{
 		{"immediate", "tandem", false, picker.SplitAlways},
@@ -93,12 +94,12 @@ func ours() []contender {
 	}
 }
 
-// plan is how much a suite plays.
+// plan is the size of a suite.
 type plan struct {
 	scenarios []scenario
 	loads     []float64
 	seeds     []uint64
-	requests  int // of traces that are made up
+	requests  int // of generated traces
 }
 
 func newPlan(size string) (plan, error) {
@@ -132,7 +133,7 @@ func newPlan(size string) (plan, error) {
 	return plan{}, fmt.Errorf("-suite: %q is not quick, shared, engines or full", size)
 }
 
-// played are the results of a suite, by scenario, load and contender: one for each seed.
+// played has the results of a suite, by scenario, load and contender: one for each seed.
 type played struct {
 	plan
 	mu       sync.Mutex
@@ -145,9 +146,9 @@ func key(s scenario, load float64, c contender) string {
 	return fmt.Sprintf("%v|%v|%s", s, load, c.name)
 }
 
-// Suite plays the scenarios of docs/benchmarks.md and prints its tables: quick takes a minute, shared (prefixes
-// that many prompts have) and engines (other engines, links and answers) three, full half an hour of one core. When
-// it is interrupted it shows the seeds that it had played.
+// Suite plays the scenarios of docs/benchmarks.md and prints its tables. quick takes a minute; shared (prefixes that
+// many prompts have) and engines (other engines, links and answers) take three; full takes half an hour of one core.
+// When it is interrupted, it prints the seeds that are complete.
 func Suite(ctx context.Context, size string, stdout, stderr io.Writer) error {
 	p, err := newPlan(size)
 	if err != nil {
@@ -167,7 +168,7 @@ func Suite(ctx context.Context, size string, stdout, stderr io.Writer) error {
 		}
 		err := group.Wait()
 		if err != nil && s.complete > 0 && ctx.Err() != nil {
-			break // interrupted: what was played to the end is shown
+			break // interrupted: print the complete seeds
 		}
 		if err != nil {
 			return err
@@ -211,7 +212,7 @@ func (s *played) play(ctx context.Context, sc scenario, load float64, seed uint6
 	return nil
 }
 
-// over is a number of the results of one key, averaged over seeds.
+// over returns a figure of the results of one key, averaged over seeds.
 func (s *played) over(sc scenario, load float64, who contender, what func(*Result) float64) float64 {
 	sum := 0.0
 	for _, r := range s.results[key(sc, load, who)][:s.complete] {
@@ -226,7 +227,7 @@ func endToEnd(r *Result) float64 { return r.EndToEnd.Mean }
 func goodput(r *Result) float64  { return r.Goodput }
 func demand(r *Result) float64   { return r.Demand }
 
-// best is the rival of a setting that has the least mean time to the first token in a scenario, in hindsight.
+// best returns the rival with the least mean time to the first token in a scenario, known only in hindsight.
 func (s *played) best(sc scenario, load float64, split picker.Split) contender {
 	return slices.MinFunc(rivals(split), func(a, b contender) int {
 		return cmp.Compare(s.over(sc, load, a, meanTTFT), s.over(sc, load, b, meanTTFT))
@@ -240,7 +241,7 @@ func (s *played) print(w io.Writer) {
 	s.printCapacity(w)
 }
 
-// printScenarios is mean (and p99) TTFT of the best rivals and of Tandem's settings, at each load.
+// printScenarios prints mean (and p99) TTFT of the best rivals and of Tandem's settings, at each load.
 func (s *played) printScenarios(w io.Writer) {
 	fmt.Fprintf(w, "Mean TTFT in seconds (p99), mean of %d seeds. The best other policy that splits every request, "+
 		"and the best one that may decode alone.\n\n| trace, fleet, load | best that splits | best that may decode alone |", s.complete)
@@ -268,7 +269,7 @@ func (s *played) cell(sc scenario, load float64, c contender) string {
 	return fmt.Sprintf("%.3g (%.3g)", s.over(sc, load, c, meanTTFT), s.over(sc, load, c, p99TTFT))
 }
 
-// printWorst is every scenario in which a rival is more than 3 % better than a setting of Tandem's.
+// printWorst prints every scenario in which a rival is more than 3 % better than a setting of Tandem's.
 func (s *played) printWorst(w io.Writer) {
 	fmt.Fprintf(w, "Where another policy has a mean TTFT more than 3 %% shorter.\n\n| setting | trace, fleet, load | other policy | its mean TTFT | ours | ratio |\n|---|---|---|---|---|---|\n")
 	for _, c := range ours() {
@@ -285,7 +286,7 @@ func (s *played) printWorst(w io.Writer) {
 	fmt.Fprintln(w)
 }
 
-// printLoads is Tandem against the best rival of each scenario, by load.
+// printLoads compares Tandem with the best rival of each scenario, by load.
 func (s *played) printLoads(w io.Writer) {
 	fmt.Fprintf(w, "Against the best other policy of each scenario (auto: also those that may decode alone): mean TTFT "+
 		"as a ratio (geometric mean / worst scenario), p99 TTFT and mean end-to-end time (geometric mean / worst).\n\n| load |")
@@ -315,8 +316,8 @@ func (s *played) printLoads(w io.Writer) {
 	fmt.Fprintln(w)
 }
 
-// printCapacity is the highest load at which goodput is .9, and the load at which there is no time left: between
-// the loads that were played, by a straight line.
+// printCapacity prints the highest load at which goodput is .9, and the load at which the busier side never idles. It
+// interpolates linearly between the loads that were played.
 func (s *played) printCapacity(w io.Writer) {
 	fmt.Fprintf(w, "Highest load with a goodput of .9 (first token within 5 s, a token each 50 ms), and the load at which "+
 		"the busier side is at work all the time with late binding's hits; >: more than was played, <: less.\n\n"+
@@ -360,18 +361,18 @@ func (s *played) capacity(sc scenario, c contender) float64 {
 	return s.crossing(func(load float64) float64 { return enough - s.over(sc, load, c, goodput) })
 }
 
-// saturation is the load at which prefill with the hits of late binding, or decode, takes all the time there is.
+// saturation returns the load at which prefill (with the hits of late binding) or decode is busy all the time.
 func (s *played) saturation(sc scenario) float64 {
 	late := ours()[1]
 	return s.crossing(func(load float64) float64 { return s.over(sc, load, late, demand) - 1 })
 }
 
-// crossing is the first load at which what rises with the load is above 0; the last one that was played if it never
-// is, and 0 if it always is.
-func (s *played) crossing(rises func(load float64) float64) float64 {
+// crossing returns the first load at which f rises above 0: the last load played if it never does, and 0 if f is
+// always above 0.
+func (s *played) crossing(f func(load float64) float64) float64 {
 	before, at := 0.0, 0.0
 	for i, load := range s.loads {
-		now := rises(load)
+		now := f(load)
 		if now > 0 {
 			if i == 0 {
 				return 0

@@ -19,7 +19,7 @@ type extra struct {
 	config func(*Config)
 }
 
-// extras are what one number each is to be shown for: hits against balance without eviction, and several replicas.
+// extras prints tables of one number for each run: hits against balance without eviction, and several replicas.
 func (s *played) extras(ctx context.Context, w io.Writer) error {
 	wide := func(c *Config) {
 		c.Prefill, c.Decode, c.Split = 8, 8, picker.SplitAlways

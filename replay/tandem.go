@@ -12,7 +12,7 @@ import (
 )
 
 // tandem is Tandem's own policy: the admission queue and the picker over the state, as the server uses them, in
-// virtual time. Several replicas take turns, each with a state of its own that learns of the others' decisions
+// virtual time. Several replicas serve in rotation, each with its own state, which learns of the others' decisions
 // after a delay.
 type tandem struct {
 	*fleet
@@ -30,15 +30,15 @@ type replica struct {
 	picker   picker.Picker
 	queue    admission.Queue
 	waiting  map[uint64]*job
-	remote   map[uint64]*remoteRequest // that wait at other replicas
+	remote   map[uint64]*remoteRequest // requests that wait at other replicas
 	view     kvstate.View
 	request  picker.Request
 	ticking  bool
 	tick     func()
-	position map[*kvstate.Endpoint]int // of an endpoint in the fleet
+	position map[*kvstate.Endpoint]int // index of an endpoint in the fleet
 }
 
-// bookings are those of one request, on every replica.
+// bookings are one request's reservations, on every replica.
 type bookings struct {
 	replica         *replica
 	prefill, decode kvstate.ReservationID
@@ -81,7 +81,8 @@ func (t *tandem) newReplica(number int) *replica {
 	}
 	r.picker.Policy = picker.DefaultPolicy()
 	r.picker.Late, r.picker.Split = t.config.Late, t.config.Split
-	r.picker.Model.KVTokens = t.config.Engine.KVTokens // an engine tells how much it holds, and nothing else of this
+	// engines report their capacity; the other constants Tandem does not know
+	r.picker.Model.KVTokens = t.config.Engine.KVTokens
 	r.tick = func() { r.ticking = false; r.dispatch() }
 	r.after(scrapeSeconds, r.scrape)
 	return r
@@ -131,7 +132,7 @@ func (r *replica) Look(id uint64, v *kvstate.View) *picker.Request {
 	return q
 }
 
-// look is the picker's request for a job, with its hits in the view.
+// look returns the picker's request for a job, with its hits in the view.
 func (r *replica) look(j *job, v *kvstate.View) *picker.Request {
 	r.request = picker.Request{PromptTokens: int64(j.Input), Blocks: len(j.Blocks), Split: true, Rand: r.random.Uint64()}
 	if r.config.Routed {
@@ -148,10 +149,10 @@ func (r *replica) look(j *job, v *kvstate.View) *picker.Request {
 	return &r.request
 }
 
-// scrapeSeconds is how often engines' metrics are looked at.
+// scrapeSeconds is the interval at which engines' metrics are read.
 const scrapeSeconds = 2.0
 
-// scrape looks at what the decode engines tell of their answers, as long as there are requests.
+// scrape reads the answer counters of the decode engines, as long as there are requests.
 func (r *replica) scrape() {
 	at := time.Unix(0, int64(r.now*float64(time.Second)))
 	for _, e := range r.pool.Endpoints()[r.config.Prefill:] {
@@ -166,7 +167,7 @@ func (r *replica) scrape() {
 	r.after(scrapeSeconds, r.scrape)
 }
 
-// keepHits is how long a request that waits keeps what it was told of the caches, seconds.
+// keepHits is how long a waiting request caches the result of its prefix lookup, in seconds.
 const keepHits = 0.1
 
 // reportedHits returns the hits of a prompt according to the engines' events, by position in the pool.
@@ -199,7 +200,7 @@ func (r *replica) dispatch() {
 	r.wake()
 }
 
-// wake sees to it that those who wait are looked at again.
+// wake schedules another look at the waiting requests.
 func (r *replica) wake() {
 	if r.queue.Len() > 0 && !r.ticking {
 		r.ticking = true
@@ -226,7 +227,7 @@ func (r *replica) send(j *job, c picker.Choice, err error) {
 	r.bind(j, prefill, r.position[d])
 }
 
-// book books on this replica now, and on the others when they hear of it.
+// book books a request on this replica now, and on the others after the delay.
 func (r *replica) book(e *kvstate.Endpoint, b kvstate.Booking, blocks []uint64) kvstate.ReservationID {
 	id := r.state.Reserve(e, b)
 	r.state.Routed(r.pool, e, blocks)
@@ -238,7 +239,7 @@ func (r *replica) book(e *kvstate.Endpoint, b kvstate.Booking, blocks []uint64) 
 	return id
 }
 
-// publish makes the other replicas do the same after the delay of sharing.
+// publish applies do to the other replicas after the delay of sharing.
 func (r *replica) publish(do func(other *replica)) {
 	if r.config.Sharing < 0 {
 		return
@@ -250,7 +251,7 @@ func (r *replica) publish(do func(other *replica)) {
 	}
 }
 
-// release ends a reservation here and, later, elsewhere.
+// release ends a reservation here and, after the delay, at the other replicas.
 func (r *replica) release(id kvstate.ReservationID, done bool) {
 	end := func(s *kvstate.State) {
 		if done {

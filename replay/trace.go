@@ -11,7 +11,7 @@ import (
 	"slices"
 )
 
-// BlockTokens is how many tokens one block of a trace stands for (Mooncake's format: 512).
+// BlockTokens is the number of tokens that one block of a trace stands for (Mooncake's format: 512).
 const BlockTokens = 512
 
 // Request is one line of a trace.
@@ -19,8 +19,8 @@ type Request struct {
 	Arrival float64 // seconds from the start
 	Input   int     // tokens of the prompt, at least 1
 	Output  int     // tokens of the answer, at least 1
-	// Blocks are the prompt's, of BlockTokens tokens each, the last possibly shorter. Two prompts whose first n
-	// blocks are equal have that prefix in common.
+	// Blocks of the prompt, BlockTokens tokens each, the last possibly shorter. Two prompts whose first n blocks are
+	// equal share that prefix.
 	Blocks []uint64
 }
 
@@ -28,15 +28,15 @@ type Request struct {
 type Trace struct {
 	Name     string
 	Requests []Request
-	again    func(rate float64) (*Trace, error) // of a trace that was made up: the same at another rate
+	again    func(rate float64) (*Trace, error) // of a generated trace: generates it again at another rate
 }
 
 // maxLine bounds a line of a trace: a prompt of two million tokens has 4,000 blocks.
 const maxLine = 1 << 20
 
-// ReadTrace reads a trace in Mooncake's format: a JSON object a line, with timestamp (ms), input_length and
-// output_length (tokens) and hash_ids. Timestamps are often coarse; requests with the same one are spread at
-// random, by seed, until the next.
+// ReadTrace reads a trace in Mooncake's format: a JSON object per line, with timestamp (ms), input_length and
+// output_length (tokens) and hash_ids. Timestamps are often coarse: requests of the same timestamp are spread at
+// random, by seed, until the next one.
 func ReadTrace(name string, r io.Reader, seed uint64) (*Trace, error) {
 	t := &Trace{Name: name}
 	lines := bufio.NewScanner(r)
@@ -117,14 +117,14 @@ func byArrival(a, b Request) int {
 	return 0
 }
 
-// Duration is the time from the first arrival to the last, seconds.
+// Duration returns the time from the first arrival to the last, seconds.
 func (t *Trace) Duration() float64 { return t.Requests[len(t.Requests)-1].Arrival }
 
-// ErrNoDuration says that a trace's rate cannot be set because all of it arrives at once.
+// ErrNoDuration means that a trace's rate cannot be set because all requests arrive at once.
 var ErrNoDuration = errors.New("all requests of the trace arrive at the same time")
 
-// Faster is the trace at so many times its rate. One that was read has its arrivals closer together; one that was
-// made up is made up anew, with more sessions at a time.
+// Faster returns the trace at by times its rate. In a recorded trace the arrivals move closer together; a generated
+// trace is generated again, with more sessions at a time.
 func (t *Trace) Faster(by float64) (*Trace, error) {
 	if t.again != nil {
 		return t.again(by * float64(len(t.Requests)) / t.Duration())
@@ -136,7 +136,7 @@ func (t *Trace) Faster(by float64) (*Trace, error) {
 	return out, nil
 }
 
-// Bound is the share of prompt tokens that caches which never forget could serve at best.
+// Bound returns the share of prompt tokens that caches could serve at best, if they never evicted.
 func (t *Trace) Bound() float64 {
 	seen := map[uint64]bool{}
 	var hit, all int

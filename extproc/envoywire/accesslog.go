@@ -7,8 +7,8 @@ import (
 	"google.golang.org/grpc/mem"
 )
 
-// TagUnfollowed tags the entry of a redirect that Envoy did not follow. UnfollowedLocation is its value if the redirect
-// had no usable location.
+// TagUnfollowed tags the entry of a redirect that Envoy did not follow. Its value is UnfollowedLocation if the
+// redirect had no usable location.
 const (
 	TagUnfollowed      = "unfollowed"
 	UnfollowedLocation = "location"
@@ -21,14 +21,14 @@ type LogBatch struct {
 	arena   []byte
 }
 
-// Names of the logs beside the main listener's: the one of mirrored prefill legs, and the one of tries that failed.
+// Names of the logs other than the main listener's: of mirrored prefill legs, and of failed tries.
 const (
 	LogNameMirror = "tandem-prefill-mirror"
 	LogNameFailed = "tandem-failed"
 )
 
-// clusterPod is the prefix of the names of clusters that lead to an endpoint itself, clusterReplan the one that
-// leads to the replan port.
+// clusterPod is the prefix of the clusters that connect to an endpoint itself; clusterReplan is the cluster of the
+// replan port.
 const (
 	clusterPod    = "tandem-pod"
 	clusterReplan = "tandem-replan"
@@ -37,32 +37,32 @@ const (
 // LogEntry is one HTTPAccessLogEntry of the main listener.
 type LogEntry struct {
 	RequestID, Ticket []byte
-	Reservation       []byte // Envoy's own name for the request
-	ClientID          []byte // of a mirrored leg: the request id as the client knows it
-	Traceparent       []byte // where the configuration has tracing
+	Reservation       []byte // Envoy's own id of the request
+	ClientID          []byte // of a mirrored leg: the client's request id
+	Traceparent       []byte // if the configuration enables tracing
 	Details           []byte // response_code_details
 	Status            int    // 0: no answer was sent
 	Start             time.Time
-	Duration          time.Duration // from start, which is that of the request's first pass
+	Duration          time.Duration // from start, the beginning of the request's first pass
 	FirstByte         time.Duration // from start to the first byte of the endpoint's answer; 0: none came
 	ClientGone        bool          // response flag DC or DR
-	Unfollowed        []byte        // the answer was a redirect that Envoy did not follow: what its script says of that
+	Unfollowed        []byte        // the answer was a redirect that Envoy did not follow: the tag that its script set
 	Sent, SentHeaders uint64        // bytes to the endpoint, by the last try
 	Body              uint64        // bytes of the answer's body that went to the client
 	Tries             uint64
-	Began             bool // the last try had a connection, and something was written to it
-	Pod               bool // the last try was one at an endpoint, not at the replan port or an internal listener
-	Replan            bool // it was one at the replan port
+	Began             bool // the last try had a connection, and sent something
+	Pod               bool // the last try went to an endpoint, not to the replan port or an internal listener
+	Replan            bool // the last try went to the replan port
 }
 
-// Asked reports whether an endpoint may have got anything of the pass. A try that waits for a connection has begun
-// nothing and sent nothing (Envoy 1.40); of tries before the last an entry does not tell, so a second one counts.
+// Asked reports whether an endpoint may have received anything of the pass. A try that waits for a connection has sent
+// nothing (Envoy 1.40). An entry describes only its last try, so a second try counts as received.
 func (e *LogEntry) Asked() bool { return e.Tries > 1 || e.Began || e.Sent > 0 }
 
-// maxKeptBatch is the largest arena that is used for another batch, in bytes.
+// maxKeptBatch is the largest arena that is kept for another batch, in bytes.
 const maxKeptBatch = 1 << 20
 
-// Unmarshal decodes a message. It reuses the memory of the message before, whose entries become invalid.
+// Unmarshal decodes a message. It reuses the memory of the previous message, whose entries become invalid.
 func (b *LogBatch) Unmarshal(data mem.BufferSlice) error {
 	c := newCursor(data)
 	if cap(b.arena) > maxKeptBatch {
@@ -197,7 +197,8 @@ func (b *LogBatch) readRequest(c *cursor, end int, e *LogEntry) {
 	}
 }
 
-// readPair reads one entry of a map<string, string> to where its name belongs; nil: nowhere.
+// readPair reads one entry of a map<string, string> into the field that place returns for its name; nil: the entry is
+// skipped.
 func (b *LogBatch) readPair(c *cursor, end int, place func(name []byte) *[]byte) {
 	var to *[]byte
 	for number, wire := c.field(end); number != 0; number, wire = c.field(end) {
@@ -252,8 +253,8 @@ func readDuration(c *cursor, end int) time.Duration {
 	return d
 }
 
-// BrokeOff reports whether an answer ended before it was whole. Its status went out long before; Envoy (1.40) says it
-// in the details: the endpoint's connection broke, or a time limit was over.
+// BrokeOff reports whether an answer ended before it was complete. Its status was sent long before; Envoy (1.40)
+// writes the cause into the details: the endpoint's connection broke, or a time limit expired.
 func (e *LogEntry) BrokeOff() bool {
 	for _, why := range [...]string{
 		"upstream_reset_after_response_started", "stream_idle_timeout",
@@ -267,8 +268,8 @@ func (e *LogEntry) BrokeOff() bool {
 	return false
 }
 
-// TooShort reports whether an answer is a stream that its engine ended before it was complete: it has fewer bytes
-// than any complete one. So ends what fails after the status was sent, a KV load above all.
+// TooShort reports whether an answer is a stream that its engine ended before it was complete: it has fewer bytes than
+// any complete one. Failures after the status was sent end like this, above all failed KV loads.
 func (e *LogEntry) TooShort(leastBytes int) bool {
 	return e.Status == 200 && e.Body < uint64(leastBytes) && !e.ClientGone && !e.BrokeOff()
 }

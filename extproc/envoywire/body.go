@@ -7,12 +7,12 @@ import (
 	"google.golang.org/grpc/mem"
 )
 
-// Body holds one body, or one edited body, as a growing piece of pooled memory. Parts of it are sent without
-// copying: gRPC holds a reference on them until they are on the wire, so the memory goes back to the pool only when the
-// stream and the last of its messages have let go.
+// Body holds one body, or one edited body, in growing pooled memory. Parts of it are sent without copying: gRPC holds
+// a reference on them until they are on the wire, so the memory returns to the pool only when the stream and the last
+// of its messages have released it.
 type Body struct {
 	Data []byte
-	slot *[]byte // what the pool gave; data is a part of it
+	slot *[]byte // as the pool gave it; data is a part of it
 }
 
 const minBody = 4 << 10
@@ -42,8 +42,8 @@ func (b *Body) read(c *cursor, end int) {
 	b.Data = c.appendTo(b.Data, end)
 }
 
-// Share turns the contents into a reference-counted buffer whose slices can be sent. The bodyBuffer is empty
-// afterwards; the caller frees what it got.
+// Share turns the contents into a reference-counted buffer whose slices can be sent. The body is empty afterwards; the
+// caller frees the buffer.
 func (b *Body) Share() mem.Buffer {
 	if b.slot == nil {
 		return mem.SliceBuffer(nil)
@@ -68,8 +68,8 @@ type bodyPool struct {
 	sizes [maxBodyBits + 1]sync.Pool
 }
 
-// BufferPool returns the pool that the gRPC server should read into. Unlike gRPC's own pool it does not clear the
-// buffers that it hands out, which takes a tenth of all CPU with large bodies.
+// BufferPool returns the pool for the gRPC server's receive buffers. Unlike gRPC's own pool it does not clear the
+// buffers, which would take a tenth of all CPU with large bodies.
 func BufferPool() mem.BufferPool { return bodies }
 
 const maxBodyBits = 26 // 64 MiB; larger ones are left to the garbage collector

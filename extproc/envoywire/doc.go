@@ -1,4 +1,4 @@
-// Package envoywire holds Envoy's messages: it decodes what Envoy sends and encodes what Envoy is answered, in place.
+// Package envoywire decodes Envoy's messages and encodes the replies to them, in place.
 //
 //   - ext_proc: [Message] is one ProcessingRequest, [Reply] one ProcessingResponse. Only the fields that Tandem uses
 //     are read, and body bytes go straight into a [Body], since generated types would copy each prompt twice.
@@ -6,6 +6,6 @@
 //   - names.go lists the header names, route legs and roles that Tandem and Envoy's configuration agree on.
 //   - [Codec] connects these types to gRPC.
 //
-// The package knows the encoding and nothing of what a message leads to. Fuzz tests compare it with go-control-plane's
-// generated types.
+// The package knows the encoding and nothing of the meaning of a message. Fuzz tests compare it with
+// go-control-plane's generated types.
 package envoywire

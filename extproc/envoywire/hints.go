@@ -2,10 +2,10 @@ package envoywire
 
 import "strings"
 
-// Hints are what a gateway sends beside the request, in metadata_context.
+// Hints are a gateway's additions to the request, in metadata_context.
 type Hints struct {
 	Subset    []string // ip:port, or ip for any port
-	HasSubset bool     // a subset may be empty: then no endpoint is allowed
+	HasSubset bool     // distinguishes an empty subset, which allows no endpoint, from none
 	Served    string   // the endpoint that answered
 }
 
@@ -31,7 +31,7 @@ func (m *Message) readMetadata(c *cursor, end int) {
 	}
 }
 
-// name reads a text that is not kept; "" for one that nobody asks for.
+// name reads a text that is not stored; "" if it is not one of the known names.
 func (m *Message) name(c *cursor, end int) string {
 	mark := len(m.arena)
 	text := c.text(&m.arena, end)

@@ -38,7 +38,7 @@ func FuzzMetadata(f *testing.F) {
 	})
 }
 
-// unmarshalled is a message as the server reads it, in pieces.
+// unmarshalled returns a message as the server reads it, in pieces.
 func unmarshalled(t *testing.T, r *extprocv3.ProcessingRequest) *Message {
 	wire, err := proto.Marshal(r)
 	require.NoError(t, err)

@@ -4,7 +4,7 @@ import (
 	"google.golang.org/grpc/mem"
 )
 
-// Phase is the part of an HTTP stream that a message is about, with the field numbers of ProcessingRequest's oneof
+// Phase is the part of an HTTP stream that a message belongs to, with the field numbers of ProcessingRequest's oneof
 // (envoy/service/ext_proc/v3/external_processor.proto).
 type Phase uint8
 
@@ -19,7 +19,7 @@ const (
 	PhaseResponseTrailers Phase = 7
 )
 
-// BodyMode is how Envoy sends a body (ProcessingMode.BodySendMode). The first message of a stream names it.
+// BodyMode is the way in which Envoy sends a body (ProcessingMode.BodySendMode). The first message of a stream has it.
 type BodyMode uint8
 
 // The body modes of Envoy.
@@ -37,7 +37,7 @@ type Headers struct {
 	Method, Path, Status                        []byte
 	ContentType, ContentEncoding, ContentLength []byte
 	RequestID, Ticket, Upgrade                  []byte
-	// Envoy's own name for the request; none where another gateway serves
+	// Envoy's own id of the request; absent behind other gateways
 	Reservation                         []byte
 	Traceparent, Tracestate             []byte
 	Authority                           []byte
@@ -64,20 +64,20 @@ func (h *Headers) Extra(name string) []byte {
 			return h.values[i]
 		}
 	}
-	if name == "authorization" { // has a place of its own
+	if name == "authorization" { // has its own field
 		return h.Authorization
 	}
 	return nil
 }
 
-// Set sets a header that the server reads; others are ignored.
+// Set sets a header that Tandem reads; others are ignored.
 func (h *Headers) Set(name string, value []byte) {
 	if slot := h.slot([]byte(name)); slot != nil {
 		*slot = value
 	}
 }
 
-// slot returns where a header's value belongs, nil for one that nobody reads.
+// slot returns the field for a header's value, nil if the header is not read.
 func (h *Headers) slot(name []byte) *[]byte {
 	switch string(name) { // does not allocate
 	case ":method":
@@ -176,7 +176,7 @@ type Message struct {
 	Over        bool
 }
 
-// protocolConfig is ProtocolConfiguration, which comes with the first message of a stream.
+// protocolConfig is ProtocolConfiguration, a field of a stream's first message.
 type protocolConfig struct {
 	Known             bool
 	Request, Response BodyMode

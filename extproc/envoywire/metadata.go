@@ -5,7 +5,7 @@ import (
 	"math"
 )
 
-// Destination is dynamic_metadata{"envoy.lb": {"x-gateway-destination-endpoint": list}}: a Struct in a Struct.
+// Destination returns dynamic_metadata{"envoy.lb": {"x-gateway-destination-endpoint": list}}: a Struct in a Struct.
 func Destination(list string) []byte {
 	value := bytesLen(len(list))                               // Value{3: string_value}
 	entry := bytesLen(len(HeaderEndpoint)) + bytesLen(value)   // map entry {1: key, 2: value}

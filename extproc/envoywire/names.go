@@ -3,45 +3,46 @@ package envoywire
 // Header names that Tandem and Envoy's configuration agree on. Package envoyconfigs writes the other side.
 const (
 	HeaderEndpoint  = "x-gateway-destination-endpoint"         // ip:port; ORIGINAL_DST clusters connect there
-	HeaderLeg       = "x-tandem-leg"                           // which route: one of package plan's legs
+	HeaderLeg       = "x-tandem-leg"                           // the route: one of package plan's legs
 	HeaderTicket    = "x-tandem-ticket"                        // sealed state of the request
 	HeaderScheme    = "x-tandem-scheme"                        // https or h2c; absent: http
 	HeaderBodyBytes = "x-tandem-body-bytes"                    // length of the body as rewritten
-	HeaderPerTry    = "x-envoy-upstream-rq-per-try-timeout-ms" // how long a hop may show nothing
-	// HeaderHedge is "true" for a hop that goes on then, beside a try at the replan port.
+	HeaderPerTry    = "x-envoy-upstream-rq-per-try-timeout-ms" // maximum time of a hop without progress
+	// HeaderHedge is "true" for a hop that continues after that time, beside a try at the replan port.
 	HeaderHedge       = "x-envoy-hedge-on-per-try-timeout"
-	HeaderCarry       = "x-tandem-carry"     // prefill leg: redirect target of an inline answer
+	HeaderCarry       = "x-tandem-carry"     // prefill leg: the redirect target of an inline answer
 	HeaderPrefilled   = "x-tandem-prefilled" // of pass 2: prefill's answer, base64
 	HeaderRequestID   = "x-request-id"
-	HeaderReservation = "x-tandem-reservation" // Envoy's own name for the request, under which it is booked
+	HeaderReservation = "x-tandem-reservation" // Envoy's own id of the request, under which it is booked
 	HeaderRetryAfter  = "retry-after"
 	HeaderRestart     = "x-tandem-restart"    // on the way to the replan port: no replica decided this pass
-	HeaderFinal       = "x-envoy-ratelimited" // of an answer: Envoy does not try again, whatever the status
+	HeaderFinal       = "x-envoy-ratelimited" // of an answer: Envoy must not retry, whatever the status
 
-	// Inference objectives, named as in llm-d (llm-d-router, docs/metrics and headers). Used where the pool allows it.
-	headerFairness = "x-llm-d-inference-fairness-id" // whose it is: flows share a pool's queue evenly
+	// Inference objectives, named as in llm-d (llm-d-router, docs/metrics and headers). Used if the pool allows it.
+	headerFairness = "x-llm-d-inference-fairness-id" // the flow: flows share a pool's queue evenly
 	HeaderTTFT     = "x-llm-d-slo-ttft-ms"
 	HeaderTPOT     = "x-llm-d-slo-tpot-ms"
 
-	HeaderExplain     = "tandem-explain"   // of a request: an operator's token, who wants the decision explained
+	// of a request: an operator's token that asks for an explanation of the decision
+	HeaderExplain     = "tandem-explain"
 	HeaderExplanation = "x-tandem-explain" // of the request from then on, and of its answer: the explanation
 
-	HeaderRank = "x-data-parallel-rank" // vLLM and SGLang: which of the engines behind one port
+	HeaderRank = "x-data-parallel-rank" // vLLM and SGLang: one of the engines behind one port
 
 	// HeaderPrefillEndpoint and the headers below it belong to requests whose legs run at once. They are set and
 	// removed together.
 	HeaderPrefillEndpoint = "x-tandem-prefill-endpoint" // ip:port of the mirrored leg
 	HeaderPrefillScheme   = "x-tandem-prefill-scheme"   // as HeaderScheme
-	// HeaderMirror says whether the mirrored leg may be cut: MirrorCancel or MirrorKeep.
+	// HeaderMirror is MirrorCancel or MirrorKeep: whether Tandem may cancel the mirrored leg.
 	HeaderMirror      = "x-tandem-mirror"
-	HeaderClientID    = "x-tandem-request-id"   // the client's request id: the legs' own may be another
-	HeaderLegID       = "x-tandem-leg-id"       // the x-request-id of both legs, where it is not the client's
+	HeaderClientID    = "x-tandem-request-id"   // the client's request id, if the legs have another
+	HeaderLegID       = "x-tandem-leg-id"       // the x-request-id of both legs, if it is not the client's
 	HeaderPrefillRank = "x-tandem-prefill-rank" // x-data-parallel-rank of the leg
 	HeaderDecodeRank  = "x-tandem-decode-rank"
 	HeaderAnswer      = "x-tandem-answer" // the decode leg goes through answer-leg, which joins its answer with P's
 
-	MirrorCancel = "cancel" // Tandem cuts the leg when nobody waits for its blocks any more
-	MirrorKeep   = "keep"   // the leg runs to its end, and is sent again where it failed
+	MirrorCancel = "cancel" // Tandem cancels the leg when nobody needs its blocks any more
+	MirrorKeep   = "keep"   // the leg runs to its end, and is sent again if it fails
 
 	MetadataRole    = "x-tandem-role"
 	RoleMain        = "main" // in metrics; its filter sends no role
@@ -51,7 +52,7 @@ const (
 	RoleAnswerLeg   = "answer-leg"
 	RoleEncodeLeg   = "encode-leg"
 	RoleSwitched    = "switched"        // an engine answered 101
-	RolePicker      = "endpoint-picker" // of metrics alone: the server is one for all streams, or for none
+	RolePicker      = "endpoint-picker" // only in metrics: the endpoint picker serves all streams of a server
 	DetailsPrefix   = "tandem"
 	ContentTypeJSON = "application/json"
 )
@@ -66,8 +67,8 @@ const (
 	ReasonNoEndpoints   = "rejected-no-endpoints"
 	ReasonSaturated     = "rejected-saturated"
 	HeaderDropped       = "x-llm-d-request-dropped-reason"
-	maxSubset           = 4096                                 // endpoints that a hint may name
-	HeaderTestSelected  = "x-conformance-test-served-endpoint" // what the conformance suite reads of an answer
+	maxSubset           = 4096                                 // endpoints in a hint
+	HeaderTestSelected  = "x-conformance-test-served-endpoint" // the conformance suite reads it of an answer
 	headerTestSelection = "test-epp-endpoint-selection"        // ... and sets on a request
 )
 
@@ -77,5 +78,5 @@ const (
 	HeaderTracestate  = "tracestate"
 )
 
-// HeaderLoad is where an engine reports its load along with an answer (ORCA).
+// HeaderLoad is an engine's load report in an answer (ORCA).
 const HeaderLoad = "endpoint-load-metrics"

@@ -10,14 +10,14 @@ import (
 // the message).
 const MaxPiece = 62000
 
-// Pieces lists the parts of an edited body as ranges of one buffer: what stays lies where it was received, what is new
-// was appended behind.
+// Pieces lists the parts of an edited body as ranges of one buffer: unchanged bytes stay where they were received, new
+// bytes are appended behind.
 type Pieces struct {
 	ranges []struct{ start, end int }
 	Total  int
 }
 
-// Cut plans how the body in b reads after the edits, and appends their new bytes to b.
+// Cut plans the parts of the body in b after the edits, and appends the new bytes to b.
 func (p *Pieces) Cut(b *Body, edits openai.Edits) {
 	p.ranges, p.Total = p.ranges[:0], 0
 	n := b.Len()

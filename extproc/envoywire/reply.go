@@ -28,7 +28,7 @@ func (h *HeaderEdits) SetInt(name string, n int) { h.Set(name, strconv.AppendInt
 // Remove removes a header.
 func (h *HeaderEdits) Remove(name string) { h.remove = append(h.remove, name) }
 
-// Reset forgets all changes.
+// Reset drops all changes.
 func (h *HeaderEdits) Reset() { h.set, h.remove = h.set[:0], h.remove[:0] }
 
 // HeaderValueOption.append_action OVERWRITE_IF_EXISTS_OR_ADD.
@@ -39,7 +39,7 @@ func headerSetLen(h headerSet) int {
 	return bytesLen(value) + 2                              // HeaderValueOption{1: header, 3: append_action}
 }
 
-// len is the size of a HeaderMutation{1: set_headers, 2: remove_headers}.
+// len returns the size of a HeaderMutation{1: set_headers, 2: remove_headers}.
 func (h *HeaderEdits) len() int {
 	n := 0
 	for _, s := range h.set {
@@ -70,12 +70,12 @@ type bodyKind uint8
 
 // Kinds of body replies.
 const (
-	KeepBody    bodyKind = iota // no mutation: Envoy goes on with what it has
+	KeepBody    bodyKind = iota // no mutation: Envoy keeps the body
 	ReplaceBody                 // BodyMutation.body, for BUFFERED
 	StreamBody                  // BodyMutation.streamed_response, for FULL_DUPLEX_STREAMED
 )
 
-// Reply is one ProcessingResponse. The codec writes it in one pass; parts are sent as they lie.
+// Reply is one ProcessingResponse. The codec writes it in one pass; body parts are sent without copying.
 type Reply struct {
 	Phase      Phase
 	Headers    *HeaderEdits // nil: no mutation
@@ -84,11 +84,12 @@ type Reply struct {
 	Parts      mem.BufferSlice // the body, in order; the codec hands these references to gRPC
 	End        bool            // end_of_stream of a streamed body
 	Metadata   []byte          // dynamic_metadata, as a Struct's bytes; nil: none
-	Immediate  *Immediate      // not nil: an ImmediateResponse; nothing above counts
-	Patience   time.Duration   // not 0: no answer yet, Envoy's message timeout restarts with this; nothing above counts
+	Immediate  *Immediate      // not nil: an ImmediateResponse; the fields above are ignored
+	// not 0: only Envoy's message timeout is restarted with this; the fields above are ignored
+	Patience time.Duration
 }
 
-// Immediate is an answer that Tandem gives in the place of an engine.
+// Immediate is an answer that Tandem gives in place of an engine.
 type Immediate struct {
 	Status  int
 	Headers HeaderEdits
@@ -114,8 +115,8 @@ func (p Phase) responseField() int {
 	}
 }
 
-// Marshal writes the reply. Everything but the body goes into one pooled buffer in front of it and, where fields follow
-// the body, a second one behind; the order of fields in a protobuf message is free, so there seldom is one.
+// Marshal writes the reply. Everything but the body goes into one pooled buffer in front of it, and fields that follow
+// the body into a second one. The order of fields in a protobuf message is free, so a second buffer is rarely needed.
 func (r *Reply) Marshal() mem.BufferSlice {
 	if r.Immediate != nil {
 		return r.Immediate.Marshal()

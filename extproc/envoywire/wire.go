@@ -7,8 +7,8 @@ import (
 	"google.golang.org/grpc/mem"
 )
 
-// This file reads protobuf wire format straight out of gRPC's receive buffers. The messages of ext_proc carry whole
-// prompts; going through generated types would copy each of them twice before the first byte is looked at.
+// This file reads protobuf wire format directly from gRPC's receive buffers. The messages of ext_proc carry whole
+// prompts; generated types would copy each of them twice before the first byte is read.
 
 var errWire = errors.New("extproc: malformed protobuf")
 
@@ -23,10 +23,10 @@ const (
 // cursor walks over the bytes of one message, which gRPC hands over as a list of buffers.
 type cursor struct {
 	buffers mem.BufferSlice
-	cur     []byte // what is left of the buffer being read
-	next    int    // index of the buffer after it
+	cur     []byte // unread rest of the current buffer
+	next    int    // index of the following buffer
 	pos     int    // bytes consumed so far
-	end     int    // bytes in all
+	end     int    // bytes in total
 	err     error
 }
 
@@ -54,7 +54,7 @@ func (c *cursor) fail() {
 	c.cur, c.next, c.pos = nil, len(c.buffers), c.end
 }
 
-// varint reads a base-128 integer; 0 with err set where there is none.
+// varint reads a base-128 integer; on failure it returns 0 and sets err.
 func (c *cursor) varint() uint64 {
 	var v uint64
 	for shift := uint(0); shift < 64; shift += 7 {
@@ -73,7 +73,7 @@ func (c *cursor) varint() uint64 {
 	return 0
 }
 
-// field reads the next tag before end. It returns 0 when the enclosing message is over or broken.
+// field reads the next tag before end. It returns 0 at the end of the enclosing message, or if it is malformed.
 func (c *cursor) field(end int) (number int, wire int) {
 	if c.pos >= end || c.err != nil {
 		if c.pos > end {
@@ -145,7 +145,7 @@ func (c *cursor) appendTo(dst []byte, end int) []byte {
 	return dst
 }
 
-// text reads a bytes field into the arena and returns the part of it.
+// text reads a bytes field into the arena and returns that part of it.
 func (c *cursor) text(arena *[]byte, limit int) []byte {
 	end := c.length(limit)
 	start := len(*arena)
@@ -153,7 +153,7 @@ func (c *cursor) text(arena *[]byte, limit int) []byte {
 	return (*arena)[start:len(*arena):len(*arena)]
 }
 
-// finish reports what went wrong, if anything.
+// finish returns the error, if there was one.
 func (c *cursor) finish() error {
 	if c.err == nil && c.pos != c.end {
 		c.fail()
@@ -161,7 +161,7 @@ func (c *cursor) finish() error {
 	return c.err
 }
 
-// Writing: sizes first, then bytes. All helpers append to a buffer that has the room.
+// Writing: sizes first, then bytes. All helpers append to a buffer of sufficient capacity.
 
 func varintLen(v uint64) int {
 	n := 1
@@ -172,7 +172,7 @@ func varintLen(v uint64) int {
 	return n
 }
 
-// bytesLen is the size of a bytes field with a one-byte tag and n bytes of content.
+// bytesLen returns the size of a bytes field with a one-byte tag and n bytes of content.
 func bytesLen(n int) int { return 1 + varintLen(uint64(n)) + n }
 
 func appendVarint(b []byte, v uint64) []byte {

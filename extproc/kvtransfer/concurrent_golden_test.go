@@ -123,7 +123,7 @@ func transferWord(t *testing.T, legs *Legs, w string) {
 	}
 }
 
-// learnt is what was known of P before the request.
+// learnt returns what was known of P before the request.
 func learnt(t *testing.T, d *Concurrent, a *txtar.Archive) (peer Peer) {
 	var err error
 	if info := section(a, "server info"); info != nil {
@@ -141,7 +141,7 @@ func learnt(t *testing.T, d *Concurrent, a *txtar.Archive) (peer Peer) {
 	return peer
 }
 
-// legBodies are both bodies as they leave Envoy: P's by the plan, D's by its undo, as decode-leg's filter makes it.
+// legBodies returns both bodies as they leave Envoy: P's by the plan, D's by its undo, as decode-leg's filter makes it.
 func legBodies(t *testing.T, request []byte, edits openai.Edits, plan PairPlan) (prefill, decode []byte) {
 	require.NoError(t, edits.Check(len(request)))
 	prefill = edits.Apply(nil, request)

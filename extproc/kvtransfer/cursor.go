@@ -7,7 +7,7 @@ import (
 	"fmt"
 )
 
-// cursor walks over JSON that was validated before. On anything else it gives errors, and never leaves b.
+// cursor walks over validated JSON. On anything else it returns errors, and never leaves b.
 type cursor struct {
 	b []byte
 	i int
@@ -36,7 +36,7 @@ func (c *cursor) space() {
 	}
 }
 
-// next goes to the next element of a list or object, if there is one before its end.
+// next moves to the next element of a list or object; false at its end.
 func (c *cursor) next(first bool, end byte) (bool, error) {
 	c.space()
 	if c.take(end) {
@@ -49,7 +49,7 @@ func (c *cursor) next(first bool, end byte) (bool, error) {
 	return true, nil
 }
 
-// object visits the members of the object that c is at: the unescaped key, the value's text, and where that starts.
+// object visits the members of the object at the cursor: the unescaped key, the value's text, and its offset.
 func (c *cursor) object(visit func(key, value []byte, at int) error) error {
 	if !c.take('{') {
 		return errors.New("not an object")
@@ -109,7 +109,7 @@ func (c *cursor) text() bool {
 	return false
 }
 
-// value skips a value of any kind. It does not recurse: nesting costs nothing.
+// value skips a value of any kind. It does not recurse, so deep nesting is harmless.
 func (c *cursor) value() bool {
 	start := c.i
 	for depth := 0; c.i < len(c.b); {
@@ -144,6 +144,6 @@ func (c *cursor) value() bool {
 
 // appendJSON appends a text as a JSON string.
 func appendJSON(dst, text []byte) []byte {
-	quoted, _ := json.Marshal(string(text)) // a string always can
+	quoted, _ := json.Marshal(string(text)) // cannot fail for a string
 	return append(dst, quoted...)
 }

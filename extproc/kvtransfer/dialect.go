@@ -1,25 +1,25 @@
-// Package kvtransfer knows how engines hand the KV cache of a prompt from a prefill endpoint to a decode endpoint, and
-// keeps what a request needs to go on between the two hops.
+// Package kvtransfer implements the ways in which engines hand the KV cache of a prompt from a prefill endpoint to a
+// decode endpoint, and the state that a request carries between the two hops.
 //
-// A [Dialect] is a value that holds all of one engine's way to do that: how the prefill leg's body differs from the
-// client's, what to read of P's answer, and which members D's body has beside the client's own. Each is one file (nixl.go,
-// lmcache.go, ...) and one line of makers (dialect.go), and every member it writes or reads cites the engine release it was
-// read from. Bodies are never modelled: a dialect plans edits of bytes ([openai.Patch]) and hands P's object on verbatim
-// ([Answer]).
+// A [Dialect] is a value that describes one engine's way: how the prefill leg's body differs from the client's, which
+// parts of P's answer to read, and which members D's body has in addition to the client's. Each dialect is one file
+// (nixl.go, lmcache.go, ...) and one line of makers (dialect.go), and every member that it writes or reads cites the
+// engine release it was read from. Bodies are never modelled: a dialect plans edits of bytes ([openai.Patch]) and
+// passes P's object on verbatim ([Answer]).
 //
 // [Concurrent] is the part for engines that need both legs at once (sglang.go, mooncake.go, nixlpush.go, moriio.go,
-// p2pnccl.go); what such a dialect must know of an engine beforehand, [Peers] learn.
+// p2pnccl.go). [Peers] learns the facts about an engine that such a dialect needs beforehand.
 //
-// A [Turn] is what a D has kept of an answer, for the P of the conversation's next (turn.go).
+// A [Turn] describes an answer whose blocks D keeps, for the P of the conversation's next request (turn.go).
 //
 // A [Ticket] is the state of one request between its passes through Envoy. It travels with the request, in a header,
-// sealed under [Keys] that all replicas share: so any replica serves any pass, and none remembers requests. pack.go makes
-// the long lists of block ids in it small enough for a header.
+// sealed under [Keys] that all replicas share: so any replica serves any pass, and none remembers requests. pack.go
+// makes the long lists of block ids in it small enough for a header.
 //
-// What can go wrong here is not only an error but another client's text: an engine reads KV blocks by number and never
-// asks whose they are. So everything that comes from outside is checked completely before it is passed on, parameters
-// that are not perfectly understood are not sent at all (D then computes the prompt itself, which is always right), and a
-// ticket is good for one request id, until one moment, once (the caller spends [Ticket].ID).
+// A mistake here may not only fail a request but answer it with another client's text: an engine reads KV blocks by
+// number and never checks whose they are. So all outside input is checked completely before it is passed on,
+// parameters that are not perfectly understood are not sent at all (D then computes the prompt itself, which is always
+// right), and a ticket is good for one request id, until one moment, once (the caller consumes [Ticket].ID).
 package kvtransfer
 
 import (
@@ -36,60 +36,63 @@ import (
 	"tandem/kvstate"
 )
 
-// Dialect is how one engine hands a prompt's KV cache over from P to D. All that Tandem knows of it stands here: a nil
-// part means that the dialect does not do that, and the zero value is the dialect of engines that prefill and decode by
+// Dialect is one engine's way to hand a prompt's KV cache from P to D. All that Tandem knows of it is here: a nil part
+// means that the dialect does not do that. The zero value is the dialect of engines that prefill and decode by
 // themselves. A Dialect is immutable, and its functions are safe for concurrent use.
 type Dialect struct {
-	Name   string // in the configuration (kvTransfer)
-	Engine string // whose paths clients may ask for, unless the configuration says otherwise: one of the Engine constants
-	VLLM   bool   // its engines are vLLM, so the shapes of their answers are known
+	Name string // in the configuration (kvTransfer)
+	// the engine whose paths clients may use, unless the configuration overrides it: one of the Engine constants
+	Engine string
+	VLLM   bool // its engines are vLLM, so the shapes of their answers are known
 
-	// Two hops, one after the other. APIs are the ones whose requests can be split; nil: all.
+	// Two hops, one after the other. APIs lists the APIs whose requests can be split; nil: all.
 	APIs []openai.API
-	// Prefill plans how the prefill leg's body differs from the client's. p was Reset to r. nil: the legs never follow each other.
+	// Prefill plans the difference between the prefill leg's body and the client's. p was Reset to r. nil: the legs
+	// never follow each other.
 	Prefill func(r *openai.Request, p *openai.Patch, pair *Pair)
-	// ReadAnswer reads P's answer with status 200. An error means that P cannot be understood: nothing of the answer may be
-	// sent to D. It wraps [ErrParams] if the answer is JSON.
+	// ReadAnswer reads P's answer with status 200. An error means that P's answer is not understood, and nothing of it
+	// may be sent to D. The error wraps [ErrParams] if the answer is JSON.
 	ReadAnswer func(body []byte, pair *Pair) (Answer, error)
-	// DecodeMember appends to dst the members that D's body has beside the client's own: they stand right after the opening
-	// brace, and the last one is without its comma. params is Answer.Params, not nil.
+	// DecodeMember appends to dst the members that D's body has in addition to the client's, without a trailing comma.
+	// They are inserted right after the opening brace. params is Answer.Params, not nil.
 	DecodeMember func(dst, params []byte) []byte
-	Inline       bool         // P's answer can travel in a header: it is never the client's, and nobody waits for the KV
-	TokenIDs     []openai.API // for which Prefill itself asks P for the prompt's token ids
+	// P's answer can travel in a header: it never goes to the client, and nothing waits for the KV
+	Inline   bool
+	TokenIDs []openai.API // APIs for which Prefill already asks P for the prompt's token ids
 
-	Push  *Push  // P writes into the memory of the D that it was told of
+	Push  *Push  // P writes into the memory of a D that is named in its request
 	Turns *Turns // D keeps an answer's blocks for the conversation's next turn
-	// Pull plans how the only hop's body differs from the client's, so that the engine fetches the prompt's beginning from
+	// Pull plans the body of a request with a single hop, so that the engine fetches the prompt's beginning from
 	// pair.Source, which is not nil. p was Reset to the request.
 	Pull func(p *openai.Patch, pair *Pair)
-	// Continue plans how D's body differs from the client's where D goes on behind P's first token, over /v1/completions
-	// whatever the client's API is: D's answer is then the rest of the client's. p was Reset to r, the client's request;
-	// params is Answer.Params. [ReadContinuation] reads the result where D's answer is rewritten.
+	// Continue plans D's body if D continues after P's first token. It always goes over /v1/completions, whatever the
+	// client's API: D's answer is then the rest of the client's. p was Reset to r, the client's request; params is
+	// Answer.Params. [ReadContinuation] reads the result when D's answer is rewritten.
 	Continue func(r *openai.Request, p *openai.Patch, params []byte) (answer []byte, err error)
 
 	Concurrent *Concurrent // both legs run at once; Prefill, if not nil, is for a P that is not known yet
 
-	// What the configuration has to know.
-	Ports       []Port // that an endpoint says of itself
-	RankToRank  bool   // tensor-parallel rank n of P sends to rank n of D: only endpoints with as many ranks are a pair
-	DataRanks   bool   // a request can name the data-parallel rank that it is for, of several behind one port
-	SameRelease bool   // engines of different releases refuse each other's KV, or read it wrongly
+	// For the configuration.
+	Ports       []Port // ports that an endpoint configures for the dialect
+	RankToRank  bool   // tensor-parallel rank n of P sends to rank n of D: only endpoints with equally many ranks pair
+	DataRanks   bool   // a request can select a data-parallel rank, of several behind one port
+	SameRelease bool   // engines of different releases refuse each other's KV, or misread it
 	Reports     Reports
-	// Validate returns what cannot work, beyond what holds of every pool.
+	// Validate returns the faults of a pool, beyond the rules for every pool.
 	Validate func(f *Fleet) []Problem
 }
 
-// Reports is what engines must report of themselves to fit the pool.
+// Reports lists the facts that engines must report for them to fit the pool.
 type Reports struct {
-	Connectors []string // as vLLM's kv_connector names them; nil: not known, or another engine
-	Alike      []Fact   // what P and D must have in common: otherwise one refuses the other's KV at the handshake
-	Ranks      bool     // the legs are told the other side's ranks: transfer.tensorParallelSize has to be right
+	Connectors []string // names of vLLM's kv_connector; nil: unknown, or another engine
+	Alike      []Fact   // facts in which P and D must agree: otherwise one refuses the other's KV at the handshake
+	Ranks      bool     // each leg's request names the other side's ranks: transfer.tensorParallelSize has to be right
 }
 
-// Fact is something that an engine reports of itself, in words for people.
+// Fact is a property that an engine reports, in words for people.
 type Fact string
 
-// The facts that engines must have in common.
+// The facts in which engines must agree.
 const (
 	FactModel     Fact = "model"
 	FactRevision  Fact = "model revision"
@@ -99,9 +102,9 @@ const (
 	FactBackend   Fact = "transfer backend"
 )
 
-// nixlAlike is what vLLM's NIXL connectors put into the hash that a handshake compares, as far as engines report it
-// (0.32.0, v1/nixl/metadata.py, compute_nixl_compatibility_hash), and the revision, of which that hash knows nothing:
-// other weights give the wrong text.
+// nixlAlike returns the facts that vLLM's NIXL connectors put into the hash that a handshake compares, as far as
+// engines report them (0.32.0, v1/nixl/metadata.py, compute_nixl_compatibility_hash), and the revision, which the hash
+// leaves out: other weights give the wrong text.
 func nixlAlike() []Fact { return []Fact{FactModel, FactRevision, FactDtype, FactKVDtype} }
 
 // The engines that a dialect belongs to.
@@ -112,25 +115,25 @@ const (
 	EngineTRTLLM = "trtllm"
 )
 
-// Push is how P writes into the memory of the D that it was told of. Pass 2 goes to the D of pass 1, and P may have
-// answered before its KV is there.
+// Push describes a P that writes into the memory of a D named in its request. Pass 2 goes to the D of pass 1, and P
+// may answer before its KV has arrived.
 type Push struct {
-	// Await waits until the KV of an answered prefill leg is with D, and is false if it is not known to be: D then
-	// computes what it lacks. It returns at once when ctx ends.
+	// Await waits until the KV of an answered prefill leg has arrived at D. It returns false if that is not known: D
+	// then computes what it lacks. It returns at once when ctx ends.
 	Await    func(ctx context.Context, pair *Pair) bool
-	Patience time.Duration // the longest that Await takes
+	Patience time.Duration // the maximum time of Await
 }
 
-// Port is one that an endpoint says of itself for the dialect.
+// Port is a port that an endpoint configures for the dialect.
 type Port struct {
 	Name    string       // of the setting, below the endpoint's
-	Default uint16       // the engine's own; 0: none
+	Default uint16       // the engine's default; 0: none
 	Roles   kvstate.Role // of the endpoints that have it
-	Ranks   bool         // tensor-parallel rank n has the port n above it
+	Ranks   bool         // tensor-parallel rank n uses the port n above it
 	Open    bool         // it accepts TCP connections as soon as the engine runs
 }
 
-// PortsOf returns the ports of an endpoint with the role. Where decode cannot work alone, an engine with both roles was
+// PortsOf returns the ports of an endpoint with the role. If decode cannot work alone, an engine with both roles was
 // started for neither leg and has none.
 func (d *Dialect) PortsOf(role kvstate.Role) (ports []Port) {
 	if role == kvstate.RoleBoth && d.PairsOnly() {
@@ -147,7 +150,7 @@ func (d *Dialect) PortsOf(role kvstate.Role) (ports []Port) {
 // PairsOnly reports whether an engine that was started for one leg cannot answer a request without the other.
 func (d *Dialect) PairsOnly() bool { return d.Concurrent != nil && !d.Concurrent.DecodesAlone }
 
-// Registers reports whether the engines announce themselves.
+// Registers reports whether the engines register themselves.
 func (d *Dialect) Registers() bool {
 	return d.Concurrent != nil && d.Concurrent.Peers != nil && d.Concurrent.Peers.Registers
 }
@@ -157,7 +160,7 @@ func (d *Dialect) Speaks(api openai.API) bool {
 	return d.Prefill != nil && (d.APIs == nil || slices.Contains(d.APIs, api))
 }
 
-// Fleet is what a dialect may judge of a pool as it is configured.
+// Fleet is the part of a pool's configuration that a dialect validates.
 type Fleet struct {
 	Discovered bool // the endpoints are discovered, so none is known yet
 	Registered bool // the engines register
@@ -167,21 +170,22 @@ type Fleet struct {
 // Member is a configured endpoint.
 type Member struct {
 	Role     string
-	Pairs    string // only endpoints with the same text are a pair
+	Pairs    string // only endpoints with the same text pair
 	Transfer kvstate.Transfer
 }
 
 // Problem is a fault of the configuration.
 type Problem struct{ Path, Text string } // Path is below the pool's
 
-// Pair is one attempt at a prefill leg: who takes part in it, and what it is called.
+// Pair is one attempt at a prefill leg: its endpoints and its names.
 type Pair struct {
 	RequestID       string   // x-request-id, the same on both legs and in every attempt
 	Attempt         [16]byte // random; new for every attempt
 	Prefill, Decode Side
-	Source          *Side  // has more of the prompt's beginning than the engine that is to compute it; nil: nobody has
-	Turn            *Turn  // what the conversation's last answer left, with which the prompt begins; nil: nothing that could be used
-	TurnIDs         []byte // with Turn, the prompt's token ids, a JSON array; nil: the body has them
+	// an endpoint that holds more of the prompt's beginning than the engine that computes it; nil: none
+	Source  *Side
+	Turn    *Turn  // the conversation's last answer, if the prompt begins with it; nil: none that can be used
+	TurnIDs []byte // with Turn, the prompt's token ids, a JSON array; nil: the body has them
 }
 
 // Side is one side of a pair.
@@ -190,7 +194,7 @@ type Side struct {
 	Transfer kvstate.Transfer
 }
 
-// host is where other engines reach the peer: an address, IPv6 without brackets.
+// host returns the address at which other engines reach the peer, IPv6 without brackets.
 func (p *Side) host() string {
 	if p.Transfer.Host != "" {
 		return p.Transfer.Host
@@ -202,48 +206,49 @@ func (p *Side) host() string {
 	return host
 }
 
-// Answer is what P's answer is good for.
+// Answer is the useful part of P's answer.
 type Answer struct {
-	// Params are for D, checked, P's own bytes as far as they are P's: what DecodeMember takes. nil: there is nothing to
-	// tell D. It may share memory with the answer's body.
+	// Params are the checked parameters for D, the input of DecodeMember, in P's own bytes where P wrote them. nil: D
+	// gets none. It may share memory with the answer's body.
 	Params []byte
-	// Unused says, for the log, why parameters of P's are not handed on although P is well: D computes the prompt.
+	// Unused is the reason, for the log, why P's parameters are not passed on although P is well: D computes the
+	// prompt.
 	Unused string
-	// Final, if not nil, is a complete answer for the client: D is not asked.
+	// Final, if not nil, is a complete answer for the client: there is no decode leg.
 	Final        []byte
-	PromptTokens int64 // -1: P did not say
-	CachedTokens int64 // of the prompt, found in P's prefix cache; -1: P did not say
-	// WrittenTokens are those of the prompt that P put into its prefix cache, plus one; 0: P did not say.
+	PromptTokens int64 // -1: unknown
+	CachedTokens int64 // of the prompt, found in P's prefix cache; -1: unknown
+	// WrittenTokens is the number of prompt tokens that P wrote to its prefix cache, plus one; 0: unknown.
 	WrittenTokens int64
-	// Joined is what D's answer lacks for the client, as [openai.ReadInputLogprobs] gives it; nil: nothing.
+	// Joined is the part of P's answer that the client's answer needs, from [openai.ReadInputLogprobs]; nil: none.
 	Joined []byte
-	// PromptIDs are the prompt's token ids, a JSON array as it stands in P's answer; nil: P did not say.
+	// PromptIDs are the prompt's token ids, a JSON array as it stands in P's answer; nil: unknown.
 	PromptIDs []byte
 }
 
-// ErrParams is wrapped by every error about KV parameters that are there and cannot be used.
+// ErrParams is wrapped by every error about KV parameters that are present but unusable.
 var ErrParams = errors.New("unusable KV parameters")
 
-// Options are what a pool's configuration says about its dialect.
+// Options are the settings of a pool's dialect.
 type Options struct {
 	Name    string   // kvTransfer
 	Members []string // of multi
 
-	ReuseTokenIDs bool          // of nixl: D is sent P's token ids (vLLM 0.32 and newer)
+	ReuseTokenIDs bool          // of nixl: D receives P's token ids (vLLM 0.32 and newer)
 	Bidirectional bool          // of nixl: D keeps answers for the next turn, and P fetches them (vLLM 0.21 and newer)
 	TurnTTL       time.Duration // with Bidirectional; 0: DefaultTurnTTL
 
-	Arrivals      Arrivals      // of lmcache; nil: its engines send no notices
+	Arrivals      Arrivals      // of lmcache; nil: its engines send no notifications
 	NoticeTimeout time.Duration // of lmcache; 0: DefaultNoticeTimeout
-	RetFirstToken bool          // of lmcache: P's first token is delivered, and D goes on behind it
+	RetFirstToken bool          // of lmcache: the client gets P's first token, and D continues after it
 
 	Key    string // of orchestrated; "": DefaultOrchestratedKey
-	Params bool   // of orchestrated: hand on P's kv_transfer_params, not the whole answer
+	Params bool   // of orchestrated: pass on P's kv_transfer_params, not the whole answer
 
 	DecodeTP, DecodeDP int // of moriio-read: ranks of the decode endpoints; 0: one
 }
 
-// makers are all dialects there are, one for each file.
+// makers returns the constructors of all dialects, one for each file.
 func makers() []func(*Options) (Dialect, error) {
 	return []func(*Options) (Dialect, error){
 		lmcacheDialect, mooncakeDialect, mooncakePullDialect, moriioDialect, moriioReadDialect, multiDialect, nixlDialect, nixlPushDialect,
@@ -255,7 +260,7 @@ func makers() []func(*Options) (Dialect, error) {
 func All() []Dialect {
 	var all []Dialect
 	for _, dialect := range makers() {
-		d, _ := dialect(&Options{}) // multi asks for members, which change nothing of what is static
+		d, _ := dialect(&Options{}) // multi without its members is an error, but its static fields are set
 		all = append(all, d)
 	}
 	slices.SortFunc(all, func(a, b Dialect) int { return strings.Compare(a.Name, b.Name) })
@@ -270,7 +275,7 @@ func Names() (names []string) {
 	return names
 }
 
-// Named returns a dialect without settings, the zero value if there is none of that name.
+// Named returns the dialect of that name without settings; the zero value if there is none.
 func Named(name string) Dialect {
 	for _, d := range All() {
 		if d.Name == name {
@@ -280,7 +285,7 @@ func Named(name string) Dialect {
 	return Dialect{}
 }
 
-// New returns the dialect that the configuration names. "none" is no dialect, and refused like any unknown name.
+// New returns the configured dialect. "none" is not a dialect, and refused like any unknown name.
 func New(o Options) (Dialect, error) {
 	for _, dialect := range makers() {
 		if d, err := dialect(&o); d.Name == o.Name {

@@ -8,13 +8,13 @@ import (
 	"tandem/extproc/openai"
 )
 
-// EncodedMember is the member in which an engine that prefills is told where the encodings of a prompt's media are.
+// EncodedMember is the member of a prefill request that names the encodings of a prompt's media.
 const EncodedMember = "ec_transfer_params"
 
-// ReadEncoded takes ec_transfer_params from the answer of an engine that only encodes: an object with an object for each of
-// the media, by its hash (vLLM 0.33.0, docs/features/disagg_encoder.md). What stands in those is between the engines and
-// passes unread, as P's parameters do. nil: the engine names none, and P encodes by itself. An error wraps [ErrParams] where
-// the answer is JSON.
+// ReadEncoded returns ec_transfer_params from the answer of an encode endpoint: an object with an object for each of
+// the media, by its hash (vLLM 0.33.0, docs/features/disagg_encoder.md). The inner objects are between the engines and
+// pass unread, as P's parameters do. nil: the engine names none, and P encodes by itself. An error wraps [ErrParams]
+// if the answer is JSON.
 func ReadEncoded(answer []byte) ([]byte, error) {
 	scanned, err := openai.ScanAnswer(answer)
 	if err != nil {
@@ -33,7 +33,7 @@ func ReadEncoded(answer []byte) ([]byte, error) {
 	return scanned.Encoded, nil
 }
 
-// checkEncoded counts the media that raw tells of.
+// checkEncoded counts the media that raw names.
 func checkEncoded(raw []byte) (int, error) {
 	switch {
 	case len(raw) > MaxParamsBytes:

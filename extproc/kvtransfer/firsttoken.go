@@ -9,19 +9,19 @@ import (
 	"tandem/extproc/openai"
 )
 
-// lmcacheFirst is lmcache as LMCache's own proxy speaks it (ret_first_tok): P answers the token that it sampled
-// (kv_transfer_params.first_tok), D is sent the prompt's token ids with that one behind them and computes nothing but
-// the answer's rest, and the client is given P's token by the router.
+// lmcacheFirst is lmcache with ret_first_tok, as LMCache's own proxy uses it: P's answer has the token that it sampled
+// (kv_transfer_params.first_tok); D gets the prompt's token ids followed by that token, and computes only the rest of
+// the answer; the router delivers P's token to the client.
 //
-// LMCache's proxy asks /tokenize for the ids, and sends P them too, over /v1/completions. P is sent the client's own body
-// here, and asked for the ids (return_token_ids, vLLM 0.10.2): they are what P's own template made of tools and all, without
-// a request more. D takes a chat's messages beside prompt for members that it does not know.
+// LMCache's proxy asks /tokenize for the ids, and sends them to P too, over /v1/completions. Tandem sends P the
+// client's own body and asks for the ids (return_token_ids, vLLM 0.10.2): they come from P's own template, tools
+// included, without another request. A chat's messages stay beside prompt; D ignores them as unknown members.
 //
-// A request of which D could not write the rest that way goes as with lmcache, and so does one whose first token is no
-// text that a client could be shown: a part of a character, reasoning, a call.
+// Requests whose rest D could not write that way go as with lmcache, and so do those whose first token gives no text
+// for a client: a part of a character, reasoning, a call.
 type lmcacheFirst struct{ lmcache }
 
-// Prefill keeps the client's stops: what ends the answer at its first token is the answer's end.
+// Prefill keeps the client's stop strings: if one ends the answer at its first token, the answer is complete.
 func (d lmcacheFirst) Prefill(r *openai.Request, p *openai.Patch, pair *Pair) {
 	if r.Uncontinuable() != "" {
 		d.lmcache.Prefill(r, p, pair)
@@ -41,8 +41,7 @@ func (d lmcacheFirst) Prefill(r *openai.Request, p *openai.Patch, pair *Pair) {
 	p.Set("kv_transfer_params", openai.FieldKVTransferParams, append(spec, '}'))
 }
 
-// ReadAnswer makes Params of what D and the client are to be given. Without a first token the answer is one to lmcache's
-// own prefill leg.
+// ReadAnswer builds Params for D and the client. Without a first token the answer is treated as lmcache's.
 func (d lmcacheFirst) ReadAnswer(body []byte, _ *Pair) (Answer, error) {
 	scanned, err := openai.ScanAnswer(body)
 	if err != nil {
@@ -72,7 +71,7 @@ func (d lmcacheFirst) ReadAnswer(body []byte, _ *Pair) (Answer, error) {
 	return a, nil
 }
 
-// firstToken is P's token id, nil where it was not asked for one, or does not know of that.
+// firstToken returns P's token id, nil if P was not asked for one or does not support it.
 func firstToken(params []byte) (id []byte) {
 	c := cursor{b: params}
 	_ = c.object(func(key, value []byte, _ int) error {
@@ -86,7 +85,7 @@ func firstToken(params []byte) (id []byte) {
 	return id
 }
 
-// firstAnswer is what is read of P's answer: JSON text within it.
+// firstAnswer has the members of P's answer that are read: JSON text within it.
 type firstAnswer struct {
 	body, choice   []byte
 	choiceAt       int
@@ -167,7 +166,7 @@ func (f *firstAnswer) readMessage(message []byte) error {
 	})
 }
 
-// params writes what is handed over: the continuation, and D's prompt in front.
+// params writes the hand-over: the continuation, with D's prompt in front.
 func (f *firstAnswer) params(ids, token []byte, cached int64) []byte {
 	out := append(make([]byte, 0, len(ids)+len(token)+len(f.text)+len(f.id)+128), `{"prompt":`...)
 	out = append(out, bytes.TrimRight(ids[:len(ids)-1], " \t\r\n")...)
@@ -176,7 +175,7 @@ func (f *firstAnswer) params(ids, token []byte, cached int64) []byte {
 	return append(out, rest[1:]...)
 }
 
-// final is P's answer without what was asked for beside the client's request.
+// final returns P's answer without the members that Tandem asked for.
 func (f *firstAnswer) final() []byte {
 	choice := without(f.choice, "prompt_token_ids", "token_ids")
 	end := f.choiceAt + len(f.choice)
@@ -184,9 +183,9 @@ func (f *firstAnswer) final() []byte {
 	return without(whole, "prompt_token_ids", "kv_transfer_params")
 }
 
-// Continue gives D the ids as its prompt. A completion's own prompt stays under a name that engines do not know, so that
-// undoing it takes no room in a ticket. The limits are less by the token that P made; a chat's is null where there is
-// none, since a completion's would be 16.
+// Continue sets the ids as D's prompt. A completion's own prompt is renamed to a member that engines ignore, so that
+// undoing it takes no space in a ticket. The limits are reduced by P's token. A chat without a limit gets null, since
+// a completion's default would be 16.
 func (lmcacheFirst) Continue(r *openai.Request, p *openai.Patch, params []byte) (answer []byte, err error) {
 	to, ids, err := readContinuation(params)
 	if err != nil {
@@ -215,7 +214,7 @@ func (lmcacheFirst) Continue(r *openai.Request, p *openai.Patch, params []byte) 
 
 var errNotContinuation = fmt.Errorf("%w: not those of a first token", ErrParams)
 
-// appendContinuation appends what follows the prompt in Params, or all of what a ticket carries of them.
+// appendContinuation appends the part of Params after the prompt, which is all that a ticket carries of them.
 func appendContinuation(dst []byte, c *openai.Continuation) []byte {
 	dst = append(append(dst, `{"chat":`...), strconv.FormatBool(c.Chat)...)
 	dst = append(append(dst, `,"id":`...), c.ID...)
@@ -227,7 +226,7 @@ func appendContinuation(dst []byte, c *openai.Continuation) []byte {
 	return append(strconv.AppendInt(append(dst, `,"cached":`...), c.Cached, 10), '}')
 }
 
-// ReadContinuation reads what a ticket carries to where D's answer comes by.
+// ReadContinuation reads the continuation from a ticket when D's answer arrives.
 func ReadContinuation(answer []byte) (*openai.Continuation, error) {
 	c, _, err := readContinuation(answer)
 	return c, err

@@ -195,7 +195,7 @@ func tellTurn(t *testing.T, d *Turns, api openai.API, last, ids []byte, pair *Pa
 	}
 }
 
-// heard is what is kept of D's answer, and the client's.
+// heard returns what is kept of D's answer, and the client's.
 func heard(d *Turns, pair *Pair, answer []byte, stream bool) (turn *Turn, clients []byte, err error) {
 	a := openai.TurnAnswer{Kept: func(params []byte, ids []uint32) { turn, err = d.Read(params, ids, &pair.Decode) }}
 	if !stream {
@@ -268,7 +268,7 @@ func continued(t *testing.T, d Dialect, api openai.API, request, params []byte, 
 	}
 }
 
-// prefillBody is the prefill leg's body of a request, and what undoes it.
+// prefillBody returns the prefill leg's body of a request, and what undoes it.
 func prefillBody(t *testing.T, d Dialect, api openai.API, request []byte, pair *Pair) ([]byte, openai.Edits) {
 	var r openai.Request
 	var p openai.Patch
@@ -285,7 +285,7 @@ func prefillBody(t *testing.T, d Dialect, api openai.API, request []byte, pair *
 	return prefill, undo
 }
 
-// decodeBody is the decode leg's body: pass 2 makes it from the prefill leg's in one step (extproc.decodeEdits).
+// decodeBody returns the decode leg's body: pass 2 makes it from the prefill leg's in one step (extproc.decodeEdits).
 func decodeBody(d Dialect, prefill []byte, undo openai.Edits, params []byte) []byte {
 	client := undo.Apply(nil, prefill)
 	front := bytes.IndexByte(client, '{') + 1
@@ -313,7 +313,7 @@ func TestNew(t *testing.T) {
 	}
 }
 
-// every is a dialect by name, with what it needs.
+// every returns a dialect by name, with what it needs.
 func every(t *testing.T, name string) Dialect {
 	d, err := New(Options{Name: name, Members: []string{"nixl", "offload"}})
 	require.NoError(t, err)

@@ -19,27 +19,27 @@ import (
 	"sync/atomic"
 )
 
-// Keys seal and open tickets. One key seals; all of them open, so that keys can be changed while requests are under way.
-// Safe for concurrent use.
+// Keys seal and open tickets. One key seals; all of them open, so that keys can be changed while requests are in
+// flight. Safe for concurrent use.
 type Keys struct {
 	ring atomic.Pointer[[]key] // the first seals
 	pool sync.Pool
 }
 
-// key is what is derived from 32 secret bytes.
+// key is derived from 32 secret bytes.
 type key struct {
 	id          [4]byte
 	fingerprint uint64
 	aead        cipher.AEAD
 }
 
-// NewKeys makes Keys that seal under primary and open what primary or one of the older keys sealed.
+// NewKeys returns Keys that seal with primary and open tickets sealed with primary or an older key.
 func NewKeys(primary [32]byte, older ...[32]byte) (*Keys, error) {
 	k := &Keys{pool: sync.Pool{New: func() any { return new(scratch) }}}
 	return k, k.Change(primary, older...)
 }
 
-// Change puts other keys in the place of those there are.
+// Change replaces the keys.
 func (k *Keys) Change(primary [32]byte, older ...[32]byte) error {
 	var ring []key
 	for i, secret := range append([][32]byte{primary}, older...) {
@@ -53,17 +53,17 @@ func (k *Keys) Change(primary [32]byte, older ...[32]byte) error {
 	return nil
 }
 
-// GenerateKeys makes a key that nobody else knows: good for one replica, until it ends.
+// GenerateKeys generates a random key: enough for a single replica, until it ends.
 func GenerateKeys() (*Keys, error) {
 	var secret [32]byte
 	_, _ = rand.Read(secret[:]) // never fails (crypto/rand)
 	return NewKeys(secret)
 }
 
-// Take puts the keys of from in the place of those there are.
+// Take replaces the keys by those of from.
 func (k *Keys) Take(from *Keys) { k.ring.Store(from.ring.Load()) }
 
-// ID tells sets of keys apart without telling anything about them: it differs where one seals differently or opens others.
+// ID identifies a set of keys without revealing them: it differs if another key seals or other keys open.
 func (k *Keys) ID() string {
 	var id []byte
 	for _, one := range *k.ring.Load() {
@@ -72,8 +72,8 @@ func (k *Keys) ID() string {
 	return string(id[1:])
 }
 
-// Fingerprints tells keys apart for other replicas, first the one that seals. They are derived from the keys as those of tickets are,
-// and tell nothing about them.
+// Fingerprints identify the keys to other replicas, the sealing key first. They are derived from the keys like those
+// of tickets, and do not reveal them.
 func (k *Keys) Fingerprints() []uint64 {
 	ring := *k.ring.Load()
 	out := make([]uint64, len(ring))
@@ -113,9 +113,10 @@ func newKey(secret [32]byte) (key, error) {
 	return key{id: [4]byte(id), fingerprint: binary.BigEndian.Uint64(fingerprint), aead: aead}, nil
 }
 
-// ReadKeyFile reads keys from a file: one to a line, 32 bytes as 64 hex digits or base64, '#' before comments. The first
-// seals, all open. To change keys without losing a request: add the new key as the last line on every replica, then make
-// it the first on every replica, then drop the old one. warnings are for the log: a file that others can read.
+// ReadKeyFile reads keys from a file: one to a line, 32 bytes as 64 hex digits or base64, '#' before comments. The
+// first seals, all open. To change keys without losing a request: add the new key as the last line on every replica,
+// then make it the first on every replica, then drop the old one. warnings are for the log: a file that others can
+// read.
 func ReadKeyFile(path string) (k *Keys, warnings []string, err error) {
 	f, err := os.Open(path)
 	if err != nil {
@@ -149,7 +150,7 @@ const (
 	maxKeys    = 16
 )
 
-// parseKeys reads a key file. Errors name lines and never what is on them.
+// parseKeys parses a key file. Errors name line numbers and never quote a line.
 func parseKeys(text []byte) ([][32]byte, error) {
 	if len(text) > maxKeyFile {
 		return nil, fmt.Errorf("longer than %d bytes", maxKeyFile)

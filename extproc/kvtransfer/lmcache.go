@@ -11,13 +11,14 @@ import (
 	"tandem/kvstate"
 )
 
-// lmcache is LMCache's PD backend (LMCacheConnectorV1, enable_pd, over NIXL): P pushes the prompt's KV into the buffer of
-// the D that disagg_spec names, while it computes, and tells the router when it is there. D is sent the client's own body
-// and finds the chunks by the hashes of their tokens; what is missing it computes. So D's answer is complete, tool calls
-// and reasoning are parsed as ever, and a lost notice costs nothing but time.
+// lmcache is LMCache's PD backend (LMCacheConnectorV1, enable_pd, over NIXL): P pushes the prompt's KV into the buffer
+// of the D that disagg_spec names, while it computes, and notifies the router when it has arrived. D gets the client's
+// own body and finds the chunks by the hashes of their tokens; it computes missing ones. So D's answer is complete,
+// with tool calls and reasoning parsed, and a lost notification costs only time.
 //
-// LMCache's own proxy sends both legs token ids by /v1/completions, and D the first token that P sampled (ret_first_tok).
-// That saves D one step and costs the client what /v1/chat/completions does beyond text: lmcacheFirst, where a pool wants it.
+// LMCache's own proxy sends both legs token ids by /v1/completions, and D the first token that P sampled
+// (ret_first_tok). That saves D one step, but loses everything that /v1/chat/completions does beyond text:
+// lmcacheFirst does it for pools that want it.
 //
 // Read from examples/disagg_prefill/disagg_proxy_server.py, lmcache/v1/storage_backend/pd_backend.py and
 // lmcache/integration/vllm/vllm_v1_adapter.py of LMCache 0.5.6, and nixl_connector_v3.py of 0.3.5 (disagg_spec is new
@@ -28,9 +29,9 @@ type lmcache struct {
 	patience time.Duration
 }
 
-// Arrivals says when P's notices have come (package notices).
+// Arrivals reports the arrival of P's transfer notifications (package notices).
 type Arrivals interface {
-	// Wait waits until n notices for id have come, and reports whether they have; ctx bounds it.
+	// Wait waits until n notifications for id have arrived or ctx ends, and reports whether they have.
 	Wait(ctx context.Context, id string, n int) bool
 }
 
@@ -40,11 +41,11 @@ const (
 	lmcacheAllocPort = 7400
 )
 
-// DefaultNoticeTimeout is how long a notice is waited for: production-stack's 10 s.
+// DefaultNoticeTimeout is the maximum wait for a notification: production-stack's 10 s.
 const DefaultNoticeTimeout = 10 * time.Second
 
-// newLMCache makes the dialect. arrivals nil: the engines send no notices (pd_skip_proxy_notification, LMCache 0.4), and D
-// goes on when P has answered.
+// newLMCache returns the dialect. arrivals nil: the engines send no notifications (pd_skip_proxy_notification, LMCache
+// 0.4), and D starts when P has answered.
 func newLMCache(arrivals Arrivals, patience time.Duration) lmcache {
 	if patience <= 0 {
 		patience = DefaultNoticeTimeout
@@ -70,8 +71,8 @@ func lmcacheDialect(o *Options) (Dialect, error) {
 	return out, nil
 }
 
-// Prefill names D's receiver. All four members are read without a default: one that is missing is an exception in P's
-// scheduler. ret_first_tok must not even be there: its presence counts.
+// Prefill names D's receiver. P's scheduler reads all four members without a default and raises if one is missing.
+// ret_first_tok must be absent: any value enables it.
 func (d lmcache) Prefill(r *openai.Request, p *openai.Patch, pair *Pair) {
 	d.plan(r, p)
 	var room [256]byte
@@ -87,7 +88,7 @@ func (lmcache) spec(spec []byte, pair *Pair) []byte {
 	spec = strconv.AppendQuote(append(spec, `","receiver_host":`...), pair.Decode.host())
 	spec = appendPorts(append(spec, `,"receiver_init_port":`...), to.LMCacheInitPort, lmcacheInitPort, to.TP)
 	spec = appendPorts(append(spec, `,"receiver_alloc_port":`...), to.LMCacheAllocPort, lmcacheAllocPort, to.TP)
-	if to.LMCacheQueryPort != 0 { // read with pd_bidirectional alone (0.4)
+	if to.LMCacheQueryPort != 0 { // read only with pd_bidirectional (0.4)
 		spec = appendPorts(append(spec, `,"receiver_query_port":`...), to.LMCacheQueryPort, 0, to.TP)
 	}
 	return append(spec, '}')
@@ -108,7 +109,8 @@ func appendPorts(dst []byte, first, byDefault, ranks int) []byte {
 	return append(dst, ']')
 }
 
-// ReadAnswer: P's answer says only that it has computed. num_lmcache_cached_tokens and the like are not for D.
+// ReadAnswer reads no parameters: P's answer only confirms that it has computed. num_lmcache_cached_tokens and the
+// like are not for D.
 func (lmcache) ReadAnswer(body []byte, _ *Pair) (Answer, error) {
 	a, _, err := usage(body)
 	if err != nil {
@@ -117,8 +119,8 @@ func (lmcache) ReadAnswer(body []byte, _ *Pair) (Answer, error) {
 	return a, nil
 }
 
-// Await waits for the notice of each of P's ranks. Writes are under way after P's answer in newer releases (async
-// backend), and may be over before it.
+// Await waits for the notification of each of P's ranks. Newer releases (async backend) still write after P's answer,
+// or may have finished before it.
 func (d lmcache) Await(ctx context.Context, pair *Pair) bool {
 	if d.arrivals == nil {
 		return true

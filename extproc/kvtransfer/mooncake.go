@@ -12,9 +12,9 @@ import (
 	"tandem/kvstate"
 )
 
-// mooncake is vLLM's MooncakeConnector as it is from 0.16 on: both legs carry one transfer id, D learns from P's bootstrap
-// server where P's workers are, and tells them to send. P keeps the blocks until D has taken them, or 480 s. P's answer
-// carries nothing. (From 0.13 to 0.14 it was another protocol: mooncakePull.)
+// mooncake is vLLM's MooncakeConnector from 0.16 on: both legs carry one transfer id, D learns from P's bootstrap
+// server where P's workers are, and requests the transfer from them. P keeps the blocks until D has taken them, or 480
+// s. P's answer has no parameters. (0.13 and 0.14 had another protocol: mooncakePull.)
 //
 // Read from vllm/distributed/kv_transfer/kv_connector/v1/mooncake/ of vLLM 0.16.0 to 0.33.0 and
 // examples/disaggregated/mooncake_connector/mooncake_connector_proxy.py of 0.33.0; run against vLLM 0.32.0.
@@ -22,8 +22,8 @@ type mooncake struct{ nixl nixl }
 
 func newMooncake() mooncake { return mooncake{newNIXL(false)} }
 
-// mooncakeDialect does not cancel P's leg: D frees the blocks of a request whose client has left only when P has sent them.
-// Cutting P's leg left 488 of a D's 511 blocks held for good (10 aborts, vLLM 0.32.0).
+// mooncakeDialect does not cancel P's leg: if a client leaves, D frees its blocks only when P has sent them.
+// Cancelling P's leg left 488 of a D's 511 blocks allocated for good (10 aborts, vLLM 0.32.0).
 func mooncakeDialect(*Options) (Dialect, error) {
 	d := newMooncake()
 	return Dialect{
@@ -35,12 +35,12 @@ func mooncakeDialect(*Options) (Dialect, error) {
 	}, nil
 }
 
-// bootstrapPorts are those of SGLang and Mooncake: HTTP, of an endpoint that prefills.
+// bootstrapPorts returns the bootstrap port of SGLang and Mooncake: HTTP, on prefill endpoints.
 func bootstrapPorts() []Port {
 	return []Port{{Name: "transfer.bootstrapPort", Default: DefaultBootstrapPort, Roles: kvstate.RolePrefill, Open: true}}
 }
 
-// vllmUnpairable: what one vLLM engine has to do whole, and what is no vLLM API.
+// vllmUnpairable returns the reason why a vLLM engine has to answer a request alone, or that its API is not vLLM's.
 func vllmUnpairable(r *openai.Request) string {
 	if r.API() == openai.SGLangGenerate {
 		return "other_engine"
@@ -48,8 +48,8 @@ func vllmUnpairable(r *openai.Request) string {
 	return r.Unsplittable()
 }
 
-// Plan asks P for one token, as nixl does. The finish reason has to be "length": P cancels the transfer for any other one,
-// 0.33.0 included, and D would wait in vain.
+// Plan asks P for one token, as nixl does. The finish reason has to be "length": for any other one P cancels the
+// transfer (still in 0.33.0), and D would wait in vain.
 func (d mooncake) Plan(r *openai.Request, p *openai.Patch, l *Legs) (PairPlan, error) {
 	rank, ok := l.rank()
 	if !ok {
@@ -73,7 +73,7 @@ func (d mooncake) Plan(r *openai.Request, p *openai.Patch, l *Legs) (PairPlan, e
 // transferID names an attempt.
 func transferID(prefix string, id [16]byte) string { return prefix + hex.EncodeToString(id[:]) }
 
-// rankIndex is the data-parallel rank that an attempt uses of those that are known.
+// rankIndex returns the data-parallel rank that an attempt uses, of the known ones.
 func (l *Legs) rankIndex() int {
 	if len(l.Peer.Ranks) == 0 {
 		return -1
@@ -95,7 +95,7 @@ func (l *Legs) rank() (Rank, bool) {
 	return l.Peer.Ranks[i], true
 }
 
-// rankHeader is the x-data-parallel-rank of P's leg: only where there are several is it the router's to choose.
+// rankHeader returns the x-data-parallel-rank of P's leg: the router chooses it only if there are several.
 func (l *Legs) rankHeader() string {
 	if l.Prefill.Ranks > 0 {
 		return l.Prefill.RankName()
@@ -106,13 +106,13 @@ func (l *Legs) rankHeader() string {
 	return strconv.Itoa(l.rankIndex())
 }
 
-// bootstrapURL is P's bootstrap server, with the scheme: D puts /query behind it.
+// bootstrapURL returns the URL of P's bootstrap server, with the scheme: D appends /query.
 func bootstrapURL(e *kvstate.Endpoint) string {
 	return "http://" + host(e) + ":" + strconv.Itoa(int(port(e.Transfer.BootstrapPort, DefaultBootstrapPort)))
 }
 
-// ReadAnswer checks that P has finished as one that will send: a choice that ended for anything but its length means that
-// the transfer was cancelled.
+// ReadAnswer checks that P will send: a choice that ended for anything but its length means that the transfer was
+// cancelled.
 func (mooncake) ReadAnswer(body, _ []byte) (Answer, Peer, error) {
 	scanned, err := openai.ScanAnswer(body)
 	if err != nil {
@@ -124,8 +124,8 @@ func (mooncake) ReadAnswer(body, _ []byte) (Answer, Peer, error) {
 	return Answer{PromptTokens: scanned.PromptTokens, CachedTokens: scanned.CachedTokens}, Peer{}, nil
 }
 
-// stoppedEarly is the finish reason of an answer's choice if it is not what a limit of one token leads to. Messages say
-// max_tokens, responses are incomplete.
+// stoppedEarly returns the finish reason of an answer's choice, unless it is the one of a limit of one token:
+// "length", in messages "max_tokens", in responses "incomplete".
 func stoppedEarly(body []byte) string {
 	var answer struct {
 		Choices []struct {
@@ -156,7 +156,7 @@ func queryBootstrap(ctx context.Context, e *kvstate.Endpoint) (Peer, error) {
 	return readQuery(body)
 }
 
-// maxRanks bounds what a bootstrap server may say.
+// maxRanks bounds the answer of a bootstrap server.
 const maxRanks = 4096
 
 // readQuery reads {"<dp rank>":{"engine_id":...,"worker_addr":{...}}}.

@@ -9,25 +9,25 @@ import (
 	"tandem/kvstate"
 )
 
-// moriio is vLLM's MoRIIOConnector (AMD, from 0.14) in its default mode, WRITE: P writes its blocks into D's memory layer by
-// layer, so both legs run at once. Each leg is told where the other one is, and both carry one transfer id; P's answer is
-// not needed. (The mode READ is pull, one leg after the other.)
+// moriio is vLLM's MoRIIOConnector (AMD, from 0.14) in its default mode, WRITE: P writes its blocks into D's memory
+// layer by layer, so both legs run at once. Each leg's request names the other engine, and both carry one transfer id;
+// P's answer is not needed. (The mode READ is pull, one leg after the other.)
 //
-// Read from vllm/distributed/kv_transfer/kv_connector/v1/moriio/ and docs/features/moriio_connector_usage.md of vLLM 0.33.0,
-// and llm-d's connector_nixlv2.go. Not run: it needs ROCm.
+// Read from vllm/distributed/kv_transfer/kv_connector/v1/moriio/ and docs/features/moriio_connector_usage.md of vLLM
+// 0.33.0, and llm-d's connector_nixlv2.go. Not run: it needs ROCm.
 type moriio struct{ nixl nixl }
 
 func newMoRIIO() moriio { return moriio{newNIXL(false)} }
 
-// Ports of an engine that was not told others (moriio_common.py). The notify port is the first of one for each rank; the
-// engines add the rank themselves.
+// Default ports of an engine (moriio_common.py). The notify port is the first of one for each rank; the engines add
+// the rank themselves.
 const (
 	defaultHandshakePort = 6301
 	defaultNotifyPort    = 61005
 )
 
-// moriioDialect does not cancel P's leg, like vLLM's other dialects in which P sends: D sets blocks aside for what P writes,
-// and gives up on them only after 60 to 120 s.
+// moriioDialect does not cancel P's leg, like vLLM's other dialects in which P sends: D reserves blocks for P's
+// writes, and frees them only after 60 to 120 s.
 func moriioDialect(*Options) (Dialect, error) {
 	d := newMoRIIO()
 	return Dialect{
@@ -45,7 +45,7 @@ func moriioPorts() []Port {
 	}
 }
 
-// sameSizes: rank n of prefill writes to rank n of decode.
+// sameSizes requires equal tensor-parallel sizes: rank n of prefill writes to rank n of decode.
 func sameSizes(f *Fleet) (problems []Problem) {
 	size := func(m Member) int { return max(m.Transfer.TP, 1) }
 	for i, e := range f.Endpoints {
@@ -58,9 +58,9 @@ func sameSizes(f *Fleet) (problems []Problem) {
 	return problems
 }
 
-// Plan tells each leg of the other. The sizes are those of the other leg: without remote_tp_size every writer would take
-// D's rank 0, and the text would be wrong. With data-parallel ranks both legs carry P's, as x-data-parallel-rank. The id
-// begins with tx, which 0.22.1 tells its messages by.
+// Plan names each leg's engine to the other. The sizes are the other leg's: without remote_tp_size every writer would
+// take D's rank 0, and the text would be wrong. With data-parallel ranks both legs carry P's, as x-data-parallel-rank.
+// The id begins with tx, by which 0.22.1 recognises its messages.
 func (d moriio) Plan(r *openai.Request, p *openai.Patch, l *Legs) (PairPlan, error) {
 	transfer := transferID("tx-", l.ID)
 	toDecode, err := moriioAddress(l.Decode)
@@ -91,7 +91,7 @@ func (d moriio) Plan(r *openai.Request, p *openai.Patch, l *Legs) (PairPlan, err
 	return plan, nil
 }
 
-// moriioAddress is what one leg is told of the other's endpoint.
+// moriioAddress returns the address of an endpoint for the other leg's request.
 func moriioAddress(e *kvstate.Endpoint) ([]byte, error) {
 	name, err := quote(nil, bareHost(e))
 	if err != nil {
@@ -102,7 +102,7 @@ func moriioAddress(e *kvstate.Endpoint) ([]byte, error) {
 		port(t.HandshakePort, defaultHandshakePort), port(t.NotifyPort, defaultNotifyPort), max(t.DP, 1), max(t.TP, 1)), nil
 }
 
-// ReadAnswer checks that P has finished for its length: it keeps the blocks of nothing else.
+// ReadAnswer checks that P finished because of the length limit: otherwise it keeps no blocks.
 func (moriio) ReadAnswer(body, told []byte) (Answer, Peer, error) {
 	return mooncake{}.ReadAnswer(body, told)
 }

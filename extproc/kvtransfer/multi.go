@@ -7,17 +7,17 @@ import (
 	"tandem/extproc/openai"
 )
 
-// multi is vLLM's MultiConnector: its members see the same kv_transfer_params, D loads from the first one that has
-// something, and what P's members answer is merged into one object (multi_connector.py, 0.33.0). So what is sent is the
-// union of what the members are sent. Two members with a key in common do not work in the engine either.
+// multi is vLLM's MultiConnector: all its members see the same kv_transfer_params, D loads from the first one that has
+// something, and the answers of P's members are merged into one object (multi_connector.py, 0.33.0). So each leg's
+// request has the union of the members' parameters. Two members with a key in common do not work in the engine either.
 //
-// A store among the members (shared) needs nothing. An empty object is what LMCacheMP answers, and nothing to hand over.
+// A store among the members (shared) needs nothing. LMCacheMP answers an empty object, which hands over nothing.
 type multi struct {
 	oneToken
 	nixl, offload bool
 }
 
-// newMulti takes the members: nixl, offload and shared, each at most once.
+// newMulti returns the dialect of these members: nixl, offload and shared, each at most once.
 func newMulti(members []string) (multi, error) {
 	d := multi{oneToken: newOneToken()}
 	for i, m := range members {
@@ -66,7 +66,7 @@ func (d multi) Prefill(r *openai.Request, p *openai.Patch, pair *Pair) {
 	}
 }
 
-// comma goes on in an object that may have members already.
+// comma appends a comma if the object has members already.
 func comma(object []byte) []byte {
 	if len(object) > 1 {
 		return append(object, ',')
@@ -74,7 +74,7 @@ func comma(object []byte) []byte {
 	return object
 }
 
-// ReadAnswer takes each member's part of P's object and adds what P does not say.
+// ReadAnswer reads each member's part of P's object and adds the parameters that P does not send.
 func (d multi) ReadAnswer(body []byte, pair *Pair) (Answer, error) {
 	a, params, err := usage(body)
 	if err != nil {

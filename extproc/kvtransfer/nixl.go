@@ -10,20 +10,20 @@ import (
 	"tandem/extproc/openai"
 )
 
-// nixl is vLLM's NixlConnector, pull (NixlPullConnector from 0.24): P computes the prompt, keeps its blocks under a lease
-// and answers where they are; D reads them from P's memory. Layouts that differ between P and D are the engines' own
-// affair: tp_size, pp_size and dcp_size travel in the object, and with data-parallel ranks behind one port the object names
+// nixl is vLLM's NixlConnector, pull (NixlPullConnector from 0.24): P computes the prompt, keeps its blocks under a
+// lease and answers with their location; D reads them from P's memory. The engines handle different layouts of P and
+// D: tp_size, pp_size and dcp_size travel in the object, and with data-parallel ranks behind one port the object names
 // the rank that has the blocks (remote_port, remote_engine_id).
 //
 // Read from vllm/distributed/kv_transfer/kv_connector/v1/nixl* of vLLM 0.9.2 to 0.33.0; run against vLLM 0.32.0.
 type nixl struct {
 	oneToken
 	ask, yes []byte
-	reuseIDs bool // D is sent the token ids of P's chat template
+	reuseIDs bool // D receives the token ids of P's chat template
 }
 
-// nixlAsk is what P is told. P tests do_remote_decode alone; remote_block_ids must not be true-ish, or P reads from D
-// (bidirectional, 0.21). The nulls are what vLLM's own proxies send.
+// nixlAsk is P's kv_transfer_params. P tests only do_remote_decode. remote_block_ids must be falsy, or P reads from D
+// (bidirectional, 0.21). vLLM's own proxies send the nulls.
 const nixlAsk = `"do_remote_decode":true,"do_remote_prefill":false,` +
 	`"remote_engine_id":null,"remote_block_ids":null,"remote_host":null,"remote_port":null`
 
@@ -60,8 +60,8 @@ func (d nixl) Prefill(r *openai.Request, p *openai.Patch, _ *Pair) {
 	}
 }
 
-// ReadAnswer takes kv_transfer_params from P's answer. null or none is no error: the prompt ended in a state that keeps
-// no blocks, or P has no connector.
+// ReadAnswer reads kv_transfer_params from P's answer. null or none is not an error: the prompt ended in a state that
+// keeps no blocks, or P has no connector.
 func (d nixl) ReadAnswer(body []byte, pair *Pair) (Answer, error) {
 	scanned, err := openai.ScanAnswer(body)
 	if err != nil {
@@ -78,9 +78,9 @@ func (d nixl) ReadAnswer(body []byte, pair *Pair) (Answer, error) {
 	return a, nil
 }
 
-// addTokenIDs puts P's prompt_token_ids into the object for D (from vLLM 0.32, chat alone): D then computes nothing from
-// messages, so a template that prints the time makes no difference between P and D. What does not fit is left out, and D
-// tokenises by itself.
+// addTokenIDs puts P's prompt_token_ids into the object for D (from vLLM 0.32, chat alone): D then does not render
+// messages again, so a template that prints the time makes no difference between P and D. Ids that do not fit are left
+// out, and D tokenises by itself.
 func (a *Answer) addTokenIDs(ids []byte) {
 	if !tokenIDs(ids) || len(a.Params)+len(ids) > MaxParamsBytes-32 {
 		return
@@ -104,8 +104,8 @@ func (a *Answer) readNIXL(params []byte, pair *Pair) error {
 		return fmt.Errorf("kv_transfer_params of P's answer: %w: %w", ErrParams, err)
 	}
 	a.Params = pull.repairHost(&pair.Prefill)
-	// These two count what the usage may leave out: messages say input_tokens without the cached ones, and engines say
-	// cached tokens only when told to (0.21 and 0.31).
+	// These two are optional in the usage: messages report input_tokens without the cached ones, and engines report
+	// cached tokens only with an option (0.21 and 0.31).
 	if n, ok := count(pull.numTokens); ok {
 		a.PromptTokens = n
 	}
@@ -115,12 +115,12 @@ func (a *Answer) readNIXL(params []byte, pair *Pair) error {
 	return nil
 }
 
-// What is no reason to give a prefill endpoint up: another one of its release would answer the same.
+// These errors do not count against a prefill endpoint: another one of its release would answer the same.
 var (
-	// vLLM 0.9.2 counts full blocks only, so a prompt shorter than a block has none. Sent on, it is harmless there, and
-	// ends later releases.
+	// vLLM 0.9.2 counts full blocks only, so a prompt shorter than a block has none. Sending it on is harmless there,
+	// but kills later releases.
 	errNoBlocks = errors.New("remote_block_ids: not one block id in it")
-	// Before 0.13 P did not name the request, and D did not ask. From 0.13 on a D without it waits for ever.
+	// Before 0.13 P did not send the request's name, and D did not need it. From 0.13 on D waits for ever without it.
 	errNoRequestID = errors.New("remote_request_id is missing")
 )
 
@@ -132,13 +132,13 @@ func olderThan013(release string) bool {
 	return major == "0" && err == nil && n < 13
 }
 
-// count reads a count that nothing depends on; anything else is as if it was not there.
+// count reads an optional count; anything else is treated as absent.
 func count(value []byte) (int64, bool) {
 	n, err := strconv.ParseInt(string(value), 10, 64)
 	return n, err == nil && n >= 0
 }
 
-// DecodeMember hands P's object on. Nothing else of the client's body changes on D.
+// DecodeMember passes P's object on. Nothing else of the client's body changes on D.
 func (nixl) DecodeMember(dst, params []byte) []byte { return appendKVTransferParams(dst, params) }
 
 func appendKVTransferParams(dst, params []byte) []byte {

@@ -26,23 +26,24 @@ const MaxParamsBytes = 4 << 20
 //	remote_prefill_cached_tokens            0.31
 //	remote_registration_generation          0.33
 //
-// Only what D dies of, hangs on, or reads wrong blocks by is looked at; new members come with almost every release, and
-// pass unread. The fields are the members' JSON text within raw, nil where not there.
+// Only the members by which D dies, hangs, or reads wrong blocks are checked; new members come with almost every
+// release, and pass unread. The fields are the members' JSON text within raw, nil if absent.
 type pull struct {
 	raw                     []byte
 	host                    []byte
 	hostAt                  int // where host starts in raw
 	numTokens, cachedTokens []byte
-	expires                 bool // it says until when the blocks are kept
-	turn                    bool // it is of D, about an answer that it keeps (turn.go): the two do_ members are the other way round
+	expires                 bool // it has an expiry time of the blocks
+	turn                    bool // it comes from a D that keeps an answer (turn.go): the two do_ members are swapped
 	groups, blocks          int  // lists of block ids, and ids in them
 }
 
-// readPull checks what D depends on. vLLM 0.32.0 as run: a lone do_remote_prefill, string ids or missing members kill the
-// decode engine, at once or when its client leaves; wrong numbers make it read another request's blocks.
+// readPull checks the members that D depends on. vLLM 0.32.0 as run: a lone do_remote_prefill, string ids or missing
+// members kill the decode engine, at once or when its client leaves; wrong numbers make it read another request's
+// blocks.
 func readPull(raw []byte) (pull, error) { return readParams(raw, false) }
 
-// readParams is readPull, also of the object of a D that keeps an answer.
+// readParams is readPull, also for the object of a D that keeps an answer.
 func readParams(raw []byte, turn bool) (pull, error) {
 	p := pull{raw: raw, turn: turn}
 	if len(raw) > MaxParamsBytes {
@@ -65,7 +66,7 @@ func readParams(raw []byte, turn bool) (pull, error) {
 	return p, (seen &^ memberDecode).missing()
 }
 
-// pullMembers are the members that must be there, as bits.
+// pullMembers are the required members, as bits.
 type pullMembers uint8
 
 const (
@@ -75,11 +76,12 @@ const (
 	memberRequest
 	memberHost
 	memberPort
-	memberDecode // of a turn alone
+	memberDecode // only of a turn
 	allMembers   = memberDecode - 1
 )
 
-// missing names the first that is not there; remote_request_id last, since it alone has an excuse.
+// missing returns an error for the first absent member; remote_request_id comes last, since only it is optional in old
+// releases.
 func (m pullMembers) missing() error {
 	if m == allMembers&^memberRequest {
 		return errNoRequestID
@@ -92,7 +94,7 @@ func (m pullMembers) missing() error {
 	return nil
 }
 
-// member checks one member. A member that is there twice is refused: D might take the other one.
+// member checks one member. A duplicate is refused: D might take the other one.
 func (p *pull) member(seen *pullMembers, key, value []byte, at int) error {
 	var is pullMembers
 	var err error
@@ -140,7 +142,7 @@ func (*pull) flag(key, value []byte, want bool) error {
 	return nil
 }
 
-// refuse says what a member should have been. What it was is quoted and short: it goes into logs.
+// refuse returns an error for a member of the wrong kind. It quotes the value shortened, for logs.
 func refuse(key, value []byte, want string) error {
 	short, more := value, ""
 	if len(short) > 32 {
@@ -149,7 +151,7 @@ func refuse(key, value []byte, want string) error {
 	return fmt.Errorf("%s is %q%s, not %s", key, short, more, want)
 }
 
-// checkText accepts a string with something in it.
+// checkText accepts a string that is not empty.
 func checkText(key, value []byte) error {
 	if len(value) < 3 || value[0] != '"' {
 		return refuse(key, value, "a non-empty string")
@@ -162,8 +164,8 @@ func isPort(value []byte) bool {
 	return end == len(value) && n >= 1 && n <= 65535
 }
 
-// digits reads the integer at b[i:], and says where it ends; end is i if there is none of up to ten digits that JSON
-// allows. Signs, fractions and exponents are no part of it.
+// digits reads the integer at b[i:] and returns the index behind it; end is i if there is no integer of up to ten
+// digits that JSON allows. Signs, fractions and exponents are not part of it.
 func digits(b []byte, i int) (n int64, end int) {
 	for end = i; end < len(b) && b[end]-'0' <= 9; end++ {
 		if end-i == 10 {
@@ -210,7 +212,7 @@ func checkBlockIDs(value []byte) (groups, ids int, err error) {
 	return groups, ids, nil
 }
 
-// element reads a block id, or a list of them, and says how many they are.
+// element reads a block id, or a list of them, and returns their number.
 func (c *cursor) element(nested bool) (int, error) {
 	if !nested {
 		return 1, c.blockID()
@@ -238,10 +240,10 @@ func (c *cursor) blockID() error {
 	return nil
 }
 
-// repairHost gives the object with an address that D can reach: what is configured of P (transfer.host), or else the one
-// that P was reached at where it answers one that is good on its own machine alone. An engine whose
-// VLLM_NIXL_SIDE_CHANNEL_HOST was left alone answers localhost, which on D's machine is D. Any other address is the
-// operator's choice, and stays. So does everything when P itself is on a loopback: then D is there too.
+// repairHost returns the object with an address that D can reach: the configured one of P (transfer.host), or else, if
+// P answers one that is only valid on its own machine, the address at which P was reached. An engine without
+// VLLM_NIXL_SIDE_CHANNEL_HOST answers localhost, which on D's machine is D. Any other address is the operator's
+// choice, and stays. Everything stays when P itself is on a loopback: then D is there too.
 func (p pull) repairHost(prefill *Side) []byte {
 	addr := prefill.Transfer.Host
 	if addr == "" {
@@ -253,14 +255,14 @@ func (p pull) repairHost(prefill *Side) []byte {
 		if err != nil || reached.Addr().Unmap().IsLoopback() {
 			return p.raw
 		}
-		addr = reached.Addr().Unmap().WithZone("").String() // IPv6 without brackets: vLLM puts them on (make_zmq_path)
+		addr = reached.Addr().Unmap().WithZone("").String() // IPv6 without brackets: vLLM adds them (make_zmq_path)
 	}
 	repaired := make([]byte, 0, len(p.raw)+len(addr))
 	repaired = appendJSON(append(repaired, p.raw[:p.hostAt]...), []byte(addr))
 	return append(repaired, p.raw[p.hostAt+len(p.host):]...)
 }
 
-// localOnly reports whether a host is good only on its own machine: localhost, a loopback or an unspecified address.
+// localOnly reports whether a host is valid only on its own machine: localhost, a loopback or an unspecified address.
 func localOnly(host string) bool {
 	host = strings.TrimSuffix(strings.TrimSuffix(strings.TrimPrefix(host, "["), "]"), ".")
 	if strings.EqualFold(host, "localhost") {

@@ -13,7 +13,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// goodParams is an object of vLLM 0.32.0 with one member's value exchanged.
+// goodParams returns an object of vLLM 0.32.0 with one member's value exchanged.
 func goodParams(name, value string) string {
 	members := [][2]string{
 		{"do_remote_prefill", "true"}, {"do_remote_decode", "false"}, {"remote_block_ids", "[[1,2,3,4]]"},
@@ -192,7 +192,7 @@ func TestRepairKeepsTheAnswer(t *testing.T) {
 	require.Equal(t, before, answer)
 }
 
-// plainReadPull is the dumb twin of readPull, by the words of the rule.
+// plainReadPull returns the dumb twin of readPull, by the words of the rule.
 func plainReadPull(raw []byte) bool {
 	var members map[string]json.RawMessage
 	if json.Unmarshal(raw, &members) != nil || members == nil || plainCountMembers(raw) != len(members) {
@@ -334,5 +334,5 @@ func TestTransferHost(t *testing.T) {
 	}
 }
 
-// reachedAt is a pair whose P was reached at an address.
+// reachedAt returns a pair whose P was reached at an address.
 func reachedAt(addr string) *Pair { return &Pair{Prefill: Side{Addr: addr}} }

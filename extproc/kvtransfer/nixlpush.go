@@ -12,22 +12,22 @@ import (
 )
 
 // nixlPush is vLLM's NixlPushConnector: D registers with P's side channel, P computes and writes the blocks into D's
-// memory. D has to be told P's engine id and side channel before P has said anything, so they come from an earlier answer
-// of P; the first request to a P that nobody knows goes one leg after the other, with P's object verbatim, which push
+// memory. D's request has to name P's engine id and side channel before P has answered, so they come from an earlier
+// answer of P; the first request to an unknown P goes one leg after the other, with P's object verbatim, which push
 // understands too.
 //
-// P finds D's registration by its own request id without the random tail, which is made of x-request-id and the path: so
-// both legs carry one x-request-id, which no other attempt has.
+// P finds D's registration by its own request id without the random tail, which consists of x-request-id and the path:
+// so both legs carry one x-request-id, which no other attempt has.
 //
-// Read from vllm/distributed/kv_transfer/kv_connector/v1/nixl/push_scheduler.py and docs/design/nixl_kv_push_connector.md
-// of vLLM 0.24.0 to 0.33.0; run against vLLM 0.32.0.
+// Read from vllm/distributed/kv_transfer/kv_connector/v1/nixl/push_scheduler.py and
+// docs/design/nixl_kv_push_connector.md of vLLM 0.24.0 to 0.33.0; run against vLLM 0.32.0.
 type nixlPush struct{ nixl nixl }
 
 func newNIXLPush() nixlPush { return nixlPush{newNIXL(false)} }
 
-// nixlPushDialect is nixl for a P that is not known yet. It does not cancel P's leg, for the reason that mooncake has: 488 of
-// 511 blocks held for good after 10 aborts (0.32.0). Where P failed and lives, the same leg sent again with the same
-// x-request-id released them.
+// nixlPushDialect is nixl for a P that is not known yet. It does not cancel P's leg, for mooncake's reason: 488 of 511
+// blocks stayed allocated for good after 10 aborts (0.32.0). If P failed but lives, sending the same leg again with
+// the same x-request-id freed them.
 func nixlPushDialect(*Options) (Dialect, error) {
 	d := newNIXLPush()
 	out := d.nixl.dialect()
@@ -37,7 +37,8 @@ func nixlPushDialect(*Options) (Dialect, error) {
 	return out, nil
 }
 
-// Unpairable: responses take the engine's id from the body's request_id, which has to be the attempt's own.
+// Unpairable refuses responses that name their own request_id: the engine takes its id from there, and it has to be
+// the attempt's own.
 func (nixlPush) Unpairable(r *openai.Request) string {
 	if r.API() == openai.Responses && r.Has(openai.FieldRequestID) {
 		return "own_request_id"
@@ -45,9 +46,9 @@ func (nixlPush) Unpairable(r *openai.Request) string {
 	return vllmUnpairable(r)
 }
 
-// Plan gives P what nixl gives it, and D where P is. Every member of D's is needed: where one of remote_engine_id,
-// remote_host, remote_port, tp_size and remote_request_id is missing, the engine dies of a KeyError (0.32.0);
-// remote_request_id may be any text.
+// Plan gives P nixl's parameters, and D the location of P. D needs every member: without remote_engine_id,
+// remote_host, remote_port, tp_size or remote_request_id the engine dies of a KeyError (0.32.0); remote_request_id may
+// be any text.
 func (d nixlPush) Plan(r *openai.Request, p *openai.Patch, l *Legs) (PairPlan, error) {
 	rank, ok := l.rank()
 	if !ok {
@@ -63,7 +64,7 @@ func (d nixlPush) Plan(r *openai.Request, p *openai.Patch, l *Legs) (PairPlan, e
 	id := l.RequestID + transferID(".", l.ID)
 	d.nixl.Prefill(r, p, nil)
 	var own []byte
-	if r.API() == openai.Responses { // vLLM: ResponsesRequest.request_id, random where the body has none
+	if r.API() == openai.Responses { // vLLM: ResponsesRequest.request_id, random if the body has none
 		name := strconv.AppendQuote(nil, transferID("resp_", l.ID))
 		p.Set("request_id", openai.FieldRequestID, name)
 		own = append(append([]byte(`"request_id":`), name...), ',')
@@ -75,8 +76,8 @@ func (d nixlPush) Plan(r *openai.Request, p *openai.Patch, l *Legs) (PairPlan, e
 	}, nil
 }
 
-// ReadAnswer learns who P is. A P that is not the one D was told of was started anew in between, and D waits for an engine
-// that is no more.
+// ReadAnswer learns P's identity. If it is not the one in D's request, P was restarted in between, and D waits for an
+// engine that is gone.
 func (nixlPush) ReadAnswer(body, told []byte) (Answer, Peer, error) {
 	scanned, err := openai.ScanAnswer(body)
 	if err != nil {
@@ -93,8 +94,8 @@ func (nixlPush) ReadAnswer(body, told []byte) (Answer, Peer, error) {
 	return a, peer, nil
 }
 
-// readPushPeer reads what P's parameters say of P itself: its engine id (as JSON text too, nil where it says none), side
-// channel and sizes. A data-parallel rank shows in the id's tail (vllm/v1/engine/core.py: <id>_dp<rank>).
+// readPushPeer reads from P's parameters its engine id (as JSON text too, nil if absent), side channel and sizes. The
+// id's tail has the data-parallel rank (vllm/v1/engine/core.py: <id>_dp<rank>).
 func readPushPeer(params []byte) (peer Peer, engine []byte) {
 	var said struct {
 		EngineID json.RawMessage `json:"remote_engine_id"`

@@ -9,20 +9,21 @@ import (
 	"tandem/kvstate"
 )
 
-// offload is vLLM's OffloadingConnector with the P2P tier (TieringOffloadingSpec, 0.25 and later): P parks the prompt's
-// blocks under a name that both legs carry, and D fetches them from P's side channel. P waits 60 s for D and then lets go.
-// What D does not find it computes. Whoever computes may also be told of an endpoint that has computed the prompt's
-// beginning before (remote_kv_source), and fetches what that still has.
+// offload is vLLM's OffloadingConnector with the P2P tier (TieringOffloadingSpec, 0.25 and later): P offers the
+// prompt's blocks under a name that both legs carry, and D fetches them from P's side channel. P waits 60 s for D and
+// then frees them. D computes what it does not find. The engine that computes may also be given an endpoint that has
+// computed the prompt's beginning before (remote_kv_source), and fetches what is left there.
 //
 // Read from docs/features/kv_offloading_usage.md and vllm/v1/kv_offload/tiering/p2p/manager.py of vLLM 0.33.0.
 type offload struct{ oneToken }
 
-// p2pPort is VLLM_P2P_SIDE_CHANNEL_PORT's default; data-parallel rank n listens n above it, so an endpoint is one rank.
+// p2pPort is VLLM_P2P_SIDE_CHANNEL_PORT's default; data-parallel rank n listens n above it, so an endpoint is one
+// rank.
 const p2pPort = 5710
 
 func newOffload() offload { return offload{newOneToken()} }
 
-// p2pPorts are those of the tier.
+// p2pPorts returns the port of the tier.
 func p2pPorts() []Port {
 	return []Port{{Name: "transfer.p2pPort", Default: p2pPort, Roles: kvstate.RolePrefill, Open: true}}
 }
@@ -41,7 +42,7 @@ func (d offload) Prefill(r *openai.Request, p *openai.Patch, pair *Pair) {
 	d.plan(r, p)
 	var room [288]byte
 	ask := appendRemoteDecoder(append(room[:0], '{'), pair)
-	if pair.Source != nil { // the one combination of keys that is allowed
+	if pair.Source != nil { // the only combination of keys that is allowed
 		ask = appendRemoteSource(append(ask, ','), pair)
 	}
 	p.Set("kv_transfer_params", openai.FieldKVTransferParams, append(ask, '}'))
@@ -53,7 +54,7 @@ func (offload) Pull(p *openai.Patch, pair *Pair) {
 	p.Set("kv_transfer_params", openai.FieldKVTransferParams, append(appendRemoteSource(append(room[:0], '{'), pair), '}'))
 }
 
-// appendRemoteSource names the endpoint to fetch from. The name of this fetch is another than the hand-over's.
+// appendRemoteSource names the endpoint to fetch from. The name of this fetch differs from the hand-over's.
 func appendRemoteSource(dst []byte, pair *Pair) []byte {
 	id := pair.Attempt
 	id[0] ^= 0xff
@@ -65,7 +66,7 @@ func appendRemoteDecoder(dst []byte, pair *Pair) []byte {
 	return append(appendUUID(append(dst, `"remote_decoder":{"kv_request_id":"`...), pair.Attempt), `"}`...)
 }
 
-// ReadAnswer names P to D. P's own answer says nothing about it.
+// ReadAnswer names P to D. P's own answer has no parameters for it.
 func (offload) ReadAnswer(body []byte, pair *Pair) (Answer, error) {
 	a, _, err := usage(body)
 	if err != nil {
@@ -80,7 +81,7 @@ func appendRemotePrefiller(dst []byte, pair *Pair) []byte {
 	return appendTier(dst, &pair.Prefill)
 }
 
-// appendTier ends an object with where a peer's tier listens.
+// appendTier ends an object with the address of a peer's tier.
 func appendTier(dst []byte, peer *Side) []byte {
 	dst = strconv.AppendQuote(append(dst, `","remote_host":`...), peer.host())
 	port := peer.Transfer.P2PPort

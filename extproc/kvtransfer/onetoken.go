@@ -7,13 +7,14 @@ import (
 	"tandem/extproc/openai"
 )
 
-// oneToken is what vLLM's dialects have in common on the prefill leg: P is asked for one token, which is thrown away. D
-// computes it again, so its answer is complete and its limits stay the client's.
+// oneToken is the common prefill leg of vLLM's dialects: P generates one token, which is discarded. D computes it
+// again, so its answer is complete and its limits stay the client's.
 //
-// The one token must end for its length: a P that stops for any other reason keeps no blocks (vLLM 0.12 to 0.20, where a
-// first token that ends the text counts as stopped; from 0.21 NIXL keeps them for both). Hence min_tokens 1, which masks
-// that token, and no stop of the client's. A limit left beside max_tokens runs its full length, min_tokens above it and
-// stream_options without stream are refused with 400, stream true answers without parameters (all run on 0.32.0).
+// The one token must end because of its length: a P that stops for any other reason keeps no blocks (vLLM 0.12 to
+// 0.20, where a first token that ends the text counts as stopped; from 0.21 NIXL keeps them for both). Hence
+// min_tokens 1, which masks that token, and no stop strings. A limit that stays beside max_tokens would run its full
+// length, min_tokens above it and stream_options without stream are refused with 400, and stream true answers without
+// parameters (all run on 0.32.0).
 type oneToken struct {
 	one, no, tokens []byte // values as JSON text, kept so that a patch allocates nothing
 }
@@ -22,8 +23,9 @@ func newOneToken() oneToken {
 	return oneToken{one: []byte("1"), no: []byte("false"), tokens: []byte(`"tokens"`)}
 }
 
-// plan plans the limits of a prefill leg. What no engine accepts stays as the client wrote it, so that P refuses the request before it
-// works for it, and not D afterwards: counts out of range, log probabilities, and stream options without a stream.
+// plan plans the limits of a prefill leg. Values that no engine accepts stay as the client wrote them, so that P
+// refuses the request before it computes, and not D afterwards: counts out of range, log probabilities, and stream
+// options without a stream.
 func (d oneToken) plan(r *openai.Request, p *openai.Patch) {
 	switch r.API() {
 	case openai.Generate:
@@ -31,7 +33,7 @@ func (d oneToken) plan(r *openai.Request, p *openai.Patch) {
 	case openai.Chat:
 		d.limit(r, p, "max_tokens", openai.FieldMaxTokens)
 		if r.Wants(openai.FieldMaxCompletionTokens) || !outOfRange(r.Raw(openai.FieldMaxTokens), openai.FieldMaxTokens) {
-			d.limit(r, p, "max_completion_tokens", openai.FieldMaxCompletionTokens) // it wins over max_tokens
+			d.limit(r, p, "max_completion_tokens", openai.FieldMaxCompletionTokens) // it overrides max_tokens
 		}
 		d.limit(r, p, "min_tokens", openai.FieldMinTokens)
 		d.limit(r, p, "n", openai.FieldN)
@@ -51,7 +53,7 @@ func (d oneToken) plan(r *openai.Request, p *openai.Patch) {
 	d.unstream(r, p)
 }
 
-// unstream asks for the answer in one piece, and cuts what P must not stop by.
+// unstream asks for an answer that is not streamed, and removes the conditions by which P must not stop.
 func (d oneToken) unstream(r *openai.Request, p *openai.Patch) {
 	p.Set("stream", openai.FieldStream, d.no)
 	if r.True(openai.FieldStream) {
@@ -65,8 +67,8 @@ func (d oneToken) unstream(r *openai.Request, p *openai.Patch) {
 	}
 }
 
-// generate is plan for /inference/v1/generate (0.12), which has its limits in sampling_params. output_mode (0.33) decides
-// what kind of answer there is, and kv_transfer_params come with tokens.
+// generate is plan for /inference/v1/generate (0.12), which has its limits in sampling_params. output_mode (0.33)
+// decides the kind of answer, and kv_transfer_params come with tokens.
 func (d oneToken) generate(r *openai.Request, p *openai.Patch) {
 	for _, limit := range [...]struct {
 		key   string
@@ -91,14 +93,14 @@ func (d oneToken) limit(r *openai.Request, p *openai.Patch, key string, f openai
 	}
 }
 
-// limitOwn is limit where the client has the count: the path need not know it.
+// limitOwn is limit, but only if the client's body has the count: the engine may not know the member.
 func (d oneToken) limitOwn(r *openai.Request, p *openai.Patch, key string, f openai.Field) {
 	if r.Has(f) {
 		d.limit(r, p, key, f)
 	}
 }
 
-// outOfRange reports whether every engine refuses a count: it is no whole number, or below the least.
+// outOfRange reports whether every engine refuses a count: it is not an integer, or below the minimum.
 func outOfRange(raw []byte, f openai.Field) bool {
 	if len(raw) == 0 || string(raw) == "null" {
 		return false
@@ -107,17 +109,17 @@ func outOfRange(raw []byte, f openai.Field) bool {
 	if f == openai.FieldMinTokens {
 		least = 0
 	}
-	n, err := strconv.ParseFloat(string(raw), 64) // engines take 5.0 too
+	n, err := strconv.ParseFloat(string(raw), 64) // engines accept 5.0 too
 	return err != nil || n < least || n != math.Trunc(n)
 }
 
-// usage reads what P's answer says about tokens, and its kv_transfer_params.
+// usage reads the token counts of P's answer, and its kv_transfer_params.
 func usage(body []byte) (Answer, []byte, error) {
 	scanned, err := openai.ScanAnswer(body)
 	return counts(&scanned), scanned.Params, err
 }
 
-// counts is what an answer says of its prompt's tokens.
+// counts returns the counts of the prompt's tokens in an answer.
 func counts(a *openai.Answer) Answer {
 	return Answer{PromptTokens: a.PromptTokens, CachedTokens: a.CachedTokens, WrittenTokens: a.WrittenTokens + 1}
 }

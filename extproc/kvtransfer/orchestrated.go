@@ -6,15 +6,16 @@ import (
 	"tandem/extproc/openai"
 )
 
-// orchestrated is the scheme of vLLM on Neuron and of production-stack's proposal: the router hands P's answer to D as it
-// came, under one key, and the engines know what is in it. Two forms:
+// orchestrated is the scheme of vLLM on Neuron and of production-stack's proposal: the router passes P's answer to D
+// unchanged, under one key, and the engines know its content. Two forms:
 //
-//   - the whole answer under key (disagg_prefill_resp: AIBrix pd/transfer/nixl.go for Neuron, production-stack PR 777);
-//     P is told nothing but its limits.
-//   - P's kv_transfer_params under that name, unread but for a remote_host that is good on P's machine alone
-//     (production-stack as merged, disaggregated_prefill_orchestrated): P is asked as by NIXL. This is for engines whose parameters are not NIXL's; where they are, nixl checks them.
+//   - the whole answer under key (disagg_prefill_resp: AIBrix pd/transfer/nixl.go for Neuron, production-stack PR
+//     777); P's request differs only in its limits.
+//   - P's kv_transfer_params under that name, unread but for a remote_host that is valid only on P's machine
+//     (production-stack as merged, disaggregated_prefill_orchestrated); P's request is that of NIXL. This is for
+//     engines whose parameters are not NIXL's; if they are, nixl checks them.
 //
-// What an engine makes of wrong parameters is not known, so nothing is sent that P did not answer.
+// How an engine reacts to wrong parameters is not known, so D gets nothing that P did not answer.
 type orchestrated struct {
 	oneToken
 	key    string // with quotes and colon
@@ -22,7 +23,7 @@ type orchestrated struct {
 	ask    []byte
 }
 
-// DefaultOrchestratedKey is the member under which D is sent P's whole answer.
+// DefaultOrchestratedKey is the member of D's request that has P's whole answer.
 const DefaultOrchestratedKey = "disagg_prefill_resp"
 
 func newOrchestrated(key string, params bool) orchestrated {
@@ -38,15 +39,17 @@ func newOrchestrated(key string, params bool) orchestrated {
 func orchestratedDialect(o *Options) (Dialect, error) {
 	d := newOrchestrated(o.Key, o.Params)
 	return Dialect{
-		Name: "orchestrated", Engine: EngineAny, APIs: []openai.API{openai.Chat, openai.Completions}, // by which those engines are asked
+		// the APIs of those engines
+		Name: "orchestrated", Engine: EngineAny, APIs: []openai.API{openai.Chat, openai.Completions},
 		Prefill: d.Prefill, ReadAnswer: d.ReadAnswer, DecodeMember: d.DecodeMember,
 	}, nil
 }
 
-// Prefill adds max_tokens and stream, which every engine knows; other limits are changed only where the client has them, as
-// the orchestrators do it: an engine that is not known here may refuse what it does not know.
+// Prefill adds max_tokens and stream, which every engine knows. It changes other limits only if the client's body has
+// them, as the orchestrators do: an unknown engine may refuse members that it does not know.
 func (d orchestrated) Prefill(r *openai.Request, p *openai.Patch, _ *Pair) {
-	p.Set("max_tokens", openai.FieldMaxTokens, d.one) // whatever the client's is: some engine may take -1 for endless
+	// whatever the client's value: an engine may take -1 for unlimited
+	p.Set("max_tokens", openai.FieldMaxTokens, d.one)
 	d.limitOwn(r, p, "max_completion_tokens", openai.FieldMaxCompletionTokens)
 	d.limitOwn(r, p, "min_tokens", openai.FieldMinTokens)
 	d.limitOwn(r, p, "n", openai.FieldN)
@@ -80,7 +83,7 @@ func (d orchestrated) ReadAnswer(body []byte, pair *Pair) (Answer, error) {
 	return a, nil
 }
 
-// repairAnyHost is repairHost for an object of which nothing else is known.
+// repairAnyHost is repairHost for an object whose other members are unknown.
 func repairAnyHost(params []byte, prefill *Side) ([]byte, error) {
 	p := pull{raw: params}
 	c := cursor{b: params}
@@ -96,7 +99,7 @@ func repairAnyHost(params []byte, prefill *Side) ([]byte, error) {
 	return p.repairHost(prefill), nil
 }
 
-// skipSpace is where a valid value starts.
+// skipSpace returns the index at which a valid value starts.
 func skipSpace(raw []byte) int {
 	c := cursor{b: raw}
 	c.space()

@@ -11,18 +11,18 @@ import (
 	"tandem/kvstate"
 )
 
-// p2pNCCL is vLLM's P2pNcclConnector (0.9.2 to 0.23; gone in 0.24). The engines read each other's address out of the
-// request id: ___prefill_addr_<P's zmq>___decode_addr_<D's zmq>_<32 hex>. P sends its blocks to D when it has them; D
-// waits for them within a step of its engine, and everybody on it waits with it. So D's leg is held back until P has
-// answered. There is nothing else: no kv_transfer_params, and P's answer says nothing.
+// p2pNCCL is vLLM's P2pNcclConnector (0.9.2 to 0.23; gone in 0.24). The engines read each other's address from the
+// request id: ___prefill_addr_<P's zmq>___decode_addr_<D's zmq>_<32 hex>. P sends its blocks to D when it has them. D
+// waits for them within a step of its engine, which blocks all its requests. So D's leg is sent when P has answered.
+// There are no kv_transfer_params, and P's answer has no parameters.
 //
 // D expects KV for every prompt, and raises for a request id without addresses: no request goes to D alone.
 //
 // Read from vllm/distributed/kv_transfer/kv_connector/v1/p2p/ of vLLM 0.9.2 to 0.22.1 and
 // examples/disaggregated/p2p_nccl_xpyd/disagg_proxy_p2p_nccl_xpyd.py of 0.22.1. Not run: it needs NCCL.
 //
-// KV is kept under the engine's own request id. From 0.14 that has a random tail of its own on each engine, so those need
-// VLLM_DISABLE_REQUEST_ID_RANDOMIZATION=1 (which exists from 0.17).
+// KV is stored under the engine's own request id. From 0.14 that has a random tail of its own on each engine, so those
+// need VLLM_DISABLE_REQUEST_ID_RANDOMIZATION=1 (which exists from 0.17).
 type p2pNCCL struct{ oneToken }
 
 func newP2PNCCL() p2pNCCL { return p2pNCCL{newOneToken()} }
@@ -40,7 +40,7 @@ func p2pNCCLDialect(*Options) (Dialect, error) {
 	}, nil
 }
 
-// Validate: the engines find each other by addresses that are configured, or registered.
+// Validate requires addresses by which the engines find each other: configured, or registered.
 func (p2pNCCL) Validate(f *Fleet) (problems []Problem) {
 	if f.Registered {
 		return nil
@@ -58,7 +58,7 @@ func (p2pNCCL) Validate(f *Fleet) (problems []Problem) {
 	return problems
 }
 
-// Unpairable: the id of a response is the body's own, which no engine finds an address in.
+// Unpairable refuses responses: their id is the body's own, which has no addresses in it.
 func (p2pNCCL) Unpairable(r *openai.Request) string {
 	if r.API() == openai.Responses {
 		return "own_request_id"
@@ -66,7 +66,7 @@ func (p2pNCCL) Unpairable(r *openai.Request) string {
 	return vllmUnpairable(r)
 }
 
-// Plan gives both legs their name. The engines take what stands before the last :<digits> for the address, so nothing
+// Plan gives both legs their name. The engines take the text before the last :<digits> for the address, so nothing
 // behind it may look like a port.
 func (d p2pNCCL) Plan(r *openai.Request, p *openai.Patch, l *Legs) (PairPlan, error) {
 	from, err := zmqAddress(l.Prefill, l.Peer)
@@ -81,7 +81,7 @@ func (d p2pNCCL) Plan(r *openai.Request, p *openai.Patch, l *Legs) (PairPlan, er
 	return PairPlan{Decode: []byte{}, RequestID: "___prefill_addr_" + from + "___decode_addr_" + to + transferID("_", l.ID)}, nil
 }
 
-// zmqAddress is where an engine's KV socket listens: as the engine itself registered, else as configured.
+// zmqAddress returns the address of an engine's KV socket: the registered one, else the configured one.
 func zmqAddress(e *kvstate.Endpoint, registered Peer) (string, error) {
 	if len(registered.Ranks) > 0 && registered.Ranks[0].Host != "" {
 		r := registered.Ranks[0]
@@ -93,7 +93,7 @@ func zmqAddress(e *kvstate.Endpoint, registered Peer) (string, error) {
 	return net.JoinHostPort(bareHost(e), strconv.Itoa(int(e.Transfer.KVPort))), nil
 }
 
-// ReadAnswer: P has sent, or is sending. What it answers is thrown away.
+// ReadAnswer ignores P's answer: P has sent, or is sending.
 func (p2pNCCL) ReadAnswer(body, _ []byte) (Answer, Peer, error) {
 	if !json.Valid(body) {
 		return Answer{}, Peer{}, fmt.Errorf("%w: P's answer is not JSON", ErrParams)

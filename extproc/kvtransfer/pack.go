@@ -10,13 +10,12 @@ import (
 	"github.com/cespare/xxhash/v2"
 )
 
-// Packed text. A hand-over is a few hundred bytes and one long list of block ids, written in decimal: 8,192 of them take
-// 47 KB, and a header must hold them. pack finds runs of integers with the same separator between them, whatever stands
-// around them, and writes their bits; everything else stays as it is. It knows nothing of JSON, so nothing can be lost in
-// reading it: white space, numbers that only look like integers and strings that look like lists all come back byte for
-// byte.
+// Packed text. A hand-over is a few hundred bytes and one long list of block ids, written in decimal: 8,192 of them
+// take 47 KB, and have to fit a header. pack finds runs of integers with the same separator between them, in any
+// context, and writes their bits; everything else stays. It knows nothing of JSON, so nothing can get lost: white
+// space, numbers that only look like integers and strings that look like lists all come back byte for byte.
 //
-//	text    = 0x00 literal-bytes                 nothing to gain
+//	text    = 0x00 literal-bytes                 not compressible
 //	        | 0x01 length checksum token*        length: uvarint, of the text; checksum: its xxhash64, 8 bytes
 //	token   = size<<1 literal-bytes              uvarint
 //	        | size<<1|1 separator before chunk* 0x00
@@ -26,13 +25,13 @@ import (
 //	                                             differences that are written; base: what to add to each (uvarint, or
 //	                                             varint for differences); bits: little endian, padded to bytes
 //
-// Random block ids cost their width (16 bits below 65,536), neighbours next to nothing.
+// Random block ids cost their width (16 bits below 65,536), consecutive ones next to nothing.
 const (
 	packedNot  = 0
 	packedRuns = 1
 
 	chunkLen      = 128
-	minRun        = 16 // integers; below that a run saves nothing
+	minRun        = 16 // integers; a shorter run saves nothing
 	maxIntDigits  = 9  // so that an integer, and a difference of two, fits 32 bits
 	maxSeparator  = 16
 	shapeIsDeltas = 0x80
@@ -73,8 +72,8 @@ func appendLiteral(dst, text []byte) []byte {
 	return append(binary.AppendUvarint(dst, uint64(len(text))<<1), text...)
 }
 
-// packRun packs the run of integers at text[i:], after the literal before it. It says where it stopped reading, and gives
-// nil if that is no run.
+// packRun packs the run of integers at text[i:], after the literal before it. It returns the index behind the run;
+// packed is nil if there is no run.
 func packRun(dst, text []byte, literal, i int) (end int, packed []byte) {
 	var chunk [chunkLen]uint32
 	var ok bool
@@ -101,7 +100,8 @@ func packRun(dst, text []byte, literal, i int) (end int, packed []byte) {
 	return end, append(dst, 0)
 }
 
-// integer reads the digits at text[i:] as an integer that writes back the same: no leading zeros, and not too long.
+// integer reads the digits at text[i:] if printing the integer gives the same text: no leading zeros, and not too
+// long.
 func integer(text []byte, i int) (v uint32, end int, ok bool) {
 	rest := text[i:]
 	n := 0
@@ -111,7 +111,7 @@ func integer(text []byte, i int) (v uint32, end int, ok bool) {
 	return v, i + n, n == 1 || n > 1 && n <= maxIntDigits && rest[0] != '0'
 }
 
-// separator is the comma at the start of text and the white space behind it, if an integer follows.
+// separator returns the comma at the start of text and the white space behind it, if an integer follows.
 func separator(text []byte) []byte {
 	if len(text) == 0 || text[0] != ',' {
 		return nil
@@ -128,7 +128,7 @@ func separator(text []byte) []byte {
 	return nil
 }
 
-// fill reads integers, each after a separator, into chunk[n:] until it is full or something else comes.
+// fill reads integers, each after a separator, into chunk[n:] until it is full or anything else follows.
 func fill(chunk *[chunkLen]uint32, n int, text []byte, end int, sep []byte) (int, int) {
 	for n < chunkLen && len(text)-end > len(sep) {
 		if text[end] != ',' || len(sep) > 1 && string(text[end:end+len(sep)]) != string(sep) {
@@ -184,8 +184,8 @@ func appendChunk(dst []byte, chunk []uint32, last int64) []byte {
 	return dst
 }
 
-// unpack appends to dst the text that packed stands for, at most limit bytes. It never panics, whatever packed is, and
-// never gives another text: a checksum guards what two releases may see differently.
+// unpack appends to dst the text that packed stands for, at most limit bytes. It never panics on malformed input, and
+// never returns another text: a checksum guards against releases that decode differently.
 func unpack(dst, packed []byte, limit int) ([]byte, error) {
 	if len(packed) == 0 {
 		return dst, errPacked
@@ -234,7 +234,7 @@ func (u *unpacker) token() bool {
 	return len(u.out) <= u.max
 }
 
-// run writes out a run of integers with a separator between them.
+// run appends a run of integers with a separator between them.
 func (u *unpacker) run(sep []byte) bool {
 	last, size := binary.Varint(u.in)
 	if len(sep) == 0 || len(sep) > maxSeparator || size <= 0 || last < -2e9 || last > 2e9 {
@@ -292,7 +292,7 @@ func (u *unpacker) chunk(chunk []uint32, last int64) bool {
 	if n <= 0 || width > maxWidth || len(u.in) < 1+n+size {
 		return false
 	}
-	var in [chunkLen*4 + 8]byte // so that eight bytes can be read anywhere
+	var in [chunkLen*4 + 8]byte // eight bytes can be read at any offset
 	copy(in[:], u.in[1+n:1+n+size])
 	u.in = u.in[1+n+size:]
 	mask := uint64(1)<<width - 1
@@ -308,7 +308,7 @@ func (u *unpacker) chunk(chunk []uint32, last int64) bool {
 	return true
 }
 
-// appendInteger appends v, below 1e9, in decimal. It is strconv's work at a third of its time, which is most of opening a
+// appendInteger appends v, below 1e9, in decimal. It takes a third of strconv's time, which would be most of opening a
 // long hand-over.
 func appendInteger(dst []byte, v uint32) []byte {
 	const pairs = "00010203040506070809" + "10111213141516171819" + "20212223242526272829" + "30313233343536373839" + "40414243444546474849" +

@@ -23,7 +23,7 @@ func blockIDs(ids []int, sep string) string {
 	return b.String()
 }
 
-// randomIDs are n ids below limit, from a fixed seed.
+// randomIDs returns n ids below limit, from a fixed seed.
 func randomIDs(n, limit int) []int {
 	rng := rand.New(rand.NewPCG(1, 2))
 	ids := make([]int, n)
@@ -33,7 +33,7 @@ func randomIDs(n, limit int) []int {
 	return ids
 }
 
-// fragmentIDs are what an allocator gives that has been at work: stretches of neighbours.
+// fragmentIDs returns what an allocator gives that has been at work: stretches of neighbours.
 func fragmentIDs(n int) []int {
 	rng := rand.New(rand.NewPCG(3, 4))
 	ids := make([]int, 0, n)

@@ -14,22 +14,23 @@ import (
 	"tandem/kvstate"
 )
 
-// ErrUnknownPeer means that the legs cannot be planned because P's engine is not known yet: D is told by which name to
-// find it, and only P can say that.
+// ErrUnknownPeer means that the legs cannot be planned because P's engine is not known yet: D's request has to name
+// it, and only P knows that name.
 var ErrUnknownPeer = errors.New("the prefill engine is not known yet")
 
-// Peer is what was learnt of a prefill engine: by data-parallel rank, how D finds it. The zero value: nothing. Immutable.
+// Peer is what is known about a prefill engine: for each data-parallel rank, how D finds it. The zero value: nothing.
+// Immutable.
 type Peer struct{ Ranks []Rank }
 
 // Rank is one engine core.
 type Rank struct {
-	EngineID string // random, and new with every start; of TensorRT-LLM its info endpoint; "": not known
+	EngineID string // random, and new with every start; of TensorRT-LLM its info endpoint; "": unknown
 	Host     string // of the side channel (NIXL push)
-	Port     int    // likewise; of TensorRT-LLM the rank itself, -1 where it says none
+	Port     int    // likewise; of TensorRT-LLM the rank itself, -1 if it names none
 	TP, PP   int
 }
 
-// with is the peer with one rank known anew.
+// with returns a copy of the peer with one rank replaced.
 func (p Peer) with(i int, r Rank) Peer {
 	ranks := make([]Rank, max(len(p.Ranks), i+1))
 	copy(ranks, p.Ranks)
@@ -37,7 +38,7 @@ func (p Peer) with(i int, r Rank) Peer {
 	return Peer{ranks}
 }
 
-// Peers remembers what was learnt of prefill engines, by address. It is safe for concurrent use.
+// Peers caches what is known about prefill engines, by address. It is safe for concurrent use.
 type Peers struct {
 	PeerSource
 	log *slog.Logger
@@ -47,11 +48,11 @@ type Peers struct {
 	asked map[string]*question
 }
 
-// question is one that is under way; whoever needs its answer waits for the same one.
+// question is a running query; all requests that need its answer wait for the same one.
 type question struct{ done chan struct{} }
 
-// How long an engine may take to say who it is, how long a request waits for that, and how often engines are asked again:
-// one that was started anew is another engine.
+// The timeout of a query to an engine, the time that a request waits for it, and the interval between queries: a
+// restarted engine has another identity.
 const (
 	askTimeout   = 5 * time.Second
 	askPatience  = time.Second
@@ -59,13 +60,14 @@ const (
 	maxPeerBytes = 1 << 20
 )
 
-// PeerSource is how the engines of a dialect become known, beside by their answers.
+// PeerSource is how Tandem learns about the engines of a dialect, besides from their answers.
 type PeerSource struct {
-	Ask       func(ctx context.Context, e *kvstate.Endpoint) (Peer, error) // nil: nobody is asked
-	Registers bool                                                         // engines announce themselves, and are gone when they stop
+	Ask func(ctx context.Context, e *kvstate.Endpoint) (Peer, error) // nil: no engine is asked
+	// engines register themselves, and disappear when they stop
+	Registers bool
 }
 
-// NewPeers returns an empty memory for engines that become known like this, nil where they need not.
+// NewPeers returns an empty cache for engines of this source, nil if the source is nil.
 func (s *PeerSource) NewPeers(log *slog.Logger) *Peers {
 	if s == nil {
 		return nil
@@ -73,7 +75,7 @@ func (s *PeerSource) NewPeers(log *slog.Logger) *Peers {
 	return &Peers{PeerSource: *s, log: log, known: map[string]Peer{}, asked: map[string]*question{}}
 }
 
-// Lookup is what is known of an endpoint. One that nobody has asked yet is asked now, and waited for, but not long.
+// Lookup returns what is known about an endpoint. If it was never asked, Lookup asks it now and waits, but not long.
 func (p *Peers) Lookup(ctx context.Context, e *kvstate.Endpoint) (Peer, bool) {
 	p.mu.Lock()
 	peer, ok := p.known[e.Addr]
@@ -96,15 +98,15 @@ func (p *Peers) Lookup(ctx context.Context, e *kvstate.Endpoint) (Peer, bool) {
 	return peer, ok
 }
 
-// Known is what is known of an endpoint, without asking it.
+// Known returns what is known about an endpoint, without asking it.
 func (p *Peers) Known(addr string) Peer {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	return p.known[addr]
 }
 
-// start asks an endpoint, unless that is under way. The lock is held. The request that asks may end before the answer is
-// there, which others wait for.
+// start asks an endpoint, unless a query is running. The lock is held. The query outlives the request that starts it,
+// because others wait for it.
 func (p *Peers) start(ctx context.Context, e *kvstate.Endpoint) *question {
 	if q := p.asked[e.Addr]; q != nil {
 		return q
@@ -129,7 +131,7 @@ func (p *Peers) start(ctx context.Context, e *kvstate.Endpoint) *question {
 	return q
 }
 
-// Learn takes in what an endpoint said of itself; a zero Peer says nothing.
+// Learn stores what an endpoint's answer revealed about it; a zero Peer is ignored.
 func (p *Peers) Learn(addr string, said Peer) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -140,21 +142,21 @@ func (p *Peers) Learn(addr string, said Peer) {
 	}
 }
 
-// Failed drops what is known of an endpoint that failed a request: it may come back as another engine.
+// Failed drops what is known about an endpoint that failed a request: it may come back as another engine.
 func (p *Peers) Failed(addr string) {
 	if !p.Registers {
 		p.Forget(addr)
 	}
 }
 
-// Forget drops what is known of an endpoint.
+// Forget drops what is known about an endpoint.
 func (p *Peers) Forget(addr string) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	delete(p.known, addr)
 }
 
-// Run asks the pool's prefill endpoints again and again until ctx ends, so that requests need not, and forgets those that
+// Run asks the pool's prefill endpoints regularly until ctx ends, so that requests need not, and forgets those that
 // have left.
 func (p *Peers) Run(ctx context.Context, state *kvstate.State, pool string) {
 	for {
@@ -205,7 +207,8 @@ func get(ctx context.Context, url string) ([]byte, error) {
 	return body, nil
 }
 
-// peerClient asks engines who they are. It follows no redirect: an engine has no say in whom Tandem asks.
+// peerClient asks engines for their identity. It follows no redirect: an engine must not choose the host that Tandem
+// asks.
 var peerClient = &http.Client{
 	Transport:     &http.Transport{IdleConnTimeout: time.Second, DisableKeepAlives: true, MaxResponseHeaderBytes: 64 << 10},
 	CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse },

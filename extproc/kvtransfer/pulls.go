@@ -6,17 +6,17 @@ import (
 	"tandem/extproc/openai"
 )
 
-// Two more dialects in which D pulls from P, one leg after the other, with what P answers. They differ from nixl in the
-// members: what P is asked with, and what D cannot do without.
+// Two more dialects in which D pulls from P, one leg after the other, with parameters from P's answer. They differ
+// from nixl in the members: those of P's request, and those that D requires.
 
-// mooncakePull is vLLM's MooncakeConnector as it was in 0.13 and 0.14: P answers where it is, and finds the blocks by the
-// request id, so both legs need one x-request-id and one path, which they have. 0.14 adds a random tail to request ids on
-// each engine, which defeats that.
+// mooncakePull is vLLM's MooncakeConnector of 0.13 and 0.14: P answers with its address, and finds the blocks by the
+// request id, so both legs need one x-request-id and one path, which they have. 0.14 adds a random tail to request ids
+// on each engine, which defeats that.
 //
 // Read from vllm/distributed/kv_transfer/kv_connector/v1/mooncake_connector.py of vLLM 0.13.0 and 0.14.1.
 type mooncakePull struct{ nixl nixl }
 
-// mooncakePullDialect leaves out responses: the engine's id of one is not made of x-request-id.
+// mooncakePullDialect leaves out responses: the engine's id of a response is not derived from x-request-id.
 func mooncakePullDialect(*Options) (Dialect, error) {
 	d := mooncakePull{newNIXL(false)}
 	return Dialect{
@@ -31,7 +31,8 @@ func (mooncakePull) ReadAnswer(body []byte, pair *Pair) (Answer, error) {
 	return readPullAnswer(body, &pair.Prefill, []pullMember{{"do_remote_prefill", isTrue}, {"remote_host", isText}, {"remote_port", isPort}})
 }
 
-// moriioRead is vLLM's MoRIIOConnector in the mode READ. P is told how many ranks D has; D gets P's object as it is.
+// moriioRead is vLLM's MoRIIOConnector in the mode READ. P's request has the number of D's ranks; D gets P's object
+// unchanged.
 //
 // Read from vllm/distributed/kv_transfer/kv_connector/v1/moriio/ of vLLM 0.33.0. Not run: it needs ROCm.
 type moriioRead struct {
@@ -62,7 +63,7 @@ func (moriioRead) ReadAnswer(body []byte, pair *Pair) (Answer, error) {
 	})
 }
 
-// pullMember is one that D needs, and what it has to be.
+// pullMember is a member that D requires, and its kind.
 type pullMember struct {
 	name string
 	is   func(value []byte) bool
@@ -75,8 +76,8 @@ func isBlockIDs(value []byte) bool {
 	return err == nil
 }
 
-// readPullAnswer reads P's answer with status 200: its object, checked, verbatim but for an address that is only good on
-// P's machine.
+// readPullAnswer reads P's answer with status 200 and returns its object, checked and verbatim but for an address that
+// is only valid on P's machine.
 func readPullAnswer(body []byte, prefill *Side, needed []pullMember) (Answer, error) {
 	scanned, err := openai.ScanAnswer(body)
 	if err != nil {

@@ -11,7 +11,7 @@ import (
 	"tandem/kvstate"
 )
 
-// rankedLegs are an attempt with rank 2 of P's 3 and rank 1 of D's 2.
+// rankedLegs returns an attempt with rank 2 of P's 3 and rank 1 of D's 2.
 func rankedLegs(release string) *Legs {
 	return &Legs{
 		ID: [16]byte{7, 9}, RequestID: "r",

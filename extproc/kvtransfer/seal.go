@@ -20,19 +20,19 @@ const (
 	sealVersion = 1
 	sealHead    = 1 + 4
 	sealMin     = sealHead + 12 + 16
-	// maxSealed is the longest ticket that is read. Envoy refuses headers that long.
+	// maxSealed is the longest ticket that is read. Envoy refuses headers of that length.
 	maxSealed = 64 << 10
 )
 
 var sealed64 = base64.RawURLEncoding.Strict()
 
-// scratch is what sealing and opening need besides their result.
+// scratch is the temporary memory of sealing and opening.
 type scratch struct{ message, packed, sealed, aad []byte }
 
-// maxScratch bounds what is kept for the next ticket.
+// maxScratch bounds the memory that is kept for the next ticket.
 const maxScratch = 256 << 10
 
-// Seal appends t as a header value to dst, good for requests with this id alone. The result may be longer than
+// Seal appends t as a header value to dst, valid only for requests with this id. The result may be longer than
 // MaxHeaderBytes when Params are long.
 func (k *Keys) Seal(dst []byte, t *Ticket, requestID string) ([]byte, error) {
 	if len(t.Excluded) > maxExcluded || len(t.Undo) > maxEdits || t.Undo.Size() > MaxUndoBytes || len(t.Params) > MaxParamsBytes {
@@ -72,7 +72,7 @@ func (k *Keys) release(s *scratch) {
 }
 
 // Open reads a header value that Seal made for this request id, under any of the keys. Errors wrap ErrTicketForged,
-// ErrTicketVersion, or ErrTicketExpired; with the last comes the ticket, else nil. Replicas' clocks may differ by less
+// ErrTicketVersion, or ErrTicketExpired; the ticket is nil except with the last. Replicas' clocks may differ by less
 // than tickets live.
 func (k *Keys) Open(header, requestID string, now time.Time) (*Ticket, error) {
 	if len(header) > maxSealed {
@@ -94,12 +94,12 @@ func (k *Keys) Open(header, requestID string, now time.Time) (*Ticket, error) {
 	return t, nil
 }
 
-// openMessage gives the message inside a header value, in memory of its own.
+// openMessage returns the message inside a header value, in memory of its own.
 func (k *Keys) openMessage(s *scratch, header, requestID string) ([]byte, error) {
 	s.message = append(s.message[:0], header...)
 	var err error
 	s.sealed, err = sealed64.AppendDecode(s.sealed[:0], s.message)
-	// The decoder skips line breaks, so only the length says that it has read all.
+	// The decoder skips line breaks, so only the length shows that it has read everything.
 	if err != nil || len(s.sealed) < sealMin || len(s.sealed) != sealed64.DecodedLen(len(header)) {
 		return nil, fmt.Errorf("%w: not base64 of a ticket", ErrTicketForged)
 	}

@@ -16,8 +16,8 @@ import (
 )
 
 // sglang is SGLang's disaggregation (--disaggregation-mode prefill and decode), whatever moves the blocks (mooncake,
-// nixl, mori, ascend). Both servers are sent the request and a room: D meets P in it at P's bootstrap server. Neither
-// can do anything without the other: a request without a room is a 400 on either.
+// nixl, mori, ascend). Both servers get the request and a room: D meets P in it at P's bootstrap server. Neither works
+// without the other: a request without a room is a 400 on either.
 //
 // Read from SGLang 0.4.9.post6 to 0.5.23: srt/managers/io_struct.py, srt/entrypoints/openai/protocol.py,
 // srt/disaggregation/{common/conn,prefill,decode}.py; srt/disaggregation/mini_lb.py (0.4.9.post6), and
@@ -26,7 +26,7 @@ type sglang struct{ no []byte }
 
 func newSGLang() sglang { return sglang{no: []byte("false")} }
 
-// DefaultBootstrapPort is --disaggregation-bootstrap-port, and VLLM_MOONCAKE_BOOTSTRAP_PORT.
+// DefaultBootstrapPort is the default of --disaggregation-bootstrap-port and VLLM_MOONCAKE_BOOTSTRAP_PORT.
 const DefaultBootstrapPort = 8998
 
 func sglangDialect(*Options) (Dialect, error) {
@@ -41,7 +41,8 @@ func sglangDialect(*Options) (Dialect, error) {
 	}, nil
 }
 
-// Validate: an engine is started for one leg, or for none, and neither leg can do anything alone.
+// Validate requires one role for each endpoint: an engine is started for one leg, or for none, and neither leg works
+// alone.
 func (sglang) Validate(f *Fleet) []Problem {
 	has := func(role string) bool {
 		return slices.ContainsFunc(f.Endpoints, func(m Member) bool { return m.Role == role })
@@ -53,9 +54,10 @@ func (sglang) Validate(f *Fleet) []Problem {
 		"this needs endpoints of both roles, prefill and decode, or some with the role both (started without --disaggregation-mode)"}}
 }
 
-// Unpairable: a list of prompts goes over two legs, several choices of one prompt do not. The engine sends a warm-up
-// request and then every choice with the room of the first (managers/tokenizer_manager.py, _handle_batch_request), so P
-// answers and D waits until its timeout of 300 s, with one room as with a list of rooms (run on 0.5.23).
+// Unpairable refuses several choices of one prompt; a list of prompts can use two legs. For several choices the engine
+// sends a warm-up request and then every choice with the room of the first (managers/tokenizer_manager.py,
+// _handle_batch_request), so P answers and D waits until its timeout of 300 s, with one room as with a list of rooms
+// (run on 0.5.23).
 func (sglang) Unpairable(r *openai.Request) string {
 	if r.API() == openai.Generate {
 		return "other_engine"
@@ -75,8 +77,8 @@ func (sglang) Unpairable(r *openai.Request) string {
 // maxRooms bounds the lists of a batch.
 const maxRooms = 1 << 14
 
-// Plan puts the room into both bodies; D's keeps the client's stream. P makes one token of its own accord
-// (disaggregation/prefill.py), and must not stream: the status of a streamed answer says nothing about what follows.
+// Plan puts the room into both bodies; D's keeps the client's stream. P generates only one token by itself
+// (disaggregation/prefill.py), and must not stream: the status of a streamed answer does not show later failures.
 //
 // A batch has a list of rooms, one for each prompt, as the gateway sends it.
 func (d sglang) Plan(r *openai.Request, p *openai.Patch, l *Legs) (PairPlan, error) {
@@ -110,7 +112,7 @@ func (d sglang) Plan(r *openai.Request, p *openai.Patch, l *Legs) (PairPlan, err
 	return plan, nil
 }
 
-// repeated is a value, or a list of n of it.
+// repeated returns value, or a list of n copies of it.
 func repeated(value []byte, n int, list bool) []byte {
 	if !list {
 		return value
@@ -122,8 +124,8 @@ func repeated(value []byte, n int, list bool) []byte {
 	return append(out, ']')
 }
 
-// rankMember is the member of D's body that names D's own data-parallel rank. It was data_parallel_rank at first;
-// 0.5.22 and 0.5.23 take that as another name of routed_dp_rank, and log that it will go
+// rankMember returns the name of the member of D's body that selects D's own data-parallel rank. At first it was
+// data_parallel_rank; 0.5.22 and 0.5.23 take that as another name of routed_dp_rank, and log that it is deprecated
 // (entrypoints/openai/protocol.py).
 func rankMember(release string) string {
 	if atLeast(release, 0, 5, 22) {
@@ -146,10 +148,9 @@ func atLeast(release string, least ...int) bool {
 	return true
 }
 
-// appendRooms writes n rooms of 63 bits, which no other attempt has: SGLang refuses a room that it saw within
-// its timeouts. A room belongs to P's data-parallel rank room % dp_size, and D takes it for that
-// (follow_bootstrap_room, which P has by default): where the decision has chosen a rank, rooms are of it, else they are
-// of all ranks alike.
+// appendRooms appends n rooms of 63 bits, which no other attempt has: SGLang refuses a room that it saw within its
+// timeouts. A room belongs to P's data-parallel rank room % dp_size, and D expects that (follow_bootstrap_room, P's
+// default). If the decision has chosen a rank, all rooms belong to it, otherwise they are spread over all ranks.
 func appendRooms(dst []byte, random *rand.PCG, n int, list bool, prefill *kvstate.Endpoint) []byte {
 	for i := range n {
 		if list {
@@ -171,8 +172,9 @@ func appendRooms(dst []byte, random *rand.PCG, n int, list bool, prefill *kvstat
 	return dst
 }
 
-// ReadAnswer reads what P says about tokens, and the prompt's log probabilities, which D does not have. Its answer is otherwise
-// of no use, but comes only when the blocks are D's: the request stays with P until its transfer is done (disaggregation/prefill.py, process_disagg_prefill_inflight_queue).
+// ReadAnswer reads P's token counts, and the prompt's log probabilities, which D does not have. The rest of the answer
+// is not needed, but it arrives only when D has the blocks: the request stays with P until its transfer is done
+// (disaggregation/prefill.py, process_disagg_prefill_inflight_queue).
 func (sglang) ReadAnswer(body, _ []byte) (Answer, Peer, error) {
 	joined := openai.ReadInputLogprobs(body)
 	if len(body) > 0 && body[0] == '[' && json.Valid(body) {

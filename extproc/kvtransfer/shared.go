@@ -6,12 +6,12 @@ import (
 	"tandem/extproc/openai"
 )
 
-// shared is every store that P and D both reach and look into by the hashes of blocks: LMCache's remote backends and
-// LMCacheMP, MooncakeStoreConnector, HF3FS, FlexKV, and what llm-d calls shared-storage. Nothing is said on the wire. P
-// computes the prompt, which puts it into the store, and D, sent the client's own body, finds it there.
+// shared is every store that P and D both access by the hashes of blocks: LMCache's remote backends and LMCacheMP,
+// MooncakeStoreConnector, HF3FS, FlexKV, and llm-d's shared-storage. Requests carry no parameters for it. P computes
+// the prompt, which puts it into the store, and D, with the client's own body, finds it there.
 //
-// Block hashes must agree on P and D: the same model, dtype, block size and hash algorithm, and PYTHONHASHSEED set alike up
-// to vLLM 0.28 (docs/features/mooncake_store_connector_usage.md; from 0.29 sha256 needs no seed).
+// Block hashes must agree on P and D: the same model, dtype, block size and hash algorithm, and the same
+// PYTHONHASHSEED up to vLLM 0.28 (docs/features/mooncake_store_connector_usage.md; from 0.29 sha256 needs no seed).
 type shared struct{ oneToken }
 
 func newShared() shared { return shared{newOneToken()} }
@@ -25,7 +25,7 @@ func sharedDialect(*Options) (Dialect, error) {
 
 func (d shared) Prefill(r *openai.Request, p *openai.Patch, _ *Pair) { d.plan(r, p) }
 
-// ReadAnswer looks at the answer only so far as to know that it is one.
+// ReadAnswer only checks that the answer is one.
 func (shared) ReadAnswer(body []byte, _ *Pair) (Answer, error) {
 	a, _, err := usage(body)
 	if err != nil {

@@ -46,7 +46,7 @@ func smallTicket() *Ticket {
 	}
 }
 
-// largeTicket is the hand-over of a prompt of 8,192 blocks.
+// largeTicket returns the hand-over of a prompt of 8,192 blocks.
 func largeTicket() *Ticket {
 	t := smallTicket()
 	t.Stage = HandOver

@@ -9,8 +9,8 @@ import (
 	"tandem/extproc/openai"
 )
 
-// The plaintext of a ticket is a tandem.ticket.v1.Ticket (protos/ticket/v1). It is on the path of every request several
-// times, so it is written and read by hand; the tests hold it against the generated code.
+// The plaintext of a ticket is a tandem.ticket.v1.Ticket (protos/ticket/v1). Every request writes and reads it several
+// times, so the codec is hand-written; tests compare it with the generated code.
 const (
 	fieldID                 protowire.Number = 1
 	fieldStage              protowire.Number = 2
@@ -58,7 +58,7 @@ const (
 	fieldEditText  protowire.Number = 3
 )
 
-// Bounds of what is read. Tickets are authentic, but a stolen key must not buy memory.
+// Bounds of the fields. Tickets are authentic, but whoever steals a key must not be able to exhaust memory.
 const (
 	maxExcluded = 64
 	maxEdits    = 1024
@@ -66,7 +66,7 @@ const (
 	maxLength   = 1 << 40 // of a body
 )
 
-// appendTicket appends the message. It leaves out what is zero, like every proto3 encoder.
+// appendTicket appends the message. It leaves out zero fields, like every proto3 encoder.
 func appendTicket(b []byte, t *Ticket) []byte {
 	b = appendBytes(b, fieldID, t.ID[:])
 	b = appendNumber(b, fieldStage, uint64(t.Stage))
@@ -117,7 +117,7 @@ func appendTicket(b []byte, t *Ticket) []byte {
 	return appendText(b, fieldModel, t.Model)
 }
 
-// appendParams appends the field that comes last; packed is what pack made of Params.
+// appendParams appends the last field; packed is the output of pack for Params.
 func appendParams(b, packed []byte) []byte { return appendBytes(b, fieldPackedParams, packed) }
 
 func unix(t time.Time, in func(time.Time) int64) int64 {
@@ -172,7 +172,7 @@ func appendText(b []byte, f protowire.Number, v string) []byte {
 	return protowire.AppendString(protowire.AppendTag(b, f, protowire.BytesType), v)
 }
 
-// eachField visits the fields of a message: number holds varints and fixed64, text the rest. Fields of other types are
+// eachField visits the fields of a message: number has varints and fixed64, text the rest. Fields of other types are
 // skipped, as unknown ones are by the visitors: a newer release may have written them.
 func eachField(b []byte, visit func(f protowire.Number, typ protowire.Type, number uint64, text []byte) error) error {
 	for len(b) > 0 {
@@ -299,7 +299,7 @@ func (t *Ticket) setNumber(f protowire.Number, v uint64) error {
 	return nil
 }
 
-// setTokens takes the fields that count tokens.
+// setTokens sets the fields that count tokens.
 func (t *Ticket) setTokens(f protowire.Number, n int64) {
 	switch f {
 	case fieldPromptTokens:
@@ -345,7 +345,7 @@ func (t *Ticket) setText(f protowire.Number, v []byte) error {
 	case fieldConversation:
 		return set16(&t.Turn.Conversation, v)
 	case fieldPackedParams:
-		params, err := unpack([]byte{}, v, MaxParamsBytes) // none is not nil
+		params, err := unpack([]byte{}, v, MaxParamsBytes) // keep empty Params apart from nil
 		t.Params = params
 		return err
 	}
@@ -360,7 +360,7 @@ func set16(dst *[16]byte, v []byte) error {
 	return nil
 }
 
-// addUndo reads one edit. sum counts the text of all.
+// addUndo reads one edit. sum is the size of the text of all edits.
 func (t *Ticket) addUndo(message []byte, sum *int) error {
 	if len(t.Undo) == maxEdits {
 		return fmt.Errorf("more than %d edits", maxEdits)

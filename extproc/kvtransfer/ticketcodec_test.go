@@ -15,7 +15,7 @@ import (
 	ticketv1 "tandem/protos/ticket/v1"
 )
 
-// plainMessage is the dumb twin of appendTicket: the generated message.
+// plainMessage returns the dumb twin of appendTicket: the generated message.
 func plainMessage(t *Ticket) *ticketv1.Ticket {
 	m := &ticketv1.Ticket{
 		Id: t.ID[:], Stage: ticketv1.Ticket_Stage(t.Stage), Pool: t.Pool, Prefill: t.Prefill, Decode: t.Decode,
@@ -146,7 +146,7 @@ func TestEmptyParams(t *testing.T) {
 	}
 }
 
-// ticketOf is what reading by generated code takes besides: the message's fields as a Ticket's, without the bounds of parseTicket.
+// ticketOf returns what reading by generated code takes besides: the message's fields as a Ticket's, without the bounds of parseTicket.
 func ticketOf(m *ticketv1.Ticket) *Ticket {
 	t := &Ticket{
 		ID: [16]byte(m.GetId()), Stage: Stage(m.GetStage()), Expires: time.UnixMilli(m.GetExpiresUnixMs()), Pool: m.GetPool(), Prefill: m.GetPrefill(), Decode: m.GetDecode(),

@@ -12,10 +12,10 @@ import (
 	"tandem/extproc/openai"
 )
 
-// trtllm is TensorRT-LLM's disaggregated_params, context first: P ("context server") computes the prompt and answers an
-// opaque state and the ids by which D ("generation server") finds the KV; D is sent them back with another request_type.
-// The context engine stops after one step by itself, so the client's limits stay: if they end the answer there, P's
-// answer is the client's.
+// trtllm is TensorRT-LLM's disaggregated_params, context first: P ("context server") computes the prompt and answers
+// an opaque state and the ids by which D ("generation server") finds the KV; D gets them back with another
+// request_type. The context engine stops after one step by itself, so the client's limits stay: if they end the answer
+// there, P's answer is the client's.
 //
 // Ids have up to 63 bits. They are copied as text and never become floats.
 //
@@ -28,7 +28,8 @@ func newTRTLLM() trtllm { return trtllm{[]byte("false")} }
 func trtllmDialect(*Options) (Dialect, error) {
 	d := newTRTLLM()
 	return Dialect{
-		Name: "trtllm", Engine: EngineTRTLLM, APIs: []openai.API{openai.Chat, openai.Completions}, // which take disaggregated_params
+		// which take disaggregated_params
+		Name: "trtllm", Engine: EngineTRTLLM, APIs: []openai.API{openai.Chat, openai.Completions},
 		Prefill: d.Prefill, ReadAnswer: d.ReadAnswer, DecodeMember: d.DecodeMember,
 	}, nil
 }
@@ -41,10 +42,10 @@ func (d trtllm) Prefill(_ *openai.Request, p *openai.Patch, pair *Pair) {
 	p.Set("disaggregated_params", openai.FieldDisaggregatedParams, append(strconv.AppendUint(ask, disaggRequestID(pair.Attempt), 10), '}'))
 }
 
-// disaggRequestID is unique and from 2^62 on: below 2^42 the engine takes it for one of its own.
+// disaggRequestID returns a unique id of at least 2^62: the engine takes ids below 2^42 for its own.
 func disaggRequestID(attempt [16]byte) uint64 { return binary.BigEndian.Uint64(attempt[:8])>>2 | 1<<62 }
 
-// ReadAnswer takes what D needs from P's only choice, or finds that the answer is over already.
+// ReadAnswer reads D's parameters from P's only choice, or finds that the answer is already complete.
 func (trtllm) ReadAnswer(body []byte, pair *Pair) (Answer, error) {
 	a, _, err := usage(body)
 	if err != nil {
@@ -66,20 +67,21 @@ func (trtllm) ReadAnswer(body []byte, pair *Pair) (Answer, error) {
 	return a, nil
 }
 
-// DecodeMember gives the members as ReadAnswer made them.
+// DecodeMember appends the members that ReadAnswer made.
 //
-// The official server replaces a completion's prompt by P's token ids, so that D need not tokenise. D is sent the client's
-// prompt here: the same text is the same ids without a chat template, and the ticket need not carry the prompt to undo it.
+// The official server replaces a completion's prompt by P's token ids, so that D need not tokenise. Here D gets the
+// client's prompt: without a chat template the same text gives the same ids, and the ticket need not carry the prompt
+// to undo it.
 func (trtllm) DecodeMember(dst, params []byte) []byte { return append(dst, params...) }
 
-// contextAnswer is what is read of a context server's answer: JSON text within it.
+// contextAnswer has the members of a context server's answer that are read: JSON text within it.
 type contextAnswer struct {
 	body, choice             []byte
 	choiceAt                 int // where choice starts in body
 	object, finish           []byte
 	params                   []byte // disaggregated_params
 	usage                    []byte
-	tokenIDs, tokenIDsBase64 []byte // prompt_token_ids; newer servers answer them packed, where that is set
+	tokenIDs, tokenIDsBase64 []byte // prompt_token_ids; newer servers can answer them packed in base64
 }
 
 func (c *contextAnswer) read(body []byte) error {
@@ -126,7 +128,7 @@ func (c *contextAnswer) read(body []byte) error {
 	})
 }
 
-// onlyElement is the element of a list that must have one.
+// onlyElement returns the element of a list that must have exactly one.
 func onlyElement(list []byte) (element []byte, at int, err error) {
 	c := cursor{b: list}
 	if !c.take('[') {
@@ -147,8 +149,8 @@ func onlyElement(list []byte) (element []byte, at int, err error) {
 	return element, at, nil
 }
 
-// forDecode writes D's members: P's parameters with another request_type, and for chat the token ids, so that D's template
-// is not asked again.
+// forDecode writes D's members: P's parameters with another request_type, and for chat the token ids, so that D does
+// not apply its template again.
 func (c *contextAnswer) forDecode(id uint64) ([]byte, error) {
 	if len(c.params) > MaxParamsBytes/2 {
 		return nil, fmt.Errorf("%d bytes, more than %d", len(c.params), MaxParamsBytes/2)
@@ -165,7 +167,7 @@ func (c *contextAnswer) forDecode(id uint64) ([]byte, error) {
 		switch string(key) {
 		case "request_type":
 			return nil
-		case "ctx_usage": // P's usage, for a D that knows the member: releases refuse those that they do not
+		case "ctx_usage": // P's usage, for a D that knows the member: releases refuse unknown ones
 			if string(value) == "null" && len(c.usage) > 0 {
 				value = c.usage
 			}
@@ -199,7 +201,7 @@ func isID(value []byte) bool {
 	return err == nil
 }
 
-// appendTokenIDs appends prompt_token_ids, from whichever form P answered them in. Without them D tokenises by itself.
+// appendTokenIDs appends prompt_token_ids, from either form of P's answer. Without them D tokenises by itself.
 func (c *contextAnswer) appendTokenIDs(out []byte) ([]byte, error) {
 	const key = `,"prompt_token_ids":`
 	switch {
@@ -235,7 +237,7 @@ func (c *contextAnswer) appendTokenIDs(out []byte) ([]byte, error) {
 	return out, nil
 }
 
-// tokenIDs reports whether a value is a list of integers from 0 to 2^32-1, with one at least.
+// tokenIDs reports whether a value is a non-empty list of integers from 0 to 2^32-1.
 func tokenIDs(list []byte) bool {
 	c := cursor{b: list}
 	if !c.take('[') {
@@ -254,7 +256,7 @@ func tokenIDs(list []byte) bool {
 	}
 }
 
-// final is P's answer without what is not for a client.
+// final returns P's answer without the members that are not for a client.
 func (c *contextAnswer) final() []byte {
 	choice := without(c.choice, "disaggregated_params")
 	end := c.choiceAt + len(c.choice)
@@ -262,7 +264,7 @@ func (c *contextAnswer) final() []byte {
 	return without(whole, "disaggregated_params", "prompt_token_ids", "prompt_token_ids_b64")
 }
 
-// without is an object without some of its members; the others stay as they are.
+// without returns an object without some of its members; the others stay unchanged.
 func without(object []byte, names ...string) []byte {
 	out := make([]byte, 0, len(object))
 	out = append(out, '{')

@@ -10,12 +10,12 @@ import (
 	"tandem/kvstate"
 )
 
-// trtllmFirst is TensorRT-LLM's disaggregated_params, generation first (schedule_style 1): both servers are sent the request
-// with one id. D sets memory aside and goes to P's info endpoint, P computes once D is there, and writes. P waits for D in
-// its scheduler, so D's leg must not wait for P's. Where the endpoint is comes from P's GET /server_info; a P that has none
-// (the C++ transceiver, older releases) is asked first, as trtllm.
+// trtllmFirst is TensorRT-LLM's disaggregated_params, generation first (schedule_style 1): both servers get the
+// request with one id. D reserves memory and contacts P's info endpoint, P computes once D is there, and writes. P
+// waits for D in its scheduler, so D's leg must not wait for P's. P's GET /server_info names the info endpoint; a P
+// without one (the C++ transceiver, older releases) goes one leg after the other, as trtllm.
 //
-// A P that finishes early has D's blocks written all the same, and D finds the end by itself [by reading].
+// If P's answer ends early, D's blocks are written all the same, and D finds the end by itself [by reading].
 //
 // Read from tensorrt_llm/serve/openai_disagg_service.py (_get_gen_request), tensorrt_llm/disaggregated_params.py
 // (DisaggScheduleStyle) and the Python transceiver's get_disaggregated_params (2026), and AIBrix pd/engine/trtllm.go.
@@ -23,8 +23,8 @@ type trtllmFirst struct{ no []byte }
 
 func newTRTLLMFirst() trtllmFirst { return trtllmFirst{[]byte("false")} }
 
-// trtllmFirstDialect is trtllm for a P that names no info endpoint. It cancels P's leg: a P whose D does not come holds its
-// blocks, and its place in the scheduler, until its transfer timeout.
+// trtllmFirstDialect is trtllm for a P without an info endpoint. It cancels P's leg: a P whose D does not come keeps
+// its blocks, and its place in the scheduler, until its transfer timeout.
 func trtllmFirstDialect(o *Options) (Dialect, error) {
 	d := newTRTLLMFirst()
 	out, err := trtllmDialect(o)
@@ -35,7 +35,7 @@ func trtllmFirstDialect(o *Options) (Dialect, error) {
 	return out, err
 }
 
-// Unpairable: the two APIs that take disaggregated_params, with one choice.
+// Unpairable accepts the two APIs that have disaggregated_params, with one choice.
 func (trtllmFirst) Unpairable(r *openai.Request) string {
 	if a := r.API(); a != openai.Chat && a != openai.Completions {
 		return "api_not_spoken"
@@ -43,8 +43,8 @@ func (trtllmFirst) Unpairable(r *openai.Request) string {
 	return r.Unsplittable()
 }
 
-// Plan gives both legs the id, and D P's info endpoint. ctx_dp_rank is left out where P does not say one (attention
-// data parallelism): D then asks all of P's ranks.
+// Plan gives both legs the id, and D P's info endpoint. ctx_dp_rank is left out if P reports none (attention data
+// parallelism): D then asks all of P's ranks.
 func (d trtllmFirst) Plan(r *openai.Request, p *openai.Patch, l *Legs) (PairPlan, error) {
 	rank, ok := l.rank()
 	if !ok {
@@ -68,7 +68,7 @@ func (d trtllmFirst) Plan(r *openai.Request, p *openai.Patch, l *Legs) (PairPlan
 	return PairPlan{Decode: append(decode, '}')}, nil
 }
 
-// ReadAnswer: P's answer says that it has sent. What else is in it D does not need.
+// ReadAnswer reads no parameters: P's answer confirms that it has sent.
 func (trtllmFirst) ReadAnswer(body, _ []byte) (Answer, Peer, error) {
 	a, _, err := usage(body)
 	if err != nil {
@@ -81,7 +81,7 @@ func (trtllmFirst) ReadAnswer(body, _ []byte) (Answer, Peer, error) {
 	return a, Peer{}, nil
 }
 
-// queryServerInfo asks P where its info endpoint is. Of a P that has none nothing is known.
+// queryServerInfo asks P for its info endpoint. A P without one yields a zero Peer.
 func queryServerInfo(ctx context.Context, e *kvstate.Endpoint) (Peer, error) {
 	scheme := "http"
 	if e.Scheme == "https" {
@@ -94,8 +94,8 @@ func queryServerInfo(ctx context.Context, e *kvstate.Endpoint) (Peer, error) {
 	return readServerInfo(body)
 }
 
-// readServerInfo reads {"disaggregated_params":{"ctx_dp_rank":0,"ctx_info_endpoint":["tcp://..."]}}; the endpoint may be a
-// text by itself, and either may be null.
+// readServerInfo reads {"disaggregated_params":{"ctx_dp_rank":0,"ctx_info_endpoint":["tcp://..."]}}; the endpoint may
+// also be a single string, and either may be null.
 func readServerInfo(body []byte) (Peer, error) {
 	var said struct {
 		Params *struct {
@@ -114,7 +114,7 @@ func readServerInfo(body []byte) (Peer, error) {
 	if json.Unmarshal(said.Params.Endpoint, &endpoints) == nil && len(endpoints) > 0 {
 		endpoint = endpoints[0]
 	} else {
-		_ = json.Unmarshal(said.Params.Endpoint, &endpoint) // null, or of a kind to come: none
+		_ = json.Unmarshal(said.Params.Endpoint, &endpoint) // null, or of an unknown type: none
 	}
 	if endpoint == "" || len(endpoint) > 1024 {
 		return Peer{}, nil

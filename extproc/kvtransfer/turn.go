@@ -11,33 +11,33 @@ import (
 	"tandem/extproc/openai"
 )
 
-// Turns is how a D keeps an answer's blocks, prompt and answer, for the conversation's next turn, and says where they are:
-// P then fetches them ([Pair].Turn) and computes what lies behind.
+// Turns describes how a D keeps an answer's blocks, prompt and answer, for the conversation's next turn, and names
+// their location: P then fetches them ([Pair].Turn) and computes the rest.
 //
-// Engines read blocks by number and never ask what they hold. So P is told of them only where the ids of its own prompt are known
-// and begin with those of the blocks ([Turn].Begins), and it is made to compute just these ids.
+// Engines read blocks by number and never check their content. So P's request names them only if the ids of its own
+// prompt are known and begin with those of the blocks ([Turn].Begins), and P computes exactly these ids.
 type Turns struct {
-	// Read checks what D, which is decode, said beside its answer; tokens are the ids of prompt and answer.
+	// Read checks the parameters in D's answer. decode is D; tokens are the ids of prompt and answer.
 	Read func(params []byte, tokens []uint32, decode *Side) (*Turn, error)
-	TTL  time.Duration // how long a turn is good for. D keeps the blocks for longer
-	// Takes reports whether a request to that API, whose prompt has come as token ids or not, may be a turn: P can be told of one before
-	// it, and D says its tokens.
+	TTL  time.Duration // validity of a turn. D keeps the blocks for longer
+	// Takes reports whether a request of that API can be a turn: P can be given the turn before it, and D's answer has
+	// its tokens. ids: the prompt is given as token ids.
 	Takes func(a openai.API, ids bool) bool
 }
 
-// Turn is what a conversation's last answer left on the decode endpoint that gave it.
+// Turn describes a conversation's last answer, whose blocks a decode endpoint keeps.
 type Turn struct {
 	Decode string            // address of that endpoint
-	Tokens int               // whose KV it is, of prompt and answer, from the first on
+	Tokens int               // number of leading tokens of prompt and answer whose KV it is
 	Sum    [sha256.Size]byte // of their ids, four bytes each, little endian
 	Params []byte            // D's object, checked
 
-	// Expires says that the object tells P itself until when D keeps the blocks (remote_blocks_expiry_time, vLLM 0.26). A P that is not
-	// told must have them before that.
+	// Expires means that the object itself has the time until which D keeps the blocks (remote_blocks_expiry_time,
+	// vLLM 0.26). A P without it must fetch them before that.
 	Expires bool
 }
 
-// turnText is a Turn where it is kept.
+// turnText is the stored form of a Turn.
 type turnText struct {
 	Decode string          `json:"decode"`
 	Tokens int             `json:"tokens"`
@@ -45,7 +45,7 @@ type turnText struct {
 	Params json.RawMessage `json:"params"`
 }
 
-// Marshal writes the turn for where it is kept.
+// Marshal encodes the turn for storage.
 func (t *Turn) Marshal() ([]byte, error) {
 	b, err := json.Marshal(turnText{t.Decode, t.Tokens, t.Sum[:], t.Params})
 	if err != nil {
@@ -56,7 +56,8 @@ func (t *Turn) Marshal() ([]byte, error) {
 
 var errNotTurn = errors.New("not a turn that was kept")
 
-// UnmarshalTurn reads what Marshal wrote, and checks it as if D had just said it: it may come from a store that others write to.
+// UnmarshalTurn decodes what Marshal wrote, and checks it as if D had just sent it: it may come from a store to which
+// others write.
 func UnmarshalTurn(b []byte) (*Turn, error) {
 	var text turnText
 	if err := json.Unmarshal(b, &text); err != nil {
@@ -72,7 +73,7 @@ func UnmarshalTurn(b []byte) (*Turn, error) {
 	return &Turn{text.Decode, text.Tokens, [sha256.Size]byte(text.Sum), text.Params, kept.expires}, nil
 }
 
-// Begins reports whether a prompt begins with the turn's tokens and goes on behind them.
+// Begins reports whether a prompt begins with the turn's tokens and is longer.
 func (t *Turn) Begins(prompt []uint32) bool {
 	return len(prompt) > t.Tokens && sumOf(prompt[:t.Tokens]) == t.Sum
 }
@@ -98,13 +99,14 @@ const DefaultTurnTTL = 450 * time.Second
 // nixlTurns is nixl with engines that were started with bidirectional_kv_xfer (vLLM 0.21; nixl/pull_scheduler.py).
 type nixlTurns struct{ nixl }
 
-// Takes: where ids take a chat's template's place (from 0.32) they are what P computes; before, nobody
-// knows what it will. A completion of ids is those ids. The other APIs say no token ids.
+// Takes: if P accepts ids in place of a chat's template (from 0.32), they are what it computes; before that, P's
+// tokens are unknown. A completion of ids has those ids. The answers of other APIs have no token ids.
 func (d nixlTurns) Takes(a openai.API, ids bool) bool {
 	return a == openai.Completions && ids || a == openai.Chat && d.reuseIDs
 }
 
-// Prefill tells P of the last turn in place of nothing: the object is D's own, which says do_remote_decode too.
+// Prefill names the last turn in P's parameters, in place of nulls: the object is D's own, which has do_remote_decode
+// too.
 func (d nixlTurns) Prefill(r *openai.Request, p *openai.Patch, pair *Pair) {
 	d.nixl.Prefill(r, p, pair)
 	if pair.Turn == nil {
@@ -117,16 +119,16 @@ func (d nixlTurns) Prefill(r *openai.Request, p *openai.Patch, pair *Pair) {
 	p.Set("kv_transfer_params", openai.FieldKVTransferParams, params)
 }
 
-// withTokenIDs is an object with prompt_token_ids at its end.
+// withTokenIDs returns an object with prompt_token_ids appended.
 func withTokenIDs(params []byte, ids []byte) []byte {
 	open := params[: len(params)-1 : len(params)-1]
 	return append(append(append(open, `,"prompt_token_ids":`...), ids...), '}')
 }
 
-// ReadTurn checks the object that D answered.
+// ReadTurn checks the object of D's answer.
 func (nixlTurns) ReadTurn(params []byte, tokens []uint32, decode *Side) (*Turn, error) {
 	kept, err := readKept(params)
-	if err == nil && !json.Valid(params) { // members that nobody here asks for
+	if err == nil && !json.Valid(params) { // members that are not read here
 		err = errNotJSON
 	}
 	if err != nil {
@@ -145,9 +147,10 @@ type kept struct {
 	tokens int64
 }
 
-// readKept checks what P depends on. vLLM 0.32.0 as read: P loads the KV of the first remote_num_tokens of its prompt, into as many
-// blocks as these fill, from as many at the end of remote_block_ids. One block more or less at that end and it reads the wrong
-// ones, so there must be just as many as a power of two of tokens in each makes, and one KV cache group.
+// readKept checks the members that P depends on. vLLM 0.32.0 as read: P loads the KV of the first remote_num_tokens of
+// its prompt, into as many blocks as these fill, from equally many at the end of remote_block_ids. One block more or
+// less there, and it reads the wrong ones. So the number of blocks must fit the tokens for a block size that is a
+// power of two, and there must be one KV cache group.
 func readKept(raw []byte) (kept, error) {
 	p, err := readParams(raw, true)
 	if err != nil {
@@ -168,7 +171,7 @@ func readKept(raw []byte) (kept, error) {
 	return k, nil
 }
 
-// fills reports whether so many tokens fill so many blocks of some size that is a power of two.
+// fills reports whether that many tokens fill that many blocks of some size that is a power of two.
 func fills(tokens, blocks int64) bool {
 	for size := int64(1); size <= tokens || size == 1; size *= 2 {
 		if (tokens+size-1)/size == blocks {

@@ -5,15 +5,15 @@ import (
 	"math"
 )
 
-// Answer is what is read of a prefill endpoint's answer.
+// Answer has the members of a prefill endpoint's answer that Tandem uses.
 type Answer struct {
 	Params       []byte // kv_transfer_params as it stands in the answer; nil: absent or null. Refers to the answer
-	PromptTokens int64  // -1: not said
-	CachedTokens int64  // of the prompt's, those that the prefix cache had; -1: not said
+	PromptTokens int64  // -1: absent
+	CachedTokens int64  // tokens of the prompt that came from the prefix cache; -1: absent
 	// prompt_token_ids, an array as it stands in the answer; nil: absent or null. Refers to the answer
 	PromptIDs []byte
 	Encoded   []byte // ec_transfer_params of an encode endpoint, likewise
-	// of the prompt's tokens, those newly put into the prefix cache; -1: not said
+	// tokens of the prompt that were newly written to the prefix cache; -1: absent
 	WrittenTokens int64
 }
 
@@ -37,7 +37,7 @@ func ScanAnswer(body []byte) (Answer, error) {
 			a.readMeta(d.text(m))
 		case string(d.key(m)) == "prompt_token_ids" && present(d.text(m)): // chat completions
 			a.PromptIDs = d.text(m)
-		case string(d.key(m)) == "choices": // completions, which have it in their choices
+		case string(d.key(m)) == "choices": // completions have them in their choices
 			a.readChoices(d.text(m))
 		}
 	}
@@ -55,8 +55,7 @@ func (a *Answer) readChoices(choices []byte) {
 	}
 }
 
-// TokenIDs appends the numbers of a JSON array that a scan has validated to dst. It is false if one of them is no
-// token id.
+// TokenIDs appends the numbers of a validated JSON array to dst. It returns false if one of them is not a token id.
 func TokenIDs(dst []uint32, array []byte) ([]uint32, bool) {
 	if len(array) == 0 || array[0] != '[' {
 		return dst, false
@@ -82,8 +81,8 @@ func TokenIDs(dst []uint32, array []byte) ([]uint32, bool) {
 }
 
 // readUsage reads a usage object. Chat and completions have prompt_tokens and prompt_tokens_details.cached_tokens,
-// responses input_tokens and input_tokens_details.cached_tokens. Messages follow Anthropic, where input_tokens are only
-// those that were neither read from the cache nor written to it (vLLM 0.32.0: 3 of 99, the other 96 in
+// responses input_tokens and input_tokens_details.cached_tokens. Messages follow Anthropic: input_tokens counts only
+// the tokens that were neither read from the cache nor written to it (vLLM 0.32.0: 3 of 99, the other 96 in
 // cache_creation_input_tokens).
 func (a *Answer) readUsage(usage []byte) {
 	created, read := int64(-1), int64(-1)
@@ -129,7 +128,7 @@ func (a *Answer) readMeta(meta []byte) {
 	}
 }
 
-// count is a number of tokens, -1 for what is none.
+// count returns a number of tokens, or -1 if raw is not one.
 func count(raw []byte) int64 {
 	n, ok := integer(raw)
 	if !ok || n < 0 || n > 1<<40 {

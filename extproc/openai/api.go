@@ -8,8 +8,9 @@ import (
 // API is one of the request shapes whose bodies are read.
 type API uint8
 
-// The APIs. Models is GET /v1/models; PassThrough is everything that goes to one engine as it is. SGLangGenerate is
-// POST /generate, SGLang's own, where the pool's engines are SGLang; others may know something else by that path.
+// The APIs. Models is GET /v1/models; PassThrough is every request that goes unchanged to one engine. SGLangGenerate
+// is POST /generate of SGLang; it is read only in pools of SGLang engines, since others may serve something else at
+// that path.
 const (
 	PassThrough API = iota
 	Chat
@@ -25,9 +26,9 @@ func (a API) String() string {
 	return [...]string{"pass_through", "chat", "completions", "responses", "messages", "generate", "models", "sglang_generate"}[a]
 }
 
-// Classify names the API of a request by its method and path. A query is ignored. Percent-escapes are undone, since
-// engines undo them before they route (uvicorn does): an escaped path must not lead around what is done for the API. A
-// path with a trailing slash is not the API's (engines answer it with a redirect or a 404).
+// Classify returns the API of a request by its method and path. A query is ignored. Percent-escapes are undone,
+// because engines undo them before they route (uvicorn does): an escaped path must not bypass the checks of its API. A
+// path with a trailing slash belongs to no API (engines answer it with a redirect or a 404).
 func Classify(method, path string) API {
 	path, _, _ = strings.Cut(path, "?")
 	if strings.IndexByte(path, '%') >= 0 {

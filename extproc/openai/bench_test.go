@@ -8,7 +8,7 @@ import (
 	"testing"
 )
 
-// chatBody is a chat request of about n bytes: many turns of English text with the escapes that JSON puts into it.
+// chatBody returns a chat request of about n bytes: many turns of English text with the escapes that JSON puts into it.
 func chatBody(n int) []byte {
 	rng := rand.New(rand.NewPCG(1, 2))
 	words := strings.Fields("the model answers a question about \"routing\" in\nlarge clusters of machines that hold a cache each and must not lose it")
@@ -35,7 +35,7 @@ func chatBody(n int) []byte {
 	return []byte(b.String())
 }
 
-// denseBody is a completion of about n bytes whose prompt is token ids: JSON with hardly a string in it.
+// denseBody returns a completion of about n bytes whose prompt is token ids: JSON with hardly a string in it.
 func denseBody(n int) []byte {
 	rng := rand.New(rand.NewPCG(3, 4))
 	b := []byte(`{"model":"m","max_tokens":512,"prompt":[1`)
@@ -45,7 +45,7 @@ func denseBody(n int) []byte {
 	return append(b, `],"stop":"x"}`...)
 }
 
-// toolsBody is a chat request of about n bytes with nothing but small objects and short strings, indented.
+// toolsBody returns a chat request of about n bytes with nothing but small objects and short strings, indented.
 func toolsBody(n int) []byte {
 	var b strings.Builder
 	b.WriteString("{\n  \"model\": \"m\",\n  \"messages\": [],\n  \"tools\": [")
@@ -60,7 +60,7 @@ func toolsBody(n int) []byte {
 	return []byte(b.String())
 }
 
-// prefillEdits are the changes that a prefill leg needs.
+// prefillEdits returns the changes that a prefill leg needs.
 func prefillEdits(p *Patch, r *Request) Edits {
 	p.Reset(r)
 	p.Set("max_tokens", FieldMaxTokens, []byte("1"))

@@ -2,11 +2,11 @@ package openai
 
 import "strings"
 
-// completionLimit is how many tokens a completion has where its body does not say (vLLM: CompletionRequest.max_tokens).
+// completionLimit is the default of max_tokens of a completion (vLLM: CompletionRequest.max_tokens).
 const completionLimit = 16
 
-// TokenLimit is how long the answer to a chat or a completion may be; 0: as long as the model goes on. It is false
-// where the limit is no number from 1 on, which is for an engine to judge.
+// TokenLimit returns the maximum length of the answer to a chat or a completion, in tokens; 0: no limit. ok is false
+// if the limit is not a number of at least 1: the engine decides about such a request.
 func (r *Request) TokenLimit() (n int64, ok bool) {
 	raw := r.Raw(FieldMaxTokens)
 	switch {
@@ -22,7 +22,7 @@ func (r *Request) TokenLimit() (n int64, ok bool) {
 	return n, ok && n > 0
 }
 
-// AnswerTokens is how many tokens the request wants its answer to have at least, and at most; 0: it does not say.
+// AnswerTokens returns the least and the greatest number of tokens that the request allows its answer; 0: no bound.
 func (r *Request) AnswerTokens() (least, most int64) {
 	get, limit := r.Raw, FieldMaxTokens
 	switch r.api {
@@ -41,12 +41,12 @@ func (r *Request) AnswerTokens() (least, most int64) {
 	return max(least, 0), max(most, 0)
 }
 
-// Uncontinuable says why one engine has to write the answer from its first token on, "" if a second one may go on
-// behind that, over /v1/completions with the token as part of its prompt ([Continuation]). The reasons are label
-// values.
+// Uncontinuable returns the reason why one engine has to write the answer from its first token on, or "" if a second
+// engine may continue it over /v1/completions with the first token at the end of its prompt ([Continuation]). The
+// reasons are label values.
 //
-// What a chat endpoint makes of text (tool calls) is not made there, and what looks at the answer as a whole would
-// miss its beginning: a grammar, a stop string, penalties. Media are no part of a prompt's token ids.
+// /v1/completions does not parse tool calls as a chat endpoint does. A grammar, a stop string or penalties apply to
+// the whole answer, and would miss its beginning. Media cannot be written as token ids of a prompt.
 func (r *Request) Uncontinuable() (reason string) {
 	if r.api != Chat && r.api != Completions {
 		return "api"

@@ -6,28 +6,28 @@ import (
 	"strconv"
 )
 
-// Continuation makes one answer to chat or completions of two engines' parts: prefill's first token, and what
-// decode wrote behind it, as a completion of the prompt with that token at its end. The client is told of one
-// engine that did it all: one id, the prompt's own length, and in a chat a message or deltas where decode has text.
-// Members that neither API has, and what is between engines (token ids of the prompt, KV parameters), are left out;
-// all others keep their text.
+// Continuation joins the answers of two engines into one answer to chat or completions: prefill's first token, and the
+// rest that decode wrote as a completion of the prompt with that token at its end. The client gets an answer as one
+// engine would write it: one id, the length of its own prompt, and in a chat a message or deltas in place of decode's
+// text. Members that neither API has, and those meant for Tandem (token ids of the prompt, KV parameters), are left
+// out; all others keep their text.
 //
 // It is for one answer, and for one goroutine.
 type Continuation struct {
 	Chat    bool   // the client asked for a chat; else for a completion
 	ID      []byte // of the answer, as JSON text
 	Created []byte // likewise
-	Model   []byte // likewise; nil: not told
+	Model   []byte // likewise; nil: absent
 	Text    []byte // prefill's token: a JSON string, with its quotes
-	Cached  int64  // tokens of the prompt that prefill found in its cache; -1: not known
+	Cached  int64  // tokens of the prompt that prefill found in its cache; -1: unknown
 
 	d document
 }
 
-// errNotCompletion is what decode answered where it is not the rest of an answer.
+// errNotCompletion means that decode's answer is not a completion.
 var errNotCompletion = errors.New("decode did not answer a completion")
 
-// Whole appends the client's answer to dst, made of decode's, which has to be a completion.
+// Whole appends the client's answer to dst. answer is decode's, which must be a completion.
 func (c *Continuation) Whole(dst, answer []byte) ([]byte, error) {
 	if err := c.d.scan(answer, Limits{}); err != nil {
 		return dst, fmt.Errorf("reading decode's answer: %w", err)
@@ -41,7 +41,7 @@ func (c *Continuation) Whole(dst, answer []byte) ([]byte, error) {
 	return c.appendAnswer(dst, `"text_completion"`, c.appendText), nil
 }
 
-// Begin appends what a client is sent before anything of decode's stream: what prefill gave.
+// Begin appends the events that precede decode's stream: prefill's token.
 func (c *Continuation) Begin(dst []byte) []byte {
 	if c.Chat {
 		return c.appendFirst(dst, `"chat.completion.chunk"`)
@@ -49,8 +49,8 @@ func (c *Continuation) Begin(dst []byte) []byte {
 	return c.appendFirst(dst, `"text_completion"`)
 }
 
-// Event appends to dst what the client is sent for an event of decode's stream, with the empty line behind it. What
-// is no chunk of a completion, such as an error or [DONE], stays as it is.
+// Event appends to dst the client's version of an event of decode's stream, with the empty line behind it. An event
+// that is not a chunk of a completion, such as an error or [DONE], is copied unchanged.
 func (c *Continuation) Event(dst, event []byte) []byte {
 	data := EventData(nil, event)
 	if len(data) == 0 || data[0] != '{' || c.d.scan(data, Limits{}) != nil || !c.isCompletion() {
@@ -63,13 +63,13 @@ func (c *Continuation) Event(dst, event []byte) []byte {
 	return append(c.appendAnswer(append(dst, "data: "...), object, choice), "\n\n"...)
 }
 
-// isCompletion reports whether the scanned document is one, or a chunk of one.
+// isCompletion reports whether the scanned document is a completion, or a chunk of one.
 func (c *Continuation) isCompletion() bool {
 	choices := c.d.topValue("choices")
 	return len(choices) > 0 && choices[0] == '[' && string(c.d.topValue("object")) == `"text_completion"`
 }
 
-// appendFirst appends the chunks with what prefill gave: as vLLM begins a chat, its role first.
+// appendFirst appends chunks with prefill's token. The role comes first, as in vLLM's chats.
 func (c *Continuation) appendFirst(dst []byte, object string) []byte {
 	chunk := func(choice string, text []byte, rest string) {
 		dst = c.appendHead(append(dst, "data: "...), object)
@@ -95,7 +95,7 @@ func (c *Continuation) appendHead(dst []byte, object string) []byte {
 	return append(dst, c.Created...)
 }
 
-// appendAnswer appends the scanned document under the answer's own head, with each choice as choice writes it.
+// appendAnswer appends the scanned document with the head of the client's answer. choice writes each choice.
 func (c *Continuation) appendAnswer(dst []byte, object string, choice func(dst, choice []byte) []byte) []byte {
 	dst = c.appendHead(dst, object)
 	for i := range c.d.members[scopeTop] {
@@ -126,24 +126,24 @@ func (c *Continuation) appendAnswer(dst []byte, object string, choice func(dst, 
 	return append(dst, '}')
 }
 
-// appendSame appends a completion's chunk without what is not the client's.
+// appendSame appends a completion's chunk without the members that are not for the client.
 func (c *Continuation) appendSame(dst, choice []byte) []byte {
 	return appendChoice(dst, choice, func(dst, text []byte) []byte { return append(append(dst, `"text":`...), text...) })
 }
 
-// appendText is a completion's choice: prefill's token and decode's text are one.
+// appendText appends a completion's choice, whose text is prefill's token and decode's text.
 func (c *Continuation) appendText(dst, choice []byte) []byte {
 	return appendChoice(dst, choice, func(dst, text []byte) []byte { return c.appendJoined(append(dst, `"text":`...), text) })
 }
 
-// appendMessage is a chat's choice.
+// appendMessage appends a chat's choice.
 func (c *Continuation) appendMessage(dst, choice []byte) []byte {
 	return appendChoice(dst, choice, func(dst, text []byte) []byte {
 		return append(c.appendJoined(append(dst, `"message":{"role":"assistant","content":`...), text), '}')
 	})
 }
 
-// appendDelta is a chat's chunk.
+// appendDelta appends a choice of a chat's chunk.
 func (c *Continuation) appendDelta(dst, choice []byte) []byte {
 	return appendChoice(dst, choice, func(dst, text []byte) []byte {
 		return append(append(append(dst, `"delta":{"content":`...), text...), '}')
@@ -158,7 +158,7 @@ func (c *Continuation) appendJoined(dst, text []byte) []byte {
 	return append(append(dst, c.Text[:len(c.Text)-1]...), text[1:]...)
 }
 
-// appendChoice appends a choice of a completion, its text as the caller writes it.
+// appendChoice appends a choice of a completion; text writes its text.
 func appendChoice(dst, choice []byte, text func(dst, text []byte) []byte) []byte {
 	dst = append(dst, '{')
 	first := true
@@ -180,7 +180,8 @@ func appendChoice(dst, choice []byte, text func(dst, text []byte) []byte) []byte
 	return append(dst, '}')
 }
 
-// appendUsage appends usage as one engine would have it that did all the work: prefill's token was made and not given.
+// appendUsage appends usage as a single engine would count it: prefill's token counts as a completion token, and not
+// as a prompt token.
 func (c *Continuation) appendUsage(dst, usage []byte) []byte {
 	if len(usage) == 0 || usage[0] != '{' {
 		return append(dst, usage...)
@@ -204,7 +205,7 @@ func (c *Continuation) appendUsage(dst, usage []byte) []byte {
 	})
 }
 
-// appendMembers appends an object with its members' values changed.
+// appendMembers appends an object with the members' values that change returns.
 func appendMembers(dst, object []byte, change func(key string, value []byte) []byte) []byte {
 	dst = append(dst, '{')
 	first := true

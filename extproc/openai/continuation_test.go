@@ -11,7 +11,7 @@ func newContinuation(chat bool) *Continuation {
 	return &Continuation{Chat: chat, ID: []byte(`"x"`), Created: []byte("1"), Text: []byte(`" A"`), Cached: 2}
 }
 
-// told is what a client gets of a stream that comes in pieces of n bytes.
+// told returns what a client gets of a stream that comes in pieces of n bytes.
 func told(stream string, chat bool, n int) (out []byte, err error) {
 	c := newContinuation(chat)
 	var events Events

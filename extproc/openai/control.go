@@ -2,13 +2,12 @@ package openai
 
 import "slices"
 
-// HasControl reports whether the body has members that are not a client's to send: they steer engines, name
-// internal hosts and KV blocks, and some kill an engine ({"do_remote_prefill":true} alone does, run against vLLM
-// 0.32.0).
+// HasControl reports whether the body has members that a client must not send: they steer engines, name internal hosts
+// and KV blocks, and some kill an engine ({"do_remote_prefill":true} alone does, run against vLLM 0.32.0).
 //
-// They are looked for in the body itself and in the two other places where a client's members end up beside the
-// engine's own: vllm_xargs, which vLLM makes the extra_args that kv_transfer_params are put in (vLLM 0.10 and
-// later, entrypoints/openai/*/protocol.py: to_sampling_params), and extra_args within the sampling_params of
+// They are looked for in the body itself and in the two other objects from which engines read such members:
+// vllm_xargs, which vLLM merges into extra_args together with kv_transfer_params (vLLM 0.10 and later,
+// entrypoints/openai/*/protocol.py: to_sampling_params), and extra_args within the sampling_params of
 // /inference/v1/generate, which the engine reads directly (vllm/v1/request.py).
 func (r *Request) HasControl() bool { return r.control }
 

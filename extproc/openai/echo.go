@@ -7,22 +7,22 @@ import (
 	"strings"
 )
 
-// CutEcho appends an engine's refusal to dst without the members that a client must not send. Engines show in an
-// error what they were sent, and those members are Tandem's: they name internal hosts and rooms. They show it as a
+// CutEcho appends an engine's refusal to dst without the members that a client must not send. Engines quote the
+// request in an error, and Tandem put those members there: they name internal hosts and rooms. Engines quote them as a
 // JSON object (FastAPI: detail[].input) or, within a string, as Python's repr of one (SGLang 0.5.23; vLLM before it
-// summed the input up). Every other byte stays; a string that loses something is written anew.
+// shortened the input). Every other byte stays, but a string that loses a member is encoded again.
 //
-// Values that Tandem changed (max_tokens, stream) stay as the engine was sent them: nothing in the text tells them
-// from a client's.
+// Values that Tandem changed (max_tokens, stream) stay as the engine received them: nothing in the text distinguishes
+// them from a client's.
 func CutEcho(dst, body []byte) []byte {
-	at := 0 // of what is not copied yet
+	at := 0 // start of the part that is not copied yet
 	for i := 0; i < len(body); i++ {
 		if body[i] != '"' {
 			continue
 		}
 		end, ok := stringEnd(body, i)
 		if !ok {
-			break // no JSON from here on
+			break // not JSON from here on
 		}
 		name := unescapedKey(body[i+1 : end-1])
 		if start, is := valueStart(body, end); is && foreign(name) {
@@ -44,15 +44,15 @@ func CutEcho(dst, body []byte) []byte {
 	return append(dst, body[at:]...)
 }
 
-// foreign reports whether a member of that name is Tandem's, as a client's was cut.
+// foreign reports whether a member is Tandem's: a client's member of that name was cut.
 func foreign(name []byte) bool { return fieldOf(name).control() }
 
-// mayEcho is a quick look for a name that is followed by a colon, in single quotes or, escaped, in double ones.
+// mayEcho is a quick search for a name that is followed by a colon, in single quotes or, escaped, in double ones.
 func mayEcho(text []byte) bool {
 	return bytes.Contains(text, []byte(`': `)) || bytes.Contains(text, []byte(`\":`))
 }
 
-// stringEnd is behind the string that starts at i.
+// stringEnd returns the index behind the string that starts at i.
 func stringEnd(b []byte, i int) (end int, ok bool) {
 	for i++; i < len(b); i++ {
 		switch b[i] {
@@ -65,7 +65,7 @@ func stringEnd(b []byte, i int) (end int, ok bool) {
 	return 0, false
 }
 
-// valueStart is where the value of a key that ends before i begins; false if no colon follows.
+// valueStart returns the index of the value of a key that ends before i; false if no colon follows.
 func valueStart(b []byte, i int) (start int, ok bool) {
 	if i = skipSpace(b, i); i >= len(b) || b[i] != ':' {
 		return 0, false
@@ -74,7 +74,8 @@ func valueStart(b []byte, i int) (start int, ok bool) {
 	return start, start < len(b)
 }
 
-// closeGap takes the comma that is too much, behind the member that ended at i or before it, at the end of dst.
+// closeGap removes the superfluous comma after a cut: the one behind the member that ended at i, or the one at the end
+// of dst.
 func closeGap(dst, b []byte, i int) ([]byte, int) {
 	next := i
 	for next < len(b) && b[next] == ' ' {
@@ -91,7 +92,7 @@ func closeGap(dst, b []byte, i int) ([]byte, int) {
 	return bytes.TrimSuffix(trimmed, []byte(",")), i
 }
 
-// maxNameBytes is longer than every name that is looked for, quotes included.
+// maxNameBytes is more than the length of every name that is searched for, quotes included.
 const maxNameBytes = 64
 
 // cutText is CutEcho within a JSON string, which is given with its quotes; false if nothing was cut.
@@ -110,11 +111,11 @@ func cutText(quoted []byte) (cut []byte, ok bool) {
 		}
 		end, whole := pythonString(python[:min(len(python), i+maxNameBytes)], i)
 		if !whole {
-			continue // an apostrophe, or no name
+			continue // an apostrophe, or not a control member
 		}
 		start, is := valueStart(python, end)
 		if !is || !foreign(python[i+1:end-1]) {
-			continue // whether it opens a string or closes one is not known: the next quote is looked at again
+			continue // it may open a string or close one: look at the next quote again
 		}
 		stop, whole := pythonValue(python, start, 0)
 		if !whole {
@@ -137,7 +138,7 @@ func cutText(quoted []byte) (cut []byte, ok bool) {
 	return slices.Clip(bytes.TrimSuffix(b.Bytes(), []byte("\n"))), true
 }
 
-// pythonString is behind the string that starts at i, in whichever quotes.
+// pythonString returns the index behind the string that starts at i, in either kind of quotes.
 func pythonString(b []byte, i int) (end int, ok bool) {
 	quote := b[i]
 	for i++; i < len(b); i++ {
@@ -151,8 +152,8 @@ func pythonString(b []byte, i int) (end int, ok bool) {
 	return 0, false
 }
 
-// pythonValue is behind the value that starts at i, as repr writes it: a string, a list, tuple or dict of values,
-// or a word or number, which ends where the next thing begins.
+// pythonValue returns the index behind the value that starts at i, in repr's form: a string, a list, tuple or dict of
+// values, or a word or number, which ends at the next delimiter.
 func pythonValue(b []byte, i, depth int) (end int, ok bool) {
 	if i >= len(b) || depth > maxNesting {
 		return 0, false

@@ -11,11 +11,11 @@ type Edit struct {
 	New        []byte
 }
 
-// Edits are changes of one body, sorted by Start and not overlapping. Of edits with the same Start all but the last
-// insert only.
+// Edits are changes of one body, sorted by Start and not overlapping. If several have the same Start, all but the last
+// only insert.
 type Edits []Edit
 
-// Len is the length of a body of n bytes after the edits.
+// Len returns the length of a body of n bytes after the edits.
 func (e Edits) Len(n int) int {
 	for _, x := range e {
 		n += len(x.New) - (x.End - x.Start)
@@ -23,7 +23,7 @@ func (e Edits) Len(n int) int {
 	return n
 }
 
-// Size is how many bytes the edits bring in.
+// Size returns the number of bytes that the edits insert.
 func (e Edits) Size() int {
 	n := 0
 	for _, x := range e {
@@ -68,12 +68,13 @@ func (e Edits) Check(n int) error {
 	return nil
 }
 
-// cutter cuts members out of one object, each with the comma that keeps the rest valid: the one before it, or the one
-// behind it while nothing that stays is before it. It is told about every member in turn. Neighbours become one edit.
+// cutter cuts members out of one object, each together with a comma so that the rest stays valid: the comma before it,
+// or the one behind it if no kept member precedes it. It is called for every member in order. Adjacent cuts become one
+// edit.
 type cutter struct {
 	body    []byte
 	members []member
-	kept    bool // a member before this one
+	kept    bool // a member before this one was kept
 	running bool // the member before this one was cut
 }
 

@@ -1,6 +1,6 @@
 package openai
 
-// HasMedia reports whether a chat has parts that an encode endpoint makes embeddings of: images, audio, video.
+// HasMedia reports whether a chat has parts that encode endpoints process: images, audio, video.
 func (r *Request) HasMedia() bool {
 	if r.api != Chat {
 		return false
@@ -11,10 +11,9 @@ func (r *Request) HasMedia() bool {
 	return false
 }
 
-// AppendEncode appends to dst what an encode endpoint is sent of a chat: one message of a user with its media, in
-// their order and byte for byte, and what engines compute a part's hash from beside it. No text, and no limit of
-// tokens: such an engine generates nothing (vLLM 0.33.0,
-// examples/disaggregated/disaggregated_encoder/disagg_epd_proxy.py).
+// AppendEncode appends to dst the body for an encode endpoint: one user message with the chat's media, in their order
+// and byte for byte, and the members that engines hash together with a part. It has no text and no token limit: such
+// an engine generates nothing (vLLM 0.33.0, examples/disaggregated/disaggregated_encoder/disagg_epd_proxy.py).
 func (r *Request) AppendEncode(dst []byte) []byte {
 	dst = append(dst, '{')
 	for _, name := range [...]string{"model", "mm_processor_kwargs", "media_io_kwargs", "priority", "session_id"} {
@@ -34,7 +33,7 @@ func (r *Request) AppendEncode(dst []byte) []byte {
 	return append(dst, `]}]}`...)
 }
 
-// media goes through the parts of a chat's messages that are images, audio or video.
+// media iterates over the parts of a chat's messages that are images, audio or video.
 func (r *Request) media() func(yield func(part []byte) bool) {
 	return func(yield func([]byte) bool) {
 		for message := range elements(r.Raw(FieldMessages)) {

@@ -6,19 +6,19 @@ import (
 	"time"
 )
 
-// Error is what a client gets instead of an answer, in OpenAI's shape.
+// Error is an error answer of Tandem's, in OpenAI's shape.
 type Error struct {
 	Status     int
 	Type       string // OpenAI's classes: invalid_request_error, api_error, ...
 	Code       string // stable, for programs; also a label value and part of Envoy's response code details
-	Param      string // the member at fault, "" if none
-	Message    string // for people; never holds text of the request beyond short plain names, and no line breaks
+	Param      string // the invalid member; may be empty
+	Message    string // for people; quotes nothing of the request but short plain names, and has no line breaks
 	RetryAfter time.Duration
 }
 
 func (e *Error) Error() string { return fmt.Sprintf("%d %s: %s", e.Status, e.Code, e.Message) }
 
-// JSON is the body that goes to the client.
+// JSON returns the body of the answer.
 func (e *Error) JSON() []byte {
 	type detail struct {
 		Message string  `json:"message"`
@@ -39,12 +39,12 @@ func (e *Error) JSON() []byte {
 	return b
 }
 
-// BadRequest is a 400: the request itself is at fault.
+// BadRequest returns a 400: the request itself is invalid.
 func BadRequest(code, param, message string) *Error {
 	return &Error{Status: 400, Type: "invalid_request_error", Code: code, Param: param, Message: message}
 }
 
-// ModelNotFound is OpenAI's 404 for a model that no pool serves.
+// ModelNotFound returns OpenAI's 404 for a model that no pool serves.
 func ModelNotFound(model string) *Error {
 	name := "The requested model"
 	if p := printable([]byte(model)); p != "" {
@@ -54,49 +54,49 @@ func ModelNotFound(model string) *Error {
 		Message: name + " does not exist or is not served here."}
 }
 
-// UnsupportedMediaType is a 415.
+// UnsupportedMediaType returns a 415.
 func UnsupportedMediaType(message string) *Error {
 	return &Error{Status: 415, Type: "invalid_request_error", Code: "unsupported_media_type", Message: message}
 }
 
-// TooLarge is a 413 for a body over limit bytes.
+// TooLarge returns a 413 for a body over limit bytes.
 func TooLarge(limit int) *Error {
 	return &Error{Status: 413, Type: "invalid_request_error", Code: "body_too_large",
 		Message: fmt.Sprintf("the request body is larger than %d bytes", limit)}
 }
 
-// HeadersTooLarge is a 414 or a 431 for what comes before the body.
+// HeadersTooLarge returns a 414 or a 431.
 func HeadersTooLarge(status int, code, message string) *Error {
 	return &Error{Status: status, Type: "invalid_request_error", Code: code, Message: message}
 }
 
-// Timeout is a 408 for a body that did not arrive in time.
+// Timeout returns a 408 for a body that did not arrive in time.
 func Timeout() *Error {
 	return &Error{Status: 408, Type: "invalid_request_error", Code: "body_timeout", Message: "the request body did not arrive in time"}
 }
 
-// Unavailable is a 503 that says when to come back.
+// Unavailable returns a 503 with a Retry-After.
 func Unavailable(code, message string, retryAfter time.Duration) *Error {
 	return &Error{Status: 503, Type: "api_error", Code: code, Message: message, RetryAfter: retryAfter}
 }
 
-// Overloaded is a 429 for a request that gives way to others.
+// Overloaded returns a 429 for a request that was shed in favour of others.
 func Overloaded(message string, retryAfter time.Duration) *Error {
 	return &Error{Status: 429, Type: "rate_limit_error", Code: "overloaded", Message: message, RetryAfter: retryAfter}
 }
 
-// TargetMissed is a 429 for a request whose targets no endpoint can keep to now.
+// TargetMissed returns a 429 for a request whose latency targets no endpoint can meet now.
 func TargetMissed(retryAfter time.Duration) *Error {
 	return &Error{Status: 429, Type: "rate_limit_error", Code: "target_missed", RetryAfter: retryAfter,
 		Message: "no endpoint can answer this request within the time that it wants; try again, or ask for more time"}
 }
 
-// NotServed is a 404 for a path that is not a client's business.
+// NotServed returns a 404 for a path that clients may not use.
 func NotServed() *Error {
 	return &Error{Status: 404, Type: "invalid_request_error", Code: "path_not_served", Message: "this path is not served here"}
 }
 
-// Internal is a 500; what happened is in the log, under the request id.
+// Internal returns a 500. The log has the cause, under the request id.
 func Internal() *Error {
 	return &Error{Status: 500, Type: "api_error", Code: "internal_error", Message: "internal error; the request id leads to the cause in the log"}
 }

@@ -2,10 +2,10 @@ package openai
 
 import "strings"
 
-// Field is a member that somebody needs, of the body itself or of its sampling_params.
+// Field is a member that Tandem reads or edits, of the body itself or of its sampling_params.
 type Field uint8
 
-// The members that are known by name, under the names of vLLM's request models, which include OpenAI's and Anthropic's.
+// The known members, under the names of vLLM's request models, which include OpenAI's and Anthropic's.
 const (
 	fieldUnknown Field = iota
 	FieldModel
@@ -33,7 +33,7 @@ const (
 	FieldPromptEmbeds
 	FieldInput
 	FieldTokenIDs
-	FieldText     // of SGLang's /generate
+	FieldText     // SGLang's /generate
 	FieldInputIDs // likewise
 	FieldSamplingParams
 	FieldStore
@@ -62,7 +62,7 @@ const (
 	numFields
 )
 
-// fields are the members under their names.
+// fields maps names to members.
 var fields = map[string]Field{
 	"model":                      FieldModel,
 	"stream":                     FieldStream,
@@ -116,7 +116,7 @@ var fields = map[string]Field{
 	"extra_args":                 fieldExtraArgs,
 }
 
-// fieldOf names the field of a key, unescaped.
+// fieldOf returns the field of an unescaped key.
 func fieldOf(key []byte) Field {
 	if f, ok := fields[string(key)]; ok { // does not allocate
 		return f
@@ -127,23 +127,24 @@ func fieldOf(key []byte) Field {
 	return fieldUnknown
 }
 
-// isControl reports whether a key, beside kv_transfer_params, is one that a client must not send: it steers engines
-// or their routers, and names internal hosts, ranks and blocks. vLLM, SGLang, TensorRT-LLM, Neuron and Dynamo, in
-// this order.
+// isControl reports whether a key, beside kv_transfer_params, is one that a client must not send: it steers engines or
+// their routers, or names internal hosts, ranks and blocks. The names are vLLM's, SGLang's, TensorRT-LLM's, Neuron's
+// and Dynamo's, in this order.
 func isControl(key string) bool {
 	switch key {
 	case "ec_transfer_params",
 		"routed_dp_rank", "data_parallel_rank",
-		"prompt_token_ids", // beside messages it takes their place, so what was routed would not be what is computed
+		// beside messages it takes their place: the engine would compute another prompt than Tandem routed
+		"prompt_token_ids",
 		"nvext":
 		return true
 	}
-	// SGLang's host, port, room and what will follow; its disagg_prefill_dp_rank, TensorRT-LLM's disagg_request_id, and
-	// disagg_prefill_resp or whatever else an orchestrated pool calls it.
+	// SGLang's host, port, room and later additions; its disagg_prefill_dp_rank; TensorRT-LLM's disagg_request_id; and
+	// the members of orchestrated pools, such as disagg_prefill_resp.
 	return strings.HasPrefix(key, "bootstrap_") || strings.HasPrefix(key, "disagg_")
 }
 
-// control reports whether a member is not the client's to send.
+// control reports whether a client must not send the member.
 func (f Field) control() bool {
 	switch f {
 	case FieldKVTransferParams, FieldDisaggregatedParams, FieldBootstrapHost, FieldBootstrapPort, FieldBootstrapRoom, fieldControl:

@@ -6,7 +6,7 @@ import (
 	"strings"
 )
 
-// CheckHeaders refuses what the parsed paths cannot read: anything but plain JSON. It returns nil or an [*Error].
+// CheckHeaders returns an [*Error] for anything but plain JSON, which alone can be parsed.
 func CheckHeaders(contentType, contentEncoding string) error {
 	if enc := strings.TrimSpace(contentEncoding); enc != "" && !strings.EqualFold(enc, "identity") {
 		return UnsupportedMediaType("content-encoding is not supported on this path; send the body uncompressed")
@@ -38,7 +38,7 @@ func RequestID(id string) bool {
 	return true
 }
 
-// ModelList is the body of GET /v1/models. created is in seconds of Unix time.
+// ModelList returns the body of GET /v1/models. created is in seconds of Unix time.
 func ModelList(ids []string, created int64) []byte {
 	type model struct {
 		ID      string `json:"id"`

@@ -5,7 +5,7 @@ import (
 	"iter"
 )
 
-// elements goes through the values of an array that a scan has validated. Anything else has none.
+// elements iterates over the values of a validated array. Anything else has none.
 func elements(array []byte) iter.Seq[[]byte] {
 	return func(yield func([]byte) bool) {
 		if len(array) == 0 || array[0] != '[' {
@@ -21,8 +21,8 @@ func elements(array []byte) iter.Seq[[]byte] {
 	}
 }
 
-// pairs goes through the members of an object that a scan has validated: keys without escapes, values as they stand.
-// Anything else has none.
+// pairs iterates over the members of a validated object: keys without escapes, values as they stand. Anything else has
+// none.
 func pairs(object []byte) iter.Seq2[[]byte, []byte] {
 	return func(yield func(key, value []byte) bool) {
 		if len(object) == 0 || object[0] != '{' {
@@ -40,7 +40,7 @@ func pairs(object []byte) iter.Seq2[[]byte, []byte] {
 	}
 }
 
-// skipComma goes from behind a value to the next one or the end of what holds it.
+// skipComma moves from the end of a value to the next value or the closing bracket.
 func skipComma(b []byte, i int) int {
 	if i = skipSpace(b, i); b[i] == ',' {
 		i = skipSpace(b, i+1)
@@ -48,7 +48,7 @@ func skipComma(b []byte, i int) int {
 	return i
 }
 
-// topValue is the value of the top member with this name, nil if there is none. Names with escapes are not found.
+// topValue returns the value of the top member with this name, nil if there is none. Names with escapes are not found.
 func (d *document) topValue(name string) []byte {
 	for i := range d.members[scopeTop] {
 		if m := &d.members[scopeTop][i]; string(d.key(m)) == name {
@@ -58,8 +58,8 @@ func (d *document) topValue(name string) []byte {
 	return nil
 }
 
-// appendQuoted appends a key that pairs has unescaped as a JSON string.
+// appendQuoted appends, as a JSON string, a key that pairs has unescaped.
 func appendQuoted(dst, key []byte) []byte {
-	quoted, _ := json.Marshal(string(key)) // a string always can
+	quoted, _ := json.Marshal(string(key)) // cannot fail for a string
 	return append(dst, quoted...)
 }

@@ -1,18 +1,18 @@
 package openai
 
-// An engine that fails after it has begun a stream has answered 200 by then. What is left to tell such an answer
-// from a complete one, without reading it, is its length: the least that a complete one has is known for each API.
+// An engine that fails after it has begun a stream has answered 200 by then. Without reading it, such an answer can be
+// distinguished from a complete one only by its length: each API has a known minimum.
 //
-// These are the bytes of vLLM's shortest complete streams, the engine's id and model aside: of one event that ends
-// the answer with an empty delta, and what always comes before and after it. They were counted from
-// vllm/entrypoints of releases 0.12 to 0.32 (each member that only newer ones write left out) and checked against
-// recordings of 0.32.0. A stream whose KV load fails has there, for a request id and a model of one letter:
+// These are the sizes of vLLM's shortest complete streams, without the engine's id and model: one event that ends the
+// answer with an empty delta, and the events that always come before and after it. They were counted from
+// vllm/entrypoints of releases 0.12 to 0.32 (without members that only newer ones write) and checked against
+// recordings of 0.32.0. A stream whose KV load fails has, for a request id and a model of one letter:
 //
 //	chat         367 bytes: the role, an error event, [DONE]
 //	completions  128 bytes: an error event, [DONE]
 //	generate     128 bytes: the same
 //	responses    1,472 bytes or more: two events that repeat the request, and no other
-//	messages     771 bytes: more than a short complete answer, so this API's failures cannot be told by length
+//	messages     771 bytes: more than a short complete answer, so length does not reveal this API's failures
 const (
 	leastChat        = 185 + 175 + 14 + 2*len("chatcmpl-") // role, finish, [DONE]
 	leastCompletions = 173 + 14
@@ -20,13 +20,13 @@ const (
 	leastResponses   = 1800
 	leastMessages    = 400
 
-	// Of other engines, whose streams have another shape: below what any stream with at least one token has.
+	// For other engines, whose streams look different: less than any stream with at least one token.
 	leastOtherChat = 300
 	leastOther     = 150
 )
 
-// LeastStream is how many bytes a complete stream has at least, to a request of an id; 0: not known. vllm is
-// whether the engine is vLLM, started with --enable-request-id-headers or not.
+// LeastStream returns the minimum size in bytes of a complete stream that answers a request with that id; 0: unknown.
+// vllm: the engine is vLLM, started with --enable-request-id-headers or without.
 func LeastStream(api API, requestID string, vllm bool) int {
 	switch {
 	case !vllm && api == Chat:

@@ -7,10 +7,10 @@ import (
 	"unicode/utf8"
 )
 
-// This file is JSON below the members: it validates (RFC 8259) and moves on, and keeps nothing. Its functions take the
-// text and where to start, and give where they ended: behind what they read, or at the byte that is wrong.
+// This file is JSON below the members: its functions validate (RFC 8259) and store nothing. They take the text and the
+// index to start at, and return the index behind the value, or that of the first invalid byte.
 
-// fault says what is wrong at a byte; empty: nothing.
+// fault describes a syntax error; empty: none.
 type fault string
 
 const (
@@ -47,7 +47,7 @@ func skipSpaces(b []byte, i int) int {
 	return i
 }
 
-// maxNesting is the deepest nesting that levels can follow.
+// maxNesting is the depth that levels can store.
 const maxNesting = 1024
 
 // levels is a stack with a bit for each open array (0) or object (1): nesting costs no recursion.
@@ -64,7 +64,7 @@ func (l *levels) object(level int) bool {
 	return l[uint(level)/64%uint(len(l))]>>(uint(level)%64)&1 == 1
 }
 
-// skipValue validates the value at i, which may open as many levels as room says.
+// skipValue validates the value at i, which may open at most room levels.
 func skipValue(b []byte, i, room int) (end int, f fault) {
 	var stack levels
 	open := 0
@@ -86,7 +86,8 @@ func skipValue(b []byte, i, room int) (end int, f fault) {
 			}
 			stack.set(open, c == '{')
 			open++
-			if i = skipSpace(b, i+1); i < len(b) && b[i] == c+2 { // ASCII has } two behind {, and ] two behind [
+			// in ASCII, } follows { at a distance of two, and ] follows [
+			if i = skipSpace(b, i+1); i < len(b) && b[i] == c+2 {
 				break
 			}
 			if c == '{' {
@@ -108,8 +109,8 @@ func skipValue(b []byte, i, room int) (end int, f fault) {
 	}
 }
 
-// closeLevels goes on behind a value: past the levels that end there, to where the next value starts. Without an open
-// level left there is no next one.
+// closeLevels moves on from the end of a value: over the levels that end there, to the start of the next value. If no
+// open level is left, there is no next value.
 func closeLevels(b []byte, i, open int, stack *levels) (end, stillOpen int, f fault) {
 	for open > 0 {
 		object := stack.object(open - 1)
@@ -167,16 +168,16 @@ func skipColon(b []byte, i int) (int, fault) {
 	return skipSpace(b, i+1), noFault
 }
 
-// skipString reads the string whose opening quote is at i, eight bytes at a time between those that matter: quotes,
-// backslashes and control characters.
+// skipString reads the string whose opening quote is at i. It looks at eight bytes at a time for quotes, backslashes
+// and control characters.
 func skipString(b []byte, i int) (end int, escaped bool, f fault) {
 	const ones, highs = 0x0101010101010101, 0x8080808080808080
 	i++
 	for {
 		for i+8 <= len(b) {
 			w := binary.LittleEndian.Uint64(b[i:])
-			// A byte below n borrows in x-n*ones, so its high bit rises; in the lowest such byte that is exact.
-			// Flipping bit 1 takes the quote (0x22) to 0x20, next to the control characters, and nothing else below
+			// A byte below n borrows in x-n*ones, so its high bit rises; for the lowest such byte that is exact.
+			// Flipping bit 1 takes the quote (0x22) to 0x20, next to the control characters, and no other byte below
 			// 0x21.
 			low, slash := w^ones*0x02, w^ones*'\\'
 			if hit := ((low - ones*0x21) | (slash - ones)) &^ w & highs; hit != 0 {
@@ -206,7 +207,7 @@ func skipString(b []byte, i int) (end int, escaped bool, f fault) {
 	}
 }
 
-// escapeLen is the length of the escape at the start of b, 0 if it is none. A surrogate may stand alone.
+// escapeLen returns the length of the escape at the start of b, or 0. A surrogate may stand alone.
 func escapeLen(b []byte) int {
 	if len(b) < 2 {
 		return 0
@@ -250,7 +251,7 @@ func skipNumber(b []byte, i int) (int, fault) {
 		return i, faultDigits
 	}
 	if b[start] == '0' {
-		i = start + 1 // nothing may follow a leading zero; what does is found by the caller
+		i = start + 1 // nothing may follow a leading zero; the caller rejects it
 	}
 	if i < len(b) && b[i] == '.' {
 		start = i + 1
@@ -270,13 +271,13 @@ func skipNumber(b []byte, i int) (int, fault) {
 	return i, noFault
 }
 
-// skipIntegers goes from the start of a number over short plain integers, as long as a comma and a digit follow
-// each: lists of token ids are nearly all of some bodies. It decides nothing: where it ends a number starts too.
+// skipIntegers skips short plain integers, as long as a comma and a digit follow each: some bodies are mostly lists of
+// token ids. It validates nothing else: it always stops at the start of a number.
 func skipIntegers(b []byte, i int) int {
 	const ones, highs = 0x0101010101010101, 0x8080808080808080
 	for i+10 <= len(b) {
 		w := binary.LittleEndian.Uint64(b[i:]) ^ ones*'0'
-		other := (w&^highs + ones*(0x7F-9) | w) & highs // the high bit rises over whatever is no digit
+		other := (w&^highs + ones*(0x7F-9) | w) & highs // the high bit rises in every byte that is not a digit
 		n := bits.TrailingZeros64(other) / 8
 		if n == 0 || n == 8 || b[i] == '0' || b[i+n] != ',' {
 			return i
@@ -315,7 +316,7 @@ func skipLiteral(b []byte, i int) (int, fault) {
 }
 
 // appendUnescaped appends the inside of a validated string without its escapes. A surrogate that stands alone becomes
-// the three bytes that UTF-8 would have for it, which no valid UTF-8 has: so what differs before differs after.
+// the three bytes that UTF-8 would have for it. Valid UTF-8 never has these, so different strings stay different.
 func appendUnescaped(dst, inside []byte) []byte {
 	for i := 0; i < len(inside); {
 		c := inside[i]
@@ -348,7 +349,7 @@ func appendUnescaped(dst, inside []byte) []byte {
 	return dst
 }
 
-// unescaped is what a one-letter escape stands for.
+// unescaped returns the byte that a one-letter escape stands for.
 func unescaped(letter byte) byte {
 	switch letter {
 	case 'b':

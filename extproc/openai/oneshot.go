@@ -7,7 +7,7 @@ import (
 	"fmt"
 )
 
-// ErrNotStreamable says that an answer cannot be told as a stream.
+// ErrNotStreamable means that an answer cannot be turned into a stream.
 var ErrNotStreamable = errors.New("not an answer that can be streamed")
 
 // WantsUsage reports whether a streaming client wants usage at the stream's end (stream_options.include_usage).
@@ -20,11 +20,11 @@ func (r *Request) WantsUsage() bool {
 	return false
 }
 
-// OneShot tells an engine's complete answer to chat or completions as the stream that a client asked for: one event
-// with everything, one with usage if that is wanted, and the end. Members keep their text and order. Tool calls are
-// refused ([ErrNotStreamable]): in a stream they need an index that the answer does not have.
+// OneShot turns an engine's complete answer to chat or completions into the stream that a client asked for: one event
+// with everything, one with usage if requested, and the end. Members keep their text and order. Tool calls are refused
+// ([ErrNotStreamable]): in a stream they need an index that the answer does not have.
 func OneShot(answer []byte, usage bool) ([]byte, error) {
-	if bytes.ContainsAny(answer, "\n\r") { // between its tokens: an event is one line
+	if bytes.ContainsAny(answer, "\n\r") { // between its tokens; an event must be one line
 		var line bytes.Buffer
 		if err := json.Compact(&line, answer); err != nil {
 			return nil, fmt.Errorf("reading an engine's answer: %w", err)
@@ -35,7 +35,7 @@ func OneShot(answer []byte, usage bool) ([]byte, error) {
 	if err := d.scan(answer, Limits{}); err != nil {
 		return nil, fmt.Errorf("reading an engine's answer: %w", err)
 	}
-	head := []byte("data: {") // of every event: what is neither choices nor usage
+	head := []byte("data: {") // of every event: all members but choices and usage
 	chat := false
 	var choices, counted []byte
 	for i := range d.members[scopeTop] {
@@ -68,13 +68,13 @@ func OneShot(answer []byte, usage bool) ([]byte, error) {
 	return append(out, "data: [DONE]\n\n"...), nil
 }
 
-// appendPair appends a member and a comma; key is with its quotes.
+// appendPair appends a member and a comma; key has its quotes.
 func appendPair(dst, key, value []byte) []byte {
 	dst = append(append(dst, key...), ':')
 	return append(append(dst, value...), ',')
 }
 
-// appendChunkChoices appends choices as a chunk has them: a chat's message is a delta there.
+// appendChunkChoices appends choices in the form of a chunk: a chat's message becomes a delta.
 func appendChunkChoices(dst, choices []byte, chat bool) ([]byte, error) {
 	n := 0
 	if !present(choices) || choices[0] != '[' {

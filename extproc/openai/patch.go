@@ -7,17 +7,17 @@ import (
 
 // Patch plans changes of a scanned body. The zero value is ready; Reset reuses all memory.
 //
-// Members that are there keep their place and get a new value; members that are not are put in front, directly
-// after the opening brace, all of them in one edit, which is then the first of [Patch.Edits]. Nothing else moves.
-// Where a member is changed twice, the last change counts.
+// Existing members keep their place and get a new value. New members are inserted directly after the opening brace,
+// all of them in one edit, which is then the first of [Patch.Edits]. Nothing else moves. If a member is changed twice,
+// the last change counts.
 //
-// It is meant for members that no client's body has twice, and with control members cut ([Request.Clean]) before.
+// The body must not have a changed member twice, and control members must be cut before ([Request.Clean]).
 type Patch struct {
 	r        *Request
 	top      changes
 	sampling changes
 	text     []byte // new values
-	front    []byte // members to put in
+	front    []byte // members to insert
 	edits    Edits
 }
 
@@ -27,7 +27,7 @@ type changes struct {
 	new []insert
 }
 
-// change is what happens to a member. Offsets are into Patch.text.
+// change is a change of a member. Offsets are into Patch.text.
 type change struct {
 	what       action
 	start, end int
@@ -42,13 +42,13 @@ const (
 	rename
 )
 
-// insert is a member to put in.
+// insert is a member to insert.
 type insert struct {
 	key        string
 	start, end int
 }
 
-// Reset makes the patch ready for changes of r, which must stay as it is until the edits were applied.
+// Reset prepares the patch for changes of r, which must not change until the edits were applied.
 func (p *Patch) Reset(r *Request) {
 	p.r = r
 	p.top.reset(len(r.members[scopeTop]))
@@ -62,17 +62,16 @@ func (c *changes) reset(members int) {
 	c.new = c.new[:0]
 }
 
-// Set gives a top-level member a value, which is JSON text and is copied. key is the member's name, plain enough to
-// need no escapes, and f its field.
+// Set gives a top-level member a value: JSON text, which is copied. key is the member's name, which must not need
+// escapes, and f its field.
 func (p *Patch) Set(key string, f Field, value []byte) {
 	p.set(&p.top, scopeTop, key, f, value)
 }
 
-// Insert puts a top-level member in front although there may be one of that name, which then has to be renamed.
+// Insert inserts a top-level member even if the body has one of that name, which then has to be renamed.
 func (p *Patch) Insert(key string, value []byte) { p.set(&p.top, scopeTop, key, fieldUnknown, value) }
 
-// Rename gives a top-level member another name, plain enough to need no escapes, if it is there; its value stays as
-// it is.
+// Rename renames a top-level member, if it exists; its value stays. key must not need escapes.
 func (p *Patch) Rename(f Field, key string) {
 	if i := p.position(scopeTop, f); i >= 0 {
 		start := len(p.text)
@@ -81,11 +80,11 @@ func (p *Patch) Rename(f Field, key string) {
 	}
 }
 
-// Delete removes a top-level member, if it is there.
+// Delete removes a top-level member, if it exists.
 func (p *Patch) Delete(f Field) { p.delete(&p.top, scopeTop, f) }
 
-// SetSampling is Set for a member of sampling_params, which is made if the body has none. If it is something other
-// than an object, nothing happens: no engine takes such a request.
+// SetSampling is Set for a member of sampling_params, which is created if the body has none. If sampling_params is not
+// an object, nothing happens: no engine accepts such a request.
 func (p *Patch) SetSampling(key string, f Field, value []byte) {
 	p.set(&p.sampling, scopeSampling, key, f, value)
 }
@@ -116,7 +115,7 @@ func (p *Patch) delete(c *changes, s scope, f Field) {
 	}
 }
 
-// position is where among the scope's members the field is, -1 if it is absent.
+// position returns the index of the field among the scope's members, -1 if it is absent.
 func (p *Patch) position(s scope, f Field) int {
 	if f == fieldUnknown {
 		return -1
@@ -124,14 +123,14 @@ func (p *Patch) position(s scope, f Field) int {
 	return slices.IndexFunc(p.r.members[s], func(m member) bool { return m.field == f })
 }
 
-// Edits are the planned changes, valid until the next change or Reset.
+// Edits returns the planned changes, valid until the next change or Reset.
 func (p *Patch) Edits() Edits {
 	r := p.r
 	p.front = p.front[:0]
 	if raw := r.Raw(FieldSamplingParams); !present(raw) && len(p.sampling.new) > 0 {
 		start := len(p.front)
 		p.front = p.appendMembers(append(p.front, '{'), p.sampling.new)
-		p.front[len(p.front)-1] = '}' // where the last comma was
+		p.front[len(p.front)-1] = '}' // in place of the last comma
 		p.Set("sampling_params", FieldSamplingParams, p.front[start:])
 	}
 	p.edits = p.appendEdits(p.edits[:0], &p.top, scopeTop, r.start)
@@ -145,7 +144,7 @@ func (p *Patch) appendEdits(edits Edits, c *changes, s scope, open int) Edits {
 		p.front = p.appendMembers(p.front, c.new)
 		to := len(p.front)
 		if !slices.ContainsFunc(c.of, func(x change) bool { return x.what != cut }) {
-			to-- // nothing stays behind the last comma
+			to-- // remove the last comma too
 		}
 		edits = append(edits, Edit{Start: open + 1, End: open + 1, New: p.front[from:to:to]})
 	}

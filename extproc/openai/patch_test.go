@@ -114,8 +114,8 @@ func TestEditsCheck(t *testing.T) {
 	}
 }
 
-// FuzzPatch holds Patch against its dumb twin, and every undo against the bytes it came from. Each byte of ops is a change:
-// which member, set or delete, at the top or in sampling_params.
+// FuzzPatch holds Patch against its dumb twin, and every undo against the bytes it came from. Each byte of ops is a
+// change: which member, set or delete, at the top or in sampling_params.
 func FuzzPatch(f *testing.F) {
 	for _, s := range []string{
 		`{}`, `{"stop":1}`, ` { "a" : 1 , "stop" : [ "x" ] , "n" : 2 } `, `{"sampling_params":{"n":2,"stop":1,"max_tokens":5},"stream":true}`,

@@ -6,7 +6,7 @@ import (
 	"github.com/cespare/xxhash/v2"
 )
 
-// prompt is the member that holds the prompt's bulk.
+// prompt returns the member that holds the prompt's bulk.
 func (r *Request) prompt() []byte {
 	switch r.api {
 	case Chat, Messages:
@@ -27,8 +27,8 @@ func (r *Request) prompt() []byte {
 	}
 }
 
-// Prompts is how many prompts the body asks about, as a list of strings or of lists of token ids; list is false where
-// there is one that is not in such a list.
+// Prompts returns the number of prompts in the body. list reports whether they are a list of strings or of lists of
+// token ids; a single prompt may stand outside such a list.
 func (r *Request) Prompts() (n int, list bool) {
 	raw := r.prompt()
 	if r.api != Completions && r.api != SGLangGenerate || len(raw) == 0 || raw[0] != '[' {
@@ -43,10 +43,10 @@ func (r *Request) Prompts() (n int, list bool) {
 	return n, true
 }
 
-// PromptBytes is the length of the prompt as it stands in the body, 0 where there is none.
+// PromptBytes returns the length of the prompt as it stands in the body, 0 if there is none.
 func (r *Request) PromptBytes() int { return len(r.prompt()) }
 
-// PromptIDs is the prompt where the client gives it as token ids: a JSON array as it stands in the body; else nil.
+// PromptIDs returns the prompt if the client gives it as token ids: a JSON array as it stands in the body; else nil.
 func (r *Request) PromptIDs() []byte {
 	raw := r.prompt()
 	if len(raw) == 0 || raw[0] != '[' || r.api != Generate && (r.api != Completions || r.promptList()) {
@@ -55,8 +55,8 @@ func (r *Request) PromptIDs() []byte {
 	return raw
 }
 
-// PromptIsAll reports whether the prompt's member is all that the engine makes the prompt of: a chat of text alone,
-// and nothing that cuts the prompt.
+// PromptIsAll reports whether the engine builds the prompt from the prompt's member alone: a chat of text, without
+// tools or truncation.
 func (r *Request) PromptIsAll() bool {
 	for i := range r.members[scopeTop] {
 		if m := &r.members[scopeTop][i]; string(r.key(m)) == "truncate_prompt_tokens" && present(r.text(m)) {
@@ -78,15 +78,14 @@ func (r *Request) PromptIsAll() bool {
 	return true
 }
 
-// PromptHash appends the hashes of the prompt's leading blocks to dst: each stands for its block and everything
-// before it. Blocks are blockBytes of the prompt member's raw bytes, full ones only, at most maxBlocks of them.
-// What a chat template renders in front, or what keeps caches apart (model, tools, system, salt, ...), is in every
-// hash.
+// PromptHash appends the hashes of the prompt's leading blocks to dst: each covers its block and everything before it.
+// Blocks are blockBytes of the prompt member's raw bytes, full ones only, at most maxBlocks of them. Every hash also
+// covers the members that a chat template renders in front, or that keep caches apart (model, tools, system, salt,
+// ...).
 //
-// Two requests share hashes as far as their bytes are the same, which for a conversation that grows is all of its
-// earlier turns. The hashes are the same in every process of a release. They are a guess at what the engine's
-// prefix cache has, cheap and without a tokenizer: the same text with other white space or escapes is another
-// prompt.
+// Two requests share hashes as far as their bytes are equal: in a growing conversation, over all earlier turns. The
+// hashes are the same in every process of a release. They estimate the content of the engine's prefix cache cheaply
+// and without a tokenizer: the same text with other white space or escapes is another prompt.
 func (r *Request) PromptHash(dst []uint64, blockBytes, maxBlocks int) []uint64 {
 	h := xxhash.Sum64String(r.model)
 	for i, f := range [...]Field{FieldCacheSalt, FieldTools, FieldSystem, FieldInstructions, FieldReasoningEffort,
@@ -99,7 +98,7 @@ func (r *Request) PromptHash(dst []uint64, blockBytes, maxBlocks int) []uint64 {
 	if len(b) == 0 || blockBytes <= 0 {
 		return dst
 	}
-	b = b[:len(b)-1] // the closing bracket or quote: where the next turn goes on
+	b = b[:len(b)-1] // the closing bracket or quote: the next turn continues there
 	for ; len(b) >= blockBytes && maxBlocks > 0; maxBlocks-- {
 		h = chain(h, xxhash.Sum64(b[:blockBytes]))
 		dst = append(dst, h)
@@ -108,7 +107,7 @@ func (r *Request) PromptHash(dst []uint64, blockBytes, maxBlocks int) []uint64 {
 	return dst
 }
 
-// chain makes one hash of two, their order mattering.
+// chain combines two hashes; their order matters.
 func chain(h, next uint64) uint64 {
 	return bits.RotateLeft64(h, 27)*0x9E3779B185EBCA87 ^ next
 }

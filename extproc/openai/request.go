@@ -9,7 +9,7 @@ import (
 )
 
 // Request is a scanned body. The zero value is ready; Scan may be called again and reuses all memory. It refers to the
-// body it scanned and is valid as long as that is. It is for one goroutine at a time.
+// scanned body and is valid as long as that is. It is for one goroutine at a time.
 type Request struct {
 	document
 	api     API
@@ -44,7 +44,7 @@ func (r *Request) Scan(api API, body []byte, lim Limits) error {
 	return nil
 }
 
-// Reset forgets the body, so that a Request kept for later does not keep it, and leaves a request without members.
+// Reset drops the body, so that a pooled Request does not keep its memory, and leaves a request without members.
 func (r *Request) Reset() {
 	r.body = nil
 	r.forget()
@@ -57,10 +57,11 @@ func (r *Request) forget() {
 	}
 }
 
-// maxModelBytes bounds a name that goes into maps, logs and errors. Real ones are a path or a repository.
+// maxModelBytes bounds the name of a model, which goes into maps, logs and errors. Real ones are a path or a
+// repository.
 const maxModelBytes = 1024
 
-// readModel keeps the model's name, and allocates only where it differs from that of the scan before.
+// readModel stores the model's name, and allocates only if it differs from the last scan's.
 func (r *Request) readModel() error {
 	raw := r.Raw(FieldModel)
 	if !present(raw) {
@@ -87,19 +88,19 @@ func (r *Request) readModel() error {
 	return nil
 }
 
-// API is what the body was scanned as.
+// API returns the API that the body was scanned for.
 func (r *Request) API() API { return r.api }
 
-// Body is what was scanned.
+// Body returns the scanned body.
 func (r *Request) Body() []byte { return r.body }
 
-// Model is the requested model, valid UTF-8; "" where the body names none.
+// Model returns the requested model, valid UTF-8; "" if the body names none.
 func (r *Request) Model() string { return r.model }
 
 // Has reports whether the body has the member, null or not.
 func (r *Request) Has(f Field) bool { return r.index[f] > 0 }
 
-// Raw is the member's value as it stands in the body, without space around it; nil if it is absent.
+// Raw returns the member's value as it stands in the body, without space around it; nil if it is absent.
 func (r *Request) Raw(f Field) []byte {
 	if m := r.member(scopeTop, f); m != nil {
 		return r.text(m)
@@ -130,7 +131,7 @@ func (r *Request) member(s scope, f Field) *member {
 	return nil
 }
 
-// String is the member's value if it is a string, with escapes undone and what is no Unicode replaced by U+FFFD.
+// String returns the member's value if it is a string, with escapes undone and invalid Unicode replaced by U+FFFD.
 func (r *Request) String(f Field) (string, bool) {
 	raw := r.Raw(f)
 	if len(raw) < 2 || raw[0] != '"' {
@@ -139,8 +140,8 @@ func (r *Request) String(f Field) (string, bool) {
 	return strings.ToValidUTF8(string(unescapedKey(raw[1:len(raw)-1])), "\uFFFD"), true
 }
 
-// Text is the value of the top member of that name if it is a string, as it stands between its quotes; nil if there
-// is none. The name is compared as it is written: one with escapes in it is not found.
+// Text returns the value of the top member of that name if it is a string, as it stands between its quotes; nil if
+// there is none. A name that is written with escapes is not found.
 func (r *Request) Text(name string) []byte {
 	for i := range r.members[scopeTop] {
 		m := &r.members[scopeTop][i]
@@ -155,7 +156,7 @@ func (r *Request) Text(name string) []byte {
 	return nil
 }
 
-// Int is the member's value if it is written as an integer and fits int64: 5, but neither 5.0 nor 5e0.
+// Int returns the member's value if it is written as an integer and fits int64: 5, but neither 5.0 nor 5e0.
 func (r *Request) Int(f Field) (int64, bool) { return integer(r.Raw(f)) }
 
 func integer(raw []byte) (int64, bool) {
@@ -169,11 +170,11 @@ func integer(raw []byte) (int64, bool) {
 // True reports whether the member is literally true.
 func (r *Request) True(f Field) bool { return string(r.Raw(f)) == "true" }
 
-// Wants reports whether the member asks for something: it is there, and neither null nor false.
+// Wants reports whether the member is there and neither null nor false.
 func (r *Request) Wants(f Field) bool { return wanted(r.Raw(f)) }
 
-// present reports whether there is a value, and not null, which engines take for none.
+// present reports whether there is a value other than null, which engines treat as absent.
 func present(raw []byte) bool { return raw != nil && string(raw) != "null" }
 
-// wanted reports whether a value asks for something: it is neither null nor false.
+// wanted reports whether a value is neither absent nor null nor false.
 func wanted(raw []byte) bool { return present(raw) && string(raw) != "false" }

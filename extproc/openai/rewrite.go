@@ -6,17 +6,17 @@ import (
 	"strconv"
 )
 
-// Rewriter makes a client's answer of an engine's, where the two differ. It is for one answer, and for one goroutine.
+// Rewriter turns an engine's answer into the client's, if the two differ. It is for one answer, and for one goroutine.
 type Rewriter interface {
-	// Begin appends what goes before the first event of a stream.
+	// Begin appends the events that precede the first event of a stream.
 	Begin(dst []byte) []byte
-	// Whole appends the client's answer to dst, made of one that is not streamed.
+	// Whole appends the client's answer to dst. answer is not streamed.
 	Whole(dst, answer []byte) ([]byte, error)
-	// Event appends what the client is sent for one event of a stream, with the empty line behind it.
+	// Event appends the client's version of one event of a stream, with the empty line behind it.
 	Event(dst, event []byte) []byte
 }
 
-// Both is one rewriter behind another.
+// Both chains two rewriters: Second rewrites First's output.
 type Both struct{ First, Second Rewriter }
 
 // Begin implements [Rewriter].
@@ -40,7 +40,7 @@ func (b Both) Event(dst, event []byte) []byte {
 	return b.Second.Event(dst, first)
 }
 
-// eventObject is an event's data if that is a JSON object, else nil.
+// eventObject returns an event's data if it is a JSON object, else nil.
 func eventObject(event []byte) []byte {
 	data := EventData(nil, event)
 	if len(data) == 0 || data[0] != '{' || !valid(data) {
@@ -80,12 +80,12 @@ func appendEvent(dst, event, data []byte) []byte {
 	return append(dst, '\n')
 }
 
-// CachedTokens tells the client how many tokens of the prompt prefill found in its cache, and how many it put there.
-// Decode's own counts are of what came from prefill, mostly all of the prompt. Where an answer has no such count, none
-// is put in.
+// CachedTokens puts prefill's counts of cached tokens into the answer: those found in its cache and those written to
+// it. Decode's own counts are misleading: it counts the KV that came from prefill, mostly all of the prompt, as
+// cached. An answer without such counts gets none.
 type CachedTokens struct {
 	N       int64 // found
-	Written int64 // put there; -1: prefill did not say, and decode's count stays
+	Written int64 // written to the cache; -1: prefill reported none, and decode's count stays
 }
 
 // Begin implements [Rewriter].
@@ -108,7 +108,8 @@ func (c CachedTokens) Event(dst, event []byte) []byte {
 	return appendEvent(dst, event, c.appendObject(nil, data))
 }
 
-// appendObject appends an object with the count in its usage, or in that of the response in it (response.completed).
+// appendObject appends an object with the counts in its usage, or in the usage of its response member
+// (response.completed).
 func (c CachedTokens) appendObject(dst, object []byte) []byte {
 	if len(object) == 0 || object[0] != '{' {
 		return append(dst, object...)
@@ -129,8 +130,8 @@ func (c CachedTokens) appendObject(dst, object []byte) []byte {
 	})
 }
 
-// messagesUsage rewrites the usage of /v1/messages, whose input_tokens are those that were neither found in the cache
-// nor put there. ok is false for the usage of other APIs.
+// messagesUsage rewrites the usage of /v1/messages, whose input_tokens counts the tokens that were neither found in
+// the cache nor written to it. ok is false for the usage of other APIs.
 func (c CachedTokens) messagesUsage(usage []byte) (out []byte, ok bool) {
 	if len(usage) == 0 || usage[0] != '{' || !bytes.Contains(usage, []byte(`"cache_read_input_tokens"`)) {
 		return nil, false
@@ -161,7 +162,7 @@ func (c CachedTokens) messagesUsage(usage []byte) (out []byte, ok bool) {
 	}), true
 }
 
-// replaceCount is n as JSON text in place of a count. What is no count stays, and so does one if n is not known.
+// replaceCount returns n as JSON text in place of a count. The value stays if it is not a number or n is unknown.
 func replaceCount(value []byte, n int64) []byte {
 	if _, ok := integer(value); !ok || n < 0 {
 		return value
@@ -169,18 +170,18 @@ func replaceCount(value []byte, n int64) []byte {
 	return strconv.AppendInt(nil, n, 10)
 }
 
-// InputLogprobs puts the log probabilities of the prompt, which prefill has, in front of decode's in answers to
-// SGLang's /generate: meta_info.input_token_logprobs of the answer, of each of a batch, and of each event
-// (sgl-project/sglang, srt/disaggregation/mini_lb.py, 0.4.9.post6).
+// InputLogprobs inserts prefill's log probabilities of the prompt in front of decode's, in answers to SGLang's
+// /generate: meta_info.input_token_logprobs of the answer, of each of a batch, and of each event (sgl-project/sglang,
+// srt/disaggregation/mini_lb.py, 0.4.9.post6).
 type InputLogprobs struct {
-	Prefill []byte // [ReadInputLogprobs]; nil: not known
+	Prefill []byte // of [ReadInputLogprobs]; nil: unknown
 }
 
 // inputLogprobs is the member's name.
 const inputLogprobs = "input_token_logprobs"
 
-// ReadInputLogprobs takes the log probabilities of the prompt out of prefill's answer: a list with one list for
-// each answer of a batch; nil where there are none.
+// ReadInputLogprobs returns the log probabilities of the prompt in prefill's answer: a list with one list for each
+// answer of a batch; nil if there are none.
 func ReadInputLogprobs(answer []byte) []byte {
 	if !bytes.Contains(answer, []byte(inputLogprobs)) || !valid(answer) {
 		return nil
@@ -211,7 +212,7 @@ func ReadInputLogprobs(answer []byte) []byte {
 	return append(out, ']')
 }
 
-// metaLogprobs is meta_info.input_token_logprobs of one answer, nil if that is no list.
+// metaLogprobs returns meta_info.input_token_logprobs of one answer, nil if it is not a list.
 func metaLogprobs(answer []byte) (list []byte) {
 	for key, meta := range pairs(answer) {
 		if string(key) != "meta_info" {
@@ -250,7 +251,7 @@ func (l InputLogprobs) Whole(dst, answer []byte) ([]byte, error) {
 	return append(dst, ']'), nil
 }
 
-// Event implements [Rewriter]. Events of a batch say which answer they are of.
+// Event implements [Rewriter]. Events of a batch have the index of their answer.
 func (l InputLogprobs) Event(dst, event []byte) []byte {
 	data := eventObject(event)
 	if data == nil {
@@ -265,7 +266,7 @@ func (l InputLogprobs) Event(dst, event []byte) []byte {
 	return appendEvent(dst, event, l.appendAnswer(nil, data, int(index)))
 }
 
-// appendAnswer appends answer i with both engines' lists as one.
+// appendAnswer appends answer i with the lists of both engines joined.
 func (l InputLogprobs) appendAnswer(dst, answer []byte, i int) []byte {
 	prefill := l.of(i)
 	if prefill == nil || answer[0] != '{' {
@@ -290,7 +291,7 @@ func (l InputLogprobs) appendAnswer(dst, answer []byte, i int) []byte {
 	})
 }
 
-// of is prefill's list for answer i.
+// of returns prefill's list for answer i.
 func (l InputLogprobs) of(i int) []byte {
 	n := 0
 	for list := range elements(l.Prefill) {
@@ -302,7 +303,7 @@ func (l InputLogprobs) of(i int) []byte {
 	return nil
 }
 
-// appendMember puts a member at the end of an object whose closing brace was taken off.
+// appendMember appends a member to an object without its closing brace.
 func appendMember(object []byte, key string, value []byte) []byte {
 	if len(object) > 1 {
 		object = append(object, ',')
@@ -311,7 +312,7 @@ func appendMember(object []byte, key string, value []byte) []byte {
 	return append(append(object, value...), '}')
 }
 
-// joinLists is one list of two; what is no list is none.
+// joinLists joins two JSON lists. Anything but a list counts as empty.
 func joinLists(a, b []byte) []byte {
 	empty := func(list []byte) bool { return len(list) < 2 || list[0] != '[' || list[skipSpace(list, 1)] == ']' }
 	switch {

@@ -10,10 +10,10 @@ import (
 	"github.com/cespare/xxhash/v2"
 )
 
-// Limits bound what a body may be. Zero values take the defaults.
+// Limits bound a body. Zero values take the defaults.
 type Limits struct {
 	MaxDepth   int // nesting of arrays and objects; default 512, at most 1,024
-	MaxMembers int // of one of the objects whose members are looked at; default 512, at most 4,096
+	MaxMembers int // of one of the objects of a scope; default 512, at most 4,096
 }
 
 func (l Limits) withDefaults() Limits {
@@ -27,7 +27,7 @@ func (l Limits) withDefaults() Limits {
 	return l
 }
 
-// scope is one of the objects whose members are looked at.
+// scope is one of the objects whose members are read.
 type scope uint8
 
 const (
@@ -38,7 +38,7 @@ const (
 	numScopes
 )
 
-// inner is the scope that a member opens, if its value is an object.
+// inner returns the scope that a member opens, if its value is an object.
 func (s scope) inner(f Field) (scope, bool) {
 	switch {
 	case s == scopeTop && f == FieldSamplingParams:
@@ -66,10 +66,10 @@ type document struct {
 	scratch []byte // an unescaped key
 }
 
-// key is a member's key as it stands in the body, without quotes.
+// key returns a member's key as it stands in the body, without quotes.
 func (d *document) key(m *member) []byte { return d.body[m.key+1 : m.keyEnd-1] }
 
-// text is a member's value as it stands in the body.
+// text returns a member's value as it stands in the body.
 func (d *document) text(m *member) []byte { return d.body[m.value:m.valueEnd:m.valueEnd] }
 
 // scan validates the body and finds the members of its scopes. It allocates only where slices must grow.
@@ -79,7 +79,7 @@ func (d *document) scan(body []byte, lim Limits) error {
 		d.members[i] = d.members[i][:0]
 	}
 	if cap(d.scratch) > 64<<10 {
-		d.scratch = nil // of a key that nobody will send again
+		d.scratch = nil // with a key of unusual length
 	}
 	if len(body) > math.MaxInt32 {
 		return TooLarge(math.MaxInt32)
@@ -104,8 +104,8 @@ func (d *document) scan(body []byte, lim Limits) error {
 	return nil
 }
 
-// object reads the object at i, which lies room levels above the deepest allowed. It calls itself for the few objects
-// within that are scopes.
+// object reads the object at i. room is the number of levels that may still be opened. It recurses only into objects
+// that are scopes.
 func (d *document) object(s scope, i, room int, lim Limits) (int, fault) {
 	b := d.body
 	if i = skipSpace(b, i+1); i < len(b) && b[i] == '}' {
@@ -169,7 +169,7 @@ func (d *document) readKey(s scope, i int, lim Limits) (m member, end int, f fau
 	return m, end, f
 }
 
-// find looks for a member by its unescaped name. Bodies have tens of members, so it goes through them all.
+// find searches for a member by its unescaped name. It is linear: bodies have tens of members.
 func (d *document) find(s scope, hash uint64, name []byte) *member {
 	for i := range d.members[s] {
 		m := &d.members[s][i]
@@ -180,7 +180,7 @@ func (d *document) find(s scope, hash uint64, name []byte) *member {
 	return nil
 }
 
-// unescapedKey allocates only for a key with escapes, which is rare and met only where hashes are the same.
+// unescapedKey allocates only for a key with escapes, which is rare: it is called only if hashes are equal.
 func unescapedKey(key []byte) []byte {
 	if bytes.IndexByte(key, '\\') < 0 {
 		return key
@@ -188,7 +188,7 @@ func unescapedKey(key []byte) []byte {
 	return appendUnescaped(nil, key)
 }
 
-// notObject says what a body is that does not start with a brace: other JSON, or none.
+// notObject returns the error for a body that does not start with a brace: other JSON, or none.
 func (d *document) notObject(lim Limits) error {
 	if bytes.HasPrefix(d.body[d.start:], []byte("\xEF\xBB\xBF")) {
 		return d.refuse(d.start, faultBOM, lim)
@@ -205,7 +205,7 @@ func (d *document) notObject(lim Limits) error {
 	return BadRequest("invalid_body", "", "the body must be a JSON object")
 }
 
-// refuse makes the error for a fault at byte i. It never quotes the body, but for a key that is short and plain.
+// refuse returns the error for a fault at byte i. It quotes nothing of the body but a short plain key.
 func (d *document) refuse(i int, f fault, lim Limits) *Error {
 	switch f {
 	case faultTooDeep:
@@ -227,7 +227,7 @@ func (d *document) refuse(i int, f fault, lim Limits) *Error {
 	return BadRequest("invalid_json", "", fmt.Sprintf("the body is not valid JSON: byte %d: %s", i, f))
 }
 
-// printable is a name as a message or log may show it: short and plain, or not at all.
+// printable returns a name for a message or log if it is short and plain, else "".
 func printable(name []byte) string {
 	const plain = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_.:/-"
 	if len(name) > 64 || strings.Trim(string(name), plain) != "" {

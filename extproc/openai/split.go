@@ -1,12 +1,13 @@
 package openai
 
-// Unsplittable says why one engine has to answer the request, "" if two may share it. The reasons are label values.
+// Unsplittable returns the reason why one engine has to answer the request, "" if two may share it. The reasons are
+// label values.
 //
-// The prefill endpoint's answer carries the KV cache of one sequence, so several choices or prompts need a whole
+// The prefill endpoint's answer carries the KV cache of one sequence, so several choices or prompts need a single
 // engine. Prompt logprobs are computed from the prompt itself, whatever is cached (vLLM: base_scheduler.py of NIXL,
-// 0.33.0). A stored response belongs to the engine that has it. And where the engine runs tools itself, it
-// generates again and again with the same KV parameters (vLLM: entrypoints/openai/responses, the loop over built-in
-// tools), which after the first time can name another request's blocks.
+// 0.33.0). A stored response belongs to the engine that has it. An engine that runs tools itself generates several
+// times with the same KV parameters (vLLM: entrypoints/openai/responses, the loop over built-in tools), which after
+// the first time can name another request's blocks.
 func (r *Request) Unsplittable() (reason string) {
 	switch {
 	case several(r.limit(FieldN)), several(r.limit(FieldBestOf)):
@@ -31,8 +32,8 @@ func (r *Request) Unsplittable() (reason string) {
 	return ""
 }
 
-// SeveralChoices reports whether the body asks for anything but one answer to each prompt, or may do so. SGLang's
-// /generate also takes a list of sampling_params, one for each prompt.
+// SeveralChoices reports whether the body may ask for anything but one answer to each prompt. SGLang's /generate also
+// takes a list of sampling_params, one for each prompt.
 func (r *Request) SeveralChoices() bool {
 	if several(r.limit(FieldN)) {
 		return true
@@ -47,7 +48,7 @@ func (r *Request) SeveralChoices() bool {
 	return false
 }
 
-// limit is a member that lies in sampling_params where the API has those.
+// limit returns a member of sampling_params if the API has those, else of the body.
 func (r *Request) limit(f Field) []byte {
 	if r.api == Generate || r.api == SGLangGenerate {
 		return r.Sampling(f)
@@ -68,8 +69,8 @@ func (r *Request) promptList() bool {
 	return first != '-' && first-'0' > 9
 }
 
-// engineTools reports whether there are tools other than functions of the client's: web_search, code_interpreter, mcp.
-// What is malformed counts as such, one engine may refuse it.
+// engineTools reports whether there are tools other than the client's functions: web_search, code_interpreter, mcp.
+// Malformed tools count too: one engine shall refuse them.
 func (r *Request) engineTools() bool {
 	raw := r.Raw(FieldTools)
 	if !present(raw) {

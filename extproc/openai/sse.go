@@ -5,28 +5,27 @@ import (
 	"errors"
 )
 
-// Events cuts a stream of server-sent events (text/event-stream, WHATWG HTML 9.2) into events, however its bytes
-// were cut on the way: an event may come in pieces, several may come at once, and lines may end in LF, CR LF or CR.
-// The zero value is ready. It is for one stream.
+// Events cuts a stream of server-sent events (text/event-stream, WHATWG HTML 9.2) into events: one may arrive in
+// pieces, several may arrive at once, and lines may end in LF, CR LF or CR. The zero value is ready. It is for one
+// stream.
 type Events struct {
-	held []byte // of the event that is not complete yet
-	next int    // how far held was looked at
-	line int    // where the line begins that next is in
-	cr   bool   // the byte before next was a CR: an LF now belongs to it
+	held []byte // an incomplete event
+	next int    // held is scanned up to here
+	line int    // start of the line that contains next
+	cr   bool   // the byte before next was a CR: a following LF belongs to it
 }
 
-// maxEvent bounds what is held of an event whose end has not come, in bytes.
+// maxEvent bounds the bytes that are buffered of an incomplete event.
 const maxEvent = 8 << 20
 
-// keepHeld is how large a buffer, in bytes, lives on when the event that needed it has gone on: a stream may last
-// for minutes.
+// keepHeld is the largest buffer, in bytes, that is kept when its event is complete: a stream may last for minutes.
 const keepHeld = 64 << 10
 
-// ErrEventTooLong ends a stream with an event of more than 8 MiB.
+// ErrEventTooLong means that a stream has an event of more than 8 MiB.
 var ErrEventTooLong = errors.New("a server-sent event of more than 8 MiB")
 
-// Feed takes the stream's next bytes and calls each with every event that they complete: its lines as they came,
-// without the empty one behind them. The event is each's until it returns.
+// Feed takes the stream's next bytes and calls each with every event that they complete: its lines unchanged, without
+// the empty line behind them. The event is valid until each returns.
 func (e *Events) Feed(chunk []byte, each func(event []byte)) error {
 	e.held = append(e.held, chunk...)
 	b, start := e.held, 0
@@ -64,7 +63,8 @@ func (e *Events) Feed(chunk []byte, each func(event []byte)) error {
 	return nil
 }
 
-// End calls each with what came behind the last empty line, if anything did: some servers leave the last one out.
+// End calls each with the bytes behind the last empty line, if there are any: some servers leave the last empty line
+// out.
 func (e *Events) End(each func(event []byte)) {
 	if event := bytes.TrimRight(e.held, "\r\n"); len(event) > 0 {
 		each(event)

@@ -64,7 +64,7 @@ func TestEventTooLong(t *testing.T) {
 	require.ErrorIs(t, err, ErrEventTooLong)
 }
 
-// eventsOf is the dumb twin of Events: all of a stream at once, line ends made the same first.
+// eventsOf returns the dumb twin of Events: all of a stream at once, line ends made the same first.
 func eventsOf(stream string) (data []string) {
 	stream = strings.ReplaceAll(strings.ReplaceAll(stream, "\r\n", "\n"), "\r", "\n")
 	var event []string

@@ -2,30 +2,30 @@ package openai
 
 import "errors"
 
-// TurnAnswer takes out of decode's answer what its engine says for the conversation's next turn, where engines hand
-// KV over both ways (vLLM's NIXL, bidirectional): kv_transfer_params, which name internal hosts and blocks, and the
-// token ids that these are good for, if it was not the client who asked for them.
+// TurnAnswer removes from decode's answer the members that serve the conversation's next turn, if engines hand KV over
+// both ways (vLLM's NIXL, bidirectional): kv_transfer_params, which name internal hosts and blocks, and the token ids
+// that these blocks belong to, unless the client asked for them.
 //
-// An answer that is not streamed has them at its top, and the ids of prompt and answer (return_token_ids, vLLM
-// 0.10.2) at its top or in its only choice. A stream has the prompt's ids in its first event, the answer's in each,
-// and from vLLM 0.33 the parameters in the one that says why it ended. It is for one answer, and for one goroutine.
+// A complete answer has the parameters at its top, and the ids of prompt and answer (return_token_ids, vLLM 0.10.2) at
+// its top or in its only choice. A stream has the prompt's ids in its first event, the answer's in each event, and
+// from vLLM 0.33 the parameters in the event with the finish reason. It is for one answer, and for one goroutine.
 type TurnAnswer struct {
-	// OwnIDs says that the client asked for token ids, which it then gets.
+	// OwnIDs means that the client asked for token ids, and gets them.
 	OwnIDs bool
-	// Kept is called when the answer has said all that there is to know: the parameters, as JSON text, and the ids
-	// of prompt and answer. It is not called where something of that is missing. nil: nobody wants to know.
+	// Kept is called once the answer has all parts: the parameters, as JSON text, and the ids of prompt and answer. It
+	// is not called if a part is missing. It may be nil.
 	Kept func(params []byte, ids []uint32)
-	// Room is told how much memory the ids take from now on, in bytes; where it is false nothing is kept. nil:
-	// there is room.
+	// Room is called with the memory that the ids take from now on, in bytes; if it returns false, nothing is kept.
+	// nil: always true.
 	Room func(bytes int) bool
 
 	params []byte
 	ids    []uint32
 	prompt bool // ids begin with the prompt's
-	broken bool // what the ids are of is not clear
+	broken bool // the ids are incomplete or out of order
 }
 
-// maxTurnTokens bounds the ids of an answer that are remembered.
+// maxTurnTokens bounds the ids that are kept of an answer.
 const maxTurnTokens = 4 << 20
 
 // Begin implements [Rewriter].
@@ -56,7 +56,7 @@ func (a *TurnAnswer) Event(dst, event []byte) []byte {
 	return appendEvent(dst, event, a.appendTop(nil, data, true))
 }
 
-// tell passes on what was kept, once that is known.
+// tell calls Kept, once all parts are there.
 func (a *TurnAnswer) tell() {
 	if a.params != nil && a.prompt && !a.broken && a.Kept != nil {
 		a.Kept(a.params, a.ids)
@@ -66,8 +66,7 @@ func (a *TurnAnswer) tell() {
 	a.params = nil
 }
 
-// read takes what an answer, or an event of one, says: the prompt's ids before the answer's, in whichever order
-// they stand.
+// read reads an answer, or an event of one: the prompt's ids before the answer's, in whichever order they stand.
 func (a *TurnAnswer) read(object []byte) {
 	if a.Kept == nil {
 		return
@@ -104,7 +103,7 @@ func (a *TurnAnswer) read(object []byte) {
 	}
 }
 
-// add appends token ids; null and none are none.
+// add appends token ids; null adds none.
 func (a *TurnAnswer) add(ids []byte, prompt bool) {
 	if !present(ids) || a.broken {
 		return
@@ -124,14 +123,14 @@ func (a *TurnAnswer) add(ids []byte, prompt bool) {
 	}
 }
 
-// drop lets go of the ids.
+// drop frees the ids.
 func (a *TurnAnswer) drop() {
 	if a.ids = nil; a.Room != nil {
 		a.Room(0)
 	}
 }
 
-// appendTop appends an answer, or an event's object, without what is not the client's.
+// appendTop appends an answer, or an event's object, without the members that are not for the client.
 func (a *TurnAnswer) appendTop(dst, object []byte, event bool) []byte {
 	if len(object) == 0 || object[0] != '{' {
 		return append(dst, object...)
@@ -149,7 +148,7 @@ func (a *TurnAnswer) appendTop(dst, object []byte, event bool) []byte {
 			value = a.orNull(value)
 		case "choices":
 			value = a.choices(value)
-		case "response": // of the last event of /v1/responses
+		case "response": // the last event of /v1/responses
 			value = a.appendTop(nil, value, false)
 		}
 		if !first {
@@ -193,8 +192,7 @@ func (a *TurnAnswer) choices(list []byte) []byte {
 	return append(dst, ']')
 }
 
-// saysNothing reports whether a chat's event is one that vLLM sends for its token ids alone: those of a token that
-// is no text yet.
+// saysNothing reports whether vLLM sent a chat's event for its token ids alone: for a token that gives no text yet.
 func saysNothing(chunk []byte) bool {
 	deltas := 0
 	for key, value := range pairs(chunk) {

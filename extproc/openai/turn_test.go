@@ -42,8 +42,8 @@ func hearTurn(t testing.TB, answer string, stream, ownIDs bool, chunk int) (h tu
 
 const turnObject = `{"do_remote_decode":true,"remote_block_ids":[[1]]}`
 
-// TestTurnAnswerWhole: the ids of prompt and answer stand at an answer's top or in its choice, in any order; what the client did not ask
-// for is null, as in an answer without.
+// TestTurnAnswerWhole: the ids of prompt and answer stand at an answer's top or in its choice, in any order; what the
+// client did not ask for is null, as in an answer without.
 func TestTurnAnswerWhole(t *testing.T) {
 	for name, c := range map[string]struct {
 		answer, out string
@@ -53,7 +53,8 @@ func TestTurnAnswerWhole(t *testing.T) {
 		"a chat": {answer: `{"id":"x","choices":[{"message":{"content":"a"},"token_ids":[3,4]}],"prompt_token_ids":[1,2],"kv_transfer_params":` + turnObject + `}`,
 			out: `{"id":"x","choices":[{"message":{"content":"a"},"token_ids":null}],"prompt_token_ids":null,"kv_transfer_params":null}`, ids: []uint32{1, 2, 3, 4}},
 		"a completion": {answer: `{"kv_transfer_params":` + turnObject + `,"choices":[{"token_ids":[3],"text":"b","prompt_token_ids":[1]}]}`,
-			out: `{"kv_transfer_params":null,"choices":[{"token_ids":null,"text":"b","prompt_token_ids":null}]}`, ids: nil}, // the answer's ids before the prompt's is how it is read all the same
+			// the answer's ids before the prompt's is how it is read all the same
+			out: `{"kv_transfer_params":null,"choices":[{"token_ids":null,"text":"b","prompt_token_ids":null}]}`, ids: nil},
 		"whose client keeps ids": {answer: `{"choices":[{"text":"b","token_ids":[3],"prompt_token_ids":[1]}],"kv_transfer_params":` + turnObject + `}`, own: true,
 			out: `{"choices":[{"text":"b","token_ids":[3],"prompt_token_ids":[1]}],"kv_transfer_params":null}`, ids: []uint32{1, 3}},
 		"nothing kept":    {answer: `{"choices":[{"token_ids":[3]}],"prompt_token_ids":[1],"kv_transfer_params":null}`, out: `{"choices":[{"token_ids":null}],"prompt_token_ids":null,"kv_transfer_params":null}`},
@@ -78,7 +79,8 @@ func TestTurnAnswerWhole(t *testing.T) {
 	require.Error(t, err)
 }
 
-// TestTurnAnswerStream: however the stream is cut, its events are the client's own, and what is kept is known with the last of them.
+// TestTurnAnswerStream: however the stream is cut, its events are the client's own, and what is kept is known with the
+// last of them.
 func TestTurnAnswerStream(t *testing.T) {
 	stream := strings.Join([]string{
 		`data: {"choices":[{"index":0,"delta":{"role":"assistant","content":""},"finish_reason":null}],"prompt_token_ids":[1,2]}`,
@@ -112,8 +114,8 @@ func TestTurnAnswerStream(t *testing.T) {
 	require.Equal(t, "event: ping\ndata: x\n\n", string(nobody.Event(nil, []byte("event: ping\ndata: x"))))
 }
 
-// The ids of an answer take memory for as long as it lasts: whoever counts that is told, and may say that there is none. Then the turn
-// is not kept, and the answer is cleaned all the same.
+// The ids of an answer take memory for as long as it lasts: whoever counts that is told, and may say that there is
+// none. Then the turn is not kept, and the answer is cleaned all the same.
 func TestTurnAnswerRoom(t *testing.T) {
 	for _, room := range []int{0, 100, 1 << 20} {
 		var said []int

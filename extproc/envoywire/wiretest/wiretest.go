@@ -1,4 +1,4 @@
-// Package wiretest makes Envoy's messages for tests.
+// Package wiretest creates Envoy's messages for tests.
 package wiretest
 
 import (
@@ -18,7 +18,7 @@ func Marshal(t testing.TB, m proto.Message) []byte {
 	return b
 }
 
-// HeaderMap returns headers of names and values in turn.
+// HeaderMap returns headers of alternating names and values.
 func HeaderMap(pairs ...string) *corev3.HeaderMap {
 	m := &corev3.HeaderMap{}
 	for i := 0; i < len(pairs); i += 2 {
@@ -27,7 +27,7 @@ func HeaderMap(pairs ...string) *corev3.HeaderMap {
 	return m
 }
 
-// Attributes returns ext_proc's attributes of names and values in turn.
+// Attributes returns ext_proc's attributes of alternating names and values.
 func Attributes(pairs ...string) map[string]*structpb.Struct {
 	s := &structpb.Struct{Fields: map[string]*structpb.Value{}}
 	for i := 0; i < len(pairs); i += 2 {
