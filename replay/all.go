@@ -53,10 +53,13 @@ func RunAll(ctx context.Context, t *Trace, names []string, c Config, w io.Writer
 
 // About describes a trace and a fleet in a few lines.
 func About(t *Trace, c Config) []string {
-	lines := []string{fmt.Sprintf("%d requests in %.0f s; caches that never forget would serve %.3f of the prompts' tokens", len(t.Requests), t.Duration(), t.Bound())}
-	lines = append(lines, fmt.Sprintf("%d endpoints that prefill, %d that decode, %.3g tokens of KV each; seed %d", c.Prefill, c.Decode, c.Engine.KVTokens, c.Seed))
+	lines := []string{fmt.Sprintf("%d requests in %.0f s; caches that never forget would serve %.3f of the prompts' "+
+		"tokens", len(t.Requests), t.Duration(), t.Bound())}
+	lines = append(lines, fmt.Sprintf("%d endpoints that prefill, %d that decode, %.3g tokens of KV each; seed %d",
+		c.Prefill, c.Decode, c.Engine.KVTokens, c.Seed))
 	if p, d, err := Load(t, c); err == nil {
-		lines = append(lines, fmt.Sprintf("load %.2f on prefill, %.2f on decode: 1 is saturation with one pooled cache", p, d))
+		lines = append(lines, fmt.Sprintf("load %.2f on prefill, %.2f on decode: 1 is saturation with one pooled cache",
+			p, d))
 	}
 	return append(lines, fmt.Sprintf("goodput: first token within %g s and a token each %g ms", c.TTFT, 1000*c.TPOT))
 }

@@ -15,10 +15,10 @@ func Kinds() []string {
 
 // Generate generates a trace of n requests. The names:
 //
-//	conversation   people who talk: a system prompt that all share, a few turns each of which repeats the earlier ones, a
-//	               minute's thought between them
-//	agent          programs that call tools: a handful of long instructions, many turns with short answers, seconds apart,
-//	               each adding a tool's output
+//	conversation   people who talk: a system prompt that all share, a few turns each of which repeats the earlier
+//	               ones, a minute's thought between them
+//	agent          programs that call tools: a handful of long instructions, many turns with short answers, seconds
+//	               apart, each adding a tool's output
 //	mixed          both in equal parts, and single prompts with nothing in common, of very different length
 //	hot            single prompts, nine in ten behind one system prompt of 32k tokens
 //	zipf           single prompts behind one of 40 prefixes of 2k to 32k tokens, the k-th as frequent as 1/k

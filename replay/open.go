@@ -32,7 +32,8 @@ func Open(name string, requests int, seed uint64) (*Trace, error) {
 	}
 	file, err := os.Open(name)
 	if err != nil {
-		return nil, fmt.Errorf("opening the trace (a file, or one of mooncake, %s): %w", strings.Join(Kinds(), ", "), err)
+		return nil, fmt.Errorf("opening the trace (a file, or one of mooncake, %s): %w", strings.Join(Kinds(), ", "),
+			err)
 	}
 	defer file.Close()
 	var r io.Reader = file

@@ -19,7 +19,9 @@ func (l *inFlight) prefill(j *job) int {
 }
 
 func (l *inFlight) decode(j *job) int {
-	return l.argmin(len(l.decodes), func(i int) float64 { return -l.score(l.decodeMatch(i, j), l.answers[i], l.answers) })
+	return l.argmin(len(l.decodes), func(i int) float64 {
+		return -l.score(l.decodeMatch(i, j), l.answers[i], l.answers)
+	})
 }
 
 func (l *inFlight) late() bool { return false }

@@ -26,7 +26,8 @@ func (b *Bar) Show(done, of int) {
 	}
 	b.shown = percent
 	full := barWidth * percent / 100
-	fmt.Fprintf(b.w, "\r%-15s [%s%s] %3d %%", b.name, strings.Repeat("#", full), strings.Repeat(".", barWidth-full), percent)
+	fmt.Fprintf(b.w, "\r%-15s [%s%s] %3d %%", b.name, strings.Repeat("#", full), strings.Repeat(".", barWidth-full),
+		percent)
 	if done == of {
 		fmt.Fprintln(b.w)
 	}

@@ -17,7 +17,8 @@ type Report struct {
 
 // palette returns colours that people with colour vision deficiency can distinguish (Okabe and Ito, 2008).
 func palette(i int) string {
-	colours := [...]string{"#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#999999", "#8b4513", "#6a3d9a"}
+	colours := [...]string{"#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#999999",
+		"#8b4513", "#6a3d9a"}
 	return colours[i%len(colours)]
 }
 
@@ -33,7 +34,8 @@ i{display:inline-block;width:.8em;height:.8em;margin-right:.4em}
 </style>
 <h1>{{.Title}}</h1>
 <p>{{range .About}}{{.}}<br>{{end}}</p>
-<table><tr><th>policy<th>TTFT mean, s<th>p50<th>p90<th>p99<th>TPOT mean, ms<th>p99<th>end to end, s<th>hit share<th>max/mean load<th>goodput<th>decode alone</tr>
+<table><tr><th>policy<th>TTFT mean, s<th>p50<th>p90<th>p99<th>TPOT mean, ms<th>p99<th>end to end, s<th>hit share
+<th>max/mean load<th>goodput<th>decode alone</tr>
 {{range $i, $r := .Results}}<tr><td><i style="background:{{colour $i}}"></i>{{.Policy}}
 <td>{{s .TTFT.Mean}}<td>{{s .TTFT.P50}}<td>{{s .TTFT.P90}}<td>{{s .TTFT.P99}}<td>{{ms .TPOT.Mean}}<td>{{ms .TPOT.P99}}
 <td>{{s .EndToEnd.Mean}}<td>{{s .HitShare}}<td>{{s .MaxMeanLoad}}<td>{{s .Goodput}}<td>{{s .Alone}}</tr>
@@ -42,7 +44,8 @@ i{display:inline-block;width:.8em;height:.8em;margin-right:.4em}
 <h2>Mean time to the first token</h2>{{bars .Results "mean"}}
 <h2>99th percentile of the time to the first token</h2>{{bars .Results "p99"}}
 <h2>Share of prompt tokens found in a cache</h2>{{bars .Results "hit"}}
-<p>Times are virtual: the engines are a model (package replay), the decisions of "tandem" are those of the server's own picker.</p>
+<p>Times are virtual: the engines are a model (package replay), the decisions of "tandem" are those of the
+server's own picker.</p>
 </html>
 `
 
@@ -80,11 +83,13 @@ func distribution(results []*Result) template.HTML {
 	var b strings.Builder
 	fmt.Fprintf(&b, `<svg viewBox="0 0 %g %g" role="img">`, width, height)
 	for seconds := least; seconds <= most; seconds *= 10 {
-		fmt.Fprintf(&b, `<path d="M%.1f 0V%.1f" stroke="#ddd"/><text x="%.1f" y="%.1f" font-size="13" text-anchor="middle">%g s</text>`,
+		fmt.Fprintf(&b, `<path d="M%.1f 0V%.1f" stroke="#ddd"/><text x="%.1f" y="%.1f" font-size="13" `+
+			`text-anchor="middle">%g s</text>`,
 			x(seconds), y(0), x(seconds), height-8, seconds)
 	}
 	for _, share := range []float64{0, .25, .5, .75, .9, 1} {
-		fmt.Fprintf(&b, `<path d="M%g %.1fH%g" stroke="#ddd"/><text x="%g" y="%.1f" font-size="13" text-anchor="end">%g %%</text>`,
+		fmt.Fprintf(&b, `<path d="M%g %.1fH%g" stroke="#ddd"/><text x="%g" y="%.1f" font-size="13" `+
+			`text-anchor="end">%g %%</text>`,
 			left, y(share), width, left-8, y(share)+12*share, 100*share)
 	}
 	for i, r := range results {
@@ -119,8 +124,10 @@ func bars(results []*Result, what string) template.HTML {
 	fmt.Fprintf(&b, `<svg viewBox="0 0 %g %g" role="img">`, width, row*float64(len(results)))
 	for i, r := range results {
 		at := row * float64(i)
-		fmt.Fprintf(&b, `<text x="%g" y="%g" font-size="13" text-anchor="end">%s</text><rect x="%g" y="%g" width="%.1f" height="%g" fill="%s"/><text x="%.1f" y="%g" font-size="13">%.3g</text>`,
-			left-8, at+16, template.HTMLEscapeString(r.Policy), left, at+3, (width-left-80)*value(r)/max(most, 1e-9), row-6, palette(i),
+		fmt.Fprintf(&b, `<text x="%g" y="%g" font-size="13" text-anchor="end">%s</text><rect x="%g" y="%g" `+
+			`width="%.1f" height="%g" fill="%s"/><text x="%.1f" y="%g" font-size="13">%.3g</text>`,
+			left-8, at+16, template.HTMLEscapeString(r.Policy), left, at+3, (width-left-80)*value(r)/max(most, 1e-9),
+			row-6, palette(i),
 			left+(width-left-80)*value(r)/max(most, 1e-9)+6, at+16, value(r))
 	}
 	b.WriteString("</svg>")

@@ -44,7 +44,8 @@ func DefaultConfig() Config {
 
 // Slower returns a model of engines that take times as long to compute and to write.
 func Slower(m picker.Model, times float64) picker.Model {
-	for _, t := range []*float64{&m.PrefillStep, &m.PrefillToken, &m.PrefillContext, &m.DecodeStep, &m.DecodeAnswer, &m.DecodeToken} {
+	for _, t := range []*float64{&m.PrefillStep, &m.PrefillToken, &m.PrefillContext, &m.DecodeStep, &m.DecodeAnswer,
+		&m.DecodeToken} {
 		*t *= times
 	}
 	return m
@@ -59,14 +60,16 @@ func Policies() []string {
 // twoHops returns the peers that split every request.
 func twoHops() []string {
 	return []string{
-		"least-requests", "power-of-two", "llm-d", "llm-d-in-flight", "dynamo", "smg", "smg-32", "aibrix", "mooncake", "trtllm", "production-stack",
+		"least-requests", "power-of-two", "llm-d", "llm-d-in-flight", "dynamo", "smg", "smg-32", "aibrix", "mooncake",
+		"trtllm", "production-stack",
 	}
 }
 
 // mayBypass returns the peers that let decode compute short prompts itself, with thresholds.
 func mayBypass() []string {
 	return []string{
-		"llm-d-in-flight/512", "llm-d-in-flight/2048", "llm-d-in-flight/8192", "dynamo/2048", "dynamo/load", "dynamo/isl-or-load", "trtllm/2048", "vllm-router/256",
+		"llm-d-in-flight/512", "llm-d-in-flight/2048", "llm-d-in-flight/8192", "dynamo/2048", "dynamo/load",
+		"dynamo/isl-or-load", "trtllm/2048", "vllm-router/256",
 	}
 }
 

@@ -112,12 +112,15 @@ func newPlan(size string) (plan, error) {
 	all = append(all, scenario{trace: "mooncake", prefill: 32, decode: 32})
 	var popular []scenario
 	for _, trace := range []string{"hot", "zipf", "apps", "rag"} {
-		popular = append(popular, scenario{trace: trace, prefill: 4, decode: 4}, scenario{trace: trace, prefill: 8, decode: 8})
+		popular = append(popular, scenario{trace: trace, prefill: 4, decode: 4},
+			scenario{trace: trace, prefill: 8, decode: 8})
 	}
 	engines := []scenario{
 		{trace: "reasoning", prefill: 2, decode: 6}, {trace: "reasoning", prefill: 2, decode: 6, kv: 300_000},
-		{trace: "conversation", prefill: 4, decode: 4, slow: 2}, {trace: "conversation", prefill: 4, decode: 4, slow: .5},
-		{trace: "mixed", prefill: 4, decode: 4, bytes: 320e3, speed: 6e9}, {trace: "mixed", prefill: 4, decode: 4, bytes: 70e3, speed: 50e9},
+		{trace: "conversation", prefill: 4, decode: 4, slow: 2},
+		{trace: "conversation", prefill: 4, decode: 4, slow: .5},
+		{trace: "mixed", prefill: 4, decode: 4, bytes: 320e3, speed: 6e9},
+		{trace: "mixed", prefill: 4, decode: 4, bytes: 70e3, speed: 50e9},
 		{trace: "mixed", prefill: 4, decode: 4, local: 2048},
 	}
 	switch size {
@@ -163,7 +166,9 @@ func Suite(ctx context.Context, size string, stdout, stderr io.Writer) error {
 		group.SetLimit(runtime.GOMAXPROCS(0))
 		for _, sc := range p.scenarios {
 			for _, load := range p.loads {
-				group.Go(func() error { return s.play(running, sc, load, seed, contenders, func() { bar.Show(s.done, of) }) })
+				group.Go(func() error {
+					return s.play(running, sc, load, seed, contenders, func() { bar.Show(s.done, of) })
+				})
 			}
 		}
 		err := group.Wait()
@@ -183,7 +188,8 @@ func Suite(ctx context.Context, size string, stdout, stderr io.Writer) error {
 }
 
 // play plays one scenario at one load under all contenders.
-func (s *played) play(ctx context.Context, sc scenario, load float64, seed uint64, contenders []contender, shown func()) error {
+func (s *played) play(ctx context.Context, sc scenario, load float64, seed uint64, contenders []contender,
+	shown func()) error {
 	c := sc.on(DefaultConfig())
 	c.Seed = seed
 	t, err := Prepare(sc.trace, s.requests, 1, load, c)
@@ -244,7 +250,8 @@ func (s *played) print(w io.Writer) {
 // printScenarios prints mean (and p99) TTFT of the best rivals and of Tandem's settings, at each load.
 func (s *played) printScenarios(w io.Writer) {
 	fmt.Fprintf(w, "Mean TTFT in seconds (p99), mean of %d seeds. The best other policy that splits every request, "+
-		"and the best one that may decode alone.\n\n| trace, fleet, load | best that splits | best that may decode alone |", s.complete)
+		"and the best one that may decode alone.\n\n| trace, fleet, load | best that splits | best that may decode "+
+		"alone |", s.complete)
 	for _, c := range ours() {
 		fmt.Fprintf(w, " %s |", c.name)
 	}
@@ -271,14 +278,16 @@ func (s *played) cell(sc scenario, load float64, c contender) string {
 
 // printWorst prints every scenario in which a rival is more than 3 % better than a setting of Tandem's.
 func (s *played) printWorst(w io.Writer) {
-	fmt.Fprintf(w, "Where another policy has a mean TTFT more than 3 %% shorter.\n\n| setting | trace, fleet, load | other policy | its mean TTFT | ours | ratio |\n|---|---|---|---|---|---|\n")
+	fmt.Fprintf(w, "Where another policy has a mean TTFT more than 3 %% shorter.\n\n| setting | trace, fleet, load "+
+		"| other policy | its mean TTFT | ours | ratio |\n|---|---|---|---|---|---|\n")
 	for _, c := range ours() {
 		for _, sc := range s.scenarios {
 			for _, load := range s.loads {
 				best := s.best(sc, load, c.split)
 				his, mine := s.over(sc, load, best, meanTTFT), s.over(sc, load, c, meanTTFT)
 				if mine > 1.03*his {
-					fmt.Fprintf(w, "| %s | %v, %.0f %% | %s | %.3g | %.3g | %.2f |\n", c.name, sc, 100*load, best.name, his, mine, mine/his)
+					fmt.Fprintf(w, "| %s | %v, %.0f %% | %s | %.3g | %.3g | %.2f |\n", c.name, sc, 100*load, best.name,
+						his, mine, mine/his)
 				}
 			}
 		}
@@ -288,8 +297,9 @@ func (s *played) printWorst(w io.Writer) {
 
 // printLoads compares Tandem with the best rival of each scenario, by load.
 func (s *played) printLoads(w io.Writer) {
-	fmt.Fprintf(w, "Against the best other policy of each scenario (auto: also those that may decode alone): mean TTFT "+
-		"as a ratio (geometric mean / worst scenario), p99 TTFT and mean end-to-end time (geometric mean / worst).\n\n| load |")
+	fmt.Fprintf(w, "Against the best other policy of each scenario (auto: also those that may decode alone): mean "+
+		"TTFT as a ratio (geometric mean / worst scenario), p99 TTFT and mean end-to-end time (geometric mean / "+
+		"worst).\n\n| load |")
 	for _, c := range ours() {
 		fmt.Fprintf(w, " %s: mean | p99 | end to end |", c.name)
 	}
@@ -319,8 +329,8 @@ func (s *played) printLoads(w io.Writer) {
 // printCapacity prints the highest load at which goodput is .9, and the load at which the busier side never idles. It
 // interpolates linearly between the loads that were played.
 func (s *played) printCapacity(w io.Writer) {
-	fmt.Fprintf(w, "Highest load with a goodput of .9 (first token within 5 s, a token each 50 ms), and the load at which "+
-		"the busier side is at work all the time with late binding's hits; >: more than was played, <: less.\n\n"+
+	fmt.Fprintf(w, "Highest load with a goodput of .9 (first token within 5 s, a token each 50 ms), and the load at "+
+		"which the busier side is at work all the time with late binding's hits; >: more than was played, <: less.\n\n"+
 		"| trace, fleet | best other |")
 	for _, c := range ours() {
 		fmt.Fprintf(w, " %s |", c.name)

@@ -31,7 +31,8 @@ func (s *played) extras(ctx context.Context, w io.Writer) error {
 			extra{fmt.Sprintf("%.0f %%, immediate", 100*load), load, func(c *Config) { forever(c); c.Late = false }},
 			extra{fmt.Sprintf("%.0f %%, late", 100*load), load, forever})
 	}
-	fmt.Fprintf(w, "The public conversation trace on 8+8 endpoints whose caches never forget: hit share, as a share of the bound, and the busiest endpoint's work over the mean.\n\n"+
+	fmt.Fprintf(w, "The public conversation trace on 8+8 endpoints whose caches never forget: hit share, as a share "+
+		"of the bound, and the busiest endpoint's work over the mean.\n\n"+
 		"| load, binding | hit share | of the bound | max/mean | mean TTFT |\n|---|---|---|---|---|\n")
 	if err := s.rows(ctx, w, balance, true); err != nil {
 		return err
@@ -51,10 +52,14 @@ func (s *played) extras(ctx context.Context, w io.Writer) error {
 			if late {
 				name += ", late"
 			}
-			shared = append(shared, extra{name, .8, func(c *Config) { wide(c); c.Late, c.Replicas, c.Sharing = late, r.replicas, r.sharing }})
+			shared = append(shared, extra{name, .8, func(c *Config) {
+				wide(c)
+				c.Late, c.Replicas, c.Sharing = late, r.replicas, r.sharing
+			}})
 		}
 	}
-	fmt.Fprintf(w, "\nThe same with caches that forget, at 80 %% load, by several replicas that take turns.\n\n| replicas | hit share | max/mean | mean TTFT |\n|---|---|---|---|\n")
+	fmt.Fprintf(w, "\nThe same with caches that forget, at 80 %% load, by several replicas that take turns.\n\n| "+
+		"replicas | hit share | max/mean | mean TTFT |\n|---|---|---|---|\n")
 	return s.rows(ctx, w, shared, false)
 }
 

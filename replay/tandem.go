@@ -55,7 +55,8 @@ func newTandem(f *fleet, c Config) *tandem {
 }
 
 func (t *tandem) newReplica(number int) *replica {
-	r := &replica{tandem: t, number: number, waiting: map[uint64]*job{}, remote: map[uint64]*remoteRequest{}, position: map[*kvstate.Endpoint]int{}}
+	r := &replica{tandem: t, number: number, waiting: map[uint64]*job{}, remote: map[uint64]*remoteRequest{},
+		position: map[*kvstate.Endpoint]int{}}
 	blocks := capacity(t.config.Engine)
 	if blocks == 0 {
 		blocks = 1 << 28
@@ -66,12 +67,15 @@ func (t *tandem) newReplica(number int) *replica {
 	})
 	var eps []kvstate.EndpointSpec
 	for i := range t.config.Prefill {
-		eps = append(eps, kvstate.EndpointSpec{Name: fmt.Sprint("p", i), Addr: fmt.Sprint("p", i), Role: kvstate.RolePrefill})
+		eps = append(eps, kvstate.EndpointSpec{Name: fmt.Sprint("p", i), Addr: fmt.Sprint("p", i),
+			Role: kvstate.RolePrefill})
 	}
 	for i := range t.config.Decode {
-		eps = append(eps, kvstate.EndpointSpec{Name: fmt.Sprint("d", i), Addr: fmt.Sprint("d", i), Role: kvstate.RoleDecode})
+		eps = append(eps, kvstate.EndpointSpec{Name: fmt.Sprint("d", i), Addr: fmt.Sprint("d", i),
+			Role: kvstate.RoleDecode})
 	}
-	r.state.SetPool(kvstate.PoolSpec{Name: "replay", Models: []string{"*"}, StepTokens: int64(t.config.Engine.StepTokens)}, eps)
+	r.state.SetPool(kvstate.PoolSpec{Name: "replay", Models: []string{"*"},
+		StepTokens: int64(t.config.Engine.StepTokens)}, eps)
 	r.pool = r.state.Pool("replay")
 	for i, e := range r.pool.Endpoints() {
 		r.position[e] = i
@@ -134,7 +138,8 @@ func (r *replica) Look(id uint64, v *kvstate.View) *picker.Request {
 
 // look returns the picker's request for a job, with its hits in the view.
 func (r *replica) look(j *job, v *kvstate.View) *picker.Request {
-	r.request = picker.Request{PromptTokens: int64(j.Input), Blocks: len(j.Blocks), Split: true, Rand: r.random.Uint64()}
+	r.request = picker.Request{PromptTokens: int64(j.Input), Blocks: len(j.Blocks), Split: true,
+		Rand: r.random.Uint64()}
 	if r.config.Routed {
 		r.state.Hits(r.pool, j.Blocks, v)
 		return &r.request
@@ -182,7 +187,8 @@ func (r *replica) reportedHits(j *job, hits []int32) []int32 {
 }
 
 // Send implements [admission.Host].
-func (r *replica) Send(id uint64, _ *picker.Request, _ *kvstate.View, c picker.Choice, err error, how admission.Outcome) {
+func (r *replica) Send(id uint64, _ *picker.Request, _ *kvstate.View, c picker.Choice, err error,
+	how admission.Outcome) {
 	j := r.waiting[id]
 	delete(r.waiting, id)
 	r.send(j, c, err)

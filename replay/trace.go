@@ -79,7 +79,8 @@ func readLine(line []byte) (Request, error) {
 	case in.Output < 1 || in.Output > 1<<24:
 		return Request{}, fmt.Errorf("output_length %d is not between 1 and %d", in.Output, 1<<24)
 	case len(in.Hashes) > blocksOf(in.Input):
-		return Request{}, fmt.Errorf("%d hash_ids for %d tokens: one stands for %d", len(in.Hashes), in.Input, BlockTokens)
+		return Request{}, fmt.Errorf("%d hash_ids for %d tokens: one stands for %d", len(in.Hashes), in.Input,
+			BlockTokens)
 	}
 	return Request{Arrival: in.Timestamp / 1000, Input: in.Input, Output: in.Output, Blocks: in.Hashes}, nil
 }
@@ -92,7 +93,8 @@ func (t *Trace) spread(random *rand.Rand) {
 	first, gap := t.Requests[0].Arrival, 0.0
 	for from, to := 0, 0; from < len(t.Requests); from = to {
 		at := t.Requests[from].Arrival
-		for to = from; to < len(t.Requests) && t.Requests[to].Arrival == at; to++ { //nolint:revive // the condition does the work
+		//nolint:revive // the condition does the work
+	for to = from; to < len(t.Requests) && t.Requests[to].Arrival == at; to++ {
 		}
 		if to < len(t.Requests) {
 			gap = t.Requests[to].Arrival - at

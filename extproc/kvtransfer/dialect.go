@@ -251,8 +251,10 @@ type Options struct {
 // makers returns the constructors of all dialects, one for each file.
 func makers() []func(*Options) (Dialect, error) {
 	return []func(*Options) (Dialect, error){
-		lmcacheDialect, mooncakeDialect, mooncakePullDialect, moriioDialect, moriioReadDialect, multiDialect, nixlDialect, nixlPushDialect,
-		offloadDialect, orchestratedDialect, p2pNCCLDialect, sglangDialect, sharedDialect, trtllmDialect, trtllmFirstDialect,
+		lmcacheDialect, mooncakeDialect, mooncakePullDialect, moriioDialect, moriioReadDialect, multiDialect,
+		nixlDialect, nixlPushDialect,
+		offloadDialect, orchestratedDialect, p2pNCCLDialect, sglangDialect, sharedDialect, trtllmDialect,
+		trtllmFirstDialect,
 	}
 }
 

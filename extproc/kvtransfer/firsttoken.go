@@ -142,7 +142,8 @@ func (f *firstAnswer) read(body []byte) error {
 		return nil
 	case len(f.id) == 0 || f.id[0] != '"' || len(f.created) == 0 || len(f.created) > 20:
 		return errors.New("an answer without id or time")
-	case len(f.text) <= 2 || f.text[0] != '"' || bytes.Contains(f.text, []byte("\uFFFD")) || bytes.Contains(bytes.ToLower(f.text), []byte(`\ufffd`)):
+	case len(f.text) <= 2 || f.text[0] != '"' || bytes.Contains(f.text, []byte("\uFFFD")) ||
+		bytes.Contains(bytes.ToLower(f.text), []byte(`\ufffd`)):
 		return errNoText
 	case f.reasons || f.calls:
 		return errNoText
@@ -171,7 +172,8 @@ func (f *firstAnswer) params(ids, token []byte, cached int64) []byte {
 	out := append(make([]byte, 0, len(ids)+len(token)+len(f.text)+len(f.id)+128), `{"prompt":`...)
 	out = append(out, bytes.TrimRight(ids[:len(ids)-1], " \t\r\n")...)
 	out = append(append(append(out, ','), token...), "],"...)
-	rest := appendContinuation(nil, &openai.Continuation{ID: f.id, Created: f.created, Model: f.model, Text: f.text, Cached: cached})
+	rest := appendContinuation(nil,
+		&openai.Continuation{ID: f.id, Created: f.created, Model: f.model, Text: f.text, Cached: cached})
 	return append(out, rest[1:]...)
 }
 

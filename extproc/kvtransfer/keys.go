@@ -128,7 +128,8 @@ func ReadKeyFile(path string) (k *Keys, warnings []string, err error) {
 		return nil, nil, fmt.Errorf("reading ticket keys: %w", err)
 	}
 	if mode := info.Mode().Perm(); mode&0o077 != 0 {
-		warnings = append(warnings, fmt.Sprintf("ticket key file %s has mode %04o: others than its owner may read it", path, mode))
+		warnings = append(warnings,
+			fmt.Sprintf("ticket key file %s has mode %04o: others than its owner may read it", path, mode))
 	}
 	text, err := io.ReadAll(io.LimitReader(f, maxKeyFile+1))
 	if err != nil {

@@ -61,7 +61,8 @@ func lmcacheDialect(o *Options) (Dialect, error) {
 	out := Dialect{
 		Name: "lmcache", Engine: EngineVLLM, VLLM: true, RankToRank: true,
 		Reports: Reports{Connectors: []string{"LMCacheConnectorV1"}, Ranks: true},
-		Ports:   []Port{decodes("initPort", lmcacheInitPort), decodes("allocPort", lmcacheAllocPort), decodes("queryPort", 0)},
+		Ports: []Port{decodes("initPort", lmcacheInitPort), decodes("allocPort", lmcacheAllocPort),
+			decodes("queryPort", 0)},
 		Prefill: d.Prefill, ReadAnswer: d.ReadAnswer, Push: &Push{Await: d.Await, Patience: d.Patience()},
 	}
 	if o.RetFirstToken {

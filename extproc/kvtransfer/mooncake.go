@@ -30,14 +30,16 @@ func mooncakeDialect(*Options) (Dialect, error) {
 		Name: "mooncake", Engine: EngineVLLM, VLLM: true, DataRanks: true, Ports: bootstrapPorts(),
 		Reports: Reports{Connectors: []string{"MooncakeConnector"}},
 		Concurrent: &Concurrent{
-			DecodesAlone: true, Unpairable: vllmUnpairable, Plan: d.Plan, ReadAnswer: d.ReadAnswer, Peers: &PeerSource{Ask: queryBootstrap},
+			DecodesAlone: true, Unpairable: vllmUnpairable, Plan: d.Plan, ReadAnswer: d.ReadAnswer,
+			Peers: &PeerSource{Ask: queryBootstrap},
 		},
 	}, nil
 }
 
 // bootstrapPorts returns the bootstrap port of SGLang and Mooncake: HTTP, on prefill endpoints.
 func bootstrapPorts() []Port {
-	return []Port{{Name: "transfer.bootstrapPort", Default: DefaultBootstrapPort, Roles: kvstate.RolePrefill, Open: true}}
+	return []Port{{Name: "transfer.bootstrapPort", Default: DefaultBootstrapPort, Roles: kvstate.RolePrefill,
+		Open: true}}
 }
 
 // vllmUnpairable returns the reason why a vLLM engine has to answer a request alone, or that its API is not vLLM's.
@@ -64,7 +66,9 @@ func (d mooncake) Plan(r *openai.Request, p *openai.Patch, l *Legs) (PairPlan, e
 	p.Set("kv_transfer_params", openai.FieldKVTransferParams,
 		fmt.Appendf(nil, `{"do_remote_decode":true,"do_remote_prefill":false,"transfer_id":%q}`, transfer))
 	return PairPlan{
-		Decode: fmt.Appendf(nil, `"kv_transfer_params":{"do_remote_decode":false,"do_remote_prefill":true,"remote_bootstrap_addr":%q,"remote_engine_id":%s,"transfer_id":%q}`,
+		Decode: fmt.Appendf(nil,
+			`"kv_transfer_params":{"do_remote_decode":false,"do_remote_prefill":true,"remote_bootstrap_addr":%q,`+
+				`"remote_engine_id":%s,"transfer_id":%q}`,
 			bootstrapURL(l.Prefill), engine, transfer),
 		PrefillRank: l.rankHeader(),
 	}, nil
@@ -119,7 +123,8 @@ func (mooncake) ReadAnswer(body, _ []byte) (Answer, Peer, error) {
 		return Answer{}, Peer{}, errors.Join(ErrParams, err)
 	}
 	if why := stoppedEarly(body); why != "" {
-		return Answer{}, Peer{}, fmt.Errorf("%w: P finished for %q, not for length, and has cancelled the transfer", ErrParams, why)
+		return Answer{}, Peer{},
+			fmt.Errorf("%w: P finished for %q, not for length, and has cancelled the transfer", ErrParams, why)
 	}
 	return Answer{PromptTokens: scanned.PromptTokens, CachedTokens: scanned.CachedTokens}, Peer{}, nil
 }
@@ -174,7 +179,8 @@ func readQuery(body []byte) (Peer, error) {
 	for key, engine := range said {
 		i, err := strconv.Atoi(key)
 		if err != nil || i < 0 || i >= len(said) || engine.EngineID == "" {
-			return Peer{}, fmt.Errorf("a bootstrap server with the data-parallel rank %.20q of %d, engine id %.80q", key, len(said), engine.EngineID)
+			return Peer{}, fmt.Errorf("a bootstrap server with the data-parallel rank %.20q of %d, engine id %.80q",
+				key, len(said), engine.EngineID)
 		}
 		peer.Ranks[i].EngineID = engine.EngineID
 	}

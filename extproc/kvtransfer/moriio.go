@@ -49,10 +49,15 @@ func moriioPorts() []Port {
 func sameSizes(f *Fleet) (problems []Problem) {
 	size := func(m Member) int { return max(m.Transfer.TP, 1) }
 	for i, e := range f.Endpoints {
-		other := slices.IndexFunc(f.Endpoints[:i], func(o Member) bool { return o.Pairs == e.Pairs && size(o) != size(e) })
+		other := slices.IndexFunc(f.Endpoints[:i], func(o Member) bool {
+			return o.Pairs == e.Pairs && size(o) != size(e)
+		})
 		if other >= 0 {
-			problems = append(problems, Problem{fmt.Sprintf("endpoints[%d].transfer.tensorParallelSize", i), fmt.Sprintf("is %d, and that of endpoints[%d] is %d: "+
-				"MoRIIO maps ranks one to one, so give engines of another size a group of their own", size(e), other, size(f.Endpoints[other]))})
+			problems = append(problems, Problem{
+				fmt.Sprintf("endpoints[%d].transfer.tensorParallelSize", i),
+				fmt.Sprintf("is %d, and that of endpoints[%d] is %d: MoRIIO maps ranks one to one, so give engines of "+
+					"another size a group of their own", size(e), other, size(f.Endpoints[other])),
+			})
 		}
 	}
 	return problems
@@ -74,13 +79,17 @@ func (d moriio) Plan(r *openai.Request, p *openai.Patch, l *Legs) (PairPlan, err
 	rank := l.rankOf(l.Prefill.Transfer.DP)
 	d.nixl.Prefill(r, p, nil)
 	p.Set("kv_transfer_params", openai.FieldKVTransferParams, fmt.Appendf(nil,
-		`{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,"remote_block_ids":null,"transfer_id":%q,%s}`, transfer, toDecode))
-	name, err := quote(nil, bareHost(l.Prefill)+":"+strconv.Itoa(int(port(l.Prefill.Transfer.HandshakePort, defaultHandshakePort))))
+		`{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,"remote_block_ids":null,`+
+			`"transfer_id":%q,%s}`, transfer, toDecode))
+	name, err := quote(nil,
+		bareHost(l.Prefill)+":"+strconv.Itoa(int(port(l.Prefill.Transfer.HandshakePort, defaultHandshakePort))))
 	if err != nil {
 		return PairPlan{}, err
 	}
 	plan := PairPlan{
-		Decode: fmt.Appendf(nil, `"kv_transfer_params":{"do_remote_decode":false,"do_remote_prefill":true,"remote_engine_id":%s,"remote_block_ids":[],"transfer_id":%q,"remote_dp_rank":%d,%s}`,
+		Decode: fmt.Appendf(nil,
+			`"kv_transfer_params":{"do_remote_decode":false,"do_remote_prefill":true,"remote_engine_id":%s,`+
+				`"remote_block_ids":[],"transfer_id":%q,"remote_dp_rank":%d,%s}`,
 			name, transfer, rank, toPrefill),
 		RequestID: l.RequestID + transferID(".", l.ID),
 	}
@@ -98,8 +107,10 @@ func moriioAddress(e *kvstate.Endpoint) ([]byte, error) {
 		return nil, fmt.Errorf("host of %s: %w", e.Addr, err)
 	}
 	t := e.Transfer
-	return fmt.Appendf(nil, `"remote_host":%s,"remote_handshake_port":%d,"remote_notify_port":%d,"remote_dp_size":%d,"remote_tp_size":%d`, name,
-		port(t.HandshakePort, defaultHandshakePort), port(t.NotifyPort, defaultNotifyPort), max(t.DP, 1), max(t.TP, 1)), nil
+	const members = `"remote_host":%s,"remote_handshake_port":%d,"remote_notify_port":%d,` +
+		`"remote_dp_size":%d,"remote_tp_size":%d`
+	return fmt.Appendf(nil, members, name, port(t.HandshakePort, defaultHandshakePort),
+		port(t.NotifyPort, defaultNotifyPort), max(t.DP, 1), max(t.TP, 1)), nil
 }
 
 // ReadAnswer checks that P finished because of the length limit: otherwise it keeps no blocks.

@@ -39,7 +39,8 @@ func nixlDialect(o *Options) (Dialect, error) {
 	}
 	if o.Bidirectional {
 		d := nixlTurns{d}
-		out.Prefill, out.Turns = d.Prefill, &Turns{TTL: cmp.Or(max(o.TurnTTL, 0), DefaultTurnTTL), Takes: d.Takes, Read: d.ReadTurn}
+		out.Prefill, out.Turns = d.Prefill,
+			&Turns{TTL: cmp.Or(max(o.TurnTTL, 0), DefaultTurnTTL), Takes: d.Takes, Read: d.ReadTurn}
 	}
 	return out, nil
 }

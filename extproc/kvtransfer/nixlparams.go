@@ -86,7 +86,8 @@ func (m pullMembers) missing() error {
 	if m == allMembers&^memberRequest {
 		return errNoRequestID
 	}
-	for i, name := range [...]string{"do_remote_prefill", "remote_block_ids", "remote_engine_id", "remote_request_id", "remote_host", "remote_port"} {
+	for i, name := range [...]string{"do_remote_prefill", "remote_block_ids", "remote_engine_id", "remote_request_id",
+		"remote_host", "remote_port"} {
 		if m&(1<<i) == 0 {
 			return fmt.Errorf("%s is missing", name)
 		}

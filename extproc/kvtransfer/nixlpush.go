@@ -33,7 +33,8 @@ func nixlPushDialect(*Options) (Dialect, error) {
 	out := d.nixl.dialect()
 	out.Name, out.SameRelease, out.Inline = "nixl-push", false, false
 	out.Reports.Connectors = []string{"NixlPushConnector"}
-	out.Concurrent = &Concurrent{DecodesAlone: true, Unpairable: d.Unpairable, Plan: d.Plan, ReadAnswer: d.ReadAnswer, Peers: &PeerSource{}}
+	out.Concurrent = &Concurrent{DecodesAlone: true, Unpairable: d.Unpairable, Plan: d.Plan, ReadAnswer: d.ReadAnswer,
+		Peers: &PeerSource{}}
 	return out, nil
 }
 
@@ -70,8 +71,11 @@ func (d nixlPush) Plan(r *openai.Request, p *openai.Patch, l *Legs) (PairPlan, e
 		own = append(append([]byte(`"request_id":`), name...), ',')
 	}
 	return PairPlan{
-		Decode: fmt.Appendf(own, `"kv_transfer_params":{"do_remote_decode":false,"do_remote_prefill":true,"remote_engine_id":%s,"remote_host":%s,"remote_port":%d,`+
-			`"tp_size":%d,"pp_size":%d,"remote_request_id":%q,"remote_block_ids":[]}`, strings[0], strings[1], rank.Port, max(rank.TP, 1), max(rank.PP, 1), id),
+		Decode: fmt.Appendf(own,
+			`"kv_transfer_params":{"do_remote_decode":false,"do_remote_prefill":true,"remote_engine_id":%s,`+
+				`"remote_host":%s,"remote_port":%d,`+
+				`"tp_size":%d,"pp_size":%d,"remote_request_id":%q,"remote_block_ids":[]}`, strings[0], strings[1],
+			rank.Port, max(rank.TP, 1), max(rank.PP, 1), id),
 		RequestID: id, PrefillRank: l.rankHeader(),
 	}, nil
 }
@@ -86,7 +90,8 @@ func (nixlPush) ReadAnswer(body, told []byte) (Answer, Peer, error) {
 	a := counts(&scanned)
 	peer, engine := readPushPeer(scanned.Params)
 	if told != nil && engine != nil && !bytes.Contains(told, append([]byte(`"remote_engine_id":`), engine...)) {
-		return Answer{}, peer, fmt.Errorf("%w: P is the engine %s, which is not the one that D was told of", ErrParams, engine)
+		return Answer{}, peer,
+			fmt.Errorf("%w: P is the engine %s, which is not the one that D was told of", ErrParams, engine)
 	}
 	if told != nil && engine == nil {
 		return Answer{}, peer, fmt.Errorf("%w: P keeps no blocks for this request", ErrParams)
@@ -105,7 +110,8 @@ func readPushPeer(params []byte) (peer Peer, engine []byte) {
 		PP       int             `json:"pp_size"`
 	}
 	var id string
-	if json.Unmarshal(params, &said) != nil || json.Unmarshal(said.EngineID, &id) != nil || id == "" || said.Host == "" || said.Port < 1 || said.Port > 65535 {
+	if json.Unmarshal(params, &said) != nil || json.Unmarshal(said.EngineID, &id) != nil || id == "" ||
+		said.Host == "" || said.Port < 1 || said.Port > 65535 {
 		return Peer{}, nil
 	}
 	rank := 0

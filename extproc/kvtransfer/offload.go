@@ -51,7 +51,8 @@ func (d offload) Prefill(r *openai.Request, p *openai.Patch, pair *Pair) {
 // Pull lets an engine that computes alone fetch the beginning.
 func (offload) Pull(p *openai.Patch, pair *Pair) {
 	var room [192]byte
-	p.Set("kv_transfer_params", openai.FieldKVTransferParams, append(appendRemoteSource(append(room[:0], '{'), pair), '}'))
+	p.Set("kv_transfer_params", openai.FieldKVTransferParams,
+		append(appendRemoteSource(append(room[:0], '{'), pair), '}'))
 }
 
 // appendRemoteSource names the endpoint to fetch from. The name of this fetch differs from the hand-over's.

@@ -32,7 +32,8 @@ func (d oneToken) plan(r *openai.Request, p *openai.Patch) {
 		d.generate(r, p)
 	case openai.Chat:
 		d.limit(r, p, "max_tokens", openai.FieldMaxTokens)
-		if r.Wants(openai.FieldMaxCompletionTokens) || !outOfRange(r.Raw(openai.FieldMaxTokens), openai.FieldMaxTokens) {
+		if r.Wants(openai.FieldMaxCompletionTokens) ||
+			!outOfRange(r.Raw(openai.FieldMaxTokens), openai.FieldMaxTokens) {
 			d.limit(r, p, "max_completion_tokens", openai.FieldMaxCompletionTokens) // it overrides max_tokens
 		}
 		d.limit(r, p, "min_tokens", openai.FieldMinTokens)
@@ -61,7 +62,8 @@ func (d oneToken) unstream(r *openai.Request, p *openai.Patch) {
 	}
 	for _, f := range [...]openai.Field{
 		openai.FieldMinCompletionTokens,
-		openai.FieldStop, openai.FieldStopTokenIDs, openai.FieldStopSequences, openai.FieldIncludeStop, openai.FieldBestOf,
+		openai.FieldStop, openai.FieldStopTokenIDs, openai.FieldStopSequences, openai.FieldIncludeStop,
+		openai.FieldBestOf,
 	} {
 		p.Delete(f)
 	}
@@ -78,7 +80,8 @@ func (d oneToken) generate(r *openai.Request, p *openai.Patch) {
 			p.SetSampling(limit.key, limit.field, d.one)
 		}
 	}
-	for _, f := range [...]openai.Field{openai.FieldStop, openai.FieldStopTokenIDs, openai.FieldIncludeStop, openai.FieldBestOf} {
+	for _, f := range [...]openai.Field{openai.FieldStop, openai.FieldStopTokenIDs, openai.FieldIncludeStop,
+		openai.FieldBestOf} {
 		p.DeleteSampling(f)
 	}
 	if r.Has(openai.FieldOutputMode) {

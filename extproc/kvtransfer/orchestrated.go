@@ -33,7 +33,8 @@ func newOrchestrated(key string, params bool) orchestrated {
 	if params {
 		key = "kv_transfer_params"
 	}
-	return orchestrated{oneToken: newOneToken(), key: `"` + key + `":`, params: params, ask: []byte("{" + nixlAsk + "}")}
+	return orchestrated{oneToken: newOneToken(), key: `"` + key + `":`, params: params,
+		ask: []byte("{" + nixlAsk + "}")}
 }
 
 func orchestratedDialect(o *Options) (Dialect, error) {
@@ -78,7 +79,8 @@ func (d orchestrated) ReadAnswer(body []byte, pair *Pair) (Answer, error) {
 	case a.Params[skipSpace(a.Params)] != '{':
 		return Answer{}, fmt.Errorf("%s of P's answer: %w: not an object", d.key, ErrParams)
 	case len(a.Params) > MaxParamsBytes:
-		return Answer{}, fmt.Errorf("reading P's answer: %w: %d bytes, more than %d", ErrParams, len(a.Params), MaxParamsBytes)
+		return Answer{}, fmt.Errorf("reading P's answer: %w: %d bytes, more than %d", ErrParams, len(a.Params),
+			MaxParamsBytes)
 	}
 	return a, nil
 }

@@ -35,7 +35,8 @@ func p2pNCCLDialect(*Options) (Dialect, error) {
 		Reports: Reports{Connectors: []string{"P2pNcclConnector"}},
 		Ports:   []Port{{Name: "transfer.kvPort", Roles: kvstate.RoleBoth}}, Validate: d.Validate,
 		Concurrent: &Concurrent{
-			CancelsPrefill: true, PrefillFirst: true, Unpairable: d.Unpairable, Plan: d.Plan, ReadAnswer: d.ReadAnswer, Peers: &PeerSource{Registers: true},
+			CancelsPrefill: true, PrefillFirst: true, Unpairable: d.Unpairable, Plan: d.Plan, ReadAnswer: d.ReadAnswer,
+			Peers: &PeerSource{Registers: true},
 		},
 	}, nil
 }
@@ -46,13 +47,15 @@ func (p2pNCCL) Validate(f *Fleet) (problems []Problem) {
 		return nil
 	}
 	if f.Discovered {
-		problems = append(problems, Problem{"registration", "is missing: of endpoints that are found nobody says the kv_port; " +
-			"set registration.listen to what the engines have as proxy_ip and proxy_port"})
+		problems = append(problems, Problem{"registration",
+			"is missing: the kv_port of discovered endpoints is unknown; set registration.listen to the engines' " +
+				"proxy_ip and proxy_port"})
 	}
 	for i, e := range f.Endpoints {
 		if e.Role != "both" && e.Transfer.KVPort == 0 {
-			problems = append(problems, Problem{fmt.Sprintf("endpoints[%d].transfer.kvPort", i), "is missing: the engine's kv_port, " +
-				"or set registration.listen of the pool to what the engines have as proxy_ip and proxy_port"})
+			problems = append(problems, Problem{fmt.Sprintf("endpoints[%d].transfer.kvPort", i),
+				"is missing: the engine's kv_port, or set registration.listen of the pool to the engines' proxy_ip " +
+					"and proxy_port"})
 		}
 	}
 	return problems
@@ -78,7 +81,8 @@ func (d p2pNCCL) Plan(r *openai.Request, p *openai.Patch, l *Legs) (PairPlan, er
 		return PairPlan{}, err
 	}
 	d.plan(r, p)
-	return PairPlan{Decode: []byte{}, RequestID: "___prefill_addr_" + from + "___decode_addr_" + to + transferID("_", l.ID)}, nil
+	return PairPlan{Decode: []byte{},
+		RequestID: "___prefill_addr_" + from + "___decode_addr_" + to + transferID("_", l.ID)}, nil
 }
 
 // zmqAddress returns the address of an engine's KV socket: the registered one, else the configured one.

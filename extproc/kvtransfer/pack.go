@@ -21,9 +21,9 @@ import (
 //	        | size<<1|1 separator before chunk* 0x00
 //	                                             uvarint; size is the separator's. before: varint, what the first
 //	                                             difference is to
-//	chunk   = count shape base bits              count: 1 to 128 integers; shape: width in bits, or with 0x80 if it is the
-//	                                             differences that are written; base: what to add to each (uvarint, or
-//	                                             varint for differences); bits: little endian, padded to bytes
+//	chunk   = count shape base bits              count: 1 to 128 integers; shape: width in bits, or with 0x80 if differences
+//	                                             are written; base: what to add to each (uvarint, or varint for
+//	                                             differences); bits: little endian, padded to bytes
 //
 // Random block ids cost their width (16 bits below 65,536), consecutive ones next to nothing.
 const (
@@ -311,8 +311,9 @@ func (u *unpacker) chunk(chunk []uint32, last int64) bool {
 // appendInteger appends v, below 1e9, in decimal. It takes a third of strconv's time, which would be most of opening a
 // long hand-over.
 func appendInteger(dst []byte, v uint32) []byte {
-	const pairs = "00010203040506070809" + "10111213141516171819" + "20212223242526272829" + "30313233343536373839" + "40414243444546474849" +
-		"50515253545556575859" + "60616263646566676869" + "70717273747576777879" + "80818283848586878889" + "90919293949596979899"
+	const pairs = "00010203040506070809" + "10111213141516171819" + "20212223242526272829" +
+		"30313233343536373839" + "40414243444546474849" + "50515253545556575859" + "60616263646566676869" +
+		"70717273747576777879" + "80818283848586878889" + "90919293949596979899"
 	start := len(dst)
 	if cap(dst)-start < maxIntDigits {
 		return strconv.AppendUint(dst, uint64(v), 10)

@@ -210,6 +210,7 @@ func get(ctx context.Context, url string) ([]byte, error) {
 // peerClient asks engines for their identity. It follows no redirect: an engine must not choose the host that Tandem
 // asks.
 var peerClient = &http.Client{
-	Transport:     &http.Transport{IdleConnTimeout: time.Second, DisableKeepAlives: true, MaxResponseHeaderBytes: 64 << 10},
+	Transport: &http.Transport{IdleConnTimeout: time.Second, DisableKeepAlives: true,
+		MaxResponseHeaderBytes: 64 << 10},
 	CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse },
 }

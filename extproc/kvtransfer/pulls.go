@@ -28,7 +28,8 @@ func mooncakePullDialect(*Options) (Dialect, error) {
 }
 
 func (mooncakePull) ReadAnswer(body []byte, pair *Pair) (Answer, error) {
-	return readPullAnswer(body, &pair.Prefill, []pullMember{{"do_remote_prefill", isTrue}, {"remote_host", isText}, {"remote_port", isPort}})
+	return readPullAnswer(body, &pair.Prefill,
+		[]pullMember{{"do_remote_prefill", isTrue}, {"remote_host", isText}, {"remote_port", isPort}})
 }
 
 // moriioRead is vLLM's MoRIIOConnector in the mode READ. P's request has the number of D's ranks; D gets P's object
@@ -52,13 +53,16 @@ func moriioReadDialect(o *Options) (Dialect, error) {
 
 func (d moriioRead) Prefill(r *openai.Request, p *openai.Patch, pair *Pair) {
 	d.nixl.Prefill(r, p, pair)
-	p.Set("kv_transfer_params", openai.FieldKVTransferParams, fmt.Appendf(nil, `{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,`+
-		`"remote_block_ids":null,"transfer_id":%q,"remote_dp_size":%d,"remote_tp_size":%d}`, transferID("tx-", pair.Attempt), d.dp, d.tp))
+	p.Set("kv_transfer_params", openai.FieldKVTransferParams,
+		fmt.Appendf(nil, `{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,`+
+			`"remote_block_ids":null,"transfer_id":%q,"remote_dp_size":%d,"remote_tp_size":%d}`,
+			transferID("tx-", pair.Attempt), d.dp, d.tp))
 }
 
 func (moriioRead) ReadAnswer(body []byte, pair *Pair) (Answer, error) {
 	return readPullAnswer(body, &pair.Prefill, []pullMember{
-		{"do_remote_prefill", isTrue}, {"remote_block_ids", isBlockIDs}, {"remote_engine_id", isText}, {"remote_host", isText},
+		{"do_remote_prefill", isTrue}, {"remote_block_ids", isBlockIDs}, {"remote_engine_id", isText},
+		{"remote_host", isText},
 		{"remote_handshake_port", isPort}, {"remote_notify_port", isPort}, {"transfer_id", isText},
 	})
 }

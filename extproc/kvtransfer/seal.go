@@ -14,8 +14,8 @@ import (
 //	nonce    12 random bytes
 //	sealed   AES-256-GCM of the message, with the version and the request id as additional data; its tag last
 //
-// Random nonces allow 2^32 tickets under one key by NIST's rule (SP 800-38D: a chance of 2^-32 that a nonce came twice);
-// at 1,000 requests/s that is two weeks, and the chance grows with the square. Change keys now and then.
+// Random nonces allow 2^32 tickets under one key by NIST's rule (SP 800-38D: a chance of 2^-32 that a nonce came
+// twice); at 1,000 requests/s that is two weeks, and the chance grows with the square. Change keys now and then.
 const (
 	sealVersion = 1
 	sealHead    = 1 + 4
@@ -35,8 +35,10 @@ const maxScratch = 256 << 10
 // Seal appends t as a header value to dst, valid only for requests with this id. The result may be longer than
 // MaxHeaderBytes when Params are long.
 func (k *Keys) Seal(dst []byte, t *Ticket, requestID string) ([]byte, error) {
-	if len(t.Excluded) > maxExcluded || len(t.Undo) > maxEdits || t.Undo.Size() > MaxUndoBytes || len(t.Params) > MaxParamsBytes {
-		return dst, fmt.Errorf("sealing a ticket: it holds too much: %d addresses, %d edits with %d bytes, %d bytes of KV parameters",
+	if len(t.Excluded) > maxExcluded || len(t.Undo) > maxEdits || t.Undo.Size() > MaxUndoBytes ||
+		len(t.Params) > MaxParamsBytes {
+		return dst, fmt.Errorf("sealing a ticket: it holds too much: %d addresses, %d edits with %d bytes, %d bytes "+
+			"of KV parameters",
 			len(t.Excluded), len(t.Undo), t.Undo.Size(), len(t.Params))
 	}
 	if t.Redirects < 0 || t.Prefills < 0 || t.BodyBytes < 0 || t.PromptTokens < 0 {

@@ -36,7 +36,8 @@ func sglangDialect(*Options) (Dialect, error) {
 		// disaggregation/common/conn.py of 0.5.23 refuses another page size or KV dtype.
 		Reports: Reports{Alike: []Fact{FactRevision, FactDtype, FactKVDtype, FactBlockSize, FactBackend}},
 		Concurrent: &Concurrent{
-			CancelsPrefill: true, JoinsAnswers: true, OwnGenerate: true, Unpairable: d.Unpairable, Plan: d.Plan, ReadAnswer: d.ReadAnswer,
+			CancelsPrefill: true, JoinsAnswers: true, OwnGenerate: true, Unpairable: d.Unpairable, Plan: d.Plan,
+			ReadAnswer: d.ReadAnswer,
 		},
 	}, nil
 }
@@ -51,7 +52,8 @@ func (sglang) Validate(f *Fleet) []Problem {
 		return nil
 	}
 	return []Problem{{"endpoints", "an SGLang engine that decodes cannot prefill: " +
-		"this needs endpoints of both roles, prefill and decode, or some with the role both (started without --disaggregation-mode)"}}
+		"this needs endpoints of both roles, prefill and decode, or some with the role both (started without " +
+		"--disaggregation-mode)"}}
 }
 
 // Unpairable refuses several choices of one prompt; a list of prompts can use two legs. For several choices the engine
@@ -87,7 +89,8 @@ func (d sglang) Plan(r *openai.Request, p *openai.Patch, l *Legs) (PairPlan, err
 	case !list:
 		rooms = 1
 	case rooms == 0 || rooms > maxRooms:
-		return PairPlan{}, openai.BadRequest("batch_too_large", "", fmt.Sprintf("a batch of %d; it may be of 1 to %d", rooms, maxRooms))
+		return PairPlan{}, openai.BadRequest("batch_too_large", "",
+			fmt.Sprintf("a batch of %d; it may be of 1 to %d", rooms, maxRooms))
 	}
 	name, err := quote(nil, host(l.Prefill))
 	if err != nil {

@@ -39,7 +39,8 @@ func (d trtllm) Prefill(_ *openai.Request, p *openai.Patch, pair *Pair) {
 	p.Delete(openai.FieldStreamOptions)
 	var room [96]byte
 	ask := append(room[:0], `{"request_type":"context_only","disagg_request_id":`...)
-	p.Set("disaggregated_params", openai.FieldDisaggregatedParams, append(strconv.AppendUint(ask, disaggRequestID(pair.Attempt), 10), '}'))
+	p.Set("disaggregated_params", openai.FieldDisaggregatedParams,
+		append(strconv.AppendUint(ask, disaggRequestID(pair.Attempt), 10), '}'))
 }
 
 // disaggRequestID returns a unique id of at least 2^62: the engine takes ids below 2^42 for its own.

@@ -30,7 +30,8 @@ func trtllmFirstDialect(o *Options) (Dialect, error) {
 	out, err := trtllmDialect(o)
 	out.Name = "trtllm-generation-first"
 	out.Concurrent = &Concurrent{
-		DecodesAlone: true, CancelsPrefill: true, Unpairable: d.Unpairable, Plan: d.Plan, ReadAnswer: d.ReadAnswer, Peers: &PeerSource{Ask: queryServerInfo},
+		DecodesAlone: true, CancelsPrefill: true, Unpairable: d.Unpairable, Plan: d.Plan, ReadAnswer: d.ReadAnswer,
+		Peers: &PeerSource{Ask: queryServerInfo},
 	}
 	return out, err
 }
@@ -61,7 +62,9 @@ func (d trtllmFirst) Plan(r *openai.Request, p *openai.Patch, l *Legs) (PairPlan
 	p.Delete(openai.FieldStreamOptions)
 	p.Set("disaggregated_params", openai.FieldDisaggregatedParams,
 		fmt.Appendf(nil, `{"request_type":"context_only","disagg_request_id":%d,"schedule_style":1}`, id))
-	decode := fmt.Appendf(nil, `"disaggregated_params":{"request_type":"generation_only","disagg_request_id":%d,"ctx_request_id":%d,"schedule_style":1,"ctx_info_endpoint":%s`, id, id, endpoint)
+	decode := fmt.Appendf(nil,
+		`"disaggregated_params":{"request_type":"generation_only","disagg_request_id":%d,"ctx_request_id":%d,`+
+			`"schedule_style":1,"ctx_info_endpoint":%s`, id, id, endpoint)
 	if rank.Port >= 0 {
 		decode = fmt.Appendf(decode, `,"ctx_dp_rank":%d`, rank.Port)
 	}

@@ -135,10 +135,12 @@ func (nixlTurns) ReadTurn(params []byte, tokens []uint32, decode *Side) (*Turn, 
 		return nil, fmt.Errorf("kv_transfer_params of D's answer: %w: %w", ErrParams, err)
 	}
 	if kept.tokens > int64(len(tokens)) {
-		return nil, fmt.Errorf("kv_transfer_params of D's answer: %w: the KV of %d tokens, of which %d are known", ErrParams, kept.tokens, len(tokens))
+		return nil, fmt.Errorf("kv_transfer_params of D's answer: %w: the KV of %d tokens, of which %d are known",
+			ErrParams, kept.tokens, len(tokens))
 	}
 	n := int(kept.tokens)
-	return &Turn{Decode: decode.Addr, Tokens: n, Sum: sumOf(tokens[:n]), Params: kept.repairHost(decode), Expires: kept.expires}, nil
+	return &Turn{Decode: decode.Addr, Tokens: n, Sum: sumOf(tokens[:n]), Params: kept.repairHost(decode),
+		Expires: kept.expires}, nil
 }
 
 // kept is a checked object of a D that keeps an answer's blocks.

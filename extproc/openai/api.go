@@ -23,7 +23,8 @@ const (
 )
 
 func (a API) String() string {
-	return [...]string{"pass_through", "chat", "completions", "responses", "messages", "generate", "models", "sglang_generate"}[a]
+	return [...]string{"pass_through", "chat", "completions", "responses", "messages", "generate", "models",
+		"sglang_generate"}[a]
 }
 
 // Classify returns the API of a request by its method and path. A query is ignored. Percent-escapes are undone,

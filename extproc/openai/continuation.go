@@ -128,12 +128,14 @@ func (c *Continuation) appendAnswer(dst []byte, object string, choice func(dst, 
 
 // appendSame appends a completion's chunk without the members that are not for the client.
 func (c *Continuation) appendSame(dst, choice []byte) []byte {
-	return appendChoice(dst, choice, func(dst, text []byte) []byte { return append(append(dst, `"text":`...), text...) })
+	return appendChoice(dst, choice,
+		func(dst, text []byte) []byte { return append(append(dst, `"text":`...), text...) })
 }
 
 // appendText appends a completion's choice, whose text is prefill's token and decode's text.
 func (c *Continuation) appendText(dst, choice []byte) []byte {
-	return appendChoice(dst, choice, func(dst, text []byte) []byte { return c.appendJoined(append(dst, `"text":`...), text) })
+	return appendChoice(dst, choice,
+		func(dst, text []byte) []byte { return c.appendJoined(append(dst, `"text":`...), text) })
 }
 
 // appendMessage appends a chat's choice.

@@ -61,7 +61,8 @@ func (e Edits) Check(n int) error {
 	from := 0
 	for i, x := range e {
 		if x.Start < from || x.End < x.Start || x.End > n {
-			return fmt.Errorf("edit %d covers bytes %d to %d of %d, after one that ends at %d", i, x.Start, x.End, n, from)
+			return fmt.Errorf("edit %d covers bytes %d to %d of %d, after one that ends at %d", i, x.Start, x.End, n,
+				from)
 		}
 		from = x.End
 	}

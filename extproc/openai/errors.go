@@ -72,7 +72,8 @@ func HeadersTooLarge(status int, code, message string) *Error {
 
 // Timeout returns a 408 for a body that did not arrive in time.
 func Timeout() *Error {
-	return &Error{Status: 408, Type: "invalid_request_error", Code: "body_timeout", Message: "the request body did not arrive in time"}
+	return &Error{Status: 408, Type: "invalid_request_error", Code: "body_timeout",
+		Message: "the request body did not arrive in time"}
 }
 
 // Unavailable returns a 503 with a Retry-After.
@@ -93,10 +94,12 @@ func TargetMissed(retryAfter time.Duration) *Error {
 
 // NotServed returns a 404 for a path that clients may not use.
 func NotServed() *Error {
-	return &Error{Status: 404, Type: "invalid_request_error", Code: "path_not_served", Message: "this path is not served here"}
+	return &Error{Status: 404, Type: "invalid_request_error", Code: "path_not_served",
+		Message: "this path is not served here"}
 }
 
 // Internal returns a 500. The log has the cause, under the request id.
 func Internal() *Error {
-	return &Error{Status: 500, Type: "api_error", Code: "internal_error", Message: "internal error; the request id leads to the cause in the log"}
+	return &Error{Status: 500, Type: "api_error", Code: "internal_error",
+		Message: "internal error; the request id leads to the cause in the log"}
 }

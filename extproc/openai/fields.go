@@ -147,7 +147,8 @@ func isControl(key string) bool {
 // control reports whether a client must not send the member.
 func (f Field) control() bool {
 	switch f {
-	case FieldKVTransferParams, FieldDisaggregatedParams, FieldBootstrapHost, FieldBootstrapPort, FieldBootstrapRoom, fieldControl:
+	case FieldKVTransferParams, FieldDisaggregatedParams, FieldBootstrapHost, FieldBootstrapPort, FieldBootstrapRoom,
+		fieldControl:
 		return true
 	}
 	return false

@@ -18,7 +18,8 @@ func CheckHeaders(contentType, contentEncoding string) error {
 	if err != nil || kind != "application/json" {
 		return UnsupportedMediaType("content-type must be application/json on this path")
 	}
-	if charset := params["charset"]; charset != "" && !strings.EqualFold(charset, "utf-8") && !strings.EqualFold(charset, "utf8") {
+	if charset := params["charset"]; charset != "" && !strings.EqualFold(charset, "utf-8") &&
+		!strings.EqualFold(charset, "utf8") {
 		return UnsupportedMediaType("JSON is UTF-8; another charset is not supported")
 	}
 	return nil

@@ -209,9 +209,11 @@ func (d *document) notObject(lim Limits) error {
 func (d *document) refuse(i int, f fault, lim Limits) *Error {
 	switch f {
 	case faultTooDeep:
-		return BadRequest("too_deep", "", fmt.Sprintf("byte %d of the body: nested more than %d levels deep", i, lim.MaxDepth))
+		return BadRequest("too_deep", "",
+			fmt.Sprintf("byte %d of the body: nested more than %d levels deep", i, lim.MaxDepth))
 	case faultTooMany:
-		return BadRequest("too_many_members", "", fmt.Sprintf("byte %d of the body: an object has more than %d members", i, lim.MaxMembers))
+		return BadRequest("too_many_members", "",
+			fmt.Sprintf("byte %d of the body: an object has more than %d members", i, lim.MaxMembers))
 	case faultDuplicate:
 		end, _, _ := skipString(d.body, i)
 		key := printable(unescapedKey(d.body[i+1 : end-1]))
@@ -219,7 +221,8 @@ func (d *document) refuse(i int, f fault, lim Limits) *Error {
 		if key != "" {
 			what = "`" + key + "`"
 		}
-		return BadRequest("duplicate_key", key, fmt.Sprintf("byte %d of the body: %s is there twice in one object", i, what))
+		return BadRequest("duplicate_key", key,
+			fmt.Sprintf("byte %d of the body: %s is there twice in one object", i, what))
 	}
 	if i >= len(d.body) {
 		return BadRequest("invalid_json", "", fmt.Sprintf("the body is not valid JSON: it ends at byte %d: %s", i, f))
