@@ -15,7 +15,7 @@ import (
 	"tandem/internal/enginesim/fault"
 )
 
-// parseFlags reads the command line. flag.ErrHelp and mistakes have been reported to stderr.
+// parseFlags reads the command line. It reports errors, and flag.ErrHelp, to stderr.
 func parseFlags(args []string, stderr io.Writer) (*api.Config, error) {
 	var c api.Config
 	var roleName, connectorName, policy, fail string
@@ -25,26 +25,38 @@ func parseFlags(args []string, stderr io.Writer) (*api.Config, error) {
 	f.StringVar(&c.SideChannel, "side-channel", "", "KV side-channel `address` (default: the HTTP port + 1000)")
 	f.StringVar(&c.AdvertiseHost, "advertise-host", "", "remote_host in hand-overs (default: the side channel's host)")
 	f.StringVar(&c.EngineID, "engine-id", "", "engine `id` (default: random)")
-	f.StringVar(&roleName, "role", "both", "prefill (kv_producer), decode (kv_consumer), both (kv_both) or encode (ec_producer)")
-	f.Func("model", "served model `name`, repeatable: all names are the same model (default tiny)", func(v string) error {
-		c.Models = append(c.Models, v)
-		return nil
-	})
-	f.StringVar(&connectorName, "connector", string(connector.NIXL), "KV connector: nixl, nixl-push, neuron, offload, trtllm, lmcache, shared, mooncake, mooncake-0.13, "+
-		"moriio, moriio-read, p2p-nccl, none, or sglang for an SGLang server")
+	f.StringVar(&roleName, "role", "both",
+		"prefill (kv_producer), decode (kv_consumer), both (kv_both) or encode (ec_producer)")
+	f.Func("model", "served model `name`, repeatable: all names are the same model (default tiny)",
+		func(v string) error {
+			c.Models = append(c.Models, v)
+			return nil
+		})
+	f.StringVar(&connectorName, "connector", string(connector.NIXL),
+		"KV connector: nixl, nixl-push, neuron, offload, trtllm, lmcache, shared, mooncake, mooncake-0.13, moriio, "+
+			"moriio-read, p2p-nccl, none, or sglang for an SGLang server")
 	f.IntVar(&c.Tp, "tp", 1, "lmcache: tensor-parallel `ranks`, each with ports and notices of its own")
 	f.IntVar(&c.InitPort, "lmcache-init-port", 7300, "lmcache: pd_peer_init_port of rank 0, on decode engines")
 	f.IntVar(&c.AllocPort, "lmcache-alloc-port", 7400, "lmcache: pd_peer_alloc_port of rank 0, on decode engines")
-	f.StringVar(&c.Notices, "notices", "once", "lmcache: once, twice, never, old (LMCache 0.3.5) or noisy (among messages that are none)")
-	f.DurationVar(&c.KvDelay, "kv-delay", 0, "lmcache: push so long after the prompt is computed; below 0: before the answer")
+	f.StringVar(&c.Notices, "notices", "once",
+		"lmcache: once, twice, never, old (LMCache 0.3.5) or noisy (among messages that are none)")
+	f.DurationVar(&c.KvDelay, "kv-delay", 0,
+		"lmcache: push so long after the prompt is computed; below 0: before the answer")
 	f.IntVar(&c.PdBuffer, "pd-buffer", 0, "lmcache: `tokens` that a decode engine's buffer holds; 0: endless")
-	f.DurationVar(&c.PdTimeout, "pd-allocation-timeout", 5*time.Second, "lmcache: how long an allocation waits for room")
-	f.BoolVar(&c.Bidirectional, "bidirectional", false, "nixl: bidirectional_kv_xfer, on prefill and decode engines (turns.go)")
-	f.DurationVar(&c.DecoderTTL, "decoder-ttl", 480*time.Second, "how long a decode engine keeps an answer's blocks (decoder_kv_blocks_ttl)")
-	f.StringVar(&c.Store, "store", "", "shared: side-channel `address` of the engine that keeps the store; empty: this one does")
-	f.StringVar(&c.Bootstrap, "bootstrap", "127.0.0.1:8998", "`address` of the bootstrap server (sglang and mooncake, role prefill)")
-	f.DurationVar(&c.TransferTimeout, "transfer-timeout", 300*time.Second, "how long legs that run at once wait for each other")
-	f.StringVar(&c.Proxy, "proxy", "", "`address` that notices are pushed at (lmcache) or where the engine registers (p2p-nccl); empty: nowhere")
+	f.DurationVar(&c.PdTimeout, "pd-allocation-timeout", 5*time.Second,
+		"lmcache: how long an allocation waits for room")
+	f.BoolVar(&c.Bidirectional, "bidirectional", false,
+		"nixl: bidirectional_kv_xfer, on prefill and decode engines (turns.go)")
+	f.DurationVar(&c.DecoderTTL, "decoder-ttl", 480*time.Second,
+		"how long a decode engine keeps an answer's blocks (decoder_kv_blocks_ttl)")
+	f.StringVar(&c.Store, "store", "",
+		"shared: side-channel `address` of the engine that keeps the store; empty: this one does")
+	f.StringVar(&c.Bootstrap, "bootstrap", "127.0.0.1:8998",
+		"`address` of the bootstrap server (sglang and mooncake, role prefill)")
+	f.DurationVar(&c.TransferTimeout, "transfer-timeout", 300*time.Second,
+		"how long legs that run at once wait for each other")
+	f.StringVar(&c.Proxy, "proxy", "",
+		"`address` that notices are pushed at (lmcache) or where the engine registers (p2p-nccl); empty: nowhere")
 	f.DurationVar(&c.Heartbeat, "heartbeat", connector.DefaultHeartbeat, "how often it registers")
 	f.IntVar(&c.DpSize, "dp-size", 1, "data-parallel `ranks` behind the HTTP port; their other ports are the next ones")
 	f.IntVar(&c.BlockSize, "block-size", 16, "tokens in a KV block")
@@ -54,8 +66,10 @@ func parseFlags(args []string, stderr io.Writer) (*api.Config, error) {
 	f.IntVar(&c.MaxModelLen, "max-model-len", 5_000_000, "longest prompt and answer together, tokens (a token is four bytes)")
 	f.DurationVar(&c.Lease, "lease", 30*time.Second, "how long a prefill engine keeps blocks (kv_lease_duration)")
 	f.Float64Var(&c.PrefillSpeed, "prefill-speed", 0, "tokens/s of prefill, one prompt after another; 0: instantaneous")
-	f.Float64Var(&c.TransferRate, "transfer-rate", 0, "nixl: bytes/s at which KV is fetched (a token has 512); 0: as fast as it comes")
-	f.DurationVar(&c.DecodeStep, "decode-step", 0, "time of a decode step, in which every running answer gets one token; 0: instantaneous")
+	f.Float64Var(&c.TransferRate, "transfer-rate", 0,
+		"nixl: bytes/s at which KV is fetched (a token has 512); 0: as fast as it comes")
+	f.DurationVar(&c.DecodeStep, "decode-step", 0,
+		"time of a decode step, in which every running answer gets one token; 0: instantaneous")
 	f.StringVar(&policy, "kv-load-failure", "fail", "kv_load_failure_policy: fail or recompute")
 	f.DurationVar(&c.LoadTimeout, "load-timeout", 5*time.Second, "what a dead side channel costs")
 	f.BoolVar(&c.Faithful, "faithful", false, "answer violations as vLLM does: 200 with wrong text")
@@ -63,12 +77,15 @@ func parseFlags(args []string, stderr io.Writer) (*api.Config, error) {
 	f.BoolVar(&c.Record, "record", true, "keep the last requests for GET /sim/requests")
 	f.IntVar(&c.RecordCount, "record-count", 1000, "how many requests to keep")
 	f.IntVar(&c.RecordBody, "record-body", 64<<10, "how many `bytes` of each body to keep")
-	f.DurationVar(&c.KeepAlive, "keep-alive", 5*time.Second, "idle HTTP connections are closed after this (uvicorn: 5 s)")
+	f.DurationVar(&c.KeepAlive, "keep-alive", 5*time.Second,
+		"idle HTTP connections are closed after this (uvicorn: 5 s)")
 	f.Int64Var(&c.MaxBody, "max-body", 256<<20, "largest request body, `bytes`")
-	f.StringVar(&c.Events, "kv-events", "", "publish KV events at `endpoint`: tcp://*:port binds, tcp://host:port connects, as vLLM does")
+	f.StringVar(&c.Events, "kv-events", "",
+		"publish KV events at `endpoint`: tcp://*:port binds, tcp://host:port connects, as vLLM does")
 	f.StringVar(&c.EventsReplay, "kv-events-replay", "", "give out old KV events at `endpoint`, tcp://*:port")
 	f.StringVar(&c.EventsTopic, "kv-events-topic", "", "`topic` of KV events")
-	f.BoolVar(&c.EventArrays, "kv-events-arrays", false, "KV events as vLLM up to 0.23 sends them: arrays, and replays without a topic")
+	f.BoolVar(&c.EventArrays, "kv-events-arrays", false,
+		"KV events as vLLM up to 0.23 sends them: arrays, and replays without a topic")
 	f.IntVar(&c.EventSteps, "kv-events-buffer", 10_000, "how many batches of KV events to keep for replay")
 	f.StringVar(&fail, "fail", "", "failure rule as for POST /sim/fail, or a JSON list of them")
 	if err := f.Parse(args); err != nil {
@@ -80,7 +97,7 @@ func parseFlags(args []string, stderr io.Writer) (*api.Config, error) {
 	return &c, settle(&c, roleName, connectorName, policy, fail)
 }
 
-// settle checks values and fills in what depends on others.
+// settle checks values and sets those that depend on others.
 func settle(c *api.Config, roleName, connectorName, policy, fail string) error {
 	var errs []error
 	switch roleName {

@@ -23,7 +23,7 @@ func main() {
 	os.Exit(run(ctx, os.Args[1:], os.Stderr))
 }
 
-// run is the program: the exit status is 0 when asked to stop, 2 for bad flags, 1 when a port is taken, and
+// run is the program. It returns the exit status: 0 when asked to stop, 2 for bad flags, 1 when a port is taken, and
 // exitEngineDied when a request killed the engine.
 func run(ctx context.Context, args []string, stderr io.Writer) int {
 	cfg, err := parseFlags(args, stderr)
@@ -39,7 +39,8 @@ func run(ctx context.Context, args []string, stderr io.Writer) int {
 		fmt.Fprintln(stderr, "enginesim:", err)
 		return 1
 	}
-	fmt.Fprintf(stderr, "enginesim ready listen=%s side-channel=%s role=%s engine=%s\n", s.Addr(), s.Side.Addr(), cfg.Role, s.EngineID)
+	fmt.Fprintf(stderr, "enginesim ready listen=%s side-channel=%s role=%s engine=%s\n", s.Addr(), s.Side.Addr(),
+		cfg.Role, s.EngineID)
 	select {
 	case <-s.Died:
 		return exitEngineDied

@@ -7,8 +7,8 @@
 // text.
 //
 //  1. [Reclaimer.Record] stores the parameters when P's answer is read, and again when pass 2 decides (records.go).
-//  2. [Reclaimer.Ended], [Reclaimer.NotConnected] and [Reclaimer.NotFollowed] remove the record when the access log entry
-//     reports the end of the request, and find out whether this replica must act.
+//  2. [Reclaimer.Ended], [Reclaimer.NotConnected] and [Reclaimer.NotFollowed] remove the record when the access log
+//     entry reports the end of the request, and find out whether this replica must act.
 //  3. [Reclaimer.Run] sends the cleanup decodes.
 package reclaim
 
@@ -257,7 +257,8 @@ func (r *Reclaimer) Run(ctx context.Context) {
 
 func (r *Reclaimer) work(ctx context.Context) {
 	client := enginehttp.New(cleanupTimeout, func(t *http.Transport) {
-		t.MaxIdleConnsPerHost, t.IdleConnTimeout, t.DialContext = 1, time.Second, (&net.Dialer{Timeout: dialTimeout}).DialContext
+		t.MaxIdleConnsPerHost, t.IdleConnTimeout, t.DialContext = 1, time.Second,
+			(&net.Dialer{Timeout: dialTimeout}).DialContext
 	})
 	defer client.CloseIdle()
 	for {
@@ -301,11 +302,14 @@ func (r *Reclaimer) fetch(ctx context.Context, client *enginehttp.Client, c clea
 		}
 	}
 	r.Observer.Reclaimed(h.pool, result)
-	r.Log.Info("cleanup decode for an orphaned hand-over", "request_id", c.requestID, "prefill", h.prefill, "decode", decode, "result", result, "err", err)
+	r.Log.Info("cleanup decode for an orphaned hand-over", "request_id", c.requestID, "prefill", h.prefill, "decode",
+		decode, "result", result, "err", err)
 }
 
-func (r *Reclaimer) ask(ctx context.Context, client *enginehttp.Client, policy *Policy, d *kvstate.Endpoint, c cleanup) (result string, err error) {
-	body := append([]byte(`{"prompt":"a","max_tokens":1,"cache_salt":"`+rand.Text()+`",`), policy.Dialect.DecodeMember(nil, c.record.params)...)
+func (r *Reclaimer) ask(ctx context.Context, client *enginehttp.Client, policy *Policy, d *kvstate.Endpoint,
+	c cleanup) (result string, err error) {
+	body := append([]byte(`{"prompt":"a","max_tokens":1,"cache_salt":"`+rand.Text()+`",`),
+		policy.Dialect.DecodeMember(nil, c.record.params)...)
 	body = append(body, '}')
 	resp, err := client.Post(ctx, d, "/v1/completions", body, http.Header{"X-Request-Id": {c.requestID}})
 	if err != nil {
@@ -342,7 +346,8 @@ func (r *Reclaimer) pick(policy *Policy, pool *kvstate.Pool, h *record, tried []
 	if h.unreached {
 		tried = append(slices.Clip(tried), h.decode)
 	}
-	i, err := choose.PickDecode(&picker.Request{PromptTokens: 1, Model: h.model, Excluded: tried, Rand: randv2.Uint64()}, &v, prefill)
+	i, err := choose.PickDecode(&picker.Request{PromptTokens: 1, Model: h.model, Excluded: tried,
+		Rand: randv2.Uint64()}, &v, prefill)
 	if err != nil {
 		return nil
 	}

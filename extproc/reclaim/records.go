@@ -18,13 +18,13 @@ type record struct {
 	expires         time.Time
 	unreached       bool // decode was tried without a connection
 
-	// Why no pass followed, if the prefill leg's pass ended before P's answer was recorded, or before it was
-	// certain that no other replica has read it (sure). "": it has not ended.
+	// The reason why no pass followed, if the prefill leg's pass ended before P's answer was recorded, or before it
+	// was certain that no other replica has read it (sure). "": it has not ended.
 	over string
 	sure bool
 
-	// What this replica did with it. Every replica receives every access log entry, and only one may act on it: the
-	// one that read P's answer as long as Envoy has not received pass 2's decision, then the one that decided.
+	// What this replica did with it. Every replica receives every access log entry, and only one may act on it: until
+	// Envoy has received pass 2's decision, the one that read P's answer; after that, the one that decided.
 	read, decided bool
 }
 
@@ -107,9 +107,9 @@ func (o *records) remove(id [16]byte, h *record) {
 	o.bytes -= len(h.params)
 }
 
-// end is take at the end of a prefill leg's pass that no other pass followed. Access log entries arrive on a stream
-// of their own: if P's answer is not recorded yet, or if another replica may have read it, the reason is stored for
-// add and confirm.
+// end is called instead of take when a prefill leg's pass has ended and no other pass followed. Access log entries
+// arrive on a stream of their own: if P's answer is not recorded yet, or if another replica may have read it, the
+// reason is stored for add and confirm.
 func (o *records) end(id [16]byte, why string, expires time.Time) *record {
 	o.mu.Lock()
 	defer o.mu.Unlock()

@@ -20,12 +20,15 @@ type stateCollector struct {
 func newStateCollector(state *kvstate.State) *stateCollector {
 	endpoint := []string{"pool", "endpoint", "role"}
 	return &stateCollector{
-		state:    state,
-		up:       prometheus.NewDesc("tandem_endpoint_up", "Whether an endpoint is in use (1) or marked as failed (0).", endpoint, nil),
+		state: state,
+		up: prometheus.NewDesc("tandem_endpoint_up", "Whether an endpoint is in use (1) or marked as failed (0).",
+			endpoint, nil),
 		requests: prometheus.NewDesc("tandem_endpoint_requests", "Requests booked on an endpoint now.", endpoint, nil),
-		tokens:   prometheus.NewDesc("tandem_endpoint_prompt_tokens", "Prompt tokens of the requests booked on an endpoint now.", endpoint, nil),
+		tokens: prometheus.NewDesc("tandem_endpoint_prompt_tokens",
+			"Prompt tokens of the requests booked on an endpoint now.", endpoint, nil),
 		remote: prometheus.NewDesc("tandem_queue_requests_remote",
-			"Requests known to wait in other replicas. This one dispatches them before its own that rank behind them.", []string{"pool"}, nil),
+			"Requests known to wait in other replicas. This one dispatches them before its own that rank behind them.",
+			[]string{"pool"}, nil),
 	}
 }
 

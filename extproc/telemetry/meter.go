@@ -25,7 +25,8 @@ const (
 
 // workRoles are the roles whose phases are measured.
 var workRoles = [...]string{
-	envoywire.RoleMain, envoywire.RolePrefillLeg, envoywire.RoleDecodeLeg, envoywire.RoleMirror, envoywire.RoleAnswerLeg, envoywire.RoleEncodeLeg,
+	envoywire.RoleMain, envoywire.RolePrefillLeg, envoywire.RoleDecodeLeg, envoywire.RoleMirror,
+	envoywire.RoleAnswerLeg, envoywire.RoleEncodeLeg,
 }
 
 func (m *Metrics) observeWork(h *prometheus.HistogramVec) {

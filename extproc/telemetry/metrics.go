@@ -60,55 +60,87 @@ func NewMetrics(r prometheus.Registerer, state *kvstate.State) *Metrics {
 	hops, work := prometheus.ExponentialBuckets(0.001, 2.5, 14), prometheus.ExponentialBuckets(0.00001, 4, 10)
 	m := &Metrics{
 		requests: counter("tandem_decisions_total",
-			"Passes routed, by route (split, decode_alone, pass_through, stored_response) and, where a request that could be split was not, the reason.",
+			"Passes routed, by route (split, decode_alone, pass_through, stored_response) and, where a request that "+
+				"could be split was not, the reason.",
 			"pool", "route", "reason"),
-		refusals:  counter("tandem_refusals_total", "Requests that Tandem answered itself with an error, by error code.", "code"),
-		replans:   counter("tandem_replans_total", "Passes planned again after a hop failed, by cause.", "pool", "cause"),
-		hops:      histogram("tandem_hop_duration_seconds", "Time of one hop by endpoint and how it ended (ok, refused, failed, client_gone).", hops, "pool", "hop", "endpoint", "result"),
-		firstByte: histogram("tandem_hop_first_byte_seconds", "Time to the first byte of a hop's answer, from Envoy's access log.", hops, "pool", "hop", "endpoint"),
-		whole:     histogram("tandem_request_duration_seconds", "Time of a whole request, all passes, by route and how it ended (ok, refused, failed, client_gone).", hops, "pool", "route", "result"),
+		refusals: counter("tandem_refusals_total",
+			"Requests that Tandem answered itself with an error, by error code.", "code"),
+		replans: counter("tandem_replans_total", "Passes planned again after a hop failed, by cause.", "pool",
+			"cause"),
+		hops: histogram("tandem_hop_duration_seconds",
+			"Time of one hop by endpoint and how it ended (ok, refused, failed, client_gone).", hops, "pool", "hop",
+			"endpoint", "result"),
+		firstByte: histogram("tandem_hop_first_byte_seconds",
+			"Time to the first byte of a hop's answer, from Envoy's access log.", hops, "pool", "hop", "endpoint"),
+		whole: histogram("tandem_request_duration_seconds",
+			"Time of a whole request, all passes, by route and how it ended (ok, refused, failed, client_gone).", hops,
+			"pool", "route", "result"),
 		wholeFirst: histogram("tandem_request_first_byte_seconds",
-			"Time from a request's arrival to the first byte of its answer, all passes: for streamed answers close to the time to first token.",
+			"Time from a request's arrival to the first byte of its answer, all passes: for streamed answers close "+
+				"to the time to first token.",
 			hops, "pool", "route"),
 		prefillErrors: counter("tandem_prefill_errors_total",
-			"Prefill answers other than 200 by endpoint and status; Envoy's own 503 and 504 stand for an endpoint that was not reached or too slow.",
+			"Prefill answers other than 200 by endpoint and status; Envoy's own 503 and 504 stand for an endpoint "+
+				"that was not reached or too slow.",
 			"pool", "endpoint", "status"),
 		orphaned: counter("tandem_handovers_orphaned_total",
-			"Hand-overs that no decode endpoint fetched, or possibly none: the prefill endpoint holds their blocks until its lease ends.",
+			"Hand-overs that no decode endpoint fetched, or possibly none: the prefill endpoint holds their blocks "+
+				"until its lease ends.",
 			"pool", "endpoint", "reason"),
 		loadFailures: counter("tandem_kv_load_failures_total",
-			"KV that decode could not load, by prefill endpoint and how it was seen (stream: an answer shorter than any complete one, answer: decode failed).",
+			"KV that decode could not load, by prefill endpoint and how it was seen (stream: an answer shorter than "+
+				"any complete one, answer: decode failed).",
 			"pool", "endpoint", "seen"),
-		cleanups:      counter("tandem_cleanup_decodes_total", "Orphaned hand-overs that a pool with strandedBlocks: cleanupDecode fetched, by result.", "pool", "result"),
-		promptTokens:  counter("tandem_prompt_tokens_total", "Prompt tokens of split requests as prefill reports them, by source (cached, computed).", "pool", "source"),
-		tokensLearned: counter("tandem_prompt_tokens_learned_total", "Token ids of prompts that were learned, to match KV events with, by source (prefill, tokenizer).", "pool", "source"),
+		cleanups: counter("tandem_cleanup_decodes_total",
+			"Orphaned hand-overs that a pool with strandedBlocks: cleanupDecode fetched, by result.", "pool", "result"),
+		promptTokens: counter("tandem_prompt_tokens_total",
+			"Prompt tokens of split requests as prefill reports them, by source (cached, computed).", "pool", "source"),
+		tokensLearned: counter("tandem_prompt_tokens_learned_total",
+			"Token ids of prompts that were learned, to match KV events with, by source (prefill, tokenizer).", "pool",
+			"source"),
 		turns: counter("tandem_turns_total",
-			"Turns of conversations whose blocks decode holds for the next turn: kept, unusable, no_room; at the next turn told (prefill got them), failed, or why prefill did not get them.",
+			"Turns of conversations whose blocks decode holds for the next turn: kept, unusable, no_room; at the "+
+				"next turn told (prefill got them), failed, or why prefill did not get them.",
 			"pool", "what"),
 		notFollowed: counter("tandem_redirects_not_followed_total",
-			"Redirects that Envoy did not follow, so that the client got attempts_exhausted, by reason (incomplete, not_kept, too_many, no_location).", "reason"),
+			"Redirects that Envoy did not follow, so that the client got attempts_exhausted, by reason (incomplete, "+
+				"not_kept, too_many, no_location).", "reason"),
 		expected: expectations{
 			cached: counter("tandem_cached_tokens_compared_total",
-				"Prompt tokens of split requests in the prefix cache of their prefill endpoint, expected when it was chosen, or measured by it.",
+				"Prompt tokens of split requests in the prefix cache of their prefill endpoint, expected when it "+
+					"was chosen, or measured by it.",
 				"pool", "as"),
 			time: counter("tandem_prefill_seconds_compared_total",
-				"Time of prefill hops for which a time was expected, expected when the endpoint was chosen, or measured.",
+				"Time of prefill hops for which a time was expected, expected when the endpoint was chosen, or "+
+					"measured.",
 				"pool", "as"),
-			ratio: histogram("tandem_prefill_time_ratio", "Measured time of a prefill hop over the expected one: 1 is a perfect prediction.", prometheus.ExponentialBuckets(1./16, 2, 9), "pool"),
+			ratio: histogram("tandem_prefill_time_ratio",
+				"Measured time of a prefill hop over the expected one: 1 is a perfect prediction.",
+				prometheus.ExponentialBuckets(1./16, 2, 9), "pool"),
 		},
-		process: histogram("tandem_ext_proc_duration_seconds", "Time of one ext_proc stream, waiting for the body included.", work, "role"),
-		ticketBytes: prometheus.NewHistogram(histogramOpts("tandem_ticket_bytes", "Size of the tickets that carry KV parameters, as header values.",
+		process: histogram("tandem_ext_proc_duration_seconds",
+			"Time of one ext_proc stream, waiting for the body included.", work, "role"),
+		ticketBytes: prometheus.NewHistogram(histogramOpts("tandem_ticket_bytes",
+			"Size of the tickets that carry KV parameters, as header values.",
 			prometheus.ExponentialBuckets(256, 2, 9))),
-		queued: prometheus.NewGaugeVec(prometheus.GaugeOpts{Name: "tandem_queue_requests", Help: "Requests that wait in this replica for endpoints (late binding)."}, []string{"pool"}),
+		queued: prometheus.NewGaugeVec(prometheus.GaugeOpts{Name: "tandem_queue_requests",
+			Help: "Requests that wait in this replica for endpoints (late binding)."}, []string{"pool"}),
 		waits: histogram("tandem_queue_wait_seconds",
-			"Time that requests waited for endpoints, of those that did, by how it ended (bound, expired, pushed, shed, client_gone).", hops, "pool", "end"),
-		forgedTickets: prometheus.NewCounter(prometheus.CounterOpts{Name: "tandem_tickets_refused_total", Help: "Tickets that are forged, of another request, or of another stage."}),
-		panics:        counter("tandem_panics_total", "Panics of handlers, which cost the request or message that was handled.", "where"),
-		controlFields: prometheus.NewCounter(prometheus.CounterOpts{Name: "tandem_control_fields_cut_total", Help: "Requests with members that a client must not send, which were cut."}),
+			"Time that requests waited for endpoints, of those that did, by how it ended (bound, expired, pushed, "+
+				"shed, client_gone).", hops, "pool", "end"),
+		forgedTickets: prometheus.NewCounter(prometheus.CounterOpts{Name: "tandem_tickets_refused_total",
+			Help: "Tickets that are forged, of another request, or of another stage."}),
+		panics: counter("tandem_panics_total",
+			"Panics of handlers, which cost the request or message that was handled.", "where"),
+		controlFields: prometheus.NewCounter(prometheus.CounterOpts{Name: "tandem_control_fields_cut_total",
+			Help: "Requests with members that a client must not send, which were cut."}),
 	}
-	m.observeWork(histogram("tandem_ext_proc_phase_seconds", "Time of one phase of an ext_proc stream: receive (waiting for Envoy and the client), scan, decide, answer.", work, "role", "phase"))
+	m.observeWork(histogram("tandem_ext_proc_phase_seconds",
+		"Time of one phase of an ext_proc stream: receive (waiting for Envoy and the client), scan, decide, answer.",
+		work, "role", "phase"))
 	r.MustRegister(m.queued, m.ticketBytes, m.forgedTickets, m.controlFields, newStateCollector(state),
-		prometheus.NewGaugeFunc(prometheus.GaugeOpts{Name: "tandem_reservations", Help: "Reservations that are held now."},
+		prometheus.NewGaugeFunc(prometheus.GaugeOpts{Name: "tandem_reservations",
+			Help: "Reservations that are held now."},
 			func() float64 { return float64(state.Reservations()) }))
 	return m
 }
@@ -118,7 +150,8 @@ func NewMetrics(r prometheus.Registerer, state *kvstate.State) *Metrics {
 func histogramOpts(name, help string, buckets []float64) prometheus.HistogramOpts {
 	return prometheus.HistogramOpts{
 		Name: name, Help: help, Buckets: buckets,
-		NativeHistogramBucketFactor: 1.1, NativeHistogramMaxBucketNumber: 100, NativeHistogramMinResetDuration: time.Hour,
+		NativeHistogramBucketFactor: 1.1, NativeHistogramMaxBucketNumber: 100,
+		NativeHistogramMinResetDuration: time.Hour,
 	}
 }
 

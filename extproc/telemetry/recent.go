@@ -112,7 +112,8 @@ func (r *Recent) Planned(p *Planned) {
 	}
 }
 
-// weighEvery is how often the prices of a decision are recorded for operators: recording costs more than deciding.
+// weighEvery is the interval at which the prices of a decision are recorded for operators: recording costs more than
+// deciding.
 const weighEvery = 100 * time.Millisecond
 
 // WantsWeighed reports whether to record the prices of this decision.

@@ -15,13 +15,13 @@ import (
 	"tandem/kvstate"
 )
 
-// There is one span for each meeting with the server (decide, prefill answer, hand over, replan; for pairs: decide,
-// prefill answer, decode leg). Its parent is named in the stream's metadata if Envoy traces, else by the client's
-// traceparent, if any. The request continues with the span's own context in its traceparent, so that later spans
-// (Envoy's of the prefill leg, engines', pass 2's) join the trace; Envoy leaves that header alone (envoy-configs:
-// no_context_propagation). Without a Tracer none of this is called.
+// Each stream has one span (decide, prefill answer, hand over, replan; for pairs: decide, prefill answer, decode leg).
+// Its parent is named in the stream's metadata if Envoy traces, else by the client's traceparent, if any. The request
+// continues with the span's own context in its traceparent, so that later spans (Envoy's of the prefill leg, engines',
+// pass 2's) join the trace; Envoy leaves that header alone (envoy-configs: no_context_propagation). Without a Tracer
+// none of this is called.
 //
-// Envoy (1.40) forgets at an internal redirect that it traces: in pass 2 its own spans are not sampled, and its
+// Envoy (1.40) loses the sampling decision at an internal redirect: in pass 2 its own spans are not sampled, and its
 // metadata says so. The header, which pass 1 wrote, is right.
 //
 // Attributes are counts, names and addresses; never text of a prompt.
@@ -68,7 +68,8 @@ func (x *Meter) StartSpan(ctx context.Context, name string, orphan bool, h *envo
 	if x.tracer == nil {
 		return
 	}
-	in := carrier{first(metadata.ValueFromIncomingContext(ctx, envoywire.HeaderTraceparent)), first(metadata.ValueFromIncomingContext(ctx, envoywire.HeaderTracestate))}
+	in := carrier{first(metadata.ValueFromIncomingContext(ctx, envoywire.HeaderTraceparent)),
+		first(metadata.ValueFromIncomingContext(ctx, envoywire.HeaderTracestate))}
 	byEnvoy := in.Traceparent != ""
 	if pass2 := x.role == 0 && len(h.Ticket) > 0; pass2 || !byEnvoy {
 		in = carrier{string(h.Traceparent), string(h.Tracestate)}
@@ -125,7 +126,8 @@ func (x *Meter) SpanPlanned(p *Planned) {
 	}
 	x.span.SetAttributes(
 		attribute.String("tandem.pool", p.Pool), attribute.String("tandem.route", p.Route),
-		attribute.String("tandem.decode.endpoint", p.Decode), attribute.Int64("gen_ai.usage.input_tokens", p.PromptTokens),
+		attribute.String("tandem.decode.endpoint", p.Decode),
+		attribute.Int64("gen_ai.usage.input_tokens", p.PromptTokens),
 		attribute.Int("tandem.body_bytes", p.BodyBytes), attribute.Int("tandem.prompt_blocks", p.PromptBlocks),
 		attribute.Int("tandem.candidates", p.Candidates), attribute.String("tandem.price_unit", PriceUnit),
 	)
@@ -155,12 +157,13 @@ func (x *Meter) spanParts(prefix string, parts []Part) {
 	}
 }
 
-// SpanTicket records what the ticket tells pass 2 and the prefill leg of the request.
+// SpanTicket records the ticket's information about the request, in pass 2 and on the prefill leg.
 func (x *Meter) SpanTicket(t *kvtransfer.Ticket) {
 	if x.span == nil {
 		return
 	}
-	x.span.SetAttributes(attribute.String("tandem.pool", t.Pool), attribute.String("tandem.prefill.endpoint", t.Prefill), attribute.Int("tandem.redirects", t.Redirects))
+	x.span.SetAttributes(attribute.String("tandem.pool", t.Pool),
+		attribute.String("tandem.prefill.endpoint", t.Prefill), attribute.Int("tandem.redirects", t.Redirects))
 	if t.Stage == kvtransfer.Failed {
 		x.span.SetName(SpanReplan)
 		x.SpanCause(t.Cause)
@@ -179,8 +182,10 @@ func (x *Meter) SpanPrefilled(status int, next *kvtransfer.Ticket) {
 	if x.span == nil {
 		return
 	}
-	x.span.SetAttributes(attribute.Int("http.response.status_code", status), attribute.Int64("gen_ai.usage.input_tokens", next.PromptTokens),
-		attribute.Int64("tandem.expected_cached_tokens", next.ExpectedCached), attribute.Int("tandem.kv_params_bytes", len(next.Params)))
+	x.span.SetAttributes(attribute.Int("http.response.status_code", status),
+		attribute.Int64("gen_ai.usage.input_tokens", next.PromptTokens),
+		attribute.Int64("tandem.expected_cached_tokens", next.ExpectedCached),
+		attribute.Int("tandem.kv_params_bytes", len(next.Params)))
 	if next.Stage == kvtransfer.Failed {
 		x.span.SetStatus(otelcodes.Error, "prefill failed")
 	}
@@ -192,14 +197,16 @@ func (x *Meter) SpanHandOver(d *kvstate.Endpoint, withParams bool) {
 		return
 	}
 	x.span.SetName(SpanHandOver)
-	x.span.SetAttributes(attribute.String("tandem.decode.endpoint", d.Addr), attribute.Bool("tandem.kv_params", withParams))
+	x.span.SetAttributes(attribute.String("tandem.decode.endpoint", d.Addr),
+		attribute.Bool("tandem.kv_params", withParams))
 }
 
 // SpanPair records the pair of one of two concurrent legs.
 func (x *Meter) SpanPair(t *kvtransfer.Ticket) {
 	if x.span != nil {
 		x.span.SetAttributes(
-			attribute.String("tandem.decode.endpoint", t.Decode), attribute.Int64("gen_ai.usage.input_tokens", t.PromptTokens))
+			attribute.String("tandem.decode.endpoint", t.Decode),
+			attribute.Int64("gen_ai.usage.input_tokens", t.PromptTokens))
 	}
 }
 

@@ -1,7 +1,7 @@
-// Package budget holds tests to budgets of memory. Only tests import it.
+// Package budget checks memory budgets in tests. Only tests import it.
 //
-// The race detector allocates by itself and makes sync.Pool forget a quarter of what it is given, so a budget means
-// nothing under it. `make test` runs all tests with it, and then those whose names have "Alloc" again without.
+// The race detector allocates memory itself and makes sync.Pool drop a quarter of its items, so a budget means nothing
+// under it. `make test` runs all tests with it, and then those whose names have "Alloc" again without.
 package budget
 
 import (
@@ -11,12 +11,13 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// Allocs fails t unless f allocates at most atMost times a run: the least of three averages over runs of it, because
-// testing.AllocsPerRun counts what any goroutine allocates, and a garbage collection empties pools. It calls f once
-// before. Under the race detector f is run and nothing is held.
+// Allocs fails t if f allocates more than atMost times per run. It calls f once before, and takes the least of three
+// averages over runs, because testing.AllocsPerRun counts the allocations of all goroutines, and a garbage collection
+// empties pools. Under the race detector it runs f and checks nothing.
 func Allocs(t testing.TB, runs int, atMost float64, f func(), msg ...any) {
 	t.Helper()
-	require.Contains(t, strings.ToLower(t.Name()), "alloc", "a test with an allocation budget has Alloc in its name, by which make test runs it again")
+	require.Contains(t, strings.ToLower(t.Name()), "alloc",
+		"a test with an allocation budget has Alloc in its name, by which make test runs it again")
 	if Race {
 		f()
 		return

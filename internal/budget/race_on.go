@@ -2,5 +2,5 @@
 
 package budget
 
-// Race says that the race detector watches: budgets and times mean nothing, and much work takes too long.
+// Race reports that the race detector is on: budgets and times mean nothing, and heavy work takes too long.
 const Race = true

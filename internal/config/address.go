@@ -7,12 +7,12 @@ import (
 	"strings"
 )
 
-// seenAddress is an address that some setting has already taken.
+// seenAddress is an address that another setting already uses.
 type seenAddress struct {
 	host, port, path string
 }
 
-// checkListen checks an address to listen on, and that no other listener has it. Port 0 is the system's choice.
+// checkListen checks an address to listen on, and that no other listener has it. Port 0 lets the system choose.
 func checkListen(v *validator, path, address string) {
 	host, port, ok := checkAddress(v, path, address)
 	if !ok || port == "0" {
@@ -50,7 +50,7 @@ func addAddress(v *validator, seen []seenAddress, path, address string) []seenAd
 	return append(seen, seenAddress{host, port, path})
 }
 
-// checkAddress takes host:port apart, the host in its usual spelling.
+// checkAddress splits host:port and normalises the host.
 func checkAddress(v *validator, path, address string) (host, port string, ok bool) {
 	host, port, err := net.SplitHostPort(address)
 	if err != nil {
@@ -82,7 +82,7 @@ func everywhere(host string) bool {
 	return err == nil && ip.IsUnspecified()
 }
 
-// isName reports whether host can be a DNS name: not one whose last label is a number, which looks like a broken IP.
+// isName reports whether host can be a DNS name. A last label that is a number looks like a broken IP address.
 func isName(host string) bool {
 	labels := strings.Split(strings.TrimSuffix(host, "."), ".")
 	for _, label := range labels {

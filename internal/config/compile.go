@@ -14,7 +14,7 @@ import (
 	configv1 "tandem/protos/config/v1"
 )
 
-// ServerOptions are those of the server that the configuration alone decides: what runs is filled in by the caller.
+// ServerOptions returns the server's options that the configuration determines. The caller adds the running parts.
 func ServerOptions(c *configv1.Config) extproc.Options {
 	o := extproc.Options{
 		PathPrefixes:     c.GetEnvoy().GetPathPrefixes(),
@@ -25,20 +25,22 @@ func ServerOptions(c *configv1.Config) extproc.Options {
 	}
 	if e := c.GetExtProc(); e.GetProtocol() == ProtocolEndpointPicker {
 		o.Picker = &extproc.PickerOptions{
-			Fallbacks: int(e.GetEndpointPicker().GetFallbacks()), WatchBody: e.GetEndpointPicker().GetResponses() == "body",
+			Fallbacks:    int(e.GetEndpointPicker().GetFallbacks()),
+			WatchBody:    e.GetEndpointPicker().GetResponses() == "body",
 			ShedRequests: int(e.GetEndpointPicker().GetShedRequests()),
 		}
 	}
 	return o
 }
 
-// EventSources says where the pools publish KV events.
+// EventSources returns how each pool publishes KV events.
 func EventSources(cfg *configv1.Config) map[string]kvevents.Source {
 	sources := map[string]kvevents.Source{}
 	for _, p := range cfg.GetPools() {
 		if e := p.GetKvEvents(); e != nil {
 			sources[p.GetName()] = kvevents.Source{
-				Port: int(e.GetPort()), ReplayPort: int(e.GetReplayPort()), Ranks: int(e.GetRanks()), Topic: e.GetTopic(), Listen: e.GetListen(),
+				Port: int(e.GetPort()), ReplayPort: int(e.GetReplayPort()), Ranks: int(e.GetRanks()),
+				Topic: e.GetTopic(), Listen: e.GetListen(),
 			}
 		}
 	}
@@ -53,10 +55,11 @@ type PoolSpec struct {
 
 // Equal reports whether two pools are configured alike.
 func (p PoolSpec) Equal(o PoolSpec) bool {
-	return p.Spec.Name == o.Spec.Name && slices.Equal(p.Spec.Models, o.Spec.Models) && slices.Equal(p.Endpoints, o.Endpoints)
+	return p.Spec.Name == o.Spec.Name && slices.Equal(p.Spec.Models, o.Spec.Models) &&
+		slices.Equal(p.Endpoints, o.Endpoints)
 }
 
-// PoolSpecs reads the pools of a configuration whose endpoints are in it.
+// PoolSpecs returns the pools of a configuration that lists their endpoints.
 func PoolSpecs(cfg *configv1.Config) (out []PoolSpec, err error) {
 	for _, p := range cfg.GetPools() {
 		if p.GetDiscovery() != nil {
@@ -72,7 +75,8 @@ func PoolSpecs(cfg *configv1.Config) (out []PoolSpec, err error) {
 				Name: e.GetAddress(), Scheme: e.GetScheme(), Role: role, Group: PairsAs(p, e), Transfer: TransferOf(e),
 				Ranks:      int(e.GetDataParallelRanks()),
 				EventsPort: int(e.GetKvEventsPort()), ReplayPort: int(e.GetKvReplayPort()),
-				Weight: int(e.GetWeight()), Drained: e.GetWeight() == 0, Zone: e.GetZone(), Node: e.GetNode(), LoRAs: commas(e.GetLoras()), Labels: commas(e.GetLabels()),
+				Weight: int(e.GetWeight()), Drained: e.GetWeight() == 0, Zone: e.GetZone(), Node: e.GetNode(),
+				LoRAs: commas(e.GetLoras()), Labels: commas(e.GetLabels()),
 			})
 		}
 		out = append(out, next)
@@ -80,7 +84,7 @@ func PoolSpecs(cfg *configv1.Config) (out []PoolSpec, err error) {
 	return out, nil
 }
 
-// DNSNames are the names that a pool is discovered by.
+// DNSNames returns the names by which a pool is discovered.
 func DNSNames(configured []*configv1.NameDiscovery) ([]discovery.Name, error) {
 	var names []discovery.Name
 	for _, n := range configured {
@@ -88,18 +92,20 @@ func DNSNames(configured []*configv1.NameDiscovery) ([]discovery.Name, error) {
 		if err != nil {
 			return nil, err
 		}
-		names = append(names, discovery.Name{Host: n.GetName(), Port: int(n.GetPort()), Role: role, Scheme: n.GetScheme(), Group: n.GetGroup(), Zone: n.GetZone()})
+		names = append(names, discovery.Name{Host: n.GetName(), Port: int(n.GetPort()), Role: role,
+			Scheme: n.GetScheme(), Group: n.GetGroup(), Zone: n.GetZone()})
 	}
 	return names, nil
 }
 
-// PodLabels are those of a convention, changed by what is configured beside it.
+// PodLabels returns the labels of a convention, with the configured ones in their place.
 func PodLabels(c *configv1.PodLabels) (discovery.Labels, error) {
 	l, err := discovery.Conventions(c.GetConvention())
 	if err != nil {
 		return l, err
 	}
-	l.Role, l.Group, l.Port = cmp.Or(c.GetRoleLabel(), l.Role), cmp.Or(c.GetGroupLabel(), l.Group), cmp.Or(c.GetPortLabel(), l.Port)
+	l.Role, l.Group, l.Port = cmp.Or(c.GetRoleLabel(), l.Role), cmp.Or(c.GetGroupLabel(), l.Group),
+		cmp.Or(c.GetPortLabel(), l.Port)
 	l.Zone, l.Keep = c.GetZoneLabel(), c.GetKeep()
 	for _, values := range []struct {
 		configured []string
@@ -119,7 +125,7 @@ func PodLabels(c *configv1.PodLabels) (discovery.Labels, error) {
 	return l, err
 }
 
-// RedisOptions are those of the store, but for TLS, whose files are read while it runs.
+// RedisOptions returns the store's options without TLS, whose files are read at run time.
 func RedisOptions(r *configv1.Redis, log *slog.Logger) redisstore.Options {
 	return redisstore.Options{
 		URL: r.GetUrl(), Nodes: r.GetNodes(), Cluster: r.GetMode() == "cluster", SentinelMaster: r.GetSentinelMaster(),

@@ -11,13 +11,14 @@ import (
 	configv1 "tandem/protos/config/v1"
 )
 
-// checkTransferring checks what the pool's dialect asks of it and of its endpoints.
+// checkTransferring checks the requirements of the pool's dialect on the pool and its endpoints.
 func checkTransferring(v *validator, path string, p *configv1.Pool) {
 	d := DialectOf(p)
 	fleet := kvtransfer.Fleet{Discovered: p.Discovery != nil, Registered: p.Registration != nil}
 	for i, e := range p.Endpoints {
 		checkTransfer(v, fmt.Sprintf("%s.endpoints[%d]", path, i), p, &d, e)
-		fleet.Endpoints = append(fleet.Endpoints, kvtransfer.Member{Role: e.Role, Pairs: PairsAs(p, e), Transfer: TransferOf(e)})
+		fleet.Endpoints = append(fleet.Endpoints,
+			kvtransfer.Member{Role: e.Role, Pairs: PairsAs(p, e), Transfer: TransferOf(e)})
 	}
 	if d.Validate != nil {
 		for _, problem := range d.Validate(&fleet) {
@@ -42,7 +43,8 @@ func checkTransfer(v *validator, path string, p *configv1.Pool, d *kvtransfer.Di
 	if t == nil {
 		return
 	}
-	for _, name := range []string{"transfer.bootstrapPort", "transfer.kvPort", "transfer.handshakePort", "transfer.notifyPort"} {
+	for _, name := range []string{"transfer.bootstrapPort", "transfer.kvPort", "transfer.handshakePort",
+		"transfer.notifyPort"} {
 		at, set := path+"."+name, PortOf(e, name)
 		declared := slices.IndexFunc(d.Ports, func(port kvtransfer.Port) bool { return port.Name == name })
 		checkPort(v, at, set, 1)
@@ -74,18 +76,24 @@ func checkCount(v *validator, path string, n int32) {
 	}
 }
 
-// neverAlone: what decode cannot do without a prefill needs an endpoint that was started for neither.
+// checkNeverAlone requires an endpoint with both roles if decode needs a prefill for every request.
 func checkNeverAlone(v *validator, path string, p *configv1.Pool) {
-	if p.Discovery != nil || slices.ContainsFunc(p.Endpoints, func(e *configv1.Endpoint) bool { return e.Role == "both" }) {
-		return // there is one, or nobody knows yet
+	if p.Discovery != nil ||
+		slices.ContainsFunc(p.Endpoints, func(e *configv1.Endpoint) bool { return e.Role == "both" }) {
+		return // there is one, or the endpoints are not known yet
 	}
 	if p.Split == "never" {
-		v.m.add(path+".split", "never leaves only endpoints with the role both (engines started for neither leg), and there are none")
+		v.m.add(path+".split",
+			"never leaves only endpoints with the role both (engines started for neither leg), and there are none")
 	}
 	if p.OnPrefillFailure == "decodeAlone" {
-		v.m.add(path+".onPrefillFailure", "with kvTransfer %s decode cannot work without a prefill: otherPrefill or fail, or add an endpoint with the role both (started for neither leg)", p.KvTransfer)
+		v.m.add(path+".onPrefillFailure",
+			"with kvTransfer %s decode cannot work without a prefill: otherPrefill or fail, or add an endpoint with "+
+				"the role both (started for neither leg)", p.KvTransfer)
 	}
 	if p.LongPrompts == "decodeAlone" {
-		v.warn(path+".longPrompts", "bodies over envoy.maxBodyBytes will be refused (413): no endpoint has the role both, which could answer them alone")
+		v.warn(path+".longPrompts",
+			"bodies over envoy.maxBodyBytes will be refused (413): no endpoint has the role both, which could "+
+				"answer them alone")
 	}
 }

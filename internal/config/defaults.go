@@ -11,7 +11,7 @@ import (
 	configv1 "tandem/protos/config/v1"
 )
 
-// SetDefaults fills in what a configuration leaves out, as [Load] does. The values are those of config.proto's comments.
+// SetDefaults fills in missing settings, as [Load] does. The values are those of config.proto's comments.
 func SetDefaults(c *configv1.Config) {
 	sub(&c.ExtProc)
 	sub(&c.Replan)
@@ -93,8 +93,8 @@ func setEnvoyDefaults(c *configv1.Config) {
 	}
 }
 
-// bodyMode is the default of envoy.bodyMode. With several replicas Envoy buffers long bodies, because it can then ask another
-// replica where one fails; but it does not wait for such a body as long as a queue may make it wait.
+// bodyMode returns the default of envoy.bodyMode. With several replicas Envoy buffers long bodies, because it can then
+// ask another replica if one fails; but it limits the time that such a body may wait in a queue.
 func bodyMode(c *configv1.Config) string {
 	long := func(p *configv1.Pool) bool { return Duration(p.GetQueue().GetMaxWait()) > maxBufferedWait }
 	if !several(c.Envoy.ExtProcs) || slices.ContainsFunc(c.Pools, long) {
@@ -103,7 +103,7 @@ func bodyMode(c *configv1.Config) string {
 	return "auto"
 }
 
-// several reports whether addresses may lead to more than one replica; a name may stand for many.
+// several reports whether addresses may reach more than one replica; a name may stand for many.
 func several(extProcs []string) bool {
 	if len(extProcs) != 1 {
 		return len(extProcs) > 1
@@ -116,11 +116,11 @@ func several(extProcs []string) bool {
 	return err != nil
 }
 
-// besides are the replan ports of replicas of which only the other port is known: they listen alike.
+// besides returns the replan ports of replicas that are configured only by their main port: they listen alike.
 func besides(extProcs []string, replan string) (replans []string) {
 	_, port, err := net.SplitHostPort(replan)
 	if err != nil {
-		return []string{replan} // validate says what is wrong with it
+		return []string{replan} // validate reports the error
 	}
 	for _, a := range extProcs {
 		if host, _, err := net.SplitHostPort(a); err == nil {
@@ -132,7 +132,7 @@ func besides(extProcs []string, replan string) (replans []string) {
 	return replans
 }
 
-// decodeAlone is the default of a pool's decodeAlone.
+// decodeAlone returns the default of a pool's decodeAlone.
 func decodeAlone(p *configv1.Pool) string {
 	switch {
 	case p.Split != "always":

@@ -6,12 +6,12 @@ import (
 	configv1 "tandem/protos/config/v1"
 )
 
-// dialects are what kvTransfer may be.
+// dialects returns the possible values of kvTransfer.
 func dialects() []string { return append(kvtransfer.Names(), "none") }
 
-// DialectOf returns how the pool's engines transfer KV: the zero value for none, and for a name that is not known.
+// DialectOf returns the dialect of the pool's engines: the zero value for none, and for an unknown name.
 func DialectOf(p *configv1.Pool) kvtransfer.Dialect {
-	d, _ := kvtransfer.New(DialectOptions(p)) // what is wrong with the options is reported where it stands in the configuration
+	d, _ := kvtransfer.New(DialectOptions(p)) // validation reports invalid options at their place in the configuration
 	return d
 }
 
@@ -25,22 +25,25 @@ func DialectOptions(p *configv1.Pool) kvtransfer.Options {
 	}
 	for _, e := range p.GetEndpoints() {
 		if t := e.GetTransfer(); e.GetRole() != "prefill" {
-			o.DecodeTP, o.DecodeDP = max(o.DecodeTP, int(t.GetTensorParallelSize())), max(o.DecodeDP, int(t.GetDataParallelSize()))
+			o.DecodeTP, o.DecodeDP = max(o.DecodeTP, int(t.GetTensorParallelSize())),
+				max(o.DecodeDP, int(t.GetDataParallelSize()))
 		}
 	}
 	return o
 }
 
-// TransferOf returns what is configured of an endpoint's side of KV transfer.
+// TransferOf returns an endpoint's settings of KV transfer.
 func TransferOf(e *configv1.Endpoint) kvstate.Transfer {
 	port := func(n int32) uint16 { return uint16(n) }
 	t, r := e.GetTransfer(), e.GetLmcache()
 	return kvstate.Transfer{
-		Host: t.GetHost(), Release: e.GetRelease(), TP: int(t.GetTensorParallelSize()), DP: int(t.GetDataParallelSize()),
+		Host: t.GetHost(), Release: e.GetRelease(), TP: int(t.GetTensorParallelSize()),
+		DP:            int(t.GetDataParallelSize()),
 		BootstrapPort: port(t.GetBootstrapPort()), KVPort: port(t.GetKvPort()),
 		HandshakePort: port(t.GetHandshakePort()), NotifyPort: port(t.GetNotifyPort()), P2PPort: int(t.GetP2PPort()),
-		LMCacheInitPort: int(r.GetInitPort()), LMCacheAllocPort: int(r.GetAllocPort()), LMCacheQueryPort: int(r.GetQueryPort()),
-		BufferTokens: r.GetBufferTokens(),
+		LMCacheInitPort: int(r.GetInitPort()), LMCacheAllocPort: int(r.GetAllocPort()),
+		LMCacheQueryPort: int(r.GetQueryPort()),
+		BufferTokens:     r.GetBufferTokens(),
 	}
 }
 

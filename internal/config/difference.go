@@ -14,13 +14,13 @@ import (
 // Change is one setting that differs between two configurations.
 type Change struct {
 	Path          string // pools[chat].endpoints[10.0.0.1:8101].weight: pools by name, endpoints by address
-	Before, After string // "": absent. What may hold a secret is not shown
+	Before, After string // "": absent. Settings that may hold a secret are not shown
 	Live          bool   // may change while the server runs
-	Envoy         bool   // Envoy's alone: it changes in Envoys that get their configuration over xDS
+	Envoy         bool   // only Envoy uses it: Envoys with xDS get it at once
 }
 
-// Difference lists what changes from one configuration to another, in the order of config.proto. Both are such as [Load]
-// returned.
+// Difference lists the changes from one configuration to another, in the order of config.proto. Both must come from
+// [Load].
 func Difference(before, after *configv1.Config) (out []Change) {
 	d := difference{moves: moves(before, after)}
 	d.messages("", before.ProtoReflect(), after.ProtoReflect())
@@ -40,16 +40,16 @@ func (d *difference) add(path, before, after string) {
 	d.changes = append(d.changes, Change{path, before, after, envoy || strings.HasPrefix(path, "pools["), envoy})
 }
 
-// moves reports whether the server's ports change, which they do at its start. Until then Envoy has to be led to those
-// of before.
+// moves reports whether the server's ports change. The server takes new ports at its next start; until then Envoy must
+// use the old ones.
 func moves(before, after *configv1.Config) bool {
 	return before.GetExtProc().GetListen() != after.GetExtProc().GetListen() ||
 		before.GetReplan().GetListen() != after.GetReplan().GetListen() ||
 		!proto.Equal(before.GetExtProc().GetTls(), after.GetExtProc().GetTls())
 }
 
-// ofEnvoy reports whether a setting is for Envoy alone. The others of envoy's count for the server too, which takes
-// them at its start; admin is in Envoy's bootstrap.
+// ofEnvoy reports whether only Envoy uses a setting. The server reads envoy's other settings too, at its start; admin
+// is in Envoy's bootstrap.
 func ofEnvoy(path string, moves bool) bool {
 	name, found := strings.CutPrefix(path, "envoy.")
 	name, _, _ = strings.Cut(name, ".")
@@ -62,7 +62,7 @@ func ofEnvoy(path string, moves bool) bool {
 	return found
 }
 
-// TakeEnvoy takes over into c what is for Envoy alone of the settings of another configuration.
+// TakeEnvoy copies into c the settings of another configuration that only Envoy uses.
 func TakeEnvoy(c, of *configv1.Config) {
 	moves, own, next := moves(c, of), c.GetEnvoy().ProtoReflect(), proto.CloneOf(of.GetEnvoy())
 	to, fields := next.ProtoReflect(), own.Descriptor().Fields()
@@ -97,7 +97,7 @@ func (d *difference) messages(path string, before, after protoreflect.Message) {
 	}
 }
 
-// presence notes a message that is there in one of both: to have one that is empty may mean something by itself.
+// presence records a message that only one of both has: even an empty one may have a meaning.
 func (d *difference) presence(path string, before, after bool) {
 	if before != after {
 		d.add(path, set(before), set(after))
@@ -125,7 +125,7 @@ func listed(l protoreflect.List) string {
 	return strings.Join(all, ", ")
 }
 
-// lists compares messages that have a name: those that stay, those that go, those that are new, and their order.
+// lists compares lists of named messages: kept, removed and new ones, and their order.
 func (d *difference) lists(path string, before, after protoreflect.List) {
 	old, oldNames := byName(before)
 	now, names := byName(after)
@@ -150,7 +150,7 @@ func (d *difference) lists(path string, before, after protoreflect.List) {
 	}
 }
 
-// byName finds the messages of a list by what identifies them: the name of a pool, the address of an endpoint.
+// byName returns the messages of a list by their key: the name of a pool, the address of an endpoint.
 func byName(l protoreflect.List) (found map[string]protoreflect.Message, names []string) {
 	found = map[string]protoreflect.Message{}
 	for i := range l.Len() {
@@ -169,7 +169,7 @@ func byName(l protoreflect.List) (found map[string]protoreflect.Message, names [
 	return found, names
 }
 
-// summary is a message on one line.
+// summary returns a message on one line.
 func summary(m protoreflect.Message) string {
 	var out []string
 	fields := m.Descriptor().Fields()

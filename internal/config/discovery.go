@@ -7,7 +7,7 @@ import (
 	configv1 "tandem/protos/config/v1"
 )
 
-// maxPorts is how many targetPorts an InferencePool may have (inference.networking.k8s.io/v1).
+// maxPorts is the maximum number of targetPorts of an InferencePool (inference.networking.k8s.io/v1).
 const maxPorts = 8
 
 // zoneLabel is Kubernetes' well-known label.
@@ -38,7 +38,8 @@ func setDiscoveryDefaults(d *configv1.Discovery) {
 	}
 }
 
-// Schemes are those of the endpoints that may be found. What an InferencePool says of its pods is not known beforehand.
+// Schemes returns the schemes of the endpoints that discovery may find. The scheme of an InferencePool's pods is not
+// known beforehand.
 func Schemes(x *configv1.Discovery) []string {
 	var out []string
 	if f := x.GetFile(); f != nil {

@@ -15,9 +15,9 @@ import (
 	configv1 "tandem/protos/config/v1"
 )
 
-// Load reads a configuration file. Warnings name what is accepted but has no effect, or probably not the one meant. An
-// error is [Mistakes] or says why the file cannot be read. What is found by also, which sees what could be read, stands
-// among the mistakes.
+// Load reads a configuration file. Warnings name settings that are accepted but have no effect, or probably not the
+// intended one. An error is [Mistakes], or the reason why the file cannot be read. also checks the readable part; its
+// mistakes are added.
 func Load(path string, also ...func(*configv1.Config) Mistakes) (c *configv1.Config, warnings []string, err error) {
 	if path == "" {
 		return nil, nil, errors.New("no configuration file given (-f FILE)")
@@ -52,17 +52,17 @@ func Parse(text []byte, also ...func(*configv1.Config) Mistakes) (c *configv1.Co
 	return c, warnings, nil
 }
 
-// read turns the text into a message, without what is wrong in its shape; nil if there is nothing to read.
+// read turns the text into a message without the parts of the wrong shape; nil if nothing can be read.
 func (m *Mistakes) read(text []byte) *configv1.Config {
 	asJSON, err := yaml.YAMLToJSONStrict(text)
 	if err != nil {
 		m.unreadable(err)
-		if asJSON, err = yaml.YAMLToJSON(text); err != nil { // with duplicate keys the rest can still be judged
+		if asJSON, err = yaml.YAMLToJSON(text); err != nil { // with duplicate keys the rest can still be checked
 			return nil
 		}
 	}
 	d := json.NewDecoder(bytes.NewReader(asJSON))
-	d.UseNumber() // a number must come through as it was written
+	d.UseNumber() // a number must keep its spelling
 	var tree any
 	if err := d.Decode(&tree); err != nil {
 		m.unreadable(err)
@@ -85,7 +85,7 @@ func (m *Mistakes) read(text []byte) *configv1.Config {
 	return c
 }
 
-// unreadable adds what the YAML reader found, which may be several things, a line each: duplicate keys are among them.
+// unreadable adds the errors of the YAML reader: one or several lines, such as duplicate keys.
 func (m *Mistakes) unreadable(err error) {
 	text := strings.TrimPrefix(err.Error(), "yaml: ")
 	text = strings.TrimPrefix(text, "unmarshal errors:\n")

@@ -8,13 +8,13 @@ import (
 	"strings"
 )
 
-// Mistakes are all that is wrong with a configuration, sorted by path.
+// Mistakes are all errors of a configuration, sorted by path.
 type Mistakes []Mistake
 
-// Mistake is one thing that is wrong.
+// Mistake is one error of a configuration.
 type Mistake struct {
-	Path   string // as one would write it: pools[0].endpoints[1].role; "" for the whole
-	Remedy string // what is wrong, and what would be right
+	Path   string // as in the file: pools[0].endpoints[1].role; "" for the whole
+	Remedy string // what is wrong, and how to correct it
 }
 
 func (m Mistake) String() string {
@@ -24,7 +24,7 @@ func (m Mistake) String() string {
 	return m.Path + ": " + m.Remedy
 }
 
-// Error lists the mistakes, a line each.
+// Error lists the mistakes, one per line.
 func (m Mistakes) Error() string {
 	lines := make([]string, len(m))
 	for i := range m {
@@ -37,21 +37,22 @@ func (m *Mistakes) add(path, format string, args ...any) {
 	*m = append(*m, Mistake{path, fmt.Sprintf(format, args...)})
 }
 
-// unrelated are those of more that do not follow from one of m: what was taken out of the tree is missing there, and in
-// what holds it.
+// unrelated returns the mistakes of more that do not follow from one of m: a value that was removed from the tree is
+// missing there.
 func (m Mistakes) unrelated(more Mistakes) (out Mistakes) {
 	below := func(a, b string) bool {
 		return b != "" && (a == b || strings.HasPrefix(a, b+".") || strings.HasPrefix(a, b+"["))
 	}
 	for _, candidate := range more {
-		if !slices.ContainsFunc(m, func(s Mistake) bool { return below(candidate.Path, s.Path) || below(s.Path, candidate.Path) }) {
+		if !slices.ContainsFunc(m,
+			func(s Mistake) bool { return below(candidate.Path, s.Path) || below(s.Path, candidate.Path) }) {
 			out = append(out, candidate)
 		}
 	}
 	return out
 }
 
-// comparePaths orders paths as one reads them: pools[2] before pools[10].
+// comparePaths orders paths naturally: pools[2] before pools[10].
 func comparePaths(a, b string) int {
 	for {
 		i, j := strings.IndexByte(a, '['), strings.IndexByte(b, '[')
@@ -67,7 +68,7 @@ func comparePaths(a, b string) int {
 	}
 }
 
-// index reads the [n] that s begins with.
+// index parses the [n] at the beginning of s.
 func index(s string) (n int, rest string) {
 	number, rest, _ := strings.Cut(s[1:], "]")
 	n, _ = strconv.Atoi(number)

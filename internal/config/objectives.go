@@ -9,7 +9,7 @@ import (
 	configv1 "tandem/protos/config/v1"
 )
 
-// maxBufferedWait is how long a request may wait whose body Envoy has buffered: its message_timeout is 30 s.
+// maxBufferedWait is the maximum wait of a request whose body Envoy has buffered: its message_timeout is 30 s.
 const maxBufferedWait = 20 * time.Second
 
 // Waits reports whether the pool's requests may have to wait for their endpoints.
@@ -31,8 +31,8 @@ func setObjectiveDefaults(p *configv1.Pool) {
 	}
 }
 
-// setWaitDefault sets how long requests of a pool wait at most: in the replay a minute is as good as no end, and 20 s turn an overload into
-// first come, first served.
+// setWaitDefault sets the maximum wait of a pool's requests: in the replay a minute is as good as no limit, and 20 s
+// turn an overload into first come, first served.
 func setWaitDefault(p *configv1.Pool, bodyMode string) {
 	switch {
 	case p.Queue == nil:
@@ -43,7 +43,7 @@ func setWaitDefault(p *configv1.Pool, bodyMode string) {
 	}
 }
 
-// checkObjectives checks how requests wait, and what they may want.
+// checkObjectives checks the settings of queueing and of requests' objectives.
 func checkObjectives(v *validator, path string, p *configv1.Pool) {
 	checkOneOf(v, path+".binding", p.Binding, "immediate", "late")
 	checkOneOf(v, path+".enginePriority", p.EnginePriority, "none", "vllm", "sglang")
@@ -56,7 +56,9 @@ func checkObjectives(v *validator, path string, p *configv1.Pool) {
 		}
 		checkDuration(v, path+".queue.maxWait", q.MaxWait, time.Millisecond)
 		if v.bodyMode != "duplex" && Duration(q.MaxWait) > maxBufferedWait {
-			v.m.add(path+".queue.maxWait", "is above %s, and envoy.bodyMode %s: Envoy waits no longer for what becomes of a buffered body", maxBufferedWait, v.bodyMode)
+			v.m.add(path+".queue.maxWait",
+				"is above %s, and envoy.bodyMode %s: Envoy waits no longer for what becomes of a buffered body",
+				maxBufferedWait, v.bodyMode)
 		}
 		if q.MaxWaiting < 1 || q.MaxWaiting > 1<<16 {
 			v.m.add(path+".queue.maxWaiting", "%d is not between 1 and %d", q.MaxWaiting, 1<<16)
@@ -94,7 +96,7 @@ func checkObjective(v *validator, path string, o *configv1.Objective) {
 	}
 }
 
-// checkCommaFree checks names that are kept with commas between them.
+// checkCommaFree checks names that are stored with commas between them.
 func checkCommaFree(v *validator, path string, names []string) {
 	for i, name := range names {
 		if name == "" || strings.ContainsAny(name, ", ") {

@@ -58,7 +58,8 @@ func checkPicker(v *validator, c *configv1.Config) {
 	checkOneOf(v, "extProc.endpointPicker.responses", p.Responses, "body", "headers")
 	for i, pool := range c.Pools {
 		if pool.Handoff == "envoy" && pool.KvTransfer != "none" {
-			v.m.add(fmt.Sprintf("pools[%d].handoff", i), "is envoy, but a gateway that asks an endpoint picker makes one hop: sidecar or direct")
+			v.m.add(fmt.Sprintf("pools[%d].handoff", i),
+				"is envoy, but a gateway that asks an endpoint picker makes one hop: sidecar or direct")
 		}
 	}
 }

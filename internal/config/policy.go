@@ -12,7 +12,7 @@ import (
 	configv1 "tandem/protos/config/v1"
 )
 
-// Policy is what the server is told of a pool. arrivals has the notifications of its engines, if it takes them.
+// Policy returns the server's settings of a pool. arrivals has the notifications of its engines, if it takes them.
 func Policy(p *configv1.Pool, arrivals kvtransfer.Arrivals, log *slog.Logger) (policy extproc.Policy, err error) {
 	policy = extproc.Policy{
 		Policy: plan.Policy{
@@ -43,7 +43,8 @@ func Policy(p *configv1.Pool, arrivals kvtransfer.Arrivals, log *slog.Logger) (p
 	if policy.Paths, err = extproc.NewPaths(p.GetEngine(), p.GetPaths()); err != nil {
 		return policy, fmt.Errorf("paths: %w", err)
 	}
-	policy.Session = extproc.SessionKey{Header: p.GetSession().GetHeader(), Cookie: p.GetSession().GetCookie(), Body: p.GetSession().GetBody()}
+	policy.Session = extproc.SessionKey{Header: p.GetSession().GetHeader(), Cookie: p.GetSession().GetCookie(),
+		Body: p.GetSession().GetBody()}
 	setObjectives(&policy, p)
 	switch p.GetOnPrefillFailure() {
 	case "decodeAlone":
@@ -70,7 +71,7 @@ func Policy(p *configv1.Pool, arrivals kvtransfer.Arrivals, log *slog.Logger) (p
 	return policy, err
 }
 
-// placement is how a pool's requests are placed.
+// placement returns the picker's policy of a pool.
 func placement(p *configv1.Pool) picker.Policy {
 	place := picker.DefaultPolicy()
 	place.MinPrefillTokens = p.GetMinPrefillTokens()
@@ -86,7 +87,7 @@ func placement(p *configv1.Pool) picker.Policy {
 	return place
 }
 
-// sourceOf names where a pool's endpoints come from.
+// sourceOf names the source of a pool's endpoints.
 func sourceOf(p *configv1.Pool) string {
 	d := p.GetDiscovery()
 	switch {
@@ -106,7 +107,7 @@ func sourceOf(p *configv1.Pool) string {
 	return "endpoints"
 }
 
-// newDialect returns how the pool's engines transfer KV, the zero value if they do not.
+// newDialect returns the dialect of the pool's engines, the zero value if they have none.
 func newDialect(p *configv1.Pool, arrivals kvtransfer.Arrivals) (kvtransfer.Dialect, error) {
 	if p.GetKvTransfer() == "none" {
 		return kvtransfer.Dialect{}, nil
@@ -118,7 +119,7 @@ func newDialect(p *configv1.Pool, arrivals kvtransfer.Arrivals) (kvtransfer.Dial
 	return kvtransfer.New(o)
 }
 
-// setObjectives is what the server is told of a pool's requests: what they want, and how they wait.
+// setObjectives sets the policy's fields about objectives and queueing.
 func setObjectives(policy *extproc.Policy, p *configv1.Pool) {
 	policy.Place.Late = p.GetBinding() == "late"
 	if q := p.GetQueue(); q != nil {
@@ -150,5 +151,5 @@ func objectiveOf(o *configv1.Objective) extproc.Objective {
 	}
 }
 
-// commas are names as an endpoint has them.
+// commas joins names in the form that an endpoint has them.
 func commas(names []string) string { return strings.Join(names, ",") }

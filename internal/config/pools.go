@@ -25,7 +25,8 @@ func checkPool(v *validator, path string, p *configv1.Pool) {
 	checkOneOf(v, path+".engine", p.Engine, "any", "sglang", "trtllm", "vllm")
 	for i, allowed := range p.Paths {
 		if !clientPath.MatchString(allowed) {
-			v.m.add(fmt.Sprintf("%s.paths[%d]", path, i), "%.100q is not a method and a path, such as \"POST /v1/things/*\"", allowed)
+			v.m.add(fmt.Sprintf("%s.paths[%d]", path, i),
+				"%.100q is not a method and a path, such as \"POST /v1/things/*\"", allowed)
 		}
 	}
 	checkOneOf(v, path+".split", p.Split, "always", "auto", "never")
@@ -74,17 +75,21 @@ func checkPool(v *validator, path string, p *configv1.Pool) {
 // Encodes reports whether the pool has an encode stage.
 func Encodes(p *configv1.Pool) bool { return p.GetEncode() != nil }
 
-// checkEncode refuses an encode stage where the leg behind it could not be planned, and warns of endpoints without one.
+// checkEncode refuses an encode stage if the leg behind it could not be planned, and warns of an encode stage without
+// endpoints.
 func checkEncode(v *validator, path string, p *configv1.Pool) {
 	i := slices.IndexFunc(p.Endpoints, func(e *configv1.Endpoint) bool { return e.Role == "encode" })
 	switch {
 	case p.Encode == nil && i >= 0:
-		v.warn(fmt.Sprintf("%s.endpoints[%d].role", path, i), "is encode, which has no effect without the pool's encode: set that too, {} is enough")
+		v.warn(fmt.Sprintf("%s.endpoints[%d].role", path, i),
+			"is encode, which has no effect without the pool's encode: set that too, {} is enough")
 	case p.Encode == nil:
 	case Concurrent(p):
 		v.m.add(path+".encode", "takes legs that follow each other, not kvTransfer %s: remove it", p.KvTransfer)
 	case p.Handoff == "direct":
-		v.m.add(path+".encode", "takes handoff envoy or sidecar, not %s: Envoy or the sidecar makes the hop to the encode endpoint", p.Handoff)
+		v.m.add(path+".encode",
+			"takes handoff envoy or sidecar, not %s: Envoy or the sidecar makes the hop to the encode endpoint",
+			p.Handoff)
 	case i < 0 && p.Discovery == nil:
 		v.warn(path+".encode", "has no effect: no endpoint has the role encode")
 	}
@@ -104,20 +109,23 @@ func checkCachedTokens(v *validator, path string, p *configv1.Pool) {
 	case Concurrent(p) || p.KvTransfer == "none":
 		v.m.add(path, "is prefill, which takes legs that follow each other, not kvTransfer %s: decode", p.KvTransfer)
 	case p.Handoff != "envoy":
-		v.m.add(path, "is prefill, which takes handoff envoy, not %s: answers come through the external processor there", p.Handoff)
+		v.m.add(path, "is prefill, which takes handoff envoy, not %s: answers come through the external processor "+
+			"there", p.Handoff)
 	}
 }
 
-// checkHandoff refuses to leave the second hop to somebody who cannot make it.
+// checkHandoff refuses a configuration that leaves the second hop to a gateway or engine that cannot make it.
 func checkHandoff(v *validator, path string, p *configv1.Pool) {
 	path += ".handoff"
 	checkOneOf(v, path, p.Handoff, "envoy", "sidecar", "direct")
 	switch {
 	case p.Handoff == "envoy":
 	case Concurrent(p):
-		v.m.add(path, "is %s, but with kvTransfer %s both legs run at once, which takes an Envoy that makes both: envoy", p.Handoff, p.KvTransfer)
+		v.m.add(path, "is %s, but with kvTransfer %s both legs run at once, which takes an Envoy that makes both: "+
+			"envoy", p.Handoff, p.KvTransfer)
 	case p.Handoff == "direct" && DialectOf(p).Push != nil:
-		v.m.add(path, "is direct, but %s's prefill endpoint sends the KV to a decode endpoint that waits for it: envoy", p.KvTransfer)
+		v.m.add(path, "is direct, but %s's prefill endpoint sends the KV to a decode endpoint that waits for it: envoy",
+			p.KvTransfer)
 	}
 }
 
@@ -146,12 +154,14 @@ func checkKvEvents(v *validator, path string, p *configv1.Pool) {
 	checkDuration(v, path+".kvEvents.tokenBudget", k.TokenBudget, 0)
 	if k.Listen != "" {
 		checkListen(v, path+".kvEvents.listen", k.Listen)
-	} else if k.ReplayPort == 0 && !slices.ContainsFunc(p.Endpoints, func(e *configv1.Endpoint) bool { return e.KvReplayPort != 0 }) {
-		v.warn(path+".kvEvents.replayPort", "is missing: an event that is lost makes all that an endpoint holds unknown")
+	} else if k.ReplayPort == 0 &&
+		!slices.ContainsFunc(p.Endpoints, func(e *configv1.Endpoint) bool { return e.KvReplayPort != 0 }) {
+		v.warn(path+".kvEvents.replayPort",
+			"is missing: an event that is lost makes all that an endpoint holds unknown")
 	}
 }
 
-// checkPort checks the first of as many ports as there are ranks; 0 is none.
+// checkPort checks the first of as many ports as there are ranks; 0: not set.
 func checkPort(v *validator, path string, port, ranks int32) {
 	if port < 0 || port+max(ranks, 1)-1 > 65535 {
 		v.m.add(path, "%d is not a port", port)
@@ -190,7 +200,8 @@ func checkEndpointsOf(v *validator, path string, p *configv1.Pool) {
 		checkIdleRoles(v, path+".endpoints", p)
 	case p.Split == "never":
 	case !prefilling && p.Split == "always":
-		v.m.add(path+".endpoints", "none of them prefills, but split is always: at least one needs the role prefill or both")
+		v.m.add(path+".endpoints",
+			"none of them prefills, but split is always: at least one needs the role prefill or both")
 	case !prefilling:
 		v.warn(path+".endpoints", "none of them prefills, so nothing will be split")
 	default:
@@ -215,8 +226,9 @@ func checkRanks(v *validator, path string, p *configv1.Pool) {
 		case p.Handoff != "envoy":
 			v.m.add(at, "needs handoff envoy, not %s: only there the rank goes with the request", p.Handoff)
 		case p.GetKvEvents().GetRanks() > 1:
-			v.m.add(path+".kvEvents.ranks", "is %d, and endpoints have dataParallelRanks, which counts events by rank: "+
-				"leave one out", p.GetKvEvents().GetRanks())
+			v.m.add(path+".kvEvents.ranks",
+				"is %d, and endpoints have dataParallelRanks, which counts events by rank: leave one out",
+				p.GetKvEvents().GetRanks())
 		}
 	}
 }
@@ -256,12 +268,13 @@ func checkNotOurs(v *validator, path string, e seenAddress) {
 	}
 }
 
-// checkGroups warns of prefill endpoints that no decode endpoint pairs with.
-// checkIdleRoles warns of endpoints that a pool which splits nothing sends nothing to.
+// checkIdleRoles warns of endpoints that get no requests because the pool never splits.
 func checkIdleRoles(v *validator, path string, p *configv1.Pool) {
 	for i, e := range p.Endpoints {
 		if e.Role == "prefill" {
-			v.warn(fmt.Sprintf("%s[%d].role", path, i), "is prefill, and nothing is sent there, since kvTransfer none splits nothing: set kvTransfer to what the engines use, or the role to both")
+			v.warn(fmt.Sprintf("%s[%d].role", path, i),
+				"is prefill, and nothing is sent there, since kvTransfer none splits nothing: set kvTransfer to "+
+					"what the engines use, or the role to both")
 		}
 	}
 }
@@ -273,10 +286,13 @@ func checkGroups(v *validator, path string, p *configv1.Pool) {
 		})
 		same := func(o *configv1.Endpoint) bool { return decodes(o) && o.Group == e.Group && o.Release == e.Release }
 		if !pairs && slices.ContainsFunc(p.Endpoints, same) {
-			v.m.add(fmt.Sprintf("%s[%d].transfer.tensorParallelSize", path, i), "is %d, and no endpoint of its group that decodes has the same: LMCache pushes from rank to rank of the same number",
+			v.m.add(fmt.Sprintf("%s[%d].transfer.tensorParallelSize", path, i),
+				"is %d, and no endpoint of its group that decodes has the same: LMCache pushes from rank to rank of "+
+					"the same number",
 				max(e.GetTransfer().GetTensorParallelSize(), 1))
 		} else if !pairs {
-			v.warn(fmt.Sprintf("%s[%d]", path, i), "no endpoint that decodes pairs with it (%s), so it will never be used", pairing(p, e))
+			v.warn(fmt.Sprintf("%s[%d]", path, i),
+				"no endpoint that decodes pairs with it (%s), so it will never be used", pairing(p, e))
 		}
 	}
 }
@@ -292,8 +308,8 @@ func checkTLSToEndpoints(v *validator, c *configv1.Config) {
 	}
 }
 
-// clientPath is a method and a path of plain segments; * stands for any one.
+// clientPath matches a method and a path of plain segments; * stands for any one.
 var clientPath = regexp.MustCompile(`^[A-Z]+ (/[A-Za-z0-9._~:@!$&'()+,=*-]+)+$`)
 
-// pathPrefix is what a gateway may put in front of a path.
+// pathPrefix matches a path prefix that a gateway may add.
 var pathPrefix = regexp.MustCompile(`^(/[A-Za-z0-9._~-]+)+$`)

@@ -12,8 +12,9 @@ import (
 	"google.golang.org/protobuf/reflect/protoreflect"
 )
 
-// checkShape holds a tree of JSON values against a message: names and kinds. What is empty in YAML counts as left out,
-// but not in a list. What is wrong is taken out of the tree, so that the rest can be judged too; sizes become numbers.
+// checkShape checks a tree of JSON values against a message: names and kinds. An empty YAML value counts as absent,
+// except in a list. Invalid values are removed from the tree, so that the rest can be checked too; sizes become
+// numbers.
 func checkShape(m *Mistakes, path string, object map[string]any, d protoreflect.MessageDescriptor) {
 	for name, value := range object {
 		at := join(path, name)
@@ -40,7 +41,7 @@ func checkList(m *Mistakes, path string, value any, field protoreflect.FieldDesc
 		m.add(path, "must be a list, is %s", kindOf(value))
 		return false
 	}
-	for i, item := range list { // an item that is wrong stays, as an empty one: the others keep their places
+	for i, item := range list { // an invalid item stays as an empty one, so that the others keep their positions
 		if list[i], ok = checkValue(m, fmt.Sprintf("%s[%d]", path, i), item, field); ok {
 			continue
 		}
@@ -58,7 +59,7 @@ func checkList(m *Mistakes, path string, value any, field protoreflect.FieldDesc
 	return true
 }
 
-// checkValue returns the value as it is to be read; false if it is wrong.
+// checkValue returns the value in the form that protojson reads; false if it is invalid.
 func checkValue(m *Mistakes, path string, value any, field protoreflect.FieldDescriptor) (any, bool) {
 	switch field.Kind() {
 	case protoreflect.MessageKind:
@@ -85,7 +86,7 @@ func checkValue(m *Mistakes, path string, value any, field protoreflect.FieldDes
 		return value, ok
 	case protoreflect.Int32Kind:
 		return value, checkWhole(m, path, value, math.MinInt32, math.MaxInt32)
-	default: // int64; config.proto has no other kinds, a test says
+	default: // int64; config.proto has no other kinds, as a test checks
 		if text, ok := value.(string); ok && strings.HasSuffix(field.JSONName(), "Bytes") {
 			return checkSize(m, path, text)
 		}
@@ -107,12 +108,13 @@ func checkSize(m *Mistakes, path, text string) (any, bool) {
 	return json.Number(strconv.FormatInt(n*factor, 10)), true
 }
 
-// durations are the fields that a number without a unit is likely to be put into.
+// durations returns the fields for which a number without a unit is a likely mistake.
 func durations() []string {
-	return []string{"ttl", "base", "perToken", "decodeIdleTimeout", "attemptsTime", "streamStartTimeout", "answerTimeout", "lease", "noticeTimeout", "tokenBudget", "maxWait", "ttft", "tpot"}
+	return []string{"ttl", "base", "perToken", "decodeIdleTimeout", "attemptsTime", "streamStartTimeout",
+		"answerTimeout", "lease", "noticeTimeout", "tokenBudget", "maxWait", "ttft", "tpot"}
 }
 
-// variable is what a shell or a template would replace.
+// variable matches text that a shell or a template would replace.
 var variable = regexp.MustCompile(`\$\{[A-Za-z_][A-Za-z0-9_]*\}`)
 
 func checkText(m *Mistakes, path string, value any, field string) bool {
@@ -120,7 +122,8 @@ func checkText(m *Mistakes, path string, value any, field string) bool {
 	number, isNumber := value.(json.Number)
 	switch {
 	case ok && variable.MatchString(text):
-		m.add(path, "%.60s is not replaced here: write the value, fill the file in before (envsubst), or use the setting that names a file where it is a secret", variable.FindString(text))
+		m.add(path, "%.60s is not replaced here: write the value, fill the file in before (envsubst), or use the "+
+			"setting that names a file where it is a secret", variable.FindString(text))
 		return false
 	case ok:
 	case isNumber && slices.Contains(durations(), field):
@@ -163,7 +166,8 @@ func kindOf(v any) string {
 	}
 }
 
-// join appends a name to a path. One that is no plain word is quoted: it comes from the file, and errors are lines.
+// join appends a name to a path. A name that is not a plain word is quoted: it comes from the file, and errors are
+// lines.
 func join(path, name string) string {
 	if strings.ContainsFunc(name, notInName) || len(name) > 60 {
 		name = fmt.Sprintf("%.60q", name)
@@ -174,7 +178,7 @@ func join(path, name string) string {
 	return path + "." + name
 }
 
-// suggestion names the field that was probably meant, or all there are.
+// suggestion returns the field that was probably meant, or all fields.
 func suggestion(name string, d protoreflect.MessageDescriptor) string {
 	var all []string
 	for i := range d.Fields().Len() {
@@ -186,7 +190,7 @@ func suggestion(name string, d protoreflect.MessageDescriptor) string {
 	return "; known here: " + strings.Join(all, ", ")
 }
 
-// nearest is the name that differs least from a misspelt one, "" if none is near.
+// nearest returns the name with the least edit distance to a misspelt one, "" if none is near.
 func nearest(misspelt string, names []string) string {
 	best, distance := "", min(len(misspelt), 30)/3+2
 	for _, name := range names {
@@ -197,7 +201,7 @@ func nearest(misspelt string, names []string) string {
 	return best
 }
 
-// editDistance is Levenshtein's, or limit if it is not below that.
+// editDistance returns the Levenshtein distance, at most limit.
 func editDistance(a, b string, limit int) int {
 	if len(a) > len(b)+limit {
 		return limit

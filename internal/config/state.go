@@ -19,7 +19,8 @@ func checkState(v *validator, c *configv1.Config) {
 	const path = "state.redis"
 	u, err := url.Parse(r.Url)
 	if err != nil || u.Host == "" || !slices.Contains([]string{"redis", "rediss"}, u.Scheme) || !isDatabase(u.Path) {
-		v.m.add(path+".url", "is not of the form redis://[user:password@]host:port/db") // without the value: it may hold a password
+		// without the value: it may hold a password
+		v.m.add(path+".url", "is not of the form redis://[user:password@]host:port/db")
 		return
 	}
 	checkOneOf(v, path+".mode", r.Mode, "single", "cluster", "sentinel")
@@ -57,7 +58,7 @@ func isDatabase(path string) bool {
 	return err == nil
 }
 
-// notInPrefix keeps braces out, which a Cluster would take for the mark of a hash tag.
+// notInPrefix excludes braces, which a Redis Cluster would take for a hash tag.
 func notInPrefix(r rune) bool { return notInName(r) && r != '.' && r != ':' }
 
 func checkRedisTLS(v *validator, path, scheme string, t *configv1.RedisTls) {
@@ -72,7 +73,7 @@ func checkRedisTLS(v *validator, path, scheme string, t *configv1.RedisTls) {
 	}
 }
 
-// checkSession checks the names of what tells sessions apart.
+// checkSession checks the names by which sessions are identified.
 func checkSession(v *validator, path string, k *configv1.SessionKey) {
 	if k == nil {
 		return

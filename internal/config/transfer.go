@@ -16,11 +16,14 @@ import (
 
 // usesP2P reports whether the pool's engines have vLLM's P2P offload tier.
 func usesP2P(p *configv1.Pool) bool {
-	return slices.ContainsFunc(DialectOf(p).Ports, func(port kvtransfer.Port) bool { return port.Name == "transfer.p2pPort" })
+	return slices.ContainsFunc(DialectOf(p).Ports, func(port kvtransfer.Port) bool {
+		return port.Name == "transfer.p2pPort"
+	})
 }
 
-// PairsAs is what two endpoints of the pool must have in common to be a pair: their group, the engine's release, and where
-// rank talks to rank their number. Engines of different releases refuse each other's KV at the handshake, or worse.
+// PairsAs returns the properties that two endpoints of the pool must share to pair: their group, the engine's release,
+// and, if rank talks to rank, the number of ranks. Engines of different releases refuse each other's KV at the
+// handshake, or misread it.
 func PairsAs(p *configv1.Pool, e *configv1.Endpoint) string {
 	as := e.Group
 	if e.Release != "" {
@@ -32,7 +35,7 @@ func PairsAs(p *configv1.Pool, e *configv1.Endpoint) string {
 	return strings.TrimPrefix(as, " ")
 }
 
-// pairing is PairsAs for people.
+// pairing is PairsAs in words for people.
 func pairing(p *configv1.Pool, e *configv1.Endpoint) string {
 	text := fmt.Sprintf("group %q", e.Group)
 	if e.Release != "" {
@@ -48,7 +51,8 @@ func checkDialect(v *validator, path string, p *configv1.Pool) {
 	at := path + ".kvTransfer"
 	switch p.KvTransfer {
 	case "":
-		v.m.add(at, "is missing: one of %s; none is for engines that prefill and decode by themselves", strings.Join(dialects(), ", "))
+		v.m.add(at, "is missing: one of %s; none is for engines that prefill and decode by themselves",
+			strings.Join(dialects(), ", "))
 		return
 	default:
 		checkOneOf(v, at, p.KvTransfer, dialects()...)
@@ -62,15 +66,19 @@ func checkDialect(v *validator, path string, p *configv1.Pool) {
 	case "lmcache":
 		checkDuration(v, path+".lmcache.noticeTimeout", p.Lmcache.NoticeTimeout, time.Millisecond)
 		if d := Duration(p.Lmcache.NoticeTimeout); d > longestNotice {
-			v.m.add(path+".lmcache.noticeTimeout", "%s is more than %s: Envoy gives up on the external processor after 30s", d, longestNotice)
+			v.m.add(path+".lmcache.noticeTimeout",
+				"%s is more than %s: Envoy gives up on the external processor after 30s", d, longestNotice)
 		}
 		if p.Lmcache.RetFirstToken && p.Handoff != "envoy" {
-			v.m.add(path+".lmcache.retFirstToken", "needs handoff envoy, not %s: prefill's token is put in front of decode's answer there", p.Handoff)
+			v.m.add(path+".lmcache.retFirstToken",
+				"needs handoff envoy, not %s: prefill's token is put in front of decode's answer there", p.Handoff)
 		}
 	case "orchestrated":
 		checkOneOf(v, path+".orchestrated.handOver", p.Orchestrated.HandOver, "answer", "params")
 		if !orchestratedKey.MatchString(p.Orchestrated.Key) {
-			v.m.add(path+".orchestrated.key", "%.60q is not disagg_ and letters, digits or _: names that begin so are cut from what clients send", p.Orchestrated.Key)
+			v.m.add(path+".orchestrated.key",
+				"%.60q is not disagg_ and letters, digits or _: names that begin so are cut from what clients send",
+				p.Orchestrated.Key)
 		}
 	case "multi":
 		checkMembers(v, path+".members", p)
@@ -87,30 +95,33 @@ func checkBidirectional(v *validator, path string, p *configv1.Pool) {
 		case !n.Bidirectional:
 			v.warn(at, "has no effect without nixl.bidirectional")
 		case d >= decoderTTL:
-			v.warn(at, "%s is not below %s, for which engines keep answers unless their decoder_kv_blocks_ttl says otherwise: "+
-				"prefill would be sent for blocks that are another prompt's by then", d, decoderTTL)
+			v.warn(at, "%s is not below %s, for which engines keep answers unless their decoder_kv_blocks_ttl says "+
+				"otherwise: prefill would be sent for blocks that are another prompt's by then", d, decoderTTL)
 		}
 	}
 	if !n.GetBidirectional() {
 		return
 	}
 	if p.Handoff != "envoy" {
-		v.m.add(path+".nixl.bidirectional", "needs handoff envoy, not %s: what decode keeps is taken out of its answer there", p.Handoff)
+		v.m.add(path+".nixl.bidirectional",
+			"needs handoff envoy, not %s: what decode keeps is taken out of its answer there", p.Handoff)
 	}
 	if s := p.Session; s.GetHeader() == "" && s.GetCookie() == "" && s.GetBody() == "" {
-		v.warn(path+".nixl.bidirectional", "finds no conversation without the pool's session: answers are cleaned, and no turn is reused")
+		v.warn(path+".nixl.bidirectional",
+			"finds no conversation without the pool's session: answers are cleaned, and no turn is reused")
 	}
 }
 
-// RewritesAnswers reports whether the pool has answers that come through the external processor.
+// RewritesAnswers reports whether the external processor rewrites answers of the pool.
 func RewritesAnswers(p *configv1.Pool) bool {
 	d := DialectOf(p)
-	return d.Continue != nil || d.Turns != nil || p.GetCachedTokens() == "prefill" || d.Concurrent != nil && d.Concurrent.JoinsAnswers
+	return d.Continue != nil || d.Turns != nil || p.GetCachedTokens() == "prefill" ||
+		d.Concurrent != nil && d.Concurrent.JoinsAnswers
 }
 
 const (
 	longestNotice = 25 * time.Second
-	decoderTTL    = 480 * time.Second // vLLM's decoder_kv_blocks_ttl, if it is not set
+	decoderTTL    = 480 * time.Second // vLLM's default of decoder_kv_blocks_ttl
 )
 
 var (
@@ -136,26 +147,33 @@ func checkMembers(v *validator, path string, p *configv1.Pool) {
 	}
 }
 
-// checkTransfers checks what endpoints say about KV transfer.
+// checkTransfers checks the settings of KV transfer of all endpoints.
 func checkTransfers(v *validator, path string, p *configv1.Pool) {
 	if p.KvTransfer == "none" {
 		return
 	}
 	withRelease := slices.IndexFunc(p.Endpoints, func(e *configv1.Endpoint) bool { return e.Release != "" })
-	taken := map[string]string{} // host and port to the path of whose it is
+	taken := map[string]string{} // host and port to the path of the setting that has them
 	for i, e := range p.Endpoints {
 		at := fmt.Sprintf("%s.endpoints[%d]", path, i)
 		switch {
 		case e.Release != "" && !release.MatchString(e.Release):
 			v.m.add(at+".release", "%.60q is not a release such as 0.32.0", e.Release)
 		case e.Release == "" && withRelease >= 0:
-			v.m.add(at+".release", "is missing, and %s.endpoints[%d] has one: endpoints pair by release, so give it to all of the pool or to none", path, withRelease)
+			v.m.add(at+".release",
+				"is missing, and %s.endpoints[%d] has one: endpoints pair by release, so give it to all of the pool "+
+					"or to none", path, withRelease)
 		case p.Nixl.GetReuseTokenIds() && older(e.Release, 32):
-			v.m.add(at+".release", "%s does not take prefill's token ids: nixl.reuseTokenIds needs vLLM 0.32 or newer on both sides", e.Release)
+			v.m.add(at+".release",
+				"%s does not take prefill's token ids: nixl.reuseTokenIds needs vLLM 0.32 or newer on both sides",
+				e.Release)
 		case p.Nixl.GetBidirectional() && older(e.Release, 21):
-			v.m.add(at+".release", "%s keeps no answers for the next turn: nixl.bidirectional needs vLLM 0.21 or newer on both sides", e.Release)
+			v.m.add(at+".release",
+				"%s keeps no answers for the next turn: nixl.bidirectional needs vLLM 0.21 or newer on both sides",
+				e.Release)
 		case usesP2P(p) && older(e.Release, 25):
-			v.m.add(at+".release", "%s has no P2P tier: kvTransfer %s needs vLLM 0.25 or newer on both sides", e.Release, p.KvTransfer)
+			v.m.add(at+".release", "%s has no P2P tier: kvTransfer %s needs vLLM 0.25 or newer on both sides",
+				e.Release, p.KvTransfer)
 		}
 		if n := e.GetTransfer().GetTensorParallelSize(); n < 0 || n > 1024 {
 			v.m.add(at+".transfer.tensorParallelSize", "%d is not between 1 and 1024", n)
@@ -178,7 +196,7 @@ func older(release string, minor int) bool {
 	return major == "0" && err == nil && n < minor
 }
 
-// checkReceiver checks where LMCache's prefill engines push to.
+// checkReceiver checks the ports to which LMCache's prefill engines push.
 func checkReceiver(v *validator, at string, p *configv1.Pool, e *configv1.Endpoint, taken map[string]string) {
 	r := e.Lmcache
 	if r == nil {
@@ -214,7 +232,7 @@ func checkP2p(v *validator, at string, p *configv1.Pool, e *configv1.Endpoint, t
 	checkPorts(v, at, e, e.GetTransfer().GetP2PPort(), 1, taken)
 }
 
-// checkPorts checks ports from first on, and that no other engine on the same host has one of them.
+// checkPorts checks n ports from first on, and that no other engine on the same host has one of them.
 func checkPorts(v *validator, at string, e *configv1.Endpoint, first, n int32, taken map[string]string) {
 	if first < 1 || first+n-1 > 65535 {
 		v.m.add(at, "%d is not a port, or %d ranks need more ports than there are above it", first, n)
@@ -234,7 +252,7 @@ func checkPorts(v *validator, at string, e *configv1.Endpoint, first, n int32, t
 	}
 }
 
-// checkNotices warns where engines could not reach the listener.
+// checkNotices warns if engines cannot reach the listener for notifications.
 func checkNotices(v *validator, c *configv1.Config) {
 	if c.Notices == nil {
 		return
@@ -244,8 +262,8 @@ func checkNotices(v *validator, c *configv1.Config) {
 		return
 	}
 	if len(c.Envoy.ExtProcs) > 1 && c.GetState().GetRedis() == nil {
-		v.warn("notices", "a notice reaches one replica, and prefill legs at the others wait noticeTimeout in vain: share it through state.redis, or set lmcache.skipNotices "+
-			"(pd_skip_proxy_notification of the engines)")
+		v.warn("notices", "a notice reaches one replica, and prefill legs at the others wait noticeTimeout in vain: "+
+			"share it through state.redis, or set lmcache.skipNotices (pd_skip_proxy_notification of the engines)")
 	}
 	host, _, _ := net.SplitHostPort(c.Notices.Listen)
 	if !loopback(host) {
@@ -255,7 +273,9 @@ func checkNotices(v *validator, c *configv1.Config) {
 		for _, e := range p.Endpoints {
 			at, _, _ := net.SplitHostPort(e.Address)
 			if TakesNotices(p) && prefills(e) && !loopback(at) {
-				v.warn("notices.listen", "%s is not reached from other machines, such as %s: set an address that is pd_proxy_host of the engines", c.Notices.Listen, e.Address)
+				v.warn("notices.listen",
+					"%s is not reached from other machines, such as %s: set an address that is pd_proxy_host of the "+
+						"engines", c.Notices.Listen, e.Address)
 				return
 			}
 		}

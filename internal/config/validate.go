@@ -10,7 +10,7 @@ import (
 	configv1 "tandem/protos/config/v1"
 )
 
-// validate judges the values of a configuration whose shape is right and whose defaults are filled in.
+// validate checks the values of a configuration that has passed checkShape and has its defaults.
 func validate(m *Mistakes, c *configv1.Config) (warnings []string) {
 	v := &validator{m: m, models: map[string]string{}, bodyMode: c.Envoy.BodyMode}
 	checkListeners(v, c)
@@ -30,7 +30,7 @@ func validate(m *Mistakes, c *configv1.Config) (warnings []string) {
 	return v.warnings
 }
 
-// validator collects what is wrong, and what was seen so far of the things that may be there once.
+// validator collects errors, and the values that must be unique.
 type validator struct {
 	m         *Mistakes
 	warnings  []string
@@ -92,7 +92,8 @@ func checkExtProc(v *validator, c *configv1.Config) {
 			v.m.add("extProc.tls.keyFile", "is missing: a PEM file")
 		}
 		if t.ClientCaFile != "" && client.GetCertFile() == "" {
-			v.warn("envoy.extProcTls.certFile", "is missing: extProc.tls.clientCaFile makes the server refuse an Envoy without a certificate")
+			v.warn("envoy.extProcTls.certFile",
+				"is missing: extProc.tls.clientCaFile makes the server refuse an Envoy without a certificate")
 		}
 		if client.GetCaFile() == "" {
 			v.warn("envoy.extProcTls.caFile", "is missing: Envoy will take any certificate of the external processor")
@@ -100,7 +101,9 @@ func checkExtProc(v *validator, c *configv1.Config) {
 	}
 	checkClientTLS(v, "envoy.extProcTls", client)
 	if n := c.ExtProc.MaxMessageBytes; n <= c.Envoy.MaxBodyBytes || n > 1<<30 {
-		v.m.add("extProc.maxMessageBytes", "%d is not above envoy.maxBodyBytes (%d) and at most %d: a whole body comes in one message", n, c.Envoy.MaxBodyBytes, 1<<30)
+		v.m.add("extProc.maxMessageBytes",
+			"%d is not above envoy.maxBodyBytes (%d) and at most %d: a whole body comes in one message", n,
+			c.Envoy.MaxBodyBytes, 1<<30)
 	}
 }
 
@@ -122,7 +125,8 @@ func checkEnvoy(v *validator, c *configv1.Config) {
 	}
 	for i, prefix := range e.PathPrefixes {
 		if !pathPrefix.MatchString(prefix) {
-			v.m.add(fmt.Sprintf("envoy.pathPrefixes[%d]", i), "%.100q is not a path without a slash at its end, such as /llm", prefix)
+			v.m.add(fmt.Sprintf("envoy.pathPrefixes[%d]", i),
+				"%.100q is not a path without a slash at its end, such as /llm", prefix)
 		}
 	}
 	checkOneOf(v, "envoy.bodyMode", e.BodyMode, "auto", "duplex", "buffered")
@@ -140,7 +144,9 @@ func checkReachable(v *validator, path string, addresses []string) {
 
 func checkTickets(v *validator, c *configv1.Config) {
 	if len(c.Envoy.ExtProcs) > 1 && c.Tickets.KeyFile == "" && c.State.GetRedis() == nil {
-		v.m.add("tickets.keyFile", "is missing: several replicas (envoy.extProcs) need the same keys to read each other's tickets; or set state.redis, and they share them")
+		v.m.add("tickets.keyFile",
+			"is missing: several replicas (envoy.extProcs) need the same keys to read each other's tickets; or set "+
+				"state.redis, and they share them")
 	}
 	checkDuration(v, "tickets.ttl", c.Tickets.Ttl, time.Second)
 }
@@ -169,19 +175,23 @@ func checkOneOf(v *validator, path, value string, allowed ...string) {
 	v.m.add(path, "%.40q is not one of %s%s", value, strings.Join(allowed, ", "), near)
 }
 
-// engineWord translates what engines call a connector or a role, as it stands in their flags; "" where it is no such word.
+// engineWord translates an engine's own name of a connector or role, as in its flags; "" if it is unknown.
 func engineWord(value string) string {
 	return map[string]string{
-		"nixlconnector": "nixl", "nixlpushconnector": "nixl-push", "mooncakeconnector": "mooncake", "moriioconnector": "moriio",
-		"p2pncclconnector": "p2p-nccl", "lmcacheconnectorv1": "lmcache", "lmcacheconnector": "lmcache", "lmcachempconnector": "lmcache",
-		"multiconnector": "multi", "offloadingconnector": "offload", "mooncakestoreconnector": "shared", "sharedstorageconnector": "shared",
-		"exampleconnector": "shared", "hf3fskvconnector": "shared", "flexkvconnectorv1": "shared", "tensorrt-llm": "trtllm", "vllm": "nixl",
+		"nixlconnector": "nixl", "nixlpushconnector": "nixl-push", "mooncakeconnector": "mooncake",
+		"moriioconnector":  "moriio",
+		"p2pncclconnector": "p2p-nccl", "lmcacheconnectorv1": "lmcache", "lmcacheconnector": "lmcache",
+		"lmcachempconnector": "lmcache",
+		"multiconnector":     "multi", "offloadingconnector": "offload", "mooncakestoreconnector": "shared",
+		"sharedstorageconnector": "shared",
+		"exampleconnector":       "shared", "hf3fskvconnector": "shared", "flexkvconnectorv1": "shared",
+		"tensorrt-llm": "trtllm", "vllm": "nixl",
 		"kv_producer": "prefill", "ec_producer": "encode", "kv_consumer": "decode", "kv_both": "both",
 		"prefiller": "prefill", "decoder": "decode", "prefill-decode": "both",
 	}[strings.ToLower(value)]
 }
 
-// longest is the longest duration that a setting may have.
+// longest is the maximum of a duration setting.
 const longest = 24 * time.Hour
 
 func checkDuration(v *validator, path, value string, least time.Duration) {
@@ -193,7 +203,7 @@ func checkDuration(v *validator, path, value string, least time.Duration) {
 	}
 }
 
-// Duration is a duration of a configuration that [Load] accepted.
+// Duration parses a duration of a configuration that [Load] accepted.
 func Duration(text string) time.Duration {
 	d, err := time.ParseDuration(text)
 	if err != nil {

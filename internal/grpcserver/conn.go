@@ -18,32 +18,32 @@ var (
 	errFlood   = errors.New("grpcserver: too many frames that carry no request")
 )
 
-// conn is one connection. It reads ahead into a buffer of its own, so grpc-go asks for one frame's header, then for
-// its payload, and conn knows of each frame just before grpc-go does.
+// conn is one connection. It buffers what it reads, so grpc-go asks for one frame's header, then for its payload, and
+// conn sees each frame just before grpc-go does.
 type conn struct {
 	net.Conn // of the listener
 	s        *Server
-	top      net.Conn // with TLS, if there is any; what is read and written
+	top      net.Conn // with TLS, if there is any; this one is read and written
 	in       *bufio.Reader
 
-	// Of the goroutine that reads.
-	preface    int     // bytes of the preface that have come
-	head       [9]byte // of the frame under way
+	// Owned by the goroutine that reads.
+	preface    int     // bytes of the preface received so far
+	head       [9]byte // of the current frame
 	headBytes  int
-	payload    int    // bytes of the frame's payload that have not come
+	payload    int    // bytes of the frame's payload still to come
 	stream     uint32 // of the last HEADERS frame
-	credit     int64  // how many more frames that carry no request are taken
+	credit     int64  // number of further frames without a request that are accepted
 	refilled   time.Time
-	creditedTo int64 // of written
-	lateBytes  int64 // that came on streams that had ended ...
-	lateSince  int64 // ... while written was this
+	creditedTo int64 // the value of written at the last credit
+	lateBytes  int64 // bytes received on streams that had ended ...
+	lateSince  int64 // ... since written had this value
 	failed     error
 
 	written   atomic.Int64 // bytes
-	idleSince atomic.Int64 // unix nanoseconds; 0: there are streams
-	deadline  time.Time    // for writing; of the goroutine that writes
+	idleSince atomic.Int64 // Unix nanoseconds; 0: there are streams
+	deadline  time.Time    // for writing; owned by the goroutine that writes
 
-	mu      sync.Mutex // of what follows, and of receipts
+	mu      sync.Mutex // guards the fields below, and receipts
 	streams map[uint32]*receipt
 	held    int64
 	closed  bool
@@ -51,10 +51,9 @@ type conn struct {
 
 const (
 	readBuffer = 32 << 10
-	// frameCost is counted for each DATA frame beside its bytes: grpc-go keeps them apart.
+	// frameCost is charged for each DATA frame in addition to its bytes: grpc-go stores them separately.
 	frameCost = 64
-	// Frames that carry no request: so many at first, for each request, for each 256 bytes that were written, and
-	// each second.
+	// Credit for frames without a request: at first, for each request, for each 256 bytes written, and per second.
 	maxCredit     = 4096
 	requestCredit = 8
 	writtenCredit = 256
@@ -67,7 +66,7 @@ func newConn(s *Server, raw net.Conn) *conn {
 	return c
 }
 
-// open begins with HTTP/2.
+// open starts HTTP/2 on the connection.
 func (c *conn) open(top net.Conn) {
 	c.top = top
 	c.in = bufio.NewReaderSize(top, readBuffer)
@@ -84,7 +83,7 @@ func (c *conn) Read(p []byte) (int, error) {
 	return n, err
 }
 
-// follow finds the frames in what is read.
+// follow finds the frames in the bytes that were read.
 func (c *conn) follow(p []byte) error {
 	if c.preface < len(http2.ClientPreface) {
 		n := min(len(http2.ClientPreface)-c.preface, len(p))
@@ -111,7 +110,7 @@ func (c *conn) follow(p []byte) error {
 	return nil
 }
 
-// frame counts a frame whose header has come (RFC 9113, 4.1).
+// frame counts a frame whose header is complete (RFC 9113, 4.1).
 func (c *conn) frame() error {
 	h := &c.head
 	c.payload = int(h[0])<<16 | int(h[1])<<8 | int(h[2])
@@ -131,7 +130,7 @@ func (c *conn) frame() error {
 	return c.spend()
 }
 
-// spend takes one frame that carries no request from the peer's credit.
+// spend takes one frame without a request from the peer's credit.
 func (c *conn) spend() error {
 	if c.credit--; c.credit > 0 {
 		return nil
@@ -154,12 +153,12 @@ func (c *conn) Write(p []byte) (int, error) {
 	n, err := c.top.Write(p)
 	c.written.Add(int64(n))
 	if err != nil {
-		_ = c.Close() // grpc-go waits for the reader to find out
+		_ = c.Close() // the reader ends grpc-go's side
 	}
 	return n, err
 }
 
-// Close gives back what was to be written and no longer will be. What was received its handlers give back.
+// Close releases the memory of replies that will not be written. Handlers release received messages.
 func (c *conn) Close() error {
 	err := c.Conn.Close()
 	c.s.leave(c)
@@ -179,7 +178,7 @@ func (c *conn) Close() error {
 	return err
 }
 
-// received counts what comes on a stream, refuses the stream if it is too much, and closes the connection if that
+// received counts bytes received on a stream, refuses the stream if it has too many, and closes the connection if that
 // does not help.
 func (c *conn) received(id uint32, n int64) error {
 	c.mu.Lock()
@@ -207,10 +206,10 @@ func (c *conn) received(id uint32, n int64) error {
 	return nil
 }
 
-// maxLate is how much may come on streams that have ended while nothing can be written, their ends included.
+// maxLate bounds the bytes on ended streams while nothing can be written, their ends included.
 const maxLate = 64 << 20
 
-// late counts what comes on a stream that has ended. grpc-go drops it once the stream's end is written.
+// late counts bytes on a stream that has ended. grpc-go drops it once the stream's end is written.
 func (c *conn) late(n int64) error {
 	if written := c.written.Load(); written != c.lateSince {
 		c.lateBytes, c.lateSince = 0, written
@@ -221,7 +220,7 @@ func (c *conn) late(n int64) error {
 	return nil
 }
 
-// reset forgets the reply to a stream that the peer has reset: it will not be written.
+// reset drops the reply to a stream that the peer has reset: it will not be written.
 func (c *conn) reset(id uint32) {
 	c.mu.Lock()
 	if r := c.streams[id]; r != nil {
@@ -231,7 +230,7 @@ func (c *conn) reset(id uint32) {
 	c.mu.Unlock()
 }
 
-// forgetReply gives back what a stream's reply was counted for. mu is held.
+// forgetReply releases the bytes charged for a stream's reply. mu is held.
 func (c *conn) forgetReply(r *receipt) {
 	n := r.unsent
 	r.unsent = 0
@@ -239,11 +238,11 @@ func (c *conn) forgetReply(r *receipt) {
 	r.settle()
 }
 
-// slowMessage is how long a message may take to become complete while memory is short.
+// slowMessage is the time in which a message must be complete while memory is short.
 const slowMessage = 10 * time.Second
 
-// sweep closes the connection if a reply is not taken or a refused stream goes on, and if memory is short refuses
-// messages that take too long.
+// sweep closes the connection if the peer does not read a reply or continues a refused stream. While memory is short,
+// it refuses messages that take too long.
 func (c *conn) sweep(now time.Time, short bool) {
 	var dropped []*receipt
 	stuck := false
@@ -253,7 +252,7 @@ func (c *conn) sweep(now time.Time, short bool) {
 		if short && !r.over && r.bytes > 0 && now.Sub(r.began) > slowMessage {
 			r.refuse(now)
 		}
-		stuck = stuck || r.over && now.Sub(r.overSince) > c.s.o.StuckTime // the peer goes on
+		stuck = stuck || r.over && now.Sub(r.overSince) > c.s.o.StuckTime // the peer continues
 		if !r.begun && r.Err() != nil {                                   // grpc-go answered by itself
 			dropped = append(dropped, r)
 		}

@@ -1,19 +1,18 @@
-// Package grpcserver is grpc-go's server with limits on what its peers can make it hold.
+// Package grpcserver is grpc-go's server with limits on the memory that its peers can occupy.
 //
-// grpc-go bounds streams per connection, header lists, message sizes and handshakes. It does not bound the sum: it
-// lets a peer send the whole of a message as soon as a handler waits for it, on every stream, and keeps what has
-// arrived until the message is complete. This package counts, and acts on what it counts:
+// grpc-go bounds streams per connection, header lists, message sizes and handshakes, but not their sum: a peer may
+// send a complete message on every stream as soon as a handler waits for it, and grpc-go keeps the received bytes
+// until the message is complete. This package counts these bytes and enforces limits:
 //
-//   - Bytes that have arrived on a stream and are not handled yet, and replies that are not written yet, count against one
-//     [memory.Budget], and against a share of it for each connection. The stream that exceeds either is refused: its handler answers
-//     ([memory.OnFull]), and a peer that goes on is disconnected.
+//   - Bytes that have arrived on a stream and are not handled yet, and replies that are not written yet, count against
+//     one [memory.Budget], and against a share of it for each connection. The stream that exceeds either is refused:
+//     its handler answers ([memory.OnFull]), and a peer that continues is disconnected.
 //   - A peer that does not let a reply be written, or does not read at all, is disconnected after [Options.StuckTime].
 //   - Connections are bounded; when there are too many, the one that has been without streams for longest is closed.
 //   - Streams are bounded for each method, over all connections.
-//   - Frames that carry no request (SETTINGS, PING, RST_STREAM, WINDOW_UPDATE, ...) are bounded by those that do.
+//   - Frames without a request (SETTINGS, PING, RST_STREAM, WINDOW_UPDATE, ...) are bounded in proportion to requests.
 //
-// Files: server.go the server and its limits, conn.go a connection and its frames, stream.go a stream and its
-// bytes.
+// Files: server.go the server and its limits, conn.go a connection and its frames, stream.go a stream and its bytes.
 package grpcserver
 
 import (
@@ -35,27 +34,27 @@ import (
 	"tandem/internal/memory"
 )
 
-// Options are what a server is made with. Zero values take the defaults named.
+// Options are the settings of a server. Zero values take the named defaults.
 type Options struct {
 	Codec      encoding.CodecV2
 	Pool       mem.BufferPool // of the memory that messages are received in
 	MaxMessage int            // bytes of one message, either way
 	TLS        *tls.Config    // nil: plaintext
 
-	Memory           *memory.Budget // of everything received and not handled, and of replies not written
-	ConnectionMemory int64          // of it, what one connection may hold; default a quarter
+	Memory           *memory.Budget // of all received and unhandled messages, and of unwritten replies
+	ConnectionMemory int64          // the maximum of one connection; default a quarter of Memory
 	Connections      int            // default 4,096
 	Streams          int            // of one connection; default 4,096, beyond which Envoy opens another connection
 	// of one streaming method ("/service/method") over all connections; all others together get 1,024
 	MethodStreams map[string]int
 	ConnectTime   time.Duration // for TLS and the first frames; default 10 s
-	StuckTime     time.Duration // after which a peer that takes nothing is disconnected; default 30 s
+	StuckTime     time.Duration // time after which a peer that reads nothing is disconnected; default 30 s
 }
 
 const (
-	streamWindow  = 1 << 20 // a longer message gets a window of its own when its handler waits for it
+	streamWindow  = 1 << 20 // a longer message gets a larger window when its handler waits for it
 	connWindow    = 64 << 20
-	maxHeaders    = 64 << 10 // of one request's gRPC metadata; what a client sent to Envoy comes in messages
+	maxHeaders    = 64 << 10 // of one request's gRPC metadata; a client's headers come in messages
 	otherStreams  = 1024
 	leastShare    = 64 << 10 // of a connection, however many there are
 	sweepInterval = time.Second
@@ -76,7 +75,7 @@ type Server struct {
 	once  sync.Once
 }
 
-// method is a method's streams at present.
+// method counts a method's open streams.
 type method struct {
 	limit int64
 	open  atomic.Int64
@@ -93,7 +92,8 @@ func New(o Options) *Server {
 		o.Memory = memory.New(1 << 30)
 	}
 	orDefault(&o.ConnectionMemory, o.Memory.Limit()/4)
-	s := &Server{o: o, methods: map[string]*method{}, other: method{limit: otherStreams}, conns: map[*conn]struct{}{}, stop: make(chan struct{})}
+	s := &Server{o: o, methods: map[string]*method{}, other: method{limit: otherStreams}, conns: map[*conn]struct{}{},
+		stop: make(chan struct{})}
 	for name, limit := range o.MethodStreams {
 		s.methods[name] = &method{limit: int64(limit)}
 	}
@@ -107,15 +107,17 @@ func New(o Options) *Server {
 		grpc.MaxRecvMsgSize(o.MaxMessage), grpc.MaxSendMsgSize(o.MaxMessage),
 		grpc.MaxConcurrentStreams(uint32(o.Streams)), grpc.MaxHeaderListSize(maxHeaders),
 		grpc.StaticStreamWindowSize(streamWindow), grpc.StaticConnWindowSize(connWindow),
-		grpc.ReadBufferSize(0), // conn has a buffer, and sees each frame when grpc-go does
+		grpc.ReadBufferSize(0), // conn buffers, and sees each frame when grpc-go does
 		// Workers keep their stacks, which handlers grow to the same size each time. Streams beyond them get
 		// goroutines of their own.
 		grpc.NumStreamWorkers(uint32(8*runtime.GOMAXPROCS(0))),
 		grpc.KeepaliveParams(keepalive.ServerParameters{Time: 30 * time.Second, Timeout: 10 * time.Second}),
 		// Envoy pings each of several replicas every 0.3 s (envoy-configs), to notice one that hangs.
-		grpc.KeepaliveEnforcementPolicy(keepalive.EnforcementPolicy{MinTime: 100 * time.Millisecond, PermitWithoutStream: true}),
+		grpc.KeepaliveEnforcementPolicy(keepalive.EnforcementPolicy{MinTime: 100 * time.Millisecond,
+			PermitWithoutStream: true}),
 		grpc.ConnectionTimeout(o.ConnectTime),
-		grpc.RPCDecompressor(noGzip{}), //nolint:staticcheck // the only way not to accept a compression that another package has registered
+		//nolint:staticcheck // the only way to refuse a compression that another package has registered
+		grpc.RPCDecompressor(noGzip{}),
 		grpc.InTapHandle(s.admit), grpc.StreamInterceptor(s.serveStream),
 	)
 	return s
@@ -133,7 +135,7 @@ func (s *Server) Serve(l net.Listener) error {
 	return s.Server.Serve(&listener{l, s})
 }
 
-// Stop ends everything at once.
+// Stop closes everything at once.
 func (s *Server) Stop() {
 	s.once.Do(func() { close(s.stop) })
 	s.Server.Stop()
@@ -145,7 +147,7 @@ func (s *Server) GracefulStop() {
 	s.once.Do(func() { close(s.stop) })
 }
 
-// Held returns how many bytes all connections hold.
+// Held returns the bytes that all connections occupy.
 func (s *Server) Held() (n int64) {
 	for _, c := range s.connections() {
 		c.mu.Lock()
@@ -155,8 +157,8 @@ func (s *Server) Held() (n int64) {
 	return n
 }
 
-// fairShare is what a connection may hold when a quarter of the budget is left: as much as the others have on
-// average. Who holds little is served while others hold much.
+// fairShare returns the maximum of a connection when less than a quarter of the budget is left: the average of the
+// others. Connections with little memory are served while others occupy much.
 func (s *Server) fairShare(total int64) int64 {
 	return max(total/max(s.accepted.Load(), 1), leastShare)
 }
@@ -191,8 +193,8 @@ func (l *listener) Accept() (net.Conn, error) {
 	}
 }
 
-// enter counts a connection. Where there are too many it closes the one that has been without streams for longest,
-// and where all have streams it reports false.
+// enter counts a connection. If there are too many, it closes the one that has been without streams for longest; if
+// all have streams, it returns false.
 func (s *Server) enter(c *conn) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -221,8 +223,7 @@ func (s *Server) leave(c *conn) {
 	s.mu.Unlock()
 }
 
-// sweep disconnects peers that do not take what they are sent, and refuses messages that do not become complete
-// while memory is short.
+// sweep disconnects peers that do not read, and refuses messages that stay incomplete while memory is short.
 func (s *Server) sweep() {
 	tick := time.NewTicker(sweepInterval)
 	defer tick.Stop()
@@ -239,20 +240,20 @@ func (s *Server) sweep() {
 	}
 }
 
-// handshake has each connection counted from its TLS on.
+// handshake makes each connection count from its TLS handshake on.
 type handshake struct {
 	credentials.TransportCredentials
 	s *Server
 }
 
-// identity is what handlers and admit know of a stream's connection.
+// identity is how handlers and admit find a stream's connection.
 type identity struct {
 	credentials.AuthInfo
 	conn *conn
 }
 
 func (h handshake) ServerHandshake(raw net.Conn) (net.Conn, credentials.AuthInfo, error) {
-	c := raw.(*conn) // the listener's
+	c := raw.(*conn) // from the listener
 	top, info, err := h.TransportCredentials.ServerHandshake(c.Conn)
 	if err != nil {
 		return nil, nil, err

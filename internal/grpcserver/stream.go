@@ -17,24 +17,23 @@ import (
 	"tandem/internal/memory"
 )
 
-// receipt is what a stream has been sent and what it has still to write. It is the stream's context too, which
-// saves an allocation.
+// receipt counts a stream's received and unwritten bytes. It is the stream's context too, which saves an allocation.
 type receipt struct {
 	context.Context // of the stream
 	conn            *conn
 	method          *method
 	id              uint32
 
-	// Of conn.mu:
-	charged   int64     // bytes counted for all of it
+	// Guarded by conn.mu:
+	charged   int64     // total bytes charged
 	bytes     int64     // received and not handled
-	began     time.Time // when the first of them came
+	began     time.Time // arrival of the first of them
 	unsent    int64     // of replies that are not written
-	sent      time.Time // when the first of these was sent
+	sent      time.Time // time of the first of these
 	over      bool      // refused ...
 	overSince time.Time // ... then
-	full      func()    // what its handler does then
-	begun     bool      // serveStream has it
+	full      func()    // called when the stream is refused
+	begun     bool      // serveStream has taken it over
 	first     pending   // of the first reply, which saves an allocation
 	reset     bool      // by the peer
 	ended     bool      // the handler has returned
@@ -70,7 +69,7 @@ func (r *receipt) refuse(now time.Time) {
 	}
 }
 
-// admit is asked for each stream before it has a goroutine.
+// admit is called for each stream before it has a goroutine.
 func (s *Server) admit(ctx context.Context, info *tap.Info) (context.Context, error) {
 	m := s.methods[info.FullMethodName]
 	unknown := m == nil
@@ -79,7 +78,8 @@ func (s *Server) admit(ctx context.Context, info *tap.Info) (context.Context, er
 	}
 	if m.open.Add(1) > m.limit {
 		m.open.Add(-1)
-		return nil, status.Errorf(codes.ResourceExhausted, "%d streams of %s are open, and no more are accepted", m.limit, info.FullMethodName)
+		return nil, status.Errorf(codes.ResourceExhausted, "%d streams of %s are open, and no more are accepted",
+			m.limit, info.FullMethodName)
 	}
 	p, _ := peer.FromContext(ctx)
 	c := p.AuthInfo.(identity).conn
@@ -88,7 +88,7 @@ func (s *Server) admit(ctx context.Context, info *tap.Info) (context.Context, er
 	c.streams[r.id] = r
 	c.idleSince.Store(0)
 	c.mu.Unlock()
-	if unknown { // its handler does not come from serveStream
+	if unknown { // serveStream does not run its handler
 		context.AfterFunc(ctx, r.end)
 	}
 	return r, nil
@@ -101,7 +101,7 @@ func (r *receipt) charge(n int64) {
 	r.conn.s.o.Memory.Add(n)
 }
 
-// handled gives back a message that the handler has.
+// handled releases the bytes of a message that the handler has.
 func (r *receipt) handled(n int64) {
 	c := r.conn
 	c.mu.Lock()
@@ -110,13 +110,13 @@ func (r *receipt) handled(n int64) {
 	if r.bytes -= n; r.bytes > 0 {
 		r.began = time.Now()
 	} else {
-		n = r.charged - r.unsent // with what the frames cost
+		n = r.charged - r.unsent // including the frames' overhead
 	}
 	r.charge(-n)
 	c.mu.Unlock()
 }
 
-// end gives back what the handler has not read.
+// end releases the bytes that the handler has not read.
 func (r *receipt) end() {
 	c := r.conn
 	c.mu.Lock()
@@ -130,7 +130,7 @@ func (r *receipt) end() {
 	}
 }
 
-// settle forgets a stream that is over. conn.mu is held.
+// settle removes a stream that is over. conn.mu is held.
 func (r *receipt) settle() {
 	c := r.conn
 	if !r.ended || r.unsent > 0 || c.streams[r.id] != r {
@@ -143,8 +143,8 @@ func (r *receipt) settle() {
 	}
 }
 
-// reply counts n bytes that are to be written, and returns a buffer that gives them back when it is freed; nil:
-// nothing will be written.
+// reply charges n bytes that are to be written, and returns a buffer that releases them when it is freed; nil: nothing
+// will be written.
 func (r *receipt) reply(n int64) mem.Buffer {
 	c := r.conn
 	c.mu.Lock()
@@ -165,10 +165,11 @@ func (r *receipt) reply(n int64) mem.Buffer {
 	return mem.NewBuffer(&mark, p)
 }
 
-// mark is an empty buffer, large enough that grpc-go gives it back to its pool.
+// mark is an empty buffer, large enough that grpc-go returns it to its pool.
 var mark = make([]byte, 0, 2<<10)
 
-// pending is the pool of the mark at the end of a reply, which is freed when all of the reply is written, or dropped.
+// pending is the pool of the mark at the end of a reply. The mark is freed when all of the reply is written, or
+// dropped.
 type pending struct {
 	r *receipt
 	n int64
@@ -180,7 +181,7 @@ func (p *pending) Get(n int) *[]byte {
 	return &b
 }
 
-// Put is called when the reply is gone.
+// Put is called when the reply is written or dropped.
 func (p *pending) Put(*[]byte) {
 	c := p.r.conn
 	c.mu.Lock()
@@ -191,10 +192,11 @@ func (p *pending) Put(*[]byte) {
 	c.mu.Unlock()
 }
 
-// serveStream runs a handler with the stream's bytes counted.
-func (s *Server) serveStream(srv any, ss grpc.ServerStream, _ *grpc.StreamServerInfo, handler grpc.StreamHandler) error {
+// serveStream runs a handler and counts the stream's bytes.
+func (s *Server) serveStream(srv any, ss grpc.ServerStream, _ *grpc.StreamServerInfo,
+	handler grpc.StreamHandler) error {
 	r, _ := ss.Context().Value(receiptKey{}).(*receipt)
-	if r.method == &s.other { // has an end of its own
+	if r.method == &s.other { // ends like the other methods' streams
 		return handler(srv, ss)
 	}
 	r.conn.mu.Lock()
@@ -204,7 +206,7 @@ func (s *Server) serveStream(srv any, ss grpc.ServerStream, _ *grpc.StreamServer
 	return handler(srv, &stream{ServerStream: ss, r: r})
 }
 
-// stream is a handler's.
+// stream wraps a handler's stream.
 type stream struct {
 	grpc.ServerStream
 	r   *receipt
@@ -216,7 +218,7 @@ func (st *stream) RecvMsg(m any) error {
 	st.in = incoming{to: m}
 	err := st.ServerStream.RecvMsg(&st.in)
 	if err == nil {
-		st.r.handled(int64(st.in.bytes) + 5) // with the message's prefix
+		st.r.handled(int64(st.in.bytes) + 5) // including the message's prefix
 	}
 	return err
 }
@@ -226,7 +228,7 @@ func (st *stream) SendMsg(m any) error {
 	return st.ServerStream.SendMsg(&st.out)
 }
 
-// incoming and outgoing are messages with what the codec is to note of them.
+// incoming and outgoing are messages with the sizes that the codec records.
 type incoming struct {
 	to    any
 	bytes int
@@ -237,7 +239,7 @@ type outgoing struct {
 	r       *receipt
 }
 
-// noGzip refuses compressed messages: what one grows to cannot be counted before it has grown.
+// noGzip refuses compressed messages: their uncompressed size cannot be counted in advance.
 type noGzip struct{}
 
 func (noGzip) Type() string { return "gzip" }
@@ -246,7 +248,7 @@ func (noGzip) Do(io.Reader) ([]byte, error) {
 	return nil, errors.New("compressed messages are not accepted")
 }
 
-// codec counts messages.
+// codec records the sizes of messages.
 type codec struct{ encoding.CodecV2 }
 
 func (c codec) Unmarshal(data mem.BufferSlice, v any) error {

@@ -1,9 +1,9 @@
 // Package guard keeps a panic in one handler from ending the process.
 //
-// A handler of outside input recovers at its boundary: the panic is logged with its stack and counted, and costs
-// the one request, message or connection that was being handled. A context carries the guard to goroutines in the
-// background, so that packages need no setting for it. Without a guard in the context a panic ends the process as
-// usual; tests rely on that.
+// A handler of outside input recovers at its boundary: the panic is logged with its stack and counted, and only the
+// current request, message or connection fails. A context carries the guard to goroutines in the background, so that
+// packages need no setting for it. Without a guard in the context a panic ends the process as usual; tests rely on
+// that.
 package guard
 
 import (
@@ -25,7 +25,8 @@ type Guard struct {
 // New returns a guard. count is called once for each panic.
 func New(log *slog.Logger, count func(where string)) *Guard { return &Guard{log, count} }
 
-// Caught reports a recovered panic and returns it as an error. Call it in the deferred function that recovered.
+// Caught logs and counts a recovered panic and returns it as an error. Call it in the deferred function that
+// recovered.
 func (g *Guard) Caught(where string, v any) error {
 	g.count(where)
 	g.log.Error("a handler panicked", "where", where, "panic", v, "stack", string(debug.Stack()))
@@ -50,13 +51,14 @@ func (g *Guard) HTTP(where string, h http.Handler) http.Handler {
 			}
 			w.Header().Set("content-type", "application/json")
 			w.WriteHeader(http.StatusInternalServerError)
-			_, _ = w.Write([]byte(`{"error":{"message":"internal error; the log has the cause","type":"api_error","param":null,"code":"internal_error"}}`))
+			_, _ = w.Write([]byte(`{"error":{"message":"internal error; the log has the cause","type":"api_error",` +
+				`"param":null,"code":"internal_error"}}`))
 		}()
 		h.ServeHTTP(sent, r)
 	})
 }
 
-// begun notes whether an answer has begun.
+// begun records whether an answer has begun.
 type begun struct {
 	http.ResponseWriter
 	is bool
@@ -80,7 +82,7 @@ type key struct{}
 // With returns a context that carries the guard.
 func With(ctx context.Context, g *Guard) context.Context { return context.WithValue(ctx, key{}, g) }
 
-// Recover ends a panic of the calling goroutine where the context carries a guard. It has to be deferred directly.
+// Recover stops a panic of the calling goroutine if the context carries a guard. It has to be deferred directly.
 func Recover(ctx context.Context, where string) {
 	g, ok := ctx.Value(key{}).(*Guard)
 	if !ok {
@@ -91,7 +93,7 @@ func Recover(ctx context.Context, where string) {
 	}
 }
 
-// Try runs work that answers a question, and returns a panic of it as an error.
+// Try runs work that returns a value, and returns a panic of it as an error.
 func Try[T any](ctx context.Context, where string, work func() (T, error)) (out T, err error) {
 	g, ok := ctx.Value(key{}).(*Guard)
 	if !ok {
@@ -105,10 +107,10 @@ func Try[T any](ctx context.Context, where string, work func() (T, error)) (out 
 	return work()
 }
 
-// restartAfter is the pause before work that panicked begins anew.
+// restartAfter is the pause before work that panicked starts again.
 const restartAfter = time.Second
 
-// Keep runs work that is to go on until the context ends, and begins it anew after a panic.
+// Keep runs work that lasts until the context ends, and restarts it after a panic.
 func Keep(ctx context.Context, where string, work func()) {
 	for !finished(ctx, where, work) {
 		select {
@@ -119,7 +121,7 @@ func Keep(ctx context.Context, where string, work func()) {
 	}
 }
 
-// finished reports whether work returned by itself.
+// finished reports whether work returned without a panic.
 func finished(ctx context.Context, where string, work func()) (ok bool) {
 	defer Recover(ctx, where)
 	work()

@@ -15,29 +15,29 @@ import (
 	"github.com/envoyproxy/go-control-plane/pkg/cache/v3"
 )
 
-// Envoy is what is known of one that is served.
+// Envoy is the state of a connected Envoy.
 type Envoy struct {
 	Name    string    // its node id
 	Build   string    // its release
-	Version string    // of the configuration that it has; "": none yet
-	Pending bool      // it has not answered to the newest yet
+	Version string    // of its configuration; "": none yet
+	Pending bool      // it has not acknowledged the newest version yet
 	Refused string    // the version that it refused last; "": none
-	Why     string    // it did so, in its own words
+	Why     string    // its error message for that
 	Since   time.Time // connected
 }
 
-// keptVersions bounds how many versions an Envoy can be led back through.
+// keptVersions bounds the versions to which an Envoy can be reverted.
 const keptVersions = 16
 
 // envoy is one stream.
 type envoy struct {
 	node    *corev3.Node
 	since   time.Time
-	names   int               // of resources that it asked for
-	served  []*version        // oldest first; the last is what it is to have
+	names   int               // number of requested resources
+	served  []*version        // oldest first; the last is the current one
 	refused map[string]bool   // versions
-	waiting map[string]string // nonces that it has not answered to, with their versions
-	why     string            // in its words, of the last that it refused
+	waiting map[string]string // unacknowledged nonces, with their versions
+	why     string            // error message of the last refusal
 	last    string            // version that it refused last
 }
 
@@ -45,7 +45,7 @@ func newEnvoy() *envoy {
 	return &envoy{since: time.Now(), refused: map[string]bool{}, waiting: map[string]string{}}
 }
 
-// take notes that a version is what the Envoy is to have, and reports whether that is new.
+// take sets the Envoy's current version, and reports whether it is new.
 func (e *envoy) take(v *version) bool {
 	if e.refused[v.name] || len(e.served) > 0 && e.served[len(e.served)-1] == v {
 		return false
@@ -57,7 +57,7 @@ func (e *envoy) take(v *version) bool {
 	return true
 }
 
-// lastGood is the newest version that was served and not refused; nil: none.
+// lastGood returns the newest version that was served and not refused; nil: none.
 func (e *envoy) lastGood() *version {
 	for _, v := range slices.Backward(e.served) {
 		if !e.refused[v.name] {
@@ -67,12 +67,12 @@ func (e *envoy) lastGood() *version {
 	return nil
 }
 
-// sent notes that resources are on their way.
+// sent records that resources are about to be sent.
 func (e *envoy) sent(r *discoveryv3.DeltaDiscoveryResponse) {
 	e.waiting[r.GetNonce()] = r.GetSystemVersionInfo()
 }
 
-// answer takes an Envoy's word on what it was sent. refused is the version that it refused.
+// answer records an Envoy's acknowledgement or refusal. refused is the version that it refused.
 func (e *envoy) answer(r *discoveryv3.DeltaDiscoveryRequest) (refused string, answered bool) {
 	name, answered := e.waiting[r.GetResponseNonce()]
 	if !answered {
@@ -91,10 +91,10 @@ func (e *envoy) answer(r *discoveryv3.DeltaDiscoveryRequest) (refused string, an
 
 func (e *envoy) name() string { return bounded(e.node.GetId(), 128) }
 
-// bounded keeps what a peer says of itself short.
+// bounded shortens a text that comes from a peer.
 func bounded(text string, n int) string { return strings.ToValidUTF8(text[:min(len(text), n)], "?") }
 
-// build is Envoy's release.
+// build returns Envoy's release.
 func (e *envoy) build() string {
 	v := e.node.GetUserAgentBuildVersion().GetVersion()
 	if v == nil {
@@ -114,7 +114,7 @@ func (e *envoy) report() Envoy {
 	return out
 }
 
-// hash names a version after what is in it, so that two replicas with the same configuration serve the same version.
+// hash returns the version name of resources, so that two replicas with the same configuration serve the same version.
 func hash(kinds map[string][]types.Resource) (string, error) {
 	h := sha256.New()
 	for _, kind := range slices.Sorted(maps.Keys(kinds)) {

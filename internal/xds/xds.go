@@ -1,14 +1,15 @@
-// Package xds serves Envoy's configuration to Envoys (ADS, incremental) and keeps account of what each of them does
-// with it.
+// Package xds serves Envoy's configuration to Envoys (ADS, incremental) and records which version each of them has
+// accepted or refused.
 //
 // Every Envoy is served the newest configuration that it has not refused. When an Envoy refuses a version (NACK), it
-// is served the newest one before that again: it keeps the old resources by itself, but it may have taken up others
-// of the same version, which would not fit them. An Envoy that comes back with the very resources that it is to have
+// is served the newest one before that again: an Envoy keeps the old version of a resource that it refuses, but it may
+// have accepted others of the same version, which would not fit. An Envoy that reconnects with the current resources
 // is sent nothing.
 //
-// A resource that leaves the configuration is served for another [Linger]: requests under way may still be led to it.
+// A resource that leaves the configuration is served for another [Linger]: requests in flight may still be routed to
+// it.
 //
-// Files: xds.go what is served, envoy.go one Envoy.
+// Files: xds.go the server, envoy.go one Envoy.
 package xds
 
 import (
@@ -35,17 +36,17 @@ import (
 	envoyconfigs "tandem/envoy-configs"
 )
 
-// Method is the streaming method, whose streams may be limited apart.
+// Method is the streaming method, so that its streams can be limited separately.
 const Method = "/envoy.service.discovery.v3.AggregatedDiscoveryService/DeltaAggregatedResources"
 
-// Linger is for how long a resource is served after it left the configuration.
+// Linger is the time for which a resource is served after it left the configuration.
 const Linger = time.Minute
 
-// maxNames bounds what one Envoy may ask for over the life of its stream: names of resources. There are fewer than a
+// maxNames bounds the resource names that one Envoy may request over the life of its stream. There are fewer than a
 // hundred.
 const maxNames = 4096
 
-// Server serves the configuration that was published last.
+// Server serves the latest published configuration.
 type Server struct {
 	discoveryv3.UnimplementedAggregatedDiscoveryServiceServer
 
@@ -64,14 +65,14 @@ type Server struct {
 	envoys  map[int64]*envoy // by stream
 }
 
-// leaving is a resource that is not in the configuration any more.
+// leaving is a resource that has left the configuration.
 type leaving struct {
 	kind     string
 	resource types.Resource
 	until    time.Time
 }
 
-// version is a configuration as it is served.
+// version is a configuration in the form in which it is served.
 type version struct {
 	name     string // a hash of its content
 	snapshot *cache.Snapshot
@@ -106,17 +107,17 @@ func (s *Server) Register(r grpc.ServiceRegistrar) {
 	discoveryv3.RegisterAggregatedDiscoveryServiceServer(r, s)
 }
 
-// Close ends all streams: Envoys go on with what they have and ask another replica.
+// Close ends all streams: Envoys keep their configuration and ask another replica.
 func (s *Server) Close() { s.stop() }
 
-// DeltaAggregatedResources implements ADS. The variant that sends everything at each change is not served.
+// DeltaAggregatedResources implements ADS. The variant that sends everything at each change is not implemented.
 func (s *Server) DeltaAggregatedResources(
 	stream discoveryv3.AggregatedDiscoveryService_DeltaAggregatedResourcesServer,
 ) error {
 	return s.delta.DeltaStreamHandler(stream, "")
 }
 
-// byStream keeps what is served to each stream apart: two Envoys may have the same node id.
+// byStream keeps streams apart: two Envoys may have the same node id.
 type byStream struct{}
 
 func (byStream) ID(node *corev3.Node) string { return node.GetId() }
@@ -132,7 +133,7 @@ func (s *Server) Publish(config *envoyconfigs.Resources) error {
 	return s.publish()
 }
 
-// part keeps what was in a configuration and is not in the next.
+// part records the resources of a configuration that are missing in the next.
 func (s *Server) part(before, next *envoyconfigs.Resources) {
 	stays := map[string]bool{}
 	for kind, resource := range next.All() {
@@ -146,7 +147,7 @@ func (s *Server) part(before, next *envoyconfigs.Resources) {
 	maps.DeleteFunc(s.leaving, func(name string, _ leaving) bool { return stays[name] })
 }
 
-// publish makes a version of the configuration and what is leaving it.
+// publish builds a version of the configuration and of the leaving resources.
 func (s *Server) publish() error {
 	now, kinds := time.Now(), map[string][]types.Resource{}
 	for kind, resource := range s.config.All() {
@@ -188,7 +189,7 @@ func (s *Server) publish() error {
 	return nil
 }
 
-// expire drops what has left for long enough.
+// expire drops resources whose Linger is over.
 func (s *Server) expire() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -197,7 +198,7 @@ func (s *Server) expire() {
 	}
 }
 
-// serve sets what a stream is to have.
+// serve sets the version of a stream.
 func (s *Server) serve(id int64, e *envoy, v *version) error {
 	if !e.take(v) {
 		return nil
@@ -208,10 +209,10 @@ func (s *Server) serve(id int64, e *envoy, v *version) error {
 	return nil
 }
 
-// key names a stream in the cache.
+// key returns a stream's name in the cache.
 func key(id int64) string { return strconv.FormatInt(id, 10) }
 
-// Envoys are those that have asked this replica, by name.
+// Envoys returns the Envoys that are connected to this replica, by name.
 func (s *Server) Envoys() []Envoy {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -228,7 +229,7 @@ func (s *Server) Envoys() []Envoy {
 	return out
 }
 
-// Version is the version that is served, "" before there is one.
+// Version returns the version that is served, "" if nothing was published.
 func (s *Server) Version() string {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -238,7 +239,7 @@ func (s *Server) Version() string {
 	return s.newest.name
 }
 
-// callbacks are what go-control-plane calls; a type of their own, so that they are no methods of Server.
+// callbacks implements go-control-plane's callbacks; it is a separate type, so that they are not methods of Server.
 type callbacks Server
 
 // OnDeltaStreamOpen implements delta.Callbacks.
@@ -257,7 +258,8 @@ func (c *callbacks) OnDeltaStreamClosed(id int64, _ *corev3.Node) {
 	c.cache.ClearSnapshot(key(id))
 }
 
-// OnStreamDeltaRequest implements delta.Callbacks: an Envoy asks for resources, or answers to those that it was sent.
+// OnStreamDeltaRequest implements delta.Callbacks: an Envoy requests resources, or acknowledges those that it was
+// sent.
 func (c *callbacks) OnStreamDeltaRequest(id int64, r *discoveryv3.DeltaDiscoveryRequest) error {
 	s := (*Server)(c)
 	s.mu.Lock()

@@ -12,7 +12,7 @@ import (
 	"time"
 )
 
-// Kind is what a socket of ours is.
+// Kind is the type of a socket of ours.
 type Kind string
 
 // The kinds.
@@ -23,7 +23,7 @@ const (
 	Router Kind = "ROUTER"
 )
 
-// peers are the kinds that may be at the other end.
+// peers returns the kinds that may be at the other end.
 func (k Kind) peers() []string {
 	switch k {
 	case Sub:
@@ -40,7 +40,7 @@ func (k Kind) peers() []string {
 
 const (
 	dialTime      = 2 * time.Second
-	handshakeTime = 5 * time.Second // for greeting and READY, and for what we send
+	handshakeTime = 5 * time.Second // for greeting and READY, and for writes
 	maxHandshake  = 64 << 10        // bytes of READY
 	maxFrames     = 8               // of one message
 )
@@ -55,8 +55,8 @@ type Conn struct {
 	frames [][]byte
 }
 
-// Open makes the handshake over a network connection, which is closed if that fails. limit is how many bytes a
-// message may have, all its frames together.
+// Open makes the handshake over a network connection, and closes it if that fails. limit bounds the bytes of a
+// message, over all its frames.
 func Open(ctx context.Context, nc net.Conn, kind Kind, limit int) (*Conn, error) {
 	defer context.AfterFunc(ctx, func() { _ = nc.Close() })()
 	_ = nc.SetDeadline(time.Now().Add(handshakeTime))
@@ -65,14 +65,15 @@ func Open(ctx context.Context, nc net.Conn, kind Kind, limit int) (*Conn, error)
 		_ = nc.Close()
 		return nil, err
 	}
-	_ = nc.SetDeadline(time.Time{}) // TCP keep-alive notices a peer that is gone
+	_ = nc.SetDeadline(time.Time{}) // TCP keep-alive detects a dead peer
 	c.limit = limit
 	return c, nil
 }
 
 // Dial connects to a socket that is bound at an address.
 func Dial(ctx context.Context, addr string, kind Kind, limit int) (*Conn, error) {
-	d := net.Dialer{Timeout: dialTime, KeepAliveConfig: net.KeepAliveConfig{Enable: true, Idle: 10 * time.Second, Interval: 5 * time.Second, Count: 3}}
+	d := net.Dialer{Timeout: dialTime,
+		KeepAliveConfig: net.KeepAliveConfig{Enable: true, Idle: 10 * time.Second, Interval: 5 * time.Second, Count: 3}}
 	nc, err := d.DialContext(ctx, "tcp", addr)
 	if err != nil {
 		return nil, err
@@ -112,7 +113,7 @@ func (c *Conn) greet(kind Kind) error {
 	return nil
 }
 
-// Read reads the next message. Its frames are good until the next call. PING is answered (ZMTP 3.1, where the peer has
+// Read reads the next message. Its frames are valid until the next call. PING is answered (ZMTP 3.1, if the peer has
 // heartbeats on).
 func (c *Conn) Read() ([][]byte, error) {
 	c.buf, c.ends, c.frames = c.buf[:0], c.ends[:0], c.frames[:0]
@@ -169,7 +170,7 @@ func (c *Conn) frame() (flags byte, body []byte, err error) {
 	return head[0], c.buf[from:], err
 }
 
-// body appends n bytes to the buffer, which grows with what really comes.
+// body appends n bytes to the buffer, which grows only as bytes arrive.
 func (c *Conn) body(n int) error {
 	for n > 0 {
 		part := min(n, 1<<20)
@@ -186,7 +187,7 @@ func (c *Conn) body(n int) error {
 	return nil
 }
 
-// obey answers a PING, and ends a connection that the peer gives up.
+// obey handles a command: it answers PING, and returns an error for ERROR.
 func (c *Conn) obey(body []byte) error {
 	name, data, err := command(body)
 	switch {
@@ -194,7 +195,8 @@ func (c *Conn) obey(body []byte) error {
 		return err
 	case name == "ERROR":
 		return fmt.Errorf("the peer says %.100q", data)
-	case name != "PING" || len(data) < 2 || len(data) > 2+16: // its time to live, then what the PONG returns
+	case name != "PING" || len(data) < 2 || len(data) > 2+16:
+		// its data: a time to live, then the context that the PONG returns
 		return nil
 	}
 	return c.write(newCommand("PONG", data[2:]))
@@ -216,7 +218,7 @@ func (c *Conn) Send(frames ...[]byte) error {
 	return c.write(out)
 }
 
-// Subscribe asks for everything whose topic begins so.
+// Subscribe subscribes to all topics with the prefix.
 func (c *Conn) Subscribe(topic string) error { return c.Send(append([]byte{1}, topic...)) }
 
 func (c *Conn) write(b []byte) error {
@@ -225,16 +227,16 @@ func (c *Conn) write(b []byte) error {
 	return err
 }
 
-// SetReadDeadline ends a Read that takes until then; zero: none does.
+// SetReadDeadline sets a deadline for Read; zero: none.
 func (c *Conn) SetReadDeadline(t time.Time) { _ = c.net.SetReadDeadline(t) }
 
-// Peer is the address at the other end.
+// Peer returns the address at the other end.
 func (c *Conn) Peer() net.Addr { return c.net.RemoteAddr() }
 
-// Close closes the connection. A Read that waits ends.
+// Close closes the connection. A blocked Read returns.
 func (c *Conn) Close() { _ = c.net.Close() }
 
-// Each calls f with each message until the connection ends. Frames are good until f returns.
+// Each calls f with each message until the connection ends. Frames are valid until f returns.
 func (c *Conn) Each(f func(frames [][]byte)) error {
 	for {
 		frames, err := c.Read()

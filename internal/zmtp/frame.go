@@ -11,14 +11,13 @@ import (
 const (
 	greetingLen = 64
 
-	// Of a frame.
+	// Flags of a frame.
 	flagMore    = 1
 	flagLong    = 2
 	flagCommand = 4
 )
 
-// Greeting: signature (0xFF, padding, 0x7F), version 3.0, mechanism, as-server, filler. 3.0 is understood by all of
-// 3.x.
+// Greeting: signature (0xFF, padding, 0x7F), version 3.0, mechanism, as-server, filler. All of 3.x understands 3.0.
 func greeting() []byte {
 	g := make([]byte, greetingLen)
 	g[0], g[9], g[10] = 0xFF, 0x7F, 3
@@ -38,7 +37,7 @@ func checkGreeting(g []byte) error {
 	return nil
 }
 
-// newCommand is a short command frame.
+// newCommand returns a short command frame.
 func newCommand(name string, data []byte) []byte {
 	f := append([]byte{flagCommand, byte(1 + len(name) + len(data)), byte(len(name))}, name...)
 	return append(f, data...)
@@ -53,7 +52,7 @@ func command(body []byte) (name string, data []byte, err error) {
 	return string(body[1:n]), body[n:], nil
 }
 
-// property finds a property in the metadata of a READY command; names are matched without regard to case.
+// property returns a property of a READY command's metadata; names are case-insensitive.
 func property(data []byte, name string) ([]byte, error) {
 	for len(data) > 0 {
 		n := 1 + int(data[0])

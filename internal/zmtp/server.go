@@ -16,22 +16,23 @@ import (
 
 const maxConnections = 4096
 
-// Server accepts the connections that peers open.
+// Server accepts connections of peers.
 type Server struct {
 	Kind  Kind
 	Limit int // bytes of a message; 0: 64 KiB, far more than engines push
-	// Handle is called with each connection, which is closed when it returns or ctx ends.
+	// Handle is called with each connection. The connection is closed when Handle returns or ctx ends.
 	Handle func(ctx context.Context, c *Conn) error
 	Log    *slog.Logger
 }
 
-// Receive is a Handle that calls f with each message: for one connection in order, for several at once. Frames are good
-// until f returns.
+// Receive returns a Handle that calls f with each message: in order within a connection, concurrently for several.
+// Frames are valid until f returns.
 func Receive(f func(frames [][]byte)) func(context.Context, *Conn) error {
 	return func(_ context.Context, c *Conn) error { return c.Each(f) }
 }
 
-// Serve accepts connections until ctx ends, which closes the listener and all of them, and waits for their goroutines.
+// Serve accepts connections until ctx ends. Then it closes the listener and all connections, and waits for their
+// goroutines.
 func (s *Server) Serve(ctx context.Context, l net.Listener) error {
 	var running sync.WaitGroup
 	defer running.Wait()
@@ -46,7 +47,7 @@ func (s *Server) Serve(ctx context.Context, l net.Listener) error {
 			return nil
 		}
 		if ne, ok := errors.AsType[net.Error](err); ok && ne.Timeout() || isTemporary(err) {
-			select { // out of file descriptors, perhaps: that passes
+			select { // possibly out of file descriptors, which passes
 			case <-ctx.Done():
 			case <-time.After(50 * time.Millisecond):
 			}
@@ -70,7 +71,7 @@ func (s *Server) Serve(ctx context.Context, l net.Listener) error {
 	}
 }
 
-// isTemporary reports whether an accept may work again.
+// isTemporary reports whether accepting may work again.
 func isTemporary(err error) bool {
 	t, ok := errors.AsType[interface {
 		error
