@@ -94,7 +94,7 @@ func (t *Trace) spread(random *rand.Rand) {
 	for from, to := 0, 0; from < len(t.Requests); from = to {
 		at := t.Requests[from].Arrival
 		//nolint:revive // the condition does the work
-	for to = from; to < len(t.Requests) && t.Requests[to].Arrival == at; to++ {
+		for to = from; to < len(t.Requests) && t.Requests[to].Arrival == at; to++ {
 		}
 		if to < len(t.Requests) {
 			gap = t.Requests[to].Arrival - at
