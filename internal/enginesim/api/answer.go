@@ -12,7 +12,8 @@ import (
 	"tandem/internal/enginesim/request"
 )
 
-// prepare makes the call's sequences. The answers' lengths are known before the KV is: they depend on the text only.
+// prepare creates the call's sequences. The answers' lengths depend only on the text, so they are known before the KV
+// is.
 func (c *answer) prepare(prompts []*engine.Prompt) {
 	for i, p := range prompts {
 		for choice := range int(c.req.N) {
@@ -29,7 +30,7 @@ func (c *answer) prepare(prompts []*engine.Prompt) {
 	}
 }
 
-// internalID is vLLM's name for a sequence, without its random tail.
+// internalID returns vLLM's name for a sequence, without its random tail.
 func (c *answer) internalID(q *engine.Sequence) string {
 	id := c.id
 	switch c.req.API {
@@ -46,7 +47,7 @@ func (c *answer) internalID(q *engine.Sequence) string {
 	return id
 }
 
-// continues is the digest of the prompt that a completion of token ids goes on with, if it does.
+// continues returns the digest of the prompt that a completion of token ids continues, if it does.
 func (c *answer) continues(p *engine.Prompt) (digest uint64, ok bool) {
 	if c.req.API != request.Completions {
 		return 0, false
@@ -54,15 +55,15 @@ func (c *answer) continues(p *engine.Prompt) (digest uint64, ok bool) {
 	return c.leg.Node.Continues(p)
 }
 
-// usage is what an answer says about tokens.
+// usage is the token counts of an answer.
 type usage struct {
 	prompt, completion int
 	cached             int
-	created            int // tokens of blocks newly put into the prefix cache
+	created            int // tokens of blocks that were added to the prefix cache
 }
 
-// usage adds up the call's tokens. On a decode engine that fetched its KV, cached is what the *prefill* engine had in
-// its cache (remote_prefill_cached_tokens); where nobody said, everything was.
+// usage adds up the call's tokens. On a decode engine that fetched its KV, cached is the number of tokens that the
+// *prefill* engine had in its cache (remote_prefill_cached_tokens), or all if that is absent.
 func (c *answer) usage() usage {
 	var u usage
 	blockSize := c.cfg.BlockSize
@@ -85,7 +86,7 @@ func (c *answer) usage() usage {
 	return u
 }
 
-// handOver is the call's kv_transfer_params: those of the first prompt, and of its last choice.
+// handOver returns the call's kv_transfer_params: those of the first prompt, and of its last choice.
 func (c *answer) handOver() []byte {
 	if c.cfg.Connector == connector.TRTLLM {
 		return []byte("null")
@@ -98,7 +99,7 @@ func (c *answer) handOver() []byte {
 	return []byte("null")
 }
 
-// errorBody writes an error as an API has it.
+// errorBody writes an error in the form of an API.
 func errorBody(e *engine.Error, api request.API) []byte {
 	if api == request.Messages {
 		b := append([]byte(`{"type":"error","error":{"type":`), jsontext.AppendQuoted(nil, e.Typ)...)
@@ -119,7 +120,7 @@ func errorBody(e *engine.Error, api request.API) []byte {
 	return append(b, "}}"...)
 }
 
-// asAPIError turns what went wrong inside the engine into what the client sees.
+// asAPIError turns an error of the engine into the client's.
 func asAPIError(err error) *engine.Error {
 	if e, ok := errors.AsType[*engine.Error](err); ok {
 		return e
@@ -127,5 +128,5 @@ func asAPIError(err error) *engine.Error {
 	if v, ok := errors.AsType[*engine.Violation](err); ok {
 		return &engine.Error{Status: http.StatusInternalServerError, Typ: "EngineSimViolation", Message: v.Error()}
 	}
-	return engine.InternalError("Internal server error") // all that vLLM tells about a failed KV load
+	return engine.InternalError("Internal server error") // vLLM says no more about a failed KV load
 }

@@ -46,7 +46,8 @@ func (messagesAPI) whole(c *answer) []byte {
 	return append(dst, '}')
 }
 
-// appendAnthropic counts as Anthropic does: input_tokens are those that were neither read from the cache nor put there.
+// appendAnthropic counts as Anthropic does: input_tokens are those that were neither read from the cache nor written
+// to it.
 func (u usage) appendAnthropic(dst []byte) []byte {
 	dst = append(dst, `{"input_tokens":`...)
 	dst = strconv.AppendInt(dst, int64(max(0, u.prompt-u.cached-u.created)), 10)
@@ -106,10 +107,12 @@ func (messagesAPI) end(c *answer, dst []byte) []byte {
 	return event(dst, "message_stop", func(dst []byte) []byte { return append(dst, `{"type":"message_stop"}`...) })
 }
 
-// fail writes an error event. A failed KV load reaches vLLM's converter as a chunk that it cannot parse, and what it reports is that.
+// fail writes an error event. A failed KV load reaches vLLM's converter as a chunk that it cannot parse, and what it
+// reports is that.
 func (messagesAPI) fail(_ *answer, dst []byte, e *engine.Error) []byte {
 	if e.Load {
-		const missing = `\n  Field required [type=missing, input_value={'error': {'message': 'In...am': None, 'code': 500}}, input_type=dict]` +
+		const missing = `\n  Field required [type=missing, input_value={'error': {'message': 'In...am': None, ` +
+			`'code': 500}}, input_type=dict]` +
 			`\n    For further information visit https://errors.pydantic.dev/2.14/v/missing`
 		const message = `2 validation errors for ChatCompletionStreamResponse\nmodel` + missing + `\nchoices` + missing
 		return event(dst, "error", func(dst []byte) []byte {

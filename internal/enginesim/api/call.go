@@ -21,16 +21,16 @@ type call struct {
 	*answer
 
 	s    *Server
-	n    *connector.Node // the rank that has it
+	n    *connector.Node // the rank that serves it
 	w    http.ResponseWriter
 	r    *http.Request
 	rec  *Record
 	rule *fault.Rule // an injected failure that strikes later
 
-	sent int // of a stream, so far
+	sent int // bytes of the stream, so far
 }
 
-// answer is what an API writes: a request, and what the engine and the connector have made of it.
+// answer is what an API needs to write its answer: the request, and the results of the engine and the connector.
 type answer struct {
 	*engine.Job
 
@@ -41,7 +41,7 @@ type answer struct {
 	created int64  // Unix seconds
 }
 
-// newCall is a request of which nothing is read yet.
+// newCall returns a call for a request that is not read yet.
 func (s *Server) newCall(w http.ResponseWriter, r *http.Request, rec *Record, req *request.Request) *call {
 	n := s.Node
 	if len(s.ranks) > 1 {
@@ -71,7 +71,8 @@ func (s *Server) serveCall(w http.ResponseWriter, r *http.Request, a request.API
 	c := s.newCall(w, r, rec, req)
 	s.cfg.Complete(&req.Kv, req.Raw("kv_transfer_params"), req.MaxTokens == 1, a == request.Responses)
 	c.leg.ThrowsAway = req.ThrowsAway()
-	if media, _, _ := strings.Cut(r.Header.Get("Content-Type"), ";"); !strings.EqualFold(strings.TrimSpace(media), "application/json") {
+	media, _, _ := strings.Cut(r.Header.Get("Content-Type"), ";")
+	if !strings.EqualFold(strings.TrimSpace(media), "application/json") {
 		bad = engine.BadRequest("Unsupported Media Type: Only 'application/json' is allowed")
 	}
 	leg := req.Leg()
@@ -102,7 +103,8 @@ func (s *Server) serveCall(w http.ResponseWriter, r *http.Request, a request.API
 // refuseBody answers a body that could not be read: too large, or cut off.
 func (c *call) refuseBody(err error) {
 	if _, ok := errors.AsType[*http.MaxBytesError](err); ok {
-		c.refuse(&engine.Error{Status: http.StatusRequestEntityTooLarge, Typ: "BadRequestError", Message: "Request body too large"})
+		c.refuse(&engine.Error{Status: http.StatusRequestEntityTooLarge, Typ: "BadRequestError",
+			Message: "Request body too large"})
 		return
 	}
 	c.n.Metrics.Aborted.Add(1)
@@ -110,8 +112,9 @@ func (c *call) refuseBody(err error) {
 	c.reset()
 }
 
-// rankOf is the data-parallel rank of a request: a vLLM reads x-data-parallel-rank and ignores what is no number, an
-// SGLang the room of a prefill leg, or a member of the body. One that names none goes to each in turn.
+// rankOf returns the data-parallel rank of a request: vLLM reads x-data-parallel-rank and ignores anything but a
+// number, SGLang the room of a prefill leg, or a member of the body. Requests that name none go to the ranks in
+// rotation.
 func (s *Server) rankOf(r *http.Request, req *request.Request) uint64 {
 	n := uint64(len(s.ranks))
 	named := []string{r.Header.Get("X-Data-Parallel-Rank")}
@@ -132,7 +135,7 @@ func (s *Server) rankOf(r *http.Request, req *request.Request) uint64 {
 	return s.next.Add(1) % n
 }
 
-// check is everything between the parsed body and the engine's queue.
+// check makes all checks between parsing the body and the engine's queue.
 func (c *call) check(leg string) *engine.Error {
 	if bad := c.req.CheckModel(c.s.cfg.limits()); bad != nil {
 		return bad
@@ -140,7 +143,8 @@ func (c *call) check(leg string) *engine.Error {
 	if bad := c.s.responses.load(c.req); bad != nil {
 		return bad
 	}
-	c.req.KeepIDs = c.n.Events != nil || c.leg.FetchesTurn() || c.s.cfg.Connector == connector.LMCache || jsontext.IsTrue(c.req.Raw("return_logprob"))
+	c.req.KeepIDs = c.n.Events != nil || c.leg.FetchesTurn() || c.s.cfg.Connector == connector.LMCache ||
+		jsontext.IsTrue(c.req.Raw("return_logprob"))
 	prompts, bad := c.req.Render(c.s.cfg.BlockSize)
 	if bad != nil {
 		return bad
@@ -161,7 +165,8 @@ func (c *call) check(leg string) *engine.Error {
 			c.req.MaxTokens, c.req.MinTokens = 1, 0
 		}
 		c.prepare(prompts)
-		return c.leg.TakeRooms(connector.RoomMembers{Hosts: c.req.Raw("bootstrap_host"), Ports: c.req.Raw("bootstrap_port"), Rooms: c.req.Raw("bootstrap_room")}, len(prompts))
+		return c.leg.TakeRooms(connector.RoomMembers{Hosts: c.req.Raw("bootstrap_host"),
+			Ports: c.req.Raw("bootstrap_port"), Rooms: c.req.Raw("bootstrap_room")}, len(prompts))
 	}
 	c.checkRole(leg)
 	c.prepare(prompts)
@@ -172,7 +177,7 @@ func (c *call) check(leg string) *engine.Error {
 	return c.checkProtocol()
 }
 
-// checkRole counts requests that are served although they belong elsewhere.
+// checkRole counts requests that are served by an engine of the wrong role.
 func (c *call) checkRole(leg string) {
 	kind := ""
 	switch role := c.s.cfg.Role; {
@@ -192,7 +197,8 @@ func (c *call) checkRole(leg string) {
 	}
 }
 
-// checkProtocol is stricter than vLLM: rules whose breach costs nothing today and another request's KV tomorrow.
+// checkProtocol is stricter than vLLM: it refuses requests that are harmless today, but may get another request's KV
+// in a later release.
 func (c *call) checkProtocol() *engine.Error {
 	if c.s.cfg.Faithful {
 		return nil
@@ -202,13 +208,15 @@ func (c *call) checkProtocol() *engine.Error {
 	case kv.Broken != nil:
 		v = kv.Broken
 	case c.s.cfg.Connector == connector.LMCache && c.s.cfg.Role == engine.RoleDecode && kv.Present && kv.Spec == nil:
-		v = &engine.Violation{Kind: "params_on_decode", Message: "kv_transfer_params of no use to the engine that receives"}
+		v = &engine.Violation{Kind: "params_on_decode",
+			Message: "kv_transfer_params of no use to the engine that receives"}
 	case kv.Spec != nil && c.s.cfg.Role == engine.RoleDecode:
 		v = &engine.Violation{Kind: "spec_on_decode", Message: "disagg_spec is for the engine that pushes"}
 	case c.leg.TurnBreach() != nil:
 		v = c.leg.TurnBreach()
 	case (kv.RemoteDecode || kv.RemotePrefill || kv.Spec != nil) && c.Xid == "":
-		v = &engine.Violation{Kind: "missing_request_id", Message: "a leg with kv_transfer_params needs an x-request-id"}
+		v = &engine.Violation{Kind: "missing_request_id",
+			Message: "a leg with kv_transfer_params needs an x-request-id"}
 	default:
 		return nil
 	}
@@ -228,7 +236,9 @@ func (c *call) serve() {
 		c.n.Wait(c.r.Context())
 		c.rec.setAborted()
 		return
-	case kv.Incomplete != "": // registered no receive, and yet parked: it waits until the client leaves, and then raises
+	case kv.Incomplete != "":
+		// the engine registered no receive, and yet parked the request: it waits until the client leaves, and then
+		// raises
 		c.n.Wait(c.r.Context())
 		c.rec.setAborted()
 		c.s.die("KeyError: " + kv.Incomplete + " (decode request without it was aborted)")
@@ -280,7 +290,7 @@ func (c *call) answerID() string {
 	return "chatcmpl-" + id
 }
 
-// answerError answers what went wrong in the engine. Nobody hears it if the client has gone.
+// answerError answers with an error of the engine, unless the client has gone.
 func (c *call) answerError(err error) {
 	if engine.Aborted(err) {
 		return
@@ -292,8 +302,8 @@ func (c *call) refuse(e *engine.Error) {
 	c.writeBody(e.Status, "application/json", errorBody(e, c.req.API))
 }
 
-// tellLoad adds vLLM's ORCA header where the request asks for it (entrypoints/openai/orca_metrics.py, 0.13): two figures, for
-// two of the APIs.
+// tellLoad adds vLLM's ORCA header if the request asks for it (entrypoints/openai/orca_metrics.py, 0.13): two figures,
+// for two of the APIs.
 func (c *call) tellLoad() {
 	if c.req.API != request.Chat && c.req.API != request.Completions {
 		return
@@ -301,9 +311,13 @@ func (c *call) tellLoad() {
 	usage, waiting := c.n.Pool.Usage(), float64(c.n.Metrics.Waiting())
 	switch c.r.Header.Get("endpoint-load-metrics-format") {
 	case "JSON":
-		c.w.Header().Set("endpoint-load-metrics", fmt.Sprintf(`JSON {"named_metrics":{"kv_cache_usage_perc":%v,"num_requests_waiting":%.1f}}`, usage, waiting))
+		c.w.Header().Set("endpoint-load-metrics",
+			fmt.Sprintf(`JSON {"named_metrics":{"kv_cache_usage_perc":%v,"num_requests_waiting":%.1f}}`, usage,
+				waiting))
 	case "TEXT":
-		c.w.Header().Set("endpoint-load-metrics", fmt.Sprintf("TEXT named_metrics.kv_cache_usage_perc=%v, named_metrics.num_requests_waiting=%.1f", usage, waiting))
+		c.w.Header().Set("endpoint-load-metrics",
+			fmt.Sprintf("TEXT named_metrics.kv_cache_usage_perc=%v, named_metrics.num_requests_waiting=%.1f", usage,
+				waiting))
 	}
 }
 
@@ -317,7 +331,7 @@ func (c *call) writeBody(status int, contentType string, body []byte) {
 	writeWith(c.w, status, body)
 }
 
-// writeAnswerBody answers 200, unless a failure was injected for half way.
+// writeAnswerBody answers 200, unless an injected failure breaks the answer off.
 func (c *call) writeAnswerBody(body []byte) {
 	if c.rule != nil && c.rule.Mode == fault.MidReset {
 		c.rec.setStatus(http.StatusOK)

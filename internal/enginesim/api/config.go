@@ -8,7 +8,7 @@ import (
 	"tandem/internal/enginesim/request"
 )
 
-// Config is what a simulator is told.
+// Config is the configuration of a simulator.
 type Config struct {
 	connector.Config
 
@@ -21,7 +21,7 @@ type Config struct {
 	Fail        []fault.Rule
 }
 
-// limits are those of this engine.
+// limits returns this engine's limits.
 func (c *Config) limits() *request.Limits {
 	return &request.Limits{Models: c.Models, MaxModelLen: c.MaxModelLen, ToolParser: c.ToolParser}
 }

@@ -9,7 +9,7 @@ import (
 	"tandem/internal/enginesim/request"
 )
 
-// serveLoads is GET /v1/loads, which has taken the place of /get_load (srt/entrypoints/v1_loads.py, 0.5.23).
+// serveLoads is GET /v1/loads, which replaced /get_load (srt/entrypoints/v1_loads.py, 0.5.23).
 func (s *Server) serveLoads(w http.ResponseWriter, _ *http.Request, _ []byte) {
 	m := s.Metrics
 	writeJSONValue(w, map[string]any{"version": "0.5.23", "loads": []any{map[string]any{
@@ -21,11 +21,13 @@ func (s *Server) serveLoads(w http.ResponseWriter, _ *http.Request, _ []byte) {
 // serveContextInfo is GET /server_info.
 func (s *Server) serveContextInfo(w http.ResponseWriter) {
 	writeJSONValue(w, map[string]any{"disaggregated_params": map[string]any{
-		"ctx_dp_rank": 0, "ctx_info_endpoint": []string{"tcp://" + net.JoinHostPort(s.SideHost, strconv.Itoa(s.SidePort))},
+		"ctx_dp_rank": 0, "ctx_info_endpoint": []string{"tcp://" +
+			net.JoinHostPort(s.SideHost, strconv.Itoa(s.SidePort))},
 	}})
 }
 
-// serveRender is POST /v1/.../render (vLLM 0.24; messages 0.29, responses 0.30; --enable-scale-out): the token ids that a request would have.
+// serveRender is POST /v1/.../render (vLLM 0.24; messages 0.29, responses 0.30; --enable-scale-out): it returns the
+// token ids of a request.
 func (s *Server) serveRender(w http.ResponseWriter, body []byte, api request.API) {
 	q, ok := s.small(w, body)
 	if !ok {

@@ -37,17 +37,17 @@ func (s *Server) serveFail(w http.ResponseWriter, r *http.Request) {
 	text, _ := json.Marshal(s.Faults.List())
 	w.Header().Set("Content-Type", "application/json")
 	writeWith(w, http.StatusOK, text)
-	_ = http.NewResponseController(w).Flush() // who asks has its answer before the port closes
+	_ = http.NewResponseController(w).Flush() // the client has its answer before the port closes
 	s.strike(rules)
 }
 
-// addFailures puts rules in force.
+// addFailures adds rules.
 func (s *Server) addFailures(rules []fault.Rule) {
 	s.Faults.Add(slices.DeleteFunc(slices.Clone(rules), fault.Rule.AtOnce))
 	s.strike(rules)
 }
 
-// strike does what rules have done at once.
+// strike executes the rules that strike at once.
 func (s *Server) strike(rules []fault.Rule) {
 	for _, r := range rules {
 		switch r.Mode {
@@ -65,7 +65,7 @@ func (s *Server) strike(rules []fault.Rule) {
 	}
 }
 
-// inject carries out a failure that comes before any work. It reports whether the request is done with.
+// inject executes a failure that strikes before any work. done means that the request needs no answer.
 func (c *call) inject(rule *fault.Rule) (done bool) {
 	if rule == nil {
 		return false
@@ -80,7 +80,7 @@ func (c *call) inject(rule *fault.Rule) (done bool) {
 			c.switchProtocols()
 			return true
 		}
-		if rule.Status < 400 { // as FastAPI does for a slash too many
+		if rule.Status < 400 { // as FastAPI does for a superfluous slash
 			c.w.Header().Set("Location", "http://"+c.r.Host+c.r.URL.Path+"/")
 		}
 		if rule.RetryAfter > 0 {
@@ -118,7 +118,7 @@ func (c *call) inject(rule *fault.Rule) (done bool) {
 	return false
 }
 
-// switchProtocols answers 101, which nobody asked for, and ends the connection at the next byte, which is none of the new protocol.
+// switchProtocols answers 101 without a request for it, and ends the connection at the next byte.
 func (c *call) switchProtocols() {
 	conn, _, err := http.NewResponseController(c.w).Hijack()
 	if err != nil {
@@ -134,8 +134,10 @@ func (s *Server) serveLose(w http.ResponseWriter, r *http.Request) {
 	var ask struct {
 		Lose int `json:"lose"`
 	}
-	if err := json.NewDecoder(io.LimitReader(r.Body, 1024)).Decode(&ask); err != nil || s.Events == nil || ask.Lose < 0 {
-		http.Error(w, errors.Join(errors.New(`{"lose":n} is for an engine with -kv-events`), err).Error(), http.StatusBadRequest)
+	if err := json.NewDecoder(io.LimitReader(r.Body, 1024)).Decode(&ask); err != nil || s.Events == nil ||
+		ask.Lose < 0 {
+		http.Error(w, errors.Join(errors.New(`{"lose":n} is for an engine with -kv-events`), err).Error(),
+			http.StatusBadRequest)
 		return
 	}
 	s.Events.LoseNext(ask.Lose)

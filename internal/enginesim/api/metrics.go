@@ -11,14 +11,14 @@ import (
 	"tandem/internal/enginesim/engine"
 )
 
-// handler serves /metrics.
+// metricsHandler serves /metrics.
 func (s *Server) metricsHandler() http.Handler {
 	reg := prometheus.NewRegistry()
 	reg.MustRegister(s)
 	return promhttp.HandlerFor(reg, promhttp.HandlerOpts{DisableCompression: true})
 }
 
-// Describe makes the collector an unchecked one: its series come and go with their labels.
+// Describe sends nothing, which makes the collector unchecked: its series come and go with their labels.
 func (s *Server) Describe(chan<- *prometheus.Desc) {}
 
 // Collect reads every count at once.
@@ -37,7 +37,8 @@ func collectOurs(c *engine.Collector, n *connector.Node, held int64) {
 	const heldHelp = "KV blocks handed over and neither fetched, released nor expired, or waiting for the other leg."
 	c.Gauge("enginesim_blocks_held", heldHelp, float64(held))
 	if n.Events != nil {
-		c.Gauge("enginesim_kv_events_subscribers", "Connections to the socket that publishes KV events.", float64(n.Events.Subs.Count()))
+		c.Gauge("enginesim_kv_events_subscribers", "Connections to the socket that publishes KV events.",
+			float64(n.Events.Subs.Count()))
 	}
 	const over = "KV hand-overs of the prefill side by how they ended; given counts them all."
 	c.Counter("enginesim_handovers_total", over, n.Ledger.Given.Load(), "outcome", "given")
@@ -45,10 +46,13 @@ func collectOurs(c *engine.Collector, n *connector.Node, held int64) {
 	c.Counter("enginesim_handovers_total", over, n.Ledger.Freed.Load(), "outcome", "released")
 	c.Counter("enginesim_handovers_total", over, n.Ledger.Expired.Load(), "outcome", "expired")
 	m.Violations.Each(func(kind string, count int64) {
-		c.Counter("enginesim_violations_total", "Requests that a real engine would have answered from KV that was not theirs, or that broke a rule of the protocol.", count, "kind", kind)
+		c.Counter("enginesim_violations_total",
+			"Requests that a real engine would have answered from KV that was not theirs, or that broke a rule of "+
+				"the protocol.", count, "kind", kind)
 	})
 	m.RoleMismatch.Each(func(kind string, count int64) {
-		c.Counter("enginesim_role_mismatch_total", "Requests served although they do not belong on an engine of this role.", count, "kind", kind)
+		c.Counter("enginesim_role_mismatch_total",
+			"Requests served although they do not belong on an engine of this role.", count, "kind", kind)
 	})
 	m.Requests.Each(func(key string, count int64) {
 		path, leg := cutNUL(key)
@@ -60,7 +64,7 @@ func collectOurs(c *engine.Collector, n *connector.Node, held int64) {
 	c.Counter("enginesim_aborted_total", "Requests whose client left before the answer was complete.", m.Aborted.Load())
 }
 
-// Held is how many blocks wait for the other leg, and embeddings for a prefill.
+// Held returns the number of blocks that wait for the other leg, and of embeddings that wait for a prefill.
 func (s *Server) Held() (held int64) {
 	for _, n := range s.ranks {
 		held += s.heldBy(n)
@@ -68,7 +72,7 @@ func (s *Server) Held() (held int64) {
 	return held
 }
 
-// heldBy is what of it a rank holds; embeddings are rank 0's.
+// heldBy returns a rank's part of Held; embeddings are rank 0's.
 func (s *Server) heldBy(n *connector.Node) int64 {
 	if n == s.Node {
 		return n.HeldBlocks() + s.encodings.held()

@@ -42,7 +42,7 @@ func (c *answer) appendHead(dst []byte, object string) []byte {
 	return jsontext.AppendStr(dst, "model", c.modelName())
 }
 
-// modelName is what the client called the model.
+// modelName returns the model's name in the client's spelling.
 func (c *answer) modelName() string {
 	if c.req.Model != "" {
 		return c.req.Model
@@ -70,7 +70,8 @@ func (c *answer) appendChatChoice(dst []byte, q *engine.Sequence) []byte {
 	dst = strconv.AppendInt(dst, int64(q.Choice), 10)
 	dst = append(dst, `,"message":{"role":"assistant","content":`...)
 	if q.Out.Tool != "" {
-		dst = append(dst, `null,"refusal":null,"annotations":null,"audio":null,"function_call":null,"tool_calls":[{"id":`...)
+		dst = append(dst, `null,"refusal":null,"annotations":null,"audio":null,"function_call":null,`+
+			`"tool_calls":[{"id":`...)
 		dst = jsontext.AppendQuoted(dst, "chatcmpl-tool-"+c.toolID(q))
 		dst = append(dst, `,"type":"function","function":{"name":`...)
 		dst = jsontext.AppendQuoted(dst, q.Out.Tool)
@@ -100,7 +101,7 @@ func (c *answer) appendTokenIDs(dst []byte, q *engine.Sequence, from, to int) []
 	return jsontext.AppendIDs(jsontext.AppendKey(dst, "token_ids"), q.Out.TokenIDs(from, to))
 }
 
-// appendChatLogprobs invents a logprob for each token, and as many alternatives as were asked for.
+// appendChatLogprobs invents a logprob for each token, and the requested number of alternatives.
 func (c *answer) appendChatLogprobs(dst []byte, q *engine.Sequence, from, to int) []byte {
 	if c.req.Logprobs < 0 {
 		return append(dst, "null"...)
@@ -231,7 +232,7 @@ func (chatAPI) end(c *answer, dst []byte) []byte {
 
 func (chatAPI) fail(_ *answer, dst []byte, e *engine.Error) []byte { return failEvent(dst, e) }
 
-// appendTurnEvent puts them into the event that says why an answer ended (from 0.33).
+// appendTurnEvent appends them to the event with the finish reason (from 0.33).
 func (c *answer) appendTurnEvent(dst []byte, q *engine.Sequence) []byte {
 	if !q.Kept {
 		return dst

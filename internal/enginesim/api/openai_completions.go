@@ -43,7 +43,7 @@ func (completionsAPI) whole(c *answer) []byte {
 	return append(dst, `,"ec_transfer_params":null,"metrics":null}`...)
 }
 
-// echoed is the prompt's text where the client wants it back.
+// echoed returns the prompt's text if the client asked for it.
 func (c *answer) echoed(q *engine.Sequence) string {
 	if !c.req.Echo {
 		return ""
@@ -72,7 +72,9 @@ func (c *answer) appendLogprobs(dst []byte, q *engine.Sequence, from, to int) []
 		dst = append(dst, ']')
 	}
 	dst = append(dst, '{')
-	list("text_offset", func(dst []byte, i int) []byte { return strconv.AppendInt(dst, int64(i*engine.TokenBytes), 10) })
+	list("text_offset", func(dst []byte, i int) []byte {
+		return strconv.AppendInt(dst, int64(i*engine.TokenBytes), 10)
+	})
 	dst = append(dst, ',')
 	list("token_logprobs", func(dst []byte, _ int) []byte { return append(dst, "-0.5"...) })
 	dst = append(dst, ',')

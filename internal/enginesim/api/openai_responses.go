@@ -15,7 +15,7 @@ func (a *responsesAPI) whole(c *answer) []byte {
 	return c.appendResponse(nil, true)
 }
 
-// messageID is the id of the answer's one output item.
+// messageID returns the id of the answer's one output item.
 func (c *answer) messageID() string { return "msg_" + c.id[len("resp_"):] }
 
 // appendResponse writes the response object, finished or as it stands at the start of a stream.
@@ -58,7 +58,8 @@ func (c *answer) appendResponse(dst []byte, finished bool) []byte {
 	dst = appendOr(dst, c.req.Raw("max_output_tokens"), "null")
 	dst = append(dst, `,"max_tool_calls":null,"previous_response_id":`...)
 	dst = appendOr(dst, c.req.Raw("previous_response_id"), "null")
-	dst = append(dst, `,"prompt":null,"reasoning":null,"service_tier":"auto","status":"`+status+`","text":null,"top_logprobs":null,"truncation":"disabled","usage":`...)
+	dst = append(dst, `,"prompt":null,"reasoning":null,"service_tier":"auto","status":"`+status+`","text":null,`+
+		`"top_logprobs":null,"truncation":"disabled","usage":`...)
 	if finished {
 		dst = c.usage().appendResponses(dst)
 	} else {
@@ -83,7 +84,7 @@ func appendOr(dst, raw []byte, otherwise string) []byte {
 	return append(dst, raw...)
 }
 
-// appendFloat writes a number as Python writes a float; 1.0 where none was given.
+// appendFloat writes a number as Python writes a float; 1.0 if it is absent.
 func appendFloat(dst, raw []byte) []byte {
 	if jsontext.IsNull(raw) {
 		return append(dst, "1.0"...)
@@ -95,7 +96,7 @@ func appendFloat(dst, raw []byte) []byte {
 	return dst
 }
 
-// appendOutputItem writes a message, or a function call where tool_choice forced one.
+// appendOutputItem writes a message, or a function call if tool_choice forced one.
 func (c *answer) appendOutputItem(dst []byte, q *engine.Sequence, finished bool) []byte {
 	status := "in_progress"
 	if finished {
@@ -139,7 +140,8 @@ func (u usage) appendResponses(dst []byte) []byte {
 	dst = jsontext.AppendInt(dst, "cache_write_tokens", int64(u.created))
 	dst = append(dst, `,"input_tokens_per_turn":[],"cached_tokens_per_turn":[]}`...)
 	dst = jsontext.AppendInt(dst, "output_tokens", int64(u.completion))
-	dst = append(dst, `,"output_tokens_details":{"reasoning_tokens":0,"tool_output_tokens":0,"output_tokens_per_turn":[],"tool_output_tokens_per_turn":[]}`...)
+	dst = append(dst, `,"output_tokens_details":{"reasoning_tokens":0,"tool_output_tokens":0,`+
+		`"output_tokens_per_turn":[],"tool_output_tokens_per_turn":[]}`...)
 	return append(jsontext.AppendInt(dst, "total_tokens", int64(u.prompt+u.completion)), '}')
 }
 
@@ -157,7 +159,9 @@ func (a *responsesAPI) event(dst []byte, name string, rest func(dst []byte) []by
 
 func (a *responsesAPI) open(c *answer, dst []byte) []byte {
 	for _, name := range []string{"response.created", "response.in_progress"} {
-		dst = a.event(dst, name, func(dst []byte) []byte { return c.appendResponse(jsontext.AppendKey(dst, "response"), false) })
+		dst = a.event(dst, name, func(dst []byte) []byte {
+			return c.appendResponse(jsontext.AppendKey(dst, "response"), false)
+		})
 	}
 	return dst
 }
@@ -217,10 +221,12 @@ func (a *responsesAPI) end(c *answer, dst []byte) []byte {
 	if q.Out.Finish == "length" {
 		name = "response.incomplete"
 	}
-	return a.event(dst, name, func(dst []byte) []byte { return c.appendResponse(jsontext.AppendKey(dst, "response"), true) })
+	return a.event(dst, name, func(dst []byte) []byte {
+		return c.appendResponse(jsontext.AppendKey(dst, "response"), true)
+	})
 }
 
-// fail writes an error event. After a failed KV load vLLM 0.32 ends such a stream without a word.
+// fail writes an error event. After a failed KV load vLLM 0.32 ends such a stream without an event.
 func (a *responsesAPI) fail(_ *answer, dst []byte, e *engine.Error) []byte {
 	if e.Load {
 		return dst

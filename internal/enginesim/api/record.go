@@ -11,7 +11,7 @@ import (
 	"unicode/utf8"
 )
 
-// Record is what GET /sim/requests tells of one request. Times in milliseconds.
+// Record describes one request in GET /sim/requests. Times in milliseconds.
 type Record struct {
 	Seq  int64     `json:"seq"`
 	Time time.Time `json:"time"`
@@ -33,7 +33,7 @@ type Record struct {
 	body []byte
 }
 
-// wireRecord is the request as HTTP has it.
+// wireRecord is the request's HTTP part.
 type wireRecord struct {
 	Method           string              `json:"method"`
 	Path             string              `json:"path"` // with the query
@@ -45,15 +45,15 @@ type wireRecord struct {
 	Rank             int                 `json:"rank"` // data-parallel
 }
 
-// bodyRecord is what came as its body.
+// bodyRecord is its body.
 type bodyRecord struct {
 	BodyBytes  int    `json:"body_bytes"`
 	BodySHA256 string `json:"body_sha256"`
-	Body       string `json:"body,omitempty"`        // its first 64 KiB, where it is UTF-8
-	BodyBase64 []byte `json:"body_base64,omitempty"` // the same where it is not
+	Body       string `json:"body,omitempty"`        // its first 64 KiB, if it is UTF-8
+	BodyBase64 []byte `json:"body_base64,omitempty"` // the same if it is not
 }
 
-// tokenRecord is where its tokens came from, and media.
+// tokenRecord is the source of its tokens, and of media.
 type tokenRecord struct {
 	PromptTokens     int `json:"prompt_tokens"`
 	CachedTokens     int `json:"cached_tokens"`   // from this engine's own prefix cache
@@ -76,7 +76,7 @@ func newRecorder(on bool, count, body int) *recorder {
 	return &recorder{on: on && count > 0, keep: body, ring: make([]*Record, max(count, 1))}
 }
 
-// start opens a record. With recording off the record is a scratch one that nobody sees.
+// start opens a record. With recording off it returns a scratch record.
 func (r *recorder) start(req *http.Request) *Record {
 	rec := &Record{Time: time.Now(), Outcome: "running", mu: new(sync.Mutex)}
 	if !r.on {
@@ -94,7 +94,7 @@ func (r *recorder) start(req *http.Request) *Record {
 	return rec
 }
 
-// setBody keeps the beginning of a body and its hash. The body's memory is the caller's again afterwards.
+// setBody stores the beginning of a body and its hash. The caller may reuse the body's memory afterwards.
 func (r *recorder) setBody(rec *Record, body []byte) {
 	if !r.on {
 		rec.BodyBytes = len(body)
@@ -133,7 +133,7 @@ func (rec *Record) finish() {
 
 func millis(d time.Duration) float64 { return float64(d.Microseconds()) / 1000 }
 
-// Last copies the newest n records, oldest first; n <= 0 is all. id, where not empty, keeps those of one x-request-id.
+// Last copies the newest n records, oldest first; all if n <= 0. A non-empty id selects those of one x-request-id.
 func (r *recorder) Last(n int, id string) []Record {
 	r.mu.Lock()
 	defer r.mu.Unlock()

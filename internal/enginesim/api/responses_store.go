@@ -9,9 +9,9 @@ import (
 	"tandem/internal/enginesim/request"
 )
 
-// responseStore holds the answers of /v1/responses that asked to be kept (store or background true), so that a later
-// request can go on from one of them by previous_response_id. It is this engine's alone: any other engine answers 404,
-// which is what makes such requests stick to an endpoint.
+// responseStore stores the answers of /v1/responses with store or background true, so that a later request can
+// continue one of them by previous_response_id. It is this engine's alone: any other engine answers 404, which is why
+// such requests stick to an endpoint.
 //
 // A background request is answered when it is done, like any other: nothing here depends on it being queued.
 type responseStore struct {
@@ -22,7 +22,7 @@ type responseStore struct {
 
 type storedResponse struct {
 	body       []byte // the response object
-	transcript []byte // what a continuation's prompt begins with
+	transcript []byte // the beginning of a continuation's prompt
 }
 
 const maxStoredResponses = 1000
@@ -56,7 +56,7 @@ func responseNotFound(id string) *engine.Error {
 	}
 }
 
-// load loads the response that the request goes on from.
+// load loads the response that the request continues.
 func (s *responseStore) load(q *request.Request) *engine.Error {
 	id := string(jsontext.Text(q.Raw("previous_response_id")))
 	if q.API != request.Responses || id == "" {
@@ -70,7 +70,7 @@ func (s *responseStore) load(q *request.Request) *engine.Error {
 	return nil
 }
 
-// keepResponse stores a finished answer where the client asked for it.
+// keepResponse stores a finished answer if the client asked for it.
 func (c *call) keepResponse(body []byte) {
 	q := c.req
 	if q.API != request.Responses || !jsontext.IsTrue(q.Raw("store")) && !jsontext.IsTrue(q.Raw("background")) {

@@ -57,7 +57,7 @@ func Start(cfg *Config, log io.Writer) (*Server, error) {
 	return s, nil
 }
 
-// Addr is where the engine listens, host:port.
+// Addr returns the HTTP address, host:port.
 func (s *Server) Addr() string { return s.web.addr() }
 
 // die ends the simulator as a raising scheduler ends vLLM's engine: ports closed, connections cut, status 70.
@@ -85,13 +85,13 @@ func (s *Server) closeRanks() {
 	}
 }
 
-// Shutdown lets running answers end until ctx is over, then cuts.
+// Shutdown lets running answers end until ctx ends, then cuts them.
 func (s *Server) Shutdown(ctx context.Context) {
 	s.web.shutdown(ctx)
 	s.Close()
 }
 
-// ServeHTTP adds what every answer of vLLM's API server has.
+// ServeHTTP adds the headers that every answer of vLLM's API server has.
 func (s *Server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	h := w.Header()
 	h.Set("Server", "uvicorn")
@@ -106,14 +106,17 @@ func (s *Server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 func (s *Server) routes() *http.ServeMux {
 	mux := http.NewServeMux()
 	for path, a := range map[string]request.API{
-		"/v1/chat/completions": request.Chat, "/v1/completions": request.Completions, "/v1/responses": request.Responses,
-		"/v1/messages": request.Messages, "/inference/v1/generate": request.Generate,
+		"/v1/chat/completions": request.Chat, "/v1/completions": request.Completions,
+		"/v1/responses": request.Responses,
+		"/v1/messages":  request.Messages, "/inference/v1/generate": request.Generate,
 	} {
 		mux.HandleFunc("POST "+path, func(w http.ResponseWriter, r *http.Request) { s.serveCall(w, r, a) })
 	}
 	switch s.cfg.Connector {
 	case connector.SGLang:
-		mux.HandleFunc("POST /generate", func(w http.ResponseWriter, r *http.Request) { s.serveCall(w, r, request.SGLang) })
+		mux.HandleFunc("POST /generate", func(w http.ResponseWriter, r *http.Request) {
+			s.serveCall(w, r, request.SGLang)
+		})
 		mux.HandleFunc("GET /server_info", func(w http.ResponseWriter, _ *http.Request) { s.serveInfo(w) })
 		mux.HandleFunc("GET /v1/loads", s.recorded(s.serveLoads))
 	case connector.TRTLLM:
@@ -128,7 +131,9 @@ func (s *Server) routes() *http.ServeMux {
 	for path, a := range map[string]request.API{
 		"/v1/chat/completions": request.Chat, "/v1/messages": request.Messages, "/v1/responses": request.Responses,
 	} {
-		mux.HandleFunc("POST "+path+"/render", s.recorded(func(w http.ResponseWriter, _ *http.Request, body []byte) { s.serveRender(w, body, a) }))
+		mux.HandleFunc("POST "+path+"/render", s.recorded(func(w http.ResponseWriter, _ *http.Request, body []byte) {
+			s.serveRender(w, body, a)
+		}))
 	}
 	mux.HandleFunc("POST /detokenize", s.recorded(s.serveDetokenize))
 	mux.HandleFunc("POST /reset_prefix_cache", s.recorded(func(w http.ResponseWriter, _ *http.Request, _ []byte) {
@@ -137,7 +142,8 @@ func (s *Server) routes() *http.ServeMux {
 	mux.HandleFunc("GET /v1/models", s.serveModels)
 	mux.HandleFunc("GET /health", s.serveHealth)
 	mux.HandleFunc("/ping", s.serveHealth)
-	mux.HandleFunc("GET /version", func(w http.ResponseWriter, _ *http.Request) { writeRaw(w, 200, []byte(`{"version":"0.32.0"}`)) })
+	mux.HandleFunc("GET /version",
+		func(w http.ResponseWriter, _ *http.Request) { writeRaw(w, 200, []byte(`{"version":"0.32.0"}`)) })
 	mux.Handle("GET /metrics", s.metricsHandler())
 	mux.HandleFunc("GET /sim/requests", s.serveRequests)
 	mux.HandleFunc("GET /sim/state", s.serveState)
@@ -157,7 +163,7 @@ func writeRaw(w http.ResponseWriter, status int, body []byte) {
 	_, _ = w.Write(body)
 }
 
-// body reads a request's body into pooled memory; put gives that back.
+// body reads a request's body into pooled memory; put returns that to the pool.
 func (s *Server) body(w http.ResponseWriter, r *http.Request) (body []byte, put func(), err error) {
 	buf, _ := s.bodies.Get().(*[]byte)
 	if buf == nil {

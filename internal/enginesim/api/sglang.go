@@ -7,8 +7,8 @@ import (
 	"tandem/internal/enginesim/jsontext"
 )
 
-// sglangAPI is POST /generate, SGLang's own: text or ids in, text out (srt/entrypoints/http_server.py, 0.5.23). A list of
-// prompts, or several choices, is answered with a list.
+// sglangAPI is POST /generate, SGLang's own: text or ids in, text out (srt/entrypoints/http_server.py, 0.5.23). A list
+// of prompts, or several choices, is answered with a list.
 type sglangAPI struct{}
 
 func (sglangAPI) whole(c *answer) []byte {
@@ -48,8 +48,8 @@ func (c *answer) appendMeta(dst []byte, q *engine.Sequence, tokens int, text str
 	return append(dst, '}')
 }
 
-// appendMetaLogprobs writes what return_logprob asks for. The prompt's are those of the engine that computed it: a decode
-// engine has none (mini_lb.py puts prefill's in front).
+// appendMetaLogprobs writes the log probabilities for return_logprob. Those of the prompt come from the engine that
+// computed it: a decode engine has none (mini_lb.py puts prefill's in front).
 func (c *answer) appendMetaLogprobs(dst []byte, q *engine.Sequence, tokens int) []byte {
 	list := func(key string, ids []uint32) {
 		dst = append(append(append(dst, `,"`...), key...), `":[`...)

@@ -43,7 +43,7 @@ func (s *Server) recorded(fn func(w http.ResponseWriter, r *http.Request, body [
 	}
 }
 
-// pathLabel is the path as it is registered, so that a metric's labels stay few.
+// pathLabel returns the registered path, which bounds the label values of a metric.
 func pathLabel(r *http.Request) string {
 	_, path, found := strings.Cut(r.Pattern, " ")
 	switch {
@@ -97,10 +97,13 @@ func (s *Server) serveModels(w http.ResponseWriter, _ *http.Request) {
 		dst = jsontext.AppendStr(dst, "root", s.cfg.Models[0])
 		dst = append(dst, `,"parent":null`...)
 		dst = jsontext.AppendInt(dst, "max_model_len", int64(s.cfg.MaxModelLen))
-		dst = append(dst, `,"permission":[{"id":"modelperm-`+s.Random.Hex16()+`","object":"model_permission","created":`...)
+		dst = append(dst, `,"permission":[{"id":"modelperm-`+s.Random.Hex16()+`","object":"model_permission",`+
+			`"created":`...)
 		dst = strconv.AppendInt(dst, s.Started.Unix(), 10)
-		dst = append(dst, `,"allow_create_engine":false,"allow_sampling":true,"allow_logprobs":true,"allow_search_indices":false,`...)
-		dst = append(dst, `"allow_view":true,"allow_fine_tuning":false,"organization":"*","group":null,"is_blocking":false}]}`...)
+		dst = append(dst, `,"allow_create_engine":false,"allow_sampling":true,"allow_logprobs":true,`+
+			`"allow_search_indices":false,`...)
+		dst = append(dst, `"allow_view":true,"allow_fine_tuning":false,"organization":"*","group":null,`+
+			`"is_blocking":false}]}`...)
 	}
 	writeRaw(w, http.StatusOK, append(dst, "]}"...))
 }
@@ -111,7 +114,9 @@ func (s *Server) small(w http.ResponseWriter, body []byte) (*request.Request, bo
 	members, err := jsontext.ScanObject(room[:0], body)
 	q := &request.Request{Members: members}
 	if err != nil {
-		writeRaw(w, http.StatusBadRequest, errorBody(engine.BadRequest("1 validation error:\n  {'type': 'json_invalid', 'msg': '%v'}", err), request.None))
+		writeRaw(w, http.StatusBadRequest,
+			errorBody(engine.BadRequest("1 validation error:\n  {'type': 'json_invalid', 'msg': '%v'}", err),
+				request.None))
 		return q, false
 	}
 	if bad := q.ReadCommon(connector.None); bad != nil {
@@ -165,7 +170,8 @@ func (s *Server) serveDetokenize(w http.ResponseWriter, _ *http.Request, body []
 	writeRaw(w, http.StatusOK, append(jsontext.AppendQuoted([]byte(`{"prompt":`), string(txt)), '}'))
 }
 
-// serveEmbeddings is POST /v1/embeddings: eight numbers made of the input's tokens.
+// serveAudio is POST /v1/audio/transcriptions. Its transcription is the size and hash of the body, and of the file in
+// it, so that a test can check that an upload arrived completely.
 func (s *Server) serveEmbeddings(w http.ResponseWriter, _ *http.Request, body []byte) {
 	q, ok := s.small(w, body)
 	if !ok {
@@ -209,11 +215,11 @@ func (s *Server) serveEmbeddings(w http.ResponseWriter, _ *http.Request, body []
 	writeRaw(w, http.StatusOK, append(dst, `,"completion_tokens":0,"prompt_tokens_details":null}}`...))
 }
 
-// serveAudio is POST /v1/audio/transcriptions. What it heard is how many bytes came and their hash, so that a test can
-// tell whether an upload arrived whole: of the body, and of the file in it.
+// State is the answer of GET /sim/state: figures that an operator of the demo compares.
 func (s *Server) serveAudio(w http.ResponseWriter, r *http.Request, body []byte) {
 	sum := sha256.Sum256(body)
-	dst := fmt.Appendf(nil, `{"text":"%d bytes, sha256 %s","usage":{"type":"duration","seconds":1},"body_bytes":%d,"body_sha256":"%s"`,
+	dst := fmt.Appendf(nil,
+		`{"text":"%d bytes, sha256 %s","usage":{"type":"duration","seconds":1},"body_bytes":%d,"body_sha256":"%s"`,
 		len(body), hex.EncodeToString(sum[:]), len(body), hex.EncodeToString(sum[:]))
 	if file, n, model := readUpload(r, body); file != "" {
 		dst = fmt.Appendf(dst, `,"file_bytes":%d,"file_sha256":"%s"`, n, file)
@@ -228,7 +234,8 @@ func (s *Server) serveUnknown(w http.ResponseWriter, r *http.Request, _ []byte) 
 	for _, method := range []string{http.MethodGet, http.MethodPost} {
 		probe.Method = method
 		if _, pattern := s.mux.Handler(probe); pattern != "" && pattern != "/" {
-			e = &engine.Error{Status: http.StatusMethodNotAllowed, Typ: "MethodNotAllowedError", Message: "Method Not Allowed"}
+			e = &engine.Error{Status: http.StatusMethodNotAllowed, Typ: "MethodNotAllowedError",
+				Message: "Method Not Allowed"}
 		}
 	}
 	writeRaw(w, e.Status, errorBody(e, request.None))
@@ -256,10 +263,10 @@ type State struct {
 	ViolationsBy    map[string]int64 `json:"violations_by,omitempty"`
 	FailedTransfers int64            `json:"failed_transfers"`
 	ExternalTokens  int64            `json:"external_tokens"`
-	HeldFor         []string         `json:"held_for,omitempty"` // x-request-ids of hand-overs that are held
+	HeldFor         []string         `json:"held_for,omitempty"` // State returns the answer of GET /sim/state.
 }
 
-// State is what GET /sim/state answers.
+// add adds a data-parallel rank's counts.
 func (s *Server) State() State {
 	st := State{EngineID: s.EngineID, Role: s.cfg.Role, BlocksHeld: s.Held(), ViolationsBy: map[string]int64{}}
 	for _, n := range s.ranks {
@@ -268,7 +275,7 @@ func (s *Server) State() State {
 	return st
 }
 
-// add adds what a data-parallel rank counts.
+// serveInfo is SGLang's /server_info, with the members that a router reads.
 func (st *State) add(n *connector.Node) {
 	m, l := n.Metrics, n.Ledger
 	all, used := n.Pool.Size()
@@ -289,7 +296,8 @@ func (st *State) add(n *connector.Node) {
 
 func (s *Server) serveState(w http.ResponseWriter, _ *http.Request) { writeJSONValue(w, s.State()) }
 
-// serveInfo is SGLang's /server_info, as far as a router looks at it.
+// serveReset is POST /sim/reset: it clears the recorded requests, the failure rules, the prefix cache, held blocks and
+// the enginesim_ counters; vLLM's own counters stay.
 func (s *Server) serveInfo(w http.ResponseWriter) {
 	writeJSONValue(w, map[string]any{"disaggregation_mode": s.DisaggregationMode(),
 		"dp_size": s.cfg.DpSize, "served_model_name": s.cfg.Models[0], "version": "0.5.23"})
@@ -313,7 +321,7 @@ func (s *Server) serveReset(w http.ResponseWriter, _ *http.Request) {
 	writeJSONValue(w, s.State())
 }
 
-// readUpload finds the file in a multipart body.
+// answerer writes one API's answers: as one JSON body, or as the events of a stream.
 func readUpload(r *http.Request, body []byte) (sha string, size int64, model string) {
 	parts, err := multipartReader(r, body)
 	if err != nil {

@@ -11,11 +11,13 @@ import (
 	"tandem/internal/enginesim/request"
 )
 
-// answerer writes one API's answers: as one JSON body, or as the events of a stream.
+// open appends the events that come first, even if the KV load then fails. begin appends the other events before the
+// first token, token the events of token i of a sequence, end those after the last one, fail those of an error after
+// the 200.
 type answerer interface {
 	whole(c *answer) []byte
-	// open appends the events that come first, also where the KV load then fails. begin appends the other events before the first
-	// token, token those of token i of a sequence, end those after the last one, fail those of an error after the 200.
+	// serveStream answers with server-sent events. As in vLLM the 200 is sent before the engine has done anything, so
+	// a failed KV load or a violation can only be reported in an event.
 	open(c *answer, dst []byte) []byte
 	begin(c *answer, dst []byte) []byte
 	token(c *answer, dst []byte, q *engine.Sequence, i int) []byte
@@ -108,7 +110,9 @@ type stream struct {
 	control *http.ResponseController
 	buf     []byte
 	broken  bool // the client has gone, or an injected reset is due
-	cut     bool // the latter
+	// cutAt returns the number of bytes of the buffer to send: normally all; before an injected reset the rule's
+	// number of events and half of the next one.
+	cut bool
 }
 
 func (st *stream) flush() error {
@@ -127,8 +131,7 @@ func (st *stream) flush() error {
 	return nil
 }
 
-// cutAt is how much of the buffer may go out before an injected reset strikes: all of it, normally; else the rule's
-// number of events and half of the next one.
+// start of the event
 func (st *stream) cutAt() int {
 	rule := st.c.rule
 	if rule == nil || rule.Mode != fault.StreamReset && rule.Mode != fault.MidReset {
@@ -149,7 +152,7 @@ func (st *stream) cutAt() int {
 
 const done = "data: [DONE]\n\n"
 
-// failEvent is the event of an error after the 200 in vLLM's OpenAI APIs, with the blanks of Python's json.dumps.
+// failEvent returns the event of an error after the 200 in vLLM's OpenAI APIs, with the blanks of Python's json.dumps.
 func failEvent(dst []byte, e *engine.Error) []byte {
 	dst = append(dst, `data: {"error": {"message": `...)
 	dst = append(jsontext.AppendQuoted(dst, e.Message), `, "type": `...)

@@ -13,16 +13,17 @@ import (
 // web is the HTTP port: HTTP/1.1 and h2c.
 type web struct {
 	handler  http.Handler
-	idle     time.Duration // idle connections are closed after this
+	idle     time.Duration // address to listen on; after the first time with the assigned port
 	refusing sync.Mutex
 
 	mu      sync.Mutex
 	server  *http.Server
-	address string // what to listen on; after the first time the port that it was
+	address string // open opens the port, each time the same one.
 	closed  bool
 }
 
-// open opens the port. After the first time it is the same port again.
+// refuse closes the port for d. Running answers continue, idle connections are closed. It reports whether the port
+// could be opened again.
 func (b *web) open() error {
 	l, err := net.Listen("tcp", b.addr())
 	if err != nil {
@@ -33,7 +34,8 @@ func (b *web) open() error {
 	protocols.SetUnencryptedHTTP2(true)
 	server := &http.Server{
 		Handler: b.handler, Protocols: &protocols, IdleTimeout: b.idle, ReadHeaderTimeout: time.Minute,
-		HTTP2: &http.HTTP2Config{MaxConcurrentStreams: 4096, MaxReceiveBufferPerConnection: 16 << 20, MaxReceiveBufferPerStream: 4 << 20},
+		HTTP2: &http.HTTP2Config{MaxConcurrentStreams: 4096, MaxReceiveBufferPerConnection: 16 << 20,
+			MaxReceiveBufferPerStream: 4 << 20},
 	}
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -58,12 +60,12 @@ func (b *web) current() *http.Server {
 	return b.server
 }
 
-// refuse closes the port for d. Running answers go on, idle connections are closed. It reports whether the port could be opened
-// again.
+// refuse closes the port for d. Running answers go on, idle connections are closed. It reports whether the port could
+// be opened again.
 func (b *web) refuse(d time.Duration) bool {
-	b.refusing.Lock() // one after another
+	b.refusing.Lock() // time to send the answer to the POST that asked for this
 	defer b.refusing.Unlock()
-	time.Sleep(20 * time.Millisecond) // lets the answer to the POST that asked for this out
+	time.Sleep(20 * time.Millisecond) // Config is the connector's configuration, in addition to the engine's.
 	ctx, cancel := context.WithTimeout(context.Background(), d)
 	defer cancel()
 	_ = b.current().Shutdown(ctx)

@@ -6,26 +6,26 @@ import (
 	"tandem/internal/enginesim/engine"
 )
 
-// Config is what the connector is told, beside what the engine is.
+// "": a random UUID
 type Config struct {
 	engine.Config
 	lmcacheConfig
 
 	Connector       Name
-	EngineID        string        // "" is a random UUID
-	SideChannel     string        // host:port; "" is the HTTP port + 1000
+	EngineID        string        // host:port; "": the HTTP port + 1000
+	SideChannel     string        // remote_host; "": the side channel's host
 	AdvertiseHost   string        // remote_host; "" is the side channel's host
 	Bootstrap       string        // host:port of the bootstrap server, of a prefill engine that has one
-	TransferRate    float64       // bytes/s of KV fetched; 0: as fast as it comes
-	TransferTimeout time.Duration // how long legs that run at once wait for each other
+	TransferRate    float64       // maximum wait of legs that run at once for each other
+	TransferTimeout time.Duration // time until a dead side channel fails
 	Lease           time.Duration
 	LoadTimeout     time.Duration // what a dead side channel costs
-	Recompute       bool          // kv_load_failure_policy
+	Recompute       bool          // address for notifications (lmcache) or registration (p2p-nccl), host:port; "": none
 	DpSize          int
 	Proxy           string // where notices go (lmcache) or the engine registers (p2p-nccl), host:port; "": nowhere
 	Heartbeat       time.Duration
 	Store           string // side channel of the engine that has the store
-	Bidirectional   bool   // nixl: answers are kept for their conversation's next turn
+	Bidirectional   bool   // lmcacheConfig is the configuration of LMCache's PD backend.
 	DecoderTTL      time.Duration
 }
 
@@ -36,6 +36,6 @@ type lmcacheConfig struct {
 	AllocPort int
 	Notices   string
 	KvDelay   time.Duration
-	PdBuffer  int // tokens
+	PdBuffer  int // Name is an engine's way to hand KV over, which determines the members of a body that it reads.
 	PdTimeout time.Duration
 }

@@ -1,5 +1,2 @@
-// Package connector is what an engine's KV connector does: a Node is an engine with its side channel, a Leg is one request's transfer.
-// Each dialect has a file: nixl.go (neuron too) with turns.go, nixlpush.go, mooncake.go, moriio.go (push.go has what these three share),
-// sglang.go, p2pnccl.go, offload.go, trtllm.go, lmcache.go with notices.go, store.go (shared). connector.go has their names, params.go
-// what a body says to them, rendezvous.go is where legs meet that run at once.
+// Leg is one request's transfer.
 package connector

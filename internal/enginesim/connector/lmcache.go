@@ -16,24 +16,17 @@ import (
 	"tandem/internal/enginesim/jsontext"
 )
 
-// LMCache's PD backend (enable_pd): a prefill engine allocates in the buffer of the decode engine that disagg_spec names,
-// chunk by chunk, pushes the prompt's blocks there, and pushes a notice at the router, all of it once for each
-// tensor-parallel rank and while its own answer may already be on its way. A decode engine looks into its buffer by the
-// content of the prompt's blocks.
-//
-// The buffer is finite. What waits in it unfetched is counted in enginesim_blocks_held, and dropped after the lease. An
-// allocation that waits for longer than -pd-allocation-timeout is a violation: prompts that each got a part of the buffer
-// waited for each other, which the router's turns should prevent.
+// disaggSpec is a prefill engine's target.
 
-// disaggSpec is what a prefill engine is told.
+// parseDisaggSpec reads kv_transfer_params. P's scheduler reads the four members without a default: a missing one is a
+// KeyError there.
 type disaggSpec struct {
 	reqID       string
 	host        string
 	init, alloc []int64
 }
 
-// parseDisaggSpec reads kv_transfer_params. The four members are read without a default in P's scheduler: one that is
-// missing is a KeyError there.
+// any value enables it, even false
 func parseDisaggSpec(raw []byte) (kv Params) {
 	if jsontext.IsNull(raw) {
 		return kv
@@ -43,8 +36,10 @@ func parseDisaggSpec(raw []byte) (kv Params) {
 	if spec == nil {
 		return kv
 	}
-	kv.Spec = &disaggSpec{reqID: string(jsontext.Text(jsontext.Get(spec, "req_id"))), host: string(jsontext.Text(jsontext.Get(spec, "receiver_host")))}
-	kv.Spec.init, kv.Spec.alloc = integers(jsontext.Get(spec, "receiver_init_port")), integers(jsontext.Get(spec, "receiver_alloc_port"))
+	kv.Spec = &disaggSpec{reqID: string(jsontext.Text(jsontext.Get(spec, "req_id"))),
+		host: string(jsontext.Text(jsontext.Get(spec, "receiver_host")))}
+	kv.Spec.init, kv.Spec.alloc = integers(jsontext.Get(spec, "receiver_init_port")),
+		integers(jsontext.Get(spec, "receiver_alloc_port"))
 	for name, missing := range map[string]bool{
 		"req_id": kv.Spec.reqID == "", "receiver_host": kv.Spec.host == "",
 		"receiver_init_port": kv.Spec.init == nil, "receiver_alloc_port": kv.Spec.alloc == nil,
@@ -80,7 +75,7 @@ const chunkTokens = 256 // LMCache's chunk_size
 type buffer struct {
 	s       *Node
 	ranks   int
-	limit   int // blocks; 0: endless
+	limit   int // closed and replaced when space becomes free
 	timeout time.Duration
 
 	mu      sync.Mutex
@@ -95,16 +90,18 @@ type arrival struct {
 	blocks []uint64
 	prompt pushedPrompt
 	ranks  int
-	room   int // blocks allocated, of one rank
-	timer  *time.Timer
+	// pushedPrompt is what a receiver knows of a prompt besides its blocks, to diagnose a wrong request for them: its
+	// length, and P's token that D must append.
+	room  int
+	timer *time.Timer
 }
 
-// pushedPrompt is what a receiver is told of a prompt beside its blocks, so that it can say what is wrong with a request for
-// them: its length, and the token that P has answered to be put behind it.
+// pushedPrompt is what a receiver is told of a prompt beside its blocks, so that it can say what is wrong with a
+// request for them: its length, and the token that P has answered to be put behind it.
 type pushedPrompt struct {
 	n     int
 	first uint32
-	has   bool // there is such a token
+	has   bool // arrival returns the entry of a request, new if there is none. The lease starts with its first chunk.
 }
 
 func newBuffer(s *Node) *buffer {
@@ -120,7 +117,7 @@ func (b *buffer) held() int {
 	return b.used
 }
 
-// arrival finds or makes the entry of a request. The lease starts with its first chunk.
+// alloc reserves space for n blocks, and waits for it. Only rank 0's space is counted: the others' buffers fill alike.
 func (b *buffer) arrival(reqID, xid string) *arrival {
 	a := b.arrived[reqID]
 	if a == nil {
@@ -148,7 +145,10 @@ func (b *buffer) remove(reqID string, a *arrival) {
 	b.wake = make(chan struct{})
 }
 
-// alloc gets room for n blocks, waiting for it. Only rank 0's room is counted: the others' buffers fill alike.
+// take removes and returns a prompt's blocks, if they are all there. If blocks under the request's own id belong to
+// another prompt, that is a violation: P and D tokenised differently.
+//
+// A prompt with one more token must be that prompt with P's token appended. (LMCache's proxy sends D so.)
 func (b *buffer) alloc(reqID, xid string, n int) error {
 	deadline := time.NewTimer(b.timeout)
 	defer deadline.Stop()
@@ -165,7 +165,8 @@ func (b *buffer) alloc(reqID, xid string, n int) error {
 		select {
 		case <-wake:
 		case <-deadline.C:
-			b.s.Violate(&engine.Violation{Kind: "buffer_exhausted", Message: fmt.Sprintf("no room for %d more blocks in %s", n, b.timeout)}, xid)
+			b.s.Violate(&engine.Violation{Kind: "buffer_exhausted",
+				Message: fmt.Sprintf("no room for %d more blocks in %s", n, b.timeout)}, xid)
 			return errors.New("no room")
 		}
 	}
@@ -194,7 +195,8 @@ func (b *buffer) take(xid string, p *engine.Prompt) (bool, error) {
 		want := p.Full
 		if a.prompt.has && p.N == a.prompt.n+1 {
 			if p.Ids[len(p.Ids)-1] != a.prompt.first {
-				return false, &engine.Violation{Kind: "other_first_token", Message: "the token behind the prompt is not the one that P answered"}
+				return false, &engine.Violation{Kind: "other_first_token",
+					Message: "the token behind the prompt is not the one that P answered"}
 			}
 			want = want[:min(len(want), len(a.blocks))]
 		}
@@ -202,7 +204,8 @@ func (b *buffer) take(xid string, p *engine.Prompt) (bool, error) {
 			return true, nil
 		}
 		if !b.s.cfg.Faithful {
-			return false, &engine.Violation{Kind: "other_prompt", Message: "what P pushed for this request is the KV of another prompt"}
+			return false, &engine.Violation{Kind: "other_prompt",
+				Message: "what P pushed for this request is the KV of another prompt"}
 		}
 		return false, nil
 	}
@@ -256,7 +259,8 @@ func (s *Node) acceptReceiver(l net.Listener, rank int) {
 	}
 }
 
-// serveReceiver answers an allocation or takes a push.
+// pushKV sends a finished prompt to the receiver and notifies the router, while the answer is being sent (or before
+// it, with -kv-delay below zero).
 func (s *Node) serveReceiver(conn net.Conn, frame []byte, rank int) bool {
 	r := handover.WireReader{B: frame[1:]}
 	reqID, xid := r.String(), r.String()
@@ -284,7 +288,8 @@ func (s *Node) serveReceiver(conn net.Conn, frame []byte, rank int) bool {
 	return err == nil
 }
 
-// pushKV sends a finished prompt to the receiver and tells the router, while the answer is on its way (or before it, with
+// pushKV sends a finished prompt to the receiver and tells the router, while the answer is on its way (or before it,
+// with
 // -kv-delay below zero).
 func (l *Leg) pushKV() {
 	s, spec := l.Node, l.Kv.Spec
@@ -301,7 +306,8 @@ func (l *Leg) pushKV() {
 			ranks.Go(func() {
 				if err := s.pushRank(spec, rank, l.Xid, q.P.Full, pushed); err != nil {
 					s.Metrics.FailedTransfers.Add(1)
-					s.Logf("pushing KV of %q to rank %d: %v", spec.reqID, rank, err) // logged only, as LMCache does
+					// pushRank pushes one rank's part. It keeps no connections: a receiver may be gone at any time.
+					s.Logf("pushing KV of %q to rank %d: %v", spec.reqID, rank, err)
 					return
 				}
 				s.notify(spec.reqID)
@@ -319,7 +325,9 @@ func (l *Leg) pushKV() {
 	}()
 }
 
-// pushRank is one rank's part. Peers keep no connections here: a receiver may be gone at any time.
+// Continues returns the digest of the prompt whose answer a completion of token ids continues, if its last token is
+// the first one of that answer, which P has already given. The text that follows is the one that P's prompt alone
+// would have produced, so a token that is lost or doubled between the engines is visible.
 func (s *Node) pushRank(spec *disaggSpec, rank int, xid string, blocks []uint64, p pushedPrompt) error {
 	ctx, cancel := context.WithTimeout(context.Background(), s.cfg.PdTimeout+s.cfg.LoadTimeout)
 	defer cancel()
@@ -339,7 +347,8 @@ func (s *Node) pushRank(spec *disaggSpec, rank int, xid string, blocks []uint64,
 	perChunk := max(chunkTokens/s.cfg.BlockSize, 1)
 	for left := len(blocks); left > 0; left -= perChunk {
 		n := min(left, perChunk)
-		if err := ask(at(spec.alloc), handover.OpAlloc, func(w *handover.WireWriter) { w.Uint(uint64(n)) }); err != nil {
+		if err := ask(at(spec.alloc), handover.OpAlloc,
+			func(w *handover.WireWriter) { w.Uint(uint64(n)) }); err != nil {
 			return err
 		}
 	}
@@ -355,9 +364,7 @@ func (s *Node) pushRank(spec *disaggSpec, rank int, xid string, blocks []uint64,
 	})
 }
 
-// Continues is the digest of the prompt whose answer a completion of token ids goes on with, where the last of them is the
-// first token of that answer: P has answered that one already. The text that follows is then the one that P's prompt alone
-// would have led to, so that a token lost or doubled between the engines shows.
+// ReceiverPort returns port i of the receiver: to initialise and to allocate of rank 0, and so on.
 func (s *Node) Continues(p *engine.Prompt) (digest uint64, ok bool) {
 	if s.cfg.Connector != LMCache || s.cfg.Role == engine.RolePrefill || len(p.Ids) < 2 {
 		return 0, false
@@ -368,5 +375,5 @@ func (s *Node) Continues(p *engine.Prompt) (digest uint64, ok bool) {
 	return before.Digest, engine.TokenID([]byte(before.Token(0))) == p.Ids[len(p.Ids)-1]
 }
 
-// ReceiverPort is port i of the receiver: to initialise and to allocate of rank 0, and so on.
+// parseMooncake checks the members that Mooncake needs on both legs.
 func (s *Node) ReceiverPort(i int) int { return s.receivers[i].Addr().(*net.TCPAddr).Port }

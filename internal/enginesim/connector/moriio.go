@@ -7,8 +7,7 @@ import (
 	"tandem/internal/enginesim/jsontext"
 )
 
-// parseMoRIIO reads what MoRIIO's mode WRITE needs on both legs: an id that begins with tx, where the other leg is, and
-// how many ranks it has.
+// parseMoRIIORead reads the members of the mode READ: for P an id and D's ranks, for D P's answer.
 func (kv *Params) parseMoRIIO(raw []byte) {
 	notify, isPort := jsontext.Integer(jsontext.Get(raw, "remote_notify_port"))
 	_, isHandshake := jsontext.Integer(jsontext.Get(raw, "remote_handshake_port"))
@@ -28,7 +27,7 @@ func (kv *Params) parseMoRIIO(raw []byte) {
 	}
 }
 
-// parseMoRIIORead reads what the mode READ needs: P an id and D's ranks, D what P answered.
+// moriioHandOver returns P's answer in the mode READ.
 func (kv *Params) parseMoRIIORead(raw []byte) {
 	notify, isPort := jsontext.Integer(jsontext.Get(raw, "remote_notify_port"))
 	_, tp := jsontext.Integer(jsontext.Get(raw, "remote_tp_size"))
@@ -36,15 +35,20 @@ func (kv *Params) parseMoRIIORead(raw []byte) {
 	switch {
 	case kv.RemoteDecode && (!strings.HasPrefix(kv.transfer, "tx") || !tp):
 		kv.Fatal = "KeyError: transfer_id, remote_tp_size"
-	case kv.RemotePrefill && (kv.transfer == "" || kv.host == "" || !isPort || !jsontext.Truthy(jsontext.Get(raw, "remote_block_ids")) || kv.engineID == ""):
+	case kv.RemotePrefill &&
+		(kv.transfer == "" || kv.host == "" || !isPort || !jsontext.Truthy(jsontext.Get(raw, "remote_block_ids")) ||
+			kv.engineID == ""):
 		kv.Fatal = "KeyError: transfer_id, remote_host, remote_notify_port, remote_block_ids, remote_engine_id"
 	}
 }
 
-// moriioHandOver is what P answers in the mode READ.
+// parseKVParams reads valid JSON. The caller refuses a value that is neither object nor null.
 func (s *Node) moriioHandOver(key string, blocks []int32) []byte {
 	ids := strings.ReplaceAll(strings.Trim(fmt.Sprint(blocks), "[]"), " ", ",")
-	return fmt.Appendf(nil, `{"do_remote_prefill":true,"do_remote_decode":false,"remote_block_ids":[%s],"remote_engine_id":"%s:%d","remote_host":%q,`+
-		`"remote_handshake_port":%d,"remote_notify_port":%d,"remote_dp_rank":0,"remote_dp_size":1,"tp_size":1,"transfer_id":%q}`,
+	return fmt.Appendf(nil,
+		`{"do_remote_prefill":true,"do_remote_decode":false,"remote_block_ids":[%s],"remote_engine_id":"%s:%d",`+
+			`"remote_host":%q,`+
+			`"remote_handshake_port":%d,"remote_notify_port":%d,"remote_dp_rank":0,"remote_dp_size":1,"tp_size":1,`+
+			`"transfer_id":%q}`,
 		ids, s.SideHost, s.SidePort, s.SideHost, s.SidePort, s.SidePort, key)
 }

@@ -16,7 +16,8 @@ import (
 	"tandem/internal/enginesim/jsontext"
 )
 
-// parseKVParams reads valid JSON. A value that is neither object nor null is the caller's to refuse.
+// parseSource checks the members that a decode leg needs to find its KV. vLLM's scheduler asserts, parks or raises
+// here; it turns nothing into a clean error.
 func parseKVParams(raw []byte) (kv Params) {
 	if jsontext.IsNull(raw) {
 		return kv
@@ -92,7 +93,8 @@ func (kv *Params) parseSource(ids, port []byte) {
 	}
 }
 
-// nestedIDs reads [[1,2,3]]: one list for each KV cache group, of which this engine has one.
+// appendHandOver appends a prefill engine's kv_transfer_params, in the key order of 0.32. cached < 0 leaves
+// remote_prefill_cached_tokens out, as vLLM does when the request outlived its prefill step.
 func nestedIDs(raw []byte) (ids []int32, ok bool) {
 	if !jsontext.IsArray(raw) {
 		return nil, false
@@ -118,14 +120,17 @@ func nestedIDs(raw []byte) (ids []int32, ok bool) {
 	return ids, ok
 }
 
-// appendHandOver is the kv_transfer_params that a prefill engine answers with, in the key order of 0.32. cached < 0
-// leaves remote_prefill_cached_tokens out, as vLLM does when the request outlived its prefill step.
+// appendParams appends kv_transfer_params after their head, with remote_blocks_expiry_time; both sides use it.
 func (s *Node) appendHandOver(dst []byte, requestID string, blocks []int32, tokens, cached int) []byte {
-	return s.appendParams(dst, `{"do_remote_prefill":true,"do_remote_decode":false,"remote_block_ids":[[`, requestID, blocks, tokens, "null", cached)
+	return s.appendParams(dst, `{"do_remote_prefill":true,"do_remote_decode":false,"remote_block_ids":[[`, requestID,
+		blocks, tokens, "null", cached)
 }
 
-// appendParams is kv_transfer_params of either side, as they begin, and with remote_blocks_expiry_time.
-func (s *Node) appendParams(dst []byte, head, requestID string, blocks []int32, tokens int, expires string, cached int) []byte {
+// fetchKV pulls a decode leg's KV from the prefill engine that its parameters name. It returns the content of the
+// prompt's blocks (nil if all is right). The error is errLoadFailed if vLLM's transfer fails, a *violation if vLLM
+// would not notice (and the simulator is strict), or the context's.
+func (s *Node) appendParams(dst []byte, head, requestID string, blocks []int32, tokens int, expires string,
+	cached int) []byte {
 	dst = slices.Grow(dst, 512+8*len(blocks))
 	dst = append(dst, head...)
 	for i, id := range blocks {
@@ -152,15 +157,14 @@ func (s *Node) appendParams(dst []byte, head, requestID string, blocks []int32, 
 	return append(dst, '}')
 }
 
-// fetchKV pulls a decode leg's KV from the prefill engine that its parameters name. It returns what the blocks of the
-// prompt really held (nil when all is right). The error is errLoadFailed where vLLM's transfer fails, a *violation where vLLM would not notice
-// (and the simulator is strict), or the context's.
+// fetch is fetchKV, also for KV that a decode engine has kept of an earlier answer (turn).
 func (s *Node) fetchKV(ctx context.Context, xid string, kv *Params, p *engine.Prompt, hits int) ([]uint64, error) {
 	return s.fetch(ctx, xid, kv, p, hits, false)
 }
 
-// fetch is fetchKV, also of what a decode engine has kept of an earlier answer (turn).
-func (s *Node) fetch(ctx context.Context, xid string, kv *Params, p *engine.Prompt, hits int, turn bool) ([]uint64, error) {
+// fetch returns fetchKV, also of what a decode engine has kept of an earlier answer (turn).
+func (s *Node) fetch(ctx context.Context, xid string, kv *Params, p *engine.Prompt, hits int,
+	turn bool) ([]uint64, error) {
 	need := engine.BlocksFor(p.N, s.cfg.BlockSize)
 	if kv.engineID == s.EngineID && kv.engineID != "" {
 		return nil, fmt.Errorf("%w: the parameters name this very engine", engine.ErrLoadFailed)
@@ -177,7 +181,9 @@ func (s *Node) fetch(ctx context.Context, xid string, kv *Params, p *engine.Prom
 	started := time.Now()
 	answer, err := s.peers.Pull(ctx, net.JoinHostPort(kv.host, strconv.Itoa(kv.port)), &req)
 	if err != nil {
-		<-ctx.Done() // the handshake's receive timeout is always waited out: 5 s in vLLM, however fast the refusal
+		// fetchScheduled is fetchKV, but continues when the client leaves, as in vLLM: a scheduled read runs to its
+		// end, P is notified, and until then the target blocks are not free.
+		<-ctx.Done()
 		if errors.Is(context.Cause(ctx), context.Canceled) {
 			return nil, context.Canceled
 		}
@@ -201,8 +207,7 @@ func (s *Node) fetch(ctx context.Context, xid string, kv *Params, p *engine.Prom
 	return answer.Actual, nil
 }
 
-// fetchScheduled is fetchKV, which goes on when the client leaves, as in vLLM: what is scheduled is read to its end, P is told, and
-// until then the blocks that it is read into are not free.
+// as in vLLM: it reads, and notifies P that it has read
 func (l *Leg) fetchScheduled(ctx context.Context, q *engine.Sequence) ([]uint64, error) {
 	var actual []uint64
 	var err error
@@ -211,7 +216,7 @@ func (l *Leg) fetchScheduled(ctx context.Context, q *engine.Sequence) ([]uint64,
 		defer close(done)
 		actual, err = l.Node.fetchKV(context.WithoutCancel(ctx), l.Xid, l.Kv, q.P, q.Grant.Hits)
 		if wrong := (*engine.Violation)(nil); errors.As(err, &wrong) && wrong.Kind == "other_prompt" && l.ThrowsAway {
-			err = nil // as vLLM does: it reads, and tells P that it has read
+			err = nil // transfer takes the time that the blocks need at the configured rate.
 		}
 	}()
 	select {
@@ -231,7 +236,7 @@ func (l *Leg) fetchScheduled(ctx context.Context, q *engine.Sequence) ([]uint64,
 	return nil, ctx.Err()
 }
 
-// transfer takes the time that so many blocks need at the configured rate.
+// parseNIXLPush checks the members that a decode leg needs to register at P.
 func (s *Node) transfer(ctx context.Context, blocks int) error {
 	if s.cfg.TransferRate <= 0 {
 		return nil
@@ -255,11 +260,14 @@ func (s *Node) collectNIXL(c *engine.Collector) {
 	for _, h := range []prometheus.Histogram{m.TransferTime, m.PostTime, m.TransferBytes, m.Descs} {
 		c.Ch <- h
 	}
-	c.Counter("vllm:nixl_num_failed_transfers_total", "Number of failed NIXL KV Cache transfers.", m.FailedTransfers.Load())
-	c.Counter("vllm:nixl_num_notifications_after_expiry_total", "Number of notifications for requests whose KV had expired.", s.Ledger.Late.Load())
+	c.Counter("vllm:nixl_num_failed_transfers_total", "Number of failed NIXL KV Cache transfers.",
+		m.FailedTransfers.Load())
+	c.Counter("vllm:nixl_num_notifications_after_expiry_total",
+		"Number of notifications for requests whose KV had expired.", s.Ledger.Late.Load())
 	const byStage = "Number of requests by stage of their KV fetch."
 	c.Gauge("vllm:num_requests_kv_fetch_by_stage", byStage, 0, "stage", "waiting_to_start")
 	c.Gauge("vllm:num_requests_kv_fetch_by_stage", byStage, float64(m.WaitingDeferred.Load()), "stage", "in_progress")
 	c.Gauge("vllm:num_requests_kv_fetch_by_stage", byStage, 0, "stage", "completed_waiting")
-	c.Counter("vllm:nixl_num_kv_expired_reqs_total", "Number of requests that had their KV expire.", s.Ledger.Expired.Load())
+	c.Counter("vllm:nixl_num_kv_expired_reqs_total", "Number of requests that had their KV expire.",
+		s.Ledger.Expired.Load())
 }

@@ -40,18 +40,18 @@ type Node struct {
 	mu       sync.Mutex
 	sideConn map[net.Conn]struct{}
 	closed   bool
-	stopped  chan struct{} // closed by close
+	stopped  chan struct{} // sideChannel is the port at which other engines ask for KV, and its address in hand-overs.
 }
 
-// sideChannel is the port at which other engines ask for KV, and what hand-overs call it.
+// New creates an engine with its connector and opens the ports for other engines. faults can make those unreachable.
 type sideChannel struct {
 	Side     net.Listener
 	SidePort int
 	SideHost string
 }
 
-// New makes an engine with its connector and opens the ports for other engines. faults say whether those can be
-// reached.
+// NewRanks creates the data-parallel ranks of an engine: each has its own KV, side channel and KV events, at
+// consecutive ports from rank 0's on (0 stays 0).
 func New(cfg *Config, faults *fault.Rules, log io.Writer) (*Node, error) {
 	e, err := engine.New(&cfg.Config, log)
 	if err != nil {
@@ -59,8 +59,10 @@ func New(cfg *Config, faults *fault.Rules, log io.Writer) (*Node, error) {
 	}
 	e.External = cfg.Connector != None
 	s := &Node{
-		Engine: e, cfg: cfg, EngineID: cfg.EngineID, Faults: faults, Ledger: handover.NewLedger(e.Pool, cfg.Lease), Rooms: newRendezvous(),
-		inbox: newInbox(), peers: handover.NewPeers(), sideConn: make(map[net.Conn]struct{}), stopped: make(chan struct{}),
+		Engine: e, cfg: cfg, EngineID: cfg.EngineID, Faults: faults, Ledger: handover.NewLedger(e.Pool, cfg.Lease),
+		Rooms: newRendezvous(),
+		inbox: newInbox(), peers: handover.NewPeers(), sideConn: make(map[net.Conn]struct{}),
+		stopped: make(chan struct{}),
 	}
 	if s.EngineID == "" {
 		s.EngineID = s.Random.UUID()
@@ -112,16 +114,16 @@ func portAbove(addr string, n int) (string, error) {
 		return "", err
 	}
 	port, err := strconv.Atoi(text)
-	if port == 0 { // the kernel chooses
+	if port == 0 { // Rank returns the data-parallel rank.
 		return addr, err
 	}
 	return net.JoinHostPort(host, strconv.Itoa(port+n)), nil
 }
 
-// Rank is the data-parallel rank.
+// ranks returns all data-parallel ranks of the engine, as far as they have started.
 func (s *Node) Rank() int { return s.cfg.Rank }
 
-// ranks are all data-parallel ranks of the engine, as far as they have started.
+// ranks returns all data-parallel ranks of the engine, as far as they have started.
 func (s *Node) ranks() []*Node {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -170,7 +172,7 @@ func (s *Node) acceptSide() {
 	}
 }
 
-// Close cuts everything at once.
+// HeldBlocks returns the number of blocks that wait for the other leg, here or in this engine's buffer.
 func (s *Node) Close() {
 	s.mu.Lock()
 	if s.closed {
@@ -205,7 +207,7 @@ func (s *Node) Close() {
 	s.Ledger.ReleaseAll()
 }
 
-// HeldBlocks is how many blocks wait for the other leg, here or in this engine's buffer.
+// Forget frees all held blocks, and clears the memory of past ones.
 func (s *Node) HeldBlocks() int64 {
 	n := s.Ledger.Held.Load() + s.Rooms.Held.Load()
 	if s.buffer != nil {
@@ -223,7 +225,7 @@ func (s *Node) Forget() {
 	}
 }
 
-// Collect sends the engine's series and the connector's.
+// answerJSON answers a request to a bootstrap server.
 func (s *Node) Collect(c *engine.Collector) {
 	s.Engine.Collect(c)
 	s.collectNIXL(c)
@@ -235,7 +237,7 @@ func answerJSON(w http.ResponseWriter, v any) {
 	_ = json.NewEncoder(w).Encode(v)
 }
 
-// serveSide answers one decode engine's connection until it closes.
+// nothing more may arrive before the answer, so a byte or an error means the end
 func (s *Node) serveSide(conn net.Conn) {
 	defer conn.Close()
 	in := bufio.NewReaderSize(conn, 64<<10)
@@ -271,7 +273,7 @@ func (s *Node) serveSide(conn net.Conn) {
 			}
 			answer.Encode(&out)
 			_, _ = conn.Write(out.SealFrame())
-			return // Peek is still reading
+			return // notifier is the PUSH socket of LMCache's proxy notifications.
 		case handover.OpPut:
 			var kv joinRequest
 			if kv.decode(&r); r.Err != nil || !s.inbox.put(requestID, kv) {

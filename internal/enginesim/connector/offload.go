@@ -10,9 +10,7 @@ import (
 	"tandem/internal/enginesim/jsontext"
 )
 
-// parseOffload reads kv_transfer_params as vLLM's OffloadingConnector with the P2P tier understands them (0.25 to 0.33).
-// P parks a finished prompt's blocks under the name that it is given; D fetches them by that name, and computes what is
-// not there. remote_prefiller together with another key is refused by the tier.
+// pullPrefix fetches the parts of the prompts' beginnings that remote_kv_source still has.
 func parseOffload(raw []byte) (kv Params) {
 	if jsontext.IsNull(raw) {
 		return kv
@@ -30,7 +28,8 @@ func parseOffload(raw []byte) (kv Params) {
 			host := string(jsontext.Text(jsontext.Get(val, "remote_host")))
 			port, ok := jsontext.Integer(jsontext.Get(val, "remote_port"))
 			if !ok || host == "" {
-				kv.Broken = &engine.Violation{Kind: "incomplete_params", Message: string(key) + " without remote_host or remote_port"}
+				kv.Broken = &engine.Violation{Kind: "incomplete_params",
+					Message: string(key) + " without remote_host or remote_port"}
 			}
 			if string(key) == "remote_kv_source" {
 				kv.source = net.JoinHostPort(host, strconv.FormatInt(port, 10))
@@ -50,7 +49,9 @@ func parseOffload(raw []byte) (kv Params) {
 	return kv
 }
 
-// pullPrefix fetches what remote_kv_source still has of the prompts' beginnings.
+// P2P-NCCL of vLLM 0.9.2 to 0.23. Both engines read each other's address from the request id; P sends its KV to D when
+// it has it, and D buffers it until the request comes. D waits for KV inside a step of its engine, which blocks all
+// its requests: here that is a violation, because a router can avoid it. The side channel is the KV socket.
 func (l *Leg) pullPrefix(ctx context.Context) {
 	s := l.Node
 	for _, q := range l.Job.Seqs {

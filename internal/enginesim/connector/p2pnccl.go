@@ -15,16 +15,17 @@ import (
 	"tandem/internal/enginesim/handover"
 )
 
-// P2P-NCCL as vLLM 0.9.2 to 0.23 have it. Both engines read each other's address out of the request id; P sends its KV to
-// D when it has it, and D keeps it in a buffer until the request comes. D waits for KV inside a step of its engine, which
-// stands still meanwhile: here that is a violation, for a router can do better. The side channel is the KV socket.
+// P2P-NCCL as vLLM 0.9.2 to 0.23 have it. Both engines read each other's address out of the request id; P sends its KV
+// to D when it has it, and D keeps it in a buffer until the request comes. D waits for KV inside a step of its engine,
+// which stands still meanwhile: here that is a violation, for a router can do better. The side channel is the KV
+// socket.
 
 var (
 	decodeAddr  = regexp.MustCompile(`___decode_addr_(.*):(\d+)`)     // on P (p2p_nccl_connector.py, parse_request_id)
-	prefillAddr = regexp.MustCompile(`___prefill_addr_(.*):(\d+)___`) // on D
+	prefillAddr = regexp.MustCompile(`___prefill_addr_(.*):(\d+)___`) // inbox is D's buffer: received KV by request.
 )
 
-// inbox is D's buffer: what P's have sent, by request.
+// putKV sends P's KV to D's socket. The client learns nothing of it.
 type inbox struct {
 	mu   sync.Mutex
 	held map[string]joinRequest
@@ -50,7 +51,7 @@ func (b *inbox) take(key string) (kv joinRequest, ok bool) {
 	return kv, ok
 }
 
-// putKV is P's part: its prompt's KV goes to D's socket. Nothing of it is told to the client.
+// logged only
 func (l *Leg) putKV(ctx context.Context) error {
 	m := decodeAddr.FindStringSubmatch(l.Xid)
 	for _, q := range l.Job.Seqs {
@@ -61,29 +62,32 @@ func (l *Leg) putKV(ctx context.Context) error {
 		w.String(l.Name(q))
 		kv.encode(&w)
 		if _, err := l.Node.peers.Call(ctx, net.JoinHostPort(m[1], m[2]), w.SealFrame()); err != nil {
-			l.Node.Logf("sending KV to %s:%s: %v", m[1], m[2], err) // logged, and that is all
+			// takeKV takes D's KV from the inbox: it must be there.
+			l.Node.Logf("sending KV to %s:%s: %v", m[1], m[2], err)
 		}
 	}
 	return nil
 }
 
-// takeKV is D's: the KV has to be there.
+// Register sends heartbeats to the proxy until the simulator closes.
 func (l *Leg) takeKV() error {
 	for _, q := range l.Job.Seqs {
 		kv, ok := l.Node.inbox.take(l.Name(q))
 		if !ok {
-			return &engine.Violation{Kind: "decode_before_kv", Message: "the engine stands still until " + l.Xid + "'s KV comes"}
+			return &engine.Violation{Kind: "decode_before_kv",
+				Message: "the engine stands still until " + l.Xid + "'s KV comes"}
 		}
 		mine := l.Node.joinOf(q.P)
 		if a := l.Node.send(q.P, &kv); a.Refused != "" || a.Violation.Kind != "" {
-			return &engine.Violation{Kind: "other_prompt", Message: fmt.Sprintf("the KV is of another prompt: %d tokens, %d here", kv.tokens, mine.tokens)}
+			return &engine.Violation{Kind: "other_prompt",
+				Message: fmt.Sprintf("the KV is of another prompt: %d tokens, %d here", kv.tokens, mine.tokens)}
 		}
 		l.took(q, nil)
 	}
 	return nil
 }
 
-// Register beats to the proxy until the simulator closes.
+// newInbox returns an empty buffer.
 func (s *Node) Register(web string) {
 	ctx, cancel := context.WithCancel(context.Background())
 	go func() { <-s.stopped; cancel() }()
@@ -96,7 +100,8 @@ func (s *Node) Register(web string) {
 	if err != nil {
 		return
 	}
-	socket := zmq4.NewDealer(ctx, zmq4.WithID(zmq4.SocketIdentity(kv)), zmq4.WithDialerMaxRetries(-1), zmq4.WithAutomaticReconnect(true))
+	socket := zmq4.NewDealer(ctx, zmq4.WithID(zmq4.SocketIdentity(kv)), zmq4.WithDialerMaxRetries(-1),
+		zmq4.WithAutomaticReconnect(true))
 	defer socket.Close()
 	if err := socket.Dial("tcp://" + s.cfg.Proxy); err != nil {
 		s.Logf("registering at %s: %v", s.cfg.Proxy, err)
@@ -112,13 +117,14 @@ func (s *Node) Register(web string) {
 	}
 }
 
-// newInbox is an empty buffer.
+// DefaultHeartbeat is the interval of an engine's registrations in p2p_nccl_connector.py.
 func newInbox() *inbox { return &inbox{held: map[string]joinRequest{}} }
 
-// DefaultHeartbeat is how often an engine registers, as p2p_nccl_connector.py has it.
+// CheckAddresses fails a request id without addresses, for which the engine raises.
 const DefaultHeartbeat = 3 * time.Second
 
-// CheckAddresses is what the engine raises for: a request id without addresses.
+// Params are a request's parameters for the connector: mostly kv_transfer_params as vLLM 0.32's NixlConnector (pull)
+// reads them.
 func (l *Leg) CheckAddresses() {
 	pattern := decodeAddr
 	if l.Node.cfg.Role == engine.RoleDecode {

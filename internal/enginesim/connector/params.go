@@ -8,28 +8,29 @@ import (
 	"tandem/internal/enginesim/jsontext"
 )
 
-// Params are what a request says to the connector: most of it is kv_transfer_params as vLLM 0.32's NixlConnector (pull)
-// understands them.
+// kv_transfer_params are present and not null, whatever this engine's connector
 type Params struct {
 	remote
 	verdict
 	contextParams
 
-	Given         bool       // kv_transfer_params are there and not null, whatever this engine's connector
-	Present       bool       // an object, and this engine has a connector
-	RoomLeg       string     // of a server that does one leg of two
-	RemoteDecode  bool       // do_remote_decode: keep the KV for a decode engine
-	RemotePrefill bool       // do_remote_prefill: fetch the KV from a prefill engine
-	CachedOnP     int64      // remote_prefill_cached_tokens, -1 when absent
-	PromptIDs     []uint32   // prompt_token_ids: use these instead of tokenising (0.32 and later)
-	turn          turnSource // of do_remote_decode with remote_block_ids (turns.go)
-	staleOnP      bool       // do_remote_decode with remote_block_ids: P would read from somebody else, or, of an earlier answer, is to
+	Given         bool     // kv_transfer_params are there and not null, whatever this engine's connector
+	Present       bool     // of a server that does only one leg
+	RoomLeg       string   // of a server that does one leg of two
+	RemoteDecode  bool     // do_remote_decode: keep the KV for a decode engine
+	RemotePrefill bool     // do_remote_prefill: fetch the KV from a prefill engine
+	CachedOnP     int64    // remote_prefill_cached_tokens, -1 when absent
+	PromptIDs     []uint32 // prompt_token_ids: use these instead of tokenising (0.32 and later)
+	// do_remote_decode with remote_block_ids: P would read from another engine, or is meant to, for a turn
+	turn turnSource
+	// do_remote_decode with remote_block_ids: P would read from somebody else, or, of an earlier answer, is to
+	staleOnP bool
 
-	keepAs     string      // the name under which P keeps the KV; "": one of its own
+	keepAs     string      // D computes what it does not find
 	missOK     bool        // what D does not find it computes
-	Spec       *disaggSpec // lmcache.go
-	firstToken bool        // ret_first_tok: P answers the token that it made
-	source     string      // whom to ask for the prompt's beginning (offload.go)
+	Spec       *disaggSpec // ret_first_tok: P answers its token
+	firstToken bool        // engine that has the prompt's beginning (offload.go)
+	source     string      // remote is the location of the KV.
 }
 
 // remote is where the KV is.
@@ -40,26 +41,28 @@ type remote struct {
 	host      string
 	port      int
 	transfer  string // transfer_id (Mooncake)
-	bootstrap string // remote_bootstrap_addr (Mooncake)
+	bootstrap string // verdict is the engine's reaction to invalid parameters. It is empty for valid ones.
 }
 
-// verdict is what the engine makes of parameters that are not right. All is empty where they are.
+// the cause, if the engine dies
 type verdict struct {
-	Fatal      string            // what in them kills the engine
-	Incomplete string            // a member without which the engine parks the request for ever, and raises when the client leaves
+	// missing member for which the engine parks the request for ever, and raises when the client leaves
+	Fatal      string
+	Incomplete string            // the cause, if the engine waits for KV that never comes
 	Parked     string            // why the engine waits for KV that nobody will send
 	Broken     *engine.Violation // parameters that break their protocol
 }
 
 // contextParams are TensorRT-LLM's (trtllm.go).
 type contextParams struct {
-	Context  bool // of a context server
+	Context  bool // both legs at once
 	genFirst bool // both legs at once
 }
 
 func (kv *Params) addr() string { return net.JoinHostPort(kv.host, strconv.Itoa(kv.port)) }
 
-// Read reads one member of a body, if it is one of the connector's.
+// Complete adds what the engine knows without parameters. raw are the request's kv_transfer_params; oneToken: it asks
+// for one token; responses: it came to /v1/responses, which no dialect of P2P-NCCL splits.
 func (kv *Params) Read(k Name, key string, raw []byte) *engine.Error {
 	switch key {
 	case "kv_transfer_params":
@@ -95,11 +98,14 @@ func (kv *Params) Read(k Name, key string, raw []byte) *engine.Error {
 	return nil
 }
 
-// Complete adds to a request's parameters what the engine knows without being told. raw are its kv_transfer_params, oneToken
-// says that it asks for no more, responses that it came to /v1/responses, which no dialect of P2P-NCCL splits.
+// no parameter says so there: it is a prefill engine's only task
 func (c *Config) Complete(kv *Params, raw []byte, oneToken, responses bool) {
 	if c.Connector == Neuron && c.Role == engine.RolePrefill && oneToken {
-		kv.RemoteDecode = true // nobody says so there: this is what a prefill engine is for
+		// The dialects of vLLM in which P sends and D waits: NIXL push (0.24 and later), Mooncake (0.16 and later),
+		// MoRIIO. P computes, answers, and keeps the blocks until D has taken them or their time is up. D waits for
+		// them, and its blocks stay allocated until they come or its time is up, even if its client has left: vLLM
+		// frees an aborted request that waits for KV only when its receive ends.
+		kv.RemoteDecode = true
 	}
 	if spec := kv.Spec; spec != nil && kv.Fatal == "" && (len(spec.init) != c.Tp || len(spec.alloc) != c.Tp) {
 		kv.Fatal = "IndexError: the receiver has not one port for each rank"

@@ -11,10 +11,7 @@ import (
 	"tandem/internal/enginesim/jsontext"
 )
 
-// The dialects of vLLM in which P sends and D waits: NIXL push (0.24 and later), Mooncake (0.16 and later), MoRIIO. P computes,
-// answers, and keeps the blocks until D has taken them or their time is up; D waits for them, and its blocks are taken
-// until they come or its time is up, also where its client has left: vLLM frees an aborted request that waits for KV only
-// when its receive ends.
+// parsePush reads kv_transfer_params as these connectors do, including the values that kill or block them.
 
 // parsePush reads kv_transfer_params as these connectors do, with what they die of or hang on.
 func (c *Config) parsePush(raw []byte) (kv Params) {
@@ -22,9 +19,12 @@ func (c *Config) parsePush(raw []byte) (kv Params) {
 		return kv
 	}
 	kv.Present, kv.CachedOnP = true, -1
-	kv.RemoteDecode, kv.RemotePrefill = jsontext.Truthy(jsontext.Get(raw, "do_remote_decode")), jsontext.Truthy(jsontext.Get(raw, "do_remote_prefill"))
-	kv.engineID, kv.requestID = string(jsontext.Text(jsontext.Get(raw, "remote_engine_id"))), string(jsontext.Text(jsontext.Get(raw, "remote_request_id")))
-	kv.host, kv.transfer = string(jsontext.Text(jsontext.Get(raw, "remote_host"))), string(jsontext.Text(jsontext.Get(raw, "transfer_id")))
+	kv.RemoteDecode, kv.RemotePrefill = jsontext.Truthy(jsontext.Get(raw, "do_remote_decode")),
+		jsontext.Truthy(jsontext.Get(raw, "do_remote_prefill"))
+	kv.engineID, kv.requestID = string(jsontext.Text(jsontext.Get(raw, "remote_engine_id"))),
+		string(jsontext.Text(jsontext.Get(raw, "remote_request_id")))
+	kv.host, kv.transfer = string(jsontext.Text(jsontext.Get(raw, "remote_host"))),
+		string(jsontext.Text(jsontext.Get(raw, "transfer_id")))
 	kv.bootstrap = string(jsontext.Text(jsontext.Get(raw, "remote_bootstrap_addr")))
 	port, isPort := jsontext.Integer(jsontext.Get(raw, "remote_port"))
 	kv.port = int(port)
@@ -49,7 +49,8 @@ func (c *Config) parsePush(raw []byte) (kv Params) {
 	return kv
 }
 
-// pushes reports whether this engine speaks one of these dialects.
+// key returns the name under which both legs of a sequence meet. NIXL push finds D's registration by the engine's own
+// request id without its random tail, so both legs need the same x-request-id and the same path.
 func (c *Config) pushes() bool {
 	switch c.Connector {
 	case Mooncake, Mooncake013, NIXLPush, MoRIIO, MoRIIORead:
@@ -58,8 +59,7 @@ func (c *Config) pushes() bool {
 	return false
 }
 
-// key is the name under which both legs of a sequence meet. NIXL push finds D's registration by the engine's own request
-// id without its random tail, so both legs need the same x-request-id and the same path.
+// await waits for the KV of D's sequence. If the client leaves, the wait continues, and the blocks stay allocated.
 func (l *Leg) key(q *engine.Sequence) string {
 	if l.Node.cfg.Connector == NIXLPush || l.Node.cfg.Connector == Mooncake013 {
 		return l.Name(q)
@@ -67,7 +67,7 @@ func (l *Leg) key(q *engine.Sequence) string {
 	return l.Kv.transfer
 }
 
-// await is D's part: its sequence's KV comes. Where the client leaves, the wait goes on without it, and so do its blocks.
+// awaitKV registers at P and waits, even if the client leaves.
 func (l *Leg) await(ctx context.Context) error {
 	for _, q := range l.Job.Seqs {
 		held := int64(len(q.Grant.Blocks))
@@ -102,7 +102,7 @@ func (l *Leg) await(ctx context.Context) error {
 	return nil
 }
 
-// awaitKV goes to P and waits, whatever becomes of the client.
+// the registration goes to an engine that does not know the key; a watchdog only logs that
 func (s *Node) awaitKV(kv *Params, key string, p *engine.Prompt) ([]uint64, error) {
 	ctx, cancel := context.WithTimeout(context.Background(), s.cfg.TransferTimeout)
 	defer cancel()
@@ -110,14 +110,17 @@ func (s *Node) awaitKV(kv *Params, key string, p *engine.Prompt) ([]uint64, erro
 	if err != nil {
 		return nil, err
 	}
-	if addr == "" { // the registration goes to an engine that does not know of it; a watchdog logs, and that is all
+	// findWorker returns the address of P's worker: for Mooncake from P's bootstrap server, for NIXL push from the
+	// parameters. "": none.
+	if addr == "" {
 		<-ctx.Done()
 		return nil, fmt.Errorf("%w: nobody answered the registration", engine.ErrLoadFailed)
 	}
 	return s.join(ctx, addr, key, p)
 }
 
-// findWorker is where P's worker listens: Mooncake asks P's bootstrap server, NIXL push is told. "": nowhere.
+// offer offers the blocks of a finished prefill leg to D, for a limited time. A leg that was sent a second time may
+// offer blocks that no D takes.
 func (s *Node) findWorker(ctx context.Context, kv *Params) (string, error) {
 	switch s.cfg.Connector {
 	case MoRIIO, MoRIIORead, Mooncake013:
@@ -133,8 +136,9 @@ func (s *Node) findWorker(ctx context.Context, kv *Params) (string, error) {
 	return findMooncake(ctx, kv)
 }
 
-// offer is P's part: the blocks of a finished prefill leg are D's to take, for so long. A leg that was sent a second time
-// offers what nobody may come for.
+// rendezvous is the meeting of the two legs of a request when both run at once: P offers a prompt's KV under a key, D
+// joins under the same one, in either order, and P sends. It is on P's side; D reaches it through P's side channel.
+// The key is the dialect's: SGLang's room, Mooncake's transfer id, the request id of NIXL push.
 func (l *Leg) offer(q *engine.Sequence, blocks []int32) {
 	s, key := l.Node, l.key(q)
 	if s.cfg.Connector != NIXLPush && s.cfg.Connector != Mooncake013 && (key == "" || q.Out.Finish != "length") {
@@ -149,7 +153,9 @@ func (l *Leg) offer(q *engine.Sequence, blocks []int32) {
 		id := fmt.Sprintf("%s-%08x", key, s.Random.Uint32())
 		q.HandOver = pushed(l.Rule, s.appendHandOver(nil, id, blocks, q.Computed(), q.Local(s.cfg.BlockSize)))
 	case Mooncake013:
-		q.HandOver = fmt.Appendf(nil, `{"do_remote_prefill":true,"do_remote_decode":false,"remote_host":%q,"remote_port":%d}`, s.SideHost, s.SidePort)
+		q.HandOver = fmt.Appendf(nil,
+			`{"do_remote_prefill":true,"do_remote_decode":false,"remote_host":%q,"remote_port":%d}`, s.SideHost,
+			s.SidePort)
 	case MoRIIORead:
 		q.HandOver = s.moriioHandOver(key, blocks)
 	}

@@ -13,11 +13,9 @@ import (
 	"tandem/internal/enginesim/handover"
 )
 
-// rendezvous is where the two legs of a request meet when both run at once: P offers a prompt's KV under a key, D joins
-// under the same one, in either order, and P sends. It is P's side; D reaches it through P's side channel. The key is
-// what the dialect has for it: SGLang's room, Mooncake's transfer id, the request id of NIXL push.
+// KV blocks of this engine that wait for the other leg
 type rendezvous struct {
-	Held atomic.Int64 // KV blocks of this engine that wait for the other one
+	Held atomic.Int64 // keys that P has closed, and whether D had joined
 
 	mu    sync.Mutex
 	rooms map[string]*room
@@ -33,36 +31,41 @@ type room struct {
 	join            chan struct{} // closed when D is there; then want holds
 	want            joinRequest
 	answer          chan handover.PullAnswer // of P, one
-	gone            chan struct{}            // closed when D's connection is gone
+	gone            chan struct{}            // at returns the room of a key, new if there is none. The lock is held.
 }
 
 const rememberedRooms = 16384
 
 func newRendezvous() *rendezvous {
-	return &rendezvous{rooms: make(map[string]*room), past: make(map[string]bool), order: make([]string, rememberedRooms)}
+	return &rendezvous{rooms: make(map[string]*room), past: make(map[string]bool),
+		order: make([]string, rememberedRooms)}
 }
 
 // at finds or makes the room of a key. The lock is held.
 func (v *rendezvous) at(key string, used bool) (*room, error) {
 	if used {
-		return nil, &engine.Violation{Kind: "key_reused", Message: "the room or transfer id " + key + " was used before"}
+		return nil, &engine.Violation{Kind: "key_reused",
+			Message: "the room or transfer id " + key + " was used before"}
 	}
 	r := v.rooms[key]
 	if r == nil {
-		r = &room{offer: make(chan struct{}), join: make(chan struct{}), answer: make(chan handover.PullAnswer, 1), gone: make(chan struct{})}
+		r = &room{offer: make(chan struct{}), join: make(chan struct{}), answer: make(chan handover.PullAnswer, 1),
+			gone: make(chan struct{})}
 		v.rooms[key] = r
 	}
 	return r, nil
 }
 
-// enter is P's side of a meeting.
+// meet is D's side. If P was cancelled before D came, as happens when their client leaves, D is not a second one: it
+// waits in vain.
 func (v *rendezvous) enter(key string) (*room, error) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	_, used := v.past[key]
 	r, err := v.at(key, used)
 	if err == nil && r.offered {
-		return nil, &engine.Violation{Kind: "key_reused", Message: "the room or transfer id " + key + " is in use on this prefill engine"}
+		return nil, &engine.Violation{Kind: "key_reused",
+			Message: "the room or transfer id " + key + " is in use on this prefill engine"}
 	}
 	if err == nil {
 		r.offered = true
@@ -71,13 +74,14 @@ func (v *rendezvous) enter(key string) (*room, error) {
 	return r, err
 }
 
-// meet is D's side. Where P was cut before D came, as both are when their client leaves, D is no second one: it waits for nobody.
+// close ends a meeting: its key must not be used again.
 func (v *rendezvous) meet(key string, want joinRequest) (*room, error) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	r, err := v.at(key, v.past[key])
 	if err == nil && r.joined {
-		return nil, &engine.Violation{Kind: "key_reused", Message: "the room or transfer id " + key + " is in use by another decode"}
+		return nil, &engine.Violation{Kind: "key_reused",
+			Message: "the room or transfer id " + key + " is in use by another decode"}
 	}
 	if err == nil {
 		r.joined, r.want = true, want
@@ -86,7 +90,7 @@ func (v *rendezvous) meet(key string, want joinRequest) (*room, error) {
 	return r, err
 }
 
-// close ends a meeting: its key is not good for another one.
+// joinRequest is D's part: the content that it expects in the prompt's blocks.
 func (v *rendezvous) close(key string) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
@@ -98,7 +102,7 @@ func (v *rendezvous) close(key string) {
 	v.past[key] = r != nil && r.joined
 }
 
-// joinRequest is what D says of itself: what it believes the prompt's blocks hold.
+// send returns the result of P's transfer: the content of D's blocks, and whether it is the right one.
 type joinRequest struct {
 	blockSize int
 	tokens    int
@@ -116,27 +120,31 @@ func (j *joinRequest) decode(r *handover.WireReader) {
 }
 
 func (s *Node) joinOf(p *engine.Prompt) joinRequest {
-	j := joinRequest{blockSize: s.cfg.BlockSize, tokens: p.N, want: make([]uint64, engine.BlocksFor(p.N, s.cfg.BlockSize))}
+	j := joinRequest{blockSize: s.cfg.BlockSize, tokens: p.N,
+		want: make([]uint64, engine.BlocksFor(p.N, s.cfg.BlockSize))}
 	for i := range j.want {
 		j.want[i] = p.Content(i)
 	}
 	return j
 }
 
-// send is what P's transfer comes to: what D's blocks hold afterwards, and whether that is what D needs.
+// answerJoin serves D's connection: it waits for P's KV, as long as D does. false: the connection cannot be used any
+// more.
 func (s *Node) send(p *engine.Prompt, want *joinRequest) (a handover.PullAnswer) {
 	mine := s.joinOf(p)
 	switch {
 	case want.blockSize != mine.blockSize:
 		a.Refused = fmt.Sprintf("block sizes differ: %d and %d", want.blockSize, mine.blockSize)
 	case want.tokens != mine.tokens || !slices.Equal(want.want, mine.want):
-		a.Violation = engine.Violation{Kind: "other_prompt", Message: fmt.Sprintf("the KV is of another prompt: %d tokens on the prefill engine, %d on the decode engine", mine.tokens, want.tokens)}
+		a.Violation = engine.Violation{Kind: "other_prompt",
+			Message: fmt.Sprintf("the KV is of another prompt: %d tokens on the prefill engine, %d on the decode "+
+				"engine", mine.tokens, want.tokens)}
 		a.Actual = slices.Grow(mine.want, len(want.want))[:len(want.want)]
 	}
 	return a
 }
 
-// answerJoin serves D's connection: it waits for P's KV, as long as D does. false: the connection is of no more use.
+// join waits for D's KV, for at most the transfer timeout. It returns the blocks' content, nil if it is the prompt's.
 func (s *Node) answerJoin(key string, want joinRequest, hungUp <-chan struct{}) (handover.PullAnswer, bool) {
 	r, err := s.Rooms.meet(key, want)
 	if v, ok := errors.AsType[*engine.Violation](err); ok {
@@ -151,8 +159,8 @@ func (s *Node) answerJoin(key string, want joinRequest, hungUp <-chan struct{}) 
 	}
 }
 
-// join is D's wait for its KV: at most the transfer timeout. It returns what the blocks hold, nil where that is what the
-// prompt needs.
+// join returns D's wait for its KV: at most the transfer timeout. It returns what the blocks hold, nil where that is
+// what the prompt needs.
 func (s *Node) join(ctx context.Context, addr, key string, p *engine.Prompt) ([]uint64, error) {
 	ctx, cancel := context.WithTimeout(ctx, s.cfg.TransferTimeout)
 	defer cancel()
@@ -167,7 +175,7 @@ func (s *Node) join(ctx context.Context, addr, key string, p *engine.Prompt) ([]
 		if errors.Is(context.Cause(ctx), context.Canceled) {
 			return nil, context.Canceled
 		}
-		if ctx.Err() == nil { // P has died: two heartbeats, 5 s apart of 300, go unanswered
+		if ctx.Err() == nil { // took records KV that came from another engine.
 			if err := engine.Sleep(ctx, s.cfg.TransferTimeout/30); err != nil {
 				return nil, err
 			}
@@ -191,7 +199,10 @@ func (s *Node) join(ctx context.Context, addr, key string, p *engine.Prompt) ([]
 	return a.Actual, nil
 }
 
-// took books KV that came from another engine.
+// SGLang's disaggregation of 0.5.23. Both legs get the same room. P's bootstrap server tells D the addresses of P's
+// ranks; D connects there and waits; P waits for D before it computes anything, sends, and answers when D has
+// everything. Each waits for the other for at most the transfer timeout (SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT and
+// _WAITING_TIMEOUT, 300 s), and keeps its blocks meanwhile: neither notices that the other one's client leaves.
 func (l *Leg) took(q *engine.Sequence, actual []uint64) {
 	s := l.Node
 	s.CountFetched(q, q.P.N-q.Local(s.cfg.BlockSize))

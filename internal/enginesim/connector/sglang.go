@@ -19,14 +19,14 @@ import (
 )
 
 // SGLang's disaggregation, as 0.5.23 has it. Both legs are sent the same room. P's bootstrap server tells D where P's
-// ranks are; D goes there and waits; P waits for D before it computes anything, sends, and answers when D has all. Each
-// waits for the other as long as the transfer timeout says (SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT and _WAITING_TIMEOUT,
-// 300 s), holding its blocks meanwhile: neither hears of it when the other one's client leaves.
+// ranks are; D goes there and waits; P waits for D before it computes anything, sends, and answers when D has all.
+// Each waits for the other as long as the transfer timeout says (SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT and
+// _WAITING_TIMEOUT, 300 s), holding its blocks meanwhile: neither hears of it when the other one's client leaves.
 
 // roomParams are bootstrap_host, bootstrap_port and bootstrap_room of one sequence.
 type roomParams struct {
 	host string
-	port int // 0: null, the server's own
+	port int // RoomMembers are the members of a body that name its rooms, unparsed.
 	room uint64
 }
 
@@ -35,11 +35,12 @@ func (r roomParams) key() string { return strconv.FormatUint(r.room, 10) }
 // RoomMembers are the members of a body that name its rooms, as they came.
 type RoomMembers struct{ Hosts, Ports, Rooms []byte }
 
-// read reads the rooms, one for each prompt (srt/managers/io_struct.py, _normalize_bootstrap_params).
+// element returns a scalar, or element i of a list.
 func (m RoomMembers) read(prompts int) ([]roomParams, *engine.Error) {
 	hosts, ports, rooms := m.Hosts, m.Ports, m.Rooms
 	if jsontext.IsNull(rooms) {
-		return nil, engine.BadRequest("Disaggregated request received without bootstrap room id. Disaggregated Server requires bootstrap room.")
+		return nil, engine.BadRequest("Disaggregated request received without bootstrap room id. Disaggregated " +
+			"Server requires bootstrap room.")
 	}
 	out := make([]roomParams, prompts)
 	for i := range out {
@@ -78,7 +79,7 @@ func (m RoomMembers) read(prompts int) ([]roomParams, *engine.Error) {
 	return out, nil
 }
 
-// element is a scalar, or what a list has at i.
+// Roomed reports whether this engine does only one leg.
 func element(raw []byte, i int, name string) ([]byte, *engine.Error) {
 	if !jsontext.IsArray(raw) {
 		return raw, nil
@@ -94,7 +95,9 @@ func element(raw []byte, i int, name string) ([]byte, *engine.Error) {
 // Roomed reports whether this engine does one leg of two.
 func (c *Config) Roomed() bool { return c.Connector == SGLang && c.Role != engine.RoleBoth }
 
-// TakeRooms reads the rooms of a request.
+// shareRoom serves several choices of a prompt, which all have the room of the first (srt/managers/
+// tokenizer_manager.py, _handle_batch_request): P computes and answers, D waits for KV that never comes (run on
+// 0.5.23).
 func (l *Leg) TakeRooms(m RoomMembers, prompts int) *engine.Error {
 	rooms, bad := m.read(prompts)
 	if bad != nil {
@@ -111,8 +114,7 @@ func (l *Leg) TakeRooms(m RoomMembers, prompts int) *engine.Error {
 	return nil
 }
 
-// shareRoom is what becomes of several choices of a prompt, which all have the room of the first (srt/managers/
-// tokenizer_manager.py, _handle_batch_request): P computes and answers, D waits for KV that nobody sends (run on 0.5.23).
+// receiveRooms is D's part of a call: it gets the KV of all its sequences.
 func (l *Leg) shareRoom(ctx context.Context) error {
 	if l.Node.cfg.Role == engine.RolePrefill {
 		return l.Job.Prefill(ctx)
@@ -129,7 +131,7 @@ func (l *Leg) shareRoom(ctx context.Context) error {
 	}
 }
 
-// receiveRooms is D's part of a call: all of its sequences get their KV.
+// findRank asks P's bootstrap server for the number of ranks, and then for the address of the rank that has the room.
 func (l *Leg) receiveRooms(ctx context.Context) error {
 	held := l.hold()
 	defer l.Node.Rooms.Held.Add(-held)
@@ -162,7 +164,7 @@ func (l *Leg) hold() (blocks int64) {
 	return blocks
 }
 
-// findRank asks P's bootstrap server where the rank that has the room is: how many ranks there are first.
+// askRoute asks P's bootstrap server about a rank; -1: about all.
 func (s *Node) findRank(ctx context.Context, r roomParams) (string, error) {
 	var all struct {
 		Ranks uint64 `json:"dp_size"`
@@ -180,7 +182,7 @@ func (s *Node) findRank(ctx context.Context, r roomParams) (string, error) {
 	return net.JoinHostPort(rank.IP, strconv.Itoa(rank.Port)), nil
 }
 
-// askRoute asks P's bootstrap server of a rank; -1 is all of them.
+// sendRooms is P's part of a call: it waits until D is there in every room, computes the prompts, and sends.
 func (s *Node) askRoute(ctx context.Context, r roomParams, rank int, into any) error {
 	port := r.port
 	if port == 0 {
@@ -192,7 +194,8 @@ func (s *Node) askRoute(ctx context.Context, r roomParams, rank int, into any) e
 		others = -1
 	}
 	host := net.JoinHostPort(strings.Trim(r.host, "[]"), strconv.Itoa(port))
-	url := fmt.Sprintf("http://%s/route?prefill_dp_rank=%d&prefill_cp_rank=%[3]d&target_tp_rank=%[3]d&target_pp_rank=%[3]d",
+	url := fmt.Sprintf("http://%s/route?prefill_dp_rank=%d&prefill_cp_rank=%[3]d&target_tp_rank=%[3]d"+
+		"&target_pp_rank=%[3]d",
 		host, rank, others)
 	req, err := http.NewRequestWithContext(ctx, http.MethodGet, url, nil)
 	if err != nil {
@@ -203,7 +206,8 @@ func (s *Node) askRoute(ctx context.Context, r roomParams, rank int, into any) e
 		if ctx.Err() != nil {
 			return ctx.Err()
 		}
-		return fmt.Errorf("%w: could not fetch prefill parallel info from bootstrap server: %w", engine.ErrLoadFailed, err)
+		return fmt.Errorf("%w: could not fetch prefill parallel info from bootstrap server: %w", engine.ErrLoadFailed,
+			err)
 	}
 	defer resp.Body.Close()
 	if err := json.NewDecoder(resp.Body).Decode(into); err != nil || resp.StatusCode != http.StatusOK {
@@ -212,7 +216,7 @@ func (s *Node) askRoute(ctx context.Context, r roomParams, rank int, into any) e
 	return nil
 }
 
-// sendRooms is P's part of a call: it waits until D is there in every room, computes the prompts, and sends.
+// D has left; P does not learn it, and its transfer never ends
 func (l *Leg) sendRooms(ctx context.Context) error {
 	s := l.Node
 	held := l.hold()
@@ -240,7 +244,9 @@ func (l *Leg) sendRooms(ctx context.Context) error {
 	}
 	for i, r := range rooms {
 		select {
-		case <-r.gone: // D has left; nobody tells P, whose transfer never ends
+		case <-r.gone:
+			// bootstrapServer is P's: ranks register, decode engines and routers ask
+			// (srt/disaggregation/common/conn.py).
 			<-ctx.Done()
 			return context.Cause(ctx)
 		default:
@@ -252,7 +258,7 @@ func (l *Leg) sendRooms(ctx context.Context) error {
 
 var errTransferTimeout = errors.New("the decode engine did not come in time")
 
-// bootstrapServer is P's: ranks register, decode engines and routers ask (srt/disaggregation/common/conn.py).
+// DisaggregationMode returns the value of --disaggregation-mode.
 func (s *Node) bootstrapServer() http.Handler {
 	mux := http.NewServeMux()
 	mux.HandleFunc("GET /health", func(w http.ResponseWriter, _ *http.Request) { _, _ = w.Write([]byte("OK")) })
@@ -269,7 +275,8 @@ func (s *Node) bootstrapServer() http.Handler {
 		case rank == -2 || get("target_tp_rank") == -2 || get("target_pp_rank") == -2 || get("prefill_cp_rank") == -2:
 			http.Error(w, "Missing inputs for bootstrap server.", http.StatusBadRequest)
 		case rank == -1:
-			answerJSON(w, map[string]any{"attn_tp_size": 1, "attn_cp_size": 1, "dp_size": s.cfg.DpSize, "pp_size": 1, "page_size": s.cfg.BlockSize,
+			answerJSON(w, map[string]any{"attn_tp_size": 1, "attn_cp_size": 1, "dp_size": s.cfg.DpSize, "pp_size": 1,
+				"page_size":      s.cfg.BlockSize,
 				"kv_cache_dtype": "auto", "follow_bootstrap_room": true})
 		case rank >= len(s.ranks()):
 			http.Error(w, "Bootstrap info not Found", http.StatusNotFound)
@@ -280,7 +287,7 @@ func (s *Node) bootstrapServer() http.Handler {
 	return mux
 }
 
-// DisaggregationMode is --disaggregation-mode.
+// DisaggregationMode returns --disaggregation-mode.
 func (s *Node) DisaggregationMode() string {
 	if s.cfg.Role == engine.RoleBoth {
 		return "null"
@@ -288,7 +295,8 @@ func (s *Node) DisaggregationMode() string {
 	return string(s.cfg.Role)
 }
 
-// openBootstrap opens P's bootstrap port.
+// store is a KV store that engines share: a block's name is its content. It lives in one engine, on its side channel;
+// the others get that address (-store).
 func (s *Node) openBootstrap() error {
 	l, err := net.Listen("tcp", s.cfg.Bootstrap)
 	if err != nil {

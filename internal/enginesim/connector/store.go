@@ -8,17 +8,16 @@ import (
 	"tandem/internal/enginesim/handover"
 )
 
-// store is a KV store that engines share: what a block holds is its name. It lives in one engine, on its side channel;
-// the others are given that address (-store).
+// "": this engine has it
 type store struct {
 	s    *Node
-	addr string // "": it is here
+	addr string // blocks; beyond that the store is emptied
 
 	mu     sync.Mutex
 	blocks map[uint64]struct{}
 }
 
-const maxStored = 4 << 20 // blocks; then it is emptied
+const maxStored = 4 << 20 // has reports whether all of the blocks are there. A store that does not answer has none.
 
 func newStore(s *Node, addr string) *store {
 	return &store{s: s, addr: addr, blocks: map[uint64]struct{}{}}
@@ -66,7 +65,8 @@ func (t *store) ask(op byte, blocks []uint64) ([]byte, error) {
 	return t.s.peers.Call(ctx, t.addr, w.SealFrame())
 }
 
-// serveStore answers another engine.
+// TensorRT-LLM's disaggregated_params, context first. Ids are compared as text and have more than 53 bits, which
+// reveals a router that turns one into a float.
 func (t *store) serve(op byte, r *handover.WireReader, out *handover.WireWriter) {
 	blocks := r.Words()
 	switch {

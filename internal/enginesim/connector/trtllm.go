@@ -11,13 +11,12 @@ import (
 	"tandem/internal/enginesim/jsontext"
 )
 
-// TensorRT-LLM's disaggregated_params, context first. Ids are compared as text, so a router that turned one into a float
-// is found out: they have more than 53 bits here.
+// leastDisaggID is the least id that a router may choose; smaller ones are an engine's own (disaggregated_params.py).
 
 // leastDisaggID is where ids of the router's begin; smaller ones are an engine's own (disaggregated_params.py).
 const leastDisaggID = 1 << 42
 
-// parseDisaggregated reads disaggregated_params.
+// readOpaque reads P's location, whose form is the engine's own affair.
 func parseDisaggregated(raw []byte) (kv Params) {
 	if !jsontext.IsObject(raw) {
 		return kv
@@ -29,13 +28,15 @@ func parseDisaggregated(raw []byte) (kv Params) {
 	}
 	n, ok := jsontext.Integer(disaggID)
 	if disaggID != nil && (!ok || n < leastDisaggID) {
-		kv.Broken = &engine.Violation{Kind: "bad_disagg_id", Message: "disagg_request_id is " + string(disaggID) + ", not an integer from 2^42 on"}
+		kv.Broken = &engine.Violation{Kind: "bad_disagg_id",
+			Message: "disagg_request_id is " + string(disaggID) + ", not an integer from 2^42 on"}
 	}
 	contextID := string(jsontext.Get(raw, "ctx_request_id"))
 	style, _ := jsontext.Integer(jsontext.Get(raw, "schedule_style"))
 	kv.genFirst = style == 1
 	if kv.genFirst && disaggID == nil {
-		kv.Broken = &engine.Violation{Kind: "bad_disagg_id", Message: "schedule_style 1 without a disagg_request_id, by which the legs meet"}
+		kv.Broken = &engine.Violation{Kind: "bad_disagg_id",
+			Message: "schedule_style 1 without a disagg_request_id, by which the legs meet"}
 	}
 	switch string(jsontext.Text(jsontext.Get(raw, "request_type"))) {
 	case "context_only":
@@ -43,12 +44,14 @@ func parseDisaggregated(raw []byte) (kv Params) {
 	case "generation_only":
 		kv.RemotePrefill = true
 		if _, ok := jsontext.Integer([]byte(contextID)); !ok {
-			kv.Broken = &engine.Violation{Kind: "incomplete_params", Message: "generation_only with ctx_request_id " + contextID}
+			kv.Broken = &engine.Violation{Kind: "incomplete_params",
+				Message: "generation_only with ctx_request_id " + contextID}
 			return kv
 		}
 		kv.requestID = contextID + "/" + string(disaggID)
 		if kv.genFirst {
-			kv.readInfoEndpoint(contextID, string(disaggID), string(jsontext.Text(jsontext.Get(raw, "ctx_info_endpoint"))))
+			kv.readInfoEndpoint(contextID, string(disaggID),
+				string(jsontext.Text(jsontext.Get(raw, "ctx_info_endpoint"))))
 			return kv
 		}
 		kv.readOpaque(jsontext.Text(jsontext.Get(raw, "encoded_opaque_state")))
@@ -58,13 +61,14 @@ func parseDisaggregated(raw []byte) (kv Params) {
 	return kv
 }
 
-// readOpaque reads where P is: what an engine puts there is its own affair.
+// readInfoEndpoint reads the address at which P's transfers are arranged, which D gets before P has answered.
 func (kv *Params) readOpaque(state []byte) {
 	plain, err := base64.StdEncoding.DecodeString(string(state))
 	id, addr, ok := strings.Cut(string(plain), "@")
 	host, port, bad := net.SplitHostPort(addr)
 	if err != nil || !ok || bad != nil {
-		kv.Broken = &engine.Violation{Kind: "incomplete_params", Message: "encoded_opaque_state is not this engine's kind of"}
+		kv.Broken = &engine.Violation{Kind: "incomplete_params",
+			Message: "encoded_opaque_state is not this engine's kind of"}
 		return
 	}
 	kv.engineID, kv.host = id, host
@@ -78,15 +82,18 @@ func (kv *Params) readInfoEndpoint(contextID, disaggID, endpoint string) {
 	host, port, bad := net.SplitHostPort(addr)
 	switch {
 	case contextID != disaggID:
-		kv.Broken = &engine.Violation{Kind: "incomplete_params", Message: "schedule_style 1 with ctx_request_id " + contextID + " and disagg_request_id " + disaggID}
+		kv.Broken = &engine.Violation{Kind: "incomplete_params",
+			Message: "schedule_style 1 with ctx_request_id " + contextID + " and disagg_request_id " + disaggID}
 	case !ok || bad != nil:
-		kv.Broken = &engine.Violation{Kind: "incomplete_params", Message: "schedule_style 1 without P's ctx_info_endpoint"}
+		kv.Broken = &engine.Violation{Kind: "incomplete_params",
+			Message: "schedule_style 1 without P's ctx_info_endpoint"}
 	}
 	kv.host = host
 	kv.port, _ = strconv.Atoi(port)
 }
 
-// sendContext is P's part where both legs run at once: it waits in its scheduler until D is there, computes, and writes.
+// sendContext returns P's part where both legs run at once: it waits in its scheduler until D is there, computes, and
+// writes.
 func (l *Leg) sendContext(ctx context.Context) error {
 	s, key := l.Node, "trtllm "+l.Kv.keepAs
 	held := l.hold()
@@ -118,7 +125,7 @@ func (l *Leg) sendContext(ctx context.Context) error {
 	return nil
 }
 
-// receiveContext is D's.
+// receiveContext returns D's.
 func (l *Leg) receiveContext(ctx context.Context) error {
 	held := l.hold()
 	defer l.Node.Rooms.Held.Add(-held)
@@ -131,8 +138,7 @@ func (l *Leg) receiveContext(ctx context.Context) error {
 	return nil
 }
 
-// StopAfterContext cuts an answer after its first token, as a context server does by itself. An answer that ends there
-// anyway is complete.
+// over reports whether a context server has nothing to hand over: the answer is complete.
 func StopAfterContext(q *engine.Sequence) {
 	if q.Out.N <= 1 {
 		return
@@ -142,10 +148,14 @@ func StopAfterContext(q *engine.Sequence) {
 	q.Out.N, q.Out.Finish, q.Out.StopReason = 1, "not_finished", "null"
 }
 
-// over reports whether a context server has nothing to hand over: the answer is complete.
+// appendDisaggregated appends disaggregated_params of a context server's answer.
 func over(q *engine.Sequence) bool { return q.Out.Finish == "stop" || q.Out.Finish == "tool_calls" }
 
-// appendDisaggregated is disaggregated_params of a context server's answer.
+// NIXL pull in both directions (vLLM's bidirectional_kv_xfer, from 0.21; here as in 0.32 and, for streams, 0.33): a
+// decode engine that fetched its prompt keeps the blocks of prompt and answer, and answers their location. The prefill
+// engine of the conversation's next turn fetches them, and computes the rest. Blocks are read by number, so a prompt
+// that does not begin with exactly those tokens gets another's KV: here that is a violation. The blocks are kept for
+// one read, until their time (-decoder-ttl, decoder_kv_blocks_ttl) is over; nothing renews it.
 func (s *Node) appendDisaggregated(dst []byte, contextID, disaggID string) []byte {
 	opaque := s.EngineID + "@" + net.JoinHostPort(s.SideHost, strconv.Itoa(s.SidePort))
 	dst = append(dst, `{"request_type":"context_only","first_gen_tokens":[7],"ctx_request_id":`+contextID...)

@@ -12,18 +12,14 @@ import (
 	"tandem/internal/enginesim/jsontext"
 )
 
-// NIXL pull in both directions (vLLM's bidirectional_kv_xfer, from 0.21; here as 0.32 and, for streams, 0.33 have it): a decode
-// engine keeps the blocks of an answer that it fetched the prompt of, prompt and answer, and says where they are; the prefill
-// engine of the conversation's next turn fetches them, and computes what lies behind. Blocks are read by number, so a prompt
-// that does not begin with just those tokens gets another's KV: here that is a violation. What is kept is kept for one read,
-// until its time (-decoder-ttl, decoder_kv_blocks_ttl) is over; nothing renews it.
-
 // fetchThreshold is kv_recompute_threshold: fewer tokens than that are computed.
+
+// turnSource is a prefill leg's parameters about the conversation's last answer, besides those of all hand-overs.
 const fetchThreshold = 64
 
 // turnSource is what a prefill leg says of the conversation's last answer, beside what all hand-overs have.
 type turnSource struct {
-	tokens int    // remote_num_tokens
+	tokens int    // the missing member for which vLLM ignores the blocks
 	lacks  string // the member without which vLLM leaves the blocks alone
 }
 
@@ -41,7 +37,8 @@ func (kv *Params) parseTurn(ids, port, tokens []byte) {
 		name  string
 		there bool
 	}{
-		{"remote_engine_id", kv.engineID != ""}, {"remote_request_id", kv.requestID != ""}, {"remote_host", kv.host != ""},
+		{"remote_engine_id", kv.engineID != ""}, {"remote_request_id", kv.requestID != ""},
+		{"remote_host", kv.host != ""},
 		{"remote_port", isInt}, {"remote_num_tokens", counted && count > 0},
 	} {
 		if !m.there && kv.turn.lacks == "" {
@@ -50,31 +47,34 @@ func (kv *Params) parseTurn(ids, port, tokens []byte) {
 	}
 }
 
-// keepsTurns reports whether the call's answer is kept for the conversation's next turn.
+// FetchesTurn reports whether the call's prompt begins with tokens whose KV a decode engine has kept.
 func (l *Leg) keepsTurns() bool {
 	return l.Node.cfg.Bidirectional && l.Node.cfg.Connector == NIXL && l.Kv.RemotePrefill
 }
 
-// FetchesTurn reports whether the call's prompt begins with what a decode engine has kept.
+// TurnBreach returns the violation of a prefill leg that names an earlier answer, nil if there is none.
 func (l *Leg) FetchesTurn() bool {
 	return l.Node.cfg.Bidirectional && l.Node.cfg.Connector == NIXL && l.Kv.staleOnP
 }
 
-// TurnBreach is what is wrong with a prefill leg that tells of an earlier answer, nil for nothing.
+// keepTurn gives a finished answer's blocks to the ledger, and writes the client's parameters for them. It acts once
+// for a sequence.
 func (l *Leg) TurnBreach() *engine.Violation {
 	kv := l.Kv
 	switch {
 	case !kv.staleOnP:
 		return nil
 	case !l.Node.cfg.Bidirectional:
-		return &engine.Violation{Kind: "stale_blocks_on_prefill", Message: "do_remote_decode with remote_block_ids: the prefill engine would read from elsewhere"}
+		return &engine.Violation{Kind: "stale_blocks_on_prefill",
+			Message: "do_remote_decode with remote_block_ids: the prefill engine would read from elsewhere"}
 	case kv.turn.lacks != "":
-		return &engine.Violation{Kind: "incomplete_params", Message: "blocks of an earlier answer without " + kv.turn.lacks}
+		return &engine.Violation{Kind: "incomplete_params",
+			Message: "blocks of an earlier answer without " + kv.turn.lacks}
 	}
 	return nil
 }
 
-// keepTurn hands a finished answer's blocks to the ledger, and writes what the client is told of them. Once for a sequence.
+// appendTurn appends the kv_transfer_params of a decode engine's answer.
 func (l *Leg) keepTurn(q *engine.Sequence) {
 	if q.Kept {
 		return
@@ -90,24 +90,36 @@ func (l *Leg) keepTurn(q *engine.Sequence) {
 	s.Ledger.KeepFor(id, l.Xid, blocks, q.Computed(), s.cfg.DecoderTTL, true)
 }
 
-// appendTurn is the kv_transfer_params of a decode engine's answer.
+// fetchTurn fetches the beginning of a prompt from the decode engine that has kept it. If it is gone, the leg fails,
+// or the prompt is computed, as with every KV load.
 func (s *Node) appendTurn(dst []byte, requestID string, blocks []int32, tokens int) []byte {
 	expires := time.Since(s.Started) + s.cfg.DecoderTTL
-	return s.appendParams(dst, `{"do_remote_prefill":false,"do_remote_decode":true,"remote_block_ids":[[`, requestID, blocks, tokens,
+	return s.appendParams(dst, `{"do_remote_prefill":false,"do_remote_decode":true,"remote_block_ids":[[`, requestID,
+		blocks, tokens,
 		strconv.FormatFloat(expires.Seconds(), 'f', 6, 64), -1)
 }
 
-// fetchTurn gets the beginning of a prompt from the decode engine that has kept it. What that does not have any more fails the
-// leg, or is computed, as with every KV load.
+// vLLM: "Got invalid KVTransferParams", and continues without
 func (l *Leg) fetchTurn(ctx context.Context) error {
 	s, q, kv := l.Node, l.Job.Seqs[0], l.Kv
-	if kv.turn.lacks != "" { // vLLM: "Got invalid KVTransferParams", and goes on without
+	// Pool is the engine's KV memory, modelled after vLLM's BlockPool and KVCacheManager: numbered blocks, a reference
+	// count for each, a queue of free blocks in which the least recently used is taken first, and an index of full
+	// blocks by the hash of everything up to them (the prefix cache). A free block keeps its content and can be hit
+	// until it is reused. Block 0 is vLLM's null block and is never given out.
+	//
+	// Beyond vLLM's bookkeeping each block records *its content*, by which a read of stale blocks is detected.
+	//
+	// Long prompts put thousands of blocks into the prefix cache and evict as many, and the cache misses of a hash
+	// table would be most of the simulator's work. So a cached block is found from the block before it (child), and
+	// only first blocks and those at a fork are in the hash table.
+	if kv.turn.lacks != "" {
 		return nil
 	}
 	n := kv.turn.tokens
 	if n >= q.P.N {
 		if !s.cfg.Faithful {
-			return &engine.Violation{Kind: "turn_not_longer", Message: fmt.Sprintf("%d tokens were kept, the prompt has %d", n, q.P.N)}
+			return &engine.Violation{Kind: "turn_not_longer",
+				Message: fmt.Sprintf("%d tokens were kept, the prompt has %d", n, q.P.N)}
 		}
 		n = q.P.N
 	}

@@ -6,16 +6,7 @@ import (
 	"sync"
 )
 
-// Pool is the engine's KV memory, as vLLM's BlockPool and KVCacheManager see it: numbered blocks, a reference count
-// for each, a queue of free blocks in which the least recently used is taken first, and an index of full blocks by
-// the hash of everything up to them (the prefix cache). A free block keeps its content and can be hit until it is
-// reused. Block 0 is vLLM's null block and is never given out.
-//
-// Beyond vLLM's bookkeeping each block remembers *what it holds*, which is how a read of stale blocks is noticed.
-//
-// Long prompts put thousands of blocks into the prefix cache and push as many out, and a hash table's cache misses
-// would be most of what the simulator does. So a cached block is found from the block before it (child), and only
-// first blocks and those at a fork are in the hash table.
+// the first unused block; unused ones go before freed ones, as in vLLM's initial queue
 type Pool struct {
 	mu        sync.Mutex
 	BlockSize int
@@ -23,7 +14,7 @@ type Pool struct {
 	index     hashIndex
 	freeCount int
 	fresh     int32 // the first block that was never used; these go before freed ones, as in vLLM's initial queue
-	head      int32 // least recently freed
+	head      int32 // publishes changes of the prefix cache; may be nil
 	last      int32
 	waiting   []*waiter
 	events    *Events // who is told what is cached; nil: nobody
@@ -31,27 +22,28 @@ type Pool struct {
 }
 
 type block struct {
-	prev, next int32 // in the free queue
+	prev, next int32 // the cached block that was first found to follow this one; 0: none
 	refs       int32
-	child      int32  // the cached block that was first found to follow this one, 0 for none
+	child      int32  // the block whose child this is; 0: it is in the index
 	parent     int32  // the block whose child this is, 0 when it is in the index
-	key        uint64 // in the prefix cache under this key; 0: not cached
-	full       uint64 // content when every token of it is known; 0: unknown
-	tail       uint64 // content of its first tokens, when a prompt ended inside it
+	key        uint64 // content, if every token of it is known; 0: unknown
+	full       uint64 // content of its first tokens, if a prompt ended inside it
+	tail       uint64 // NewPool returns a pool with all blocks free. Block 0 is never given out.
 }
 
 type waiter struct{ ready chan struct{} }
 
 const noBlock = -1
 
-// NewPool makes a pool of which nothing is in use. Block 0 is never given out.
+// reset makes every block new. All blocks must be free.
 func NewPool(blocks, blockSize int) *Pool {
 	p := &Pool{BlockSize: blockSize}
 	p.reset(blocks)
 	return p
 }
 
-// reset makes every block new. Only for a pool of which nothing is in use.
+// ResetPrefixCache empties the prefix cache, as POST /reset_prefix_cache does. It returns false while blocks are in
+// use.
 func (p *Pool) reset(blocks int) {
 	p.blocks = make([]block, blocks)
 	p.index = newHashIndex(blocks)
@@ -60,7 +52,7 @@ func (p *Pool) reset(blocks int) {
 	p.freeCount = blocks - 1
 }
 
-// ResetPrefixCache forgets what is cached, as POST /reset_prefix_cache does: refused while blocks are in use.
+// Usage returns the share of the blocks in use, 0..1: vllm:kv_cache_usage_perc.
 func (p *Pool) ResetPrefixCache() bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -73,7 +65,7 @@ func (p *Pool) ResetPrefixCache() bool {
 	return true
 }
 
-// Usage is the part of the blocks in use, 0..1: vllm:kv_cache_usage_perc.
+// Grant is the blocks of one sequence, in order; the first hits of them came from the prefix cache.
 func (p *Pool) Usage() float64 {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -144,7 +136,7 @@ func (p *Pool) wakeFirst() {
 	}
 }
 
-// fits reports whether the sequences could ever be admitted.
+// without counting hits: simpler, and only for requests that are never split
 func (p *Pool) fits(lens []int) bool {
 	need := 0
 	for _, n := range lens {
@@ -154,7 +146,9 @@ func (p *Pool) fits(lens []int) bool {
 }
 
 func (p *Pool) tryAdmit(prompts []*Prompt, lens []int) []Grant {
-	if len(prompts) > 1 { // without counting hits: simpler, and only for requests that P/D never sees
+	// tryOne allocates hits and free blocks for one sequence. As in vLLM the last prompt token is never taken from the
+	// cache: it has to be computed for the first answer token.
+	if len(prompts) > 1 {
 		need := 0
 		for _, n := range lens {
 			need += BlocksFor(n, p.BlockSize)
@@ -174,11 +168,12 @@ func (p *Pool) tryAdmit(prompts []*Prompt, lens []int) []Grant {
 	return grants
 }
 
-// tryOne takes hits and fresh blocks for one sequence. As in vLLM the last prompt token is never taken from the
-// cache: somebody has to compute the first answer token.
+// hits that are in the free queue now
 func (p *Pool) tryOne(pr *Prompt, total int) (Grant, bool) {
 	g := Grant{Blocks: make([]int32, 0, total), tip: noBlock}
-	idle := 0 // hits that are on the free queue now
+	// Free frees blocks. The end of a sequence is freed first and so reused first: its beginning is more likely to be
+	// shared.
+	idle := 0
 	for g.Hits < min((pr.N-1)/p.BlockSize, len(pr.Full)) {
 		id := p.find(g.tip, pr.key(g.Hits))
 		if id == noBlock {
@@ -249,8 +244,9 @@ func (p *Pool) unlink(id int32) {
 	p.freeCount--
 }
 
-// Free gives blocks back. The end of a sequence is freed first and so reused first: its beginning is more likely to
-// be shared.
+// Write records that the blocks of g, from block "from" on, now have the sequence's KV, and puts full ones into the
+// prefix cache. actual, if not nil, has the real content of each block (KV that another engine sent), 0 meaning
+// "nothing". A sequence with tail 0 leaves the tail of its last block unchanged.
 func (p *Pool) Free(ids []int32) {
 	if len(ids) == 0 {
 		return
@@ -274,9 +270,7 @@ func (p *Pool) Free(ids []int32) {
 	p.wakeFirst()
 }
 
-// Write records that the blocks of g, from block "from" on, now hold the sequence's KV, and puts full ones into the
-// prefix cache. actual, where not nil, says for each block what was really put there (KV that another engine sent), 0
-// meaning "nothing". A sequence with tail 0 leaves the tail of its last block as it was.
+// blocks from there to i are newly cached
 func (p *Pool) Write(g *Grant, seq *Prompt, from int, actual []uint64) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -312,12 +306,14 @@ func (p *Pool) store(g *Grant, seq *Prompt, from, to int, actual []uint64) {
 	}
 }
 
-// find looks a cached block up, given the cached block before it (noBlock for the first of a sequence).
+// nothing ever followed it
 func (p *Pool) find(before int32, key uint64) int32 {
 	if before != noBlock {
 		child := p.blocks[before].child
 		if child == 0 {
-			return noBlock // never followed by anything
+			// cache puts a block into the prefix cache after the one before it, and returns the cached block: an equal
+			// one may have been there already.
+			return noBlock
 		}
 		if p.blocks[child].key == key && p.blocks[child].parent == before {
 			return child
@@ -326,8 +322,7 @@ func (p *Pool) find(before int32, key uint64) int32 {
 	return p.index.find(p.blocks, key)
 }
 
-// cache puts a block into the prefix cache after the one before it, and returns the block that is there now: an equal
-// one may have been first.
+// Read returns the content of blocks: for each block the wanted content if it is there, else the other one.
 func (p *Pool) cache(before, id int32, key uint64) int32 {
 	if there := p.find(before, key); there != noBlock {
 		return there
@@ -351,7 +346,8 @@ func actualOr(actual []uint64, i int, want uint64) uint64 {
 	return actual[i]
 }
 
-// Read says what blocks hold: for each block the wanted content if it is there, else whatever is.
+// hashIndex finds blocks by key: open addressing, a slot holding half of the key (which also determines its place) and
+// the block's number; the other half is compared with the block when the first matches.
 func (p *Pool) Read(ids []int32, want func(i int) uint64) []uint64 {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -373,7 +369,7 @@ func (p *Pool) Read(ids []int32, want func(i int) uint64) []uint64 {
 // hashIndex finds blocks by key: open addressing, a slot holding half of the key (which also says where it belongs)
 // and the block's number; the other half is read from the block when the first matches.
 type hashIndex struct {
-	slots []uint64 // key<<32 | block; 0 is empty, as block 0 is never in it
+	slots []uint64 // add inserts a block under a key that is not there yet.
 	mask  uint64
 }
 
@@ -394,7 +390,7 @@ func (h *hashIndex) find(blocks []block, key uint64) int32 {
 	return noBlock
 }
 
-// add puts a block in under a key that is not there yet.
+// remove removes a block and moves later ones of its run back, so that no tombstones are needed.
 func (h *hashIndex) add(id int32, key uint64) {
 	i := key & h.mask
 	for h.slots[i] != 0 {
@@ -403,7 +399,7 @@ func (h *hashIndex) add(id int32, key uint64) {
 	h.slots[i] = key<<32 | uint64(id)
 }
 
-// remove takes a block out and moves later ones of its run back, so that no tombstones are needed.
+// Prefix returns the number of leading blocks that the prefix cache has.
 func (h *hashIndex) remove(blocks []block, id int32) {
 	i := blocks[id].key & h.mask
 	for int32(h.slots[i]) != id {
@@ -419,7 +415,7 @@ func (h *hashIndex) remove(blocks []block, id int32) {
 	h.slots[i] = 0
 }
 
-// Prefix is how many of the blocks, from the first on, the prefix cache has.
+// Size returns the number of usable blocks, and of those in use.
 func (p *Pool) Prefix(blocks []uint64) (n int) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -431,7 +427,7 @@ func (p *Pool) Prefix(blocks []uint64) (n int) {
 	return n
 }
 
-// Size is how many blocks there are to be used, and how many are in use.
+// All returns the number of usable blocks; they are numbered from 1.
 func (p *Pool) Size() (all, used int) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -439,5 +435,5 @@ func (p *Pool) Size() (all, used int) {
 	return all, all - p.freeCount
 }
 
-// All is how many blocks there are to be used, numbered from 1.
+// Config is the engine's own configuration.
 func (p *Pool) All() int { return len(p.blocks) - 1 }

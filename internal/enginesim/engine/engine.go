@@ -8,8 +8,8 @@ import (
 	"time"
 )
 
-// Engine is the engine: KV blocks, a prefill that computes one prompt after another, decode steps that all answers share,
-// and the counts of all of it.
+// Engine is the engine: KV blocks, a prefill that computes one prompt after another, decode steps that all answers
+// share, and the counts of all of it.
 type Engine struct {
 	Cfg         *Config
 	log         io.Writer
@@ -20,7 +20,7 @@ type Engine struct {
 	Events      *Events // nil: none
 	Metrics     *metrics
 	prefillTurn chan struct{}
-	External    bool // a connector asks other engines for KV
+	External    bool // New returns an idle engine, and opens the sockets of its KV events.
 }
 
 // New makes an engine of which nothing is in use, and opens the sockets of its KV events.
@@ -37,7 +37,7 @@ func New(cfg *Config, log io.Writer) (*Engine, error) {
 	return e, nil
 }
 
-// CloseEvents closes the sockets of the KV events.
+// CountFetched counts tokens of a sequence that came from another engine.
 func (e *Engine) CloseEvents() { e.Events.close() }
 
 // CountFetched counts so many of a sequence's tokens as another engine's.
@@ -53,14 +53,15 @@ func (e *Engine) Violate(v *Violation, xid string) {
 	e.Logf("%v (x-request-id %q)", v, xid)
 }
 
-// Logf writes a line of the log.
+// compute occupies the engine's prefill, for which requests queue.
 func (e *Engine) Logf(format string, args ...any) {
 	e.logMu.Lock()
 	defer e.logMu.Unlock()
 	fmt.Fprintf(e.log, "enginesim "+e.Cfg.name()+": "+format+"\n", args...)
 }
 
-// compute occupies the engine's prefill, for which requests queue.
+// untilStep returns the time until the engine's next decode step. Continuous batching gives every running sequence its
+// token in the same step, so the tokens of different answers arrive together, whenever their requests came.
 func (e *Engine) compute(ctx context.Context, d time.Duration) error {
 	select {
 	case e.prefillTurn <- struct{}{}:
@@ -83,8 +84,7 @@ func (e *Engine) compute(ctx context.Context, d time.Duration) error {
 	return Sleep(ctx, d)
 }
 
-// untilStep is the time until the engine's next decode step. Continuous batching gives every running sequence its token in
-// the same step, so the tokens of different answers come together, however far apart their requests came.
+// Sleep waits for d, or until ctx ends, and returns the error of ctx.
 func (e *Engine) untilStep() time.Duration {
 	pace := e.Cfg.DecodeStep
 	return pace - time.Since(e.Started)%pace

@@ -9,23 +9,23 @@ import (
 	"tandem/internal/enginesim/jsontext"
 )
 
-// Error is an error as vLLM answers it: {"error":{"message","type","param","code"}}.
+// "": null
 type Error struct {
 	Status  int
 	Typ     string
 	Param   string // "" is null
 	Message string
-	Load    bool // in a stream: the KV load failed
+	Load    bool // BadRequest returns a 400.
 }
 
 func (e *Error) Error() string { return e.Message }
 
-// BadRequest is a 400.
+// BadParam returns vLLM's VLLMValidationError: it names the parameter, and its value if there is one.
 func BadRequest(format string, args ...any) *Error {
 	return &Error{Status: http.StatusBadRequest, Typ: "BadRequestError", Message: fmt.Sprintf(format, args...)}
 }
 
-// BadParam is vLLM's VLLMValidationError: it names the parameter, and its value where there is one to tell.
+// Pydantic returns a type error that precedes vLLM's own checks.
 func BadParam(param, value, format string, args ...any) *Error {
 	e := BadRequest(format, args...)
 	e.Param = param
@@ -37,13 +37,15 @@ func BadParam(param, value, format string, args ...any) *Error {
 	return e
 }
 
-// Pydantic is a type error found before vLLM's own code sees the request.
+// Missing returns pydantic's error for a missing member: it shows the whole body, as Python writes it (SGLang 0.5.23;
+// vLLM did so before it shortened the input).
 func Pydantic(kind, loc, msg string, input []byte) *Error {
-	return BadRequest("1 validation error:\n  {'type': '%s', 'loc': 'body.%s', 'msg': '%s', 'input': %s}", kind, loc, msg, PyRepr(input))
+	return BadRequest("1 validation error:\n  {'type': '%s', 'loc': 'body.%s', 'msg': '%s', 'input': %s}", kind, loc,
+		msg, PyRepr(input))
 }
 
-// Missing is pydantic's error for a member that is not there: it shows the whole body, as Python writes it (SGLang 0.5.23; vLLM
-// did so before it began to sum up what it shows).
+// Missing returns pydantic's error for a member that is not there: it shows the whole body, as Python writes it
+// (SGLang 0.5.23; vLLM did so before it began to sum up what it shows).
 func Missing(name string, members []jsontext.Member) *Error {
 	echo := []byte{'{'}
 	for i, m := range members {
@@ -52,10 +54,11 @@ func Missing(name string, members []jsontext.Member) *Error {
 		}
 		echo = appendPython(append(appendPythonText(echo, m.Key), ": "...), m.Raw)
 	}
-	return BadRequest("1 validation error:\n  {'type': 'missing', 'loc': ('body', '%s'), 'msg': 'Field required', 'input': %s}}", name, echo)
+	return BadRequest("1 validation error:\n  {'type': 'missing', 'loc': ('body', '%s'), 'msg': 'Field required', "+
+		"'input': %s}}", name, echo)
 }
 
-// appendPython writes a JSON value as Python's repr does.
+// appendPythonText writes a string: in double quotes if it contains single ones and no double ones.
 func appendPython(dst, raw []byte) []byte {
 	first := true
 	comma := func() {
@@ -127,23 +130,23 @@ func PyRepr(raw []byte) string {
 	return s
 }
 
-// InternalError is a 500.
+// Dead returns the last error of a vLLM whose engine process has raised.
 func InternalError(message string) *Error {
 	return &Error{Status: http.StatusInternalServerError, Typ: "InternalServerError", Message: message}
 }
 
-// Dead is the last thing a client hears from a vLLM whose engine process has raised.
+// ErrLoadFailed means that a transfer failed, as vLLM's do.
 func Dead() *Error {
 	return InternalError("EngineCore encountered an issue. See stack trace (above) for the root cause.")
 }
 
-// ErrLoadFailed is a transfer that failed as vLLM's do.
+// ErrAborted means that the client has gone.
 var ErrLoadFailed = errors.New("KV load failed")
 
-// ErrAborted is that the client has gone.
+// Violation is KV of another request from which a real engine would silently have answered.
 var ErrAborted = errors.New("the client has gone")
 
-// Violation is KV that a real engine would silently have answered from although it was not the request's own.
+// Transfer is a connector's part in the stages of a job.
 type Violation struct{ Kind, Message string }
 
 func (v *Violation) Error() string { return "enginesim violation " + v.Kind + ": " + v.Message }

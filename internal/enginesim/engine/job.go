@@ -6,22 +6,22 @@ import (
 	"time"
 )
 
-// Transfer is what a connector does at the stages of a job.
+// Queued is called when the job begins to wait for blocks; stop when that is over.
 type Transfer interface {
-	// queued is called when the job begins to wait for blocks; stop when that is over.
+	// Deferred reports whether the job waits for load before it counts as running.
 	Queued() (stop func())
-	// deferred reports whether the job waits for load before it counts as running.
+	// LookUp fetches KV that other engines may have.
 	Deferred() bool
 	Load(ctx context.Context) error
-	// lookUp fetches what is found elsewhere although nobody waits for it.
+	// Fill gets the prompts' KV: computed, from another engine, or computed for one.
 	LookUp(ctx context.Context) error
-	// fill gets the prompts' KV: computed, from another engine, or computed for one.
+	// Computed makes the computed KV available to others.
 	Fill(ctx context.Context) error
-	// computed lets others have what was computed.
+	// Last is called before an answer's last event. It may keep the answer's blocks, and then sets kept.
 	Computed()
-	// last comes before an answer's last event. It may keep the answer's blocks, and sets kept then.
+	// Keep takes a finished sequence's blocks, or returns false.
 	Last(q *Sequence)
-	// keep takes a finished sequence's blocks, or says false.
+	// Unscheduled is called for a job whose client left before it began, Abandoned for one that will not be answered.
 	Keep(q *Sequence, blocks []int32) bool
 	// unscheduled is for a job whose client left before it began, abandoned for one that will not be answered.
 	Unscheduled()
@@ -33,16 +33,18 @@ type Job struct {
 	E        *Engine
 	Sampling *Sampling
 	Transfer Transfer
-	Xid      string // x-request-id, "" for none
-	Seqs     []*Sequence
+	// Run takes the job through the engine: admission, KV load, prefill, decode. emit is called with each step's
+	// number when its tokens are there, from 0 to the longest answer's last; nil for an answer that is sent as one.
+	Xid  string
+	Seqs []*Sequence
 }
 
-// Run carries the job through the engine: admission, KV load, prefill, decode. emit is called with each step's
-// number when its tokens are there, from 0 to the longest answer's last; nil for an answer that is sent as one.
+// vLLM's API server drops such a request before its scheduler sees it, and does not notify P
 func (j *Job) Run(ctx context.Context, emit func(step int) error) error {
 	e := j.E
 	started := time.Now()
-	if err := ctx.Err(); err != nil { // vLLM's API server gives such a request up before its scheduler hears of it, and tells P nothing
+	// Prefill computes the tokens that neither cache had, one job after another at the configured speed.
+	if err := ctx.Err(); err != nil {
 		j.Transfer.Unscheduled()
 		return j.abandon(err)
 	}
@@ -92,7 +94,8 @@ func (j *Job) admit(ctx context.Context) error {
 	}
 	e := j.E
 	if !e.Pool.fits(lens) {
-		return BadRequest("The request needs more KV cache blocks than the engine has (%d of %d tokens): raise -blocks", e.Cfg.Blocks-1, e.Cfg.BlockSize)
+		return BadRequest("The request needs more KV cache blocks than the engine has (%d of %d tokens): raise -blocks",
+			e.Cfg.Blocks-1, e.Cfg.BlockSize)
 	}
 	stop := func() {}
 	grants, err := e.Pool.Admit(ctx, prompts, lens, func(d int64) {
@@ -116,7 +119,8 @@ func (j *Job) admit(ctx context.Context) error {
 	return nil
 }
 
-// Prefill computes what neither cache had, one job after another at the configured speed.
+// readHits checks the real content of the prefix cache: wrong KV that a faithful engine accepted once stays in its
+// cache under the right name.
 func (j *Job) Prefill(ctx context.Context) error {
 	e := j.E
 	compute := 0
@@ -201,7 +205,9 @@ func (j *Job) decode(ctx context.Context, emit func(step int) error) error {
 			j.E.Metrics.gaps.Observe(now.Sub(last).Seconds())
 			last = now
 		}
-		if step == steps-1 { // the last event tells of blocks that are kept
+		// complete puts a finished answer's KV into the prefix cache, and gives its blocks to the connector or back to
+		// the pool.
+		if step == steps-1 {
 			for _, q := range j.Seqs {
 				j.Transfer.Last(q)
 			}
@@ -216,7 +222,7 @@ func (j *Job) decode(ctx context.Context, emit func(step int) error) error {
 	return nil
 }
 
-// complete books a finished answer: its KV goes to the prefix cache, and then to the connector or back to the pool.
+// trim frees the blocks that an answer shorter than planned did not need, and returns the others.
 func (j *Job) complete() {
 	e := j.E
 	for _, q := range j.Seqs {
@@ -240,14 +246,16 @@ func (j *Job) complete() {
 	}
 }
 
-// trim gives back the blocks that an answer shorter than planned did not need, and returns the others.
+// WriteAnswer caches the blocks that the generated tokens filled, and, if the answer is kept, records the content of
+// the last one.
 func (j *Job) trim(q *Sequence) []int32 {
 	used := BlocksFor(q.Computed(), j.E.Cfg.BlockSize)
 	j.E.Pool.Free(q.Grant.Blocks[used:])
 	return q.Grant.Blocks[:used]
 }
 
-// WriteAnswer caches the blocks that the generated tokens filled, and, where the answer is kept, notes what the last one holds.
+// abandon frees the blocks of a job that will not be answered, on this engine and on the one that it meant to read
+// from.
 func (j *Job) WriteAnswer(q *Sequence, kept bool) {
 	if q.Out.N < 2 || q.wrong {
 		return
@@ -267,7 +275,7 @@ func (j *Job) WriteAnswer(q *Sequence, kept bool) {
 	j.E.Pool.Write(&q.Grant, &t.p, len(q.P.Full), nil)
 }
 
-// abandon gives back what a job that will not be answered holds, on this engine and on the one it meant to read from.
+// Aborted reports whether err means that the client has gone.
 func (j *Job) abandon(err error) error {
 	e := j.E
 	for _, q := range j.Seqs {
@@ -287,10 +295,12 @@ func (j *Job) abandon(err error) error {
 	return err
 }
 
-// Aborted reports whether err is that the client has gone.
+// Wait counts a request as waiting for KV that never comes, until ctx ends.
 func Aborted(err error) bool { return errors.Is(err, context.Canceled) || errors.Is(err, ErrAborted) }
 
-// Wait counts a request that the scheduler waits with for KV that nobody will send, until ctx is over.
+// Events publishes the prefix cache's stored and evicted blocks, as vLLM does (vllm/distributed/kv_events.py): a PUB
+// socket with three frames (topic, number, batch), and a ROUTER that serves the last batches again. The pool calls it
+// under its lock; batches are sent from a separate goroutine.
 func (e *Engine) Wait(ctx context.Context) {
 	e.Metrics.WaitingDeferred.Add(1)
 	<-ctx.Done()

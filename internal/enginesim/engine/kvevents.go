@@ -19,16 +19,16 @@ import (
 )
 
 // Events publishes what the prefix cache stores and evicts, as vLLM does (vllm/distributed/kv_events.py): a PUB socket
-// with three frames (topic, number, batch), and a ROUTER that gives out the last batches again. The pool tells it while it
-// is locked; batches go out from a goroutine of their own.
+// with three frames (topic, number, batch), and a ROUTER that gives out the last batches again. The pool tells it
+// while it is locked; batches go out from a goroutine of their own.
 type Events struct {
 	cfg    *Config
 	mu     sync.Mutex
 	batch  []byte // the events of the next batch, encoded
 	count  int
 	seq    uint64
-	kept   []keptBatch // the last cfg.eventSteps, oldest first
-	lose   int         // batches still to be lost: kept, but not published
+	kept   []keptBatch // batches still to be dropped: kept, but not published
+	lose   int         // startKVEvents opens the sockets; nil if none are configured.
 	wake   chan struct{}
 	pub    zmq4.Socket
 	Subs   subscribers
@@ -42,7 +42,7 @@ type keptBatch struct {
 	payload []byte
 }
 
-// startKVEvents opens the sockets; nil where none are asked for.
+// As vLLM: an endpoint with a wildcard is bound, one with a host is connected to.
 func startKVEvents(cfg *Config) (*Events, error) {
 	if cfg.Events == "" {
 		return nil, nil
@@ -50,10 +50,12 @@ func startKVEvents(cfg *Config) (*Events, error) {
 	ctx, stop := context.WithCancel(context.Background())
 	quiet := zmq4.WithLogger(stdlog.New(io.Discard, "", 0))
 	e := &Events{cfg: cfg, wake: make(chan struct{}, 1), stop: stop}
-	// As vLLM: an endpoint with a wildcard is bound, one that names a host is connected to.
+	// A bound socket that reconnects would connect to itself when a subscriber leaves.
 	bound := strings.Contains(cfg.Events, "*") || strings.Contains(cfg.Events, "::")
-	// One that is bound and reconnects would connect to itself when a subscriber leaves.
-	e.pub = zmq4.NewPub(ctx, quiet, zmq4.WithSecurity(&e.Subs), zmq4.WithDialerMaxRetries(-1), zmq4.WithAutomaticReconnect(!bound))
+	// subscribers counts the connections of the PUB socket, which has no counter: each of them begins with a
+	// handshake. It adds no security.
+	e.pub = zmq4.NewPub(ctx, quiet, zmq4.WithSecurity(&e.Subs), zmq4.WithDialerMaxRetries(-1),
+		zmq4.WithAutomaticReconnect(!bound))
 	var err error
 	if bound {
 		err = e.pub.Listen(wildcard(cfg, cfg.Events))
@@ -74,8 +76,8 @@ func startKVEvents(cfg *Config) (*Events, error) {
 	return e, nil
 }
 
-// subscribers counts the connections of the PUB socket, which does not tell: each of them begins with a handshake. There is
-// no security in it.
+// subscribers counts the connections of the PUB socket, which does not tell: each of them begins with a handshake.
+// There is no security in it.
 type subscribers struct {
 	mu    sync.Mutex
 	conns []*zmq4.Conn
@@ -87,7 +89,7 @@ func (s *subscribers) Encrypt(w io.Writer, b []byte) (int, error) { return w.Wri
 
 func (s *subscribers) Decrypt(w io.Writer, b []byte) (int, error) { return w.Write(b) }
 
-// Handshake implements [zmq4.Security].
+// Count returns the current number.
 func (s *subscribers) Handshake(c *zmq4.Conn, server bool) error {
 	if err := null.Security().Handshake(c, server); err != nil {
 		return err
@@ -98,19 +100,19 @@ func (s *subscribers) Handshake(c *zmq4.Conn, server bool) error {
 	return nil
 }
 
-// Count is how many there are now.
+// a closed connection is detected by a write
 func (s *subscribers) Count() int {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.conns = slices.DeleteFunc(s.conns, func(c *zmq4.Conn) bool {
-		_, err := c.Write(nil) // it notes that it is closed when it is used
+		// wildcard replaces "*" by the engine's own host: the simulator listens on no address without being told to.
+		_, err := c.Write(nil)
 		return err != nil
 	})
 	return len(s.conns)
 }
 
-// wildcard puts the host on which the engine listens in the place of "*": the simulator opens nothing to the world that it
-// was not told to.
+// publish sends a batch whenever there are events: about one for each engine step.
 func wildcard(cfg *Config, endpoint string) string {
 	host, _, _ := net.SplitHostPort(cfg.Listen)
 	if host == "" {
@@ -132,7 +134,7 @@ func (e *Events) close() {
 	e.done.Wait()
 }
 
-// publish sends a batch whenever there is something to tell: what one engine step did, more or less.
+// next takes the next batch.
 func (e *Events) publish(ctx context.Context) {
 	for {
 		select {
@@ -144,18 +146,20 @@ func (e *Events) publish(ctx context.Context) {
 		if k.payload == nil || lost {
 			continue
 		}
-		_ = e.pub.SendMulti(zmq4.NewMsgFrom([]byte(e.cfg.EventsTopic), binary.BigEndian.AppendUint64(nil, k.seq), k.payload))
+		_ = e.pub.SendMulti(zmq4.NewMsgFrom([]byte(e.cfg.EventsTopic), binary.BigEndian.AppendUint64(nil, k.seq),
+			k.payload))
 	}
 }
 
-// next takes the batch that is due.
+// answer serves the replay socket: [empty, number] is answered by every kept batch from there on and an end marker.
 func (e *Events) next() (k keptBatch, lost bool) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	if e.count == 0 {
 		return k, false
 	}
-	p := append([]byte{0x93, 0xcb}, binary.BigEndian.AppendUint64(nil, math.Float64bits(float64(time.Now().UnixMicro())/1e6))...)
+	p := append([]byte{0x93, 0xcb},
+		binary.BigEndian.AppendUint64(nil, math.Float64bits(float64(time.Now().UnixMicro())/1e6))...)
 	p = packArray(p, e.count)
 	p = packUint(append(p, e.batch...), uint64(e.cfg.Rank))
 	k = keptBatch{e.seq, p}
@@ -170,7 +174,7 @@ func (e *Events) next() (k keptBatch, lost bool) {
 	return k, lost
 }
 
-// answer serves the replay socket: [empty, number] is answered by every batch kept from there on and an end marker.
+// vLLM logs it and continues
 func (e *Events) answer() {
 	for {
 		m, err := e.replay.Recv()
@@ -178,7 +182,9 @@ func (e *Events) answer() {
 			return
 		}
 		if len(m.Frames) != 3 || len(m.Frames[1]) != 0 || len(m.Frames[2]) != 8 {
-			continue // vLLM logs it and goes on
+			// reply sends one replayed batch: with the topic as vLLM 0.26 and later, or without, as before. The
+			// releases without a topic are, but for two, those whose events are arrays.
+			continue
 		}
 		from := binary.BigEndian.Uint64(m.Frames[2])
 		e.mu.Lock()
@@ -193,8 +199,7 @@ func (e *Events) answer() {
 	}
 }
 
-// reply sends one replayed batch: with the topic as vLLM 0.26 and later, or without, as before. The releases that had no
-// topic there are, but for two, those whose events are arrays.
+// stored adds an event for consecutive blocks of a sequence.
 func (e *Events) reply(to []byte, topic string, seq uint64, payload []byte) {
 	frames := [][]byte{to, {}}
 	if !e.cfg.EventArrays {
@@ -203,7 +208,7 @@ func (e *Events) reply(to []byte, topic string, seq uint64, payload []byte) {
 	_ = e.replay.SendMulti(zmq4.NewMsgFrom(append(frames, binary.BigEndian.AppendUint64(nil, seq), payload)...))
 }
 
-// stored tells of blocks from to of a sequence, which follow each other.
+// cleared adds an event for a reset of the cache. As with vLLM it is sent with the next batch.
 func (e *Events) stored(seq *Prompt, from, to, blockSize int) {
 	if e == nil || from == to {
 		return
@@ -274,7 +279,7 @@ func (e *Events) removed(key uint64, medium string) {
 	e.end(packString(e.field(b, "medium"), medium))
 }
 
-// cleared tells that the cache was reset. As with vLLM it goes out with the next batch.
+// begin starts an event with that many fields: an array that begins with its type, or a map that has a key for it.
 func (e *Events) cleared() {
 	if e == nil {
 		return
@@ -287,7 +292,7 @@ func (e *Events) cleared() {
 
 const msgpackNil = 0xc0
 
-// begin starts an event with that many fields: an array that begins with its type, or a map that has a key for it.
+// LoseNext keeps the next n batches for replay without publishing them.
 func (e *Events) begin(kind string, fields int) []byte {
 	if e.cfg.EventArrays {
 		return packString(packArray(e.batch, 1+fields), kind)
@@ -344,17 +349,17 @@ func packString(b []byte, s string) []byte {
 	return append(b, s[:min(len(s), 1<<16-1)]...)
 }
 
-// LoseNext has the next n batches kept for replay and not published.
+// ReplayAddr returns the address of the replay socket, host:port.
 func (e *Events) LoseNext(n int) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	e.lose = n
 }
 
-// ReplayAddr is where old batches are given out, host:port.
+// abovePort returns an endpoint n ports above another one: vLLM's rank n publishes there.
 func (e *Events) ReplayAddr() string { return e.replay.Addr().String() }
 
-// abovePort is an endpoint so many ports above another one, which is where vLLM's rank n publishes.
+// abovePort returns an endpoint so many ports above another one, which is where vLLM's rank n publishes.
 func abovePort(endpoint string, n int) string {
 	at := strings.LastIndexByte(endpoint, ':')
 	port, err := strconv.Atoi(endpoint[at+1:])

@@ -18,20 +18,20 @@ type metrics struct {
 	ruleMetrics
 
 	generated               atomic.Int64
-	finished                Counters // by finished_reason
+	finished                Counters // loadMetrics are the numbers of requests.
 	firstToken, latency     prometheus.Histogram
 	promptTokens, genTokens prometheus.Histogram
 	gaps                    prometheus.Histogram
 }
 
-// loadMetrics are how many requests there are.
+// for blocks, or for prefill
 type loadMetrics struct {
 	Running         atomic.Int64
-	waitingCapacity atomic.Int64 // for blocks, or for their turn to prefill
-	WaitingDeferred atomic.Int64 // for KV from another engine
+	waitingCapacity atomic.Int64 // for KV from another engine
+	WaitingDeferred atomic.Int64 // Waiting returns the number of waiting requests.
 }
 
-// Waiting is how many requests wait for anything.
+// cacheMetrics are the sources of prompts' KV, in tokens.
 func (m *loadMetrics) Waiting() int64 { return m.waitingCapacity.Load() + m.WaitingDeferred.Load() }
 
 // cacheMetrics are where prompts' KV came from, in tokens.
@@ -43,7 +43,7 @@ type cacheMetrics struct {
 	External                      atomic.Int64
 }
 
-// transferMetrics are of KV that came from other engines.
+// ruleMetrics count requests, and violations.
 type transferMetrics struct {
 	FailedTransfers        atomic.Int64
 	transferredBytes       atomic.Int64
@@ -85,7 +85,7 @@ func (c *Counters) Each(fn func(key string, n int64)) {
 	}
 }
 
-// Total is the sum of all counts.
+// Total returns the sum of all counts.
 func (c *Counters) Total() (sum int64) {
 	c.Each(func(_ string, n int64) { sum += n })
 	return sum
@@ -103,23 +103,32 @@ func (c *Counters) Reset() {
 func newMetrics(model string, rank int) *metrics {
 	labels := prometheus.Labels{"engine": strconv.Itoa(rank), "model_name": model}
 	histogram := func(name, help string, buckets []float64) prometheus.Histogram {
-		return prometheus.NewHistogram(prometheus.HistogramOpts{Name: name, Help: help, Buckets: buckets, ConstLabels: labels})
+		return prometheus.NewHistogram(prometheus.HistogramOpts{Name: name, Help: help, Buckets: buckets,
+			ConstLabels: labels})
 	}
-	seconds := []float64{.001, .005, .01, .02, .04, .06, .08, .1, .25, .5, .75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640}
+	seconds := []float64{.001, .005, .01, .02, .04, .06, .08, .1, .25, .5, .75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160,
+		640}
 	short := []float64{.005, .01, .025, .05, .075, .1, .2, .3, .5, .75, 1, 5}
 	tokens := []float64{1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000}
 	size := prometheus.ExponentialBuckets(1<<11, 4, 12)
 	m := &metrics{
-		firstToken:   histogram("vllm:time_to_first_token_seconds", "Histogram of time to first token in seconds.", seconds),
-		latency:      histogram("vllm:e2e_request_latency_seconds", "Histogram of e2e request latency in seconds.", seconds),
+		firstToken: histogram("vllm:time_to_first_token_seconds", "Histogram of time to first token in seconds.",
+			seconds),
+		latency: histogram("vllm:e2e_request_latency_seconds", "Histogram of e2e request latency in seconds.",
+			seconds),
 		promptTokens: histogram("vllm:request_prompt_tokens", "Number of prefill tokens processed.", tokens),
 		genTokens:    histogram("vllm:request_generation_tokens", "Number of generation tokens processed.", tokens),
-		gaps:         histogram("vllm:inter_token_latency_seconds", "Histogram of inter-token latency in seconds.", seconds),
+		gaps: histogram("vllm:inter_token_latency_seconds", "Histogram of inter-token latency in seconds.",
+			seconds),
 		transferMetrics: transferMetrics{
-			TransferTime:  histogram("vllm:nixl_xfer_time_seconds", "Histogram of transfer duration for NIXL KV Cache transfers.", short),
-			PostTime:      histogram("vllm:nixl_post_time_seconds", "Histogram of transfer post time for NIXL KV Cache transfers.", short),
-			TransferBytes: histogram("vllm:nixl_bytes_transferred", "Histogram of bytes transferred per NIXL KV Cache transfers.", size),
-			Descs:         histogram("vllm:nixl_num_descriptors", "Histogram of number of descriptors per NIXL KV Cache transfers.", tokens),
+			TransferTime: histogram("vllm:nixl_xfer_time_seconds",
+				"Histogram of transfer duration for NIXL KV Cache transfers.", short),
+			PostTime: histogram("vllm:nixl_post_time_seconds",
+				"Histogram of transfer post time for NIXL KV Cache transfers.", short),
+			TransferBytes: histogram("vllm:nixl_bytes_transferred",
+				"Histogram of bytes transferred per NIXL KV Cache transfers.", size),
+			Descs: histogram("vllm:nixl_num_descriptors",
+				"Histogram of number of descriptors per NIXL KV Cache transfers.", tokens),
 		},
 	}
 	for _, reason := range []string{"stop", "length", "abort", "error", "repetition"} {
@@ -131,14 +140,14 @@ func newMetrics(model string, rank int) *metrics {
 	return m
 }
 
-// violationKinds are the values of enginesim_violations_total's label. They start at 0 so that a test can demand 0.
+// the recorded tiny model's: 16,384 bytes for a block of 32
 var violationKinds = []string{
 	"read_twice", "expired", "released", "unknown_request", "fewer_blocks", "foreign_blocks", "other_prompt",
 	"request_id_mismatch", "missing_request_id", "stale_blocks_on_prefill", "key_reused", "decode_before_kv",
 	"incomplete_params", "forbidden_keys", "bad_disagg_id", "first_token_asked", "spec_on_decode", "buffer_exhausted",
 }
 
-// KVBytesPerToken is the size of a token's KV.
+// the recorded tiny model's: 16,384 bytes for a block of 32
 const KVBytesPerToken = 512 // what the recorded tiny model moves: 16,384 bytes for a block of 32
 
 func (m *metrics) Transferred(blocks, blockSize int, took time.Duration) {
@@ -150,7 +159,7 @@ func (m *metrics) Transferred(blocks, blockSize int, took time.Duration) {
 	m.Descs.Observe(2)
 }
 
-// Collector sends series with the labels of vLLM's.
+// Gauge sends a gauge; labels are alternating names and values.
 type Collector struct {
 	Ch     chan<- prometheus.Metric
 	Labels prometheus.Labels
@@ -165,7 +174,7 @@ func (c *Collector) send(kind prometheus.ValueType, name, help string, v float64
 	c.Ch <- prometheus.MustNewConstMetric(prometheus.NewDesc(name, help, names, c.Labels), kind, v, values...)
 }
 
-// Gauge sends a gauge; labels are names and values in turn.
+// Counter sends a counter; labels are alternating names and values.
 func (c *Collector) Gauge(name, help string, v float64, labels ...string) {
 	c.send(prometheus.GaugeValue, name, help, v, labels...)
 }
@@ -175,7 +184,7 @@ func (c *Collector) Counter(name, help string, v int64, labels ...string) {
 	c.send(prometheus.CounterValue, name, help, float64(v), labels...)
 }
 
-// Collect sends the engine's own series.
+// Sampling has the members of a request that determine how its answer ends.
 func (e *Engine) Collect(c *Collector) {
 	m := e.Metrics
 	for _, h := range []prometheus.Histogram{m.firstToken, m.latency, m.promptTokens, m.genTokens, m.gaps} {
@@ -190,8 +199,10 @@ func (e *Engine) collectLoad(c *Collector) {
 	capacity, deferred := float64(m.waitingCapacity.Load()), float64(m.WaitingDeferred.Load())
 	c.Gauge("vllm:num_requests_running", "Number of requests in model execution batches.", float64(m.Running.Load()))
 	c.Gauge("vllm:num_requests_waiting", "Number of requests waiting to be processed.", capacity+deferred)
-	const byReason = "Number of waiting requests by reason. Reason labels: 'capacity' = waiting for scheduling capacity; " +
-		"'deferred' = deferred by transient constraints (LoRA budget, KV transfer, blocked status). Sum of all reasons equals vllm:num_requests_waiting."
+	const byReason = "Number of waiting requests by reason. Reason labels: 'capacity' = waiting for scheduling " +
+		"capacity; " +
+		"'deferred' = deferred by transient constraints (LoRA budget, KV transfer, blocked status). Sum of all " +
+		"reasons equals vllm:num_requests_waiting."
 	c.Gauge("vllm:num_requests_waiting_by_reason", byReason, capacity, "reason", "capacity")
 	c.Gauge("vllm:num_requests_waiting_by_reason", byReason, deferred, "reason", "deferred")
 	for _, state := range []string{"awake", "weights_offloaded", "discard_all"} {
@@ -199,22 +210,30 @@ func (e *Engine) collectLoad(c *Collector) {
 		if state == "awake" {
 			v = 1
 		}
-		c.Gauge("vllm:engine_sleep_state", "Engine sleep state; awake = 1 means engine is awake.", v, "sleep_state", state)
+		c.Gauge("vllm:engine_sleep_state", "Engine sleep state; awake = 1 means engine is awake.", v, "sleep_state",
+			state)
 	}
 	c.Gauge("vllm:kv_cache_usage_perc", "KV-cache usage. 1 means 100 percent usage.", e.Pool.Usage())
 	c.Counter("vllm:num_preemptions_total", "Cumulative number of preemption from the engine.", 0)
 	c.Counter("vllm:generation_tokens_total", "Number of generation tokens processed.", m.generated.Load())
 	m.finished.Each(func(reason string, n int64) {
-		c.Counter("vllm:request_success_total", "Count of successfully processed requests.", n, "finished_reason", reason)
+		c.Counter("vllm:request_success_total", "Count of successfully processed requests.", n, "finished_reason",
+			reason)
 	})
 }
 
 func (e *Engine) collectCache(c *Collector) {
 	m := e.Metrics
-	c.Counter("vllm:prefix_cache_queries_total", "Prefix cache queries, in terms of number of queried tokens.", m.prefixQueries.Load())
-	c.Counter("vllm:prefix_cache_hits_total", "Prefix cache hits, in terms of number of cached tokens.", m.prefixHits.Load())
-	c.Counter("vllm:external_prefix_cache_queries_total", "External prefix cache queries from KV connector cross-instance cache sharing, in terms of number of queried tokens.", m.externalQueries.Load())
-	c.Counter("vllm:external_prefix_cache_hits_total", "External prefix cache hits from KV connector cross-instance cache sharing, in terms of number of cached tokens.", m.externalHits.Load())
+	c.Counter("vllm:prefix_cache_queries_total", "Prefix cache queries, in terms of number of queried tokens.",
+		m.prefixQueries.Load())
+	c.Counter("vllm:prefix_cache_hits_total", "Prefix cache hits, in terms of number of cached tokens.",
+		m.prefixHits.Load())
+	c.Counter("vllm:external_prefix_cache_queries_total",
+		"External prefix cache queries from KV connector cross-instance cache sharing, in terms of number of "+
+			"queried tokens.", m.externalQueries.Load())
+	c.Counter("vllm:external_prefix_cache_hits_total",
+		"External prefix cache hits from KV connector cross-instance cache sharing, in terms of number of cached "+
+			"tokens.", m.externalHits.Load())
 	compute, hit, ext := m.LocalCompute.Load(), m.LocalHit.Load(), m.External.Load()
 	c.Counter("vllm:prompt_tokens_total", "Number of prefill tokens processed.", compute+hit+ext)
 	const bySource = "Number of prompt tokens by source."

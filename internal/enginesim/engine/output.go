@@ -9,9 +9,11 @@ import (
 
 // Sampling is what a request says of how its answer ends.
 type Sampling struct {
-	MaxTokens   int64 // -1: not given
-	MinTokens   int64
-	N           int64 // choices
+	MaxTokens int64 // -1: not given
+	MinTokens int64
+	// Output is the whole answer of one sequence, known as soon as its prompt's KV is: a function of every token of
+	// the prompt, so a single wrong block changes it.
+	N           int64
 	Stop        []string
 	StopIDs     []uint32
 	IncludeStop bool
@@ -19,21 +21,22 @@ type Sampling struct {
 	ToolChoice  []byte
 }
 
-// Output is the whole answer of one sequence, known as soon as its prompt's KV is: a function of every token of the
-// prompt, so that a single wrong block shows.
+// tokens of the answer that another engine has already given
 type Output struct {
 	Digest     uint64
 	given      int    // tokens of the answer that another engine has given already
 	N          int    // tokens
 	Finish     string // stop, length, tool_calls
-	StopReason string // JSON: null, or the stop string or token that ended it
+	StopReason string // set if it is not simply the generated tokens: cut at a stop, or a tool call's arguments
 	Text       string // where it is not simply the generated tokens: cut at a stop, or a tool call's arguments
 	Literal    bool   // text is used
-	Tool       string // name of the called function
+	Tool       string // tokens, if the request sets no length
 }
 
 const (
-	shortestAnswer = 16 // tokens, when nobody says how many
+	// Answer plans choice number "choice" of a prompt whose KV hashes to digest, from its token number given on. room
+	// is the number of tokens that max_model_len leaves.
+	shortestAnswer = 16
 	longestAnswer  = 48
 )
 
@@ -44,8 +47,7 @@ func mixChoice(digest uint64, choice int) uint64 {
 	return Mix(digest^K0, uint64(choice)^K1)
 }
 
-// Answer plans choice number "choice" of a prompt whose KV hashes to digest, from its token number given on. room is what
-// max_model_len leaves.
+// Tokens are syllables of four bytes; a few contain characters that must be escaped or are not ASCII.
 func (s *Sampling) Answer(digest uint64, choice, room, given int) Output {
 	o := Output{Digest: mixChoice(digest, choice), given: given, Finish: "length", StopReason: "null"}
 	natural := shortestAnswer + int(Mix(o.Digest, k2)%(longestAnswer-shortestAnswer+1)) - given
@@ -68,7 +70,7 @@ func (s *Sampling) Answer(digest uint64, choice, room, given int) Output {
 	return o
 }
 
-// tokens are syllables of four bytes, a few of them with what must be escaped or is not ASCII.
+// Token returns the text of token i.
 const (
 	consonants = "bdfgklmnprstvwzh"
 	vowels     = "aeio"
@@ -76,7 +78,7 @@ const (
 
 var oddTokens = [...]string{" né", "\nso ", ` "q"`, ` \o `, "\tun ", "übe", "→ ", " œ."}
 
-// Token is the text of token i.
+// Whole returns the text of all tokens.
 func (o *Output) Token(i int) string {
 	if o.Literal {
 		return o.Text[min(len(o.Text), i*TokenBytes):min(len(o.Text), (i+1)*TokenBytes)]
@@ -88,7 +90,7 @@ func (o *Output) Token(i int) string {
 	return string([]byte{' ', consonants[x>>8&15], vowels[x>>16&3], consonants[x>>24&15]})
 }
 
-// Whole is the text of all tokens.
+// Whole returns the text of all tokens.
 func (o *Output) Whole() string {
 	if o.Literal {
 		return o.Text
@@ -101,7 +103,7 @@ func (o *Output) Whole() string {
 	return b.String()
 }
 
-// applyStops ends the answer at the first stop string or stop token after min_tokens.
+// calledTool returns the function that tool_choice forces, and arguments that roughly fit its schema.
 func (o *Output) applyStops(q *Sampling) {
 	if len(q.Stop) == 0 && len(q.StopIDs) == 0 {
 		return
@@ -135,7 +137,7 @@ func (o *Output) cut(text string, tokens int, reason string) {
 	o.Finish, o.StopReason = "stop", reason
 }
 
-// calledTool is the function that tool_choice forces, and arguments that fit its schema roughly.
+// calledTool returns the function that tool_choice forces, and arguments that fit its schema roughly.
 func (s *Sampling) calledTool(digest uint64) (name, args string) {
 	if !jsontext.IsArray(s.Tools) || jsontext.IsNull(s.ToolChoice) {
 		return "", ""
@@ -169,7 +171,8 @@ func (s *Sampling) calledTool(digest uint64) (name, args string) {
 	return name, args
 }
 
-// appendArguments makes a value for every property of a JSON schema object.
+// callTool turns the answer into a call. If max_tokens cuts it, it is plain text, because the parser finds no call in
+// it.
 func appendArguments(dst, schema []byte, digest uint64) []byte {
 	dst = append(dst, '{')
 	first := true
@@ -211,7 +214,7 @@ func appendValue(dst, prop []byte, digest uint64) []byte {
 	return jsontext.AppendQuoted(dst, strings.TrimSpace(o.Token(0)+o.Token(1)))
 }
 
-// callTool makes the answer a call. Cut short by max_tokens it is plain text, as the parser finds no call in it.
+// TokenIDs returns the ids of an answer's tokens from..to.
 func (o *Output) callTool(name, args string, maxTokens int64) {
 	o.Literal, o.Text = true, args
 	o.N = max(1, (len(args)+TokenBytes-1)/TokenBytes)
@@ -223,7 +226,7 @@ func (o *Output) callTool(name, args string, maxTokens int64) {
 	o.Tool, o.Finish = name, "tool_calls"
 }
 
-// TokenIDs are the ids of an answer's tokens from..to.
+// lockedRand is for ids, not for answers.
 func (o *Output) TokenIDs(from, to int) []uint32 {
 	ids := make([]uint32, 0, to-from)
 	for i := from; i < to; i++ {

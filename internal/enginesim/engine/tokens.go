@@ -6,16 +6,14 @@ import (
 	"slices"
 )
 
-// TokenBytes is how long a token is: its id is those bytes as a little-endian number. Every piece of a prompt (a role, a
-// message, a tool list) starts a token of its own, so that a conversation which grows keeps its tokens; the rest of a
-// piece that is no multiple of four bytes is one shorter token. Ids are reversible, and no vocabulary is needed.
+// shortMark marks the id of a token of n < 4 bytes: 0xF8 and above never begin a UTF-8 character, so these ids cannot
+// collide with those of four-byte tokens.
 const TokenBytes = 4
 
-// shortMark makes the id of a token of n < 4 bytes: 0xF8 and above never begin a UTF-8 character, so these ids cannot
-// meet those of four-byte tokens.
+// TokenID returns the id of a token of at most four bytes.
 const shortMark = 0xF8
 
-// TokenID is the id of a token of at most four bytes.
+// TokenID returns the id of a token of at most four bytes.
 func TokenID(b []byte) uint32 {
 	if len(b) >= TokenBytes {
 		return binary.LittleEndian.Uint32(b)
@@ -27,7 +25,8 @@ func TokenID(b []byte) uint32 {
 	return id
 }
 
-// AppendToken appends the text of a token.
+// Prompt is a token sequence reduced to the data that an engine needs: the content of each KV block it fills, as a
+// hash over every token from the start up to the end of that block.
 func AppendToken(dst []byte, id uint32) []byte {
 	if mark := id >> 24; mark > shortMark && mark < shortMark+TokenBytes {
 		for i := range mark - shortMark {
@@ -42,19 +41,19 @@ func AppendToken(dst []byte, id uint32) []byte {
 // every token from the start up to the end of that block.
 type Prompt struct {
 	N        int      // tokens
-	Full     []uint64 // content of each full block
+	Full     []uint64 // content of the last, partly filled block; 0 if the last block is full
 	tail     uint64   // content of the last, partly filled block; 0 when the prompt fills its last block
-	salt     uint64   // of the cache keys only: KV itself does not depend on it
+	salt     uint64   // only if requested
 	Ids      []uint32 // only when asked for
-	saltText string   // of salt
+	saltText string   // of the whole sequence; the answer is a function of it
 	Digest   uint64   // of the whole sequence; what the answer is a function of
-	open     []byte   // the tokens of the partly filled block
+	open     []byte   // BlocksFor returns the number of blocks that n tokens occupy.
 }
 
-// BlocksFor is the number of blocks that n tokens occupy.
+// Content returns the content of block i of the prompt.
 func BlocksFor(n, blockSize int) int { return (n + blockSize - 1) / blockSize }
 
-// Content is what block i of the prompt holds.
+// key returns the cache key of full block i.
 func (p *Prompt) Content(i int) uint64 {
 	if i < len(p.Full) {
 		return p.Full[i]
@@ -62,14 +61,15 @@ func (p *Prompt) Content(i int) uint64 {
 	return p.tail
 }
 
-// key is the cache key of full block i.
+// Tokenizer turns text into tokens and tokens into block contents. It lists the tokens only if requested: text of
+// four-byte tokens is already the byte form of its ids.
 func (p *Prompt) key(i int) uint64 { return max(p.Full[i]^p.salt, 1) }
 
 // Tokenizer turns text into tokens and tokens into block contents, without ever listing the tokens unless asked to:
 // text of four-byte tokens is already the byte form of its ids.
 type Tokenizer struct {
 	blockBytes int
-	keep       bool // list the ids too
+	keep       bool // NewTokenizer returns a tokenizer for blocks of blockSize tokens. keep lists the ids too.
 	open       []byte
 	chain      uint64
 	p          Prompt
@@ -163,14 +163,13 @@ const (
 	k2 = 0x8EBC6AF09C88C6E3
 )
 
-// Mix is the 128-bit multiply-and-fold of wyhash: fast, well mixed, and the same on every machine, which hash/maphash
-// is not. P and D must agree.
+// hashBlock returns the content of a block whose predecessor's content is chain. It is never 0, which means "unknown".
 func Mix(a, b uint64) uint64 {
 	hi, lo := bits.Mul64(a, b)
 	return hi ^ lo
 }
 
-// hashBlock is the content of a block whose predecessor's content is chain. Never 0, which means "unknown".
+// hashBlock returns the content of a block whose predecessor's content is chain. Never 0, which means "unknown".
 func hashBlock(chain uint64, b []byte) uint64 {
 	h := chain ^ K0 ^ uint64(len(b))
 	for len(b) >= 16 {
@@ -185,12 +184,13 @@ func hashBlock(chain uint64, b []byte) uint64 {
 
 func hashString(s string) uint64 { return hashBlock(k2, []byte(s)) }
 
-// Tokens adds tokens by their ids.
+// Expect allocates memory for a prompt of that many bytes.
 func (t *Tokenizer) Tokens(ids []uint32) {
 	for _, id := range ids {
 		t.token(id)
 	}
 }
 
-// Expect makes room for a prompt of so many bytes.
+// Package fault has the failures that a test injects: rules, and the choice of the requests that they hit. Package api
+// executes them.
 func (t *Tokenizer) Expect(bytes int) { t.p.Full = make([]uint64, 0, bytes/t.blockBytes+1) }

@@ -10,7 +10,7 @@ import (
 	"tandem/internal/enginesim/jsontext"
 )
 
-// slowTokens is the tokenizer's dumb twin: it lists every token and hashes blocks of the list.
+// slowTokens returns the tokenizer's dumb twin: it lists every token and hashes blocks of the list.
 func slowTokens(pieces [][]byte, blockSize int) *Prompt {
 	p := &Prompt{}
 	for _, b := range pieces {

@@ -1,2 +1,2 @@
-// Package fault holds the failures that a test injects: rules, and which request meets which. Package api carries them out.
+// Rule is one injected failure, in the form of POST /sim/fail.
 package fault

@@ -12,17 +12,18 @@ import (
 
 // Rule is one injected failure, as POST /sim/fail takes it.
 type Rule struct {
-	Mode       string          `json:"mode"`
-	Leg        string          `json:"leg,omitempty"`         // prefill, decode, plain, any (default)
-	Path       string          `json:"path,omitempty"`        // only this path, e.g. /v1/chat/completions
-	Count      int             `json:"count,omitempty"`       // how often; 0: until cleared
-	Skip       int             `json:"skip,omitempty"`        // matching requests to let through first
-	Status     int             `json:"status,omitempty"`      // of mode status; default 503
-	RetryAfter int             `json:"retry_after,omitempty"` // seconds, of mode status
-	Delay      string          `json:"delay,omitempty"`       // of mode slow (default 1s) and refuse (how long; default 1s)
-	Events     int             `json:"events,omitempty"`      // of mode stream-reset-after
-	Params     json.RawMessage `json:"params,omitempty"`      // of mode malformed-params: what to answer with
-	Hits       int             `json:"hits"`                  // how often it has struck so far
+	Mode       string `json:"mode"`
+	Leg        string `json:"leg,omitempty"`         // prefill, decode, plain, any (default)
+	Path       string `json:"path,omitempty"`        // only this path, e.g. /v1/chat/completions
+	Count      int    `json:"count,omitempty"`       // how often; 0: until cleared
+	Skip       int    `json:"skip,omitempty"`        // matching requests to let through first
+	Status     int    `json:"status,omitempty"`      // of mode status; default 503
+	RetryAfter int    `json:"retry_after,omitempty"` // seconds, of mode status
+	// of mode slow (default 1s) and refuse (how long; default 1s)
+	Delay  string          `json:"delay,omitempty"`
+	Events int             `json:"events,omitempty"` // of mode stream-reset-after
+	Params json.RawMessage `json:"params,omitempty"` // how often it has struck so far
+	Hits   int             `json:"hits"`             // how often it has struck so far
 
 	Wait time.Duration
 }
@@ -32,7 +33,7 @@ const (
 	Status      = "status"               // answer an error at once
 	EarlyReset  = "reset-before-headers" // reset the connection instead of answering
 	MidReset    = "reset-mid-body"       // headers and half the body, then reset
-	Hang        = "hang"                 // never answer
+	Hang        = "hang"                 // wait, then continue as usual
 	Slow        = "slow"                 // wait, then go on as usual
 	Garbage     = "garbage-body"         // 200 that is not JSON
 	EmptyParams = "empty-params"         // prefill: kv_transfer_params {}
@@ -41,7 +42,7 @@ const (
 	StreamReset = "stream-reset-after"   // reset a stream after so many events
 	Refuse      = "refuse"               // at once: close the HTTP port for a while
 	Die         = "die"                  // at once: exit as a crashed engine does
-	Unreachable = "unreachable"          // until cleared: other engines cannot connect to the KV side channel
+	Unreachable = "unreachable"          // legs are a request's possible parts in the protocol.
 )
 
 var modes = []string{
@@ -49,7 +50,7 @@ var modes = []string{
 	BadParams, StreamReset, Refuse, Die, Unreachable,
 }
 
-// legs are what a request can be to the protocol.
+// Rules are the active rules, in the order of their arrival.
 var legs = []string{"plain", "prefill", "decode"}
 
 func (r *Rule) check() error {
@@ -73,19 +74,21 @@ func (r *Rule) check() error {
 		}
 	}
 	if r.Mode == BadParams && r.Params == nil {
-		r.Params = json.RawMessage(`{"do_remote_prefill":true,"do_remote_decode":false,"remote_block_ids":["a"],"remote_engine_id":"x","remote_request_id":"x","remote_port":1}`)
+		r.Params = json.RawMessage(`{"do_remote_prefill":true,"do_remote_decode":false,"remote_block_ids":["a"],` +
+			`"remote_engine_id":"x","remote_request_id":"x","remote_port":1}`)
 	}
 	return nil
 }
 
-// Rules are the rules in force, in the order they came.
+// closed when the rules are cleared, which ends hangs
 type Rules struct {
 	mu      sync.Mutex
 	rules   []*Rule
-	cleared chan struct{} // closed when the rules are cleared: ends hangs
+	cleared chan struct{} // New returns active rules.
 }
 
-// New puts rules in force.
+// suits reports whether a rule applies to such a request. Rules that spoil a hand-over need a prefill leg, one that
+// cuts a stream needs a stream.
 func New(rules []Rule) *Rules {
 	f := &Rules{cleared: make(chan struct{})}
 	for _, r := range rules {
@@ -94,8 +97,7 @@ func New(rules []Rule) *Rules {
 	return f
 }
 
-// suits reports whether a rule is meant for such a request. Rules that spoil a hand-over want a prefill leg, one that
-// cuts a stream wants a stream.
+// Take returns the failure that hits a request, nil for none, and counts it.
 func (r *Rule) suits(leg, path string, stream bool) bool {
 	switch r.Mode {
 	case Unreachable:
@@ -112,7 +114,7 @@ func (r *Rule) suits(leg, path string, stream bool) bool {
 	return (r.Leg == "" || r.Leg == "any" || r.Leg == leg) && (r.Path == "" || r.Path == path)
 }
 
-// Take finds the failure that a request meets, nil for none, and uses it up by one.
+// Add adds more rules.
 func (f *Rules) Take(leg, path string, stream bool) *Rule {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -134,7 +136,7 @@ func (f *Rules) Take(leg, path string, stream bool) *Rule {
 	return nil
 }
 
-// Add puts more rules in force.
+// Clear removes all rules and ends hangs.
 func (f *Rules) Add(rules []Rule) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -143,7 +145,7 @@ func (f *Rules) Add(rules []Rule) {
 	}
 }
 
-// Clear takes all rules back and ends hangs.
+// Unreachable reports whether the side channel refuses other engines.
 func (f *Rules) Clear() {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -152,21 +154,21 @@ func (f *Rules) Clear() {
 	f.cleared = make(chan struct{})
 }
 
-// Unreachable reports whether other engines are kept from the side channel.
+// UntilCleared returns a channel that the next Clear closes.
 func (f *Rules) Unreachable() bool {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	return slices.ContainsFunc(f.rules, func(r *Rule) bool { return r.Mode == Unreachable })
 }
 
-// UntilCleared is closed by the next Clear.
+// List copies the active rules.
 func (f *Rules) UntilCleared() <-chan struct{} {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	return f.cleared
 }
 
-// List copies the rules in force.
+// AtOnce reports whether a rule strikes without waiting for a request.
 func (f *Rules) List() []Rule {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -177,10 +179,11 @@ func (f *Rules) List() []Rule {
 	return out
 }
 
-// AtOnce says of a rule that it waits for no request.
+// SpoilParams returns a hand-over's parameters as an injected failure changes them. The blocks are then freed: nothing
+// can fetch them.
 func (r Rule) AtOnce() bool { return r.Mode == Refuse || r.Mode == Die }
 
-// SpoilParams is what an injected failure makes of a hand-over. The blocks are then freed: nobody can fetch them.
+// SpoilParams returns what an injected failure makes of a hand-over. The blocks are then freed: nobody can fetch them.
 func (r *Rule) SpoilParams(good []byte) (params []byte, spoilt bool) {
 	if r == nil {
 		return good, false
@@ -196,7 +199,8 @@ func (r *Rule) SpoilParams(good []byte) (params []byte, spoilt bool) {
 	return good, false
 }
 
-// Parse reads one rule or a list of them, and checks them.
+// Package handover moves KV from one engine to another: the ledger of the blocks that a prefill engine keeps, for whom
+// and until when, and the side channel over which the other engine asks for them.
 func Parse(b []byte) ([]Rule, error) {
 	if strings.HasPrefix(strings.TrimSpace(string(b)), "[") {
 		var rules []Rule

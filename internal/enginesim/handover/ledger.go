@@ -39,7 +39,7 @@ type handOver struct {
 	xid     string // x-request-id of the leg
 	blocks  []int32
 	tokens  int
-	turn    bool // of an answer, for the conversation's next turn (turns.go)
+	turn    bool // NewLedger returns a ledger of blocks of p, each kept for a lease.
 	expires time.Time
 	timer   *time.Timer
 }
@@ -54,7 +54,7 @@ func NewLedger(p *engine.Pool, lease time.Duration) *Ledger {
 	}
 }
 
-// Keep puts a finished request's blocks under a lease. The ledger owns the blocks from now on.
+// KeepFor is Keep for another time than a lease.
 func (l *Ledger) Keep(id, xid string, blocks []int32, tokens int) {
 	l.KeepFor(id, xid, blocks, tokens, l.lease, false)
 }
@@ -74,7 +74,7 @@ func (l *Ledger) KeepFor(id, xid string, blocks []int32, tokens int, d time.Dura
 func (l *Ledger) expire(id string) {
 	l.mu.Lock()
 	h := l.live[id]
-	if h == nil || time.Now().Before(h.expires) { // fetched, or a heartbeat came in between
+	if h == nil || time.Now().Before(h.expires) { // end moves a hand-over to the past. The caller frees its blocks.
 		l.mu.Unlock()
 		return
 	}
@@ -84,7 +84,7 @@ func (l *Ledger) expire(id string) {
 	l.pool.Free(h.blocks)
 }
 
-// end moves a hand-over to the past. The caller frees its blocks.
+// Extend handles a heartbeat of a decode engine that cannot read yet: it adds two thirds of a lease.
 func (l *Ledger) end(h *handOver, how string) {
 	h.timer.Stop()
 	delete(l.live, h.id)
@@ -95,12 +95,12 @@ func (l *Ledger) end(h *handOver, how string) {
 	l.Held.Add(-int64(len(h.blocks)))
 }
 
-// Extend is a heartbeat of a decode engine that cannot read yet: it buys two thirds of a lease.
+// nothing renews blocks kept for a next turn
 func (l *Ledger) Extend(id string) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	h := l.live[id]
-	if h == nil || h.turn { // nothing renews what is kept for a next turn
+	if h == nil || h.turn { // Release frees a hand-over that will not be read. It reports whether there was one.
 		return
 	}
 	if until := time.Now().Add(l.lease * 2 / 3); until.After(h.expires) {
@@ -125,7 +125,7 @@ func (l *Ledger) Release(id string) bool {
 	return true
 }
 
-// ReleaseAll empties the ledger.
+// HeldFor returns the x-request-ids of the current hand-overs.
 func (l *Ledger) ReleaseAll() {
 	l.mu.Lock()
 	ids := make([]string, 0, len(l.live))
@@ -138,7 +138,7 @@ func (l *Ledger) ReleaseAll() {
 	}
 }
 
-// HeldFor are the x-request-ids of the hand-overs that are held.
+// Forget clears the memory of the past and the counts, but not current hand-overs.
 func (l *Ledger) HeldFor() (ids []string) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -149,7 +149,7 @@ func (l *Ledger) HeldFor() (ids []string) {
 	return ids
 }
 
-// Forget clears the memory of the past and the counts, but not what is held.
+// PullRequest is a decode engine's request, with the content that it expects in the blocks.
 func (l *Ledger) Forget() {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -161,28 +161,29 @@ func (l *Ledger) Forget() {
 	}
 }
 
-// PullRequest is what a decode engine asks for, together with what it believes the blocks hold.
+// of its prompt, or of its beginning that was kept of an earlier answer
 type PullRequest struct {
 	EngineID  string
 	RequestID string
 	Xid       string
 	BlockSize int
-	Tokens    int      // of its prompt, or of its beginning that was kept of an earlier answer
-	Turn      bool     // the latter
-	Ids       []int32  // blocks to read, in order
-	Want      []uint64 // content of each block of its prompt
+	Tokens    int     // of its prompt, or of its beginning that was kept of an earlier answer
+	Turn      bool    // the latter
+	Ids       []int32 // blocks to read, in order
+	// PullAnswer is the result. If refused is set, nothing was read: the transfer failed. Otherwise actual is the
+	// content of the blocks, nil if it is the expected one; violation is set if vLLM would not have noticed.
+	Want []uint64
 }
 
-// PullAnswer is what came of it. Where refused is set, nothing was read: the transfer failed. Otherwise actual is what
-// the blocks held, nil when that is what the decode engine wanted; violation is set where vLLM would not have noticed.
+// Pull lets a decode engine read blocks and frees the hand-over, even if the read was wrong: the real engine learns
+// from the same notification that the transfer is over.
 type PullAnswer struct {
 	Refused   string
 	Violation engine.Violation
 	Actual    []uint64
 }
 
-// Pull lets a decode engine read blocks and frees the hand-over, whether or not the read made sense: the real engine
-// learns from the same notification that the transfer is over.
+// requested by name only
 func (l *Ledger) Pull(engineID string, req *PullRequest) PullAnswer {
 	if req.EngineID != engineID && req.EngineID != "" {
 		return PullAnswer{Refused: fmt.Sprintf("remote_engine_id is %s, this is %s", req.EngineID, engineID)}
@@ -201,7 +202,9 @@ func (l *Ledger) Pull(engineID string, req *PullRequest) PullAnswer {
 	if h != nil {
 		l.end(h, "fetched")
 	}
-	if h != nil && len(req.Ids) == 0 { // asked for by name alone
+	// read returns the content that each block of the reader's prompt will have; blocks that it did not request have
+	// none.
+	if h != nil && len(req.Ids) == 0 {
 		req.Ids = h.blocks
 	}
 	actual := l.read(req)
@@ -220,39 +223,54 @@ func (l *Ledger) Pull(engineID string, req *PullRequest) PullAnswer {
 	return answer
 }
 
-// read says what each block of the reader's prompt will hold; blocks that it did not ask for hold nothing.
+// judge returns the violation in a read that real engines would carry out silently.
 func (l *Ledger) read(req *PullRequest) []uint64 {
 	n := min(len(req.Ids), len(req.Want))
 	got := l.pool.Read(req.Ids[:n], func(i int) uint64 { return req.Want[i] })
 	return append(got, make([]uint64, len(req.Want)-n)...)
 }
 
-// judge names what is wrong with a read that the real engines would carry out without a word.
+// Expires returns the time at which the hand-over of the leg with that x-request-id ends; zero if there is none.
 func judge(h *handOver, outcome string, req *PullRequest, actual []uint64) engine.Violation {
 	switch {
 	case h == nil && outcome == "fetched":
-		return engine.Violation{Kind: "read_twice", Message: "the blocks of " + req.RequestID + " were fetched before; they may hold another request's KV by now"}
+		return engine.Violation{Kind: "read_twice",
+			Message: "the blocks of " + req.RequestID +
+				" were fetched before; they may hold another request's KV by now"}
 	case h == nil && outcome == "expired":
-		return engine.Violation{Kind: "expired", Message: "the lease on the blocks of " + req.RequestID + " ran out; they may hold another request's KV by now"}
+		return engine.Violation{Kind: "expired",
+			Message: "the lease on the blocks of " + req.RequestID +
+				" ran out; they may hold another request's KV by now"}
 	case h == nil && outcome == "released":
 		return engine.Violation{Kind: "released", Message: "the blocks of " + req.RequestID + " were released"}
 	case h == nil:
 		return engine.Violation{Kind: "unknown_request", Message: "nothing was ever kept for " + req.RequestID}
 	case len(req.Ids) < len(req.Want):
-		return engine.Violation{Kind: "fewer_blocks", Message: fmt.Sprintf("%d block ids for a prompt of %d blocks (%d tokens)", len(req.Ids), len(req.Want), req.Tokens)}
+		return engine.Violation{Kind: "fewer_blocks",
+			Message: fmt.Sprintf("%d block ids for a prompt of %d blocks (%d tokens)", len(req.Ids), len(req.Want),
+				req.Tokens)}
 	case !slices.Equal(req.Ids, h.blocks):
 		return engine.Violation{Kind: "foreign_blocks", Message: "these are not the blocks of " + req.RequestID}
 	case !slices.Equal(actual, req.Want):
-		return engine.Violation{Kind: "other_prompt", Message: fmt.Sprintf("the KV is of another prompt: %d tokens on the prefill engine, %d here", h.tokens, req.Tokens)}
+		return engine.Violation{Kind: "other_prompt",
+			Message: fmt.Sprintf("the KV is of another prompt: %d tokens on the prefill engine, %d here", h.tokens,
+				req.Tokens)}
 	case h.turn != req.Turn:
-		return engine.Violation{Kind: "wrong_way", Message: "the blocks of " + req.RequestID + " were kept for an engine of the other role"}
+		return engine.Violation{Kind: "wrong_way",
+			Message: "the blocks of " + req.RequestID + " were kept for an engine of the other role"}
 	case h.xid != req.Xid && !h.turn:
-		return engine.Violation{Kind: "request_id_mismatch", Message: fmt.Sprintf("x-request-id was %q on the prefill leg and is %q here", h.xid, req.Xid)}
+		return engine.Violation{Kind: "request_id_mismatch",
+			Message: fmt.Sprintf("x-request-id was %q on the prefill leg and is %q here", h.xid, req.Xid)}
 	}
 	return engine.Violation{}
 }
 
-// Expires is when the hand-over of the leg with that x-request-id is over; zero if none is held.
+// The side channel stands in for NIXL's handshake, RDMA read and notifications: length-prefixed frames over TCP
+// between simulators, on the port that kv_transfer_params name. One request, one answer; connections are kept.
+//
+//	frame   uint32 little-endian length, payload
+//	request opcode, engine id, request id; for a pull also the fields of pullRequest
+//	answer  for a pull the fields of pullAnswer, else empty
 func (l *Ledger) Expires(xid string) (at time.Time) {
 	l.mu.Lock()
 	defer l.mu.Unlock()

@@ -42,10 +42,10 @@ type WireWriter struct{ B []byte }
 // Uint writes a number.
 func (w *WireWriter) Uint(n uint64) { w.B = binary.AppendUvarint(w.B, n) }
 
-// String writes text, its length first.
+// Words writes the count of v and its numbers of 64 bits.
 func (w *WireWriter) String(s string) { w.Uint(uint64(len(s))); w.B = append(w.B, s...) }
 
-// Words writes numbers of 64 bits, how many first.
+// WireReader reads a frame. Err stays once it is set, and all further reads return empty values.
 func (w *WireWriter) Words(v []uint64) {
 	w.Uint(uint64(len(v)))
 	for _, x := range v {
@@ -149,7 +149,7 @@ func (a *PullAnswer) Decode(r *WireReader) {
 	}
 }
 
-// ReadFrame reads a frame without its length.
+// NewFrame reserves space for the length, which SealFrame fills in.
 func ReadFrame(r io.Reader) ([]byte, error) {
 	var head [4]byte
 	if _, err := io.ReadFull(r, head[:]); err != nil {
@@ -173,7 +173,7 @@ func (w *WireWriter) SealFrame() []byte {
 	return w.B
 }
 
-// Peers are a decode engine's connections to prefill engines.
+// NewPeers returns a Peers without connections.
 type Peers struct {
 	mu   sync.Mutex
 	idle map[string][]net.Conn
@@ -182,7 +182,7 @@ type Peers struct {
 // NewPeers has no connections yet.
 func NewPeers() *Peers { return &Peers{idle: make(map[string][]net.Conn)} }
 
-// Pull asks the side channel at addr for blocks.
+// Notify sends a heartbeat or a release. Errors are ignored, as with NIXL's notifications.
 func (p *Peers) Pull(ctx context.Context, addr string, req *PullRequest) (PullAnswer, error) {
 	w := NewFrame()
 	req.encode(&w)
@@ -207,7 +207,7 @@ func (p *Peers) Notify(op byte, addr, engineID, requestID string) {
 	_, _ = p.Call(ctx, addr, w.SealFrame())
 }
 
-// Call sends a frame and returns the answer, over a kept connection if there is one.
+// the peer closed it while it was idle: nothing was read
 func (p *Peers) Call(ctx context.Context, addr string, frame []byte) ([]byte, error) {
 	for {
 		conn, kept, err := p.get(ctx, addr)
@@ -263,7 +263,7 @@ func (p *Peers) put(addr string, conn net.Conn) {
 	p.idle[addr] = append(p.idle[addr], conn)
 }
 
-// Close closes idle connections.
+// EngineID asks a side channel for its engine id; "" if it does not answer.
 func (p *Peers) Close() {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -275,7 +275,8 @@ func (p *Peers) Close() {
 	clear(p.idle)
 }
 
-// EngineID asks a side channel who it is; "" if it does not say.
+// Package jsontext reads JSON byte by byte: a scanner that refuses what Python's json refuses and keeps every member's
+// raw text, walkers over raw values, and writers in the order and with the blanks of the real engines.
 func (p *Peers) EngineID(ctx context.Context, addr string) string {
 	w := NewFrame()
 	w.B = append(w.B, OpWho)

@@ -11,13 +11,13 @@ import (
 	"unicode/utf8"
 )
 
-// Member is one member of a JSON object: the key unescaped, the value's bytes verbatim without surrounding space.
+// maxDepth is the maximum nesting of a body; Python's json module gives up near 1000.
 type Member struct {
 	Key []byte
 	Raw []byte
 }
 
-// maxDepth is how deep a body may be nested; Python's json module gives up near 1000.
+// ErrNotObject means that a body is valid JSON, but not an object.
 const maxDepth = 1000
 
 var (
@@ -51,7 +51,7 @@ func ScanObject(dst []Member, body []byte) ([]Member, error) {
 	return dst, nil
 }
 
-// scanner walks over JSON and refuses what RFC 8259 refuses.
+// next reads the comma or the end behind a member or an element.
 type scanner struct {
 	b []byte
 	i int
@@ -150,7 +150,8 @@ func (s *scanner) array(depth int) error {
 	}
 }
 
-// next reads what follows a member or an element: a comma, or the end.
+// str steps over a string. Strings are the bulk of a body, so eight bytes at a time are searched for a quote, a
+// backslash or a control character; the lowest flagged byte is always a true one.
 func (s *scanner) next(end byte) (ended bool, err error) {
 	s.space()
 	if s.i == len(s.b) || s.b[s.i] != ',' && s.b[s.i] != end {
@@ -201,8 +202,7 @@ const (
 	highs = 0x8080808080808080
 )
 
-// str steps over a string. Strings are the bulk of a body, so eight bytes at a time are searched for a quote, a
-// backslash or a control character; the lowest flagged byte is always a true one.
+// escapeLen returns the length of the escape that b begins with, 0 if there is none.
 func (s *scanner) str() error {
 	b, i := s.b, s.i+1
 	for {
@@ -239,7 +239,7 @@ func (s *scanner) str() error {
 	}
 }
 
-// escapeLen is the length of the escape that b begins with, 0 if it is none.
+// Unquote returns the text of a valid JSON string (with its quotes). Without escapes it is a part of raw itself.
 func escapeLen(b []byte) int {
 	if len(b) < 2 {
 		return 0
@@ -261,7 +261,7 @@ func escapeLen(b []byte) int {
 	return 0
 }
 
-// Unquote gives the text of a valid JSON string (with its quotes). Without escapes it is a part of raw itself.
+// The functions below walk over JSON that ScanObject has validated, so they do not check again.
 func Unquote(raw []byte) []byte {
 	in := raw[1 : len(raw)-1]
 	i := bytes.IndexByte(in, '\\')

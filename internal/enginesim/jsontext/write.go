@@ -4,8 +4,7 @@ import "strconv"
 
 const hexDigits = "0123456789abcdef"
 
-// AppendQuoted appends s as a JSON string, escaping what JSON demands and nothing else (as Python with ensure_ascii
-// off, which is what vLLM answers with).
+// AppendEscaped appends s in the form that it has within quotes.
 func AppendQuoted(dst []byte, s string) []byte {
 	return append(AppendEscaped(append(dst, '"'), s), '"')
 }
@@ -43,7 +42,7 @@ func AppendKey(dst []byte, key string) []byte {
 // AppendStr appends a member with a string.
 func AppendStr(dst []byte, key, value string) []byte { return AppendQuoted(AppendKey(dst, key), value) }
 
-// AppendInt appends a member with a number.
+// AppendRaw appends a member with encoded JSON; null if there is none.
 func AppendInt(dst []byte, key string, n int64) []byte {
 	return strconv.AppendInt(AppendKey(dst, key), n, 10)
 }
@@ -56,7 +55,8 @@ func AppendRaw(dst []byte, key string, raw []byte) []byte {
 	return append(AppendKey(dst, key), raw...)
 }
 
-// AppendIDs appends a list of numbers.
+// Package request reads the bodies of the generating APIs: their common members under one name each, the errors that
+// vLLM finds at once, and the prompt that the model would see.
 func AppendIDs(dst []byte, ids []uint32) []byte {
 	dst = append(dst, '[')
 	for i, id := range ids {

@@ -27,7 +27,7 @@ const (
 )
 
 const (
-	maxChoices  = 16384 // VLLM_MAX_N_SEQUENCES
+	maxChoices  = 16384 // Limits are the engine's limits on a request's model and size.
 	maxLogprobs = 20
 )
 
@@ -35,7 +35,7 @@ const (
 type Limits struct {
 	Models      []string
 	MaxModelLen int  // tokens
-	ToolParser  bool // as vLLM with --enable-auto-tool-choice --tool-call-parser
+	ToolParser  bool // Request is a parsed body: the common members of the five APIs, under one name each.
 }
 
 // Request is a body that has been read: what the five APIs have in common, under one name each.
@@ -43,7 +43,7 @@ type Request struct {
 	engine.Sampling
 
 	API     API
-	size    int // of the body
+	size    int // alternatives per token; -1: none requested
 	Model   string
 	Members []jsontext.Member
 
@@ -58,16 +58,18 @@ type Request struct {
 	KeepIDs         bool // of the prompt, for KV events
 	Kv              connector.Params
 	maxTokensMember string
-	Transcript      []byte // of the response that previous_response_id names
+	// ThrowsAway reports whether the request's KV may be another prompt's, because its answer is discarded: it
+	// generates one token, and a salt keeps the prompt out of the cache. A router sends such a request to make a
+	// prefill engine free its blocks.
+	Transcript []byte
 }
 
-// ThrowsAway reports whether the request is one whose KV may be another prompt's, because nothing of it is used: one token is
-// made of it, and a salt keeps it from being found again. A router sends such a request to have a prefill engine let go.
+// Raw returns the JSON of a member, nil if it is absent.
 func (q *Request) ThrowsAway() bool { return q.MaxTokens == 1 && q.salt != "" }
 
-// Raw is the JSON of a member, nil if it is not there.
+// Raw returns the JSON of a member, nil if it is not there.
 func (q *Request) Raw(name string) (val []byte) {
-	for _, m := range slices.Backward(q.Members) { // the last of several wins, as in Python
+	for _, m := range slices.Backward(q.Members) { // Leg returns the request's part in the protocol.
 		if string(m.Key) == name {
 			return m.Raw
 		}
@@ -75,7 +77,8 @@ func (q *Request) Raw(name string) (val []byte) {
 	return nil
 }
 
-// Leg says what the request is to the protocol.
+// Parse reads and checks a body as far as that is possible without the model. Without a connector kv_transfer_params
+// are ignored as vLLM does; faithful accepts a duplicate key as Python does.
 func (q *Request) Leg() string {
 	switch {
 	case q.Kv.RoomLeg != "":
@@ -88,20 +91,22 @@ func (q *Request) Leg() string {
 	return "plain"
 }
 
-// Parse reads and checks a body up to what does not need the model. Without a connector kv_transfer_params are
-// ignored as vLLM does; faithful lets a duplicate key pass as Python does.
+// ReadCommon reads the members that all APIs share, and those of connector k.
 func Parse(a API, body []byte, members []jsontext.Member, k connector.Name, faithful bool) (*Request, *engine.Error) {
 	q := &Request{API: a, size: len(body), Sampling: engine.Sampling{MaxTokens: -1, N: 1}, Logprobs: -1}
 	var err error
 	if q.Members, err = jsontext.ScanObject(members, body); err != nil {
 		if errors.Is(err, jsontext.ErrNotObject) {
-			return q, engine.Pydantic("model_attributes_type", "", "Input should be a valid dictionary or object to extract fields from", body)
+			return q, engine.Pydantic("model_attributes_type", "",
+				"Input should be a valid dictionary or object to extract fields from", body)
 		}
-		return q, engine.BadRequest("1 validation error:\n  {'type': 'json_invalid', 'loc': 'body.0', 'msg': 'JSON decode error', 'ctx': {'error': '%v'}}", err)
+		return q, engine.BadRequest("1 validation error:\n  {'type': 'json_invalid', 'loc': 'body.0', 'msg': 'JSON "+
+			"decode error', 'ctx': {'error': '%v'}}", err)
 	}
 	if !faithful {
 		if key := duplicate(q.Members); key != "" {
-			return q, engine.BadRequest("enginesim: the key %q occurs twice; an engine would silently use the last one", key)
+			return q, engine.BadRequest("enginesim: the key %q occurs twice; an engine would silently use the last one",
+				key)
 		}
 	}
 	if e := q.ReadCommon(k); e != nil {
@@ -134,7 +139,7 @@ func duplicate(members []jsontext.Member) string {
 	return ""
 }
 
-// ReadCommon reads what all APIs have under the same name, and the members of connector k.
+// readLimits reads the bounds of the answer, from each API's own members.
 func (q *Request) ReadCommon(k connector.Name) *engine.Error {
 	for _, m := range q.Members {
 		switch string(m.Key) {
@@ -167,7 +172,7 @@ func (q *Request) ReadCommon(k connector.Name) *engine.Error {
 	return nil
 }
 
-// readLimits reads what bounds the answer, from where each API keeps it.
+// overrides max_tokens
 func (q *Request) readLimits() *engine.Error {
 	from := q.Raw
 	q.maxTokensMember = "max_tokens"
@@ -183,7 +188,8 @@ func (q *Request) readLimits() *engine.Error {
 		from = func(name string) []byte { return jsontext.Get(params, name) }
 		q.maxTokensMember = "max_new_tokens"
 	case Chat:
-		if !jsontext.IsNull(q.Raw("max_completion_tokens")) { // beats max_tokens
+		// checkCommon makes the checks that vLLM makes before it looks for the model.
+		if !jsontext.IsNull(q.Raw("max_completion_tokens")) {
 			q.maxTokensMember = "max_completion_tokens"
 		}
 	case Responses:
@@ -243,7 +249,7 @@ func (q *Request) readStops(from func(string) []byte) {
 	q.IncludeStop = jsontext.IsTrue(from("include_stop_str_in_output"))
 }
 
-// checkCommon is what vLLM refuses before it looks for the model.
+// CheckModel makes the checks that need the model: its name and its limits.
 func (q *Request) checkCommon() *engine.Error {
 	options := q.Raw("stream_options")
 	if !jsontext.IsNull(options) && !q.Stream {
@@ -256,7 +262,8 @@ func (q *Request) checkCommon() *engine.Error {
 	case q.N > maxChoices:
 		return engine.BadRequest("n must be at most %d, got %d.", maxChoices, q.N)
 	case q.Logprobs > maxLogprobs:
-		return engine.BadRequest("Requested sample logprobs of %d, which is greater than max allowed: %d", q.Logprobs, maxLogprobs)
+		return engine.BadRequest("Requested sample logprobs of %d, which is greater than max allowed: %d", q.Logprobs,
+			maxLogprobs)
 	}
 	if q.API == Messages && q.MaxTokens < 0 {
 		return engine.Pydantic("missing", "max_tokens", "Field required", []byte("None"))
@@ -283,7 +290,7 @@ func (q *Request) checkCommon() *engine.Error {
 	return nil
 }
 
-// CheckModel is what vLLM refuses once it knows the model: its name and its limits.
+// CheckLength makes the checks that need the tokenised prompt.
 func (q *Request) CheckModel(c *Limits) *engine.Error {
 	known := q.Model == ""
 	for _, m := range c.Models {
@@ -303,13 +310,15 @@ func (q *Request) CheckModel(c *Limits) *engine.Error {
 	}
 	if q.MaxTokens > int64(c.MaxModelLen) {
 		return engine.BadParam(q.maxTokensMember, strconv.FormatInt(q.MaxTokens, 10),
-			"%s=%d cannot be greater than max_model_len=%d. Please request fewer output tokens.", q.maxTokensMember, q.MaxTokens, c.MaxModelLen)
+			"%s=%d cannot be greater than max_model_len=%d. Please request fewer output tokens.", q.maxTokensMember,
+			q.MaxTokens, c.MaxModelLen)
 	}
 	if q.MaxTokens == 0 {
 		return engine.BadRequest("max_tokens must be at least 1, got 0.")
 	}
 	if q.MaxTokens >= 0 && q.MinTokens > q.MaxTokens {
-		return engine.BadRequest("min_tokens must be less than or equal to max_tokens=%d, got %d.", q.MaxTokens, q.MinTokens)
+		return engine.BadRequest("min_tokens must be less than or equal to max_tokens=%d, got %d.", q.MaxTokens,
+			q.MinTokens)
 	}
 	return q.checkTools(c)
 }
@@ -320,7 +329,8 @@ func (q *Request) checkTools(c *Limits) *engine.Error {
 	}
 	switch {
 	case jsontext.IsObject(q.ToolChoice):
-		return engine.BadRequest("tool_choice=function \"%s\" requires --tool-call-parser to be set", jsontext.Text(jsontext.Get(jsontext.Get(q.ToolChoice, "function"), "name")))
+		return engine.BadRequest("tool_choice=function \"%s\" requires --tool-call-parser to be set",
+			jsontext.Text(jsontext.Get(jsontext.Get(q.ToolChoice, "function"), "name")))
 	case string(q.ToolChoice) == `"required"`:
 		return engine.BadRequest(`tool_choice="required" requires --tool-call-parser to be set`)
 	case string(q.ToolChoice) == `"none"`:
@@ -329,7 +339,7 @@ func (q *Request) checkTools(c *Limits) *engine.Error {
 	return engine.BadRequest(`"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set`)
 }
 
-// CheckLength is what can only be said of the tokenised prompt.
+// CheckLength returns what can only be said of the tokenised prompt.
 func (q *Request) CheckLength(prompts []*engine.Prompt, c *Limits) *engine.Error {
 	for _, p := range prompts {
 		switch room := c.MaxModelLen - p.N; {
@@ -337,10 +347,12 @@ func (q *Request) CheckLength(prompts []*engine.Prompt, c *Limits) *engine.Error
 			return engine.BadRequest("The decoder prompt cannot be empty")
 		case room < 1:
 			return engine.BadParam("input_tokens", strconv.Itoa(p.N),
-				"This model's maximum context length is %d tokens. However, your request has %d input tokens. Please reduce the length of the input messages.", c.MaxModelLen, p.N)
+				"This model's maximum context length is %d tokens. However, your request has %d input tokens. "+
+					"Please reduce the length of the input messages.", c.MaxModelLen, p.N)
 		case q.MaxTokens > int64(room):
 			return engine.BadParam(q.maxTokensMember, strconv.FormatInt(q.MaxTokens, 10),
-				"'max_tokens' or 'max_completion_tokens' is too large: %d. This model's maximum context length is %d tokens and your request has %d input tokens (%d > %d - %d).",
+				"'max_tokens' or 'max_completion_tokens' is too large: %d. This model's maximum context length is "+
+					"%d tokens and your request has %d input tokens (%d > %d - %d).",
 				q.MaxTokens, c.MaxModelLen, p.N, q.MaxTokens, c.MaxModelLen, p.N)
 		}
 	}

@@ -8,11 +8,12 @@ import (
 	"tandem/internal/enginesim/jsontext"
 )
 
-// template writes a chat's pieces.
+// Render turns a request into the prompts that the model would see. The chat template keeps the order of every
+// object's members, as the usual Jinja templates do with tools: a router that re-serialises a body in another order
+// gets different tokens, and so KV that does not fit.
 type template struct{ *engine.Tokenizer }
 
-// Render turns a request into the prompts that the model would see. The chat template keeps the order of every
-// object's members, as the usual Jinja templates do with tools: who re-serialises a body out of order gets different tokens, and so KV that does not fit.
+// tools and the like follow the system prompt, if there is one
 func (q *Request) Render(blockSize int) ([]*engine.Prompt, *engine.Error) {
 	keep := q.ReturnIDs || q.Echo || q.KeepIDs || q.Kv.Context
 	one := func(fill func(t template)) []*engine.Prompt {
@@ -32,7 +33,8 @@ func (q *Request) Render(blockSize int) ([]*engine.Prompt, *engine.Error) {
 	case Generate:
 		ids, ok := jsontext.TokenIDs(q.Raw("token_ids"))
 		if !ok {
-			return nil, engine.Pydantic("list_type", "token_ids", "Input should be a valid list of integers", q.Raw("token_ids"))
+			return nil, engine.Pydantic("list_type", "token_ids", "Input should be a valid list of integers",
+				q.Raw("token_ids"))
 		}
 		return one(func(t template) { t.Tokens(ids) }), nil
 	case Responses:
@@ -78,7 +80,7 @@ func (q *Request) renderChat(t template, messages []byte) (bad *engine.Error) {
 			bad = engine.Pydantic("missing", "messages.role", "Field required", m)
 			return false
 		}
-		if first && string(role) != "system" { // tools and the like come after the system prompt, where there is one
+		if first && string(role) != "system" { // renderExtras writes the other inputs of a chat template.
 			q.renderExtras(t)
 		}
 		t.turn(role, func() { t.message(m) })
@@ -94,7 +96,7 @@ func (q *Request) renderChat(t template, messages []byte) (bad *engine.Error) {
 	return bad
 }
 
-// renderExtras writes what else a chat template is given.
+// content writes a string, or a list of parts: the text of text parts, and other parts as JSON.
 func (q *Request) renderExtras(t template) {
 	for _, name := range []string{"tools", "documents", "chat_template", "chat_template_kwargs"} {
 		if raw := q.Raw(name); !jsontext.IsNull(raw) {
@@ -163,7 +165,7 @@ func (q *Request) renderResponses(t template) {
 	t.Piece(newline)
 }
 
-// renderPrompts reads the four forms of /v1/completions' prompt: text, ids, and lists of either.
+// Media returns the hashes of a chat's images, audio and video, in their order, and whether there is text beside them.
 func (q *Request) renderPrompts(blockSize int, keep bool, raw []byte) (prompts []*engine.Prompt, bad *engine.Error) {
 	add := func(raw []byte) bool {
 		t := engine.NewTokenizer(blockSize, keep)
@@ -189,7 +191,7 @@ func (q *Request) renderPrompts(blockSize int, keep bool, raw []byte) (prompts [
 	return prompts, bad
 }
 
-// Media are the hashes of a chat's images, audio and video, in their order, and whether there is text beside them.
+// Media returns the hashes of a chat's images, audio and video, in their order, and whether there is text beside them.
 func (q *Request) Media() (hashes []string, texts bool) {
 	jsontext.EachElement(q.Raw("messages"), func(m []byte) bool {
 		content := jsontext.Get(m, "content")
