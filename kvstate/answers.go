@@ -2,7 +2,7 @@ package kvstate
 
 import "time"
 
-// No hop shows the length of an answer or the time of its tokens, because Envoy carries answers past Tandem. The
+// No hop shows the length of an answer or the time of its tokens, because answers do not pass through Tandem. The
 // engines count both. The difference of two scrapes yields a pool's mean answer length, and how much slower than
 // modelled an endpoint decodes.
 
@@ -53,7 +53,7 @@ func (e *Endpoint) learnAnswers(d AnswerCounters, before, after *Signals) {
 	// Each running answer is within a gap, so the gaps of one second add up to the number of answers.
 	batch := max(d.GapTime.Seconds()/apart, 1)
 	step := DecodeStep + DecodeAnswer*batch + DecodeToken*e.kvBetween(before, after)
-	_, share := e.local.ahead(now) // prompts that it computed meanwhile are no part of its decode steps
+	_, share := e.local.ahead(now) // local prefills are not part of its decode steps
 	observed, modelled := Seconds(d.GapTime.Seconds()*(1-share)), Seconds(float64(d.Gaps)*step)
 	var next speed
 	if old := e.steps.Load(); old != nil {

@@ -2,11 +2,10 @@ package kvstate
 
 import "time"
 
-// With NIXL pull in both directions, a turn of a conversation leaves its blocks on the decode endpoint that
-// answered. The state stores what the next turn needs to find them, by the conversation's name: the latest turn
-// only, for one use, and for less time than the engine holds the blocks. With several replicas it is stored in
-// Redis only. A second copy could be used a second time, and blocks are read by number: by then they may belong to
-// another prompt.
+// With NIXL pull in both directions, a turn of a conversation leaves its blocks on the decode endpoint that answered.
+// The state stores the data by which the next turn finds them, under the conversation's name: the latest turn only,
+// for one use, and for less time than the engine holds the blocks. With several replicas it is stored in Redis only. A
+// second copy could be used a second time, and blocks are read by number: by then they may belong to another prompt.
 
 // MaxConversationBytes bounds the stored state of one turn, most of which are block ids.
 const MaxConversationBytes = 1 << 20

@@ -1,20 +1,20 @@
-// Package kvstate holds what this replica knows of the fleet: the pools and endpoints ([Pool], [Endpoint]), their
+// Package kvstate holds a replica's knowledge of the fleet: the pools and endpoints ([Pool], [Endpoint]), their
 // health, the reservations on them ([Bookings.Reserve]), and which endpoint holds the KV cache of which prompt
 // prefixes.
 //
-// The request path makes three calls: it takes a [View], a copy of the numbers that a decision needs; it reserves
-// the chosen endpoints; and it releases the reservations. Discovery, probes and other replicas update the state
+// The request path makes three calls: it takes a [View], a copy of the numbers that a decision needs; it reserves the
+// chosen endpoints; and it releases the reservations. Discovery, probes and other replicas update the state
 // concurrently. The in-memory state is complete: it is the default store, not a test double.
 //
 // The prefix index (package prefixindex) has two sources: the prompts that were routed to an endpoint, which is a
 // guess, and the engines' KV events ([Pool.Feed]), which are exact. Events name token blocks; the known tokens of a
 // prompt ([Pool.KnownTokens]) connect them to its text ([Pool.DropGuesses], [Pool.TokenHits]).
 //
-// Everything has a bound or a time to live. Reservations expire, the prefix index drops its oldest generation when
-// it exceeds its bytes, the oldest known tokens are dropped first, and consumed tickets and hand-overs are kept
-// only while they can be used.
+// Everything has a bound or a time to live. Reservations expire, the prefix index drops its oldest generation when it
+// exceeds its bytes, the oldest known tokens are dropped first, and consumed tickets and hand-overs are kept only
+// while they can be used.
 //
 // A [State] has parts with one job each: [Health], [Bookings] (reservations), [HandOvers] (tickets, KV parameters,
-// conversations), [Sessions], [KVLoads] (pairs whose transfers fail) and [InferencePolicies]. Its own methods are about
-// pools, views, the prefix index and signals.
+// conversations), [Sessions], [KVLoads] (pairs whose transfers fail) and [InferencePolicies]. Its own methods are
+// about pools, views, the prefix index and signals.
 package kvstate

@@ -54,7 +54,7 @@ func (r Role) String() string {
 // EndpointSpec is the configured or discovered description of an endpoint.
 type EndpointSpec struct {
 	Name   string // as configured: host:port or ip:port
-	Addr   string // ip:port, [ip]:port for IPv6: where Envoy connects; with #rank behind where Ranks is not 0
+	Addr   string // ip:port, [ip]:port for IPv6: Envoy connects there; followed by #rank if Ranks is not 0
 	Scheme string // http, https or h2c; "" is http
 	Role   Role
 	Group  string // endpoints with a group only pair within it
@@ -62,7 +62,7 @@ type EndpointSpec struct {
 	Zone   string // where it runs; "": unknown. Transfers within a zone are assumed to be faster than between two
 	// the machine it runs on; "": that of its IP address. Transfers within a node are assumed to be faster still
 	Node   string
-	Engine string // engine release and model revision; must be equal within a pair where both are known
+	Engine string // engine release and model revision; if both endpoints of a pair report it, they must be equal
 	Layout string // of its KV (tensor parallelism, type, block size), if the dialect needs it equal on both sides
 	LoRAs  string // adapters configured for it, comma-separated; those that the engine reports count as well
 	Labels string // name=value, comma-separated: labels that requests may ask for
@@ -76,18 +76,18 @@ type EndpointSpec struct {
 	// requests.
 	Draining bool
 
-	// Ranks is how many data-parallel ranks answer at the address, each an endpoint of its own; 0: one, which is not
-	// named. Rank is this one's number. Addr has it behind a #, for Addr is the identity of an endpoint.
+	// Ranks is the number of data-parallel ranks behind the address, each a separate endpoint; 0: one without a
+	// number. Rank is this one's number, and part of Addr (#rank), which identifies an endpoint.
 	Ranks, Rank int
 }
 
-// HostPort returns where the endpoint is reached: Addr without the rank.
+// HostPort returns the address to connect to: Addr without the rank.
 func (e *EndpointSpec) HostPort() string {
 	at, _, _ := strings.Cut(e.Addr, "#")
 	return at
 }
 
-// RankName returns the rank as engines read it, "" for an endpoint that has its address for itself.
+// RankName returns the rank in the engines' form, "" for the only endpoint of an address.
 func (e *EndpointSpec) RankName() string {
 	if e.Ranks == 0 {
 		return ""
@@ -150,8 +150,8 @@ type Endpoint struct {
 	*endpointState
 }
 
-// endpointState is the state of an address while it stays in its pool, whatever its spec becomes. The fields that
-// every view reads come first: with a thousand endpoints each of them is a cache miss.
+// endpointState is the state of an address while it stays in its pool, even if its spec changes. The fields that every
+// view reads come first: with a thousand endpoints each of them is a cache miss.
 type endpointState struct {
 	failed atomic.Int64 // when it failed, Unix ns; 0: healthy
 	hung   atomic.Bool  // it failed by a timeout
@@ -177,8 +177,7 @@ type endpointState struct {
 	ratio      *fadingRatio // bytes per token; the pool's
 }
 
-// learnPrefill records that the endpoint was busy for some time with jobs for which the cost model predicts
-// modelled.
+// learnPrefill records that the endpoint was busy for some time with jobs for which the cost model predicts modelled.
 func (l *endpointState) learnPrefill(busy, modelled time.Duration, now int64) {
 	if modelled <= 0 || l.load == nil {
 		return
@@ -232,7 +231,8 @@ func (e *Endpoint) Load() (requests, tokens int64) { return e.requests.Load(), e
 type PoolSpec struct {
 	Name   string
 	Models []string // "*": any
-	// StepTokens is how many prompt tokens an engine computes in one step (vLLM: max_num_batched_tokens); 0: 8192.
+	// StepTokens is the number of prompt tokens that an engine computes in one step (vLLM: max_num_batched_tokens); 0:
+	// 8192.
 	StepTokens int64
 }
 

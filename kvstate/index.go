@@ -107,9 +107,9 @@ func (s *State) ObserveCached(e *Endpoint, promised, found int64) {
 // textBlockBytes is the number of bytes of a prompt in one block of the routed index.
 const textBlockBytes = 512
 
-// sizeRouted sets how much the index remembers of what was routed to an endpoint: twice the engine's KV memory. An
-// engine keeps what is used again, which the index does not see, and [State.ObserveCached] corrects an estimate
-// that is too high. With half of it many hits were missed.
+// sizeRouted sets how many blocks the index remembers of the prompts routed to an endpoint: twice the engine's KV
+// memory. An engine keeps blocks that are used again, which the index does not see, and [State.ObserveCached] corrects
+// an estimate that is too high. With half of it many hits were missed.
 func (l *endpointState) sizeRouted(kvTokens int64) {
 	if kvTokens > 0 && l.ratio != nil {
 		l.blocks.Keeps(int(min(2*float64(kvTokens)*l.ratio.bytesPerToken()/textBlockBytes, 1<<30)))
@@ -145,7 +145,7 @@ func (p *Pool) KnownPrompts() int { return p.tokens.Prompts() }
 // LoRA returns the adapter that a model name stands for; see [prefixindex.Index.LoRA].
 func (p *Pool) LoRA(model string) string { return p.index.LoRA(model) }
 
-// TextOf returns the hashes of a prompt's text blocks, given the last one, in the memory of dst; at most so many.
+// TextOf returns the hashes of a prompt's text blocks, given the last one, in the memory of dst; at most most of them.
 // It returns nil if no replica whose updates this one receives has routed the prompt.
 func (p *Pool) TextOf(dst []uint64, last uint64, most int) []uint64 {
 	return p.index.Chain(dst, last, most)

@@ -2,7 +2,7 @@ package kvstate
 
 import "sync"
 
-// InferencePolicy is what the cluster's resources (InferenceObjective, InferenceModelRewrite) say about a pool's
+// InferencePolicy is the content of the cluster's resources (InferenceObjective, InferenceModelRewrite) about a pool's
 // requests.
 type InferencePolicy struct {
 	// Objectives maps the name of an InferenceObjective to its priority. Missing names have priority 0; requests

@@ -98,7 +98,7 @@ func (s *KVLoads) LoadFailed(p *Pool, prefill, decode string) (isNew bool) {
 	return isNew
 }
 
-// loadTime is how long after a decode request a failed load may still be reported.
+// longest time from a decode request to the report of its failed load.
 const loadTime = 15 * time.Second
 
 // LoadStarted records that a decode endpoint is asked to load the KV of a prefill endpoint.

@@ -192,9 +192,9 @@ func (p *Pool) RemoteQueueLength() int {
 	return len(p.queue.remote)
 }
 
-// SyncRemoteQueue updates known, the requests that wait at other replicas by id. It calls said for each new or
-// changed request, and over for each that no longer waits, with whether it was dispatched. changes is the version
-// that known had; if nothing has changed since, the call is free.
+// SyncRemoteQueue updates known, the requests that wait at other replicas by id. It calls said for each new or changed
+// request, and over for each that no longer waits, with whether it was dispatched. changes is the version of known; if
+// nothing has changed since, the call is free.
 func (p *Pool) SyncRemoteQueue(
 	known map[uint64]Queued, changes *uint64, changed func(*Queued), removed func(id uint64, dispatched bool),
 ) {

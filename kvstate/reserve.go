@@ -55,8 +55,8 @@ func (s *Source) Gone() { s.gone.Store(true) }
 func (s *Source) IsGone() bool { return s.gone.Load() }
 
 // Reserve books a request on an endpoint. Views count it from now on, unless it is [Booking.Tentative]. The caller
-// passes the id to whoever learns how the hop ended. If MaxReservations are held, Reserve books nothing and returns
-// 0: choosing with incomplete numbers is better than refusing.
+// passes the id to the code that learns how the hop ended. If MaxReservations are held, Reserve books nothing and
+// returns 0: choosing with incomplete numbers is better than refusing.
 func (s *Bookings) Reserve(e *Endpoint, b Booking) ReservationID {
 	return s.ReserveAs(0, e, b, nil)
 }

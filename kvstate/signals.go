@@ -16,9 +16,9 @@ type Signals struct {
 	Answers   AnswerCounters   // likewise, of answers
 	At        time.Time        // when it reported any of this; zero: never
 
-	// ScrapedAt is when its metrics were read, which contain all figures; zero: never, or too long ago. Response
-	// headers contain Waiting and KVUsage only, so Running, KVTokens and External are no newer than the last
-	// scrape.
+	// ScrapedAt is the time of the last scrape of its metrics, which contain all figures; zero: never, or too long
+	// ago. Response headers contain Waiting and KVUsage only, so Running, KVTokens and External are no newer than the
+	// last scrape.
 	ScrapedAt time.Time
 
 	// External is the number of running and waiting requests that no replica had booked, in this scrape and in the
@@ -104,8 +104,8 @@ func (s *State) observed(e *Endpoint, g Signals, count func(before *Signals) (ex
 	}
 }
 
-// mergeInto returns the known signals updated by g, and whether g is newer. Scrapes and headers are compared by
-// their own dates: a scrape takes a while to arrive, and answers may come in between.
+// mergeInto returns the known signals updated by g, and whether g is newer. Scrapes and headers are compared by their
+// own dates: a scrape takes a while, and answers may arrive in between.
 func (g *Signals) mergeInto(
 	known *Signals, count func(before *Signals) (external, unbooked int64),
 ) (next Signals, changed bool) {

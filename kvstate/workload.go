@@ -99,7 +99,7 @@ func (w *workload) setZones(all []*Endpoint) {
 	w.zoned = slices.ContainsFunc(all, func(e *Endpoint) bool { return e.Zone != all[0].Zone })
 }
 
-// utilisation returns the utilisation of so many endpoints of each role, including the work of other replicas.
+// utilisation returns the utilisation of that many endpoints of each role, including the work of other replicas.
 func (w *workload) utilisation(prefills, decodes int, now time.Time) Utilisation {
 	w.mu.Lock()
 	defer w.mu.Unlock()

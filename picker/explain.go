@@ -49,7 +49,8 @@ func (k *Picker) Explain(r *Request, v *kvstate.View) Explanation {
 	c, err := k.Pick(r, v)
 	prefills, decodes := k.survey(r, v)
 	t := k.terms(r, v, prefills, decodes)
-	e := Explanation{Load: v.Load.Prefill, SecondCosts: t.others, TokenBytes: t.moveToken * k.Model.Bandwidth, Answer: t.out}
+	e := Explanation{Load: v.Load.Prefill, SecondCosts: t.others, TokenBytes: t.moveToken * k.Model.Bandwidth,
+		Answer: t.out}
 	if err != nil {
 		e.Refused = err.Error()
 	} else {
@@ -110,7 +111,8 @@ func (e *Explanation) Print(w io.Writer) {
 				ms(p.Queue), ms(p.Work), load(p.Load), ms(p.Others), ms(p.Jobs))
 		}
 		if d := c.Decode; d != nil {
-			fmt.Fprintf(w, "%s: decode %s = transfer %s + step %s + answer %s + overflow %s\n", name, ms(c.Transfer+d.sum()), ms(c.Transfer), ms(d.Step), ms(d.Answer), ms(d.Overflow))
+			fmt.Fprintf(w, "%s: decode %s = transfer %s + step %s + answer %s + overflow %s\n", name,
+				ms(c.Transfer+d.sum()), ms(c.Transfer), ms(d.Step), ms(d.Answer), ms(d.Overflow))
 		}
 		if a := c.Alone; a != nil {
 			busy := ""

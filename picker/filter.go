@@ -47,7 +47,7 @@ func named(c *kvstate.Candidate, model string) bool {
 	return slices.Contains(c.Endpoint.Models(), model)
 }
 
-// serves is named, but also true for an endpoint that has not reported yet.
+// serves returns named, but also true for an endpoint that has not reported yet.
 func serves(c *kvstate.Candidate, model string) bool {
 	return len(c.Endpoint.Models()) == 0 || named(c, model)
 }

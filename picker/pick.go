@@ -50,7 +50,8 @@ type Choice struct {
 
 // PrefillBooking returns the booking of the prefill endpoint.
 func (c *Choice) PrefillBooking() kvstate.Booking {
-	return kvstate.Booking{For: kvstate.RolePrefill, PromptTokens: c.Uncached, Uncached: c.Uncached, Work: kvstate.Seconds(c.Work)}
+	return kvstate.Booking{For: kvstate.RolePrefill, PromptTokens: c.Uncached, Uncached: c.Uncached,
+		Work: kvstate.Seconds(c.Work)}
 }
 
 // DecodeBooking returns the booking of the decode endpoint.
@@ -58,7 +59,8 @@ func (c *Choice) DecodeBooking() kvstate.Booking {
 	if c.Prefill >= 0 {
 		return kvstate.Booking{For: kvstate.RoleDecode, PromptTokens: c.PromptTokens}
 	}
-	return kvstate.Booking{For: kvstate.RoleBoth, PromptTokens: c.PromptTokens, Uncached: c.Uncached, Work: kvstate.Seconds(c.Work)}
+	return kvstate.Booking{For: kvstate.RoleBoth, PromptTokens: c.PromptTokens, Uncached: c.Uncached,
+		Work: kvstate.Seconds(c.Work)}
 }
 
 // ErrNoEndpoint means that no endpoint can decode the request.
@@ -128,7 +130,7 @@ func (k *Picker) Pick(r *Request, v *kvstate.View) (Choice, error) {
 	return c, err
 }
 
-// pick is Pick by price alone.
+// pick returns Pick by price alone.
 func (k *Picker) pick(r *Request, v *kvstate.View) (Choice, error) {
 	t := k.weighAll(r, v)
 	pair := none()

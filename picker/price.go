@@ -45,7 +45,8 @@ type terms struct {
 }
 
 func (k *Picker) terms(r *Request, v *kvstate.View, prefills, decodes int) terms {
-	t := terms{m: &k.Model, tokens: max(float64(r.PromptTokens), 1), mean: usualAnswer, fleet: v.Load.Speed, tpot: k.TPOT, fullStep: k.Model.FullStep()}
+	t := terms{m: &k.Model, tokens: max(float64(r.PromptTokens), 1), mean: usualAnswer, fleet: v.Load.Speed,
+		tpot: k.TPOT, fullStep: k.Model.FullStep()}
 	if t.fleet <= 0 {
 		t.fleet = 1
 	}
@@ -259,7 +260,7 @@ func (t *terms) transfer(d *kvstate.Candidate, near bool) float64 {
 	return t.moves(d, t.m.ZoneGap)
 }
 
-// transferWithin is transfer within a node.
+// transferWithin returns transfer within a node.
 func (t *terms) transferWithin(d *kvstate.Candidate) float64 { return t.moves(d, 1/t.m.NodeGain) }
 
 // moves returns the time of a transfer to d, far times that within a zone, with the learned factor of transfers to

@@ -30,7 +30,7 @@ type Name struct {
 type DNS struct {
 	Static
 	names   []Name
-	records map[string][]*net.SRV // the last good answer, by name
+	records map[string][]*net.SRV // the last successful answer, by name
 	srv     func(ctx context.Context, name string) ([]*net.SRV, error)
 }
 
@@ -87,7 +87,8 @@ func (d *DNS) lookUpSRV(ctx context.Context, name string) []*net.SRV {
 	if err != nil || len(records) == 0 {
 		if !d.failing[name] {
 			d.failing[name] = true
-			d.log.Warn("name not resolved, going on with what is known", "pool", d.spec.Name, "name", name, "known", len(d.records[name]), "err", err)
+			d.log.Warn("name not resolved, going on with what is known", "pool", d.spec.Name, "name", name, "known",
+				len(d.records[name]), "err", err)
 		}
 		return d.records[name]
 	}

@@ -17,16 +17,15 @@ import (
 	"tandem/kvstate/enginehttp"
 )
 
-// askAgainEvery is how often an engine that did not answer is asked again.
+// askAgainEvery is the interval at which an engine that did not answer is asked again.
 const askAgainEvery = 10 * time.Second
 
 // maxAsked bounds the engines that are asked at the same time: a cluster may show a thousand at once.
 const maxAsked = 32
 
-// Facts are what the engines of discovered pods report of themselves, for what the cluster's labels do not contain:
-// vLLM's /version, and SGLang's /server_info (0.5.23) with version, disaggregation_mode and
-// disaggregation_bootstrap_port. Each engine is asked until it has answered once: the engine in a pod does not
-// change.
+// Facts are properties that the engines of discovered pods report and the cluster's labels do not contain: vLLM's
+// /version, and SGLang's /server_info (0.5.23) with version, disaggregation_mode and disaggregation_bootstrap_port.
+// Each engine is asked until it has answered once: the engine in a pod does not change.
 type Facts struct {
 	client      *enginehttp.Client
 	sameRelease bool // engines of different releases do not accept each other's KV, so they are not paired
@@ -57,11 +56,11 @@ func NewFacts(sameRelease bool, log *slog.Logger) *Facts {
 	}
 }
 
-// fill adds what is known to endpoints, and starts to ask those of which nothing is known; learnt is notified when
-// there is more. Role 0 means a pod without a role label: it gets the role that its engine reports, else otherwise,
-// and is left out until the engine was asked. Engines that are not among specs are forgotten. nil Facts change
-// nothing.
-func (f *Facts) fill(ctx context.Context, specs []kvstate.EndpointSpec, otherwise kvstate.Role, learnt chan<- struct{}) (out []kvstate.EndpointSpec) {
+// fill adds the known facts to endpoints, and starts to ask unknown ones; learnt is notified when there is more. Role
+// 0 means a pod without a role label: it gets the role that its engine reports, else otherwise, and is left out until
+// the engine was asked. Engines that are not among specs are forgotten. nil Facts change nothing.
+func (f *Facts) fill(ctx context.Context, specs []kvstate.EndpointSpec, otherwise kvstate.Role,
+	learnt chan<- struct{}) (out []kvstate.EndpointSpec) {
 	nothing := &fact{asked: true}
 	if f != nil {
 		f.mu.Lock()
@@ -93,7 +92,7 @@ func (f *Facts) fill(ctx context.Context, specs []kvstate.EndpointSpec, otherwis
 	return out
 }
 
-// of returns what is known of an engine, and starts to ask a new one.
+// of returns the facts about an engine, and starts to ask a new one.
 func (f *Facts) of(ctx context.Context, e kvstate.EndpointSpec) *fact {
 	key := e.Name + " " + e.Addr
 	known := f.engines[key]
@@ -166,7 +165,7 @@ func (f *Facts) retry(known *fact) {
 	f.notify()
 }
 
-// question asks once. An engine that knows neither path reports nothing, which is an answer.
+// question asks once. An engine that has neither path reports nothing, which is an answer.
 func (f *Facts) question(ctx context.Context, e *kvstate.Endpoint) (said fact, err error) {
 	var info struct {
 		Version   string `json:"version"`

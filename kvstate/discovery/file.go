@@ -17,8 +17,8 @@ import (
 	"tandem/kvstate"
 )
 
-// fileCheckEvery is how often the file is read. A ConfigMap's file is a symbolic link that is replaced, which file
-// system watches often miss; reading a small file is cheap and misses nothing.
+// fileCheckEvery is the interval at which the file is read. A ConfigMap's file is a symbolic link that is replaced,
+// which file system watches often miss; reading a small file is cheap and misses nothing.
 const fileCheckEvery = time.Second
 
 // maxEndpointsFile bounds the size of the file, in bytes: some 40,000 endpoints.
@@ -81,7 +81,8 @@ func (f *File) read() bool {
 	}
 	if err != nil {
 		if !f.failing {
-			f.log.Error("endpoints file not taken, going on with what is known", "pool", f.spec.Name, "file", f.path, "err", err)
+			f.log.Error("endpoints file not taken, going on with what is known", "pool", f.spec.Name, "file", f.path,
+				"err", err)
 		}
 		f.failing = true
 		return false

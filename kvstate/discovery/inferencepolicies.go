@@ -30,7 +30,8 @@ type InferencePolicies struct {
 }
 
 // NewInferencePolicies returns the watch for one pool.
-func NewInferencePolicies(state *kvstate.State, pool string, cluster Cluster, ref PoolRef, log *slog.Logger) *InferencePolicies {
+func NewInferencePolicies(state *kvstate.State, pool string, cluster Cluster, ref PoolRef,
+	log *slog.Logger) *InferencePolicies {
 	return &InferencePolicies{state, pool, cluster, ref, log}
 }
 
@@ -54,9 +55,11 @@ func (i *InferencePolicies) Run(ctx context.Context) {
 	defer factory.Shutdown()
 	changed := make(chan struct{}, 1)
 	var listers []cache.GenericLister
-	for _, resource := range []schema.GroupVersionResource{objectives(llmdGroup), objectives(olderGroup), rewrites(llmdGroup), rewrites(olderGroup)} {
+	for _, resource := range []schema.GroupVersionResource{objectives(llmdGroup), objectives(olderGroup),
+		rewrites(llmdGroup), rewrites(olderGroup)} {
 		informer := factory.ForResource(resource)
-		if err := watchChanges(informer.Informer(), i.log.With("resource", resource.GroupResource().String()), changed); err != nil {
+		if err := watchChanges(informer.Informer(), i.log.With("resource", resource.GroupResource().String()),
+			changed); err != nil {
 			i.log.Error("watching inference objectives and model rewrites", "pool", i.pool, "err", err)
 			return
 		}
@@ -149,7 +152,8 @@ func ofPool(pool string, objects []*unstructured.Unstructured) (out []policyReso
 		}
 	}
 	slices.SortFunc(out, func(a, b policyResource) int {
-		return cmp.Or(a.Metadata.CreationTimestamp.Compare(b.Metadata.CreationTimestamp.Time), cmp.Compare(a.Metadata.Name, b.Metadata.Name))
+		return cmp.Or(a.Metadata.CreationTimestamp.Compare(b.Metadata.CreationTimestamp.Time),
+			cmp.Compare(a.Metadata.Name, b.Metadata.Name))
 	})
 	return out
 }

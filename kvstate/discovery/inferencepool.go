@@ -35,10 +35,12 @@ type InferencePool struct {
 }
 
 // inferencePools is the watched resource.
-var inferencePools = schema.GroupVersionResource{Group: "inference.networking.k8s.io", Version: "v1", Resource: "inferencepools"}
+var inferencePools = schema.GroupVersionResource{Group: "inference.networking.k8s.io", Version: "v1",
+	Resource: "inferencepools"}
 
 // NewInferencePool returns the source of one pool, which exists and is empty until Run has seen the cluster.
-func NewInferencePool(state *kvstate.State, spec kvstate.PoolSpec, cluster Cluster, ref PoolRef, log *slog.Logger) *InferencePool {
+func NewInferencePool(state *kvstate.State, spec kvstate.PoolSpec, cluster Cluster, ref PoolRef,
+	log *slog.Logger) *InferencePool {
 	return &InferencePool{Kubernetes: NewKubernetes(state, spec, cluster, Pods{}, log), ref: ref}
 }
 
@@ -141,13 +143,15 @@ func readInferencePool(object runtime.Object, ref PoolRef) (Pods, error) {
 	if len(pool.Spec.Selector.MatchLabels) == 0 {
 		return Pods{}, errors.New("spec.selector.matchLabels is empty, which would select every pod")
 	}
-	out := Pods{Namespace: ref.Namespace, Selector: labels.Set(pool.Spec.Selector.MatchLabels).String(), Scheme: "http", Labels: ref.Labels}
+	out := Pods{Namespace: ref.Namespace, Selector: labels.Set(pool.Spec.Selector.MatchLabels).String(), Scheme: "http",
+		Labels: ref.Labels}
 	if pool.Spec.AppProtocol == "kubernetes.io/h2c" {
 		out.Scheme = "h2c"
 	}
 	for n, p := range pool.Spec.TargetPorts {
 		if p.Number < 1 || p.Number > 65535 || n >= MaxPorts {
-			return Pods{}, fmt.Errorf("spec.targetPorts[%d] is %d: ports are 1 to 65535, and at most %d", n, p.Number, MaxPorts)
+			return Pods{}, fmt.Errorf("spec.targetPorts[%d] is %d: ports are 1 to 65535, and at most %d", n, p.Number,
+				MaxPorts)
 		}
 		out.Ports = append(out.Ports, p.Number)
 	}

@@ -71,8 +71,10 @@ type Kubernetes struct {
 }
 
 // NewKubernetes returns the source of one pool, which exists and is empty until Run has seen the cluster.
-func NewKubernetes(state *kvstate.State, spec kvstate.PoolSpec, cluster Cluster, pods Pods, log *slog.Logger) *Kubernetes {
-	k := &Kubernetes{target: target{state: state, spec: spec, log: log}, cluster: cluster, pods: pods, left: departures{}, synced: make(chan struct{})}
+func NewKubernetes(state *kvstate.State, spec kvstate.PoolSpec, cluster Cluster, pods Pods,
+	log *slog.Logger) *Kubernetes {
+	k := &Kubernetes{target: target{state: state, spec: spec, log: log}, cluster: cluster, pods: pods,
+		left: departures{}, synced: make(chan struct{})}
 	k.state.SetPool(spec, nil)
 	return k
 }
@@ -80,7 +82,7 @@ func NewKubernetes(state *kvstate.State, spec kvstate.PoolSpec, cluster Cluster,
 // Ask adds what engines report of themselves. Call it before Run.
 func (k *Kubernetes) Ask(facts *Facts) { k.facts = facts }
 
-// Synced is closed when the pool was first written from the cluster's state.
+// Synced returns a channel that is closed when the pool was first written from the cluster's state.
 func (k *Kubernetes) Synced() <-chan struct{} { return k.synced }
 
 // Run watches until ctx ends.
@@ -94,7 +96,8 @@ func (k *Kubernetes) watchPods(ctx context.Context, pods Pods) {
 		return
 	}
 	pool := podPool{ports: pods.Ports, scheme: pods.Scheme, labels: pods.Labels}
-	factory := informers.NewSharedInformerFactoryWithOptions(k.cluster.Typed, 0, informers.WithNamespace(pods.Namespace),
+	factory := informers.NewSharedInformerFactoryWithOptions(k.cluster.Typed, 0,
+		informers.WithNamespace(pods.Namespace),
 		informers.WithTransform(essentials),
 		informers.WithTweakListOptions(func(o *metav1.ListOptions) { o.LabelSelector = pods.Selector }))
 	defer factory.Shutdown()
@@ -126,17 +129,18 @@ func (k *Kubernetes) watchPods(ctx context.Context, pods Pods) {
 	}
 }
 
-// warnUnknown warns of roles of pods that are not known, and were not before.
+// warnUnknown warns of pods with unknown roles that have appeared since before.
 func (k *Kubernetes) warnUnknown(unknown, before map[string]string, label string) {
 	for role, pod := range unknown {
 		if _, warned := before[role]; !warned {
-			k.log.Warn("a pod has a role that is not known: it gets no requests", "pool", k.spec.Name, "pod", pod, "label", label, "role", role)
+			k.log.Warn("a pod has a role that is not known: it gets no requests", "pool", k.spec.Name, "pod", pod,
+				"label", label, "role", role)
 		}
 	}
 }
 
 // watchChanges makes an informer signal its changes to changed. A resource that is not installed is logged once: the
-// informer goes on asking for it, with growing pauses.
+// informer keeps asking for it, with growing pauses.
 func watchChanges(informer cache.SharedIndexInformer, log *slog.Logger, changed chan<- struct{}) error {
 	tell := func() {
 		select {
@@ -160,8 +164,8 @@ func watchChanges(informer cache.SharedIndexInformer, log *slog.Logger, changed 
 	return err
 }
 
-// next waits for a change, plus a little for those that follow at once, or until the time at (if not 0); false when
-// ctx ends.
+// next waits for a change, plus a little for those that follow immediately, or until the time at (if not 0); false
+// when ctx ends.
 func next(ctx context.Context, changed <-chan struct{}, at time.Duration) bool {
 	var passed <-chan time.Time
 	if at > 0 {

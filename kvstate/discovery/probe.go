@@ -55,8 +55,10 @@ func NewProber(state *kvstate.State, log *slog.Logger) *Prober {
 	dialer := &net.Dialer{Timeout: connectTimeout}
 	return &Prober{
 		state: state, log: log,
-		client: enginehttp.New(0, func(t *http.Transport) { t.DialContext, t.DisableKeepAlives = dialer.DialContext, true }),
-		asked:  map[*kvstate.Endpoint]time.Time{}, busy: map[*kvstate.Endpoint]bool{},
+		client: enginehttp.New(0, func(t *http.Transport) {
+			t.DialContext, t.DisableKeepAlives = dialer.DialContext, true
+		}),
+		asked: map[*kvstate.Endpoint]time.Time{}, busy: map[*kvstate.Endpoint]bool{},
 		checking: map[*kvstate.Endpoint]bool{}, next: map[*kvstate.Endpoint]time.Time{},
 		checks: make(chan *kvstate.Endpoint, maxChecks),
 	}
@@ -153,7 +155,7 @@ func (p *Prober) checkHealth(ctx context.Context, e *kvstate.Endpoint) {
 			p.markFailed(e, p.state.MarkUnresponsive, status, err)
 			return
 		}
-		select { // a connection that broke says little
+		select { // a broken connection may be an accident
 		case <-asking.Done():
 		case <-time.After(probeFailedEvery):
 		}

@@ -16,18 +16,19 @@ type Labels struct {
 	Both    []string // ... and both
 	Group   string   // the label whose value is the group; "": no groups
 	Port    string   // the label that holds the engine's port; "": the configured ports
-	Zone    string   // the label whose value is the zone; "": zones are not known
+	Zone    string   // the label whose value is the zone; "": zones are unknown
 	Keep    []string // labels that the endpoint gets too, for requests to ask for
 
 	// Default is the role of pods without the label, unless their engine reports one. 0: such pods are left out.
 	Default kvstate.Role
 }
 
-// Conventions are the presets of [Labels] by name, as the systems that start engines write them:
+// Conventions returns the presets of [Labels] by name, for the systems that start engines:
 //
 //   - llm-d: llm-d-router, pkg/epp/framework/plugins/scheduling/filter/bylabel; a pod without the label decodes (the
 //     decode filter lets it pass, the prefill filter does not)
-//   - aibrix: StormService and its gateway plugin (role-name, roleset-name, model.aibrix.ai/port); a pair shares a role set
+//   - aibrix: StormService and its gateway plugin (role-name, roleset-name, model.aibrix.ai/port); a pair shares a
+//     role set
 //   - production-stack: router flags --prefill-model-labels and --decode-model-labels over the label model
 //   - kthena: ModelServing (modelserving.volcano.sh/role and /group-name); a pair shares a serving group
 func Conventions(name string) (Labels, error) {
@@ -45,7 +46,8 @@ func Conventions(name string) (Labels, error) {
 	case "kthena":
 		l.Role, l.Group = "modelserving.volcano.sh/role", "modelserving.volcano.sh/group-name"
 	default:
-		return Labels{}, fmt.Errorf("%q is no convention of labels: one of llm-d, aibrix, production-stack, kthena", name)
+		return Labels{}, fmt.Errorf("%q is no convention of labels: one of llm-d, aibrix, production-stack, kthena",
+			name)
 	}
 	return l, nil
 }
@@ -61,7 +63,7 @@ func (l *Labels) kept(labels map[string]string) string {
 	return strings.Join(out, ",")
 }
 
-// role returns a pod's role; 0 if it has none, or one that is not known. said is false if it has no role label.
+// role returns a pod's role; 0 if it has none, or an unknown one. said is false if it has no role label.
 func (l *Labels) role(labels map[string]string) (role kvstate.Role, said bool) {
 	value, said := labels[l.Role]
 	switch {

@@ -12,7 +12,7 @@ import (
 	"tandem/kvstate"
 )
 
-// resolveEvery is how often names are resolved again, resolveTimeout the timeout of one lookup.
+// resolveEvery is the interval at which names are resolved again, resolveTimeout the timeout of one lookup.
 const (
 	resolveEvery   = 5 * time.Second
 	resolveTimeout = 2 * time.Second
@@ -22,13 +22,14 @@ const (
 type Static struct {
 	target
 	configured []kvstate.EndpointSpec // Name set, Addr not
-	known      map[string][]string    // by host: the last good answer
+	known      map[string][]string    // by host: the last successful answer
 	failing    map[string]bool        // hosts whose last lookup failed
 	lookup     func(ctx context.Context, host string) ([]netip.Addr, error)
 }
 
 // NewStatic returns the source of one pool. It writes nothing until Resolve or Run.
-func NewStatic(state *kvstate.State, spec kvstate.PoolSpec, configured []kvstate.EndpointSpec, log *slog.Logger) *Static {
+func NewStatic(state *kvstate.State, spec kvstate.PoolSpec, configured []kvstate.EndpointSpec,
+	log *slog.Logger) *Static {
 	return &Static{
 		target:     target{state: state, spec: spec, log: log},
 		configured: configured, known: map[string][]string{}, failing: map[string]bool{},
@@ -122,7 +123,8 @@ func (s *Static) note(a answer) {
 	if a.err != nil || len(a.ips) == 0 {
 		if !s.failing[a.host] {
 			s.failing[a.host] = true
-			s.log.Warn("name not resolved, going on with what is known", "pool", s.spec.Name, "host", a.host, "known", len(s.known[a.host]), "err", a.err)
+			s.log.Warn("name not resolved, going on with what is known", "pool", s.spec.Name, "host", a.host, "known",
+				len(s.known[a.host]), "err", a.err)
 		}
 		return
 	}

@@ -36,7 +36,8 @@ func New(timeout time.Duration, tune func(*http.Transport)) *Client {
 		plain: client(&http.Transport{}),
 		h2c:   client(h2c),
 		// As Envoy does by default: engines' certificates are their own.
-		secure: client(&http.Transport{TLSClientConfig: &tls.Config{InsecureSkipVerify: true}}), //nolint:gosec // see above
+		//nolint:gosec // see above
+		secure: client(&http.Transport{TLSClientConfig: &tls.Config{InsecureSkipVerify: true}}),
 	}
 }
 
@@ -47,7 +48,8 @@ func Over(t http.RoundTripper, timeout time.Duration) *Client {
 }
 
 func over(t http.RoundTripper, timeout time.Duration) *http.Client {
-	return &http.Client{Transport: t, Timeout: timeout, CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse }}
+	return &http.Client{Transport: t, Timeout: timeout,
+		CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse }}
 }
 
 // CloseIdle closes unused connections.
@@ -63,11 +65,13 @@ func (c *Client) Get(ctx context.Context, e *kvstate.Endpoint, path string) (*ht
 }
 
 // Post sends JSON to a path of an endpoint, with additional headers.
-func (c *Client) Post(ctx context.Context, e *kvstate.Endpoint, path string, body []byte, header http.Header) (*http.Response, error) {
+func (c *Client) Post(ctx context.Context, e *kvstate.Endpoint, path string, body []byte,
+	header http.Header) (*http.Response, error) {
 	return c.do(ctx, e, http.MethodPost, path, body, header)
 }
 
-func (c *Client) do(ctx context.Context, e *kvstate.Endpoint, method, path string, body []byte, header http.Header) (*http.Response, error) {
+func (c *Client) do(ctx context.Context, e *kvstate.Endpoint, method, path string, body []byte,
+	header http.Header) (*http.Response, error) {
 	scheme, client := "http", c.plain
 	switch e.Scheme {
 	case "https":

@@ -12,11 +12,12 @@ import (
 	"tandem/kvstate/prefixindex"
 )
 
-// Source is where the engines of a pool publish their KV events. vLLM: --kv-events-config, SGLang: --kv-events-config.
+// Source describes how the engines of a pool publish their KV events. vLLM: --kv-events-config, SGLang:
+// --kv-events-config.
 type Source struct {
-	// of the events, for data-parallel rank 0; rank r has Port+r. An endpoint's own EventsPort goes before
+	// of the events, for data-parallel rank 0; rank r has Port+r. An endpoint's own EventsPort overrides it
 	Port       int
-	ReplayPort int    // where old batches can be asked for, likewise; 0: nowhere
+	ReplayPort int    // serves old batches, likewise; 0: none
 	Ranks      int    // data-parallel ranks of each endpoint; 0 is 1
 	Topic      string // prefix of topics; "": any
 	Listen     string // host:port to listen on, for engines whose publishers connect; "": Tandem connects to theirs
@@ -33,14 +34,14 @@ type Publisher interface {
 type Options struct {
 	State *kvstate.State
 	Log   *slog.Logger
-	Pools map[string]Source // to begin with, by name; pools that are not here publish nothing
-	// Open begins to take the events of a publisher; nil: a feed of the pool's prefix index.
+	Pools map[string]Source // initial sources, by name; pools that are not here publish nothing
+	// Open returns the receiver of a publisher's events; nil: a feed of the pool's prefix index.
 	Open func(p *kvstate.Pool, e *kvstate.Endpoint, rank int) Publisher
 	// Forward sends batches to the other replicas; nil: there are none. Batches are then kept until [Collector.Joined].
 	Forward kvstate.EventForwarder
 }
 
-// Collector follows the publishers of all endpoints there are. It implements [kvstate.EventFollower].
+// Collector follows the publishers of all endpoints. It implements [kvstate.EventFollower].
 type Collector struct {
 	o         Options
 	mu        sync.Mutex
@@ -63,7 +64,7 @@ type target struct {
 	source   Source
 }
 
-// place is where a publisher is, whatever else is known of it.
+// place identifies a publisher, whatever else is known of it.
 type place struct {
 	pool, addr string
 	rank       int
@@ -78,11 +79,12 @@ func NewCollector(o Options) *Collector {
 	}
 	return &Collector{
 		o: o, joining: o.Forward != nil, sources: o.Pools,
-		active: map[target]*subscription{}, at: map[place]*subscription{}, listening: map[string]*listening{}, changed: make(chan struct{}, 1),
+		active: map[target]*subscription{}, at: map[place]*subscription{}, listening: map[string]*listening{},
+		changed: make(chan struct{}, 1),
 	}
 }
 
-// SetPools changes where the pools publish. What is the same for a pool goes on.
+// SetPools changes the pools' sources. Unchanged sources keep their subscriptions.
 func (c *Collector) SetPools(sources map[string]Source) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -93,7 +95,7 @@ func (c *Collector) SetPools(sources map[string]Source) {
 	}
 }
 
-// lookEvery is how often the pools' endpoints are compared with the followed ones.
+// lookEvery is the interval at which the pools' endpoints are compared with the followed ones.
 const lookEvery = 250 * time.Millisecond
 
 // Run follows publishers until ctx ends. An address that it cannot listen on is an error at the start; later ones
@@ -168,7 +170,7 @@ func (c *Collector) Look(ctx context.Context) {
 	}
 }
 
-// wanted returns the publishers that there are now.
+// wanted returns the current publishers.
 func (c *Collector) wanted() map[target]*kvstate.Pool {
 	wanted := map[target]*kvstate.Pool{}
 	for _, p := range c.o.State.Pools() {
@@ -180,7 +182,7 @@ func (c *Collector) wanted() map[target]*kvstate.Pool {
 			if e.Role == kvstate.RoleEncode {
 				continue // has no KV cache
 			}
-			if e.Ranks > 0 { // each rank is an endpoint, and publishes at a port of its own
+			if e.Ranks > 0 { // each rank is an endpoint with its own port
 				wanted[target{p.Spec.Name, e, e.Rank, source}] = p
 				continue
 			}
@@ -192,7 +194,7 @@ func (c *Collector) wanted() map[target]*kvstate.Pool {
 	return wanted
 }
 
-// follow begins to follow a publisher.
+// follow starts to follow a publisher.
 func (c *Collector) follow(ctx context.Context, t target, p *kvstate.Pool) {
 	s := newSubscription(ctx, t, c.o.Open(p, t.endpoint, t.rank), c.o.Log)
 	s.stream.joining = c.joining
@@ -206,7 +208,7 @@ func (c *Collector) follow(ctx context.Context, t target, p *kvstate.Pool) {
 	})
 }
 
-// drop ends with a publisher.
+// drop stops following a publisher.
 func (c *Collector) drop(t target, s *subscription) {
 	delete(c.active, t)
 	delete(c.at, t.place())
@@ -235,7 +237,7 @@ func (c *Collector) connected() bool {
 	return true
 }
 
-// Joined ends the joining: feeds of other replicas are not waited for any more, or only for as long as given.
+// Joined ends the joining: subscriptions stop waiting for feeds of other replicas, or wait only for late.
 func (c *Collector) Joined(late time.Duration) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -248,7 +250,7 @@ func (c *Collector) Joined(late time.Duration) {
 	}
 }
 
-// of are the subscriptions of a pool.
+// of returns the subscriptions of a pool.
 func (c *Collector) of(pool string) (out []*subscription) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -302,25 +304,25 @@ func (c *Collector) ForwardPositions(p *kvstate.Pool) {
 	}
 }
 
-// Stats are a publisher's numbers.
+// Stats are the statistics of a publisher.
 type Stats struct {
 	Pool, Endpoint string
 	Rank           int
-	// its batches reach this replica, by itself or from the replica that it is connected to
+	// its batches reach this replica, directly or through the replica that it is connected to
 	Connected bool
-	Lag       time.Duration // from the engine's clock to ours, of the last batch that came as it was published
+	Lag       time.Duration // from the engine's clock to ours, of the last batch that arrived live
 	Batches   uint64
 	Events    uint64
-	Malformed uint64 // payloads that were no batch
-	Gaps      uint64 // times that batches were missing
+	Malformed uint64 // payloads that are not a batch
+	Gaps      uint64 // number of times that batches were missing
 	Recovered uint64 // gaps that a replay closed
-	Lost      uint64 // times that events were lost and the publisher's blocks forgotten
+	Lost      uint64 // number of times that events were lost and the publisher's blocks forgotten
 	Restarts  uint64 // of the engine
 	Forwarded uint64 // batches from the replica that it is connected to
 	Feed      prefixindex.FeedStats
 }
 
-// Stats are the numbers of all publishers that are followed.
+// Stats returns the statistics of all followed publishers.
 func (c *Collector) Stats() []Stats {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -329,9 +331,11 @@ func (c *Collector) Stats() []Stats {
 	for t, s := range c.active {
 		n := &s.stream.count
 		one := Stats{
-			Pool: t.pool, Endpoint: t.endpoint.Addr, Rank: t.rank, Connected: s.reaches(now), Lag: time.Duration(s.stream.lag.Load()),
+			Pool: t.pool, Endpoint: t.endpoint.Addr, Rank: t.rank, Connected: s.reaches(now),
+			Lag:     time.Duration(s.stream.lag.Load()),
 			Batches: n.batches.Load(), Events: n.events.Load(), Malformed: n.malformed.Load(), Gaps: n.gaps.Load(),
-			Recovered: n.recovered.Load(), Lost: n.lost.Load(), Restarts: n.restarts.Load(), Forwarded: n.forwarded.Load(),
+			Recovered: n.recovered.Load(), Lost: n.lost.Load(), Restarts: n.restarts.Load(),
+			Forwarded: n.forwarded.Load(),
 		}
 		if feed, ok := s.publisher.(interface{ Stats() prefixindex.FeedStats }); ok {
 			one.Feed = feed.Stats()

@@ -41,7 +41,7 @@ type Batch struct {
 
 // Batch reads a payload: [ts, [event...], rank], the same in every release. Events are arrays that begin with their
 // type (vLLM up to 0.23, SGLang up to 0.5.16), or maps with a key type (since); one of either kind may follow the
-// other. Fields that a release does not have yet, or that we do not know, are skipped.
+// other. Fields that a release lacks, or that are unknown here, are skipped.
 //
 // Read in vllm/distributed/kv_events.py 0.9.2 to 0.33.0 and sglang/srt/disaggregation/kv_events.py 0.4.9 to 0.5.23.
 func (d *Decoder) Batch(payload []byte) (Batch, error) {
@@ -101,7 +101,8 @@ func (e *rawEvent) field(i int) *int {
 		}
 		return nil
 	}
-	fields := [...]*int{1: &e.hashes, &e.parent, &e.tokens, &e.blockSize, &e.loraID, &e.medium, &e.loraName, &e.extraKeys, &e.group, &e.spec, &e.window}
+	fields := [...]*int{1: &e.hashes, &e.parent, &e.tokens, &e.blockSize, &e.loraID, &e.medium, &e.loraName,
+		&e.extraKeys, &e.group, &e.spec, &e.window}
 	if i < len(fields) {
 		return fields[i]
 	}
@@ -181,7 +182,7 @@ func (d *Decoder) event(c *cursor) {
 	}
 }
 
-// note remembers where a field is and passes over it. Token ids, which are most of a payload, are read at once.
+// note records the position of a field and skips it. Token ids, which are most of a payload, are read at once.
 func (d *Decoder) note(c *cursor, e *rawEvent, field *int) {
 	if field == nil {
 		c.skip()
@@ -199,7 +200,7 @@ func (d *Decoder) note(c *cursor, e *rawEvent, field *int) {
 	c.skip()
 }
 
-// field is a cursor at a field.
+// field returns a cursor at a field.
 func (c *cursor) field(at int) cursor { return cursor{b: c.b, at: at} }
 
 func (d *Decoder) stored(c *cursor, e *rawEvent) bool {
@@ -230,7 +231,7 @@ func (d *Decoder) stored(c *cursor, e *rawEvent) bool {
 	if c.bad = c.bad || f.bad; c.bad {
 		return false
 	}
-	if len(d.ids) > 0 { // else the event only has the names: a copy in another tier
+	if len(d.ids) > 0 { // otherwise the event only has the names: a copy in another tier
 		if out.BlockSize <= 0 || len(d.ids) != len(out.Keys)*out.BlockSize*4 {
 			d.Stats.Partial++
 			return true
@@ -241,7 +242,7 @@ func (d *Decoder) stored(c *cursor, e *rawEvent) bool {
 	return true
 }
 
-// blocks works out our hashes of the blocks of a stored event.
+// blocks computes our hashes of the blocks of a stored event.
 func (d *Decoder) blocks(c *cursor, e *rawEvent, out *prefixindex.BlockEvent) {
 	lora := d.lora(c, e)
 	d.readExtras(c, e, lora, len(out.Keys))
@@ -259,7 +260,7 @@ func (d *Decoder) blocks(c *cursor, e *rawEvent, out *prefixindex.BlockEvent) {
 	out.Blocks = d.words[from:len(d.words):len(d.words)]
 }
 
-// lora is the adapter's name; for engines that send only a number, a name that no request can ask for.
+// lora returns the adapter's name; for engines that send only a number, a name that no request can ask for.
 func (d *Decoder) lora(c *cursor, e *rawEvent) []byte {
 	if e.loraName != 0 {
 		f := c.field(e.loraName)

@@ -15,28 +15,28 @@ import (
 	"tandem/kvstate"
 )
 
-// A publisher whose endpoint in --kv-events-config names a host connects, and we bind the socket. Its endpoint
-// follows from its topic, by custom kv@<pod address>@<model>, or from the address it connects from.
+// A publisher whose endpoint in --kv-events-config names a host connects to us, and we bind the socket. Its endpoint
+// follows from its topic, by custom kv@<pod address>@<model>, or from its source address.
 //
-// It reaches one replica. That one forwards the batches as they come, and three times a lease the number of the
-// next one, so that the others see that the publisher is connected and whether they missed something. A batch that
-// another replica missed it asks the publisher for, as any other.
+// It reaches one replica. That one forwards the batches as they arrive, and three times a lease the number of the next
+// one, so that the others see that the publisher is connected and whether they missed something. A replica that missed
+// a batch requests it from the publisher, as any other.
 
-// accepted is a connection that a publisher opened, with the first message that came over it.
+// accepted is a connection that a publisher opened, with its first message.
 type accepted struct {
 	c     *zmtp.Conn
 	first [][]byte
 	done  chan struct{} // closed when it has been served
 }
 
-// firstMessage is how long a publisher may be silent before it is identified. An engine without requests sends
-// nothing.
+// firstMessage is the time for which a publisher may be silent before it is identified. An engine without requests
+// sends nothing.
 const (
 	firstMessage = time.Hour
 	acceptTime   = 5 * time.Second // for the publisher's subscription to take the connection
 )
 
-// listening is where a pool's publishers are accepted.
+// listening is the socket on which a pool's publishers are accepted.
 type listening struct {
 	source Source
 	stop   func()
@@ -93,8 +93,9 @@ func (c *Collector) accept(ctx context.Context, pool, topic string, conn *zmtp.C
 	}
 	conn.SetReadDeadline(time.Time{})
 	s := c.whose(pool, frames, conn.Peer())
-	if s == nil { // it will try again; by then we may know it
-		c.o.Log.Warn("KV events: a publisher that is no endpoint of the pool", "pool", pool, "from", conn.Peer().String(), "topic", string(frames[0]))
+	if s == nil { // it will try again; its endpoint may be known by then
+		c.o.Log.Warn("KV events: a publisher that is no endpoint of the pool", "pool", pool, "from",
+			conn.Peer().String(), "topic", string(frames[0]))
 		return nil
 	}
 	a := &accepted{conn, frames, make(chan struct{})}
@@ -102,7 +103,7 @@ func (c *Collector) accept(ctx context.Context, pool, topic string, conn *zmtp.C
 	case s.accepted <- a:
 	case <-ctx.Done():
 		return nil
-	case <-time.After(acceptTime): // it has another connection, which is not known to be dead yet
+	case <-time.After(acceptTime): // it has another connection that may be dead
 		return nil
 	}
 	select {
@@ -112,7 +113,7 @@ func (c *Collector) accept(ctx context.Context, pool, topic string, conn *zmtp.C
 	return nil
 }
 
-// whose finds the subscription of a first message; nil if there is none.
+// whose returns the subscription that a first message belongs to; nil if there is none.
 func (c *Collector) whose(pool string, frames [][]byte, from net.Addr) *subscription {
 	topic, _, payload, ok := batchOf(frames)
 	if !ok {
@@ -189,7 +190,7 @@ func (s *subscription) passPosition() {
 	s.forward(kvstate.EventBatch{Endpoint: s.target.endpoint, Rank: s.target.rank, Seq: s.position})
 }
 
-// receive takes a batch from another replica, unless too many wait already: that shows as a gap.
+// receive takes a batch from another replica. If too many are waiting, it drops the batch, which appears as a gap.
 func (s *subscription) receive(b kvstate.EventBatch) {
 	select {
 	case s.forwarded <- keptBatch{b.Seq, bytes.Clone(b.Payload)}:

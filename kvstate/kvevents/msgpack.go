@@ -14,7 +14,7 @@ type cursor struct {
 	bad bool
 }
 
-// maxDepth bounds how deep values that are skipped may be nested.
+// maxDepth bounds the nesting of skipped values.
 const maxDepth = 32
 
 func (c *cursor) fail() { c.bad = true }
@@ -95,10 +95,10 @@ func (c *cursor) float() float64 {
 	return float64(int64(c.integer()))
 }
 
-// size is the length of a string, a byte string, an array or a map, given its header's type.
+// size returns the length of a string, a byte string, an array or a map, given its header's type.
 func (c *cursor) size(n int) int {
 	v := c.number(n)
-	if v > uint64(len(c.b)) { // every element takes a byte at least
+	if v > uint64(len(c.b)) { // every element takes at least a byte
 		c.fail()
 		return 0
 	}
@@ -210,8 +210,8 @@ func (c *cursor) skipNested(depth int) {
 	}
 }
 
-// tokens reads an array of token ids and appends them to dst, four bytes each, little endian. Numbers of one, two
-// and four bytes come in no order that a processor could foresee, so which it is decides no branch.
+// tokens reads an array of token ids and appends them to dst, four bytes each, little endian. Numbers of one, two and
+// four bytes come in an order that no branch predictor can learn, so the code has no branch on the size.
 func (c *cursor) tokens(dst []byte) []byte {
 	n, from := c.array(), len(dst)
 	dst = slices.Grow(dst, 4*n)[:from+4*n]

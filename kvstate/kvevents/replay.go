@@ -12,12 +12,12 @@ import (
 
 // Bounds of a connection.
 const (
-	replayTimeout = 20 * time.Second // from asking to the end marker; an engine looks for questions every 100 ms
+	replayTimeout = 20 * time.Second // from the request to the end marker; an engine looks for requests every 100 ms
 	maxMessage    = 64 << 20         // bytes
 	maxReplayed   = 1 << 20          // batches
 )
 
-// batchOf takes a live message apart: topic, number (8 bytes, big endian), payload.
+// batchOf splits a live message: topic, number (8 bytes, big endian), payload.
 func batchOf(frames [][]byte) (topic []byte, seq uint64, payload []byte, ok bool) {
 	if len(frames) != 3 || len(frames[1]) != 8 {
 		return nil, 0, nil, false
@@ -30,9 +30,9 @@ const replayEnd = ^uint64(0)
 
 // ask asks the replay socket at addr for all batches from a number on.
 //
-// The question is an empty frame and the number. An answer is an empty frame, from vLLM 0.26 and SGLang 0.5.23 on
-// also the topic, then number and payload; the end has number -1 and an empty payload. So the last two frames
-// count. (A REQ socket, as in vLLM's own example, sees the first answer only.)
+// The request is an empty frame and the number. An answer is an empty frame, from vLLM 0.26 and SGLang 0.5.23 on also
+// the topic, then number and payload; the end has number -1 and an empty payload. So only the last two frames matter.
+// (A REQ socket, as in vLLM's own example, sees only the first answer.)
 func ask(ctx context.Context, addr string, from uint64, each func(seq uint64, payload []byte)) error {
 	ctx, cancel := context.WithTimeout(ctx, replayTimeout)
 	defer cancel()

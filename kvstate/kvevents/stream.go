@@ -21,24 +21,24 @@ type Sink interface {
 // error if it cannot be asked, or does not answer to the end.
 type replay func(from uint64, each func(seq uint64, payload []byte)) error
 
-// errNoReplay: the publisher has no replay socket that we know of.
+// errNoReplay: no replay socket of the publisher is known.
 var errNoReplay = errors.New("kvevents: no replay")
 
-// stream puts the batches of one publisher in order. It does no I/O: subscription.go brings batches in, and
+// stream puts the batches of one publisher in order. It does no I/O: subscription.go brings live batches, and
 // replay.go old ones. One goroutine at a time calls connected, live and position.
 //
-// Numbers start at 0 for each process of an engine. One that is lower than expected is a new process, unless the
-// batch is not younger than the last one, which replay has then brought already.
+// Numbers start at 0 for each process of an engine. A number below the expected one means a new process, unless the
+// batch is not newer than the last one: then a replay has brought it already.
 //
-// A replica that starts keeps batches back while it is joining: another replica's feed may come (load), which they
-// continue.
+// A replica that starts keeps batches back while it is joining: another replica's feed may be loaded (load), which
+// they continue.
 type stream struct {
-	mu        sync.Mutex // not held while a replay is waited for
+	mu        sync.Mutex // not held during a replay
 	sink      Sink
 	decoder   Decoder
 	known     bool    // next is known
 	next      uint64  // the number expected
-	last      float64 // time of the last batch
+	last      float64 // of the last batch
 	joining   bool
 	loading   bool // a part of a feed was loaded and more are to come
 	kept      []keptBatch
@@ -47,35 +47,34 @@ type stream struct {
 	count     counters
 }
 
-// keptBatch is a batch that came while the stream was joining.
+// keptBatch is a batch that arrived while the stream was joining.
 type keptBatch struct {
 	seq     uint64
 	payload []byte
 }
 
-// maxKept bounds the bytes of the batches kept: some 5 s of an engine that stores and evicts 5,000 blocks a second.
+// maxKept bounds the bytes of the kept batches: some 5 s of an engine that stores and evicts 5,000 blocks a second.
 const maxKept = 4 << 20
 
-// counters are a stream's numbers; read at any time.
+// counters are a stream's statistics; read at any time.
 type counters struct {
 	batches, events, malformed, gaps, recovered, lost, restarts, forwarded atomic.Uint64
 }
 
-// connected is called when a connection is established and everything published from now on is received: it fetches
-// what was missed.
+// connected is called when a connection is established and all later batches are received: it fetches the missed ones.
 func (s *stream) connected(ask replay) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.joining {
-		return nil // join does
+		return nil // join does it
 	}
 	return s.catchUp(ask)
 }
 
-// catchUp asks for all batches that the publisher keeps and that were not taken yet.
+// catchUp requests all batches that the publisher keeps and that were not applied yet.
 func (s *stream) catchUp(ask replay) error {
 	if s.known && s.next > 0 {
-		// the last batch that we know is kept; it is the same one; there are later ones
+		// kept: the publisher keeps our last batch; same: it is equal; on: there are later ones
 		kept, same, on := false, false, false
 		from, last := s.next-1, s.last
 		err := s.asking(ask, from, func(seq uint64, payload []byte) {
@@ -89,12 +88,12 @@ func (s *stream) catchUp(ask replay) error {
 			}
 		})
 		if errors.Is(err, errNoReplay) {
-			return nil // the next number will tell
+			return nil // the next number decides
 		}
 		if same || err != nil {
 			return err
 		}
-		if on && !kept { // it has gone on for longer than it keeps batches
+		if on && !kept { // it has published more batches than it keeps
 			s.count.gaps.Add(1)
 			s.count.lost.Add(1)
 		} else {
@@ -109,7 +108,7 @@ func (s *stream) catchUp(ask replay) error {
 	return err
 }
 
-// asking asks for batches, and calls each for them, without holding the lock while it waits.
+// asking requests batches, and calls each for them, without holding the lock while it waits.
 func (s *stream) asking(ask replay, from uint64, each func(seq uint64, payload []byte)) error {
 	s.mu.Unlock()
 	defer s.mu.Lock()
@@ -120,7 +119,7 @@ func (s *stream) asking(ask replay, from uint64, each func(seq uint64, payload [
 	})
 }
 
-// replayed takes a batch that was asked for.
+// replayed applies a batch of a replay.
 func (s *stream) replayed(seq uint64, payload []byte) {
 	switch {
 	case s.known && seq < s.next:
@@ -132,7 +131,7 @@ func (s *stream) replayed(seq uint64, payload []byte) {
 	s.apply(seq, payload)
 }
 
-// live takes a batch as it is published.
+// live applies a batch that has just been published.
 func (s *stream) live(seq uint64, payload []byte, ask replay) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -144,7 +143,7 @@ func (s *stream) live(seq uint64, payload []byte, ask replay) {
 }
 
 func (s *stream) keep(seq uint64, payload []byte) {
-	if s.keptBytes += len(payload); s.keptBytes > maxKept { // a gap, then
+	if s.keptBytes += len(payload); s.keptBytes > maxKept { // appears as a gap
 		s.kept, s.keptBytes = nil, len(payload)
 	}
 	s.kept = append(s.kept, keptBatch{seq, bytes.Clone(payload)})
@@ -159,7 +158,7 @@ func (s *stream) take(seq uint64, payload []byte, ask replay) {
 			return
 		}
 		if batch.Time <= s.last {
-			return // replay was faster
+			return // a replay was faster
 		}
 		s.count.restarts.Add(1)
 		s.forget()
@@ -181,7 +180,7 @@ func (s *stream) take(seq uint64, payload []byte, ask replay) {
 	}
 }
 
-// position records the number of the publisher's next batch: all before it were published.
+// position records the number of the publisher's next batch: all earlier ones were published.
 func (s *stream) position(next uint64, ask replay) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -217,7 +216,7 @@ func (s *stream) apply(seq uint64, payload []byte) {
 	s.count.events.Add(uint64(len(batch.Events)))
 }
 
-// forget makes the publisher one of which nothing is known.
+// forget drops everything known of the publisher.
 func (s *stream) forget() {
 	s.known, s.next, s.last = false, 0, 0
 	s.sink.Clear()
@@ -246,7 +245,7 @@ func (s *stream) isLoaded() bool {
 	return !s.joining || s.known
 }
 
-// join ends joining: the batches that were kept, and those that the publisher keeps, continue the loaded feed.
+// join ends joining: the batches kept here, and those that the publisher keeps, continue the loaded feed.
 func (s *stream) join(ask replay) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -257,7 +256,7 @@ func (s *stream) join(ask replay) error {
 		s.forget()
 	}
 	err := s.catchUp(ask)
-	for len(s.kept) > 0 { // more may come while a replay is waited for
+	for len(s.kept) > 0 { // more may arrive during a replay
 		kept := s.kept
 		s.kept, s.keptBytes = nil, 0
 		for _, k := range kept {

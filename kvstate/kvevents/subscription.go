@@ -29,32 +29,33 @@ type subscription struct {
 
 	mu   sync.Mutex
 	up   bool
-	last time.Time // when the publisher was connected last, here or to the replica that forwards its batches
+	last time.Time // when the publisher was last connected, here or to the replica that forwards its batches
 
 	// Of publishers that connect to us (listen.go).
 	accepted   chan *accepted
 	forwarded  chan keptBatch           // from another replica
 	forward    func(kvstate.EventBatch) // to the other replicas; nil: there are none
-	position   uint64                   // the number after the batch that was forwarded last; guarded by forwarding
+	position   uint64                   // the number after the last forwarded batch; guarded by forwarding
 	forwarding sync.Mutex
-	remote     atomic.Bool // a batch came from another replica since the publisher was connected last
+	remote     atomic.Bool // a batch came from another replica since the publisher was last connected
 }
 
-// Between two tries to connect, and how long a publisher may be away before its reports are void: by then its engine is
-// more likely gone than its network slow.
+// The pause between two tries to connect, and the time for which a publisher may be disconnected before its reports
+// are void: by then its engine is more likely gone than its network slow.
 const (
 	firstRetry = 250 * time.Millisecond
 	lastRetry  = 5 * time.Second
 	staleAfter = 30 * time.Second
 )
 
-// maxForwarded bounds the batches from another replica that wait to be taken.
+// maxForwarded bounds the waiting batches from another replica.
 const maxForwarded = 256
 
 func newSubscription(ctx context.Context, t target, p Publisher, log *slog.Logger) *subscription {
 	s := &subscription{
-		target: t, topic: t.source.Topic, publisher: p, accepted: make(chan *accepted), forwarded: make(chan keptBatch, maxForwarded),
-		log: log.With("pool", t.pool, "endpoint", t.endpoint.Addr, "rank", t.rank), last: time.Now(),
+		target: t, topic: t.source.Topic, publisher: p, accepted: make(chan *accepted),
+		forwarded: make(chan keptBatch, maxForwarded),
+		log:       log.With("pool", t.pool, "endpoint", t.endpoint.Addr, "rank", t.rank), last: time.Now(),
 	}
 	s.ctx, s.stop = context.WithCancel(ctx)
 	s.stream.sink = p
@@ -70,7 +71,7 @@ func newSubscription(ctx context.Context, t target, p Publisher, log *slog.Logge
 	return s
 }
 
-// ask is the publisher's [replay].
+// ask returns the publisher's [replay].
 func (s *subscription) ask(from uint64, each func(seq uint64, payload []byte)) error {
 	if s.replayAddr == "" {
 		return errNoReplay
@@ -87,7 +88,7 @@ func (s *subscription) follow() {
 	}
 }
 
-// close ends with the publisher.
+// close stops following the publisher.
 func (s *subscription) close() {
 	s.stream.mu.Lock()
 	defer s.stream.mu.Unlock()
@@ -113,7 +114,7 @@ func (s *subscription) connect() {
 	}
 }
 
-// serve takes the batches of a connection until it ends. first is a message that came already.
+// serve receives the batches of a connection until it ends. first is a message that was already received.
 func (s *subscription) serve(c *zmtp.Conn, first [][]byte) (err error) {
 	defer c.Close()
 	defer context.AfterFunc(s.ctx, c.Close)()
@@ -143,7 +144,7 @@ func (s *subscription) serve(c *zmtp.Conn, first [][]byte) (err error) {
 	}
 }
 
-// join ends the joining when the publisher's feed is loaded, or has not come for long enough.
+// join ends the joining when the publisher's feed is loaded, or late is over.
 func (s *subscription) join(late time.Duration) {
 	for until := time.Now().Add(late); !s.stream.isLoaded() && time.Now().Before(until); {
 		select {
@@ -157,7 +158,7 @@ func (s *subscription) join(late time.Duration) {
 	}
 }
 
-// begin notes that the publisher is connected to this replica.
+// begin records that the publisher is connected to this replica.
 func (s *subscription) begin() {
 	s.forwarding.Lock()
 	s.position = 0
@@ -168,7 +169,7 @@ func (s *subscription) begin() {
 	s.up = true
 }
 
-// end notes that the publisher is away.
+// end records that the publisher is disconnected.
 func (s *subscription) end(err error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -184,7 +185,7 @@ func (s *subscription) isUp() bool {
 	return s.up
 }
 
-// settle forgets the reports of a publisher that has been away for too long.
+// settle forgets the reports of a publisher that has been disconnected for too long.
 func (s *subscription) settle(now time.Time) {
 	if s.isAway(now) && s.stream.isKnown() {
 		s.log.Warn("KV events: the publisher stays away; its reports are forgotten")
@@ -198,13 +199,13 @@ func (s *subscription) isAway(now time.Time) bool {
 	return !s.up && now.Sub(s.last) > staleAfter
 }
 
-// reaches reports whether the publisher's batches reach this replica: by itself, or from the replica that it is
+// reaches reports whether the publisher's batches reach this replica: directly, or through the replica that it is
 // connected to.
 func (s *subscription) reaches(now time.Time) bool {
 	return s.isUp() || s.remote.Load() && !s.isAway(now)
 }
 
-// partBlocks is about how many blocks make a part of a feed: some 512 KiB.
+// partBlocks is about the number of blocks in a part of a feed: some 512 KiB.
 const partBlocks = 1 << 15
 
 // eachPart calls f with the publisher's feed, in parts, until f fails.
@@ -241,5 +242,7 @@ func (s *subscription) snapshot() (*prefixindex.FeedSnapshot, kvstate.FeedPart) 
 	if !t.known || t.joining {
 		return nil, kvstate.FeedPart{}
 	}
-	return s.publisher.Snapshot(), kvstate.FeedPart{Endpoint: s.target.endpoint, Rank: s.target.rank, Next: t.next, Time: t.last, First: true, More: true}
+	return s.publisher.Snapshot(),
+		kvstate.FeedPart{Endpoint: s.target.endpoint, Rank: s.target.rank, Next: t.next, Time: t.last, First: true,
+			More: true}
 }

@@ -7,8 +7,8 @@
 // 0.5.6).
 //
 //  1. notice.go parses a message. Anything that is not a notification is ignored: engines send other messages too.
-//  2. waiters.go stores what has arrived until its waiter comes, or the other way round. The number of ids is bounded and
-//     each expires, so forged ids take no memory for long; and they wake no waiter, since ids are random.
+//  2. waiters.go stores what has arrived until its waiter comes, or the other way round. The number of ids is bounded
+//     and each expires, so forged ids take no memory for long; and they wake no waiter, since ids are random.
 //  3. server.go receives on a TCP address.
 //
 // A lost or late notification only costs computing: D finds what has arrived by the hashes of its tokens.

@@ -9,8 +9,8 @@ import (
 	"tandem/internal/zmtp"
 )
 
-// Serve receives notifications on l, a PULL socket that engines send to, until ctx ends. It calls tell with each,
-// for other replicas, where the waiting leg may be; nil: there are none.
+// Serve receives notifications on l, a PULL socket that engines send to, until ctx ends. It calls tell with each, to
+// forward it to other replicas, where the waiting leg may be; nil: there are none.
 func Serve(ctx context.Context, l net.Listener, b *Waiters, tell func(id string), log *slog.Logger) error {
 	s := zmtp.Server{Kind: zmtp.Pull, Log: log, Handle: zmtp.Receive(func(frames [][]byte) {
 		if len(frames) != 1 {

@@ -2,22 +2,21 @@ package prefixindex
 
 import "sync/atomic"
 
-// blockStore is the memory of the prefix index: every block that some member holds, found by its hash. One
-// goroutine writes at a time; readers need no lock. All that they read is atomic and never moves, and they check a
-// block found against the hash that they look for. So a reader may overlook a block that is just being written, and
-// never takes one block for another.
+// blockStore is the memory of the prefix index: every block that some member holds, by its hash. One goroutine writes
+// at a time; readers need no lock. All that they read is atomic and never moves, and they compare a block with the
+// hash that they look for. So a reader may overlook a block that is just being written, but never takes one block for
+// another.
 //
-// A block takes 20 bytes, 5.7 to 7.1 in the table, and nothing that the garbage collector looks into. Blocks of a
-// prompt get numbers in a row where that is possible; [reading.find] tries the next number first, which saves the
-// table.
+// A block takes 20 bytes, 5.7 to 7.1 in the table, and no pointers for the garbage collector. Blocks of a prompt get
+// consecutive numbers if possible; [reading.find] tries the next number first, which avoids the table.
 type blockStore struct {
 	chunks atomic.Pointer[[]*blockChunk]
 	table  atomic.Pointer[blockTable]
 	sets   setStore
 
-	free    []uint32 // numbers given back, last out first
+	free    []uint32 // freed numbers, last out first
 	used    uint32   // numbers ever assigned; 0 is no block
-	blocks  int      // now
+	blocks  int      // current number
 	deleted int      // slots of the table that are neither full nor empty
 }
 
@@ -30,9 +29,9 @@ type block struct {
 const chunkBlocks = 1 << 12
 
 // blockChunk is an array of blocks, with a tally of each: the number of holders <<16 | the exclusive or of their
-// slots. The holders themselves are stored elsewhere in memory, which costs cache misses. If two consecutive blocks
-// have equal tallies, the same members hold both; if one member less holds the second, the difference of the
-// tallies is its slot.
+// slots. The holders themselves are stored separately, and reading them costs cache misses. If two consecutive blocks
+// have equal tallies, the same members hold both; if one member less holds the second, the difference of the tallies
+// is its slot.
 type blockChunk struct {
 	blocks  [chunkBlocks]block
 	tallies [chunkBlocks]atomic.Uint32
@@ -47,7 +46,7 @@ func newBlockStore() *blockStore {
 	return b
 }
 
-// at is block id, which must have been given out.
+// at returns block id, which must exist.
 func (b *blockStore) at(id uint32) *block {
 	return &(*b.chunks.Load())[id/chunkBlocks].blocks[id%chunkBlocks]
 }
@@ -76,7 +75,7 @@ func (b *blockStore) tally(id uint32) *atomic.Uint32 {
 	return &(*b.chunks.Load())[id/chunkBlocks].tallies[id%chunkBlocks]
 }
 
-// find is the number of the block with that hash, 0 if there is none. near is the block before it, or any other.
+// find returns the number of the block with that hash, 0 if there is none. near is the block before it, or any other.
 func (b *blockStore) find(hash uint64, near uint32) uint32 {
 	r := b.read()
 	return r.find(hash, near+1)
@@ -138,7 +137,7 @@ func (b *blockStore) read() reading {
 	return reading{*b.chunks.Load(), b.table.Load().groups, *b.sets.chunks.Load()}
 }
 
-// at is block id, nil if it is newer than this reading.
+// at returns block id, nil if it is newer than this reading.
 func (r *reading) at(id uint32) *block {
 	if int(id/chunkBlocks) >= len(r.chunks) {
 		return nil
@@ -146,7 +145,7 @@ func (r *reading) at(id uint32) *block {
 	return &r.chunks[id/chunkBlocks].blocks[id%chunkBlocks]
 }
 
-// tally is that of block id.
+// tally returns the tally of block id.
 func (r *reading) tally(id uint32) uint32 {
 	if int(id/chunkBlocks) >= len(r.chunks) {
 		return 0
@@ -154,7 +153,7 @@ func (r *reading) tally(id uint32) uint32 {
 	return r.chunks[id/chunkBlocks].tallies[id%chunkBlocks].Load()
 }
 
-// before is the number of the block before block id, 0 if there is none.
+// before returns the number of the block before block id, 0 if there is none.
 func (r *reading) before(id uint32) uint32 {
 	if n := r.at(id); n != nil {
 		return uint32(n.rest.Load() >> 32)

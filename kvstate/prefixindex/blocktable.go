@@ -25,23 +25,23 @@ const (
 
 func newBlockTable(groups int) *blockTable { return &blockTable{make([]tableGroup, groups)} }
 
-// capacity is the largest number of used slots: with more, searches become long.
+// capacity returns the largest number of used slots: with more, searches become long.
 func (t *blockTable) capacity() int { return len(t.groups) * (groupSlots - 1) }
 
-// rebuild makes a table that is four fifths full: a larger one, or one as large where the old one has deleted
-// slots. To grow by more would be less work and take more than bytesPerEntry.
+// rebuild makes a table that is four fifths full: a larger one, or one of the same size if the old one has deleted
+// slots. Growing by more would be less work but take more than bytesPerEntry.
 func (b *blockStore) rebuild(old *blockTable) *blockTable {
 	return b.move(old, max(len(old.groups), (b.blocks+1)*5/(4*groupSlots)+1))
 }
 
-// reserve grows the table to so many blocks in all, which is cheaper at once than step by step.
+// reserve grows the table for that many blocks in total, which is cheaper at once than step by step.
 func (b *blockStore) reserve(blocks int) {
 	if old := b.table.Load(); blocks > old.capacity() {
 		b.move(old, blocks/(groupSlots-1)+1)
 	}
 }
 
-// move makes another table. Readers go on with the old one.
+// move makes another table. Readers keep using the old one.
 func (b *blockStore) move(old *blockTable, groups int) *blockTable {
 	t := newBlockTable(groups)
 	for i := range old.groups {
@@ -56,7 +56,7 @@ func (b *blockStore) move(old *blockTable, groups int) *blockTable {
 	return t
 }
 
-// place is the group in which a search begins, and the control byte.
+// place returns the group in which a search begins, and the control byte.
 func place(hash uint64, groups int) (group int, control uint64) {
 	hi, _ := bits.Mul64(hash*0x9e3779b97f4a7c15, uint64(groups))
 	return int(hi), (hash^hash>>32)&0x7f | 0x80
@@ -114,7 +114,7 @@ func next(g, groups int) int {
 	return g
 }
 
-// find is the number of the block with that hash, 0 if there is none. guess is tried first.
+// find returns the number of the block with that hash, 0 if there is none. guess is tried first.
 func (r *reading) find(hash uint64, guess uint32) uint32 {
 	if n := r.at(guess); guess != 0 && n != nil && n.hash.Load() == hash {
 		return guess
@@ -140,8 +140,8 @@ func (r *reading) find(hash uint64, guess uint32) uint32 {
 // findAtOnce is the largest number of blocks that findAll finds.
 const findAtOnce = 16
 
-// findAll is find for several blocks. It asks for the memory of each step for all of them before it takes the next,
-// so that where that memory is far they wait for it together.
+// findAll is find for several blocks. It makes each step for all of them before the next, so that their memory
+// accesses overlap.
 func (r *reading) findAll(hashes []uint64, ids *[findAtOnce]uint32) {
 	for k, hash := range hashes {
 		i, control := place(hash, len(r.table))

@@ -21,7 +21,7 @@ type BlockEvent struct {
 	Blocks    []uint64
 	Root      uint64
 	BlockSize int
-	LoRA      []byte // the adapter in Root, nil for the base model; read at once
+	LoRA      []byte // the adapter in Root, nil for the base model; valid only during Apply
 }
 
 // Tier is a kind of memory in which an engine keeps blocks. The lower, the faster.
@@ -46,28 +46,28 @@ const (
 	AllBlocksCleared
 )
 
-// FeedStats are a feed's numbers.
+// FeedStats are the statistics of a feed.
 type FeedStats struct {
-	Stored, Removed uint64 // blocks, ever
+	Stored, Removed uint64 // blocks in total
 	Clears          uint64
-	Unusable        uint64 // blocks stored that could not be recorded: copies of unknown blocks, or no capacity left
-	Held            int    // blocks now, orphans included
+	Unusable        uint64 // stored blocks that could not be recorded: copies of unknown blocks, or no capacity left
+	Held            int    // current blocks, orphans included
 	Orphans         int    // current blocks whose predecessor is unknown or gone
 }
 
-// Feed takes the KV events of one publisher: an engine, or one data-parallel rank of it. A stored block counts as
-// held when all blocks before it are; until then it is an orphan: under the hash of the block before it, or, if
-// that was never seen (its event was lost), under the engine's name for it.
+// Feed takes the KV events of one publisher: an engine, or one data-parallel rank of it. A stored block counts as held
+// when all blocks before it are; until then it is an orphan: under the hash of the block before it, or, if that was
+// never seen (its event was lost), under the engine's hash of it.
 //
-// A block that is stored twice is held once, whatever the engine counts: the first removal takes both copies. A
-// miss costs some computing, a false hit costs a place in the wrong queue.
+// A block that is stored twice is held once, whatever the engine counts: the first removal takes both copies. A miss
+// costs some computing, a false hit a place in the wrong queue.
 //
-// Methods may be called by one goroutine at a time.
+// Only one goroutine may call methods at a time.
 type Feed struct {
 	x       *Index
 	m       *member
 	owner   *Owner
-	keys    keyTable // blocks held, by the engine's hash
+	keys    keyTable // held blocks, by the engine's hash
 	orphans map[uint64]orphan
 	byKey   map[uint64][]uint64 // orphans, by the engine's hash of the block before
 	byHash  map[uint64][]uint64 // orphans, by our hash of the block before
@@ -91,13 +91,13 @@ func (f *Feed) Close() {
 	f.x.noteSizes()
 }
 
-// Stats are the feed's numbers as of the last batch. They may be asked for at any time.
+// Stats returns the feed's statistics as of the last batch. It may be called at any time.
 func (f *Feed) Stats() FeedStats { return *f.shown.Load() }
 
 // Clear forgets all blocks: the engine has restarted, or events were lost for good.
 func (f *Feed) Clear() { f.Apply([]BlockEvent{{Kind: AllBlocksCleared}}) }
 
-// blocksAtOnce is how many blocks are written before others may take the lock.
+// blocksAtOnce is the number of blocks that are written before others may take the lock.
 const blocksAtOnce = 256
 
 // Apply records events, in the order in which the engine sent them.
@@ -180,7 +180,7 @@ func (f *Feed) stored(e *BlockEvent) {
 	for i, key := range keys {
 		if hasParent && id == 0 {
 			f.addOrphan(key, parent, blocks[i], e.media())
-			id, hash = f.held(key) // it may have been there before
+			id, hash = f.held(key) // it may exist already
 		} else if own := ChainTokenBlock(hash, blocks[i]); f.renamed(key, own, id) {
 			f.addOrphan(key, parent, blocks[i], e.media())
 			id, hash = f.held(key)
@@ -193,7 +193,7 @@ func (f *Feed) stored(e *BlockEvent) {
 	}
 }
 
-// held is the block that the engine calls key, with our hash of it; 0 if it is not held.
+// held returns the block with the engine's hash key, and our hash of it; 0 if it is not held.
 func (f *Feed) held(key uint64) (id uint32, hash uint64) {
 	if id, ok := f.keys.get(key); ok {
 		if _, ok := f.x.stateOf(f.m, id); ok {
@@ -203,7 +203,7 @@ func (f *Feed) held(key uint64) (id uint32, hash uint64) {
 	return 0, 0
 }
 
-// copied notes that known blocks have reached another tier. Older engines report only their hashes.
+// copied records that known blocks have reached another tier. Older engines report only their hashes.
 func (f *Feed) copied(e *BlockEvent) {
 	for _, key := range e.Keys {
 		if id, ok := f.keys.get(key); ok {
@@ -252,7 +252,7 @@ func (f *Feed) hold(key, hash uint64, parent, media uint32) uint32 {
 	return id
 }
 
-// removed takes blocks at the end of a prefix before their predecessors, in whichever order the engine names them.
+// removed removes blocks at the end of a prefix before their predecessors, in whichever order the engine names them.
 func (f *Feed) removed(e *BlockEvent) {
 	f.stats.Removed += uint64(len(e.Keys))
 	if len(e.Keys) > 1 {
@@ -268,7 +268,7 @@ func (f *Feed) removed(e *BlockEvent) {
 	}
 }
 
-// remove takes a block from a tier. A block with followers only goes if it must.
+// remove removes a block from a tier. A block with followers is removed only with must.
 func (f *Feed) remove(key uint64, media uint32, must bool) {
 	if id, ok := f.keys.get(key); ok {
 		state, held := f.x.stateOf(f.m, id)

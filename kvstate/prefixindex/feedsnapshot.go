@@ -35,7 +35,8 @@ func (f *Feed) Snapshot() *FeedSnapshot {
 		}
 		if state, held := f.x.stateOf(f.m, id); held {
 			n := f.x.store.at(id)
-			c.blocks = append(c.blocks, heldBlock{key, n.hash.Load(), id, uint32(n.rest.Load() >> 32), state & stateMedia})
+			c.blocks = append(c.blocks,
+				heldBlock{key, n.hash.Load(), id, uint32(n.rest.Load() >> 32), state & stateMedia})
 		}
 	})
 	f.x.unlock()
@@ -52,9 +53,9 @@ func (f *Feed) Snapshot() *FeedSnapshot {
 	return c
 }
 
-// Each calls f with events that make a new feed equal: each block after its predecessors. An event is valid until
-// the next. Orphans after a block that the engine has evicted are left out; if the engine computes that block
-// again, the new feed learns of them when the engine stores them again.
+// Each calls f with events that build an equal feed: each block after its predecessors. An event is valid until the
+// next. Orphans after a block that the engine has evicted are left out; if the engine computes that block again, the
+// new feed gets them when the engine stores them again.
 func (c *FeedSnapshot) Each(f func(*BlockEvent)) {
 	for _, name := range c.loras {
 		f(&BlockEvent{Kind: BlocksStored, LoRA: []byte(name), BlockSize: c.size})
@@ -76,11 +77,12 @@ func (c *FeedSnapshot) Each(f func(*BlockEvent)) {
 	}
 	r.end()
 	for _, a := range c.orphans {
-		emitStored(f, &BlockEvent{Keys: []uint64{a.key}, Blocks: []uint64{a.hash}, Parent: a.parent, HasParent: true, BlockSize: c.size}, a.media)
+		emitStored(f, &BlockEvent{Keys: []uint64{a.key}, Blocks: []uint64{a.hash}, Parent: a.parent, HasParent: true,
+			BlockSize: c.size}, a.media)
 	}
 }
 
-// parentOf is where the block before one is; -1: nowhere.
+// parentOf returns the index of the block before one; -1: there is none.
 func (c *FeedSnapshot) parentOf(at int) int {
 	parent := c.blocks[at].parent
 	if at > 0 && c.blocks[at-1].id == parent {
@@ -93,7 +95,7 @@ func (c *FeedSnapshot) parentOf(at int) int {
 	return i
 }
 
-// runs puts blocks that follow each other into one event.
+// runs joins consecutive blocks into one event.
 type runs struct {
 	c     *FeedSnapshot
 	f     func(*BlockEvent)
@@ -141,7 +143,7 @@ func emitStored(f func(*BlockEvent), e *BlockEvent, media uint32) {
 	}
 }
 
-// unchainTokenBlock is the [TokenBlock] from which [ChainTokenBlock] makes hash.
+// unchainTokenBlock returns the [TokenBlock] from which [ChainTokenBlock] makes hash.
 func unchainTokenBlock(parent, hash uint64) uint64 {
 	return hash*0x4f74430c22a54005 ^ bits.RotateLeft64(parent, 27)
 }

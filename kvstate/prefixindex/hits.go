@@ -23,7 +23,7 @@ func (x *Index) Chain(dst []uint64, last uint64, most int) []uint64 {
 		hashes = append(hashes, n.hash.Load())
 		id = uint32(n.rest.Load() >> 32)
 	}
-	// removed while we read: those before it may have been, too
+	// removed during the read: those before it may be gone, too
 	if r.at(first).hash.Load() != last || slices.Contains(hashes, 0) {
 		return nil
 	}
@@ -31,8 +31,8 @@ func (x *Index) Chain(dst []uint64, last uint64, most int) []uint64 {
 	return hashes
 }
 
-// Lookup finds how many leading blocks of a prompt each of some candidates holds. It is reused: it allocates
-// nothing once it has grown. The zero value is ready.
+// Lookup finds how many leading blocks of a prompt each candidate holds. It is reused: it allocates nothing once it
+// has grown. The zero value is ready.
 type Lookup struct {
 	depth  []int32  // by candidate
 	alive  []uint64 // members that hold all blocks so far, by slot
@@ -41,8 +41,8 @@ type Lookup struct {
 	known  bool     // alive are the members counted in the last block's tally
 }
 
-// Find looks a prompt up for n candidates; slots are the members of one. It returns how many leading blocks each of
-// them holds, nil if none holds any. The result is good until the next Find. Concurrent writes count or not.
+// Find looks a prompt up for n candidates; slots returns the members of one. It returns how many leading blocks each
+// of them holds, nil if none holds any. The result is valid until the next Find. Concurrent writes may count or not.
 func (l *Lookup) Find(x *Index, hashes []uint64, n int, slots func(candidate int) []int32) []int32 {
 	w := walk{reading: x.store.read(), hashes: hashes}
 	at := w.block(0, w.find(hashes[0], 0))
@@ -96,7 +96,7 @@ func (r *reading) heldWithin(hashes []uint64, first uint32, slot int, media uint
 // run follows the prompt from its first block until no candidate is left.
 func (l *Lookup) run(w *walk, at blockAt) {
 	var found [changesAtOnce]change
-	n, most := 0, 1 // one at first: perhaps no candidate holds any
+	n, most := 0, 1 // one at first: maybe no candidate holds any
 	for last, leapt := at, 1; ; {
 		before, next := w.leap(at, leapt)
 		if n > 0 || !l.one(w, last, at) {
@@ -117,8 +117,8 @@ func (l *Lookup) run(w *walk, at blockAt) {
 	}
 }
 
-// changesAtOnce is how many changes of holders are collected before the holders are read: they are scattered in
-// memory, so that one wait serves several.
+// changesAtOnce is the number of changes of holders that are collected before the holders are read: these are
+// scattered in memory, so one wait serves several.
 const changesAtOnce = 8
 
 // change is a pair of neighbouring blocks with different holders.
@@ -152,8 +152,8 @@ func (l *Lookup) changes(w *walk, found []change) bool {
 	return true
 }
 
-// reset makes the members of all candidates alive. slots is more than any of theirs, but for members that joined this
-// moment and hold nothing that counts.
+// reset makes the members of all candidates alive. slots exceeds all of theirs, except those of members that joined
+// this moment and hold nothing that counts.
 func (l *Lookup) reset(n, slots int, of func(candidate int) []int32) {
 	words := (slots + 63) / 64
 	if cap(l.alive) < words {
@@ -197,7 +197,7 @@ func (l *Lookup) narrow(w *walk, at blockAt) bool {
 		left = l.keepListed(holders, set, depth)
 	}
 	if n.hash.Load() != w.hashes[depth] || holders&isSet != 0 && uint32(n.rest.Load()) != holders {
-		l.settle(depth) // it was written to while we read
+		l.settle(depth) // it was changed during the read
 		return false
 	}
 	return left != 0

@@ -5,10 +5,10 @@ import (
 	"sync/atomic"
 )
 
-// Who holds a block is a 32-bit word: 0 for nobody, slot+1 <<15 | state for one member, or, with the top bit set,
+// The holders of a block are a 32-bit word: 0 for none, slot+1 <<15 | state for one member, or, with the top bit set,
 // the address of a set in setStore. A set is a list of such words while that is smaller, then a bit for each slot
-// with the states behind. The state of a member and a block: which tiers of its memory hold it, which generation it
-// was last used in, and how many blocks that follow it the member holds too.
+// followed by the states. The state of a member and a block: which tiers of its memory hold it, in which generation it
+// was last used, and how many following blocks the member holds too.
 const (
 	stateGPU    = 1 << TierGPU // and a bit for each other tier
 	stateMedia  = 1<<Tiers - 1
@@ -26,19 +26,19 @@ const (
 
 const chunkWords = 1 << 16
 
-// setStore keeps sets of holders in chunks of words. Freed sets are used again for sets of the same size.
+// setStore keeps sets of holders in chunks of words. Freed sets are reused for sets of the same size.
 type setStore struct {
 	chunks atomic.Pointer[[]*[chunkWords]atomic.Uint32]
-	used   uint32           // words given out
+	used   uint32           // allocated words
 	free   map[int][]uint32 // by size
-	groups int              // of 32 slots, that dense sets have room for
+	groups int              // of 32 slots, the size of dense sets
 }
 
 func (s *setStore) word(at uint32) *atomic.Uint32 {
 	return &(*s.chunks.Load())[at/chunkWords][at%chunkWords]
 }
 
-// take finds room for a set of n words within one chunk.
+// take allocates a set of n words within one chunk.
 func (s *setStore) take(n int) uint32 {
 	if free := s.free[n]; len(free) > 0 {
 		s.free[n] = free[:len(free)-1]
@@ -68,10 +68,10 @@ func listWords(n int) int { return max(4, 1<<bits.Len(uint(n))) }
 
 func denseWords(groups int) int { return 2 + groups + groups*16 }
 
-// maxList is the largest number of holders in a list: with more, the dense form is no larger.
+// maxList returns the largest number of holders in a list: with more, the dense form is no larger.
 func (s *setStore) maxList() int { return max(31, s.groups*4) }
 
-// state is the state of a member and a block that it holds.
+// state returns the state of a member and a block that it holds.
 func (s *setStore) state(holders uint32, slot int) (state uint32, ok bool) {
 	if holders&isSet == 0 {
 		if holders>>stateBits != uint32(slot+1) {
@@ -95,7 +95,7 @@ func (s *setStore) state(holders uint32, slot int) (state uint32, ok bool) {
 	return s.word(at+2+groups+uint32(slot/2)).Load() >> (slot % 2 * 16) & stateMask, true
 }
 
-// position is where in a list a slot is, 0 for nowhere.
+// position returns the index of a slot in a list, 0 if it is absent.
 func (s *setStore) position(at, head uint32, slot int) uint32 {
 	chunk := (*s.chunks.Load())[at/chunkWords][at%chunkWords:]
 	for i := uint32(1); i <= head&countOf; i++ {
@@ -265,8 +265,8 @@ func (s *setStore) dropDense(at, head uint32, slot int) uint32 {
 	return isSet | list
 }
 
-// setAt returns the set at an address, and the words after it, for a reader: nothing if it is newer than the
-// reading. If the set is given to another block meanwhile its content is meaningless, which the caller detects.
+// setAt returns the set at an address, and the words after it, for a reader: nothing if it is newer than the reading.
+// If the set is reused for another block meanwhile, its content is meaningless, which the caller detects.
 func (r *reading) setAt(at uint32) []atomic.Uint32 {
 	if int(at/chunkWords) >= len(r.sets) {
 		return nil
@@ -274,7 +274,7 @@ func (r *reading) setAt(at uint32) []atomic.Uint32 {
 	return r.sets[at/chunkWords][at%chunkWords:]
 }
 
-// among sets the bits in mask of all members of holders, which are one or a list, that have one there.
+// among sets in mask the bits of all members of holders (one or a list), as far as mask has them.
 func among(holders uint32, set []atomic.Uint32, mask []uint64) {
 	if holders&isSet == 0 {
 		setBit(mask, int(holders>>stateBits)-1)

@@ -11,30 +11,30 @@ import (
 // Index records which members hold which prefixes of prompts. A block is identified by its chained hash: of its
 // content and of everything before it, model, adapter and salt included.
 //
-// An [Owner] (one engine) has several members: one for the prompts that were routed to it (text blocks, a guess),
-// one for each publisher of KV events ([Feed]: token blocks, exact). Each can be forgotten without the others.
+// An [Owner] (one engine) has several members: one for the prompts that were routed to it (text blocks, a guess), one
+// for each publisher of KV events ([Feed]: token blocks, exact). Each can be forgotten without the others.
 //
-// One invariant makes a look-up fast: a member that holds a block holds every block before it too. So the holders
-// of block i of a prompt are a subset of those of block i-1; if two blocks have equally many, the sets are equal,
-// and so are all between them. Hits leaps over equal sets instead of visiting them. Routed prompts are written from
-// their first block on and forgotten from their last. Engines' events can leave gaps; a Feed keeps the blocks
-// behind a gap as orphans until the gap is closed.
+// One invariant makes a look-up fast: a member that holds a block holds every block before it too. So the holders of
+// block i of a prompt are a subset of those of block i-1; if two blocks have equally many, the sets are equal, and so
+// are all between them. Lookup leaps over equal sets instead of visiting them. Routed prompts are written from their
+// first block on and forgotten from their last. Engines' events can leave gaps; a Feed keeps the blocks behind a gap
+// as orphans until the gap is closed.
 //
-// Readers take no lock and wait for nobody (blockStore). Writers take turns. A request that finds another writer at
-// work queues its blocks for that one to write.
+// Readers take no lock and never wait (blockStore). Only one goroutine writes at a time. A request that finds another
+// writer active queues its blocks for that one to write.
 //
-// Each member forgets by generations of its own: a block that is stored or asked for again belongs to the current
-// generation; when that is half of what the member may hold, or older than half of the time to live, the rest of
-// the one before is forgotten, last blocks first. So a block is forgotten after between one half and the whole of
-// the capacity was used beside it, which comes close to an engine's LRU at one bit a block.
+// Each member forgets by generations of its own: a block that is stored or looked up again belongs to the current
+// generation. When that is half of the member's capacity, or older than half of the time to live, the rest of the
+// previous one is forgotten, last blocks first. So a block is forgotten after between one half and the whole of the
+// capacity was used beside it, which comes close to an engine's LRU at one bit a block.
 type Index struct {
 	store   *blockStore
 	writing sync.Mutex
 	members []*member // by slot; nil: free
 	limits  Limits
-	slots   atomic.Int32 // ever given out
+	slots   atomic.Int32 // ever used
 	queue   routedQueue
-	sizes   atomic.Pointer[[]int]             // tokens in a block, of the feeds there are
+	sizes   atomic.Pointer[[]int]             // tokens in a block, of the current feeds
 	loras   atomic.Pointer[map[string]string] // adapters that feeds have named
 	parts   int                               // members that share MaxBytes
 }
@@ -42,9 +42,9 @@ type Index struct {
 // Limits bound an index.
 type Limits struct {
 	MaxBytes     int           // of all members together
-	RoutedBlocks int           // of the prompts routed to one owner of which nothing else is known ([Owner.Keeps])
+	RoutedBlocks int           // of the prompts routed to one owner whose capacity is unknown ([Owner.Keeps])
 	FeedBlocks   int           // of one feed
-	TTL          time.Duration // of routed prompts that are not asked for again
+	TTL          time.Duration // of routed prompts that are not looked up again
 }
 
 // BytesPerEntry is the largest size of a block and one member that holds it, all tables included
@@ -61,10 +61,10 @@ type member struct {
 	limit   int
 	ttl     time.Duration // 0: for ever
 	fresh   bool
-	keeps   atomic.Int64 // routed blocks to remember, at most
+	keeps   atomic.Int64 // maximum of routed blocks to remember
 	fits    atomic.Int64 // blocks that the engine appears to keep, learned from its reports; 0: nothing learned
-	began   time.Time    // the current generation
-	list    []uint32     // blocks held, earlier ones of a prompt before later ones; a feed's are in feed.keys
+	began   time.Time    // beginning of the current generation
+	list    []uint32     // held blocks, earlier ones of a prompt before later ones; a feed's are in feed.keys
 	feed    *Feed        // nil: routed prompts
 }
 
@@ -97,7 +97,7 @@ func (x *Index) admit(m *member) *member {
 	if m.slot == len(x.members) {
 		x.members = append(x.members, nil)
 		x.slots.Store(int32(len(x.members)))
-		// doubling: else every set would be moved for every 32 members
+		// doubling: otherwise every set would be moved for every 32 members
 		x.store.sets.groups = 1 << bits.Len(uint(m.slot/32))
 	}
 	x.members[m.slot] = m
@@ -116,8 +116,8 @@ func (x *Index) limit(m *member) {
 	m.limit = max(min(m.limit, x.limits.MaxBytes/BytesPerEntry/x.parts), 2)
 }
 
-// learn corrects how much an engine is thought to keep, by its cached tokens of a prompt: a little more if the
-// index was right, an eighth less if the index expected blocks that were gone.
+// learn corrects the estimate of an engine's capacity, by its cached tokens of a prompt: a little more if the index
+// was right, an eighth less if the index expected blocks that were gone.
 func (m *member) learn(promised, found, slack int64) {
 	fits, most := m.fits.Load(), m.keeps.Load()
 	if fits == 0 {
@@ -131,10 +131,10 @@ func (m *member) learn(promised, found, slack int64) {
 	m.fits.Store(min(max(fits, minFits), most)) // concurrent callers lose a step
 }
 
-// minFits is the least number of blocks that an engine is thought to keep: roughly the longest prompt.
+// minFits is the least estimate of an engine's capacity, in blocks: roughly the longest prompt.
 const minFits = 512
 
-// capacity returns how many blocks the member may hold now.
+// capacity returns the current maximum of the member's blocks.
 func (m *member) capacity() int {
 	if fits := m.fits.Load(); fits > 0 {
 		return min(m.limit, int(fits))
@@ -142,14 +142,14 @@ func (m *member) capacity() int {
 	return m.limit
 }
 
-// freshMember holds the prompts routed to an owner in the last moments, in addition to the member that remembers
+// freshMember holds the prompts that were routed to an owner moments ago, in addition to the member that remembers
 // them for longer: the engine will report these blocks, but has not had the time yet.
 type freshMember struct {
 	m    *member
 	slot []int32
 }
 
-// freshTTL is how long an engine may take from receiving a prompt to reporting its blocks.
+// freshTTL is the maximum time from an engine's receiving a prompt to its report of the blocks.
 const freshTTL = 20 * time.Second
 
 // leave removes a member. Its cost grows with the number of its blocks.
@@ -164,7 +164,7 @@ func (x *Index) leave(m *member) {
 	x.members[m.slot] = nil
 }
 
-// Resize shares the memory among the members there are. To be called after owners joined or left.
+// Resize shares the memory among the current members. Call it after owners joined or left.
 func (x *Index) Resize() {
 	x.writing.Lock()
 	defer x.unlock()
@@ -191,7 +191,7 @@ func (x *Index) Sweep(now time.Time) {
 		if m == nil {
 			continue
 		}
-		x.writing.Lock() // for one at a time: a request may be waiting with its blocks
+		x.writing.Lock() // for one member at a time: a request may be waiting with its blocks
 		if m.ttl > 0 && now.Sub(m.began) >= m.ttl/2 && !m.gone {
 			x.nextGeneration(m)
 			m.began = now
@@ -200,12 +200,12 @@ func (x *Index) Sweep(now time.Time) {
 	}
 }
 
-// add notes that a member holds the blocks of a prompt. It never waits for another writer.
+// add records that a member holds the blocks of a prompt. It never waits for another writer.
 func (x *Index) add(m *member, hashes []uint64) {
 	if !x.writing.TryLock() {
 		x.queue.put(m, hashes)
 		if !x.writing.TryLock() {
-			return // the writer looks into the queue after giving the lock back
+			return // the writer looks into the queue after releasing the lock
 		}
 	} else {
 		x.write(m, hashes)
@@ -230,14 +230,14 @@ func (x *Index) Settle() {
 	x.unlock()
 }
 
-// Stats are the numbers of an index.
+// Stats are the statistics of an index.
 type Stats struct {
 	Blocks  int // different ones
 	Entries int // pairs of a block and a member that holds it
 	Members int
 }
 
-// Stats are the numbers of the index now.
+// Stats returns the current statistics of the index.
 func (x *Index) Stats() Stats {
 	x.writing.Lock()
 	defer x.unlock()
@@ -258,7 +258,7 @@ func (x *Index) Blocks() int {
 	return x.store.blocks
 }
 
-// Reserve makes space for so many blocks that are about to be loaded.
+// Reserve allocates space for blocks that are about to be loaded.
 func (x *Index) Reserve(blocks int) {
 	x.writing.Lock()
 	defer x.unlock()
@@ -278,7 +278,7 @@ type routedPrompt struct {
 	hashes []uint64
 }
 
-// maxQueued bounds the queue; a prompt beyond it is not noted, which costs a prefix hit.
+// maxQueued bounds the queue; a prompt beyond it is not recorded, which costs a prefix hit.
 const maxQueued = 256
 
 func (q *routedQueue) put(m *member, hashes []uint64) {
@@ -319,7 +319,7 @@ func (x *Index) TokenBlockSizes() []int {
 	return nil
 }
 
-// noteSizes notes which block sizes the feeds have.
+// noteSizes records the block sizes of the feeds.
 func (x *Index) noteSizes() {
 	x.writing.Lock()
 	defer x.unlock()

@@ -2,9 +2,9 @@ package prefixindex
 
 import "math/bits"
 
-// keyTable maps the engine's name of a block (its hash) to our number: linear probing, 12 bytes a slot, 91 to 93
-// per cent full while it grows. Keys are mixed and sorted, so a search ends at the first larger key, and a larger
-// table is filled in one pass, which makes growing in small steps cheap.
+// keyTable maps the engine's hash of a block to our number: linear probing, 12 bytes a slot, 91 to 93 per cent full
+// while it grows. Keys are mixed and sorted, so a search ends at the first larger key, and a larger table is filled in
+// one pass, which makes growing in small steps cheap.
 type keyTable struct {
 	keys  []uint64 // mixed; 0: empty
 	ids   []uint32
@@ -34,7 +34,7 @@ func (t *keyTable) home(mixed uint64) int {
 	return int(hi)
 }
 
-// slot is where a key is, or else where it is to stand.
+// slot returns the index of a key, or the index at which to insert it.
 func (t *keyTable) slot(mixed uint64) (i int, found bool) {
 	for i = t.home(mixed); i < len(t.keys) && t.keys[i]-1 < mixed-1; { // 0, an empty one, is the largest then
 		i++
@@ -73,7 +73,7 @@ func (t *keyTable) put(key uint64, id uint32) {
 	t.n++
 }
 
-// empty is the first empty slot from i on.
+// empty returns the first empty slot from i on.
 func (t *keyTable) empty(i int) int {
 	for i < len(t.keys) && t.keys[i] != 0 {
 		i++
@@ -100,7 +100,7 @@ func (t *keyTable) resize(homes, tail int) {
 	}
 }
 
-// remove takes a key out and moves later ones back that are not at home, so that no tombstones are needed.
+// remove removes a key and moves later ones back that are not at home, so that no tombstones are needed.
 func (t *keyTable) remove(key uint64) {
 	i, ok := t.slot(mixedKey(key))
 	if !ok {
@@ -138,7 +138,7 @@ func (t *keyTable) keep(held func(id uint32) bool) {
 	t.resize(t.n+t.n/10+8, keyTail)
 }
 
-// removeID takes the key of a block out. It looks at all of them.
+// removeID removes the key of a block. It searches the whole table.
 func (t *keyTable) removeID(id uint32) {
 	for i, mixed := range t.keys {
 		if mixed != 0 && t.ids[i] == id {

@@ -2,7 +2,7 @@ package prefixindex
 
 import "slices"
 
-// Orphans are blocks that an engine holds although it does not hold all blocks before them, as far as is known.
+// Orphans are blocks that an engine holds although, as far as is known, it does not hold all blocks before them.
 
 // orphan is a block whose predecessor is not held.
 type orphan struct {
@@ -14,7 +14,7 @@ type orphan struct {
 
 // addOrphan records a block whose parent, by the engine's name, is not held.
 func (f *Feed) addOrphan(key, parent, block uint64, media uint32) {
-	if id, ok := f.keys.get(key); ok { // the engine has it already, at a place that is known
+	if id, ok := f.keys.get(key); ok { // the engine has it already, at a known place
 		if state, held := f.x.stateOf(f.m, id); held {
 			f.x.setState(f.m, id, state|media)
 			return
@@ -40,7 +40,7 @@ func (f *Feed) addOrphan(key, parent, block uint64, media uint32) {
 	}
 }
 
-// hashChildren computes our hashes of the orphans that follow one whose own hash is known now.
+// hashChildren computes our hashes of the orphans that follow a block whose own hash has become known.
 func (f *Feed) hashChildren(key, hash uint64) {
 	for _, child := range slices.Clone(f.byKey[key]) {
 		if a, ok := f.orphans[child]; ok && !a.hashed {
@@ -103,8 +103,8 @@ func (f *Feed) attach(key, hash uint64, id uint32) {
 	}
 }
 
-// detach makes orphans of everything that follows a block which is about to go. Engines evict the end of a prefix
-// before its beginning, so this is rare; it visits all that the feed holds.
+// detach turns everything that follows a block into orphans, before the block is removed. Engines evict the end of a
+// prefix before its beginning, so this is rare; it visits all that the feed holds.
 func (f *Feed) detach(top uint32) {
 	below := map[uint32]bool{0: false, top: true}
 	var path []uint32
@@ -140,7 +140,7 @@ func (f *Feed) detach(top uint32) {
 	}
 	for _, l := range all {
 		if _, held := f.x.stateOf(f.m, l.id); held {
-			f.x.unhold(f.m, l.id) // its parent may have gone just before: unhold counts nothing then
+			f.x.unhold(f.m, l.id) // if its parent was removed just before, unhold changes no count
 		}
 		f.wait(l.key, l.a)
 	}

@@ -5,7 +5,7 @@ import (
 	"sync/atomic"
 )
 
-// Owner is one engine as the index knows it: the slots of its members. The zero value becomes an owner by [Index.Join].
+// Owner is one engine in the index: the slots of its members. The zero value becomes an owner by [Index.Join].
 type Owner struct {
 	own      [1]int32                    // slot of routed
 	feeds    atomic.Pointer[[]int32]     // slots of the KV event feeds
@@ -16,13 +16,13 @@ type Owner struct {
 	index    *Index
 }
 
-// Join makes o an owner. [Index.Resize] is to follow when all have joined.
+// Join makes o an owner. Call [Index.Resize] when all have joined.
 func (x *Index) Join(o *Owner) {
 	o.index, o.routed = x, x.join(nil)
 	o.own[0] = int32(o.routed.slot)
 }
 
-// Leave forgets the routed prompts of the owner. Whoever opened its feeds closes them.
+// Leave forgets the routed prompts of the owner. The caller closes its feeds.
 func (o *Owner) Leave() {
 	o.index.leave(o.routed)
 	o.leaveFresh()
@@ -34,18 +34,19 @@ func (o *Owner) leaveFresh() {
 	}
 }
 
-// Add notes that the owner will hold the blocks of a prompt that was routed to it. It never waits for another writer.
+// Add records that the owner will hold the blocks of a prompt that was routed to it. It never waits for another
+// writer.
 func (o *Owner) Add(hashes []uint64) { o.index.add(o.routed, hashes) }
 
-// AddFresh notes the same among the prompts routed moments ago, if the owner's engine reports its blocks.
+// AddFresh adds them to the prompts routed moments ago, if the owner's engine reports its blocks.
 func (o *Owner) AddFresh(hashes []uint64) {
 	if f := o.fresh.Load(); f != nil {
 		o.index.add(f.m, hashes)
 	}
 }
 
-// Learn notes how much of a prompt the engine found in its cache, and how much the index had promised, in units in
-// which slack is a difference that means nothing.
+// Learn records how much of a prompt the engine found in its cache, and how much the index had promised. Differences
+// of at most slack mean nothing.
 func (o *Owner) Learn(promised, found, slack int64) {
 	o.routed.learn(promised, found, slack)
 }
@@ -64,10 +65,10 @@ func (o *Owner) Keeps(blocks int) {
 // Reported reports whether the owner's engine has reported blocks.
 func (o *Owner) Reported() bool { return o.reported.Load() }
 
-// Routed are the slots of the prompts routed to the owner.
+// Routed returns the slots of the prompts routed to the owner.
 func (o *Owner) Routed() []int32 { return o.own[:] }
 
-// Reports are the slots of the blocks that the owner's engine has reported.
+// Reports returns the slots of the blocks that the owner's engine has reported.
 func (o *Owner) Reports() []int32 {
 	if slots := o.feeds.Load(); slots != nil {
 		return *slots
@@ -75,7 +76,7 @@ func (o *Owner) Reports() []int32 {
 	return nil
 }
 
-// Fresh are the slots of the prompts routed to the owner moments ago.
+// Fresh returns the slots of the prompts routed to the owner moments ago.
 func (o *Owner) Fresh() []int32 {
 	if f := o.fresh.Load(); f != nil {
 		return f.slot
@@ -83,7 +84,7 @@ func (o *Owner) Fresh() []int32 {
 	return nil
 }
 
-// NewFeed returns a new feed of the owner. The caller closes it; it is of no use after the owner has left.
+// NewFeed returns a new feed of the owner. The caller closes it; it has no effect after the owner has left.
 func (o *Owner) NewFeed() *Feed {
 	x := o.index
 	f := &Feed{x: x, owner: o}
@@ -113,10 +114,10 @@ func (o *Owner) changeFeeds(change func([]int32) []int32) {
 	}
 }
 
-// EachBlock calls f for the blocks of prompts routed to the owner, in parts: the hashes of a part follow each other
-// in a prompt, and parent is the hash of the block before the first, 0 where the prompt begins. A part comes after
-// the one that it follows. f must not keep hashes. A snapshot for another replica is made of them, which takes
-// time: the index is locked for a part at a time and not while f runs, and concurrent changes are in it or not.
+// EachBlock calls f for the blocks of prompts routed to the owner, in parts, for the snapshot of another replica: the
+// hashes of a part follow each other in a prompt, and parent is the hash of the block before the first, 0 at the
+// beginning of a prompt. A part comes after the one that it follows. f must not keep hashes. The index is locked for a
+// part at a time and not while f runs; concurrent changes may be included or not.
 func (o *Owner) EachBlock(f func(parent uint64, hashes []uint64)) {
 	x, m := o.index, o.routed
 	x.writing.Lock()
@@ -134,7 +135,7 @@ func (o *Owner) EachBlock(f func(parent uint64, hashes []uint64)) {
 	}
 }
 
-// nextPart takes the next blocks that follow each other from ids, as far as the member still holds them.
+// nextPart returns the next consecutive blocks of ids, as far as the member still holds them.
 func (x *Index) nextPart(m *member, part []uint64, ids []uint32) (parent uint64, filled []uint64, rest []uint32) {
 	var last uint32
 	for i, id := range ids {

@@ -18,8 +18,8 @@ func TokenRoot(lora string, blockSize int) uint64 {
 	return ChainTokenBlock(uint64(blockSize)*0x9E3779B97F4A7C15, xxhash.Sum64String(lora))
 }
 
-// TokenBlock is the hash of one block by itself: its token ids, four bytes each, little endian, and the engine's extra
-// keys of the block, folded with [FoldExtraKey] (0: none).
+// TokenBlock returns the hash of one block by itself: its token ids, four bytes each, little endian, and the engine's
+// extra keys of the block, folded with [FoldExtraKey] (0: none).
 func TokenBlock(ids []byte, extra uint64) uint64 { return xxhash.Sum64(ids) ^ extra }
 
 // FoldExtraKey adds one of a block's extra keys to those before it: a cache salt, or the identity of an image.
@@ -35,7 +35,8 @@ func SaltKey(salt string) uint64 {
 	return FoldExtraKey(0, []byte(salt))
 }
 
-// ChainTokenBlock is the hash of a block and everything before it, from that of the block before and [TokenBlock].
+// ChainTokenBlock returns the hash of a block and everything before it, from that of the block before and
+// [TokenBlock].
 func ChainTokenBlock(parent, block uint64) uint64 {
 	return (bits.RotateLeft64(parent, 27) ^ block) * 0xff51afd7ed558ccd
 }

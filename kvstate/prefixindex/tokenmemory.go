@@ -22,7 +22,7 @@ type TokenMemory struct {
 	at    map[uint64]textPlace
 }
 
-// NewTokenMemory returns a memory that takes at most so many bytes.
+// NewTokenMemory returns a memory of at most limit bytes.
 func NewTokenMemory(limit int) *TokenMemory {
 	return &TokenMemory{limit: limit, at: map[uint64]textPlace{}}
 }
@@ -48,7 +48,7 @@ type KnownTokens struct {
 	Tokens     int // in those
 }
 
-// Blocks are the hashes of the prompt's leading token blocks, as far as they are known. Do not modify.
+// Blocks returns the hashes of the prompt's leading token blocks, as far as they are known. Do not modify.
 func (k KnownTokens) Blocks(size int) []uint64 {
 	if k.in == nil {
 		return nil
@@ -87,8 +87,8 @@ type TextPrompt struct {
 	Bytes      int
 }
 
-// Learn records the tokens of a prompt in token blocks of the given sizes. It returns what other replicas lack;
-// isNew is false if everything was known.
+// Learn records the tokens of a prompt in token blocks of the given sizes. It returns the part that other replicas
+// lack; isNew is false if everything was known.
 func (m *TokenMemory) Learn(text TextPrompt, sizes []int, prompt *TokenPrompt) (learned LearnedTokens, isNew bool) {
 	if len(sizes) == 0 || len(text.Blocks) == 0 || len(prompt.IDs) == 0 {
 		return LearnedTokens{}, false
@@ -150,7 +150,8 @@ func (m *TokenMemory) Apply(text []uint64, in *LearnedTokens) {
 	l := &learnedPrompt{text: text}
 	for _, b := range in.Blocks {
 		before := known.Blocks(b.Size)
-		if b.Size <= 0 || b.From < 0 || len(b.Hashes) == 0 || b.From > 0 && (b.From >= len(before) || before[b.From] != b.Hashes[0]) {
+		if b.Size <= 0 || b.From < 0 || len(b.Hashes) == 0 ||
+			b.From > 0 && (b.From >= len(before) || before[b.From] != b.Hashes[0]) {
 			continue
 		}
 		l.sizes = append(l.sizes, b.Size)
@@ -164,7 +165,7 @@ func (m *TokenMemory) Apply(text []uint64, in *LearnedTokens) {
 // MaxLearnedText bounds the text blocks of a prompt that another replica has learned.
 const MaxLearnedText = 1 << 14
 
-// learn records a prompt and returns what was known of it before; isNew is false if everything was.
+// learn records a prompt and returns the part that was known before; isNew is false if everything was.
 func (m *TokenMemory) learn(l *learnedPrompt, blockBytes, promptBytes, tokens int) (known KnownTokens, isNew bool) {
 	text := l.text
 	l.tokens = make([]int32, len(text))
@@ -226,7 +227,7 @@ func (x *Index) LoRA(model string) string {
 // maxLoRAs bounds the adapters that are remembered.
 const maxLoRAs = 512
 
-// noteLoRA notes an adapter that an engine named.
+// noteLoRA records an adapter that an engine named.
 func (x *Index) noteLoRA(name []byte) {
 	known := x.loras.Load()
 	if known != nil {

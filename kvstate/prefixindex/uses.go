@@ -9,16 +9,16 @@ import (
 
 // Uses counts how many recent prompts have a block. A count fades: after [UsesWindow] a prompt counts 1/e.
 //
-// Only some blocks of a prompt are counted, at distances that grow with the depth (sampled): 160 of 8,192. A block
-// is at least as popular as the blocks behind it, so the blocks between two counted ones are taken for as popular
-// as the second.
+// Only some blocks of a prompt are counted, at distances that grow with the depth (sampled): 160 of 8,192. A block is
+// at least as popular as the blocks behind it, so a block between two counted ones is assumed to be as popular as the
+// second.
 //
-// The memory is fixed: a table of sets of four counts. A new block takes the place of the least used one of its
-// set, if that is hardly used. Readers and writers take no lock; a race may lose a count.
+// The memory is fixed: a table of sets of four counts. A new block replaces the least used one of its set, if that is
+// hardly used. Readers and writers take no lock; a race may lose a count.
 type Uses struct {
 	began  time.Time
-	fading [8 * ticks / fadeStep]float32 // the rest of a count after so many times fadeStep ...
-	finer  [fadeStep]float32             // ... and so many ticks
+	fading [8 * ticks / fadeStep]float32 // the factor after this many times fadeStep ...
+	finer  [fadeStep]float32             // ... and this many ticks
 	sets   [1 << useSetBits]useSet
 }
 
@@ -34,7 +34,7 @@ const (
 
 	leastSeen = ticks / 40
 	fadeStep  = 16   // ticks
-	forgotten = 0.05 // a count that has faded so far begins anew
+	forgotten = 0.05 // a count that has faded to this is reset
 )
 
 type useSet [useWays]struct {
@@ -42,8 +42,8 @@ type useSet [useWays]struct {
 	count atomic.Uint64 // a float32 <<32 | when it was last counted
 }
 
-// UseStep says in how many recent prompts the blocks of a prompt before Blocks are, from the Blocks of the step
-// before on.
+// UseStep is the number of recent prompts that have the blocks of a prompt between the previous step's Blocks and its
+// own.
 type UseStep struct {
 	Blocks int32
 	Uses   float32
@@ -52,7 +52,7 @@ type UseStep struct {
 // MaxUseSteps bounds the steps of a prompt.
 const MaxUseSteps = 8
 
-// NewUses returns counts of nothing.
+// NewUses returns empty counts.
 func NewUses(now time.Time) *Uses {
 	u := &Uses{began: now}
 	for i := range u.fading {
@@ -66,13 +66,13 @@ func NewUses(now time.Time) *Uses {
 
 func (u *Uses) tick(now time.Time) uint32 { return uint32(max(now.Sub(u.began), 0) / useTick) }
 
-// sampled is the first depth from depth on at which blocks are counted.
+// sampled returns the first depth from depth on at which blocks are counted.
 func sampled(depth int) int {
 	step := 1 << max(bits.Len(uint(depth))-5, 0) // a sixteenth of the octave
 	return (depth + step - 1) &^ (step - 1)
 }
 
-// fade is a count as it is at a tick.
+// fade returns the value of a count at a tick.
 func (u *Uses) fade(count uint64, tick uint32) float32 {
 	passed := uint32(max(int32(tick-uint32(count)), 0))
 	if passed/fadeStep >= uint32(len(u.fading)) {
@@ -121,7 +121,7 @@ func pack(count float32, tick uint32) uint64 {
 	return uint64(math.Float32bits(count))<<32 | uint64(tick)
 }
 
-// Steps appends how popular the blocks of a prompt are, as far as several prompts had them.
+// Steps appends the popularity of the blocks of a prompt, as far as several prompts had them.
 func (u *Uses) Steps(dst []UseStep, hashes []uint64, now time.Time) []UseStep {
 	tick, n := u.tick(now), len(dst)
 	for depth := 0; depth < len(hashes); depth = sampled(depth + 1) {

@@ -14,7 +14,7 @@ type blockAt struct {
 	tally uint32
 }
 
-// block is block id, 0 for none, at that place.
+// block returns block id, 0 for none, at that depth.
 func (w *walk) block(depth int, id uint32) blockAt {
 	if id == 0 {
 		return blockAt{depth: depth}
@@ -37,7 +37,7 @@ func (r *reading) touch(id uint32) {
 	}
 }
 
-// cacheLine is how many words of a set one memory access reads.
+// cacheLine is the number of words of a set that one memory access reads.
 const cacheLine = 16
 
 // leap finds the next block with other holders (bad) and the block before it (good), in growing steps and a search
@@ -62,8 +62,8 @@ func (w *walk) leap(from blockAt, step int) (good, bad blockAt) {
 	return good, bad
 }
 
-// try moves one of two blocks to a place between them: good if the same members hold it there, else bad. guess may
-// be the block's number.
+// try moves one of two blocks to a depth between them: good if the same members hold the block there, else bad. guess
+// may be the block's number.
 func (w *walk) try(depth int, guess uint32, good, bad *blockAt) {
 	if at := w.block(depth, w.find(w.hashes[depth], guess)); at.tally == good.tally {
 		*good = at
@@ -72,7 +72,7 @@ func (w *walk) try(depth int, guess uint32, good, bad *blockAt) {
 	}
 }
 
-// shortLeap is up to where it is faster to look at one block after the other.
+// shortLeap is the distance up to which it is faster to look at one block after the other.
 const shortLeap = 16
 
 // stride reads one block after the other up to about the one at end. If found, good and bad are as in leap; else
@@ -87,7 +87,7 @@ func (w *walk) stride(from blockAt, end int) (good, bad blockAt, found bool) {
 	return good, bad, found
 }
 
-// row is stride as far as the blocks' numbers are in a row.
+// row is stride as long as the blocks' numbers are consecutive.
 func (w *walk) row(from blockAt, end int) (good, bad blockAt, found bool) {
 	bad.depth = len(w.hashes)
 	i := from.id % chunkBlocks
@@ -111,13 +111,13 @@ func (w *walk) row(from blockAt, end int) (good, bad blockAt, found bool) {
 	return from.plus(len(hashes)), bad, false
 }
 
-// plus is the block so many places on, its number in a row and its tally the same.
+// plus returns the block n places on, with a consecutive number and the same tally.
 func (b blockAt) plus(n int) blockAt {
 	return blockAt{b.depth + n, b.id + uint32(n), b.tally}
 }
 
 // ahead are later blocks whose numbers are not consecutive: every fourth after the one at depth from. The blocks
-// between are found backwards from the next of them, because every block has the number of the one before it.
+// between are found backwards from the next of them, because every block has the number of its predecessor.
 type ahead struct {
 	from int
 	ids  [findAtOnce]uint32
@@ -126,7 +126,7 @@ type ahead struct {
 
 const aheadStep = 4
 
-// apart is stride for blocks whose numbers are not consecutive: it goes to the next block that can be found without
+// apart is stride for blocks whose numbers are not consecutive: it moves to the next block that can be found without
 // those between.
 func (w *walk) apart(from blockAt) (good, bad blockAt, found bool) {
 	if from.depth < w.ahead.from || from.depth >= w.ahead.from+w.ahead.n*aheadStep {

@@ -7,8 +7,8 @@ import (
 
 // All functions of this file are called with Index.writing held.
 
-// write notes a prompt. It begins at the first block that the current generation does not have: the blocks before
-// belong to it, as a prompt is always written from its beginning.
+// write records a prompt. It begins at the first block that the current generation does not have: the blocks before
+// belong to it, because a prompt is always written from its beginning.
 func (x *Index) write(m *member, hashes []uint64) {
 	if m.gone {
 		return
@@ -36,7 +36,7 @@ func (x *Index) write(m *member, hashes []uint64) {
 	}
 }
 
-// state is the state of the block with that hash for a member, and its number; 0 if the member does not hold it.
+// state returns the state of the block with that hash for a member, and its number; 0 if the member does not hold it.
 func (x *Index) state(m *member, hash uint64) (state, id uint32) {
 	id = x.store.find(hash, 0)
 	if id == 0 {
@@ -58,7 +58,7 @@ func (x *Index) setState(m *member, id, state uint32) {
 	x.store.setHolders(id, x.store.sets.put(holders, m.slot, state))
 }
 
-// hold notes that a member holds the block with that hash in the tiers of media. parent is the block before it,
+// hold records that a member holds the block with that hash in the tiers of media. parent is the block before it,
 // which the member holds, or 0.
 func (x *Index) hold(m *member, hash uint64, parent, media uint32) (id uint32) {
 	id = x.store.find(hash, parent)

@@ -71,7 +71,8 @@ func (l *Listener) Run(ctx context.Context, addr string) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	sweeping.Go(func() { l.sweepUntil(ctx) })
-	server := zmtp.Server{Kind: zmtp.Router, Log: l.log, Handle: zmtp.Receive(func(frames [][]byte) { l.take(frames[len(frames)-1]) })}
+	server := zmtp.Server{Kind: zmtp.Router, Log: l.log,
+		Handle: zmtp.Receive(func(frames [][]byte) { l.take(frames[len(frames)-1]) })}
 	if err := server.Serve(ctx, socket); err != nil {
 		return fmt.Errorf("receiving registrations: %w", err)
 	}

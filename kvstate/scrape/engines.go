@@ -9,8 +9,8 @@ import (
 )
 
 // Read identifies the engine of a metrics page and returns its signals. ok is false if the engine is unknown, or if
-// the page has nothing about its load. Of a rank, if not "", only what bears its label counts, and what bears none. The
-// caller sets the time.
+// the page has nothing about its load. If rank is not "", only series with its label, or without any rank label,
+// count. The caller sets the time.
 func Read(page []byte, rank string) (engine string, s kvstate.Signals, ok bool) {
 	for _, e := range engines() {
 		if !bytes.Contains(page, []byte("\n"+e.prefix)) && !bytes.HasPrefix(page, []byte(e.prefix)) {
@@ -44,7 +44,7 @@ func engines() []engine {
 	}
 }
 
-// reading is what was read so far; -1: nothing.
+// reading has the values read so far; -1: none.
 type reading struct {
 	running, waiting    float64 // summed over data-parallel ranks
 	usage               float64 // of the fullest rank, 0 to 1
@@ -58,7 +58,7 @@ type reading struct {
 // transferCounts count the KV that the engine has fetched since it started.
 type transferCounts struct{ transfers, bytes, seconds, tokens, failed float64 }
 
-// answerCounts count what the engine has generated since it started.
+// answerCounts count the tokens that the engine has generated since it started.
 type answerCounts struct{ answers, tokens, gaps, seconds float64 }
 
 // add adds a value; invalid counts are ignored.
@@ -81,13 +81,16 @@ func (r *reading) signals() (kvstate.Signals, bool) {
 	if r.tokens < 0 && r.blocks >= 0 && r.blockTokens > 0 {
 		add(&r.tokens, r.blocks*r.blockTokens)
 	}
-	s := kvstate.Signals{Running: count(r.running), Waiting: count(r.waiting), KVUsage: r.usage, KVTokens: count(r.tokens)}
+	s := kvstate.Signals{Running: count(r.running), Waiting: count(r.waiting), KVUsage: r.usage,
+		KVTokens: count(r.tokens)}
 	s.Transfers = kvstate.TransferCounters{
-		Transfers: count(r.transfers.transfers), Bytes: count(r.transfers.bytes), Time: time.Duration(count(r.transfers.seconds * float64(time.Second))), Tokens: count(r.transfers.tokens),
+		Transfers: count(r.transfers.transfers), Bytes: count(r.transfers.bytes),
+		Time: time.Duration(count(r.transfers.seconds * float64(time.Second))), Tokens: count(r.transfers.tokens),
 		Failed: count(r.transfers.failed),
 	}
 	s.Answers = kvstate.AnswerCounters{
-		Answers: count(r.answers.answers), Tokens: count(r.answers.tokens), Gaps: count(r.answers.gaps), GapTime: time.Duration(count(r.answers.seconds * float64(time.Second))),
+		Answers: count(r.answers.answers), Tokens: count(r.answers.tokens), Gaps: count(r.answers.gaps),
+		GapTime: time.Duration(count(r.answers.seconds * float64(time.Second))),
 	}
 	return s, s.Running >= 0 || s.Waiting >= 0 || s.KVUsage >= 0
 }

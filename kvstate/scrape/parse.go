@@ -25,7 +25,8 @@ func each(page []byte, prefix, letters string, f func(s sample)) {
 		} else {
 			page = nil
 		}
-		if len(line) <= len(prefix) || string(line[:len(prefix)]) != prefix || strings.IndexByte(letters, line[len(prefix)]) < 0 {
+		if len(line) <= len(prefix) || string(line[:len(prefix)]) != prefix ||
+			strings.IndexByte(letters, line[len(prefix)]) < 0 {
 			continue
 		}
 		for i := len(prefix); i < len(line); i++ {

@@ -17,8 +17,8 @@ import (
 	"tandem/kvstate/enginehttp"
 )
 
-// How often an endpoint is scraped, the timeout, and the number of concurrent scrapes. Endpoints that did not
-// answer last time have as many slots of their own, so that hanging engines never delay others. Endpoints without
+// The interval between scrapes of an endpoint, the timeout, and the number of concurrent scrapes. Endpoints that did
+// not answer last time have as many slots of their own, so that hanging engines never delay others. Endpoints without
 // load metrics are scraped seldom.
 const (
 	askEvery   = 2 * time.Second
@@ -37,7 +37,7 @@ const (
 	checkTicks = 4 // ticks between two checks for new or removed endpoints, if none is due
 )
 
-// paths are the paths of engines' metrics: trtllm-serve has statistics in JSON at the first one.
+// paths returns the paths of engines' metrics: trtllm-serve has statistics in JSON at the first one.
 func paths() [pathCount]string { return [pathCount]string{"/metrics", "/prometheus/metrics"} }
 
 const pathCount = 2
@@ -218,7 +218,8 @@ func (s *Scraper) scrape(ctx context.Context, e *kvstate.Endpoint, path int) (en
 	return engine, nil
 }
 
-func (s *Scraper) get(ctx context.Context, e *kvstate.Endpoint, path string, page *bytes.Buffer) (status int, err error) {
+func (s *Scraper) get(ctx context.Context, e *kvstate.Endpoint, path string,
+	page *bytes.Buffer) (status int, err error) {
 	resp, err := s.client.Get(ctx, e, path)
 	if err != nil {
 		return 0, err

@@ -47,14 +47,17 @@ type routeOf struct{ addr, path string }
 func New(log *slog.Logger) *Tokenizer {
 	return &Tokenizer{
 		log: log, asking: map[uint64]chan struct{}{}, paused: map[routeOf]time.Time{},
-		client: enginehttp.New(deadline, func(t *http.Transport) { t.MaxIdleConnsPerHost, t.IdleConnTimeout = 1, 4*time.Second }),
+		client: enginehttp.New(deadline, func(t *http.Transport) {
+			t.MaxIdleConnsPerHost, t.IdleConnTimeout = 1, 4*time.Second
+		}),
 	}
 }
 
 // Tokenize sends body to path of an endpoint of the pool, and calls learned with the token ids of its answer. The
-// channel is closed when the call has ended; nil means that none was made. The call continues when ctx ends; ctx
+// channel is closed when the call has ended; nil means that no call was made. The call continues when ctx ends; ctx
 // only carries a guard.
-func (t *Tokenizer) Tokenize(ctx context.Context, pool *kvstate.Pool, key uint64, path string, body []byte, learned func(ids []uint32)) <-chan struct{} {
+func (t *Tokenizer) Tokenize(ctx context.Context, pool *kvstate.Pool, key uint64, path string, body []byte,
+	learned func(ids []uint32)) <-chan struct{} {
 	if len(body) > maxAsked {
 		return nil
 	}
@@ -102,7 +105,8 @@ func (t *Tokenizer) pause(addr, path string) {
 	defer t.mu.Unlock()
 	maps.DeleteFunc(t.paused, func(_ routeOf, until time.Time) bool { return now.After(until) })
 	t.paused[routeOf{addr, path}] = now.Add(pauseTime)
-	t.log.Warn("an engine has no route to tokenize by; not asking it for a while", "endpoint", addr, "path", path, "for", pauseTime)
+	t.log.Warn("an engine has no route to tokenize by; not asking it for a while", "endpoint", addr, "path", path,
+		"for", pauseTime)
 }
 
 // choose returns the less loaded of two random endpoints, among those that have not failed and are not known to

@@ -120,7 +120,8 @@ func (q *Queue) inOrder() []int32 {
 		f.before += w.Work
 	}
 	slices.SortFunc(order, func(a, b int32) int {
-		return cmp.Or(cmp.Compare(q.waiting[b].Priority, q.waiting[a].Priority), cmp.Compare(turns[a], turns[b]), cmp.Compare(a, b))
+		return cmp.Or(cmp.Compare(q.waiting[b].Priority, q.waiting[a].Priority), cmp.Compare(turns[a], turns[b]),
+			cmp.Compare(a, b))
 	})
 	return order
 }
