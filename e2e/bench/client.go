@@ -11,8 +11,8 @@ import (
 	"time"
 )
 
-// client is one HTTP/1.1 connection on which requests follow each other. net/http would do, but it writes a request in
-// pieces and costs more CPU than the Envoy that is measured; this writes head and body in one call.
+// client is one HTTP/1.1 connection with one request after the other. net/http writes a request in pieces and costs
+// more CPU than the measured Envoy; this writes head and body in one call.
 type client struct {
 	conn   net.Conn
 	in     *bufio.Reader
@@ -30,14 +30,16 @@ func dial(addr string) (*client, error) {
 
 func (c *client) close() { _ = c.conn.Close() }
 
-// post sends one request, whose body is given in parts, and reads the answer into c.answer. The destination header
-// is for the floor's Envoy. firstByte is when the answer's body began.
+// post sends one request, whose body is given in parts, and reads the answer into c.answer. The destination header is
+// for the floor's Envoy. firstByte is the time of the answer body's first byte.
 func (c *client) post(id uint64, destination string, parts ...[]byte) (firstByte time.Time, err error) {
 	length := 0
 	for _, p := range parts {
 		length += len(p)
 	}
-	h := append(c.head[:0], "POST /v1/chat/completions HTTP/1.1\r\nhost: bench\r\ncontent-type: application/json\r\naccept: */*\r\nx-request-id: bench-"...)
+	h := append(c.head[:0],
+		"POST /v1/chat/completions HTTP/1.1\r\nhost: bench\r\ncontent-type: application/json\r\naccept: "+
+			"*/*\r\nx-request-id: bench-"...)
 	h = strconv.AppendUint(h, id, 10)
 	if destination != "" {
 		h = append(append(h, "\r\nx-gateway-destination-endpoint: "...), destination...)
@@ -146,7 +148,7 @@ func (c *client) ask(s *stack, sh shape, b *body, id uint64) (firstByte time.Tim
 	return firstByte, err
 }
 
-// askTwice is what the floor's client does by itself.
+// askTwice makes the two requests of the floor's client.
 func (c *client) askTwice(p pair, b *body, id uint64) (firstByte time.Time, err error) {
 	if _, err := c.post(id, p.prefill, b.prefill); err != nil {
 		return firstByte, fmt.Errorf("prefill: %w", err)
@@ -158,7 +160,7 @@ func (c *client) askTwice(p pair, b *body, id uint64) (firstByte time.Time, err 
 	return c.post(id, p.decode, []byte(`{"kv_transfer_params":`), params, []byte(","), b.client[1:])
 }
 
-// check makes sure that what was measured is an answer.
+// check checks that the measured answer is one.
 func (c *client) check(sh shape) error {
 	if !sh.stream {
 		if !bytes.Contains(c.answer, []byte(`"choices"`)) {
@@ -166,7 +168,8 @@ func (c *client) check(sh shape) error {
 		}
 		return nil
 	}
-	if n := bytes.Count(c.answer, []byte("data: ")); n < sh.tokens || !bytes.HasSuffix(c.answer, []byte("data: [DONE]\n\n")) {
+	if n := bytes.Count(c.answer, []byte("data: ")); n < sh.tokens ||
+		!bytes.HasSuffix(c.answer, []byte("data: [DONE]\n\n")) {
 		return fmt.Errorf("a stream of %d events for %d tokens: %.300s", n, sh.tokens, c.answer)
 	}
 	return nil

@@ -10,11 +10,11 @@ import (
 	"time"
 )
 
-// engine is one that runs: the name of its pair, and the model, by which shapes ask for it.
+// engine is a running engine: the name of its pair, and the model by which shapes ask for it.
 type engine struct{ pair, model, addr string }
 
-// books are what an engine says of the KV that it handed over or took (enginesim's /sim/state). Engines whose legs
-// meet in a room count no hand-overs: there D's tokens say that KV was moved.
+// books are an engine's counts of the KV that it handed over or fetched (enginesim's /sim/state). Engines whose legs
+// meet in a room count no hand-overs: there D's tokens show that KV was moved.
 type books struct {
 	Given    int64          `json:"given"`
 	Fetched  int64          `json:"fetched"`
@@ -24,15 +24,15 @@ type books struct {
 	Rules    map[string]int `json:"violations_by"`
 }
 
-// balance reports whether nothing is on its way any more.
+// balance reports whether no hand-over is pending.
 func (b *books) balance() bool { return b.Held == 0 && b.Given == b.Fetched }
 
-// ledgerTime is how long after the last request the last hand-over may take. A client that leaves, as those of
-// -cpuprofile do, leaves blocks behind for the engines' lease, and what it left is never fetched.
+// ledgerTime is the time after the last request in which the last hand-over must end. A client that leaves, as those
+// of -cpuprofile do, leaves blocks behind for the engines' lease, and these are never fetched.
 const ledgerTime = 5 * time.Second
 
-// ledgers makes sure that what was measured was what it should have been: every hand-over was fetched once, D got
-// its prompts from P, and nobody broke a rule. It returns a line to print.
+// ledgers checks that the measured requests did their work: every hand-over was fetched once, D got its prompts from
+// P, and no rule was broken. It returns a line to print.
 func (l *lab) ledgers(ctx context.Context, o options) (string, error) {
 	var lines []string
 	for i := 0; i < len(l.engines); i += 2 {
@@ -46,9 +46,11 @@ func (l *lab) ledgers(ctx context.Context, o options) (string, error) {
 		for _, b := range []*books{p, d} {
 			switch {
 			case len(b.Rules) > 0, b.Failed > 0:
-				return "", fmt.Errorf("engines of %s: violations %v, failed transfers %d", l.engines[i].pair, b.Rules, b.Failed)
+				return "", fmt.Errorf("engines of %s: violations %v, failed transfers %d", l.engines[i].pair, b.Rules,
+					b.Failed)
 			case o.profiles == "" && !b.balance():
-				return "", fmt.Errorf("engines of %s: %d hand-overs given, %d fetched, %d blocks held", l.engines[i].pair, b.Given, b.Fetched, b.Held)
+				return "", fmt.Errorf("engines of %s: %d hand-overs given, %d fetched, %d blocks held",
+					l.engines[i].pair, b.Given, b.Fetched, b.Held)
 			}
 		}
 		if d.External == 0 {
@@ -63,7 +65,7 @@ func (l *lab) ledgers(ctx context.Context, o options) (string, error) {
 	return "Engines' ledgers balance, no violation: " + strings.Join(lines, "; ") + ".", nil
 }
 
-// settled are the books of a pair when nothing is on its way, or after ledgerTime.
+// settled returns the books of a pair when no hand-over is pending, or after ledgerTime.
 func (l *lab) settled(ctx context.Context, at int) (p, d *books, err error) {
 	for until := time.Now().Add(ledgerTime); ; time.Sleep(20 * time.Millisecond) {
 		if p, err = readBooks(ctx, l.engines[at].addr); err != nil {

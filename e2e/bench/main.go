@@ -1,29 +1,30 @@
-// Command bench measures what Tandem costs, beside the least that its work can cost, in one run and on one machine.
+// Command bench measures Tandem's cost, beside the least possible cost of the same work, in one run and on one
+// machine.
 //
 //	go run ./e2e/bench [flags]
 //
-// The floor is a plain Envoy with one route and nothing else, through which the client itself makes the two
-// requests of a disaggregated answer: the prefill body to P, then the decode body, with the KV parameters that came
-// back, to D. Beside it stands Tandem with the Envoy of `tandem envoy`: the client sends one request. Engines
-// (cmd/enginesim, which answer at once), client, and number of Envoy workers are the same for both, and both make
-// the same two hops; what is left between them is the price of deciding and of rewriting.
+// The floor is a plain Envoy with one route, through which the client itself makes the two requests of a disaggregated
+// answer: the prefill body to P, then the decode body, with the KV parameters of P's answer, to D. Beside it stands
+// Tandem with the Envoy of `tandem envoy`: the client sends one request. Engines (cmd/enginesim, which answer at
+// once), client, and number of Envoy workers are the same for both, and both make the same two hops; the difference is
+// the price of deciding and of rewriting.
 //
-// Measured is the CPU time of the Envoy and of the Tandem process per request, with the kernel's own clock of a
-// process (nanoseconds, all threads), and the time from a request's first byte to its answer's last. Rounds of all
-// stacks are interleaved, because a machine is never as fast as it was a minute ago, and where tokens take their
-// time all stacks have their rounds at once; a ratio is the median of the ratios within rounds. Compare figures of
-// one run only.
+// It measures the CPU time of the Envoy and of the Tandem process per request, with the kernel's clock of a process
+// (nanoseconds, all threads), and the time from a request's first byte to its answer's last. Rounds of all stacks are
+// interleaved, because the speed of a machine changes within a minute; where tokens take their time, all stacks have
+// their rounds at once. A ratio is the median of the ratios within rounds. Compare figures of one run only.
 //
-// More stacks than two can run side by side, which is how settings and patches are compared:
+// More than two stacks can run side by side, to compare settings and patches:
 //
-//	go run ./e2e/bench -variant 'gogc: GOGC=400' -variant 'buffered: body=buffered' -variant 'patched: bin=/tmp/tandem'
+//	go run ./e2e/bench -variant 'gogc: GOGC=400' -variant 'buffered: body=buffered' \
+//	    -variant 'patched: bin=/tmp/tandem'
 //
 // So can other routers in their P/D modes (-vllm-router, -sglang-router; `make bench-peers` installs them).
 //
 // The output is Markdown. The program imports nothing of Tandem: it knows the binaries and the configuration file.
 //
-// Files: stack.go starts what is measured, client.go is the client, shapes.go the requests, rounds.go the
-// measuring, report.go the tables, ledgers.go what the engines' books say in the end, peers.go other routers.
+// Files: stack.go starts the stacks, client.go is the client, shapes.go the requests, rounds.go the measuring,
+// report.go the tables, ledgers.go the engines' counts at the end, peers.go other routers.
 package main
 
 import (
@@ -43,7 +44,7 @@ import (
 )
 
 func main() {
-	runtime.LockOSThread() // processes die with the thread that started them (Pdeathsig), and this one lasts
+	runtime.LockOSThread() // processes die with the thread that started them (Pdeathsig), and this thread lasts
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	err := run(ctx, os.Args[1:], os.Stdout, os.Stderr)
 	stop()
@@ -53,7 +54,7 @@ func main() {
 	}
 }
 
-// options are what the flags say.
+// options are the values of the flags.
 type options struct {
 	shapes     []shape
 	clients    []int
@@ -75,15 +76,21 @@ func parse(args []string, stderr io.Writer) (options, error) {
 	var shapes, clients, env, vllm, sglang string
 	f := flag.NewFlagSet("bench", flag.ContinueOnError)
 	f.SetOutput(stderr)
-	f.StringVar(&shapes, "shapes", "json1k,json220k,json1m,sse256", "`list` of request shapes; sse256 and sse1024 (not in the default) are a token each -token-time, sse256burst (neither) all at once")
-	f.DurationVar(&o.tokenTime, "token-time", 5*time.Millisecond, "how long a token takes in streams: 5 ms is a fast engine's; with less than 1 ms stacks have their rounds in turn")
+	f.StringVar(&shapes, "shapes", "json1k,json220k,json1m,sse256",
+		"`list` of request shapes; sse256 and sse1024 (not in the default) are a token each -token-time, "+
+			"sse256burst (neither) all at once")
+	f.DurationVar(&o.tokenTime, "token-time", 5*time.Millisecond,
+		"how long a token takes in streams: 5 ms is a fast engine's; with less than 1 ms stacks have their rounds "+
+			"in turn")
 	f.StringVar(&clients, "clients", "1,16", "`list` of how many clients send at the same time")
 	f.IntVar(&o.rounds, "rounds", 15, "rounds of each shape, number of clients, and stack")
 	f.IntVar(&o.requests, "requests", 0, "requests in a round; 0: about a second's worth")
 	f.Float64Var(&o.rate, "rate", 0, "requests a second of all clients together; 0: each sends when it has its answer")
 	f.IntVar(&o.workers, "workers", 2, "Envoy's --concurrency, for every stack")
-	f.BoolVar(&o.fresh, "fresh", false, "every prompt is new from its first word on; else only its end is, as in a conversation")
-	f.StringVar(&base.bodyMode, "body-mode", "duplex", "envoy.bodyMode of Tandem's configuration: auto, buffered or duplex")
+	f.BoolVar(&o.fresh, "fresh", false,
+		"every prompt is new from its first word on; else only its end is, as in a conversation")
+	f.StringVar(&base.bodyMode, "body-mode", "duplex",
+		"envoy.bodyMode of Tandem's configuration: auto, buffered or duplex")
 	f.StringVar(&env, "tandem-env", "", "more environment for tandem, as `NAME=VALUE ...`")
 	f.StringVar(&base.binary, "tandem", "", "tandem `binary` (default: the one built)")
 	f.Func("variant", "one more stack of Tandem, as `name: SETTING ...`; a setting is body=MODE, bin=FILE, "+
@@ -96,7 +103,8 @@ func parse(args []string, stderr io.Writer) (options, error) {
 	f.StringVar(&sglang, "sglang-router", "", "sglang-router `binary` (PyPI), likewise")
 	f.StringVar(&o.bin, "bin", "", "`directory` with tandem and enginesim (default: built for this run)")
 	f.StringVar(&o.envoy, "envoy", "", "Envoy `binary` (default: $ENVOY, envoy on PATH, .tools/bin/envoy)")
-	f.StringVar(&o.profiles, "cpuprofile", "", "after each shape's rounds, profile every Tandem under the same load for 5 s, into this `directory`")
+	f.StringVar(&o.profiles, "cpuprofile", "",
+		"after each shape's rounds, profile every Tandem under the same load for 5 s, into this `directory`")
 	if err := f.Parse(args); err != nil {
 		return o, err
 	}
@@ -162,8 +170,10 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	if err := l.start(ctx, o); err != nil {
 		return err
 	}
-	fmt.Fprintf(stdout, "%s, %s, %d cores, %s, %s.\n", time.Now().UTC().Format("2006-01-02 15:04 UTC"), processor(), runtime.NumCPU(), runtime.Version(), l.versions(ctx)+l.peerVersions(ctx, o.peers))
-	fmt.Fprintf(stdout, "Envoy workers: %d. Rounds: %d, interleaved. Prompts: %s.\n\n", o.workers, o.rounds, prompts(o.fresh))
+	fmt.Fprintf(stdout, "%s, %s, %d cores, %s, %s.\n", time.Now().UTC().Format("2006-01-02 15:04 UTC"), processor(),
+		runtime.NumCPU(), runtime.Version(), l.versions(ctx)+l.peerVersions(ctx, o.peers))
+	fmt.Fprintf(stdout, "Envoy workers: %d. Rounds: %d, interleaved. Prompts: %s.\n\n", o.workers, o.rounds,
+		prompts(o.fresh))
 	r := newReport(l.stacks)
 	for _, s := range o.shapes {
 		for _, clients := range o.clients {
@@ -191,7 +201,7 @@ func prompts(fresh bool) string {
 	return "the same but for their last words"
 }
 
-// processor is the processor's name.
+// processor returns the processor's name.
 func processor() string {
 	text, err := os.ReadFile("/proc/cpuinfo")
 	if err != nil {

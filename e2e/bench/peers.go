@@ -10,28 +10,30 @@ import (
 	"tandem/e2e/process"
 )
 
-// A peer is another router in its P/D mode, over the same simulated engines. It has neither Envoy nor our ticket:
-// its process is all there is between client and engines, so its CPU stands in the column of the router alone.
+// A peer is another router in its P/D mode, over the same simulated engines. It has neither Envoy nor a ticket: its
+// process is everything between client and engines, so its CPU is in the router's column.
 //
-//   - vllm-router (PyPI): `--vllm-pd-disaggregation --kv-connector nixl`, one hop after the other, as we do.
-//   - sglang-router (PyPI): `--pd-disaggregation`, which sends both hops at the same time, to engines that speak SGLang: both are told one
-//     room, D asks P's bootstrap port where to go, and P answers with one token.
+//   - vllm-router (PyPI): `--vllm-pd-disaggregation --kv-connector nixl`, one hop after the other, as Tandem.
+//   - sglang-router (PyPI): `--pd-disaggregation`, which sends both hops at the same time, to engines that speak
+//     SGLang: both get one room, D looks P up at P's bootstrap port, and P answers with one token.
 //
-// A peer serves one model, so there are two processes of each: for the engines that answer at once, and for the
-// paced ones.
+// A peer serves one model, so there are two processes of each: for the engines that answer at once, and for the paced
+// ones.
 type peer struct {
 	name, binary string
 	connector    string
 	args         []string
 }
 
-// peersOf are those whose binaries were given.
+// peersOf returns the peers whose binaries were given.
 func peersOf(vllm, sglang string) (out []peer) {
 	if vllm != "" {
-		out = append(out, peer{"vllm-router", vllm, "nixl", []string{"--vllm-pd-disaggregation", "--kv-connector", "nixl", "--log-level", "error"}})
+		out = append(out, peer{"vllm-router", vllm, "nixl",
+			[]string{"--vllm-pd-disaggregation", "--kv-connector", "nixl", "--log-level", "error"}})
 	}
 	if sglang != "" {
-		out = append(out, peer{"sglang-router", sglang, "sglang", []string{"launch", "--pd-disaggregation", "--log-level", "error"}})
+		out = append(out, peer{"sglang-router", sglang, "sglang",
+			[]string{"launch", "--pd-disaggregation", "--log-level", "error"}})
 	}
 	return out
 }
@@ -72,7 +74,7 @@ func (l *lab) startPeer(ctx context.Context, bin string, p peer) error {
 	return nil
 }
 
-// peerVersions are what pip says of the environments that the binaries are in.
+// peerVersions returns pip's versions of the environments that the binaries are in.
 func (l *lab) peerVersions(ctx context.Context, peers []peer) (out string) {
 	for _, p := range peers {
 		text, _ := exec.CommandContext(ctx, filepath.Join(filepath.Dir(p.binary), "python"), "-c",

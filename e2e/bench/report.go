@@ -20,7 +20,7 @@ type report struct {
 // row is one line of the table.
 type row [12]string
 
-// target is a limit that Tandem is held to.
+// target is a limit for Tandem's figures.
 type target struct {
 	what            string
 	limit, measured float64
@@ -59,7 +59,7 @@ func millis(d time.Duration) string {
 	return fmt.Sprintf("%.1f", ms)
 }
 
-// ratio is the median, over rounds, of a figure against the floor's of the same round.
+// ratio returns the median, over rounds, of a figure against the floor's of the same round.
 func ratio(ours, floor []round, figure func(*round) time.Duration) float64 {
 	var all []float64
 	for i := range ours {
@@ -71,7 +71,7 @@ func ratio(ours, floor []round, figure func(*round) time.Duration) float64 {
 func p50(r *round) time.Duration   { return quantile(r.took, .5) }
 func first(r *round) time.Duration { return quantile(r.first, .5) }
 
-// p99 is over all rounds: one of them may have had fewer than a hundred requests.
+// p99 returns the 99th percentile over all rounds: a single one may have had fewer than a hundred requests.
 func p99(rounds []round) time.Duration {
 	var all []time.Duration
 	for _, r := range rounds {
@@ -81,7 +81,7 @@ func p99(rounds []round) time.Duration {
 	return quantile(all, .99)
 }
 
-// add takes in the rounds of one shape and number of clients, by stack.
+// add adds the rounds of one shape and number of clients, by stack.
 func (r *report) add(sh shape, clients int, results [][]round) {
 	floor := results[0]
 	for i, rounds := range results {
@@ -110,7 +110,7 @@ func (r *report) add(sh shape, clients int, results [][]round) {
 	r.hold(sh, clients, results[1], floor)
 }
 
-// hold compares the first Tandem with what is asked of it.
+// hold compares the first Tandem with its targets.
 func (r *report) hold(sh shape, clients int, ours, floor []round) {
 	cpu := ratio(ours, floor, (*round).cpu)
 	name := fmt.Sprintf("CPU, %s, %d clients", sh.title, clients)
@@ -127,7 +127,7 @@ func (r *report) hold(sh shape, clients int, ours, floor []round) {
 	}
 }
 
-// memory notes the most memory that each process had.
+// memory records each process's peak memory.
 func (r *report) memory(stacks []*stack) {
 	for _, s := range stacks {
 		if len(s.routers) > 0 {
@@ -144,8 +144,10 @@ func (r *report) memory(stacks []*stack) {
 
 // write prints the tables.
 func (r *report) write(w io.Writer) {
-	fmt.Fprint(w, "CPU is milliseconds per request, median over rounds (least-most); times are milliseconds, for a stream until its end (until its first byte).\n\n")
-	head := row{"shape", "clients", "stack", "Envoy CPU", "router CPU", "sum", "x floor", "x tandem", "p50", "x floor", "p99", "req/s"}
+	fmt.Fprint(w, "CPU is milliseconds per request, median over rounds (least-most); times are milliseconds, for a "+
+		"stream until its end (until its first byte).\n\n")
+	head := row{"shape", "clients", "stack", "Envoy CPU", "router CPU", "sum", "x floor", "x tandem", "p50", "x floor",
+		"p99", "req/s"}
 	table(w, append([]row{head}, r.rows...))
 	fmt.Fprintf(w, "\nMost memory, MiB: %s.\n\n", strings.Join(r.peaks, "; "))
 	fmt.Fprint(w, "| target, as a multiple of the floor | at most | measured | |\n|---|---|---|---|\n")

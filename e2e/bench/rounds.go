@@ -14,7 +14,7 @@ import (
 	"time"
 )
 
-// round is what one round of one stack showed.
+// round is the result of one round of one stack.
 type round struct {
 	envoy, tandem time.Duration   // CPU per request
 	took          []time.Duration // of every request, sorted
@@ -29,7 +29,8 @@ func quantile(sorted []time.Duration, q float64) time.Duration {
 	return sorted[min(int(q*float64(len(sorted))), len(sorted)-1)]
 }
 
-// settleTime is how long after its last request a round still counts CPU: Envoy's access log comes 50 ms late.
+// settleTime is the time after its last request for which a round still counts CPU: Envoy's access log comes 50 ms
+// late.
 const settleTime = 150 * time.Millisecond
 
 // measure runs the rounds of one shape and number of clients on all stacks. The result is by stack, then by round.
@@ -50,7 +51,7 @@ func (l *lab) measure(ctx context.Context, o options, sh shape, clients int) ([]
 	results := make([][]round, len(l.stacks))
 	for i := range o.rounds {
 		order := inTurn
-		// with less there is no time left that the others could have
+		// shorter intervals leave no idle time for the other stacks
 		if sh.model == paced && o.tokenTime >= time.Millisecond {
 			order = together
 		}
@@ -75,7 +76,7 @@ func (l *lab) measure(ctx context.Context, o options, sh shape, clients int) ([]
 	return results, nil
 }
 
-// inTurn has each of n stacks do a round by itself, in another order each time: nobody always comes first.
+// inTurn runs a round of each of n stacks by itself, in another order each time, so that none always comes first.
 func inTurn(n, round int, do func(at int) error) error {
 	for k := range n {
 		if err := do((k + round) % n); err != nil {
@@ -85,11 +86,11 @@ func inTurn(n, round int, do func(at int) error) error {
 	return nil
 }
 
-// together has all stacks do a round at the same time. Streams whose tokens take their time leave the machine idle,
-// so nobody takes from the others; but what a token costs there depends on where the scheduler happens to wake
-// whom, and on what else the machine's host does: by a factor of 1.5 to 1.8 from one second to the next, with the
-// same system calls. What happens to all at once does no harm to a ratio. (Two floors, one of which begins 7 ms
-// after the other: 1.00 over 24 rounds.)
+// together runs a round of all stacks at the same time. Streams whose tokens take their time leave the machine idle,
+// so no stack takes CPU from the others. But the cost of a token depends on scheduling and on the load of the
+// machine's host: it varies by a factor of 1.5 to 1.8 from one second to the next, with the same system calls. A
+// variation that hits all stacks at once does not change a ratio. (Two floors, one of which begins 7 ms after the
+// other: 1.00 over 24 rounds.)
 func together(n, _ int, do func(at int) error) error {
 	errs := make([]error, n)
 	var group sync.WaitGroup
@@ -101,7 +102,7 @@ func together(n, _ int, do func(at int) error) error {
 }
 
 func (l *lab) round(ctx context.Context, s *stack, sh shape, b *body, clients, n int) (r round, err error) {
-	// Connections that idled out while the others had their turn are no part of what a request costs.
+	// Reconnecting after the other stacks' rounds is not part of a request's cost.
 	if _, err := l.load(ctx, s, sh, b, clients, clients); err != nil {
 		return r, err
 	}
@@ -130,7 +131,7 @@ func (l *lab) round(ctx context.Context, s *stack, sh shape, b *body, clients, n
 // ids are request numbers, unique in a run of this program.
 var ids atomic.Uint64
 
-// load sends n requests from so many clients at once, each on its own connection, and stops at the first failure.
+// load sends n requests from clients connections at once, and stops at the first failure.
 func (l *lab) load(ctx context.Context, s *stack, sh shape, b *body, clients, n int) (r round, err error) {
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
@@ -160,8 +161,9 @@ func (l *lab) load(ctx context.Context, s *stack, sh shape, b *body, clients, n 
 	return r, nil
 }
 
-// requests is the share of one of so many clients.
-func (l *lab) requests(ctx context.Context, s *stack, sh shape, b *body, left *atomic.Int64, clients int) (took, first []time.Duration, err error) {
+// requests sends one client's share of the requests.
+func (l *lab) requests(ctx context.Context, s *stack, sh shape, b *body, left *atomic.Int64,
+	clients int) (took, first []time.Duration, err error) {
 	c, err := dial(s.address(sh.model))
 	if err != nil {
 		return nil, nil, err
@@ -183,10 +185,10 @@ func (l *lab) requests(ctx context.Context, s *stack, sh shape, b *body, left *a
 	return took, first, nil
 }
 
-// profileTime is how long a CPU profile takes.
+// profileTime is the duration of a CPU profile.
 const profileTime = 5 * time.Second
 
-// profile fetches a CPU profile of every Tandem, each under load, after the rounds: profiling costs time of its own.
+// profile fetches a CPU profile of every Tandem, each under load, after the rounds: profiling takes time itself.
 func (l *lab) profile(ctx context.Context, dir string, sh shape, b *body, clients int) error {
 	if err := os.MkdirAll(dir, 0o755); err != nil {
 		return err
@@ -212,7 +214,7 @@ func (l *lab) profile(ctx context.Context, dir string, sh shape, b *body, client
 	return nil
 }
 
-// fetch writes what url answers to a file.
+// fetch writes the answer of url to a file.
 func fetch(ctx context.Context, url, file string) error {
 	req, err := http.NewRequestWithContext(ctx, http.MethodGet, url, nil)
 	if err != nil {

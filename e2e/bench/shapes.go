@@ -10,16 +10,15 @@ import (
 // shape is one kind of request.
 type shape struct {
 	name, title string
-	model       string // which pair of engines answers: instant or paced
+	model       string // the pair of engines: instant or paced
 	size        int    // of the client's body, bytes
 	tokens      int    // of the answer
 	stream      bool
 	requests    int // in a round: about a second's worth for 16 clients
 }
 
-// allShapes are the shapes there are. The longer stream is there to tell what a token costs from what a request
-// costs. A stream whose tokens all come at once travels in a few large pieces, as none of a real engine does; it is
-// there to show the difference.
+// allShapes returns all shapes. The longer stream separates the cost of a token from that of a request. A stream whose
+// tokens all come at once travels in a few large pieces, unlike any real engine's; it shows the difference.
 func allShapes() []shape {
 	return []shape{
 		{"json1k", "1 KB JSON", instant, 1 << 10, 16, false, 500},
@@ -42,20 +41,21 @@ func findShape(name string) (shape, error) {
 	return shape{}, fmt.Errorf("-shapes: %q is none of %s", name, strings.Join(names, ", "))
 }
 
-// body is a client's chat completion and what the floor's client makes of it.
+// body is a client's chat completion and the floor's two bodies for it.
 type body struct {
-	client  []byte    // what a client of Tandem sends
-	prefill []byte    // what goes to P
-	nonces  [2][]byte // the part of each that changes from request to request
+	client  []byte    // for Tandem
+	prefill []byte    // for P
+	nonces  [2][]byte // the part of each that differs between requests
 }
 
 const nonceLen = 16
 
-// kvPrefill is what asks a vLLM prefill engine with the NIXL connector to keep its blocks for a decode engine.
-const kvPrefill = `{"kv_transfer_params":{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,"remote_block_ids":null,"remote_host":null,"remote_port":null},`
+// kvPrefill asks a vLLM prefill engine with the NIXL connector to keep its blocks for a decode engine.
+const kvPrefill = `{"kv_transfer_params":{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,` +
+	`"remote_block_ids":null,"remote_host":null,"remote_port":null},`
 
-// newBody makes a chat completion of exactly the shape's size: a long first message and a short last one. The nonce
-// stands in the first if every prompt is to be new, else in the last.
+// newBody returns a chat completion of exactly the shape's size: a long first message and a short last one. The nonce
+// is in the first if every prompt is to be new, else in the last.
 func newBody(s shape, fresh bool) *body {
 	const mark = "0000000000000000"
 	first, last := "", mark
@@ -63,7 +63,8 @@ func newBody(s shape, fresh bool) *body {
 		first, last = mark, ""
 	}
 	text := func(stream bool, tokens, padding int) []byte {
-		b := fmt.Appendf(nil, `{"model":%q,"messages":[{"role":"system","content":"%s You answer in few words. %s"},{"role":"user","content":"And now? %s"}],"temperature":0,"max_tokens":`,
+		b := fmt.Appendf(nil, `{"model":%q,"messages":[{"role":"system","content":"%s You answer in few words. %s"},`+
+			`{"role":"user","content":"And now? %s"}],"temperature":0,"max_tokens":`,
 			s.model, first, filler(padding), last)
 		b = strconv.AppendInt(b, int64(tokens), 10)
 		if stream {
@@ -81,7 +82,7 @@ func newBody(s shape, fresh bool) *body {
 	return b
 }
 
-// number makes the body that of request n.
+// number sets the nonces for request n.
 func (b *body) number(n uint64) {
 	var text [nonceLen]byte
 	for i := range text {
@@ -92,9 +93,10 @@ func (b *body) number(n uint64) {
 	copy(b.nonces[1], text[:])
 }
 
-// filler is n bytes of JSON string content: English with the line breaks and quotes of a real prompt.
+// filler returns n bytes of JSON string content: English with the line breaks and quotes of a real prompt.
 func filler(n int) string {
-	const line = `Disaggregated serving runs \"prefill\" and \"decode\" on different machines, so that neither waits for the other.\n`
+	const line = `Disaggregated serving runs \"prefill\" and \"decode\" on different machines, so that neither ` +
+		`waits for the other.\n`
 	text := strings.Repeat(line, n/len(line)+1)[:n]
 	if strings.HasSuffix(text, `\`) && !strings.HasSuffix(text, `\\`) {
 		text = text[:n-1] + "."
@@ -110,7 +112,7 @@ func cutParams(answer []byte) ([]byte, bool) {
 		return nil, false
 	}
 	depth := 0
-	for i, c := range rest { // engines' names and addresses have neither braces nor quotes in them
+	for i, c := range rest { // engines' names and addresses contain neither braces nor quotes
 		switch c {
 		case '{':
 			depth++
@@ -123,7 +125,7 @@ func cutParams(answer []byte) ([]byte, bool) {
 	return nil, false
 }
 
-// clone is for one client: its nonces are its own.
+// clone returns a copy with its own nonces, for one client.
 func (b *body) clone() *body {
 	c := &body{client: bytes.Clone(b.client), prefill: bytes.Clone(b.prefill)}
 	for i, text := range [2]struct{ from, to []byte }{{b.client, c.client}, {b.prefill, c.prefill}} {

@@ -25,18 +25,18 @@ const (
 	floorName = "floor"
 )
 
-// pair is a prefill and a decode engine. bootstrap is where engines of SGLang ask the prefill one for its ranks.
+// pair is a prefill and a decode engine. bootstrap is the prefill engine's bootstrap server, for SGLang.
 type pair struct{ prefill, decode, bootstrap string }
 
-// variant is a Tandem as it is to be run.
+// variant is a configuration of Tandem to measure.
 type variant struct {
 	name, bodyMode string
 	binary         string // "": the one built
-	redis          bool   // Tandem shares its state through one
+	redis          bool   // Tandem shares its state through a Redis
 	env            []string
 }
 
-// stack is one thing measured: an Envoy and, unless it is the floor, a Tandem.
+// stack is a measured system: an Envoy and, unless it is the floor, a Tandem.
 type stack struct {
 	name          string
 	addr          string             // where clients connect
@@ -47,15 +47,15 @@ type stack struct {
 	pairs         map[string]pair
 }
 
-// lab is everything that runs.
+// lab is all running processes.
 type lab struct {
 	log io.Writer
 	process.Group
 	envoyPath string
 	tokenTime time.Duration // of paced engines
-	rate      float64       // requests a second of all clients; 0: as they come
+	rate      float64       // requests per second of all clients; 0: as fast as possible
 	pairs     map[string]pair
-	engines   []engine // of all pairs, prefill and decode by turns
+	engines   []engine // of all pairs, alternating prefill and decode
 	stacks    []*stack // the floor first
 }
 
@@ -108,7 +108,7 @@ func findEnvoy(given string) (string, error) {
 	return "", errors.New("no Envoy found: run scripts/tools.sh, put envoy on PATH, or set ENVOY")
 }
 
-// build makes tandem and enginesim, without race detector, unless a directory has them.
+// build builds tandem and enginesim, without race detector, unless a directory has them.
 func (l *lab) build(ctx context.Context, bin string) (string, error) {
 	if bin != "" {
 		return bin, nil
@@ -130,7 +130,8 @@ func (l *lab) startPair(ctx context.Context, bin, model, name, connector string)
 	}
 	p = pair{ports[0], ports[1], ports[4]}
 	for i, role := range []string{"prefill", "decode"} {
-		args := []string{"--listen", ports[i], "--side-channel", ports[i+2], "--role", role, "--model", model, "--connector", connector, "--bootstrap", p.bootstrap, "--record=false", "--keep-alive", "1m"}
+		args := []string{"--listen", ports[i], "--side-channel", ports[i+2], "--role", role, "--model", model,
+			"--connector", connector, "--bootstrap", p.bootstrap, "--record=false", "--keep-alive", "1m"}
 		if model == paced && role == "decode" {
 			args = append(args, "--decode-step", l.tokenTime.String())
 		}
@@ -146,7 +147,7 @@ func (l *lab) startPair(ctx context.Context, bin, model, name, connector string)
 	return p, nil
 }
 
-// floorConfig is an Envoy that does nothing but forward to the address in a header.
+// floorConfig is an Envoy that only forwards to the address in a header.
 const floorConfig = `admin: {address: {socket_address: {address: 127.0.0.1, port_value: %s}}}
 static_resources:
   listeners:
@@ -157,8 +158,12 @@ static_resources:
         typed_config:
           "@type": type.googleapis.com/envoy.extensions.filters.network.http_connection_manager.v3.HttpConnectionManager
           stat_prefix: floor
-          route_config: {virtual_hosts: [{name: all, domains: ["*"], routes: [{match: {prefix: "/"}, route: {cluster: pod, timeout: 0s}}]}]}
-          http_filters: [{name: envoy.filters.http.router, typed_config: {"@type": type.googleapis.com/envoy.extensions.filters.http.router.v3.Router}}]
+          route_config:
+            virtual_hosts:
+            - {name: all, domains: ["*"], routes: [{match: {prefix: "/"}, route: {cluster: pod, timeout: 0s}}]}
+          http_filters:
+          - name: envoy.filters.http.router
+            typed_config: {"@type": type.googleapis.com/envoy.extensions.filters.http.router.v3.Router}
   clusters:
   - name: pod
     type: ORIGINAL_DST
@@ -174,7 +179,8 @@ func (l *lab) startFloor(ctx context.Context, o options) error {
 		return err
 	}
 	s := &stack{name: floorName, addr: ports[0], pairs: l.pairs}
-	s.envoy, err = l.startEnvoy(ctx, o, floorName, fmt.Appendf(nil, floorConfig, port(ports[1]), port(ports[0])), ports[1])
+	s.envoy, err = l.startEnvoy(ctx, o, floorName, fmt.Appendf(nil, floorConfig, port(ports[1]), port(ports[0])),
+		ports[1])
 	l.stacks = append(l.stacks, s)
 	return err
 }
@@ -185,10 +191,12 @@ func (l *lab) startTandem(ctx context.Context, o options, v variant) error {
 		return err
 	}
 	var config strings.Builder
-	fmt.Fprintf(&config, "extProc: {listen: %q}\nreplan: {listen: %q}\nadmin: {listen: %q}\nenvoy: {listen: %q, admin: %q, bodyMode: %s}\npools:\n",
+	fmt.Fprintf(&config, "extProc: {listen: %q}\nreplan: {listen: %q}\nadmin: {listen: %q}\nenvoy: {listen: %q, "+
+		"admin: %q, bodyMode: %s}\npools:\n",
 		ports[2], ports[3], ports[4], ports[0], ports[1], v.bodyMode)
 	for name, p := range l.pairs {
-		fmt.Fprintf(&config, "- name: %s\n  models: [%s]\n  kvTransfer: nixl\n  split: always\n  endpoints: [{address: %q, role: prefill}, {address: %q, role: decode}]\n",
+		fmt.Fprintf(&config, "- name: %s\n  models: [%s]\n  kvTransfer: nixl\n  split: always\n  endpoints: "+
+			"[{address: %q, role: prefill}, {address: %q, role: decode}]\n",
 			name, name, p.prefill, p.decode)
 	}
 	s := &stack{name: v.name, addr: ports[0], admin: "http://" + ports[4], pairs: l.pairs}
@@ -248,19 +256,21 @@ func (l *lab) startRedis(ctx context.Context, name string) (*process.Process, st
 	}
 }
 
-func (l *lab) startEnvoy(ctx context.Context, o options, name string, bootstrap []byte, admin string) (*process.Process, error) {
+func (l *lab) startEnvoy(ctx context.Context, o options, name string, bootstrap []byte,
+	admin string) (*process.Process, error) {
 	file := filepath.Join(l.Dir, name+"-envoy.yaml")
 	if err := os.WriteFile(file, bootstrap, 0o600); err != nil {
 		return nil, err
 	}
-	p, err := l.Start(name+"-envoy", nil, l.envoyPath, "-c", file, "-l", "warning", "--use-dynamic-base-id", "--concurrency", strconv.Itoa(o.workers))
+	p, err := l.Start(name+"-envoy", nil, l.envoyPath, "-c", file, "-l", "warning", "--use-dynamic-base-id",
+		"--concurrency", strconv.Itoa(o.workers))
 	if err != nil {
 		return nil, err
 	}
 	return p, p.Wait(ctx, "http://"+admin+"/ready")
 }
 
-// stop ends everything, and removes what it wrote.
+// stop ends everything, and removes its files.
 func (l *lab) stop() {
 	l.Stop()
 	if l.Dir != "" {
@@ -268,7 +278,7 @@ func (l *lab) stop() {
 	}
 }
 
-// versions says which Envoy it is: `envoy --version` ends in "version: COMMIT/1.40.0/Clean/RELEASE/BoringSSL".
+// versions returns Envoy's version: `envoy --version` ends in "version: COMMIT/1.40.0/Clean/RELEASE/BoringSSL".
 func (l *lab) versions(ctx context.Context) string {
 	out, _ := exec.CommandContext(ctx, l.envoyPath, "--version").Output()
 	_, version, _ := strings.Cut(string(out), "version: ")
@@ -280,7 +290,7 @@ func (l *lab) versions(ctx context.Context) string {
 
 func port(addr string) string { return addr[strings.LastIndexByte(addr, ':')+1:] }
 
-// cpuOf is the CPU time of several processes.
+// cpuOf returns the CPU time of several processes.
 func cpuOf(processes ...*process.Process) (sum time.Duration, err error) {
 	for _, p := range processes {
 		used, err := p.CPU()
@@ -292,7 +302,7 @@ func cpuOf(processes ...*process.Process) (sum time.Duration, err error) {
 	return sum, nil
 }
 
-// address is where clients of a model connect.
+// address returns the address for clients of a model.
 func (s *stack) address(model string) string {
 	if a := s.addrs[model]; a != "" {
 		return a

@@ -13,7 +13,7 @@ import (
 	"time"
 )
 
-// streamTokens is how long streamed answers are, and distinctPrompts how many prompts there are.
+// streamTokens is the length of streamed answers, and distinctPrompts the number of prompts.
 const (
 	streamTokens    = 64
 	distinctPrompts = 64
@@ -31,7 +31,8 @@ func (o *options) aiperf(ctx context.Context, s *stand, c testCase, r *result) e
 	ctx, cancel := context.WithTimeout(ctx, 10*time.Minute)
 	defer cancel()
 	tokenizer := filepath.Join(dir, "tokenizer")
-	if out, err := exec.CommandContext(ctx, filepath.Join(filepath.Dir(o.python), "python"), "e2e/load/make_tokenizer.py", tokenizer).CombinedOutput(); err != nil {
+	if out, err := exec.CommandContext(ctx, filepath.Join(filepath.Dir(o.python), "python"),
+		"e2e/load/make_tokenizer.py", tokenizer).CombinedOutput(); err != nil {
 		return fmt.Errorf("making a tokenizer: %w: %.300s", err, out)
 	}
 	var prompts strings.Builder
@@ -44,7 +45,8 @@ func (o *options) aiperf(ctx context.Context, s *stand, c testCase, r *result) e
 	}
 	// A closed loop answers each client in about 0.4 s here.
 	requests := max(int(o.time.Seconds()*2.5)*c.Clients, 2*c.Clients)
-	args := []string{"profile", "-m", "tiny", "--url", s.url, "--endpoint-type", "chat", "--streaming", "--input-file", input,
+	args := []string{"profile", "-m", "tiny", "--url", s.url, "--endpoint-type", "chat", "--streaming", "--input-file",
+		input,
 		"--custom-dataset-type", "single_turn", "--tokenizer", tokenizer, "--use-server-token-count",
 		"--extra-inputs", "max_tokens:" + strconv.Itoa(streamTokens), "--extra-inputs", "ignore_eos:true",
 		"--request-count", strconv.Itoa(requests), "--ui", "none", "--artifact-dir", filepath.Join(dir, "out")}
@@ -54,7 +56,7 @@ func (o *options) aiperf(ctx context.Context, s *stand, c testCase, r *result) e
 		args = append(args, "--concurrency", strconv.Itoa(c.Clients))
 	}
 	cmd := exec.CommandContext(ctx, o.python, args...)
-	cmd.Env = append(os.Environ(), "TZ=UTC") // its times bear no zone
+	cmd.Env = append(os.Environ(), "TZ=UTC") // its times have no zone
 	r.Command = "aiperf " + strings.Join(args, " ")
 	out, err := cmd.CombinedOutput()
 	if err != nil {
@@ -64,7 +66,7 @@ func (o *options) aiperf(ctx context.Context, s *stand, c testCase, r *result) e
 	return r.readExport(filepath.Join(dir, "out"))
 }
 
-// readExport takes in aiperf's summary (profile_export_aiperf.json). Times are in milliseconds.
+// readExport reads aiperf's summary (profile_export_aiperf.json). Times are in milliseconds.
 func (r *result) readExport(dir string) error {
 	file := ""
 	_ = filepath.WalkDir(dir, func(path string, _ fs.DirEntry, _ error) error {

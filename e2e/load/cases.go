@@ -21,10 +21,11 @@ func (c testCase) name() string {
 	if c.Share > 0 {
 		loop = fmt.Sprintf("open loop at %.0f %%", 100*c.Share)
 	}
-	return fmt.Sprintf("%s %s, %s, %d endpoints, %s", size(c.Size), kind, loop, c.Endpoints, count(c.Replicas, "replica"))
+	return fmt.Sprintf("%s %s, %s, %d endpoints, %s", size(c.Size), kind, loop, c.Endpoints,
+		count(c.Replicas, "replica"))
 }
 
-// like names the closed loop that an open one takes its rate from.
+// like returns the name of the closed loop from which an open one takes its rate.
 func (c testCase) like() string {
 	c.Share, c.Rate = 0, 0
 	return c.name()
@@ -46,7 +47,7 @@ func size(n int) string {
 
 const kb, mb = 1 << 10, 1 << 20
 
-// cases are what is run, those on one stand behind each other.
+// cases returns the cases, those of one stand consecutively.
 func cases(full bool) []testCase {
 	if full {
 		return fullCases()

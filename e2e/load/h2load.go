@@ -13,8 +13,8 @@ import (
 	"time"
 )
 
-// plain runs h2load on a case without streaming. Its log has a line for every request: when it began
-// (microseconds), the status, and how long it took (microseconds; -1: it failed).
+// plain runs h2load on a case without streaming. Its log has a line for every request: its start (microseconds), the
+// status, and its duration (microseconds; -1: it failed).
 func (o *options) plain(ctx context.Context, s *stand, c testCase, r *result) error {
 	body, log := filepath.Join(s.Dir, "body.json"), filepath.Join(s.Dir, "h2load.log")
 	if err := os.WriteFile(body, requestBody(c.Size, 16), 0o600); err != nil {
@@ -42,7 +42,7 @@ func (o *options) plain(ctx context.Context, s *stand, c testCase, r *result) er
 	return r.readLog(string(text))
 }
 
-// readLog takes in h2load's log.
+// readLog reads h2load's log.
 func (r *result) readLog(text string) error {
 	var took []float64
 	first, last := int64(math.MaxInt64), int64(0)
@@ -79,16 +79,17 @@ func (r *result) readLog(text string) error {
 
 func seconds(d time.Duration) string { return strconv.Itoa(max(int(d.Seconds()), 1)) }
 
-// requestBody is a chat completion of so many bytes.
+// requestBody returns a chat completion of that many bytes.
 func requestBody(bytes, tokens int) []byte {
 	const form = `{"model":"tiny","max_tokens":%d,"ignore_eos":true,"messages":[{"role":"user","content":"%s"}]}`
 	padding := max(bytes-len(fmt.Sprintf(form, tokens, "")), 1)
 	return fmt.Appendf(nil, form, tokens, prompt(padding))
 }
 
-// prompt is so many bytes of text.
+// prompt returns n bytes of text.
 func prompt(n int) string {
-	const line = "Disaggregated serving runs prefill and decode on different machines, so that neither waits for the other. "
+	const line = "Disaggregated serving runs prefill and decode on different machines, so that neither waits for " +
+		"the other. "
 	return strings.Repeat(line, n/len(line)+1)[:n]
 }
 

@@ -1,24 +1,22 @@
-// Command load puts Envoy, Tandem and N simulated engines under load with tools that others know, and writes a
-// report.
+// Command load puts Envoy, Tandem and N simulated engines under load with well-known tools, and writes a report.
 //
 //	go run ./e2e/load [-full] [-out DIR]        or make load, LOAD=full make load
 //
 // Envoy's and Tandem's configurations are those of envoy-configs/ (two-hop; replicas for several), with other ports
-// and as many endpoints as a case wants. h2load (Debian: nghttp2-client) drives plain HTTP/1.1, aiperf (PyPI)
-// streamed answers, of which it knows times to the first token and between tokens. Closed loop: so many clients,
-// each asks again when it has its answer. Open loop: requests come at a rate, whether or not the ones before are
-// answered.
+// and as many endpoints as a case needs. h2load (Debian: nghttp2-client) drives plain HTTP/1.1, aiperf (PyPI) streamed
+// answers, for which it measures times to the first token and between tokens. Closed loop: each client asks again when
+// it has its answer. Open loop: requests come at a rate, even if earlier ones are not answered yet.
 //
-// The report, DIR/report.html, is one file without outside assets: per case percentiles, requests per second and
-// per core of Envoy and Tandem, CPU per request by process, memory, errors; beside it report.json. What a tool is
-// missing for is left out and said. The report begins with a summary, compares with the last run in DIR, and holds
+// The report, DIR/report.html, is one file without outside assets: per case percentiles, requests per second and per
+// core of Envoy and Tandem, CPU per request by process, memory, errors; beside it report.json. Cases whose tool is
+// missing are left out, and named. The report begins with a summary, compares with the last run in DIR, and contains
 // the configuration.
 //
-// Prompts of one case are all the same with h2load, which sends one body: every prefix is known after the first.
-// Compare cases of one run only. The program imports nothing of Tandem.
+// h2load sends one body, so all prompts of a case are equal: every prefix is known after the first. Compare cases of
+// one run only. The program imports nothing of Tandem.
 //
-// Files: cases.go says what is run, stand.go starts it, h2load.go and aiperf.go drive it, report.go writes,
-// summary.go says what it means.
+// Files: cases.go has the cases, stand.go starts them, h2load.go and aiperf.go drive them, report.go writes,
+// summary.go interprets.
 package main
 
 import (
@@ -38,7 +36,7 @@ import (
 )
 
 func main() {
-	runtime.LockOSThread() // processes die with the thread that started them (Pdeathsig), and this one lasts
+	runtime.LockOSThread() // processes die with the thread that started them (Pdeathsig), and this thread lasts
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	err := run(ctx, os.Args[1:], os.Stderr)
 	stop()
@@ -48,7 +46,7 @@ func main() {
 	}
 }
 
-// options are what the flags say.
+// options are the values of the flags.
 type options struct {
 	full                  bool
 	out, only             string
@@ -62,7 +60,8 @@ func run(ctx context.Context, args []string, log io.Writer) error {
 	var o options
 	f := flag.NewFlagSet("load", flag.ContinueOnError)
 	f.SetOutput(log)
-	f.BoolVar(&o.full, "full", os.Getenv("LOAD") == "full", "all sizes, clients, endpoints and replicas (ten minutes and more) instead of a few minutes' worth")
+	f.BoolVar(&o.full, "full", os.Getenv("LOAD") == "full",
+		"all sizes, clients, endpoints and replicas (ten minutes and more) instead of a few minutes' worth")
 	f.StringVar(&o.out, "out", ".cache/load", "`directory` of the report")
 	f.StringVar(&o.only, "only", "", "run only the cases whose name contains this `text`")
 	f.DurationVar(&o.time, "time", 5*time.Second, "how long each case is measured")
@@ -109,7 +108,7 @@ func (o *options) runCases(ctx context.Context, r *report, log io.Writer) error 
 		}
 		all = append(all, c)
 	}
-	rates := map[string]float64{} // of closed loops, from which open ones take theirs
+	rates := map[string]float64{} // of closed loops, for the open ones
 	var s *stand
 	defer func() { s.stop() }()
 	for i, c := range all {
@@ -136,7 +135,7 @@ func (o *options) runCases(ctx context.Context, r *report, log io.Writer) error 
 			rates[c.like()] = result.PerSecond
 		}
 		r.Results = append(r.Results, result)
-		if _, err := r.write(o.out); err != nil { // what was measured so far is not lost if the rest is not run
+		if _, err := r.write(o.out); err != nil { // if the rest is not run, the cases so far are not lost
 			return err
 		}
 	}
@@ -145,7 +144,7 @@ func (o *options) runCases(ctx context.Context, r *report, log io.Writer) error 
 	return nil
 }
 
-// runCase measures one case: what the tool saw, and what the processes used meanwhile.
+// runCase measures one case: the tool's figures, and the resources that the processes used meanwhile.
 func (o *options) runCase(ctx context.Context, s *stand, c testCase) (result, error) {
 	r := result{Case: c, Name: c.name()}
 	w, err := s.watch()
@@ -167,11 +166,12 @@ func (o *options) runCase(ctx context.Context, s *stand, c testCase) (result, er
 	return r, nil
 }
 
-// bar shows how far the run is.
+// bar shows the progress of the run.
 func bar(w io.Writer, done, all int, what string) {
 	const width = 30
 	filled := width * done / max(all, 1)
-	fmt.Fprintf(w, "\r\033[K[%s%s] %d/%d %s", strings.Repeat("#", filled), strings.Repeat(".", width-filled), done, all, what)
+	fmt.Fprintf(w, "\r\033[K[%s%s] %d/%d %s", strings.Repeat("#", filled), strings.Repeat(".", width-filled), done, all,
+		what)
 }
 
 func firstProgram(candidates ...string) string {
@@ -198,7 +198,7 @@ func machine() string {
 	return fmt.Sprintf("%s, %d cores", runtime.GOARCH, runtime.NumCPU())
 }
 
-// versions are those of the programs that take part.
+// versions returns the versions of the programs that take part.
 func (o *options) versions(ctx context.Context) string {
 	first := func(path string, args ...string) string {
 		if path == "" {
@@ -214,7 +214,8 @@ func (o *options) versions(ctx context.Context) string {
 	}
 	out := []string{first(o.tandem, "version"), envoy, first(o.h2load, "--version")}
 	if o.python != "" {
-		out = append(out, "aiperf "+first(filepath.Join(filepath.Dir(o.python), "python"), "-c", "import importlib.metadata as m; print(m.version('aiperf'))"))
+		out = append(out, "aiperf "+first(filepath.Join(filepath.Dir(o.python), "python"), "-c",
+			"import importlib.metadata as m; print(m.version('aiperf'))"))
 	}
 	return strings.Join(out, ", ")
 }

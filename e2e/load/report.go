@@ -1,6 +1,7 @@
 package main
 
 import (
+	_ "embed" // the page
 	"encoding/json"
 	"fmt"
 	"html/template"
@@ -11,12 +12,12 @@ import (
 	"time"
 )
 
-// report is what a run found.
+// report is the result of a run.
 type report struct {
 	Began    time.Time
 	Machine  string
 	Versions string
-	Missing  []string // tools, and what is left out for them
+	Missing  []string // tools, and the cases left out for them
 	Results  []result
 	Configs  []configText // of Tandem, exactly as it ran
 
@@ -45,10 +46,11 @@ type result struct {
 	from, to                                 time.Time     // of the requests
 }
 
-// account works out what the processes used for a request.
+// account computes the resources per request.
 func (r *result) account(before, after usage) {
 	per := func(d time.Duration) float64 { return d.Seconds() * 1000 / float64(max(r.Requests+r.Errors, 1)) }
-	r.EnvoyCPU, r.TandemCPU, r.EnginesCPU, r.ToolCPU = per(after.envoy-before.envoy), per(after.tandem-before.tandem), per(after.engines-before.engines), per(r.driver)
+	r.EnvoyCPU, r.TandemCPU, r.EnginesCPU, r.ToolCPU = per(after.envoy-before.envoy), per(after.tandem-before.tandem),
+		per(after.engines-before.engines), per(r.driver)
 	if used := (r.EnvoyCPU + r.TandemCPU) / 1000; used > 0 {
 		r.PerCore = 1 / used
 	}
@@ -77,7 +79,9 @@ func (r *report) write(dir string) (string, error) {
 	if err != nil {
 		return "", err
 	}
-	if err := page.Execute(out, map[string]any{"R": r, "Plots": r.plots(), "Summary": r.summary(), "Changes": r.changes(), "Last": r.previous, "Noise": noise}); err != nil {
+	if err := page.Execute(out,
+		map[string]any{"R": r, "Plots": r.plots(), "Summary": r.summary(), "Changes": r.changes(), "Last": r.previous,
+			"Noise": noise}); err != nil {
 		return "", fmt.Errorf("writing the report: %w", err)
 	}
 	return file, nil
@@ -107,24 +111,34 @@ func (r *report) plots() []plot {
 		return plot{title, unit, parts, draw(r.Results, stacked, parts, of)}
 	}
 	return []plot{
-		chart("Time until the answer's end", "ms", false, []string{"p50", "p90", "p99"}, func(r result) []float64 { return []float64{r.Latency.P50, r.Latency.P90, r.Latency.P99} }),
-		chart("Time to the first token (streams)", "ms", false, []string{"p50", "p90", "p99"}, func(r result) []float64 {
-			return []float64{r.FirstToken.P50, r.FirstToken.P90, r.FirstToken.P99}
+		chart("Time until the answer's end", "ms", false, []string{"p50", "p90", "p99"}, func(r result) []float64 {
+			return []float64{r.Latency.P50, r.Latency.P90, r.Latency.P99}
 		}),
+		chart("Time to the first token (streams)", "ms", false, []string{"p50", "p90", "p99"},
+			func(r result) []float64 {
+				return []float64{r.FirstToken.P50, r.FirstToken.P90, r.FirstToken.P99}
+			}),
 		chart("Time between tokens (streams)", "ms", false, []string{"p50", "p90", "p99"}, func(r result) []float64 {
 			return []float64{r.BetweenTokens.P50, r.BetweenTokens.P90, r.BetweenTokens.P99}
 		}),
 		chart("CPU per request", "ms", true, []string{"Envoy", "Tandem", "engines", "tool"}, func(r result) []float64 {
 			return []float64{r.EnvoyCPU, r.TandemCPU, r.EnginesCPU, r.ToolCPU}
 		}),
-		chart("Requests per second and core of Envoy and Tandem", "1/s", false, []string{"per core"}, func(r result) []float64 { return []float64{r.PerCore} }),
-		chart("Requests per second", "1/s", false, []string{"rate"}, func(r result) []float64 { return []float64{r.PerSecond} }),
-		chart("Memory, resident", "MiB", true, []string{"Envoy", "Tandem"}, func(r result) []float64 { return []float64{r.EnvoyMemory, r.TandemMemory} }),
-		chart("Errors", "", false, []string{"errors"}, func(r result) []float64 { return []float64{float64(r.Errors)} }),
+		chart("Requests per second and core of Envoy and Tandem", "1/s", false, []string{"per core"},
+			func(r result) []float64 { return []float64{r.PerCore} }),
+		chart("Requests per second", "1/s", false, []string{"rate"}, func(r result) []float64 {
+			return []float64{r.PerSecond}
+		}),
+		chart("Memory, resident", "MiB", true, []string{"Envoy", "Tandem"}, func(r result) []float64 {
+			return []float64{r.EnvoyMemory, r.TandemMemory}
+		}),
+		chart("Errors", "", false, []string{"errors"}, func(r result) []float64 {
+			return []float64{float64(r.Errors)}
+		}),
 	}
 }
 
-// draw is the chart as SVG: cases below each other, parts stacked in one bar or as bars below each other.
+// draw returns the chart as SVG: cases below each other, parts stacked in one bar or as bars below each other.
 func draw(results []result, stacked bool, parts []string, of func(result) []float64) template.HTML {
 	const width, left, thick = 900, 330, 12
 	most := 0.0
@@ -144,7 +158,7 @@ func draw(results []result, stacked bool, parts []string, of func(result) []floa
 	for _, r := range results {
 		values, x := of(r), 0.0
 		if most > 0 && slices.Max(values) == 0 {
-			continue // a case that this chart is not about
+			continue // this chart does not show the case
 		}
 		text := ""
 		for i, v := range values {
@@ -152,7 +166,8 @@ func draw(results []result, stacked bool, parts []string, of func(result) []floa
 			if most > 0 {
 				w = v / most * (width - left - 90)
 			}
-			fmt.Fprintf(&b, `<rect x="%.1f" y="%d" width="%.1f" height="%d" class="p%d"><title>%s %s</title></rect>`, left+x, y, w, thick-2, i, parts[i], number(v))
+			fmt.Fprintf(&b, `<rect x="%.1f" y="%d" width="%.1f" height="%d" class="p%d"><title>%s %s</title></rect>`,
+				left+x, y, w, thick-2, i, parts[i], number(v))
 			if stacked {
 				x += w
 				text += " " + number(v)
@@ -164,34 +179,16 @@ func draw(results []result, stacked bool, parts []string, of func(result) []floa
 			}
 		}
 		if stacked {
-			fmt.Fprintf(&b, `<text x="%.1f" y="%d">%s</text>`, left+x+4, y+thick-3, strings.Join(strings.Fields(text), " + "))
+			fmt.Fprintf(&b, `<text x="%.1f" y="%d">%s</text>`, left+x+4, y+thick-3,
+				strings.Join(strings.Fields(text), " + "))
 		}
-		fmt.Fprintf(&b, `<text x="%d" y="%d" text-anchor="end">%s</text>`, left-6, y+thick-3, template.HTMLEscapeString(r.Name))
+		fmt.Fprintf(&b, `<text x="%d" y="%d" text-anchor="end">%s</text>`, left-6, y+thick-3,
+			template.HTMLEscapeString(r.Name))
 		y += thick + 8
 	}
-	return template.HTML(fmt.Sprintf(`<svg viewBox="0 0 %d %d" xmlns="http://www.w3.org/2000/svg">%s</svg>`, width, y, b.String()))
+	return template.HTML(fmt.Sprintf(`<svg viewBox="0 0 %d %d" xmlns="http://www.w3.org/2000/svg">%s</svg>`, width, y,
+		b.String()))
 }
 
-//nolint:lll // a page; its table has one line for the head and one for a row
-const pageText = `<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>Tandem under load</title>
-<style>body{font:14px/1.5 system-ui,sans-serif;margin:2rem auto;max-width:1100px;padding:0 1rem;color:#1c2733}table{border-collapse:collapse;font-size:12px;display:block;overflow-x:auto}
-td,th{padding:.2rem .5rem;border-bottom:1px solid #dde3e8;text-align:right;white-space:nowrap}td:first-child,th:first-child{text-align:left}svg{width:100%;font:10px system-ui,sans-serif}
-code{font-size:11px}.key span{margin-right:1rem}.key span::before{content:"\25A0 "}.p0{fill:#2f6db5;color:#2f6db5}.p1{fill:#e0913a;color:#e0913a}.p2{fill:#8a9ba8;color:#8a9ba8}.p3{fill:#c8cfd4;color:#c8cfd4}.bad{color:#b3261e}</style>
-<h1>Tandem under load</h1>
-<p>{{.R.Began.Format "2006-01-02 15:04 UTC"}}, {{.R.Machine}}. {{.R.Versions}}.</p>
-{{range .R.Missing}}<p class="bad">Left out: {{.}}</p>{{end}}
-<h2>Summary</h2><ul>{{range .Summary}}<li>{{.}}</li>{{end}}</ul>
-{{if .Changes}}<h2>Beside the last run</h2><p>{{.Last.Began.Format "2006-01-02 15:04 UTC"}}, {{.Last.Versions}}, on the same kind of machine. Bold: CPU changed by more than {{.Noise}} %, which two runs of the same programs can differ by.</p>
-<table><tr><th>case</th><th>req/s</th><th>p99</th><th>CPU of Envoy and Tandem</th><th>errors before</th><th>errors now</th></tr>
-{{range .Changes}}<tr><td>{{.Name}}</td><td>{{printf "%+.0f %%" .PerSecond}}</td><td>{{printf "%+.0f %%" .P99}}</td><td{{if .Worse}} class="bad"{{end}}>{{if .Significant}}<b>{{printf "%+.0f %%" .CPU}}</b>{{else}}{{printf "%+.0f %%" .CPU}}{{end}}</td><td>{{.ErrorsBefore}}</td><td>{{.ErrorsNow}}</td></tr>
-{{end}}</table>{{end}}
-<h2>Cases</h2>
-<p>Times in milliseconds, CPU in milliseconds per request, memory in MiB. Compare cases of one run only.</p>
-<table><tr><th>case</th><th>requests</th><th>errors</th><th>req/s</th><th>req/s per core</th><th>p50</th><th>p90</th><th>p99</th><th>max</th><th>TTFT p50</th><th>p99</th><th>ITL p50</th><th>p99</th><th>CPU Envoy</th><th>Tandem</th><th>engines</th><th>tool</th><th>MiB Envoy</th><th>Tandem</th></tr>
-{{range .R.Results}}<tr><td>{{.Name}}{{if .Error}} <span class="bad">{{.Error}}</span>{{end}}</td><td>{{.Requests}}</td><td>{{if .Errors}}<span class="bad">{{.Errors}}</span>{{else}}0{{end}}</td><td>{{ms .PerSecond}}</td><td>{{ms .PerCore}}</td><td>{{ms .Latency.P50}}</td><td>{{ms .Latency.P90}}</td><td>{{ms .Latency.P99}}</td><td>{{ms .Latency.Max}}</td><td>{{ms .FirstToken.P50}}</td><td>{{ms .FirstToken.P99}}</td><td>{{ms .BetweenTokens.P50}}</td><td>{{ms .BetweenTokens.P99}}</td><td>{{ms .EnvoyCPU}}</td><td>{{ms .TandemCPU}}</td><td>{{ms .EnginesCPU}}</td><td>{{ms .ToolCPU}}</td><td>{{ms .EnvoyMemory}}</td><td>{{ms .TandemMemory}}</td></tr>
-{{end}}</table>
-{{range .Plots}}<h2>{{.Title}}{{if .Unit}} ({{.Unit}}){{end}}</h2><p class="key">{{range $i, $p := .Parts}}<span class="p{{$i}}">{{$p}}</span>{{end}}</p>{{.SVG}}{{end}}
-<h2>Commands</h2>{{range .R.Results}}<p>{{.Name}}<br><code>{{.Command}}</code></p>{{end}}
-<h2>Configuration</h2><p>Of Tandem; Envoy's is what <code>tandem envoy -f</code> prints for it.</p>{{range .R.Configs}}<details><summary>{{.Of}}</summary><pre>{{.YAML}}</pre></details>{{end}}
-</html>
-`
+//go:embed report.html
+var pageText string

@@ -15,7 +15,7 @@ import (
 	"tandem/e2e/process"
 )
 
-// stand is everything that runs: engines, replicas of Tandem, one Envoy.
+// stand is all running processes: engines, replicas of Tandem, one Envoy.
 type stand struct {
 	endpoints, replicas int
 	paced               bool // decode engines take their time for every token
@@ -54,7 +54,8 @@ func (o *options) startStand(ctx context.Context, c testCase) (s *stand, err err
 	}
 	config := ""
 	for i := range replicas {
-		text, err := configuration(replicas, p[0], p[1], p[2:2+replicas], p[2+replicas:2+2*replicas], p[2+2*replicas+i], i, key, lines)
+		text, err := configuration(replicas, p[0], p[1], p[2:2+replicas], p[2+replicas:2+2*replicas], p[2+2*replicas+i],
+			i, key, lines)
 		if err != nil {
 			return s, err
 		}
@@ -107,8 +108,9 @@ func (s *stand) startEngines(ctx context.Context, o *options) (lines string, err
 	return lines, nil
 }
 
-// configuration is that of envoy-configs/, with addresses of this machine and other endpoints.
-func configuration(replicas int, listen, envoyAdmin string, extProcs, replans []string, admin string, i int, key, endpoints string) (string, error) {
+// configuration returns the configuration of envoy-configs/, with addresses of this machine and other endpoints.
+func configuration(replicas int, listen, envoyAdmin string, extProcs, replans []string, admin string, i int, key,
+	endpoints string) (string, error) {
 	file := "envoy-configs/two-hop/tandem.yaml"
 	if replicas > 1 {
 		file = "envoy-configs/replicas/tandem.yaml"
@@ -123,7 +125,9 @@ func configuration(replicas int, listen, envoyAdmin string, extProcs, replans []
 		{`(?m)^replan:.*$`, "replan: {listen: " + strconv.Quote(replans[i]) + "}"},
 		{`(?m)^admin:.*$`, "admin: {listen: " + strconv.Quote(admin) + "}"},
 		{`(?m)^tickets:.*$`, "tickets: {keyFile: " + strconv.Quote(key) + "}"},
-		{`(?m)^envoy:.*\n(  .*\n)*`, fmt.Sprintf("envoy: {listen: %q, admin: %q, extProcs: [%s], replans: [%s]}\n", listen, envoyAdmin, quoted(extProcs), quoted(replans))},
+		{`(?m)^envoy:.*\n(  .*\n)*`,
+			fmt.Sprintf("envoy: {listen: %q, admin: %q, extProcs: [%s], replans: [%s]}\n", listen, envoyAdmin,
+				quoted(extProcs), quoted(replans))},
 		{`(?m)^  endpoints:\n(  - .*\n?)*`, "  split: always\n  endpoints:\n" + endpoints},
 	} {
 		text = regexp.MustCompile(edit.pattern).ReplaceAllLiteralString(text, edit.now)
@@ -148,7 +152,8 @@ func (s *stand) startEnvoy(ctx context.Context, o *options, config, admin string
 	if err := os.WriteFile(file, bootstrap, 0o600); err != nil {
 		return err
 	}
-	s.envoy, err = s.Start("envoy", nil, o.envoy, "-c", file, "-l", "warning", "--use-dynamic-base-id", "--concurrency", strconv.Itoa(o.workers))
+	s.envoy, err = s.Start("envoy", nil, o.envoy, "-c", file, "-l", "warning", "--use-dynamic-base-id", "--concurrency",
+		strconv.Itoa(o.workers))
 	if err != nil {
 		return err
 	}
@@ -158,7 +163,7 @@ func (s *stand) startEnvoy(ctx context.Context, o *options, config, admin string
 	return s.envoy.Wait(ctx, s.url+"/v1/models")
 }
 
-// stop ends everything and removes what it wrote.
+// stop ends everything and removes its files.
 func (s *stand) stop() {
 	if s == nil {
 		return
@@ -167,7 +172,7 @@ func (s *stand) stop() {
 	_ = os.RemoveAll(s.Dir)
 }
 
-// usage is what the processes have used: CPU time so far, resident memory now.
+// usage is the resources that the processes have used: CPU time so far, resident memory now.
 type usage struct {
 	envoy, tandem, engines   time.Duration
 	envoyMemory, tandemBytes int64
@@ -191,10 +196,11 @@ func (s *stand) usage() (u usage, err error) {
 	return u, err
 }
 
-// lookEvery is how often usage is noted while a tool runs: tools take their time to begin and to end, aiperf minutes.
+// lookEvery is the interval at which usage is recorded while a tool runs: tools take their time to begin and to end,
+// aiperf minutes.
 const lookEvery = 100 * time.Millisecond
 
-// watch notes the usage again and again, until end.
+// watch records the usage regularly, until end.
 type watch struct {
 	stop    chan struct{}
 	done    chan struct{}
@@ -238,7 +244,7 @@ func (w *watch) end() ([]timedUsage, error) {
 	return w.samples, w.err
 }
 
-// between are the last usage noted before from and the first noted a moment after to.
+// between returns the last usage before from and the first one a moment after to.
 func between(samples []timedUsage, from, to time.Time) (before, after usage) {
 	before, after = samples[0].usage, samples[len(samples)-1].usage
 	for _, s := range samples {

@@ -10,13 +10,13 @@ import (
 	"path/filepath"
 )
 
-// configText is the configuration of Tandem that cases ran with: that of the first replica.
+// configText is the configuration of Tandem in some cases: the first replica's.
 type configText struct {
 	Of   string // endpoints and replicas
 	YAML string
 }
 
-// keepConfig keeps the configuration of a stand, once.
+// keepConfig stores the configuration of a stand, once.
 func (r *report) keepConfig(s *stand) {
 	of := fmt.Sprintf("%d endpoints, %s", s.endpoints, count(s.replicas, "replica"))
 	for _, c := range r.Configs {
@@ -27,7 +27,7 @@ func (r *report) keepConfig(s *stand) {
 	r.Configs = append(r.Configs, configText{of, s.config})
 }
 
-// readPrevious reads the report that the last run left in a directory; nil: there is none.
+// readPrevious reads the report of the last run in a directory; nil: there is none.
 func readPrevious(dir string) (*report, error) {
 	text, err := os.ReadFile(filepath.Join(dir, "report.json"))
 	if errors.Is(err, fs.ErrNotExist) {
@@ -43,7 +43,7 @@ func readPrevious(dir string) (*report, error) {
 	return &r, nil
 }
 
-// summary says in a few sentences what the run found.
+// summary returns the run's results in a few sentences.
 func (r *report) summary() []string {
 	var requests, failed, broken int
 	var fastest, cheapest *result
@@ -69,13 +69,16 @@ func (r *report) summary() []string {
 		out = append(out, fmt.Sprintf("%s could not be run: the table says why.", count(broken, "case")))
 	}
 	if fastest != nil {
-		out = append(out, fmt.Sprintf("The highest rate was %s requests a second over two hops, with a p99 of %s ms (%s). Engines and the load tool share the machine.",
+		out = append(out, fmt.Sprintf("The highest rate was %s requests a second over two hops, with a p99 of %s ms "+
+			"(%s). Engines and the load tool share the machine.",
 			number(fastest.PerSecond), number(fastest.Latency.P99), fastest.Name))
-		out = append(out, fmt.Sprintf("At best, one core of Envoy and Tandem together carries %s requests a second (%s).", number(cheapest.PerCore), cheapest.Name))
+		out = append(out, fmt.Sprintf("At best, one core of Envoy and Tandem together carries %s requests a second "+
+			"(%s).", number(cheapest.PerCore), cheapest.Name))
 	}
 	for _, c := range r.Results {
 		if c.Case.Stream && c.Error == "" {
-			out = append(out, fmt.Sprintf("Streams: first token after %s ms (p50) and %s ms (p99), then one each %s ms (p50); the engine makes one each 5 ms (%s).",
+			out = append(out, fmt.Sprintf("Streams: first token after %s ms (p50) and %s ms (p99), then one each %s "+
+				"ms (p50); the engine makes one each 5 ms (%s).",
 				number(c.FirstToken.P50), number(c.FirstToken.P99), number(c.BetweenTokens.P50), c.Name))
 			break
 		}
@@ -83,20 +86,20 @@ func (r *report) summary() []string {
 	return out
 }
 
-// change is one case beside the same case of the last run, in percent of the latter.
+// change compares one case with the same case of the last run, in percent of the latter.
 type change struct {
 	Name                    string
 	PerSecond, P99, CPU     float64 // CPU of Envoy and Tandem per request
 	ErrorsBefore, ErrorsNow int
 }
 
-// Significant reports whether the CPU changed by more than runs differ from each other.
+// Significant reports whether the CPU changed by more than the noise.
 func (c change) Significant() bool { return math.Abs(c.CPU) > noise }
 
-// Worse reports whether the CPU rose by more than that.
+// Worse reports whether the CPU rose by more than the noise.
 func (c change) Worse() bool { return c.CPU > noise }
 
-// noise is how far two runs of the same programs are apart on a busy machine, in percent.
+// noise is the difference between two runs of the same programs on a busy machine, in percent.
 const noise = 10
 
 // changes compares with the last run; none if it ran on another machine.

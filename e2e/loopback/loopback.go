@@ -1,10 +1,10 @@
-// Package loopback gives tests and measurements addresses on 127.0.0.1 that are theirs for as long as they run. A
-// port that the kernel chose, and that was let go for a server to take, may be somebody else's before that listens:
-// the tests of several packages run at once.
+// Package loopback gives tests and measurements addresses on 127.0.0.1 that belong to them while they run. A port that
+// the kernel chose, and that was closed for a server to take, may be another process's before the server listens: the
+// tests of several packages run at once.
 //
-// Ports are taken from below those that Linux gives to connections (32768 and up). They are given out in blocks.
-// Whoever listens at a block's first port owns the block: so tests that run at once, in this process or another,
-// never get the same ones.
+// Ports are below those that Linux gives to connections (32768 and up), and are given out in blocks. The process that
+// listens at a block's first port owns the block: so tests that run at once, in this process or another, never get the
+// same ones.
 package loopback
 
 import (
@@ -24,7 +24,7 @@ const (
 	blocks     = 350
 )
 
-// Addresses takes n free ones, for as long as the test runs.
+// Addresses takes n free addresses for the duration of the test.
 func Addresses(t testing.TB, n int) []string {
 	t.Helper()
 	addrs, letGo, err := Take(n)
@@ -33,7 +33,7 @@ func Addresses(t testing.TB, n int) []string {
 	return addrs
 }
 
-// Take takes n free ones, until letGo is called. Who drops letGo has them until the next garbage collection.
+// Take takes n free addresses until letGo is called. If letGo is dropped, they last until the next garbage collection.
 func Take(n int) (addrs []string, letGo func(), err error) {
 	var owners []net.Listener
 	letGo = func() {
@@ -63,7 +63,7 @@ func Take(n int) (addrs []string, letGo func(), err error) {
 
 func address(port int) string { return net.JoinHostPort("127.0.0.1", strconv.Itoa(port)) }
 
-// isFree reports whether nobody listens at a port, on any address.
+// isFree reports whether a port is free, on all addresses.
 func isFree(port int) bool {
 	l, err := net.Listen("tcp", fmt.Sprintf(":%d", port))
 	if err == nil {

@@ -1,7 +1,7 @@
-// Package process starts the programs that a measurement needs (engines, Envoy, Tandem, peers) and tells what they
-// use. A child ends with the program that started it, also when that is killed: it is told so by the kernel
-// (PR_SET_PDEATHSIG), which counts the thread that started it, so a main that starts children keeps its thread
-// (runtime.LockOSThread). Linux only.
+// Package process starts the programs of a measurement (engines, Envoy, Tandem, peers) and reports their resource
+// usage. A child ends with the program that started it, even if that is killed: the kernel signals it
+// (PR_SET_PDEATHSIG). The kernel watches the thread that started the child, so a main that starts children keeps its
+// thread (runtime.LockOSThread). Linux only.
 package process
 
 import (
@@ -24,8 +24,8 @@ import (
 )
 
 const (
-	startTime = time.Minute     // within which a program that was started answers
-	stopTime  = 2 * time.Second // after which one that was asked to end is killed
+	startTime = time.Minute     // in which a started program must answer
+	stopTime  = 2 * time.Second // after which a program that was asked to end is killed
 )
 
 // Process is a child.
@@ -37,11 +37,11 @@ type Process struct {
 
 // Group are the children of one measurement, in the order of their start.
 type Group struct {
-	Dir       string // where their logs go, as NAME.log
+	Dir       string // directory of their logs, NAME.log
 	processes []*Process
 }
 
-// Start starts a program with more environment than this one's, as NAME=VALUE.
+// Start starts a program with additional environment variables, as NAME=VALUE.
 func (g *Group) Start(name string, env []string, path string, args ...string) (*Process, error) {
 	p := &Process{cmd: exec.Command(path, args...), log: filepath.Join(g.Dir, name+".log"), ended: make(chan struct{})}
 	log, err := os.Create(p.log)
@@ -60,7 +60,7 @@ func (g *Group) Start(name string, env []string, path string, args ...string) (*
 	return p, nil
 }
 
-// Stop ends all of them, in the order opposite to their start.
+// Stop ends all of them, in the reverse order of their start.
 func (g *Group) Stop() {
 	for _, p := range slices.Backward(g.processes) {
 		_ = p.cmd.Process.Signal(syscall.SIGTERM)
@@ -73,7 +73,7 @@ func (g *Group) Stop() {
 	}
 }
 
-// Wait waits until url answers 200. The error says what the program wrote, if it has ended instead.
+// Wait waits until url answers 200. If the program has ended instead, the error contains its output.
 func (p *Process) Wait(ctx context.Context, url string) error {
 	ctx, cancel := context.WithTimeout(ctx, startTime)
 	defer cancel()
@@ -113,9 +113,9 @@ func get(ctx context.Context, url string) error {
 	return nil
 }
 
-// CPU is the CPU time that the process has used, user and system, all threads, ended ones included: its CPU-time
-// clock (clock_getcpuclockid(3)), which counts nanoseconds where /proc/PID/stat counts ticks of 10 ms. That of nil,
-// which was never started, is none.
+// CPU returns the CPU time that the process has used, user and system, all threads, ended ones included: its CPU-time
+// clock (clock_getcpuclockid(3)), which counts nanoseconds where /proc/PID/stat counts ticks of 10 ms. It is 0 for
+// nil, a process that was never started.
 func (p *Process) CPU() (time.Duration, error) {
 	if p == nil {
 		return 0, nil
@@ -123,19 +123,20 @@ func (p *Process) CPU() (time.Duration, error) {
 	const processClock, scheduler = 0, 2 // of the clock id: all threads; user and system
 	clock := int32(^p.cmd.Process.Pid<<3 | processClock | scheduler)
 	var t syscall.Timespec
-	if _, _, errno := syscall.Syscall(syscall.SYS_CLOCK_GETTIME, uintptr(clock), uintptr(unsafe.Pointer(&t)), 0); errno != 0 {
+	if _, _, errno := syscall.Syscall(syscall.SYS_CLOCK_GETTIME, uintptr(clock), uintptr(unsafe.Pointer(&t)),
+		0); errno != 0 {
 		return 0, fmt.Errorf("reading the CPU clock of %s: %w: %.500s", p.cmd.Path, errno, p.output())
 	}
 	return time.Duration(t.Nano()), nil
 }
 
-// Resident is the memory that the process has resident now, in bytes; 0 if the kernel does not say.
+// Resident returns the resident memory of the process, in bytes; 0 if it is unknown.
 func (p *Process) Resident() int64 { return p.memory("VmRSS:") }
 
-// Peak is the most memory that the process had resident, in bytes; 0 if the kernel does not say.
+// Peak returns the peak resident memory of the process, in bytes; 0 if it is unknown.
 func (p *Process) Peak() int64 { return p.memory("VmHWM:") }
 
-// memory is a line of /proc/PID/status (proc_pid_status(5)).
+// memory returns the value of a line of /proc/PID/status (proc_pid_status(5)), in bytes.
 func (p *Process) memory(name string) int64 {
 	text, _ := os.ReadFile(fmt.Sprintf("/proc/%d/status", p.cmd.Process.Pid))
 	for line := range strings.Lines(string(text)) {
@@ -147,13 +148,13 @@ func (p *Process) memory(name string) int64 {
 	return 0
 }
 
-// FreePorts are n addresses on 127.0.0.1 that nobody listens on, for this process's children until it ends.
+// FreePorts returns n free addresses on 127.0.0.1 for this process's children until it ends.
 func FreePorts(n int) ([]string, error) {
 	addrs, letGo, err := loopback.Take(n)
 	if err != nil {
 		return nil, err
 	}
-	go func() { // keeps what holds the ports reachable: Go closes listeners that are not
+	go func() { // keeps the listeners that hold the ports reachable: Go closes unreachable ones
 		defer letGo()
 		select {}
 	}()

@@ -17,8 +17,8 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// Start runs a program in a directory until the test ends; then it must leave within 30 s of SIGTERM, with exit
-// status 0. Its output is shown if the test failed.
+// Start runs a program in a directory until the test ends; then it must exit within 30 s of SIGTERM, with status 0.
+// Its output is shown if the test failed.
 func Start(t *testing.T, dir, name, program string, args ...string) {
 	t.Helper()
 	var log bytes.Buffer
@@ -54,7 +54,7 @@ func OK(addr, path string) bool {
 	return answer.StatusCode == http.StatusOK
 }
 
-// Envoy finds Envoy: $ENVOY, PATH, or what make tools has installed below root.
+// Envoy finds Envoy: $ENVOY, PATH, or the one that make tools has installed below root.
 func Envoy(t *testing.T, root string) string {
 	t.Helper()
 	if path := os.Getenv("ENVOY"); path != "" {

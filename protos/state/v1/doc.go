@@ -1,3 +1,3 @@
-// Package statev1 is what replicas of Tandem tell each other through Redis, as a protobuf message: state.proto says what is
-// in it, package redisstore writes and reads it.
+// Package statev1 is the messages that replicas of Tandem exchange through Redis: state.proto documents them, package
+// redisstore writes and reads them.
 package statev1

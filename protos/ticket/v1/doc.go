@@ -1,4 +1,4 @@
-// Package ticketv1 is the plaintext of a ticket as a protobuf message: what two releases of Tandem must agree on when they
-// meet in one request. The product writes and reads it by hand (extproc/kvtransfer); this generated twin (scripts/generate.sh)
-// is what its tests hold it against, and what other programs would use.
+// Package ticketv1 is the plaintext of a ticket as a protobuf message: two releases of Tandem must agree on it when
+// they meet in one request. The product's codec is hand-written (extproc/kvtransfer); its tests compare it with this
+// generated twin (scripts/generate.sh), which other programs would use.
 package ticketv1
