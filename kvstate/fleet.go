@@ -302,7 +302,7 @@ func (s *State) SetPool(spec PoolSpec, eps []EndpointSpec) {
 		next.pace, next.tokens = &fadingRatio{}, prefixindex.NewTokenMemory(s.o.MaxTokenBytes)
 		next.load, next.paused, next.queue = newWorkload(), &atomic.Bool{}, newPoolQueue()
 		next.loads = newLoadPairs()
-		next.paused.Store(s.overrides[overrideKey{pool: spec.Name}].Paused) // by another replica's operator, before
+		next.paused.Store(s.overrides[overrideKey{pool: spec.Name}].Paused) // set earlier by another replica's operator
 		pools = append(pools, next)
 	}
 	seen := make(map[string]bool, len(eps))

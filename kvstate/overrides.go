@@ -28,7 +28,7 @@ const maxOverrides = 4096
 // several addresses and to others later; or, with endpoint "", a pool.
 type overrideKey struct{ pool, endpoint string }
 
-// versioned is an override and when it was given ([Order.Version]).
+// versioned is an override with its version ([Order.Version]).
 type versioned struct {
 	Override
 	version int64
@@ -85,8 +85,8 @@ func (s *State) Orders() []Order {
 	return out
 }
 
-// ApplyOrders applies the orders of other replicas that are newer than those known for the same targets, and returns
-// how many were. Their pools and endpoints may not be there yet. Orders beyond maxOverrides are ignored.
+// ApplyOrders applies the orders of other replicas that are newer than the known ones for the same targets, and
+// returns their number. Their pools and endpoints may not exist yet. Orders beyond maxOverrides are ignored.
 func (s *State) ApplyOrders(orders []Order) (changed int) {
 	s.mu.Lock()
 	defer s.mu.Unlock()

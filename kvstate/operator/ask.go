@@ -23,12 +23,12 @@ import (
 
 const (
 	patience     = time.Second     // for the answers to a question
-	syncEvery    = 5 * time.Second // orders are compared with Redis at least so often
-	block        = time.Second     // of a read that waits: for so long it does not notice that the replica ends
+	syncEvery    = 5 * time.Second // maximum interval at which orders are compared with Redis
+	block        = time.Second     // of a blocking read: for this time it does not notice that the replica ends
 	retryAfter   = 100 * time.Millisecond
 	streamTTL    = time.Minute      // of the stream of questions
 	streamLength = 1000             // in entries, about
-	answerTTL    = 10 * time.Second // of an answer that nobody fetched
+	answerTTL    = 10 * time.Second // of an answer that is not fetched
 	readAtOnce   = 64
 	maxAsking    = 8       // questions that this replica asks at once
 	maxQuestion  = 4 << 10 // bytes
@@ -38,31 +38,31 @@ const (
 
 // Kinds of entries.
 const (
-	kindMark   = "mark"   // where a replica begins to read
+	kindMark   = "mark"   // start of a replica's reading
 	kindOrders = "orders" // there are new orders
 	kindAsk    = "ask"
 )
 
-// entry is one of the stream of questions.
+// entry is an entry of the stream of questions.
 type entry struct{ kind, about, question, text string }
 
-// Operator is this replica's end. Its methods may be called at once.
+// Operator is one replica's part. Its methods may be called concurrently.
 type Operator struct {
 	redis  redisstore.Access
 	state  *kvstate.State
 	log    *slog.Logger
 	name   string                                  // of this replica, for people
-	answer map[string]func(question []byte) []byte // by what the question is about
+	answer map[string]func(question []byte) []byte // by the subject of the question
 
 	syncing sync.Mutex
 	synced  time.Time     // when orders were last compared with Redis; for run alone
-	asking  chan struct{} // one for each question that is being asked
+	asking  chan struct{} // a token for each question in progress
 
 	mu    sync.Mutex
-	names map[uint64]string // of living replicas, as far as they have answered
+	names map[uint64]string // of living replicas that have answered
 }
 
-// New returns the operator of a replica, which people know by a name. It does nothing before it is used.
+// New returns the operator of a replica; name identifies the replica to people. It does nothing before it is used.
 func New(store *redisstore.Store, state *kvstate.State, name string, log *slog.Logger) *Operator {
 	return &Operator{
 		redis: store.Access(), state: state, log: log, name: name,
@@ -70,32 +70,32 @@ func New(store *redisstore.Store, state *kvstate.State, name string, log *slog.L
 	}
 }
 
-// Answer has the questions of other replicas about something answered: f returns the answer, nil if it has none. To be
-// called before [Operator.Run].
+// Answer registers f for the questions of other replicas about a subject: f returns the answer, nil if it has none.
+// Call it before [Operator.Run].
 func (o *Operator) Answer(about string, f func(question []byte) []byte) { o.answer[about] = f }
 
-// Name returns what people know this replica by.
+// Name returns the replica's name for people.
 func (o *Operator) Name() string { return o.name }
 
-// ErrBusy means that this replica asks too many questions already.
+// ErrBusy means that this replica has too many questions in progress.
 var ErrBusy = errors.New("too many questions at once: try again")
 
-// Answers are the answers to a question, oldest replica first. Silent are the living replicas that did not answer, by
-// name, or by when they started if they have never answered.
+// Answers are the answers to a question, oldest replica first. Silent lists the living replicas that did not answer,
+// by name, or by their start time if they have never answered.
 type Answers struct {
 	Of     []Answer
 	Silent []string
 }
 
-// Answer is one replica's.
+// Answer is one replica's answer.
 type Answer struct {
 	Replica uint64
 	Name    string
 	Body    []byte
 }
 
-// Ask asks all other living replicas about something, and waits for a second at most. An error means that nobody could
-// be asked; then all of them are silent.
+// Ask asks all other living replicas about a subject, and waits for a second at most. An error means that the question
+// could not be sent; then all of them are silent.
 func (o *Operator) Ask(ctx context.Context, about string, question []byte) (Answers, error) {
 	of, silent, err := o.ask(ctx, entry{kind: kindAsk, about: about, text: string(question)})
 	out := Answers{Of: of}
@@ -130,7 +130,7 @@ func (o *Operator) ask(ctx context.Context, e entry) (of []Answer, silent []uint
 		return nil, silent, ErrBusy
 	}
 	deadline := time.Now().Add(patience)
-	ctx, cancel := context.WithDeadline(ctx, deadline.Add(within)) // or the connection would go with the last read
+	ctx, cancel := context.WithDeadline(ctx, deadline.Add(within)) // otherwise the connection would be closed with the last read
 	defer cancel()
 	var id [16]byte
 	_, _ = rand.Read(id[:]) // never fails (crypto/rand)
@@ -141,14 +141,14 @@ func (o *Operator) ask(ctx context.Context, e entry) (of []Answer, silent []uint
 	defer o.forget(ctx, e.question)
 	for from := "0"; len(silent) > 0 && ctx.Err() == nil; {
 		left := time.Until(deadline)
-		if left < time.Millisecond { // none would be for ever
+		if left < time.Millisecond { // 0 would block for ever
 			break
 		}
 		streams, err := o.redis.Client.XRead(ctx, &redis.XReadArgs{
 			Streams: []string{o.answersKey(e.question), from}, Count: readAtOnce, Block: left,
 		}).Result()
 		if err != nil {
-			break // what has come counts
+			break // return the answers so far
 		}
 		for _, m := range streams[0].Messages {
 			from = m.ID
@@ -170,10 +170,10 @@ func fields(m *redis.XMessage) (text string, replica uint64) {
 	return text, replica
 }
 
-// key returns a key. All have one tag, so that they lie on one node of a Cluster.
+// key returns a key. All have one hash tag, so a Cluster stores them on one node.
 func (o *Operator) key(name string) string { return o.redis.Prefix + "{operator}:" + name }
 
-// forget removes the answers to a question, also if the time is up.
+// forget removes the answers to a question, even after its deadline.
 func (o *Operator) forget(ctx context.Context, question string) {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), within)
 	defer cancel()
@@ -203,13 +203,13 @@ func (o *Operator) add(ctx context.Context, e entry) (id string, err error) {
 	return added.Val(), nil
 }
 
-// Run answers questions and keeps orders in step until ctx ends.
+// Run answers questions and synchronises orders until ctx ends.
 func (o *Operator) Run(ctx context.Context) {
 	guard.Keep(ctx, "operator", func() { o.run(ctx) })
 }
 
 func (o *Operator) run(ctx context.Context) {
-	from := "" // not read yet, or Redis did not answer: what was asked meanwhile is not answered
+	from := "" // nothing was read yet, or Redis did not answer: questions of that time are not answered
 	for ctx.Err() == nil {
 		next, err := o.read(ctx, from)
 		if from = next; err != nil && ctx.Err() == nil {
@@ -219,9 +219,9 @@ func (o *Operator) run(ctx context.Context) {
 	}
 }
 
-// read handles the entries after from, and returns where it has read to.
+// read handles the entries after from, and returns the position that it has read to.
 func (o *Operator) read(ctx context.Context, from string) (next string, err error) {
-	if from == "" { // reading "from the end" would lose what comes between two reads
+	if from == "" { // reading "from the end" would lose entries between two reads
 		if from, err = o.add(ctx, entry{kind: kindMark}); err != nil {
 			return "", err
 		}
@@ -251,7 +251,7 @@ func (o *Operator) read(ctx context.Context, from string) (next string, err erro
 			continue
 		}
 		kind, _ := m.Values["k"].(string)
-		if kind == kindOrders && !synced { // the hash has those of later entries, too
+		if kind == kindOrders && !synced { // the hash contains those of later entries too
 			if err := o.syncNow(ctx); err != nil {
 				return "", err
 			}

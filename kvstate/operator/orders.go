@@ -18,7 +18,7 @@ const (
 
 func (o *Operator) ordersKey() string { return o.key("orders") }
 
-// Sync applies the orders in Redis to the state, and adds to Redis what the state has and Redis lacks.
+// Sync applies the orders in Redis to the state, and adds to Redis the orders that it lacks.
 func (o *Operator) Sync(ctx context.Context) error {
 	o.syncing.Lock()
 	defer o.syncing.Unlock()
@@ -62,8 +62,8 @@ func (o *Operator) Sync(ctx context.Context) error {
 	return nil
 }
 
-// Publish publishes the orders that were given here. On an error they hold for this replica, and for the others as soon
-// as Redis answers.
+// Publish publishes the orders of this replica. On an error they apply to this replica, and to the others as soon as
+// Redis answers.
 func (o *Operator) Publish(ctx context.Context) error {
 	if err := o.Sync(ctx); err != nil {
 		return err
