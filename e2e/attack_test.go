@@ -313,7 +313,7 @@ func (f *fleet) beside(t *testing.T, good *fleet, length time.Duration, attack f
 	return fmt.Sprintf("%.0f | %.1f | %.0f | %.1f | %d of %d | %s | %s", rss, held/(1<<20), goroutines, cpu, served, len(took), ms(took[len(took)/2]), ms(took[len(took)-1]))
 }
 
-// peak is the most memory that a process had, in MiB.
+// peak returns the most memory that a process had, in MiB.
 func peak(pid int) float64 {
 	text, _ := os.ReadFile(fmt.Sprintf("/proc/%d/status", pid))
 	m := regexp.MustCompile(`VmHWM:\s+(\d+) kB`).FindSubmatch(text)

@@ -28,7 +28,7 @@ import (
 
 const token = "e2e-operator-token"
 
-// withOrders is the configuration of a fleet that takes orders.
+// withOrders returns the configuration of a fleet that takes orders.
 func withOrders(t *testing.T, o options) options {
 	file := filepath.Join(t.TempDir(), "token")
 	require.NoError(t, os.WriteFile(file, []byte(token), 0o600))
@@ -87,7 +87,7 @@ func (f *fleet) wholeTraffic(clients int) *wholeTraffic {
 // pause is what a client of a test does between two requests.
 const pause = 10 * time.Millisecond
 
-// oneOf is request n of a client; what it came to is "whole", if all is well.
+// oneOf returns request n of a client; what it came to is "whole", if all is well.
 func (f *fleet) oneOf(i, n int) string {
 	body := fmt.Sprintf(`{"model":"tiny","stream":%t,"ignore_eos":true,"min_tokens":8,"max_tokens":8,"messages":[{"role":"user","content":"%d %d %s"}]}`,
 		n%2 == 0, i, n, strings.Repeat("all is well. ", 20))
@@ -149,7 +149,7 @@ func (f *fleet) rewrite(file, old, now string) {
 	require.NoError(f.t, os.Rename(file+".new", file))
 }
 
-// state is what a replica says of its endpoints, by address.
+// state returns what a replica says of its endpoints, by address.
 func (f *fleet) state(i int) map[string]shownEndpoint {
 	f.t.Helper()
 	var s struct {

@@ -19,7 +19,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// chaosFleet is the fleet of the chaos runs: a lease that does not end before a request does, and a decode step that keeps
+// chaosFleet returns the fleet of the chaos runs: a lease that does not end before a request does, and a decode step that keeps
 // answers on the wire for a while. policy is vLLM's kv_load_failure_policy.
 func chaosFleet(t *testing.T, policy string) *fleet {
 	f := start(t, options{prefills: 3, decodes: 3, pool: "  prefillTimeout: {base: 30s}\n", engineArgs: []string{

@@ -41,7 +41,7 @@ const (
 	namespace   = "llm"
 )
 
-// kubeTool is a program that scripts/kube-tools.sh built.
+// kubeTool returns a program that scripts/kube-tools.sh built.
 func kubeTool(t testing.TB, name string) string {
 	t.Helper()
 	if os.Getenv("TANDEM_KUBE") == "" {
@@ -212,7 +212,7 @@ func (c *cluster) create(doc, query string) (status int, text string) {
 
 var saysNamespace = regexp.MustCompile(`(?m)^(?:metadata: \{.*|  )namespace: "?([a-z0-9-]+)`)
 
-// namespaceOf is the one that a document names.
+// namespaceOf returns the one that a document names.
 func namespaceOf(doc string) string {
 	if m := saysNamespace.FindStringSubmatch(doc); m != nil {
 		return m[1]
@@ -220,7 +220,7 @@ func namespaceOf(doc string) string {
 	return namespace
 }
 
-// resource is what a group's version calls a kind.
+// resource returns what a group's version calls a kind.
 func (c *cluster) resource(path, kind string) (name string, namespaced bool, err error) {
 	status, text, err := c.ask(adminToken, http.MethodGet, path, "", "")
 	if err != nil {

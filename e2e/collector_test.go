@@ -66,7 +66,7 @@ func spanOf(service string, s *tracev1.Span) span {
 	return out
 }
 
-// of are the spans of one trace that came so far.
+// of returns the spans of one trace that came so far.
 func (c *collector) of(trace string) (out []span) {
 	c.mu.Lock()
 	defer c.mu.Unlock()

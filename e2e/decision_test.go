@@ -17,7 +17,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// question is a chat whose prompt has about so many tokens, no two alike.
+// question returns a chat whose prompt has about so many tokens, no two alike.
 func question(id string, tokens int) string {
 	return fmt.Sprintf(`{"model":"tiny","max_tokens":3,"messages":[{"role":"user","content":%q}]}`, id+strings.Repeat(" "+id, 4*tokens/(len(id)+1)))
 }

@@ -118,7 +118,7 @@ func ask(model string, i int) asked {
 	return a
 }
 
-// text is what an answer says, streamed or not.
+// text returns what an answer says, streamed or not.
 func (a answer) text(t *testing.T) string {
 	t.Helper()
 	var b strings.Builder
@@ -147,7 +147,7 @@ func (a answer) text(t *testing.T) string {
 	return b.String()
 }
 
-// want is what the request's answer says without any transfer: an engine is asked directly, and its caches are passed by.
+// want returns what the request's answer says without any transfer: an engine is asked directly, and its caches are passed by.
 func (f *fleet) want(a asked, e *engine) string {
 	f.t.Helper()
 	body := strings.Replace(a.body, `,"max_tokens"`, `,"cache_salt":"reference","max_tokens"`, 1)

@@ -69,7 +69,7 @@ func (c *benchCommand) matches(ran map[string][]string, name *regexp.Regexp) boo
 	return false
 }
 
-// benchCommands are the commands with -bench of all pages and of the Makefile.
+// benchCommands returns the commands with -bench of all pages and of the Makefile.
 func benchCommands(t *testing.T) (found []benchCommand) {
 	t.Helper()
 	pages := []string{"../README.md", "../CONTRIBUTING.md"}
@@ -114,7 +114,7 @@ func appendBench(to []benchCommand, page, line string) []benchCommand {
 	return append(to, c)
 }
 
-// benchmarksOf are the names of the benchmarks that go test says it ran, by the package's directory.
+// benchmarksOf returns the names of the benchmarks that go test says it ran, by the package's directory.
 func benchmarksOf(out string) map[string][]string {
 	ran, pkg := map[string][]string{}, ""
 	for line := range strings.Lines(out) {

@@ -101,7 +101,7 @@ var makeTargets = map[string]string{
 // documentedCommand begins with a program that pages tell to run, or with variables for it.
 var documentedCommand = regexp.MustCompile(`^(?:[A-Z_0-9]+=\S+ )*(make|go|curl|kubectl|docker|openssl|vllm|helm|(?:bin/)?tandem|(?:bin/)?enginesim|(?:\.tools/bin/)?envoy|e2e/vllm/run\.sh) `)
 
-// documented are the commands of a page: the indented blocks, and of running text what begins with a program that is
+// documented returns the commands of a page: the indented blocks, and of running text what begins with a program that is
 // never but a command.
 func documented(t *testing.T, page string) (out []string) {
 	t.Helper()

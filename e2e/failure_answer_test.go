@@ -49,7 +49,7 @@ func send(ctx context.Context, url, id, body string) *response {
 	return r
 }
 
-// whole is what an engine says to a request that it is sent by itself, not streamed. An engine ends connections that are idle for
+// whole returns what an engine says to a request that it is sent by itself, not streamed. An engine ends connections that are idle for
 // 5 s, as vLLM's server does, and a request that is just being written to one is lost with it: so it is asked until it has answered.
 func whole(ctx context.Context, url, body string) (text string, complete bool) {
 	for !complete && ctx.Err() == nil {
@@ -60,7 +60,7 @@ func whole(ctx context.Context, url, body string) (text string, complete bool) {
 	return text, complete
 }
 
-// text is what the answer says, and whether it is complete.
+// text returns what the answer says, and whether it is complete.
 func (r *response) text() (text string, complete bool) {
 	if r.header.Get("Content-Type") == "application/json" {
 		var a struct {

@@ -59,7 +59,7 @@ func (s *stage) row(label string) {
 	s.rows = append(s.rows, []string{label, client, s.describeLegs(), s.leftOut(), s.describeHandOvers(), left})
 }
 
-// alone is what an engine alone says to the prompt.
+// alone returns what an engine alone says to the prompt.
 func (s *stage) alone() string {
 	for _, e := range s.f.decodes {
 		if !e.running() {
@@ -83,7 +83,7 @@ type leg struct {
 	Injected string    `json:"injected"`
 }
 
-// legs are the play's, in the order they came.
+// legs returns the play's, in the order they came.
 func (s *stage) legs() (out []leg) {
 	for _, e := range s.f.engines() {
 		var list []leg
@@ -147,7 +147,7 @@ func or(s, empty string) string {
 	return s
 }
 
-// leftOut are the endpoints that Tandem took in again since the request began. What is out for a moment only cannot be
+// leftOut returns the endpoints that Tandem took in again since the request began. What is out for a moment only cannot be
 // missed in its log.
 func (s *stage) leftOut() string {
 	names := map[string]bool{}
@@ -218,7 +218,7 @@ func (s *stage) quiet() string {
 	}
 }
 
-// leftAt are the metrics at url that are not zero, in words.
+// leftAt returns the metrics at url that are not zero, in words.
 func leftAt(url string, words map[string]string) (left []string) {
 	resp, err := client.Get(url + "/metrics")
 	if errors.Is(err, syscall.ECONNREFUSED) {

@@ -275,7 +275,7 @@ func start(t testing.TB, o options) *fleet {
 	return f
 }
 
-// yaml is the configuration of replica i.
+// yaml returns the configuration of replica i.
 func (f *fleet) yaml(o options, listen, envoyAdmin string, extProcs, replans []string, admin string, i int, key string) string {
 	var b strings.Builder
 	fmt.Fprintf(&b, "extProc: {listen: %q%s}\nreplan: {listen: %q}\nadmin: {listen: %q%s}\n", extProcs[i], o.extProcFields, replans[i], admin, o.adminFields)
@@ -434,7 +434,7 @@ type answer struct {
 	took   time.Duration
 }
 
-// events are the data of an SSE answer.
+// events returns the data of an SSE answer.
 func (a answer) events() (out []string) {
 	for line := range strings.Lines(a.body) {
 		if data, ok := strings.CutPrefix(strings.TrimRight(line, "\r\n"), "data: "); ok {
@@ -514,7 +514,7 @@ type seen struct {
 	EncodedHere      int                 `json:"encoded_here"`
 }
 
-// requests are what engines recorded under a request id, in no particular order; "" is everything.
+// requests returns what engines recorded under a request id, in no particular order; "" is everything.
 func (f *fleet) requests(id string, of ...*engine) (out []seen) {
 	f.t.Helper()
 	for _, e := range of {
@@ -532,7 +532,7 @@ func (f *fleet) requests(id string, of ...*engine) (out []seen) {
 	return out
 }
 
-// hops are the one prefill and the one decode request under an id.
+// hops returns the one prefill and the one decode request under an id.
 func (f *fleet) hops(id string) (prefill, decode seen) {
 	f.t.Helper()
 	p, d := f.requests(id, f.prefills...), f.requests(id, f.decodes...)

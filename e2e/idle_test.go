@@ -97,7 +97,7 @@ func TestOpenStreams(t *testing.T) {
 	stop()
 }
 
-// liveHeap is what is reachable on the replica's heap, in MiB: asking for a heap profile with gc=1 collects before.
+// liveHeap returns what is reachable on the replica's heap, in MiB: asking for a heap profile with gc=1 collects before.
 func (f *fleet) liveHeap() float64 {
 	resp, err := client.Get(f.admins[0] + "/debug/pprof/heap?gc=1")
 	require.NoError(f.t, err)

@@ -123,7 +123,7 @@ func TestKubeInferencePool(t *testing.T) {
 	require.Equal(t, 200, k.fleet.post(apis[0].path, apis[0].body).status)
 }
 
-// crds are files of CRDs in a Go module.
+// crds returns files of CRDs in a Go module.
 func crds(t *testing.T, module, pattern string) []string {
 	t.Helper()
 	cmd := exec.Command("go", "mod", "download", "-json", module)

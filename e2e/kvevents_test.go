@@ -14,7 +14,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// sample is the value of one of Tandem's metrics of an endpoint.
+// sample returns the value of one of Tandem's metrics of an endpoint.
 func (f *fleet) sample(name, endpoint string) float64 {
 	return metric(f.t, f.admins[0], name, strconv.Quote(endpoint))
 }
@@ -31,7 +31,7 @@ func (f *fleet) publishersConnect() {
 	}
 }
 
-// conversation is a chat request of that many turns. Every turn is some 2,000 characters.
+// conversation returns a chat request of that many turns. Every turn is some 2,000 characters.
 func conversation(name string, turns int) string {
 	var b strings.Builder
 	b.WriteString(`{"model":"tiny","max_tokens":4,"messages":[{"role":"system","content":"You are ` + name + `."}`)
@@ -51,7 +51,7 @@ func (f *fleet) engineAt(addr string) *engine {
 	return nil
 }
 
-// requestOf is a request to an API with so many turns, as long as those of conversation.
+// requestOf returns a request to an API with so many turns, as long as those of conversation.
 func requestOf(path, name string, turns int) string {
 	chat := conversation(name, turns)
 	switch path {
@@ -227,7 +227,7 @@ func (f *fleet) knownPrompts(n int) bool {
 	}
 }
 
-// subscribers is how many replicas follow each engine's KV events.
+// subscribers returns how many replicas follow each engine's KV events.
 func (f *fleet) subscribers() (out []int) {
 	for _, e := range f.engines() {
 		out = append(out, int(metric(f.t, "http://"+e.addr, "enginesim_kv_events_subscribers")))

@@ -203,7 +203,7 @@ func TestDemo(t *testing.T) {
 	soon(t, "nothing is left running", func() bool { return len(withTMPDIR(t, dir)) == 0 })
 }
 
-// withTMPDIR are the processes with that directory in their environment, which children take over: the engines' command lines
+// withTMPDIR returns the processes with that directory in their environment, which children take over: the engines' command lines
 // do not name it.
 func withTMPDIR(t *testing.T, dir string) (left []string) {
 	t.Helper()

@@ -25,7 +25,7 @@ func (c *cluster) installAll() {
 	}
 }
 
-// rendered are all manifests as files, and as kustomize and Helm make them, by what they are.
+// rendered returns all manifests as files, and as kustomize and Helm make them, by what they are.
 func rendered(t *testing.T) map[string]string {
 	t.Helper()
 	out := map[string]string{}

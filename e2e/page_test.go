@@ -21,7 +21,7 @@ import (
 
 var screenshots = flag.Bool("screenshots", false, "take docs/page.png and docs/page-phone.png anew")
 
-// browser is a Chromium, from $CHROMIUM or PATH; without one the test is skipped.
+// browser returns a Chromium, from $CHROMIUM or PATH; without one the test is skipped.
 func browser(t *testing.T) string {
 	t.Helper()
 	for _, name := range []string{os.Getenv("CHROMIUM"), "chromium", "chromium-browser", "google-chrome"} {

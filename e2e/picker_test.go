@@ -81,7 +81,7 @@ static_resources:
     load_assignment: {cluster_name: pool, endpoints: [{lb_endpoints: [%[6]s]}]}
 `
 
-// gatewayTo is the bootstrap of such a gateway, with a pool of endpoints.
+// gatewayTo returns the bootstrap of such a gateway, with a pool of endpoints.
 func gatewayTo(endpoints ...string) func(f *fleet) string {
 	return func(f *fleet) string {
 		config, err := os.ReadFile(f.config)

@@ -111,7 +111,7 @@ func (k *kubelet) finish(p *pod) {
 	k.fleet.prefills, k.fleet.decodes = slices.DeleteFunc(k.fleet.prefills, gone), slices.DeleteFunc(k.fleet.decodes, gone)
 }
 
-// asked is how many requests have come to engines.
+// asked returns how many requests have come to engines.
 func (k *kubelet) asked(of ...*engine) (n int) {
 	k.t.Helper()
 	for _, e := range of {

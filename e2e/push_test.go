@@ -66,7 +66,7 @@ func (f *fleet) knowsPrefills() {
 	}
 }
 
-// hopsLike are the one prefill and the one decode request whose id begins with the client's.
+// hopsLike returns the one prefill and the one decode request whose id begins with the client's.
 func (f *fleet) hopsLike(id string) (prefill, decode seen) {
 	f.t.Helper()
 	of := func(engines []*engine) (out []seen) {

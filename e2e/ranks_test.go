@@ -11,7 +11,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// rankedFleet is one prefill and one decode engine with two data-parallel ranks behind a port each.
+// rankedFleet returns one prefill and one decode engine with two data-parallel ranks behind a port each.
 func rankedFleet(t *testing.T, dialect string) *fleet {
 	o := options{dialect: dialect, prefills: 1, decodes: 1}
 	o.pool = "  kvEvents: {replayPort: 1, port: 1}\n" // each engine's own go before these
@@ -66,7 +66,7 @@ func TestDataParallelRanks(t *testing.T) {
 	}
 }
 
-// leg is the one request under an id at an engine. Legs that run at once may have more behind the id.
+// leg returns the one request under an id at an engine. Legs that run at once may have more behind the id.
 func (f *fleet) leg(id string, e *engine) seen {
 	f.t.Helper()
 	legs := slices.DeleteFunc(f.requests("", e), func(s seen) bool { return s.RequestID != id && !strings.HasPrefix(s.RequestID, id+".") })

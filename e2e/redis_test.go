@@ -48,7 +48,7 @@ func (f *fleet) known(replica int) (k known) {
 	return k
 }
 
-// ready is what a replica answers at /readyz.
+// ready returns what a replica answers at /readyz.
 func (f *fleet) ready(replica int) (status int, body string) {
 	f.t.Helper()
 	resp, err := client.Get(f.admins[replica] + "/readyz")

@@ -143,7 +143,7 @@ func sum(t *testing.T, f *fleet, name string, labels ...string) (total float64) 
 	return total
 }
 
-// member is the JSON text of a member of a body.
+// member returns the JSON text of a member of a body.
 func member(t *testing.T, body, name string) string {
 	t.Helper()
 	var members map[string]json.RawMessage

@@ -52,7 +52,7 @@ func TestFourReplicasHitLikeOne(t *testing.T) {
 	}
 }
 
-// hitShare is the share of prompt tokens that prefill found cached in a fleet of its own.
+// hitShare returns the share of prompt tokens that prefill found cached in a fleet of its own.
 func hitShare(t *testing.T, replicas int, top, speed string, work func(*fleet)) (share float64) {
 	t.Helper()
 	t.Run(fmt.Sprintf("%d replicas, redis %t", replicas, top != ""), func(t *testing.T) {
@@ -142,7 +142,7 @@ func traced(t *testing.T, n, clients int) func(*fleet) {
 	}
 }
 
-// lag is how long prompts that one replica routed took to be known to another, over all pairs: how many there were, and how
+// lag returns how long prompts that one replica routed took to be known to another, over all pairs: how many there were, and how
 // many of them were known within each bound (seconds).
 func (f *fleet) lag() (count float64, within map[string]float64) {
 	within = map[string]float64{}

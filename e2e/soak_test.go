@@ -140,7 +140,7 @@ func (s *soak) sample() sample {
 	}
 }
 
-// resident is the memory of a process in MiB.
+// resident returns the memory of a process in MiB.
 func resident(p *process) float64 {
 	text, _ := os.ReadFile(fmt.Sprintf("/proc/%d/statm", p.cmd.Process.Pid))
 	if fields := strings.Fields(string(text)); len(fields) > 1 {

@@ -18,7 +18,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// cleaning is a fleet whose engines keep blocks for minutes, as vLLM before 0.22 does, and whose pool cleans up.
+// cleaning returns a fleet whose engines keep blocks for minutes, as vLLM before 0.22 does, and whose pool cleans up.
 func cleaning(o options) options {
 	o.engineArgs = append([]string{"--lease", "480s", "--record-count", "20000", "--record-body", "0"}, o.engineArgs...)
 	o.pool += "  strandedBlocks: cleanupDecode\n"
@@ -26,7 +26,7 @@ func cleaning(o options) options {
 	return o
 }
 
-// held are the x-request-ids of what prefill engines hold, and how many were kept in all.
+// held returns the x-request-ids of what prefill engines hold, and how many were kept in all.
 func (f *fleet) held() (ids []string, given int) {
 	for _, e := range f.prefills {
 		var state struct {
@@ -39,7 +39,7 @@ func (f *fleet) held() (ids []string, given int) {
 	return ids, given
 }
 
-// sum is a metric of all replicas.
+// sum returns a metric of all replicas.
 func (f *fleet) sum(name string, labels ...string) (n float64) {
 	for _, admin := range f.admins {
 		n += metric(f.t, admin, name, labels...)
@@ -71,7 +71,7 @@ func (f *fleet) cleanedUp() int {
 	return int(n)
 }
 
-// decodeLegs are those of each request, its cleanup among them, and how many cleanups engines saw.
+// decodeLegs returns those of each request, its cleanup among them, and how many cleanups engines saw.
 func (f *fleet) decodeLegs() (legs map[string][]seen, cleanups int) {
 	legs = map[string][]seen{}
 	for _, e := range f.decodes {
@@ -200,7 +200,7 @@ func (f *fleet) pending() bool {
 	return strings.Contains(text, "pending_active: ") && !strings.Contains(text, "pending_active: 0")
 }
 
-// deaf is an address where connections hang: its queue of them is full, and nobody takes any out.
+// deaf returns an address where connections hang: its queue of them is full, and nobody takes any out.
 func deaf(t *testing.T) string {
 	fd, err := syscall.Socket(syscall.AF_INET, syscall.SOCK_STREAM|syscall.SOCK_CLOEXEC, 0)
 	require.NoError(t, err)

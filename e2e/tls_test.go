@@ -61,7 +61,7 @@ func selfSigned(t *testing.T, certFile, keyFile string, serial int64) {
 	require.NoError(t, os.WriteFile(certFile, pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: der}), 0o600))
 }
 
-// serial is the number of the certificate that is shown at an address.
+// serial returns the number of the certificate that is shown at an address.
 func serial(t *testing.T, address string) int64 {
 	t.Helper()
 	conn, err := tls.Dial("tcp", address, &tls.Config{InsecureSkipVerify: true, NextProtos: []string{"h2"}})

@@ -218,7 +218,7 @@ func TestLogsAndSpansHoldNoPrompt(t *testing.T) {
 	}
 }
 
-// openMetrics is what a scraper gets that asks for exemplars.
+// openMetrics returns what a scraper gets that asks for exemplars.
 func (f *fleet) openMetrics() string {
 	f.t.Helper()
 	r, err := http.NewRequestWithContext(f.t.Context(), http.MethodGet, f.admins[0]+"/metrics", nil)

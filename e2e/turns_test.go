@@ -15,7 +15,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// turnsKind is NIXL in both directions: decode keeps answers for keep, prefill fetches them in the next turn, within good.
+// turnsKind returns NIXL in both directions: decode keeps answers for keep, prefill fetches them in the next turn, within good.
 func turnsKind(keep, good string) kind {
 	return kind{
 		engine: "nixl", kv: "nixl", more: []string{"--bidirectional", "--decoder-ttl", keep},
@@ -36,7 +36,7 @@ type talk struct {
 
 func (c *talk) id() string { return fmt.Sprintf("%s-%d", c.session, c.turn) }
 
-// next is the next turn's request: the user says something more.
+// next returns the next turn's request: the user says something more.
 func (c *talk) next(t *testing.T) asked {
 	t.Helper()
 	c.turn++
@@ -96,7 +96,7 @@ func (c *talk) hear(t *testing.T, a asked, got answer) {
 	c.messages = append(c.messages, map[string]string{"role": "assistant", "content": text})
 }
 
-// said are the token ids of an answer whose client asked for them.
+// said returns the token ids of an answer whose client asked for them.
 func (c *talk) said(t *testing.T, got answer) (ids []uint32) {
 	t.Helper()
 	texts := []string{got.body}
@@ -118,7 +118,7 @@ func (c *talk) said(t *testing.T, got answer) (ids []uint32) {
 	return ids
 }
 
-// turns is how many turns became what, over all replicas.
+// turns returns how many turns became what, over all replicas.
 func (f *fleet) turns(what string) (n float64) {
 	for _, admin := range f.admins {
 		n += metric(f.t, admin, "tandem_turns_total", `what="`+what+`"`)

@@ -16,7 +16,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// refuser is a prefill endpoint that has no time, and says so before it has read a request. 429 does not leave it out.
+// refuser returns a prefill endpoint that has no time, and says so before it has read a request. 429 does not leave it out.
 func refuser(t *testing.T) string {
 	s := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if r.Method == http.MethodPost {

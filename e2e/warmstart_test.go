@@ -79,7 +79,7 @@ func TestWarmStartAfterKills(t *testing.T) {
 	}
 }
 
-// cached is how many tokens of prompts prefill engines found in their caches, and of how many.
+// cached returns how many tokens of prompts prefill engines found in their caches, and of how many.
 func (f *fleet) cached() (hits, tokens float64) {
 	for _, e := range f.prefills {
 		hits += metric(f.t, "http://"+e.addr, "vllm:prefix_cache_hits_total")

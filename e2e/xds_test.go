@@ -25,7 +25,7 @@ type shownEnvoy struct {
 	Refused string `json:"refused"`
 }
 
-// envoys are the Envoys that replica i serves.
+// envoys returns the Envoys that replica i serves.
 func (f *fleet) envoys(i int) []shownEnvoy {
 	f.t.Helper()
 	var s struct {
@@ -35,7 +35,7 @@ func (f *fleet) envoys(i int) []shownEnvoy {
 	return s.Envoys
 }
 
-// envoyStat is one of Envoy's counters.
+// envoyStat returns one of Envoy's counters.
 func (f *fleet) envoyStat(name string) int {
 	f.t.Helper()
 	resp, err := http.Get(f.envoyURL + "/stats?filter=^" + name + "$")

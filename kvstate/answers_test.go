@@ -16,7 +16,7 @@ type writer struct {
 	written AnswerCounters
 }
 
-// look has an engine write for two seconds and tell of it.
+// look makes an engine write for two seconds and report it.
 func (w *writer) look(s *State, e *Endpoint, at time.Time) {
 	const kvTokens, usage = 100_000, .5
 	step := w.slow * (DecodeStep + DecodeAnswer*float64(w.running) + DecodeToken*kvTokens*usage)
@@ -28,8 +28,8 @@ func (w *writer) look(s *State, e *Endpoint, at time.Time) {
 	s.Observe(e, Signals{Running: w.running, Waiting: 0, KVUsage: usage, KVTokens: kvTokens, At: at, Answers: w.written})
 }
 
-// What engines say of the time between two tokens is learned, whatever the start assumed: within 15 % after a hundred answers each, and
-// endpoints that are equal end up equal.
+// Reported times between two tokens are learned, whatever the initial assumption: within 15 % after a hundred answers
+// each, and equal endpoints get equal values.
 func TestDecodeSpeedIsLearned(t *testing.T) {
 	for _, slow := range []float64{.25, .5, 1, 2, 4} {
 		t.Run(fmt.Sprint(slow, " times"), func(t *testing.T) {
@@ -38,7 +38,7 @@ func TestDecodeSpeedIsLearned(t *testing.T) {
 			s.SetPool(PoolSpec{Name: "chat", Models: []string{"*"}}, decoders("a", "b", "new"))
 			p := s.Pool("chat")
 			engines := map[string]*writer{"a": {slow: slow, running: 4}, "b": {slow: slow, running: 12}}
-			for range 26 { // the first look is none to compare with
+			for range 26 { // the first scrape has no predecessor
 				now = now.Add(2 * time.Second)
 				for addr, w := range engines {
 					w.look(s, p.Endpoint(addr), now)
@@ -59,7 +59,7 @@ func TestDecodeSpeedIsLearned(t *testing.T) {
 	}
 }
 
-// An endpoint that is slower than the others is told from them, and one look of an engine that stood still changes little.
+// A slower endpoint is distinguished from the others, and one scrape of an engine that stalled changes little.
 func TestASlowDecoderIsToldFromItsPool(t *testing.T) {
 	now := time.Unix(1e9, 0)
 	s := New(Options{Now: func() time.Time { return now }})
@@ -88,7 +88,7 @@ func TestASlowDecoderIsToldFromItsPool(t *testing.T) {
 	require.InDelta(t, before, step(0), .4)
 }
 
-// What an endpoint computes of prompts while it decodes is no part of its decode steps.
+// Prompts that an endpoint computes while it decodes are not part of its decode steps.
 func TestLocalPrefillDoesNotCountAsSlowDecode(t *testing.T) {
 	now := time.Unix(1e9, 0)
 	s := New(Options{Now: func() time.Time { return now }})
@@ -105,7 +105,8 @@ func TestLocalPrefillDoesNotCountAsSlowDecode(t *testing.T) {
 	require.InDelta(t, 1, v.Endpoints[0].Step, .3)
 }
 
-// Engines that start anew, or tell too little, teach nothing; nor do those that prefill, whose answers have one token.
+// Nothing is learned from engines that restart or report too little, nor from those that prefill, whose answers have
+// one token.
 func TestWhatTeachesNothing(t *testing.T) {
 	now := time.Unix(1e9, 0)
 	s := New(Options{Now: func() time.Time { return now }})

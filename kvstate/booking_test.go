@@ -15,7 +15,7 @@ func prefillOf(seconds float64, uncached int64) Booking {
 	return Booking{For: RolePrefill, PromptTokens: uncached, Uncached: uncached, Work: Seconds(seconds)}
 }
 
-// clocked is a state with one P and one D in a time of its own.
+// clocked returns a state with one P and one D in a time of its own.
 func clocked() (s *State, pool *Pool, now *time.Time) {
 	at := time.Unix(1000, 0)
 	s = New(Options{Now: func() time.Time { return at }})
@@ -29,7 +29,7 @@ func see(s *State, p *Pool) (prefill, decode Candidate, load Utilisation) {
 	return v.Endpoints[0], v.Endpoints[1], v.Load
 }
 
-// What is booked on P is a queue: what its front has been worked on is no longer ahead of anybody.
+// Bookings on P form a queue: the finished part of its front no longer delays others.
 func TestQueueOfPrefills(t *testing.T) {
 	s, pool, now := clocked()
 	e := pool.Endpoints()[0]
@@ -60,7 +60,7 @@ func TestQueueOfPrefills(t *testing.T) {
 	require.Zero(t, p.Jobs)
 }
 
-// The queue against one that adds everything up anew.
+// The queue is compared with one that adds everything up again.
 func TestQueueAgainstTwin(t *testing.T) {
 	random := rand.New(rand.NewPCG(1, 1))
 	s, pool, now := clocked()
@@ -126,7 +126,7 @@ func TestWorkOnDecodeEndpointsDrainsByItself(t *testing.T) {
 	require.Less(t, c.Share, .01)
 }
 
-// What is only coming is held as any other booking, and counts nowhere: neither for views nor for other replicas.
+// A tentative booking is held like any other, and counts nowhere: neither for views nor for other replicas.
 func TestWhatIsComingCountsNowhere(t *testing.T) {
 	s, pool, now := clocked()
 	d := pool.Endpoints()[1]
@@ -163,8 +163,8 @@ func TestUtilisation(t *testing.T) {
 	require.Less(t, load.Prefill, .01)
 }
 
-// An endpoint's speed is learned from how long it was at work, however it batched: small jobs that carry a whole step's
-// overhead do not make it look slow for large ones.
+// An endpoint's speed is learned from its busy time, however it batched: small jobs with a whole step's overhead do
+// not make it look slow for large ones.
 func TestSpeedIsARatioOfSums(t *testing.T) {
 	s, pool, now := clocked()
 	e := pool.Endpoints()[0]
@@ -177,7 +177,7 @@ func TestSpeedIsARatioOfSums(t *testing.T) {
 			work += w
 			ids = append(ids, s.Reserve(e, prefillOf(w, 100)))
 		}
-		*now = now.Add(Seconds(work * 2)) // it takes twice as long as the model says, and all end at once
+		*now = now.Add(Seconds(work * 2)) // twice the model's time, and all end at once
 		for _, id := range ids {
 			require.True(t, s.Complete(id))
 		}
@@ -209,8 +209,8 @@ func TestSpeedNeedsEvidence(t *testing.T) {
 	require.InDelta(t, 10, p.Speed, 0, "a prefill that failed says nothing")
 }
 
-// Prompts of 200 tokens show an endpoint's speed as large ones do: the start fades with the observations, or it would weigh
-// more than all of them for ever.
+// Prompts of 200 tokens show an endpoint's speed as large ones do: the prior fades with the observations, otherwise it
+// would outweigh them for ever.
 func TestSpeedIsLearnedFromShortPrompts(t *testing.T) {
 	for _, truth := range []float64{.25, .5, 1, 2, 4} {
 		s, pool, now := clocked()
@@ -227,8 +227,8 @@ func TestSpeedIsLearnedFromShortPrompts(t *testing.T) {
 	}
 }
 
-// One prefill that stood still for a minute is forgotten after some more, and what nobody has seen for ten minutes holds no
-// longer: an endpoint that was slow once is tried again.
+// One prefill that stalled for a minute is forgotten after some more, and an observation expires after ten minutes: an
+// endpoint that was slow once is tried again.
 func TestSpeedForgets(t *testing.T) {
 	s, pool, now := clocked()
 	e := pool.Endpoints()[0]

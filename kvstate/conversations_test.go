@@ -8,7 +8,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// TestTurns: of a conversation the latest turn is kept, for one use, and not for longer than it may be.
+// TestTurns: the latest turn of a conversation is stored, for one use and a limited time.
 func TestTurns(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s := New(Options{})
@@ -49,7 +49,7 @@ func TestTurns(t *testing.T) {
 	})
 }
 
-// TestTurnsAreBounded: what has no room is not kept, and says so.
+// TestTurnsAreBounded: a turn that does not fit is not stored, and reported.
 func TestTurnsAreBounded(t *testing.T) {
 	s := New(Options{})
 	turn := make([]byte, MaxConversationBytes)

@@ -8,7 +8,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// What was booked for an Envoy that is gone is free again within a second; what was booked for others is not.
+// Reservations for an Envoy that is gone are released within a second; those for others are not.
 func TestSourceGone(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s := New(Options{})
@@ -31,7 +31,7 @@ func TestSourceGone(t *testing.T) {
 	})
 }
 
-// Where all prefill endpoints have failed, those that hang stay out; where all decode endpoints have, none does.
+// If all prefill endpoints have failed, those that hang stay excluded; if all decode endpoints have, none does.
 func TestHungPrefillsStayOut(t *testing.T) {
 	s := New(Options{})
 	s.SetPool(PoolSpec{Name: "p"}, []EndpointSpec{{Addr: "a:1", Role: RolePrefill}, {Addr: "b:1", Role: RolePrefill}, {Addr: "c:1", Role: RoleDecode}})

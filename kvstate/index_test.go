@@ -22,7 +22,7 @@ func chain(path ...byte) []uint64 {
 	return hashes
 }
 
-// long is a prompt of n blocks that branches off the one with branch 0 after shared of them.
+// long returns a prompt of n blocks that branches off the one with branch 0 after shared of them.
 func long(n, shared int, branch byte) []uint64 {
 	path := make([]byte, n)
 	for i := shared; i < n; i++ {
@@ -61,7 +61,7 @@ func TestIndexForgetsWithTime(t *testing.T) {
 		go s.Run(t.Context())
 		var v View
 		hit := func() int { s.View(p, long(8, 0, 1), &v); return v.Endpoints[0].Hit }
-		for range 5 { // what is asked for stays
+		for range 5 { // blocks that are looked up stay
 			s.Routed(p, p.Endpoints()[0], long(8, 0, 1))
 			<-time.After(4 * time.Minute)
 			require.Equal(t, 8, hit())
@@ -143,7 +143,7 @@ func BenchmarkRouted(b *testing.B) {
 	}
 }
 
-// A view says how popular the blocks of its prompt are, as requests arrive here and prefills of other replicas are received.
+// A view has the popularity of its prompt's blocks, from requests that arrive here and prefills of other replicas.
 func TestViewSaysWhatIsShared(t *testing.T) {
 	s, p := fleetOf(4)
 	known := long(64, 0, 1)
@@ -151,7 +151,7 @@ func TestViewSaysWhatIsShared(t *testing.T) {
 	for range 3 {
 		s.CountPrompt(p, known)
 		s.ApplyRouted(p, p.endpoints[0], known)
-		s.ApplyRouted(p, p.endpoints[3], known) // decode: that is the second leg of the same
+		s.ApplyRouted(p, p.endpoints[3], known) // decode: the second leg of the same request
 	}
 	s.View(p, append(known[:32:32], long(64, 0, 2)[32:]...), &v)
 	require.Len(t, v.Uses, 1)
@@ -164,7 +164,7 @@ func TestViewSaysWhatIsShared(t *testing.T) {
 	require.Empty(t, v.Uses)
 }
 
-// The index remembers twice what an engine has memory for, and what was usual where the engine does not say.
+// The index remembers twice an engine's memory, and a default if the engine does not report it.
 func TestTheIndexIsTwiceTheEngine(t *testing.T) {
 	for tokens, want := range map[int64]int{
 		-1:        1 << 14,

@@ -27,7 +27,7 @@ func pd(prefills, decodes int) []EndpointSpec {
 	return eps
 }
 
-// answer books an answer to so many tokens.
+// answer books an answer to that many tokens.
 func answer(tokens int64) Booking { return Booking{For: RoleDecode, PromptTokens: tokens} }
 
 func TestRoles(t *testing.T) {
@@ -123,7 +123,7 @@ func TestSetPool(t *testing.T) {
 		require.Equal(t, kept, want.Endpoint.Failed())
 	}
 
-	s.Routed(p, goes, prompt) // too late: changes nothing
+	s.Routed(p, goes, prompt) // too late: no effect
 	for _, id := range booked {
 		require.True(t, s.Release(id), "also on those that left or changed")
 	}
@@ -137,7 +137,7 @@ func TestSetPool(t *testing.T) {
 	s.RemovePool("never was")
 	require.Nil(t, s.Pool("p"))
 	require.Empty(t, s.Pools())
-	s.View(before, prompt, &v) // who still has the old pool may go on
+	s.View(before, prompt, &v) // a request with the old pool may continue
 	require.Len(t, v.Endpoints, 3)
 }
 
@@ -164,7 +164,7 @@ func TestHealth(t *testing.T) {
 		name   string
 		fleet  []EndpointSpec
 		failed []string
-		out    []string // left out by View
+		out    []string // excluded by View
 	}{
 		{"never asked", pd(2, 2), nil, nil},
 		{"one of each", pd(2, 2), []string{"p0", "d1"}, []string{"p0", "d1"}},
@@ -314,7 +314,7 @@ func TestPromptTokens(t *testing.T) {
 	require.EqualValues(t, 1000, s.Pool("p").PromptTokens(16000), "what was learned stays with the pool")
 }
 
-// Everything at once, under the race detector; at the end everything is at zero.
+// Everything concurrently, under the race detector; at the end everything is at zero.
 func TestStress(t *testing.T) {
 	s := New(Options{EndpointBlocks: 256})
 	spec := PoolSpec{Name: "p", Models: []string{"*"}}
@@ -396,7 +396,7 @@ func BenchmarkReserve(b *testing.B) {
 	})
 }
 
-// Endpoints of a group stand together in a view, whoever is taken out of it.
+// Endpoints of a group are adjacent in a view, whichever endpoints are excluded.
 func TestGroupAt(t *testing.T) {
 	s := New(Options{})
 	var eps []EndpointSpec

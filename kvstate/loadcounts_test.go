@@ -7,13 +7,13 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// vLLM counts the transfers that failed on the side that fetches. With kv_load_failure_policy "recompute" nothing else shows them.
+// vLLM counts failed transfers on the fetching side. With kv_load_failure_policy "recompute" nothing else shows them.
 func TestCountsOfFailedTransfersBlameAPair(t *testing.T) {
 	start := time.Now()
 	for name, tt := range map[string]struct {
-		told   map[string]time.Duration // when D was told to load, by prefill endpoint
-		failed []int64                  // D's count at each look, 2 s apart from 10 s on
-		want   []string                 // prefill endpoints that the pair is avoided with
+		told   map[string]time.Duration // time at which D was asked to load, by prefill endpoint
+		failed []int64                  // D's count at each scrape, 2 s apart from 10 s on
+		want   []string                 // prefill endpoints with which the pair is avoided
 	}{
 		"one prefill endpoint had KV for it":   {map[string]time.Duration{"p1:1": 9 * time.Second}, []int64{0, 3}, []string{"p1:1"}},
 		"it counted before anybody looked":     {map[string]time.Duration{"p1:1": 9 * time.Second}, []int64{3, 3}, nil},
@@ -47,7 +47,7 @@ func TestCountsOfFailedTransfersBlameAPair(t *testing.T) {
 	}
 }
 
-// What is remembered of hand-overs is bounded.
+// The memory of hand-overs is bounded.
 func TestLoadsThatBeganAreBounded(t *testing.T) {
 	now := time.Now()
 	s := New(Options{Now: func() time.Time { return now }})

@@ -7,7 +7,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// loadFleet is a state with two endpoints of each role, whose clock the test moves.
+// loadFleet returns a state with two endpoints of each role, whose clock the test moves.
 func loadFleet(t *testing.T) (s *State, p *Pool, pass func(time.Duration), faults func(addr string) *LoadFaults) {
 	now := time.Unix(1_700_000_000, 0)
 	s = New(Options{Now: func() time.Time { return now }})
@@ -57,7 +57,7 @@ func TestLoadFailureOfADecodeEndpoint(t *testing.T) {
 	require.Nil(t, faults("d2"))
 }
 
-// TestLoadTrial: a pair comes back by one request, first by one that is not streamed.
+// TestLoadTrial: one request makes a pair eligible again, at first one that is not streamed.
 func TestLoadTrial(t *testing.T) {
 	s, p, pass, faults := loadFleet(t)
 	trials := func(addr string) *LoadFaults {

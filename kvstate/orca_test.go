@@ -36,7 +36,7 @@ func FuzzParseORCA(f *testing.F) {
 		require.Equal(t, ok, s.KVUsage >= 0 || s.Waiting >= 0)
 		require.True(t, s.KVUsage <= 1 && s.Waiting < 1<<32)
 		rest, isJSON := bytes.CutPrefix(value, []byte("JSON "))
-		if fast := UnknownSignals(); isJSON && fast.readFlat(rest) { // as encoding/json has it
+		if fast := UnknownSignals(); isJSON && fast.readFlat(rest) { // as encoding/json reads it
 			var load struct {
 				Named map[string]float64 `json:"named_metrics"`
 			}
@@ -50,7 +50,7 @@ func FuzzParseORCA(f *testing.F) {
 	})
 }
 
-// An answer's header is read in its request's path.
+// An answer's header is parsed on the request's path.
 func TestParseORCAAllocs(t *testing.T) {
 	for _, text := range []string{`JSON {"named_metrics":{"kv_cache_usage_perc":0.12,"num_requests_waiting":3.0}}`, `JSON {"named_metrics": {"kv_cache_usage_perc": 0.12, "num_requests_waiting": 3.0}}`} {
 		value := []byte(text)
@@ -58,8 +58,8 @@ func TestParseORCAAllocs(t *testing.T) {
 	}
 }
 
-// Signals are worth less and less; what one source does not say another has said before, for as long as that is not too old. How much
-// KV there is room for is no matter of age.
+// Signals lose weight with age; a figure that one source lacks keeps the value of another, until that is too old. The
+// capacity of KV does not age.
 func TestSignalsAge(t *testing.T) {
 	s := New(Options{})
 	s.SetPool(PoolSpec{Name: "p"}, []EndpointSpec{{Addr: "a", Role: RoleBoth}})
@@ -84,8 +84,8 @@ func TestSignalsAge(t *testing.T) {
 	require.Zero(t, room(), "it does not say")
 }
 
-// Answers' headers, which tell how many wait, say nothing of what only the metrics tell: that is as old as the last look, however many
-// answers come, is trusted so, and is forgotten.
+// Answers' headers have the number of waiting requests, but not the figures of the metrics: those are as old as the
+// last scrape, however many answers come, are trusted accordingly, and expire.
 func TestHeadersKeepNoLookFresh(t *testing.T) {
 	start := time.Unix(1000, 0)
 	now := start
@@ -115,14 +115,15 @@ func TestHeadersKeepNoLookFresh(t *testing.T) {
 	require.Equal(t, header, *e.Signals(), "no look in all that time")
 	require.Zero(t, e.Signals().Age(now))
 
-	// A look takes a while to arrive. It is news though answers came meanwhile, and these know better who waits.
+	// A scrape takes a while to arrive. It is newer than the last one even though answers came meanwhile, whose
+	// figures are newer still.
 	s.Observe(e, Signals{Running: 5, Waiting: 9, KVUsage: .9, KVTokens: 1000, At: now.Add(-time.Second)})
 	require.Equal(t, Signals{Running: 5, Waiting: 2, KVUsage: .5, KVTokens: 1000, At: now, ScrapedAt: now.Add(-time.Second), unbooked: 14}, *e.Signals())
 	s.Observe(e, Signals{Running: 6, Waiting: 9, KVUsage: .9, KVTokens: 1000, At: now.Add(-2 * time.Second)})
 	require.EqualValues(t, 5, e.Signals().Running, "old news")
 }
 
-// What an engine has that nobody here has booked counts, if two looks say so, as far as they are trusted.
+// Requests at an engine that no replica has booked count, if two scrapes report them, weighted by trust.
 func TestElsewhere(t *testing.T) {
 	now := time.Unix(1000, 0)
 	s := New(Options{Now: func() time.Time { return now }})

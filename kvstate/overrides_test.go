@@ -7,7 +7,8 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// An operator's order keeps work away whatever else is known of an endpoint, and outlives its leaving and coming back.
+// An operator's order keeps requests away whatever else is known of an endpoint, and survives its leaving and coming
+// back.
 func TestOrders(t *testing.T) {
 	s := New(Options{})
 	spec := PoolSpec{Name: "p", Models: []string{"*"}}
@@ -72,7 +73,7 @@ func TestOrders(t *testing.T) {
 	require.Len(t, usable(), 1)
 }
 
-// What a configuration drains is out by its spec, and no order is needed to bring it back.
+// An endpoint that the configuration drains is excluded by its spec; no order is needed to bring it back.
 func TestDrainedBySpec(t *testing.T) {
 	s := New(Options{})
 	spec := PoolSpec{Name: "p"}
@@ -89,7 +90,7 @@ func TestDrainedBySpec(t *testing.T) {
 	require.True(t, s.Release(booked))
 }
 
-// The rest keep their order, which says which pool takes requests without a model.
+// The others keep their order, which determines the pool of requests without a model.
 func TestKeepPools(t *testing.T) {
 	s := New(Options{})
 	for _, name := range []string{"a", "b", "c"} {
@@ -101,7 +102,8 @@ func TestKeepPools(t *testing.T) {
 	require.Nil(t, s.Pool("b"))
 }
 
-// Orders of another replica hold as if they had been given here, also for what comes later; of two for one target the newer counts.
+// Orders of another replica apply as if they had been given here, also to later endpoints; of two for one target the
+// newer counts.
 func TestOrdersOfOtherReplicas(t *testing.T) {
 	spec := PoolSpec{Name: "p", Models: []string{"*"}}
 	a := EndpointSpec{Name: "pods:80", Addr: "10.0.0.1:80", Role: RoleDecode}

@@ -7,7 +7,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// How long a prefill may take follows what the pool's endpoints were seen to take, within bounds.
+// The time limit of a prefill follows the observed times of the pool's endpoints, within bounds.
 func TestPrefillTime(t *testing.T) {
 	const perToken = 2 * time.Millisecond
 	for _, c := range []struct {

@@ -9,7 +9,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// board is what a waiting room knows of other replicas, and how often it was told.
+// board is a queue's knowledge of other replicas, and the number of updates.
 type board struct {
 	known       map[uint64]Queued
 	changes     uint64
@@ -28,7 +28,8 @@ func waitsPool(t *testing.T) (*State, *Pool) {
 	return s, s.Pool("chat")
 }
 
-// Who waits at other replicas is known from what they tell, also where the pool gets other endpoints meanwhile.
+// Requests that wait at other replicas are known from their publications, even if the pool's endpoints change
+// meanwhile.
 func TestWaitsElsewhere(t *testing.T) {
 	s, p := waitsPool(t)
 	b := &board{known: map[uint64]Queued{}}
@@ -63,7 +64,7 @@ func TestWaitsElsewhere(t *testing.T) {
 	require.Len(t, b.known, 1)
 }
 
-// A replica that tells of more than it should does not fill the memory of others.
+// A replica that publishes too much does not fill the memory of others.
 func TestWaitsAreBounded(t *testing.T) {
 	_, p := waitsPool(t)
 	for id := range uint64(10_000) {
@@ -91,7 +92,7 @@ func (*silentReplicas) TakeHandOver([16]byte) (params []byte, _ bool)     { retu
 func (*silentReplicas) PutConversation([16]byte, []byte, time.Duration)   {}
 func (*silentReplicas) TakeConversation([16]byte) (turn []byte, _ bool)   { return nil, false }
 
-// Of those who wait here the first are told, by priority and place; alone nobody is.
+// The first of the requests that wait here are published, by priority and position; without other replicas none is.
 func TestWaitsHere(t *testing.T) {
 	s, p := waitsPool(t)
 	s.PublishQueued(p, Queued{ID: 1})

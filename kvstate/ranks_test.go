@@ -6,7 +6,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// Ranks behind one port are endpoints with an identity of their own, reached at the same address.
+// Ranks behind one port are separate endpoints at the same address.
 func TestByRank(t *testing.T) {
 	alone := EndpointSpec{Addr: "10.0.0.1:8000"}
 	require.Equal(t, []EndpointSpec{alone}, alone.ByRank())

@@ -10,7 +10,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// A buffer of 1,000 tokens: prompts take turns in the order they came, and none gets a part of what it needs.
+// A buffer of 1,000 tokens: prompts get space in the order of their arrival, and none gets a part of its need.
 func TestReserveRoom(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s := New(Options{})
@@ -32,7 +32,7 @@ func TestReserveRoom(t *testing.T) {
 
 		var mu sync.Mutex
 		var order []int64
-		for _, tokens := range []int64{700, 300} { // 300 would fit now, and waits behind 700
+		for _, tokens := range []int64{700, 300} { // 300 would fit now, but waits behind 700
 			go func() {
 				id, _, ok := reserve(tokens)
 				if !ok {
@@ -62,7 +62,7 @@ func TestReserveRoom(t *testing.T) {
 		last, took, ok := reserve(1000)
 		require.True(t, ok, "who gave up left nothing behind")
 		require.Zero(t, took)
-		s.sweepReservations(time.Now().Add(time.Hour)) // whoever held it is gone
+		s.sweepReservations(time.Now().Add(time.Hour)) // its holders are gone
 		require.False(t, s.Release(last))
 		again, took, ok := reserve(1000)
 		require.True(t, ok)

@@ -6,7 +6,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// Under a reference that others know, the last one counts, and its memory is counted once.
+// If others know the reference, the last value counts, and its memory is counted once.
 func TestPutHandOverAs(t *testing.T) {
 	s := New(Options{})
 	ref := [16]byte{1}

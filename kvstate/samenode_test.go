@@ -7,7 +7,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// Which P and D run on one machine: by what is said, else by their addresses, and only where it makes a difference.
+// Which P and D run on one machine: by configuration, else by their addresses, and only if it makes a difference.
 func TestNeighbours(t *testing.T) {
 	p := func(addr, node string) EndpointSpec { return EndpointSpec{Addr: addr, Role: RolePrefill, Node: node} }
 	d := func(addr, node string) EndpointSpec { return EndpointSpec{Addr: addr, Role: RoleDecode, Node: node} }

@@ -7,8 +7,8 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// What one state knows of blocks and sessions, another knows after it was loaded: over more endpoints than a word has bits,
-// and with prompts that share their beginnings.
+// After a snapshot of blocks and sessions is loaded, another state has the same knowledge: over more endpoints than a
+// word has bits, and with prompts that share their beginnings.
 func TestSnapshotRoundTrip(t *testing.T) {
 	const endpoints = 70
 	make70 := func() (*State, *Pool) {
@@ -25,7 +25,7 @@ func TestSnapshotRoundTrip(t *testing.T) {
 	prompts := make([][]uint64, 60)
 	for i := range prompts {
 		for b := range uint64(50) {
-			h := b + 1 // the first ten blocks are everybody's
+			h := b + 1 // the first ten blocks are shared
 			if b >= 10 {
 				h += uint64(i+1) << 32
 			}

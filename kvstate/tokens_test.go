@@ -11,7 +11,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// eventPool is a pool with one engine that told of blocks of 16 tokens.
+// eventPool returns a pool with one engine that reported blocks of 16 tokens.
 func eventPool(o Options) (*State, *Pool, *prefixindex.Feed) {
 	s := New(o)
 	s.SetPool(PoolSpec{Name: "p"}, pd(1, 0))
@@ -21,7 +21,7 @@ func eventPool(o Options) (*State, *Pool, *prefixindex.Feed) {
 	return s, p, f
 }
 
-// text is a prompt as text, in blocks of 512 bytes.
+// text returns a prompt as text, in blocks of 512 bytes.
 func text(blocks []uint64, bytes int) prefixindex.TextPrompt {
 	return prefixindex.TextPrompt{Blocks: blocks, BlockBytes: 512, Bytes: bytes}
 }
@@ -34,7 +34,7 @@ func ids(n int, from uint32) []uint32 {
 	return out
 }
 
-// A conversation grows: what is known of a turn's tokens is known of the next turn, whose text begins with the same bytes.
+// A conversation grows: the known tokens of a turn serve the next turn, whose text begins with the same bytes.
 func TestTokensAreLearnedTurnByTurn(t *testing.T) {
 	s, p, f := eventPool(Options{})
 	first, second := long(4, 0, 1), long(10, 4, 2)
@@ -69,7 +69,7 @@ func TestTokensAreLearnedTurnByTurn(t *testing.T) {
 	require.Equal(t, 640*10/1640, v.Endpoints[0].Hit, "in text blocks")
 }
 
-// unchain is the block that makes hash of parent.
+// unchain returns the block that makes hash of parent.
 func unchain(parent, hash uint64) uint64 {
 	inverse := uint64(1)
 	for range 6 { // Newton
@@ -78,7 +78,7 @@ func unchain(parent, hash uint64) uint64 {
 	return hash*inverse ^ (parent<<27 | parent>>37)
 }
 
-// toldOf is another replica: it hears what is learned, and nothing else.
+// toldOf is another replica, which receives only learned prompts.
 type toldOf struct {
 	Replicas
 	learned []prefixindex.LearnedTokens
@@ -94,8 +94,8 @@ func (o *toldOf) hashes(i int) (n int) {
 	return n
 }
 
-// What one replica learns of a conversation the others know too, told in as many hashes as a turn is new, as far as they know
-// the text.
+// Other replicas apply one replica's learned tokens, as far as they know the text; a publication has only the hashes
+// of the new part.
 func TestLearnedTokensAreTold(t *testing.T) {
 	told := &toldOf{}
 	s, p, _ := eventPool(Options{})
@@ -142,7 +142,7 @@ func TestTokensAreNotLearnedForNothing(t *testing.T) {
 	require.Zero(t, p.KnownTokens(long(4, 0, 1)), "no engine publishes events")
 }
 
-// Where the engine tells what it holds, its word counts for more than what was routed there, but for what was just routed.
+// If the engine reports its blocks, the reports replace the guesses from routing, except for the latest ones.
 func TestEnginesAreTrusted(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s, p, f := eventPool(Options{})

@@ -7,7 +7,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// mover is a fleet of decode endpoints whose engines tell what they have fetched.
+// mover is a fleet of decode endpoints whose engines report their transfers.
 type mover struct {
 	*testing.T
 	s     *State
@@ -29,7 +29,8 @@ func decoders(addrs ...string) (out []EndpointSpec) {
 	return out
 }
 
-// fetch has the next scrape of an endpoint tell of n more transfers of so many tokens of 100 KB, each at that many bytes/s.
+// fetch makes the next scrape of an endpoint report n more transfers of that many tokens of 100 KB, each at that many
+// bytes/s.
 func (m *mover) fetch(addr string, n, tokens int64, bandwidth float64) {
 	m.now = m.now.Add(2 * time.Second)
 	d := m.moved[addr]
@@ -51,7 +52,7 @@ func (m *mover) bandwidth(addr string) float64 {
 	return m.s.Bandwidth(p, p.Endpoint(addr))
 }
 
-// view is what decisions know of the endpoints' transfers, in the pool's order.
+// view returns the views' learned transfer times, in the pool's order.
 func (m *mover) view() (out []float64, tokenBytes float64) {
 	var v View
 	m.s.View(m.s.Pool("chat"), nil, &v)
@@ -61,7 +62,7 @@ func (m *mover) view() (out []float64, tokenBytes float64) {
 	return out, v.Load.TokenBytes
 }
 
-// What engines tell of their transfers is learned, of each endpoint and of the pool, whatever the start assumed.
+// Engines' reports about transfers are learned, for each endpoint and for the pool, whatever the initial assumption.
 func TestTransfersAreLearned(t *testing.T) {
 	m := newMover(t, decoders("fast", "slow", "new")...)
 	all, bytes := m.view()
@@ -74,7 +75,7 @@ func TestTransfersAreLearned(t *testing.T) {
 	}
 	all, bytes = m.view()
 	require.InEpsilon(t, 100e3, bytes, 0.01)
-	require.InDelta(t, 1, all[0], 0.3)              // the pool, of which half is slow, is what it starts from
+	require.InDelta(t, 1, all[0], 0.3)              // it starts from the pool's ratio, of which half is slow
 	require.InEpsilon(t, 0.410/0.026, all[1], 0.05) // 10 ms and 400 instead of 10 and 16
 	require.Greater(t, all[2], 2.0, "an endpoint of which nothing is known is taken for one of its pool")
 	require.Less(t, all[2], all[1])
@@ -90,7 +91,7 @@ func TestTransfersAreLearned(t *testing.T) {
 	require.InEpsilon(t, 1, all[1], 0.05)
 }
 
-// Two equals of which one had bad luck with its first transfers stay equal.
+// Two equal endpoints, one of which had bad luck with its first transfers, stay equal.
 func TestFewTransfersTellNobodyApart(t *testing.T) {
 	m := newMover(t, decoders("lucky", "unlucky")...)
 	for range transfersSeen/30 - 1 {
@@ -107,7 +108,7 @@ func TestFewTransfersTellNobodyApart(t *testing.T) {
 	require.Greater(t, all[1], all[0])
 }
 
-// Little that was seen says little, a transfer that hung says nothing of the next, and what is out of reason is bounded.
+// Few observations count little, a stalled transfer does not affect the next, and absurd values are bounded.
 func TestTransfersAreLearnedWithCare(t *testing.T) {
 	m := newMover(t, decoders("a")...)
 	m.fetch("a", 1, 100, 1e6)
@@ -133,7 +134,7 @@ func TestTransfersAreLearnedWithCare(t *testing.T) {
 	require.InDelta(t, transferBound, all[0], 1e-9)
 }
 
-// Bytes stay those of their tokens when old ones are forgotten, in a busy fleet as after hours in which nobody asked.
+// Bytes per token stay right when old samples fade, in a busy fleet as after hours without a scrape.
 func TestTokenBytesOfABusyFleet(t *testing.T) {
 	for _, each := range []int64{50_000, 1_000_000, 1_000_000_000} { // tokens between two scrapes
 		m := newMover(t, decoders("a")...)
@@ -145,12 +146,12 @@ func TestTokenBytesOfABusyFleet(t *testing.T) {
 	}
 }
 
-// A count that tells of hours in which nobody asked does not outweigh all that follow.
+// A count over hours without a scrape does not outweigh all later ones.
 func TestTransfersOfHours(t *testing.T) {
 	m := newMover(t, decoders("a")...)
 	m.fetch("a", 10, 4000, 25e9)
 	m.now = m.now.Add(5 * time.Hour)
-	m.fetch("a", 1_000_000, 4000, 1e9) // sixteen times as slow as assumed, and no scrape counts for more than four
+	m.fetch("a", 1_000_000, 4000, 1e9) // sixteen times as slow as assumed, and a scrape counts for at most four
 	for range 200 {
 		m.fetch("a", 10, 4000, 1e9)
 	}
@@ -158,7 +159,7 @@ func TestTransfersOfHours(t *testing.T) {
 	require.InEpsilon(t, 0.410/0.026, all[0], 0.1)
 }
 
-// An engine that starts anew counts from 0, and one that says nothing has not moved less.
+// A restarted engine counts from 0, and a missing report does not count as less.
 func TestTransfersOfAnEngineThatStartsAnew(t *testing.T) {
 	m := newMover(t, decoders("a")...)
 	for range 40 {
@@ -176,7 +177,7 @@ func TestTransfersOfAnEngineThatStartsAnew(t *testing.T) {
 	require.InEpsilon(t, before[0], after[0], 0.01)
 }
 
-// Tensor-parallel ranks fetch at the same time: what each takes is what the request takes.
+// Tensor-parallel ranks fetch at the same time: the request takes as long as each of them.
 func TestTransfersOfRanks(t *testing.T) {
 	spec := decoders("a")
 	spec[0].Transfer.TP = 8
@@ -191,7 +192,7 @@ func TestTransfersOfRanks(t *testing.T) {
 	require.InEpsilon(t, 100e3, bytes, 0.01)
 }
 
-// Between several zones it is not known what was fetched from how far: times are as modelled, bytes are learned.
+// Between several zones the distance of a transfer is unknown: times are as modelled, bytes are learned.
 func TestTransfersBetweenZones(t *testing.T) {
 	spec := decoders("a", "b")
 	spec[0].Zone, spec[1].Zone = "x", "y"

@@ -10,13 +10,13 @@ import (
 	"tandem/kvstate"
 )
 
-// pickCase is one decision, to be timed again and again.
+// pickCase is one decision for measurements.
 type pickCase struct {
 	name   string
 	decide func() error
 }
 
-// pickCases are picks alone, over fleets of so many endpoints.
+// pickCases returns picks alone, over fleets of that many endpoints.
 func pickCases(endpoints int) (all []pickCase) {
 	for _, groups := range []int{1, endpoints / 4} {
 		for _, loaded := range []bool{false, true} {
@@ -38,11 +38,11 @@ func pickCases(endpoints int) (all []pickCase) {
 	return all
 }
 
-// wholeCases are whole decisions: the view of a fleet under load, its prefix index included, and the pick.
+// wholeCases returns whole decisions: the view of a fleet under load, its prefix index included, and the pick.
 func wholeCases() (all []pickCase) {
 	for _, c := range []struct {
 		endpoints, blocks int
-		lengths           string // to which the endpoints hold prompts of which a quarter is common to all
+		lengths           string // distribution of the held lengths of prompts, a quarter of which is common to all
 	}{{64, 430, "whole"}, {1024, 8192, "whole"}, {1024, 8192, "different"}} {
 		s, random := kvstate.New(kvstate.Options{}), rand.New(rand.NewPCG(1, 1))
 		var eps []kvstate.EndpointSpec
@@ -105,7 +105,7 @@ func BenchmarkPick(b *testing.B) {
 	}
 }
 
-// TestPickLeast prints the least time of many decisions, which says more than a mean where the machine does other work too:
+// TestPickLeast prints the least time of many decisions, which is more meaningful than a mean on a busy machine:
 // TANDEM_SCALING=1 go test ./picker -run PickLeast -v
 func TestPickLeast(t *testing.T) {
 	if os.Getenv("TANDEM_SCALING") == "" {

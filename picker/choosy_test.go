@@ -8,7 +8,7 @@ import (
 	"tandem/kvstate"
 )
 
-// A model that all endpoints say they serve is nothing to be choosy about; one that some of them do not is.
+// A model that all endpoints report is not selective; one that some of them lack is.
 func TestChoosy(t *testing.T) {
 	s := kvstate.New(kvstate.Options{})
 	s.SetPool(kvstate.PoolSpec{Name: "chat", Models: []string{"*"}}, []kvstate.EndpointSpec{

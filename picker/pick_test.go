@@ -15,7 +15,7 @@ import (
 	"tandem/kvstate"
 )
 
-// neighbours are those of a view, by hand.
+// neighbours returns the same-node pairs of a view, computed in a simple way.
 func neighbours(v *kvstate.View) [][]int32 {
 	out := make([][]int32, len(v.Endpoints))
 	for p := range v.Endpoints {
@@ -36,7 +36,7 @@ func sameNode(v *kvstate.View, p, d int) bool {
 // randomCase makes a small fleet with many ties, and a request.
 func randomCase(r *rand.Rand) (*Request, *kvstate.View, Policy) {
 	v := &kvstate.View{}
-	odd := r.IntN(3) // how much of what tells endpoints apart there is
+	odd := r.IntN(3) // amount of differences between endpoints
 	name := func(prefix string) string {
 		if odd == 0 {
 			return ""
@@ -104,7 +104,7 @@ func randomCase(r *rand.Rand) (*Request, *kvstate.View, Policy) {
 	return q, v, policy
 }
 
-// randomFaults are failed loads of an endpoint of the view; mostly none.
+// randomFaults returns failed loads of an endpoint of the view; mostly none.
 func randomFaults(r *rand.Rand, v *kvstate.View) *kvstate.LoadFaults {
 	if r.IntN(2) == 0 {
 		return nil
@@ -121,7 +121,7 @@ func randomFaults(r *rand.Rand, v *kvstate.View) *kvstate.LoadFaults {
 	return f
 }
 
-// winners is what Pick answers, over many values of chance.
+// winners returns what Pick answers, over many values of chance.
 func winners(t *testing.T, k *Picker, r *Request, v *kvstate.View, chances int) []Choice {
 	seen := map[Choice]bool{}
 	for i := range uint64(chances) {
@@ -191,7 +191,7 @@ func group(v *kvstate.View) {
 	v.Grouped = true
 }
 
-// groupEnds are the groups of a view whose endpoints are grouped.
+// groupEnds returns the groups of a view whose endpoints are grouped.
 func groupEnds(v *kvstate.View) (ends []int32) {
 	for i := range v.Endpoints {
 		if i+1 == len(v.Endpoints) || v.Endpoints[i+1].Endpoint.Group != v.Endpoints[i].Endpoint.Group {
@@ -201,7 +201,7 @@ func groupEnds(v *kvstate.View) (ends []int32) {
 	return ends
 }
 
-// What must not matter does not: the order of endpoints, and how those fare who were not chosen anyway.
+// Irrelevant changes have no effect: the order of endpoints, and the state of those that were not chosen anyway.
 func TestPickRelations(t *testing.T) {
 	for seed := range uint64(400) {
 		random := rand.New(rand.NewPCG(seed, 8))
@@ -307,14 +307,14 @@ func TestPickDecode(t *testing.T) {
 	}
 }
 
-// always is a picker that splits everything.
+// always returns a picker that splits everything.
 func always() *Picker {
 	k := &Picker{Policy: DefaultPolicy()}
 	k.Split = SplitAlways
 	return k
 }
 
-// fleet is n idle endpoints, the first half of which prefills, in so many groups.
+// fleet returns n idle endpoints, the first half of which prefills, in so many groups.
 func fleet(n, groups int) *kvstate.View {
 	v := &kvstate.View{}
 	for i := range n {
@@ -354,7 +354,7 @@ func TestPickAllocates(t *testing.T) {
 	})
 }
 
-// loadedFleet is a fleet at work.
+// loadedFleet returns a fleet at work.
 func loadedFleet(n, groups int) *kvstate.View {
 	v, random := fleet(n, groups), rand.New(rand.NewPCG(1, 1))
 	group(v)

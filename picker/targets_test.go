@@ -9,7 +9,7 @@ import (
 	"tandem/kvstate"
 )
 
-// allowed are all choices that a request may be given, by brute force.
+// allowed returns all choices that a request may get, by brute force.
 func (w *twin) allowed() (out []Choice) {
 	for p := range w.v.Endpoints {
 		for d := range w.v.Endpoints {
@@ -30,8 +30,8 @@ func (w *twin) allowed() (out []Choice) {
 	return out
 }
 
-// Whatever the fleet: where any choice meets the time to the first token, one that does is taken, and where none does the
-// request is treated as it wants; one without targets is placed as before.
+// Whatever the fleet: if any choice meets the time to the first token, such a choice is taken, and if none does the
+// request's OnMiss decides; one without targets is placed as before.
 func TestTargetsAgainstTwin(t *testing.T) {
 	met, missed := 0, 0
 	for seed := range uint64(3000) {

@@ -20,20 +20,20 @@ import (
 
 var update = flag.Bool("update", false, "rewrite the transcripts in testdata")
 
-// TestTranscripts runs testdata/*.txt, which read as fleets in, choices out:
+// TestTranscripts runs testdata/*.txt, with fleets as input and choices as output:
 //
-//	endpoint NAME prefill|decode|both [answers=REQUESTS/TOKENS] [kv=TOKENS that it has room for] [queue=JOBS/DURATION] [local=DURATION] [share=X] [speed=X]
+//	endpoint NAME prefill|decode|both [answers=REQUESTS/TOKENS] [kv=TOKENS of capacity] [queue=JOBS/DURATION] [local=DURATION] [share=X] [speed=X]
 //	         [hit=BLOCKS] [group=NAME] [zone=NAME] [engine=NAME] [layout=NAME] [loras=NAME,NAME] [labels=NAME=VALUE,...] [out]
 //	fleet [load=X] [work=DURATION] [local=X]    (utilisation of prefill, mean prefill, utilisation by local prefills)
-//	uses BLOCKS=N ...    (so many blocks of the prompt were in N recent prompts)
+//	uses BLOCKS=N ...    (that many blocks of the prompt were in N recent prompts)
 //	policy [split=always|auto|never] [min=TOKENS] [tpot=DURATION] [late]        (holds until the next)
 //	pick [tokens=N] [blocks=N] [answer=N] [unsplit] [excluded=NAME,NAME] [model=NAME] [labels=NAME=VALUE,...]
 //	     [ttft=DURATION] [tpot=DURATION] [waited=DURATION] [miss=wait|shed]
-//	explain ...                (pick, with what was weighed, in milliseconds)
+//	explain ...                (pick, with all prices, in milliseconds)
 //	decode NAME ...            (PickDecode for the prompt that NAME has computed; "-" for none)
-//	> what came out; several where chance decides between equals
+//	> the choice; several if chance decides between equals
 //
-// A blank line ends the fleet. With -update the lines that begin with > are written anew.
+// A blank line ends the fleet. With -update the lines that begin with > are rewritten.
 func TestTranscripts(t *testing.T) {
 	files, err := filepath.Glob("testdata/*.txt")
 	require.NoError(t, err)
@@ -52,7 +52,7 @@ func TestTranscripts(t *testing.T) {
 	}
 }
 
-// play gives a transcript back with the answers that the picker gives now.
+// play returns a transcript with the picker's current answers.
 func play(t *testing.T, text []byte) []byte {
 	var out bytes.Buffer
 	var v kvstate.View
@@ -94,7 +94,7 @@ func play(t *testing.T, text []byte) []byte {
 				r.Rand = chance
 				c, err := k.Pick(r, &v)
 				if r.Targets == (Targets{}) {
-					c.FirstToken = 0 // for those who ask for it
+					c.FirstToken = 0 // for tests that need it
 				}
 				return choice(&v, c, err)
 			})
@@ -117,7 +117,7 @@ func play(t *testing.T, text []byte) []byte {
 	return out.Bytes()
 }
 
-// answer writes what comes out for many values of chance.
+// answer writes the choices for many random values.
 func answer(out *bytes.Buffer, pick func(chance uint64) string) {
 	var all []string
 	for i := range uint64(256) {

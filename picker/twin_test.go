@@ -7,7 +7,7 @@ import (
 	"tandem/kvstate"
 )
 
-// twin is Pick by brute force, with the formula as docs/decision.md has it: every pair, every endpoint alone, and of all
+// twin is Pick by brute force, with the formula of docs/decision.md: every pair, every endpoint alone, and among all
 // whose price is the least to a millisecond those that hold most of the prompt.
 type twin struct {
 	r *Request
@@ -15,7 +15,7 @@ type twin struct {
 	p Policy
 }
 
-// offers is what a twin weighs: choices and what they cost.
+// offers are a twin's choices and their prices.
 type offers struct {
 	choices []Choice
 	prices  []float64
@@ -47,7 +47,7 @@ func (w *twin) cached(i int) float64 {
 
 func (w *twin) tokens() float64 { return max(float64(w.r.PromptTokens), 1) }
 
-// e is the model's time for this prompt on endpoint i, at speed 1.
+// e returns the model's time for this prompt on endpoint i, at speed 1.
 func (w *twin) e(i int) float64 {
 	m, h := w.p.Model, w.cached(i)
 	u := w.tokens() - h
@@ -104,7 +104,7 @@ func (w *twin) costP(i int) float64 {
 	return w.load(i) + (c.Queue.Seconds()+e*w.speed(i)+beta*float64(c.Jobs)*min(usual, limit))/w.weight(i) + w.phi(w.v.Load.Prefill, kvstate.RolePrefill)*(usual-w.paid(i)*w.fleet())
 }
 
-// paid is what other uses pay of a miss on endpoint i, block by block.
+// paid returns the part of a miss on endpoint i that other uses pay, block by block.
 func (w *twin) paid(i int) float64 {
 	m, sum, from := w.p.Model, 0.0, w.cached(i)
 	work := func(x float64) float64 { return m.PrefillToken*x + m.PrefillContext*x*x/2 }
@@ -118,7 +118,7 @@ func (w *twin) paid(i int) float64 {
 	return sum
 }
 
-// payers are the uses of a copy of a block that would wait for each other without another copy.
+// payers returns the uses of a copy of a block that would wait for each other without another copy.
 func (w *twin) payers(block int) float64 {
 	for _, u := range w.v.Uses {
 		if block >= int(u.Blocks) {
@@ -162,7 +162,7 @@ func (w *twin) mean() float64 {
 	return 256
 }
 
-// tpot is what decode alone is held to: as many times the usual as the fleet's steps are.
+// tpot returns the limit of decode alone: the target times the slowness of the fleet's steps.
 func (w *twin) tpot() float64 {
 	if w.v.Load.Step > 0 {
 		return w.p.TPOT * w.v.Load.Step
@@ -236,7 +236,7 @@ func (w *twin) compatible(p, d int) bool {
 	return p != d && a.Group == b.Group && same(a.Engine, b.Engine) && same(a.Layout, b.Layout) && w.loads(p, d)
 }
 
-// loads reports whether no failed load keeps a pair apart.
+// loads reports whether failed loads allow a pair.
 func (w *twin) loads(p, d int) bool {
 	at, to := w.v.Endpoints[p].Faults, w.v.Endpoints[d].Faults
 	if to != nil && to.Parts&kvstate.RoleDecode != 0 {
@@ -264,7 +264,7 @@ func (w *twin) alone(d int, guarded bool) (price float64, ok bool) {
 	return w.load(d) + queue + own + w.phi(w.v.Load.Local, kvstate.RoleDecode)*e*w.fleet() + max(n, 1)*longer/max(1-fill, .5)/max(1-c.Share, .01) + .1*w.out()*step + overflow, true
 }
 
-// pick is every choice that Pick may make.
+// pick returns every choice that Pick may make.
 func (w *twin) pick() []Choice {
 	var pairs, alone offers
 	for p := range w.v.Endpoints {
@@ -306,9 +306,9 @@ func (w *twin) pick() []Choice {
 	return w.best(&pairs)
 }
 
-// best are those that are equal to the cheapest: P first, then the D that go with it.
+// best returns the choices that are equal to the cheapest: P first, then the D that go with it.
 func (w *twin) best(o *offers) (out []Choice) {
-	// what each P costs with its cheapest D
+	// price of each P with its cheapest D
 	byP := map[int]float64{}
 	for i, c := range o.choices {
 		if old, ok := byP[c.Prefill]; !ok || o.prices[i] < old {

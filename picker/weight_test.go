@@ -10,7 +10,7 @@ import (
 	"tandem/kvstate"
 )
 
-// Where there is much to do, an endpoint of weight 50 gets about half of what one of 100 does.
+// Under load an endpoint of weight 50 gets about half of the work of one of 100.
 func TestWeightsShareTheWork(t *testing.T) {
 	for _, role := range []kvstate.Role{kvstate.RolePrefill, kvstate.RoleDecode} {
 		t.Run(role.String(), func(t *testing.T) {

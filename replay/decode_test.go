@@ -8,8 +8,8 @@ import (
 	"tandem/picker"
 )
 
-// An engine whose answers outgrow its memory preempts the youngest: all of them end, what was written stays written,
-// and nothing is left of them in its memory.
+// An engine whose answers outgrow its memory preempts the youngest: all of them end, written tokens stay written, and
+// its memory is empty at the end.
 func TestPreemption(t *testing.T) {
 	play := func(kv float64) (preempted int, end float64, d *decoder) {
 		var c clock
@@ -43,13 +43,13 @@ func TestPreemption(t *testing.T) {
 	require.Positive(t, tight.computed, "what was thrown away is computed again")
 }
 
-// A prompt that decode computes has what the answers leave of a step.
+// A prompt that decode computes gets the part of a step that the answers leave.
 func TestLocalPrefillComesInChunks(t *testing.T) {
 	ends := func(local int) float64 {
 		var c clock
 		d := newDecoder(&c, picker.DefaultModel(), local, func(*job) {}, func(*job) {})
 		d.add(&job{Request: &Request{Input: 8000, Output: 1}, alone: true})
-		d.add(&job{Request: &Request{Input: 10, Output: 1000}}) // with an answer beside it each chunk rides in a step
+		d.add(&job{Request: &Request{Input: 10, Output: 1000}}) // beside an answer each chunk shares a step
 		for d.computed == 0 || len(d.prompts) > 0 {
 			require.True(t, c.step())
 		}

@@ -7,7 +7,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// Peers that may decode alone do so for prompts of which their own decode endpoint lacks few enough tokens.
+// Policies that may decode alone do so if their own decode endpoint lacks only a few of the prompt's tokens.
 func TestPeersThatMayDecodeAlone(t *testing.T) {
 	for _, c := range []struct {
 		policy      string

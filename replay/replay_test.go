@@ -15,7 +15,7 @@ import (
 	"tandem/picker"
 )
 
-// small returns a short made-up trace at a load on a small fleet.
+// small returns a short generated trace at a load on a small fleet.
 func small(t *testing.T, trace string, load float64) (*Trace, Config) {
 	t.Helper()
 	c := DefaultConfig()
@@ -25,7 +25,7 @@ func small(t *testing.T, trace string, load float64) (*Trace, Config) {
 	return tr, c
 }
 
-// one plays a trace of requests that are given by hand.
+// one plays the given requests.
 func one(t *testing.T, policy string, change func(*Config), requests ...Request) *Result {
 	t.Helper()
 	c := DefaultConfig()
@@ -38,7 +38,7 @@ func one(t *testing.T, policy string, change func(*Config), requests ...Request)
 	return r
 }
 
-// One request alone takes what the model says: its prefill in steps, the transfer, and a decode step for each token.
+// A single request takes the model's time: its prefill in steps, the transfer, and a decode step for each token.
 func TestOneRequest(t *testing.T) {
 	m := picker.DefaultModel()
 	r := one(t, "random", nil, Request{Input: 10000, Output: 3, Blocks: make([]uint64, 20)})
@@ -58,7 +58,7 @@ func TestOneRequestAlone(t *testing.T) {
 	require.InDelta(t, 1, r.Alone, 0)
 }
 
-// What a cache holds is not computed again, but for the last token.
+// Cached tokens are not computed again, except for the last token.
 func TestPrefixIsComputedOnce(t *testing.T) {
 	q := Request{Input: 2048, Output: 1, Blocks: []uint64{1, 2, 3, 4}}
 	later := q
@@ -88,8 +88,8 @@ func TestEveryPolicyServesAll(t *testing.T) {
 	}
 }
 
-// Replicas that share within milliseconds decide as one would, as far as ties go, also which of those who wait at all
-// of them is next; without sharing they do worse.
+// Replicas that share within milliseconds decide as one would, except for ties, also about the next of the waiting
+// requests; without sharing they do worse.
 func TestReplicas(t *testing.T) {
 	c := DefaultConfig()
 	c.Prefill, c.Decode, c.Late, c.Split = 8, 8, false, picker.SplitAlways
@@ -113,8 +113,8 @@ func TestReplicas(t *testing.T) {
 	require.InEpsilon(t, alone, play(4, .005), .1, "without engines' events")
 }
 
-// However long the queues of prefill are, a decode endpoint is taken to have to do what it has: else long queues would
-// keep it from helping out.
+// However long the queues of prefill are, only a decode endpoint's own requests count as its load: otherwise long
+// queues would keep it from helping out.
 func TestQueuesOfPrefillFillNoDecode(t *testing.T) {
 	tr, c := small(t, "agent", 1.1)
 	c.Late = false
@@ -139,8 +139,8 @@ func TestQueuesOfPrefillFillNoDecode(t *testing.T) {
 	require.Greater(t, longest, 10)
 }
 
-// A system prompt that nine in ten share is copied to every endpoint in the first seconds: requests do not queue where
-// it was first. Whatever binds and splits, no policy that spreads by load alone is faster, from cold caches on.
+// A system prompt that nine in ten share is copied to every endpoint in the first seconds: requests do not queue for
+// its first holder. However it binds and splits, no policy that only balances load is faster, from cold caches on.
 func TestSharedPrefixesSpread(t *testing.T) {
 	c := DefaultConfig()
 	tr, err := Prepare("hot", 1500, 1, .8, c)
@@ -170,7 +170,7 @@ func TestLoadIsWhatWasAskedFor(t *testing.T) {
 	}
 }
 
-// The public trace is what its README says.
+// The public trace has the properties that its README lists.
 func TestPublicTrace(t *testing.T) {
 	tr, err := Open("mooncake", 0, 1)
 	require.NoError(t, err)
@@ -235,7 +235,7 @@ func TestConfigErrors(t *testing.T) {
 	require.ErrorIs(t, err, context.Canceled)
 }
 
-// What goes out as JSON is what the documentation promises, and nothing else.
+// The JSON output has exactly the documented members.
 func TestJSON(t *testing.T) {
 	r := one(t, "random", nil, Request{Input: 10, Output: 2})
 	text, err := json.Marshal(r)
@@ -269,7 +269,7 @@ func TestReportIsComplete(t *testing.T) {
 	require.Equal(t, 3, strings.Count(table.String(), "\n"))
 }
 
-// The cache against one that keeps a list.
+// The cache is compared with one that keeps a list.
 func TestCacheAgainstTwin(t *testing.T) {
 	random := rand.New(rand.NewPCG(1, 1))
 	c := newCache(8)
@@ -300,7 +300,7 @@ func TestCacheAgainstTwin(t *testing.T) {
 	}
 }
 
-// Events come in order of time, and in the order asked for where the time is the same.
+// Events run in order of time, and in the order of their calls if the time is the same.
 func TestClock(t *testing.T) {
 	random := rand.New(rand.NewPCG(1, 1))
 	var c clock
@@ -322,7 +322,7 @@ func TestClock(t *testing.T) {
 	}))
 }
 
-// The tables come out for the quick suite's shape, of one scenario.
+// The suite prints its tables, for one scenario.
 func TestSuiteTables(t *testing.T) {
 	s := &played{plan: plan{[]scenario{{trace: "agent", prefill: 2, decode: 2}}, []float64{.3, .8}, []uint64{1}, 120}, results: map[string][]*Result{}}
 	for _, load := range s.loads {
@@ -336,8 +336,7 @@ func TestSuiteTables(t *testing.T) {
 	require.Contains(t, out.String(), "| 80 % |")
 }
 
-// Nobody waits longer than the server would have it wait: a long prompt that short ones go before is bound after that
-// time.
+// No request waits longer than the server's limit: a long prompt that short ones overtake is bound after that time.
 func TestWaitEnds(t *testing.T) {
 	requests := []Request{{Input: 100_000, Output: 1}, {Arrival: 0.1, Input: 110_000, Output: 1}}
 	for i := range 600 {
@@ -352,7 +351,7 @@ func TestWaitEnds(t *testing.T) {
 	require.Greater(t, longest(math.Inf(1)), first+10)
 }
 
-// Where more come than may wait, the first makes room.
+// If more arrive than may wait, the first makes space.
 func TestFullQueue(t *testing.T) {
 	requests := make([]Request, 5000)
 	for i := range requests {

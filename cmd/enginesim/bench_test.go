@@ -6,8 +6,8 @@ import (
 	"testing"
 )
 
-// BenchmarkTwoLegs is what a benchmark of something else pays for its engines: both HTTP requests and the transfer,
-// client included.
+// BenchmarkTwoLegs measures the engines' share in other benchmarks: both HTTP requests and the transfer, client
+// included.
 func BenchmarkTwoLegs(b *testing.B) {
 	for _, size := range []int{1 << 10, 220 << 10} {
 		b.Run(fmt.Sprint(size), func(b *testing.B) {

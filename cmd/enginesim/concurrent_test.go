@@ -14,7 +14,7 @@ import (
 	"tandem/internal/enginesim/fault"
 )
 
-// roomPair is an SGLang prefill and decode server.
+// roomPair returns an SGLang prefill and decode server.
 func roomPair(t *testing.T, timeout string) (p, d *simulator, room func(n int) string) {
 	args := []string{"-connector", "sglang", "-transfer-timeout", timeout, "-bootstrap", "127.0.0.1:0"}
 	p, d = startEngine(t, append(args, "-role", "prefill")...), startEngine(t, append(args, "-role", "decode")...)
@@ -78,7 +78,7 @@ func TestSGLangRooms(t *testing.T) {
 	})
 }
 
-// Several choices of one prompt have one room, whatever they are sent: P answers, D waits in vain.
+// Several choices of one prompt have one room, whatever rooms the request names: P answers, D waits in vain.
 func TestSGLangChoices(t *testing.T) {
 	p, d, room := roomPair(t, "300ms")
 	for name, members := range map[string]string{"one room": room(5), "a list of rooms": strings.Replace(room(7), ":7", ":[7,8]", 1)} {
@@ -92,7 +92,7 @@ func TestSGLangChoices(t *testing.T) {
 	d.quiet(t)
 }
 
-// Each leg waits for the other as long as it may, and holds its blocks meanwhile.
+// Each leg waits for the other until its timeout, and keeps its blocks meanwhile.
 func TestSGLangWaits(t *testing.T) {
 	p, d, room := roomPair(t, "300ms")
 	for name, e := range map[string]*simulator{"prefill": p, "decode": d} {
@@ -101,7 +101,7 @@ func TestSGLangWaits(t *testing.T) {
 		require.GreaterOrEqual(t, time.Since(began), 300*time.Millisecond, name)
 		e.quiet(t)
 	}
-	// D leaves before P has computed: P is not told, and goes on waiting.
+	// D leaves before P has computed: P is not notified, and continues to wait.
 	p, d, room = roomPair(t, "1s")
 	p.Faults.Add([]fault.Rule{{Mode: fault.Slow, Wait: 3 * time.Second}})
 	var legs sync.WaitGroup
@@ -161,7 +161,7 @@ func TestMooncake(t *testing.T) {
 	})
 }
 
-// NIXL push: D's blocks are its own again only when P has sent, also where the client has left.
+// NIXL push: D's blocks are freed only when P has sent, even if the client has left.
 func TestNIXLPush(t *testing.T) {
 	args := []string{"-connector", "nixl-push", "-transfer-timeout", "5m", "-lease", "5m"}
 	p, d := startEngine(t, append(args, "-role", "prefill")...), startEngine(t, append(args, "-role", "decode")...)

@@ -23,7 +23,7 @@ var manyBlocks = strings.Repeat("How are the KV blocks moved? ", 40)
 
 const oneToken = `"max_tokens":1,"min_tokens":1,"stream":false`
 
-// reference is what an engine says to the prompt without any transfer.
+// reference returns an engine's answer to the prompt without any transfer.
 func reference(t testing.TB, d *simulator, members ...string) reply {
 	t.Helper()
 	r := d.post(t, chatPath, "plain", chat(manyBlocks, append(members, `"cache_salt":"reference"`)...))
@@ -80,7 +80,7 @@ func TestOffload(t *testing.T) {
 
 	short := startEngine(t, "-role", "prefill", "-connector", "offload", "-lease", "50ms")
 	require.Equal(t, 200, short.post(t, chatPath, "r3", chat(manyBlocks, oneToken, decoder("k3"))).status)
-	short.quiet(t) // D never came: the parked blocks go with their time
+	short.quiet(t) // D never came: the offered blocks are freed after their time
 	require.EqualValues(t, 1, short.Ledger.Expired.Load())
 	p.quiet(t)
 	d.quiet(t)
@@ -164,7 +164,7 @@ func TestSharedStore(t *testing.T) {
 	d.quiet(t)
 }
 
-// lmcachePair is a prefill and a decode engine, and the notices that come.
+// lmcachePair returns a prefill and a decode engine, and the notifications that arrive.
 func lmcachePair(t *testing.T, more ...string) (p, d *simulator, spec func(reqID string) string, notices chan string) {
 	t.Helper()
 	pull := zmq4.NewPull(context.Background())
@@ -224,12 +224,12 @@ func TestLMCache(t *testing.T) {
 	p, d, spec, notices = lmcachePair(t, "-lease", "50ms")
 	require.Equal(t, 200, p.post(t, chatPath, "r2", chat(manyBlocks, oneToken, spec("id-2"))).status)
 	p.noticed(t, notices)
-	d.quiet(t) // nobody came for it
+	d.quiet(t) // no request came for it
 	p.quiet(t)
 }
 
-// ret_first_tok: P answers its token, and D writes the rest behind it: the same text as one engine's. Another token there is a
-// violation.
+// ret_first_tok: P answers its token, and D continues after it: the text is that of a single engine. Another token
+// there is a violation.
 func TestLMCacheFirstToken(t *testing.T) {
 	p, d, spec, notices := lmcachePair(t)
 	want := reference(t, d, `"max_tokens":9`).content()
@@ -288,7 +288,7 @@ func TestLMCacheDiesOfHalfASpec(t *testing.T) {
 	}
 }
 
-// Generation first: P waits in its scheduler until D is there, under an id that is both legs' own.
+// Generation first: P waits in its scheduler until D is there, under an id that both legs share.
 func TestTRTLLMGenerationFirst(t *testing.T) {
 	p, d := startEngine(t, "-role", "prefill", "-connector", "trtllm"), startEngine(t, "-role", "decode", "-connector", "trtllm")
 	want := reference(t, d, `"max_tokens":9`).content()

@@ -10,7 +10,7 @@ import (
 	"tandem/internal/enginesim/api"
 )
 
-// pictures is a chat with images, and text if there is any.
+// pictures returns a chat with images, and text if there is any.
 func pictures(text string, urls []string, members ...string) string {
 	var parts []string
 	if text != "" {

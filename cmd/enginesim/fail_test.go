@@ -143,7 +143,7 @@ func TestFailHang(t *testing.T) {
 
 func TestFailRefuse(t *testing.T) {
 	e := startEngine(t)
-	require.Eventually(t, func() bool { // a machine that looks away misses it, and tries again
+	require.Eventually(t, func() bool { // a slow machine misses it, and tries again
 		_, err := e.do(http.MethodPost, "/sim/fail", "", `{"mode":"refuse","delay":"1s"}`)
 		return err != nil && strings.Contains(err.Error(), "refused")
 	}, patience, 50*time.Millisecond)
@@ -161,10 +161,10 @@ func TestFailDie(t *testing.T) {
 	require.Error(t, err)
 }
 
-// TestPrefillEngineGone: a decode engine whose prefill engine is gone fails as with a dead port, after the timeout.
+// TestPrefillEngineGone: if the prefill engine is gone, a decode engine fails as with a dead port, after the timeout.
 func TestPrefillEngineGone(t *testing.T) {
 	p, d := startEngine(t, "-role", "prefill"), startEngine(t, "-role", "decode", "-load-timeout", "5s")
-	for i := range 2 { // the second finds a connection from the first, closed
+	for i := range 2 { // the second finds a closed connection of the first
 		params := p.prefill(t, fmt.Sprint(i), longPrompt)
 		if i == 1 {
 			p.Close()

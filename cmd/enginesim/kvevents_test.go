@@ -12,8 +12,8 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// replayed asks an engine's replay socket for all batches from a number on. go-zeromq loses a question now and then that comes
-// right after the handshake; then it is asked again.
+// replayed asks an engine's replay socket for all batches from a number on. go-zeromq sometimes loses a message that
+// follows directly after the handshake; then it is sent again.
 func replayed(t *testing.T, e *simulator, from uint64) [][][]byte {
 	t.Helper()
 	for range 10 {
@@ -51,8 +51,8 @@ func askReplay(t *testing.T, e *simulator, from uint64) (replies [][][]byte, err
 	}
 }
 
-// told waits until the batches from a number on tell of something, and returns them, joined, and the number after them. What
-// one request does may go out as one batch or two.
+// told waits until the batches from a number on contain something, and returns them, joined, and the number after
+// them. One request may cause one batch or two.
 func told(t *testing.T, e *simulator, from int, of string) (events string, next int) {
 	t.Helper()
 	for deadline := time.Now().Add(patience); !strings.Contains(events, of); {
@@ -71,7 +71,7 @@ func TestKVEvents(t *testing.T) {
 	for name, c := range map[string]struct {
 		flag   string
 		frames int    // of a replayed message: with the topic or without
-		stored string // how a stored event begins
+		stored string // beginning of a stored event
 	}{
 		"as from vLLM 0.24 on": {"-kv-events-arrays=false", 4, "\x89\xa4type\xabBlockStored\xacblock_hashes\x93\xcf"},
 		"as up to vLLM 0.23":   {"-kv-events-arrays=true", 3, "\x99\xabBlockStored\x93\xcf"},

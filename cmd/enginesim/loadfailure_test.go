@@ -11,7 +11,7 @@ import (
 	"golang.org/x/tools/txtar"
 )
 
-// plainEvent is an event without what differs from one run to the next.
+// plainEvent returns an event without the parts that differ between runs.
 func plainEvent(t *testing.T, event string) string {
 	name, data, _ := strings.Cut(strings.TrimSpace(event), "data: ")
 	if data == "[DONE]" {
@@ -34,7 +34,7 @@ func plainEvents(t *testing.T, stream string) (out []string) {
 	return out
 }
 
-// TestLoadFailureStreams: streams whose KV load fails have the events of the real engine, and to a few bytes its length.
+// TestLoadFailureStreams: streams whose KV load fails have the events of the real engine, and nearly its length.
 func TestLoadFailureStreams(t *testing.T) {
 	recorded, err := txtar.ParseFile("testdata/vllm-0.32.0/streams.txtar")
 	require.NoError(t, err)

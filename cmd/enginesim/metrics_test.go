@@ -24,7 +24,7 @@ func scrape(t *testing.T, e *simulator) map[string]float64 {
 	return out
 }
 
-// moved asserts that each series that moved in the recording moved here in the same direction.
+// moved asserts that each series that changed in the recording changed here in the same direction.
 func moved(t *testing.T, recorded, before, after map[string]float64) {
 	t.Helper()
 	require.NotEmpty(t, recorded)
@@ -37,7 +37,7 @@ func moved(t *testing.T, recorded, before, after map[string]float64) {
 	}
 }
 
-// TestMetricsNames: what the simulator exports under vllm: has the recorded name, type and labels.
+// TestMetricsNames: the simulator's metrics under vllm: have the recorded names, types and labels.
 func TestMetricsNames(t *testing.T) {
 	b, err := os.ReadFile("testdata/vllm-0.32.0/metrics.txt")
 	require.NoError(t, err)

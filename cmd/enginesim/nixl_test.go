@@ -33,7 +33,7 @@ func edit(t *testing.T, params json.RawMessage, change map[string]string) json.R
 	return b
 }
 
-// TestPrefillLeg is the table of what vLLM 0.32 answers to the prefill leg's body.
+// TestPrefillLeg is the table of vLLM 0.32's answers to prefill legs.
 func TestPrefillLeg(t *testing.T) {
 	const kv = `"kv_transfer_params":{"do_remote_decode":true}`
 	tests := []struct {
@@ -105,13 +105,13 @@ func TestConnectorNone(t *testing.T) {
 	e.quiet(t)
 }
 
-// TestDecodeLegViolations is what vLLM answers with 200 and wrong or endangered text. Strict, it is a 500 and counted;
-// faithful, it is that 200, and the text is wrong exactly where the KV was.
+// TestDecodeLegViolations has requests that vLLM answers with 200 and wrong or endangered text. In strict mode the
+// answer is a counted 500; in faithful mode it is that 200, and the text is wrong exactly where the KV was.
 func TestDecodeLegViolations(t *testing.T) {
 	other := strings.Repeat("Something else altogether, and at length. ", 30)
 	tests := []struct {
 		kind  string
-		wrong bool // the text, when faithful
+		wrong bool // the text is wrong in faithful mode
 		run   func(t *testing.T, p, d *simulator) reply
 	}{
 		{"read_twice", false, func(t *testing.T, p, d *simulator) reply {
@@ -122,7 +122,7 @@ func TestDecodeLegViolations(t *testing.T) {
 		{"read_twice", true, func(t *testing.T, p, d *simulator) reply {
 			params := p.prefill(t, "r", longPrompt)
 			require.Equal(t, 200, d.post(t, chatPath, "r", chat(longPrompt, `"max_tokens":8`, decodeMembers(params))).status)
-			for i := range 8 { // 64 blocks: these overwrite what was freed
+			for i := range 8 { // 64 blocks: these overwrite the freed ones
 				p.post(t, chatPath, "f", chat(string(rune('a'+i))+strings.Repeat("fill", 150), `"max_tokens":1`))
 			}
 			return d.post(t, chatPath, "r", chat(longPrompt, `"max_tokens":8,"cache_salt":"z"`, decodeMembers(params)))
@@ -189,7 +189,7 @@ func TestDecodeLegViolations(t *testing.T) {
 	}
 }
 
-// TestPoisonedCache: wrong KV that a faithful engine took in stays in its prefix cache under the right name.
+// TestPoisonedCache: wrong KV that a faithful engine accepted stays in its prefix cache under the right name.
 func TestPoisonedCache(t *testing.T) {
 	p, d := startEngine(t), startEngine(t, "-faithful")
 	want := d.post(t, chatPath, "w", chat(longPrompt, `"max_tokens":8,"cache_salt":"w"`)).content()
@@ -201,7 +201,7 @@ func TestPoisonedCache(t *testing.T) {
 	require.NotEqual(t, want, later.content())
 }
 
-// TestDecodeLegFailures is what fails in vLLM too, under both policies.
+// TestDecodeLegFailures has requests that fail in vLLM too, under both policies.
 func TestDecodeLegFailures(t *testing.T) {
 	tests := []struct {
 		name   string
@@ -247,7 +247,7 @@ func TestDecodeLegFailures(t *testing.T) {
 	})
 }
 
-// TestDecodeLegGood is what must work although it looks odd.
+// TestDecodeLegGood has odd requests that must work.
 func TestDecodeLegGood(t *testing.T) {
 	p, d := startEngine(t, "-role", "prefill"), startEngine(t, "-role", "decode")
 	t.Run("optional members missing", func(t *testing.T) {
@@ -286,7 +286,7 @@ func TestDecodeLegGood(t *testing.T) {
 	d.quiet(t)
 }
 
-// TestRefusedDecodeReleases: a decode leg that is refused before it reaches the engine tells P so (0.21 and later).
+// TestRefusedDecodeReleases: a decode leg that is refused before it reaches the engine notifies P (0.21 and later).
 func TestRefusedDecodeReleases(t *testing.T) {
 	p, d := startEngine(t, "-role", "prefill"), startEngine(t, "-role", "decode", "-max-model-len", "2048")
 	params := p.prefill(t, "r", longPrompt)
@@ -297,7 +297,7 @@ func TestRefusedDecodeReleases(t *testing.T) {
 	d.quiet(t)
 }
 
-// TestHeartbeat: a decode leg that waits for room keeps the prefill engine's lease alive.
+// TestHeartbeat: a decode leg that waits for blocks extends the prefill engine's lease.
 func TestHeartbeat(t *testing.T) {
 	p := startEngine(t, "-role", "prefill", "-lease", "9s")
 	d := startEngine(t, "-role", "decode", "-lease", "600ms", "-blocks", "40") // and six beats in that time
@@ -321,7 +321,7 @@ func TestHeartbeat(t *testing.T) {
 	d.quiet(t)
 }
 
-// TestFatal is what ends a real engine's process.
+// TestFatal has requests that end a real engine's process.
 func TestFatal(t *testing.T) {
 	for name, params := range map[string]string{
 		"alone":          `{"do_remote_prefill":true}`,
@@ -342,7 +342,8 @@ func TestFatal(t *testing.T) {
 	}
 }
 
-// TestIncomplete: without one of the four coordinates the request waits for ever, and its end is the engine's.
+// TestIncomplete: without one of the four coordinates the request waits for ever, and the engine dies when it is
+// cancelled.
 func TestIncomplete(t *testing.T) {
 	p := startEngine(t, "-role", "prefill")
 	for _, member := range []string{"remote_host", "remote_port", "remote_engine_id", "remote_request_id"} {
@@ -402,8 +403,8 @@ func TestRoleMismatch(t *testing.T) {
 	require.Equal(t, map[string]int64{"plain_on_prefill": 1, "prefill_on_decode": 1}, counts)
 }
 
-// A router that knows of blocks which nobody will fetch has a decode engine fetch them, with a prompt that is not theirs:
-// P lets go, and the one token that is made of the wrong KV is neither shown to anybody nor found again by its salt.
+// A router that knows of orphaned blocks can have a decode engine fetch them, with a prompt that is not theirs: P
+// frees them, and the one token generated from the wrong KV is neither shown nor found again, because of its salt.
 func TestCleanupDecode(t *testing.T) {
 	p, d := startEngine(t, "-role", "prefill"), startEngine(t, "-role", "decode")
 	params := p.prefill(t, "r", longPrompt)

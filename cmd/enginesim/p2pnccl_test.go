@@ -10,7 +10,7 @@ import (
 	"github.com/vmihailenco/msgpack/v5"
 )
 
-// P2P-NCCL: engines say at the proxy who they are, and read each other's address out of the request id.
+// P2P-NCCL: engines register at the proxy, and read each other's address from the request id.
 func TestP2PNCCL(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 	defer cancel()

@@ -10,7 +10,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// MoRIIO, mode WRITE: each leg is told where the other one is, and what is not complete kills.
+// MoRIIO, mode WRITE: each leg's request names the other engine, and incomplete parameters kill.
 func TestMoRIIO(t *testing.T) {
 	args := []string{"-connector", "moriio", "-transfer-timeout", "10s"}
 	p, d := startEngine(t, append(args, "-role", "prefill")...), startEngine(t, append(args, "-role", "decode")...)
@@ -41,7 +41,8 @@ func TestMoRIIO(t *testing.T) {
 	}
 }
 
-// The dialects in which D pulls by what P answered, beside NIXL: Mooncake before 0.16, and MoRIIO's mode READ.
+// The dialects besides NIXL in which D pulls with parameters of P's answer: Mooncake before 0.16, and MoRIIO's mode
+// READ.
 func TestPulls(t *testing.T) {
 	for connector, ask := range map[string]string{
 		"mooncake-0.13": `"kv_transfer_params":{"do_remote_decode":true,"do_remote_prefill":false}`,
@@ -60,7 +61,7 @@ func TestPulls(t *testing.T) {
 			p.quiet(t)
 			d.quiet(t)
 
-			// What nobody comes for is held until its time is over.
+			// Blocks that are not fetched are kept until their time is over.
 			left := p.post(t, chatPath, "r2", chat("left behind", `"max_tokens":1,"min_tokens":1`, strings.Replace(ask, "tx-1", "tx-2", 1)))
 			require.Equal(t, 200, left.status, left)
 			require.Positive(t, p.State().BlocksHeld)

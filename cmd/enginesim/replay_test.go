@@ -17,9 +17,9 @@ import (
 	"tandem/internal/enginesim/jsontext"
 )
 
-// testdata/vllm-0.32.0 holds what a real vLLM 0.32.0 (CPU, one tiny model, block size 32, 512 blocks, NIXL 1.5.1) was
-// sent and answered. Here the same bytes are sent to faithful simulators and the answers compared: status, error
-// bodies word for word, every key of every object and their order, and those values that do not depend on the model.
+// testdata/vllm-0.32.0 has requests to a real vLLM 0.32.0 (CPU, one tiny model, block size 32, 512 blocks, NIXL 1.5.1)
+// and its answers. Here the same bytes are sent to faithful simulators and the answers compared: status, error bodies
+// word for word, every key of every object and their order, and those values that do not depend on the model.
 
 type recordedHop struct {
 	Request struct {
@@ -74,7 +74,7 @@ func (e *simulator) replay(t *testing.T, h *recordedHop, params json.RawMessage)
 	return r
 }
 
-// altered is this run's parameters, changed in what the recorded decode leg changed of the recorded ones.
+// altered returns this run's parameters, with the recorded decode leg's changes to the recorded ones.
 func altered(t *testing.T, recorded, sent, mine json.RawMessage) json.RawMessage {
 	t.Helper()
 	var was, is, own map[string]json.RawMessage
@@ -185,8 +185,8 @@ func sameAnswer(t *testing.T, h *recordedHop, got reply) {
 	sameShape(t, "", []byte(h.Response.Body), got.body)
 }
 
-// sameStream compares the first event, the second, that with the finish reason, and what comes after it. How many
-// tokens share an event is a matter of timing in the real engine.
+// sameStream compares the first event, the second, the one with the finish reason, and those after it. In the real
+// engine the number of tokens in an event depends on timing.
 func sameStream(t *testing.T, want, got string) {
 	t.Helper()
 	w, g := events(want), events(got)
@@ -265,7 +265,7 @@ func TestReplayPrefillLeg(t *testing.T) {
 				p.Ledger.ReleaseAll()
 			}
 			r := p.replay(t, rec.Prefill, nil)
-			if name == "eos_stop" && r.str("choices", "0", "finish_reason") == "length" { // whether the one token contains "a" or "e" is the model's business
+			if name == "eos_stop" && r.str("choices", "0", "finish_reason") == "length" { // the model decides whether the one token contains "a" or "e"
 				rec.Prefill.Response.Body = strings.Replace(rec.Prefill.Response.Body,
 					`"finish_reason":"stop","stop_reason":"a"`, `"finish_reason":"length","stop_reason":null`, 1)
 			}
@@ -291,9 +291,9 @@ func TestReplayDecodeLeg(t *testing.T) {
 	tests := []struct {
 		prefill, decode string
 		onPrefillPod    bool
-		before          []string // decode legs with the same hand-over that came first
-		wait            bool     // for the lease to run out
-		right           string   // "yes": the text is that of a plain run; "no"; "" not compared
+		before          []string // earlier decode legs with the same hand-over
+		wait            bool     // until the lease ends
+		right           string   // "yes": the text is that of a plain run; "no"; "": not compared
 	}{
 		{prefill: "for-dead", decode: "good", right: "yes"},
 		{prefill: "for-dead", decode: "reuse-same-params-full-local-hit", before: []string{"good"}, right: "yes"},
@@ -339,7 +339,7 @@ func TestReplayDecodeLeg(t *testing.T) {
 				d.replay(t, b.Decode, change(b.Decode))
 			}
 			if test.right == "no" && test.before != nil {
-				for i := range 2 * 512 / 3 { // somebody else's prompts take P's blocks
+				for i := range 2 * 512 / 3 { // other prompts take P's blocks
 					p.post(t, "/v1/completions", "fill", fmt.Sprintf(`{"model":"tiny","prompt":"%04d%s","max_tokens":1}`, i, strings.Repeat("fill", 90)))
 				}
 			}
@@ -409,7 +409,7 @@ func TestReplayRecompute(t *testing.T) {
 	}
 }
 
-// TestReplaySafety: what was tried against a decode engine to see whether it survives.
+// TestReplaySafety replays attempts to kill a decode engine.
 func TestReplaySafety(t *testing.T) {
 	files, err := filepath.Glob("testdata/vllm-0.32.0/safety-*.json")
 	require.NoError(t, err)

@@ -205,7 +205,7 @@ func TestRecords(t *testing.T) {
 	require.Equal(t, "[]\n", off.get(t, "/sim/requests").String())
 }
 
-// TestAborts: a client that leaves, wherever its request was, leaves nothing behind.
+// TestAborts: a client that leaves leaves nothing behind, wherever its request was.
 func TestAborts(t *testing.T) {
 	p := startEngine(t, "-role", "prefill")
 	params := p.prefill(t, "r", longPrompt)
@@ -246,7 +246,7 @@ func TestAborts(t *testing.T) {
 	}
 }
 
-// TestPrefillQueue: prompts are computed one after another, and those that wait are counted as waiting.
+// TestPrefillQueue: prompts are computed one after another, and waiting ones are counted as waiting.
 func TestPrefillQueue(t *testing.T) {
 	e := startEngine(t, "-prefill-speed", "1")
 	ctx, cancel := context.WithCancel(t.Context())
@@ -278,7 +278,7 @@ func together(t *testing.T, n int, fn func(i int) error) {
 	require.NoError(t, errors.Join(errs...))
 }
 
-// TestWaitingForBlocks: more work than memory queues, and all of it is done.
+// TestWaitingForBlocks: if memory is short, work queues, and all of it is done.
 func TestWaitingForBlocks(t *testing.T) {
 	e := startEngine(t, "-blocks", "33", "-decode-step", "1ms")
 	together(t, 12, func(i int) error {
@@ -327,7 +327,7 @@ func TestH2CAndLargeBodies(t *testing.T) {
 	require.Equal(t, 413, small.post(t, chatPath, "", chat(longPrompt+longPrompt)).status)
 }
 
-// TestCutBody: a body that ends early is nobody's request.
+// TestCutBody: a body that ends early is not a request.
 func TestCutBody(t *testing.T) {
 	e := startEngine(t)
 	conn, err := net.Dial("tcp", e.Addr())
@@ -361,7 +361,7 @@ func TestMixedLoad(t *testing.T) {
 		if err != nil {
 			return err
 		}
-		if i%17 == 0 { // nobody comes for it
+		if i%17 == 0 { // no request comes for it
 			p.Ledger.Release(first.str("kv_transfer_params", "remote_request_id"))
 			return nil
 		}
@@ -396,7 +396,7 @@ func TestManyStreams(t *testing.T) {
 	e.quiet(t)
 }
 
-// TestEventsArriveOneByOne: a stream is sent as it is made. The second token of this one never comes.
+// TestEventsArriveOneByOne: events are sent as they are generated. The second token of this stream never comes.
 func TestEventsArriveOneByOne(t *testing.T) {
 	e := startEngine(t, "-decode-step", "1h")
 	req, _ := http.NewRequest(http.MethodPost, e.url+chatPath, strings.NewReader(chat("x", `"max_tokens":4,"stream":true`)))

@@ -14,7 +14,7 @@ import (
 	"tandem/internal/enginesim/api"
 )
 
-// patience is for machines that do a lot else.
+// patience allows for busy machines.
 const patience = 30 * time.Second
 
 // simulator is a simulator in this process, on ports of the kernel's choice.
@@ -52,7 +52,7 @@ type reply struct {
 
 func (r reply) String() string { return string(r.body) }
 
-// get is the member at a path of the answer's JSON, as "usage.prompt_tokens" or "choices.0.text".
+// get returns the member at a path of the answer's JSON, as "usage.prompt_tokens" or "choices.0.text".
 func (r reply) get(path ...string) any {
 	var v any
 	d := json.NewDecoder(bytes.NewReader(r.body))
@@ -145,7 +145,7 @@ func (e *simulator) get(t testing.TB, path string) reply {
 
 const chatPath = "/v1/chat/completions"
 
-// chat is a body with one user message and more members, given as JSON without braces.
+// chat returns a body with one user message and more members, given as JSON without braces.
 func chat(prompt string, members ...string) string {
 	content, _ := json.Marshal(prompt)
 	b := `{"model":"tiny","messages":[{"role":"user","content":` + string(content) + `}]`
@@ -195,7 +195,7 @@ func TestTwoLegs(t *testing.T) {
 	p.quiet(t)
 	d.quiet(t)
 
-	// The same conversation, one turn on: both caches know its beginning, and only the rest moves.
+	// The conversation's next turn: both caches have its beginning, and only the rest is transferred.
 	longer := prompt + "And then?"
 	before := d.Metrics.External.Load()
 	params = p.prefill(t, "r2", longer)

@@ -11,7 +11,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// idsOf are n token ids that differ by seed.
+// idsOf returns n token ids that differ by seed.
 func idsOf(n, seed int) (ids []uint32) {
 	for i := range n {
 		ids = append(ids, uint32(seed*100_000+i))
@@ -26,8 +26,8 @@ func idsBody(t *testing.T, ids []uint32, members string) string {
 	return fmt.Sprintf(`{"model":"tiny","prompt":%s,%s}`, text, members)
 }
 
-// twoTurns are a prefill and a decode engine that have answered the first turn of a conversation: the next turn's prompt as it may go
-// on, and what the decode engine says of the blocks it keeps.
+// twoTurns returns a prefill and a decode engine that have answered the first turn of a conversation: the prompt of a
+// possible next turn, and the decode engine's description of the blocks it keeps.
 func twoTurns(t *testing.T, more ...string) (p, d *simulator, next []uint32, kept json.RawMessage) {
 	t.Helper()
 	args := append([]string{"-bidirectional"}, more...)
@@ -47,7 +47,8 @@ func twoTurns(t *testing.T, more ...string) (p, d *simulator, next []uint32, kep
 	return p, d, slices.Concat(prompt, v.Choices[0].IDs, idsOf(40, 2)), v.Params
 }
 
-// turn is one request over both engines, with what prefill is told; where prefill refuses, its answer.
+// turn sends one request through both engines; told are the prefill leg's parameters. If prefill refuses, it returns
+// that answer.
 func turn(t *testing.T, p, d *simulator, xid string, prompt []uint32, told string) reply {
 	t.Helper()
 	answer := p.post(t, "/v1/completions", xid, idsBody(t, prompt, `"max_tokens":1,"kv_transfer_params":`+told))
@@ -61,12 +62,12 @@ func turn(t *testing.T, p, d *simulator, xid string, prompt []uint32, told strin
 	return d.post(t, "/v1/completions", xid, idsBody(t, prompt, `"max_tokens":90,"return_token_ids":true,"kv_transfer_params":`+string(v.Params)))
 }
 
-// TestTurns: prefill fetches what decode keeps, which is the prompt and the answer but for its last token, and computes the rest; the
-// answer is that of an engine alone, and what was kept is free again.
+// TestTurns: prefill fetches the blocks that decode keeps (prompt and answer without its last token), and computes the
+// rest; the answer is that of a single engine, and the kept blocks are freed.
 func TestTurns(t *testing.T) {
 	p, d, next, kept := twoTurns(t)
 	require.Positive(t, d.Ledger.Held.Load(), "decode keeps the first turn")
-	other := startEngine(t, "-role", "prefill", "-bidirectional") // has nothing in its cache
+	other := startEngine(t, "-role", "prefill", "-bidirectional") // with an empty cache
 	answer := turn(t, other, d, "t2", next, string(kept))
 	require.Equal(t, 200, answer.status, answer)
 	require.EqualValues(t, 189, other.Metrics.External.Load())
@@ -84,7 +85,7 @@ func TestTurns(t *testing.T) {
 	_ = p
 }
 
-// TestTurnsThatAreViolations: what vLLM would read without a word.
+// TestTurnsThatAreViolations has reads that vLLM would make silently.
 func TestTurnsThatAreViolations(t *testing.T) {
 	for name, c := range map[string]struct {
 		change func(next []uint32) []uint32
@@ -143,8 +144,8 @@ func TestTurnsThatAreViolations(t *testing.T) {
 
 func bytesContain(r reply, text string) bool { return strings.Contains(r.String(), text) }
 
-// TestTurnsFallBack: a decode engine that is another one by now fails the load, or with recompute costs nothing but time; few tokens
-// more than the cache has are computed, and decode told to let go.
+// TestTurnsFallBack: if the decode engine has restarted, the load fails, or with recompute costs only time; if the
+// cache lacks only a few tokens, they are computed, and decode is notified to free its blocks.
 func TestTurnsFallBack(t *testing.T) {
 	_, d, next, kept := twoTurns(t)
 	reborn := edit(t, kept, map[string]string{"remote_engine_id": `"another"`})

@@ -54,7 +54,7 @@ func (a answer) complete() error {
 	return nil
 }
 
-// told is an answer as it is compared: without what differs between two runs of one server, and a stream as its text.
+// told returns an answer as it is compared: without what differs between two runs of one server, and a stream as its text.
 func (a answer) told(t *testing.T) any {
 	t.Helper()
 	if !a.stream {

@@ -43,7 +43,7 @@ func (r request) json(t *testing.T, more map[string]any) string {
 	return string(text)
 }
 
-// requests are one of each API, and /generate with text and with token ids. No two have a prompt in common: input_tokens of
+// requests returns one of each API, and /generate with text and with token ids. No two have a prompt in common: input_tokens of
 // /v1/messages counts without what is cached.
 func (p prompts) requests(words, tokens int) []request {
 	messages := func() []any { return []any{map[string]any{"role": "user", "content": p.words(words)}} }
@@ -63,7 +63,7 @@ func (p prompts) requests(words, tokens int) []request {
 	}
 }
 
-// batches are lists of prompts, and answers with log probabilities, of which P has a part.
+// batches returns lists of prompts, and answers with log probabilities, of which P has a part.
 func batches(p prompts) []request {
 	sampling := map[string]any{"max_new_tokens": 6, "temperature": 0}
 	return []request{

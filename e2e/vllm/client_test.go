@@ -42,7 +42,7 @@ type request struct {
 	header   http.Header
 }
 
-// body is the request's JSON.
+// body returns the request's JSON.
 func (r request) body() string {
 	quoted, err := json.Marshal(r.prompt)
 	if err != nil {

@@ -85,7 +85,7 @@ func (d doors) forget() {
 	}
 }
 
-// letIn is when each request was let in, at whichever door.
+// letIn returns when each request was let in, at whichever door.
 func (d doors) letIn() map[string]time.Time {
 	all := map[string]time.Time{}
 	for _, one := range d {

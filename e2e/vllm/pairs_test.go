@@ -77,7 +77,7 @@ func (s *suite) pairsInOrder(t *testing.T) {
 	s.decodeDoors.delay(0)
 }
 
-// apartBy is how much later prefill legs were let in than their decode legs: the least and the most of all.
+// apartBy returns how much later prefill legs were let in than their decode legs: the least and the most of all.
 func apartBy(t *testing.T, prefill, decode map[string]time.Time, legs int) (least, most time.Duration) {
 	t.Helper()
 	require.Len(t, decode, legs, "each request went over two legs, once")

@@ -104,7 +104,7 @@ pools:
 	return b.String()
 }
 
-// turnsConfig is what a pool of engines needs that keep answers. They keep them for longer (run.sh).
+// turnsConfig returns what a pool of engines needs that keep answers. They keep them for longer (run.sh).
 func turnsConfig() string {
 	if !bidirectional() {
 		return ""
@@ -112,7 +112,7 @@ func turnsConfig() string {
 	return "  session: {header: x-session}\n  nixl: {bidirectional: true, reuseTokenIds: true, turnTtl: 30s}\n"
 }
 
-// before is where an engine is reached: at its door, if it has one.
+// before returns where an engine is reached: at its door, if it has one.
 func (d doors) before(i int, e engine) string {
 	if d == nil {
 		return e.addr
@@ -120,7 +120,7 @@ func (d doors) before(i int, e engine) string {
 	return d[i].addr
 }
 
-// bootstrap is where run.sh put the bootstrap server of a Mooncake engine.
+// bootstrap returns where run.sh put the bootstrap server of a Mooncake engine.
 func bootstrap(e engine) string {
 	_, port, err := net.SplitHostPort(e.addr)
 	n, err2 := strconv.Atoi(port)
@@ -130,7 +130,7 @@ func bootstrap(e engine) string {
 	return fmt.Sprintf(", transfer: {bootstrapPort: %d}", n+2000)
 }
 
-// dialect is the engines' KV transfer, as run.sh started them.
+// dialect returns the engines' KV transfer, as run.sh started them.
 func dialect() string {
 	if d := os.Getenv("TANDEM_VLLM_DIALECT"); d != "" {
 		return d

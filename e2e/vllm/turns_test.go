@@ -40,7 +40,7 @@ func TestRealTurns(t *testing.T) {
 // bidirectional says whether run.sh started the engines so.
 func bidirectional() bool { return os.Getenv("TANDEM_VLLM_BIDIRECTIONAL") != "" }
 
-// turnBody is one turn's request.
+// turnBody returns one turn's request.
 func turnBody(prompt any, chat, stream bool, tokens int) (path, body string) {
 	text, err := json.Marshal(prompt)
 	if err != nil {
@@ -98,7 +98,7 @@ func say(t *testing.T, addr, session, path, body string) (a turnAnswer) {
 	return a
 }
 
-// turnsNow is tandem_turns_total by what became of the turns.
+// turnsNow returns tandem_turns_total by what became of the turns.
 func (s *suite) turnsNow(t *testing.T, what string) float64 {
 	t.Helper()
 	m, err := scrape(s.admin)
@@ -144,7 +144,7 @@ func (s *suite) turnsOfChats(t *testing.T) {
 	require.Positive(t, s.chats(t, "chats of one token, every third streamed", 1))
 }
 
-// chats is how many turns prefill was told of.
+// chats returns how many turns prefill was told of.
 func (s *suite) chats(t *testing.T, name string, tokens int) (told float64) {
 	t.Helper()
 	const talks, turns = 6, 3

@@ -35,7 +35,7 @@ var counters = []string{
 
 const expiredPrefills = "vllm:nixl_num_kv_expired_reqs_total"
 
-// since is how much a counter has grown since the start.
+// since returns how much a counter has grown since the start.
 func (s *suite) since(t *testing.T, counter string) float64 {
 	t.Helper()
 	return total(t, s.engines(), counter) - s.start[counter]
@@ -99,7 +99,7 @@ func (s *suite) fromReference(t *testing.T, r request) answer {
 	return a
 }
 
-// clean is the request as the reference gets it: without what a client must not send.
+// clean returns the request as the reference gets it: without what a client must not send.
 func clean(r request) request {
 	r.header, r.sampling, r.extra = nil, "", hostileMembers.ReplaceAllString(r.extra, "")
 	return r
@@ -185,7 +185,7 @@ func (s *suite) latency(t *testing.T) {
 		percentiles(through), percentiles(byHand), percentiles(aggregated)))
 }
 
-// kinds are what mixed is mixed of. No seed: with one, a prompt longer than a step kills vLLM 0.32.0 on CPU.
+// kinds returns what mixed is mixed of. No seed: with one, a prompt longer than a step kills vLLM 0.32.0 on CPU.
 func (s *suite) kinds(i int) request {
 	r := request{
 		api:    []api{chat, completions, chat, completions, responses, messages}[i%6],

@@ -22,7 +22,7 @@ import (
 	"google.golang.org/protobuf/types/known/wrapperspb"
 )
 
-// split cuts b into buffers at random places, as gRPC hands over a message that came in several frames.
+// split cuts b into buffers at random places, like gRPC for a message of several frames.
 func split(b []byte, r *rand.Rand) mem.BufferSlice {
 	var out mem.BufferSlice
 	for len(b) > 0 {
@@ -90,8 +90,8 @@ func TestMessageGathersABodyAcrossMessagesUpToItsLimit(t *testing.T) {
 	require.Equal(t, len(body), got.Len())
 }
 
-// FuzzMessage holds the reader against the generated types: what they refuse may be read here (unread fields are not
-// validated), but what both accept must mean the same, and nothing may panic.
+// FuzzMessage compares the reader with the generated types: messages that they refuse may be read here (unread fields
+// are not validated), but those that both accept must mean the same, and nothing may panic.
 func FuzzMessage(f *testing.F) {
 	f.Add([]byte{}, uint64(1))
 	f.Add(wiretest.Marshal(f, &extprocv3.ProcessingRequest{Request: &extprocv3.ProcessingRequest_RequestBody{RequestBody: &extprocv3.HttpBody{Body: []byte("abc"), EndOfStream: true}}}), uint64(2))
@@ -120,8 +120,8 @@ func FuzzMessage(f *testing.F) {
 	})
 }
 
-// oneRequest reports whether the message has just one member of the oneof and one body field in it; protobuf's rules
-// for merging repeated ones are of no use here.
+// oneRequest reports whether the message has exactly one member of the oneof and one body field in it: protobuf's
+// rules for merging repeated ones do not apply here.
 func oneRequest(wire []byte) bool {
 	c := newCursor(mem.BufferSlice{mem.SliceBuffer(wire)})
 	oneof, bodies := 0, 0

@@ -11,7 +11,7 @@ import (
 	"google.golang.org/protobuf/types/known/structpb"
 )
 
-// FuzzMetadata: hints of any shape are read, or refused, as the generated code reads them.
+// FuzzMetadata: hints of any shape are read or refused as by the generated code.
 func FuzzMetadata(f *testing.F) {
 	f.Add(`{"x-gateway-destination-endpoint-subset":["a:1","b:2"]}`)
 	f.Add(`{"x-gateway-destination-endpoint-subset":"a:1,b:2","other":{"deep":[1,null,true]}}`)

@@ -15,9 +15,9 @@ import (
 	"tandem/kvstate"
 )
 
-// TestConcurrentGolden follows requests of the dialects whose legs run at once: testdata/<dialect>/*.txtar hold what the
-// client sent, what was learnt of P before, and what P answered; what both legs are sent, and what Tandem makes of P's
-// answer, is checked, or rewritten with -update. The attempt is always the same one, so rooms and transfer ids are too.
+// TestConcurrentGolden follows requests of the dialects whose legs run at once: testdata/<dialect>/*.txtar have the
+// client's request, the known facts about P, and P's answer; the bodies of both legs, and Tandem's reading of P's
+// answer, are checked, or rewritten with -update. The attempt is always the same, so rooms and transfer ids are too.
 func TestConcurrentGolden(t *testing.T) {
 	for _, d := range All() {
 		if d.Concurrent == nil {
@@ -45,7 +45,7 @@ func TestConcurrentGolden(t *testing.T) {
 // goldenID is the attempt of all goldens.
 var goldenID = [16]byte{1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16}
 
-// atOnce gives the archive as it should be. Its first line: POST path, prefill at address[, key=value of transfer]...
+// atOnce returns the expected archive. Its first line: POST path, prefill at address[, key=value of transfer]...
 func atOnce(t *testing.T, d *Concurrent, a *txtar.Archive) *txtar.Archive {
 	first, _, _ := strings.Cut(string(a.Comment), "\n")
 	words := strings.Split(first, ", ")
@@ -222,7 +222,7 @@ func TestRooms(t *testing.T) {
 
 func TestBatchTooLarge(t *testing.T) {
 	for body, ok := range map[string]bool{
-		`{"prompt":[]}`: true, // no list of prompts: the engine's to judge
+		`{"prompt":[]}`: true, // not a list of prompts: the engine decides
 		`{"prompt":[` + strings.Repeat(`"a",`, maxRooms) + `"a"]}`: false, `{"prompt":[` + strings.Repeat(`"a",`, maxRooms-1) + `"a"]}`: true,
 	} {
 		var r openai.Request
@@ -264,7 +264,7 @@ func FuzzReadPushPeer(f *testing.F) {
 	})
 }
 
-// FuzzServerInfo: whatever a context server says of itself, what D is told is JSON.
+// FuzzServerInfo: whatever a context server reports, D's parameters are JSON.
 func FuzzServerInfo(f *testing.F) {
 	f.Add([]byte(`{"disaggregated_params":{"ctx_dp_rank":0,"ctx_info_endpoint":["tcp://10.0.0.5:5000"]}}`))
 	f.Add([]byte(`{"disaggregated_params":{"ctx_dp_rank":-7,"ctx_info_endpoint":"a\"\u0001"}}`))

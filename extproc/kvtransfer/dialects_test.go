@@ -17,8 +17,8 @@ import (
 	"tandem/kvstate"
 )
 
-// FuzzAnswers: whatever a P answers, in any dialect, D is sent a body that is JSON without a member twice, and a client
-// is sent nothing that is between engines.
+// FuzzAnswers: whatever P answers, in any dialect, D's body is JSON without duplicate members, and a client gets
+// nothing that is between engines.
 func FuzzAnswers(f *testing.F) {
 	files, err := filepath.Glob("testdata/*/*.txtar")
 	require.NoError(f, err)
@@ -61,7 +61,7 @@ func FuzzAnswers(f *testing.F) {
 	})
 }
 
-// requireContinues: what was handed over makes a body that scans, and an answer that is JSON.
+// requireContinues: a hand-over yields a body that scans, and an answer that is JSON.
 func requireContinues(t *testing.T, d Dialect, params []byte) {
 	var r openai.Request
 	var p openai.Patch
@@ -78,7 +78,7 @@ func requireContinues(t *testing.T, d Dialect, params []byte) {
 	require.True(t, json.Valid(whole), "%q", whole)
 }
 
-// arrivals is a board of notices that came already.
+// arrivals has notifications that have already arrived.
 type arrivals struct {
 	id string
 	n  int
@@ -92,7 +92,7 @@ func (a *arrivals) Wait(ctx context.Context, id string, n int) bool {
 	return a.n >= n
 }
 
-// P's notices are waited for, one for each of D's ranks, for as long as is configured and not longer.
+// Await waits for P's notifications, one for each of D's ranks, for at most the configured time.
 func TestLMCacheAwaits(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		await := func(a Arrivals, tp int) (bool, time.Duration) {

@@ -40,7 +40,7 @@ func TestReadEncoded(t *testing.T) {
 	require.NotErrorIs(t, err, ErrParams)
 }
 
-// FuzzReadEncoded: whatever an engine answers, what is handed on is part of it, an object, and valid.
+// FuzzReadEncoded: whatever an engine answers, the result is a part of it, an object, and valid.
 func FuzzReadEncoded(f *testing.F) {
 	f.Add([]byte(`{"ec_transfer_params":{"5af3":{"peer_host":"10.0.0.9","peer_port":5569}}}`))
 	f.Add([]byte(`{"ec_transfer_params":{"a":{},"\u0061":{}}}`))

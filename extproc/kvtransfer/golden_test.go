@@ -22,14 +22,16 @@ import (
 
 var update = flag.Bool("update", false, "rewrite the golden files")
 
-// TestGolden follows requests through both hops: testdata/<dialect>/*.txtar hold what the client sent and what P answered;
-// what P and D were sent is checked, or rewritten with -update. Read those files as the documentation of the dialects.
+// TestGolden follows requests through both hops: testdata/<dialect>/*.txtar have the client's request and P's answer;
+// the bodies for P and D are checked, or rewritten with -update. Read those files as the documentation of the
+// dialects.
 //
-// The first line of a file is the request and its circumstances: POST path, prefill at address, and then, as far as the
-// dialect minds, decode at address, tp=N, release=X, init=, alloc=, query=, p2p=PORT, source=ADDRESS, host=HOST, members=A+B, key=NAME,
-// params=yes, ids=reuse, first=yes. Where D goes on behind P's first token, "decode answer" and "decode answer, streamed" are what it says, and
-// the client's answer is made of them. With turns=kept "last answer" is what D answered in the conversation's last turn and "prompt ids"
-// what the prompt's are; of "decode answer" the client's is made, and "kept" is for the next turn.
+// The first line of a file is the request and its circumstances: POST path, prefill at address, and then, if the
+// dialect needs it, decode at address, tp=N, release=X, init=, alloc=, query=, p2p=PORT, source=ADDRESS, host=HOST,
+// members=A+B, key=NAME, params=yes, ids=reuse, first=yes. If D continues after P's first token, "decode answer" and
+// "decode answer, streamed" are D's answers, from which the client's is made. With turns=kept "last answer" is D's
+// answer in the conversation's last turn and "prompt ids" are the prompt's; the client's answer is made from "decode
+// answer", and "kept" is stored for the next turn.
 func TestGolden(t *testing.T) {
 	files, err := filepath.Glob("testdata/*/*.txtar")
 	require.NoError(t, err)
@@ -127,7 +129,7 @@ func section(a *txtar.Archive, name string) []byte {
 	return nil
 }
 
-// twoHops gives the archive as it should be: its request and answer, and what both legs are sent.
+// twoHops returns the expected archive: its request and answer, and the bodies of both legs.
 func twoHops(t *testing.T, name string, a *txtar.Archive) *txtar.Archive {
 	first, _, _ := strings.Cut(string(a.Comment), "\n")
 	path, options, pair := circumstances(t, name, first)
@@ -180,7 +182,7 @@ func twoHops(t *testing.T, name string, a *txtar.Archive) *txtar.Archive {
 	return got
 }
 
-// tellTurn has P told of the last turn, where the prompt goes on behind it.
+// tellTurn sets the pair's last turn, if the prompt continues it.
 func tellTurn(t *testing.T, d *Turns, api openai.API, last, ids []byte, pair *Pair) {
 	kept, _, err := heard(d, pair, last, false)
 	require.NoError(t, err)
@@ -195,7 +197,7 @@ func tellTurn(t *testing.T, d *Turns, api openai.API, last, ids []byte, pair *Pa
 	}
 }
 
-// heard returns what is kept of D's answer, and the client's.
+// heard returns the stored turn of D's answer, and the client's answer.
 func heard(d *Turns, pair *Pair, answer []byte, stream bool) (turn *Turn, clients []byte, err error) {
 	a := openai.TurnAnswer{Kept: func(params []byte, ids []uint32) { turn, err = d.Read(params, ids, &pair.Decode) }}
 	if !stream {
@@ -209,7 +211,7 @@ func heard(d *Turns, pair *Pair, answer []byte, stream bool) (turn *Turn, client
 	return turn, clients, errors.Join(err, fault)
 }
 
-// keepTurn adds what is made of D's answer.
+// keepTurn adds the results of D's answer.
 func keepTurn(t *testing.T, d *Turns, pair *Pair, a *txtar.Archive, add func(string, []byte)) {
 	for _, name := range []string{"decode answer", "decode answer, streamed"} {
 		data := section(a, name)
@@ -232,7 +234,7 @@ func keepTurn(t *testing.T, d *Turns, pair *Pair, a *txtar.Archive, add func(str
 	}
 }
 
-// continued adds what D is sent to go on behind P's first token, what it answers, and what the client gets of that.
+// continued adds the body with which D continues after P's first token, D's answer, and the client's.
 func continued(t *testing.T, d Dialect, api openai.API, request, params []byte, a *txtar.Archive, add func(string, []byte)) {
 	var r openai.Request
 	var p openai.Patch
@@ -268,7 +270,7 @@ func continued(t *testing.T, d Dialect, api openai.API, request, params []byte, 
 	}
 }
 
-// prefillBody returns the prefill leg's body of a request, and what undoes it.
+// prefillBody returns the prefill leg's body of a request, and its undo.
 func prefillBody(t *testing.T, d Dialect, api openai.API, request []byte, pair *Pair) ([]byte, openai.Edits) {
 	var r openai.Request
 	var p openai.Patch
@@ -313,7 +315,7 @@ func TestNew(t *testing.T) {
 	}
 }
 
-// every returns a dialect by name, with what it needs.
+// every returns a dialect by name, with the options that it needs.
 func every(t *testing.T, name string) Dialect {
 	d, err := New(Options{Name: name, Members: []string{"nixl", "offload"}})
 	require.NoError(t, err)
@@ -330,7 +332,7 @@ func sequential() (names []string) {
 	return names
 }
 
-// TestPrefillEmptyObject: the smallest body there is gets its members and loses them again.
+// TestPrefillEmptyObject: the smallest possible body gets its members and loses them again.
 func TestPrefillEmptyObject(t *testing.T) {
 	for _, name := range sequential() {
 		d := every(t, name)
@@ -343,7 +345,7 @@ func TestPrefillEmptyObject(t *testing.T) {
 	}
 }
 
-// TestPrefillOverwrites: what a client sent of its own never reaches P, neither merged nor beside ours.
+// TestPrefillOverwrites: a client's own control members never reach P, neither merged nor beside ours.
 func TestPrefillOverwrites(t *testing.T) {
 	d, err := New(Options{Name: "nixl"})
 	require.NoError(t, err)

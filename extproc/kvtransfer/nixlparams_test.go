@@ -71,7 +71,8 @@ func TestParamsRefused(t *testing.T) {
 	}
 }
 
-// TestParamsUnused: what no P of that release would do better is no failure of this one; D goes without.
+// TestParamsUnused: a fault that every P of that release shares does not count as a failure of this one; D computes
+// the prompt.
 func TestParamsUnused(t *testing.T) {
 	for _, c := range [][2]string{{"remote_block_ids", "[]"}, {"remote_block_ids", "[[]]"}, {"remote_block_ids", "[[],[]]"}, {"remote_request_id", ""}} {
 		a, err := readAnswer(goodParams(c[0], c[1]))
@@ -116,7 +117,7 @@ func TestParamsAccepted(t *testing.T) {
 	}
 }
 
-// TestNoParams: P has nothing for D, which is no error.
+// TestNoParams: P has nothing for D, which is not an error.
 func TestNoParams(t *testing.T) {
 	for _, body := range []string{`{}`, `{"kv_transfer_params":null}`, `{"id":"x","usage":null}`, `{"kv_transfer_params": null ,"usage":{"prompt_tokens":3}}`} {
 		a, err := newNIXL(false).ReadAnswer([]byte(body), reachedAt("10.0.0.9:8000"))
@@ -173,7 +174,7 @@ func TestRepairHost(t *testing.T) {
 		{`"127.0.0.1"`, "[::1]:8101", `"127.0.0.1"`},
 		{`"0.0.0.0"`, "127.0.0.1:8101", `"0.0.0.0"`},
 		{`"localhost"`, "[::ffff:127.0.0.1]:8101", `"localhost"`},
-		// nothing better is known
+		// no better address is known
 		{`"localhost"`, "", `"localhost"`},
 		{`"localhost"`, "prefill-0:8000", `"localhost"`},
 	} {
@@ -192,7 +193,7 @@ func TestRepairKeepsTheAnswer(t *testing.T) {
 	require.Equal(t, before, answer)
 }
 
-// plainReadPull returns the dumb twin of readPull, by the words of the rule.
+// plainReadPull is the dumb twin of readPull, written after the rule's text.
 func plainReadPull(raw []byte) bool {
 	var members map[string]json.RawMessage
 	if json.Unmarshal(raw, &members) != nil || members == nil || plainCountMembers(raw) != len(members) {
@@ -234,7 +235,7 @@ func plainBlockIDs(raw []byte) bool {
 	return len(flat) > 0
 }
 
-// plainCountMembers counts keys as they stand, twins included.
+// plainCountMembers counts keys as they stand, duplicates included.
 func plainCountMembers(raw []byte) int {
 	dec := json.NewDecoder(bytes.NewReader(raw))
 	n, depth, key := 0, 0, false
@@ -289,15 +290,15 @@ func FuzzReadAnswer(f *testing.F) {
 	})
 }
 
-// twinJudges reports whether the twin has a say: it refuses objects that have a member of no interest twice, and reads what is
-// no UTF-8.
+// twinJudges reports whether the twin can decide: it refuses objects with a duplicate of an unread member, and reads
+// invalid UTF-8.
 func twinJudges(params string) bool {
 	var members map[string]json.RawMessage
 	return json.Valid([]byte(params)) && json.Unmarshal([]byte(params), &members) == nil && len(members) == plainCountMembers([]byte(params)) &&
 		strings.TrimSpace(params) == params && !strings.ContainsRune(params, '\ufffd')
 }
 
-// FuzzParams: what readPull takes and refuses, of all that is JSON, is what its twin does.
+// FuzzParams: readPull accepts and refuses the same JSON as its twin.
 func FuzzParams(f *testing.F) {
 	f.Add(goodParams("", ""))
 	for _, c := range [][2]string{
@@ -323,7 +324,7 @@ func BenchmarkReadAnswer(b *testing.B) {
 	}
 }
 
-// What is configured of P counts, whatever P says of itself.
+// The configured host of P counts, whatever P reports.
 func TestTransferHost(t *testing.T) {
 	pair := reachedAt("127.0.0.1:8000")
 	pair.Prefill.Transfer.Host = "kv.example"

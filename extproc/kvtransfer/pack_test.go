@@ -33,7 +33,7 @@ func randomIDs(n, limit int) []int {
 	return ids
 }
 
-// fragmentIDs returns what an allocator gives that has been at work: stretches of neighbours.
+// fragmentIDs returns ids as a busy allocator gives them: stretches of consecutive ones.
 func fragmentIDs(n int) []int {
 	rng := rand.New(rand.NewPCG(3, 4))
 	ids := make([]int, 0, n)

@@ -27,7 +27,7 @@ func TestMoRIIORead(t *testing.T) {
 	require.Equal(t, `{"kv_transfer_params":`+moriioAnswer+`,"model":"m","messages":[],"max_tokens":50}`, string(decodeBody(d, prefill, undo, a.Params)))
 }
 
-// Whatever D cannot do without, P's object is refused without it, with it twice, or with something else in its place.
+// If P's object lacks a required member, has it twice, or has another type there, it is refused.
 func TestPullsRefused(t *testing.T) {
 	for name, good := range map[string]string{"moriio-read": moriioAnswer, "mooncake-0.13": `{"do_remote_prefill":true,"remote_host":"h","remote_port":1}`} {
 		d, err := New(Options{Name: name})

@@ -20,7 +20,7 @@ func rankedLegs(release string) *Legs {
 	}
 }
 
-// The room names P's rank, a member of D's body its own, under the name that the release has for it.
+// The room determines P's rank, a member of D's body its own, under the name of the release.
 func TestSGLangRanks(t *testing.T) {
 	for release, name := range map[string]string{
 		"": "data_parallel_rank", "0.4.9.post6": "data_parallel_rank", "0.5.9": "data_parallel_rank", "0.5.22": "routed_dp_rank", "0.5.23": "routed_dp_rank", "1.0": "routed_dp_rank",
@@ -51,7 +51,7 @@ func TestSGLangRanks(t *testing.T) {
 	}
 }
 
-// A chosen rank is P's in the header and in what D is told, and not another one.
+// A chosen rank is P's in the header and in D's parameters.
 func TestChosenRankOfAPeer(t *testing.T) {
 	legs := rankedLegs("")
 	legs.Peer = Peer{[]Rank{{EngineID: "e_dp0"}, {EngineID: "e_dp1"}}}

@@ -33,7 +33,7 @@ func newKeys(t testing.TB, primary byte, older ...byte) *Keys {
 	return k
 }
 
-// smallTicket is one that goes out with a prefill leg.
+// smallTicket returns a ticket that goes out with a prefill leg.
 func smallTicket() *Ticket {
 	return &Ticket{
 		ID: [16]byte{1, 2, 3}, Stage: PrefillLeg, Expires: now.Add(10 * time.Minute), Started: now.Add(-time.Millisecond),
@@ -94,7 +94,7 @@ func TestTicketRoundTrip(t *testing.T) {
 	}
 }
 
-// TestTicketParamsVerbatim: however an engine writes its object, D gets the same bytes.
+// TestTicketParamsVerbatim: D gets the engine's object byte for byte.
 func TestTicketParamsVerbatim(t *testing.T) {
 	k := newKeys(t, 1)
 	ids := randomIDs(500, 65536)
@@ -142,10 +142,10 @@ func TestTicketExpires(t *testing.T) {
 		time.Sleep(time.Millisecond)
 		got, err := k.Open(string(header), "req-1", time.Now())
 		require.ErrorIs(t, err, ErrTicketExpired)
-		requireTicket(t, want, got) // what it booked can be released
+		requireTicket(t, want, got) // its reservations can be released
 	})
 	k := newKeys(t, 1)
-	header, err := k.Seal(nil, &Ticket{Stage: PrefillLeg}, "req-1") // no deadline is no licence
+	header, err := k.Seal(nil, &Ticket{Stage: PrefillLeg}, "req-1") // a ticket without deadline is expired
 	require.NoError(t, err)
 	_, err = k.Open(string(header), "req-1", now)
 	require.ErrorIs(t, err, ErrTicketExpired)
@@ -215,12 +215,12 @@ func TestKeysConcurrently(t *testing.T) {
 	require.NoError(t, group.Wait())
 }
 
-// reseal seals a message that no Ticket makes, as another release would.
+// reseal seals a message that no Ticket encodes to, as another release might.
 func reseal(k *Keys, message []byte) string {
 	return string(k.sealMessage(nil, &scratch{message: message}, "req-1"))
 }
 
-// TestTicketOfNewerRelease: fields that this release does not know pass, in any wire type and place.
+// TestTicketOfNewerRelease: unknown fields pass, in any wire type and place.
 func TestTicketOfNewerRelease(t *testing.T) {
 	k := newKeys(t, 1)
 	var unknown []byte
@@ -256,8 +256,8 @@ func TestTicketOfOtherVersion(t *testing.T) {
 	require.Nil(t, got)
 }
 
-// TestTicketUnreadable: what is authentic and makes no sense (or would make us allocate without end) is of a release
-// that we do not know.
+// TestTicketUnreadable: an authentic ticket that makes no sense (or would make us allocate without end) is reported as
+// of an unknown release.
 func TestTicketUnreadable(t *testing.T) {
 	k := newKeys(t, 1)
 	good := appendTicket(nil, smallTicket())
@@ -336,7 +336,7 @@ func TestSealRefuses(t *testing.T) {
 	}
 }
 
-// TestTicketsDiffer: the same ticket sealed twice tells nobody that it is the same.
+// TestTicketsDiffer: sealing the same ticket twice gives different headers.
 func TestTicketsDiffer(t *testing.T) {
 	k := newKeys(t, 1)
 	a, _ := k.Seal(nil, smallTicket(), "req-1")
@@ -366,8 +366,9 @@ func FuzzTicketOpen(f *testing.F) {
 	})
 }
 
-// TestTicketOfThisFormat: the tickets in testdata, sealed under secret(1) for req-1 by releases that are out, open for
-// good. -update writes only what is not there: a ticket that no longer opens needs another version byte, and a file of its own.
+// TestTicketOfThisFormat: the tickets in testdata, sealed under secret(1) for req-1 by published releases, can always
+// be opened. -update writes only missing ones: a ticket that no longer opens needs another version byte, and a file of
+// its own.
 func TestTicketOfThisFormat(t *testing.T) {
 	for file, want := range map[string]*Ticket{"testdata/ticket-v1-small.txt": smallTicket(), "testdata/ticket-v1-full.txt": fullTicket()} {
 		header, err := os.ReadFile(file)
@@ -384,7 +385,7 @@ func TestTicketOfThisFormat(t *testing.T) {
 	}
 }
 
-// Budgets of what lies on the path of every request.
+// Budgets of the code on every request's path.
 func TestTicketAllocs(t *testing.T) {
 	k := newKeys(t, 1)
 	for _, c := range []struct {

@@ -15,7 +15,7 @@ import (
 	ticketv1 "tandem/protos/ticket/v1"
 )
 
-// plainMessage returns the dumb twin of appendTicket: the generated message.
+// plainMessage is the dumb twin of appendTicket: the generated message.
 func plainMessage(t *Ticket) *ticketv1.Ticket {
 	m := &ticketv1.Ticket{
 		Id: t.ID[:], Stage: ticketv1.Ticket_Stage(t.Stage), Pool: t.Pool, Prefill: t.Prefill, Decode: t.Decode,
@@ -82,7 +82,7 @@ func randomTicket(rng *rand.Rand) *Ticket {
 	return t
 }
 
-// TestTicketCodecAgainstGenerated: what is written by hand is what the generated code reads, and the other way round.
+// TestTicketCodecAgainstGenerated: the generated code reads the hand-written encoding, and the other way round.
 func TestTicketCodecAgainstGenerated(t *testing.T) {
 	rng := rand.New(rand.NewPCG(7, 8))
 	for i := range 500 {
@@ -107,8 +107,7 @@ func TestTicketCodecAgainstGenerated(t *testing.T) {
 	}
 }
 
-// FuzzTicketMessage: whatever an authentic ticket says, it is read without panic, within bounds, and the same as the
-// generated code reads it.
+// FuzzTicketMessage: any authentic ticket is read without panic, within bounds, and as by the generated code.
 func FuzzTicketMessage(f *testing.F) {
 	f.Add(appendTicket(nil, smallTicket()))
 	f.Add(appendParams(appendTicket(nil, fullTicket()), pack(nil, fullTicket().Params)))
@@ -134,7 +133,7 @@ func FuzzTicketMessage(f *testing.F) {
 	})
 }
 
-// No parameters for D are another thing than none said: then D's body is the client's own.
+// Empty parameters for D differ from absent ones: then D's body is the client's own.
 func TestEmptyParams(t *testing.T) {
 	keys := newKeys(t, 1)
 	for _, params := range [][]byte{nil, {}} {
@@ -146,7 +145,7 @@ func TestEmptyParams(t *testing.T) {
 	}
 }
 
-// ticketOf returns what reading by generated code takes besides: the message's fields as a Ticket's, without the bounds of parseTicket.
+// ticketOf converts the generated message into a Ticket, without the bounds of parseTicket.
 func ticketOf(m *ticketv1.Ticket) *Ticket {
 	t := &Ticket{
 		ID: [16]byte(m.GetId()), Stage: Stage(m.GetStage()), Expires: time.UnixMilli(m.GetExpiresUnixMs()), Pool: m.GetPool(), Prefill: m.GetPrefill(), Decode: m.GetDecode(),
@@ -160,7 +159,8 @@ func ticketOf(m *ticketv1.Ticket) *Ticket {
 	return t
 }
 
-// BenchmarkTicketCodec is a usual ticket's message written and read by hand, and by generated code (docs/adr/0032).
+// BenchmarkTicketCodec compares the hand-written codec of a usual ticket's message with the generated code
+// (docs/adr/0032).
 func BenchmarkTicketCodec(b *testing.B) {
 	ticket := smallTicket()
 	message := appendTicket(nil, ticket)
@@ -196,7 +196,7 @@ func BenchmarkTicketCodec(b *testing.B) {
 	})
 }
 
-// BenchmarkPackAgainstFlate is a long list of block ids packed, and compressed as any text could be.
+// BenchmarkPackAgainstFlate compares pack with general compression, for a long list of block ids.
 func BenchmarkPackAgainstFlate(b *testing.B) {
 	text := []byte(goodParams("remote_block_ids", "["+blockIDs(randomIDs(8192, 1<<16), ",")+"]"))
 	b.Run("pack", func(b *testing.B) {

@@ -31,7 +31,7 @@ func count40() (ids []uint32) {
 	return ids
 }
 
-// TestReadTurn: an object that is not perfectly understood is not kept, for P would load other blocks by it.
+// TestReadTurn: an object that is not perfectly understood is not stored, because P would load other blocks with it.
 func TestReadTurn(t *testing.T) {
 	d := turnDialect(t)
 	_, err := d.Read([]byte(keptObject), count40(), &Side{Addr: "10.0.0.6:8000"})
@@ -65,7 +65,8 @@ func TestReadTurn(t *testing.T) {
 	}
 }
 
-// TestTurnHost: P reaches D where it is configured to be reached, or where Tandem reaches it if what it says is good at home alone.
+// TestTurnHost: P reaches D at its configured address, or, if the reported one is only valid on D's machine, at the
+// address that Tandem uses.
 func TestTurnHost(t *testing.T) {
 	d := turnDialect(t)
 	for host, want := range map[string]string{"10.9.9.9": "10.9.9.9", "localhost": "10.0.0.6", "127.0.0.1": "10.0.0.6", "0.0.0.0": "10.0.0.6"} {
@@ -78,9 +79,9 @@ func TestTurnHost(t *testing.T) {
 	require.Contains(t, string(turn.Params), `"remote_host":"kv.d"`)
 }
 
-// TestTurnBegins holds the sums against the ids themselves: any other token, in any place, and it is another prompt.
+// TestTurnBegins compares the sums with the ids themselves: any other token, at any position, makes it another prompt.
 func TestTurnBegins(t *testing.T) {
-	long := make([]uint32, 5000) // more than one piece of what is summed at a time
+	long := make([]uint32, 5000) // more than one piece of the summing
 	for i := range long {
 		long[i] = uint32(i) * 2654435761
 	}
@@ -100,7 +101,7 @@ func TestTurnBegins(t *testing.T) {
 	}
 }
 
-// TestUnmarshalTurn: what comes back from where it was kept is as it was, and whatever else lies there is refused.
+// TestUnmarshalTurn: a stored turn comes back unchanged, and anything else in its place is refused.
 func TestUnmarshalTurn(t *testing.T) {
 	turn, err := turnDialect(t).Read([]byte(keptObject), count40(), &Side{Addr: "10.0.0.6:8000"})
 	require.NoError(t, err)
@@ -123,7 +124,7 @@ func TestUnmarshalTurn(t *testing.T) {
 	}
 }
 
-// TestTurnsTaken: where P is told of turns, and for how long.
+// TestTurnsTaken: for which requests P gets turns, and for how long.
 func TestTurnsTaken(t *testing.T) {
 	all := []openai.API{openai.Chat, openai.Completions, openai.Responses, openai.Messages, openai.Generate}
 	takes := func(o Options) (out []string) {
@@ -147,7 +148,7 @@ func TestTurnsTaken(t *testing.T) {
 	require.Equal(t, time.Minute, d.Turns.TTL)
 }
 
-// FuzzReadTurn: what is kept is an object that says what it is, with a count that the ids have, and reads back the same.
+// FuzzReadTurn: a stored object is well-formed, its count fits the ids, and it reads back the same.
 func FuzzReadTurn(f *testing.F) {
 	f.Add([]byte(keptObject))
 	f.Add([]byte(strings.Replace(keptObject, "[[1,2,3]]", "[1,2,3]", 1)))

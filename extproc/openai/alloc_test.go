@@ -8,8 +8,8 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// TestAllocations: a request costs no allocation once its memory has grown, two (members, edits and the like aside) at
-// most while it grows.
+// TestAllocations: a request costs no allocation once its memory has grown, and at most two while it grows (members,
+// edits and the like aside).
 func TestAllocations(t *testing.T) {
 	for name, body := range bodies() {
 		if len(body) > 1<<20 {
@@ -38,7 +38,7 @@ func TestAllocations(t *testing.T) {
 	}
 }
 
-// TestAllocationsOfGenerate is the same for the API that has its limits a level deeper.
+// TestAllocationsOfGenerate does the same for the API that has its limits a level deeper.
 func TestAllocationsOfGenerate(t *testing.T) {
 	body := []byte(`{"model":"m","token_ids":[1,2,3],"sampling_params":{"max_tokens":50,"n":1,"extra_args":{"a":1}},"stream":true}`)
 	var r Request
@@ -59,7 +59,7 @@ func TestAllocationsOfGenerate(t *testing.T) {
 	budget.Allocs(t, 20, 0, pass)
 }
 
-// TestAllocationsOfPaths: what is asked of every request before its body is there.
+// TestAllocationsOfPaths checks the functions that run for every request before its body arrives.
 func TestAllocationsOfPaths(t *testing.T) {
 	budget.Allocs(t, 20, 0, func() {
 		if Classify("POST", "/v1/chat/completions?x=y") != Chat || !RequestID("abc") || CheckHeaders("application/json", "") != nil {
@@ -68,7 +68,7 @@ func TestAllocationsOfPaths(t *testing.T) {
 	})
 }
 
-// One event of a chat costs few allocations: thousands come by each second.
+// One event of a chat costs few allocations: there are thousands per second.
 func TestContinuationAllocs(t *testing.T) {
 	c := newContinuation(true)
 	event := []byte(`data: {"id":"y","object":"text_completion","created":1,"model":"m","choices":[{"index":0,"text":" b","logprobs":null,"finish_reason":null}]}`)

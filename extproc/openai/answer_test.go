@@ -7,7 +7,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// TestScanAnswer reads answers of vLLM 0.32.0 as recorded.
+// TestScanAnswer reads recorded answers of vLLM 0.32.0.
 func TestScanAnswer(t *testing.T) {
 	for _, c := range []struct {
 		name           string

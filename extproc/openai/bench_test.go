@@ -102,7 +102,7 @@ func BenchmarkScan(b *testing.B) {
 	}
 }
 
-// BenchmarkLeg is everything that the prefill leg's body costs: scan, patch, undo, apply.
+// BenchmarkLeg is all work on the prefill leg's body: scan, patch, undo, apply.
 func BenchmarkLeg(b *testing.B) {
 	all := bodies()
 	for _, name := range bodyNames {
@@ -145,7 +145,7 @@ func BenchmarkPromptHash(b *testing.B) {
 	}
 }
 
-// BenchmarkManyMembers is the worst that the search for repeated members can be made to cost.
+// BenchmarkManyMembers is the worst case of the search for duplicate members.
 func BenchmarkManyMembers(b *testing.B) {
 	body := []byte("{")
 	for i := range 511 {
@@ -162,7 +162,7 @@ func BenchmarkManyMembers(b *testing.B) {
 	}
 }
 
-// BenchmarkEncodingJSON is what it is all compared to.
+// BenchmarkEncodingJSON is the reference for the others.
 func BenchmarkEncodingJSON(b *testing.B) {
 	body := chatBody(220 << 10)
 	b.Run("valid", func(b *testing.B) {
@@ -186,7 +186,7 @@ func BenchmarkEncodingJSON(b *testing.B) {
 	})
 }
 
-// BenchmarkContinuation is one event of a chat that decode goes on with as a completion.
+// BenchmarkContinuation is one event of a chat that decode continues as a completion.
 func BenchmarkContinuation(b *testing.B) {
 	c := newContinuation(true)
 	event := []byte(`data: {"id":"y","object":"text_completion","created":1,"model":"m","choices":[{"index":0,"text":" b","logprobs":null,"finish_reason":null}]}` + "\n\n")

@@ -11,7 +11,7 @@ func newContinuation(chat bool) *Continuation {
 	return &Continuation{Chat: chat, ID: []byte(`"x"`), Created: []byte("1"), Text: []byte(`" A"`), Cached: 2}
 }
 
-// told returns what a client gets of a stream that comes in pieces of n bytes.
+// told returns the client's stream, if decode's comes in pieces of n bytes.
 func told(stream string, chat bool, n int) (out []byte, err error) {
 	c := newContinuation(chat)
 	var events Events
@@ -29,7 +29,7 @@ func told(stream string, chat bool, n int) (out []byte, err error) {
 const streamed = "data: {\"id\":\"y\",\"object\":\"text_completion\",\"model\":\"m\",\"choices\":[{\"index\":0,\"text\":\" \\u00e9\"}]}\r\n\r\n" +
 	"data: {\"object\":\"text_completion\",\"choices\":[],\"usage\":{\"prompt_tokens\":3,\"completion_tokens\":1}}\n\ndata: [DONE]\n\n"
 
-// Where a stream is cut makes no difference to what a client gets.
+// The places where a stream is cut make no difference to the client.
 func TestContinuationPieces(t *testing.T) {
 	for _, chat := range []bool{false, true} {
 		want, err := told(streamed, chat, len(streamed))
@@ -51,7 +51,7 @@ func TestContinuationRefuses(t *testing.T) {
 	}
 }
 
-// FuzzContinuation: whatever decode streams, however it is cut, what goes on is the same, and JSON stays JSON.
+// FuzzContinuation: however decode's stream is cut, the client's is the same, and JSON stays JSON.
 func FuzzContinuation(f *testing.F) {
 	f.Add(streamed, uint8(3))
 	f.Add(`data: {"object":"text_completion","choices":[1,[],{"text":null,"a\"b":2},{}],"usage":7}`, uint8(0))

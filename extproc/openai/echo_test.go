@@ -39,7 +39,7 @@ func TestCutEcho(t *testing.T) {
 	}
 }
 
-// TestCutEchoIsLinear: what a client wrote is in the text, so it may be made for this.
+// TestCutEchoIsLinear: the text contains a client's input, which may be hostile.
 func TestCutEchoIsLinear(t *testing.T) {
 	for _, piece := range []string{`\\'`, `'bootstrap_room': [`, `'bootstrap_room': 'x`, `'`, `"bootstrap_room": {`, `[[[[`} {
 		text, err := json.Marshal(map[string]string{"message": "': " + strings.Repeat(piece, 1<<21/len(piece))})

@@ -8,8 +8,8 @@ import (
 	"golang.org/x/tools/txtar"
 )
 
-// TestLeastStream: of real vLLM's streams the complete ones, made as short as they can be, are not below the least,
-// and those whose KV load failed are, but for the API where they cannot be told.
+// TestLeastStream: the shortest complete streams of real vLLM are not below the minimum, and those whose KV load
+// failed are, except for the API in which they cannot be distinguished.
 func TestLeastStream(t *testing.T) {
 	recorded, err := txtar.ParseFile("../../cmd/enginesim/testdata/vllm-0.32.0/streams.txtar")
 	require.NoError(t, err)

@@ -49,7 +49,7 @@ func TestWantsUsage(t *testing.T) {
 	}
 }
 
-// FuzzOneShot: every event of a stream that is made is JSON on one line, and the stream ends.
+// FuzzOneShot: every event of the stream is JSON on one line, and the stream ends.
 func FuzzOneShot(f *testing.F) {
 	f.Add([]byte(`{"object":"chat.completion","choices":[{"index":0,"message":{"content":"x"},"finish_reason":"stop"}],"usage":{}}`), true)
 	f.Fuzz(func(t *testing.T, answer []byte, usage bool) {

@@ -74,7 +74,7 @@ func TestPatch(t *testing.T) {
 	}
 }
 
-// TestPrefillLeg is the whole way of a chat body: nothing but the planned changes, and all of it undone.
+// TestPrefillLeg follows a chat body: nothing but the planned changes, and all of them undone.
 func TestPrefillLeg(t *testing.T) {
 	const body = `{"model":"m", "messages":[{"role":"user","content":"a\u00e9\/ \ud83d"}],` +
 		`"seed":9223372036854775807,"temperature":1e-3,"logit_bias":{"5":1.0},"stream":true,"stream_options":{"include_usage":true},` +
@@ -91,7 +91,7 @@ func TestPrefillLeg(t *testing.T) {
 	checkUndo(t, edits, []byte(body))
 }
 
-// checkUndo holds Inverse, Len, Size and Check against what Apply does.
+// checkUndo compares Inverse, Len, Size and Check with the effect of Apply.
 func checkUndo(t testing.TB, edits Edits, body []byte) {
 	t.Helper()
 	require.NoError(t, edits.Check(len(body)))
@@ -114,7 +114,7 @@ func TestEditsCheck(t *testing.T) {
 	}
 }
 
-// FuzzPatch holds Patch against its dumb twin, and every undo against the bytes it came from. Each byte of ops is a
+// FuzzPatch compares Patch with its dumb twin, and every undo with the bytes it came from. Each byte of ops is a
 // change: which member, set or delete, at the top or in sampling_params.
 func FuzzPatch(f *testing.F) {
 	for _, s := range []string{
@@ -159,7 +159,7 @@ func FuzzPatch(f *testing.F) {
 	})
 }
 
-// compareMembers holds an edited body against the members it should have.
+// compareMembers compares an edited body with the expected members.
 func compareMembers(t testing.TB, top, sampling []slowMember, edited []byte) {
 	t.Helper()
 	got := slowMembers(t, edited)

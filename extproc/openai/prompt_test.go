@@ -67,7 +67,7 @@ func TestPromptOfEachAPI(t *testing.T) {
 	require.Empty(t, r.PromptHash(nil, 1, 9))
 }
 
-// TestPromptHashStays: replicas share hashes, so they may change only together with the format of what is shared.
+// TestPromptHashStays: replicas share hashes, so they may change only together with the shared format.
 func TestPromptHashStays(t *testing.T) {
 	r := scanned(t, Chat, `{"model":"m","tools":[1],"messages":[{"role":"user","content":"hello"}]}`)
 	require.Equal(t, "[5adc9a8722ed868d 8dd38910f0112e5]", fmt.Sprintf("%x", r.PromptHash(nil, 16, 2)))

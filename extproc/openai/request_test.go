@@ -83,7 +83,7 @@ func TestRequest(t *testing.T) {
 	require.False(t, ok)
 }
 
-// TestRequestAgain scans one body after the other into one Request: nothing of an earlier one may be left.
+// TestRequestAgain scans one body after the other into one Request: nothing of an earlier one may remain.
 func TestRequestAgain(t *testing.T) {
 	var r Request
 	require.NoError(t, r.Scan(Chat, []byte(`{"model":"a","kv_transfer_params":{},"sampling_params":{"n":2}}`), Limits{}))
@@ -144,7 +144,7 @@ func TestClean(t *testing.T) {
 	require.Equal(t, string(r.Body()), string(r.Clean(nil)))
 }
 
-// FuzzClean: what is left is valid, without control members, and the rest is as it was.
+// FuzzClean: the result is valid, without control members, and the rest is unchanged.
 func FuzzClean(f *testing.F) {
 	for _, s := range []string{
 		`{"nvext":1,"a":2,"kv_transfer_params":{"x":[1]} , "b":3}`, ` {"kv_transfer_params" : 1 , "nvext" : 2 } `,

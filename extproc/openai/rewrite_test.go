@@ -18,7 +18,7 @@ func TestCachedTokens(t *testing.T) {
 		`{"usage":{"prompt_tokens_details":{"cached_tokens":9,"created_cache_tokens":0}}}`:                `{"usage":{"prompt_tokens_details":{"cached_tokens":7,"created_cache_tokens":3}}}`,
 		`{"usage":{"prompt_tokens_details":{"cached_tokens":9,"created_cache_tokens":null}}}`:             `{"usage":{"prompt_tokens_details":{"cached_tokens":7,"created_cache_tokens":null}}}`,
 		`{"usage":{"input_tokens":19,"input_tokens_details":{"cached_tokens":9,"cache_write_tokens":1}}}`: `{"usage":{"input_tokens":19,"input_tokens_details":{"cached_tokens":7,"cache_write_tokens":3}}}`,
-		// messages: of 40 tokens decode says that it read 32
+		// messages: of 40 tokens decode reports 32 as read
 		`{"usage":{"input_tokens":8,"output_tokens":4,"cache_creation_input_tokens":0,"cache_read_input_tokens":32}}`: `{"usage":{"input_tokens":30,"output_tokens":4,"cache_creation_input_tokens":3,"cache_read_input_tokens":7}}`,
 		`{"usage":{"input_tokens":8,"cache_creation_input_tokens":null,"cache_read_input_tokens":1}}`:                 `{"usage":{"input_tokens":2,"cache_creation_input_tokens":null,"cache_read_input_tokens":7}}`,
 	} {
@@ -75,7 +75,7 @@ func TestInputLogprobs(t *testing.T) {
 	require.Equal(t, "data: [DONE]\n\n", string(l.Event(nil, []byte("data: [DONE]"))))
 }
 
-// FuzzRewrite: whatever engines answer, JSON stays JSON, and what is none passes.
+// FuzzRewrite: whatever engines answer, JSON stays JSON, and anything else passes.
 func FuzzRewrite(f *testing.F) {
 	f.Add(`{"meta_info":{"input_token_logprobs":[[1]]}}`, `[{"meta_info":{}},{"meta_info":1},7]`)
 	f.Add(`[{}]`, `{"usage":{"prompt_tokens_details":{"cached_tokens":1}},"response":{"usage":7}}`)

@@ -44,7 +44,7 @@ func TestScanAccepts(t *testing.T) {
 		`{"a":"\"\\\/\b\f\n\r\t\u00e9\u0000"}`,
 		`{"a":"\ud83d\ude00","b":"\ud83d","c":"\ude00\ud83d"}`,
 		"{\"a\":\"\x7f\xc3\xa9\xe2\x82\xac\xf0\x9f\x98\x80\"}",
-		"{\"a\":\"\xff\xfe\"}", // a value's UTF-8 is the engine's to judge
+		"{\"a\":\"\xff\xfe\"}", // the engine decides about a value's UTF-8
 		`{"":1," ":2,"a":{"a":1,"a":2}}`,
 		`{"kv_transfer_params":null,"sampling_params":{"extra_args":{"x":[1]}},"vllm_xargs":"no object"}`,
 		`{"a":` + strings.Repeat("[", 511) + strings.Repeat("]", 511) + `}`,
@@ -55,7 +55,7 @@ func TestScanAccepts(t *testing.T) {
 	}
 }
 
-// TestScanRefuses keeps what clients are told in testdata/refused.txt.
+// TestScanRefuses has the error messages for clients in testdata/refused.txt.
 func TestScanRefuses(t *testing.T) {
 	var got strings.Builder
 	for _, body := range []string{
@@ -126,7 +126,7 @@ func TestLimits(t *testing.T) {
 	require.ErrorContains(t, r.Scan(Chat, bytes.Repeat([]byte(`{"a":`), 1<<20), Limits{}), "levels")
 }
 
-// TestErrorsKeepSecrets: no error may repeat what a client wrote, beyond a short plain name.
+// TestErrorsKeepSecrets: no error may repeat a client's input, beyond a short plain name.
 func TestErrorsKeepSecrets(t *testing.T) {
 	var r Request
 	for _, body := range []string{
@@ -176,7 +176,7 @@ func TestStringsAtEveryPlace(t *testing.T) {
 	}
 }
 
-// TestScanBroken breaks random bodies in random places and asks encoding/json what is left of them.
+// TestScanBroken breaks random bodies in random places and compares with encoding/json.
 func TestScanBroken(t *testing.T) {
 	rng := rand.New(rand.NewPCG(5, 6))
 	const spite = "{}[]\",:\\ue0123456789-+. \n\t\x00tfnax"
@@ -269,7 +269,7 @@ func randomSpace(rng *rand.Rand, b []byte) []byte {
 	return append(b, [...]string{" ", "\n  ", "\t", "\r\n"}[rng.IntN(4)]...)
 }
 
-// FuzzScan holds the scanner against encoding/json. They differ only where the scanner is documented to be stricter.
+// FuzzScan compares the scanner with encoding/json. They differ only where the scanner is documented to be stricter.
 func FuzzScan(f *testing.F) {
 	for _, s := range []string{
 		`{"model":"m","messages":[{"role":"user","content":"a\n\u00e9"}],"n":1,"stream":false}`,
@@ -304,7 +304,7 @@ func FuzzScan(f *testing.F) {
 	})
 }
 
-// checkMembers holds the found members against those that a slow reader finds.
+// checkMembers compares the found members with those of a slow reader.
 func checkMembers(t *testing.T, r *Request) {
 	t.Helper()
 	want := slowMembers(t, r.Body())

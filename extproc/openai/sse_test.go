@@ -11,7 +11,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// feed cuts a stream into pieces of n bytes and gives the data of its events.
+// feed cuts a stream into pieces of n bytes and returns the data of its events.
 func feed(t testing.TB, stream string, n int) (data []string) {
 	var e Events
 	each := func(event []byte) { data = append(data, string(EventData(nil, event))) }
@@ -64,7 +64,7 @@ func TestEventTooLong(t *testing.T) {
 	require.ErrorIs(t, err, ErrEventTooLong)
 }
 
-// eventsOf returns the dumb twin of Events: all of a stream at once, line ends made the same first.
+// eventsOf is the dumb twin of Events: all of a stream at once, after normalising line ends.
 func eventsOf(stream string) (data []string) {
 	stream = strings.ReplaceAll(strings.ReplaceAll(stream, "\r\n", "\n"), "\r", "\n")
 	var event []string
@@ -101,7 +101,7 @@ func FuzzEvents(f *testing.F) {
 	})
 }
 
-// A stream may last for minutes after an event that was large.
+// A stream may last for minutes after a large event.
 func TestEventsKeepNoLargeBuffer(t *testing.T) {
 	var e Events
 	n := 0

@@ -8,7 +8,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// turnHeard is what a TurnAnswer makes of an answer.
+// turnHeard is a TurnAnswer's result.
 type turnHeard struct {
 	out, params string
 	ids         []uint32
@@ -42,8 +42,8 @@ func hearTurn(t testing.TB, answer string, stream, ownIDs bool, chunk int) (h tu
 
 const turnObject = `{"do_remote_decode":true,"remote_block_ids":[[1]]}`
 
-// TestTurnAnswerWhole: the ids of prompt and answer stand at an answer's top or in its choice, in any order; what the
-// client did not ask for is null, as in an answer without.
+// TestTurnAnswerWhole: the ids of prompt and answer stand at an answer's top or in its choice, in any order; members
+// that the client did not request become null.
 func TestTurnAnswerWhole(t *testing.T) {
 	for name, c := range map[string]struct {
 		answer, out string
@@ -53,7 +53,7 @@ func TestTurnAnswerWhole(t *testing.T) {
 		"a chat": {answer: `{"id":"x","choices":[{"message":{"content":"a"},"token_ids":[3,4]}],"prompt_token_ids":[1,2],"kv_transfer_params":` + turnObject + `}`,
 			out: `{"id":"x","choices":[{"message":{"content":"a"},"token_ids":null}],"prompt_token_ids":null,"kv_transfer_params":null}`, ids: []uint32{1, 2, 3, 4}},
 		"a completion": {answer: `{"kv_transfer_params":` + turnObject + `,"choices":[{"token_ids":[3],"text":"b","prompt_token_ids":[1]}]}`,
-			// the answer's ids before the prompt's is how it is read all the same
+			// the answer's ids may stand before the prompt's
 			out: `{"kv_transfer_params":null,"choices":[{"token_ids":null,"text":"b","prompt_token_ids":null}]}`, ids: nil},
 		"whose client keeps ids": {answer: `{"choices":[{"text":"b","token_ids":[3],"prompt_token_ids":[1]}],"kv_transfer_params":` + turnObject + `}`, own: true,
 			out: `{"choices":[{"text":"b","token_ids":[3],"prompt_token_ids":[1]}],"kv_transfer_params":null}`, ids: []uint32{1, 3}},
@@ -79,8 +79,8 @@ func TestTurnAnswerWhole(t *testing.T) {
 	require.Error(t, err)
 }
 
-// TestTurnAnswerStream: however the stream is cut, its events are the client's own, and what is kept is known with the
-// last of them.
+// TestTurnAnswerStream: however the stream is cut, its events are the client's own, and the kept parts are known with
+// the last of them.
 func TestTurnAnswerStream(t *testing.T) {
 	stream := strings.Join([]string{
 		`data: {"choices":[{"index":0,"delta":{"role":"assistant","content":""},"finish_reason":null}],"prompt_token_ids":[1,2]}`,
@@ -114,8 +114,8 @@ func TestTurnAnswerStream(t *testing.T) {
 	require.Equal(t, "event: ping\ndata: x\n\n", string(nobody.Event(nil, []byte("event: ping\ndata: x"))))
 }
 
-// The ids of an answer take memory for as long as it lasts: whoever counts that is told, and may say that there is
-// none. Then the turn is not kept, and the answer is cleaned all the same.
+// The ids of an answer take memory for as long as it lasts: Room is called with the bytes, and may refuse. Then the
+// turn is not kept, but the answer is cleaned all the same.
 func TestTurnAnswerRoom(t *testing.T) {
 	for _, room := range []int{0, 100, 1 << 20} {
 		var said []int
@@ -137,7 +137,7 @@ func TestTurnAnswerRoom(t *testing.T) {
 	}
 }
 
-// TestTurnAnswerOutOfOrder: ids of which it is not clear what they are of are good for nothing.
+// TestTurnAnswerOutOfOrder: ids in an unexpected order are useless.
 func TestTurnAnswerOutOfOrder(t *testing.T) {
 	for name, events := range map[string][]string{
 		"answer before prompt": {`{"choices":[{"token_ids":[3]}]}`, `{"choices":[],"prompt_token_ids":[1]}`, `{"choices":[],"kv_transfer_params":` + turnObject + `}`},
@@ -184,7 +184,7 @@ func FuzzTurnAnswer(f *testing.F) {
 	})
 }
 
-// TestPromptIsAll: what else an engine might make the prompt of.
+// TestPromptIsAll has the other members from which an engine might build the prompt.
 func TestPromptIsAll(t *testing.T) {
 	for body, want := range map[string]bool{
 		`{"messages":[{"role":"user","content":"a"}]}`:                                               true,

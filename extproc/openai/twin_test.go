@@ -12,7 +12,7 @@ import (
 
 // The dumb twin: the same work over encoding/json, slow and short, for tests to compare with.
 
-// slowMember is one member: the key decoded, the value as it stands, "" where it was deleted.
+// slowMember is one member: the decoded key, and the value as it stands; "" if it was deleted.
 type slowMember struct{ key, value string }
 
 func slowMembers(t testing.TB, object []byte) []slowMember {
@@ -39,8 +39,8 @@ func decoded(t testing.TB, text []byte) (s string) {
 
 func isObject(value string) bool { return strings.HasPrefix(value, "{") }
 
-// hasDuplicates looks for repeated keys where they matter. encoding/json decodes unpaired surrogates to U+FFFD, all
-// alike, so those keys are left out.
+// hasDuplicates looks for duplicate keys in the objects of a scope. encoding/json decodes all unpaired surrogates to
+// U+FFFD, so those keys are left out.
 func hasDuplicates(t testing.TB, object []byte) bool {
 	t.Helper()
 	inner := map[string]bool{"sampling_params": true, "vllm_xargs": true, "extra_args": true}
@@ -102,7 +102,7 @@ func (p *slowPatch) delete(key string) {
 	}
 }
 
-// result returns the members as they should be after the patch, sampling_params among them, in order.
+// result returns the expected members after the patch, sampling_params among them, in order.
 func (p *slowPatch) result() (top, sampling []slowMember) {
 	sampling = p.sampling.left()
 	if s := p.get("sampling_params"); len(p.sampling.front) > 0 && (s == "" || s == "null") {

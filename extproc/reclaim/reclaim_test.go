@@ -30,8 +30,8 @@ func ticket(stage kvtransfer.Stage) *kvtransfer.Ticket {
 	return &kvtransfer.Ticket{ID: [16]byte{1}, Pool: "chat", Prefill: "p1", Stage: stage, Expires: time.Now().Add(time.Minute)}
 }
 
-// Which ends of a request orphan its hand-over, and which do not: whoever may have reached a decode endpoint, and whoever
-// another replica decides for, keeps its blocks.
+// TestEnded lists the ends of a request that orphan its hand-over, and those that do not: if a decode endpoint may
+// have been reached, or another replica decides, the blocks stay.
 func TestEnded(t *testing.T) {
 	for name, tt := range map[string]struct {
 		stage   kvtransfer.Stage

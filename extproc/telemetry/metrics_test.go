@@ -54,14 +54,14 @@ func TestExemplarsAreOfSampledTraces(t *testing.T) {
 	}
 }
 
-// Without a trace an exemplar is not even thought of.
+// Without a trace no exemplar is built.
 func TestNoTraceNoExemplarAlloc(t *testing.T) {
 	h := prometheus.NewHistogram(histogramOpts("h", "help", []float64{1}))
 	observe(h, time.Second, nil)
 	budget.Allocs(t, 100, 0, func() { observe(h, time.Second, exemplarIn(nil)) })
 }
 
-// TestSeriesOfEndpointsThatLeftAreDropped, or a fleet of pods would leave more of them each day.
+// TestSeriesOfEndpointsThatLeftAreDropped: otherwise a fleet of pods would accumulate more of them each day.
 func TestSeriesOfEndpointsThatLeftAreDropped(t *testing.T) {
 	state := kvstate.New(kvstate.Options{})
 	m := NewMetrics(prometheus.NewRegistry(), state)

@@ -11,7 +11,7 @@ import (
 
 var kept []byte
 
-// fails tells whether Allocs would fail a test, of that name.
+// fails records whether Allocs would fail a test.
 type fails struct {
 	testing.TB
 	name string
@@ -42,7 +42,7 @@ func TestAllocs(t *testing.T) {
 	if !budget.Race {
 		require.NotEmpty(t, saidOf(t, "TestAllocs", 0, one))
 	}
-	calls := 0 // what happens beside the first of three averages is not held against f
+	calls := 0 // other allocations during the first of three averages do not count against f
 	require.Empty(t, saidOf(t, "TestAllocs", 0, func() {
 		if calls++; calls < 10 {
 			one()

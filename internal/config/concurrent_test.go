@@ -7,7 +7,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// What only pools whose legs run at once can get wrong.
+// TestConcurrentPools has mistakes that only pools whose legs run at once can have.
 func TestConcurrentPools(t *testing.T) {
 	const endpoints = `[{address: "10.0.0.1:1", role: prefill}, {address: "10.0.0.2:1", role: decode}]`
 	pool := func(fields string) string { return `pools: [{name: a, ` + fields + `}]` }

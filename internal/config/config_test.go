@@ -16,7 +16,7 @@ import (
 	configv1 "tandem/protos/config/v1"
 )
 
-// core is the configuration of the design, all of it.
+// core is the complete configuration of the design.
 const core = `
 extProc: {listen: 127.0.0.1:9002}
 replan:  {listen: 127.0.0.1:9003}
@@ -34,7 +34,7 @@ pools:
   - {address: 127.0.0.1:8201, role: decode}
 `
 
-// least is a configuration of nothing but what is required.
+// least is a configuration with only the required fields.
 const least = `
 pools:
 - name: chat
@@ -206,7 +206,7 @@ func TestMistakes(t *testing.T) {
 	}
 }
 
-// Discovery and the endpoint picker's settings, by what they stand in.
+// Discovery and the endpoint picker's settings, by the section that contains them.
 func TestDiscoveryAndPicker(t *testing.T) {
 	pool := func(discovery string) string {
 		return "pools: [{name: a, kvTransfer: nixl, discovery: {" + discovery + "}}]"
@@ -284,7 +284,7 @@ func TestLoad(t *testing.T) {
 	require.EqualError(t, err, file+":\npools: is missing: at least one pool is needed")
 }
 
-// Every field says what it is: the reference is made of these comments.
+// Every field has a comment: the reference consists of these comments.
 func TestEveryFieldIsDocumented(t *testing.T) {
 	source, err := os.ReadFile("../../protos/config/v1/config.proto")
 	require.NoError(t, err)
@@ -316,7 +316,7 @@ func TestKindsOfFields(t *testing.T) {
 	walk((&configv1.Config{}).ProtoReflect().Descriptor())
 }
 
-// FuzzParse: whatever the text, there is a configuration that reads back as itself, or mistakes of one line each.
+// FuzzParse: any text yields a configuration that reads back as itself, or mistakes of one line each.
 func FuzzParse(f *testing.F) {
 	f.Add([]byte(core))
 	f.Add([]byte(least))
@@ -368,7 +368,7 @@ func TestKVEvents(t *testing.T) {
 	}
 }
 
-// Sizes may have units, and what a caller finds stands among the mistakes.
+// Sizes may have units, and a caller's mistakes are among the others.
 func TestSizes(t *testing.T) {
 	for size, want := range map[string]int64{"16Mi": 16 << 20, "512KiB": 512 << 10, "\"2M\"": 2e6, "4096": 4096, "64k": 64e3} {
 		c, _, err := Parse([]byte("envoy: {maxBodyBytes: " + size + "}\n" + least))
@@ -379,7 +379,7 @@ func TestSizes(t *testing.T) {
 	require.EqualError(t, err, "admin.tokenFile: for 127.0.0.1:9090\nenvoy.listen: \"x\" is not an address: ip:port, [ip]:port or name:port")
 }
 
-// A pool that splits nothing uses no prefill endpoint.
+// A pool that never splits uses no prefill endpoint.
 func TestIdleRoles(t *testing.T) {
 	_, warnings, err := Parse([]byte(strings.Replace(least, "kvTransfer: nixl", "kvTransfer: none", 1)))
 	require.NoError(t, err)

@@ -57,7 +57,7 @@ func TestObjectives(t *testing.T) {
 	}
 }
 
-// onlyPool is the only pool of a valid configuration.
+// onlyPool returns the only pool of a valid configuration.
 func onlyPool(t *testing.T, text string) *configv1.Pool {
 	t.Helper()
 	c, _, err := Parse([]byte(text))

@@ -9,7 +9,7 @@ import (
 	"tandem/extproc/kvtransfer"
 )
 
-// Every dialect there is can be configured, with nothing but addresses and roles (and what multi and p2p-nccl need).
+// Every dialect can be configured with only addresses and roles (and the requirements of multi and p2p-nccl).
 func TestEveryDialectCanBeConfigured(t *testing.T) {
 	for _, name := range kvtransfer.Names() {
 		more := ""

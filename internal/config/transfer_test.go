@@ -21,8 +21,7 @@ func pool(dialect, more, prefill, decode string) string {
 `, dialect, more, prefill, decode)
 }
 
-// Address and role suffice for every dialect but multi, which has to be told its members, and p2p-nccl, whose engines
-// register.
+// Address and role suffice for every dialect but multi, which needs its members, and p2p-nccl, whose engines register.
 func TestDialectDefaults(t *testing.T) {
 	for _, dialect := range dialects() {
 		more := ""
@@ -64,7 +63,7 @@ func TestDialectDefaults(t *testing.T) {
 	require.Nil(t, c.Notices)
 }
 
-// What is wrong with KV transfer is said at the door, with the endpoint, the field and the remedy.
+// Mistakes about KV transfer are reported at the start, with the endpoint, the field and the remedy.
 func TestTransferMistakes(t *testing.T) {
 	const at = "pools[0].endpoints"
 	for name, tt := range map[string]struct {
@@ -114,7 +113,7 @@ func TestTransferMistakes(t *testing.T) {
 	}
 }
 
-// Endpoints that cannot understand each other are never paired; who has no partner left is named.
+// Endpoints that cannot understand each other are never paired; those without a partner are named.
 func TestIncompatibleEndpoints(t *testing.T) {
 	for name, tt := range map[string]struct {
 		yaml string

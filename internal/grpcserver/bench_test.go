@@ -12,7 +12,8 @@ import (
 	"google.golang.org/grpc/credentials/insecure"
 )
 
-// What a stream costs with one message each way, its client included, and what it costs over grpc-go without limits.
+// BenchmarkStream measures a stream with one message each way, its client included, and the same over grpc-go without
+// limits.
 func BenchmarkStream(b *testing.B) {
 	for _, size := range []int{1 << 10, 220 << 10} {
 		b.Run(fmt.Sprintf("limited/%d", size), func(b *testing.B) { benchmark(b, newStand(b, Options{}).addr, size) })

@@ -44,7 +44,7 @@ const (
 	idle = "/test.Service/Idle" // reads and answers nothing until its stream ends
 )
 
-// stand is a server and what its handlers returned.
+// stand is a server and the results of its handlers.
 type stand struct {
 	*Server
 	t     testing.TB
@@ -71,7 +71,7 @@ func newStand(t testing.TB, o Options) *stand {
 			err := answer(st)
 			select {
 			case s.ended <- err:
-			default: // nobody asks
+			default: // the test does not read it
 			}
 			return err
 		}},
@@ -88,7 +88,7 @@ func newStand(t testing.TB, o Options) *stand {
 	return s
 }
 
-// careful sends one message at a time, as gRPC wants it.
+// careful sends one message at a time, as gRPC expects.
 type careful struct {
 	grpc.ServerStream
 	mu sync.Mutex
@@ -115,7 +115,7 @@ func answer(st grpc.ServerStream) error {
 	}
 }
 
-// served requires that a client with good manners is served beside what else goes on.
+// served requires that a well-behaved client is served at the same time.
 func (s *stand) served() {
 	s.t.Helper()
 	conn, err := grpc.NewClient(s.addr, grpc.WithTransportCredentials(insecure.NewCredentials()), grpc.WithDefaultCallOptions(grpc.ForceCodecV2(raw{})))
@@ -133,13 +133,13 @@ func (s *stand) served() {
 	require.ErrorIs(s.t, st.RecvMsg(&got), io.EOF)
 }
 
-// soon waits for what has to come, however slow the machine.
+// soon waits until is returns true, however slow the machine.
 func (s *stand) soon(is func() bool) {
 	s.t.Helper()
 	require.Eventually(s.t, is, time.Minute, 5*time.Millisecond)
 }
 
-// attacker is a peer that sends what it likes.
+// attacker is a peer that sends arbitrary frames.
 type attacker struct {
 	t      testing.TB
 	conn   net.Conn
@@ -148,7 +148,7 @@ type attacker struct {
 	read   chan struct{} // closed when the server has closed the connection
 }
 
-// attack connects. With reads the attacker reads what it is sent, and takes no note of it but of windows.
+// attack connects. With reads the attacker reads its input, and ignores all but window updates.
 func (s *stand) attack(reads bool, settings ...http2.Setting) *attacker {
 	s.t.Helper()
 	conn, err := net.Dial("tcp", s.addr)
@@ -203,7 +203,8 @@ func (a *attacker) closed() {
 	}
 }
 
-// Unfinished messages are counted as they come. The stream that exceeds the connection's share is refused, and ended if its peer goes on.
+// Unfinished messages are counted as they arrive. The stream that exceeds the connection's share is refused, and the
+// connection ended if its peer continues.
 func TestUnfinishedMessagesAreCountedAndBounded(t *testing.T) {
 	budget := memory.New(4 << 20)
 	s := newStand(t, Options{Memory: budget, MaxMessage: 1 << 20, StuckTime: 2 * time.Second})
@@ -218,7 +219,7 @@ func TestUnfinishedMessagesAreCountedAndBounded(t *testing.T) {
 	s.soon(func() bool { return len(s.full) == 2 })
 	s.served()
 	require.NoError(t, <-s.ended, "of the client with good manners")
-	a.closed() // the streams that were refused go on
+	a.closed() // the refused streams continue
 	s.soon(func() bool { return budget.Load() == 0 })
 
 	a = s.attack(true)
@@ -234,7 +235,7 @@ func TestUnfinishedMessagesAreCountedAndBounded(t *testing.T) {
 	s.soon(func() bool { return budget.Load() == 0 && s.Held() == 0 })
 }
 
-// Where many connections together fill the budget, those that hold little are served.
+// If many connections together fill the budget, those with little memory are served.
 func TestWhoHoldsLittleIsServed(t *testing.T) {
 	budget := memory.New(8 << 20)
 	s := newStand(t, Options{Memory: budget, MaxMessage: 1 << 20})
@@ -250,7 +251,7 @@ func TestWhoHoldsLittleIsServed(t *testing.T) {
 	}
 }
 
-// One message below the limits is counted while it is on its way, and given back when its handler has it.
+// A message below the limits is counted while it arrives, and released when its handler has it.
 func TestWhatIsReceivedIsCountedUntilItIsHandled(t *testing.T) {
 	budget := memory.New(4 << 20)
 	s := newStand(t, Options{Memory: budget, MaxMessage: 1 << 20})
@@ -269,7 +270,7 @@ func TestWhatIsReceivedIsCountedUntilItIsHandled(t *testing.T) {
 	case <-time.After(time.Minute):
 		require.Fail(t, "the message is complete, and was not handled")
 	}
-	// The peer's window is 64 KiB: what of the reply is not written yet stays counted, until the peer takes it.
+	// The peer's window is 64 KiB: the unwritten part of the reply stays counted until the peer takes it.
 	s.soon(func() bool { return budget.Load() == 100<<10 })
 	require.NoError(t, a.framer.WriteWindowUpdate(id, 1<<20))
 	require.NoError(t, a.framer.WriteWindowUpdate(0, 1<<20))
@@ -290,7 +291,7 @@ func TestAZeroWindowEndsTheConnection(t *testing.T) {
 	s.soon(func() bool { return budget.Load() == 0 })
 }
 
-// A stream that its peer resets gives back its reply.
+// A stream that its peer resets releases its reply.
 func TestAResetGivesTheReplyBack(t *testing.T) {
 	budget := memory.New(64 << 20)
 	s := newStand(t, Options{Memory: budget, MaxMessage: 1 << 20})
@@ -303,7 +304,7 @@ func TestAResetGivesTheReplyBack(t *testing.T) {
 	s.soon(func() bool { return budget.Load() == 0 })
 }
 
-// Frames that carry no request end the connection when they are too many, and no reply is queued without bound.
+// Too many frames without a request end the connection, and no reply is queued without bound.
 func TestFloods(t *testing.T) {
 	for name, frame := range map[string]func(a *attacker) error{
 		"SETTINGS": func(a *attacker) error {
@@ -332,7 +333,7 @@ func TestFloods(t *testing.T) {
 	}
 }
 
-// A header block that goes on and on, and one whose few bytes stand for many, are not kept.
+// An endless header block, and one whose few bytes expand to many, are not kept.
 func TestHeadersAreBounded(t *testing.T) {
 	t.Run("CONTINUATION", func(t *testing.T) {
 		s := newStand(t, Options{})
@@ -366,7 +367,7 @@ func TestHeadersAreBounded(t *testing.T) {
 	})
 }
 
-// Streams of one method are bounded over all connections, and what is over is refused without a goroutine.
+// Streams of one method are bounded over all connections, and excess ones are refused without a goroutine.
 func TestStreamsOfAMethodAreBounded(t *testing.T) {
 	s := newStand(t, Options{MethodStreams: map[string]int{idle: 100, echo: 10}})
 	for range 3 {
@@ -406,7 +407,7 @@ func TestCompressedMessagesAreRefused(t *testing.T) {
 	s.soon(func() bool { return s.methods[echo].open.Load() == 0 })
 }
 
-// Where there are too many connections, those go that have been without streams for longest.
+// If there are too many connections, those that have been without streams for longest are closed.
 func TestConnectionsAreBounded(t *testing.T) {
 	s := newStand(t, Options{Connections: 50})
 	busy := s.attack(true)
@@ -433,7 +434,7 @@ func TestHandshakesThatStall(t *testing.T) {
 	s.soon(func() bool { return len(s.connections()) == 0 })
 }
 
-// What a stream was counted for does not outlive it, however it ends.
+// The bytes counted for a stream do not outlive it, however it ends.
 func TestNothingIsLeft(t *testing.T) {
 	budget := memory.New(64 << 20)
 	s := newStand(t, Options{Memory: budget})

@@ -16,7 +16,7 @@ import (
 	"tandem/internal/config"
 )
 
-// recorded is an engine that answers what a real one did, with some of it replaced: old, new, old, new, ...
+// recorded is an engine with a real one's answers, some of them replaced: old, new, old, new, ...
 func recorded(t *testing.T, answers map[string]string, replace ...string) (addr string) {
 	t.Helper()
 	mux := http.NewServeMux()
@@ -40,7 +40,7 @@ func pairOf(dialect, prefill, more, decode string) string {
 	return fmt.Sprintf("pools: [{name: x, kvTransfer: %s, endpoints: [{role: prefill, address: %q%s}, {role: decode, address: %q}]}]", dialect, prefill, more, decode)
 }
 
-// SGLang reports all that a decode server compares at the handshake.
+// SGLang reports everything that a decode server compares at the handshake.
 func TestCheckLiveSGLangFacts(t *testing.T) {
 	info := map[string]string{"/server_info": "sglang-0.5.23-server_info.json"}
 	const decodes = `"disaggregation_mode":"decode"`
@@ -63,7 +63,8 @@ func TestCheckLiveSGLangFacts(t *testing.T) {
 		live(t, pairOf("sglang", prefill, ", transfer: {tensorParallelSize: 4, bootstrapPort: "+port+"}", recorded(t, info, mode, decodes))))
 }
 
-// vLLM reports connector, role, ranks, dtype and revision where it runs with VLLM_SERVER_DEV_MODE=1; model, block size and KV dtype always.
+// vLLM reports connector, role, ranks, dtype and revision if it runs with VLLM_SERVER_DEV_MODE=1; model, block size
+// and KV dtype always.
 func TestCheckLiveVLLMFacts(t *testing.T) {
 	always := map[string]string{"/v1/models": "vllm-0.32.0-models.json", "/metrics": "vllm-0.32.0-metrics.txt", "/version": "vllm-0.32.0-version.json"}
 	all := map[string]string{"/v1/models": "vllm-0.32.0-models.json", "/metrics": "vllm-0.32.0-metrics.txt", "/version": "vllm-0.32.0-version.json", "/server_info": "vllm-0.32.0-server_info.json"}
@@ -83,7 +84,7 @@ func TestCheckLiveVLLMFacts(t *testing.T) {
 		live(t, pairOf("nixl", prefill, ", transfer: {tensorParallelSize: 2}", decode)))
 	for _, tt := range []struct{ old, new, fact, mine, theirs string }{
 		{`"dtype":"torch.float32"`, `"dtype":"torch.bfloat16"`, "dtype", "bfloat16", "float32"},
-		{`"revision":null`, `"revision":"abc"`, "", "", ""},     // the other one does not say
+		{`"revision":null`, `"revision":"abc"`, "", "", ""},     // the other one does not report it
 		{`cache_dtype="auto"`, `cache_dtype="fp8"`, "", "", ""}, // the configuration of the server counts
 		{`"cache_dtype":"auto"`, `"cache_dtype":"fp8"`, "KV cache dtype", "fp8", "auto"},
 	} {
@@ -100,7 +101,7 @@ func TestCheckLiveVLLMFacts(t *testing.T) {
 	require.Contains(t, found[0], "KV cache dtype is fp8")
 }
 
-// The report says what was asked and compared, what engines do not report, and what was not asked at all.
+// The report lists what was asked and compared, what engines do not report, and what was not asked.
 func TestPrint(t *testing.T) {
 	always := map[string]string{
 		"/v1/models": "vllm-0.32.0-models.json", "/metrics": "vllm-0.32.0-metrics.txt", "/version": "vllm-0.32.0-version.json",

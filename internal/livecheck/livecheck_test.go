@@ -14,7 +14,7 @@ import (
 	"tandem/internal/config"
 )
 
-// engineOf is an engine that says which release it is; "" is one that does not.
+// engineOf is an engine that reports a release; "": it reports none.
 func engineOf(t *testing.T, release string) (addr string) {
 	t.Helper()
 	mux := http.NewServeMux()
@@ -90,7 +90,7 @@ func TestCheckLive(t *testing.T) {
 	require.Contains(t, ports[0], "pools[0].endpoints[1].lmcache.allocPort: "+gone+" is not open: ")
 }
 
-// sglangOf is an SGLang server that says how it was started.
+// sglangOf is an SGLang server that reports its start options.
 func sglangOf(t *testing.T, mode string, bootstrap int) (addr string) {
 	t.Helper()
 	mux := http.NewServeMux()
@@ -103,7 +103,7 @@ func sglangOf(t *testing.T, mode string, bootstrap int) (addr string) {
 	return strings.TrimPrefix(s.URL, "http://")
 }
 
-// What SGLang says of itself is held to the pool's dialect, and to the endpoint's role, port and release.
+// SGLang's report is compared with the pool's dialect, and with the endpoint's role, port and release.
 func TestCheckSGLang(t *testing.T) {
 	open, err := net.Listen("tcp", "127.0.0.1:0")
 	require.NoError(t, err)

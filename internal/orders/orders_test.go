@@ -23,7 +23,7 @@ import (
 
 const goodToken = "a-token-of-some-length"
 
-// ordersOn are orders over one pool with one endpoint.
+// ordersOn returns orders over one pool with one endpoint.
 func ordersOn(tokenFile string, log io.Writer) (*Orders, http.Handler) {
 	state := kvstate.New(kvstate.Options{})
 	state.SetPool(kvstate.PoolSpec{Name: "chat", Models: []string{"*"}},

@@ -37,10 +37,10 @@ import (
 	configv1 "tandem/protos/config/v1"
 )
 
-// patience is how long a test waits for what has to come.
+// patience is the maximum wait of a test.
 const patience = time.Minute
 
-// stand is a real Envoy with a bootstrap for xDS, and replicas that serve it, if they run.
+// stand is a real Envoy with a bootstrap for xDS, and replicas that may serve it.
 type stand struct {
 	t             *testing.T
 	listen, admin string
@@ -52,7 +52,7 @@ type stand struct {
 	envoy         *exec.Cmd
 }
 
-// lines is what servers log.
+// lines are the servers' log lines.
 type lines struct {
 	mu   sync.Mutex
 	text bytes.Buffer
@@ -76,7 +76,7 @@ func newStand(t *testing.T, replicas int) *stand {
 		grpc: make([]*grpc.Server, replicas)}
 }
 
-// config is the stand's configuration with more fields of envoy's.
+// config returns the stand's configuration with more fields of envoy's.
 func (s *stand) config(more string) *configv1.Config {
 	s.t.Helper()
 	c, _, err := config.Parse(fmt.Appendf(nil, `{envoy: {listen: %q, admin: %q, extProcs: ["%s"]%s}, tickets: {keyFile: k},
@@ -132,13 +132,13 @@ func (s *stand) start() {
 	s.soon("Envoy's admin port answers", func() bool { return s.status(s.admin, "/ready") != 0 })
 }
 
-// soon waits for what has to come.
+// soon waits until is returns true.
 func (s *stand) soon(what string, is func() bool) {
 	s.t.Helper()
 	require.Eventually(s.t, is, patience, 20*time.Millisecond, what)
 }
 
-// status is the status of an answer; 0: there is none.
+// status returns the status of an answer; 0: there is none.
 func (s *stand) status(address, path string) int {
 	resp, err := http.Get("http://" + address + path)
 	if err != nil {
@@ -148,7 +148,7 @@ func (s *stand) status(address, path string) int {
 	return resp.StatusCode
 }
 
-// stat is one of Envoy's counters.
+// stat returns one of Envoy's counters.
 func (s *stand) stat(name string) (n int) {
 	s.t.Helper()
 	text := s.get(s.admin, "/stats?format=json&filter=^"+name+"$")
@@ -162,7 +162,7 @@ func (s *stand) stat(name string) (n int) {
 	return n
 }
 
-// has waits until Envoy has what a replica serves.
+// has waits until Envoy has a replica's configuration.
 func (s *stand) has(server *Server) {
 	s.t.Helper()
 	s.soon("Envoy has the newest version", func() bool {
@@ -171,7 +171,7 @@ func (s *stand) has(server *Server) {
 	})
 }
 
-// findEnvoy is the path of a real Envoy. Without one the test is skipped, or fails where tools are required.
+// findEnvoy returns the path of a real Envoy. Without one the test is skipped, or fails if tools are required.
 func findEnvoy(t *testing.T) string {
 	t.Helper()
 	if e := os.Getenv("ENVOY"); e != "" {
@@ -192,7 +192,7 @@ func findEnvoy(t *testing.T) string {
 	return ""
 }
 
-// Envoy may be there before any replica, and is not ready until it has its configuration.
+// Envoy may start before any replica, and is not ready until it has its configuration.
 func TestEnvoyWaitsForAReplica(t *testing.T) {
 	t.Parallel()
 	s := newStand(t, 1)
@@ -206,8 +206,8 @@ func TestEnvoyWaitsForAReplica(t *testing.T) {
 	require.Equal(t, 503, s.status(s.listen, "/v1/models"), "there is no external processor here")
 }
 
-// What an Envoy refuses is logged in its words and counted; it has what it had before, all of it, and takes up what
-// comes next.
+// An Envoy's refusal is logged in its words and counted; it keeps the whole previous configuration, and accepts the
+// next one.
 func TestRefusedConfigurationChangesNothing(t *testing.T) {
 	t.Parallel()
 	s := newStand(t, 1)
@@ -246,8 +246,8 @@ func TestRefusedConfigurationChangesNothing(t *testing.T) {
 	s.has(server)
 }
 
-// Two replicas with the same configuration serve the same: an Envoy that goes from one to the other is sent nothing
-// new.
+// Two replicas with the same configuration serve the same version: an Envoy that moves from one to the other is sent
+// nothing new.
 func TestReplicasServeTheSame(t *testing.T) {
 	t.Parallel()
 	s := newStand(t, 2)
@@ -264,8 +264,8 @@ func TestReplicasServeTheSame(t *testing.T) {
 	require.Zero(t, s.stat("cluster_manager.cluster_modified"))
 }
 
-// Certificates on Envoy's machine are read again when they change, as Kubernetes changes them: by another folder
-// under the same name.
+// Certificates on Envoy's machine are read again when they change, as Kubernetes changes them: by another folder under
+// the same name.
 func TestCertificatesChange(t *testing.T) {
 	t.Parallel()
 	s := newStand(t, 1)
@@ -287,7 +287,7 @@ func TestCertificatesChange(t *testing.T) {
 	require.Zero(t, s.stat("cluster_manager.cluster_modified"), "what is under way goes on")
 }
 
-// authority is a self-signed certificate.
+// authority returns a self-signed certificate.
 func authority(t *testing.T, serial int64) []byte {
 	t.Helper()
 	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
@@ -299,7 +299,7 @@ func authority(t *testing.T, serial int64) []byte {
 	return pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: der})
 }
 
-// get is the body of an answer; "": there is none.
+// get returns the body of an answer; "": there is none.
 func (s *stand) get(address, path string) string {
 	resp, err := http.Get("http://" + address + path)
 	if err != nil {
@@ -310,7 +310,7 @@ func (s *stand) get(address, path string) string {
 	return string(text)
 }
 
-// What leaves the configuration is served for a while: requests under way may still be led to it.
+// A resource that leaves the configuration is served for a while: requests in flight may still be routed to it.
 func TestWhatLeavesLingers(t *testing.T) {
 	t.Parallel()
 	s := newStand(t, 2)

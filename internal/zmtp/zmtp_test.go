@@ -68,7 +68,7 @@ func TestGoZeroMQTalksToIt(t *testing.T) {
 	require.Equal(t, [][]byte{[]byte("beat")}, next(t, received))
 }
 
-// A connection that says nothing, one that speaks HTTP and one of a wrong kind do not stand in the way of the others.
+// A silent connection, one that speaks HTTP and one of a wrong kind do not disturb the others.
 func TestStrangersDoNotHarm(t *testing.T) {
 	addr, received := serve(t, Pull)
 	silent, err := net.Dial("tcp", addr)
@@ -107,7 +107,8 @@ func ready(kind string) []byte {
 	return newCommand("READY", appendProperty(appendProperty(nil, "Socket-Type", kind), "Identity", ""))
 }
 
-// What libzmq sends, byte for byte: it holds the greeting back after the signature until it has ours, and beats.
+// libzmq's handshake, byte for byte: it holds the greeting back after the signature until it has ours, and sends
+// heartbeats.
 func TestHandshakeAndHeartbeats(t *testing.T) {
 	ours, theirs := net.Pipe()
 	got := make(chan []byte, 1)
@@ -175,7 +176,7 @@ func TestItTalksToGoZeroMQ(t *testing.T) {
 	require.Error(t, dealer.Send(long), "no frame that long is sent")
 }
 
-// wire is a network connection that gives what was sent and takes everything.
+// wire is a network connection that replays input and accepts all output.
 type wire struct {
 	net.Conn
 	io.Reader
@@ -187,7 +188,7 @@ func (wire) Close() error                     { return nil }
 func (wire) SetDeadline(time.Time) error      { return nil }
 func (wire) SetWriteDeadline(time.Time) error { return nil }
 
-// FuzzConnection: whatever a peer sends, the connection ends and what was received keeps to its bounds.
+// FuzzConnection: whatever a peer sends, the connection ends and received data keeps to its bounds.
 func FuzzConnection(f *testing.F) {
 	const limit = 1 << 10
 	f.Add(append(append(greeting(), ready("PUSH")...), "\x00\x02ok\x01\x01a\x00\x01b"...))

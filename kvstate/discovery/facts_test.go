@@ -20,7 +20,7 @@ import (
 	"tandem/kvstate/enginehttp"
 )
 
-// engineAnswers is a network of engines: what each answers, by address and path. Others refuse to be connected to.
+// engineAnswers is a network of engines: their answers, by address and path. Others refuse connections.
 type engineAnswers map[string]map[string]string
 
 func (n engineAnswers) RoundTrip(r *http.Request) (*http.Response, error) {
@@ -35,7 +35,7 @@ func (n engineAnswers) RoundTrip(r *http.Request) (*http.Response, error) {
 	return &http.Response{StatusCode: status, Body: io.NopCloser(strings.NewReader(body)), Request: r, Header: http.Header{}}, nil
 }
 
-// factsOf is facts of such a network.
+// factsOf returns the facts of such a network.
 func factsOf(n http.RoundTripper, sameRelease bool) *Facts {
 	f := NewFacts(sameRelease, quiet())
 	f.client = enginehttp.Over(n, modelsTimeout)
@@ -75,14 +75,14 @@ func watching(t *testing.T, facts *Facts, convention string, do func(s *kvstate.
 	})
 }
 
-// A pod that nothing is said of by a label is what its engine says it is.
+// A pod without a role label has the role that its engine reports.
 func TestRolesThatEnginesSay(t *testing.T) {
 	engines := engineAnswers{
 		"10.0.0.1:80": {"/server_info": `{"version":"0.5.23","disaggregation_mode":"prefill","disaggregation_bootstrap_port":9001}`},
 		"10.0.0.2:80": {"/server_info": `{"version":"0.5.23","disaggregation_mode":"decode"}`},
 		"10.0.0.3:80": {"/server_info": `{"disaggregation_mode":"null"}`},
-		"10.0.0.4:80": {"/version": `{"version":"0.32.0"}`, "/server_info": `{"disaggregation_mode":"prefill"}`}, // vLLM: the first answer is all
-		"10.0.0.5:80": {},                                                                                        // says nothing
+		"10.0.0.4:80": {"/version": `{"version":"0.32.0"}`, "/server_info": `{"disaggregation_mode":"prefill"}`}, // vLLM: the first answer is enough
+		"10.0.0.5:80": {},                                                                                        // reports nothing
 		"10.0.0.6:80": {"/server_info": `{"disaggregation_mode":"decode"}`},
 	}
 	pods := []*corev1.Pod{pod("1", "10.0.0.1", nil), pod("2", "10.0.0.2", nil), pod("3", "10.0.0.3", nil), pod("4", "10.0.0.4", nil), pod("5", "10.0.0.5", nil),
@@ -97,7 +97,7 @@ func TestRolesThatEnginesSay(t *testing.T) {
 	}, pod("1", "10.0.0.1", nil), pod("2", "10.0.0.2", nil), pod("4", "10.0.0.4", nil), pod("5", "10.0.0.5", nil), pod("6", "10.0.0.6", map[string]string{"role-name": "router"}))
 }
 
-// A rolling update of the engines: those of two releases do not pair where they do not take each other's KV.
+// A rolling update of the engines: engines of two releases do not pair if they refuse each other's KV.
 func TestReleasesThatEnginesSay(t *testing.T) {
 	role := func(r string) map[string]string { return map[string]string{"llm-d.ai/role": r} }
 	engines := engineAnswers{"10.0.0.1:80": {"/version": `{"version":"0.31.0+cu129"}`}, "10.0.0.2:80": {"/version": `{"version":"0.32.0"}`}}
@@ -109,7 +109,7 @@ func TestReleasesThatEnginesSay(t *testing.T) {
 	}, pod("1", "10.0.0.1", role("prefill")))
 }
 
-// An engine that does not answer yet is asked until it does, each at most every ten seconds.
+// An engine that does not answer is asked until it does, each at most every ten seconds.
 func TestEnginesAreAskedAgain(t *testing.T) {
 	var asked atomic.Int32
 	engines := engineAnswers{"10.0.0.1:80": {"/server_info": `{"disaggregation_mode":"prefill"}`}}
@@ -135,7 +135,7 @@ type roundTrips func(*http.Request) (*http.Response, error)
 
 func (f roundTrips) RoundTrip(r *http.Request) (*http.Response, error) { return f(r) }
 
-// FuzzFacts: whatever an engine says of itself is taken or refused.
+// FuzzFacts: any report of an engine is accepted or refused without panic.
 func FuzzFacts(f *testing.F) {
 	f.Add(`{"version":"0.32.0"}`)
 	f.Add(`{"disaggregation_mode":null,"disaggregation_bootstrap_port":70000}`)

@@ -36,7 +36,7 @@ const (
 		spec: {poolRef: {name: llm}, rules: [{matches: [{model: {type: Exact, value: m}}], targets: [{weight: 3, modelRewrite: m-1}, {weight: 1, modelRewrite: m-2}]}]}}`
 )
 
-// Exact beats generic, the oldest resource beats others, weights are shares.
+// An exact match precedes a generic one, the oldest resource precedes others, weights are shares.
 func TestReadInferencePolicy(t *testing.T) {
 	s := kvstate.New(kvstate.Options{})
 	s.SetInferencePolicy("p", readInferencePolicy("llm",

@@ -100,7 +100,7 @@ func TestPodsBecomeEndpoints(t *testing.T) {
 	require.ErrorContains(t, err, "one of llm-d, aibrix, production-stack, kthena")
 }
 
-// A pod whose role is not known gets no requests, which is logged once. The node of a pod is known.
+// A pod with an unknown role gets no requests, which is logged once. The node of a pod is known.
 func TestUnknownRolesAndNodes(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var log bytes.Buffer
@@ -168,7 +168,7 @@ func TestKubernetes(t *testing.T) {
 		ended := make(chan struct{})
 		go func() { k.Run(ctx); close(ended) }()
 		<-k.Synced()
-		synctest.Wait() // until it watches, too: client-go's fake tells nobody of what was before
+		synctest.Wait() // also until it watches: client-go's fake reports nothing that happened before
 		require.Equal(t, []string{"prefill 10.0.0.1:8000", "prefill 10.0.0.1:8001", "decode 10.0.0.2:8000", "decode 10.0.0.2:8001"}, shown(s))
 
 		pods := client.CoreV1().Pods("llm")

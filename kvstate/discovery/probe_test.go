@@ -19,11 +19,11 @@ import (
 	"tandem/kvstate/enginehttp"
 )
 
-// engine is a server that answers probes as its test wants it to.
+// engine is a server whose answers to probes the test sets.
 type engine struct {
-	health, models, status atomic.Int64 // asked how often; status of /health, 0: 200
+	health, models, status atomic.Int64 // counts of requests; status of /health, 0: 200
 	list                   atomic.Value // string: the answer to /v1/models
-	h2c                    atomic.Bool  // somebody came with HTTP/2
+	h2c                    atomic.Bool  // it received HTTP/2
 }
 
 func (e *engine) ServeHTTP(w http.ResponseWriter, r *http.Request) {
@@ -143,8 +143,8 @@ func TestBusyEndpointsAreChecked(t *testing.T) {
 	}
 }
 
-// A check that is asked for begins at once: an endpoint that refuses connections is excluded then. A connection that
-// breaks is no failure yet.
+// A requested check begins at once: an endpoint that refuses connections is then excluded. A broken connection is not
+// a failure yet.
 func TestCheck(t *testing.T) {
 	for _, test := range []struct {
 		name     string
@@ -220,7 +220,7 @@ type roundTrip func(*http.Request) (*http.Response, error)
 
 func (f roundTrip) RoundTrip(r *http.Request) (*http.Response, error) { return f(r) }
 
-// How often endpoints are asked, by synthetic time: one that hangs has one check at a time and delays no other.
+// The intervals of checks, by synthetic time: an endpoint that hangs has one check at a time and delays no other.
 func TestProbeIntervals(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s := kvstate.New(kvstate.Options{})

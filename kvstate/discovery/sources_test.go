@@ -54,7 +54,7 @@ func FuzzParseEndpoints(f *testing.F) {
 	})
 }
 
-// A file is turned over as Kubernetes does it with a ConfigMap, broken, and gone.
+// A file is replaced as Kubernetes does it with a ConfigMap, broken, and removed.
 func TestFileIsWatched(t *testing.T) {
 	dir := t.TempDir()
 	link := filepath.Join(dir, "endpoints.yaml")
@@ -96,7 +96,7 @@ func TestFileThatIsTooLong(t *testing.T) {
 	require.ErrorContains(t, err, "more than")
 }
 
-// Headless services: addresses of a name, and SRV records whose targets are names of their own.
+// Headless services: addresses of a name, and SRV records whose targets are names themselves.
 func TestDNS(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s := kvstate.New(kvstate.Options{})
@@ -104,7 +104,7 @@ func TestDNS(t *testing.T) {
 			{Host: "prefill.svc", Port: 8000, Role: kvstate.RolePrefill, Group: "a"},
 			{Host: "_http._tcp.decode.svc", Role: kvstate.RoleDecode, Scheme: "h2c"},
 		}, quiet())
-		var zone sync.Mutex // over the names that there are
+		var zone sync.Mutex // guards the names
 		known := map[string][]netip.Addr{"prefill.svc": ips("10.0.0.1", "10.0.0.2"), "d-0.svc": ips("10.0.1.1"), "d-1.svc": ips("10.0.1.2")}
 		records := []*net.SRV{{Target: "d-1.svc.", Port: 8200}, {Target: "d-0.svc.", Port: 8200}, {Target: "d-0.svc.", Port: 8201}}
 		d.lookup = func(_ context.Context, host string) ([]netip.Addr, error) {
@@ -149,7 +149,7 @@ func TestDNS(t *testing.T) {
 	})
 }
 
-// What tells endpoints apart beside their roles: zones, adapters, labels.
+// Properties that distinguish endpoints besides their roles: zones, adapters, labels.
 func TestWhereAndWhat(t *testing.T) {
 	eps, err := ParseEndpoints([]byte(`endpoints: [{address: "10.0.0.1:1", role: decode, zone: eu-1a, loras: [sql, chat], labels: [gpu=h200, tier=gold]}]`), "http")
 	require.NoError(t, err)

@@ -113,7 +113,7 @@ func TestStaticWatches(t *testing.T) {
 	})
 }
 
-// A name server that does not answer costs one time limit, however many names there are.
+// A name server that does not answer costs one timeout, however many names there are.
 func TestResolveWaitsOnce(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s := kvstate.New(kvstate.Options{})

@@ -9,7 +9,7 @@ import (
 	"tandem/kvstate/prefixindex"
 )
 
-// busy makes batches as a full engine sends them: a prompt's new blocks stored, as many old ones removed.
+// busy returns batches of a full engine: a prompt's new blocks stored, equally many old ones removed.
 func busy(maps bool, batches, blocks, blockSize int) (payloads [][]byte, perBatch int) {
 	id := 0
 	var all [][]int
@@ -55,7 +55,7 @@ func busy(maps bool, batches, blocks, blockSize int) (payloads [][]byte, perBatc
 	return payloads, 2 * blocks
 }
 
-// cpu is the processor time that this process has used, in seconds: what counts where others work on the same machine.
+// cpu returns the processor time of this process in seconds, which does not depend on other load of the machine.
 func cpu() float64 {
 	var r syscall.Rusage
 	_ = syscall.Getrusage(syscall.RUSAGE_SELF, &r)
@@ -82,7 +82,7 @@ func (ids compact) pack() []byte {
 	return out
 }
 
-// BenchmarkApply is what an event costs from the payload to the index: decoding, our hashes, storing, removing.
+// BenchmarkApply measures an event from the payload to the index: decoding, our hashes, storing, removing.
 func BenchmarkApply(b *testing.B) {
 	for _, maps := range []bool{false, true} {
 		for _, blockSize := range []int{16, 64} {
@@ -103,7 +103,7 @@ func BenchmarkApply(b *testing.B) {
 	}
 }
 
-// BenchmarkDecode is the part of it before the index.
+// BenchmarkDecode measures the part before the index.
 func BenchmarkDecode(b *testing.B) {
 	for _, maps := range []bool{false, true} {
 		b.Run(fmt.Sprintf("maps=%t/16tokens", maps), func(b *testing.B) {

@@ -75,7 +75,7 @@ func (p *publisher) answer() {
 	}
 }
 
-// store has the engine store a block, and publishes that unless it is to be lost.
+// store makes the engine store a block, and publishes it unless publish is false.
 func (p *publisher) store(n int, publish bool) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -127,7 +127,7 @@ func TestCollectorConnects(t *testing.T) {
 	for _, topics := range []bool{true, false} { // both generations of replayed messages, and of events
 		p := newPublisher(t, topics)
 		require.NoError(t, p.pub.Listen("tcp://127.0.0.1:0"))
-		p.store(0, false) // before we came
+		p.store(0, false) // before we connected
 		s := kvstate.New(kvstate.Options{})
 		endpoint := kvstate.EndpointSpec{Name: "e", Addr: "127.0.0.1:8100", Role: kvstate.RoleBoth, EventsPort: port(t, p.pub), ReplayPort: port(t, p.router)}
 		s.SetPool(kvstate.PoolSpec{Name: "p"}, []kvstate.EndpointSpec{endpoint})
@@ -168,7 +168,7 @@ func TestCollectorListens(t *testing.T) {
 	}
 }
 
-// What is no publisher costs no more than its connection.
+// A stranger's connection costs nothing more.
 func TestCollectorAndStrangers(t *testing.T) {
 	addr := loopback.Addresses(t, 1)[0]
 	s := kvstate.New(kvstate.Options{})

@@ -28,14 +28,14 @@ func newFollower(t *testing.T, joining bool) *follower {
 	return &follower{s, x}
 }
 
-// parts are a replica's feed as another one reads it later.
+// parts returns a replica's feed as another one reads it later.
 func (f *follower) parts(t *testing.T) (out []kvstate.FeedPart) {
 	require.NoError(t, f.eachPart(func(p *kvstate.FeedPart) error { out = append(out, *p); return nil }))
 	return out
 }
 
-// A replica that starts while others follow an engine knows what they know, whenever it connected and whenever they wrote
-// their feed, as long as no batch in between was missed; and it never promises more than the engine holds.
+// A replica that starts while others follow an engine gets their knowledge, whenever it connected and whenever they
+// wrote their feed, as long as no batch in between was missed; and it never promises more than the engine holds.
 func joinProgram(t *testing.T, next func(int) int) {
 	canReplay := next(2) == 0
 	e := newEngine(24+next(40), 1_000_000, next(2) == 0)
@@ -59,7 +59,7 @@ func joinProgram(t *testing.T, next func(int) int) {
 	missed := false // a batch between the feed and the connection
 	var parts []kvstate.FeedPart
 	switch next(3) {
-	case 0: // as it should be: it connects, then the others write
+	case 0: // the usual order: it connects, then the others write
 		connected = true
 		publish(next(20))
 		parts = old.parts(t)
@@ -69,10 +69,10 @@ func joinProgram(t *testing.T, next func(int) int) {
 		publish(n)
 		missed = n > 0
 		connected = true
-	case 2: // nobody writes
+	case 2: // no replica writes
 		connected, missed = true, e.seq > 0
 	}
-	evicted = old.x.feed.Stats().Orphans > 0 // what is behind an evicted block is not in a feed
+	evicted = old.x.feed.Stats().Orphans > 0 // blocks behind an evicted one are not in a feed
 	require.NoError(t, ignoreNoReplay(starting.stream.connected(ask)))
 	publish(next(10))
 	if next(8) == 0 {
@@ -113,7 +113,8 @@ func TestAReplicaThatStartsAgainstEngine(t *testing.T) {
 	}
 }
 
-// A feed that came in part only is forgotten; one that comes again replaces the one before; and after joining none is taken.
+// A feed that came only in part is forgotten; a repeated one replaces the previous one; and after joining none is
+// accepted.
 func TestFeedsThatAreLoaded(t *testing.T) {
 	next := rand.New(rand.NewPCG(1, 17)).IntN
 	e := newEngine(40, 0, false)
@@ -157,7 +158,7 @@ func TestFeedsThatAreLoaded(t *testing.T) {
 	}
 }
 
-// What is kept while a replica joins is bounded: what finds no room is missed, and shows as a gap.
+// The kept batches of a joining replica are bounded: excess ones are missed, and appear as a gap.
 func TestKeptBatchesAreBounded(t *testing.T) {
 	e := newEngine(1000, 1000, false)
 	f := newFollower(t, true)

@@ -13,7 +13,7 @@ import (
 	"tandem/kvstate/prefixindex"
 )
 
-// recording reads the messages of testdata/name: what a real engine sent, frame by frame.
+// recording reads the messages of testdata/name, from a real engine, frame by frame.
 func recording(t testing.TB, name string) (messages [][][]byte) {
 	t.Helper()
 	f, err := os.Open("testdata/" + name)
@@ -75,7 +75,7 @@ func newEngineIndex() engineIndex {
 	return engineIndex{s, p, p.Feed(p.Endpoints()[0])}
 }
 
-// hit is how many leading blocks of the prompt the engine holds, as the index knows it.
+// hit returns how many leading blocks of the prompt the engine holds according to the index.
 func (x engineIndex) hit(p prefixindex.TokenPrompt, blockSize int) int {
 	return hitIn(x.state, x.pool, p, blockSize)
 }
@@ -90,7 +90,7 @@ func hitIn(s *kvstate.State, pool *kvstate.Pool, p prefixindex.TokenPrompt, bloc
 
 func noReplay(uint64, func(uint64, []byte)) error { return errNoReplay }
 
-// What vLLM 0.32.0 published gives the blocks that the prompts of these requests say, live and replayed.
+// vLLM 0.32.0's events yield the blocks of these requests' prompts, live and replayed.
 func TestRecordedVLLM(t *testing.T) {
 	for _, name := range []string{"vllm-0.32.0-kvevents-live.jsonl", "vllm-0.32.0-kvevents-replay.jsonl"} {
 		x := newEngineIndex()
@@ -123,7 +123,7 @@ func TestRecordedVLLM(t *testing.T) {
 	}
 }
 
-// An engine of some 510 blocks that is given prompt after prompt evicts what it stored first.
+// An engine of some 510 blocks that gets prompt after prompt evicts the oldest blocks first.
 func TestRecordedEviction(t *testing.T) {
 	x := newEngineIndex()
 	s := stream{sink: x.feed}
@@ -151,7 +151,7 @@ func TestRecordedEviction(t *testing.T) {
 	require.Zero(t, stats.Orphans, "vLLM evicts the end of a prompt before its beginning")
 }
 
-// Two engines, prefill and decode: the decode engine tells of the blocks that it was sent, too.
+// Two engines, prefill and decode: the decode engine reports fetched blocks, too.
 func TestRecordedPrefillAndDecode(t *testing.T) {
 	indexes, streams := map[string]engineIndex{}, map[string]*stream{}
 	for _, frames := range recording(t, "vllm-0.32.0-pd-kvevents-live.jsonl") {

@@ -70,7 +70,7 @@ func soon(t *testing.T, what string, is func() bool) time.Duration {
 	return time.Since(began)
 }
 
-// sharing is one replica, as far as this package and redisstore are one.
+// sharing is one replica, with the parts of redisstore and this package.
 type sharing struct {
 	state *kvstate.State
 	store *redisstore.Store
@@ -116,7 +116,7 @@ func TestMain(m *testing.M) {
 	os.Exit(m.Run())
 }
 
-// step has the engine serve a prompt, and publishes what comes of it.
+// step makes the engine serve a prompt, and publishes the events.
 func (p *publisher) step(next func(int) int) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -124,7 +124,7 @@ func (p *publisher) step(next func(int) int) {
 	require.NoError(p.t, p.pub.Send(zmq4.NewMsgFrom([]byte("kv@127.0.0.1:8100@m"), be(k.seq, 8), k.payload)))
 }
 
-// prompts are all that [engine.step] can make.
+// prompts returns all prompts that [engine.step] can make.
 func prompts() (out [][]int) {
 	for n := range 81 {
 		ids := make([]int, 4*engineBlock)
@@ -139,7 +139,7 @@ func prompts() (out [][]int) {
 	return out
 }
 
-// differs says how what a replica knows differs from what the engine holds; "" where it does not.
+// differs returns the difference between a replica's knowledge and the engine's blocks; "" if there is none.
 func (p *publisher) differs(s *sharing) string {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -158,7 +158,7 @@ func (p *publisher) alike(what string, replicas []*sharing) {
 	}
 }
 
-// serve has the engine serve prompts until the returned function is called.
+// serve makes the engine serve prompts until the returned function is called.
 func (p *publisher) serve(next func(int) int) (stop func()) {
 	done := make(chan struct{})
 	var working sync.WaitGroup
@@ -175,8 +175,8 @@ func (p *publisher) serve(next func(int) int) (stop func()) {
 	return func() { close(done); working.Wait() }
 }
 
-// Each replica follows an engine by itself. One that starts while the engine is at work, which keeps no batches, is given what
-// the others know, and continues it: nothing is lost. When Redis or another replica is gone nothing changes.
+// Each replica follows an engine by itself. One that starts while the engine is busy, and keeps no batches, gets the
+// others' knowledge and continues it: nothing is lost. Losing Redis or another replica changes nothing.
 func TestReplicasFollowAnEngineThatKeepsNothing(t *testing.T) {
 	r := startRedis(t)
 	p := newPublisher(t, true)
@@ -207,8 +207,8 @@ func TestReplicasFollowAnEngineThatKeepsNothing(t *testing.T) {
 	}
 }
 
-// An engine that connects reaches one replica, and every other knows the same, one that starts later included; also when the
-// engine comes back to another replica.
+// An engine that connects reaches one replica, and every other has the same knowledge, later ones included; also when
+// the engine reconnects to another replica.
 func TestAnEngineThatConnectsIsKnownToAll(t *testing.T) {
 	r := startRedis(t)
 	p := newPublisher(t, true)

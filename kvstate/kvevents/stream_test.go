@@ -11,12 +11,11 @@ import (
 	"tandem/kvstate/prefixindex"
 )
 
-// engine is a publisher as one would write it without thinking of speed: a cache, numbered batches, and the last of them
-// for those who ask again.
+// engine is a publisher in its simplest form: a cache, numbered batches, and the last of them for replays.
 type engine struct {
 	clock   int
 	seq     int
-	cache   map[uint64][]int // what a block holds and all before it, by name
+	cache   map[uint64][]int // content of a block and all before it, by name
 	order   []uint64
 	kept    []kept
 	keep    int
@@ -43,7 +42,7 @@ func (e *engine) restart() {
 	e.seq, e.cache, e.order, e.kept = 0, map[uint64][]int{}, nil, nil
 }
 
-// name is what the engine calls a block: after every start something else, as with random seeds.
+// name returns the engine's name of a block, which differs after every start, as with random seeds.
 func (e *engine) name(ids []int) uint64 {
 	h := uint64(e.process) * 0x9e3779b97f4a7c15
 	for _, id := range ids {
@@ -78,7 +77,7 @@ func (e *engine) removed(name uint64) any {
 	return []any{"BlockRemoved", []any{name}, "GPU"}
 }
 
-// step serves a prompt, or clears the cache, and returns the batch that tells of it.
+// step serves a prompt, or clears the cache, and returns the batch about it.
 func (e *engine) step(next func(n int) int) kept {
 	var events []any
 	if next(60) == 0 {
@@ -141,7 +140,7 @@ func (e *engine) replay(from uint64, each func(uint64, []byte)) error {
 	return nil
 }
 
-// hit is how many leading blocks of a prompt the engine holds.
+// hit returns how many leading blocks of a prompt the engine holds.
 func (e *engine) hit(ids []int) int {
 	n := 0
 	for n < len(ids)/engineBlock && e.cache[e.name(ids[:(n+1)*engineBlock])] != nil {
@@ -158,8 +157,9 @@ func tokenPrompt(ids []int) prefixindex.TokenPrompt {
 	return p
 }
 
-// streamProgram runs an engine whose messages get lost, whose connection breaks, and which restarts. Whenever a message has
-// arrived, the index must hold exactly what the engine does; where old batches could not be had, no more than it does.
+// streamProgram runs an engine whose messages get lost, whose connection breaks, and which restarts. Whenever a
+// message has arrived, the index must hold exactly the engine's blocks; if old batches were not available, no more
+// than those.
 func streamProgram(t *testing.T, next func(n int) int, steps int) {
 	e := newEngine(24+next(40), 1+next(60), next(2) == 0)
 	x := newEngineIndex()
@@ -238,13 +238,13 @@ func FuzzStream(f *testing.F) {
 	})
 }
 
-// Each case is a sequence of steps and the counts that they lead to.
+// Each case is a sequence of steps and the resulting counts.
 func TestStream(t *testing.T) {
 	ids := func(n int) []int { return []int{n, 1, 1, 1} }
 	type step struct {
 		what  string
 		do    func(e *engine, s *stream, ask replay)
-		known string // which of the prompts 0..5 the index knows to be held
+		known string // the prompts 0..5 that the index knows to be held
 	}
 	publish := func(e *engine, n int) kept {
 		e.clock++

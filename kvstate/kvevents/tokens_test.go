@@ -11,7 +11,7 @@ import (
 	"tandem/kvstate/prefixindex"
 )
 
-// slowTokens is cursor.tokens without a thought of speed.
+// slowTokens is cursor.tokens in its simplest form.
 func slowTokens(c *cursor) (ids []byte) {
 	for n := c.array(); n > 0 && !c.bad; n-- {
 		id := c.integer()

@@ -11,7 +11,7 @@ import (
 	"tandem/kvstate/prefixindex"
 )
 
-// counted is a replica that follows one engine, with neither a network nor other replicas but what a test says of them.
+// counted is a replica that follows one engine, without a network; the test plays other replicas.
 type counted struct {
 	t *testing.T
 	c *Collector
@@ -36,7 +36,7 @@ func newCounted(t *testing.T) *counted {
 	return &counted{t, c, p, newEngine(100, 100, true), c.find(place{"p", "127.0.0.1:8100", 0})}
 }
 
-// publish has the engine store a block, in a batch of the given age.
+// publish makes the engine store a block, in a batch of the given age.
 func (x *counted) publish(n int, age time.Duration) kept {
 	return x.say(x.e.stored([]int{n, 1, 1, 1}, 0, 1), age)
 }
@@ -63,8 +63,8 @@ func (x *counted) forwarded(k kept) {
 	synctest.Wait()
 }
 
-// since are the numbers: gauges as they are, counters as what came to them since before. What the feed counts of itself is left
-// out where no metric shows it.
+// since returns the statistics: gauges unchanged, counters as differences to before. Counts of the feed without a
+// metric are left out.
 func (x *counted) since(before Stats) (all, change Stats) {
 	stats := x.c.Stats()
 	require.Len(x.t, stats, 1)
@@ -79,7 +79,7 @@ func (x *counted) since(before Stats) (all, change Stats) {
 	return all, change
 }
 
-// Each thing that happens to a publisher's events counts as what it is, and as nothing else: one step after the other.
+// Each event of a publisher's life is counted as what it is, and as nothing else: one step after the other.
 func TestWhatIsCountedOfKVEvents(t *testing.T) {
 	const lag = 1500 * time.Millisecond
 	here := func(s Stats) Stats { s.Connected = true; return s }

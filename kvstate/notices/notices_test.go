@@ -17,7 +17,7 @@ import (
 	"github.com/vmihailenco/msgpack/v5"
 )
 
-// The bytes that LMCache's msgspec makes, and what else comes along.
+// LMCache's messages in msgspec's bytes, and other messages.
 func TestParse(t *testing.T) {
 	for name, tt := range map[string]struct{ wire, id string }{
 		"ProxyNotif, LMCache 0.3.7":     {"82a474797065aa50726f78794e6f746966a67265715f6964a131", "1"},
@@ -68,8 +68,8 @@ func FuzzParse(f *testing.F) {
 	})
 }
 
-// A notice before its wait, during it, twice, for each of two ranks, late and never. Time is synthetic: a wait that polled
-// would take some.
+// A notification before its wait, during it, twice, for each of two ranks, late and never. Time is synthetic: a wait
+// that polled would take some.
 func TestBoard(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		b := NewWaiters(time.Minute, 0)
@@ -121,7 +121,7 @@ func TestBoard(t *testing.T) {
 	})
 }
 
-// A flood of ids that nobody waits for takes no more than its share, and does not end a wait.
+// A flood of unwanted ids takes no more than its share, and does not end a wait.
 func TestBoardIsBounded(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		b := NewWaiters(time.Minute, 100)
@@ -140,7 +140,7 @@ func TestBoardIsBounded(t *testing.T) {
 	})
 }
 
-// The socket, with go-zeromq's PUSH for LMCache's.
+// The socket, with go-zeromq's PUSH in place of LMCache's.
 func TestServe(t *testing.T) {
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	require.NoError(t, err)

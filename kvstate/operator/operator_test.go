@@ -19,7 +19,7 @@ import (
 	"tandem/kvstate/redisstore"
 )
 
-// Tests wait so long for what has to come, on a machine that stands still for seconds.
+// Tests wait this long for an event, on a machine that may stand still for seconds.
 const soon = 50 * time.Second
 
 func TestMain(m *testing.M) {
@@ -52,7 +52,7 @@ func startRedis(t *testing.T) (addr string, process *os.Process) {
 	return addr, cmd.Process
 }
 
-// replica is one Tandem as far as this package knows.
+// replica is one Tandem, as far as this package knows it.
 type replica struct {
 	t     *testing.T
 	state *kvstate.State
@@ -63,7 +63,7 @@ type replica struct {
 
 const endpoint = "10.0.0.1:80"
 
-// start starts a replica; answer is nil for one that answers nothing.
+// start starts a replica; if answer is nil, it answers nothing.
 func start(t *testing.T, addr string, answer func([]byte) []byte) *replica {
 	t.Helper()
 	state := kvstate.New(kvstate.Options{})
@@ -94,7 +94,7 @@ func (r *replica) order(paused bool) {
 	require.NoError(r.t, err)
 }
 
-// eventually publishes until Redis is in time for it.
+// publish publishes until Redis answers in time.
 func (r *replica) publish() {
 	r.t.Helper()
 	require.Eventually(r.t, func() bool { return r.Publish(r.t.Context()) == nil }, soon, time.Millisecond)
@@ -112,7 +112,7 @@ func knowEachOther(t *testing.T, replicas ...*replica) {
 	}, soon, 5*time.Millisecond)
 }
 
-// An order holds at every replica, at one that starts later too, and is taken back at any of them.
+// An order applies at every replica, also at one that starts later, and can be revoked at any of them.
 func TestOrdersHoldForAllReplicas(t *testing.T) {
 	t.Parallel()
 	addr, _ := startRedis(t)
@@ -135,7 +135,8 @@ func TestOrdersHoldForAllReplicas(t *testing.T) {
 	require.True(t, start(t, addr, nil).paused(), "all replicas were restarted")
 }
 
-// What was given while Redis did not answer is published when it does, and what Redis has lost is written again.
+// An order given while Redis did not answer is published when it does, and orders that Redis has lost are written
+// again.
 func TestOrdersWithoutRedis(t *testing.T) {
 	t.Parallel()
 	addr, process := startRedis(t)
@@ -154,7 +155,7 @@ func TestOrdersWithoutRedis(t *testing.T) {
 	require.True(t, a.paused() && b.paused())
 }
 
-// What is no order does not count, and does no harm.
+// Invalid orders are ignored, and do no harm.
 func TestOrdersThatAreNone(t *testing.T) {
 	t.Parallel()
 	addr, _ := startRedis(t)
@@ -169,7 +170,8 @@ func TestOrdersThatAreNone(t *testing.T) {
 	require.Equal(t, 100, a.state.Pool("chat").Endpoint(endpoint).Weight())
 }
 
-// Every living replica answers a question; those that do not are named. Who answers has applied the orders before.
+// Every living replica answers a question; those that do not are named. A replica that answers has applied the earlier
+// orders.
 func TestAsk(t *testing.T) {
 	t.Parallel()
 	addr, _ := startRedis(t)
@@ -190,7 +192,7 @@ func TestAsk(t *testing.T) {
 	knowEachOther(t, a, b, silent)
 	a.order(true)
 	a.publish()
-	require.Eventually(t, func() bool { // a machine that stands still answers nothing within a second
+	require.Eventually(t, func() bool { // a stalled machine does not answer within a second
 		got, err := a.Ask(t.Context(), "test", []byte("how many?"))
 		if err != nil || len(got.Of) == 0 {
 			return false

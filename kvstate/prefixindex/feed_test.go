@@ -12,11 +12,11 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// feedTwin is a feed as one would write it without thinking of speed: blocks by the engine's name, and after every event
-// all that can be worked out is worked out.
+// feedTwin is a feed in its simplest form: blocks by the engine's name, and everything is derived again after every
+// event.
 type feedTwin struct {
 	blocks  map[uint64]*twinBlock
-	waiting map[uint64]*twinBlock // those of them of which our hash is not known
+	waiting map[uint64]*twinBlock // those of them whose hash is unknown
 }
 
 func newFeedTwin() feedTwin { return feedTwin{map[uint64]*twinBlock{}, map[uint64]*twinBlock{}} }
@@ -152,7 +152,7 @@ func feedProgram(t *testing.T, next func(n int) int, steps, compareEvery int) {
 		seq := sequenceOf(uint64(f), path())
 		var e BlockEvent
 		switch op := next(20); {
-		case op < 11: // stores the end of a sequence, whose beginning may never have been seen
+		case op < 11: // stores the end of a sequence, whose beginning may be unknown
 			from := next(len(seq.keys) + 1)
 			if next(3) > 0 {
 				from = 0
@@ -222,7 +222,7 @@ func FuzzFeed(f *testing.F) {
 	f.Fuzz(func(t *testing.T, program []byte) { feedProgram(t, programOf(program), min(len(program)/8+1, 300), 1) })
 }
 
-// Engines whose hashes are small numbers (simulators) use a name again for another block, or have two for one.
+// Engines whose hashes are small numbers (simulators) reuse a name for another block, or have two for one.
 func TestFeedWithNamesUsedAgain(t *testing.T) {
 	f, hit := lone(t, 1<<20)
 	a, b := sequenceOf(0, []byte{1, 1, 1}), sequenceOf(0, []byte{2, 2})
@@ -243,7 +243,7 @@ func TestFeedWithNamesUsedAgain(t *testing.T) {
 	require.Equal(t, FeedStats{Stored: 11, Removed: 2, Held: 4, Orphans: 2}, f.Stats())
 }
 
-// A feed stays within its bound, and keeps what it stored last.
+// A feed stays within its bound, and keeps its newest blocks.
 func TestFeedIsBounded(t *testing.T) {
 	f, hit := lone(t, 100)
 	for i := range 300 {
@@ -271,8 +271,8 @@ func TestFeedUnknownParents(t *testing.T) {
 	require.Equal(t, []string{"0 of 2, 2 orphans", "0 of 4, 4 orphans", "1 of 5, 4 orphans", "6 of 6, 0 orphans", "2 of 5, 3 orphans", "6 of 6, 0 orphans"}, got)
 }
 
-// What a feed cannot take is counted by blocks: what is more than all its room, what waits for lost parents beyond the room for
-// that, and copies of what it never reported of.
+// Blocks that a feed cannot record are counted: those beyond its capacity, orphans beyond their limit, and copies of
+// unknown blocks.
 func TestFeedCountsWhatItCannotTake(t *testing.T) {
 	numbered := func(from, n int) (out []uint64) {
 		for i := range n {

@@ -8,7 +8,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// lone is a feed of so many blocks by itself, and who looks prompts up in it.
+// lone returns a feed of that capacity by itself, and a look-up of prompts in it.
 func lone(t *testing.T, blocks int) (f *Feed, hit func(hashes []uint64) int) {
 	t.Helper()
 	x := New(Limits{MaxBytes: 1 << 40, RoutedBlocks: 1 << 14, FeedBlocks: blocks, TTL: time.Hour})

@@ -23,8 +23,8 @@ type scene struct {
 	prompt []uint64
 }
 
-// newScene makes endpoints that hold entries blocks in all, those of the prompt included, of which each holds as many as
-// depth says.
+// newScene creates endpoints that hold entries blocks in total, those of the prompt included, of which each holds
+// depth(endpoint).
 func newScene(endpoints, entries, promptBlocks int, depth func(endpoint int) int) *scene {
 	return sceneOf(endpoints, entries, promptBlocks, depth, func(*Index, []uint64) {})
 }
@@ -83,8 +83,8 @@ func shuffled(depth func(int) int) func(int) int {
 	return func(i int) int { return depth(order[i]) }
 }
 
-// scatter makes a scene whose prompt came block by block, other prompts' blocks in between, so that no two blocks of it
-// have numbers in a row and each is found through the table.
+// scatter returns a scene whose prompt was stored block by block, with other prompts' blocks in between, so that no
+// two blocks of it have consecutive numbers and each is found through the table.
 func scatter(endpoints, entries, promptBlocks int, depth func(int) int) *scene {
 	return sceneOf(endpoints, entries, promptBlocks, depth, func(x *Index, prompt []uint64) {
 		m, other := x.join(nil), x.join(nil)
@@ -144,7 +144,8 @@ func heap() uint64 {
 	return m.HeapAlloc
 }
 
-// BenchmarkIndexMemory reports what a block and one endpoint that holds it take, for blocks that one, two or sixteen hold.
+// BenchmarkIndexMemory reports the memory of a block and one endpoint that holds it, for blocks with one, two or
+// sixteen holders.
 func BenchmarkIndexMemory(b *testing.B) {
 	const entries = 1 << 20
 	for _, sharing := range []int{1, 2, 16} {
@@ -181,8 +182,8 @@ func BenchmarkIndexMemory(b *testing.B) {
 	}
 }
 
-// BenchmarkFeedApply is what a block of an event costs beside decoding it: stored, and removed again later, as in an
-// engine that is full.
+// BenchmarkFeedApply measures a block of an event without decoding: stored, and removed again later, as in a full
+// engine.
 func BenchmarkFeedApply(b *testing.B) {
 	var feeds []*Feed
 	for _, o := range joined(New(Limits{MaxBytes: 1 << 40, RoutedBlocks: 1 << 14, FeedBlocks: 1 << 30}), 16) {
@@ -217,7 +218,7 @@ func TestIndexScaling(t *testing.T) {
 	for _, endpoints := range []int{10, 100, 1000, 10_000} {
 		for _, entries := range []int{100_000, 1_000_000, 10_000_000} {
 			if entries < 100*endpoints || entries > most {
-				continue // the endpoints themselves are more than what they hold
+				continue // the endpoints themselves are more than the entries
 			}
 			before := heap()
 			s := newScene(endpoints, entries, 8192, func(i int) int { return min((i%8+1)*1024, max(entries/endpoints, 1)) })
@@ -234,7 +235,7 @@ func TestIndexScaling(t *testing.T) {
 	}
 }
 
-// timed is the least of several runs, for a machine that does other work too.
+// timed returns the least of several runs, for a busy machine.
 func timed(f func()) time.Duration {
 	least := time.Hour
 	for range 1000 {
@@ -245,7 +246,7 @@ func timed(f func()) time.Duration {
 	return least
 }
 
-// TestLookupLeast prints the least time of many look-ups, which says more than a mean where the machine does other work too.
+// TestLookupLeast prints the least time of many look-ups, which is more meaningful than a mean on a busy machine.
 func TestLookupLeast(t *testing.T) {
 	if os.Getenv("TANDEM_SCALING") == "" {
 		t.Skip("set TANDEM_SCALING")
@@ -258,8 +259,8 @@ func TestLookupLeast(t *testing.T) {
 	}
 }
 
-// TestLookupCold is TestLookupLeast where nothing is in the processor's own caches: each look-up comes after 8 MB of other
-// memory. It prints the 20th fastest of 400, and the median.
+// TestLookupCold is TestLookupLeast with cold processor caches: each look-up comes after 8 MB of other memory. It
+// prints the 20th fastest of 400, and the median.
 func TestLookupCold(t *testing.T) {
 	if os.Getenv("TANDEM_SCALING") == "" {
 		t.Skip("set TANDEM_SCALING")

@@ -13,8 +13,8 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// twin is what was routed to one endpoint as one would write it without thinking of speed: two generations of blocks, and
-// a walk over every block.
+// twin has the prompts routed to one endpoint in the simplest form: two generations of blocks, and a walk over every
+// block.
 type twin struct {
 	room     int
 	now, old map[uint64]bool
@@ -60,7 +60,7 @@ func chain(path ...byte) []uint64 {
 	return hashes
 }
 
-// long is a prompt of n blocks that branches off the one with branch 0 after shared of them.
+// long returns a prompt of n blocks that branches off the one with branch 0 after shared of them.
 func long(n, shared int, branch byte) []uint64 {
 	path := make([]byte, n)
 	for i := shared; i < n; i++ {
@@ -73,7 +73,7 @@ func testLimits(routed int) Limits {
 	return Limits{MaxBytes: 1 << 40, RoutedBlocks: routed, FeedBlocks: 1 << 20, TTL: time.Hour}
 }
 
-// joined are n new owners of an index.
+// joined returns n new owners of an index.
 func joined(x *Index, n int) []*Owner {
 	owners := make([]*Owner, n)
 	for i := range owners {
@@ -84,7 +84,7 @@ func joined(x *Index, n int) []*Owner {
 	return owners
 }
 
-// depths are how many leading blocks of a prompt each owner holds.
+// depths returns how many leading blocks of a prompt each owner holds.
 func depths(x *Index, owners []*Owner, hashes []uint64, of func(*Owner) []int32) []int32 {
 	var l Lookup
 	if found := l.Find(x, hashes, len(owners), func(i int) []int32 { return of(owners[i]) }); found != nil {
@@ -105,7 +105,7 @@ func indexProgram(t *testing.T, room int, next func(n int) int, steps int) {
 	prompt := func() []uint64 {
 		path := make([]byte, 1+next(24))
 		for i := range path {
-			path[i] = byte(min(next(12), 2)) // mostly the same way on
+			path[i] = byte(min(next(12), 2)) // mostly the same path
 		}
 		return chain(path...)
 	}
@@ -139,7 +139,7 @@ func indexProgram(t *testing.T, room int, next func(n int) int, steps int) {
 	require.Zero(t, x.store.blocks, "what nobody holds is forgotten")
 }
 
-// requireTallies holds the tally of every block to who holds it.
+// requireTallies compares the tally of every block with its holders.
 func requireTallies(t *testing.T, x *Index) {
 	for id := uint32(1); id < x.store.used; id++ {
 		var want uint32
@@ -152,8 +152,8 @@ func requireTallies(t *testing.T, x *Index) {
 	}
 }
 
-// A long prompt, in rows or scattered, that endpoints hold to different lengths, some of them to the same, and of which not
-// all are asked for.
+// A long prompt, in rows or scattered, which endpoints hold to different lengths, some of them to the same; not all of
+// them are candidates.
 func TestLookupOfLongPrompts(t *testing.T) {
 	for seed := range uint64(60) {
 		r := rand.New(rand.NewPCG(seed, 3))
@@ -201,7 +201,7 @@ func FuzzIndex(f *testing.F) {
 	})
 }
 
-// programOf reads choices from bytes; when they are spent, every choice is the first.
+// programOf reads choices from bytes; at their end every choice is the first.
 func programOf(program []byte) func(n int) int {
 	at := 0
 	return func(n int) int {
@@ -213,7 +213,7 @@ func programOf(program []byte) func(n int) int {
 	}
 }
 
-// An endpoint that keeps less than it was thought to is thought to keep less.
+// The estimate of an endpoint that keeps less than expected is lowered.
 func TestIndexLearnsWhatEnginesKeep(t *testing.T) {
 	e := joined(New(testLimits(4096)), 1)[0]
 	prefilled := func(promised, found int64) { e.Learn(promised, found, 256+promised/16) }
@@ -232,7 +232,7 @@ func TestIndexLearnsWhatEnginesKeep(t *testing.T) {
 	require.Equal(t, 4096, e.routed.capacity(), "a prompt that was new says nothing")
 }
 
-// An owner's slot goes to another at once, and nothing of the old one with it.
+// An owner's slot goes to another at once, without anything of the old one.
 func TestIndexSlotsOfThoseWhoLeft(t *testing.T) {
 	x := New(testLimits(64))
 	prompt := long(8, 0, 1)
@@ -246,14 +246,14 @@ func TestIndexSlotsOfThoseWhoLeft(t *testing.T) {
 	require.LessOrEqual(t, len(x.members), 2)
 }
 
-// A request never waits for a writer: neither to look up nor to note what was routed.
+// A request never waits for a writer: neither to look up nor to record a routed prompt.
 func TestRequestsDoNotWaitForWriters(t *testing.T) {
 	x := New(testLimits(1 << 14))
 	o := joined(x, 2)
 	known := long(8, 0, 1)
 	o[0].Add(known)
 
-	x.writing.Lock() // somebody writes, and takes long
+	x.writing.Lock() // a slow writer
 	require.Equal(t, []int32{8, 0}, depths(x, o, known, (*Owner).Routed))
 	for i := range byte(100) {
 		o[1].Add(long(8, 0, 1+i))
@@ -262,7 +262,8 @@ func TestRequestsDoNotWaitForWriters(t *testing.T) {
 	require.Equal(t, int32(8), depths(x, o, long(8, 0, 100), (*Owner).Routed)[1], "what was routed meanwhile is noted in the end")
 }
 
-// Readers run beside writers, endpoints that come and go, and tables that grow. A hit is never more than was ever routed.
+// Readers run concurrently with writers, endpoints that come and go, and tables that grow. A hit never exceeds what
+// was routed.
 func TestIndexUnderConcurrency(t *testing.T) {
 	x := New(testLimits(2000))
 	owners := joined(x, 40)

@@ -11,7 +11,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// A table of keys is a map, whatever comes and goes, also where many keys belong to the same few slots.
+// A table of keys behaves like a map, also if many keys belong to the same few slots.
 func TestKeyTableAgainstMap(t *testing.T) {
 	for name, key := range map[string]func(r *rand.Rand) uint64{
 		"random":    func(r *rand.Rand) uint64 { return r.Uint64N(20_000) * 0xd1342543de82ef95 },
@@ -59,7 +59,7 @@ func TestKeyTableAgainstMap(t *testing.T) {
 	}
 }
 
-// A block that one feed holds takes at most BytesPerEntry, also when its tables have just grown.
+// A block that one feed holds takes at most BytesPerEntry, even when its tables have just grown.
 func TestIndexAllocatesItsBudget(t *testing.T) {
 	if budget.Race {
 		t.Skip("a million blocks in one goroutine: minutes under the race detector, which finds nothing there")
@@ -82,14 +82,14 @@ func TestIndexAllocatesItsBudget(t *testing.T) {
 	const batches, window = 8192, 6144
 	worst := 0.0
 	for i := range batches {
-		if each := apply(BlocksStored, i); i >= 2048 { // with fewer, a last chunk of 80 KB is felt
+		if each := apply(BlocksStored, i); i >= 2048 { // with fewer, a last chunk of 80 KB matters
 			worst = max(worst, each)
 		}
 	}
 	t.Logf("at most %.1f bytes a block while it grows to %d", worst, store.blocks)
 	require.Less(t, worst, float64(BytesPerEntry))
 
-	full := 0.0 // engines that are full: for each block that comes one goes
+	full := 0.0 // full engines: for each new block an old one goes
 	for i := range window {
 		apply(BlocksRemoved, i)
 		full = max(full, apply(BlocksStored, batches+i))

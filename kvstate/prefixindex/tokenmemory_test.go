@@ -25,7 +25,7 @@ func TestTokenMemoryIsBounded(t *testing.T) {
 		require.LessOrEqual(t, len(m.at), 8*len(m.order))
 	}
 	require.Equal(t, 3, m.Known(prompts(0)).TextBlocks, "what all prompts begin with stays")
-	m.mu.Lock() // somebody is learning
+	m.mu.Lock() // a writer is active
 	require.Zero(t, m.Known(prompts(0)))
 	m.mu.Unlock()
 }

@@ -13,7 +13,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// usesOf is how popular a block of a prompt is, by its steps.
+// usesOf returns the popularity of a block of a prompt, by its steps.
 func usesOf(steps []UseStep, block int) float64 {
 	for _, s := range steps {
 		if block < int(s.Blocks) {
@@ -23,8 +23,8 @@ func usesOf(steps []UseStep, block int) float64 {
 	return 0
 }
 
-// Counts are those of a slow twin that counts every block of every prompt: as popular as the twin has a block, to a fifth,
-// and what lies less than a sixteenth of its depth before a less popular one may count as that.
+// Counts are compared with a slow twin that counts every block of every prompt: they are within a fifth of it, and a
+// block less than a sixteenth of its depth before a less popular one may count as that.
 func TestUsesAgainstTwin(t *testing.T) {
 	for seed := range uint64(20) {
 		r := rand.New(rand.NewPCG(seed, 1))
@@ -65,7 +65,7 @@ func TestUsesAgainstTwin(t *testing.T) {
 	}
 }
 
-// What is new and comes often counts by its rate, before a window has passed; what comes no more fades.
+// A new and frequent prompt counts by its rate, before a window has passed; one that no longer comes fades.
 func TestUsesFollowTheRate(t *testing.T) {
 	began := time.Unix(1e9, 0)
 	u, p := NewUses(began), randomPrompt(64, 1)
@@ -80,14 +80,14 @@ func TestUsesFollowTheRate(t *testing.T) {
 	require.InDelta(t, 75, usesOf(u.Steps(nil, p, now.Add(time.Minute)), 60), 15, "200, faded for a minute and more, of a window and a third")
 	require.Empty(t, u.Steps(nil, p, now.Add(10*time.Minute)))
 	now = now.Add(time.Hour)
-	for range 10 { // it begins anew
+	for range 10 { // it starts again
 		now = now.Add(time.Second)
 		u.Note(p, now)
 	}
 	require.InEpsilon(t, 60, usesOf(u.Steps(nil, p, now), 60), .15)
 }
 
-// A million other prompts do not displace one that is used now and then.
+// A million other prompts do not displace one that is used occasionally.
 func TestUsesAreBounded(t *testing.T) {
 	began := time.Unix(1e9, 0)
 	u, p := NewUses(began), randomPrompt(64, 1)
@@ -127,7 +127,7 @@ func TestUsesAllocate(t *testing.T) {
 	})
 }
 
-// BenchmarkUses is what counting a prompt and finding its counts takes at most: all of it is popular.
+// BenchmarkUses is the worst case of counting a prompt and finding its counts: all of it is popular.
 func BenchmarkUses(b *testing.B) {
 	for _, blocks := range []int{430, 8192} {
 		b.Run(fmt.Sprint(blocks), func(b *testing.B) {

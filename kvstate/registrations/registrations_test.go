@@ -71,7 +71,7 @@ func TestEnginesRegister(t *testing.T) {
 	require.NoError(t, <-ended)
 }
 
-// An engine that stops is forgotten after three beats, and its place is free again.
+// An engine that stops is forgotten after three messages, and its place is free again.
 func TestSilence(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var mu sync.Mutex

@@ -20,8 +20,8 @@ func page(t testing.TB, name string) []byte {
 	return text
 }
 
-// Whose page it is, and what it says. The page of vLLM 0.32 was recorded; the others are composed of the lines that the
-// releases named in engines.go write.
+// The engine and the figures of a page. The page of vLLM 0.32 was recorded; the others are composed of lines of the
+// releases named in engines.go.
 func TestRead(t *testing.T) {
 	unknown := kvstate.UnknownSignals()
 	for name, tt := range map[string]struct {
@@ -132,7 +132,7 @@ vllm:kv_cache_usage_perc{engine="0"} +Inf
 	}
 }
 
-// twin reads a line the slow way.
+// twin reads a line in a slow, obvious way.
 func twin(line string) (name, labels string, value float64, ok bool) {
 	m := regexp.MustCompile(`^([^{ \t]+)(?:\{((?:[^"}]|"(?:[^"\\]|\\.)*")*)\})?[ \t]+(\S+)(?: +\S+)?[ \t]*$`).FindStringSubmatch(line)
 	if m == nil {
@@ -174,7 +174,7 @@ func FuzzParse(f *testing.F) {
 	})
 }
 
-// BenchmarkRead is what one page costs, of the engine that writes the longest.
+// BenchmarkRead reads one page of the engine with the longest pages.
 func BenchmarkRead(b *testing.B) {
 	text := page(b, "vllm-0.32.0.txt")
 	b.SetBytes(int64(len(text)))
@@ -186,7 +186,7 @@ func BenchmarkRead(b *testing.B) {
 	}
 }
 
-// What a rank of several behind one port says of itself: its own series, and those that bear no rank.
+// One rank of several behind one port: its own series, and those without a rank.
 func TestReadOfARank(t *testing.T) {
 	const vllm = `vllm:num_requests_running{engine="0"} 3
 vllm:num_requests_running{engine="1"} 5

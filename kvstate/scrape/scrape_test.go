@@ -26,7 +26,7 @@ import (
 	"tandem/kvstate/enginehttp"
 )
 
-// TestMain is also the engines of TestHundredEndpoints, as a process of their own.
+// TestMain also runs the engines of TestHundredEndpoints, as a separate process.
 func TestMain(m *testing.M) {
 	if addr := os.Getenv("SCRAPE_TEST_SERVE"); addr != "" {
 		text, _ := os.ReadFile("testdata/vllm-0.32.0.txt")
@@ -56,7 +56,7 @@ func run(t *testing.T, s *Scraper) {
 	t.Cleanup(func() { cancel(); running.Wait() })
 }
 
-// An engine whose metrics lie elsewhere is found there, one that falls silent is trusted less and less, and none is asked that
+// An engine whose metrics have another path is found there, the trust in a silent one falls, and none is asked that
 // another replica asks.
 func TestScraper(t *testing.T) {
 	var silent atomic.Bool
@@ -117,8 +117,8 @@ type roundTrip func(*http.Request) (*http.Response, error)
 
 func (f roundTrip) RoundTrip(r *http.Request) (*http.Response, error) { return f(r) }
 
-// Each endpoint is asked every 2 s to the tick, of a fleet that one tick can ask as of one that it cannot, and never more at
-// a time than may be. Three are asked together, a hundred in groups of a dozen.
+// Each endpoint is asked every 2 s to the tick, in a small fleet and in one that needs several ticks, and never more
+// at a time than allowed. Three are asked together, a hundred in groups of a dozen.
 func TestGroups(t *testing.T) {
 	for _, tt := range []struct {
 		endpoints, groups int
@@ -135,7 +135,7 @@ func TestGroups(t *testing.T) {
 				began := time.Now()
 				var mu sync.Mutex
 				asked := map[string][]time.Duration{}
-				at := map[time.Duration]int{} // in this round of 2 s, in which tick how many
+				at := map[time.Duration]int{} // number of requests by tick, in this round of 2 s
 				now := 0
 				s.client = enginehttp.Over(roundTrip(func(r *http.Request) (*http.Response, error) {
 					mu.Lock()
@@ -174,7 +174,7 @@ func TestGroups(t *testing.T) {
 	}
 }
 
-// However many engines hang, those that answer are asked in time.
+// However many engines hang, the others are asked in time.
 func TestEnginesThatHangKeepNobodyWaiting(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var addrs []string
@@ -192,7 +192,7 @@ func TestEnginesThatHangKeepNobodyWaiting(t *testing.T) {
 			return &http.Response{StatusCode: http.StatusOK, Body: io.NopCloser(strings.NewReader("vllm:num_requests_running 1\n"))}, nil
 		}), askTimeout)
 		run(t, s)
-		time.Sleep(6 * askEvery) // who hangs is found out
+		time.Sleep(6 * askEvery) // hanging ones are detected
 		for range 50 {
 			time.Sleep(tick)
 			synctest.Wait()
@@ -205,7 +205,7 @@ func TestEnginesThatHangKeepNobodyWaiting(t *testing.T) {
 	})
 }
 
-// A pause in which nobody could be asked leaves the groups as they were.
+// A pause without any scrape leaves the groups as they were.
 func TestGroupsOutliveAPause(t *testing.T) {
 	var addrs []string
 	for i := range 96 {

@@ -29,7 +29,7 @@ func poolOf(t *testing.T, handler http.HandlerFunc) *kvstate.Pool {
 
 func silent() *slog.Logger { return slog.New(slog.DiscardHandler) }
 
-// patient is a tokenizer that gives an engine more time than a machine stands still for.
+// patient returns a tokenizer whose timeout exceeds the stalls of a busy machine.
 func patient() *Tokenizer {
 	tok := New(silent())
 	tok.client = enginehttp.New(time.Minute, func(*http.Transport) {})
@@ -59,7 +59,7 @@ func TestTokenize(t *testing.T) {
 	require.Equal(t, []string{"/tokenize", `{"prompt":"x"}`}, []string{path, body})
 }
 
-// One prompt is asked for once at a time, and few at a time in all.
+// Only one call for a prompt runs at a time, and few in total.
 func TestTokenizeIsBounded(t *testing.T) {
 	var asked atomic.Int32
 	answer := make(chan struct{})
@@ -84,7 +84,7 @@ func TestTokenizeIsBounded(t *testing.T) {
 	require.LessOrEqual(t, asked.Load(), int32(atOnce))
 }
 
-// An engine that has no such route is left alone for a while: that engine, and that route. One that fails, or refuses a request, is not.
+// An engine that lacks the route is not asked for a while, on that route. One that fails, or refuses a request, is.
 func TestTokenizeRests(t *testing.T) {
 	recorded, err := os.ReadFile("testdata/vllm-0.32.0-unknown-model.json")
 	require.NoError(t, err)
@@ -123,7 +123,7 @@ func TestTokenizeRests(t *testing.T) {
 	}
 }
 
-// Where one engine of a pool lacks the route, the others are asked.
+// If one engine of a pool lacks the route, the others are asked.
 func TestOthersTokenize(t *testing.T) {
 	lacks := poolOf(t, func(w http.ResponseWriter, _ *http.Request) { w.WriteHeader(http.StatusNotFound) }).Endpoints()[0].Addr
 	has := poolOf(t, func(w http.ResponseWriter, _ *http.Request) { _, _ = io.WriteString(w, `{"tokens":[1]}`) }).Endpoints()[0].Addr

@@ -13,7 +13,7 @@ import (
 	"tandem/picker"
 )
 
-// room is a host: a fleet of prefill endpoints whose queues are what was sent to them.
+// room is a host: a fleet of prefill endpoints whose queues are the requests sent to them.
 type room struct {
 	t       testing.TB
 	enough  float64
@@ -69,14 +69,14 @@ func (r *room) arrive(q *Queue, k *picker.Picker, id uint64, tokens int64, now f
 	return q.Arrive(k, r, id, now, r.enough)
 }
 
-// late is a picker that splits every request and binds late.
+// late returns a picker that splits every request and binds late.
 func late() *picker.Picker {
 	k := &picker.Picker{Policy: picker.DefaultPolicy()}
 	k.Split, k.Late = picker.SplitAlways, true
 	return k
 }
 
-// fleet is n idle endpoints, the first half of which prefills.
+// fleet returns n idle endpoints, the first half of which prefills.
 func fleet(n int) *kvstate.View {
 	v := &kvstate.View{}
 	for i := range n {
@@ -90,8 +90,8 @@ func fleet(n int) *kvstate.View {
 	return v
 }
 
-// A request is bound at once while there is room, and waits when every endpoint has a step of work; then the shortest goes
-// first.
+// A request is bound at once while there is capacity, and waits when every endpoint has a step of work; then the
+// shortest goes first.
 func TestQueueShortestFirst(t *testing.T) {
 	k, q, r := late(), &Queue{}, newRoom(t, 2)
 	require.True(t, r.arrive(q, k, 1, 16000, 0))
@@ -112,7 +112,7 @@ func TestQueueShortestFirst(t *testing.T) {
 	require.Zero(t, q.Len())
 }
 
-// Five seconds of age are worth a second of work, so that nobody waits for ever.
+// Five seconds of age outweigh a second of work, so that none waits for ever.
 func TestQueueAges(t *testing.T) {
 	k, q, r := late(), &Queue{}, newRoom(t, 1)
 	r.arrive(q, k, 1, 16000, 0)
@@ -128,7 +128,7 @@ func TestQueueAges(t *testing.T) {
 	require.Equal(t, uint64(2), order[3], "those who came later do not")
 }
 
-// Equal keys keep the order of arrival; one that left is not sent; in a full queue the first makes space.
+// Equal keys keep the order of arrival; a removed request is not sent; in a full queue the first makes space.
 func TestQueueBounds(t *testing.T) {
 	k, q, r := late(), &Queue{Max: 3}, newRoom(t, 1)
 	r.queue[0] = time.Minute
@@ -172,7 +172,8 @@ func (n *nobody) Send(_ uint64, _ *picker.Request, _ *kvstate.View, _ picker.Cho
 	n.err = err
 }
 
-// Whatever comes and goes: all are sent once, in a time that their work allows, and work never waits beside an idle endpoint.
+// Whatever comes and goes: all are sent once, in a time that their work allows, and none waits while an endpoint
+// idles.
 func TestQueueAtRandom(t *testing.T) {
 	for seed := range uint64(20) {
 		random := rand.New(rand.NewPCG(seed, 1))
@@ -224,7 +225,7 @@ func BenchmarkDispatch(b *testing.B) {
 	for id := range uint64(500) {
 		r.arrive(q, k, id, 1000+int64(id), 0)
 	}
-	r.queue[0], r.enough = 0, 1e-9 // one is idle, and not the one that they want
+	r.queue[0], r.enough = 0, 1e-9 // one is idle, and not the wanted one
 	b.ReportAllocs()
 	for b.Loop() {
 		r.queue[0] = 0

@@ -12,14 +12,14 @@ import (
 	"tandem/picker"
 )
 
-// Requests that wait elsewhere stand in the order with those here: they are not sent from here, and those behind them are not
-// while they could go themselves.
+// Remote requests have a place in the order: they are not sent from here, and the requests behind them wait while they
+// could go.
 func TestQueueStandsBehindOthers(t *testing.T) {
 	k, q, r := late(), &Queue{}, newRoom(t, 1)
 	r.queue[0] = time.Minute
 	r.tokens[100] = 3000
 	q.AddRemote(Waiting{ID: 100, Work: .2, Arrived: 0, Replica: 7})
-	q.AddRemote(Waiting{ID: 100, Work: .2, Arrived: 0, Replica: 7}) // said again
+	q.AddRemote(Waiting{ID: 100, Work: .2, Arrived: 0, Replica: 7}) // repeated
 	r.arrive(q, k, 1, 8000, 0)
 	r.arrive(q, k, 2, 500, 0)
 	require.Equal(t, []int{2, 1}, []int{q.Len(), q.Remote()})
@@ -40,7 +40,7 @@ func TestQueueStandsBehindOthers(t *testing.T) {
 	require.Empty(t, q.replicas)
 }
 
-// Who comes where others wait stands behind them, though nobody waits here.
+// A request that arrives while others wait remotely stands behind them, even if none waits here.
 func TestQueueArrivesBehindOthers(t *testing.T) {
 	k, q, r := late(), &Queue{}, newRoom(t, 2)
 	for id := uint64(100); id < 104; id++ {
@@ -54,8 +54,8 @@ func TestQueueArrivesBehindOthers(t *testing.T) {
 	require.Equal(t, 2, q.Len(), "no look at all of them for each that comes")
 }
 
-// One that could go and does not is not waited for: its replica is gone, or knows why it may not. Nor are others of that
-// replica, until it sends one.
+// A remote request that could go and does not is not waited for: its replica is gone, or has a reason. Nor are others
+// of that replica, until it sends one.
 func TestQueueIsPatientForAWhile(t *testing.T) {
 	k, q, r := late(), &Queue{}, newRoom(t, 1)
 	r.queue[0] = time.Minute
@@ -82,8 +82,9 @@ func TestQueueIsPatientForAWhile(t *testing.T) {
 	require.Equal(t, []uint64{1}, at(4), "it has sent one, so it is there")
 }
 
-// Replicas that know of each other at once send what one would, at the same time, whoever looks first. (Each request is enough
-// for an endpoint here: of two that are enough only together, the second's replica may look first, and the first goes next.)
+// Replicas with instant knowledge of each other send what a single one would, at the same time, whichever looks first.
+// (Each request fills an endpoint here: of two that fill it only together, the second's replica may look first, and
+// the first goes next.)
 func TestQueuesAgree(t *testing.T) {
 	for seed := range uint64(20) {
 		random := rand.New(rand.NewPCG(seed, 9))
@@ -104,7 +105,7 @@ func TestQueuesAgree(t *testing.T) {
 		set(func(int) time.Duration { return kvstate.Seconds(random.Float64()) })
 		for now := 2.0; alone.Len() > 0; now += .02 {
 			alone.Dispatch(k, r, now, r.enough)
-			for before := -1; before != len(all.sent); { // each waits for the others' turn to be over
+			for before := -1; before != len(all.sent); { // each waits until the others have gone
 				before = len(all.sent)
 				for _, i := range random.Perm(len(all.queues)) {
 					all.turn = i
@@ -182,7 +183,7 @@ func TestRemoteQueueAlloc(t *testing.T) {
 	budget.Allocs(t, 50, 0, func() { q.Dispatch(k, r, 1, r.enough) })
 }
 
-// A flow has got what was sent for it elsewhere; not what only stopped waiting there.
+// A flow is charged for its remote dispatches, but not for requests that only stopped waiting.
 func TestQueueChargesRemoteDispatches(t *testing.T) {
 	for _, sent := range []bool{true, false} {
 		q := &Queue{}

@@ -23,7 +23,7 @@ func TestAFullQueueMakesSpace(t *testing.T) {
 	require.Equal(t, 2, q.Len())
 }
 
-// A request whose time is over is dispatched before its turn, with its targets missed if need be; below 0 it is shed.
+// A request whose time is over is dispatched before its turn, even if its targets are missed; below 0 it is shed.
 func TestRequestsExpire(t *testing.T) {
 	k, q, w := late(), &Queue{}, newWanting(t, 1)
 	w.queue[0] = time.Minute

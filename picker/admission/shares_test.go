@@ -12,7 +12,7 @@ import (
 	"tandem/picker"
 )
 
-// wanting is a room whose requests have wishes.
+// wanting is a room whose requests have targets.
 type wanting struct {
 	*room
 	wishes map[uint64]picker.Request
@@ -34,7 +34,7 @@ func (w *wanting) add(q *Queue, k *picker.Picker, id uint64, tokens int64, now f
 	return q.Arrive(k, w, id, now, w.enough)
 }
 
-// work takes what is sent at the speed of the fleet, in steps of 50 ms.
+// work processes the sent requests at the speed of the fleet, in steps of 50 ms.
 func (w *wanting) work(q *Queue, k *picker.Picker, seconds float64) {
 	for now := 0.0; now < seconds; now += .05 {
 		for i := range w.queue {
@@ -44,7 +44,7 @@ func (w *wanting) work(q *Queue, k *picker.Picker, seconds float64) {
 	}
 }
 
-// Higher priorities go first, however long and late; a newcomer of a higher one is not kept from an endpoint by others.
+// Higher priorities go first, however long and late; others do not keep an endpoint from a newcomer of a higher one.
 func TestQueuePriorities(t *testing.T) {
 	k, q, w := late(), &Queue{}, newWanting(t, 1)
 	w.queue[0] = time.Minute
@@ -66,7 +66,7 @@ func TestQueuePriorities(t *testing.T) {
 	require.Equal(t, []uint64{4, 5}, w.sent)
 }
 
-// A full queue: the last of those below 0 makes room, for a higher priority.
+// A full queue: the last of those below 0 makes space for a higher priority.
 func TestQueueSheds(t *testing.T) {
 	k, q, w := late(), &Queue{Max: 3}, newWanting(t, 1)
 	w.queue[0] = time.Minute
@@ -83,7 +83,7 @@ func TestQueueSheds(t *testing.T) {
 	require.False(t, ok, "not for one of its own kind")
 }
 
-// A request that waits for its targets is in nobody's way, and goes when they can be met.
+// A request that waits for its targets blocks no other, and goes when they can be met.
 func TestQueueHolds(t *testing.T) {
 	k, q, w := late(), &Queue{}, newWanting(t, 1)
 	w.queue[0] = 450 * time.Millisecond
@@ -97,8 +97,8 @@ func TestQueueHolds(t *testing.T) {
 	require.Equal(t, []uint64{2, 1}, w.sent)
 }
 
-// Two flows get the same work done, however much more the one asks for, and however long its requests are; what one does not
-// use the other gets.
+// Two flows get the same work done, however much more the one asks for, and however long its requests are; an unused
+// share goes to the other.
 func TestQueueShares(t *testing.T) {
 	k, q, w := late(), &Queue{}, newWanting(t, 2)
 	w.queue[0], w.queue[1] = time.Second, time.Second
@@ -124,8 +124,7 @@ func TestQueueShares(t *testing.T) {
 	require.Empty(t, q.shares.flows, "nothing is held against anybody once nobody waits")
 }
 
-// One flow that comes now and then goes before one that floods; and where all are of one flow the shortest goes first, as if
-// there were none.
+// A rare flow goes before one that floods; if all requests are of one flow the shortest goes first, as without flows.
 func TestQueueSharesWithFewRequests(t *testing.T) {
 	k, q, w := late(), &Queue{}, newWanting(t, 1)
 	w.queue[0] = time.Second
@@ -152,7 +151,7 @@ func TestQueueSharesWithFewRequests(t *testing.T) {
 	require.Equal(t, []uint64{3, 1, 2, 9, 0}, order, "flow 7 has had its turn before its last")
 }
 
-// Flows are counted right, whatever comes and goes.
+// Flows are counted correctly, whatever comes and goes.
 func TestQueueSharesAtRandom(t *testing.T) {
 	for seed := range uint64(30) {
 		random := rand.New(rand.NewPCG(seed, 5))

@@ -10,7 +10,8 @@ import (
 	"tandem/internal/enginesim/engine"
 )
 
-// Prompts that each have a part of the buffer wait for each other: this is what a router's turns prevent.
+// Prompts that each have a part of the buffer wait for each other: routers prevent this by pushing one after the
+// other.
 func TestLMCacheBufferDeadlock(t *testing.T) {
 	e, err := engine.New(&engine.Config{Models: []string{"tiny"}, Blocks: 128, BlockSize: 16}, io.Discard)
 	require.NoError(t, err)

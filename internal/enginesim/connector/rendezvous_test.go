@@ -6,7 +6,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// A key is good for one meeting; a D that comes when its P has been cut was in none.
+// A key is valid for one meeting; a D that comes after its P was cancelled met nobody.
 func TestAKeyIsGoodForOneMeeting(t *testing.T) {
 	v := newRendezvous()
 	meet := func(key string) error { _, err := v.meet(key, joinRequest{}); return err }

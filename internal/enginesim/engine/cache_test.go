@@ -60,7 +60,7 @@ func TestLeastRecentlyUsedGoesFirst(t *testing.T) {
 	require.Zero(t, use(b))
 }
 
-// TestPoolTwin drives the pool with random sequences and checks it against a map.
+// TestPoolTwin drives the pool with random sequences and compares it with a map.
 func TestPoolTwin(t *testing.T) {
 	r := rand.New(rand.NewPCG(3, 4))
 	p := NewPool(97, 4)

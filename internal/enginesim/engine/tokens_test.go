@@ -10,7 +10,7 @@ import (
 	"tandem/internal/enginesim/jsontext"
 )
 
-// slowTokens returns the tokenizer's dumb twin: it lists every token and hashes blocks of the list.
+// slowTokens is the tokenizer's dumb twin: it lists every token and hashes blocks of the list.
 func slowTokens(pieces [][]byte, blockSize int) *Prompt {
 	p := &Prompt{}
 	for _, b := range pieces {
@@ -79,7 +79,7 @@ func TestTokenizerTwin(t *testing.T) {
 	}
 }
 
-// TestResume: a prompt and its answer together are the prompt of the next turn, where they were one text.
+// TestResume: a prompt and its answer together are the prompt of the next turn.
 func TestResume(t *testing.T) {
 	q := &Sampling{MaxTokens: 100}
 	for n := range 70 {

@@ -63,7 +63,7 @@ func TestLedgerRemembersBounded(t *testing.T) {
 	require.Len(t, l.past, rememberedHandOvers)
 }
 
-// granted gets blocks for a prompt of four-byte tokens.
+// granted allocates blocks for a prompt of four-byte tokens.
 func granted(t *testing.T, p *engine.Pool, text string) engine.Grant {
 	t.Helper()
 	tokens := engine.NewTokenizer(4, false)
