@@ -7,7 +7,8 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// A request that can be split is decoded alone only where the pool allows it; else it gets 503, which names what is missing.
+// A request that can be split is decoded alone only if the pool allows it; otherwise it gets 503, which names the
+// missing endpoints.
 func TestDecodeAloneOnlyWhereThePoolAllowsIt(t *testing.T) {
 	t.Parallel()
 	const endpoints = ", endpoints: [{role: prefill, address: %P}, {role: decode, address: %D}]}\n"

@@ -21,13 +21,13 @@ import (
 	"golang.org/x/net/http2/hpack"
 )
 
-// attack is something that a peer of Tandem's gRPC port does to it.
+// attack is an attack by a peer of Tandem's gRPC port.
 type attack struct {
 	name        string
 	connections [2]int         // in make test, and in make attack
 	mute        bool           // the peer never reads
 	window      uint32         // that the peer gives each stream, less 1; 0: the usual one
-	do          func(a *rogue) // on each connection, and again on a new one when it was closed, while there is time
+	do          func(a *rogue) // runs on each connection, and again on a new one when it was closed, while there is time
 }
 
 const (
@@ -35,14 +35,14 @@ const (
 	accessLogStreams = "/envoy.service.accesslog.v3.AccessLogService/StreamAccessLogs"
 )
 
-// until does something until the connection or the time ends.
+// until repeats do until the connection or the time ends.
 func (a *rogue) until(do func() error) {
 	for a.time() && do() == nil {
 		a.tried.Add(1)
 	}
 }
 
-// hold does something n times and keeps the connection open while there is time.
+// hold calls do n times and keeps the connection open while there is time.
 func (a *rogue) hold(n int, do func() error) {
 	for range n {
 		if !a.time() || do() != nil {
@@ -208,8 +208,9 @@ func (a *rogue) unfinished(id uint32, size, n int) error {
 	return nil
 }
 
-// Tandem is attacked at its gRPC port while clients come through Envoy: they are served, what it costs is bounded, and when it is over nothing
-// is left. make attack does it with more, and for longer; its table is in docs/security.md.
+// Tandem is attacked at its gRPC port while clients come through Envoy: they are served, the cost is bounded, and
+// nothing is left at the end. make attack does it with more connections, and for longer; its table is in
+// docs/security.md.
 func TestAttacks(t *testing.T) {
 	full := os.Getenv("TANDEM_ATTACK") != ""
 	length, size := 1500*time.Millisecond, 0
@@ -267,11 +268,11 @@ func (at *attack) run(address string, end time.Time, tried, lost *atomic.Int64) 
 	}
 }
 
-// beside says what an attack takes of Tandem, and holds it to serving who comes through Envoy meanwhile.
+// beside measures what an attack costs Tandem, and checks that clients of Envoy are served meanwhile.
 func (f *fleet) beside(t *testing.T, good *fleet, length time.Duration, attack func(end time.Time)) string {
 	t.Helper()
 	pid, admin := f.tandems[0].cmd.Process.Pid, f.admins[0]
-	_ = os.WriteFile(fmt.Sprintf("/proc/%d/clear_refs", pid), []byte("5"), 0) // the peak begins anew
+	_ = os.WriteFile(fmt.Sprintf("/proc/%d/clear_refs", pid), []byte("5"), 0) // resets the peak
 	cpu, before := metric(t, admin, "process_cpu_seconds_total"), metric(t, admin, "go_goroutines")
 	end := time.Now().Add(length)
 	var all sync.WaitGroup
@@ -303,7 +304,7 @@ func (f *fleet) beside(t *testing.T, good *fleet, length time.Duration, attack f
 		return metric(t, admin, "tandem_held_bytes") == 0 && metric(t, admin, "go_goroutines") < before+200
 	})
 	if os.Getenv("TANDEM_ATTACK") == "" {
-		require.Len(t, took, served, "requests that were served") // the table of make attack says how many were not
+		require.Len(t, took, served, "requests that were served") // the table of make attack has the unserved ones
 	}
 	rss := peak(pid)
 	require.Less(t, rss, 5.0*1024, "MiB: 1 GiB may be held, and with GOGC 400 garbage may be four times what is in use")

@@ -9,14 +9,15 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// An answer that breaks off is a failure, whatever status went out before: alerts go by these metrics.
+// An answer that breaks off counts as a failure, whatever status was sent before: alerts use these metrics.
 func TestAnswersThatBreakOffAreFailures(t *testing.T) {
 	t.Parallel()
 	for _, dialect := range []string{"nixl", "sglang"} {
 		t.Run(dialect, func(t *testing.T) {
 			f := start(t, options{dialect: dialect, prefills: 1, decodes: 1, engineArgs: []string{"--decode-step", "20ms"}})
 			f.lenient = true
-			// Its tokens come by and by: an answer that breaks before its head has gone out is another engine's to give.
+			// Its tokens come one after the other: an answer that breaks before its headers were sent is another
+			// engine's to give.
 			body := `{"model":"tiny","messages":[{"role":"user","content":"A prompt."}],"max_tokens":16}`
 			require.Equal(t, 200, f.post("/v1/chat/completions", streamed(body)).status)
 			for i, rule := range []string{`{"mode":"stream-reset-after","events":6,"count":1}`, `{"mode":"reset-mid-body","count":1}`} {

@@ -36,7 +36,7 @@ func withOrders(t *testing.T, o options) options {
 	return o
 }
 
-// order tells all replicas the same.
+// order gives all replicas the same order.
 func (f *fleet) order(method, path, body string) {
 	f.t.Helper()
 	for _, admin := range f.admins {
@@ -51,15 +51,15 @@ func (f *fleet) order(method, path, body string) {
 	}
 }
 
-// wholeTraffic is clients that ask one request after another, streamed and not, until end. They pause in between: what a test looks
-// for is that none is lost, not how many there are.
+// wholeTraffic is clients that send one request after another, streamed and not, until end. They pause in between: the
+// test checks that none is lost, not their number.
 type wholeTraffic struct {
 	stop  chan struct{}
 	wg    sync.WaitGroup
 	asked atomic.Int64
-	each  []atomic.Int64 // client's
+	each  []atomic.Int64 // by client
 	mu    sync.Mutex
-	seen  map[string]int // what came of them
+	seen  map[string]int // results and their numbers
 }
 
 func (f *fleet) wholeTraffic(clients int) *wholeTraffic {
@@ -84,10 +84,10 @@ func (f *fleet) wholeTraffic(clients int) *wholeTraffic {
 	return c
 }
 
-// pause is what a client of a test does between two requests.
+// pause is the time between two requests of a test's client.
 const pause = 10 * time.Millisecond
 
-// oneOf returns request n of a client; what it came to is "whole", if all is well.
+// oneOf sends request n of a client and returns its result, "whole" if all is well.
 func (f *fleet) oneOf(i, n int) string {
 	body := fmt.Sprintf(`{"model":"tiny","stream":%t,"ignore_eos":true,"min_tokens":8,"max_tokens":8,"messages":[{"role":"user","content":"%d %d %s"}]}`,
 		n%2 == 0, i, n, strings.Repeat("all is well. ", 20))
@@ -112,7 +112,7 @@ func (c *wholeTraffic) more(t *testing.T, n int64) {
 	require.Eventually(t, func() bool { return c.asked.Load() >= goal }, patience, 5*time.Millisecond, "requests have stopped")
 }
 
-// turn waits until all that were under way have been answered.
+// turn waits until all requests in flight have been answered.
 func (c *wholeTraffic) turn(t *testing.T) {
 	t.Helper()
 	for i := range c.each {
@@ -121,7 +121,7 @@ func (c *wholeTraffic) turn(t *testing.T) {
 	}
 }
 
-// end stops the clients; all they got must be whole answers.
+// end stops the clients; all answers must be whole.
 func (c *wholeTraffic) end(t *testing.T) {
 	t.Helper()
 	close(c.stop)
@@ -149,7 +149,7 @@ func (f *fleet) rewrite(file, old, now string) {
 	require.NoError(f.t, os.Rename(file+".new", file))
 }
 
-// state returns what a replica says of its endpoints, by address.
+// state returns a replica's status of its endpoints, by address.
 func (f *fleet) state(i int) map[string]shownEndpoint {
 	f.t.Helper()
 	var s struct {
@@ -191,7 +191,7 @@ func TestReloadUnderLoad(t *testing.T) {
 	load.more(t, 30)
 	require.Len(t, f.requests("", d), before, "and nothing new comes")
 
-	// Gone, the pool under another name, another policy, and a port that cannot change live: all in one step.
+	// An endpoint gone, the pool renamed, another policy, and a port that cannot change live: all in one step.
 	f.rewrite(f.config, strings.Replace(line, "}", ", weight: 0}", 1), "")
 	f.rewrite(f.config, "name: chat\n", "name: talk\n  onPrefillFailure: decodeAlone\n")
 	f.rewrite(f.config, "replan: {listen: \"127.0.0.1:", "replan: {listen: \"127.0.0.2:")
@@ -201,7 +201,7 @@ func TestReloadUnderLoad(t *testing.T) {
 	require.NotContains(t, f.state(0), d.addr)
 	load.more(t, 30)
 
-	// What is not valid changes nothing.
+	// An invalid configuration changes nothing.
 	f.rewrite(f.config, "  onPrefillFailure: decodeAlone\n", "  onPrefillFailure: never\n")
 	f.said(0, "configuration not reloaded", 1)
 	require.InDelta(t, 1, metric(t, f.admins[0], "tandem_config_reloads_total", `result="refused"`), 0)
@@ -260,7 +260,7 @@ func TestKeyRotationUnderLoad(t *testing.T) {
 			file := filepath.Join(f.dir, fmt.Sprintf("ticket-%d.key", i))
 			require.NoError(t, os.WriteFile(file, []byte(keys+"\n"), 0o600))
 			f.said(i, "ticket keys changed", step+1)
-			load.turn(t) // of all that were sealed before, the last has ended
+			load.turn(t) // the last of all requests with older tickets has ended
 			load.more(t, 20)
 		}
 	}
@@ -271,8 +271,8 @@ func TestKeyRotationUnderLoad(t *testing.T) {
 	}
 }
 
-// Replicas of Tandem, then engines, are restarted one after the other under load: replicas by SIGTERM, engines after they
-// were drained. No client sees an error, not even one whose answer is being streamed.
+// Replicas of Tandem, then engines, are restarted one after the other under load: replicas by SIGTERM, engines after
+// they were drained. No client sees an error, even during a streamed answer.
 func TestRollingRestart(t *testing.T) {
 	t.Parallel()
 	f := start(t, withOrders(t, options{replicas: 2, serveArgs: []string{"-linger", "5s"}, engineArgs: []string{"--decode-step", "1ms"}}))
@@ -299,10 +299,10 @@ func TestRollingRestart(t *testing.T) {
 	}
 	load.end(t)
 	f.account()
-	f.lenient = true // what was restarted ends before the fleet's own account
+	f.lenient = true // a restarted engine loses its counts
 }
 
-// envoyFinds waits until Envoy has looked at all replicas twice since now, and found them well.
+// envoyFinds waits until Envoy has checked all replicas twice from now on, and found them healthy.
 func (f *fleet) envoyFinds() {
 	f.t.Helper()
 	looked := func(cluster string) (n float64) {
@@ -334,12 +334,12 @@ func readURL(url string) (string, error) {
 	return a.body, err
 }
 
-// Replicas are killed (SIGKILL) one after the other under load, with requests in hand: what one was deciding another decides
-// instead (Envoy keeps what it sent, up to 64 KiB), and a hop that fails meanwhile finds a replan port that answers.
+// Replicas are killed (SIGKILL) one after the other under load, with requests in progress: another replica decides
+// these instead (Envoy keeps sent bodies up to 64 KiB), and a hop that fails meanwhile finds a working replan port.
 func TestKilledReplicasLoseNothing(t *testing.T) {
 	t.Parallel()
 	f := start(t, options{replicas: 2})
-	f.lenient = true // a leg whose reader was killed with its KV in hand is run again; the first one's blocks wait for their lease
+	f.lenient = true // a leg whose reader was killed is run again; the first one's blocks wait for their lease
 	ask := f.wholeTraffic(8)
 	ask.more(t, 100)
 	for round := range 4 {
@@ -349,17 +349,17 @@ func TestKilledReplicasLoseNothing(t *testing.T) {
 		<-f.tandems[i].exited
 		ask.more(t, 150)
 		f.startTandem(i, filepath.Join(f.dir, fmt.Sprintf("tandem-%d.yaml", i)), f.admins[i])
-		f.envoyFinds() // who loses both replicas before that loses requests
+		f.envoyFinds() // a request that loses both replicas before that is lost
 		ask.more(t, 50)
 	}
 	ask.end(t)
 }
 
-// Clients that leave at any moment, most of all between the hops, leave no booking behind.
+// Clients that leave at any moment, most of all between the hops, leave no reservation behind.
 func TestLeaversLeaveNothing(t *testing.T) {
 	t.Parallel()
 	f := start(t, options{engineArgs: []string{"--lease", "1s", "--prefill-speed", "10000", "--decode-step", "4ms"}})
-	f.lenient = true // what they left on P waits for its lease, and the ledger says so; here it is about Tandem's books
+	f.lenient = true // their blocks on P wait for the lease, and the ledger reports them; this test is about Tandem's reservations
 	var wg sync.WaitGroup
 	for i := range 16 {
 		random := rand.New(rand.NewPCG(uint64(i), 7))

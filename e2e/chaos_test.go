@@ -19,23 +19,24 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// chaosFleet returns the fleet of the chaos runs: a lease that does not end before a request does, and a decode step that keeps
+// chaosFleet returns the fleet of the chaos runs: a lease that outlives any request, and a decode step that keeps
 // answers on the wire for a while. policy is vLLM's kv_load_failure_policy.
 func chaosFleet(t *testing.T, policy string) *fleet {
 	f := start(t, options{prefills: 3, decodes: 3, pool: "  prefillTimeout: {base: 30s}\n", engineArgs: []string{
 		"--lease", "10s", "--load-timeout", "200ms", "--decode-step", "1ms", "--prefill-speed", "50000", "--record=false",
 		"--kv-load-failure", policy,
 	}})
-	f.lenient = true // an engine that was killed has lost its books
+	f.lenient = true // a killed engine has lost its counts
 	return f
 }
 
-// Requests go on while engines die (SIGKILL) and return at random, with one prefill and one decode engine always up: no
-// client sees an error that a healthy endpoint could have spared it. What it could not: an answer whose first byte the
-// client had when the engine that wrote it died. And a stream whose KV was at a prefill engine that died between the hops: vLLM
+// Requests continue while engines die (SIGKILL) and return at random, with one prefill and one decode engine always
+// up: no client sees an error that a healthy endpoint could have avoided. Unavoidable are: an answer whose first byte
+// the client had when its engine died; and a stream whose KV was at a prefill engine that died between the hops: vLLM
 // begins streams before it fetches, and with the policy "fail", its default, ends such a one with an error event.
 //
-// TANDEM_CHAOS is the number of requests, 600 if it is not set; TANDEM_CHAOS_SEED makes another order in which engines die.
+// TANDEM_CHAOS is the number of requests, 600 if it is not set; TANDEM_CHAOS_SEED changes the order in which engines
+// die.
 func TestChaos(t *testing.T) {
 	for _, policy := range []string{"recompute", "fail"} {
 		t.Run(policy, func(t *testing.T) { chaos(t, policy) })
@@ -49,7 +50,7 @@ func chaos(t *testing.T, policy string) {
 	f := chaosFleet(t, policy)
 	bin, err := binaries()
 	require.NoError(t, err)
-	// An engine outside of the pool says what is right.
+	// An engine outside of the pool gives the reference.
 	p := ports(t, 2)
 	f.waitFor(startProcess(t, f.dir, "reference", filepath.Join(bin, "enginesim"), "--listen", p[0], "--side-channel", p[1], "--model", "tiny", "--record=false"), "http://"+p[0]+"/health")
 
@@ -90,7 +91,7 @@ func chaos(t *testing.T, policy string) {
 	}
 	t.Log(b.String())
 	const lost = "stream 200 and an error event"
-	if policy == "fail" { // each prefill engine that died can have held the KV of the streams that were under way
+	if policy == "fail" { // each prefill engine that died may have had the KV of the streams in flight
 		require.LessOrEqual(t, seen[lost], clients*killed["prefill"])
 		delete(seen, lost)
 	}
@@ -112,7 +113,8 @@ func fromEnv(name string, otherwise int) int {
 	return otherwise
 }
 
-// havoc kills engines and brings them back, until stop; then it brings all back. One of each role stays up, and Tandem knows it.
+// havoc kills engines and restarts them, until stop; then it restarts all. One of each role stays up, and Tandem knows
+// it.
 func havoc(f *fleet, random *rand.Rand, stop chan struct{}) map[string]int {
 	killed := map[string]int{}
 	for {
@@ -153,7 +155,7 @@ func (f *fleet) inUse(e *engine) bool {
 	return false
 }
 
-// chaosRequest sends one request and says what came of it.
+// chaosRequest sends one request and returns its result.
 func chaosRequest(f *fleet, i int, reference string) (kind string, took time.Duration) {
 	stream := i%2 == 0
 	body := fmt.Sprintf(`{"model":"tiny","stream":%t,"ignore_eos":true,"max_tokens":%d,"messages":[{"role":"user","content":%q}]}`,
@@ -187,8 +189,8 @@ func chaosRequest(f *fleet, i int, reference string) (kind string, took time.Dur
 	return kind, took
 }
 
-// What a killed prefill engine costs: the first request that is sent to it, a little; those after it, nothing. Reported,
-// not required: it is a matter of this machine's mood.
+// The cost of a killed prefill engine: the first request that is sent to it takes a little longer; those after it do
+// not. It is reported, not required, because it depends on the load of the machine.
 func TestCostOfAKilledPrefill(t *testing.T) {
 	f := start(t, options{prefills: 2, decodes: 1})
 	ask := func() time.Duration {

@@ -23,8 +23,8 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// cluster is a real kube-apiserver with its etcd, and nothing else of Kubernetes: tests play the kubelet and the controllers.
-// It is talked to over plain HTTP, as kubectl does.
+// cluster is a real kube-apiserver with its etcd, and nothing else of Kubernetes: tests play the kubelet and the
+// controllers. They talk plain HTTP to it, as kubectl does.
 type cluster struct {
 	t      *testing.T
 	dir    string
@@ -34,7 +34,7 @@ type cluster struct {
 	client *http.Client
 }
 
-// Whose tokens the API server takes: one may everything, the other is the service account of the manifests.
+// Accounts of the API server: one may do everything, the other is the service account of the manifests.
 const (
 	adminToken  = "admin-token"
 	tandemToken = "tandem-token"
@@ -58,8 +58,8 @@ func kubeTool(t testing.TB, name string) string {
 	return path
 }
 
-// startCluster starts one, with a namespace, the manifests' service account and its role, and a kubeconfig of that account
-// in $KUBECONFIG: what Tandem may do here is what the manifests let it do.
+// startCluster starts a cluster, with a namespace, the manifests' service account and its role, and a kubeconfig of
+// that account in $KUBECONFIG: here Tandem has exactly the permissions of the manifests.
 func startCluster(t *testing.T) *cluster {
 	t.Helper()
 	etcd, server := kubeTool(t, "etcd"), kubeTool(t, "kube-apiserver")
@@ -91,7 +91,7 @@ func writeAccountKey(t *testing.T, file string) {
 	require.NoError(t, os.WriteFile(file, pem.EncodeToMemory(&pem.Block{Type: "RSA PRIVATE KEY", Bytes: x509.MarshalPKCS1PrivateKey(key)}), 0o600))
 }
 
-// startServer starts the API server, anew where it was stopped: what it knows is in etcd.
+// startServer starts the API server, also after a stop: its state is in etcd.
 func (c *cluster) startServer() {
 	c.t.Helper()
 	began := time.Now()
@@ -107,7 +107,7 @@ func (c *cluster) startServer() {
 	c.t.Logf("kube-apiserver is ready after %v", time.Since(began).Round(time.Millisecond))
 }
 
-// trust takes the certificate that the API server made for itself, once it is there.
+// trust reads the certificate that the API server made for itself, once it exists.
 func (c *cluster) trust() bool {
 	text, err := os.ReadFile(filepath.Join(c.dir, "certs/apiserver.crt"))
 	roots := x509.NewCertPool()
@@ -133,7 +133,7 @@ current-context: x
 	return file
 }
 
-// ask does one call.
+// ask makes one call.
 func (c *cluster) ask(token, method, path, contentType, body string) (status int, text string, err error) {
 	req, err := http.NewRequestWithContext(context.Background(), method, c.url+path, strings.NewReader(body))
 	if err != nil {
@@ -152,7 +152,7 @@ func (c *cluster) ask(token, method, path, contentType, body string) (status int
 	return resp.StatusCode, string(got), err
 }
 
-// must does one call that has to succeed.
+// must makes one call that has to succeed.
 func (c *cluster) must(method, path, contentType, body string) string {
 	c.t.Helper()
 	status, text, err := c.ask(adminToken, method, path, contentType, body)
@@ -168,7 +168,7 @@ func (c *cluster) file(path string) string {
 	return string(text)
 }
 
-// documents are those of a YAML text that say something.
+// documents returns the non-empty documents of a YAML text.
 func documents(text string) (out []string) {
 	for doc := range strings.SplitSeq("\n"+text, "\n---") {
 		if strings.Contains(doc, "\nkind:") {
@@ -178,8 +178,7 @@ func documents(text string) (out []string) {
 	return out
 }
 
-// create posts one document, strictly: fields that the API server does not know are mistakes. With query "&dryRun=All" it
-// says what it would do.
+// create posts one document, strictly: unknown fields are errors. With query "&dryRun=All" it changes nothing.
 func (c *cluster) create(doc, query string) (status int, text string) {
 	c.t.Helper()
 	field := func(name string) string {
@@ -212,7 +211,7 @@ func (c *cluster) create(doc, query string) (status int, text string) {
 
 var saysNamespace = regexp.MustCompile(`(?m)^(?:metadata: \{.*|  )namespace: "?([a-z0-9-]+)`)
 
-// namespaceOf returns the one that a document names.
+// namespaceOf returns a document's namespace.
 func namespaceOf(doc string) string {
 	if m := saysNamespace.FindStringSubmatch(doc); m != nil {
 		return m[1]
@@ -220,7 +219,7 @@ func namespaceOf(doc string) string {
 	return namespace
 }
 
-// resource returns what a group's version calls a kind.
+// resource returns a kind's resource name in a group's version.
 func (c *cluster) resource(path, kind string) (name string, namespaced bool, err error) {
 	status, text, err := c.ask(adminToken, http.MethodGet, path, "", "")
 	if err != nil {
@@ -252,7 +251,7 @@ func (c *cluster) mustApply(text string) {
 	}
 }
 
-// install makes the CRDs of files known, and waits until the API server serves them.
+// install installs the CRDs of files, and waits until the API server serves them.
 func (c *cluster) install(files ...string) {
 	c.t.Helper()
 	require.NotEmpty(c.t, files)

@@ -13,13 +13,13 @@ import (
 	"google.golang.org/grpc"
 )
 
-// span is one that reached the collector.
+// span is a span that reached the collector.
 type span struct {
 	service, name, trace, id, parent string
 	attributes                       map[string]string
 }
 
-// collector is an OTLP collector that keeps what it is sent.
+// collector is an OTLP collector that stores its input.
 type collector struct {
 	collectorv1.UnimplementedTraceServiceServer
 	addr  string
@@ -66,7 +66,7 @@ func spanOf(service string, s *tracev1.Span) span {
 	return out
 }
 
-// of returns the spans of one trace that came so far.
+// of returns the spans of one trace so far.
 func (c *collector) of(trace string) (out []span) {
 	c.mu.Lock()
 	defer c.mu.Unlock()

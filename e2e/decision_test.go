@@ -17,7 +17,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// question returns a chat whose prompt has about so many tokens, no two alike.
+// question returns a chat whose prompt has about that many tokens, no two alike.
 func question(id string, tokens int) string {
 	return fmt.Sprintf(`{"model":"tiny","max_tokens":3,"messages":[{"role":"user","content":%q}]}`, id+strings.Repeat(" "+id, 4*tokens/(len(id)+1)))
 }
@@ -33,12 +33,12 @@ func (f *fleet) burst(n int, send func(i int) answer) []answer {
 	return answers
 }
 
-// A burst of prompts of half a second each, for two prefill endpoints: a few are bound at once and the others wait in Tandem,
-// where engines do not see them. All are answered, nobody's place is lost when one leaves, and it can be seen. The engines stand still
-// until all have come.
+// A burst of prompts of half a second each, for two prefill endpoints: a few are bound at once and the others wait in
+// Tandem, where engines do not see them. All are answered, no request loses its place when another leaves, and the
+// wait is visible. The engines are stopped until all have arrived.
 func TestABurstIsBoundLate(t *testing.T) {
 	const burst = 13
-	for mode, wait := range map[string]string{"duplex": "600s", "buffered": "20s"} { // the longest that Envoy would
+	for mode, wait := range map[string]string{"duplex": "600s", "buffered": "20s"} { // the longest that Envoy allows
 		t.Run(mode, func(t *testing.T) {
 			f := start(t, options{
 				pool:        "  binding: late\n  queue: {maxWait: " + wait + "}\n  prefillTimeout: {base: 60s}\n",
@@ -53,7 +53,7 @@ func TestABurstIsBoundLate(t *testing.T) {
 					return f.post("/v1/chat/completions", question(id, 8000), "x-request-id", id)
 				})
 			}()
-			there := func() (n, most float64) { // bound or waiting; and at most at one engine
+			there := func() (n, most float64) { // bound or waiting; and the maximum at one engine
 				state := f.state(0)
 				for _, p := range f.prefills {
 					own := float64(state[p.addr].Requests)
@@ -103,8 +103,8 @@ func TestABurstIsBoundLate(t *testing.T) {
 	}
 }
 
-// fewAtOnce holds a burst for engines that do not stand still to a claim of speed: what an engine is thought to have done is done, and it
-// knows of few prompts at one time.
+// fewAtOnce checks a burst for running engines, as a claim of speed: Tandem's estimate of their work is right, and
+// each sees only a few prompts at a time.
 func (f *fleet) fewAtOnce(t *testing.T) {
 	ended := make(chan []answer, 1)
 	go func() {
@@ -132,7 +132,7 @@ func (f *fleet) signalPrefills(s os.Signal) {
 	}
 }
 
-// Short prompts skip the hop by themselves, long ones do not, and a long one whose beginning D holds does.
+// Short prompts skip the hop by themselves, long ones do not, except if D holds their beginning.
 func TestShortPromptsSkipTheHop(t *testing.T) {
 	f := start(t, options{prefills: 1, decodes: 1, pools: `pools:
 - name: chat
@@ -153,7 +153,7 @@ func TestShortPromptsSkipTheHop(t *testing.T) {
 	require.Equal(t, 1, hops("turn-2", strings.Replace(longer, `"}]`, ` And then?"}]`, 1)), "D holds all but the last words")
 }
 
-// A session stays where it was, and yields where that has too much to do.
+// A session stays on its endpoint, and moves when that is overloaded.
 func TestStickinessYields(t *testing.T) {
 	t.Parallel()
 	f := start(t, options{pool: "  session: {header: x-session}\n", engineArgs: []string{"--prefill-speed", "16000", "--max-model-len", "1000000", "--blocks", "100000"}})
@@ -169,7 +169,7 @@ func TestStickinessYields(t *testing.T) {
 	}
 	ctx, leave := context.WithCancel(t.Context())
 	left := make(chan struct{})
-	go func() { // half a minute, if nobody leaves
+	go func() { // half a minute, unless the client leaves
 		defer close(left)
 		_, _ = f.try(ctx, http.MethodPost, "/v1/chat/completions", question("slow", 480_000), "x-session", "anna", "x-request-id", "slow")
 	}()
@@ -184,7 +184,7 @@ func TestStickinessYields(t *testing.T) {
 	})
 }
 
-// However much more one group has to do, a request's legs stay within one.
+// However uneven the load of the groups, a request's legs stay within one.
 func TestGroupsAreNeverMixed(t *testing.T) {
 	f := start(t, options{prefills: 3, decodes: 3, engineArgs: []string{"--prefill-speed", "20000"}, pools: `pools:
 - name: chat
@@ -219,7 +219,7 @@ func TestGroupsAreNeverMixed(t *testing.T) {
 	require.Len(t, used, 2)
 }
 
-// Requests for an adapter go to the engines that hold it, on both legs, whatever the others have to do.
+// Requests for an adapter go to the engines that hold it, on both legs, however busy these are.
 func TestAdaptersAreFound(t *testing.T) {
 	f := start(t, options{engine: func(_ string, i int, _ func() string) ([]string, string) {
 		if i%2 == 1 {
@@ -241,8 +241,8 @@ func TestAdaptersAreFound(t *testing.T) {
 	}
 }
 
-// What cannot be served in time is shed with 429 and when to come again; what waits in a full queue gives way to what may not
-// be refused; operators see why in a header, and nobody else does.
+// A request that cannot be served in time is shed with 429 and Retry-After; waiting ones in a full queue give way to
+// those that may not be refused; operators see the reason in a header, and no one else does.
 func TestSheddingAndExplaining(t *testing.T) {
 	t.Parallel()
 	token := filepath.Join(t.TempDir(), "token")
@@ -264,7 +264,7 @@ func TestSheddingAndExplaining(t *testing.T) {
 	}
 	ctx, leave := context.WithCancel(t.Context())
 	left := make(chan struct{})
-	go func() { // half a minute, if nobody leaves
+	go func() { // half a minute, unless the client leaves
 		defer close(left)
 		_, _ = f.try(ctx, http.MethodPost, "/v1/chat/completions", question("running", 480_000), "x-request-id", "running")
 	}()
@@ -306,7 +306,7 @@ func TestSheddingAndExplaining(t *testing.T) {
 	}
 }
 
-// What was decided stands in Envoy's access log, for who writes one.
+// Decisions can be written to Envoy's access log.
 func TestDecisionsInTheAccessLog(t *testing.T) {
 	t.Parallel()
 	var log string
@@ -332,8 +332,8 @@ func TestDecisionsInTheAccessLog(t *testing.T) {
 	}, patience, 50*time.Millisecond)
 }
 
-// What late binding is for: when many come at once, the short ones do not stand behind the long ones. The engines' time is
-// simulated, Envoy's and Tandem's are real.
+// The purpose of late binding: when many requests arrive at once, short ones do not wait behind long ones. The
+// engines' time is simulated, Envoy's and Tandem's are real.
 func TestLateBindingIsWorthIt(t *testing.T) {
 	t.Parallel()
 	mean := map[string]time.Duration{}
@@ -361,7 +361,7 @@ func TestLateBindingIsWorthIt(t *testing.T) {
 func TestAKilledReplicasQueueGoesOn(t *testing.T) {
 	t.Parallel()
 	f := start(t, options{replicas: 2, pool: "  binding: late\n", engineArgs: []string{"--prefill-speed", "16000"}})
-	for round := 0; f.tandems[0].running(); round++ { // a machine that looks away misses the moment
+	for round := 0; f.tandems[0].running(); round++ { // a slow machine misses the moment
 		require.Less(t, round, 10, "nobody waits in it")
 		ended := make(chan []answer, 1)
 		go func() {

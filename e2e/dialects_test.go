@@ -15,7 +15,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// kind is a way of handing KV over, as a pool and its engines are set up for it.
+// kind is a dialect of KV transfer with the settings of its pool and engines.
 type kind struct {
 	name   string // of the test
 	engine string // enginesim's -connector
@@ -42,10 +42,11 @@ func kinds() []kind {
 	}
 }
 
-// lease is long enough for a decode leg on a machine that stands still for seconds, and short enough for a test that waits for its end.
+// lease is long enough for a decode leg on a machine that stalls for seconds, and short enough for a test that waits
+// for its end.
 const lease = "10s"
 
-// setUp completes options for a kind. notices is where LMCache's engines push at.
+// setUp completes options for a kind. LMCache's engines push to notices.
 func (k kind) setUp(o options, notices, model string) options {
 	o.dialect, o.pool = k.kv, o.pool+k.pool
 	tp := "1"
@@ -73,7 +74,7 @@ func (k kind) setUp(o options, notices, model string) options {
 		case "shared":
 			args = append(args, "--side-channel", side)
 			if store == "" {
-				store = side // the first engine keeps the store
+				store = side // the first engine has the store
 			} else {
 				args = append(args, "--store", store)
 			}
@@ -102,7 +103,7 @@ func startKind(t *testing.T, k kind, prefills, decodes int) *fleet {
 // asked is one request of a dialect's test.
 type asked struct{ path, body, id string }
 
-// ask makes request i: chats and completions, streaming and not, each with a prompt of its own.
+// ask returns request i: chats and completions, streaming and not, each with its own prompt.
 func ask(model string, i int) asked {
 	prompt := strings.Repeat(fmt.Sprintf("Request %d says that the sky is blue. ", i), 20+i%7)
 	a := asked{path: "/v1/chat/completions", id: fmt.Sprintf("%s-%d", model, i)}
@@ -118,7 +119,7 @@ func ask(model string, i int) asked {
 	return a
 }
 
-// text returns what an answer says, streamed or not.
+// text returns the text of an answer, streamed or not.
 func (a answer) text(t *testing.T) string {
 	t.Helper()
 	var b strings.Builder
@@ -147,7 +148,7 @@ func (a answer) text(t *testing.T) string {
 	return b.String()
 }
 
-// want returns what the request's answer says without any transfer: an engine is asked directly, and its caches are passed by.
+// want returns the request's answer without any transfer: from an engine directly, without its caches.
 func (f *fleet) want(a asked, e *engine) string {
 	f.t.Helper()
 	body := strings.Replace(a.body, `,"max_tokens"`, `,"cache_salt":"reference","max_tokens"`, 1)
@@ -162,8 +163,9 @@ func (f *fleet) want(a asked, e *engine) string {
 	return got.text(f.t.(*testing.T))
 }
 
-// Every dialect at 2P+2D and 3P+1D, any pairing: the answer is the one without transfer, and the KV came from the other
-// engine. Then a prefill engine fails, a decode engine fails, and clients leave; in the end no ledger has an entry.
+// Every dialect at 2P+2D and 3P+1D, any pairing: the answer is the one without transfer, and the KV came from the
+// other engine. Then a prefill engine fails, a decode engine fails, and clients leave; at the end no ledger has an
+// entry.
 func TestDialects(t *testing.T) {
 	t.Parallel()
 	for _, k := range kinds() {
@@ -179,7 +181,7 @@ func TestDialects(t *testing.T) {
 	}
 }
 
-// transfers sends requests and holds each to its two hops; continued says that D goes on behind P's first token.
+// transfers sends requests and checks their two hops; continued: D continues after P's first token.
 func (f *fleet) transfers(t *testing.T, continued bool) {
 	pairs := map[string]bool{}
 	for i := range 24 {
@@ -227,7 +229,7 @@ func (f *fleet) survivesFailures(t *testing.T) {
 		require.Equal(t, 200, got.status, got.body)
 	}
 	for _, e := range f.engines() {
-		f.inject(e, `{"mode":"slow","delay":"1ms","leg":"any","count":1}`) // and the failures before are over
+		f.inject(e, `{"mode":"slow","delay":"1ms","leg":"any","count":1}`) // the earlier failures are over
 	}
 	for i := 120; i < 124; i++ {
 		try(i)
@@ -248,7 +250,7 @@ func (f *fleet) survivesLeaving() {
 	clients.Wait()
 }
 
-// The P2P tier: an endpoint that computes alone is told who has the prompt's beginning.
+// The P2P tier: an endpoint that computes alone gets the name of one that has the prompt's beginning.
 func TestOffloadPullsPrefixes(t *testing.T) {
 	t.Parallel()
 	f := startKind(t, kind{engine: "offload", kv: "offload"}, 2, 2)
@@ -261,8 +263,8 @@ func TestOffloadPullsPrefixes(t *testing.T) {
 	}
 	ask("first", "one", "")
 	require.NotContains(t, f.requests("first", f.prefills...)[0].Body, "remote_kv_source")
-	// One decode endpoint is taken to have the beginning too, and is asked; it goes away. (It need not be the one that the first went
-	// to: that is chosen again when prefill is done.)
+	// A decode endpoint that is assumed to have the beginning too is asked; it disappears. (It need not be the first
+	// request's: that is chosen again when prefill is done.)
 	ask("asked", "nil", `,"n":2`)
 	for _, d := range f.decodes {
 		if len(f.requests("asked", d)) > 0 {
@@ -287,7 +289,7 @@ func TestOffloadPullsPrefixes(t *testing.T) {
 	}
 }
 
-// TensorRT-LLM: where the first token ends the text, P's answer is the client's, and D never hears of it.
+// TensorRT-LLM: if the first token ends the text, P's answer is the client's, and D is not involved.
 func TestTRTLLMEarlyFinish(t *testing.T) {
 	f := startKind(t, kind{engine: "trtllm", kv: "trtllm"}, 1, 1)
 	for i := range 4 {
@@ -307,8 +309,9 @@ func TestTRTLLMEarlyFinish(t *testing.T) {
 	}
 }
 
-// Pools of different dialects in one Tandem behind one Envoy, legs in turn and at once, a thousand requests, streamed and
-// not: all are answered, with KV from the other engine, and the fleet's account finds every ledger and booking at zero.
+// Pools of different dialects in one Tandem behind one Envoy, with sequential and concurrent legs, a thousand
+// requests, streamed and not: all are answered, with KV from the other engine, and the fleet's account finds every
+// ledger and reservation at zero.
 func TestMixedPools(t *testing.T) {
 	notices := ports(t, 1)[0]
 	all := []kind{
@@ -329,7 +332,7 @@ func TestMixedPools(t *testing.T) {
 		args, fields := engines[i%n](role, i, free)
 		switch k := all[i%n]; {
 		case k.name == "nixl":
-			args = append(args, "--model", "reference") // any engine can say what an answer is; SGLang's cannot alone
+			args = append(args, "--model", "reference") // any engine can give the reference; SGLang's cannot work alone
 		case (k.kv == "sglang" || k.kv == "mooncake") && role == "prefill":
 			bootstrap := free()
 			args, fields = append(args, "--bootstrap", bootstrap), ", transfer: {bootstrapPort: "+portOf(bootstrap)+"}"
@@ -369,7 +372,7 @@ func TestMixedPools(t *testing.T) {
 	}
 }
 
-// cachedTokens: prefill has usage tell what prefill had in its cache. Decode's own count is of what came from prefill.
+// cachedTokens: prefill reports prefill's cached tokens in usage. Decode's own count includes the KV from prefill.
 func TestCachedTokensOfPrefill(t *testing.T) {
 	f := startKind(t, kind{engine: "shared", kv: "shared", pool: "  cachedTokens: prefill\n"}, 1, 1)
 	cached := func(text string) int {
@@ -409,7 +412,8 @@ func TestCachedTokensOfPrefill(t *testing.T) {
 	require.InDelta(t, before, metric(t, f.admins[0], counted, `role="answer-leg"`), 0, "an answer without usage passes by")
 }
 
-// What is new to prefill's cache is told, too, and /v1/messages, whose input_tokens are the rest of the prompt, add up.
+// Tokens written to prefill's cache are reported too, and /v1/messages, whose input_tokens are the rest of the prompt,
+// add up.
 func TestUsageOfPrefill(t *testing.T) {
 	t.Parallel()
 	f := startKind(t, kind{engine: "shared", kv: "shared", pool: "  cachedTokens: prefill\n"}, 1, 1)
@@ -440,8 +444,8 @@ func TestUsageOfPrefill(t *testing.T) {
 	}
 }
 
-// TensorRT-LLM, generation first: both legs carry one id and run at once; P waits for D, so neither may wait for the other's
-// answer. A client that leaves, and a D that fails, take P's leg along.
+// TensorRT-LLM, generation first: both legs carry one id and run at once; P waits for D, so neither may wait for the
+// other's answer. If a client leaves or D fails, P's leg is cancelled.
 func TestTRTLLMGenerationFirst(t *testing.T) {
 	t.Parallel()
 	f := startKind(t, kind{engine: "trtllm", kv: "trtllm-generation-first", more: []string{"--prefill-speed", "20000"}}, 2, 2)

@@ -114,7 +114,7 @@ func appendBench(to []benchCommand, page, line string) []benchCommand {
 	return append(to, c)
 }
 
-// benchmarksOf returns the names of the benchmarks that go test says it ran, by the package's directory.
+// benchmarksOf returns the names of the benchmarks that go test ran, by the package's directory.
 func benchmarksOf(out string) map[string][]string {
 	ran, pkg := map[string][]string{}, ""
 	for line := range strings.Lines(out) {

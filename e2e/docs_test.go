@@ -16,14 +16,14 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// Every command in README, CONTRIBUTING and docs/ is one of these. A command that is in none of the lists fails the test, and
-// so does an entry that no page has any more:
+// Every command in README, CONTRIBUTING and docs/ is in one of these lists. A command that is in none of them fails
+// the test, and so does an entry that no page has any more:
 //
 //   - those of documentedRun are run, in this order, in a directory that holds the README's tandem.yaml;
-//   - of `make` the target must exist, and of `go test` and `go run` the packages and what -run and -bench name;
-//   - those of documentedElsewhere are not run here, for the reason that stands beside them.
+//   - of `make` the target must exist, and of `go test` and `go run` the packages and the names in -run and -bench;
+//   - those of documentedElsewhere are not run here, for the given reason.
 //
-// documentedRun: servers stay up until the test ends, which is what the commands after them need.
+// documentedRun: servers stay up until the test ends, as later commands need them.
 var documentedRun = []string{
 	"openssl rand -hex 32 > ticket.key && chmod 600 ticket.key",
 	"openssl rand -hex 32 > admin.token",
@@ -52,10 +52,10 @@ var documentedRun = []string{
 	"tandem envoy -f deploy/envoy-gateway/tandem.yaml --for envoy-gateway | kubectl apply -f -",
 }
 
-// documentedShows is what pages say that a command shows.
+// documentedShows has the output that pages show for commands.
 var documentedShows = map[string]string{
 	"tandem requests -f tandem.yaml": `(?s)split +127.*decode_alone \(cheaper\) +-`,
-	// Which of both is cheaper by some milliseconds depends on how long ago the requests before it were.
+	// A few milliseconds decide which is cheaper, depending on the time since earlier requests.
 	"tandem explain -f tandem.yaml --tokens 8000": `^(Split: \S+ computes the prompt, \S+ answers|Decode alone on \S+): .* cheaper than`,
 	"tandem status -f tandem.yaml":                `(?s)^Tandem .*ready.*prefill +up`,
 }
@@ -90,7 +90,8 @@ var documentedElsewhere = map[string]string{
 	"go test ./extproc/kvtransfer -update":                              "writes to the tree",
 }
 
-// makeTargets that pages name, and why they are not run here: they are what runs these tests, or take long.
+// makeTargets are targets that pages name, with the reason why they are not run here: they run these tests, or take
+// long.
 var makeTargets = map[string]string{
 	"build": "the tests build the same", "tools": "brought the Envoy of this test", "test": "runs this test", "demo": "TestDemo",
 	"bench": "minutes", "page": "needs Chromium", "attack": "minutes", "bench-peers": "minutes, and PyPI", "replay": "minutes", "load": "minutes", "soak": "20 minutes", "speed": "minutes, and an idle machine", "idle": "minutes",
@@ -98,16 +99,16 @@ var makeTargets = map[string]string{
 	"deploy-check": "minutes, the first time", "e2e-gateway": "root, and 3 GB", "e2e-vllm": "5.5 GiB", "e2e-vllm-pairs": "5.5 GiB", "e2e-sglang": "6.7 GiB", "e2e-oracles": "7 GiB", "e2e-releases": "7 GiB", "e2e-kube": "minutes, and 10 GB of builds", "e2e-failures": "minutes",
 }
 
-// documentedCommand begins with a program that pages tell to run, or with variables for it.
+// documentedCommand begins with a program that pages run, or with variables for it.
 var documentedCommand = regexp.MustCompile(`^(?:[A-Z_0-9]+=\S+ )*(make|go|curl|kubectl|docker|openssl|vllm|helm|(?:bin/)?tandem|(?:bin/)?enginesim|(?:\.tools/bin/)?envoy|e2e/vllm/run\.sh) `)
 
-// documented returns the commands of a page: the indented blocks, and of running text what begins with a program that is
-// never but a command.
+// documented returns the commands of a page: the indented blocks, and parts of running text that begin with a program
+// that is always a command.
 func documented(t *testing.T, page string) (out []string) {
 	t.Helper()
 	text, err := os.ReadFile(page)
 	require.NoError(t, err)
-	joined := strings.ReplaceAll(string(text), " \\\n", " ") // a line that goes on
+	joined := strings.ReplaceAll(string(text), " \\\n", " ") // a continued line
 	fenced := regexp.MustCompile("(?s)```.*?```").ReplaceAllString(joined, "")
 	var lines []string
 	for line := range strings.Lines(fenced) {

@@ -15,7 +15,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// openAIError is what every refusal has to look like.
+// openAIError is the shape of every refusal.
 type openAIError struct {
 	Error struct {
 		Message, Type, Code string
@@ -23,7 +23,7 @@ type openAIError struct {
 	}
 }
 
-// What cannot be served is refused in OpenAI's shape, before any engine sees it.
+// Requests that cannot be served are refused in OpenAI's shape, before any engine sees them.
 func TestRefusals(t *testing.T) {
 	f := start(t, options{pools: `pools:
 - name: chat
@@ -102,7 +102,7 @@ func requireError(t *testing.T, got answer, code string) {
 	require.Contains(t, got.header.Get("content-type"), "application/json")
 }
 
-// sendRaw sends bytes as they are over a connection of their own.
+// sendRaw sends bytes unchanged over a new connection.
 func sendRaw(t *testing.T, f *fleet, request string) net.Conn {
 	t.Helper()
 	conn, err := net.Dial("tcp", strings.TrimPrefix(f.url, "http://"))
@@ -113,7 +113,7 @@ func sendRaw(t *testing.T, f *fleet, request string) net.Conn {
 	return conn
 }
 
-// raw sends bytes as they are and reads the answer that comes back.
+// raw sends bytes unchanged and reads the answer.
 func raw(t *testing.T, f *fleet, request string) string {
 	t.Helper()
 	conn := sendRaw(t, f, request)
@@ -125,7 +125,7 @@ func raw(t *testing.T, f *fleet, request string) string {
 	return fmt.Sprintf("HTTP/1.1 %d \n%s", resp.StatusCode, body)
 }
 
-// The client's own request id names the request on both hops, if it is fit to; another takes its place if not.
+// The client's own request id names the request on both hops, if it is valid; otherwise another one replaces it.
 func TestRequestIDs(t *testing.T) {
 	f := start(t, options{})
 	body := apis[0].body
@@ -147,7 +147,7 @@ func TestRequestIDs(t *testing.T) {
 	}
 }
 
-// Nothing that a client sends steers: not control members, not headers, not tickets.
+// Nothing in a client's request steers: not control members, not headers, not tickets.
 func TestClientsDoNotSteer(t *testing.T) {
 	f := start(t, options{})
 	victim := f.engines()[0].addr
@@ -172,7 +172,7 @@ func TestClientsDoNotSteer(t *testing.T) {
 	require.Len(t, d, 1)
 	require.Equal(t, `{"model":"tiny","n":2,"messages":[{"role":"user","content":"x"}]}`, d[0].Body)
 
-	// A ticket that an engine has seen, and others that are made up.
+	// A ticket that an engine has seen, and invented ones.
 	sealed := f.requests("steer-0", f.prefills...)[0].Headers["X-Tandem-Ticket"][0]
 	for _, ticket := range []string{sealed, "AAAA", strings.Repeat("A", 300), sealed[:len(sealed)-2], ""} {
 		for _, id := range []string{"steer-0", "steer-ticket"} {
@@ -194,9 +194,9 @@ func TestClientsDoNotSteer(t *testing.T) {
 	}
 }
 
-// An engine's own redirect (FastAPI redirects a path with a slash too many) is an answer like others: it reaches the client, whoever it is from,
-// Envoy does not follow it, and what was booked for it is free again. A 101, which no client asked for, is none: where another engine
-// can be asked it answers, else the client gets 502.
+// An engine's own redirect (FastAPI redirects a path with a superfluous slash) is an answer like others: it reaches
+// the client, whichever engine it is from, Envoy does not follow it, and its reservations are released. A 101 without
+// a request for it is not an answer: another engine answers if possible, else the client gets 502.
 func TestEnginesOwnRedirect(t *testing.T) {
 	t.Parallel()
 	for name, o := range map[string]options{
@@ -209,7 +209,7 @@ func TestEnginesOwnRedirect(t *testing.T) {
 			t.Parallel()
 			o.envoyFields = ", maxBodyBytes: 65536"
 			f := start(t, o)
-			f.lenient = true // what prefill gave, nobody fetches
+			f.lenient = true // prefill's blocks are not fetched
 			all := func(rule string) {
 				for _, e := range f.decodes {
 					f.clear(e)
@@ -250,7 +250,7 @@ func TestEnginesOwnRedirect(t *testing.T) {
 				require.Contains(t, got.body, `"error":{`)
 			}
 			if name != "sglang" {
-				got := ask("/v1/chat/completions", question("switch", 50_000)) // Envoy could not keep it for another try
+				got := ask("/v1/chat/completions", question("switch", 50_000)) // too large for Envoy to keep for another try
 				require.Equal(t, 502, got.status, got.body)
 				require.Contains(t, got.body, `"code":"bad_gateway"`)
 			}

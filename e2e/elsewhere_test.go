@@ -11,8 +11,8 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// A decode engine that is busy with what did not come through Tandem is spared, as soon as its metrics have said so twice, and is
-// one like the other again when that is over.
+// A decode engine that is busy with external requests gets fewer of ours as soon as its metrics have reported them
+// twice, and the same as the other again when that is over.
 func TestRequestsFromElsewhere(t *testing.T) {
 	t.Parallel()
 	const many = 12

@@ -12,7 +12,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// show makes a chat with pictures, and text that fills kilobytes.
+// show returns a chat with pictures, and some kilobytes of text.
 func show(i, pictures, kilobytes int, more string) asked {
 	var parts strings.Builder
 	for n := range pictures {
@@ -23,8 +23,9 @@ func show(i, pictures, kilobytes int, more string) asked {
 		body: fmt.Sprintf(`{"model":"tiny","messages":[{"role":"system","content":"Look."},{"role":"user","content":[{"type":"text","text":%q}%s]}],"max_tokens":%d%s}`, text, parts.String(), 5+i%9, more)}
 }
 
-// Encode, prefill, decode (EPD): a chat with media goes to an encode endpoint first, which sees the media alone; prefill fetches
-// the embeddings that it is told of, decode the KV. What fails there is encoded by prefill, and nobody's answer is another.
+// Encode, prefill, decode (EPD): a chat with media goes to an encode endpoint first, which sees only the media;
+// prefill fetches the named embeddings, decode the KV. If encoding fails, prefill encodes, and every answer stays
+// right.
 func TestEncodeStage(t *testing.T) {
 	t.Parallel()
 	f := start(t, options{prefills: 2, decodes: 2, encodes: 2, engineArgs: []string{"--lease", lease, "--load-timeout", "10s"}, pool: "  encode: {timeout: 5s}\n"})
@@ -35,7 +36,7 @@ func TestEncodeStage(t *testing.T) {
 			more = `,"stream":true,"stream_options":{"include_usage":true}`
 		}
 		pictures := 1 + i%3
-		a := show(i, pictures, i*i, more) // up to 225 KiB: far more than any undo holds
+		a := show(i, pictures, i*i, more) // up to 225 KiB: far more than any undo may have
 		got := f.post(a.path, a.body, "x-request-id", a.id)
 		require.Equal(t, 200, got.status, got.body)
 		require.Equal(t, f.want(a, f.decodes[0]), got.text(t), "request %d", i)
@@ -51,7 +52,7 @@ func TestEncodeStage(t *testing.T) {
 	}
 	require.Len(t, encoders, 2, "one of them had all of it")
 
-	a := show(30, 2, 1, `,"n":2`) // is not split: decode is told
+	a := show(30, 2, 1, `,"n":2`) // not split: decode gets the embeddings
 	require.Equal(t, 200, f.post(a.path, a.body, "x-request-id", a.id).status)
 	require.Empty(t, f.requests(a.id, f.prefills...))
 	require.Equal(t, 2, f.requests(a.id, f.decodes...)[0].Encoded)
@@ -73,7 +74,7 @@ func TestEncodeStage(t *testing.T) {
 	clients.Wait()
 }
 
-// encodesOtherwise lets both encode endpoints fail in every way: prefill encodes.
+// encodesOtherwise makes both encode endpoints fail in every way: prefill encodes.
 func (f *fleet) encodesOtherwise(t *testing.T) {
 	for i, rule := range []string{
 		`{"mode":"status","status":500`, `{"mode":"status","status":503`, `{"mode":"status","status":429`, `{"mode":"status","status":400`,

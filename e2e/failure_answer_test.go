@@ -49,8 +49,9 @@ func send(ctx context.Context, url, id, body string) *response {
 	return r
 }
 
-// whole returns what an engine says to a request that it is sent by itself, not streamed. An engine ends connections that are idle for
-// 5 s, as vLLM's server does, and a request that is just being written to one is lost with it: so it is asked until it has answered.
+// whole returns an engine's own answer to a request, not streamed. An engine ends connections that are idle for 5 s,
+// as vLLM's server does, and a request that is just being written to one is lost with it: so it is sent again until it
+// is answered.
 func whole(ctx context.Context, url, body string) (text string, complete bool) {
 	for !complete && ctx.Err() == nil {
 		r := send(ctx, url, "alone", strings.Replace(body, `"stream":true`, `"stream":false`, 1))
@@ -60,7 +61,7 @@ func whole(ctx context.Context, url, body string) (text string, complete bool) {
 	return text, complete
 }
 
-// text returns what the answer says, and whether it is complete.
+// text returns the text of the answer, and whether it is complete.
 func (r *response) text() (text string, complete bool) {
 	if r.header.Get("Content-Type") == "application/json" {
 		var a struct {
@@ -85,7 +86,7 @@ func (r *response) text() (text string, complete bool) {
 	return text, false
 }
 
-// kind puts what the client saw into words. want is the text of an engine alone.
+// kind describes what the client saw. want is a single engine's text.
 func (r *response) kind(want string) string {
 	if r.status == 0 {
 		switch {

@@ -13,10 +13,10 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// What a script may do while a request is under way: doc of TestFailures.
+// The commands of a script while a request is in flight: see TestFailures.
 
-// hold sends requests until one of them is with the first replica, which is paused: in pass 1 (before), or with P's answer
-// (between). The scripts' prefill endpoints are slow, so there is time to pause it.
+// hold sends requests until one of them is with the first replica, which is paused: in pass 1 (before), or with P's
+// answer (between). The scripts' prefill endpoints are slow, so there is time to pause it.
 func (s *stage) hold(args []string) {
 	pause, resume := signal(syscall.SIGSTOP), signal(syscall.SIGCONT)
 	for range 20 {
@@ -137,7 +137,8 @@ func (s *stage) start(args []string) {
 		client.CloseIdleConnections()
 		bin, err := binaries()
 		require.NoError(s.t, err)
-		// Cleanups run backwards: this Envoy ends before the fleet's account, which asks only whether it has died before.
+		// Cleanups run backwards: this Envoy ends before the fleet's account, which only checks that it had not died
+		// before.
 		s.t.Cleanup(func() { s.f.envoy = &process{exited: make(chan struct{})} })
 		s.f.startEnvoy(bin, tool(s.t, "ENVOY", "envoy", ".tools/bin/envoy"), s.o)
 		s.t.Cleanup(func() { require.True(s.t, s.f.envoy.running(), "Envoy has died") })

@@ -22,7 +22,7 @@ import (
 func (s *stage) report(args []string) {
 	s.await()
 	s.row(args[0])
-	if len(args) > 1 && args[1] == "timed" { // what engines did that stood still is theirs to know
+	if len(args) > 1 && args[1] == "timed" { // stopped engines cannot be counted
 		row := s.rows[len(s.rows)-1]
 		row[2], row[3], row[4] = "", "", ""
 		if row[1] += ", at once"; s.play.answer.took >= s.limit*9/10 {
@@ -31,7 +31,7 @@ func (s *stage) report(args []string) {
 	}
 }
 
-// await waits for the answer's end. A client gives up in the end.
+// await waits for the answer's end. A client gives up at some time.
 func (s *stage) await() {
 	select {
 	case <-s.play.answer.done:
@@ -46,7 +46,7 @@ func (s *stage) await() {
 
 var errGaveUp = errors.New("no answer")
 
-// row writes down how the play ended.
+// row writes the result of the play.
 func (s *stage) row(label string) {
 	s.t.Logf("%s: %v", label, s.play.answer.took.Round(time.Millisecond))
 	left := s.quiet()
@@ -59,7 +59,7 @@ func (s *stage) row(label string) {
 	s.rows = append(s.rows, []string{label, client, s.describeLegs(), s.leftOut(), s.describeHandOvers(), left})
 }
 
-// alone returns what an engine alone says to the prompt.
+// alone returns a single engine's answer to the prompt.
 func (s *stage) alone() string {
 	for _, e := range s.f.decodes {
 		if !e.running() {
@@ -74,7 +74,7 @@ func (s *stage) alone() string {
 	return ""
 }
 
-// leg is what an engine recorded.
+// leg is a request that an engine recorded.
 type leg struct {
 	seen
 	on       *engine
@@ -83,7 +83,7 @@ type leg struct {
 	Injected string    `json:"injected"`
 }
 
-// legs returns the play's, in the order they came.
+// legs returns the play's legs, in the order of arrival.
 func (s *stage) legs() (out []leg) {
 	for _, e := range s.f.engines() {
 		var list []leg
@@ -99,7 +99,7 @@ func (s *stage) legs() (out []leg) {
 	return out
 }
 
-// name of an engine in a row: with a number only where it matters which one it is.
+// name returns an engine's name in a row: with a number only if it matters which one it is.
 func (s *stage) name(e *engine) string {
 	letter := strings.ToUpper(e.role[:1])
 	list := s.f.prefills
@@ -112,7 +112,7 @@ func (s *stage) name(e *engine) string {
 	return letter + strconv.Itoa(slices.Index(list, e)+1)
 }
 
-// describeLegs joins equal legs, because which of two failing endpoints comes first is chance.
+// describeLegs joins equal legs, because the order of two failing endpoints is random.
 func (s *stage) describeLegs() string {
 	var order []string
 	count := map[string]int{}
@@ -131,7 +131,7 @@ func (s *stage) describeLegs() string {
 	}
 	for i, d := range order {
 		if strings.Contains(d, " plain ") && s.all {
-			continue // how often endpoints that have all failed are asked again is chance, too
+			continue // so is the number of repeated tries once all endpoints have failed
 		}
 		if count[d] > 1 {
 			order[i] = fmt.Sprintf("%s x%d", d, count[d])
@@ -147,8 +147,8 @@ func or(s, empty string) string {
 	return s
 }
 
-// leftOut returns the endpoints that Tandem took in again since the request began. What is out for a moment only cannot be
-// missed in its log.
+// leftOut returns the endpoints that Tandem excluded and included again since the request began. The log shows even
+// short exclusions.
 func (s *stage) leftOut() string {
 	names := map[string]bool{}
 	for file, from := range s.play.before.log {
@@ -196,7 +196,8 @@ func (s *stage) describeHandOvers() string {
 	return or(strings.Join(out, ", "), "-")
 }
 
-// quiet waits until nothing is booked, held or running any more, and says what still is after a lease and a pause of the machine.
+// quiet waits until nothing is booked, held or running, and returns what still is after a lease and a pause of the
+// machine.
 func (s *stage) quiet() string {
 	for deadline := time.Now().Add(30 * time.Second); ; time.Sleep(50 * time.Millisecond) {
 		var left []string
@@ -237,7 +238,7 @@ func leftAt(url string, words map[string]string) (left []string) {
 		name, _, _ = strings.Cut(name, "{")
 		value := strings.TrimSpace(line[strings.LastIndexByte(line, ' ')+1:])
 		if word := words[name]; word != "" && value != "0" {
-			left = append(left, word) // how many is chance
+			left = append(left, word) // the number is random
 		}
 	}
 	return left
@@ -257,7 +258,7 @@ func (s *stage) reachable(e *engine) bool {
 	return err == nil
 }
 
-// heal takes all failures back and waits until every endpoint that runs is in use again.
+// heal removes all failures and waits until every running endpoint is in use again.
 func (s *stage) heal() {
 	for _, e := range s.f.engines() {
 		if !e.running() {

@@ -20,14 +20,14 @@ import (
 
 var update = flag.Bool("update", false, "rewrite what the scripts in testdata/failures expect")
 
-// Every failure on both hops, as scripts: testdata/failures/*.txtar. A script starts a fleet, lets requests meet a failure,
-// and compares the table of what came of them. The columns:
+// Every failure on both hops, as scripts: testdata/failures/*.txtar. A script starts a fleet, lets requests meet a
+// failure, and compares the table of the results. The columns:
 //
 //	client    status, and whether the text is the one an engine alone gives to the prompt ("whole"), or the error's code
-//	legs      what engines recorded, in order: who, which leg (plain: without KV parameters), status or how it ended
+//	legs      what engines recorded, in order: engine, leg (plain: without KV parameters), status or how it ended
 //	left out  endpoints that Tandem has marked as failed
 //	KV        hand-overs: given by prefill engines; fetched or released by decode engines, or expired with their lease
-//	left      what is still booked, held or running a while later; nothing, it should say
+//	left      what is still booked, held or running a while later; it should be nothing
 //
 // In legs, P1 and D1 are the endpoints that were made to fail; P, D are any, as are P2 and D2.
 //
@@ -39,21 +39,21 @@ var update = flag.Bool("update", false, "rewrite what the scripts in testdata/fa
 //	fail P1|D1|prefills|decodes MODE [KEY=VALUE...]   as cmd/enginesim takes it
 //	ask [stream] [tokens=N]            send a request
 //	hold before|between                send requests until the first replica, paused, holds one before or between its hops
-//	at prefill|decode|plain            until an engine has the request on that leg
-//	ended prefill                      until an engine is done with it
-//	fetched                            until decode has fetched what prefill gave
-//	events N                           until so many events of the stream have arrived
-//	leave                              the client goes away
+//	at prefill|decode|plain            wait until an engine has the request on that leg
+//	ended prefill                      wait until an engine is done with it
+//	fetched                            wait until decode has fetched prefill's blocks
+//	events N                           wait until that many events of the stream have arrived
+//	leave                              the client disconnects
 //	sigstop|sigcont|sigkill|sigterm WHO   tandem, tandem2, envoy, P1, D1, or prefill, decode: the engine that has that leg
-//	start WHO                          a new process in the place of one that has ended
-//	excluded prefill|decode            until Tandem has excluded the engine that has that leg, and was stopped
+//	start WHO                          a new process in place of one that has ended
+//	excluded prefill|decode            wait until Tandem has excluded the stopped engine that has that leg
 //	sleep DURATION
-//	answered                           until the answer is there, or the client's patience is at its end
+//	answered                           wait until the answer is there, or the client's patience is at its end
 //	report LABEL [timed]                       await the answer and quiet, and write a row
 //	rows                               wait until no goroutine is left over, and print the table
 //
-// Times in scripts are such that a machine may stand still for two seconds at any moment. What is slow is so for 3 s, and longer
-// than that only where it is cut; time limits are longer than that, and leases twice as long.
+// Times in scripts allow the machine to stall for two seconds at any moment. Slow engines take 3 s, or longer if they
+// are cut; time limits are longer than that, and leases twice as long.
 func TestFailures(t *testing.T) {
 	t.Parallel()
 	testscript.Run(t, testscript.Params{
@@ -91,7 +91,7 @@ func onStage(do func(*stage, []string)) func(*testscript.TestScript, bool, []str
 	}
 }
 
-// stage is one script's fleet and what has happened on it.
+// stage is one script's fleet and its state.
 type stage struct {
 	t      testing.TB
 	f      *fleet
@@ -105,11 +105,11 @@ type stage struct {
 	before *ledgers
 	began  float64 // goroutines of the first replica
 
-	limit, patience time.Duration     // of Tandem for an engine, and of the client
+	limit, patience time.Duration     // Tandem's limit for an engine, and the client's
 	stopped         map[*process]bool // by SIGSTOP
 }
 
-// play is one request and what was before it.
+// play is one request and the counts before it.
 type play struct {
 	id, prompt, body string
 	tokens           int
@@ -119,7 +119,7 @@ type play struct {
 	before           *ledgers
 }
 
-// ledgers are what counts were before a play.
+// ledgers are the counts before a play.
 type ledgers struct {
 	given map[*process]map[string]float64 // hand-overs by outcome
 	log   map[string]int64                // length of Tandem's logs
@@ -168,15 +168,15 @@ func (s *stage) fleet(args []string) {
 		s.o.pool += "  answerTimeout: " + kv["answer"] + "\n"
 	}
 	s.f, s.gone = start(s.t, s.o), map[string]*engine{}
-	s.f.lenient = true // rows say what is left
+	s.f.lenient = true // rows list what is left
 	s.began = metric(s.t, s.f.admins[0], "go_goroutines")
 }
 
-// matrix is one failure on both legs, on one endpoint and on all of them, for both kinds of answers.
+// matrix runs one failure on both legs, on one endpoint and on all of them, for both kinds of answers.
 func (s *stage) matrix(args []string) {
 	roles := []string{"prefill", "decode"}
 	if args[0] == "empty-params" {
-		roles = roles[:1] // a decode endpoint gives none
+		roles = roles[:1] // a decode endpoint hands nothing over
 	}
 	for _, role := range roles {
 		for _, who := range []string{"one of two", "both"} {
@@ -192,8 +192,8 @@ func (s *stage) matrix(args []string) {
 	}
 }
 
-// goroutinesEnd waits until the replicas that run have no more goroutines than one of them had at the start, but for some of connections
-// that stay.
+// goroutinesEnd waits until the running replicas have no more goroutines than one of them had at the start, except for
+// some of persistent connections.
 func (s *stage) goroutinesEnd() {
 	for i, admin := range s.f.admins {
 		if s.f.tandems[i].running() {
@@ -228,7 +228,7 @@ func (s *stage) meet(role string, all, stream bool, rule []string) {
 	require.Fail(s.t, "no request came to "+who)
 }
 
-// out reports whether Tandem leaves an endpoint out now.
+// out reports whether Tandem excludes an endpoint now.
 func (s *stage) out(addr string) bool { return slices.Contains(s.outNow(), addr) }
 
 func (s *stage) outNow() (out []string) {
@@ -310,7 +310,7 @@ func (s *stage) ask(args []string) {
 	s.play = p
 }
 
-// count notes what the ledgers and logs are now.
+// count records the current ledgers and logs.
 func (s *stage) count() *ledgers {
 	l := &ledgers{given: map[*process]map[string]float64{}, log: map[string]int64{}}
 	for _, e := range s.f.prefills {

@@ -25,12 +25,12 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// patience is how long a test waits for what has to come, however slow the machine. Whatever a test expects within another time is
-// either configured, and then far from what a machine needs that stands still for seconds, or a claim of speed (see [speed]).
+// patience is the maximum wait for an event, however slow the machine. Any other time that a test expects is either
+// configured, and then far above the stalls of a slow machine, or a claim of speed (see [speed]).
 const patience = 60 * time.Second
 
-// speed holds a claim about how fast something is, which is true of a machine that is idle: where TANDEM_SPEED asks for it (make
-// speed), and never in CI.
+// speed checks a claim about speed that holds on an idle machine: only if TANDEM_SPEED is set (make speed), and never
+// in CI.
 func speed(t testing.TB, holds bool, claim string, args ...any) {
 	t.Helper()
 	if os.Getenv("TANDEM_SPEED") != "" {
@@ -38,7 +38,7 @@ func speed(t testing.TB, holds bool, claim string, args ...any) {
 	}
 }
 
-// soon waits for what has to come.
+// soon waits until is returns true.
 func soon(t testing.TB, what string, is func() bool) {
 	t.Helper()
 	require.Eventually(t, is, patience, 10*time.Millisecond, what)
@@ -158,8 +158,8 @@ type fleet struct {
 	encodes      []*engine
 	config       string // file
 	serveArgs    []string
-	registration string // where engines register that do
-	lenient      bool   // the test breaks engines on purpose: do not hold them to account
+	registration string // registration address of dialects whose engines register
+	lenient      bool   // the test breaks engines on purpose: skip the account
 }
 
 // options describe a fleet. Zero values: one Tandem, 2 prefill and 2 decode engines.
@@ -176,15 +176,15 @@ type options struct {
 	envoyFields       string                                                                      // more fields of envoy:, as flow YAML
 	extProcFields     string                                                                      // more fields of extProc:, likewise
 	concurrency       int                                                                         // Envoy's workers; default 2
-	madeKeys          bool                                                                        // no key file: replicas share what they make
+	madeKeys          bool                                                                        // no key file: replicas share generated keys
 	mix               []string                                                                    // instead of dialect: a pool for each, with a model of that name, and engines of each role in turn
 	kvEvents          string                                                                      // the pool's kvEvents, as flow YAML; "": the engines publish none
 	adminFields       string                                                                      // more fields of admin:, likewise
 	separateKeys      bool                                                                        // each replica has a ticket key file of its own, ticket-N.key, with the same key
 	serveArgs         []string
 
-	launch        func(f *fleet)        // starts the engines, instead of prefills and decodes
-	bootstrap     func(f *fleet) string // of a gateway that is not ours, instead of what `tandem envoy` prints
+	launch        func(f *fleet)        // starts the engines, in place of prefills and decodes
+	bootstrap     func(f *fleet) string // of a foreign gateway, in place of the output of `tandem envoy`
 	untracedEnvoy bool                  // its bootstrap is written without tracing
 	xds           bool                  // Envoy gets its configuration from Tandem
 }
@@ -318,8 +318,8 @@ func (f *fleet) yaml(o options, listen, envoyAdmin string, extProcs, replans []s
 	return b.String()
 }
 
-// speak makes an engine speak another dialect than nixl. side is its side channel, extra a free address, registration where
-// engines register that do.
+// speak configures an engine for another dialect than nixl. side is its side channel, extra a free address,
+// registration the address at which engines register.
 func (e *engine) speak(side, extra, registration string) {
 	e.args = append(e.args, "--connector", e.dialect)
 	port := func(addr string) string { _, p, _ := net.SplitHostPort(addr); return p }
@@ -351,7 +351,7 @@ func (f *fleet) startTandem(i int, file, admin string) {
 	f.waitFor(f.tandems[i], admin+"/readyz")
 }
 
-// launchTandem starts replica i, which need not get ready.
+// launchTandem starts replica i without waiting until it is ready.
 func (f *fleet) launchTandem(i int, file, admin string) {
 	bin, _ := binaries()
 	p := startProcess(f.t, f.dir, "tandem-"+strconv.Itoa(i), filepath.Join(bin, "tandem"), append([]string{"serve", "-f", file}, f.serveArgs...)...)
@@ -419,14 +419,14 @@ func (f *fleet) waitFor(p *process, url string) {
 
 func (f *fleet) engines() []*engine { return slices.Concat(f.prefills, f.decodes, f.encodes) }
 
-// restart brings an engine back on its address.
+// restart restarts an engine on its address.
 func (f *fleet) restart(e *engine) {
 	bin, _ := binaries()
 	e.process = startProcess(f.t, f.dir, e.role+"-"+strings.ReplaceAll(e.addr, ":", "_"), filepath.Join(bin, "enginesim"), e.args...)
 	f.waitFor(e.process, "http://"+e.addr+"/health")
 }
 
-// answer is what a client got.
+// answer is a client's answer.
 type answer struct {
 	status int
 	header http.Header
@@ -491,7 +491,7 @@ func readAnswer(resp *http.Response) (answer, error) {
 	return answer{status: resp.StatusCode, header: resp.Header, body: string(text)}, err
 }
 
-// seen is what an engine recorded of a request.
+// seen is an engine's record of a request.
 type seen struct {
 	Engine           string
 	Method           string              `json:"method"`
@@ -514,7 +514,7 @@ type seen struct {
 	EncodedHere      int                 `json:"encoded_here"`
 }
 
-// requests returns what engines recorded under a request id, in no particular order; "" is everything.
+// requests returns the engines' records of a request id, in no particular order; "" selects all.
 func (f *fleet) requests(id string, of ...*engine) (out []seen) {
 	f.t.Helper()
 	for _, e := range of {
@@ -574,7 +574,7 @@ func metric(t testing.TB, url, name string, labels ...string) float64 {
 	return sum
 }
 
-// inject makes an engine fail as the rule says (cmd/enginesim, /sim/fail).
+// inject makes an engine fail by a rule (cmd/enginesim, /sim/fail).
 func (f *fleet) inject(e *engine, rule string) {
 	f.t.Helper()
 	resp, err := client.Post("http://"+e.addr+"/sim/fail", "application/json", strings.NewReader(rule))
@@ -584,7 +584,7 @@ func (f *fleet) inject(e *engine, rule string) {
 	require.Less(f.t, resp.StatusCode, 300, "%s", text)
 }
 
-// clear ends what inject began.
+// clear removes the rules of inject.
 func (f *fleet) clear(e *engine) {
 	f.t.Helper()
 	req, err := http.NewRequest(http.MethodDelete, "http://"+e.addr+"/sim/fail", nil)
@@ -594,7 +594,7 @@ func (f *fleet) clear(e *engine) {
 	_ = resp.Body.Close()
 }
 
-// account holds the fleet to account when a test is through: nothing is booked, nothing is held, nobody misbehaved.
+// account checks the fleet at the end of a test: nothing is booked, nothing is held, no violation was counted.
 func (f *fleet) account() {
 	if f.t.Failed() {
 		return

@@ -16,11 +16,11 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// inner is a request that hides in another's body, for whoever reads the framing in another way.
+// inner is a request hidden in another's body, for parsers that read the framing differently.
 const inner = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nx-request-id: smuggled\r\ncontent-type: application/json\r\ncontent-length: 45\r\n\r\n" +
 	`{"model":"tiny","prompt":"b","max_tokens": 1}`
 
-// A request whose framing can be read in two ways reaches no engine, or as one request that can be read in one way only; and there is one answer.
+// A request with ambiguous framing reaches no engine, or as one unambiguous request; and there is one answer.
 func TestFraming(t *testing.T) {
 	f := start(t, options{})
 	const body = `{"model":"tiny","prompt":"a","max_tokens":1}`
@@ -31,8 +31,8 @@ func TestFraming(t *testing.T) {
 	t.Run("all", func(t *testing.T) {
 		for name, tt := range map[string]struct {
 			headers, body string
-			status        int    // of the one answer; Envoy says 501 to encodings that it does not know, as RFC 9112 has it
-			note          string // what engines see as x-note
+			status        int    // of the one answer; Envoy answers 501 to unknown encodings, as RFC 9112 demands
+			note          string // x-note as engines see it
 		}{
 			"well-formed":            {length, body, 200, ""},
 			"well-formed and chunks": {chunked, chunk + last, 200, ""},
@@ -55,7 +55,8 @@ func TestFraming(t *testing.T) {
 			"encoding with a space": {"Transfer-Encoding : chunked\r\n" + length, chunk + last + inner, 400, ""},
 			"folded encoding":       {"Transfer-Encoding:\r\n chunked\r\n" + length, chunk + last + inner, 400, ""},
 
-			// Envoy joins lines, ends them at a bare LF, and leaves a bare CR out: what it sends on is one header, or two that both were looked at.
+			// Envoy joins lines, ends them at a bare LF, and removes a bare CR: it sends one header, or two that were
+			// both checked.
 			"folded header":          {length + "x-note: a\r\n x-override-port: 1\r\n", body, 200, "a x-override-port: 1"},
 			"bare LF":                {length + "x-note: a\nx-override-port: 1\n", body, 200, "a"},
 			"bare CR":                {length + "x-note: a\rx-override-port: 1\r\n", body, 200, "ax-override-port: 1"},
@@ -76,7 +77,7 @@ func TestFraming(t *testing.T) {
 		} {
 			for path, hops := range map[string]int{"/v1/completions": 2, "/tokenize": 1} {
 				t.Run(name+path, func(t *testing.T) {
-					t.Parallel() // Envoy keeps a connection that it has refused for a second
+					t.Parallel() // Envoy keeps a refused connection for a second
 					id := strings.NewReplacer(" ", "-", "/", "-").Replace(name + path)
 					got := exchange(t, f, "POST "+path+" HTTP/1.1\r\nHost: x\r\nx-request-id: "+id+"\r\nContent-Type: application/json\r\nConnection: close\r\n"+tt.headers+"\r\n"+tt.body)
 					require.Equal(t, 1, strings.Count(got, "HTTP/1.1 "), "answers: %s", got)
@@ -93,7 +94,7 @@ func TestFraming(t *testing.T) {
 	require.Empty(t, f.requests("smuggled", f.engines()...))
 }
 
-// requireWhole: so many engines saw the request, each as one that is whole, and none was steered.
+// requireWhole checks that hops engines saw the request, each as a whole, and that none was steered.
 func requireWhole(t *testing.T, seen []seen, hops int, note string) {
 	t.Helper()
 	require.Len(t, seen, hops)
@@ -105,17 +106,17 @@ func requireWhole(t *testing.T, seen []seen, hops int, note string) {
 	}
 }
 
-// exchange sends bytes as they are, and returns all that comes until the connection ends.
+// exchange sends bytes unchanged, and returns all output until the connection ends.
 func exchange(t *testing.T, f *fleet, request string) string {
 	t.Helper()
 	conn := sendRaw(t, f, request)
 	defer conn.Close()
-	got, _ := io.ReadAll(conn) // Envoy resets a connection of which it has not read all
+	got, _ := io.ReadAll(conn) // Envoy resets a connection that it has not read completely
 	return string(got)
 }
 
-// The same by HTTP/2, whose frames say where a message ends, so that headers which say otherwise are lies. Such a request is reset
-// (PROTOCOL_ERROR), by itself.
+// The same with HTTP/2, whose frames define the end of a message, so that contradicting headers are lies. Such a
+// request is reset (PROTOCOL_ERROR), without the others.
 func TestFramingHTTP2(t *testing.T) {
 	f := start(t, options{})
 	const body = `{"model":"tiny","prompt":"a","max_tokens":1}`
@@ -169,7 +170,7 @@ func frame(kind, flags byte, stream uint32, payload []byte) []byte {
 	return append(b, payload...)
 }
 
-// exchangeHTTP2 sends one request, and returns how it ended: "200", another answer's first byte, or how it was refused.
+// exchangeHTTP2 sends one request, and returns its result: "200", another answer's first byte, or the refusal.
 func exchangeHTTP2(t *testing.T, f *fleet, headers []string, body string) string {
 	t.Helper()
 	conn, err := net.Dial("tcp", strings.TrimPrefix(f.url, "http://"))

@@ -16,8 +16,8 @@ import (
 	"golang.org/x/net/http2/hpack"
 )
 
-// A request whose Host, query or other headers are odd goes over both hops, or is refused before an engine sees it. Prefill never
-// works for a request that cannot go on.
+// A request with an odd Host, query or other headers takes both hops, or is refused before an engine sees it. Prefill
+// never works for a request that cannot continue.
 func TestOddRequestsGoOnOrNotAtAll(t *testing.T) {
 	t.Parallel()
 	f := start(t, options{})

@@ -12,8 +12,8 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// A replica that hangs (SIGSTOP) costs nobody an answer while another one is up: whoever waits for it is asked about elsewhere, and
-// after that it is asked no more, until it goes on.
+// A replica that hangs (SIGSTOP) costs no answer while another one is up: requests that wait for it are sent to the
+// other, and after that it gets none until it continues.
 func TestAHungReplicaCostsNoAnswer(t *testing.T) {
 	for name, fields := range map[string]string{"default": "", "buffered": ", bodyMode: buffered"} {
 		t.Run(name, func(t *testing.T) {
@@ -57,7 +57,8 @@ func hangOneOfTwo(t *testing.T, f *fleet) {
 	speed(t, slowest < time.Second, "the slowest of %d answers took %v", answers, slowest)
 }
 
-// Requests that wait in a replica for an endpoint go on with another one if it hangs, whether their bodies are buffered or streamed.
+// Requests that wait in a replica for an endpoint continue with another one if it hangs, whether their bodies are
+// buffered or streamed.
 func TestRequestsThatWaitInAHungReplicaGoOn(t *testing.T) {
 	t.Parallel()
 	for _, mode := range []string{"buffered", "duplex"} {
@@ -77,7 +78,7 @@ func TestRequestsThatWaitInAHungReplicaGoOn(t *testing.T) {
 					}
 				})
 			}
-			hangs := 0 // Envoy chooses who gets how many
+			hangs := 0 // Envoy chooses the distribution
 			soon(t, "requests wait", func() bool {
 				hangs = 1 - hangs
 				return waiting(hangs) > 1

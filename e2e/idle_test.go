@@ -17,7 +17,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// What Tandem costs when nothing is asked of it, with 100 endpoints to look after: under 2 % of a core, under 100 MB.
+// The cost of an idle Tandem, with 100 endpoints: under 2 % of a core, under 100 MB.
 func TestIdle(t *testing.T) {
 	if os.Getenv("IDLE") == "" {
 		t.Skip("set IDLE, or run make idle")
@@ -41,7 +41,7 @@ func TestIdle(t *testing.T) {
 	f := &fleet{t: t, dir: t.TempDir()}
 	f.startTandem(0, file, "http://"+p[2])
 	require.Eventually(t, func() bool { return len(f.state(0)) == endpoints }, 30*time.Second, 100*time.Millisecond)
-	<-time.After(5 * time.Second) // the first questions for models
+	<-time.After(5 * time.Second) // the first requests for models
 	before := metric(t, f.admins[0], "process_cpu_seconds_total")
 	<-time.After(length)
 	cpu := (metric(t, f.admins[0], "process_cpu_seconds_total") - before) / length.Seconds()
@@ -51,7 +51,7 @@ func TestIdle(t *testing.T) {
 	require.Less(t, memory, 100.0)
 }
 
-// 512 streams open at the same time cost Tandem less than 64 KB each: it sees none of their bytes.
+// 512 concurrent open streams cost Tandem less than 64 KB each: it sees none of their bytes.
 func TestOpenStreams(t *testing.T) {
 	if os.Getenv("IDLE") == "" {
 		t.Skip("set IDLE, or run make idle")
@@ -85,7 +85,7 @@ func TestOpenStreams(t *testing.T) {
 		require.Eventually(t, func() bool { return begun.Load() == int64(n) }, 60*time.Second, 20*time.Millisecond, "streams have begun")
 		return func() { close(release); wg.Wait() }
 	}
-	ask(streams, 2)() // whatever grows once has grown
+	ask(streams, 2)() // memory that grows once has grown
 	<-time.After(2 * time.Second)
 	before, heapBefore := resident(f.tandems[0]), f.liveHeap()
 	stop := ask(streams, 300)
@@ -97,7 +97,7 @@ func TestOpenStreams(t *testing.T) {
 	stop()
 }
 
-// liveHeap returns what is reachable on the replica's heap, in MiB: asking for a heap profile with gc=1 collects before.
+// liveHeap returns the reachable part of the replica's heap, in MiB: a heap profile with gc=1 collects before.
 func (f *fleet) liveHeap() float64 {
 	resp, err := client.Get(f.admins[0] + "/debug/pprof/heap?gc=1")
 	require.NoError(f.t, err)

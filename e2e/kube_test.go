@@ -16,7 +16,7 @@ import (
 // Discovery from a real API server (make e2e-kube): pods come and go, an InferencePool changes, the API server is gone for a
 // while. Traffic through the real Envoy follows within a second, and no request is lost.
 
-// fleet starts Envoy and Tandem before pods of both roles, which discovery finds.
+// start starts Envoy and Tandem, then pods of both roles, which discovery finds.
 func (k *kubelet) start(discovery string, o options, labels ...string) (prefill, decode *pod) {
 	k.t.Helper()
 	o.launch = func(f *fleet) {
@@ -52,7 +52,7 @@ func TestKubePods(t *testing.T) {
 	k.ready(prefill1, true)
 	k.comes("it is ready again", prefill1.ranks...)
 
-	// A rollout: the old pods go, after new ones have come.
+	// A rollout: the old pods go after new ones have come.
 	k.remove(decode0)
 	k.goes(load, "a decode pod is deleted", decode0.ranks...)
 	k.finish(decode0)
@@ -61,7 +61,7 @@ func TestKubePods(t *testing.T) {
 	k.finish(prefill0)
 	require.Eventually(t, func() bool { return len(k.fleet.state(0)) == 2 }, within, 2*time.Millisecond, "they are forgotten")
 
-	// Without the API server all goes on with what is known, and what changed meanwhile is seen when it is back.
+	// Without the API server everything continues with the known state, and later changes are seen when it is back.
 	k.kill()
 	load.more(t, 60)
 	k.startServer()
@@ -138,8 +138,9 @@ func crds(t *testing.T, module, pattern string) []string {
 	return files
 }
 
-// What the conformance suite of the Inference Extension asserts of a gateway's traffic, with Tandem as the endpoint picker of
-// an InferencePool whose pods have three ports each. (The suite itself needs a cluster that runs containers.)
+// The assertions of the Inference Extension's conformance suite about a gateway's traffic, with Tandem as the endpoint
+// picker of an InferencePool whose pods have three ports each. (The suite itself needs a cluster that runs
+// containers.)
 func TestKubeConformance(t *testing.T) {
 	k := newKubelet(startCluster(t), 3)
 	k.install(crds(t, "sigs.k8s.io/gateway-api-inference-extension@v1.5.0", "config/crd/bases/*.yaml")...)
@@ -186,7 +187,7 @@ func (k *kubelet) comesToState(n int) {
 	require.Eventually(k.t, func() bool { return len(k.fleet.state(0)) == n }, 30*time.Second, 5*time.Millisecond)
 }
 
-// The service account of the manifests may do what discovery does, and no more.
+// The service account of the manifests has the permissions of discovery, and no more.
 func TestKubeRole(t *testing.T) {
 	c := startCluster(t)
 	for _, path := range []string{podsPath, podsPath + "?watch=true&timeoutSeconds=1"} {

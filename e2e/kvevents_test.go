@@ -51,7 +51,7 @@ func (f *fleet) engineAt(addr string) *engine {
 	return nil
 }
 
-// requestOf returns a request to an API with so many turns, as long as those of conversation.
+// requestOf returns a request to an API with that many turns, as long as those of conversation.
 func requestOf(path, name string, turns int) string {
 	chat := conversation(name, turns)
 	switch path {
@@ -64,14 +64,14 @@ func requestOf(path, name string, turns int) string {
 	return chat
 }
 
-// A Tandem that starts anew has routed nothing yet. The engines tell it what they hold, and tokenize for it: conversations
-// go on where they were.
+// A restarted Tandem has routed nothing yet. The engines report their blocks, and tokenize for it: conversations
+// continue on their endpoints.
 func TestKVEventsWarmANewReplica(t *testing.T) {
 	t.Parallel()
 	warmANewReplica(t, "tokenize", "/v1/chat/completions")
 }
 
-// Engines that render tell it of every API whose requests they render.
+// Engines that render do so for every API whose requests they can render.
 func TestRenderWarmsANewReplica(t *testing.T) {
 	t.Parallel()
 	warmANewReplica(t, "render", "/v1/chat/completions", "/v1/messages", "/v1/responses")
@@ -109,7 +109,7 @@ func warmANewReplica(t *testing.T, tokens string, paths ...string) {
 		before := tokenized()
 		require.Equal(t, 200, f.post(was.path, requestOf(was.path, name, 4), "x-request-id", name+"-again").status)
 		if tokenized() == before {
-			continue // the engine did not tokenize within the 2 s that it has
+			continue // the engine did not tokenize within its 2 s
 		}
 		known[was.path]++
 		p, _ := f.hops(name + "-again")
@@ -121,7 +121,7 @@ func warmANewReplica(t *testing.T, tokens string, paths ...string) {
 	}
 }
 
-// Batches that are lost on their way are asked for again, and a restarted engine holds nothing.
+// Lost batches are requested again, and a restarted engine holds nothing.
 func TestKVEventsLostAndRestarted(t *testing.T) {
 	t.Parallel()
 	f := start(t, options{prefills: 1, decodes: 1, kvEvents: "{}"})
@@ -158,7 +158,7 @@ func TestKVEventsLostAndRestarted(t *testing.T) {
 	f.eventually("tandem_kv_events_restarts_total", p, func(v float64) bool { return v == 1 })
 }
 
-// onAll waits until a metric of every replica that runs is as it should be.
+// onAll waits until a metric of every running replica satisfies ok.
 func (f *fleet) onAll(what string, ok func(float64) bool, name string, labels ...string) {
 	f.t.Helper()
 	for i, admin := range f.admins {
@@ -171,8 +171,8 @@ func (f *fleet) onAll(what string, ok func(float64) bool, name string, labels ..
 
 func atLeast(n float64) func(float64) bool { return func(v float64) bool { return v >= n } }
 
-// Every replica knows what the engines hold, and what prefill's answers tell of a prompt's tokens every replica knows, whichever
-// planned it and whichever saw the answer: none asks prefill again.
+// Every replica knows the engines' blocks, and the prompt tokens in prefill's answers, whichever replica planned the
+// request and whichever saw the answer: none asks prefill again.
 func TestTokensAreKnownToEveryReplica(t *testing.T) {
 	t.Parallel()
 	r := startRedis(t)
@@ -181,7 +181,7 @@ func TestTokensAreKnownToEveryReplica(t *testing.T) {
 	for _, e := range f.engines() {
 		f.onAll("its events come", atLeast(1), "tandem_kv_events_connected", strconv.Quote(e.addr))
 	}
-	// What replicas learn of tokens they keep in blocks as large as the engines': one of them has to have said how large.
+	// Replicas store learned tokens in blocks of the engines' size: one engine has to report it first.
 	resp, err := client.Post("http://"+f.decodes[0].addr+"/v1/chat/completions", "application/json", strings.NewReader(conversation("nobody", 1)))
 	require.NoError(t, err)
 	resp.Body.Close()
@@ -199,7 +199,7 @@ func TestTokensAreKnownToEveryReplica(t *testing.T) {
 		first, _ := f.hops(name)
 		require.Contains(t, first.Body, `"return_token_ids":true`)
 		f.onAll("its blocks are known", atLeast(before[first.Engine]+90), "tandem_kv_events_blocks", strconv.Quote(first.Engine))
-		// An answer that overtakes what another replica says about its prompt teaches nothing; the next one does.
+		// An answer that overtakes another replica's publication of its prompt is not learned from; the next one is.
 		for tries := 0; !f.knownPrompts(i + 1); tries++ {
 			require.Less(t, tries, 100, "its tokens are not known to all")
 			require.Equal(t, 200, f.post("/v1/chat/completions", conversation(name, 3)).status)
@@ -214,7 +214,7 @@ func TestTokensAreKnownToEveryReplica(t *testing.T) {
 	}
 }
 
-// knownPrompts reports whether every replica comes to know the tokens of so many prompts within a second.
+// knownPrompts reports whether every replica learns the tokens of that many prompts within a second.
 func (f *fleet) knownPrompts(n int) bool {
 	for until := time.Now().Add(time.Second); ; time.Sleep(10 * time.Millisecond) {
 		known := true
@@ -227,7 +227,7 @@ func (f *fleet) knownPrompts(n int) bool {
 	}
 }
 
-// subscribers returns how many replicas follow each engine's KV events.
+// subscribers returns the number of replicas that follow each engine's KV events.
 func (f *fleet) subscribers() (out []int) {
 	for _, e := range f.engines() {
 		out = append(out, int(metric(f.t, "http://"+e.addr, "enginesim_kv_events_subscribers")))
@@ -235,7 +235,7 @@ func (f *fleet) subscribers() (out []int) {
 	return out
 }
 
-// eachHas waits until so many replicas follow each engine.
+// eachHas waits until n replicas follow each engine.
 func (f *fleet) eachHas(n int, what string) {
 	f.t.Helper()
 	began := time.Now()
@@ -250,7 +250,7 @@ func (f *fleet) eachHas(n int, what string) {
 	f.t.Logf("%s: each engine has %d replicas after %v", what, n, time.Since(began))
 }
 
-// Every replica follows every engine by itself. One that starts knows what the others know; that another one is killed, or
+// Every replica follows every engine by itself. One that starts gets the others' knowledge; killing another one, or
 // Redis, changes nothing.
 func TestEveryReplicaFollowsEveryEngine(t *testing.T) {
 	t.Parallel()

@@ -13,7 +13,7 @@ import (
 // loadFleet has two engines of each role, and a first prefill engine whose KV no decode engine can load.
 func loadFleet(t *testing.T, replicas int) *fleet {
 	f := start(t, options{prefills: 2, decodes: 2, replicas: replicas, engineArgs: []string{"--load-timeout", "300ms", "--lease", "5s"}})
-	f.lenient = true // blocks that nobody could load stay with their lease
+	f.lenient = true // blocks that could not be loaded wait for their lease
 	f.inject(f.prefills[0], `{"mode":"unreachable"}`)
 	return f
 }
@@ -40,8 +40,8 @@ func complete(stream string) bool {
 		(strings.HasSuffix(stream, "data: [DONE]\n\n") || strings.Contains(stream, "response.incomplete") || strings.Contains(stream, "message_stop"))
 }
 
-// Streams whose KV load failed are lost, since the status is out by then. Each pair loses one, and is avoided from then on; the shortest
-// complete answers are not taken for such.
+// Streams whose KV load failed are lost, since the status has been sent by then. Each pair loses one, and is avoided
+// from then on; the shortest complete answers are not mistaken for such.
 func TestStreamsWhoseKVLoadFails(t *testing.T) {
 	t.Parallel()
 	for _, api := range []string{"chat", "completions", "responses", "generate"} {
@@ -81,7 +81,8 @@ func TestStreamsWhoseKVLoadFails(t *testing.T) {
 	}
 }
 
-// Answers that are not streamed are repaired: by another pair, with no decode engine left out, and none that computes a prompt.
+// Answers that are not streamed are repaired: by another pair, without excluding a decode engine, and without
+// computing a prompt on one.
 func TestAnswersWhoseKVLoadFails(t *testing.T) {
 	t.Parallel()
 	f := loadFleet(t, 1)
@@ -104,11 +105,12 @@ func TestAnswersWhoseKVLoadFails(t *testing.T) {
 	f.noneLeftOut()
 }
 
-// With the policy "recompute" decode computes what it could not load, and only its own count of failed transfers tells.
+// With the policy "recompute" decode computes what it could not load, and only its own count of failed transfers shows
+// it.
 func TestCountsOfFailedTransfersAreRead(t *testing.T) {
 	t.Parallel()
 	f := start(t, options{prefills: 1, decodes: 1, engineArgs: []string{"--load-timeout", "300ms", "--lease", "5s", "--kv-load-failure", "recompute"}})
-	f.lenient = true // blocks that nobody could load stay with their lease
+	f.lenient = true // blocks that could not be loaded wait for their lease
 	f.inject(f.prefills[0], `{"mode":"unreachable"}`)
 	i := 0
 	soon(t, "the pair is blamed", func() bool {
@@ -121,7 +123,7 @@ func TestCountsOfFailedTransfersAreRead(t *testing.T) {
 	f.noneLeftOut()
 }
 
-// noneLeftOut requires that no endpoint was ever taken for failed.
+// noneLeftOut requires that no endpoint was ever marked as failed.
 func (f *fleet) noneLeftOut() {
 	for _, x := range f.tandems {
 		text, err := os.ReadFile(x.log)
@@ -131,7 +133,8 @@ func (f *fleet) noneLeftOut() {
 	}
 }
 
-// What prefill can refuse it refuses before it works: no blocks are held for it, and decode is not asked.
+// Requests that prefill can refuse are refused before it computes: no blocks are held for them, and decode is not
+// asked.
 func TestPrefillRefusesWhatDecodeWould(t *testing.T) {
 	t.Parallel()
 	f := start(t, options{prefills: 1, decodes: 1})

@@ -10,13 +10,14 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// Two replicas, one Redis, one prefill endpoint that does not answer: what comes waits, each replica knows who waits in the other one, and
-// when the endpoint goes on each sends its own in the order of priority, whatever came first. Nothing waits for ever, and nothing is left.
+// Two replicas, one Redis, one prefill endpoint that does not answer: requests wait, each replica knows those of the
+// other one, and when the endpoint continues each dispatches its own in the order of priority, whatever their arrival.
+// None waits for ever, and nothing is left.
 //
-// That the order also holds between the two is not asserted: who is late by more than 150 ms is not waited for, and a busy machine is.
-// How often it happened is logged.
+// The order between the two replicas is not asserted: a replica that is late by more than 150 ms is not waited for,
+// and a busy machine is. The number of such cases is logged.
 func TestTwoReplicasBindLate(t *testing.T) {
-	const n = 6 // and more, where chance sends all of these to one replica
+	const n = 6 // and more, if chance sends all of these to one replica
 	priority := func(i int) int { return min(i*3/n, 2) }
 	r := startRedis(t)
 	f := start(t, options{
@@ -92,7 +93,7 @@ func TestTwoReplicasBindLate(t *testing.T) {
 	}
 }
 
-// A decode engine to which KV comes slowly says so in its metrics, and is chosen less for it.
+// A decode engine with slow KV transfers reports them in its metrics, and gets fewer requests.
 func TestSlowTransfersAreLearned(t *testing.T) {
 	f := start(t, options{prefills: 1, decodes: 2, engine: func(role string, i int, _ func() string) ([]string, string) {
 		if role == "decode" && i == 1 {

@@ -12,7 +12,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// learnedTrace is what /debug/requests tells of a request's prefill.
+// learnedTrace is the part of /debug/requests about a request's prefill.
 type learnedTrace struct {
 	Prefill         string        `json:"prefill"`
 	Decode          string        `json:"decode"`
@@ -20,9 +20,10 @@ type learnedTrace struct {
 	PrefillTime     time.Duration `json:"prefill_ns"`
 }
 
-// Speeds are learned from real answers and real metrics: after 100 requests an endpoint what prefill is expected to take is within 15 % of
-// what it takes, and so is the pace of decode, whether engines are four times slower or faster than modelled, for short prompts and for
-// long ones; and engines that are equal get equal shares. It takes minutes and an idle machine: make speed.
+// Speeds are learned from real answers and real metrics: after 100 requests an endpoint the expected time of prefill
+// is within 15 % of the real one, and so is the pace of decode, whether engines are four times slower or faster than
+// modelled, for short prompts and for long ones; and equal engines get equal shares. It takes minutes and an idle
+// machine: make speed.
 func TestSpeedsAreLearned(t *testing.T) {
 	if os.Getenv("TANDEM_SPEED") == "" {
 		t.Skip("minutes, and an idle machine: make speed")

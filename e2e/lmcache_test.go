@@ -14,7 +14,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// A notice that never comes costs its time and nothing else: D computes.
+// A notification that never comes costs only its timeout: D computes.
 func TestLMCacheWithoutNotices(t *testing.T) {
 	t.Parallel()
 	k := kind{name: "silent", engine: "lmcache", kv: "lmcache", more: []string{"--notices", "never"}, pool: "  lmcache: {noticeTimeout: 300ms}\n"}
@@ -34,7 +34,8 @@ func TestLMCacheWithoutNotices(t *testing.T) {
 	require.Positive(t, d.ExternalTokens)
 }
 
-// Engines push their notices at one replica, and the legs wait at both: what one hears wakes those at the other, through Redis.
+// Engines send their notifications to one replica, and the legs wait at both: a notification at one wakes those at the
+// other, through Redis.
 func TestLMCacheNoticesReachEveryReplica(t *testing.T) {
 	t.Parallel()
 	redis := startRedis(t)
@@ -43,7 +44,7 @@ func TestLMCacheNoticesReachEveryReplica(t *testing.T) {
 	o := k.setUp(options{prefills: 2, decodes: 2, replicas: 2}, "127.0.0.10:"+port, "tiny")
 	o.top = fmt.Sprintf("notices: {listen: \"127.0.0.1%%i:%s\"}\n%s", port, redis.yaml())
 	f := start(t, o)
-	late := func() float64 { return sum(t, f, "tandem_redis_errors_total") } // notices that Redis has no time for are not told
+	late := func() float64 { return sum(t, f, "tandem_redis_errors_total") } // notifications are dropped while Redis is slow
 	for i := range 24 {
 		a := ask("tiny", i)
 		got := f.post(a.path, a.body, "x-request-id", a.id)
@@ -61,8 +62,8 @@ func TestLMCacheNoticesReachEveryReplica(t *testing.T) {
 	require.Zero(t, metric(t, f.admins[1], "tandem_kv_notices_total", `result="taken"`))
 }
 
-// With bufferTokens prompts take turns for D's buffer, and none waits with a part of it in hand; what is larger than the
-// buffer is computed by D.
+// With bufferTokens prompts get D's buffer one after the other, and none waits with a part of it; D computes a prompt
+// larger than the buffer.
 func TestLMCacheBufferIsShared(t *testing.T) {
 	t.Parallel()
 	k := kind{engine: "lmcache", kv: "lmcache", more: []string{"--pd-buffer", "4096", "--pd-allocation-timeout", "30s", "--prefill-speed", "40000"}}
@@ -94,8 +95,8 @@ func TestLMCacheBufferIsShared(t *testing.T) {
 	require.Positive(t, metric(t, f.admins[0], "tandem_decisions_total", `route="split"`))
 }
 
-// P's first token comes from us, and D's are told as those of one chat: the same members, roles, usage and ends as those of
-// an engine that did all of it. What D could not go on with goes the other way.
+// P's first token comes from Tandem, and D's tokens become those of one chat: the same members, roles, usage and ends
+// as in a single engine's answer. Requests that D could not continue go the other way.
 func TestLMCacheFirstToken(t *testing.T) {
 	t.Parallel()
 	f := startKind(t, kind{engine: "lmcache", kv: "lmcache", pool: "  lmcache: {retFirstToken: true}\n"}, 1, 1)
@@ -183,7 +184,7 @@ func TestLMCacheFirstToken(t *testing.T) {
 	require.NotContains(t, got.body, "prompt_token_ids\":[")
 	require.Empty(t, f.requests(a.id, f.decodes...))
 
-	// A D that fails: the request begins anew as the chat that it was, at the completions' path or not.
+	// If D fails, the request is repeated as the original chat, whichever path its first try used.
 	f.inject(f.decodes[0], `{"mode":"status","status":500,"leg":"any","count":1,"path":"/v1/completions"}`)
 	again := ask("tiny", 300)
 	answered := f.post(again.path, again.body, "x-request-id", again.id)

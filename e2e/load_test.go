@@ -50,18 +50,18 @@ func TestManyAtOnce(t *testing.T) {
 		})
 	}
 	wg.Wait()
-	// A client that left between the hops leaves its blocks to the lease; nobody else may.
+	// A client that left between the hops leaves its blocks to the lease; nothing else may.
 	f.lenient = metric(t, f.admins[0], "tandem_handovers_orphaned_total") > 0
 }
 
-// The load that kills an Envoy with ext_proc in a cluster within seconds (docs/adr/0001): large bodies, many clients. The
-// layout here has to survive it, also with the next Envoy. make attack sends 20 times as many requests: one of a thousand clients that
-// leave is gone, and its end reported, before Tandem has read its request.
+// The load that kills an Envoy with ext_proc in a cluster within seconds (docs/adr/0001): large bodies, many clients.
+// This layout has to survive it, also with the next Envoy. make attack sends 20 times as many requests: one of a
+// thousand clients that leave is gone, and its end reported, before Tandem has read its request.
 func TestLargeBodiesUnderLoad(t *testing.T) {
 	f := start(t, options{pool: "  prefillTimeout: {base: 60s}\n", engineArgs: []string{"--record=false"}})
 	for _, load := range []struct {
 		size, clients, requests int
-		leaves                  int // one client in so many leaves while its request is under way; 0: none does
+		leaves                  int // one client in this many leaves while its request is in flight; 0: none does
 	}{
 		{4_000_000, 8, 24, 0}, {1_000_000, 16, 64, 0}, {220_000, 64, 256, 0}, {700_000, 20, 160, 3},
 	} {
@@ -103,7 +103,7 @@ func TestLargeBodiesUnderLoad(t *testing.T) {
 	f.lenient = metric(t, f.admins[0], "tandem_handovers_orphaned_total") > 0
 }
 
-// What does not fit a connection's share of the memory budget is refused with 503, and only that.
+// A request that exceeds a connection's share of the memory budget is refused with 503, and only such.
 func TestABodyWithoutMemoryIsRefused(t *testing.T) {
 	t.Setenv("GOMEMLIMIT", "80MiB") // a budget of 40 MiB, 10 for each connection
 	f := start(t, options{prefills: 1, decodes: 1})
@@ -118,7 +118,7 @@ func TestABodyWithoutMemoryIsRefused(t *testing.T) {
 	soon(t, "all memory is given back", func() bool { return metric(t, f.admins[0], "tandem_held_bytes") == 0 })
 }
 
-// A server that is killed while an answer streams costs the answer nothing: no stream of its own holds it.
+// A server that is killed during a streamed answer does not harm it: the answer has no stream through the server.
 func TestKilledServerCutsNoAnswer(t *testing.T) {
 	t.Parallel()
 	f := start(t, options{engineArgs: []string{"--decode-step", "10ms"}})
@@ -148,13 +148,12 @@ func TestKilledServerCutsNoAnswer(t *testing.T) {
 	require.Equal(t, "[DONE]", last)
 	require.GreaterOrEqual(t, events, tokens)
 
-	// Back again, it serves.
+	// After a restart, it serves.
 	f.startTandem(0, f.config, f.admins[0])
 	require.Eventually(t, func() bool { return f.post(apis[0].path, apis[0].body).status == 200 }, patience, 50*time.Millisecond)
 }
 
-// Two replicas share the key and nothing else: any of them serves any pass, and one that is killed is missed by nobody
-// for longer than a health check.
+// Two replicas share only the key: any of them serves any pass, and a killed one costs at most a health check's time.
 func TestReplicas(t *testing.T) {
 	t.Parallel()
 	f := start(t, options{replicas: 2})
@@ -176,7 +175,7 @@ func TestReplicas(t *testing.T) {
 	require.Zero(t, failed, "requests lost while one of two replicas was down")
 }
 
-// The official client library, as a user has it.
+// The official client library, in a user's way.
 func TestOpenAIClient(t *testing.T) {
 	t.Parallel()
 	python := tool(t, "TANDEM_PYTHON", "no-such-program", ".tools/venv/bin/python")
@@ -188,7 +187,7 @@ func TestOpenAIClient(t *testing.T) {
 	require.Positive(t, metric(t, f.admins[0], "tandem_decisions_total", `route="split"`))
 }
 
-// The demo works, says that the books balance, and leaves nothing running.
+// The demo works, reports that the ledgers balance, and leaves nothing running.
 func TestDemo(t *testing.T) {
 	t.Parallel()
 	envoy := tool(t, "ENVOY", "envoy", ".tools/bin/envoy")
@@ -203,8 +202,8 @@ func TestDemo(t *testing.T) {
 	soon(t, "nothing is left running", func() bool { return len(withTMPDIR(t, dir)) == 0 })
 }
 
-// withTMPDIR returns the processes with that directory in their environment, which children take over: the engines' command lines
-// do not name it.
+// withTMPDIR returns the processes with that directory in their environment, which children inherit: the engines'
+// command lines do not contain it.
 func withTMPDIR(t *testing.T, dir string) (left []string) {
 	t.Helper()
 	files, err := filepath.Glob("/proc/[0-9]*/environ")
@@ -244,7 +243,8 @@ func TestDemoInterrupted(t *testing.T) {
 	require.Empty(t, left, "its files are gone")
 }
 
-// A short answer of prefill's comes to Tandem with pass 2, over no stream of its own; a long one, and one that is none, over the leg's.
+// Prefill's short answer comes to Tandem with pass 2, without its own stream; a long or invalid one comes over the
+// leg's stream.
 func TestShortAnswersAreCarried(t *testing.T) {
 	f := start(t, options{})
 	legs := func() float64 {

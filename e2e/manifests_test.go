@@ -11,7 +11,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// install everything that the manifests speak of.
+// installAll installs everything that the manifests refer to.
 func (c *cluster) installAll() {
 	c.t.Helper()
 	for _, release := range []struct{ module, pattern string }{ // as in deploy/crd_test.go
@@ -25,7 +25,7 @@ func (c *cluster) installAll() {
 	}
 }
 
-// rendered returns all manifests as files, and as kustomize and Helm make them, by what they are.
+// rendered returns all manifests as files, and as kustomize and Helm render them.
 func rendered(t *testing.T) map[string]string {
 	t.Helper()
 	out := map[string]string{}
@@ -53,8 +53,8 @@ func printed(t *testing.T, name string, args ...string) string {
 	return string(text)
 }
 
-// Every manifest is taken by a real API server with the real CRDs, their CEL rules included, as a dry run; what is broken is
-// refused.
+// A real API server with the real CRDs, their CEL rules included, accepts every manifest in a dry run, and refuses
+// broken ones.
 func TestKubeManifests(t *testing.T) {
 	c := startCluster(t)
 	c.installAll()
@@ -63,7 +63,7 @@ func TestKubeManifests(t *testing.T) {
 	for name, text := range manifests {
 		for _, doc := range documents(text) {
 			status, answer := c.create(doc, "&dryRun=All")
-			// 409: startCluster has created it, so that it was taken before
+			// 409: startCluster has created it, so it was accepted before
 			require.True(t, status < 300 || status == 409, "%s: status %d: %.900s\n%s", name, status, answer, doc)
 			checked++
 		}

@@ -46,8 +46,8 @@ func chromium(t *testing.T, args ...string) (stdout, stderr string) {
 	return out.String(), log.String()
 }
 
-// The page shows a live fleet in a real browser: no error in its console, what was decided on it, and on a phone nothing that
-// runs out of the screen.
+// The page shows a live fleet in a real browser: no error in its console, the latest decisions, and on a phone nothing
+// overflows the screen.
 func TestPageInChromium(t *testing.T) {
 	t.Parallel()
 	browser(t)
@@ -64,7 +64,7 @@ func TestPageInChromium(t *testing.T) {
 	var clients sync.WaitGroup
 	defer clients.Wait()
 	defer close(live)
-	for n := range 3 { // requests go on while the browser looks
+	for n := range 3 { // requests continue while the browser runs
 		clients.Go(func() {
 			for i := 0; ; i++ {
 				select {

@@ -13,8 +13,9 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// Large bodies from many clients, through two internal listeners and a mirrored copy of each: the load that kills an Envoy
-// with ext_proc in a cluster. Then what a pair costs at one client beside two hops in turn, for docs/adr/0010.
+// Large bodies from many clients, through two internal listeners and a mirrored copy of each: the load that kills an
+// Envoy with ext_proc in a cluster. Then the cost of a pair at one client, compared with two sequential hops, for
+// docs/adr/0010.
 func TestPairsUnderLoad(t *testing.T) {
 	for _, dialect := range []string{"sglang", "mooncake"} {
 		t.Run(dialect, func(t *testing.T) {
@@ -39,7 +40,7 @@ func TestPairsUnderLoad(t *testing.T) {
 	}
 }
 
-// TestCostOfPairs logs what a request takes at one client: both legs at once, and one after the other.
+// TestCostOfPairs logs the time of a request at one client: both legs at once, and one after the other.
 func TestCostOfPairs(t *testing.T) {
 	if os.Getenv("TANDEM_FAILURES") == "" {
 		t.Skip("measures: make e2e-failures, or set TANDEM_FAILURES=1")
@@ -62,8 +63,8 @@ func TestCostOfPairs(t *testing.T) {
 	}
 }
 
-// One Tandem before four pools of different dialects: a thousand requests, streamed and not, of all of them at once. All
-// are answered, and the fleet's account finds every ledger at zero.
+// One Tandem before four pools of different dialects: a thousand requests, streamed and not, mixed. All are answered,
+// and the fleet's account finds every ledger at zero.
 func TestMixedDialects(t *testing.T) {
 	dialects := []string{"sglang", "mooncake", "nixl-push", "moriio", "nixl"}
 	f := start(t, options{mix: dialects, prefills: 2 * len(dialects), decodes: 2 * len(dialects), replicas: 2, engineArgs: []string{"--record=false", "--lease", "10s"}})

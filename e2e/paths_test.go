@@ -8,8 +8,8 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// What a request asks of an engine beside the APIs reaches it only if it is for clients, however it is spelled, and only with a body that was
-// looked at, or that no engine reads as JSON.
+// A request to an engine's other paths reaches it only if the path is for clients, however it is spelled, and only
+// with a body that was checked, or that no engine reads as JSON.
 func TestEnginesControlSurface(t *testing.T) {
 	t.Parallel()
 	const hostile = `{"text":"a","bootstrap_host":"127.0.0.1","bootstrap_port":1,"bootstrap_room":7}`
@@ -58,7 +58,7 @@ func TestEnginesControlSurface(t *testing.T) {
 	}
 }
 
-// A prefix that a gateway adds is taken off: requests are split as without it, and engines see paths that they know.
+// A gateway's path prefix is removed: requests are split as without it, and engines see known paths.
 func TestPrefixOfAGateway(t *testing.T) {
 	t.Parallel()
 	f := start(t, options{envoyFields: `, pathPrefixes: ["/llm"]`})

@@ -21,9 +21,10 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// inferenceGateway is a real Envoy as a gateway of the Inference Extension configures it: ext_proc in full duplex both ways,
-// over TLS that is not verified; the pods of the pool as a cluster, of which dynamic metadata picks one (override_host), and
-// which tells who served. It knows nothing of Tandem. A client may ask for a subset with x-subset, for the tests.
+// inferenceGateway is a real Envoy as a gateway of the Inference Extension configures it: ext_proc in full duplex both
+// ways, over TLS that is not verified; the pods of the pool as a cluster, of which dynamic metadata picks one
+// (override_host), and which reports the serving pod. It knows nothing of Tandem. A client may ask for a subset with
+// x-subset, for the tests.
 const inferenceGateway = `
 admin: {address: {socket_address: {address: %[2]s, port_value: %[3]s}}}
 static_resources:
@@ -113,8 +114,8 @@ func promptOf(n int) string {
 	return `{"model":"tiny","messages":[{"role":"user","content":"` + strings.Repeat("word ", n/5) + `"}],"max_tokens":4}`
 }
 
-// Tandem as the endpoint picker of a gateway that makes one hop, calling prefill itself: every request crosses from P to D,
-// whatever its size, and the engines' ledgers balance.
+// Tandem as the endpoint picker of a gateway that makes one hop, calling prefill itself: every request is split
+// between P and D, whatever its size, and the engines' ledgers balance.
 func TestEndpointPicker(t *testing.T) {
 	f := start(t, options{
 		prefills: 2, decodes: 2, extProcFields: ", protocol: endpointPicker", pool: "  handoff: direct\n", bootstrap: gatewayTo(),
@@ -143,8 +144,8 @@ func TestEndpointPicker(t *testing.T) {
 	require.Eventually(t, func() bool { return metric(t, f.admins[0], "tandem_reservations") == 0 }, patience, 20*time.Millisecond)
 }
 
-// routingSidecar stands in for llm-d's routing sidecar: it follows the header x-prefiller-host-port, and no other order. It
-// asks the prefill endpoint for one token, and its own engine with the parameters of that answer.
+// routingSidecar stands in for llm-d's routing sidecar: it acts only on the header x-prefiller-host-port. It asks the
+// prefill endpoint for one token, and its own engine with the parameters of that answer.
 func routingSidecar(t *testing.T, engine string, prefills *atomic.Int64) string {
 	proxy := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		body, err := io.ReadAll(r.Body)
@@ -169,7 +170,7 @@ func routingSidecar(t *testing.T, engine string, prefills *atomic.Int64) string 
 	return u.Host
 }
 
-// throughPrefill makes the prefill leg and gives the body of the decode leg.
+// throughPrefill makes the prefill leg and returns the body of the decode leg.
 func throughPrefill(prefill string, r *http.Request, body []byte) ([]byte, error) {
 	var request map[string]any
 	if err := json.Unmarshal(body, &request); err != nil {
@@ -222,7 +223,7 @@ func forward(w http.ResponseWriter, r *http.Request, addr string, body []byte) {
 	_, _ = io.Copy(w, resp.Body)
 }
 
-// handoff: sidecar, behind such a gateway: Tandem in the place of llm-d's endpoint picker.
+// handoff: sidecar, behind such a gateway: Tandem in place of llm-d's endpoint picker.
 func TestSidecarHandoff(t *testing.T) {
 	bin, err := binaries()
 	require.NoError(t, err)

@@ -13,8 +13,8 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// kubelet plays the node of a cluster: its pods are engines on loopback addresses, and it tells the API server of them what a
-// kubelet would.
+// kubelet plays the node of a cluster: its pods are engines on loopback addresses, and it reports them to the API
+// server as a kubelet would.
 type kubelet struct {
 	*cluster
 	fleet *fleet
@@ -40,7 +40,7 @@ func newKubelet(c *cluster, n int) *kubelet {
 	return k
 }
 
-// run creates a pod, starts its engines and says that it is ready.
+// run creates a pod, starts its engines and reports it as ready.
 func (k *kubelet) run(name, role string, labels ...string) *pod {
 	k.t.Helper()
 	p := k.prepare(name, role, labels...)
@@ -76,7 +76,7 @@ spec: {nodeName: node, terminationGracePeriodSeconds: 300, containers: [{name: e
 	return p
 }
 
-// ready tells the API server whether a pod is, and where.
+// ready reports a pod's readiness and address to the API server.
 func (k *kubelet) ready(p *pod, ready bool) {
 	k.t.Helper()
 	status := map[bool]string{true: "True", false: "False"}[ready]
@@ -85,15 +85,15 @@ func (k *kubelet) ready(p *pod, ready bool) {
 		p.ip, p.ip, status, time.Now().UTC().Format(time.RFC3339)))
 }
 
-// remove orders a pod to go: it is on its way out from here on, and still runs.
+// remove deletes a pod: from here on it is terminating, and still runs.
 func (k *kubelet) remove(p *pod) {
 	k.t.Helper()
 	text := k.must(http.MethodDelete, podsPath+"/"+p.name, "application/json", `{"kind":"DeleteOptions","apiVersion":"v1","gracePeriodSeconds":300}`)
 	require.Contains(k.t, text, "deletionTimestamp")
 }
 
-// finish does with a pod that is on its way out what a kubelet does after the pod's preStop hook: it stops the engines, waits
-// until they have ended, and reports it gone.
+// finish does a kubelet's work on a terminating pod after the preStop hook: it stops the engines, waits until they
+// have ended, and reports the pod gone.
 func (k *kubelet) finish(p *pod) {
 	k.t.Helper()
 	for _, e := range p.ranks {
@@ -111,7 +111,7 @@ func (k *kubelet) finish(p *pod) {
 	k.fleet.prefills, k.fleet.decodes = slices.DeleteFunc(k.fleet.prefills, gone), slices.DeleteFunc(k.fleet.decodes, gone)
 }
 
-// asked returns how many requests have come to engines.
+// asked returns the number of requests that engines received.
 func (k *kubelet) asked(of ...*engine) (n int) {
 	k.t.Helper()
 	for _, e := range of {
@@ -120,7 +120,7 @@ func (k *kubelet) asked(of ...*engine) (n int) {
 	return n
 }
 
-// comes holds engines whose endpoints the cluster has named just now to this: every one of them is asked within a second.
+// comes checks engines whose endpoints the cluster has just named: every one of them gets a request within a second.
 func (k *kubelet) comes(what string, of ...*engine) {
 	k.t.Helper()
 	began, before := time.Now(), map[*engine]int{}
@@ -133,7 +133,7 @@ func (k *kubelet) comes(what string, of ...*engine) {
 	k.t.Logf("%s: asked after %v", what, time.Since(began).Round(time.Millisecond))
 }
 
-// goes holds engines whose endpoints the cluster has taken away just now to this: nothing new comes to them a second later.
+// goes checks engines whose endpoints the cluster has just removed: they get no new request a second later.
 func (k *kubelet) goes(load *wholeTraffic, what string, of ...*engine) {
 	k.t.Helper()
 	began := time.Now()
@@ -150,7 +150,7 @@ func (k *kubelet) goes(load *wholeTraffic, what string, of ...*engine) {
 	require.Equal(k.t, before, k.asked(of...), "%s: asked after %v", what, within)
 }
 
-// end ends the load and holds what runs to account, which ends before the fleet's own account.
+// end ends the load and checks its results, before the fleet's own account.
 func (k *kubelet) end(load *wholeTraffic) {
 	k.t.Helper()
 	load.end(k.t)
@@ -158,5 +158,5 @@ func (k *kubelet) end(load *wholeTraffic) {
 	k.fleet.lenient = true
 }
 
-// within is how long traffic may take to follow the cluster.
+// within is the time in which traffic must follow the cluster.
 const within = time.Second

@@ -7,13 +7,13 @@ import (
 	"tandem/e2e/loopback"
 )
 
-// ports takes n free addresses, for as long as the test runs.
+// ports takes n free addresses for the duration of the test.
 func ports(t testing.TB, n int) []string {
 	t.Helper()
 	return loopback.Addresses(t, n)
 }
 
-// twoInARow takes two ports that follow each other, and gives the first.
+// twoInARow takes two consecutive ports, and returns the first.
 func twoInARow(free func() string) string {
 	for first := portOf(free()); ; {
 		next := portOf(free())

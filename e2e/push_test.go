@@ -57,7 +57,7 @@ func TestPushPairs(t *testing.T) {
 	}
 }
 
-// knowsPrefills sends requests until every P has answered one, which is how it becomes known to who has it push.
+// knowsPrefills sends requests until every P has answered one, which makes it known to Tandem.
 func (f *fleet) knowsPrefills() {
 	f.t.Helper()
 	for i := 0; slices.ContainsFunc(f.prefills, func(p *engine) bool { return len(f.requests("", p)) == 0 }); i++ {
@@ -83,15 +83,16 @@ func (f *fleet) hopsLike(id string) (prefill, decode seen) {
 	return p[0], d[0]
 }
 
-// A leg that fails: P's is sent again, for D waits for these very blocks; where that does not help, both begin anew. D is
-// free again in the end, which it is only if P has sent.
+// If P's leg fails, it is sent again, because D waits for these very blocks; if that fails too, both are planned
+// again. D's blocks are free at the end, which requires that P has sent.
 func TestPushFailures(t *testing.T) {
 	t.Parallel()
 	for _, dialect := range []string{"mooncake", "nixl-push", "moriio"} {
 		t.Run(dialect, func(t *testing.T) {
 			t.Parallel() // mostly waits
 			f := start(t, options{dialect: dialect, pool: "  prefillTimeout: {base: 30s}\n",
-				// P keeps what no D comes for: Mooncake for 480 s, NIXL for its lease. Nobody can tell it that D is gone.
+				// P keeps blocks that no D fetches: Mooncake for 480 s, NIXL for its lease. P cannot learn that D is
+				// gone.
 				engineArgs: []string{"--lease", "10s", "--transfer-timeout", "10s"}})
 			for range 8 {
 				require.Equal(t, 200, f.post("/v1/chat/completions", pairBody).status)
@@ -124,13 +125,13 @@ func TestPushFailures(t *testing.T) {
 	}
 }
 
-// A client that leaves takes only D's answer with it: P's leg runs to its end, and so D has its blocks back.
+// If a client leaves, only D's answer is cancelled: P's leg runs to its end, and so D gets its blocks back.
 func TestPushClientLeaves(t *testing.T) {
 	t.Parallel()
 	for _, dialect := range []string{"mooncake", "nixl-push", "moriio"} {
 		t.Run(dialect, func(t *testing.T) {
 			f := start(t, options{dialect: dialect, engineArgs: []string{"--lease", "10s"}})
-			f.knowsPrefills() // one that is not known yet has its leg alone, which ends with its client
+			f.knowsPrefills() // an unknown one has its leg alone, which ends with its client
 			for _, p := range f.prefills {
 				f.inject(p, `{"mode":"slow","delay":"5s"}`)
 			}
@@ -210,7 +211,7 @@ func p2pNCCL(t *testing.T, f *fleet) {
 		f.heal(f.prefills[0])
 	})
 	t.Run("decode fails", func(t *testing.T) {
-		count := "" // it stays so, where there is another
+		count := "" // the count stays the same if there is another
 		if len(f.decodes) == 1 {
 			count = `,"count":1`
 		}
@@ -236,7 +237,7 @@ func p2pNCCL(t *testing.T, f *fleet) {
 	})
 }
 
-// Dialects in which D pulls with what P answered, one leg after the other, beside nixl.
+// Dialects besides nixl in which D pulls with parameters of P's answer, one leg after the other.
 func TestOtherPulls(t *testing.T) {
 	t.Parallel()
 	for _, dialect := range []string{"mooncake-0.13", "moriio-read"} {
@@ -257,10 +258,10 @@ func TestOtherPulls(t *testing.T) {
 	}
 }
 
-// pulls sends a request of every API, streamed and not, and holds it to its two hops.
+// pulls sends a request of every API, streamed and not, and checks its two hops.
 func (f *fleet) pulls(t *testing.T, dialect string) {
 	for _, api := range apis {
-		if dialect == "mooncake-0.13" && api.name == "responses" { // whose id is the engine's own: it stays with one
+		if dialect == "mooncake-0.13" && api.name == "responses" { // the id is the engine's own: it stays with one
 			require.Equal(t, 200, f.post(api.path, api.body, "x-request-id", "whole").status)
 			require.Empty(t, f.requests("whole", f.prefills...))
 			continue

@@ -14,7 +14,7 @@ import (
 // rankedFleet returns one prefill and one decode engine with two data-parallel ranks behind a port each.
 func rankedFleet(t *testing.T, dialect string) *fleet {
 	o := options{dialect: dialect, prefills: 1, decodes: 1}
-	o.pool = "  kvEvents: {replayPort: 1, port: 1}\n" // each engine's own go before these
+	o.pool = "  kvEvents: {replayPort: 1, port: 1}\n" // each engine's own ports override these
 	o.engine = func(role string, _ int, free func() string) (args []string, fields string) {
 		events, replay := twoInARow(free), twoInARow(free)
 		args = []string{
@@ -32,8 +32,8 @@ func rankedFleet(t *testing.T, dialect string) *fleet {
 	return start(t, o)
 }
 
-// Data-parallel ranks behind one port are endpoints to the decision: both legs are sent to one by name, a conversation goes on with the
-// rank that has its KV, and no client chooses one.
+// Data-parallel ranks behind one port are endpoints to the decision: both legs name theirs, a conversation continues
+// on the rank that has its KV, and no client chooses one.
 func TestDataParallelRanks(t *testing.T) {
 	t.Parallel()
 	for _, dialect := range []string{"nixl", "nixl-push", "mooncake", "sglang"} {
@@ -74,7 +74,7 @@ func (f *fleet) leg(id string, e *engine) seen {
 	return legs[0]
 }
 
-// namesRank asserts that a leg names the rank that took it, and that what the client sent is gone.
+// namesRank asserts that a leg names the rank that took it, and that the client's value is gone.
 func (f *fleet) namesRank(dialect string, s seen) {
 	f.t.Helper()
 	rank := strconv.Itoa(s.Rank)

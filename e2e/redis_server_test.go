@@ -46,7 +46,7 @@ func (r *redis) awaitPort() {
 	}, patience, 5*time.Millisecond)
 }
 
-// do sends one command, as words, and returns the first line of the answer.
+// send sends one command, as words, and returns the first line of the answer.
 func (r *redis) do(words ...string) string {
 	r.t.Helper()
 	c, err := net.DialTimeout("tcp", r.addr, patience)
@@ -60,10 +60,10 @@ func (r *redis) do(words ...string) string {
 	return strings.TrimSpace(line)
 }
 
-// yaml has a lease that no pause of a busy machine outlives.
+// yaml has a lease that outlives the pauses of a busy machine.
 func (r *redis) yaml() string { return r.leased("20s") }
 
-// briefly has one that a test can wait for: replicas may be taken for dead, and come back, at any time.
+// briefly has a short lease that a test can wait for: replicas may be taken for dead, and return, at any time.
 func (r *redis) briefly() string { return r.leased("1s") }
 
 func (r *redis) leased(lease string) string {

@@ -18,7 +18,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// slowLink is a TCP proxy before a Redis that keeps everything for a while, in both directions.
+// slowLink is a TCP proxy in front of a Redis that delays everything, in both directions.
 type slowLink struct {
 	addr  string
 	delay atomic.Int64 // ns, each way
@@ -50,7 +50,7 @@ func slowLinkTo(t testing.TB, target string) *slowLink {
 	return s
 }
 
-// carry takes what comes from one side to the other, each piece its delay later, and closes both at the end.
+// carry forwards data from one side to the other, each piece its delay later, and closes both at the end.
 func (s *slowLink) carry(to, from net.Conn) {
 	type piece struct {
 		data []byte
@@ -60,7 +60,7 @@ func (s *slowLink) carry(to, from net.Conn) {
 	go func() {
 		for p := range pieces {
 			time.Sleep(time.Until(p.due))
-			_, _ = to.Write(p.data) // to a side that is gone: the other one ends too
+			_, _ = to.Write(p.data) // the other side ends if this one is gone
 		}
 		_, _ = to.Close(), from.Close()
 	}()
@@ -77,8 +77,8 @@ func (s *slowLink) carry(to, from net.Conn) {
 	}
 }
 
-// A Redis that takes 60 ms to answer costs no request, and none of them waits for it: what it would have been asked for is
-// decided without it, and it is said how often. What replicas tell each other comes that much later, and is told all the same.
+// A Redis that takes 60 ms to answer costs no request, and none waits for it: decisions are made without it, and their
+// number is reported. Replicas' publications arrive that much later, but do arrive.
 func TestSlowRedis(t *testing.T) {
 	t.Parallel()
 	r := startRedis(t)
@@ -103,7 +103,7 @@ func TestSlowRedis(t *testing.T) {
 		f.says(i, "redis: up", "slow is not down")
 	}
 	link.delay.Store(0)
-	load.wait(t, 100, 2*time.Second) // those that Redis failed last leave it alone for 250 ms
+	load.wait(t, 100, 2*time.Second) // those that Redis failed last do not ask it for 250 ms
 	settled := alone()
 	load.wait(t, 200, time.Second)
 	t.Logf("%d requests; spent without Redis: %.0f before, %.0f after it was slow, %.0f in the 200 since", load.sent.Load(), before, settled, alone()-settled)
@@ -114,7 +114,8 @@ func TestSlowRedis(t *testing.T) {
 	f.logLag()
 }
 
-// A master dies under load, Sentinels make another, and no request is lost; then all replicas know each other again.
+// A master dies under load, Sentinels promote another, and no request is lost; then all replicas know each other
+// again.
 func TestRedisFailover(t *testing.T) {
 	t.Parallel()
 	master := startRedis(t)
@@ -176,8 +177,8 @@ func startSentinel(t testing.TB, file string) *redis {
 	return s
 }
 
-// all sends one command and returns the whole answer, which is one bulk string; "" where the connection ends before: a follower
-// that is made master hangs up on everybody.
+// all sends one command and returns the whole answer, which is one bulk string; "" if the connection ends before: a
+// promoted follower closes all connections.
 func (r *redis) all(command string) string {
 	r.t.Helper()
 	c, err := net.DialTimeout("tcp", r.addr, patience)

@@ -21,7 +21,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// known is what a replica shows of its state.
+// known is a replica's view of its state.
 type known struct {
 	Reservations int `json:"reservations"`
 	Pools        []struct {
@@ -71,8 +71,8 @@ func (f *fleet) allReplicas(n int) {
 	}, patience, 10*time.Millisecond, "the replicas do not all know each other")
 }
 
-// oneKey waits until replicas that make their keys themselves open each other's tickets. One for which Redis had no time when it
-// started seals with a key of its own at first, and learns of the others' a second later.
+// oneKey waits until replicas that generate their keys can open each other's tickets. One that started while Redis was
+// slow seals with a key of its own at first, and learns the others' a second later.
 func (f *fleet) oneKey() {
 	f.t.Helper()
 	soon(f.t, "all replicas have one key", func() bool {
@@ -85,7 +85,7 @@ func (f *fleet) oneKey() {
 	})
 }
 
-// says waits until a replica is ready and says so of Redis.
+// says waits until a replica is ready and reports this state of Redis.
 func (f *fleet) says(replica int, want, what string) {
 	f.t.Helper()
 	soon(f.t, fmt.Sprintf("%s: replica %d says %q", what, replica, want), func() bool {
@@ -99,7 +99,8 @@ func chat(content string) string {
 	return `{"model":"tiny","messages":[{"role":"user","content":` + strconv.Quote(content) + `}],"max_tokens":4}`
 }
 
-// What one replica routes, every other knows; within 100 ms where the machine has time, and mostly long before the answer is there.
+// Every replica knows what another one routes; within 100 ms if the machine has time, and mostly long before the
+// answer is there.
 func TestReplicasKnowWhatTheOthersRoute(t *testing.T) {
 	t.Parallel()
 	r := startRedis(t)
@@ -125,7 +126,7 @@ func TestReplicasKnowWhatTheOthersRoute(t *testing.T) {
 	require.Equal(t, "0", strings.TrimLeft(r.do("EXISTS", "no-such-key"), ":"))
 }
 
-// A killed replica takes its bookings with it as soon as its lease ends, although the answer that they are for runs on.
+// A killed replica's reservations end with its lease, although their answers continue.
 func TestKilledReplicasBookingsEndWithItsLease(t *testing.T) {
 	t.Parallel()
 	r := startRedis(t)
@@ -133,7 +134,7 @@ func TestKilledReplicasBookingsEndWithItsLease(t *testing.T) {
 	f.allReplicas(2)
 	ctx, leave := context.WithCancel(t.Context())
 	var answers sync.WaitGroup
-	const streams = 16 // each of them takes minutes, if nobody leaves; chance gives each replica some
+	const streams = 16 // each of them takes minutes, unless the client leaves; chance gives each replica some
 	for i := range streams {
 		req, err := http.NewRequestWithContext(ctx, http.MethodPost, f.url+"/v1/completions", strings.NewReader(fmt.Sprintf(`{"model":"tiny","prompt":"long answer %d","ignore_eos":true,"max_tokens":10000,"stream":true}`, i)))
 		require.NoError(t, err)
@@ -156,7 +157,7 @@ func TestKilledReplicasBookingsEndWithItsLease(t *testing.T) {
 	}, patience, 5*time.Millisecond, "each knows what the other has booked")
 	f.tandems[0].stop(syscall.SIGKILL)
 	began := time.Now()
-	// A booking's own limit is 15 minutes.
+	// A reservation's own limit is 15 minutes.
 	require.Eventually(t, func() bool { return f.known(1).others() == 0 }, patience, 5*time.Millisecond)
 	t.Logf("void after %v", time.Since(began))
 	speed(t, time.Since(began) < 2*time.Second, "a lease of 1 s")
@@ -164,7 +165,7 @@ func TestKilledReplicasBookingsEndWithItsLease(t *testing.T) {
 	answers.Wait()
 }
 
-// traffic sends requests until it is told to stop, and counts them.
+// traffic sends requests until it is stopped, and counts them.
 type traffic struct {
 	sent, failed atomic.Int64
 	first        atomic.Pointer[string]
@@ -205,15 +206,15 @@ func (t *traffic) require(tb testing.TB) {
 	require.Zero(tb, t.failed.Load(), "of %d requests; the first: %s", t.sent.Load(), first)
 }
 
-// wait lets traffic flow until so many more requests are through, and for so long at least.
+// wait lets traffic flow until that many more requests are done, and for at least that time.
 func (t *traffic) wait(tb testing.TB, requests int64, least time.Duration) {
 	tb.Helper()
 	until, enough := time.Now().Add(least), t.sent.Load()+requests
 	require.Eventually(tb, func() bool { return t.sent.Load() >= enough && time.Now().After(until) }, least+60*time.Second, 5*time.Millisecond)
 }
 
-// Whatever becomes of Redis costs no request. Every replica stays ready, says what is wrong, and finds the others again.
-// TANDEM_FAILURES=1 makes the outages as long as they are out there: 30 s.
+// Nothing that happens to Redis costs a request. Every replica stays ready, reports the problem, and finds the others
+// again. TANDEM_FAILURES=1 makes the outages as long as real ones: 30 s.
 func TestRedisOutagesCostNoRequest(t *testing.T) {
 	t.Parallel()
 	long := 3 * time.Second // three leases
@@ -266,7 +267,8 @@ func TestRedisOutagesCostNoRequest(t *testing.T) {
 	t.Logf("%d requests, none failed", load.sent.Load())
 }
 
-// A replica starts without Redis, serves with keys of its own, and the others open what it sealed as soon as Redis is there.
+// A replica starts without Redis, serves with keys of its own, and the others open its tickets as soon as Redis is
+// there.
 func TestStartWithoutRedis(t *testing.T) {
 	t.Parallel()
 	r := startRedis(t)
@@ -283,7 +285,7 @@ func TestStartWithoutRedis(t *testing.T) {
 	load.require(t)
 }
 
-// A Redis Cluster of three serves as one Redis does, and goes on serving what it can when a node of it dies.
+// A Redis Cluster of three serves as one Redis does, and continues as far as possible when a node of it dies.
 func TestRedisCluster(t *testing.T) {
 	t.Parallel()
 	var nodes []*redis
@@ -324,7 +326,7 @@ func TestRedisCluster(t *testing.T) {
 	}
 }
 
-// What engines say about their load is known: by a scrape of one replica alone, and from P along with its answers.
+// Engines' load reports are known: from one replica's scrapes, and from P along with its answers.
 func TestEnginesAreAskedByOneReplica(t *testing.T) {
 	t.Parallel()
 	r := startRedis(t)
@@ -346,15 +348,16 @@ func TestEnginesAreAskedByOneReplica(t *testing.T) {
 		}
 		return n
 	}
-	began := time.Now() // where the machine stands still, the rate is lower than it seems to be
+	began := time.Now() // if the machine stalls, the rate is lower than it seems
 	before := asked()
-	// Six times: that two replicas asked would be seen, and a second for which the machine looked away at the beginning is not taken for it.
+	// Six times: this would reveal two scraping replicas, and a one-second stall at the beginning is not mistaken for
+	// that.
 	soon(t, "each is asked six times", func() bool { return asked() >= before+6*float64(len(f.engines())) })
 	rate := (asked() - before) / time.Since(began).Seconds() / float64(len(f.engines()))
 	t.Logf("each engine is asked %.2f times a second", rate)
 	require.Less(t, rate, .8, "one replica, every 2 s")
 
-	// P's answer tells more than the scrape before it.
+	// P's answer has newer figures than the scrape before it.
 	require.Eventually(t, func() bool {
 		type endpoint struct {
 			Engine struct {

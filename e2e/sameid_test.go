@@ -14,8 +14,8 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// Requests with one x-request-id, as constant or retried ids make them, are booked each for itself: they spread over the decode engines,
-// and when they are over nothing is booked any more, those included whose clients left.
+// Requests with the same x-request-id, from constant or retried ids, are booked separately: they spread over the
+// decode engines, and at their end nothing is booked any more, even if clients left.
 func TestOneRequestIDForMany(t *testing.T) {
 	t.Parallel()
 	const many = 12
@@ -47,11 +47,11 @@ func TestOneRequestIDForMany(t *testing.T) {
 	leave()
 	answers.Wait()
 	soon(t, "all are over", func() bool { return f.known(0).Reservations == 0 })
-	f.lenient = true // engines were left in the middle of answers
+	f.lenient = true // clients left in the middle of answers
 }
 
-// Of two replicas whose ticket keys differ the younger is not ready, at the start and when a key changes, and says why; no request fails
-// for it. When the keys are the same again both serve.
+// Of two replicas with different ticket keys the younger is not ready, at the start and when a key changes, and
+// reports why; no request fails. When the keys are the same again both serve.
 func TestReplicasWithDifferentKeys(t *testing.T) {
 	t.Parallel()
 	r := startRedis(t)
@@ -74,7 +74,7 @@ func TestReplicasWithDifferentKeys(t *testing.T) {
 			text, err := readURL(f.envoyURL + "/clusters")
 			return err == nil && strings.Count(text, "/failed_active_hc") == 2 // of ext_proc and of the replan port
 		})
-		// Envoy's workers learn what its main thread knows a moment later.
+		// Envoy's workers learn it a moment after its main thread.
 		soon(t, "no request fails", func() bool {
 			for i := range 20 {
 				if f.post("/v1/chat/completions", chat(fmt.Sprintf("%s %d", what, i))).status != 200 {

@@ -17,10 +17,10 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// Dialects whose legs run at once, over the real Envoy's mirrored leg. Every test ends with the fleet's account: no engine
-// holds a block, no key was used twice, no request still runs, nothing is booked.
+// Dialects whose legs run at once, over the real Envoy's mirrored leg. Every test ends with the fleet's account: no
+// engine holds a block, no key was used twice, no request still runs, nothing is booked.
 
-// sglangAPIs are requests of every kind that goes over two SGLang engines.
+// sglangAPIs are requests of every kind that can use two SGLang engines.
 var sglangAPIs = []struct{ name, path, body string }{
 	{"chat", "/v1/chat/completions", `{"model":"tiny","messages":[{"role":"user","content":"Both at once, please."}],"max_tokens":12}`},
 	{"completions", "/v1/completions", `{"model":"tiny","prompt":"Both at once, please.","max_tokens":12}`},
@@ -71,8 +71,8 @@ func TestSGLangPairs(t *testing.T) {
 	}
 }
 
-// return_logprob of /generate: the prompt's log probabilities are prefill's, and come in front of decode's answer, in each of a
-// batch and in each event. With two replicas the one that has them may not be the one that the answer comes by.
+// return_logprob of /generate: the prompt's log probabilities are prefill's, and come in front of decode's answer, in
+// each of a batch and in each event. With two replicas the answer may pass through the one that does not have them.
 func TestSGLangLogprobs(t *testing.T) {
 	t.Parallel()
 	type result struct {
@@ -127,7 +127,7 @@ func TestSGLangLogprobs(t *testing.T) {
 					check(string(one))
 				}
 			}
-			// Without it nothing passes that way.
+			// Without it answers do not pass through Tandem.
 			require.Equal(t, 200, f.post("/generate", `{"text":"plain","sampling_params":{"max_new_tokens":6}}`).status)
 			soon(t, "twelve answers passed by Tandem", func() bool { return sum(t, f, "tandem_ext_proc_duration_seconds_count", `role="answer-leg"`) >= 12 })
 			require.InDelta(t, 12, sum(t, f, "tandem_ext_proc_duration_seconds_count", `role="answer-leg"`), 0)
@@ -169,7 +169,7 @@ const pairBody = `{"model":"tiny","messages":[{"role":"user","content":"A prompt
 
 func streamed(body string) string { return strings.Replace(body, "{", `{"stream":true,`, 1) }
 
-// A leg that fails before the answer began: D is cut, and another pair answers with a room of its own.
+// If a leg fails before the answer began, D is cancelled, and another pair answers with another room.
 func TestSGLangFailures(t *testing.T) {
 	t.Parallel()
 	for _, replicas := range []int{1, 2} { // with two, the legs of a request are often served by different ones
@@ -207,7 +207,7 @@ func sglangFailures(t *testing.T, replicas int) {
 					bad = f.decodes[0]
 				}
 				before := replans(failure.leg)
-				for round := 0; replans(failure.leg) == before; round++ { // chance may keep all requests away from one that fails
+				for round := 0; replans(failure.leg) == before; round++ { // chance may keep all requests away from the failing one
 					require.Less(t, round, 10, "no request met the failure")
 					f.breaks(bad, failure.rule)
 					for i := range 8 {
@@ -222,12 +222,13 @@ func sglangFailures(t *testing.T, replicas int) {
 	}
 }
 
-// One of two prefill engines is killed again and again while requests run: none fails, because there is always a healthy pair, and no
-// decode engine is blamed. (A decode engine answers 5xx as soon as its prefill engine is gone, before Envoy says so of the mirrored leg.)
+// One of two prefill engines is killed again and again while requests run: none fails, because there is always a
+// healthy pair, and no decode engine is blamed. (A decode engine answers 5xx as soon as its prefill engine is gone,
+// before Envoy reports the end of the mirrored leg.)
 func TestSGLangPrefillIsKilled(t *testing.T) {
 	t.Parallel()
 	f := start(t, options{dialect: "sglang", prefills: 2, decodes: 2, engineArgs: []string{"--decode-step", "2ms", "--prefill-speed", "400", "--record=false"}})
-	f.lenient = true // an engine that was killed has lost its books
+	f.lenient = true // a killed engine has lost its counts
 	rounds := fromEnv("TANDEM_KILLS", 4)
 	for round := range rounds {
 		victim := f.prefills[round%2]
@@ -267,8 +268,9 @@ func TestSGLangPrefillIsKilled(t *testing.T) {
 	}
 }
 
-// When a prefill engine dies, its decode engine often answers 5xx first. Here it does so for certain: the prefill engine hangs until its decode
-// engine has failed, and resets its connection after that. Tandem waits for it, blames prefill alone, and another pair answers.
+// When a prefill engine dies, its decode engine often answers 5xx first. Here it is certain: the prefill engine hangs
+// until its decode engine has failed, and then resets its connection. Tandem waits for it, blames only prefill, and
+// another pair answers.
 func TestSGLangDecodeFailsBeforeItsPrefill(t *testing.T) {
 	t.Parallel()
 	f := start(t, options{dialect: "sglang", prefills: 2, decodes: 2, engineArgs: []string{"--record=false"}})
@@ -297,7 +299,7 @@ func TestSGLangDecodeFailsBeforeItsPrefill(t *testing.T) {
 	for _, e := range f.decodes {
 		f.clear(e)
 	}
-	time.Sleep(100 * time.Millisecond) // Tandem has its 5xx by now
+	time.Sleep(100 * time.Millisecond) // Tandem has received its 5xx by now
 	for _, e := range f.prefills {
 		f.clear(e)
 	}
@@ -310,8 +312,7 @@ func TestSGLangDecodeFailsBeforeItsPrefill(t *testing.T) {
 	require.Zero(t, sum(t, f, "tandem_replans_total", `cause="decode"`))
 }
 
-// breaks makes an engine fail as the rule says. One that is to refuse connections for a while does so now: who looks away for that long
-// tries again.
+// breaks makes an engine fail by a rule. If it is to refuse connections for a while, a missed attempt is repeated.
 func (f *fleet) breaks(e *engine, rule string) {
 	f.t.Helper()
 	f.inject(e, rule)
@@ -331,7 +332,7 @@ func healthy(e *engine) bool {
 	return err == nil && resp.Body.Close() == nil && resp.StatusCode == 200
 }
 
-// heal takes an engine's failures away, and waits until Tandem has it back.
+// heal removes an engine's failures, and waits until Tandem uses it again.
 func (f *fleet) heal(e *engine) {
 	f.t.Helper()
 	require.Eventually(f.t, func() bool { return healthy(e) }, patience, 10*time.Millisecond)
@@ -356,7 +357,7 @@ func (f *fleet) heal(e *engine) {
 	}, patience, 20*time.Millisecond, "an endpoint stays marked as failed")
 }
 
-// Without a pair that works there is an answer all the same: an error, in OpenAI's shape.
+// Without a working pair the answer is an error, in OpenAI's shape.
 func TestSGLangWithoutPrefill(t *testing.T) {
 	f := start(t, options{dialect: "sglang", pool: "  prefillTimeout: {base: 30s}\n"})
 	for _, p := range f.prefills {
@@ -367,8 +368,8 @@ func TestSGLangWithoutPrefill(t *testing.T) {
 	require.Contains(t, got.body, `"endpoint_failed"`)
 }
 
-// What an engine finds wrong with a request is the client's answer, whichever engine finds it first. What the engine shows of
-// the request is the client's own.
+// An engine's refusal of a request is the client's answer, whichever engine refuses first. The quoted request is the
+// client's own.
 func TestSGLangRefusals(t *testing.T) {
 	for name, slow := range map[string]string{"either": "", "decode first": "prefill", "prefill first": "decode"} {
 		t.Run(name, func(t *testing.T) {
@@ -395,8 +396,8 @@ func TestSGLangRefusals(t *testing.T) {
 	}
 }
 
-// Several choices of one prompt have one room on real engines, so that decode waits in vain: only an engine that does both
-// answers them.
+// On real engines several choices of one prompt have one room, so that decode waits in vain: only an engine that does
+// both answers them.
 func TestSGLangChoices(t *testing.T) {
 	requests := map[string]string{
 		`{"model":"tiny","messages":[{"role":"user","content":"x y z"}],"max_tokens":5,"n":3}`: "/v1/chat/completions",
@@ -442,7 +443,7 @@ func TestSGLangChoices(t *testing.T) {
 	}
 }
 
-// A client that leaves takes both legs with it: P waits for D, D for P, and neither hears of the other's end.
+// If a client leaves, both legs are cancelled: P waits for D, D for P, and neither learns of the other's end.
 func TestSGLangClientLeaves(t *testing.T) {
 	t.Parallel()
 	for name, rule := range map[string]string{"while prefill is slow": "prefill", "while decode is slow": "decode"} {
@@ -482,7 +483,7 @@ func TestSGLangClientLeaves(t *testing.T) {
 	}
 }
 
-// A replica that dies cuts no answer: neither one that has begun nor one that has not.
+// A replica that dies breaks no answer, whether it has begun or not.
 func TestSGLangReplicaDies(t *testing.T) {
 	t.Parallel()
 	f := start(t, options{dialect: "sglang", replicas: 2, engineArgs: []string{"--decode-step", "40ms", "--prefill-speed", "200"}})
@@ -490,7 +491,7 @@ func TestSGLangReplicaDies(t *testing.T) {
 	errs := make(chan error, 64)
 	for i := range 16 {
 		all.Go(func() {
-			time.Sleep(time.Duration(i) * 40 * time.Millisecond) // at every stage of an answer when the replica dies
+			time.Sleep(time.Duration(i) * 40 * time.Millisecond) // the answers are at every stage when the replica dies
 			body := strings.Replace(pairBody, `"max_tokens":8`, `"max_tokens":40`, 1)
 			if i%2 == 0 {
 				body = streamed(body)
@@ -515,7 +516,7 @@ func TestSGLangReplicaDies(t *testing.T) {
 	}
 }
 
-// Many at once, streamed and not, some of which leave: everybody else is answered, and nothing is left anywhere.
+// Many requests at once, streamed and not; some clients leave: all others are answered, and nothing is left anywhere.
 func TestSGLangCrowd(t *testing.T) {
 	f := start(t, options{dialect: "sglang", prefills: 3, decodes: 2, replicas: 2})
 	var all sync.WaitGroup

@@ -16,10 +16,10 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// Four replicas that share what they know find as many prefixes as one does (97 % of them, where the machine has time for what they tell
-// each other), and far more than four that do not: in
-// conversations made here, and in those of the public trace (replay/traces), of which TANDEM_TRACE says how many requests
-// are sent (all: 12031) and that four which do not share are to be tried too.
+// Four replicas that share their knowledge find as many prefixes as one does (97 % of them, if the machine has time
+// for their messages), and far more than four that do not: in generated conversations, and in those of the public
+// trace (replay/traces). TANDEM_TRACE sets the number of requests of the trace (all: 12031), and also runs four
+// replicas that do not share.
 func TestFourReplicasHitLikeOne(t *testing.T) {
 	t.Parallel()
 	few, many := converse(60, 6, 3), converse(80, 6, 8)
@@ -52,7 +52,7 @@ func TestFourReplicasHitLikeOne(t *testing.T) {
 	}
 }
 
-// hitShare returns the share of prompt tokens that prefill found cached in a fleet of its own.
+// hitShare starts a fleet and returns the share of prompt tokens that prefill found cached.
 func hitShare(t *testing.T, replicas int, top, speed string, work func(*fleet)) (share float64) {
 	t.Helper()
 	t.Run(fmt.Sprintf("%d replicas, redis %t", replicas, top != ""), func(t *testing.T) {
@@ -78,7 +78,7 @@ func hitShare(t *testing.T, replicas int, top, speed string, work func(*fleet)) 
 	return share
 }
 
-// inTurn has clients take numbers below n, one after the other, and do what is to be done with each.
+// inTurn calls do with the numbers below n in order, from several clients.
 func inTurn(n, clients int, do func(i int)) {
 	var running sync.WaitGroup
 	var next atomic.Int64
@@ -106,8 +106,8 @@ func converse(n, turns, clients int) func(*fleet) {
 	}
 }
 
-// traced sends the first n requests of the public trace, in its order. A block of 512 tokens is as many times four letters,
-// the same wherever the trace has the same block.
+// traced sends the first n requests of the public trace, in its order. A block of 512 tokens becomes as many times
+// four letters, equal wherever the trace has the same block.
 func traced(t *testing.T, n, clients int) func(*fleet) {
 	t.Helper()
 	file, err := os.Open("../replay/traces/mooncake-conversation.jsonl.gz")
@@ -142,8 +142,8 @@ func traced(t *testing.T, n, clients int) func(*fleet) {
 	}
 }
 
-// lag returns how long prompts that one replica routed took to be known to another, over all pairs: how many there were, and how
-// many of them were known within each bound (seconds).
+// lag returns the time from routing a prompt at one replica to its being known at another, over all pairs: the number
+// of prompts, and how many of them were known within each bound (seconds).
 func (f *fleet) lag() (count float64, within map[string]float64) {
 	within = map[string]float64{}
 	for _, admin := range f.admins {
@@ -162,8 +162,8 @@ func (f *fleet) logLag() {
 		within["0.005"]/count, within["0.01"]/count, within["0.02"]/count, within["0.05"]/count, within["0.1"]/count, within["0.2"]/count, within["0.5"]/count, within["1"]/count)
 }
 
-// What one of four replicas routes is known to the three others under load; within 100 ms where the machine is idle but for it: as many
-// requests as it takes, which with eight processes on two cores is more than it can do at once, so one in a hundred may take longer.
+// A prompt that one of four replicas routes is known to the three others under load; within 100 ms if the machine is
+// otherwise idle. Eight processes on two cores are too many for that, so one in a hundred may take longer.
 func TestRoutedIsKnownUnderLoad(t *testing.T) {
 	r := startRedis(t)
 	f := start(t, options{replicas: 4, top: r.yaml(), madeKeys: true, engineArgs: []string{"--record=false"}})

@@ -20,13 +20,13 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// A fleet runs for SOAK (a duration; `make soak`: 20m) under load and churn: engines die and return, are drained, weighted,
-// taken out of the configuration and put in again; the second replica of Tandem is stopped, killed and started again;
-// clients leave; with SOAK_REDIS=1 there is a Redis, which is restarted too. At its end everything that could leak is
-// where it was: memory, goroutines and descriptors of the replica that ran all the time and of Envoy, reservations, the
-// engines' ledgers. And no client was told anything but an answer, or the beginning of one whose engine was killed,
-// or, for bodies over 64 KiB, which Envoy does not keep for another replica, that one was killed (SIGKILL) which had the request in
-// hand, by a 503 with Retry-After. SIGTERM costs nobody anything.
+// A fleet runs for SOAK (a duration; `make soak`: 20m) under load and churn: engines die and return, are drained,
+// weighted, removed from the configuration and added again; the second replica of Tandem is stopped, killed and
+// restarted; clients leave; with SOAK_REDIS=1 there is a Redis, which is restarted too. At the end everything that
+// could leak is where it was: memory, goroutines and descriptors of the replica that ran all the time and of Envoy,
+// reservations, the engines' ledgers. Every client got an answer, or the beginning of one whose engine was killed, or,
+// for bodies over 64 KiB, which Envoy does not keep for another replica, a 503 with Retry-After if the replica with
+// its request was killed (SIGKILL). SIGTERM costs no request anything.
 //
 // One prefill and one decode engine and the first replica are left alone: there is always a way to answer.
 func TestSoak(t *testing.T) {
@@ -62,7 +62,7 @@ func TestSoak(t *testing.T) {
 	require.LessOrEqual(t, last.goroutines, idle.goroutines+20, "goroutines")
 	require.LessOrEqual(t, last.files, idle.files+20, "descriptors of Tandem")
 	require.LessOrEqual(t, last.envoyFiles, idle.envoyFiles+200, "descriptors of Envoy, which keeps connections to engines for a while")
-	// What is flat is the second half: caches and the prefix index have filled up before.
+	// The second half must be flat: caches and the prefix index have filled up before.
 	mid, end := samples[len(samples)/2:len(samples)*3/4], samples[len(samples)*3/4:]
 	for name, of := range map[string]func(sample) float64{
 		"Tandem's heap":       func(s sample) float64 { return s.heap },
@@ -92,7 +92,7 @@ type soak struct {
 	redisAt string
 	asked   atomic.Int64
 	mu      sync.Mutex
-	seen    map[string]int // what clients got
+	seen    map[string]int // clients' results
 	churned map[string]int
 
 	replicaKilled atomic.Int64 // when one was, last
@@ -109,7 +109,7 @@ func newSoak(t *testing.T) *soak {
 		o.top = fmt.Sprintf("state: {redis: {url: \"redis://%s/0\"}}\n", s.redisAt)
 	}
 	s.fleet = start(t, withOrders(t, o))
-	s.lenient = true // engines that were killed have lost their books; the soak looks at the others itself
+	s.lenient = true // killed engines have lost their counts; the soak checks the others itself
 	return s
 }
 
@@ -119,7 +119,7 @@ func (s *soak) startRedis(t *testing.T) {
 		"--port", port, "--bind", "127.0.0.1", "--save", "", "--appendonly", "no")
 }
 
-// sample is what could grow, of the replica that runs all the time and of Envoy. Memory in MiB.
+// sample is everything that could grow, of the replica that runs all the time and of Envoy. Memory in MiB.
 type sample struct {
 	heap, memory, goroutines, files, reservations float64
 	envoyMemory, envoyFiles                       float64
@@ -155,7 +155,7 @@ func openFiles(p *process) float64 {
 	return float64(len(list))
 }
 
-// settle waits until nothing runs any more, and says what is left.
+// settle waits until nothing runs any more, and returns what is left.
 func (s *soak) settle() sample {
 	client.CloseIdleConnections()
 	for _, e := range s.engines() {
@@ -169,7 +169,7 @@ func (s *soak) settle() sample {
 		require.Eventually(s.t, func() bool { return metric(s.t, admin, "tandem_reservations") == 0 }, 30*time.Second, 50*time.Millisecond, "reservations of %s", admin)
 	}
 	var now sample
-	for range 30 { // goroutines and descriptors of connections that are idle end a little later
+	for range 30 { // goroutines and descriptors of idle connections end a little later
 		before := now
 		now = s.sample()
 		if now.goroutines == before.goroutines && now.files == before.files {
@@ -196,7 +196,7 @@ func (s *soak) count(of map[string]int, kind string) {
 	of[kind]++
 }
 
-// load has eight clients ask for a time, and looks at what happens ten seconds after ten seconds.
+// load runs eight clients for a time, and calls look every ten seconds.
 func (s *soak) load(length time.Duration, look func()) {
 	stop := make(chan struct{})
 	var clients sync.WaitGroup
@@ -213,7 +213,7 @@ func (s *soak) load(length time.Duration, look func()) {
 	clients.Wait()
 }
 
-// client asks one request after another: of 400 prompts of 0.2 to 200 KB, streamed or not; one in 20 is left.
+// client sends one request after another: of 400 prompts of 0.2 to 200 KB, streamed or not; it leaves one in 20.
 func (s *soak) client(i int, stop chan struct{}) {
 	random := rand.New(rand.NewPCG(uint64(i), 7))
 	for {
@@ -236,7 +236,7 @@ func (s *soak) client(i int, stop chan struct{}) {
 		kind := soakKind(got, err, stream, leaves && ctx.Err() != nil)
 		if got.status == 503 && prompt%4 == 3 && time.Since(time.Unix(0, s.replicaKilled.Load())) < 5*time.Second &&
 			(strings.Contains(got.body, `"router_unavailable"`) || strings.Contains(got.body, `"endpoint_unavailable"`)) {
-			kind = "lost with a killed replica" // while it decided, or while it said where a failed hop goes on
+			kind = "lost with a killed replica" // while it decided, or while it planned a failed hop again
 		}
 		s.count(s.seen, kind)
 		cancel()
@@ -259,7 +259,7 @@ func soakKind(got answer, err error, stream, left bool) string {
 	return fmt.Sprintf("status %d: %.200s", got.status, got.body)
 }
 
-// churn does one thing after another until stop, and then puts everything back.
+// churn makes one change after another until stop, and then restores everything.
 func (s *soak) churn(random *rand.Rand, stop chan struct{}) {
 	engines := append(slices.Clone(s.prefills[1:]), s.decodes[1:]...)
 	paused := map[*engine]bool{}
@@ -299,7 +299,7 @@ func (s *soak) churn(random *rand.Rand, stop chan struct{}) {
 			did = "replica ended by " + signal.String()
 		case n < 18:
 			s.startTandem(1, replica, s.admins[1])
-			for e, p := range paused { // orders are a replica's own
+			for e, p := range paused { // orders of a single replica
 				if p {
 					s.pause(e, true)
 				}
@@ -332,7 +332,7 @@ func (s *soak) pause(e *engine, paused bool) {
 	}
 }
 
-// configure puts an endpoint into the configuration of both replicas, or takes it out.
+// configure adds an endpoint to the configuration of both replicas, or removes it.
 func (s *soak) configure(e *engine, in bool) {
 	line := fmt.Sprintf("  - {address: %q, role: %s}\n", e.addr, e.role)
 	for i := range s.admins {

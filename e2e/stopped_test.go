@@ -11,8 +11,8 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// A decode engine that stands still (SIGSTOP) keeps its connections and answers nothing: it is found by its health checks, and the requests
-// that it has are answered by another one, streamed or not.
+// A stopped decode engine (SIGSTOP) keeps its connections and answers nothing: health checks detect it, and another
+// one answers its requests, streamed or not.
 func TestDecodeThatStandsStill(t *testing.T) {
 	t.Parallel()
 	for name, o := range map[string]options{
@@ -24,7 +24,7 @@ func TestDecodeThatStandsStill(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			f := start(t, o)
-			f.lenient = true // blocks that nobody fetched stay with their lease
+			f.lenient = true // blocks that were not fetched wait for their lease
 			d := f.decodes[0]
 			require.NoError(t, d.cmd.Process.Signal(syscall.SIGSTOP))
 			ask := func(i int) {
@@ -65,7 +65,7 @@ func slowDecode(t *testing.T, delay string) *fleet {
 	return f
 }
 
-// Decode that is slow is left alone, however long it shows nothing.
+// A slow decode engine stays in use, however long it sends nothing.
 func TestDecodeThatIsSlow(t *testing.T) {
 	t.Parallel()
 	f := slowDecode(t, "22s")
@@ -76,7 +76,7 @@ func TestDecodeThatIsSlow(t *testing.T) {
 	require.Zero(t, metric(t, f.admins[0], "tandem_replans_total"))
 }
 
-// If decode dies after it has shown nothing for long, another one answers.
+// If decode dies after a long silence, another one answers.
 func TestDecodeThatIsSlowAndDies(t *testing.T) {
 	t.Parallel()
 	f := slowDecode(t, "14s")

@@ -18,7 +18,8 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// cleaning returns a fleet whose engines keep blocks for minutes, as vLLM before 0.22 does, and whose pool cleans up.
+// cleaning returns options of a fleet whose engines keep blocks for minutes, as vLLM before 0.22 does, and whose pool
+// cleans up.
 func cleaning(o options) options {
 	o.engineArgs = append([]string{"--lease", "480s", "--record-count", "20000", "--record-body", "0"}, o.engineArgs...)
 	o.pool += "  strandedBlocks: cleanupDecode\n"
@@ -26,7 +27,7 @@ func cleaning(o options) options {
 	return o
 }
 
-// held returns the x-request-ids of what prefill engines hold, and how many were kept in all.
+// held returns the x-request-ids of the hand-overs that prefill engines hold, and the number of all hand-overs.
 func (f *fleet) held() (ids []string, given int) {
 	for _, e := range f.prefills {
 		var state struct {
@@ -47,8 +48,8 @@ func (f *fleet) sum(name string, labels ...string) (n float64) {
 	return n
 }
 
-// cleanedUp waits until every hand-over that was stranded, and whose parameters were known, has met its cleanup, and returns how many
-// cleanups there were.
+// cleanedUp waits until every orphaned hand-over with known parameters was cleaned up, and returns the number of
+// cleanups.
 func (f *fleet) cleanedUp() int {
 	soon(f.t, "nothing is under way", func() bool {
 		for _, e := range f.engines() {
@@ -61,7 +62,7 @@ func (f *fleet) cleanedUp() int {
 	n := 0.0
 	soon(f.t, "everything stranded is cleaned up", func() bool {
 		stranded := f.sum("tandem_handovers_orphaned_total")
-		for _, reason := range []string{"answer_cut", "decode_failed"} { // of which nothing is known, or nothing for certain
+		for _, reason := range []string{"answer_cut", "decode_failed"} { // about which nothing is known, or nothing for certain
 			stranded -= f.sum("tandem_handovers_orphaned_total", `reason="`+reason+`"`)
 		}
 		n = f.sum("tandem_cleanup_decodes_total")
@@ -71,7 +72,7 @@ func (f *fleet) cleanedUp() int {
 	return int(n)
 }
 
-// decodeLegs returns those of each request, its cleanup among them, and how many cleanups engines saw.
+// decodeLegs returns the decode legs of each request, its cleanup among them, and the number of cleanups.
 func (f *fleet) decodeLegs() (legs map[string][]seen, cleanups int) {
 	legs = map[string][]seen{}
 	for _, e := range f.decodes {
@@ -90,9 +91,9 @@ func (f *fleet) decodeLegs() (legs map[string][]seen, cleanups int) {
 	return legs, cleanups
 }
 
-// Clients leave at any moment, and of the blocks that nobody fetches then only those stay held of which nobody could know
-// (docs/operations.md, TandemHandoversStranded): P's answer never came to Tandem whole, because Envoy had cut the leg; or D had the
-// request, and gave it up before its scheduler knew.
+// Clients leave at any moment. Of the unfetched blocks only those stay held about which Tandem could not know
+// (docs/operations.md, TandemHandoversStranded): P's answer never reached Tandem completely, because Envoy had cut the
+// leg; or D had the request, and gave it up before its scheduler saw it.
 func TestNoBlocksAreStranded(t *testing.T) {
 	for _, replicas := range []int{1, 2} { // two that share nothing: one of them acts
 		t.Run(fmt.Sprintf("replicas %d", replicas), func(t *testing.T) {
@@ -105,7 +106,7 @@ func TestNoBlocksAreStranded(t *testing.T) {
 func leaveAtAnyMoment(t *testing.T, replicas int) {
 	const clients, each = 16, 60
 	f := start(t, cleaning(options{replicas: replicas, prefills: 2, decodes: 2, engineArgs: []string{"--prefill-speed", "20000", "--decode-step", "2ms"}}))
-	f.lenient = true // this test holds the engines to account
+	f.lenient = true // this test checks the engines itself
 	var all sync.WaitGroup
 	for c := range clients {
 		all.Go(func() {
@@ -120,7 +121,7 @@ func leaveAtAnyMoment(t *testing.T, replicas int) {
 	all.Wait()
 	n := f.cleanedUp()
 
-	cut := map[string]bool{} // left while Envoy waited for P, or for what becomes of P's answer
+	cut := map[string]bool{} // left while Envoy waited for P, or for the reply to P's answer
 	for _, tandem := range f.tandems {
 		log, err := os.ReadFile(tandem.log)
 		require.NoError(t, err)
@@ -149,8 +150,8 @@ func leaveAtAnyMoment(t *testing.T, replicas int) {
 	t.Logf("%d requests, %d hand-overs: %d cleaned up; held: %d whose parameters nobody knows, %d that D dropped", clients*each, given, n, unknown, dropped)
 }
 
-// D hangs before a connection is there, and the client leaves: pass 2 has spent the ticket, but D knows of nothing, so another fetches the
-// blocks.
+// D hangs before there is a connection, and the client leaves: pass 2 has consumed the ticket, but D has received
+// nothing, so another engine fetches the blocks.
 func TestBlocksOfADecodeNotReached(t *testing.T) {
 	t.Parallel()
 	f := start(t, cleaning(options{prefills: 1, decodes: 1, bootstrap: func(f *fleet) string {
@@ -200,7 +201,7 @@ func (f *fleet) pending() bool {
 	return strings.Contains(text, "pending_active: ") && !strings.Contains(text, "pending_active: 0")
 }
 
-// deaf returns an address where connections hang: its queue of them is full, and nobody takes any out.
+// deaf returns an address at which connections hang: its accept queue is full.
 func deaf(t *testing.T) string {
 	fd, err := syscall.Socket(syscall.AF_INET, syscall.SOCK_STREAM|syscall.SOCK_CLOEXEC, 0)
 	require.NoError(t, err)

@@ -20,8 +20,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// Envoy and Tandem speak TLS to each other where they are told to, and a certificate that changes on disk is taken in
-// without a restart.
+// Envoy and Tandem use TLS if configured, and a certificate that changes on disk is loaded without a restart.
 func TestTLSBetweenEnvoyAndTandem(t *testing.T) {
 	t.Parallel()
 	dir := t.TempDir()
@@ -61,7 +60,7 @@ func selfSigned(t *testing.T, certFile, keyFile string, serial int64) {
 	require.NoError(t, os.WriteFile(certFile, pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: der}), 0o600))
 }
 
-// serial returns the number of the certificate that is shown at an address.
+// serial returns the serial number of the certificate at an address.
 func serial(t *testing.T, address string) int64 {
 	t.Helper()
 	conn, err := tls.Dial("tcp", address, &tls.Config{InsecureSkipVerify: true, NextProtos: []string{"h2"}})

@@ -14,7 +14,8 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// One trace holds a request's two hops: the client's span, Envoy's, Tandem's three, and what the engines are told to join.
+// One trace contains a request's two hops: the client's span, Envoy's, Tandem's three, and the parents of the engines'
+// spans.
 func TestOneTraceOverBothHops(t *testing.T) {
 	t.Parallel()
 	c := startCollector(t)
@@ -30,14 +31,14 @@ func TestOneTraceOverBothHops(t *testing.T) {
 	})
 
 	p, d := f.hops("not-a-uuid")
-	joins := func(hop seen) string { // the span that the engine's own would hang below
+	joins := func(hop seen) string { // the parent of the engine's own span
 		require.Len(t, hop.Headers["Traceparent"], 1, hop.Leg)
 		return strings.Split(hop.Headers["Traceparent"][0], "-")[2]
 	}
 	named := func(name string) func(span) bool { return func(s span) bool { return s.name == name } }
 	var spans []span
 	byID := map[string]span{}
-	whole := func() bool { // all three of Tandem's, and none that hangs in the air; Envoy sends every 5 s
+	whole := func() bool { // all three of Tandem's, and no orphaned span; Envoy sends every 5 s
 		spans = c.of(trace)
 		for _, s := range spans {
 			byID[s.id] = s
@@ -63,7 +64,7 @@ func TestOneTraceOverBothHops(t *testing.T) {
 	require.Equal(t, "tandem hand over", byID[joins(d)].name)
 	for _, name := range []string{"tandem_hop_duration_seconds", "tandem_hop_first_byte_seconds", "tandem_request_duration_seconds", "tandem_request_first_byte_seconds", "tandem_ext_proc_duration_seconds"} {
 		led := regexp.MustCompile(`(?m)^` + name + `_bucket\{.*\} \d+ # \{trace_id="` + trace + `"\}`)
-		soon(t, name+" leads to the trace", func() bool { return led.MatchString(f.openMetrics()) }) // Envoy's access log says the rest
+		soon(t, name+" leads to the trace", func() bool { return led.MatchString(f.openMetrics()) }) // Envoy's access log has the rest
 	}
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -72,7 +73,7 @@ func TestOneTraceOverBothHops(t *testing.T) {
 	}
 }
 
-// One trace holds both legs where they run at once: the decision with what it weighed, P's answer, the watch over D.
+// One trace contains both concurrent legs: the decision with its prices, P's answer, the watch over D.
 func TestOneTraceOverLegsAtOnce(t *testing.T) {
 	t.Parallel()
 	c := startCollector(t)
@@ -81,7 +82,7 @@ func TestOneTraceOverLegsAtOnce(t *testing.T) {
 	f := start(t, options{top: top, mix: atOnce, prefills: len(atOnce), decodes: len(atOnce)})
 	for i, dialect := range atOnce {
 		body := strings.Replace(pairBody, `"tiny"`, `"`+dialect+`"`, 1)
-		require.Equal(t, 200, f.post("/v1/chat/completions", body).status) // the first leg of some tells who P is
+		require.Equal(t, 200, f.post("/v1/chat/completions", body).status) // a dialect's first leg may learn P's identity
 		f.sendTraced(i, body)
 	}
 	for i, dialect := range atOnce {
@@ -108,12 +109,12 @@ func (f *fleet) sendTraced(n int, body string) {
 	require.Equal(f.t, 200, got.status, got.body)
 }
 
-// oneTraceOfAPair looks at what of such a request has reached the collector and the engines.
+// oneTraceOfAPair checks the spans of such a request at the collector and the engines.
 func (f *fleet) oneTraceOfAPair(t *testing.T, c *collector, n int) {
 	t.Helper()
 	trace, _ := traceOf(n)
 	byName, byID := map[string]span{}, map[string]span{}
-	joined := func(engines []*engine) (parents []string) { // the spans that the engines' own would hang below
+	joined := func(engines []*engine) (parents []string) { // the parents of the engines' own spans
 		for _, hop := range f.requests("", engines...) {
 			if parts := strings.Split(strings.Join(hop.Headers["Traceparent"], ""), "-"); len(parts) == 4 && parts[1] == trace {
 				require.Equal(t, "01", parts[3], hop.Leg)
@@ -128,7 +129,7 @@ func (f *fleet) oneTraceOfAPair(t *testing.T, c *collector, n int) {
 		}
 		for _, s := range byID {
 			if s.parent != clientsSpan && byID[s.parent].id == "" {
-				return false // hangs in the air: Envoy sends every 5 s
+				return false // an orphaned span: Envoy sends every 5 s
 			}
 		}
 		for _, parent := range joined(f.engines()) {
@@ -164,7 +165,7 @@ func (f *fleet) oneTraceOfAPair(t *testing.T, c *collector, n int) {
 	require.Len(t, joined(f.decodes), 1)
 }
 
-// Without Envoy's part Tandem carries the trace by itself.
+// Without tracing in Envoy, Tandem carries the trace by itself.
 func TestATraceWithoutEnvoysPart(t *testing.T) {
 	t.Parallel()
 	c := startCollector(t)
@@ -176,7 +177,7 @@ func TestATraceWithoutEnvoysPart(t *testing.T) {
 	require.Eventually(t, func() bool { return len(c.of(trace)) == 2 }, patience, 50*time.Millisecond, "decide and hand over")
 }
 
-// Logs have the request's id, and never a word of its prompt, whatever becomes of it.
+// Logs contain the request's id, and never a word of its prompt, whatever happens to it.
 func TestLogsAndSpansHoldNoPrompt(t *testing.T) {
 	t.Parallel()
 	c := startCollector(t)
@@ -207,7 +208,7 @@ func TestLogsAndSpansHoldNoPrompt(t *testing.T) {
 		}
 	}
 	soon(t, "spans come", func() bool { c.mu.Lock(); defer c.mu.Unlock(); return len(c.spans) > 0 })
-	f.tandems[0].stop(os.Interrupt) // which sends what spans are left
+	f.tandems[0].stop(os.Interrupt) // sends the remaining spans
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	require.NotEmpty(t, c.spans)
@@ -218,7 +219,7 @@ func TestLogsAndSpansHoldNoPrompt(t *testing.T) {
 	}
 }
 
-// openMetrics returns what a scraper gets that asks for exemplars.
+// openMetrics returns the metrics for a scraper that asks for exemplars.
 func (f *fleet) openMetrics() string {
 	f.t.Helper()
 	r, err := http.NewRequestWithContext(f.t.Context(), http.MethodGet, f.admins[0]+"/metrics", nil)

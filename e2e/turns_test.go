@@ -15,7 +15,8 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// turnsKind returns NIXL in both directions: decode keeps answers for keep, prefill fetches them in the next turn, within good.
+// turnsKind is NIXL in both directions: decode keeps answers for keep, prefill fetches them in the next turn, within
+// good.
 func turnsKind(keep, good string) kind {
 	return kind{
 		engine: "nixl", kv: "nixl", more: []string{"--bidirectional", "--decoder-ttl", keep},
@@ -36,7 +37,7 @@ type talk struct {
 
 func (c *talk) id() string { return fmt.Sprintf("%s-%d", c.session, c.turn) }
 
-// next returns the next turn's request: the user says something more.
+// next returns the next turn's request, with more text of the user.
 func (c *talk) next(t *testing.T) asked {
 	t.Helper()
 	c.turn++
@@ -56,7 +57,7 @@ func (c *talk) next(t *testing.T) asked {
 		require.NoError(t, err)
 		a.path, member = "/v1/chat/completions", `"messages":`+string(text)
 	}
-	a.body = fmt.Sprintf(`{"model":"tiny",%s,"max_tokens":%d`, member, 100+c.turn) // fewer than kv_recompute_threshold are not fetched
+	a.body = fmt.Sprintf(`{"model":"tiny",%s,"max_tokens":%d`, member, 100+c.turn) // fewer tokens than kv_recompute_threshold are not fetched
 	if c.stream {
 		a.body += `,"stream":true,"stream_options":{"include_usage":true}`
 	}
@@ -71,7 +72,7 @@ func seedOf(text string) (n uint32) {
 	return n % 1000
 }
 
-// say makes the next turn, and holds the answer to that of an engine that works alone.
+// say makes the next turn, and compares the answer with a single engine's.
 func (c *talk) say(t *testing.T) (prefill, decode seen) {
 	t.Helper()
 	a := c.next(t)
@@ -80,7 +81,7 @@ func (c *talk) say(t *testing.T) (prefill, decode seen) {
 	return c.f.hops(a.id)
 }
 
-// hear checks an answer and takes it into the conversation.
+// hear checks an answer and adds it to the conversation.
 func (c *talk) hear(t *testing.T, a asked, got answer) {
 	t.Helper()
 	require.Equal(t, 200, got.status, got.body)
@@ -118,7 +119,7 @@ func (c *talk) said(t *testing.T, got answer) (ids []uint32) {
 	return ids
 }
 
-// turns returns how many turns became what, over all replicas.
+// turns returns the number of turns with a result, over all replicas.
 func (f *fleet) turns(what string) (n float64) {
 	for _, admin := range f.admins {
 		n += metric(f.t, admin, "tandem_turns_total", `what="`+what+`"`)
@@ -126,9 +127,9 @@ func (f *fleet) turns(what string) (n float64) {
 	return n
 }
 
-// In the second turn of a conversation, and in each behind it, prefill fetches prompt and answer of the turn before from the decode
-// endpoint that gave it, and computes what is new; the text is that of an engine that works alone, the client sees nothing of it,
-// and whoever did not ask for token ids gets none.
+// From the second turn of a conversation on, prefill fetches prompt and answer of the previous turn from the decode
+// endpoint that gave it, and computes the new part; the text is a single engine's, the client sees nothing of it, and
+// gets token ids only if it asked for them.
 func TestTurns(t *testing.T) {
 	t.Parallel() // at its end it waits until decode keeps nothing any more
 	f := startKind(t, turnsKind("30s", "20s"), 2, 2)
@@ -154,7 +155,7 @@ func TestTurns(t *testing.T) {
 	}
 	require.InDelta(t, 16, f.turns("kept"), 0)
 
-	// Nobody names the session, or the API says no token ids: the answer is cleaned, and that is all.
+	// Without a session, or with an API without token ids, the answer is only cleaned.
 	for i, path := range []string{"/v1/chat/completions", "/v1/responses", "/v1/messages"} {
 		input := `"messages":[{"role":"user","content":"` + strings.Repeat("Nobody asks for more. ", 30) + `"}]`
 		if path == "/v1/responses" {
@@ -168,7 +169,7 @@ func TestTurns(t *testing.T) {
 			f.hops(id)
 		}
 	}
-	// Nor is a chat with a picture, of which the token ids say nothing.
+	// Nor is a chat with a picture, which token ids do not describe.
 	got := f.post("/v1/chat/completions", `{"model":"tiny","messages":[{"role":"user","content":[{"type":"text","text":"`+strings.Repeat("Look. ", 200)+
 		`"},{"type":"image_url","image_url":{"url":"data:image/png;base64,AAAA"}}]}],"max_tokens":20}`, "x-request-id", "picture", "x-session", "picture")
 	require.Equal(t, 200, got.status, got.body)
@@ -178,9 +179,9 @@ func TestTurns(t *testing.T) {
 	require.Zero(t, f.turns("unusable"))
 }
 
-// A prompt that does not begin with the tokens of the last turn is never sent where these lie: another answer in its place, as of a
-// client that leaves thoughts out; other words before it; a salt of another tenant; another model's adapter. The conversation that does go
-// on is served all the same.
+// A prompt that does not begin with the tokens of the last turn never causes a fetch: another answer in its place, as
+// of a client that leaves thoughts out; other words before it; a salt of another tenant; another model's adapter. The
+// conversation that does continue is served all the same.
 func TestTurnsOfOtherPrompts(t *testing.T) {
 	t.Parallel() // at its end it waits until decode keeps nothing any more
 	f := startKind(t, turnsKind("30s", "20s"), 2, 2)
@@ -203,7 +204,7 @@ func TestTurnsOfOtherPrompts(t *testing.T) {
 	}
 	require.InDelta(t, 2, f.turns("other_prompt"), 0)
 
-	// What each of these left has taken the place of the first turn's; the last is gone on with.
+	// Each of these replaced the first turn's state; the last one is continued.
 	p, _ := c.say(t)
 	require.Contains(t, p.Body, `"remote_block_ids":[[`)
 
@@ -218,7 +219,7 @@ func TestTurnsOfOtherPrompts(t *testing.T) {
 	require.InDelta(t, 1, f.turns("told"), 0)
 }
 
-// What is older than the pool allows is not sent any more, though decode has it yet.
+// A turn older than the pool allows is not used, though decode still keeps it.
 func TestTurnsExpire(t *testing.T) {
 	t.Parallel() // at its end it waits until decode keeps nothing any more
 	f := startKind(t, turnsKind("40s", "12s"), 1, 1)
@@ -232,14 +233,15 @@ func TestTurnsExpire(t *testing.T) {
 	require.InDelta(t, 1, f.turns("told"), 0)
 }
 
-// A decode endpoint that was started anew, or has died, has lost what it kept: prefill cannot fetch it, and is asked again without.
+// A decode endpoint that restarted, or has died, has lost its kept blocks: prefill cannot fetch them, and is asked
+// again without.
 func TestTurnsOfDeadDecodes(t *testing.T) {
 	t.Parallel()
 	for name, revive := range map[string]bool{"started anew": true, "dead": false} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			f := startKind(t, turnsKind("40s", "30s"), 2, 2)
-			f.lenient = true // the engine that is started anew is stopped before they are held to account
+			f.lenient = true // the restarted engine is stopped before the account
 			c := &talk{f: f, session: "unlucky"}
 			_, d := c.say(t)
 			for i, e := range f.decodes {
@@ -249,7 +251,7 @@ func TestTurnsOfDeadDecodes(t *testing.T) {
 				e.stop(syscall.SIGKILL)
 				if revive {
 					f.restart(e)
-				} else if i == len(f.decodes)-1 { // who says what the text should be
+				} else if i == len(f.decodes)-1 { // the reference for the text
 					slices.Reverse(f.decodes)
 				}
 			}
@@ -263,7 +265,7 @@ func TestTurnsOfDeadDecodes(t *testing.T) {
 					require.Contains(t, p.Body, `"remote_block_ids":null`)
 				}
 			}
-			// And turns behind that are as ever, from the one on for which Tandem does not ask the dead one to render.
+			// Later turns work again, from the one on for which Tandem does not ask the dead one to render.
 			for told := false; !told; {
 				require.Less(t, c.turn, 20)
 				a := c.next(t)
@@ -281,8 +283,8 @@ func TestTurnsOfDeadDecodes(t *testing.T) {
 	}
 }
 
-// Many conversations at once, with clients that leave in the middle: every answer is right, no engine is asked for what it does not keep,
-// and in the end nobody holds anything.
+// Many conversations at once, with clients that leave in the middle: every answer is right, no engine is asked for
+// blocks that it does not keep, and at the end nothing is held.
 func TestTurnsWhileClientsLeave(t *testing.T) {
 	t.Parallel() // at its end it waits until decode keeps nothing any more
 	f := startKind(t, turnsKind("30s", "20s"), 2, 2)
@@ -292,7 +294,7 @@ func TestTurnsWhileClientsLeave(t *testing.T) {
 			c := &talk{f: f, session: fmt.Sprint("crowd-", i), stream: i%2 == 0}
 			for turn := range 5 {
 				a := c.next(t)
-				if (i+turn)%3 == 0 { // the client loses patience, and asks again
+				if (i+turn)%3 == 0 { // the client gives up, and asks again
 					ctx, cancel := context.WithTimeout(context.Background(), time.Duration(1+(7*i+turn)%25)*time.Millisecond)
 					_, _ = f.try(ctx, http.MethodPost, a.path, a.body, "x-request-id", a.id+"-left", "x-session", c.session)
 					cancel()
@@ -314,7 +316,8 @@ func TestTurnsWhileClientsLeave(t *testing.T) {
 	}
 }
 
-// With Redis a conversation's next turn may come to any replica, and one of them gets what was kept; without, each has its own.
+// With Redis a conversation's next turn may come to any replica, and one of them gets the stored turn; without, each
+// has its own.
 func TestTurnsOverReplicas(t *testing.T) {
 	t.Parallel() // at its end it waits until decode keeps nothing any more
 	redis := startRedis(t)
@@ -340,7 +343,7 @@ func TestTurnsOverReplicas(t *testing.T) {
 	require.InDelta(t, 18, f.turns("kept"), 0)
 	if missed := sum(t, f, "tandem_redis_errors_total") + sum(t, f, "tandem_tickets_consumed_locally_total"); missed == 0 {
 		require.InDelta(t, 12, f.turns("told"), 0)
-	} else { // what Redis has no 50 ms for is not kept, or not told; nor what comes while it is left alone for that
+	} else { // turns are dropped if Redis takes more than 50 ms, and while it is not asked after that
 		require.Positive(t, f.turns("told"), "Redis was late %v times", missed)
 		require.LessOrEqual(t, f.turns("told"), 12.)
 	}
@@ -349,8 +352,8 @@ func TestTurnsOverReplicas(t *testing.T) {
 	}
 }
 
-// An answer that is longer than what Tandem takes out of it the engines' own is refused, as such, to the client alone: the endpoint that
-// gave it is not at fault, so no other is asked for the same, and it is asked for the next as ever.
+// An answer too long for Tandem to clean is refused, with that reason, to the client alone: the endpoint is not at
+// fault, so no other is asked for the same, and it stays in use.
 func TestTurnsOfAnswersTooLong(t *testing.T) {
 	t.Parallel() // at its end it waits until decode keeps nothing any more
 	f := startKind(t, turnsKind("30s", "20s"), 1, 2)

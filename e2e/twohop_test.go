@@ -15,7 +15,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// apis are the five request shapes that go over two hops.
+// apis are the five request shapes that can use two hops.
 var apis = []struct{ name, path, body string }{
 	{"chat", "/v1/chat/completions", `{"model":"tiny","messages":[{"role":"user","content":"Two hops, please."}],"max_tokens":12}`},
 	{"completions", "/v1/completions", `{"model":"tiny","prompt":"Two hops, please.","max_tokens":12}`},
@@ -24,8 +24,8 @@ var apis = []struct{ name, path, body string }{
 	{"generate", "/inference/v1/generate", `{"model":"tiny","token_ids":[1,2,3,4,5,6,7,8],"sampling_params":{"max_tokens":12}}`},
 }
 
-// Every API crosses two hops, with the client's own request id on both, the text an engine alone would have given, and
-// nothing computed twice.
+// Every API uses two hops, with the client's own request id on both, a single engine's text, and nothing computed
+// twice.
 func TestEveryAPIGoesOverTwoHops(t *testing.T) {
 	f := start(t, options{})
 	for _, api := range apis {
@@ -58,7 +58,7 @@ func alone(t *testing.T, f *fleet, path, body string) string {
 	return text(t, b.String())
 }
 
-// text finds what an answer of any API says.
+// text returns the text of an answer of any API.
 func text(t *testing.T, body string) string {
 	t.Helper()
 	var a struct {
@@ -107,7 +107,7 @@ func TestStreams(t *testing.T) {
 	}
 }
 
-// What the client sent arrives byte for byte at the decode engine, and the KV parameters are all that is added.
+// The client's body arrives byte for byte at the decode engine, with only the KV parameters added.
 func TestBodiesAreExact(t *testing.T) {
 	f := start(t, options{})
 	body := "{ \"zeta\": [1e3, 1E+2, -0, 9223372036854775807, 18446744073709551615, 0.1000],\n\t\"model\" : \"tiny\",\"messages\":" +
@@ -126,7 +126,7 @@ func TestBodiesAreExact(t *testing.T) {
 	require.NotContains(t, p.Body, "###", "a stop would end the prefill before its KV is kept")
 }
 
-// cutMember takes the KV parameters out of a decode body, where they stand right after the opening brace.
+// cutMember cuts the KV parameters from a decode body, right after the opening brace.
 func cutMember(t *testing.T, body string) (kv, rest string) {
 	t.Helper()
 	const name = `{"kv_transfer_params":`
@@ -137,8 +137,8 @@ func cutMember(t *testing.T, body string) (kv, rest string) {
 	return string(raw), "{" + strings.TrimPrefix(body[len(name)+int(d.InputOffset()):], ",")
 }
 
-// Bodies of 100 bytes to 8 MB, over HTTP/1.1 with and without a length, and over HTTP/2, in both ways that Envoy can send
-// them to Tandem.
+// Bodies of 100 bytes to 8 MB, over HTTP/1.1 with and without a length, and over HTTP/2, in both of Envoy's body
+// modes.
 func TestSizesAndProtocols(t *testing.T) {
 	for _, mode := range []string{"duplex", "auto", "buffered"} {
 		t.Run(mode, func(t *testing.T) { sizesAndProtocols(t, mode) })
@@ -176,7 +176,7 @@ func sizesAndProtocols(t *testing.T, mode string) {
 	}
 }
 
-// Requests that one engine has to answer whole, and bodies too long to be replayed, go to decode alone, untouched.
+// Requests that one engine has to answer, and bodies too long to be replayed, go to decode alone, unchanged.
 func TestDecodeAlone(t *testing.T) {
 	f := start(t, options{envoyFields: ", maxBodyBytes: 100000"})
 	for name, tt := range map[string]struct{ path, body string }{
@@ -200,7 +200,7 @@ func TestDecodeAlone(t *testing.T) {
 	}
 }
 
-// What is not one of the five APIs goes to one engine as it is, whatever its size.
+// Other paths than the five APIs go to one engine unchanged, whatever the size.
 func TestOtherPathsPassThrough(t *testing.T) {
 	f := start(t, options{envoyFields: ", maxBodyBytes: 100000"})
 	got := f.post("/tokenize", `{"model":"tiny","prompt":"a b c", "kv_transfer_params": 1}`, "x-request-id", "tokenize")
@@ -216,7 +216,7 @@ func TestOtherPathsPassThrough(t *testing.T) {
 	form := multipart.NewWriter(&upload)
 	part, err := form.CreateFormFile("file", "speech.wav")
 	require.NoError(t, err)
-	_, _ = part.Write(bytes.Repeat([]byte{0, 1, 2, 0xff}, 1_000_000)) // 4 MB, forty times what a split body may have
+	_, _ = part.Write(bytes.Repeat([]byte{0, 1, 2, 0xff}, 1_000_000)) // 4 MB, forty times the limit of a split body
 	require.NoError(t, form.WriteField("model", "tiny"))
 	require.NoError(t, form.Close())
 	sum := sha256.Sum256(upload.Bytes())
@@ -232,7 +232,7 @@ func TestOtherPathsPassThrough(t *testing.T) {
 	require.Contains(t, models.body, `"id":"tiny"`)
 }
 
-// A stored response belongs to the engine that made it: what continues or asks for it goes there.
+// A stored response belongs to the engine that made it: requests that continue or ask for it go there.
 func TestStoredResponsesStayWhereTheyAre(t *testing.T) {
 	f := start(t, options{})
 	for i := range 6 {

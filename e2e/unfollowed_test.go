@@ -16,11 +16,12 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// refuser returns a prefill endpoint that has no time, and says so before it has read a request. 429 does not leave it out.
+// refuser returns a prefill endpoint that is too busy, and answers so before it has read a request. 429 does not
+// exclude it.
 func refuser(t *testing.T) string {
 	s := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if r.Method == http.MethodPost {
-			w.Header().Set("connection", "close") // or net/http reads on before it answers
+			w.Header().Set("connection", "close") // otherwise net/http reads on before it answers
 			w.WriteHeader(http.StatusTooManyRequests)
 		}
 	}))
@@ -28,8 +29,8 @@ func refuser(t *testing.T) string {
 	return s.Listener.Addr().String()
 }
 
-// An endpoint that fails before a long body has reached it costs the client nothing: Envoy follows redirects only of requests that
-// went out in full, so it must not hear of the failure before.
+// An endpoint that fails before a long body has reached it costs the client nothing: Envoy follows redirects only of
+// requests that were sent completely, so it must not get the redirect before.
 func TestRefusalsBeforeTheBodyIsThere(t *testing.T) {
 	t.Parallel()
 	f := start(t, options{decodes: 1, engineArgs: []string{"--record=false"}, pools: fmt.Sprintf(`pools:
@@ -43,8 +44,8 @@ func TestRefusalsBeforeTheBodyIsThere(t *testing.T) {
 	require.Zero(t, metric(t, f.admins[0], "tandem_redirects_not_followed_total"))
 }
 
-// Where Envoy cannot follow a redirect the client is told to come again, and the log and a metric say why: here somebody has given
-// Envoy's listener a small buffer, in which no long body is kept for the next hop.
+// If Envoy cannot follow a redirect, the client is asked to come again, and the log and a metric have the reason: here
+// Envoy's listener has a small buffer, which keeps no long body for the next hop.
 func TestUnfollowedRedirectsSayWhy(t *testing.T) {
 	t.Parallel()
 	f := start(t, options{prefills: 1, decodes: 1, bootstrap: func(f *fleet) string {
@@ -55,9 +56,9 @@ func TestUnfollowedRedirectsSayWhy(t *testing.T) {
 		limit := regexp.MustCompile(`per_connection_buffer_limit_bytes: \d+`).FindString(string(text)) // the main listener's is the first
 		return strings.Replace(string(text), limit, "per_connection_buffer_limit_bytes: 32768", 1)
 	}})
-	f.lenient = true // P keeps what nobody fetches
+	f.lenient = true // P keeps unfetched blocks
 	require.Equal(t, 200, f.post("/v1/chat/completions", question("short", 500)).status)
-	long := io.MultiReader(strings.NewReader(question("long", 50_000))) // of no length, or a filter would wait for it with a buffer of its own
+	long := io.MultiReader(strings.NewReader(question("long", 50_000))) // without a length, or a filter would wait for it with a buffer of its own
 	r, err := http.NewRequestWithContext(t.Context(), http.MethodPost, f.url+"/v1/chat/completions", long)
 	require.NoError(t, err)
 	r.Header = http.Header{"Content-Type": {"application/json"}, "X-Request-Id": {"too-long"}}

@@ -12,9 +12,9 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// After any kill a replica is ready with what Redis holds, and finds as many prefixes as before: one of two that comes back at once, as a
-// kubelet restarts a container; all at once; with a snapshot and, in the first minute, before there is one. The lease is longer than the
-// test takes, so that each replica's former self seems to live.
+// After any kill a replica is ready with the state in Redis, and finds as many prefixes as before: one of two that
+// returns at once, as a kubelet restarts a container; all at once; with a snapshot and, in the first minute, before
+// there is one. The lease is longer than the test takes, so each replica's former self seems to live.
 func TestWarmStartAfterKills(t *testing.T) {
 	t.Parallel()
 	for name, c := range map[string]struct {
@@ -34,7 +34,7 @@ func TestWarmStartAfterKills(t *testing.T) {
 			f.allReplicas(c.replicas)
 			f.oneKey()
 			const conversations = 24
-			say := func(turn int) (hitShare float64) { // of what a turn has in common with the one before
+			say := func(turn int) (hitShare float64) { // of a turn's common part with the previous one
 				hits, tokens := f.cached()
 				inTurn(conversations, 3, func(i int) {
 					text := fmt.Sprintf("conversation %d begins. ", i)
@@ -49,17 +49,17 @@ func TestWarmStartAfterKills(t *testing.T) {
 			}
 			say(0)
 			say(1)
-			if c.snapshot { // as the oldest writes each minute: what a replica that stops leaves for those who come
+			if c.snapshot { // as the oldest writes each minute: a replica that stops leaves it for later ones
 				f.tandems[0].stop(syscall.SIGTERM)
 				f.startTandem(0, f.fileOf(0), f.admins[0])
 				f.serves()
 				require.Equal(t, ":1", r.do("EXISTS", "tandem:1:{chat}:snapshot"))
-			} else if c.replicas == 1 { // else the first wrote one for the second
+			} else if c.replicas == 1 { // otherwise the first wrote one for the second
 				require.Equal(t, ":0", r.do("EXISTS", "tandem:1:{chat}:snapshot"))
 			}
 			before := say(2)
 			known := f.known(0).Pools[0].Blocks
-			time.Sleep(100 * time.Millisecond) // a replica alone publishes every 50 ms; what it has not published dies with it
+			time.Sleep(100 * time.Millisecond) // a replica alone publishes every 50 ms; unpublished state dies with it
 			var killing sync.WaitGroup
 			for i := range c.killed {
 				killing.Go(func() { f.tandems[i].stop(syscall.SIGKILL) })
@@ -79,7 +79,7 @@ func TestWarmStartAfterKills(t *testing.T) {
 	}
 }
 
-// cached returns how many tokens of prompts prefill engines found in their caches, and of how many.
+// cached returns the number of prompt tokens that prefill engines found in their caches, and of all.
 func (f *fleet) cached() (hits, tokens float64) {
 	for _, e := range f.prefills {
 		hits += metric(f.t, "http://"+e.addr, "vllm:prefix_cache_hits_total")
@@ -92,7 +92,7 @@ func (f *fleet) fileOf(replica int) string {
 	return filepath.Join(f.dir, fmt.Sprintf("tandem-%d.yaml", replica))
 }
 
-// serves waits until Envoy asks all replicas again.
+// serves waits until Envoy uses all replicas again.
 func (f *fleet) serves() {
 	f.t.Helper()
 	if len(f.admins) > 1 {

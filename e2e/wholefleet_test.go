@@ -12,9 +12,9 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// What operators order or ask at one replica is about all of them, if they share a Redis.
+// Operators' orders and questions at one replica apply to all of them, if they share a Redis.
 
-// orderAt gives one replica an order, and returns which replicas it holds for, as the replica says.
+// orderAt gives one replica an order, and returns the replicas that it applies to, as reported.
 func (f *fleet) orderAt(replica int, method, path, body string) (holds string) {
 	f.t.Helper()
 	req, err := http.NewRequest(method, f.admins[replica]+path, strings.NewReader(body))
@@ -29,8 +29,8 @@ func (f *fleet) orderAt(replica int, method, path, body string) (holds string) {
 	return resp.Header.Get("tandem-holds-for")
 }
 
-// An endpoint that was drained at one replica gets nothing through any, not through one that starts later either, until the order is
-// taken back at another one.
+// An endpoint that was drained at one replica gets no request through any, nor through one that starts later, until
+// the order is revoked at another one.
 func TestOrdersHoldForTheFleet(t *testing.T) {
 	t.Parallel()
 	r := startRedis(t)

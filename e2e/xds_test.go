@@ -17,7 +17,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// shownEnvoy is what a replica's status says of an Envoy that it serves.
+// shownEnvoy is a replica's status of an Envoy that it serves.
 type shownEnvoy struct {
 	Name    string `json:"name"`
 	Version string `json:"version"`
@@ -49,7 +49,7 @@ func (f *fleet) envoyStat(name string) int {
 	return n
 }
 
-// reloadAll writes the configuration of every replica anew and has it read.
+// reloadAll writes the configuration of every replica and makes it reload.
 func (f *fleet) reloadAll(change func(text string) string) {
 	f.t.Helper()
 	for i, p := range f.tandems {
@@ -128,7 +128,7 @@ func TestXDSChangesUnderLoad(t *testing.T) {
 	})
 }
 
-// With client certificates strangers read no configuration, and Envoy takes up a certificate that changes.
+// With client certificates strangers cannot read the configuration, and Envoy loads a changed certificate.
 func TestXDSOverMutualTLS(t *testing.T) {
 	t.Parallel()
 	dir := t.TempDir()
@@ -172,7 +172,7 @@ func TestXDSOverMutualTLS(t *testing.T) {
 		require.NoError(t, err)
 		return string(text)
 	}
-	used := func() int { return strings.Count(certificates(), `"serial_number": "2222"`) } // among authorities too
+	used := func() int { return strings.Count(certificates(), `"serial_number": "2222"`) } // counts authorities too
 	before := used()
 	put("2222")
 	soon(t, "Envoy has the new certificate", func() bool { return used() > before })

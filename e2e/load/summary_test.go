@@ -27,7 +27,8 @@ func TestSummary(t *testing.T) {
 	}, aRun(500, 1, 2).summary())
 }
 
-// A run is compared with what the last one left; a change within the noise is none, and another machine's run says nothing.
+// A run is compared with the previous one; a change within the noise does not count, and another machine's run is
+// ignored.
 func TestChanges(t *testing.T) {
 	dir := t.TempDir()
 	last, err := readPrevious(dir)

@@ -9,7 +9,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// Whoever asks at the same time gets others, and all of them can be listened at.
+// Concurrent callers get different addresses, and all of them can be listened on.
 func TestAddresses(t *testing.T) {
 	var mu sync.Mutex
 	var all []string

@@ -38,7 +38,7 @@ func TestProcess(t *testing.T) {
 	require.ErrorContains(t, err, "CPU clock of")
 }
 
-// Who waits for a program that ends instead is told what that said.
+// If a program ends before it is ready, Wait returns its output.
 func TestWait(t *testing.T) {
 	g := Group{Dir: t.TempDir()}
 	t.Cleanup(g.Stop)
@@ -64,7 +64,7 @@ func TestWait(t *testing.T) {
 	require.Equal(t, 3, asked)
 }
 
-// Ports stay whose they are, though nothing listens there yet.
+// Ports stay reserved, even if nothing listens there yet.
 func TestFreePorts(t *testing.T) {
 	given := map[string]bool{}
 	for range 40 {
@@ -74,6 +74,6 @@ func TestFreePorts(t *testing.T) {
 			require.NotContains(t, given, p)
 			given[p] = true
 		}
-		runtime.GC() // what nobody refers to is closed
+		runtime.GC() // collects unreachable listeners
 	}
 }

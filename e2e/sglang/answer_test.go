@@ -15,7 +15,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// answer is what a server answered.
+// answer is a server's answer.
 type answer struct {
 	status int
 	stream bool
@@ -40,7 +40,7 @@ func post(ctx context.Context, addr, path, body string, header ...string) (answe
 	return answer{res.StatusCode, strings.HasPrefix(res.Header.Get("Content-Type"), "text/event-stream"), raw}, err
 }
 
-// complete reports what an answer lacks, nil if it is whole: a stream ends with its last event, and nothing in it is an error.
+// complete returns an error for an incomplete answer: a stream must end with its last event, and have no error in it.
 func (a answer) complete() error {
 	switch {
 	case a.status != http.StatusOK:
@@ -54,7 +54,8 @@ func (a answer) complete() error {
 	return nil
 }
 
-// told returns an answer as it is compared: without what differs between two runs of one server, and a stream as its text.
+// told returns an answer for comparison: without the parts that differ between two runs of one server, and a stream as
+// its text.
 func (a answer) told(t *testing.T) any {
 	t.Helper()
 	if !a.stream {
@@ -76,7 +77,7 @@ func (a answer) told(t *testing.T) any {
 	return text
 }
 
-// event has what is read of an event, of all APIs.
+// event has the members of an event that are read, of all APIs.
 type event struct {
 	Choices []struct {
 		Index        int
@@ -125,8 +126,9 @@ func (e *event) add(text map[string]string) {
 	}
 }
 
-// different reports whether a member differs between the roles or between two runs, and says nothing of whether the answer is right: ids
-// and times; cached tokens, which a decode server counts otherwise; what only a server that computes prompts measures (meta_info).
+// different reports whether a member may differ between the roles or between two runs although the answer is right:
+// ids and times; cached tokens, which a decode server counts differently; measurements that only a server that
+// computes prompts makes (meta_info).
 func different(name string) bool {
 	switch name {
 	case "id", "created", "created_at", "completed_at", "item_id", "request_id", "system_fingerprint", "num_retractions",

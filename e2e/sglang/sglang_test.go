@@ -43,8 +43,8 @@ func (r request) json(t *testing.T, more map[string]any) string {
 	return string(text)
 }
 
-// requests returns one of each API, and /generate with text and with token ids. No two have a prompt in common: input_tokens of
-// /v1/messages counts without what is cached.
+// requests returns one of each API, and /generate with text and with token ids. No two have a prompt in common:
+// input_tokens of /v1/messages counts uncached tokens only.
 func (p prompts) requests(words, tokens int) []request {
 	messages := func() []any { return []any{map[string]any{"role": "user", "content": p.words(words)}} }
 	sampling := map[string]any{"max_new_tokens": tokens, "temperature": 0}
@@ -63,7 +63,7 @@ func (p prompts) requests(words, tokens int) []request {
 	}
 }
 
-// batches returns lists of prompts, and answers with log probabilities, of which P has a part.
+// batches returns lists of prompts, and answers with log probabilities, part of which come from P.
 func batches(p prompts) []request {
 	sampling := map[string]any{"max_new_tokens": 6, "temperature": 0}
 	return []request{
@@ -121,8 +121,8 @@ type suite struct {
 	rows    []string
 }
 
-// warm sends requests until 12 in a row are answered. The first requests of a server on CPU take seconds, in which it does not answer
-// GET /health either, so Tandem leaves it out meanwhile.
+// warm sends requests until 12 in a row are answered. The first requests of a server on CPU take seconds, in which it
+// does not answer GET /health either, so Tandem excludes it meanwhile.
 func (s *suite) warm(t *testing.T) {
 	t.Helper()
 	inRow := 0
@@ -147,7 +147,7 @@ func (s *suite) versions(t *testing.T) {
 		time.Now().UTC().Format(time.DateOnly), info.Version, len(s.prefill), len(s.decode))
 }
 
-// row notes what was checked, with how many requests, and what was seen.
+// row records a check, its number of requests, and the result.
 func (s *suite) row(check string, requests int, seen string) {
 	s.rows = append(s.rows, fmt.Sprintf("| %s | %d | %s |", check, requests, seen))
 }
@@ -156,7 +156,7 @@ func (s *suite) print() {
 	fmt.Printf("\n%s.\n\n| Check | Requests | Seen |\n|---|---|---|\n%s\n\n", s.head, strings.Join(s.rows, "\n"))
 }
 
-// both sends a request to the reference and through Tandem, and wants the same answer.
+// both sends a request to the reference and through Tandem, and requires the same answer.
 func (s *suite) both(t *testing.T, r request, more map[string]any) {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), 5*time.Minute)
@@ -229,7 +229,8 @@ func (s *suite) kvMoved(t *testing.T) {
 	s.row("KV moved by NIXL", n, fmt.Sprintf("%d transfers to decode, no prompt computed there", n))
 }
 
-// choices: several of one prompt make a real D wait for 300 s, so they are refused where no server does both, and answered where one does.
+// choices: several choices of one prompt make a real D wait for 300 s, so they are refused unless a server does both,
+// and answered if one does.
 func (s *suite) choices(t *testing.T) {
 	whole := newStack(t, true)
 	count := 0
@@ -293,7 +294,7 @@ func (s *suite) forged(t *testing.T) {
 	s.row("A forged `bootstrap_host`", count, "in the body, written with escapes, and as headers: right text, and nobody connected to it")
 }
 
-// refusals: what SGLang says of a bad request shows the client's own, without rooms.
+// refusals: SGLang's error for a bad request shows the client's own body, without rooms.
 func (s *suite) refusals(t *testing.T) {
 	bad := []request{
 		{"/v1/chat/completions", map[string]any{"max_tokens": 4}},
@@ -337,7 +338,7 @@ func (s *suite) leave(t *testing.T) {
 	s.row("Clients that leave", n, fmt.Sprintf("before, during and after prefill, streamed and not; all queues of all servers empty %.1f s later", took.Seconds()))
 }
 
-// run sends requests from some clients until stop is closed, and gives the number of them, and what went wrong.
+// run sends requests from some clients until stop is closed, and returns their number, and the errors.
 func (s *suite) run(ctx context.Context, t *testing.T, clients int, stop <-chan struct{}) (count int, slowest time.Duration, errs []error) {
 	var all sync.WaitGroup
 	var mu sync.Mutex
@@ -391,7 +392,8 @@ func kill(t *testing.T, name, addr string) {
 	require.NoError(t, syscall.Kill(-pid, syscall.SIGKILL))
 }
 
-// underFire has clients at work while one of several servers is killed, and wants every answer but those that had begun.
+// underFire has clients at work while one of several servers is killed, and requires every answer except those that
+// had begun.
 func (s *suite) underFire(t *testing.T, role string, of []string) {
 	if len(of) < 2 {
 		t.Skipf("one %s server: nobody is left to answer", role)

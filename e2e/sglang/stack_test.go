@@ -88,7 +88,7 @@ pools:
 	return b.String()
 }
 
-// load is what GET /v1/loads says of one server.
+// load is one server's answer to GET /v1/loads.
 type load struct {
 	Running        int `json:"num_running_reqs"`
 	Waiting        int `json:"num_waiting_reqs"`
@@ -118,7 +118,7 @@ func loadOf(addr string) (load, error) {
 	return v.Loads[0], nil
 }
 
-// idle waits until no server has a request, in any queue, and says how long that took.
+// idle waits until no server has a request, in any queue, and returns the time that it took.
 func (s *stack) idle(t *testing.T, servers ...string) time.Duration {
 	t.Helper()
 	began := time.Now()

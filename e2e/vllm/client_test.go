@@ -36,7 +36,7 @@ type request struct {
 	prompt   string
 	tokens   int // of the answer, at most
 	stream   bool
-	two      bool   // choices, so not split; greedy by top_k, as vLLM refuses temperature 0 beside n
+	two      bool   // several choices, so not split; greedy by top_k, as vLLM refuses temperature 0 beside n
 	extra    string // further members, JSON with a comma in front
 	sampling string // generate: further sampling_params, JSON with a comma in front
 	header   http.Header
@@ -87,7 +87,7 @@ func (r request) String() string {
 	return fmt.Sprintf("%s/%s/%dB", r.api.name, mode, len(r.prompt))
 }
 
-// answer is what came back. text has an entry for each choice.
+// answer is the answer. text has an entry for each choice.
 type answer struct {
 	status       int
 	text         []string
@@ -113,8 +113,8 @@ type payload struct {
 	Delta   json.RawMessage
 }
 
-// send makes the request at addr and reads the answer to its end. If abort is positive the client leaves after so many
-// events of the stream.
+// send makes the request at addr and reads the answer to its end. If abort is positive the client leaves after that
+// many events of the stream.
 func send(ctx context.Context, addr string, r request, abort int) (answer, error) {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()

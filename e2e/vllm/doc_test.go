@@ -2,14 +2,14 @@
 
 // Package vllm checks Tandem against real vLLM engines with NIXL, on this machine's CPU.
 //
-// install.sh installs vLLM, run.sh starts two prefill and two decode engines and a fifth without KV transfer, the reference,
-// and runs these tests, which start Envoy and Tandem in front of the four. Everything is compared with the reference: the
-// model is small and random, but its greedy text hangs on every token of the prompt, so KV that was lost, stale or another
-// request's shows as other text. What the engines' own metrics say tells whether P/D took place at all.
+// install.sh installs vLLM, run.sh starts two prefill and two decode engines and a fifth without KV transfer, the
+// reference, and runs these tests, which start Envoy and Tandem in front of the four. Everything is compared with the
+// reference: the model is small and random, but its greedy text depends on every token of the prompt, so lost, stale
+// or foreign KV changes the text. The engines' own metrics show whether P/D took place at all.
 //
-// Three more runs have engines of their own: NIXL in both directions (TestRealTurns), and NIXL push and Mooncake, whose legs run at once
-// (TestRealPairs; mooncake.sh).
+// Three more runs have engines of their own: NIXL in both directions (TestRealTurns), and NIXL push and Mooncake,
+// whose legs run at once (TestRealPairs; mooncake.sh).
 //
-// It needs the build tag vllm, bin/tandem, and an Envoy ($ENVOY, PATH, or .tools/bin/envoy): make e2e-vllm. Like all of e2e it
-// imports no package of ours.
+// It needs the build tag vllm, bin/tandem, and an Envoy ($ENVOY, PATH, or .tools/bin/envoy): make e2e-vllm. Like all
+// of e2e it imports no package of ours.
 package vllm

@@ -17,14 +17,14 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// door stands before an engine and lets requests in, at once or some time after they came: so which of two legs an engine
-// hears of first is not left to chance.
+// door stands before an engine and admits requests, at once or after a delay: so the order in which two legs reach
+// their engines does not depend on chance.
 type door struct {
 	addr  string
 	delay atomic.Int64 // ns
 
 	mu     sync.Mutex
-	let    map[string]time.Time // when a request was let in, by its x-request-id
+	let    map[string]time.Time // time of a request's admission, by its x-request-id
 	engine engine
 }
 
@@ -59,7 +59,7 @@ func (d *door) wait(r *http.Request) {
 	d.let[r.Header.Get("X-Request-Id")] = time.Now()
 }
 
-// doors are those of some engines.
+// doors are the doors of some engines.
 type doors []*door
 
 func newDoors(t *testing.T, engines []engine) (all doors) {
@@ -76,7 +76,7 @@ func (d doors) delay(by time.Duration) {
 	}
 }
 
-// forget forgets who was let in.
+// forget clears the record of admitted requests.
 func (d doors) forget() {
 	for _, one := range d {
 		one.mu.Lock()
@@ -85,7 +85,7 @@ func (d doors) forget() {
 	}
 }
 
-// letIn returns when each request was let in, at whichever door.
+// letIn returns the time at which each request was admitted, at whichever door.
 func (d doors) letIn() map[string]time.Time {
 	all := map[string]time.Time{}
 	for _, one := range d {

@@ -101,7 +101,7 @@ func total(t *testing.T, engines []engine, name string) float64 {
 	return sum
 }
 
-// requireAlive wants every engine to answer, with nothing running or waiting in it within 10 s.
+// requireAlive requires every engine to answer, with nothing running or waiting in it within 10 s.
 func requireAlive(t *testing.T, engines []engine) {
 	t.Helper()
 	for _, e := range engines {

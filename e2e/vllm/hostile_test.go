@@ -49,7 +49,7 @@ func (s *suite) deadly(t *testing.T) map[string]string {
 	}
 }
 
-// hostile: whatever a client sends for the engines' eyes, the text is right, the KV still moves, and no engine dies.
+// hostile: whatever members a client adds for the engines, the text is right, the KV still moves, and no engine dies.
 func (s *suite) hostile(t *testing.T) {
 	count := 0
 	send := func(r request) {
@@ -98,7 +98,7 @@ func (s *suite) hostileHeaders() []http.Header {
 	}
 }
 
-// requireRefused wants a 400 in OpenAI's shape.
+// requireRefused requires a 400 in OpenAI's shape.
 func (s *suite) requireRefused(t *testing.T, extra string) {
 	t.Helper()
 	a, err := send(t.Context(), s.front.addr, request{api: chat, prompt: "x", tokens: 8, extra: extra}, 0)
@@ -112,8 +112,8 @@ func (s *suite) requireRefused(t *testing.T, extra string) {
 	requireAlive(t, s.engines())
 }
 
-// otherDoors: vLLM takes the same members on paths that Tandem passes through, and reads JSON in other encodings. None of
-// them may lead to an engine's death.
+// otherDoors: vLLM accepts the same members on paths that Tandem passes through, and reads JSON in other encodings.
+// None of them may kill an engine.
 func (s *suite) otherDoors(t *testing.T) {
 	body := request{api: chat, prompt: "hello", tokens: 4, extra: `,"kv_transfer_params":{"do_remote_prefill":true}`}.body()
 	tokens := `{"model":"tiny","token_ids":[11,12,13,14],"sampling_params":{"max_tokens":4,"temperature":0,"extra_args":{"kv_transfer_params":{"do_remote_prefill":true}}},"kv_transfer_params":{"do_remote_prefill":true}}`
@@ -173,7 +173,7 @@ func inUTF16(s string) string {
 	return b.String()
 }
 
-// prefillByHand makes the prefill request itself, and gives the kv_transfer_params that came back.
+// prefillByHand makes the prefill request itself, and returns the answer's kv_transfer_params.
 func (s *suite) prefillByHand(t *testing.T, prompt string) json.RawMessage {
 	t.Helper()
 	r := request{api: completions, prompt: prompt, tokens: 1, extra: `,"kv_transfer_params":{"do_remote_decode":true}`}
@@ -188,7 +188,7 @@ func (s *suite) prefillByHand(t *testing.T, prompt string) json.RawMessage {
 	return body.Params
 }
 
-// twoHops is what Tandem does, done by the client.
+// twoHops does Tandem's work by the client.
 func (s *suite) twoHops(t *testing.T, prompt string, n int) {
 	t.Helper()
 	params := s.prefillByHand(t, prompt)

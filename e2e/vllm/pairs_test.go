@@ -23,7 +23,7 @@ func TestRealPairs(t *testing.T) {
 	s := &suite{stack: newStackBehindDoors(t), prompts: prompts{rand.New(rand.NewPCG(uint64(time.Now().UnixNano()), 0))}, report: &report{}, start: map[string]float64{}}
 	s.report.versions = s.versions(t)
 	defer s.report.print(t)
-	for range 12 { // until every P has told who it is
+	for range 12 { // until every P's identity is known
 		s.both(t, request{api: chat, prompt: s.prompts.words(20), tokens: 4})
 	}
 	s.run(t, "one at a time", s.pairsAlone)
@@ -77,7 +77,7 @@ func (s *suite) pairsInOrder(t *testing.T) {
 	s.decodeDoors.delay(0)
 }
 
-// apartBy returns how much later prefill legs were let in than their decode legs: the least and the most of all.
+// apartBy returns how much later prefill legs were admitted than their decode legs: the least and the most of all.
 func apartBy(t *testing.T, prefill, decode map[string]time.Time, legs int) (least, most time.Duration) {
 	t.Helper()
 	require.Len(t, decode, legs, "each request went over two legs, once")
@@ -121,7 +121,7 @@ func (s *suite) pairAPIs(t *testing.T) {
 	s.report.row("Pairs, every API", count, "text as aggregated")
 }
 
-// pairsLeft: clients that leave at all moments cost no block for long: P's leg runs to its end.
+// pairsLeft: clients that leave at all moments occupy no block for long: P's leg runs to its end.
 func (s *suite) pairsLeft(t *testing.T) {
 	for i := range 20 {
 		ctx, cancel := context.WithTimeout(t.Context(), time.Duration(2+4*i)*time.Millisecond)
@@ -135,8 +135,8 @@ func (s *suite) pairsLeft(t *testing.T) {
 		decode.Sub(left).Seconds(), prefill.Sub(left).Seconds()))
 }
 
-// freed waits until engines hold no block, and says when that was. A prefill engine that nobody asks for what it has keeps it until
-// its time is over: vLLM's lease, or what mooncake.sh has set.
+// freed waits until engines hold no block, and returns the time. A prefill engine keeps unfetched blocks until their
+// time is over: vLLM's lease, or the setting of mooncake.sh.
 func (s *suite) freed(t *testing.T, engines []engine) time.Time {
 	t.Helper()
 	require.Eventually(t, func() bool {

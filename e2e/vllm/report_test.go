@@ -14,14 +14,14 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// report is what was checked, as Markdown.
+// report is the results of the checks, as Markdown.
 type report struct {
 	versions string
 	rows     []string
-	aborted  int // requests of mixed that their clients left
+	aborted  int // requests of mixed that clients left
 }
 
-// row adds what was checked, with how many requests (0: none of its own), and what was seen.
+// row adds a check, its number of requests (0: none of its own), and the result.
 func (r *report) row(check string, requests int, seen string) {
 	count := ""
 	if requests > 0 {
@@ -36,7 +36,7 @@ func (r *report) print(t *testing.T) {
 	fmt.Printf("\n%s.\n\n| Check | Requests | Seen |\n|---|---|---|\n%s\n\n", r.versions, strings.Join(r.rows, "\n"))
 }
 
-// versions names what ran.
+// versions returns the versions of the programs.
 func (s *suite) versions(t *testing.T) string {
 	t.Helper()
 	answer, err := http.Get("http://" + s.reference.addr + "/version")

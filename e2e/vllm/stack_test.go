@@ -27,7 +27,7 @@ type stack struct {
 	decode    []engine
 	reference engine
 
-	prefillDoors, decodeDoors doors // nil: Envoy goes to the engines themselves
+	prefillDoors, decodeDoors doors // nil: Envoy connects to the engines themselves
 }
 
 // engines are all that take part in P/D.
@@ -104,7 +104,7 @@ pools:
 	return b.String()
 }
 
-// turnsConfig returns what a pool of engines needs that keep answers. They keep them for longer (run.sh).
+// turnsConfig returns the settings of a pool whose engines keep answers. They keep them for longer (run.sh).
 func turnsConfig() string {
 	if !bidirectional() {
 		return ""
@@ -112,7 +112,7 @@ func turnsConfig() string {
 	return "  session: {header: x-session}\n  nixl: {bidirectional: true, reuseTokenIds: true, turnTtl: 30s}\n"
 }
 
-// before returns where an engine is reached: at its door, if it has one.
+// before returns an engine's address: its door's, if it has one.
 func (d doors) before(i int, e engine) string {
 	if d == nil {
 		return e.addr
@@ -120,7 +120,7 @@ func (d doors) before(i int, e engine) string {
 	return d[i].addr
 }
 
-// bootstrap returns where run.sh put the bootstrap server of a Mooncake engine.
+// bootstrap returns the address at which run.sh put the bootstrap server of a Mooncake engine.
 func bootstrap(e engine) string {
 	_, port, err := net.SplitHostPort(e.addr)
 	n, err2 := strconv.Atoi(port)

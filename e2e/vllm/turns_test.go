@@ -37,7 +37,7 @@ func TestRealTurns(t *testing.T) {
 	s.run(t, "nothing left", s.turnsLeft)
 }
 
-// bidirectional says whether run.sh started the engines so.
+// bidirectional reports whether run.sh started the engines so.
 func bidirectional() bool { return os.Getenv("TANDEM_VLLM_BIDIRECTIONAL") != "" }
 
 // turnBody returns one turn's request.
@@ -52,7 +52,7 @@ func turnBody(prompt any, chat, stream bool, tokens int) (path, body string) {
 	return "/v1/completions", fmt.Sprintf(`{"model":"tiny","prompt":%s,"max_tokens":%d,"temperature":0,"return_token_ids":true,"stream":%v}`, text, tokens, stream)
 }
 
-// turnAnswer is what is read of an answer.
+// turnAnswer has the members of an answer that are read.
 type turnAnswer struct {
 	raw  string
 	text string
@@ -98,7 +98,7 @@ func say(t *testing.T, addr, session, path, body string) (a turnAnswer) {
 	return a
 }
 
-// turnsNow returns tandem_turns_total by what became of the turns.
+// turnsNow returns tandem_turns_total for a result.
 func (s *suite) turnsNow(t *testing.T, what string) float64 {
 	t.Helper()
 	m, err := scrape(s.admin)
@@ -113,8 +113,8 @@ func (s *suite) ids(n int) (ids []int) {
 	return ids
 }
 
-// turnsOfIDs: clients that keep token ids. Every later turn is fetched from decode, up to what was computed there, and the text is that
-// of an engine that works alone.
+// turnsOfIDs: clients that keep token ids. Every later turn is fetched from decode, as far as it was computed there,
+// and the text is a single engine's.
 func (s *suite) turnsOfIDs(t *testing.T) {
 	const talks, turns = 4, 4
 	before, kept, told := promptTokens(t, s.prefill...), s.turnsNow(t, "kept"), s.turnsNow(t, "told")
@@ -136,15 +136,16 @@ func (s *suite) turnsOfIDs(t *testing.T) {
 	s.report.row("Turns, prompts of token ids", talks*turns, fmt.Sprintf("text as aggregated; %d turns told to prefill, where of all prompts: %s", talks*(turns-1), got))
 }
 
-// turnsOfChats: an engine renders each later turn, and where its ids go on where the answer ended, prefill fetches it. This model's
-// text seldom becomes its own tokens again; then nothing is fetched, and the text is right as well. Of an answer of one token nothing but
-// the prompt has KV, so there every later turn goes on behind it. Streams of 0.32 do not say what is kept.
+// turnsOfChats: an engine renders each later turn, and if its ids continue the answer, prefill fetches it. This
+// model's text seldom becomes its own tokens again; then nothing is fetched, and the text is right as well. In an
+// answer of one token only the prompt has KV, so there every later turn continues it. Streams of 0.32 do not report
+// the kept blocks.
 func (s *suite) turnsOfChats(t *testing.T) {
 	s.chats(t, "chats, every third streamed", 80)
 	require.Positive(t, s.chats(t, "chats of one token, every third streamed", 1))
 }
 
-// chats returns how many turns prefill was told of.
+// chats returns the number of turns that prefill was given.
 func (s *suite) chats(t *testing.T, name string, tokens int) (told float64) {
 	t.Helper()
 	const talks, turns = 6, 3
@@ -175,7 +176,7 @@ func (s *suite) chats(t *testing.T, name string, tokens int) (told float64) {
 	return counts["told"]
 }
 
-// turnsOfOthers: prompts that do not go on where the last turn ended, one by the last of its tokens alone.
+// turnsOfOthers: prompts that do not continue the last turn, one of them only because of its last token.
 func (s *suite) turnsOfOthers(t *testing.T) {
 	const talks = 6
 	told := s.turnsNow(t, "told")
@@ -193,7 +194,7 @@ func (s *suite) turnsOfOthers(t *testing.T) {
 	s.report.row("Turns, prompts that go on otherwise", 2*talks, "text as aggregated, none told")
 }
 
-// turnsLeft: what nobody fetched is let go when its time is over, on decode as on prefill.
+// turnsLeft: unfetched blocks are freed when their time is over, on decode as on prefill.
 func (s *suite) turnsLeft(t *testing.T) {
 	began := time.Now()
 	s.freed(t, s.engines())

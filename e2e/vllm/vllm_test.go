@@ -16,10 +16,10 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// lease is how long vLLM's prefill keeps blocks that nobody fetched (kv_lease_duration), and a bit.
+// lease is the time for which vLLM's prefill keeps unfetched blocks (kv_lease_duration), and a bit.
 const lease = 35 * time.Second
 
-// suite is what the checks share. They run in order, on one set of engines.
+// suite has the parts that the checks share. They run in order, on one set of engines.
 type suite struct {
 	*stack
 	prompts prompts
@@ -27,7 +27,7 @@ type suite struct {
 	start   map[string]float64 // counters before the first request: the engines may have served other runs
 }
 
-// counters of the decode and prefill engines that tell of lost transfers.
+// counters of the decode and prefill engines that reveal lost transfers.
 var counters = []string{
 	expiredPrefills, "vllm:nixl_num_failed_transfers_total",
 	"vllm:nixl_num_failed_notifications_total", "vllm:nixl_num_notifications_after_expiry_total",
@@ -80,7 +80,7 @@ func (s *suite) run(t *testing.T, name string, check func(t *testing.T)) {
 	}
 }
 
-// both sends a request to the reference and through Tandem, and wants the same choices with the same text.
+// both sends a request to the reference and through Tandem, and requires the same choices with the same text.
 func (s *suite) both(t *testing.T, r request) {
 	t.Helper()
 	want := s.fromReference(t, clean(r))
@@ -99,7 +99,7 @@ func (s *suite) fromReference(t *testing.T, r request) answer {
 	return a
 }
 
-// clean returns the request as the reference gets it: without what a client must not send.
+// clean returns the request for the reference: without members that a client must not send.
 func clean(r request) request {
 	r.header, r.sampling, r.extra = nil, "", hostileMembers.ReplaceAllString(r.extra, "")
 	return r
@@ -158,7 +158,7 @@ func (s *suite) kvMoved(t *testing.T) {
 	s.report.row("A prompt that grows", turns, fmt.Sprintf("prefill %v; decode %v", onPrefill, onDecode))
 }
 
-// latency is no check, but shows what the path costs beside real engines, one request at a time.
+// latency checks nothing, but shows the cost of the path beside real engines, one request at a time.
 func (s *suite) latency(t *testing.T) {
 	const n = 30
 	var through, byHand, aggregated []time.Duration
@@ -185,7 +185,8 @@ func (s *suite) latency(t *testing.T) {
 		percentiles(through), percentiles(byHand), percentiles(aggregated)))
 }
 
-// kinds returns what mixed is mixed of. No seed: with one, a prompt longer than a step kills vLLM 0.32.0 on CPU.
+// kinds returns the kinds of mixed's requests. No seed: with one, a prompt longer than a step kills vLLM 0.32.0 on
+// CPU.
 func (s *suite) kinds(i int) request {
 	r := request{
 		api:    []api{chat, completions, chat, completions, responses, messages}[i%6],
@@ -214,7 +215,7 @@ func (s *suite) mixed(t *testing.T) {
 	for i := range requests {
 		requests[i] = s.kinds(i)
 	}
-	// On the reference, those that are not split come first: their tokens are what decode may compute.
+	// On the reference, unsplit requests come first: decode may compute their tokens.
 	started, unsplit := promptTokens(t, s.reference), 0.0
 	for _, two := range []bool{true, false} {
 		for i, r := range requests {
@@ -290,8 +291,8 @@ func (s *suite) nothingExpired(t *testing.T) {
 	s.requireNoFailures(t)
 }
 
-// nothingLeft: what clients left behind between the hops expires on prefill, and nothing else does, but for the one prefill
-// that hostile made by hand.
+// nothingLeft: blocks of clients that left between the hops expire on prefill, and nothing else does, but for the one
+// prefill that hostile made by hand.
 func (s *suite) nothingLeft(t *testing.T) {
 	time.Sleep(lease)
 	requireAlive(t, append(s.engines(), s.reference))
