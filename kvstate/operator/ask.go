@@ -130,7 +130,8 @@ func (o *Operator) ask(ctx context.Context, e entry) (of []Answer, silent []uint
 		return nil, silent, ErrBusy
 	}
 	deadline := time.Now().Add(patience)
-	ctx, cancel := context.WithDeadline(ctx, deadline.Add(within)) // otherwise the connection would be closed with the last read
+	// otherwise the connection would be closed with the last read
+	ctx, cancel := context.WithDeadline(ctx, deadline.Add(within))
 	defer cancel()
 	var id [16]byte
 	_, _ = rand.Read(id[:]) // never fails (crypto/rand)
