@@ -324,6 +324,17 @@ func TestLinksLeadSomewhere(t *testing.T) {
 	}
 }
 
+// The site's Markdown wants four spaces where a list goes on; with fewer the next step of a list is number 1 again.
+func TestListsAreIndented(t *testing.T) {
+	few := regexp.MustCompile(`(?m)^ {1,3}(?:[-*]|\d+\.) .*$|\n\n {1,3}\S.*`)
+	for _, page := range pages(t) {
+		if !strings.HasPrefix(page, "..") {
+			text := regexp.MustCompile("(?ms)^ *```.*?^ *```").ReplaceAllString(read(t, page), "")
+			require.Empty(t, few.FindAllString(text, -1), page)
+		}
+	}
+}
+
 // anchors are those of a page's headings, as GitHub and the site make them.
 func anchors(text string) (out []string) {
 	text = regexp.MustCompile("(?ms)^```.*?^```").ReplaceAllString(text, "")

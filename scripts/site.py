@@ -1,12 +1,19 @@
-"""Hook of mkdocs: links that leave docs/ lead to the repository, or become plain text where none is named.
+"""Hooks of mkdocs.
 
-TANDEM_REPOSITORY=https://example.com/tandem/blob/main names it.
+Decision records and laboratory notes are added to the navigation. Links that leave docs/ lead to the repository;
+TANDEM_REPOSITORY=https://example.com/tandem/blob/main names it. Without it they become plain text.
 """
 import os
 import posixpath
 import re
 
 LINK = re.compile(r"\[([^\]]*)\]\(((?:\.\./)+[^)#\s]+)(#[^)]*)?\)")
+
+
+def on_config(config):
+    for title, folder in (("Decision records", "adr"), ("Laboratory notes", "lab")):
+        pages = sorted(os.listdir(os.path.join(config.docs_dir, folder)))
+        config.nav.append({title: [posixpath.join(folder, page) for page in pages]})
 
 
 def on_page_markdown(markdown, page, **_):
