@@ -37,14 +37,14 @@ func newEnvoy() *cobra.Command {
 	f := c.Flags()
 	f.StringVarP(&file, "file", "f", "", "configuration `FILE` (YAML)")
 	f.StringVarP(&output, "output", "o", "", "`FILE` to write, in place of stdout")
-	f.StringVar(&whose, "for", "envoy", "`WHOM` to configure: envoy (a bootstrap), or envoy-gateway (Kubernetes resources)")
+	f.StringVar(&whose, "for", "envoy", "`TARGET`: envoy (a bootstrap) or envoy-gateway (resources)")
 	f.BoolVar(&xds, "xds", false, "a small bootstrap: Envoy gets all else, and changes of it, from tandem serve")
 	f.StringVar(&o.Namespace, "namespace", "default", "`NAMESPACE` of the resources for Envoy Gateway")
 	f.StringVar(&o.Name, "name", "tandem", "`NAME` of the resources for Envoy Gateway")
 	f.StringVar(&o.Class, "class", "eg", "`CLASS`: GatewayClass of the resources for Envoy Gateway")
 	f.BoolVar(&o.Standalone, "standalone", false, "Envoy Gateway runs without a cluster and starts Envoy itself")
-	f.StringVar(&upstream, "upstream", string(envoyconfigs.OriginalDst), "how Envoy Gateway's Envoy gets to endpoints: "+
-		"original-dst (any address), or override-host (those that Envoy Gateway knows)")
+	f.StringVar(&upstream, "upstream", string(envoyconfigs.OriginalDst),
+		"`HOW` Envoy Gateway's Envoy finds endpoints: original-dst or override-host")
 	required(c, "file")
 	return c
 }

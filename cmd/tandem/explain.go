@@ -18,8 +18,8 @@ func newExplain() *cobra.Command {
 	var tokens int64
 	c := &cobra.Command{
 		Use: "explain", Short: "Show how a request would be placed now, and what each endpoint would cost", Args: cobra.NoArgs,
-		Long: "Show how a request of so many prompt tokens, none of them cached, would be placed now, and what each endpoint\n" +
-			"would cost. Nothing is booked. Prices are times, waiting of others included.",
+		Long: "Show where a prompt of so many tokens, none of them cached, would go now, and the price of each endpoint.\n" +
+			"Nothing is reserved. Prices are times, and include the time that other requests wait.",
 		RunE: func(c *cobra.Command, _ []string) error {
 			answer, err := a.get(c.Context(), "/debug/explain?"+url.Values{"pool": {pool}, "tokens": {strconv.FormatInt(tokens, 10)}}.Encode())
 			if err != nil {

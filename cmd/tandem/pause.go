@@ -23,8 +23,8 @@ func endpointPath(pool string, endpoint []string, order string) string {
 }
 
 // orderLasts is how long an order holds, for the help of commands.
-const orderLasts = "With Redis the order holds for all replicas, until it is taken back at any of them; without, for this one until\n" +
-	"it ends."
+const orderLasts = "With Redis the command holds for all replicas, until it is cancelled at any of them. Without Redis it holds for\n" +
+	"this replica, until that ends."
 
 // arguments demands the first n of the arguments named, and no more than those.
 func arguments(n int, names ...string) cobra.PositionalArgs {

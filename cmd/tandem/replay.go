@@ -23,37 +23,62 @@ func newReplay() *cobra.Command {
 	o := replayOptions{Config: replay.DefaultConfig()}
 	c := &cobra.Command{
 		Use: "replay", Short: "Play a trace against modelled engines under several routing policies", Args: cobra.NoArgs,
+		Long: "Play a trace against modelled engines under several routing policies.\n\n" +
+			"Traces: mooncake (the public one), a file in Mooncake's format, or a synthetic one:\n" +
+			listed(replay.Kinds()) + ".\n\nPolicies:\n" + listed(replay.Policies()) + ".\n\n" +
+			"Suites play the scenarios of docs/benchmarks.md and print its tables: quick, full, shared (prefixes that\n" +
+			"many prompts have) or engines (other engines, links and answers).",
 		RunE: func(c *cobra.Command, _ []string) error {
 			return replayTrace(c.Context(), o, c.OutOrStdout(), c.ErrOrStderr())
 		},
 	}
 	f := c.Flags()
-	f.StringVar(&o.trace, "trace", "mooncake", "`FILE` in Mooncake's format (.gz: compressed), mooncake for the public one, or one that is made up: "+strings.Join(replay.Kinds(), ", "))
-	f.StringVar(&o.policies, "policy", strings.Join(replay.Policies(), ","), "`NAMES`, separated by commas")
+	f.StringVar(&o.trace, "trace", "mooncake", "`TRACE` to play: a name from above, or a file (.gz: compressed)")
+	f.StringVar(&o.policies, "policy", "all", "`NAMES` of policies, separated by commas")
 	f.IntVar(&o.Prefill, "prefill", o.Prefill, "`ENDPOINTS` that prefill")
 	f.IntVar(&o.Decode, "decode", o.Decode, "`ENDPOINTS` that decode")
 	f.Uint64Var(&o.Seed, "seed", o.Seed, "`SEED` of all random choices")
-	f.IntVar(&o.requests, "requests", 12000, "`NUMBER` of a trace that is made up")
+	f.IntVar(&o.requests, "requests", 12000, "`NUMBER` of requests in a synthetic trace")
 	f.Float64Var(&o.rate, "rate", 1, "arrivals `TIMES` as fast")
-	f.Float64Var(&o.load, "load", 0, "set the rate by the fleet's `LOAD` instead: 1 is where it saturates if all its caches were one")
+	f.Float64Var(&o.load, "load", 0, "set the rate by the fleet's `LOAD`; 1 saturates it, if its caches were one")
 	f.Float64Var(&o.Engine.KVTokens, "kv-tokens", o.Engine.KVTokens, "KV `TOKENS` that an endpoint holds; 0: caches never forget")
 	f.Float64Var(&o.Engine.TokenBytes, "kv-bytes", o.Engine.TokenBytes, "`BYTES` of KV for a token")
 	f.Float64Var(&o.bandwidth, "bandwidth", o.Engine.Bandwidth/1e9, "of KV transfers, `GB/S`")
-	f.Float64Var(&o.slow, "slow", 1, "engines take so many `TIMES` as long as tandem assumes to start with")
+	f.Float64Var(&o.slow, "slow", 1, "engines take so many `TIMES` as long as tandem assumes at first")
 	f.IntVar(&o.LocalTokens, "decode-step-tokens", o.LocalTokens, "prompt and answer `TOKENS` in one step of an endpoint that decodes")
 	f.BoolVar(&o.immediate, "immediate", false, "tandem binds requests when they arrive, instead of when an endpoint is free")
-	f.DurationVar(&o.wait, "max-wait", time.Duration(admission.MaxWait*float64(time.Second)), "the longest `TIME` that requests wait with tandem for their endpoint; 0: without end")
+	f.DurationVar(&o.wait, "max-wait", time.Duration(admission.MaxWait*float64(time.Second)), "longest `TIME` that requests wait for an endpoint; 0: without end")
 	f.StringVar(&o.split, "split", "auto", "when tandem splits a request: always, auto or never")
-	f.BoolVar(&o.Routed, "routed-index", false, "tandem knows of caches by what it routed, not by the engines' events")
+	f.BoolVar(&o.Routed, "routed-index", false, "tandem learns caches from what it routed, not from engines' events")
 	f.IntVar(&o.Replicas, "replicas", 1, "`NUMBER` of tandems that take turns")
-	f.DurationVar(&o.sharing, "sharing", 0, "`TIME` until they know of each other's decisions; negative: never")
+	f.DurationVar(&o.sharing, "sharing", 0, "`TIME` until tandems know each other's decisions; negative: never")
 	f.Float64Var(&o.TTFT, "ttft", o.TTFT, "target of goodput: `SECONDS` to the first token")
 	f.Float64Var(&o.TPOT, "tpot", o.TPOT, "target of goodput: `SECONDS` between tokens")
-	f.BoolVar(&o.asJSON, "json", false, "one JSON object a policy and line, and nothing else, to standard output")
+	f.BoolVar(&o.asJSON, "json", false, "print one JSON object per policy, each on one line, and nothing else")
 	f.StringVar(&o.html, "html", "", "write the report to `FILE`; - for none (default tandem-replay.html, none with --json)")
-	f.StringVar(&o.suite, "suite", "", "play the scenarios of docs/benchmarks.md instead, and print its tables: quick, full, "+
-		"shared (prefixes that many prompts have) or engines (other engines, links and answers)")
+	f.StringVar(&o.suite, "suite", "", "play a `SUITE` instead of one trace")
 	return c
+}
+
+// listed writes names over lines of at most 100 characters.
+func listed(names []string) string {
+	var out strings.Builder
+	used := 0
+	for i, name := range names {
+		if i > 0 {
+			out.WriteByte(',')
+			if used += len(name) + 2; used > 100 {
+				out.WriteString("\n")
+				used = len(name)
+			} else {
+				out.WriteByte(' ')
+			}
+		} else {
+			used = len(name)
+		}
+		out.WriteString(name)
+	}
+	return out.String()
 }
 
 // replayOptions are the command's flags.
@@ -85,7 +110,10 @@ func replayTrace(ctx context.Context, o replayOptions, stdout, stderr io.Writer)
 	if c.Split, ok = map[string]picker.Split{"always": picker.SplitAlways, "auto": picker.SplitAuto, "never": picker.SplitNever}[o.split]; !ok {
 		return fmt.Errorf("--split: %q is not always, auto or never", o.split)
 	}
-	names := strings.Split(o.policies, ",")
+	names := replay.Policies()
+	if o.policies != "all" {
+		names = strings.Split(o.policies, ",")
+	}
 	if err := replay.CheckPolicies(names); err != nil {
 		return err
 	}

@@ -37,7 +37,7 @@ func newServe() *cobra.Command {
 	c := &cobra.Command{
 		Use: "serve -f FILE", Short: "Run the server, or check its configuration", Args: cobra.NoArgs,
 		Long: "Run the server until SIGTERM, then let streams finish. Changes of the file take effect while it runs.\n" +
-			"With --check, validate the configuration, say everything that is wrong with it, and exit.",
+			"With --check, validate the configuration, report all errors, and exit.",
 		RunE: func(c *cobra.Command, _ []string) error {
 			to := c.ErrOrStderr()
 			if !check {
