@@ -1,12 +1,22 @@
 """Hooks of mkdocs.
 
-Decision records and laboratory notes are added to the navigation. Links that leave docs/ lead to the repository;
+Decision records and laboratory notes are added to the navigation. Pages with a diagram get mermaid from the site
+itself; without it the theme would fetch it from elsewhere. Tables get more width than in the theme.
+
+Links that leave docs/ lead to the repository;
 TANDEM_REPOSITORY=https://example.com/tandem/blob/main names it. Without it they become plain text.
 """
 import os
 import posixpath
 import re
 
+from mkdocs.structure.files import File
+
+MERMAID = "assets/javascripts/mermaid.min.js"
+STYLE = "assets/stylesheets/wider.css"  # named in mkdocs.yml
+WIDER = """.md-grid { max-width: 84rem; }
+.md-typeset table:not([class]) th, .md-typeset table:not([class]) td { min-width: 0; padding: .6em .9em; }
+"""
 LINK = re.compile(r"\[([^\]]*)\]\(((?:\.\./)+[^)#\s]+)(#[^)]*)?\)")
 
 
@@ -14,6 +24,18 @@ def on_config(config):
     for title, folder in (("Decision records", "adr"), ("Laboratory notes", "lab")):
         pages = sorted(os.listdir(os.path.join(config.docs_dir, folder)))
         config.nav.append({title: [posixpath.join(folder, page) for page in pages]})
+
+
+def on_files(files, config):
+    files.append(File.generated(config, MERMAID, abs_src_path=os.path.abspath(".tools/mermaid.min.js")))
+    files.append(File.generated(config, STYLE, content=WIDER))
+
+
+def on_post_page(output, page, **_):
+    if 'class="mermaid"' not in output:
+        return output
+    script = posixpath.relpath(MERMAID, posixpath.dirname(page.file.dest_uri) or ".")
+    return output.replace("</head>", f'<script src="{script}"></script></head>')
 
 
 def on_page_markdown(markdown, page, **_):

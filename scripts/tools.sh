@@ -5,13 +5,22 @@
 # and, as root on Debian, redis-server from the distribution, unless there is one ($REDIS_SERVER, PATH). Where it cannot, it says so; the tests
 # that need it then fail in `make test`, and are skipped in a plain `go test`.
 # "tools.sh dev" adds protoc (grpcio-tools), for `make generate`; "tools.sh load" aiperf, for `make load`, and says if h2load is
-# missing; "tools.sh site" mkdocs, for `make site`; "tools.sh page" Chromium and
+# missing; "tools.sh site" mkdocs and mermaid, for `make site`; "tools.sh page" Chromium and
 # axe-core, for `make page`; "tools.sh peers" vllm-router and sglang-router, for `make bench-peers`. Repeated calls do nothing.
 set -eu
 cd "$(dirname "$0")/.."
 envoy_version=1.40.0
 openai_version=3.54.0
 mkdir -p .tools/bin
+
+# npm_file PACKAGE FILE: a file of a package of npm's registry, into .tools/
+npm_file() {
+  to=.tools/${2##*/}
+  if [ ! -e "$to" ]; then
+    python3 -c 'import io, sys, tarfile, urllib.request as u; t = tarfile.open(fileobj=io.BytesIO(u.urlopen(sys.argv[1], timeout=60).read())); sys.stdout.buffer.write(t.extractfile(sys.argv[2]).read())' "$1" "$2" > "$to.part"
+    mv "$to.part" "$to"
+  fi
+}
 
 stamp=.tools/.stamp-envoy-$envoy_version-openai-$openai_version
 if [ ! -e "$stamp" ]; then
@@ -60,13 +69,11 @@ site)
     .tools/site/bin/pip install -q --disable-pip-version-check mkdocs-material==9.6.23
     touch .tools/.stamp-site
   fi
+  # for the picture in design.md: a page of the site fetches nothing from elsewhere
+  npm_file https://registry.npmjs.org/mermaid/-/mermaid-11.12.0.tgz package/dist/mermaid.min.js
   ;;
 page)
-  if [ ! -e .tools/axe.min.js ]; then
-    url=https://registry.npmjs.org/axe-core/-/axe-core-4.10.3.tgz
-    python3 -c 'import io, sys, tarfile, urllib.request as u; t = tarfile.open(fileobj=io.BytesIO(u.urlopen(sys.argv[1], timeout=60).read())); sys.stdout.buffer.write(t.extractfile("package/axe.min.js").read())' $url > .tools/axe.part
-    mv .tools/axe.part .tools/axe.min.js
-  fi
+  npm_file https://registry.npmjs.org/axe-core/-/axe-core-4.10.3.tgz package/axe.min.js
   if ! command -v chromium >/dev/null && ! command -v "${CHROMIUM:-google-chrome}" >/dev/null; then
     echo "tools.sh: installing chromium" >&2
     { apt-get install -qqy --no-install-recommends chromium || { apt-get update -qq && apt-get install -qqy --no-install-recommends chromium; }; } >/dev/null
