@@ -209,11 +209,11 @@ func (c *cluster) create(doc, query string) (status int, text string) {
 	return status, text
 }
 
-var saysNamespace = regexp.MustCompile(`(?m)^(?:metadata: \{.*|  )namespace: "?([a-z0-9-]+)`)
+var hasNamespace = regexp.MustCompile(`(?m)^(?:metadata: \{.*|  )namespace: "?([a-z0-9-]+)`)
 
 // namespaceOf returns a document's namespace.
 func namespaceOf(doc string) string {
-	if m := saysNamespace.FindStringSubmatch(doc); m != nil {
+	if m := hasNamespace.FindStringSubmatch(doc); m != nil {
 		return m[1]
 	}
 	return namespace

@@ -154,7 +154,7 @@ func TestShortPromptsSkipTheHop(t *testing.T) {
 }
 
 // A session stays on its endpoint, and moves when that is overloaded.
-func TestStickinessYields(t *testing.T) {
+func TestSessionAffinityYields(t *testing.T) {
 	t.Parallel()
 	f := start(t, options{pool: "  session: {header: x-session}\n", engineArgs: []string{"--prefill-speed", "16000", "--max-model-len", "1000000", "--blocks", "100000"}})
 	where := func(id string) (p, d string) {

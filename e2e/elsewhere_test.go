@@ -13,7 +13,7 @@ import (
 
 // A decode engine that is busy with external requests gets fewer of ours as soon as its metrics have reported them
 // twice, and the same as the other again when that is over.
-func TestRequestsFromElsewhere(t *testing.T) {
+func TestExternalRequests(t *testing.T) {
 	t.Parallel()
 	const many = 12
 	f := start(t, options{prefills: 1, decodes: 2, engineArgs: []string{"--decode-step", "10ms", "--blocks", "100000"}})

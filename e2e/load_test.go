@@ -245,7 +245,7 @@ func TestDemoInterrupted(t *testing.T) {
 
 // Prefill's short answer comes to Tandem with pass 2, without its own stream; a long or invalid one comes over the
 // leg's stream.
-func TestShortAnswersAreCarried(t *testing.T) {
+func TestShortAnswersAreInline(t *testing.T) {
 	f := start(t, options{})
 	legs := func() float64 {
 		return metric(t, f.admins[0], "tandem_ext_proc_duration_seconds_count", `role="prefill-leg"`)

@@ -100,7 +100,7 @@ func TestSlowRedis(t *testing.T) {
 	require.Greater(t, alone(), before+50, "no request waits 60 ms")
 	f.allReplicas(3)
 	for i := range 3 {
-		f.says(i, "redis: up", "slow is not down")
+		f.reportsReady(i, "redis: up", "slow is not down")
 	}
 	link.delay.Store(0)
 	load.wait(t, 100, 2*time.Second) // those that Redis failed last do not ask it for 250 ms
@@ -162,7 +162,7 @@ func TestRedisFailover(t *testing.T) {
 	load.stop()
 	load.require(t)
 	for i := range 3 {
-		f.says(i, `redis: up for .*, 3 replicas`, "all are there")
+		f.reportsReady(i, `redis: up for .*, 3 replicas`, "all are there")
 	}
 }
 

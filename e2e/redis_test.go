@@ -85,8 +85,8 @@ func (f *fleet) oneKey() {
 	})
 }
 
-// says waits until a replica is ready and reports this state of Redis.
-func (f *fleet) says(replica int, want, what string) {
+// reportsReady waits until a replica is ready and reports this state of Redis.
+func (f *fleet) reportsReady(replica int, want, what string) {
 	f.t.Helper()
 	soon(f.t, fmt.Sprintf("%s: replica %d says %q", what, replica, want), func() bool {
 		status, body := f.ready(replica)
@@ -122,7 +122,7 @@ func TestReplicasKnowWhatTheOthersRoute(t *testing.T) {
 	slices.Sort(after)
 	t.Logf("known to all after %v", after)
 	speed(t, after[len(after)-1] < 200*time.Millisecond, "100 ms, and as much for three times /debug/state")
-	f.says(0, `^ok\nredis: up for .*, 3 replicas\n$`, "all are there")
+	f.reportsReady(0, `^ok\nredis: up for .*, 3 replicas\n$`, "all are there")
 	require.Equal(t, "0", strings.TrimLeft(r.do("EXISTS", "no-such-key"), ":"))
 }
 
@@ -233,7 +233,7 @@ func TestRedisOutagesCostNoRequest(t *testing.T) {
 		load.wait(t, 50, 0)
 		load.require(t)
 		for i := range 3 {
-			f.says(i, "redis: up", what)
+			f.reportsReady(i, "redis: up", what)
 		}
 	}
 	down := func(what string) {
@@ -241,7 +241,7 @@ func TestRedisOutagesCostNoRequest(t *testing.T) {
 		load.wait(t, 50, long)
 		load.require(t)
 		for i := range 3 {
-			f.says(i, "redis: not in use", what)
+			f.reportsReady(i, "redis: not in use", what)
 			require.Zero(t, metric(t, f.admins[i], "tandem_redis_up"), what)
 		}
 	}

@@ -46,7 +46,7 @@ func TestRefusalsBeforeTheBodyIsThere(t *testing.T) {
 
 // If Envoy cannot follow a redirect, the client is asked to come again, and the log and a metric have the reason: here
 // Envoy's listener has a small buffer, which keeps no long body for the next hop.
-func TestUnfollowedRedirectsSayWhy(t *testing.T) {
+func TestRedirectsNotFollowedHaveReasons(t *testing.T) {
 	t.Parallel()
 	f := start(t, options{prefills: 1, decodes: 1, bootstrap: func(f *fleet) string {
 		bin, err := binaries()

@@ -11,9 +11,9 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// TestUnfollowedRedirectsSayWhy: what Envoy's access log tells of a redirect that it did not follow becomes a reason, in the log
+// TestRedirectsNotFollowedHaveReasons: what Envoy's access log tells of a redirect that it did not follow becomes a reason, in the log
 // and in the metric, and nothing stays booked.
-func TestUnfollowedRedirectsSayWhy(t *testing.T) {
+func TestRedirectsNotFollowedHaveReasons(t *testing.T) {
 	for why, given := range map[string]struct {
 		tag       string
 		missing   int // bytes of the body that did not go out

@@ -60,7 +60,7 @@ func TestDecodeSpeedIsLearned(t *testing.T) {
 }
 
 // A slower endpoint is distinguished from the others, and one scrape of an engine that stalled changes little.
-func TestASlowDecoderIsToldFromItsPool(t *testing.T) {
+func TestASlowDecoderDiffersFromItsPool(t *testing.T) {
 	now := time.Unix(1e9, 0)
 	s := New(Options{Now: func() time.Time { return now }})
 	s.SetPool(PoolSpec{Name: "chat", Models: []string{"*"}}, decoders("a", "b", "slow"))
@@ -107,20 +107,20 @@ func TestLocalPrefillDoesNotCountAsSlowDecode(t *testing.T) {
 
 // Nothing is learned from engines that restart or report too little, nor from those that prefill, whose answers have
 // one token.
-func TestWhatTeachesNothing(t *testing.T) {
+func TestReportsThatAreNotLearned(t *testing.T) {
 	now := time.Unix(1e9, 0)
 	s := New(Options{Now: func() time.Time { return now }})
 	s.SetPool(PoolSpec{Name: "chat", Models: []string{"*"}}, []EndpointSpec{{Addr: "d", Role: RoleDecode}, {Addr: "both", Role: RoleBoth}})
 	p := s.Pool("chat")
-	tell := func(addr string, w AnswerCounters) {
+	observe := func(addr string, w AnswerCounters) {
 		now = now.Add(2 * time.Second)
 		s.Observe(p.Endpoint(addr), Signals{Running: 1, At: now, Answers: w})
 	}
-	tell("d", AnswerCounters{Answers: 1000, Tokens: 1_000_000, Gaps: 1_000_000, GapTime: time.Hour})
-	tell("d", AnswerCounters{Answers: 10, Tokens: 100, Gaps: 90, GapTime: time.Second}) // a new process
-	tell("d", AnswerCounters{Answers: 29, Tokens: 200, Gaps: 90, GapTime: time.Second}) // too few answers, and no gap
-	tell("both", AnswerCounters{Answers: 10, Tokens: 10, Gaps: 1, GapTime: time.Second})
-	tell("both", AnswerCounters{Answers: 1000, Tokens: 1000, Gaps: 1001, GapTime: time.Hour})
+	observe("d", AnswerCounters{Answers: 1000, Tokens: 1_000_000, Gaps: 1_000_000, GapTime: time.Hour})
+	observe("d", AnswerCounters{Answers: 10, Tokens: 100, Gaps: 90, GapTime: time.Second}) // a new process
+	observe("d", AnswerCounters{Answers: 29, Tokens: 200, Gaps: 90, GapTime: time.Second}) // too few answers, and no gap
+	observe("both", AnswerCounters{Answers: 10, Tokens: 10, Gaps: 1, GapTime: time.Second})
+	observe("both", AnswerCounters{Answers: 1000, Tokens: 1000, Gaps: 1001, GapTime: time.Hour})
 	var v View
 	s.View(p, nil, &v)
 	require.Zero(t, v.Load.Answer)

@@ -127,7 +127,7 @@ func TestWorkOnDecodeEndpointsDrainsByItself(t *testing.T) {
 }
 
 // A tentative booking is held like any other, and counts nowhere: neither for views nor for other replicas.
-func TestWhatIsComingCountsNowhere(t *testing.T) {
+func TestTentativeBookingsDoNotCount(t *testing.T) {
 	s, pool, now := clocked()
 	d := pool.Endpoints()[1]
 	coming := s.Reserve(d, Booking{For: RoleDecode, PromptTokens: 1000, Tentative: true})

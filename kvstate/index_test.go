@@ -144,7 +144,7 @@ func BenchmarkRouted(b *testing.B) {
 }
 
 // A view has the popularity of its prompt's blocks, from requests that arrive here and prefills of other replicas.
-func TestViewSaysWhatIsShared(t *testing.T) {
+func TestViewHasSharedPrefixes(t *testing.T) {
 	s, p := fleetOf(4)
 	known := long(64, 0, 1)
 	var v View

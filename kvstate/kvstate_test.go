@@ -210,7 +210,7 @@ func ticket(n uint64) (id [16]byte) {
 	return id
 }
 
-func TestSpend(t *testing.T) {
+func TestConsume(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s := New(Options{ConsumedTTL: time.Minute, MaxConsumed: 8})
 		require.True(t, s.Consume(ticket(1)))
@@ -236,7 +236,7 @@ func TestSpend(t *testing.T) {
 	})
 }
 
-func TestSpendOnceAmongMany(t *testing.T) {
+func TestConsumeOnceAmongMany(t *testing.T) {
 	s := New(Options{})
 	var first sync.Map
 	var group sync.WaitGroup

@@ -11,7 +11,7 @@ import (
 func TestCountsOfFailedTransfersBlameAPair(t *testing.T) {
 	start := time.Now()
 	for name, tt := range map[string]struct {
-		told   map[string]time.Duration // time at which D was asked to load, by prefill endpoint
+		asks   map[string]time.Duration // time at which D was asked to load, by prefill endpoint
 		failed []int64                  // D's count at each scrape, 2 s apart from 10 s on
 		want   []string                 // prefill endpoints with which the pair is avoided
 	}{
@@ -28,7 +28,7 @@ func TestCountsOfFailedTransfersBlameAPair(t *testing.T) {
 			s := New(Options{Now: func() time.Time { return now }})
 			s.SetPool(PoolSpec{Name: "p"}, []EndpointSpec{{Addr: "p1:1", Role: RolePrefill}, {Addr: "p2:1", Role: RolePrefill}, {Addr: "d1:1", Role: RoleDecode}})
 			pool := s.Pool("p")
-			for p, at := range tt.told {
+			for p, at := range tt.asks {
 				now = start.Add(at)
 				s.LoadStarted(pool, p, "d1:1")
 			}

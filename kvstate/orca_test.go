@@ -124,7 +124,7 @@ func TestHeadersKeepNoLookFresh(t *testing.T) {
 }
 
 // Requests at an engine that no replica has booked count, if two scrapes report them, weighted by trust.
-func TestElsewhere(t *testing.T) {
+func TestExternalLoad(t *testing.T) {
 	now := time.Unix(1000, 0)
 	s := New(Options{Now: func() time.Time { return now }})
 	s.SetPool(PoolSpec{Name: "p"}, []EndpointSpec{{Addr: "p", Role: RolePrefill}, {Addr: "d", Role: RoleDecode}})

@@ -9,16 +9,16 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// board is a queue's knowledge of other replicas, and the number of updates.
-type board struct {
+// remoteQueue is a queue's knowledge of other replicas, and the number of updates.
+type remoteQueue struct {
 	known       map[uint64]Queued
 	changes     uint64
-	said, ended []uint64
+	notified, ended []uint64
 }
 
-func (b *board) look(p *Pool) {
-	b.said, b.ended = nil, nil
-	p.SyncRemoteQueue(b.known, &b.changes, func(w *Queued) { b.said = append(b.said, w.ID) }, func(id uint64, _ bool) { b.ended = append(b.ended, id) })
+func (b *remoteQueue) look(p *Pool) {
+	b.notified, b.ended = nil, nil
+	p.SyncRemoteQueue(b.known, &b.changes, func(w *Queued) { b.notified = append(b.notified, w.ID) }, func(id uint64, _ bool) { b.ended = append(b.ended, id) })
 }
 
 func waitsPool(t *testing.T) (*State, *Pool) {
@@ -30,11 +30,11 @@ func waitsPool(t *testing.T) (*State, *Pool) {
 
 // Requests that wait at other replicas are known from their publications, even if the pool's endpoints change
 // meanwhile.
-func TestWaitsElsewhere(t *testing.T) {
+func TestRemoteQueue(t *testing.T) {
 	s, p := waitsPool(t)
-	b := &board{known: map[uint64]Queued{}}
+	b := &remoteQueue{known: map[uint64]Queued{}}
 	b.look(p)
-	require.Empty(t, b.said)
+	require.Empty(t, b.notified)
 
 	p.ApplyQueued(7, []Queued{{ID: 1, PromptTokens: 10}, {ID: 2}}, nil, nil, false)
 	p.ApplyQueued(8, []Queued{{ID: 3}, {ID: 2, PromptTokens: 99}}, nil, nil, false)
@@ -42,21 +42,21 @@ func TestWaitsElsewhere(t *testing.T) {
 	s.SetPool(p.Spec, nil)
 	p = s.Pool("chat")
 	b.look(p)
-	require.ElementsMatch(t, []uint64{1, 2, 3}, b.said)
+	require.ElementsMatch(t, []uint64{1, 2, 3}, b.notified)
 	require.Equal(t, uint64(7), b.known[2].Replica, "nobody speaks for others")
 	require.Zero(t, b.known[2].PromptTokens)
 	b.look(p)
-	require.Empty(t, b.said)
+	require.Empty(t, b.notified)
 
 	p.ApplyQueued(7, []Queued{{ID: 1, PromptTokens: 20}}, []uint64{2, 3}, nil, false)
 	b.look(p)
-	require.Equal(t, []uint64{1}, b.said, "told anew")
+	require.Equal(t, []uint64{1}, b.notified, "told anew")
 	require.Equal(t, []uint64{2}, b.ended)
 	require.Equal(t, int64(20), b.known[1].PromptTokens)
 
 	p.ApplyQueued(7, []Queued{{ID: 4}}, nil, nil, true)
 	b.look(p)
-	require.Equal(t, []uint64{4}, b.said)
+	require.Equal(t, []uint64{4}, b.notified)
 	require.Equal(t, []uint64{1}, b.ended)
 	p.ApplyQueued(7, nil, nil, nil, true)
 	b.look(p)
@@ -70,7 +70,7 @@ func TestWaitsAreBounded(t *testing.T) {
 	for id := range uint64(10_000) {
 		p.ApplyQueued(7, []Queued{{ID: id + 1}}, nil, nil, false)
 	}
-	b := &board{known: map[uint64]Queued{}}
+	b := &remoteQueue{known: map[uint64]Queued{}}
 	b.look(p)
 	require.Len(t, b.known, maxRemoteQueued)
 	p.ApplyQueued(7, nil, nil, nil, true)
@@ -104,10 +104,10 @@ func TestWaitsHere(t *testing.T) {
 	}
 	s.PublishQueued(p, Queued{ID: 900, Position: 1e9, Priority: 1})
 	require.Equal(t, 201, peers.changed)
-	told := p.Queued()
-	require.Len(t, told, MaxQueuedPublished)
-	require.Equal(t, []uint64{900, 200, 199}, []uint64{told[0].ID, told[1].ID, told[2].ID})
-	before := told[0].Version
+	entries := p.Queued()
+	require.Len(t, entries, MaxQueuedPublished)
+	require.Equal(t, []uint64{900, 200, 199}, []uint64{entries[0].ID, entries[1].ID, entries[2].ID})
+	before := entries[0].Version
 	s.PublishQueued(p, Queued{ID: 900, Priority: 1, PromptTokens: 5})
 	require.Greater(t, p.Queued()[0].Version, before)
 	s.PublishDequeued(p, 900, true)

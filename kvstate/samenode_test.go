@@ -8,7 +8,7 @@ import (
 )
 
 // Which P and D run on one machine: by configuration, else by their addresses, and only if it makes a difference.
-func TestNeighbours(t *testing.T) {
+func TestSameNode(t *testing.T) {
 	p := func(addr, node string) EndpointSpec { return EndpointSpec{Addr: addr, Role: RolePrefill, Node: node} }
 	d := func(addr, node string) EndpointSpec { return EndpointSpec{Addr: addr, Role: RoleDecode, Node: node} }
 	both := EndpointSpec{Addr: "10.0.0.1:3", Role: RoleBoth}

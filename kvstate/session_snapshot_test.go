@@ -38,14 +38,14 @@ func TestSnapshotRoundTrip(t *testing.T) {
 	from.SetAffinity(p, 5, p.Endpoint("e03"), nil)
 	from.SetAffinity(p, 6, p.Endpoint("e01"), p.Endpoint("e69"))
 
-	told := 0
+	copied := 0
 	for _, e := range p.Endpoints() {
 		p.EachBlock(e, func(parent uint64, hashes []uint64) {
-			told += len(hashes)
+			copied += len(hashes)
 			q.LoadBlocks(q.Endpoint(e.Addr), parent, hashes)
 		})
 	}
-	require.Positive(t, told)
+	require.Positive(t, copied)
 	from.EachSession(p, func(name uint64, prefill, decode *Endpoint) {
 		var there [2]*Endpoint
 		for i, e := range []*Endpoint{prefill, decode} {

@@ -78,16 +78,16 @@ func unchain(parent, hash uint64) uint64 {
 	return hash*inverse ^ (parent<<27 | parent>>37)
 }
 
-// toldOf is another replica, which receives only learned prompts.
-type toldOf struct {
+// learner is another replica, which receives only learned prompts.
+type learner struct {
 	Replicas
 	learned []prefixindex.LearnedTokens
 }
 
-func (*toldOf) Changed()                                       {}
-func (*toldOf) Routed(*Pool, *Endpoint, []uint64)              {}
-func (o *toldOf) Learned(_ *Pool, l prefixindex.LearnedTokens) { o.learned = append(o.learned, l) }
-func (o *toldOf) hashes(i int) (n int) {
+func (*learner) Changed()                                       {}
+func (*learner) Routed(*Pool, *Endpoint, []uint64)              {}
+func (o *learner) Learned(_ *Pool, l prefixindex.LearnedTokens) { o.learned = append(o.learned, l) }
+func (o *learner) hashes(i int) (n int) {
 	for _, b := range o.learned[i].Blocks {
 		n += len(b.Hashes)
 	}
@@ -96,8 +96,8 @@ func (o *toldOf) hashes(i int) (n int) {
 
 // Other replicas apply one replica's learned tokens, as far as they know the text; a publication has only the hashes
 // of the new part.
-func TestLearnedTokensAreTold(t *testing.T) {
-	told := &toldOf{}
+func TestLearnedTokensArePublished(t *testing.T) {
+	told := &learner{}
 	s, p, _ := eventPool(Options{})
 	s.Connect(told)
 	first, second := long(4, 0, 1), long(10, 4, 2)

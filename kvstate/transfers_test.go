@@ -37,10 +37,10 @@ func (m *mover) fetch(addr string, n, tokens int64, bandwidth float64) {
 	d.Transfers, d.Tokens, d.Bytes = d.Transfers+n, d.Tokens+n*tokens, d.Bytes+n*tokens*100e3
 	each := TransferLag.Seconds() + float64(tokens)*100e3/bandwidth
 	d.Time += time.Duration(float64(n) * each * float64(time.Second))
-	m.tell(addr, d)
+	m.observe(addr, d)
 }
 
-func (m *mover) tell(addr string, d TransferCounters) {
+func (m *mover) observe(addr string, d TransferCounters) {
 	m.moved[addr] = d
 	g := UnknownSignals()
 	g.At, g.Transfers = m.now, d
@@ -92,7 +92,7 @@ func TestTransfersAreLearned(t *testing.T) {
 }
 
 // Two equal endpoints, one of which had bad luck with its first transfers, stay equal.
-func TestFewTransfersTellNobodyApart(t *testing.T) {
+func TestFewTransfersDistinguishNoEndpoint(t *testing.T) {
 	m := newMover(t, decoders("lucky", "unlucky")...)
 	for range transfersSeen/30 - 1 {
 		m.fetch("lucky", 30, 4000, 25e9)
@@ -167,9 +167,9 @@ func TestTransfersOfAnEngineThatStartsAnew(t *testing.T) {
 	}
 	before, _ := m.view()
 	m.now = m.now.Add(2 * time.Second)
-	m.tell("a", TransferCounters{})
+	m.observe("a", TransferCounters{})
 	m.now = m.now.Add(2 * time.Second)
-	m.tell("a", TransferCounters{Transfers: 3, Bytes: 3 * 400e6, Time: time.Second, Tokens: 12_000})
+	m.observe("a", TransferCounters{Transfers: 3, Bytes: 3 * 400e6, Time: time.Second, Tokens: 12_000})
 	after, _ := m.view()
 	require.Equal(t, before, after)
 	m.fetch("a", 10, 4000, 1e9)
@@ -185,7 +185,7 @@ func TestTransfersOfRanks(t *testing.T) {
 	for i := range int64(40) { // each request: eight transfers of 50 MB, 26 ms each
 		m.now = m.now.Add(2 * time.Second)
 		n := i + 1
-		m.tell("a", TransferCounters{Transfers: 80 * n, Bytes: 10 * 400e6 * n, Time: time.Duration(80*n) * 26 * time.Millisecond, Tokens: 40_000 * n})
+		m.observe("a", TransferCounters{Transfers: 80 * n, Bytes: 10 * 400e6 * n, Time: time.Duration(80*n) * 26 * time.Millisecond, Tokens: 40_000 * n})
 	}
 	all, bytes := m.view()
 	require.InEpsilon(t, 1, all[0], 0.05)

@@ -202,7 +202,7 @@ func (k *Picker) reweigh(r *Request, v *kvstate.View, t *terms) {
 // that lack what it needs stay excluded.
 func (k *Picker) weighDesperate(r *Request, v *kvstate.View, t *terms) {
 	for i := range v.Endpoints {
-		if c, p := &v.Endpoints[i], &k.prices[i]; c.Usable && math.IsInf(p.decode, 1) && k.lacks(r, c) == "" {
+		if c, p := &v.Endpoints[i], &k.prices[i]; c.Usable && math.IsInf(p.decode, 1) && k.unmet(r, c) == "" {
 			t.weigh(c, p)
 		}
 	}

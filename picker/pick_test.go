@@ -15,8 +15,8 @@ import (
 	"tandem/kvstate"
 )
 
-// neighbours returns the same-node pairs of a view, computed in a simple way.
-func neighbours(v *kvstate.View) [][]int32 {
+// sameNodePairs returns the same-node pairs of a view, computed in a simple way.
+func sameNodePairs(v *kvstate.View) [][]int32 {
 	out := make([][]int32, len(v.Endpoints))
 	for p := range v.Endpoints {
 		for d := range v.Endpoints {
@@ -84,7 +84,7 @@ func randomCase(r *rand.Rand) (*Request, *kvstate.View, Policy) {
 			v.Endpoints[i].Faults = randomFaults(r, v)
 		}
 	}
-	v.SameNode = neighbours(v)
+	v.SameNode = sameNodePairs(v)
 	v.Load = kvstate.Utilisation{Prefill: []float64{0, .5, .8, 1}[r.IntN(4)], Local: []float64{0, .3}[r.IntN(2)], Work: time.Duration(r.IntN(2)) * 300 * time.Millisecond}
 	v.Load.TokenBytes = []float64{0, 0, 2e6}[r.IntN(3)]
 	v.Load.Answer, v.Load.Step = []float64{0, 0, 20, 4000}[r.IntN(4)], []float64{0, 1, 2, .5}[r.IntN(4)]
@@ -156,7 +156,7 @@ func TestPickAgainstTwin(t *testing.T) {
 			if seed%4 == 0 {
 				v.Groups = groupEnds(v)
 			}
-			v.SameNode = neighbours(v)
+			v.SameNode = sameNodePairs(v)
 			v.Uniform = !slices.ContainsFunc(v.Endpoints, func(c kvstate.Candidate) bool {
 				return c.Endpoint.Engine+c.Endpoint.Layout+c.Endpoint.Zone != ""
 			})
@@ -237,7 +237,7 @@ func TestPickRelations(t *testing.T) {
 		random.Shuffle(len(shuffled.Endpoints), func(i, j int) {
 			shuffled.Endpoints[i], shuffled.Endpoints[j] = shuffled.Endpoints[j], shuffled.Endpoints[i]
 		})
-		shuffled.SameNode = neighbours(shuffled)
+		shuffled.SameNode = sameNodePairs(shuffled)
 		require.Equal(t, names(before, v), pick(shuffled), "seed %d: the order of endpoints", seed)
 		require.Equal(t, names(before, v), pick(changed(func(i int, c *kvstate.Candidate) {
 			if !chosen(i) {

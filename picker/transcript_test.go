@@ -69,7 +69,7 @@ func play(t *testing.T, text []byte) []byte {
 			v = kvstate.View{}
 		case words[0] == "endpoint":
 			v.Endpoints = append(v.Endpoints, candidate(t, words[1:]))
-			v.SameNode = neighbours(&v)
+			v.SameNode = sameNodePairs(&v)
 		case words[0] == "fleet":
 			v.Load = utilisation(t, words[1:])
 		case words[0] == "uses":

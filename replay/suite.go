@@ -284,10 +284,10 @@ func (s *played) printWorst(w io.Writer) {
 		for _, sc := range s.scenarios {
 			for _, load := range s.loads {
 				best := s.best(sc, load, c.split)
-				his, mine := s.over(sc, load, best, meanTTFT), s.over(sc, load, c, meanTTFT)
-				if mine > 1.03*his {
+				theirs, mine := s.over(sc, load, best, meanTTFT), s.over(sc, load, c, meanTTFT)
+				if mine > 1.03*theirs {
 					fmt.Fprintf(w, "| %s | %v, %.0f %% | %s | %.3g | %.3g | %.2f |\n", c.name, sc, 100*load, best.name,
-						his, mine, mine/his)
+						theirs, mine, mine/theirs)
 				}
 			}
 		}

@@ -40,7 +40,7 @@ func (e *simulator) violations(kind string) (n int64) {
 	return n
 }
 
-func TestNeuronHandsTheWholeAnswerOn(t *testing.T) {
+func TestNeuronPassesTheWholeAnswer(t *testing.T) {
 	p, d := startEngine(t, "-role", "prefill", "-connector", "neuron"), startEngine(t, "-role", "decode", "-connector", "neuron")
 	want := reference(t, d, `"max_tokens":9`)
 	first := p.post(t, chatPath, "r", chat(manyBlocks, oneToken))

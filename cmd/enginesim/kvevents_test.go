@@ -51,9 +51,9 @@ func askReplay(t *testing.T, e *simulator, from uint64) (replies [][][]byte, err
 	}
 }
 
-// told waits until the batches from a number on contain something, and returns them, joined, and the number after
+// awaitEvents waits until the batches from a number on contain something, and returns them, joined, and the number after
 // them. One request may cause one batch or two.
-func told(t *testing.T, e *simulator, from int, of string) (events string, next int) {
+func awaitEvents(t *testing.T, e *simulator, from int, of string) (events string, next int) {
 	t.Helper()
 	for deadline := time.Now().Add(patience); !strings.Contains(events, of); {
 		require.Less(t, time.Now(), deadline, "%q was not told", of)
@@ -82,7 +82,7 @@ func TestKVEvents(t *testing.T) {
 				return `{"max_tokens":1,"prompt":"` + strings.Repeat(word, 13) + `"}`
 			}
 			require.Equal(t, 200, e.post(t, "/v1/completions", "", prompt("aaaa")).status)
-			one, next := told(t, e, 0, "BlockStored")
+			one, next := awaitEvents(t, e, 0, "BlockStored")
 			require.Equal(t, "\x93\xcb", one[:2])
 			require.Equal(t, "\x91"+c.stored, one[10:11+len(c.stored)], "one event of three blocks")
 			require.Equal(t, 1, strings.Count(one, "\x9c\xceaaaa"), "twelve token ids")
@@ -91,14 +91,14 @@ func TestKVEvents(t *testing.T) {
 
 			require.Equal(t, 200, e.post(t, "/v1/completions", "", prompt("aaaa")).status)
 			require.Equal(t, 200, e.post(t, "/v1/completions", "", prompt("bbbb")).status)
-			two, next := told(t, e, next, "BlockStored")
+			two, next := awaitEvents(t, e, next, "BlockStored")
 			require.Equal(t, 1, strings.Count(two, "BlockRemoved"), "7 blocks are 6: the last of the first prompt makes room")
 			require.Less(t, strings.Index(two, "BlockRemoved"), strings.Index(two, "BlockStored"))
 
 			require.Equal(t, 200, e.post(t, "/reset_prefix_cache", "", "").status)
 			require.Len(t, replayed(t, e, 0), next+1, "as with vLLM, it is told with the next batch")
 			require.Equal(t, 200, e.post(t, "/v1/completions", "", `{"max_tokens":1,"cache_salt":"grain","prompt":"`+strings.Repeat("c", 17)+`"}`).status)
-			three, _ := told(t, e, next, "BlockStored")
+			three, _ := awaitEvents(t, e, next, "BlockStored")
 			require.Less(t, strings.Index(three, "AllBlocksCleared"), strings.Index(three, "BlockStored"))
 			require.Contains(t, three, "\x91\x91\xa5grain", "extra keys of the first block")
 		})
@@ -129,11 +129,11 @@ func TestKVEventsOfCPUMemory(t *testing.T) {
 		require.Equal(t, 200, e.post(t, "/v1/completions", "", `{"max_tokens":1,"prompt":"`+strings.Repeat(word, 13)+`"}`).status)
 	}
 	ask("aaaa")
-	one, next := told(t, e, 0, cpu)
+	one, next := awaitEvents(t, e, 0, cpu)
 	require.Equal(t, []int{1, 3}, []int{strings.Count(one, gpu), strings.Count(one, cpu)})
 	require.Equal(t, 3, strings.Count(one, "\xa9token_ids\x90\xaablock_size\x00"))
 	ask("bbbb")
-	two, _ := told(t, e, next, cpu)
+	two, _ := awaitEvents(t, e, next, cpu)
 	require.Equal(t, 3, strings.Count(two, "BlockRemoved"), "one of GPU memory, two of CPU memory, which has four")
 	require.Equal(t, []int{2, 5}, []int{strings.Count(two, gpu), strings.Count(two, cpu)})
 }

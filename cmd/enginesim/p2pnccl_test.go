@@ -25,10 +25,10 @@ func TestP2PNCCL(t *testing.T) {
 		beat, err := proxy.Recv()
 		require.NoError(t, err)
 		require.Len(t, beat.Frames, 2, "identity and beat, no delimiter")
-		var said map[string]string
-		require.NoError(t, msgpack.Unmarshal(beat.Frames[1], &said))
-		require.Equal(t, said["zmq_address"], string(beat.Frames[0]))
-		kinds[said["type"]] = said["http_address"] + " " + said["zmq_address"]
+		var registered map[string]string
+		require.NoError(t, msgpack.Unmarshal(beat.Frames[1], &registered))
+		require.Equal(t, registered["zmq_address"], string(beat.Frames[0]))
+		kinds[registered["type"]] = registered["http_address"] + " " + registered["zmq_address"]
 	}
 	require.Equal(t, map[string]string{"P": p.Addr() + " " + p.Side.Addr().String(), "D": d.Addr() + " " + d.Side.Addr().String()}, kinds)
 

@@ -47,11 +47,11 @@ func twoTurns(t *testing.T, more ...string) (p, d *simulator, next []uint32, kep
 	return p, d, slices.Concat(prompt, v.Choices[0].IDs, idsOf(40, 2)), v.Params
 }
 
-// turn sends one request through both engines; told are the prefill leg's parameters. If prefill refuses, it returns
+// turn sends one request through both engines; params are the prefill leg's parameters. If prefill refuses, it returns
 // that answer.
-func turn(t *testing.T, p, d *simulator, xid string, prompt []uint32, told string) reply {
+func turn(t *testing.T, p, d *simulator, xid string, prompt []uint32, params string) reply {
 	t.Helper()
-	answer := p.post(t, "/v1/completions", xid, idsBody(t, prompt, `"max_tokens":1,"kv_transfer_params":`+told))
+	answer := p.post(t, "/v1/completions", xid, idsBody(t, prompt, `"max_tokens":1,"kv_transfer_params":`+params))
 	if answer.status != 200 {
 		return answer
 	}

@@ -13,10 +13,10 @@ import (
 )
 
 // checkFiles reads the files that a configuration names for the server itself, as the server would.
-func checkFiles(cfg *configv1.Config) (m config.Mistakes) {
+func checkFiles(cfg *configv1.Config) (m config.ValidationErrors) {
 	add := func(path string, err error) {
 		if err != nil {
-			m = append(m, config.Mistake{Path: path, Remedy: strings.TrimPrefix(err.Error(), path+": ")})
+			m = append(m, config.ValidationError{Path: path, Hint: strings.TrimPrefix(err.Error(), path+": ")})
 		}
 	}
 	if file := cfg.GetTickets().GetKeyFile(); file != "" {

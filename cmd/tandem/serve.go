@@ -75,7 +75,7 @@ func required(c *cobra.Command, names ...string) {
 
 // serve checks the configuration, or runs the server until ctx ends and lets streams finish.
 func serve(ctx context.Context, file string, check, live bool, set settings, stderr io.Writer, log *slog.Logger) error {
-	var also []func(*configv1.Config) config.Mistakes
+	var also []func(*configv1.Config) config.ValidationErrors
 	if check {
 		also = append(also, checkFiles)
 	}

@@ -26,9 +26,9 @@ type Concurrent struct {
 	// the first of the patch's edits is the insertion right after the opening brace. Plan must not block.
 	// [ErrUnknownPeer] means that P's engine is not known yet.
 	Plan func(r *openai.Request, p *openai.Patch, l *Legs) (PairPlan, error)
-	// ReadAnswer reads P's answer with status 200. told is [PairPlan].Decode. An error means that P will not do what
+	// ReadAnswer reads P's answer with status 200. sent is [PairPlan].Decode. An error means that P will not do what
 	// D's members promise, so D waits in vain. The Peer is what the answer reveals about P.
-	ReadAnswer func(body, told []byte) (Answer, Peer, error)
+	ReadAnswer func(body, sent []byte) (Answer, Peer, error)
 	Peers      *PeerSource // how Tandem learns about prefill engines; nil: it need not
 }
 
@@ -81,11 +81,11 @@ func (l *Legs) rankOf(n int) int {
 }
 
 // port returns the configured port, or the engine's own default.
-func port(configured, theirs uint16) uint16 {
+func port(configured, byDefault uint16) uint16 {
 	if configured != 0 {
 		return configured
 	}
-	return theirs
+	return byDefault
 }
 
 // quote appends s as JSON text. It returns an error if s needs escapes.

@@ -154,14 +154,14 @@ func (f *firstAnswer) read(body []byte) error {
 func (f *firstAnswer) readMessage(message []byte) error {
 	c := cursor{b: message}
 	return c.object(func(key, value []byte, _ int) error {
-		said := string(value) != "null" && string(value) != `""` && string(value) != "[]"
+		present := string(value) != "null" && string(value) != `""` && string(value) != "[]"
 		switch string(key) {
 		case "content":
 			f.text = value
 		case "reasoning", "reasoning_content":
-			f.reasons = f.reasons || said
+			f.reasons = f.reasons || present
 		case "tool_calls", "function_call":
-			f.calls = f.calls || said
+			f.calls = f.calls || present
 		}
 		return nil
 	})

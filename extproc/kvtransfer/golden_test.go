@@ -145,7 +145,7 @@ func twoHops(t *testing.T, name string, a *txtar.Archive) *txtar.Archive {
 	if last := section(a, "last answer"); last != nil {
 		ids := section(a, "prompt ids")
 		got.Files = append(got.Files, txtar.File{Name: "last answer", Data: last}, txtar.File{Name: "prompt ids", Data: ids})
-		tellTurn(t, dialect.Turns, api, last, ids, pair)
+		setTurn(t, dialect.Turns, api, last, ids, pair)
 	}
 	prefill, undo := prefillBody(t, dialect, api, request, pair)
 	got.Files = append(got.Files, txtar.File{Name: "request", Data: request}, txtar.File{Name: "prefill request", Data: prefill},
@@ -182,9 +182,9 @@ func twoHops(t *testing.T, name string, a *txtar.Archive) *txtar.Archive {
 	return got
 }
 
-// tellTurn sets the pair's last turn, if the prompt continues it.
-func tellTurn(t *testing.T, d *Turns, api openai.API, last, ids []byte, pair *Pair) {
-	kept, _, err := heard(d, pair, last, false)
+// setTurn sets the pair's last turn, if the prompt continues it.
+func setTurn(t *testing.T, d *Turns, api openai.API, last, ids []byte, pair *Pair) {
+	kept, _, err := readTurn(d, pair, last, false)
 	require.NoError(t, err)
 	text, err := kept.Marshal()
 	require.NoError(t, err)
@@ -197,8 +197,8 @@ func tellTurn(t *testing.T, d *Turns, api openai.API, last, ids []byte, pair *Pa
 	}
 }
 
-// heard returns the stored turn of D's answer, and the client's answer.
-func heard(d *Turns, pair *Pair, answer []byte, stream bool) (turn *Turn, clients []byte, err error) {
+// readTurn returns the stored turn of D's answer, and the client's answer.
+func readTurn(d *Turns, pair *Pair, answer []byte, stream bool) (turn *Turn, clients []byte, err error) {
 	a := openai.TurnAnswer{Kept: func(params []byte, ids []uint32) { turn, err = d.Read(params, ids, &pair.Decode) }}
 	if !stream {
 		out, fault := a.Whole(nil, answer)
@@ -219,7 +219,7 @@ func keepTurn(t *testing.T, d *Turns, pair *Pair, a *txtar.Archive, add func(str
 			continue
 		}
 		add(name, data)
-		turn, clients, err := heard(d, pair, data, strings.HasSuffix(name, "streamed"))
+		turn, clients, err := readTurn(d, pair, data, strings.HasSuffix(name, "streamed"))
 		add(strings.TrimPrefix(name, "decode "), bytes.TrimSuffix(clients, []byte("\n")))
 		switch {
 		case err != nil:

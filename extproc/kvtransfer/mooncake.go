@@ -166,21 +166,21 @@ const maxRanks = 4096
 
 // readQuery reads {"<dp rank>":{"engine_id":...,"worker_addr":{...}}}.
 func readQuery(body []byte) (Peer, error) {
-	var said map[string]struct {
+	var reported map[string]struct {
 		EngineID string `json:"engine_id"`
 	}
-	if err := json.Unmarshal(body, &said); err != nil {
+	if err := json.Unmarshal(body, &reported); err != nil {
 		return Peer{}, fmt.Errorf("a bootstrap server's /query: %w", err)
 	}
-	if len(said) == 0 || len(said) > maxRanks {
-		return Peer{}, fmt.Errorf("a bootstrap server that knows of %d engines", len(said))
+	if len(reported) == 0 || len(reported) > maxRanks {
+		return Peer{}, fmt.Errorf("a bootstrap server that knows of %d engines", len(reported))
 	}
-	peer := Peer{make([]Rank, len(said))}
-	for key, engine := range said {
+	peer := Peer{make([]Rank, len(reported))}
+	for key, engine := range reported {
 		i, err := strconv.Atoi(key)
-		if err != nil || i < 0 || i >= len(said) || engine.EngineID == "" {
+		if err != nil || i < 0 || i >= len(reported) || engine.EngineID == "" {
 			return Peer{}, fmt.Errorf("a bootstrap server with the data-parallel rank %.20q of %d, engine id %.80q",
-				key, len(said), engine.EngineID)
+				key, len(reported), engine.EngineID)
 		}
 		peer.Ranks[i].EngineID = engine.EngineID
 	}

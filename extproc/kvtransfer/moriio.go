@@ -114,6 +114,6 @@ func moriioAddress(e *kvstate.Endpoint) ([]byte, error) {
 }
 
 // ReadAnswer checks that P finished because of the length limit: otherwise it keeps no blocks.
-func (moriio) ReadAnswer(body, told []byte) (Answer, Peer, error) {
-	return mooncake{}.ReadAnswer(body, told)
+func (moriio) ReadAnswer(body, sent []byte) (Answer, Peer, error) {
+	return mooncake{}.ReadAnswer(body, sent)
 }

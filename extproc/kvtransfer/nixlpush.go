@@ -82,18 +82,18 @@ func (d nixlPush) Plan(r *openai.Request, p *openai.Patch, l *Legs) (PairPlan, e
 
 // ReadAnswer learns P's identity. If it is not the one in D's request, P was restarted in between, and D waits for an
 // engine that is gone.
-func (nixlPush) ReadAnswer(body, told []byte) (Answer, Peer, error) {
+func (nixlPush) ReadAnswer(body, sent []byte) (Answer, Peer, error) {
 	scanned, err := openai.ScanAnswer(body)
 	if err != nil {
 		return Answer{}, Peer{}, errors.Join(ErrParams, err)
 	}
 	a := counts(&scanned)
 	peer, engine := readPushPeer(scanned.Params)
-	if told != nil && engine != nil && !bytes.Contains(told, append([]byte(`"remote_engine_id":`), engine...)) {
+	if sent != nil && engine != nil && !bytes.Contains(sent, append([]byte(`"remote_engine_id":`), engine...)) {
 		return Answer{}, peer,
 			fmt.Errorf("%w: P is the engine %s, which is not the one that D was told of", ErrParams, engine)
 	}
-	if told != nil && engine == nil {
+	if sent != nil && engine == nil {
 		return Answer{}, peer, fmt.Errorf("%w: P keeps no blocks for this request", ErrParams)
 	}
 	return a, peer, nil
@@ -102,7 +102,7 @@ func (nixlPush) ReadAnswer(body, told []byte) (Answer, Peer, error) {
 // readPushPeer reads from P's parameters its engine id (as JSON text too, nil if absent), side channel and sizes. The
 // id's tail has the data-parallel rank (vllm/v1/engine/core.py: <id>_dp<rank>).
 func readPushPeer(params []byte) (peer Peer, engine []byte) {
-	var said struct {
+	var reported struct {
 		EngineID json.RawMessage `json:"remote_engine_id"`
 		Host     string          `json:"remote_host"`
 		Port     int             `json:"remote_port"`
@@ -110,8 +110,8 @@ func readPushPeer(params []byte) (peer Peer, engine []byte) {
 		PP       int             `json:"pp_size"`
 	}
 	var id string
-	if json.Unmarshal(params, &said) != nil || json.Unmarshal(said.EngineID, &id) != nil || id == "" ||
-		said.Host == "" || said.Port < 1 || said.Port > 65535 {
+	if json.Unmarshal(params, &reported) != nil || json.Unmarshal(reported.EngineID, &id) != nil || id == "" ||
+		reported.Host == "" || reported.Port < 1 || reported.Port > 65535 {
 		return Peer{}, nil
 	}
 	rank := 0
@@ -124,5 +124,5 @@ func readPushPeer(params []byte) (peer Peer, engine []byte) {
 	if err != nil {
 		return Peer{}, nil
 	}
-	return Peer{}.with(rank, Rank{EngineID: id, Host: said.Host, Port: said.Port, TP: said.TP, PP: said.PP}), canonical
+	return Peer{}.with(rank, Rank{EngineID: id, Host: reported.Host, Port: reported.Port, TP: reported.TP, PP: reported.PP}), canonical
 }

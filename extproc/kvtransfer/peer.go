@@ -132,10 +132,10 @@ func (p *Peers) start(ctx context.Context, e *kvstate.Endpoint) *question {
 }
 
 // Learn stores what an endpoint's answer revealed about it; a zero Peer is ignored.
-func (p *Peers) Learn(addr string, said Peer) {
+func (p *Peers) Learn(addr string, found Peer) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	for i, r := range said.Ranks {
+	for i, r := range found.Ranks {
 		if known := p.known[addr]; r != (Rank{}) && (i >= len(known.Ranks) || known.Ranks[i] != r) {
 			p.known[addr] = known.with(i, r)
 		}

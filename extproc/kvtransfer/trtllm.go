@@ -157,7 +157,7 @@ func (c *contextAnswer) forDecode(id uint64) ([]byte, error) {
 		return nil, fmt.Errorf("%d bytes, more than %d", len(c.params), MaxParamsBytes/2)
 	}
 	out := append(make([]byte, 0, len(c.params)+64), `"disaggregated_params":{"request_type":"generation_only"`...)
-	var contextID, ours []byte
+	var contextID, disaggID []byte
 	seen := map[string]bool{}
 	params := cursor{b: c.params}
 	err := params.object(func(key, value []byte, _ int) error {
@@ -175,7 +175,7 @@ func (c *contextAnswer) forDecode(id uint64) ([]byte, error) {
 		case "ctx_request_id":
 			contextID = value
 		case "disagg_request_id":
-			ours = value
+			disaggID = value
 		}
 		out = append(appendJSON(append(out, ','), key), ':')
 		out = append(out, value...)
@@ -186,8 +186,8 @@ func (c *contextAnswer) forDecode(id uint64) ([]byte, error) {
 		return nil, err
 	case !isID(contextID):
 		return nil, refuse([]byte("ctx_request_id"), contextID, "an integer of 64 bits")
-	case ours != nil && string(ours) != "null" && string(ours) != strconv.FormatUint(id, 10):
-		return nil, refuse([]byte("disagg_request_id"), ours, "the one that P was sent")
+	case disaggID != nil && string(disaggID) != "null" && string(disaggID) != strconv.FormatUint(id, 10):
+		return nil, refuse([]byte("disagg_request_id"), disaggID, "the one that P was sent")
 	}
 	out = append(out, '}')
 	if string(c.object) != `"chat.completion"` {

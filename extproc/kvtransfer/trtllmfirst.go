@@ -100,30 +100,30 @@ func queryServerInfo(ctx context.Context, e *kvstate.Endpoint) (Peer, error) {
 // readServerInfo reads {"disaggregated_params":{"ctx_dp_rank":0,"ctx_info_endpoint":["tcp://..."]}}; the endpoint may
 // also be a single string, and either may be null.
 func readServerInfo(body []byte) (Peer, error) {
-	var said struct {
+	var reported struct {
 		Params *struct {
 			Rank     *int            `json:"ctx_dp_rank"`
 			Endpoint json.RawMessage `json:"ctx_info_endpoint"`
 		} `json:"disaggregated_params"`
 	}
-	if err := json.Unmarshal(body, &said); err != nil {
+	if err := json.Unmarshal(body, &reported); err != nil {
 		return Peer{}, fmt.Errorf("a context server's /server_info: %w", err)
 	}
-	if said.Params == nil {
+	if reported.Params == nil {
 		return Peer{}, nil
 	}
 	var endpoints []string
 	var endpoint string
-	if json.Unmarshal(said.Params.Endpoint, &endpoints) == nil && len(endpoints) > 0 {
+	if json.Unmarshal(reported.Params.Endpoint, &endpoints) == nil && len(endpoints) > 0 {
 		endpoint = endpoints[0]
 	} else {
-		_ = json.Unmarshal(said.Params.Endpoint, &endpoint) // null, or of an unknown type: none
+		_ = json.Unmarshal(reported.Params.Endpoint, &endpoint) // null, or of an unknown type: none
 	}
 	if endpoint == "" || len(endpoint) > 1024 {
 		return Peer{}, nil
 	}
 	rank := Rank{EngineID: endpoint, Port: -1}
-	if r := said.Params.Rank; r != nil && *r >= 0 && *r < maxRanks {
+	if r := reported.Params.Rank; r != nil && *r >= 0 && *r < maxRanks {
 		rank.Port = *r
 	}
 	return Peer{[]Rank{rank}}, nil

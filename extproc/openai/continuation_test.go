@@ -11,8 +11,8 @@ func newContinuation(chat bool) *Continuation {
 	return &Continuation{Chat: chat, ID: []byte(`"x"`), Created: []byte("1"), Text: []byte(`" A"`), Cached: 2}
 }
 
-// told returns the client's stream, if decode's comes in pieces of n bytes.
-func told(stream string, chat bool, n int) (out []byte, err error) {
+// clientStream returns the client's stream, if decode's comes in pieces of n bytes.
+func clientStream(stream string, chat bool, n int) (out []byte, err error) {
 	c := newContinuation(chat)
 	var events Events
 	each := func(event []byte) { out = c.Event(out, event) }
@@ -32,12 +32,12 @@ const streamed = "data: {\"id\":\"y\",\"object\":\"text_completion\",\"model\":\
 // The places where a stream is cut make no difference to the client.
 func TestContinuationPieces(t *testing.T) {
 	for _, chat := range []bool{false, true} {
-		want, err := told(streamed, chat, len(streamed))
+		want, err := clientStream(streamed, chat, len(streamed))
 		require.NoError(t, err)
 		require.Contains(t, string(want), `" A"`)
 		require.Contains(t, string(want), `{"prompt_tokens":2,"completion_tokens":2}`)
 		for n := 1; n < len(streamed); n++ {
-			got, err := told(streamed, chat, n)
+			got, err := clientStream(streamed, chat, n)
 			require.NoError(t, err)
 			require.Equal(t, string(want), string(got), "in pieces of %d bytes", n)
 		}
@@ -57,9 +57,9 @@ func FuzzContinuation(f *testing.F) {
 	f.Add(`data: {"object":"text_completion","choices":[1,[],{"text":null,"a\"b":2},{}],"usage":7}`, uint8(0))
 	f.Fuzz(func(t *testing.T, stream string, n uint8) {
 		for _, chat := range []bool{false, true} {
-			want, err := told(stream, chat, max(len(stream), 1))
+			want, err := clientStream(stream, chat, max(len(stream), 1))
 			require.NoError(t, err)
-			got, err := told(stream, chat, int(n)+1)
+			got, err := clientStream(stream, chat, int(n)+1)
 			require.NoError(t, err)
 			require.Equal(t, string(want), string(got))
 			for _, data := range eventsOf(string(got)) {

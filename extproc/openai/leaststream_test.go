@@ -34,10 +34,10 @@ func TestLeastStream(t *testing.T) {
 				continue
 			}
 			failed := len(withID.Replace(stream))
-			if told := failed < least; name == "messages" || len(id) > 100 && name == "chat" || len(id) < 11 && name == "generate" {
-				require.False(t, told, f.Name)
+			if detected := failed < least; name == "messages" || len(id) > 100 && name == "chat" || len(id) < 11 && name == "generate" {
+				require.False(t, detected, f.Name)
 			} else {
-				require.True(t, told, "%s is not told, id %s: %d bytes, %d at least", f.Name, id, failed, least)
+				require.True(t, detected, "%s is not told, id %s: %d bytes, %d at least", f.Name, id, failed, least)
 			}
 		}
 	}

@@ -38,7 +38,7 @@ func (a *TurnAnswer) Whole(dst, answer []byte) ([]byte, error) {
 	}
 	answer = answer[skipSpace(answer, 0):]
 	a.read(answer)
-	a.tell()
+	a.deliver()
 	return a.appendTop(dst, answer, false), nil
 }
 
@@ -49,15 +49,15 @@ func (a *TurnAnswer) Event(dst, event []byte) []byte {
 		return append(append(dst, event...), "\n\n"...)
 	}
 	a.read(data)
-	a.tell()
-	if !a.OwnIDs && a.Kept != nil && saysNothing(data) {
+	a.deliver()
+	if !a.OwnIDs && a.Kept != nil && onlyTokenIDs(data) {
 		return dst
 	}
 	return appendEvent(dst, event, a.appendTop(nil, data, true))
 }
 
-// tell calls Kept, once all parts are there.
-func (a *TurnAnswer) tell() {
+// deliver calls Kept, once all parts are there.
+func (a *TurnAnswer) deliver() {
 	if a.params != nil && a.prompt && !a.broken && a.Kept != nil {
 		a.Kept(a.params, a.ids)
 		a.Kept = nil
@@ -192,8 +192,8 @@ func (a *TurnAnswer) choices(list []byte) []byte {
 	return append(dst, ']')
 }
 
-// saysNothing reports whether vLLM sent a chat's event for its token ids alone: for a token that gives no text yet.
-func saysNothing(chunk []byte) bool {
+// onlyTokenIDs reports whether vLLM sent a chat's event for its token ids alone: for a token that gives no text yet.
+func onlyTokenIDs(chunk []byte) bool {
 	deltas := 0
 	for key, value := range pairs(chunk) {
 		switch string(key) {

@@ -8,14 +8,14 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// turnHeard is a TurnAnswer's result.
-type turnHeard struct {
+// turnResult is a TurnAnswer's result.
+type turnResult struct {
 	out, params string
 	ids         []uint32
 	calls       int
 }
 
-func hearTurn(t testing.TB, answer string, stream, ownIDs bool, chunk int) (h turnHeard) {
+func rewriteTurn(t testing.TB, answer string, stream, ownIDs bool, chunk int) (h turnResult) {
 	t.Helper()
 	a := TurnAnswer{OwnIDs: ownIDs, Kept: func(params []byte, ids []uint32) {
 		h.params, h.ids = string(params), append([]uint32(nil), ids...)
@@ -64,7 +64,7 @@ func TestTurnAnswerWhole(t *testing.T) {
 		"responses":       {answer: `{"object":"response","output":[{"token_ids":[5]}],"kv_transfer_params":` + turnObject + `}`, out: `{"object":"response","output":[{"token_ids":[5]}],"kv_transfer_params":null}`},
 	} {
 		t.Run(name, func(t *testing.T) {
-			got := hearTurn(t, c.answer, false, c.own, 0)
+			got := rewriteTurn(t, c.answer, false, c.own, 0)
 			require.JSONEq(t, c.out, got.out)
 			if name == "a completion" {
 				c.ids = []uint32{1, 3}
@@ -90,7 +90,7 @@ func TestTurnAnswerStream(t *testing.T) {
 		`data: {"choices":[],"usage":{"prompt_tokens":2}}`,
 		"data: [DONE]", "",
 	}, "\n\n")
-	whole := hearTurn(t, stream, true, false, len(stream))
+	whole := rewriteTurn(t, stream, true, false, len(stream))
 	require.Equal(t, []uint32{1, 2, 3, 4, 5}, whole.ids)
 	require.JSONEq(t, turnObject, whole.params)
 	require.NotContains(t, whole.out, "kv_transfer_params")
@@ -99,19 +99,19 @@ func TestTurnAnswerStream(t *testing.T) {
 	require.True(t, strings.HasSuffix(whole.out, "data: [DONE]\n\n"))
 	for _, line := range []string{"\n", "\r\n"} {
 		for chunk := 1; chunk < 90; chunk += 7 {
-			got := hearTurn(t, strings.ReplaceAll(stream, "\n", line), true, false, chunk)
+			got := rewriteTurn(t, strings.ReplaceAll(stream, "\n", line), true, false, chunk)
 			require.Equal(t, whole, got, "in pieces of %d", chunk)
 		}
 	}
-	own := hearTurn(t, stream, true, true, 50)
+	own := rewriteTurn(t, stream, true, true, 50)
 	require.Equal(t, whole.ids, own.ids)
 	require.Equal(t, 6, strings.Count(own.out, "data: "))
 	require.Contains(t, own.out, `"token_ids":[4]`)
 
-	nobody := TurnAnswer{OwnIDs: true}
+	unused := TurnAnswer{OwnIDs: true}
 	require.Equal(t, "data: {\"type\":\"response.completed\",\"response\":{\"id\":\"r\",\"kv_transfer_params\":null}}\n\n",
-		string(nobody.Event(nil, []byte(`data: {"type":"response.completed","response":{"id":"r","kv_transfer_params":`+turnObject+`}}`))))
-	require.Equal(t, "event: ping\ndata: x\n\n", string(nobody.Event(nil, []byte("event: ping\ndata: x"))))
+		string(unused.Event(nil, []byte(`data: {"type":"response.completed","response":{"id":"r","kv_transfer_params":`+turnObject+`}}`))))
+	require.Equal(t, "event: ping\ndata: x\n\n", string(unused.Event(nil, []byte("event: ping\ndata: x"))))
 }
 
 // The ids of an answer take memory for as long as it lasts: Room is called with the bytes, and may refuse. Then the
@@ -144,7 +144,7 @@ func TestTurnAnswerOutOfOrder(t *testing.T) {
 		"prompt twice":         {`{"choices":[],"prompt_token_ids":[1]}`, `{"choices":[],"prompt_token_ids":[1]}`, `{"choices":[],"kv_transfer_params":` + turnObject + `}`},
 		"no prompt":            {`{"choices":[{"token_ids":[3]}],"kv_transfer_params":` + turnObject + `}`},
 	} {
-		got := hearTurn(t, "data: "+strings.Join(events, "\n\ndata: ")+"\n\n", true, false, 1000)
+		got := rewriteTurn(t, "data: "+strings.Join(events, "\n\ndata: ")+"\n\n", true, false, 1000)
 		require.Zero(t, got.calls, name)
 		require.NotContains(t, got.out, "remote_", name)
 	}

@@ -234,10 +234,10 @@ func (r *Reclaimer) enqueue(id [16]byte, requestID string, h *record) {
 	r.Observer.Reclaimed(h.pool, result)
 }
 
-// ours reports whether this replica must send a cleanup. The cleanup consumes an id of its own, and the other
+// claims reports whether this replica must send a cleanup. The cleanup consumes an id of its own, and the other
 // replicas must confirm it: a ticket consumed twice may cost one request its KV, but a cleanup sent twice may cost
 // another request its text.
-func (r *Reclaimer) ours(c cleanup) bool {
+func (r *Reclaimer) claims(c cleanup) bool {
 	c.id[0] ^= 0x80
 	first, known := r.State.ConsumeConfirmed(c.id)
 	if !known {
@@ -279,7 +279,7 @@ func (r *Reclaimer) work(ctx context.Context) {
 func (r *Reclaimer) fetch(ctx context.Context, client *enginehttp.Client, c cleanup) {
 	h := c.record
 	defer r.queued.Add(-int64(len(h.params)))
-	if !r.ours(c) {
+	if !r.claims(c) {
 		return
 	}
 	policy := r.Policy(h.pool)

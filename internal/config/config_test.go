@@ -105,7 +105,7 @@ func edited(old, replacement string) string {
 	return strings.Replace(least, old, replacement, 1)
 }
 
-func TestMistakes(t *testing.T) {
+func TestValidationErrors(t *testing.T) {
 	for name, tt := range map[string]struct {
 		yaml string
 		want []string
@@ -199,7 +199,7 @@ func TestMistakes(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			_, _, err := Parse([]byte(tt.yaml))
-			var m Mistakes
+			var m ValidationErrors
 			require.ErrorAs(t, err, &m)
 			require.Equal(t, strings.Join(tt.want, "\n"), m.Error())
 		})
@@ -327,11 +327,11 @@ func FuzzParse(f *testing.F) {
 	f.Fuzz(func(t *testing.T, text []byte) {
 		c, _, err := Parse(text)
 		if err != nil {
-			var m Mistakes
+			var m ValidationErrors
 			require.ErrorAs(t, err, &m)
 			require.NotEmpty(t, m)
 			for _, mistake := range m {
-				require.NotEmpty(t, mistake.Remedy)
+				require.NotEmpty(t, mistake.Hint)
 				require.NotContains(t, mistake.Path, "\n")
 			}
 			return
@@ -375,7 +375,9 @@ func TestSizes(t *testing.T) {
 		require.NoError(t, err, size)
 		require.Equal(t, want, c.Envoy.MaxBodyBytes)
 	}
-	_, _, err := Parse([]byte("envoy: {listen: x}\n"+least), func(c *configv1.Config) Mistakes { return Mistakes{{"admin.tokenFile", "for " + c.Admin.Listen}} })
+	_, _, err := Parse([]byte("envoy: {listen: x}\n"+least), func(c *configv1.Config) ValidationErrors {
+		return ValidationErrors{{"admin.tokenFile", "for " + c.Admin.Listen}}
+	})
 	require.EqualError(t, err, "admin.tokenFile: for 127.0.0.1:9090\nenvoy.listen: \"x\" is not an address: ip:port, [ip]:port or name:port")
 }
 

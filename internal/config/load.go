@@ -16,9 +16,10 @@ import (
 )
 
 // Load reads a configuration file. Warnings name settings that are accepted but have no effect, or probably not the
-// intended one. An error is [Mistakes], or the reason why the file cannot be read. also checks the readable part; its
-// mistakes are added.
-func Load(path string, also ...func(*configv1.Config) Mistakes) (c *configv1.Config, warnings []string, err error) {
+// intended one. An error is [ValidationErrors], or the reason why the file cannot be read. also checks the readable
+// part; its mistakes are added.
+func Load(path string,
+	also ...func(*configv1.Config) ValidationErrors) (c *configv1.Config, warnings []string, err error) {
 	if path == "" {
 		return nil, nil, errors.New("no configuration file given (-f FILE)")
 	}
@@ -33,11 +34,12 @@ func Load(path string, also ...func(*configv1.Config) Mistakes) (c *configv1.Con
 	return c, warnings, nil
 }
 
-// Parse reads a configuration from YAML text, with defaults filled in. An error is [Mistakes].
-func Parse(text []byte, also ...func(*configv1.Config) Mistakes) (c *configv1.Config, warnings []string, err error) {
-	var m Mistakes
+// Parse reads a configuration from YAML text, with defaults filled in. An error is [ValidationErrors].
+func Parse(text []byte,
+	also ...func(*configv1.Config) ValidationErrors) (c *configv1.Config, warnings []string, err error) {
+	var m ValidationErrors
 	if c = m.read(text); c != nil {
-		var more Mistakes
+		var more ValidationErrors
 		SetDefaults(c)
 		warnings = validate(&more, c)
 		for _, check := range also {
@@ -46,14 +48,14 @@ func Parse(text []byte, also ...func(*configv1.Config) Mistakes) (c *configv1.Co
 		m = append(m, m.unrelated(more)...)
 	}
 	if len(m) > 0 {
-		slices.SortStableFunc(m, func(a, b Mistake) int { return comparePaths(a.Path, b.Path) })
+		slices.SortStableFunc(m, func(a, b ValidationError) int { return comparePaths(a.Path, b.Path) })
 		return nil, nil, m
 	}
 	return c, warnings, nil
 }
 
 // read turns the text into a message without the parts of the wrong shape; nil if nothing can be read.
-func (m *Mistakes) read(text []byte) *configv1.Config {
+func (m *ValidationErrors) read(text []byte) *configv1.Config {
 	asJSON, err := yaml.YAMLToJSONStrict(text)
 	if err != nil {
 		m.unreadable(err)
@@ -86,7 +88,7 @@ func (m *Mistakes) read(text []byte) *configv1.Config {
 }
 
 // unreadable adds the errors of the YAML reader: one or several lines, such as duplicate keys.
-func (m *Mistakes) unreadable(err error) {
+func (m *ValidationErrors) unreadable(err error) {
 	text := strings.TrimPrefix(err.Error(), "yaml: ")
 	text = strings.TrimPrefix(text, "unmarshal errors:\n")
 	for line := range strings.Lines(text) {

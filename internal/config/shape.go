@@ -15,7 +15,7 @@ import (
 // checkShape checks a tree of JSON values against a message: names and kinds. An empty YAML value counts as absent,
 // except in a list. Invalid values are removed from the tree, so that the rest can be checked too; sizes become
 // numbers.
-func checkShape(m *Mistakes, path string, object map[string]any, d protoreflect.MessageDescriptor) {
+func checkShape(m *ValidationErrors, path string, object map[string]any, d protoreflect.MessageDescriptor) {
 	for name, value := range object {
 		at := join(path, name)
 		field := d.Fields().ByJSONName(name)
@@ -35,7 +35,7 @@ func checkShape(m *Mistakes, path string, object map[string]any, d protoreflect.
 	}
 }
 
-func checkList(m *Mistakes, path string, value any, field protoreflect.FieldDescriptor) bool {
+func checkList(m *ValidationErrors, path string, value any, field protoreflect.FieldDescriptor) bool {
 	list, ok := value.([]any)
 	if !ok {
 		m.add(path, "must be a list, is %s", kindOf(value))
@@ -60,7 +60,7 @@ func checkList(m *Mistakes, path string, value any, field protoreflect.FieldDesc
 }
 
 // checkValue returns the value in the form that protojson reads; false if it is invalid.
-func checkValue(m *Mistakes, path string, value any, field protoreflect.FieldDescriptor) (any, bool) {
+func checkValue(m *ValidationErrors, path string, value any, field protoreflect.FieldDescriptor) (any, bool) {
 	switch field.Kind() {
 	case protoreflect.MessageKind:
 		object, ok := value.(map[string]any)
@@ -95,7 +95,7 @@ func checkValue(m *Mistakes, path string, value any, field protoreflect.FieldDes
 }
 
 // checkSize reads a size with a unit as Kubernetes writes it: 16Mi, 512Ki, 1G.
-func checkSize(m *Mistakes, path, text string) (any, bool) {
+func checkSize(m *ValidationErrors, path, text string) (any, bool) {
 	digits := strings.TrimRight(text, "kKMGiB")
 	factor, ok := map[string]int64{
 		"": 1, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30,
@@ -117,7 +117,7 @@ func durations() []string {
 // variable matches text that a shell or a template would replace.
 var variable = regexp.MustCompile(`\$\{[A-Za-z_][A-Za-z0-9_]*\}`)
 
-func checkText(m *Mistakes, path string, value any, field string) bool {
+func checkText(m *ValidationErrors, path string, value any, field string) bool {
 	text, ok := value.(string)
 	number, isNumber := value.(json.Number)
 	switch {
@@ -136,7 +136,7 @@ func checkText(m *Mistakes, path string, value any, field string) bool {
 	return ok
 }
 
-func checkWhole(m *Mistakes, path string, value any, least, most int64) bool {
+func checkWhole(m *ValidationErrors, path string, value any, least, most int64) bool {
 	number, ok := value.(json.Number)
 	if !ok {
 		m.add(path, "must be a whole number, is %s", kindOf(value))

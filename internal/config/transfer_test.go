@@ -63,8 +63,8 @@ func TestDialectDefaults(t *testing.T) {
 	require.Nil(t, c.Notices)
 }
 
-// Mistakes about KV transfer are reported at the start, with the endpoint, the field and the remedy.
-func TestTransferMistakes(t *testing.T) {
+// ValidationErrors about KV transfer are reported at the start, with the endpoint, the field and the remedy.
+func TestTransferErrors(t *testing.T) {
 	const at = "pools[0].endpoints"
 	for name, tt := range map[string]struct {
 		yaml string
@@ -106,7 +106,7 @@ func TestTransferMistakes(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			_, _, err := Parse([]byte(tt.yaml))
-			var m Mistakes
+			var m ValidationErrors
 			require.ErrorAs(t, err, &m)
 			require.Equal(t, strings.Join(tt.want, "\n"), m.Error())
 		})

@@ -11,7 +11,7 @@ import (
 )
 
 // validate checks the values of a configuration that has passed checkShape and has its defaults.
-func validate(m *Mistakes, c *configv1.Config) (warnings []string) {
+func validate(m *ValidationErrors, c *configv1.Config) (warnings []string) {
 	v := &validator{m: m, models: map[string]string{}, bodyMode: c.Envoy.BodyMode}
 	checkListeners(v, c)
 	checkExtProc(v, c)
@@ -32,7 +32,7 @@ func validate(m *Mistakes, c *configv1.Config) (warnings []string) {
 
 // validator collects errors, and the values that must be unique.
 type validator struct {
-	m         *Mistakes
+	m         *ValidationErrors
 	warnings  []string
 	listens   []seenAddress
 	endpoints []seenAddress

@@ -51,7 +51,7 @@ func TestTranslationOverGRPC(t *testing.T) {
 }
 
 // What cannot be read goes on as it came, with everything beside it.
-func TestBrokenTranslationGoesOn(t *testing.T) {
+func TestBrokenTranslationContinues(t *testing.T) {
 	conn, log := served(t)
 	in := read(t, "testdata/existing.in.yaml")
 	in.Listeners = append(in.Listeners, []byte(extProcPrefix))

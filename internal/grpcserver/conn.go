@@ -127,11 +127,11 @@ func (c *conn) frame() error {
 	case http2.FrameRSTStream:
 		c.reset(id)
 	}
-	return c.spend()
+	return c.useCredit()
 }
 
-// spend takes one frame without a request from the peer's credit.
-func (c *conn) spend() error {
+// useCredit takes one frame without a request from the peer's credit.
+func (c *conn) useCredit() error {
 	if c.credit--; c.credit > 0 {
 		return nil
 	}
@@ -245,14 +245,14 @@ const slowMessage = 10 * time.Second
 // it refuses messages that take too long.
 func (c *conn) sweep(now time.Time, short bool) {
 	var dropped []*receipt
-	stuck := false
+	stalled := false
 	c.mu.Lock()
 	for _, r := range c.streams {
-		stuck = stuck || r.unsent > 0 && now.Sub(r.sent) > c.s.o.StuckTime
+		stalled = stalled || r.unsent > 0 && now.Sub(r.sent) > c.s.o.StuckTime
 		if short && !r.over && r.bytes > 0 && now.Sub(r.began) > slowMessage {
 			r.refuse(now)
 		}
-		stuck = stuck || r.over && now.Sub(r.overSince) > c.s.o.StuckTime // the peer continues
+		stalled = stalled || r.over && now.Sub(r.overSince) > c.s.o.StuckTime // the peer continues
 		if !r.begun && r.Err() != nil {                                   // grpc-go answered by itself
 			dropped = append(dropped, r)
 		}
@@ -261,7 +261,7 @@ func (c *conn) sweep(now time.Time, short bool) {
 	for _, r := range dropped {
 		r.end()
 	}
-	if stuck {
+	if stalled {
 		_ = c.Close()
 	}
 }

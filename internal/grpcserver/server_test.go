@@ -236,7 +236,7 @@ func TestUnfinishedMessagesAreCountedAndBounded(t *testing.T) {
 }
 
 // If many connections together fill the budget, those with little memory are served.
-func TestWhoHoldsLittleIsServed(t *testing.T) {
+func TestSmallConnectionsAreServed(t *testing.T) {
 	budget := memory.New(8 << 20)
 	s := newStand(t, Options{Memory: budget, MaxMessage: 1 << 20})
 	for range 16 { // with 15 MiB, of 6 that unfinished messages may take
@@ -252,7 +252,7 @@ func TestWhoHoldsLittleIsServed(t *testing.T) {
 }
 
 // A message below the limits is counted while it arrives, and released when its handler has it.
-func TestWhatIsReceivedIsCountedUntilItIsHandled(t *testing.T) {
+func TestReceivedBytesAreCounted(t *testing.T) {
 	budget := memory.New(4 << 20)
 	s := newStand(t, Options{Memory: budget, MaxMessage: 1 << 20})
 	a := s.attack(true)

@@ -57,7 +57,7 @@ func TestHTTPAnswersAPanic(t *testing.T) {
 	require.Contains(t, log.String(), "guard_test.go", "the stack leads to the place")
 }
 
-func TestKeepBeginsAnew(t *testing.T) {
+func TestKeepRestarts(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		g, _, counted := newGuard()
 		runs := 0
@@ -90,6 +90,6 @@ func TestKeepEndsWithTheContext(t *testing.T) {
 	})
 }
 
-func TestWithoutAGuardAPanicGoesOn(t *testing.T) {
+func TestWithoutAGuardAPanicEndsTheProcess(t *testing.T) {
 	require.PanicsWithValue(t, "broken", func() { Keep(t.Context(), "loop", func() { panic("broken") }) })
 }

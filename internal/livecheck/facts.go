@@ -81,9 +81,9 @@ func readInfo(ctx context.Context, client *enginehttp.Client, engine *kvstate.En
 	if read("/version", &version) {
 		info.Version = version.Version
 	}
-	var said serverInfo
-	if read("/server_info?config_format=json", &said) {
-		info.take(&said)
+	var reported serverInfo
+	if read("/server_info?config_format=json", &reported) {
+		info.take(&reported)
 	}
 	if info.Mode != "" {
 		return info

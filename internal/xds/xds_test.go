@@ -311,7 +311,7 @@ func (s *stand) get(address, path string) string {
 }
 
 // A resource that leaves the configuration is served for a while: requests in flight may still be routed to it.
-func TestWhatLeavesLingers(t *testing.T) {
+func TestRemovedResourcesLinger(t *testing.T) {
 	t.Parallel()
 	s := newStand(t, 2)
 	server := s.serve(0, s.resources(""))

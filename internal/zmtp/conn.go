@@ -61,7 +61,7 @@ func Open(ctx context.Context, nc net.Conn, kind Kind, limit int) (*Conn, error)
 	defer context.AfterFunc(ctx, func() { _ = nc.Close() })()
 	_ = nc.SetDeadline(time.Now().Add(handshakeTime))
 	c := &Conn{net: nc, r: bufio.NewReaderSize(nc, min(limit, 64<<10)), limit: maxHandshake}
-	if err := c.greet(kind); err != nil {
+	if err := c.exchangeGreetings(kind); err != nil {
 		_ = nc.Close()
 		return nil, err
 	}
@@ -81,17 +81,17 @@ func Dial(ctx context.Context, addr string, kind Kind, limit int) (*Conn, error)
 	return Open(ctx, nc, kind, limit)
 }
 
-// greet exchanges greetings and READY commands.
-func (c *Conn) greet(kind Kind) error {
+// exchangeGreetings exchanges greetings and READY commands.
+func (c *Conn) exchangeGreetings(kind Kind) error {
 	ready := newCommand("READY", appendProperty(nil, "Socket-Type", string(kind)))
 	if _, err := c.net.Write(append(greeting(), ready...)); err != nil {
 		return err
 	}
-	var theirs [greetingLen]byte
-	if _, err := io.ReadFull(c.r, theirs[:]); err != nil {
+	var peerGreeting [greetingLen]byte
+	if _, err := io.ReadFull(c.r, peerGreeting[:]); err != nil {
 		return fmt.Errorf("reading a greeting: %w", err)
 	}
-	if err := checkGreeting(theirs[:]); err != nil {
+	if err := checkGreeting(peerGreeting[:]); err != nil {
 		return err
 	}
 	flags, body, err := c.frame()
@@ -124,7 +124,7 @@ func (c *Conn) Read() ([][]byte, error) {
 			return nil, err
 		}
 		if flags&flagCommand != 0 {
-			if err := c.obey(body); err != nil {
+			if err := c.handleCommand(body); err != nil {
 				return nil, err
 			}
 			c.buf = c.buf[:from]
@@ -187,8 +187,8 @@ func (c *Conn) body(n int) error {
 	return nil
 }
 
-// obey handles a command: it answers PING, and returns an error for ERROR.
-func (c *Conn) obey(body []byte) error {
+// handleCommand handles a command: it answers PING, and returns an error for ERROR.
+func (c *Conn) handleCommand(body []byte) error {
 	name, data, err := command(body)
 	switch {
 	case err != nil:

@@ -107,31 +107,31 @@ func ready(kind string) []byte {
 	return newCommand("READY", appendProperty(appendProperty(nil, "Socket-Type", kind), "Identity", ""))
 }
 
-// libzmq's handshake, byte for byte: it holds the greeting back after the signature until it has ours, and sends
+// libzmq's handshake, byte for byte: it holds the greeting back after the signature until it has ownGreeting, and sends
 // heartbeats.
 func TestHandshakeAndHeartbeats(t *testing.T) {
-	ours, theirs := net.Pipe()
+	ownGreeting, peerGreeting := net.Pipe()
 	got := make(chan []byte, 1)
 	s := &Server{Kind: Pull, Log: slog.New(slog.DiscardHandler), Handle: Receive(func(f [][]byte) { got <- bytes.Clone(f[0]) })}
 	ended := make(chan struct{})
-	go func() { s.serveConn(context.Background(), ours); close(ended) }()
+	go func() { s.serveConn(context.Background(), ownGreeting); close(ended) }()
 	hello := make([]byte, 64+len(newCommand("READY", appendProperty(nil, "Socket-Type", "PULL"))))
-	_, err := io.ReadFull(theirs, hello)
+	_, err := io.ReadFull(peerGreeting, hello)
 	require.NoError(t, err)
 	require.Equal(t, "ff00000000000000007f03004e554c4c", hex.EncodeToString(hello[:16]))
 	require.Equal(t, "041a055245414459"+"0b536f636b65742d547970650000000450554c4c", hex.EncodeToString(hello[64:]))
 	for _, part := range [][]byte{greeting()[:10], greeting()[10:], ready("PUSH"), {4, 9, 4, 'P', 'I', 'N', 'G', 0, 50, 'h', 'i'}} {
-		_, err := theirs.Write(part)
+		_, err := peerGreeting.Write(part)
 		require.NoError(t, err)
 	}
 	pong := make([]byte, 9)
-	_, err = io.ReadFull(theirs, pong)
+	_, err = io.ReadFull(peerGreeting, pong)
 	require.NoError(t, err)
 	require.Equal(t, "\x04\x07\x04PONGhi", string(pong))
-	_, err = theirs.Write([]byte("\x00\x02ok"))
+	_, err = peerGreeting.Write([]byte("\x00\x02ok"))
 	require.NoError(t, err)
 	require.Equal(t, "ok", string(<-got))
-	_ = theirs.Close()
+	_ = peerGreeting.Close()
 	<-ended
 }
 

@@ -114,9 +114,9 @@ func (f *Facts) ask(ctx context.Context, known *fact, e *kvstate.Endpoint) {
 			f.retry(known)
 			return
 		}
-		said, err := guard.Try(ctx, "engine facts", func() (fact, error) { return f.question(ctx, e) })
+		reported, err := guard.Try(ctx, "engine facts", func() (fact, error) { return f.question(ctx, e) })
 		<-f.places
-		if !f.note(ctx, known, said, err) {
+		if !f.note(ctx, known, reported, err) {
 			return
 		}
 		f.log.Debug("an engine does not say what it is", "endpoint", e.Addr, "err", err)
@@ -130,7 +130,7 @@ func (f *Facts) ask(ctx context.Context, known *fact, e *kvstate.Endpoint) {
 }
 
 // note records an answer and reports whether to ask again.
-func (f *Facts) note(ctx context.Context, known *fact, said fact, err error) bool {
+func (f *Facts) note(ctx context.Context, known *fact, reported fact, err error) bool {
 	if ctx.Err() != nil {
 		f.retry(known)
 		return false
@@ -140,7 +140,8 @@ func (f *Facts) note(ctx context.Context, known *fact, said fact, err error) boo
 	news := !known.asked
 	known.asked = true
 	if err == nil {
-		known.answered, known.release, known.role, known.bootstrap = true, said.release, said.role, said.bootstrap
+		known.answered, known.release, known.role, known.bootstrap = true, reported.release, reported.role,
+			reported.bootstrap
 		news = true
 	}
 	if news {
@@ -166,7 +167,7 @@ func (f *Facts) retry(known *fact) {
 }
 
 // question asks once. An engine that has neither path reports nothing, which is an answer.
-func (f *Facts) question(ctx context.Context, e *kvstate.Endpoint) (said fact, err error) {
+func (f *Facts) question(ctx context.Context, e *kvstate.Endpoint) (reported fact, err error) {
 	var info struct {
 		Version   string `json:"version"`
 		Mode      string `json:"disaggregation_mode"`
@@ -191,15 +192,16 @@ func (f *Facts) question(ctx context.Context, e *kvstate.Endpoint) (said fact, e
 		}
 		break
 	}
-	said.release, _, _ = strings.Cut(info.Version, "+") // builds of one release for different CUDA versions are alike
-	said.bootstrap = info.Bootstrap
+	// builds of one release for different CUDA versions are alike
+	reported.release, _, _ = strings.Cut(info.Version, "+")
+	reported.bootstrap = info.Bootstrap
 	switch info.Mode {
 	case "prefill":
-		said.role = kvstate.RolePrefill
+		reported.role = kvstate.RolePrefill
 	case "decode":
-		said.role = kvstate.RoleDecode
+		reported.role = kvstate.RoleDecode
 	case "null":
-		said.role = kvstate.RoleBoth
+		reported.role = kvstate.RoleBoth
 	}
-	return said, nil
+	return reported, nil
 }

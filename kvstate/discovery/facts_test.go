@@ -76,7 +76,7 @@ func watching(t *testing.T, facts *Facts, convention string, do func(s *kvstate.
 }
 
 // A pod without a role label has the role that its engine reports.
-func TestRolesThatEnginesSay(t *testing.T) {
+func TestReportedRoles(t *testing.T) {
 	engines := engineAnswers{
 		"10.0.0.1:80": {"/server_info": `{"version":"0.5.23","disaggregation_mode":"prefill","disaggregation_bootstrap_port":9001}`},
 		"10.0.0.2:80": {"/server_info": `{"version":"0.5.23","disaggregation_mode":"decode"}`},
@@ -98,7 +98,7 @@ func TestRolesThatEnginesSay(t *testing.T) {
 }
 
 // A rolling update of the engines: engines of two releases do not pair if they refuse each other's KV.
-func TestReleasesThatEnginesSay(t *testing.T) {
+func TestReportedReleases(t *testing.T) {
 	role := func(r string) map[string]string { return map[string]string{"llm-d.ai/role": r} }
 	engines := engineAnswers{"10.0.0.1:80": {"/version": `{"version":"0.31.0+cu129"}`}, "10.0.0.2:80": {"/version": `{"version":"0.32.0"}`}}
 	watching(t, factsOf(engines, true), "llm-d", func(s *kvstate.State, create func(...*corev1.Pod)) {
@@ -141,10 +141,10 @@ func FuzzFacts(f *testing.F) {
 	f.Add(`{"disaggregation_mode":null,"disaggregation_bootstrap_port":70000}`)
 	f.Fuzz(func(t *testing.T, body string) {
 		facts := factsOf(engineAnswers{"10.0.0.1:80": {"/version": body}}, true)
-		said, err := facts.question(t.Context(), &kvstate.Endpoint{EndpointSpec: kvstate.EndpointSpec{Addr: "10.0.0.1:80"}})
+		reported, err := facts.question(t.Context(), &kvstate.Endpoint{EndpointSpec: kvstate.EndpointSpec{Addr: "10.0.0.1:80"}})
 		if err != nil {
-			require.Equal(t, fact{}, said)
+			require.Equal(t, fact{}, reported)
 		}
-		require.NotContains(t, said.release, "+")
+		require.NotContains(t, reported.release, "+")
 	})
 }

@@ -142,7 +142,7 @@ func (k *Kubernetes) warnUnknown(unknown, before map[string]string, label string
 // watchChanges makes an informer signal its changes to changed. A resource that is not installed is logged once: the
 // informer keeps asking for it, with growing pauses.
 func watchChanges(informer cache.SharedIndexInformer, log *slog.Logger, changed chan<- struct{}) error {
-	tell := func() {
+	warn := func() {
 		select {
 		case changed <- struct{}{}:
 		default: // signalled already
@@ -159,7 +159,7 @@ func watchChanges(informer cache.SharedIndexInformer, log *slog.Logger, changed 
 		return err
 	}
 	_, err := informer.AddEventHandler(cache.ResourceEventHandlerFuncs{
-		AddFunc: func(any) { tell() }, UpdateFunc: func(any, any) { tell() }, DeleteFunc: func(any) { tell() },
+		AddFunc: func(any) { warn() }, UpdateFunc: func(any, any) { warn() }, DeleteFunc: func(any) { warn() },
 	})
 	return err
 }

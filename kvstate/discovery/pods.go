@@ -37,8 +37,8 @@ func (p *podPool) endpoints(pods []*corev1.Pod) []kvstate.EndpointSpec {
 		if err != nil || !serves(pod) {
 			continue
 		}
-		role, said := p.labels.role(pod.Labels)
-		if said && role == 0 {
+		role, labelled := p.labels.role(pod.Labels)
+		if labelled && role == 0 {
 			p.unknown[pod.Labels[p.labels.Role]] = pod.Name
 			continue
 		}

@@ -63,11 +63,11 @@ func (l *Labels) kept(labels map[string]string) string {
 	return strings.Join(out, ",")
 }
 
-// role returns a pod's role; 0 if it has none, or an unknown one. said is false if it has no role label.
-func (l *Labels) role(labels map[string]string) (role kvstate.Role, said bool) {
-	value, said := labels[l.Role]
+// role returns a pod's role; 0 if it has none, or an unknown one. labelled is false if it has no role label.
+func (l *Labels) role(labels map[string]string) (role kvstate.Role, labelled bool) {
+	value, labelled := labels[l.Role]
 	switch {
-	case !said || l.Role == "":
+	case !labelled || l.Role == "":
 		return 0, false
 	case slices.Contains(l.Prefill, value):
 		return kvstate.RolePrefill, true

@@ -189,7 +189,7 @@ func TestLateFeeds(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				state := kvstate.New(kvstate.Options{})
 				state.SetPool(kvstate.PoolSpec{Name: "p"}, []kvstate.EndpointSpec{{Name: "e", Addr: "127.0.0.1:8100", Role: kvstate.RoleBoth}})
-				events := NewCollector(Options{State: state, Log: silent(), Pools: map[string]Source{"p": {Listen: "none"}}, Forward: nobody{}})
+				events := NewCollector(Options{State: state, Log: silent(), Pools: map[string]Source{"p": {Listen: "none"}}, Forward: noReplicas{}})
 				defer events.end()
 				events.Look(t.Context())
 				pool := state.Pool("p")

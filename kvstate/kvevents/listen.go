@@ -15,7 +15,7 @@ import (
 	"tandem/kvstate"
 )
 
-// A publisher whose endpoint in --kv-events-config names a host connects to us, and we bind the socket. Its endpoint
+// A publisher subscriptionOf endpoint in --kv-events-config names a host connects to us, and we bind the socket. Its endpoint
 // follows from its topic, by custom kv@<pod address>@<model>, or from its source address.
 //
 // It reaches one replica. That one forwards the batches as they arrive, and three times a lease the number of the next
@@ -92,7 +92,7 @@ func (c *Collector) accept(ctx context.Context, pool, topic string, conn *zmtp.C
 		return err
 	}
 	conn.SetReadDeadline(time.Time{})
-	s := c.whose(pool, frames, conn.Peer())
+	s := c.subscriptionOf(pool, frames, conn.Peer())
 	if s == nil { // it will try again; its endpoint may be known by then
 		c.o.Log.Warn("KV events: a publisher that is no endpoint of the pool", "pool", pool, "from",
 			conn.Peer().String(), "topic", string(frames[0]))
@@ -113,8 +113,8 @@ func (c *Collector) accept(ctx context.Context, pool, topic string, conn *zmtp.C
 	return nil
 }
 
-// whose returns the subscription that a first message belongs to; nil if there is none.
-func (c *Collector) whose(pool string, frames [][]byte, from net.Addr) *subscription {
+// subscriptionOf returns the subscription that a first message belongs to; nil if there is none.
+func (c *Collector) subscriptionOf(pool string, frames [][]byte, from net.Addr) *subscription {
 	topic, _, payload, ok := batchOf(frames)
 	if !ok {
 		return nil

@@ -20,15 +20,15 @@ type counted struct {
 	s *subscription
 }
 
-// nobody is a forwarder without other replicas.
-type nobody struct{}
+// noReplicas is a forwarder without other replicas.
+type noReplicas struct{}
 
-func (nobody) Forward(*kvstate.Pool, kvstate.EventBatch) {}
+func (noReplicas) Forward(*kvstate.Pool, kvstate.EventBatch) {}
 
 func newCounted(t *testing.T) *counted {
 	state := kvstate.New(kvstate.Options{})
 	state.SetPool(kvstate.PoolSpec{Name: "p"}, []kvstate.EndpointSpec{{Name: "e", Addr: "127.0.0.1:8100", Role: kvstate.RoleBoth}})
-	c := NewCollector(Options{State: state, Log: silent(), Pools: map[string]Source{"p": {Listen: "none"}}, Forward: nobody{}})
+	c := NewCollector(Options{State: state, Log: silent(), Pools: map[string]Source{"p": {Listen: "none"}}, Forward: noReplicas{}})
 	c.Look(t.Context())
 	c.Joined(0)
 	t.Cleanup(c.end)
@@ -80,7 +80,7 @@ func (x *counted) since(before Stats) (all, change Stats) {
 }
 
 // Each event of a publisher's life is counted as what it is, and as nothing else: one step after the other.
-func TestWhatIsCountedOfKVEvents(t *testing.T) {
+func TestEventCounters(t *testing.T) {
 	const lag = 1500 * time.Millisecond
 	here := func(s Stats) Stats { s.Connected = true; return s }
 	held := func(n int) prefixindex.FeedStats { return prefixindex.FeedStats{Held: n} }

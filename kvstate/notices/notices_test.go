@@ -70,7 +70,7 @@ func FuzzParse(f *testing.F) {
 
 // A notification before its wait, during it, twice, for each of two ranks, late and never. Time is synthetic: a wait
 // that polled would take some.
-func TestBoard(t *testing.T) {
+func TestWaiters(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		b := NewWaiters(time.Minute, 0)
 		ctx, cancel := context.WithCancel(t.Context())
@@ -122,7 +122,7 @@ func TestBoard(t *testing.T) {
 }
 
 // A flood of unwanted ids takes no more than its share, and does not end a wait.
-func TestBoardIsBounded(t *testing.T) {
+func TestWaitersAreBounded(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		b := NewWaiters(time.Minute, 100)
 		done := make(chan bool)
@@ -147,9 +147,9 @@ func TestServe(t *testing.T) {
 	ctx, cancel := context.WithCancel(context.Background())
 	b := NewWaiters(0, 0)
 	ended := make(chan error, 1)
-	var told []string // to other replicas
+	var forwarded []string // to other replicas
 	go func() {
-		ended <- Serve(ctx, l, b, func(id string) { told = append(told, id) }, slog.New(slog.DiscardHandler))
+		ended <- Serve(ctx, l, b, func(id string) { forwarded = append(forwarded, id) }, slog.New(slog.DiscardHandler))
 	}()
 	push := zmq4.NewPush(ctx)
 	defer push.Close()
@@ -167,5 +167,5 @@ func TestServe(t *testing.T) {
 	require.EqualValues(t, 1, counts.First+counts.Woken) // whichever came first
 	counts.First, counts.Woken = 0, 0
 	require.Equal(t, Counts{Received: 1, Ignored: 3}, counts)
-	require.Equal(t, []string{"a"}, told)
+	require.Equal(t, []string{"a"}, forwarded)
 }

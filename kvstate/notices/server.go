@@ -9,9 +9,9 @@ import (
 	"tandem/internal/zmtp"
 )
 
-// Serve receives notifications on l, a PULL socket that engines send to, until ctx ends. It calls tell with each, to
+// Serve receives notifications on l, a PULL socket that engines send to, until ctx ends. It calls relay with each, to
 // forward it to other replicas, where the waiting leg may be; nil: there are none.
-func Serve(ctx context.Context, l net.Listener, b *Waiters, tell func(id string), log *slog.Logger) error {
+func Serve(ctx context.Context, l net.Listener, b *Waiters, relay func(id string), log *slog.Logger) error {
 	s := zmtp.Server{Kind: zmtp.Pull, Log: log, Handle: zmtp.Receive(func(frames [][]byte) {
 		if len(frames) != 1 {
 			b.Ignored()
@@ -24,8 +24,8 @@ func Serve(ctx context.Context, l net.Listener, b *Waiters, tell func(id string)
 			return
 		}
 		b.Arrived(id)
-		if tell != nil {
-			tell(id)
+		if relay != nil {
+			relay(id)
 		}
 	})}
 	if err := s.Serve(ctx, l); err != nil {

@@ -233,7 +233,7 @@ func TestIndexLearnsWhatEnginesKeep(t *testing.T) {
 }
 
 // An owner's slot goes to another at once, without anything of the old one.
-func TestIndexSlotsOfThoseWhoLeft(t *testing.T) {
+func TestIndexReusesSlots(t *testing.T) {
 	x := New(testLimits(64))
 	prompt := long(8, 0, 1)
 	for i := range 500 {

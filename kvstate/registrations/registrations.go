@@ -47,7 +47,7 @@ type Listener struct {
 	expired    func(http string)
 	log        *slog.Logger
 
-	telling sync.Mutex // held while registered is called
+	calling sync.Mutex // held while registered is called
 
 	mu   sync.Mutex
 	last map[string]time.Time // by HTTP address
@@ -55,8 +55,8 @@ type Listener struct {
 
 // New returns a listener. It calls registered for every message, one at a time, and expired once for an engine
 // whose messages have stopped; neither may block.
-func New(came func(Registration), gone func(http string), log *slog.Logger) *Listener {
-	return &Listener{registered: came, expired: gone, log: log, last: map[string]time.Time{}}
+func New(onRegistered func(Registration), onExpired func(http string), log *slog.Logger) *Listener {
+	return &Listener{registered: onRegistered, expired: onExpired, log: log, last: map[string]time.Time{}}
 }
 
 // Run listens on ip:port until ctx ends. It returns an error if it cannot listen on the address.
@@ -100,8 +100,8 @@ func (l *Listener) take(frame []byte) {
 	case !known:
 		l.log.Info("engine registered", "type", b.Type, "http", b.HTTP, "zmq", b.ZMQ)
 	}
-	l.telling.Lock() // connections are read concurrently
-	defer l.telling.Unlock()
+	l.calling.Lock() // connections are read concurrently
+	defer l.calling.Unlock()
 	l.registered(b)
 }
 
@@ -112,23 +112,23 @@ func read(frame []byte) (Registration, error) {
 	if len(frame) > maxBytes {
 		return Registration{}, fmt.Errorf("%w: %d bytes", errMessage, len(frame))
 	}
-	var said struct {
+	var fields struct {
 		Type string `msgpack:"type"`
 		HTTP string `msgpack:"http_address"`
 		ZMQ  string `msgpack:"zmq_address"`
 	}
-	if err := msgpack.Unmarshal(frame, &said); err != nil {
+	if err := msgpack.Unmarshal(frame, &fields); err != nil {
 		return Registration{}, fmt.Errorf("%w: %w", errMessage, err)
 	}
-	http, err := netip.ParseAddrPort(said.HTTP)
+	http, err := netip.ParseAddrPort(fields.HTTP)
 	if err != nil {
 		return Registration{}, fmt.Errorf("%w: http_address: %w", errMessage, err)
 	}
-	zmq, err := netip.ParseAddrPort(said.ZMQ)
+	zmq, err := netip.ParseAddrPort(fields.ZMQ)
 	if err != nil || zmq.Port() == 0 {
-		return Registration{}, fmt.Errorf("%w: zmq_address %.60q is no ip:port", errMessage, said.ZMQ)
+		return Registration{}, fmt.Errorf("%w: zmq_address %.60q is no ip:port", errMessage, fields.ZMQ)
 	}
-	return Registration{Type: said.Type, HTTP: http.String(), ZMQ: zmq}, nil
+	return Registration{Type: fields.Type, HTTP: http.String(), ZMQ: zmq}, nil
 }
 
 func (l *Listener) sweepUntil(ctx context.Context) {

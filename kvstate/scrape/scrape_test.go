@@ -60,7 +60,7 @@ func run(t *testing.T, s *Scraper) {
 // another replica asks.
 func TestScraper(t *testing.T) {
 	var silent atomic.Bool
-	var asked, told, refused, lost atomic.Int64
+	var asked, polled, refused, lost atomic.Int64
 	vllm := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if silent.Load() {
 			refused.Add(1)
@@ -68,7 +68,7 @@ func TestScraper(t *testing.T) {
 			return
 		}
 		assertPath(t, "/metrics", r)
-		told.Add(1)
+		polled.Add(1)
 		fmt.Fprint(w, "vllm:num_requests_running{engine=\"0\"} 3.0\nvllm:num_requests_waiting{engine=\"0\"} 1.0\n")
 	}))
 	defer vllm.Close()
@@ -79,7 +79,7 @@ func TestScraper(t *testing.T) {
 			return
 		}
 		assertPath(t, "/prometheus/metrics", r)
-		told.Add(1)
+		polled.Add(1)
 		fmt.Fprint(w, "trtllm_num_requests_running 5\n")
 	}))
 	defer trtllm.Close()
@@ -109,7 +109,7 @@ func TestScraper(t *testing.T) {
 	require.Zero(t, asked.Load())
 	require.Eventually(t, func() bool {
 		ok, failed := scraper.Counts()
-		return ok == told.Load() && failed == refused.Load()+lost.Load() && ok > 2 && failed > 1
+		return ok == polled.Load() && failed == refused.Load()+lost.Load() && ok > 2 && failed > 1
 	}, 30*time.Second, time.Millisecond, "what came of each time that somebody was asked")
 }
 
@@ -175,7 +175,7 @@ func TestGroups(t *testing.T) {
 }
 
 // However many engines hang, the others are asked in time.
-func TestEnginesThatHangKeepNobodyWaiting(t *testing.T) {
+func TestHangingEnginesDelayNoOther(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var addrs []string
 		for i := range 120 {

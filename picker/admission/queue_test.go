@@ -152,23 +152,23 @@ func TestQueueBounds(t *testing.T) {
 // Without an endpoint that decodes there is nothing to wait for.
 func TestQueueSendsErrors(t *testing.T) {
 	q, k := &Queue{}, late()
-	empty := &nobody{}
+	empty := &noEndpoint{}
 	require.True(t, q.Arrive(k, empty, 1, 0, .5))
 	require.ErrorIs(t, empty.err, picker.ErrNoEndpoint)
 	require.Zero(t, q.Len())
 }
 
-type nobody struct {
+type noEndpoint struct {
 	view kvstate.View
 	err  error
 }
 
-func (*nobody) Shed(uint64)         {}
-func (*nobody) ShortOfMemory() bool { return false }
+func (*noEndpoint) Shed(uint64)         {}
+func (*noEndpoint) ShortOfMemory() bool { return false }
 
-func (n *nobody) Fleet() *kvstate.View                       { return &n.view }
-func (n *nobody) Look(uint64, *kvstate.View) *picker.Request { return &picker.Request{Split: true} }
-func (n *nobody) Send(_ uint64, _ *picker.Request, _ *kvstate.View, _ picker.Choice, err error, _ Outcome) {
+func (n *noEndpoint) Fleet() *kvstate.View                       { return &n.view }
+func (n *noEndpoint) Look(uint64, *kvstate.View) *picker.Request { return &picker.Request{Split: true} }
+func (n *noEndpoint) Send(_ uint64, _ *picker.Request, _ *kvstate.View, _ picker.Choice, err error, _ Outcome) {
 	n.err = err
 }
 

@@ -23,8 +23,8 @@ func TestQueueStandsBehindOthers(t *testing.T) {
 	r.arrive(q, k, 1, 8000, 0)
 	r.arrive(q, k, 2, 500, 0)
 	require.Equal(t, []int{2, 1}, []int{q.Len(), q.Remote()})
-	here, elsewhere, self := q.Before(1)
-	require.Equal(t, []int{1, 1}, []int{here, elsewhere})
+	here, atOthers, self := q.Before(1)
+	require.Equal(t, []int{1, 1}, []int{here, atOthers})
 	require.InDelta(t, .5, self.Work, .1)
 	first, _ := q.First()
 	require.Equal(t, uint64(2), first)
@@ -110,7 +110,7 @@ func TestQueuesAgree(t *testing.T) {
 				for _, i := range random.Perm(len(all.queues)) {
 					all.turn = i
 					all.queues[i].Dispatch(k, all, now, all.enough)
-					all.tell()
+					all.publish()
 				}
 			}
 			require.ElementsMatch(t, r.sent, all.sent, "seed %d, at %v", seed, now)
@@ -155,10 +155,10 @@ func (s *shared) arrive(k *picker.Picker, id uint64, tokens int64, now float64) 
 			}
 		}
 	}
-	s.tell()
+	s.publish()
 }
 
-func (s *shared) tell() {
+func (s *shared) publish() {
 	for _, id := range s.gone {
 		for i, q := range s.queues {
 			if i != s.turn {

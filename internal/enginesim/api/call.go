@@ -302,9 +302,9 @@ func (c *call) refuse(e *engine.Error) {
 	c.writeBody(e.Status, "application/json", errorBody(e, c.req.API))
 }
 
-// tellLoad adds vLLM's ORCA header if the request asks for it (entrypoints/openai/orca_metrics.py, 0.13): two figures,
+// reportLoad adds vLLM's ORCA header if the request asks for it (entrypoints/openai/orca_metrics.py, 0.13): two figures,
 // for two of the APIs.
-func (c *call) tellLoad() {
+func (c *call) reportLoad() {
 	if c.req.API != request.Chat && c.req.API != request.Completions {
 		return
 	}
@@ -324,7 +324,7 @@ func (c *call) tellLoad() {
 func (c *call) writeBody(status int, contentType string, body []byte) {
 	c.w.Header().Set("Content-Type", contentType)
 	if status == http.StatusOK {
-		c.tellLoad()
+		c.reportLoad()
 	}
 	c.rec.setStatus(status)
 	c.rec.set(func() { c.rec.AnswerBytes += len(body) })

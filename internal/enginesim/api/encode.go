@@ -135,16 +135,16 @@ func (c *call) takeEncodings() *engine.Error {
 		return nil
 	}
 	hashes, _ := c.req.Media()
-	told := map[string][]byte{}
+	named := map[string][]byte{}
 	if !jsontext.IsNull(params) {
 		if !jsontext.IsObject(params) {
 			return engine.Pydantic("dict_type", "ec_transfer_params", "Input should be a valid dictionary", params)
 		}
-		jsontext.EachMember(params, func(key, val []byte) { told[string(key)] = val })
+		jsontext.EachMember(params, func(key, val []byte) { named[string(key)] = val })
 	}
 	fetched, here := 0, 0
 	for _, hash := range hashes {
-		entry, ok := told[hash]
+		entry, ok := named[hash]
 		switch {
 		case ok:
 			v, err := c.fetchEncoding(hash, entry)
@@ -160,7 +160,7 @@ func (c *call) takeEncodings() *engine.Error {
 			here++
 		}
 	}
-	for hash := range told {
+	for hash := range named {
 		if !slices.Contains(hashes, hash) && !c.s.cfg.Faithful {
 			return c.breached(&engine.Violation{Kind: "foreign_encoding",
 				Message: "ec_transfer_params tell of media that the prompt does not have: " + hash})

@@ -46,7 +46,7 @@ func (c *call) answerer() answerer {
 func (c *call) serveStream() {
 	h := c.w.Header()
 	h.Set("Content-Type", "text/event-stream; charset=utf-8")
-	c.tellLoad()
+	c.reportLoad()
 	c.w.WriteHeader(http.StatusOK)
 	c.rec.setStatus(http.StatusOK)
 	out := c.answerer()

@@ -77,10 +77,10 @@ func (l *Leg) takeKV() error {
 			return &engine.Violation{Kind: "decode_before_kv",
 				Message: "the engine stands still until " + l.Xid + "'s KV comes"}
 		}
-		mine := l.Node.joinOf(q.P)
+		own := l.Node.joinOf(q.P)
 		if a := l.Node.send(q.P, &kv); a.Refused != "" || a.Violation.Kind != "" {
 			return &engine.Violation{Kind: "other_prompt",
-				Message: fmt.Sprintf("the KV is of another prompt: %d tokens, %d here", kv.tokens, mine.tokens)}
+				Message: fmt.Sprintf("the KV is of another prompt: %d tokens, %d here", kv.tokens, own.tokens)}
 		}
 		l.took(q, nil)
 	}

@@ -131,15 +131,15 @@ func (s *Node) joinOf(p *engine.Prompt) joinRequest {
 // answerJoin serves D's connection: it waits for P's KV, as long as D does. false: the connection cannot be used any
 // more.
 func (s *Node) send(p *engine.Prompt, want *joinRequest) (a handover.PullAnswer) {
-	mine := s.joinOf(p)
+	own := s.joinOf(p)
 	switch {
-	case want.blockSize != mine.blockSize:
-		a.Refused = fmt.Sprintf("block sizes differ: %d and %d", want.blockSize, mine.blockSize)
-	case want.tokens != mine.tokens || !slices.Equal(want.want, mine.want):
+	case want.blockSize != own.blockSize:
+		a.Refused = fmt.Sprintf("block sizes differ: %d and %d", want.blockSize, own.blockSize)
+	case want.tokens != own.tokens || !slices.Equal(want.want, own.want):
 		a.Violation = engine.Violation{Kind: "other_prompt",
 			Message: fmt.Sprintf("the KV is of another prompt: %d tokens on the prefill engine, %d on the decode "+
-				"engine", mine.tokens, want.tokens)}
-		a.Actual = slices.Grow(mine.want, len(want.want))[:len(want.want)]
+				"engine", own.tokens, want.tokens)}
+		a.Actual = slices.Grow(own.want, len(want.want))[:len(want.want)]
 	}
 	return a
 }

@@ -20,14 +20,14 @@ const fetchThreshold = 64
 // turnSource is what a prefill leg says of the conversation's last answer, beside what all hand-overs have.
 type turnSource struct {
 	tokens int    // the missing member for which vLLM ignores the blocks
-	lacks  string // the member without which vLLM leaves the blocks alone
+	absent  string // the member without which vLLM leaves the blocks alone
 }
 
 // parseTurn reads do_remote_decode with remote_block_ids.
 func (kv *Params) parseTurn(ids, port, tokens []byte) {
 	var ok bool
 	if kv.blockIDs, ok = nestedIDs(ids); !ok {
-		kv.turn.lacks = "remote_block_ids"
+		kv.turn.absent = "remote_block_ids"
 	}
 	n, isInt := jsontext.Integer(port)
 	kv.port = int(n)
@@ -41,8 +41,8 @@ func (kv *Params) parseTurn(ids, port, tokens []byte) {
 		{"remote_host", kv.host != ""},
 		{"remote_port", isInt}, {"remote_num_tokens", counted && count > 0},
 	} {
-		if !m.there && kv.turn.lacks == "" {
-			kv.turn.lacks = m.name
+		if !m.there && kv.turn.absent == "" {
+			kv.turn.absent = m.name
 		}
 	}
 }
@@ -67,9 +67,9 @@ func (l *Leg) TurnBreach() *engine.Violation {
 	case !l.Node.cfg.Bidirectional:
 		return &engine.Violation{Kind: "stale_blocks_on_prefill",
 			Message: "do_remote_decode with remote_block_ids: the prefill engine would read from elsewhere"}
-	case kv.turn.lacks != "":
+	case kv.turn.absent != "":
 		return &engine.Violation{Kind: "incomplete_params",
-			Message: "blocks of an earlier answer without " + kv.turn.lacks}
+			Message: "blocks of an earlier answer without " + kv.turn.absent}
 	}
 	return nil
 }
@@ -112,7 +112,7 @@ func (l *Leg) fetchTurn(ctx context.Context) error {
 	// Long prompts put thousands of blocks into the prefix cache and evict as many, and the cache misses of a hash
 	// table would be most of the simulator's work. So a cached block is found from the block before it (child), and
 	// only first blocks and those at a fork are in the hash table.
-	if kv.turn.lacks != "" {
+	if kv.turn.absent != "" {
 		return nil
 	}
 	n := kv.turn.tokens

@@ -8,24 +8,24 @@ import (
 	"strings"
 )
 
-// Mistakes are all errors of a configuration, sorted by path.
-type Mistakes []Mistake
+// ValidationErrors are all errors of a configuration, sorted by path.
+type ValidationErrors []ValidationError
 
-// Mistake is one error of a configuration.
-type Mistake struct {
-	Path   string // as in the file: pools[0].endpoints[1].role; "" for the whole
-	Remedy string // what is wrong, and how to correct it
+// ValidationError is one error of a configuration.
+type ValidationError struct {
+	Path string // as in the file: pools[0].endpoints[1].role; "" for the whole
+	Hint string // what is wrong, and how to correct it
 }
 
-func (m Mistake) String() string {
+func (m ValidationError) String() string {
 	if m.Path == "" {
-		return m.Remedy
+		return m.Hint
 	}
-	return m.Path + ": " + m.Remedy
+	return m.Path + ": " + m.Hint
 }
 
 // Error lists the mistakes, one per line.
-func (m Mistakes) Error() string {
+func (m ValidationErrors) Error() string {
 	lines := make([]string, len(m))
 	for i := range m {
 		lines[i] = m[i].String()
@@ -33,19 +33,19 @@ func (m Mistakes) Error() string {
 	return strings.Join(lines, "\n")
 }
 
-func (m *Mistakes) add(path, format string, args ...any) {
-	*m = append(*m, Mistake{path, fmt.Sprintf(format, args...)})
+func (m *ValidationErrors) add(path, format string, args ...any) {
+	*m = append(*m, ValidationError{path, fmt.Sprintf(format, args...)})
 }
 
 // unrelated returns the mistakes of more that do not follow from one of m: a value that was removed from the tree is
 // missing there.
-func (m Mistakes) unrelated(more Mistakes) (out Mistakes) {
+func (m ValidationErrors) unrelated(more ValidationErrors) (out ValidationErrors) {
 	below := func(a, b string) bool {
 		return b != "" && (a == b || strings.HasPrefix(a, b+".") || strings.HasPrefix(a, b+"["))
 	}
 	for _, candidate := range more {
 		if !slices.ContainsFunc(m,
-			func(s Mistake) bool { return below(candidate.Path, s.Path) || below(s.Path, candidate.Path) }) {
+			func(s ValidationError) bool { return below(candidate.Path, s.Path) || below(s.Path, candidate.Path) }) {
 			out = append(out, candidate)
 		}
 	}
