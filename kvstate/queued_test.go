@@ -11,8 +11,8 @@ import (
 
 // remoteQueue is a queue's knowledge of other replicas, and the number of updates.
 type remoteQueue struct {
-	known       map[uint64]Queued
-	changes     uint64
+	known           map[uint64]Queued
+	changes         uint64
 	notified, ended []uint64
 }
 

@@ -253,7 +253,7 @@ func (c *conn) sweep(now time.Time, short bool) {
 			r.refuse(now)
 		}
 		stalled = stalled || r.over && now.Sub(r.overSince) > c.s.o.StuckTime // the peer continues
-		if !r.begun && r.Err() != nil {                                   // grpc-go answered by itself
+		if !r.begun && r.Err() != nil {                                       // grpc-go answered by itself
 			dropped = append(dropped, r)
 		}
 	}

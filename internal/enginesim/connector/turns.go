@@ -20,7 +20,7 @@ const fetchThreshold = 64
 // turnSource is what a prefill leg says of the conversation's last answer, beside what all hand-overs have.
 type turnSource struct {
 	tokens int    // the missing member for which vLLM ignores the blocks
-	absent  string // the member without which vLLM leaves the blocks alone
+	absent string // the member without which vLLM leaves the blocks alone
 }
 
 // parseTurn reads do_remote_decode with remote_block_ids.
