@@ -281,10 +281,14 @@ func (f *fleet) beside(t *testing.T, good *fleet, length time.Duration, attack f
 	}
 	var goroutines, held float64
 	all.Go(func() {
-		for time.Now().Before(end) {
+		sample := time.NewTicker(50 * time.Millisecond)
+		defer sample.Stop()
+		for now := range sample.C {
 			goroutines = max(goroutines, metric(t, admin, "go_goroutines"))
 			held = max(held, metric(t, admin, "tandem_held_bytes"))
-			time.Sleep(50 * time.Millisecond)
+			if now.After(end) {
+				return
+			}
 		}
 	})
 	var took []time.Duration

@@ -70,7 +70,7 @@ func setGatewayDefaults(c *configv1.Config) {
 	}
 }
 
-// TakesNotices reports whether the pool's engines say when KV has arrived.
+// TakesNotices reports whether the pool's engines notify Tandem when KV has arrived.
 func TakesNotices(p *configv1.Pool) bool {
 	return DialectOf(p).Push != nil && !p.GetLmcache().GetSkipNotices()
 }
