@@ -170,8 +170,7 @@ func (s *Server) serveDetokenize(w http.ResponseWriter, _ *http.Request, body []
 	writeRaw(w, http.StatusOK, append(jsontext.AppendQuoted([]byte(`{"prompt":`), string(txt)), '}'))
 }
 
-// serveAudio is POST /v1/audio/transcriptions. Its transcription is the size and hash of the body, and of the file in
-// it, so that a test can check that an upload arrived completely.
+// serveEmbeddings is POST /v1/embeddings: eight numbers made of the input's tokens.
 func (s *Server) serveEmbeddings(w http.ResponseWriter, _ *http.Request, body []byte) {
 	q, ok := s.small(w, body)
 	if !ok {
@@ -215,7 +214,8 @@ func (s *Server) serveEmbeddings(w http.ResponseWriter, _ *http.Request, body []
 	writeRaw(w, http.StatusOK, append(dst, `,"completion_tokens":0,"prompt_tokens_details":null}}`...))
 }
 
-// State is the answer of GET /sim/state: figures that an operator of the demo compares.
+// serveAudio is POST /v1/audio/transcriptions. Its transcription is the size and hash of the body, and of the file in
+// it, so that a test can check that an upload arrived completely.
 func (s *Server) serveAudio(w http.ResponseWriter, r *http.Request, body []byte) {
 	sum := sha256.Sum256(body)
 	dst := fmt.Appendf(nil,
@@ -246,7 +246,7 @@ func writeNotFound(w http.ResponseWriter) {
 	writeRaw(w, e.Status, errorBody(e, request.None))
 }
 
-// State is GET /sim/state: what an operator of the demo wants to see balance.
+// State is the answer of GET /sim/state: figures that an operator of the demo compares.
 type State struct {
 	EngineID        string           `json:"engine_id"`
 	Role            engine.Role      `json:"role"`
@@ -263,10 +263,10 @@ type State struct {
 	ViolationsBy    map[string]int64 `json:"violations_by,omitempty"`
 	FailedTransfers int64            `json:"failed_transfers"`
 	ExternalTokens  int64            `json:"external_tokens"`
-	HeldFor         []string         `json:"held_for,omitempty"` // State returns the answer of GET /sim/state.
+	HeldFor         []string         `json:"held_for,omitempty"` // x-request-ids of hand-overs that are held
 }
 
-// add adds a data-parallel rank's counts.
+// State returns the answer of GET /sim/state.
 func (s *Server) State() State {
 	st := State{EngineID: s.EngineID, Role: s.cfg.Role, BlocksHeld: s.Held(), ViolationsBy: map[string]int64{}}
 	for _, n := range s.ranks {
@@ -275,7 +275,7 @@ func (s *Server) State() State {
 	return st
 }
 
-// serveInfo is SGLang's /server_info, with the members that a router reads.
+// add adds a data-parallel rank's counts.
 func (st *State) add(n *connector.Node) {
 	m, l := n.Metrics, n.Ledger
 	all, used := n.Pool.Size()
@@ -296,15 +296,14 @@ func (st *State) add(n *connector.Node) {
 
 func (s *Server) serveState(w http.ResponseWriter, _ *http.Request) { writeJSONValue(w, s.State()) }
 
-// serveReset is POST /sim/reset: it clears the recorded requests, the failure rules, the prefix cache, held blocks and
-// the enginesim_ counters; vLLM's own counters stay.
+// serveInfo is SGLang's /server_info, with the members that a router reads.
 func (s *Server) serveInfo(w http.ResponseWriter) {
 	writeJSONValue(w, map[string]any{"disaggregation_mode": s.DisaggregationMode(),
 		"dp_size": s.cfg.DpSize, "served_model_name": s.cfg.Models[0], "version": "0.5.23"})
 }
 
-// serveReset is POST /sim/reset: the recorded requests, the failure rules, the prefix cache, held blocks and the
-// enginesim_ counters go; what vLLM itself counts stays, as counters do.
+// serveReset is POST /sim/reset: it clears the recorded requests, the failure rules, the prefix cache, held blocks and
+// the enginesim_ counters; vLLM's own counters stay.
 func (s *Server) serveReset(w http.ResponseWriter, _ *http.Request) {
 	s.Faults.Clear()
 	s.Records.reset()
@@ -321,7 +320,7 @@ func (s *Server) serveReset(w http.ResponseWriter, _ *http.Request) {
 	writeJSONValue(w, s.State())
 }
 
-// answerer writes one API's answers: as one JSON body, or as the events of a stream.
+// readUpload finds the file in a multipart body.
 func readUpload(r *http.Request, body []byte) (sha string, size int64, model string) {
 	parts, err := multipartReader(r, body)
 	if err != nil {

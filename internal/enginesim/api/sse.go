@@ -11,13 +11,12 @@ import (
 	"tandem/internal/enginesim/request"
 )
 
-// open appends the events that come first, even if the KV load then fails. begin appends the other events before the
-// first token, token the events of token i of a sequence, end those after the last one, fail those of an error after
-// the 200.
+// answerer writes one API's answers: as one JSON body, or as the events of a stream.
 type answerer interface {
 	whole(c *answer) []byte
-	// serveStream answers with server-sent events. As in vLLM the 200 is sent before the engine has done anything, so
-	// a failed KV load or a violation can only be reported in an event.
+	// open appends the events that come first, even if the KV load then fails. begin appends the other events before
+	// the first token, token the events of token i of a sequence, end those after the last one, fail those of an error
+	// after the 200.
 	open(c *answer, dst []byte) []byte
 	begin(c *answer, dst []byte) []byte
 	token(c *answer, dst []byte, q *engine.Sequence, i int) []byte
@@ -41,8 +40,8 @@ func (c *call) answerer() answerer {
 	return chatAPI{}
 }
 
-// serveStream answers with server-sent events. As in vLLM the 200 goes out before the engine has done anything, so a
-// failed KV load or a violation can only be told in an event.
+// serveStream answers with server-sent events. As in vLLM the 200 is sent before the engine has done anything, so a
+// failed KV load or a violation can only be reported in an event.
 func (c *call) serveStream() {
 	h := c.w.Header()
 	h.Set("Content-Type", "text/event-stream; charset=utf-8")
@@ -110,9 +109,7 @@ type stream struct {
 	control *http.ResponseController
 	buf     []byte
 	broken  bool // the client has gone, or an injected reset is due
-	// cutAt returns the number of bytes of the buffer to send: normally all; before an injected reset the rule's
-	// number of events and half of the next one.
-	cut bool
+	cut     bool // the latter
 }
 
 func (st *stream) flush() error {
@@ -131,13 +128,14 @@ func (st *stream) flush() error {
 	return nil
 }
 
-// start of the event
+// cutAt returns the number of bytes of the buffer to send: normally all; before an injected reset the rule's number of
+// events and half of the next one.
 func (st *stream) cutAt() int {
 	rule := st.c.rule
 	if rule == nil || rule.Mode != fault.StreamReset && rule.Mode != fault.MidReset {
 		return len(st.buf)
 	}
-	at := 0 // where the event begins
+	at := 0 // start of the event
 	for i := 1; i < len(st.buf); i++ {
 		if st.buf[i-1] != '\n' || st.buf[i] != '\n' {
 			continue

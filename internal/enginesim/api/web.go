@@ -13,17 +13,16 @@ import (
 // web is the HTTP port: HTTP/1.1 and h2c.
 type web struct {
 	handler  http.Handler
-	idle     time.Duration // address to listen on; after the first time with the assigned port
+	idle     time.Duration // idle connections are closed after this
 	refusing sync.Mutex
 
 	mu      sync.Mutex
 	server  *http.Server
-	address string // open opens the port, each time the same one.
+	address string // address to listen on; after the first time with the assigned port
 	closed  bool
 }
 
-// refuse closes the port for d. Running answers continue, idle connections are closed. It reports whether the port
-// could be opened again.
+// open opens the port, each time the same one.
 func (b *web) open() error {
 	l, err := net.Listen("tcp", b.addr())
 	if err != nil {
@@ -60,12 +59,12 @@ func (b *web) current() *http.Server {
 	return b.server
 }
 
-// refuse closes the port for d. Running answers go on, idle connections are closed. It reports whether the port could
-// be opened again.
+// refuse closes the port for d. Running answers continue, idle connections are closed. It reports whether the port
+// could be opened again.
 func (b *web) refuse(d time.Duration) bool {
-	b.refusing.Lock() // time to send the answer to the POST that asked for this
+	b.refusing.Lock() // one after another
 	defer b.refusing.Unlock()
-	time.Sleep(20 * time.Millisecond) // Config is the connector's configuration, in addition to the engine's.
+	time.Sleep(20 * time.Millisecond) // time to send the answer to the POST that asked for this
 	ctx, cancel := context.WithTimeout(context.Background(), d)
 	defer cancel()
 	_ = b.current().Shutdown(ctx)

@@ -6,36 +6,36 @@ import (
 	"tandem/internal/enginesim/engine"
 )
 
-// "": a random UUID
+// Config is the connector's configuration, in addition to the engine's.
 type Config struct {
 	engine.Config
 	lmcacheConfig
 
 	Connector       Name
-	EngineID        string        // host:port; "": the HTTP port + 1000
-	SideChannel     string        // remote_host; "": the side channel's host
-	AdvertiseHost   string        // remote_host; "" is the side channel's host
+	EngineID        string        // "": a random UUID
+	SideChannel     string        // host:port; "": the HTTP port + 1000
+	AdvertiseHost   string        // remote_host; "": the side channel's host
 	Bootstrap       string        // host:port of the bootstrap server, of a prefill engine that has one
-	TransferRate    float64       // maximum wait of legs that run at once for each other
-	TransferTimeout time.Duration // time until a dead side channel fails
+	TransferRate    float64       // bytes/s of KV fetched; 0: as fast as it comes
+	TransferTimeout time.Duration // maximum wait of legs that run at once for each other
 	Lease           time.Duration
-	LoadTimeout     time.Duration // what a dead side channel costs
-	Recompute       bool          // address for notifications (lmcache) or registration (p2p-nccl), host:port; "": none
+	LoadTimeout     time.Duration // time until a dead side channel fails
+	Recompute       bool          // kv_load_failure_policy
 	DpSize          int
-	Proxy           string // where notices go (lmcache) or the engine registers (p2p-nccl), host:port; "": nowhere
+	Proxy           string // address for notifications (lmcache) or registration (p2p-nccl), host:port; "": none
 	Heartbeat       time.Duration
 	Store           string // side channel of the engine that has the store
-	Bidirectional   bool   // lmcacheConfig is the configuration of LMCache's PD backend.
+	Bidirectional   bool   // nixl: answers are kept for their conversation's next turn
 	DecoderTTL      time.Duration
 }
 
-// lmcacheConfig is what LMCache's PD backend is told.
+// lmcacheConfig is the configuration of LMCache's PD backend.
 type lmcacheConfig struct {
 	Tp        int // tensor-parallel ranks
 	InitPort  int // of the receiver, rank 0
 	AllocPort int
 	Notices   string
 	KvDelay   time.Duration
-	PdBuffer  int // Name is an engine's way to hand KV over, which determines the members of a body that it reads.
+	PdBuffer  int // tokens
 	PdTimeout time.Duration
 }

@@ -2,7 +2,7 @@ package connector
 
 import "slices"
 
-// Name is how an engine hands KV over, and which members of a body it reads for that.
+// Name is an engine's way to hand KV over, which determines the members of a body that it reads.
 type Name string
 
 // The connectors.
@@ -11,9 +11,9 @@ const (
 	NIXL    Name = "nixl"    // nixl.go: kv_transfer_params with block ids
 	Neuron  Name = "neuron"  // the same, but D finds P's whole answer under disagg_prefill_resp
 	Offload Name = "offload" // offload.go: the P2P tier, remote_decoder and remote_prefiller
-	TRTLLM  Name = "trtllm"  // lmcache.go: P pushes into D's buffer and notifies the router
-	LMCache Name = "lmcache" // store.go: a store that all engines access
-	Shared  Name = "shared"  // store.go: a store that everybody looks into
+	TRTLLM  Name = "trtllm"  // trtllm.go: disaggregated_params
+	LMCache Name = "lmcache" // lmcache.go: P pushes into D's buffer and notifies the router
+	Shared  Name = "shared"  // store.go: a store that all engines access
 
 	// NIXLPush and those that follow run both legs at once.
 	NIXLPush Name = "nixl-push" // push.go
@@ -22,7 +22,7 @@ const (
 	MoRIIO   Name = "moriio"
 	P2PNCCL  Name = "p2p-nccl"
 
-	// Names returns all connectors.
+	// Mooncake013 and MoRIIORead run one leg after the other, as NIXL.
 	Mooncake013 Name = "mooncake-0.13"
 	MoRIIORead  Name = "moriio-read"
 )
@@ -34,12 +34,8 @@ func Names() []Name {
 		Mooncake013, MoRIIORead, None}
 }
 
-// looksUp reports whether a decode engine looks for KV by the content of the prompt, without parameters.
+// Known reports whether there is such a connector.
 func (k Name) Known() bool { return slices.Contains(Names(), k) }
 
-// Package connector is an engine's KV connector: a Node is an engine with its side channel, a Leg is one request's
-// transfer. Each dialect has a file: nixl.go (neuron too) with turns.go, nixlpush.go, mooncake.go, moriio.go (push.go
-// has what these three share), sglang.go, p2pnccl.go, offload.go, trtllm.go, lmcache.go with notices.go, store.go
-// (shared). connector.go has their names, params.go the parameters in a body, rendezvous.go the meeting of legs that
-// run at once.
+// looksUp reports whether a decode engine looks for KV by the content of the prompt, without parameters.
 func (k Name) looksUp() bool { return k == LMCache || k == Shared }

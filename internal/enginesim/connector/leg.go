@@ -12,7 +12,7 @@ import (
 	"tandem/internal/enginesim/handover"
 )
 
-// Leg is what the connector does for one request: a transfer.
+// Leg is one request's transfer.
 type Leg struct {
 	Node       *Node
 	Job        *engine.Job
@@ -20,23 +20,22 @@ type Leg struct {
 	Xid        string                          // the client's x-request-id, "" for none
 	Name       func(q *engine.Sequence) string // vLLM's name for a sequence, without its random tail
 	Rule       *fault.Rule                     // an injected failure of the hand-over, nil for none
-	rooms      []roomParams                    // the KV may be another prompt's, because the answer is discarded
-	ThrowsAway bool                            // the hand-over that the parameters name was read, or released
+	rooms      []roomParams                    // sglang: of each prompt
+	ThrowsAway bool                            // the KV may be another prompt's, because the answer is discarded
 
-	// Unscheduled leaves P's hand-over alone: vLLM does not notify P of a request that its engine never saw.
-	fetched bool
+	fetched bool // the hand-over that the parameters name was read, or released
 }
 
-// Abandoned releases P's hand-over.
+// Unscheduled leaves P's hand-over alone: vLLM does not notify P of a request that its engine never saw.
 func (l *Leg) Unscheduled() { l.fetched = true }
 
-// Deferred reports whether the job waits for KV of another engine.
+// Abandoned releases P's hand-over.
 func (l *Leg) Abandoned() { l.Release() }
 
-// LookUp fetches KV of the prompts that other engines may have.
+// Deferred reports whether the job waits for KV of another engine.
 func (l *Leg) Deferred() bool { return l.Kv.RemotePrefill }
 
-// LookUp fetches what others may have of the prompts.
+// LookUp fetches KV of the prompts that other engines may have.
 func (l *Leg) LookUp(ctx context.Context) error {
 	if l.FetchesTurn() {
 		if err := l.fetchTurn(ctx); err != nil {
@@ -56,15 +55,14 @@ func (l *Leg) LookUp(ctx context.Context) error {
 	return nil
 }
 
-// Keep takes a finished prefill leg's blocks.
+// Last keeps an answer for the conversation's next turn.
 func (l *Leg) Last(q *engine.Sequence) {
 	if l.keepsTurns() {
 		l.keepTurn(q)
 	}
 }
 
-// Queued extends the prefill engine's lease while a decode leg waits for blocks, as vLLM does: one heartbeat for every
-// sixth of a lease.
+// Keep takes a finished prefill leg's blocks.
 func (l *Leg) Keep(q *engine.Sequence, blocks []int32) bool {
 	switch {
 	case !l.Kv.RemoteDecode || l.Kv.genFirst || l.Kv.Context && over(q):
@@ -77,7 +75,8 @@ func (l *Leg) Keep(q *engine.Sequence, blocks []int32) bool {
 	return true
 }
 
-// Load fetches each sequence's KV. With the policy "recompute" a failed load costs only its time.
+// Queued extends the prefill engine's lease while a decode leg waits for blocks, as vLLM does: one heartbeat for every
+// sixth of a lease.
 func (l *Leg) Queued() (stop func()) {
 	kv := l.Kv
 	if !kv.RemotePrefill || l.Node.cfg.pushes() {
@@ -99,7 +98,7 @@ func (l *Leg) Queued() (stop func()) {
 	return func() { close(done) }
 }
 
-// Fill gets the prompts' KV: computed, from another engine, or computed for one.
+// Load fetches each sequence's KV. With the policy "recompute" a failed load costs only its time.
 func (l *Leg) Load(ctx context.Context) error {
 	s := l.Node
 	if s.cfg.pushes() {
@@ -125,7 +124,7 @@ func (l *Leg) Load(ctx context.Context) error {
 	return ctx.Err()
 }
 
-// keepPull puts a sequence's blocks under a lease and writes its hand-over.
+// Fill gets the prompts' KV: computed, from another engine, or computed for one.
 func (l *Leg) Fill(ctx context.Context) error {
 	if l.Node.cfg.Connector == P2PNCCL && l.Kv.RoomLeg != "" {
 		if l.Node.cfg.Role == engine.RoleDecode {
@@ -155,7 +154,7 @@ func (l *Leg) Fill(ctx context.Context) error {
 	return l.Job.Prefill(ctx)
 }
 
-// more bits than a float holds
+// keepPull puts a sequence's blocks under a lease and writes its hand-over.
 func (l *Leg) keepPull(q *engine.Sequence, blocks []int32) {
 	s := l.Node
 	id := fmt.Sprintf("%s-%08x", l.Name(q), s.Random.Uint32())
@@ -168,10 +167,7 @@ func (l *Leg) keepPull(q *engine.Sequence, blocks []int32) {
 	case Offload:
 		id = l.Kv.keepAs
 	case TRTLLM:
-		// Release notifies the prefill engine that its blocks will not be fetched. vLLM does so when a decode leg is
-		// aborted while it waits to be scheduled (request_finished of nixl_connector.py, with do_remote_prefill still
-		// set), and from 0.21 on when it refuses one.
-		contextID := strconv.FormatUint(s.Random.Uint64()>>2|1<<61, 10)
+		contextID := strconv.FormatUint(s.Random.Uint64()>>2|1<<61, 10) // more bits than a float holds
 		id = contextID + "/" + l.Kv.keepAs
 		params = s.appendDisaggregated(nil, contextID, l.Kv.keepAs)
 	default:
@@ -186,7 +182,9 @@ func (l *Leg) keepPull(q *engine.Sequence, blocks []int32) {
 	s.Ledger.Keep(id, l.Xid, blocks, q.Computed())
 }
 
-// find looks for a sequence's KV that others have stored. Half of a prompt counts as nothing.
+// Release notifies the prefill engine that its blocks will not be fetched. vLLM does so when a decode leg is aborted
+// while it waits to be scheduled (request_finished of nixl_connector.py, with do_remote_prefill still set), and from
+// 0.21 on when it refuses one.
 func (l *Leg) Release() {
 	kv := l.Kv
 	if l.Node.cfg.pushes() || !kv.RemotePrefill || l.fetched || kv.Fatal != "" || kv.Incomplete != "" {
@@ -196,7 +194,7 @@ func (l *Leg) Release() {
 	go l.Node.peers.Notify(handover.OpRelease, kv.addr(), kv.engineID, kv.requestID)
 }
 
-// Computed makes the computed KV available to others.
+// find looks for a sequence's KV that others have stored. Half of a prompt counts as nothing.
 func (l *Leg) find(q *engine.Sequence) error {
 	s := l.Node
 	if s.cfg.Role == engine.RolePrefill || len(q.P.Full) <= q.Grant.Hits {
@@ -218,14 +216,7 @@ func (l *Leg) find(q *engine.Sequence) error {
 	return nil
 }
 
-// LMCache's PD backend (enable_pd): a prefill engine allocates in the buffer of the decode engine that disagg_spec
-// names, chunk by chunk, pushes the prompt's blocks there, and pushes a notification to the router, all of it once for
-// each tensor-parallel rank and possibly while its own answer is being sent. A decode engine searches its buffer by
-// the content of the prompt's blocks.
-//
-// The buffer is finite. Unfetched blocks in it are counted in enginesim_blocks_held, and dropped after the lease. An
-// allocation that waits for longer than -pd-allocation-timeout is a violation: prompts that each got a part of the
-// buffer waited for each other, which the router should prevent by pushing one prompt after the other.
+// Computed makes the computed KV available to others.
 func (l *Leg) Computed() {
 	s := l.Node
 	switch {

@@ -16,17 +16,24 @@ import (
 	"tandem/internal/enginesim/jsontext"
 )
 
-// disaggSpec is a prefill engine's target.
+// LMCache's PD backend (enable_pd): a prefill engine allocates in the buffer of the decode engine that disagg_spec
+// names, chunk by chunk, pushes the prompt's blocks there, and pushes a notification to the router, all of it once for
+// each tensor-parallel rank and possibly while its own answer is being sent. A decode engine searches its buffer by
+// the content of the prompt's blocks.
+//
+// The buffer is finite. Unfetched blocks in it are counted in enginesim_blocks_held, and dropped after the lease. An
+// allocation that waits for longer than -pd-allocation-timeout is a violation: prompts that each got a part of the
+// buffer waited for each other, which the router should prevent by pushing one prompt after the other.
 
-// parseDisaggSpec reads kv_transfer_params. P's scheduler reads the four members without a default: a missing one is a
-// KeyError there.
+// disaggSpec is a prefill engine's target.
 type disaggSpec struct {
 	reqID       string
 	host        string
 	init, alloc []int64
 }
 
-// any value enables it, even false
+// parseDisaggSpec reads kv_transfer_params. P's scheduler reads the four members without a default: a missing one is a
+// KeyError there.
 func parseDisaggSpec(raw []byte) (kv Params) {
 	if jsontext.IsNull(raw) {
 		return kv
@@ -48,7 +55,7 @@ func parseDisaggSpec(raw []byte) (kv Params) {
 			kv.Fatal = "KeyError: " + name + " (disagg_spec)"
 		}
 	}
-	kv.firstToken = jsontext.Get(raw, "ret_first_tok") != nil // its presence counts, false is no less
+	kv.firstToken = jsontext.Get(raw, "ret_first_tok") != nil // any value enables it, even false
 	return kv
 }
 
@@ -75,13 +82,13 @@ const chunkTokens = 256 // LMCache's chunk_size
 type buffer struct {
 	s       *Node
 	ranks   int
-	limit   int // closed and replaced when space becomes free
+	limit   int // blocks; 0: endless
 	timeout time.Duration
 
 	mu      sync.Mutex
 	used    int
 	arrived map[string]*arrival
-	wake    chan struct{} // closed, and made anew, when room came free
+	wake    chan struct{} // closed and replaced when space becomes free
 }
 
 // arrival is one prompt's blocks, complete when every rank has pushed them.
@@ -90,18 +97,16 @@ type arrival struct {
 	blocks []uint64
 	prompt pushedPrompt
 	ranks  int
-	// pushedPrompt is what a receiver knows of a prompt besides its blocks, to diagnose a wrong request for them: its
-	// length, and P's token that D must append.
-	room  int
-	timer *time.Timer
+	room   int // blocks allocated, of one rank
+	timer  *time.Timer
 }
 
-// pushedPrompt is what a receiver is told of a prompt beside its blocks, so that it can say what is wrong with a
-// request for them: its length, and the token that P has answered to be put behind it.
+// pushedPrompt is what a receiver knows of a prompt besides its blocks, to diagnose a wrong request for them: its
+// length, and P's token that D must append.
 type pushedPrompt struct {
 	n     int
 	first uint32
-	has   bool // arrival returns the entry of a request, new if there is none. The lease starts with its first chunk.
+	has   bool // there is such a token
 }
 
 func newBuffer(s *Node) *buffer {
@@ -117,7 +122,7 @@ func (b *buffer) held() int {
 	return b.used
 }
 
-// alloc reserves space for n blocks, and waits for it. Only rank 0's space is counted: the others' buffers fill alike.
+// arrival returns the entry of a request, new if there is none. The lease starts with its first chunk.
 func (b *buffer) arrival(reqID, xid string) *arrival {
 	a := b.arrived[reqID]
 	if a == nil {
@@ -145,10 +150,7 @@ func (b *buffer) remove(reqID string, a *arrival) {
 	b.wake = make(chan struct{})
 }
 
-// take removes and returns a prompt's blocks, if they are all there. If blocks under the request's own id belong to
-// another prompt, that is a violation: P and D tokenised differently.
-//
-// A prompt with one more token must be that prompt with P's token appended. (LMCache's proxy sends D so.)
+// alloc reserves space for n blocks, and waits for it. Only rank 0's space is counted: the others' buffers fill alike.
 func (b *buffer) alloc(reqID, xid string, n int) error {
 	deadline := time.NewTimer(b.timeout)
 	defer deadline.Stop()
@@ -180,10 +182,10 @@ func (b *buffer) push(reqID, xid string, blocks []uint64, p pushedPrompt) {
 	a.ranks++
 }
 
-// take hands a prompt's blocks over, if they are all there. What arrived under the request's own id and is of another
-// prompt is a violation: P and D tokenised differently.
+// take removes and returns a prompt's blocks, if they are all there. If blocks under the request's own id belong to
+// another prompt, that is a violation: P and D tokenised differently.
 //
-// A prompt with one token more must be that prompt with the token that P answered. (LMCache's proxy sends D so.)
+// A prompt with one more token must be that prompt with P's token appended. (LMCache's proxy sends D so.)
 func (b *buffer) take(xid string, p *engine.Prompt) (bool, error) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -259,8 +261,7 @@ func (s *Node) acceptReceiver(l net.Listener, rank int) {
 	}
 }
 
-// pushKV sends a finished prompt to the receiver and notifies the router, while the answer is being sent (or before
-// it, with -kv-delay below zero).
+// serveReceiver answers an allocation or takes a push.
 func (s *Node) serveReceiver(conn net.Conn, frame []byte, rank int) bool {
 	r := handover.WireReader{B: frame[1:]}
 	reqID, xid := r.String(), r.String()
@@ -288,9 +289,8 @@ func (s *Node) serveReceiver(conn net.Conn, frame []byte, rank int) bool {
 	return err == nil
 }
 
-// pushKV sends a finished prompt to the receiver and tells the router, while the answer is on its way (or before it,
-// with
-// -kv-delay below zero).
+// pushKV sends a finished prompt to the receiver and notifies the router, while the answer is being sent (or before
+// it, with -kv-delay below zero).
 func (l *Leg) pushKV() {
 	s, spec := l.Node, l.Kv.Spec
 	q := l.Job.Seqs[0]
@@ -306,8 +306,7 @@ func (l *Leg) pushKV() {
 			ranks.Go(func() {
 				if err := s.pushRank(spec, rank, l.Xid, q.P.Full, pushed); err != nil {
 					s.Metrics.FailedTransfers.Add(1)
-					// pushRank pushes one rank's part. It keeps no connections: a receiver may be gone at any time.
-					s.Logf("pushing KV of %q to rank %d: %v", spec.reqID, rank, err)
+					s.Logf("pushing KV of %q to rank %d: %v", spec.reqID, rank, err) // logged only, as LMCache does
 					return
 				}
 				s.notify(spec.reqID)
@@ -325,9 +324,7 @@ func (l *Leg) pushKV() {
 	}()
 }
 
-// Continues returns the digest of the prompt whose answer a completion of token ids continues, if its last token is
-// the first one of that answer, which P has already given. The text that follows is the one that P's prompt alone
-// would have produced, so a token that is lost or doubled between the engines is visible.
+// pushRank pushes one rank's part. It keeps no connections: a receiver may be gone at any time.
 func (s *Node) pushRank(spec *disaggSpec, rank int, xid string, blocks []uint64, p pushedPrompt) error {
 	ctx, cancel := context.WithTimeout(context.Background(), s.cfg.PdTimeout+s.cfg.LoadTimeout)
 	defer cancel()
@@ -364,7 +361,9 @@ func (s *Node) pushRank(spec *disaggSpec, rank int, xid string, blocks []uint64,
 	})
 }
 
-// ReceiverPort returns port i of the receiver: to initialise and to allocate of rank 0, and so on.
+// Continues returns the digest of the prompt whose answer a completion of token ids continues, if its last token is
+// the first one of that answer, which P has already given. The text that follows is the one that P's prompt alone
+// would have produced, so a token that is lost or doubled between the engines is visible.
 func (s *Node) Continues(p *engine.Prompt) (digest uint64, ok bool) {
 	if s.cfg.Connector != LMCache || s.cfg.Role == engine.RolePrefill || len(p.Ids) < 2 {
 		return 0, false
@@ -375,5 +374,5 @@ func (s *Node) Continues(p *engine.Prompt) (digest uint64, ok bool) {
 	return before.Digest, engine.TokenID([]byte(before.Token(0))) == p.Ids[len(p.Ids)-1]
 }
 
-// parseMooncake checks the members that Mooncake needs on both legs.
+// ReceiverPort returns port i of the receiver: to initialise and to allocate of rank 0, and so on.
 func (s *Node) ReceiverPort(i int) int { return s.receivers[i].Addr().(*net.TCPAddr).Port }

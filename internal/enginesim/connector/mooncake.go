@@ -13,7 +13,7 @@ import (
 	"tandem/internal/enginesim/engine"
 )
 
-// findMooncake asks P's bootstrap server for its worker's address.
+// parseMooncake checks the members that Mooncake needs on both legs.
 func (kv *Params) parseMooncake(own engine.Role) {
 	switch {
 	case kv.RemotePrefill && own == engine.RolePrefill:
@@ -25,7 +25,7 @@ func (kv *Params) parseMooncake(own engine.Role) {
 	}
 }
 
-// mooncakeBootstrap returns P's HTTP server (mooncake_utils.py).
+// findMooncake asks P's bootstrap server for its worker's address.
 func findMooncake(ctx context.Context, kv *Params) (string, error) {
 	if !strings.HasPrefix(kv.bootstrap, "http://") {
 		return "", fmt.Errorf("%w: remote_bootstrap_addr %q has no scheme", engine.ErrLoadFailed, kv.bootstrap)
@@ -60,8 +60,7 @@ type bootstrapEngine struct {
 	Workers  map[string]map[string]string `json:"worker_addr"`
 }
 
-// parseMoRIIO reads the members that MoRIIO's mode WRITE needs on both legs: an id that begins with tx, the other
-// leg's address, and its number of ranks.
+// mooncakeBootstrap returns P's HTTP server (mooncake_utils.py).
 func (s *Node) mooncakeBootstrap() http.Handler {
 	mux := http.NewServeMux()
 	mux.HandleFunc("GET /query", func(w http.ResponseWriter, _ *http.Request) {

@@ -7,7 +7,8 @@ import (
 	"tandem/internal/enginesim/jsontext"
 )
 
-// parseMoRIIORead reads the members of the mode READ: for P an id and D's ranks, for D P's answer.
+// parseMoRIIO reads the members that MoRIIO's mode WRITE needs on both legs: an id that begins with tx, the other
+// leg's address, and its number of ranks.
 func (kv *Params) parseMoRIIO(raw []byte) {
 	notify, isPort := jsontext.Integer(jsontext.Get(raw, "remote_notify_port"))
 	_, isHandshake := jsontext.Integer(jsontext.Get(raw, "remote_handshake_port"))
@@ -27,7 +28,7 @@ func (kv *Params) parseMoRIIO(raw []byte) {
 	}
 }
 
-// moriioHandOver returns P's answer in the mode READ.
+// parseMoRIIORead reads the members of the mode READ: for P an id and D's ranks, for D P's answer.
 func (kv *Params) parseMoRIIORead(raw []byte) {
 	notify, isPort := jsontext.Integer(jsontext.Get(raw, "remote_notify_port"))
 	_, tp := jsontext.Integer(jsontext.Get(raw, "remote_tp_size"))
@@ -42,7 +43,7 @@ func (kv *Params) parseMoRIIORead(raw []byte) {
 	}
 }
 
-// parseKVParams reads valid JSON. The caller refuses a value that is neither object nor null.
+// moriioHandOver returns P's answer in the mode READ.
 func (s *Node) moriioHandOver(key string, blocks []int32) []byte {
 	ids := strings.ReplaceAll(strings.Trim(fmt.Sprint(blocks), "[]"), " ", ",")
 	return fmt.Appendf(nil,

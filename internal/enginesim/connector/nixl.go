@@ -16,8 +16,7 @@ import (
 	"tandem/internal/enginesim/jsontext"
 )
 
-// parseSource checks the members that a decode leg needs to find its KV. vLLM's scheduler asserts, parks or raises
-// here; it turns nothing into a clean error.
+// parseKVParams reads valid JSON. The caller refuses a value that is neither object nor null.
 func parseKVParams(raw []byte) (kv Params) {
 	if jsontext.IsNull(raw) {
 		return kv
@@ -63,8 +62,8 @@ func parseKVParams(raw []byte) (kv Params) {
 	return kv
 }
 
-// parseSource checks what a decode leg needs to find its KV. vLLM's scheduler asserts, parks or raises here; nothing
-// in it is turned into a clean error.
+// parseSource checks the members that a decode leg needs to find its KV. vLLM's scheduler asserts, parks or raises
+// here; it turns nothing into a clean error.
 func (kv *Params) parseSource(ids, port []byte) {
 	if !jsontext.Truthy(ids) {
 		kv.Fatal = "AssertionError: num_external_tokens == 0 (do_remote_prefill without remote_block_ids)"
@@ -93,8 +92,7 @@ func (kv *Params) parseSource(ids, port []byte) {
 	}
 }
 
-// appendHandOver appends a prefill engine's kv_transfer_params, in the key order of 0.32. cached < 0 leaves
-// remote_prefill_cached_tokens out, as vLLM does when the request outlived its prefill step.
+// nestedIDs reads [[1,2,3]]: one list for each KV cache group, of which this engine has one.
 func nestedIDs(raw []byte) (ids []int32, ok bool) {
 	if !jsontext.IsArray(raw) {
 		return nil, false
@@ -120,15 +118,14 @@ func nestedIDs(raw []byte) (ids []int32, ok bool) {
 	return ids, ok
 }
 
-// appendParams appends kv_transfer_params after their head, with remote_blocks_expiry_time; both sides use it.
+// appendHandOver appends a prefill engine's kv_transfer_params, in the key order of 0.32. cached < 0 leaves
+// remote_prefill_cached_tokens out, as vLLM does when the request outlived its prefill step.
 func (s *Node) appendHandOver(dst []byte, requestID string, blocks []int32, tokens, cached int) []byte {
 	return s.appendParams(dst, `{"do_remote_prefill":true,"do_remote_decode":false,"remote_block_ids":[[`, requestID,
 		blocks, tokens, "null", cached)
 }
 
-// fetchKV pulls a decode leg's KV from the prefill engine that its parameters name. It returns the content of the
-// prompt's blocks (nil if all is right). The error is errLoadFailed if vLLM's transfer fails, a *violation if vLLM
-// would not notice (and the simulator is strict), or the context's.
+// appendParams appends kv_transfer_params after their head, with remote_blocks_expiry_time; both sides use it.
 func (s *Node) appendParams(dst []byte, head, requestID string, blocks []int32, tokens int, expires string,
 	cached int) []byte {
 	dst = slices.Grow(dst, 512+8*len(blocks))
@@ -157,12 +154,14 @@ func (s *Node) appendParams(dst []byte, head, requestID string, blocks []int32, 
 	return append(dst, '}')
 }
 
-// fetch is fetchKV, also for KV that a decode engine has kept of an earlier answer (turn).
+// fetchKV pulls a decode leg's KV from the prefill engine that its parameters name. It returns the content of the
+// prompt's blocks (nil if all is right). The error is errLoadFailed if vLLM's transfer fails, a *violation if vLLM
+// would not notice (and the simulator is strict), or the context's.
 func (s *Node) fetchKV(ctx context.Context, xid string, kv *Params, p *engine.Prompt, hits int) ([]uint64, error) {
 	return s.fetch(ctx, xid, kv, p, hits, false)
 }
 
-// fetch returns fetchKV, also of what a decode engine has kept of an earlier answer (turn).
+// fetch is fetchKV, also for KV that a decode engine has kept of an earlier answer (turn).
 func (s *Node) fetch(ctx context.Context, xid string, kv *Params, p *engine.Prompt, hits int,
 	turn bool) ([]uint64, error) {
 	need := engine.BlocksFor(p.N, s.cfg.BlockSize)
@@ -181,9 +180,7 @@ func (s *Node) fetch(ctx context.Context, xid string, kv *Params, p *engine.Prom
 	started := time.Now()
 	answer, err := s.peers.Pull(ctx, net.JoinHostPort(kv.host, strconv.Itoa(kv.port)), &req)
 	if err != nil {
-		// fetchScheduled is fetchKV, but continues when the client leaves, as in vLLM: a scheduled read runs to its
-		// end, P is notified, and until then the target blocks are not free.
-		<-ctx.Done()
+		<-ctx.Done() // the handshake's receive timeout is always waited out: 5 s in vLLM, however fast the refusal
 		if errors.Is(context.Cause(ctx), context.Canceled) {
 			return nil, context.Canceled
 		}
@@ -207,7 +204,8 @@ func (s *Node) fetch(ctx context.Context, xid string, kv *Params, p *engine.Prom
 	return answer.Actual, nil
 }
 
-// as in vLLM: it reads, and notifies P that it has read
+// fetchScheduled is fetchKV, but continues when the client leaves, as in vLLM: a scheduled read runs to its end, P is
+// notified, and until then the target blocks are not free.
 func (l *Leg) fetchScheduled(ctx context.Context, q *engine.Sequence) ([]uint64, error) {
 	var actual []uint64
 	var err error
@@ -216,7 +214,7 @@ func (l *Leg) fetchScheduled(ctx context.Context, q *engine.Sequence) ([]uint64,
 		defer close(done)
 		actual, err = l.Node.fetchKV(context.WithoutCancel(ctx), l.Xid, l.Kv, q.P, q.Grant.Hits)
 		if wrong := (*engine.Violation)(nil); errors.As(err, &wrong) && wrong.Kind == "other_prompt" && l.ThrowsAway {
-			err = nil // transfer takes the time that the blocks need at the configured rate.
+			err = nil // as in vLLM: it reads, and notifies P that it has read
 		}
 	}()
 	select {
@@ -236,7 +234,7 @@ func (l *Leg) fetchScheduled(ctx context.Context, q *engine.Sequence) ([]uint64,
 	return nil, ctx.Err()
 }
 
-// parseNIXLPush checks the members that a decode leg needs to register at P.
+// transfer takes the time that the blocks need at the configured rate.
 func (s *Node) transfer(ctx context.Context, blocks int) error {
 	if s.cfg.TransferRate <= 0 {
 		return nil

@@ -7,7 +7,7 @@ import (
 	"tandem/internal/enginesim/jsontext"
 )
 
-// pushed returns a hand-over of NIXL push, which has no expiry time.
+// parseNIXLPush checks the members that a decode leg needs to register at P.
 func (kv *Params) parseNIXLPush(isPort bool, raw []byte) {
 	if !kv.RemotePrefill {
 		return
@@ -21,7 +21,7 @@ func (kv *Params) parseNIXLPush(isPort bool, raw []byte) {
 	}
 }
 
-// Node is an engine with its connector: the KV that it keeps for other engines, and the ports for them.
+// pushed returns a hand-over of NIXL push, which has no expiry time.
 func pushed(r *fault.Rule, pull []byte) []byte {
 	s := strings.Replace(string(pull), `,"remote_blocks_expiry_time":null,"transfer_mode":"pull"`,
 		`,"transfer_mode":"push"`, 1)

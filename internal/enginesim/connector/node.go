@@ -15,7 +15,7 @@ import (
 	"tandem/internal/enginesim/handover"
 )
 
-// Node is an engine with its connector: what it keeps for other engines, and the ports at which they ask for it.
+// Node is an engine with its connector: the KV that it keeps for other engines, and the ports for them.
 type Node struct {
 	*engine.Engine
 	sideChannel
@@ -40,18 +40,17 @@ type Node struct {
 	mu       sync.Mutex
 	sideConn map[net.Conn]struct{}
 	closed   bool
-	stopped  chan struct{} // sideChannel is the port at which other engines ask for KV, and its address in hand-overs.
+	stopped  chan struct{} // closed by close
 }
 
-// New creates an engine with its connector and opens the ports for other engines. faults can make those unreachable.
+// sideChannel is the port at which other engines ask for KV, and its address in hand-overs.
 type sideChannel struct {
 	Side     net.Listener
 	SidePort int
 	SideHost string
 }
 
-// NewRanks creates the data-parallel ranks of an engine: each has its own KV, side channel and KV events, at
-// consecutive ports from rank 0's on (0 stays 0).
+// New creates an engine with its connector and opens the ports for other engines. faults can make those unreachable.
 func New(cfg *Config, faults *fault.Rules, log io.Writer) (*Node, error) {
 	e, err := engine.New(&cfg.Config, log)
 	if err != nil {
@@ -75,8 +74,8 @@ func New(cfg *Config, faults *fault.Rules, log io.Writer) (*Node, error) {
 	return s, nil
 }
 
-// NewRanks makes the data-parallel ranks of an engine: each has KV, a side channel and KV events of its own, at ports
-// that are counted on from those of rank 0 (0 stays 0).
+// NewRanks creates the data-parallel ranks of an engine: each has its own KV, side channel and KV events, at
+// consecutive ports from rank 0's on (0 stays 0).
 func NewRanks(cfg *Config, faults *fault.Rules, log io.Writer) (ranks []*Node, err error) {
 	id := cfg.EngineID
 	for rank := range max(cfg.DpSize, 1) {
@@ -114,13 +113,13 @@ func portAbove(addr string, n int) (string, error) {
 		return "", err
 	}
 	port, err := strconv.Atoi(text)
-	if port == 0 { // Rank returns the data-parallel rank.
+	if port == 0 { // the kernel chooses
 		return addr, err
 	}
 	return net.JoinHostPort(host, strconv.Itoa(port+n)), nil
 }
 
-// ranks returns all data-parallel ranks of the engine, as far as they have started.
+// Rank returns the data-parallel rank.
 func (s *Node) Rank() int { return s.cfg.Rank }
 
 // ranks returns all data-parallel ranks of the engine, as far as they have started.
@@ -172,7 +171,7 @@ func (s *Node) acceptSide() {
 	}
 }
 
-// HeldBlocks returns the number of blocks that wait for the other leg, here or in this engine's buffer.
+// Close cuts everything at once.
 func (s *Node) Close() {
 	s.mu.Lock()
 	if s.closed {
@@ -207,7 +206,7 @@ func (s *Node) Close() {
 	s.Ledger.ReleaseAll()
 }
 
-// Forget frees all held blocks, and clears the memory of past ones.
+// HeldBlocks returns the number of blocks that wait for the other leg, here or in this engine's buffer.
 func (s *Node) HeldBlocks() int64 {
 	n := s.Ledger.Held.Load() + s.Rooms.Held.Load()
 	if s.buffer != nil {
@@ -216,7 +215,7 @@ func (s *Node) HeldBlocks() int64 {
 	return n
 }
 
-// Forget lets go of all that is held, and of the memory of what was.
+// Forget frees all held blocks, and clears the memory of past ones.
 func (s *Node) Forget() {
 	s.Ledger.ReleaseAll()
 	s.Ledger.Forget()
@@ -225,19 +224,19 @@ func (s *Node) Forget() {
 	}
 }
 
-// answerJSON answers a request to a bootstrap server.
+// Collect sends the engine's series and the connector's.
 func (s *Node) Collect(c *engine.Collector) {
 	s.Engine.Collect(c)
 	s.collectNIXL(c)
 }
 
-// answerJSON answers one of the bootstrap servers' questions.
+// answerJSON answers a request to a bootstrap server.
 func answerJSON(w http.ResponseWriter, v any) {
 	w.Header().Set("Content-Type", "application/json")
 	_ = json.NewEncoder(w).Encode(v)
 }
 
-// nothing more may arrive before the answer, so a byte or an error means the end
+// serveSide answers one decode engine's connection until it closes.
 func (s *Node) serveSide(conn net.Conn) {
 	defer conn.Close()
 	in := bufio.NewReaderSize(conn, 64<<10)
@@ -263,7 +262,7 @@ func (s *Node) serveSide(conn net.Conn) {
 				return
 			}
 			hungUp := make(chan struct{})
-			go func() { // nothing more comes before the answer, so a byte or an error is the end
+			go func() { // nothing more may arrive before the answer, so a byte or an error means the end
 				_, _ = in.Peek(1)
 				close(hungUp)
 			}()
@@ -273,7 +272,7 @@ func (s *Node) serveSide(conn net.Conn) {
 			}
 			answer.Encode(&out)
 			_, _ = conn.Write(out.SealFrame())
-			return // notifier is the PUSH socket of LMCache's proxy notifications.
+			return // Peek is still reading
 		case handover.OpPut:
 			var kv joinRequest
 			if kv.decode(&r); r.Err != nil || !s.inbox.put(requestID, kv) {

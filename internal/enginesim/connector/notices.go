@@ -9,13 +9,13 @@ import (
 	"github.com/go-zeromq/zmq4"
 )
 
-// notify notifies the router as configured by -notices.
+// notifier is the PUSH socket of LMCache's proxy notifications.
 type notifier struct {
 	mu     sync.Mutex
 	socket zmq4.Socket
 }
 
-// notify tells the router, as -notices says.
+// notify notifies the router as configured by -notices.
 func (s *Node) notify(reqID string) {
 	if s.cfg.Proxy == "" || s.cfg.Notices == "never" {
 		return
@@ -24,7 +24,7 @@ func (s *Node) notify(reqID string) {
 	switch s.cfg.Notices {
 	case "twice":
 		messages = append(messages, messages[0])
-	case "old": // the router may have restarted
+	case "old": // LMCache 0.3.5
 		messages[0] = notice("NixlProxyNotif", reqID)
 	case "noisy":
 		messages = append([][]byte{notice("AllocRequest", reqID), []byte("\xc1"), {}}, messages...)
@@ -32,7 +32,7 @@ func (s *Node) notify(reqID string) {
 	n := &s.notifier
 	n.mu.Lock()
 	defer n.mu.Unlock()
-	for attempt := range 2 { // notice returns msgspec's msgpack of a tagged struct with one field.
+	for attempt := range 2 { // the router may have restarted
 		if n.socket == nil {
 			n.socket = zmq4.NewPush(context.Background(), zmq4.WithDialerMaxRetries(0), zmq4.WithTimeout(time.Second))
 			if err := n.socket.Dial("tcp://" + s.cfg.Proxy); err != nil {
@@ -74,9 +74,7 @@ func packText(b []byte, texts ...string) []byte {
 	return b
 }
 
-// parseOffload reads kv_transfer_params as vLLM's OffloadingConnector with the P2P tier does (0.25 to 0.33). P stores
-// a finished prompt's blocks under the given name; D fetches them by that name, and computes missing ones. The tier
-// refuses remote_prefiller together with another key.
+// close closes the socket.
 func (n *notifier) close() {
 	n.mu.Lock()
 	defer n.mu.Unlock()

@@ -10,7 +10,9 @@ import (
 	"tandem/internal/enginesim/jsontext"
 )
 
-// pullPrefix fetches the parts of the prompts' beginnings that remote_kv_source still has.
+// parseOffload reads kv_transfer_params as vLLM's OffloadingConnector with the P2P tier does (0.25 to 0.33). P stores
+// a finished prompt's blocks under the given name; D fetches them by that name, and computes missing ones. The tier
+// refuses remote_prefiller together with another key.
 func parseOffload(raw []byte) (kv Params) {
 	if jsontext.IsNull(raw) {
 		return kv
@@ -49,9 +51,7 @@ func parseOffload(raw []byte) (kv Params) {
 	return kv
 }
 
-// P2P-NCCL of vLLM 0.9.2 to 0.23. Both engines read each other's address from the request id; P sends its KV to D when
-// it has it, and D buffers it until the request comes. D waits for KV inside a step of its engine, which blocks all
-// its requests: here that is a violation, because a router can avoid it. The side channel is the KV socket.
+// pullPrefix fetches the parts of the prompts' beginnings that remote_kv_source still has.
 func (l *Leg) pullPrefix(ctx context.Context) {
 	s := l.Node
 	for _, q := range l.Job.Seqs {

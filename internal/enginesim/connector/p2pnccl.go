@@ -15,17 +15,16 @@ import (
 	"tandem/internal/enginesim/handover"
 )
 
-// P2P-NCCL as vLLM 0.9.2 to 0.23 have it. Both engines read each other's address out of the request id; P sends its KV
-// to D when it has it, and D keeps it in a buffer until the request comes. D waits for KV inside a step of its engine,
-// which stands still meanwhile: here that is a violation, for a router can do better. The side channel is the KV
-// socket.
+// P2P-NCCL of vLLM 0.9.2 to 0.23. Both engines read each other's address from the request id; P sends its KV to D when
+// it has it, and D buffers it until the request comes. D waits for KV inside a step of its engine, which blocks all
+// its requests: here that is a violation, because a router can avoid it. The side channel is the KV socket.
 
 var (
 	decodeAddr  = regexp.MustCompile(`___decode_addr_(.*):(\d+)`)     // on P (p2p_nccl_connector.py, parse_request_id)
-	prefillAddr = regexp.MustCompile(`___prefill_addr_(.*):(\d+)___`) // inbox is D's buffer: received KV by request.
+	prefillAddr = regexp.MustCompile(`___prefill_addr_(.*):(\d+)___`) // on D
 )
 
-// putKV sends P's KV to D's socket. The client learns nothing of it.
+// inbox is D's buffer: received KV by request.
 type inbox struct {
 	mu   sync.Mutex
 	held map[string]joinRequest
@@ -51,7 +50,7 @@ func (b *inbox) take(key string) (kv joinRequest, ok bool) {
 	return kv, ok
 }
 
-// logged only
+// putKV sends P's KV to D's socket. The client learns nothing of it.
 func (l *Leg) putKV(ctx context.Context) error {
 	m := decodeAddr.FindStringSubmatch(l.Xid)
 	for _, q := range l.Job.Seqs {
@@ -62,14 +61,13 @@ func (l *Leg) putKV(ctx context.Context) error {
 		w.String(l.Name(q))
 		kv.encode(&w)
 		if _, err := l.Node.peers.Call(ctx, net.JoinHostPort(m[1], m[2]), w.SealFrame()); err != nil {
-			// takeKV takes D's KV from the inbox: it must be there.
-			l.Node.Logf("sending KV to %s:%s: %v", m[1], m[2], err)
+			l.Node.Logf("sending KV to %s:%s: %v", m[1], m[2], err) // logged only
 		}
 	}
 	return nil
 }
 
-// Register sends heartbeats to the proxy until the simulator closes.
+// takeKV takes D's KV from the inbox: it must be there.
 func (l *Leg) takeKV() error {
 	for _, q := range l.Job.Seqs {
 		kv, ok := l.Node.inbox.take(l.Name(q))
@@ -87,7 +85,7 @@ func (l *Leg) takeKV() error {
 	return nil
 }
 
-// newInbox returns an empty buffer.
+// Register sends heartbeats to the proxy until the simulator closes.
 func (s *Node) Register(web string) {
 	ctx, cancel := context.WithCancel(context.Background())
 	go func() { <-s.stopped; cancel() }()
@@ -117,14 +115,13 @@ func (s *Node) Register(web string) {
 	}
 }
 
-// DefaultHeartbeat is the interval of an engine's registrations in p2p_nccl_connector.py.
+// newInbox returns an empty buffer.
 func newInbox() *inbox { return &inbox{held: map[string]joinRequest{}} }
 
-// CheckAddresses fails a request id without addresses, for which the engine raises.
+// DefaultHeartbeat is the interval of an engine's registrations in p2p_nccl_connector.py.
 const DefaultHeartbeat = 3 * time.Second
 
-// Params are a request's parameters for the connector: mostly kv_transfer_params as vLLM 0.32's NixlConnector (pull)
-// reads them.
+// CheckAddresses fails a request id without addresses, for which the engine raises.
 func (l *Leg) CheckAddresses() {
 	pattern := decodeAddr
 	if l.Node.cfg.Role == engine.RoleDecode {

@@ -8,32 +8,32 @@ import (
 	"tandem/internal/enginesim/jsontext"
 )
 
-// kv_transfer_params are present and not null, whatever this engine's connector
+// Params are a request's parameters for the connector: mostly kv_transfer_params as vLLM 0.32's NixlConnector (pull)
+// reads them.
 type Params struct {
 	remote
 	verdict
 	contextParams
 
-	Given         bool     // kv_transfer_params are there and not null, whatever this engine's connector
-	Present       bool     // of a server that does only one leg
-	RoomLeg       string   // of a server that does one leg of two
-	RemoteDecode  bool     // do_remote_decode: keep the KV for a decode engine
-	RemotePrefill bool     // do_remote_prefill: fetch the KV from a prefill engine
-	CachedOnP     int64    // remote_prefill_cached_tokens, -1 when absent
-	PromptIDs     []uint32 // prompt_token_ids: use these instead of tokenising (0.32 and later)
+	Given         bool       // kv_transfer_params are present and not null, whatever this engine's connector
+	Present       bool       // an object, and this engine has a connector
+	RoomLeg       string     // of a server that does only one leg
+	RemoteDecode  bool       // do_remote_decode: keep the KV for a decode engine
+	RemotePrefill bool       // do_remote_prefill: fetch the KV from a prefill engine
+	CachedOnP     int64      // remote_prefill_cached_tokens, -1 when absent
+	PromptIDs     []uint32   // prompt_token_ids: use these instead of tokenising (0.32 and later)
+	turn          turnSource // of do_remote_decode with remote_block_ids (turns.go)
 	// do_remote_decode with remote_block_ids: P would read from another engine, or is meant to, for a turn
-	turn turnSource
-	// do_remote_decode with remote_block_ids: P would read from somebody else, or, of an earlier answer, is to
 	staleOnP bool
 
-	keepAs     string      // D computes what it does not find
-	missOK     bool        // what D does not find it computes
-	Spec       *disaggSpec // ret_first_tok: P answers its token
-	firstToken bool        // engine that has the prompt's beginning (offload.go)
-	source     string      // remote is the location of the KV.
+	keepAs     string      // the name under which P keeps the KV; "": one of its own
+	missOK     bool        // D computes what it does not find
+	Spec       *disaggSpec // lmcache.go
+	firstToken bool        // ret_first_tok: P answers its token
+	source     string      // engine that has the prompt's beginning (offload.go)
 }
 
-// remote is where the KV is.
+// remote is the location of the KV.
 type remote struct {
 	blockIDs  []int32
 	engineID  string
@@ -41,28 +41,27 @@ type remote struct {
 	host      string
 	port      int
 	transfer  string // transfer_id (Mooncake)
-	bootstrap string // verdict is the engine's reaction to invalid parameters. It is empty for valid ones.
+	bootstrap string // remote_bootstrap_addr (Mooncake)
 }
 
-// the cause, if the engine dies
+// verdict is the engine's reaction to invalid parameters. It is empty for valid ones.
 type verdict struct {
+	Fatal string // the cause, if the engine dies
 	// missing member for which the engine parks the request for ever, and raises when the client leaves
-	Fatal      string
-	Incomplete string            // the cause, if the engine waits for KV that never comes
-	Parked     string            // why the engine waits for KV that nobody will send
+	Incomplete string
+	Parked     string            // the cause, if the engine waits for KV that never comes
 	Broken     *engine.Violation // parameters that break their protocol
 }
 
 // contextParams are TensorRT-LLM's (trtllm.go).
 type contextParams struct {
-	Context  bool // both legs at once
+	Context  bool // of a context server
 	genFirst bool // both legs at once
 }
 
 func (kv *Params) addr() string { return net.JoinHostPort(kv.host, strconv.Itoa(kv.port)) }
 
-// Complete adds what the engine knows without parameters. raw are the request's kv_transfer_params; oneToken: it asks
-// for one token; responses: it came to /v1/responses, which no dialect of P2P-NCCL splits.
+// Read reads one member of a body, if it is one of the connector's.
 func (kv *Params) Read(k Name, key string, raw []byte) *engine.Error {
 	switch key {
 	case "kv_transfer_params":
@@ -98,14 +97,11 @@ func (kv *Params) Read(k Name, key string, raw []byte) *engine.Error {
 	return nil
 }
 
-// no parameter says so there: it is a prefill engine's only task
+// Complete adds what the engine knows without parameters. raw are the request's kv_transfer_params; oneToken: it asks
+// for one token; responses: it came to /v1/responses, which no dialect of P2P-NCCL splits.
 func (c *Config) Complete(kv *Params, raw []byte, oneToken, responses bool) {
 	if c.Connector == Neuron && c.Role == engine.RolePrefill && oneToken {
-		// The dialects of vLLM in which P sends and D waits: NIXL push (0.24 and later), Mooncake (0.16 and later),
-		// MoRIIO. P computes, answers, and keeps the blocks until D has taken them or their time is up. D waits for
-		// them, and its blocks stay allocated until they come or its time is up, even if its client has left: vLLM
-		// frees an aborted request that waits for KV only when its receive ends.
-		kv.RemoteDecode = true
+		kv.RemoteDecode = true // no parameter says so there: it is a prefill engine's only task
 	}
 	if spec := kv.Spec; spec != nil && kv.Fatal == "" && (len(spec.init) != c.Tp || len(spec.alloc) != c.Tp) {
 		kv.Fatal = "IndexError: the receiver has not one port for each rank"

@@ -11,9 +11,12 @@ import (
 	"tandem/internal/enginesim/jsontext"
 )
 
-// parsePush reads kv_transfer_params as these connectors do, including the values that kill or block them.
+// The dialects of vLLM in which P sends and D waits: NIXL push (0.24 and later), Mooncake (0.16 and later), MoRIIO. P
+// computes, answers, and keeps the blocks until D has taken them or their time is up. D waits for them, and its blocks
+// stay allocated until they come or its time is up, even if its client has left: vLLM frees an aborted request that
+// waits for KV only when its receive ends.
 
-// parsePush reads kv_transfer_params as these connectors do, with what they die of or hang on.
+// parsePush reads kv_transfer_params as these connectors do, including the values that kill or block them.
 func (c *Config) parsePush(raw []byte) (kv Params) {
 	if jsontext.IsNull(raw) {
 		return kv
@@ -49,8 +52,7 @@ func (c *Config) parsePush(raw []byte) (kv Params) {
 	return kv
 }
 
-// key returns the name under which both legs of a sequence meet. NIXL push finds D's registration by the engine's own
-// request id without its random tail, so both legs need the same x-request-id and the same path.
+// pushes reports whether this engine speaks one of these dialects.
 func (c *Config) pushes() bool {
 	switch c.Connector {
 	case Mooncake, Mooncake013, NIXLPush, MoRIIO, MoRIIORead:
@@ -59,7 +61,8 @@ func (c *Config) pushes() bool {
 	return false
 }
 
-// await waits for the KV of D's sequence. If the client leaves, the wait continues, and the blocks stay allocated.
+// key returns the name under which both legs of a sequence meet. NIXL push finds D's registration by the engine's own
+// request id without its random tail, so both legs need the same x-request-id and the same path.
 func (l *Leg) key(q *engine.Sequence) string {
 	if l.Node.cfg.Connector == NIXLPush || l.Node.cfg.Connector == Mooncake013 {
 		return l.Name(q)
@@ -67,7 +70,7 @@ func (l *Leg) key(q *engine.Sequence) string {
 	return l.Kv.transfer
 }
 
-// awaitKV registers at P and waits, even if the client leaves.
+// await waits for the KV of D's sequence. If the client leaves, the wait continues, and the blocks stay allocated.
 func (l *Leg) await(ctx context.Context) error {
 	for _, q := range l.Job.Seqs {
 		held := int64(len(q.Grant.Blocks))
@@ -102,7 +105,7 @@ func (l *Leg) await(ctx context.Context) error {
 	return nil
 }
 
-// the registration goes to an engine that does not know the key; a watchdog only logs that
+// awaitKV registers at P and waits, even if the client leaves.
 func (s *Node) awaitKV(kv *Params, key string, p *engine.Prompt) ([]uint64, error) {
 	ctx, cancel := context.WithTimeout(context.Background(), s.cfg.TransferTimeout)
 	defer cancel()
@@ -110,17 +113,15 @@ func (s *Node) awaitKV(kv *Params, key string, p *engine.Prompt) ([]uint64, erro
 	if err != nil {
 		return nil, err
 	}
-	// findWorker returns the address of P's worker: for Mooncake from P's bootstrap server, for NIXL push from the
-	// parameters. "": none.
-	if addr == "" {
+	if addr == "" { // the registration goes to an engine that does not know the key; a watchdog only logs that
 		<-ctx.Done()
 		return nil, fmt.Errorf("%w: nobody answered the registration", engine.ErrLoadFailed)
 	}
 	return s.join(ctx, addr, key, p)
 }
 
-// offer offers the blocks of a finished prefill leg to D, for a limited time. A leg that was sent a second time may
-// offer blocks that no D takes.
+// findWorker returns the address of P's worker: for Mooncake from P's bootstrap server, for NIXL push from the
+// parameters. "": none.
 func (s *Node) findWorker(ctx context.Context, kv *Params) (string, error) {
 	switch s.cfg.Connector {
 	case MoRIIO, MoRIIORead, Mooncake013:
@@ -136,9 +137,8 @@ func (s *Node) findWorker(ctx context.Context, kv *Params) (string, error) {
 	return findMooncake(ctx, kv)
 }
 
-// rendezvous is the meeting of the two legs of a request when both run at once: P offers a prompt's KV under a key, D
-// joins under the same one, in either order, and P sends. It is on P's side; D reaches it through P's side channel.
-// The key is the dialect's: SGLang's room, Mooncake's transfer id, the request id of NIXL push.
+// offer offers the blocks of a finished prefill leg to D, for a limited time. A leg that was sent a second time may
+// offer blocks that no D takes.
 func (l *Leg) offer(q *engine.Sequence, blocks []int32) {
 	s, key := l.Node, l.key(q)
 	if s.cfg.Connector != NIXLPush && s.cfg.Connector != Mooncake013 && (key == "" || q.Out.Finish != "length") {

@@ -13,13 +13,15 @@ import (
 	"tandem/internal/enginesim/handover"
 )
 
-// KV blocks of this engine that wait for the other leg
+// rendezvous is the meeting of the two legs of a request when both run at once: P offers a prompt's KV under a key, D
+// joins under the same one, in either order, and P sends. It is on P's side; D reaches it through P's side channel.
+// The key is the dialect's: SGLang's room, Mooncake's transfer id, the request id of NIXL push.
 type rendezvous struct {
-	Held atomic.Int64 // keys that P has closed, and whether D had joined
+	Held atomic.Int64 // KV blocks of this engine that wait for the other leg
 
 	mu    sync.Mutex
 	rooms map[string]*room
-	past  map[string]bool // keys that P has closed, and whether D had come
+	past  map[string]bool // keys that P has closed, and whether D had joined
 	order []string        // ring of keys in past
 	next  int
 }
@@ -31,7 +33,7 @@ type room struct {
 	join            chan struct{} // closed when D is there; then want holds
 	want            joinRequest
 	answer          chan handover.PullAnswer // of P, one
-	gone            chan struct{}            // at returns the room of a key, new if there is none. The lock is held.
+	gone            chan struct{}            // closed when D's connection is gone
 }
 
 const rememberedRooms = 16384
@@ -41,7 +43,7 @@ func newRendezvous() *rendezvous {
 		order: make([]string, rememberedRooms)}
 }
 
-// at finds or makes the room of a key. The lock is held.
+// at returns the room of a key, new if there is none. The lock is held.
 func (v *rendezvous) at(key string, used bool) (*room, error) {
 	if used {
 		return nil, &engine.Violation{Kind: "key_reused",
@@ -56,8 +58,7 @@ func (v *rendezvous) at(key string, used bool) (*room, error) {
 	return r, nil
 }
 
-// meet is D's side. If P was cancelled before D came, as happens when their client leaves, D is not a second one: it
-// waits in vain.
+// enter returns P's side of a meeting.
 func (v *rendezvous) enter(key string) (*room, error) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
@@ -74,7 +75,8 @@ func (v *rendezvous) enter(key string) (*room, error) {
 	return r, err
 }
 
-// close ends a meeting: its key must not be used again.
+// meet is D's side. If P was cancelled before D came, as happens when their client leaves, D is not a second one: it
+// waits in vain.
 func (v *rendezvous) meet(key string, want joinRequest) (*room, error) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
@@ -90,7 +92,7 @@ func (v *rendezvous) meet(key string, want joinRequest) (*room, error) {
 	return r, err
 }
 
-// joinRequest is D's part: the content that it expects in the prompt's blocks.
+// close ends a meeting: its key must not be used again.
 func (v *rendezvous) close(key string) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
@@ -102,7 +104,7 @@ func (v *rendezvous) close(key string) {
 	v.past[key] = r != nil && r.joined
 }
 
-// send returns the result of P's transfer: the content of D's blocks, and whether it is the right one.
+// joinRequest is D's part: the content that it expects in the prompt's blocks.
 type joinRequest struct {
 	blockSize int
 	tokens    int
@@ -128,8 +130,7 @@ func (s *Node) joinOf(p *engine.Prompt) joinRequest {
 	return j
 }
 
-// answerJoin serves D's connection: it waits for P's KV, as long as D does. false: the connection cannot be used any
-// more.
+// send returns the result of P's transfer: the content of D's blocks, and whether it is the right one.
 func (s *Node) send(p *engine.Prompt, want *joinRequest) (a handover.PullAnswer) {
 	own := s.joinOf(p)
 	switch {
@@ -144,7 +145,8 @@ func (s *Node) send(p *engine.Prompt, want *joinRequest) (a handover.PullAnswer)
 	return a
 }
 
-// join waits for D's KV, for at most the transfer timeout. It returns the blocks' content, nil if it is the prompt's.
+// answerJoin serves D's connection: it waits for P's KV, as long as D does. false: the connection cannot be used any
+// more.
 func (s *Node) answerJoin(key string, want joinRequest, hungUp <-chan struct{}) (handover.PullAnswer, bool) {
 	r, err := s.Rooms.meet(key, want)
 	if v, ok := errors.AsType[*engine.Violation](err); ok {
@@ -159,8 +161,7 @@ func (s *Node) answerJoin(key string, want joinRequest, hungUp <-chan struct{}) 
 	}
 }
 
-// join returns D's wait for its KV: at most the transfer timeout. It returns what the blocks hold, nil where that is
-// what the prompt needs.
+// join waits for D's KV, for at most the transfer timeout. It returns the blocks' content, nil if it is the prompt's.
 func (s *Node) join(ctx context.Context, addr, key string, p *engine.Prompt) ([]uint64, error) {
 	ctx, cancel := context.WithTimeout(ctx, s.cfg.TransferTimeout)
 	defer cancel()
@@ -175,7 +176,7 @@ func (s *Node) join(ctx context.Context, addr, key string, p *engine.Prompt) ([]
 		if errors.Is(context.Cause(ctx), context.Canceled) {
 			return nil, context.Canceled
 		}
-		if ctx.Err() == nil { // took records KV that came from another engine.
+		if ctx.Err() == nil { // P has died: two heartbeats, 5 s apart of 300, go unanswered
 			if err := engine.Sleep(ctx, s.cfg.TransferTimeout/30); err != nil {
 				return nil, err
 			}
@@ -199,10 +200,7 @@ func (s *Node) join(ctx context.Context, addr, key string, p *engine.Prompt) ([]
 	return a.Actual, nil
 }
 
-// SGLang's disaggregation of 0.5.23. Both legs get the same room. P's bootstrap server tells D the addresses of P's
-// ranks; D connects there and waits; P waits for D before it computes anything, sends, and answers when D has
-// everything. Each waits for the other for at most the transfer timeout (SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT and
-// _WAITING_TIMEOUT, 300 s), and keeps its blocks meanwhile: neither notices that the other one's client leaves.
+// took records KV that came from another engine.
 func (l *Leg) took(q *engine.Sequence, actual []uint64) {
 	s := l.Node
 	s.CountFetched(q, q.P.N-q.Local(s.cfg.BlockSize))

@@ -18,24 +18,24 @@ import (
 	"tandem/internal/enginesim/jsontext"
 )
 
-// SGLang's disaggregation, as 0.5.23 has it. Both legs are sent the same room. P's bootstrap server tells D where P's
-// ranks are; D goes there and waits; P waits for D before it computes anything, sends, and answers when D has all.
-// Each waits for the other as long as the transfer timeout says (SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT and
-// _WAITING_TIMEOUT, 300 s), holding its blocks meanwhile: neither hears of it when the other one's client leaves.
+// SGLang's disaggregation of 0.5.23. Both legs get the same room. P's bootstrap server tells D the addresses of P's
+// ranks; D connects there and waits; P waits for D before it computes anything, sends, and answers when D has
+// everything. Each waits for the other for at most the transfer timeout (SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT and
+// _WAITING_TIMEOUT, 300 s), and keeps its blocks meanwhile: neither notices that the other one's client leaves.
 
 // roomParams are bootstrap_host, bootstrap_port and bootstrap_room of one sequence.
 type roomParams struct {
 	host string
-	port int // RoomMembers are the members of a body that name its rooms, unparsed.
+	port int // 0: null, the server's own
 	room uint64
 }
 
 func (r roomParams) key() string { return strconv.FormatUint(r.room, 10) }
 
-// RoomMembers are the members of a body that name its rooms, as they came.
+// RoomMembers are the members of a body that name its rooms, unparsed.
 type RoomMembers struct{ Hosts, Ports, Rooms []byte }
 
-// element returns a scalar, or element i of a list.
+// read reads the rooms, one for each prompt (srt/managers/io_struct.py, _normalize_bootstrap_params).
 func (m RoomMembers) read(prompts int) ([]roomParams, *engine.Error) {
 	hosts, ports, rooms := m.Hosts, m.Ports, m.Rooms
 	if jsontext.IsNull(rooms) {
@@ -79,7 +79,7 @@ func (m RoomMembers) read(prompts int) ([]roomParams, *engine.Error) {
 	return out, nil
 }
 
-// Roomed reports whether this engine does only one leg.
+// element returns a scalar, or element i of a list.
 func element(raw []byte, i int, name string) ([]byte, *engine.Error) {
 	if !jsontext.IsArray(raw) {
 		return raw, nil
@@ -92,12 +92,10 @@ func element(raw []byte, i int, name string) ([]byte, *engine.Error) {
 	return list[i], nil
 }
 
-// Roomed reports whether this engine does one leg of two.
+// Roomed reports whether this engine does only one leg.
 func (c *Config) Roomed() bool { return c.Connector == SGLang && c.Role != engine.RoleBoth }
 
-// shareRoom serves several choices of a prompt, which all have the room of the first (srt/managers/
-// tokenizer_manager.py, _handle_batch_request): P computes and answers, D waits for KV that never comes (run on
-// 0.5.23).
+// TakeRooms reads the rooms of a request.
 func (l *Leg) TakeRooms(m RoomMembers, prompts int) *engine.Error {
 	rooms, bad := m.read(prompts)
 	if bad != nil {
@@ -114,7 +112,9 @@ func (l *Leg) TakeRooms(m RoomMembers, prompts int) *engine.Error {
 	return nil
 }
 
-// receiveRooms is D's part of a call: it gets the KV of all its sequences.
+// shareRoom serves several choices of a prompt, which all have the room of the first (srt/managers/
+// tokenizer_manager.py, _handle_batch_request): P computes and answers, D waits for KV that never comes (run on
+// 0.5.23).
 func (l *Leg) shareRoom(ctx context.Context) error {
 	if l.Node.cfg.Role == engine.RolePrefill {
 		return l.Job.Prefill(ctx)
@@ -131,7 +131,7 @@ func (l *Leg) shareRoom(ctx context.Context) error {
 	}
 }
 
-// findRank asks P's bootstrap server for the number of ranks, and then for the address of the rank that has the room.
+// receiveRooms is D's part of a call: it gets the KV of all its sequences.
 func (l *Leg) receiveRooms(ctx context.Context) error {
 	held := l.hold()
 	defer l.Node.Rooms.Held.Add(-held)
@@ -164,7 +164,7 @@ func (l *Leg) hold() (blocks int64) {
 	return blocks
 }
 
-// askRoute asks P's bootstrap server about a rank; -1: about all.
+// findRank asks P's bootstrap server for the number of ranks, and then for the address of the rank that has the room.
 func (s *Node) findRank(ctx context.Context, r roomParams) (string, error) {
 	var all struct {
 		Ranks uint64 `json:"dp_size"`
@@ -182,7 +182,7 @@ func (s *Node) findRank(ctx context.Context, r roomParams) (string, error) {
 	return net.JoinHostPort(rank.IP, strconv.Itoa(rank.Port)), nil
 }
 
-// sendRooms is P's part of a call: it waits until D is there in every room, computes the prompts, and sends.
+// askRoute asks P's bootstrap server about a rank; -1: about all.
 func (s *Node) askRoute(ctx context.Context, r roomParams, rank int, into any) error {
 	port := r.port
 	if port == 0 {
@@ -216,7 +216,7 @@ func (s *Node) askRoute(ctx context.Context, r roomParams, rank int, into any) e
 	return nil
 }
 
-// D has left; P does not learn it, and its transfer never ends
+// sendRooms is P's part of a call: it waits until D is there in every room, computes the prompts, and sends.
 func (l *Leg) sendRooms(ctx context.Context) error {
 	s := l.Node
 	held := l.hold()
@@ -244,9 +244,7 @@ func (l *Leg) sendRooms(ctx context.Context) error {
 	}
 	for i, r := range rooms {
 		select {
-		case <-r.gone:
-			// bootstrapServer is P's: ranks register, decode engines and routers ask
-			// (srt/disaggregation/common/conn.py).
+		case <-r.gone: // D has left; P does not learn it, and its transfer never ends
 			<-ctx.Done()
 			return context.Cause(ctx)
 		default:
@@ -258,7 +256,7 @@ func (l *Leg) sendRooms(ctx context.Context) error {
 
 var errTransferTimeout = errors.New("the decode engine did not come in time")
 
-// DisaggregationMode returns the value of --disaggregation-mode.
+// bootstrapServer is P's: ranks register, decode engines and routers ask (srt/disaggregation/common/conn.py).
 func (s *Node) bootstrapServer() http.Handler {
 	mux := http.NewServeMux()
 	mux.HandleFunc("GET /health", func(w http.ResponseWriter, _ *http.Request) { _, _ = w.Write([]byte("OK")) })
@@ -287,7 +285,7 @@ func (s *Node) bootstrapServer() http.Handler {
 	return mux
 }
 
-// DisaggregationMode returns --disaggregation-mode.
+// DisaggregationMode returns the value of --disaggregation-mode.
 func (s *Node) DisaggregationMode() string {
 	if s.cfg.Role == engine.RoleBoth {
 		return "null"
@@ -295,8 +293,7 @@ func (s *Node) DisaggregationMode() string {
 	return string(s.cfg.Role)
 }
 
-// store is a KV store that engines share: a block's name is its content. It lives in one engine, on its side channel;
-// the others get that address (-store).
+// openBootstrap opens P's bootstrap port.
 func (s *Node) openBootstrap() error {
 	l, err := net.Listen("tcp", s.cfg.Bootstrap)
 	if err != nil {

@@ -8,16 +8,17 @@ import (
 	"tandem/internal/enginesim/handover"
 )
 
-// "": this engine has it
+// store is a KV store that engines share: a block's name is its content. It lives in one engine, on its side channel;
+// the others get that address (-store).
 type store struct {
 	s    *Node
-	addr string // blocks; beyond that the store is emptied
+	addr string // "": this engine has it
 
 	mu     sync.Mutex
 	blocks map[uint64]struct{}
 }
 
-const maxStored = 4 << 20 // has reports whether all of the blocks are there. A store that does not answer has none.
+const maxStored = 4 << 20 // blocks; beyond that the store is emptied
 
 func newStore(s *Node, addr string) *store {
 	return &store{s: s, addr: addr, blocks: map[uint64]struct{}{}}
@@ -65,8 +66,7 @@ func (t *store) ask(op byte, blocks []uint64) ([]byte, error) {
 	return t.s.peers.Call(ctx, t.addr, w.SealFrame())
 }
 
-// TensorRT-LLM's disaggregated_params, context first. Ids are compared as text and have more than 53 bits, which
-// reveals a router that turns one into a float.
+// serveStore answers another engine.
 func (t *store) serve(op byte, r *handover.WireReader, out *handover.WireWriter) {
 	blocks := r.Words()
 	switch {

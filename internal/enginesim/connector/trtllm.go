@@ -11,12 +11,13 @@ import (
 	"tandem/internal/enginesim/jsontext"
 )
 
-// leastDisaggID is the least id that a router may choose; smaller ones are an engine's own (disaggregated_params.py).
+// TensorRT-LLM's disaggregated_params, context first. Ids are compared as text and have more than 53 bits, which
+// reveals a router that turns one into a float.
 
-// leastDisaggID is where ids of the router's begin; smaller ones are an engine's own (disaggregated_params.py).
+// leastDisaggID is the least id that a router may choose; smaller ones are an engine's own (disaggregated_params.py).
 const leastDisaggID = 1 << 42
 
-// readOpaque reads P's location, whose form is the engine's own affair.
+// parseDisaggregated reads disaggregated_params.
 func parseDisaggregated(raw []byte) (kv Params) {
 	if !jsontext.IsObject(raw) {
 		return kv
@@ -61,7 +62,7 @@ func parseDisaggregated(raw []byte) (kv Params) {
 	return kv
 }
 
-// readInfoEndpoint reads the address at which P's transfers are arranged, which D gets before P has answered.
+// readOpaque reads P's location, whose form is the engine's own affair.
 func (kv *Params) readOpaque(state []byte) {
 	plain, err := base64.StdEncoding.DecodeString(string(state))
 	id, addr, ok := strings.Cut(string(plain), "@")
@@ -75,7 +76,7 @@ func (kv *Params) readOpaque(state []byte) {
 	kv.port, _ = strconv.Atoi(port)
 }
 
-// readInfoEndpoint reads where P's transfers are arranged, which D is told before P has said anything.
+// readInfoEndpoint reads the address at which P's transfers are arranged, which D gets before P has answered.
 func (kv *Params) readInfoEndpoint(contextID, disaggID, endpoint string) {
 	kv.keepAs = disaggID
 	addr, ok := strings.CutPrefix(endpoint, "tcp://")
@@ -138,7 +139,8 @@ func (l *Leg) receiveContext(ctx context.Context) error {
 	return nil
 }
 
-// over reports whether a context server has nothing to hand over: the answer is complete.
+// StopAfterContext cuts an answer after its first token, as a context server does by itself. An answer that ends there
+// anyway is complete.
 func StopAfterContext(q *engine.Sequence) {
 	if q.Out.N <= 1 {
 		return
@@ -148,14 +150,10 @@ func StopAfterContext(q *engine.Sequence) {
 	q.Out.N, q.Out.Finish, q.Out.StopReason = 1, "not_finished", "null"
 }
 
-// appendDisaggregated appends disaggregated_params of a context server's answer.
+// over reports whether a context server has nothing to hand over: the answer is complete.
 func over(q *engine.Sequence) bool { return q.Out.Finish == "stop" || q.Out.Finish == "tool_calls" }
 
-// NIXL pull in both directions (vLLM's bidirectional_kv_xfer, from 0.21; here as in 0.32 and, for streams, 0.33): a
-// decode engine that fetched its prompt keeps the blocks of prompt and answer, and answers their location. The prefill
-// engine of the conversation's next turn fetches them, and computes the rest. Blocks are read by number, so a prompt
-// that does not begin with exactly those tokens gets another's KV: here that is a violation. The blocks are kept for
-// one read, until their time (-decoder-ttl, decoder_kv_blocks_ttl) is over; nothing renews it.
+// appendDisaggregated appends disaggregated_params of a context server's answer.
 func (s *Node) appendDisaggregated(dst []byte, contextID, disaggID string) []byte {
 	opaque := s.EngineID + "@" + net.JoinHostPort(s.SideHost, strconv.Itoa(s.SidePort))
 	dst = append(dst, `{"request_type":"context_only","first_gen_tokens":[7],"ctx_request_id":`+contextID...)

@@ -12,15 +12,19 @@ import (
 	"tandem/internal/enginesim/jsontext"
 )
 
-// fetchThreshold is kv_recompute_threshold: fewer tokens than that are computed.
+// NIXL pull in both directions (vLLM's bidirectional_kv_xfer, from 0.21; here as in 0.32 and, for streams, 0.33): a
+// decode engine that fetched its prompt keeps the blocks of prompt and answer, and answers their location. The prefill
+// engine of the conversation's next turn fetches them, and computes the rest. Blocks are read by number, so a prompt
+// that does not begin with exactly those tokens gets another's KV: here that is a violation. The blocks are kept for
+// one read, until their time (-decoder-ttl, decoder_kv_blocks_ttl) is over; nothing renews it.
 
-// turnSource is a prefill leg's parameters about the conversation's last answer, besides those of all hand-overs.
+// fetchThreshold is kv_recompute_threshold: fewer tokens than that are computed.
 const fetchThreshold = 64
 
-// turnSource is what a prefill leg says of the conversation's last answer, beside what all hand-overs have.
+// turnSource is a prefill leg's parameters about the conversation's last answer, besides those of all hand-overs.
 type turnSource struct {
-	tokens int    // the missing member for which vLLM ignores the blocks
-	absent string // the member without which vLLM leaves the blocks alone
+	tokens int    // remote_num_tokens
+	absent string // the missing member for which vLLM ignores the blocks
 }
 
 // parseTurn reads do_remote_decode with remote_block_ids.
@@ -47,18 +51,17 @@ func (kv *Params) parseTurn(ids, port, tokens []byte) {
 	}
 }
 
-// FetchesTurn reports whether the call's prompt begins with tokens whose KV a decode engine has kept.
+// keepsTurns reports whether the call's answer is kept for the conversation's next turn.
 func (l *Leg) keepsTurns() bool {
 	return l.Node.cfg.Bidirectional && l.Node.cfg.Connector == NIXL && l.Kv.RemotePrefill
 }
 
-// TurnBreach returns the violation of a prefill leg that names an earlier answer, nil if there is none.
+// FetchesTurn reports whether the call's prompt begins with tokens whose KV a decode engine has kept.
 func (l *Leg) FetchesTurn() bool {
 	return l.Node.cfg.Bidirectional && l.Node.cfg.Connector == NIXL && l.Kv.staleOnP
 }
 
-// keepTurn gives a finished answer's blocks to the ledger, and writes the client's parameters for them. It acts once
-// for a sequence.
+// TurnBreach returns the violation of a prefill leg that names an earlier answer, nil if there is none.
 func (l *Leg) TurnBreach() *engine.Violation {
 	kv := l.Kv
 	switch {
@@ -74,7 +77,8 @@ func (l *Leg) TurnBreach() *engine.Violation {
 	return nil
 }
 
-// appendTurn appends the kv_transfer_params of a decode engine's answer.
+// keepTurn gives a finished answer's blocks to the ledger, and writes the client's parameters for them. It acts once
+// for a sequence.
 func (l *Leg) keepTurn(q *engine.Sequence) {
 	if q.Kept {
 		return
@@ -90,8 +94,7 @@ func (l *Leg) keepTurn(q *engine.Sequence) {
 	s.Ledger.KeepFor(id, l.Xid, blocks, q.Computed(), s.cfg.DecoderTTL, true)
 }
 
-// fetchTurn fetches the beginning of a prompt from the decode engine that has kept it. If it is gone, the leg fails,
-// or the prompt is computed, as with every KV load.
+// appendTurn appends the kv_transfer_params of a decode engine's answer.
 func (s *Node) appendTurn(dst []byte, requestID string, blocks []int32, tokens int) []byte {
 	expires := time.Since(s.Started) + s.cfg.DecoderTTL
 	return s.appendParams(dst, `{"do_remote_prefill":false,"do_remote_decode":true,"remote_block_ids":[[`, requestID,
@@ -99,20 +102,11 @@ func (s *Node) appendTurn(dst []byte, requestID string, blocks []int32, tokens i
 		strconv.FormatFloat(expires.Seconds(), 'f', 6, 64), -1)
 }
 
-// vLLM: "Got invalid KVTransferParams", and continues without
+// fetchTurn fetches the beginning of a prompt from the decode engine that has kept it. If it is gone, the leg fails,
+// or the prompt is computed, as with every KV load.
 func (l *Leg) fetchTurn(ctx context.Context) error {
 	s, q, kv := l.Node, l.Job.Seqs[0], l.Kv
-	// Pool is the engine's KV memory, modelled after vLLM's BlockPool and KVCacheManager: numbered blocks, a reference
-	// count for each, a queue of free blocks in which the least recently used is taken first, and an index of full
-	// blocks by the hash of everything up to them (the prefix cache). A free block keeps its content and can be hit
-	// until it is reused. Block 0 is vLLM's null block and is never given out.
-	//
-	// Beyond vLLM's bookkeeping each block records *its content*, by which a read of stale blocks is detected.
-	//
-	// Long prompts put thousands of blocks into the prefix cache and evict as many, and the cache misses of a hash
-	// table would be most of the simulator's work. So a cached block is found from the block before it (child), and
-	// only first blocks and those at a fork are in the hash table.
-	if kv.turn.absent != "" {
+	if kv.turn.absent != "" { // vLLM: "Got invalid KVTransferParams", and continues without
 		return nil
 	}
 	n := kv.turn.tokens

@@ -6,44 +6,52 @@ import (
 	"sync"
 )
 
-// the first unused block; unused ones go before freed ones, as in vLLM's initial queue
+// Pool is the engine's KV memory, modelled after vLLM's BlockPool and KVCacheManager: numbered blocks, a reference
+// count for each, a queue of free blocks in which the least recently used is taken first, and an index of full blocks
+// by the hash of everything up to them (the prefix cache). A free block keeps its content and can be hit until it is
+// reused. Block 0 is vLLM's null block and is never given out.
+//
+// Beyond vLLM's bookkeeping each block records *its content*, by which a read of stale blocks is detected.
+//
+// Long prompts put thousands of blocks into the prefix cache and evict as many, and the cache misses of a hash table
+// would be most of the simulator's work. So a cached block is found from the block before it (child), and only first
+// blocks and those at a fork are in the hash table.
 type Pool struct {
 	mu        sync.Mutex
 	BlockSize int
 	blocks    []block
 	index     hashIndex
 	freeCount int
-	fresh     int32 // the first block that was never used; these go before freed ones, as in vLLM's initial queue
-	head      int32 // publishes changes of the prefix cache; may be nil
+	fresh     int32 // the first unused block; unused ones go before freed ones, as in vLLM's initial queue
+	head      int32 // least recently freed
 	last      int32
 	waiting   []*waiter
-	events    *Events // who is told what is cached; nil: nobody
+	events    *Events // publishes changes of the prefix cache; may be nil
 	host      *hostTier
 }
 
 type block struct {
-	prev, next int32 // the cached block that was first found to follow this one; 0: none
+	prev, next int32 // in the free queue
 	refs       int32
-	child      int32  // the block whose child this is; 0: it is in the index
-	parent     int32  // the block whose child this is, 0 when it is in the index
-	key        uint64 // content, if every token of it is known; 0: unknown
-	full       uint64 // content of its first tokens, if a prompt ended inside it
-	tail       uint64 // NewPool returns a pool with all blocks free. Block 0 is never given out.
+	child      int32  // the cached block that was first found to follow this one; 0: none
+	parent     int32  // the block whose child this is; 0: it is in the index
+	key        uint64 // in the prefix cache under this key; 0: not cached
+	full       uint64 // content, if every token of it is known; 0: unknown
+	tail       uint64 // content of its first tokens, if a prompt ended inside it
 }
 
 type waiter struct{ ready chan struct{} }
 
 const noBlock = -1
 
-// reset makes every block new. All blocks must be free.
+// NewPool returns a pool with all blocks free. Block 0 is never given out.
 func NewPool(blocks, blockSize int) *Pool {
 	p := &Pool{BlockSize: blockSize}
 	p.reset(blocks)
 	return p
 }
 
-// ResetPrefixCache empties the prefix cache, as POST /reset_prefix_cache does. It returns false while blocks are in
-// use.
+// reset makes every block new. All blocks must be free.
 func (p *Pool) reset(blocks int) {
 	p.blocks = make([]block, blocks)
 	p.index = newHashIndex(blocks)
@@ -52,7 +60,8 @@ func (p *Pool) reset(blocks int) {
 	p.freeCount = blocks - 1
 }
 
-// Usage returns the share of the blocks in use, 0..1: vllm:kv_cache_usage_perc.
+// ResetPrefixCache empties the prefix cache, as POST /reset_prefix_cache does. It returns false while blocks are in
+// use.
 func (p *Pool) ResetPrefixCache() bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -65,7 +74,7 @@ func (p *Pool) ResetPrefixCache() bool {
 	return true
 }
 
-// Grant is the blocks of one sequence, in order; the first hits of them came from the prefix cache.
+// Usage returns the share of the blocks in use, 0..1: vllm:kv_cache_usage_perc.
 func (p *Pool) Usage() float64 {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -73,16 +82,17 @@ func (p *Pool) Usage() float64 {
 	return float64(all-p.freeCount) / float64(all)
 }
 
-// Grant is what one sequence got: its blocks in order, the first hits of which were in the prefix cache.
+// Grant is the blocks of one sequence, in order; the first hits of them came from the prefix cache.
 type Grant struct {
 	Blocks []int32
 	Hits   int   // blocks
 	Loaded int   // of those, from CPU memory
-	tip    int32 // the last of the sequence's cached blocks, its own or an equal one; noBlock before the first
+	tip    int32 // the last of the sequence's cached blocks, or an equal one of another; noBlock before the first
 }
 
-// Admit gets blocks for a call's sequences, all or none, and waits for its turn while there are too few. lens[i] is
-// the number of tokens whose KV sequence i will have computed at its end. queued is told when the wait starts and ends.
+// Admit allocates blocks for a call's sequences, all or none, and waits in line while there are too few. lens[i] is
+// the number of tokens whose KV sequence i will have computed at its end. queued is called when the wait starts and
+// ends.
 func (p *Pool) Admit(ctx context.Context, prompts []*Prompt, lens []int, queued func(delta int64)) ([]Grant, error) {
 	p.mu.Lock()
 	if len(p.waiting) == 0 {
@@ -136,7 +146,7 @@ func (p *Pool) wakeFirst() {
 	}
 }
 
-// without counting hits: simpler, and only for requests that are never split
+// fits reports whether the sequences could ever be admitted.
 func (p *Pool) fits(lens []int) bool {
 	need := 0
 	for _, n := range lens {
@@ -146,9 +156,7 @@ func (p *Pool) fits(lens []int) bool {
 }
 
 func (p *Pool) tryAdmit(prompts []*Prompt, lens []int) []Grant {
-	// tryOne allocates hits and free blocks for one sequence. As in vLLM the last prompt token is never taken from the
-	// cache: it has to be computed for the first answer token.
-	if len(prompts) > 1 {
+	if len(prompts) > 1 { // without counting hits: simpler, and only for requests that are never split
 		need := 0
 		for _, n := range lens {
 			need += BlocksFor(n, p.BlockSize)
@@ -168,12 +176,11 @@ func (p *Pool) tryAdmit(prompts []*Prompt, lens []int) []Grant {
 	return grants
 }
 
-// hits that are in the free queue now
+// tryOne allocates hits and free blocks for one sequence. As in vLLM the last prompt token is never taken from the
+// cache: it has to be computed for the first answer token.
 func (p *Pool) tryOne(pr *Prompt, total int) (Grant, bool) {
 	g := Grant{Blocks: make([]int32, 0, total), tip: noBlock}
-	// Free frees blocks. The end of a sequence is freed first and so reused first: its beginning is more likely to be
-	// shared.
-	idle := 0
+	idle := 0 // hits that are in the free queue now
 	for g.Hits < min((pr.N-1)/p.BlockSize, len(pr.Full)) {
 		id := p.find(g.tip, pr.key(g.Hits))
 		if id == noBlock {
@@ -244,9 +251,8 @@ func (p *Pool) unlink(id int32) {
 	p.freeCount--
 }
 
-// Write records that the blocks of g, from block "from" on, now have the sequence's KV, and puts full ones into the
-// prefix cache. actual, if not nil, has the real content of each block (KV that another engine sent), 0 meaning
-// "nothing". A sequence with tail 0 leaves the tail of its last block unchanged.
+// Free frees blocks. The end of a sequence is freed first and so reused first: its beginning is more likely to be
+// shared.
 func (p *Pool) Free(ids []int32) {
 	if len(ids) == 0 {
 		return
@@ -270,7 +276,9 @@ func (p *Pool) Free(ids []int32) {
 	p.wakeFirst()
 }
 
-// blocks from there to i are newly cached
+// Write records that the blocks of g, from block "from" on, now have the sequence's KV, and puts full ones into the
+// prefix cache. actual, if not nil, has the real content of each block (KV that another engine sent), 0 meaning
+// "nothing". A sequence with tail 0 leaves the tail of its last block unchanged.
 func (p *Pool) Write(g *Grant, seq *Prompt, from int, actual []uint64) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -283,7 +291,7 @@ func (p *Pool) Write(g *Grant, seq *Prompt, from int, actual []uint64) {
 
 // store is Write for full blocks, up to block "to".
 func (p *Pool) store(g *Grant, seq *Prompt, from, to int, actual []uint64) {
-	stored := from // blocks from there to i are in the cache since now
+	stored := from // blocks from there to i are newly cached
 	for i := from; i < to; i++ {
 		id := g.Blocks[i]
 		b := &p.blocks[id]
@@ -306,14 +314,12 @@ func (p *Pool) store(g *Grant, seq *Prompt, from, to int, actual []uint64) {
 	}
 }
 
-// nothing ever followed it
+// find looks a cached block up, given the cached block before it (noBlock for the first of a sequence).
 func (p *Pool) find(before int32, key uint64) int32 {
 	if before != noBlock {
 		child := p.blocks[before].child
 		if child == 0 {
-			// cache puts a block into the prefix cache after the one before it, and returns the cached block: an equal
-			// one may have been there already.
-			return noBlock
+			return noBlock // nothing ever followed it
 		}
 		if p.blocks[child].key == key && p.blocks[child].parent == before {
 			return child
@@ -322,7 +328,8 @@ func (p *Pool) find(before int32, key uint64) int32 {
 	return p.index.find(p.blocks, key)
 }
 
-// Read returns the content of blocks: for each block the wanted content if it is there, else the other one.
+// cache puts a block into the prefix cache after the one before it, and returns the cached block: an equal one may
+// have been there already.
 func (p *Pool) cache(before, id int32, key uint64) int32 {
 	if there := p.find(before, key); there != noBlock {
 		return there
@@ -346,8 +353,7 @@ func actualOr(actual []uint64, i int, want uint64) uint64 {
 	return actual[i]
 }
 
-// hashIndex finds blocks by key: open addressing, a slot holding half of the key (which also determines its place) and
-// the block's number; the other half is compared with the block when the first matches.
+// Read returns the content of blocks: for each block the wanted content if it is there, else the other one.
 func (p *Pool) Read(ids []int32, want func(i int) uint64) []uint64 {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -366,10 +372,10 @@ func (p *Pool) Read(ids []int32, want func(i int) uint64) []uint64 {
 	return out
 }
 
-// hashIndex finds blocks by key: open addressing, a slot holding half of the key (which also says where it belongs)
-// and the block's number; the other half is read from the block when the first matches.
+// hashIndex finds blocks by key: open addressing, a slot holding half of the key (which also determines its place) and
+// the block's number; the other half is compared with the block when the first matches.
 type hashIndex struct {
-	slots []uint64 // add inserts a block under a key that is not there yet.
+	slots []uint64 // key<<32 | block; 0 is empty, as block 0 is never in it
 	mask  uint64
 }
 
@@ -390,7 +396,7 @@ func (h *hashIndex) find(blocks []block, key uint64) int32 {
 	return noBlock
 }
 
-// remove removes a block and moves later ones of its run back, so that no tombstones are needed.
+// add inserts a block under a key that is not there yet.
 func (h *hashIndex) add(id int32, key uint64) {
 	i := key & h.mask
 	for h.slots[i] != 0 {
@@ -399,7 +405,7 @@ func (h *hashIndex) add(id int32, key uint64) {
 	h.slots[i] = key<<32 | uint64(id)
 }
 
-// Prefix returns the number of leading blocks that the prefix cache has.
+// remove removes a block and moves later ones of its run back, so that no tombstones are needed.
 func (h *hashIndex) remove(blocks []block, id int32) {
 	i := blocks[id].key & h.mask
 	for int32(h.slots[i]) != id {
@@ -415,7 +421,7 @@ func (h *hashIndex) remove(blocks []block, id int32) {
 	h.slots[i] = 0
 }
 
-// Size returns the number of usable blocks, and of those in use.
+// Prefix returns the number of leading blocks that the prefix cache has.
 func (p *Pool) Prefix(blocks []uint64) (n int) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -427,7 +433,7 @@ func (p *Pool) Prefix(blocks []uint64) (n int) {
 	return n
 }
 
-// All returns the number of usable blocks; they are numbered from 1.
+// Size returns the number of usable blocks, and of those in use.
 func (p *Pool) Size() (all, used int) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -435,5 +441,5 @@ func (p *Pool) Size() (all, used int) {
 	return all, all - p.freeCount
 }
 
-// Config is the engine's own configuration.
+// All returns the number of usable blocks; they are numbered from 1.
 func (p *Pool) All() int { return len(p.blocks) - 1 }

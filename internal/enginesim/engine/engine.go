@@ -20,10 +20,10 @@ type Engine struct {
 	Events      *Events // nil: none
 	Metrics     *metrics
 	prefillTurn chan struct{}
-	External    bool // New returns an idle engine, and opens the sockets of its KV events.
+	External    bool // a connector asks other engines for KV
 }
 
-// New makes an engine of which nothing is in use, and opens the sockets of its KV events.
+// New returns an idle engine, and opens the sockets of its KV events.
 func New(cfg *Config, log io.Writer) (*Engine, error) {
 	e := &Engine{
 		Cfg: cfg, log: log, Started: time.Now(), Random: newLockedRand(), Pool: NewPool(cfg.Blocks, cfg.BlockSize),
@@ -37,10 +37,10 @@ func New(cfg *Config, log io.Writer) (*Engine, error) {
 	return e, nil
 }
 
-// CountFetched counts tokens of a sequence that came from another engine.
+// CloseEvents closes the sockets of the KV events.
 func (e *Engine) CloseEvents() { e.Events.close() }
 
-// CountFetched counts so many of a sequence's tokens as another engine's.
+// CountFetched counts tokens of a sequence that came from another engine.
 func (e *Engine) CountFetched(q *Sequence, tokens int) {
 	q.External = tokens
 	e.Metrics.External.Add(int64(tokens))
@@ -53,15 +53,14 @@ func (e *Engine) Violate(v *Violation, xid string) {
 	e.Logf("%v (x-request-id %q)", v, xid)
 }
 
-// compute occupies the engine's prefill, for which requests queue.
+// Logf writes a line of the log.
 func (e *Engine) Logf(format string, args ...any) {
 	e.logMu.Lock()
 	defer e.logMu.Unlock()
 	fmt.Fprintf(e.log, "enginesim "+e.Cfg.name()+": "+format+"\n", args...)
 }
 
-// untilStep returns the time until the engine's next decode step. Continuous batching gives every running sequence its
-// token in the same step, so the tokens of different answers arrive together, whenever their requests came.
+// compute occupies the engine's prefill, for which requests queue.
 func (e *Engine) compute(ctx context.Context, d time.Duration) error {
 	select {
 	case e.prefillTurn <- struct{}{}:
@@ -84,13 +83,14 @@ func (e *Engine) compute(ctx context.Context, d time.Duration) error {
 	return Sleep(ctx, d)
 }
 
-// Sleep waits for d, or until ctx ends, and returns the error of ctx.
+// untilStep returns the time until the engine's next decode step. Continuous batching gives every running sequence its
+// token in the same step, so the tokens of different answers arrive together, whenever their requests came.
 func (e *Engine) untilStep() time.Duration {
 	pace := e.Cfg.DecodeStep
 	return pace - time.Since(e.Started)%pace
 }
 
-// Sleep waits for d, or until ctx is over, which is its error.
+// Sleep waits for d, or until ctx ends, and returns the error of ctx.
 func Sleep(ctx context.Context, d time.Duration) error {
 	t := time.NewTimer(d)
 	defer t.Stop()

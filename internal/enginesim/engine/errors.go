@@ -9,23 +9,23 @@ import (
 	"tandem/internal/enginesim/jsontext"
 )
 
-// "": null
+// Error is an error as vLLM answers it: {"error":{"message","type","param","code"}}.
 type Error struct {
 	Status  int
 	Typ     string
-	Param   string // "" is null
+	Param   string // "": null
 	Message string
-	Load    bool // BadRequest returns a 400.
+	Load    bool // in a stream: the KV load failed
 }
 
 func (e *Error) Error() string { return e.Message }
 
-// BadParam returns vLLM's VLLMValidationError: it names the parameter, and its value if there is one.
+// BadRequest returns a 400.
 func BadRequest(format string, args ...any) *Error {
 	return &Error{Status: http.StatusBadRequest, Typ: "BadRequestError", Message: fmt.Sprintf(format, args...)}
 }
 
-// Pydantic returns a type error that precedes vLLM's own checks.
+// BadParam returns vLLM's VLLMValidationError: it names the parameter, and its value if there is one.
 func BadParam(param, value, format string, args ...any) *Error {
 	e := BadRequest(format, args...)
 	e.Param = param
@@ -37,15 +37,14 @@ func BadParam(param, value, format string, args ...any) *Error {
 	return e
 }
 
-// Missing returns pydantic's error for a missing member: it shows the whole body, as Python writes it (SGLang 0.5.23;
-// vLLM did so before it shortened the input).
+// Pydantic returns a type error that precedes vLLM's own checks.
 func Pydantic(kind, loc, msg string, input []byte) *Error {
 	return BadRequest("1 validation error:\n  {'type': '%s', 'loc': 'body.%s', 'msg': '%s', 'input': %s}", kind, loc,
 		msg, PyRepr(input))
 }
 
-// Missing returns pydantic's error for a member that is not there: it shows the whole body, as Python writes it
-// (SGLang 0.5.23; vLLM did so before it began to sum up what it shows).
+// Missing returns pydantic's error for a missing member: it shows the whole body, as Python writes it (SGLang 0.5.23;
+// vLLM did so before it shortened the input).
 func Missing(name string, members []jsontext.Member) *Error {
 	echo := []byte{'{'}
 	for i, m := range members {
@@ -58,7 +57,7 @@ func Missing(name string, members []jsontext.Member) *Error {
 		"'input': %s}}", name, echo)
 }
 
-// appendPythonText writes a string: in double quotes if it contains single ones and no double ones.
+// appendPython writes a JSON value as Python's repr does.
 func appendPython(dst, raw []byte) []byte {
 	first := true
 	comma := func() {
@@ -95,7 +94,7 @@ func appendPython(dst, raw []byte) []byte {
 	return append(dst, raw...)
 }
 
-// appendPythonText writes a string: in double quotes where it has single ones and no double ones.
+// appendPythonText writes a string: in double quotes if it contains single ones and no double ones.
 func appendPythonText(dst, text []byte) []byte {
 	quote := byte('\'')
 	if bytes.IndexByte(text, '\'') >= 0 && bytes.IndexByte(text, '"') < 0 {
@@ -130,23 +129,23 @@ func PyRepr(raw []byte) string {
 	return s
 }
 
-// Dead returns the last error of a vLLM whose engine process has raised.
+// InternalError returns a 500.
 func InternalError(message string) *Error {
 	return &Error{Status: http.StatusInternalServerError, Typ: "InternalServerError", Message: message}
 }
 
-// ErrLoadFailed means that a transfer failed, as vLLM's do.
+// Dead returns the last error of a vLLM whose engine process has raised.
 func Dead() *Error {
 	return InternalError("EngineCore encountered an issue. See stack trace (above) for the root cause.")
 }
 
-// ErrAborted means that the client has gone.
+// ErrLoadFailed means that a transfer failed, as vLLM's do.
 var ErrLoadFailed = errors.New("KV load failed")
 
-// Violation is KV of another request from which a real engine would silently have answered.
+// ErrAborted means that the client has gone.
 var ErrAborted = errors.New("the client has gone")
 
-// Transfer is a connector's part in the stages of a job.
+// Violation is KV of another request from which a real engine would silently have answered.
 type Violation struct{ Kind, Message string }
 
 func (v *Violation) Error() string { return "enginesim violation " + v.Kind + ": " + v.Message }

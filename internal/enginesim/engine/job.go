@@ -6,24 +6,24 @@ import (
 	"time"
 )
 
-// Queued is called when the job begins to wait for blocks; stop when that is over.
+// Transfer is a connector's part in the stages of a job.
 type Transfer interface {
-	// Deferred reports whether the job waits for load before it counts as running.
+	// Queued is called when the job begins to wait for blocks; stop when that is over.
 	Queued() (stop func())
-	// LookUp fetches KV that other engines may have.
+	// Deferred reports whether the job waits for load before it counts as running.
 	Deferred() bool
 	Load(ctx context.Context) error
-	// Fill gets the prompts' KV: computed, from another engine, or computed for one.
+	// LookUp fetches KV that other engines may have.
 	LookUp(ctx context.Context) error
-	// Computed makes the computed KV available to others.
+	// Fill gets the prompts' KV: computed, from another engine, or computed for one.
 	Fill(ctx context.Context) error
-	// Last is called before an answer's last event. It may keep the answer's blocks, and then sets kept.
+	// Computed makes the computed KV available to others.
 	Computed()
-	// Keep takes a finished sequence's blocks, or returns false.
+	// Last is called before an answer's last event. It may keep the answer's blocks, and then sets kept.
 	Last(q *Sequence)
-	// Unscheduled is called for a job whose client left before it began, Abandoned for one that will not be answered.
+	// Keep takes a finished sequence's blocks, or returns false.
 	Keep(q *Sequence, blocks []int32) bool
-	// unscheduled is for a job whose client left before it began, abandoned for one that will not be answered.
+	// Unscheduled is called for a job whose client left before it began, Abandoned for one that will not be answered.
 	Unscheduled()
 	Abandoned()
 }
@@ -33,17 +33,16 @@ type Job struct {
 	E        *Engine
 	Sampling *Sampling
 	Transfer Transfer
-	// Run takes the job through the engine: admission, KV load, prefill, decode. emit is called with each step's
-	// number when its tokens are there, from 0 to the longest answer's last; nil for an answer that is sent as one.
-	Xid  string
-	Seqs []*Sequence
+	Xid      string // x-request-id, "" for none
+	Seqs     []*Sequence
 }
 
-// vLLM's API server drops such a request before its scheduler sees it, and does not notify P
+// Run takes the job through the engine: admission, KV load, prefill, decode. emit is called with each step's number
+// when its tokens are there, from 0 to the longest answer's last; nil for an answer that is sent as one.
 func (j *Job) Run(ctx context.Context, emit func(step int) error) error {
 	e := j.E
 	started := time.Now()
-	// Prefill computes the tokens that neither cache had, one job after another at the configured speed.
+	// vLLM's API server drops such a request before its scheduler sees it, and does not notify P
 	if err := ctx.Err(); err != nil {
 		j.Transfer.Unscheduled()
 		return j.abandon(err)
@@ -119,8 +118,7 @@ func (j *Job) admit(ctx context.Context) error {
 	return nil
 }
 
-// readHits checks the real content of the prefix cache: wrong KV that a faithful engine accepted once stays in its
-// cache under the right name.
+// Prefill computes the tokens that neither cache had, one job after another at the configured speed.
 func (j *Job) Prefill(ctx context.Context) error {
 	e := j.E
 	compute := 0
@@ -171,8 +169,8 @@ func (j *Job) load(ctx context.Context) error {
 	return Sleep(ctx, time.Duration(took*float64(time.Second)))
 }
 
-// readHits checks what the prefix cache really held: wrong KV that a faithful engine accepted once stays in its cache
-// under the right name.
+// readHits checks the real content of the prefix cache: wrong KV that a faithful engine accepted once stays in its
+// cache under the right name.
 func (j *Job) readHits(q *Sequence) {
 	held := j.E.Pool.Read(q.Grant.Blocks[:q.Grant.Hits], func(i int) uint64 { return q.P.Full[i] })
 	q.Corrupt(j.Sampling, 0, held, j.E.Cfg.MaxModelLen)
@@ -205,9 +203,7 @@ func (j *Job) decode(ctx context.Context, emit func(step int) error) error {
 			j.E.Metrics.gaps.Observe(now.Sub(last).Seconds())
 			last = now
 		}
-		// complete puts a finished answer's KV into the prefix cache, and gives its blocks to the connector or back to
-		// the pool.
-		if step == steps-1 {
+		if step == steps-1 { // the last event names the kept blocks
 			for _, q := range j.Seqs {
 				j.Transfer.Last(q)
 			}
@@ -222,7 +218,8 @@ func (j *Job) decode(ctx context.Context, emit func(step int) error) error {
 	return nil
 }
 
-// trim frees the blocks that an answer shorter than planned did not need, and returns the others.
+// complete puts a finished answer's KV into the prefix cache, and gives its blocks to the connector or back to the
+// pool.
 func (j *Job) complete() {
 	e := j.E
 	for _, q := range j.Seqs {
@@ -246,16 +243,15 @@ func (j *Job) complete() {
 	}
 }
 
-// WriteAnswer caches the blocks that the generated tokens filled, and, if the answer is kept, records the content of
-// the last one.
+// trim frees the blocks that an answer shorter than planned did not need, and returns the others.
 func (j *Job) trim(q *Sequence) []int32 {
 	used := BlocksFor(q.Computed(), j.E.Cfg.BlockSize)
 	j.E.Pool.Free(q.Grant.Blocks[used:])
 	return q.Grant.Blocks[:used]
 }
 
-// abandon frees the blocks of a job that will not be answered, on this engine and on the one that it meant to read
-// from.
+// WriteAnswer caches the blocks that the generated tokens filled, and, if the answer is kept, records the content of
+// the last one.
 func (j *Job) WriteAnswer(q *Sequence, kept bool) {
 	if q.Out.N < 2 || q.wrong {
 		return
@@ -275,7 +271,8 @@ func (j *Job) WriteAnswer(q *Sequence, kept bool) {
 	j.E.Pool.Write(&q.Grant, &t.p, len(q.P.Full), nil)
 }
 
-// Aborted reports whether err means that the client has gone.
+// abandon frees the blocks of a job that will not be answered, on this engine and on the one that it meant to read
+// from.
 func (j *Job) abandon(err error) error {
 	e := j.E
 	for _, q := range j.Seqs {
@@ -295,12 +292,10 @@ func (j *Job) abandon(err error) error {
 	return err
 }
 
-// Wait counts a request as waiting for KV that never comes, until ctx ends.
+// Aborted reports whether err means that the client has gone.
 func Aborted(err error) bool { return errors.Is(err, context.Canceled) || errors.Is(err, ErrAborted) }
 
-// Events publishes the prefix cache's stored and evicted blocks, as vLLM does (vllm/distributed/kv_events.py): a PUB
-// socket with three frames (topic, number, batch), and a ROUTER that serves the last batches again. The pool calls it
-// under its lock; batches are sent from a separate goroutine.
+// Wait counts a request as waiting for KV that never comes, until ctx ends.
 func (e *Engine) Wait(ctx context.Context) {
 	e.Metrics.WaitingDeferred.Add(1)
 	<-ctx.Done()

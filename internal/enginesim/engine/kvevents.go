@@ -18,17 +18,17 @@ import (
 	"github.com/go-zeromq/zmq4/security/null"
 )
 
-// Events publishes what the prefix cache stores and evicts, as vLLM does (vllm/distributed/kv_events.py): a PUB socket
-// with three frames (topic, number, batch), and a ROUTER that gives out the last batches again. The pool tells it
-// while it is locked; batches go out from a goroutine of their own.
+// Events publishes the prefix cache's stored and evicted blocks, as vLLM does (vllm/distributed/kv_events.py): a PUB
+// socket with three frames (topic, number, batch), and a ROUTER that serves the last batches again. The pool calls it
+// under its lock; batches are sent from a separate goroutine.
 type Events struct {
 	cfg    *Config
 	mu     sync.Mutex
 	batch  []byte // the events of the next batch, encoded
 	count  int
 	seq    uint64
-	kept   []keptBatch // batches still to be dropped: kept, but not published
-	lose   int         // startKVEvents opens the sockets; nil if none are configured.
+	kept   []keptBatch // the last cfg.eventSteps, oldest first
+	lose   int         // batches still to be dropped: kept, but not published
 	wake   chan struct{}
 	pub    zmq4.Socket
 	Subs   subscribers
@@ -42,7 +42,7 @@ type keptBatch struct {
 	payload []byte
 }
 
-// As vLLM: an endpoint with a wildcard is bound, one with a host is connected to.
+// startKVEvents opens the sockets; nil if none are configured.
 func startKVEvents(cfg *Config) (*Events, error) {
 	if cfg.Events == "" {
 		return nil, nil
@@ -50,10 +50,9 @@ func startKVEvents(cfg *Config) (*Events, error) {
 	ctx, stop := context.WithCancel(context.Background())
 	quiet := zmq4.WithLogger(stdlog.New(io.Discard, "", 0))
 	e := &Events{cfg: cfg, wake: make(chan struct{}, 1), stop: stop}
-	// A bound socket that reconnects would connect to itself when a subscriber leaves.
+	// As vLLM: an endpoint with a wildcard is bound, one with a host is connected to.
 	bound := strings.Contains(cfg.Events, "*") || strings.Contains(cfg.Events, "::")
-	// subscribers counts the connections of the PUB socket, which has no counter: each of them begins with a
-	// handshake. It adds no security.
+	// A bound socket that reconnects would connect to itself when a subscriber leaves.
 	e.pub = zmq4.NewPub(ctx, quiet, zmq4.WithSecurity(&e.Subs), zmq4.WithDialerMaxRetries(-1),
 		zmq4.WithAutomaticReconnect(!bound))
 	var err error
@@ -76,8 +75,8 @@ func startKVEvents(cfg *Config) (*Events, error) {
 	return e, nil
 }
 
-// subscribers counts the connections of the PUB socket, which does not tell: each of them begins with a handshake.
-// There is no security in it.
+// subscribers counts the connections of the PUB socket, which has no counter: each of them begins with a handshake. It
+// adds no security.
 type subscribers struct {
 	mu    sync.Mutex
 	conns []*zmq4.Conn
@@ -89,7 +88,7 @@ func (s *subscribers) Encrypt(w io.Writer, b []byte) (int, error) { return w.Wri
 
 func (s *subscribers) Decrypt(w io.Writer, b []byte) (int, error) { return w.Write(b) }
 
-// Count returns the current number.
+// Handshake implements [zmq4.Security].
 func (s *subscribers) Handshake(c *zmq4.Conn, server bool) error {
 	if err := null.Security().Handshake(c, server); err != nil {
 		return err
@@ -100,19 +99,18 @@ func (s *subscribers) Handshake(c *zmq4.Conn, server bool) error {
 	return nil
 }
 
-// a closed connection is detected by a write
+// Count returns the current number.
 func (s *subscribers) Count() int {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.conns = slices.DeleteFunc(s.conns, func(c *zmq4.Conn) bool {
-		// wildcard replaces "*" by the engine's own host: the simulator listens on no address without being told to.
-		_, err := c.Write(nil)
+		_, err := c.Write(nil) // a closed connection is detected by a write
 		return err != nil
 	})
 	return len(s.conns)
 }
 
-// publish sends a batch whenever there are events: about one for each engine step.
+// wildcard replaces "*" by the engine's own host: the simulator listens on no address without being told to.
 func wildcard(cfg *Config, endpoint string) string {
 	host, _, _ := net.SplitHostPort(cfg.Listen)
 	if host == "" {
@@ -134,7 +132,7 @@ func (e *Events) close() {
 	e.done.Wait()
 }
 
-// next takes the next batch.
+// publish sends a batch whenever there are events: about one for each engine step.
 func (e *Events) publish(ctx context.Context) {
 	for {
 		select {
@@ -151,7 +149,7 @@ func (e *Events) publish(ctx context.Context) {
 	}
 }
 
-// answer serves the replay socket: [empty, number] is answered by every kept batch from there on and an end marker.
+// next takes the next batch.
 func (e *Events) next() (k keptBatch, lost bool) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -174,7 +172,7 @@ func (e *Events) next() (k keptBatch, lost bool) {
 	return k, lost
 }
 
-// vLLM logs it and continues
+// answer serves the replay socket: [empty, number] is answered by every kept batch from there on and an end marker.
 func (e *Events) answer() {
 	for {
 		m, err := e.replay.Recv()
@@ -182,9 +180,7 @@ func (e *Events) answer() {
 			return
 		}
 		if len(m.Frames) != 3 || len(m.Frames[1]) != 0 || len(m.Frames[2]) != 8 {
-			// reply sends one replayed batch: with the topic as vLLM 0.26 and later, or without, as before. The
-			// releases without a topic are, but for two, those whose events are arrays.
-			continue
+			continue // vLLM logs it and continues
 		}
 		from := binary.BigEndian.Uint64(m.Frames[2])
 		e.mu.Lock()
@@ -199,7 +195,8 @@ func (e *Events) answer() {
 	}
 }
 
-// stored adds an event for consecutive blocks of a sequence.
+// reply sends one replayed batch: with the topic as vLLM 0.26 and later, or without, as before. The releases without a
+// topic are, but for two, those whose events are arrays.
 func (e *Events) reply(to []byte, topic string, seq uint64, payload []byte) {
 	frames := [][]byte{to, {}}
 	if !e.cfg.EventArrays {
@@ -208,7 +205,7 @@ func (e *Events) reply(to []byte, topic string, seq uint64, payload []byte) {
 	_ = e.replay.SendMulti(zmq4.NewMsgFrom(append(frames, binary.BigEndian.AppendUint64(nil, seq), payload)...))
 }
 
-// cleared adds an event for a reset of the cache. As with vLLM it is sent with the next batch.
+// stored adds an event for consecutive blocks of a sequence.
 func (e *Events) stored(seq *Prompt, from, to, blockSize int) {
 	if e == nil || from == to {
 		return
@@ -279,7 +276,7 @@ func (e *Events) removed(key uint64, medium string) {
 	e.end(packString(e.field(b, "medium"), medium))
 }
 
-// begin starts an event with that many fields: an array that begins with its type, or a map that has a key for it.
+// cleared adds an event for a reset of the cache. As with vLLM it is sent with the next batch.
 func (e *Events) cleared() {
 	if e == nil {
 		return
@@ -292,7 +289,7 @@ func (e *Events) cleared() {
 
 const msgpackNil = 0xc0
 
-// LoseNext keeps the next n batches for replay without publishing them.
+// begin starts an event with that many fields: an array that begins with its type, or a map that has a key for it.
 func (e *Events) begin(kind string, fields int) []byte {
 	if e.cfg.EventArrays {
 		return packString(packArray(e.batch, 1+fields), kind)
@@ -349,17 +346,17 @@ func packString(b []byte, s string) []byte {
 	return append(b, s[:min(len(s), 1<<16-1)]...)
 }
 
-// ReplayAddr returns the address of the replay socket, host:port.
+// LoseNext keeps the next n batches for replay without publishing them.
 func (e *Events) LoseNext(n int) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	e.lose = n
 }
 
-// abovePort returns an endpoint n ports above another one: vLLM's rank n publishes there.
+// ReplayAddr returns the address of the replay socket, host:port.
 func (e *Events) ReplayAddr() string { return e.replay.Addr().String() }
 
-// abovePort returns an endpoint so many ports above another one, which is where vLLM's rank n publishes.
+// abovePort returns an endpoint n ports above another one: vLLM's rank n publishes there.
 func abovePort(endpoint string, n int) string {
 	at := strings.LastIndexByte(endpoint, ':')
 	port, err := strconv.Atoi(endpoint[at+1:])

@@ -18,23 +18,23 @@ type metrics struct {
 	ruleMetrics
 
 	generated               atomic.Int64
-	finished                Counters // loadMetrics are the numbers of requests.
+	finished                Counters // by finished_reason
 	firstToken, latency     prometheus.Histogram
 	promptTokens, genTokens prometheus.Histogram
 	gaps                    prometheus.Histogram
 }
 
-// for blocks, or for prefill
+// loadMetrics are the numbers of requests.
 type loadMetrics struct {
 	Running         atomic.Int64
-	waitingCapacity atomic.Int64 // for KV from another engine
-	WaitingDeferred atomic.Int64 // Waiting returns the number of waiting requests.
+	waitingCapacity atomic.Int64 // for blocks, or for prefill
+	WaitingDeferred atomic.Int64 // for KV from another engine
 }
 
-// cacheMetrics are the sources of prompts' KV, in tokens.
+// Waiting returns the number of waiting requests.
 func (m *loadMetrics) Waiting() int64 { return m.waitingCapacity.Load() + m.WaitingDeferred.Load() }
 
-// cacheMetrics are where prompts' KV came from, in tokens.
+// cacheMetrics are the sources of prompts' KV, in tokens.
 type cacheMetrics struct {
 	prefixQueries, prefixHits     atomic.Int64
 	externalQueries, externalHits atomic.Int64
@@ -43,7 +43,7 @@ type cacheMetrics struct {
 	External                      atomic.Int64
 }
 
-// ruleMetrics count requests, and violations.
+// transferMetrics are about KV from other engines.
 type transferMetrics struct {
 	FailedTransfers        atomic.Int64
 	transferredBytes       atomic.Int64
@@ -51,7 +51,7 @@ type transferMetrics struct {
 	TransferBytes, Descs   prometheus.Histogram
 }
 
-// ruleMetrics count requests, and those that broke a rule.
+// ruleMetrics count requests, and violations.
 type ruleMetrics struct {
 	Requests     Counters // path, leg
 	Violations   Counters // kind
@@ -140,7 +140,7 @@ func newMetrics(model string, rank int) *metrics {
 	return m
 }
 
-// the recorded tiny model's: 16,384 bytes for a block of 32
+// violationKinds are the values of enginesim_violations_total's label. They start at 0 so that a test can demand 0.
 var violationKinds = []string{
 	"read_twice", "expired", "released", "unknown_request", "fewer_blocks", "foreign_blocks", "other_prompt",
 	"request_id_mismatch", "missing_request_id", "stale_blocks_on_prefill", "key_reused", "decode_before_kv",
@@ -148,7 +148,7 @@ var violationKinds = []string{
 }
 
 // the recorded tiny model's: 16,384 bytes for a block of 32
-const KVBytesPerToken = 512 // what the recorded tiny model moves: 16,384 bytes for a block of 32
+const KVBytesPerToken = 512 // the recorded tiny model's: 16,384 bytes for a block of 32
 
 func (m *metrics) Transferred(blocks, blockSize int, took time.Duration) {
 	bytes := int64(blocks) * int64(blockSize) * KVBytesPerToken
@@ -159,7 +159,7 @@ func (m *metrics) Transferred(blocks, blockSize int, took time.Duration) {
 	m.Descs.Observe(2)
 }
 
-// Gauge sends a gauge; labels are alternating names and values.
+// Collector sends series with the labels of vLLM's.
 type Collector struct {
 	Ch     chan<- prometheus.Metric
 	Labels prometheus.Labels
@@ -174,17 +174,17 @@ func (c *Collector) send(kind prometheus.ValueType, name, help string, v float64
 	c.Ch <- prometheus.MustNewConstMetric(prometheus.NewDesc(name, help, names, c.Labels), kind, v, values...)
 }
 
-// Counter sends a counter; labels are alternating names and values.
+// Gauge sends a gauge; labels are alternating names and values.
 func (c *Collector) Gauge(name, help string, v float64, labels ...string) {
 	c.send(prometheus.GaugeValue, name, help, v, labels...)
 }
 
-// Counter sends a counter; labels are names and values in turn.
+// Counter sends a counter; labels are alternating names and values.
 func (c *Collector) Counter(name, help string, v int64, labels ...string) {
 	c.send(prometheus.CounterValue, name, help, float64(v), labels...)
 }
 
-// Sampling has the members of a request that determine how its answer ends.
+// Collect sends the engine's own series.
 func (e *Engine) Collect(c *Collector) {
 	m := e.Metrics
 	for _, h := range []prometheus.Histogram{m.firstToken, m.latency, m.promptTokens, m.genTokens, m.gaps} {

@@ -7,13 +7,11 @@ import (
 	"tandem/internal/enginesim/jsontext"
 )
 
-// Sampling is what a request says of how its answer ends.
+// Sampling has the members of a request that determine how its answer ends.
 type Sampling struct {
-	MaxTokens int64 // -1: not given
-	MinTokens int64
-	// Output is the whole answer of one sequence, known as soon as its prompt's KV is: a function of every token of
-	// the prompt, so a single wrong block changes it.
-	N           int64
+	MaxTokens   int64 // -1: not given
+	MinTokens   int64
+	N           int64 // choices
 	Stop        []string
 	StopIDs     []uint32
 	IncludeStop bool
@@ -21,22 +19,21 @@ type Sampling struct {
 	ToolChoice  []byte
 }
 
-// tokens of the answer that another engine has already given
+// Output is the whole answer of one sequence, known as soon as its prompt's KV is: a function of every token of the
+// prompt, so a single wrong block changes it.
 type Output struct {
 	Digest     uint64
-	given      int    // tokens of the answer that another engine has given already
+	given      int    // tokens of the answer that another engine has already given
 	N          int    // tokens
 	Finish     string // stop, length, tool_calls
-	StopReason string // set if it is not simply the generated tokens: cut at a stop, or a tool call's arguments
-	Text       string // where it is not simply the generated tokens: cut at a stop, or a tool call's arguments
+	StopReason string // JSON: null, or the stop string or token that ended it
+	Text       string // set if it is not simply the generated tokens: cut at a stop, or a tool call's arguments
 	Literal    bool   // text is used
-	Tool       string // tokens, if the request sets no length
+	Tool       string // name of the called function
 }
 
 const (
-	// Answer plans choice number "choice" of a prompt whose KV hashes to digest, from its token number given on. room
-	// is the number of tokens that max_model_len leaves.
-	shortestAnswer = 16
+	shortestAnswer = 16 // tokens, if the request sets no length
 	longestAnswer  = 48
 )
 
@@ -47,7 +44,8 @@ func mixChoice(digest uint64, choice int) uint64 {
 	return Mix(digest^K0, uint64(choice)^K1)
 }
 
-// Tokens are syllables of four bytes; a few contain characters that must be escaped or are not ASCII.
+// Answer plans choice number "choice" of a prompt whose KV hashes to digest, from its token number given on. room is
+// the number of tokens that max_model_len leaves.
 func (s *Sampling) Answer(digest uint64, choice, room, given int) Output {
 	o := Output{Digest: mixChoice(digest, choice), given: given, Finish: "length", StopReason: "null"}
 	natural := shortestAnswer + int(Mix(o.Digest, k2)%(longestAnswer-shortestAnswer+1)) - given
@@ -70,7 +68,7 @@ func (s *Sampling) Answer(digest uint64, choice, room, given int) Output {
 	return o
 }
 
-// Token returns the text of token i.
+// Tokens are syllables of four bytes; a few contain characters that must be escaped or are not ASCII.
 const (
 	consonants = "bdfgklmnprstvwzh"
 	vowels     = "aeio"
@@ -78,7 +76,7 @@ const (
 
 var oddTokens = [...]string{" né", "\nso ", ` "q"`, ` \o `, "\tun ", "übe", "→ ", " œ."}
 
-// Whole returns the text of all tokens.
+// Token returns the text of token i.
 func (o *Output) Token(i int) string {
 	if o.Literal {
 		return o.Text[min(len(o.Text), i*TokenBytes):min(len(o.Text), (i+1)*TokenBytes)]
@@ -103,7 +101,7 @@ func (o *Output) Whole() string {
 	return b.String()
 }
 
-// calledTool returns the function that tool_choice forces, and arguments that roughly fit its schema.
+// applyStops ends the answer at the first stop string or stop token after min_tokens.
 func (o *Output) applyStops(q *Sampling) {
 	if len(q.Stop) == 0 && len(q.StopIDs) == 0 {
 		return
@@ -137,7 +135,7 @@ func (o *Output) cut(text string, tokens int, reason string) {
 	o.Finish, o.StopReason = "stop", reason
 }
 
-// calledTool returns the function that tool_choice forces, and arguments that fit its schema roughly.
+// calledTool returns the function that tool_choice forces, and arguments that roughly fit its schema.
 func (s *Sampling) calledTool(digest uint64) (name, args string) {
 	if !jsontext.IsArray(s.Tools) || jsontext.IsNull(s.ToolChoice) {
 		return "", ""
@@ -171,8 +169,7 @@ func (s *Sampling) calledTool(digest uint64) (name, args string) {
 	return name, args
 }
 
-// callTool turns the answer into a call. If max_tokens cuts it, it is plain text, because the parser finds no call in
-// it.
+// appendArguments makes a value for every property of a JSON schema object.
 func appendArguments(dst, schema []byte, digest uint64) []byte {
 	dst = append(dst, '{')
 	first := true
@@ -214,7 +211,8 @@ func appendValue(dst, prop []byte, digest uint64) []byte {
 	return jsontext.AppendQuoted(dst, strings.TrimSpace(o.Token(0)+o.Token(1)))
 }
 
-// TokenIDs returns the ids of an answer's tokens from..to.
+// callTool turns the answer into a call. If max_tokens cuts it, it is plain text, because the parser finds no call in
+// it.
 func (o *Output) callTool(name, args string, maxTokens int64) {
 	o.Literal, o.Text = true, args
 	o.N = max(1, (len(args)+TokenBytes-1)/TokenBytes)
@@ -226,7 +224,7 @@ func (o *Output) callTool(name, args string, maxTokens int64) {
 	o.Tool, o.Finish = name, "tool_calls"
 }
 
-// lockedRand is for ids, not for answers.
+// TokenIDs returns the ids of an answer's tokens from..to.
 func (o *Output) TokenIDs(from, to int) []uint32 {
 	ids := make([]uint32, 0, to-from)
 	for i := from; i < to; i++ {

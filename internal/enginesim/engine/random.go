@@ -6,7 +6,7 @@ import (
 	"sync"
 )
 
-// NewUUID returns a random engine id.
+// lockedRand is for ids, not for answers.
 type lockedRand struct {
 	mu sync.Mutex
 	r  *rand.Rand
@@ -32,5 +32,5 @@ func (l *lockedRand) UUID() string {
 	return fmt.Sprintf("%08x-%04x-%04x-%04x-%012x", a>>32, a>>16&0xFFFF, a&0xFFFF, b>>48, b&(1<<48-1))
 }
 
-// Sequence is one answer in progress: choice "choice" of prompt "index".
+// NewUUID returns a random engine id.
 func NewUUID() string { r := newLockedRand(); return r.UUID() }

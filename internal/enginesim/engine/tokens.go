@@ -6,11 +6,13 @@ import (
 	"slices"
 )
 
-// shortMark marks the id of a token of n < 4 bytes: 0xF8 and above never begin a UTF-8 character, so these ids cannot
-// collide with those of four-byte tokens.
+// TokenBytes is the length of a token: its id is those bytes as a little-endian number. Every piece of a prompt (a
+// role, a message, a tool list) starts a new token, so that a growing conversation keeps its tokens; a remainder of
+// less than four bytes is one shorter token. Ids are reversible, and no vocabulary is needed.
 const TokenBytes = 4
 
-// TokenID returns the id of a token of at most four bytes.
+// shortMark marks the id of a token of n < 4 bytes: 0xF8 and above never begin a UTF-8 character, so these ids cannot
+// collide with those of four-byte tokens.
 const shortMark = 0xF8
 
 // TokenID returns the id of a token of at most four bytes.
@@ -25,8 +27,7 @@ func TokenID(b []byte) uint32 {
 	return id
 }
 
-// Prompt is a token sequence reduced to the data that an engine needs: the content of each KV block it fills, as a
-// hash over every token from the start up to the end of that block.
+// AppendToken appends the text of a token.
 func AppendToken(dst []byte, id uint32) []byte {
 	if mark := id >> 24; mark > shortMark && mark < shortMark+TokenBytes {
 		for i := range mark - shortMark {
@@ -37,23 +38,23 @@ func AppendToken(dst []byte, id uint32) []byte {
 	return binary.LittleEndian.AppendUint32(dst, id)
 }
 
-// Prompt is a token sequence reduced to what an engine needs: the content of each KV block it fills, as a hash over
-// every token from the start up to the end of that block.
+// Prompt is a token sequence reduced to the data that an engine needs: the content of each KV block it fills, as a
+// hash over every token from the start up to the end of that block.
 type Prompt struct {
 	N        int      // tokens
-	Full     []uint64 // content of the last, partly filled block; 0 if the last block is full
-	tail     uint64   // content of the last, partly filled block; 0 when the prompt fills its last block
-	salt     uint64   // only if requested
-	Ids      []uint32 // only when asked for
-	saltText string   // of the whole sequence; the answer is a function of it
-	Digest   uint64   // of the whole sequence; what the answer is a function of
-	open     []byte   // BlocksFor returns the number of blocks that n tokens occupy.
+	Full     []uint64 // content of each full block
+	tail     uint64   // content of the last, partly filled block; 0 if the last block is full
+	salt     uint64   // of the cache keys only: KV itself does not depend on it
+	Ids      []uint32 // only if requested
+	saltText string   // of salt
+	Digest   uint64   // of the whole sequence; the answer is a function of it
+	open     []byte   // the tokens of the partly filled block
 }
 
-// Content returns the content of block i of the prompt.
+// BlocksFor returns the number of blocks that n tokens occupy.
 func BlocksFor(n, blockSize int) int { return (n + blockSize - 1) / blockSize }
 
-// key returns the cache key of full block i.
+// Content returns the content of block i of the prompt.
 func (p *Prompt) Content(i int) uint64 {
 	if i < len(p.Full) {
 		return p.Full[i]
@@ -61,15 +62,14 @@ func (p *Prompt) Content(i int) uint64 {
 	return p.tail
 }
 
-// Tokenizer turns text into tokens and tokens into block contents. It lists the tokens only if requested: text of
-// four-byte tokens is already the byte form of its ids.
+// key returns the cache key of full block i.
 func (p *Prompt) key(i int) uint64 { return max(p.Full[i]^p.salt, 1) }
 
-// Tokenizer turns text into tokens and tokens into block contents, without ever listing the tokens unless asked to:
-// text of four-byte tokens is already the byte form of its ids.
+// Tokenizer turns text into tokens and tokens into block contents. It lists the tokens only if requested: text of
+// four-byte tokens is already the byte form of its ids.
 type Tokenizer struct {
 	blockBytes int
-	keep       bool // NewTokenizer returns a tokenizer for blocks of blockSize tokens. keep lists the ids too.
+	keep       bool // list the ids too
 	open       []byte
 	chain      uint64
 	p          Prompt
@@ -77,7 +77,7 @@ type Tokenizer struct {
 
 const chainSeed = 0x9E3779B97F4A7C15
 
-// NewTokenizer makes a tokenizer for blocks of so many tokens. keep lists the ids too.
+// NewTokenizer returns a tokenizer for blocks of blockSize tokens. keep lists the ids too.
 func NewTokenizer(blockSize int, keep bool) *Tokenizer {
 	return &Tokenizer{blockBytes: blockSize * TokenBytes, keep: keep, chain: chainSeed}
 }
@@ -163,13 +163,14 @@ const (
 	k2 = 0x8EBC6AF09C88C6E3
 )
 
-// hashBlock returns the content of a block whose predecessor's content is chain. It is never 0, which means "unknown".
+// Mix returns the 128-bit multiply-and-fold of wyhash: fast, well mixed, and the same on every machine, which
+// hash/maphash is not. P and D must agree.
 func Mix(a, b uint64) uint64 {
 	hi, lo := bits.Mul64(a, b)
 	return hi ^ lo
 }
 
-// hashBlock returns the content of a block whose predecessor's content is chain. Never 0, which means "unknown".
+// hashBlock returns the content of a block whose predecessor's content is chain. It is never 0, which means "unknown".
 func hashBlock(chain uint64, b []byte) uint64 {
 	h := chain ^ K0 ^ uint64(len(b))
 	for len(b) >= 16 {
@@ -184,13 +185,12 @@ func hashBlock(chain uint64, b []byte) uint64 {
 
 func hashString(s string) uint64 { return hashBlock(k2, []byte(s)) }
 
-// Expect allocates memory for a prompt of that many bytes.
+// Tokens adds tokens by their ids.
 func (t *Tokenizer) Tokens(ids []uint32) {
 	for _, id := range ids {
 		t.token(id)
 	}
 }
 
-// Package fault has the failures that a test injects: rules, and the choice of the requests that they hit. Package api
-// executes them.
+// Expect allocates memory for a prompt of that many bytes.
 func (t *Tokenizer) Expect(bytes int) { t.p.Full = make([]uint64, 0, bytes/t.blockBytes+1) }

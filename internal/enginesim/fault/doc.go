@@ -1,2 +1,3 @@
-// Rule is one injected failure, in the form of POST /sim/fail.
+// Package fault has the failures that a test injects: rules, and the choice of the requests that they hit. Package api
+// executes them.
 package fault

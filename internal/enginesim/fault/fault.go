@@ -10,7 +10,7 @@ import (
 	"time"
 )
 
-// Rule is one injected failure, as POST /sim/fail takes it.
+// Rule is one injected failure, in the form of POST /sim/fail.
 type Rule struct {
 	Mode       string `json:"mode"`
 	Leg        string `json:"leg,omitempty"`         // prefill, decode, plain, any (default)
@@ -22,7 +22,7 @@ type Rule struct {
 	// of mode slow (default 1s) and refuse (how long; default 1s)
 	Delay  string          `json:"delay,omitempty"`
 	Events int             `json:"events,omitempty"` // of mode stream-reset-after
-	Params json.RawMessage `json:"params,omitempty"` // how often it has struck so far
+	Params json.RawMessage `json:"params,omitempty"` // of mode malformed-params: what to answer with
 	Hits   int             `json:"hits"`             // how often it has struck so far
 
 	Wait time.Duration
@@ -33,8 +33,8 @@ const (
 	Status      = "status"               // answer an error at once
 	EarlyReset  = "reset-before-headers" // reset the connection instead of answering
 	MidReset    = "reset-mid-body"       // headers and half the body, then reset
-	Hang        = "hang"                 // wait, then continue as usual
-	Slow        = "slow"                 // wait, then go on as usual
+	Hang        = "hang"                 // never answer
+	Slow        = "slow"                 // wait, then continue as usual
 	Garbage     = "garbage-body"         // 200 that is not JSON
 	EmptyParams = "empty-params"         // prefill: kv_transfer_params {}
 	NullParams  = "null-params"          // prefill: kv_transfer_params null
@@ -42,7 +42,7 @@ const (
 	StreamReset = "stream-reset-after"   // reset a stream after so many events
 	Refuse      = "refuse"               // at once: close the HTTP port for a while
 	Die         = "die"                  // at once: exit as a crashed engine does
-	Unreachable = "unreachable"          // legs are a request's possible parts in the protocol.
+	Unreachable = "unreachable"          // until cleared: other engines cannot connect to the KV side channel
 )
 
 var modes = []string{
@@ -50,7 +50,7 @@ var modes = []string{
 	BadParams, StreamReset, Refuse, Die, Unreachable,
 }
 
-// Rules are the active rules, in the order of their arrival.
+// legs are a request's possible parts in the protocol.
 var legs = []string{"plain", "prefill", "decode"}
 
 func (r *Rule) check() error {
@@ -80,15 +80,14 @@ func (r *Rule) check() error {
 	return nil
 }
 
-// closed when the rules are cleared, which ends hangs
+// Rules are the active rules, in the order of their arrival.
 type Rules struct {
 	mu      sync.Mutex
 	rules   []*Rule
-	cleared chan struct{} // New returns active rules.
+	cleared chan struct{} // closed when the rules are cleared, which ends hangs
 }
 
-// suits reports whether a rule applies to such a request. Rules that spoil a hand-over need a prefill leg, one that
-// cuts a stream needs a stream.
+// New returns active rules.
 func New(rules []Rule) *Rules {
 	f := &Rules{cleared: make(chan struct{})}
 	for _, r := range rules {
@@ -97,7 +96,8 @@ func New(rules []Rule) *Rules {
 	return f
 }
 
-// Take returns the failure that hits a request, nil for none, and counts it.
+// suits reports whether a rule applies to such a request. Rules that spoil a hand-over need a prefill leg, one that
+// cuts a stream needs a stream.
 func (r *Rule) suits(leg, path string, stream bool) bool {
 	switch r.Mode {
 	case Unreachable:
@@ -114,7 +114,7 @@ func (r *Rule) suits(leg, path string, stream bool) bool {
 	return (r.Leg == "" || r.Leg == "any" || r.Leg == leg) && (r.Path == "" || r.Path == path)
 }
 
-// Add adds more rules.
+// Take returns the failure that hits a request, nil for none, and counts it.
 func (f *Rules) Take(leg, path string, stream bool) *Rule {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -136,7 +136,7 @@ func (f *Rules) Take(leg, path string, stream bool) *Rule {
 	return nil
 }
 
-// Clear removes all rules and ends hangs.
+// Add adds more rules.
 func (f *Rules) Add(rules []Rule) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -145,7 +145,7 @@ func (f *Rules) Add(rules []Rule) {
 	}
 }
 
-// Unreachable reports whether the side channel refuses other engines.
+// Clear removes all rules and ends hangs.
 func (f *Rules) Clear() {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -154,21 +154,21 @@ func (f *Rules) Clear() {
 	f.cleared = make(chan struct{})
 }
 
-// UntilCleared returns a channel that the next Clear closes.
+// Unreachable reports whether the side channel refuses other engines.
 func (f *Rules) Unreachable() bool {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	return slices.ContainsFunc(f.rules, func(r *Rule) bool { return r.Mode == Unreachable })
 }
 
-// List copies the active rules.
+// UntilCleared returns a channel that the next Clear closes.
 func (f *Rules) UntilCleared() <-chan struct{} {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	return f.cleared
 }
 
-// AtOnce reports whether a rule strikes without waiting for a request.
+// List copies the active rules.
 func (f *Rules) List() []Rule {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -179,11 +179,11 @@ func (f *Rules) List() []Rule {
 	return out
 }
 
-// SpoilParams returns a hand-over's parameters as an injected failure changes them. The blocks are then freed: nothing
-// can fetch them.
+// AtOnce reports whether a rule strikes without waiting for a request.
 func (r Rule) AtOnce() bool { return r.Mode == Refuse || r.Mode == Die }
 
-// SpoilParams returns what an injected failure makes of a hand-over. The blocks are then freed: nobody can fetch them.
+// SpoilParams returns a hand-over's parameters as an injected failure changes them. The blocks are then freed: nothing
+// can fetch them.
 func (r *Rule) SpoilParams(good []byte) (params []byte, spoilt bool) {
 	if r == nil {
 		return good, false
@@ -199,8 +199,7 @@ func (r *Rule) SpoilParams(good []byte) (params []byte, spoilt bool) {
 	return good, false
 }
 
-// Package handover moves KV from one engine to another: the ledger of the blocks that a prefill engine keeps, for whom
-// and until when, and the side channel over which the other engine asks for them.
+// Parse reads one rule or a list of them, and checks them.
 func Parse(b []byte) ([]Rule, error) {
 	if strings.HasPrefix(strings.TrimSpace(string(b)), "[") {
 		var rules []Rule

@@ -10,12 +10,12 @@ import (
 	"tandem/internal/enginesim/engine"
 )
 
-// Ledger is the prefill engine's side of NIXL pull: which finished requests' blocks it keeps for a decode engine, and
+// Ledger is the prefill engine's side of NIXL pull: finished requests whose blocks it keeps for a decode engine, and
 // until when (vLLM's kv_lease_duration, 30 s). A hand-over ends in exactly one of three ways: fetched, released (the
-// decode engine refused the request and said so), or expired.
+// decode engine refused the request and reported it), or expired.
 //
-// What happened to hand-overs that ended is remembered for a while, which is how the second read of one is told from
-// the read of something that never was.
+// The outcome of past hand-overs is remembered for a while, to distinguish the second read of one from the read of an
+// unknown one.
 type Ledger struct {
 	pool  *engine.Pool
 	lease time.Duration
@@ -39,14 +39,14 @@ type handOver struct {
 	xid     string // x-request-id of the leg
 	blocks  []int32
 	tokens  int
-	turn    bool // NewLedger returns a ledger of blocks of p, each kept for a lease.
+	turn    bool // of an answer, for the conversation's next turn (turns.go)
 	expires time.Time
 	timer   *time.Timer
 }
 
 const rememberedHandOvers = 16384
 
-// NewLedger makes a ledger of blocks of p, each kept for a lease.
+// NewLedger returns a ledger of blocks of p, each kept for a lease.
 func NewLedger(p *engine.Pool, lease time.Duration) *Ledger {
 	return &Ledger{
 		pool: p, lease: lease,
@@ -54,12 +54,12 @@ func NewLedger(p *engine.Pool, lease time.Duration) *Ledger {
 	}
 }
 
-// KeepFor is Keep for another time than a lease.
+// Keep puts a finished request's blocks under a lease. The ledger owns the blocks from now on.
 func (l *Ledger) Keep(id, xid string, blocks []int32, tokens int) {
 	l.KeepFor(id, xid, blocks, tokens, l.lease, false)
 }
 
-// KeepFor is keep for another time than a lease.
+// KeepFor is Keep for another time than a lease.
 func (l *Ledger) KeepFor(id, xid string, blocks []int32, tokens int, d time.Duration, turn bool) {
 	h := &handOver{id: id, xid: xid, blocks: blocks, tokens: tokens, turn: turn}
 	l.mu.Lock()
@@ -74,7 +74,7 @@ func (l *Ledger) KeepFor(id, xid string, blocks []int32, tokens int, d time.Dura
 func (l *Ledger) expire(id string) {
 	l.mu.Lock()
 	h := l.live[id]
-	if h == nil || time.Now().Before(h.expires) { // end moves a hand-over to the past. The caller frees its blocks.
+	if h == nil || time.Now().Before(h.expires) { // fetched, or a heartbeat came in between
 		l.mu.Unlock()
 		return
 	}
@@ -84,7 +84,7 @@ func (l *Ledger) expire(id string) {
 	l.pool.Free(h.blocks)
 }
 
-// Extend handles a heartbeat of a decode engine that cannot read yet: it adds two thirds of a lease.
+// end moves a hand-over to the past. The caller frees its blocks.
 func (l *Ledger) end(h *handOver, how string) {
 	h.timer.Stop()
 	delete(l.live, h.id)
@@ -95,12 +95,12 @@ func (l *Ledger) end(h *handOver, how string) {
 	l.Held.Add(-int64(len(h.blocks)))
 }
 
-// nothing renews blocks kept for a next turn
+// Extend handles a heartbeat of a decode engine that cannot read yet: it adds two thirds of a lease.
 func (l *Ledger) Extend(id string) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	h := l.live[id]
-	if h == nil || h.turn { // Release frees a hand-over that will not be read. It reports whether there was one.
+	if h == nil || h.turn { // nothing renews blocks kept for a next turn
 		return
 	}
 	if until := time.Now().Add(l.lease * 2 / 3); until.After(h.expires) {
@@ -109,7 +109,7 @@ func (l *Ledger) Extend(id string) {
 	}
 }
 
-// Release frees a hand-over that nobody will read. It reports whether there was one.
+// Release frees a hand-over that will not be read. It reports whether there was one.
 func (l *Ledger) Release(id string) bool {
 	l.mu.Lock()
 	h := l.live[id]
@@ -125,7 +125,7 @@ func (l *Ledger) Release(id string) bool {
 	return true
 }
 
-// HeldFor returns the x-request-ids of the current hand-overs.
+// ReleaseAll empties the ledger.
 func (l *Ledger) ReleaseAll() {
 	l.mu.Lock()
 	ids := make([]string, 0, len(l.live))
@@ -138,7 +138,7 @@ func (l *Ledger) ReleaseAll() {
 	}
 }
 
-// Forget clears the memory of the past and the counts, but not current hand-overs.
+// HeldFor returns the x-request-ids of the current hand-overs.
 func (l *Ledger) HeldFor() (ids []string) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -149,7 +149,7 @@ func (l *Ledger) HeldFor() (ids []string) {
 	return ids
 }
 
-// PullRequest is a decode engine's request, with the content that it expects in the blocks.
+// Forget clears the memory of the past and the counts, but not current hand-overs.
 func (l *Ledger) Forget() {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -161,29 +161,28 @@ func (l *Ledger) Forget() {
 	}
 }
 
-// of its prompt, or of its beginning that was kept of an earlier answer
+// PullRequest is a decode engine's request, with the content that it expects in the blocks.
 type PullRequest struct {
 	EngineID  string
 	RequestID string
 	Xid       string
 	BlockSize int
-	Tokens    int     // of its prompt, or of its beginning that was kept of an earlier answer
-	Turn      bool    // the latter
-	Ids       []int32 // blocks to read, in order
-	// PullAnswer is the result. If refused is set, nothing was read: the transfer failed. Otherwise actual is the
-	// content of the blocks, nil if it is the expected one; violation is set if vLLM would not have noticed.
-	Want []uint64
+	Tokens    int      // of its prompt, or of its beginning that was kept of an earlier answer
+	Turn      bool     // the latter
+	Ids       []int32  // blocks to read, in order
+	Want      []uint64 // content of each block of its prompt
 }
 
-// Pull lets a decode engine read blocks and frees the hand-over, even if the read was wrong: the real engine learns
-// from the same notification that the transfer is over.
+// PullAnswer is the result. If refused is set, nothing was read: the transfer failed. Otherwise actual is the content
+// of the blocks, nil if it is the expected one; violation is set if vLLM would not have noticed.
 type PullAnswer struct {
 	Refused   string
 	Violation engine.Violation
 	Actual    []uint64
 }
 
-// requested by name only
+// Pull lets a decode engine read blocks and frees the hand-over, even if the read was wrong: the real engine learns
+// from the same notification that the transfer is over.
 func (l *Ledger) Pull(engineID string, req *PullRequest) PullAnswer {
 	if req.EngineID != engineID && req.EngineID != "" {
 		return PullAnswer{Refused: fmt.Sprintf("remote_engine_id is %s, this is %s", req.EngineID, engineID)}
@@ -202,9 +201,7 @@ func (l *Ledger) Pull(engineID string, req *PullRequest) PullAnswer {
 	if h != nil {
 		l.end(h, "fetched")
 	}
-	// read returns the content that each block of the reader's prompt will have; blocks that it did not request have
-	// none.
-	if h != nil && len(req.Ids) == 0 {
+	if h != nil && len(req.Ids) == 0 { // requested by name only
 		req.Ids = h.blocks
 	}
 	actual := l.read(req)
@@ -223,14 +220,14 @@ func (l *Ledger) Pull(engineID string, req *PullRequest) PullAnswer {
 	return answer
 }
 
-// judge returns the violation in a read that real engines would carry out silently.
+// read returns the content that each block of the reader's prompt will have; blocks that it did not request have none.
 func (l *Ledger) read(req *PullRequest) []uint64 {
 	n := min(len(req.Ids), len(req.Want))
 	got := l.pool.Read(req.Ids[:n], func(i int) uint64 { return req.Want[i] })
 	return append(got, make([]uint64, len(req.Want)-n)...)
 }
 
-// Expires returns the time at which the hand-over of the leg with that x-request-id ends; zero if there is none.
+// judge returns the violation in a read that real engines would carry out silently.
 func judge(h *handOver, outcome string, req *PullRequest, actual []uint64) engine.Violation {
 	switch {
 	case h == nil && outcome == "fetched":
@@ -265,12 +262,7 @@ func judge(h *handOver, outcome string, req *PullRequest, actual []uint64) engin
 	return engine.Violation{}
 }
 
-// The side channel stands in for NIXL's handshake, RDMA read and notifications: length-prefixed frames over TCP
-// between simulators, on the port that kv_transfer_params name. One request, one answer; connections are kept.
-//
-//	frame   uint32 little-endian length, payload
-//	request opcode, engine id, request id; for a pull also the fields of pullRequest
-//	answer  for a pull the fields of pullAnswer, else empty
+// Expires returns the time at which the hand-over of the leg with that x-request-id ends; zero if there is none.
 func (l *Ledger) Expires(xid string) (at time.Time) {
 	l.mu.Lock()
 	defer l.mu.Unlock()

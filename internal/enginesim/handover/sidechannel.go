@@ -14,11 +14,11 @@ import (
 )
 
 // The side channel stands in for NIXL's handshake, RDMA read and notifications: length-prefixed frames over TCP
-// between simulators, on the port that kv_transfer_params name. One request, one answer, connections are kept.
+// between simulators, on the port that kv_transfer_params name. One request, one answer; connections are kept.
 //
 //	frame   uint32 little-endian length, payload
-//	request opcode, engine id, request id; for a pull also what pullRequest holds
-//	answer  for a pull what pullAnswer holds, else empty
+//	request opcode, engine id, request id; for a pull also the fields of pullRequest
+//	answer  for a pull the fields of pullAnswer, else empty
 const (
 	OpPull byte = iota + 1
 	OpHeartbeat
@@ -42,10 +42,10 @@ type WireWriter struct{ B []byte }
 // Uint writes a number.
 func (w *WireWriter) Uint(n uint64) { w.B = binary.AppendUvarint(w.B, n) }
 
-// Words writes the count of v and its numbers of 64 bits.
+// String writes text, its length first.
 func (w *WireWriter) String(s string) { w.Uint(uint64(len(s))); w.B = append(w.B, s...) }
 
-// WireReader reads a frame. Err stays once it is set, and all further reads return empty values.
+// Words writes the count of v and its numbers of 64 bits.
 func (w *WireWriter) Words(v []uint64) {
 	w.Uint(uint64(len(v)))
 	for _, x := range v {
@@ -55,7 +55,7 @@ func (w *WireWriter) Words(v []uint64) {
 
 var errWire = errors.New("malformed side-channel frame")
 
-// WireReader reads a frame. Err stays once it is set, and everything reads as empty then.
+// WireReader reads a frame. Err stays once it is set, and all further reads return empty values.
 type WireReader struct {
 	B   []byte
 	Err error
@@ -149,7 +149,7 @@ func (a *PullAnswer) Decode(r *WireReader) {
 	}
 }
 
-// NewFrame reserves space for the length, which SealFrame fills in.
+// ReadFrame reads a frame without its length.
 func ReadFrame(r io.Reader) ([]byte, error) {
 	var head [4]byte
 	if _, err := io.ReadFull(r, head[:]); err != nil {
@@ -164,7 +164,7 @@ func ReadFrame(r io.Reader) ([]byte, error) {
 	return b, err
 }
 
-// NewFrame leaves room for the length, which sealFrame fills in.
+// NewFrame reserves space for the length, which SealFrame fills in.
 func NewFrame() WireWriter { return WireWriter{make([]byte, 4, 512)} }
 
 // SealFrame fills in the length and returns the frame.
@@ -173,16 +173,16 @@ func (w *WireWriter) SealFrame() []byte {
 	return w.B
 }
 
-// NewPeers returns a Peers without connections.
+// Peers are a decode engine's connections to prefill engines.
 type Peers struct {
 	mu   sync.Mutex
 	idle map[string][]net.Conn
 }
 
-// NewPeers has no connections yet.
+// NewPeers returns a Peers without connections.
 func NewPeers() *Peers { return &Peers{idle: make(map[string][]net.Conn)} }
 
-// Notify sends a heartbeat or a release. Errors are ignored, as with NIXL's notifications.
+// Pull asks the side channel at addr for blocks.
 func (p *Peers) Pull(ctx context.Context, addr string, req *PullRequest) (PullAnswer, error) {
 	w := NewFrame()
 	req.encode(&w)
@@ -196,7 +196,7 @@ func (p *Peers) Pull(ctx context.Context, addr string, req *PullRequest) (PullAn
 	return a, r.Err
 }
 
-// Notify sends a heartbeat or a release. What becomes of it is nobody's business, as with NIXL's notifications.
+// Notify sends a heartbeat or a release. Errors are ignored, as with NIXL's notifications.
 func (p *Peers) Notify(op byte, addr, engineID, requestID string) {
 	w := NewFrame()
 	w.B = append(w.B, op)
@@ -207,7 +207,7 @@ func (p *Peers) Notify(op byte, addr, engineID, requestID string) {
 	_, _ = p.Call(ctx, addr, w.SealFrame())
 }
 
-// the peer closed it while it was idle: nothing was read
+// Call sends a frame and returns the answer, over a kept connection if there is one.
 func (p *Peers) Call(ctx context.Context, addr string, frame []byte) ([]byte, error) {
 	for {
 		conn, kept, err := p.get(ctx, addr)
@@ -221,7 +221,7 @@ func (p *Peers) Call(ctx context.Context, addr string, frame []byte) ([]byte, er
 			if err == nil {
 				return answer, nil
 			}
-			if kept && ctx.Err() == nil { // the peer closed it while it lay idle: nothing was read
+			if kept && ctx.Err() == nil { // the peer closed it while it was idle: nothing was read
 				continue
 			}
 			return nil, fmt.Errorf("asking side channel %s: %w", addr, err)
@@ -263,7 +263,7 @@ func (p *Peers) put(addr string, conn net.Conn) {
 	p.idle[addr] = append(p.idle[addr], conn)
 }
 
-// EngineID asks a side channel for its engine id; "" if it does not answer.
+// Close closes idle connections.
 func (p *Peers) Close() {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -275,8 +275,7 @@ func (p *Peers) Close() {
 	clear(p.idle)
 }
 
-// Package jsontext reads JSON byte by byte: a scanner that refuses what Python's json refuses and keeps every member's
-// raw text, walkers over raw values, and writers in the order and with the blanks of the real engines.
+// EngineID asks a side channel for its engine id; "" if it does not answer.
 func (p *Peers) EngineID(ctx context.Context, addr string) string {
 	w := NewFrame()
 	w.B = append(w.B, OpWho)

@@ -11,18 +11,18 @@ import (
 	"unicode/utf8"
 )
 
-// maxDepth is the maximum nesting of a body; Python's json module gives up near 1000.
+// Member is one member of a JSON object: the key unescaped, the value's bytes verbatim without surrounding space.
 type Member struct {
 	Key []byte
 	Raw []byte
 }
 
-// ErrNotObject means that a body is valid JSON, but not an object.
+// maxDepth is the maximum nesting of a body; Python's json module gives up near 1000.
 const maxDepth = 1000
 
 var (
 	errTrailing = errors.New("Extra data")
-	// ErrNotObject is for a body that is valid JSON of another kind.
+	// ErrNotObject means that a body is valid JSON, but not an object.
 	ErrNotObject = errors.New("not a JSON object")
 	errDepth     = errors.New("nested too deeply")
 )
@@ -51,7 +51,7 @@ func ScanObject(dst []Member, body []byte) ([]Member, error) {
 	return dst, nil
 }
 
-// next reads the comma or the end behind a member or an element.
+// scanner walks over JSON and refuses what RFC 8259 refuses.
 type scanner struct {
 	b []byte
 	i int
@@ -150,8 +150,7 @@ func (s *scanner) array(depth int) error {
 	}
 }
 
-// str steps over a string. Strings are the bulk of a body, so eight bytes at a time are searched for a quote, a
-// backslash or a control character; the lowest flagged byte is always a true one.
+// next reads the comma or the end behind a member or an element.
 func (s *scanner) next(end byte) (ended bool, err error) {
 	s.space()
 	if s.i == len(s.b) || s.b[s.i] != ',' && s.b[s.i] != end {
@@ -202,7 +201,8 @@ const (
 	highs = 0x8080808080808080
 )
 
-// escapeLen returns the length of the escape that b begins with, 0 if there is none.
+// str steps over a string. Strings are the bulk of a body, so eight bytes at a time are searched for a quote, a
+// backslash or a control character; the lowest flagged byte is always a true one.
 func (s *scanner) str() error {
 	b, i := s.b, s.i+1
 	for {
@@ -239,7 +239,7 @@ func (s *scanner) str() error {
 	}
 }
 
-// Unquote returns the text of a valid JSON string (with its quotes). Without escapes it is a part of raw itself.
+// escapeLen returns the length of the escape that b begins with, 0 if there is none.
 func escapeLen(b []byte) int {
 	if len(b) < 2 {
 		return 0
@@ -261,7 +261,7 @@ func escapeLen(b []byte) int {
 	return 0
 }
 
-// The functions below walk over JSON that ScanObject has validated, so they do not check again.
+// Unquote returns the text of a valid JSON string (with its quotes). Without escapes it is a part of raw itself.
 func Unquote(raw []byte) []byte {
 	in := raw[1 : len(raw)-1]
 	i := bytes.IndexByte(in, '\\')

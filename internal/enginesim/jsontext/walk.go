@@ -5,7 +5,7 @@ import (
 	"strconv"
 )
 
-// The functions below walk over JSON that scanObject has already found valid, so they need not check again.
+// The functions below walk over JSON that ScanObject has validated, so they do not check again.
 
 // skip returns the index after the value that starts at b[i].
 func skip(b []byte, i int) int {
@@ -67,7 +67,7 @@ func EachElement(raw []byte, fn func(elem []byte) bool) {
 	}
 }
 
-// Get returns the value of a valid object's member, nil if it is absent or raw is not an object.
+// EachMember calls fn for every member of a valid object.
 func EachMember(raw []byte, fn func(key, val []byte)) {
 	for i := Next(raw, 1); raw[i] != '}'; i = Next(raw, i) {
 		keyEnd := skipString(raw, i)
@@ -78,7 +78,7 @@ func EachMember(raw []byte, fn func(key, val []byte)) {
 	}
 }
 
-// Get returns the value of a valid object's member, nil when absent or when raw is no object.
+// Get returns the value of a valid object's member, nil if it is absent or raw is not an object.
 func Get(raw []byte, name string) (val []byte) {
 	if !IsObject(raw) {
 		return nil
@@ -97,16 +97,16 @@ func IsObject(raw []byte) bool { return len(raw) > 0 && raw[0] == '{' }
 // IsArray reports whether raw is an array.
 func IsArray(raw []byte) bool { return len(raw) > 0 && raw[0] == '[' }
 
-// IsNull reports whether raw is null or absent.
+// IsString reports whether raw is a string.
 func IsString(raw []byte) bool { return len(raw) > 0 && raw[0] == '"' }
 
-// IsNull reports whether raw is null or not there.
+// IsNull reports whether raw is null or absent.
 func IsNull(raw []byte) bool { return len(raw) == 0 || raw[0] == 'n' }
 
 // IsTrue reports whether raw is true.
 func IsTrue(raw []byte) bool { return len(raw) > 0 && raw[0] == 't' }
 
-// Text returns the unescaped text of a string value, nil for any other value.
+// IsNumber reports whether raw is a number.
 func IsNumber(raw []byte) bool {
 	return len(raw) > 0 && (raw[0] == '-' || raw[0] >= '0' && raw[0] <= '9')
 }
@@ -119,7 +119,7 @@ func Text(raw []byte) []byte {
 	return Unquote(raw)
 }
 
-// Truthy returns Python's bool(value), by which vLLM tests the flags in kv_transfer_params.
+// Integer reads a number as pydantic does: 3, 3.0 and 3e0 are all the integer 3.
 func Integer(raw []byte) (int64, bool) {
 	if !IsNumber(raw) {
 		return 0, false
@@ -134,7 +134,7 @@ func Integer(raw []byte) (int64, bool) {
 	return int64(f), true
 }
 
-// Truthy returns Python's bool(value), which is how vLLM tests the flags in kv_transfer_params.
+// Truthy returns Python's bool(value), by which vLLM tests the flags in kv_transfer_params.
 func Truthy(raw []byte) bool {
 	switch {
 	case IsNull(raw) || raw[0] == 'f' || string(raw) == `""`:
@@ -165,8 +165,7 @@ func TokenIDs(raw []byte) (ids []uint32, ok bool) {
 	return ids, ok
 }
 
-// AppendQuoted appends s as a JSON string, escaping only the required characters (as Python with ensure_ascii off,
-// which vLLM uses).
+// Compact drops the space between tokens of JSON, as json.dumps in a chat template would, and nothing else.
 func Compact(raw []byte) []byte {
 	if !bytes.ContainsAny(raw, " \n\r\t") {
 		return raw

@@ -4,12 +4,13 @@ import "strconv"
 
 const hexDigits = "0123456789abcdef"
 
-// AppendEscaped appends s in the form that it has within quotes.
+// AppendQuoted appends s as a JSON string, escaping only the required characters (as Python with ensure_ascii off,
+// which vLLM uses).
 func AppendQuoted(dst []byte, s string) []byte {
 	return append(AppendEscaped(append(dst, '"'), s), '"')
 }
 
-// AppendEscaped appends s as it stands within quotes.
+// AppendEscaped appends s in the form that it has within quotes.
 func AppendEscaped(dst []byte, s string) []byte {
 	for i := range len(s) {
 		switch c := s[i]; {
@@ -42,12 +43,12 @@ func AppendKey(dst []byte, key string) []byte {
 // AppendStr appends a member with a string.
 func AppendStr(dst []byte, key, value string) []byte { return AppendQuoted(AppendKey(dst, key), value) }
 
-// AppendRaw appends a member with encoded JSON; null if there is none.
+// AppendInt appends a member with a number.
 func AppendInt(dst []byte, key string, n int64) []byte {
 	return strconv.AppendInt(AppendKey(dst, key), n, 10)
 }
 
-// AppendRaw appends a member with JSON that is already written; null if there is none.
+// AppendRaw appends a member with encoded JSON; null if there is none.
 func AppendRaw(dst []byte, key string, raw []byte) []byte {
 	if len(raw) == 0 {
 		raw = []byte("null")
@@ -55,8 +56,7 @@ func AppendRaw(dst []byte, key string, raw []byte) []byte {
 	return append(AppendKey(dst, key), raw...)
 }
 
-// Package request reads the bodies of the generating APIs: their common members under one name each, the errors that
-// vLLM finds at once, and the prompt that the model would see.
+// AppendIDs appends a list of numbers.
 func AppendIDs(dst []byte, ids []uint32) []byte {
 	dst = append(dst, '[')
 	for i, id := range ids {

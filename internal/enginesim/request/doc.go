@@ -1,3 +1,3 @@
-// Package request reads the bodies of the generating APIs: what they have in common under one name each, what vLLM
-// refuses at once, and the prompt that the model would see.
+// Package request reads the bodies of the generating APIs: their common members under one name each, the errors that
+// vLLM finds at once, and the prompt that the model would see.
 package request

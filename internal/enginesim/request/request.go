@@ -27,29 +27,29 @@ const (
 )
 
 const (
-	maxChoices  = 16384 // Limits are the engine's limits on a request's model and size.
+	maxChoices  = 16384 // VLLM_MAX_N_SEQUENCES
 	maxLogprobs = 20
 )
 
-// Limits are what the engine says of a request's model and size.
+// Limits are the engine's limits on a request's model and size.
 type Limits struct {
 	Models      []string
 	MaxModelLen int  // tokens
-	ToolParser  bool // Request is a parsed body: the common members of the five APIs, under one name each.
+	ToolParser  bool // as vLLM with --enable-auto-tool-choice --tool-call-parser
 }
 
-// Request is a body that has been read: what the five APIs have in common, under one name each.
+// Request is a parsed body: the common members of the five APIs, under one name each.
 type Request struct {
 	engine.Sampling
 
 	API     API
-	size    int // alternatives per token; -1: none requested
+	size    int // of the body
 	Model   string
 	Members []jsontext.Member
 
 	Stream          bool
 	IncludeUsage    bool
-	Logprobs        int64 // alternatives per token; -1: none asked for
+	Logprobs        int64 // alternatives per token; -1: none requested
 	Echo            bool
 	ReturnIDs       bool
 	Temperature     json.RawMessage
@@ -58,18 +58,17 @@ type Request struct {
 	KeepIDs         bool // of the prompt, for KV events
 	Kv              connector.Params
 	maxTokensMember string
-	// ThrowsAway reports whether the request's KV may be another prompt's, because its answer is discarded: it
-	// generates one token, and a salt keeps the prompt out of the cache. A router sends such a request to make a
-	// prefill engine free its blocks.
-	Transcript []byte
+	Transcript      []byte // of the response that previous_response_id names
 }
 
-// Raw returns the JSON of a member, nil if it is absent.
+// ThrowsAway reports whether the request's KV may be another prompt's, because its answer is discarded: it generates
+// one token, and a salt keeps the prompt out of the cache. A router sends such a request to make a prefill engine free
+// its blocks.
 func (q *Request) ThrowsAway() bool { return q.MaxTokens == 1 && q.salt != "" }
 
-// Raw returns the JSON of a member, nil if it is not there.
+// Raw returns the JSON of a member, nil if it is absent.
 func (q *Request) Raw(name string) (val []byte) {
-	for _, m := range slices.Backward(q.Members) { // Leg returns the request's part in the protocol.
+	for _, m := range slices.Backward(q.Members) { // the last of several wins, as in Python
 		if string(m.Key) == name {
 			return m.Raw
 		}
@@ -77,8 +76,7 @@ func (q *Request) Raw(name string) (val []byte) {
 	return nil
 }
 
-// Parse reads and checks a body as far as that is possible without the model. Without a connector kv_transfer_params
-// are ignored as vLLM does; faithful accepts a duplicate key as Python does.
+// Leg returns the request's part in the protocol.
 func (q *Request) Leg() string {
 	switch {
 	case q.Kv.RoomLeg != "":
@@ -91,7 +89,8 @@ func (q *Request) Leg() string {
 	return "plain"
 }
 
-// ReadCommon reads the members that all APIs share, and those of connector k.
+// Parse reads and checks a body as far as that is possible without the model. Without a connector kv_transfer_params
+// are ignored as vLLM does; faithful accepts a duplicate key as Python does.
 func Parse(a API, body []byte, members []jsontext.Member, k connector.Name, faithful bool) (*Request, *engine.Error) {
 	q := &Request{API: a, size: len(body), Sampling: engine.Sampling{MaxTokens: -1, N: 1}, Logprobs: -1}
 	var err error
@@ -139,7 +138,7 @@ func duplicate(members []jsontext.Member) string {
 	return ""
 }
 
-// readLimits reads the bounds of the answer, from each API's own members.
+// ReadCommon reads the members that all APIs share, and those of connector k.
 func (q *Request) ReadCommon(k connector.Name) *engine.Error {
 	for _, m := range q.Members {
 		switch string(m.Key) {
@@ -172,7 +171,7 @@ func (q *Request) ReadCommon(k connector.Name) *engine.Error {
 	return nil
 }
 
-// overrides max_tokens
+// readLimits reads the bounds of the answer, from each API's own members.
 func (q *Request) readLimits() *engine.Error {
 	from := q.Raw
 	q.maxTokensMember = "max_tokens"
@@ -188,8 +187,7 @@ func (q *Request) readLimits() *engine.Error {
 		from = func(name string) []byte { return jsontext.Get(params, name) }
 		q.maxTokensMember = "max_new_tokens"
 	case Chat:
-		// checkCommon makes the checks that vLLM makes before it looks for the model.
-		if !jsontext.IsNull(q.Raw("max_completion_tokens")) {
+		if !jsontext.IsNull(q.Raw("max_completion_tokens")) { // overrides max_tokens
 			q.maxTokensMember = "max_completion_tokens"
 		}
 	case Responses:
@@ -249,7 +247,7 @@ func (q *Request) readStops(from func(string) []byte) {
 	q.IncludeStop = jsontext.IsTrue(from("include_stop_str_in_output"))
 }
 
-// CheckModel makes the checks that need the model: its name and its limits.
+// checkCommon makes the checks that vLLM makes before it looks for the model.
 func (q *Request) checkCommon() *engine.Error {
 	options := q.Raw("stream_options")
 	if !jsontext.IsNull(options) && !q.Stream {
@@ -290,7 +288,7 @@ func (q *Request) checkCommon() *engine.Error {
 	return nil
 }
 
-// CheckLength makes the checks that need the tokenised prompt.
+// CheckModel makes the checks that need the model: its name and its limits.
 func (q *Request) CheckModel(c *Limits) *engine.Error {
 	known := q.Model == ""
 	for _, m := range c.Models {
@@ -339,7 +337,7 @@ func (q *Request) checkTools(c *Limits) *engine.Error {
 	return engine.BadRequest(`"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set`)
 }
 
-// CheckLength returns what can only be said of the tokenised prompt.
+// CheckLength makes the checks that need the tokenised prompt.
 func (q *Request) CheckLength(prompts []*engine.Prompt, c *Limits) *engine.Error {
 	for _, p := range prompts {
 		switch room := c.MaxModelLen - p.N; {

@@ -8,12 +8,12 @@ import (
 	"tandem/internal/enginesim/jsontext"
 )
 
+// template writes a chat's pieces.
+type template struct{ *engine.Tokenizer }
+
 // Render turns a request into the prompts that the model would see. The chat template keeps the order of every
 // object's members, as the usual Jinja templates do with tools: a router that re-serialises a body in another order
 // gets different tokens, and so KV that does not fit.
-type template struct{ *engine.Tokenizer }
-
-// tools and the like follow the system prompt, if there is one
 func (q *Request) Render(blockSize int) ([]*engine.Prompt, *engine.Error) {
 	keep := q.ReturnIDs || q.Echo || q.KeepIDs || q.Kv.Context
 	one := func(fill func(t template)) []*engine.Prompt {
@@ -80,7 +80,7 @@ func (q *Request) renderChat(t template, messages []byte) (bad *engine.Error) {
 			bad = engine.Pydantic("missing", "messages.role", "Field required", m)
 			return false
 		}
-		if first && string(role) != "system" { // renderExtras writes the other inputs of a chat template.
+		if first && string(role) != "system" { // tools and the like follow the system prompt, if there is one
 			q.renderExtras(t)
 		}
 		t.turn(role, func() { t.message(m) })
@@ -96,7 +96,7 @@ func (q *Request) renderChat(t template, messages []byte) (bad *engine.Error) {
 	return bad
 }
 
-// content writes a string, or a list of parts: the text of text parts, and other parts as JSON.
+// renderExtras writes the other inputs of a chat template.
 func (q *Request) renderExtras(t template) {
 	for _, name := range []string{"tools", "documents", "chat_template", "chat_template_kwargs"} {
 		if raw := q.Raw(name); !jsontext.IsNull(raw) {
@@ -118,7 +118,7 @@ func (t template) message(m []byte) {
 	})
 }
 
-// content is a string, or a list of parts of which the text counts and everything else goes in as it is.
+// content writes a string, or a list of parts: the text of text parts, and other parts as JSON.
 func (t template) content(raw []byte) {
 	switch {
 	case jsontext.IsString(raw):
@@ -165,7 +165,7 @@ func (q *Request) renderResponses(t template) {
 	t.Piece(newline)
 }
 
-// Media returns the hashes of a chat's images, audio and video, in their order, and whether there is text beside them.
+// renderPrompts reads the four forms of /v1/completions' prompt: text, ids, and lists of either.
 func (q *Request) renderPrompts(blockSize int, keep bool, raw []byte) (prompts []*engine.Prompt, bad *engine.Error) {
 	add := func(raw []byte) bool {
 		t := engine.NewTokenizer(blockSize, keep)
