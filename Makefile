@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: site workflows release help build tools demo test speed e2e-failures bench bench-peers replay load idle soak fuzz observability lint vuln generate deploy-check e2e-gateway e2e-kube e2e-vllm e2e-vllm-pairs e2e-sglang e2e-oracles e2e-releases clean
+.PHONY: site workflows release help build tools demo test speed e2e-failures bench bench-peers replay load idle soak fuzz observability lint vuln generate deploy-check e2e-gateway e2e-kube e2e-vllm e2e-vllm-pairs e2e-vllm-stores e2e-sglang e2e-oracles e2e-releases clean
 
 GO ?= go
 GOLANGCI_LINT := github.com/golangci/golangci-lint/v2/cmd/golangci-lint@v2.15.0
@@ -112,12 +112,17 @@ e2e-vllm: tools build ## against real vLLM on CPU: 5.5 GiB into ~/.cache/tandem 
 	e2e/vllm/install.sh
 	e2e/vllm/run.sh $(GO) test -tags vllm -count 1 -timeout 30m -v ./e2e/vllm
 	BIDIRECTIONAL=1 e2e/vllm/run.sh $(GO) test -tags vllm -count 1 -timeout 30m -run TestRealTurns -v ./e2e/vllm
-	$(MAKE) e2e-vllm-pairs
+	$(MAKE) e2e-vllm-pairs e2e-vllm-stores
 
 e2e-vllm-pairs: tools build ## of that, the dialects whose legs run at once: NIXL push, and as root on Linux Mooncake over TCP in a network namespace
 	e2e/vllm/install.sh
 	CONNECTOR=NixlPushConnector e2e/vllm/run.sh $(GO) test -tags vllm -count 1 -timeout 30m -run TestRealPairs -v ./e2e/vllm
 	@if [ "$$(id -u)" = 0 ]; then e2e/vllm/mooncake.sh; else echo 'skipped, for it takes root: e2e/vllm/mooncake.sh'; fi
+
+e2e-vllm-stores: tools build ## of that, ExampleConnector (kvTransfer shared) and MultiConnector of NIXL and it (multi): 2 engines, 4 minutes
+	e2e/vllm/install.sh
+	CONNECTOR=ExampleConnector ENGINES=1 REFERENCE=prefill e2e/vllm/run.sh $(GO) test -tags vllm -count 1 -timeout 30m -run TestRealStores -v ./e2e/vllm
+	CONNECTOR=MultiConnector ENGINES=1 REFERENCE=prefill e2e/vllm/run.sh $(GO) test -tags vllm -count 1 -timeout 30m -run TestRealStores -v ./e2e/vllm
 
 site: ## docs/ as a searchable site in .cache/site, with mkdocs from PyPI; open .cache/site/index.html
 	./scripts/tools.sh site

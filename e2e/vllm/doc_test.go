@@ -7,8 +7,8 @@
 // reference: the model is small and random, but its greedy text depends on every token of the prompt, so lost, stale
 // or foreign KV changes the text. The engines' own metrics show whether P/D took place at all.
 //
-// Three more runs have engines of their own: NIXL in both directions (TestRealTurns), and NIXL push and Mooncake,
-// whose legs run at once (TestRealPairs; mooncake.sh).
+// Five more runs have engines of their own: NIXL in both directions (TestRealTurns); NIXL push and Mooncake, whose
+// legs run at once (TestRealPairs; mooncake.sh); ExampleConnector, and MultiConnector of NIXL and it (TestRealStores).
 //
 // It needs the build tag vllm, bin/tandem, and an Envoy ($ENVOY, PATH, or .tools/bin/envoy): make e2e-vllm. Like all
 // of e2e it imports no package of ours.

@@ -73,6 +73,10 @@ func (a tokens) minus(b tokens) tokens {
 	return tokens{a.computed - b.computed, a.cached - b.cached, a.transferred - b.transferred}
 }
 
+func (a tokens) plus(b tokens) tokens {
+	return tokens{a.computed + b.computed, a.cached + b.cached, a.transferred + b.transferred}
+}
+
 func (a tokens) all() float64 { return a.computed + a.cached + a.transferred }
 
 func (a tokens) String() string {

@@ -17,8 +17,8 @@ import (
 //
 //	CONNECTOR=NixlPushConnector e2e/vllm/run.sh go test -tags vllm -count 1 -run TestRealPairs -v ./e2e/vllm
 func TestRealPairs(t *testing.T) {
-	if dialect() == "nixl" {
-		t.Skip("engines of another dialect: TestRealVLLM")
+	if dialect() != "nixl-push" && dialect() != "mooncake" {
+		t.Skip("engines of another dialect")
 	}
 	s := &suite{stack: newStackBehindDoors(t), prompts: prompts{rand.New(rand.NewPCG(uint64(time.Now().UnixNano()), 0))}, report: &report{}, start: map[string]float64{}}
 	s.report.versions = s.versions(t)

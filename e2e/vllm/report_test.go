@@ -44,8 +44,12 @@ func (s *suite) versions(t *testing.T) string {
 	defer func() { _ = answer.Body.Close() }()
 	var version struct{ Version string }
 	require.NoError(t, json.NewDecoder(answer.Body).Decode(&version))
-	return fmt.Sprintf("%s: vLLM %s on CPU, kvTransfer %s, %d prefill and %d decode engines, and one without KV transfer as the reference",
-		time.Now().UTC().Format(time.DateOnly), version.Version, dialect(), len(s.prefill), len(s.decode))
+	reference := "and one without KV transfer"
+	if s.reference == s.prefill[0] {
+		reference = "the prefill engine alone"
+	}
+	return fmt.Sprintf("%s: vLLM %s on CPU, kvTransfer %s, %d prefill and %d decode engines, %s as the reference",
+		time.Now().UTC().Format(time.DateOnly), version.Version, dialect(), len(s.prefill), len(s.decode), reference)
 }
 
 func percentiles(d []time.Duration) string {

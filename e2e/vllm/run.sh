@@ -9,8 +9,10 @@
 #              CONNECTOR    NixlConnector (default), NixlPushConnector or MooncakeConnector: with these, go test -run
 #                           TestRealPairs. Mooncake listens on all addresses, so run it in a network namespace of its own
 #                           (mooncake.sh), with mooncake-transfer-engine-non-cuda in PYTHONPATH
+#                           ExampleConnector or MultiConnector (NixlConnector and ExampleConnector): go test -run TestRealStores
 #              BIDIRECTIONAL  not empty: the engines hand KV over both ways, and keep answers for 40 s; go test -run TestRealTurns
 #              ENGINES      how many of each role; default 2
+#              REFERENCE    prefill: no engine more; what the first prefill engine answers alone is the reference
 #              PORT         engines listen on PORT+1, +2 (prefill), +101, +102 (decode), +201 (reference), and NIXL's side
 #                           channels 1000 above; default 28100
 set -euo pipefail
@@ -41,7 +43,7 @@ engine() {
     --served-model-name tiny --host 127.0.0.1 --port "$port" \
     --distributed-executor-backend uni --enforce-eager --dtype float32 --block-size 32 --num-gpu-blocks-override 2048 \
     --max-model-len 8192 --max-num-seqs 16 --max-num-batched-tokens 2048 \
-    --enable-prompt-tokens-details --enable-request-id-headers --enable-scale-out "$@" \
+    --enable-prompt-tokens-details --enable-request-id-headers --enable-scale-out ${whole[@]+"${whole[@]}"} "$@" \
     </dev/null >"$logs/$name.log" 2>&1 &
   pids[$name]=$!
 }
@@ -51,24 +53,44 @@ if [ -n "${BIDIRECTIONAL:-}" ]; then
   extra=',"kv_connector_extra_config":{"bidirectional_kv_xfer":true,"decoder_kv_blocks_ttl":40}'
   export TANDEM_VLLM_BIDIRECTIONAL=1
 fi
-transfer() { echo "{\"kv_connector\":\"${CONNECTOR:-NixlConnector}\",\"kv_role\":\"$1\",\"kv_buffer_device\":\"cpu\"$extra}"; }
+one() { echo "{\"kv_connector\":\"$1\",\"kv_role\":\"$2\",\"kv_buffer_device\":\"cpu\"$extra}"; }
+store=$dir/store # ExampleConnector's files: a folder that all engines see
+# Of a prompt that is computed in several steps ExampleConnector stores the first one alone, under the whole prompt's name, and an engine
+# that loads it dies ("shape mismatch", 0.32.0): each prompt in one step.
+whole=()
+case ${CONNECTOR:-} in ExampleConnector | MultiConnector) whole=(--no-enable-chunked-prefill --max-num-batched-tokens 8192) ;; esac
+stored() { echo "{\"kv_connector\":\"ExampleConnector\",\"kv_role\":\"kv_both\",\"kv_connector_extra_config\":{\"shared_storage_path\":\"$store\"}}"; }
+transfer() {
+  case ${CONNECTOR:-NixlConnector} in
+    ExampleConnector) stored ;;
+    MultiConnector) echo "{\"kv_connector\":\"MultiConnector\",\"kv_role\":\"$1\",\"kv_connector_extra_config\":{\"connectors\":[$(one NixlConnector "$1"),$(stored)]}}" ;;
+    *) one "${CONNECTOR:-NixlConnector}" "$1" ;;
+  esac
+}
 
 stop_at_exit INT
 
 # ready NAME PORT: until it serves, 10 minutes at most (a busy machine needs 5).
 ready() { wait_ready "$1" "$2" /health 600; }
 
+rm -rf "$store"
+mkdir -p "$store"
+export TANDEM_VLLM_STORE=$store
 last=$((${ENGINES:-2} - 1))
 for i in $(seq 0 $last); do
   engine "prefill-$i" "${prefill[i]}" --kv-transfer-config "$(transfer kv_producer)"
   engine "decode-$i" "${decode[i]}" --kv-transfer-config "$(transfer kv_consumer)"
 done
-engine reference "$reference"
+if [ "${REFERENCE:-}" = prefill ]; then
+  reference=${prefill[0]}
+else
+  engine reference "$reference"
+fi
 for i in $(seq 0 $last); do
   ready "prefill-$i" "${prefill[i]}"
   ready "decode-$i" "${decode[i]}"
 done
-ready reference "$reference"
+[ "${REFERENCE:-}" = prefill ] || ready reference "$reference"
 
 addresses() { printf '127.0.0.1:%s\n' "$@" | head -n $((last + 1)) | paste -sd, -; }
 TANDEM_VLLM_PREFILL=$(addresses "${prefill[@]}")
@@ -78,6 +100,8 @@ export TANDEM_VLLM_REFERENCE=127.0.0.1:$reference
 case ${CONNECTOR:-} in
   NixlPushConnector) export TANDEM_VLLM_DIALECT=nixl-push ;;
   MooncakeConnector) export TANDEM_VLLM_DIALECT=mooncake ;;
+  ExampleConnector) export TANDEM_VLLM_DIALECT=shared ;;
+  MultiConnector) export TANDEM_VLLM_DIALECT=multi ;;
 esac
 say "ready after $SECONDS s: prefill $TANDEM_VLLM_PREFILL, decode $TANDEM_VLLM_DECODE, reference $TANDEM_VLLM_REFERENCE; logs in $logs"
 run_or_wait "$@"

@@ -94,7 +94,7 @@ pools:
   split: always
   decodeAlone: fallback
 %s  endpoints:
-`, ports[0], ports[1], ports[2], ports[3], ports[4], dialect(), turnsConfig())
+`, ports[0], ports[1], ports[2], ports[3], ports[4], dialect(), turnsConfig()+membersConfig())
 	for i, e := range s.prefill {
 		fmt.Fprintf(&b, "  - {address: %q, role: prefill%s}\n", s.prefillDoors.before(i, e), bootstrap(e))
 	}
@@ -110,6 +110,14 @@ func turnsConfig() string {
 		return ""
 	}
 	return "  session: {header: x-session}\n  nixl: {bidirectional: true, reuseTokenIds: true, turnTtl: 30s}\n"
+}
+
+// membersConfig returns the settings of a pool of MultiConnector engines, as run.sh starts them.
+func membersConfig() string {
+	if dialect() != "multi" {
+		return ""
+	}
+	return "  members: [nixl, shared]\n"
 }
 
 // before returns an engine's address: its door's, if it has one.

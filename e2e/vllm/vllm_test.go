@@ -43,7 +43,7 @@ func (s *suite) since(t *testing.T, counter string) float64 {
 
 func TestRealVLLM(t *testing.T) {
 	if dialect() != "nixl" {
-		t.Skip("engines of another dialect: TestRealPairs")
+		t.Skip("engines of another dialect: TestRealPairs, TestRealStores")
 	}
 	if bidirectional() {
 		t.Skip("engines that keep answers: TestRealTurns")
