@@ -19,14 +19,22 @@ type AnswerCounters struct {
 	Tokens  int64         // of those
 	Gaps    int64         // between two tokens of one answer
 	GapTime time.Duration // sum over all gaps
+
+	Generated int64 // tokens, those of running answers too; 0: not reported
 }
 
 // since returns the difference of two reports; false if nothing was generated, or if the engine has restarted.
 func (w *AnswerCounters) since(old AnswerCounters) (d AnswerCounters, ok bool) {
-	d = AnswerCounters{w.Answers - old.Answers, w.Tokens - old.Tokens, w.Gaps - old.Gaps, w.GapTime - old.GapTime}
+	d = AnswerCounters{
+		Answers: w.Answers - old.Answers, Tokens: w.Tokens - old.Tokens, Generated: w.Generated - old.Generated,
+		Gaps: w.Gaps - old.Gaps, GapTime: w.GapTime - old.GapTime,
+	}
 	ok = old != (AnswerCounters{}) && d != (AnswerCounters{})
-	return d, ok && min(d.Answers, d.Tokens, d.Gaps, int64(d.GapTime)) >= 0
+	return d, ok && min(d.Answers, d.Tokens, d.Gaps, int64(d.GapTime), d.Generated) >= 0
 }
+
+// Written returns the tokens that the engine has written: those of finished answers if it reports no others.
+func (w *AnswerCounters) Written() int64 { return max(w.Generated, w.Tokens) }
 
 const (
 	answersNeeded = 20      // before their mean is used

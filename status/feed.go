@@ -64,6 +64,7 @@ type Pool struct {
 	IndexBlocks int        `json:"index_blocks"`
 	TokenBytes  float64    `json:"kv_bytes_per_token,omitempty"` // learned
 	Paused      bool       `json:"paused"`
+	Output                 // of the last minute
 	Endpoints   []Endpoint `json:"endpoints"`
 }
 
@@ -88,6 +89,7 @@ type Endpoint struct {
 	Running  int64   `json:"running"`                             // in the engine's batch, as it says; -1: not known
 	Waiting  int64   `json:"waiting"`                             // in the engine's queue; -1: not known
 	KVUsage  float64 `json:"kv_usage"`                            // of its KV cache, 0 to 1; -1: not known
+	Output           // of the last minute
 
 	// Failed KV loads: as prefill it is left out of pairs with these decode endpoints, or of all pairs as NoPairs says.
 	UnloadableBy []string `json:"unloadable_by,omitempty"`
@@ -155,14 +157,15 @@ type Feed struct {
 	asking singleflight.Group // of the other replicas
 
 	mu     sync.Mutex
-	points []Point            // oldest first, at most keptPoints
-	totals []telemetry.Totals // oldest first, at most keptTotals
-	n      int64              // of the last point
+	points []Point                 // oldest first, at most keptPoints
+	totals []telemetry.Totals      // oldest first, at most keptTotals
+	n      int64                   // of the last point
+	output map[outputKey][]written // oldest first, at most keptTotals of each endpoint
 }
 
 // NewFeed returns a feed that starts from now, and answers the questions of other replicas. It starts nothing.
 func NewFeed(s Source) *Feed {
-	f := &Feed{source: s, started: time.Now(), totals: []telemetry.Totals{s.Totals()}}
+	f := &Feed{source: s, started: time.Now(), totals: []telemetry.Totals{s.Totals()}, output: map[outputKey][]written{}}
 	if s.Replicas != nil {
 		s.Replicas.Answer(aboutStatus, f.answer)
 	}
@@ -195,6 +198,7 @@ func (f *Feed) sample() {
 	p.percentiles(&lately)
 	f.points = append(dropOver(f.points, keptPoints-1), p)
 	f.totals = append(dropOver(f.totals, keptTotals-1), now)
+	f.sampleOutput(time.Now())
 }
 
 // dropOver drops the oldest of what is more than n.
@@ -229,7 +233,7 @@ func milliseconds(d time.Duration) float64 { return float64(d.Microseconds()) / 
 func (f *Feed) pool(p *kvstate.Pool) Pool {
 	out := Pool{
 		Name: p.Spec.Name, Models: f.source.State.Models(p), IndexBlocks: p.IndexStats().Blocks,
-		TokenBytes: p.TokenBytes(), Paused: p.Paused(), Endpoints: []Endpoint{},
+		TokenBytes: p.TokenBytes(), Paused: p.Paused(), Output: Output{Rate: -1}, Endpoints: []Endpoint{},
 	}
 	if slices.Contains(p.Spec.Models, "*") && len(out.Models) == 0 {
 		out.Models = []string{"*"}
@@ -253,6 +257,10 @@ func (f *Feed) pool(p *kvstate.Pool) Pool {
 		if g := e.Signals(); g != nil {
 			shown.Running, shown.Waiting, shown.KVUsage = g.Running, g.Waiting, g.KVUsage
 		}
+		f.mu.Lock()
+		shown.Output = f.outputOf(p.Spec.Name, e.Addr, time.Now())
+		f.mu.Unlock()
+		out.add(&shown.Output)
 		out.Endpoints = append(out.Endpoints, shown)
 	}
 	return out

@@ -279,6 +279,9 @@ func (s *Status) addPool(of *Pool) {
 	}
 	p := &s.Pools[i]
 	p.IndexBlocks, p.TokenBytes = max(p.IndexBlocks, of.IndexBlocks), cmp.Or(p.TokenBytes, of.TokenBytes)
+	if p.Rate < 0 {
+		p.Output = of.Output
+	}
 	for _, e := range of.Endpoints {
 		j := slices.IndexFunc(p.Endpoints, func(known Endpoint) bool { return known.Address == e.Address })
 		if j < 0 {
@@ -298,6 +301,9 @@ func (e *Endpoint) add(o *Endpoint) {
 	e.Transfer = cmp.Or(e.Transfer, o.Transfer)
 	if e.Running < 0 && e.Waiting < 0 && e.KVUsage < 0 {
 		e.Running, e.Waiting, e.KVUsage = o.Running, o.Waiting, o.KVUsage
+	}
+	if e.Rate < 0 {
+		e.Output = o.Output
 	}
 	e.NoPairs = cmp.Or(e.NoPairs, o.NoPairs)
 	for _, d := range o.UnloadableBy {

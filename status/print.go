@@ -117,9 +117,10 @@ func printEnvoys(w io.Writer, envoys []Envoy, now time.Time) {
 }
 
 func printPool(w io.Writer, p *Pool) {
-	fmt.Fprintf(w, "\npool %s (%s), prefix index %d blocks\n", plain(p.Name), plain(strings.Join(p.Models, ", ")), p.IndexBlocks)
+	fmt.Fprintf(w, "\npool %s (%s), prefix index %d blocks%s\n",
+		plain(p.Name), plain(strings.Join(p.Models, ", ")), p.IndexBlocks, written1m(&p.Output))
 	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
-	fmt.Fprintln(t, "  endpoint\trole\thealth\trequests\tprompt tokens\tlately\tcache hits\tKV comes at")
+	fmt.Fprintln(t, "  endpoint\trole\thealth\trequests\tprompt tokens\tlately\tcache hits\tKV comes at\twrites\teach token in")
 	for _, e := range p.Endpoints {
 		health, hits, group, transfer := e.State, "-", "", "-"
 		if e.Transfer > 0 {
@@ -134,9 +135,25 @@ func printPool(w io.Writer, p *Pool) {
 		if e.Group != "" {
 			group = " (" + e.Group + ")"
 		}
-		fmt.Fprintf(t, "  %s%s\t%s\t%s\t%d\t%d\t%d\t%s\t%s\n", plain(e.Name), plain(group), e.Role, health, e.Requests, e.Tokens, e.Hops, hits, transfer)
+		output := "-"
+		if e.Rate >= 0 {
+			output = number(e.Rate) + " tokens/s"
+		}
+		fmt.Fprintf(t, "  %s%s\t%s\t%s\t%d\t%d\t%d\t%s\t%s\t%s\t%s\n", plain(e.Name), plain(group), e.Role, health,
+			e.Requests, e.Tokens, e.Hops, hits, transfer, output, millis(e.PerToken))
 	}
 	_ = t.Flush()
+}
+
+// written1m says what a pool wrote in the last minute.
+func written1m(o *Output) string {
+	switch {
+	case o.Rate < 0:
+		return ""
+	case o.PerToken == 0:
+		return fmt.Sprintf(", writes %s tokens/s in the last minute", number(o.Rate))
+	}
+	return fmt.Sprintf(", writes %s tokens/s at %s each in the last minute", number(o.Rate), millis(o.PerToken))
 }
 
 func printFlow(w io.Writer, flow []Flow) {

@@ -84,6 +84,23 @@ func TestWhatEnginesSayIsShown(t *testing.T) {
 	})
 }
 
+// What engines have written is shown as counters.
+func TestOutputIsShown(t *testing.T) {
+	state := kvstate.New(kvstate.Options{})
+	state.SetPool(kvstate.PoolSpec{Name: "chat"}, []kvstate.EndpointSpec{{Addr: "d", Role: kvstate.RoleDecode}})
+	written := kvstate.AnswerCounters{Answers: 2, Tokens: 30, Gaps: 40, GapTime: 500 * time.Millisecond, Generated: 42}
+	state.Observe(state.Pool("chat").Endpoint("d"), kvstate.Signals{Running: 1, Answers: written, At: time.Now()})
+	got := collecting(newSignals(state, scrape.New(state, nil, slog.New(slog.DiscardHandler))).Collect)
+	require.InDelta(t, 42, values(t, got)["tandem_engine_output_tokens_total d chat"], 0)
+	families, err := got.Gather()
+	require.NoError(t, err)
+	i := slices.IndexFunc(families, func(f *dto.MetricFamily) bool { return f.GetName() == "tandem_engine_inter_token_seconds" })
+	require.NotEqual(t, -1, i)
+	summary := families[i].GetMetric()[0].GetSummary()
+	require.EqualValues(t, 40, summary.GetSampleCount())
+	require.InDelta(t, .5, summary.GetSampleSum(), 1e-9)
+}
+
 // What is learned of transfers is shown in the units that the names say.
 func TestTransfersAreShown(t *testing.T) {
 	state := kvstate.New(kvstate.Options{})

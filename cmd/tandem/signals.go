@@ -14,7 +14,7 @@ type signals struct {
 	state                                           *kvstate.State
 	scraper                                         *scrape.Scraper
 	running, waiting, external, usage, age, scrapes *prometheus.Desc
-	bandwidth, tokenBytes                           *prometheus.Desc
+	bandwidth, tokenBytes, output, perToken         *prometheus.Desc
 }
 
 func newSignals(state *kvstate.State, scraper *scrape.Scraper) *signals {
@@ -31,13 +31,17 @@ func newSignals(state *kvstate.State, scraper *scrape.Scraper) *signals {
 		usage:      gauge("tandem_engine_kv_usage", "Share of the KV cache in use, 0 to 1, as the engine reports it. Absent: not reported."),
 		bandwidth:  gauge("tandem_engine_transfer_bytes_per_second", "Rate of KV transfers to the endpoint, learned from its engine's counters. Absent: not learned."),
 		tokenBytes: prometheus.NewDesc("tandem_kv_bytes_per_token", "KV bytes of a token, learned from the engines' counters of transfers. Absent: not learned.", []string{"pool"}, nil),
-		age:        gauge("tandem_engine_signals_age_seconds", "Age of the oldest figure that the engine has reported. Absent: none yet."),
+		output: gauge("tandem_engine_output_tokens_total",
+			"Tokens that the engine has written since it started, as it reports them. Absent: not reported."),
+		perToken: gauge("tandem_engine_inter_token_seconds",
+			"Time between two tokens of an answer: sum and count since the engine started. Absent: not reported."),
+		age: gauge("tandem_engine_signals_age_seconds", "Age of the oldest figure that the engine has reported. Absent: none yet."),
 	}
 }
 
 // Describe implements [prometheus.Collector].
 func (s *signals) Describe(out chan<- *prometheus.Desc) {
-	for _, d := range []*prometheus.Desc{s.running, s.waiting, s.external, s.usage, s.age, s.scrapes, s.bandwidth, s.tokenBytes} {
+	for _, d := range []*prometheus.Desc{s.running, s.waiting, s.external, s.usage, s.age, s.scrapes, s.bandwidth, s.tokenBytes, s.output, s.perToken} {
 		out <- d
 	}
 }
@@ -70,6 +74,12 @@ func (s *signals) Collect(out chan<- prometheus.Metric) {
 			show(s.usage, g.KVUsage)
 			if bandwidth := s.state.Bandwidth(p, e); bandwidth > 0 {
 				show(s.bandwidth, bandwidth)
+			}
+			if n := g.Answers.Written(); n > 0 {
+				out <- prometheus.MustNewConstMetric(s.output, prometheus.CounterValue, float64(n), p.Spec.Name, e.Addr)
+			}
+			if w := &g.Answers; w.Gaps > 0 {
+				out <- prometheus.MustNewConstSummary(s.perToken, uint64(w.Gaps), w.GapTime.Seconds(), nil, p.Spec.Name, e.Addr)
 			}
 			show(s.age, max(g.Age(now).Seconds(), 0))
 		}

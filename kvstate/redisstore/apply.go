@@ -203,6 +203,7 @@ func (p *poolReplica) applySignals(e *kvstate.Endpoint, g *statev1.Signals, at t
 		},
 		Answers: kvstate.AnswerCounters{
 			Answers: int64(g.GetAnswers()), Tokens: int64(g.GetAnswerTokens()), Gaps: int64(g.GetGaps()), GapTime: time.Duration(g.GetGapUs()) * time.Microsecond,
+			Generated: int64(g.GetGenerated()),
 		},
 	}) {
 		t := p.published[e.Addr]

@@ -59,7 +59,7 @@ type reading struct {
 type transferCounts struct{ transfers, bytes, seconds, tokens, failed float64 }
 
 // answerCounts count the tokens that the engine has generated since it started.
-type answerCounts struct{ answers, tokens, gaps, seconds float64 }
+type answerCounts struct{ answers, tokens, gaps, seconds, generated float64 }
 
 // add adds a value; invalid counts are ignored.
 func add(sum *float64, v float64) {
@@ -90,7 +90,8 @@ func (r *reading) signals() (kvstate.Signals, bool) {
 	}
 	s.Answers = kvstate.AnswerCounters{
 		Answers: count(r.answers.answers), Tokens: count(r.answers.tokens), Gaps: count(r.answers.gaps),
-		GapTime: time.Duration(count(r.answers.seconds * float64(time.Second))),
+		GapTime:   time.Duration(count(r.answers.seconds * float64(time.Second))),
+		Generated: count(r.answers.generated),
 	}
 	return s, s.Running >= 0 || s.Waiting >= 0 || s.KVUsage >= 0
 }
@@ -132,6 +133,8 @@ func (r *reading) vllm(s sample) {
 		add(&r.answers.gaps, s.value())
 	case "vllm:inter_token_latency_seconds_sum", "vllm:time_per_output_token_seconds_sum":
 		add(&r.answers.seconds, s.value())
+	case "vllm:generation_tokens_total":
+		add(&r.answers.generated, s.value())
 	case "vllm:request_generation_tokens_count":
 		add(&r.answers.answers, s.value())
 	case "vllm:request_generation_tokens_sum":
@@ -163,6 +166,8 @@ func (r *reading) sglang(s sample) {
 		add(&r.answers.gaps, s.value())
 	case "sglang:inter_token_latency_seconds_sum":
 		add(&r.answers.seconds, s.value())
+	case "sglang:generation_tokens_total":
+		add(&r.answers.generated, s.value())
 	case "sglang:generation_tokens_histogram_count":
 		add(&r.answers.answers, s.value())
 	case "sglang:generation_tokens_histogram_sum":

@@ -28,7 +28,7 @@ func TestRead(t *testing.T) {
 		page, engine string
 		want         kvstate.Signals
 	}{
-		"vLLM 0.32": {string(page(t, "vllm-0.32.0.txt")), "vllm", kvstate.Signals{KVTokens: 16384, Answers: kvstate.AnswerCounters{Answers: 8, Tokens: 72, Gaps: 64, GapTime: 118992884}}},
+		"vLLM 0.32": {string(page(t, "vllm-0.32.0.txt")), "vllm", kvstate.Signals{KVTokens: 16384, Answers: kvstate.AnswerCounters{Answers: 8, Tokens: 72, Gaps: 64, GapTime: 118992884, Generated: 72}}},
 		"vLLM, two engines behind one server": {`
 vllm:num_requests_running{engine="0",model_name="m"} 3.0
 vllm:num_requests_running{engine="1",model_name="m"} 4.0
@@ -52,6 +52,8 @@ vllm:inter_token_latency_seconds_count{engine="0",model_name="m"} 300.0
 vllm:inter_token_latency_seconds_sum{engine="0",model_name="m"} 4.5
 vllm:inter_token_latency_seconds_count{engine="1",model_name="m"} 20.0
 vllm:inter_token_latency_seconds_sum{engine="1",model_name="m"} 0.5
+vllm:generation_tokens_total{engine="0",model_name="m"} 350.0
+vllm:generation_tokens_total{engine="1",model_name="m"} 21.0
 vllm:request_generation_tokens_count{engine="0",model_name="m"} 3.0
 vllm:request_generation_tokens_sum{engine="0",model_name="m"} 303.0
 vllm:request_generation_tokens_sum{engine="1",model_name="m"} 21.0
@@ -63,7 +65,7 @@ vllm:nixl_xfer_time_seconds_sum{engine="1",model_name="m"} 0.125
 vllm:nixl_bytes_transferred_count{engine="0",model_name="m"} 5.0
 vllm:nixl_bytes_transferred_sum{engine="0",model_name="m"} 1.2e+12
 vllm:nixl_bytes_transferred_sum{engine="1",model_name="m"} 16384.0
-`, "vllm", kvstate.Signals{Running: 1, KVTokens: -1, Transfers: kvstate.TransferCounters{Transfers: 6, Bytes: 1_200_000_016_384, Time: 375 * time.Millisecond, Tokens: 7500}, Answers: kvstate.AnswerCounters{Answers: 3, Tokens: 324, Gaps: 320, GapTime: 5 * time.Second}}},
+`, "vllm", kvstate.Signals{Running: 1, KVTokens: -1, Transfers: kvstate.TransferCounters{Transfers: 6, Bytes: 1_200_000_016_384, Time: 375 * time.Millisecond, Tokens: 7500}, Answers: kvstate.AnswerCounters{Answers: 3, Tokens: 324, Gaps: 320, GapTime: 5 * time.Second, Generated: 371}}},
 		"vLLM before 0.9.2": {`vllm:num_requests_running{model_name="m"} 1.0
 vllm:num_requests_waiting{model_name="m"} 5.0
 vllm:gpu_cache_usage_perc{model_name="m"} 0.75
@@ -83,9 +85,11 @@ sglang:max_total_num_tokens{dp_rank="0",pp_rank="0",tp_rank="0"} 100000.0
 sglang:max_total_num_tokens{dp_rank="1",pp_rank="0",tp_rank="0"} 100000.0
 sglang:inter_token_latency_seconds_count{engine_type="unified",model_name="m"} 183.0
 sglang:inter_token_latency_seconds_sum{engine_type="unified",model_name="m"} 3.5
+sglang:generation_tokens_total{engine_type="unified",is_streaming="false",model_name="m"} 274.0
+sglang:generation_tokens_total{engine_type="unified",is_streaming="true",model_name="m"} 204.0
 sglang:generation_tokens_histogram_count{engine_type="unified",model_name="m"} 42.0
 sglang:generation_tokens_histogram_sum{engine_type="unified",model_name="m"} 467.0
-`, "sglang", kvstate.Signals{Running: 9, Waiting: 2, KVUsage: .9, KVTokens: 200000, Answers: kvstate.AnswerCounters{Answers: 42, Tokens: 467, Gaps: 183, GapTime: 3500 * time.Millisecond}}},
+`, "sglang", kvstate.Signals{Running: 9, Waiting: 2, KVUsage: .9, KVTokens: 200000, Answers: kvstate.AnswerCounters{Answers: 42, Tokens: 467, Gaps: 183, GapTime: 3500 * time.Millisecond, Generated: 478}}},
 		"SGLang prefill": {`sglang:num_running_reqs{engine_type="prefill",tp_rank="0"} 1.0
 sglang:num_queue_reqs{engine_type="prefill",tp_rank="0"} 2.0
 sglang:num_prefill_bootstrap_queue_reqs{engine_type="prefill",tp_rank="0"} 4.0

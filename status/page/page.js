@@ -146,10 +146,13 @@ function pools(status) {
       return { cells: [e.name + (e.group ? ' (' + e.group + ')' : ''), el('span', { class: css }, e.role),
         el('span', { class: 'pill ' + ({ up: 'good', out: 'bad' }[e.state] || 'warn') }, e.state),
         count(e.requests), count(e.prompt_tokens), e.running < 0 ? '–' : count(e.running), e.waiting < 0 ? '–' : count(e.waiting),
-        e.kv_usage < 0 ? '–' : bar(e.kv_usage, percent(e.kv_usage), e.kv_usage >= 0.95 ? 'c-bad' : css), count(e.hops), e.hit_share < 0 ? '–' : percent(e.hit_share)] };
+        e.kv_usage < 0 ? '–' : bar(e.kv_usage, percent(e.kv_usage), e.kv_usage >= 0.95 ? 'c-bad' : css), count(e.hops), e.hit_share < 0 ? '–' : percent(e.hit_share),
+        e.output_tokens_per_second < 0 ? '–' : count(e.output_tokens_per_second), ms(e.time_per_output_token_ms)] };
     });
-    return el('div', {}, el('h3', {}, p.name + ' ', el('small', {}, `${p.models.join(', ')} · prefix index ${count(p.index_blocks)} blocks`)),
-      table('Endpoints of pool ' + p.name, ['endpoint', 'role', 'health', ['booked requests'], ['booked tokens'], ['running'], ['queued'], 'KV cache used', ['latest 256'], ['cache hits']], rows));
+    return el('div', {}, el('h3', {}, p.name + ' ', el('small', {}, `${p.models.join(', ')} · prefix index ${count(p.index_blocks)} blocks`
+      + (p.output_tokens_per_second < 0 ? '' : ` · writes ${count(p.output_tokens_per_second)} tokens/s`
+        + (p.time_per_output_token_ms ? ` at ${ms(p.time_per_output_token_ms)} each` : '') + ' in the last minute'))),
+      table('Endpoints of pool ' + p.name, ['endpoint', 'role', 'health', ['booked requests'], ['booked tokens'], ['running'], ['queued'], 'KV cache used', ['latest 256'], ['cache hits'], ['tokens written/s, last minute'], ['time per token, last minute']], rows));
   }));
 }
 

@@ -1110,8 +1110,10 @@ type Signals struct {
 	GapUs        uint64 `protobuf:"varint,16,opt,name=gap_us,json=gapUs,proto3" json:"gap_us,omitempty"`
 	// Failed fetches of KV from others since the engine started. From the scrape.
 	FailedTransfers uint64 `protobuf:"varint,17,opt,name=failed_transfers,json=failedTransfers,proto3" json:"failed_transfers,omitempty"`
-	unknownFields   protoimpl.UnknownFields
-	sizeCache       protoimpl.SizeCache
+	// Tokens that the engine has written since it started, those of running answers too. From the scrape.
+	Generated     uint64 `protobuf:"varint,18,opt,name=generated,proto3" json:"generated,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Signals) Reset() {
@@ -1259,6 +1261,13 @@ func (x *Signals) GetGapUs() uint64 {
 func (x *Signals) GetFailedTransfers() uint64 {
 	if x != nil {
 		return x.FailedTransfers
+	}
+	return 0
+}
+
+func (x *Signals) GetGenerated() uint64 {
+	if x != nil {
+		return x.Generated
 	}
 	return 0
 }
@@ -1594,7 +1603,7 @@ const file_state_v1_state_proto_rawDesc = "" +
 	"\blocal_us\x18\b \x01(\x03R\alocalUs\":\n" +
 	"\x06Health\x12\x18\n" +
 	"\aaddress\x18\x01 \x01(\rR\aaddress\x12\x16\n" +
-	"\x06failed\x18\x02 \x01(\bR\x06failed\"\x93\x04\n" +
+	"\x06failed\x18\x02 \x01(\bR\x06failed\"\xb1\x04\n" +
 	"\aSignals\x12\x18\n" +
 	"\aaddress\x18\x01 \x01(\rR\aaddress\x12\x18\n" +
 	"\arunning\x18\x02 \x01(\x12R\arunning\x12\x18\n" +
@@ -1615,7 +1624,8 @@ const file_state_v1_state_proto_rawDesc = "" +
 	"\ranswer_tokens\x18\x0e \x01(\x04R\fanswerTokens\x12\x12\n" +
 	"\x04gaps\x18\x0f \x01(\x04R\x04gaps\x12\x15\n" +
 	"\x06gap_us\x18\x10 \x01(\x04R\x05gapUs\x12)\n" +
-	"\x10failed_transfers\x18\x11 \x01(\x04R\x0ffailedTransfers\"M\n" +
+	"\x10failed_transfers\x18\x11 \x01(\x04R\x0ffailedTransfers\x12\x1c\n" +
+	"\tgenerated\x18\x12 \x01(\x04R\tgenerated\"M\n" +
 	"\aSession\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\x06R\x03key\x12\x18\n" +
 	"\aprefill\x18\x02 \x01(\rR\aprefill\x12\x16\n" +
